@@ -208,11 +208,8 @@ def test_dropout_acts_in_training_only(load):
         assert torch.equal(still, model(ids, MASK).last_hidden_state)
         model.train()
         first = model(ids, MASK).last_hidden_state
-    assert seen[-1] == (
-        5,
-        12,
-        WIDTH,
-    )  # attention with dropout builds all scores of a row: a packed row would be too long
+    # Attention with dropout builds all scores of a row: a packed row would be too long.
+    assert seen[-1] == (5, 12, WIDTH)
     assert first.isfinite().all()
     assert not torch.equal(first, still)
     assert not first[~MASK.bool()].any()
@@ -355,7 +352,6 @@ def test_no_memory_is_taken_on_the_meta_device_and_nothing_is_quadratic():
         model = ALiBiBertModel(ALiBiBertConfig(max_position_embeddings=10**6))
     assert all(x.is_meta for x in model.parameters())
     assert list(model.buffers()) == []
-    assert (
-        sum(x.numel() for x in model.parameters()) == 137_368_320
-    )  # Jina v2 base: its file of float16 has 20,616 bytes more than twice that
+    # Jina v2 base: its file of float16 has 20,616 bytes more than twice that.
+    assert sum(x.numel() for x in model.parameters()) == 137_368_320
     assert json.loads(model.config.to_json_string())["num_attention_heads"] == 2 * HEADS

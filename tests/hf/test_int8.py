@@ -50,9 +50,8 @@ def test_the_only_copy_of_the_weights_is_in_int8():
     layer = Int8Linear(nn.Linear(64, 256))
     tensors = [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
     assert [x.dtype for x in tensors if x.numel() == 64 * 256] == [torch.int8]
-    assert sum(x.numel() * x.element_size() for x in tensors) == 64 * 256 + 256 * (
-        4 + 4 + 8 + 4
-    )  # codes; scales, bias, zeros, sums
+    # Codes; scales, bias, zeros, sums.
+    assert sum(x.numel() * x.element_size() for x in tensors) == 64 * 256 + 256 * (4 + 4 + 8 + 4)
     assert not list(layer.parameters())
 
 

@@ -96,15 +96,9 @@ def test_blocks_of_tokens_change_nothing(folder, monkeypatch):
 def test_blocks_keep_hidden_states_and_gradients_of_every_family(monkeypatch):
     ids = torch.randint(50, (2, 37), generator=torch.Generator().manual_seed(0))
     for options in ({}, {"gate": "second", "qk_norm": True, "extra_norm": True}):
-        sizes = {
-            "hidden_size": 32,
-            "num_hidden_layers": 2,
-            "num_attention_heads": 4,
-            "intermediate_size": 40,
-            "vocab_size": 50,
-        }
+        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
         torch.manual_seed(0)
-        model = ALiBiBertModel(ALiBiBertConfig(**sizes, **options)).eval()
+        model = ALiBiBertModel(ALiBiBertConfig(**sizes, vocab_size=50, **options)).eval()
         expected = model(ids).last_hidden_state
         monkeypatch.setattr(layers, "ROWS", 9)
         with torch.no_grad():
@@ -123,10 +117,9 @@ def test_windows_are_passes_over_their_own_tokens(folder):
     for number, start in enumerate(starts):
         row = torch.tensor([[ids[0], *ids[1 + start : 1 + start + room], ids[-1]]])
         states = encode(random_state("jina"), "jina", row, torch.ones_like(row))[0, 1:-1].numpy()
+        # A later window replaces the second half of the overlap.
         first = 0 if number == 0 else (start + starts[number - 1] + room) // 2
-        expected[first : start + room] = states[
-            first - start :
-        ]  # a later window replaces the second half of the overlap
+        expected[first : start + room] = states[first - start :]
     assert_close(found.vectors, expected)
     (whole,) = late_chunks(folder, [TEXT], chunks=1, max_length=1000)
     assert_close(whole.vectors, by_hand(folder, TEXT, whole.spans))

@@ -3,7 +3,6 @@
 import copy
 import dataclasses
 import io
-import math
 
 import pytest
 import torch
@@ -61,7 +60,7 @@ def test_logits_are_those_of_the_unpatched_model(family, side, build, tokens):
 def test_the_comparison_notices_slopes_that_are_off(family, build, tokens):
     model, ids = build(family), tokens(2, 40)
     expected = model(ids).logits
-    with patch(model, numerics=numerics_of(family)) as handle:
+    with patch(model, numerics=numerics_of(family)):
         assert_same(model(ids).logits, expected)
     with patch(model) as handle:
         for name in handle.layers:
@@ -80,7 +79,7 @@ def test_undo_restores_the_same_bits_and_leaves_nothing(family, build, tokens):
     handle = patch(model)
     assert len(handle.layers) == 2
     assert all(hasattr(model.get_submodule(name), "alibi_settings") for name in handle.layers)
-    assert not torch.equal(model(ids).logits, torch.zeros(()))
+    model(ids)
     handle.undo()
     assert model.config is config
     assert config._attn_implementation == implementation
@@ -207,17 +206,6 @@ def test_half_precision_stays_near_fp32(family, dtype, build, tokens):
     assert_same(actual.float(), expected, rtol=0.1 if dtype == torch.bfloat16 else 0.02)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_copy_of_a_patched_model_is_patched_independently(family, build, tokens):
-    model, ids = build(family), tokens(1, 20)
-    with patch(model):
-        expected = model(ids).logits
-        twin = copy.deepcopy(model)
-        for parameter in model.parameters():
-            parameter.zero_()
-        assert torch.equal(twin(ids).logits, expected)  # its own layers, not the original's
-
-
 def unpickled(saved: object) -> object:
     """Through a file that torch.save wrote, as whole objects."""
     file = io.BytesIO()
@@ -226,25 +214,29 @@ def unpickled(saved: object) -> object:
     return torch.load(file, weights_only=False)
 
 
+COPIES = pytest.mark.parametrize("copied", [copy.deepcopy, unpickled], ids=["deepcopy", "pickle"])
+
+
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("numerics", ["exact", "checkpoint"])
-def test_a_pickled_model_is_patched_independently(family, numerics, build, tokens):
+@COPIES
+def test_a_copied_model_is_patched_independently(family, numerics, copied, build, tokens):
     model, (ids, mask) = build(family), padded(tokens(2, 20), "left")
     unpatched = model(ids, attention_mask=mask).logits
     handle = patch(model, numerics=numerics)
     expected = model(ids, attention_mask=mask).logits
-    twin = unpickled(model)
+    twin = copied(model)
     handle.undo()
     assert torch.equal(model(ids, attention_mask=mask).logits, unpatched)
     for parameter in model.parameters():
         parameter.zero_()
-    assert torch.equal(twin(ids, attention_mask=mask).logits, expected)
+    assert torch.equal(twin(ids, attention_mask=mask).logits, expected)  # from its own layers, not the original's
     with pytest.raises(ValueError, match="is patched already"):
         patch(twin)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("copied", [copy.deepcopy, unpickled], ids=["deepcopy", "pickle"])
+@COPIES
 def test_a_handle_that_is_copied_with_its_model_undoes_the_copy(family, copied, build, tokens):
     model, ids = build(family), tokens(1, 20)
     expected = model(ids).logits
@@ -308,4 +300,3 @@ def test_logits_of_padding_only_rows_are_numbers(build, tokens):
             both = model(ids, attention_mask=mask).logits
         assert both.isfinite().all()
         assert_same(both[:1], alone)
-        assert math.isfinite(float(both.sum()))

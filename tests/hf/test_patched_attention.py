@@ -34,10 +34,9 @@ def attention_by_hand(layer: torch.nn.Module, x: Tensor, family: str, slopes: Te
     return ((scale * query @ key.mT + bias).softmax(-1) @ value).transpose(1, 2).flatten(2)
 
 
-def layer_output(model: torch.nn.Module, name: str, ids: Tensor, output_map: str) -> tuple[Tensor, Tensor]:
+def layer_output(model: torch.nn.Module, layer: torch.nn.Module, ids: Tensor, output_map: str) -> tuple[Tensor, Tensor]:
     """Returns (the layer's input, the input of its output map)."""
     seen = {}
-    layer = model.get_submodule(name)
     hooks = [
         layer.register_forward_pre_hook(lambda _, args: seen.update(x=args[0])),
         layer.get_submodule(output_map).register_forward_pre_hook(lambda _, args: seen.update(mixed=args[0])),
@@ -52,24 +51,22 @@ def layer_output(model: torch.nn.Module, name: str, ids: Tensor, output_map: str
 @pytest.mark.parametrize("family", FAMILIES)
 def test_by_default_each_layer_is_its_formula_in_fp64(family, build, tokens):
     model = build(family, **({"max_seq_len": 400} if family == "mpt" else {}))
-    name = {"bloom": "transformer.h.0.self_attention", "falcon": "transformer.h.0.self_attention"}.get(
-        family, "transformer.blocks.0.attn"
-    )
     slopes = torch.as_tensor(alibi_slopes(6)) / (math.sqrt(8) if family == "falcon" else 1.0)
-    with patch(model):
-        x, mixed = layer_output(model, name, tokens(1, 400), "out_proj" if family == "mpt" else "dense")
-    expected = attention_by_hand(model.get_submodule(name), x, family, slopes, 8**-0.5)
+    with patch(model) as handle:
+        layer = model.get_submodule(handle.layers[0])
+        x, mixed = layer_output(model, layer, tokens(1, 400), "out_proj" if family == "mpt" else "dense")
+    expected = attention_by_hand(layer, x, family, slopes, 8**-0.5)
     torch.testing.assert_close(mixed.double(), expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
 
 
 @pytest.mark.parametrize("attention", [{"alibi_bias_max": 4}, {"softmax_scale": 0.7}, {"clip_qkv": 0.3}])
 def test_mpt_honors_its_config(attention, build, tokens):
     model = build("mpt", attention=attention)
-    name, slopes = "transformer.blocks.0.attn", alibi_slopes(6, bias_max=attention.get("alibi_bias_max", 8.0))
+    layer, slopes = model.transformer.blocks[0].attn, alibi_slopes(6, bias_max=attention.get("alibi_bias_max", 8.0))
     with patch(model):
-        x, mixed = layer_output(model, name, tokens(1, 30), "out_proj")
+        x, mixed = layer_output(model, layer, tokens(1, 30), "out_proj")
     scale = attention.get("softmax_scale", 8**-0.5)
-    expected = attention_by_hand(model.get_submodule(name), x, "mpt", torch.as_tensor(slopes), scale)
+    expected = attention_by_hand(layer, x, "mpt", torch.as_tensor(slopes), scale)
     torch.testing.assert_close(mixed.double(), expected, rtol=0, atol=2e-6 * float(expected.abs().max()))
 
 

@@ -5,8 +5,8 @@ import json
 from pathlib import Path
 
 import torch
+from encoder_oracle import write_folder
 from safetensors import safe_open
-from safetensors.torch import save_file
 from torch import Tensor
 
 from alibi_attn.hf import ALiBiForCausalLM
@@ -25,10 +25,7 @@ class Original:
 
     def write(self, folder: Path) -> Path:
         """A checkpoint folder."""
-        folder.mkdir(parents=True, exist_ok=True)
-        (folder / "config.json").write_text(json.dumps(self.config))
-        save_file({name: tensor.contiguous() for name, tensor in self.weights.items()}, folder / "model.safetensors")
-        return folder
+        return write_folder(folder, self.weights, self.config)
 
 
 def original(name: str) -> Original:
