@@ -87,13 +87,8 @@ class ALiBiBertConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
             check_choice(name, getattr(self, name), choices)
         check_choice("gate_act", self.gate_act, GATE_ACTIVATIONS if self.gated else tuple(ACT2FN))
         check("hidden_act", self.hidden_act, self.hidden_act in ACT2FN, "an activation of transformers, such as 'gelu'")
-        heads = self.num_attention_heads
-        check(
-            "hidden_size",
-            self.hidden_size,
-            self.hidden_size % heads == 0,
-            f"a multiple of num_attention_heads, {heads}",
-        )
+        width, heads = self.hidden_size, self.num_attention_heads
+        check("hidden_size", width, width % heads == 0, f"a multiple of num_attention_heads, {heads}")
 
     @property
     def head_dim(self) -> int:

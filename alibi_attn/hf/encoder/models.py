@@ -297,10 +297,10 @@ def _checked(
     given = checked_input(input_ids, inputs_embeds, width=config.hidden_size)
     if token_type_ids is not None:
         check_kind("token_type_ids", token_type_ids, is_index=True)
-    if token_type_ids is not None and token_type_ids.shape != given.shape[:2]:
-        raise ValueError(
-            f"token_type_ids has shape {list(token_type_ids.shape)} but must be [B, T] = {list(given.shape[:2])}"
-        )
+        if token_type_ids.shape != given.shape[:2]:
+            raise ValueError(
+                f"token_type_ids has shape {list(token_type_ids.shape)} but must be [B, T] = {list(given.shape[:2])}"
+            )
     for name, ids, end in (
         ("input_ids", input_ids, config.vocab_size),
         ("token_type_ids", token_type_ids, config.type_vocab_size),

@@ -38,7 +38,7 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
     by_width = about.values.get("logit_scale") == "inv_sqrt_d_model"
     # transformers' class never builds biases, whatever its config says.
     bias = not about.flag("no_bias", False) and not _is_of_transformers(about)
-    norm = NORMS[about.text("norm_type", "low_precision_layernorm").lower()]
+    norm = NORMS[about.text("norm_type", "low_precision_layernorm")]
     ratio = about.number("expansion_ratio", 4)
     return ALiBiCausalLMConfig(
         vocab_size=about.integer("vocab_size"),
