@@ -226,7 +226,7 @@ class ALiBiCache(Cache):
         return stores if len(lengths) == 1 and all(store.can_extend for store in stores) else None
 
     def refresh_views(self, pairs: Sequence[tuple[Tensor, Tensor]] | None = None) -> None:
-        """Takes the keys and values of all layers from their caches; `pairs` are those of all layers if they are known."""
+        """Points every layer to the keys and values of its cache. `pairs` are these tensors, if the caller has them already."""
         for index, layer in enumerate(self._held):
             if pairs is None:
                 layer.refresh_views()

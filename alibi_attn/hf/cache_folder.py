@@ -22,7 +22,7 @@ from alibi_attn.nn.cache_file import fingerprint, partial
 
 FORMAT = 1
 _ABOUT = "cache.json"
-MOST_LATER = 256  # calls
+MOST_LATER = 256  # calls whose token ids wait to be encoded
 
 
 class TokenIds:
@@ -30,7 +30,7 @@ class TokenIds:
 
     def __init__(self, path: Path | None = None, *, memory: bytes = b"") -> None:
         self.path, self.memory = path, io.BytesIO(memory)
-        self._later: list[tuple[int, Tensor]] = []  # not yet encoded, which costs more than a small layer
+        self._later: list[tuple[int, Tensor]] = []  # not yet encoded: encoding one call costs more than a small layer
 
     def write(self, at: int, tokens: Tensor) -> None:
         """Sets the ids of the positions from `at` on, tokens [B, T]; drops them if earlier ids are unknown."""

@@ -37,7 +37,7 @@ class State:
     folder: Path
 
     def dtype_of(self, name: str) -> torch.dtype | None:
-        """The dtype of one of our weights in the checkpoint, if it is there."""
+        """The dtype of one of our weights in the checkpoint; None if it is missing."""
         (their,) = self.family.places(name, self.parts)[1]
         return self.tensors[their].dtype if their in self.tensors else None
 

@@ -1,6 +1,6 @@
 """A decoding step of a patched model in one call: all layers for a few new tokens (`native/decoder_layers.cpp`).
 
-Run module by module, a step costs more in Python and in torch's operators than a small model's weights take to read. The step
+Run module by module, a step costs more in Python and in torch's operators than reading the weights of a small model. The step
 computes what the modules compute and rounds where they round. It supports a model whose modules are those it was loaded with,
 unchanged except by `patch`; hooks, adapters, foreign quantized layers, gradients, autocast and so on run module by module. All
 conditions are checked in every step, because models change.
@@ -130,7 +130,7 @@ class _Step:
         return Rows(x.data_ptr(), *x.stride()[:3])
 
     def _visible(self, mask: Tensor | None) -> Runs:
-        """The visible keys of each sequence; a mask with holes, and a wrong one, is for the modules."""
+        """The visible keys of each sequence. Masks with holes, and invalid masks, are left to the modules."""
         length = self.past + self.count
         if mask is None:
             return [(0, length)] * self.batch

@@ -58,7 +58,8 @@ class DecoderConfig:
         trained_length: becomes MPT's `max_seq_len`, beyond which an MPT in transformers fails unless it is patched, and BLOOM's
             `seq_length`, which has no effect.
         embedding_scale: factor of the embeddings before the first block, often √E; not applied at the output.
-        bias_max: with a power of two of heads, the last slope is 2^−bias_max.
+        bias_max: with a power of two of heads, the last slope is 2^−bias_max. transformers' MPT ignores all but 8 unless it is
+            patched.
         norm_eps: of all norms.
     """
 

@@ -10,7 +10,7 @@ def checked_input(input_ids: Tensor | None, inputs_embeds: Tensor | None, *, wid
     """Returns the input that was passed: ids [B, T], or embeddings [B, T, E].
 
     Raises:
-        TypeError: not a tensor, or ids that are not int32 or int64.
+        TypeError: not a tensor, ids that are not int32 or int64, or embeddings that are not floating.
         ValueError: both or neither, or another shape.
     """
     if (input_ids is None) == (inputs_embeds is None):

@@ -221,7 +221,7 @@ def computed(
 def _means(
     model: ALiBiBertModel, documents: Sequence[Document], windows: Windows, batch_tokens: int
 ) -> list[torch.Tensor]:
-    """[C, E] for each document, summed over its windows."""
+    """The mean of each chunk's tokens, [C, E] for each document, with the states of all its windows."""
     counts = [torch.from_numpy(document.tokens[:, 1] - document.tokens[:, 0]) for document in documents]
     sums = [torch.zeros(len(count), model.config.hidden_size, device=model.device) for count in counts]
     pieces = [(at, *window) for at, document in enumerate(documents) for window in windows.of(document)]

@@ -1,8 +1,8 @@
 """Embeds many texts on many machines with Ray Data: one Parquet file per shard of the texts.
 
 A shard is a run of consecutive texts. Each worker is an actor that holds the model; it returns a shard's table as a Parquet file,
-which this process writes atomically. A file names the model, texts and settings that made it, so a second start skips the files
-that are there. If a worker dies, Ray starts another one and repeats its shards. Read before: `embedding.py`, `late_chunking.py`.
+which this process writes atomically. A file names the model, texts and settings that made it, so a second run skips the files
+that exist. If a worker dies, Ray starts another one and repeats its shards. Read before: `embedding.py`, `late_chunking.py`.
 """
 
 import collections
@@ -38,7 +38,7 @@ _PART = re.compile(r"part-(\d{6})\.parquet")
 
 @dataclasses.dataclass(frozen=True)
 class Settings:
-    """What all shards share.
+    """The settings of all shards.
 
     Args:
         model: a folder that exists on every machine, or a repository on the Hugging Face Hub.
@@ -60,7 +60,7 @@ class Settings:
 
 @dataclasses.dataclass(frozen=True)
 class Texts:
-    """Texts with their place.
+    """Texts with their positions in files.
 
     Args:
         files: the file of each text.
@@ -77,11 +77,11 @@ class Texts:
 
 @dataclasses.dataclass(frozen=True)
 class Embedded:
-    """What all parts hold together.
+    """The totals of all parts.
 
     Args:
         rows, width: of the vectors.
-        tokens: computed by this call; 0 for parts that were there.
+        tokens: computed by this call, without those of parts that existed.
         cut: number of texts that this call cut to the longest length.
     """
 
@@ -109,7 +109,7 @@ def embed(
     Args:
         workers: number of processes that hold the model. Default: one per machine, or one per GPU with device "cuda".
         shard_characters: as for `split`.
-        on_resume: called once with the numbers of parts that are there and of all shards.
+        on_resume: called once, with the number of existing parts and the number of all shards.
         on_shard: called with the same numbers after each shard.
 
     Raises:
@@ -176,7 +176,7 @@ def _computed(
             yield row
     except RayError as error:
         raise ChildProcessError(
-            f"the workers cannot go on ({str(error).strip().splitlines()[-1]}); the finished parts are kept"
+            f"the workers cannot continue ({str(error).strip().splitlines()[-1]}); the finished parts are kept"
         ) from error
 
 
@@ -233,7 +233,7 @@ class _Worker:
         if ray.get(self.attempts.begin.remote(number)) > ATTEMPTS:
             error = (
                 f"part {number}, texts of {batch['files'][0][0]} and others, killed its worker {ATTEMPTS} times, most likely "
-                "because memory ran out; pass fewer tokens per batch or fewer workers, and the same command goes on"
+                "because memory ran out; pass fewer tokens per batch or fewer workers, and run the command again to continue"
             )
         if not error:
             some = Texts(list(batch["files"][0]), list(map(int, batch["starts"][0])), list(batch["texts"][0]))
@@ -260,7 +260,7 @@ def _loaded(settings: Settings) -> sentence_encoder.Sentences:
 def _vectors(
     sentences: sentence_encoder.Sentences, some: Texts, settings: Settings
 ) -> tuple[list[Spans], NDArray[np.float32], int, int]:
-    """The spans of each text and all vectors, the number of tokens, and that of texts that were cut."""
+    """The spans of each text, all vectors, the number of tokens, and the number of texts that were cut."""
     normalize = settings.normalize or sentences.folder.normalize
     if settings.chunks is not None:
         windows = late_chunking.Windows(settings.max_length, settings.overlap)
@@ -299,7 +299,7 @@ def _part(some: Texts, spans: Sequence[Spans], vectors: NDArray[np.float32], ide
 
 
 def _identity(sentences: sentence_encoder.Sentences, settings: Settings) -> str:
-    """A hash of the model, its tokenizer and what else changes vectors."""
+    """A hash of everything that affects the vectors: the model, its tokenizer and the settings."""
     tokenizer = sentences.tokenizer
     words = tokenizer.backend_tokenizer.to_str() if tokenizer.is_fast else repr(sorted(tokenizer.get_vocab().items()))
     normalize = settings.normalize or sentences.folder.normalize
@@ -322,7 +322,7 @@ def _check_parts(out: Path, names: Sequence[Path], identities: Sequence[str]) ->
     found = {path for path in out.iterdir() if _PART.fullmatch(path.name)}
     if more := sorted(found - {*names}):
         raise FileExistsError(
-            f"{more[0]} is a part of more texts; pass the same ones, delete it, or pass another --out"
+            f"{more[0]} is a part of a run with more texts; pass the same texts, delete it, or pass another --out"
         )
     for path, identity in zip(names, identities, strict=True):
         if path not in found:

@@ -120,7 +120,7 @@ def test_a_second_start_computes_only_the_missing_parts(cluster, settings, tmp_p
         embed(settings=dataclasses.replace(settings, normalize=True))
     with pytest.raises(FileExistsError, match="was made with another model, other texts or other settings"):
         embed(["z", *LINES[1:]])
-    with pytest.raises(FileExistsError, match="is a part of more texts"):
+    with pytest.raises(FileExistsError, match="is a part of a run with more texts"):
         embed(LINES[:40])
     made.parts[2].write_bytes(before[made.parts[2]][:-9])
     with pytest.raises(ValueError, match=r"part-000002.parquet is damaged; delete it"):

@@ -59,7 +59,7 @@ def test_vectors_are_the_mean_of_the_formulas_and_come_back_from_a_saved_folder(
     again = sentence_transformer(tmp_path / "saved", normalize=True, device="cpu")
     for other in (theirs, again):
         assert type(other[0].model) is ALiBiBertModel
-        assert other.max_seq_length == 8192  # and not 16, which the original's config says of its training
+        assert other.max_seq_length == 8192  # and not 16, the trained length in the original's config
     assert np.array_equal(theirs.encode(TEXTS), found)
     assert_close(again.encode(TEXTS), units)
 

@@ -1,4 +1,4 @@
-"""`patch` on models without usable ALiBi, or with custom code, says which class to load instead."""
+"""The errors of `patch` for models without usable ALiBi, or with remote code, name the class to load instead."""
 
 import pytest
 import torch

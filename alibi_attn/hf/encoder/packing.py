@@ -6,7 +6,7 @@ the padded row. Compiled code does not pack either, because its shapes must not 
 cases attention gets the mask.
 
 A packed row is filled up to one of a few lengths, so that memory stays flat over many batches: libraries keep compiled code for
-every number of rows that they have seen, and these small blocks divide the memory that a batch gives back.
+every number of rows that they have seen, and these small blocks fragment the memory that a batch frees.
 """
 
 import dataclasses
@@ -32,8 +32,8 @@ class Packing:
         batch, length: B and T of the padded batch.
         mask: [B, T] bool, True = token; None if there is no padding.
         places: [N] indices of the tokens in the flattened batch [B·T] if packed; else None.
-        segments: [1, N + filler] the text to which each token belongs, if packed; else None. The filler is a text of its own.
-        filler: entries behind the tokens of a packed row.
+        segments: [1, N + filler] the text to which each token belongs, if packed; else None. The filler counts as one more text.
+        filler: entries after the tokens of a packed row.
     """
 
     batch: int
