@@ -203,7 +203,7 @@ class ALiBiCache(Cache):
         return super().update(key_states, value_states, layer_idx, *args, **kwargs)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
         self._forget_ids()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
