@@ -5,12 +5,12 @@ Every number in a sentence is computed from the study. The caveats follow the li
 """
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from alibi_attn import units
-from alibi_attn.report.series import Mode, Series, Study, flat
+from alibi_attn.report.series import Mode, Series, Study, flat, seed_of
 from alibi_attn.slopes import alibi_slopes
 
 _SMALL_PERCENT = 1.0  # smaller changes count as no change
@@ -111,7 +111,7 @@ def sliding_sentence(study: Study) -> str:
 
 def position_sentence(study: Study) -> str:
     """A warning that some points of the loss by position are means of few tokens; "" if that was not recorded."""
-    counts = [y.min() for s in study.series for _, y in [s.curve("by_position", "position", "tokens")] if y.size]
+    counts = [np.nanmin(y) for s in study.series for _, y in [s.curve("by_position", "position", "tokens")] if y.size]
     if not counts:
         return ""
     return f"Some points are the mean of only {min(counts):,.0f} tokens; nothing is smoothed."
@@ -122,8 +122,10 @@ def allowed(study: Study) -> list[str]:
     conclusions = [f"What these runs measured: {_where(study)}."]
     differing = _differing(study)
     if differing == ["model.method"]:
+        seeds = {tuple(map(seed_of, s.evaluations or s.trainings)) for s in study.series}
         conclusions.append(
-            "The runs compare the position methods: the configurations differ in nothing else, and the seeds are the same."
+            "The runs compare the position methods: the configurations differ in nothing else, "
+            f"{'and the seeds are the same' if len(seeds) == 1 else 'but not all have the same seeds'}."
         )
     elif differing:
         conclusions.append(
@@ -173,6 +175,13 @@ def head_counts(study: Study) -> list[int]:
     return sorted(found)
 
 
+def seed_count(series: Iterable[Series]) -> str:
+    """The number of seeds of each series: "2 seeds", or "1 to 3 seeds" if they differ."""
+    counts = [s.seeds for s in series]
+    low, high = min(counts), max(counts)
+    return _counted(low, "seed") if low == high else f"{low:,} to {high:,} seeds"
+
+
 def _early_tokens(study: Study) -> list[str]:
     found = []
     for series in sorted(study.series, key=lambda s: s.method != "alibi"):
@@ -199,17 +208,18 @@ def _seeds(study: Study) -> str:
             "Which of two close lines is better. There is one seed, so the influence of chance is unknown; the perplexity of "
             "models this small often differs by one or two percent between seeds."
         )
-    spreads = [
-        np.ptp(y, axis=0).max()
+    spreads = (
+        float(np.max(np.nanmax(y, axis=0) - np.nanmin(y, axis=0)))
         for s in study.series
         for _, y in [s.curve("by_length", "length", "nonoverlapping_nats")]
         if len(y) > 1
-    ]
-    widest = float(np.nanmax(spreads)) if spreads else 0.0
-    return (
-        f"Which of two lines is better where their bands overlap. There are {study.seeds} seeds; two seeds of one method "
-        f"differ by up to {widest:.3f} nats, {100 * math.expm1(widest):.1f} % of perplexity."
     )
+    widest = max(spreads, default=0.0)
+    text = f"Which of two lines is better where their bands overlap. There are {study.seeds} seeds"
+    if not widest:
+        return f"{text}."
+    percent = 100 * math.expm1(widest)
+    return f"{text}; two seeds of one method differ by up to {widest:.3f} nats, {percent:.1f} % of perplexity."
 
 
 def _scale(study: Study) -> str:
@@ -225,7 +235,7 @@ def _where(study: Study) -> str:
     name = study.corpus.get("name", "one corpus")
     tokens = [value for s in study.series for value in s.metric("tokens")]
     amount = f", {max(tokens):,.0f} training tokens" if tokens else ""
-    runs = f"{_counted(len(study.series), 'configuration')}, {_counted(study.seeds, 'seed')} each"
+    runs = f"{_counted(len(study.series), 'configuration')}, {seed_count(study.series)} each"
     return f"{runs}, on {name}{amount}"
 
 

@@ -92,6 +92,37 @@ def test_differences_are_reported(made_up) -> None:
     assert any("differ in model.method and train.length" in text for text in sentences.allowed(study))
 
 
+def test_differing_seeds_are_reported(made_up) -> None:
+    (study,) = studies([*made_up(methods=("alibi",), seeds=2), *made_up(methods=("rotary",))])
+    text = " ".join(sentences.allowed(study))
+    assert "2 configurations, 1 to 2 seeds each" in text
+    assert "differ in nothing else, but not all have the same seeds." in text
+
+
+def test_a_seed_with_missing_values_leaves_the_sentences_whole(made_up) -> None:
+    """The second of three seeds was not evaluated at the longest length, or at the last position."""
+    records = made_up(methods=("alibi",), seeds=3)
+    curves = records[3].curves
+    nats = [*curves["by_length"]["nonoverlapping_nats"][:-1], None]
+    records[3] = dataclasses.replace(
+        records[3], curves={**curves, "by_length": {**curves["by_length"], "nonoverlapping_nats": nats}}
+    )
+    for at, counts in ((1, [50] * 12), (3, [20] * 11 + [None])):
+        curves = records[at].curves
+        by_position = {**curves["by_position"], "tokens": counts}
+        records[at] = dataclasses.replace(records[at], curves={**curves, "by_position": by_position})
+    (study,) = studies(records)
+    assert "differ by up to 0.020 nats" in " ".join(sentences.not_allowed(study))
+    assert "mean of only 20 tokens" in sentences.position_sentence(study)
+
+
+def test_seeds_that_were_not_evaluated_have_no_spread(made_up) -> None:
+    (study,) = studies([record for record in made_up(seeds=2) if record.kind == "training"])
+    text = " ".join(sentences.not_allowed(study))
+    assert "There are 2 seeds." in text
+    assert "differ by" not in text
+
+
 def test_positions_that_do_not_exist_are_dashes(made_up) -> None:
     (study,) = studies(made_up(methods=("learned", "alibi")))
     label, _, cells = tables.by_length(study).blocks[0].rows[0]

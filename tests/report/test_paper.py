@@ -212,6 +212,13 @@ def test_the_frontier_names_every_point_once() -> None:
     assert not any(box.overlaps(other) for i, box in enumerate(boxes) for other in boxes[i + 1 :])
 
 
+def test_a_frontier_of_one_point_without_seeds_is_drawn() -> None:
+    record = answer("figure-8")
+    alone = {"train_tokens_per_second": [100.0], "perplexity": [5.0]}
+    ((ours, _),) = paper.pictures(dataclasses.replace(record, curves={"ALiBi, L = 512": alone}), {})
+    assert _drawn(ours, "ALiBi 512").get_xydata().tolist() == [[100.0, 5.0]]
+
+
 def test_slopes_that_differ_are_counted() -> None:
     assert "24 of the paper's 24 slopes" in answers.scale_sentence(answer("figure-3"))
     wrong = answer("figure-3")

@@ -126,11 +126,11 @@ def frontier(panel: Panel) -> Figure:
     axes.set_xlabel(panel.x_label)
     if not points:
         return figure
-    xs, ys = np.array([line.x[0] for line in points]), np.array([line.y[0] for line in points])
-    spread = [value for line in points for value in (line.low[0], line.high[0]) if math.isfinite(value)]
+    xs = [float(line.x[0]) for line in points]
+    heights = [value for line in points for value in (line.y[0], line.low[0], line.high[0]) if math.isfinite(value)]
     axes.set_xscale("log")
-    _round_x(axes, float(xs.min()) / 1.25, float(xs.max()) * 1.25)
-    drawing.log_axis(axes, np.array([min(*ys, *spread) / 1.02, max(*ys, *spread) * 1.02]))
+    _round_x(axes, min(xs) / 1.25, max(xs) * 1.25)
+    drawing.log_axis(axes, np.array([min(heights) / 1.02, max(heights) * 1.02]))
     for method, ours in dict.fromkeys((line.method, line.ours) for line in points):
         same = [line for line in points if (line.method, line.ours) == (method, ours)]
         same.sort(key=lambda line: float(line.x[0]))

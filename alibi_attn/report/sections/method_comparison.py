@@ -10,6 +10,7 @@ from alibi_attn.report.plots import study as study_plots
 from alibi_attn.report.plots.drawing import Plot
 from alibi_attn.report.section import Archive, Block, Facts, Folded, Numbers, Part, Section, Text, count_of
 from alibi_attn.report.sections.study import field_table
+from alibi_attn.report.sentences import seed_count
 from alibi_attn.report.tables import study as tables
 from alibi_attn.report.tables.table import NOTHING, Cell, Table, variable_of
 from alibi_attn.report.tables.table import Block as Rows
@@ -157,12 +158,10 @@ def _intervals(tasks: Sequence[Task]) -> str:
 def _size(tasks: Sequence[Task]) -> str:
     """The size of the models and trainings, in words."""
     weights, tokens = size(method_comparison.records(tasks))
-    seeds = sorted({series.seeds for task in tasks for series in task.study.series})
-    counted = f"{seeds[0]}" if len(seeds) == 1 else f"{seeds[0]} to {seeds[-1]}"
     parts = [
         f"{weights} weights" if weights else "",
         f"{tokens} training tokens each" if tokens else "",
-        f"{counted} seed{'' if seeds == [1] else 's'}",
+        seed_count(series for task in tasks for series in task.study.series),
         f"trained at {tasks[0].lengths[0]:,} tokens",
     ]
     return ", ".join(part for part in parts if part)
