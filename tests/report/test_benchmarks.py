@@ -23,6 +23,11 @@ def test_every_peer_has_a_line_that_ends_where_it_was_measured_last() -> None:
     assert ratio_table(both)[1] == [("ours", ["10 ms", "20 ms"]), ("transformers", ["3.00×", "–"])]
 
 
+def test_times_below_a_millisecond_are_not_zero() -> None:
+    quick = record(ours={"length": [1024, 2048, 4096], "forward_ms": [0.312, 4.0, 1234.5]})
+    assert ratio_table(quick)[1] == [("ours", ["0.31 ms", "4 ms", "1,234 ms"])]
+
+
 def test_memory_that_was_measured_separately_is_ours() -> None:
     apart = record(
         ours={"length": [512], "forward_ms": [1.0]}, memory={"length": [512], "peak_memory_bytes": [3 * 2**20]}

@@ -127,7 +127,7 @@ def finding(record: Record) -> str:
     if fastest is None:
         return ""
     ratio = f"{fastest[0] / ours[longest]:.2g}"
-    start = f"At {longest:,} tokens ours takes {ours[longest]:,.0f} ms"
+    start = f"At {longest:,} tokens ours takes {_milliseconds(ours[longest])}"
     return f"{start}; {fastest[1]}, the fastest alternative, takes {ratio} times as long."
 
 
@@ -138,7 +138,12 @@ def timings(record: Record) -> int:
 
 def _ratio(time: float, base: float) -> str:
     """The time as a multiple of another, or in milliseconds if there is no other."""
-    return "–" if math.isnan(time) else f"{time / base:.2f}×" if base > 0 else f"{time:,.0f} ms"
+    return "–" if math.isnan(time) else f"{time / base:.2f}×" if base > 0 else _milliseconds(time)
+
+
+def _milliseconds(time: float) -> str:
+    """A time with two digits below 10 ms, otherwise in whole milliseconds: 0.31 ms, 1,167 ms."""
+    return f"{time:.2g} ms" if time < 10 else f"{time:,.0f} ms"
 
 
 def facts(record: Record) -> Sequence[tuple[str, str]]:
