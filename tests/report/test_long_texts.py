@@ -2,6 +2,8 @@
 
 import re
 
+import pytest
+
 from alibi_attn.records import Record
 from alibi_attn.report.page import report_html
 from alibi_attn.report.section import Archive
@@ -57,6 +59,7 @@ def test_the_finding_is_the_memory_and_the_share_that_is_read() -> None:
     assert list(line.get_ydata()) == [seconds * 1e3 for seconds in ROWS["token_cpu_seconds"]]
 
 
-def test_without_stored_bytes_no_share_is_claimed() -> None:
-    section = long_texts.draw(record(stored_bytes=0), 0, Archive([]))
+@pytest.mark.parametrize("missing", [{"stored_bytes": 0}, {"peak_added_bytes": None}])
+def test_without_its_numbers_nothing_is_claimed(missing) -> None:
+    section = long_texts.draw(record(**missing), 0, Archive([]))
     assert section.finding == ""

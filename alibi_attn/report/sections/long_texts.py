@@ -30,10 +30,11 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
         "ms per token", [(at, seconds * 1e3) for at, seconds, _ in tenths]), "Time per token along the text.")  # fmt: skip
     memory = Plot("Memory", "Resident memory beyond the model's, in MiB.", _figure(
         "MiB", [(at, size / 2**20) for at, _, size in tenths]), "Memory along the text.")  # fmt: skip
+    added = _metric(record, "peak_added_bytes") / 2**20
     finding = (
-        f"Reading {length} tokens adds at most {_metric(record, 'peak_added_bytes') / 2**20:,.0f} MiB of memory; a process that "
-        f"continues reads {share:.1%} of the saved cache."
-        if math.isfinite(share)
+        f"Reading {length} tokens adds at most {added:,.0f} MiB of memory; a process that continues reads {share:.1%} of the "
+        "saved cache."
+        if math.isfinite(share + added)
         else ""
     )
     name = f"l{number}"
