@@ -3,6 +3,7 @@
 import dataclasses
 import math
 import os
+from collections.abc import Mapping
 from pathlib import Path
 
 import numpy as np
@@ -18,7 +19,10 @@ from alibi_attn.report.claims import CLAIMS, Claim, Number
 from alibi_attn.report.intervals import Paired, interval
 from alibi_attn.report.page import report_html
 from alibi_attn.report.published import PUBLISHED
+from alibi_attn.report.section import Archive
 from alibi_attn.report.verdicts import Evidence, paired
+
+Answer = tuple[Record, Mapping[str, Record]]  # with its evidence by identity
 
 CORPUS = {"name": "made-up", "sha256": "ab" * 32, "test_sha256": None}
 PARTS = 16
@@ -55,30 +59,31 @@ def evaluation(
     )
 
 
-def answer(found: list[Record], **perplexities: tuple[float, float]) -> tuple[Record, dict[str, Record]]:
-    """Figure 1 at an eighth of the paper's lengths, L = 512 and about 2 L, and its evidence by identity."""
-    by_identity = {records.identity(one.kind, one.name, one.config): one for one in found}
-    labels = {"sinusoidal": "Sinusoidal, L = 512", "alibi": "ALiBi, L = 512"}
+def item(name: str, curves: dict[str, object], found: list[Record]) -> Answer:
+    """An answer with these curves, and its evidence by identity."""
+    by_identity = Archive(found).by_identity
+    config = {"scale": "small", "evidence": [f"{one.kind}-any-{key}.json" for key, one in by_identity.items()]}
+    return records.make("paper-item", name, config=config, metrics={}, curves=curves), by_identity
+
+
+def answer(found: list[Record], *, longest: int = 1012, **perplexities: tuple[float, float]) -> Answer:
+    """Figure 1 at an eighth of the paper's lengths, L = 512 and about 2 L (or another length), and its evidence."""
+    labels = {"sinusoidal": "Sinusoidal, L = 512", "rotary": "Rotary, L = 512", "alibi": "ALiBi, L = 512"}
     curves = {
-        labels[method]: {"length": [64, 127], "paper_length": [512, 1012], "perplexity": list(values)}
+        labels[method]: {"length": [64, 127], "paper_length": [512, longest], "perplexity": list(values)}
         for method, values in perplexities.items()
     }
-    config = {"scale": "small", "evidence": [f"evaluation-any-{key}.json" for key in by_identity]}
-    return records.make("paper-item", "figure-1", config=config, metrics={}, curves=curves), by_identity
+    return item("figure-1", curves, found)
 
 
-def _judged(record: Record, by_identity: dict[str, Record], says: str) -> verdicts.Verdict:
+def _judged(record: Record, by_identity: Mapping[str, Record], says: str) -> verdicts.Verdict:
     return next(one for one in verdicts.verdicts(record, by_identity) if says in one.claim.says)
 
 
-def _of_two_models(name: str, sinusoidal: float, evidence: list[Record]) -> tuple[Record, dict[str, Record]]:
-    """An item with the perplexities at 2,048 of ALiBi, 54.6, and of sinusoidal positions; and its evidence by identity."""
-    by_identity = {records.identity(one.kind, one.name, one.config): one for one in evidence}
-    curves = {
-        "ALiBi, L = 1024": {"perplexity_2048": [54.6]}, "Sinusoidal, L = 2048": {"perplexity_2048": [sinusoidal]},
-    }  # fmt: skip
-    config = {"evidence": [f"{one.kind}-any-{key}.json" for key, one in by_identity.items()]}
-    return records.make("paper-item", name, config=config, metrics={}, curves=curves), by_identity
+def _of_two_models(name: str, sinusoidal: float, evidence: list[Record]) -> Answer:
+    """An item with the perplexities at 2,048 of ALiBi, 54.6, and of sinusoidal positions; and its evidence."""
+    perplexities = {"ALiBi, L = 1024": 54.6, "Sinusoidal, L = 2048": sinusoidal}
+    return item(name, {label: {"perplexity_2048": [value]} for label, value in perplexities.items()}, evidence)
 
 
 SINUSOIDAL, ALIBI = "sinusoidal, L = 512, is worse at about 2 L", "ALiBi, L = 512, gains from reading about 2 L"
@@ -183,7 +188,7 @@ def test_missing_evidence_is_reported() -> None:
     assert "not named by the answer" in _judged(nowhere, {}, ALIBI).why
 
 
-def speeds(*measured: tuple[str, int, float]) -> tuple[Record, dict[str, Record]]:
+def speeds(*measured: tuple[str, int, float]) -> Answer:
     """Figure 2 at an eighth, from measurements (method, seed, tokens per second of training at L = 1024)."""
     found = [
         records.make(
@@ -192,7 +197,6 @@ def speeds(*measured: tuple[str, int, float]) -> tuple[Record, dict[str, Record]
         )
         for method, seed, value in measured
     ]  # fmt: skip
-    by_identity = {records.identity(one.kind, one.name, one.config): one for one in found}
     means = {"alibi": "ALiBi, L = 1024", "sinusoidal": "Sinusoidal, L = 1024"}
     curves = {
         label: {
@@ -201,8 +205,7 @@ def speeds(*measured: tuple[str, int, float]) -> tuple[Record, dict[str, Record]
         }
         for method, label in means.items()
     }  # fmt: skip
-    config = {"evidence": [f"speed-any-{key}.json" for key in by_identity]}
-    return records.make("paper-item", "figure-2", config=config, metrics={}, curves=curves), by_identity
+    return item("figure-2", curves, found)
 
 
 FAST = "ALiBi trains as fast as sinusoidal, to 5 %"
@@ -233,20 +236,13 @@ def test_a_claim_about_training_needs_seeds_however_long_the_text() -> None:
     assert claim.about_training
     assert not next(one for one in CLAIMS if SINUSOIDAL in one.says).about_training
     found = [
-        dataclasses.replace(evaluation(method, 64, {64: 4.0, 127: level}, noise=0.001, seed=seed))
+        evaluation(method, 64, {64: 4.0, 127: level}, noise=0.001, seed=seed)
         for seed in (0, 1)
         for method, level in (("alibi", 3.9), ("rotary", 4.5))
     ]
     for seeds, word in ((1, "open"), (2, "confirmed")):
-        used = found[: 2 * seeds]
-        by_identity = {records.identity(one.kind, one.name, one.config): one for one in used}
-        curves = {
-            label: {"length": [64, 127], "paper_length": [512, 15_512], "perplexity": [54.6, last]}
-            for label, last in (("ALiBi, L = 512", 49.4), ("Rotary, L = 512", 90.0))
-        }
-        config = {"evidence": [f"evaluation-any-{key}.json" for key in by_identity]}
-        record = records.make("paper-item", "figure-1", config=config, metrics={}, curves=curves)
-        verdict = _judged(record, by_identity, label)
+        judged = answer(found[: 2 * seeds], longest=15_512, alibi=(54.6, 49.4), rotary=(54.6, 90.0))
+        verdict = _judged(*judged, label)
         assert (verdict.word, verdict.text is not None) == (word, True)
         assert (verdict.seeds is None) == ("needs two seeds" in verdict.why)
 
