@@ -19,15 +19,16 @@ from matplotlib.figure import Figure
 
 from alibi_attn.position_methods import METHODS
 from alibi_attn.recipes import quick
-from alibi_attn.records import Record, identity, load
+from alibi_attn.records import Record, load
 from alibi_attn.report.method_comparison import by_seed, comparisons, methods
 from alibi_attn.report.method_paragraphs import number
 from alibi_attn.report.plots import drawing
 from alibi_attn.report.plots import study as figures
 from alibi_attn.report.plots.benchmark import OURS, peer_times, times_by_length
 from alibi_attn.report.plots.drawing import css
+from alibi_attn.report.section import Archive
 from alibi_attn.report.series import Mode, Study, numbers, studies
-from alibi_attn.report.verdicts import verdicts
+from alibi_attn.report.verdicts import all_verdicts
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("performance", "paper", "lab-results")))
@@ -293,9 +294,12 @@ def referee() -> str:
     """Each method at the longest length, by seed: relative perplexity on text, per cent of right answers on tasks."""
     (tasks,) = comparisons(studies(map(load, sorted((ROOT / "results" / "referee").glob("*.json")))))
     names = {one.method: one.label for one in methods(tasks)}
-    rows = [[label, *(" / ".join(number(task, one) for one in by_seed(task, method, at))
-                      for task in tasks for at in task.lengths[-1:])] for method, label in names.items()]  # fmt: skip
-    return table(["", *(f"{task.title}, {at:,}" for task in tasks for at in task.lengths[-1:])], rows)
+    longest = tasks[0].lengths[1]
+    rows = [
+        [label, *(" / ".join(number(task, one) for one in by_seed(task, method, longest)) for task in tasks)]
+        for method, label in names.items()
+    ]
+    return table(["", *(f"{task.title}, {longest:,}" for task in tasks)], rows)
 
 
 def jax() -> str:
@@ -332,10 +336,8 @@ def longer_examples() -> str:
 
 def judged(folder: str) -> str:
     """How many of the paper's claims are contradicted, confirmed and open."""
-    found = [load(path) for path in sorted((ROOT / "results" / folder).glob("*.json"))]
-    by_identity = {identity(one.kind, one.name, one.config): one for one in found}
-    items = [one for one in found if one.kind == "paper-item"]
-    counts = Counter(verdict.word for item in items for verdict in verdicts(item, by_identity))
+    archive = Archive(map(load, sorted((ROOT / "results" / folder).glob("*.json"))))
+    counts = Counter(verdict.word for _, verdict in all_verdicts(archive.records, archive.by_identity))
     counted = ", ".join(f"{counts[word]} {word}" for word in ("contradicted", "confirmed", "open"))
     return f"Of {counts.total()} claims of the paper ([how they are judged](#verdicts)): {counted}."
 
