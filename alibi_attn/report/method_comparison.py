@@ -133,15 +133,16 @@ def scores(task: Task, method: str, length: int) -> Scores:
 
 def compared(one: Scores, other: Scores | None = None) -> Measured:
     """The mean of the scores, or of their differences from other scores, paired by seed and part."""
-    by_seed = _differences(one, other)
-    seeds, logs = list(by_seed), np.array(list(by_seed.values()))
-    rows = [(one.parts[seed], other.parts[seed] if other else np.zeros(1)) for seed in seeds]
+    seeds = _differences(one, other)
     if not seeds:
         return Measured(math.nan, None)
-    sizes = {array.size for row in rows for array in row if other is not None or array is row[0]}
-    known = len(sizes) == 1 and min(sizes) > 3 and one.weights.size in sizes and one.weights.sum() > 0
-    parts = np.mean([mine - theirs for mine, theirs in rows], axis=0) if known else np.empty(0)
-    weights = one.weights / one.weights.sum() if known else np.empty(0)
+    logs = np.array(list(seeds.values()))
+    parts: Array = np.empty(0)
+    weights: Array = np.empty(0)
+    sizes = {side.parts[seed].size for side in (one, other) if side for seed in seeds}
+    if sizes == {one.weights.size} and one.weights.sum() > 0:
+        parts = np.mean([one.parts[seed] - (other.parts[seed] if other else 0.0) for seed in seeds], axis=0)
+        weights = one.weights / one.weights.sum()
     bounds = mean_interval(Paired(logs=logs, parts=parts, weights=weights), parts="parts of the documents")
     value = float(logs.mean())
     if bounds is not None:

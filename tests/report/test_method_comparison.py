@@ -5,6 +5,7 @@ import json
 import math
 import re
 
+import numpy as np
 import pytest
 
 from alibi_attn import records
@@ -153,6 +154,12 @@ def test_levels_need_an_interval() -> None:
     (task,) = one_comparison([bare])
     assert referee.measured(task, "alibi", 64) == Measured(1.0, None)
     assert "no interval" in referee_words.paragraph([task], "alibi")
+
+
+def test_three_parts_have_an_interval_and_two_have_none() -> None:
+    for parts in (2, 3):
+        one = referee.Scores({0: 0.5}, {0: np.linspace(0.4, 0.6, parts)}, np.ones(parts), 0.0)
+        assert (referee.compared(one).interval is not None) == (parts == 3)
 
 
 def test_ranks_are_as_wide_as_the_intervals_of_differences() -> None:
