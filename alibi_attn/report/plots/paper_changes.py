@@ -40,15 +40,11 @@ def change(
     if x == "hours" or len({line.ours for line in lines}) < 2:
         return None
     if x == "speed":
-        drawn, texts = (
-            _frontier(lines),
-            ("speed of training / sinusoidal's", "perplexity / sinusoidal's, both at L = 3,072"),
-        )
+        drawn = _frontier(lines)
+        texts = "speed of training / sinusoidal's", "perplexity / sinusoidal's, both at L = 3,072"
     elif x == "trained":
-        drawn, texts = (
-            _against_sinusoidal(lines),
-            ("L of the paper, log scale", "times that of sinusoidal at the same L"),
-        )
+        drawn = _against_sinusoidal(lines)
+        texts = "L of the paper, log scale", "times that of sinusoidal at the same L"
     elif y != "perplexity":
         drawn, texts = _from_shortest(lines, [line.label for line in lines])
         texts = texts[0], f"speed / speed at {texts[1]}"
@@ -94,11 +90,9 @@ def _from_shortest(lines: Sequence[Line], labels: Sequence[str]) -> tuple[list[L
     shortest = min(common)
     found = []
     for line in lines:
-        base = (
-            line
-            if line.label in labels
-            else next(one for one in lines if one.ours == line.ours and one.label in labels)
-        )
+        base = line
+        if line.label not in labels:
+            base = next(one for one in lines if one.ours == line.ours and one.label in labels)
         found.append(_scaled(line, base, shortest))
     return found, (f"multiples of L = {shortest:,.0f} of the paper", f"L = {shortest:,.0f}")
 

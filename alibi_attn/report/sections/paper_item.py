@@ -33,15 +33,15 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
         Text(text) for text in (answers.scale_sentence(record), answers.spread_sentence(record)) if text
     ]
     judged = verdicts.verdicts(record, archive.by_identity)
+    evidence = verdicts.Evidence(record, archive.by_identity).records
     if judged:
-        weights, tokens = verdicts.size(verdicts.Evidence(record, archive.by_identity).records)
+        weights, tokens = verdicts.size(evidence)
         trained = f", trained on {tokens} tokens each" if tokens else ""
         size = f" ({weights} weights{trained})" if weights else ""
         start = f"The paper's claims about it, at this size{size}: "
         blocks.append(Text(Markup('{}<a href="#claims">{}</a>.').format(start, verdicts.counted(judged))))
-    blocks += aged(verdicts.Evidence(record, archive.by_identity).records)
-    rows = paper_items.pictures(record, archive.by_identity)
-    for place, row in enumerate(rows):
+    blocks += aged(evidence)
+    for place, row in enumerate(paper_items.pictures(record, archive.by_identity)):
         blocks += panels(row, f"{anchor(number)}-{place}")
     change, table = tables.change_table(record), tables.pair_table(record)
     if change:

@@ -110,32 +110,26 @@ def _by_column(record: Record, item: PublishedItem) -> Table:
     first = f"Ours, perplexity per {unit_of(record)}" if measured else "Ours"
     sources = ((first, recorded(record), True), (f"The paper, {item.corpus}", published(item), False))
     for title, column, ours in sources:
-        columns = []
-        for measure in measures:
-            rows: Rows = {}
-            for label in item.series:
-                values = column(label, measure).tolist()
-                if ours:  # the paper's table has the last point of a training curve
-                    values = values[-1:]
-                rows[label] = {place: (value, math.nan, math.nan) for place, value in enumerate(values)}
-            columns.append((measure, rows))
+        last = -1 if ours else 0  # the paper's table has the last point of a training curve
+        values = {
+            (label, measure): dict(enumerate(column(label, measure).tolist()[last:]))
+            for label in item.series
+            for measure in measures
+        }
         labels = [
             (label, place)
             for label in item.series
-            for place in range(max(len(rows[label]) for _, rows in columns) or (1 if label in item.cited else 0))
+            for place in range(max(len(values[label, measure]) for measure in measures) or (label in item.cited))
         ]
-        cells = {
-            measure: _marked(measure, [_cell(measure, rows[label].get(place)) for label, place in labels])
-            for measure, rows in columns
-        }
+        columns = []
+        for measure in measures:
+            found = [values[label, measure].get(place, math.nan) for label, place in labels]
+            columns.append(_marked(measure, [_cell(measure, (value, math.nan, math.nan)) for value in found]))
         lines = []
-        for row, (label, _) in enumerate(labels):
-            shown = tuple(cells[measure][row] for measure in measures)
-            if ours and label in item.cited:
-                shown = (Cell(CITED), *(Cell("") for _ in measures[1:]))
-            lines.append(
-                (label + (", cited" if label in item.cited and not ours else ""), (method_of(label) or "ink"), shown)
-            )
+        for (label, _), *cells in zip(labels, *columns, strict=True):
+            cited = label in item.cited
+            shown = (Cell(CITED), *(Cell("") for _ in measures[1:])) if cited and ours else tuple(cells)
+            lines.append((f"{label}, cited" if cited and not ours else label, method_of(label) or "ink", shown))
         blocks.append(Block(title, tuple(lines)))
     return Table(tuple(_title(measure, scale_factor(record)) for measure in measures), tuple(blocks))
 
