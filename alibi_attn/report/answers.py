@@ -15,7 +15,7 @@ from numpy.typing import NDArray
 
 from alibi_attn.records import Json, Record
 from alibi_attn.report.published import PUBLISHED, PublishedItem, trained_length
-from alibi_attn.report.series import numbers
+from alibi_attn.report.series import numbers, sequence
 
 KIND = "paper-item"
 
@@ -159,8 +159,7 @@ def _text(record: Record, name: str) -> str:
 
 
 def _corpora(record: Record) -> Sequence[Mapping[str, Json]]:
-    found = record.config.get("corpora")
-    return [corpus for corpus in found if isinstance(corpus, Mapping)] if isinstance(found, list | tuple) else []
+    return [corpus for corpus in sequence(record.config.get("corpora")) if isinstance(corpus, Mapping)]
 
 
 def _slopes(record: Record, item: PublishedItem) -> list[tuple[float, float | None]]:

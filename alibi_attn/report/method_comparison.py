@@ -20,7 +20,7 @@ import numpy as np
 
 from alibi_attn.records import Record
 from alibi_attn.report.intervals import Array, Interval, Paired, as_ratio, exp, mean_interval
-from alibi_attn.report.series import Series, Study, flat, numbers, seed_of
+from alibi_attn.report.series import Series, Study, flat, numbers, seed_of, sequence
 
 RECIPE = "referee"
 SOLVED = 0.9
@@ -207,8 +207,7 @@ def records(tasks: Sequence[Task]) -> list[Record]:
 
 
 def _task(study: Study) -> Task:
-    tasks = study.evaluation.get("tasks")
-    names = [str(task) for task in tasks] if isinstance(tasks, list | tuple) else []
+    names = map(str, sequence(study.evaluation.get("tasks")))
     name = next((task for task in names if task in CHANCE), "")
     corpus = str(study.corpus.get("name", "text"))
     title = TITLES[name] if name else "text" if corpus == "text" else f"text ({corpus})"

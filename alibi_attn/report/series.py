@@ -166,6 +166,11 @@ def section(record: Record, name: str) -> Mapping[str, Json]:
     return value if isinstance(value, Mapping) else {}
 
 
+def sequence(value: Json) -> Sequence[Json]:
+    """A list in a record's config; empty if the value is not a list."""
+    return value if isinstance(value, list | tuple) else ()
+
+
 def field(record: Record, name: str, key: str, default: _T) -> _T:
     """A field of a section of a record's config; the default if it is missing or of another type."""
     value = section(record, name).get(key)

@@ -25,7 +25,7 @@ from alibi_attn.report.answers import Column, item_name, item_of, published, rec
 from alibi_attn.report.claims import CLAIMS, Claim, Number
 from alibi_attn.report.intervals import LEAST_PARTS, Array, Interval, Paired, as_ratio, joined, union
 from alibi_attn.report.published import method_of, trained_length
-from alibi_attn.report.series import numbers, section, seed_of
+from alibi_attn.report.series import numbers, section, seed_of, sequence
 
 Word = Literal["contradicted", "confirmed", "open"]
 
@@ -73,7 +73,7 @@ class Evidence:
 
     def __init__(self, record: Record, by_identity: Mapping[str, Record]) -> None:
         names = record.config.get("evidence")
-        digits = [str(name).removesuffix(".json").rpartition("-")[2] for name in _sequence(names)]
+        digits = [str(name).removesuffix(".json").rpartition("-")[2] for name in sequence(names)]
         self.record = record
         self.records = [by_identity[key] for key in digits if key in by_identity]
         self.missing = len(digits) - len(self.records)
@@ -286,7 +286,7 @@ def _parts(record: Record, length: float | None, name: str) -> Array:
 def _scored(record: Record) -> tuple[str, ...]:
     """The settings that determine the scored tokens: the text, its split, their number, and the longest length."""
     test, corpus = section(record, "eval"), section(record, "corpus")
-    lengths = _sequence(test.get("lengths"))
+    lengths = sequence(test.get("lengths"))
     return (*(str(test.get(name)) for name in ("split", "tokens")), str(lengths[-1:]), str(corpus.get("test_sha256")),
             str(corpus.get("sha256")))  # fmt: skip
 
@@ -300,10 +300,6 @@ def _lengths(record: Record) -> tuple[Json, Json]:
     """The trained length, and the shorter one that a staged training began with."""
     train = section(record, "train")
     return train.get("length"), train.get("first_length")
-
-
-def _sequence(value: Json) -> Sequence[Json]:
-    return value if isinstance(value, list | tuple) else ()
 
 
 def _log(value: float | None) -> float:
