@@ -156,11 +156,8 @@ def test_values_can_be_read_at_every_point_of_a_line(made_up) -> None:
     ]
     markers = re.findall(r'<use xlink:href="#p-[^"]*" x="([^"]*)" y="([^"]*)" style="fill: var\(--alibi\)', text)
     assert len(markers) == 5  # the circles lie on the markers that matplotlib drew
-    for (x, y, _), (marker_x, marker_y) in zip(circles, markers, strict=True):
-        assert (float(x), float(y)) == (
-            pytest.approx(float(marker_x), abs=0.1),
-            pytest.approx(float(marker_y), abs=0.1),
-        )
+    for (*place, _), marker in zip(circles, markers, strict=True):
+        assert list(map(float, place)) == pytest.approx(list(map(float, marker)), abs=0.1)
 
 
 def test_the_heads_picture_fades_with_the_bias() -> None:

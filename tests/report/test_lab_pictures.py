@@ -203,10 +203,7 @@ def test_a_training_with_two_tests_is_counted_once(made_up) -> None:
     item = records.make("paper-item", "table-2", config={"study": "quick"}, metrics={})
     found = made_up()
     tests = [record for record in found if record.kind == "evaluation"]
-    for record in tests:
-        found.append(
-            dataclasses.replace(record, config={**record.config, "eval": {**record.config["eval"], "stride": 1}})
-        )
+    found += [_evaluation(record, stride=1) for record in tests]
     page = report_html([*found, item])
     assert len(found) == len(set(map(id, found))) == 3 * len(tests)
     assert re.search(rf'"#evidence">Trainings and tests</a>\s*<[^>]*>{len(found)} records', page)

@@ -54,11 +54,8 @@ def test_sections_of_a_long_page_are_folded_and_still_have_their_anchors(count: 
 
 
 def test_contents_that_read_the_same_get_their_machine_or_day() -> None:
-    found = [
-        measured("cpu", "Xeon", "2026-01-01"),
-        measured("cpu", "EPYC", "2026-01-01"),
-        measured("cpu", "EPYC", "2026-01-02"),
-    ]
+    made = (("Xeon", "2026-01-01"), ("EPYC", "2026-01-01"), ("EPYC", "2026-01-02"))
+    found = [measured("cpu", processor, day) for processor, day in made]
     sections = [dataclasses.replace(named(n), title="cpu", records=[record]) for n, record in enumerate(found)]
     entries = re.findall(r"<li><a href=\"#x.\">(.*?)</li>", page_of([*sections, named(3)], found))
     assert entries == [
@@ -105,13 +102,8 @@ def test_the_color_of_a_method_is_readable_on_the_page_and_on_cards(method: str)
 
 
 def test_speeds_that_are_older_than_the_code_are_marked() -> None:
-    record = records.make(
-        "benchmark",
-        "cpu/noise",
-        config={},
-        metrics={},
-        curves={"ours": {"length": [512, 1024], "forward_ms": [1.0, 2.0]}},
-    )
+    curves = {"ours": {"length": [512, 1024], "forward_ms": [1.0, 2.0]}}
+    record = records.make("benchmark", "cpu/noise", config={}, metrics={}, curves=curves)
     assert "Older than the code" not in report_html([record])
     old = dataclasses.replace(record, versions={**record.versions, "kernels": "0" * 12})
     assert "Older than the code: measured with other kernels than the present ones." in report_html([old])

@@ -99,15 +99,9 @@ def test_texts_come_first_and_tasks_of_one_size_are_one_comparison(four) -> None
     assert [task.name for task in tasks] == ["", "mqar", "copy", "flip-flop"]
     assert {series.method for series in referee.methods(tasks)} == {"none", "rotary", "alibi"}
     other = evaluated("alibi", "mqar", (0.9, 0.9))
-    longer = {**other.config, "train": {"length": 64, "seed": 0, "steps": 99}}
-    assert (
-        len(
-            comparisons(
-                studies([*four, records.make("evaluation", other.name, config=longer, metrics={}, curves=other.curves)])
-            )
-        )
-        == 2
-    )
+    config = {**other.config, "train": {"length": 64, "seed": 0, "steps": 99}}
+    longer = records.make("evaluation", other.name, config=config, metrics={}, curves=other.curves)
+    assert len(comparisons(studies([*four, longer]))) == 2
     assert comparisons(studies([])) == []
 
 
@@ -171,11 +165,8 @@ def test_ranks_are_as_wide_as_the_intervals_of_differences() -> None:
     ]
     (task,) = one_comparison(found)
     places = {method: referee.rank(task, method, 1024, list(shares)) for method in shares}
-    assert places == {
-        "alibi": (1, 2),
-        "rotary": (1, 2),
-        "none": (3, 3),
-    }  # 128 documents cannot resolve a difference of one point
+    # 128 documents cannot resolve a difference of one point.
+    assert places == {"alibi": (1, 2), "rotary": (1, 2), "none": (3, 3)}
     assert referee.rank(task, "t5", 1024, list(shares)) is None
 
 

@@ -21,6 +21,14 @@ def _text(page: str) -> str:
     return html.unescape(re.sub(r"\s+", " ", re.sub(r"<(style|svg).*?</\1>|<[^>]+>", " ", page, flags=re.DOTALL)))
 
 
+def _retested(record: Record, **columns: list[float | None]) -> Record:
+    """The record with these columns by length; a training is returned unmodified."""
+    if record.kind == "training":
+        return record
+    by_length = {**record.curves["by_length"], **columns}
+    return dataclasses.replace(record, curves={**record.curves, "by_length": by_length})
+
+
 def test_the_table_holds_every_perplexity(made_up) -> None:
     page = report_html(made_up())
     values = [float(value) for value in re.findall(r'<data value="([^"]*)">', page)]
@@ -63,14 +71,8 @@ def test_overlapping_seeds_leave_the_order_open(made_up) -> None:
 def test_the_words_follow_the_sliding_window(made_up) -> None:
     (study,) = studies(made_up())
     assert sentences.sliding_sentence(study).endswith("the longer context itself helps it.")
-
-    def level(record: Record) -> Record:
-        if record.kind == "training":
-            return record
-        curve = record.curves["by_length"]
-        return dataclasses.replace(record, curves={"by_length": {**curve, "sliding_nats": [1.9] * 5}})
-
-    (study,) = studies([level(record) for record in made_up(methods=("alibi",))])
+    level = [_retested(record, sliding_nats=[1.9] * 5) for record in made_up(methods=("alibi",))]
+    (study,) = studies(level)
     assert sentences.sliding_sentence(study).endswith("comes from fewer early tokens, not from longer context.")
 
 
@@ -102,11 +104,8 @@ def test_differing_seeds_are_reported(made_up) -> None:
 def test_a_seed_with_missing_values_leaves_the_sentences_whole(made_up) -> None:
     """The second of three seeds was not evaluated at the longest length, or at the last position."""
     records = made_up(methods=("alibi",), seeds=3)
-    curves = records[3].curves
-    nats = [*curves["by_length"]["nonoverlapping_nats"][:-1], None]
-    records[3] = dataclasses.replace(
-        records[3], curves={**curves, "by_length": {**curves["by_length"], "nonoverlapping_nats": nats}}
-    )
+    nats = records[3].curves["by_length"]["nonoverlapping_nats"]
+    records[3] = _retested(records[3], nonoverlapping_nats=[*nats[:-1], None])
     for at, counts in ((1, [50] * 12), (3, [20] * 11 + [None])):
         curves = records[at].curves
         by_position = {**curves["by_position"], "tokens": counts}
@@ -148,15 +147,8 @@ def test_bits_per_byte_are_of_bytes(made_up) -> None:
 def test_the_page_says_what_was_run(made_up) -> None:
     records = [dataclasses.replace(r, commit="0123456789ab", command="alibi run quick") for r in made_up(seeds=2)]
     text = _text(report_html(records, title="A title", question="A question?"))
-    for words in (
-        "A title",
-        "A question?",
-        "ab" * 32,
-        "train.steps 40",
-        "train.seed 0 · 1",
-        "0123456789ab",
-        "alibi run quick",
-    ):
+    facts = ("ab" * 32, "train.steps 40", "train.seed 0 · 1", "0123456789ab", "alibi run quick")
+    for words in ("A title", "A question?", *facts):
         assert words in text
     assert f"Python {records[0].machine['python']}" in text
 
@@ -236,13 +228,8 @@ def test_records_with_empty_curves_still_give_a_page(made_up) -> None:
 
 
 def test_an_exploding_loss_is_drawn(made_up) -> None:
-    def explode(record: Record) -> Record:
-        if record.kind == "training":
-            return record
-        curve = {**record.curves["by_length"], "nonoverlapping_nats": [2.0, 5.0, 12.0, 40.0, 80.0]}
-        return dataclasses.replace(record, curves={**record.curves, "by_length": curve})
-
-    assert "rotary" in report_html([explode(record) for record in made_up(methods=("rotary",))])
+    nats = [2.0, 5.0, 12.0, 40.0, 80.0]
+    assert "rotary" in report_html([_retested(r, nonoverlapping_nats=nats) for r in made_up(methods=("rotary",))])
 
 
 def test_equal_records_give_equal_pages(made_up) -> None:

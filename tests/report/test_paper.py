@@ -77,16 +77,15 @@ def test_both_stand_on_one_axis_and_each_on_its_own() -> None:
 
 
 def test_a_change_is_over_the_trained_length_against_its_multiples() -> None:
-    together = paper.pictures(answer("figure-1"), {})[0][
-        0
-    ]  # ours is the paper's over five, at an eighth of its lengths
+    # Our perplexities are the paper's divided by five, at an eighth of its lengths.
+    nonoverlapping, sliding = paper.pictures(answer("figure-1"), {})[0]
     published = PUBLISHED["figure-1"].series["ALiBi, L = 512"]
     for name in ("ALiBi", "ALiBi, the paper"):
-        line = _drawn(together, name)
+        line = _drawn(nonoverlapping, name)
         np.testing.assert_allclose(line.get_ydata(), np.array(published["perplexity"]) / 19.73)
         np.testing.assert_allclose(line.get_xdata(), np.array(published["length"]) / 512)
-    sliding = _drawn(paper.pictures(answer("figure-1"), {})[0][1], "ALiBi, the paper")
-    np.testing.assert_allclose(sliding.get_ydata(), np.array([17.98, 17.92, 18.2, 18.28, 18.3]) / 17.98)
+    there = _drawn(sliding, "ALiBi, the paper")
+    np.testing.assert_allclose(there.get_ydata(), np.array([17.98, 17.92, 18.2, 18.28, 18.3]) / 17.98)
 
 
 def test_models_of_many_lengths_are_over_the_shortest_sinusoidal_one() -> None:
@@ -119,16 +118,11 @@ def test_figures_show_the_papers_numbers_and_ours() -> None:
 
 def test_a_single_series_fills_its_axes() -> None:
     record = answer("figure-1")
-    flat = {**record.curves["ALiBi, L = 512"], "perplexity": [5.0] * 34 + [5.2]}
-    record = dataclasses.replace(
-        record, curves={"ALiBi, L = 512": {**flat, "low": flat["perplexity"], "high": flat["perplexity"]}}
-    )
+    flat = {**record.curves["ALiBi, L = 512"], **dict.fromkeys(("perplexity", "low", "high"), [5.0] * 34 + [5.2])}
+    record = dataclasses.replace(record, curves={"ALiBi, L = 512": flat})
     together, ours = (paper.pictures(record, {})[row][0].figure.axes[0] for row in (0, 1))
-    assert (
-        math.log(ours.get_ylim()[1] / ours.get_ylim()[0])
-        < 0.1
-        < math.log(together.get_ylim()[1] / together.get_ylim()[0])
-    )
+    height, together_height = (math.log(high / low) for low, high in (ours.get_ylim(), together.get_ylim()))
+    assert height < 0.1 < together_height
     assert [tick.get_text() for tick in ours.get_xticklabels()][:3] == ["L", "2 L", "4 L"]
 
 
@@ -201,12 +195,8 @@ def test_the_frontier_names_every_point_once() -> None:
         [28300 / 15300, 18.4 / 18.67]
     )
     named = {text.get_text() for text in theirs.figure.axes[0].texts}
-    assert named == {
-        "ALiBi 512",
-        "ALiBi 1,024",
-        "ALiBi 3,072",
-        "Sinusoidal 3,072",
-    }  # the others have no published speed
+    # The others have no published speed.
+    assert named == {"ALiBi 512", "ALiBi 1,024", "ALiBi 3,072", "Sinusoidal 3,072"}
     assert ours.figure.axes[0].get_xscale() == "log"
     boxes = [text.get_window_extent() for text in ours.figure.axes[0].texts]
     assert not any(box.overlaps(other) for i, box in enumerate(boxes) for other in boxes[i + 1 :])

@@ -204,9 +204,8 @@ def _along_lines(axes: Axes) -> list[tuple[float, float]]:
         corners = axes.transData.transform(line.get_xydata())
         for start, stop in itertools.pairwise(corners):
             along = np.linspace(start, stop, 2 + int(np.hypot(*(stop - start)) / 8))
-            inside = (along >= (left, bottom)).all(1) & (along <= (right, top)).all(
-                1
-            )  # a log axis puts 0 very far below
+            # A logarithmic axis puts 0 very far below.
+            inside = ((along >= (left, bottom)) & (along <= (right, top))).all(axis=1)
             points += [(float(x), float(y)) for x, y in along[inside]]
     return points
 
