@@ -20,9 +20,9 @@ release = version = __version__
 extensions = ["myst_parser", "sphinx.ext.autodoc", "sphinx.ext.autosummary", "sphinx.ext.napoleon", "sphinx_copybutton"]
 source_suffix = {".md": "markdown"}
 exclude_patterns = ["conf.py"]
-myst_heading_anchors = 4  # [text](page.md#a-heading), as GitHub has it
+myst_heading_anchors = 4  # anchors of headings as on GitHub: [text](page.md#a-heading)
 
-default_role = "code"  # docstrings write `name` for what is code
+default_role = "code"  # in docstrings, `name` is code
 autodoc_member_order = "bysource"
 autodoc_typehints = "signature"
 autodoc_typehints_format = "short"
@@ -57,10 +57,10 @@ _ALIASES = {
     " | ~torch.Tensor": "Slopes",
     "~torch.Tensor | tuple[~torch.Tensor, ~torch.Tensor] | None =": "SegmentIds | None =",
 }
-# In a docstring: code, which stays unmodified, or a character that reStructuredText would read as markup.
+# In a docstring: `code`, which stays unmodified, or a character that reStructuredText would read as markup.
 _MARKUP = re.compile(r"(?P<before>\w?)(?P<code>`[^`\n]*`)(?P<after>\w?)|[*|]|(?<=\w)_(?!\w)")
 _SECTION = re.compile(r"\w+:$")
-_LIST = re.compile(r"(?<=: )(\w)\.$")  # "num_heads: H." is no list
+_LIST = re.compile(r"(?<=: )(\w)\.$")  # Sphinx would read "num_heads: H." as a list
 _analyze = ModuleAnalyzer.analyze
 
 

@@ -37,10 +37,10 @@ CPU, ENCODER, SERVING = "benchmark-cpu-noise-*.json", "benchmark-embedding-{}-{}
 BF16, JAX, BATCHES = "benchmark-cpu-bf16-noise-*.json", "benchmark-jax-cpu-noise-*.json", (16, 8)
 NEXT_TOKENS = "benchmark-next-tokens-bloom-*.json"
 TRAINING, GENERATING = "benchmark-training-medium-*.json", "benchmark-generating-bloom-*.json"
-AVX2 = "avx2/"  # what was measured without AVX-512
+AVX2 = "avx2/"  # the folder of the records measured without AVX-512
 FAMILIES = {"bloom": "BLOOM", "mpt": "MPT", "falcon": "Falcon-RW"}
 NO_BIAS, DENSE_BIAS = "SDPA, causal, no bias", "SDPA, dense bias"
-# The peers of a picture and of a table, by their names in the record, and how they are called here.
+# The peers of the picture and of the tables: the name in the record, and the name shown.
 SHOWN = {OURS: OURS, "causal, no bias": NO_BIAS, "SDPA + dense bias": DENSE_BIAS}
 TABLED = SHOWN | {"rank-2 trick": "bias as two more dimensions", "ours, no compiler": "ours without a compiler"}
 CALLED = TABLED | {"eager": "dense bias, eager"}
@@ -62,7 +62,7 @@ def record(pattern: str, **config: object) -> Record:
     found = [load(path) for path in sorted((ROOT / "results").glob(pattern))]
     fitting = [one for one in found if config.items() <= one.config.items()]
     if not fitting:
-        raise SystemExit(f"none of {len(found)} records results/{pattern} has {config}; say here which one is meant")
+        raise SystemExit(f"none of the {len(found)} records results/{pattern} has {config}; pass values that one has")
     return max(fitting, key=lambda one: one.started)
 
 

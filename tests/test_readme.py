@@ -1,4 +1,4 @@
-"""The documentation is true: every Python block of README.md and docs/, and every example in a docstring, runs."""
+"""The documentation is true: every Python block of README.md and docs/ and every example in a docstring runs."""
 
 import doctest
 import importlib
@@ -45,7 +45,7 @@ def assert_blocks_run(text: str, name: str) -> None:
         del sys.modules[document.__name__]
 
 
-def assert_links_lead_somewhere(document: Path) -> None:
+def assert_links_have_targets(document: Path) -> None:
     """Every link and picture that is not on the web is a file, and every #anchor is a heading in it."""
     prose = re.sub(r"^```.*?^```$|`[^`\n]*`", "", document.read_text(encoding="utf-8"), flags=re.MULTILINE | re.DOTALL)
     for target in re.findall(r"\]\(([^)\s]+)|(?:src|href)=\"([^\"]+)", prose):
@@ -53,11 +53,11 @@ def assert_links_lead_somewhere(document: Path) -> None:
         if name.startswith("https://"):
             continue
         there = document.parent / name if name else document
-        assert there.exists(), f"{document.name} leads to {name}, which is not there"
+        assert there.exists(), f"{document.name} links to {name}, which does not exist"
         if heading:
             titles = re.findall(r"^#+ (.+)$", there.read_text(encoding="utf-8"), flags=re.MULTILINE)
             anchors = {re.sub(r"[^\w -]", "", title.lower()).replace(" ", "-") for title in titles}
-            assert heading in anchors, f"{document.name} leads to #{heading}, which {there.name} does not have"
+            assert heading in anchors, f"{document.name} links to #{heading}, but {there.name} has no such heading"
 
 
 def write_published(folder: Path) -> None:
@@ -92,8 +92,8 @@ def test_examples_in_docstrings_are_true(path):
 
 
 @pytest.mark.parametrize("document", [*DOCUMENTS, *ALSO], ids=named)
-def test_links_lead_somewhere(document):
-    assert_links_lead_somewhere(document)
+def test_links_have_targets(document):
+    assert_links_have_targets(document)
 
 
 def test_the_readme_is_not_wide():
@@ -140,17 +140,17 @@ def test_a_broken_link_is_noticed(wrong, tmp_path):
     document.write_text(
         "## On disk\n[b](b.md#one-two) [here](#on-disk) `[c](d)` [web](https://e.org)\n", encoding="utf-8"
     )
-    assert_links_lead_somewhere(document)
+    assert_links_have_targets(document)
     document.write_text(f"## On disk\n{wrong}\n", encoding="utf-8")
-    with pytest.raises(AssertionError, match="leads to"):
-        assert_links_lead_somewhere(document)
+    with pytest.raises(AssertionError, match="links to"):
+        assert_links_have_targets(document)
 
 
 CITED = re.compile(r"`((?:[\w.]+/)+[\w.]+\.(?:py|hpp|cpp|css|json))`|`(\w+\.(?:hpp|cpp))`")
 
 
 @pytest.mark.parametrize("name", ["design", "glossary", "backends", "maths", "lab"])
-def test_files_that_a_page_cites_are_there(name):
+def test_files_that_a_page_cites_exist(name):
     cited = {
         path for found in CITED.findall((ROOT / "docs" / f"{name}.md").read_text("utf-8")) for path in found if path
     }

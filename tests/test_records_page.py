@@ -27,7 +27,7 @@ def assert_listed(files: list[str], listed: list[str]) -> None:
     unlisted = [name for name in files if sum(fits(name, pattern) for pattern in listed) != 1]
     assert not unlisted, f"results/README.md must list once: {unlisted}"
     empty = [pattern for pattern in listed if not any(fits(name, pattern) for name in files)]
-    assert not empty, f"results/README.md lists what is not there: {empty}"
+    assert not empty, f"results/README.md lists records that do not exist: {empty}"
 
 
 @pytest.fixture(scope="module")
@@ -46,20 +46,22 @@ def test_every_record_is_listed_and_nothing_else():
             assert_listed(wrong, patterns())
 
 
-def test_tables_of_the_documents_are_what_the_records_say(from_records):
+def test_tables_of_the_documents_match_the_records(from_records):
     for name in from_records.DOCUMENTS:
         text = (ROOT / name).read_text(encoding="utf-8")
         assert from_records.MARKED.search(text), name
-        assert from_records.renewed(text) == text, f"run python docs/from_records.py: {name} is behind its records"
+        assert from_records.renewed(text) == text, f"run python docs/from_records.py: {name} does not match its records"
     assert from_records.renewed(text.replace("105.", "104.")) == text
 
 
-def test_pictures_of_the_documents_are_what_the_records_say(from_records):
+def test_pictures_of_the_documents_match_the_records(from_records):
     """Compares words and numbers of points: exact pixel positions depend on matplotlib."""
     for name in from_records.PICTURES:
         kept = (ROOT / "docs" / f"{name}.svg").read_text(encoding="utf-8")
         drawn = from_records.drawn(name)
-        assert LETTERS.findall(kept) == LETTERS.findall(drawn), f"run python docs/from_records.py: {name}.svg is behind"
+        assert LETTERS.findall(kept) == LETTERS.findall(drawn), (
+            f"run python docs/from_records.py: {name}.svg does not match its record"
+        )
         assert kept.count("<use ") == drawn.count("<use ")
         assert len(LETTERS.findall(kept)) > 8
     on_disk = {path.stem for path in (ROOT / "docs").glob("*.svg")}
