@@ -87,7 +87,7 @@ def report_html(
     contents: dict[str, list[Section]] = {}
     if len(listed) > 1:
         shown.append(closing.record_list(archive, shown))
-        for section in _told_apart(listed):
+        for section in _distinguished(listed):
             contents.setdefault(section.group, []).append(section)
     environment = jinja2.Environment(
         loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -111,8 +111,8 @@ def report_html(
     )
 
 
-def _told_apart(sections: Sequence[Section]) -> list[Section]:
-    """The sections for the contents; entries that would read the same get their scale, machine or day."""
+def _distinguished(sections: Sequence[Section]) -> list[Section]:
+    """The sections for the contents; entries that would read the same also get their scale, machine or day."""
     details: tuple[Callable[[Record], str], ...] = (
         answers.scale_of, lambda record: processor_text(record.machine), lambda record: record.started[:10],
     )  # fmt: skip

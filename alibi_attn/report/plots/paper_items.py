@@ -46,6 +46,7 @@ class _Numbers:
     y: str  # the name of the column
     spread: str  # prefix of the columns of the lowest and highest seed
     source: PublishedItem
+    factor: float  # the paper's lengths divided by these
 
     @property
     def windows(self) -> str:
@@ -83,31 +84,27 @@ def _rows(
     """The changes on one axis, one picture per evaluation mode, and below them the levels."""
     labels = [label for label in labels if label not in item.cited]
     found = _numbers(record, item, x, y)
-    factors = [scale_factor(record) if numbers.ours else 1.0 for numbers in found]
-    lines = [_lines(numbers, labels, x, factor) for numbers, factor in zip(found, factors, strict=True)]
+    lines = [_lines(numbers, labels, x) for numbers in found]
     draw = paper_figures.frontier if x == "speed" else paper_figures.lines
     together = []
     for way in dict.fromkeys(numbers.way for numbers in found):
         of_way = [line for numbers, own in zip(found, lines, strict=True) if numbers.way == way for line in own]
         together.append(changes.change(record, x, y, way, of_way, by_identity))
-    own = [
-        _panel(record, numbers, x, labels, drawn, factor)
-        for numbers, drawn, factor in zip(found, lines, factors, strict=True)
-        if drawn
-    ]
+    own = [_panel(record, numbers, x, labels, drawn) for numbers, drawn in zip(found, lines, strict=True) if drawn]
     return [[_picture(panel, draw(panel)) for panel in row if panel is not None] for row in (together, own)]
 
 
 def _numbers(record: Record, item: PublishedItem, x: str, y: str) -> list[_Numbers]:
     """Ours in the paper's evaluation mode and in the other mode, then the paper's in its mode and, if published, the other."""
-    if y != "perplexity" or x == "hours":
-        both = [(recorded(record), True), (published(item), False)]
-        return [_Numbers(column=column, ours=ours, way="", y=y, spread="", source=item) for column, ours in both]
-    way = way_of(item)
+    way = way_of(item) if y == "perplexity" and x != "hours" else ""
+    ours = _Numbers(
+        column=recorded(record), ours=True, way=way, y=y, spread="", source=item, factor=scale_factor(record)
+    )
+    theirs = dataclasses.replace(ours, column=published(item), ours=False, factor=1.0)
+    if not way:
+        return [ours, theirs]
     other = _OTHER[way]
-    ours = _Numbers(column=recorded(record), ours=True, way=way, y=y, spread="", source=item)
     ours_too = dataclasses.replace(ours, way=other, y=f"{other}_{y}", spread=f"{other}_")
-    theirs = dataclasses.replace(ours, column=published(item), ours=False)
     same = _other_published(item_name(record), item)
     too = [dataclasses.replace(theirs, column=published(same), way=other, source=same)] if same else []
     return [ours, ours_too, theirs, *too]
@@ -131,7 +128,7 @@ def _other_published(name: str, item: PublishedItem) -> PublishedItem | None:
     return dataclasses.replace(item, series=series, source=source, evaluation=tables[0].evaluation)
 
 
-def _lines(numbers: _Numbers, labels: Sequence[str], x: str, factor: float) -> tuple[Line, ...]:
+def _lines(numbers: _Numbers, labels: Sequence[str], x: str) -> tuple[Line, ...]:
     """One line per label with such numbers; if x is "trained", one line per method with a point per trained length."""
     trained = {trained_length(label) for label in labels}
     methods = {method_of(label) for label in labels}
@@ -143,13 +140,14 @@ def _lines(numbers: _Numbers, labels: Sequence[str], x: str, factor: float) -> t
         length = trained_length(label)
         name = label.split(",", 1)[0]
         if x == "trained":
-            places = np.full(len(y), (length or math.nan) / factor)
-            lengths = factor * places
+            places = np.full(len(y), (length or math.nan) / numbers.factor)
+            lengths = numbers.factor * places
         else:
             places = numbers.column(label, {"speed": "train_tokens_per_second"}.get(x, x))
             lengths = numbers.column(label, "paper_length")
             if len(trained) > 1 and length:
-                name = f"{name} {length / factor:,.0f}" if len(methods) > 1 else f"L = {length / factor:,.0f}"
+                at = f"{length / numbers.factor:,.0f}"
+                name = f"{name} {at}" if len(methods) > 1 else f"L = {at}"
         scale = 1e9 if numbers.y == "memory_bytes" else 1.0
         spread = [numbers.column(label, f"{numbers.spread}{end}") for end in ("low", "high")]
         line = Line(
@@ -161,15 +159,13 @@ def _lines(numbers: _Numbers, labels: Sequence[str], x: str, factor: float) -> t
     return tuple(lines.values())
 
 
-def _panel(
-    record: Record, numbers: _Numbers, x: str, labels: Sequence[str], lines: tuple[Line, ...], factor: float
-) -> Panel:
+def _panel(record: Record, numbers: _Numbers, x: str, labels: Sequence[str], lines: tuple[Line, ...]) -> Panel:
     """The panel of the levels of one source, with its unit and scale."""
     ours, source = numbers.ours, numbers.source
     trained = {trained_length(label) for label in labels}
     (only,) = trained if len(trained) == 1 else (None,)
     y = "perplexity" if "perplexity" in numbers.y else numbers.y
-    unit = only / factor if only and x == "length" and y == "perplexity" else None
+    unit = only / numbers.factor if only and x == "length" and y == "perplexity" else None
     per = unit_of(record) if ours else "token"
     if x == "hours" and (time := _time_unit(lines)) == "minutes":
         lines = tuple(dataclasses.replace(line, x=60 * line.x) for line in lines)
