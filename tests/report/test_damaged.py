@@ -22,16 +22,6 @@ from alibi_attn.report.published import PUBLISHED
 from alibi_attn.report.series import studies
 
 
-def changed(record: Record, place: tuple[str | int, ...], value: object) -> Record:
-    """The record with one value replaced by another type or size."""
-    data = json.loads(json.dumps({"config": record.config, "metrics": record.metrics, "curves": record.curves}))
-    inner = data
-    for name in place[:-1]:
-        inner = inner[name]
-    inner[place[-1]] = value
-    return Record(kind=record.kind, name=record.name, **data)
-
-
 @pytest.fixture
 def evaluation(made_up: Callable[..., list[Record]]) -> Record:
     (found,) = (record for record in made_up(methods=("alibi",)) if record.kind == "evaluation")
@@ -57,11 +47,11 @@ def evaluation(made_up: Callable[..., list[Record]]) -> Record:
         (("config", "train"), "long"),
     ],
 )
-def test_a_study_is_drawn_without_what_cannot_be_drawn(place, value, evaluation: Record) -> None:
+def test_a_study_is_drawn_without_what_cannot_be_drawn(place, value, evaluation: Record, changed) -> None:
     assert "</html>" in report_html([changed(evaluation, place, value)])
 
 
-def test_a_perplexity_that_is_no_float_is_left_out_and_the_others_stay(evaluation: Record) -> None:
+def test_a_perplexity_that_is_no_float_is_left_out_and_the_others_stay(evaluation: Record, changed) -> None:
     (study,) = studies([changed(evaluation, ("curves", "by_length", "nonoverlapping_nats", 0), 2000.0)])
     line = figures.perplexity_by_length(study, "nonoverlapping").axes[0].lines[0]
     assert list(line.get_xdata()) == [256, 512, 1024, 2048]
@@ -69,7 +59,7 @@ def test_a_perplexity_that_is_no_float_is_left_out_and_the_others_stay(evaluatio
     assert line.get_ydata()[0] == pytest.approx(math.exp(first))
 
 
-def test_the_headline_is_of_the_longest_length_that_was_reached(evaluation: Record) -> None:
+def test_the_headline_is_of_the_longest_length_that_was_reached(evaluation: Record, changed) -> None:
     (study,) = studies([changed(evaluation, ("curves", "by_length", "nonoverlapping_nats", 4), None)])
     assert "tested on 1,024" in sentences.headline(study)
 
@@ -98,7 +88,7 @@ BENCHMARK = Record(
         (("ours", "peak_memory_bytes"), [0, None]),
     ],
 )
-def test_a_benchmark_is_drawn_without_what_cannot_be_drawn(place, value) -> None:
+def test_a_benchmark_is_drawn_without_what_cannot_be_drawn(place, value, changed) -> None:
     assert "cpu/noise" in report_html([changed(BENCHMARK, ("curves", *place), value)])
 
 
@@ -137,7 +127,7 @@ CERTIFICATE = Record(
         (("curves", "mass", "distance", 0), None),
     ],
 )
-def test_a_certificate_is_drawn_without_what_cannot_be_drawn(place, value) -> None:
+def test_a_certificate_is_drawn_without_what_cannot_be_drawn(place, value, changed) -> None:
     assert certificates.is_drawn(CERTIFICATE)
     assert "trained" in report_html([changed(CERTIFICATE, place, value)])
 
@@ -145,7 +135,7 @@ def test_a_certificate_is_drawn_without_what_cannot_be_drawn(place, value) -> No
 @pytest.mark.parametrize(
     ("column", "value"), [("pass", 2**40), ("pass", 4), ("context", 2**40), ("token", 0), ("pass", 0.5)]
 )
-def test_windows_that_cannot_be_are_not_drawn(column, value) -> None:
+def test_windows_that_cannot_be_are_not_drawn(column, value, changed) -> None:
     labels = list(PUBLISHED["figure-10"].series)
     curves = {label: {"token": [1, 2, 3, 4], "context": [1, 2, 1, 2], "pass": [1, 1, 2, 2]} for label in labels}
     whole = Record(kind="paper-item", name="figure-10", config={}, metrics={}, curves=curves)

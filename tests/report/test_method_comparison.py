@@ -1,7 +1,6 @@
 """The comparison says what intervals support: the tasks in its table, the order, and what a method is good for."""
 
 import html
-import json
 import math
 import re
 
@@ -252,14 +251,8 @@ def test_an_empty_cell_is_a_dash_and_one_record_makes_a_page() -> None:
         (("curves", "by_length", "length"), [None, None]),
     ],
 )
-def test_a_damaged_record_leaves_the_page_whole(place, value) -> None:
-    record = evaluated("alibi", "mqar", (1.0, 0.5))
-    data = json.loads(json.dumps({"config": record.config, "curves": record.curves}))
-    inner = data
-    for name in place[:-1]:
-        inner = inner[name]
-    inner[place[-1]] = value
-    broken = Record(kind=record.kind, name=record.name, metrics={}, **data)
+def test_a_damaged_record_leaves_the_page_whole(place, value, changed) -> None:
+    broken = changed(evaluated("alibi", "mqar", (1.0, 0.5)), place, value)
     assert "</html>" in report_html([broken, evaluated("rotary", "mqar", (1.0, 0.5))])
 
 
