@@ -23,6 +23,7 @@ _NAMES = {
     "updates": "updates",
     "hours": "hours",
     "perplexity": "perplexity",
+    "tokens_per_second": "test, tokens/s",
 }
 _OURS_TOO = {"sliding_perplexity": "sliding", "nonoverlapping_perplexity": "nonoverlapping"}
 
@@ -70,7 +71,7 @@ def _by_length(record: Record, item: PublishedItem) -> Table:
     way = "sliding window" if way_of(item) == "sliding" else "nonoverlapping windows"
     found: list[tuple[str, str, Rows]] = []
     for measure in measures:
-        per = f"{_NAMES.get(measure, 'test, tokens/s')}"
+        per = _NAMES[measure]
         how = f", {way}" if measure == "perplexity" else ""
         unit = f" per {unit_of(record)}" if measure == "perplexity" else ""
         found.append((f"Ours: {per}{unit}{how}", measure, _rows(ours, item.series, measure)))
