@@ -122,10 +122,9 @@ def allowed(study: Study) -> list[str]:
     conclusions = [f"What these runs measured: {_where(study)}."]
     differing = _differing(study)
     if differing == ["model.method"]:
-        seeds = {tuple(map(seed_of, s.evaluations or s.trainings)) for s in study.series}
+        seeds = "and the seeds are the same" if have_equal_seeds(study.series) else "but not all have the same seeds"
         conclusions.append(
-            "The runs compare the position methods: the configurations differ in nothing else, "
-            f"{'and the seeds are the same' if len(seeds) == 1 else 'but not all have the same seeds'}."
+            f"The runs compare the position methods: the configurations differ in nothing else, {seeds}."
         )
     elif differing:
         conclusions.append(
@@ -180,6 +179,11 @@ def seed_count(series: Iterable[Series]) -> str:
     counts = [s.seeds for s in series]
     low, high = min(counts), max(counts)
     return _counted(low, "seed") if low == high else f"{low:,} to {high:,} seeds"
+
+
+def have_equal_seeds(series: Iterable[Series]) -> bool:
+    """Whether all series have the same seeds."""
+    return len({tuple(map(seed_of, s.evaluations or s.trainings)) for s in series}) == 1
 
 
 def _early_tokens(study: Study) -> list[str]:

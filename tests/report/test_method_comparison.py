@@ -219,6 +219,7 @@ def test_the_page_has_a_heat_map_with_numbers_of_every_method_and_says_the_size(
     assert heat.count('<th class="series"') == 3
     assert heat.count("--heat: ") == 3 * 3 * 2
     assert re.search(r'class="best" style="--heat: 0.998">100<small>98 – 100</small>', heat)
+    assert "All runs have the same model, data, data order and seeds, and" in text
     assert "Which of two" not in text  # its studies are not drawn a second time
     assert "Rank by task" in text
 
@@ -272,4 +273,6 @@ def test_the_page_says_that_one_seed_decides_nothing_about_others(four) -> None:
     assert f"small: 95 %, over {said}" in html.unescape(report_html(one))
     assert said not in html.unescape(report_html(four))
     mixed = html.unescape(report_html([*four, evaluated("t5", "mqar", (0.99, 0.07))]))
+    assert "1 to 2 seeds, trained at 64 tokens" in mixed
+    assert "All runs of one seed have the same model, data and data order, and differ only in" in mixed
     assert f"over seeds if there are several, and over {said}" in mixed

@@ -10,7 +10,7 @@ from alibi_attn.report.plots import study as study_plots
 from alibi_attn.report.plots.drawing import Plot
 from alibi_attn.report.section import Archive, Block, Facts, Folded, Numbers, Part, Section, Text, count_of
 from alibi_attn.report.sections.study import field_table
-from alibi_attn.report.sentences import seed_count
+from alibi_attn.report.sentences import have_equal_seeds, seed_count
 from alibi_attn.report.tables import study as tables
 from alibi_attn.report.tables.table import NOTHING, Cell, Table, variable_of
 from alibi_attn.report.tables.table import Block as Rows
@@ -33,10 +33,7 @@ def draw(tasks: Sequence[Task], number: int, archive: Archive) -> Section:
     headline = method_paragraphs.headline(tasks)
     blocks: list[Block] = [
         Text(headline, "headline"),
-        Text(
-            f"All sentences and numbers are about models of this size: {_size(tasks)}. They say nothing about larger models. "
-            "All runs have the same model, data, data order and seeds, and differ only in the position method."
-        ),
+        Text(_setting(tasks)),
         Numbers(_heat_map(tasks, learned), _legend_of_heat(tasks), label="Methods by task", css="heat"),
         *(Text(_why_not(task), "note") for task in tasks if task not in learned),
         _method_by_method(tasks, learned),
@@ -153,6 +150,19 @@ def _intervals(tasks: Sequence[Task]) -> str:
         return "covering the intervals over seeds and over parts of the documents"
     start = "over seeds if there are several, and over" if any(several) else "over"
     return f"{start} parts of the documents; one seed says nothing about other trainings"
+
+
+def _setting(tasks: Sequence[Task]) -> str:
+    """The size of the models, and what all runs share."""
+    shared = (
+        "All runs have the same model, data, data order and seeds"
+        if have_equal_seeds(series for task in tasks for series in task.study.series)
+        else "All runs of one seed have the same model, data and data order"
+    )
+    return (
+        f"All sentences and numbers are about models of this size: {_size(tasks)}. They say nothing about larger models. "
+        f"{shared}, and differ only in the position method."
+    )
 
 
 def _size(tasks: Sequence[Task]) -> str:
