@@ -1,4 +1,4 @@
-"""Made-up records, computed from formulas, so that the report's tests know the expected numbers."""
+"""Made-up records, computed from formulas, so that the expected numbers are known; damage to records; contrast of colors."""
 
 import json
 import math
@@ -63,6 +63,22 @@ def changed() -> Callable[[Record, Sequence[str | int], object], Record]:
         return Record(kind=record.kind, name=record.name, **data)
 
     return build
+
+
+@pytest.fixture(scope="session")
+def contrast() -> Callable[[Sequence[int], Sequence[int]], float]:
+    """The contrast ratio of WCAG 2.1 for two colors; each is red, green and blue from 0 to 255."""
+
+    def luminance(color: Sequence[int]) -> float:
+        channels = [part / 255 for part in color]
+        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
+        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
+
+    def ratio(one: Sequence[int], other: Sequence[int]) -> float:
+        low, high = sorted((luminance(one), luminance(other)))
+        return (high + 0.05) / (low + 0.05)
+
+    return ratio
 
 
 def _pair(method: str, trained: int, seed: int, bytes_per_token: float) -> list[Record]:

@@ -64,6 +64,11 @@ def _open(browser, page: Path, *, width: int, dark: bool = False, media: str = "
     browser.get(page.as_uri())
 
 
+def _rgb(color: str) -> list[int]:
+    """Red, green and blue of a color as the browser writes it, "rgb(r, g, b)"."""
+    return [int(part) for part in re.findall(r"\d+", color)]
+
+
 def test_nothing_fails_and_nothing_is_requested(browser, page: Path) -> None:
     browser.get_log("browser")
     browser.get_log("performance")
@@ -154,23 +159,20 @@ def test_a_referee_fits_a_phone_and_paper(browser, judged: Path, width: int, med
 
 
 @pytest.mark.parametrize("dark", [False, True])
-def test_numbers_on_the_strongest_color_are_readable(browser, judged: Path, dark: bool) -> None:
+def test_numbers_on_the_strongest_color_are_readable(browser, judged: Path, dark: bool, contrast) -> None:
     _open(browser, judged, width=1100, dark=dark)
     ink, paper, back = browser.execute_script(
         "const cell = [...document.querySelectorAll('.heat td[style]')].find((one) => one.style.getPropertyValue('--heat') == 1);"
         "const style = getComputedStyle(cell.querySelector('small'));"
         "return [style.color, getComputedStyle(document.body).backgroundColor, getComputedStyle(cell).backgroundColor];"
     )
-    red, green, blue, alpha = (float(part) for part in re.findall(r"[\d.]+", back.removeprefix("color(srgb")))
-    under = [int(part) for part in re.findall(r"\d+", paper)]
-    mixed = [
-        round(255 * one * alpha + (1 - alpha) * below) for one, below in zip((red, green, blue), under, strict=True)
-    ]
+    *over, alpha = (float(part) for part in re.findall(r"[\d.]+", back.removeprefix("color(srgb")))
+    mixed = [round(255 * one * alpha + (1 - alpha) * below) for one, below in zip(over, _rgb(paper), strict=True)]
     assert alpha == pytest.approx(0.45, abs=0.01)
-    assert _contrast(ink, f"rgb({mixed[0]}, {mixed[1]}, {mixed[2]})") >= 4.5
+    assert contrast(_rgb(ink), mixed) >= 4.5
 
 
-def test_light_and_dark_are_readable(browser, page: Path) -> None:
+def test_light_and_dark_are_readable(browser, page: Path, contrast) -> None:
     for dark in (False, True):
         _open(browser, page, width=1100, dark=dark)
         paper, *inks = browser.execute_script(
@@ -179,23 +181,6 @@ def test_light_and_dark_are_readable(browser, page: Path) -> None:
             "probe.style.color = `var(--${name})`; return getComputedStyle(probe).color; });"
         )
         for ink in inks:
-            assert _contrast(ink, paper) >= 4.5, f"{ink} on {paper} is hard to read"
+            assert contrast(_rgb(ink), _rgb(paper)) >= 4.5, f"{ink} on {paper} is hard to read"
         stroke = "return getComputedStyle(document.querySelector('svg path[style*=\"stroke: var(--alibi)\"]')).stroke"
         assert browser.execute_script(stroke) == inks[3]
-
-
-def _contrast(one: str, two: str) -> float:
-    """The contrast ratio of WCAG 2.1 for two colors as the browser writes them, rgb(r, g, b)."""
-
-    def luminance(color: str) -> float:
-        channels = [int(part) / 255 for part in color.removeprefix("rgb(").removesuffix(")").split(",")]
-        linear = [c / 12.92 if c <= 0.04045 else ((c + 0.055) / 1.055) ** 2.4 for c in channels]
-        return 0.2126 * linear[0] + 0.7152 * linear[1] + 0.0722 * linear[2]
-
-    lighter, darker = sorted((luminance(one), luminance(two)), reverse=True)
-    return (lighter + 0.05) / (darker + 0.05)
-
-
-def test_the_contrast_checker_can_fail() -> None:
-    assert _contrast("rgb(255, 255, 255)", "rgb(0, 0, 0)") == pytest.approx(21)
-    assert _contrast("rgb(200, 200, 200)", "rgb(255, 255, 255)") < 4.5
