@@ -6,6 +6,7 @@ it is made. `alibi config` prints the comments of the fields. Next: `model/posit
 
 import dataclasses
 import difflib
+import math
 import re
 import typing
 from collections.abc import Callable, Sequence
@@ -109,7 +110,7 @@ class DataConfig:
             raise ConfigError(f'data.corpus is {self.corpus!r}, made of bytes; leave data.tokenizer at "bytes"')
         if (self.corpus == "text") != bool(self.text):
             raise ConfigError(f"data.corpus is {self.corpus!r} and data.text is {self.text!r}; pass one or the other")
-        if self.valid_share <= 0 or self.test_share < 0 or self.valid_share + self.test_share >= 1:
+        if not (self.valid_share > 0 and self.test_share >= 0 and self.valid_share + self.test_share < 1):
             raise ConfigError(
                 f"data.valid_share is {self.valid_share} and data.test_share {self.test_share}; they are shares of the text: "
                 "valid above 0, test 0 or more, together below 1"
@@ -171,14 +172,14 @@ class TrainConfig:
             raise ConfigError(
                 f"train.learning_rate is {self.learning_rate} and train.clip_norm is {self.clip_norm}; both must be above 0"
             )
-        for length in {self.length, self.first_length or self.length}:
-            if self.batch_tokens % (length * self.accumulate):
-                step = length * self.accumulate
-                raise ConfigError(
-                    f"train.batch_tokens is {self.batch_tokens} but must be a multiple of train.length"
-                    + (f" times train.accumulate, {step}" if self.accumulate > 1 else f", {step}")
-                    + f"; the next one is {(self.batch_tokens // step + 1) * step}"
-                )
+        step = math.lcm(self.length, self.first_length or self.length) * self.accumulate
+        if self.batch_tokens % step:
+            raise ConfigError(
+                f"train.batch_tokens is {self.batch_tokens} but must be a multiple of train.length"
+                + (" and train.first_length" if self.first_length else "")
+                + (" times train.accumulate" if self.accumulate > 1 else "")
+                + f", {step}; the next one is {(self.batch_tokens // step + 1) * step}"
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -97,7 +97,12 @@ def _vocabulary(tokenizer: str) -> dict[str, str]:
     if path.suffix == ".json" and path.is_file():
         import tokenizers  # of the extra "lab"; loading it takes a moment
 
-        size = str(tokenizers.Tokenizer.from_file(str(path)).get_vocab_size())
+        try:
+            size = str(tokenizers.Tokenizer.from_file(str(path)).get_vocab_size())
+        except Exception as error:  # tokenizers raises nothing more specific
+            raise ConfigError(
+                f"data.tokenizer is {tokenizer!r} but {path} is not a tokenizer that can be read ({error})"
+            ) from None
     return {"model.vocab_size": size} if size.isdecimal() else {}
 
 
@@ -179,11 +184,11 @@ def _parse(name: str, text: str, kind: object) -> object:
         return text.lower() == "true"
     try:
         value = int(text) if kind is int else float(text)
-    except ValueError:
-        value = math.nan
-    if not math.isfinite(value):
-        raise ConfigError(f"{name} is {text!r} but must be {_describe(kind)}")
-    return value
+        if math.isfinite(value):
+            return value
+    except (ValueError, OverflowError):  # not a number, or an integer beyond all floats
+        pass
+    raise ConfigError(f"{name} is {text!r} but must be {_describe(kind)}")
 
 
 def _describe(kind: object) -> str:

@@ -55,7 +55,12 @@ def test_fields_that_depend_on_each_other_are_changed_together():
         ({"train.learning_rate": "inf"}, "'inf' but must be a number"),
         ({"data.valid_share": "nan"}, "'nan' but must be a number"),
         ({"train.steps": "9" * 6000}, "must be a whole number"),
-        ({"train.length": "100"}, "multiple of train.length.* 4100"),
+        ({"train.steps": "9" * 400}, "must be a whole number"),
+        ({"train.length": "100"}, "multiple of train.length, 100; the next one is 4100"),
+        (
+            {"train.length": "64", "train.first_length": "48", "train.first_steps": "2", "train.accumulate": "2"},
+            "multiple of train.length and train.first_length times train.accumulate, 384; the next one is 4224",
+        ),
         ({"model.num_heads": "3"}, "embed_dim that 6 divides"),
         ({"eval.lengths": "128,0"}, "lengths of 1 or more"),
         ({"eval.lengths": ""}, "lengths of 1 or more"),
@@ -72,6 +77,17 @@ def test_fields_that_depend_on_each_other_are_changed_together():
 def test_errors_for_unknown_names_list_the_valid_ones(changes, message):
     with pytest.raises(ConfigError, match=message):
         override(RunConfig(), changes)
+
+
+def test_shares_that_are_no_numbers_are_refused():
+    with pytest.raises(ConfigError, match=r"data.valid_share is nan"):
+        DataConfig(valid_share=float("nan"))
+
+
+def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
+    (tmp_path / "tokenizer.json").write_text("{")
+    with pytest.raises(ConfigError, match=r"tokenizer.json is not a tokenizer that can be read \(EOF"):
+        override(RunConfig(), {"data.tokenizer": f"{tmp_path}/tokenizer.json"})
 
 
 def test_a_record_never_names_a_corpus_that_was_not_read():
