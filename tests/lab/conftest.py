@@ -1,14 +1,20 @@
 """Fixtures of the lab's tests: a model that runs in milliseconds, and a text that a model can learn."""
 
 import functools
+import json
+import os
+import subprocess
+import sys
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
 
 from alibi_attn.lab.config import DataConfig, EvalConfig, Method, ModelConfig, RunConfig, TrainConfig
+from alibi_attn.lab.config_io import to_json
 from alibi_attn.lab.model.language_model import LanguageModel
 
+PROCESSES = Path(__file__).parents[1] / "support" / "processes"
 TRAINED_LENGTH = 16
 
 
@@ -58,6 +64,21 @@ def run_on() -> Callable[..., RunConfig]:
         )
 
     return make
+
+
+@pytest.fixture(scope="session")
+def run_program() -> Callable[..., subprocess.CompletedProcess[str]]:
+    """Runs a program of support/processes, which reads a folder and a config, with options of Python."""
+
+    def run(name: str, folder: Path, config: RunConfig, *python: str) -> subprocess.CompletedProcess[str]:
+        (folder / "config.json").write_text(json.dumps(to_json(config)))
+        program = [sys.executable, *python, PROCESSES / name, folder, folder / "config.json"]
+        environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+        result = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=280)
+        assert result.returncode == 0, result.stderr
+        return result
+
+    return run
 
 
 @pytest.fixture

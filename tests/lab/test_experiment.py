@@ -2,18 +2,13 @@
 
 import dataclasses
 import json
-import os
 import re
 import resource
 import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
-from filelock import FileLock
 from rich.console import Console
 
 from alibi_attn import records
@@ -34,7 +29,6 @@ from alibi_attn.lab.training.checkpoint import (
 )
 from alibi_attn.lab.training.train import train
 
-PROCESSES = Path(__file__).parents[1] / "support" / "processes"
 TEXTS = dict.fromkeys(("question", "paper", "command", "cost", "expected"), "")
 
 
@@ -43,7 +37,7 @@ def recipe(tiny_run):
     def runs(scale):
         return tuple(tiny_run(method, steps=8) for method in ("alibi", "learned"))
 
-    return Recipe(name="tiny", question="?", paper="", cost="", expected="", runs=runs)
+    return Recipe(name="tiny", runs=runs, **TEXTS)
 
 
 def trainings(monkeypatch):
@@ -141,12 +135,6 @@ def test_an_override_that_makes_runs_equal_runs_them_once(recipe, tmp_path):
     assert len(run(recipe, out=tmp_path, overrides={"model.method": "none"})) == 2
 
 
-def test_two_experiments_in_one_folder_refuse_each_other(recipe, tmp_path):
-    with FileLock(tmp_path / ".lock"), pytest.raises(ExperimentError, match="another experiment is running in"):
-        run(recipe, out=tmp_path)
-    assert len(run(recipe, out=tmp_path)) == 4
-
-
 def test_a_folder_that_cannot_be_written_is_reported(recipe, tmp_path):
     (tmp_path / "file").write_text("in the way")
     for out in (tmp_path / "file", tmp_path / "file" / "below"):
@@ -192,7 +180,7 @@ def test_progress_is_shown_on_the_console_that_is_passed(recipe, tmp_path, capsy
 
 
 @pytest.fixture(scope="module")
-def two_processes(tmp_path_factory, verses):
+def two_processes(tmp_path_factory, verses, run_program):
     """The results of two gloo processes, with DDP and with FSDP."""
     folder = tmp_path_factory.mktemp("two")
     config = RunConfig(
@@ -204,11 +192,7 @@ def two_processes(tmp_path_factory, verses):
         ),
         eval=EvalConfig(lengths=(16, 32), tokens=64, batch_tokens=64),
     )  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(to_json(config)))
-    program = [sys.executable, "-W", "error", PROCESSES / "two_processes.py", folder, folder / "config.json"]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(program, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
+    result = run_program("two_processes.py", folder, config, "-W", "error")
     assert "Warning" not in result.stderr, result.stderr
     one = train(config, load_corpus(config.data), folder / "one")
     return folder, config, json.loads(result.stdout), one

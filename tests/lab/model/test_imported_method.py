@@ -2,6 +2,7 @@
 
 import dataclasses
 import json
+import shutil
 import warnings
 from pathlib import Path
 
@@ -78,6 +79,16 @@ def tiny(method: str, seed: int = 0) -> LanguageModel:
     return LanguageModel(ModelConfig(method=method, **sizes), trained_length=16, seed=seed)
 
 
+def copied(step: Path, folder: Path, *, method: str) -> Path:
+    """A checkpoint with the same files that names another method."""
+    shutil.copytree(step, folder)
+    about = json.loads((folder / "config.json").read_bytes())
+    about["config"]["model"]["method"] = method
+    del about["sha256"]
+    (folder / "config.json").write_bytes(sealed(about))
+    return folder
+
+
 def test_a_user_defined_attention_gives_the_losses_of_the_built_in_one(folder: Path) -> None:
     own, built_in = (list(records.find(folder / out / "records", kind="evaluation")) for out in ("own", "built-in"))
     for name in ("nonoverlapping_nats", "sliding_nats"):
@@ -105,14 +116,7 @@ def test_a_checkpoint_imports_nothing_that_the_caller_does_not_name(folder: Path
         load_checkpoint(checkpoint)
     evil = tmp_path / "evil.py"
     evil.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{MINE}")
-    config = next(checkpoint.glob("*/config.json"))
-    copy = tmp_path / "copy" / "step-00000003"
-    copy.mkdir(parents=True)
-    for file in config.parent.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
-    about = json.loads(config.read_bytes())
-    about["config"]["model"]["method"] = f"{evil}:MyBias"
-    (copy / "config.json").write_bytes(sealed({name: value for name, value in about.items() if name != "sha256"}))
+    copy = copied(next(checkpoint.iterdir()), tmp_path / "copy", method=f"{evil}:MyBias")
     for command in (["generate"], ["heads"], ["eval", "--text", str(folder / "a.txt")], ["export"]):
         extra = ["--prompt", "a"] if command == ["generate"] else [str(tmp_path / "x")] if command == ["export"] else []
         result = RUNNER.invoke(app, [command[0], str(copy), *command[1:], *extra])
@@ -122,13 +126,7 @@ def test_a_checkpoint_imports_nothing_that_the_caller_does_not_name(folder: Path
 
 def test_a_method_that_this_version_does_not_have_is_named(folder: Path, tmp_path: Path) -> None:
     config = next((folder / "built-in" / "checkpoints").glob("**/config.json"))
-    copy = tmp_path / "step-00000003"
-    copy.mkdir()
-    for file in config.parent.iterdir():
-        (copy / file.name).write_bytes(file.read_bytes())
-    about = json.loads(config.read_bytes())
-    about["config"]["model"]["method"] = "from-the-future"
-    (copy / "config.json").write_bytes(sealed({name: value for name, value in about.items() if name != "sha256"}))
+    copy = copied(config.parent, tmp_path / "copy", method="from-the-future")
     with pytest.raises(
         CheckpointError, match=r"position method 'from-the-future', which is not built in.*FILE.py:Class"
     ):

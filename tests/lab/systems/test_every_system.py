@@ -129,10 +129,7 @@ def test_in_bfloat16_the_losses_are_those_of_float32_up_to_rounding(tiny_model, 
 
 def test_transformer_xl_records_its_loss_by_the_length_of_the_memory(tiny_model):
     model, text = tiny_model(f"{FOLDER}.transformer_xl:TransformerXL"), some_tokens(200)[0].int()
-    corpus, config = (
-        Corpus(text, text, {}, starts={"train": torch.tensor([0])}),
-        EvalConfig(lengths=(16, 32), tokens=64),
-    )
+    corpus, config = Corpus(text, text, {}), EvalConfig(lengths=(16, 32), tokens=64)
     curve = type(model.position).curves(model, corpus, config)["memory"]
     assert curve["memory"] == [0, 8, 16, 32, 64, 128]
     assert curve["tokens"] == [32] * 6

@@ -7,14 +7,9 @@ import torch
 
 from alibi_attn.lab.config import EvalConfig
 from alibi_attn.lab.data.corpus import CorpusError
-from alibi_attn.lab.data.tokenizing import ByteTokenizer
 from alibi_attn.lab.data.tokens import Corpus
 from alibi_attn.lab.systems import knn_lm
 from alibi_attn.lab.systems.knn_lm import KnnLM, contexts, interpolated_nats, knn_log_probability, nearest
-
-
-def corpus_of(train: torch.Tensor, valid: torch.Tensor) -> Corpus:
-    return Corpus(train, valid, {}, tokenizer=ByteTokenizer(), starts={})
 
 
 def texts(tokens: int = 90) -> tuple[torch.Tensor, torch.Tensor]:
@@ -81,7 +76,7 @@ def test_the_search_finds_the_nearest_in_any_batches_and_order(monkeypatch):
 
 def test_k_and_the_share_are_chosen_on_the_first_half_and_the_second_is_reported(tiny_model):
     model, (train, valid) = tiny_model("alibi"), texts()
-    curves = KnnLM.curves(model, corpus_of(train, valid), EvalConfig(lengths=(16,), tokens=1000))
+    curves = KnnLM.curves(model, Corpus(train, valid, {}), EvalConfig(lengths=(16,), tokens=1000))
     table, best = curves["knn_lm"], {name: column[0] for name, column in curves["knn_lm_best"].items()}
     place = min(range(len(table["k"])), key=table["chosen_on_nats"].__getitem__)
     assert (best["k"], best["lambda"]) == (table["k"][place], table["lambda"][place])
@@ -99,7 +94,7 @@ def test_the_datastore_is_the_training_text_only(tiny_model):
     """A text that the model was trained on is found again; the datastore never has the tokens to predict."""
     model, (train, valid) = tiny_model("alibi"), texts(300)
     again, other = (
-        KnnLM.curves(model, corpus_of(train, text), EvalConfig(lengths=(16,), tokens=1000))["knn_lm_best"]
+        KnnLM.curves(model, Corpus(train, text, {}), EvalConfig(lengths=(16,), tokens=1000))["knn_lm_best"]
         for text in (train[:81], valid)
     )
     assert again["entries"] == other["entries"] == [len(contexts(model, train, most=1000, batch_tokens=99).tokens)]
@@ -115,4 +110,4 @@ def test_long_texts_are_thinned_and_short_ones_are_refused(tiny_model):
     with pytest.raises(CorpusError, match="16 tokens but kNN-LM needs 17 or more"):
         contexts(model, train[:16], most=40, batch_tokens=16)
     with pytest.raises(CorpusError, match="16 tokens but kNN-LM needs 17"):
-        KnnLM.curves(model, corpus_of(train, valid[:16]), EvalConfig(lengths=(16,)))
+        KnnLM.curves(model, Corpus(train, valid[:16], {}), EvalConfig(lengths=(16,)))

@@ -7,7 +7,6 @@ import pytest
 import torch
 
 from alibi_attn.lab.config import EvalConfig, ModelConfig
-from alibi_attn.lab.data.tokenizing import ByteTokenizer
 from alibi_attn.lab.data.tokens import Corpus
 from alibi_attn.lab.model.attention import attend
 from alibi_attn.lab.model.position_method import LayerInput, Pass
@@ -21,8 +20,7 @@ CONFIG = EvalConfig(lengths=(32, 64, 80), tokens=64, trials=3, batch_tokens=500)
 
 
 def curves_of(model, config: EvalConfig = CONFIG) -> dict[str, list]:
-    corpus = Corpus(TRAIN, TRAIN, {}, tokenizer=ByteTokenizer(), starts={})
-    return LostInTheMiddle.curves(model, corpus, config)["lost_in_the_middle"]
+    return LostInTheMiddle.curves(model, Corpus(TRAIN, TRAIN, {}), config)["lost_in_the_middle"]
 
 
 def of_length(table: dict[str, list], length: int, name: str) -> list:

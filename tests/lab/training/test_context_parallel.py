@@ -2,10 +2,6 @@
 
 import dataclasses
 import json
-import os
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
@@ -17,28 +13,15 @@ from alibi_attn.lab.model.attention import Context, attend
 from alibi_attn.lab.model.position_method import ByDistance
 from alibi_attn.lab.training.train import train
 
-PROCESSES = Path(__file__).parents[2] / "support" / "processes"
-
 
 @pytest.fixture(scope="module")
-def told(tmp_path_factory, verses, run_on):
+def told(tmp_path_factory, verses, run_on, run_program):
     folder = tmp_path_factory.mktemp("context")
     config = run_on(
         verses(folder), length=50, batch_tokens=200, steps=8, accumulate=2, activation_checkpointing=True, validate_every=4,
         validate_tokens=100, checkpoint_every=3, context_parallel=2, exchange_timeout_s=30.0,
     )  # fmt: skip
-    (folder / "config.json").write_text(json.dumps(to_json(config)))
-    program = [
-        sys.executable,
-        "-W",
-        "error",
-        str(PROCESSES / "context_training.py"),
-        str(folder),
-        str(folder / "config.json"),
-    ]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(program, capture_output=True, text=True, env=environment, timeout=280)
-    assert result.returncode == 0, result.stderr
+    result = run_program("context_training.py", folder, config, "-W", "error")
     return json.loads(result.stdout.splitlines()[-1])
 
 

@@ -1,5 +1,6 @@
 """The optimizers compared with their formulas, and the paper's schedule."""
 
+import itertools
 import math
 
 import pytest
@@ -56,10 +57,12 @@ def test_the_paper_s_schedule():
     )
 
 
-def test_adamw_rises_from_the_first_step_and_ends_at_its_share():
-    config = TrainConfig(learning_rate=2e-3, warmup_steps=20, steps=200)
-    assert [learning_rate(step, config) for step in (0, 9, 19)] == [2e-3 / 20, 2e-3 * 10 / 20, 2e-3]
-    assert learning_rate(200, config) == pytest.approx(2e-4)
-    rates = [learning_rate(step, config) for step in range(200)]
-    assert rates[:20] == sorted(rates[:20])
-    assert rates[20:] == sorted(rates[20:], reverse=True)
+def test_adamw_rises_from_the_first_step_and_then_falls_to_a_tenth():
+    config = TrainConfig(steps=110, warmup_steps=10, learning_rate=1.0)
+    rates = [learning_rate(step, config) for step in range(111)]
+    assert rates[:10] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
+    assert rates[10] == 1.0
+    assert rates[60] == pytest.approx(0.1 + 0.9 / 2)
+    assert rates[110] == pytest.approx(0.1)
+    assert all(a > b for a, b in itertools.pairwise(rates[10:]))
+    assert learning_rate(0, TrainConfig(warmup_steps=0, learning_rate=1.0)) == 1.0

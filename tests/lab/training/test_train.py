@@ -3,30 +3,21 @@
 import dataclasses
 import itertools
 import json
-import math
-import os
 import resource
 import shutil
 import signal
-import subprocess
-import sys
-from pathlib import Path
 
 import pytest
 import torch
 
 from alibi_attn.lab.config import ConfigError, EvalConfig, TrainConfig
-from alibi_attn.lab.config_io import to_json
 from alibi_attn.lab.data.corpus import load_corpus
 from alibi_attn.lab.evaluation.evaluate import mean_nats, nonoverlapping, scored_stretches
 from alibi_attn.lab.training import train as loop
 from alibi_attn.lab.training.checkpoint import CheckpointError, load_checkpoint, load_progress, newest
-from alibi_attn.lab.training.interruption import SIGNALS, deferred_interruption
-from alibi_attn.lab.training.optimizer import learning_rate
+from alibi_attn.lab.training.interruption import SIGNALS
 from alibi_attn.lab.training.parallel import prepare, share_of_batch
 from alibi_attn.lab.training.train import TrainingError, steps, train
-
-PROCESSES = Path(__file__).parents[2] / "support" / "processes"
 
 
 class PowerCut(Exception):
@@ -107,17 +98,6 @@ def test_sigterm_leaves_a_checkpoint_to_resume_from(tiny_run, tmp_path):
         train(config, corpus, tmp_path / "cut", on_step=cut_at(4, number=signal.SIGTERM))
     assert newest(tmp_path / "cut").name == "step-00000005"
     assert train(config, corpus, tmp_path / "cut").curve == train(config, corpus, tmp_path / "uncut").curve
-
-
-def test_the_second_signal_of_a_kind_is_the_usual_one():
-    usual = signal.signal(signal.SIGINT, signal.default_int_handler)  # a process in the background ignores Ctrl-C
-    with deferred_interruption() as interrupted:
-        assert not interrupted()
-        signal.raise_signal(signal.SIGINT)
-        assert interrupted()
-        with pytest.raises(KeyboardInterrupt):
-            signal.raise_signal(signal.SIGINT)
-    signal.signal(signal.SIGINT, usual)
 
 
 def test_a_batch_in_parts_is_the_same_batch_up_to_rounding(tiny_run, tmp_path):
@@ -239,14 +219,9 @@ def test_a_full_disk_is_reported_and_the_training_resumes_afterwards(tiny_run, t
         assert train(config, corpus, folder).curve == uncut.curve
 
 
-def test_a_training_that_is_killed_again_and_again_ends_as_the_uncut_one(tiny_run, tmp_path):
+def test_a_training_that_is_killed_again_and_again_ends_as_the_uncut_one(tiny_run, run_program, tmp_path):
     config = dropped(tiny_run(steps=40, checkpoint_every=1, validate_every=5, validate_tokens=64))
-    (tmp_path / "config.json").write_text(json.dumps(to_json(config)))
-    program = [sys.executable, str(PROCESSES / "killed_training.py"), str(tmp_path), str(tmp_path / "config.json")]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(program, capture_output=True, text=True, env=environment)
-    assert result.returncode == 0, result.stderr
-    told = json.loads(result.stdout)
+    told = json.loads(run_program("killed_training.py", tmp_path, config).stdout)
     assert len(told["ends"]) > 16
     assert told["ends"] == [-signal.SIGKILL] * (len(told["ends"]) - 1) + [0]
     assert told["steps"] == sorted(told["steps"])
@@ -297,14 +272,3 @@ def test_a_damaged_state_is_refused(tiny_run, tmp_path):
     shutil.rmtree(newest(tmp_path / "run") / "state")
     with pytest.raises(CheckpointError, match=r"optimizer.pt is damaged or incomplete"):
         train(config, corpus, tmp_path / "run")
-
-
-def test_the_learning_rate_rises_and_then_falls_to_a_tenth():
-    config = TrainConfig(steps=110, warmup_steps=10, learning_rate=1.0)
-    rates = [learning_rate(step, config) for step in range(111)]
-    assert rates[:10] == pytest.approx([0.1, 0.2, 0.3, 0.4, 0.5, 0.6, 0.7, 0.8, 0.9, 1.0])
-    assert rates[10] == 1.0
-    assert rates[60] == pytest.approx(0.1 + 0.9 / 2)
-    assert rates[110] == pytest.approx(0.1)
-    assert all(a > b for a, b in itertools.pairwise(rates[10:]))
-    assert math.isclose(learning_rate(0, TrainConfig(warmup_steps=0, learning_rate=1.0)), 1.0)
