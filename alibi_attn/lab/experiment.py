@@ -26,6 +26,7 @@ from rich.markup import escape
 from alibi_attn.lab.config import ConfigError, DataConfig, EvalConfig, Recipe, RunConfig, Scale
 from alibi_attn.lab.config_io import override
 from alibi_attn.lab.data.corpus import Corpus, CorpusError, load_corpus, num_pieces
+from alibi_attn.lab.data.symbol_tasks import TaskError
 from alibi_attn.lab.evaluation.evaluate import scored_stretches
 from alibi_attn.lab.model.positions import check_segments, check_stretch, stretches_of
 from alibi_attn.lab.run import Place, recorded, run_once, run_title, test_text
@@ -71,7 +72,7 @@ def run(
         ExperimentError: `out` cannot be written, another experiment runs in it, the `track` package is not installed,
             or a launcher started several processes for `on_ray`.
         ChildProcessError: Ray cannot go on.
-        ConfigError, CorpusError, CheckpointError, TrainingError, EvaluationError: see these classes.
+        ConfigError, CorpusError, TaskError, CheckpointError, TrainingError, EvaluationError: see these classes.
     """
     console = console or Console(quiet=True)
     configs = configs_of(recipe, scale, overrides or {}, seeds, methods)
@@ -200,7 +201,7 @@ def _check(config: RunConfig, corpus: Corpus) -> None:
 
 @contextlib.contextmanager
 def _alone_in(out: Path, shard: tuple[int, int]) -> Iterator[None]:
-    made = next((folder for folder in (*reversed(out.parents), out) if not folder.exists()), None)
+    made = [folder for folder in (out, *out.parents) if not folder.exists()]
     try:
         out.mkdir(parents=True, exist_ok=True)
         lock = _lock(out, shard)
@@ -208,9 +209,12 @@ def _alone_in(out: Path, shard: tuple[int, int]) -> Iterator[None]:
         raise ExperimentError(f"{out} cannot be written ({error.strerror}); pass a folder that you may write") from None
     try:
         yield
-    except (CorpusError, ConfigError):
+    except (CorpusError, ConfigError, TaskError):
         if made and shard[1] == 1 and not (out / "records").exists() and not (out / "checkpoints").exists():
-            shutil.rmtree(made, ignore_errors=True)  # nothing was done yet: remove a folder that is new
+            shutil.rmtree(out, ignore_errors=True)  # nothing was done yet: remove a folder that is new
+            with contextlib.suppress(OSError):  # other experiments may have used the folders above it since
+                for folder in made[1:]:
+                    folder.rmdir()
         raise
     finally:
         lock.release()

@@ -12,10 +12,12 @@ import torch
 from rich.console import Console
 
 from alibi_attn import records
+from alibi_attn.lab import experiment
 from alibi_attn.lab import run as one_run
 from alibi_attn.lab.config import ConfigError, DataConfig, EvalConfig, ModelConfig, Recipe, RunConfig, TrainConfig
 from alibi_attn.lab.config_io import to_json
 from alibi_attn.lab.data.corpus import CorpusError, load_corpus, packed_batches
+from alibi_attn.lab.data.symbol_tasks import TaskError
 from alibi_attn.lab.experiment import ExperimentError, run
 from alibi_attn.lab.model.language_model import LanguageModel
 from alibi_attn.lab.training import train as loop
@@ -164,6 +166,24 @@ def test_errors_are_reported_before_anything_is_written(recipe, tmp_path):
     with pytest.raises(ConfigError, match=r"must share train.precision"):
         run(mixed, out=out)
     assert not any((out / name).exists() for name in ("records", "checkpoints"))
+
+
+@pytest.mark.parametrize("others", [False, True])
+def test_an_experiment_that_cannot_begin_removes_the_folders_that_it_made(tiny_run, tmp_path, monkeypatch, others):
+    config = dataclasses.replace(tiny_run(), data=DataConfig(corpus="task:passkey:9"))
+    recipe = Recipe(name="tiny", **TEXTS, runs=lambda scale: (config,))
+    another = tmp_path / "new" / "runs" / "another" / "records"
+
+    def load(*arguments):
+        if others:  # another experiment begins at the same time
+            another.mkdir(parents=True)
+        return load_corpus(*arguments)
+
+    monkeypatch.setattr(experiment, "load_corpus", load)
+    with pytest.raises(TaskError, match="passkey has no room in 8 tokens"):
+        run(recipe, out=tmp_path / "new" / "runs" / "mine")
+    assert not (tmp_path / "new" / "runs" / "mine").exists()
+    assert (tmp_path / "new").exists() == another.exists() == others
 
 
 @pytest.mark.parametrize("terminal", [True, False])

@@ -30,6 +30,7 @@ def load_corpus(config: DataConfig, store: Path | None = None) -> Corpus:
 
     Raises:
         CorpusError: the text cannot be read or stored.
+        TaskError: the documents of a task's corpus are too short for the task.
     """
     if task := tasks.parse_corpus(config.corpus):
         return _task_corpus(config.corpus, *task)
