@@ -84,10 +84,10 @@ def _loop(
             peak = peak_memory_bytes(device) if reset else None
             progress = dataclasses.replace(progress, peak_memory_bytes=peak)
             save_checkpoint(folder, training, config, progress, corpus.tokenizer, finished=finished)
+        if step.interrupted or (finished and interrupted()):  # also during the last checkpoint
+            raise KeyboardInterrupt
         if finished:
             break
-        if step.interrupted:
-            raise KeyboardInterrupt
     return progress
 
 

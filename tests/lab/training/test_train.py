@@ -100,6 +100,15 @@ def test_sigterm_leaves_a_checkpoint_to_resume_from(tiny_run, tmp_path):
     assert train(config, corpus, tmp_path / "cut").curve == train(config, corpus, tmp_path / "uncut").curve
 
 
+@pytest.mark.parametrize("cut", [3, 4])
+def test_a_signal_during_the_last_step_or_its_checkpoint_is_not_lost(tiny_run, tmp_path, cut):
+    config = tiny_run(steps=4)
+    corpus = load_corpus(config.data)
+    with pytest.raises(KeyboardInterrupt):
+        train(config, corpus, tmp_path, on_step=cut_at(cut))
+    assert train(config, corpus, tmp_path, on_step=cut_at(1, PowerCut())).step == 4  # finished, not trained again
+
+
 def test_a_batch_in_parts_is_the_same_batch_up_to_rounding(tiny_run, tmp_path):
     whole, parts = (tiny_run("kerple", steps=10, accumulate=accumulate) for accumulate in (1, 4))
     corpus = load_corpus(whole.data)
