@@ -260,10 +260,15 @@ def _read(folder: Path, method: str | None = None) -> tuple[RunConfig, Progress,
     about = _manifest(folder)
     try:
         model = about["config"]["model"]
-        if method is not None:
-            model["method"] = method
-        elif model["method"] not in METHODS and not IMPORT_PATH.fullmatch(model["method"]):
-            raise _unknown_method(folder, model["method"])
+        trained = model["method"]
+        if method is None and trained not in METHODS and not IMPORT_PATH.fullmatch(trained):
+            raise _unknown_method(folder, trained)
+        if method not in (None, trained) and (trained in METHODS or method in METHODS):
+            raise CheckpointError(
+                f"{folder} was trained with the position method {trained!r}, not {method!r}; pass the class that trained it, or "
+                "nothing for a method that is built in"
+            )
+        model["method"] = method or trained
         files = about["files"] if about["schema"] == SCHEMA else {n: {"sha256": h} for n, h in about["sha256"].items()}
         return from_json(about["config"]), Progress(**about["progress"]), files
     except CheckpointError:

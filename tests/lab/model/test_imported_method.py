@@ -133,6 +133,14 @@ def test_a_method_that_this_version_does_not_have_is_named(folder: Path, tmp_pat
         load_checkpoint(copy)
 
 
+@pytest.mark.parametrize(("out", "method"), [("own", "alibi"), ("built-in", "mine.py:MyBias"), ("built-in", "t5")])
+def test_a_method_that_did_not_train_the_model_is_refused(folder: Path, out: str, method: str) -> None:
+    (checkpoint,) = (folder / out / "checkpoints" / "quick").glob("*/*")
+    method = str(folder / method) if ":" in method else method
+    with pytest.raises(CheckpointError, match=rf"was trained with .*, not '{method}'; pass the class that trained it"):
+        load_checkpoint(checkpoint, method=method)
+
+
 def test_eval_with_the_code_equals_the_run_and_a_changed_file_is_reported(folder: Path, tmp_path: Path) -> None:
     arguments = ["eval", str(folder / "own"), "--text", str(folder / "a.txt"), "--lengths", "8,16", "--tokens", "32"]
     method = str(folder / "mine.py:MyBias")
