@@ -13,6 +13,7 @@ import torch
 
 from alibi_attn.lab.config import DataConfig, Precision, RunConfig, Scale
 from alibi_attn.lab.data.corpus import Corpus, load_corpus
+from alibi_attn.lab.evaluation.evaluate import stride_at
 from alibi_attn.lab.experiment import configs_of
 from alibi_attn.lab.run import lacks, run_title
 from alibi_attn.measure.timing import elapsed_ms, matrix_rate_gflops
@@ -75,7 +76,7 @@ def evaluation_flops(config: RunConfig) -> float:
     """
     total = 0.0
     for length in config.eval.lengths:
-        read = config.eval.tokens * (1 + length / (config.eval.stride or max(1, length // 4)))
+        read = config.eval.tokens * (1 + length / stride_at(length, config.eval.stride))
         pairs = read * (length + 1) / 2
         total += 2 * multiplying_parameters(config.model) * read
         total += 4 * config.model.num_layers * config.model.embed_dim * pairs

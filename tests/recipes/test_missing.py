@@ -28,6 +28,10 @@ def test_flops_are_those_counted_by_hand() -> None:
     assert evaluation_flops(CONFIG) == 2 * parameters * read + 4 * 8 * read / 4 * 10
     slow = dataclasses.replace(CONFIG, eval=dataclasses.replace(CONFIG.eval, stride=1))
     assert evaluation_flops(slow) == pytest.approx(evaluation_flops(CONFIG) * 5 / 3)
+    pieces, longer = (
+        dataclasses.replace(CONFIG, eval=dataclasses.replace(CONFIG.eval, stride=stride)) for stride in (4, 64)
+    )
+    assert evaluation_flops(pieces) == evaluation_flops(longer)  # no window slides further than its length
 
 
 def test_a_training_in_bf16_is_timed_by_products_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:

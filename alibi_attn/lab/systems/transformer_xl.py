@@ -80,7 +80,7 @@ class TransformerXL(RelativeSinusoids):
         rows = torch.stack([corpus.valid[start : start + length + 1] for start in starts]).to(model.device).long()
         memories = [many * position.segment for many in MEMORIES]
         nats = [_nats(model, rows, memory) for memory in memories]
-        return {"memory": {"memory": memories, "nats": nats, "tokens": [count * (length - length // 2)] * len(nats)}}
+        return {"memory": {"memory": memories, "nats": nats, "tokens": [count * (length // 2)] * len(nats)}}
 
 
 def sinusoids(positions: Tensor, width: int) -> Tensor:

@@ -133,6 +133,8 @@ def test_transformer_xl_records_its_loss_by_the_length_of_the_memory(tiny_model)
     curve = type(model.position).curves(model, corpus, config)["memory"]
     assert curve["memory"] == [0, 8, 16, 32, 64, 128]
     assert curve["tokens"] == [32] * 6
+    odd = type(model.position).curves(model, corpus, EvalConfig(lengths=(33,), tokens=66))["memory"]
+    assert odd["tokens"] == [2 * 16] * 6  # what follows the first 17 inputs
     rows = torch.stack([text[:33], text[167:]]).long()
     with torch.no_grad():
         trained = model(rows[:, :-1], targets=rows[:, 17:]).double().mean()
