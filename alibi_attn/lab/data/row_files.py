@@ -7,6 +7,9 @@ from pathlib import Path
 
 Rows = Iterator[Mapping[str, object]]
 
+_ENCODING = "utf-8-sig"  # spreadsheets write a byte order mark
+_MOST_FIELD_CHARACTERS = (1 << 31) - 1  # a field is a document; by default csv refuses more than 128 KiB
+
 
 class RowError(ValueError):
     """A table that cannot be read, or rows without the text field."""
@@ -17,8 +20,8 @@ def is_table(path: Path) -> bool:
     return path.suffix.lower() in _READERS
 
 
-def texts(path: Path, field: str) -> Iterator[str]:
-    """The text of each row.
+def texts(path: Path, field: str) -> Iterator[bytes]:
+    """The text of each row, in UTF-8.
 
     Args:
         field: the name of the text's field; "" means "text".
@@ -39,15 +42,15 @@ def texts(path: Path, field: str) -> Iterator[str]:
                 raise RowError(
                     f"row {number} of {path} has {type(text).__name__} in the field {field or 'text'!r}, not text"
                 )
-            yield text
-    except (UnicodeDecodeError, csv.Error, json.JSONDecodeError) as error:
+            yield text.encode()
+    except (UnicodeError, csv.Error, json.JSONDecodeError) as error:
         raise RowError(
             f"{path} is not {path.suffix.lstrip('.').upper()} in UTF-8 ({error}); pass another file"
         ) from None
 
 
 def _json_lines(path: Path) -> Rows:
-    with path.open(encoding="utf-8") as file:
+    with path.open(encoding=_ENCODING) as file:
         for line in file:
             if line.strip():
                 yield json.loads(line)
@@ -56,7 +59,7 @@ def _json_lines(path: Path) -> Rows:
 def _json(path: Path) -> Rows:
     """A list of objects, or one object per line."""
     try:
-        content = json.loads(path.read_text(encoding="utf-8"))
+        content = json.loads(path.read_text(encoding=_ENCODING))
     except json.JSONDecodeError as error:
         if error.msg != "Extra data":
             raise
@@ -66,7 +69,8 @@ def _json(path: Path) -> Rows:
 
 
 def _csv(path: Path) -> Rows:
-    with path.open(encoding="utf-8", newline="") as file:
+    csv.field_size_limit(_MOST_FIELD_CHARACTERS)
+    with path.open(encoding=_ENCODING, newline="") as file:
         yield from csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
 
 

@@ -107,10 +107,8 @@ def local_files(paths: Sequence[Path], text_field: str = "") -> list[TextFile]:
         files += _nonempty(inside, path if path.is_dir() else path.parent, text_field)
     if not files:
         raise CorpusError(f"{', '.join(map(str, paths))}: there is no text inside (0 bytes); pass files with text")
-    for file in files:
-        next(
-            next(file.documents(), iter([b""]))
-        )  # most files that are not text show it at their start: report it before hours of work
+    for file in files:  # most files that are not text show it at their start: report it before hours of work
+        next(next(file.documents(), iter([b""])))
     return files
 
 
@@ -226,7 +224,7 @@ def _python_source() -> list[TextFile]:
     return files
 
 
-def row_texts(file: TextFile) -> Iterator[str]:
+def row_texts(file: TextFile) -> Iterator[bytes]:
     """The text of each row of a table.
 
     Raises:
@@ -356,13 +354,14 @@ def _rows(rows: Rows | TextFile, begin: int, end: int) -> Documents:
         if isinstance(rows, TextFile):
             return _with_newlines(itertools.islice(row_texts(rows), begin, end))
         column = (text for batch in rows.iter(batch_size=1000) for text in batch["text"])
-        return _with_newlines("" if text is None else str(text) for text in itertools.islice(column, begin, end))
+        chosen = itertools.islice(column, begin, end)
+        return _with_newlines(b"" if text is None else str(text).encode() for text in chosen)
 
     return documents
 
 
-def _with_newlines(rows: Iterator[str]) -> Iterator[Iterator[bytes]]:
+def _with_newlines(rows: Iterator[bytes]) -> Iterator[Iterator[bytes]]:
     """Rows as documents; each except the last one ends with a newline."""
     for row, following in itertools.pairwise(itertools.chain(rows, [None])):
         assert row is not None
-        yield iter([(row if following is None or row.endswith("\n") else row + "\n").encode()])
+        yield iter([row if following is None or row.endswith(b"\n") else row + b"\n"])

@@ -9,7 +9,7 @@ from typing import Protocol
 import numpy as np
 from torch import Tensor
 
-from alibi_attn.lab.data.sources import Documents, Part, Text
+from alibi_attn.lab.data.sources import CorpusError, Documents, Part, Text
 from alibi_attn.lab.data.tokenizing import ByteTokenizer, Tokenizer, make_tokenizer
 from alibi_attn.records import Json
 
@@ -108,7 +108,12 @@ def text_facts(tokenizer: Tokenizer, valid: Counts) -> dict[str, Json]:
     At n nats per token, word-level perplexity is e^(n / words_per_token), and bits per byte are n / bytes_per_token / ln 2.
     WikiText's published perplexities count the end of a line as a word, as the tokenizer "words" does; for another tokenizer
     that is e^(n · valid_tokens / (valid_words + valid_lines)).
+
+    Raises:
+        CorpusError: the text has no tokens.
     """
+    if not valid.tokens:
+        raise CorpusError(f"the text to test on has no tokens ({valid.bytes} bytes); pass files with text")
     return {
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,

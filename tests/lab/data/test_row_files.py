@@ -61,6 +61,7 @@ def test_a_folder_may_mix_tables_and_plain_text(tmp_path: Path) -> None:
         ("a.json", '[{"body": 3}]', "body", "row 1 of .* has int in the field 'body', not text"),
         ("a.json", '["only text"]', "", "has no field 'text', but no fields"),
         ("a.json", '{"body": ', "body", "a.json is not JSON in UTF-8"),
+        ("a.jsonl", '{"body": "\\ud800"}', "body", r"a.jsonl is not JSONL in UTF-8 \(.*surrogates not allowed"),
         ("a.csv", "id,body\n1,x\n", "txt", "has no field 'txt', but id, body"),
         ("a.parquet", "not parquet", "body", "a.parquet is not Parquet"),
     ],
@@ -73,3 +74,17 @@ def test_a_table_without_the_field_asks_for_it(
     (tmp_path / name).write_text(content)
     with pytest.raises(CorpusError, match=message):
         load_corpus(DataConfig(text=(str(tmp_path / name),), text_field=field))
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.csv", "body\n{}\n"), ("a.jsonl", '{{"body": "{}"}}')])
+def test_a_long_text_and_a_byte_order_mark_are_read(name: str, content: str, tmp_path: Path) -> None:
+    long = "word " * 40_000
+    (tmp_path / name).write_text(content.format(long), encoding="utf-8-sig")
+    assert bytes(whole_text([tmp_path / name], text_field="body").valid.tolist()) == long.encode()
+
+
+@pytest.mark.parametrize(("name", "content"), [("a.csv", "text\n"), ("a.jsonl", "\n\n"), ("b.jsonl", '{"text": ""}')])
+def test_a_table_without_text_is_refused(name: str, content: str, tmp_path: Path) -> None:
+    (tmp_path / name).write_text(content)
+    with pytest.raises(CorpusError, match=r"the text to test on has no tokens \(0 bytes\); pass files with text"):
+        whole_text([tmp_path / name])
