@@ -89,7 +89,7 @@ def token_losses(
         first, places = torch.tensor(begins)[:, None], torch.arange(length + 1)
 
         def nats(part: slice, first: Tensor = first, places: Tensor = places, scored: int = scored) -> Tensor:
-            with _testing(model):
+            with testing(model):
                 rows = tokens[first[part] + places].to(model.device).long()
                 return model(rows[:, :-1], targets=rows[:, -scored:], window=attention_window).cpu()
 
@@ -114,7 +114,7 @@ def answers(
     """
 
     def nats_and_hits(part: slice) -> tuple[Tensor, Tensor]:
-        with _testing(model):
+        with testing(model):
             inputs = rows[part].to(model.device).long()
             logits, targets = model(inputs[:, :-1])[:, -scored:].float(), inputs[:, -scored:]
             nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
@@ -156,7 +156,7 @@ def _in_batches(
 
 
 @contextlib.contextmanager
-def _testing(model: LanguageModel) -> Iterator[None]:
+def testing(model: LanguageModel) -> Iterator[None]:
     """Disables gradients and dropout inside the block; the layers take each other's freed memory."""
     was_training = model.training
     model.eval()

@@ -129,10 +129,14 @@ class Pass:
             )
         return self.input
 
+    def distances(self, device: torch.device) -> Tensor:
+        """i − j, [T, S]; negative for keys to the right."""
+        keys = torch.arange(self.key_len, device=device)
+        return keys[self.key_len - self.query_len :, None] - keys
+
     def visible(self, device: torch.device) -> Tensor:
         """Whether a query may see a key, [B or 1, 1, T, S]: causal, within the window and the document."""
-        keys = torch.arange(self.key_len, device=device)
-        distance = keys[self.key_len - self.query_len :, None] - keys
+        distance = self.distances(device)
         seen = ((distance >= 0) & (distance < (self.window or self.key_len)))[None, None]
         if self.segment_ids is None:
             return seen

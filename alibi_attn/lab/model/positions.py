@@ -77,7 +77,8 @@ class Sinusoidal(PositionMethod):
     relative = False
 
     def add(self, x: Tensor, positions: Tensor) -> Tensor:
-        angles = _angles(positions, self.config.embed_dim)
+        channels = torch.arange(0, self.config.embed_dim, 2, device=positions.device, dtype=torch.float32)
+        angles = positions.float()[:, None] * WAVE_BASE ** (-channels / self.config.embed_dim)
         return x + torch.stack([angles.sin(), angles.cos()], dim=-1).flatten(-2).to(x.dtype)
 
 
@@ -209,9 +210,3 @@ METHODS: dict[Method, type[PositionMethod]] = {
     "fox": Fox,
     "alibi-fox": ALiBiFox,
 }
-
-
-def _angles(positions: Tensor, channels: int) -> Tensor:
-    """p·10000^(−2c/channels), [T, channels/2] fp32."""
-    pairs = torch.arange(0, channels, 2, device=positions.device, dtype=torch.float32)
-    return positions.float()[:, None] * WAVE_BASE ** (-pairs / channels)

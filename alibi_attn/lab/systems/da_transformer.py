@@ -28,7 +28,8 @@ class DATransformer(PositionMethod):
         self.v = nn.Parameter(torch.zeros(config.num_layers * config.num_heads))
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, at: Pass, default: Attention) -> Tensor:
-        factor = self.factors(k.shape[-2], at.layer.index)[:, self._distances(q.shape[-2], k.shape[-2])]
+        distance = at.distances(q.device).clamp(min=0)  # keys to the right are hidden
+        factor = self.factors(at.key_len, at.layer.index)[:, distance]
         scores = (q @ k.mT).relu() * factor.to(q.dtype) / math.sqrt(q.shape[-1])
         weights = scores.masked_fill(~at.visible(q.device), -math.inf).softmax(-1)
         return F.dropout(weights, self.config.attention_dropout, self.training).to(v.dtype) @ v
@@ -38,8 +39,3 @@ class DATransformer(PositionMethod):
         w, v = (each.float().view(self.config.num_layers, -1, 1)[layer] for each in (self.w, self.v))
         distance = torch.arange(key_len, device=w.device)
         return (F.softplus(v) - F.softplus(v - w * distance)).exp()
-
-    def _distances(self, query_len: int, key_len: int) -> Tensor:
-        """i − j for the last queries, [T, S]; 0 for keys to the right, which are hidden."""
-        keys = torch.arange(key_len, device=self.w.device)
-        return (keys[key_len - query_len :, None] - keys).clamp(min=0)

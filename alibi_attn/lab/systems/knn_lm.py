@@ -22,6 +22,7 @@ from torch import Tensor
 
 from alibi_attn.lab.config import EvalConfig
 from alibi_attn.lab.data.corpus import Corpus, CorpusError
+from alibi_attn.lab.evaluation.losses import columns, testing
 from alibi_attn.lab.model.language_model import LanguageModel
 from alibi_attn.lab.model.position_method import PositionMethod
 from alibi_attn.records import Json
@@ -79,7 +80,7 @@ class KnnLM(PositionMethod):
         names = ("k", "lambda", "chosen_on_nats", "tested_nats")
         plain = rows[0][3]
         return {
-            "knn_lm": {name: [row[n] for row in rows] for n, name in enumerate(names)},
+            "knn_lm": columns(names, rows),
             "knn_lm_best": {
                 "entries": [len(store.tokens)], "k": [k], "lambda": [share], "tokens": [len(test.nats) - half],
                 "plain_nats": [plain], "nats": [best],
@@ -111,15 +112,14 @@ def contexts(model: LanguageModel, text: Tensor, *, most: int, batch_tokens: int
 def _read(model: LanguageModel, rows: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
     """(keys, tokens, losses) of the last `step` tokens of each row."""
     found: list[Tensor] = []
-    rows, was_training = rows.to(model.device).long(), model.training
+    rows = rows.to(model.device).long()
     norm = model.blocks[-1].get_submodule("ffn_norm")
     hook = norm.register_forward_hook(lambda module, given, output: found.append(output))
     try:
-        with torch.inference_mode():
-            nats = model.eval()(rows[:, :-1], targets=rows[:, -step:])
+        with testing(model):
+            nats = model(rows[:, :-1], targets=rows[:, -step:])
     finally:
         hook.remove()
-        model.train(was_training)
     keys = torch.cat(found, dim=1)[:, -step:]  # several if the method reads in segments
     return keys.flatten(0, 1).float().cpu(), rows[:, -step:].flatten().cpu(), nats.flatten().cpu()
 

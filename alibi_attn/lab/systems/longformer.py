@@ -30,12 +30,11 @@ class Longformer(RelativeSinusoids):
     look = Look("Longformer", "#2a6f3c", "#8fd6a1", ".")
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, at: Pass, default: Attention) -> Tensor:
-        keys = torch.arange(k.shape[-2], device=q.device)
-        distance = keys[k.shape[-2] - q.shape[-2] :, None] - keys
-        near = distance < self.layer_window(at.layer.index)
+        near = at.distances(q.device) < self.layer_window(at.layer.index)
         content, position = self.scores(q, k, at.layer.index)
         scores = content + position.where(near, torch.zeros_like(position))
-        seen = at.visible(q.device) & (near | (keys < GLOBAL_TOKENS))
+        first = torch.arange(at.key_len, device=q.device) < GLOBAL_TOKENS
+        seen = at.visible(q.device) & (near | first)
         weights = scores.masked_fill(~seen, -math.inf).softmax(-1)
         return F.dropout(weights, self.config.attention_dropout, self.training).to(v.dtype) @ v
 

@@ -25,6 +25,7 @@ from alibi_attn.lab.config import EvalConfig
 from alibi_attn.lab.data.corpus import Corpus
 from alibi_attn.lab.data.tasks import SEGMENT, recall_rows
 from alibi_attn.lab.evaluation.context_use import has_positions
+from alibi_attn.lab.evaluation.losses import columns, testing
 from alibi_attn.lab.model.language_model import LanguageModel
 from alibi_attn.lab.model.position_method import Attention, Bias, Pass, PositionMethod
 from alibi_attn.records import Json
@@ -67,7 +68,7 @@ class LostInTheMiddle(PositionMethod):
             texts = [_evidence_in(k, edges, corpus.train.unique(), length, config) for k in range(DOCUMENTS)]
             measured = _measure(model.stretched(config.stretch, length), texts, edges, config.batch_tokens)
             rows += [(length, k + 1, ASKED * config.trials, *values) for k, values in enumerate(measured)]
-        return {"lost_in_the_middle": {name: [row[n] for row in rows] for n, name in enumerate(COLUMNS)}}
+        return {"lost_in_the_middle": columns(COLUMNS, rows)}
 
 
 def document_edges(length: int) -> Tensor:
@@ -123,7 +124,7 @@ def answers(
     hits, seen = [], []
     for part in torch.arange(len(rows)).split(max(1, batch_tokens // (rows.shape[1] - 1))):
         some = rows[part].to(model.device).long()
-        with _watched(model, edges.to(model.device)) as watch, torch.inference_mode():
+        with _watched(model, edges.to(model.device)) as watch:
             if watch is not None and share is not None:
                 watch.share = share[part].to(model.device)
             logits = model(some[:, :-1])[:, -ASKED:]
@@ -136,15 +137,14 @@ def answers(
 @contextlib.contextmanager
 def _watched(model: LanguageModel, edges: Tensor) -> Iterator["Watched | None"]:
     """The model in evaluation mode, with its method's attention watched unless it reads in segments."""
-    method, was_training = model.position, model.training
+    method = model.position
     watch = Watched(method, edges) if method.segment is None else None
     try:
         model.position = method if watch is None else watch
-        model.eval()
-        yield watch
+        with testing(model):
+            yield watch
     finally:
         model.position = method
-        model.train(was_training)
 
 
 class Watched(PositionMethod):

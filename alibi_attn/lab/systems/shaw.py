@@ -34,16 +34,10 @@ class Shaw(PositionMethod):
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, at: Pass, default: Attention) -> Tensor:
         a_k, a_v = self.key_vectors[at.layer.index], self.value_vectors[at.layer.index]
-        distance = _clipped_distances(q.shape[-2], k.shape[-2], q.device).expand(*q.shape[:-1], -1)
+        distance = at.distances(q.device).clamp(0, CLIP).expand(*q.shape[:-1], -1)  # keys to the right are hidden
         of_vectors = q @ a_k.mT.to(q.dtype)  # [B, H, T, k + 1]
         scores = (q @ k.mT + of_vectors.gather(-1, distance)) / math.sqrt(q.shape[-1])
         weights = scores.masked_fill(~at.visible(q.device), -math.inf).softmax(-1)
         weights = F.dropout(weights, self.config.attention_dropout, self.training)
         by_distance = torch.zeros_like(of_vectors, dtype=weights.dtype).scatter_add(-1, distance, weights)
         return (weights.to(v.dtype) @ v + by_distance.to(v.dtype) @ a_v.to(v.dtype)).to(q.dtype)
-
-
-def _clipped_distances(query_len: int, key_len: int, device: torch.device) -> Tensor:
-    """min(i − j, k) for the last queries, [T, S]; 0 for keys to the right, which are hidden."""
-    keys = torch.arange(key_len, device=device)
-    return (keys[key_len - query_len :, None] - keys).clamp(0, CLIP)
