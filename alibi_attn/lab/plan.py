@@ -40,7 +40,9 @@ def plan(
     seeds: Sequence[int] = (),
     methods: Sequence[str] = (),
 ) -> list[PlannedTraining]:
-    """The trainings that `experiment.run` would run, without writing anything. Measures a few steps of each on random tokens.
+    """The trainings that `experiment.run` would run. Trains nothing, but measures a few steps of each on random tokens.
+
+    A new text is tokenized into `out`/tokens if that folder exists.
 
     Raises:
         ConfigError, CorpusError: as for `experiment.run`.

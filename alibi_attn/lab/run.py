@@ -130,9 +130,9 @@ def recorded(study: str, config: RunConfig, corpus: Corpus, out: Path) -> tuple[
 
 
 def lacks(study: str, config: RunConfig, corpus: Corpus, out: Path) -> tuple[str, ...]:
-    """What of a run is not recorded: "training", "evaluation", both or nothing.
+    """The missing records of a run: "training", "evaluation", both or none.
 
-    A recorded training counts as lacking if the evaluation is and the trained model is no longer there: it would run again.
+    A recorded training is missing too if the evaluation is missing and the trained model was deleted: it would run again.
     """
     training, evaluation = recorded(study, config, corpus, out)
     trains = training is None or not (evaluation or checkpoint_folder(out, study, config, corpus).is_dir())

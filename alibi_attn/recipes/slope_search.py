@@ -1,6 +1,6 @@
 """Slopes: ALiBi with nine sets of slopes, trained at 64 tokens and tested up to 1,024.
 
-Paper: section 3, which tells of a search over about ten sets and of trained slopes, without numbers. Every training has the same
+Paper: section 3, which mentions a search over about ten sets, and trained slopes, without numbers. Every training has the same
 model, steps and order, with three seeds.
 """
 

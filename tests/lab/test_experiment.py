@@ -310,7 +310,7 @@ def test_a_model_of_words_takes_its_tokenizer_with_it(recipe, tmp_path):
         load_checkpoint_tokenizer(folder)
 
 
-def test_attention_within_documents_counts_what_documents_foretell(tiny_run, tmp_path):
+def test_attention_within_documents_counts_targets_of_the_same_document_only(tiny_run, tmp_path):
     """Compared with the same weights' loss, summed per document with a loop over rows and positions."""
     config = tiny_run(steps=1, accumulate=2)
     config = dataclasses.replace(config, data=dataclasses.replace(config.data, segments=True))

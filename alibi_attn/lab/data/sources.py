@@ -98,12 +98,12 @@ def local_files(paths: Sequence[Path], text_field: str = "") -> list[TextFile]:
     files = []
     for path in paths:
         if not path.exists():
-            raise CorpusError(f"{path} does not exist; pass text files, or folders that hold them")
+            raise CorpusError(f"{path} does not exist; pass text files, or folders with text files")
         inside = [path]
         if path.is_dir():
             inside = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
             if not inside:
-                raise CorpusError(f"{path} is a folder without files; pass text files, or folders that hold them")
+                raise CorpusError(f"{path} is a folder without files; pass text files, or folders with text files")
         files += _nonempty(inside, path if path.is_dir() else path.parent, text_field)
     if not files:
         raise CorpusError(f"{', '.join(map(str, paths))}: there is no text inside (0 bytes); pass files with text")

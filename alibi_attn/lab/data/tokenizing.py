@@ -225,7 +225,7 @@ def load_tokenizer(path: Path) -> Tokenizer:
         if isinstance(error, CorpusError):
             raise
         raise CorpusError(
-            f"{path} is not a tokenizer, or damaged; delete the folder it lies in and run again: it is made anew ({error})"
+            f"{path} is not a tokenizer, or damaged; delete the folder it is in and run again ({error})"
         ) from None
 
 
@@ -239,7 +239,7 @@ def _read(data: object, path: Path) -> Tokenizer:
         raise ValueError("it is no object")
     if data["schema"] != SCHEMA:
         raise CorpusError(
-            f"{path} has schema {data['schema']} but this version reads {SCHEMA}; delete the folder it lies in and run again"
+            f"{path} has schema {data['schema']} but this version reads {SCHEMA}; delete the folder it is in and run again"
         )
     if not is_sealed(data):
         raise ValueError("not what was written")

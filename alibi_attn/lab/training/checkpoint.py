@@ -140,7 +140,7 @@ def step_folder(path: Path) -> Path:
     """The folder that `load_checkpoint` reads: of a step itself, or of the newest step of a run.
 
     Raises:
-        CheckpointError: there is none.
+        CheckpointError: the folder has no checkpoint.
     """
     folder = path if (path / "config.json").exists() else newest(path)
     if folder is None:

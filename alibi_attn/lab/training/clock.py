@@ -1,4 +1,4 @@
-"""The clock by which trainings and evaluations are timed, so that they may run beside other work."""
+"""The clock that times trainings and evaluations, so that other programs on the machine hardly change the result."""
 
 import time
 from collections.abc import Callable

@@ -81,7 +81,7 @@ def test_digits_may_have_different_numbers_of_tokens():
     assert curve["accuracy"] == [1.0] * len(DEPTHS)
 
 
-def test_recall_repeats_a_segment_that_stands_nowhere_else():
+def test_recall_repeats_a_segment_that_occurs_nowhere_else():
     rows = recall_rows(ALPHABET, 50, distance=21, trials=6)
     assert rows.shape == (6, 51)
     assert torch.equal(rows[:, -8:], rows[:, -29:-21])

@@ -71,7 +71,7 @@ def test_stored_tokens_are_those_in_memory(folder, store, tokenizer):
     assert all(torch.equal(a, b) for a, b in itertools.islice(zip(ours, theirs, strict=True), 5))
 
 
-def test_the_manifest_says_what_lies_there(folder, store):
+def test_the_manifest_describes_the_files(folder, store):
     corpus = load_corpus(asked(folder, "bpe:300"), store)
     manifest = json.loads((the_folder(store) / "manifest.json").read_bytes())
     assert manifest["schema"] == 2

@@ -31,7 +31,7 @@ def made(name: str, text: bytes = WIKITEXT) -> tokenizing.Tokenizer:
     return make_tokenizer(name, lambda: iter([text[:40], text[40:]] if name == "words" else [text]), len(text))
 
 
-def test_a_word_is_what_stands_between_white_space_and_each_line_ends_in_one():
+def test_white_space_separates_words_and_each_line_ends_in_one():
     tokenizer = made("words")
     words = [tokenizer.words[index] for index in tokenizer.encode(WIKITEXT)]
     sentence = "Homarus gammarus , known as the European lobster , is a <unk> ."
@@ -101,7 +101,7 @@ def test_a_vocabulary_smaller_than_the_bytes_is_refused():
 
 
 @pytest.mark.parametrize("name", ["bytes", "words", "bpe:300"])
-def test_a_tokenizer_travels_as_a_file(tmp_path, name):
+def test_a_tokenizer_is_saved_and_loaded(tmp_path, name):
     tokenizer = made(name)
     save_tokenizer(tokenizer, tmp_path / "tokenizer.json")
     loaded = load_tokenizer(tmp_path / "tokenizer.json")
