@@ -23,7 +23,7 @@ from alibi_attn.lab.config import ConfigError, EvalConfig
 from alibi_attn.lab.data.corpus import Corpus
 from alibi_attn.lab.data.tasks import Encode, encode_bytes
 from alibi_attn.lab.evaluation.evaluate import evaluate, mean_nats, scored_stretches
-from alibi_attn.lab.evaluation.losses import Say, TokenLosses, columns
+from alibi_attn.lab.evaluation.losses import Say, TokenLosses, columns, testing
 from alibi_attn.lab.model.attention import LayerCache
 from alibi_attn.lab.model.language_model import LanguageModel
 from alibi_attn.lab.model.position_method import PositionMethod
@@ -125,7 +125,7 @@ def cached_segments(
     begins = range(memory % length or length, rows.shape[1] - 1, length)  # so that a segment starts with the stretch
     caches = [LayerCache() for _ in model.blocks]
     losses, dropped = [], 0
-    with torch.inference_mode():
+    with testing(model):
         for begin, end in itertools.pairwise([0, *begins, rows.shape[1] - 1]):
             part = rows[:, begin : end + 1]
             losses.append(model(part[:, :-1], targets=part[:, 1:], caches=caches, dropped=dropped).cpu())
@@ -149,7 +149,7 @@ def attention_sinks(
     rows = _rows(model, tokens, stretches, window - 1)
     caches = [LayerCache(KVCache(max_tokens=window, sinks=sinks)) for _ in model.blocks]
     losses = []
-    with torch.inference_mode():
+    with testing(model):
         for at in range(rows.shape[1] - 1):
             losses.append(model(rows[:, at : at + 1], targets=rows[:, at + 1 : at + 2], caches=caches).cpu())
     return _scored(torch.cat(losses, dim=1)[:, window - 1 :], stretches, start=window)

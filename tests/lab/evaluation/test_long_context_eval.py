@@ -13,8 +13,9 @@ STRETCHES = [range(40, 60), range(120, 140)]
 SMALL = {"vocab_size": 64, "num_heads": 2, "embed_dim": 16, "ffn_dim": 24}
 
 
-def made(method: str, layers: int = 1) -> LanguageModel:
-    return LanguageModel(ModelConfig(method=method, num_layers=layers, **SMALL), trained_length=16, seed=3).eval()
+def made(method: str, layers: int = 1, **fields: float) -> LanguageModel:
+    config = ModelConfig(method=method, num_layers=layers, **SMALL, **fields)
+    return LanguageModel(config, trained_length=16, seed=3).eval()
 
 
 def loss_of(model: LanguageModel, row: torch.Tensor, target: int) -> torch.Tensor:
@@ -131,6 +132,14 @@ def test_both_ways_are_read_at_every_length_on_the_tokens_that_the_others_score(
     assert all(nats > 0 for nats in curve["nats"])
     assert all_curves(made(method), TEXT, config)["streams"] == curve
     assert "streams" not in all_curves(made(method), TEXT, EvalConfig(lengths=(8,), tokens=16))
+
+
+def test_dropout_is_off_and_the_model_stays_in_training_mode() -> None:
+    config = EvalConfig(lengths=(8,), tokens=16, memory=(4,), sinks=(2,))
+    model = made("alibi", dropout=0.5).train()
+    found = streams(model, TEXT, config)
+    assert model.training
+    assert found == streams(model.eval(), TEXT, config)
 
 
 def test_a_way_that_a_method_cannot_be_read_in_is_empty() -> None:
