@@ -104,9 +104,23 @@ def test_json_and_back_is_the_same_config():
     assert from_json(to_json(config)) == config
 
 
-def test_a_record_from_before_trials_could_be_chosen_is_still_the_same_question():
-    assert "trials" not in to_json(RunConfig())["eval"]
-    assert from_json(to_json(RunConfig())).eval.trials == 16
+@pytest.mark.parametrize(
+    ("section", "field", "text"),
+    [
+        ("data", "text_field", "body"),
+        ("train", "context_parallel", "2"),
+        ("train", "exchange_timeout_s", "5"),
+        ("eval", "trials", "64"),
+        ("eval", "memory", "4"),
+        ("eval", "sinks", "4"),
+    ],
+)
+def test_newer_fields_are_written_only_if_they_are_set(section, field, text):
+    """So records from before these fields keep their identity."""
+    plain, changed = RunConfig(), override(RunConfig(), {f"{section}.{field}": text})
+    assert to_json(changed)[section].keys() - to_json(plain)[section].keys() == {field}
+    assert from_json(to_json(plain)) == plain
+    assert from_json(to_json(changed)) == changed
 
 
 @pytest.mark.parametrize("section", ["model", "data", "train", "eval"])

@@ -1,13 +1,12 @@
 """Two processes that share every sequence train like one, stop when one of them dies, and resume."""
 
-import dataclasses
 import json
 
 import pytest
 import torch
 
-from alibi_attn.lab.config import ConfigError, ModelConfig, RunConfig
-from alibi_attn.lab.config_io import from_json, override, to_json
+from alibi_attn.lab.config import ConfigError
+from alibi_attn.lab.config_io import override
 from alibi_attn.lab.data.corpus import load_corpus
 from alibi_attn.lab.model.attention import Context, attend
 from alibi_attn.lab.model.position_method import ByDistance
@@ -62,12 +61,3 @@ def test_a_bias_for_every_pair_of_tokens_is_refused(bias):
     q = torch.zeros(1, 2, 5, 8)
     with pytest.raises(ConfigError, match="a bias per pair of tokens"):
         attend(q, q, q, bias, context=Context(None, 0, 1.0))
-
-
-def test_records_from_before_there_was_context_stay_what_they_are():
-    config = RunConfig(model=ModelConfig())
-    assert "context_parallel" not in to_json(config)["train"]
-    assert from_json(to_json(config)) == config
-    shared = dataclasses.replace(config, train=dataclasses.replace(config.train, context_parallel=2))
-    assert to_json(shared)["train"]["context_parallel"] == 2
-    assert from_json(to_json(shared)) == shared
