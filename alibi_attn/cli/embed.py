@@ -247,6 +247,10 @@ def _check_chunks(chunks: str | None, out: Path, *, lines: bool) -> None:
     if chunks is None:
         if out.suffix == ".parquet":
             raise ValueError(f"{out} is a Parquet table, which needs --chunks; pass it, or a name that ends in .npy")
+        if out.suffix not in ("", ".npy"):
+            raise ValueError(
+                f"vectors are written in NumPy's format; pass a name that ends in .npy instead of {out.name}"
+            )
         return
     _chunk_rule(chunks, lines=lines)
     if out.suffix != ".parquet":

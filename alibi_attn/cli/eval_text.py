@@ -40,6 +40,8 @@ def eval_text(
     check_writable(losses_path)
     if losses_path.exists() and losses_path.samefile(file):
         raise ValueError(f"--out is {losses_path}, which is the text itself; pass another file")
+    if losses_path.exists() and losses_path.stat().st_size and not folder.exists():
+        raise ValueError(f"{losses_path} exists and has no cache to continue from; pass another --out, or delete it")
     text = read_texts([file], lines=False)[0].text
     with needs("hf"):
         import torch

@@ -358,12 +358,12 @@ def _overrides(
         if not equals:
             raise typer.BadParameter(f"--set {change} has no value; pass FIELD=VALUE, as in --set train.steps=50")
         overrides[name.strip()] = value.strip()
+    if corpus is not None and text:
+        raise typer.BadParameter(f"--text and --corpus {corpus} are two texts to train on; pass one of them")
     if corpus is not None:
         overrides["data.corpus"] = corpus
     if text:
-        overrides["data.text"] = _joined(text)
-        if corpus is None:
-            overrides["data.corpus"] = "text"
+        overrides |= {"data.text": _joined(text), "data.corpus": "text"}
     return overrides
 
 

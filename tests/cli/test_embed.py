@@ -129,8 +129,9 @@ def test_missing_files_and_wrong_folders_are_refused(model, files, tmp_path):
     assert "config.json does not exist" in run(tmp_path, files[0], "--out", out, code=1)
     assert "is a folder; pass the name of a file" in run(model, files[0], "--out", tmp_path, code=1)
     assert "cannot be written (it is a file)" in run(model, files[0], "--out", files[0] / "v.npy", code=1)
-    assert "never overwritten" in run(model, files[0], "--out", files[1], code=1)
-    assert files[1].read_text() == TEXTS[1] + "\n"
+    out.write_text("something else")
+    assert "never overwritten" in run(model, files[0], "--out", out, code=1)
+    assert out.read_text() == "something else"
 
 
 def test_a_model_that_needs_a_prompt_is_refused_with_the_function_to_use(model, files, tmp_path):
@@ -243,6 +244,7 @@ CHUNKS = [
     (["--chunks", "9", "--lines"], "divides whole files; omit --lines"),
     (["--chunks", "9", "--out", "v.npy"], "pass a name that ends in .parquet instead of v.npy"),
     (["--out", "v2.parquet"], "is a Parquet table, which needs --chunks"),
+    (["--out", "v2.csv"], "pass a name that ends in .npy instead of v2.csv"),
 ]
 
 

@@ -58,6 +58,9 @@ def test_the_perplexity_of_a_text_is_that_of_one_pass(folder, tmp_path, monkeypa
     assert f"perplexity  {float(expected.double().mean().exp()):.3f}"[:-1] in finished.output
     assert "199 tokens" in finished.output
     assert sorted(path.name for path in tmp_path.iterdir()) == ["book.txt", "book.txt.losses", "model"]
+    again = CliRunner().invoke(app, command)
+    assert "book.txt.losses exists and has no cache to continue from" in str(again.exception)
+    np.testing.assert_allclose(np.fromfile(losses, "float32"), expected.numpy(), rtol=1e-4)
 
 
 def test_an_empty_text_and_a_missing_model_are_refused(folder, tmp_path):

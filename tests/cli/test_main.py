@@ -241,6 +241,7 @@ def test_every_help_has_an_example(command: str) -> None:
         (["run", "--seeds", "0,x"], ["--seeds is '0,x'"]),
         (["run", "--corpus", "pyton-source"], ["did you mean 'python-source'?"]),
         (["run", "--text", "a,b.txt"], ["has a comma in its name"]),
+        (["run", "--text", "a.txt", "--corpus", "python-source"], ["are two texts to train on; pass one of them"]),
         (["heads", "--heads", "0"], ["--heads"]),
         (["heads", "--heads", "100000000"], ["--heads", "less than or equal to 4096"]),
         (["heads", "--picture", "heads.jpg"], ["--picture is heads.jpg but must end in .png or .svg"]),
