@@ -164,12 +164,16 @@ def explain(
     """
     query, key, value = autocast(query, key, value)
     spec = make_spec(query, key, value, slopes, **options)
+    if query.is_meta:
+        raise ValueError(
+            "query is on the meta device, which holds no values, but explain reads them; pass real tensors"
+        )
     computed = without_sinks(spec)
     name = dispatch.choose(backend, computed, query, key, value)
     with torch.no_grad():
         visits = dispatch.visits(name, computed, query, key, value)
     of_heads, largest, *visited = (
-        x.detach().cpu().resolve_neg().numpy()
+        x.detach().cpu().resolve_neg().numpy().copy()  # slopes are cached, or the caller's
         for x in (spec.slopes, largest_distance(spec, query.device), *(visits or ()))
     )
     return explanation(
@@ -216,6 +220,10 @@ def certified_block_mask(
         )
     query, key = autocast(query, key)
     spec = make_spec(query, key, key, slopes, **options)
+    if query.is_meta:
+        raise ValueError(
+            "query is on the meta device, which holds no values, but a BlockMask needs them; pass real tensors"
+        )
     if spec.query_len == 0 or spec.key_len == 0:
         raise ValueError(
             f"there are {spec.query_len} queries and {spec.key_len} keys but a BlockMask needs at least one of each"

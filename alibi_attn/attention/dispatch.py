@@ -50,7 +50,7 @@ def choose(backend: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor
 
 def check_name(backend: str) -> None:
     """Raises a ValueError unless a backend has this name, or it is "auto"."""
-    if backend != "auto" and backend not in BACKENDS:
+    if backend != "auto" and not (isinstance(backend, str) and backend in BACKENDS):
         raise ValueError(f"backend is {backend!r} but must be 'auto' or one of {', '.join(map(repr, BACKENDS))}")
 
 

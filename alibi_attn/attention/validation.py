@@ -176,12 +176,17 @@ def slopes_beside(slopes: Slopes, dtype: torch.dtype, query: Tensor) -> Tensor:
         constant = _constant(array.tobytes(), array.shape, dtype, query.device)
         if type(constant) is Tensor:
             return constant
-    return torch.as_tensor(slopes, dtype=dtype, device=query.device)
+    try:
+        return torch.as_tensor(slopes, dtype=dtype, device=query.device)
+    except (TypeError, ValueError) as error:
+        raise TypeError(f"slopes must be real numbers, [H] or [B, H], but cannot be read as such ({error})") from None
 
 
 def _are_numbers(slopes: Slopes) -> bool:
     if isinstance(slopes, list | tuple):
         return all(isinstance(slope, int | float) for slope in slopes)
+    if isinstance(slopes, np.ndarray) and slopes.dtype.kind not in "iuf":
+        raise TypeError(f"slopes is an array of {slopes.dtype} but must hold real numbers")
     return isinstance(slopes, np.ndarray)
 
 

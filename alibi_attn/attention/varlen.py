@@ -15,6 +15,7 @@ from torch import Tensor
 from alibi_attn.attention import dispatch
 from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
 from alibi_attn.attention.bias import Slopes
+from alibi_attn.attention.dropout import drawn_seed
 from alibi_attn.attention.execution import attend, autocast
 from alibi_attn.attention.spec import AttentionSpec, dtype_name
 from alibi_attn.attention.transforms import may_read
@@ -130,12 +131,14 @@ def _one_by_one(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """(output, lse) of the row [1, H, N, D], with one call per sequence: only its scores are in memory at a time."""
     outputs, lses = [], []
+    seed = drawn_seed(query.device) if spec.dropout_p > 0 else None
     for low, high in itertools.pairwise(bounds):
         if low == high:
             continue
         part = dataclasses.replace(
             spec, query_len=high - low, key_len=high - low, query_segments=None, key_segments=None, query_offset=0,
             key_bias=None if spec.key_bias is None else spec.key_bias[:, :, low:high],
+            dropout_seed=None if seed is None else seed + seed.new_tensor([0, 0, 0, low]),  # positions of the whole row
         )  # fmt: skip
         result = attend(part, query[:, :, low:high], key[:, :, low:high], value[:, :, low:high], name)
         outputs.append(result[0] if isinstance(result, tuple) else result)

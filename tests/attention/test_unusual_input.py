@@ -1,5 +1,6 @@
 """Negative-bit views, empty batches and numbers beyond int64 and float64: right results or clear errors."""
 
+import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -179,3 +180,34 @@ def test_other_numbers_without_end_are_refused() -> None:
         interpolate_slopes([0.5], 1, HUGER)
     layer = ALiBiAttention(64, 4, window=HUGE, qk_norm=True)
     assert layer.static_reach(score_bound=HUGER).tolist() == [2**60] * 4
+
+
+def test_slopes_that_are_not_real_numbers_are_refused() -> None:
+    for slopes in (["a"] * 4, [None, 0.1, 0.1, 0.1], {0.1, 0.2, 0.3, 0.4}, [[0.1] * 4, [0.2] * 3]):
+        with pytest.raises(TypeError, match="slopes must be real numbers"):
+            alibi_attention(QUERY, KEY, VALUE, slopes)
+    with pytest.raises(TypeError, match="slopes is an array of complex128 but must hold real numbers"):
+        alibi_attention(QUERY, KEY, VALUE, np.full(4, 1j))
+
+
+def test_a_backend_that_is_not_a_name_is_refused() -> None:
+    with pytest.raises(ValueError, match=r"backend is \['native'\] but must be 'auto' or one of"):
+        alibi_attention(QUERY, KEY, VALUE, backend=["native"])
+
+
+def test_writing_to_an_explanation_changes_no_later_call() -> None:
+    slopes = SLOPES.clone()
+    before = [alibi_attention(QUERY, KEY, VALUE, given) for given in (None, slopes)]
+    for given in (None, slopes):
+        explain(QUERY, KEY, VALUE, given).slopes[:] = 7.0
+    assert torch.equal(slopes, SLOPES)
+    for given, expected in zip((None, slopes), before, strict=True):
+        assert torch.equal(alibi_attention(QUERY, KEY, VALUE, given), expected)
+
+
+def test_explaining_a_call_without_values_is_refused() -> None:
+    query, key, value = (x.to("meta") for x in (QUERY, KEY, VALUE))
+    with pytest.raises(ValueError, match="query is on the meta device"):
+        explain(query, key, value)
+    with pytest.raises(ValueError, match="query is on the meta device"):
+        certified_block_mask(query, key)

@@ -3,6 +3,7 @@
 import dataclasses
 import itertools
 import math
+from typing import Literal
 
 import numpy as np
 import pytest
@@ -15,6 +16,7 @@ from torch import Tensor
 from alibi_attn import alibi_attention, alibi_attention_varlen, alibi_slopes
 from alibi_attn.attention import dispatch
 from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.varlen import FEW_SCORES
 
 LENGTHS = (70, 0, 1, 67, 0, 5)  # borders at 70, 71 and 138
 
@@ -259,6 +261,20 @@ def test_dropout_drops_that_share_of_the_weights() -> None:
     assert (out - 1).abs().max() < 6 * math.sqrt(0.25 / 0.75 / 300)
     assert abs(float(out.mean()) - 1) < 6 * math.sqrt(0.25 / 0.75 / 300) / math.sqrt(n * 4)
     assert float(out.std()) > 0.01
+
+
+@pytest.mark.parametrize("backend", ["native", "dense", "reference"])
+def test_dropout_is_the_same_in_every_backend(backend: Literal["native", "dense", "reference"]) -> None:
+    """Also in those that compute long rows sequence by sequence."""
+    inputs, starts = draw(900), torch.tensor([0, 200, 200, 900])
+    assert inputs[0].shape[1] * 900**2 > FEW_SCORES
+    row = (x.transpose(0, 1)[None] for x in inputs)
+    segments = torch.repeat_interleave(torch.arange(2), torch.tensor([200, 700]))[None]
+    torch.manual_seed(0)
+    expected = alibi_attention(*row, segment_ids=segments, dropout_p=0.5, backend="native")[0].transpose(0, 1)
+    torch.manual_seed(0)
+    found = alibi_attention_varlen(*inputs, starts, dropout_p=0.5, backend=backend)
+    torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
