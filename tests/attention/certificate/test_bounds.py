@@ -8,6 +8,7 @@ import torch
 from certificate_attack import Attack, attacks, certified_keys, dropped, random_attack, read_keys
 from hypothesis import given, settings, target
 
+from alibi_attn import alibi_attention
 from alibi_attn.attention.backends.banded import backend as banded
 from alibi_attn.attention.backends.banded import pieces as banded_pieces
 from alibi_attn.attention.certificate import bounds, lse_bound
@@ -251,3 +252,26 @@ def test_a_norm_bound_is_never_short(power: int, dtype: torch.dtype) -> None:
         true = math.hypot(*row)
         assert got >= true
         assert got <= true * 1.0001 + 1e-18 or got == math.inf
+
+
+@pytest.mark.parametrize("far", [1.0, 1e-9])
+def test_dropped_keys_move_the_gradient_of_a_query_by_at_most_six_shares(far: float) -> None:
+    """docs/maths.md, step 6: also if dropped keys are tiny, because the weights of the kept ones change too."""
+    n, d, slope = 512, 16, 0.02
+    draws = torch.randn(4, 1, 1, n, d, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
+    query, key, value, grad = draws
+    key[:, :, :-128] *= far
+    query.requires_grad_()
+    gradients, lses = [], []
+    for tolerance in (0.2, 0.0):
+        output, lse = alibi_attention(query, key, value, [slope], tolerance=tolerance, return_lse=True)
+        gradients += torch.autograd.grad((output * grad).sum(), query)
+        lses.append(lse.detach())
+    share = -torch.expm1(lses[0] - lses[1])
+    assert share.max() > 0.001
+    norms = key.norm(dim=-1).cummax(dim=-1).values * value.norm(dim=-1).max() / math.sqrt(d)
+    error = (gradients[0] - gradients[1]).norm(dim=-1)
+    bound = 6 * share * grad.norm(dim=-1) * norms
+    assert (error <= bound + 1e-12).all()
+    # The norms of the dropped keys alone would not do.
+    assert far == 1.0 or (error > far * bound).any()
