@@ -108,16 +108,12 @@ def run(
     if not all(seed.strip().isdecimal() for seed in seeds.split(",") if seeds):
         raise typer.BadParameter(f"--seeds is {seeds!r}; pass integers separated by commas, as in 0,1,2")
     chosen, part = [int(seed) for seed in seeds.split(",") if seeds], _shard(shard)
+    own: dict[str, Any] = {"methods": [name.strip() for name in methods.split(",")]} if methods else {}
     try:
-        index.check(recipe, scale, overrides, chosen)
+        index.check(recipe, scale, overrides, chosen, **own)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
     items = index.items_of(recipe)
-    own: dict[str, Any] = {"methods": [name.strip() for name in methods.split(",")]} if methods else {}
-    if items and methods:
-        raise typer.BadParameter(
-            f"{recipe} compares the paper's methods; --methods is for other recipes, such as quick"
-        )
     folder = out or (PAPER_FOLDER if items else Path("runs") / recipe)
     page = folder / (f"{recipe}.html" if items and recipe != "paper" else "report.html")
     if dry_run:

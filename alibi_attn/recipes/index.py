@@ -34,17 +34,18 @@ def items_of(name: str) -> list[Item]:
 
 
 def check(
-    name: str, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int] = (), *,
+    name: str, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int] = (), methods: Sequence[str] = (), *,
     recipes: Mapping[str, Recipe] = RECIPES,
 ) -> None:  # fmt: skip
-    """Check overrides of a recipe's fields before anything is loaded or written.
+    """Check overrides of a recipe's fields, and an item's methods, before anything is loaded or written.
 
     Raises:
-        ConfigError: an unknown field, an invalid value, or a field that a figure or table of the paper varies.
+        ConfigError: an unknown field, an invalid value, a field that a figure or table of the paper varies, or methods that it
+            cannot compare.
     """
     items = items_of(name)
     for item in items:
-        ask(item, scale, overrides, seeds)
+        ask(item, scale, overrides, seeds, methods)
     for config in () if items else recipes[name].runs(scale):
         override(config, overrides)
 

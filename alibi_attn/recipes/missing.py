@@ -89,7 +89,7 @@ def _runs(
     """(study, run) of everything that a recipe runs."""
     items = index.items_of(name)
     if items:
-        asked = (ask(item, scale, overrides, seeds) for item in items)
+        asked = (ask(item, scale, overrides, seeds, methods) for item in items)
         return list(dict.fromkeys((one.item.recipe.study, run) for one in asked for run in one.runs))
     recipe = index.RECIPES[name]
     return [(recipe.study or recipe.name, run) for run in configs_of(recipe, scale, overrides, seeds, methods)]

@@ -81,6 +81,12 @@ def published(item: PublishedItem) -> Column:
     return column
 
 
+def labels_of(record: Record) -> list[str]:
+    """The labels of an item: the paper's, then those of position methods that only our answer has."""
+    series = item_of(record).series
+    return [*series, *(label for label in record.curves if label not in series)]
+
+
 def way_of(item: PublishedItem) -> str:
     """How the paper split the text: "sliding" or "nonoverlapping"."""
     return "sliding" if "sliding" in item.evaluation else "nonoverlapping"

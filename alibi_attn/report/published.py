@@ -18,6 +18,8 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
+from alibi_attn import position_methods
+
 Column = tuple[float | None, ...]
 
 METHODS = {"Sinusoidal": "sinusoidal", "Rotary": "rotary", "T5 Bias": "t5", "ALiBi": "alibi"}
@@ -62,10 +64,11 @@ def trained_length(label: str) -> int | None:
 def method_of(label: str) -> str:
     """The lab's name of the position method in a label, for example "alibi"; "" if it has none.
 
-    >>> method_of("T5 Bias, L = 1024")
-    't5'
+    >>> method_of("T5 Bias, L = 1024"), method_of("kerple, L = 512")
+    ('t5', 'kerple')
     """
-    return METHODS.get(label.split(",", 1)[0], "")
+    name = label.split(",", 1)[0]
+    return METHODS.get(name, name if name in position_methods.METHODS else "")
 
 
 def _load() -> dict[str, PublishedItem]:

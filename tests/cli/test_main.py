@@ -232,7 +232,7 @@ def test_every_help_has_an_example(command: str) -> None:
         (["run", "--set", "train.stesp=5"], ["there is no field 'train.stesp' (did you mean 'train.steps'?)"]),
         (["run", "--set", "model.width=64"], ["there is no field 'model.width' (did you mean 'model.embed_dim'?)"]),
         (["run", "--set", "lr=1"], ["there is no field 'lr' (did you mean 'train.learning_rate'?)"]),
-        (["run", "figure-1", "--methods", "alibi"], ["--methods is for other recipes"]),
+        (["run", "figure-3", "--methods", "alibi"], ["figure-3 does not compare position methods"]),
         (["config", "quik"], ["did you mean 'quick'?"]),
         (["run", "--set", "train.steps"], ["has no value", "--set train.steps=50"]),
         (["run", "--set", "train.steps=many"], ["train.steps is 'many' but must be a whole number"]),

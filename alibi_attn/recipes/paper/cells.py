@@ -18,6 +18,7 @@ if TYPE_CHECKING:
 Way: TypeAlias = Literal["nonoverlapping", "sliding"]
 Curves: TypeAlias = dict[str, dict[str, list[Json]]]
 
+_COMPARED = "alibi"
 SHRUNK: dict[Scale, int] = {"paper": 1, "medium": 4, "small": 8, "smoke": 64}
 
 
@@ -82,13 +83,15 @@ def configs(cells: Sequence[Cell]) -> tuple[RunConfig, ...]:
     return tuple(dict.fromkeys(runs))
 
 
-def ask(item: Item, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int]) -> Asked:
-    """The item with the overrides and seeds applied.
+def ask(
+    item: Item, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int], methods: Sequence[str] = ()
+) -> Asked:
+    """The item with the overrides and seeds applied, for these position methods instead of the paper's.
 
     Raises:
-        ConfigError: an unknown field, an invalid value, or a field that this item varies.
+        ConfigError: an unknown field, an invalid value, a field that this item varies, or methods that it cannot compare.
     """
-    cells = item.cells(scale)
+    cells = _of_methods(item, item.cells(scale), methods) if methods else item.cells(scale)
     for name in overrides:
         section, _, field = name.partition(".")
         if name in field_names() and len({getattr(getattr(cell.config, section), field) for cell in cells}) > 1:
@@ -98,3 +101,27 @@ def ask(item: Item, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[
     if seeds:
         runs = tuple(dict.fromkeys(override(run, {"train.seed": str(seed)}) for seed in seeds for run in runs))
     return Asked(item=item, cells=changed, runs=runs)
+
+
+def _of_methods(item: Item, cells: Sequence[Cell], methods: Sequence[str]) -> tuple[Cell, ...]:
+    """The cells of these methods. A method that the paper does not have gets those of ALiBi, labeled with its name."""
+    of_paper = {str(cell.config.model.method) for cell in cells}
+    if len(of_paper) < 2:
+        raise ConfigError(
+            f"{item.recipe.name} does not compare position methods; omit --methods, or pass it to figure-1"
+        )
+    if _COMPARED not in methods:
+        raise ConfigError(
+            f"{item.recipe.name} compares methods with ALiBi; pass --methods {','.join((_COMPARED, *methods))}"
+        )
+    names = [method.rpartition(":")[2] for method in methods]
+    if len(set(names)) < len(names):
+        raise ConfigError(f"--methods has two methods of one name: {', '.join(methods)}; rename one")
+    found = []
+    for name, method in zip(names, methods, strict=True):
+        for cell in cells:
+            if cell.config.model.method == (method if method in of_paper else _COMPARED):
+                label = cell.label if method in of_paper else cell.label.replace("ALiBi", name)
+                config = override(cell.config, {"model.method": method})
+                found.append(dataclasses.replace(cell, label=label, config=config))
+    return tuple(found)

@@ -58,7 +58,7 @@ def measure(config_json: Mapping[str, Json]) -> dict[str, float | None]:
     ends = [time.perf_counter()]
     with tempfile.TemporaryDirectory() as folder:
         peak = train(config, corpus, Path(folder), on_step=lambda _: ends.append(time.perf_counter())).peak_memory_bytes
-        model = load_checkpoint(Path(folder))[0].to(device)
+        model = load_checkpoint(Path(folder), method=config.model.method)[0].to(device)
     steps = [after - before for before, after in zip(ends[WARM_STEPS:], ends[WARM_STEPS + 1 :], strict=False)]
     return {
         "train_tokens_per_second": config.train.batch_tokens / statistics.median(steps),

@@ -30,6 +30,7 @@ def run_items(
     scale: Scale = "small",
     overrides: Mapping[str, str] | None = None,
     seeds: Sequence[int] = (),
+    methods: Sequence[str] = (),
     shard: tuple[int, int] = (0, 1),
     on_ray: bool = False,
     console: Console | None = None,
@@ -40,6 +41,7 @@ def run_items(
     Args:
         items: the figures and tables to answer.
         out, scale, overrides, seeds, console, track: as for `experiment.run`.
+        methods: position methods to compare instead of the paper's; "alibi" must be one of them.
         shard: as for `experiment.run`. A shard measures no speed and records no answers; once all shards have run, the same
             call without a shard does both.
         on_ray: as for `experiment.run`; speed is always measured in this process.
@@ -47,12 +49,12 @@ def run_items(
     With several processes, the first one evaluates and answers; the others only train and return an empty list.
 
     Raises:
-        ConfigError: an override of a field that an item varies.
+        ConfigError: an override of a field that an item varies, or methods that an item cannot compare.
         ExperimentError, CorpusError, CheckpointError, TrainingError: see `experiment.run`.
     """
     console = console or Console(quiet=True)
     processes = experiment.processes()
-    asked = [ask(item, scale, overrides or {}, seeds) for item in items]
+    asked = [ask(item, scale, overrides or {}, seeds, methods) for item in items]
     if processes.num_processes > 1 and any(one.item.recipe.study == "speed" and one.runs for one in asked):
         raise experiment.ExperimentError(
             "figure-2, figure-7 and table-1 measure the speed of one process; run them, or paper, without the launcher"

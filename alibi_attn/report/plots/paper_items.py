@@ -13,7 +13,17 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from alibi_attn.records import Record
-from alibi_attn.report.answers import Column, item_name, item_of, published, recorded, scale_factor, unit_of, way_of
+from alibi_attn.report.answers import (
+    Column,
+    item_name,
+    item_of,
+    labels_of,
+    published,
+    recorded,
+    scale_factor,
+    unit_of,
+    way_of,
+)
 from alibi_attn.report.plots import bias as heads
 from alibi_attn.report.plots import paper as paper_figures
 from alibi_attn.report.plots import paper_changes as changes
@@ -65,13 +75,19 @@ def pictures(record: Record, by_identity: Mapping[str, Record]) -> list[list[Plo
         return [[*heads.pictures(8, 64, 512)]]
     if name == "figure-10":
         return _window_pictures(record, item)
-    every = [tuple(item.series)]
+    every = [tuple(labels_of(record))]
+    more = every[0][len(item.series) :]
+    # A method that the paper does not have is drawn with the models of its trained length.
+    panels_of = [
+        (*panel, *(label for label in more if trained_length(label) in {trained_length(one) for one in panel}))
+        for panel in item.panels
+    ]
     axes: dict[str, tuple[str, Iterable[str], Iterable[Sequence[str]]]] = {  # x, measures, labels of each panel
         "figure-2": ("trained", item.columns, every),
-        "figure-5": ("hours", ["perplexity"], item.panels),
+        "figure-5": ("hours", ["perplexity"], panels_of),
         "figure-7": ("length", ["train_tokens_per_second"], every),
         "figure-8": ("speed", ["perplexity"], every),
-        **dict.fromkeys(_BY_LENGTH, ("length", ["perplexity"], item.panels)),
+        **dict.fromkeys(_BY_LENGTH, ("length", ["perplexity"], panels_of)),
     }
     x, measures, panels = axes.get(name, ("", (), ()))
     rows = (_rows(record, item, x, y, labels, by_identity) for y in measures for labels in panels)

@@ -7,7 +7,7 @@ import numpy as np
 
 from alibi_attn.records import Record
 from alibi_attn.report import sentences
-from alibi_attn.report.answers import Column, item_of, published, recorded, scale_factor, unit_of, way_of
+from alibi_attn.report.answers import Column, item_of, labels_of, published, recorded, scale_factor, unit_of, way_of
 from alibi_attn.report.published import PublishedItem, method_of
 from alibi_attn.report.tables.table import NOTHING, Block, Cell, Table, number, with_best
 
@@ -47,18 +47,26 @@ def change_table(record: Record) -> Table | None:
     if not {"length", "perplexity"} <= set(item.columns):
         return None
     theirs = _rows(published(item), item.series, "perplexity")
-    ours = {column: _rows(recorded(record), item.series, column) for column in ("perplexity", *_OURS_TOO)}
+    labels = labels_of(record)
+    ours = {column: _rows(recorded(record), labels, column) for column in ("perplexity", *_OURS_TOO)}
     rows = []
-    for label, in_paper in theirs.items():
+    for label in labels:
         if "L_valid" in label.replace("L_valid = ", ""):
             continue  # a different model at each length
         here = ours["perplexity"].get(label, {})  # T5 bias has no numbers at lengths that did not fit into memory
+        in_paper = theirs.get(label, {}) if label in item.series else here
         both = [x for x in sorted(set(in_paper) & set(here)) if math.isfinite(in_paper[x][0] + here[x][0])]
         if len(both) < 2:
             continue
         first, last = both[0], both[-1]
         cells = [_change(found.get(label, {}), first, last) for found in ours.values() if found]
-        rows.append((f"{label}, to {last:,.0f}", (method_of(label) or "ink"), (*cells, _change(in_paper, first, last))))
+        rows.append(
+            (
+                f"{label}, to {last:,.0f}",
+                (method_of(label) or "ink"),
+                (*cells, _change(theirs.get(label, {}), first, last)),
+            )
+        )
     if not rows:
         return None
     ways = ["ours", *(f"ours, {way}" for column, way in _OURS_TOO.items() if ours[column])]
@@ -67,20 +75,20 @@ def change_table(record: Record) -> Table | None:
 
 def _by_length(record: Record, item: PublishedItem) -> Table:
     factor, measures = scale_factor(record), [name for name in item.columns if name != "length"]
-    ours, theirs = recorded(record), published(item)
+    ours, theirs, labels = recorded(record), published(item), labels_of(record)
     way = "sliding window" if way_of(item) == "sliding" else "nonoverlapping windows"
     found: list[tuple[str, str, Rows]] = []
     for measure in measures:
         per = _NAMES[measure]
         how = f", {way}" if measure == "perplexity" else ""
         unit = f" per {unit_of(record)}" if measure == "perplexity" else ""
-        found.append((f"Ours: {per}{unit}{how}", measure, _rows(ours, item.series, measure)))
+        found.append((f"Ours: {per}{unit}{how}", measure, _rows(ours, labels, measure)))
         if measure == "perplexity":
             found += [
-                (f"Ours: perplexity{unit}, {other} windows", column, _rows(ours, item.series, column))
+                (f"Ours: perplexity{unit}, {other} windows", column, _rows(ours, labels, column))
                 for column, other in _OURS_TOO.items()
             ]
-            found.append(("Ours: perplexity per word", "word_perplexity", _rows(ours, item.series, "word_perplexity")))
+            found.append(("Ours: perplexity per word", "word_perplexity", _rows(ours, labels, "word_perplexity")))
         words = f" per token of {item.corpus}" if measure == "perplexity" else ""
         found.append((f"The paper: {per}{words}{how}", measure, _rows(theirs, item.series, measure)))
     lengths = _shown(
@@ -109,17 +117,18 @@ def _by_column(record: Record, item: PublishedItem) -> Table:
     blocks = []
     measured = any("perplexity" in measure for measure in measures)
     first = f"Ours, perplexity per {unit_of(record)}" if measured else "Ours"
-    sources = ((first, recorded(record), True), (f"The paper, {item.corpus}", published(item), False))
-    for title, column, ours in sources:
+    paper = f"The paper, {item.corpus}"
+    for title, column, ours in ((first, recorded(record), True), (paper, published(item), False)):
+        names = labels_of(record) if ours else item.series
         last = -1 if ours else 0  # the paper's table has the last point of a training curve
         values = {
             (label, measure): dict(enumerate(column(label, measure).tolist()[last:]))
-            for label in item.series
+            for label in names
             for measure in measures
         }
         labels = [
             (label, place)
-            for label in item.series
+            for label in names
             for place in range(max(len(values[label, measure]) for measure in measures) or (label in item.cited))
         ]
         columns = []
