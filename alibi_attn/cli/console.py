@@ -3,6 +3,7 @@
 import contextlib
 import sys
 import tempfile
+import traceback
 from collections.abc import Iterator
 from pathlib import Path
 from typing import NoReturn, TypeVar
@@ -10,6 +11,8 @@ from typing import NoReturn, TypeVar
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
+
+from alibi_attn.lab.config import METHOD_MODULE
 
 Value = TypeVar("Value")
 
@@ -72,6 +75,26 @@ def is_ours(error: Exception) -> bool:
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] == "alibi_attn"
+
+
+def error_in_method(error: Exception) -> str | None:
+    """File, line and message of an error in the file of a position method; None for any other error.
+
+    An error of a library belongs to the code that called it: the last frame of such a file or of this package decides.
+    """
+    frames = traceback.walk_tb(error.__traceback__)
+    named = [(str(frame.f_globals.get("__name__")), frame.f_code.co_filename, line) for frame, line in frames]
+    callers = [one for one in named if one[0].startswith(("alibi_attn.", METHOD_MODULE))]
+    if not callers:
+        return None
+    name, path, line = callers[-1]
+    message = " ".join(str(error).split())
+    if isinstance(error, SyntaxError) and name == "alibi_attn.lab.model.imported_method":
+        path, line, message = str(error.filename), error.lineno or 1, error.msg
+    elif not name.startswith(METHOD_MODULE):
+        return None
+    here = Path(path).relative_to(Path.cwd()) if Path(path).is_relative_to(Path.cwd()) else path
+    return f"{here}, line {line}: {type(error).__name__}: {message}"
 
 
 def fail(message: str) -> NoReturn:

@@ -15,9 +15,11 @@ import typer
 
 from alibi_attn import records
 from alibi_attn.cli import bench, embed, eval_text, export, heads, lab, listings
-from alibi_attn.cli.console import check_writable, fail, interrupted, is_ours, needs, sentence
+from alibi_attn.cli.console import check_writable, error_in_method, fail, interrupted, is_ours, needs, sentence
 from alibi_attn.recipes.index import RECIPES
 from alibi_attn.slopes import alibi_slopes
+
+_EXPECTED = (ValueError, TypeError, ImportError)  # what this package raises, besides OSError
 
 app = typer.Typer(
     name="alibi",
@@ -44,8 +46,10 @@ def main() -> None:
     """Runs the command line and exits."""
     try:
         app()
-    except (ValueError, TypeError, OSError, ImportError) as error:
-        if not isinstance(error, OSError) and not is_ours(error):
+    except Exception as error:
+        if (theirs := error_in_method(error)) is not None:
+            fail(theirs)
+        if not isinstance(error, OSError) and not (isinstance(error, _EXPECTED) and is_ours(error)):
             raise
         fail(sentence(error))
     except KeyboardInterrupt:

@@ -25,6 +25,7 @@ Stretch: TypeAlias = Literal["none", "linear", "ntk", "yarn"]
 SymbolTask: TypeAlias = Literal["mqar", "needles", "copy", "flip-flop"]
 Task: TypeAlias = Literal["passkey", "recall", SymbolTask]
 IMPORT_PATH = re.compile(r"(?:.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")  # FILE.py:Class or package.module:Class
+METHOD_MODULE = "alibi_method_"  # how the names of modules imported from FILE.py begin
 TOKENIZER_NAME = r"bpe:[1-9]\d*|.+\.json|.*/.*"
 TASK_CORPUS = re.compile(rf"task:({'|'.join(typing.get_args(Task))})(?::([1-9]\d*))?")
 

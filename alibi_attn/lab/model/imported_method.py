@@ -12,7 +12,7 @@ import sys
 from pathlib import Path
 from types import ModuleType
 
-from alibi_attn.lab.config import IMPORT_PATH, ConfigError
+from alibi_attn.lab.config import IMPORT_PATH, METHOD_MODULE, ConfigError
 from alibi_attn.lab.model.position_method import PositionMethod
 from alibi_attn.position_methods import Look
 from alibi_attn.records import Json
@@ -60,7 +60,7 @@ def _module(path: str, place: str) -> ModuleType:
     except OSError as error:
         raise ConfigError(f"model.method is {path!r} but {place} cannot be read ({error.strerror})") from None
     # The name depends on the content, so that a changed file is imported again.
-    name = f"alibi_method_{hashlib.sha256(str(Path(place).resolve()).encode() + content).hexdigest()[:16]}"
+    name = METHOD_MODULE + hashlib.sha256(str(Path(place).resolve()).encode() + content).hexdigest()[:16]
     if name not in sys.modules:
         spec = importlib.util.spec_from_file_location(name, place)
         assert spec is not None

@@ -11,10 +11,11 @@ import torch
 from typer.testing import CliRunner
 
 from alibi_attn import records
-from alibi_attn.cli.main import app
+from alibi_attn.cli.main import app, main
 from alibi_attn.lab.config import ConfigError, ModelConfig
 from alibi_attn.lab.model.imported_method import imported_method, source_facts
 from alibi_attn.lab.model.language_model import LanguageModel
+from alibi_attn.lab.model.positions import ALiBi
 from alibi_attn.lab.sealed_folder import sealed
 from alibi_attn.lab.training.checkpoint import CheckpointError, load_checkpoint
 from alibi_attn.report.page import report_html
@@ -230,6 +231,45 @@ def test_the_report_draws_label_and_color_of_the_class(folder: Path) -> None:
 def test_a_wrong_path_is_one_sentence(folder: Path, method: str, message: str) -> None:
     with pytest.raises(ConfigError, match=message):
         imported_method(str(folder / method))
+
+
+@pytest.mark.parametrize(
+    ("body", "message"),
+    [
+        ("x = torhc.ones(2)", "line 4: NameError: name 'torhc' is not defined"),
+        ("x = = 2", "line 4: SyntaxError: invalid syntax"),
+        ("from torch import onez", "line 4: ImportError: cannot import name 'onez'"),
+        ("import no_such_package", "line 4: ModuleNotFoundError: No module named 'no_such_package'"),
+        ("x = torch.onez(2)", "line 4: AttributeError: module 'torch' has no attribute 'onez'"),
+        (
+            "class A(ALiBi):\n    def bias(self, at): return self.x",
+            "line 5: AttributeError: 'A' object has no attribute 'x'",
+        ),
+        (
+            "class A(ALiBi):\n    def rotate(self, q, k, *_): return torch.nn.functional.linear(q, k), k",
+            "line 5: RuntimeError: ",
+        ),
+    ],
+)
+def test_a_mistake_in_the_file_is_one_sentence_before_any_model_trains(
+    body: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    (tmp_path / "typo.py").write_text(f"import torch\nfrom {ALiBi.__module__} import ALiBi\n\n{body}\n")
+    monkeypatch.chdir(tmp_path)
+    arguments = ["run", "--scale", "smoke", "--methods", "alibi,typo.py:A", "--out", "out"]
+    monkeypatch.setattr("sys.argv", ["alibi", *arguments, *CHANGES])
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    assert f"error: typo.py, {message}" in capsys.readouterr().err
+    assert not (tmp_path / "out").exists()
+
+
+def test_an_error_inside_this_package_keeps_its_traceback(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "from alibi_attn.units import bits_per_byte\nbits_per_byte(1.0, bytes_per_token=0)\n"
+    (tmp_path / "mine.py").write_text(body)
+    monkeypatch.setattr("sys.argv", ["alibi", "run", "--methods", f"{tmp_path / 'mine.py'}:A", "--out", str(tmp_path)])
+    with pytest.raises(ZeroDivisionError):
+        main()
 
 
 def test_a_missing_module_and_a_built_in_name_with_a_typo_are_named() -> None:
