@@ -58,9 +58,14 @@ def resolve(
 
     Raises:
         FileNotFoundError: neither an existing folder nor a valid name of a repository.
+        ValueError: a model or a run of the lab.
         OSError: the repository does not exist, or the hub cannot be reached.
     """
     folder = Path(folder_or_id)
+    if _is_of_the_lab(folder):
+        raise ValueError(
+            f"{folder} was trained by alibi run; test it with alibi eval, or write it for transformers with alibi export"
+        )
     if folder.is_dir():
         return folder
     if folder.exists():
@@ -148,6 +153,11 @@ def read_names(folder: Path) -> set[str]:
     return set(_tensors(path, device="cpu" if path.name == SAFE else "meta"))
 
 
+def check_weights(folder: Path) -> None:
+    """Raises FileNotFoundError unless there is a file of weights, or an index of several."""
+    _weights(folder)
+
+
 def check_new(folder: Path) -> None:
     """Raises FileExistsError if the folder exists."""
     if folder.exists():
@@ -166,6 +176,14 @@ def written_whole(folder: Path) -> Iterator[Path]:
     except BaseException:
         shutil.rmtree(temporary, ignore_errors=True)
         raise
+
+
+def _is_of_the_lab(folder: Path) -> bool:
+    """Whether this is a run of the lab, RUN:MODEL, the folder of a model, or one of its steps."""
+    if (folder / CONFIG).exists():
+        return re.fullmatch(r"step-\d{8,}", folder.name) is not None and "schema" in read_config(folder)
+    run = folder if folder.is_dir() else Path(str(folder).rpartition(":")[0])
+    return any(run.glob(f"checkpoints/**/step-*/{CONFIG}")) or any(folder.glob(f"step-*/{CONFIG}"))
 
 
 def _weights(folder: Path) -> tuple[Path, str]:

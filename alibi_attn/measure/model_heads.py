@@ -28,7 +28,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from alibi_attn import records
 from alibi_attn.attention.api import head_reach
 from alibi_attn.hf.capture_qk import watched
-from alibi_attn.hf.checkpoint_files import read_config
+from alibi_attn.hf.checkpoint_files import check_weights, read_config
 from alibi_attn.hf.decoder import loading
 from alibi_attn.hf.decoder.model import ALiBiForCausalLM
 from alibi_attn.hf.patching import patch
@@ -189,6 +189,7 @@ _NO_SLOPES = (
 def _of_transformers(folder: Path) -> Loaded:
     model: Any
     if read_config(folder).get("model_type") in loading.PATCHED:
+        check_weights(folder)
         model = AutoModelForCausalLM.from_pretrained(folder)
         patch(model)
     else:

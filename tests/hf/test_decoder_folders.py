@@ -234,15 +234,21 @@ def test_configs_that_do_not_fit_are_named(name, options, message, tmp_path):
 
 def test_errors_for_other_models_say_where_they_belong(tmp_path):
     GPT2LMHeadModel(GPT2Config(n_embd=8, n_layer=1, n_head=2, vocab_size=9)).save_pretrained(tmp_path / "gpt2")
-    assert_refused(tmp_path / "gpt2", "names of BTLM or Jais, whose model_type is btlm or jais, but .* 'gpt2'")
+    assert_refused(tmp_path / "gpt2", r"GPT-2 has learned positions.*alibi_attn\.hf\.to_alibi")
+    jais = original("jais")
+    jais.config["model_type"] = "gpt2"
+    assert_refused(
+        jais.write(tmp_path / "named"), "names of BTLM or Jais, whose model_type is btlm or jais, but .* 'gpt2'"
+    )
     BloomConfig(hidden_size=8, n_layer=1, n_head=2).save_pretrained(tmp_path / "bloom")
     assert_refused(tmp_path / "bloom", r"holds a bloom model.*AutoModelForCausalLM.*alibi_attn\.hf\.patch\(model\)")
-    (tmp_path / "bert").mkdir()
-    (tmp_path / "bert" / "config.json").write_text("{}")
-    save_file({"encoder.layer.0.attention.self.Wqkv.weight": torch.ones(2, 2)}, tmp_path / "bert" / "model.safetensors")
+    for name, weight in (("bert", "encoder.layer.0.attention.self.Wqkv.weight"), ("other", "layers.0.weight")):
+        (tmp_path / name).mkdir()
+        (tmp_path / name / "config.json").write_text("{}")
+        save_file({weight: torch.ones(2, 2)}, tmp_path / name / "model.safetensors")
+    assert_refused(tmp_path / "bert", r"holds an encoder \(MosaicBERT or DNABERT-2\).*alibi embed")
     assert_refused(
-        tmp_path / "bert",
-        r"hold a checkpoint of Baichuan-13B, BTLM or Jais, Replit, MPT, Refact.*are encoder\.layer\.0",
+        tmp_path / "other", r"hold a checkpoint of Baichuan-13B, BTLM or Jais, Replit, MPT, Refact.*are layers\.0"
     )
     assert_refused(
         original("jais").write(tmp_path / "jais"), "normalized_head is only for Baichuan", normalized_head=True

@@ -9,7 +9,14 @@ from encoder_oracle import LAYERS, LAYOUTS, WIDTH, WORDS, config, encode, random
 from safetensors.torch import load_file
 from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertModel
 
-from alibi_attn.hf import ALiBiBertConfig, ALiBiBertForMaskedLM, ALiBiBertForSequenceClassification, ALiBiBertModel
+from alibi_attn.hf import (
+    ALiBiBertConfig,
+    ALiBiBertForMaskedLM,
+    ALiBiBertForSequenceClassification,
+    ALiBiBertModel,
+    ALiBiCausalLMConfig,
+    checkpoint_files,
+)
 
 IDS = torch.arange(24).reshape(2, 12) % WORDS
 QUERY = "encoder.layer.0.attention.self.query.weight"
@@ -261,6 +268,27 @@ def test_a_config_cannot_change_how_transformers_loads(tmp_path):
 def test_a_folder_that_is_not_there_says_what_to_pass(tmp_path):
     with pytest.raises(FileNotFoundError, match="pass the folder of a checkpoint"):
         ALiBiBertModel.from_pretrained(tmp_path / "gone")
+
+
+@pytest.mark.parametrize("kind", ["bloom", "falcon", "mpt", "baichuan", "jais", ALiBiCausalLMConfig.model_type])
+def test_a_decoder_is_named_with_what_reads_it(kind, tmp_path):
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": kind}))
+    with pytest.raises(ValueError, match=rf"holds a decoder \({kind}\).*alibi eval-text"):
+        ALiBiBertModel.from_pretrained(tmp_path)
+
+
+@pytest.mark.parametrize(
+    "name", ["", "checkpoints/alibi/seed-0-1", "checkpoints/alibi/seed-0-1/step-00000002", ":alibi"]
+)
+def test_a_model_of_the_lab_is_named_with_the_command_that_tests_it(name, tmp_path):
+    step = tmp_path / "n" / "checkpoints" / "alibi" / "seed-0-1" / "step-00000002"
+    step.mkdir(parents=True)
+    (step / "config.json").write_text('{"schema": 3}')
+    folder = f"{tmp_path / 'n'}{name if name.startswith(':') else f'/{name}'}"
+    with pytest.raises(ValueError, match=r"was trained by alibi run; test it with alibi eval, or .* alibi export"):
+        checkpoint_files.resolve(folder)
+    (tmp_path / "n" / "config.json").write_text('{"model_type": "bloom"}')
+    assert checkpoint_files.resolve(tmp_path / "n") == tmp_path / "n"
 
 
 def test_originals_in_half_precision_become_single_unless_asked(tmp_path):

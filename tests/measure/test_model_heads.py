@@ -237,3 +237,9 @@ def test_a_text_that_is_too_short_is_refused(bloom: Path) -> None:
         model_heads(bloom, "the cat sat", length=60)
     with pytest.raises(FileNotFoundError, match="is not a folder"):
         model_heads(bloom / "gone", TEXT)
+
+
+def test_a_folder_without_weights_is_refused(bloom: Path, tmp_path: Path) -> None:
+    (tmp_path / "config.json").write_bytes((bloom / "config.json").read_bytes())
+    with pytest.raises(FileNotFoundError, match="has no weights: neither"):
+        model_heads(tmp_path, TEXT)

@@ -13,13 +13,15 @@ from transformers import GenerationConfig, PreTrainedModel
 from alibi_attn.hf import checkpoint, checkpoint_files
 from alibi_attn.hf.checkpoint import State
 from alibi_attn.hf.decoder.config import ALiBiCausalLMConfig
-from alibi_attn.hf.families import DECODERS, baichuan
+from alibi_attn.hf.families import DECODERS, ENCODERS, baichuan
 from alibi_attn.hf.families.family import Family
 
 PATCHED = ("bloom", "falcon")  # model types that transformers builds
 REFUSED = {
     "step1": "the bias of Step-1 is −m·√|i − j|, not ALiBi's −m·|i − j|, so no key is ever far enough to be skipped; "
-    "alibi_attn.toeplitz_attention computes attention with such a table"
+    "alibi_attn.toeplitz_attention computes attention with such a table",
+    "gpt2": "GPT-2 has learned positions (its position_embedding_type is not alibi); load it with transformers, convert it with "
+    "alibi_attn.hf.to_alibi and train it",
 }
 GENERATION = "generation_config.json"
 
@@ -42,10 +44,17 @@ def read(
             f"{folder} holds a {kind} model, which transformers supports: load it with AutoModelForCausalLM, then call "
             "alibi_attn.hf.patch(model)"
         )
-    if isinstance(kind, str) and kind in REFUSED:
+    if isinstance(kind, str) and kind in REFUSED and about.get("position_embedding_type") != "alibi":
         raise ValueError(f"{folder} is not supported: {REFUSED[kind]}")
+    tensors = checkpoint_files.read_state(folder)
+    encoder = checkpoint.recognized(tensors.keys(), ENCODERS.values())
+    if encoder is not None and checkpoint.recognized(tensors.keys(), families) is None:
+        raise ValueError(
+            f"{folder} holds an encoder ({encoder[0].name}), which predicts no next tokens; embed texts with it: alibi embed, or "
+            "alibi_attn.hf.ALiBiBertModel"
+        )
     changes = {} if normalized_head is None else {"normalized_head": normalized_head}
-    config, state = checkpoint.read(folder, about, families, changes=changes)
+    config, state = checkpoint.read(folder, about, families, changes=changes, tensors=tensors)
     assert isinstance(config, ALiBiCausalLMConfig)
     if changes and state.family is not baichuan.FAMILY:
         raise ValueError(f"normalized_head is only for Baichuan but {folder} is {state.family.name}; omit it")

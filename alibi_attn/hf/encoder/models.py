@@ -27,7 +27,7 @@ from alibi_attn.hf import checkpoint, checkpoint_files
 from alibi_attn.hf.encoder.config import LAYOUTS, ALiBiBertConfig
 from alibi_attn.hf.encoder.layers import ALiBiBertEmbeddings, ALiBiBertEncoder, ALiBiBertPooler, ALiBiBertPredictions
 from alibi_attn.hf.encoder.packing import packing
-from alibi_attn.hf.families import ENCODERS
+from alibi_attn.hf.families import DECODER_TYPES, ENCODERS
 from alibi_attn.hf.families.bert_config import OVERRIDES, WORDS
 from alibi_attn.hf.families.mosaic import OWN
 from alibi_attn.hf.inputs import check_kind, checked_input
@@ -85,7 +85,12 @@ class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call
             options.pop(name, None)
         changes = {name: options.pop(name) for name in (*OVERRIDES, "backend", "config") if name in options}
         about = checkpoint_files.read_config(folder)
-        is_own = about.get("model_type") == ALiBiBertConfig.model_type
+        if (kind := about.get("model_type")) in DECODER_TYPES:
+            raise ValueError(
+                f"{folder} holds a decoder ({kind}), which is not an encoder; compute the perplexity of a text with it: alibi "
+                "eval-text, or load it as alibi_attn.hf.ALiBiForCausalLM or with transformers and alibi_attn.hf.patch"
+            )
+        is_own = kind == ALiBiBertConfig.model_type
         families = [OWN] if is_own else ENCODERS.values()
         config, state = checkpoint.read(
             folder, about, families, changes=changes, tensors=options.pop("state_dict", None)

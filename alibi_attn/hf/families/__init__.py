@@ -4,6 +4,7 @@ ENCODERS and DECODERS list the checkpoints that `encoder/` and `decoder/` read. 
 in this order. PATCHED lists the models of transformers that `patch` changes.
 """
 
+from alibi_attn.hf.decoder.config import ALiBiCausalLMConfig
 from alibi_attn.hf.families.baichuan import FAMILY as BAICHUAN
 from alibi_attn.hf.families.bloom import FAMILY as BLOOM
 from alibi_attn.hf.families.cerebras import FAMILY as CEREBRAS
@@ -21,3 +22,7 @@ from alibi_attn.hf.families.replit import FAMILY as REPLIT
 ENCODERS: dict[str, Family] = {"mosaic": MOSAIC, "jina-code": JINA_CODE, "jina": JINA}
 DECODERS: tuple[Family, ...] = (BAICHUAN, CEREBRAS, REPLIT, LLM_FOUNDRY, REFACT)
 PATCHED: tuple[PatchedFamily, ...] = (BLOOM, MPT, FALCON)
+# The model_type of every supported decoder.
+DECODER_TYPES = {ALiBiCausalLMConfig.model_type}.union(
+    (family.model.config_class.model_type for family in PATCHED), *(family.model_types for family in DECODERS)
+)

@@ -32,6 +32,7 @@ from alibi_attn.lab.training.parallel import Training
 from alibi_attn.lab.training.state import READ_ERRORS, load_state, save_state
 from alibi_attn.position_methods import METHODS
 from alibi_attn.records import finite
+from alibi_attn.strict_json import parse
 
 SCHEMA = 3
 
@@ -144,6 +145,8 @@ def step_folder(path: Path) -> Path:
     """
     folder = path if (path / "config.json").exists() else newest(path)
     if folder is None:
+        if not path.exists():
+            raise CheckpointError(f"{path} does not exist; pass a folder below checkpoints/ that alibi run has written")
         raise CheckpointError(
             f"{path} holds no checkpoint; pass a folder below checkpoints/ that alibi run has written"
         )
@@ -250,6 +253,13 @@ def _manifest(folder: Path) -> dict[str, Any]:
     try:
         return sealed_folder.read_manifest(folder, "config.json", schema=SCHEMA)
     except SchemaError as error:
+        about = parse((folder / "config.json").read_bytes())
+        if isinstance(about, dict) and "model_type" in about:
+            raise CheckpointError(
+                f"{folder} holds a model of transformers, but alibi generate and alibi eval are for models that alibi run has "
+                "trained; load it with transformers, call alibi_attn.hf.patch(model), then model.generate, or compute the "
+                "perplexity of a text with alibi eval-text"
+            ) from None
         raise CheckpointError(f"{error}; pass a folder that this version of alibi run has written") from None
     except DamagedError as error:
         raise _damaged(folder, error.name, error) from None

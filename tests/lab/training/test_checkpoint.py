@@ -59,9 +59,15 @@ def test_only_the_newest_step_is_kept_and_no_resuming_state_once_finished(traine
 
 def test_a_missing_checkpoint_is_reported(tmp_path):
     assert newest(tmp_path / "absent") is None
-    for path in (tmp_path, tmp_path / "absent"):
-        with pytest.raises(CheckpointError, match="holds no checkpoint; pass a folder below checkpoints/"):
+    for path, found in ((tmp_path, "holds no checkpoint"), (tmp_path / "absent", "does not exist")):
+        with pytest.raises(CheckpointError, match=f"{found}; pass a folder below checkpoints/"):
             load_checkpoint(path)
+
+
+def test_a_model_of_transformers_is_named_with_what_reads_it(tmp_path):
+    (tmp_path / "config.json").write_text('{"model_type": "bloom"}')
+    with pytest.raises(CheckpointError, match=r"model of transformers, .*hf\.patch\(model\).* alibi eval-text"):
+        load_checkpoint(tmp_path)
 
 
 def test_another_schema_is_refused(trained):
