@@ -24,5 +24,6 @@ DECODERS: tuple[Family, ...] = (BAICHUAN, CEREBRAS, REPLIT, LLM_FOUNDRY, REFACT)
 PATCHED: tuple[PatchedFamily, ...] = (BLOOM, MPT, FALCON)
 # The model_type of every supported decoder.
 DECODER_TYPES = {ALiBiCausalLMConfig.model_type}.union(
-    (family.model.config_class.model_type for family in PATCHED), *(family.model_types for family in DECODERS)
+    (family.model.config_class.model_type for family in PATCHED),  # type: ignore[union-attr]
+    *(family.model_types for family in DECODERS),
 )
