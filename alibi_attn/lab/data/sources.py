@@ -205,12 +205,18 @@ def hub_text(config: DataConfig) -> Text:
     return _text(config, f"the corpus' own ({splits['valid']})", parts)
 
 
-def check_part(name: str, part: Part, num_bytes: int) -> None:
-    """Raises a CorpusError if a part of a corpus is empty."""
-    if not num_bytes:
-        share = "data.test_share" if part == "test" else "data.valid_share"
+def check_parts(config: DataConfig, sizes: Mapping[Part, int]) -> None:
+    """Raises a CorpusError if a part of a corpus is empty; sizes in bytes."""
+    for part in (part for part, size in sizes.items() if not size):
+        name, share = ("test_share", config.test_share) if part == "test" else ("valid_share", config.valid_share)
         purpose = {"train": "train on", "valid": "test on", "test": "test on at the end"}[part]
-        raise CorpusError(f"the corpus {name} leaves no text to {purpose}; pass more text, or another {share}")
+        needed = (
+            f" (a test at n tokens needs about {2 / share:.3g}·n tokens in all)" if part != "train" and share else ""
+        )
+        raise CorpusError(
+            f"the corpus {config.corpus} has {sum(sizes.values()):,} bytes, and data.{name}={share:g} leaves no text to "
+            f"{purpose}; pass more text{needed}, or another data.{name}"
+        )
 
 
 def _python_source() -> list[TextFile]:
@@ -283,8 +289,7 @@ def _text(
 ) -> Text:
     """The corpus; without sizes in bytes, reads all of it once to count them."""
     sizes = sizes or {part: sum(len(chunk) for rows in read() for chunk in rows) for part, read in parts.items()}
-    for part, num_bytes in sizes.items():
-        check_part(config.corpus, part, num_bytes)
+    check_parts(config, sizes)
     return Text(config.corpus, split, parts, sizes["train"], sum(sizes.values()), config.tokenizer)
 
 
