@@ -1,5 +1,6 @@
 """The arguments of commands that use a trained model: its checkpoint, and the code of its position method."""
 
+import re
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
@@ -57,6 +58,15 @@ def validation_text(path: Path, method: str | None) -> str:
         from alibi_attn.lab.training.checkpoint import stored_tokens
     corpus = load_corpus(load(path, method)[1].data, stored_tokens(path))
     return corpus.tokenizer.decode(corpus.valid[: 1 << 16]).decode(errors="ignore")
+
+
+def with_options(message: str) -> str:
+    """The error of a config for `alibi eval`, which has options instead of fields.
+
+    >>> with_options("eval.lengths is 'a' but must be a whole number")
+    "--lengths is 'a' but must be a whole number"
+    """
+    return re.sub(r"\b(?:data|eval)\.(\w+)", lambda field: f"--{field[1].replace('_', '-')}", message)
 
 
 def _names(model: Path) -> tuple[str, str, str]:

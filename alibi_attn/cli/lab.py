@@ -231,15 +231,16 @@ def evaluation(
     try:
         config = override(config, changes)
     except ConfigError as error:
-        raise typer.BadParameter(str(error)) from None
-    corpus = whole_text(text, load_checkpoint_tokenizer(checkpoint), text_field)
+        raise typer.BadParameter(checkpoints.with_options(str(error))) from None
+    corpus, longest = whole_text(text, load_checkpoint_tokenizer(checkpoint), text_field), config.eval.lengths[-1]
+    if len(corpus.valid) < 2 * longest:
+        raise ValueError(
+            f"--text has {len(corpus.valid)} tokens but --lengths up to {longest} need {2 * longest}: {longest} to score and as "
+            "many before them; pass more text or shorter --lengths"
+        )
     with errors.status("testing"):
         curves = all_curves(
-            model,
-            corpus.valid,
-            config.eval,
-            encode=lambda text: corpus.tokenizer.encode(text).tolist(),
-            say=errors.print,
+            model, corpus.valid, config.eval, encode=lambda x: corpus.tokenizer.encode(x).tolist(), say=errors.print
         )
     for test in (type(model.position), *tests):
         if "curves" in vars(test):
@@ -252,13 +253,9 @@ def evaluation(
         about["method"] = facts
     if tests:
         about["tests"] = [source_facts(one) for one in methods or () if one != own]
-    record = records.make(
-        "evaluation",
-        f"eval/{config.model.method.rpartition(':')[2]}-{config.train.length}/seed-{config.train.seed}",
-        config=about,
-        metrics={"parameters": model.num_parameters()},
-        curves=curves,
-    )
+    name = f"eval/{config.model.method.rpartition(':')[2]}-{config.train.length}/seed-{config.train.seed}"
+    metrics = {"parameters": model.num_parameters()}
+    record = records.make("evaluation", name, config=about, metrics=metrics, curves=curves)
     print_perplexities([record])
     if out is not None:
         print_path("record", records.save(record, out))

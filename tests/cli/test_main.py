@@ -123,6 +123,32 @@ def test_eval_agrees_with_the_run(smoke: Path, checkpoint: Path, tmp_path: Path)
     assert f"{2.718281828459045 ** record.curves['by_length']['sliding_nats'][0]:.1f}" in output
 
 
+@pytest.mark.parametrize(
+    ("options", "code", "words"),
+    [
+        (["--lengths", "a"], 2, "--lengths is 'a' but must be a whole number"),
+        (["--lengths", "32,16"], 2, "--lengths is (32, 16); pass lengths of 1 or more"),
+        (["--tokens", "0"], 2, "--tokens is 0 but must be 1 or more"),
+        (
+            ["--lengths", "16", "--memory", "16"],
+            2,
+            "--memory is (16,); pass numbers of tokens from 0 to 15, below the longest",
+        ),
+        (["--lengths", "16,512"], 1, "--text has 810 tokens but --lengths up to 512 need 1024: 512 to score"),
+    ],
+)
+def test_errors_of_eval_name_its_options(
+    options: list[str], code: int, words: str, checkpoint: Path, tmp_path: Path
+) -> None:
+    text = tmp_path / "a.txt"
+    text.write_text("def f(x):\n    return x + 1\n" * 30)
+    result = RUNNER.invoke(app, ["eval", str(checkpoint), "--text", str(text), *options], env={"COLUMNS": "200"})
+    assert result.exit_code == code
+    message = re.sub(r"[│\s]+", " ", result.output) if code == 2 else str(result.exception)
+    assert words in message
+    assert "eval." not in message
+
+
 def test_eval_reads_in_segments_with_a_memory(checkpoint: Path, tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("def f(x):\n    return x + 1\n" * 30)
