@@ -20,6 +20,7 @@ from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.spec import check_key_mask, check_layer, check_segments, default_tolerance
 from alibi_attn.attention.transforms import autocasts
 from alibi_attn.nn.cache import KVCache
+from alibi_attn.nn.constructor_arguments import checks_names
 from alibi_attn.nn.gated_cache import GatedReachCache
 from alibi_attn.nn.gates import ForgetGates
 from alibi_attn.nn.positional import HeadSlopes
@@ -76,15 +77,13 @@ class ALiBiAttention(nn.Module):
     attend = staticmethod(alibi_attention)
     attend_gated = staticmethod(forgetting_attention)
 
-    @hides_unknown
+    @checks_names()
     def __init__(
         self, embed_dim: int, num_heads: int, *, num_kv_heads: int | None = None, bias: bool = False, causal: bool = True,
         window: int | None = None, dropout_p: float = 0.0, slopes: Slopes | None = None, learn_slopes: bool = False,
-        qk_norm: bool = False, forget_gate: bool = False, kv_dim: int | None = None, **unknown: Never,
+        qk_norm: bool = False, forget_gate: bool = False, kv_dim: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
-        if unknown:
-            raise unknown_argument("ALiBiAttention", unknown)
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         check_layer(
             embed_dim, num_heads, num_kv_heads, window=window, dropout_p=dropout_p, causal=causal, forget_gate=forget_gate
@@ -215,7 +214,8 @@ class ALiBiAttention(nn.Module):
         """
         if self.q_norm is None or self.k_norm is None:
             raise ValueError(
-                "without qk_norm=True the weights do not bound the scores; create the layer with qk_norm=True"
+                "without qk_norm=True the weights do not bound the scores; create the layer with qk_norm=True, or pass "
+                "reach_cache or static_reach a score_bound= of all |q·k|/√D"
             )
         of_query, of_key = (float(norm.weight.detach().abs().max()) for norm in (self.q_norm, self.k_norm))
         rounding = _NORM_ROUNDING + (self.head_dim + 16) * 2.0**-24
@@ -334,12 +334,7 @@ class ALiBiAttention(nn.Module):
             check_key_mask(memory_mask, batch=x.shape[0], key_len=memory.shape[1])
 
     def _check(self, x: Tensor, cache: Cache | None, key_mask: Tensor | None, segment_ids: Tensor | None) -> None:
-        if not isinstance(x, Tensor):
-            raise TypeError(f"x is a {type(x).__name__} but must be a tensor [B, T, {self.embed_dim}]")
-        if x.ndim != 3 or x.shape[-1] != self.embed_dim or x.shape[1] == 0:
-            raise ValueError(f"x has shape {list(x.shape)} but must be [B, T, {self.embed_dim}] with T ≥ 1")
-        if not x.is_floating_point():
-            raise TypeError(f"x is {x.dtype} but must be floating point: pass embeddings, not token numbers")
+        check_embeddings(x, self.embed_dim)
         dtype = self.q_proj.weight.dtype if type(self.q_proj) is nn.Linear else x.dtype
         if dtype != x.dtype and dtype.is_floating_point and not autocasts(x.device.type):
             raise TypeError(
@@ -378,6 +373,16 @@ class ALiBiAttention(nn.Module):
             check_key_mask(key_mask, batch=batch, key_len=cached + length)
         if segment_ids is not None:
             check_segments("segment_ids", segment_ids, batch=batch, length=cached + length, axis="S")
+
+
+def check_embeddings(x: Tensor, width: int) -> None:
+    """Raises a TypeError or ValueError unless x is [B, T, width] and floating point."""
+    if isinstance(x, Tensor) and not x.is_floating_point():
+        raise TypeError(f"x is {x.dtype} but must be floating point: pass embeddings, not token numbers")
+    if not isinstance(x, Tensor):
+        raise TypeError(f"x is a {type(x).__name__} but must be a tensor [B, T, {width}]")
+    if x.ndim != 3 or x.shape[-1] != width or x.shape[1] == 0:
+        raise ValueError(f"x has shape {list(x.shape)} but must be [B, T, {width}] with T ≥ 1")
 
 
 def _normed(norm: nn.RMSNorm, heads: Tensor) -> Tensor:

@@ -5,7 +5,8 @@ from typing import TypedDict, Unpack
 from torch import Tensor, nn
 
 from alibi_attn.attention.bias import Slopes
-from alibi_attn.nn.attention import ALiBiAttention, Cache
+from alibi_attn.nn.attention import ALiBiAttention, Cache, check_embeddings
+from alibi_attn.nn.constructor_arguments import checks_names
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -49,6 +50,7 @@ class ALiBiTransformerBlock(nn.Module):
     Source: pre-norm blocks: Baevski & Auli 2019 (arXiv:1809.10853), the model of Press et al. 2022.
     """
 
+    @checks_names(ALiBiAttention)
     def __init__(
         self, embed_dim: int, num_heads: int, ffn_dim: int | None = None, *, dropout_p: float = 0.0,
         **attention: Unpack[AttentionOptions],
@@ -71,6 +73,7 @@ class ALiBiTransformerBlock(nn.Module):
 
     def forward(self, x: Tensor, **options: Unpack[ForwardOptions]) -> Tensor:
         """Same arguments as `ALiBiAttention.forward`; the cache belongs to this block's attention layer."""
+        check_embeddings(x, self.attention.embed_dim)
         x = x + self.dropout(self.attention(self.attention_norm(x), **options))
         output: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
         return output

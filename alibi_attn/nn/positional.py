@@ -4,15 +4,15 @@ Press et al. 2022, sec. 3 (arXiv:2108.12409). Next: `attention.py`, which never 
 """
 
 from collections.abc import Callable
-from typing import Never, Self
+from typing import Self
 
 import numpy as np
 import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
 from alibi_attn.attention.bias import Slopes, alibi_bias
+from alibi_attn.nn.constructor_arguments import checks_names
 from alibi_attn.slopes import alibi_slopes
 
 
@@ -71,11 +71,9 @@ class ALiBiPositionalBias(nn.Module):
     Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
     """
 
-    @hides_unknown
-    def __init__(self, num_heads: int, *, slopes: Slopes | None = None, causal: bool = True, **unknown: Never) -> None:
+    @checks_names()
+    def __init__(self, num_heads: int, *, slopes: Slopes | None = None, causal: bool = True) -> None:
         super().__init__()
-        if unknown:
-            raise unknown_argument("ALiBiPositionalBias", unknown)
         self.slopes = HeadSlopes(num_heads, slopes)
         self.causal = causal
 

@@ -41,6 +41,14 @@ def test_an_unknown_argument_names_ours(call, foreign, ours):
         call(**{foreign: None})
 
 
+@pytest.mark.parametrize("layer", [ALiBiAttention, ALiBiTransformerBlock])
+def test_an_unknown_argument_of_a_layer_is_reported_before_a_missing_one(layer):
+    with pytest.raises(TypeError, match=rf"^{layer.__name__}\(\) got .* 'd_model'; here it is embed_dim$"):
+        layer(d_model=64, nhead=8)
+    with pytest.raises(TypeError, match="missing 1 required positional argument: 'num_heads'"):
+        layer(embed_dim=64)
+
+
 @pytest.mark.parametrize(
     "function",
     [alibi_attention, alibi_attention_varlen, forgetting_attention, ALiBiAttention, ALiBiAttention.forward, ALiBiPositionalBias],

@@ -41,6 +41,10 @@ def test_mismatched_inputs_are_refused():
         ALiBiTransformerBlock(24, 7)
     with pytest.raises(TypeError, match="positions"):
         ALiBiTransformerBlock(24, 6, positions="rotary")
+    with pytest.raises(TypeError, match=r"x is torch\.int64 but .* pass embeddings, not token numbers"):
+        ALiBiTransformerBlock(24, 6)(torch.zeros(2, 5, dtype=torch.long))
+    with pytest.raises(ValueError, match=r"x has shape \[2, 5, 6\] but must be \[B, T, 24\]"):
+        ALiBiTransformerBlock(24, 6)(torch.zeros(2, 5, 6))
 
 
 def test_a_small_stack_learns_to_copy_the_last_token_at_any_length():

@@ -82,7 +82,7 @@ def test_reach_follows_slopes_window_and_direction():
 
 
 def test_errors_say_why_there_is_no_static_reach():
-    with pytest.raises(ValueError, match="create the layer with qk_norm=True"):
+    with pytest.raises(ValueError, match=r"create the layer with qk_norm=True, or pass reach_cache .* score_bound="):
         ALiBiAttention(32, 4).static_reach()
     with pytest.raises(ValueError, match="own key is hidden has no static reach"):
         layer_with(1.0).static_reach(key_mask=torch.tensor([[True, False]]))

@@ -1,0 +1,33 @@
+"""Unknown arguments of the layers' constructors are reported before missing ones, with our name for them."""
+
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any, TypeVar
+
+from alibi_attn.attention.argument_names import unknown_argument
+
+_Function = TypeVar("_Function", bound=Callable[..., Any])
+
+
+def checks_names(*passed_on_to: type) -> Callable[[_Function], _Function]:
+    """Makes an `__init__` raise the TypeError of `unknown_argument` for a name that it does not have.
+
+    Args:
+        passed_on_to: classes whose arguments it accepts as well.
+    """
+
+    def decorate(init: _Function) -> _Function:
+        kinds = [parameter for one in (init, *passed_on_to) for parameter in inspect.signature(one).parameters.values()]
+        known = {parameter.name for parameter in kinds if parameter.kind is not parameter.VAR_KEYWORD}
+        owner = init.__qualname__.rpartition(".")[0]
+
+        @functools.wraps(init)
+        def checked(*args: Any, **options: Any) -> None:
+            if unknown := [name for name in options if name not in known]:
+                raise unknown_argument(owner, unknown)
+            init(*args, **options)
+
+        return checked  # type: ignore[return-value]
+
+    return decorate
