@@ -18,8 +18,9 @@ def checks_names(*passed_on_to: type) -> Callable[[_Function], _Function]:
     """
 
     def decorate(init: _Function) -> _Function:
-        kinds = [parameter for one in (init, *passed_on_to) for parameter in inspect.signature(one).parameters.values()]
-        known = {parameter.name for parameter in kinds if parameter.kind is not parameter.VAR_KEYWORD}
+        functions: tuple[Callable[..., Any], ...] = (init, *passed_on_to)
+        parameters = [parameter for one in functions for parameter in inspect.signature(one).parameters.values()]
+        known = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
         owner = init.__qualname__.rpartition(".")[0]
 
         @functools.wraps(init)
