@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     from alibi_attn.hf.sentence_encoder import Sentences
 
 BATCH_TOKENS = 16384
+OVERLAP = 512  # of the windows that read a long text
 
 
 @dataclasses.dataclass(frozen=True)
@@ -67,7 +68,10 @@ def embed(
             show_default="from the model, else 8192; none with --chunks",
         ),
     ] = None,
-    overlap: Annotated[int, typer.Option(min=0, help="Tokens that neighboring windows share.")] = 512,
+    overlap: Annotated[
+        int | None,
+        typer.Option(min=0, help="With --chunks: tokens that neighboring windows share.", show_default=f"{OVERLAP}"),
+    ] = None,
     normalize: Annotated[bool, typer.Option("--normalize", help="Scale vectors to length 1.")] = False,
     dtype: Annotated[
         Literal["float32", "bfloat16", "float16", "int8"],
@@ -98,6 +102,11 @@ def embed(
 
     [dim]alibi embed MODEL book-*.txt --chunks 256 --ray auto --out passages[/]    on all machines of a Ray cluster
     """
+    if overlap is not None and chunks is None:
+        raise ValueError(
+            "--overlap is for the windows of --chunks, but texts are embedded whole; omit it, or pass --chunks"
+        )
+    overlap = OVERLAP if overlap is None else overlap
     if ray is not None:
         _embed_on_cluster(
             model, files, out, ray, workers, lines=lines, chunks=chunks, batch_tokens=batch_tokens, max_length=max_length,
@@ -116,6 +125,10 @@ def embed(
         from alibi_attn.hf import embedding, sentence_encoder
         from alibi_attn.hf.late_chunking import Windows
         from alibi_attn.hf.resumable_output import PartialVectors, claimed
+    if chunks is not None:
+        with needs("index"):
+            from alibi_attn.hf import chunk_table  # noqa: F401
+    embedding.check_device(device, int8=dtype == "int8")
     with claimed(out):
         longest = max_length if chunks is None else None
         sentences = sentence_encoder.load(model, max_seq_length=longest, dtype=getattr(torch, dtype))

@@ -137,6 +137,7 @@ def explain(
 
         from alibi_attn.attention import api
         from alibi_attn.distributed import halos
+        from alibi_attn.nn.device import checked_device
     if ranks is not None:
         halo = halos.static_halo(
             halos.even_lengths(length, ranks), alibi_slopes(num_heads), score_bound=score_bound, causal=causal, window=window,
@@ -151,10 +152,7 @@ def explain(
     shapes = [
         (batch, count, length, head_dim) for count in (num_heads, num_kv_heads or num_heads, num_kv_heads or num_heads)
     ]
-    try:
-        place = torch.empty(0, device=device).device
-    except (RuntimeError, AssertionError) as error:  # what torch raises for a missing device
-        raise ValueError(f"device is {device!r} but it cannot be used here ({str(error).splitlines()[0]})") from None
+    place = checked_device(device)
     try:
         query, key, value = (
             torch.randn(shape, generator=generator).to(device=place, dtype=getattr(torch, dtype)) for shape in shapes

@@ -115,6 +115,11 @@ def read_description(folder: Path) -> dict[str, Any]:
         OSError: there is none.
         ValueError: it is damaged, or of another format.
     """
+    if not (folder / _ABOUT).is_file():
+        found = "does not exist" if not folder.exists() else f"holds no {_ABOUT}" if folder.is_dir() else "is a file"
+        raise FileNotFoundError(
+            f"{folder} {found}; pass the folder of an ALiBiCache, or make a new one: ALiBiCache(folder)"
+        )
     text, _, crc = (folder / _ABOUT).read_text().partition("\n")
     if crc.strip() != f"{zlib.crc32(text.encode()):08x}":
         raise ValueError(f"{folder / _ABOUT} is damaged: it does not match its checksum; read the text again")

@@ -15,6 +15,7 @@ from transformers import PreTrainedTokenizerBase
 
 from alibi_attn.hf.encoder.models import ALiBiBertModel
 from alibi_attn.hf.pooling_config import Pooling, PoolingConfig
+from alibi_attn.nn.device import checked_device
 from alibi_attn.nn.int8 import Int8Linear
 
 Tokens = NDArray[np.int32]
@@ -124,13 +125,19 @@ def move(model: ALiBiBertModel, device: str) -> None:
     Raises:
         ValueError: this machine does not have it, or the model is in int8 and the device is not a CPU.
     """
-    if not device.startswith("cpu") and any(isinstance(module, Int8Linear) for module in model.modules()):
-        raise ValueError(f"device is {device!r} but int8 runs on a CPU; pass --device cpu, or another --dtype")
+    check_device(device, int8=any(isinstance(module, Int8Linear) for module in model.modules()))
     try:
         model.to(device)  # type: ignore[arg-type]
-    except (RuntimeError, AssertionError) as error:  # what torch raises for a missing device
+    except RuntimeError as error:  # such as too little memory
         reason = str(error).splitlines()[0]
         raise ValueError(f"device is {device!r} but it cannot be used here ({reason})") from None
+
+
+def check_device(device: str, *, int8: bool) -> None:
+    """Raises ValueError if a model, in int8 or not, cannot be moved to this device."""
+    if int8 and not device.startswith("cpu"):
+        raise ValueError(f"device is {device!r} but int8 runs on a CPU; pass --device cpu, or another --dtype")
+    checked_device(device)
 
 
 def fingerprint(model: ALiBiBertModel, rows: Sequence[Tokens], settings: Sequence[object]) -> str:

@@ -12,10 +12,12 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import AutoTokenizer, PreTrainedTokenizerBase
 
+from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
 from alibi_attn.hf import checkpoint_files, pooling_config
 from alibi_attn.hf.encoder.models import ALiBiBertModel
 from alibi_attn.hf.pooling_config import PoolingConfig
 from alibi_attn.nn import int8
+from alibi_attn.nn.device import checked_device
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -115,6 +117,7 @@ def unpacked(model: "SentenceTransformer | str | os.PathLike[str]") -> Sentences
     return Sentences(encoder, modules[0].tokenizer, settings, model.max_seq_length or LONGEST)
 
 
+@hides_unknown
 def sentence_transformer(
     folder_or_id: str | os.PathLike[str],
     *,
@@ -126,6 +129,7 @@ def sentence_transformer(
     cache_dir: str | Path | None = None,
     token: str | bool | None = None,
     local_files_only: bool = False,
+    **ignored: Any,
 ) -> "SentenceTransformer":
     """An encoder with ALiBi as a `sentence_transformers.SentenceTransformer`, for encoding, similarity and training.
 
@@ -142,10 +146,12 @@ def sentence_transformer(
         device: as in SentenceTransformer; default a GPU if available, the CPU for int8.
         revision, cache_dir, token, local_files_only: for the hub.
 
+    Arguments without effect in `ALiBiBertModel.from_pretrained`, such as trust_remote_code, have none here.
+
     Raises:
         ImportError: sentence-transformers is not installed.
         OSError: neither a folder nor a repository, or missing files.
-        ValueError: a damaged file, or an unsupported model, module or pooling; the message names it.
+        ValueError: a damaged file, or an unsupported device, model, module or pooling; the message names it.
     """
     try:
         from sentence_transformers import SentenceTransformer
@@ -156,12 +162,16 @@ def sentence_transformer(
         raise ImportError(
             'sentence_transformer needs sentence-transformers 6; install it with: pip install "alibi-attn[embed]"'
         ) from error
+    if unknown := [name for name in ignored if name not in checkpoint_files.IGNORED]:
+        raise unknown_argument("sentence_transformer", unknown)
     is_int8 = _is_int8(dtype)
     if is_int8:
         device = device or "cpu"
         dtype = torch.float32
         if torch.device(device).type != "cpu":
             raise ValueError(f"device is {device!r} but int8 runs on a CPU; pass device='cpu', or another dtype")
+    if device is not None:
+        checked_device(device)
     loaded = load(
         folder_or_id, max_seq_length=max_seq_length, dtype=dtype, revision=revision, cache_dir=cache_dir, token=token,
         local_files_only=local_files_only,

@@ -2,6 +2,7 @@
 
 import resource
 import signal
+import sys
 from pathlib import Path
 
 import numpy as np
@@ -11,7 +12,7 @@ from encoder_oracle import config, pooled, random_state, write_folder, write_tok
 from typer.testing import CliRunner
 
 from alibi_attn.cli.main import app
-from alibi_attn.hf import embedding, late_chunks
+from alibi_attn.hf import embedding, late_chunks, sentence_encoder
 
 TEXTS = ["a b c", "d e f g h i j k a a b", "z", "a b c d e f g h i j k l m n o p"]
 
@@ -108,7 +109,7 @@ REFUSED = [
     ("gap", b"a\n\nb\n", ["--lines"], "has no text in line 2"),
     ("long", b"a " * 30, ["--batch-tokens", "20"], "has 32 tokens but a batch holds 20"),
     ("short", b"a", ["--max-length", "2"], "max_seq_length is 2 but must be at least 3"),
-    ("device", b"a", ["--device", "nowhere"], "device is 'nowhere' but it cannot be used here"),
+    ("windows", b"a", ["--overlap", "2"], "--overlap is for the windows of --chunks"),
 ]
 
 
@@ -119,6 +120,30 @@ def test_bad_texts_and_options_are_refused_and_nothing_is_written(name, content,
     before = sorted(tmp_path.rglob("*"))
     assert message in run(model, path, *options, "--out", tmp_path / "v.npy", code=1)
     assert sorted(tmp_path.rglob("*")) == before
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        (["--device", "gpu"], "device is 'gpu' but must be a device of torch, such as"),
+        (["--device", "privateuseone"], "device is 'privateuseone' but it cannot be used here"),
+        (["--device", "cuda", "--dtype", "int8"], "int8 runs on a CPU"),
+    ],
+)
+def test_a_wrong_device_is_reported_before_the_model_is_loaded(options, message, model, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(sentence_encoder, "load", None)
+    assert message in run(model, files[0], *options, "--out", tmp_path / "v.npy", code=1)
+
+
+def test_a_missing_pyarrow_is_reported_before_the_model_is_loaded(model, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(sentence_encoder, "load", None)
+    monkeypatch.delattr("alibi_attn.hf.chunk_table", raising=False)
+    monkeypatch.delitem(sys.modules, "alibi_attn.hf.chunk_table", raising=False)
+    monkeypatch.setitem(sys.modules, "pyarrow", None)
+    arguments = ["embed", model, files[0], "--chunks", 2, "--out", tmp_path / "v.parquet"]
+    result = CliRunner().invoke(app, list(map(str, arguments)))
+    assert 'this command needs pyarrow; install it with: pip install "alibi-attn[index]"' in result.output
+    assert result.exit_code == 1
 
 
 def test_missing_files_and_wrong_folders_are_refused(model, files, tmp_path):
@@ -175,7 +200,7 @@ def test_a_folder_that_cannot_be_written_or_locked_is_refused_before_any_work(mo
 
 def test_a_refused_run_leaves_no_new_folder(model, files, tmp_path):
     out = tmp_path / "new" / "folder" / "v.npy"
-    assert "cannot be used here" in run(model, files[0], "--device", "nowhere", "--out", out, code=1)
+    assert "must be at least 3" in run(model, files[0], "--max-length", 2, "--out", out, code=1)
     assert not (tmp_path / "new").exists()
 
 

@@ -267,3 +267,10 @@ def test_a_reading_killed_at_any_moment_continues_to_the_same_logits(kills, buil
     read(model, ids, memory)
     for layer, expected in zip(cache.layers, memory.layers, strict=True):
         torch.testing.assert_close(layer.keys, expected.keys, rtol=1e-4, atol=1e-5)
+
+
+def test_a_missing_cache_is_one_sentence(tmp_path):
+    (tmp_path / "file").write_text("")
+    for name, found in (("gone", "does not exist"), ("", r"holds no cache\.json"), ("file", "is a file")):
+        with pytest.raises(FileNotFoundError, match=f"{found}; pass the folder of an ALiBiCache"):
+            ALiBiCache.open(tmp_path / name)
