@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from alibi_attn.cli.console import needs
+from alibi_attn.lab.config import nearest
 
 if TYPE_CHECKING:
     from alibi_attn.lab.config import RunConfig
@@ -37,8 +38,10 @@ def find(path: Path) -> Path:
     if len(found) == 1:
         return found[0]
     choices = "; ".join(f"{folder}:{'/'.join(model.parts[-2:]).rpartition('-')[0]}" for model in found or models)
+    known = tuple(dict.fromkeys(one for model in models for one in _names(model)))
+    guess = nearest(name, known) if name and not found else ""
     raise ValueError(
-        f"{path} has {len(found) or 'no'} such models; pass one of: {choices}"
+        f"{path} has {len(found) or 'no'} such models{guess}; pass one of: {choices}"
         if models
         else f"{folder} has no models yet"
     )

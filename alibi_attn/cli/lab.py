@@ -27,10 +27,10 @@ PAPER_FOLDER = Path("runs/paper")  # the items of the paper share trainings, so 
 
 Texts = Annotated[
     list[Path] | None,
-    typer.Option("--text", help="A text, JSON, JSON Lines, CSV or Parquet file, or a folder; can be repeated."),
+    typer.Option("--text", help="A text, JSON, JSON Lines, CSV, TSV or Parquet file, or a folder; can be repeated."),
 ]
 TextField = Annotated[
-    str, typer.Option(help="Field of the text in JSON, JSON Lines, CSV and Parquet files.", show_default="text")
+    str, typer.Option(help="Field of the text in JSON, JSON Lines, CSV, TSV and Parquet files.", show_default="text")
 ]
 
 
