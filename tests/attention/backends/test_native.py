@@ -250,6 +250,28 @@ def test_positions_may_be_far_from_all_keys(offset: int) -> None:
             torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.float64])
+@pytest.mark.parametrize("causal", [True, False])
+@pytest.mark.parametrize(
+    ("offset", "window"),
+    [(2**30, 2**31), (2**31, 2**33), (2**30 + 100, 2**30 + 120), (2**50, 2**60), (-(2**31), 2**31 + 50), (0, 2**31)],
+)
+def test_windows_may_be_as_wide_as_positions_are_far(
+    offset: int, window: int, causal: bool, dtype: torch.dtype
+) -> None:
+    q, k, v = draw(h=1, k=1, t=100, dtype=dtype)
+    key_mask = torch.arange(100)[None] != 3
+    ours, truth = (
+        alibi_attention(
+            q, k, v, [0.0], causal=causal, window=window, query_offset=offset, key_mask=key_mask, return_lse=True,
+            backend=backend,
+        )
+        for backend in ("native", "reference")
+    )  # fmt: skip
+    for x, y in zip(ours, truth, strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
 def test_segments_may_be_any_integers() -> None:
     q, k, v = draw(t=200)
     segments = torch.arange(200)[None] // 50 * 2**40

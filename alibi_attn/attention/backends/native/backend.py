@@ -30,7 +30,7 @@ name = "native"
 
 FEWEST_SCORES = 2**17  # of all heads together; with fewer, `dense` is faster (see docs/backends.md)
 WIDTH = 16  # numbers in the widest vector; head sizes are zero-padded to a multiple of it
-NO_WINDOW, WIDEST_WINDOW = 0, 2**40
+NO_WINDOW = 0
 
 _is_built = constant_when_compiled(build.why_not)
 
@@ -174,7 +174,7 @@ def call_of(
     threshold, factor = dropout_numbers(spec.dropout_p)
     call = build.Call(
         B=spec.batch, H=spec.num_heads, K=spec.num_kv_heads, T=spec.query_len, S=spec.key_len, D=rows["query"].shape[-1],
-        window=NO_WINDOW if spec.window is None else min(spec.window, WIDEST_WINDOW), causal=spec.causal,
+        window=NO_WINDOW if spec.window is None else spec.window, causal=spec.causal,
         has_values=has_values, scale=spec.scale, tolerance=spec.tolerance, threads=torch.get_num_threads(),
         dropout_runs=0 if spec.dropout_seed is None else len(spec.dropout_seed), dropout_threshold=threshold,
         dropout_factor=factor, bf16=rows["query"].dtype == torch.bfloat16, distances=distances, table_first=table_first,

@@ -327,22 +327,24 @@ struct Block {
 
     // `of_rows` are the biases if origins differ, else null.
     void add_bias_and_mask(int64_t key, Real own, const Real *of_rows, Real *scores) const {
-        const int64_t limit = 1 << 30, distance = position - key;  // a mask need not distinguish larger distances
-        const int window = call.window ? (int)std::min(call.window, limit) : INT32_MAX;
-        const int held = (int)std::max(-limit, std::min(distance, limit));
+        // Query i is `distance` + i away from the key. That may not fit int32, so lanes compare i: with the query at the key's
+        // position, and with the nearest queries that the window hides before and beyond it, all clamped to the block.
+        const int64_t distance = position - key, window = call.window ? call.window : int64_t(1) << 62;
+        const auto query_at = [&](int64_t d) { return (int)std::max<int64_t>(-1, std::min<int64_t>(d - distance, BLOCK)); };
+        const int at_key = query_at(0), before = query_at(-window), beyond = query_at(window);
         const bool hidden = call.key_mask && !call.key_mask[b * call.S + key];
         const int32_t *segments = call.query_segments ? call.query_segments + b * call.T + n * BLOCK : nullptr;
         const Real right = looks_right ? right_slope : Real(0);
         for (int v = 0; v < BLOCK; v += VL<Real>) {
-            const Ints<Real> apart = lanes() + (held + v), to_right = apart < 0;
+            const Ints<Real> i = lanes() + v, to_right = i < at_key;
             const Reals<Real> apart_by = away(v, distance - bias_origin), bias = to_right ? apart_by * right : apart_by * -slope;
             const Reals<Real> score = load(scores + v) * scale_after + (of_rows ? load(of_rows + v) : bias + own);
-            Ints<Real> unseen = (apart >= window) | (apart <= -window);
+            Ints<Real> unseen = (i >= beyond) | (i <= before);
             if (!looks_right) unseen |= to_right;
             if (hidden) unseen |= -1;
             if (segments) {
                 Ints<Real> own = {};
-                for (int i = 0; i < VL<Real> && v + i < rows; i++) own[i] = segments[v + i];
+                for (int l = 0; l < VL<Real> && v + l < rows; l++) own[l] = segments[v + l];
                 unseen |= own != call.key_segments[b * call.S + key];
             }
             store(scores + v, unseen ? every<Real>(-INFINITY) : score);

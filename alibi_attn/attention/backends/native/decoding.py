@@ -12,10 +12,11 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.native import build
-from alibi_attn.attention.backends.native.backend import NO_WINDOW, WIDEST_WINDOW
+from alibi_attn.attention.backends.native.backend import NO_WINDOW
 from alibi_attn.attention.backends.native.build import Rows
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
+from alibi_attn.attention.spec import FARTHEST
 from alibi_attn.attention.transforms import in_memory, may_read
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -59,7 +60,7 @@ def decode(
         query=_rows(query), key=_rows(key), value=_rows(value), output=_rows(output), slopes=of_heads.data_ptr(),
         start=(ctypes.c_int64 * batch)(*(start for start, _ in runs)),
         stop=(ctypes.c_int64 * batch)(*(stop for _, stop in runs)),
-        window=NO_WINDOW if window is None else min(window, WIDEST_WINDOW), scale=scale, tolerance=tolerance,
+        window=NO_WINDOW if window is None else min(window, FARTHEST), scale=scale, tolerance=tolerance,
         threads=torch.get_num_threads(), fine=ctypes.pointer(fine),
     )  # fmt: skip
     if norms is not None and norms.keys.shape[2]:
