@@ -160,6 +160,16 @@ def test_every_backend_takes_a_window_beyond_int64(backend: str, causal: bool) -
     assert_close(found, alibi_attention(*inputs, causal=causal, backend="reference"))
 
 
+@pytest.mark.parametrize("backend", BACKWARD)
+def test_segments_may_be_any_int64(backend: str) -> None:
+    inputs = torch.randn(3, 1, 4, 300, 16).unbind(0)
+    small = torch.arange(300)[None] // 100
+    expected = alibi_attention(*inputs, causal=False, segment_ids=small, backend="reference")
+    for ids in ([-(2**63), 0, 1], [2**63 - 1, -(2**63), 0]):
+        segments = torch.tensor(ids)[small]
+        assert_close(alibi_attention(*inputs, causal=False, segment_ids=segments, backend=backend), expected)
+
+
 @pytest.mark.parametrize("offset", [HUGE, -HUGE, torch.tensor(2**63 - 1), torch.tensor([-(2**62)])])
 def test_positions_beyond_int64_are_refused(offset: object) -> None:
     with pytest.raises(ValueError, match=r"query_offset is .* but positions lie between"):

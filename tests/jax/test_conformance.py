@@ -105,7 +105,7 @@ def test_the_checker_fails_on_wrong_answers() -> None:
             assert_exact(case, torch.float32, wrong)
 
 
-@pytest.mark.parametrize("factor", [2**32, -(2**40)])
+@pytest.mark.parametrize("factor", [2**32, -(2**40), -(2**62)])
 def test_segment_ids_that_int32_cannot_hold_stay_distinct(factor: int) -> None:
     rng = np.random.default_rng(0)
     query, key, value = (rng.standard_normal((1, 6, 1, 4)).astype(np.float32) for _ in range(3))

@@ -115,11 +115,12 @@ def allowed_keys(spec: Spec, start: Tensor, end: Tensor) -> tuple[Tensor, Tensor
         (least, most), (key_least, key_most) = _range_of(spec.query_segments, TILE), _range_of(spec.key_segments, TILE)
         tiles = key_least.shape[-1]
         # Prefix extremes are sorted: a search finds the first tile that can hold a block's segments, and the last.
+        # Unlike −x, ~x reverses the order of all integers: −(−2⁶³) would overflow.
         below = torch.searchsorted(key_most.cummax(-1).values, least)
-        above = torch.searchsorted(-key_least.cummin(-1).values, -most)
+        above = torch.searchsorted(~key_least.cummin(-1).values, ~most)
         low = torch.maximum(low, torch.maximum(below, above) * TILE)
         below = torch.searchsorted(key_most.flip(-1).cummax(-1).values, least)
-        above = torch.searchsorted(-key_least.flip(-1).cummin(-1).values, -most)
+        above = torch.searchsorted(~key_least.flip(-1).cummin(-1).values, ~most)
         high = torch.minimum(high, (tiles - torch.maximum(below, above)) * TILE)
     return low, high
 

@@ -198,7 +198,8 @@ def _small_numbers(spec: Spec) -> tuple[Tensor | None, Tensor | None]:
     if spec.query_segments is None or spec.key_segments is None:
         return None, None
     both = torch.cat([spec.query_segments, spec.key_segments], -1).long()
-    if bool((both.abs() >= 2**31).any()):
-        both = both.unique(return_inverse=True)[1]
-    query, key = both.to(torch.int32).split([spec.query_len, spec.key_len], -1)
+    small = both.to(torch.int32)
+    if bool((small != both).any()):
+        small = both.unique(return_inverse=True)[1].to(torch.int32)
+    query, key = small.split([spec.query_len, spec.key_len], -1)
     return query, key
