@@ -170,6 +170,18 @@ def test_segments_may_be_any_int64(backend: str) -> None:
         assert_close(alibi_attention(*inputs, causal=False, segment_ids=segments, backend=backend), expected)
 
 
+@pytest.mark.parametrize("tolerance", [5e-324, 1.5e-323])
+def test_a_tolerance_too_small_to_be_halved_skips_nothing(tolerance: float) -> None:
+    inputs = torch.randn(3, 1, 4, 200, 16).unbind(0)
+    for backend in BACKWARD:
+        found, expected = (
+            alibi_attention(*inputs, causal=False, tolerance=epsilon, backend=backend) for epsilon in (tolerance, 0.0)
+        )
+        assert torch.equal(found, expected), backend
+    masks = [certified_block_mask(*inputs[:2], causal=False, tolerance=epsilon) for epsilon in (tolerance, 0.0)]
+    assert torch.equal(*(mask.kv_num_blocks for mask in masks))
+
+
 @pytest.mark.parametrize("offset", [HUGE, -HUGE, torch.tensor(2**63 - 1), torch.tensor([-(2**62)])])
 def test_positions_beyond_int64_are_refused(offset: object) -> None:
     with pytest.raises(ValueError, match=r"query_offset is .* but positions lie between"):
