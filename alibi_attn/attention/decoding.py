@@ -236,7 +236,7 @@ def _after_last_visible_key(
     does not change: without a window, the reach is the same as for a query at the position of its last visible key.
     """
     slopes = spec.slopes if spec.slopes.ndim == 1 else spec.slopes[b : b + 1]
-    needed, outlier_tiles = torch.ones(spec.num_kv_heads, dtype=torch.int64), []
+    needed, outlier_tiles = torch.ones(spec.num_kv_heads, dtype=torch.int64, device=query.device), []
     for t in range(spec.query_len):
         stop = min(spec.key_len - spec.query_len + t, row.stop - 1) + 1
         known = norms[0][..., : -(-stop // TILE)], norms[1][..., : -(-stop // TILE)]
@@ -259,8 +259,8 @@ def _norms_in_sight(
     norms = known_norms.tile_norms(key, value)
     if all(run == (0, spec.key_len) for run in visible):
         return norms, None
-    tile = torch.arange(norms[0].shape[-1])
-    start, stop = torch.tensor(visible).T[..., None]
+    tile = torch.arange(norms[0].shape[-1], device=key.device)
+    start, stop = torch.tensor(visible, device=key.device).T[..., None]
     hidden = ((tile + 1) * TILE <= start) | (tile * TILE >= stop)
     keys, values = (of_tiles.masked_fill(hidden[:, None], 0.0) for of_tiles in norms)
     for b, (first, end) in enumerate(visible):

@@ -68,9 +68,10 @@ class Arguments(NamedTuple):
         on_cpu = query.device.type == "cpu"
         return cls(
             query, key, value, spec.slopes, spec.right_slopes, first_positions(spec, query.device),
-            torch.ones((), dtype=torch.float64) * spec.scale if on_cpu else None, spec.key_mask, spec.query_segments,
-            spec.key_segments, spec.key_bias, spec.query_bias, spec.query_start, spec.dropout_seed, spec.causal, spec.window,
-            1.0 if on_cpu else spec.scale, spec.tolerance, spec.dropout_p, may_see_nothing(spec), spec.return_lse,
+            torch.ones((), dtype=torch.float64, device=query.device) * spec.scale if on_cpu else None, spec.key_mask,
+            spec.query_segments, spec.key_segments, spec.key_bias, spec.query_bias, spec.query_start, spec.dropout_seed,
+            spec.causal, spec.window, 1.0 if on_cpu else spec.scale, spec.tolerance, spec.dropout_p, may_see_nothing(spec),
+            spec.return_lse,
         )  # fmt: skip
 
     def spec(self) -> Spec:

@@ -134,12 +134,13 @@ def without_bad_numbers(
     key, value = key.masked_fill(unused, 0.0), value.masked_fill(unused, 0.0)
     if all(bool(x.isfinite().all()) for x in (query, key, value)):
         return query, key, value, None, False
-    sees_any = rows_that_see(spec, torch.ones(spec.batch, spec.num_heads, spec.key_len, dtype=torch.bool))
+    every = torch.ones(spec.batch, spec.num_heads, spec.key_len, dtype=torch.bool, device=key.device)
+    sees_any = rows_that_see(spec, every)
     spoiled = ~query.isfinite().all(-1)
     query = query.masked_fill(spoiled[..., None], 0.0)
     bad = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
     spoiled = (spoiled & sees_any) | rows_that_see(spec, per_query_head(spec, bad))
-    poison = torch.zeros(spoiled.shape).masked_fill(spoiled, torch.nan)
+    poison = torch.zeros(spoiled.shape, device=key.device).masked_fill(spoiled, torch.nan)
     return query, key.masked_fill(bad[..., None], 0.0), value.masked_fill(bad[..., None], 0.0), poison, False
 
 

@@ -281,7 +281,7 @@ class ALiBiAttention(nn.Module):
         # Scores and λ are computed in fp32, each within (D + 16) units of its bound; a symmetric head has two tails of ε/2.
         slack = 2 * (self.head_dim + 16) * 2.0**-24 * bound + (0.0 if self.causal else math.log(2.0))
         slopes = self.slopes.values.detach().cpu().double().tolist()
-        reach = torch.tensor([static_reach(slope, bound, tolerance, slack=slack) for slope in slopes])
+        reach = torch.tensor([static_reach(slope, bound, tolerance, slack=slack) for slope in slopes], device="cpu")
         return reach if self.window is None else reach.clamp(max=min(self.window, UNLIMITED))
 
     def _bound_and_tolerance(self, score_bound: float | None, tolerance: float | None) -> tuple[float, float]:

@@ -87,7 +87,7 @@ class Int8Linear(nn.Module):
 
     def _pack(self, codes: Tensor) -> None:
         self.packed = torch.ops.onednn.qlinear_prepack(codes, None)
-        self.zeros = torch.zeros(self.out_features, dtype=torch.int64)
+        self.zeros = torch.zeros(self.out_features, dtype=torch.int64, device=codes.device)
         self.sums = codes.sum(1, dtype=torch.int32) * _SHIFT
         self.blocks = _address_of_blocks(self.packed, codes)
 

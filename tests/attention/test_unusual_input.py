@@ -1,4 +1,4 @@
-"""Negative-bit views, empty batches and numbers beyond int64 and float64: right results or clear errors."""
+"""Negative-bit views, empty batches, numbers at the ends of int64 and float64, other default devices."""
 
 import numpy as np
 import pytest
@@ -233,3 +233,35 @@ def test_explaining_a_call_without_values_is_refused() -> None:
         explain(query, key, value)
     with pytest.raises(ValueError, match="query is on the meta device"):
         certified_block_mask(query, key)
+
+
+@pytest.mark.parametrize("backend", BACKWARD)
+def test_torchs_default_device_changes_nothing(backend: str) -> None:
+    inputs, hidden = torch.randn(3, 1, 4, 300, 16), torch.arange(300)[None] < 5
+    unused = inputs.masked_fill(hidden[:, None, :, None], torch.nan)
+
+    def results() -> list[torch.Tensor]:
+        leaves = [x.clone().requires_grad_() for x in (*inputs.unbind(0), SLOPES)]
+        output, lse = alibi_attention(*leaves, return_lse=True, backend=backend)
+        gradients = torch.autograd.grad(output.sum() + lse.sum(), leaves)
+        masked = alibi_attention(inputs[0], *unused[1:], SLOPES, causal=False, key_mask=~hidden, backend=backend)
+        reach = head_reach(*inputs[:2], SLOPES, key_mask=~hidden, backend=backend)
+        return [output, *gradients, masked, reach]
+
+    expected = results()
+    with torch.device("meta"):
+        assert all(map(torch.equal, results(), expected))
+
+
+@torch.no_grad()
+def test_torchs_default_device_changes_no_block_mask_and_no_decoding_step() -> None:
+    query, key, value = torch.randn(3, 1, 4, 500, 16).unbind(0)
+    norms = measured_norms(key, value)
+
+    def results() -> list[torch.Tensor]:
+        steps = [attend_near(query[:, :, -n:], key, value, SLOPES, norms, visible=[(5, 490)]) for n in (1, 20)]
+        return [certified_block_mask(query, key, SLOPES).kv_num_blocks, *steps, measured_norms(key, value).keys]
+
+    expected = results()
+    with torch.device("meta"):
+        assert all(map(torch.equal, results(), expected))

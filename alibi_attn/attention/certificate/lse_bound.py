@@ -37,7 +37,7 @@ def lower_bound(
     # Whole groups of queries with a group of keys before them need no copies; the few others are computed together.
     lead = NEAR if offset < NEAR else 0
     end = lead + (spec.query_len - lead) // NEAR * NEAR
-    mass = torch.empty(query.shape[:3], dtype=torch.float64)
+    mass = torch.empty(query.shape[:3], dtype=torch.float64, device=query.device)
     for start, stop in ((0, lead), (lead, end), (end, spec.query_len)):
         if start < stop:
             part = dataclasses.replace(spec, query_len=stop - start, query_offset=offset + start)
@@ -61,7 +61,7 @@ def _one_key_head_at_a_time(
     spec: Spec, query: Tensor, key: Tensor, first: Tensor, stretches: bool, text_len: int
 ) -> Tensor:
     """`_mass`, one key head at a time: on a CPU large temporaries cost more than all the arithmetic."""
-    mass = torch.full(query.shape[:3], -math.inf, dtype=torch.float64)
+    mass = torch.full(query.shape[:3], -math.inf, dtype=torch.float64, device=query.device)
     first = first.expand(spec.batch)
     for b in range(spec.batch):
         for k in range(spec.num_kv_heads):
@@ -121,7 +121,8 @@ def _near_mass_of_views(spec: Spec, query: Tensor, key: Tensor, offset: int) -> 
     rows = query.unflatten(1, (groups, NEAR)).transpose(0, 1).flatten(1, 2)
     s, d = key.stride()
     near = key.as_strided((groups, 2 * NEAR, key.shape[1]), (NEAR * s, s, d), key.storage_offset() + begin * s)
-    distance = NEAR + torch.arange(NEAR)[:, None] - torch.arange(2 * NEAR)
+    i, j = (torch.arange(n, device=key.device) for n in (NEAR, 2 * NEAR))
+    distance = NEAR + i[:, None] - j
     bias = -_penalty(spec, distance[None, None, None], rows.dtype)[:, :, 0].flatten(1, 2)
     scores = torch.baddbmm(bias, rows, near.mT, alpha=spec.scale)
     return scores.logsumexp(-1).unflatten(1, (-1, NEAR)).transpose(0, 1).flatten(1, 2)[None]

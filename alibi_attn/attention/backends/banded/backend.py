@@ -79,16 +79,16 @@ def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tupl
     first = first_positions(spec, query.device).expand(spec.batch).tolist()
     reach = [[banded_pieces.farthest(spec, pieces, first[b]) for pieces in heads] for b, heads in enumerate(plans)]
     scores = [[sum(piece.scores for piece in pieces) for pieces in heads] for heads in plans]
-    return torch.tensor(reach), torch.tensor(scores)
+    return torch.tensor(reach, device=query.device), torch.tensor(scores, device=query.device)
 
 
 def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
     spec, q, _ = _with_positive_scale(spec, q)
     certified, plans = plan(spec, q, k, v)
     work = torch.promote_types(q.dtype, torch.float32)
-    output = torch.zeros(q.shape, dtype=work)
-    lse = torch.full(q.shape[:3], -math.inf, dtype=work)
-    largest = torch.full(q.shape[2:3], torch.finfo(work).min, dtype=work)  # of one head's pieces
+    output = q.new_zeros(q.shape, dtype=work)
+    lse = q.new_full(q.shape[:3], -math.inf, dtype=work)
+    largest = q.new_full(q.shape[2:3], torch.finfo(work).min, dtype=work)  # of one head's pieces
     moderate = are_moderate(q, k, v)
     for h in range(spec.num_heads):
         masks: Masks = {}
@@ -110,8 +110,8 @@ def _backward(spec: Spec, saved: Saved, inputs: BackwardInputs) -> Gradients:
     q, k, v, out, lse, grad, grad_lse = inputs[:7]
     spec, q, sign = _with_positive_scale(spec, q)
     plans = banded_pieces.plan(spec, _bounds(spec, saved), threads=torch.get_num_threads())
-    dq, dk, dv = (torch.zeros(x.shape, dtype=lse.dtype) for x in inputs[:3])
-    dslope = torch.zeros(2, spec.batch, spec.num_heads, dtype=torch.float64)
+    dq, dk, dv = (x.new_zeros(x.shape, dtype=lse.dtype) for x in inputs[:3])
+    dslope = q.new_zeros(2, spec.batch, spec.num_heads, dtype=torch.float64)
     for h in range(spec.num_heads):
         masks: Masks = {}
         for b in range(spec.batch):
@@ -230,7 +230,7 @@ def _mask_and_shift(head: HeadMasks, piece: Piece) -> tuple[Tensor, Tensor | Non
         mask, blind = head.tile_mask(piece)
         return mask, None, blind
     mask, shift = head.key_bias(piece)
-    blocks = torch.arange(piece.count, dtype=shift.dtype)[:, None]
+    blocks = torch.arange(piece.count, dtype=shift.dtype, device=shift.device)[:, None]
     step = 0.0 if piece.kind == "diagonal" else (piece.stride - piece.step) * head.slope
     return mask, shift + blocks * step, False
 
@@ -247,7 +247,7 @@ def _slope_gradient(
     due = torch.zeros_like(inner) if grad_lse is None else grad_lse
     inner = inner - due
     # For every query: sums of ds and p, and of ds·|i − j| and p·|i − j| to the left and to the right.
-    sums = torch.zeros(6, *lse.shape, dtype=torch.float64)
+    sums = lse.new_zeros(6, *lse.shape, dtype=torch.float64)
     for piece in pieces:
         rows = [query_view(row, piece) for row in sums]
         for block in range(piece.count):
@@ -280,7 +280,7 @@ def _scores(head: HeadMasks, piece: Piece, block: int, q: Tensor, k: Tensor) -> 
     """(scores with the bias, −inf for hidden keys; i − j) of one block of a piece, [rows, keys]."""
     right_slope = 0.0 if math.isinf(head.right_slope) else head.right_slope
     distance = head.distance(piece, block)[0]
-    slope = torch.full(distance.shape, head.slope, dtype=head.dtype).masked_fill(distance < 0, right_slope)
+    slope = q.new_full(distance.shape, head.slope, dtype=head.dtype).masked_fill(distance < 0, right_slope)
     query, key = query_view(q, piece, block)[0].to(head.dtype), key_view(k, piece, block)[0].to(head.dtype)
     score = (query @ key.T) * head.spec.scale - slope * distance.abs()
     return score.masked_fill(head.hidden(piece, distance[None], block)[0], -math.inf), distance
@@ -306,7 +306,7 @@ def _plain_backward(
     Weights are recomputed by softmax, because the rounding of a huge lse alone would make exp(score − lse) wrong.
     """
     grad, q, k, v = (x.to(dq.dtype) for x in tensors[:4])
-    total = torch.zeros(2, dtype=torch.float64)
+    total = dq.new_zeros(2, dtype=torch.float64)
     for some, score, distance, origin in _plain_scores(head, q, k):
         weight = _plain_weights(score, origin)
         moment = (grad[some] @ v.T).masked_fill_(weight == 0, 0.0)
@@ -338,7 +338,7 @@ def _plain_scores(head: HeadMasks, q: Tensor, k: Tensor) -> Iterator[tuple[slice
         some = slice(start, start + rows)
         piece = Piece(start, 1, len(q[some]), 0, 0, len(k), 0)
         distance = head.distance(piece, 0)[0]
-        slope = torch.full(distance.shape, -head.slope, dtype=torch.float64).masked_fill_(distance < 0, right_slope)
+        slope = q.new_full(distance.shape, -head.slope, dtype=torch.float64).masked_fill_(distance < 0, right_slope)
         bias = distance * slope
         bias = bias.masked_fill_(head.hidden(piece, distance[None], 0)[0], -math.inf)
         origin = bias.amax(-1)

@@ -26,7 +26,7 @@ class HeadMasks:
         self.right_slope = self.slope if spec.right_slopes is None else _of_head(spec.right_slopes, b, h)
         offset = spec.query_offset
         self.first = int(offset[b]) if isinstance(offset, Tensor) else offset
-        self.dtype = spec.slopes.dtype
+        self.dtype, self.device = spec.slopes.dtype, spec.slopes.device
         self._masks = masks
 
     @property
@@ -38,11 +38,12 @@ class HeadMasks:
     def distance(self, piece: Piece, block: int | None = None) -> Tensor:
         """i − j: [1, rows, keys] if all blocks agree or one is selected, else [count, rows, keys]."""
         shift = piece.stride - piece.step
-        blocks = torch.arange(piece.count) if block is None else torch.tensor([block])
+        steps, i, j = (torch.arange(n, device=self.device) for n in (piece.count, piece.rows, piece.keys))
+        blocks = steps if block is None else steps[block : block + 1]
         if shift == 0:
             blocks = blocks[:1]
         start = self.first + piece.query - piece.key + blocks * shift
-        return start[:, None, None] + torch.arange(piece.rows)[:, None] - torch.arange(piece.keys)
+        return start[:, None, None] + i[:, None] - j
 
     def tile_mask(self, piece: Piece) -> tuple[Tensor, bool]:
         """The additive mask of a "tile" piece, [count|1, 1, rows, keys], and whether some row of it sees no key."""
@@ -86,9 +87,10 @@ class HeadMasks:
     def key_bias(self, piece: Piece) -> tuple[Tensor, Tensor]:
         """(mask [1, 1, 1, keys] with m·(j − r), shift [rows] with m·(i − r)) of block 0 of a "diagonal" or "left" piece."""
         reference = (piece.keys - 1) / 2 if piece.kind == "diagonal" else piece.keys
-        mask = (torch.arange(piece.keys, dtype=self.dtype) - reference) * self.slope
+        i, j = (torch.arange(n, dtype=self.dtype, device=self.device) for n in (piece.rows, piece.keys))
+        mask = (j - reference) * self.slope
         start = 0 if piece.kind == "diagonal" else self.first + piece.query - piece.key
-        shift = (torch.arange(piece.rows, dtype=self.dtype) + (start - reference)) * self.slope
+        shift = (i + (start - reference)) * self.slope
         return mask[None, None, None], shift
 
 

@@ -137,7 +137,7 @@ def _first(spec: Spec) -> list[int]:
 
 def _reachable_tiles(spec: Spec) -> tuple[Tensor, Tensor]:
     """(low, high) [B, N] in keys, whole tiles: outside of them the mask and segments hide every key from a tile of queries."""
-    start = torch.arange(0, spec.query_len, TILE)
+    start = torch.arange(0, spec.query_len, TILE, device=spec.slopes.device)
     low, high = allowed_keys(dataclasses.replace(spec, causal=False, window=None), start, start + TILE)
     return low // TILE * TILE, (-(-high // TILE) * TILE).clamp(max=spec.key_len)
 

@@ -92,7 +92,7 @@ def _backward(spec: Spec, saved: Saved, inputs: BackwardInputs) -> Gradients:
     gradients = {
         f"{x}_grad": torch.empty_like(rows[x], dtype=work, memory_format=torch.contiguous_format) for x in names[:3]
     }
-    dslope = torch.zeros(2, *heads, dtype=torch.float64)
+    dslope = torch.zeros(2, *heads, dtype=torch.float64, device=inputs.query.device)
     dkey_bias = dquery_bias = by_distance = dtable = None
     if spec.key_bias is not None and inputs.biases_wanted:
         dkey_bias, dquery_bias = (dslope.new_empty((*heads, length)) for length in (spec.key_len, spec.query_len))

@@ -76,7 +76,7 @@ def decode(
 def tile_norms(rows: Tensor) -> Tensor:
     """[B, K, ⌊S / TILE⌋] fp64: upper bounds of the norms in every whole tile of keys or values, [B, K, S, D]."""
     batch, heads, length, head_dim = rows.shape
-    norms = torch.empty(batch, heads, length // TILE, dtype=torch.float64)
+    norms = torch.empty(batch, heads, length // TILE, dtype=torch.float64, device=rows.device)
     call = _NormsCall(*norms.shape, head_dim, _rows(rows), norms.data_ptr(), torch.get_num_threads())
     _run("norms", rows.dtype, call)
     return norms
