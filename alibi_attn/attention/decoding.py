@@ -199,8 +199,8 @@ def needed_keys(
     far = spec.key_len if spec.window is None else min(spec.key_len, spec.window)
     if any(rows[b].stop == spec.key_len for b in many):
         if log_fgate is None:
-            choices = worth_leaving_out(norms[0], times=2, count=in_sight)
-            certified = bounds(spec, query, key, value, tile_norms=norms, outlier_choices=choices)
+            outliers = worth_leaving_out(norms[0], times=2, count=in_sight)
+            certified = bounds(spec, query, key, value, tile_norms=norms, outliers=outliers)
         else:
             certified = gated_bounds(spec, query, key, value, log_fgate, tile_norms=norms)
         # Keys that the first query needs, and those between it and the last.

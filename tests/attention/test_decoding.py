@@ -100,6 +100,24 @@ def test_slopes_of_each_sequence_and_what_else_is_in_the_batch() -> None:
         assert torch.equal(together[b : b + 1], alone)
 
 
+def test_outliers_of_another_sequence_change_nothing() -> None:
+    """The first key is 1.9 times longer than the rest: an outlier tile would pay, but `needed_keys` requires twice the mean."""
+    query, value = (torch.randn(1, 8, n, 16) for n in (1, 3000))
+    query, key = 12 * torch.nn.functional.normalize(query, dim=-1), torch.ones(1, 8, 3000, 16) / 2
+    key[:, :, 0] *= 1.9
+    giant = key.clone()
+    giant[:, :, 0] *= 50
+
+    def needed(*tensors: torch.Tensor) -> decoding.Row:
+        spec = make_spec(*tensors, [0.02] * 8)
+        runs = [(0, 3000)] * len(tensors[0])
+        return decoding.needed_keys(spec, *tensors, Norms.of(*tensors[1:]), runs)[0]
+
+    alone = needed(query, key, value)
+    assert alone == needed(*(torch.cat(pair) for pair in ((query, query), (key, giant), (value, value))))
+    assert alone != needed(query, giant, value)
+
+
 @pytest.mark.usefixtures("way")
 def test_far_keys_are_not_read() -> None:
     """They may have any value, even NaN, once their norms are remembered."""

@@ -62,7 +62,7 @@ class Bounds:
 
 def bounds(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, *,
-    outlier_choices: tuple[int, ...] = OUTLIER_CHOICES, refine: bool | None = None,
+    outliers: Tensor | None = None, refine: bool | None = None,
     tile_norms: tuple[Tensor, Tensor] | None = None,
 ) -> Bounds:  # fmt: skip
     """The certified reach of every block of queries. Without `value` the values are assumed to have similar norms.
@@ -70,7 +70,7 @@ def bounds(
     Keys and values should be finite (with a NaN nothing is skipped, which is safe and slow).
 
     Args:
-        outlier_choices: the allowed numbers of outlier tiles.
+        outliers: [B, K] bool, the key heads that may have outlier tiles; None = all. Read on the host.
         refine: sum tails key by key, and compute λ from farther keys too; None = if there are at least `LONG` keys.
         tile_norms: upper bounds on the norms in each tile of keys and of values, [B, K, ⌈S / TILE⌉] fp64 each. Then only keys
             near the queries are read; for causal queries among the keys, without key mask and segments.
@@ -92,23 +92,26 @@ def bounds(
     if spec.key_mask is not None and spec.causal and spec.query_segments is None:
         constant = constant.masked_fill(_blind(spec.key_mask, first, spec.query_len)[:, None], -math.inf)
     tails = _Tails.of(spec, rate, key_norms) if refine else None
-    candidates = [_with_outliers(spec, rate, constant, tiles, tails, count, first) for count in outlier_choices]
+    choices = OUTLIER_CHOICES if outliers is None or bool(outliers.any()) else OUTLIER_CHOICES[:1]
+    candidates = [_with_outliers(spec, rate, constant, tiles, tails, count, first) for count in choices]
     left, right, outlier_tiles, cost = candidates[0]
     for wider_left, wider_right, more_tiles, more_cost in candidates[1:]:
         better = (more_cost < cost)[..., None]
+        if outliers is not None:
+            better &= outliers.repeat_interleave(spec.group, 1)[..., None]
         left, right = torch.where(better, wider_left, left), torch.where(better, wider_right, right)
         outlier_tiles, cost = torch.where(better, more_tiles, outlier_tiles), torch.minimum(more_cost, cost)
     return Bounds(left, right, outlier_tiles)
 
 
-def worth_leaving_out(norms: Tensor, *, times: float, count: Tensor | None = None) -> tuple[int, ...]:
-    """The `outlier_choices` for keys of these norms, [B, K, n]: none if no norm is `times` the mean. Read on the host.
+def worth_leaving_out(norms: Tensor, *, times: float, count: Tensor | None = None) -> Tensor:
+    """[B, K] bool, the `outliers` for keys of these norms, [B, K, n]: heads in which some norm is more than `times` the mean.
 
     Args:
         count: [B, 1], the number of norms of visible keys, if the others are 0; None = n.
     """
     mean = norms.mean(-1) if count is None else norms.sum(-1) / count.clamp(min=1)
-    return OUTLIER_CHOICES if bool((norms.amax(-1) > times * mean).any()) else (0,)
+    return norms.amax(-1) > times * mean
 
 
 def numerator_parts(

@@ -199,7 +199,8 @@ def test_one_giant_key_costs_a_few_tiles_and_not_the_band() -> None:
     steep = slice(0, 5)
     extra = (with_sink - calm)[0, steep]
     assert bool((extra <= 4096 * 2 * bounds.TILE).all()), extra
-    without = bounds.bounds(spec, query, key, value, outlier_choices=(0,)).left
+    none = torch.zeros(1, 8, dtype=torch.bool)
+    without = bounds.bounds(spec, query, key, value, outliers=none).left
     with_outliers = bounds.bounds(spec, query, key, value).left
     assert bool((with_outliers[0, steep].amax(-1) * 4 < without[0, steep].amax(-1)).all())
 
@@ -215,6 +216,29 @@ def test_masked_giants_and_other_batch_rows_change_nothing() -> None:
     for name in ("left", "right", "outlier_tiles"):
         assert torch.equal(getattr(plain, name), getattr(hidden, name))
         assert torch.equal(getattr(plain, name)[:1], getattr(alone, name))
+
+
+def test_outliers_of_another_sequence_or_head_change_nothing() -> None:
+    """The first keys are 2.9 times longer than the rest: an outlier tile would pay, but `banded` requires 3 times the mean."""
+    torch.manual_seed(0)
+    query, key, value = (torch.randn(1, 2, 3000, 16) for _ in range(3))
+    query, key = 12 * torch.nn.functional.normalize(query, dim=-1), 2 * torch.nn.functional.normalize(key, dim=-1)
+    key[:, :, 0] *= 2.9
+    giant = key.clone()
+    giant[:, :, 0] *= 50
+    other_head = torch.stack([key[:, 0], giant[:, 0]], 1)
+    alone, in_batch, next_to_giant = (
+        banded.plan(make_spec(q, k, v, [0.05, 0.05]), q, k, v)[0]
+        for q, k, v in (
+            (query, key, value),
+            [torch.cat(pair) for pair in ((query, query), (key, giant), (value, value))],
+            (query, other_head, value),
+        )
+    )
+    for name in ("left", "right", "outlier_tiles"):
+        assert torch.equal(getattr(in_batch, name)[:1], getattr(alone, name))
+        assert torch.equal(getattr(next_to_giant, name)[:, 0], getattr(alone, name)[:, 0])
+    assert bool((in_batch.outlier_tiles[1] >= 0).any(-1).all())
 
 
 def test_tensors_and_plain_numbers_agree() -> None:

@@ -67,7 +67,7 @@ def too_small(spec: Spec) -> TooSmall | None:
 
 def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Bounds, list[list[list[Piece]]]]:
     """The bounds, and the pieces of every sequence and head."""
-    certified = bounds(spec, query, key, value, outlier_choices=_outlier_choices(spec, key))
+    certified = bounds(spec, query, key, value, outliers=_outliers(spec, key))
     return certified, banded_pieces.plan(spec, certified, threads=torch.get_num_threads())
 
 
@@ -366,8 +366,8 @@ def _add_overlapping(total: Tensor, part: Tensor, piece: Piece) -> None:
         key_view(total, slices).add_(part[:, start : start + size])
 
 
-def _outlier_choices(spec: Spec, key: Tensor) -> tuple[int, ...]:
-    """The possible numbers of outlier tiles: none unless some key is much longer than most."""
+def _outliers(spec: Spec, key: Tensor) -> Tensor:
+    """[B, K] bool: the key heads that may have outlier tiles, those with a key much longer than most."""
     if spec.query_len <= TILE:
-        return (0,)
+        return torch.zeros(key.shape[:2], dtype=torch.bool)
     return worth_leaving_out(torch.linalg.vector_norm(key.float(), dim=-1), times=3)
