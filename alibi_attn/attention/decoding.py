@@ -9,6 +9,7 @@ padded: each is then relative to its last visible key.
 
 import dataclasses
 import itertools
+import math
 from collections.abc import Sequence
 
 import torch
@@ -321,7 +322,8 @@ def _attend(
     outputs, lses = zip(*(attended(*span, return_lse=True) for span in spans), strict=True)
     lse = torch.stack(lses)
     whole = lse.logsumexp(0)
-    share = (lse - whole).exp()[..., None]
+    # A query that sees no key has lse −inf in every span, and zeros as output.
+    share = (lse - whole.masked_fill(whole == -math.inf, 0.0)).exp()[..., None]
     output = (torch.stack(outputs) * share).sum(0).to(query.dtype)
     if sink_logits is None:
         return output

@@ -340,6 +340,31 @@ def test_padded_rows_get_what_full_attention_gives_under_a_mask(case: str, queri
     assert bool((got[-1] == 0).all())
 
 
+def test_queries_that_see_no_key_return_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Queries of padded positions, or with all visible keys outside the window; merged with outlier tiles or sinks."""
+    monkeypatch.setattr(decoding, "has_kernel", lambda *tensors: False)
+    query, key, value = draw(5, 2600, batch=2)
+    key[:, :, 1000] *= 30
+    runs = [(900, 2600), (2597, 2600)]
+    for options in ({}, {"sink_logits": torch.zeros(8)}, {"sink_logits": torch.zeros(8), "window": 2}):
+        got = decoding.attend_near(query, key, value, SLOPES, Norms.of(key, value), visible=runs, **options)
+        assert bool(got.isfinite().all())
+        assert bool((got[1, :, :2] == 0).all())
+        assert bool((got[0] != 0).all())
+    hidden_at_the_end = decoding.attend_near(
+        query,
+        key,
+        value,
+        SLOPES,
+        Norms.of(key, value),
+        visible=[(0, 2598), (10, 1500)],
+        window=4,
+        sink_logits=torch.zeros(8),
+    )
+    assert bool(hidden_at_the_end.isfinite().all())
+    assert bool((hidden_at_the_end[1] == 0).all())
+
+
 def test_a_padded_row_reads_as_much_as_without_padding(monkeypatch: pytest.MonkeyPatch) -> None:
     """Each row has its own reach, however rows differ; also a finished one, from its last visible key."""
     query, key, value = draw(1, 16384, batch=1, kv_heads=8)
