@@ -15,6 +15,8 @@ from alibi_attn.attention.transforms import may_read, surely
 
 Spec = AttentionSpec[Tensor]
 
+MODERATE_SCALE = 256.0  # products of two moderate rows are finite even times this
+
 
 def distances(query_len: int, key_len: int, query_offset: int | Tensor, device: torch.device | None) -> Tensor:
     """i − j, int64: [1, T, S], or [B, T, S] if every sequence has its own offset. Positive = the key is to the left."""
@@ -170,9 +172,9 @@ def _is_moderate(x: Tensor) -> bool:
     """
     if x.numel() == 0:
         return True
-    most = torch.finfo(torch.promote_types(x.dtype, torch.float32)).max ** 0.5 / 16
+    most = (torch.finfo(torch.promote_types(x.dtype, torch.float32)).max / MODERATE_SCALE) ** 0.5
     if x.dtype in (torch.float16, torch.bfloat16):
-        return all(abs(float(extreme)) <= most for extreme in torch.aminmax(x))
+        return all(abs(float(extreme)) * x.shape[-1] ** 0.5 <= most for extreme in torch.aminmax(x))
     return float(torch.linalg.vector_norm(x)) <= most
 
 

@@ -13,7 +13,15 @@ from alibi_attn.attention.certificate.norms import has_huge_scores
 from alibi_attn.attention.dropout import dropped
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import is_traced, may_read, transforms
-from alibi_attn.attention.visibility import distances, may_see_nothing, per_query_head, visible, without_bad_keys
+from alibi_attn.attention.visibility import (
+    MODERATE_SCALE,
+    are_moderate,
+    distances,
+    may_see_nothing,
+    per_query_head,
+    visible,
+    without_bad_keys,
+)
 
 name = "dense"
 
@@ -44,6 +52,7 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
         if result is not None:
             return result
     key, value, poison, moderate = without_bad_keys(spec, seen, key, value)
+    moderate = moderate and not _may_overflow(spec, query)
     q, k, v, blind = query, key, value, None
     if may_see_nothing(spec):
         # The softmax of a row that sees no key would be empty: let the row see everything, and discard the result.
@@ -84,6 +93,11 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
         output = output + poison[..., None].to(output.dtype)
         lse = None if lse is None else lse + poison
     return output.to(dtype), lse
+
+
+def _may_overflow(spec: AttentionSpec[Tensor], query: Tensor) -> bool:
+    """Whether scores of moderate keys, hidden ones too, may overflow; checked only if reading values is free."""
+    return may_read(query) and (abs(spec.scale) > MODERATE_SCALE or not are_moderate(query))
 
 
 def _has_huge_scores(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor) -> bool:

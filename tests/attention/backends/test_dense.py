@@ -88,7 +88,36 @@ def test_products_of_moderate_rows_do_not_overflow(dtype: torch.dtype) -> None:
         row = torch.zeros(256, dtype=dtype)
         row[100] = largest
         assert not are_moderate(row) or bool((256 * row.to(work).square()).isfinite().all())
+        for head_dim in (256, 2000):
+            rows = largest.to(dtype).expand(1, head_dim)
+            assert not are_moderate(rows) or bool((256 * rows.to(work) @ rows.to(work).mT).isfinite().all())
     assert are_moderate(torch.full((256,), torch.finfo(dtype).max ** 0.4, dtype=dtype))
+
+
+@pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16])
+@pytest.mark.parametrize(
+    ("head_dim", "scale", "size", "hidden"),
+    [(320, None, 0.4999, 0.4999), (16, 1e3, 0.49, 0.49), (16, None, 0.66, 0.4), (16, -1e3, 0.5, 0.48)],
+)
+def test_hidden_keys_whose_scores_overflow_have_no_effect(
+    dtype: torch.dtype, head_dim: int, scale: float | None, size: float, hidden: float
+) -> None:
+    """Queries and the last key, which only the last query sees, are near these powers of the largest number."""
+    largest = torch.finfo(dtype).max
+    query = torch.randn(1, 1, 24, head_dim).sign().to(dtype) * largest**size
+    key, value = torch.zeros(1, 1, 24, head_dim, dtype=dtype), torch.randn(1, 1, 24, head_dim).to(dtype)
+    calm = key.clone()
+    key[:, :, -1] = query[:, :, 0].sign() * largest**hidden
+    results = []
+    for k in (key, calm):
+        leaves = [x.clone().requires_grad_() for x in (query, k, value)]
+        output = alibi_attention(*leaves, [0.1], scale=scale, backend="dense")[:, :, :-1]
+        with torch.no_grad():
+            plain = alibi_attention(*leaves, [0.1], scale=scale, backend="dense")[:, :, :-1]
+        (dq,) = torch.autograd.grad(output.sum(), leaves[:1])
+        results.append((output, plain, dq[:, :, :-1]))
+    for found, true in zip(*results, strict=True):
+        torch.testing.assert_close(found, true)
 
 
 def test_inputs_that_require_gradients_take_the_other_path(monkeypatch: pytest.MonkeyPatch) -> None:
