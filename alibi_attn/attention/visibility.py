@@ -127,12 +127,13 @@ def without_bad_numbers(
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
     """`without_bad_keys` with memory linear in the length, for CPU kernels: (query, key, value, poison, moderate), see `in_rows`.
 
-    NaN and inf in queries become zeros too. Large finite numbers stay, except in keys that no query sees.
+    NaN and inf in queries become zeros too. Large finite numbers stay, except in keys that no query sees. Moderate keys all
+    stay: their norms may bound a reach, which must not depend on what else is in the batch.
     """
     query, key, value = in_rows(query, key, value)
     if are_moderate(query, key, value):
         return query, key, value, None, True
-    unused = ~keys_within_sight(spec, key.device)[..., None]
+    unused = ~(keys_within_sight(spec, key.device) | (_moderate_rows(key) & _moderate_rows(value)))[..., None]
     key, value = key.masked_fill(unused, 0.0), value.masked_fill(unused, 0.0)
     if all(bool(x.isfinite().all()) for x in (query, key, value)):
         return query, key, value, None, False
@@ -172,10 +173,19 @@ def _is_moderate(x: Tensor) -> bool:
     """
     if x.numel() == 0:
         return True
-    most = (torch.finfo(torch.promote_types(x.dtype, torch.float32)).max / MODERATE_SCALE) ** 0.5
     if x.dtype in (torch.float16, torch.bfloat16):
-        return all(abs(float(extreme)) * x.shape[-1] ** 0.5 <= most for extreme in torch.aminmax(x))
-    return float(torch.linalg.vector_norm(x)) <= most
+        return all(abs(float(extreme)) * x.shape[-1] ** 0.5 <= _moderate_norm(x) for extreme in torch.aminmax(x))
+    return float(torch.linalg.vector_norm(x)) <= _moderate_norm(x)
+
+
+def _moderate_rows(x: Tensor) -> Tensor:
+    """[...] bool: the rows [..., D] that are moderate, each by itself."""
+    return x.abs().amax(-1) * x.shape[-1] ** 0.5 <= _moderate_norm(x)
+
+
+def _moderate_norm(x: Tensor) -> float:
+    most: float = torch.finfo(torch.promote_types(x.dtype, torch.float32)).max
+    return (most / MODERATE_SCALE) ** 0.5
 
 
 def keys_within_sight(spec: Spec, device: torch.device) -> Tensor:

@@ -26,7 +26,8 @@ struct Sight {
     }
 };
 
-// Zeros the keys that no query sees, judged by positions, biases, mask and segments.
+// Zeros the keys that no query sees, judged by positions, biases, mask and segments, unless they are moderate: the norms of those
+// may bound a reach, which must not depend on what else is in the batch.
 template <typename Real, typename Number>
 void zero_unseen(const Call<Real> &call, Packed<Number> &keys, Packed<Number> &values) {
     const int64_t window = call.window ? call.window : INT64_MAX / 4, group = call.H / call.K;
@@ -44,7 +45,9 @@ void zero_unseen(const Call<Real> &call, Packed<Number> &keys, Packed<Number> &v
                 bool by_head = !call.key_bias;
                 for (int64_t h = k * group; call.key_bias && h < (k + 1) * group; h++)
                     by_head |= call.key_bias[(b * call.H + h) * call.S + j] != -INFINITY;
-                if (!seen || !by_head) keys.zero(b * call.S + j, k), values.zero(b * call.S + j, k);
+                if (seen && by_head) continue;
+                const int64_t row = b * call.S + j;
+                if (!keys.is_moderate_row(row, k) || !values.is_moderate_row(row, k)) keys.zero(row, k), values.zero(row, k);
             }
         }
     }

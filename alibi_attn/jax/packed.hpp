@@ -70,10 +70,15 @@ struct Packed {
         return {at, H * T * width(), T * width(), width()};
     }
 
+    // Rows of such numbers have products that do not overflow, even times 256.
+    auto largest_moderate() const {
+        using Real = decltype(value_of(Number()));
+        return std::sqrt(sizeof(Real) == 4 ? Real(3.4e38) : Real(1.7e308)) / (16 * std::sqrt(Real(D)));
+    }
+
     // Copies the rows and checks that they are moderate; called by every thread of a team.
     void read(Member &member) {
-        using Real = decltype(value_of(Number()));
-        const Real most = std::sqrt(sizeof(Real) == 4 ? Real(3.4e38) : Real(1.7e308)) / (16 * std::sqrt(Real(D)));
+        const auto most = largest_moderate();
         member.for_ranges(B * T, SOME_ROWS, [&](int64_t first, int64_t last) {
             int wrong = 0;
             for (int64_t row = first; row < last; row++) {
@@ -112,6 +117,11 @@ struct Packed {
 
     bool is_finite(int64_t row, int64_t h) const {
         return std::all_of(of(row, h), of(row, h) + D, [](Number x) { return std::isfinite(value_of(x)); });
+    }
+
+    bool is_moderate_row(int64_t row, int64_t h) const {
+        const auto most = largest_moderate();
+        return std::all_of(of(row, h), of(row, h) + D, [&](Number x) { return std::abs(value_of(x)) <= most; });
     }
 
     void fill(int64_t row, int64_t h, Number with) { std::fill_n(of(row, h), stays ? D : width(), with); }

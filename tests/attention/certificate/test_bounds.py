@@ -8,7 +8,7 @@ import torch
 from certificate_attack import Attack, attacks, certified_keys, dropped, random_attack, read_keys
 from hypothesis import given, settings, target
 
-from alibi_attn import alibi_attention
+from alibi_attn import alibi_attention, head_reach
 from alibi_attn.attention.backends.banded import backend as banded
 from alibi_attn.attention.backends.banded import pieces as banded_pieces
 from alibi_attn.attention.certificate import bounds, lse_bound
@@ -239,6 +239,18 @@ def test_outliers_of_another_sequence_or_head_change_nothing() -> None:
         assert torch.equal(getattr(in_batch, name)[:1], getattr(alone, name))
         assert torch.equal(getattr(next_to_giant, name)[:, 0], getattr(alone, name)[:, 0])
     assert bool((in_batch.outlier_tiles[1] >= 0).any(-1).all())
+
+
+@pytest.mark.parametrize("backend", ["banded", "native"])
+def test_nan_in_another_sequence_changes_no_reach(backend: str) -> None:
+    """Key 100 is before every window, so no query sees it; its norm still bounds the reach, as without the other sequence."""
+    query, key = torch.randn(1, 2, 100, 16), torch.randn(1, 2, 3000, 16)
+    key[:, :, 100] *= 1e4
+    spoiled = key.clone()
+    spoiled[:, :, 2900] = math.nan
+    alone = head_reach(query, key, [0.05, 0.5], window=2000, backend=backend)
+    both = head_reach(torch.cat([query, query]), torch.cat([key, spoiled]), [0.05, 0.5], window=2000, backend=backend)
+    assert torch.equal(both[:1], alone)
 
 
 def test_tensors_and_plain_numbers_agree() -> None:

@@ -369,5 +369,5 @@ def _add_overlapping(total: Tensor, part: Tensor, piece: Piece) -> None:
 def _outliers(spec: Spec, key: Tensor) -> Tensor:
     """[B, K] bool: the key heads that may have outlier tiles, those with a key much longer than most."""
     if spec.query_len <= TILE:
-        return torch.zeros(key.shape[:2], dtype=torch.bool)
+        return torch.zeros(key.shape[:2], dtype=torch.bool, device=key.device)
     return worth_leaving_out(torch.linalg.vector_norm(key.float(), dim=-1), times=3)
