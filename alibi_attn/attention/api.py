@@ -123,7 +123,7 @@ def head_reach(
     Like `window`, it counts the query itself. If nothing is skipped (by `dense`, for example, which "auto" chooses for short
     input), it is the largest distance in this call, plus one. It covers the keys that the backend reads: its blocks round the
     certified reach up. The values are assumed to have similar norms: a skipped value more than four times longer than the
-    nearest kept ones widens the reach.
+    nearest kept ones widens the reach. It reads tensor values, so it does not work in compiled code or inside `vmap`.
 
     Arguments and errors are those of `alibi_attention`.
 

@@ -139,12 +139,12 @@ class KVCache:
 
     @property
     def key(self) -> Tensor:
-        """The keys, [B, K, S, D], a view."""
+        """The keys, [B, K, S, D], a view. Do not write into it: the cache also keeps the norms of the keys."""
         return self._filled()[0]
 
     @property
     def value(self) -> Tensor:
-        """The values, [B, K, S, D], a view."""
+        """The values, [B, K, S, D], a view. Do not write into it: the cache also keeps the norms of the values."""
         return self._filled()[1]
 
     @property
