@@ -1,8 +1,8 @@
-"""Cuts, gates of −inf, as segments: for calls where biases that are lower by 2²⁰ do not hide the keys before a cut.
+"""Cuts, gates of −inf, for backends that do not read `query_start`: as segments, or as large steps of the biases of keys.
 
-Kernels see a cut as a bias. That is not enough for a query whose keys since the cut are all masked, nor for scores, biases or
-slopes beyond 2²⁰, nor for NaN. Such a call is computed with a segment between every two cuts instead. If cuts differ between
-heads, each head becomes a sequence of the batch.
+Sums of gates leave cuts out, so that they keep the digits of all other gates. Segments between cuts hide the keys before a cut
+exactly. If cuts differ between heads, each head becomes a sequence of the batch. Steps of 2²⁰ need no reading on the host and
+let a certificate skip the keys before a cut, but scores, biases or slopes of that size pass them, and they cost digits.
 """
 
 import dataclasses
@@ -10,50 +10,48 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.transforms import may_read
-from alibi_attn.attention.visibility import first_visible, last_keys, per_query_head, shown_keys
+from alibi_attn.attention.spec import GATE_FLOOR, AttentionSpec
+from alibi_attn.attention.visibility import per_query_head
 
 Spec = AttentionSpec[Tensor]
-
-HIDDEN_NATS = -1024.0  # a key this much below another weighs 0 in every dtype
-
-
-def leaks(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether biases may not hide the keys before a cut; False if that cannot be known without waiting for a device."""
-    start = spec.query_start
-    if start is None or spec.key_bias is None or not may_read(query, key, value, start) or not bool(start.any()):
-        return False
-    shown = shown_keys(spec)
-    assert shown is not None
-    own, least = last_keys(spec, shown), first_visible(spec)
-    if bool((own < least).any()):
-        return True
-    bias = spec.key_bias.detach().masked_fill(~shown, -torch.inf)
-    before = bias.cummax(-1).values.gather(-1, (start - 1).clamp(min=0)).masked_fill(start == 0, -torch.inf)
-    longest = [torch.linalg.vector_norm(x.detach().double(), dim=-1).amax() for x in (query, key, value)]
-    scores = 2 * abs(spec.scale) * longest[0] * longest[1] + 0.0 * longest[2]  # NaN if anything is NaN or inf
-    rising = (-spec.slopes.detach().double()).clamp(min=0.0).amax() * spec.key_len
-    return not bool((before - bias.gather(-1, own) + scores + rising < HIDDEN_NATS).all())
 
 
 def with_segments(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Spec, Tensor, Tensor, Tensor]:
     """The same call, with cuts as segments; its results are [B, H, …] or, with heads as sequences, [B·H, 1, …]."""
     start = spec.query_start
     assert start is not None
+    if not bool(start.any()):
+        return dataclasses.replace(spec, query_start=None), query, key, value
     if bool((start != start[:, :1]).any()):
         key, value = per_query_head(spec, key), per_query_head(spec, value)
         spec = _heads_as_sequences(spec)
         query, key, value = (x.flatten(0, 1)[:, None] for x in (query, key, value))
         start = start.flatten(0, 1)[:, None]
-    # A key belongs to the last cut up to its position that is some query's last cut; other cuts separate nothing.
     of_query = start[:, 0]
-    of_key = of_query.new_zeros(of_query.shape[0], spec.key_len).scatter(-1, of_query, of_query).cummax(-1).values
+    of_key = _last_cuts(of_query, spec.key_len)
     if spec.query_segments is not None and spec.key_segments is not None:
         numbers = torch.cat([spec.query_segments, spec.key_segments], -1).long().unique(return_inverse=True)[1]
         given = numbers.split([spec.query_len, spec.key_len], -1)
         of_query, of_key = (x * spec.key_len + y for x, y in zip(given, (of_query, of_key), strict=True))
     return dataclasses.replace(spec, query_start=None, query_segments=of_query, key_segments=of_key), query, key, value
+
+
+def with_steps(spec: Spec) -> Spec:
+    """The same call, with biases that rise by 2²⁰ at each cut; reads no tensor on the host."""
+    if spec.query_start is None:
+        return spec
+    assert spec.key_bias is not None
+    assert spec.query_bias is not None
+    last = _last_cuts(spec.query_start, spec.key_len)
+    rises = torch.nn.functional.pad(last[..., 1:] != last[..., :-1], (1, 0))
+    steps = rises.cumsum(-1) * -int(GATE_FLOOR)
+    of_query = steps.gather(-1, spec.query_start)
+    return dataclasses.replace(spec, key_bias=spec.key_bias + steps, query_bias=spec.query_bias - of_query)
+
+
+def _last_cuts(start: Tensor, key_len: int) -> Tensor:
+    """[..., S] from `query_start` [..., T]: each key's last cut, among those that are the last cut of a query."""
+    return start.new_zeros(*start.shape[:-1], key_len).scatter(-1, start, start).cummax(-1).values
 
 
 def _heads_as_sequences(spec: Spec) -> Spec:

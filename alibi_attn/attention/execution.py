@@ -8,12 +8,10 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from alibi_attn.attention import cuts, dispatch, transforms
+from alibi_attn.attention import dispatch, transforms
 from alibi_attn.attention.dropout import drawn_seed
 from alibi_attn.attention.spec import DIFFERENTIABLE, AttentionSpec
 from alibi_attn.attention.visibility import lse_dtype
-
-HIDES_CUTS = ("reference", "dense", "flex")  # backends that hide the keys before a cut, whatever is in them
 
 
 def attend(
@@ -30,16 +28,8 @@ def attend(
     else:
         if spec.dropout_p > 0 and spec.dropout_seed is None:
             spec = dataclasses.replace(spec, dropout_seed=drawn_seed(query.device))
-        run, heads = dispatch.BACKENDS[name].run, query.shape[:2]
-        if name not in HIDES_CUTS and cuts.leaks(spec, query, key, value):
-            spec, query, key, value = cuts.with_segments(spec, query, key, value)
         with _without_autocast(query.device.type):
-            output, lse = run(spec, query, key, value)
-        if output.shape[:2] != heads:
-            output, lse = (
-                output.unflatten(0, heads).squeeze(2),
-                None if lse is None else lse.unflatten(0, heads).squeeze(2),
-            )
+            output, lse = dispatch.BACKENDS[name].run(spec, query, key, value)
     if not spec.return_lse:
         return output
     assert lse is not None, f"{name} did not return the requested lse"

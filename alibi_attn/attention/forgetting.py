@@ -69,8 +69,9 @@ def forgetting_attention(
 
     Args:
         log_fgate: ln f, the natural logarithm, at most 0, fp32 or fp64, [B, H, S] (or [B, K, S], shared by the heads of a group).
-            −inf is a cut: from its position on, all keys before it are hidden, and its gradient is 0. A gate below −2²⁰ counts as
-            −2²⁰. Hidden keys and other segments have gates too: a sum within a segment includes only that segment's.
+            −inf is a cut: from its position on, all keys before it are hidden, and its gradient is 0. (In `fused`, finite scores
+            and biases beyond 2¹⁹ can pass a cut.) A gate below −2²⁰ counts as −2²⁰; after n of them, fp64 has the digits that it
+            has at n·2²⁰. Hidden keys and other segments have gates too: a sum within a segment includes only that segment's.
         slopes: m, for ALiBi times gates; None = no ALiBi.
         query_offset: position of query 0, an int; S − T by default. All queries must be among the S positions.
         query, key, value, window, scale, key_mask, segment_ids, key_bias, sink_logits, dropout_p, tolerance, backend: as for
@@ -122,15 +123,12 @@ def check_gates(spec: AttentionSpec[Tensor], log_fgate: Tensor, query: Tensor, q
 
 
 def gate_sums(log_fgate: Tensor) -> Tensor:
-    """c_j = Σ_{l ≤ j} max(ln f_l, GATE_FLOOR), in the shape of log_fgate, in fp64 if the device has it.
+    """c_j = Σ_{l ≤ j} max(ln f_l, GATE_FLOOR), cuts left out, in the shape of log_fgate, in fp64 if the device has it.
 
-    Differences of these sums are accurate to the rounding of the larger one, however many gates are closed in between. A gate
-    below the floor has no gradient.
+    Differences of these sums are accurate to the rounding of the larger one. Cuts add nothing, because `query_start` hides the
+    keys before them. A cut and a gate below the floor have no gradient.
     """
-    gates = log_fgate.to(widest(log_fgate))
-    if gates.dtype != torch.float64:  # the floor would cost fp32 its digits, and `query_start` hides what cuts hide
-        gates = gates.masked_fill(gates == -math.inf, 0.0)
-    gates = gates.clamp(min=GATE_FLOOR)
+    gates = log_fgate.to(widest(log_fgate)).nan_to_num(math.nan, math.inf, 0.0).clamp(min=GATE_FLOOR)
     coarse = (gates.detach() / GATE_STEP).trunc() * GATE_STEP
     return coarse.cumsum(-1) + (gates - coarse).cumsum(-1)
 

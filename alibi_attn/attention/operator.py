@@ -33,7 +33,6 @@ from alibi_attn.attention.visibility import (
     may_see_nothing,
     rounded_lse,
     row_major,
-    rows_that_only_cuts_blind,
     with_plain_offset,
     without_bad_numbers,
 )
@@ -57,9 +56,6 @@ def on_finite_numbers(
     def attend(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensors, bool]:
         q, k, v, poison, moderate = without_bad_numbers(spec, query, key, value)
         output, lse, saved = forward(spec, q, k, v)
-        blind = None if spec.query_start is None else rows_that_only_cuts_blind(spec)
-        if blind is not None:
-            output, lse = output.masked_fill(blind[..., None], 0.0), lse.masked_fill(blind, -math.inf)
         if poison is not None:
             output += poison[..., None]
             lse += poison

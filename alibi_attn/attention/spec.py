@@ -53,7 +53,7 @@ class AttentionSpec(Generic[Array]):
         query_bias: [B, H, T] in key_bias's dtype, only with a key_bias: added to all scores of a query. lse includes it, and its
             gradients are the sums of ds over keys as they were computed (`forgetting_attention` needs both).
         query_start: [B, H, T] int64, only with a query_bias: the first key that each query may see; the masks still apply.
-            Kernels may ignore it: before it biases are lower by 2²⁰, and `cuts.py` handles the calls where that is not enough.
+            `cuts.py` translates it for kernels that do not read it.
         table: [H, N], in the slopes' dtype, added to the scores by head and distance i − j: column c is for the distance
             table_first + c, and every distance that occurs has a column. Only with slopes of 0, and a tolerance of 0.
         table_first: the distance of the first column.
@@ -356,8 +356,8 @@ GATES_RULE = (
     "log_fgate must be at most 0, the natural logarithm of a gate in [0, 1] (the logsigmoid of a number, or −inf for a cut) "
     "but it contains NaN, +inf or a positive number"
 )
-# A gate below e^(−2²⁰) counts as e^(−2²⁰): no weight passes it in any dtype, and sums keep the digits of the gates after it.
-# Whole multiples of GATE_STEP are summed separately, without rounding.
+# A gate below e^(−2²⁰) counts as e^(−2²⁰): no weight passes it in any dtype. Whole multiples of GATE_STEP are summed separately,
+# without rounding; the total of n such gates still has only the digits that its dtype has at n·2²⁰.
 GATE_FLOOR, GATE_STEP = -(2.0**20), 2.0**10
 
 

@@ -288,16 +288,6 @@ def last_keys(spec: Spec, keys: Tensor) -> Tensor:
     return torch.empty_like(last).scatter_(-1, order, last)[..., spec.key_len :]
 
 
-def rows_that_only_cuts_blind(spec: Spec) -> Tensor | None:
-    """[B, H, T] bool: queries that see no key because of their `query_start`; None if every query sees its own key."""
-    assert spec.query_start is not None
-    shown = shown_keys(spec)
-    assert shown is not None
-    if not bool(spec.query_start.any()) or (bool(shown.all()) and spec.key_segments is None):
-        return None
-    return ~rows_that_see(spec, shown)
-
-
 def visible_count(spec: Spec, *, rows: int = 256) -> Tensor:
     """[B] int64: the number of query-key pairs allowed by the masks that all heads share; linear memory."""
     plain = dataclasses.replace(spec, right_slopes=None, key_bias=None)

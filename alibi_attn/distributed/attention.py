@@ -20,7 +20,7 @@ from alibi_attn.attention.dispatch import check_name
 from alibi_attn.attention.dropout import drawn_seed
 from alibi_attn.attention.execution import attend, autocast, scaled_by_sinks, without_sinks
 from alibi_attn.attention.forgetting import check_gates, gate_sums, with_gates
-from alibi_attn.attention.spec import AttentionSpec, dtype_name
+from alibi_attn.attention.spec import GATE_FLOOR, AttentionSpec, dtype_name
 from alibi_attn.distributed.argument_check import (
     GatedShardOptions,
     ShardOptions,
@@ -180,7 +180,8 @@ class _Call:
             spec = dataclasses.replace(spec, key_mask=everything)
         spec = self._gated(spec, ranks)
         with torch.no_grad():
-            halo = self._planned(spec, ranks, lengths)
+            start, steps = self._cuts(spec, ranks, lengths)
+            halo = self._planned(spec, ranks, lengths, steps)
         rows = Transport(halo, ranks, self.traffic, counts_rows=True)
         (key, value), (keys, values) = rows.carried((self.key, self.value), "keys and values")
         bias = marks = None
@@ -189,7 +190,6 @@ class _Call:
             bias = own, pieces
         if spec.hides_keys:
             marks = _marks(spec, ranks, halo, self.traffic)
-        start = self._cuts(spec, ranks, lengths)
         rank_inputs = RankInputs(
             spec, halo, ranks.rank, self.query, (key, keys), (value, values), bias, start, marks, self.backend
         )
@@ -204,22 +204,34 @@ class _Call:
         before: Tensor = ScannedSums.apply(ranks, total.flatten())  # type: ignore[no-untyped-call]
         return with_gates(spec, sums + before.view_as(total)[..., None], 0)
 
-    def _cuts(self, spec: Spec, ranks: Ranks, lengths: tuple[int, ...]) -> Tensor | None:
-        """[B, H, L]: the position in the whole sequence of each query's last cut, 0 without one; None if no rank has a cut."""
-        if self.log_fgate is None:
-            return None
-        position = torch.arange(spec.query_len, device=self.query.device) + sum(lengths[: ranks.rank])
-        cuts = torch.where(self.log_fgate == -math.inf, position, 0)
-        last = cuts.amax(-1) if spec.query_len else cuts.new_zeros(cuts.shape[:2])
-        of_ranks = ranks.gathered(last.flatten(), "cuts")
-        if not bool(of_ranks.any()):
-            return None
-        before = of_ranks[: ranks.rank].amax(0) if ranks.rank else torch.zeros_like(of_ranks[0])
-        start = torch.maximum(cuts.cummax(-1).values, before.view_as(last)[..., None])
-        return start if start.shape[1] == spec.num_heads else start.repeat_interleave(spec.group, dim=1)
+    def _cuts(self, spec: Spec, ranks: Ranks, lengths: tuple[int, ...]) -> tuple[Tensor | None, Tensor | None]:
+        """(start, steps), or None for both if no rank has a cut.
 
-    def _planned(self, spec: Spec, ranks: Ranks, lengths: tuple[int, ...]) -> Halo:
+        Returns:
+            start: [B, H, L], the position in the whole sequence of each query's last cut, 0 without one.
+            steps: [B, H, L], 2²⁰ for each cut up to a key; added to its bias, they hide the keys before a cut from the planning.
+        """
+        if self.log_fgate is None:
+            return None, None
+        position = torch.arange(spec.query_len, device=self.query.device) + sum(lengths[: ranks.rank])
+        is_cut = self.log_fgate == -math.inf
+        cuts = torch.where(is_cut, position, 0)
+        last = cuts.amax(-1) if spec.query_len else cuts.new_zeros(cuts.shape[:2])
+        of_ranks = ranks.gathered(torch.stack([last, is_cut.sum(-1)]).flatten(), "cuts")
+        if not bool(of_ranks.any()):
+            return None, None
+        of_ranks = of_ranks[: ranks.rank].unflatten(1, (2, *last.shape))
+        before = of_ranks[:, 0].amax(0) if ranks.rank else torch.zeros_like(last)
+        start = torch.maximum(cuts.cummax(-1).values, before[..., None])
+        steps = (of_ranks[:, 1].sum(0)[..., None] + is_cut.cumsum(-1)) * -int(GATE_FLOOR)
+        if start.shape[1] != spec.num_heads:
+            start, steps = start.repeat_interleave(spec.group, dim=1), steps.repeat_interleave(spec.group, dim=1)
+        return start, steps
+
+    def _planned(self, spec: Spec, ranks: Ranks, lengths: tuple[int, ...], steps: Tensor | None) -> Halo:
         """The halo, the same on every rank."""
+        if steps is not None and spec.key_bias is not None:
+            spec = dataclasses.replace(spec, key_bias=spec.key_bias + steps)
         if self.score_bound is not None:
             slopes, right = (
                 None if x is None else x.detach().reshape(-1, spec.num_heads).amin(0).tolist()

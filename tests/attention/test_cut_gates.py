@@ -181,6 +181,79 @@ def test_cuts_compile(backend: str) -> None:
     torch.testing.assert_close(found, attend(*inputs), rtol=1e-5, atol=1e-5, equal_nan=True)
 
 
+def stretch_by_stretch(inputs: list[torch.Tensor]) -> tuple[torch.Tensor, torch.Tensor]:
+    """(output, lse) in fp64 without any sum over a cut: the gates after a cut are summed from it on."""
+    query, key, value, gates = inputs
+    cut = gates == -math.inf
+    position = torch.arange(gates.shape[-1])
+    start = torch.where(cut, position, 0).cummax(-1).values
+    between = (position > position[:, None]) & (position <= position[:, None, None])  # [i, j, l]
+    bias = torch.where(between, gates.masked_fill(cut, 0.0)[:, :, None, None], 0.0)
+    hidden = (position > position[:, None]) | (position < start[..., None])
+    bias = torch.where(position[None] >= start[..., None, None], bias, 0.0).sum(-1)
+    key, value = (x.repeat_interleave(query.shape[1] // key.shape[1], 1) for x in (key, value))
+    scores = (query @ key.mT * query.shape[-1] ** -0.5 + bias).masked_fill(hidden, -math.inf)
+    return scores.softmax(-1) @ value, scores.logsumexp(-1)
+
+
+@pytest.mark.parametrize("backend", ["reference", "dense", "native"])
+@pytest.mark.parametrize("per_head", [False, True])
+def test_cuts_cost_no_digits(backend: str, per_head: bool) -> None:
+    length = 150
+    query = torch.randn(1, 4, length, 16, dtype=torch.float64)
+    key, value = torch.randn(2, 1, 2, length, 16, dtype=torch.float64)
+    gates = -0.2 * torch.rand(1, 4, length, dtype=torch.float64)
+    for head in range(4):
+        gates[:, head, 3 + per_head * head : 80 : 7] = -math.inf
+    found = []
+    for attention in (
+        stretch_by_stretch,
+        lambda x: forgetting_attention(*x, return_lse=True, tolerance=0.0, backend=backend),
+    ):
+        leaves = [x.clone().requires_grad_() for x in (query, key, value, gates)]
+        results = attention(leaves)
+        gradients = torch.autograd.grad(results, leaves, [x.detach().cos() for x in results])
+        found.append([*results, *gradients])
+    for exact, ours in zip(*found, strict=True):
+        torch.testing.assert_close(ours, exact, rtol=1e-13, atol=1e-13)
+
+
+@pytest.mark.parametrize("transform", ["vmap", "vjp", "compile"])
+def test_cuts_hide_what_is_large_in_transforms(transform: str) -> None:
+    """Heads 2 and 3, which share a key head, have different cuts after a key whose score and bias pass any cut's bias."""
+    inputs = draw()
+    inputs[3][:, 2, 150] = inputs[3][:, 3, 120] = -math.inf
+    inputs[1][:, 1, 100] = 1e8
+    bias = torch.zeros(2, 4, LENGTH)
+    bias[:, 2, 110] = 3e6
+    weights = torch.randn(2, 4, LENGTH, 16)
+    weights[:, :2] = weights[:, 2:, :150] = 0.0
+
+    def attend(query: torch.Tensor, backend: str = "native") -> torch.Tensor:
+        return forgetting_attention(query, *inputs[1:], key_bias=bias, backend=backend)
+
+    def gradient(query: torch.Tensor, function) -> torch.Tensor:
+        leaf = query.clone().requires_grad_()
+        return torch.autograd.grad(function(leaf), leaf, weights)[0]
+
+    expected = attend(inputs[0], "reference"), gradient(inputs[0], lambda x: attend(x, "reference"))
+    if transform == "compile":
+        compiled = torch.compile(attend, fullgraph=True, backend="aot_eager")
+        found = compiled(inputs[0]), gradient(inputs[0], compiled)
+    else:
+
+        def both(query: torch.Tensor) -> tuple[torch.Tensor, torch.Tensor]:
+            output, pull = torch.func.vjp(attend, query)
+            return output, pull(weights)[0]
+
+        if transform == "vmap":
+            found = [x[0] for x in torch.func.vmap(both)(inputs[0][None])]
+        else:
+            found = both(inputs[0])
+    for x, y in zip(found, expected, strict=True):
+        torch.testing.assert_close(x[:, 2:, 150:], y[:, 2:, 150:], rtol=1e-5, atol=2e-5)
+
+
 def test_a_sum_that_absorbs_later_gates_is_noticed() -> None:
     inputs = with_cuts(draw(), -1e16)
     sums = inputs[3].double().cumsum(-1)

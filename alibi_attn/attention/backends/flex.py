@@ -18,6 +18,7 @@ from alibi_attn.attention.certificate.biased import biased_bounds
 from alibi_attn.attention.certificate.bounds import bounds
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.tiles import Tiles, key_tiles, reach_and_scores
+from alibi_attn.attention.cuts import with_steps
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.visibility import first_positions
 
@@ -91,7 +92,10 @@ def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tupl
 
 def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, *, rows: int = BLOCK) -> Tiles:
     """The certified tiles of every block of queries."""
-    certified = bounds(spec, query, key, value) if spec.key_bias is None else biased_bounds(spec, query, key, value)
+    if spec.key_bias is None:
+        certified = bounds(spec, query, key, value)
+    else:
+        certified = biased_bounds(with_steps(spec), query, key, value)
     return key_tiles(spec, certified, rows=rows)
 
 

@@ -35,16 +35,14 @@ def test_hidden_keys_are_never_used(interpreter: ProcessPoolExecutor, query_len:
 
 
 @pytest.mark.parametrize(
-    ("query_len", "bad", "reads"),
+    ("query_len", "bad"),
     [
-        (150, float("nan"), False), (150, 1e8, True),
-        (3, float("nan"), False), (3, float("inf"), False), (3, 1e8, True), (3, float("nan"), True),
-        pytest.param(150, float("inf"), False, marks=pytest.mark.long),
-        pytest.param(150, float("nan"), True, marks=pytest.mark.long),
+        (150, float("nan")), (150, 1e4), (3, float("nan")), (3, float("inf")), (3, 1e4),
+        pytest.param(150, float("inf"), marks=pytest.mark.long),
     ],
 )  # fmt: skip
-def test_cuts_are_strict(interpreter: ProcessPoolExecutor, query_len: int, bad: float, reads: bool) -> None:
-    interpreter.submit(biased.cuts_are_strict, query_len, bad, reads=reads).result()
+def test_cuts_are_strict(interpreter: ProcessPoolExecutor, query_len: int, bad: float) -> None:
+    interpreter.submit(biased.cuts_are_strict, query_len, bad).result()
 
 
 @pytest.mark.parametrize("query_len", [150, 3])

@@ -300,7 +300,7 @@ def settled(call: Call) -> Call:
             asks_reach=False,
         )  # fmt: skip
         if call.gates in ("cuts", "both"):
-            # A cut becomes a gate of −2²⁰ internally: that hides earlier keys only while scores stay much smaller.
+            # In `fused` and JAX a cut becomes a gate of −2²⁰: that hides earlier keys only while scores stay much smaller.
             call = dataclasses.replace(
                 call, bad=None, key_bias=None, mask=None, segments=None, outlier_key=min(call.outlier_key, 10.0), size_query=1.0,
                 size_key=1.0, peaked=max(-4.0, min(4.0, call.peaked)),

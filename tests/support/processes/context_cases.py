@@ -95,9 +95,7 @@ CASES = {
     "bias of a row, symmetric": Case((120, 90, 100), bias="row", options={"causal": False}),
     "gates": Case((100, 80, 0, 90), gates=True, slopes=(0.0,) * 4),
     "gates, bias, slopes, padding": Case((100, 80, 20, 90), gates=True, bias="all", mask=True, kv_heads=2),
-    "gates, a cut before padding": Case(
-        (50, 6, 50, 80), gates=True, mask=True, cut=46, kv_heads=2, dtype=torch.float32
-    ),
+    "gates, a cut before padding": Case((50, 6, 50, 80), gates=True, mask=True, cut=46, kv_heads=2),
     "gates, segments": Case((100, 80, 90), gates=True, segments=True, slopes=(0.0,) * 4),
     "score bound": Case((120, 30, 100), kv_heads=2, options={"score_bound": 14.0}),
     "slopes of sequences": Case((120, 100), slopes=(SLOPES, (1.0, 2.0, 0.5, 0.6))),

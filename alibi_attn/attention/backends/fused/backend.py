@@ -23,6 +23,7 @@ from alibi_attn.attention.backends.protocol import TooSmall
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.certificate.tiles import Tiles, reach_and_scores
+from alibi_attn.attention.cuts import with_steps
 from alibi_attn.attention.operator import operator
 from alibi_attn.attention.schema import Arguments, BackwardInputs, Gradients, Kernels
 from alibi_attn.attention.spec import AttentionSpec
@@ -217,6 +218,7 @@ def _attend(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     poison = blind = None
     if spec.query_start is not None:
         key, value, poison, blind = contained_by_cuts(spec, key, value)
+        spec = with_steps(spec)
     full_tiles = _full_tiles(spec, query)
     tiles = plan(spec, query, key, value, full_tiles=full_tiles)
     output, lse = forward(spec, query, key, value, tiles, full_tiles=full_tiles)
@@ -241,6 +243,7 @@ def _differentiate(spec: Spec, saved: tuple[Tensor, ...], inputs: BackwardInputs
     query, key, value = in_rows(inputs.query, inputs.key, inputs.value)
     if spec.query_start is not None:
         key, value, *_ = contained_by_cuts(spec, key, value)
+        spec = with_steps(spec)
     if inputs.may_see_nothing:
         # 0·NaN is NaN: a query that sees no key must not affect the keys' gradients.
         nothing = ((lse if spec.key_bias is None else lse[:, 0]) == -torch.inf)[..., None]

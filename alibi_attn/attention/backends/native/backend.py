@@ -17,6 +17,7 @@ from alibi_attn.attention.backends.native.visited import Visited, numbers_of_vis
 from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall
 from alibi_attn.attention.bias import columns_of
 from alibi_attn.attention.certificate.constants import TILE
+from alibi_attn.attention.cuts import with_segments
 from alibi_attn.attention.operator import is_eager, on_finite_numbers, operator
 from alibi_attn.attention.schema import Arguments, BackwardInputs, Gradients, Saved
 from alibi_attn.attention.spec import AttentionSpec, dropout_numbers, dtype_name
@@ -111,6 +112,59 @@ def _backward(spec: Spec, saved: Saved, inputs: BackwardInputs) -> Gradients:
     return Gradients(dq, dk, dv, dslope, dkey_bias, dquery_bias, dtable)
 
 
+def _forward_between_cuts(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
+    """`_forward` with cuts as segments; whether or not heads become sequences, all results have the same shapes."""
+    if spec.query_start is None:
+        return _forward(spec, q, k, v)
+    between, *rows = with_segments(spec, q, k, v)
+    output, lse, saved = _forward(between, *rows)
+    visited = saved.visited.reshape(spec.batch, _numbers_between_cuts(spec, between))
+    most = numbers_of_visited(num_heads=spec.num_heads, num_kv_heads=spec.num_heads, query_len=spec.query_len)
+    visited = functional.pad(visited, (0, most - visited.shape[1]))
+    of_rows = saved.rows.transpose(1, 2).reshape(*q.shape[:2], 2, spec.query_len).transpose(1, 2)
+    return output.reshape(q.shape), lse.reshape(q.shape[:3]), Saved(visited, of_rows.contiguous())
+
+
+def _backward_between_cuts(spec: Spec, saved: Saved, inputs: BackwardInputs) -> Gradients:
+    if spec.query_start is None:
+        return _backward(spec, saved, inputs)
+    between, q, k, v = with_segments(spec, inputs.query, inputs.key, inputs.value)
+    parts = spec.num_heads // between.num_heads  # H if heads became sequences, else 1
+    copies = parts * between.num_kv_heads // spec.num_kv_heads
+    numbers = _numbers_between_cuts(spec, between)
+
+    def split(x: Tensor) -> Tensor:
+        """[B, H, …] with the batch and the heads of `between`."""
+        return x.reshape(between.batch, between.num_heads, *x.shape[2:])
+
+    def joined(x: Tensor) -> Tensor:
+        """The inverse."""
+        return x.reshape(spec.batch, spec.num_heads, *x.shape[2:])
+
+    def added(x: Tensor) -> Tensor:
+        """[B, K, …]: the sum over the copies of each key head."""
+        x = x.reshape(spec.batch, spec.num_kv_heads, copies, *x.shape[2:])
+        return x.sum(2) if copies > 1 else x.squeeze(2)
+
+    visited = saved.visited[:, :numbers].reshape(between.batch, numbers // parts)
+    of_rows = split(saved.rows.transpose(1, 2)).transpose(1, 2)
+    found = _backward(between, Saved(visited, of_rows), inputs._replace(
+        query=q, key=k, value=v, output=split(inputs.output), lse=split(inputs.lse),
+        grad_output=split(inputs.grad_output), grad_lse=None if inputs.grad_lse is None else split(inputs.grad_lse),
+    ))  # fmt: skip
+    of_biases = [None if x is None else joined(x) for x in (found.key_bias, found.query_bias)]
+    slopes = found.slopes.reshape(2, spec.batch, spec.num_heads)
+    return Gradients(joined(found.query), added(found.key), added(found.value), slopes, *of_biases)
+
+
+def _numbers_between_cuts(spec: Spec, between: Spec) -> int:
+    """The numbers in `visited` per sequence of `spec`, whose heads may be sequences of `between`."""
+    numbers = numbers_of_visited(
+        num_heads=between.num_heads, num_kv_heads=between.num_kv_heads, query_len=spec.query_len
+    )
+    return numbers * (spec.num_heads // between.num_heads)
+
+
 def _new_saved(query: Tensor, num_kv_heads: int) -> Saved:
     """Uninitialized: which keys each block visits, and m_i and ln l_i of every row, [B, 2, H, T]."""
     batch, heads, query_len = query.shape[:3]
@@ -121,10 +175,11 @@ def _new_saved(query: Tensor, num_kv_heads: int) -> Saved:
 
 
 def _empty_saved(arguments: Arguments) -> Saved:
-    return _new_saved(arguments.query, arguments.key.shape[1])
+    shared = arguments.query_start is None  # otherwise each head may become a sequence with its own key head
+    return _new_saved(arguments.query, arguments.key.shape[1] if shared else arguments.query.shape[1])
 
 
-run = operator(on_finite_numbers("native", _forward, _backward, _empty_saved))
+run = operator(on_finite_numbers("native", _forward_between_cuts, _backward_between_cuts, _empty_saved))
 
 
 def _wide(x: Tensor) -> Tensor:
