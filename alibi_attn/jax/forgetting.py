@@ -44,8 +44,10 @@ def forgetting_attention(
 
     Args:
         log_fgate: ln f, the natural logarithm, at most 0, fp32 or fp64, [B, H, S] (or [B, K, S], shared by the heads of a
-            group). −inf is a cut: from its position on, all keys before it are hidden, and its gradient is 0. A gate below −2²⁰
-            counts as −2²⁰. Hidden keys and other segments have gates too: a sum within a segment includes only that segment's.
+            group). −inf is a cut: from its position on, all keys before it are hidden, and its gradient is 0. (In `native`,
+            finite scores and biases beyond 2¹⁹ can pass a cut.) A gate below −2²⁰ counts as −2²⁰ in sums, and so does a cut:
+            after n of them, sums in fp32 are off by up to n·2⁻²⁸. Hidden keys and other segments have gates too: a sum within a
+            segment includes only that segment's.
             Values are checked if that is free: numpy arrays, and arrays on the CPU that are not traced.
         slopes: m, for ALiBi times gates; None = no ALiBi.
         query_offset: position of query 0, an int; S − T by default. All queries must be among the S positions.
@@ -166,8 +168,8 @@ _biases.defvjp(_biases_forward, _biases_backward)
 
 
 def _gate_sums(gates: Array) -> Pair:
-    """c_j = Σ_{l ≤ j} max(ln f_l, GATE_FLOOR) along the last axis. Whole multiples of GATE_STEP are counted in integers, exactly,
-    so that the sums keep the digits of all other gates.
+    """c_j = Σ_{l ≤ j} max(ln f_l, GATE_FLOOR) along the last axis. Whole multiples of GATE_STEP are counted in integers, exactly.
+    Their total has the digits of a pair: with n cuts, fp32 is off by up to n·2⁻²⁸.
     """
     gates = jnp.maximum(gates, GATE_FLOOR)
     steps = jnp.trunc(gates / GATE_STEP)
