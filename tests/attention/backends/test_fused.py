@@ -8,6 +8,7 @@ import conformance_on_device as device
 import decoding_in_interpreter as decoding
 import device_arithmetic
 import differential_fuzz
+import far_in_interpreter as far
 import fused_in_interpreter as inside
 import numpy as np
 import pytest
@@ -194,6 +195,14 @@ def test_full_tiles_of_long_documents_are_found(interpreter: ProcessPoolExecutor
     assert allowed[:8] == [[2560, 0]] * 8
     assert allowed[8:16] == [[512, 1024]] * 8
     assert allowed[16:32] == [[1024, 2048]] * 16
+
+
+@pytest.mark.parametrize("queries", [3, 100])
+@pytest.mark.parametrize("name", ["causal", "both sides", "window", "dropout", "key bias"])
+def test_queries_far_from_all_keys_lose_no_digit(interpreter: ProcessPoolExecutor, queries: int, name: str) -> None:
+    """Scores are up to 0.3·230·log₂e = 100, where fp32 is off by 2⁻¹⁸; 10⁻⁵ allows for three such errors."""
+    errors = interpreter.submit(far.errors_of_far_queries, queries, name).result()
+    assert max(errors.values()) < 1e-5, errors
 
 
 def test_layouts_agree(interpreter: ProcessPoolExecutor) -> None:

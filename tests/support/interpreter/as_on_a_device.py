@@ -71,7 +71,8 @@ def compiled(target: str, dtype: torch.dtype, cases: Sequence[Case]) -> dict[str
 def _call(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, known_norms: Norms | None) -> None:
     """Runs forward, and backward with and without gradients of slopes and lse."""
     tiles = fused.plan(spec, query, key, value, known_norms)
-    output, lse = fused.forward(spec, query, key, value, tiles)
+    given_lse = torch.empty(query.shape[:3]) if spec.key_bias is None else None
+    output, lse = fused.forward(spec, query, key, value, tiles, given_lse=given_lse)
     for wanted in (True, False):
         fused.backward(
             spec, query, key, value, output, lse, output, lse if wanted else None, tiles, slopes_wanted=wanted

@@ -67,7 +67,7 @@ TARGETS = {
 # Triton's types for the arguments of a plain causal call; None marks the absent ones.
 ROWS, LABELS = Rows("*bf16", "i32", "i32", "i32"), Labels("*i64", "*i64", "*i32", "*i32")
 TYPES = dict.fromkeys(("Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV"), ROWS)
-TYPES |= dict.fromkeys(("LSE", "DLSE", "DELTA", "DSLOPES", "NORMS", "OUTS", "LSES"), "*fp32")
+TYPES |= dict.fromkeys(("LSE", "DLSE", "DELTA", "DSLOPES", "NORMS", "OUTS", "LSES", "GIVEN_LSE"), "*fp32")
 TYPES |= dict.fromkeys(("BANDS", "OUTLIER_TILES", "CANDIDATES", "REACH", "RUNS", "FULL"), "*i32")
 TYPES |= dict.fromkeys(("COUNT", "SUMS", "KNOWN_KEYS", "KNOWN_VALUES", "KEY_MASK", "SEGMENTS", "FIRST_SEEN"), None)
 TYPES |= dict.fromkeys(("labels", "of_labels", "queries", "keys"), LABELS)
@@ -162,14 +162,13 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool)
     constants = {
         "D": head_dim, "BM": shape.queries, "BN": shape.keys, "ROWS": PLAN_ROWS, "CAUSAL": True,
         "PRECISION": "tf32x3" if TARGETS[target].backend == "cuda" else "ieee", "WIDTH": 64, "BLOCKS": 64, "OF_WIDTH": 64,
-        "SLOTS": 64, "PARTS": 1, "OF_PARTS": 2, "KEYS": True, "HAS_SEGMENTS": False, "BOTH_SIDES": False, "NATURAL": True,
-        "OF_HEADS": False,
+        "SLOTS": 64, "PARTS": 1, "OF_PARTS": 2, "KEYS": True, "HAS_SEGMENTS": False, "BOTH_SIDES": False, "OF_HEADS": False,
     }  # fmt: skip
     types = TYPES | {"ALLOWED": "*i32" if kernel == "allowed" else None}
     if biased:
         types["call"] = TYPES["call"]._replace(key_bias=KeyBias("*fp32", "*fp32", "*fp32", "*fp32"))
         types["visited"], types["visitors"] = Visited("*i32", "*i32", "*i32"), Visitors("*i32", "*i32", "*i32")
-        types |= {"SUMS": "*fp32", "NORMS": None, "ALLOWED": "*i32", "FIRST_SEEN": "*i32"}
+        types |= {"SUMS": "*fp32", "NORMS": None, "GIVEN_LSE": None, "ALLOWED": "*i32", "FIRST_SEEN": "*i32"}
         types["norms"] = TYPES["norms"]._replace(latest="*i32", sums="*fp32")
     signature: dict[str, Any] = {}
     places: dict[tuple[int, ...], Any] = {}

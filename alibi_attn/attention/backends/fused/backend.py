@@ -17,7 +17,7 @@ from alibi_attn.attention.backends.fused.configs import MAX_HEAD_DIM, PLAN_ROWS,
 from alibi_attn.attention.backends.fused.full_tiles import FullTiles
 from alibi_attn.attention.backends.fused.kernels.arguments import Visited, Visitors
 from alibi_attn.attention.backends.fused.key_bias import unshifted
-from alibi_attn.attention.backends.fused.launch import call_of, in_rows, on, precision, rows_of
+from alibi_attn.attention.backends.fused.launch import bias_of_move, call_of, in_rows, on, precision, rows_of
 from alibi_attn.attention.backends.fused.plan import planned, visiting_blocks
 from alibi_attn.attention.backends.protocol import TooSmall
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
@@ -97,12 +97,13 @@ def is_split(spec: Spec, query: Tensor) -> bool:
 
 def forward(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, *, counts: Tensor | None = None,
-    full_tiles: FullTiles | None = None,
+    full_tiles: FullTiles | None = None, given_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(output, lse) over the tiles of a plan; `counts` [B, H, ⌈T / tile⌉] int32 gets the tiles that each tile of queries visits.
 
     If keys are split, `counts` is [B, K, parts] with the parts of `decode_parts`. With a key bias lse is [B, 3, H, T]: in units
-    of log2, followed by the pair that each is relative to.
+    of log2, followed by the pair that each is relative to. Queries that are all beyond the keys are moved next to them, and lse
+    is that of the moved ones; without a key bias `given_lse` [B, H, T] fp32 gets the lse at the given positions.
     """
     from alibi_attn.attention.backends.fused.kernels import decode as decode_kernels
     from alibi_attn.attention.backends.fused.kernels import forward as forward_kernels
@@ -128,15 +129,16 @@ def forward(
             )
             rows = query.shape[:3].numel()
             decode_kernels.merge_kernel[(rows,)](
-                outputs, lses, rows_of(output), lse, parts, rows, spec.num_heads, spec.query_len,
-                SLOTS=1 << (parts - 1).bit_length(), D=spec.head_dim, NATURAL=spec.key_bias is None, num_warps=1,
+                outputs, lses, rows_of(output), lse, given_lse, call, parts, rows, SLOTS=1 << (parts - 1).bit_length(),
+                D=spec.head_dim, num_warps=1,
             )  # fmt: skip
         return output, lse
     visited = Visited(tiles.bands, tiles.beside, None if full_tiles is None else full_tiles.of_blocks(tiles.rows))
     with on(query):
         forward_kernels.forward_kernel[(spec.batch * spec.num_heads * -(-spec.query_len // shape.queries),)](
-            *inputs, rows_of(output), lse, call, visited, tiles.norms if spec.causal and full_tiles is None else None,
-            _heaviest_first(tiles.weight), counts, ROWS=tiles.rows, **constants,
+            *inputs, rows_of(output), lse, given_lse, call, visited,
+            tiles.norms if spec.causal and full_tiles is None else None, _heaviest_first(tiles.weight), counts,
+            ROWS=tiles.rows, **constants,
         )  # fmt: skip
     return output, lse
 
@@ -149,7 +151,9 @@ def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, known_norms: N
     """
     query, key, value = in_rows(query, key, value)
     tiles = plan(spec, query, key, value, known_norms)
-    return forward(spec, query, key, value, tiles)
+    given_lse = query.new_empty(query.shape[:3], dtype=torch.float32)
+    output, _ = forward(spec, query, key, value, tiles, given_lse=given_lse)
+    return output, given_lse
 
 
 def decode_parts(spec: Spec, query: Tensor) -> int:
@@ -204,7 +208,7 @@ def backward(
 
 
 class _Saved(NamedTuple):
-    """Saved by forward for backward: its plan, and with key biases the relative lse of the kernels."""
+    """Saved by forward for backward: its plan, and the lse of the kernels, which keeps the digits that a large bias costs."""
 
     bands: Tensor
     outlier_tiles: Tensor
@@ -221,25 +225,26 @@ def _attend(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
         spec = with_steps(spec)
     full_tiles = _full_tiles(spec, query)
     tiles = plan(spec, query, key, value, full_tiles=full_tiles)
-    output, lse = forward(spec, query, key, value, tiles, full_tiles=full_tiles)
+    given_lse = query.new_empty(query.shape[:3], dtype=torch.float32) if spec.key_bias is None else None
+    output, lse = forward(spec, query, key, value, tiles, full_tiles=full_tiles, given_lse=given_lse)
     if poison is not None and blind is not None:
         output = output.masked_fill(blind[..., None], 0.0) + poison[..., None].to(output.dtype)
         lse[:, 0] = lse[:, 0].masked_fill(blind, -torch.inf) + poison
-    of_tiles = tiles.bands, tiles.outlier_tiles, tiles.beside, tiles.weight
-    if full_tiles is None or full_tiles.call.key_bias is None:
-        return output, lse, _Saved(*of_tiles, lse.new_empty((spec.batch, 0))), False
-    whole = unshifted(lse)
-    if spec.query_bias is not None:
-        whole = whole + spec.query_bias
-    return output, rounded_lse(spec, query, whole), _Saved(*of_tiles, lse), False
+    saved = _Saved(tiles.bands, tiles.outlier_tiles, tiles.beside, tiles.weight, lse)
+    if given_lse is not None:
+        return output, given_lse, saved, False
+    if spec.query_bias is not None:  # all queries are among the keys
+        given_lse = unshifted(lse) + spec.query_bias
+    else:
+        given_lse = unshifted(lse) + bias_of_move(spec, query.device)
+    return output, rounded_lse(spec, query, given_lse), saved, False
 
 
 def _differentiate(spec: Spec, saved: tuple[Tensor, ...], inputs: BackwardInputs) -> Gradients:
     bands, outlier_tiles, beside, weight, relative_lse = saved
-    lse, grad_lse, grad_output = inputs.lse, inputs.grad_lse, inputs.grad_output
-    if spec.key_bias is not None:
-        lse = relative_lse.contiguous()  # the unshifted one may have lost all digits of small numbers
-        grad_lse = None if grad_lse is None else grad_lse.float()
+    lse, grad_lse, grad_output = relative_lse.contiguous(), inputs.grad_lse, inputs.grad_output
+    if grad_lse is not None:
+        grad_lse = grad_lse.float()
     query, key, value = in_rows(inputs.query, inputs.key, inputs.value)
     if spec.query_start is not None:
         key, value, *_ = contained_by_cuts(spec, key, value)
@@ -270,7 +275,7 @@ def _empty_saved(arguments: Arguments) -> _Saved:
         query.new_empty((b, h, OUTLIER_TILES), dtype=torch.int32),
         query.new_empty((b, h, blocks, OUTLIER_TILES), dtype=torch.int32),
         query.new_empty((b, h), dtype=torch.int32),
-        query.new_empty((b, 3, h, t) if is_biased else (b, 0), dtype=torch.float32),
+        query.new_empty((b, 3, h, t) if is_biased else (b, h, t), dtype=torch.float32),
     )
 
 

@@ -58,11 +58,21 @@ def call_of(spec: Spec, device: torch.device, key_bias: KeyBias | None = None) -
             *(None if segments is None else in_memory(segments).contiguous() for segments in masks),
         ),
         scale=spec.scale,
-        window=None if spec.window is None else min(spec.window, 2**30),
+        window=spec.window,
         dropout=None if spec.dropout_seed is None else _dropout(spec, spec.dropout_seed),
         key_bias=key_bias,
         H=spec.num_heads, G=spec.group, T=spec.query_len, S=spec.key_len,
     )  # fmt: skip
+
+
+def bias_of_move(spec: Spec, device: torch.device) -> Tensor:
+    """[B or 1, H, 1] fp64: the bias of the distance by which kernels move queries that are all beyond the keys."""
+    first = first_positions(spec, device)[:, None]
+    moved = (first - first.clamp(-spec.query_len, spec.key_len)).double()
+    slopes = spec.slopes.detach()
+    if spec.right_slopes is not None:
+        slopes = torch.where(moved < 0, spec.right_slopes.detach(), slopes)
+    return (-slopes * moved.abs()).masked_fill(moved == 0, 0.0)[..., None]
 
 
 def precision() -> str:

@@ -19,6 +19,7 @@ import triton.language as tl
 
 from alibi_attn.attention.backends.fused.kernels.arguments import Head, Queries
 from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_by_keys, kept_weights
+from alibi_attn.attention.backends.fused.kernels.positions import distance_moved, load_offset, load_window
 from alibi_attn.attention.backends.fused.kernels.tiles import (
     LOG2E,
     OUTLIERS,
@@ -34,7 +35,6 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     full_tile,
     in_log2,
     linear_bias,
-    load_offset,
     load_rows,
     load_slope,
     load_tile,
@@ -149,11 +149,14 @@ def query_kernel(
     if right is not None:
         right = load_slope(right, b, h)
     if dropout is not None:
-        dropout = head_dropout(dropout, b, h)
+        dropout = head_dropout(dropout, b, h, distance_moved(call.query_offset, b, T, S))
+    window = call.window
+    if window is not None:
+        window = load_window(call, b)
     bias = call.key_bias
     if bias is not None:
         bias = bias_for(bias, bh, bh * tl.cdiv(T, ROWS) + n * BM // ROWS, tl.cdiv(S, TILE), S)
-    head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, call.window, dropout, bias)
+    head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, window, dropout, bias)
 
     rows = tl.arange(0, BM)
     i = n * BM + rows
@@ -173,7 +176,7 @@ def query_kernel(
     tl.store(DELTA + bh * T + i, delta, mask=i < T)
     if segments is not None:
         segments = tl.load(segments + b * T + i, mask=i < T, other=0)
-    start = n * BM + load_offset(call.query_offset, b)
+    start = n * BM + load_offset(call.query_offset, b, T, S)
     queries = Queries(q, i, start + rows, start, segments, b)
     # If a whole block lies beyond the keys, a constant is left out of its distances, because a row of ds adds up to dlse.
     # Otherwise the rounding of products with distances of 10⁶ would exceed their sum.
@@ -211,6 +214,7 @@ def query_kernel(
     if DSLOPES is not None:
         if DLSE is not None:
             due = tl.load(DLSE + bh * T + i, mask=used, other=0.0)
+            least += distance_moved(call.query_offset, bh // H, T, S)
             if call.right_slopes is not None:
                 to_left -= tl.maximum(least, 0).to(tl.float32) * due
                 to_right += tl.minimum(least, 0).to(tl.float32) * due
@@ -260,7 +264,10 @@ def key_kernel(
     t = tl.program_id(0) % programs
     kv_heads = H // G
     b, kv = bk // kv_heads, bk % kv_heads
-    offset = load_offset(call.query_offset, b)
+    offset = load_offset(call.query_offset, b, T, S)
+    window = call.window
+    if window is not None:
+        window = load_window(call, b)
     tiles, blocks = tl.cdiv(S, TILE), tl.cdiv(T, ROWS)
 
     rows = tl.arange(0, BM)
@@ -283,8 +290,8 @@ def key_kernel(
         if right is not None:
             right = load_slope(right, b, h)
         if dropout is not None:
-            dropout = head_dropout(dropout, b, h)
-        head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, call.window, dropout)
+            dropout = head_dropout(dropout, b, h, distance_moved(call.query_offset, b, T, S))
+        head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, window, dropout)
         candidates = visitors.candidates + (bh * tiles + key_tile) * 3
         first = tl.min(tl.load(candidates, mask=there, other=NEVER), 0) * (ROWS // BM)
         last = tl.max(tl.load(candidates + 1, mask=there, other=0), 0) * (ROWS // BM)

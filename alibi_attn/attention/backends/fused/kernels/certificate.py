@@ -16,13 +16,13 @@ import triton
 import triton.language as tl
 
 from alibi_attn.attention.backends.fused.kernels.arguments import Head
+from alibi_attn.attention.backends.fused.kernels.positions import load_offset, load_window
 from alibi_attn.attention.backends.fused.kernels.tiles import (
     LOG2E,
     OUTLIERS,
     TILE,
     bias_for,
     biased_scores,
-    load_offset,
     load_rows,
     load_slope,
     natural_lse,
@@ -240,12 +240,15 @@ def reach_kernel(
     bk = b * kv_heads + h // G
     x = tl.arange(0, TILE)
     i = n * TILE + x
-    start = n * TILE + load_offset(call.query_offset, b)
+    start = n * TILE + load_offset(call.query_offset, b, T, S)
     position = start + x
     right = call.right_slopes
     if right is not None:
         right = load_slope(right, b, h)
-    head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, call.window, None)
+    window = call.window
+    if window is not None:
+        window = load_window(call, b)
+    head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, window, None)
     m = tl.load(call.slopes.pointer + b * call.slopes.batch + h)
     K = of_head(K, b, (h // G).to(tl.int64))
     q = load_rows(of_head(Q, b, h), n * TILE, i < T, TILE, D)  # [TILE, DP]
@@ -299,8 +302,8 @@ def reach_kernel(
     for back in tl.static_range(_KEPT):
         j = position - back
         here = (j >= 0) & (j < S)
-        if call.window is not None:
-            here = here & (position - j < call.window)
+        if window is not None:
+            here = here & (position - j < window)
         if segments is not None:
             here = here & (segments == tl.load(masks.key_segments + b * S + j, mask=here, other=0))
         if bias is not None:
@@ -342,8 +345,8 @@ def reach_kernel(
             )
             low = tl.load(ALLOWED + (bh * blocks + n) * 2)
             high = tl.load(ALLOWED + (bh * blocks + n) * 2 + 1)
-            if call.window is not None:
-                low, high = tl.maximum(low, start - call.window + 1), tl.minimum(high, tail + call.window)
+            if window is not None:
+                low, high = tl.maximum(low, start - window + 1), tl.minimum(high, tail + window)
             sums = norms.sums + (side * (bh * 0 + B) * H + bh) * tiles
             if side == 0:
                 from_tile, origin, step = low // TILE, start, 1

@@ -13,6 +13,12 @@ import triton.language as tl
 from alibi_attn.attention.backends.fused.kernels.arguments import BlockBias, Head, Queries
 from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout
 from alibi_attn.attention.backends.fused.kernels.forward import attend_partial
+from alibi_attn.attention.backends.fused.kernels.positions import (
+    distance_moved,
+    load_offset,
+    load_window,
+    lse_before_move,
+)
 from alibi_attn.attention.backends.fused.kernels.tiles import (
     LOG2E,
     OUTLIERS,
@@ -21,7 +27,6 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     bias_for,
     inside,
     kept_lse,
-    load_offset,
     load_slope,
     lse_rows,
     no_maximum,
@@ -57,19 +62,22 @@ def decode_kernel(
     if right is not None:
         right = load_slope(right, b, h, real)[:, None]
     if dropout is not None:
-        dropout = head_dropout(dropout, b, h[:, None])
+        dropout = head_dropout(dropout, b, h[:, None], distance_moved(call.query_offset, b, T, S))
     slope = load_slope(call.slopes, b, h, real)[:, None]
+    window = call.window
+    if window is not None:
+        window = load_window(call, b)
     bias = call.key_bias
     if bias is not None:
         bh = tl.where(real, b * H + h, b * H + kv * G)
         bias = bias_for(bias, bh, bh, tl.cdiv(S, TILE), S)
         bias = BlockBias(bias.rest[:, None], bias.pairs[:, None], bias.bases, bias.reference)
-    head = Head((b * H + h)[:, None], slope, right, call.scale * LOG2E, call.window, dropout, bias)
+    head = Head((b * H + h)[:, None], slope, right, call.scale * LOG2E, window, dropout, bias)
     if segments is not None:
         segments = tl.load(segments + b * T + i, mask=real, other=0)
     at = Q.pointer + b * Q.batch + h.to(tl.int64)[:, None] * Q.head + i[:, None] * Q.row
     q = tl.load(at + d[None, :], mask=inside(real, D), other=0.0)  # [BM, DP]
-    start = load_offset(call.query_offset, b)
+    start = load_offset(call.query_offset, b, T, S)
     queries = Queries(q, i, i + start, start, segments, b)
     m_i = no_maximum(BM)
     l_i = tl.zeros([BM], tl.float32)
@@ -107,16 +115,17 @@ def decode_kernel(
 
 
 @triton.jit
-def merge_kernel(OUTS, LSES, OUT, LSE, parts, rows, H, T, SLOTS: tl.constexpr, D: tl.constexpr, NATURAL: tl.constexpr):
+def merge_kernel(OUTS, LSES, OUT, LSE, GIVEN_LSE, call, parts, rows, SLOTS: tl.constexpr, D: tl.constexpr):
     """Program: one row, of one query and head. OUTS [parts, rows, D], LSES [parts, rows] become OUT, LSE; SLOTS ≥ parts.
 
-    The lse are NATURAL, or in log2 units (see `kept_lse`) and relative to pairs (see `lse_rows`). The merged one is relative to
-    the pair of the part with the largest.
+    With a key bias the lse are in log2 units (see `kept_lse`) and relative to pairs (see `lse_rows`). The merged one is
+    relative to the pair of the part with the largest. GIVEN_LSE is that of forward.
     """
-    unit = LOG2E if NATURAL else 1.0
+    H, T = call.H, call.T
+    unit = LOG2E if call.key_bias is None else 1.0
     row = tl.program_id(0).to(tl.int64)
     part, d = tl.arange(0, SLOTS), tl.arange(0, padded(D))
-    if NATURAL:
+    if call.key_bias is None:
         lse = tl.load(LSES + part.to(tl.int64) * rows + row, mask=part < parts, other=float("-inf"))
     else:
         LSE += row // (H * T) * 2 * H * T
@@ -140,4 +149,7 @@ def merge_kernel(OUTS, LSES, OUT, LSE, parts, rows, H, T, SLOTS: tl.constexpr, D
     out = tl.sum(outs * share[:, None], 0) / tl.where(l_i == 0.0, 1.0, l_i)  # [DP]
     at = OUT.pointer + row // T // H * OUT.batch + row // T % H * OUT.head + row % T * OUT.row
     tl.store(at + d, out.to(OUT.pointer.dtype.element_ty), mask=d < D)
-    tl.store(LSE + row, known + tl.log2(l_i) / unit)
+    merged = known + tl.log2(l_i) / unit
+    tl.store(LSE + row, merged)
+    if GIVEN_LSE is not None:
+        tl.store(GIVEN_LSE + row, lse_before_move(merged, call, row // T // H, row // T % H))

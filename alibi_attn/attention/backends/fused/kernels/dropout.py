@@ -19,13 +19,14 @@ _ROUNDS = tl.constexpr(7)
 
 
 @triton.jit
-def head_dropout(dropout, b, h):
-    """The `HeadDropout` of sequence b and head h, or of heads of any shape."""
+def head_dropout(dropout, b, h, moved):
+    """The `HeadDropout` of sequence b and head h, or of heads of any shape; `moved` is its `distance_moved`."""
     seed = dropout.seed + b // dropout.alike * 4
     high = tl.load(seed)
     b, h = (b % dropout.alike + tl.load(seed + 1)).to(tl.uint32), (h + tl.load(seed + 2)).to(tl.uint32)
     x, y = drawn_words(high.to(tl.uint32), b, h)
     key, shift = drawn_words((high >> 32).to(tl.uint32), x, y)
+    shift = tl.add(shift, moved.to(tl.uint32), sanitize_overflow=False)
     return HeadDropout(dropout.threshold, dropout.factor, key, shift, tl.load(seed + 3).to(tl.uint32))
 
 

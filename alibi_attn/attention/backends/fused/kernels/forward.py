@@ -13,6 +13,12 @@ import triton.language as tl
 
 from alibi_attn.attention.backends.fused.kernels.arguments import Band, Head, Queries
 from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_weights
+from alibi_attn.attention.backends.fused.kernels.positions import (
+    distance_moved,
+    load_offset,
+    load_window,
+    lse_before_move,
+)
 from alibi_attn.attention.backends.fused.kernels.tiles import (
     LOG2E,
     OUTLIERS,
@@ -25,7 +31,6 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     full_tile,
     kept_lse,
     linear_bias,
-    load_offset,
     load_rows,
     load_slope,
     load_tile,
@@ -128,13 +133,14 @@ def until_finite(norms, of_head, heads, high, last, S, BN: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    Q, K, V, OUT, LSE, call, visited, NORMS, ORDER, COUNT,
+    Q, K, V, OUT, LSE, GIVEN_LSE, call, visited, NORMS, ORDER, COUNT,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program: one block of BM queries of one head; the heaviest heads, and in them the last blocks, come first.
 
     Args:
         Q, K, V, OUT: Rows. LSE: [B, H, T] fp32, see `lse_rows`. ORDER: [B·H] int64. A block of the plan has ROWS queries.
+        GIVEN_LSE: [B, H, T] fp32, see `lse_before_move`; None = not wanted, or with a key bias.
         NORMS: [2, B, K, tiles] fp32, the largest norms of keys and of values; None if they are unknown, or with a key bias.
         COUNT: [B, H, ⌈T / BM⌉] int32, the number of visited tiles; None = not counted.
     """
@@ -149,17 +155,20 @@ def forward_kernel(
     if right is not None:
         right = load_slope(right, b, h)
     if dropout is not None:
-        dropout = head_dropout(dropout, b, h)
+        dropout = head_dropout(dropout, b, h, distance_moved(call.query_offset, b, T, S))
+    window = call.window
+    if window is not None:
+        window = load_window(call, b)
     bias = call.key_bias
     if bias is not None:
         bias = bias_for(bias, bh, bh * tl.cdiv(T, ROWS) + n * BM // ROWS, tl.cdiv(S, TILE), S)
-    head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, call.window, dropout, bias)
+    head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, window, dropout, bias)
 
     rows = tl.arange(0, BM)
     i = n * BM + rows
     if segments is not None:
         segments = tl.load(segments + b * T + i, mask=i < T, other=0)
-    start = n * BM + load_offset(call.query_offset, b)
+    start = n * BM + load_offset(call.query_offset, b, T, S)
     q = load_rows(Q, n * BM, i < T, BM, D)
     queries = Queries(q, i, start + rows, start, segments, b)
     m_i = no_maximum(BM)
@@ -202,7 +211,10 @@ def forward_kernel(
 
     store_rows(OUT, n * BM, normalized(acc, l_i), i < T, BM, D)
     LSE = lse_rows(LSE, bh, b, H, T, call.key_bias)
-    tl.store(LSE + i, kept_lse(m_i[0], l_i, call.key_bias), mask=i < T)
+    lse = kept_lse(m_i[0], l_i, call.key_bias)
+    tl.store(LSE + i, lse, mask=i < T)
+    if GIVEN_LSE is not None:
+        tl.store(GIVEN_LSE + bh * T + i, lse_before_move(lse, call, b, h), mask=i < T)
     if call.key_bias is not None:
         tl.store(LSE + H * T + i, m_i[1], mask=i < T)
         tl.store(LSE + 2 * H * T + i, m_i[2], mask=i < T)

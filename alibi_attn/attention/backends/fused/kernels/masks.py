@@ -11,7 +11,8 @@ import triton
 import triton.language as tl
 
 from alibi_attn.attention.backends.fused.kernels.certificate import larger
-from alibi_attn.attention.backends.fused.kernels.tiles import TILE, load_offset
+from alibi_attn.attention.backends.fused.kernels.positions import load_offset
+from alibi_attn.attention.backends.fused.kernels.tiles import TILE
 
 
 @triton.jit
@@ -98,8 +99,11 @@ def full_kernel(
     parts = tl.cdiv(count, WIDTH)
     b = (tl.program_id(0) // parts).to(tl.int64)
     at = tl.program_id(0) % parts * WIDTH + tl.arange(0, WIDTH)
-    offset = load_offset(query_offset, b)
     size, other_size = PARTS * TILE, OF_PARTS * TILE
+    T, S = tiles * TILE, of_tiles * TILE
+    if KEYS:
+        T, S = S, T
+    offset = load_offset(query_offset, b, T, S)
     label, uniform = label_of(labels, b, at, count, tiles, PARTS)
     start = at * size + offset
     if KEYS:

@@ -10,7 +10,13 @@ import triton
 import triton.language as tl
 
 from alibi_attn.attention.backends.fused.kernels.certificate import CHOICES, FARTHEST, among, outliers_in
-from alibi_attn.attention.backends.fused.kernels.tiles import OUTLIERS, TILE, load_offset
+from alibi_attn.attention.backends.fused.kernels.positions import (
+    distance_moved,
+    load_offset,
+    load_window,
+    reach_before_move,
+)
+from alibi_attn.attention.backends.fused.kernels.tiles import OUTLIERS, TILE
 
 NEVER = tl.constexpr(2**28)  # the first tile of a block that visits none; small enough to be multiplied
 
@@ -69,8 +75,11 @@ def plan_kernel(
     H, G, T, S = call.H, call.G, call.T, call.S
     bh = tl.program_id(0).to(tl.int64)
     b, h = bh // H, (bh % H).to(tl.int32)
-    N, blocks, offset = tl.cdiv(T, ROWS), tl.cdiv(T, TILE), load_offset(call.query_offset, b)
+    N, blocks, offset = tl.cdiv(T, ROWS), tl.cdiv(T, TILE), load_offset(call.query_offset, b, T, S)
     heads = tl.num_programs(0).to(tl.int64) * blocks
+    moved, window = distance_moved(call.query_offset, b, T, S), call.window
+    if window is not None:
+        window = load_window(call, b)
     best, slots = 0, tl.arange(0, OUTLIERS)
     outliers = tl.full([OUTLIERS], -1, tl.int32)
     if certificate is not None:
@@ -94,12 +103,12 @@ def plan_kernel(
                 left = tl.load(at, mask=there, other=0)
                 if not CAUSAL:
                     right = tl.load(at + CHOICES * heads, mask=there, other=0)
-            tl.store(plan.reach + bh * blocks + block, left, mask=there)
-            tl.store(plan.reach + heads + bh * blocks + block, right, mask=there)
+            tl.store(plan.reach + bh * blocks + block, reach_before_move(left, moved), mask=there)
+            tl.store(plan.reach + heads + bh * blocks + block, reach_before_move(right, -moved), mask=there)
             row = b * blocks + block
             if call.key_bias is not None:
                 row = bh * blocks + block
-            lowest, highest = seen_keys(ALLOWED, row, start, end, there, S, call.window, CAUSAL)
+            lowest, highest = seen_keys(ALLOWED, row, start, end, there, S, window, CAUSAL)
             near, far = tl.maximum(lowest, start - left + 1), highest
             if not CAUSAL:
                 far = tl.minimum(far, end - 1 + right)
@@ -135,8 +144,11 @@ def shared_plan_kernel(certificate, ALLOWED, plan, call, CAUSAL: tl.constexpr):
     H, G, T, S = call.H, call.G, call.T, call.S
     bk = tl.program_id(0).to(tl.int64)
     b, kv = bk // (H // G), bk % (H // G)
-    offset, leader = load_offset(call.query_offset, b), b * H + kv * G
+    offset, leader = load_offset(call.query_offset, b, T, S), b * H + kv * G
     heads = tl.num_programs(0).to(tl.int64) * G
+    moved, window = distance_moved(call.query_offset, b, T, S), call.window
+    if window is not None:
+        window = load_window(call, b)
     slots = tl.arange(0, OUTLIERS)
     row = tl.zeros([1], tl.int32)
     start, there = row + offset, row == 0
@@ -144,10 +156,10 @@ def shared_plan_kernel(certificate, ALLOWED, plan, call, CAUSAL: tl.constexpr):
     if call.key_bias is not None:
         low, high = row + S, row
         for g in range(G):
-            lowest, highest = seen_keys(ALLOWED, leader + g + row, start, end, there, S, call.window, CAUSAL)
+            lowest, highest = seen_keys(ALLOWED, leader + g + row, start, end, there, S, window, CAUSAL)
             low, high = tl.minimum(low, lowest), tl.maximum(high, highest)
     else:
-        low, high = seen_keys(ALLOWED, b + row, start, end, there, S, call.window, CAUSAL)
+        low, high = seen_keys(ALLOWED, b + row, start, end, there, S, window, CAUSAL)
     near, far, outliers = low, high, tl.full([OUTLIERS], -1, tl.int32)
     if certificate is not None:
         near, far, count = high, low, 0
@@ -178,8 +190,8 @@ def shared_plan_kernel(certificate, ALLOWED, plan, call, CAUSAL: tl.constexpr):
         tl.store(plan.beside + bh * OUTLIERS + slots, tl.full([OUTLIERS], -1, tl.int32), mask=slots >= total)
         tl.store(plan.beside + bh * OUTLIERS + place, outliers, mask=mine)
         tl.store(plan.weight + bh + row, tl.maximum(last - first, 0) + total)
-        tl.store(plan.reach + bh + row, start - near + 1)
-        tl.store(plan.reach + heads + bh + row, far - end + 1)
+        tl.store(plan.reach + bh + row, reach_before_move(start - near + 1, moved))
+        tl.store(plan.reach + heads + bh + row, reach_before_move(far - end + 1, -moved))
 
 
 @triton.jit

@@ -87,11 +87,6 @@ def load_slope(slopes, b, h, there=None):
 
 
 @triton.jit
-def load_offset(query_offset, b):
-    return tl.load(query_offset.pointer + b * query_offset.batch).to(tl.int32)
-
-
-@triton.jit
 def shown_keys(masks, sequence, j, here, S):
     """The visible ones of the keys j that are `here`."""
     if masks.keys is not None:

@@ -1,0 +1,53 @@
+"""The positions of queries, which may lie up to 2⁶⁰ tokens from the keys, in int32 and without losing a digit.
+
+If all queries of a sequence are on the same side of all keys, moving them together adds one number to all scores of a query.
+So they are moved to right next to the keys. The window, dropout, the slope's gradient, and the reach and lse that are returned
+compensate for it.
+"""
+
+# mypy: ignore-errors
+# Triton compiles these functions and accepts only its own type annotations.
+
+import triton
+import triton.language as tl
+
+LARGEST = tl.constexpr(3.4028234663852886e38)  # the largest number of fp32
+
+
+@triton.jit
+def load_offset(query_offset, b, T, S):
+    """The position of query 0 after the move, between −T and S."""
+    first = tl.load(query_offset.pointer + b * query_offset.batch)
+    return tl.minimum(tl.maximum(first, -T), S).to(tl.int32)
+
+
+@triton.jit
+def distance_moved(query_offset, b, T, S):
+    """The given position of query 0 minus that of `load_offset`, int64; 0 unless all queries are on the same side of all keys."""
+    first = tl.load(query_offset.pointer + b * query_offset.batch)
+    return first - tl.minimum(tl.maximum(first, -T), S)
+
+
+@triton.jit
+def load_window(call, b):
+    """The window after the move; 0 hides all keys."""
+    moved = distance_moved(call.query_offset, b, call.T, call.S)
+    return tl.minimum(tl.maximum(call.window - tl.abs(moved), 0), 2**30).to(tl.int32)
+
+
+@triton.jit
+def lse_before_move(lse, call, b, h):
+    """The natural lse at the given positions; a finite one that overflows becomes the largest number."""
+    moved = distance_moved(call.query_offset, b, call.T, call.S)
+    slope = tl.load(call.slopes.pointer + b * call.slopes.batch + h)
+    if call.right_slopes is not None:
+        right = tl.load(call.right_slopes.pointer + b * call.right_slopes.batch + h)
+        slope = tl.where(moved < 0, right, slope)
+    bias = tl.where(moved == 0, 0.0, slope * tl.abs(moved).to(tl.float32))
+    return tl.where(lse > float("-inf"), tl.minimum(tl.maximum(lse - bias, -LARGEST), LARGEST), lse)
+
+
+@triton.jit
+def reach_before_move(reach, moved):
+    """The reach at the given positions; `moved` is the distance that the keys came nearer, and negative for the other side's."""
+    return tl.minimum(reach + tl.maximum(moved, 0), 2**31 - 1).to(tl.int32)
