@@ -19,6 +19,7 @@ from attention_oracle import Answer
 
 from alibi_attn import records
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, tile_shape
+from alibi_attn.attention.backends.fused.launch import FARTHEST_ROW, in_rows
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.measure.gpu import gpu
 from alibi_attn.report.plots.benchmark import is_drawn
@@ -203,6 +204,15 @@ def test_queries_far_from_all_keys_lose_no_digit(interpreter: ProcessPoolExecuto
     """Scores are up to 0.3·230·log₂e = 100, where fp32 is off by 2⁻¹⁸; 10⁻⁵ allows for three such errors."""
     errors = interpreter.submit(far.errors_of_far_queries, queries, name).result()
     assert max(errors.values()) < 1e-5, errors
+
+
+def test_addresses_beyond_int32_are_right(interpreter: ProcessPoolExecutor) -> None:
+    """The pairs of an lse with 2¹⁶ heads of 2¹⁵ rows, and rows 2²⁴ elements apart, which are copied."""
+    assert interpreter.submit(far.offsets_of_pairs, 2**16, 2**15).result() == [2**33, 2**34]
+    assert (PLAN_ROWS - 1) * (FARTHEST_ROW - 1) < 2**31
+    for row, copied in ((FARTHEST_ROW - 1, FARTHEST_ROW - 1), (FARTHEST_ROW, 16)):
+        (rows,) = in_rows(torch.empty_strided((1, 1, 3, 16), (0, 0, row, 1), device="meta"))
+        assert rows.stride(-2) == copied
 
 
 def test_layouts_agree(interpreter: ProcessPoolExecutor) -> None:

@@ -1,11 +1,16 @@
-"""Queries far from all keys in the Triton kernels; runs in the process with Triton's interpreter."""
+"""Queries far from all keys, and far addresses, in the Triton kernels; runs in the process with Triton's interpreter."""
+
+# mypy: ignore-errors
 
 from typing import Any
 
 import torch
+import triton
+import triton.language as tl
 from torch import Tensor
 
 from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.backends.fused.kernels.tiles import pair_rows
 
 NEAR, KEYS = 3, 130
 SHIFTS = torch.tensor([2**29, 2**32, 2**40, -(2**32), -(2**40)])
@@ -44,6 +49,20 @@ def errors_of_far_queries(queries: int, name: str) -> dict[str, float]:
         error = (ours.double().nan_to_num(neginf=0.0) - exact).abs().max()
         errors[of] = float(error / exact.abs().max())
     return errors
+
+
+def offsets_of_pairs(heads: int, rows: int) -> list[int]:
+    """How many bytes after its lse the pairs of a head are."""
+    lse, out = torch.zeros(1), torch.zeros(2, dtype=torch.int64)
+    _kernel[(1,)](lse, out, heads, rows)
+    return out.tolist()
+
+
+@triton.jit
+def _kernel(LSE, OUT, H, T):
+    high, low = pair_rows(LSE, H, T)
+    tl.store(OUT, high.to(tl.int64) - LSE.to(tl.int64))
+    tl.store(OUT + 1, low.to(tl.int64) - LSE.to(tl.int64))
 
 
 def _answer(backend: str, leaves: list[Tensor], shifts: Tensor, options: dict[str, Any]) -> list[Tensor]:

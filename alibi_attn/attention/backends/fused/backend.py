@@ -169,8 +169,7 @@ def backward(
     """The exact gradient over the plan's tiles; lse as `forward` returns it."""
     from alibi_attn.attention.backends.fused.kernels import backward as kernels
 
-    if grad_output.stride(-1) != 1:
-        grad_output = grad_output.contiguous()
+    (grad_output,) = in_rows(grad_output)
     delta, large = lse.new_empty(query.shape[:3]), is_large(query.device)
     dq, dk, dv = (torch.empty_like(x) for x in (query, key, value))
     dslopes = None

@@ -7,6 +7,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
 from alibi_attn.attention.backends.fused.kernels.arguments import (
     Call,
     Dropout,
@@ -23,6 +24,8 @@ from alibi_attn.attention.visibility import first_positions
 
 Spec = AttentionSpec[Tensor]
 
+FARTHEST_ROW = 2**31 // PLAN_ROWS  # elements from one row to the next; no tile has more rows than PLAN_ROWS
+
 
 def on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Makes the tensor's device current, because Triton launches on the current device."""
@@ -30,8 +33,8 @@ def on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
 
 
 def in_rows(*tensors: Tensor) -> Iterator[Tensor]:
-    """The tensors with a last stride of 1, as the kernels require."""
-    return (x if x.stride(-1) == 1 else x.contiguous() for x in map(in_memory, tensors))
+    """The tensors with a last stride of 1, and rows so near to each other that addresses within a tile fit int32."""
+    return (x if x.stride(-1) == 1 and x.stride(-2) < FARTHEST_ROW else x.contiguous() for x in map(in_memory, tensors))
 
 
 def rows_of(tensor: Tensor) -> Rows:

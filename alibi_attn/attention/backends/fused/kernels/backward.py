@@ -43,6 +43,7 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     outlier_count,
     outlier_tile,
     padded,
+    pair_rows,
     partial_scores,
     partial_tile,
     shown_keys,
@@ -165,7 +166,8 @@ def query_kernel(
     lse = in_log2(tl.load(LSE + i, mask=i < T, other=float("-inf")), call.key_bias)
     lse = tl.where(lse == float("-inf"), float("inf"), lse)  # [BM]
     if call.key_bias is not None:
-        origin = tl.load(LSE + H * T + i, mask=i < T, other=0.0), tl.load(LSE + 2 * H * T + i, mask=i < T, other=0.0)
+        high, low = pair_rows(LSE, H, T)
+        origin = tl.load(high + i, mask=i < T, other=0.0), tl.load(low + i, mask=i < T, other=0.0)
     used = (i < T) & (lse != float("inf"))
     q = load_rows(of_head(Q, b, h), n * BM, used, BM, D)  # [BM, DP]
     do = load_rows(of_head(DOUT, b, h), n * BM, used, BM, D)
@@ -331,7 +333,7 @@ def key_kernel(
                 slope = tl.where(n >= band.after, head.slope, -away)
                 near = tl.where(n >= band.after, near, t * BN)
             if call.key_bias is not None:
-                lse -= base - tl.load(LSE_h + H * T + i)
+                lse -= base - tl.load(pair_rows(LSE_h, H, T)[0] + i)
             row = lse + slope * (i + (offset - near)).to(tl.float32)
             row = tl.where(lse != float("-inf"), row, float("inf"))
             column = slope * (j - near).to(tl.float32)  # [BN]
@@ -366,8 +368,8 @@ def key_kernel(
                     call.key_bias.pairs + bh * 2 * S + j
                 )  # loaded each time, or they would occupy registers in both loops
                 own_high, own_low = tl.load(pairs, mask=here, other=0.0), tl.load(pairs + S, mask=here, other=0.0)
-                high = tl.load(LSE_h + H * T + i, mask=i < T, other=0.0)
-                low = tl.load(LSE_h + 2 * H * T + i, mask=i < T, other=0.0)
+                high, low = pair_rows(LSE_h, H, T)
+                high, low = tl.load(high + i, mask=i < T, other=0.0), tl.load(low + i, mask=i < T, other=0.0)
                 scores += (own_high[:, None] - high[None, :]) + (own_low[:, None] - low[None, :])
             seen = seen & (lse < float("inf"))[None, :]
             p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)

@@ -35,6 +35,7 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     outlier_count,
     outlier_tile,
     padded,
+    pair_rows,
 )
 
 
@@ -110,8 +111,9 @@ def decode_kernel(
     LSES = lse_rows(LSES, sequence * H + h, sequence, H, T, call.key_bias)
     tl.store(LSES + i, kept_lse(m_i[0], l_i, call.key_bias), mask=real)
     if call.key_bias is not None:
-        tl.store(LSES + H * T + i, m_i[1], mask=real)
-        tl.store(LSES + 2 * H * T + i, m_i[2], mask=real)
+        high, low = pair_rows(LSES, H, T)
+        tl.store(high + i, m_i[1], mask=real)
+        tl.store(low + i, m_i[2], mask=real)
 
 
 @triton.jit

@@ -41,6 +41,7 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     outlier_count,
     outlier_tile,
     padded,
+    pair_rows,
     partial_scores,
     partial_tile,
     raised,
@@ -216,5 +217,6 @@ def forward_kernel(
     if GIVEN_LSE is not None:
         tl.store(GIVEN_LSE + bh * T + i, lse_before_move(lse, call, b, h), mask=i < T)
     if call.key_bias is not None:
-        tl.store(LSE + H * T + i, m_i[1], mask=i < T)
-        tl.store(LSE + 2 * H * T + i, m_i[2], mask=i < T)
+        high, low = pair_rows(LSE, H, T)
+        tl.store(high + i, m_i[1], mask=i < T)
+        tl.store(low + i, m_i[2], mask=i < T)

@@ -87,7 +87,7 @@ def plan_kernel(
         choosable = certificate.outliers + (b * (H // G) + h // G) * OUTLIERS
         outliers = tl.where(slots < outliers_in(best), tl.load(choosable + slots), -1)
     tl.store(plan.outliers + bh * OUTLIERS + slots, outliers)
-    weight = 0
+    weight = bh * 0
     for from_block in range(0, N, WIDTH):
         n = from_block + tl.arange(0, WIDTH)
         first, low = tl.full([WIDTH], NEVER, tl.int32), tl.full([WIDTH], NEVER, tl.int32)
@@ -132,7 +132,7 @@ def plan_kernel(
         for slot in tl.static_range(OUTLIERS):
             tl.store(beside + slot, tl.full([WIDTH], -1, tl.int32), mask=there & (slot >= count))
         weight += tl.sum(tl.maximum(last - first, 0) + count, 0)
-    tl.store(plan.weight + bh, weight)
+    tl.store(plan.weight + bh, tl.minimum(weight, 2**31 - 1).to(tl.int32))
 
 
 @triton.jit

@@ -125,6 +125,13 @@ def lse_rows(LSE, bh, b, H, T, key_bias):
 
 
 @triton.jit
+def pair_rows(LSE, H, T):
+    """(numbers, rounding errors): the addresses of the pairs of a head, from the address of its lse."""
+    every = tl.cast(H, tl.int64) * T
+    return LSE + every, LSE + 2 * every
+
+
+@triton.jit
 def add_exactly(total, left, x):
     """(total, left) after adding x; `left` is the rounding error of the total (Knuth's two-sum)."""
     new = total + x
