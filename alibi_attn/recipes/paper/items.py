@@ -25,6 +25,7 @@ class Training(Protocol):
 
 
 _STAGED = "Staged Training (Press et al., 2021)"
+_REPEATED: dict[Method, tuple[int, ...]] = {"alibi": (512,), "sinusoidal": (512, 3072)}  # L, with two seeds at medium
 _AT_OWN = "L = L_valid"
 
 
@@ -63,8 +64,8 @@ def _varied(method: Method, length: int, tested: int, label: str, scale: Scale) 
 
 
 def _seeds(method: Method, length: int, scale: Scale) -> int:
-    """Of figures 4, 8 and 11, and tables 5, 13 and 15: at medium, ALiBi and sinusoidal trained at 512 have two seeds."""
-    return 2 if scale == "medium" and length == 512 and method in ("alibi", "sinusoidal") else 1
+    """Of figures 4, 8 and 11, and tables 5, 13 and 15."""
+    return 2 if scale == "medium" and length in _REPEATED.get(method, ()) else 1
 
 
 def _frontier(scale: Scale) -> Cells:
