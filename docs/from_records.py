@@ -296,7 +296,7 @@ def referee() -> str:
     names = {one.method: one.label for one in methods(tasks)}
     longest = tasks[0].lengths[1]
     rows = [
-        [label, *(" / ".join(number(task, one) for one in by_seed(task, method, longest)) for task in tasks)]
+        [label, *(", ".join(number(task, one) for one in by_seed(task, method, longest)) for task in tasks)]
         for method, label in names.items()
     ]
     return table(["", *(f"{task.title}, {longest:,}" for task in tasks)], rows)
