@@ -92,9 +92,10 @@ def load(folder_or_id: str) -> "PreTrainedModel":
     from alibi_attn.hf import ALiBiForCausalLM, checkpoint_files, patch
     from alibi_attn.hf.decoder import loading
 
-    about = checkpoint_files.read_config(checkpoint_files.resolve(folder_or_id))
-    if about.get("model_type") not in loading.PATCHED:
+    folder = checkpoint_files.resolve(folder_or_id)
+    if checkpoint_files.read_config(folder).get("model_type") not in loading.PATCHED:
         return ALiBiForCausalLM.from_pretrained(folder_or_id)
+    checkpoint_files.check_weights(folder)
     model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder_or_id).eval()  # type: ignore[no-untyped-call]
     patch(model)
     return model

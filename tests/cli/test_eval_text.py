@@ -75,6 +75,14 @@ def test_an_empty_text_and_a_missing_model_are_refused(folder, tmp_path):
     assert isinstance(missing.exception, (OSError, ValueError))
 
 
+def test_a_folder_without_weights_is_named(folder, tmp_path):
+    (folder / "model.safetensors").unlink()
+    (tmp_path / "a.txt").write_text("w1 w2 w3")
+    result = CliRunner().invoke(app, ["eval-text", str(folder), str(tmp_path / "a.txt")])
+    assert isinstance(result.exception, FileNotFoundError)
+    assert f"{folder} has no weights" in str(result.exception)
+
+
 def test_the_folder_of_the_losses_is_made(folder, tmp_path):
     (tmp_path / "a.txt").write_text("w1 w2 w3")
     out = tmp_path / "new" / "a.losses"
