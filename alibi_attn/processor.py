@@ -20,8 +20,11 @@ def features() -> frozenset[str]:
 
 
 def name() -> str:
-    """The processor's name, as its manufacturer spells it."""
-    return _listed("model name") or platform.processor() or platform.machine()
+    """The processor's name, as its manufacturer spells it; with x86's family and model, since many are just an "AMD EPYC"."""
+    listed, family, model = map(_listed, ("model name", "cpu family", "model"))
+    if listed and family and model:
+        return f"{listed} (family {family}, model {model})"
+    return listed or platform.processor() or platform.machine()
 
 
 def is_intel() -> bool:

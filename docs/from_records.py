@@ -38,6 +38,7 @@ BF16, JAX, BATCHES = "benchmark-cpu-bf16-noise-*.json", "benchmark-jax-cpu-noise
 NEXT_TOKENS = "benchmark-next-tokens-bloom-*.json"
 TRAINING, GENERATING = "benchmark-training-medium-*.json", "benchmark-generating-bloom-*.json"
 AVX2 = "avx2/"  # the folder of the records measured without AVX-512
+ZEN_4 = "zen4/"  # and with AVX-512 units half as wide as those of the other records of attention
 FAMILIES = {"bloom": "BLOOM", "mpt": "MPT", "falcon": "Falcon-RW"}
 NO_BIAS, DENSE_BIAS = "SDPA, causal, no bias", "SDPA, dense bias"
 # The peers of the picture and of the tables: the name in the record, and the name shown.
@@ -163,15 +164,15 @@ def front() -> str:
             for series in study.series}  # fmt: skip
     counted = ", ".join(f"{METHODS[method].label} {ends[method][0]:.0f} → {ends[method][-1]:.0f}" for method in ends)
     lengths = study.lengths
-    speed = ratios(of_peers(CPU, SHOWN))
+    wide, narrow = ratios(of_peers(CPU, SHOWN)), ratios(of_peers(ZEN_4 + CPU, SHOWN))
     return (
         f"*First*: per-token perplexity of models trained at {lengths[0]} tokens, tested at {lengths[0]} → "
         f"{lengths[-1]:,}:\n{counted}\n"
         "(half an hour of one core each; [details and limits](docs/paper.md#figure-1-at-a-quarter)).\n"
-        "*Second*: attention on the same two cores, forward and backward. At 8,192 tokens PyTorch's\n"
-        f"`scaled_dot_product_attention` takes {speed[NO_BIAS][8192]:.1f} times as long as ours *without any bias* and "
-        f"{speed[DENSE_BIAS][8192]:.0f} times with a dense one;\nat 32,768 tokens {speed[NO_BIAS][32768]:.0f} times "
-        "without ([every length](docs/performance.md))."
+        "*Second*: attention, forward and backward. At 8,192 tokens PyTorch's `scaled_dot_product_attention`\n"
+        f"takes {narrow[NO_BIAS][8192]:.1f} (Zen 4) to {wide[NO_BIAS][8192]:.1f} (Zen 5) times as long as ours *without "
+        f"bias* and {narrow[DENSE_BIAS][8192]:.0f} to {wide[DENSE_BIAS][8192]:.0f} with a dense one;\nat 32,768 tokens "
+        f"{narrow[NO_BIAS][32768]:.0f} to {wide[NO_BIAS][32768]:.0f} without ([every length](docs/performance.md))."
     )
 
 
@@ -352,6 +353,8 @@ TEXTS = {function.__name__.replace("_", "-"): function for function in _OWN_NAME
     "judged": functools.partial(judged, "paper"),
     "cpu-avx2": functools.partial(cpu, AVX2),
     "bf16-avx2": functools.partial(bf16, AVX2),
+    "cpu-zen4": functools.partial(cpu, ZEN_4),
+    "bf16-zen4": functools.partial(bf16, ZEN_4),
 }
 
 
