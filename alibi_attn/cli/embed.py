@@ -189,10 +189,8 @@ def _chunk_job(
     """One row per chunk, in the order of the files and inside them."""
     import numpy as np
 
-    from alibi_attn.hf import embedding, late_chunking
+    from alibi_attn.hf import chunk_table, embedding, late_chunking
 
-    with needs("index"):
-        from alibi_attn.hf import chunk_table
     rule = _chunk_rule(chunks, lines=False)
     documents = late_chunking.prepared(sentences, texts, rule, windows, names=names)
     embedding.move(sentences.model, device)

@@ -3,16 +3,13 @@
 import math
 import shutil
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 from rich.markup import escape
 
 from alibi_attn.cli.console import check_writable, console, interrupted, needs, progress
 from alibi_attn.cli.embed import read_texts
-
-if TYPE_CHECKING:
-    from transformers import PreTrainedModel
 
 
 def eval_text(
@@ -48,7 +45,8 @@ def eval_text(
         from transformers import AutoTokenizer
 
         from alibi_attn.hf import ALiBiCache, read
-    loaded = load(model)
+        from alibi_attn.hf.loading import load_decoder
+    loaded = load_decoder(model)
     tokens = AutoTokenizer.from_pretrained(model)(text, return_tensors="pt")["input_ids"]
     if tokens.shape[1] < 2:
         raise ValueError(f"{file} has {tokens.shape[1]} tokens but a loss needs at least 2")
@@ -83,19 +81,3 @@ def eval_text(
     bits = float(losses.sum()) / math.log(2.0) / len(text.encode())
     console.print(f"perplexity  {math.exp(mean):.4f}  ({mean:.4f} nats per token, {bits:.4f} bits per byte)")
     console.print(f"losses      {escape(str(losses_path))}  {len(losses):,} tokens", soft_wrap=True)
-
-
-def load(folder_or_id: str) -> "PreTrainedModel":
-    """An ALiBi model with a head, in evaluation mode: transformers' own, patched, or ours."""
-    from transformers import AutoModelForCausalLM
-
-    from alibi_attn.hf import ALiBiForCausalLM, checkpoint_files, patch
-    from alibi_attn.hf.decoder import loading
-
-    folder = checkpoint_files.resolve(folder_or_id)
-    if checkpoint_files.read_config(folder).get("model_type") not in loading.PATCHED:
-        return ALiBiForCausalLM.from_pretrained(folder_or_id)
-    checkpoint_files.check_weights(folder)
-    model: PreTrainedModel = AutoModelForCausalLM.from_pretrained(folder_or_id).eval()  # type: ignore[no-untyped-call]
-    patch(model)
-    return model

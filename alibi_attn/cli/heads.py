@@ -9,6 +9,7 @@ from rich.table import Table as RichTable
 from alibi_attn import records
 from alibi_attn.cli import checkpoints
 from alibi_attn.cli.console import check_writable, console, needs, print_path, renamed
+from alibi_attn.cli.embed import read_texts
 from alibi_attn.report.series import numbers
 from alibi_attn.report.tables.heads import head_rows
 
@@ -83,7 +84,7 @@ def heads(
     model = checkpoints.find(model)
     if text is None and (model / "config.json").is_file() and "schema" not in read_config(model):
         raise typer.BadParameter(f"{model} was not trained by alibi run, so it has no validation text; pass --text")
-    content = _read(text) if text else checkpoints.validation_text(model, method)
+    content = read_texts([text], lines=False)[0].text if text else checkpoints.validation_text(model, method)
     record = model_heads(model, content, length=length, method=method)
     console.print(_by_layer(record))
     console.print(head_maps.sentence(record), soft_wrap=True)
@@ -102,13 +103,6 @@ def _show_slopes(num_heads: int, length: int, picture: Path | None) -> None:
         with needs("lab"):
             from alibi_attn.report.plots import bias
         print_path("picture", records.replace_file(picture, bias.picture(num_heads, length, picture.suffix)))
-
-
-def _read(text: Path) -> str:
-    try:
-        return text.read_text(encoding="utf-8")
-    except UnicodeDecodeError as error:
-        raise ValueError(f"{text} is not UTF-8: byte {error.start} is invalid; save it as UTF-8") from None
 
 
 def _by_layer(record: records.Record) -> RichTable:

@@ -23,15 +23,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoTokenizer
 
 from alibi_attn import records
 from alibi_attn.attention.api import head_reach
 from alibi_attn.hf.capture_qk import watched
-from alibi_attn.hf.checkpoint_files import check_weights, read_config
-from alibi_attn.hf.decoder import loading
-from alibi_attn.hf.decoder.model import ALiBiForCausalLM
-from alibi_attn.hf.patching import patch
+from alibi_attn.hf.checkpoint_files import read_config
+from alibi_attn.hf.loading import load_decoder
 from alibi_attn.lab.model.position_method import Pass, PositionMethod
 from alibi_attn.lab.training.checkpoint import load_checkpoint, load_checkpoint_tokenizer, newest
 from alibi_attn.measure.harness import Config
@@ -187,17 +185,11 @@ _NO_SLOPES = (
 
 
 def _of_transformers(folder: Path) -> Loaded:
-    model: Any
-    if read_config(folder).get("model_type") in loading.PATCHED:
-        check_weights(folder)
-        model = AutoModelForCausalLM.from_pretrained(folder)
-        patch(model)
-    else:
-        model = ALiBiForCausalLM.from_pretrained(folder)
+    model: Any = load_decoder(str(folder))
     tokenizer = AutoTokenizer.from_pretrained(folder)
 
     def run(tokens: Tensor, see: See) -> None:
-        with watched(model.eval(), see):
+        with watched(model, see):
             model(tokens, use_cache=False)
 
     return Loaded(folder.resolve().name, None, lambda text: tokenizer(text)["input_ids"], run)

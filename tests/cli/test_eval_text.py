@@ -8,9 +8,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from alibi_attn.cli import eval_text
 from alibi_attn.cli.main import app
 from alibi_attn.hf import ALiBiForCausalLM, reading
+from alibi_attn.hf.loading import load_decoder
 
 
 @pytest.fixture
@@ -94,4 +94,4 @@ def test_the_folder_of_the_losses_is_made(folder, tmp_path):
 
 def test_an_mpt_that_transformers_cannot_run_is_loaded_as_ours(tmp_path):
     """With grouped heads and `qk_ln`, like the models that `alibi heads` reads."""
-    assert isinstance(eval_text.load(str(original("mpt-grouped").write(tmp_path / "mpt"))), ALiBiForCausalLM)
+    assert isinstance(load_decoder(str(original("mpt-grouped").write(tmp_path / "mpt"))), ALiBiForCausalLM)
