@@ -68,7 +68,7 @@ def run(
     report: Annotated[bool, typer.Option(help="Write a report (OUT/report.html).")] = True,
     missing: Annotated[
         bool,
-        typer.Option("--missing", help="First list what is not recorded, with the minutes of one core it may take."),
+        typer.Option("--missing", help="First list what is not recorded, with an estimate of its time here."),
     ] = False,
     track: Annotated[
         Literal["", "tensorboard", "wandb"],
@@ -80,7 +80,7 @@ def run(
     ] = "",
     dry_run: Annotated[
         bool,
-        typer.Option("--dry-run", help="Only list the trainings, their tokens and an estimate of their time here."),
+        typer.Option("--dry-run", help="Only list everything that would run, with an estimate of its time here."),
     ] = False,
 ) -> None:
     """Train models on short sequences, test them on long ones, and write a report.
@@ -116,9 +116,9 @@ def run(
     items = index.items_of(recipe)
     folder = out or (PAPER_FOLDER if items else Path("runs") / recipe)
     page = folder / (f"{recipe}.html" if items and recipe != "paper" else "report.html")
+    asked: dict[str, Any] = {"out": folder, "scale": scale, "overrides": overrides, "seeds": chosen, **own}
     if dry_run:
-        for name in [item.recipe.name for item in items] or [recipe]:
-            listings.show_plan(name, out=folder, scale=scale, overrides=overrides, seeds=chosen, **own)
+        listings.show_plan(recipe, **asked)
         return
     check_writable(page)
     architectures = {config.model.architecture for config in RECIPES[recipe].runs(scale)}
@@ -127,13 +127,10 @@ def run(
     with needs("lab"):
         from alibi_attn.lab import experiment
     if missing and experiment.processes().is_main_process:
-        print_missing(recipe, out=folder, scale=scale, overrides=overrides, seeds=chosen, **own)
+        listings.show_plan(recipe, only_missing=True, **asked)
     try:
         with cluster(ray, show_output=True) if ray else contextlib.nullcontext():
-            paths = index.run(
-                recipe, out=folder, scale=scale, overrides=overrides, seeds=chosen, shard=part, on_ray=ray is not None,
-                track=track, console=console, **own,
-            )  # fmt: skip
+            paths = index.run(recipe, shard=part, on_ray=ray is not None, track=track, console=console, **asked)
     except KeyboardInterrupt:
         interrupted(f"run the same command again to resume: {records.command()}")
     if not paths or not experiment.processes().is_main_process:
@@ -304,18 +301,6 @@ def write_report(loaded: Sequence[records.Record], path: Path, **title: str) -> 
     with needs("lab"):
         from alibi_attn.report import page
     print_path("report", page.write_report(loaded, path, **title))
-
-
-def print_missing(recipe: str, **options: Any) -> None:
-    """A line per run that is not recorded, with an estimate of its cost, and the sum."""
-    from alibi_attn.recipes.missing import missing
-
-    found = missing(recipe, **options)
-    for one in found:
-        line = f"missing  {one.title}: {' and '.join(one.parts)}, about {one.core_minutes:.1f} minutes of one core"
-        console.print(line, soft_wrap=True, highlight=False)
-    total = sum(one.core_minutes for one in found)
-    console.print(f"{len(found)} runs are not recorded, about {total:.0f} minutes of one core in all", highlight=False)
 
 
 def print_verdicts(found: Sequence[records.Record]) -> None:

@@ -1,4 +1,4 @@
-"""`alibi recipes`, `alibi config` and `alibi run --dry-run`: what can be run, changed, and what it costs."""
+"""`alibi recipes`, `alibi config` and `alibi run --dry-run` and `--missing`: what can be run, changed, and what it costs."""
 
 import difflib
 import operator
@@ -13,25 +13,38 @@ from alibi_attn.lab.config import Recipe, Scale
 from alibi_attn.lab.config_io import field_meanings
 from alibi_attn.recipes.index import RECIPES
 
-_IF_MISSING = {(): "recorded already", ("tests",): "trained already, not tested", ("training", "tests"): ""}
+_STATES = {
+    (): "recorded already", ("evaluation",): "trained already, not tested", ("training",): "tested already",
+    ("training", "evaluation"): "", ("speed",): "measures speed",
+}  # fmt: skip
 
 
-def show_plan(recipe: str, **options: Any) -> None:
-    """Prints the trainings that `alibi run` would run; the options are those of `lab.plan.plan`."""
+def show_plan(recipe: str, *, only_missing: bool = False, **options: Any) -> None:
+    """Prints what `alibi run` would run; the options are those of `recipes.plan.plan`."""
     with needs("lab"):
-        from alibi_attn.lab.plan import plan
+        from torch import get_num_threads
+
+        from alibi_attn.recipes.plan import plan
     table = RichTable("training", "tokens", "minutes here", "", box=None)
     table.columns[1].justify = table.columns[2].justify = "right"
-    planned = plan(RECIPES[recipe], **options)
-    for one in planned:
-        minutes = f"{one.seconds / 60:.1f}" if "training" in one.missing else ""
-        table.add_row(one.title, f"{one.tokens:,}", minutes, _IF_MISSING[one.missing])
-    console.print(table)
-    missing = [one for one in planned if "training" in one.missing]
-    console.print(
-        f"{len(missing)} of {len(planned)} trainings left, {sum(one.tokens for one in missing):,} tokens, about "
-        f"{sum(one.seconds for one in missing) / 60:.0f} minutes, and the time of the tests"
-    )
+    planned = plan(recipe, **options)
+    left = [one for one in planned if one.missing]
+    for one in left if only_missing else planned:
+        minutes = f"{one.seconds / 60:.1f}" if one.missing else ""
+        table.add_row(one.title, f"{one.tokens:,}", minutes, _STATES[one.missing])
+    if table.row_count:
+        console.print(table)
+    of_speed = [one for one in planned if one.study == "speed"]
+    counts = []
+    if len(planned) > len(of_speed):
+        trainings = [one for one in left if "training" in one.missing]
+        tokens = sum(one.tokens for one in trainings)
+        counts.append(f"{len(trainings)} of {len(planned) - len(of_speed)} trainings left, {tokens:,} tokens")
+    if of_speed:
+        counts.append(f"{sum('speed' in one.missing for one in left)} of {len(of_speed)} measurements of speed left")
+    total = sum(one.seconds for one in left) / 60
+    counts.append(f"about {total:.0f} minutes here with the tests ({total * get_num_threads():.0f} core-minutes)")
+    console.print("; ".join(counts), soft_wrap=True)
 
 
 def list_recipes(

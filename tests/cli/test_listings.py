@@ -11,6 +11,7 @@ from alibi_attn.cli.console import console
 from alibi_attn.cli.main import app
 from alibi_attn.lab.config_io import field_meanings, field_names
 from alibi_attn.recipes.index import RECIPES
+from alibi_attn.recipes.paper import measure_speed
 
 RUNNER = CliRunner()
 SMALLER = ["--set", "train.steps=4", "--set", "eval.lengths=8,16", "--set", "eval.tokens=32", "--no-report"]
@@ -80,9 +81,16 @@ def test_a_dry_run_lists_the_trainings_and_what_is_recorded_and_writes_nothing(t
     (out / "records").joinpath(*(path.name for path in files if path.name.startswith("evaluation-"))).unlink()
     untested = RUNNER.invoke(app, [*command, "--dry-run"]).output
     assert "1 of 2 trainings left, 1,024 tokens" in untested
-    assert re.search(r"alibi-16\S+ +1,024 +trained already, not tested", untested)
+    assert re.search(r"alibi-16\S+ +1,024 +0.0 +trained already, not tested", untested)
     shutil.rmtree(out / "checkpoints")
     assert "2 of 2 trainings left" in RUNNER.invoke(app, [*command, "--dry-run"]).output
+
+
+def test_a_dry_run_knows_what_speeds_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    command = ["run", "table-1", "--scale", "smoke", "--out", tmp_path, "--dry-run"]
+    assert "12 of 12 measurements of speed left; about 0 minutes" in done(*command)
+    monkeypatch.setattr(measure_speed, "recorded", lambda config, *_, **__: config.model.method != "alibi" or None)
+    assert "\n3 of 12 measurements" in done(*command)
 
 
 def test_progress_names_the_model_and_the_time_of_all(text: Path, tmp_path: Path) -> None:

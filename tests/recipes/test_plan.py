@@ -1,17 +1,18 @@
-"""Only missing results are listed, with their cost."""
+"""The plan of a recipe: everything that it runs, what of it is recorded, and the time of the rest."""
 
 import dataclasses
 import shutil
 from pathlib import Path
+from typing import Any
 
 import pytest
 
 from alibi_attn.lab.config import EvalConfig, ModelConfig, RunConfig, TrainConfig
 from alibi_attn.lab.experiment import run
-from alibi_attn.recipes import missing as missing_runs
+from alibi_attn.recipes import plan as plans
 from alibi_attn.recipes.index import RECIPES
 from alibi_attn.recipes.index import run as run_recipe
-from alibi_attn.recipes.missing import evaluation_flops, missing, training_flops
+from alibi_attn.recipes.plan import Planned, evaluation_flops, plan, training_flops
 
 CONFIG = RunConfig(
     model=ModelConfig(num_layers=1, num_heads=2, embed_dim=8, ffn_dim=16, vocab_size=32),
@@ -34,44 +35,51 @@ def test_flops_are_those_counted_by_hand() -> None:
     assert evaluation_flops(pieces) == evaluation_flops(longer)  # no window slides further than its length
 
 
-def test_a_training_in_bf16_is_timed_by_products_in_bf16(monkeypatch: pytest.MonkeyPatch) -> None:
-    rates = {"no": 0.001, "bf16": 0.004}  # GFLOP/s
-    monkeypatch.setattr(missing_runs, "_core_gflops", rates.__getitem__)
-    in_bf16 = dataclasses.replace(CONFIG, train=dataclasses.replace(CONFIG.train, precision="bf16"))
-    minutes = [missing_runs._core_minutes(config, "training") for config in (CONFIG, in_bf16)]
-    assert minutes[0] == 4 * minutes[1] == pytest.approx(training_flops(CONFIG) / 1e6 / missing_runs.UTILIZATION / 60)
-    assert missing_runs._core_minutes(in_bf16, "evaluation") == missing_runs._core_minutes(CONFIG, "evaluation")
+def missing(*arguments: Any, **options: Any) -> list[Planned]:
+    return [one for one in plan(*arguments, **options) if one.missing]
+
+
+def test_times_follow_from_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured = []
+    monkeypatch.setattr(plans, "_seconds_per_step", lambda config: measured.append(config) or 0.5)
+    monkeypatch.setitem(RECIPES, "quick", dataclasses.replace(RECIPES["quick"], runs=lambda scale: (CONFIG,)))
+    tests = 5 * evaluation_flops(CONFIG) / training_flops(CONFIG)
+    (one,) = plan("quick", out=tmp_path)
+    assert one.seconds == pytest.approx(10 * 0.5 + tests)
+    for in_bf16 in plan("quick", out=tmp_path, overrides={"train.precision": "bf16"}, seeds=(0, 1)):
+        assert in_bf16.seconds == pytest.approx(10 * 0.5 + 2 * tests), "tests are in fp32"
+    assert len(measured) == 2, "two seeds take the same time"
 
 
 def test_everything_is_missing_at_first_and_nothing_at_the_end(tmp_path: Path) -> None:
-    first = missing("quick", out=tmp_path, scale="smoke")
+    first = plan("quick", out=tmp_path, scale="smoke")
     assert [one.title for one in first] == [
         f"quick/{method}-16/seed-0" for method in ("sinusoidal", "rotary", "t5", "alibi")
     ]
-    assert {one.parts for one in first} == {("training", "evaluation")}
-    assert all(one.core_minutes > 0 for one in first)
-    assert len(missing("quick", out=tmp_path, scale="smoke", seeds=(0, 1))) == 8
-    assert [one.title for one in missing("quick", out=tmp_path, scale="smoke", methods=("kerple",))] == [
+    assert {one.missing for one in first} == {("training", "evaluation")}
+    assert all(one.seconds > 0 for one in first)
+    assert len(plan("quick", out=tmp_path, scale="smoke", seeds=(0, 1))) == 8
+    assert [one.title for one in plan("quick", out=tmp_path, scale="smoke", methods=("kerple",))] == [
         "quick/kerple-16/seed-0"
     ]
     paths = run(RECIPES["quick"], out=tmp_path, scale="smoke")
-    assert missing("quick", out=tmp_path, scale="smoke") == []
+    done = plan("quick", out=tmp_path, scale="smoke")
+    assert [(one.missing, one.seconds) for one in done] == [((), 0.0)] * 4
     next(path for path in paths if path.name.startswith("evaluation-quick-t5")).unlink()
     (left,) = missing("quick", out=tmp_path, scale="smoke")
-    assert (left.title, left.parts) == ("quick/t5-16/seed-0", ("evaluation",))
+    assert (left.title, left.missing) == ("quick/t5-16/seed-0", ("evaluation",))
     shutil.rmtree(tmp_path / "checkpoints")
     (left,) = missing("quick", out=tmp_path, scale="smoke")
-    assert left.parts == ("training", "evaluation"), "without its model it is trained again"
+    assert left.missing == ("training", "evaluation"), "without its model it is trained again"
 
 
 @pytest.mark.long
 def test_items_of_the_paper_list_shared_trainings_once_and_speeds(tmp_path: Path) -> None:
-    found = missing("paper", out=tmp_path, scale="smoke")
+    found = plan("paper", out=tmp_path, scale="smoke")
     items = [recipe for recipe in RECIPES.values() if recipe.study and recipe.study != "speed"]
-    runs = [(recipe.study, run) for recipe in items for run in recipe.runs("smoke")]
-    trainings = {(study, run.model, run.data, run.train) for study, run in runs}
-    assert sum("training" in one.parts for one in found) == len(trainings) == 36
-    assert sum("evaluation" in one.parts for one in found) == len(set(runs))
-    assert sum(one.parts == ("speed",) for one in found) == 22
+    trainings = {(recipe.study, run.model, run.data, run.train) for recipe in items for run in recipe.runs("smoke")}
+    assert sum(one.missing == ("training", "evaluation") for one in found) == len(trainings) == 36
+    assert sum(one.missing == ("speed",) for one in found) == 22
+    assert len(found) == 36 + 22
     run_recipe("table-1", out=tmp_path, scale="smoke")
     assert missing("table-1", out=tmp_path, scale="smoke") == []
