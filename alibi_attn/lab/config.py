@@ -210,6 +210,11 @@ class EvalConfig:
                     f"eval.{name} is {kept}; pass numbers of tokens from 0 to {most - 1}, below the {room} of eval.lengths, in "
                     "rising order"
                 )
+        if self.stretch != "none" and (self.memory or self.sinks):
+            raise ConfigError(
+                f"eval.stretch is {self.stretch!r}, which eval.memory and eval.sinks do not support; pass eval.stretch=none, or "
+                "eval.memory= and eval.sinks="
+            )
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

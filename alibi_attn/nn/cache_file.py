@@ -169,6 +169,8 @@ class CacheFile:
             raise ValueError(f'mode is {mode!r} but must be "r+" (continue the file) or "c" (private changes)')
         file = Descriptor(os.open(path, os.O_RDWR if mode == "r+" else os.O_RDONLY))
         lock(file, path, mode)
+        if not os.path.samestat(os.fstat(file.number), os.stat(path)):  # meanwhile another process grew it
+            return cls.open(path, mode)
         text, _, rest = os.pread(file.number, _SLOTS[0], 0).partition(b"\n")
         if rest[:8] != b"%08x" % zlib.crc32(text):
             raise ValueError(
@@ -390,9 +392,7 @@ def lock(file: Descriptor, path: Path | None, mode: Mode) -> None:
     try:
         fcntl.flock(file.number, (fcntl.LOCK_EX if mode == "r+" else fcntl.LOCK_SH) | fcntl.LOCK_NB)
     except BlockingIOError:
-        raise ValueError(
-            f'{path} is open elsewhere; one cache may write to it, or several may share it with mode="c"; close the other one'
-        ) from None
+        raise ValueError(f'{path} is open elsewhere; close it there, or open it with mode="c" everywhere') from None
 
 
 def _whole(size: int, unit: int = _TABLE) -> int:

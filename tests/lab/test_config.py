@@ -69,6 +69,7 @@ def test_fields_that_depend_on_each_other_are_changed_together():
         ({"eval.memory": "2048"}, "eval.memory is .* from 0 to 2047, below the longest of eval.lengths"),
         ({"eval.sinks": "4,128"}, "eval.sinks is .* from 0 to 127, below the shortest of eval.lengths"),
         ({"eval.sinks": "4,0"}, "in rising order"),
+        ({"eval.stretch": "ntk", "eval.sinks": "4"}, "eval.stretch is 'ntk', which eval.memory and eval.sinks do not"),
         ({"data.corpus": "pyhton-source"}, "did you mean 'python-source'"),
         ({"data.corpus": "text"}, "data.text"),
         ({"data.valid_share": "1"}, "together below 1"),

@@ -242,6 +242,23 @@ def test_operations_that_a_file_does_not_support_are_refused(tmp_path, monkeypat
         KVCache(tmp_path / "windows")
 
 
+def test_a_file_replaced_while_it_is_opened_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    layer, x = layer_of(), torch.randn(2, 9, 64)
+    with torch.no_grad():
+        for name, tokens in (("cache", 5), ("larger", 9)):
+            layer(x[:, :tokens], cache=KVCache(tmp_path / name))
+
+    lock = cache_file.lock
+
+    def lock_late(*arguments: object) -> None:
+        if (tmp_path / "larger").exists():
+            (tmp_path / "larger").replace(tmp_path / "cache")
+        lock(*arguments)
+
+    monkeypatch.setattr(cache_file, "lock", lock_late)
+    assert len(KVCache.open(tmp_path / "cache")) == 9
+
+
 APPENDS = """
     def work():
         cache = KVCache.open(path)

@@ -62,7 +62,7 @@ def streams(model: LanguageModel, tokens: Tensor, config: EvalConfig) -> dict[st
     """The curve "streams" of a record: both modes at every length, as far as the config requests them.
 
     `kept` is the memory in addition to a segment of `length` tokens, or the sinks in a cache of `length` tokens. A mode that the
-    position method does not support is None in every column. `config.stretch` does not apply here.
+    position method does not support is None in every column.
 
     Raises:
         ConfigError: there is not enough text before a stretch.
