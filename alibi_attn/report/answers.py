@@ -128,11 +128,11 @@ def spread_sentence(record: Record) -> str:
     seeds = _range(record, "seeds")
     sentences = []
     if tokens:
-        sentences.append(f"Each of our numbers is measured on {_between(tokens)} tokens.")
+        sentences.append(f"Each of our numbers is measured on {between(tokens)} tokens.")
     if seeds and seeds[1] == 1:
         sentences.append("There is one seed, so the influence of chance is unknown.")
     elif seeds:
-        sentences.append(f"Bands and small numbers show the lowest and the highest of {_between(seeds)} seeds.")
+        sentences.append(f"Bands and small numbers show the lowest and the highest of {between(seeds)} seeds.")
     return " ".join(sentences)
 
 
@@ -182,6 +182,7 @@ def _range(record: Record, *columns: str) -> tuple[float, float] | None:
     return (min(values), max(values)) if values else None
 
 
-def _between(bounds: tuple[float, float]) -> str:
+def between(bounds: tuple[float, float]) -> str:
+    """ "2 to 3", or one number if both are equal."""
     low, high = bounds
     return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"

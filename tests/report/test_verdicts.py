@@ -342,6 +342,10 @@ def test_the_page_says_verdicts_sizes_and_where_they_are_from() -> None:
     assert "Models of 1.1 M weights" in page
     assert "Bands: 95 % over 16 parts of the text, one training each." in page
     assert "The paper's claims" not in report_html(found)
+    found += [evaluation("alibi", 64, {64: 4.0, 127: 3.8}, seed=seed) for seed in (1, 2)]
+    mixed = report_html([answer(found, sinusoidal=(54.6, 90.0), alibi=(54.6, 49.4))[0], *found])
+    bands = "ratio of 3 seeds. Bands of single trainings: 95 % over 16 parts of the text."
+    assert f"Bands: the lowest and the highest {bands}" in mixed
 
 
 def test_the_command_prints_a_line_per_claim_and_the_counts(tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from alibi_attn.records import Record
-from alibi_attn.report.answers import scale_of
+from alibi_attn.report.answers import between, scale_of
 from alibi_attn.report.claims import Number
 from alibi_attn.report.intervals import interval
 from alibi_attn.report.plots.paper import Line, Panel
@@ -125,7 +125,8 @@ def _frontier(lines: Sequence[Line]) -> list[Line]:
 def _with_bands(lines: Sequence[Line], evidence: Evidence, way: str) -> tuple[list[Line], str]:
     """The lines with bands for ours, and a sentence that explains the bands."""
     found: list[Line] = []
-    captions: dict[str, None] = {}
+    seeds: set[int] = set()
+    parts: set[int] = set()
     for line in lines:
         low, high = np.full((2, len(line.y)), math.nan)
         for at, length in enumerate(line.paper_length.tolist()):
@@ -134,9 +135,17 @@ def _with_bands(lines: Sequence[Line], evidence: Evidence, way: str) -> tuple[li
             pair = paired(evidence, [Number(line.label, int(length))], [line.base], way=way)
             if len(pair.logs) > 1 and np.isfinite(pair.logs).all():
                 low[at], high[at] = np.exp(pair.logs.min()), np.exp(pair.logs.max())
-                captions[f"Bands: the lowest and the highest ratio of {len(pair.logs)} seeds."] = None
+                seeds.add(len(pair.logs))
             elif (bounds := interval(pair)) is not None:
                 low[at], high[at] = bounds.low, bounds.high
-                captions[f"Bands: 95 % over {bounds.over}, one training each."] = None
+                parts.add(len(pair.parts))
         found.append(dataclasses.replace(line, low=low, high=high))
+    captions = []
+    if seeds:
+        captions.append(f"Bands: the lowest and the highest ratio of {between((min(seeds), max(seeds)))} seeds.")
+    if parts:
+        bands = "Bands of single trainings: 95 %" if seeds else "Bands: 95 %"
+        captions.append(
+            f"{bands} over {between((min(parts), max(parts)))} parts of the text{'' if seeds else ', one training each'}."
+        )
     return found, " ".join(captions)
