@@ -134,7 +134,7 @@ def _write(
 def _unchanged(store: Path, asked: Mapping[str, Json], files: Sequence[TextFile]) -> Path | None:
     """The folder whose manifest lists exactly these files in their current state."""
     current = [_current(file) for file in files]
-    for path in sorted(store.glob(f"*/{_MANIFEST}")):
+    for path in sorted(store.glob(f"[!.]*/{_MANIFEST}")):  # not those that a killed process left incomplete
         try:
             manifest = _manifest(path.parent)
             if manifest.get("asked") == asked and [_without_hash(one) for one in manifest["sources"]] == current:

@@ -19,7 +19,7 @@ from damaged_json import DAMAGED
 from alibi_attn.lab.config import DataConfig
 from alibi_attn.lab.data import token_store, tokenizing
 from alibi_attn.lab.data.corpus import CorpusError, batches, load_corpus
-from alibi_attn.lab.sealed_folder import sealed
+from alibi_attn.lab.sealed_folder import partial_name, sealed
 
 PARTS = ("train", "valid", "test")
 
@@ -89,6 +89,14 @@ def test_a_text_is_tokenized_once(folder, store, monkeypatch):
     monkeypatch.setattr(token_store, "file_sha256", lambda path: pytest.fail(f"{path} is hashed again"))
     monkeypatch.setattr("alibi_attn.lab.sealed_folder.verify", lambda *_, **__: None)
     assert_equal_corpora(load_corpus(asked(folder), store), first)
+
+
+def test_tokens_whose_writer_was_killed_before_it_renamed_them_are_written_again(folder, store):
+    expected = load_corpus(asked(folder), store)
+    final = the_folder(store)
+    final.rename(partial_name(final))
+    assert_equal_corpora(load_corpus(asked(folder), store), expected)
+    assert folders(store) == [final.name]
 
 
 def test_a_touched_text_is_known_by_its_content(folder, store, monkeypatch):
