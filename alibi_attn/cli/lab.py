@@ -126,7 +126,7 @@ def run(
         console.print("[dim]to export the models for transformers, pass --set model.architecture=mpt[/]")
     with needs("lab"):
         from alibi_attn.lab import experiment
-    if missing and experiment.processes().is_main_process:
+    if missing:
         listings.show_plan(recipe, only_missing=True, **asked)
     try:
         with cluster(ray, show_output=True) if ray else contextlib.nullcontext():

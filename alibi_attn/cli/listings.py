@@ -20,14 +20,20 @@ _STATES = {
 
 
 def show_plan(recipe: str, *, only_missing: bool = False, **options: Any) -> None:
-    """Prints what `alibi run` would run; the options are those of `recipes.plan.plan`."""
+    """Prints what `alibi run` would run; the options are those of `recipes.plan.plan`.
+
+    A launcher's processes all call this, because they measure steps together; the first one prints.
+    """
     with needs("lab"):
         from torch import get_num_threads
 
+        from alibi_attn.lab.experiment import processes
         from alibi_attn.recipes.plan import plan
     table = RichTable("training", "tokens", "minutes here", "", box=None)
     table.columns[1].justify = table.columns[2].justify = "right"
     planned = plan(recipe, **options)
+    if not processes().is_main_process:
+        return
     left = [one for one in planned if one.missing]
     for one in left if only_missing else planned:
         minutes = f"{one.seconds / 60:.1f}" if one.missing else ""

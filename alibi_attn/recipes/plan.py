@@ -21,13 +21,12 @@ from alibi_attn.lab.training.train import steps
 from alibi_attn.measure.utilization import attention_flops, linear_flops, multiplying_parameters
 from alibi_attn.recipes import index
 from alibi_attn.recipes.paper import measure_speed
-from alibi_attn.recipes.paper.cells import ask
+from alibi_attn.recipes.paper.cells import ask, by_study
 
 _PARTS = ("training", "evaluation", "speed")
 _STEPS = 3  # measured; the first one is slow
-_SLOWER_TESTS = {
-    "bf16": 2.0
-}  # tests are in fp32: 1.8 to 2.8 times the training's time per FLOP in 15 records at medium
+# Tests are in fp32: 1.8 to 2.8 times the training's time per FLOP in records at medium.
+_SLOWER_TESTS = {"bf16": 2.0}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -105,14 +104,13 @@ def _trainings(
     name: str, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int], methods: Sequence[str]
 ) -> Iterator[tuple[str, list[RunConfig]]]:
     """(study, the runs of one training) of everything that a recipe runs. A training that items share comes once."""
-    studies: dict[str, list[RunConfig]] = {}
+    studies: Mapping[str, Sequence[RunConfig]]
     if items := index.items_of(name):
-        for one in (ask(item, scale, overrides, seeds, methods) for item in items):
-            studies.setdefault(one.item.recipe.study, []).extend(one.runs)
+        studies = by_study([ask(item, scale, overrides, seeds, methods) for item in items])
     else:
         recipe = index.RECIPES[name]
-        studies[recipe.study or name] = configs_of(recipe, scale, overrides, seeds, methods)
-    return ((study, group) for study, runs in studies.items() for group in by_training(list(dict.fromkeys(runs))))
+        studies = {recipe.study or name: configs_of(recipe, scale, overrides, seeds, methods)}
+    return ((study, group) for study, runs in studies.items() for group in by_training(runs))
 
 
 def _lacks(study: str, run: RunConfig, out: Path, scale: Scale, corpora: dict[DataConfig, Corpus]) -> tuple[str, ...]:

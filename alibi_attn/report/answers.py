@@ -183,6 +183,6 @@ def _range(record: Record, *columns: str) -> tuple[float, float] | None:
 
 
 def between(bounds: tuple[float, float]) -> str:
-    """ "2 to 3", or one number if both are equal."""
+    """The lowest and the highest as in 2 to 3, or one number if they are equal."""
     low, high = bounds
     return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"

@@ -2,14 +2,19 @@
 
 import re
 import shutil
+import subprocess
+import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from typer.testing import CliRunner
 
 from alibi_attn.cli.console import console
 from alibi_attn.cli.main import app
+from alibi_attn.lab import experiment
 from alibi_attn.lab.config_io import field_meanings, field_names
+from alibi_attn.recipes import plan
 from alibi_attn.recipes.index import RECIPES
 from alibi_attn.recipes.paper import measure_speed
 
@@ -91,6 +96,25 @@ def test_a_dry_run_knows_what_speeds_are_recorded(tmp_path: Path, monkeypatch: p
     assert "12 of 12 measurements of speed left; about 0 minutes" in done(*command)
     monkeypatch.setattr(measure_speed, "recorded", lambda config, *_, **__: config.model.method != "alibi" or None)
     assert "\n3 of 12 measurements" in done(*command)
+
+
+def test_of_a_launchers_processes_the_first_one_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    measured: list[str] = []
+    monkeypatch.setattr(plan, "plan", lambda recipe, **_: measured.append(recipe) or [])
+    monkeypatch.setattr(experiment, "processes", lambda: SimpleNamespace(is_main_process=False))
+    assert done("run", "--scale", "smoke", "--out", tmp_path, "--dry-run") == ""
+    assert measured == ["quick"], "it measures with the others"
+
+
+@pytest.mark.long
+def test_missing_runs_are_listed_by_a_launched_group(text: Path, tmp_path: Path) -> None:
+    """Measuring a step takes all processes: the group waited forever when only the first one listed."""
+    launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
+    command = [*launcher, "-m", "alibi_attn", "run", "--scale", "smoke", "--text", str(text), *SMALLER]
+    command += ["--methods", "alibi", "--out", str(tmp_path / "out"), "--missing"]
+    result = subprocess.run(command, capture_output=True, text=True, timeout=100)
+    assert result.returncode == 0, result.stderr
+    assert result.stdout.count("1 of 1 trainings left") == 1
 
 
 def test_progress_names_the_model_and_the_time_of_all(text: Path, tmp_path: Path) -> None:

@@ -83,6 +83,14 @@ def configs(cells: Sequence[Cell]) -> tuple[RunConfig, ...]:
     return tuple(dict.fromkeys(runs))
 
 
+def by_study(asked: Sequence[Asked]) -> dict[str, tuple[RunConfig, ...]]:
+    """The distinct runs of each study, in order."""
+    runs: dict[str, dict[RunConfig, None]] = {}
+    for one in asked:
+        runs.setdefault(one.item.recipe.study, {}).update(dict.fromkeys(one.runs))
+    return {study: tuple(distinct) for study, distinct in runs.items()}
+
+
 def ask(
     item: Item, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int], methods: Sequence[str] = ()
 ) -> Asked:

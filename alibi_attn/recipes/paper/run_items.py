@@ -18,7 +18,7 @@ from alibi_attn.lab import experiment
 from alibi_attn.lab.config import Recipe, RunConfig, Scale
 from alibi_attn.lab.config_io import to_json
 from alibi_attn.recipes.paper import measure_speed
-from alibi_attn.recipes.paper.cells import Asked, Item, ask
+from alibi_attn.recipes.paper.cells import Asked, Item, ask, by_study
 from alibi_attn.recipes.paper.evidence import Evidence, metric
 from alibi_attn.recipes.paper.items import PAPER
 
@@ -59,12 +59,8 @@ def run_items(
         raise experiment.ExperimentError(
             "figure-2, figure-7 and table-1 measure the speed of one process; run them, or paper, without the launcher"
         )
-    by_study: dict[str, list[RunConfig]] = {}
-    for one in asked:
-        by_study.setdefault(one.item.recipe.study, []).extend(one.runs)
     paths: list[Path] = []
-    for study, runs in by_study.items():
-        distinct = tuple(dict.fromkeys(runs))
+    for study, distinct in by_study(asked).items():
         if study == "speed":
             paths += _measured(distinct, out / "records", scale, console) if shard[1] == 1 else []
         elif distinct:
