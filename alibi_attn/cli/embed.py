@@ -5,6 +5,7 @@ With --ray the workers of a cluster embed them into a folder of Parquet files (`
 
 import contextlib
 import dataclasses
+import sys
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
@@ -107,6 +108,7 @@ def embed(
             "--overlap is for the windows of --chunks, but texts are embedded whole; omit it, or pass --chunks"
         )
     overlap = OVERLAP if overlap is None else overlap
+    _check_platform()
     if ray is not None:
         _embed_on_cluster(
             model, files, out, ray, workers, lines=lines, chunks=chunks, batch_tokens=batch_tokens, max_length=max_length,
@@ -252,6 +254,15 @@ def _embed_on_cluster(
     cut = f", {made.cut:,} cut" if made.cut else ""
     about = f"{len(made.parts):,} files, {made.tokens:,} tokens computed{cut}"
     console.print(f"vectors  {escape(str(out))}  {made.rows:,} × {made.width:,}  ({about})", soft_wrap=True)
+
+
+def _check_platform() -> None:
+    """Raises an error on platforms where files cannot be handled as `hf/resumable_output.py` needs."""
+    if sys.platform == "win32":
+        raise NotImplementedError(
+            "`alibi embed` renames and removes files that are locked and mapped, which Windows does not allow; "
+            "use sentence_transformer in Python, or WSL"
+        )
 
 
 def _check_chunks(chunks: str | None, out: Path, *, lines: bool) -> None:

@@ -146,6 +146,13 @@ def test_a_missing_pyarrow_is_reported_before_the_model_is_loaded(model, files, 
     assert result.exit_code == 1
 
 
+@pytest.mark.parametrize("options", [[], ["--ray", "local"]])
+def test_windows_is_refused_before_the_model_is_loaded(options, model, files, tmp_path, monkeypatch):
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setattr(sentence_encoder, "load", lambda *_, **__: pytest.fail("loaded"))
+    assert "use sentence_transformer in Python, or WSL" in run(model, *files, *options, "--out", tmp_path / "v", code=1)
+
+
 def test_missing_files_and_wrong_folders_are_refused(model, files, tmp_path):
     out = tmp_path / "v.npy"
     assert "pass the folder of a checkpoint" in run(tmp_path / "gone", files[0], "--out", out, code=1)

@@ -48,11 +48,12 @@ def main() -> None:
         while code == -signal.SIGKILL:
             again = killed < kills and (what == "resumed" or not place.exists())
             limit = generator.uniform(0.0, 0.7 * seconds if what == "resumed" else seconds) if again else None
+            complete = (place / "out").is_file()  # `embed` was killed after its work: now it refuses to overwrite
             code = end_of(lambda: command(arguments(folder / "cut" / "out")), seconds=limit)
             killed += code == -signal.SIGKILL
         ended += 1
         ours = found(place)
-        if code != 0 or ours != expected:
+        if (code != 0 and not complete) or ours != expected:
             names = [name for name in {**expected, **ours} if expected.get(name, "none") != ours.get(name, "none")]
             different.append({"code": code, "kills": killed, "names": names})
         shutil.rmtree(place)
