@@ -1,13 +1,13 @@
-"""Speed and memory of a method: a few training steps and one evaluation (figures 2 and 7, table 1).
+"""Speed and memory of a method: training steps and one evaluation (figures 2 and 7, table 1).
 
 Each measurement runs in a separate process, because a process's peak memory includes everything it ran before. Speed does
 not depend on the text, so the tokens are random.
 """
 
 import datetime
+import itertools
 import statistics
 import tempfile
-import time
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -55,11 +55,11 @@ def measure(config_json: Mapping[str, Json]) -> dict[str, float | None]:
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
     corpus = _random_corpus(config)
     idle = peak_memory_bytes(device) if reset_peak_memory(device) else None
-    ends = [time.perf_counter()]
+    ends: list[float] = []  # in seconds of training
     with tempfile.TemporaryDirectory() as folder:
-        peak = train(config, corpus, Path(folder), on_step=lambda _: ends.append(time.perf_counter())).peak_memory_bytes
+        peak = train(config, corpus, Path(folder), on_step=lambda step: ends.append(step.seconds)).peak_memory_bytes
         model = load_checkpoint(Path(folder), method=config.model.method)[0].to(device)
-    steps = [after - before for before, after in zip(ends[WARM_STEPS:], ends[WARM_STEPS + 1 :], strict=False)]
+    steps = [after - before for before, after in itertools.pairwise(ends[WARM_STEPS - 1 :])]
     return {
         "train_tokens_per_second": config.train.batch_tokens / statistics.median(steps),
         "evaluation_tokens_per_second": evaluate(model, corpus.valid, config.eval)["by_length"]["tokens_per_second"][0],
