@@ -348,6 +348,7 @@ _OWN_NAMES = (front, cpu, bf16, short, dropout, decoding, encoders, next_tokens,
 TEXTS = {function.__name__.replace("_", "-"): function for function in _OWN_NAMES} | {
     "quarter": functools.partial(extrapolation, *QUARTER),
     "quarter-256": functools.partial(extrapolation, "medium", 256),
+    "quarter-768": functools.partial(extrapolation, "medium", 768),
     "eighth": functools.partial(extrapolation, *EIGHTH),
     "judged-quarter": functools.partial(judged, "medium"),
     "judged": functools.partial(judged, "paper"),
