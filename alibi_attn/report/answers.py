@@ -131,8 +131,10 @@ def spread_sentence(record: Record) -> str:
         sentences.append(f"Each of our numbers is measured on {between(tokens)} tokens.")
     if seeds and seeds[1] == 1:
         sentences.append("There is one seed, so the influence of chance is unknown.")
-    elif seeds:
+    elif seeds and any("low" in columns for columns in record.curves.values()):
         sentences.append(f"Bands and small numbers show the lowest and the highest of {between(seeds)} seeds.")
+    elif seeds:
+        sentences.append(f"Each is the mean of {between(seeds)} seeds.")
     return " ".join(sentences)
 
 

@@ -35,7 +35,7 @@ class PublishedItem:
         corpus, evaluation: the text and how it was scored; "" if no text was scored.
         columns: measured quantity -> unit.
         panels: the labels that the paper draws in one panel.
-        cited: the labels of results that the paper cites from other papers, which we do not rerun.
+        cited: the labels of results that the paper cites from other papers; of these only staged training is run here.
         notes: remarks on the numbers.
         series: label -> column -> values; the columns of one series have equal lengths.
     """

@@ -148,6 +148,19 @@ def test_rows_that_the_paper_cites_are_never_ours() -> None:
     assert _cells(table, "Ours", "ALiBi, L = 3072, L_valid = 3072")[1:] == ["3.394", "3.532"]
 
 
+def test_a_row_that_the_paper_cites_and_that_was_run_has_its_numbers() -> None:
+    record, label = answer("table-7"), "Staged Training (Press et al., 2021)"
+    curves = {
+        **record.curves,
+        label: {"parameters": [8.0], "valid_perplexity": [5.0], "test_perplexity": [6.0], "seeds": [2]},
+    }
+    record = dataclasses.replace(record, curves=curves)
+    table = paper_tables.pair_table(record)
+    assert _cells(table, "Ours", label) == ["8", "5.000", "6.000"]
+    assert _cells(table, "The paper", f"{label}, cited")[2] == "17.56"
+    assert answers.spread_sentence(record).endswith("Each is the mean of 2 seeds.")
+
+
 def test_the_best_is_marked_separately_in_ours_and_in_the_papers() -> None:
     table = paper_tables.pair_table(answer("table-5"))
     for block in table.blocks:

@@ -138,7 +138,8 @@ def _by_column(record: Record, item: PublishedItem) -> Table:
         lines = []
         for (label, _), *cells in zip(labels, *columns, strict=True):
             cited = label in item.cited
-            shown = (Cell(CITED), *(Cell("") for _ in measures[1:])) if cited and ours else tuple(cells)
+            not_run = ours and cited and label not in record.curves
+            shown = (Cell(CITED), *(Cell("") for _ in measures[1:])) if not_run else tuple(cells)
             lines.append((f"{label}, cited" if cited and not ours else label, method_of(label) or "ink", shown))
         blocks.append(Block(title, tuple(lines)))
     return Table(tuple(_title(measure, scale_factor(record)) for measure in measures), tuple(blocks))
