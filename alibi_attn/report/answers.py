@@ -134,7 +134,7 @@ def spread_sentence(record: Record) -> str:
     elif seeds and any("low" in columns for columns in record.curves.values()):
         sentences.append(f"Bands and small numbers show the lowest and the highest of {between(seeds)} seeds.")
     elif seeds:
-        sentences.append(f"Each is the mean of {between(seeds)} seeds.")
+        sentences.append(f"Each of our numbers is the mean of {between(seeds)} seeds.")
     return " ".join(sentences)
 
 

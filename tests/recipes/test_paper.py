@@ -4,11 +4,13 @@ They run once per module, at smoke scale.
 """
 
 import dataclasses
+import datetime
 import functools
 import itertools
 import math
 import re
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 
@@ -17,6 +19,7 @@ from alibi_attn.lab.config import ConfigError
 from alibi_attn.lab.training import train
 from alibi_attn.recipes.index import RECIPES
 from alibi_attn.recipes.paper import drawings, wikitext
+from alibi_attn.recipes.paper.answers import speeds
 from alibi_attn.recipes.paper.cells import ask, scaled
 from alibi_attn.recipes.paper.evidence import Evidence, MissingEvidenceError
 from alibi_attn.recipes.paper.items import ITEMS, PAPER
@@ -339,6 +342,17 @@ def test_fields_that_an_item_varies_cannot_be_changed():
     changed = ask(ITEMS["table-15"], "smoke", {"train.steps": "7"}, (3, 5))
     assert {run.train.seed for run in changed.runs} == {3, 5}
     assert {run.train.steps for run in changed.runs} == {7}
+
+
+def test_speeds_are_geometric_means_over_seeds():
+    """As in the verdicts, whose interval is around this ratio; a table once had the first seed alone."""
+    (cell, *_), made = ITEMS["table-1"].cells("smoke"), records.make
+    started = datetime.datetime.now(datetime.UTC)
+    found = [
+        made("speed", "a", config={}, metrics={"a_bytes": x, "unknown": None}, started=started) for x in (2.0, 8.0)
+    ]
+    curves = speeds([cell], SimpleNamespace(of=lambda *_: found))
+    assert curves[cell.label] | {"a_bytes": [4.0], "unknown": [None], "seeds": [2]} == curves[cell.label]
 
 
 def test_small_pairs_the_seeds_of_figure_1_and_keeps_the_data_order():

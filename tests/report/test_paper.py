@@ -158,7 +158,7 @@ def test_a_row_that_the_paper_cites_and_that_was_run_has_its_numbers() -> None:
     table = paper_tables.pair_table(record)
     assert _cells(table, "Ours", label) == ["8", "5.000", "6.000"]
     assert _cells(table, "The paper", f"{label}, cited")[2] == "17.56"
-    assert answers.spread_sentence(record).endswith("Each is the mean of 2 seeds.")
+    assert answers.spread_sentence(record).endswith("Each of our numbers is the mean of 2 seeds.")
 
 
 def test_the_best_is_marked_separately_in_ours_and_in_the_papers() -> None:

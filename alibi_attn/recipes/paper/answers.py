@@ -6,6 +6,7 @@ evaluates one way only, nonoverlapping or with a sliding window (appendix B), th
 """
 
 import math
+import statistics
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -99,11 +100,12 @@ def equal_updates(cells: Sequence[Cell], evidence: Evidence) -> Curves:
 
 
 def speeds(cells: Sequence[Cell], evidence: Evidence) -> Curves:
-    """Tokens per second and memory of each method at each length (figures 2 and 7, table 1)."""
+    """Tokens per second and memory of each method at each length, geometric means over seeds (figures 2 and 7, table 1)."""
     curves: Curves = {}
     for cell in cells:
-        record = evidence.of("speed", cell.config)[0]
-        _append(curves, cell, {"paper_length": cell.paper_length, "length": cell.length, **record.metrics})
+        found = evidence.of("speed", cell.config)
+        means = {name: _geometric_mean([metric(one, name) for one in found]) for name in found[0].metrics}
+        _append(curves, cell, {"paper_length": cell.paper_length, "length": cell.length, **means, "seeds": len(found)})
     return curves
 
 
@@ -172,6 +174,12 @@ def _finite(value: float) -> float | None:
 
 def _mean(values: Sequence[float | None]) -> float | None:
     return None if None in values else sum(cast("Sequence[float]", values)) / len(values)
+
+
+def _geometric_mean(values: Sequence[float | None]) -> float | None:
+    """As the verdicts take it over seeds: of ratios it is the ratio of the means."""
+    known = [value for value in values if value is not None]
+    return statistics.geometric_mean(known) if len(known) == len(values) else None
 
 
 def _training_speed(cell: Cell, evidence: Evidence) -> float | None:
