@@ -4,7 +4,6 @@ They run once per module, at smoke scale.
 """
 
 import dataclasses
-import datetime
 import functools
 import itertools
 import math
@@ -272,8 +271,7 @@ def test_a_speed_is_that_of_the_labeled_method_and_length(name, answers, found):
                 and found[file].config["train"]["length"] == length
             )
             assert record.kind == "speed"
-            speed = record.metrics["train_tokens_per_second"]
-            assert columns["train_tokens_per_second"][index] == pytest.approx(speed, rel=1e-12)
+            assert columns["train_tokens_per_second"][index] == record.metrics["train_tokens_per_second"] > 0
             assert columns["evaluation_tokens_per_second"][index] > 0
 
 
@@ -347,13 +345,10 @@ def test_fields_that_an_item_varies_cannot_be_changed():
 
 def test_speeds_are_geometric_means_over_seeds():
     """As in the verdicts, whose interval is around this ratio; a table once had the first seed alone."""
-    (cell, *_), made = ITEMS["table-1"].cells("smoke"), records.make
-    started = datetime.datetime.now(datetime.UTC)
-    found = [
-        made("speed", "a", config={}, metrics={"a_bytes": x, "unknown": None}, started=started) for x in (2.0, 8.0)
-    ]
-    curves = speeds([cell], SimpleNamespace(of=lambda *_: found))
-    assert curves[cell.label] | {"a_bytes": [4.0], "unknown": [None], "seeds": [2]} == curves[cell.label]
+    cell = ITEMS["table-1"].cells("smoke")[0]
+    found = [SimpleNamespace(metrics={"a_bytes": value, "unknown": None}) for value in (2.0, 8.0)]
+    columns = speeds([cell], SimpleNamespace(of=lambda *_: found))[cell.label]
+    assert (columns["a_bytes"], columns["unknown"], columns["seeds"]) == ([4.0], [None], [2])
 
 
 def test_small_pairs_the_seeds_of_figure_1_and_keeps_the_data_order():

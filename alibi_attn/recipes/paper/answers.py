@@ -6,7 +6,6 @@ evaluates one way only, nonoverlapping or with a sliding window (appendix B), th
 """
 
 import math
-import statistics
 from collections.abc import Mapping, Sequence
 from typing import cast
 
@@ -178,8 +177,7 @@ def _mean(values: Sequence[float | None]) -> float | None:
 
 def _geometric_mean(values: Sequence[float | None]) -> float | None:
     """As the verdicts take it over seeds: of ratios it is the ratio of the means."""
-    known = [value for value in values if value is not None]
-    return statistics.geometric_mean(known) if len(known) == len(values) else None
+    return None if None in values else math.prod(cast("Sequence[float]", values)) ** (1 / len(values))
 
 
 def _training_speed(cell: Cell, evidence: Evidence) -> float | None:

@@ -57,7 +57,7 @@ def measure(config_json: Mapping[str, Json]) -> dict[str, float | None]:
     idle = peak_memory_bytes(device) if reset_peak_memory(device) else None
     ends: list[float] = []  # in seconds of training
     with tempfile.TemporaryDirectory() as folder:
-        peak = train(config, corpus, Path(folder), on_step=lambda step: ends.append(step.seconds)).peak_memory_bytes
+        peak = train(config, corpus, Path(folder), on_step=lambda now: ends.append(now.seconds)).peak_memory_bytes
         model = load_checkpoint(Path(folder), method=config.model.method)[0].to(device)
     steps = [after - before for before, after in itertools.pairwise(ends[WARM_STEPS - 1 :])]
     return {

@@ -144,8 +144,6 @@ def _with_bands(lines: Sequence[Line], evidence: Evidence, way: str) -> tuple[li
     if seeds:
         captions.append(f"Bands: the lowest and the highest ratio of {between((min(seeds), max(seeds)))} seeds.")
     if parts:
-        bands = "Bands of single trainings: 95 %" if seeds else "Bands: 95 %"
-        captions.append(
-            f"{bands} over {between((min(parts), max(parts)))} parts of the text{'' if seeds else ', one training each'}."
-        )
+        over = f"95 % over {between((min(parts), max(parts)))} parts of the text"
+        captions.append(f"Bands of single trainings: {over}." if seeds else f"Bands: {over}, one training each.")
     return found, " ".join(captions)
