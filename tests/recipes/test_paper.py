@@ -9,7 +9,6 @@ import itertools
 import math
 import re
 from pathlib import Path
-from types import SimpleNamespace
 
 import pytest
 
@@ -18,7 +17,6 @@ from alibi_attn.lab.config import ConfigError
 from alibi_attn.lab.training import train
 from alibi_attn.recipes.index import RECIPES
 from alibi_attn.recipes.paper import drawings, wikitext
-from alibi_attn.recipes.paper.answers import speeds
 from alibi_attn.recipes.paper.cells import ask, scaled
 from alibi_attn.recipes.paper.evidence import Evidence, MissingEvidenceError
 from alibi_attn.recipes.paper.items import ITEMS, PAPER
@@ -341,14 +339,6 @@ def test_fields_that_an_item_varies_cannot_be_changed():
     changed = ask(ITEMS["table-15"], "smoke", {"train.steps": "7"}, (3, 5))
     assert {run.train.seed for run in changed.runs} == {3, 5}
     assert {run.train.steps for run in changed.runs} == {7}
-
-
-def test_speeds_are_geometric_means_over_seeds():
-    """As in the verdicts, whose interval is around this ratio; a table once had the first seed alone."""
-    cell = ITEMS["table-1"].cells("smoke")[0]
-    found = [SimpleNamespace(metrics={"a_bytes": value, "unknown": None}) for value in (2.0, 8.0)]
-    columns = speeds([cell], SimpleNamespace(of=lambda *_: found))[cell.label]
-    assert (columns["a_bytes"], columns["unknown"], columns["seeds"]) == ([4.0], [None], [2])
 
 
 def test_small_pairs_the_seeds_of_figure_1_and_keeps_the_data_order():

@@ -139,6 +139,10 @@ def test_a_page_says_tokens_seeds_units_and_scale() -> None:
     split = {"valid_perplexity": [5.0], "valid_tokens": [4096], "test_tokens": [8192]}
     assert "on 4,096 to 8,192 tokens." in answers.spread_sentence(dataclasses.replace(record, curves={"a": split}))
     assert "one seed" in answers.spread_sentence(dataclasses.replace(record, curves=one))
+    both = dataclasses.replace(record, curves={"a": {**split, "seeds": [3]}, "b": {**split, "seeds": [1]}})
+    assert answers.spread_sentence(both) == (
+        "Each of our numbers is measured on 4,096 to 8,192 tokens and is the mean of 1 to 3 seeds."
+    )
 
 
 def test_rows_that_the_paper_cites_are_never_ours() -> None:
@@ -158,7 +162,7 @@ def test_a_row_that_the_paper_cites_and_that_was_run_has_its_numbers() -> None:
     table = paper_tables.pair_table(record)
     assert _cells(table, "Ours", label) == ["8", "5.000", "6.000"]
     assert _cells(table, "The paper", f"{label}, cited")[2] == "17.56"
-    assert answers.spread_sentence(record).endswith("Each of our numbers is the mean of 2 seeds.")
+    assert answers.spread_sentence(record).endswith("is the mean of 2 seeds.")
 
 
 def test_the_best_is_marked_separately_in_ours_and_in_the_papers() -> None:

@@ -1,8 +1,9 @@
 """Turn records into the data of figures and tables: pure functions, one per form that the paper uses.
 
 Perplexities are per token of our tokenizer, `exp` of the mean loss; if the text's words were counted, "word_…" is the
-perplexity per word. Repeated seeds are averaged in nats; "low" and "high" are their minimum and maximum. Where the paper
-evaluates one way only, nonoverlapping or with a sliding window (appendix B), the other way is given as well.
+perplexity per word. Repeated seeds are averaged in nats, their speeds by the geometric mean; "low" and "high" are their
+minimum and maximum. Where the paper evaluates one way only, nonoverlapping or with a sliding window (appendix B), the
+other way is given as well.
 """
 
 import math
@@ -42,7 +43,7 @@ def models(cells: Sequence[Cell], evidence: Evidence) -> Curves:
         tokens = at_length(evaluations[0], cell.length, f"{cell.way}_tokens")
         row[cell.column.replace("perplexity", "tokens")] = [tokens]
         if cell.column == "valid_perplexity":
-            row["evaluation_tokens_per_second"] = [_mean(_at(evaluations, cell.length, "tokens_per_second"))]
+            row["evaluation_tokens_per_second"] = [_geometric_mean(_at(evaluations, cell.length, "tokens_per_second"))]
             row["word_valid_perplexity"] = [_word_perplexity(evaluations, cell.length, cell.way)]
     return curves
 
@@ -99,7 +100,7 @@ def equal_updates(cells: Sequence[Cell], evidence: Evidence) -> Curves:
 
 
 def speeds(cells: Sequence[Cell], evidence: Evidence) -> Curves:
-    """Tokens per second and memory of each method at each length, geometric means over seeds (figures 2 and 7, table 1)."""
+    """Tokens per second and memory of each method at each length, means over seeds (figures 2 and 7, table 1)."""
     curves: Curves = {}
     for cell in cells:
         found = evidence.of("speed", cell.config)
@@ -119,7 +120,7 @@ def _tested(cell: Cell, evaluations: Sequence[Record]) -> dict[str, Json]:
         f"{other}_perplexity": _perplexity(_nats(evaluations, cell.length, other)),
         "tokens": at_length(evaluations[0], cell.length, f"{cell.way}_tokens"),
         "seeds": len(evaluations),
-        "tokens_per_second": _mean(_at(evaluations, cell.length, "tokens_per_second")),
+        "tokens_per_second": _geometric_mean(_at(evaluations, cell.length, "tokens_per_second")),
     }
 
 
@@ -181,7 +182,7 @@ def _geometric_mean(values: Sequence[float | None]) -> float | None:
 
 
 def _training_speed(cell: Cell, evidence: Evidence) -> float | None:
-    return _mean([metric(record, "tokens_per_second") for record in evidence.of("training", cell.config)])
+    return _geometric_mean([metric(record, "tokens_per_second") for record in evidence.of("training", cell.config)])
 
 
 def _hours(seconds: Json) -> float | None:
