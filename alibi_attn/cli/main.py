@@ -19,7 +19,7 @@ from alibi_attn.cli.console import check_writable, error_in_method, fail, interr
 from alibi_attn.recipes.index import RECIPES
 from alibi_attn.slopes import alibi_slopes
 
-_EXPECTED = (ValueError, TypeError, ImportError)  # what this package raises, besides OSError
+_EXPECTED = (ValueError, TypeError, ImportError, NotImplementedError)  # what this package raises, besides OSError
 
 app = typer.Typer(
     name="alibi",

@@ -11,6 +11,7 @@ import json
 import os
 import shutil
 import statistics
+import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -47,6 +48,11 @@ def long_texts(
         processes: number of processes that share the cache.
         cache: the cache's folder, on a disk and not in memory; by default next to the record. It is not deleted.
     """
+    if sys.platform != "linux":
+        raise NotImplementedError(
+            "`alibi bench long-texts` counts bytes and shared memory by /proc, which only Linux has; "
+            "use Linux, or WSL on Windows"
+        )
     folder = Path(cache or out / f"long-texts-{width}x{layers}-{tokens}")
     config: Config = {
         "tokens": tokens, "width": width, "layers": layers, "processes": processes, "vocabulary": VOCABULARY,

@@ -2,12 +2,15 @@
 
 import sys
 import time
+from types import SimpleNamespace
 
 import pytest
 
 from alibi_attn import records
+from alibi_attn.cli.main import main
 from alibi_attn.hf import reading
 from alibi_attn.measure import long_texts as module
+from alibi_attn.measure import timing
 from alibi_attn.measure.long_texts import long_texts
 
 pytestmark = [
@@ -31,6 +34,24 @@ def test_a_long_text_is_read_opened_and_shared(tmp_path, monkeypatch):
     assert "2 processes together" in lines[-1]
     with pytest.raises(FileExistsError):
         long_texts(tmp_path / "new", tokens=1300, width=64, layers=1, processes=2)
+
+
+def test_other_systems_are_refused_in_one_sentence(tmp_path, monkeypatch, capsys):
+    monkeypatch.setattr(sys, "platform", "darwin")
+    monkeypatch.setattr(sys, "argv", ["alibi", "bench", "long-texts", "--out", str(tmp_path)])
+    with pytest.raises(SystemExit) as ended:
+        main()
+    said = " ".join(capsys.readouterr().err.split())
+    assert (ended.value.code, list(tmp_path.iterdir())) == (1, [])
+    assert "only Linux has; use Linux, or WSL on Windows" in said
+    assert "Traceback" not in said
+
+
+def test_the_peak_memory_of_windows_is_that_of_psutil(monkeypatch):
+    peak = SimpleNamespace(memory_info=lambda: SimpleNamespace(peak_wset=12_345))
+    monkeypatch.setattr(sys, "platform", "win32")
+    monkeypatch.setitem(sys.modules, "psutil", SimpleNamespace(Process=lambda: peak))
+    assert timing.peak_rss_bytes() == 12_345
 
 
 def test_a_process_that_fails_ends_the_others(tmp_path, monkeypatch):
