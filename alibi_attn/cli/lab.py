@@ -116,7 +116,14 @@ def run(
     items = index.items_of(recipe)
     folder = out or (PAPER_FOLDER if items else Path("runs") / recipe)
     page = folder / (f"{recipe}.html" if items and recipe != "paper" else "report.html")
-    asked: dict[str, Any] = {"out": folder, "scale": scale, "overrides": overrides, "seeds": chosen, **own}
+    asked: dict[str, Any] = {
+        "out": folder,
+        "scale": scale,
+        "overrides": overrides,
+        "seeds": chosen,
+        "shard": part,
+        **own,
+    }
     if dry_run:
         listings.show_plan(recipe, **asked)
         return
@@ -130,7 +137,7 @@ def run(
         listings.show_plan(recipe, only_missing=True, **asked)
     try:
         with cluster(ray, show_output=True) if ray else contextlib.nullcontext():
-            paths = index.run(recipe, shard=part, on_ray=ray is not None, track=track, console=console, **asked)
+            paths = index.run(recipe, on_ray=ray is not None, track=track, console=console, **asked)
     except KeyboardInterrupt:
         interrupted(f"run the same command again to resume: {records.command()}")
     if not paths or not experiment.processes().is_main_process:

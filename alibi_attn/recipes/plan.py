@@ -14,7 +14,7 @@ import torch
 from alibi_attn.lab.config import DataConfig, RunConfig, Scale
 from alibi_attn.lab.data.corpus import Corpus, load_corpus
 from alibi_attn.lab.evaluation.evaluate import stride_at
-from alibi_attn.lab.experiment import by_training, configs_of
+from alibi_attn.lab.experiment import by_training, configs_of, runs_of_shard
 from alibi_attn.lab.run import lacks, run_title
 from alibi_attn.lab.training.parallel import prepare
 from alibi_attn.lab.training.train import steps
@@ -50,9 +50,11 @@ class Planned:
 
 def plan(
     name: str, *, out: Path, scale: Scale = "small", overrides: Mapping[str, str] | None = None, seeds: Sequence[int] = (),
-    methods: Sequence[str] = (),
+    methods: Sequence[str] = (), shard: tuple[int, int] = (0, 1),
 ) -> list[Planned]:  # fmt: skip
     """Everything that the recipe `name` runs in the folder `out`, in order. Trains nothing.
+
+    Of a shard (i, n) it is every n-th training, as in `experiment.run`; a shard of the paper measures no speed.
 
     A new text is tokenized, into `out`/tokens if that folder exists. If `out` has no records, the text is not read.
 
@@ -62,7 +64,7 @@ def plan(
     corpora: dict[DataConfig, Corpus] = {}
     rates: dict[object, float] = {}  # seconds per step
     planned = []
-    for study, runs in _trainings(name, scale, overrides or {}, seeds, methods):
+    for study, runs in _trainings(name, scale, overrides or {}, seeds, methods, shard):
         config, seconds = runs[0], 0.0
         lacking = [_lacks(study, run, out, scale, corpora) for run in runs]
         missing = tuple(part for part in _PARTS if any(part in parts for parts in lacking))
@@ -101,8 +103,9 @@ def evaluation_flops(config: RunConfig) -> float:
 
 
 def _trainings(
-    name: str, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int], methods: Sequence[str]
-) -> Iterator[tuple[str, list[RunConfig]]]:
+    name: str, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int], methods: Sequence[str],
+    shard: tuple[int, int],
+) -> Iterator[tuple[str, list[RunConfig]]]:  # fmt: skip
     """(study, the runs of one training) of everything that a recipe runs. A training that items share comes once."""
     studies: Mapping[str, Sequence[RunConfig]]
     if items := index.items_of(name):
@@ -110,7 +113,9 @@ def _trainings(
     else:
         recipe = index.RECIPES[name]
         studies = {recipe.study or name: configs_of(recipe, scale, overrides, seeds, methods)}
-    return ((study, group) for study, runs in studies.items() for group in by_training(runs))
+    for study, runs in studies.items():
+        if study != "speed" or shard[1] == 1:
+            yield from ((study, group) for group in by_training(runs_of_shard(runs, shard)))
 
 
 def _lacks(study: str, run: RunConfig, out: Path, scale: Scale, corpora: dict[DataConfig, Corpus]) -> tuple[str, ...]:

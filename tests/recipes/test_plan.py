@@ -62,6 +62,8 @@ def test_everything_is_missing_at_first_and_nothing_at_the_end(tmp_path: Path) -
     assert [one.title for one in plan("quick", out=tmp_path, scale="smoke", methods=("kerple",))] == [
         "quick/kerple-16/seed-0"
     ]
+    parts = [plan("quick", out=tmp_path, scale="smoke", shard=(index, 3)) for index in range(3)]
+    assert [one.title for part in parts for one in part] == [first[index].title for index in (0, 3, 1, 2)]
     paths = run(RECIPES["quick"], out=tmp_path, scale="smoke")
     done = plan("quick", out=tmp_path, scale="smoke")
     assert [(one.missing, one.seconds) for one in done] == [((), 0.0)] * 4
@@ -76,6 +78,8 @@ def test_everything_is_missing_at_first_and_nothing_at_the_end(tmp_path: Path) -
 @pytest.mark.long
 def test_items_of_the_paper_list_shared_trainings_once_and_speeds(tmp_path: Path) -> None:
     found = plan("paper", out=tmp_path, scale="smoke")
+    parts = [one for index in range(2) for one in plan("paper", out=tmp_path, scale="smoke", shard=(index, 2))]
+    assert sorted(one.title for one in parts) == sorted(one.title for one in found if one.study != "speed")
     items = [recipe for recipe in RECIPES.values() if recipe.study and recipe.study != "speed"]
     trainings = {(recipe.study, run.model, run.data, run.train) for recipe in items for run in recipe.runs("smoke")}
     assert sum(one.missing == ("training", "evaluation") for one in found) == len(trainings) == 36
