@@ -20,7 +20,7 @@ from matplotlib.figure import Figure
 from alibi_attn.position_methods import METHODS
 from alibi_attn.recipes import quick
 from alibi_attn.records import Record, load
-from alibi_attn.report.method_comparison import by_seed, comparisons, methods
+from alibi_attn.report.method_comparison import by_seed, comparisons, measured, methods
 from alibi_attn.report.method_paragraphs import number
 from alibi_attn.report.plots import drawing
 from alibi_attn.report.plots import study as figures
@@ -292,14 +292,19 @@ def training() -> str:
 
 
 def referee() -> str:
-    """Each method at the longest length, by seed: relative perplexity on text, per cent of right answers on tasks."""
+    """At the longest length, mean and range over seeds: relative perplexity on text, per cent of right answers on tasks."""
     (tasks,) = comparisons(studies(map(load, sorted((ROOT / "results" / "referee").glob("*.json")))))
-    names = {one.method: one.label for one in methods(tasks)}
     longest = tasks[0].lengths[1]
-    rows = [
-        [label, *(", ".join(number(task, one) for one in by_seed(task, method, longest)) for task in tasks)]
-        for method, label in names.items()
-    ]
+    rows = []
+    for series in methods(tasks):
+        cells = []
+        for task in tasks:
+            seeds = sorted(by_seed(task, series.method, longest), key=lambda one: one.value)
+            low, mean, high = (
+                number(task, one) for one in (seeds[0], measured(task, series.method, longest), seeds[-1])
+            )
+            cells.append(f"{mean} ({low}–{high})")
+        rows.append([series.label, *cells])
     return table(["", *(f"{task.title}, {longest:,}" for task in tasks)], rows)
 
 
@@ -323,11 +328,11 @@ def extrapolation(folder: str, trained: int) -> str:
 
 
 def longer_examples() -> str:
-    """Figure 4 at a quarter: perplexity of models trained at several lengths."""
-    found, rows = record("medium/paper-item-figure-4-*.json"), []
-    measured = {label: _by_length(found, label, "perplexity") for label in found.curves}
-    lengths = sorted({length for at in measured.values() for length in at})
-    for label, at in sorted(measured.items(), key=lambda one: (one[0].split(",")[0], min(one[1]))):
+    """Table 5 at a quarter: perplexity of models trained at several lengths."""
+    found, rows = record("medium/paper-item-table-5-*.json"), []
+    perplexities = {label: _by_length(found, label, "perplexity") for label in found.curves}
+    lengths = sorted({length for at in perplexities.values() for length in at})
+    for label, at in sorted(perplexities.items(), key=lambda one: (one[0].split(",")[0], min(one[1]))):
         method, _, paper_length = label.partition(", L = ")
         trained = f"{min(at):.0f}" if paper_length.isdecimal() else "each"
         cells = [f"{at[length]:.1f}" if length in at else "" for length in lengths]
