@@ -145,7 +145,7 @@ def scale_sentence(record: Record) -> str:
     item, factor = item_of(record), scale_factor(record)
     sentences = []
     if factor != 1:
-        example = min((length for label in item.series if (length := trained_length(label))), default=512)
+        example = min((length for label in record.curves if (length := trained_length(label))), default=512)
         sentences.append(
             f"Our lengths are the paper's divided by {factor:g}: L = {example / factor:,.0f} stands for L = {example:,}."
         )

@@ -135,6 +135,8 @@ def test_a_page_says_tokens_seeds_units_and_scale() -> None:
     text = answers.scale_sentence(record)
     assert "divided by 8: L = 64 stands for L = 512" in text
     assert "per byte of novels, the paper's per token of WikiText-103, word level" in text
+    longer = {label: columns for label, columns in record.curves.items() if label == "ALiBi, L = 1024"}
+    assert "L = 128 stands for L = 1,024" in answers.scale_sentence(dataclasses.replace(record, curves=longer))
     one = {label: {**columns, "seeds": [1] * len(columns["seeds"])} for label, columns in record.curves.items()}
     split = {"valid_perplexity": [5.0], "valid_tokens": [4096], "test_tokens": [8192]}
     assert "on 4,096 to 8,192 tokens." in answers.spread_sentence(dataclasses.replace(record, curves={"a": split}))
