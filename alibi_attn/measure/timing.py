@@ -112,7 +112,7 @@ def peak_raised_by(before: int) -> int:
 
 
 def peak_rss_bytes() -> int:
-    """The peak resident memory of this process so far, in bytes. On Windows it needs psutil, which accelerate brings."""
+    """The peak resident memory of this process so far, in bytes."""
     if sys.platform == "win32":
         import psutil
 

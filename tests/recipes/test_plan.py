@@ -1,6 +1,7 @@
 """The plan of a recipe: everything that it runs, what of it is recorded, and the time of the rest."""
 
 import dataclasses
+import functools
 import shutil
 from pathlib import Path
 from typing import Any
@@ -51,7 +52,15 @@ def test_times_follow_from_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert len(measured) == 2, "two seeds take the same time"
 
 
-def test_everything_is_missing_at_first_and_nothing_at_the_end(tmp_path: Path) -> None:
+def test_shards_divide_the_trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "_seconds_per_step", lambda config: 0.5)
+    whole = [one.title for one in plan("quick", out=tmp_path, scale="smoke")]
+    parts = [plan("quick", out=tmp_path, scale="smoke", shard=(index, 3)) for index in range(3)]
+    assert [one.title for part in parts for one in part] == [whole[index] for index in (0, 3, 1, 2)]
+
+
+def test_everything_is_missing_at_first_and_nothing_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "_seconds_per_step", functools.cache(plans._seconds_per_step))  # once per config
     first = plan("quick", out=tmp_path, scale="smoke")
     assert [one.title for one in first] == [
         f"quick/{method}-16/seed-0" for method in ("sinusoidal", "rotary", "t5", "alibi")
@@ -62,8 +71,6 @@ def test_everything_is_missing_at_first_and_nothing_at_the_end(tmp_path: Path) -
     assert [one.title for one in plan("quick", out=tmp_path, scale="smoke", methods=("kerple",))] == [
         "quick/kerple-16/seed-0"
     ]
-    parts = [plan("quick", out=tmp_path, scale="smoke", shard=(index, 3)) for index in range(3)]
-    assert [one.title for part in parts for one in part] == [first[index].title for index in (0, 3, 1, 2)]
     paths = run(RECIPES["quick"], out=tmp_path, scale="smoke")
     done = plan("quick", out=tmp_path, scale="smoke")
     assert [(one.missing, one.seconds) for one in done] == [((), 0.0)] * 4
