@@ -126,14 +126,14 @@ def spread_sentence(record: Record) -> str:
     """The number of scored tokens and of seeds per number, in words."""
     tokens = _range(record, "tokens", "valid_tokens", "test_tokens")
     seeds = _range(record, "seeds")
-    repeated, bands = seeds and seeds[1] > 1, any("low" in columns for columns in record.curves.values())
+    bands = any("low" in columns for columns in record.curves.values())
     facts = []
     if tokens:
         facts.append(f"is measured on {between(tokens)} tokens")
-    if seeds and repeated and not bands:
+    if seeds and seeds[1] > 1 and not bands:
         facts.append(f"is the mean of {between(seeds)} seeds")
     sentences = [f"Each of our numbers {' and '.join(facts)}."] if facts else []
-    if seeds and not repeated:
+    if seeds and seeds[1] == 1:
         sentences.append("There is one seed, so the influence of chance is unknown.")
     elif seeds and bands:
         sentences.append(f"Bands and small numbers show the lowest and the highest of {between(seeds)} seeds.")

@@ -84,9 +84,10 @@ def test_a_dry_run_lists_the_trainings_and_what_is_recorded_and_writes_nothing(t
     assert "alibi-16" in recorded
     assert sorted(out.rglob("*")) == files
     (out / "records").joinpath(*(path.name for path in files if path.name.startswith("evaluation-"))).unlink()
-    untested = RUNNER.invoke(app, [*command, "--shard", "0/2", "--dry-run"]).output
-    assert "0 of 1 trainings left, 0 tokens" in untested
+    untested = RUNNER.invoke(app, [*command, "--dry-run"]).output
+    assert "1 of 2 trainings left, 1,024 tokens" in untested
     assert re.search(r"alibi-16\S+ +1,024 +0.0 +trained already, not tested", untested)
+    assert "0 of 1 trainings left, 0 tokens" in RUNNER.invoke(app, [*command, "--shard", "0/2", "--dry-run"]).output
     shutil.rmtree(out / "checkpoints")
     assert "2 of 2 trainings left" in RUNNER.invoke(app, [*command, "--dry-run"]).output
 
