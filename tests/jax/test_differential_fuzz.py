@@ -14,8 +14,8 @@ DRAWS = [
     ("jax-native", range(80)),
     pytest.param("jax-native", range(80, 200), marks=pytest.mark.long),
     ("jax-dense", range(15)),
-    ("jax-loop", range(5)),
-    pytest.param("jax-loop", range(5, 15), marks=pytest.mark.long),
+    ("jax-loop", range(8)),
+    pytest.param("jax-loop", range(8, 15), marks=pytest.mark.long),
 ]
 
 # Calls that were once computed incorrectly, with their backend.
