@@ -224,8 +224,8 @@ def test_an_installed_wheel_runs_every_level_without_a_compiler(built: Built, tm
     programs = installed(built.wheel, tmp_path / "environment", HERE, **NO_COMPILER)
     work = tmp_path / "elsewhere"
     work.mkdir()
-    told = run([str(programs / "python"), "-W", "error", "-c", EVERY_LEVEL], work, **NO_COMPILER).splitlines()
-    home, banded, native, *of_levels, openmp = told
+    told = run([str(programs / "python"), "-W", "error", "-c", EVERY_LEVEL], work, **NO_COMPILER)
+    home, banded, native, *of_levels, openmp = told.replace(" and AMX", "").splitlines()
     assert Path(home).is_relative_to(tmp_path / "environment")
     assert banded == "  banded     could", "native comes first"
     runs = [f"{level.words}, from the wheel" for level in LEVELS if not level.lacks]

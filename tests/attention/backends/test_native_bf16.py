@@ -40,18 +40,36 @@ def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) ->
     build._found.cache_clear()
 
 
-@pytest.fixture(scope="module", params=["here", pytest.param("emulated Arm", marks=pytest.mark.long)])
+@pytest.fixture(
+    scope="module",
+    params=["here", *(pytest.param(name, marks=pytest.mark.long) for name in ("here, without AMX", "emulated Arm"))],
+)
 def in_bf16(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Iterator[None]:
-    """On this processor, and on an emulated one with other instructions for bf16."""
+    """On this processor, also without its tiles, and on an emulated one with other instructions for bf16."""
     if request.param == "here":
         if not build.multiplies_bf16():
             pytest.skip("this processor has no products of bf16")
         yield
         return
+    if request.param == "here, without AMX":
+        if not _has_tiles():
+            pytest.skip("this processor has no AMX")
+        with pytest.MonkeyPatch.context() as patch:
+            patch.setattr(build, "FLAGS", (*build.FLAGS, "-DALIBI_WITHOUT_AMX"))
+            build._found.cache_clear()
+            assert build.multiplies_bf16()
+            assert not _has_tiles()
+            yield
+        build._found.cache_clear()
+        return
     if reason := why_not(ARM_BF16):
         pytest.skip(reason)
     with emulating(ARM_BF16, tmp_path_factory.mktemp("emulated")):
         yield
+
+
+def _has_tiles() -> bool:
+    return " and AMX" in build.instructions()
 
 
 def _is_x86() -> bool:
@@ -92,7 +110,9 @@ def test_a_processor_that_has_the_instruction_uses_it() -> None:
     flags = Path("/proc/cpuinfo")
     if not flags.exists():
         pytest.skip("only Linux lists what a processor can")
-    assert build.multiplies_bf16() == (not {"avx512_bf16", "bf16"}.isdisjoint(flags.read_text().split()))
+    has = set(flags.read_text().split())
+    assert build.multiplies_bf16() == (not {"avx512_bf16", "bf16"}.isdisjoint(has))
+    assert _has_tiles() == ({"avx512_bf16", "amx_tile", "amx_bf16"} <= has)
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 33, 63, 64, 65, 127, 129, 200])

@@ -347,6 +347,7 @@ void run(const Call<Real> &call) {
     if (call.key_bias_grad) kept_biases = static_cast<double *>(std::malloc(plan.kept * group * sizeof(double)));
     in_parallel(call.threads, [&](Member &member) {
         const DenormalNumbers are_kept;
+        const Tiles tiles(call.bf16);
         Real *memory = allocate<Real>((3 * BLOCK + 6 * D) * BLOCK);
         Real *panels = memory + 2 * BLOCK * BLOCK;
         const auto panel = [&](int64_t i) { return panels + i * D * BLOCK; };

@@ -9,7 +9,7 @@
 
 #include "allowed.hpp"
 #include "origins.hpp"
-#include "products_bf16.hpp"
+#include "tiles_bf16.hpp"
 
 #ifdef ALIBI_COUNT  // a build of the tests: how many scores were computed
 extern int64_t alibi_counted;

@@ -108,7 +108,8 @@ def instructions() -> str:
     """Which instructions the kernels use, and their origin: "AVX2, from the wheel"."""
     loaded = library()
     origin = "from the wheel" if Path(loaded._name).parent == FOLDER else "compiled here"
-    return f"{loaded.alibi_instructions().decode()}, {origin}"
+    amx = " and AMX" if loaded.alibi_multiplies_bf16() == 2 else ""
+    return f"{loaded.alibi_instructions().decode()}{amx}, {origin}"
 
 
 def shipped(level: Level) -> Path:

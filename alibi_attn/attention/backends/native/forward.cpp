@@ -160,6 +160,7 @@ void run(const Call<Real> &call) {
     std::vector<double> tails(call.tolerance > 0 && call.key_bias ? call.B * call.H * tails_size(call) : 0);
     in_parallel(call.threads, [&](Member &member) {
         const DenormalNumbers are_kept;
+        const Tiles tiles(call.bf16);
         if (call.tolerance > 0) {
             member.for_each(heads * parts, [&](int64_t part) {
                 const int64_t from = part % parts * width;
@@ -189,8 +190,8 @@ EXPORT void alibi_forward_float32(const Call<float> *call) { run(*call); }
 EXPORT void alibi_forward_float64(const Call<double> *call) { run(*call); }
 EXPORT const char *alibi_built_with() { return ALIBI_BUILT_WITH; }
 EXPORT int64_t alibi_call_bytes() { return sizeof(Call<float>); }
-// Whether a Call<float> may have bf16 rows.
-EXPORT int64_t alibi_multiplies_bf16() { return InPairs<float>::EXIST; }
+// Whether a Call<float> may have bf16 rows: 0 no, 1 yes, 2 yes and tiles multiply them.
+EXPORT int64_t alibi_multiplies_bf16() { return InPairs<float>::EXIST + Tiles::usable(); }
 
 // The words of a level in `levels.py`, or those of a compiler's own choice of instructions.
 EXPORT const char *alibi_instructions() {
