@@ -1,7 +1,9 @@
 """bf16 in the C++ kernels: with native bf16 products, on processors that have them, and widened to fp32."""
 
+import ctypes
 import dataclasses
 import functools
+import subprocess
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
@@ -25,6 +27,11 @@ SOME = {
     "plain", "grouped-query", "one query", "queries at the end of longer keys", "symmetric window", "an offset a sequence",
     "NaN in masked keys, inf in their values", "everything", "steep, long, sink, peaked", "right slopes a batch", "key bias",
 }  # fmt: skip
+SHAPES = """
+typedef unsigned char Shapes[64];
+extern "C" __attribute__((target("amx-tile"))) void set_shapes(Shapes *to) { asm volatile("ldtilecfg %0" : : "m"(*to)); }
+extern "C" __attribute__((target("amx-tile"))) void get_shapes(Shapes *to) { asm volatile("sttilecfg %0" : "=m"(*to)); }
+"""
 UNIT = 2.0**-8  # half the distance from 1 to the next number
 
 
@@ -113,6 +120,23 @@ def test_a_processor_that_has_the_instruction_uses_it() -> None:
     has = set(flags.read_text().split())
     assert build.multiplies_bf16() == (not {"avx512_bf16", "bf16"}.isdisjoint(has))
     assert _has_tiles() == ({"avx512_bf16", "amx_tile", "amx_bf16"} <= has)
+
+
+def test_the_tiles_of_other_libraries_keep_their_shapes(tmp_path: Path) -> None:
+    """A library that sets them once per thread, such as llama.cpp, would otherwise end in an illegal instruction."""
+    if not _has_tiles():
+        pytest.skip("this processor has no AMX")
+    source, built = tmp_path / "shapes.cpp", tmp_path / "shapes.so"
+    source.write_text(SHAPES)
+    subprocess.run([*build._command(None), "-shared", "-fPIC", str(source), "-o", str(built)], check=True)
+    other, found = ctypes.CDLL(str(built)), ctypes.create_string_buffer(64)
+    for palette in (1, 0):  # in use, and not
+        shapes = bytes([palette, *[0] * 15, 32 * palette, *[0] * 31, 8 * palette, *[0] * 15])
+        other.set_shapes(shapes)
+        for tensor in draw(t=130):
+            alibi_attention(tensor, tensor, tensor, [1.0, 0.5, 0.1, 0.0], backend="native")
+        other.get_shapes(found)
+        assert found.raw == shapes
 
 
 @pytest.mark.parametrize("length", [1, 2, 31, 33, 63, 64, 65, 127, 129, 200])

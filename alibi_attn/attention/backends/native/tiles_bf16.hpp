@@ -15,9 +15,16 @@
 
 #define ON_TILES __attribute__((target("amx-tile,amx-bf16")))
 
-// The tile registers of a thread, from here to the end of the scope.
+// The shapes of a thread's tile registers, from here to the end of the scope. Those of before are restored, because other
+// libraries set theirs once per thread and expect to find them (llama.cpp does).
 class Tiles {
     enum { REQUEST_PERMISSION = 0x1023, OF_TILES = 18 };  // of arch_prctl; a process must ask, once
+
+    struct alignas(64) Shapes {
+        uint8_t palette = 1, start = 0, reserved[14] = {};  // palette 0: no tiles are in use
+        uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
+        uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
+    };
 
     static bool ask() {
         unsigned a, b, c, d;
@@ -26,6 +33,7 @@ class Tiles {
     }
 
     const bool used;
+    Shapes before;
 
    public:
     static bool usable() {
@@ -34,15 +42,13 @@ class Tiles {
     }
 
     ON_TILES explicit Tiles(bool wanted) : used(wanted && usable()) {
-        struct alignas(64) {
-            uint8_t palette = 1, start = 0, reserved[14] = {};
-            uint16_t row_bytes[16] = {64, 64, 64, 64, 64, 64, 64, 64};
-            uint8_t rows[16] = {16, 16, 16, 16, 16, 16, 16, 16};
-        } shapes;
-        if (used) asm volatile("ldtilecfg %0" : : "m"(shapes));
+        if (!used) return;
+        const Shapes shapes;
+        asm volatile("sttilecfg %0" : "=m"(before));
+        asm volatile("ldtilecfg %0" : : "m"(shapes));
     }
     ON_TILES ~Tiles() {
-        if (used) asm volatile("tilerelease");
+        if (used) asm volatile("ldtilecfg %0" : : "m"(before));
     }
     Tiles(const Tiles &) = delete;
     Tiles &operator=(const Tiles &) = delete;
