@@ -109,13 +109,12 @@ def _trainings(
     """(study, the runs of one training) of everything that a recipe runs. A training that items share comes once."""
     studies: Mapping[str, Sequence[RunConfig]]
     if items := index.items_of(name):
-        studies = by_study([ask(item, scale, overrides, seeds, methods) for item in items])
+        studies = by_study([ask(item, scale, overrides, seeds, methods) for item in items], shard)
     else:
         recipe = index.RECIPES[name]
         studies = {recipe.study or name: configs_of(recipe, scale, overrides, seeds, methods)}
     for study, runs in studies.items():
-        if study != "speed" or shard[1] == 1:
-            yield from ((study, group) for group in by_training(runs_of_shard(runs, shard)))
+        yield from ((study, group) for group in by_training(runs_of_shard(runs, shard)))
 
 
 def _lacks(study: str, run: RunConfig, out: Path, scale: Scale, corpora: dict[DataConfig, Corpus]) -> tuple[str, ...]:

@@ -83,10 +83,12 @@ def configs(cells: Sequence[Cell]) -> tuple[RunConfig, ...]:
     return tuple(dict.fromkeys(runs))
 
 
-def by_study(asked: Sequence[Asked]) -> dict[str, tuple[RunConfig, ...]]:
-    """The distinct runs of each study, in order."""
+def by_study(asked: Sequence[Asked], shard: tuple[int, int] = (0, 1)) -> dict[str, tuple[RunConfig, ...]]:
+    """The distinct runs of each study, in order. A shard measures no speed: other processes may run beside it."""
     runs: dict[str, dict[RunConfig, None]] = {}
     for one in asked:
+        if one.item.recipe.study == "speed" and shard[1] > 1:
+            continue
         runs.setdefault(one.item.recipe.study, {}).update(dict.fromkeys(one.runs))
     return {study: tuple(distinct) for study, distinct in runs.items()}
 
