@@ -31,14 +31,14 @@ from alibi_attn.report.series import Mode, Study, numbers, studies
 from alibi_attn.report.verdicts import all_verdicts
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("performance", "paper", "lab-results")))
+DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("performance", "gates", "paper", "lab-results")))
 MARKED = re.compile(r"(<!-- from records: ([\w-]+) -->)\n.*?\n?(<!-- end -->)", re.DOTALL)
 CPU, ENCODER, SERVING = "benchmark-cpu-noise-*.json", "benchmark-embedding-{}-{}-*.json", "benchmark-serving-{}-*.json"
 BF16, JAX, BATCHES = "benchmark-cpu-bf16-noise-*.json", "benchmark-jax-cpu-noise-*.json", (16, 8)
 NEXT_TOKENS = "benchmark-next-tokens-bloom-*.json"
 TRAINING, GENERATING = "benchmark-training-medium-*.json", "benchmark-generating-bloom-*.json"
-AVX2 = "avx2/"  # the folder of the records measured without AVX-512
-ZEN_4 = "zen4/"  # and with AVX-512 units half as wide as those of the other records of attention
+# The processors whose attention was measured, by the folder of their records.
+PROCESSORS = {"": "Zen 5", "amx/": "Xeon", "zen4/": "Zen 4", "avx2/": "AVX2 only"}
 FAMILIES = {"bloom": "BLOOM", "mpt": "MPT", "falcon": "Falcon-RW"}
 NO_BIAS, DENSE_BIAS = "SDPA, causal, no bias", "SDPA, dense bias"
 # The peers of the picture and of the tables: the name in the record, and the name shown.
@@ -164,44 +164,57 @@ def front() -> str:
             for series in study.series}  # fmt: skip
     counted = ", ".join(f"{METHODS[method].label} {ends[method][0]:.0f} → {ends[method][-1]:.0f}" for method in ends)
     lengths = study.lengths
-    wide, narrow = ratios(of_peers(CPU, SHOWN)), ratios(of_peers(ZEN_4 + CPU, SHOWN))
+    found = {folder: ratios(of_peers(folder + CPU, SHOWN)) for folder in ("amx/", "zen4/", "")}
+
+    def times(peer: str, length: int) -> str:
+        of_all = sorted(of_one[peer][length] for of_one in found.values())
+        return f"{of_all[0]:.0f} to {of_all[-1]:.0f}"
+
+    without = [f"{of_one[NO_BIAS][8192]:.1f} ({PROCESSORS[folder]})" for folder, of_one in found.items()]
     return (
         f"*First*: per-token perplexity of models trained at {lengths[0]} tokens, tested at {lengths[0]} → "
         f"{lengths[-1]:,}:\n{counted}\n"
         "(half an hour of one core each; [details and limits](docs/paper.md#figure-1-at-a-quarter)).\n"
         "*Second*: attention, forward and backward. At 8,192 tokens PyTorch's `scaled_dot_product_attention`\n"
-        f"takes {narrow[NO_BIAS][8192]:.1f} (Zen 4) to {wide[NO_BIAS][8192]:.1f} (Zen 5) times as long as ours *without "
-        f"bias* and {narrow[DENSE_BIAS][8192]:.0f} to {wide[DENSE_BIAS][8192]:.0f} with a dense one;\nat 32,768 tokens "
-        f"{narrow[NO_BIAS][32768]:.0f} to {wide[NO_BIAS][32768]:.0f} without ([every length](docs/performance.md))."
+        f"takes {', '.join(without[:-1])} or {without[-1]} times as long as ours\n"
+        f"*without bias*, {times(DENSE_BIAS, 8192)} with a dense one; at 32,768 without, {times(NO_BIAS, 32768)}\n"
+        "([every length](docs/performance.md))."
     )
 
 
-def cpu(folder: str = "") -> str:
+def cpu() -> str:
     """Attention on a CPU at every length."""
-    found = ratios(of_peers(folder + CPU, TABLED))
+    return table(["tokens", *TABLED.values()], _cpu_rows(""))
+
+
+def processors() -> str:
+    """The same at some lengths on other processors."""
+    lengths = {"512", "2,048", "8,192", "16,384", "32,768"}
+    rows = [[name, *row] for at, name in PROCESSORS.items() if at for row in _cpu_rows(at) if row[0] in lengths]
+    return table(["", "tokens", *TABLED.values()], rows)
+
+
+def bf16() -> str:
+    """Attention in bf16 by processor, compared with the same inputs in fp32."""
+    peers = ["ours, fp32", "causal, no bias", "SDPA + dense bias"]
     rows = [
-        [f"{length:,}", _time(ours), *(_ratio(found[name].get(length)) for name in TABLED.values() if name != OURS)]
-        for length, ours in sorted(found[OURS].items())
+        [name, f"{length:,.0f}", _time(ms), *ratios]
+        for folder, name in PROCESSORS.items()
+        for length, ms, ratios in _relative(record(folder + BF16), OURS, peers)
     ]
-    return table(["tokens", *TABLED.values()], rows)
-
-
-def bf16(folder: str = "") -> str:
-    """Attention in bf16, compared with the same inputs in fp32."""
-    return _relative_times(
-        record(folder + BF16), OURS, "tokens", ["ours, fp32", "causal, no bias", "SDPA + dense bias"], CALLED
-    )
+    return table(["", "tokens", OURS, *(CALLED.get(name, name) for name in peers)], rows)
 
 
 def short() -> str:
     """Many short sequences, as in training."""
     peers = ["causal, no bias", "SDPA + dense bias", "rank-2 trick", "eager"]
     rows = [
-        [f"{batch} × {length:,.0f}", _time(ms), *ratios]
+        [f"{batch} × {length:,.0f}", PROCESSORS[folder], _time(ms), *ratios]
         for batch in BATCHES
-        for length, ms, ratios in _relative(record(f"benchmark-cpu-batch-{batch}-noise-*.json"), OURS, peers)
+        for folder in ("", "amx/", "zen4/")
+        for length, ms, ratios in _relative(record(f"{folder}benchmark-cpu-batch-{batch}-noise-*.json"), OURS, peers)
     ]
-    return table(["rows × tokens", "ours", *(CALLED.get(name, name) for name in peers)], rows)
+    return table(["rows × tokens", "", OURS, *(CALLED.get(name, name) for name in peers)], rows)
 
 
 def dropout() -> str:
@@ -308,6 +321,32 @@ def referee() -> str:
     return table(["", *(f"{task.title}, {longest:,}" for task in tasks)], rows)
 
 
+def gates() -> str:
+    """Forget gates by how open they are: causal SDPA's time over ours, and our scores as a share of ACP's."""
+    rows = []
+    for logit in (2, 4, 6):
+        found = record(f"benchmark-gates-logit-{logit}-U-8-*.json")
+        ours, acp = (_by_length(found, "scores", name) for name in ("ours", "acp"))
+        cells = [
+            f"{ratios[0]}, {ours[length] / acp[length]:.2f}"
+            for length, _, ratios in _relative(found, OURS, ["causal, no bias"])
+        ]
+        rows.append([str(logit), *cells])
+    return table(["logit", *(f"{length:,.0f}" for length in ours)], rows)
+
+
+def context_parallel() -> str:
+    """Halos by length and number of processes: rows received, our time, and an all-gather's relative to it."""
+    rows = []
+    for ranks in (2, 4):
+        found = record(f"benchmark-context-parallel-ranks-{ranks}-*.json")
+        received, of_all = (_by_length(found, name, "rows_received") for name in (OURS, "all-gather"))
+        for length, ms, ratios in _relative(found, OURS, ["all-gather"]):
+            share = f"1 in {of_all[length] / received[length]:.1f}"
+            rows.append([f"{length:,.0f}", str(ranks), f"{received[length]:,.0f}", share, _time(ms), *ratios])
+    return table(["tokens", "processes", "rows received", "of an all-gather", "ours", "all-gather"], rows)
+
+
 def jax() -> str:
     """Attention in JAX, and its peers' times relative to it."""
     return _relative_times(record(JAX), OURS, "tokens", ["PyTorch", "causal, no bias", "dense bias", "ours, the loop"])
@@ -348,8 +387,8 @@ def judged(folder: str) -> str:
     return f"Of {counts.total()} claims of the paper ([how they are judged](#verdicts)): {counted}."
 
 
-_OWN_NAMES = (front, cpu, bf16, short, dropout, decoding, encoders, next_tokens, serving, serving_peers, generating,
-              training, referee, jax, longer_examples)  # fmt: skip
+_OWN_NAMES = (front, cpu, processors, bf16, short, dropout, decoding, encoders, next_tokens, serving, serving_peers, generating,
+              training, referee, gates, context_parallel, jax, longer_examples)  # fmt: skip
 TEXTS = {function.__name__.replace("_", "-"): function for function in _OWN_NAMES} | {
     "quarter": functools.partial(extrapolation, *QUARTER),
     "quarter-256": functools.partial(extrapolation, "medium", 256),
@@ -357,16 +396,21 @@ TEXTS = {function.__name__.replace("_", "-"): function for function in _OWN_NAME
     "eighth": functools.partial(extrapolation, *EIGHTH),
     "judged-quarter": functools.partial(judged, "medium"),
     "judged": functools.partial(judged, "paper"),
-    "cpu-avx2": functools.partial(cpu, AVX2),
-    "bf16-avx2": functools.partial(bf16, AVX2),
-    "cpu-zen4": functools.partial(cpu, ZEN_4),
-    "bf16-zen4": functools.partial(bf16, ZEN_4),
 }
 
 
 def renewed(document: str) -> str:
     """The text of a document with everything between its markers regenerated."""
     return MARKED.sub(lambda match: f"{match[1]}\n{TEXTS[match[2]]()}\n{match[3]}", document)
+
+
+def _cpu_rows(folder: str) -> list[list[str]]:
+    """Attention on a CPU: length, our time, and the peers' relative to it."""
+    found = ratios(of_peers(folder + CPU, TABLED))
+    return [
+        [f"{length:,}", _time(ours), *(_ratio(found[name].get(length)) for name in TABLED.values() if name != OURS)]
+        for length, ours in sorted(found[OURS].items())
+    ]
 
 
 def _by_length(found: Record, name: str, column: str) -> dict[float, float]:
