@@ -1,5 +1,7 @@
 """Negative-bit views, empty batches, numbers at the ends of int64 and float64, other default devices."""
 
+import math
+
 import numpy as np
 import pytest
 import torch
@@ -265,3 +267,17 @@ def test_torchs_default_device_changes_no_block_mask_and_no_decoding_step() -> N
     expected = results()
     with torch.device("meta"):
         assert all(map(torch.equal, results(), expected))
+
+
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16])
+@pytest.mark.parametrize("backend", BACKWARD)
+def test_a_query_of_nan_has_no_gradient_and_spoils_no_other(backend: str, dtype: torch.dtype) -> None:
+    """In bf16 AMX multiplies the numbers behind a row's end by zeros; 27 keys end within such a product."""
+    q, k, v = (torch.randn(1, 2, 27, 80).to(dtype).requires_grad_() for _ in range(3))
+    with torch.no_grad():
+        q[0, 1, 5, 3] = math.nan
+    output = alibi_attention(q, k, v, [0.5, 0.1], causal=False, backend=backend)
+    (gradient,) = torch.autograd.grad(output, q, torch.ones_like(output))
+    is_bad = gradient.isnan().any(-1)
+    assert bool(is_bad[0, 1, 5])
+    assert int(is_bad.sum()) == 1

@@ -119,7 +119,8 @@ def _backward(spec: Spec, saved: Saved, inputs: BackwardInputs) -> Gradients:
             shared = b, h // spec.group
             tensors = [grad[b, h], q[b, h], k[shared], v[shared], out[b, h]]
             to = dq[b, h], dk[shared], dv[shared]
-            moderate = are_moderate(q[b, h], k[shared], v[shared], grad[b, h])
+            # Of an output with NaN, torch's products in bf16 by AMX also spoil the gradient of the query before.
+            moderate = are_moderate(q[b, h], k[shared], v[shared], grad[b, h], out[b, h])
             if (
                 head.is_extreme
                 or not moderate
@@ -306,6 +307,7 @@ def _plain_backward(
     Weights are recomputed by softmax, because the rounding of a huge lse alone would make exp(score − lse) wrong.
     """
     grad, q, k, v = (x.to(dq.dtype) for x in tensors[:4])
+    bad = tensors[4].isnan().any(-1, keepdim=True)  # queries that saw NaN, which was taken out of q, k and v
     total = dq.new_zeros(2, dtype=torch.float64)
     for some, score, distance, origin in _plain_scores(head, q, k):
         weight = _plain_weights(score, origin)
@@ -313,6 +315,7 @@ def _plain_backward(
         moment = weight * (moment - (weight * moment).sum(-1, keepdim=True))
         if grad_lse is not None:
             moment = moment + weight * grad_lse[some, None]
+        moment = moment.masked_fill(bad[some] & (score > -math.inf), math.nan)
         scaled = moment * head.spec.scale  # before the products, which may overflow although the gradient does not
         dq[some] += scaled @ k
         dk += scaled.T @ q[some]
