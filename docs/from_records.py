@@ -39,6 +39,7 @@ NEXT_TOKENS = "benchmark-next-tokens-bloom-*.json"
 TRAINING, GENERATING = "benchmark-training-medium-*.json", "benchmark-generating-bloom-*.json"
 # The processors whose attention was measured, by the folder of their records.
 PROCESSORS = {"": "Zen 5", "amx/": "Xeon", "zen4/": "Zen 4", "avx2/": "AVX2 only"}
+WITH_AVX_512 = [folder for folder in PROCESSORS if folder != "avx2/"]
 FAMILIES = {"bloom": "BLOOM", "mpt": "MPT", "falcon": "Falcon-RW"}
 NO_BIAS, DENSE_BIAS = "SDPA, causal, no bias", "SDPA, dense bias"
 # The peers of the picture and of the tables: the name in the record, and the name shown.
@@ -164,13 +165,14 @@ def front() -> str:
             for series in study.series}  # fmt: skip
     counted = ", ".join(f"{METHODS[method].label} {ends[method][0]:.0f} → {ends[method][-1]:.0f}" for method in ends)
     lengths = study.lengths
-    found = {folder: ratios(of_peers(folder + CPU, SHOWN)) for folder in ("amx/", "zen4/", "")}
+    found = {PROCESSORS[folder]: ratios(of_peers(folder + CPU, SHOWN)) for folder in WITH_AVX_512}
 
     def times(peer: str, length: int) -> str:
         of_all = sorted(of_one[peer][length] for of_one in found.values())
         return f"{of_all[0]:.0f} to {of_all[-1]:.0f}"
 
-    without = [f"{of_one[NO_BIAS][8192]:.1f} ({PROCESSORS[folder]})" for folder, of_one in found.items()]
+    in_order = sorted(found, key=lambda name: found[name][NO_BIAS][8192])
+    without = [f"{found[name][NO_BIAS][8192]:.1f} ({name})" for name in in_order]
     return (
         f"*First*: per-token perplexity of models trained at {lengths[0]} tokens, tested at {lengths[0]} → "
         f"{lengths[-1]:,}:\n{counted}\n"
@@ -189,8 +191,8 @@ def cpu() -> str:
 
 def processors() -> str:
     """The same at some lengths on other processors."""
-    lengths = {"512", "2,048", "8,192", "16,384", "32,768"}
-    rows = [[name, *row] for at, name in PROCESSORS.items() if at for row in _cpu_rows(at) if row[0] in lengths]
+    lengths = (512, 2048, 8192, 16384, 32768)
+    rows = [[name, *row] for folder, name in PROCESSORS.items() if folder for row in _cpu_rows(folder, lengths)]
     return table(["", "tokens", *TABLED.values()], rows)
 
 
@@ -211,7 +213,7 @@ def short() -> str:
     rows = [
         [f"{batch} × {length:,.0f}", PROCESSORS[folder], _time(ms), *ratios]
         for batch in BATCHES
-        for folder in ("", "amx/", "zen4/")
+        for folder in WITH_AVX_512
         for length, ms, ratios in _relative(record(f"{folder}benchmark-cpu-batch-{batch}-noise-*.json"), OURS, peers)
     ]
     return table(["rows × tokens", "", OURS, *(CALLED.get(name, name) for name in peers)], rows)
@@ -404,12 +406,13 @@ def renewed(document: str) -> str:
     return MARKED.sub(lambda match: f"{match[1]}\n{TEXTS[match[2]]()}\n{match[3]}", document)
 
 
-def _cpu_rows(folder: str) -> list[list[str]]:
-    """Attention on a CPU: length, our time, and the peers' relative to it."""
+def _cpu_rows(folder: str, lengths: Sequence[int] = ()) -> list[list[str]]:
+    """Attention on a CPU at these lengths, or at all: length, our time, and the peers' relative to it."""
     found = ratios(of_peers(folder + CPU, TABLED))
     return [
         [f"{length:,}", _time(ours), *(_ratio(found[name].get(length)) for name in TABLED.values() if name != OURS)]
         for length, ours in sorted(found[OURS].items())
+        if not lengths or length in lengths
     ]
 
 
