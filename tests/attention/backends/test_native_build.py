@@ -37,7 +37,7 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., bytes]:
 
 
 class Compiler:
-    """A command that `CXX` can name; `made` is how often it compiled."""
+    """A command that `CXX` can name; `calls` are those that link a library."""
 
     def __init__(self, folder: Path, made: bytes) -> None:
         folder.mkdir()
@@ -46,7 +46,7 @@ class Compiler:
         self._log.write_text("")
         quoted = {name: shlex.quote(str(folder / name)) for name in ("made.so", "log")}
         self.path.write_text(
-            '#!/bin/sh\nfor word; do last="$word"; done\ncase "$*" in\n*-dM*) echo "#define MINE";;\n'
+            '#!/bin/sh\nfor word; do last="$word"; done\ncase "$*" in\n*-dM*) echo "#define MINE";;\n*" -c "*) : > "$last";;\n'
             f'*) echo "$*" >> {quoted["log"]}; cp {quoted["made.so"]} "$last";;\nesac\n'
         )
         self.path.chmod(self.path.stat().st_mode | stat.S_IXUSR)

@@ -6,11 +6,21 @@ cached and the patch is applied once; every result is the same.
 """
 
 import dataclasses
+import functools
 from collections.abc import Callable
 from typing import Any
 
 import numpy as np
 
+# By operator: Triton's function, and numpy's, which does the same for these types and broadcasts shapes as Triton does.
+OPERATORS = {
+    "__add__": ("add", np.add), "__sub__": ("sub", np.subtract), "__mul__": ("mul", np.multiply),
+    "__and__": ("and_", np.bitwise_and), "__lt__": ("less_than", np.less), "__le__": ("less_equal", np.less_equal),
+    "__gt__": ("greater_than", np.greater), "__ge__": ("greater_equal", np.greater_equal),
+    "__eq__": ("equal", np.equal), "__ne__": ("not_equal", np.not_equal),
+}  # fmt: skip
+FLAGS = {frozenset({"int1"})}
+NUMBERS = {frozenset({name}) for name in ("fp32", "int32", "int64")} | {frozenset({"int32", "int64"})}
 EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
 
 
@@ -31,6 +41,9 @@ def prepare() -> None:
     TritonSemantic.binary_op_type_checking_impl = _with_kept_checks(
         TritonSemantic.binary_op_type_checking_impl, core.tensor
     )
+    for name, operation in OPERATORS.values():
+        setattr(TritonSemantic, name, _directly(getattr(TritonSemantic, name), operation, its, core))
+    its._patch_lang_tensor = _with_short_operators(its._patch_lang_tensor, its.interpreter_semantic, core.constexpr)
     core.tensor.__init__ = _with_kept_shapes(core.tensor.__init__)
     its._patch_lang = _once(its._patch_lang, its._LangPatchScope)
     its.InterpretedFunction.__call__ = _without_none_in_tuples(its.InterpretedFunction.__call__)
@@ -156,6 +169,55 @@ def _with_kept_broadcasts(broadcast: Callable[..., Any], its: Any, core: Any) ->
         return core.tensor(its.TensorHandle(data, x.dtype), to)
 
     return broadcasted
+
+
+def _directly(slow: Callable[..., Any], operation: np.ufunc, its: Any, core: Any) -> Callable[..., Any]:
+    """Calls numpy for operands whose types Triton has computed with before, without asking for casts and shapes again."""
+    known: dict[tuple[str, str], tuple[Any, Any, Any]] = {}
+    allowed = FLAGS if operation is np.bitwise_and else NUMBERS
+    may_overflow = slow.__name__ in EXACT
+
+    @functools.wraps(slow)
+    def computed(self: Any, left: Any, right: Any, *sanitize: Any) -> Any:
+        is_tensor = type(right) is core.tensor
+        if type(left) is not core.tensor or not (is_tensor or type(right) in (int, float)):
+            return slow(self, left, right, *sanitize)
+        key = left.type.name, right.type.name if is_tensor else repr(right)
+        if key in known:
+            of_handle, of_tensor, constant = known[key]
+            right = right if is_tensor else constant
+            if of_tensor.scalar.is_ptr():
+                return core.tensor(self.builder.create_addptr(left.handle, right.handle), of_tensor)
+            if may_overflow and of_handle.name == "int32" and all(sanitize):
+                _refuse_overflow(self, left, right, slow)
+            return core.tensor(its.TensorHandle(operation(left.handle.data, right.handle.data), of_handle), of_tensor)
+        found = slow(self, left, right, *sanitize)
+        of_handle = found.handle.dtype
+        if is_tensor:
+            is_moved = left.dtype.is_ptr() and right.dtype.is_int_signed() and operation is np.add
+            if is_moved or frozenset({left.dtype.name, right.dtype.name}) in allowed:
+                known[key] = of_handle, found.type, None
+        elif left.dtype.name == of_handle.name and frozenset({of_handle.name}) in NUMBERS:
+            known[key] = of_handle, found.type, self.scalar_constant(right, of_handle)
+        return found
+
+    return computed
+
+
+def _with_short_operators(patch: Callable[..., None], semantic: Any, constexpr: type) -> Callable[..., None]:
+    """Lets the operators of tensors call Triton's functions without the layers that hand over the interpreter."""
+
+    def short(name: str) -> Callable[[Any, Any], Any]:
+        function = getattr(semantic, name)
+        checks = (True,) if name in EXACT else ()
+        return lambda self, other: function(self, other.value if type(other) is constexpr else other, *checks)
+
+    def patched(tensor: type, scope: Any) -> None:
+        patch(tensor, scope)
+        for operator, (name, _) in OPERATORS.items():
+            scope.set_attr(tensor, operator, short(name))
+
+    return patched
 
 
 def _with_kept_shapes(make: Callable[..., None]) -> Callable[..., None]:

@@ -18,7 +18,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
 from alibi_attn.attention.backends.native.levels import LEVELS, NATIVE, Level
@@ -27,7 +28,9 @@ from alibi_attn.processor import features
 
 FOLDER = Path(__file__).parent
 PROCESSOR = "processor.cpp"  # compiled without the flags of a level
-SOURCES = ("forward.cpp", "backward.cpp", "decoding.cpp", "linear.cpp", "decoder_layers.cpp", "threads.cpp", PROCESSOR)
+SOURCES = (  # those that take longest to compile first
+    "decoder_layers.cpp", "forward.cpp", "backward.cpp", "decoding.cpp", "linear.cpp", "threads.cpp", PROCESSOR,
+)  # fmt: skip
 HEADERS = tuple(sorted(path.name for path in FOLDER.glob("*.hpp")))
 SUFFIX = {"win32": ".dll", "darwin": ".dylib"}.get(sys.platform, ".so")
 COMPILERS = ("g++", "clang++")  # the first that is installed, unless CXX names another
@@ -125,16 +128,12 @@ def compile_for_wheel(
     Raises:
         BuildError: there is no compiler, or it fails.
     """
-    command = compiler or _command(os.environ.get("CXX"))
+    sources = [*(FOLDER / source for source in SOURCES), *more_sources]
+    flags = {source: FLAGS if source.name == PROCESSOR else (*FLAGS, *level.flags) for source in sources}
+    # On macOS a library holds its own name, by default the path that it was written to.
+    named = [f"-Wl,-install_name,@rpath/{target.name}"] if target.suffix == ".dylib" else []
     with tempfile.TemporaryDirectory(prefix="alibi-attn-") as folder:
-        sources = [*(FOLDER / source for source in SOURCES), *more_sources]
-        objects = [f"{folder}/{source.stem}.o" for source in sources]
-        for source, compiled in zip(sources, objects, strict=True):
-            flags = FLAGS if source.name == PROCESSOR else (*FLAGS, *level.flags)
-            _run(command, *flags, "-c", str(source), "-o", compiled, timeout_s=None)
-        # On macOS a library holds its own name, by default the path that it was written to.
-        named = [f"-Wl,-install_name,@rpath/{target.name}"] if target.suffix == ".dylib" else []
-        _run(command, "-shared", "-s", *named, *objects, "-o", str(target), timeout_s=None)
+        _build(compiler or _command(os.environ.get("CXX")), flags, ["-s", *named], Path(folder), target, timeout_s=None)
 
 
 def multiplies_bf16() -> bool:
@@ -186,7 +185,7 @@ def made(
     text = b"".join(path.read_bytes() for path in (*headers, *sources))
     name = f"{stem}-{_digest(text + _defined(command, flags) + shlex.join([*command, *flags]).encode())}"
     folder = _cache_folder(os.environ.get("XDG_CACHE_HOME"))
-    return _kept(folder, name, load) or _compiled(command, [*flags, "-shared", *map(str, sources)], folder, name, load)
+    return _kept(folder, name, load) or _compiled(command, sources, flags, folder, name, load)
 
 
 def _defined(command: list[str], flags: Sequence[str]) -> bytes:
@@ -242,12 +241,13 @@ def _kept(folder: Path | None, name: str, load: Callable[[Path], ctypes.CDLL]) -
 
 
 def _compiled(
-    command: list[str], arguments: list[str], folder: Path | None, name: str, load: Callable[[Path], ctypes.CDLL]
-) -> ctypes.CDLL:
+    command: list[str], sources: Sequence[Path], flags: Sequence[str], folder: Path | None, name: str,
+    load: Callable[[Path], ctypes.CDLL],
+) -> ctypes.CDLL:  # fmt: skip
     try:
         with tempfile.TemporaryDirectory(prefix="alibi-attn-", ignore_cleanup_errors=True) as temporary:
             built = Path(temporary) / f"kernels{SUFFIX}"
-            _run(command, *arguments, "-o", str(built))
+            _build(command, dict.fromkeys(sources, flags), flags, Path(temporary), built)
             return load(_keep(built, folder, name) or built)  # a loaded library stays valid when its file is deleted
     except OSError as error:
         raise BuildError(
@@ -282,6 +282,21 @@ def _is_safe(folder: Path) -> bool:
 
 def _digest(data: bytes) -> str:
     return hashlib.sha256(data).hexdigest()[:16]
+
+
+def _build(
+    command: list[str], flags: Mapping[Path, Sequence[str]], link_flags: Sequence[str], folder: Path, target: Path,
+    timeout_s: float | None = TIMEOUT_S,
+) -> None:  # fmt: skip
+    """Compiles each source with its flags, as many at a time as there are processors, and links them to a library."""
+    objects = [str(folder / f"{source.stem}.o") for source in flags]
+
+    def compile_one(source: Path, compiled: str) -> None:
+        _run(command, *flags[source], "-c", str(source), "-o", compiled, timeout_s=timeout_s)
+
+    with ThreadPoolExecutor(os.cpu_count()) as pool:
+        list(pool.map(compile_one, flags, objects))  # raises the first error
+    _run(command, *link_flags, "-shared", *objects, "-o", str(target), timeout_s=timeout_s)
 
 
 def _run(command: list[str], *arguments: str, timeout_s: float | None = TIMEOUT_S) -> bytes:
