@@ -19,6 +19,7 @@ from transformers import BloomForCausalLM
 from alibi_attn.hf import ALiBiCache, patch
 from alibi_attn.measure.harness import Config, Row, Rows, Say, keep
 from alibi_attn.measure.peers import programs
+from alibi_attn.measure.peers.llama_cpp import Crash
 from alibi_attn.measure.peers.transformers_decoders import HEADS, LAYERS, VOCABULARY, bloom
 from alibi_attn.measure.serving import error
 from alibi_attn.measure.timing import medians_of
@@ -116,9 +117,13 @@ def _rows(
             if precision in NOT_IN.get(name, ()):
                 continue
             room, threads = len(listed) + tokens + 1, torch.get_num_threads()
-            program = opened.enter_context(
-                programs.opened(name, original, room=room, threads=threads, precision=precision)
-            )
+            try:
+                program = opened.enter_context(
+                    programs.opened(name, original, room=room, threads=threads, precision=precision)
+                )
+            except Crash as crash:
+                say(f"{name} in {precision} is left out: {crash}")
+                continue
             errors[name] = error(torch.from_numpy(program.logits([*listed, listed[-1]])), true)
             if errors[name] < PRECISIONS[precision]:
                 calls[name] = program.several(listed, tokens)

@@ -8,7 +8,7 @@ import torch
 from alibi_attn import records
 from alibi_attn.measure import next_tokens as module
 from alibi_attn.measure.next_tokens import next_tokens
-from alibi_attn.measure.peers import programs
+from alibi_attn.measure.peers import llama_cpp, programs
 from alibi_attn.nn import int8
 from alibi_attn.report.plots.benchmark import is_drawn
 
@@ -67,3 +67,21 @@ def test_without_other_programs_ours_is_measured(tmp_path, monkeypatch):
     assert set(record.curves) == {f"ours, {precision}" for precision in module.PRECISIONS}
     assert "llama.cpp is left out: gguf cannot be imported" in messages
     assert not record.metrics
+
+
+def test_a_program_that_crashes_in_one_precision_is_left_out_there(tmp_path, monkeypatch):
+    monkeypatch.setattr(programs, "why_not", lambda: {"llama.cpp": None})
+    monkeypatch.setattr(llama_cpp, "READS", "raise SystemExit(3)")
+
+    @contextlib.contextmanager
+    def opened(name, model, *, precision, **_):
+        if precision == "int8":
+            llama_cpp.require_that_it_survives(tmp_path / "model.gguf")
+        yield Echo(model, 0.0)
+
+    monkeypatch.setattr(programs, "opened", opened)
+    messages = []
+    record = records.load(*next_tokens(tmp_path, **SIZES | {"lengths": (20,)}, say=messages.append))
+    why = "it ended its process with exit status 3 when it read 64 tokens"
+    assert f"llama.cpp in int8 is left out: {why}" in messages
+    assert {name for name in record.curves if name.startswith("llama")} == {"llama.cpp, float32", "llama.cpp, bfloat16"}

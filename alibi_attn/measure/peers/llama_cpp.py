@@ -3,6 +3,8 @@
 Its GELU is a half-precision lookup table, so its logits are off by about 1e-5.
 """
 
+import subprocess
+import sys
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -11,6 +13,7 @@ import numpy as np
 from transformers import BloomForCausalLM
 
 BATCH = 2048  # most tokens per call and per matrix product
+READS = "import llama_cpp, sys; llama_cpp.Llama(sys.argv[1], n_ctx=64, verbose=False).eval([0] * 64)"
 
 
 class LlamaCpp:
@@ -23,6 +26,8 @@ class LlamaCpp:
 
         path = folder / "bloom.gguf"
         write_gguf(model, path, precision)
+        if precision == "int8":
+            require_that_it_survives(path)
         kept = llama_cpp.GGML_TYPE_F32 if precision == "float32" else llama_cpp.GGML_TYPE_F16
         self._llama = llama_cpp.Llama(
             str(path), n_ctx=room, n_batch=BATCH, n_ubatch=BATCH if flash else 512, n_threads=threads, n_threads_batch=threads,
@@ -55,6 +60,20 @@ class LlamaCpp:
     def _last(self) -> np.ndarray:
         pointer = self._llama._ctx.get_logits_ith(-1)
         return np.ctypeslib.as_array(pointer, shape=(self._llama.n_vocab(),)).copy()
+
+
+class Crash(RuntimeError):
+    """llama.cpp ends the process that calls it."""
+
+
+def require_that_it_survives(path: Path) -> None:
+    """Reads 64 tokens in a process of its own, because a crash here would end the benchmark; raises Crash.
+
+    Its products of int8 by AMX end in an illegal instruction on some machines, also without torch (docs/log.md).
+    """
+    done = subprocess.run([sys.executable, "-c", READS, str(path)], capture_output=True, check=False)
+    if done.returncode:
+        raise Crash(f"it ended its process with exit status {done.returncode} when it read 64 tokens")
 
 
 TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0"}  # of weight matrices, by precision

@@ -1,5 +1,6 @@
 """bf16 in the C++ kernels: with native bf16 products, on processors that have them, and widened to fp32."""
 
+import contextlib
 import ctypes
 import dataclasses
 import functools
@@ -22,7 +23,6 @@ from alibi_attn.attention.bias import alibi_bias
 
 BF16 = torch.bfloat16
 TOLERANCE = torch.finfo(BF16).eps / 32
-WITHOUT = "-mno-avx512bf16"
 SOME = {
     "plain", "grouped-query", "one query", "queries at the end of longer keys", "symmetric window", "an offset a sequence",
     "NaN in masked keys, inf in their values", "everything", "steep, long, sink, peaked", "right slopes a batch", "key bias",
@@ -35,16 +35,25 @@ extern "C" __attribute__((target("amx-tile"))) void get_shapes(Shapes *to) { asm
 UNIT = 2.0**-8  # half the distance from 1 to the next number
 
 
+@contextlib.contextmanager
+def compiled_with(flag: str) -> Iterator[None]:
+    """Kernels of this processor with one more flag."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(build, "FLAGS", (*build.FLAGS, flag))
+        build._found.cache_clear()
+        yield
+    build._found.cache_clear()
+
+
 @pytest.fixture(params=["as bf16", "as fp32", pytest.param("as fp32, all else", marks=pytest.mark.long)])
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """With all instructions of this processor; with AVX2, as compiled by `test_native_levels`; with all but bf16's."""
-    if request.param == "as fp32" and _is_x86() and not LEVELS[-1].lacks:
+    of_avx2 = request.param == "as fp32" and not LEVELS[-1].lacks
+    if of_avx2 and _is_x86():
         monkeypatch.setattr(build, "library", functools.partial(build.library, LEVELS[-1]))
-    elif request.param != "as bf16" and _is_x86():
-        monkeypatch.setattr(build, "FLAGS", (*build.FLAGS, WITHOUT))
-    build._found.cache_clear()
-    yield request.param
-    build._found.cache_clear()
+    without = request.param != "as bf16" and _is_x86() and not of_avx2
+    with compiled_with("-mno-avx512bf16") if without else contextlib.nullcontext():
+        yield request.param
 
 
 @pytest.fixture(
@@ -61,13 +70,10 @@ def in_bf16(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFac
     if request.param == "here, without AMX":
         if not _has_tiles():
             pytest.skip("this processor has no AMX")
-        with pytest.MonkeyPatch.context() as patch:
-            patch.setattr(build, "FLAGS", (*build.FLAGS, "-DALIBI_WITHOUT_AMX"))
-            build._found.cache_clear()
+        with compiled_with("-DALIBI_WITHOUT_AMX"):
             assert build.multiplies_bf16()
             assert not _has_tiles()
             yield
-        build._found.cache_clear()
         return
     if reason := why_not(ARM_BF16):
         pytest.skip(reason)
