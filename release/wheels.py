@@ -64,7 +64,8 @@ def main(arguments: list[str]) -> None:
     with tempfile.TemporaryDirectory() as temporary:
         folder = Path(temporary)
         pure = _packages(folder, seconds, options.out)
-        with ThreadPoolExecutor(os.cpu_count()) as pool:
+        # Each library is compiled by up to seven processes, so that many at a time would start too many.
+        with ThreadPoolExecutor(-(-(os.cpu_count() or 1) // 4)) as pool:
             chosen = [system for system in SYSTEMS if options.only is None or system.tag in options.only]
             for system, libraries in zip(chosen, [_libraries(system, folder, pool) for system in chosen], strict=True):
                 wheel = options.out / f"{NAME}-py3-none-{system.tag}.whl"

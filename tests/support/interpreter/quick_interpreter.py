@@ -21,7 +21,7 @@ OPERATORS = {
 }  # fmt: skip
 FLAGS = {frozenset({"int1"})}
 NUMBERS = {frozenset({name}) for name in ("fp32", "int32", "int64")} | {frozenset({"int32", "int64"})}
-EXACT = {"add": np.add, "sub": np.subtract, "mul": np.multiply}
+EXACT = {name: operation for name, operation in OPERATORS.values() if name in ("add", "sub", "mul")}  # may overflow
 
 
 def prepare() -> None:
