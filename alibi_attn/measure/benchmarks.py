@@ -261,6 +261,14 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             ),
         ),
     ),
+    "host": Benchmark(
+        "alibi_attn.measure.host:host", "torch",
+        "What a call of the Triton kernels costs the host, without a GPU: Python time, launches, torch operations, allocations.",
+        "alibi bench host --label before", (
+            Option("label", "present", "Name of the version that is measured; part of the record's name."),
+            seconds(1.0, "Seconds per kind of call and direction."),
+        ),
+    ),
     "jax": Benchmark(
         "alibi_attn.measure.jax_attention:jax_attention", "torch,jax",
         "Our JAX attention compared with jax.nn.dot_product_attention, with a dense bias and without a bias.",

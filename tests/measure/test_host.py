@@ -1,0 +1,53 @@
+"""`alibi bench host`: what calls of the Triton kernels cost the host, counted without a device."""
+
+import os
+import subprocess
+import sys
+
+import pytest
+
+from alibi_attn import records
+from alibi_attn.measure.absent_device import Launches
+
+# The most launches of our kernels, and operations of torch that launch a kernel, per call.
+MOST_LAUNCHES = {
+    "plain": (5, 8), "symmetric, masked": (10, 19), "gates": (12, 22), "decoding": (6, None), "SDPA": (0, 0),
+}  # fmt: skip
+MOST_OPERATIONS = {
+    "plain": (2, 11), "symmetric, masked": (4, 18), "gates": (135, 265), "decoding": (4, None), "SDPA": (1, 2),
+}  # fmt: skip
+
+
+@pytest.fixture(scope="module")
+def record(tmp_path_factory: pytest.TempPathFactory) -> records.Record:
+    """Measured in a process of its own, in which tensors say that they are on a device."""
+    pytest.importorskip("triton")
+    out = tmp_path_factory.mktemp("records")
+    command = [sys.executable, "-W", "ignore", "-m", "alibi_attn", "bench", "host", "--seconds", "0.001", "--out", out]
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    subprocess.run(command, check=True, capture_output=True, env=environment)
+    (path,) = out.iterdir()
+    return records.load(path)
+
+
+@pytest.mark.parametrize("kind", MOST_LAUNCHES)
+def test_a_call_takes_few_launches_and_operations(record: records.Record, kind: str) -> None:
+    measured = record.curves[kind]
+    for most, of in ((MOST_LAUNCHES, "launches"), (MOST_OPERATIONS, "operations")):
+        for way, allowed in zip(("forward", "training"), most[kind], strict=True):
+            if allowed is None:
+                assert f"{way}_{of}" not in measured
+            else:
+                (count,) = measured[f"{way}_{of}"]
+                assert count <= allowed, f"{kind}: {way} takes {count} {of}"
+
+
+def test_launches_operations_and_allocations_are_counted(record: records.Record) -> None:
+    assert record.curves["plain"]["forward_launches"][0] >= 3
+    assert record.curves["plain"]["training_allocations"][0] >= 5  # output, lse and three gradients
+    assert record.curves["SDPA"]["forward_operations"] == [1]
+
+
+def test_an_empty_grid_is_an_error() -> None:
+    with pytest.raises(AssertionError, match=r"forward is launched with a grid of \(0, 1, 1\)"):
+        Launches().record("forward", (0, 1, 1), ())
