@@ -71,13 +71,10 @@ def sentence(error: Exception) -> str:
 
 def is_ours(error: Exception) -> bool:
     """Whether code of this package raised the error, rather than a library that it calls."""
-    trace = error.__traceback__
-    while trace is not None and trace.tb_next is not None:
-        trace = trace.tb_next
-    return trace is not None and str(trace.tb_frame.f_globals.get("__name__")).partition(".")[0] == "alibi_attn"
+    return _raised_in(error) == "alibi_attn"
 
 
-def error_in_method(error: Exception) -> str | None:
+def error_in_method(error: BaseException) -> str | None:
     """File, line and message of an error in the file of a position method; None for any other error.
 
     An error of a library belongs to the code that called it: the last frame of such a file or of this package decides.
@@ -95,6 +92,28 @@ def error_in_method(error: Exception) -> str | None:
         return None
     here = Path(path).relative_to(Path.cwd()) if Path(path).is_relative_to(Path.cwd()) else path
     return f"{here}, line {line}: {type(error).__name__}: {message}"
+
+
+def foreign_exit(error: SystemExit) -> str | None:
+    """File and line of a call of `sys.exit` outside of this package and of its command line; None for our own.
+
+    A position method or a library that exits would end a command without its result, possibly with the exit code 0.
+    """
+    raised: BaseException = error
+    if _raised_in(raised) in ("click", "typer") and raised.__context__ is not None:
+        raised = raised.__context__  # the command line turns its own exceptions into SystemExit
+    if (theirs := error_in_method(raised)) is not None:
+        return theirs
+    if _raised_in(raised) in ("alibi_attn", "click", "typer", "__main__", ""):
+        return None
+    frame, line = list(traceback.walk_tb(raised.__traceback__))[-1]
+    return f"{frame.f_code.co_filename}, line {line}: {type(raised).__name__}: {raised}"
+
+
+def _raised_in(error: BaseException) -> str:
+    """The package of the code that raised the error; "" if nothing did."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__")).partition(".")[0] if frames else ""
 
 
 def fail(message: str) -> NoReturn:

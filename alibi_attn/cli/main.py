@@ -15,7 +15,16 @@ import typer
 
 from alibi_attn import records
 from alibi_attn.cli import bench, embed, eval_text, export, heads, lab, listings
-from alibi_attn.cli.console import check_writable, error_in_method, fail, interrupted, is_ours, needs, sentence
+from alibi_attn.cli.console import (
+    check_writable,
+    error_in_method,
+    fail,
+    foreign_exit,
+    interrupted,
+    is_ours,
+    needs,
+    sentence,
+)
 from alibi_attn.recipes.index import RECIPES
 from alibi_attn.slopes import alibi_slopes
 
@@ -54,6 +63,10 @@ def main() -> None:
         fail(sentence(error))
     except KeyboardInterrupt:
         interrupted()
+    except SystemExit as error:
+        if (theirs := foreign_exit(error)) is not None:
+            fail(theirs)
+        raise
 
 
 @app.callback(invoke_without_command=True)

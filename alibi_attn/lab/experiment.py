@@ -10,7 +10,6 @@ Runs that differ only in their test share one training; recipes of one study sha
 """
 
 import contextlib
-import dataclasses
 import datetime
 import importlib.util
 import re
@@ -24,12 +23,12 @@ from filelock import FileLock, Timeout
 from rich.console import Console
 from rich.markup import escape
 
-from alibi_attn.lab.config import IMPORT_PATH, ConfigError, DataConfig, EvalConfig, Recipe, RunConfig, Scale
+from alibi_attn.lab.config import ConfigError, DataConfig, EvalConfig, Recipe, RunConfig, Scale
 from alibi_attn.lab.config_io import override
 from alibi_attn.lab.data.corpus import Corpus, CorpusError, load_corpus, num_pieces
 from alibi_attn.lab.data.symbol_tasks import TaskError
 from alibi_attn.lab.evaluation.evaluate import scored_stretches
-from alibi_attn.lab.model.language_model import LanguageModel
+from alibi_attn.lab.model.method_trial import try_imported_methods
 from alibi_attn.lab.model.positions import check_segments, check_stretch, stretches_of
 from alibi_attn.lab.run import Place, recorded, run_once, run_title, test_text
 
@@ -88,7 +87,7 @@ def run(
         )
     if not state.is_main_process:
         console = Console(quiet=True)
-    _try_imported_methods(configs, state.device)
+    try_imported_methods(configs, state.device)
     paths: list[Path] = []
     with _alone_in(out, shard) if state.is_main_process else contextlib.nullcontext():
         corpora: dict[DataConfig, Corpus] = {}
@@ -180,17 +179,6 @@ def configs_of(
         if config.data.segments:
             check_segments(config.model.method)
     return list(dict.fromkeys(configs))
-
-
-def _try_imported_methods(configs: Sequence[RunConfig], device: torch.device) -> None:
-    """Calls the hooks of every position method from outside once, in a small model, before any model is trained."""
-    models = {config.model.method: config for config in configs if IMPORT_PATH.fullmatch(config.model.method)}
-    with torch.random.fork_rng(), torch.no_grad():
-        for config in models.values():
-            layers = min(config.model.num_layers, 2)
-            small = dataclasses.replace(config.model, vocab_size=16, cutoffs=(), num_layers=layers)
-            model = LanguageModel(small, trained_length=config.train.length).to(device)
-            model(torch.zeros(1, min(config.train.length, 16), dtype=torch.long, device=device))
 
 
 def _named(data: DataConfig) -> str:

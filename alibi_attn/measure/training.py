@@ -23,6 +23,7 @@ import torch
 
 from alibi_attn.lab.config import Method, ModelConfig, RunConfig, TrainConfig, check_choice
 from alibi_attn.lab.data.corpus import Corpus
+from alibi_attn.lab.model.method_trial import try_imported_methods
 from alibi_attn.lab.training.parallel import prepare
 from alibi_attn.lab.training.train import Step
 from alibi_attn.lab.training.train import steps as train_steps
@@ -91,6 +92,7 @@ def training(
             "CUDA_VISIBLE_DEVICES="
         )
     configs = _configs(typing.cast(Size, scale), methods, lengths, FIRST_STEPS + repeats + 2)
+    try_imported_methods(configs)
     name = f"training/{scale}"
     metrics: dict[str, float | None] = {}
 

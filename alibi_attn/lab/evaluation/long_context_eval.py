@@ -26,6 +26,7 @@ from alibi_attn.lab.evaluation.evaluate import evaluate, mean_nats, scored_stret
 from alibi_attn.lab.evaluation.losses import Say, TokenLosses, columns, testing
 from alibi_attn.lab.model.attention import LayerCache
 from alibi_attn.lab.model.language_model import LanguageModel
+from alibi_attn.lab.model.method_checks import checked_curves
 from alibi_attn.lab.model.position_method import PositionMethod
 from alibi_attn.nn import KVCache
 from alibi_attn.records import Json
@@ -53,9 +54,12 @@ def own_curves(method: type[PositionMethod], model: LanguageModel, corpus: Corpu
     Args:
         model: a trained model, of this method or of another one.
         corpus: `corpus.train` is the model's training text, `corpus.valid` the text to test on.
+
+    Raises:
+        PositionError: the hook returns something else.
     """
     test: Callable[[LanguageModel, Corpus, EvalConfig], Curves] | None = getattr(method, "curves", None)
-    return {} if test is None else test(model, corpus, config)
+    return {} if test is None else checked_curves(method, test(model, corpus, config))
 
 
 def streams(model: LanguageModel, tokens: Tensor, config: EvalConfig) -> dict[str, list[Json]]:

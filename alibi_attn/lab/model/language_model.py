@@ -33,15 +33,8 @@ from torch.utils.checkpoint import checkpoint
 from alibi_attn.lab.config import Architecture, ConfigError, ModelConfig, Stretch
 from alibi_attn.lab.model.adaptive import AdaptiveInput, AdaptiveSoftmax
 from alibi_attn.lab.model.attention import Context, LayerCache, attend
-from alibi_attn.lab.model.position_method import (
-    Bias,
-    ContentBias,
-    ForgetGates,
-    LayerInput,
-    Pass,
-    PositionError,
-    PositionMethod,
-)
+from alibi_attn.lab.model.method_checks import added, attended, bias_of, rotated, stretched
+from alibi_attn.lab.model.position_method import Bias, LayerInput, Pass, PositionMethod
 from alibi_attn.lab.model.positions import check_segments, check_stretch, position_method
 from alibi_attn.nn.linear import Linear, linear
 
@@ -59,8 +52,10 @@ class LanguageModel(nn.Module):
         activation_checkpointing: in training, keep only the activations between blocks and recompute the others.
 
     `progress` is the finished share of the training's steps, for methods that change during training; the training sets it, and
-    it is 1 otherwise.
+    it is 1 otherwise. `checks_values` refuses NaN and infinite numbers from hooks (`method_trial.py`).
     """
+
+    checks_values = False
 
     def __init__(
         self, config: ModelConfig, *, trained_length: int, seed: int = 0, activation_checkpointing: bool = False
@@ -145,11 +140,11 @@ class LanguageModel(nn.Module):
         x = self.embedding(tokens)
         if self.config.architecture != "mpt":
             x = x * math.sqrt(self.config.embed_dim)
-        x = self.dropout(self.position.add(x, positions))
+        x = self.dropout(added(self.position, x, positions, values=self.checks_values))
         key_len = total if room is None else min(total, room)
         at = Pass(tokens.shape[1], key_len, self.progress, window=window, segment_ids=segment_ids)
-        shared = None if self.position.per_layer else self.position.bias(at)
-        places = Places(self.position, positions, at, shared, context)
+        shared = None if self.position.per_layer else bias_of(self.position, at, x, values=self.checks_values)
+        places = Places(self.position, positions, at, shared, context, self.checks_values)
         for layer, block in enumerate(self.blocks):
             if self.activation_checkpointing and self.training and torch.is_grad_enabled() and not caches:
                 x = checkpoint(block, x, places, None, use_reentrant=False)
@@ -178,7 +173,7 @@ class LanguageModel(nn.Module):
         check_stretch(self.config.method, stretch)
         if stretch == "none" or length <= self.trained_length:
             return self
-        position = self.position.stretched(stretch, length)
+        position = stretched(self.position, stretch, length)
         twin = copy.copy(self)
         twin._modules = {**self._modules, "position": position}
         return twin
@@ -215,25 +210,11 @@ class Places:
     at: Pass
     shared: Bias
     context: Context | None
+    checks_values: bool
 
     def bias(self, at: Pass) -> Bias:
-        """The bias of the current layer.
-
-        Raises:
-            PositionError: key biases or gates are not one number per head and token.
-        """
-        if not self.method.per_layer:
-            return self.shared
-        x, bias = at.layer.x, self.method.bias(at)
-        if isinstance(bias, ContentBias | ForgetGates):
-            name = "key_bias" if isinstance(bias, ContentBias) else "log_fgate"
-            shape = getattr(bias, name).shape
-            if (len(shape), *shape[::2]) != (3, *x.shape[:2]):
-                raise PositionError(
-                    f"{name} has shape {list(shape)} but x {list(x.shape)}; it must be [B, H, T], a number "
-                    "for every head and token of this pass"
-                )
-        return bias
+        """The bias of the current layer."""
+        return bias_of(self.method, at, at.layer.x, values=self.checks_values) if self.method.per_layer else self.shared
 
 
 class Block(nn.Module):
@@ -261,7 +242,7 @@ class Block(nn.Module):
         q, k, v = (part(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
         inputs = LayerInput(y, self.index, None if cache is None else cache.key_bias, self)
         at = dataclasses.replace(places.at, input=inputs)
-        q, k = places.method.rotate(q, k, places.positions, at)
+        q, k = rotated(places.method, q, k, places.positions, at, values=places.checks_values)
         bias = places.bias(at)
         if cache is not None:
             k, v, bias = cache.append(k, v, bias, layer=self)
@@ -272,7 +253,7 @@ class Block(nn.Module):
                 "the position method has its own attention, which train.context_parallel does not support"
             )
         default = functools.partial(attend, bias=bias, dropout_p=dropout_p, **options)
-        y = places.method.attend(q, k, v, at, default)
+        y = attended(places.method, q, k, v, at, default, values=places.checks_values)
         x = x + self.dropout(self.attention_out(y.transpose(1, 2).flatten(-2)))
         y = self.ffn_norm(x)
         if self.ffn_gate is None:
@@ -330,7 +311,7 @@ def _initialize(model: LanguageModel, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             continue
-        if parameter.ndim == 1:
+        if parameter.ndim < 2:
             if not name.startswith("position."):
                 parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
             continue

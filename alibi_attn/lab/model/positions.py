@@ -12,6 +12,7 @@ from torch import Tensor, nn
 from alibi_attn.lab.config import ConfigError, Method, ModelConfig, Stretch
 from alibi_attn.lab.model.distances import ALiBiClamp, ALiBiLog, Fire, Kerple, Sandwich, T5Bias, Tisa
 from alibi_attn.lab.model.imported_method import imported_method
+from alibi_attn.lab.model.method_checks import made
 from alibi_attn.lab.model.position_method import ForgetGates, Pass, PositionError, PositionMethod, published_slopes
 from alibi_attn.lab.model.rotary import DroPE, NopeWindow, Rotary
 from alibi_attn.slopes import alibi_slopes, interpolate_slopes
@@ -21,7 +22,7 @@ WAVE_BASE = 10_000.0  # Vaswani et al. 2017, sec. 3.5
 
 def position_method(config: ModelConfig, trained_length: int) -> PositionMethod:
     """The config's method, with its parameters, for a model trained at `trained_length` tokens."""
-    return method_class(config.method)(config, trained_length)
+    return made(method_class(config.method), config, trained_length)
 
 
 def method_class(method: Method) -> type[PositionMethod]:

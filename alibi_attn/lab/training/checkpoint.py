@@ -19,6 +19,7 @@ from typing import Any
 
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
+from torch import Tensor
 
 from alibi_attn.lab import sealed_folder
 from alibi_attn.lab.config import IMPORT_PATH, ConfigError, RunConfig
@@ -27,6 +28,7 @@ from alibi_attn.lab.data.sources import CorpusError
 from alibi_attn.lab.data.tokenizing import Tokenizer, load_tokenizer, save_tokenizer
 from alibi_attn.lab.model.imported_method import source_facts
 from alibi_attn.lab.model.language_model import LanguageModel
+from alibi_attn.lab.model.method_trial import try_method
 from alibi_attn.lab.sealed_folder import DamagedError, SchemaError
 from alibi_attn.lab.training.parallel import Training
 from alibi_attn.lab.training.state import READ_ERRORS, load_state, save_state
@@ -81,7 +83,9 @@ def load_checkpoint(path: Path, *, method: str | None = None) -> tuple[LanguageM
         UserWarning: the method's source differs from the one that trained the model.
 
     Raises:
-        CheckpointError: the checkpoint is missing, damaged, or of another schema; or `method` is required.
+        CheckpointError: the checkpoint is missing, damaged, or of another schema; `method` is required, or has
+            other parameters.
+        PositionError: a hook of `method` returns something invalid, or it sees the future.
     """
     folder = step_folder(path)
     config, _, files = _read(folder, method)
@@ -93,6 +97,8 @@ def load_checkpoint(path: Path, *, method: str | None = None) -> tuple[LanguageM
             f"{config.model.method} has changed since it trained {folder}; its results may differ", stacklevel=2
         )
     _verify(folder, files, "model.safetensors")
+    if IMPORT_PATH.fullmatch(config.model.method):
+        try_method(config.model, config.train.length)
     try:
         model = LanguageModel(config.model, trained_length=config.train.length)
     except (RuntimeError, ValueError, TypeError) as error:
@@ -100,7 +106,10 @@ def load_checkpoint(path: Path, *, method: str | None = None) -> tuple[LanguageM
             f"{folder / 'config.json'} asks for a model that cannot be made here ({_first_line(error)})"
         ) from None
     try:
-        model.load_state_dict(load_file(folder / "model.safetensors"))
+        weights = load_file(folder / "model.safetensors")
+        if IMPORT_PATH.fullmatch(config.model.method):
+            _check_parameters(folder, config.model.method, model.state_dict(), weights)
+        model.load_state_dict(weights)
     except (OSError, SafetensorError, RuntimeError) as error:
         raise _damaged(folder, "model.safetensors", error) from None
     return model.eval(), config
@@ -285,6 +294,19 @@ def _read(folder: Path, method: str | None = None) -> tuple[RunConfig, Progress,
         raise
     except (ConfigError, AttributeError, KeyError, TypeError, ValueError) as error:
         raise _damaged(folder, "config.json", error) from None
+
+
+def _check_parameters(folder: Path, method: str, made: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Raises a CheckpointError if the class has other parameters than the one that trained the model."""
+    now, then = (
+        {name: list(tensor.shape) for name, tensor in state.items() if name.startswith("position.")}
+        for state in (made, saved)
+    )
+    if now != then:
+        raise CheckpointError(
+            f"{method} has the parameters {now or 'none'} but {folder} was trained with {then or 'none'}; pass the file as "
+            "it was in training"
+        )
 
 
 def _unknown_method(folder: Path, method: str) -> CheckpointError:

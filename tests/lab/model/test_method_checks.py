@@ -1,0 +1,300 @@
+"""Position methods with mistakes: each is refused, with the file and line, before anything is trained or evaluated."""
+
+import dataclasses
+from pathlib import Path
+
+import pytest
+import torch
+
+from alibi_attn.cli.main import main
+from alibi_attn.lab.config import ModelConfig, RunConfig
+from alibi_attn.lab.config_io import override
+from alibi_attn.lab.data.corpus import whole_text
+from alibi_attn.lab.data.tokenizing import ByteTokenizer
+from alibi_attn.lab.evaluation.long_context_eval import own_curves
+from alibi_attn.lab.model.imported_method import imported_method
+from alibi_attn.lab.model.language_model import LanguageModel
+from alibi_attn.lab.model.method_trial import try_method
+from alibi_attn.lab.model.position_method import PositionError, PositionMethod
+from alibi_attn.lab.model.positions import METHODS, ALiBi
+from alibi_attn.lab.training.checkpoint import CheckpointError, load_checkpoint
+from alibi_attn.lab.training.train import train
+
+SMALL = {"vocab_size": 64, "num_layers": 2, "num_heads": 2, "embed_dim": 16, "ffn_dim": 24}
+HEAD = f"""import torch
+from torch import nn
+from {PositionMethod.__module__} import ByDistance, ContentBias, ForgetGates, PositionMethod, Windowed
+from {ALiBi.__module__} import ALiBi
+
+class A(PositionMethod):
+"""
+INIT = "    def __init__(self, config, trained_length):\n        "
+WRONG = {
+    "attend broadcasts": (
+        "    def attend(self, q, k, v, at, default): return default(q, k, v)[:, :, :1]",
+        r"line 7: A.attend returned a tensor of shape \[1, 2, 1, 8\].*must return a tensor of shape \[1, 2, 16, 8\]",
+    ),
+    "attend in another order": (
+        "    def attend(self, q, k, v, at, default): return default(q, k, v).transpose(1, 2)",
+        r"line 7: A.attend returned a tensor of shape \[1, 16, 2, 8\]",
+    ),
+    "attend in another dtype": (
+        "    def attend(self, q, k, v, at, default): return default(q, k, v).double()",
+        r"line 7: A.attend returned .*torch.float64 .*must return .*torch.float32",
+    ),
+    "attend without a result": (
+        "    def attend(self, q, k, v, at, default): default(q, k, v)",
+        r"line 7: A.attend returned None; it must return a tensor of shape",
+    ),
+    "attend with NaN": (
+        "    def attend(self, q, k, v, at, default): return default(q, k, v) * float('nan')",
+        r"line 7: A.attend returned NaN",
+    ),
+    "attend to the future": (
+        "    def attend(self, q, k, v, at, default): return (q @ k.mT / q.shape[-1] ** 0.5).softmax(-1) @ v",
+        r"line 7: A sees the future",
+    ),
+    "attend to the next token, in tests only": (
+        "    def attend(self, q, k, v, at, default): return default(q, k, v if self.training else v.roll(-1, 2))",
+        r"line 7: A sees the future",
+    ),
+    "a bias without a mask": (
+        "    def bias(self, at): return -torch.rand(2, at.query_len, at.key_len)",
+        r"line 7: A sees the future",
+    ),
+    "embeddings of later tokens": (
+        "    def add(self, x, positions): return x + x.mean(1, keepdim=True)",
+        r"line 7: A sees the future",
+    ),
+    "keys of later tokens": (
+        "    def rotate(self, q, k, positions, at): return q, k + k.roll(-1, 2)",
+        r"line 7: A sees the future",
+    ),
+    "state between passes": (
+        "    steps = 0\n    def add(self, x, positions): self.steps += 1; return x * (1 + self.steps / 10)",
+        r"line 8: A gives other logits when the same tokens are read again",
+    ),
+    "add with a list": (
+        "    def add(self, x, positions): return x.tolist()",
+        r"line 7: A.add returned a list; it must return a tensor of shape \[1, 16, 16\]",
+    ),
+    "add without a result": ("    def add(self, x, positions): x + 1", r"line 7: A.add returned None"),
+    "add that broadcasts": (
+        "    def add(self, x, positions): return x + torch.zeros(3, 1, 1)",
+        r"line 7: A.add returned a tensor of shape \[3, 16, 16\]",
+    ),
+    "rotate of q alone": ("    def rotate(self, q, k, positions, at): return q", r"line 7: A.rotate returned a tensor"),
+    "rotate of one query": (
+        "    def rotate(self, q, k, positions, at): return q[:, :, :1], k",
+        r"line 7: A.rotate returned a tensor of shape \[1, 2, 1, 8\]",
+    ),
+    "bias with a list": (
+        "    def bias(self, at): return [0.5, 0.25]",
+        r"line 7: A.bias returned a list; it must return slopes \[H\]",
+    ),
+    "bias of other heads": (
+        "    def bias(self, at): return torch.ones(3)",
+        r"line 7: A.bias returned a tensor of shape \[3\].*must be floating, \[2\] or \[2, 16, 16\]",
+    ),
+    "bias of one head": (
+        "    def bias(self, at): return torch.zeros(1, at.query_len, at.key_len)",
+        r"line 7: A.bias returned a tensor of shape \[1, 16, 16\].*use expand",
+    ),
+    "bias of integers": ("    def bias(self, at): return torch.ones(2, dtype=torch.long)", r"line 7: A.bias .*torch.int64"),
+    "bias with NaN": (
+        "    def bias(self, at): return torch.full((2,), float('nan'))",
+        r"line 7: A.bias returned a tensor with NaN or \+inf",
+    ),
+    "a short table": (
+        "    def bias(self, at): return ByDistance(torch.zeros(2, 5))",
+        r"line 7: A.bias returned the table of ByDistance of shape \[2, 5\]",
+    ),
+    "gates of no heads": (
+        "    per_layer = True\n    def bias(self, at): return ForgetGates(at.layer.x[..., 0])",
+        r"line 8: A.bias returned log_fgate of shape \[1, 16\]",
+    ),
+    "key_bias with a list": (
+        "    per_layer = True\n    def bias(self, at): return ContentBias([1.0])",
+        r"line 8: A.bias returned key_bias of type list",
+    ),
+    "an empty window": ("    def bias(self, at): return Windowed(0)", r"line 7: A.bias returned Windowed\(window=0\)"),
+    "no super().__init__": (
+        f"{INIT}self.own = 1",
+        r"line 7: A.__init__ does not call super\(\).__init__\(config, trained_length\)",
+    ),
+    "super().__init__ of Module": (f"{INIT}nn.Module.__init__(self)", r"line 7: A.__init__ does not call super\(\)"),
+    "__init__ without arguments": (
+        "    def __init__(self): super().__init__(None, 1)",
+        r"line 7: A.__init__ must accept the arguments \(config, trained_length\): too many positional",
+    ),
+    "bias without at": ("    def bias(self): return None", r"line 7: A.bias must accept the arguments \(self, at\)"),
+    "attend without default": (
+        "    def attend(self, q, k, v, at): return v",
+        r"line 7: A.attend must accept .*too many positional",
+    ),
+    "bias that is no method": ("    bias = None", r"line 6: A has bias = None; it must be a method"),
+    "curves of an instance": (
+        "    def curves(self, model, corpus, config): return {}",
+        r"line 7: A.curves must accept .*make it a class method",
+    ),
+    "look of text": ("    look = 'red'", r"line 6: A has look = 'red'; it must be None or a Look"),
+    "segment of text": ("    segment = '4'", r"line 6: A has segment = '4'; it must be None or a whole number"),
+    "memory below 0": ("    segment, memory = 4, -1", r"line 6: A has memory = -1"),
+    "stretches of text": ("    stretches = 'linear'", r"line 6: A has stretches = 'linear'; it must be a tuple"),
+    "an integer parameter": (
+        f"{INIT}super().__init__(config, trained_length)\n"
+        "        self.p = nn.Parameter(torch.ones(3, dtype=torch.long), requires_grad=False)",
+        r"line 6: A has a parameter p of shape \[3\] and torch.int64; parameters are floating",
+    ),
+    "an empty parameter": (
+        f"{INIT}super().__init__(config, trained_length)\n        self.p = nn.Parameter(torch.ones(3, 0))",
+        r"line 6: A has a parameter p of shape \[3, 0\]",
+    ),
+    "a gradient that is NaN": (
+        f"{INIT}super().__init__(config, trained_length)\n        self.p = nn.Parameter(torch.zeros(2))\n"
+        "    def bias(self, at): return ByDistance(-(self.p[:, None] * torch.arange(at.key_len)).sqrt())",
+        r"line 6: A gives position.p a gradient with NaN or infinite numbers",
+    ),
+    "no gradient": (
+        "    def rotate(self, q, k, positions, at):\n        q = q.exp()\n        q.add_(1)\n        return q, k",
+        r"line 6: A has no gradients",
+    ),
+}  # fmt: skip
+
+
+def written(path: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
+    (path / "mine.py").write_text(f"{HEAD}{body}\n")
+    monkeypatch.chdir(path)
+    return ModelConfig(method="mine.py:A", **SMALL)
+
+
+@pytest.mark.parametrize("name", WRONG)
+def test_a_wrong_method_is_refused_with_its_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body, message = WRONG[name]
+    config = written(tmp_path, body, monkeypatch)
+    with pytest.raises(PositionError, match=rf"^mine.py, {message}"):
+        try_method(config, 16)
+
+
+@pytest.mark.parametrize("method", METHODS)
+def test_every_built_in_method_passes(method: str) -> None:
+    for stretch in ("none", *METHODS[method].stretches):
+        try_method(ModelConfig(method=method, **SMALL), 16, stretch=stretch)
+
+
+def test_a_method_that_draws_numbers_and_scalar_parameters_pass(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = (
+        f"{INIT}super().__init__(config, trained_length)\n        self.p = nn.Parameter(torch.tensor(2.0))\n"
+        "    def add(self, x, positions): return x + self.p * torch.rand(x.shape[-1])"
+    )
+    config = written(tmp_path, body, monkeypatch)
+    try_method(config, 16)
+    assert LanguageModel(config, trained_length=16).position.p == 2
+
+
+def test_a_stretch_that_returns_nothing_is_refused(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = "    stretches = ('linear',)\n    def stretched(self, stretch, length): self.length = length"
+    config = written(tmp_path, body, monkeypatch)
+    try_method(config, 16)
+    with pytest.raises(PositionError, match=r"^mine.py, line 8: A.stretched returned None; it must return a position"):
+        try_method(config, 16, stretch="linear")
+
+
+def test_an_attend_that_broadcasts_in_one_call_only_is_refused_there(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    body = (
+        "    def attend(self, q, k, v, at, default): return default(q, k, v)[:, :, : 1 if at.query_len == 99 else None]"
+    )
+    config = written(tmp_path, body, monkeypatch)
+    try_method(config, 16)
+    with pytest.raises(PositionError, match=r"returned a tensor of shape \[1, 2, 1, 8\]"):
+        LanguageModel(config, trained_length=16)(torch.zeros(1, 99, dtype=torch.long))
+
+
+@pytest.mark.parametrize(
+    ("curves", "message"),
+    [
+        ("None", "returned None"),
+        ("{'a': [1.0]}", "returned {'a': .*it must return curves"),
+        ("{'a': {'x': [1.0, 2.0], 'y': [1.0]}}", "it must return curves"),
+        ("{'a': {'x': torch.ones(2)}}", "it must return curves"),
+        ("{'a': {'x': [torch.ones(())]}}", "it must return curves"),
+    ],
+)
+def test_wrong_curves_are_refused(curves: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    body = f"    @classmethod\n    def curves(cls, model, corpus, config): return {curves}"
+    written(tmp_path, body, monkeypatch)
+    with pytest.raises(PositionError, match=rf"^mine.py, line 7: A.curves .*{message}"):
+        own_curves(imported_method("mine.py:A"), None, None, None)
+
+
+@pytest.mark.parametrize(
+    ("hook", "how"),
+    [
+        ("module", "import sys; sys.exit()"),
+        ("attend", "raise SystemExit(0)"),
+        ("attend", "import typer; raise typer.Exit(0)"),
+        ("training", "import sys; sys.exit()"),
+    ],
+)
+def test_a_method_that_exits_is_an_error(
+    hook: str, how: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    condition = "if self.calls > 60: " if hook == "training" else ""
+    attend = "    calls = 0\n    def attend(self, q, k, v, at, default):\n        self.calls += 1\n"
+    body = (
+        "    pass\n" + how if hook == "module" else f"{attend}        {condition}{how}\n        return default(q, k, v)"
+    )
+    written(tmp_path, body, monkeypatch)
+    fields = {"train.steps": 90, "train.length": 16, "train.batch_tokens": 16, "eval.lengths": 16, "eval.tokens": 16}
+    fields |= {"model.num_layers": 1, "model.embed_dim": 16, "model.num_heads": 2, "model.ffn_dim": 16}
+    changes = [word for name, value in fields.items() for word in ("--set", f"{name}={value}")]
+    (tmp_path / "a.txt").write_text("to be or not to be, that is the question. " * 50)
+    monkeypatch.setattr(
+        "sys.argv", ["alibi", "run", "--text", "a.txt", "--methods", "mine.py:A", "--out", "out", *changes]
+    )
+    with pytest.raises(SystemExit) as exited:
+        main()
+    assert exited.value.code == 1
+    assert f"mine.py, line {8 if hook == 'module' else 10}: " in capsys.readouterr().err
+
+
+def test_our_own_exits_keep_their_codes(monkeypatch: pytest.MonkeyPatch) -> None:
+    for arguments, code in (["--version"], 0), (["--help"], 0), (["run", "--shard", "2/1"], 2), (["no-such"], 2):
+        monkeypatch.setattr("sys.argv", ["alibi", *arguments])
+        with pytest.raises(SystemExit) as exited:
+            main()
+        assert exited.value.code == code
+
+
+def test_a_checkpoint_and_a_benchmark_refuse_code_that_sees_the_future_or_has_other_parameters(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    written(tmp_path, "    pass", monkeypatch)
+    (tmp_path / "a.txt").write_text("to be or not to be, that is the question. " * 50)
+    fields = {"train.steps": 1, "train.length": 16, "train.batch_tokens": 16, "eval.lengths": 16, "eval.tokens": 16}
+    fields |= {"model.num_layers": 1, "model.embed_dim": 16, "model.num_heads": 2, "model.ffn_dim": 16}
+    config = override(RunConfig(), {name: str(value) for name, value in fields.items()} | {"model.method": "mine.py:A"})
+    corpus = whole_text([tmp_path / "a.txt"], ByteTokenizer())
+    train(config, dataclasses.replace(corpus, train=corpus.valid), tmp_path / "run")
+    assert load_checkpoint(tmp_path / "run", method="mine.py:A")[0].num_parameters() > 0
+    written(tmp_path, "    def add(self, x, positions): return x + x.roll(-1, 1)", monkeypatch)
+    with (
+        pytest.warns(UserWarning, match="has changed"),
+        pytest.raises(PositionError, match="line 7: A sees the future"),
+    ):
+        load_checkpoint(tmp_path / "run", method="mine.py:A")
+    monkeypatch.setattr("sys.argv", ["alibi", "bench", "training", "--scale", "smoke", "--methods", "mine.py:A"])
+    with pytest.raises(SystemExit, match="1"):
+        main()
+    assert "line 7: A sees the future" in capsys.readouterr().err
+    body = f"{INIT}super().__init__(config, trained_length)\n        self.p = nn.Parameter(torch.ones(3))"
+    written(tmp_path, body, monkeypatch)
+    with (
+        pytest.warns(UserWarning, match="has changed"),
+        pytest.raises(CheckpointError, match=r"has the parameters {'position.p': \[3\]} but .* was trained with none"),
+    ):
+        load_checkpoint(tmp_path / "run", method="mine.py:A")
