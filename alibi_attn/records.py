@@ -4,7 +4,6 @@ Every measurement of this package (a training, an evaluation, a benchmark, an at
 and every figure and table is a pure function of records. Records are small, readable and never overwritten.
 """
 
-import contextlib
 import dataclasses
 import datetime
 import functools
@@ -16,13 +15,12 @@ import re
 import shlex
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Mapping, Sequence
 from importlib import metadata
 from pathlib import Path
 from typing import TypeAlias
 
-from alibi_attn import processor
+from alibi_attn import files, processor
 from alibi_attn.strict_json import JsonError, parse
 
 SCHEMA = 1
@@ -237,12 +235,11 @@ def save(record: Record, folder: Path) -> Path:
         FileExistsError: the folder already has a record of this identity; records are never overwritten.
     """
     path = _path(record, folder)
-    folder.mkdir(parents=True, exist_ok=True)
-    with _temporary(path, _text(record)) as temporary:
-        try:
-            os.link(temporary, path)
-        except FileExistsError:
-            raise _exists(path) from None
+    try:
+        with files.new_file(path) as file:
+            file.write(_text(record))
+    except FileExistsError:
+        raise _exists(path) from None
     return path
 
 
@@ -257,15 +254,7 @@ def grow(record: Record, folder: Path) -> Path:
         return save(record, folder)
     if load(path).started != record.started:
         raise _exists(path)
-    return replace_file(path, _text(record))
-
-
-def replace_file(path: Path, content: bytes) -> Path:
-    """Write or replace a file atomically; creates its folder."""
-    path.parent.mkdir(parents=True, exist_ok=True)
-    with _temporary(path, content) as temporary:
-        os.replace(temporary, path)
-    return path
+    return files.replace_file(path, _text(record))
 
 
 def load(path: str | Path) -> Record:
@@ -320,22 +309,6 @@ def finite(value: object) -> object:
     if isinstance(value, list | tuple):
         return [finite(item) for item in value]
     return value
-
-
-@contextlib.contextmanager
-def _temporary(path: Path, content: bytes) -> Iterator[str]:
-    """A flushed temporary file with the content in the folder of `path`; deleted after the block unless it was renamed."""
-    descriptor, temporary = tempfile.mkstemp(dir=path.parent, prefix=".", suffix=".tmp")
-    try:
-        with os.fdopen(descriptor, "wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.chmod(temporary, 0o644)
-        yield temporary
-    finally:
-        with contextlib.suppress(FileNotFoundError):
-            os.unlink(temporary)
 
 
 def _path(record: Record, folder: Path) -> Path:

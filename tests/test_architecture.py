@@ -23,7 +23,7 @@ PLAIN = {*sys.stdlib_module_names, "numpy"}
 
 # Layers, lowest first. A module imports only from lower layers and its own folder; `jax` is next to layers 1 and 2.
 LAYERS = {
-    **dict.fromkeys(("processor", "strict_json"), -1),
+    **dict.fromkeys(("files", "processor", "strict_json"), -1),
     **dict.fromkeys(("slopes", "reach", "records", "units", "position_methods", "lazy"), 0),
     "attention": 1,
     "nn": 2,

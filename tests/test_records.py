@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 from damaged_json import DAMAGED
 
-from alibi_attn import records
+from alibi_attn import files, records
 from alibi_attn.records import Record, RecordError
 
 CONFIG = {"model": {"method": "alibi"}, "train": {"length": 128, "seed": 0}}
@@ -79,16 +79,8 @@ def test_nothing_half_written_is_left_when_the_disk_fails(
     with pytest.raises(OSError, match="No space left"):
         records.save(record, tmp_path)
     with pytest.raises(OSError, match="No space left"):
-        records.replace_file(tmp_path / "page.html", b"page")
+        files.replace_file(tmp_path / "page.html", b"page")
     assert os.listdir(tmp_path) == []
-
-
-def test_replace_file_replaces_and_makes_the_folder(tmp_path: Path) -> None:
-    path = tmp_path / "new" / "page.html"
-    records.replace_file(path, b"first")
-    assert records.replace_file(path, b"second") == path
-    assert path.read_bytes() == b"second"
-    assert os.listdir(path.parent) == ["page.html"]
 
 
 def test_nan_and_infinity_become_null(record: Record, tmp_path: Path) -> None:

@@ -10,6 +10,7 @@ from alibi_attn import records
 from alibi_attn.cli import checkpoints
 from alibi_attn.cli.console import check_writable, console, needs, print_path, renamed
 from alibi_attn.cli.embed import read_texts
+from alibi_attn.files import replace_file
 from alibi_attn.report.series import numbers
 from alibi_attn.report.tables.heads import head_rows
 
@@ -89,7 +90,7 @@ def heads(
     console.print(_by_layer(record))
     console.print(head_maps.sentence(record), soft_wrap=True)
     if picture is not None:
-        print_path("picture", records.replace_file(picture, head_maps.picture(record, picture.suffix)))
+        print_path("picture", replace_file(picture, head_maps.picture(record, picture.suffix)))
     if out is not None:
         print_path("record ", records.save(record, out))
 
@@ -102,7 +103,7 @@ def _show_slopes(num_heads: int, length: int, picture: Path | None) -> None:
     if picture is not None:
         with needs("lab"):
             from alibi_attn.report.plots import bias
-        print_path("picture", records.replace_file(picture, bias.picture(num_heads, length, picture.suffix)))
+        print_path("picture", replace_file(picture, bias.picture(num_heads, length, picture.suffix)))
 
 
 def _by_layer(record: records.Record) -> RichTable:

@@ -17,6 +17,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
+from alibi_attn.files import new_folder
 from alibi_attn.hf import checkpoint_files
 from alibi_attn.hf.families.family import Checkpoint, Family, Options, Parts
 
@@ -157,7 +158,7 @@ def write(model: PreTrainedModel, folder: Path, family: Family) -> None:
         assert source.half is None
         parts = tensor.detach().cpu().chunk(len(theirs))
         tensors |= {prefix + their: part.contiguous() for their, part in zip(theirs, parts, strict=True)}
-    with checkpoint_files.written_whole(folder) as temporary:
+    with new_folder(folder) as temporary:
         save_file(tensors, temporary / checkpoint_files.SAFE, metadata={"format": "pt"})
         text = json.dumps(about, indent=2, sort_keys=True) + "\n"
         (temporary / checkpoint_files.CONFIG).write_text(text, encoding="utf-8")

@@ -4,15 +4,11 @@ Code in a checkpoint is never run. A damaged file raises a ValueError that names
 Read next: `checkpoint.py`.
 """
 
-import contextlib
 import os
 import pickle
 import re
-import shutil
 import struct
-import tempfile
 import zipfile
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
@@ -162,20 +158,6 @@ def check_new(folder: Path) -> None:
     """Raises FileExistsError if the folder exists."""
     if folder.exists():
         raise FileExistsError(f"{folder} exists, and checkpoints are never overwritten; pass a new folder")
-
-
-@contextlib.contextmanager
-def written_whole(folder: Path) -> Iterator[Path]:
-    """A temporary folder to write into, renamed to `folder` at the end of the block, or deleted if the block raises."""
-    folder.parent.mkdir(parents=True, exist_ok=True)
-    temporary = Path(tempfile.mkdtemp(dir=folder.parent, prefix=f".{folder.name}."))
-    try:
-        yield temporary
-        temporary.chmod(0o755)  # mkdtemp makes it private
-        os.replace(temporary, folder)
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
 
 
 def _is_of_the_lab(folder: Path) -> bool:

@@ -34,7 +34,8 @@ from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM, PreTrainedModel
 from transformers.models.mpt.configuration_mpt import MptAttentionConfig
 
-from alibi_attn.hf.checkpoint_files import check_new, read_config, written_whole
+from alibi_attn.files import new_folder
+from alibi_attn.hf.checkpoint_files import check_new, read_config
 from alibi_attn.hf.tokenizing import byte_tokenizer
 
 _Model = TypeVar("_Model", MptForCausalLM, BloomForCausalLM)
@@ -258,7 +259,7 @@ def _exported(
     model.tie_weights()
     if tokenizer is None and model.config.vocab_size == 256:
         tokenizer = byte_tokenizer()
-    with written_whole(folder) as temporary:
+    with new_folder(folder) as temporary:
         model.save_pretrained(temporary)
         if tokenizer is not None:
             tokenizer.save(str(temporary / "tokenizer.json"))

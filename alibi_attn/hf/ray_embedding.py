@@ -27,6 +27,7 @@ import torch
 from numpy.typing import NDArray
 from ray.exceptions import RayError
 
+from alibi_attn.files import locked, replace_file
 from alibi_attn.hf import chunk_table, embedding, late_chunking, resumable_output, sentence_encoder
 from alibi_attn.hf.chunking import Spans
 
@@ -129,7 +130,7 @@ def embed(
         done, tokens, cut = len(names) - len(missing), 0, 0
         on_resume(done, len(names))
         for row in _computed(shards, missing, identity, identities, settings, workers):
-            resumable_output.replace_file(names[row["number"]], row["part"])
+            replace_file(names[row["number"]], row["part"])
             tokens, cut, done = tokens + row["tokens"], cut + row["cut"], done + 1
             on_shard(done, len(names))
     metadata = [pq.read_metadata(path) for path in names]
@@ -349,7 +350,7 @@ def _claimed(out: Path) -> Iterator[None]:
         OSError: it is a file, or cannot be created.
     """
     lock, busy = out / ".lock", f"another process is writing {out}; wait for it, or pass another --out"
-    with resumable_output.folder_for_output(out), resumable_output.locked(lock, busy):
+    with resumable_output.folder_for_output(out), locked(lock, busy):
         try:
             yield
         finally:

@@ -8,17 +8,16 @@ with the same output (`claimed`).
 
 import contextlib
 import dataclasses
-import fcntl
 import json
 import os
 import time
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import BinaryIO
 
 import numpy as np
 from numpy.typing import NDArray
 
+from alibi_attn.files import locked, names, replace_file, reserve
 from alibi_attn.hf.checkpoint_files import read_json
 
 KEEP_SECONDS = 5.0  # the most work that a killed process loses, in addition to its current batch
@@ -43,7 +42,7 @@ def claimed(out: Path) -> Iterator[None]:
                 check_new(out)
                 yield
             finally:
-                if _is_at(file, partial) and os.fstat(file.fileno()).st_size == 0:
+                if names(partial, file.fileno()) and os.fstat(file.fileno()).st_size == 0:
                     partial.unlink()
 
 
@@ -58,41 +57,6 @@ def folder_for_output(folder: Path) -> Iterator[None]:
         for path in created:
             with contextlib.suppress(OSError):  # it holds files
                 path.rmdir()
-
-
-def locked(path: Path, busy: str) -> BinaryIO:
-    """A file, opened and locked; an empty one is created if it is missing.
-
-    Raises:
-        FileExistsError: another process holds the lock; `busy` is the message.
-    """
-    while True:
-        file = path.open("ab")
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-        except BlockingIOError:
-            file.close()
-            raise FileExistsError(busy) from None
-        if _is_at(file, path):
-            return file
-        file.close()  # the process that held the lock has just finished and removed the file
-
-
-def replace_file(path: Path, content: bytes) -> None:
-    """Writes or replaces a file atomically, on the disk when this returns.
-
-    Only one process writes at a time, so the temporary name can be fixed: the next process replaces the file of a killed one.
-    """
-    temporary = path.with_name(f".{path.name}.tmp")  # readers of a folder of Parquet files skip hidden ones
-    try:
-        with temporary.open("wb") as file:
-            file.write(content)
-            file.flush()
-            os.fsync(file.fileno())
-        os.replace(temporary, path)
-    except OSError:
-        temporary.unlink(missing_ok=True)
-        raise
 
 
 def check_new(out: Path) -> None:
@@ -144,9 +108,8 @@ class PartialVectors:
         _write(about, identity, 0, shape)
         try:
             vectors = np.lib.format.open_memmap(partial, mode="w+", dtype=np.float32, shape=shape)
-            if hasattr(os, "posix_fallocate"):
-                with partial.open("r+b") as file:  # a full disk raises an OSError here, and would be a bus error later
-                    os.posix_fallocate(file.fileno(), 0, partial.stat().st_size)
+            with partial.open("r+b") as file:
+                reserve(file.fileno(), vectors.offset, vectors.nbytes)
         except OSError:
             _remove(partial, about)
             raise
@@ -200,14 +163,6 @@ class PartialVectors:
 def _remove(*paths: Path) -> None:
     for path in paths:
         path.unlink(missing_ok=True)
-
-
-def _is_at(file: BinaryIO, path: Path) -> bool:
-    """Whether the path still names the open file."""
-    try:
-        return os.path.samestat(os.fstat(file.fileno()), path.stat())
-    except FileNotFoundError:
-        return False
 
 
 def _beside(out: Path) -> tuple[Path, Path, Path]:

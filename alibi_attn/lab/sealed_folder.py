@@ -1,21 +1,16 @@
-"""Folders that are written atomically, and whose files are all verified when they are read.
+"""Folders whose files are all verified when they are read.
 
-A folder is filled under a temporary name. Its manifest is written last: it has the size and hash of every other file,
-and its own hash. Everything is flushed to disk, then the folder is renamed. Checkpoints (`training/checkpoint.py`) and
-tokenized texts (`data/token_store.py`) use this format.
+A folder is written with `alibi_attn.files.new_folder`. Its manifest comes last: it has the size and hash of every other file,
+and its own hash. Checkpoints (`training/checkpoint.py`) and tokenized texts (`data/token_store.py`) use this format.
 """
 
 import hashlib
 import json
-import os
-import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
 from alibi_attn.strict_json import JsonError, parse
-
-PARTIAL = ".partial"  # suffix of a folder that is being written
 
 
 class DamagedError(ValueError):
@@ -35,29 +30,15 @@ class SchemaError(ValueError):
     """A manifest that has no schema, or a schema that this version does not support."""
 
 
-def partial_name(final: Path) -> Path:
-    """The temporary path of a folder, next to its final path."""
-    return final.with_name(f".{final.name}{PARTIAL}")
-
-
-def publish(partial: Path, final: Path, manifest: str, about: Mapping[str, Any]) -> None:
-    """Write the manifest, flush everything to disk, and rename the folder to `final`, replacing an existing one.
-
-    Raises:
-        OSError: the folder cannot be written; `partial` still exists.
-    """
-    paths = sorted(path for path in partial.rglob("*") if path.is_file())
-    files = {path.relative_to(partial).as_posix(): _entry(path) for path in paths}
-    (partial / manifest).write_bytes(sealed({**about, "files": files}, indent=1))
-    for path in (*partial.rglob("*"), partial):
-        _flush(path)
-    shutil.rmtree(final, ignore_errors=True)
-    os.replace(partial, final)
-    _flush(final.parent)
+def seal(folder: Path, manifest: str, about: Mapping[str, Any]) -> None:
+    """Write the manifest of a folder that is complete otherwise."""
+    paths = sorted(path for path in folder.rglob("*") if path.is_file())
+    files = {path.relative_to(folder).as_posix(): _entry(path) for path in paths}
+    (folder / manifest).write_bytes(sealed({**about, "files": files}, indent=1))
 
 
 def read_manifest(folder: Path, name: str, *, schema: int) -> dict[str, Any]:
-    """The `about` that `publish` wrote, with "files"; also supports the previous schema, which has no hash of itself.
+    """The `about` that `seal` wrote, with "files"; also supports the previous schema, which has no hash of itself.
 
     Raises:
         DamagedError: the manifest is missing, not JSON, or changed.
@@ -126,11 +107,3 @@ def _entry(path: Path) -> dict[str, Any]:
 def _digest(data: Mapping[str, Any]) -> str:
     text = json.dumps(data, ensure_ascii=False, sort_keys=True)
     return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
-
-
-def _flush(path: Path) -> None:
-    descriptor = os.open(path, os.O_RDONLY)
-    try:
-        os.fsync(descriptor)
-    finally:
-        os.close(descriptor)

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM
 
+from alibi_attn.files import new_file
 from alibi_attn.hf import ALiBiCache, patch, read
 from alibi_attn.measure.harness import Config, Row, Rows, Say, keep, number
 from alibi_attn.measure.peers.llama_state import LlamaState
@@ -195,9 +196,8 @@ def saved_state(model: BloomForCausalLM, text: Tensor, folder: Path, say: Say) -
         peer = LlamaState(model, Path(weights), room=length + WARM_TOKENS, threads=torch.get_num_threads())
         if not path.exists():
             peer.read(listed)
-            unfinished = path.with_name(path.name + ".partial")
-            peer.save(unfinished, listed)
-            unfinished.rename(path)
+            with new_file(path) as file:
+                peer.save(Path(file.name), listed)
         logits, _, _ = peer.load(path, 5)
         off = error(torch.from_numpy(logits), true)
         if not off < MOST_ERROR:

@@ -24,7 +24,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
-from alibi_attn import records
+from alibi_attn.files import new_folder, replace_file
 from alibi_attn.hf import ALiBiBertConfig, ALiBiBertForMaskedLM, ALiBiBertModel, chunking
 from alibi_attn.measure.harness import Say
 
@@ -148,7 +148,7 @@ def chunk_tokens(words: PreTrainedTokenizerFast, text: str, size: int) -> tuple[
 def _tokenizer(books: Sequence[str], setup: Setup, place: Path) -> PreTrainedTokenizerFast:
     path = place / "tokenizer.json"
     if not path.exists():
-        records.replace_file(path, byte_pairs(books, setup.vocabulary).to_str().encode())
+        replace_file(path, byte_pairs(books, setup.vocabulary).to_str().encode())
     names = dict(zip(("pad_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
     return PreTrainedTokenizerFast(tokenizer_file=str(path), **names)  # type: ignore[no-untyped-call]
 
@@ -187,7 +187,7 @@ def _steps(
         if (step + 1) % SAVED_EVERY == 0 or step + 1 == steps:
             buffer = io.BytesIO()
             torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, buffer)
-            records.replace_file(path, buffer.getvalue())
+            replace_file(path, buffer.getvalue())
         yield step, loss.item()
 
 
@@ -263,7 +263,7 @@ def padded(rows: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
 
 def _finished(encoder: ALiBiBertModel, words: PreTrainedTokenizerFast, place: Path) -> Path:
     """Writes the folder of the encoder and its tokenizer, which appears when it is complete."""
-    unfinished = place.with_suffix(".partial")
-    encoder.eval().save_pretrained(unfinished)  # type: ignore[no-untyped-call]
-    words.save_pretrained(unfinished)
-    return unfinished.rename(place)
+    with new_folder(place) as unfinished:
+        encoder.eval().save_pretrained(unfinished)  # type: ignore[no-untyped-call]
+        words.save_pretrained(unfinished)
+    return place

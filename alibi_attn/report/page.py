@@ -34,7 +34,8 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError(f'a report needs {error.name}; install it with: pip install "alibi-attn[lab]"') from error
 
-from alibi_attn.records import Record, replace_file
+from alibi_attn.files import replace_file
+from alibi_attn.records import Record
 from alibi_attn.report.tables.table import processor_text
 
 TITLE = "Train short, test long"

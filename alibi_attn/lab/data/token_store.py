@@ -9,7 +9,6 @@ again and removes the files it left. Next: `corpus.py`.
 
 import contextlib
 import errno
-import shutil
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -19,6 +18,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from alibi_attn import records
+from alibi_attn.files import new_folder, remove_leftovers, replace_file
 from alibi_attn.lab import sealed_folder
 from alibi_attn.lab.config import DataConfig
 from alibi_attn.lab.data import sources, tokens
@@ -111,11 +111,8 @@ def open_tokens(folder: Path) -> Corpus:
 def _write(
     folder: Path, text: sources.Text, asked: Json, files: Sequence[TextFile], origins: Sequence[Mapping[str, Json]]
 ) -> None:
-    for left in folder.parent.glob(f".*{sealed_folder.PARTIAL}"):  # from a process that was killed
-        shutil.rmtree(left)
-    partial = sealed_folder.partial_name(folder)
-    try:
-        partial.mkdir()
+    remove_leftovers(folder.parent)
+    with new_folder(folder) as partial:
         tokenizer, digests, counts = tokens.tokenizer_of(text), tokens.text_digests(text), {}
         save_tokenizer(tokenizer, partial / _TOKENIZER)
         for part, documents in text.parts.items():
@@ -126,9 +123,7 @@ def _write(
                 raise CorpusError(f"{file.path} changed while it was read; run again when no process writes to it")
         facts = tokens.corpus_facts(text, tokenizer, counts, digests)
         about = {"schema": SCHEMA, "asked": asked, "sources": origins, "parts": list(counts), "facts": facts}
-        sealed_folder.publish(partial, folder, _MANIFEST, about)
-    finally:
-        shutil.rmtree(partial, ignore_errors=True)
+        sealed_folder.seal(partial, _MANIFEST, about)
 
 
 def _unchanged(store: Path, asked: Mapping[str, Json], files: Sequence[TextFile]) -> Path | None:
@@ -149,7 +144,7 @@ def _remember(folder: Path, origins: Sequence[Mapping[str, Json]]) -> None:
     with contextlib.suppress(OSError):  # the store may be read-only
         about = {**_manifest(folder), "schema": SCHEMA, "sources": origins}
         about.pop("sha256", None)
-        records.replace_file(folder / _MANIFEST, sealed_folder.sealed(about, indent=1))
+        replace_file(folder / _MANIFEST, sealed_folder.sealed(about, indent=1))
 
 
 def _source(file: TextFile) -> dict[str, Json]:

@@ -17,7 +17,7 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from alibi_attn import records
+from alibi_attn.files import replace_file
 from alibi_attn.lab.data.sources import CorpusError
 from alibi_attn.lab.sealed_folder import is_sealed, sealed
 from alibi_attn.strict_json import parse
@@ -206,7 +206,7 @@ def _tokenizer_file(name: str) -> "BpeTokenizer":
 
 def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
     """Write the file atomically."""
-    records.replace_file(path, tokenizer.dump())
+    replace_file(path, tokenizer.dump())
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -5,10 +5,11 @@
     <run>/step-00000200/tokenizer.json       the tokenizer
     <run>/step-00000200/state/               the other state for exact resumption (`state.py`); none when finished
 
-Older folders are removed only after the new one is complete (`lab/sealed_folder.py`). Every file is verified before it
-is used, including config.json.
+Older folders are removed only after the new one is complete (`alibi_attn/files.py`). Every file is verified before it
+is used, including config.json (`lab/sealed_folder.py`).
 """
 
+import contextlib
 import dataclasses
 import re
 import shutil
@@ -17,10 +18,12 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 from torch import Tensor
 
+from alibi_attn.files import new_folder, remove_leftovers
 from alibi_attn.lab import sealed_folder
 from alibi_attn.lab.config import IMPORT_PATH, ConfigError, RunConfig
 from alibi_attn.lab.config_io import from_json, to_json
@@ -39,7 +42,6 @@ from alibi_attn.strict_json import parse
 SCHEMA = 3
 
 _STEP = re.compile(r"step-\d{8,}")
-_ANY_STEP = re.compile(r"step-\d{8,}|\.step-\d{8,}\.\w+")  # also leftovers of an interrupted process
 _CURVE = ("step", "loss_nats", "learning_rate")
 _VALIDATION = ("step", "seconds", "nats", "tokens")
 
@@ -184,43 +186,47 @@ def save_checkpoint(
         CheckpointError: it cannot be written; partial files are removed.
     """
     final = run_folder / f"step-{progress.step:08d}"
-    temporary = sealed_folder.partial_name(final)
     first, wait = training.accelerator.is_main_process, training.accelerator.wait_for_everyone
     try:
-        if first:
-            shutil.rmtree(temporary, ignore_errors=True)
-            (temporary / "state").mkdir(parents=True)
-        wait()
-        weights = training.weights()
-        if not finished:
-            save_state(temporary / "state", training)
-        if first:
-            save_file({name: tensor.contiguous() for name, tensor in weights.items()}, temporary / "model.safetensors")
-        wait()
-        if first:
-            if finished:
-                (temporary / "state").rmdir()
-            save_tokenizer(tokenizer, temporary / "tokenizer.json")
-            about = {"schema": SCHEMA, "config": to_json(config), "progress": finite(dataclasses.asdict(progress))}
-            if facts := source_facts(config.model.method):
-                about["method"] = facts
-            sealed_folder.publish(temporary, final, "config.json", about)
+        with contextlib.ExitStack() as stack:
+            temporary = _of_first(stack.enter_context(new_folder(final)) if first else None)
+            if first and not finished:
+                (temporary / "state").mkdir()
+            wait()
+            weights = training.weights()
+            if not finished:
+                save_state(temporary / "state", training)
+            if first:
+                tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
+                save_file(tensors, temporary / "model.safetensors")
+            wait()
+            if first:
+                save_tokenizer(tokenizer, temporary / "tokenizer.json")
+                about = {"schema": SCHEMA, "config": to_json(config), "progress": finite(dataclasses.asdict(progress))}
+                if facts := source_facts(config.model.method):
+                    about["method"] = facts
+                sealed_folder.seal(temporary, "config.json", about)
     except (OSError, RuntimeError, SafetensorError) as error:
-        shutil.rmtree(temporary, ignore_errors=True)
         raise CheckpointError(
             f"{final} cannot be written ({_first_line(error)}); make room, or the folder writable, then run the same "
             "command again: "
             + ("it goes on from " + older.name if (older := newest(run_folder)) else "it begins again")
         ) from error
-    except BaseException:
-        shutil.rmtree(temporary, ignore_errors=True)
-        raise
     if first:
+        remove_leftovers(run_folder)
         for folder in run_folder.iterdir():
-            if folder != final and _ANY_STEP.fullmatch(folder.name):
+            if folder != final and _STEP.fullmatch(folder.name):
                 shutil.rmtree(folder)
     wait()
     return final
+
+
+def _of_first(path: Path | None) -> Path:
+    """The path that the first process passed."""
+    shared = [path]
+    broadcast_object_list(shared)
+    assert shared[0] is not None
+    return shared[0]
 
 
 def load_progress(folder: Path, config: RunConfig) -> Progress:

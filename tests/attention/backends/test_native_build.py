@@ -200,7 +200,7 @@ def test_a_cache_that_cannot_be_written_is_read_and_no_files_remain(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr(build.shutil, "copy", refuse)
+        full.setattr(build, "replace_file", refuse)
         assert asked_anew() is None
         assert asked_anew() is None
         assert (len(compiler.calls), kept(tmp_path)) == (2, [])

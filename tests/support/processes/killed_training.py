@@ -14,6 +14,7 @@ from pathlib import Path
 import torch._dynamo  # noqa: F401 - which every optimizer loads
 from kills import end_of
 
+from alibi_attn import files
 from alibi_attn.lab import sealed_folder
 from alibi_attn.lab.config_io import from_json
 from alibi_attn.lab.data.corpus import load_corpus
@@ -28,10 +29,10 @@ POINTS = [
         (checkpoint, "save_state", 2),
         (checkpoint, "save_file", 1),
         (sealed_folder, "_entry", 2),
-        (sealed_folder, "_flush", 1),  # the new folder, under its temporary name
-        (sealed_folder, "_flush", 7),  # the run's folder, after the new one was renamed
-        (os, "replace", 2),
-        (checkpoint.shutil, "rmtree", 4),  # an older step, after the new one is complete
+        (files, "_flush", 2),  # the new folder, under its temporary name
+        (files, "_flush", 8),  # the run's folder, after the new one was renamed
+        (os, "rename", 1),
+        (checkpoint.shutil, "rmtree", 2),  # an older step, after the new one is complete
         (state.torch, "save", 3),
     )
     for after in (False, True)

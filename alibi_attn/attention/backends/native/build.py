@@ -24,6 +24,7 @@ from pathlib import Path
 
 from alibi_attn.attention.backends.native.levels import LEVELS, NATIVE, Level
 from alibi_attn.attention.certificate.constants import FOR_CPP
+from alibi_attn.files import replace_file
 from alibi_attn.processor import features
 
 FOLDER = Path(__file__).parent
@@ -264,8 +265,7 @@ def _keep(built: Path, folder: Path | None, name: str) -> Path | None:
         folder.mkdir(mode=0o700, parents=True, exist_ok=True)
         if not _is_safe(folder):
             return None
-        with tempfile.TemporaryDirectory(dir=folder) as beside:
-            os.replace(shutil.copy(built, beside), target)
+        replace_file(target, built.read_bytes())
     except OSError:
         return None
     return target
