@@ -6,7 +6,7 @@ cache appends in place and stores norms of its keys and values: see `attention/d
 
 import os
 import weakref
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -64,7 +64,8 @@ class ALiBiCache(Cache):
         self.path = None if path is None else Path(path)
         self._about: dict[str, Any] | None = None  # description of the model; None before the first forward pass
         self._model: weakref.ref[nn.Module] | None = None  # the model that filled the cache
-        self._checked: weakref.ref[nn.Module] | None = None  # the model that was compared with the description
+        # The model that was compared with the description, and how often its weights had been written to.
+        self._checked: tuple[weakref.ref[nn.Module], int] | None = None
         self._ids = TokenIds()
         if self.path is not None:
             check_new(self.path)
@@ -111,7 +112,7 @@ class ALiBiCache(Cache):
         if about is None or tokens is None:
             raise ValueError(
                 "only a cache whose model and token ids are known can be saved: one that a patched model or an "
-                "ALiBiForCausalLM filled from input_ids, and that was not copied or reordered since"
+                "ALiBiForCausalLM filled from input_ids, and that was not copied, reordered or changed since"
             )
         folder = cache_folder.create(target, about)
         TokenIds(cache_folder.token_path(folder)).write(0, tokens)
@@ -150,7 +151,10 @@ class ALiBiCache(Cache):
 
     def check_model(self, model: nn.Module) -> None:
         """Raises ValueError if a model with other weights wrote the files; `model` is the model without its head."""
-        if self._about is None or (self._checked is not None and self._checked() is model):
+        writes = cache_folder.writes(model)
+        if self._about is None or (
+            self._checked is not None and self._checked[0]() is model and self._checked[1] == writes
+        ):
             return
         about = cache_folder.describe(model)
         if self._about != about:
@@ -159,12 +163,19 @@ class ALiBiCache(Cache):
                 f"fingerprint {self._about['fingerprint'][:12]}) than this one ({about['layers']}, {about['fingerprint'][:12]}); "
                 "pass the model that wrote it, or read the text into a new cache"
             )
-        self._checked = weakref.ref(model)
+        self._checked = weakref.ref(model), writes
 
     def tokens(self) -> Tensor | None:
-        """The ids of the cached tokens, [B, S] int64; None if they are unknown."""
+        """The ids of the cached tokens, [B, S] int64; None if they are unknown, also after keys or values were changed."""
         length = self.get_seq_length()
-        return self._ids.read(self._held[0].store.key.shape[0], length) if length else None
+        if length == 0 or any(layer.store.notice_changes() for layer in self._held):
+            return None
+        return self._ids.read(self._held[0].store.key.shape[0], length)
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, None]]:
+        """(keys, values, None) of each layer, as for a `DynamicCache`."""
+        for layer in self._held:
+            yield layer.keys, layer.values, None
 
     def level(self) -> None:
         """Removes the tokens that only some layers hold, after a forward pass was interrupted."""
@@ -175,7 +186,6 @@ class ALiBiCache(Cache):
         for layer, length in zip(self._held, lengths, strict=True):
             if length > least:
                 layer.store.crop(least)
-                layer.refresh_views()
 
     def __repr__(self) -> str:
         nbytes = sum(layer.store.nbytes for layer in self._held)
@@ -225,14 +235,6 @@ class ALiBiCache(Cache):
         lengths = {len(store) for store in stores}
         return stores if len(lengths) == 1 and all(store.can_extend for store in stores) else None
 
-    def refresh_views(self, pairs: Sequence[tuple[Tensor, Tensor]] | None = None) -> None:
-        """Points every layer to the keys and values of its cache. `pairs` are these tensors, if the caller has them already."""
-        for index, layer in enumerate(self._held):
-            if pairs is None:
-                layer.refresh_views()
-            else:
-                layer.keys, layer.values = pairs[index]
-
     def _new_layer(self) -> "_Layer":
         if self.path is None:
             return _Layer()
@@ -249,7 +251,7 @@ class ALiBiCache(Cache):
         about = cache_folder.describe(model)
         os.replace(cache_folder.create(self.path, about), self.path)
         self._ids = TokenIds(cache_folder.token_path(self.path))
-        self._about, self._checked = about, weakref.ref(model)
+        self._about, self._checked = about, (weakref.ref(model), cache_folder.writes(model))
 
     @property
     def _held(self) -> list["_Layer"]:
@@ -260,12 +262,67 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
     """One layer, with transformers' interface; `store` holds the tensors, `keys` and `values` are views of it."""
 
     def __init__(self, *, store: KVCache | None = None, **kwargs: object) -> None:
+        self._store = KVCache()
+        self._assigned: dict[str, Tensor | None] = {}  # keys or values that wait for the other
         super().__init__(**kwargs)  # type: ignore[no-untyped-call]
-        self.store = KVCache() if store is None else store
+        self._store = KVCache() if store is None else store
         self.owner: weakref.ref[nn.Module] | None = None
         if len(self.store):
             self.lazy_initialization(self.store.key, self.store.value)
-        self.refresh_views()
+
+    @property
+    def store(self) -> KVCache:
+        """The cache that holds the tensors."""
+        if self._assigned:
+            [name] = self._assigned
+            raise ValueError(
+                f"only {name} of a layer of this ALiBiCache were assigned, with {_described(self._assigned[name])} instead of "
+                f"{len(self._store)} tokens; assign both: layer.keys, layer.values = ..."
+            )
+        return self._store
+
+    @property
+    def keys(self) -> Tensor | None:
+        """[B, K, S, D], or None. Another tensor may be assigned, together with `values` if its length differs."""
+        return self._side("keys")
+
+    @keys.setter
+    def keys(self, keys: Tensor | None) -> None:
+        self._assign("keys", keys)
+
+    @property
+    def values(self) -> Tensor | None:
+        """[B, K, S, D], or None, as `keys`."""
+        return self._side("values")
+
+    @values.setter
+    def values(self, values: Tensor | None) -> None:
+        self._assign("values", values)
+
+    def _side(self, name: str) -> Tensor | None:
+        if name in self._assigned:
+            return self._assigned[name]
+        if not len(self._store):
+            return None
+        return self._store.key if name == "keys" else self._store.value
+
+    def _assign(self, name: str, given: Tensor | None) -> None:
+        if self._store.path is not None:
+            raise ValueError(
+                "keys and values of a cache in files cannot be assigned; use crop(), or assign to a copy (copy.deepcopy)"
+            )
+        self._assigned[name] = given
+        keys, values = self._side("keys"), self._side("values")
+        if (keys is None) != (values is None):
+            return  # until the other is assigned, too
+        if keys is None or values is None:
+            self._store = KVCache()
+        elif keys.shape[:3] != values.shape[:3]:
+            return
+        else:
+            self._store.assign(keys, values)
+            self.lazy_initialization(keys, values)
+        self._assigned.clear()
 
     def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
         self.dtype, self.device = key_states.dtype, key_states.device
@@ -286,31 +343,28 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
             self.owner = weakref.ref(layer)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        self.keys, self.values = self.store.append(key_states, value_states)
-        return self.keys, self.values
+        return self.store.append(key_states, value_states)
 
     def get_seq_length(self) -> int:
         return len(self.store)
 
     def reset(self) -> None:
+        self._assigned.clear()
         if self.store.path is None:
-            self.store = KVCache()
+            self._store = KVCache()
         elif len(self.store):
             self.store.crop(0)
         self.is_initialized = False
-        self.refresh_views()
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove −tokens_to_remove tokens; a positive number is the length to keep, as in older releases of transformers."""
         length = len(self.store)
         left = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
         self.store.crop(min(max(left, 0), length))
-        self.refresh_views()
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if len(self.store):
             self.store.reorder(beam_idx)
-            self.refresh_views()
 
     def batch_repeat_interleave(self, repeats: int) -> None:
         if len(self.store):
@@ -323,6 +377,6 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
     def offload(self) -> None:
         raise NotImplementedError("an ALiBiCache cannot be offloaded; use DynamicCache(offloading=True)")
 
-    def refresh_views(self) -> None:
-        """Takes keys and values from the store."""
-        self.keys, self.values = (self.store.key, self.store.value) if len(self.store) else (None, None)
+
+def _described(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else str(tensor.shape[2])

@@ -95,6 +95,12 @@ def describe(model: nn.Module) -> dict[str, Any]:
     return {"format": FORMAT, "layers": layers, "fingerprint": fingerprint(model, type(model).__name__, numbers)}
 
 
+def writes(model: nn.Module) -> int:
+    """How often the weights have been written to, as far as torch counts it: a changed number means that they may differ."""
+    weights = (*model.parameters(), *model.buffers())
+    return sum(weight._version for weight in weights if not weight.is_inference())
+
+
 def create(path: Path, about: dict[str, Any]) -> Path:
     """Makes the folder of a cache without layers, under a temporary name that the caller replaces with `path`."""
     folder, text = partial(path), json.dumps(about)

@@ -111,17 +111,16 @@ class _Step:
 
     def _run(self, call: native.LayersCall, layers: "ctypes.Array[native.Layer]") -> bool:
         """Runs the layers, which write the new keys and values. If they fail, the cache is as before."""
-        done, pairs = False, []
+        done = False
         try:
             for layer, store in zip(layers, self.stores, strict=True):
-                pairs.append(store.extend(self.count))
-                layer.key, layer.value = (self._rows(x, (call.B, call.H, call.S, call.D)) for x in pairs[-1])
+                pair = store.extend(self.count)
+                layer.key, layer.value = (self._rows(x, (call.B, call.H, call.S, call.D)) for x in pair)
             done = native.run(self.dtype, call)
         finally:
             if not done:
                 for store in self.stores:
                     store.take_back(len(store) - self.past)
-            self.cache.refresh_views(pairs if done else None)
         return done
 
     def _rows(self, x: Tensor, shape: tuple[int, ...]) -> Rows:

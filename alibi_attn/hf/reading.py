@@ -88,7 +88,7 @@ def _check(model: nn.Module, tokens: Tensor, cache: ALiBiCache) -> None:
         held = cache.tokens()
         if held is None:
             raise ValueError(
-                "the token ids in this cache are unknown (it was filled from embeddings, copied or reordered), so it cannot be "
+                "the token ids in this cache are unknown (filled from embeddings, copied, reordered or changed), so it cannot be "
                 "compared with the text; pass a new ALiBiCache()"
             )
         if held.shape[0] != tokens.shape[0] or not torch.equal(held, tokens[:, :length].cpu().long()):

@@ -189,7 +189,7 @@ class ALiBiAttention(nn.Module):
         self, query: Tensor, key: Tensor, value: Tensor, gates: Tensor | None, cache: ReachCache | GatedReachCache
     ) -> Tensor:
         """Attention, [B, H, T, D], one call per group of heads, because groups keep different numbers of keys."""
-        cache.check_bound(query, key, self.head_dim**-0.5)
+        cache.check_bound(query, key, self.head_dim**-0.5, self.slopes.values)
         if isinstance(cache, GatedReachCache):
             assert gates is not None
             parts: Sequence[tuple[Tensor, ...]] = cache.append(key, value, gates, layer=self)
@@ -239,12 +239,13 @@ class ALiBiAttention(nn.Module):
         if not self.causal:
             raise ValueError("reach_cache needs causal=True: a cache is for tokens that arrive in order")
         bound, tolerance = self._bound_and_tolerance(score_bound, tolerance)
+        slopes = self.slopes.values.tolist()
         if self.gate_proj is not None:
             bound += (self.head_dim + 16) * 2.0**-24 * bound  # scores and λ are computed in fp32
-            slopes = self.slopes.values.tolist()
             return GatedReachCache(slopes, score_bound=bound, tolerance=tolerance, num_kv_heads=self.num_kv_heads)
         reach = self.static_reach(tolerance=tolerance, score_bound=bound)
-        return ReachCache(reach, num_kv_heads=self.num_kv_heads, score_bound=bound, tolerance=tolerance)
+        heads = self.num_kv_heads
+        return ReachCache(reach, num_kv_heads=heads, score_bound=bound, tolerance=tolerance, slopes=slopes)
 
     def static_reach(
         self, *, tolerance: float | None = None, score_bound: float | None = None, key_mask: Tensor | None = None

@@ -13,13 +13,10 @@ from typing import Any, Self
 import torch
 from torch import Tensor, nn
 
-from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.attention.decoding import measured_norms
-from alibi_attn.nn.cache_checks import check_format, check_gates, check_pair, checked_rows, described
+from alibi_attn.nn import cache_checks
 from alibi_attn.nn.cache_file import CacheFile, Mode, check_new, fingerprint, save_pair
-
-Pair = tuple[Tensor, Tensor]  # keys and values, [B, K, S, D] each
+from alibi_attn.nn.kept_norms import KeptNorms, Pair, may_write, normal_tensors, with_room
 
 FORMAT = 1  # format number of a pickle
 
@@ -62,11 +59,7 @@ class KVCache:
     """
 
     def __init__(self, path: str | Path | None = None, *, max_tokens: int | None = None, sinks: int = 4) -> None:
-        if max_tokens is not None and not 0 <= operator.index(sinks) < operator.index(max_tokens):
-            raise ValueError(
-                f"max_tokens is {max_tokens} and sinks {sinks} but sinks must be from 0 to max_tokens − 1: "
-                "the newest token needs a place"
-            )
+        cache_checks.check_stream(max_tokens, sinks)
         self.max_tokens, self.sinks = max_tokens, sinks
         self.forgotten = 0  # tokens that were dropped
         self._start = 0  # index of the first valid position in the tensors below
@@ -74,7 +67,7 @@ class KVCache:
         self._length = 0
         self._has_room = False  # the tensors above were allocated here and may be written
         self._gates: KVCache | None = None  # layers with forget gates: ln f as keys [B, H, S, 1], without values
-        self._norms: Norms | None = None  # of the complete tiles so far; None if positions have moved
+        self._kept = KeptNorms()
         self._layer: weakref.ref[nn.Module] | None = None
         self.path = None if path is None else Path(path)
         self._file: CacheFile | None = None
@@ -108,10 +101,7 @@ class KVCache:
             OSError: the file cannot be written.
             ValueError: the cache is empty, streams, has gates, or is not on the CPU; or the file exists.
         """
-        if self._gates is not None or self.max_tokens is not None or self.forgotten:
-            raise ValueError(
-                "caches with forget gates or max_tokens, or with forgotten tokens, cannot be saved to a file"
-            )
+        cache_checks.check_savable(self._gates is None and self.max_tokens is None and not self.forgotten)
         layer = None if self._layer is None else self._layer()
         weights, release = ("", None) if self._file is None else (self._file.fingerprint, self._file.release)
         weights = weights if layer is None else fingerprint(layer)
@@ -135,16 +125,16 @@ class KVCache:
             return "KVCache(empty)"
         stream = "" if self.max_tokens is None else f", max_tokens={self.max_tokens}, forgotten={self.forgotten}"
         place = "" if self._file is None else f" in {self.path}"
-        return f"KVCache({self._length} tokens, {described(self.key)}, {self.nbytes} bytes{place}{stream})"
+        return f"KVCache({self._length} tokens, {cache_checks.described(self.key)}, {self.nbytes} bytes{place}{stream})"
 
     @property
     def key(self) -> Tensor:
-        """The keys, [B, K, S, D], a view. Do not write into it: the cache also keeps the norms of the keys."""
+        """The keys, [B, K, S, D], a view. After a write into it the norms are computed again; a file must not be changed."""
         return self._filled()[0]
 
     @property
     def value(self) -> Tensor:
-        """The values, [B, K, S, D], a view. Do not write into it: the cache also keeps the norms of the values."""
+        """The values, [B, K, S, D], a view, as `key`."""
         return self._filled()[1]
 
     @property
@@ -163,15 +153,32 @@ class KVCache:
     @property
     def norms(self) -> Norms:
         """Upper bounds of the norms of keys and values in each tile, computed once so that decoding does not read all keys."""
-        if self._norms is None:
-            self._norms = measured_norms(self.key, self.value)
-        elif self._length - self._norms.covered >= TILE:
-            self._norms = self._norms.extended(self.key, self.value, measured_norms)
-        return self._norms
+        self.notice_changes()
+        return self._kept.of(*self._filled())
+
+    def notice_changes(self) -> bool:
+        """Whether the tensors were changed from outside since the cache was empty; raises ValueError if they are in a file."""
+        return self._kept.notice(self._tensors, self.path) or (self._gates is not None and self._gates.notice_changes())
+
+    def assign(self, key: Tensor, value: Tensor) -> None:
+        """Replaces all keys and values, [B, K, S, D], with these tensors, without a copy.
+
+        Raises:
+            ValueError: shapes do not match, or the cache has gates, `max_tokens` or a file.
+        """
+        cache_checks.check_pair(key, value, None)
+        cache_checks.check_assignable(self.path is None and self.max_tokens is None and self._gates is None)
+        self._replace(key, value)
+        self._length, self.forgotten, self._kept = key.shape[2], 0, KeptNorms((key, value), changed=True)
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         twin = type(self).__new__(type(self))
-        own = {"_layer": None, "path": None, "_file": None, "_norms": None}  # a file changes its norms in place
+        own = {
+            "_layer": None,
+            "path": None,
+            "_file": None,
+            "_kept": KeptNorms(changed=self._kept.notice(self._tensors)),
+        }
         vars(twin).update(vars(self) | own, _gates=copy.deepcopy(self._gates, memo))
         if self._tensors is not None:
             twin._replace(*(tensor.clone() for tensor in self._filled()))
@@ -183,7 +190,7 @@ class KVCache:
         return {"format": FORMAT, **settings, "key": key, "value": value, "gates": self._gates}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        check_format("KVCache", state, reads=FORMAT)
+        cache_checks.check_format("KVCache", state, reads=FORMAT)
         KVCache.__init__(self, max_tokens=state["max_tokens"], sinks=state["sinks"])
         self.forgotten, self._gates = state["forgotten"], state["gates"]
         if state["key"] is not None:
@@ -206,6 +213,7 @@ class KVCache:
         self._check(key, value, layer)
         if self.path is not None:
             return self._append_to_file(key, value, layer, log_fgate)
+        self.notice_changes()
         self._append_gates(key, log_fgate)
         self._bind(layer)
         new_length = self._length + key.shape[2]
@@ -224,6 +232,7 @@ class KVCache:
             for tensor, tokens in zip(self.extend(key.shape[2]), (key, value), strict=True):
                 tensor[:, :, held:] = tokens
         self._length = new_length
+        self._kept.settle(self._tensors)
         return self.key, self.value
 
     @property
@@ -234,8 +243,10 @@ class KVCache:
 
     def extend(self, count: int) -> Pair:
         """Appends `count` positions that the caller must write, without gradients; returns all keys and values."""
+        self.notice_changes()
         if not self._can_hold(self._start + self._length + count):
             self._reserve(2 * (self._length + count), *self._filled())
+            self._kept.settle(self._tensors)
         self._length += count
         return self._filled()
 
@@ -252,7 +263,7 @@ class KVCache:
         if dropped and self.path is not None:
             raise ValueError("a cache in a file keeps all tokens; use a cache in memory to forget some")
         if dropped:
-            self._norms = None
+            self._kept.take(None)
         self.forgotten += dropped
         self._start += dropped
         self._length -= dropped
@@ -266,17 +277,7 @@ class KVCache:
             ValueError: `length` is negative or larger than the cache, or tokens that would be needed
                 have been forgotten.
         """
-        length = operator.index(length)
-        if not 0 <= length <= self._length:
-            raise ValueError(
-                f"length is {length} but the cache holds {self._length} positions: crop to 0 … {self._length}"
-            )
-        if self.forgotten and 0 < length < self._length:
-            raise ValueError(
-                f"the cache has forgotten {self.forgotten} tokens, so cropping to {length} would leave out some that a "
-                "cache of that length holds; crop(0) empties it"
-            )
-        self.take_back(self._length - length)
+        self.take_back(self._length - cache_checks.checked_crop(length, held=self._length, forgotten=self.forgotten))
 
     def take_back(self, tokens: int) -> None:
         """Drop the newest `tokens` positions, even if old ones were forgotten."""
@@ -285,11 +286,10 @@ class KVCache:
             self._file.crop(self._length)
         if self._gates is not None:
             self._gates.take_back(tokens)
-        if self._norms is not None:
-            self._norms = self._norms.cropped(self._length)
+        self._kept.crop(self._length)
         if self._length == 0:
-            self._tensors = self._norms = self._gates = None
-            self._start = self.forgotten = 0
+            self._tensors = self._gates = None
+            self._start, self.forgotten, self._kept = 0, 0, KeptNorms()
 
     def reorder(self, indices: Tensor | Sequence[int]) -> None:
         """Row b of the batch becomes row `indices[b]`, for beam search.
@@ -301,22 +301,24 @@ class KVCache:
         if self._tensors is None:
             raise ValueError("the cache is empty and has no batch to reorder; append first")
         key, value = self._tensors
-        rows = checked_rows(indices, key)
+        rows = cache_checks.checked_rows(indices, key)
         if self.path is not None:
             if rows.tolist() == list(range(key.shape[0])):
                 return
             raise ValueError(
                 "a cache in a file cannot be reordered, which would copy the file; for beams pass copy.deepcopy(cache)"
             )
-        self._tensors = key.index_select(0, rows), value.index_select(0, rows)
+        self.notice_changes()
+        with normal_tensors():
+            self._tensors = key.index_select(0, rows), value.index_select(0, rows)
         if self._gates is not None:
             self._gates.reorder(rows)
-        if self._norms is not None:
-            self._norms = self._norms.reordered(rows)
+        self._kept.reorder(rows)
+        self._kept.settle(self._tensors)
 
     def _append_gates(self, key: Tensor, log_fgate: Tensor | None) -> None:
         gated, filled, streams = self._gates is not None, self._tensors is not None, self.max_tokens is not None
-        check_gates(key, log_fgate, gated=gated, filled=filled, streams=streams)
+        cache_checks.check_gates(key, log_fgate, gated=gated, filled=filled, streams=streams)
         if log_fgate is not None:
             self._gates = KVCache() if self._gates is None else self._gates
             self._gates.append(log_fgate[..., None], log_fgate[..., None][..., :0])
@@ -335,6 +337,7 @@ class KVCache:
         if self._file is None:
             check_new(self.path)  # another cache may have created it in the meantime
             self._file = CacheFile.create(self.path, key, value, fingerprint=weights).publish()
+        self.notice_changes()
         self._file.append(key, value)
         self._weights = weights
         self._bind(layer)
@@ -344,17 +347,16 @@ class KVCache:
     def _attach(self, file: CacheFile) -> None:
         """Takes tensors, norms and length from the file."""
         self._file, self._length = file, file.length
-        self._tensors, self._norms = ((file.key, file.value), file.norms) if file.length else (None, None)
+        self._tensors = (file.key, file.value) if file.length else None
+        self._kept.take(file.norms if file.length else None)
+        self._kept.settle(self._tensors)
 
     def _replace(self, key: Tensor, value: Tensor) -> None:
         self._tensors, self._start, self._has_room = (key, value), 0, False
 
     def _reserve(self, capacity: int, key: Tensor, value: Tensor) -> None:
         """Copies key and value into new tensors with room for `capacity` tokens."""
-        roomy = [x.new_empty(*x.shape[:2], capacity, x.shape[3]) for x in (key, value)]
-        for target, source in zip(roomy, (key, value), strict=True):
-            target[:, :, : source.shape[2]] = source
-        self._replace(*roomy)
+        self._replace(with_room(key, capacity), with_room(value, capacity))
         self._has_room = True
 
     def _stream(self, key: Tensor, value: Tensor) -> Pair:
@@ -365,11 +367,12 @@ class KVCache:
                 f"{key.shape[2]} tokens do not fit after {self._length} of at most {self.max_tokens}: "
                 "append those that fit, then one at a time"
             )
-        self._norms = None
+        self._kept.take(None)
         first = self.sinks + 1 + self._length - self.max_tokens
         held = zip(self._filled(), (key, value), strict=True)
         self._replace(*(torch.cat([old[:, :, : self.sinks], old[:, :, first:], new], dim=2) for old, new in held))
         self._length, self.forgotten = self.max_tokens, self.forgotten + 1
+        self._kept.settle(self._tensors)
         return self.key, self.value
 
     def _filled(self) -> Pair:
@@ -385,14 +388,12 @@ class KVCache:
     def _can_hold(self, length: int) -> bool:
         if self._tensors is None or not self._has_room or length > self._tensors[0].shape[2]:
             return False
-        if torch.compiler.is_compiling():  # inference mode cannot be queried while tracing
-            return True
-        return torch.is_inference_mode_enabled() or not self._tensors[0].is_inference()
+        return may_write(self._tensors[0])
 
     def _check(self, key: Tensor, value: Tensor, layer: nn.Module | None) -> None:
         if not (layer is None or self._layer is None or torch.compiler.is_compiling() or self._layer() is layer):
             raise ValueError("this KVCache belongs to another attention layer; make one KVCache() for each layer")
-        check_pair(key, value, None if self._tensors is None else self._filled())
+        cache_checks.check_pair(key, value, None if self._tensors is None else self._filled())
 
     def _bind(self, layer: nn.Module | None) -> None:
         if layer is not None and self._layer is None and not torch.compiler.is_compiling():

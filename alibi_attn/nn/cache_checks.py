@@ -1,5 +1,6 @@
 """Checks of the inputs of a cache: keys and values, beam indices, and pickles. Read next: `cache.py`."""
 
+import operator
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -38,6 +39,43 @@ def check_gates(key: Tensor, log_fgate: Tensor | None, *, gated: bool, filled: b
         raise ValueError(
             f"log_fgate has shape {list(log_fgate.shape)} but must be [B, H, T] to match key's {list(key.shape)}"
         )
+
+
+def check_stream(max_tokens: int | None, sinks: int) -> None:
+    """Raises ValueError unless a stream of `max_tokens` has room for its sinks and one more token."""
+    if max_tokens is not None and not 0 <= operator.index(sinks) < operator.index(max_tokens):
+        raise ValueError(
+            f"max_tokens is {max_tokens} and sinks {sinks} but sinks must be from 0 to max_tokens − 1: "
+            "the newest token needs a place"
+        )
+
+
+def checked_crop(length: int, *, held: int, forgotten: int) -> int:
+    """The length as an int, or ValueError if a cache that holds and has forgotten this many tokens cannot be cropped to it."""
+    length = operator.index(length)
+    if not 0 <= length <= held:
+        raise ValueError(f"length is {length} but the cache holds {held} positions: crop to 0 … {held}")
+    if forgotten and 0 < length < held:
+        raise ValueError(
+            f"the cache has forgotten {forgotten} tokens, so cropping to {length} would leave out some that a "
+            "cache of that length holds; crop(0) empties it"
+        )
+    return length
+
+
+def check_assignable(fits: bool) -> None:
+    """Raises ValueError unless the keys and values of a cache may be replaced."""
+    if not fits:
+        raise ValueError(
+            "keys and values can be assigned only to a cache in memory that keeps all tokens and has no gates; to shorten "
+            "another cache use crop(length)"
+        )
+
+
+def check_savable(fits: bool) -> None:
+    """Raises ValueError unless a file can hold the cache."""
+    if not fits:
+        raise ValueError("caches with forget gates or max_tokens, or with forgotten tokens, cannot be saved to a file")
 
 
 def checked_rows(indices: Tensor | Sequence[int], key: Tensor) -> Tensor:

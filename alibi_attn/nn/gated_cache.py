@@ -63,6 +63,11 @@ class GatedReachCache(CachesOfHeads):
         wanted = [key.shape[0], len(self.slopes), key.shape[2]]
         if list(log_fgate.shape) != wanted:
             raise ValueError(f"log_fgate has shape {list(log_fgate.shape)} but must be [B, H, T] = {wanted}")
+        if any(self.forgotten) and self._notice_changes():
+            raise ValueError(
+                "keys, values or gates of this cache were changed after tokens had been forgotten, which may now be needed; "
+                "create a new cache and pass the text again"
+            )
         if self._since >= TOGETHER:
             self._forget()
         parts = []

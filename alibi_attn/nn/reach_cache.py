@@ -27,6 +27,7 @@ class CachesOfHeads:
     """
 
     FORMAT = 1  # format number of a pickle; the inner caches have their own
+    slopes: Sequence[float] = ()  # those that determine which keys may be dropped; empty = unknown
 
     def __init__(self, key_heads: list[list[int]], num_heads: int, *, score_bound: float, tolerance: float) -> None:
         self.key_heads = key_heads
@@ -60,11 +61,19 @@ class CachesOfHeads:
         """Memory of the cached tensors, including spare capacity."""
         return sum(cache.nbytes for cache in self._caches)
 
-    def check_bound(self, query: Tensor, key: Tensor, scale: float) -> None:
-        """Raises ValueError if a query [B, H, T, D] and a key seen so far could score above the bound."""
+    def check_bound(self, query: Tensor, key: Tensor, scale: float, slopes: Tensor) -> None:
+        """Raises ValueError if a query [B, H, T, D] and a key seen so far could score above the bound, or slopes [H] fell."""
         if torch.compiler.is_compiling() or query.device.type != "cpu" or not query.numel():
             return
+        if self.slopes and any(now < then for now, then in zip(slopes.tolist(), self.slopes, strict=True)):
+            raise ValueError(
+                f"the slopes are {slopes.tolist()} but this cache forgot keys for {list(self.slopes)}; create a new one after "
+                "slopes fall"
+            )
         longest_query, longest_key = (float(x.detach().float().norm(dim=-1).max()) for x in (query, key))
+        if self._notice_changes():
+            kept = [cache.key.detach().float().norm(dim=-1).max() for cache in self._caches if len(cache)]
+            longest_key = max([longest_key, *map(float, kept)])
         longest_key = max(longest_key, self._longest_key)  # NaN stays NaN in this order
         largest = abs(scale) * longest_query * longest_key
         if not largest <= self.score_bound:
@@ -73,6 +82,9 @@ class CachesOfHeads:
                 "create it with a larger score_bound, and a new one after the weights change"
             )
         self._longest_key = longest_key
+
+    def _notice_changes(self) -> bool:
+        return sum(cache.notice_changes() for cache in self._caches) > 0
 
     def _check_pair(self, key: Tensor, value: Tensor) -> None:
         check_pair(key, value, None)  # here too, because an inner cache sees only its own heads
@@ -110,6 +122,7 @@ class ReachCache(CachesOfHeads):
         score_bound: U, for which the reach was computed. `ALiBiAttention` raises an error if queries and keys exceed it
             (if it can read them: on the CPU, not compiled).
         tolerance: ε, for which the reach was computed.
+        slopes: [H], for which the reach was computed. `ALiBiAttention` raises an error if one of them has become smaller.
 
     Raises:
         ValueError: a reach is below 1, or num_kv_heads does not divide the number of heads.
@@ -123,8 +136,9 @@ class ReachCache(CachesOfHeads):
     """
 
     def __init__(
-        self, reach: Sequence[int] | Tensor, *, score_bound: float, tolerance: float, num_kv_heads: int | None = None
-    ) -> None:
+        self, reach: Sequence[int] | Tensor, *, score_bound: float, tolerance: float, num_kv_heads: int | None = None,
+        slopes: Sequence[float] | None = None,
+    ) -> None:  # fmt: skip
         per_head = [operator.index(r) for r in (reach.tolist() if isinstance(reach, Tensor) else reach)]
         heads = len(per_head) if num_kv_heads is None else operator.index(num_kv_heads)
         if not per_head or min(per_head) < 1:
@@ -137,6 +151,8 @@ class ReachCache(CachesOfHeads):
         super().__init__(key_heads, len(per_head), score_bound=score_bound, tolerance=tolerance)
         self._limits = [max(widest[h] for h in members) for members in key_heads]
         self._num_kv_heads = heads
+        if slopes is not None:  # else a pickle holds what it held before caches knew their slopes
+            self.slopes = slopes
 
     @property
     def kept(self) -> tuple[int, ...]:

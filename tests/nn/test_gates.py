@@ -57,7 +57,7 @@ def test_a_token_reads_the_keys_that_gates_have_left(options: dict, monkeypatch:
         torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-5, atol=1e-5)
         assert len(near) == 3
         cache.crop(320)
-        cache.key[:, :, :64], cache.value[:, :, :64] = torch.nan, torch.nan  # their norms are cached
+        cache.key.data[:, :, :64], cache.value.data[:, :, :64] = torch.nan, torch.nan  # their norms are cached
         cache.reorder([1, 0])
         torch.testing.assert_close(
             attention(x[[1, 0], 320:321], cache=cache), whole[[1, 0], 320:321], rtol=1e-5, atol=1e-5

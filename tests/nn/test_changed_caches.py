@@ -1,0 +1,109 @@
+"""Caches whose tensors, or layers whose slopes, are changed after keys were certified or forgotten."""
+
+import copy
+
+import pytest
+import torch
+
+from alibi_attn.attention import decoding
+from alibi_attn.nn import ALiBiAttention, KVCache
+
+
+def decoded(layer, x, cache):
+    with torch.no_grad():
+        return layer(x, cache=cache)
+
+
+def test_norms_follow_writes_into_a_cache(monkeypatch):
+    monkeypatch.setattr(decoding, "LONG", 0)
+    torch.manual_seed(0)
+    layer, x = ALiBiAttention(64, 4), torch.randn(2, 400, 64)
+    cache, plain = KVCache(), KVCache()
+    for one in (cache, plain):
+        decoded(layer, x, one)
+    first = decoded(layer, x[:, :1], cache)
+    decoded(layer, x[:, :1], plain)
+    for one in (cache, plain):
+        one.key[:, :, 7] *= 3000
+    assert cache.notice_changes()
+    found = decoded(layer, x[:, :1], cache)
+    with torch.enable_grad():  # scores all keys
+        wanted = layer(x[:, :1], cache=plain)
+    torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-4)
+    assert not torch.allclose(found, first, atol=1e-2)
+
+
+def test_assigned_tensors_replace_those_of_a_cache():
+    key, value = torch.randn(2, 1, 4, 80, 16)
+    cache = KVCache()
+    with torch.no_grad():
+        cache.append(key, value)
+        cache.assign(key[:, :, :30], value[:, :, :30])
+        assert len(cache) == 30
+        keys, _ = cache.append(key[:, :, :2], value[:, :, :2])
+    torch.testing.assert_close(keys, torch.cat([key[:, :, :30], key[:, :, :2]], 2))
+    with pytest.raises(ValueError, match="must be"):
+        cache.assign(key, value[:, :, 1:])
+    with pytest.raises(ValueError, match="can be assigned only to"):
+        KVCache(max_tokens=9).assign(key, value)
+
+
+def test_a_forgetting_cache_refuses_keys_beyond_its_bound():
+    torch.manual_seed(0)
+    layer = ALiBiAttention(64, 4, qk_norm=True)
+    cache = layer.reach_cache()
+    x = torch.randn(1, 600, 64)
+    decoded(layer, x, cache)
+    decoded(layer, x[:, :1], cache)
+    inner = cache._caches[-1]
+    inner.key[:, :, -3] *= 50
+    with pytest.raises(ValueError, match="scores may reach"):
+        decoded(layer, x[:, :1], cache)
+
+
+@pytest.mark.parametrize("gated", [False, True])
+def test_a_forgetting_cache_refuses_smaller_slopes(gated):
+    torch.manual_seed(0)
+    layer = ALiBiAttention(64, 4, qk_norm=True, learn_slopes=True, forget_gate=gated)
+    cache = layer.reach_cache()
+    x = torch.randn(1, 600, 64)
+    decoded(layer, x, cache)
+    with torch.no_grad():
+        layer.slopes.values[0] *= 2
+    decoded(layer, x[:, :1], cache)
+    with torch.no_grad():
+        layer.slopes.values[0] /= 4
+    with pytest.raises(ValueError, match="create a new one after slopes fall"):
+        decoded(layer, x[:, :1], cache)
+    decoded(layer, x[:, :1], layer.reach_cache())
+
+
+def test_a_gated_cache_refuses_changed_gates_once_tokens_are_forgotten():
+    torch.manual_seed(0)
+    layer = ALiBiAttention(64, 4, qk_norm=True, forget_gate=True)
+    cache = layer.reach_cache()
+    x = torch.randn(1, 900, 64)
+    for part in x.split(300, 1):
+        decoded(layer, part, cache)
+    assert any(cache.forgotten)
+    twin = copy.deepcopy(cache)
+    decoded(layer, x[:, :1], twin)
+    for inner in cache._caches:
+        inner.log_fgate.zero_()
+    with pytest.raises(ValueError, match="changed after tokens had been forgotten"):
+        decoded(layer, x[:, :1], cache)
+
+
+def test_a_cache_in_a_file_refuses_writes(tmp_path):
+    key, value = torch.randn(2, 1, 4, 80, 16)
+    cache = KVCache(tmp_path / "cache")
+    with torch.no_grad():
+        cache.append(key, value)
+        cache.append(key[:, :, :3], value[:, :, :3])
+        cache.value[:, :, 4] = 7.0
+        for use in (lambda: cache.norms, lambda: cache.append(key, value)):
+            with pytest.raises(ValueError, match="changed in place"):
+                use()
+        cache.crop(0)
+        cache.append(key, value)
+    cache.verify()
