@@ -42,12 +42,12 @@ def eval_text(
     text = read_texts([file], lines=False)[0].text
     with needs("hf"):
         import torch
-        from transformers import AutoTokenizer
 
         from alibi_attn.hf import ALiBiCache, read
         from alibi_attn.hf.loading import load_decoder
-    loaded = load_decoder(model)
-    tokens = AutoTokenizer.from_pretrained(model)(text, return_tensors="pt")["input_ids"]
+        from alibi_attn.hf.tokenizer_files import encode
+    loaded, tokenizer = load_decoder(model)
+    tokens = torch.tensor([encode(tokenizer, text, loaded)])
     if tokens.shape[1] < 2:
         raise ValueError(f"{file} has {tokens.shape[1]} tokens but a loss needs at least 2")
     losses_path.parent.mkdir(parents=True, exist_ok=True)

@@ -149,6 +149,18 @@ def read_names(folder: Path) -> set[str]:
     return set(_tensors(path, device="cpu" if path.name == SAFE else "meta"))
 
 
+def read_shapes(folder: Path) -> dict[str, torch.Size]:
+    """The shapes of the tensors that `read_state` would return, without reading their data.
+
+    Raises:
+        FileNotFoundError, ValueError: see `read_state`.
+    """
+    path, suffix = _weights(folder)
+    device = "cpu" if suffix == Path(SAFE).suffix else "meta"  # safetensors are mapped
+    tensors = _tensors(path, device) if path.suffix == suffix else _shards(path, suffix, device)
+    return {name: tensor.shape for name, tensor in tensors.items()}
+
+
 def check_weights(folder: Path) -> None:
     """Raises FileNotFoundError unless there is a file of weights, or an index of several."""
     _weights(folder)
@@ -179,14 +191,14 @@ def _weights(folder: Path) -> tuple[Path, str]:
     )
 
 
-def _shards(index: Path, suffix: str) -> dict[str, Tensor]:
+def _shards(index: Path, suffix: str, device: str = "cpu") -> dict[str, Tensor]:
     places = _places(index, suffix)
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(places.values())):
         shard = index.parent / file
         if not shard.is_file():
             raise ValueError(f"{shard} is missing, but {index.name} lists weights in it; {_AGAIN}")
-        tensors |= {name: tensor for name, tensor in _tensors(shard).items() if places.get(name, file) == file}
+        tensors |= {name: tensor for name, tensor in _tensors(shard, device).items() if places.get(name, file) == file}
     if missing := sorted(places.keys() - tensors.keys()):
         raise ValueError(
             f"{index.parent / places[missing[0]]} is damaged: {missing[0]} is missing, but {index.name} lists it there; {_AGAIN}"

@@ -75,6 +75,12 @@ def _check(model: nn.Module, tokens: Tensor, cache: ALiBiCache) -> None:
         raise ValueError(
             f"tokens are {list(tokens.shape)} {tokens.dtype} but must be token ids [B, S], int64, with S ≥ 1 and no padding"
         )
+    known = model.get_input_embeddings().num_embeddings  # type: ignore[operator]
+    if int(tokens.min()) < 0 or int(tokens.max()) >= known:
+        raise ValueError(
+            f"tokens has ids from {int(tokens.min())} to {int(tokens.max())} but the model has {known}, 0 and up; use its own "
+            "tokenizer"
+        )
     if model.training:
         raise ValueError("the model is in training mode, where dropout changes what it reads; call model.eval()")
     cache.level()

@@ -10,10 +10,10 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 import torch
-from transformers import AutoTokenizer, PreTrainedTokenizerBase
+from transformers import PreTrainedTokenizerBase
 
 from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
-from alibi_attn.hf import checkpoint_files, pooling_config
+from alibi_attn.hf import checkpoint_files, pooling_config, tokenizer_files
 from alibi_attn.hf.encoder.models import ALiBiBertModel
 from alibi_attn.hf.pooling_config import PoolingConfig
 from alibi_attn.nn import int8
@@ -24,8 +24,6 @@ if TYPE_CHECKING:
 
 LONGEST = 8192  # tokens, if neither the folder nor the tokenizer has a limit; ALiBi itself has none
 _NO_LIMIT = 2**30  # tokenizers without a limit report a larger number
-_VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model")
-_TOKENIZER_ERRORS = (OSError, ValueError, TypeError, KeyError, AttributeError, ImportError)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -73,7 +71,7 @@ def load(
         raise ValueError(
             f"{place} pools vectors of width {settings.width} but its model has {model.config.hidden_size}"
         )
-    tokenizer = _tokenizer(settings.encoder)
+    tokenizer = tokenizer_files.load(settings.encoder)
     known = tokenizer.model_max_length if tokenizer.model_max_length < _NO_LIMIT else LONGEST
     if max_seq_length is not None and type(max_seq_length) is not int:
         raise TypeError(f"max_seq_length is {max_seq_length!r} but must be an integer")
@@ -213,18 +211,3 @@ def _is_int8(dtype: torch.dtype | str | None) -> bool:
         return False
     int8.check_supported()
     return True
-
-
-def _tokenizer(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder; raises a short error if there is none."""
-    if not any(any(folder.glob(files)) for files in _VOCABULARIES):  # transformers would create an empty one
-        raise FileNotFoundError(f"{folder} has no tokenizer, neither tokenizer.json nor a vocabulary; download it")
-    if (path := folder / "tokenizer.json").exists():
-        checkpoint_files.read_json(path)
-    try:
-        return AutoTokenizer.from_pretrained(folder, trust_remote_code=False, local_files_only=True)
-    except _TOKENIZER_ERRORS as error:
-        reason = (str(error).strip() or type(error).__name__).splitlines()[0][:200]
-        raise ValueError(
-            f"{folder} has no tokenizer that transformers can load ({reason}); download it again"
-        ) from error

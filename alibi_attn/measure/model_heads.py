@@ -19,17 +19,16 @@ import datetime
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoTokenizer
 
 from alibi_attn import records
 from alibi_attn.attention.api import head_reach
 from alibi_attn.hf.capture_qk import watched
 from alibi_attn.hf.checkpoint_files import read_config
 from alibi_attn.hf.loading import load_decoder
+from alibi_attn.hf.tokenizer_files import encode
 from alibi_attn.lab.model.position_method import Pass, PositionMethod
 from alibi_attn.lab.training.checkpoint import load_checkpoint, load_checkpoint_tokenizer, newest
 from alibi_attn.measure.harness import Config
@@ -185,14 +184,13 @@ _NO_SLOPES = (
 
 
 def _of_transformers(folder: Path) -> Loaded:
-    model: Any = load_decoder(str(folder))
-    tokenizer = AutoTokenizer.from_pretrained(folder)
+    model, tokenizer = load_decoder(str(folder))
 
     def run(tokens: Tensor, see: See) -> None:
         with watched(model, see):
             model(tokens, use_cache=False)
 
-    return Loaded(folder.resolve().name, None, lambda text: tokenizer(text)["input_ids"], run)
+    return Loaded(folder.resolve().name, None, lambda text: encode(tokenizer, text, model), run)
 
 
 def _name(dtype: torch.dtype) -> str:

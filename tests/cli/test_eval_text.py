@@ -3,14 +3,12 @@
 import numpy as np
 import pytest
 import torch
-from decoder_checkpoints import original
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from alibi_attn.cli.main import app
-from alibi_attn.hf import ALiBiForCausalLM, reading
-from alibi_attn.hf.loading import load_decoder
+from alibi_attn.hf import reading
 
 
 @pytest.fixture
@@ -90,8 +88,3 @@ def test_the_folder_of_the_losses_is_made(folder, tmp_path):
     assert result.exit_code == 0, result.output
     assert out.stat().st_size == 4 * 2
     assert [path.name for path in out.parent.iterdir()] == ["a.losses"]
-
-
-def test_an_mpt_that_transformers_cannot_run_is_loaded_as_ours(tmp_path):
-    """With grouped heads and `qk_ln`, like the models that `alibi heads` reads."""
-    assert isinstance(load_decoder(str(original("mpt-grouped").write(tmp_path / "mpt"))), ALiBiForCausalLM)

@@ -268,7 +268,7 @@ def test_damaged_folders_that_we_wrote_are_refused(tmp_path):
     file = tmp_path / "ours" / "model.safetensors"
     lost = {name: tensor.clone() for name, tensor in weights.items() if "layers.1.ffn" not in name}
     save_file(lost, file, metadata={"format": "pt"})
-    assert_refused(tmp_path / "ours", r"has missing weights: layers\.1\.ffn\.down_proj\.weight")
+    assert_refused(tmp_path / "ours", r"has 3 missing weights: layers\.1\.ffn\.down_proj\.weight")
     file.write_bytes(file.read_bytes()[:-100])
     assert_refused(tmp_path / "ours", "is damaged")
     assert_refused(tmp_path / "ours", "numerics is 'rounded' but must be one of", numerics="rounded")

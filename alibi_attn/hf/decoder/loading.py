@@ -10,7 +10,7 @@ from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
 from transformers import GenerationConfig, PreTrainedModel
 
-from alibi_attn.hf import checkpoint, checkpoint_files
+from alibi_attn.hf import checkpoint, checkpoint_files, folder_check
 from alibi_attn.hf.checkpoint import State
 from alibi_attn.hf.decoder.config import ALiBiCausalLMConfig
 from alibi_attn.hf.families import DECODERS, ENCODERS, baichuan
@@ -24,6 +24,7 @@ REFUSED = {
     "alibi_attn.hf.to_alibi and train it",
 }
 GENERATION = "generation_config.json"
+_OTHER_WEIGHTS = {"state_dict", "variant", "subfolder", "gguf_file"}  # arguments that replace the weights of the folder
 
 
 def read(
@@ -128,12 +129,12 @@ def own(
         if not isinstance(config, ALiBiCausalLMConfig):
             config = ALiBiCausalLMConfig.from_pretrained(folder)
         choose(config, chosen)
+        if not kwargs.keys() & _OTHER_WEIGHTS:
+            folder_check.check_sizes(Path(folder), config)
         model, info = load(folder, *args, config=config, output_loading_info=True, **kwargs)
     except (SafetensorError, RuntimeError, StrictDataclassError) as error:
         raise ValueError(f"{folder} is damaged: {checkpoint.cause(error)}; save or download it again") from error
-    for kind, wrong in (("missing", info["missing_keys"]), ("unexpected", info["unexpected_keys"])):
-        if wrong:
-            raise ValueError(f"{folder} has {kind} weights: {checkpoint.listed(wrong, 3)}; save or download it again")
+    folder_check.check_names(Path(folder), info)
     return (model, info) if wants_info else model
 
 
