@@ -1,8 +1,8 @@
 """Wraps a backend as a torch operator that works with autograd, torch.func, torch.compile, torch.export and vmap.
 
 A backend provides `Kernels`: a forward and a backward over a spec. `Arguments` (`schema.py`) is the schema of the resulting
-operator: arguments, gradients and mapped axes are always accessed by name. Ordinary CPU tensors in eager code skip the
-operator: an autograd.Function calls the same kernels at a fraction of the overhead (docs/backends.md).
+operator: arguments, gradients and mapped axes are always accessed by name. Ordinary tensors in eager code skip the operator:
+an autograd.Function calls the same kernels at a fraction of the overhead (docs/backends.md).
 """
 
 import dataclasses
@@ -27,7 +27,7 @@ from alibi_attn.attention.schema import (
     Tensors,
 )
 from alibi_attn.attention.spec import DIFFERENTIABLE
-from alibi_attn.attention.transforms import Mapped, may_read, transformable
+from alibi_attn.attention.transforms import Mapped, are_ordinary, transformable
 from alibi_attn.attention.visibility import (
     in_rows,
     may_see_nothing,
@@ -175,7 +175,7 @@ def operator(kernels: Kernels) -> Run:
 
     def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
         """(output, lse), with None for lse unless it is requested."""
-        if kernels.runs_eagerly and is_eager(spec, query, key, value):
+        if is_eager(spec, query, key, value):
             output, lse = _attend_eagerly(kernels, by_operator, spec, query, key, value)
         else:
             output, lse, *_ = attention(*Arguments.of(spec, query, key, value))
@@ -185,8 +185,8 @@ def operator(kernels: Kernels) -> Run:
 
 
 def is_eager(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> bool:
-    """Whether all inputs are ordinary CPU tensors, and the call is not being traced, transformed or profiled."""
-    if not may_read(query, key, value, *(x for x in _tensors(spec).values())):
+    """Whether all inputs are ordinary tensors, and the call is not being traced, transformed or profiled."""
+    if not are_ordinary(query, key, value, *_tensors(spec).values()):
         return False
     return torch._C._len_torch_dispatch_stack() == 0 and not torch._C._are_functorch_transforms_active()
 
@@ -309,7 +309,8 @@ ByOperator = Callable[[Spec, Tensors, BackwardInputs], InputGradients]
 def _attend_eagerly(
     kernels: Kernels, by_operator: ByOperator, spec: Spec, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor]:
-    spec = with_plain_offset(spec)
+    if query.is_cpu:
+        spec = with_plain_offset(spec)
     inputs = query, key, value, *(getattr(spec, name) for name in DIFFERENTIABLE)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return _apply_eagerly(kernels, by_operator, spec, *inputs)
@@ -357,7 +358,7 @@ class _Attention(torch.autograd.Function):
             query, key, value, output, lse, torch.zeros_like(output) if grad_output is None else grad_output, grad_lse,
             slopes or right_slopes, key_bias or query_bias or table, may_see_nothing(spec), ctx.moderate,
         )  # fmt: skip
-        if may_read(output, saved[0]):
+        if are_ordinary(output, saved[0]):
             input_gradients = _input_gradients(spec, inputs, ctx.kernels.backward(spec, saved, inputs))
         else:
             input_gradients = ctx.by_operator(spec, saved, inputs)

@@ -144,7 +144,6 @@ class Kernels(NamedTuple):
         empty_like: allocates the output or gradient for an input; reads its shape, dtype and strides only.
         empty_saved: allocates the tensors that forward saves; reads shapes and dtypes only.
         saves: the names of the saved tensors.
-        runs_eagerly: whether ordinary tensors in eager code skip the operator.
     """
 
     name: str
@@ -153,7 +152,6 @@ class Kernels(NamedTuple):
     empty_like: Callable[[Tensor], Tensor]
     empty_saved: Callable[[Arguments], Tensors]
     saves: tuple[str, ...] = Saved._fields
-    runs_eagerly: bool = True
 
 
 class Incoming(NamedTuple):

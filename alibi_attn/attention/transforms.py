@@ -48,14 +48,19 @@ def why_not_compiled() -> str | None:
     return "torch.compile traces custom operators outside torch.func or inside vmap only, not inside grad, vjp or jvp"
 
 
-def may_read(*tensors: Tensor) -> bool:
-    """Whether reading the values is possible and free: ordinary CPU tensors outside tracing."""
+def are_ordinary(*tensors: Tensor) -> bool:
+    """Whether all are ordinary tensors with values, on a CPU or a GPU, and nothing is being traced."""
     if is_traced():
         return False
     return all(
-        type(x) in (Tensor, torch.nn.Parameter) and x.device.type == "cpu" and not is_functorch_wrapped_tensor(x)
+        type(x) in (Tensor, torch.nn.Parameter) and (x.is_cpu or x.is_cuda) and not is_functorch_wrapped_tensor(x)
         for x in tensors
     )
+
+
+def may_read(*tensors: Tensor) -> bool:
+    """Whether reading the values is possible and free: ordinary CPU tensors outside tracing."""
+    return all(x.is_cpu for x in tensors) and are_ordinary(*tensors)
 
 
 def in_memory(x: Tensor) -> Tensor:

@@ -9,7 +9,7 @@ import threading
 
 import pytest
 import torch
-from attention_calls import assert_close, assert_equal, draw, gradients, loss, total
+from attention_calls import Watched, assert_close, assert_equal, draw, gradients, loss, total
 from attention_checks import ON_CPU
 from differential_arrays import arrays
 from differential_calls import draw as draw_call
@@ -18,7 +18,6 @@ from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
 from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stack_module_state, vjp, vmap
-from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from alibi_attn import alibi_attention
@@ -27,19 +26,6 @@ from alibi_attn.nn import ALiBiAttention, ALiBiTransformerBlock
 
 every_backend = pytest.mark.parametrize("backend", ON_CPU)
 quiet = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
-
-
-class Watched(TorchDispatchMode):
-    """Lets every operator through, and records the names of our operators."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.seen: set[str] = set()
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        if func.namespace == "alibi_attn":
-            self.seen.add(func.name())
-        return func(*args, **(kwargs or {}))
 
 
 @pytest.mark.parametrize("backend", ["banded", "native"])

@@ -219,6 +219,12 @@ def test_layouts_agree(interpreter: ProcessPoolExecutor) -> None:
     interpreter.submit(inside.layouts_agree).result()
 
 
+def test_eager_calls_skip_the_operator_and_a_dispatch_mode_changes_no_bit(interpreter: ProcessPoolExecutor) -> None:
+    for node, operators in interpreter.submit(inside.operator_changes_no_bit).result():
+        assert "fused" not in node
+        assert operators == {"alibi_attn::fused_forward", "alibi_attn::fused_backward"}
+
+
 def test_compile_autocast_checkpointing_and_library_checks(interpreter: ProcessPoolExecutor) -> None:
     interpreter.submit(inside.compiled_and_checked).result()
 

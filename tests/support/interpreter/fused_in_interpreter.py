@@ -19,7 +19,7 @@ import numpy as np
 import pytest
 import quick_interpreter
 import torch
-from attention_calls import assert_close, draw, loss
+from attention_calls import Watched, assert_close, draw, loss
 from attention_cases import Case
 from torch import Tensor
 
@@ -32,6 +32,7 @@ from alibi_attn.attention.backends.fused.launch import call_of
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.certificate.tiles import Tiles
+from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.schema import Arguments
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.validation import make_spec
@@ -196,6 +197,34 @@ def layouts_agree() -> None:
         results.append((output, *torch.autograd.grad(output.sum(), leaf)))
     for other in results[1:]:
         assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
+
+
+def operator_changes_no_bit() -> list[tuple[str, set[str]]]:
+    """For a plain, a masked and a gated call, the node that autograd records in eager code, and our operators under a mode.
+
+    Checks that outputs and gradients are identical with and without the mode.
+    """
+    q, k, v = (torch.randn(1, 4, 70, 16, requires_grad=True) for _ in range(3))
+    gates = torch.nn.functional.logsigmoid(torch.randn(1, 4, 70) + 2).requires_grad_()
+    mask, offset = torch.rand(1, 70) < 0.8, torch.tensor([0])
+    calls = {
+        "plain": lambda: alibi_attention(q, k, v, return_lse=True, backend="fused"),
+        "masked": lambda: alibi_attention(
+            q, k, v, causal=False, key_mask=mask, query_offset=offset, return_lse=True, backend="fused"
+        ),
+        "gated": lambda: forgetting_attention(q, k, v, gates, return_lse=True, backend="fused"),
+    }
+    found = []
+    for name, call in calls.items():
+        leaves = (q, k, v, gates) if name == "gated" else (q, k, v)
+        results = []
+        for mode in (contextlib.nullcontext(), watched := Watched()):
+            with mode:
+                output, lse = call()
+                results.append((output, lse, *torch.autograd.grad(output.square().sum() + lse.sum(), leaves)))
+        assert all(torch.equal(a, b) for a, b in zip(*results, strict=True)), name
+        found.append((results[0][0].grad_fn.name(), watched.seen))
+    return found
 
 
 def compiled_and_checked() -> None:

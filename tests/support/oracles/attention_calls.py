@@ -2,8 +2,22 @@
 
 import torch
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 
 from alibi_attn.attention.api import alibi_attention
+
+
+class Watched(TorchDispatchMode):
+    """Lets every operator through, and records the names of our operators."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.seen: set[str] = set()
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        if func.namespace == "alibi_attn":
+            self.seen.add(func.name())
+        return func(*args, **(kwargs or {}))
 
 
 def draw(*lead: int, b=2, h=4, k=2, t=70, s=None, d=8, dtype=torch.float32, requires_grad=True) -> list[Tensor]:

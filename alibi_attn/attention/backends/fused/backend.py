@@ -278,9 +278,7 @@ def _empty_saved(arguments: Arguments) -> _Saved:
     )
 
 
-run = operator(
-    Kernels("fused", _attend, _differentiate, _empty_like, _empty_saved, saves=_Saved._fields, runs_eagerly=False)
-)
+run = operator(Kernels("fused", _attend, _differentiate, _empty_like, _empty_saved, saves=_Saved._fields))
 
 
 def _constants(spec: Spec, shape: Shape) -> dict[str, Any]:
