@@ -1,4 +1,4 @@
-"""`python -m alibi_attn` is the command `alibi`."""
+"""`python -m alibi_attn` is the library's part of the command `alibi`."""
 
 from alibi_attn.cli.main import main
 

@@ -33,7 +33,7 @@ add_module_names = False
 toc_object_entries_show_parents = "hide"
 # Signatures contain types of other packages, whose inventories are on the web, and the TypedDicts of `Unpack`. All other names
 # of this package must have a page.
-nitpick_ignore_regex = [("py:.*", r"(?!alibi_attn\b).*|alibi_attn\..*Options")]
+nitpick_ignore_regex = [("py:.*", r"(?!alibi_(attn|lab)\b).*|alibi_attn\..*Options")]
 autosummary_generate = False  # the pages of the API are written by hand
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "

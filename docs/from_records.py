@@ -17,18 +17,18 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from alibi_attn.position_methods import METHODS
-from alibi_attn.recipes import quick
-from alibi_attn.records import Record, load
-from alibi_attn.report.method_comparison import by_seed, comparisons, measured, methods
-from alibi_attn.report.method_paragraphs import number
-from alibi_attn.report.plots import drawing
-from alibi_attn.report.plots import study as figures
-from alibi_attn.report.plots.benchmark import OURS, peer_times, times_by_length
-from alibi_attn.report.plots.drawing import css
-from alibi_attn.report.section import Archive
-from alibi_attn.report.series import Mode, Study, numbers, studies
-from alibi_attn.report.verdicts import all_verdicts
+from alibi_lab.position_methods import METHODS
+from alibi_lab.recipes import quick
+from alibi_lab.records import Record, load
+from alibi_lab.report.method_comparison import by_seed, comparisons, measured, methods
+from alibi_lab.report.method_paragraphs import number
+from alibi_lab.report.plots import drawing
+from alibi_lab.report.plots import study as figures
+from alibi_lab.report.plots.benchmark import OURS, peer_times, times_by_length
+from alibi_lab.report.plots.drawing import css
+from alibi_lab.report.section import Archive
+from alibi_lab.report.series import Mode, Study, numbers, studies
+from alibi_lab.report.verdicts import all_verdicts
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("performance", "gates", "paper", "lab-results")))

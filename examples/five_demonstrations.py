@@ -12,7 +12,7 @@ from torch import nn
 from torch.nn.functional import cross_entropy
 
 from alibi_attn import ALiBiAttention, ALiBiTransformerBlock, KVCache
-from alibi_attn.report import plot_alibi_bias
+from alibi_lab.report import plot_alibi_bias
 
 
 def text(batch: int, length: int) -> torch.Tensor:

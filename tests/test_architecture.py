@@ -1,7 +1,7 @@
 """Architecture rules, checked with `ast`: allowed imports, lengths and names of files, and public names.
 
-Every rule is an `assert_*` function over a folder that holds `alibi_attn/`; a test at the end breaks each rule in a
-made-up tree and expects to be caught.
+Every rule is an `assert_*` function over a folder that holds the library, `alibi_attn/`, and the laboratory, `alibi_lab/`; a
+test at the end breaks each rule in a made-up tree and expects to be caught.
 """
 
 import ast
@@ -22,18 +22,25 @@ DRAWERS = {"utils", "util", "common", "helpers", "helper", "base", "core", "misc
 PLAIN = {*sys.stdlib_module_names, "numpy"}
 
 # Layers, lowest first. A module imports only from lower layers and its own folder; `jax` is next to layers 1 and 2.
-LAYERS = {
+LIBRARY = {
     **dict.fromkeys(("files", "processor", "strict_json"), -1),
-    **dict.fromkeys(("slopes", "reach", "records", "units", "position_methods", "lazy"), 0),
+    **dict.fromkeys(("slopes", "reach", "units", "lazy"), 0),
     "attention": 1,
     "nn": 2,
     "distributed": 2.5,
-    **dict.fromkeys(("hf", "lab", "report"), 3),
-    "measure": 4,
-    "recipes": 4.5,
-    "cli": 5,
-    "__main__": 6,
+    "hf": 3,
+    "cli": 4,
+    "__main__": 5,
 }
+LABORATORY = {
+    **dict.fromkeys(("records", "position_methods"), 5),
+    **dict.fromkeys(("lab", "report"), 6),
+    "measure": 7,
+    "recipes": 7.5,
+    "cli": 8,
+    "__main__": 9,
+}
+LAYERS = {"alibi_attn": LIBRARY, "alibi_lab": LABORATORY}
 # The modules and folders of attention/, lowest first. Those in one row do not import one another.
 ATTENTION_ROWS = (
     ("spec", "transforms", "argument_names"),
@@ -59,8 +66,8 @@ PLAIN_MODULES = (
 
 
 def modules(root: Path) -> Iterator[tuple[str, str]]:
-    """(dotted name, source) of every module of the package; a folder goes by the name of its __init__."""
-    for path in sorted((root / "alibi_attn").rglob("*.py")):
+    """(dotted name, source) of every module of the packages; a folder goes by the name of its __init__."""
+    for path in sorted(root.glob("alibi_*/**/*.py")):
         yield ".".join(path.relative_to(root).with_suffix("").parts), path.read_text(encoding="utf-8")
 
 
@@ -80,7 +87,7 @@ def imports(root: Path, source: str) -> Iterator[str]:
             for alias in node.names:
                 inner = root.joinpath(*node.module.split("."), alias.name)
                 is_module = inner.is_dir() or inner.with_suffix(".py").exists()
-                yield f"{node.module}.{alias.name}" if is_module or node.module == "alibi_attn" else node.module
+                yield f"{node.module}.{alias.name}" if is_module or node.module in LAYERS else node.module
 
 
 def parts(dotted: str) -> list[str]:
@@ -89,7 +96,7 @@ def parts(dotted: str) -> list[str]:
 
 
 def edges(root: Path) -> Iterator[tuple[str, str]]:
-    """Every import of the package: (the module, what it imports). The root only names what it loads lazily."""
+    """Every import of the packages: (the module, what it imports). The root only names what it loads lazily."""
     for module, source in modules(root):
         if module != "alibi_attn.__init__":
             yield from ((module, imported) for imported in imports(root, source))
@@ -97,27 +104,35 @@ def edges(root: Path) -> Iterator[tuple[str, str]]:
 
 def assert_layers(root: Path) -> None:
     for module, imported in edges(root):
-        if imported.split(".")[0] != "alibi_attn":
-            continue
+        package, other = module.split(".")[0], imported.split(".")[0]
         here, there = parts(module), parts(imported)
+        if other not in LAYERS or not here:
+            continue
         if not there:
-            assert here[0] == "cli", f"{module} imports the package's root; import names from where they are defined"
+            at_home = package == other and here[0] != "cli"
+            assert not at_home, f"{module} imports the package's root; import names from where they are defined"
             continue
         if there == ["__version__"]:
             continue
-        assert here[0] in LAYERS or here[0] == "jax", f"{module} has no layer; add it to the plan"
-        assert there[0] in LAYERS or there[0] == "jax", (
+        assert here[0] in LAYERS[package] or here[0] == "jax", f"{module} has no layer; add it to the plan"
+        assert there[0] in LAYERS[other] or there[0] == "jax", (
             f"{module} imports {imported}: import it from where it is defined"
         )
-        if here[0] == there[0] and len(here) + len(there) > 2:
+        if package == other and here[0] == there[0] and len(here) + len(there) > 2:
             continue  # its own folder
         if here[0] == "jax":
-            allowed = LAYERS.get(there[0]) == 0 or there in PLAIN_MODULES
+            allowed = LAYERS[other].get(there[0]) == 0 or there in PLAIN_MODULES
         elif there[0] == "jax":
-            allowed = LAYERS[here[0]] >= 3
+            allowed = LAYERS[package][here[0]] >= 3
         else:
-            allowed = LAYERS[there[0]] < LAYERS[here[0]]
+            allowed = LAYERS[other][there[0]] < LAYERS[package][here[0]]
         assert allowed, f"{module} imports {imported}, which is not in a lower layer"
+
+
+def assert_the_library_stands_alone(root: Path) -> None:
+    for module, imported in edges(root):
+        if module.startswith("alibi_attn."):
+            assert imported.split(".")[0] != "alibi_lab", f"{module} imports {imported}; the library stands without it"
 
 
 def assert_order_inside_attention(root: Path) -> None:
@@ -159,18 +174,18 @@ def assert_frameworks_stay_outside(root: Path) -> None:
     """Layer 0 and below and PLAIN_MODULES are plain; report/ and jax/ load no torch; below 3 only jax/ loads jax."""
     for module, imported in edges(root):
         here, package = parts(module), imported.split(".")[0]
-        layer = LAYERS.get(here[0], 0 if here[0] != "jax" else 2)
+        layer = LAYERS[module.split(".")[0]].get(here[0], 2) if here else 5
         plain = layer <= 0 or here in PLAIN_MODULES
         if plain and package != "alibi_attn":
             assert package in PLAIN, f"{module} imports {imported}; it may use the standard library and numpy"
-        if here[0] in ("report", "jax"):
+        if here[:1] in (["report"], ["jax"]):
             assert package != "torch", f"{module} imports torch"
-        if here[0] != "jax" and layer < 3:
+        if here[:1] != ["jax"] and layer < 3:
             assert package not in ("jax", "flax"), f"{module} imports {imported}; JAX lives in alibi_attn/jax"
 
 
 def assert_files_are_short(root: Path) -> None:
-    for folder in ("alibi_attn", "tests", "examples"):
+    for folder in ("alibi_attn", "alibi_lab", "tests", "examples"):
         for path in sorted((root / folder).rglob("*.[pch]*")):
             if path.suffix not in (".py", ".cpp", ".hpp"):
                 continue
@@ -181,7 +196,7 @@ def assert_files_are_short(root: Path) -> None:
 
 
 def assert_no_drawers(root: Path) -> None:
-    for path in [*(root / "alibi_attn").rglob("*"), *(root / "tests").rglob("*")]:
+    for path in [*root.glob("alibi_*/**/*"), *(root / "tests").rglob("*")]:
         name = path.stem.removeprefix("test_").strip("_")
         assert name not in DRAWERS, f"{path.relative_to(root)} is a drawer; a function lives with its meaning"
 
@@ -222,6 +237,7 @@ def _offered(tree: ast.Module) -> Iterator[str]:
 
 TREE_RULES = [
     assert_layers,
+    assert_the_library_stands_alone,
     assert_order_inside_attention,
     assert_backends_are_apart,
     assert_kernels_are_triton_source,
@@ -248,7 +264,7 @@ def test_compiling_a_wheels_kernels_loads_no_package():
 
 
 def test_a_report_loads_no_framework():
-    assert_loads_no_framework("import alibi_attn.report", "torch", "jax")
+    assert_loads_no_framework("import alibi_lab.report", "torch", "jax")
 
 
 def test_public_names_are_what_the_documents_say():
@@ -267,14 +283,11 @@ def test_an_unknown_name_is_an_attribute_error():
 
 
 WRONG = [
-    (
-        assert_layers,
-        "nn/block.py",
-        "from alibi_attn.lab.model.language_model import LanguageModel",
-        "not in a lower layer",
-    ),
-    (assert_layers, "hf/bloom.py", "def f():\n    import alibi_attn.measure.timing", "not in a lower layer"),
-    (assert_layers, "slopes.py", "from alibi_attn import records", "not in a lower layer"),
+    (assert_layers, "nn/block.py", "from alibi_lab.lab.model.language_model import A", "not in a lower layer"),
+    (assert_the_library_stands_alone, "hf/bloom.py", "def f():\n    import alibi_lab.measure.timing", "without it"),
+    (assert_layers, "slopes.py", "from alibi_attn import strict_json, nn", "not in a lower layer"),
+    (assert_layers, "../alibi_lab/report/a.py", "import alibi_lab.lab.config", "not in a lower layer"),
+    (assert_layers, "../alibi_lab/measure/a.py", "import alibi_lab.recipes.index", "not in a lower layer"),
     (assert_layers, "nn/block.py", "import alibi_attn.distributed.halos", "not in a lower layer"),
     (assert_layers, "distributed/model.py", "import alibi_attn.hf.patching", "not in a lower layer"),
     (assert_layers, "distributed/model.py", "from alibi_attn import jax", "not in a lower layer"),
@@ -309,7 +322,7 @@ WRONG = [
     ),
     (assert_frameworks_stay_outside, "reach.py", "import torch", "standard library and numpy"),
     (assert_frameworks_stay_outside, "attention/spec.py", "from torch import Tensor", "standard library and numpy"),
-    (assert_frameworks_stay_outside, "report/page.py", "import torch.nn", "imports torch"),
+    (assert_frameworks_stay_outside, "../alibi_lab/report/page.py", "import torch.nn", "imports torch"),
     (assert_frameworks_stay_outside, "jax/attention.py", "import torch", "imports torch"),
     (assert_frameworks_stay_outside, "nn/a.py", "import jax.numpy as jnp", "JAX lives in"),
     (assert_frameworks_stay_outside, "distributed/a.py", "import jax.numpy as jnp", "JAX lives in"),
@@ -317,14 +330,16 @@ WRONG = [
     (assert_files_are_short, "nn/a.cpp", "//" + 200 * "x", "has a line of 202"),
     (assert_no_drawers, "nn/utils.py", "", "is a drawer"),
     (assert_no_drawers, "_helpers/a.py", "", "is a drawer"),
-    (assert_no_module_hides_a_name, "report/__init__.py", "from alibi_attn.report.page import page", "offers"),
+    (assert_no_module_hides_a_name, "nn/__init__.py", "from alibi_attn.nn.cache import cache", "offers"),
 ]
 
 
 @pytest.mark.parametrize(("rule", "path", "source", "message"), WRONG)
 def test_every_rule_catches_a_tree_that_breaks_it(rule, path, source, message, tmp_path):
-    for name in ("slopes.py", "records.py", "report/page.py", "lab/model/language_model.py", "jax/__init__.py"):
+    for name in ("slopes.py", "strict_json.py", "nn/cache.py", "jax/__init__.py"):
         _write(tmp_path / "alibi_attn" / name, "import math")
+    for name in ("records.py", "report/page.py", "lab/config.py", "lab/model/language_model.py", "recipes/index.py"):
+        _write(tmp_path / "alibi_lab" / name, "import math")
     for name in ("api.py", "backends/a.py", "backends/b/d.py", "backends/fused/kernels/forward.py"):
         _write(tmp_path / "alibi_attn" / "attention" / name, "")
     rule(tmp_path)

@@ -56,7 +56,7 @@ def imported(path: Path) -> set[str]:
             dotted += (alias.name for alias in node.names)
         elif isinstance(node, ast.ImportFrom):
             dotted.append(node.module)
-    return {name.split(".")[0] for name in dotted} - {*sys.stdlib_module_names, "alibi_attn"}
+    return {name.split(".")[0] for name in dotted} - {*sys.stdlib_module_names, "alibi_attn", "alibi_lab"}
 
 
 def assert_what_is_imported_is_declared_and_no_more(root: Path) -> None:
@@ -64,8 +64,8 @@ def assert_what_is_imported_is_declared_and_no_more(root: Path) -> None:
     known = {folder: declared(told, *extras) for folder, extras in EXTRAS.items()}
     unused = declared(told, *(extra for extra in told["optional-dependencies"] if extra not in OF_TOOLS))
     unused -= {*NOT_IMPORTED}
-    for path in sorted((root / "alibi_attn").rglob("*.py")):
-        folder, names = path.relative_to(root / "alibi_attn").parts[0], imported(path)
+    for path in sorted(root.glob("alibi_*/**/*.py")):
+        folder, names = path.relative_to(root).parts[1], imported(path)
         unknown = names - known.get(folder, declared(told)) - {*UNDECLARED}
         where = f"the core or an extra of {', '.join(EXTRAS[folder])}" if folder in EXTRAS else "the core"
         assert not unknown, (

@@ -173,7 +173,7 @@ def declared(wheel: Path) -> set[str]:
 
 
 def package_files() -> set[str]:
-    listed = run(["git", "ls-files", "--cached", "--others", "--exclude-standard", "alibi_attn"], ROOT)
+    listed = run(["git", "ls-files", "--cached", "--others", "--exclude-standard", "alibi_attn", "alibi_lab"], ROOT)
     return {name for name in listed.splitlines() if (ROOT / name).is_file()}
 
 
@@ -191,9 +191,8 @@ def test_a_wheel_holds_the_package_its_license_and_kernels_for_every_level(kind:
     about = {name for name in names if name.startswith(f"{NAME}.dist-info/")}
     assert names - about == package_files() | kernels
     needed = {f"alibi_attn/attention/backends/native/{name}" for name in (*SOURCES, *HEADERS)}
-    needed |= {
-        f"alibi_attn/{name}" for name in ("py.typed", "report/page.css", "report/page.html", "report/published.json")
-    }
+    needed |= {"alibi_attn/py.typed", "alibi_lab/py.typed"}
+    needed |= {f"alibi_lab/report/{name}" for name in ("page.css", "page.html", "published.json")}
     assert needed <= names
     assert wheel.stat().st_size < MOST_BYTES + len(kernels) * MOST_KERNEL_BYTES
     assert f"Root-Is-Purelib: {str(not kernels).lower()}" in told

@@ -24,7 +24,7 @@ class Missing:
 sys.meta_path.insert(0, Missing())
 """
 COMMANDS = """
-from alibi_attn.cli import main as cli
+from alibi_lab.cli import main as cli
 from alibi_attn.cli import console as cli_words
 messages, commands = {}, sys.argv[2:]
 for command in commands:
@@ -125,7 +125,7 @@ def test_every_command_names_the_extra_that_it_needs(missing, extras, tmp_path, 
 
 
 def test_every_benchmark_is_listed_above():
-    from alibi_attn.cli.bench import app
+    from alibi_lab.cli.bench import app
 
     assert {command.name or command.callback.__name__ for command in app.registered_commands} == set(BENCHMARKS)
 
@@ -140,9 +140,9 @@ def test_every_benchmark_is_listed_above():
                 **dict.fromkeys(("alibi_attn:alibi_attention", "alibi_attn:alibi_bias"), "torch"),
                 **dict.fromkeys(("alibi_attn.hf", "alibi_attn.hf.export"), "hf"),
                 **dict.fromkeys(
-                    ("alibi_attn", "alibi_attn.lab", "alibi_attn.measure", "alibi_attn.recipes.index"), None
+                    ("alibi_attn", "alibi_lab", "alibi_lab.lab", "alibi_lab.measure", "alibi_lab.recipes.index"), None
                 ),
-                **dict.fromkeys(("alibi_attn.report.page", "alibi_attn.attention"), None),
+                **dict.fromkeys(("alibi_lab.report.page", "alibi_attn.attention"), None),
             },
         ),
         ("jax", {"alibi_attn.jax": "jax", "alibi_attn.jax.flax": "jax"}),
@@ -156,9 +156,9 @@ def test_every_benchmark_is_listed_above():
         ),
         (
             "matplotlib",
-            {"alibi_attn.report:plot_alibi_bias": "lab", "alibi_attn.report.page": "lab", "alibi_attn.report": None},
+            {"alibi_lab.report:plot_alibi_bias": "lab", "alibi_lab.report.page": "lab", "alibi_lab.report": None},
         ),
-        ("jinja2", {"alibi_attn.report.page": "lab", "alibi_attn.report.tables": None}),
+        ("jinja2", {"alibi_lab.report.page": "lab", "alibi_lab.report.tables": None}),
     ],
 )
 def test_every_subpackage_names_the_extra_that_it_needs(missing, extras):

@@ -14,14 +14,14 @@ from transformers import BloomConfig, BloomForCausalLM
 from typer.main import get_command
 
 from alibi_attn import __version__
-from alibi_attn.cli.main import app
+from alibi_lab.cli.main import app
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = [ROOT / "README.md", *sorted((ROOT / "docs").rglob("*.md"))]
 WITH_BLOCKS = [path for path in DOCUMENTS if "```python\n" in path.read_text("utf-8")]
 ALSO = [ROOT / name for name in ("CONTRIBUTING.md", "CHANGELOG.md", "results/README.md")]
 MAX_COLUMNS = 120  # of the README, which is also read in terminals
-WITH_EXAMPLES = [path for path in sorted((ROOT / "alibi_attn").rglob("*.py")) if ">>> " in path.read_text("utf-8")]
+WITH_EXAMPLES = [path for path in sorted(ROOT.glob("alibi_*/**/*.py")) if ">>> " in path.read_text("utf-8")]
 
 
 def named(path: Path) -> str:

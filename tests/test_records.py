@@ -10,8 +10,10 @@ from pathlib import Path
 import pytest
 from damaged_json import DAMAGED
 
-from alibi_attn import files, records
-from alibi_attn.records import Record, RecordError
+import alibi_attn
+from alibi_attn import files
+from alibi_lab import records
+from alibi_lab.records import Record, RecordError
 
 CONFIG = {"model": {"method": "alibi"}, "train": {"length": 128, "seed": 0}}
 
@@ -246,7 +248,7 @@ def test_the_hash_of_the_kernels_follows_code_but_not_comments(tmp_path: Path, m
         return records.kernels()
 
     with monkeypatch.context() as patched:
-        patched.setattr(records, "__file__", str(tmp_path / "records.py"))
+        patched.setattr(alibi_attn, "__file__", str(tmp_path / "__init__.py"))
         first = hashed("// why\n#include <x>\nint f();\n", '"""What."""\n\ndef f():\n    # why\n    n = 1\n')
         assert (
             hashed("// because\n#include <x>\n\nint f();\n", '"""What\n\nelse."""\n# a comment\ndef f():\n    n = 1\n')

@@ -1,4 +1,4 @@
-"""Rules for the tests themselves: their folders mirror the package, and the name of a test fits on a line."""
+"""Rules for the tests themselves: their folders mirror the two packages, and the name of a test fits on a line."""
 
 import ast
 from pathlib import Path
@@ -10,13 +10,17 @@ MAX_NAME = 80
 OTHER_FOLDERS = {"support", "data"}  # modules that tests import, and files that they read
 
 
-def assert_tests_mirror_the_package(root: Path) -> None:
+def is_folder(root: Path, folder: Path | str) -> bool:
+    return any((root / package / folder).is_dir() for package in ("alibi_attn", "alibi_lab"))
+
+
+def assert_tests_mirror_the_packages(root: Path) -> None:
     for path in sorted((root / "tests").rglob("test_*.py")):
         folder = path.parent.relative_to(root / "tests")
-        assert (root / "alibi_attn" / folder).is_dir(), f"{path.relative_to(root)} has no folder in alibi_attn/"
+        assert is_folder(root, folder), f"{path.relative_to(root)} has no folder in alibi_attn/ or alibi_lab/"
     for path in sorted((root / "tests").iterdir()):
-        mirrored = (root / "alibi_attn" / path.name).is_dir() or path.name in OTHER_FOLDERS
-        assert mirrored or not any(path.glob("*.py")), f"tests/{path.name} has no folder in alibi_attn/"
+        mirrored = is_folder(root, path.name) or path.name in OTHER_FOLDERS
+        assert mirrored or not any(path.glob("*.py")), f"tests/{path.name} has no folder in alibi_attn/ or alibi_lab/"
 
 
 def assert_names_are_short(root: Path) -> None:
@@ -30,7 +34,7 @@ def assert_names_are_short(root: Path) -> None:
 
 
 def test_tests_follow_their_rules() -> None:
-    assert_tests_mirror_the_package(ROOT)
+    assert_tests_mirror_the_packages(ROOT)
     assert_names_are_short(ROOT)
 
 
@@ -39,11 +43,11 @@ def test_a_broken_rule_is_found(tmp_path: Path) -> None:
     (tmp_path / "tests" / "nn").mkdir(parents=True)
     file = tmp_path / "tests" / "nn" / "test_cache.py"
     file.write_text(f"def test_{'a' * (MAX_NAME - 5)}():\n    pass\n")
-    assert_tests_mirror_the_package(tmp_path)
+    assert_tests_mirror_the_packages(tmp_path)
     assert_names_are_short(tmp_path)
     file.write_text(f"def test_{'a' * (MAX_NAME - 4)}():\n    pass\n")
     with pytest.raises(AssertionError, match="has 81 characters"):
         assert_names_are_short(tmp_path)
     file.parent.rename(tmp_path / "tests" / "layers")
     with pytest.raises(AssertionError, match=r"test_cache\.py has no folder"):
-        assert_tests_mirror_the_package(tmp_path)
+        assert_tests_mirror_the_packages(tmp_path)

@@ -13,7 +13,8 @@ from attention_checks import ON_CPU
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
-from alibi_attn import alibi_attention, records
+from alibi_attn import alibi_attention
+from alibi_lab import records
 
 CALLS = 6
 
@@ -137,7 +138,7 @@ def test_native_computes_without_threads_that_the_system_refuses(tmp_path: Path)
 def test_alibi_run_under_accelerate_launch_records_every_run_once(tmp_path: Path) -> None:
     # --multi_gpu starts both processes on a CPU too; --cpu starts only one.
     launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--multi_gpu", "-m"]
-    command = [*launch, "alibi_attn", "run", "quick", "--scale", "smoke", "--no-report", "--out", tmp_path]
+    command = [*launch, "alibi_lab", "run", "quick", "--scale", "smoke", "--no-report", "--out", tmp_path]
     environment = os.environ | {"OMP_NUM_THREADS": "1"}
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
     assert done.returncode == 0, done.stderr[-2000:]

@@ -4,7 +4,7 @@ import contextlib
 import sys
 import tempfile
 import traceback
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import NoReturn, TypeVar
 
@@ -12,9 +12,9 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
-from alibi_attn.lab.config import METHOD_MODULE
-
 Value = TypeVar("Value")
+
+_EXPECTED = (ValueError, TypeError, ImportError, NotImplementedError)  # what these packages raise, besides OSError
 
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
@@ -57,7 +57,7 @@ def needs(extra: str) -> Iterator[None]:
     try:
         yield
     except ModuleNotFoundError as error:
-        if error.name is None or error.name.split(".")[0] == "alibi_attn":
+        if error.name is None or error.name.split(".")[0] in ("alibi_attn", "alibi_lab"):
             raise
         fail(f'this command needs {error.name.split(".")[0]}; install it with: pip install "alibi-attn[{extra}]"')
 
@@ -69,51 +69,27 @@ def sentence(error: Exception) -> str:
     return str(error)
 
 
-def is_ours(error: Exception) -> bool:
-    """Whether code of this package raised the error, rather than a library that it calls."""
-    return _raised_in(error) == "alibi_attn"
+def run(app: Callable[[], object], ours: Sequence[str], explained: Callable[[BaseException], str | None]) -> None:
+    """Runs a command line and exits; an expected error ends it with one sentence.
 
-
-def error_in_method(error: BaseException) -> str | None:
-    """File, line and message of an error in the file of a position method; None for any other error.
-
-    An error of a library belongs to the code that called it: the last frame of such a file or of this package decides.
+    Args:
+        ours: names of packages: an error that their code raises, rather than a library that they call, is expected.
+        explained: the sentence of an error that needs another one than its message, else None.
     """
-    frames = traceback.walk_tb(error.__traceback__)
-    named = [(str(frame.f_globals.get("__name__")), frame.f_code.co_filename, line) for frame, line in frames]
-    callers = [one for one in named if one[0].startswith(("alibi_attn.", METHOD_MODULE))]
-    if not callers:
-        return None
-    name, path, line = callers[-1]
-    message = " ".join(str(error).split())
-    if isinstance(error, SyntaxError) and name == "alibi_attn.lab.model.imported_method":
-        path, line, message = str(error.filename), error.lineno or 1, error.msg
-    elif not name.startswith(METHOD_MODULE):
-        return None
-    here = Path(path).relative_to(Path.cwd()) if Path(path).is_relative_to(Path.cwd()) else path
-    return f"{here}, line {line}: {type(error).__name__}: {message}"
-
-
-def foreign_exit(error: SystemExit) -> str | None:
-    """File and line of a call of `sys.exit` outside of this package and of its command line; None for our own.
-
-    A position method or a library that exits would end a command without its result, possibly with the exit code 0.
-    """
-    raised: BaseException = error
-    if _raised_in(raised) in ("click", "typer") and raised.__context__ is not None:
-        raised = raised.__context__  # the command line turns its own exceptions into SystemExit
-    if (theirs := error_in_method(raised)) is not None:
-        return theirs
-    if _raised_in(raised) in ("alibi_attn", "click", "typer", "__main__", ""):
-        return None
-    frame, line = list(traceback.walk_tb(raised.__traceback__))[-1]
-    return f"{frame.f_code.co_filename}, line {line}: {type(raised).__name__}: {raised}"
-
-
-def _raised_in(error: BaseException) -> str:
-    """The package of the code that raised the error; "" if nothing did."""
-    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
-    return str(frames[-1].f_globals.get("__name__")).partition(".")[0] if frames else ""
+    try:
+        app()
+    except Exception as error:
+        if (message := explained(error)) is not None:
+            fail(message)
+        if not isinstance(error, OSError) and not (isinstance(error, _EXPECTED) and _raised_in(error) in ours):
+            raise
+        fail(sentence(error))
+    except KeyboardInterrupt:
+        interrupted()
+    except SystemExit as error:
+        if (message := _foreign_exit(error, ours, explained)) is not None:
+            fail(message)
+        raise
 
 
 def fail(message: str) -> NoReturn:
@@ -134,3 +110,27 @@ def renamed(old: str, new: str, given: Value | None, value: Value) -> Value:
         f"[bold yellow]warning:[/] {escape(old)} is now {escape(new)}; the next release removes the old spelling"
     )
     return given
+
+
+def _foreign_exit(
+    error: SystemExit, ours: Sequence[str], explained: Callable[[BaseException], str | None]
+) -> str | None:
+    """File and line of a call of `sys.exit` outside of these packages and of the command line; None for our own.
+
+    A position method or a library that exits would end a command without its result, possibly with the exit code 0.
+    """
+    raised: BaseException = error
+    if _raised_in(raised) in ("click", "typer") and raised.__context__ is not None:
+        raised = raised.__context__  # the command line turns its own exceptions into SystemExit
+    if (message := explained(raised)) is not None:
+        return message
+    if _raised_in(raised) in (*ours, "click", "typer", "__main__", ""):
+        return None
+    frame, line = list(traceback.walk_tb(raised.__traceback__))[-1]
+    return f"{frame.f_code.co_filename}, line {line}: {type(raised).__name__}: {raised}"
+
+
+def _raised_in(error: BaseException) -> str:
+    """The package of the code that raised the error; "" if nothing did."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    return str(frames[-1].f_globals.get("__name__")).partition(".")[0] if frames else ""

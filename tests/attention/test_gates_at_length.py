@@ -6,7 +6,8 @@ import gates_at_length
 import pytest
 import torch
 
-from alibi_attn import forgetting_attention, records
+from alibi_attn import forgetting_attention
+from alibi_lab import records
 
 
 def test_its_truth_is_the_gradient_of_the_definition() -> None:

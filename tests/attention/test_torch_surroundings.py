@@ -330,7 +330,7 @@ def test_torchs_compiler_is_loaded_only_when_something_is_compiled() -> None:
     """Loading it takes as long as loading torch."""
     program = """
 import sys, torch
-import alibi_attn.distributed, alibi_attn.lab.experiment
+import alibi_attn.distributed, alibi_lab.lab.experiment
 from alibi_attn import ALiBiAttention, alibi_attention
 x = torch.randn(1, 4, 300, 16, requires_grad=True)
 alibi_attention(x, x, x).sum().backward()

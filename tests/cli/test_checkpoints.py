@@ -4,7 +4,7 @@ from pathlib import Path
 
 import pytest
 
-from alibi_attn.cli.checkpoints import find
+from alibi_lab.cli.checkpoints import find
 
 
 @pytest.fixture

@@ -11,8 +11,8 @@ import torch
 from encoder_oracle import config, pooled, random_state, write_folder, write_tokenizer
 from typer.testing import CliRunner
 
-from alibi_attn.cli.main import app
 from alibi_attn.hf import embedding, late_chunks, sentence_encoder
+from alibi_lab.cli.main import app
 
 TEXTS = ["a b c", "d e f g h i j k a a b", "z", "a b c d e f g h i j k l m n o p"]
 

@@ -7,8 +7,8 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from alibi_attn.cli.main import app
 from alibi_attn.hf import reading
+from alibi_lab.cli.main import app
 
 
 @pytest.fixture

@@ -7,14 +7,14 @@ import torch
 from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
-from alibi_attn.cli.main import app
 from alibi_attn.hf import patch
 from alibi_attn.hf.export import import_mpt
-from alibi_attn.lab.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
-from alibi_attn.lab.data.tokenizing import make_tokenizer
-from alibi_attn.lab.model.language_model import decoder_state
-from alibi_attn.lab.training.checkpoint import Progress, load_checkpoint, load_checkpoint_tokenizer, save_checkpoint
-from alibi_attn.lab.training.parallel import prepare
+from alibi_lab.cli.main import app
+from alibi_lab.lab.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
+from alibi_lab.lab.data.tokenizing import make_tokenizer
+from alibi_lab.lab.model.language_model import decoder_state
+from alibi_lab.lab.training.checkpoint import Progress, load_checkpoint, load_checkpoint_tokenizer, save_checkpoint
+from alibi_lab.lab.training.parallel import prepare
 
 SIZES = {"num_layers": 2, "num_heads": 2, "embed_dim": 16, "ffn_dim": 40, "vocab_size": 300}
 VERSES = "ten bottles of beer on the wall, ten bottles of beer.\n" * 9

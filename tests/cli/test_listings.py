@@ -11,12 +11,12 @@ import pytest
 from typer.testing import CliRunner
 
 from alibi_attn.cli.console import console
-from alibi_attn.cli.main import app
-from alibi_attn.lab import experiment
-from alibi_attn.lab.config_io import field_meanings, field_names
-from alibi_attn.recipes import plan
-from alibi_attn.recipes.index import RECIPES
-from alibi_attn.recipes.paper import measure_speed
+from alibi_lab.cli.main import app
+from alibi_lab.lab import experiment
+from alibi_lab.lab.config_io import field_meanings, field_names
+from alibi_lab.recipes import plan
+from alibi_lab.recipes.index import RECIPES
+from alibi_lab.recipes.paper import measure_speed
 
 RUNNER = CliRunner()
 SMALLER = ["--set", "train.steps=4", "--set", "eval.lengths=8,16", "--set", "eval.tokens=32", "--no-report"]
@@ -111,7 +111,7 @@ def test_of_a_launchers_processes_the_first_one_prints(tmp_path: Path, monkeypat
 def test_missing_runs_are_listed_by_a_launched_group(text: Path, tmp_path: Path) -> None:
     """Measuring a step takes all processes: the group waited forever when only the first one listed."""
     launcher = [sys.executable, "-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"]
-    command = [*launcher, "-m", "alibi_attn", "run", "--scale", "smoke", "--text", str(text), *SMALLER]
+    command = [*launcher, "-m", "alibi_lab", "run", "--scale", "smoke", "--text", str(text), *SMALLER]
     command += ["--methods", "alibi", "--out", str(tmp_path / "out"), "--missing"]
     result = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr

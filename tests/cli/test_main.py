@@ -13,11 +13,11 @@ import pytest
 from typer.testing import CliRunner
 
 import alibi_attn
-from alibi_attn import records
-from alibi_attn.cli.main import app
+from alibi_lab import records
+from alibi_lab.cli.main import app
 
 RUNNER = CliRunner()
-ALIBI = [sys.executable, "-m", "alibi_attn"]
+ALIBI = [sys.executable, "-m", "alibi_lab"]
 ENVIRONMENT = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
 
 
@@ -235,7 +235,7 @@ def test_heads_writes_a_picture_of_the_format_that_its_name_says(name: str, star
 def test_version_and_help_load_no_framework() -> None:
     assert _alibi("--version").stdout.strip() == f"alibi-attn {alibi_attn.__version__}"
     code = (
-        "import sys; from alibi_attn.cli.main import app; "
+        "import sys; from alibi_lab.cli.main import app; "
         "from typer.testing import CliRunner; result = CliRunner().invoke(app, ['run', '--help']); "
         "assert result.exit_code == 0 and 'train.steps=50' in result.output, result.output; "
         "loaded = {'torch', 'jax', 'matplotlib', 'accelerate', 'jinja2'} & set(sys.modules); "
@@ -336,7 +336,7 @@ def test_bad_input_is_reported_before_any_work(
 
 
 def test_a_missing_extra_is_named() -> None:
-    code = "import sys; sys.modules['accelerate'] = None; sys.argv[1:] = ['run']; from alibi_attn.cli.main import main; main()"
+    code = "import sys; sys.modules['accelerate'] = None; sys.argv[1:] = ['run']; from alibi_lab.cli.main import main; main()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=False)
     _assert_one_sentence(
         result, 'this command needs accelerate; install it with: pip install "alibi-attn[lab]"', code=1
@@ -345,7 +345,7 @@ def test_a_missing_extra_is_named() -> None:
 
 def test_an_unexpected_error_keeps_its_traceback() -> None:
     code = (
-        "import sys; sys.argv = ['alibi', 'heads']; from alibi_attn.cli import main; "
+        "import sys; sys.argv = ['alibi', 'heads']; from alibi_lab.cli import main; "
         "main.heads.head_rows = lambda heads: int('seven'); main.main()"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=False)

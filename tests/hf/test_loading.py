@@ -13,10 +13,10 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from alibi_attn.cli.main import app
 from alibi_attn.hf import ALiBiCache, ALiBiCausalLMConfig, ALiBiForCausalLM, read
 from alibi_attn.hf.loading import load_decoder
 from alibi_attn.hf.tokenizer_files import encode
+from alibi_lab.cli.main import app
 
 FAMILIES = ("bloom", "falcon", "mpt", "own")
 HEADS = {"bloom": "n_head", "falcon": "num_attention_heads", "mpt": "n_heads", "own": "num_attention_heads"}

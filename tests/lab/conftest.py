@@ -10,9 +10,9 @@ from pathlib import Path
 
 import pytest
 
-from alibi_attn.lab.config import DataConfig, EvalConfig, Method, ModelConfig, RunConfig, TrainConfig
-from alibi_attn.lab.config_io import to_json
-from alibi_attn.lab.model.language_model import LanguageModel
+from alibi_lab.lab.config import DataConfig, EvalConfig, Method, ModelConfig, RunConfig, TrainConfig
+from alibi_lab.lab.config_io import to_json
+from alibi_lab.lab.model.language_model import LanguageModel
 
 PROCESSES = Path(__file__).parents[1] / "support" / "processes"
 TRAINED_LENGTH = 16

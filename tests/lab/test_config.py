@@ -2,7 +2,7 @@
 
 import pytest
 
-from alibi_attn.lab.config import (
+from alibi_lab.lab.config import (
     ConfigError,
     DataConfig,
     EvalConfig,
@@ -10,7 +10,7 @@ from alibi_attn.lab.config import (
     RunConfig,
     TrainConfig,
 )
-from alibi_attn.lab.config_io import field_names, from_json, override, to_json
+from alibi_lab.lab.config_io import field_names, from_json, override, to_json
 
 
 @pytest.mark.parametrize(

@@ -11,17 +11,17 @@ import pytest
 import torch
 from rich.console import Console
 
-from alibi_attn import records
-from alibi_attn.lab import experiment
-from alibi_attn.lab import run as one_run
-from alibi_attn.lab.config import ConfigError, DataConfig, EvalConfig, ModelConfig, Recipe, RunConfig, TrainConfig
-from alibi_attn.lab.config_io import to_json
-from alibi_attn.lab.data.corpus import CorpusError, load_corpus, packed_batches
-from alibi_attn.lab.data.symbol_tasks import TaskError
-from alibi_attn.lab.experiment import ExperimentError, run
-from alibi_attn.lab.model.language_model import LanguageModel
-from alibi_attn.lab.training import train as loop
-from alibi_attn.lab.training.checkpoint import (
+from alibi_lab import records
+from alibi_lab.lab import experiment
+from alibi_lab.lab import run as one_run
+from alibi_lab.lab.config import ConfigError, DataConfig, EvalConfig, ModelConfig, Recipe, RunConfig, TrainConfig
+from alibi_lab.lab.config_io import to_json
+from alibi_lab.lab.data.corpus import CorpusError, load_corpus, packed_batches
+from alibi_lab.lab.data.symbol_tasks import TaskError
+from alibi_lab.lab.experiment import ExperimentError, run
+from alibi_lab.lab.model.language_model import LanguageModel
+from alibi_lab.lab.training import train as loop
+from alibi_lab.lab.training.checkpoint import (
     CheckpointError,
     Progress,
     load_checkpoint,
@@ -29,7 +29,7 @@ from alibi_attn.lab.training.checkpoint import (
     load_progress,
     newest,
 )
-from alibi_attn.lab.training.train import train
+from alibi_lab.lab.training.train import train
 
 TEXTS = dict.fromkeys(("question", "paper", "command", "cost", "expected"), "")
 
@@ -84,7 +84,7 @@ def test_recorded_runs_are_skipped(recipe, tmp_path, monkeypatch):
 
 def test_another_evaluation_uses_the_trained_model(recipe, tmp_path, monkeypatch):
     first = run(recipe, out=tmp_path)
-    monkeypatch.setattr("alibi_attn.lab.training.train._step", None)  # a step would fail
+    monkeypatch.setattr("alibi_lab.lab.training.train._step", None)  # a step would fail
     again = run(recipe, out=tmp_path, overrides={"eval.stride": "1"})
     assert [again[0], again[2]] == [first[0], first[2]]
     assert set(again) & set(first) == {first[0], first[2]}

@@ -14,12 +14,12 @@ from types import SimpleNamespace
 import psutil
 import pytest
 
-from alibi_attn import records
-from alibi_attn.lab import experiment
-from alibi_attn.lab.config import Recipe
-from alibi_attn.lab.experiment import ExperimentError, run
-from alibi_attn.lab.training.checkpoint import newest
-from alibi_attn.lab.training.train import TrainingError
+from alibi_lab import records
+from alibi_lab.lab import experiment
+from alibi_lab.lab.config import Recipe
+from alibi_lab.lab.experiment import ExperimentError, run
+from alibi_lab.lab.training.checkpoint import newest
+from alibi_lab.lab.training.train import TrainingError
 
 ray = pytest.importorskip("ray", reason="the extra ray is not installed")
 pytestmark = [pytest.mark.long, pytest.mark.filterwarnings("default:.*deprecated:DeprecationWarning:ray")]
@@ -128,7 +128,7 @@ def test_a_training_that_fails_stops_the_others_and_says_why(cluster, recipe_of,
 
 
 def test_a_training_whose_workers_always_die_is_reported(cluster, recipe_of, tmp_path, monkeypatch):
-    from alibi_attn.lab import ray_trainings
+    from alibi_lab.lab import ray_trainings
 
     monkeypatch.setattr(ray_trainings, "RETRIES", 0)
     waiting = when_all_train(tmp_path, 1, kill_worker)
@@ -138,7 +138,7 @@ def test_a_training_whose_workers_always_die_is_reported(cluster, recipe_of, tmp
 
 
 def test_a_machine_without_the_folder_is_named(cluster, recipe_of, tmp_path):
-    from alibi_attn.lab import ray_trainings
+    from alibi_lab.lab import ray_trainings
 
     (one,) = recipe_of("alibi", steps=2).runs("small")
     with pytest.raises(
@@ -157,7 +157,7 @@ def test_a_launcher_and_a_cluster_exclude_each_other(recipe_of, tmp_path, monkey
 def test_the_command_trains_on_a_cluster_of_this_machine(tmp_path):
     asked = ["run", "quick", "--scale", "smoke", "--set", "train.steps=1", "--methods", "alibi", "--ray", "local"]
     result = subprocess.run(
-        [sys.executable, "-m", "alibi_attn", *asked, "--out", "runs"],
+        [sys.executable, "-m", "alibi_lab", *asked, "--out", "runs"],
         cwd=tmp_path,
         env={**os.environ, **ENVIRONMENT},
         capture_output=True,

@@ -7,10 +7,10 @@ from filelock import FileLock
 from rich.console import Console
 from typer.testing import CliRunner
 
-from alibi_attn import records
-from alibi_attn.cli.main import app
-from alibi_attn.lab.config import ConfigError, Recipe
-from alibi_attn.lab.experiment import ExperimentError, num_runs, run, runs_of_shard
+from alibi_lab import records
+from alibi_lab.cli.main import app
+from alibi_lab.lab.config import ConfigError, Recipe
+from alibi_lab.lab.experiment import ExperimentError, num_runs, run, runs_of_shard
 
 
 @pytest.fixture

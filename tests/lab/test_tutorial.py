@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 from typer.testing import CliRunner
 
-from alibi_attn import records
-from alibi_attn.cli.main import app
+from alibi_lab import records
+from alibi_lab.cli.main import app
 
 DOCUMENT = Path(__file__).parents[2] / "docs" / "lab.md"
 

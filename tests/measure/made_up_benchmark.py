@@ -6,12 +6,12 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from alibi_attn.measure.correctness import Reference
-from alibi_attn.measure.cpu import OURS
-from alibi_attn.measure.harness import checked, keep_by_length, timed
-from alibi_attn.measure.inputs import Case, draw
-from alibi_attn.measure.peers import Attention, Peer
 from alibi_attn.slopes import alibi_slopes
+from alibi_lab.measure.correctness import Reference
+from alibi_lab.measure.cpu import OURS
+from alibi_lab.measure.harness import checked, keep_by_length, timed
+from alibi_lab.measure.inputs import Case, draw
+from alibi_lab.measure.peers import Attention, Peer
 
 
 def by_query(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Attention:

@@ -4,8 +4,8 @@ from pathlib import Path
 
 import pytest
 
-from alibi_attn import records
-from alibi_attn.measure.context_parallel import context_parallel
+from alibi_lab import records
+from alibi_lab.measure.context_parallel import context_parallel
 
 
 @pytest.mark.long

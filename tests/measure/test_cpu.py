@@ -12,17 +12,17 @@ import torch
 from safetensors.torch import load_file
 from typer.testing import CliRunner
 
-from alibi_attn import records
-from alibi_attn.cli.main import app
-from alibi_attn.measure import cpu as bench
-from alibi_attn.measure import timing
-from alibi_attn.measure.correctness import Reference
-from alibi_attn.measure.harness import checked
-from alibi_attn.measure.inputs import Case, draw
-from alibi_attn.measure.peers.ours import ours_dropping
-from alibi_attn.measure.timing import medians_ms, peak_memory_bytes
-from alibi_attn.report.page import report_html
-from alibi_attn.report.plots import benchmark as benchmarks
+from alibi_lab import records
+from alibi_lab.cli.main import app
+from alibi_lab.measure import cpu as bench
+from alibi_lab.measure import timing
+from alibi_lab.measure.correctness import Reference
+from alibi_lab.measure.harness import checked
+from alibi_lab.measure.inputs import Case, draw
+from alibi_lab.measure.peers.ours import ours_dropping
+from alibi_lab.measure.timing import medians_ms, peak_memory_bytes
+from alibi_lab.report.page import report_html
+from alibi_lab.report.plots import benchmark as benchmarks
 
 QUIET = [
     peer for peer in bench.PEERS["float32"] if peer.name != "FlexAttention"

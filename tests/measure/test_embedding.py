@@ -3,11 +3,11 @@
 import pytest
 import torch
 
-from alibi_attn import records
-from alibi_attn.measure import embedding as module
-from alibi_attn.measure import embedding_peers, timing
-from alibi_attn.measure.embedding import embedding
-from alibi_attn.measure.embedding_peers import (
+from alibi_lab import records
+from alibi_lab.measure import embedding as module
+from alibi_lab.measure import embedding_peers, timing
+from alibi_lab.measure.embedding import embedding
+from alibi_lab.measure.embedding_peers import (
     BERT,
     ENCODERS,
     LLAMA,
@@ -19,11 +19,11 @@ from alibi_attn.measure.embedding_peers import (
     inputs,
     our_encoder,
 )
-from alibi_attn.measure.passage_search import supports_int8
-from alibi_attn.measure.peers import llama_encoder
-from alibi_attn.measure.peers.dense_encoder import DenseEncoder, Sizes
-from alibi_attn.report.page import report_html
-from alibi_attn.report.plots.benchmark import facts, is_drawn, ratio_table
+from alibi_lab.measure.passage_search import supports_int8
+from alibi_lab.measure.peers import llama_encoder
+from alibi_lab.measure.peers.dense_encoder import DenseEncoder, Sizes
+from alibi_lab.report.page import report_html
+from alibi_lab.report.plots.benchmark import facts, is_drawn, ratio_table
 
 OPTIONS = {
     "lengths": (40, 20),

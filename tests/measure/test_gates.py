@@ -6,8 +6,8 @@ from pathlib import Path
 import pytest
 import torch
 
-from alibi_attn import records
-from alibi_attn.measure import gates as bench
+from alibi_lab import records
+from alibi_lab.measure import gates as bench
 
 KIND = bench.Gated(logit=2.0, bound=8.0)
 

@@ -8,16 +8,16 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
-from alibi_attn import records
-from alibi_attn.cli.main import app
-from alibi_attn.measure import gpu as module
-from alibi_attn.measure.decoding import peers_of_one_query
-from alibi_attn.measure.gpu import gpu_peers
-from alibi_attn.measure.peers import Attention, Peer
-from alibi_attn.measure.peers.eager import eager
-from alibi_attn.measure.peers.sdpa_causal import causal
-from alibi_attn.report.page import report_html
-from alibi_attn.report.plots import benchmark as benchmarks
+from alibi_lab import records
+from alibi_lab.cli.main import app
+from alibi_lab.measure import gpu as module
+from alibi_lab.measure.decoding import peers_of_one_query
+from alibi_lab.measure.gpu import gpu_peers
+from alibi_lab.measure.peers import Attention, Peer
+from alibi_lab.measure.peers.eager import eager
+from alibi_lab.measure.peers.sdpa_causal import causal
+from alibi_lab.report.page import report_html
+from alibi_lab.report.plots import benchmark as benchmarks
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from alibi_attn import records
-from alibi_attn.measure.absent_device import Launches
+from alibi_lab import records
+from alibi_lab.measure.absent_device import Launches
 
 # The most launches of our kernels, and operations of torch that launch a kernel, per call.
 MOST_LAUNCHES = {
@@ -23,7 +23,7 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> records.Record:
     """Measured in a process of its own, in which tensors say that they are on a device."""
     pytest.importorskip("triton")
     out = tmp_path_factory.mktemp("records")
-    command = [sys.executable, "-W", "ignore", "-m", "alibi_attn", "bench", "host", "--seconds", "0.001", "--out", out]
+    command = [sys.executable, "-W", "ignore", "-m", "alibi_lab", "bench", "host", "--seconds", "0.001", "--out", out]
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     subprocess.run(command, check=True, capture_output=True, env=environment)
     (path,) = out.iterdir()

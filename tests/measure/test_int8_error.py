@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from alibi_attn.lab.config import ModelConfig, RunConfig
-from alibi_attn.lab.data.corpus import Corpus
-from alibi_attn.lab.model.language_model import LanguageModel
-from alibi_attn.measure.int8_error import compared, converted, int8_error
 from alibi_attn.nn import int8
 from alibi_attn.nn.int8 import Int8Linear
+from alibi_lab.lab.config import ModelConfig, RunConfig
+from alibi_lab.lab.data.corpus import Corpus
+from alibi_lab.lab.model.language_model import LanguageModel
+from alibi_lab.measure.int8_error import compared, converted, int8_error
 
 try:
     int8.check_supported()
@@ -62,7 +62,7 @@ def test_a_missing_checkpoint_is_named(tmp_path) -> None:
 
 
 def test_a_text_that_is_too_short_is_told_from_a_limit_that_is_too_low(tmp_path, monkeypatch) -> None:
-    module, corpus = "alibi_attn.measure.int8_error", Corpus(torch.zeros(0), torch.zeros(1000), facts={})
+    module, corpus = "alibi_lab.measure.int8_error", Corpus(torch.zeros(0), torch.zeros(1000), facts={})
     monkeypatch.setattr(f"{module}.step_folder", lambda folder: folder)
     monkeypatch.setattr(f"{module}.load_checkpoint", lambda folder: (None, RunConfig()))
     monkeypatch.setattr(f"{module}.stored_tokens", lambda folder: None)

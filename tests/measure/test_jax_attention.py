@@ -6,9 +6,9 @@ from pathlib import Path
 
 import pytest
 
-from alibi_attn import records
-from alibi_attn.measure import jax_attention
-from alibi_attn.measure.peers import Peer, dot_product_attention
+from alibi_lab import records
+from alibi_lab.measure import jax_attention
+from alibi_lab.measure.peers import Peer, dot_product_attention
 
 
 def measure(out: Path, peers: Sequence[Peer] = jax_attention.PEERS) -> list[Path]:

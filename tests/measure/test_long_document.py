@@ -2,11 +2,11 @@
 
 import pytest
 
-from alibi_attn import records
 from alibi_attn.hf.encoder import layers
-from alibi_attn.measure import long_document as module
-from alibi_attn.measure.long_document import long_document, random_document
-from alibi_attn.measure.peers.dense_encoder import Sizes
+from alibi_lab import records
+from alibi_lab.measure import long_document as module
+from alibi_lab.measure.long_document import long_document, random_document
+from alibi_lab.measure.peers.dense_encoder import Sizes
 
 OPTIONS = {
     "tokens": 150, "checked": 70, "chunk": 32, "sizes": Sizes(layers=2, width=48, heads=6, inner=40, vocabulary=50),

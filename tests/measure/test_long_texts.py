@@ -6,12 +6,12 @@ from types import SimpleNamespace
 
 import pytest
 
-from alibi_attn import records
-from alibi_attn.cli.main import main
 from alibi_attn.hf import reading
-from alibi_attn.measure import long_texts as module
-from alibi_attn.measure import timing
-from alibi_attn.measure.long_texts import long_texts
+from alibi_lab import records
+from alibi_lab.cli.main import main
+from alibi_lab.measure import long_texts as module
+from alibi_lab.measure import timing
+from alibi_lab.measure.long_texts import long_texts
 
 pytestmark = [
     # JAX warns if an earlier test loaded it.

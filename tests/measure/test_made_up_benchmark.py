@@ -7,10 +7,10 @@ from typing import get_args
 import pytest
 from typer.testing import CliRunner
 
-from alibi_attn import records
-from alibi_attn.cli.bench import _parameters, commands
-from alibi_attn.measure.benchmarks import BENCHMARKS, Benchmark, Option, lengths
-from alibi_attn.report.page import report_html
+from alibi_lab import records
+from alibi_lab.cli.bench import _parameters, commands
+from alibi_lab.measure.benchmarks import BENCHMARKS, Benchmark, Option, lengths
+from alibi_lab.report.page import report_html
 
 ROW = Benchmark(
     "made_up_benchmark:made_up",

@@ -12,18 +12,19 @@ from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
-from alibi_attn import head_reach, records
-from alibi_attn.cli.main import app
+from alibi_attn import head_reach
 from alibi_attn.hf import patch
 from alibi_attn.hf.capture_qk import watched
-from alibi_attn.lab import experiment
-from alibi_attn.lab.config import Recipe
-from alibi_attn.lab.training.checkpoint import load_checkpoint
-from alibi_attn.measure import trained_reach
-from alibi_attn.measure.model_heads import distinct_up_to, half_of_the_smallest, load, measured, model_heads, totals
-from alibi_attn.report.page import report_html
-from alibi_attn.report.plots.head_maps import heads_figure, is_drawn
 from alibi_attn.slopes import alibi_slopes
+from alibi_lab import records
+from alibi_lab.cli.main import app
+from alibi_lab.lab import experiment
+from alibi_lab.lab.config import Recipe
+from alibi_lab.lab.training.checkpoint import load_checkpoint
+from alibi_lab.measure import trained_reach
+from alibi_lab.measure.model_heads import distinct_up_to, half_of_the_smallest, load, measured, model_heads, totals
+from alibi_lab.report.page import report_html
+from alibi_lab.report.plots.head_maps import heads_figure, is_drawn
 
 TEXT = "the cat sat on the mat and the dog sat on the cat " * 12
 

@@ -5,12 +5,12 @@ import contextlib
 import pytest
 import torch
 
-from alibi_attn import records
-from alibi_attn.measure import next_tokens as module
-from alibi_attn.measure.next_tokens import next_tokens
-from alibi_attn.measure.peers import llama_cpp, programs
 from alibi_attn.nn import int8
-from alibi_attn.report.plots.benchmark import is_drawn
+from alibi_lab import records
+from alibi_lab.measure import next_tokens as module
+from alibi_lab.measure.next_tokens import next_tokens
+from alibi_lab.measure.peers import llama_cpp, programs
+from alibi_lab.report.plots.benchmark import is_drawn
 
 try:
     int8.check_supported()

@@ -6,10 +6,10 @@ import numpy as np
 import pytest
 import torch
 
-from alibi_attn import records
-from alibi_attn.measure import passage_encoder, passage_search
-from alibi_attn.measure.passage_encoder import Setup, questions, trained_encoder
-from alibi_attn.measure.passage_search import Trial, passages, prepared_search, split
+from alibi_lab import records
+from alibi_lab.measure import passage_encoder, passage_search
+from alibi_lab.measure.passage_encoder import Setup, questions, trained_encoder
+from alibi_lab.measure.passage_search import Trial, passages, prepared_search, split
 
 NAMES = ("Anna", "Boris", "Clara", "Dorian", "Emma", "Felix")
 SMALL = Setup(

@@ -10,15 +10,15 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from alibi_attn.measure import peers as folder
-from alibi_attn.measure.correctness import Reference, computed
-from alibi_attn.measure.cpu import PEERS
-from alibi_attn.measure.decoding import peers_of_one_query
-from alibi_attn.measure.gpu import gpu_peers
-from alibi_attn.measure.peers import Attention, Peer
-from alibi_attn.measure.peers.flex import flex
-from alibi_attn.measure.peers.sdpa_dense_bias import dense_bias, with_mask
 from alibi_attn.slopes import alibi_slopes
+from alibi_lab.measure import peers as folder
+from alibi_lab.measure.correctness import Reference, computed
+from alibi_lab.measure.cpu import PEERS
+from alibi_lab.measure.decoding import peers_of_one_query
+from alibi_lab.measure.gpu import gpu_peers
+from alibi_lab.measure.peers import Attention, Peer
+from alibi_lab.measure.peers.flex import flex
+from alibi_lab.measure.peers.sdpa_dense_bias import dense_bias, with_mask
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
@@ -82,8 +82,8 @@ def assert_no_peer_is_ours(sources: dict[str, str]) -> None:
     for name, source in sources.items():
         for imported in _imported(source) if not name.startswith("ours") else ():
             own = imported.startswith("alibi_attn.")
-            assert not own or imported.startswith(("alibi_attn.slopes", "alibi_attn.measure.")), f"{name}: {imported}"
-            assert not imported.startswith("alibi_attn.measure.peers.ours"), f"{name}: {imported}"
+            assert not own or imported.startswith(("alibi_attn.slopes", "alibi_lab.measure.")), f"{name}: {imported}"
+            assert not imported.startswith("alibi_lab.measure.peers.ours"), f"{name}: {imported}"
 
 
 def _imported(source: str) -> Iterator[str]:
@@ -101,7 +101,7 @@ def test_no_peer_uses_our_attention_code() -> None:
     assert_no_peer_is_ours(sources)
     for line in (
         "from alibi_attn.attention.api import alibi_attention",
-        "from alibi_attn.measure.peers.ours import ours",
+        "from alibi_lab.measure.peers.ours import ours",
         "import alibi_attn.hf",
     ):
         with pytest.raises(AssertionError, match="made_up"):

@@ -6,18 +6,18 @@ import pytest
 import torch
 from transformers import BloomConfig, BloomForCausalLM
 
-from alibi_attn import records
 from alibi_attn.attention.decoding import attend_near
 from alibi_attn.hf import ALiBiCache
-from alibi_attn.measure import serving as module
-from alibi_attn.measure import timing
-from alibi_attn.measure.decoding import decoding
-from alibi_attn.measure.generating import generating
-from alibi_attn.measure.peers import programs
-from alibi_attn.measure.peers.transformers_decoders import FAMILIES
-from alibi_attn.measure.serving import serving
-from alibi_attn.measure.streaming import streaming
-from alibi_attn.report.plots.benchmark import is_drawn
+from alibi_lab import records
+from alibi_lab.measure import serving as module
+from alibi_lab.measure import timing
+from alibi_lab.measure.decoding import decoding
+from alibi_lab.measure.generating import generating
+from alibi_lab.measure.peers import programs
+from alibi_lab.measure.peers.transformers_decoders import FAMILIES
+from alibi_lab.measure.serving import serving
+from alibi_lab.measure.streaming import streaming
+from alibi_lab.report.plots.benchmark import is_drawn
 
 
 @pytest.fixture(autouse=True)

@@ -5,11 +5,11 @@ from pathlib import Path
 import pytest
 import torch
 
-from alibi_attn import records
-from alibi_attn.lab.config import Method, ModelConfig
-from alibi_attn.lab.model.language_model import LanguageModel
-from alibi_attn.measure.trained_gates import captured_gates, trained_gates
-from alibi_attn.measure.trained_models import outputs_of
+from alibi_lab import records
+from alibi_lab.lab.config import Method, ModelConfig
+from alibi_lab.lab.model.language_model import LanguageModel
+from alibi_lab.measure.trained_gates import captured_gates, trained_gates
+from alibi_lab.measure.trained_models import outputs_of
 
 TOKENS = torch.arange(40)[None] * 7 % 256
 

@@ -5,8 +5,8 @@ import math
 import pytest
 import torch
 
-from alibi_attn.measure.trained_reach import attention_by_distance
 from alibi_attn.slopes import alibi_slopes
+from alibi_lab.measure.trained_reach import attention_by_distance
 
 
 def test_attention_by_distance_equals_a_loop() -> None:

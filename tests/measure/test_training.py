@@ -13,13 +13,13 @@ from torch.nn.attention import SDPBackend, sdpa_kernel
 from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
-from alibi_attn import records
 from alibi_attn.attention.api import alibi_attention
-from alibi_attn.cli.main import app
-from alibi_attn.lab.config import Architecture, ConfigError, ModelConfig, RunConfig, TrainConfig
-from alibi_attn.lab.model.language_model import LanguageModel
-from alibi_attn.measure import training
-from alibi_attn.measure.utilization import (
+from alibi_lab import records
+from alibi_lab.cli.main import app
+from alibi_lab.lab.config import Architecture, ConfigError, ModelConfig, RunConfig, TrainConfig
+from alibi_lab.lab.model.language_model import LanguageModel
+from alibi_lab.measure import training
+from alibi_lab.measure.utilization import (
     attention_flops,
     expect_agreement,
     linear_flops,
@@ -28,7 +28,7 @@ from alibi_attn.measure.utilization import (
     time_shares,
     utilization_row,
 )
-from alibi_attn.recipes import quick
+from alibi_lab.recipes import quick
 
 LENGTH, ROWS = 16, 3
 
@@ -148,7 +148,7 @@ def in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(training, "_at", at)
     monkeypatch.setattr(training, "_process", lambda threads: contextlib.nullcontext(HerePool()))
-    monkeypatch.setattr("alibi_attn.measure.timing.MATRIX_SIZE", 64)  # its cost does not matter here
+    monkeypatch.setattr("alibi_lab.measure.timing.MATRIX_SIZE", 64)  # its cost does not matter here
     for cached in (training._training, training.product_in):
         cached.cache_clear()
 

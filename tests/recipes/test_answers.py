@@ -4,8 +4,8 @@ from types import SimpleNamespace
 
 import pytest
 
-from alibi_attn.recipes.paper.answers import by_length, frontier, models, speeds
-from alibi_attn.recipes.paper.items import ITEMS
+from alibi_lab.recipes.paper.answers import by_length, frontier, models, speeds
+from alibi_lab.recipes.paper.items import ITEMS
 
 
 def test_measured_speeds_are_geometric_means_over_seeds():

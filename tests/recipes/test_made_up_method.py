@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-import alibi_attn
-from alibi_attn.lab.config import ConfigError, ModelConfig
-from alibi_attn.lab.model.positions import METHODS
-from alibi_attn.position_methods import METHODS as LOOKS
+import alibi_lab
+from alibi_lab.lab.config import ConfigError, ModelConfig
+from alibi_lab.lab.model.positions import METHODS
+from alibi_lab.position_methods import METHODS as LOOKS
 
-PACKAGE = Path(alibi_attn.__file__).parent
+PACKAGE = Path(alibi_lab.__file__).parent
 CLASS = """
 class NearestFirst(PositionMethod):
     \"\"\"−d²/1000: a bias that no method of the lab has.\"\"\"
@@ -27,14 +27,14 @@ class NearestFirst(PositionMethod):
 PROGRAM = """
 import sys
 from pathlib import Path
-import alibi_attn
-from alibi_attn import records
-from alibi_attn.lab.config_io import override
-from alibi_attn.recipes import index
-from alibi_attn.recipes.methods import RECIPE
-from alibi_attn.report.page import report_html
+import alibi_lab
+from alibi_lab import records
+from alibi_lab.lab.config_io import override
+from alibi_lab.recipes import index
+from alibi_lab.recipes.methods import RECIPE
+from alibi_lab.report.page import report_html
 folder = Path(sys.argv[1])
-assert folder in Path(alibi_attn.__file__).parents
+assert folder in Path(alibi_lab.__file__).parents
 (run,) = (run for run in RECIPE.runs("smoke") if run.model.method == "made-up")
 assert override(run, {"model.method": "made-up"}) == run
 recipe = type(RECIPE)(**{**vars(RECIPE), "runs": lambda scale: (run,)})
@@ -55,9 +55,9 @@ def add(path: Path, before: str, text: str) -> None:
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     """The report of a copy of the package that has one more method: a class, and a row in each of the two tables."""
     folder = tmp_path_factory.mktemp("made-up")
-    shutil.copytree(PACKAGE, folder / "alibi_attn", ignore=shutil.ignore_patterns("__pycache__"))
+    shutil.copytree(PACKAGE, folder / "alibi_lab", ignore=shutil.ignore_patterns("__pycache__"))
     table = "METHODS: dict[Method, type[PositionMethod]] = {\n"
-    positions, looks = folder / "alibi_attn/lab/model/positions.py", folder / "alibi_attn/position_methods.py"
+    positions, looks = folder / "alibi_lab/lab/model/positions.py", folder / "alibi_lab/position_methods.py"
     add(positions, table, CLASS)
     add(positions, '    "none": NoPositions,\n', '    "made-up": NearestFirst,\n')
     add(looks, '    "none": ', '    "made-up": Look("a made-up method", "#123456", "#abcdef", "4"),\n')

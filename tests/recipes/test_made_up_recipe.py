@@ -4,11 +4,11 @@ from pathlib import Path
 
 import pytest
 
-from alibi_attn import records
-from alibi_attn.lab.config import ConfigError, EvalConfig, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
-from alibi_attn.recipes import index
-from alibi_attn.recipes.index import RECIPES
-from alibi_attn.report.page import report_html
+from alibi_lab import records
+from alibi_lab.lab.config import ConfigError, EvalConfig, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
+from alibi_lab.recipes import index
+from alibi_lab.recipes.index import RECIPES
+from alibi_lab.report.page import report_html
 
 
 def runs(scale: Scale) -> tuple[RunConfig, ...]:

@@ -6,14 +6,14 @@ import typing
 
 import pytest
 
-from alibi_attn import records
-from alibi_attn.lab.config import Scale
-from alibi_attn.lab.config_io import override
-from alibi_attn.lab.data.tasks import parse_corpus
-from alibi_attn.lab.experiment import run, runs_of_shard
-from alibi_attn.position_methods import METHODS as LOOKS
-from alibi_attn.recipes.method_comparison import METHODS, RECIPE, TASKS
-from alibi_attn.report.page import report_html
+from alibi_lab import records
+from alibi_lab.lab.config import Scale
+from alibi_lab.lab.config_io import override
+from alibi_lab.lab.data.tasks import parse_corpus
+from alibi_lab.lab.experiment import run, runs_of_shard
+from alibi_lab.position_methods import METHODS as LOOKS
+from alibi_lab.recipes.method_comparison import METHODS, RECIPE, TASKS
+from alibi_lab.report.page import report_html
 
 
 @pytest.mark.parametrize("scale", typing.get_args(Scale))

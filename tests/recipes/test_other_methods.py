@@ -4,16 +4,16 @@ import math
 
 import pytest
 
-from alibi_attn import records
-from alibi_attn.lab.config import ConfigError
-from alibi_attn.recipes.paper.cells import ask
-from alibi_attn.recipes.paper.items import ITEMS
-from alibi_attn.recipes.paper.run_items import run_items
-from alibi_attn.report.answers import labels_of
-from alibi_attn.report.page import report_html
+from alibi_lab import records
+from alibi_lab.lab.config import ConfigError
+from alibi_lab.recipes.paper.cells import ask
+from alibi_lab.recipes.paper.items import ITEMS
+from alibi_lab.recipes.paper.run_items import run_items
+from alibi_lab.report.answers import labels_of
+from alibi_lab.report.page import report_html
 
 OWN = """
-from alibi_attn.lab.model.position_method import PositionMethod
+from alibi_lab.lab.model.position_method import PositionMethod
 
 class Nothing(PositionMethod):
     def bias(self, at):

@@ -12,20 +12,20 @@ from pathlib import Path
 
 import pytest
 
-from alibi_attn import records
-from alibi_attn.lab.config import ConfigError
-from alibi_attn.lab.training import train
-from alibi_attn.recipes.index import RECIPES
-from alibi_attn.recipes.paper import drawings, wikitext
-from alibi_attn.recipes.paper.cells import ask, scaled
-from alibi_attn.recipes.paper.evidence import Evidence, MissingEvidenceError
-from alibi_attn.recipes.paper.items import ITEMS, PAPER
-from alibi_attn.recipes.paper.run_items import run_items
-from alibi_attn.report.answers import recorded, way_of
-from alibi_attn.report.claims import CLAIMS
-from alibi_attn.report.published import PUBLISHED, method_of, trained_length
-from alibi_attn.report.verdicts import Evidence as Evaluations
-from alibi_attn.report.verdicts import _ratio, paired
+from alibi_lab import records
+from alibi_lab.lab.config import ConfigError
+from alibi_lab.lab.training import train
+from alibi_lab.recipes.index import RECIPES
+from alibi_lab.recipes.paper import drawings, wikitext
+from alibi_lab.recipes.paper.cells import ask, scaled
+from alibi_lab.recipes.paper.evidence import Evidence, MissingEvidenceError
+from alibi_lab.recipes.paper.items import ITEMS, PAPER
+from alibi_lab.recipes.paper.run_items import run_items
+from alibi_lab.report.answers import recorded, way_of
+from alibi_lab.report.claims import CLAIMS
+from alibi_lab.report.published import PUBLISHED, method_of, trained_length
+from alibi_lab.report.verdicts import Evidence as Evaluations
+from alibi_lab.report.verdicts import _ratio, paired
 
 NAMES = [f"figure-{number}" for number in range(1, 12)] + [f"table-{number}" for number in range(1, 16)]
 STAGED = "Staged Training (Press et al., 2021)"  # cited by the paper, run here

@@ -8,12 +8,12 @@ from typing import Any
 
 import pytest
 
-from alibi_attn.lab.config import EvalConfig, ModelConfig, RunConfig, TrainConfig
-from alibi_attn.lab.experiment import run
-from alibi_attn.recipes import plan as plans
-from alibi_attn.recipes.index import RECIPES
-from alibi_attn.recipes.index import run as run_recipe
-from alibi_attn.recipes.plan import Planned, evaluation_flops, plan, training_flops
+from alibi_lab.lab.config import EvalConfig, ModelConfig, RunConfig, TrainConfig
+from alibi_lab.lab.experiment import run
+from alibi_lab.recipes import plan as plans
+from alibi_lab.recipes.index import RECIPES
+from alibi_lab.recipes.index import run as run_recipe
+from alibi_lab.recipes.plan import Planned, evaluation_flops, plan, training_flops
 
 CONFIG = RunConfig(
     model=ModelConfig(num_layers=1, num_heads=2, embed_dim=8, ffn_dim=16, vocab_size=32),

@@ -4,11 +4,11 @@ import typing
 
 import pytest
 
-from alibi_attn import records
-from alibi_attn.lab.config import Scale
-from alibi_attn.lab.data.tasks import parse_corpus, recall_distances
-from alibi_attn.lab.experiment import run
-from alibi_attn.recipes.recall import METHODS, RECIPE
+from alibi_lab import records
+from alibi_lab.lab.config import Scale
+from alibi_lab.lab.data.tasks import parse_corpus, recall_distances
+from alibi_lab.lab.experiment import run
+from alibi_lab.recipes.recall import METHODS, RECIPE
 
 
 @pytest.mark.parametrize("scale", typing.get_args(Scale))

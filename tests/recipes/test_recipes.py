@@ -5,11 +5,11 @@ import typing
 
 import pytest
 
-from alibi_attn import records
-from alibi_attn.lab.config import ConfigError, Scale
-from alibi_attn.lab.experiment import configs_of, run
-from alibi_attn.position_methods import METHODS
-from alibi_attn.recipes.index import RECIPES
+from alibi_lab import records
+from alibi_lab.lab.config import ConfigError, Scale
+from alibi_lab.lab.experiment import configs_of, run
+from alibi_lab.position_methods import METHODS
+from alibi_lab.recipes.index import RECIPES
 
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 

@@ -4,10 +4,10 @@ import html
 
 import pytest
 
-from alibi_attn import records
-from alibi_attn.lab.experiment import run
-from alibi_attn.recipes.streams import METHODS, RECIPE
-from alibi_attn.report.page import report_html
+from alibi_lab import records
+from alibi_lab.lab.experiment import run
+from alibi_lab.recipes.streams import METHODS, RECIPE
+from alibi_lab.report.page import report_html
 
 
 @pytest.fixture(scope="module")

@@ -4,12 +4,12 @@ import dataclasses
 from pathlib import Path
 
 import alibi_attn
-from alibi_attn import records
-from alibi_attn.lab.experiment import run
-from alibi_attn.lab.model.imported_method import imported_method
-from alibi_attn.position_methods import METHODS
-from alibi_attn.recipes.systems import BUILT_IN, RECIPE, SYSTEMS
-from alibi_attn.report.page import report_html
+from alibi_lab import records
+from alibi_lab.lab.experiment import run
+from alibi_lab.lab.model.imported_method import imported_method
+from alibi_lab.position_methods import METHODS
+from alibi_lab.recipes.systems import BUILT_IN, RECIPE, SYSTEMS
+from alibi_lab.report.page import report_html
 
 PACKAGE = Path(alibi_attn.__file__).parent
 
@@ -34,12 +34,12 @@ def test_every_system_is_trained_tested_and_drawn(tmp_path):
 
 
 def test_every_system_is_one_file_that_imports_no_other_part_of_the_lab():
-    allowed = ("alibi_attn.lab.config ", "alibi_attn.lab.model.position_method ", "alibi_attn.lab.systems.")
+    allowed = ("alibi_lab.lab.config ", "alibi_lab.lab.model.position_method ", "alibi_lab.lab.systems.")
     for method in SYSTEMS:
         path = PACKAGE.parent / f"{method.partition(':')[0].replace('.', '/')}.py"
         lines = path.read_text(encoding="utf-8").splitlines()
         assert len(lines) <= 200, path
-        imports = [line.partition(" ")[2] for line in lines if line.startswith("from alibi_attn.lab")]
+        imports = [line.partition(" ")[2] for line in lines if line.startswith("from alibi_lab.lab")]
         assert imports, path
         assert all(name.startswith(allowed) for name in imports), path
 

@@ -6,8 +6,8 @@ from collections.abc import Callable, Sequence
 
 import pytest
 
-from alibi_attn import records
-from alibi_attn.records import Record
+from alibi_lab import records
+from alibi_lab.records import Record
 
 LENGTHS = [128, 256, 512, 1024, 2048]
 # Nats at the trained length, and what every doubling beyond it adds.

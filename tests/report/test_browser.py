@@ -9,9 +9,9 @@ from pathlib import Path
 
 import pytest
 
-from alibi_attn.position_methods import METHODS
-from alibi_attn.records import Record
-from alibi_attn.report.page import write_report
+from alibi_lab.position_methods import METHODS
+from alibi_lab.records import Record
+from alibi_lab.report.page import write_report
 
 FLAGS = [
     "--headless=new",

@@ -9,17 +9,17 @@ import pytest
 from damaged_json import DAMAGED
 from typer.testing import CliRunner
 
-from alibi_attn import records
-from alibi_attn.cli.main import app
-from alibi_attn.records import Record, RecordError
-from alibi_attn.report import sentences
-from alibi_attn.report.page import report_html
-from alibi_attn.report.plots import benchmark as benchmarks
-from alibi_attn.report.plots import paper_items as paper
-from alibi_attn.report.plots import study as figures
-from alibi_attn.report.plots import trained_heads as certificates
-from alibi_attn.report.published import PUBLISHED
-from alibi_attn.report.series import studies
+from alibi_lab import records
+from alibi_lab.cli.main import app
+from alibi_lab.records import Record, RecordError
+from alibi_lab.report import sentences
+from alibi_lab.report.page import report_html
+from alibi_lab.report.plots import benchmark as benchmarks
+from alibi_lab.report.plots import paper_items as paper
+from alibi_lab.report.plots import study as figures
+from alibi_lab.report.plots import trained_heads as certificates
+from alibi_lab.report.published import PUBLISHED
+from alibi_lab.report.series import studies
 
 
 @pytest.fixture

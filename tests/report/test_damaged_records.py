@@ -7,8 +7,8 @@ import pytest
 from damaged_records import RESULTS, assert_named_or_drawn, draw, files
 from typer.testing import CliRunner
 
-from alibi_attn.cli.main import app
-from alibi_attn.records import RecordError
+from alibi_lab.cli.main import app
+from alibi_lab.records import RecordError
 
 
 @pytest.mark.parametrize("seed", [0, 50, pytest.param(1000, marks=pytest.mark.long)])
@@ -46,7 +46,7 @@ def test_a_length_of_0_and_a_lone_surrogate_are_refused_by_name(place, value, wo
 def test_the_checker_can_fail(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     bad = tmp_path / "a.json"
     bad.write_text("{")
-    monkeypatch.setattr("alibi_attn.records.load", lambda path: _unnamed())
+    monkeypatch.setattr("alibi_lab.records.load", lambda path: _unnamed())
     with pytest.raises(AssertionError):
         assert_named_or_drawn(bad, [])
 

@@ -9,16 +9,16 @@ import numpy as np
 import pytest
 from matplotlib.colors import to_hex
 
-from alibi_attn.position_methods import METHODS
-from alibi_attn.report import plot_alibi_bias
-from alibi_attn.report.plots import bias as heads
-from alibi_attn.report.plots import drawing
-from alibi_attn.report.plots import study as figures
-from alibi_attn.report.plots.drawing import End
-from alibi_attn.report.series import studies
-from alibi_attn.report.tables.heads import fraction, half_life
-from alibi_attn.report.tables.table import number
 from alibi_attn.slopes import alibi_slopes
+from alibi_lab.position_methods import METHODS
+from alibi_lab.report import plot_alibi_bias
+from alibi_lab.report.plots import bias as heads
+from alibi_lab.report.plots import drawing
+from alibi_lab.report.plots import study as figures
+from alibi_lab.report.plots.drawing import End
+from alibi_lab.report.series import studies
+from alibi_lab.report.tables.heads import fraction, half_life
+from alibi_lab.report.tables.table import number
 
 
 def _line(figure, color):
@@ -215,7 +215,7 @@ def test_half_life_halves_the_factor() -> None:
 
 def test_reports_load_no_framework() -> None:
     code = (
-        "import sys; import alibi_attn.report.page, alibi_attn.report.plots.bias; "
+        "import sys; import alibi_lab.report.page, alibi_lab.report.plots.bias; "
         "sys.exit(bool({'torch', 'jax', 'matplotlib.pyplot'} & set(sys.modules)))"
     )
     assert subprocess.run([sys.executable, "-c", code], check=False).returncode == 0

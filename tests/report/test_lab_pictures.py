@@ -10,17 +10,17 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from alibi_attn import records
-from alibi_attn.records import Record
-from alibi_attn.report.page import report_html
-from alibi_attn.report.plots import drawing, retrieval
-from alibi_attn.report.plots import study as figures
-from alibi_attn.report.plots import trained_heads as certificates
-from alibi_attn.report.published import PUBLISHED
-from alibi_attn.report.sections.study import MOST_LINES, drawable
-from alibi_attn.report.series import studies
-from alibi_attn.report.tables import cost as costs
-from alibi_attn.report.tables import study as tables
+from alibi_lab import records
+from alibi_lab.records import Record
+from alibi_lab.report.page import report_html
+from alibi_lab.report.plots import drawing, retrieval
+from alibi_lab.report.plots import study as figures
+from alibi_lab.report.plots import trained_heads as certificates
+from alibi_lab.report.published import PUBLISHED
+from alibi_lab.report.sections.study import MOST_LINES, drawable
+from alibi_lab.report.series import studies
+from alibi_lab.report.tables import cost as costs
+from alibi_lab.report.tables import study as tables
 
 
 def _evaluation(record: Record, **fields: object) -> Record:

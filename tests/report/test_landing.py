@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from alibi_attn import records
-from alibi_attn.position_methods import METHODS
-from alibi_attn.records import Record
-from alibi_attn.report.page import MOST_OPEN, report_html
-from alibi_attn.report.section import Section, Text
-from alibi_attn.report.sections.landing import MOST, landing
+from alibi_lab import records
+from alibi_lab.position_methods import METHODS
+from alibi_lab.records import Record
+from alibi_lab.report.page import MOST_OPEN, report_html
+from alibi_lab.report.section import Section, Text
+from alibi_lab.report.sections.landing import MOST, landing
 
-STYLE = (Path(__file__).parents[2] / "alibi_attn" / "report" / "page.css").read_text()
+STYLE = (Path(__file__).parents[2] / "alibi_lab" / "report" / "page.css").read_text()
 
 
 def named(number: int, group: str = "Group", finding: str = "") -> Section:

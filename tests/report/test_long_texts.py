@@ -4,10 +4,10 @@ import re
 
 import pytest
 
-from alibi_attn.records import Record
-from alibi_attn.report.page import report_html
-from alibi_attn.report.section import Archive
-from alibi_attn.report.sections import long_texts
+from alibi_lab.records import Record
+from alibi_lab.report.page import report_html
+from alibi_lab.report.section import Archive
+from alibi_lab.report.sections import long_texts
 
 ROWS = {
     "length": [100 * tenth for tenth in range(1, 11)],

@@ -2,10 +2,10 @@
 
 import re
 
-from alibi_attn.records import Record
-from alibi_attn.report.page import SECTIONS, report_html
-from alibi_attn.report.section import Archive, Numbers, Section, Text
-from alibi_attn.report.tables.table import text_table
+from alibi_lab.records import Record
+from alibi_lab.report.page import SECTIONS, report_html
+from alibi_lab.report.section import Archive, Numbers, Section, Text
+from alibi_lab.report.tables.table import text_table
 
 
 def find(archive: Archive) -> list[Record]:

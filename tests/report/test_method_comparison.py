@@ -7,14 +7,14 @@ import re
 import numpy as np
 import pytest
 
-from alibi_attn import records
-from alibi_attn.lab.data import symbol_tasks
-from alibi_attn.records import Record
-from alibi_attn.report import method_comparison as referee
-from alibi_attn.report import method_paragraphs as referee_words
-from alibi_attn.report.method_comparison import Measured, Task, comparisons
-from alibi_attn.report.page import report_html
-from alibi_attn.report.series import studies
+from alibi_lab import records
+from alibi_lab.lab.data import symbol_tasks
+from alibi_lab.records import Record
+from alibi_lab.report import method_comparison as referee
+from alibi_lab.report import method_paragraphs as referee_words
+from alibi_lab.report.method_comparison import Measured, Task, comparisons
+from alibi_lab.report.page import report_html
+from alibi_lab.report.series import studies
 
 LENGTHS = (64, 1024)
 DOCUMENTS = 128

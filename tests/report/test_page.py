@@ -10,11 +10,11 @@ from pathlib import Path
 
 import pytest
 
-from alibi_attn.records import Record
-from alibi_attn.report import sentences
-from alibi_attn.report.page import report_html, write_report
-from alibi_attn.report.series import studies
-from alibi_attn.report.tables import study as tables
+from alibi_lab.records import Record
+from alibi_lab.report import sentences
+from alibi_lab.report.page import report_html, write_report
+from alibi_lab.report.series import studies
+from alibi_lab.report.tables import study as tables
 
 
 def _text(page: str) -> str:

@@ -6,14 +6,14 @@ import math
 import numpy as np
 import pytest
 
-from alibi_attn import records
-from alibi_attn.records import Record
-from alibi_attn.report import answers
-from alibi_attn.report.plots import paper_items as paper
-from alibi_attn.report.published import PUBLISHED
-from alibi_attn.report.section import Archive, Section
-from alibi_attn.report.sections import closing
-from alibi_attn.report.tables import paper as paper_tables
+from alibi_lab import records
+from alibi_lab.records import Record
+from alibi_lab.report import answers
+from alibi_lab.report.plots import paper_items as paper
+from alibi_lab.report.published import PUBLISHED
+from alibi_lab.report.section import Archive, Section
+from alibi_lab.report.sections import closing
+from alibi_lab.report.tables import paper as paper_tables
 
 
 def answer(item: str, *, factor: int = 8, growth: float = 1.0, **columns: object) -> Record:

@@ -6,8 +6,8 @@ import sys
 
 import pytest
 
-from alibi_attn.report.published import PUBLISHED, method_of, trained_length
 from alibi_attn.slopes import alibi_slopes
+from alibi_lab.report.published import PUBLISHED, method_of, trained_length
 
 
 def _at(item: str, label: str, column: str, **place: float) -> float | None:
@@ -136,6 +136,6 @@ def test_labels_say_method_and_length() -> None:
 
 
 def test_the_numbers_need_neither_torch_nor_matplotlib() -> None:
-    code = "import sys, alibi_attn.report.published; print(sorted({'torch', 'jax', 'matplotlib', 'jinja2'} & set(sys.modules)))"
+    code = "import sys, alibi_lab.report.published; print(sorted({'torch', 'jax', 'matplotlib', 'jinja2'} & set(sys.modules)))"
     found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
     assert found.stdout.strip() == "[]"

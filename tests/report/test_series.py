@@ -5,8 +5,8 @@ import math
 
 import numpy as np
 
-from alibi_attn.records import Record
-from alibi_attn.report.series import studies
+from alibi_lab.records import Record
+from alibi_lab.report.series import studies
 
 
 def test_seeds_of_one_configuration_make_one_series(made_up) -> None:

@@ -10,17 +10,17 @@ import numpy as np
 import pytest
 from typer.testing import CliRunner
 
-from alibi_attn import records
-from alibi_attn.cli.main import app
-from alibi_attn.records import Record
-from alibi_attn.report import verdicts
-from alibi_attn.report.answers import published
-from alibi_attn.report.claims import CLAIMS, Claim, Number
-from alibi_attn.report.intervals import Paired, interval
-from alibi_attn.report.page import report_html
-from alibi_attn.report.published import PUBLISHED
-from alibi_attn.report.section import Archive
-from alibi_attn.report.verdicts import Evidence, paired
+from alibi_lab import records
+from alibi_lab.cli.main import app
+from alibi_lab.records import Record
+from alibi_lab.report import verdicts
+from alibi_lab.report.answers import published
+from alibi_lab.report.claims import CLAIMS, Claim, Number
+from alibi_lab.report.intervals import Paired, interval
+from alibi_lab.report.page import report_html
+from alibi_lab.report.published import PUBLISHED
+from alibi_lab.report.section import Archive
+from alibi_lab.report.verdicts import Evidence, paired
 
 Answer = tuple[Record, Mapping[str, Record]]  # with its evidence by identity
 

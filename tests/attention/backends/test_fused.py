@@ -17,12 +17,12 @@ from attention_cases import CASES, INSIDE, ONE_FAR_KEY, SHORT_INSIDE, Case
 from attention_checks import assert_exact, assert_one_far_key
 from attention_oracle import Answer
 
-from alibi_attn import records
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, tile_shape
 from alibi_attn.attention.backends.fused.launch import FARTHEST_ROW, in_rows
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.measure.gpu import gpu
-from alibi_attn.report.plots.benchmark import is_drawn
+from alibi_lab import records
+from alibi_lab.measure.gpu import gpu
+from alibi_lab.report.plots.benchmark import is_drawn
 
 LONG = Case("long", batch=1, heads=2, query_len=333, key_len=333, slopes="steep")
 SINK = dataclasses.replace(LONG, name="sink", sink=200.0)

@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from alibi_attn import records
+from alibi_lab import records
 
 ROOT = Path(__file__).parents[3]
 SMALL = {"norms", "outliers", "reach", "plan", "shared_plan", "asked", "merge", "labels", "runs", "full", "allowed"}

@@ -8,9 +8,9 @@ import types
 import pytest
 import torch
 
-from alibi_attn.lab.config import DataConfig
-from alibi_attn.lab.data import sources
-from alibi_attn.lab.data.corpus import (
+from alibi_lab.lab.config import DataConfig
+from alibi_lab.lab.data import sources
+from alibi_lab.lab.data.corpus import (
     CorpusError,
     batches,
     document_ids,
@@ -19,8 +19,8 @@ from alibi_attn.lab.data.corpus import (
     read_text,
     whole_text,
 )
-from alibi_attn.lab.data.sources import TextFile, file_chunks
-from alibi_attn.lab.data.tokenizing import WordTokenizer
+from alibi_lab.lab.data.sources import TextFile, file_chunks
+from alibi_lab.lab.data.tokenizing import WordTokenizer
 
 
 def decoded(tokens: torch.Tensor) -> str:

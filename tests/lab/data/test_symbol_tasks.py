@@ -6,10 +6,10 @@ import pytest
 import torch
 from copier import Copier
 
-from alibi_attn.lab.config import DataConfig, EvalConfig, SymbolTask
-from alibi_attn.lab.data.corpus import load_corpus
-from alibi_attn.lab.data.symbol_tasks import CHANCE, TaskError, shortest, symbol_documents
-from alibi_attn.lab.evaluation.context_use import symbols
+from alibi_lab.lab.config import DataConfig, EvalConfig, SymbolTask
+from alibi_lab.lab.data.corpus import load_corpus
+from alibi_lab.lab.data.symbol_tasks import CHANCE, TaskError, shortest, symbol_documents
+from alibi_lab.lab.evaluation.context_use import symbols
 
 TASKS = typing.get_args(SymbolTask)
 MARK, ASK, SEPARATOR = 30, 31, 63

@@ -5,9 +5,9 @@ import torch
 import torch.nn.functional as F
 from copier import SURE, Copier
 
-from alibi_attn.lab.config import ConfigError, DataConfig, EvalConfig
-from alibi_attn.lab.data.corpus import load_corpus
-from alibi_attn.lab.data.tasks import (
+from alibi_lab.lab.config import ConfigError, DataConfig, EvalConfig
+from alibi_lab.lab.data.corpus import load_corpus
+from alibi_lab.lab.data.tasks import (
     DOCUMENT_TOKENS,
     KEY_DIGITS,
     SEGMENT,
@@ -19,7 +19,7 @@ from alibi_attn.lab.data.tasks import (
     shortest_passkey,
     task_tokens,
 )
-from alibi_attn.lab.evaluation.context_use import DEPTHS, passkey, recall
+from alibi_lab.lab.evaluation.context_use import DEPTHS, passkey, recall
 
 ALPHABET = torch.arange(0, 192, 3)
 SENTENCE = b" The pass key is"

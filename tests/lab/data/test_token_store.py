@@ -16,10 +16,10 @@ import pytest
 import torch
 from damaged_json import DAMAGED
 
-from alibi_attn.lab.config import DataConfig
-from alibi_attn.lab.data import token_store, tokenizing
-from alibi_attn.lab.data.corpus import CorpusError, batches, load_corpus
-from alibi_attn.lab.sealed_folder import sealed
+from alibi_lab.lab.config import DataConfig
+from alibi_lab.lab.data import token_store, tokenizing
+from alibi_lab.lab.data.corpus import CorpusError, batches, load_corpus
+from alibi_lab.lab.sealed_folder import sealed
 
 PARTS = ("train", "valid", "test")
 
@@ -87,7 +87,7 @@ def test_the_manifest_describes_the_files(folder, store):
 def test_a_text_is_tokenized_once(folder, store, monkeypatch):
     first = load_corpus(asked(folder), store)
     monkeypatch.setattr(token_store, "file_sha256", lambda path: pytest.fail(f"{path} is hashed again"))
-    monkeypatch.setattr("alibi_attn.lab.sealed_folder.verify", lambda *_, **__: None)
+    monkeypatch.setattr("alibi_lab.lab.sealed_folder.verify", lambda *_, **__: None)
     assert_equal_corpora(load_corpus(asked(folder), store), first)
 
 
@@ -293,9 +293,9 @@ def test_two_processes_at_once_share_the_work(folder, store, monkeypatch):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from alibi_attn.lab.data import tokens
-from alibi_attn.lab.config import DataConfig
-from alibi_attn.lab.data.corpus import load_corpus
+from alibi_lab.lab.data import tokens
+from alibi_lab.lab.config import DataConfig
+from alibi_lab.lab.data.corpus import load_corpus
 
 groups = tokens._groups
 def cut(documents, end):
@@ -323,8 +323,8 @@ MEASURED = """
 import sys
 from pathlib import Path
 import torch
-from alibi_attn.lab.config import DataConfig
-from alibi_attn.lab.data.corpus import load_corpus
+from alibi_lab.lab.config import DataConfig
+from alibi_lab.lab.data.corpus import load_corpus
 from alibi_attn.nn.allocator import peak_memory_bytes
 
 peak = lambda: peak_memory_bytes(torch.device("cpu"))

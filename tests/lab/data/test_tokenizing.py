@@ -8,11 +8,11 @@ import tokenizers
 import torch
 from damaged_json import DAMAGED
 
-from alibi_attn.lab.config import RunConfig
-from alibi_attn.lab.config_io import override
-from alibi_attn.lab.data import tokenizing
-from alibi_attn.lab.data.sources import CorpusError
-from alibi_attn.lab.data.tokenizing import (
+from alibi_lab.lab.config import RunConfig
+from alibi_lab.lab.config_io import override
+from alibi_lab.lab.data import tokenizing
+from alibi_lab.lab.data.sources import CorpusError
+from alibi_lab.lab.data.tokenizing import (
     BpeTokenizer,
     ByteTokenizer,
     WordTokenizer,

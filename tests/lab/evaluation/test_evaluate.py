@@ -5,9 +5,9 @@ import itertools
 import pytest
 import torch
 
-from alibi_attn.lab.config import ConfigError, EvalConfig, ModelConfig
-from alibi_attn.lab.data.corpus import CorpusError
-from alibi_attn.lab.evaluation.evaluate import (
+from alibi_lab.lab.config import ConfigError, EvalConfig, ModelConfig
+from alibi_lab.lab.data.corpus import CorpusError
+from alibi_lab.lab.evaluation.evaluate import (
     evaluate,
     loss_by_part,
     loss_by_position,
@@ -18,9 +18,9 @@ from alibi_attn.lab.evaluation.evaluate import (
     stride_at,
     validation_nats,
 )
-from alibi_attn.lab.evaluation.losses import TokenLosses
-from alibi_attn.lab.model.language_model import LanguageModel
-from alibi_attn.lab.model.positions import METHODS
+from alibi_lab.lab.evaluation.losses import TokenLosses
+from alibi_lab.lab.model.language_model import LanguageModel
+from alibi_lab.lab.model.positions import METHODS
 
 TEXT = torch.randint(64, (150,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 STRETCHES = [range(20, 40), range(120, 140)]

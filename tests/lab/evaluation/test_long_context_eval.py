@@ -3,10 +3,10 @@
 import pytest
 import torch
 
-from alibi_attn.lab.config import ConfigError, EvalConfig, ModelConfig
-from alibi_attn.lab.evaluation.evaluate import nonoverlapping
-from alibi_attn.lab.evaluation.long_context_eval import all_curves, attention_sinks, cached_segments, streams
-from alibi_attn.lab.model.language_model import LanguageModel
+from alibi_lab.lab.config import ConfigError, EvalConfig, ModelConfig
+from alibi_lab.lab.evaluation.evaluate import nonoverlapping
+from alibi_lab.lab.evaluation.long_context_eval import all_curves, attention_sinks, cached_segments, streams
+from alibi_lab.lab.model.language_model import LanguageModel
 
 TEXT = torch.randint(64, (150,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 STRETCHES = [range(40, 60), range(120, 140)]

@@ -6,7 +6,7 @@ import sys
 import pytest
 import torch
 
-from alibi_attn.lab.evaluation.losses import EvaluationError, Window, answers, token_losses
+from alibi_lab.lab.evaluation.losses import EvaluationError, Window, answers, token_losses
 
 TEXT = torch.randint(64, (400,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
 WINDOWS = [Window(begin, begin + 10, 10) for begin in range(0, 380, 10)]
@@ -88,9 +88,9 @@ def test_other_errors_are_not_swallowed(tiny_model, monkeypatch):
 
 STARVED = """
 import resource, torch
-from alibi_attn.lab.config import ModelConfig
-from alibi_attn.lab.evaluation.losses import Window, token_losses
-from alibi_attn.lab.model.language_model import LanguageModel
+from alibi_lab.lab.config import ModelConfig
+from alibi_lab.lab.evaluation.losses import Window, token_losses
+from alibi_lab.lab.model.language_model import LanguageModel
 torch.set_num_threads(1)
 config = ModelConfig(method="t5", num_layers=1, num_heads=2, embed_dim=32, ffn_dim=64)
 model = LanguageModel(config, trained_length=64)

@@ -4,8 +4,8 @@ import pytest
 import torch
 from torch import nn
 
-from alibi_attn.lab.config import ConfigError
-from alibi_attn.lab.model.adaptive import AdaptiveInput, AdaptiveSoftmax
+from alibi_lab.lab.config import ConfigError
+from alibi_lab.lab.model.adaptive import AdaptiveInput, AdaptiveSoftmax
 
 WIDTH, VOCABULARY, CUTOFFS = 16, 60, [10, 30]
 

@@ -7,8 +7,8 @@ import torch
 from torch import nn
 
 from alibi_attn.hf.export import DecoderConfig, export_mpt
-from alibi_attn.lab.config import ConfigError, ModelConfig
-from alibi_attn.lab.model.language_model import LanguageModel, decoder_state
+from alibi_lab.lab.config import ConfigError, ModelConfig
+from alibi_lab.lab.model.language_model import LanguageModel, decoder_state
 
 PAPER = ModelConfig(  # Baevski and Auli 2019, sec. 4.2; fairseq's transformer_lm_wiki103
     architecture="baevski-auli",

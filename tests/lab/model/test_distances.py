@@ -5,10 +5,10 @@ import math
 import pytest
 import torch
 
-from alibi_attn.lab.config import ModelConfig
-from alibi_attn.lab.model.attention import attend
-from alibi_attn.lab.model.position_method import LayerInput, Pass
-from alibi_attn.lab.model.positions import METHODS
+from alibi_lab.lab.config import ModelConfig
+from alibi_lab.lab.model.attention import attend
+from alibi_lab.lab.model.position_method import LayerInput, Pass
+from alibi_lab.lab.model.positions import METHODS
 
 CONFIG = ModelConfig(num_layers=1, num_heads=2, embed_dim=16)
 

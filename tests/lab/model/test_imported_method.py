@@ -10,22 +10,22 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
-from alibi_attn import records
-from alibi_attn.cli.main import app, main
-from alibi_attn.lab.config import ConfigError, ModelConfig
-from alibi_attn.lab.model.imported_method import imported_method, source_facts
-from alibi_attn.lab.model.language_model import LanguageModel
-from alibi_attn.lab.model.positions import ALiBi
-from alibi_attn.lab.sealed_folder import sealed
-from alibi_attn.lab.training.checkpoint import CheckpointError, load_checkpoint
-from alibi_attn.report.page import report_html
+from alibi_lab import records
+from alibi_lab.cli.main import app, main
+from alibi_lab.lab.config import ConfigError, ModelConfig
+from alibi_lab.lab.model.imported_method import imported_method, source_facts
+from alibi_lab.lab.model.language_model import LanguageModel
+from alibi_lab.lab.model.positions import ALiBi
+from alibi_lab.lab.sealed_folder import sealed
+from alibi_lab.lab.training.checkpoint import CheckpointError, load_checkpoint
+from alibi_lab.report.page import report_html
 
 RUNNER = CliRunner()
 MINE = '''
 import torch
-from alibi_attn.lab.model.position_method import PositionMethod
-from alibi_attn.lab.model.positions import ALiBi
-from alibi_attn.position_methods import Look
+from alibi_lab.lab.model.position_method import PositionMethod
+from alibi_lab.lab.model.positions import ALiBi
+from alibi_lab.position_methods import Look
 
 class MyBias(PositionMethod):
     """ALiBi, written out: the attention hook applies the bias and the mask."""
@@ -275,6 +275,6 @@ def test_an_error_inside_this_package_keeps_its_traceback(tmp_path: Path, monkey
 def test_a_missing_module_and_a_built_in_name_with_a_typo_are_named() -> None:
     with pytest.raises(ConfigError, match="there is no module no_such_package"):
         imported_method("no_such_package.methods:Mine")
-    assert imported_method("alibi_attn.lab.model.rotary:DroPE").__name__ == "DroPE"
+    assert imported_method("alibi_lab.lab.model.rotary:DroPE").__name__ == "DroPE"
     with pytest.raises(ConfigError, match=r"did you mean 'alibi'\?.*FILE.py:Class"):
         ModelConfig(method="alib")

@@ -4,11 +4,11 @@ import pytest
 import torch
 import torch.nn.functional as F
 
-from alibi_attn.lab.config import ConfigError
-from alibi_attn.lab.model.attention import LayerCache
-from alibi_attn.lab.model.generation import generate
-from alibi_attn.lab.model.position_method import PositionError
-from alibi_attn.lab.model.positions import METHODS
+from alibi_lab.lab.config import ConfigError
+from alibi_lab.lab.model.attention import LayerCache
+from alibi_lab.lab.model.generation import generate
+from alibi_lab.lab.model.position_method import PositionError
+from alibi_lab.lab.model.positions import METHODS
 
 TRAINED_LENGTH = 16
 ARCHITECTURES = {
@@ -85,7 +85,7 @@ def test_greedy_generation_takes_the_likeliest_token_also_beyond_the_trained_len
 def test_a_long_prompt_is_read_in_pieces_of_bounded_size(tiny_model, method, monkeypatch):
     model, prompt, lengths = tiny_model(method), some_tokens(50)[0].tolist(), []
     whole = list(generate(model, prompt, max_new_tokens=5, temperature=0))
-    monkeypatch.setattr("alibi_attn.lab.model.generation.PREFILL_TOKENS", 16)
+    monkeypatch.setattr("alibi_lab.lab.model.generation.PREFILL_TOKENS", 16)
     hook = model.register_forward_pre_hook(lambda _, inputs: lengths.append(inputs[0].shape[1]))
     assert list(generate(model, prompt, max_new_tokens=5, temperature=0)) == whole
     hook.remove()
@@ -149,7 +149,7 @@ def test_losses_of_some_rows_at_a_time_are_those_of_all_at_once(tiny_model, monk
     found = []
     for rows in (5, 1000):
         model, tokens = tiny_model("alibi"), some_tokens(13)
-        monkeypatch.setattr("alibi_attn.lab.model.language_model._LOGITS_AT_ONCE", rows * model.config.vocab_size)
+        monkeypatch.setattr("alibi_lab.lab.model.language_model._LOGITS_AT_ONCE", rows * model.config.vocab_size)
         losses = model(tokens[:, :-1], targets=tokens[:, 1:])
         losses.mean().backward()
         found.append([losses.detach(), *(parameter.grad for parameter in model.parameters())])

@@ -6,19 +6,19 @@ from pathlib import Path
 import pytest
 import torch
 
-from alibi_attn.cli.main import main
-from alibi_attn.lab.config import ModelConfig, RunConfig
-from alibi_attn.lab.config_io import override
-from alibi_attn.lab.data.corpus import whole_text
-from alibi_attn.lab.data.tokenizing import ByteTokenizer
-from alibi_attn.lab.evaluation.long_context_eval import own_curves
-from alibi_attn.lab.model.imported_method import imported_method
-from alibi_attn.lab.model.language_model import LanguageModel
-from alibi_attn.lab.model.method_trial import try_method
-from alibi_attn.lab.model.position_method import PositionError, PositionMethod
-from alibi_attn.lab.model.positions import METHODS, ALiBi
-from alibi_attn.lab.training.checkpoint import CheckpointError, load_checkpoint
-from alibi_attn.lab.training.train import train
+from alibi_lab.cli.main import main
+from alibi_lab.lab.config import ModelConfig, RunConfig
+from alibi_lab.lab.config_io import override
+from alibi_lab.lab.data.corpus import whole_text
+from alibi_lab.lab.data.tokenizing import ByteTokenizer
+from alibi_lab.lab.evaluation.long_context_eval import own_curves
+from alibi_lab.lab.model.imported_method import imported_method
+from alibi_lab.lab.model.language_model import LanguageModel
+from alibi_lab.lab.model.method_trial import try_method
+from alibi_lab.lab.model.position_method import PositionError, PositionMethod
+from alibi_lab.lab.model.positions import METHODS, ALiBi
+from alibi_lab.lab.training.checkpoint import CheckpointError, load_checkpoint
+from alibi_lab.lab.training.train import train
 
 SMALL = {"vocab_size": 64, "num_layers": 2, "num_heads": 2, "embed_dim": 16, "ffn_dim": 24}
 HEAD = f"""import torch

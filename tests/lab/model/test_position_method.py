@@ -8,13 +8,13 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from alibi_attn.lab.data.corpus import load_corpus
-from alibi_attn.lab.model.attention import LayerCache, attend
-from alibi_attn.lab.model.generation import generate
-from alibi_attn.lab.model.position_method import ContentBias, Pass, PositionError, PositionMethod
-from alibi_attn.lab.model.positions import METHODS, ALiBi
-from alibi_attn.lab.training.checkpoint import load_checkpoint
-from alibi_attn.lab.training.train import train
+from alibi_lab.lab.data.corpus import load_corpus
+from alibi_lab.lab.model.attention import LayerCache, attend
+from alibi_lab.lab.model.generation import generate
+from alibi_lab.lab.model.position_method import ContentBias, Pass, PositionError, PositionMethod
+from alibi_lab.lab.model.positions import METHODS, ALiBi
+from alibi_lab.lab.training.checkpoint import load_checkpoint
+from alibi_lab.lab.training.train import train
 
 
 class Forgetting(PositionMethod):

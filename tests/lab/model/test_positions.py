@@ -7,11 +7,12 @@ import pytest
 import torch
 
 from alibi_attn.attention.bias import alibi_bias
-from alibi_attn.lab.config import ConfigError, ModelConfig
-from alibi_attn.lab.model.attention import attend
-from alibi_attn.lab.model.distances import t5_bucket
-from alibi_attn.lab.model.position_method import ByDistance, LayerInput, Pass, PositionError
-from alibi_attn.lab.model.positions import (
+from alibi_attn.slopes import alibi_slopes
+from alibi_lab.lab.config import ConfigError, ModelConfig
+from alibi_lab.lab.model.attention import attend
+from alibi_lab.lab.model.distances import t5_bucket
+from alibi_lab.lab.model.position_method import ByDistance, LayerInput, Pass, PositionError
+from alibi_lab.lab.model.positions import (
     METHODS,
     ALiBi,
     ALiBiHalf,
@@ -25,8 +26,7 @@ from alibi_attn.lab.model.positions import (
     check_segments,
     check_stretch,
 )
-from alibi_attn.lab.model.rotary import rotary_frequencies
-from alibi_attn.slopes import alibi_slopes
+from alibi_lab.lab.model.rotary import rotary_frequencies
 
 CONFIG = ModelConfig(num_layers=1, num_heads=2, embed_dim=16)
 AT = Pass(3, 3)
@@ -104,7 +104,7 @@ def test_t5_attention_is_the_loop_over_pairs(qkv, query_len, key_len):
 @pytest.mark.parametrize("kernels", [True, False], ids=["kernels", "torch"])
 @pytest.mark.parametrize(("query_len", "key_len"), [(5, 5), (1, 40), (3, 40)])
 def test_attention_without_a_bias_is_the_loop_over_pairs(qkv, query_len, key_len, kernels, monkeypatch):
-    monkeypatch.setattr("alibi_attn.lab.model.attention._has_kernels", lambda q: kernels)
+    monkeypatch.setattr("alibi_lab.lab.model.attention._has_kernels", lambda q: kernels)
     q, k, v = qkv(query_len, key_len)
     out = attend(q, k, v, NoPositions(CONFIG, 8).bias(Pass(query_len, key_len)))
     assert_attention_is(out, q, k, v, lambda head, d: 0.0)
@@ -113,7 +113,7 @@ def test_attention_without_a_bias_is_the_loop_over_pairs(qkv, query_len, key_len
 def test_without_a_bias_the_kernels_run_on_a_cpu_that_has_them(qkv, monkeypatch):
     asked = []
     monkeypatch.setattr(
-        "alibi_attn.lab.model.attention.alibi_attention", lambda *args, **given: asked.append(args[3].tolist())
+        "alibi_lab.lab.model.attention.alibi_attention", lambda *args, **given: asked.append(args[3].tolist())
     )
     for missing, query_len in ((None, 40), (None, 1), ("there is no compiler", 40)):
         monkeypatch.setattr("alibi_attn.attention.backends.native.build.why_not", lambda missing=missing: missing)

@@ -4,13 +4,13 @@ import pytest
 import torch
 from torch import Tensor
 
-from alibi_attn.lab.config import ConfigError, EvalConfig
-from alibi_attn.lab.data.corpus import Corpus
-from alibi_attn.lab.model.attention import LayerCache
-from alibi_attn.lab.model.generation import generate
-from alibi_attn.lab.model.imported_method import imported_method
+from alibi_lab.lab.config import ConfigError, EvalConfig
+from alibi_lab.lab.data.corpus import Corpus
+from alibi_lab.lab.model.attention import LayerCache
+from alibi_lab.lab.model.generation import generate
+from alibi_lab.lab.model.imported_method import imported_method
 
-FOLDER = "alibi_attn.lab.systems"
+FOLDER = "alibi_lab.lab.systems"
 WHOLE = [
     f"{FOLDER}.shaw:Shaw",
     f"{FOLDER}.transformer_xl:RelativeSinusoids",

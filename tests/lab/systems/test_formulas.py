@@ -6,15 +6,15 @@ import pytest
 import torch
 from torch import Tensor
 
-from alibi_attn.lab.config import ModelConfig
-from alibi_attn.lab.model.language_model import Block
-from alibi_attn.lab.model.position_method import LayerInput, Pass, PositionMethod
-from alibi_attn.lab.systems import longformer, shaw
-from alibi_attn.lab.systems.da_transformer import DATransformer
-from alibi_attn.lab.systems.longformer import Longformer
-from alibi_attn.lab.systems.shaw import Shaw
-from alibi_attn.lab.systems.shortformer import Shortformer
-from alibi_attn.lab.systems.transformer_xl import RelativeSinusoids
+from alibi_lab.lab.config import ModelConfig
+from alibi_lab.lab.model.language_model import Block
+from alibi_lab.lab.model.position_method import LayerInput, Pass, PositionMethod
+from alibi_lab.lab.systems import longformer, shaw
+from alibi_lab.lab.systems.da_transformer import DATransformer
+from alibi_lab.lab.systems.longformer import Longformer
+from alibi_lab.lab.systems.shaw import Shaw
+from alibi_lab.lab.systems.shortformer import Shortformer
+from alibi_lab.lab.systems.transformer_xl import RelativeSinusoids
 
 CONFIG = ModelConfig(num_layers=2, num_heads=2, embed_dim=16, ffn_dim=24)
 LAYER, HEADS, HEAD_DIM = 1, 2, 8

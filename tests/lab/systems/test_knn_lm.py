@@ -5,11 +5,11 @@ import math
 import pytest
 import torch
 
-from alibi_attn.lab.config import EvalConfig
-from alibi_attn.lab.data.corpus import CorpusError
-from alibi_attn.lab.data.tokens import Corpus
-from alibi_attn.lab.systems import knn_lm
-from alibi_attn.lab.systems.knn_lm import KnnLM, contexts, interpolated_nats, knn_log_probability, nearest
+from alibi_lab.lab.config import EvalConfig
+from alibi_lab.lab.data.corpus import CorpusError
+from alibi_lab.lab.data.tokens import Corpus
+from alibi_lab.lab.systems import knn_lm
+from alibi_lab.lab.systems.knn_lm import KnnLM, contexts, interpolated_nats, knn_log_probability, nearest
 
 
 def texts(tokens: int = 90) -> tuple[torch.Tensor, torch.Tensor]:

@@ -5,13 +5,13 @@ import math
 import pytest
 import torch
 
-from alibi_attn.lab.config import ModelConfig
-from alibi_attn.lab.model.attention import LayerCache
-from alibi_attn.lab.model.language_model import LanguageModel
-from alibi_attn.lab.model.position_method import Pass
-from alibi_attn.lab.systems.landmark import Landmark, grouped_weights
+from alibi_lab.lab.config import ModelConfig
+from alibi_lab.lab.model.attention import LayerCache
+from alibi_lab.lab.model.language_model import LanguageModel
+from alibi_lab.lab.model.position_method import Pass
+from alibi_lab.lab.systems.landmark import Landmark, grouped_weights
 
-METHOD = "alibi_attn.lab.systems.landmark:Landmark"
+METHOD = "alibi_lab.lab.systems.landmark:Landmark"
 SLOPES = torch.tensor([0.5, 0.03])
 
 

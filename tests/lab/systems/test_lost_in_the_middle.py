@@ -6,13 +6,13 @@ import math
 import pytest
 import torch
 
-from alibi_attn.lab.config import EvalConfig, ModelConfig
-from alibi_attn.lab.data.tokens import Corpus
-from alibi_attn.lab.model.attention import attend
-from alibi_attn.lab.model.position_method import LayerInput, Pass
-from alibi_attn.lab.model.positions import ALiBi
-from alibi_attn.lab.systems import lost_in_the_middle
-from alibi_attn.lab.systems.lost_in_the_middle import ASKED, DOCUMENTS, LostInTheMiddle, Watched, document_edges
+from alibi_lab.lab.config import EvalConfig, ModelConfig
+from alibi_lab.lab.data.tokens import Corpus
+from alibi_lab.lab.model.attention import attend
+from alibi_lab.lab.model.position_method import LayerInput, Pass
+from alibi_lab.lab.model.positions import ALiBi
+from alibi_lab.lab.systems import lost_in_the_middle
+from alibi_lab.lab.systems.lost_in_the_middle import ASKED, DOCUMENTS, LostInTheMiddle, Watched, document_edges
 
 SLOPES = torch.tensor([0.05, 0.2])
 TRAIN = torch.arange(64, dtype=torch.uint8)

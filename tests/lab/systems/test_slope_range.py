@@ -5,12 +5,12 @@ import math
 import pytest
 import torch
 
-from alibi_attn.lab.config import ModelConfig
-from alibi_attn.lab.model.language_model import LanguageModel
-from alibi_attn.lab.model.position_method import Pass
-from alibi_attn.lab.systems import slope_range
-from alibi_attn.recipes.slope_search import METHODS, SETS
 from alibi_attn.slopes import alibi_slopes
+from alibi_lab.lab.config import ModelConfig
+from alibi_lab.lab.model.language_model import LanguageModel
+from alibi_lab.lab.model.position_method import Pass
+from alibi_lab.lab.systems import slope_range
+from alibi_lab.recipes.slope_search import METHODS, SETS
 
 FORMULAS = {
     "Flattest4": lambda h, heads: 2 ** (-2 * h / heads),
@@ -28,7 +28,7 @@ def model_with(method: str, *, heads: int, seed: int = 0) -> LanguageModel:
 
 
 def slopes_of(name: str, *, heads: int = 8, seed: int = 0) -> torch.Tensor:
-    model = model_with(f"alibi_attn.lab.systems.slope_range:{name}", heads=heads, seed=seed)
+    model = model_with(f"alibi_lab.lab.systems.slope_range:{name}", heads=heads, seed=seed)
     return model.position.bias(Pass(16, 16))
 
 

@@ -10,18 +10,18 @@ import pytest
 import torch
 from damaged_json import DAMAGED
 
-from alibi_attn.lab.data.corpus import load_corpus
-from alibi_attn.lab.model.positions import METHODS
-from alibi_attn.lab.sealed_folder import sealed
-from alibi_attn.lab.training import checkpoint
-from alibi_attn.lab.training.checkpoint import (
+from alibi_lab.lab.data.corpus import load_corpus
+from alibi_lab.lab.model.positions import METHODS
+from alibi_lab.lab.sealed_folder import sealed
+from alibi_lab.lab.training import checkpoint
+from alibi_lab.lab.training.checkpoint import (
     CheckpointError,
     load_checkpoint,
     load_checkpoint_tokenizer,
     load_progress,
     newest,
 )
-from alibi_attn.lab.training.train import train
+from alibi_lab.lab.training.train import train
 
 
 @pytest.fixture(scope="module")
@@ -174,7 +174,7 @@ def test_a_model_that_cannot_be_built_or_has_another_shape_is_refused(trained, f
 
 
 def test_a_validation_that_overflowed_is_kept_as_null(tiny_run, tmp_path, monkeypatch):
-    monkeypatch.setattr("alibi_attn.lab.training.train.validation_nats", lambda *_, **__: (math.nan, 5))
+    monkeypatch.setattr("alibi_lab.lab.training.train.validation_nats", lambda *_, **__: (math.nan, 5))
     config = tiny_run(steps=2, validate_every=1)
     train(config, load_corpus(config.data), tmp_path / "run")
     assert load_progress(newest(tmp_path / "run"), config).validation["nats"] == [None, None]

@@ -5,12 +5,12 @@ import json
 import pytest
 import torch
 
-from alibi_attn.lab.config import ConfigError
-from alibi_attn.lab.config_io import override
-from alibi_attn.lab.data.corpus import load_corpus
-from alibi_attn.lab.model.attention import Context, attend
-from alibi_attn.lab.model.position_method import ByDistance
-from alibi_attn.lab.training.train import train
+from alibi_lab.lab.config import ConfigError
+from alibi_lab.lab.config_io import override
+from alibi_lab.lab.data.corpus import load_corpus
+from alibi_lab.lab.model.attention import Context, attend
+from alibi_lab.lab.model.position_method import ByDistance
+from alibi_lab.lab.training.train import train
 
 
 @pytest.fixture(scope="module")

@@ -5,7 +5,7 @@ import sys
 
 import pytest
 
-from alibi_attn.lab.training.interruption import deferred_interruption
+from alibi_lab.lab.training.interruption import deferred_interruption
 
 
 @pytest.fixture

@@ -6,8 +6,8 @@ import math
 import pytest
 import torch
 
-from alibi_attn.lab.config import TrainConfig
-from alibi_attn.lab.training.optimizer import learning_rate, make_optimizer
+from alibi_lab.lab.config import TrainConfig
+from alibi_lab.lab.training.optimizer import learning_rate, make_optimizer
 
 PAPER = TrainConfig(  # the command of the paper's repository
     optimizer="nag", learning_rate=1.0, warmup_steps=16_000, steps=286_000, final_share=1e-4, weight_decay=0.0

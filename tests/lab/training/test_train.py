@@ -10,14 +10,14 @@ import signal
 import pytest
 import torch
 
-from alibi_attn.lab.config import ConfigError, EvalConfig, TrainConfig
-from alibi_attn.lab.data.corpus import load_corpus
-from alibi_attn.lab.evaluation.evaluate import mean_nats, nonoverlapping, scored_stretches
-from alibi_attn.lab.training import train as loop
-from alibi_attn.lab.training.checkpoint import CheckpointError, load_checkpoint, load_progress, newest
-from alibi_attn.lab.training.interruption import SIGNALS
-from alibi_attn.lab.training.parallel import prepare, share_of_batch
-from alibi_attn.lab.training.train import TrainingError, steps, train
+from alibi_lab.lab.config import ConfigError, EvalConfig, TrainConfig
+from alibi_lab.lab.data.corpus import load_corpus
+from alibi_lab.lab.evaluation.evaluate import mean_nats, nonoverlapping, scored_stretches
+from alibi_lab.lab.training import train as loop
+from alibi_lab.lab.training.checkpoint import CheckpointError, load_checkpoint, load_progress, newest
+from alibi_lab.lab.training.interruption import SIGNALS
+from alibi_lab.lab.training.parallel import prepare, share_of_batch
+from alibi_lab.lab.training.train import TrainingError, steps, train
 
 
 class PowerCut(Exception):

@@ -6,8 +6,8 @@ import pytest
 from forked_ranks import free_port
 from two_agents import TRAIN, Agents
 
-from alibi_attn import records
-from alibi_attn.lab.training.checkpoint import newest
+from alibi_lab import records
+from alibi_lab.lab.training.checkpoint import newest
 
 pytestmark = pytest.mark.long
 

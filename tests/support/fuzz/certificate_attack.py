@@ -19,7 +19,6 @@ import numpy as np
 import torch
 from hypothesis import strategies as st
 
-from alibi_attn import records
 from alibi_attn.attention.argument_names import DEFAULTS
 from alibi_attn.attention.backends.banded import pieces as banded_pieces
 from alibi_attn.attention.backends.native import backend as native
@@ -27,6 +26,7 @@ from alibi_attn.attention.certificate.bounds import Bounds, bounds
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.attention.visibility import distances, visible
+from alibi_lab import records
 
 WHERE = (
     "nothing",

@@ -11,9 +11,9 @@ from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from alibi_attn import records
-from alibi_attn.records import RecordError
-from alibi_attn.report.page import report_html
+from alibi_lab import records
+from alibi_lab.records import RecordError
+from alibi_lab.report.page import report_html
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
 VALUES = [None, 0, -1, 1, 3, 0.5, 1e99, 1e16, 1e-320, -1e-9, 2**53, 10**30, "", "text", "figure-1", "\ud800", "\x00",

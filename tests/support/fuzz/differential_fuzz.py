@@ -30,7 +30,7 @@ import torch
 from differential_calls import Call, draw, settled
 from differential_checks import Question, answerable, assert_agrees, assert_right
 
-from alibi_attn import records
+from alibi_lab import records
 
 JAX = ("jax-native", "jax-dense", "jax-loop")
 KILLED = "the process was killed"

@@ -26,11 +26,11 @@ from attention_checks import answer, assert_exact
 from certificate_attack import Attack, dropped, random_attack
 from torch import Tensor
 
-from alibi_attn import records
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
 from alibi_attn.attention.backends.fused.plan import planned
 from alibi_attn.attention.certificate.bounds import Bounds
 from alibi_attn.attention.spec import AttentionSpec
+from alibi_lab import records
 
 DTYPES = {"bfloat16": 2.0**-12, "float16": 2.0**-15, "float32": 2.0**-28}  # dtypes and their tolerances, eps / 32
 TOGETHER = 50  # draws per task of a worker process

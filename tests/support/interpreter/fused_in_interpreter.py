@@ -36,7 +36,7 @@ from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.schema import Arguments
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.validation import make_spec
-from alibi_attn.measure.gpu import gpu
+from alibi_lab.measure.gpu import gpu
 
 
 @contextlib.contextmanager

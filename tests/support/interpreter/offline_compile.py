@@ -21,7 +21,6 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from alibi_attn import records
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, Shape, tile_shape
 from alibi_attn.attention.backends.fused.kernels.arguments import (
     Call,
@@ -48,6 +47,7 @@ from alibi_attn.attention.backends.fused.kernels.decode import decode_kernel, me
 from alibi_attn.attention.backends.fused.kernels.forward import forward_kernel
 from alibi_attn.attention.backends.fused.kernels.masks import allowed_kernel, full_kernel, labels_kernel, runs_kernel
 from alibi_attn.attention.backends.fused.kernels.plan import plan_kernel, shared_plan_kernel, visitors_kernel
+from alibi_lab import records
 
 KERNELS = {"forward": forward_kernel, "query": query_kernel, "key": key_kernel, "decode": decode_kernel}
 BEFORE = {"norms": norms_kernel, "outliers": outliers_kernel, "reach": reach_kernel, "plan": plan_kernel}

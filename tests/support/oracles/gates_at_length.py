@@ -15,8 +15,9 @@ import torch
 from torch import Tensor
 from torch.nn.functional import logsigmoid, normalize
 
-from alibi_attn import alibi_attention, forgetting_attention, records
+from alibi_attn import alibi_attention, forgetting_attention
 from alibi_attn.slopes import alibi_slopes
+from alibi_lab import records
 
 LENGTH, HEADS, HEAD_DIM, BOUND = 131_072, 2, 64, 8.0
 LOGITS = (2.0, 4.0, 6.0)

@@ -15,11 +15,11 @@ import torch
 import torch._dynamo  # which every optimizer loads
 from forked_ranks import exit_codes
 
-from alibi_attn.lab.config import RunConfig
-from alibi_attn.lab.config_io import from_json
-from alibi_attn.lab.data.corpus import load_corpus
-from alibi_attn.lab.training.checkpoint import Progress, load_progress, newest
-from alibi_attn.lab.training.train import train
+from alibi_lab.lab.config import RunConfig
+from alibi_lab.lab.config_io import from_json
+from alibi_lab.lab.data.corpus import load_corpus
+from alibi_lab.lab.training.checkpoint import Progress, load_progress, newest
+from alibi_lab.lab.training.train import train
 
 METHODS = ("alibi", "alibi-fox", "rotary")
 DIES_AFTER = 5

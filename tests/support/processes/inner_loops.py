@@ -14,9 +14,9 @@ from importlib import metadata
 from pathlib import Path
 from typing import NamedTuple
 
-from alibi_attn import records
 from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.backends.native.levels import OF_MACHINE
+from alibi_lab import records
 
 SOURCE = Path(__file__).with_suffix(".cpp")
 MCA = "llvm-mca-19"

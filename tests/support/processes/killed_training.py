@@ -15,12 +15,12 @@ import torch._dynamo  # noqa: F401 - which every optimizer loads
 from kills import end_of
 
 from alibi_attn import files
-from alibi_attn.lab import sealed_folder
-from alibi_attn.lab.config_io import from_json
-from alibi_attn.lab.data.corpus import load_corpus
-from alibi_attn.lab.training import checkpoint, state
-from alibi_attn.lab.training.checkpoint import load_checkpoint, newest
-from alibi_attn.lab.training.train import train
+from alibi_lab.lab import sealed_folder
+from alibi_lab.lab.config_io import from_json
+from alibi_lab.lab.data.corpus import load_corpus
+from alibi_lab.lab.training import checkpoint, state
+from alibi_lab.lab.training.checkpoint import load_checkpoint, newest
+from alibi_lab.lab.training.train import train
 
 # While a checkpoint is written, the process dies just before or just after the given call of each function.
 POINTS = [

@@ -20,10 +20,10 @@ import torch
 import torch._dynamo
 from kills import end_of
 
-from alibi_attn.cli.main import app
 from alibi_attn.hf import embedding, resumable_output, sentence_encoder  # noqa: F401 - loaded once
-from alibi_attn.lab import experiment  # noqa: F401
-from alibi_attn.lab.training import train  # noqa: F401
+from alibi_lab.cli.main import app
+from alibi_lab.lab import experiment  # noqa: F401
+from alibi_lab.lab.training import train  # noqa: F401
 
 WORDS = [letter * 3 for letter in "abcdefghijklmnop"]
 TIMES = {"seconds", "tokens_per_second", "peak_memory_bytes"}

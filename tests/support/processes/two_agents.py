@@ -9,10 +9,10 @@ from pathlib import Path
 
 import psutil
 
-from alibi_attn.lab.training.checkpoint import newest
+from alibi_lab.lab.training.checkpoint import newest
 
 TORCHRUN = [sys.executable, "-m", "torch.distributed.run", "--nnodes", "2", "--nproc-per-node", "1"]
-RUN = ["-m", "alibi_attn", "run", "quick", "--scale", "smoke", "--methods", "alibi", "--no-report"]
+RUN = ["-m", "alibi_lab", "run", "quick", "--scale", "smoke", "--methods", "alibi", "--no-report"]
 TRAIN = {"parallel": "fsdp", "steps": "100", "checkpoint_every": "10", "log_every": "1"}
 
 
@@ -48,7 +48,7 @@ class Agents:
 
     def worker(self, rank: int) -> psutil.Process:
         children = psutil.Process(self.agents[rank].pid).children(recursive=True)
-        (found,) = [child for child in children if "alibi_attn" in child.cmdline()]
+        (found,) = [child for child in children if "alibi_lab" in child.cmdline()]
         return found
 
     def kill(self, rank: int) -> None:

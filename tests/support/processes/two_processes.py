@@ -15,12 +15,12 @@ from accelerate import PartialState
 from forked_ranks import exit_codes
 from torch.distributed.tensor import DTensor
 
-from alibi_attn.lab.config import Recipe
-from alibi_attn.lab.config_io import from_json
-from alibi_attn.lab.data.corpus import load_corpus
-from alibi_attn.lab.experiment import run
-from alibi_attn.lab.training import train as loop
-from alibi_attn.lab.training.train import train
+from alibi_lab.lab.config import Recipe
+from alibi_lab.lab.config_io import from_json
+from alibi_lab.lab.data.corpus import load_corpus
+from alibi_lab.lab.experiment import run
+from alibi_lab.lab.training import train as loop
+from alibi_lab.lab.training.train import train
 
 
 def work(rank: int) -> None:

@@ -1,0 +1,1 @@
+"""The command line of the laboratory: `main.py` has the whole command `alibi`, with the commands of the library."""

@@ -1,0 +1,133 @@
+"""`alibi heads`: the slopes for a number of heads, or where the heads of a trained model attend."""
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+from rich.table import Table as RichTable
+
+from alibi_attn.cli.console import check_writable, console, needs, print_path, renamed
+from alibi_attn.cli.embed import read_texts
+from alibi_attn.files import replace_file
+from alibi_lab import records
+from alibi_lab.cli import checkpoints
+from alibi_lab.report.series import numbers
+from alibi_lab.report.tables.heads import head_rows
+
+MOST_HEADS, MOST_TOKENS = 4096, 2**20  # more would run for minutes
+
+
+def heads(
+    model: Annotated[
+        Path | None,
+        typer.Argument(
+            help="A trained model: a lab checkpoint, a run's folder (or RUN:alibi), or a transformers folder."
+        ),
+    ] = None,
+    text: Annotated[
+        Path | None,
+        typer.Option(help="UTF-8 text file for the model to read.", show_default="a checkpoint's validation text"),
+    ] = None,
+    method: checkpoints.Method = None,
+    length: Annotated[
+        int | None,
+        typer.Option(
+            help="With a model: tokens of the text to read. Without one: tokens that the picture spans.",
+            min=1,
+            max=MOST_TOKENS,
+            show_default="twice the trained length, or 1024",
+        ),
+    ] = None,
+    out: Annotated[
+        Path | None, typer.Option(help="With a model: folder for the record, which alibi report can draw.")
+    ] = None,
+    num_heads: Annotated[
+        int, typer.Option("--heads", help="Without a model: number of heads.", min=1, max=MOST_HEADS)
+    ] = 8,
+    picture: Annotated[Path | None, typer.Option(help="Also write a picture, as .png or .svg.")] = None,
+    old_heads: Annotated[int | None, typer.Option("--num-heads", hidden=True, min=1, max=MOST_HEADS)] = None,
+    old_length: Annotated[int | None, typer.Option("--seq-len", hidden=True, min=1, max=MOST_TOKENS)] = None,
+    old_picture: Annotated[Path | None, typer.Option("--png", hidden=True)] = None,
+) -> None:
+    """Show the slopes of ALiBi heads, or where the heads of a trained model attend.
+
+    Without a model: slope, half-life, and the distance from which a key's factor is below 1e-6. A head multiplies the
+    weight of a key by the factor e^(−m·distance), so a head with a large slope m attends only to nearby keys.
+
+    [dim]alibi heads --heads 12 --picture heads.png[/]
+
+    With a model: the certified reach of each head, the mean distance of its attention, the share that goes to the first
+    token, and the share of its weights that are zero in bfloat16. The table has one row per layer; the record has every head.
+
+    [dim]alibi heads MODEL --text novel.txt --picture heads.svg --out runs/heads[/]
+    """
+    num_heads = renamed("--num-heads", "--heads", old_heads, num_heads)
+    length = renamed("--seq-len", "--length", old_length, length)
+    picture = renamed("--png", "--picture", old_picture, picture)
+    for option, value in (("--text", text), ("--method", method), ("--out", out)):
+        if model is None and value is not None:
+            raise typer.BadParameter(f"{option} is for a trained model; pass MODEL too")
+    if picture is not None:
+        check_writable(picture)
+        if picture.suffix not in (".png", ".svg"):
+            raise typer.BadParameter(f"--picture is {picture} but must end in .png or .svg")
+    if model is None:
+        _show_slopes(num_heads, length or 1024, picture)
+        return
+    if length == 1:
+        raise typer.BadParameter("--length is 1 but a model needs at least 2 tokens")
+    if out is not None:
+        check_writable(out / "record")
+    with needs("lab"), needs("hf"):
+        from alibi_attn.hf.checkpoint_files import read_config
+        from alibi_lab.measure.model_heads import model_heads
+        from alibi_lab.report.plots import head_maps
+    model = checkpoints.find(model)
+    if text is None and (model / "config.json").is_file() and "schema" not in read_config(model):
+        raise typer.BadParameter(f"{model} was not trained by alibi run, so it has no validation text; pass --text")
+    content = read_texts([text], lines=False)[0].text if text else checkpoints.validation_text(model, method)
+    record = model_heads(model, content, length=length, method=method)
+    console.print(_by_layer(record))
+    console.print(head_maps.sentence(record), soft_wrap=True)
+    if picture is not None:
+        print_path("picture", replace_file(picture, head_maps.picture(record, picture.suffix)))
+    if out is not None:
+        print_path("record ", records.save(record, out))
+
+
+def _show_slopes(num_heads: int, length: int, picture: Path | None) -> None:
+    table = _table("head", "slope m", "half-life", "below 1e-6 from", caption="distances in tokens")
+    for row in head_rows(num_heads):
+        table.add_row(*row)
+    console.print(table)
+    if picture is not None:
+        with needs("lab"):
+            from alibi_lab.report.plots import bias
+        print_path("picture", replace_file(picture, bias.picture(num_heads, length, picture.suffix)))
+
+
+def _by_layer(record: records.Record) -> RichTable:
+    """The table of a model's heads: one row per layer, with the range over its heads."""
+    names = {
+        "certified": "certified",
+        "mean_distance": "mean distance",
+        "first_token": "first token",
+        "zero_bfloat16": "zero in bf16",
+    }
+    table = _table("layer", *names.values(), caption="minimum and maximum over the heads; distances in tokens")
+    layers = numbers(record, "heads", "layer")
+    for layer in sorted(set(layers)):
+        cells = []
+        for name in names:
+            values = [value for at, value in zip(layers, numbers(record, "heads", name), strict=True) if at == layer]
+            show = "{:,.0f}" if name in ("certified", "mean_distance") else "{:.0%}"
+            cells.append(" to ".join(dict.fromkeys(show.format(bound) for bound in (min(values), max(values)))))
+        table.add_row(f"{layer:.0f}", *cells)
+    return table
+
+
+def _table(*columns: str, caption: str) -> RichTable:
+    table = RichTable(*columns, caption=caption, box=None)
+    for column in table.columns:
+        column.justify = "right"
+    return table

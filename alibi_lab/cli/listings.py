@@ -1,0 +1,128 @@
+"""`alibi recipes`, `alibi config` and `alibi run --dry-run` and `--missing`: what can be run, changed, and what it costs."""
+
+import difflib
+import operator
+from typing import Annotated, Any
+
+import typer
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+from alibi_attn.cli.console import console, needs
+from alibi_lab.lab.config import Recipe, Scale
+from alibi_lab.lab.config_io import field_meanings
+from alibi_lab.recipes.index import RECIPES
+
+_STATES = {
+    (): "recorded already", ("evaluation",): "trained already, not tested", ("training",): "tested already",
+    ("training", "evaluation"): "", ("speed",): "measures speed",
+}  # fmt: skip
+
+
+def show_plan(recipe: str, *, only_missing: bool = False, **options: Any) -> None:
+    """Prints what `alibi run` would run; the options are those of `recipes.plan.plan`.
+
+    A launcher's processes all call this, because they measure steps together; the first one prints.
+    """
+    with needs("lab"):
+        from torch import get_num_threads
+
+        from alibi_lab.lab.experiment import processes
+        from alibi_lab.recipes.plan import plan
+    table = RichTable("training", "tokens", "minutes here", "", box=None)
+    table.columns[1].justify = table.columns[2].justify = "right"
+    planned = plan(recipe, **options)
+    if not processes().is_main_process:
+        return
+    left = [one for one in planned if one.missing]
+    for one in left if only_missing else planned:
+        minutes = f"{one.seconds / 60:.1f}" if one.missing else ""
+        table.add_row(one.title, f"{one.tokens:,}", minutes, _STATES[one.missing])
+    if table.row_count:
+        console.print(table)
+    of_speed = [one for one in planned if one.study == "speed"]
+    counts = []
+    if len(planned) > len(of_speed):
+        trainings = [one for one in left if "training" in one.missing]
+        tokens = sum(one.tokens for one in trainings)
+        counts.append(f"{len(trainings)} of {len(planned) - len(of_speed)} trainings left, {tokens:,} tokens")
+    if of_speed:
+        counts.append(f"{sum('speed' in one.missing for one in left)} of {len(of_speed)} measurements of speed left")
+    total = sum(one.seconds for one in left) / 60
+    counts.append(f"about {total:.0f} minutes here with the tests ({total * get_num_threads():.0f} core-minutes)")
+    console.print("; ".join(counts), soft_wrap=True)
+
+
+def list_recipes(
+    recipe: Annotated[str | None, typer.Argument(help="Show all details of this recipe.", show_default=False)] = None,
+    scale: Annotated[Scale, typer.Option(help="Scale whose trainings are counted.")] = "small",
+) -> None:
+    """List the recipes of `alibi run`, with the number of their trainings and tokens; or show one recipe in detail.
+
+    The items of the paper share trainings, so running all of them costs far less than the sum.
+
+    [dim]alibi recipes[/]
+
+    [dim]alibi recipes referee --scale medium[/]
+    """
+    if recipe is not None:
+        one = recipe_named(recipe)
+        details = {"question": one.question, "paper": one.paper, "command": one.command, "cost": one.cost}
+        details |= {
+            "expected": one.expected,
+            "trainings": "{}, {} tokens at scale {}".format(*_size(one, scale), scale),
+        }
+        for name, value in details.items():
+            console.print(f"[bold]{name:<10}[/]{escape(value)}", soft_wrap=True)
+        return
+    table = RichTable("recipe", "question", "trainings", "tokens", box=None)
+    for column in table.columns:
+        column.no_wrap = True
+    table.columns[1].overflow = "ellipsis"
+    table.columns[1].max_width = max(20, console.width - max(map(len, RECIPES)) - 36)  # the width of the other columns
+    table.columns[2].justify = table.columns[3].justify = "right"
+    for name, one in RECIPES.items():
+        table.add_row(name, one.question, *_size(one, scale))
+    console.print(table)
+
+
+def show_config(
+    recipe: Annotated[str, typer.Argument(help="The recipe whose values are shown.")] = "quick",
+    scale: Annotated[Scale, typer.Option(help="The scale of the recipe.")] = "small",
+) -> None:
+    """Show every field of the config with its value in a recipe and its meaning. Change fields with `alibi run --set`.
+
+    [dim]alibi config[/]
+
+    [dim]alibi config referee --scale medium[/]
+    """
+    configs = recipe_named(recipe).runs(scale)
+    table = RichTable("field", "value", "meaning", box=None)
+    table.columns[0].no_wrap = True
+    for name, meaning in field_meanings().items():
+        values = dict.fromkeys(_plain(operator.attrgetter(name)(config)) for config in configs)
+        table.add_row(name, ", ".join(value for value in values if value), meaning)
+    console.print(table)
+
+
+def _plain(value: object) -> str:
+    """A value as `--set` accepts it."""
+    return ",".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
+
+
+def recipe_named(name: str) -> Recipe:
+    """The recipe; an unknown name ends the command with a suggestion."""
+    if name not in RECIPES:
+        raise typer.BadParameter(f"there is no recipe {name!r}{_nearest(name)}; the recipes are: {', '.join(RECIPES)}")
+    return RECIPES[name]
+
+
+def _size(recipe: Recipe, scale: Scale) -> tuple[str, str]:
+    """The number of its trainings and of their tokens."""
+    trainings = {(run.model, run.data, run.train) for run in recipe.runs(scale)}
+    return f"{len(trainings)}", f"{sum(train.steps * train.batch_tokens for _, _, train in trainings):,}"
+
+
+def _nearest(name: str) -> str:
+    matches = difflib.get_close_matches(name, RECIPES, n=1)
+    return f" (did you mean {matches[0]!r}?)" if matches else ""

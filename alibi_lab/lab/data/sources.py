@@ -1,0 +1,372 @@
+"""Reads a text corpus in chunks, before tokenization, and splits it into training, validation and test text.
+
+With several files, each file goes to one part as a whole, so that no test file is partly trained on. Next: `tokenizing.py`.
+"""
+
+import hashlib
+import itertools
+import os
+import re
+import sysconfig
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Literal, Protocol, TypeAlias
+
+from alibi_lab.lab.config import DataConfig
+from alibi_lab.lab.data.row_files import RowError, is_table, texts
+
+Part: TypeAlias = Literal["train", "valid", "test"]
+Documents: TypeAlias = Callable[[], Iterator[Iterator[bytes]]]  # each call reads again, every document in chunks
+
+CHUNK_BYTES = 1 << 16  # read at once; chunks end at a line end,
+LINE_BYTES = 1 << 20  # or, in lines longer than this, between two words or at least two characters
+
+_NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
+_HUB_SPLITS = ("validation", "valid", "test")
+_OWN_SPLIT = re.compile(r"(?<![a-z])(train|valid|test)(?:ing|ation)?(?![a-z])")
+
+
+class CorpusError(ValueError):
+    """A text that is missing, empty, not text, or too short; or tokens that are damaged or do not fit."""
+
+
+@dataclass(frozen=True)
+class Text:
+    """A corpus before tokenization.
+
+    Args:
+        name: "text", "python-source" or "hub:NAME".
+        split: a description of the split.
+        parts: the documents for training, for validation and, optionally, for testing.
+        train_bytes, num_bytes: the size of the training text, and of all parts.
+        tokenizer: the value of data.tokenizer.
+    """
+
+    name: str
+    split: str
+    parts: Mapping[Part, Documents]
+    train_bytes: int
+    num_bytes: int
+    tokenizer: str
+
+
+@dataclass(frozen=True)
+class TextFile:
+    """A file of the corpus. Its name decides which part it belongs to."""
+
+    name: str
+    path: Path
+    num_bytes: int
+    field: str = ""
+
+    def documents(self) -> Iterator[Iterator[bytes]]:
+        """Its documents: the rows of a table, or the whole file."""
+        return _with_newlines(row_texts(self)) if is_table(self.path) else iter([file_chunks(self)])
+
+
+class Rows(Protocol):
+    """The interface of `datasets.Dataset` that is used here."""
+
+    column_names: Sequence[str]
+
+    def __len__(self) -> int: ...
+
+    def iter(self, batch_size: int) -> Iterator[Mapping[str, Sequence[object]]]: ...
+
+
+def text_files(config: DataConfig) -> list[TextFile] | None:
+    """The nonempty files that a config names; None for a hub corpus.
+
+    Raises:
+        CorpusError: files are missing or contain no text.
+    """
+    if config.corpus.startswith("hub:"):
+        return None
+    return local_files([Path(name) for name in config.text], config.text_field) if config.text else _python_source()
+
+
+def local_files(paths: Sequence[Path], text_field: str = "") -> list[TextFile]:
+    """The given files and all files inside the given folders, without empty ones.
+
+    Args:
+        text_field: the text's field in files with rows (`row_files.py`).
+
+    Raises:
+        CorpusError: files are missing or contain no text.
+    """
+    files = []
+    for path in paths:
+        if not path.exists():
+            raise CorpusError(f"{path} does not exist; pass text files, or folders with text files")
+        inside = [path]
+        if path.is_dir():
+            inside = sorted(file for file in path.rglob("*") if file.is_file() and not file.name.startswith("."))
+            if not inside:
+                raise CorpusError(f"{path} is a folder without files; pass text files, or folders with text files")
+        files += _nonempty(inside, path if path.is_dir() else path.parent, text_field)
+    if not files:
+        raise CorpusError(f"{', '.join(map(str, paths))}: there is no text inside (0 bytes); pass files with text")
+    for file in files:  # most files that are not text show it at their start: report it before hours of work
+        next(next(file.documents(), iter([b""])))
+    return files
+
+
+def split_files(files: Sequence[TextFile], config: DataConfig) -> Text:
+    """Splits files by their names, or whole files by the hashes of their names, or cuts a single file near its end.
+
+    Raises:
+        CorpusError: a part would be empty, or the names are ambiguous.
+    """
+    if config.text and (own := _own_split(files)) is not None:
+        names = ", ".join(own)
+        if "valid" not in own:
+            own["valid"] = own.pop("test")
+        return _text_of_files(config, f"the files' own ({names})", own)
+    if len(files) == 1:
+        return _last_rows(config, files[0]) if is_table(files[0].path) else _ends_of_file(files[0], config)
+    order = sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest())
+    total = sum(file.num_bytes for file in order)
+    room: dict[Part, float] = {"valid": config.valid_share * total, "test": config.test_share * total}
+    parts: dict[Part, list[TextFile]] = {"train": [], "valid": [], "test": []}
+    for file in order:
+        part = next((part for part in room if file.num_bytes <= room[part]), None)
+        if part is not None:
+            room[part] -= file.num_bytes
+        parts[part or "train"].append(file)
+    if not config.test_share:
+        del parts["test"]
+    train = parts["train"]
+    for part, inside in parts.items():
+        if not inside and train and part != "train":
+            smallest = min(train, key=lambda file: file.num_bytes)
+            train.remove(smallest)
+            inside.append(smallest)
+    return _text_of_files(config, "whole files", parts)
+
+
+def file_chunks(file: TextFile, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
+    """The text of a file, or of a byte range of it, in chunks that end at the end of a line, a word or at least a character.
+
+    Raises:
+        CorpusError: the file cannot be read or is not UTF-8 text.
+    """
+    try:
+        with file.path.open("rb") as stream:
+            stream.seek(begin)
+            left, pending = (file.num_bytes if end is None else end) - begin, b""
+            while left:
+                block = stream.read(min(CHUNK_BYTES, left))
+                if not block:
+                    raise CorpusError(
+                        f"{file.path} became shorter while it was read; run again when no process writes to it"
+                    )
+                left -= len(block)
+                pending += block
+                cut = _cut(pending) if left else len(pending)
+                if cut:
+                    _check_text(file.path, pending[:cut], begin)
+                    yield pending[:cut]
+                    begin, pending = begin + cut, pending[cut:]
+    except OSError as error:
+        raise CorpusError(f"{file.path} cannot be read ({error.strerror}); pass a file that you may read") from None
+
+
+def hub_text(config: DataConfig) -> Text:
+    """A corpus of the Hugging Face hub. Each row is a document and ends with a newline.
+
+    Raises:
+        CorpusError: it cannot be loaded or has no text.
+    """
+    try:
+        import datasets
+    except ModuleNotFoundError:
+        raise CorpusError(
+            f'{config.corpus} needs the datasets package; install it with: pip install "alibi-attn[hub]"'
+        ) from None
+    name, _, subset = config.corpus.removeprefix("hub:").partition(":")
+    try:
+        loaded = datasets.load_dataset(name, subset or None)
+    except (OSError, ValueError) as error:
+        reason = str(error).splitlines()[0] if str(error) else type(error).__name__
+        raise CorpusError(
+            f"{config.corpus} cannot be loaded ({reason}); check the name (hub:NAME or hub:NAME:CONFIG) and the network"
+        ) from None
+    if "train" not in loaded or "text" not in loaded["train"].column_names:
+        raise CorpusError(
+            f'{config.corpus} has no split "train" with a column "text"; save the text to files and pass them in data.text'
+        )
+    splits: dict[Part, str | None] = {"train": "train", "valid": next((n for n in _HUB_SPLITS if n in loaded), None)}
+    if splits["valid"] is None:
+        return _last_rows(config, loaded["train"])
+    if splits["valid"] != "test" and "test" in loaded:
+        splits["test"] = "test"
+    parts: dict[Part, Documents] = {part: _rows(loaded[split], 0, len(loaded[split])) for part, split in splits.items()}
+    return _text(config, f"the corpus' own ({splits['valid']})", parts)
+
+
+def check_parts(config: DataConfig, sizes: Mapping[Part, int]) -> None:
+    """Raises a CorpusError if a part of a corpus is empty; sizes in bytes."""
+    for part in (part for part, size in sizes.items() if not size):
+        name, share = ("test_share", config.test_share) if part == "test" else ("valid_share", config.valid_share)
+        purpose = {"train": "train on", "valid": "test on", "test": "test on at the end"}[part]
+        needed = (
+            f" (a test at n tokens needs about {2 / share:.3g}·n tokens in all)" if part != "train" and share else ""
+        )
+        raise CorpusError(
+            f"the corpus {config.corpus} has {sum(sizes.values()):,} bytes, and data.{name}={share:g} leaves no text to "
+            f"{purpose}; pass more text{needed}, or another data.{name}"
+        )
+
+
+def _python_source() -> list[TextFile]:
+    root = Path(sysconfig.get_path("stdlib"))
+    paths: list[Path] = []
+    for folder, inside, names in os.walk(root):
+        inside[:] = [name for name in inside if name not in _NOT_LIBRARY]
+        paths += [Path(folder, name) for name in names if name.endswith(".py")]
+    if not (files := _nonempty(paths, root)):
+        raise CorpusError(f"{root} holds no Python source (a trimmed installation); pass your own files in data.text")
+    return files
+
+
+def row_texts(file: TextFile) -> Iterator[bytes]:
+    """The text of each row of a table.
+
+    Raises:
+        CorpusError: it cannot be read, or its rows have no text.
+    """
+    try:
+        yield from texts(file.path, file.field)
+    except (RowError, OSError) as error:
+        raise CorpusError(str(error)) from None
+
+
+def _nonempty(paths: Sequence[Path], root: Path, text_field: str = "") -> list[TextFile]:
+    files = [TextFile(path.relative_to(root).as_posix(), path, path.stat().st_size, text_field) for path in paths]
+    return [file for file in files if file.num_bytes]
+
+
+def _own_split(files: Sequence[TextFile]) -> dict[Part, list[TextFile]] | None:
+    """The split by file names if every file is named after one part and "train" is among them; partial naming is an error."""
+    named: dict[Part, list[TextFile]] = {"train": [], "valid": [], "test": []}
+    unnamed: list[TextFile] = []
+    for file in files:
+        words = set(_OWN_SPLIT.findall(Path(file.name).name.lower()))
+        part: Part | None = next((part for part in named if words == {part}), None)
+        (unnamed if part is None else named[part]).append(file)
+    if not (named["train"] and named["valid"]) and (unnamed or not named["train"] or not named["test"]):
+        return None
+    if unnamed:
+        raise CorpusError(
+            f"some files are named train and valid ({named['train'][0].name}, {named['valid'][0].name}) but "
+            f"{unnamed[0].name} is neither; pass only the files that are meant in data.text, or rename them"
+        )
+    return {part: inside for part, inside in named.items() if inside}
+
+
+def _text_of_files(config: DataConfig, split: str, parts: Mapping[Part, Sequence[TextFile]]) -> Text:
+    sizes = {part: sum(file.num_bytes for file in files) for part, files in parts.items()}
+    tables = any(is_table(file.path) for files in parts.values() for file in files)
+    return _text(config, split, {part: _files(files) for part, files in parts.items()}, None if tables else sizes)
+
+
+def _ends_of_file(file: TextFile, config: DataConfig) -> Text:
+    size = file.num_bytes
+    shares = (config.valid_share + config.test_share, config.test_share)
+    valid, test = (_line_start(file, size - int(share * size)) if share else size for share in shares)
+    places: dict[Part, tuple[int, int]] = {"train": (0, valid), "valid": (valid, test), "test": (test, size)}
+    if not config.test_share:
+        del places["test"]
+    parts: dict[Part, Documents] = {part: _byte_range(file, *place) for part, place in places.items()}
+    return _text(
+        config, "the end of the only file", parts, {part: end - begin for part, (begin, end) in places.items()}
+    )
+
+
+def _text(
+    config: DataConfig, split: str, parts: Mapping[Part, Documents], sizes: Mapping[Part, int] | None = None
+) -> Text:
+    """The corpus; without sizes in bytes, reads all of it once to count them."""
+    sizes = sizes or {part: sum(len(chunk) for rows in read() for chunk in rows) for part, read in parts.items()}
+    check_parts(config, sizes)
+    return Text(config.corpus, split, parts, sizes["train"], sum(sizes.values()), config.tokenizer)
+
+
+def _line_start(file: TextFile, place: int) -> int:
+    """The start of the line that contains `place`; in a file of one line, the start of the character."""
+    with file.path.open("rb") as stream:
+        end = place
+        while end:
+            begin = max(0, end - CHUNK_BYTES)
+            stream.seek(begin)
+            if newline := stream.read(end - begin).rfind(b"\n") + 1:
+                return begin + newline
+            end = begin
+        if place == file.num_bytes:
+            return place
+        before = min(3, place)
+        stream.seek(place - before)
+        return place - before + _character(stream.read(before + 1), before)
+
+
+def _cut(pending: bytes) -> int:
+    """The number of bytes that form a complete chunk; 0 = read more first."""
+    if cut := pending.rfind(b"\n") + 1:
+        return cut
+    return 0 if len(pending) < LINE_BYTES else pending.rfind(b" ") + 1 or _character(pending, len(pending) - 1)
+
+
+def _character(content: bytes, place: int) -> int:
+    """The first byte of the character at `place`; continuation bytes are 10xxxxxx."""
+    while place and content[place] & 0xC0 == 0x80:
+        place -= 1
+    return place
+
+
+def _check_text(path: Path, content: bytes, offset: int) -> None:
+    if b"\0" in content:
+        raise CorpusError(f"{path} is a binary file (it has zero bytes); pass text in UTF-8")
+    try:
+        content.decode()
+    except UnicodeDecodeError as error:
+        raise CorpusError(
+            f"{path} is not UTF-8 text (byte {offset + error.start} is not); convert it, or pass other files"
+        ) from None
+
+
+def _files(files: Sequence[TextFile]) -> Documents:
+    return lambda: (document for file in files for document in file.documents())
+
+
+def _byte_range(file: TextFile, begin: int, end: int) -> Documents:
+    return lambda: iter([file_chunks(file, begin, end)])
+
+
+def _last_rows(config: DataConfig, rows: Rows | TextFile) -> Text:
+    count = len(rows) if not isinstance(rows, TextFile) else sum(1 for _ in row_texts(rows))
+    valid, test = (
+        max(1, int(count * (1 - share))) for share in (config.valid_share + config.test_share, config.test_share)
+    )
+    parts: dict[Part, Documents] = {"train": _rows(rows, 0, valid), "valid": _rows(rows, valid, test)}
+    if config.test_share:
+        parts["test"] = _rows(rows, test, count)
+    return _text(config, "the last rows", parts)
+
+
+def _rows(rows: Rows | TextFile, begin: int, end: int) -> Documents:
+    def documents() -> Iterator[Iterator[bytes]]:
+        if isinstance(rows, TextFile):
+            return _with_newlines(itertools.islice(row_texts(rows), begin, end))
+        column = (text for batch in rows.iter(batch_size=1000) for text in batch["text"])
+        chosen = itertools.islice(column, begin, end)
+        return _with_newlines(b"" if text is None else str(text).encode() for text in chosen)
+
+    return documents
+
+
+def _with_newlines(rows: Iterator[bytes]) -> Iterator[Iterator[bytes]]:
+    """Rows as documents; each except the last one ends with a newline."""
+    for row, following in itertools.pairwise(itertools.chain(rows, [None])):
+        assert row is not None
+        yield iter([row if following is None or row.endswith(b"\n") else row + b"\n"])

@@ -1,0 +1,296 @@
+"""Tokenizers: bytes, whitespace-separated words (as in WikiText), byte-level BPE; built from the training text only.
+
+Every tokenizer has `name`, `vocab_size`, `encode(text: str | bytes) -> Tensor` (one-dimensional, uint8, uint16 or int32),
+`decode(ids) -> bytes`, and is stored in one file: `save_tokenizer(tokenizer, path)`, `load_tokenizer(path)`. The text
+of ids[:n + 1] starts with the text of ids[:n], so a program that prints while it generates can decode all ids again and
+print only the new text. Read next: `tokens.py`.
+"""
+
+import collections
+import re
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from pathlib import Path
+from typing import Protocol, TypeAlias
+
+import numpy as np
+import tokenizers
+import torch
+from torch import Tensor
+
+from alibi_attn.files import replace_file
+from alibi_attn.strict_json import parse
+from alibi_lab.lab.data.sources import CorpusError
+from alibi_lab.lab.sealed_folder import is_sealed, sealed
+
+SCHEMA = 1
+SAMPLE_BYTES = 16 << 20  # evenly spread sample for the BPE; more text hardly changes its merges
+EOS, UNK = "<eos>", "<unk>"  # as in WikiText
+
+Ids: TypeAlias = Tensor | Sequence[int]
+
+_UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # for ids beyond the tokenizer: the model's vocabulary may be larger
+
+
+class Tokenizer(Protocol):
+    """The interface of all three tokenizers."""
+
+    @property
+    def name(self) -> str:
+        """The value of data.tokenizer."""
+
+    @property
+    def vocab_size(self) -> int: ...
+
+    @property
+    def document_end(self) -> bytes:
+        """The bytes that every document of a corpus must end with."""
+
+    def encode(self, text: str | bytes) -> Tensor: ...
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[Tensor]:
+        """The same as `encode` on each text, but faster."""
+
+    def decode(self, ids: Ids) -> bytes: ...
+
+    def dump(self) -> bytes:
+        """The file that `load_tokenizer` reads; equal tokenizers give equal bytes."""
+
+
+class ByteTokenizer:
+    """A token is a byte.
+
+    >>> ByteTokenizer().encode("ab").tolist()
+    [97, 98]
+    """
+
+    name = "bytes"
+    vocab_size = 256
+    document_end = b""
+
+    def encode(self, text: str | bytes) -> Tensor:
+        return (
+            torch.frombuffer(bytearray(_bytes(text)), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
+        )
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[Tensor]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Ids) -> bytes:
+        return b"".join(bytes([index]) if index < 256 else _UNKNOWN.encode() for index in _integers(ids))
+
+    def dump(self) -> bytes:
+        return sealed({"schema": SCHEMA, "tokenizer": self.name})
+
+
+class WordTokenizer:
+    """Splits at whitespace; the end of a line is also a token.
+
+    Args:
+        words: the vocabulary, most frequent first (as adaptive cutoffs need it), with `EOS` and `UNK`.
+    """
+
+    name = "words"
+    document_end = b"\n"
+
+    def __init__(self, words: Sequence[str]) -> None:
+        self.words = tuple(words)
+        self._index = {word: index for index, word in enumerate(self.words)}
+        self._unknown = self._index[UNK]
+        self._dtype = token_dtype(len(self.words))
+
+    @property
+    def vocab_size(self) -> int:
+        return len(self.words)
+
+    def encode(self, text: str | bytes) -> Tensor:
+        index, unknown = self._index, self._unknown
+        return torch.tensor([index.get(word, unknown) for word in _words(_str(text))], dtype=self._dtype)
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[Tensor]:
+        return [self.encode(text) for text in texts]
+
+    def decode(self, ids: Ids) -> bytes:
+        words = (self.words[index] if index < len(self.words) else _UNKNOWN for index in _integers(ids))
+        return re.sub(" ?\n ?", "\n", " ".join("\n" if word == EOS else word for word in words)).encode()
+
+    def dump(self) -> bytes:
+        return sealed({"schema": SCHEMA, "tokenizer": self.name, "words": self.words})
+
+
+class BpeTokenizer:
+    """Byte-level BPE (Radford et al. 2019, section 2.2), or another tokenizer of Hugging Face's `tokenizers`.
+
+    Byte-level BPE can encode any text and decodes exactly; the others decode with the library.
+
+    Args:
+        name: the value of data.tokenizer; "bpe:SIZE" may have fewer tokens if the text is short.
+        model: a `tokenizers.Tokenizer` as JSON.
+    """
+
+    document_end = b""
+
+    def __init__(self, name: str, model: str) -> None:
+        self.name = name
+        self._model = model
+        self._tokenizer = tokenizers.Tokenizer.from_str(model)
+        self.vocab_size: int = self._tokenizer.get_vocab_size()
+        self._dtype = token_dtype(self.vocab_size)
+        byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
+        pieces = [str(self._tokenizer.id_to_token(index)) for index in range(self.vocab_size)]
+        added = {str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values()}
+        self._bytes: list[bytes] | None = None  # the bytes of each token, if it is byte-level
+        if isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel) or self.name.startswith("bpe:"):
+            self._bytes = [
+                piece.encode() if piece in added else bytes(byte_of[character] for character in piece)
+                for piece in pieces
+            ]
+
+    def encode(self, text: str | bytes) -> Tensor:
+        return self.encode_all([_bytes(text)])[0]
+
+    def encode_all(self, texts: Sequence[bytes]) -> list[Tensor]:
+        encodings = self._tokenizer.encode_batch_fast([_str(text) for text in texts], add_special_tokens=False)
+        return [torch.tensor(encoding.ids, dtype=self._dtype) for encoding in encodings]
+
+    def decode(self, ids: Ids) -> bytes:
+        known = self._bytes
+        if known is None:
+            text: str = self._tokenizer.decode(_integers(ids), skip_special_tokens=False)
+            return text.rstrip(_UNKNOWN).encode()  # bytes of an unfinished character
+        return b"".join(known[index] if index < len(known) else _UNKNOWN.encode() for index in _integers(ids))
+
+    def dump(self) -> bytes:
+        return sealed({"schema": SCHEMA, "tokenizer": self.name, "model": self._model})
+
+
+def make_tokenizer(name: str, chunks: Callable[[], Iterator[bytes]], num_bytes: int) -> Tokenizer:
+    """Builds the tokenizer of that name ("bytes", "words", "bpe:SIZE", or a tokenizer file) for a training text.
+
+    The text is read at most once.
+
+    Args:
+        chunks: reads the training text from its beginning.
+        num_bytes: size of the training text; if it exceeds `SAMPLE_BYTES`, BPE uses evenly spread chunks.
+
+    Raises:
+        CorpusError: a BPE with fewer than 256 tokens, or a tokenizer file that cannot be read.
+    """
+    if name == "bytes":
+        return ByteTokenizer()
+    if name == "words":
+        return WordTokenizer(_frequent_words(chunks()))
+    if not name.startswith("bpe:"):
+        return _tokenizer_file(name)
+    size = int(name.removeprefix("bpe:"))
+    if size < 256:
+        raise CorpusError(
+            f"data.tokenizer is {name!r} but byte-level BPE begins with 256 tokens, one per byte; pass bpe:256 or more"
+        )
+    tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
+    tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
+    trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, show_progress=False, initial_alphabet=_byte_characters())
+    tokenizer.train_from_iterator((chunk.decode() for chunk in _sample(chunks(), num_bytes)), trainer)
+    return BpeTokenizer(name, tokenizer.to_str())
+
+
+def _tokenizer_file(name: str) -> "BpeTokenizer":
+    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+    try:
+        return BpeTokenizer(name, path.read_text(encoding="utf-8"))
+    except OSError as error:
+        reason = str(error.strerror)
+    except Exception as error:  # tokenizers raises nothing more specific
+        reason = str(error)
+    raise CorpusError(f"data.tokenizer is {name!r} but {path} is not a tokenizer that can be read ({reason})")
+
+
+def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
+    """Write the file atomically."""
+    replace_file(path, tokenizer.dump())
+
+
+def load_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer that `save_tokenizer` wrote.
+
+    Raises:
+        CorpusError: the file does not exist, is not a tokenizer, or is from another version.
+    """
+    try:
+        return _read(parse(path.read_bytes()), path)
+    except OSError as error:
+        raise CorpusError(
+            f"{path} cannot be read ({error.strerror}); it is stored next to the tokens and in every checkpoint"
+        ) from None
+    except (ValueError, KeyError, TypeError) as error:
+        if isinstance(error, CorpusError):
+            raise
+        raise CorpusError(
+            f"{path} is not a tokenizer, or damaged; delete the folder it is in and run again ({error})"
+        ) from None
+
+
+def token_dtype(vocab_size: int) -> torch.dtype:
+    """The smallest of uint8, uint16 and int32 that holds every token."""
+    return torch.uint8 if vocab_size <= 1 << 8 else torch.uint16 if vocab_size <= 1 << 16 else torch.int32
+
+
+def _read(data: object, path: Path) -> Tokenizer:
+    if not isinstance(data, dict):
+        raise ValueError("it is no object")
+    if data["schema"] != SCHEMA:
+        raise CorpusError(
+            f"{path} has schema {data['schema']} but this version reads {SCHEMA}; delete the folder it is in and run again"
+        )
+    if not is_sealed(data):
+        raise ValueError("not what was written")
+    name = str(data["tokenizer"])
+    if name == "bytes":
+        return ByteTokenizer()
+    if isinstance(words := data.get("words"), list):
+        return WordTokenizer(words)
+    return BpeTokenizer(name, str(data["model"]))
+
+
+def _frequent_words(chunks: Iterable[bytes]) -> list[str]:
+    counts = collections.Counter({EOS: 0, UNK: 0})
+    for chunk in chunks:
+        counts.update(_words(chunk.decode()))
+    return sorted(counts, key=lambda word: (-counts[word], word))
+
+
+def _words(text: str) -> list[str]:
+    return text.replace("\n", f" {EOS} ").split()
+
+
+def _sample(chunks: Iterable[bytes], num_bytes: int) -> Iterator[bytes]:
+    share = min(1.0, SAMPLE_BYTES / max(1, num_bytes))
+    read, taken = 0, 0
+    for chunk in chunks:
+        read += len(chunk)
+        if taken < share * read:
+            taken += len(chunk)
+            yield chunk
+
+
+def _byte_characters() -> list[str]:
+    """The character that represents each byte in byte-level BPE: itself if printable, else one from 256 on."""
+    printable = {*range(ord("!"), ord("~") + 1), *range(ord("¡"), ord("¬") + 1), *range(ord("®"), ord("ÿ") + 1)}
+    others = [byte for byte in range(256) if byte not in printable]
+    return [chr(byte) if byte in printable else chr(256 + others.index(byte)) for byte in range(256)]
+
+
+def _integers(ids: Ids) -> list[int]:
+    return ids.tolist() if isinstance(ids, Tensor) else np.asarray(ids, dtype=np.int64).tolist()
+
+
+def _bytes(text: str | bytes) -> bytes:
+    return text.encode() if isinstance(text, str) else text
+
+
+def _str(text: str | bytes) -> str:
+    if isinstance(text, str):
+        return text
+    try:
+        return text.decode()
+    except UnicodeDecodeError as error:
+        raise CorpusError(f"the text is not UTF-8 (byte {error.start} is not); convert it, or use bytes") from None

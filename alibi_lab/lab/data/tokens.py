@@ -1,0 +1,143 @@
+"""Turns text into tokens: reads it once in chunks, and encodes, writes, counts and hashes each chunk. Next: `token_store.py`."""
+
+import hashlib
+import itertools
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Protocol
+
+import numpy as np
+from torch import Tensor
+
+from alibi_lab.lab.data.sources import CorpusError, Documents, Part, Text
+from alibi_lab.lab.data.tokenizing import ByteTokenizer, Tokenizer, make_tokenizer
+from alibi_lab.records import Json
+
+_GROUP_BYTES, _GROUP_CHUNKS = 1 << 20, 512  # encoded at once
+
+
+@dataclass(frozen=True)
+class Corpus:
+    """Tokens to train and test on, one-dimensional uint8, uint16 or int32, and the facts that records repeat.
+
+    Args:
+        train, valid, test: the tokens; test is None unless data.test_share or the corpus itself provides one.
+        facts: see `corpus_facts`.
+        tokenizer: decodes the tokens; `tokenizing.save_tokenizer` writes it.
+        starts: for "train", "valid" and "test", the start of each document, int64, rising from 0.
+    """
+
+    train: Tensor
+    valid: Tensor
+    facts: Mapping[str, Json]
+    test: Tensor | None = None
+    tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
+    starts: Mapping[Part, Tensor] = field(default_factory=dict)
+
+
+class Sink(Protocol):
+    """The methods of a binary file that are used here."""
+
+    def write(self, content: bytes, /) -> object: ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Counts:
+    """The size of one part of a corpus; words are separated by white space."""
+
+    documents: int
+    tokens: int
+    bytes: int
+    words: int
+    lines: int
+
+
+def tokenizer_of(text: Text) -> Tokenizer:
+    """The tokenizer that the config names, made from the training text.
+
+    Raises:
+        CorpusError: its vocabulary is too small.
+    """
+    train = text.parts["train"]
+    return make_tokenizer(text.tokenizer, lambda: itertools.chain.from_iterable(train()), text.train_bytes)
+
+
+def tokenize(documents: Documents, tokenizer: Tokenizer, tokens: Sink, starts: Sink, digest: "hashlib._Hash") -> Counts:
+    """Writes the tokens of documents, and the start of each document that has tokens as int64; hashes the text."""
+    counts = {"documents": 0, "tokens": 0, "bytes": 0, "words": 0, "lines": 0}
+    begins = False
+    for group in _groups(documents, tokenizer.document_end):
+        encoded = tokenizer.encode_all([chunk + end for chunk, end, _ in group])
+        for (chunk, _, first), ids in zip(group, encoded, strict=True):
+            digest.update(chunk)
+            counts["documents"] += first
+            counts["bytes"] += len(chunk)
+            counts["words"] += len(chunk.decode().split())
+            counts["lines"] += chunk.count(b"\n")
+            begins = begins or first
+            if begins and len(ids):
+                starts.write(np.int64(counts["tokens"]).tobytes())
+                begins = False
+            tokens.write(ids.numpy().tobytes())
+            counts["tokens"] += len(ids)
+    return Counts(**counts)
+
+
+def text_digests(text: Text) -> dict[Part, "hashlib._Hash"]:
+    """The SHA-256 of each part before any text: training and validation text share one, the test text has its own."""
+    shared = hashlib.sha256(text.train_bytes.to_bytes(8, "big"))
+    return {"train": shared, "valid": shared, "test": hashlib.sha256()}
+
+
+def corpus_facts(
+    text: Text, tokenizer: Tokenizer, counts: Mapping[Part, Counts], digests: Mapping[Part, "hashlib._Hash"]
+) -> dict[str, Json]:
+    """The facts of a corpus for records: its size, its split, and the hash of all its text."""
+    facts: dict[str, Json] = {"name": text.name, "sha256": digests["valid"].hexdigest(), "split": text.split}
+    if "test" in counts:
+        facts["test_sha256"] = digests["test"].hexdigest()
+    for part, count in counts.items():
+        facts |= {f"{part}_parts": count.documents, f"{part}_tokens": count.tokens, f"{part}_bytes": count.bytes}
+        facts |= {f"{part}_words": count.words, f"{part}_lines": count.lines}
+    return facts | text_facts(tokenizer, counts["valid"])
+
+
+def text_facts(tokenizer: Tokenizer, valid: Counts) -> dict[str, Json]:
+    """The facts that convert losses on a text into other units.
+
+    At n nats per token, word-level perplexity is e^(n / words_per_token), and bits per byte are n / bytes_per_token / ln 2.
+    WikiText's published perplexities count the end of a line as a word, as the tokenizer "words" does; for another tokenizer
+    that is e^(n · valid_tokens / (valid_words + valid_lines)).
+
+    Raises:
+        CorpusError: the text has no tokens.
+    """
+    if not valid.tokens:
+        raise CorpusError(f"the text to test on has no tokens ({valid.bytes} bytes); pass files with text")
+    return {
+        "tokenizer": tokenizer.name,
+        "vocab_size": tokenizer.vocab_size,
+        "valid_tokens": valid.tokens,
+        "valid_words": valid.words,
+        "valid_lines": valid.lines,
+        "bytes_per_token": 1 if tokenizer.name == "bytes" else valid.bytes / valid.tokens,
+        "words_per_token": valid.words / valid.tokens,
+    }
+
+
+def _groups(documents: Documents, document_end: bytes) -> Iterator[list[tuple[bytes, bytes, bool]]]:
+    """Chunks to encode together: (chunk, the bytes to append to it, whether it is the first of a document)."""
+    group: list[tuple[bytes, bytes, bool]] = []
+    size = 0
+    for document in documents():
+        chunks = itertools.pairwise(itertools.chain([next(document, b"")], document, [None]))
+        for number, (chunk, following) in enumerate(chunks):
+            assert chunk is not None
+            missing = document_end if following is None and not chunk.endswith(document_end) else b""
+            group.append((chunk, missing, number == 0))
+            size += len(chunk)
+            if size >= _GROUP_BYTES or len(group) >= _GROUP_CHUNKS:
+                yield group
+                group, size = [], 0
+    if group:
+        yield group

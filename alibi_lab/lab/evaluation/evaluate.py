@@ -1,0 +1,219 @@
+"""Per-token losses and their summaries: nonoverlapping, sliding window, by position.
+
+The same tokens are scored at every length and in every mode, so that two numbers differ by the context only. They are
+stretches of the largest length L_max, spread evenly over the text, each with L_max tokens of context before it.
+
+* nonoverlapping at L (Press et al. 2022, sec. 2.2): a stretch is cut into pieces of L tokens, and the token at place p
+  of its piece is predicted from the p inputs up to it. With longer pieces, fewer tokens are near a start: the loss falls
+  although the model may use no more context (the "early token curse", appendix B).
+* sliding window at L with stride S (appendix B; S = 1 in tables 13–15): windows of L inputs move by S, and only the
+  last S predictions of each count, so that every token is predicted from L − S + 1 … L inputs.
+* windowed at L: the nonoverlapping pass at L, but in every layer a token sees only the last L₀ tokens, L₀ the trained length.
+  If this is as good, attending further than in training gained nothing; if it is better, it hurt. With n layers, information
+  may still come from n·(L₀ − 1) tokens back. At lengths up to L₀ it equals the nonoverlapping pass.
+* by position: the nonoverlapping losses at the largest length that the method supports, averaged by place in the piece.
+* by part: the scored tokens in text order, cut into at most 32 equal parts of at least 128 tokens, with the mean loss of each
+  part at every length. The parts are the same for all lengths and models, so that differences can be paired; their variance
+  estimates how a number would vary over other text of this kind.
+
+Losses are in nats per token. Next: `experiment.py`.
+"""
+
+import typing
+from collections.abc import Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alibi_attn.nn.allocator import peak_memory_bytes, reset_peak_memory
+from alibi_lab.lab.config import EvalConfig, SymbolTask
+from alibi_lab.lab.data.corpus import CorpusError
+from alibi_lab.lab.data.tasks import Encode, encode_bytes
+from alibi_lab.lab.evaluation.context_use import has_positions, passkey, recall, symbols
+from alibi_lab.lab.evaluation.losses import MOST_PARTS, Column, Say, TokenLosses, Window, columns, token_losses
+from alibi_lab.lab.model.language_model import LanguageModel
+from alibi_lab.lab.training.clock import clock
+
+_BY_LENGTH = (
+    "nonoverlapping_nats", "nonoverlapping_tokens", "sliding_nats", "sliding_tokens", "tokens_per_second",
+    "peak_memory_bytes",
+)  # fmt: skip
+_WINDOWED = ("windowed_nats", "windowed_tokens")
+_BY_PART = ("part", "tokens", "nonoverlapping_nats", "sliding_nats")
+_LEAST_PART_TOKENS = 128  # long enough that neighboring parts are nearly independent
+
+
+def evaluate(
+    model: LanguageModel, tokens: Tensor, config: EvalConfig, *, encode: Encode = encode_bytes, say: Say | None = None
+) -> dict[str, dict[str, Column]]:
+    """The curves "by_length", "by_position" and "by_part" of the model on the text, and those of `config.tasks`.
+
+    Lengths beyond the method's positions are None in every column. Speed and memory are those of the nonoverlapping pass;
+    memory is the peak of the process (CPU) or of the allocator (GPU).
+
+    Args:
+        encode: text to tokens, as for the model's training text; passkey uses it.
+        say: receives a message if a batch did not fit in memory and was halved.
+
+    Raises:
+        CorpusError: the text is shorter than one evaluation window.
+        ConfigError: the method does not support the stretch.
+        EvaluationError: one window does not fit in memory.
+        TaskError: the tokens do not allow a task.
+    """
+    stretches = scored_stretches(len(tokens), config)
+    names = _BY_LENGTH + (_WINDOWED if config.windowed else ())
+    rows: list[tuple[float | None, ...]] = []
+    by_position: dict[str, Column] = {"position": [], "loss_nats": [], "tokens": []}
+    by_part: dict[str, Column] = {name: [] for name in ("length", *_BY_PART)}
+    possible = [length for length in config.lengths if has_positions(model, length)]
+    for length in possible[:1]:  # warm-up: the first pass of a process is slow
+        nonoverlapping(model, tokens, stretches[:1], length=length, batch_tokens=config.batch_tokens, say=say)
+    for length in config.lengths:
+        row: dict[str, float | None] = {}
+        if length in possible:
+            row, straight, slid = _at_length(model, tokens, stretches, config, length, say)
+            by_position = loss_by_position(straight)
+            for name, column in loss_by_part(straight, slid).items():
+                by_part[name] += column
+            by_part["length"] += [length] * (len(by_part["part"]) - len(by_part["length"]))
+        rows.append((length, *map(row.get, names)))
+    curves = {"by_length": columns(("length", *names), rows), "by_position": by_position, "by_part": by_part}
+    if "passkey" in config.tasks:
+        curves["passkey"] = passkey(model, encode, config, say=say)
+    if "recall" in config.tasks:
+        curves["recall"] = recall(model, tokens.unique(), config, say=say)
+    for task in typing.get_args(SymbolTask):
+        if task in config.tasks:
+            curves |= symbols(model, task, tokens.unique(), config, say=say)
+    return curves
+
+
+def validation_nats(
+    model: LanguageModel, tokens: Tensor, *, length: int, tokens_to_score: int, batch_tokens: int
+) -> tuple[float, int]:
+    """Nats per token, nonoverlapping at one length, and the number of scored tokens: the validation during a training.
+
+    Draws no random numbers and leaves the model in training mode.
+
+    Raises:
+        CorpusError: the text is shorter than twice the length.
+    """
+    stretches = scored_stretches(len(tokens), EvalConfig(lengths=(length,), tokens=tokens_to_score))
+    losses = nonoverlapping(model, tokens, stretches, length=length, batch_tokens=batch_tokens)
+    return mean_nats(losses), len(losses.target)
+
+
+def scored_stretches(text_tokens: int, config: EvalConfig) -> list[range]:
+    """The scored tokens: evenly spread ranges of the largest length; fewer than requested in a short text.
+
+    >>> scored_stretches(100, EvalConfig(lengths=(4, 8), tokens=16))
+    [range(8, 16), range(92, 100)]
+
+    Raises:
+        CorpusError: the text is too short for one.
+    """
+    longest = config.lengths[-1]
+    room = text_tokens - longest  # token `longest` is the first with a full window before it
+    count = min(-(-config.tokens // longest), room // longest)
+    if count < 1:
+        raise CorpusError(
+            f"the test text has {text_tokens} tokens but one evaluation window of {longest} needs {2 * longest}: {longest} "
+            "to score and as many before them; pass more text, a larger data.valid_share, or shorter eval.lengths"
+        )
+    gaps = max(count - 1, 1)
+    begins = [longest + index * (room - longest) // gaps for index in range(count)]
+    return [range(begin, begin + longest) for begin in begins]
+
+
+def stride_at(length: int, stride: int | None) -> int:
+    """The stride at a length: the given one, at most the length; by default a quarter of the length."""
+    return max(1, length // 4) if stride is None else min(stride, length)
+
+
+def nonoverlapping(
+    model: LanguageModel,
+    tokens: Tensor,
+    stretches: Sequence[range],
+    *,
+    length: int,
+    batch_tokens: int,
+    attention_window: int | None = None,
+    say: Say | None = None,
+) -> TokenLosses:
+    """Losses of the tokens in the stretches, each predicted within its own piece of `length` tokens.
+
+    With an attention window, each token sees only this many tokens in every layer, itself included.
+    """
+    options: Any = {"batch_tokens": batch_tokens, "attention_window": attention_window, "say": say}
+    return sliding(model, tokens, stretches, length=length, stride=length, **options)
+
+
+def sliding(
+    model: LanguageModel, tokens: Tensor, stretches: Sequence[range], *, length: int, stride: int, **options: Any
+) -> TokenLosses:
+    """Losses of the tokens in the stretches, each predicted from the `length − stride + 1` … `length` inputs before it.
+
+    Args:
+        options: of `token_losses`.
+    """
+    windows = [
+        Window(begin - 1 + stride - length, stop - 1, stop - begin)
+        for stretch in stretches
+        for begin in range(stretch.start, stretch.stop, stride)
+        for stop in [min(begin + stride, stretch.stop)]
+    ]
+    return token_losses(model, tokens, windows, **options)
+
+
+def mean_nats(losses: TokenLosses) -> float:
+    """The mean over all scored tokens, in nats."""
+    return float(losses.loss_nats.double().mean())
+
+
+def loss_by_position(losses: TokenLosses) -> dict[str, Column]:
+    """Mean loss in buckets of positions that grow by √2; "position" is the last one of a bucket: 1, 2, 3, 4, 6, 8, 11, …"""
+    longest = int(losses.position.max())
+    edges = sorted({min(round(2 ** (half / 2)), longest) for half in range(2 * longest.bit_length() + 1)})
+    bucket = torch.bucketize(losses.position, torch.tensor(edges))
+    counts = torch.bincount(bucket, minlength=len(edges))
+    sums = torch.bincount(bucket, weights=losses.loss_nats.double(), minlength=len(edges))
+    filled = [index for index in range(len(edges)) if counts[index]]
+    return {
+        "position": [edges[index] for index in filled],
+        "loss_nats": [float(sums[index] / counts[index]) for index in filled],
+        "tokens": [int(counts[index]) for index in filled],
+    }
+
+
+def loss_by_part(straight: TokenLosses, slid: TokenLosses) -> dict[str, Column]:
+    """Mean losses of consecutive parts of the scored tokens, nonoverlapping and sliding; both scored the same tokens."""
+    count = max(1, min(MOST_PARTS, len(straight.target) // _LEAST_PART_TOKENS))
+    pairs = zip(*(losses.loss_nats.double().tensor_split(count) for losses in (straight, slid)), strict=True)
+    rows = [(n, len(pair[0]), *(round(float(part.mean()), 6) for part in pair)) for n, pair in enumerate(pairs)]
+    return columns(_BY_PART, rows)
+
+
+def _at_length(
+    model: LanguageModel, tokens: Tensor, stretches: Sequence[range], config: EvalConfig, length: int, say: Say | None
+) -> tuple[dict[str, float | None], TokenLosses, TokenLosses]:
+    """The row of "by_length", and the losses of the nonoverlapping and of the sliding pass."""
+    stretched = model.stretched(config.stretch, length)
+    options: Any = {"length": length, "batch_tokens": config.batch_tokens, "say": say}
+    measurable = reset_peak_memory(model.device)
+    now = clock(model.device)
+    started = now()
+    straight = nonoverlapping(stretched, tokens, stretches, **options)
+    seconds = now() - started
+    peak = peak_memory_bytes(model.device) if measurable else None
+    slid = sliding(stretched, tokens, stretches, stride=stride_at(length, config.stride), **options)
+    scored = len(straight.target)
+    values = (mean_nats(straight), scored, mean_nats(slid), len(slid.target), scored / seconds, peak)
+    row: dict[str, float | None] = dict(zip(_BY_LENGTH, values, strict=True))
+    if config.windowed:
+        cut = straight
+        if length > model.trained_length:  # not stretched: no distance exceeds the trained length
+            cut = nonoverlapping(model, tokens, stretches, attention_window=model.trained_length, **options)
+        row |= {"windowed_nats": mean_nats(cut), "windowed_tokens": len(cut.target)}
+    return row, straight, slid

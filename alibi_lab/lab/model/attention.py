@@ -1,0 +1,161 @@
+"""The attention of the lab's models: one function for every position method and kind of bias.
+
+`alibi_attention` computes biases that are linear in the distance, windows and documents; `toeplitz_attention` any other
+function of the distance. Without a bias torch computes it, except on a CPU with our kernels, which are faster even with slopes
+of 0. Shapes as in `attention/spec.py`. Next: `language_model.py`.
+"""
+
+import dataclasses
+import math
+from typing import Any
+
+import torch
+import torch.nn.functional as F
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from alibi_attn import distributed
+from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.backends.native import build as native
+from alibi_attn.attention.forgetting import forgetting_attention
+from alibi_attn.attention.toeplitz import toeplitz_attention
+from alibi_attn.nn import KVCache
+from alibi_lab.lab.config import ConfigError
+from alibi_lab.lab.model.position_method import Bias, ByDistance, ContentBias, ForgetGates, Pass, Windowed
+
+
+@dataclasses.dataclass(frozen=True)
+class Context:
+    """The position of this process's tokens in sequences that several processes share.
+
+    Args:
+        group: these processes, in the order of their tokens.
+        start: the number of tokens on the processes before this one.
+        timeout: of an exchange, in seconds.
+    """
+
+    group: dist.ProcessGroup
+    start: int
+    timeout: float
+
+
+@dataclasses.dataclass
+class LayerCache:
+    """The cache of one layer: keys, values and gates, and the numbers of a `ContentBias`.
+
+    Args:
+        key_bias: [B, H, S]; None before the first token, and for methods without such numbers.
+    """
+
+    keys: KVCache = dataclasses.field(default_factory=KVCache)
+    key_bias: Tensor | None = None
+
+    def __len__(self) -> int:
+        return len(self.keys)
+
+    def last(self, count: int) -> "LayerCache":
+        """A cache of the last `count` tokens, without gradients, for the same layer."""
+        if not count or not len(self):
+            return LayerCache()
+        keys, gates = KVCache(), self.keys.log_fgate
+        keys.append(
+            self.keys.key[:, :, -count:].detach(), self.keys.value[:, :, -count:].detach(),
+            log_fgate=None if gates is None else gates[..., -count:].detach(),
+        )  # fmt: skip
+        return LayerCache(keys, None if self.key_bias is None else self.key_bias[..., -count:].detach())
+
+    def append(self, k: Tensor, v: Tensor, bias: Bias, *, layer: nn.Module) -> tuple[Tensor, Tensor, Bias]:
+        """Append keys, values and biases of new tokens, [B, H, T, D]; returns those of all S, and the bias for `attend`."""
+        gates = bias.log_fgate if isinstance(bias, ForgetGates) else None
+        k, v = self.keys.append(k, v, layer=layer, log_fgate=gates)
+        if isinstance(bias, ForgetGates) and self.keys.log_fgate is not None:
+            bias = dataclasses.replace(bias, log_fgate=self.keys.log_fgate)
+        if isinstance(bias, ContentBias):
+            new, old = bias.key_bias, self.key_bias
+            self.key_bias = new if old is None else torch.cat([old, new], dim=-1)
+            bias = dataclasses.replace(bias, key_bias=self.key_bias)
+        return k, v, bias
+
+
+def attend(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Bias,
+    *,
+    window: int | None = None,
+    segment_ids: Tensor | None = None,
+    dropout_p: float = 0.0,
+    context: Context | None = None,
+) -> Tensor:
+    """Causal attention, [B, H, T, D], with the result of a position method's `bias`; the queries are the last T of the S keys.
+
+    Args:
+        bias: `ContentBias` and `ForgetGates` with the numbers of all S keys (`LayerCache.append`).
+        window: the number of keys a query may see, including itself.
+        segment_ids: [B, S], the document of every key; a query sees its own document only.
+        dropout_p: the share of attention weights that is dropped.
+        context: for sequences shared with other processes.
+    """
+    if isinstance(bias, Windowed):
+        window, bias = min(bias.window, window or bias.window), None
+    if context is not None:
+        return _attend_over_processes(q, k, v, bias, context, window=window, segment_ids=segment_ids)
+    query_len, key_len = q.shape[-2], k.shape[-2]
+    if window is not None and window >= key_len:
+        window = None
+    masked = window is not None or segment_ids is not None
+    if isinstance(bias, ByDistance):
+        if query_len > 1 or masked:
+            return toeplitz_attention(q, k, v, bias.table, window=window, segment_ids=segment_ids, dropout_p=dropout_p)
+        bias = bias.table.flip(1)[:, None]  # one new token sees all keys
+    if isinstance(bias, ContentBias | ForgetGates):
+        slopes = [0.0] * q.shape[1] if bias.slopes is None else bias.slopes
+        given: Any = {"window": window, "segment_ids": segment_ids, "dropout_p": dropout_p}
+        if isinstance(bias, ForgetGates):
+            return forgetting_attention(q, k, v, bias.log_fgate, slopes, **given)
+        return alibi_attention(q, k, v, slopes, key_bias=bias.key_bias, **given)
+    if bias is None and (masked or _has_kernels(q)):
+        bias = q.new_zeros(q.shape[1], dtype=torch.float32)  # slopes of 0: no bias
+    if bias is not None and bias.ndim == 1:
+        return alibi_attention(q, k, v, bias, window=window, segment_ids=segment_ids, dropout_p=dropout_p)
+    if bias is not None:
+        seen = bias[None].to(q.dtype)
+        if masked:
+            visible = Pass(query_len, key_len, window=window, segment_ids=segment_ids).visible(q.device)
+            seen = seen.masked_fill(~visible, -math.inf)
+        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout_p)
+    if query_len == key_len:
+        return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout_p)
+    keys = torch.arange(key_len, device=q.device)
+    past = keys <= keys[key_len - query_len :, None]
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=past, dropout_p=dropout_p)
+
+
+def _has_kernels(q: Tensor) -> bool:
+    """Whether the C++ kernels run for these queries; for a single query they gain nothing."""
+    return q.device.type == "cpu" and q.shape[-2] > 1 and native.why_not() is None
+
+
+def _attend_over_processes(
+    q: Tensor,
+    k: Tensor,
+    v: Tensor,
+    bias: Tensor | ByDistance | ContentBias | ForgetGates | None,
+    context: Context,
+    *,
+    window: int | None,
+    segment_ids: Tensor | None,
+) -> Tensor:
+    given: Any = {"group": context.group, "timeout": context.timeout, "window": window, "segment_ids": segment_ids}
+    slopes = bias.slopes if isinstance(bias, ContentBias | ForgetGates) else bias
+    if isinstance(slopes, ByDistance) or (slopes is not None and slopes.ndim != 1):
+        raise ConfigError(
+            "the model's position method has a bias per pair of tokens, which train.context_parallel does not support: pass a "
+            "method whose bias is linear in the distance, or train.context_parallel=1"
+        )
+    slopes = q.new_zeros(q.shape[1], dtype=torch.float32) if slopes is None else slopes
+    if isinstance(bias, ForgetGates):
+        return distributed.context_parallel_forgetting_attention(q, k, v, bias.log_fgate, slopes, **given)
+    key_bias = bias.key_bias if isinstance(bias, ContentBias) else None
+    return distributed.context_parallel_attention(q, k, v, slopes, key_bias=key_bias, **given)

@@ -1,0 +1,348 @@
+"""Checkpoints: one folder per step, written atomically.
+
+    <run>/step-00000200/model.safetensors    the weights
+    <run>/step-00000200/config.json          schema, the run's config, its progress and curves so far, all hashes
+    <run>/step-00000200/tokenizer.json       the tokenizer
+    <run>/step-00000200/state/               the other state for exact resumption (`state.py`); none when finished
+
+Older folders are removed only after the new one is complete (`alibi_attn/files.py`). Every file is verified before it
+is used, including config.json (`lab/sealed_folder.py`).
+"""
+
+import contextlib
+import dataclasses
+import re
+import shutil
+import warnings
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from accelerate.utils import broadcast_object_list
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor
+
+from alibi_attn.files import new_folder, remove_leftovers
+from alibi_attn.strict_json import parse
+from alibi_lab.lab import sealed_folder
+from alibi_lab.lab.config import IMPORT_PATH, ConfigError, RunConfig
+from alibi_lab.lab.config_io import from_json, to_json
+from alibi_lab.lab.data.sources import CorpusError
+from alibi_lab.lab.data.tokenizing import Tokenizer, load_tokenizer, save_tokenizer
+from alibi_lab.lab.model.imported_method import source_facts
+from alibi_lab.lab.model.language_model import LanguageModel
+from alibi_lab.lab.model.method_trial import try_method
+from alibi_lab.lab.sealed_folder import DamagedError, SchemaError
+from alibi_lab.lab.training.parallel import Training
+from alibi_lab.lab.training.state import READ_ERRORS, load_state, save_state
+from alibi_lab.position_methods import METHODS
+from alibi_lab.records import finite
+
+SCHEMA = 3
+
+_STEP = re.compile(r"step-\d{8,}")
+_CURVE = ("step", "loss_nats", "learning_rate")
+_VALIDATION = ("step", "seconds", "nats", "tokens")
+
+
+class CheckpointError(ValueError):
+    """A checkpoint that is missing, damaged, of another config or schema, or that cannot be written."""
+
+
+@dataclasses.dataclass(frozen=True)
+class Progress:
+    """The progress of a training.
+
+    Args:
+        step: the number of finished steps.
+        seconds: their time, without checkpoints.
+        loss_nats: the loss of the last step.
+        curve: columns "step", "loss_nats", "learning_rate", every `log_every` steps.
+        peak_memory_bytes: of the process or GPU, since the training was last started or resumed.
+        validation: columns "step", "seconds", "nats", "tokens", every `validate_every` steps.
+    """
+
+    step: int = 0
+    seconds: float = 0.0
+    loss_nats: float | None = None
+    curve: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=lambda: {name: [] for name in _CURVE})
+    peak_memory_bytes: int | None = None
+    validation: Mapping[str, Sequence[float]] = dataclasses.field(
+        default_factory=lambda: {name: [] for name in _VALIDATION}
+    )
+
+
+def load_checkpoint(path: Path, *, method: str | None = None) -> tuple[LanguageModel, RunConfig]:
+    """The model, on the CPU and in evaluation mode, and the config it was trained with.
+
+    Args:
+        path: the folder of a step, or the folder of a run, whose newest step is loaded.
+        method: the code of the position method, `FILE.py:Class`. Required if the method is not built in, because
+            loading a checkpoint never imports code that the checkpoint names.
+
+    Warns:
+        UserWarning: the method's source differs from the one that trained the model.
+
+    Raises:
+        CheckpointError: the checkpoint is missing, damaged, or of another schema; `method` is required, or has
+            other parameters.
+        PositionError: a hook of `method` returns something invalid, or it sees the future.
+    """
+    folder = step_folder(path)
+    config, _, files = _read(folder, method)
+    if method is None and IMPORT_PATH.fullmatch(config.model.method):
+        raise _unknown_method(folder, config.model.method)
+    trained_with = _manifest(folder).get("method", {})
+    if trained_with and trained_with["sha256"] != source_facts(config.model.method)["sha256"]:
+        warnings.warn(
+            f"{config.model.method} has changed since it trained {folder}; its results may differ", stacklevel=2
+        )
+    _verify(folder, files, "model.safetensors")
+    if IMPORT_PATH.fullmatch(config.model.method):
+        try_method(config.model, config.train.length)
+    try:
+        model = LanguageModel(config.model, trained_length=config.train.length)
+    except (RuntimeError, ValueError, TypeError) as error:
+        raise CheckpointError(
+            f"{folder / 'config.json'} asks for a model that cannot be made here ({_first_line(error)})"
+        ) from None
+    try:
+        weights = load_file(folder / "model.safetensors")
+        if IMPORT_PATH.fullmatch(config.model.method):
+            _check_parameters(folder, config.model.method, model.state_dict(), weights)
+        model.load_state_dict(weights)
+    except (OSError, SafetensorError, RuntimeError) as error:
+        raise _damaged(folder, "model.safetensors", error) from None
+    return model.eval(), config
+
+
+def checkpoint_method(path: Path) -> str:
+    """The `model.method` of a checkpoint, without importing it."""
+    folder = step_folder(path)
+    return str(_manifest(folder)["config"]["model"]["method"])
+
+
+def load_checkpoint_tokenizer(path: Path) -> Tokenizer:
+    """The tokenizer of the text that the model was trained on.
+
+    Args:
+        path: as for `load_checkpoint`.
+
+    Raises:
+        CheckpointError: the checkpoint is missing or damaged.
+    """
+    folder = step_folder(path)
+    _verify(folder, _read(folder)[2], "tokenizer.json")
+    try:
+        return load_tokenizer(folder / "tokenizer.json")
+    except (OSError, CorpusError) as error:
+        raise _damaged(folder, "tokenizer.json", error) from None
+
+
+def newest(run_folder: Path) -> Path | None:
+    """The folder of the newest step, or None."""
+    if not run_folder.is_dir():
+        return None
+    steps = [folder for folder in run_folder.iterdir() if _STEP.fullmatch(folder.name)]
+    return max(steps, key=lambda folder: int(folder.name.removeprefix("step-")), default=None)
+
+
+def step_folder(path: Path) -> Path:
+    """The folder that `load_checkpoint` reads: of a step itself, or of the newest step of a run.
+
+    Raises:
+        CheckpointError: the folder has no checkpoint.
+    """
+    folder = path if (path / "config.json").exists() else newest(path)
+    if folder is None:
+        if not path.exists():
+            raise CheckpointError(f"{path} does not exist; pass a folder below checkpoints/ that alibi run has written")
+        raise CheckpointError(
+            f"{path} holds no checkpoint; pass a folder below checkpoints/ that alibi run has written"
+        )
+    return folder
+
+
+def stored_tokens(path: Path) -> Path | None:
+    """The tokenized texts in the output folder of a checkpoint's run, if they are still there."""
+    return next((folder / "tokens" for folder in path.resolve().parents if (folder / "tokens").is_dir()), None)
+
+
+def save_checkpoint(
+    run_folder: Path,
+    training: Training,
+    config: RunConfig,
+    progress: Progress,
+    tokenizer: Tokenizer,
+    *,
+    finished: bool,
+) -> Path:
+    """Write the step's folder and remove older ones.
+
+    Every process must call this; the first one writes the shared files.
+
+    Raises:
+        CheckpointError: it cannot be written; partial files are removed.
+    """
+    final = run_folder / f"step-{progress.step:08d}"
+    first, wait = training.accelerator.is_main_process, training.accelerator.wait_for_everyone
+    try:
+        with contextlib.ExitStack() as stack:
+            temporary = _of_first(stack.enter_context(new_folder(final)) if first else None)
+            if first and not finished:
+                (temporary / "state").mkdir()
+            wait()
+            weights = training.weights()
+            if not finished:
+                save_state(temporary / "state", training)
+            if first:
+                tensors = {name: tensor.contiguous() for name, tensor in weights.items()}
+                save_file(tensors, temporary / "model.safetensors")
+            wait()
+            if first:
+                save_tokenizer(tokenizer, temporary / "tokenizer.json")
+                about = {"schema": SCHEMA, "config": to_json(config), "progress": finite(dataclasses.asdict(progress))}
+                if facts := source_facts(config.model.method):
+                    about["method"] = facts
+                sealed_folder.seal(temporary, "config.json", about)
+    except (OSError, RuntimeError, SafetensorError) as error:
+        raise CheckpointError(
+            f"{final} cannot be written ({_first_line(error)}); make room, or the folder writable, then run the same "
+            "command again: "
+            + ("it goes on from " + older.name if (older := newest(run_folder)) else "it begins again")
+        ) from error
+    if first:
+        remove_leftovers(run_folder)
+        for folder in run_folder.iterdir():
+            if folder != final and _STEP.fullmatch(folder.name):
+                shutil.rmtree(folder)
+    wait()
+    return final
+
+
+def _of_first(path: Path | None) -> Path:
+    """The path that the first process passed."""
+    shared = [path]
+    broadcast_object_list(shared)
+    assert shared[0] is not None
+    return shared[0]
+
+
+def load_progress(folder: Path, config: RunConfig) -> Progress:
+    """The progress of this checkpoint's training.
+
+    Raises:
+        CheckpointError: damaged, of another schema, or trained with another config (only the test may differ).
+    """
+    found, progress, _ = _read(folder)
+    for section in ("model", "data", "train"):
+        mine, theirs = getattr(config, section), getattr(found, section)
+        if mine != theirs:
+            names = (field.name for field in dataclasses.fields(mine))
+            name = next(name for name in names if getattr(mine, name) != getattr(theirs, name))
+            raise CheckpointError(
+                f"{folder} was trained with {section}.{name} = {getattr(theirs, name)!r}, not {getattr(mine, name)!r}; "
+                "pass another folder, or the config that began it"
+            )
+    return progress
+
+
+def resume(folder: Path, training: Training) -> None:
+    """Load the saved weights and optimizer state into the prepared training.
+
+    Raises:
+        CheckpointError: the checkpoint is damaged.
+    """
+    files = _read(folder)[2]
+    if not any(name.startswith("state/") for name in files):
+        raise _damaged(folder, "state", FileNotFoundError("it holds a finished model only"))
+    _verify(folder, files, *files)
+    try:
+        load_state(folder / "state", folder / "model.safetensors", training)
+    except READ_ERRORS as error:
+        raise _damaged(folder, "state", error) from None
+
+
+def _manifest(folder: Path) -> dict[str, Any]:
+    try:
+        return sealed_folder.read_manifest(folder, "config.json", schema=SCHEMA)
+    except SchemaError as error:
+        about = parse((folder / "config.json").read_bytes())
+        if isinstance(about, dict) and "model_type" in about:
+            raise CheckpointError(
+                f"{folder} holds a model of transformers, but alibi generate and alibi eval are for models that alibi run has "
+                "trained; load it with transformers, call alibi_attn.hf.patch(model), then model.generate, or compute the "
+                "perplexity of a text with alibi eval-text"
+            ) from None
+        raise CheckpointError(f"{error}; pass a folder that this version of alibi run has written") from None
+    except DamagedError as error:
+        raise _damaged(folder, error.name, error) from None
+
+
+def _read(folder: Path, method: str | None = None) -> tuple[RunConfig, Progress, dict[str, Mapping[str, Any]]]:
+    """The config (with the given position method, if any), the progress, and the manifest's entry of each file."""
+    about = _manifest(folder)
+    try:
+        model = about["config"]["model"]
+        trained = model["method"]
+        if method is None and trained not in METHODS and not IMPORT_PATH.fullmatch(trained):
+            raise _unknown_method(folder, trained)
+        if method not in (None, trained) and (trained in METHODS or method in METHODS):
+            raise CheckpointError(
+                f"{folder} was trained with the position method {trained!r}, not {method!r}; pass the class that trained it, or "
+                "nothing for a method that is built in"
+            )
+        model["method"] = method or trained
+        files = about["files"] if about["schema"] == SCHEMA else {n: {"sha256": h} for n, h in about["sha256"].items()}
+        return from_json(about["config"]), Progress(**about["progress"]), files
+    except CheckpointError:
+        raise
+    except (ConfigError, AttributeError, KeyError, TypeError, ValueError) as error:
+        raise _damaged(folder, "config.json", error) from None
+
+
+def _check_parameters(folder: Path, method: str, made: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
+    """Raises a CheckpointError if the class has other parameters than the one that trained the model."""
+    now, then = (
+        {name: list(tensor.shape) for name, tensor in state.items() if name.startswith("position.")}
+        for state in (made, saved)
+    )
+    if now != then:
+        raise CheckpointError(
+            f"{method} has the parameters {now or 'none'} but {folder} was trained with {then or 'none'}; pass the file as "
+            "it was in training"
+        )
+
+
+def _unknown_method(folder: Path, method: str) -> CheckpointError:
+    path = method if IMPORT_PATH.fullmatch(method) else "FILE.py:Class"
+    return CheckpointError(
+        f"{folder} was trained with the position method {method!r}, which is not built in; a checkpoint's code is never imported "
+        f"on its own: provide it with --method {path}, or in Python with method={path!r}"
+    )
+
+
+def _verify(folder: Path, files: Mapping[str, Mapping[str, Any]], *names: str) -> None:
+    for name in names:
+        try:
+            sealed_folder.verify(folder, name, files.get(name, {"sha256": ""}))
+        except DamagedError as error:
+            raise _damaged(folder, name, error) from None
+
+
+def _damaged(folder: Path, name: str, error: Exception) -> CheckpointError:
+    return CheckpointError(
+        f"{folder / name} is damaged or incomplete ({_first_line(error)}); delete {folder} and train again"
+    )
+
+
+def _first_line(error: BaseException) -> str:
+    if isinstance(error, DamagedError):
+        return error.reason
+    cause: BaseException | None = error
+    while cause is not None:  # torch wraps the OSError of a full disk
+        if isinstance(cause, OSError) and cause.strerror:
+            return cause.strerror
+        cause = cause.__context__
+    return str(error).splitlines()[0] if str(error) else type(error).__name__

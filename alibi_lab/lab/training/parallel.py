@@ -1,0 +1,176 @@
+"""Distributes one training over processes: replicated or sharded weights, and sequences divided between processes.
+
+"ddp": every process has all the weights, and gradients are averaged (accelerate). "fsdp": every process has a part of
+each weight, gradient and optimizer state (FSDP2: Zhao et al. 2023, arXiv:2304.11277), on CPUs and on GPUs. Both get the
+number of processes from the launcher, torchrun or `accelerate launch`. With `train.context_parallel`, neighboring
+processes also share their sequences: each has consecutive tokens of them. Read next: `train.py`.
+"""
+
+import contextlib
+import dataclasses
+import datetime
+from collections.abc import Mapping
+
+import torch
+from accelerate import Accelerator
+from accelerate.utils import DistributedType, InitProcessGroupKwargs
+from torch import Tensor, nn
+from torch import distributed as dist
+
+from alibi_attn.distributed.halos import even_lengths
+from alibi_lab.lab.config import ConfigError, RunConfig, TrainConfig
+from alibi_lab.lab.model.attention import Context
+from alibi_lab.lab.model.language_model import LanguageModel
+from alibi_lab.lab.training.optimizer import make_optimizer
+
+_REPLICAS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
+
+
+@dataclasses.dataclass(frozen=True)
+class ContextGroup:
+    """The processes that share every sequence with this one.
+
+    Args:
+        group: their process group, in the order of their tokens.
+        timeout: of an exchange, in seconds.
+    """
+
+    group: dist.ProcessGroup
+    timeout: float
+
+    def tokens(self, length: int) -> tuple[int, int]:
+        """The half-open token range [start, stop) of this process, in a sequence of the given length."""
+        lengths, rank = even_lengths(length, dist.get_world_size(self.group)), dist.get_rank(self.group)
+        return sum(lengths[:rank]), sum(lengths[: rank + 1])
+
+    def context(self, start: int) -> Context:
+        """The context for a model call on the tokens from `start` on."""
+        return Context(self.group, start, self.timeout)
+
+
+@dataclasses.dataclass(frozen=True)
+class Training:
+    """A model and its optimizer, prepared for training on these processes.
+
+    Args:
+        model: the bare model; if `sharded`, its parameters are DTensors.
+        replica: the model in the wrapper that averages gradients over the processes; training calls it.
+        context: the processes that share the sequences; None if each process has whole sequences.
+    """
+
+    model: LanguageModel
+    replica: nn.Module
+    optimizer: torch.optim.Optimizer
+    accelerator: Accelerator
+    sharded: bool
+    context: ContextGroup | None = None
+
+    @property
+    def bare_optimizer(self) -> torch.optim.Optimizer:
+        """The optimizer without accelerate's wrapper."""
+        inside: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
+        return inside
+
+    def part(self, *, last: bool) -> contextlib.AbstractContextManager[object]:
+        """A context for forward and backward of one part of a batch; only the last part synchronizes gradients."""
+        if self.sharded:
+            self.model.set_requires_gradient_sync(last)  # type: ignore[operator]  # a method that fully_shard adds
+            return contextlib.nullcontext()
+        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.replica)
+
+    def clip(self, norm: float) -> Tensor:
+        """Scale the gradients down to this norm if theirs is larger; returns their norm before scaling."""
+        found = self.accelerator.clip_grad_norm_(self.model.parameters(), norm)
+        return found.full_tensor() if self.sharded else found
+
+    def weights(self) -> Mapping[str, Tensor]:
+        """All complete weights, on the first process; the others must call this too, but may get none."""
+        if not self.sharded:
+            return self.model.state_dict()
+        from torch.distributed.checkpoint.state_dict import StateDictOptions, get_model_state_dict
+
+        whole = get_model_state_dict(self.model, options=StateDictOptions(full_state_dict=True, cpu_offload=True))
+        return {name: value for name, value in whole.items() if isinstance(value, Tensor)}
+
+
+def prepare(config: RunConfig) -> Training:
+    """The initialized model and its optimizer, on this process's device, distributed according to `train.parallel`.
+
+    Raises:
+        ConfigError: the number of processes, the launcher or the precision does not allow it.
+    """
+    asked = config.train
+    if asked.parallel == "fsdp" and asked.precision == "fp16":
+        raise ConfigError('train.parallel is "fsdp" and train.precision "fp16"; pass train.precision bf16 or no')
+    limit = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=asked.exchange_timeout_s))
+    accelerator = Accelerator(
+        mixed_precision=asked.precision, cpu=not torch.accelerator.is_available(),
+        kwargs_handlers=[limit] if asked.context_parallel > 1 else None,
+    )  # fmt: skip
+    if accelerator.distributed_type not in _REPLICAS:
+        raise ConfigError(
+            f"the launcher asks for {accelerator.distributed_type.value}, but here the config says how weights are shared; "
+            "launch without it and pass train.parallel=fsdp"
+        )
+    context = _context_group(config, accelerator)
+    sharded = asked.parallel == "fsdp" and accelerator.num_processes > 1
+    model = LanguageModel(
+        config.model,
+        trained_length=asked.length,
+        seed=asked.seed,
+        activation_checkpointing=asked.activation_checkpointing,
+    ).to(accelerator.device)
+    if sharded:
+        _shard(model)
+    optimizer = make_optimizer(model, asked)
+    if sharded:
+        return Training(model, model, accelerator.prepare_optimizer(optimizer), accelerator, sharded, context)
+    replica, optimizer = accelerator.prepare(model, optimizer)
+    return Training(model, replica, optimizer, accelerator, sharded, context)
+
+
+def _context_group(config: RunConfig, accelerator: Accelerator) -> ContextGroup | None:
+    """The group of neighboring processes that share this process's sequences; None for groups of one."""
+    asked, processes = config.train.context_parallel, accelerator.num_processes
+    if processes % asked:
+        raise ConfigError(
+            f"train.context_parallel is {asked} but there are {processes} processes; start a multiple of it, with torchrun "
+            "--nproc-per-node, or pass train.context_parallel=1"
+        )
+    shortest = min(config.train.first_length or config.train.length, config.train.length)
+    if shortest < asked:
+        raise ConfigError(
+            f"sequences of {shortest} tokens cannot be shared by train.context_parallel={asked} processes"
+        )
+    if asked == 1:
+        return None
+    groups = [dist.new_group(list(range(first, first + asked))) for first in range(0, processes, asked)]
+    return ContextGroup(groups[accelerator.process_index // asked], config.train.exchange_timeout_s)
+
+
+def share_of_batch(config: TrainConfig, accelerator: Accelerator) -> slice:
+    """The rows of every batch that this process trains on.
+
+    Raises:
+        ConfigError: the rows cannot be divided equally.
+    """
+    processes = accelerator.num_processes // config.context_parallel
+    parts = processes * config.accumulate
+    for length in (config.first_length or config.length, config.length):
+        rows = config.batch_tokens // length
+        if rows % parts:
+            each = f"{processes} processes" + (f" in {config.accumulate} parts each" if config.accumulate > 1 else "")
+            raise ConfigError(
+                f"a batch has {rows} examples (train.batch_tokens / train.length) but {each} share it equally; "
+                f"pass a train.batch_tokens that {parts * length} divides"
+            )
+    return slice(accelerator.process_index // config.context_parallel, None, processes)
+
+
+def _shard(model: LanguageModel) -> None:
+    """Shards the model: each block is gathered when it runs; weights outside the blocks stay gathered during a step."""
+    from torch.distributed.fsdp import fully_shard
+
+    for block in model.blocks:
+        fully_shard(block)
+    fully_shard(model)

@@ -1,0 +1,278 @@
+"""The training loop, on one process or many (`torchrun`, `accelerate launch`); training can be interrupted and resumed.
+
+Learning rate, data and dropout are functions of the step, so a checkpoint needs only weights and optimizer state. On a
+CPU, the losses after resuming are bit-identical to those of an uninterrupted training. Read next: `evaluate.py`.
+"""
+
+import contextlib
+import dataclasses
+import itertools
+import math
+from collections.abc import Callable, Iterator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from alibi_attn.nn.allocator import kept_memory, peak_memory_bytes, reset_peak_memory
+from alibi_lab.lab.config import EvalConfig, RunConfig, TrainConfig
+from alibi_lab.lab.data.corpus import Corpus, batches, packed_batches
+from alibi_lab.lab.evaluation.evaluate import validation_nats
+from alibi_lab.lab.model.attention import Context
+from alibi_lab.lab.model.language_model import LanguageModel
+from alibi_lab.lab.training.checkpoint import Progress, load_progress, newest, resume, save_checkpoint
+from alibi_lab.lab.training.clock import clock
+from alibi_lab.lab.training.interruption import deferred_interruption
+from alibi_lab.lab.training.optimizer import learning_rate
+from alibi_lab.lab.training.parallel import ContextGroup, Training, prepare, share_of_batch
+
+
+class TrainingError(ValueError):
+    """The loss or its gradient is NaN or infinite."""
+
+
+def train(
+    config: RunConfig, corpus: Corpus, folder: Path, *, on_step: Callable[[Progress], None] | None = None
+) -> Progress:
+    """Train to the last step, from the newest checkpoint in the folder if there is one, and save a checkpoint there.
+
+    Ctrl-C and SIGTERM take effect between two steps: a checkpoint is written, then KeyboardInterrupt is raised.
+
+    Args:
+        folder: used by this run only; its checkpoints must be of this config.
+        on_step: called after every step.
+
+    Raises:
+        TrainingError: the loss or its gradient is NaN or infinite; no checkpoint of such weights is written.
+        CheckpointError: the checkpoint to resume from is damaged or of another config, or none can be written.
+        CorpusError: the text is shorter than one example.
+        ConfigError: the batch cannot be shared by the processes.
+    """
+    asked = config.train
+    checkpoint = newest(folder)
+    progress = load_progress(checkpoint, config) if checkpoint else Progress()
+    if progress.step >= asked.steps:
+        return progress
+    with _own_random_numbers(), deferred_interruption() as interrupted:
+        training = prepare(config)
+        if checkpoint:
+            resume(checkpoint, training)
+        progress = _loop(training, config, corpus, folder, progress, interrupted, on_step)
+    training.accelerator.free_memory()
+    return progress
+
+
+def _loop(
+    training: Training,
+    config: RunConfig,
+    corpus: Corpus,
+    folder: Path,
+    progress: Progress,
+    interrupted: Callable[[], bool],
+    on_step: Callable[[Progress], None] | None,
+) -> Progress:
+    asked, device = config.train, training.accelerator.device
+    reset = reset_peak_memory(device)
+    for step in steps(training, config, corpus, start=progress.step, interrupted=interrupted):
+        progress = _advanced(progress, step, asked)
+        if asked.validate_every and progress.step % asked.validate_every == 0:
+            progress = _validated(progress, training.model, corpus.valid, asked)
+        finished = progress.step == asked.steps
+        if on_step:
+            on_step(progress)
+        if finished or step.interrupted or progress.step % asked.checkpoint_every == 0:
+            peak = peak_memory_bytes(device) if reset else None
+            progress = dataclasses.replace(progress, peak_memory_bytes=peak)
+            save_checkpoint(folder, training, config, progress, corpus.tokenizer, finished=finished)
+        if step.interrupted or (finished and interrupted()):  # also during the last checkpoint
+            raise KeyboardInterrupt
+        if finished:
+            break
+    return progress
+
+
+@dataclasses.dataclass(frozen=True)
+class Step:
+    """The result of one step.
+
+    Args:
+        number: the step's number, from 1.
+        loss_nats: the mean over the whole batch, before the weights changed.
+        gradient_norm: the norm of all gradients together, before clipping.
+        learning_rate: of this step.
+        seconds: the time of the step (`clock.py`), without loading the batch.
+        interrupted: whether any process was interrupted during the step.
+    """
+
+    number: int
+    loss_nats: float
+    gradient_norm: float
+    learning_rate: float
+    seconds: float
+    interrupted: bool
+
+
+def steps(
+    training: Training,
+    config: RunConfig,
+    corpus: Corpus,
+    *,
+    start: int = 0,
+    interrupted: Callable[[], bool] = lambda: False,
+) -> Iterator[Step]:
+    """Yields the training's steps from `start` on, each computed when requested; the iterator is endless.
+
+    `train` uses this and adds the rest: validation, checkpoints, and restoring the caller's random state, because every
+    step seeds torch. Until the iterator is closed, the process keeps its freed memory (`allocator.kept_memory`).
+
+    Raises:
+        TrainingError: the loss or its gradient is NaN or infinite.
+        CorpusError: the text is shorter than one example.
+        ConfigError: the batch cannot be shared by the processes.
+    """
+    asked, device = config.train, training.accelerator.device
+    share, now = share_of_batch(asked, training.accelerator), clock(device)
+    training.model.progress = start / asked.steps
+    with kept_memory():
+        for number, batch in enumerate(_stream(corpus, config, start), start=start + 1):
+            started = now()
+            rate = learning_rate(number - 1, asked)
+            ours = batch.share(share, device).shard(training.context)
+            loss, norm, stop = _step(training, ours, rate, asked, number - 1, interrupted)
+            seconds = now() - started
+            training.model.progress = number / asked.steps
+            yield Step(number, loss, norm, rate, seconds, stop)
+
+
+@dataclasses.dataclass(frozen=True)
+class Batch:
+    """Rows of a batch, or some of them.
+
+    Args:
+        tokens: [B, T + 1], the inputs and their next tokens.
+        documents: the document index of each token, the same shape; None if attention crosses document ends.
+        counted: the number of losses in the mean over the whole batch, also if this is only a part of it.
+        context: the position of these tokens, if other processes have other tokens of the same rows.
+    """
+
+    tokens: Tensor
+    documents: Tensor | None
+    counted: int
+    context: Context | None = None
+
+    def share(self, rows: slice, device: torch.device) -> "Batch":
+        documents = None if self.documents is None else self.documents[rows].to(device)
+        return Batch(self.tokens[rows].to(device), documents, self.counted)
+
+    def shard(self, sharing: ContextGroup | None) -> "Batch":
+        """This process's tokens of every row, and the token that follows them."""
+        if sharing is None:
+            return self
+        start, stop = sharing.tokens(self.tokens.shape[1] - 1)
+        documents = None if self.documents is None else self.documents[:, start : stop + 1]
+        return Batch(self.tokens[:, start : stop + 1], documents, self.counted, sharing.context(start))
+
+    def parts(self, number: int) -> "list[Batch]":
+        documents = [None] * number if self.documents is None else self.documents.chunk(number)
+        parts = zip(self.tokens.chunk(number), documents, strict=True)
+        return [Batch(tokens, belonging, self.counted, self.context) for tokens, belonging in parts]
+
+
+def _stream(corpus: Corpus, config: RunConfig, start: int) -> Iterator[Batch]:
+    """The batches from step `start` on: those of `first_length`, if any are left, then those of `length`."""
+    asked = config.train
+    if asked.first_length is None or start >= asked.first_steps:
+        return _batches(corpus, config, asked.length, start)
+    first = itertools.islice(_batches(corpus, config, asked.first_length, start), asked.first_steps - start)
+    return itertools.chain(first, _batches(corpus, config, asked.length, asked.first_steps))
+
+
+def _batches(corpus: Corpus, config: RunConfig, length: int, start: int) -> Iterator[Batch]:
+    rows, seed = config.train.batch_tokens // length, config.train.seed
+    if not config.data.segments:
+        plain = batches(corpus.train, length=length, batch_size=rows, seed=seed, start=start)
+        return (Batch(tokens, None, rows * length) for tokens in plain)
+    packed = packed_batches(
+        corpus.train, corpus.starts["train"], length=length, batch_size=rows, seed=seed, start=start
+    )
+    return (Batch(tokens, documents, int(_same_document(documents).sum())) for tokens, documents in packed)
+
+
+def _same_document(documents: Tensor) -> Tensor:
+    """[B, T]: whether each target is in its input's document; the first token of a document has no context."""
+    return documents[:, 1:] == documents[:, :-1]
+
+
+def _step(
+    training: Training,
+    batch: Batch,
+    rate: float,
+    config: TrainConfig,
+    step: int,
+    interrupted: Callable[[], bool],
+) -> tuple[float, float, bool]:
+    """One step, counted from 0: the batch's loss, the gradient's norm, and whether any process was interrupted."""
+    accelerator, optimizer = training.accelerator, training.optimizer
+    for group in optimizer.param_groups:
+        group["lr"] = rate
+    torch.manual_seed(_dropout_seed(config.seed, step, accelerator.process_index))
+    loss = torch.zeros((), device=accelerator.device)
+    parts = batch.parts(config.accumulate)
+    for number, part in enumerate(parts, start=1):
+        with training.part(last=number == len(parts)):
+            share = _share_of_loss(training, part)
+            accelerator.backward(share)
+        loss += share.detach()
+    norm = training.clip(config.clip_norm)
+    told = accelerator.reduce(torch.stack([loss, loss.new_tensor(float(interrupted()))]), reduction="mean")
+    mean_loss, share_interrupted, norm_found = torch.cat([told, norm.to(told)[None]]).tolist()
+    # With half precision, scaled gradients overflow occasionally; such a step is skipped and is no error.
+    if not math.isfinite(mean_loss) or (config.precision != "fp16" and not math.isfinite(norm_found)):
+        raise TrainingError(
+            f"at step {step + 1} the loss is {mean_loss} and the gradient's norm {norm_found} (learning rate {rate:.3g}); "
+            "lower train.learning_rate, raise train.warmup_steps, or lower train.clip_norm"
+        )
+    optimizer.step()
+    optimizer.zero_grad()
+    return mean_loss, norm_found, share_interrupted > 0
+
+
+def _share_of_loss(training: Training, part: Batch) -> Tensor:
+    """The part's share of the batch's mean loss, times the number of processes, because the processes are averaged."""
+    tokens, documents = part.tokens, part.documents
+    segments = None if documents is None else documents[:, :-1]
+    with training.accelerator.autocast():
+        nats = training.replica(tokens[:, :-1], targets=tokens[:, 1:], segment_ids=segments, context=part.context)
+    if documents is not None:
+        nats = nats * _same_document(documents)
+    return nats.sum() * (training.accelerator.num_processes / part.counted)
+
+
+def _own_random_numbers() -> contextlib.AbstractContextManager[None]:
+    """Restores the caller's random state afterwards, because training seeds torch at every step, for dropout."""
+    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])
+
+
+def _dropout_seed(seed: int, step: int, process: int) -> int:
+    """The seed of a step's dropout: a function of the step, so that a checkpoint need not store it."""
+    return ((seed * 1_000_003 + step) * 65_537 + process) % 2**63
+
+
+def _advanced(progress: Progress, step: Step, config: TrainConfig) -> Progress:
+    curve = progress.curve
+    if step.number % config.log_every == 0 or step.number in (1, config.steps):
+        point = {"step": step.number, "loss_nats": step.loss_nats, "learning_rate": step.learning_rate}
+        curve = {name: [*column, point[name]] for name, column in curve.items()}
+    seconds = progress.seconds + step.seconds
+    return dataclasses.replace(progress, step=step.number, seconds=seconds, loss_nats=step.loss_nats, curve=curve)
+
+
+def _validated(progress: Progress, model: LanguageModel, tokens: Tensor, config: TrainConfig) -> Progress:
+    """The progress with one more validation point; every process computes it all, because shards need every process."""
+    length = config.validate_length or config.length
+    nats, scored = validation_nats(
+        model, tokens, length=length, tokens_to_score=config.validate_tokens, batch_tokens=EvalConfig.batch_tokens
+    )
+    point = {"step": progress.step, "seconds": progress.seconds, "nats": nats, "tokens": scored}
+    curve = {name: [*column, point[name]] for name, column in progress.validation.items()}
+    return dataclasses.replace(progress, validation=curve)

@@ -1,0 +1,201 @@
+"""`alibi bench context-parallel`: one sequence on a few local processes, our halos compared with an all-gather.
+
+Both compute a rank's queries with the same kernel; they differ in the rows of keys and values that they send. On one
+machine, sending a row costs a copy through a socket. A network is slower, so the times say little about a cluster, but
+the numbers of rows and bytes are the same there. The code that sends rows counts them.
+"""
+
+import json
+import tempfile
+import time
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from alibi_attn.attention.api import alibi_attention
+from alibi_attn.distributed import Traffic, context_parallel_attention
+from alibi_lab.measure.harness import Columns, Config, Row, Say, keep_by_length, number, whole_ms
+
+LENGTHS = (16_384, 32_768, 65_536, 131_072)
+RANKS = (2, 4)
+HEADS, HEAD_DIM = 8, 64
+OURS, GATHER = "ours", "all-gather"
+# Outputs and gradients of the two differ by rounding (fp32 sums in another order) and by the mass that the tolerance drops.
+_ALLOWED = 1e-5
+
+
+def context_parallel(
+    out: Path, *, lengths: Sequence[int] = LENGTHS, ranks: Sequence[int] = RANKS, repeats: int = 5, seconds: float = 20.0,
+    say: Say = print,
+) -> list[Path]:  # fmt: skip
+    """Measures, saves one record per number of processes, and returns their paths.
+
+    8 heads of 64, fp32, causal, the published slopes, noise; shards of equal length. The processes share torch's threads.
+
+    Raises:
+        ValueError: a number of ranks below 2, or one that does not divide a length.
+        RuntimeError: ours and the all-gather differ by more than rounding.
+    """
+    for count in ranks:
+        uneven = [length for length in lengths if length % count]
+        if count < 2 or uneven:
+            raise ValueError(
+                f"{count} ranks cannot share {uneven} tokens evenly; pass two or more ranks, and lengths that they divide"
+            )
+    configs: dict[str, Config] = {
+        f"ranks-{count}": {
+            "ranks": count, "heads": HEADS, "kv_heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "causal": True,
+            "threads_of_a_rank": _threads(count), "lengths": list(lengths), "backend": "gloo",
+            "peers": {OURS: "context_parallel_attention", GATHER: "all_gather of key and value, then the same kernel"},
+        }
+        for count in ranks
+    }  # fmt: skip
+
+    def measure(kind: str, length: int) -> Mapping[str, Row]:
+        count = int(kind.removeprefix("ranks-"))
+        with tempfile.TemporaryDirectory() as folder:
+            spawn(_work, (count, length, Path(folder), repeats, seconds), nprocs=count)
+            rows: dict[str, Row] = json.loads((Path(folder) / "rows.json").read_text())
+        say(_sentence(count, rows))
+        return rows
+
+    return keep_by_length(out, "context-parallel", configs, lengths=lengths, measure=measure, summary=_summary, say=say)
+
+
+def _threads(ranks: int) -> int:
+    return max(1, torch.get_num_threads() // ranks)
+
+
+def _sentence(count: int, rows: Mapping[str, Row]) -> str:
+    ours, gather = rows[OURS], rows[GATHER]
+    times = [whole_ms(ours), whole_ms(gather)]
+    received = [number(row["rows_received"]) for row in (ours, gather)]
+    return (
+        f"{count} ranks, {ours['length']:>7} tokens: ours {times[0]:.0f} ms, all-gather {times[1]:.0f} ms "
+        f"({times[1] / times[0]:.2f}×); rows received {received[0]:.0f} of {received[1]:.0f} "
+        f"(1/{received[1] / received[0]:.1f}); outputs and gradients differ by {ours['relative_error']:.1e}"
+    )
+
+
+def _work(rank: int, count: int, length: int, folder: Path, repeats: int, seconds: float) -> None:
+    """Runs one rank; rank 0 writes rows.json to the folder."""
+    torch.set_num_threads(_threads(count))
+    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
+    try:
+        rows = _measured(rank, count, length, repeats, seconds)
+    finally:
+        dist.destroy_process_group()
+    if rank == 0:
+        (folder / "rows.json").write_text(json.dumps(rows))
+
+
+def _measured(rank: int, count: int, length: int, repeats: int, seconds: float) -> dict[str, Row]:
+    generator = torch.Generator().manual_seed(rank)
+    shape = (1, HEADS, length // count, HEAD_DIM)
+    query, key, value, grad = (torch.randn(shape, generator=generator) for _ in range(4))
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    traffic = Traffic()
+    calls: dict[str, Callable[[], Tensor]] = {
+        OURS: lambda: context_parallel_attention(query, key, value, traffic=traffic),
+        GATHER: lambda: alibi_attention(
+            query, _gathered(key), _gathered(value), query_offset=rank * query.shape[2], causal=True
+        ),
+    }
+    outputs = {name: _computed(call, leaves, grad) for name, call in calls.items()}
+    of_call = vars(traffic).copy()
+    error = max(_difference(ours, gather) for ours, gather in zip(*outputs.values(), strict=True))
+    numbers = torch.tensor([error, of_call["rows_received"], of_call["bytes_received"]], dtype=torch.float64)
+    everywhere = _of_all(numbers, count)
+    error = float(everywhere[:, 0].max())
+    if not error <= _ALLOWED:
+        raise RuntimeError(
+            f"context_parallel_attention and an all-gather differ by {error:.1e} at {length} tokens but {_ALLOWED:.0e} is allowed"
+        )
+    times = _times(calls, leaves, grad, count, repeats, seconds)
+    other_rows = count * (count - 1) * (length // count) * HEADS
+    row_bytes = 2 * HEAD_DIM * 4
+    received = {
+        OURS: [int(n) for n in everywhere[:, 1:].sum(0).tolist()],
+        GATHER: [other_rows, 2 * other_rows * row_bytes],  # gradients are sent too
+    }
+    columns = ("length", "relative_error", "forward_ms", "backward_ms", "rows_received", "bytes_received")
+    return {name: dict(zip(columns, (length, error, *times[name], *received[name]), strict=True)) for name in calls}
+
+
+def _computed(call: Callable[[], Tensor], leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
+    output = call()
+    return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
+
+
+def _difference(ours: Tensor, other: Tensor) -> float:
+    """The norm of the largest row difference, as a share of the largest row norm."""
+    return float((ours - other).norm(dim=-1).max() / other.norm(dim=-1).max())
+
+
+def _times(
+    calls: Mapping[str, Callable[[], Tensor]], leaves: list[Tensor], grad: Tensor, count: int, repeats: int, seconds: float
+) -> dict[str, list[float]]:  # fmt: skip
+    """Medians of [forward, backward] in milliseconds, each of the slowest rank; the peers take turns."""
+    spent: dict[str, list[Tensor]] = {name: [] for name in calls}
+    end = time.perf_counter() + seconds
+    for turn in range(repeats):
+        late = _of_all(torch.tensor([float(turn > 0 and time.perf_counter() > end)]), count)
+        if bool(late.any()):
+            break
+        for name, call in calls.items():
+            dist.barrier()
+            times = torch.tensor(_once(call, leaves, grad), dtype=torch.float64)
+            spent[name].append(_of_all(times, count).amax(0))
+    return {name: torch.stack(turns).quantile(0.5, 0).tolist() for name, turns in spent.items()}
+
+
+def _once(call: Callable[[], Tensor], leaves: list[Tensor], grad: Tensor) -> tuple[float, float]:
+    """(forward, backward) milliseconds of one call."""
+    begun = time.perf_counter()
+    output = call()
+    between = time.perf_counter()
+    torch.autograd.grad(output, leaves, grad)
+    return (between - begun) * 1e3, (time.perf_counter() - between) * 1e3
+
+
+def _of_all(numbers: Tensor, count: int) -> Tensor:
+    """[R, n], the values of all R ranks."""
+    gathered = [torch.empty_like(numbers) for _ in range(count)]
+    dist.all_gather(gathered, numbers)
+    return torch.stack(gathered)
+
+
+class _Gathered(torch.autograd.Function):
+    """Gathers the rows of all ranks; backward sums the gradients and scatters them."""
+
+    @staticmethod
+    def forward(ctx: Any, rows: Tensor) -> Tensor:
+        gathered = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
+        dist.all_gather(gathered, rows.detach())
+        return torch.cat(gathered, 2)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> Tensor:
+        parts = [part.contiguous() for part in gradient.chunk(dist.get_world_size(), 2)]
+        own = torch.empty_like(parts[0])
+        dist.reduce_scatter(own, parts)
+        return own
+
+
+def _gathered(rows: Tensor) -> Tensor:
+    gathered: Tensor = _Gathered.apply(rows)  # type: ignore[no-untyped-call]
+    return gathered
+
+
+def _summary(columns: Columns) -> dict[str, float | None]:
+    """The ratio of an all-gather to ours at the longest length, in time and in rows."""
+    ours, gather = ({name: column[-1] for name, column in columns[peer].items()} for peer in (OURS, GATHER))
+    return {
+        "time of an all-gather over ours": whole_ms(gather) / whole_ms(ours),
+        "rows of an all-gather over ours": number(gather["rows_received"]) / number(ours["rows_received"]),
+    }

@@ -1,0 +1,211 @@
+"""`alibi bench cpu`: causal ALiBi attention on this machine's CPU, ours compared with what users would run instead."""
+
+import functools
+from collections.abc import Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention import dispatch
+from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.backends.native import backend as native
+from alibi_attn.attention.certificate.bounds import bounds
+from alibi_attn.attention.certificate.constants import TILE
+from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.validation import make_spec
+from alibi_lab import records
+from alibi_lab.measure.correctness import Reference
+from alibi_lab.measure.harness import (
+    Candidate,
+    Columns,
+    Row,
+    Say,
+    checked,
+    keep_by_length,
+    number,
+    timed,
+    whole_ms,
+    whole_times,
+)
+from alibi_lab.measure.inputs import Case, draw, published_slopes
+from alibi_lab.measure.peers import Peer, eager, flex, rank_two, sdpa_causal, sdpa_dense_bias
+from alibi_lab.measure.peers.ours import ours, ours_dropping
+from alibi_lab.measure.timing import matrix_product, matrix_rate_gflops
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
+_PRODUCT = "matrix product"  # in fp32
+
+OURS = Peer("ours", ours("auto"), "backend='auto'", longest=65536)
+CAUSAL = replace(sdpa_causal.PEER, longest=32768)
+DENSE = replace(sdpa_dense_bias.PEER, longest=8192)
+EAGER = replace(eager.PEER, longest=2048)
+PEERS = {
+    "float32": (
+        OURS,
+        Peer("ours, no compiler", ours("banded"), "backend='banded', for machines without g++", longest=32768),
+        CAUSAL,
+        DENSE,
+        replace(
+            rank_two.PEER, note="the bias as two more head dimensions of causal SDPA", longest=16384, longest_backward=8192
+        ),
+        EAGER,
+        Peer(
+            flex.NAME, flex.flex, "score_mod and BlockMask, compiled; no backward on a CPU", longest=4096, longest_backward=0
+        ),
+    ),
+    "bfloat16": (
+        OURS,
+        Peer("ours, fp32", ours("auto"), "backend='auto', the same numbers in fp32", longest=65536, dtype=torch.float32),
+        CAUSAL,
+        DENSE,
+        EAGER,
+    ),
+}  # fmt: skip
+
+
+def cpu(
+    out: Path,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    batch: int = 1,
+    kinds: Sequence[str] = ("noise",),
+    repeats: int = 5,
+    seconds: float = 20.0,
+    memory: bool = True,
+    dropout: float = 0.0,
+    dtype: str = "float32",
+    peers: Sequence[Peer] | None = None,
+    say: Say = print,
+) -> list[Path]:
+    """Measures, saves one record per kind of input, and returns their paths.
+
+    Args:
+        lengths: in tokens, n = T = S; 8 heads × 64.
+        batch: sequences per call.
+        kinds: kinds of input, see `inputs.draw`.
+        repeats, seconds: the maximum number of turns, and of seconds for the turns of one length and direction.
+        memory: also measure peak memory, each in a fresh process.
+        dropout: also measure ours with this dropout probability; 0 = not measured.
+        dtype: "float32", or "bfloat16", measured next to ours in fp32 on the same numbers.
+        peers: default PEERS[dtype].
+    """
+    if dtype not in DTYPES:
+        raise ValueError(f"dtype is {dtype!r} but must be one of {', '.join(DTYPES)}")
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout_p is {dropout} but must be a probability in [0, 1); pass 0 to leave dropout out")
+    peers = [*(PEERS[dtype] if peers is None else peers), *([ours_dropping(dropout)] if dropout > 0 else [])]
+    configs: dict[str, dict[str, records.Json]] = {
+        kind: {
+            "kind": kind, "heads": 8, "head_dim": 64, "dtype": dtype, "lengths": list(lengths), "batch": batch,
+            "threads": torch.get_num_threads(), "peers": {peer.name: peer.note for peer in peers},
+        }
+        for kind in kinds
+    }  # fmt: skip
+    options = {"bf16": dtype == "bfloat16", "dropout": dropout > 0, f"batch-{batch}": batch > 1}
+    return keep_by_length(
+        out, "-".join(["cpu", *(part for part, is_set in options.items() if is_set)]), configs, lengths=lengths,
+        summary=_summary, say=say,
+        train_step=functools.partial(_train_step, dtype=DTYPES[dtype], batch=batch) if memory else None,
+        measure=lambda kind, n: _measure(
+            Case(kind, n, batch), DTYPES[dtype], peers=peers, repeats=repeats, seconds=seconds, say=say
+        ),
+    )  # fmt: skip
+
+
+def _measure(
+    case: Case, dtype: torch.dtype, *, peers: Sequence[Peer], repeats: int, seconds: float, say: Say
+) -> dict[str, Row]:
+    """The rows by peer, plus the row "reach" with the scores that the certificate requires.
+
+    A matrix product takes turns with the peers: it measures the speed of the machine while they ran.
+    """
+    query, key, value, grad = (x.to(dtype) for x in draw(case))
+    slopes = published_slopes(case.num_heads)
+    references = {
+        p: Reference.of(query, key, value, grad, slopes, dropout_p=p) for p in {peer.dropout_p for peer in peers}
+    }
+    candidates = {
+        peer.name: checked(peer, references[peer.dropout_p], query, key, value, grad, slopes) for peer in peers
+    }
+    product = matrix_product()
+    rows = timed({_PRODUCT: Candidate({}, product, product), **candidates}, repeats=repeats, seconds=seconds)
+    product_row = rows.pop(_PRODUCT)
+    rows["reach"] = _reach_row(case, query, key, value, rows["ours"], product_row)
+    message = []
+    for name, candidate in candidates.items():
+        forward, backward = (rows[name][f"{way}_ms"] for way in ("forward", "backward"))
+        if candidate.forward is None:
+            say(f"{name} is left out at {case.length}: {candidate.row['why_not']}")
+        elif candidate.backward is None:
+            message.append(
+                f"{name} {forward:.0f} ms forward ({number(forward) / number(rows['ours']['forward_ms']):.2f}×)"
+            )
+        else:
+            message.append(
+                f"{name} {forward:.0f}+{backward:.0f} ms ({whole_ms(rows[name]) / whole_ms(rows['ours']):.2f}×)"
+            )
+    say(f"{case.name}: " + ", ".join(message))
+    say(f"   reach: {rows['reach']}")
+    return rows
+
+
+def _reach_row(case: Case, query: Tensor, key: Tensor, value: Tensor, ours: Row, product: Row) -> Row:
+    """The scores that the certificate requires, those that are computed, and their rate as a share of a matrix product's."""
+    spec = make_spec(query, key, value)
+    name = dispatch.choose("auto", spec, query, key, value)
+    with torch.no_grad():
+        left, computed = _certified_reach(name, spec, query, key, value)
+    position = torch.arange(case.length)
+    required = int(torch.minimum(left[..., position // TILE], position + 1).sum())
+    causal = case.batch * case.num_heads * case.length * (case.length + 1) // 2
+    bounded = left[left < case.length]  # blocks that skip keys
+    row: Row = {
+        "length": case.length,
+        "backend": name,
+        "widest_reach": int(bounded.max()) if len(bounded) else case.length,
+        "scores_asked_share": required / causal,
+        "scores_computed_share": computed / causal,
+    }
+    for way, products in (("forward", 4), ("backward", 10)):
+        rate = matrix_rate_gflops(number(product[f"{way}_ms"]))
+        flops = products * case.head_dim * required
+        row[f"{way}_matrix_gflops"] = rate
+        row[f"{way}_rate_share"] = flops / number(ours[f"{way}_ms"]) / 1e6 / rate
+    return row
+
+
+def _certified_reach(
+    name: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, int]:
+    """(the reach of each block of TILE queries, [B, H, N]; the number of scores that the backend computes)."""
+    if name == "native":  # which computes its certificate inside the kernel
+        visited = native.visited(spec, query, key, value)
+        start = torch.arange(visited.keys.shape[2]) * TILE
+        near = torch.from_numpy(visited.keys[..., 0]).long()
+        left = torch.where(near > 0, start - near + 1, key.shape[2])  # a block that reads all keys has no bound
+        return left, int(visited.reach_and_scores(spec)[1].sum())
+    visits = dispatch.BACKENDS[name].visits(spec, query, key, value)
+    computed = query.shape[:3].numel() * key.shape[2] if visits is None else int(visits[1].sum())
+    return bounds(spec, query, key, value).left, computed
+
+
+def _train_step(kind: str, length: int, *, dtype: torch.dtype, batch: int) -> None:
+    query, key, value, grad = (x.to(dtype) for x in draw(Case(kind, length, batch)))
+    leaves = [x.requires_grad_() for x in (query, key, value)]
+    alibi_attention(*leaves).backward(grad)
+
+
+def _summary(columns: Columns) -> dict[str, float | None]:
+    """How each peer's time grows: the slope of log time over log length, for the longer half of the lengths."""
+    growth: dict[str, float | None] = {}
+    for name, column in columns.items():
+        points = list(whole_times(column).items())
+        points = points[len(points) // 2 :] if len(points) > 3 else points
+        if len(points) >= 2:
+            x, y = torch.tensor(points).log().unbind(1)
+            slope = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
+            growth[f"growth of {name}"] = float(slope)
+    return growth

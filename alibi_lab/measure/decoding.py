@@ -1,0 +1,84 @@
+"""`alibi bench decoding`: decodes one token with a long cache on this machine's CPU, with all keys or those within reach."""
+
+from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention.certificate.bounds import bounds
+from alibi_attn.attention.certificate.norms import Norms
+from alibi_attn.attention.validation import make_spec
+from alibi_lab.measure.correctness import Reference
+from alibi_lab.measure.harness import Config, Rows, Say, checked, compared, keep, number, timed
+from alibi_lab.measure.inputs import published_slopes
+from alibi_lab.measure.peers import Peer, eager, flash_attn, sdpa_causal, sdpa_dense_bias
+from alibi_lab.measure.peers.ours import ours, ours_with_cache
+
+LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
+NAME = "decoding/cpu"
+WITH_CACHE = "the lengths of keys and values are remembered, as a KVCache does"
+
+
+def peers_of_one_query() -> list[Peer]:
+    """What users run for one query and all keys of a cache; `alibi bench gpu` uses them too."""
+    return [
+        replace(sdpa_causal.PEER, note="SDPA of one query; no ALiBi at all"),
+        replace(sdpa_dense_bias.PEER, note="attn_mask of one row, built once in the inputs' dtype"),
+        eager.PEER,
+        *flash_attn.installed(),
+    ]
+
+
+def decoding(
+    out: Path,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    num_heads: int = 16,
+    head_dim: int = 64,
+    repeats: int = 15,
+    say: Say = print,
+) -> list[Path]:
+    """Measures, saves one record, and returns its path.
+
+    "ours" is a layer with a `KVCache`, which stores the norms of its keys; "ours, all keys" is `alibi_attention` with one
+    query; the others are what users write. Random keys, fp32, one sequence; outputs are compared with fp64 before timing.
+    """
+    peers = [
+        Peer("ours", ours_with_cache("auto"), WITH_CACHE),
+        Peer("ours, all keys", ours("dense"), "backend='dense', which is what 'auto' takes for one query"),
+        *peers_of_one_query(),
+    ]
+    config: Config = {
+        "lengths": list(lengths), "heads": num_heads, "head_dim": head_dim, "dtype": "float32", "queries": 1,
+        "threads": torch.get_num_threads(), "peers": {peer.name: peer.note for peer in peers},
+    }  # fmt: skip
+    slopes = published_slopes(num_heads)
+
+    def steps() -> Iterator[Mapping[str, Rows]]:
+        for length in sorted(lengths):
+            torch.manual_seed(0)
+            query, grad = (torch.randn(1, num_heads, 1, head_dim) for _ in range(2))
+            key, value = (torch.randn(1, num_heads, length, head_dim) for _ in range(2))
+            reference = Reference.of(query, key, value, grad, slopes)
+            with torch.inference_mode():
+                candidates = {peer.name: checked(peer, reference, query, key, value, None, slopes) for peer in peers}
+                rows = timed(candidates, repeats=repeats, seconds=20.0)
+            for row in rows.values():
+                row["keys_within_reach"] = 1.0
+                del row["backward_ms"], row["gradient_error"]
+            share = rows["ours"]["keys_within_reach"] = _share_within_reach(query, key, value, slopes)
+            times = {name: number(row["forward_ms"]) for name, row in rows.items() if row["forward_ms"] is not None}
+            say(f"{length:>7} keys: {compared(times, digits=2)}; {share:.1%} of the keys are within reach")
+            yield {NAME: rows}
+
+    return keep(out, {NAME: config}, steps())
+
+
+def _share_within_reach(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> float:
+    """The share of all heads' keys that are within reach."""
+    spec = make_spec(query, key, value, slopes)
+    with torch.no_grad():
+        certificate = bounds(spec, query, key, value, tile_norms=Norms.of(key, value).tile_norms(key, value))
+    return float(certificate.left.clamp(max=spec.key_len).double().mean()) / spec.key_len

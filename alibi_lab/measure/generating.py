@@ -1,0 +1,184 @@
+"""`alibi bench generating`: decodes one token of a BLOOM with a long cache: original, patched, and patched with `ALiBiCache`.
+
+Also measures a batch of two rows with and without padding, and a token after a prompt, compared with llama.cpp and CTranslate2
+if they are installed.
+"""
+
+import contextlib
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import BloomForCausalLM
+from transformers.cache_utils import Cache, DynamicCache, StaticCache
+
+from alibi_attn.hf import ALiBiCache, patch
+from alibi_lab.measure.harness import Config, Rows, Say, compared, keep
+from alibi_lab.measure.peers import programs
+from alibi_lab.measure.peers.transformers_decoders import bloom
+from alibi_lab.measure.serving import error
+from alibi_lab.measure.timing import medians_ms, medians_of
+
+LENGTHS = (512, 2048, 8192, 32768, 65536)
+PATCHED, ORIGINAL, ORIGINAL_STATIC = "patched, DynamicCache", "transformers", "transformers, StaticCache"
+ROWS, PADDED, UNEVEN = "ours, two rows", "ours, two rows behind padding", "ours, one row a quarter as long"
+PADDING = 1 / 8  # padding positions per cached token
+PROMPTED = "ours, after a prompt"
+MOST_PROMPT = 8192  # tokens; the longest prompt that every peer reads
+MOST_ERROR = 1e-4  # of the largest logit; llama.cpp's GELU is off by 1e-5
+MOST_PADDED = 32768  # cached tokens per row; the two rows are in memory three times
+Filling = Sequence[tuple[Tensor, ...]]
+SPARE = 2  # steps that are not timed: one for the comparison, one to warm up
+NAME = "generating/bloom"
+
+
+def generating(
+    out: Path,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    layers: int = 2,
+    num_heads: int = 16,
+    head_dim: int = 64,
+    repeats: int = 9,
+    our_cache: Callable[[], Cache] = ALiBiCache,
+    say: Say = print,
+) -> list[Path]:
+    """Measures, saves one record, and returns its path.
+
+    "ours" is a patched model with an `ALiBiCache`. "transformers" has the default cache of `generate`, which copies all keys for
+    each token; "transformers, StaticCache" has that of cache_implementation="static", which does not. Random weights, random
+    cached keys and values, fp32, one sequence; logits are compared before anything is timed. Up to 32,768 tokens, a batch of two
+    sequences is measured too: without padding, with the same tokens after padding of an eighth of their length, and with a mask
+    that shows only the last quarter of one of them. The metrics have the cost of padding.
+
+    Up to 8,192 tokens, our model also reads a prompt and is compared with the installed programs (`peers/programs.py`), which
+    read the same prompt. The metrics have the time of the first token after the prompt, and the ratio to each program.
+    """
+    peers = programs.installed(say)
+    curves = ["ours", PATCHED, ORIGINAL, ORIGINAL_STATIC, ROWS, PADDED, UNEVEN, PROMPTED, *peers]
+    config: Config = {
+        "lengths": list(lengths), "layers": layers, "heads": num_heads, "head_dim": head_dim, "dtype": "float32",
+        "threads": torch.get_num_threads(), "ways": curves, "padding": PADDING,
+    }  # fmt: skip
+    original, patched = (bloom(num_heads * head_dim, layers=layers, heads=num_heads) for _ in range(2))
+    patch(patched)
+    metrics: dict[str, float | None] = {}
+
+    def steps() -> Iterator[Mapping[str, Rows]]:
+        for length in sorted(lengths):
+            torch.manual_seed(1)
+            filling = [tuple(torch.randn(1, num_heads, length, head_dim) for _ in range(2)) for _ in range(layers)]
+            with torch.no_grad():
+                times = _one_row(original, patched, our_cache, filling, repeats=repeats)
+                if length <= MOST_PADDED:
+                    times |= _two_rows(patched, our_cache, filling, repeats=repeats)
+                    metrics[f"padding_costs_{length}"] = times[PADDED] / times[ROWS]
+                if length <= MOST_PROMPT:
+                    prompted, first_ms = _after_a_prompt(patched, our_cache, peers, length, repeats=repeats, say=say)
+                    metrics[f"first_token_ms_{length}"] = first_ms
+                    over = {name: prompted[PROMPTED] / ms for name, ms in prompted.items() if name in peers}
+                    metrics.update({f"token_over_{name}_{length}": ratio for name, ratio in over.items()})
+                    times |= prompted
+            say(f"{length:>7} cached tokens: {compared(times, digits=1)}")
+            yield {NAME: {name: {"length": length, "forward_ms": ms} for name, ms in times.items()}}
+
+    return keep(out, {NAME: config}, steps(), summary=lambda columns: metrics)
+
+
+def _one_row(
+    original: BloomForCausalLM, patched: nn.Module, our_cache: Callable[[], Cache], filling: Filling, *, repeats: int
+) -> dict[str, float]:
+    """Milliseconds per token, by cache; `filling` is the cached keys and values [1, H, S, D] of every layer."""
+    length = filling[0][0].shape[2]
+    longest = length + repeats + SPARE
+    room = StaticCache(config=original.config, max_cache_len=longest)
+    caches = {"ours": our_cache(), PATCHED: DynamicCache(), ORIGINAL: DynamicCache(), ORIGINAL_STATIC: room}
+    calls: dict[str, Callable[[], Tensor]] = {}
+    for name, cache in caches.items():
+        for layer, (key, value) in enumerate(filling):
+            cache.update(key, value, layer)
+        # With a StaticCache and no mask, BLOOM in transformers 5.17 has a bias for the tokens only, not for the whole cache.
+        mask = torch.ones(1, longest, dtype=torch.long) if cache is room else None
+        model = original if name in (ORIGINAL, ORIGINAL_STATIC) else patched
+        calls[name] = _step(model, cache, torch.tensor([[7]]), mask)
+    logits = {name: call() for name, call in calls.items()}
+    for name, output in logits.items():
+        _expect(name, output, logits[ORIGINAL], length)
+    return medians_ms(calls, repeats=repeats, seconds=60.0)
+
+
+def _two_rows(model: nn.Module, our_cache: Callable[[], Cache], filling: Filling, *, repeats: int) -> dict[str, float]:
+    """Milliseconds per token for a batch of two rows; the second row is the first with its heads in reverse order."""
+    length = filling[0][0].shape[2]
+    padding = max(int(length * PADDING), 1)
+    plain, padded, token = our_cache(), our_cache(), torch.tensor([[7], [8]])
+    for layer, parts in enumerate(filling):
+        rows = [torch.cat([x, x.flip(1)]) for x in parts]
+        plain.update(rows[0], rows[1], layer)
+        after = [nn.functional.pad(x, (0, 0, padding, 0), value=9.0) for x in rows]
+        padded.update(after[0], after[1], layer)
+    at = torch.arange(padding + length + 1)
+    starts = padding, padding + length - length // 4
+    calls = {
+        ROWS: _step(model, plain, token),
+        PADDED: _step(model, padded, token, torch.stack([at >= padding] * 2).long()),
+        UNEVEN: _step(model, padded, token, torch.stack([at >= start for start in starts]).long()),
+    }
+    true = calls[ROWS]()
+    _expect(PADDED, calls[PADDED](), true, length)
+    _expect(UNEVEN, calls[UNEVEN]()[:1], true[:1], length)
+    return medians_ms(calls, repeats=repeats, seconds=60.0)
+
+
+def _after_a_prompt(
+    model: BloomForCausalLM, our_cache: Callable[[], Cache], peers: Sequence[str], length: int, *, repeats: int,
+    say: Say,
+) -> tuple[dict[str, float], float]:  # fmt: skip
+    """(milliseconds per token after a prompt of this length, for ours and each peer; milliseconds of our first token)."""
+    tokens = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(length))
+    last, cache, listed = tokens[:, -1:], our_cache(), tokens[0].tolist()
+    model(tokens, past_key_values=cache, logits_to_keep=1)
+
+    def ours() -> float:
+        start = time.perf_counter()
+        model(last, past_key_values=cache)
+        seconds = time.perf_counter() - start
+        cache.crop(-1)
+        return seconds
+
+    first = ours()
+    true = model(last, past_key_values=cache).logits[0, -1]
+    cache.crop(-1)
+    calls: dict[str, Callable[[], float]] = {PROMPTED: ours}
+    with contextlib.ExitStack() as opened:
+        for name in peers:
+            room = length + SPARE * repeats
+            peer = opened.enter_context(programs.opened(name, model, room=room, threads=torch.get_num_threads()))
+            off = error(torch.from_numpy(peer.logits([*listed, listed[-1]])), true)
+            if off < MOST_ERROR:
+                calls[name] = peer.token(listed)
+            else:
+                say(f"{name} is off by {off:.1e} of the largest logit at {length} tokens, so it is not timed")
+        medians = medians_of(calls, repeats=repeats, seconds=math.inf)
+    return {name: seconds * 1e3 for name, seconds in medians.items()}, first * 1e3
+
+
+def _expect(name: str, logits: Tensor, true: Tensor, length: int) -> None:
+    off = error(logits, true)
+    if not off < MOST_ERROR:
+        raise RuntimeError(f"{name} is off by {off:.1e} of the largest logit at {length} tokens")
+
+
+def _step(model: nn.Module, cache: Cache, token: Tensor, mask: Tensor | None = None) -> Callable[[], Tensor]:
+    """A call that decodes one token per row and removes it from the cache; a StaticCache keeps it and has room for all."""
+
+    def call() -> Tensor:
+        logits: Tensor = model(token, attention_mask=mask, past_key_values=cache).logits
+        if not isinstance(cache, StaticCache):
+            cache.crop(-1)
+        return logits
+
+    return call

@@ -1,0 +1,148 @@
+"""Rows of `alibi bench gpu`: the errors and times of one peer at one length, for each kind of input."""
+
+import dataclasses
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention.backends.fused import backend as fused
+from alibi_attn.attention.backends.fused.plan import planned
+from alibi_attn.attention.certificate.constants import TILE
+from alibi_attn.attention.certificate.norms import Norms
+from alibi_attn.attention.validation import make_spec
+from alibi_lab.measure.correctness import Reference, computed
+from alibi_lab.measure.harness import Row
+from alibi_lab.measure.inputs import published_slopes
+from alibi_lab.measure.peers import Attention, Peer, reason
+from alibi_lab.measure.timing import device_ms
+
+KINDS = ("noise", "peaked")
+TOKENS = 16384  # batch · length, for lengths below it
+# The columns of (training steps, decoding): those of every peer, then the additional ones of "ours".
+_COLUMNS = (
+    ("length", "relative_error", "gradient_error", "right", "forward_ms", "backward_ms", "nominal_tflops", "why_not"),
+    ("length", "relative_error", "right", "forward_ms", "why_not"),
+)
+_OUR_COLUMNS = (("plan_share", "computed_tflops"), ("bytes_read", "bytes_least", "bytes_all"))
+
+
+@dataclasses.dataclass(frozen=True)
+class Inputs:
+    """The inputs that all peers get.
+
+    Args:
+        queries: by kind, [B, H, T, D]; T = 1 is decoding.
+        key, value: [B, H, S, D].
+        grad: gradient of the output.
+        slopes: [H] fp32.
+        references: the true results, by kind.
+    """
+
+    queries: dict[str, Tensor]
+    key: Tensor
+    value: Tensor
+    grad: Tensor
+    slopes: Tensor
+    references: dict[str, Reference]
+
+    @classmethod
+    def draw(
+        cls, kinds: Sequence[str], length: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, *,
+        decoding: bool,
+    ) -> "Inputs":  # fmt: skip
+        """Normal numbers for TOKENS tokens, at least one sequence (on a CPU one); "peaked" has queries three times as long."""
+        generator = torch.Generator(device).manual_seed(0)
+        size = (1 if device.type == "cpu" else max(1, TOKENS // length), shape[0], length, shape[1])
+        query, key, value, grad = (torch.randn(size, generator=generator, device=device, dtype=dtype) for _ in range(4))
+        if decoding:
+            query, grad = query[:, :, -1:], grad[:, :, -1:]
+        queries = {kind: query * 3 if kind == "peaked" else query for kind in kinds}
+        slopes = published_slopes(shape[0], device)
+        references = {kind: Reference.of(q, key, value, grad, slopes) for kind, q in queries.items()}
+        return cls(queries, key, value, grad, slopes, references)
+
+    @property
+    def decoding(self) -> bool:
+        return self.grad.shape[2] == 1
+
+
+def unmeasured(peer: Peer, length: int, *, decoding: bool, why_not: str) -> Row:
+    """A row with the reason instead of numbers."""
+    columns = _COLUMNS[decoding] + (_OUR_COLUMNS[decoding] if peer.name == "ours" else ())
+    return {**dict.fromkeys(columns), "length": length, "why_not": why_not}
+
+
+def measured(peer: Peer, inputs: Inputs) -> dict[str, Row]:
+    """A row per kind; the peer is prepared once for all of them.
+
+    The row of a peer that cannot run has the reason. A wrong peer is not timed and has `right: False`; so does one of our calls
+    that cannot run.
+    """
+    attention, rows = None, {}
+    for kind in inputs.queries:
+        try:
+            if attention is None:
+                attention = peer.prepare(inputs.queries[kind], inputs.key, inputs.value, inputs.slopes)
+            rows[kind] = _row(peer, attention, kind, inputs)
+        except (RuntimeError, ImportError) as refusal:
+            row = unmeasured(peer, inputs.key.shape[2], decoding=inputs.decoding, why_not=reason(refusal))
+            rows[kind] = {**row, "right": False if peer.is_ours else None}
+            torch.cuda.empty_cache()
+    return rows
+
+
+def _row(peer: Peer, attention: Attention, kind: str, inputs: Inputs) -> Row:
+    query, key, value = inputs.queries[kind], inputs.key, inputs.value
+    b, h, n, d = key.shape
+    grad = None if inputs.decoding or n > peer.longest_backward else inputs.grad
+    errors = inputs.references[kind].compare(peer, computed(attention, query, key, value, grad))
+    row = unmeasured(peer, n, decoding=inputs.decoding, why_not="")
+    row |= {"relative_error": errors.output, "right": errors.wrong is None, "why_not": errors.wrong}
+    if not inputs.decoding:
+        row["gradient_error"] = errors.gradient
+    if errors.wrong is not None:
+        return row
+    forward, backward = _times_ms(attention, query, key, value, grad)
+    row["forward_ms"] = forward
+    flops, causal = 3.5 * 4 * d, b * h * n * (n + 1) // 2
+    if backward is not None:
+        row |= {"backward_ms": backward, "nominal_tflops": flops * causal / (forward + backward) / 1e9}
+    if peer.name == "ours":
+        row |= _bytes_read(query, key, value, inputs.slopes) if inputs.decoding else {}
+        if backward is not None:
+            scores, plan_ms = _plan(query, key, value, inputs.slopes)
+            row |= {"plan_share": plan_ms / forward, "computed_tflops": flops * scores / (forward + backward) / 1e9}
+    return row
+
+
+def _times_ms(
+    attention: Attention, query: Tensor, key: Tensor, value: Tensor, grad: Tensor | None
+) -> tuple[float, float | None]:
+    """(forward, backward) of a training step if `grad` is given, else (forward without gradients, None)."""
+    leaves = [x.detach().requires_grad_(grad is not None) for x in (query, key, value)]
+    with torch.set_grad_enabled(grad is not None):
+        forward = device_ms(lambda: attention(*leaves), query.device)
+    if grad is None:
+        return forward, None
+    step = device_ms(lambda: torch.autograd.grad(attention(*leaves), leaves, grad), query.device)
+    return forward, max(step - forward, 0.0)
+
+
+def _plan(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> tuple[int, float]:
+    """(number of computed scores, milliseconds of certificate and plan) of our forward pass."""
+    spec = make_spec(query, key, value, slopes)
+    with torch.no_grad():
+        _, scores = fused.visits(spec, query, key, value)
+        return int(scores.sum()), device_ms(lambda: fused.plan(spec, query, key, value), query.device)
+
+
+def _bytes_read(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Row:
+    """Bytes of keys and values: in the tiles that are read, within reach, and in total."""
+    spec, known_norms = make_spec(query, key, value, slopes), Norms.of(key, value)
+    with torch.no_grad():
+        tiles, bounds = planned(spec, query, key, value, rows=TILE, shared=True, known_norms=known_norms)
+    least = int(bounds.left.clamp(max=key.shape[2]).sum()) + int((bounds.outlier_tiles >= 0).sum()) * TILE
+    row_bytes = 2 * key.shape[-1] * key.element_size()
+    rows = {"read": int(tiles.weight.sum()) * TILE, "least": least, "all": key.shape[:3].numel()}
+    return {f"bytes_{name}": count * row_bytes for name, count in rows.items()}

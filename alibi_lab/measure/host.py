@@ -1,0 +1,147 @@
+"""`alibi bench host`: what a call of the Triton kernels costs the host, measured without a device.
+
+On a GPU short calls wait for Python: a kernel runs for microseconds, and the host must prepare and launch it. `absent_device.py`
+leaves the kernels out and keeps the rest, so that the Python time, the launches, torch's operations and the allocations of a call
+can be counted on any machine. The driver's own time, a few microseconds per launch, is not included.
+"""
+
+import functools
+import statistics
+import time
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+
+from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.forgetting import forgetting_attention
+from alibi_lab.measure.absent_device import Launches, absent_device
+from alibi_lab.measure.harness import Config, Row, Rows, Say, keep
+from alibi_lab.measure.inputs import published_slopes
+from alibi_lab.measure.peers.ours import ours_with_cache
+
+HEADS, TOKENS, HEAD_DIM, CACHED = 8, 256, 16, 2048  # so small that torch's own arithmetic takes no time
+BLOCKS = 15  # of calls; the median block counts
+# Views, and allocations, which are counted separately; a GPU launches nothing for them.
+FREE = (
+    "empty", "view", "expand", "slice", "select", "squeeze", "strided", "detach", "alias", "transpose", "permute", "unbind",
+    "reshape", "narrow", "unflatten", "flatten", "resolve", "lift", "split", "chunk", "result_type", "item",
+)  # fmt: skip
+
+Step = Callable[[], object]
+
+
+def host(out: Path, *, label: str = "present", seconds: float = 1.0, say: Say = print) -> list[Path]:
+    """Measures, saves one record, and returns its path.
+
+    Args:
+        label: the record's name, to keep measurements of several versions next to each other.
+        seconds: for each kind of call and direction.
+    """
+    name = f"host/{label}"
+
+    def steps() -> Iterator[Mapping[str, Rows]]:
+        with absent_device() as launches:
+            for kind, (forward, training) in calls().items():
+                row: Row = {"length": CACHED if kind == "decoding" else TOKENS}
+                for way, step in (("forward", forward), ("training", training)):
+                    if step is not None:
+                        row |= {f"{way}_{column}": x for column, x in measured(step, launches, seconds).items()}
+                say(f"{kind}: {described(row)}")
+                yield {name: {kind: row}}
+
+    config: Config = {"heads": HEADS, "tokens": TOKENS, "head_dim": HEAD_DIM, "cached": CACHED, "dtype": "bfloat16"}
+    return keep(out, {name: config}, steps())
+
+
+def calls() -> dict[str, tuple[Step, Step | None]]:
+    """For each kind of call: its forward pass without gradients, and forward and backward; None = it has no gradient."""
+    generator = torch.Generator().manual_seed(0)
+    query, key, value, grad = (
+        torch.randn(1, HEADS, TOKENS, HEAD_DIM, generator=generator).to(torch.bfloat16) for _ in range(4)
+    )
+    gates = functional.logsigmoid(torch.randn(1, HEADS, TOKENS, generator=generator) + 4)
+    shown = torch.ones(1, TOKENS, dtype=torch.bool)
+    shown[:, TOKENS - 10 :] = False
+    one, cached_keys, cached_values = (
+        torch.randn(1, HEADS, n, HEAD_DIM, generator=generator).to(torch.bfloat16) for n in (1, CACHED, CACHED)
+    )
+    tiny = [torch.randn(1, 1, 1, 8) for _ in range(4)]
+    decode = ours_with_cache("auto")(one, cached_keys, cached_values, published_slopes(HEADS))
+    ways: dict[str, tuple[Callable[..., Tensor], list[Tensor], Tensor | None]] = {
+        "plain": (alibi_attention, [query, key, value], grad),
+        "symmetric, masked": (
+            functools.partial(alibi_attention, causal=False, key_mask=shown), [query, key, value], grad,
+        ),
+        "gates": (forgetting_attention, [query, key, value, gates], grad),
+        "decoding": (decode, [one, cached_keys, cached_values], None),
+        "SDPA": (functional.scaled_dot_product_attention, tiny[:3], tiny[3]),
+    }  # fmt: skip
+    return {
+        kind: (_forward(attention, inputs), _training(attention, inputs, grad))
+        for kind, (attention, inputs, grad) in ways.items()
+    }
+
+
+def measured(step: Step, launches: Launches, seconds: float) -> Row:
+    """Milliseconds, launches of our kernels and their arguments, torch's operations, and allocations of one call."""
+    for _ in range(3):
+        step()
+    launches.clear()
+    step()
+    row: Row = {"launches": len(launches.all), "arguments": sum(launch.arguments for launch in launches.all)}
+    row |= counted(step)
+    start = time.perf_counter()
+    step()
+    count = max(1, int(seconds / BLOCKS / (time.perf_counter() - start)))
+    blocks = []
+    for _ in range(BLOCKS):
+        launches.clear()
+        start = time.perf_counter()
+        for _ in range(count):
+            step()
+        blocks.append((time.perf_counter() - start) / count * 1e3)
+    return row | {"ms": statistics.median(blocks)}
+
+
+def counted(step: Step) -> Row:
+    """The operations of torch that would launch a kernel, and the allocations of memory."""
+    with torch.autograd.profiler.profile(use_kineto=False) as profiled:
+        step()
+    operations = allocations = 0
+    for event in profiled.function_events:
+        allocations += event.name in ("aten::empty", "aten::empty_strided")
+        parent, is_inner = event.cpu_parent, False
+        while parent is not None and not is_inner:
+            is_inner, parent = parent.name.startswith("aten::"), parent.cpu_parent
+        if event.name.startswith("aten::") and not is_inner:
+            operations += not any(free in event.name for free in FREE)
+    return {"operations": operations, "allocations": allocations}
+
+
+def described(row: Row) -> str:
+    """A line for the console."""
+    parts = [
+        f"{way} {row[f'{way}_ms']:.3f} ms, {row[f'{way}_launches']} launches with {row[f'{way}_arguments']} arguments, "
+        f"{row[f'{way}_operations']} operations, {row[f'{way}_allocations']} allocations"
+        for way in ("forward", "training")
+        if f"{way}_ms" in row
+    ]
+    return "; ".join(parts)
+
+
+def _forward(attention: Callable[..., Tensor], inputs: list[Tensor]) -> Step:
+    def step() -> object:
+        with torch.no_grad():
+            return attention(*inputs)
+
+    return step
+
+
+def _training(attention: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor | None) -> Step | None:
+    if grad is None:
+        return None
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    return lambda: torch.autograd.grad(attention(*leaves), leaves, grad)

@@ -1,0 +1,181 @@
+"""`alibi bench jax`: causal ALiBi attention in JAX, compared with what users would run instead and with our PyTorch call."""
+
+import functools
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from torch import Tensor
+
+from alibi_attn.jax.attention import alibi_attention
+from alibi_lab import records
+from alibi_lab.measure.correctness import Reference
+from alibi_lab.measure.harness import Candidate, Columns, Row, compared, keep_by_length, number, timed, whole_times
+from alibi_lab.measure.inputs import Case, draw, published_slopes
+from alibi_lab.measure.peers import Peer, dot_product_attention
+from alibi_lab.measure.peers.ours import ours as ours_in_torch
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
+CHECKED_QUERIES = 64  # the last queries are compared with fp64
+NUM_HEADS, HEAD_DIM = 8, 64
+TORCH = "PyTorch"
+
+
+def ours(**options: Any) -> Callable[..., Callable[..., jax.Array]]:
+    """Our JAX attention with these options, as a peer's `prepare`."""
+    attention = dot_product_attention.bound(functools.partial(alibi_attention, **options))
+    return lambda query, key, value, slopes: attention
+
+
+PEERS = (
+    Peer("ours", ours(), "alibi_attention", longest=65536),
+    Peer(TORCH, ours_in_torch("auto"), "alibi_attn.alibi_attention of tensors [B, H, T, D]", longest=65536),
+    Peer("ours, the loop", ours(backend="loop"), 'alibi_attention(backend="loop")', longest=8192),
+    Peer("ours, tolerance 0", ours(tolerance=0.0), "alibi_attention without a certificate", longest=16384),
+    dot_product_attention.DENSE,
+    dot_product_attention.CAUSAL,
+)
+
+
+def jax_attention(
+    out: Path,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    kinds: Sequence[str] = ("noise",),
+    repeats: int = 5,
+    seconds: float = 20.0,
+    memory: bool = True,
+    peers: Sequence[Peer] = PEERS,
+    say: Callable[[str], None] = print,
+) -> list[Path]:
+    """Measures, saves one record per kind of input, and returns their paths.
+
+    `forward_ms` is the time of the forward pass alone; `backward_ms` is the additional time of a forward and backward pass that
+    are compiled together.
+
+    Args:
+        lengths: in tokens, n = T = S; 8 heads × 64, fp32, batch 1.
+        kinds: kinds of input, see `inputs.draw`.
+        repeats, seconds: the maximum number of turns, and of seconds for the turns of one length and direction.
+        memory: also measure peak memory, each in a fresh process.
+    """
+    device = jax.devices()[0]
+    configs: dict[str, dict[str, records.Json]] = {
+        kind: {
+            "kind": kind, "heads": NUM_HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "lengths": list(lengths),
+            "framework": "jax", "device": device.device_kind, "peers": {peer.name: peer.note for peer in peers},
+        }
+        for kind in kinds
+    }  # fmt: skip
+    on_cpu = device.platform == "cpu"
+    return keep_by_length(
+        out, f"jax/{device.platform}", configs, lengths=lengths, summary=_summary, say=say,
+        train_step=_train_step if memory and on_cpu else None,
+        measure=lambda kind, n: _measure(Case(kind, n), peers, repeats=repeats, seconds=seconds, say=say),
+    )  # fmt: skip
+
+
+def _measure(
+    case: Case, peers: Sequence[Peer], *, repeats: int, seconds: float, say: Callable[[str], None]
+) -> dict[str, Row]:
+    query, key, value, grad = draw(case)
+    slopes = published_slopes(case.num_heads)
+    reference = Reference.of(query, key, value, grad, slopes)
+    candidates = {peer.name: _checked(peer, reference, query, key, value, grad, slopes) for peer in peers}
+    rows: dict[str, Row] = {}
+    # Ours and PyTorch take turns first, then the others: materializing n² numbers slows down the next call.
+    for close in (True, False):
+        part = {name: each for name, each in candidates.items() if (name in ("ours", TORCH)) == close}
+        rows |= timed(part, repeats=repeats, seconds=seconds / 2)
+    steps = {name: number(row["backward_ms"]) for name, row in rows.items() if row["backward_ms"] is not None}
+    for name, step_ms in steps.items():
+        rows[name]["backward_ms"] = max(step_ms - number(rows[name]["forward_ms"]), 0.0)
+    say(f"jax {case.kind} {case.length}, forward + backward: {compared(steps) if 'ours' in steps else steps}")
+    return {name: rows[name] for name in candidates}
+
+
+def _checked(
+    peer: Peer, reference: Reference, query: Tensor, key: Tensor, value: Tensor, grad: Tensor, slopes: Tensor
+) -> Candidate:
+    """Checks a peer. Its `Candidate.backward` is forward and backward, compiled together.
+
+    Raises:
+        RuntimeError: the peer is wrong.
+    """
+    length = key.shape[2]
+    row: Row = {"length": length, "relative_error": None, "why_not": None}
+    if length > peer.longest:
+        return Candidate({**row, "why_not": f"not tried beyond {peer.longest} tokens"})
+    calls = _torch_calls if peer.name == TORCH else _jax_calls
+    forward, step = calls(peer, query, key, value, grad, slopes)
+    output = forward()
+    if not isinstance(output, Tensor):
+        output = torch.from_numpy(np.array(output)).transpose(1, 2)
+    errors = reference.compare(peer, [output[:, :, -CHECKED_QUERIES:]])
+    if errors.wrong is not None:
+        raise RuntimeError(f"at {length} tokens {errors.wrong}")
+    return Candidate({**row, "relative_error": errors.output}, forward, step)
+
+
+def _torch_calls(
+    peer: Peer, query: Tensor, key: Tensor, value: Tensor, grad: Tensor, slopes: Tensor
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    attention = peer.prepare(query, key, value, slopes)
+    leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+
+    @torch.no_grad()
+    def forward() -> object:
+        return attention(query, key, value)
+
+    return forward, lambda: torch.autograd.grad(attention(*leaves), leaves, grad)
+
+
+def _jax_calls(
+    peer: Peer, query: Tensor, key: Tensor, value: Tensor, grad: Tensor, slopes: Tensor
+) -> tuple[Callable[[], object], Callable[[], object]]:
+    """(forward, step) as jitted calls that wait for their results, because JAX dispatches asynchronously."""
+    inputs = [_in_jax(x) for x in (query, key, value)]
+    attention = peer.prepare(*inputs, jnp.asarray(slopes.numpy()))
+    forward = functools.partial(_finished, jax.jit(_forward), attention, *inputs)
+    return forward, functools.partial(_finished, jax.jit(_step), attention, _in_jax(grad), *inputs)
+
+
+def _in_jax(x: Tensor) -> jax.Array:
+    """[B, H, n, D] -> [B, n, H, D], JAX's layout."""
+    return jnp.asarray(x.transpose(1, 2).contiguous().numpy())
+
+
+def _finished(function: Callable[..., object], *arguments: object) -> object:
+    return jax.block_until_ready(function(*arguments))  # type: ignore[no-untyped-call]
+
+
+def _forward(attention: Callable[..., jax.Array], query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    return attention(query, key, value)
+
+
+def _step(
+    attention: Callable[..., jax.Array], grad: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array
+) -> object:
+    output, pull = jax.vjp(attention, query, key, value)
+    return output, pull(grad)
+
+
+def _train_step(kind: str, length: int) -> None:
+    query, key, value, grad = (_in_jax(x) for x in draw(Case(kind, length)))
+    _finished(jax.jit(_step), dot_product_attention.bound(alibi_attention), grad, query, key, value)
+
+
+def _summary(columns: Columns) -> dict[str, float | None]:
+    """By peer: its time over ours, forward + backward, at its longest timed input."""
+    if "ours" not in columns:
+        return {}
+    whole = {name: whole_times(column) for name, column in columns.items()}
+    return {
+        f"{name} over ours at {max(times)}": times[max(times)] / whole["ours"][max(times)]
+        for name, times in whole.items()
+        if times and name != "ours"
+    }

@@ -1,0 +1,320 @@
+"""`alibi bench long-texts`: one long text read into a cache in files by a patched BLOOM, then opened, continued and shared.
+
+Before anything is timed, the losses of a cache in files are compared with those of a cache in memory. The record has the time
+per token and the memory in use along the text, the bytes that opening reads from the disk, and the memory that ten processes
+use that share one cache. For texts of at most 65,536 tokens it also has what llama.cpp needs to load its saved state, if
+`cyllama` and `gguf` are installed. Reading resumes from the cache after an interruption.
+"""
+
+import contextlib
+import json
+import os
+import shutil
+import statistics
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Mapping
+from multiprocessing import get_context
+from multiprocessing.connection import Connection
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import BloomConfig, BloomForCausalLM
+
+from alibi_attn.files import new_file
+from alibi_attn.hf import ALiBiCache, patch, read
+from alibi_attn.nn.allocator import resident_bytes
+from alibi_lab.measure.harness import Config, Row, Rows, Say, keep, number
+from alibi_lab.measure.peers.llama_state import LlamaState
+from alibi_lab.measure.serving import error
+
+VOCABULARY = 1024
+WARM_TOKENS = 20  # decoded after opening; their median is a warm token
+COMPARED = 65_536  # the most tokens whose losses are compared with those of a cache in memory
+PEER_LONGEST = 65_536  # tokens of llama.cpp, whose reading is quadratic in the length of the text
+MOST_ERROR = 1e-4  # of the peer, relative to the largest logit; llama.cpp's GELU is off by 1e-5
+
+
+def long_texts(
+    out: Path, *, tokens: int = 1_000_000, width: int = 1024, layers: int = 2, processes: int = 10, cache: str = "",
+    say: Say = print,
+) -> list[Path]:  # fmt: skip
+    """Measures reading, opening and sharing; saves one record and returns its path. Linux only.
+
+    Args:
+        tokens: length of the text, random tokens.
+        width, layers: the size of the model, which has heads of size 64 and random weights.
+        processes: number of processes that share the cache.
+        cache: the cache's folder, on a disk and not in memory; by default next to the record. It is not deleted.
+    """
+    if sys.platform != "linux":
+        raise NotImplementedError(
+            "`alibi bench long-texts` counts bytes and shared memory by /proc, which only Linux has; "
+            "use Linux, or WSL on Windows"
+        )
+    folder = Path(cache or out / f"long-texts-{width}x{layers}-{tokens}")
+    config: Config = {
+        "tokens": tokens, "width": width, "layers": layers, "processes": processes, "vocabulary": VOCABULARY,
+        "dtype": "float32", "threads": torch.get_num_threads(), "file_system": file_system(folder),
+    }  # fmt: skip
+    metrics: dict[str, float | None] = {}
+
+    def steps() -> Iterator[Mapping[str, Rows]]:
+        model = random_bloom(width, layers)
+        text = torch.randint(3, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(1))
+        before = resident_bytes()
+        metrics.update(compared_losses(model, text[:, :COMPARED], folder, say))
+        rows = read_text(model, text, folder, before, say)
+        for row in rows:
+            yield {"long-texts": {"ours": row}}
+        times = [number(row["token_cpu_seconds"]) for row in rows]
+        metrics["last_to_second_tenth"] = times[-1] / times[1]
+        metrics["peak_added_bytes"] = max(number(row["added_bytes"]) for row in rows)
+        metrics.update(opening(model, folder, say) | sharing(model, folder, processes, say))
+        if tokens <= PEER_LONGEST and LlamaState.is_installed():
+            metrics.update(saved_state(model, text, folder, say))
+        yield {"long-texts": {}}
+
+    return keep(out, {"long-texts": config}, steps(), summary=lambda _: dict(metrics))
+
+
+def random_bloom(width: int, layers: int) -> BloomForCausalLM:
+    """A patched BLOOM with the same random weights in every call."""
+    torch.manual_seed(0)
+    config = BloomConfig(hidden_size=width, n_layer=layers, n_head=width // 64, vocab_size=VOCABULARY)
+    model: BloomForCausalLM = BloomForCausalLM(config).eval()  # type: ignore[no-untyped-call]
+    patch(model)
+    return model
+
+
+def compared_losses(model: BloomForCausalLM, text: Tensor, folder: Path, say: Say) -> dict[str, float | None]:
+    """The largest difference, in nats, between the losses of a cache in files and of a cache in memory.
+
+    Raises:
+        RuntimeError: the losses are not equal.
+    """
+    place = folder.with_name(folder.name + ".compared")
+    shutil.rmtree(place, ignore_errors=True)  # of an interrupted run
+    place.parent.mkdir(parents=True, exist_ok=True)
+    losses = []
+    for cache in (ALiBiCache(), ALiBiCache(place)):
+        parts: list[Tensor] = []
+        read(model, text, cache, losses=parts.append)
+        losses.append(torch.cat(parts, dim=1))
+    del cache  # closes the files
+    shutil.rmtree(place)
+    difference = (losses[0] - losses[1]).abs().max().item()
+    say(f"{text.shape[1]:,} losses of a cache in files and of a cache in memory differ by at most {difference} nats")
+    if difference != 0:
+        raise RuntimeError(
+            f"the losses of a cache in files differ from those of a cache in memory by {difference} nats"
+        )
+    return {"compared_tokens": float(text.shape[1]), "largest_loss_difference": difference}
+
+
+def read_text(model: BloomForCausalLM, text: Tensor, folder: Path, before: int, say: Say) -> list[Row]:
+    """Ten rows, one per tenth of the text: seconds per token (wall time and CPU time), and the increase of memory.
+
+    The increase is that of the largest memory in use over `before`, in bytes. Chunks are logged in a file next to
+    the cache, so that an interrupted run can resume.
+    """
+    length, log = text.shape[1], folder.with_name(folder.name + ".times")
+    log.parent.mkdir(parents=True, exist_ok=True)
+    start = time.perf_counter(), time.process_time()
+    with open(log, "a") as file:
+
+        def progress(stop: int, _: int) -> None:
+            nonlocal start
+            now = time.perf_counter(), time.process_time()
+            file.write(json.dumps([stop, now[0] - start[0], now[1] - start[1], resident_bytes() - before]) + "\n")
+            file.flush()
+            if stop % (length // 20 + 1) < 1024:
+                say(f"{stop:>9,} tokens, {resident_bytes() - before:,} bytes added")
+            start = time.perf_counter(), time.process_time()
+
+        cache = ALiBiCache.open(folder) if folder.exists() else ALiBiCache(folder)
+        read(model, text, cache, progress=progress)
+    chunks = {stop: figures for stop, *figures in map(json.loads, log.read_text().splitlines())}
+    rows: list[Row] = []
+    for tenth in range(10):
+        low, high = tenth * length // 10, (tenth + 1) * length // 10
+        inside = [chunks[stop] for stop in chunks if low < stop <= high]
+        tokens = max(stop for stop in chunks if stop <= high) - max((stop for stop in chunks if stop <= low), default=0)
+        seconds, cpu_seconds, added = (list(figures) for figures in zip(*inside, strict=True))
+        rows.append(
+            {
+                "length": high,
+                "token_seconds": sum(seconds) / tokens,
+                "token_cpu_seconds": sum(cpu_seconds) / tokens,
+                "added_bytes": max(added),
+            }
+        )
+    return rows
+
+
+def opening(model: BloomForCausalLM, folder: Path, say: Say) -> dict[str, float | None]:
+    """Milliseconds to open the cache and compute a token, with pages in memory and from a cold disk, and bytes read."""
+    one_token(model, folder)  # brings the pages into memory
+    return opened("the cache", folder, lambda: one_token(model, folder), say)
+
+
+@torch.no_grad()
+def one_token(model: BloomForCausalLM, folder: Path) -> dict[str, float | None]:
+    """Opens a private copy and decodes: milliseconds of the first and of a warm token, page faults of the warm ones."""
+    token = torch.full((1, 1), 5)
+    start = time.perf_counter()
+    cache = ALiBiCache.open(folder, mode="c")
+    model(token, past_key_values=cache, use_cache=True)
+    first = time.perf_counter() - start
+    times, faults = [], page_faults()
+    for _ in range(WARM_TOKENS):
+        start = time.perf_counter()
+        model(token, past_key_values=cache, use_cache=True)
+        times.append(time.perf_counter() - start)
+    return {
+        "open_and_first_token_ms": first * 1e3,
+        "warm_token_ms": statistics.median_high(times) * 1e3,
+        "warm_token_page_faults": (page_faults() - faults) / WARM_TOKENS,
+    }
+
+
+def saved_state(model: BloomForCausalLM, text: Tensor, folder: Path, say: Say) -> dict[str, float | None]:
+    """What llama.cpp needs to load its saved state of the same text and compute a token, as `opening`.
+
+    The state stays next to the cache: reading the text takes llama.cpp minutes, so a repeated run only loads it.
+
+    Raises:
+        RuntimeError: its logits are wrong.
+    """
+    length, listed, path = text.shape[1], text[0].tolist(), folder.with_name(folder.name + ".llama-state")
+    last = torch.full((1, 1), 5)
+    with torch.no_grad():
+        true = model(last, past_key_values=ALiBiCache.open(folder, mode="c"), use_cache=True).logits[0, -1]
+    with tempfile.TemporaryDirectory(prefix="alibi-attn-") as weights:
+        peer = LlamaState(model, Path(weights), room=length + WARM_TOKENS, threads=torch.get_num_threads())
+        if not path.exists():
+            peer.read(listed)
+            with new_file(path) as file:
+                peer.save(Path(file.name), listed)
+        logits, _, _ = peer.load(path, 5)
+        off = error(torch.from_numpy(logits), true)
+        if not off < MOST_ERROR:
+            raise RuntimeError(f"llama.cpp is off by {off:.1e} of the largest logit at {length} tokens")
+
+        def one() -> dict[str, float | None]:
+            _, first, warm = peer.load(path, 5)
+            return {"open_and_first_token_ms": first * 1e3, "warm_token_ms": warm * 1e3}
+
+        metrics = opened("llama.cpp's state", path, one, say)
+    return {f"llama_cpp_{name}": value for name, value in metrics.items()}
+
+
+def opened(what: str, path: Path, one: Callable[[], dict[str, float | None]], say: Say) -> dict[str, float | None]:
+    """The milliseconds that `one` returns with pages in memory, those of the first token from a cold disk, and bytes read."""
+    metrics = one()
+    drop_from_page_cache(path)
+    before = storage_bytes_read()
+    cold = one()["open_and_first_token_ms"]
+    metrics |= {
+        "cold_open_and_first_token_ms": cold,
+        "cold_bytes_read": storage_bytes_read() - before,
+        "stored_bytes": stored_bytes(path),
+    }
+    say(
+        f"opening {what} and the first token take {metrics['open_and_first_token_ms']:.0f} ms, a warm token "
+        f"{metrics['warm_token_ms']:.0f}; from a cold disk {cold:.0f} ms and {metrics['cold_bytes_read']:,} of "
+        f"{metrics['stored_bytes']:,} bytes"
+    )
+    return metrics
+
+
+def sharing(model: BloomForCausalLM, folder: Path, processes: int, say: Say) -> dict[str, float | None]:
+    """Proportional set size of the cache's mappings in one process, and in all of them together."""
+    alone, together = (sum(shared_bytes(model, folder, count)) for count in (1, processes))
+    say(f"{processes} processes together hold {together:,} bytes of the cache, one alone {alone:,}")
+    return {"pss_of_one_bytes": alone, "pss_of_all_bytes": together, "pss_ratio": together / alone}
+
+
+def shared_bytes(model: BloomForCausalLM, folder: Path, processes: int) -> list[int]:
+    """Proportional set size of the cache's mappings in each process, while all have it open and have decoded a token."""
+    context = get_context("fork")
+    with contextlib.ExitStack() as stack:
+        pipes = []
+        for index in range(processes):
+            ours, theirs = context.Pipe()
+            process = context.Process(target=_continue, args=(model, folder, index, theirs))
+            process.start()
+            theirs.close()  # so that waiting ends if the process fails
+            stack.callback(process.join)
+            stack.callback(process.terminate)  # the processes wait for messages, also after one of them has failed
+            pipes.append(ours)
+        for pipe in pipes:
+            assert pipe.recv() == "decoded"
+        sizes = []
+        for pipe in pipes:
+            pipe.send("measure")
+            sizes.append(int(pipe.recv()))
+    return sizes
+
+
+@torch.no_grad()
+def _continue(model: BloomForCausalLM, folder: Path, index: int, pipe: Connection) -> None:
+    torch.set_num_threads(1)  # OpenMP's threads do not survive a fork: with two this process waits forever
+    cache = ALiBiCache.open(folder, mode="c")
+    model(torch.full((1, 8), 3 + index), past_key_values=cache, use_cache=True)
+    pipe.send("decoded")
+    pipe.recv()
+    pipe.send(proportional_bytes(folder))
+    pipe.recv()
+
+
+def proportional_bytes(folder: Path) -> int:
+    """The proportional set size of the mappings of the folder's files, from /proc/self/smaps."""
+    total, inside = 0, False
+    for line in Path("/proc/self/smaps").read_text().splitlines():
+        if ":" not in line.split(" ")[0]:
+            inside = f"{folder.resolve()}/" in line
+        elif inside and line.startswith("Pss:"):
+            total += int(line.split()[1]) * 1024
+    return total
+
+
+def page_faults() -> int:
+    """Page faults of this process so far, minor and major."""
+    fields = Path("/proc/self/stat").read_text().rpartition(")")[2].split()
+    return int(fields[7]) + int(fields[9])
+
+
+def storage_bytes_read() -> int:
+    """Bytes that this process has read from the disk so far."""
+    lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
+    return int(lines["read_bytes"])
+
+
+def stored_bytes(path: Path) -> int:
+    """Disk space of a file or of the files in a folder, without holes."""
+    return sum(file.stat().st_blocks * 512 for file in files(path))
+
+
+def files(path: Path) -> list[Path]:
+    """The file itself, or the files in a folder."""
+    return list(path.iterdir()) if path.is_dir() else [path]
+
+
+def drop_from_page_cache(path: Path) -> None:
+    """Writes a file, or the files in a folder, to the disk and asks the system to drop their pages from memory."""
+    for file in files(path):
+        number = os.open(file, os.O_RDONLY)
+        os.fsync(number)
+        os.posix_fadvise(number, 0, 0, os.POSIX_FADV_DONTNEED)
+        os.close(number)
+
+
+def file_system(path: Path) -> str:
+    """The type of the file system that holds the path, as in /proc/mounts."""
+    path = path.absolute()
+    mounts = [line.split()[1:3] for line in Path("/proc/mounts").read_text().splitlines()]
+    inside = [(len(place), kind) for place, kind in mounts if path.is_relative_to(place)]
+    return max(inside)[1]

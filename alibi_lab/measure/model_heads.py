@@ -1,0 +1,197 @@
+"""`alibi heads MODEL`: where the heads of a trained ALiBi model attend on one text, per layer and head.
+
+    certified       the head's certified reach (`head_reach`): keys at that distance or beyond are never read
+    mean_distance   Σ_j p_ij · (i − j), the mean over the queries
+    first_token     p_i0, the mean over the queries i ≥ 1. A head that gives 0.9 or more to the first token counts as
+                    collapsed; 31 to 44 % of BLOOM's heads have collapsed (Schallon 2026, arXiv:2603.09616)
+    zero_…          the share of the weights p_ij, j ≤ i, that round to zero in a dtype. With ALiBi the main cause is the
+                    bias: in bfloat16 weights become zero beyond 92 nats (Schröder et al. 2026, arXiv:2608.03994). A
+                    head is blind in a dtype if half or more of its weights are zero
+    distinct_…      the distance up to which the biases of neighboring keys differ after rounding to a dtype, as in BLOOM of
+                    transformers (`build_alibi_tensor`); our biases stay in fp32
+
+p = softmax of the scaled scores with their biases, in float64. Cost: one forward pass and n² scores per head. Expected: steep
+heads have a certified reach of a few hundred tokens and are blind in bfloat16 beyond it; flat heads are neither.
+"""
+
+import dataclasses
+import datetime
+import hashlib
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention.api import head_reach
+from alibi_attn.hf.capture_qk import watched
+from alibi_attn.hf.checkpoint_files import read_config
+from alibi_attn.hf.loading import load_decoder
+from alibi_attn.hf.tokenizer_files import encode
+from alibi_lab import records
+from alibi_lab.lab.model.position_method import Pass, PositionMethod
+from alibi_lab.lab.training.checkpoint import load_checkpoint, load_checkpoint_tokenizer, newest
+from alibi_lab.measure.harness import Config
+from alibi_lab.measure.trained_models import attention_weights, by_head, outputs_of
+
+KIND = "heads"
+COLLAPSED, BLIND = 0.9, 0.5  # thresholds: the share of the first token, and of zero weights
+DTYPES = (torch.float32, torch.bfloat16, torch.float16)
+See = Callable[[int, Tensor, Tensor, Tensor, float], None]  # as in `capture_qk.watched`
+_ROWS = 128  # queries whose weights are computed at a time
+
+Columns = dict[str, list[records.Json]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Loaded:
+    """A model whose queries and keys can be captured.
+
+    Args:
+        length: the trained length; None if unknown.
+        encode: text -> tokens.
+        run: runs the model on tokens [1, n] and calls a function per layer (see `capture_qk.watched`).
+    """
+
+    name: str
+    length: int | None
+    encode: Callable[[str], Sequence[int]]
+    run: Callable[[Tensor, See], None]
+
+
+def model_heads(folder: Path, text: str, *, length: int | None = None, method: str | None = None) -> records.Record:
+    """A record with a row per head of the model in a folder, on the first tokens of a text.
+
+    Args:
+        folder: a lab checkpoint, or a transformers folder that `patch` or `ALiBiForCausalLM` supports.
+        length: tokens to read. Default: twice the trained length, or 1,024 if that is unknown, and at most the whole text.
+        method: the code of a lab checkpoint's position method, `FILE.py:Class`, if it is not built in.
+
+    Raises:
+        FileNotFoundError: the folder does not exist.
+        ValueError: a model without slopes, or a text with fewer than two tokens or fewer than `length`.
+    """
+    started = datetime.datetime.now(datetime.UTC)
+    model = load(folder, method)
+    tokens = list(model.encode(text))[: length or 2 * (model.length or 512)]
+    if len(tokens) < 2 or (length and len(tokens) < length):
+        raise ValueError(f"the text has {len(tokens)} tokens but {length or 2} are needed; pass a longer text")
+    columns: Columns = {}
+
+    def see(layer: int, query: Tensor, key: Tensor, slopes: Tensor, scale: float) -> None:
+        for name, values in measured(query, key, slopes, scale).items():
+            columns.setdefault(name, []).extend(values)
+        columns.setdefault("layer", []).extend([layer] * query.shape[1])
+
+    with torch.no_grad():
+        model.run(torch.tensor([tokens]), see)
+    config: Config = {
+        "model": model.name,
+        "length": len(tokens),
+        "trained": model.length,
+        "collapsed_from": COLLAPSED,
+        "blind_from": BLIND,
+        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
+    }
+    return records.make(
+        KIND, f"heads/{model.name}", config=config, metrics=totals(columns), curves={"heads": columns}, started=started
+    )
+
+
+def load(folder: Path, method: str | None = None) -> Loaded:
+    """The model in a folder, written by the lab or by transformers."""
+    if not folder.is_dir():
+        raise FileNotFoundError(f"{folder} is not a folder; pass a lab checkpoint or a transformers folder")
+    if newest(folder) is not None or "schema" in read_config(folder):
+        return _of_the_lab(folder, method)
+    return _of_transformers(folder)
+
+
+def measured(query: Tensor, key: Tensor, slopes: Tensor, scale: float) -> Columns:
+    """The columns of one layer, one value per head; query [1, H, n, D], key [1, K, n, D], slopes [H]."""
+    heads, n = query.shape[1], query.shape[2]
+    reach = head_reach(query, key, slopes, scale=scale)[0]
+    distance_sum, first_sum = query.new_zeros(2, heads, dtype=torch.float64)
+    zeros = {dtype: query.new_zeros(heads, dtype=torch.float64) for dtype in DTYPES}
+    for head, slope in enumerate(slopes.double().tolist()):
+        own_key = key[0, head * key.shape[1] // heads]
+        for distance, weight in attention_weights(query[0, head], own_key, slope, scale, rows=_ROWS):
+            distance_sum[head] += (weight * distance).sum()
+            first_sum[head] += weight[distance[:, 0] > 0, 0].sum()
+            for dtype in DTYPES:
+                zeros[dtype][head] += ((weight <= half_of_the_smallest(dtype)) & (distance >= 0)).sum()
+    columns: Columns = {
+        "head": list(range(heads)),
+        "slope": slopes.double().tolist(),
+        "certified": reach.tolist(),
+        "mean_distance": (distance_sum / n).tolist(),
+        "first_token": (first_sum / (n - 1)).tolist(),
+    }
+    for dtype in DTYPES:
+        columns[f"zero_{_name(dtype)}"] = (zeros[dtype] / (n * (n + 1) / 2)).tolist()
+        columns[f"distinct_{_name(dtype)}"] = [distinct_up_to(slope, dtype, n) for slope in slopes.double().tolist()]
+    return columns
+
+
+def half_of_the_smallest(dtype: torch.dtype) -> float:
+    """Half of the dtype's smallest subnormal. Numbers up to this round to zero (ties round to even)."""
+    info = torch.finfo(dtype)
+    return float(info.smallest_normal) * float(info.eps) / 2
+
+
+def distinct_up_to(slope: float, dtype: torch.dtype, length: int) -> int:
+    """The first distance d at which m·d and m·(d + 1) round to the same number, or the length if there is none."""
+    biases = (slope * torch.arange(length + 1, dtype=torch.float32)).to(dtype)
+    same = (biases[1:] == biases[:-1]).nonzero()
+    return int(same[0]) if len(same) else length
+
+
+def totals(columns: Columns) -> dict[str, float | None]:
+    """The number of heads, of those that have collapsed onto the first token, and of those that are blind in each dtype."""
+
+    def count(name: str, least: float) -> float:
+        return float(sum(isinstance(value, float) and value >= least for value in columns[name]))
+
+    blind = {f"blind_{_name(dtype)}": count(f"zero_{_name(dtype)}", BLIND) for dtype in DTYPES}
+    return {"heads": float(len(columns["head"])), "collapsed": count("first_token", COLLAPSED), **blind}
+
+
+def _of_the_lab(folder: Path, method: str | None) -> Loaded:
+    model, config = load_checkpoint(folder, method=method)
+    tokenizer = load_checkpoint_tokenizer(folder)
+    kind = type(model.position)
+    if kind.rotate is not PositionMethod.rotate or kind.per_layer or kind.add is not PositionMethod.add:
+        raise ValueError(_NO_SLOPES.format(config.model.method))
+
+    def run(tokens: Tensor, see: See) -> None:
+        slopes = model.position.bias(Pass(tokens.shape[1], tokens.shape[1]))
+        if slopes is None:
+            slopes = torch.zeros(config.model.num_heads)
+        if not isinstance(slopes, Tensor) or slopes.ndim != 1:
+            raise ValueError(_NO_SLOPES.format(config.model.method))
+        for layer, part in enumerate(outputs_of(model, tokens, ("q", "k")).values()):
+            query, key = (by_head(part[name], config.model.num_heads) for name in ("q", "k"))
+            see(layer, query, key, slopes, query.shape[-1] ** -0.5)
+
+    name = f"{config.model.method}-{config.train.length}"
+    return Loaded(name, config.train.length, lambda text: tokenizer.encode(text).tolist(), run)
+
+
+_NO_SLOPES = (
+    "the model has {} positions, which are not slopes, but certified reach needs a linear bias; pass a model with alibi, "
+    "alibi-learned, alibi-half or none"
+)
+
+
+def _of_transformers(folder: Path) -> Loaded:
+    model, tokenizer = load_decoder(str(folder))
+
+    def run(tokens: Tensor, see: See) -> None:
+        with watched(model, see):
+            model(tokens, use_cache=False)
+
+    return Loaded(folder.resolve().name, None, lambda text: encode(tokenizer, text, model), run)
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

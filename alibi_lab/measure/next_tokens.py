@@ -1,0 +1,155 @@
+"""`alibi bench next-tokens`: a BLOOM decodes tokens after a prompt in fp32, bf16 and int8, next to llama.cpp and CTranslate2.
+
+One sequence, random weights, by default two layers of width 1,024. Every program reads the same prompt and
+then the same tokens, one at a time; the mean of a run counts, and runs take turns. The logits of the first token are compared
+with ours in fp32 before anything is timed, because a program that computes something else is not comparable.
+"""
+
+import contextlib
+import functools
+import math
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+from torch import Tensor
+from transformers import BloomForCausalLM
+
+from alibi_attn.hf import ALiBiCache, patch
+from alibi_lab.measure.harness import Config, Row, Rows, Say, keep
+from alibi_lab.measure.peers import programs
+from alibi_lab.measure.peers.llama_cpp import Crash
+from alibi_lab.measure.peers.transformers_decoders import HEADS, LAYERS, VOCABULARY, bloom
+from alibi_lab.measure.serving import error
+from alibi_lab.measure.timing import medians_of
+
+LENGTHS = (512, 2048, 8192)
+NAME, OURS = "next-tokens/bloom", "ours"
+# By precision: the largest error of a program's logits that is still its precision, as a share of the largest logit.
+PRECISIONS: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 2e-2, "int8": 5e-2}
+NOT_IN = {"CTranslate2": ("bfloat16",)}  # on a CPU
+
+
+def next_tokens(
+    out: Path,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    tokens: int = 32,
+    width: int = 1024,
+    layers: int = LAYERS,
+    vocabulary: int = VOCABULARY,
+    repeats: int = 9,
+    say: Say = print,
+) -> list[Path]:
+    """Measures, saves one record, and returns its path.
+
+    Args:
+        lengths: lengths of the prompt.
+        tokens: tokens per run, whose mean is one measurement.
+        width: width of the model, a multiple of 16.
+        layers: its layers.
+        vocabulary: its number of tokens.
+        repeats: runs per program; their median is recorded.
+    """
+    peers = programs.installed(say)
+    config: Config = {
+        "lengths": sorted(lengths), "tokens": tokens, "layers": layers, "width": width, "heads": HEADS, "batch": 1,
+        "vocabulary": vocabulary, "precisions": list(PRECISIONS), "peers": list(peers), "repeats": repeats,
+        "threads": torch.get_num_threads(),
+    }  # fmt: skip
+    metrics: dict[str, float | None] = {}
+    model = functools.partial(bloom, width, layers=layers, vocabulary=vocabulary)
+
+    def steps() -> Iterator[Mapping[str, Rows]]:
+        for length in sorted(lengths):
+            prompt = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(length))
+            with torch.inference_mode():
+                true = _Ours("float32", model, prompt).logits()
+                rows: dict[str, Row] = {}
+                for precision in PRECISIONS:
+                    rows |= _rows(precision, prompt, true, peers, model=model, tokens=tokens, repeats=repeats, say=say)
+            metrics.update(_ratios(rows, length))
+            yield {NAME: rows}
+
+    return keep(out, {NAME: config}, steps(), summary=lambda columns: metrics)
+
+
+class _Ours:
+    """Our model with the prompt in its cache."""
+
+    def __init__(self, precision: str, model: Callable[[], BloomForCausalLM], prompt: Tensor) -> None:
+        self.model = model()
+        if precision == "bfloat16":
+            self.model.bfloat16()
+        patch(self.model, linears="int8" if precision == "int8" else None)
+        self.cache, self.last = ALiBiCache(), prompt[:, -1:]
+        self.model(prompt, past_key_values=self.cache, logits_to_keep=1)
+        self.logits()  # the first token may have to copy the prompt's keys
+
+    def logits(self) -> Tensor:
+        """The logits [V] of one more token, the prompt's last one again."""
+        logits: Tensor = self.model(self.last, past_key_values=self.cache).logits[0, -1].float()
+        self.cache.crop(-1)
+        return logits
+
+    def several(self, count: int) -> float:
+        """Mean seconds of a step."""
+        start = time.perf_counter()
+        for _ in range(count):
+            self.model(self.last, past_key_values=self.cache)
+        seconds = time.perf_counter() - start
+        self.cache.crop(-count)
+        return seconds / count
+
+
+def _rows(
+    precision: str, prompt: Tensor, true: Tensor, peers: Sequence[str], *,
+    model: Callable[[], BloomForCausalLM], tokens: int, repeats: int, say: Say,
+) -> dict[str, Row]:  # fmt: skip
+    """The row of every program in this precision."""
+    ours, listed = _Ours(precision, model, prompt), prompt[0].tolist()
+    errors = {OURS: error(ours.logits(), true)}
+    calls: dict[str, Callable[[], float]] = {OURS: lambda: ours.several(tokens)}
+    original = model()
+    with contextlib.ExitStack() as opened:
+        for name in peers:
+            if precision in NOT_IN.get(name, ()):
+                continue
+            room, threads = len(listed) + tokens + 1, torch.get_num_threads()
+            try:
+                program = opened.enter_context(
+                    programs.opened(name, original, room=room, threads=threads, precision=precision)
+                )
+            except Crash as crash:
+                say(f"{name} in {precision} is left out: {crash}")
+                continue
+            errors[name] = error(torch.from_numpy(program.logits([*listed, listed[-1]])), true)
+            if errors[name] < PRECISIONS[precision]:
+                calls[name] = program.several(listed, tokens)
+            else:
+                say(f"{name} in {precision} is off by {errors[name]:.1e} at {len(listed)} tokens, so it is not timed")
+        seconds = medians_of(calls, repeats=repeats, seconds=math.inf)
+    for name, taken in seconds.items():
+        say(f"{precision:>8} {len(listed):>6} {name:>26}: {taken * 1e3:6.2f} ms, {taken / seconds[OURS]:.2f}× ours")
+    return {
+        f"{name}, {precision}": {
+            "length": len(listed), "error": off, "forward_ms": seconds[name] * 1e3 if name in seconds else None,
+        }
+        for name, off in errors.items()
+    }  # fmt: skip
+
+
+def _ratios(rows: Mapping[str, Row], length: int) -> dict[str, float]:
+    """Our time over each program's, and over that of the fastest program, by precision."""
+    times = {name: ms for name, row in rows.items() if isinstance(ms := row["forward_ms"], float)}
+    ratios: dict[str, float] = {}
+    for precision in PRECISIONS:
+        ours = times[f"{OURS}, {precision}"]
+        others = {
+            name: ms for name, ms in times.items() if name.endswith(f", {precision}") and not name.startswith(OURS)
+        }
+        ratios |= {f"ours_over_{name}_{length}": ours / ms for name, ms in others.items()}
+        if others:
+            ratios[f"ours_over_best_{precision}_{length}"] = ours / min(others.values())
+    return ratios

@@ -1,0 +1,269 @@
+"""A small encoder for passages of books, trained in minutes on one core: masked tokens first, then sentences and their passages.
+
+Sentences are removed from a stretch of a book, and each must be assigned to the chunk from which it was removed, among the
+chunks of several stretches. The chunks are embedded alone, or late: each as the mean of its tokens after one pass over its
+stretch (`hf/late_chunking.py`). Read next: `passage_search.py`, which tests both on other books.
+"""
+
+import dataclasses
+import functools
+import hashlib
+import io
+import math
+import re
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Literal
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from tokenizers import Tokenizer, decoders, models, pre_tokenizers, processors, trainers
+from torch import Tensor
+from torch.nn import functional as F
+from torch.nn.utils.rnn import pad_sequence
+from transformers import PreTrainedTokenizerFast
+
+from alibi_attn.files import new_folder, replace_file
+from alibi_attn.hf import ALiBiBertConfig, ALiBiBertForMaskedLM, ALiBiBertModel, chunking
+from alibi_lab.measure.harness import Say
+
+Trained = Literal["alone", "late"]
+Tokens = NDArray[np.int64]
+SPECIAL = ("[PAD]", "[CLS]", "[SEP]", "[MASK]")
+PAD, CLS, SEP, MASK = range(4)
+SENTENCE = re.compile(r"(?<=[.!?])(?<!\bMr\.)(?<!\bMrs\.)(?<!\bDr\.)(?<!\bSt\.)[\"'”’]? (?=[\"'“‘]?[A-Z])")
+WORDS = (8, 40)  # of a sentence that may be removed
+SAVED_EVERY = 25  # steps
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setup:
+    """Sizes of the encoder and of its training. Stretches are in characters, chunks in tokens.
+
+    Args:
+        batch: stretches per step.
+        removed: sentences removed from each stretch.
+    """
+
+    width: int = 128
+    layers: int = 3
+    heads: int = 4
+    inner: int = 256
+    vocabulary: int = 8192
+    stretch: int = 4000
+    chunk: int = 64
+    batch: int = 6
+    removed: int = 10
+    masked_share: float = 0.3
+    masked_steps: int = 200
+    pair_steps: int = 1500
+    temperature: float = 0.05
+    learning_rate: float = 1e-3
+    seed: int = 0
+
+
+@dataclasses.dataclass(frozen=True)
+class Question:
+    """A removed sentence, and the character of the remaining text at which it was."""
+
+    text: str
+    place: int
+
+
+def questions(text: str, count: int, random: np.random.Generator) -> tuple[str, list[Question]]:
+    """The text without up to `count` of its sentences, and these. Its first and last sentence, which may be cut, are left out."""
+    sentences = SENTENCE.split(text)[1:-1]
+    fitting = [at for at, words in enumerate(sentences) if WORDS[0] <= len(words.split()) <= WORDS[1]]
+    removed = set(random.choice(fitting, min(count, len(fitting)), replace=False).tolist()) if fitting else set()
+    rest, found = "", []
+    for at, sentence in enumerate(sentences):
+        if at in removed:
+            found.append(Question(sentence, len(rest)))
+        else:
+            rest += f"{sentence} "
+    return rest, found
+
+
+def stretches(books: Sequence[str], size: int, count: int, random: np.random.Generator) -> list[str]:
+    """Pieces of random books, of `size` characters or of a whole shorter book."""
+    chosen = random.integers(0, len(books), count)
+    starts = [int(random.integers(0, max(1, len(books[at]) - size))) for at in chosen]
+    return [books[at][start : start + size] for at, start in zip(chosen, starts, strict=True)]
+
+
+def byte_pairs(texts: Sequence[str], size: int) -> Tokenizer:
+    """A byte-level BPE of `size` tokens, trained on the texts."""
+    bpe = Tokenizer(models.BPE())
+    bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
+    bpe.decoder = decoders.ByteLevel()
+    bpe.train_from_iterator(
+        texts, trainers.BpeTrainer(vocab_size=size, special_tokens=list(SPECIAL), show_progress=False)
+    )
+    bpe.post_processor = processors.Sequence(
+        [
+            processors.ByteLevel(trim_offsets=True),
+            processors.TemplateProcessing(
+                single="[CLS] $A [SEP]", pair=None, special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)]
+            ),
+        ]
+    )
+    return bpe
+
+
+def trained_encoder(books: Sequence[str], setup: Setup, trained: Trained, folder: Path, *, say: Say) -> Path:
+    """Trains an encoder, or resumes an interrupted training, and returns the folder that `alibi embed` can read.
+
+    Every step draws its own random numbers from the seed and its index, so an interruption changes nothing.
+
+    Args:
+        trained: how the chunks of the second stage are embedded. Both kinds share the first stage.
+    """
+    digest = hashlib.sha256(repr(setup).encode())
+    for book in books:
+        digest.update(hashlib.sha256(book.encode()).digest())
+    place = folder / digest.hexdigest()[:12]
+    if (place / trained).exists():
+        return place / trained
+    words = _tokenizer(books, setup, place)
+    model = ALiBiBertForMaskedLM(_config(setup))
+    stages: list[tuple[str, Callable[[np.random.Generator], Tensor], int]] = [
+        ("masked", functools.partial(_masked_loss, model, words, books, setup), setup.masked_steps),
+        (trained, functools.partial(_pair_loss, model, words, books, setup, trained), setup.pair_steps),
+    ]
+    for number, (name, loss_of, steps) in enumerate(stages):
+        for step, loss in _steps(model, loss_of, steps, setup, place / f"{name}.pt", number):
+            if (step + 1) % SAVED_EVERY == 0 or step + 1 == steps:
+                say(f"{name} {step + 1}/{steps}, {loss:.3f} nats")
+    return _finished(model.bert, words, place / trained)
+
+
+def chunk_tokens(words: PreTrainedTokenizerFast, text: str, size: int) -> tuple[Tokens, NDArray[np.int64]]:
+    """(tokens without special ones, spans [C, 2] of its chunks in characters)."""
+    encoded = words(text, add_special_tokens=False, return_offsets_mapping=True, verbose=False)
+    offsets = np.asarray(encoded["offset_mapping"], dtype=np.int64)
+    return np.asarray(encoded["input_ids"], dtype=np.int64), chunking.spans_of(text, size, offsets, number=0)[0]
+
+
+def _tokenizer(books: Sequence[str], setup: Setup, place: Path) -> PreTrainedTokenizerFast:
+    path = place / "tokenizer.json"
+    if not path.exists():
+        replace_file(path, byte_pairs(books, setup.vocabulary).to_str().encode())
+    names = dict(zip(("pad_token", "cls_token", "sep_token", "mask_token"), SPECIAL, strict=True))
+    return PreTrainedTokenizerFast(tokenizer_file=str(path), **names)  # type: ignore[no-untyped-call]
+
+
+def _config(setup: Setup) -> ALiBiBertConfig:
+    torch.manual_seed(setup.seed)
+    return ALiBiBertConfig(
+        vocab_size=setup.vocabulary, hidden_size=setup.width, num_hidden_layers=setup.layers,
+        num_attention_heads=setup.heads, intermediate_size=setup.inner, pooler=False, hidden_dropout_prob=0.0,
+    )  # fmt: skip
+
+
+def _steps(
+    model: ALiBiBertForMaskedLM, loss_of: Callable[[np.random.Generator], Tensor], steps: int, setup: Setup, path: Path,
+    stage: int,
+) -> Iterator[tuple[int, float]]:  # fmt: skip
+    """Trains one stage, saves it regularly and yields (step, loss); the rate rises over a tenth and falls to 0 as a cosine."""
+    optimizer = torch.optim.AdamW(model.parameters(), lr=setup.learning_rate, weight_decay=0.01)
+    first = 0
+    if path.exists():
+        state = torch.load(path, weights_only=True)
+        model.load_state_dict(state["model"])
+        optimizer.load_state_dict(state["optimizer"])
+        first = state["step"]
+    model.train()
+    warm_up = max(1, steps // 10)
+    for step in range(first, steps):
+        rate = min((step + 1) / warm_up, (1 + math.cos(math.pi * step / steps)) / 2)
+        for group in optimizer.param_groups:
+            group["lr"] = setup.learning_rate * rate
+        loss = loss_of(np.random.default_rng((setup.seed, stage, step)))
+        optimizer.zero_grad()
+        loss.backward()
+        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        optimizer.step()
+        if (step + 1) % SAVED_EVERY == 0 or step + 1 == steps:
+            buffer = io.BytesIO()
+            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, buffer)
+            replace_file(path, buffer.getvalue())
+        yield step, loss.item()
+
+
+def _masked_loss(
+    model: ALiBiBertForMaskedLM, words: PreTrainedTokenizerFast, books: Sequence[str], setup: Setup,
+    random: np.random.Generator,
+) -> Tensor:  # fmt: skip
+    """The cross-entropy of masked tokens of some stretches."""
+    texts = stretches(books, setup.stretch, setup.batch, random)
+    rows = [framed(np.asarray(ids, dtype=np.int64)) for ids in words(texts, add_special_tokens=False)["input_ids"]]
+    ids, mask = padded(rows)
+    hidden = torch.from_numpy(random.random(ids.shape) < setup.masked_share) & mask.bool() & (ids >= len(SPECIAL))
+    states = model.bert(ids.masked_fill(hidden, MASK), mask).last_hidden_state
+    return F.cross_entropy(model.cls["predictions"](states[hidden]), ids[hidden])
+
+
+def _pair_loss(
+    model: ALiBiBertForMaskedLM, words: PreTrainedTokenizerFast, books: Sequence[str], setup: Setup,
+    trained: Trained, random: np.random.Generator,
+) -> Tensor:  # fmt: skip
+    """The cross-entropy of assigning each removed sentence to its chunk, among the chunks of all stretches."""
+    asked: list[Tokens] = []
+    right: list[int] = []
+    stretched: list[Tokens] = []
+    ranges: list[NDArray[np.int64]] = []
+    chunks = 0
+    for text in stretches(books, setup.stretch, setup.batch, random):
+        rest, found = questions(text, setup.removed, random)
+        if not found:
+            continue
+        ids, spans = chunk_tokens(words, rest, setup.chunk)
+        places = [question.place for question in found]
+        right += (chunks + np.searchsorted(spans[:, 1], places, "right").clip(max=len(spans) - 1)).tolist()
+        asked += [np.asarray(words(question.text, add_special_tokens=False)["input_ids"]) for question in found]
+        stretched.append(ids)
+        edges = np.minimum(np.arange(len(spans) + 1) * setup.chunk, len(ids))
+        ranges.append(np.stack([edges[:-1], edges[1:]], axis=1))
+        chunks += len(spans)
+    queries = means(model.bert, asked, [np.array([[0, len(ids)]]) for ids in asked])
+    if trained == "alone":
+        stretched = [ids[start:end] for ids, some in zip(stretched, ranges, strict=True) for start, end in some]
+        ranges = [np.array([[0, len(ids)]]) for ids in stretched]
+    scores = queries @ means(model.bert, stretched, ranges).T / setup.temperature
+    return F.cross_entropy(scores, torch.tensor(right))
+
+
+def means(model: ALiBiBertModel, rows: Sequence[Tokens], ranges: Sequence[NDArray[np.int64]]) -> Tensor:
+    """Unit vectors [C, E]: the means of the hidden states of ranges of tokens, over all rows, which need no special tokens."""
+    ids, mask = padded([framed(row) for row in rows])
+    states = model(ids, mask).last_hidden_state
+    places, owners, chunk = [], [], 0
+    for at, some in enumerate(ranges):
+        for start, end in some:
+            places.append(np.arange(start, end) + 1 + at * ids.shape[1])
+            owners.append(np.full(end - start, chunk))
+            chunk += 1
+    picked = states.flatten(0, 1)[torch.from_numpy(np.concatenate(places))]
+    sums = picked.new_zeros(chunk, picked.shape[1]).index_add(0, torch.from_numpy(np.concatenate(owners)), picked)
+    return F.normalize(sums, dim=1)
+
+
+def framed(ids: Tokens) -> Tokens:
+    """A row of tokens between the special ones."""
+    return np.concatenate([[CLS], ids, [SEP]])
+
+
+def padded(rows: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
+    """(ids, mask), each [B, T]."""
+    ids = pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True, padding_value=PAD)
+    lengths = torch.tensor([len(row) for row in rows])
+    return ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long()
+
+
+def _finished(encoder: ALiBiBertModel, words: PreTrainedTokenizerFast, place: Path) -> Path:
+    """Writes the folder of the encoder and its tokenizer, which appears when it is complete."""
+    with new_folder(place) as unfinished:
+        encoder.eval().save_pretrained(unfinished)  # type: ignore[no-untyped-call]
+        words.save_pretrained(unfinished)
+    return place

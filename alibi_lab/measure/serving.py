@@ -1,0 +1,216 @@
+"""`alibi bench serving`: BLOOM, MPT and Falcon-RW of transformers on long inputs, original and patched.
+
+Two layers of width 1024, one sequence, one forward pass, in fp32 and, for the patched model, also in bf16. Each measurement runs
+in a fresh process, to measure its peak memory separately. BLOOM also runs in llama.cpp and CTranslate2 if they are installed
+(`peers/programs.py`).
+"""
+
+import datetime
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal
+
+import torch
+from torch import Tensor
+
+from alibi_attn.hf import patch
+from alibi_lab import records
+from alibi_lab.measure.harness import Config, Row, Say, number
+from alibi_lab.measure.peers import programs
+from alibi_lab.measure.peers import transformers_decoders as decoders
+from alibi_lab.measure.peers.transformers_decoders import FAMILIES, VOCABULARY, bloom, decoder
+from alibi_lab.measure.timing import in_fresh_process, peak_raised_by, peak_rss_bytes, time_attention, too_large
+
+LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
+LONGEST_UNPATCHED = 8192  # needs 18 GB there (skipped if less is available) and four times that at 16,384
+OURS, BF16, ORIGINAL = "ours", "ours, bf16", "transformers"  # the curves of a record: patched, and original
+CHECKED_LENGTH = 512
+# The metric with the error of patched logits, and the numerics of `patch` that it is for.
+Numerics = Literal["exact", "checkpoint"]
+NUMERICS: Mapping[str, Numerics] = {"logits_error": "exact", "logits_error_checkpoint": "checkpoint"}
+MOST_ERROR = 1e-3  # of the largest logit, of another program with the same weights; llama.cpp's GELU is off by 1e-5
+WARM_UP_LENGTH = 768  # long enough to take the same code path
+COLUMNS = ("length", "forward_ms", "attention_seconds", "peak_memory_bytes")
+TURNS, LONG_SECONDS = 3, 2.0  # the fastest pass counts; a pass longer than LONG_SECONDS is the last
+
+Rows = dict[int, Row]  # by length
+
+
+def serving(
+    out: Path,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    unpatched_lengths: Sequence[int] | None = None,
+    families: Sequence[str] = FAMILIES,
+    width: int = 1024,
+    threads: int | None = None,
+    say: Say = print,
+) -> list[Path]:
+    """Measures every family at every length, patched and original; saves one record per family and returns their paths.
+
+    Args:
+        unpatched_lengths: lengths for the originals and other programs; default the `lengths` up to LONGEST_UNPATCHED.
+        families: names from `FAMILIES`.
+        threads: number of threads; default torch's.
+
+    Raises:
+        ValueError: an unknown family.
+        FileExistsError: a family's record already exists; it is found before measuring if no length was skipped in it.
+    """
+    unpatched = [n for n in lengths if n <= LONGEST_UNPATCHED] if unpatched_lengths is None else unpatched_lengths
+    return [_family(out, family, lengths, unpatched, width, threads, say) for family in families]
+
+
+def _family(
+    out: Path, family: str, lengths: Sequence[int], unpatched: Sequence[int], width: int, threads: int | None,
+    say: Say,
+) -> Path:  # fmt: skip
+    started = datetime.datetime.now(datetime.UTC)
+    peers, skipped = programs.installed(say) if family == "bloom" else [], list[records.Json]()
+    config: Config = {
+        "family": family, "layers": decoders.LAYERS, "width": width, "heads": decoders.HEADS, "vocabulary": VOCABULARY,
+        "batch": 1, "dtype": "float32", "peers": list(peers), "lengths": sorted(lengths), "unpatched_lengths": sorted(unpatched),
+        "threads": threads, "skipped": skipped,
+    }  # fmt: skip
+    records.expect_new(out, "benchmark", f"serving/{family}", config)
+    errors = in_fresh_process(_logits_errors, family, width, threads)
+    say(
+        f"{family}: patched logits at {CHECKED_LENGTH} tokens differ by {errors['logits_error']:.1e} of the largest, with "
+        f"the checkpoint's rounding by {errors['logits_error_checkpoint']:.1e}, in bf16 by {errors['logits_error_bf16']:.1e}"
+    )
+    curves = {OURS: lengths, BF16: lengths, ORIGINAL: unpatched, **dict.fromkeys(peers, unpatched)}
+    measured: dict[str, Rows] = {name: {} for name in curves}
+    for length in sorted({*lengths, *unpatched}):
+        for name in [name for name, at in curves.items() if length in at]:
+            label = f"{family:>6} {name:>12} {length:>6}"
+            why_not = _too_large(measured[name], length)
+            if why_not is None and name in peers:
+                row, off = in_fresh_process(_measure_program, name, length, width, threads)
+                errors[f"logits_error_{name}_{length}"] = off
+                if not off < MOST_ERROR:
+                    why_not = f"its logits are off by {off:.1e}, so its time is not comparable"
+            elif why_not is None:
+                row = in_fresh_process(_measure, family, name, length, width, threads)
+            if why_not is not None:
+                skipped.append(f"{name} {length}")
+                say(f"{label}: skipped, {why_not}")
+                continue
+            measured[name][length] = {"length": length, **row}
+            attention = row["attention_seconds"]
+            part = "" if attention is None else f"attention {attention:8.2f} s, "
+            gib = number(row["peak_memory_bytes"]) / 2**30
+            say(f"{label}: {number(row['forward_ms']) / 1e3:8.2f} s, {part}{gib:6.2f} GiB")
+    record = records.make(
+        "benchmark", f"serving/{family}", config=config, metrics={**errors, **_speedups(measured)},
+        curves={
+            name: {column: [rows[length][column] for length in sorted(rows)] for column in COLUMNS}
+            for name, rows in measured.items()
+        },
+        started=started,
+    )  # fmt: skip
+    return records.save(record, out)
+
+
+def _measure(family: str, name: str, length: int, width: int, threads: int | None) -> Row:
+    _set_threads(threads)
+    model, attention = decoder(family, width, max(length, WARM_UP_LENGTH)), [0.0]
+    if name == BF16:
+        model.bfloat16()
+    if name != ORIGINAL:
+        patch(model)
+    time_attention(model, decoders.ATTENTION_LAYERS, attention)
+    with torch.inference_mode():
+        model(_tokens(WARM_UP_LENGTH), use_cache=False, logits_to_keep=1)
+        before, passes = peak_rss_bytes(), []
+        attention[0] = 0.0
+        for total in _passes(lambda: model(_tokens(length), use_cache=False, logits_to_keep=1)):
+            passes.append((total, attention[0]))
+            attention[0] = 0.0
+    return _row(*min(passes), before)
+
+
+def _measure_program(name: str, length: int, width: int, threads: int | None) -> tuple[Row, float]:
+    """(row of another program, error of its last logits relative to a patched model's largest logit)."""
+    _set_threads(threads)
+    model, tokens = bloom(width), _tokens(length)
+    room = max(length, WARM_UP_LENGTH)
+    with programs.opened(name, model, room=room, threads=torch.get_num_threads()) as program:
+        program.logits(_tokens(WARM_UP_LENGTH)[0].tolist())
+        outputs, before = [], peak_rss_bytes()
+        fastest = min(_passes(lambda: outputs.append(program.logits(tokens[0].tolist()))))
+    row = _row(fastest, None, before)
+    patch(model)
+    with torch.inference_mode():
+        expected = model(tokens, use_cache=False, logits_to_keep=1).logits[0, -1]
+    return row, error(torch.from_numpy(outputs[-1]), expected)
+
+
+def _passes(call: Callable[[], object]) -> Iterator[float]:
+    """Yields the seconds of up to TURNS calls and stops after a call longer than LONG_SECONDS."""
+    for _ in range(TURNS):
+        start = time.perf_counter()
+        call()
+        total = time.perf_counter() - start
+        yield total
+        if total > LONG_SECONDS:
+            break
+
+
+def _logits_errors(family: str, width: int, threads: int | None) -> dict[str, float]:
+    """The errors of the patched model: as it is measured, with the checkpoint's rounding, and in bf16, by metric."""
+    _set_threads(threads)
+    errors: dict[str, float] = {}
+    tokens = _tokens(CHECKED_LENGTH)
+    with torch.no_grad():
+        for name, numerics in NUMERICS.items():
+            model = decoder(family, width, CHECKED_LENGTH)
+            expected = model(tokens, use_cache=False).logits
+            patch(model, numerics=numerics)
+            errors[name] = error(model(tokens, use_cache=False).logits, expected)
+        model = decoder(family, width, CHECKED_LENGTH)
+        patch(model)
+        expected = model(tokens, use_cache=False).logits
+        errors["logits_error_bf16"] = error(model.bfloat16()(tokens, use_cache=False).logits.float(), expected)
+    return errors
+
+
+def error(logits: Tensor, expected: Tensor) -> float:
+    """The largest difference over the largest logit."""
+    return float((logits - expected).abs().max() / expected.abs().max())
+
+
+def _set_threads(threads: int | None) -> None:
+    if threads is not None:
+        torch.set_num_threads(threads)
+
+
+def _tokens(length: int) -> Tensor:
+    return torch.randint(VOCABULARY, (1, length), generator=torch.Generator().manual_seed(length))
+
+
+def _row(seconds: float, attention_seconds: float | None, before: int) -> Row:
+    """The row of a forward pass: its time, the time in attention without linear layers, and the added peak memory."""
+    peak = peak_raised_by(before)
+    return {"forward_ms": seconds * 1e3, "attention_seconds": attention_seconds, "peak_memory_bytes": peak}
+
+
+def _speedups(measured: Mapping[str, Rows]) -> dict[str, float | None]:
+    """The ratio of every peer's time to ours in fp32, at every length that both have."""
+    ratios: dict[str, float | None] = {}
+    for name, rows in measured.items():
+        for length in sorted(rows.keys() & measured[OURS].keys()) if name not in (OURS, BF16) else ():
+            metric = "speedup" if name == ORIGINAL else f"speedup_{name}"
+            for column, ratio in (("forward_ms", metric), ("attention_seconds", "attention_speedup")):
+                ours, theirs = measured[OURS][length][column], rows[length][column]
+                if ours is not None and theirs is not None:
+                    ratios[f"{ratio}_{length}"] = number(theirs) / number(ours)
+    return ratios
+
+
+def _too_large(rows: Rows, length: int) -> str | None:
+    """Why this length is skipped, or None. Memory is extrapolated with the square of the length, which is an upper bound."""
+    if not rows:
+        return None
+    shorter = max(rows)
+    return too_large(number(rows[shorter]["peak_memory_bytes"]) * (length / shorter) ** 2)

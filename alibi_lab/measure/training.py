@@ -1,0 +1,234 @@
+"""`alibi bench training`: the share of the machine's matrix rate that lab trainings reach, in fp32 and in bf16.
+
+Model FLOPs utilization is defined in `utilization.py`. The steps are whole training steps: batch, forward, loss, backward,
+clipping, optimizer. Model, batch and training are those of the recipe `quick` at the same scale, and its four methods are the
+default. Speed does not depend on the text, so the tokens are random. accelerate supports one precision per process, so each
+precision has its own process; the two take turns, and one waits while the other computes.
+
+Cost: medium, a few minutes on one core; small, half a minute; smoke, seconds.
+Expected: a larger share in fp32, where matrix products dominate a step, than in bf16, where they are a smaller part of it.
+"""
+
+import concurrent.futures.process
+import contextlib
+import dataclasses
+import functools
+import multiprocessing
+import typing
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
+from typing import Literal, TypeAlias
+
+import torch
+
+from alibi_lab.lab.config import Method, ModelConfig, RunConfig, TrainConfig, check_choice
+from alibi_lab.lab.data.corpus import Corpus
+from alibi_lab.lab.model.method_trial import try_imported_methods
+from alibi_lab.lab.training.parallel import prepare
+from alibi_lab.lab.training.train import Step
+from alibi_lab.lab.training.train import steps as train_steps
+from alibi_lab.measure import utilization
+from alibi_lab.measure.harness import Config, Row, Rows, Say, keep
+from alibi_lab.measure.timing import MATRIX_SIZE, elapsed_ms, medians_of
+from alibi_lab.measure.utilization import expect_agreement, product_in, profiled_shares, utilization_row
+
+Size: TypeAlias = Literal["smoke", "small", "medium"]  # the scales that fit on one CPU
+Precision: TypeAlias = Literal["no", "bf16"]
+Pool: TypeAlias = concurrent.futures.process.ProcessPoolExecutor
+METHODS: tuple[Method, ...] = ("alibi", "sinusoidal", "rotary", "t5")
+# Model and training of the recipe `quick` at each scale; a test compares them.
+TRAININGS: Mapping[Size, tuple[ModelConfig, TrainConfig]] = {
+    "smoke": (
+        ModelConfig(num_layers=2, num_heads=2, embed_dim=32, ffn_dim=88),
+        TrainConfig(length=16, steps=8, batch_tokens=256, warmup_steps=2, log_every=2, checkpoint_every=4),
+    ),
+    "small": (
+        ModelConfig(num_layers=4, num_heads=4, embed_dim=128, ffn_dim=344),
+        TrainConfig(length=128, steps=280, batch_tokens=2048, learning_rate=3e-3, warmup_steps=28),
+    ),
+    "medium": (
+        ModelConfig(num_layers=4, num_heads=8, embed_dim=256, ffn_dim=688, vocab_size=2048),
+        TrainConfig(length=128, steps=2200, batch_tokens=4608, learning_rate=2e-3, warmup_steps=220, precision="bf16"),
+    ),
+}  # fmt: skip
+PRECISIONS: Mapping[Precision, str] = {"no": "fp32", "bf16": "bf16"}  # and their names in a record
+_Result = typing.TypeVar("_Result")
+FIRST_STEPS = 2  # whose losses and gradients are compared; the second one follows an update
+
+
+def training(
+    out: Path,
+    *,
+    scale: str = "medium",
+    methods: Sequence[str] = METHODS,
+    lengths: Sequence[int] = (),
+    threads: int = 1,
+    repeats: int = 9,
+    seconds: float = 300.0,
+    say: Say = print,
+) -> list[Path]:
+    """Measures, saves one record, and returns its path.
+
+    The record has a curve per method and precision ("alibi, bf16") with the columns of `utilization_row`, the shares of a
+    step's time, and the first loss. The metrics are the ratios of fp32 to bf16 time.
+
+    Args:
+        lengths: tokens per training example; they must divide the scale's batch. Empty = the length of the scale.
+        threads: number of threads. Recipe costs are quoted for one thread.
+        repeats, seconds: the maximum number of turns, and of seconds for all turns.
+
+    Raises:
+        ValueError: an unknown scale or method, a length that does not divide the batch, or a machine with an accelerator, on
+            which the lab would train.
+        RuntimeError: the first steps in bf16 differ from those in fp32, or a process died.
+        FileExistsError: the record already exists; nothing is measured.
+    """
+    check_choice("scale", scale, typing.get_args(Size))
+    if threads < 1:
+        raise ValueError(f"threads is {threads} but must be 1 or more")
+    if torch.accelerator.is_available():
+        raise ValueError(
+            "this benchmark measures a CPU, but the lab would train on this machine's accelerator; hide it, for example with "
+            "CUDA_VISIBLE_DEVICES="
+        )
+    configs = _configs(typing.cast(Size, scale), methods, lengths, FIRST_STEPS + repeats + 2)
+    try_imported_methods(configs)
+    name = f"training/{scale}"
+    metrics: dict[str, float | None] = {}
+
+    def steps() -> Iterator[Mapping[str, Rows]]:
+        with contextlib.ExitStack() as stack:
+            pools = {precision: stack.enter_context(_process(threads)) for precision in PRECISIONS}
+            losses = _first_losses(pools, configs)
+            calls: dict[str, Callable[[], float]] = {}
+            for precision, pool in pools.items():
+                calls[_product(precision)] = functools.partial(_call, pool, _product_ms, precision)
+                for config in configs:
+                    calls[_name(config, precision)] = functools.partial(_call, pool, _step_ms, _at(config, precision))
+            times = medians_of(calls, repeats=repeats, seconds=seconds)
+            for config in configs:
+                metrics[f"{_name(config)}, fp32 / bf16"] = times[_name(config, "no")] / times[_name(config, "bf16")]
+                rows: dict[str, Row] = {}
+                for precision, pool in pools.items():
+                    label, short = _name(config, precision), PRECISIONS[precision]
+                    row = utilization_row(config, times[label], times[_product(precision)])
+                    row |= _call(pool, _shares, _at(config, precision))
+                    rows[f"{config.model.method}, {short}"] = {**row, "loss_nats": losses[label]}
+                    say(_described(label, row))
+                yield {name: rows}
+
+    return keep(out, {name: _config(configs, scale, threads)}, steps(), summary=lambda columns: metrics)
+
+
+def _configs(scale: Size, methods: Sequence[str], lengths: Sequence[int], least_steps: int) -> list[RunConfig]:
+    """The configs to measure, sorted by length and then in the order of the methods.
+
+    Raises:
+        ConfigError: an unknown method, or a length that does not divide the batch.
+    """
+    model, train = TRAININGS[scale]
+    train = dataclasses.replace(train, steps=max(train.steps, least_steps))
+    return [
+        RunConfig(model=dataclasses.replace(model, method=method), train=dataclasses.replace(train, length=length))
+        for length in sorted(set(lengths)) or [train.length]
+        for method in dict.fromkeys(methods)
+    ]
+
+
+def _config(configs: Sequence[RunConfig], scale: str, threads: int) -> Config:
+    model = dataclasses.asdict(configs[0].model)
+    train = configs[0].train
+    return {
+        "scale": scale,
+        "methods": list(dict.fromkeys(config.model.method for config in configs)),
+        "lengths": sorted({config.train.length for config in configs}),
+        "model": {name: value for name, value in model.items() if name != "method"},
+        "batch_tokens": train.batch_tokens,
+        "optimizer": train.optimizer,
+        "parameters": utilization.multiplying_parameters(configs[0].model),
+        "precisions": list(PRECISIONS.values()),
+        "threads": threads,
+        "matrix_size": MATRIX_SIZE,
+        "tolerances": {"loss": utilization.LOSS_TOLERANCE, "gradient_norm": utilization.NORM_TOLERANCE},
+    }
+
+
+def _first_losses(pools: Mapping[Precision, Pool], configs: Sequence[RunConfig]) -> dict[str, float]:
+    """The loss of every training's first step, by `_name`; raises RuntimeError if the precisions disagree."""
+    losses: dict[str, float] = {}
+    for config in configs:
+        first = {precision: pool.submit(_first, _at(config, precision)) for precision, pool in pools.items()}
+        by_precision = {precision: _result(future) for precision, future in first.items()}
+        expect_agreement(_name(config), by_precision["no"], by_precision["bf16"])
+        losses |= {_name(config, precision): steps[0][0] for precision, steps in by_precision.items()}
+    return losses
+
+
+def _at(config: RunConfig, precision: Precision) -> RunConfig:
+    return dataclasses.replace(config, train=dataclasses.replace(config.train, precision=precision))
+
+
+def _name(config: RunConfig, precision: Precision | None = None) -> str:
+    name = f"{config.model.method}-{config.train.length}"
+    return name if precision is None else f"{name}, {PRECISIONS[precision]}"
+
+
+def _product(precision: Precision) -> str:
+    return f"matrix product, {PRECISIONS[precision]}"
+
+
+def _described(name: str, row: Row) -> str:
+    return (
+        f"{name}: {row['step_ms']:.0f} ms per step, {row['tokens_per_second']:,.0f} tokens/s, {row['achieved_gflops']:.0f} of "
+        f"{row['matrix_gflops']:.0f} GFLOP/s: {row['utilization']:.1%}; time in matrix products {row['matrix_time_share']:.0%}, "
+        f"attention {row['attention_time_share']:.0%}, everything else {row['other_time_share']:.0%}"
+    )
+
+
+def _process(threads: int) -> Pool:
+    """A separate process that computes with this many threads."""
+    context = multiprocessing.get_context("spawn")
+    return Pool(1, mp_context=context, initializer=torch.set_num_threads, initargs=(threads,))
+
+
+def _call(pool: Pool, function: Callable[..., _Result], *arguments: object) -> _Result:
+    """Runs the function in the pool's process."""
+    return _result(pool.submit(function, *arguments))
+
+
+def _result(future: "concurrent.futures.Future[_Result]") -> _Result:
+    try:
+        return future.result()
+    except concurrent.futures.process.BrokenProcessPool:
+        raise RuntimeError(
+            "a training process died, most likely because it ran out of memory; pass a smaller --scale"
+        ) from None
+
+
+# The functions below run in the process of one precision. The caches keep its trainings between calls.
+
+
+@functools.cache
+def _training(config: RunConfig) -> Iterator[Step]:
+    count, rng = 4 * config.train.batch_tokens + 1, torch.Generator().manual_seed(0)
+    tokens = torch.randint(config.model.vocab_size, (count,), generator=rng).to(torch.int32)
+    corpus = Corpus(train=tokens, valid=tokens[:0], facts={"name": "random"})
+    return train_steps(prepare(config), config, corpus)
+
+
+def _first(config: RunConfig) -> list[tuple[float, float]]:
+    """(loss, gradient norm) of each of the first steps."""
+    steps = [next(_training(config)) for _ in range(FIRST_STEPS)]
+    return [(step.loss_nats, step.gradient_norm) for step in steps]
+
+
+def _step_ms(config: RunConfig) -> float:
+    return elapsed_ms(functools.partial(next, _training(config)))
+
+
+def _shares(config: RunConfig) -> Row:
+    return profiled_shares(functools.partial(next, _training(config)))
+
+
+def _product_ms(precision: Precision) -> float:
+    return elapsed_ms(product_in(precision))

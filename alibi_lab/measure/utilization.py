@@ -1,0 +1,133 @@
+"""Model FLOPs utilization: the share of a CPU's matrix rate that a training step reaches, and where its time is spent.
+
+    utilization = FLOPs of the model in a step / seconds of the step / rate of a large matrix product     (MFU)
+
+(Chowdhery et al. 2022, PaLM, appendix B, arXiv:2204.02311). The rate is not from a data sheet: it is that of
+`torch.mm`, measured in the same run with the same threads and dtype. A step's products would reach it if they were
+large and ran alone. The benchmark is in `training.py`.
+"""
+
+import functools
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import torch
+from torch.autograd.profiler_util import FunctionEvent
+
+from alibi_attn.nn.linear import is_slow
+from alibi_lab.lab.config import ModelConfig, Precision, RunConfig
+from alibi_lab.measure.harness import Row
+from alibi_lab.measure.timing import matrix_product, matrix_rate_gflops
+
+DTYPES: Mapping[Precision, torch.dtype] = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+MATRIX_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+# Forward and backward of torch's attention; ours as an autograd.Function (`attention/operator.py`), and as operators.
+ATTENTION = ("aten::scaled_dot_product", "aten::_scaled_dot_product", "_Attention", "alibi_attn::")
+# Rounding a logit to bf16 costs at most 2⁻⁸ of it, and a loss is the difference of two such numbers; the rounding of earlier
+# layers cancels in the mean over thousands of tokens.
+LOSS_TOLERANCE = 2.0**-7
+# A norm sums millions of gradients, each off by a few 2⁻⁸ in either direction; a missing or doubled gradient changes it by far
+# more.
+NORM_TOLERANCE = 2.0**-4
+
+
+@functools.cache
+def product_in(precision: Precision) -> Callable[[], object]:
+    """A matrix product in the dtype in which a training multiplies: fp32 if this CPU has no instructions for the other dtype."""
+    dtype = DTYPES[precision]
+    return matrix_product(torch.float32 if is_slow(dtype) else dtype)
+
+
+def linear_flops(config: RunConfig) -> int:
+    """6 · parameters · rows · length: the FLOPs of the linear layers in a training step, forward (a third) and backward.
+
+    A multiplication and an addition count as two. Norms, activations, softmax, the loss, the optimizer and position methods
+    count as zero.
+    """
+    return 6 * multiplying_parameters(config.model) * config.train.batch_tokens
+
+
+def attention_flops(config: RunConfig) -> int:
+    """12 · layers · heads · head_dim · pairs, with pairs = rows · length · (length + 1) / 2, in a training step.
+
+    Every pair of a query and a visible key counts once, so causality halves attention; PaLM's formula, with
+    12 · layers · heads · head_dim · length per token, counts the hidden pairs too. Recomputation in backward does not
+    count; scores that a certificate skips do: these are the model's FLOPs, not those of an implementation.
+    """
+    pairs = config.train.batch_tokens * (config.train.length + 1) // 2
+    return 12 * config.model.num_layers * config.model.embed_dim * pairs
+
+
+def multiplying_parameters(model: ModelConfig) -> int:
+    """The number of parameters in the matrices that multiply every token.
+
+    These are q, k, v and output, the feed-forward part (three matrices in "modern"), and the projection to the
+    vocabulary; not the norms, and not the input embeddings, which are looked up.
+    """
+    feed_forward = (3 if model.architecture == "modern" else 2) * model.ffn_dim
+    return (
+        model.num_layers * model.embed_dim * (4 * model.embed_dim + feed_forward) + model.vocab_size * model.embed_dim
+    )
+
+
+def utilization_row(config: RunConfig, step_ms: float, product_ms: float) -> Row:
+    """The columns of one config, from the times of its step and of a matrix product."""
+    linear, attention = linear_flops(config), attention_flops(config)
+    achieved, rate = (linear + attention) / step_ms / 1e6, matrix_rate_gflops(product_ms)
+    return {
+        "length": config.train.length,
+        "step_ms": step_ms,
+        "tokens_per_second": config.train.batch_tokens / step_ms * 1e3,
+        "linear_flops": linear,
+        "attention_flops": attention,
+        "achieved_gflops": achieved,
+        "matrix_gflops": rate,
+        "utilization": achieved / rate,
+    }
+
+
+def expect_agreement(name: str, wide: Sequence[tuple[float, float]], half: Sequence[tuple[float, float]]) -> None:
+    """Compares the first steps of a training in bf16 with those in fp32; a step is (loss, gradient norm).
+
+    Raises:
+        RuntimeError: they differ by more than the rounding of bf16.
+    """
+    for step, (expected, half_step) in enumerate(zip(wide, half, strict=True), start=1):
+        for what, true, ours, most in zip(
+            ("loss", "gradient's norm"), expected, half_step, (LOSS_TOLERANCE, NORM_TOLERANCE), strict=True
+        ):
+            if not abs(ours - true) <= most * abs(true):
+                raise RuntimeError(
+                    f"{name} is wrong: at step {step} the {what} is {true:.6g} in fp32 and {ours:.6g} in bf16 but may "
+                    f"differ by at most {most:.2g} of it"
+                )
+
+
+def profiled_shares(step: Callable[[], object]) -> Row:
+    """The shares of a profiled step's time. Profiling slightly slows down everything except matrix products."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    # The self time of "step" is Python's, between the operators.
+    with torch.profiler.profile(activities=activities) as profile, torch.profiler.record_function("step"):
+        step()
+    return time_shares(profile.events())
+
+
+def time_shares(events: Iterable[FunctionEvent]) -> Row:
+    """The shares of time of matrix products, of attention and of everything else.
+
+    Attention is the operators of ATTENTION and everything they call. Matrix products are MATRIX_PRODUCTS outside of it.
+    Attention that is computed by ordinary operators (short calls, dense biases) counts as matrix products and everything else.
+    """
+    spent = {"matrix_time_share": 0.0, "attention_time_share": 0.0, "other_time_share": 0.0}
+    for event in events:
+        spent[_kind(event)] += event.self_cpu_time_total
+    whole = sum(spent.values())
+    return {name: time / whole for name, time in spent.items()}
+
+
+def _kind(event: FunctionEvent) -> str:
+    above: FunctionEvent | None = event
+    while above is not None:
+        if above.name.startswith(ATTENTION):
+            return "attention_time_share"
+        above = above.cpu_parent
+    return "matrix_time_share" if event.name in MATRIX_PRODUCTS else "other_time_share"

@@ -1,0 +1,66 @@
+"""The table of recipes, by name, including one per figure and table of the paper.
+
+To add a recipe, write a file next to this one and add a row to `RECIPES`. `ITEMS` lists the paper's figures and tables and the
+functions that read their answers from records; "paper" runs all of them.
+"""
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+from alibi_lab.lab.config import Recipe, Scale
+from alibi_lab.lab.config_io import override
+from alibi_lab.recipes import curriculum, method_comparison, methods, quick, recall, slope_search, streams, systems
+from alibi_lab.recipes.paper.cells import Item, ask
+from alibi_lab.recipes.paper.items import ITEMS, PAPER
+
+RECIPES: dict[str, Recipe] = {
+    "quick": quick.RECIPE,
+    "methods": methods.RECIPE,
+    "curriculum": curriculum.RECIPE,
+    "recall": recall.RECIPE,
+    "referee": method_comparison.RECIPE,
+    "streams": streams.RECIPE,
+    "slopes": slope_search.RECIPE,
+    "systems": systems.RECIPE,
+    "paper": PAPER,
+    **{name: item.recipe for name, item in ITEMS.items()},
+}
+
+
+def items_of(name: str) -> list[Item]:
+    """The paper's figures and tables that a recipe name covers; empty for all other recipes."""
+    return list(ITEMS.values()) if name == PAPER.name else [ITEMS[name]] if name in ITEMS else []
+
+
+def check(
+    name: str, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int] = (), methods: Sequence[str] = (), *,
+    recipes: Mapping[str, Recipe] = RECIPES,
+) -> None:  # fmt: skip
+    """Check overrides of a recipe's fields, and an item's methods, before anything is loaded or written.
+
+    Raises:
+        ConfigError: an unknown field, an invalid value, a field that a figure or table of the paper varies, or methods that it
+            cannot compare.
+    """
+    items = items_of(name)
+    for item in items:
+        ask(item, scale, overrides, seeds, methods)
+    for config in () if items else recipes[name].runs(scale):
+        override(config, overrides)
+
+
+def run(name: str, *, recipes: Mapping[str, Recipe] = RECIPES, **options: Any) -> list[Path]:
+    """Run a recipe by name; the paths of its records.
+
+    Args:
+        options: as for `experiment.run`.
+
+    Raises:
+        ConfigError, ExperimentError, CorpusError, CheckpointError, TrainingError, EvaluationError: see `experiment.run`.
+    """
+    from alibi_lab.lab import experiment  # loads torch
+    from alibi_lab.recipes.paper.run_items import run_items
+
+    items = items_of(name)
+    return run_items(items, **options) if items else experiment.run(recipes[name], **options)

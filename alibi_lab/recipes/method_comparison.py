@@ -1,0 +1,87 @@
+"""The referee: fifteen position methods on text and four tasks, trained at 64 tokens and tested up to 1,024.
+
+Paper: none; it applies the paper's question ("train short, test long") to text and to four tasks with exact answers:
+recall, needles, copying and one bit of memory. Every training uses the same model, steps and order, with two seeds. A
+task's documents are as long as its training examples.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from alibi_lab.lab.config import (
+    DataConfig,
+    EvalConfig,
+    Method,
+    ModelConfig,
+    Recipe,
+    RunConfig,
+    Scale,
+    SymbolTask,
+    TrainConfig,
+)
+from alibi_lab.recipes.scales import LARGE, MEDIUM, trained_at, with_model
+
+METHODS: tuple[Method, ...] = (
+    "none", "sinusoidal", "rotary", "t5", "alibi", "alibi-half", "kerple", "alibi-log", "sandwich", "tisa", "fire",
+    "nope-window", "drope", "fox", "alibi-fox",
+)  # fmt: skip
+TASKS: tuple[SymbolTask | None, ...] = (None, "mqar", "needles", "copy", "flip-flop")  # None is language modeling
+SEEDS = (0, 1)
+_RUNS: Mapping[Scale, RunConfig] = {
+    "smoke": RunConfig(
+        model=ModelConfig(num_layers=2, num_heads=2, embed_dim=16, ffn_dim=24),
+        train=TrainConfig(length=32, steps=2, batch_tokens=64, warmup_steps=1, log_every=1, checkpoint_every=2),
+        eval=EvalConfig(lengths=(32, 64), tokens=64, batch_tokens=2048, trials=2),
+    ),
+    "small": RunConfig(
+        model=ModelConfig(num_layers=2, num_heads=4, embed_dim=64, ffn_dim=168),
+        train=TrainConfig(
+            length=64, steps=2000, batch_tokens=4096, learning_rate=5e-3, warmup_steps=200, checkpoint_every=1000
+        ),
+        eval=EvalConfig(lengths=(64, 128, 256, 512, 1024), tokens=32_768, trials=128),
+    ),
+    "medium": trained_at(MEDIUM, 128, EvalConfig(lengths=(128, 256, 512, 1024, 2048), tokens=65_536, trials=128)),
+    "paper": trained_at(
+        LARGE,
+        512,
+        EvalConfig(lengths=(512, 1024, 2048, 4096, 8192), tokens=262_144, batch_tokens=65_536, trials=128),
+        steps=5_000,
+        warmup_steps=500,
+    ),
+}
+
+
+def runs(scale: Scale) -> tuple[RunConfig, ...]:
+    """Every task with every method; the two seeds of a training are adjacent, so that each of two shards gets one of them.
+
+    `smoke` has one seed and every fifth method.
+    """
+    methods, seeds = (METHODS[4::5], SEEDS[:1]) if scale == "smoke" else (METHODS, SEEDS)
+    return tuple(_run(task, method, seed, scale) for task in TASKS for method in methods for seed in seeds)
+
+
+def _run(task: SymbolTask | None, method: Method, seed: int, scale: Scale) -> RunConfig:
+    run = with_model(_RUNS[scale], method=method)
+    run = dataclasses.replace(run, train=dataclasses.replace(run.train, seed=seed))
+    if task is None:
+        return run
+    data = DataConfig(corpus=f"task:{task}:{run.train.length}")
+    test = dataclasses.replace(run.eval, tokens=run.eval.lengths[-1], tasks=(task,))
+    return dataclasses.replace(with_model(run, vocab_size=256), data=data, eval=test)
+
+
+RECIPE = Recipe(
+    name="referee",
+    question="Which of text, recall, needles, copying and one bit can fifteen position methods learn, at 64 and at 1,024 tokens?",
+    paper="none: section 2.2's question, asked of tasks with exact answers",
+    cost=(
+        "small: 150 trainings at two to two and a half minutes of one core each, tests included: five to six core-hours in all "
+        "(steps of all methods timed); --ray: one per processor, --shard: one part; smoke: seconds; medium and paper: not run"
+    ),
+    expected=(
+        "at 64 tokens, some method learns each task; at 1,024, ALiBi keeps text and the bit but loses distant tokens (the "
+        "flattest of its four heads takes 4 nats off the first one), no positions keep more of them, rotary loses text too; "
+        "forget gates, which start at a half, learn recall late or never (docs/log.md)"
+    ),
+    runs=runs,
+)

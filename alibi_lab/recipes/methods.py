@@ -1,0 +1,51 @@
+"""All position methods of the lab, and five ways to stretch them after training: the same text, order and weights.
+
+Paper: none; sections 2 and 3 compare four. A stretch changes positions at test time only: position interpolation, NTK and
+YaRN for rotary, L / L' and NTK for ALiBi's slopes. One training is therefore tested several times. Each model is also tested
+with its context limited to the trained length, the baseline that a stretch has to beat.
+"""
+
+import dataclasses
+from collections.abc import Mapping
+
+from alibi_lab.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, Stretch, TrainConfig
+from alibi_lab.position_methods import METHODS
+from alibi_lab.recipes.scales import LARGE, MEDIUM, TINY, by_method, trained_at
+
+STRETCHES: dict[Method, tuple[Stretch, ...]] = {"rotary": ("linear", "ntk", "yarn"), "alibi": ("linear", "ntk")}
+_RUNS: Mapping[Scale, RunConfig] = {
+    "smoke": trained_at(TINY, 16, EvalConfig(lengths=(16, 64), tokens=64, batch_tokens=2048)),
+    "small": RunConfig(
+        model=ModelConfig(),
+        train=TrainConfig(length=128, steps=140, batch_tokens=2048, learning_rate=3e-3, warmup_steps=14),
+        eval=EvalConfig(lengths=(128, 256, 512, 1024), tokens=8192),
+    ),
+    "medium": trained_at(MEDIUM, 128, EvalConfig(lengths=(128, 256, 512, 1024, 2048), tokens=32_768)),
+    "paper": trained_at(
+        LARGE, 512, EvalConfig(lengths=(512, 1024, 2048, 4096, 8192), tokens=262_144, batch_tokens=65_536)
+    ),
+}
+
+
+def runs(scale: Scale) -> tuple[RunConfig, ...]:
+    """Every method as trained, also with its context limited, then the stretched variants with the same weights."""
+    plain = by_method(_RUNS[scale], tuple(METHODS))
+    stretched = [
+        dataclasses.replace(run, eval=dataclasses.replace(run.eval, stretch=stretch))
+        for run in plain
+        for stretch in STRETCHES.get(run.model.method, ())
+    ]
+    return (*(dataclasses.replace(run, eval=dataclasses.replace(run.eval, windowed=True)) for run in plain), *stretched)
+
+
+RECIPE = Recipe(
+    name="methods",
+    question="Which of eighteen position methods works beyond its trained length, and does stretching at test time help?",
+    paper="none: section 2.2's question, asked of later methods",
+    cost="small: about ten minutes on two cores; smoke: seconds; paper: hours on one GPU (not measured)",
+    expected=(
+        "perplexity does not rise with the ALiBi family and KERPLE; learned positions end at the trained length; stretched "
+        "rotary rises less than plain rotary; no method improves much on its own windowed test"
+    ),
+    runs=runs,
+)

@@ -1,0 +1,189 @@
+"""Turn records into the data of figures and tables: pure functions, one per form that the paper uses.
+
+Perplexities are per token of our tokenizer, `exp` of the mean loss; if the text's words were counted, "word_…" is the
+perplexity per word. Repeated seeds are averaged in nats, their speeds by the geometric mean; "low" and "high" are their
+minimum and maximum. Where the paper evaluates one way only, nonoverlapping or with a sliding window (appendix B), the
+other way is given as well.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import cast
+
+from alibi_attn import units
+from alibi_lab.recipes.paper.cells import Cell, Curves, Way
+from alibi_lab.recipes.paper.evidence import Evidence, at_length, metric
+from alibi_lab.records import Json, Record
+
+_OTHER: dict[Way, Way] = {"nonoverlapping": "sliding", "sliding": "nonoverlapping"}
+
+
+def by_length(cells: Sequence[Cell], evidence: Evidence) -> Curves:
+    """Perplexity by L_valid: a curve of a figure, or a row or column of a table."""
+    curves: Curves = {}
+    for cell in cells:
+        row = _tested(cell, evidence.of("evaluation", cell.config))
+        _append(curves, cell, {"paper_length": cell.paper_length, "length": cell.length, **row})
+    return curves
+
+
+def models(cells: Sequence[Cell], evidence: Evidence) -> Curves:
+    """One row per model: size, speed, and perplexity on the validation and test texts (tables 6, 7, 9, 10)."""
+    curves: Curves = {}
+    for cell in cells:
+        evaluations = evidence.of("evaluation", cell.config)
+        row = curves.setdefault(cell.label, {})
+        other, speed = _OTHER[cell.way], _training_speed(cell, evidence)
+        row.update(
+            paper_length=[cell.paper_length], length=[cell.length], parameters=[metric(evaluations[0], "parameters")],
+            train_tokens_per_second=[speed], seeds=[len(evaluations)],
+        )  # fmt: skip
+        row[cell.column] = [_perplexity(_nats(evaluations, cell.length, cell.way))]
+        row[f"{other}_{cell.column}"] = [_perplexity(_nats(evaluations, cell.length, other))]
+        tokens = at_length(evaluations[0], cell.length, f"{cell.way}_tokens")
+        row[cell.column.replace("perplexity", "tokens")] = [tokens]
+        if cell.column == "valid_perplexity":
+            row["evaluation_tokens_per_second"] = [_geometric_mean(_at(evaluations, cell.length, "tokens_per_second"))]
+            row["word_valid_perplexity"] = [_word_perplexity(evaluations, cell.length, cell.way)]
+    return curves
+
+
+def frontier(cells: Sequence[Cell], evidence: Evidence) -> Curves:
+    """Training speed and perplexity (figure 8)."""
+    curves: Curves = {}
+    for cell in cells:
+        speed = _training_speed(cell, evidence)
+        row = _tested(cell, evidence.of("evaluation", cell.config))
+        row["evaluation_tokens_per_second"] = row.pop("tokens_per_second")
+        sizes = {"paper_length": cell.paper_length, "length": cell.length, "train_tokens_per_second": speed}
+        _append(curves, cell, {**sizes, **row})
+    return curves
+
+
+def through_training(cells: Sequence[Cell], evidence: Evidence) -> Curves:
+    """Validation perplexity over time; sinusoidal curves stop when the ALiBi model has finished its updates (figure 5)."""
+    curves: Curves = {}
+    for cell in cells:
+        for point in _validations(cell, cells, evidence):
+            _append(curves, cell, {"paper_length": cell.paper_length, "length": cell.length, **point})
+    return curves
+
+
+def equal_time(cells: Sequence[Cell], evidence: Evidence) -> Curves:
+    """The last point of each curve of figure 5, and the peak memory (table 11)."""
+    curves: Curves = {}
+    for cell in cells:
+        points = _validations(cell, cells, evidence)
+        last = points[-1] if points else {}
+        columns = {other.column: last.get("perplexity") if other.column == cell.column else None for other in cells}
+        memory = metric(evidence.of("training", cell.config)[0], "peak_memory_bytes")
+        rest = {name: last.get(name) for name in ("updates", "hours", "tokens")}
+        _append(curves, cell, {"memory_bytes": memory, **rest, **columns})
+    return curves
+
+
+def equal_updates(cells: Sequence[Cell], evidence: Evidence) -> Curves:
+    """All models after their last update, at every length (table 12)."""
+    curves: Curves = {}
+    names = dict.fromkeys(cell.column for cell in cells)
+    for cell in cells:
+        row = curves.setdefault(cell.label, {name: [None] for name in names})
+        training = evidence.of("training", cell.config)[0]
+        evaluations = evidence.of("evaluation", cell.config)
+        row["memory_bytes"] = [metric(training, "peak_memory_bytes")]
+        row["hours"] = [_hours(metric(training, "seconds"))]
+        row["updates"] = [cell.config.train.steps]
+        row[cell.column] = [_perplexity(_nats(evaluations, cell.length, "nonoverlapping"))]
+        row[f"sliding_{cell.column}"] = [_perplexity(_nats(evaluations, cell.length, "sliding"))]
+        row["tokens"] = [at_length(evaluations[0], cell.length, "nonoverlapping_tokens")]
+    return curves
+
+
+def speeds(cells: Sequence[Cell], evidence: Evidence) -> Curves:
+    """Tokens per second and memory of each method at each length, means over seeds (figures 2 and 7, table 1)."""
+    curves: Curves = {}
+    for cell in cells:
+        found = evidence.of("speed", cell.config)
+        means = {name: _geometric_mean([metric(one, name) for one in found]) for name in found[0].metrics}
+        _append(curves, cell, {"paper_length": cell.paper_length, "length": cell.length, **means, "seeds": len(found)})
+    return curves
+
+
+def _tested(cell: Cell, evaluations: Sequence[Record]) -> dict[str, Json]:
+    nats, other = _nats(evaluations, cell.length, cell.way), _OTHER[cell.way]
+    known = [] if None in nats else cast("list[float]", nats)
+    return {
+        "perplexity": _perplexity(nats),
+        "low": _exp(min(known)) if known else None,
+        "high": _exp(max(known)) if known else None,
+        "word_perplexity": _word_perplexity(evaluations, cell.length, cell.way),
+        f"{other}_perplexity": _perplexity(_nats(evaluations, cell.length, other)),
+        "tokens": at_length(evaluations[0], cell.length, f"{cell.way}_tokens"),
+        "seeds": len(evaluations),
+        "tokens_per_second": _geometric_mean(_at(evaluations, cell.length, "tokens_per_second")),
+    }
+
+
+def _validations(cell: Cell, cells: Sequence[Cell], evidence: Evidence) -> list[dict[str, Json]]:
+    """The points of a training's validation curve up to the time at which the ALiBi model of the same L_valid finished."""
+    (rival,) = (one for one in cells if (one.paper_length, one.config.model.method) == (cell.paper_length, "alibi"))
+    stop = metric(evidence.of("training", rival.config)[0], "seconds")
+    curve = evidence.of("training", cell.config)[0].curves["validation"]
+    points = []
+    columns = (curve[name] for name in ("step", "seconds", "nats", "tokens"))
+    for step, seconds, nats, tokens in zip(*columns, strict=True):
+        if cell is rival or stop is None or cast("float", seconds) <= stop:
+            perplexity = _perplexity([cast("float | None", nats)])
+            points.append({"hours": _hours(seconds), "updates": step, "perplexity": perplexity, "tokens": tokens})
+    return points
+
+
+def _append(curves: Curves, cell: Cell, row: Mapping[str, Json]) -> None:
+    columns = curves.setdefault(cell.label, {})
+    for name, value in row.items():
+        columns.setdefault(name, []).append(value)
+
+
+def _at(evaluations: Sequence[Record], length: int, column: str) -> list[float | None]:
+    return [at_length(record, length, column) for record in evaluations]
+
+
+def _nats(evaluations: Sequence[Record], length: int, way: Way) -> list[float | None]:
+    return _at(evaluations, length, f"{way}_nats")
+
+
+def _perplexity(nats: Sequence[float | None]) -> float | None:
+    mean = _mean(nats)
+    return None if mean is None else _exp(mean)
+
+
+def _word_perplexity(evaluations: Sequence[Record], length: int, way: Way) -> float | None:
+    """exp(nats per token / words per token); None if the words of the evaluated text were not counted."""
+    corpus = cast("Mapping[str, Json]", evaluations[0].config["corpus"])
+    words, mean = cast("float | None", corpus.get("words_per_token")), _mean(_nats(evaluations, length, way))
+    return _finite(units.word_perplexity(mean, words_per_token=words)) if words and mean is not None else None
+
+
+def _exp(nats: float) -> float | None:
+    return _finite(units.perplexity(nats))
+
+
+def _finite(value: float) -> float | None:
+    return value if math.isfinite(value) else None  # JSON has no infinity
+
+
+def _mean(values: Sequence[float | None]) -> float | None:
+    return None if None in values else sum(cast("Sequence[float]", values)) / len(values)
+
+
+def _geometric_mean(values: Sequence[float | None]) -> float | None:
+    """As the verdicts take it over seeds: of ratios it is the ratio of the means."""
+    return None if None in values else math.prod(cast("Sequence[float]", values)) ** (1 / len(values))
+
+
+def _training_speed(cell: Cell, evidence: Evidence) -> float | None:
+    return _geometric_mean([metric(record, "tokens_per_second") for record in evidence.of("training", cell.config)])
+
+
+def _hours(seconds: Json) -> float | None:
+    return None if seconds is None else cast("float", seconds) / 3600

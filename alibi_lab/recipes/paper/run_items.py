@@ -1,0 +1,110 @@
+"""Run items of the paper: train, evaluate and measure what is missing, and record each item's answer.
+
+Items of one study share trainings, so all their runs form one experiment; finished runs are skipped. An answer is a record of
+kind "paper-item": the series of the figure or the rows of the table, with the paper's labels and the names of its source
+records.
+"""
+
+import dataclasses
+import datetime
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+from rich.console import Console
+from rich.markup import escape
+
+from alibi_lab import records
+from alibi_lab.lab import experiment
+from alibi_lab.lab.config import Recipe, RunConfig, Scale
+from alibi_lab.lab.config_io import to_json
+from alibi_lab.recipes.paper import measure_speed
+from alibi_lab.recipes.paper.cells import Asked, Item, ask, by_study
+from alibi_lab.recipes.paper.evidence import Evidence, metric
+from alibi_lab.recipes.paper.items import PAPER
+
+
+def run_items(
+    items: Sequence[Item],
+    *,
+    out: Path,
+    scale: Scale = "small",
+    overrides: Mapping[str, str] | None = None,
+    seeds: Sequence[int] = (),
+    methods: Sequence[str] = (),
+    shard: tuple[int, int] = (0, 1),
+    on_ray: bool = False,
+    console: Console | None = None,
+    track: str = "",
+) -> list[Path]:
+    """Train, evaluate and record what the items need, then record their answers; the paths of all these records.
+
+    Args:
+        items: the figures and tables to answer.
+        out, scale, overrides, seeds, console, track: as for `experiment.run`.
+        methods: position methods to compare instead of the paper's; "alibi" must be one of them.
+        shard: as for `experiment.run`. A shard measures no speed and records no answers; once all shards have run, the same
+            call without a shard does both.
+        on_ray: as for `experiment.run`; speed is always measured in this process.
+
+    With several processes, the first one evaluates and answers; the others only train and return an empty list.
+
+    Raises:
+        ConfigError: an override of a field that an item varies, or methods that an item cannot compare.
+        ExperimentError, CorpusError, CheckpointError, TrainingError: see `experiment.run`.
+    """
+    console = console or Console(quiet=True)
+    processes = experiment.processes()
+    asked = [ask(item, scale, overrides or {}, seeds, methods) for item in items]
+    if processes.num_processes > 1 and any(one.item.recipe.study == "speed" and one.runs for one in asked):
+        raise experiment.ExperimentError(
+            "figure-2, figure-7 and table-1 measure the speed of one process; run them, or paper, without the launcher"
+        )
+    paths: list[Path] = []
+    for study, distinct in by_study(asked, shard).items():
+        if study == "speed":
+            paths += _measured(distinct, out / "records", scale, console)
+        elif distinct:
+            recipe = _study(study, distinct)
+            paths += experiment.run(
+                recipe, out=out, scale=scale, shard=shard, on_ray=on_ray, console=console, track=track
+            )
+    if not processes.is_main_process:
+        return []
+    paths = list(dict.fromkeys(paths))
+    if shard[1] > 1:
+        return paths
+    by_file = {path.name: records.load(path) for path in paths}
+    return paths + [_answered(one, by_file, out / "records", scale) for one in asked]
+
+
+def _study(name: str, runs: tuple[RunConfig, ...]) -> Recipe:
+    return dataclasses.replace(PAPER, name=name, runs=lambda scale: runs)
+
+
+def _measured(runs: Sequence[RunConfig], folder: Path, scale: Scale, console: Console) -> list[Path]:
+    paths = []
+    for config in runs:
+        path, old = measure_speed.record_speed(config, folder, scale=scale)
+        record = records.load(path)
+        rate = f"{metric(record, 'train_tokens_per_second'):,.0f} tokens/s in training"
+        console.print(f"[bold]{escape(record.name)}[/] {'is recorded already' if old else rate}")
+        paths.append(path)
+    return paths
+
+
+def _answered(asked: Asked, by_file: Mapping[str, records.Record], folder: Path, scale: Scale) -> Path:
+    started = datetime.datetime.now(datetime.UTC)
+    recipe = asked.item.recipe
+    evidence = Evidence(by_file, asked.runs)
+    found = [by_file[name].config.get("corpus") for name in evidence.files]
+    corpora = {str(corpus): corpus for corpus in found if corpus is not None}
+    config: dict[str, records.Json] = {
+        "scale": scale, "study": recipe.study, "corpora": list(corpora.values()),
+        "models": [to_json(run)["model"] for run in asked.runs[:1]], "evidence": list(evidence.files),
+    }  # fmt: skip
+    old = records.recorded(folder, "paper-item", recipe.name, config)
+    if old:
+        return old
+    curves = asked.item.answer(asked.cells, evidence)
+    record = records.make("paper-item", recipe.name, config=config, metrics={}, curves=curves, started=started)
+    return records.save(record, folder)

@@ -1,0 +1,138 @@
+"""What a recipe trains, tests and measures, what of it is recorded, and how long the rest takes here.
+
+`alibi run NAME --dry-run` lists all of it, `--missing` what is not recorded. The time of a training is that of a few of its
+steps, measured on random tokens. The time of its tests follows from their FLOPs at the rate of the training.
+"""
+
+import dataclasses
+import itertools
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from alibi_lab.lab.config import DataConfig, RunConfig, Scale
+from alibi_lab.lab.data.corpus import Corpus, load_corpus
+from alibi_lab.lab.evaluation.evaluate import stride_at
+from alibi_lab.lab.experiment import by_training, configs_of, runs_of_shard
+from alibi_lab.lab.run import lacks, run_title
+from alibi_lab.lab.training.parallel import prepare
+from alibi_lab.lab.training.train import steps
+from alibi_lab.measure.utilization import attention_flops, linear_flops, multiplying_parameters
+from alibi_lab.recipes import index
+from alibi_lab.recipes.paper import measure_speed
+from alibi_lab.recipes.paper.cells import ask, by_study
+
+_PARTS = ("training", "evaluation", "speed")
+_STEPS = 3  # measured; the first one is slow
+# Tests are in fp32: 1.8 to 2.8 times the training's time per FLOP in records at medium.
+_SLOWER_TESTS = {"bf16": 2.0}
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Planned:
+    """One training with its tests, or one measurement of speed.
+
+    Args:
+        study: "speed", or whose training it is.
+        tokens: read in training.
+        missing: what is not recorded yet: "training" and "evaluation", one of them, "speed", or nothing.
+        seconds: the estimated time of what is missing, on this device with this process's threads. Tasks, memories and
+            sinks do not count.
+    """
+
+    title: str
+    study: str
+    tokens: int
+    missing: tuple[str, ...]
+    seconds: float
+
+
+def plan(
+    name: str, *, out: Path, scale: Scale = "small", overrides: Mapping[str, str] | None = None, seeds: Sequence[int] = (),
+    methods: Sequence[str] = (), shard: tuple[int, int] = (0, 1),
+) -> list[Planned]:  # fmt: skip
+    """Everything that the recipe `name` runs in the folder `out`, in order. Trains nothing.
+
+    Of a shard (i, n) it is every n-th training, as in `experiment.run`; a shard of the paper measures no speed.
+
+    A new text is tokenized, into `out`/tokens if that folder exists. If `out` has no records, the text is not read.
+
+    Raises:
+        ConfigError, CorpusError: as for `index.run`.
+    """
+    corpora: dict[DataConfig, Corpus] = {}
+    rates: dict[object, float] = {}  # seconds per step
+    planned = []
+    for study, runs in _trainings(name, scale, overrides or {}, seeds, methods, shard):
+        config, seconds = runs[0], 0.0
+        lacking = [_lacks(study, run, out, scale, corpora) for run in runs]
+        missing = tuple(part for part in _PARTS if any(part in parts for parts in lacking))
+        if missing:
+            of_steps = (config.model, dataclasses.replace(config.train, seed=0))
+            if of_steps not in rates:
+                rates[of_steps] = _seconds_per_step(config)
+            training = config.train.steps * rates[of_steps]
+            tested = [run for run, parts in zip(runs, lacking, strict=True) if parts not in ((), ("training",))]
+            tests = training * sum(map(evaluation_flops, tested)) / training_flops(config)
+            seconds = training * (missing != ("evaluation",)) + tests * _SLOWER_TESTS.get(config.train.precision, 1.0)
+        tokens = config.train.steps * config.train.batch_tokens
+        planned.append(
+            Planned(title=run_title(study, config), study=study, tokens=tokens, missing=missing, seconds=seconds)
+        )
+    return planned
+
+
+def training_flops(config: RunConfig) -> float:
+    """The FLOPs of all steps of a training, as in `measure/utilization.py`."""
+    return config.train.steps * float(linear_flops(config) + attention_flops(config))
+
+
+def evaluation_flops(config: RunConfig) -> float:
+    """The FLOPs of forward passes at every length: nonoverlapping windows, and windows that slide by the stride.
+
+    A window of L tokens that slides by S reads every token L / S times.
+    """
+    total = 0.0
+    for length in config.eval.lengths:
+        read = config.eval.tokens * (1 + length / stride_at(length, config.eval.stride))
+        pairs = read * (length + 1) / 2
+        total += 2 * multiplying_parameters(config.model) * read
+        total += 4 * config.model.num_layers * config.model.embed_dim * pairs
+    return total
+
+
+def _trainings(
+    name: str, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int], methods: Sequence[str],
+    shard: tuple[int, int],
+) -> Iterator[tuple[str, list[RunConfig]]]:  # fmt: skip
+    """(study, the runs of one training) of everything that a recipe runs. A training that items share comes once."""
+    studies: Mapping[str, Sequence[RunConfig]]
+    if items := index.items_of(name):
+        studies = by_study([ask(item, scale, overrides, seeds, methods) for item in items], shard)
+    else:
+        recipe = index.RECIPES[name]
+        studies = {recipe.study or name: configs_of(recipe, scale, overrides, seeds, methods)}
+    for study, runs in studies.items():
+        yield from ((study, group) for group in by_training(runs_of_shard(runs, shard)))
+
+
+def _lacks(study: str, run: RunConfig, out: Path, scale: Scale, corpora: dict[DataConfig, Corpus]) -> tuple[str, ...]:
+    if study == "speed":
+        return () if measure_speed.recorded(run, out / "records", scale=scale) else ("speed",)
+    if not (out / "records").is_dir():
+        return ("training", "evaluation")
+    if run.data not in corpora:
+        corpora[run.data] = load_corpus(run.data, out / "tokens" if (out / "tokens").is_dir() else None)
+    return lacks(study, run, corpora[run.data], out)
+
+
+def _seconds_per_step(config: RunConfig) -> float:
+    with torch.random.fork_rng():
+        length = config.train.batch_tokens + 1
+        tokens = torch.randint(config.model.vocab_size, (length,), dtype=torch.int32)
+        corpus = Corpus(tokens, tokens, {}, starts={"train": torch.tensor([0])})
+        taken = steps(prepare(config), config, corpus)
+        seconds = [one.seconds for one in itertools.islice(taken, _STEPS)]
+        del taken  # ends it
+    return min(seconds[1:])

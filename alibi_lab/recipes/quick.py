@@ -1,0 +1,45 @@
+"""Does a model trained at 128 tokens still work at 2,048? Four position methods, on any computer.
+
+Paper: figure 1 and section 2.2 (Press et al. 2022) at a small scale: bytes instead of words, the source of Python's standard
+library instead of WikiText-103, 0.8 million parameters instead of 247 million, a twentieth of an epoch instead of 205 epochs.
+"""
+
+from collections.abc import Mapping
+
+from alibi_lab.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
+from alibi_lab.recipes.scales import LARGE, MEDIUM, by_method, trained_at
+
+METHODS: tuple[Method, ...] = ("sinusoidal", "rotary", "t5", "alibi")
+_LENGTHS = (128, 256, 512, 1024, 2048)
+_RUNS: Mapping[Scale, RunConfig] = {
+    "smoke": RunConfig(
+        model=ModelConfig(num_layers=2, num_heads=2, embed_dim=32, ffn_dim=88),
+        train=TrainConfig(length=16, steps=8, batch_tokens=256, warmup_steps=2, log_every=2, checkpoint_every=4),
+        eval=EvalConfig(lengths=(16, 32, 64), tokens=256, batch_tokens=256),
+    ),
+    "small": RunConfig(
+        model=ModelConfig(num_layers=4, num_heads=4, embed_dim=128, ffn_dim=344),
+        train=TrainConfig(length=128, steps=280, batch_tokens=2048, learning_rate=3e-3, warmup_steps=28),
+        eval=EvalConfig(lengths=_LENGTHS, tokens=16_384),
+    ),
+    "medium": trained_at(MEDIUM, 128, EvalConfig(lengths=(*_LENGTHS, 4096), tokens=32_768)),
+    "paper": trained_at(LARGE, 128, EvalConfig(lengths=_LENGTHS, tokens=262_144, batch_tokens=65_536)),
+}
+
+
+def runs(scale: Scale) -> tuple[RunConfig, ...]:
+    """The same model, data, order and seed for every method."""
+    return by_method(_RUNS[scale], METHODS)
+
+
+RECIPE = Recipe(
+    name="quick",
+    question="Trained at 128 tokens, which position methods still predict well at 256, 512, 1,024 and 2,048?",
+    paper="figure 1 and section 2.2, at a small scale",
+    cost="small: three to five minutes on two cores; smoke: seconds; paper: hours on one GPU (not measured)",
+    expected=(
+        "ALiBi's perplexity does not rise beyond 128 tokens; sinusoidal and rotary rise steeply; "
+        "T5 bias rises less: examples this short barely train its distant buckets"
+    ),
+    runs=runs,
+)

@@ -1,0 +1,27 @@
+"""Reports: figures, tables and sentences, drawn from records alone and without PyTorch.
+
+The figures are imported when they are first used, because the tables do not need matplotlib.
+Next: `page.py`, which writes the page, and `series.py`, which groups the records.
+"""
+
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from alibi_lab.report.plots.bias import plot_alibi_bias
+    from alibi_lab.report.plots.inline import plot_heads, plot_run
+
+__all__ = ["plot_alibi_bias", "plot_heads", "plot_run"]
+
+_MODULES = {"plot_alibi_bias": "bias", "plot_heads": "inline", "plot_run": "inline"}
+
+
+def __getattr__(name: str) -> object:
+    if name not in _MODULES:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    try:
+        return getattr(importlib.import_module(f"alibi_lab.report.plots.{_MODULES[name]}"), name)
+    except ModuleNotFoundError as error:
+        if error.name != "matplotlib":
+            raise
+        raise ImportError(f'{name} needs matplotlib; install it with: pip install "alibi-attn[lab]"') from error

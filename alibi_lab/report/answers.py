@@ -1,0 +1,192 @@
+"""Answers: our records of kind "paper-item" and the paper's own numbers, through one interface.
+
+A `Column` is a function from a label and a column name to numbers, NaN where there are none. `recorded` returns one for our
+record, `published` one for the paper's item. The curves of a record are its series, with the paper's labels (`published.py`).
+Our perplexities are per byte or token of another text than the paper's WikiText-103, so levels never share an axis; only
+changes do.
+Next: `verdicts.py` compares an answer with the claims, and `plots/paper.py` draws it.
+"""
+
+import math
+from collections.abc import Callable, Iterable, Mapping, Sequence
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alibi_lab.records import Json, Record
+from alibi_lab.report.published import PUBLISHED, PublishedItem, trained_length
+from alibi_lab.report.series import numbers, sequence
+
+KIND = "paper-item"
+
+Column = Callable[[str, str], NDArray[np.float64]]
+
+
+def is_drawn(record: Record) -> bool:
+    """Whether the record answers a figure or table of the paper."""
+    return record.kind == KIND and item_name(record) in PUBLISHED
+
+
+def sorted_items(records: Iterable[Record]) -> list[Record]:
+    """The answers among the records in the paper's order, figures first; several answers to one item are sorted by scale."""
+    order = list(PUBLISHED)
+    drawn = [record for record in records if is_drawn(record)]
+    return sorted(drawn, key=lambda record: (order.index(item_name(record)), scale_of(record), record.name))
+
+
+def unanswered(records: Iterable[Record]) -> list[str]:
+    """The figures and tables of the paper that the records do not answer; an empty list if they answer none."""
+    answered = {item_name(record) for record in records if is_drawn(record)}
+    return [name.replace("-", " ") for name in PUBLISHED if name not in answered] if answered else []
+
+
+def named_studies(records: Iterable[Record]) -> set[object]:
+    """The recipes whose trainings and tests the answers are computed from."""
+    return {record.config.get("study") for record in records if is_drawn(record)}
+
+
+def item_name(record: Record) -> str:
+    """The figure or table that a record answers: "figure-1"."""
+    return record.name.split("/")[0]
+
+
+def item_of(record: Record) -> PublishedItem:
+    """The paper's numbers for the item that a record answers."""
+    return PUBLISHED[item_name(record)]
+
+
+def recorded(record: Record) -> Column:
+    """Our numbers. A `paper_length` that was not recorded is computed from our length and the scale."""
+    factor = scale_factor(record)
+
+    def column(label: str, name: str) -> NDArray[np.float64]:
+        values = np.array(numbers(record, label, name), dtype=np.float64)
+        if name != "paper_length":
+            return values
+        lengths = np.array(numbers(record, label, "length"), dtype=np.float64)
+        return np.where(np.isfinite(values), values, np.round(lengths * factor))
+
+    return column
+
+
+def published(item: PublishedItem) -> Column:
+    """The paper's numbers; `length` and `paper_length` are the same."""
+
+    def column(label: str, name: str) -> NDArray[np.float64]:
+        columns = item.series.get(label, {})
+        values = columns.get("length" if name == "paper_length" else name)
+        empty = (None,) * len(next(iter(columns.values()), ()))
+        return np.array([math.nan if value is None else value for value in values or empty], dtype=np.float64)
+
+    return column
+
+
+def labels_of(record: Record) -> list[str]:
+    """The labels of an item: the paper's, then those of position methods that only our answer has."""
+    series = item_of(record).series
+    return [*series, *(label for label in record.curves if label not in series)]
+
+
+def way_of(item: PublishedItem) -> str:
+    """How the paper split the text: "sliding" or "nonoverlapping"."""
+    return "sliding" if "sliding" in item.evaluation else "nonoverlapping"
+
+
+def scale_factor(record: Record) -> float:
+    """The paper's lengths divided by ours."""
+    for label in record.curves:
+        for ours, theirs in zip(numbers(record, label, "length"), numbers(record, label, "paper_length"), strict=True):
+            if ours > 0 and theirs > 0:
+                return theirs / ours
+    lengths = record.config.get("lengths")
+    for theirs_text, ours_value in (lengths if isinstance(lengths, Mapping) else {}).items():
+        if isinstance(ours_value, int | float) and ours_value > 0 and theirs_text.isdecimal():
+            return float(theirs_text) / ours_value
+    return 1.0
+
+
+def scale_of(record: Record) -> str:
+    """The scale at which an answer was made, for example "small"; "" if it was not recorded."""
+    return _text(record, "scale")
+
+
+def unit_of(record: Record) -> str:
+    """The unit of our perplexity: "byte" or "token"."""
+    sizes = {corpus.get("bytes_per_token") for corpus in _corpora(record)}
+    return _text(record, "unit") or ("byte" if sizes == {1} else "token")
+
+
+def corpus_of(record: Record) -> str:
+    """The names of the texts that we measured on."""
+    names = dict.fromkeys(str(corpus.get("name")) for corpus in _corpora(record) if corpus.get("name"))
+    return _text(record, "corpus") or " and ".join(names) or "another text"
+
+
+def spread_sentence(record: Record) -> str:
+    """The number of scored tokens and of seeds per number, in words."""
+    tokens = _range(record, "tokens", "valid_tokens", "test_tokens")
+    seeds = _range(record, "seeds")
+    bands = any("low" in columns for columns in record.curves.values())
+    facts = []
+    if tokens:
+        facts.append(f"is measured on {between(tokens)} tokens")
+    if seeds and seeds[1] > 1 and not bands:
+        facts.append(f"is the mean of {between(seeds)} seeds")
+    sentences = [f"Each of our numbers {' and '.join(facts)}."] if facts else []
+    if seeds and seeds[1] == 1:
+        sentences.append("There is one seed, so the influence of chance is unknown.")
+    elif seeds and bands:
+        sentences.append(f"Bands and small numbers show the lowest and the highest of {between(seeds)} seeds.")
+    return " ".join(sentences)
+
+
+def scale_sentence(record: Record) -> str:
+    """How our lengths and units relate to the paper's, in words."""
+    item, factor = item_of(record), scale_factor(record)
+    sentences = []
+    if factor != 1:
+        example = min((length for label in record.curves if (length := trained_length(label))), default=512)
+        sentences.append(
+            f"Our lengths are the paper's divided by {factor:g}: L = {example / factor:,.0f} stands for L = {example:,}."
+        )
+    slopes = _slopes(record, item)
+    if slopes:
+        equal = sum(ours == theirs for ours, theirs in slopes)
+        sentences.append(f"{equal} of the paper's {len(slopes)} slopes equal ours to the last bit.")
+    elif item.corpus and any("perplexity" in column for column in item.columns):
+        ours, theirs = f"{unit_of(record)} of {corpus_of(record)}", f"token of {item.corpus}"
+        sentences.append(f"Ours is per {ours}, the paper's per {theirs}: compare changes, not levels.")
+    elif item.corpus:
+        sentences.append(
+            f"Machines (the paper's: {item.evaluation}) and tokens differ, so compare the shapes of the curves."
+        )
+    return " ".join(sentences)
+
+
+def _text(record: Record, name: str) -> str:
+    value = record.config.get(name)
+    return value if isinstance(value, str) else ""
+
+
+def _corpora(record: Record) -> Sequence[Mapping[str, Json]]:
+    return [corpus for corpus in sequence(record.config.get("corpora")) if isinstance(corpus, Mapping)]
+
+
+def _slopes(record: Record, item: PublishedItem) -> list[tuple[float, float | None]]:
+    """(our slope, the paper's slope) of every head."""
+    series = item.series if "slope" in item.columns else {}
+    return [
+        pair for label in series for pair in zip(numbers(record, label, "slope"), series[label]["slope"], strict=False)
+    ]
+
+
+def _range(record: Record, *columns: str) -> tuple[float, float] | None:
+    cells = (value for label in record.curves for column in columns for value in numbers(record, label, column))
+    values = [value for value in cells if math.isfinite(value)]
+    return (min(values), max(values)) if values else None
+
+
+def between(bounds: tuple[float, float]) -> str:
+    """The lowest and the highest as in 2 to 3, or one number if they are equal."""
+    low, high = bounds
+    return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"

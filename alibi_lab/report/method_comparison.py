@@ -1,0 +1,262 @@
+"""Compares position methods on the results of `alibi run referee`, with an interval for each number.
+
+    task      the data for training and testing: a text, or a task of symbols with a known chance level
+    score     for a task, the share of correct answers; for a text, the perplexity with a sliding window, divided by the lowest
+              perplexity of any method at the trained length on the same tokens
+    solved    the whole interval of a share is at or above 90 %; not solved: all of it is below; open: neither
+
+Intervals are computed as in `verdicts.py`: 95 %, over seeds and over parts of the documents, covering both. The
+interval of a share is at least ±3/n for n documents, which also holds if all documents agree (the rule of three). A
+method is significantly better than another if the interval of their difference, paired by seed and part, excludes zero.
+Next: `method_paragraphs.py`.
+"""
+
+import dataclasses
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal
+
+import numpy as np
+
+from alibi_lab.records import Record
+from alibi_lab.report.intervals import Array, Interval, Paired, as_ratio, exp, mean_interval
+from alibi_lab.report.series import Series, Study, flat, numbers, seed_of, sequence
+
+RECIPE = "referee"
+SOLVED = 0.9
+# The share of correct guesses among the symbols that can be an answer.
+CHANCE = {"mqar": 1 / 16, "needles": 1 / 16, "copy": 1 / 63, "flip-flop": 1 / 2}
+TITLES = {"mqar": "associative recall", "needles": "needles", "copy": "copying", "flip-flop": "one bit (flip-flop)"}
+
+Level = Literal["solved", "not solved", "open"]
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Scores:
+    """The scores of one method at one length: shares, or negative losses in nats, so that more is better.
+
+    Args:
+        seeds: by seed.
+        parts: by seed, [P], one per part of the documents.
+        weights: [P], each part's share of the scored tokens or answers.
+        least: the smallest half-width of an interval.
+    """
+
+    seeds: Mapping[int, float]
+    parts: Mapping[int, Array]
+    weights: Array
+    least: float
+
+    @property
+    def mean(self) -> float:
+        return float(np.mean(list(self.seeds.values()))) if self.seeds else math.nan
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Task:
+    """One task or text.
+
+    Args:
+        name: the name of the task; "" for a text.
+        scores: by (method, length), for the trained and the longest length.
+        best: the method with the lowest perplexity at the trained length, by which perplexities are divided; "" for a task.
+    """
+
+    name: str
+    title: str
+    study: Study
+    scores: Mapping[tuple[str, int], Scores]
+    best: str = ""
+
+    @property
+    def lengths(self) -> tuple[int, int]:
+        """The trained length and the longest tested length."""
+        return self.study.trained[0], max(self.study.lengths)
+
+    @property
+    def chance(self) -> float:
+        return CHANCE.get(self.name, math.nan)
+
+    def series(self, method: str) -> Series | None:
+        return next((one for one in self.study.series if one.method == method and one.stretch == "none"), None)
+
+
+@dataclasses.dataclass(frozen=True)
+class Measured:
+    """A number and its interval, None if there is none."""
+
+    value: float
+    interval: Interval | None
+
+
+def comparisons(studies: Iterable[Study]) -> list[list[Task]]:
+    """The tasks of each comparison: studies of the recipe with equal models, trainings and lengths; texts first."""
+    found: dict[str, list[Task]] = {}
+    for study in studies:
+        by_shape: dict[str, list[Series]] = {}
+        for series in study.series if is_compared(study) else ():
+            by_shape.setdefault(_shape(series), []).append(series)
+        for shape, own in by_shape.items():
+            task = _task(dataclasses.replace(study, series=tuple(own)))
+            found.setdefault(f"{shape} {study.lengths}", []).append(task)
+    for tasks in found.values():
+        tasks.sort(key=lambda task: (list(TITLES).index(task.name) if task.name else -1, task.title))
+    return list(found.values())
+
+
+def is_compared(study: Study) -> bool:
+    """Whether a study belongs to a comparison."""
+    return study.recipe == RECIPE and bool(study.lengths)
+
+
+def methods(tasks: Sequence[Task]) -> list[Series]:
+    """One series per method, in the order of the studies."""
+    plain = (series for task in tasks for series in task.study.series if series.stretch == "none")
+    return list({series.method: series for series in plain}.values())
+
+
+def is_learned(task: Task) -> bool:
+    """Whether the best method has at least 90 % correct answers at the trained length (mean over seeds); true for a text."""
+    return not task.name or best_at_trained(task)[1] >= SOLVED
+
+
+def best_at_trained(task: Task) -> tuple[str, float]:
+    """The label of the method with the largest share at the trained length, and that share."""
+    shares = [(series.label, scores(task, series.method, task.lengths[0]).mean) for series in task.study.series]
+    return max(shares, key=lambda one: one[1] if math.isfinite(one[1]) else -1.0)
+
+
+def scores(task: Task, method: str, length: int) -> Scores:
+    """The scores of a method at the trained or the longest length; empty if it was not measured."""
+    return task.scores.get((method, length), Scores({}, {}, np.empty(0), 0.0))
+
+
+def compared(one: Scores, other: Scores | None = None) -> Measured:
+    """The mean of the scores, or of their differences from other scores, paired by seed and part."""
+    seeds = _differences(one, other)
+    if not seeds:
+        return Measured(math.nan, None)
+    logs = np.array(list(seeds.values()))
+    parts: Array = np.empty(0)
+    weights: Array = np.empty(0)
+    sizes = {side.parts[seed].size for side in (one, other) if side for seed in seeds}
+    if sizes == {one.weights.size} and one.weights.sum() > 0:
+        parts = np.mean([one.parts[seed] - (other.parts[seed] if other else 0.0) for seed in seeds], axis=0)
+        weights = one.weights / one.weights.sum()
+    bounds = mean_interval(Paired(logs=logs, parts=parts, weights=weights), parts="parts of the documents")
+    value = float(logs.mean())
+    if bounds is not None:
+        low, high = min(bounds.low, value - one.least), max(bounds.high, value + one.least)
+        bounds = dataclasses.replace(bounds, low=low, high=high)
+    return Measured(value, bounds)
+
+
+def _differences(one: Scores, other: Scores | None) -> dict[int, float]:
+    """By seed: the scores, or their differences from the other scores of the same seed."""
+    seeds = sorted(one.seeds if other is None else one.seeds.keys() & other.seeds.keys())
+    return {seed: one.seeds[seed] - (other.seeds[seed] if other else 0.0) for seed in seeds}
+
+
+def measured(task: Task, method: str, length: int) -> Measured:
+    """The share of correct answers, or the perplexity divided by the lowest one at the trained length (on the same tokens)."""
+    own = scores(task, method, length)
+    return _share(compared(own)) if task.name else _ratio(compared(own, scores(task, task.best, task.lengths[0])))
+
+
+def by_seed(task: Task, method: str, length: int) -> list[Measured]:
+    """`measured` for each seed, without intervals."""
+    own, best = scores(task, method, length), scores(task, task.best, task.lengths[0])
+    found = [Measured(value, None) for value in _differences(own, None if task.name else best).values()]
+    return found if task.name else [_ratio(one) for one in found]
+
+
+def change(task: Task, method: str) -> Measured:
+    """For a text: the perplexity at the longest length divided by that at the trained length, on the same tokens."""
+    trained, longest = task.lengths
+    return _ratio(compared(scores(task, method, longest), scores(task, method, trained)))
+
+
+def level(found: Measured) -> Level:
+    """Whether a task is solved, according to the interval of its share."""
+    if found.interval is None:
+        return "open"
+    return "solved" if found.interval.low >= SOLVED else "not solved" if found.interval.high < SOLVED else "open"
+
+
+def says_nothing(task: Task, found: Measured) -> bool:
+    """Whether a share may be anything from chance to solved."""
+    bounds = found.interval
+    return bool(task.name) and (bounds is None or (bounds.low <= task.chance and bounds.high >= SOLVED))
+
+
+def rank(task: Task, method: str, length: int, others: Sequence[str]) -> tuple[int, int] | None:
+    """The best and the worst possible rank: after all significantly better and before all significantly worse methods."""
+    own = scores(task, method, length)
+    if not own.seeds:
+        return None
+    against = [(other, scores(task, other, length)) for other in others if other != method]
+    found = [compared(own, theirs).interval for _, theirs in against if theirs.seeds]
+    better = sum(bounds is not None and bounds.high < 0 for bounds in found)
+    worse = sum(bounds is not None and bounds.low > 0 for bounds in found)
+    return 1 + better, 1 + len(found) - worse
+
+
+def records(tasks: Sequence[Task]) -> list[Record]:
+    """All records of the tasks."""
+    return [record for task in tasks for record in task.study.records]
+
+
+def _task(study: Study) -> Task:
+    names = map(str, sequence(study.evaluation.get("tasks")))
+    name = next((task for task in names if task in CHANCE), "")
+    corpus = str(study.corpus.get("name", "text"))
+    title = TITLES[name] if name else "text" if corpus == "text" else f"text ({corpus})"
+    trials = study.evaluation.get("trials")
+    documents = trials if isinstance(trials, int) and trials > 0 else 16  # the default, which is not recorded
+    ends = study.trained[0], max(study.lengths)
+    plain = [series for series in study.series if series.stretch == "none"]
+    least = 3 / documents if name else 0.0
+    found = {(series.method, at): _scores(series, name, at, least) for series in plain for at in ends}
+    means = {series.method: found[series.method, ends[0]].mean for series in plain}
+    known = [method for method, mean in means.items() if math.isfinite(mean)]
+    return Task(name, title, study, found, "" if name else max(known, key=means.__getitem__, default=""))
+
+
+def _scores(series: Series, task: str, length: int, least: float) -> Scores:
+    by_length, by_part, column, count, sign = (
+        (task, f"{task}_by_part", "accuracy", "answers", 1.0)
+        if task
+        else ("by_length", "by_part", "sliding_nats", "tokens", -1.0)
+    )
+    seeds: dict[int, float] = {}
+    parts: dict[int, Array] = {}
+    weights: Array = np.empty(0)
+    for record in series.evaluations:
+        values = dict(zip(numbers(record, by_length, "length"), numbers(record, by_length, column), strict=True))
+        if not math.isfinite(values.get(length, math.nan)):
+            continue
+        seed = seed_of(record)
+        at, shares, counts = (np.array(numbers(record, by_part, name)) for name in ("length", column, count))
+        seeds[seed] = sign * values[length]
+        parts[seed], weights = sign * shares[at == length], counts[at == length]
+    return Scores(seeds, parts, weights, least)
+
+
+def _shape(series: Series) -> str:
+    """A key for the model and training that all series of one comparison share."""
+    config = flat(series.records[0].config)
+    may_differ = ("model.method", "model.vocab_size", "train.seed")
+    names = (name for name in config if name.startswith(("model.", "train.")) and name not in may_differ)
+    return repr([(name, config[name]) for name in sorted(names)])
+
+
+def _share(found: Measured) -> Measured:
+    bounds = found.interval
+    low, high = (max(bounds.low, 0.0), min(bounds.high, 1.0)) if bounds else (0.0, 1.0)
+    return Measured(found.value, bounds and dataclasses.replace(bounds, low=low, high=high))
+
+
+def _ratio(found: Measured) -> Measured:
+    """The ratio of perplexities, from a difference of scores (negative losses)."""
+    bounds = found.interval and dataclasses.replace(found.interval, low=-found.interval.high, high=-found.interval.low)
+    return Measured(exp(-found.value), as_ratio(bounds))

@@ -1,0 +1,128 @@
+"""The report page: one self-contained HTML file drawn from records. It works offline, on a phone, in print, in light and dark.
+
+`SECTIONS` lists the sections in page order; `section.py` explains how to add one. Sections without records are left
+out, and records that no section draws are listed under "Other records".
+"""
+
+import dataclasses
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Any, TypeAlias
+
+try:
+    import jinja2
+
+    from alibi_lab.report import answers, sentences
+    from alibi_lab.report.plots import drawing
+    from alibi_lab.report.section import Archive, Section
+    from alibi_lab.report.sections import (
+        alibi_heads,
+        benchmark,
+        claims,
+        closing,
+        evidence,
+        head_maps,
+        landing,
+        long_texts,
+        method_comparison,
+        paper_item,
+        study,
+        trained_heads,
+    )
+except ModuleNotFoundError as error:
+    if error.name not in ("jinja2", "matplotlib"):
+        raise
+    raise ImportError(f'a report needs {error.name}; install it with: pip install "alibi-attn[lab]"') from error
+
+from alibi_attn.files import replace_file
+from alibi_lab.records import Record
+from alibi_lab.report.tables.table import processor_text
+
+TITLE = "Train short, test long"
+MOST_OPEN = 8  # on a page with more sections, each section is folded under its heading
+
+Find: TypeAlias = Callable[[Archive], Sequence[Any]]
+Draw: TypeAlias = Callable[[Any, int, Archive], Section]
+
+SECTIONS: tuple[tuple[Find, Draw], ...] = (
+    (claims.find, claims.draw),
+    (paper_item.find, paper_item.draw),
+    (evidence.find, evidence.draw),
+    (method_comparison.find, method_comparison.draw),
+    (study.find, study.draw),
+    (alibi_heads.find, alibi_heads.draw),
+    (trained_heads.find, trained_heads.draw),
+    (head_maps.find, head_maps.draw),
+    (long_texts.find, long_texts.draw),
+    (benchmark.find, benchmark.draw),
+)
+
+
+def write_report(records: Sequence[Record], path: Path, *, title: str = TITLE, question: str | None = None) -> Path:
+    """Write the report of the records to one HTML file, atomically, and return its path.
+
+    Args:
+        records: any kinds, in any order; without records the page explains how to make some.
+        question: the sentence under the title; default derived from the records.
+
+    Raises:
+        OSError: the file cannot be written.
+    """
+    return replace_file(path, report_html(records, title=title, question=question).encode())
+
+
+def report_html(
+    records: Sequence[Record],
+    *,
+    title: str = TITLE,
+    question: str | None = None,
+    sections: Sequence[tuple[Find, Draw]] = SECTIONS,
+) -> str:
+    """The HTML of `write_report`. Equal records give equal text; a record passed twice is drawn once."""
+    archive = Archive(records)
+    shown = [draw(entry, number, archive) for find, draw in sections for number, entry in enumerate(find(archive))]
+    shown += closing.other_records(archive, shown)
+    listed = [section for section in shown if section.group]
+    first = landing.landing(shown) if len(listed) > 1 else []
+    shown += [*closing.costs(archive), *closing.provenance(archive)]
+    contents: dict[str, list[Section]] = {}
+    if len(listed) > 1:
+        shown.append(closing.record_list(archive, shown))
+        for section in _distinguished(listed):
+            contents.setdefault(section.group, []).append(section)
+    environment = jinja2.Environment(
+        loader=jinja2.FileSystemLoader(Path(__file__).parent),
+        autoescape=True,
+        undefined=jinja2.StrictUndefined,
+        trim_blocks=True,
+        lstrip_blocks=True,
+    )
+    environment.tests["block_of"] = lambda block, kind: type(block).__name__ == kind
+    return environment.get_template("page.html").render(
+        title=title,
+        colors_light=drawing.css("light"),
+        colors_dark=drawing.css("dark"),
+        question=question or (sentences.question(archive.studies) if archive.studies else ""),
+        first=first,
+        contents=list(contents.items()),
+        folded=len(listed) > MOST_OPEN,
+        unanswered=answers.unanswered(archive.records),
+        sections=shown,
+        count=len(archive.records),
+    )
+
+
+def _distinguished(sections: Sequence[Section]) -> list[Section]:
+    """The sections for the contents; entries that would read the same also get their scale, machine or day."""
+    details: tuple[Callable[[Record], str], ...] = (
+        answers.scale_of, lambda record: processor_text(record.machine), lambda record: record.started[:10],
+    )  # fmt: skip
+    for detail in details:
+        keys = [(section.group, section.title, section.about) for section in sections]
+        sections = [
+            dataclasses.replace(section, about=", ".join(filter(None, (section.about, detail(section.records[0])))))
+            if keys.count(key) > 1 and section.records
+            else section
+            for section, key in zip(sections, keys, strict=True)
+        ]
+    return list(sections)

@@ -1,0 +1,183 @@
+"""Figures of benchmarks: the time of every peer by length, and a table of ratios, from records of kind "benchmark".
+
+A peer is a curve with a column `length` and columns whose names end in `_ms`; its time is their sum. The line of a peer ends at
+its longest measured length. "ours" is drawn first, and ratios are relative to it.
+"""
+
+import dataclasses
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from alibi_lab.records import Record
+from alibi_lab.report.plots import drawing
+from alibi_lab.report.plots.drawing import End
+from alibi_lab.report.series import numbers
+from alibi_lab.report.tables.table import processor_text
+
+OURS = "ours"
+_MEMORY = ("peak_memory_bytes", "cache_bytes")
+_COLORS = ("sinusoidal", "rotary", "t5", "learned", "none", "ink", "alibi-learned", "alibi-half", "kerple")
+
+
+@dataclasses.dataclass(frozen=True)
+class PeerTimes:
+    """The milliseconds of one peer of a record by length; NaN for lengths that were not timed."""
+
+    name: str
+    times: dict[int, float]
+    forward_only: bool
+
+
+def is_drawn(record: Record) -> bool:
+    """Whether the record is a benchmark with times by length."""
+    times = (time for peer in peer_times(record) for time in peer.times.values())
+    return record.kind == "benchmark" and any(map(math.isfinite, times))
+
+
+def peer_times(record: Record) -> list[PeerTimes]:
+    """The peers of a record, ours first, then in the record's order."""
+    peers = []
+    for name, columns in record.curves.items():
+        timed = [column for column in columns if column.endswith("_ms")]
+        if "length" not in columns or not timed:
+            continue
+        lengths = numbers(record, name, "length")
+        whole = np.sum([numbers(record, name, column) for column in timed], axis=0)
+        forward_only = "forward_ms" in timed and all(math.isnan(x) for x in whole)
+        if forward_only:
+            whole = np.asarray(numbers(record, name, "forward_ms"))
+        times = {int(length): float(time) for length, time in zip(lengths, whole, strict=True) if math.isfinite(length)}
+        if times:
+            peers.append(PeerTimes(name, times, forward_only))
+    return sorted(peers, key=lambda peer: peer.name != OURS)
+
+
+def times_by_length(record: Record) -> Figure:
+    """Milliseconds against length, both logarithmic."""
+    peers = peer_times(record)
+    lines = {_label(peer): {x: y for x, y in sorted(peer.times.items()) if math.isfinite(y)} for peer in peers}
+    return _by_length("milliseconds, log scale", lines)
+
+
+def memory_by_length(record: Record) -> Figure | None:
+    """MiB against length, both logarithmic; None if no curve has memory by length."""
+    lines = {}
+    for name, columns in record.curves.items():
+        column = next((column for column in _MEMORY if column in columns), None)
+        if column is not None and "length" in columns:
+            sizes = zip(numbers(record, name, "length"), numbers(record, name, column), strict=True)
+            lines[name] = {int(x): y / 2**20 for x, y in sizes if math.isfinite(x) and y > 0}
+    if not any(lines.values()):
+        return None
+    if len(lines) == 1:
+        lines = {OURS: next(iter(lines.values()))}
+    return _by_length("MiB, log scale", dict(sorted(lines.items(), key=lambda line: line[0] != OURS)))
+
+
+def _by_length(title: str, lines: Mapping[str, Mapping[int, float]]) -> Figure:
+    """One line per name; ours is thicker and has ALiBi's color."""
+    figure, axes = drawing.plain_axes(title)
+    lengths = sorted({length for points in lines.values() for length in points})
+    others = [name for name in lines if name != OURS]
+    drawn = []
+    for name, points in lines.items():
+        if not points:
+            continue
+        x, y = np.array(sorted(points.items())).T
+        ours = name == OURS
+        color = drawing.color_of("alibi" if ours else _COLORS[others.index(name) % len(_COLORS)])
+        marker, width = ("o", 2.4) if ours else (".", 1.5)
+        axes.plot(x, y, color=color, marker=marker, linewidth=width, clip_on=False, label=name)
+        drawn.append(End(name, color, float(x[-1]), float(y[-1])))
+    drawing.log_axis(axes, np.array([y for points in lines.values() for y in points.values()]))
+    drawing.length_ticks(axes, lengths, "tokens")
+    drawing.name_lines(axes, drawn)
+    return figure
+
+
+def ratio_table(record: Record) -> tuple[list[str], list[tuple[str, list[str]]]]:
+    """(lengths, rows): every peer's time divided by ours; ours in milliseconds."""
+    peers = peer_times(record)
+    lengths = sorted({length for peer in peers for length in peer.times})
+    ours = next((peer for peer in peers if peer.name == OURS), None)
+    forward = dict(zip(numbers(record, OURS, "length"), numbers(record, OURS, "forward_ms"), strict=False))
+    rows = []
+    for peer in peers:
+        base = {} if peer.name == OURS or ours is None else forward if peer.forward_only else ours.times
+        cells = [_ratio(peer.times.get(length, math.nan), base.get(length, math.nan)) for length in lengths]
+        rows.append((_label(peer), cells))
+    return [f"{length:,}" for length in lengths], rows
+
+
+def finding(record: Record) -> str:
+    """Our time and the fastest peer's, at the longest length that a peer has; "" if no peer has any."""
+    whole = [peer for peer in peer_times(record) if not peer.forward_only]
+    ours = next((peer.times for peer in whole if peer.name == OURS), {})
+    times = {
+        (length, time, peer.name)
+        for peer in whole
+        for length, time in peer.times.items()
+        if not peer.name.startswith(OURS) and math.isfinite(time) and ours.get(length, 0.0) > 0
+    }
+    longest = max((length for length, _, _ in times), default=0)
+    fastest = min((time, name) for length, time, name in times if length == longest) if times else None
+    if fastest is None:
+        return ""
+    ratio = f"{fastest[0] / ours[longest]:.2g}"
+    start = f"At {longest:,} tokens ours takes {_milliseconds(ours[longest])}"
+    return f"{start}; {fastest[1]}, the fastest alternative, takes {ratio} times as long."
+
+
+def timings(record: Record) -> int:
+    """The number of times of a record."""
+    return sum(len(peer.times) for peer in peer_times(record))
+
+
+def _ratio(time: float, base: float) -> str:
+    """The time as a multiple of another, or in milliseconds if there is no other."""
+    return "–" if math.isnan(time) else f"{time / base:.2f}×" if base > 0 else _milliseconds(time)
+
+
+def _milliseconds(time: float) -> str:
+    """A time with two digits below 10 ms, otherwise in whole milliseconds: 0.31 ms, 1,167 ms."""
+    return f"{time:.2g} ms" if time < 10 else f"{time:,.0f} ms"
+
+
+def facts(record: Record) -> Sequence[tuple[str, str]]:
+    """Further facts of the record as (name, text): its metrics, the errors of the peers, and why some were not run."""
+    rows = [(name, "–" if value is None else f"{value:,.3g}") for name, value in record.metrics.items()]
+    for name in record.curves:
+        errors = [error for error in numbers(record, name, "relative_error") if math.isfinite(error)]
+        if errors:
+            rows.append((f"error of {name}", f"{max(errors):.1e} of max‖v‖"))
+        shares = zip(numbers(record, name, "length"), numbers(record, name, "utilization"), strict=False)
+        rows += [(f"{name}, {length:,.0f} tokens", f"{share:.0%} of the matrix rate") for length, share in shares
+                 if math.isfinite(length + share)]  # fmt: skip
+    rows += [
+        (f"{name}, not at {', '.join(f'{length:,}' for length in lengths)}", why)
+        for name in record.curves
+        for why, lengths in _reasons(record, name).items()
+    ]
+    return [("machine", processor(record)), *rows]
+
+
+def processor(record: Record) -> str:
+    """What computed: the GPU, or the processor if there was none."""
+    return str(record.machine.get("gpu") or processor_text(record.machine))
+
+
+def _reasons(record: Record, name: str) -> dict[str, list[int]]:
+    """The lengths at which a peer was not run, by reason."""
+    found: dict[str, list[int]] = {}
+    columns = record.curves[name]
+    for length, why in zip(numbers(record, name, "length"), columns.get("why_not", ()), strict=False):
+        if isinstance(why, str) and math.isfinite(length):
+            found.setdefault(why, []).append(int(length))
+    return found
+
+
+def _label(peer: PeerTimes) -> str:
+    return f"{peer.name} (forward)" if peer.forward_only else peer.name

@@ -1,0 +1,195 @@
+"""Figures of the paper's items: lines by length, points by speed, windows over a text.
+
+Each method has the same color everywhere. Ours is solid with filled markers and a band from the lowest to the highest seed; the
+paper's is dashed with hollow markers. Next: `paper_items.py` and `paper_changes.py`, which fill the panels.
+"""
+
+import dataclasses
+import math
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from alibi_lab.report.claims import Number
+from alibi_lab.report.plots import drawing
+from alibi_lab.report.plots.drawing import End, Points
+
+_MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h")
+_DASHES = (0, (4, 2))
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Line:
+    """One series of a panel.
+
+    Args:
+        name, label: its name in the picture, and the paper's label.
+        low, high: its lowest and highest seed, NaN if unknown.
+        paper_length: the lengths of the paper that its points correspond to, NaN if there are none.
+        base: the number that its values were divided by; None if they are not such ratios.
+    """
+
+    name: str
+    label: str
+    method: str
+    ours: bool
+    x: Points
+    y: Points
+    low: Points
+    high: Points
+    paper_length: Points
+    base: Number | None = None
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Panel:
+    """One picture; `unit` is the length L that all its lines share, if they do; a picture of a `ratio` has a line at 1."""
+
+    heading: str
+    caption: str
+    x_label: str
+    y_label: str
+    lines: tuple[Line, ...]
+    log_x: bool = True
+    unit: float | None = None
+    ratio: bool = False
+
+
+def joined(one: Line, other: Line) -> Line:
+    """Two lines joined into one, the points of the first before those of the second."""
+    return dataclasses.replace(
+        one, x=np.append(one.x, other.x), y=np.append(one.y, other.y), low=np.append(one.low, other.low),
+        high=np.append(one.high, other.high), paper_length=np.append(one.paper_length, other.paper_length),
+    )  # fmt: skip
+
+
+def lines(panel: Panel) -> Figure:
+    """The lines of a panel on a logarithmic y axis, each named at its end."""
+    figure, axes = drawing.plain_axes(panel.y_label)
+    ends = []
+    number_of = {label: number for number, label in enumerate(dict.fromkeys(line.label for line in panel.lines))}
+    for line in panel.lines:
+        some = np.isfinite(line.y) & np.isfinite(line.x)
+        if not some.any():
+            continue
+        x, y = line.x[some], line.y[some]
+        color, marker = drawing.color_of(line.method), _MARKERS[number_of[line.label] % len(_MARKERS)]
+        axes.plot(
+            x, y, color=color, linestyle="-" if line.ours else _DASHES, linewidth=1.8 if line.ours else 1.2, marker=marker,
+            markevery=max(1, len(x) // 8), fillstyle="full" if line.ours else "none", clip_on=False,
+            zorder=4 if line.method == "alibi" else 3, label=reading(line),
+        )  # fmt: skip
+        if np.isfinite(line.low[some]).all():
+            axes.fill_between(x, line.low[some], line.high[some], color=color, alpha=0.2, linewidth=0, zorder=2)
+        if len(x) > 1 or line.base is None or line.base.label != line.label:  # a ratio to itself needs no name
+            ends.append(End(_end_name(line, panel), color, float(x[-1]), float(y[-1])))
+    axes.set_xlabel(panel.x_label)
+    if not ends:
+        return figure
+    if panel.ratio:
+        axes.axhline(1, color=drawing.MUTED, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
+    x_low, x_high = _bounds(panel, "x")
+    drawing.log_axis(axes, np.array(_bounds(panel, "y")))
+    if panel.log_x:
+        axes.set_xscale("log", base=2)
+        axes.set_xlim(x_low / 1.05, x_high * 1.05)
+        _length_ticks(axes, x_low, x_high, panel)
+    else:
+        axes.set_xlim(0, x_high * 1.02)
+        axes.xaxis.set_major_locator(MaxNLocator(4, integer=all((line.x % 1 == 0).all() for line in panel.lines)))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
+    drawing.name_lines(axes, ends)
+    return figure
+
+
+def reading(line: Line) -> str:
+    """The name of a line in its tooltips."""
+    return line.name if line.ours else f"{line.name}, the paper"
+
+
+def _end_name(line: Line, panel: Panel) -> str:
+    """A line's name at its end. Next to our lines, the paper's are named "paper", since they have the same colors."""
+    if line.ours or not any(other.ours for other in panel.lines):
+        return line.name
+    digits = "".join(filter(str.isdigit, line.name.rpartition(" ")[2]))
+    return f"paper {digits}" if digits else "paper"
+
+
+def frontier(panel: Panel) -> Figure:
+    """Named points, perplexity (y) against speed (x, logarithmic); each method's points are joined."""
+    figure, axes = drawing.plain_axes(panel.y_label)
+    axes.set_position((0.1, 0.155, 0.86, 0.745))
+    points = [line for line in panel.lines if np.isfinite([line.x[0], line.y[0]]).all()]
+    axes.set_xlabel(panel.x_label)
+    if not points:
+        return figure
+    xs = [float(line.x[0]) for line in points]
+    heights = [value for line in points for value in (line.y[0], line.low[0], line.high[0]) if math.isfinite(value)]
+    axes.set_xscale("log")
+    _round_x(axes, min(xs) / 1.25, max(xs) * 1.25)
+    drawing.log_axis(axes, np.array([min(heights) / 1.02, max(heights) * 1.02]))
+    for method, ours in dict.fromkeys((line.method, line.ours) for line in points):
+        same = [line for line in points if (line.method, line.ours) == (method, ours)]
+        same.sort(key=lambda line: float(line.x[0]))
+        color = drawing.color_of(method)
+        axes.plot(
+            [line.x[0] for line in same], [line.y[0] for line in same], marker=drawing.marker_of(method), color=color,
+            fillstyle="full" if ours else "none", linestyle="-" if ours else _DASHES, linewidth=1, markersize=6,
+        )  # fmt: skip
+        for line in same:
+            axes.plot(line.x[:1], line.y[:1], linestyle="none", label=reading(line))
+            if math.isfinite(line.low[0]):
+                axes.plot([line.x[0]] * 2, [line.low[0], line.high[0]], color=color, linewidth=1.2)
+    names = [(_end_name(line, panel), drawing.color_of(line.method), line.x[0], line.y[0]) for line in points]
+    drawing.place_names(axes, names)
+    return figure
+
+
+def windows(token: Points, context: Points, passes: Points) -> Figure:
+    """Which tokens each forward pass reads (pale) and scores (filled): one row per pass, one column per token."""
+    rows, color = int(np.max(passes)), drawing.color_of("sinusoidal")
+    figure, axes = drawing.plain_axes("")
+    figure.set_size_inches(4.1, 0.55 + 0.3 * rows)
+    axes.set_position((0.13, 0.4 / (0.55 + 0.3 * rows), 0.85, 0.3 * rows / (0.55 + 0.3 * rows)))
+    for number in range(1, rows + 1):
+        scored = token[passes == number]
+        first = float(np.min(scored - context[passes == number])) + 1
+        for place in np.arange(first, scored.max() + 1):
+            corner, alpha = (place - 0.46, number - 0.4), 0.95 if place in scored else 0.28
+            axes.add_patch(Rectangle(corner, 0.92, 0.8, facecolor=color, linewidth=0, alpha=alpha))
+    axes.set_xlim(0.4, float(token.max()) + 0.6)
+    axes.set_ylim(rows + 0.5, 0.5)
+    axes.set_yticks(range(1, rows + 1), [f"pass {number}" for number in range(1, rows + 1)])
+    axes.set_xticks(token.tolist(), [f"{place:.0f}" for place in token])
+    axes.grid(visible=False)
+    axes.spines["left"].set_visible(False)
+    axes.tick_params(length=0)
+    axes.set_xlabel("token of the text")
+    return figure
+
+
+def _length_ticks(axes: Axes, low: float, high: float, panel: Panel) -> None:
+    """Ticks at L, 2 L, 4 L ... if the panel has one L, else at the lengths."""
+    if panel.unit:
+        doublings = range(max(0, math.ceil(math.log2(low / panel.unit))), math.floor(math.log2(high / panel.unit)) + 1)
+        names = {panel.unit * 2.0**power: "L" if power == 0 else f"{2**power} L" for power in doublings}
+    else:
+        names = {place: f"{place:,.0f}" for place in sorted({float(x) for line in panel.lines for x in line.x})}
+    drawing.ticks(axes.xaxis, drawing.with_room(list(names), high / low), names.__getitem__)
+
+
+def _round_x(axes: Axes, low: float, high: float) -> None:
+    axes.set_xlim(low, high)
+    ticks = [digit * 10.0**decade for decade in range(-3, 10) for digit in (1, 1.5, 2, 3, 5, 7)]
+    drawing.ticks(axes.xaxis, [tick for tick in ticks if low <= tick <= high], drawing.short_number)
+
+
+def _bounds(panel: Panel, axis: str) -> tuple[float, float]:
+    """The lowest and highest drawn value of an axis."""
+    names = ("x",) if axis == "x" else ("y", "low", "high")
+    arrays = [getattr(line, name)[np.isfinite(line.y)] for line in panel.lines for name in names]
+    found = [value for values in arrays for value in values.tolist() if math.isfinite(value) and value > 0]
+    return (min(found), max(found)) if found else (1.0, 1.0)

@@ -1,0 +1,155 @@
+"""Whether a model finds distant information: passkey by length and depth, recall by distance, symbols by length.
+
+A share is the mean over seeds; beyond the positions of a method, its cell is empty. Perplexity cannot show retrieval.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+
+import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.text import Text
+
+from alibi_lab.report.plots import drawing
+from alibi_lab.report.plots.drawing import End
+from alibi_lab.report.series import Series, Study, numbers
+from alibi_lab.report.tables.table import NOTHING, Block, Cell, Table, variable_of
+
+_COLUMNS = 2
+_TITLES = {  # in tables
+    "passkey": "Passkey: numbers found, at the worst depth",
+    "recall": "Recall: tokens repeated, at the worst distance",
+    "mqar": "Associative recall: values of 8 keys; chance is 6 %",
+    "needles": "Needles: values of 4 keys in noise; chance is 6 %",
+    "copy": "Copy: symbols of a string; chance is 2 %",
+    "flip-flop": "Flip-flop: bits that were last written; chance is 50 %",
+}
+_PLACES = {"passkey": "depth", "recall": "distance"}  # the column that varies within one length of such a task
+_SYMBOLS = tuple(task for task in _TITLES if task not in _PLACES)
+
+Shares = Mapping[tuple[float, float], float]  # (length, depth or distance or 0) -> share
+
+
+def shares(series: Series, task: str) -> Shares:
+    """(length, depth or distance) -> the share of correct answers, averaged over seeds; empty if not tested."""
+    found: dict[tuple[float, float], list[float]] = {}
+    for record in series.evaluations:
+        lengths, accuracies = (numbers(record, task, name) for name in ("length", "accuracy"))
+        places = numbers(record, task, _PLACES[task]) if task in _PLACES else [0.0] * len(lengths)
+        for length, place, accuracy in zip(lengths, places, accuracies, strict=True):
+            if math.isfinite(length + place + accuracy):
+                found.setdefault((length, place), []).append(accuracy)
+    return {key: sum(values) / len(values) for key, values in found.items()}
+
+
+def passkey_grid(study: Study) -> Figure | None:
+    """One picture per series: length to the right, depth down, with the share of numbers found in every cell."""
+    tested = [(s, grid) for s in study.series if (grid := shares(s, "passkey"))]
+    if not tested:
+        return None
+    lengths = sorted({length for _, grid in tested for length, _ in grid})
+    depths = sorted({depth for _, grid in tested for _, depth in grid})
+    rows = math.ceil(len(tested) / _COLUMNS)
+    each = 0.55 + 0.21 * len(depths)
+    figure, first = drawing.plain_axes("")
+    first.remove()
+    figure.set_size_inches(4.1, rows * each)
+    for number, (series, grid) in enumerate(tested):
+        row, column = divmod(number, _COLUMNS)
+        high = 0.21 * len(depths)
+        corner = 0.075 + column * 0.485, 1 - (row * each + 0.24 + high) / (rows * each)
+        axes = figure.add_axes((*corner, 0.42, high / (rows * each)))
+        color = drawing.color_of(series.method, series.look)
+        axes.set_title(series.short, fontsize=8.5, pad=3, color=color)
+        for (length, depth), share in grid.items():
+            x, y = lengths.index(length), depths.index(depth)
+            place = (x - 0.47, y - 0.45)
+            axes.add_patch(Rectangle(place, 0.94, 0.9, facecolor=drawing.RULE, alpha=0.45, linewidth=0))
+            axes.add_patch(Rectangle(place, 0.94, 0.9, facecolor=color, alpha=0.8 * share, linewidth=0))
+            if len(lengths) <= 6:
+                axes.add_artist(
+                    Text(x, y, f"{100 * share:.0f}", ha="center", va="center", fontsize=7, color=drawing.INK)
+                )
+        axes.set_xlim(-0.5, len(lengths) - 0.5)
+        axes.set_ylim(len(depths) - 0.5, -0.5)
+        thin = max(1, math.ceil(len(lengths) / 6))
+        axes.set_xticks(range(0, len(lengths), thin), [_short(length) for length in lengths[::thin]], fontsize=7)
+        axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths] if column == 0 else [], fontsize=7)
+        axes.tick_params(length=0, pad=2)
+        for spine in axes.spines.values():
+            spine.set_visible(False)
+    return figure
+
+
+def recall_by_distance(study: Study) -> Figure | None:
+    """The share of correctly repeated tokens by distance to the first occurrence, at the longest length of each series."""
+    lines = []
+    for series in study.series:
+        grid = shares(series, "recall")
+        longest = max((length for length, _ in grid), default=0.0)
+        lines.append((series, [(distance, share) for (length, distance), share in grid.items() if length == longest]))
+    return _lines(lines, "share of repeated tokens that are correct", f"distance in {study.unit}s, log scale")
+
+
+def symbols_by_length(study: Study) -> list[tuple[str, Figure]]:
+    """(task, figure of the share of correct answers against the length) for every tested task of symbols."""
+    drawn = {}
+    for task in _SYMBOLS:
+        lines = [(s, [(length, share) for (length, _), share in shares(s, task).items()]) for s in study.series]
+        drawn[task] = _lines(lines, "share of correct answers", "length in tokens, log scale")
+    return [(task, figure) for task, figure in drawn.items() if figure is not None]
+
+
+def _lines(lines: Sequence[tuple[Series, list[tuple[float, float]]]], title: str, places: str) -> Figure | None:
+    """Shares against places, one line per series; None if there are no shares."""
+    given = [(series, np.array(sorted(points)).T) for series, points in lines if points]
+    if not given:
+        return None
+    figure, axes = drawing.plain_axes(title)
+    ends = []
+    for series, (x, y) in given:
+        color = drawing.color_of(series.method, series.look)
+        axes.plot(
+            x, y, color=color, marker=drawing.marker_of(series.method, series.look), clip_on=False, label=series.label
+        )
+        ends.append(End(series.short, color, float(x[-1]), float(y[-1])))
+    axes.set_ylim(0, 1.03)
+    drawing.length_ticks(axes, sorted({int(place) for _, (x, _) in given for place in x}), places)
+    drawing.name_lines(axes, ends)
+    return figure
+
+
+def title_of(task: str) -> str:
+    """The table's title for a task, which names the quantity that is counted."""
+    return _TITLES[task]
+
+
+def task_table(study: Study) -> Table | None:
+    """The shares by length, for each task at its worst depth or distance."""
+    lengths = sorted({length for s in study.series for task in _TITLES for length, _ in shares(s, task)})
+    blocks = []
+    for task, title in _TITLES.items():
+        rows = []
+        for series in study.series:
+            grid = shares(series, task)
+            worst = [min((v for (at, _), v in grid.items() if at == length), default=math.nan) for length in lengths]
+            if grid:
+                rows.append((series.label, variable_of(series.method), tuple(map(_percent, worst))))
+        if rows:
+            blocks.append(Block(title, tuple(rows)))
+    return Table(tuple(f"{length:,.0f}" for length in lengths), tuple(blocks)) if blocks else None
+
+
+def describe(study: Study, task: str) -> str:
+    """Every series with its highest share, for readers who cannot see the picture."""
+    tested = [(series.label, grid) for series in study.series if (grid := shares(series, task))]
+    return "; ".join(f"{label} finds up to {100 * max(grid.values()):.0f} %" for label, grid in tested) + "."
+
+
+def _percent(share: float) -> Cell:
+    return Cell(f"{100 * share:.0f} %", share) if math.isfinite(share) else NOTHING
+
+
+def _short(length: float) -> str:
+    return f"{length / 1024:g}k" if length >= 1024 and length % 1024 == 0 else f"{length:,.0f}"

@@ -1,0 +1,151 @@
+"""Figures of a study: perplexity by length, loss by position and during training, and the cost of the evaluation.
+
+Nothing is smoothed or left out: with several seeds the line is their mean and the band spans the lowest to the highest. A
+method has the same color and marker in every figure. `drawing.py` has the axes.
+"""
+
+import functools
+import math
+from collections.abc import Callable, Sequence
+from typing import Literal
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.figure import Figure
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from alibi_lab.report.plots import drawing
+from alibi_lab.report.plots.drawing import MUTED, End, Points
+from alibi_lab.report.series import MODES, Mode, Series, Study
+
+Curves = Sequence[tuple[Series, Points, Points]]  # series, x, y of every seed
+Measure = Literal["tokens_per_second", "peak_memory_bytes"]
+
+_LINES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 2, 1, 2)))  # by trained length
+
+
+def perplexity_by_length(study: Study, mode: Mode) -> Figure | None:
+    """Perplexity, exp(mean loss), against the tested length; all modes of a study share the range of the y axis."""
+    curves = {m: [(s, *s.perplexities("by_length", "length", f"{m}_nats")) for s in study.series] for m in MODES}
+    every = [y.ravel() for panel in curves.values() for _, _, y in panel if y.size]
+    return _figure(study, curves[mode], f"perplexity per {study.unit}, log scale", _length_axis, log=every)
+
+
+def loss_by_position(study: Study) -> Figure | None:
+    """Mean loss of the tokens at each position of the longest sequence: in bits per byte if a token is a byte, else in nats."""
+    title, curves = _losses(study, "by_position", "position")
+    return _figure(study, curves, title, _position_axis, markers=False)
+
+
+def training_curves(study: Study) -> Figure | None:
+    """Training loss against step, as logged: in bits per byte if a token is a byte, else in nats per token."""
+    title, curves = _losses(study, "training", "step")
+    return _figure(
+        study, curves, title, functools.partial(_time_axis, name="training step", integer=True), markers=False
+    )
+
+
+def validation_curves(study: Study, x: Literal["seconds", "step"]) -> Figure | None:
+    """Perplexity on held-out text during training, against seconds or steps."""
+    curves = [(s, *s.perplexities("validation", x, "nats")) for s in study.series]
+    axis = functools.partial(_time_axis, name="seconds of training" if x == "seconds" else "training step")
+    title, every = f"perplexity per {study.unit}, log scale", [y.ravel() for _, _, y in curves if y.size]
+    return _figure(study, curves, title, axis, log=every, markers=False, alone=x == "seconds", column=True)
+
+
+def cost_by_length(study: Study, measure: Measure) -> Figure | None:
+    """Speed or memory of the evaluation against length, both axes logarithmic."""
+    title, unit = {
+        "tokens_per_second": ("tokens per second, log scale", 1.0),
+        "peak_memory_bytes": ("peak memory in MiB, log scale", 2.0**20),
+    }[measure]
+    curves = [(s, x, y / unit) for s in study.series for x, y in [s.curve("by_length", "length", measure)]]
+    return _figure(study, curves, title, _length_axis, log=[y.ravel() for _, _, y in curves if y.size])
+
+
+def _losses(study: Study, curve: str, x: str) -> tuple[str, Curves]:
+    """The title and the curves of a loss."""
+    scale, title = (1 / math.log(2), "bits per byte") if study.unit == "byte" else (1.0, "nats per token")
+    return title, [(s, at, y * scale) for s in study.series for at, y in [s.curve(curve, x, "loss_nats")]]
+
+
+def _figure(
+    study: Study, curves: Curves, title: str, x_axis: Callable[[Axes, Study, Curves], None], *, log: Sequence[Points] = (),
+    markers: bool = True, alone: bool = False, column: bool = False,
+) -> Figure | None:  # fmt: skip
+    """A line per series with values; None if there are none. `log`: the y axis is logarithmic and has room for these values."""
+    drawn = [curve for curve in curves if curve[2].size]
+    if not drawn:
+        return None
+    figure, axes = drawing.plain_axes(title)
+    _lines(axes, study, drawn, markers=markers, alone=alone)
+    if log:
+        drawing.log_axis(axes, np.concatenate(log))
+    x_axis(axes, study, drawn)
+    _name_lines(axes, drawn, column=column)
+    return figure
+
+
+def _lines(axes: Axes, study: Study, drawn: Curves, *, markers: bool, alone: bool) -> None:
+    """Draws the mean of the seeds and the band around it; `alone`: draws each seed separately, because they do not share x."""
+    stretches = ["none", *sorted({series.stretch for series, _, _ in drawn} - {"none"})]
+    for series, x, y in drawn:
+        color = drawing.color_of(series.method, series.look)
+        style = _LINES[(study.trained.index(series.trained) + stretches.index(series.stretch)) % len(_LINES)]
+        marker = drawing.marker_of(series.method, series.look) if markers else None
+        zorder = 4 if series.method == "alibi" else 3
+        if alone and len(y) > 1:
+            for row in y:
+                points = x[np.isfinite(row)], row[np.isfinite(row)]
+                axes.plot(*points, color=color, linestyle=style, zorder=zorder, alpha=0.75, label=series.short)
+            continue
+        axes.plot(
+            x, np.nanmean(y, axis=0), color=color, linestyle=style, marker=marker, zorder=zorder, clip_on=False,
+            label=series.short,
+        )  # fmt: skip
+        if len(y) > 1:
+            low, high = np.nanmin(y, axis=0), np.nanmax(y, axis=0)
+            axes.fill_between(x, low, high, color=color, alpha=0.22, linewidth=0, zorder=2)
+
+
+def _length_axis(axes: Axes, study: Study, drawn: Curves) -> None:
+    drawing.length_ticks(axes, study.lengths, f"{study.unit}s the model reads at once")
+    _mark_trained(axes, study)
+
+
+def _position_axis(axes: Axes, study: Study, drawn: Curves) -> None:
+    axes.set_ylim(top=axes.get_ylim()[1] + 0.06 * np.ptp(axes.get_ylim()))  # room for "trained length"
+    axes.set_xscale("log", base=2)
+    last = max(x[-1] for _, x, _ in drawn)
+    ticks = [2.0**p for p in range(0, math.ceil(math.log2(last)) + 1, 2) if 2**p <= last]
+    drawing.ticks(axes.xaxis, ticks if ticks[-1] >= last / 2 else [*ticks, last])
+    axes.set_xlabel("position in the sequence, log scale")
+    _mark_trained(axes, study)
+
+
+def _time_axis(axes: Axes, study: Study, drawn: Curves, *, name: str, integer: bool = False) -> None:
+    axes.xaxis.set_major_locator(MaxNLocator(5, integer=integer))
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+    axes.set_xlabel(name)
+
+
+def _mark_trained(axes: Axes, study: Study) -> None:
+    for length in study.trained:
+        axes.axvline(length, color=MUTED, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
+        text = "trained length" if len(study.trained) == 1 else f"{length:,}"
+        axes.annotate(
+            text, (length, 1), (3, -2), xycoords=("data", "axes fraction"), textcoords="offset points", va="top",
+            fontsize=8, color=MUTED,
+        )  # fmt: skip
+
+
+def _name_lines(axes: Axes, drawn: Curves, *, column: bool) -> None:
+    """Names each line at the end of the mean of its seeds; `column`: seeds end at different x, so only last values count."""
+    ends = []
+    for series, x, y in drawn:
+        last = y[np.isfinite(y[:, -1]), -1].mean() if column else np.nanmean(y, axis=0)[-1]
+        ours = series.method == "alibi" and series.stretch == "none"
+        ends.append(
+            End(series.short, drawing.color_of(series.method, series.look), float(x[-1]), float(last), bold=ours)
+        )
+    drawing.name_lines(axes, ends, column=column)

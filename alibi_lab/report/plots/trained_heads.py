@@ -1,0 +1,164 @@
+"""The certified and the true reach of the heads of a trained model (records of `measure/trained_reach.py`).
+
+Each record is one layer; all layers of a model share a picture. If the certified reach is the length of the text, nothing is
+skipped. The gap between the two marks is the work that a tighter bound could still avoid.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from matplotlib import rc_context
+from matplotlib.axes import Axes
+from matplotlib.axis import Axis
+from matplotlib.figure import Figure
+
+from alibi_lab.records import MOST, Json, Record, identity
+from alibi_lab.report.plots import drawing
+from alibi_lab.report.plots.drawing import INK, MUTED, color_of
+from alibi_lab.report.series import numbers
+from alibi_lab.report.tables.heads import fraction
+
+_COLUMNS = 2
+_HEIGHT = 2.0  # inches per layer
+
+
+@dataclass(frozen=True)
+class TrainedHeads:
+    """The layers of one model, in order; `length` is the length of the text, `trained` the trained length (0 if unknown)."""
+
+    title: str
+    length: int
+    trained: int
+    layers: tuple[tuple[str, Record], ...]
+
+    @property
+    def records(self) -> list[Record]:
+        """The records of all layers."""
+        return [record for _, record in self.layers]
+
+
+def is_drawn(record: Record) -> bool:
+    """Whether the record is a certificate with the reach of every head."""
+    columns = record.curves.get("heads", {})
+    named = record.kind == "certificate" and {"slope", "certified", "true"} <= set(columns)
+    return named and any(map(math.isfinite, numbers(record, "heads", "certified")))
+
+
+def trained_heads(records: Sequence[Record]) -> list[TrainedHeads]:
+    """The records grouped by model: those that differ only in the layer."""
+    models: dict[str, list[Record]] = {}
+    for record in {identity(r.kind, r.name, r.config): r for r in records if is_drawn(r)}.values():
+        name = record.name.rpartition("/")[0] or record.name
+        key = identity("", name, {key: value for key, value in record.config.items() if key != "layer"})
+        models.setdefault(key, []).append(record)
+    found = []
+    for members in models.values():
+        members.sort(key=lambda record: (len(_layer(record)), _layer(record)))
+        first = members[0]
+        layers = tuple((_layer(record), record) for record in members)
+        certified = (value for record in members for value in numbers(record, "heads", "certified"))
+        length = _number(first.config, "length") or max(2, int(max(filter(math.isfinite, certified))))
+        title = first.name.rpartition("/")[0] or first.name
+        found.append(TrainedHeads(title, length, _number(first.config, "trained"), layers))
+    return found
+
+
+def reach_figure(model: TrainedHeads) -> Figure:
+    """For every layer, the heads from steep to flat: certified reach (filled) and true distance (open), on a log axis."""
+    figure, grid = _grid(model)
+    for axes, record in grid:
+        heads = sorted(_heads(record), reverse=True)
+        places = range(len(heads))
+        for at, (_, certified, true) in enumerate(heads):
+            axes.plot([at, at], [certified, true], color=color_of("alibi"), linewidth=1, alpha=0.5)
+        axes.plot(places, [certified for _, certified, _ in heads], "o", color=color_of("alibi"), markersize=4)
+        axes.plot(places, [true for _, _, true in heads], "o", color=INK, markersize=4, fillstyle="none")
+        for length in (model.length, model.trained):
+            if length:
+                axes.axhline(length, color=MUTED, linewidth=0.8, linestyle=(0, (2, 3)), zorder=1)
+        axes.set_yscale("log", base=2)
+        axes.set_ylim(0.8, model.length * 1.7)
+        _distances(axes.yaxis, model.length)
+        shown = range(0, len(heads), max(1, math.ceil(len(heads) / 4)))
+        axes.set_xticks(list(shown), [fraction(heads[at][0]) for at in shown])
+        axes.set_xlabel("slope of the head", fontsize=8)
+    return figure
+
+
+def mass_figure(model: TrainedHeads) -> Figure | None:
+    """For every layer, the share of each head's attention on keys nearer than a distance; flat heads are pale."""
+    if not all("mass" in record.curves for record in model.records):
+        return None
+    figure, grid = _grid(model)
+    for axes, record in grid:
+        slopes = numbers(record, "heads", "slope")
+        ranked = sorted(range(len(slopes)), key=lambda head: -slopes[head])
+        rows = zip(*(numbers(record, "mass", name) for name in ("head", "distance", "share")), strict=True)
+        points: dict[int, list[tuple[float, float]]] = {}
+        for head, distance, share in rows:
+            if math.isfinite(head):
+                points.setdefault(int(head), []).append((distance, share))
+        for rank, head in enumerate(ranked):
+            if head not in points:
+                continue
+            x, y = zip(*sorted(points[head]), strict=True)
+            fade = 1 - 0.65 * rank / max(len(ranked) - 1, 1)
+            name = f"head {head}, m = {fraction(slopes[head])}"
+            axes.plot(x, y, color=color_of("alibi"), linewidth=1.2, alpha=fade, label=name)
+        axes.set_xscale("log", base=2)
+        axes.set_xlim(1, model.length)
+        _distances(axes.xaxis, model.length)
+        axes.set_ylim(0, 1.03)
+        axes.set_yticks([0, 0.5, 1])
+        axes.set_xlabel("distance in tokens", fontsize=8)
+    return figure
+
+
+def head_table(model: TrainedHeads) -> list[tuple[str, str, str, str, str]]:
+    """Layer, slope, certified reach, true distance and their ratio, for every head."""
+    return [
+        (layer, fraction(m), f"{certified:,.0f}", f"{true:,.0f}", f"{certified / true:.2f}" if true else "—")
+        for layer, record in model.layers
+        for m, certified, true in _heads(record)
+    ]
+
+
+def _heads(record: Record) -> list[tuple[float, float, float]]:
+    """(slope, certified reach, true distance) of every head."""
+    columns = (numbers(record, "heads", name) for name in ("slope", "certified", "true"))
+    return list(zip(*columns, strict=True))
+
+
+def _layer(record: Record) -> str:
+    value = record.config.get("layer")
+    return value if isinstance(value, str) else record.name.rpartition("/")[2]
+
+
+def _number(config: Mapping[str, Json], name: str) -> int:
+    value = config.get(name)
+    return value if isinstance(value, int) and 1 < value <= MOST else 0
+
+
+def _grid(model: TrainedHeads) -> tuple[Figure, list[tuple[Axes, Record]]]:
+    """A figure with axes for every layer, two per row."""
+    rows = math.ceil(len(model.layers) / _COLUMNS)
+    figure, first = drawing.plain_axes("")
+    first.remove()
+    figure.set_size_inches(4.1, rows * _HEIGHT)
+    grid = []
+    with rc_context(drawing.STYLE):
+        for place, (layer, record) in enumerate(model.layers):
+            row, column = divmod(place, _COLUMNS)
+            bottom = 1 - (row + 1) / rows + 0.44 / (rows * _HEIGHT)
+            axes = figure.add_axes((0.1 + column * 0.5, bottom, 0.39, 1.25 / (rows * _HEIGHT)))
+            axes.set_title(layer.replace("-", " "), fontsize=8.5, pad=3)
+            axes.tick_params(labelsize=7.5)
+            axes.grid(axis="y")
+            grid.append((axes, record))
+    return figure, grid
+
+
+def _distances(axis: Axis, length: int) -> None:
+    ticks = [4.0**power for power in range(math.ceil(math.log(length, 4)) + 1) if 4**power <= length]
+    drawing.ticks(axis, ticks[:: max(1, math.ceil(len(ticks) / 4))])

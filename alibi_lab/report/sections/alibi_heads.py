@@ -1,0 +1,36 @@
+"""The biases of ALiBi, drawn once for each number of heads in the records."""
+
+from markupsafe import Markup
+
+from alibi_lab.report import sentences
+from alibi_lab.report.plots import bias
+from alibi_lab.report.section import Archive, Group, Numbers, Section, Text, pictures
+from alibi_lab.report.tables.heads import head_rows
+from alibi_lab.report.tables.table import text_table
+
+_COLUMNS = ("head", Markup("slope <i>m</i>"), "half-life, tokens", "below 10⁻⁶ from")
+
+
+def find(archive: Archive) -> list[tuple[int, int]]:
+    """(number of heads, longest trained or tested length), one per number of heads."""
+    longest: dict[int, int] = {}
+    for study in archive.studies:
+        for count in sentences.head_counts(study):
+            longest[count] = max([longest.get(count, 1), *study.lengths, *study.trained])
+    return sorted(longest.items())
+
+
+def draw(heads: tuple[int, int], number: int, archive: Archive) -> Section:
+    """The bias and the factor of every head, and the slopes in a table."""
+    count, length = heads
+    text = Markup(
+        "Each head subtracts its slope <i>m</i> times the distance from the score of a key. ALiBi does nothing else and "
+        "has no parameters. A head with a large slope attends only to nearby keys, one with a small slope also to distant keys."
+    )
+    grid, factors = pictures(bias.pictures(count, length, length), f"heads{count}")
+    table = Numbers(text_table(_COLUMNS, head_rows(count)), label="Slopes")
+    several = f": {count}" if len(find(archive)) > 1 else ""
+    return Section(
+        anchor=f"heads{count}", group="", title="", heading=f"The heads of ALiBi{several}",
+        blocks=[Text(text), Group("panels heads", [Group("", [grid, table]), factors])],
+    )  # fmt: skip

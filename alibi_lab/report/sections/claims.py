@@ -1,0 +1,81 @@
+"""The paper's claims: all verdicts, in one table per scale."""
+
+from collections.abc import Sequence
+
+from markupsafe import Markup
+
+from alibi_lab.records import Record
+from alibi_lab.report import answers, verdicts
+from alibi_lab.report.plots import paper_items
+from alibi_lab.report.section import Archive, Numbers, Section, Text
+from alibi_lab.report.sections import paper_item
+from alibi_lab.report.tables.table import Block, Cell, Row, Table
+from alibi_lab.report.verdicts import Verdict
+
+_COLUMNS = ("verdict", "ours", "95 %", "the paper", "holds if", "from")
+
+
+def find(archive: Archive) -> list[list[tuple[Record, Verdict]]]:
+    """All verdicts of all items, as one entry."""
+    judged = verdicts.in_order(verdicts.all_verdicts(archive.records, archive.by_identity))
+    return [judged] if judged else []
+
+
+def draw(judged: Sequence[tuple[Record, Verdict]], number: int, archive: Archive) -> Section:
+    """A table per scale."""
+    by_scale: dict[str, list[tuple[Record, Verdict]]] = {}
+    for record, verdict in judged:
+        by_scale.setdefault(answers.scale_of(record) or "of unknown size", []).append((record, verdict))
+    anchors = {id(record): paper_item.anchor(place) for place, record in enumerate(paper_item.find(archive))}
+    introduction = Text(
+        Markup(
+            "Each claim is about a ratio, usually of two perplexities, where below 1 is better. It is <b>contradicted</b> if "
+            "the whole 95 % interval is on the wrong side of the threshold, <b>confirmed</b> if all of it is on the claim's "
+            "side, and <b>open</b> otherwise, for the reason given. An interval over <i>seeds</i> is about other trainings; an "
+            "interval over <i>parts of the text</i> is about the same models on other text. A claim that compares trainings "
+            "needs several seeds. A verdict holds for models of the given size on their text, not for larger ones. Intervals "
+            "are not corrected for multiple comparisons: of twenty decided claims, one may be wrong by chance."
+        )
+    )
+    tables = [
+        Numbers(
+            Table(_COLUMNS, (Block("", tuple(_row(*one, anchors) for one in members)),), corner="claim"),
+            caption=Markup("<h3>At scale {}</h3>{}.{}").format(
+                scale, verdicts.counted([verdict for _, verdict in members]), _size(members, archive)
+            ),
+            label=f"The paper's claims at scale {scale}",
+            css="text claims",
+        )
+        for scale, members in by_scale.items()
+    ]
+    about = "each contradicted, confirmed or open"
+    rows = (paper_items.pictures(record, archive.by_identity) for record in paper_item.find(archive))
+    pictures = (plot for several in rows for row in several for plot in row)
+    counts = ((scale, verdicts.counted([verdict for _, verdict in members])) for scale, members in by_scale.items())
+    finding = f"Of the paper's claims, {'; '.join(f'at scale {scale}: {count}' for scale, count in counts)}."
+    return Section(
+        anchor="claims", group=paper_item.GROUP, title="The paper's claims", blocks=[introduction, *tables],
+        heading="The paper's claims", about=about, finding=finding, lead=next(pictures, None),
+    )  # fmt: skip
+
+
+def _size(members: Sequence[tuple[Record, Verdict]], archive: Archive) -> str:
+    """The sizes of the models and trainings that the verdicts are based on, in words."""
+    answers_ = {id(record): record for record, _ in members}.values()
+    found = [one for record in answers_ for one in verdicts.Evidence(record, archive.by_identity).records]
+    weights, tokens = verdicts.size(found)
+    return f" Models of {weights} weights{f', trained on {tokens} tokens' if tokens else ''}." if weights else ""
+
+
+def _row(record: Record, verdict: Verdict, anchors: dict[int, str]) -> Row:
+    bounds, claim = verdict.interval, verdict.claim
+    label = Markup('<a href="#{}">{}</a> {}').format(anchors[id(record)], paper_item.item_title(record), claim.says)
+    cells = (
+        Cell(verdict.word, css=f"verdict {verdict.word}"),
+        Cell(verdicts.ratio_text(verdict.ours)),
+        Cell(f"{verdicts.ratio_text(bounds.low)} to {verdicts.ratio_text(bounds.high)}" if bounds else "—"),
+        Cell(verdicts.ratio_text(verdict.paper)),
+        Cell(claim.condition),
+        Cell(verdict.why, css="why"),
+    )
+    return label, "", cells

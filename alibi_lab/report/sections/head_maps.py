@@ -1,0 +1,35 @@
+"""Where the heads of a trained model attend, as maps of layers by heads (records of `alibi heads MODEL`)."""
+
+from markupsafe import Markup
+
+from alibi_lab.records import Record
+from alibi_lab.report.plots import head_maps as plots
+from alibi_lab.report.plots.drawing import Plot
+from alibi_lab.report.section import Archive, Block, Numbers, Section, Text, code, pictures
+from alibi_lab.report.tables.table import text_table
+
+_COLUMNS = (
+    "layer", "head", "slope", "certified", "mean distance", "first token", "zero, fp32", "zero, bf16", "zero, fp16",
+)  # fmt: skip
+
+
+def find(archive: Archive) -> list[Record]:
+    """The records of kind "heads" with complete layers."""
+    return [record for record in archive.records if plots.is_drawn(record)]
+
+
+def draw(record: Record, number: int, archive: Archive) -> Section:
+    """Four maps, and the numbers of every head."""
+    name, title, sentence = f"m{number}", record.name.partition("/")[2] or record.name, plots.sentence(record)
+    description = f"{sentence} The table below has the numbers of every head."
+    table = text_table(_COLUMNS, plots.rows(record))
+    blocks: list[Block] = [
+        Text(sentence),
+        *pictures([Plot("", "", plots.heads_figure(record), description)], name),
+        Numbers(table, label=f"Every head of {title}", tall=True),
+        Text(Markup("Made with {}").format(code(record.command)), "note"),
+    ]
+    return Section(
+        anchor=name, group="Heads of trained models", title=title, heading=f"Where the heads attend: {title}", blocks=blocks,
+        records=[record],
+    )  # fmt: skip

@@ -1,0 +1,213 @@
+"""A study: the result in words, pictures and tables, and the conclusions that it allows."""
+
+import dataclasses
+from collections.abc import Callable, Iterator, Mapping
+from typing import TypeAlias
+
+from markupsafe import Markup
+from matplotlib.figure import Figure
+
+from alibi_lab.report import answers, method_comparison, sentences
+from alibi_lab.report.plots import retrieval
+from alibi_lab.report.plots import study as plots
+from alibi_lab.report.plots.drawing import Plot
+from alibi_lab.report.section import (
+    Archive,
+    Block,
+    Cards,
+    Facts,
+    Group,
+    Items,
+    Numbers,
+    Part,
+    Section,
+    Text,
+    code,
+    count_of,
+    panels,
+)
+from alibi_lab.report.series import Mode, Study
+from alibi_lab.report.tables import study as tables
+from alibi_lab.report.tables.table import Table, mean, text_table
+
+Drawn: TypeAlias = Iterator[tuple[str, str, Figure | None, str]]  # heading, caption, figure, description
+MOST_LINES = 9  # per picture; a study with more lines gets one picture per trained length
+_MODES: Mapping[Mode, tuple[str, str]] = {
+    "nonoverlapping":
+        ("Nonoverlapping windows", "The text is split into segments; each is read without earlier context."),
+    "sliding":
+        ("Sliding window", "Windows overlap, and only their last tokens are scored, so each scored token has a long context."),
+    "windowed":
+        ("Context cut at the trained length", "A control: no token sees more context than in training."),
+}  # fmt: skip
+
+
+def find(archive: Archive) -> list[Study]:
+    """The studies that belong neither to the paper's items nor to a comparison of methods."""
+    named = answers.named_studies(archive.records)
+    others = (study for study in archive.studies if study.recipe not in named)
+    return [study for study in others if not method_comparison.is_compared(study)]
+
+
+def draw(study: Study, number: int, archive: Archive) -> Section:
+    """Sentences first, then perplexity, losses, tasks and costs, then the conclusions and the configuration."""
+    name, title = f"s{number}", f"{study.recipe} on {study.corpus.get('name', '')}"
+    parts = drawable(study)
+    sliding = sentences.sliding_sentence(study)
+    cards = tables.cards(study) if len(parts) == 1 else []
+    blocks: list[Block] = [Text(sentences.headline(study), "headline")]
+    blocks += [Text(sliding, "note")] if sliding else []
+    blocks += [Cards(cards)] if cards else []
+    blocks += _perplexity(study, parts, name)
+    losses = panels(_plots(_losses, parts), f"{name}-losses")
+    blocks += [Part("Loss by position and during training", losses)] if losses else []
+    blocks += [*_tasks(study, name), *_costs(study, parts, name), _conclusions(study), _what_was_run(study)]
+    return Section(
+        anchor=name, group="Studies", title=title, heading=title if len(find(archive)) > 1 else "", css="recipe",
+        about=count_of(study.records), blocks=blocks, records=study.records, finding=sentences.headline(study, brief=True),
+        lead=next(_plots(_by_mode, parts), None),
+    )  # fmt: skip
+
+
+def drawable(study: Study) -> list[Study]:
+    """The study, or one study per trained length if it has too many lines for one picture."""
+    if len(study.series) <= MOST_LINES:
+        return [study]
+    by_length = [tuple(series for series in study.series if series.trained == length) for length in study.trained]
+    return [dataclasses.replace(study, series=series) for series in by_length]
+
+
+def _perplexity(study: Study, parts: list[Study], name: str) -> list[Part]:
+    drawn = panels(_plots(_by_mode, parts), f"{name}-perplexity")
+    if not drawn:
+        return []
+    text = (
+        "The same tokens are scored at every length; lower is better. All panels of one trained length share a scale."
+    )
+    if study.seeds > 1:
+        text += " Lines are the mean over seeds; bands span the lowest to the highest seed."
+    blocks: list[Block] = [Text(text)]
+    if any(series.stretch != "none" for series in study.series):
+        stretched = (
+            "Beyond the trained length, PI divides the positions of rotary, or the slopes of ALiBi, by length / trained "
+            "length. NTK scales slow channels and flat heads more than others. YaRN leaves fast channels unchanged. The "
+            "weights are the same."
+        )
+        blocks.append(Text(stretched, "note"))
+    table = tables.by_length(study)
+    seeds = "; small: lowest and highest seed." if study.seeds > 1 else "."
+    caption = f"By length in tokens. The lowest of each column is bold{seeds}"
+    blocks += [*drawn, *([Numbers(table, caption)] if table else [])]
+    return [Part("Perplexity against length", blocks)]
+
+
+def _by_mode(study: Study) -> Drawn:
+    for mode, (heading, caption) in _MODES.items():
+        description = f"Perplexity by length, {heading.lower()}. {_ends(study, mode)}"
+        yield heading, caption, plots.perplexity_by_length(study, mode), description
+
+
+def _losses(study: Study) -> Drawn:
+    position = "At the longest length: how well the token at each position is predicted. "
+    position += sentences.position_sentence(study)
+    yield "Loss by position", position, plots.loss_by_position(study), f"Loss by position. {_ends(study)}"
+    caption = "Loss on the training text, as logged, not smoothed."
+    yield "Training", caption, plots.training_curves(study), "Training loss of every run by step."
+    by_time, by_step = plots.validation_curves(study, "seconds"), plots.validation_curves(study, "step")
+    caption = "Perplexity on held-out text; one line per seed."
+    yield "Validation by time", caption, by_time, "Perplexity during training, by seconds."
+    yield "Validation by step", "The same by training step.", by_step, "Perplexity during training, by step."
+
+
+def _costs(study: Study, parts: list[Study], name: str) -> list[Part]:
+    costs = (
+        ("Cost of the trainings on this machine.", tables.training_cost(study)),
+        ("Cost of the evaluations on this machine, by length in tokens.", tables.evaluation_cost(study)),
+    )
+    found = [Numbers(table, caption) for caption, table in costs if table]
+    if not found:
+        return []
+    blocks: list[Block] = [*panels(_plots(_cost_plots, parts), f"{name}-costs"), *found]
+    if not any("peak_memory_bytes" in record.curves.get("by_length", {}) for record in study.records):
+        blocks.append(Text("The evaluation's memory was not measured on this machine.", "note"))
+    return [Part("Speed and memory", blocks)]
+
+
+def _cost_plots(study: Study) -> Drawn:
+    below = "by length, for every method; the table below has the numbers."
+    speed, memory = (plots.cost_by_length(study, measure) for measure in ("tokens_per_second", "peak_memory_bytes"))
+    yield "Speed of the evaluation", "", speed, f"Tokens evaluated per second, {below}"
+    yield "Memory of the evaluation", "", memory, f"Peak memory of the evaluation, {below}"
+
+
+def _tasks(study: Study, name: str) -> list[Part]:
+    drawn = panels(_plots(_task_plots, [study]), f"{name}-tasks", "panels top")
+    table = retrieval.task_table(study)
+    if not drawn or table is None:
+        return []
+    text = (
+        "These tasks cannot be solved without the context. A level perplexity shows that distant text does no harm; these tasks "
+        "show whether it is used."
+    )
+    numbers = Numbers(table, "By length in tokens, at the hardest depth or distance.")
+    return [Part("Finding distant information", [Text(text), *drawn, numbers])]
+
+
+def _task_plots(study: Study) -> Drawn:
+    caption = (
+        "A number is hidden in filler text, at a depth from 0 (the start) to 1 (the end). Percentage of numbers found; "
+        "length runs to the right, depth down."
+    )
+    found = retrieval.describe(study, "passkey")
+    yield "Passkey", caption, retrieval.passkey_grid(study), f"Passkey by length and depth. {found}"
+    caption = (
+        "Random tokens are repeated; accuracy at the longest length of each method, by the distance to their first "
+        "occurrence."
+    )
+    found = retrieval.describe(study, "recall")
+    yield "Recall", caption, retrieval.recall_by_distance(study), f"Recall by distance. {found}"
+    for task, figure in retrieval.symbols_by_length(study):
+        name, title = "Associative recall" if task == "mqar" else task.capitalize(), retrieval.title_of(task)
+        caption = f"{title}. The queried symbol is as far back as the length allows."
+        yield name, caption, figure, f"{title}. {retrieval.describe(study, task)}"
+
+
+def _conclusions(study: Study) -> Part:
+    columns = [
+        Part("You may conclude", [Items(sentences.allowed(study))], level=3),
+        Part("You may not conclude", [Items(sentences.not_allowed(study))], level=3),
+    ]
+    return Part("Conclusions", [Group("columns", columns)])
+
+
+def _what_was_run(study: Study) -> Part:
+    facts = [
+        (f"corpus {name}", [code(value) if name == "sha256" else value]) for name, value in tables.corpus_facts(study)
+    ]
+    caption = Markup("Every field, with its name for {}; all values if the runs differ.").format(code("--set"))
+    fields = Numbers(field_table(study), caption, label="Configuration", css="text")
+    return Part("Configuration and data", [Facts(facts), fields])
+
+
+def field_table(study: Study) -> Table:
+    """Every field of the configs with its values."""
+    return text_table((), [(code(name), value) for name, value in tables.fields(study)])
+
+
+def _plots(describe: Callable[[Study], Drawn], parts: list[Study]) -> Iterator[Plot]:
+    """The plots with a figure that `describe` yields for each part; headings name the trained length if there are several."""
+    for part in parts:
+        which = f", trained at {part.trained[0]:,}" if len(parts) > 1 else ""
+        for heading, caption, figure, description in describe(part):
+            if figure is not None:
+                yield Plot(heading + which, caption, figure, description)
+
+
+def _ends(study: Study, mode: Mode = "nonoverlapping") -> str:
+    """Where each line starts and ends, for readers who cannot see it."""
+    ended = [(series, between) for series in study.series if (between := sentences.ends(series, mode))]
+    return " ".join(
+        f"{series.label}: perplexity {mean(sentences.perplexity(series, first, mode)):.3g} at {first:,} tokens, "
+        f"{mean(sentences.perplexity(series, last, mode)):.3g} at {last:,}."
+        for series, (first, last) in ended
+    )

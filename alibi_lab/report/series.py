@@ -1,0 +1,281 @@
+"""Series: records grouped for figures, tables and sentences.
+
+    study    one recipe on one corpus, evaluated in one way; its records can share a figure
+    series   one configuration in it, over all its seeds: one line in the figure, one row in the table
+
+Records other than trainings and evaluations of language models belong to no study.
+Next: `plots/study.py`, which draws studies, and `page.py`, which writes the page.
+"""
+
+import dataclasses
+import functools
+import json
+import math
+from collections.abc import Iterable, Mapping, Sequence
+from typing import Literal, TypeVar
+
+import numpy as np
+from numpy.typing import NDArray
+
+from alibi_lab.position_methods import METHODS, Look, look_of
+from alibi_lab.records import LARGEST, MOST, Json, Record, identity
+
+Points = NDArray[np.float64]
+Mode = Literal["nonoverlapping", "sliding", "windowed"]
+_T = TypeVar("_T")
+
+MODES: tuple[Mode, ...] = ("nonoverlapping", "sliding", "windowed")
+
+STRETCHES = {
+    "linear": "PI",  # position interpolation; for ALiBi the slopes are divided, which is equivalent
+    "ntk": "NTK",
+    "yarn": "YaRN",
+}
+_RUN = ("model", "data", "train", "corpus")  # the sections that identify a run; `eval` describes how it was tested
+
+
+@dataclasses.dataclass(frozen=True)
+class Series:
+    """One configuration over all its seeds; `stretch` is how its positions were scaled beyond the trained length, `look` the
+    label, colors and marker of its method."""
+
+    label: str
+    method: str
+    trained: int
+    trainings: tuple[Record, ...]
+    evaluations: tuple[Record, ...]
+    stretch: str = "none"
+    look: Look | None = None
+
+    @property
+    def seeds(self) -> int:
+        """The number of evaluated seeds (or trained ones, if none is evaluated yet)."""
+        return len(self.evaluations or self.trainings)
+
+    @property
+    def short(self) -> str:
+        """A short label for figures."""
+        return self.label.replace("ALiBi, learned", "learned").replace("half ALiBi, half none", "half ALiBi")
+
+    @property
+    def records(self) -> tuple[Record, ...]:
+        """Its trainings, then its evaluations."""
+        return self.trainings + self.evaluations
+
+    def curve(self, curve: str, x: str, y: str, *, most: float = LARGEST) -> tuple[Points, Points]:
+        """Two columns of a curve: x [points] ascending, y [seeds, points], NaN if a seed has no such point or the
+        value exceeds `most`."""
+        records = self.trainings if curve in ("training", "validation") else self.evaluations
+        found = [dict(zip(numbers(r, curve, x), numbers(r, curve, y), strict=True)) for r in records]
+        points = sorted({point for column in found for point in column if math.isfinite(point)})
+        rows = [[column.get(point, math.nan) for point in points] for column in found]
+        values = np.array(rows, dtype=np.float64).reshape(len(found), len(points))
+        values = np.where(np.abs(values) <= most, values, math.nan)
+        measured = np.isfinite(values)
+        some = measured.any(axis=0)
+        return np.array(points, dtype=np.float64)[some], values[measured.any(axis=1)][:, some]
+
+    def perplexities(self, curve: str, x: str, nats: str) -> tuple[Points, Points]:
+        """`curve` with the exponential of its second column; values too large to draw are NaN."""
+        points, values = self.curve(curve, x, nats, most=math.log(LARGEST))
+        return points, np.exp(values)
+
+    def metric(self, name: str) -> list[float]:
+        """A metric for each seed, from the trainings, or from the evaluations if no training has it."""
+        for records in (self.trainings, self.evaluations):
+            values = [float(value) for r in records if (value := r.metrics.get(name)) is not None]
+            if values:
+                return values
+        return []
+
+
+@dataclasses.dataclass(frozen=True)
+class Study:
+    """One recipe on one corpus, evaluated in one way."""
+
+    recipe: str
+    corpus: Mapping[str, Json]
+    evaluation: Mapping[str, Json]
+    series: tuple[Series, ...]
+
+    @property
+    def records(self) -> list[Record]:
+        """All records of the study."""
+        return [record for s in self.series for record in s.records]
+
+    @property
+    def bytes_per_token(self) -> float | None:
+        """Mean number of bytes per token, 1 for a byte-level model; None if it was not recorded."""
+        return self._fact("bytes_per_token")
+
+    @property
+    def words_per_token(self) -> float | None:
+        """Mean number of words (separated by spaces) per token; None if it was not recorded."""
+        return self._fact("words_per_token")
+
+    @property
+    def unit(self) -> str:
+        """The unit that the model predicts: "byte" or "token"."""
+        return "byte" if self.bytes_per_token == 1 else "token"
+
+    @functools.cached_property
+    def lengths(self) -> list[int]:
+        """All evaluated lengths."""
+        return sorted({int(length) for s in self.series for length in s.curve("by_length", "length", "length")[0]})
+
+    @functools.cached_property
+    def trained(self) -> list[int]:
+        """All trained lengths."""
+        return sorted({s.trained for s in self.series})
+
+    @property
+    def seeds(self) -> int:
+        """The smallest number of seeds of any series."""
+        return min(s.seeds for s in self.series)
+
+    def _fact(self, name: str) -> float | None:
+        value = self.corpus.get(name)
+        return float(value) if isinstance(value, int | float) and value > 0 else None
+
+
+def studies(records: Iterable[Record]) -> list[Study]:
+    """The studies in the records, in order of recipe; series in the order of METHODS, then of trained length.
+
+    An evaluation with stretched positions is a separate series in the same study, because the weights are the same.
+    """
+    unique = {identity(r.kind, r.name, r.config): r for r in records if _is_of_a_model(r)}  # one may be passed twice
+    trainings: dict[tuple[str, str], list[Record]] = {}
+    for record in unique.values():
+        if record.kind == "training":
+            trainings.setdefault(_key(record), []).append(record)
+    evaluated = {_key(record) for record in unique.values() if record.kind == "evaluation"}
+    groups: dict[tuple[str, str, str], dict[tuple[str, str], list[Record]]] = {}
+    for record in unique.values():
+        key = recipe, run = _key(record)
+        if record.kind == "evaluation" or key not in evaluated:
+            test = {name: value for name, value in section(record, "eval").items() if name != "stretch"}
+            group = groups.setdefault((recipe, _text(record.config.get("corpus")), _text(test)), {})
+            known = trainings.get(key, []) if record.kind == "evaluation" else []
+            group.setdefault((run, _stretch(record)), [*known]).append(record)
+    return [_study(recipe, runs) for (recipe, _, _), runs in sorted(groups.items())]
+
+
+def section(record: Record, name: str) -> Mapping[str, Json]:
+    """A section of a record's config; empty if it has none."""
+    value = record.config.get(name)
+    return value if isinstance(value, Mapping) else {}
+
+
+def sequence(value: Json) -> Sequence[Json]:
+    """A list in a record's config; empty if the value is not a list."""
+    return value if isinstance(value, list | tuple) else ()
+
+
+def field(record: Record, name: str, key: str, default: _T) -> _T:
+    """A field of a section of a record's config; the default if it is missing or of another type."""
+    value = section(record, name).get(key)
+    return value if isinstance(value, type(default)) else default
+
+
+def seed_of(record: Record) -> int:
+    """The seed of the training."""
+    return field(record, "train", "seed", 0)
+
+
+def recipe_of(record: Record) -> str:
+    """The recipe that made a record, the first part of its name."""
+    return record.name.partition("/")[0]
+
+
+def numbers(record: Record, curve: str, column: str) -> list[float]:
+    """A column of a curve as floats, NaN for null. A missing column is all NaN."""
+    columns = record.curves.get(curve, {})
+    values: Sequence[Json] = columns.get(column) or [None] * max(map(len, columns.values()), default=0)
+    return [float(value) if isinstance(value, int | float) else math.nan for value in values]
+
+
+def flat(config: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
+    """A nested config as a flat one with dotted names, as for `--set`: {"train.steps": 200}."""
+    found: dict[str, Json] = {}
+    for key, value in config.items():
+        if isinstance(value, Mapping):
+            found |= flat(value, f"{prefix}{key}.")
+        else:
+            found[prefix + key] = value
+    return found
+
+
+def _study(recipe: str, runs: Mapping[tuple[str, str], Sequence[Record]]) -> Study:
+    last = [members[-1] for members in runs.values()]  # an evaluation if there is one
+    configs = [flat(_without_seed(record.config)) for record in last]
+    names = sorted({name for config in configs for name in config if name.startswith(("model.", "data.", "train."))})
+    several = [name for name in names if len({_text(config.get(name)) for config in configs}) > 1]
+    short = [(_method(record), _trained(record), _stretch(record)) for record in last]
+    series = []
+    for key, config, members in zip(short, configs, runs.values(), strict=True):
+        method, trained, stretch = key
+        look = METHODS.get(method) or look_of(section(members[-1], "method"))
+        label = look.label if look else method
+        if len({length for _, length, _ in short}) > 1:
+            label += f" {trained:,}"
+        if stretch != "none":
+            label += f" with {STRETCHES.get(stretch, stretch)}"
+        if short.count(key) > 1:
+            label += _difference(config, [name for name in several if name not in ("model.method", "train.length")])
+        trainings = tuple(sorted((r for r in members if r.kind == "training"), key=seed_of))
+        evaluations = tuple(sorted((r for r in members if r.kind == "evaluation"), key=seed_of))
+        series.append(Series(label, method, trained, trainings, evaluations, stretch, look))
+    order = list(METHODS)
+    series.sort(key=lambda s: ([*order, s.method].index(s.method), s.method, s.trained, s.label))
+    plain = next((record for record in last if _stretch(record) == "none"), last[0])
+    return Study(recipe, section(last[0], "corpus"), section(plain, "eval"), tuple(series))
+
+
+def _difference(config: Mapping[str, Json], names: Sequence[str]) -> str:
+    """How a run differs from others of its method and length: " (steps 40)", " (staged from 64)"."""
+    parts = [
+        f"{name.split('.', 1)[1]} {_plain(config.get(name))}"
+        for name in names
+        if name not in ("train.first_length", "train.first_steps")
+    ]
+    if config.get("train.first_length") is not None and "train.first_length" in names:
+        parts.append(f"staged from {_plain(config['train.first_length'])}")
+    return f" ({', '.join(parts)})" if parts else ""
+
+
+def _is_of_a_model(record: Record) -> bool:
+    return record.kind in ("training", "evaluation") and bool(_method(record)) and _trained(record) > 0
+
+
+def _method(record: Record) -> str:
+    return field(record, "model", "method", "")
+
+
+def _trained(record: Record) -> int:
+    length = field(record, "train", "length", 0)
+    return length if length <= MOST else 0
+
+
+def _stretch(record: Record) -> str:
+    return field(record, "eval", "stretch", "none")
+
+
+def _key(record: Record) -> tuple[str, str]:
+    """The key that all seeds of a run share: its recipe, and its config without the evaluation."""
+    return recipe_of(record), _text(_without_seed({key: record.config.get(key) for key in _RUN}))
+
+
+def _without_seed(config: Mapping[str, Json]) -> dict[str, Json]:
+    return {
+        key: _without_seed(value) if isinstance(value, Mapping) else value
+        for key, value in config.items()
+        if key != "seed"
+    }
+
+
+def _text(value: object) -> str:
+    return json.dumps(value, sort_keys=True)
+
+
+def _plain(value: Json) -> str:
+    return value if isinstance(value, str) else _text(value)

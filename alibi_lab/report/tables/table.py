@@ -1,0 +1,123 @@
+"""Tables of numbers and text for the page and the terminal, and number formatting."""
+
+import math
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from alibi_lab.position_methods import METHODS
+from alibi_lab.records import Json
+
+_SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
+
+
+@dataclass(frozen=True)
+class Cell:
+    """One cell.
+
+    Args:
+        text: the value as shown.
+        value: the number itself; None for text.
+        spread: shown below the text in small type, for example the range over seeds; "" for none.
+        best: whether it is bold.
+        heat: strength of the background color, from 0 to 1; None for no color.
+        css: its class.
+    """
+
+    text: str
+    value: float | None = None
+    spread: str = ""
+    best: bool = False
+    heat: float | None = None
+    css: str = ""
+
+
+Row = tuple[str, str, tuple[Cell, ...]]  # label, position method (for its color; "" for none), one cell per column
+
+
+@dataclass(frozen=True)
+class Block:
+    """Rows of one quantity under a title."""
+
+    title: str
+    rows: tuple[Row, ...]
+
+
+@dataclass(frozen=True)
+class Table:
+    """Blocks under common columns.
+
+    Args:
+        corner: the heading of the rows' labels.
+        groups: a title and a legend above every two columns.
+    """
+
+    columns: tuple[str, ...]
+    blocks: tuple[Block, ...]
+    corner: str = ""
+    groups: tuple[tuple[str, str], ...] = ()
+
+
+def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
+    """A table of text; the first column holds the labels. Without columns it has no header."""
+    lines = tuple((label, "", tuple(map(Cell, cells))) for label, *cells in rows)
+    return Table(tuple(columns[1:]), (Block("", lines),), corner=columns[0] if columns else "")
+
+
+NOTHING = Cell("—")
+
+
+def variable_of(method: str) -> str:
+    """The CSS variable of a method's color; "ink" for other names."""
+    return method if method in METHODS else "ink"
+
+
+def seeds_cell(values: Sequence[float], show: Callable[[float], str]) -> Cell:
+    """The mean over seeds, and below it the lowest and the highest if they differ."""
+    if not values:
+        return NOTHING
+    low, high = show(min(values)), show(max(values))
+    return Cell(show(mean(values)), mean(values), "" if low == high else f"{low} – {high}")
+
+
+def with_best(column: Sequence[Cell], best: Callable[[Sequence[float]], float] = min) -> list[Cell]:
+    """The cells of a column, the best value bold."""
+    values = [cell.value for cell in column if cell.value is not None]
+    return [replace(cell, best=cell.value == best(values)) for cell in column] if values else list(column)
+
+
+def mean(values: Sequence[float]) -> float:
+    """The mean; NaN if there are no values."""
+    return sum(values) / len(values) if values else math.nan
+
+
+def number(value: float) -> str:
+    """A number with four significant digits: 7.020, 17.23; integers from 1,000, and 1.36·10⁷ from a million."""
+    if math.isinf(value):
+        return "∞" if value > 0 else "−∞"
+    if abs(value) >= 1e6:
+        mantissa, _, power = f"{value:.2e}".partition("e+")
+        return f"{mantissa}·10{str(int(power)).translate(_SUPERSCRIPTS)}"
+    if abs(value) >= 1000:
+        return f"{value:,.0f}"
+    digits = 3 - max(math.floor(math.log10(abs(value))), 0) if value else 0
+    return f"{value:.{digits}f}" if abs(value) >= 0.1 else f"{value:.4g}"
+
+
+def processor_text(machine: Mapping[str, Json]) -> str:
+    """The processor, with its widest instruction set if recorded; "" if nothing was recorded."""
+    name, has = machine.get("processor"), machine.get("instructions")
+    return f"{name} ({has})" if name and has else str(name or "")
+
+
+def machine_text(machine: Mapping[str, Json]) -> str:
+    """A short description of a machine."""
+    memory = machine.get("memory_bytes")
+    parts = [
+        processor_text(machine),
+        f"{machine['cores']} cores" if machine.get("cores") else None,
+        f"{memory / 2**30:.0f} GiB" if isinstance(memory, int | float) else None,
+        machine.get("gpu"),
+        machine.get("system"),
+        f"Python {machine['python']}" if machine.get("python") else None,
+    ]
+    return ", ".join(str(part) for part in parts if part)
