@@ -83,7 +83,7 @@ def attended(
     """
     settings = of(layer)
     slopes = slopes_beside(settings.slopes, torch.float32, query)
-    seen = key_mask(mask)
+    seen = key_mask(mask, key.shape[2])
     # An instance may override this function, as `distributed.context_parallel` does.
     attend = vars(layer).get("attend", alibi_attention)
     plain = dropout_p == 0 and settings.backend == "auto" and attend is alibi_attention
@@ -109,12 +109,16 @@ def merged(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2).flatten(2)
 
 
-def key_mask(mask: Tensor) -> Tensor | None:
-    """[B, S] bool from a mask of `masks.of_layers`, or None if every key is visible."""
+def key_mask(mask: Tensor, key_len: int) -> Tensor | None:
+    """[B, S] bool from a mask of `masks.of_layers` for this number of keys, or None if every key is visible."""
     if mask.ndim != 4 or mask.shape[1:3] != (1, 1) or mask.dtype != torch.bool:
         raise ValueError(
             f"a patched layer received a mask {list(mask.shape)} of {mask.dtype} instead of a bool mask [B, 1, 1, S]; call "
             "the whole model that was patched, not a part of it"
+        )
+    if mask.shape[3] > key_len:
+        raise ValueError(
+            f"a patched layer received a mask of {mask.shape[3]} keys but has {key_len}; its cache was dropped on the way to it"
         )
     return mask[:, 0, 0] if mask.shape[3] else None
 
@@ -127,7 +131,7 @@ def by_rows(
     Args:
         attend: returns [B, H, rows, D] for (queries [B, H, rows, D], their positions [rows], hidden keys [B|1, 1, rows, S]).
     """
-    seen = key_mask(mask)
+    seen = key_mask(mask, key_len)
     keys = torch.arange(key_len, device=query.device)
     outputs = []
     for queries in query.split(ROWS, dim=2):
@@ -147,6 +151,6 @@ def rounded_bias(build: Callable[..., Tensor], mask: Tensor, heads: int, key: Te
         dtype: of the hidden states.
     """
     batch, _, key_len, _ = key.shape
-    seen = key_mask(mask)
+    seen = key_mask(mask, key_len)
     visible = torch.ones(batch, key_len, dtype=torch.long, device=key.device) if seen is None else seen.long()
     return build(visible, heads, dtype=dtype).view(batch, heads, 1, key_len)

@@ -17,7 +17,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from alibi_attn.attention.dispatch import BACKENDS
-from alibi_attn.hf import decoding_step, masks, unsupported
+from alibi_attn.hf import cached_pass, decoding_step, masks, unsupported
 from alibi_attn.hf.cache import ALiBiCache
 from alibi_attn.hf.families import PATCHED
 from alibi_attn.hf.families.family import PatchedFamily, StepModules
@@ -272,6 +272,7 @@ def _forward(
     **kwargs: object,
 ) -> object:
     """Raises an error for outputs that a patched model cannot return, then runs the model's forward with our mask."""
+    own = type(body).forward
     given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
     wanted = given.get("output_attentions")
     if wanted or (wanted is None and body.config.output_attentions):
@@ -284,15 +285,17 @@ def _forward(
     if isinstance(tokens, Tensor):
         if tokens.ndim < 2 or tokens.shape[1] == 0:
             raise ValueError(f"the input has shape {list(tokens.shape)} but must be [B, T] with T ≥ 1 tokens")
-        if isinstance(cache := given.get("past_key_values"), ALiBiCache):
-            cache.begin(body, given.get("input_ids"))
-            if before is None and (hidden := decoding_step.step(body, _step, given)) is not None:
-                wanted = given.get("return_dict")
-                as_dict = body.config.return_dict if wanted is None else wanted
-                output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden, past_key_values=cache)
-                return output if as_dict else (hidden, cache)
-        given["attention_mask"] = masks.of_layers(
-            mask_name, body.config, tokens, given.get("attention_mask"), given.get("past_key_values")
-        )
-    own = type(body).forward
+        cache = given.get("past_key_values")
+        with cached_pass.whole(body, cache, use_cache=given.get("use_cache"), new=tokens.shape[1]):
+            if isinstance(cache, ALiBiCache):
+                cache.begin(body, given.get("input_ids"))
+                if before is None and (hidden := decoding_step.step(body, _step, given)) is not None:
+                    wanted = given.get("return_dict")
+                    as_dict = body.config.return_dict if wanted is None else wanted
+                    output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden, past_key_values=cache)
+                    return output if as_dict else (hidden, cache)
+            given["attention_mask"] = masks.of_layers(
+                mask_name, body.config, tokens, given.get("attention_mask"), cache
+            )
+            return own(body, **given) if before is None else before(**given)
     return own(body, **given) if before is None else before(**given)

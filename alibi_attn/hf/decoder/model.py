@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from alibi_attn.hf import checkpoint_files, masks
+from alibi_attn.hf import cached_pass, checkpoint_files, masks
 from alibi_attn.hf.cache import ALiBiCache
 from alibi_attn.hf.decoder import loading
 from alibi_attn.hf.decoder.config import ALiBiCausalLMConfig
@@ -161,13 +161,13 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
                 "alibi_scaling with train_seq_len needs the length of the text, which a static cache does not report; use an "
                 'ALiBiCache, a DynamicCache, or {"type": "linear", "factor": ...}'
             )
-        if isinstance(past_key_values, ALiBiCache):
-            past_key_values.begin(self, input_ids)
-        mask = masks.of_layers(masks.INDEXED, config, x, attention_mask, past_key_values)
-        x = self.embedding_dropout(self._times(x, config.embedding_scale))
         keep = config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        states = [x]
-        with memory_of_layers(x):
+        with cached_pass.whole(self, past_key_values, use_cache=use_cache, new=x.shape[1]), memory_of_layers(x):
+            if isinstance(past_key_values, ALiBiCache):
+                past_key_values.begin(self, input_ids)
+            mask = masks.of_layers(masks.INDEXED, config, x, attention_mask, past_key_values)
+            x = self.embedding_dropout(self._times(x, config.embedding_scale))
+            states = [x]
             for layer in self.layers:
                 x = layer(x, mask, past_key_values=past_key_values)
                 states = [*states, x] if keep else [x]
