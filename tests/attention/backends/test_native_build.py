@@ -149,19 +149,52 @@ def test_a_compiler_with_wrong_output_is_reported(
 CODE = "from alibi_attn.attention.backends.native import build; print(build.why_not(), build.library()._name)"
 
 
-def found_by_processes(count: int) -> set[str]:
+# Replaces the system's locks by those of a file system that has none.
+NO_LOCKS = """
+import fcntl
+def flock(*_):
+    raise OSError(95, "Operation not supported")
+fcntl.flock = flock
+"""
+
+
+def found_by_processes(count: int, first: str = "") -> set[str]:
     """The results of `count` processes that load the library at the same time."""
-    running = [subprocess.Popen([sys.executable, "-c", CODE], stdout=subprocess.PIPE, text=True) for _ in range(count)]
+    command = [sys.executable, "-c", first + CODE]
+    running = [subprocess.Popen(command, stdout=subprocess.PIPE, text=True) for _ in range(count)]
     return {process.communicate()[0].strip() for process in running}
 
 
-def test_processes_that_compile_at_once_do_not_disturb_one_another(compiler: Compiler, tmp_path: Path) -> None:
-    begun = f'[ "$(wc -l < {shlex.quote(str(compiler.path.parent / "log"))})" -ge 3 ]'
-    each = compiler.path.read_text().replace("cp ", f"until {begun}; do sleep 0.05; done; cp ")
-    compiler.path.write_text(each)  # so that none finds another's library
+def wait_in_the_compiler(compiler: Compiler, count: int, where: str) -> None:
+    """Lets the compiler link when it was called `count` times: for its macros, or to link."""
+    path, log = compiler.path, compiler.path.parent / where
+    until = f'until [ "$(wc -l < {shlex.quote(str(log))})" -ge {count} ]; do sleep 0.05; done; cp '
+    asked = f"*-dM*) echo >> {shlex.quote(str(path.parent / 'asked'))};"
+    path.write_text(path.read_text().replace("cp ", until).replace("*-dM*)", asked))
+
+
+def test_of_processes_that_start_at_once_one_compiles(compiler: Compiler, tmp_path: Path) -> None:
+    wait_in_the_compiler(compiler, 3, "asked")  # before the first library exists, each has started
     (found,) = found_by_processes(3)
+    assert len(compiler.calls) == 1
+    assert [f"None {path}" for path in kept(tmp_path)] == [found]
+
+
+def test_processes_that_compile_at_once_do_not_disturb_one_another(compiler: Compiler, tmp_path: Path) -> None:
+    wait_in_the_compiler(compiler, 3, "log")  # so that none finds another's library
+    (found,) = found_by_processes(3, NO_LOCKS)
     assert len(compiler.calls) == 3
     assert [f"None {path}" for path in kept(tmp_path)] == [found]
+
+
+def test_a_process_waits_no_longer_than_a_compiler_may_take(
+    compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "cache" / "alibi-attn").mkdir(mode=0o700, parents=True)
+    monkeypatch.setattr(build, "TIMEOUT_S", 0.2)
+    with build._alone(tmp_path / "cache" / "alibi-attn"):
+        assert asked_anew() is None
+    assert len(compiler.calls) == 1
 
 
 def test_processes_that_meet_a_damaged_library_do_not_disturb_one_another(compiler: Compiler, tmp_path: Path) -> None:

@@ -5,10 +5,11 @@ Otherwise (source tree, editable install, wheel built without a compiler) the fi
 costs some seconds, and keeps them in the user's cache.
 
 The name of a cached file holds its level, a digest of its sources, flags, compiler and processor, and a digest of its content:
-if one of these changes, or the file is damaged, it is compiled again. If the cache cannot be used, each process compiles its own
-copy and deletes the file.
+if one of these changes, or the file is damaged, it is compiled again. Of processes that start at the same time, one compiles and
+the others wait. If the cache cannot be used, each process compiles its own copy and deletes the file.
 """
 
+import contextlib
 import ctypes
 import functools
 import hashlib
@@ -18,7 +19,8 @@ import shutil
 import subprocess
 import sys
 import tempfile
-from collections.abc import Callable, Mapping, Sequence
+import time
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 
@@ -26,6 +28,9 @@ from alibi_attn.attention.backends.native.levels import LEVELS, NATIVE, Level
 from alibi_attn.attention.certificate.constants import FOR_CPP
 from alibi_attn.files import replace_file
 from alibi_attn.processor import features
+
+if sys.platform != "win32":
+    import fcntl
 
 FOLDER = Path(__file__).parent
 PROCESSOR = "processor.cpp"  # compiled without the flags of a level
@@ -186,7 +191,10 @@ def made(
     text = b"".join(path.read_bytes() for path in (*headers, *sources))
     name = f"{stem}-{_digest(text + _defined(command, flags) + shlex.join([*command, *flags]).encode())}"
     folder = _cache_folder(os.environ.get("XDG_CACHE_HOME"))
-    return _kept(folder, name, load) or _compiled(command, sources, flags, folder, name, load)
+    if found := _kept(folder, name, load):
+        return found
+    with _alone(folder):
+        return _kept(folder, name, load) or _compiled(command, sources, flags, folder, name, load)
 
 
 def _defined(command: list[str], flags: Sequence[str]) -> bytes:
@@ -239,6 +247,40 @@ def _kept(folder: Path | None, name: str, load: Callable[[Path], ctypes.CDLL]) -
         except (OSError, BuildError):
             continue  # it is compiled again
     return None
+
+
+@contextlib.contextmanager
+def _alone(folder: Path | None) -> Iterator[None]:
+    """Waits until no other process compiles for this cache; at most as long as a compiler may take.
+
+    The lock is on the folder and needs no file; the system frees it when the process ends. Windows locks no folders.
+    """
+    descriptor = None
+    if sys.platform != "win32" and folder is not None:
+        with contextlib.suppress(OSError):
+            folder.mkdir(mode=0o700, parents=True, exist_ok=True)
+            if _is_safe(folder):
+                descriptor = os.open(folder, os.O_RDONLY)
+                _lock(descriptor)
+    try:
+        yield
+    finally:
+        if descriptor is not None:
+            with contextlib.suppress(OSError):  # a process that was forked meanwhile has the descriptor, too
+                fcntl.flock(descriptor, fcntl.LOCK_UN)
+            os.close(descriptor)
+
+
+def _lock(descriptor: int) -> None:
+    """Raises OSError if the file system has no locks, or after `TIMEOUT_S`."""
+    deadline = time.monotonic() + TIMEOUT_S
+    while True:
+        try:
+            return fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+        except BlockingIOError:
+            if time.monotonic() > deadline:
+                raise
+            time.sleep(0.05)
 
 
 def _compiled(
