@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 OWNER := $(BIN)/python tests/support/processes/environment_owner.py $(VENV) $(CURDIR)
 
-.PHONY: help setup ready demo test tests sources test-all test-levels sanitize wheels release-check check docs format clean
+.PHONY: help setup ready demo test tests sources test-all test-lesser test-levels sanitize wheels release-check check docs format clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -35,10 +35,16 @@ demo: ready ## Train four position methods short, test them long, write a report
 test: ready ## Check formatting, lint, types and architecture, and run the tests
 	@$(MAKE) --no-print-directory -j 2 sources tests
 
-test-all: ready check ## The same with full case lists, long fuzzes, the built wheel and sdist (half an hour on two cores)
+test-all: ready check ## The same with full case lists, long fuzzes, the built wheel and sdist, and `test-lesser` (an hour on two cores)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[index,notebooks,onnx,ray,wheels,docs]'
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/triton-3.6.0 triton==3.6.0
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "long or not long" --timeout 1800
+	@$(MAKE) --no-print-directory test-lesser
+
+test-lesser: ready ## Run the tests with features of this processor hidden: AVX2 only, then AVX-512 without bf16 and VNNI
+	for level in avx2 avx512; do \
+	    OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --processor $$level || exit 1; \
+	done
 
 test-levels: ready ## Test the C++ kernels compiled for every instruction level of this processor (minutes)
 	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto tests/attention/backends/test_native_levels.py -m "long or not long" --timeout 1800

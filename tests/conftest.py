@@ -12,6 +12,8 @@ from importlib import metadata
 
 import pytest
 from hypothesis import settings
+from lesser_processor import ENVIRONMENTS, hide
+from processor_time import ProcessorTime
 
 QUICK_XLA = "--xla_backend_optimization_level=0"
 QUICKER_XLA = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
@@ -65,8 +67,17 @@ settings.register_profile("alibi-attn", deadline=None, derandomize=True, print_b
 settings.load_profile("alibi-attn")
 
 
+def pytest_addoption(parser: pytest.Parser) -> None:
+    parser.addoption("--processor-time", action="store_true", help="print the processor time of each file")
+    parser.addoption("--processor", choices=ENVIRONMENTS, help="hide what a lesser processor does not have")
+
+
 def pytest_configure(config: pytest.Config) -> None:
-    """Sets flags before a test module loads JAX, which reads them once."""
+    """Sets flags before a test module loads torch or JAX, which read them once."""
+    if config.option.processor and not hasattr(config, "workerinput"):  # xdist's workers inherit it
+        config.add_cleanup(hide(config.option.processor).cleanup)
+    if config.option.processor_time:
+        config.pluginmanager.register(ProcessorTime(config))
     flags = [os.environ.get("XLA_FLAGS", ""), QUICK_XLA]
     # XLA ends the process at a flag that it does not know; JAX 0.12 has dropped one of these.
     if config.option.markexpr == "not long":
