@@ -61,15 +61,12 @@ def assert_links_have_targets(document: Path) -> None:
 
 
 def write_published(folder: Path) -> None:
-    """Tiny models with random weights in folders named like the hub repositories of the README, and texts."""
+    """Tiny models with random weights in folders named like the hub repositories of the README."""
     bloom = folder / "bigscience" / "bloom-560m"
     BloomForCausalLM(BloomConfig(hidden_size=48, n_layer=2, n_head=6, vocab_size=60)).save_pretrained(bloom)
     write_tokenizer(bloom)
     jina = folder / "jinaai" / "jina-embeddings-v2-base-en"
     write_tokenizer(write_folder(jina, random_state("jina"), config("jina")))
-    for name, text in (("1.txt", "a b c d"), ("2.txt", "e f g " * 300)):
-        (folder / "chapters").mkdir(exist_ok=True)
-        (folder / "chapters" / name).write_text(text, encoding="utf-8")
 
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")

@@ -1,5 +1,6 @@
 """The Triton kernels, interpreted: all cases, exactly the certified tiles, autograd and torch.compile."""
 
+import contextlib
 import dataclasses
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
@@ -17,6 +18,7 @@ from attention_cases import CASES, INSIDE, ONE_FAR_KEY, SHORT_INSIDE, Case
 from attention_checks import assert_exact, assert_one_far_key
 from attention_oracle import Answer
 
+from alibi_attn.attention.backends.fused import configs
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, tile_shape
 from alibi_attn.attention.backends.fused.launch import FARTHEST_ROW, in_rows
 from alibi_attn.attention.certificate.constants import TILE
@@ -305,6 +307,28 @@ def test_tiles_divide_the_certificates_own() -> None:
                     assert TILE % shape.keys == 0 or (kernel == "key" and shape.keys % TILE == 0)
                     assert PLAN_ROWS % shape.queries == 0
     assert PLAN_ROWS % TILE == 0
+
+
+@pytest.mark.parametrize(
+    ("kernel", "queries", "keys", "valid"),
+    [
+        ("forward", 64, 128, False),
+        ("decode", 16, 128, False),
+        ("query", 64, 128, False),
+        ("key", 64, 128, True),
+        ("key", 64, 96, False),
+        ("forward", 64, 48, False),
+        ("forward", 48, 64, False),
+        ("forward", 256, 64, False),
+        ("query", 64, 32, True),
+    ],
+)
+def test_tiles_that_would_skip_keys_or_queries_are_refused(
+    kernel: configs.Kernel, queries: int, keys: int, valid: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(configs._LARGE_HALF, 64, (configs.Shape(queries, keys, 4, 2),) * 4)
+    with contextlib.nullcontext() if valid else pytest.raises(ValueError, match="the tile table has"):
+        assert tile_shape(kernel, torch.bfloat16, 64, large=True).keys == keys
 
 
 def _answer(interpreter: ProcessPoolExecutor, case: Case, dtype: str) -> Answer:

@@ -10,6 +10,8 @@ from typing import Literal, NamedTuple
 
 import torch
 
+from alibi_attn.attention.certificate.constants import TILE
+
 MAX_HEAD_DIM = 256
 PLAN_ROWS = 128  # queries that share one plan of tiles; no tile has more
 
@@ -49,17 +51,31 @@ _SMALL_FP32 = {
 
 
 def tile_shape(kernel: Kernel, dtype: torch.dtype, head_dim: int, *, large: bool) -> Shape:
-    """The tile of a kernel; its queries divide PLAN_ROWS, and its keys divide TILE or are a multiple of it.
+    """The tile of a kernel.
 
     Args:
         large: the result of `is_large` for the device.
+
+    Raises:
+        ValueError: the table has a tile with which the kernel would skip keys or queries.
     """
     width = 64 if head_dim <= 64 else 128 if head_dim <= 128 else MAX_HEAD_DIM
     shapes = _LARGE_HALF if large else _SMALL_HALF
     if dtype == torch.float32:
         # With larger tiles of the widest rows, the compiler runs out of registers on every device.
         shapes = _LARGE_FP32 if large and width < MAX_HEAD_DIM else _SMALL_FP32
-    return shapes[width][_ORDER.index(kernel)]
+    shape = shapes[width][_ORDER.index(kernel)]
+    # The kernels read an isolated tile of keys in TILE // keys parts, except for that of keys.
+    if TILE % shape.keys and (kernel != "key" or shape.keys % TILE):
+        raise ValueError(
+            f"the tile table has {shape.keys} keys for the {kernel} kernel; pass a divisor of {TILE}"
+            + (", or a multiple of it" if kernel == "key" else "")
+        )
+    if PLAN_ROWS % shape.queries:
+        raise ValueError(
+            f"the tile table has {shape.queries} queries for the {kernel} kernel; pass a divisor of {PLAN_ROWS}"
+        )
+    return shape
 
 
 def is_large(device: torch.device) -> bool:
