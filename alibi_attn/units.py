@@ -13,7 +13,7 @@ def perplexity(nats_per_token: float) -> float:
     >>> round(perplexity(2.5), 3)
     12.182
     """
-    return math.exp(nats_per_token) if nats_per_token < 709 else math.inf
+    return math.inf if nats_per_token >= 709 else math.exp(nats_per_token)
 
 
 def word_perplexity(nats_per_token: float, *, words_per_token: float) -> float:

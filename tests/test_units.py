@@ -11,6 +11,7 @@ def test_conversions_give_the_numbers_that_were_worked_out_by_hand():
     assert perplexity(0) == 1
     assert perplexity(2.9396) == pytest.approx(18.908, abs=1e-3)
     assert perplexity(1e4) == math.inf
+    assert math.isnan(perplexity(math.nan))
     # 1,000 words in 1,250 tokens: 1.25 · 2.4 = 3 nats a word, e³ = 20.0855
     assert word_perplexity(2.4, words_per_token=1000 / 1250) == pytest.approx(20.0855, abs=1e-4)
     # nanoGPT's 1.4697 nats a character are 2.1203 bits; at 4 bytes a token a quarter

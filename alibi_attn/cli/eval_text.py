@@ -1,15 +1,18 @@
 """`alibi eval-text`: the exact perplexity of one long text, in which each token sees all tokens before it."""
 
-import math
-import shutil
+import contextlib
+import os
+from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, BinaryIO
 
 import typer
 from rich.markup import escape
 
+from alibi_attn import files
 from alibi_attn.cli.console import check_writable, console, interrupted, needs, progress
 from alibi_attn.cli.embed import read_texts
+from alibi_attn.units import bits_per_byte, perplexity
 
 
 def eval_text(
@@ -37,13 +40,12 @@ def eval_text(
     check_writable(losses_path)
     if losses_path.exists() and losses_path.samefile(file):
         raise ValueError(f"--out is {losses_path}, which is the text itself; pass another file")
-    if losses_path.exists() and losses_path.stat().st_size and not folder.exists():
-        raise ValueError(f"{losses_path} exists and has no cache to continue from; pass another --out, or delete it")
+    _check_continues(losses_path, folder)
     text = read_texts([file], lines=False)[0].text
     with needs("hf"):
         import torch
 
-        from alibi_attn.hf import ALiBiCache, read
+        from alibi_attn.hf import ALiBiCache, cache_folder, read, reading
         from alibi_attn.hf.loading import load_decoder
         from alibi_attn.hf.tokenizer_files import encode
     loaded, tokenizer = load_decoder(model)
@@ -51,13 +53,15 @@ def eval_text(
     if tokens.shape[1] < 2:
         raise ValueError(f"{file} has {tokens.shape[1]} tokens but a loss needs at least 2")
     losses_path.parent.mkdir(parents=True, exist_ok=True)
-    store = ALiBiCache.open(folder) if folder.exists() else ALiBiCache(folder)
-    losses_path.touch()
-    with open(losses_path, "r+b") as stream:
+    with _claimed(losses_path) as stream:
+        _check_continues(losses_path, folder)
+        store = ALiBiCache.open(folder) if folder.exists() else ALiBiCache(folder)
+        held = store.get_seq_length()
         # The losses of n cached tokens are those of tokens 1 … n; after a kill either may be ahead by one chunk.
-        done = min(len(stream.read()) // 4, store.get_seq_length())
-        if store.get_seq_length() > done:
-            store.crop(done - store.get_seq_length())
+        done = min(len(stream.read()) // 4, held, tokens.shape[1] - 1)
+        reading.check(loaded, tokens, store, compared=max(done, held - 1))  # a longer text may split the last token
+        if held > done:
+            store.crop(done - held)
         stream.truncate(4 * done)
         stream.seek(4 * done)
 
@@ -74,10 +78,27 @@ def eval_text(
             interrupted("run the same command again to resume")
         stream.seek(0)
         losses = torch.frombuffer(bytearray(stream.read()), dtype=torch.float32).double()
-    del store
-    if cache is None:
-        shutil.rmtree(folder)
-    mean = float(losses.mean())
-    bits = float(losses.sum()) / math.log(2.0) / len(text.encode())
-    console.print(f"perplexity  {math.exp(mean):.4f}  ({mean:.4f} nats per token, {bits:.4f} bits per byte)")
-    console.print(f"losses      {escape(str(losses_path))}  {len(losses):,} tokens", soft_wrap=True)
+        mean = float(losses.mean())
+        bits = bits_per_byte(mean, bytes_per_token=len(text.encode()) / len(losses))
+        console.print(f"perplexity  {perplexity(mean):.4f}  ({mean:.4f} nats per token, {bits:.4f} bits per byte)")
+        console.print(f"losses      {escape(str(losses_path))}  {len(losses):,} tokens", soft_wrap=True)
+        del store
+        if cache is None:
+            cache_folder.remove(folder)
+
+
+def _check_continues(losses: Path, cache: Path) -> None:
+    if losses.exists() and losses.stat().st_size and not cache.exists():
+        raise ValueError(f"{losses} exists and has no cache to continue from; pass another --out, or delete it")
+
+
+@contextlib.contextmanager
+def _claimed(losses: Path) -> Iterator[BinaryIO]:
+    """The file of losses, open and reserved for this process; an empty one is removed at the end."""
+    busy = f"another process is writing {losses}; wait for it, or pass another --out"
+    with files.locked(losses, busy), open(losses, "r+b") as stream:
+        try:
+            yield stream
+        finally:
+            if os.fstat(stream.fileno()).st_size == 0:
+                losses.unlink(missing_ok=True)

@@ -114,6 +114,14 @@ def create(path: Path, about: dict[str, Any]) -> Path:
     return folder
 
 
+def remove(folder: Path) -> None:
+    """Deletes a cache, and its folder if it holds nothing else."""
+    for path in (folder / _ABOUT, token_path(folder), *folder.glob("layer-[0-9][0-9][0-9]")):
+        path.unlink(missing_ok=True)
+    with contextlib.suppress(OSError):
+        folder.rmdir()
+
+
 def read_description(folder: Path) -> dict[str, Any]:
     """Reads `cache.json`.
 

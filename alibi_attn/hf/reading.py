@@ -45,7 +45,7 @@ def read(
     >>> read(model, torch.ones(1, 3000, dtype=torch.int64), cache).shape, cache.get_seq_length()
     (torch.Size([1, 50]), 3000)
     """
-    _check(model, tokens, cache)
+    check(model, tokens, cache)
     length = tokens.shape[1]
     vocabulary = model.get_output_embeddings().weight.shape[0]  # type: ignore[operator]
     chunk = _CHUNK if losses is None else max(16, min(_CHUNK, _LOGITS // (tokens.shape[0] * vocabulary)))
@@ -68,7 +68,12 @@ def read(
     return logits[:, -1]
 
 
-def _check(model: nn.Module, tokens: Tensor, cache: ALiBiCache) -> None:
+def check(model: nn.Module, tokens: Tensor, cache: ALiBiCache, *, compared: int | None = None) -> None:
+    """Raises what `read` raises, and changes no cached token.
+
+    Args:
+        compared: the caller drops the tokens after this number of cached ones, so they may be those of another text.
+    """
     if not isinstance(cache, ALiBiCache):
         raise TypeError(f"cache is a {type(cache).__name__} but must be an ALiBiCache")
     if tokens.ndim != 2 or tokens.shape[1] == 0 or tokens.dtype not in (torch.int64, torch.int32):
@@ -97,7 +102,10 @@ def _check(model: nn.Module, tokens: Tensor, cache: ALiBiCache) -> None:
                 "the token ids in this cache are unknown (filled from embeddings, copied, reordered or changed), so it cannot be "
                 "compared with the text; pass a new ALiBiCache()"
             )
-        if held.shape[0] != tokens.shape[0] or not torch.equal(held, tokens[:, :length].cpu().long()):
+        known = slice(length if compared is None else compared)
+        if held.shape[0] != tokens.shape[0] or not torch.equal(
+            held[:, known], tokens[:, :length][:, known].cpu().long()
+        ):
             raise ValueError(
                 "the cache holds another text; pass the text that it was filled with, or a new ALiBiCache()"
             )

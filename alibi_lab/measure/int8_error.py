@@ -17,6 +17,7 @@ from torch import Tensor, nn
 
 from alibi_attn.nn import int8
 from alibi_attn.nn.linear import Linear
+from alibi_attn.units import perplexity
 from alibi_lab import records
 from alibi_lab.lab.data.corpus import load_corpus
 from alibi_lab.lab.evaluation.losses import Window, token_losses
@@ -105,9 +106,9 @@ def compared(
     return {
         "logits_error": math.sqrt(difference / norm),
         "logits_worst_cosine": worst,
-        "perplexity": math.exp(float(true_nats.mean())),
-        "int8_perplexity": math.exp(float(nats.mean())),
-        "perplexity_change_percent": 100 * math.expm1(change),
-        "perplexity_change_percent_low": 100 * math.expm1(change - spread),
-        "perplexity_change_percent_high": 100 * math.expm1(change + spread),
+        "perplexity": perplexity(float(true_nats.mean())),
+        "int8_perplexity": perplexity(float(nats.mean())),
+        "perplexity_change_percent": 100 * (perplexity(change) - 1),
+        "perplexity_change_percent_low": 100 * (perplexity(change - spread) - 1),
+        "perplexity_change_percent_high": 100 * (perplexity(change + spread) - 1),
     }

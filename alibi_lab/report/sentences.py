@@ -222,7 +222,7 @@ def _seeds(study: Study) -> str:
     text = f"Which of two lines is better where their bands overlap. There are {study.seeds} seeds"
     if not widest:
         return f"{text}."
-    percent = 100 * math.expm1(widest)
+    percent = 100 * (units.perplexity(widest) - 1)
     return f"{text}; two seeds of one method differ by up to {widest:.3f} nats, {percent:.1f} % of perplexity."
 
 

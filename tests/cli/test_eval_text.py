@@ -7,7 +7,9 @@ from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
+from alibi_attn import files
 from alibi_attn.hf import reading
+from alibi_attn.nn import cache_file
 from alibi_lab.cli.main import app
 
 
@@ -88,3 +90,77 @@ def test_the_folder_of_the_losses_is_made(folder, tmp_path):
     assert result.exit_code == 0, result.output
     assert out.stat().st_size == 4 * 2
     assert [path.name for path in out.parent.iterdir()] == ["a.losses"]
+
+
+def run(folder, text, *options):
+    return CliRunner().invoke(app, ["eval-text", str(folder), str(text), *map(str, options)])
+
+
+def refusal(*arguments):
+    """The message alone, since the exception keeps the cache open."""
+    return str(run(*arguments).exception)
+
+
+def content(place):
+    return {path.name: path.read_bytes() for path in place.iterdir()}
+
+
+@pytest.mark.parametrize("changed", ["model", "text", "shorter"])
+def test_a_refused_command_leaves_the_cache_and_the_losses(changed, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_file, "CAPACITY", 1)  # small files
+    text, cache, losses = tmp_path / "a.txt", tmp_path / "cache", tmp_path / "a.losses"
+    words = [f"w{index % 49 + 1}" for index in range(150)]
+    text.write_text(" ".join(words))
+    assert run(folder, text, "--cache", cache, "--out", losses).exit_code == 0
+    before, numbers = content(cache), losses.read_bytes()
+    if changed == "model":
+        with torch.no_grad():
+            model = BloomForCausalLM.from_pretrained(folder)
+            model.transformer.h[1].mlp.dense_h_to_4h.weight.mul_(1.5)
+            model.save_pretrained(folder)
+    else:
+        text.write_text(" ".join(words[:100] if changed == "shorter" else ["w3", *words[1:]]))
+    message = {
+        "model": "was written by a model with other weights",
+        "text": "holds another text",
+        "shorter": "holds 150 tokens but the text has 100",
+    }
+    for out in (losses, tmp_path / "other.losses"):  # with losses of nothing, all of the cache would be read again
+        assert message[changed] in refusal(folder, text, "--cache", cache, "--out", out)
+        assert content(cache) == before
+        assert losses.read_bytes() == numbers
+        assert not (tmp_path / "other.losses").exists()
+
+
+def test_a_longer_text_continues_and_losses_that_were_deleted_are_computed_again(folder, tmp_path):
+    text, cache, losses = tmp_path / "a.txt", tmp_path / "cache", tmp_path / "a.txt.losses"
+    words = [f"w{index % 49 + 1}" for index in range(150)]
+    for count in (100, 150):
+        text.write_text(" ".join(words[:count]))
+        assert run(folder, text, "--cache", cache).exit_code == 0
+    numbers = np.fromfile(losses, "float32")
+    losses.unlink()
+    assert run(folder, text, "--cache", cache).exit_code == 0
+    np.testing.assert_allclose(np.fromfile(losses, "float32"), numbers, rtol=1e-5)
+    assert len(numbers) == 149
+
+
+def test_a_loss_beyond_floating_point_is_infinite_perplexity(folder, tmp_path):
+    with torch.no_grad():
+        model = BloomForCausalLM.from_pretrained(folder)
+        model.transformer.ln_f.weight.mul_(1e6)
+        model.save_pretrained(folder)
+    (tmp_path / "a.txt").write_text("w1 w2 w3 w4")
+    result = run(folder, tmp_path / "a.txt")
+    assert result.exit_code == 0, result.exception
+    mean = np.fromfile(tmp_path / "a.txt.losses", "float32").astype(float).mean()
+    assert mean > 709
+    assert f"perplexity  inf  ({mean:.4f} nats per token" in result.output
+
+
+def test_two_processes_do_not_write_the_same_losses(folder, tmp_path):
+    text, losses = tmp_path / "a.txt", tmp_path / "a.txt.losses"
+    text.write_text("w1 w2 w3 w4")
+    with files.locked(losses, "free"):
+        assert "another process is writing" in str(run(folder, text).exception)
+    assert run(folder, text).exit_code == 0

@@ -20,6 +20,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor
 
+from alibi_attn.units import perplexity
 from alibi_lab.lab.config import EvalConfig
 from alibi_lab.lab.data.corpus import Corpus, CorpusError
 from alibi_lab.lab.evaluation.losses import columns, testing
@@ -84,7 +85,7 @@ class KnnLM(PositionMethod):
             "knn_lm_best": {
                 "entries": [len(store.tokens)], "k": [k], "lambda": [share], "tokens": [len(test.nats) - half],
                 "plain_nats": [plain], "nats": [best],
-                "plain_perplexity": [math.exp(plain)], "perplexity": [math.exp(best)],
+                "plain_perplexity": [perplexity(plain)], "perplexity": [perplexity(best)],
             },
         }  # fmt: skip
 
