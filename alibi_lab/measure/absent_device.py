@@ -64,6 +64,8 @@ def absent_device(*, compiles: bool = False) -> Iterator[Launches]:
         compile = functools.partial(_Kernel, launches, compiler.compile if compiles else None)
         stack.enter_context(mock.patch.object(compiler, "compile", compile))
         stack.enter_context(mock.patch.object(Tensor, "device", property(lambda tensor: DEVICE)))
+        stack.enter_context(mock.patch.object(Tensor, "is_cpu", property(lambda tensor: False)))
+        stack.enter_context(mock.patch.object(Tensor, "is_cuda", property(lambda tensor: True)))
         for name in _FACTORIES:
             stack.enter_context(mock.patch.object(torch, name, _on_cpu(getattr(torch, name))))
         stack.enter_context(mock.patch.object(torch.cuda, "device", _Current))

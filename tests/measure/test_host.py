@@ -14,7 +14,7 @@ MOST_LAUNCHES = {
     "plain": (5, 8), "symmetric, masked": (10, 19), "gates": (12, 22), "decoding": (6, None), "SDPA": (0, 0),
 }  # fmt: skip
 MOST_OPERATIONS = {
-    "plain": (2, 11), "symmetric, masked": (4, 18), "gates": (135, 265), "decoding": (4, None), "SDPA": (1, 2),
+    "plain": (3, 9), "symmetric, masked": (6, 18), "gates": (139, 271), "decoding": (4, None), "SDPA": (1, 2),
 }  # fmt: skip
 
 
