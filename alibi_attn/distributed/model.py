@@ -15,6 +15,7 @@ from alibi_attn.distributed.attention import (
 )
 from alibi_attn.distributed.exchange import Traffic
 from alibi_attn.nn import ALiBiAttention
+from alibi_attn.nn.replacement import Replacement, replaced, restore
 
 PATCHED = "alibi_settings"  # the attribute that `alibi_attn.hf.patch` sets on a layer
 
@@ -28,32 +29,30 @@ class ContextParallel:
 
     layers: tuple[str, ...]
 
-    def __init__(self, layers: dict[str, nn.Module]) -> None:
-        self.layers = tuple(layers)
-        self._changed = list(layers.values())
+    def __init__(self, layers: tuple[str, ...], changes: list[Replacement]) -> None:
+        self.layers = layers
+        self._changes = changes
 
     def undo(self) -> None:
         """Restores the layers: every process attends to its own rows only.
 
         Raises:
-            ValueError: it was undone before.
+            ValueError: it was undone before, or the attention of a layer was replaced since. Then nothing changes.
         """
-        if not self._changed:
+        if not self._changes:
             raise ValueError("context parallelism is already undone; call context_parallel(model) for a new handle")
-        while self._changed:
-            layer = self._changed.pop()
-            for name in ("attend", "attend_gated"):
-                vars(layer).pop(name, None)
+        restore(self._changes, "context_parallel(model)")
+        self._changes.clear()
 
     def __enter__(self) -> Self:
         return self
 
     def __exit__(self, *_: object) -> None:
-        if self._changed:
+        if self._changes:
             self.undo()
 
     def __repr__(self) -> str:
-        return f"ContextParallel(layers={len(self.layers)}, active={bool(self._changed)})"
+        return f"ContextParallel(layers={len(self.layers)}, active={bool(self._changes)})"
 
 
 def context_parallel(
@@ -106,11 +105,12 @@ def context_parallel(
                 f"{name} has slopes that depend on the length of the text, but each rank sees only its shard"
             )
     given: dict[str, Any] = {"group": group, "timeout": timeout, "traffic": traffic}
-    for layer in layers.values():
-        vars(layer)["attend"] = functools.partial(_attend, layer, given)
+    changes = []
+    for name, layer in layers.items():
+        changes.append(replaced(layer, name, "attend", functools.partial(_attend, layer, given)))
         if isinstance(layer, ALiBiAttention):
-            vars(layer)["attend_gated"] = functools.partial(_attend_gated, given)
-    return ContextParallel(layers)
+            changes.append(replaced(layer, name, "attend_gated", functools.partial(_attend_gated, given)))
+    return ContextParallel(tuple(layers), changes)
 
 
 def _is_ours(module: nn.Module) -> bool:

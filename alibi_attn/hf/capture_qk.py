@@ -12,6 +12,7 @@ from typing import Any
 from torch import Tensor, nn
 
 from alibi_attn.attention.api import alibi_attention
+from alibi_attn.nn.replacement import replaced, restore
 
 See = Callable[[int, Tensor, Tensor, Tensor, float], None]
 
@@ -42,13 +43,15 @@ def watched(model: nn.Module, see: See) -> Iterator[int]:
         raise ValueError(
             'a model with numerics="checkpoint" does not compute its attention with alibi_attention; use numerics="exact"'
         )
+    names = {module: name for name, module in model.named_modules()}
+    changes = [
+        replaced(layer, names[layer], "attend", functools.partial(_call_and_attend, see, number))
+        for number, layer in enumerate(layers)
+    ]
     try:
-        for number, layer in enumerate(layers):
-            vars(layer)["attend"] = functools.partial(_call_and_attend, see, number)
         yield len(layers)
     finally:
-        for layer in layers:
-            vars(layer).pop("attend", None)
+        restore(changes, "watched(model)")
 
 
 def _call_and_attend(

@@ -23,6 +23,7 @@ from alibi_attn.hf.families import PATCHED
 from alibi_attn.hf.families.family import PatchedFamily, StepModules
 from alibi_attn.hf.patched_attention import Numerics
 from alibi_attn.nn import int8, linear
+from alibi_attn.nn.replacement import Replacement, forward_of, is_hooked, replaced, restore
 
 _MARK = "alibi_settings"  # an attribute that only patched layers have
 
@@ -41,23 +42,29 @@ class Patch:
     """
 
     layers: tuple[str, ...]
-    _changes: list[Callable[[], None]]
+    _changes: list[Replacement]
     linears: tuple[str, ...] = ()
     activations: tuple[str, ...] = ()
     _is_int8: bool = False
 
     def undo(self) -> None:
-        """Restore the model's original attention, bit for bit.
+        """Restore the model's original attention, bit for bit, below hooks that accelerate added since.
 
         Raises:
-            ValueError: the patch has already been undone, or converted linear layers to int8.
+            ValueError: the patch has already been undone, or converted linear layers to int8; or another tool has wrapped or
+                replaced a forward since. Then nothing changes.
         """
         if self._is_int8:
             raise ValueError('linears="int8" has freed the original weights; load the model again')
         if not self._changes:
             raise ValueError("this patch has already been undone; call patch(model) for a new one")
-        while self._changes:
-            self._changes.pop()()
+        for change in self._changes:
+            if "attend" in vars(change.module):
+                raise ValueError(
+                    f"the attention of {change.label} has been replaced since (by context_parallel); call undo() on that first"
+                )
+        restore(self._changes, "patch(model)")
+        self._changes.clear()
 
     def __enter__(self) -> Self:
         if self._is_int8:
@@ -161,27 +168,31 @@ def patched_as(
         if linears == "int8"
         for name in int8.convert(body, family.linears)
     ]
-    changes: list[Callable[[], None]] = []
+    changes: list[Replacement] = []
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def change(module: nn.Module, name: str, value: object) -> None:
+        changes.append(replaced(module, names[id(module)], name, value))
+
     layers: list[str] = []
     around: dict[str, list[str]] = {"linears": [], "activations": []}
     for prefix, body, family in bodies:
         settings = family.settings(body.config, backend=backend, numerics=numerics)
         for name, layer in _layers(body, family, prefix):
-            changes.append(_replaced(layer, _MARK, settings))
-            changes.append(_replaced(layer, _forward_of(layer), functools.partial(family.forward, layer)))
+            change(layer, _MARK, settings)
+            change(layer, forward_of(layer), functools.partial(family.forward, layer))
             layers.append(name)
         # With numerics="checkpoint" the bias is built by the model itself, also for masks with holes.
         mask = masks.COUNTED if family.counts_positions and numerics == "exact" else masks.INDEXED
-        changes.append(_replaced(body, _forward_of(body), _with_our_mask(body, mask, family.step)))
-        changes.extend(_replaced(body, name, value) for name, value in family.unused.items())
-        changes.extend(
-            _replaced(head, "create_masks_for_generate", masks.padded)
-            for head in model.modules()
-            if isinstance(head, GenerationMixin) and body in head.modules()
-        )
+        change(body, forward_of(body), _with_our_mask(body, mask, family.step))
+        for name, value in family.unused.items():
+            change(body, name, value)
+        for head in model.modules():
+            if isinstance(head, GenerationMixin) and body in head.modules():
+                change(head, "create_masks_for_generate", masks.padded)
         if numerics == "exact":
             for kind, name, module, forward in _around(model, body, family):
-                changes.append(_replaced(module, _forward_of(module), functools.partial(forward, module)))
+                change(module, forward_of(module), functools.partial(forward, module))
                 around[kind].append(name)
     return Patch(
         tuple(layers),
@@ -203,7 +214,7 @@ def _around(
     heads = [module.get_output_embeddings() for module in models]  # type: ignore[no-untyped-call]
     inside = {id(module) for module in (*body.modules(), *heads)}
     for name, module in model.named_modules():
-        if id(module) not in inside or ("forward" in vars(module) and not _is_hooked(module)):
+        if id(module) not in inside or ("forward" in vars(module) and not is_hooked(module)):
             continue
         if type(module) in family.linears:
             yield "linears", name, module, linear.forward
@@ -231,34 +242,18 @@ def _check_layers(name: str, body: PreTrainedModel, family: PatchedFamily) -> No
     if any(_MARK in vars(layer) for layer in layers.values()):
         raise ValueError(f"{name} is patched already; call undo() on that patch first")
     for at, layer in layers.items():
-        if type(layer) is not family.layer or ("forward" in vars(layer) and not _is_hooked(layer)):
+        if type(layer) is not family.layer or ("forward" in vars(layer) and not is_hooked(layer)):
             raise ValueError(
                 f"{name} has a {type(layer).__name__} at {at} whose forward was already replaced; patch the model as it was "
                 "loaded, without flash attention"
             )
 
 
-def _is_hooked(module: nn.Module) -> bool:
-    """accelerate (device_map=...) stores the original forward in `_old_forward` and calls it from a wrapper."""
-    return "_hf_hook" in vars(module) and "_old_forward" in vars(module)
-
-
-def _forward_of(module: nn.Module) -> str:
-    return "_old_forward" if _is_hooked(module) else "forward"
-
-
-def _replaced(module: nn.Module, name: str, value: object) -> Callable[[], None]:
-    """Sets an attribute of the instance; returns a function that restores it."""
-    had, before = name in vars(module), vars(module).get(name)
-    setattr(module, name, value)
-    return functools.partial(setattr, module, name, before) if had else functools.partial(delattr, module, name)
-
-
 def _with_our_mask(body: PreTrainedModel, mask_name: str, step: StepModules | None) -> Callable[..., object]:
     """The patched forward of a model without head, with the signature of the original."""
     own = type(body).forward
     names = tuple(inspect.signature(own).parameters)[1:]
-    forward = functools.partial(_forward, body, vars(body).get(_forward_of(body)), names, mask_name, _step=step)
+    forward = functools.partial(_forward, body, vars(body).get(forward_of(body)), names, mask_name, _step=step)
     return functools.update_wrapper(forward, own, assigned=())
 
 

@@ -32,6 +32,19 @@ def test_one_rank_computes_what_the_model_computes(group):
         handle.undo()
 
 
+def test_attention_that_was_wrapped_since_is_not_removed(group):
+    first, second = ALiBiAttention(32, 4), ALiBiAttention(32, 4)
+    handle = context_parallel(nn.Sequential(first, second), group)
+    ours = second.attend
+    second.attend = lambda *args, **kwargs: ours(*args, **kwargs)
+    with pytest.raises(ValueError, match=r"^1 \(ALiBiAttention\) has another attend than context_parallel"):
+        handle.undo()
+    assert "attend" in vars(first)
+    second.attend = ours
+    handle.undo()
+    assert not {"attend", "attend_gated"} & (vars(first).keys() | vars(second).keys())
+
+
 def test_dropout_is_that_of_the_first_ranks_generator(group):
     layer, x = ALiBiAttention(32, 4, dropout_p=0.5), torch.randn(1, 20, 32)
     torch.manual_seed(3)
