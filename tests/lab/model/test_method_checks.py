@@ -270,7 +270,7 @@ def test_our_own_exits_keep_their_codes(monkeypatch: pytest.MonkeyPatch) -> None
         assert exited.value.code == code
 
 
-def test_a_checkpoint_and_a_benchmark_refuse_code_that_sees_the_future_or_has_other_parameters(
+def test_a_checkpoint_and_a_benchmark_refuse_code_that_sees_the_future(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
 ) -> None:
     written(tmp_path, "    pass", monkeypatch)
