@@ -20,8 +20,7 @@ from matplotlib.figure import Figure
 from alibi_lab.position_methods import METHODS
 from alibi_lab.recipes import quick
 from alibi_lab.records import Record, load
-from alibi_lab.report.method_comparison import by_seed, comparisons, measured, methods
-from alibi_lab.report.method_paragraphs import number
+from alibi_lab.report.method_comparison import by_seed, comparisons, measured, methods, score_text
 from alibi_lab.report.plots import drawing
 from alibi_lab.report.plots import study as figures
 from alibi_lab.report.plots.benchmark import OURS, peer_times, times_by_length
@@ -316,7 +315,7 @@ def referee() -> str:
         for task in tasks:
             seeds = sorted(by_seed(task, series.method, longest), key=lambda one: one.value)
             low, mean, high = (
-                number(task, one) for one in (seeds[0], measured(task, series.method, longest), seeds[-1])
+                score_text(task, one.value) for one in (seeds[0], measured(task, series.method, longest), seeds[-1])
             )
             cells.append(f"{mean} ({low}–{high})")
         rows.append([series.label, *cells])

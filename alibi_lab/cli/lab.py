@@ -22,6 +22,7 @@ from alibi_lab.recipes.index import RECIPES
 from alibi_lab.report import answers, verdicts
 from alibi_lab.report.series import studies
 from alibi_lab.report.tables import study as tables
+from alibi_lab.report.tables.verdicts import counted, ratio_text, why
 
 PAPER_FOLDER = Path("runs/paper")  # the items of the paper share trainings, so they share a folder
 
@@ -322,16 +323,16 @@ def print_verdicts(found: Sequence[records.Record]) -> None:
         scale = answers.scale_of(record)
         place = f"{answers.item_name(record)}{f' ({scale})' if scale else ''}"
         bounds = one.interval
-        ours = verdicts.ratio_text(one.ours)
-        between = f" [{verdicts.ratio_text(bounds.low)} to {verdicts.ratio_text(bounds.high)}]" if bounds else ""
+        ours = ratio_text(one.ours)
+        between = f" [{ratio_text(bounds.low)} to {ratio_text(bounds.high)}]" if bounds else ""
         wanted = f"holds if {one.claim.condition}"
-        line = f"{one.word:<12}  {place}: {one.claim.says}: {ours}{between}, {wanted}; {one.why}"
+        line = f"{one.word:<12}  {place}: {one.claim.says}: {ours}{between}, {wanted}; {why(one)}"
         console.print(escape(line), soft_wrap=True, highlight=False)
     by_scale: dict[str, list[verdicts.Verdict]] = {}
     for record, one in judged:
         by_scale.setdefault(answers.scale_of(record), []).append(one)
     for scale, group in by_scale.items():
-        console.print(escape(f"{f'{scale}: ' if len(by_scale) > 1 else ''}{verdicts.counted(group)}"))
+        console.print(escape(f"{f'{scale}: ' if len(by_scale) > 1 else ''}{counted(group)}"))
 
 
 def _overrides(

@@ -1,4 +1,4 @@
-"""Reports: figures, tables and sentences, drawn from records alone and without PyTorch.
+"""Reports: figures and tables, drawn from records alone and without PyTorch.
 
 The figures are imported when they are first used, because the tables do not need matplotlib.
 Next: `page.py`, which writes the page, and `series.py`, which groups the records.

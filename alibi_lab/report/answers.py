@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alibi_lab.records import Json, Record
-from alibi_lab.report.published import PUBLISHED, PublishedItem, trained_length
+from alibi_lab.report.published import PUBLISHED, PublishedItem
 from alibi_lab.report.series import numbers, sequence
 
 KIND = "paper-item"
@@ -122,45 +122,22 @@ def corpus_of(record: Record) -> str:
     return _text(record, "corpus") or " and ".join(names) or "another text"
 
 
-def spread_sentence(record: Record) -> str:
-    """The number of scored tokens and of seeds per number, in words."""
-    tokens = _range(record, "tokens", "valid_tokens", "test_tokens")
-    seeds = _range(record, "seeds")
-    bands = any("low" in columns for columns in record.curves.values())
-    facts = []
-    if tokens:
-        facts.append(f"is measured on {between(tokens)} tokens")
-    if seeds and seeds[1] > 1 and not bands:
-        facts.append(f"is the mean of {between(seeds)} seeds")
-    sentences = [f"Each of our numbers {' and '.join(facts)}."] if facts else []
-    if seeds and seeds[1] == 1:
-        sentences.append("There is one seed, so the influence of chance is unknown.")
-    elif seeds and bands:
-        sentences.append(f"Bands and small numbers show the lowest and the highest of {between(seeds)} seeds.")
-    return " ".join(sentences)
-
-
-def scale_sentence(record: Record) -> str:
-    """How our lengths and units relate to the paper's, in words."""
+def facts(record: Record) -> list[tuple[str, str]]:
+    """How our lengths, units, slopes and samples relate to the paper's, as names and values."""
     item, factor = item_of(record), scale_factor(record)
-    sentences = []
-    if factor != 1:
-        example = min((length for label in record.curves if (length := trained_length(label))), default=512)
-        sentences.append(
-            f"Our lengths are the paper's divided by {factor:g}: L = {example / factor:,.0f} stands for L = {example:,}."
-        )
     slopes = _slopes(record, item)
-    if slopes:
-        equal = sum(ours == theirs for ours, theirs in slopes)
-        sentences.append(f"{equal} of the paper's {len(slopes)} slopes equal ours to the last bit.")
-    elif item.corpus and any("perplexity" in column for column in item.columns):
-        ours, theirs = f"{unit_of(record)} of {corpus_of(record)}", f"token of {item.corpus}"
-        sentences.append(f"Ours is per {ours}, the paper's per {theirs}: compare changes, not levels.")
-    elif item.corpus:
-        sentences.append(
-            f"Machines (the paper's: {item.evaluation}) and tokens differ, so compare the shapes of the curves."
-        )
-    return " ".join(sentences)
+    equal = sum(ours == theirs for ours, theirs in slopes)
+    units = f"{unit_of(record)} of {corpus_of(record)}; the paper's: token of {item.corpus}" if item.corpus else ""
+    tokens, seeds = _range(record, "tokens", "valid_tokens", "test_tokens"), _range(record, "seeds")
+    found = {
+        "the paper's lengths / ours": f"{factor:g}" if factor != 1 else "",
+        "slopes equal to the paper's, to the last bit": f"{equal} of {len(slopes)}" if slopes else "",
+        "perplexity per": units if any("perplexity" in column for column in item.columns) else "",
+        "the paper's machine": item.evaluation if any("per_second" in column for column in item.columns) else "",
+        "tokens per number": between(tokens) if tokens else "",
+        "seeds per number": between(seeds) if seeds else "",
+    }
+    return [(name, value) for name, value in found.items() if value]
 
 
 def _text(record: Record, name: str) -> str:

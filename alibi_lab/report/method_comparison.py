@@ -8,7 +8,7 @@
 Intervals are computed as in `verdicts.py`: 95 %, over seeds and over parts of the documents, covering both. The
 interval of a share is at least ±3/n for n documents, which also holds if all documents agree (the rule of three). A
 method is significantly better than another if the interval of their difference, paired by seed and part, excludes zero.
-Next: `method_paragraphs.py`.
+Next: `sections/method_comparison.py`, which draws it.
 """
 
 import dataclasses
@@ -170,17 +170,20 @@ def by_seed(task: Task, method: str, length: int) -> list[Measured]:
     return found if task.name else [_ratio(one) for one in found]
 
 
-def change(task: Task, method: str) -> Measured:
-    """For a text: the perplexity at the longest length divided by that at the trained length, on the same tokens."""
-    trained, longest = task.lengths
-    return _ratio(compared(scores(task, method, longest), scores(task, method, trained)))
-
-
 def level(found: Measured) -> Level:
     """Whether a task is solved, according to the interval of its share."""
     if found.interval is None:
         return "open"
     return "solved" if found.interval.low >= SOLVED else "not solved" if found.interval.high < SOLVED else "open"
+
+
+def score_text(task: Task, value: float) -> str:
+    """A share in percent, a ratio with two decimals; "—" if it was not measured."""
+    if not math.isfinite(value):
+        return "—"
+    if task.name:
+        return f"{100 * value:.0f}"
+    return f"{value:.2f}" if value < 10 else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
 
 
 def says_nothing(task: Task, found: Measured) -> bool:

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 try:
     import jinja2
 
-    from alibi_lab.report import answers, sentences
+    from alibi_lab.report import answers
     from alibi_lab.report.plots import drawing
     from alibi_lab.report.section import Archive, Section
     from alibi_lab.report.sections import (
@@ -39,6 +39,7 @@ from alibi_lab.records import Record
 from alibi_lab.report.tables.table import processor_text
 
 TITLE = "Train short, test long"
+QUESTION = "A language model is trained on short texts. Does it still predict well when it reads longer ones?"
 MOST_OPEN = 8  # on a page with more sections, each section is folded under its heading
 
 Find: TypeAlias = Callable[[Archive], Sequence[Any]]
@@ -63,7 +64,7 @@ def write_report(records: Sequence[Record], path: Path, *, title: str = TITLE, q
 
     Args:
         records: any kinds, in any order; without records the page explains how to make some.
-        question: the sentence under the title; default derived from the records.
+        question: the sentence under the title; default a fixed one if there are language models.
 
     Raises:
         OSError: the file cannot be written.
@@ -102,7 +103,7 @@ def report_html(
         title=title,
         colors_light=drawing.css("light"),
         colors_dark=drawing.css("dark"),
-        question=question or (sentences.question(archive.studies) if archive.studies else ""),
+        question=question or (QUESTION if archive.studies else ""),
         first=first,
         contents=list(contents.items()),
         folded=len(listed) > MOST_OPEN,

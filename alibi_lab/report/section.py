@@ -69,10 +69,9 @@ class Numbers(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Names with their values; `methods` gives each name the color of a position method."""
+    """Names with their values."""
 
     rows: Sequence[tuple[str, Sequence[str]]]
-    methods: Sequence[str] = ()
 
 
 class Items(NamedTuple):

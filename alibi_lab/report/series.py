@@ -1,4 +1,4 @@
-"""Series: records grouped for figures, tables and sentences.
+"""Series: records grouped for figures and tables.
 
     study    one recipe on one corpus, evaluated in one way; its records can share a figure
     series   one configuration in it, over all its seeds: one line in the figure, one row in the table
@@ -17,6 +17,7 @@ from typing import Literal, TypeVar
 import numpy as np
 from numpy.typing import NDArray
 
+from alibi_attn import units
 from alibi_lab.position_methods import METHODS, Look, look_of
 from alibi_lab.records import LARGEST, MOST, Json, Record, identity
 
@@ -79,6 +80,16 @@ class Series:
         """`curve` with the exponential of its second column; values too large to draw are NaN."""
         points, values = self.curve(curve, x, nats, most=math.log(LARGEST))
         return points, np.exp(values)
+
+    def perplexity(self, length: float, mode: Mode = "nonoverlapping") -> list[float]:
+        """exp(mean loss) of each seed at one length; empty if it was not measured."""
+        x, y = self.curve("by_length", "length", f"{mode}_nats")
+        return [units.perplexity(float(value)) for value in y[:, x == length].ravel() if math.isfinite(value)]
+
+    def ends(self, mode: Mode = "nonoverlapping") -> tuple[int, int] | None:
+        """The trained length (the shortest evaluated one if it was not evaluated) and the longest evaluated length."""
+        x = [int(length) for length in self.curve("by_length", "length", f"{mode}_nats")[0]]
+        return (self.trained if self.trained in x else x[0], x[-1]) if x else None
 
     def metric(self, name: str) -> list[float]:
         """A metric for each seed, from the trainings, or from the evaluations if no training has it."""

@@ -24,7 +24,7 @@ from alibi_lab.recipes.paper.run_items import run_items
 from alibi_lab.report.answers import recorded, way_of
 from alibi_lab.report.claims import CLAIMS
 from alibi_lab.report.published import PUBLISHED, method_of, trained_length
-from alibi_lab.report.verdicts import Evidence as Evaluations
+from alibi_lab.report.sources import Sources
 from alibi_lab.report.verdicts import _ratio, paired
 
 NAMES = [f"figure-{number}" for number in range(1, 12)] + [f"table-{number}" for number in range(1, 16)]
@@ -177,7 +177,7 @@ def test_claims_are_checked_against_the_evaluations_of_the_answer(answers, found
     by_identity = {records.identity(record.kind, record.name, record.config): record for record in found.values()}
     checked = []
     for claim in CLAIMS:
-        evidence = Evaluations(answers[claim.item], by_identity)
+        evidence = Sources(answers[claim.item], by_identity)
         if claim.item in ("figure-3", "figure-10"):
             continue  # definitions
         pair = paired(evidence, claim.over, claim.under, way=way_of(PUBLISHED[claim.item]))

@@ -12,7 +12,6 @@ from typer.testing import CliRunner
 from alibi_lab import records
 from alibi_lab.cli.main import app
 from alibi_lab.records import Record, RecordError
-from alibi_lab.report import sentences
 from alibi_lab.report.page import report_html
 from alibi_lab.report.plots import benchmark as benchmarks
 from alibi_lab.report.plots import paper_items as paper
@@ -20,6 +19,7 @@ from alibi_lab.report.plots import study as figures
 from alibi_lab.report.plots import trained_heads as certificates
 from alibi_lab.report.published import PUBLISHED
 from alibi_lab.report.series import studies
+from alibi_lab.report.tables import study as tables
 
 
 @pytest.fixture
@@ -59,9 +59,10 @@ def test_a_perplexity_that_is_no_float_is_left_out_and_the_others_stay(evaluatio
     assert line.get_ydata()[0] == pytest.approx(math.exp(first))
 
 
-def test_the_headline_is_of_the_longest_length_that_was_reached(evaluation: Record, changed) -> None:
+def test_a_change_ends_at_the_longest_length_that_was_reached(evaluation: Record, changed) -> None:
     (study,) = studies([changed(evaluation, ("curves", "by_length", "nonoverlapping_nats", 4), None)])
-    assert "tested on 1,024" in sentences.headline(study)
+    ((_, _, cells),) = tables.changes(study).blocks[0].rows
+    assert cells[0].text == "128 to 1,024"
 
 
 BENCHMARK = Record(

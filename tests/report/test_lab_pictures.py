@@ -195,7 +195,7 @@ def test_trainings_of_the_papers_items_are_a_table_and_not_a_study(made_up) -> N
     item = records.make("paper-item", "table-2", config={"study": "quick"}, metrics={})
     page = report_html([*made_up(), item])
     assert "Trainings and tests used for" in page
-    assert "What you may conclude" not in page
+    assert "Perplexity against length" not in page
     assert "T5 bias 128" in page
 
 

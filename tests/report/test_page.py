@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from alibi_lab.records import Record
-from alibi_lab.report import sentences
 from alibi_lab.report.page import report_html, write_report
+from alibi_lab.report.sections.study import seed_counts
 from alibi_lab.report.series import studies
 from alibi_lab.report.tables import study as tables
 
@@ -39,69 +39,48 @@ def test_the_table_holds_every_perplexity(made_up) -> None:
                 assert any(value == pytest.approx(expected) for value in values)
 
 
-def test_the_headline_is_computed(made_up) -> None:
-    (study,) = studies(made_up())
-    text = sentences.headline(study)
-    assert text.startswith(
-        "Trained on 128 bytes at a time and tested on 2,048, ALiBi predicts best: its perplexity is 7.04"
-    )
-    assert "4.7\N{NO-BREAK SPACE}% below the 7.39 at 128" in text
-    assert "T5 bias 9.12 (+32\N{NO-BREAK SPACE}%), sinusoidal 17.5 (+90\N{NO-BREAK SPACE}%)" in text
-    assert "rotary 21.5 (+232\N{NO-BREAK SPACE}%)" in text
+def _changes(found: list[Record], block: int = 0) -> dict[str, list[str]]:
+    (study,) = studies(found)
+    rows = tables.changes(study).blocks[block].rows
+    return {
+        label: [text.replace("\N{NO-BREAK SPACE}", " ") for cell in cells for text in [cell.text]]
+        for label, _, cells in rows
+    }
 
 
-def test_the_headline_names_the_best_method(made_up) -> None:
-    (study,) = studies(made_up(methods=("sinusoidal", "rotary")))
-    assert "sinusoidal predicts best" in sentences.headline(study)
-    (study,) = studies(made_up(methods=("rotary",)))
-    assert "rotary has a perplexity of 21.5 per byte" in sentences.headline(study)
+def test_the_change_with_length_is_computed_for_both_kinds_of_windows(made_up) -> None:
+    found = _changes(made_up())
+    assert found["ALiBi"] == ["128 to 2,048", "7.389", "7.043", "−4.7 %", "—", "—", "+5.1 %"]  # exp(0.05) above sliding
+    assert [found[label][3] for label in ("T5 bias", "sinusoidal", "rotary")] == ["+32 %", "+90 %", "+232 %"]
+    assert _changes(made_up(), 1)["ALiBi"] == ["128 to 2,048", "7.029", "6.699", "−4.7 %", "—", "—", "—"]
+    learned = _changes(made_up(methods=("learned", "alibi")))["learned"]
+    assert (learned[0], learned[3]) == ("128 to 128", "—")
 
 
-def test_overlapping_seeds_leave_the_order_open(made_up) -> None:
-    records = made_up(methods=("none", "alibi"), seeds=2)
-    (study,) = studies(records)
-    assert "overlap" not in sentences.headline(study)
-    twin = [
-        dataclasses.replace(r, config={**r.config, "model": {"method": "rotary", "num_heads": 4}}) for r in records[4:]
-    ]
-    (study,) = studies([*records, *twin])
-    assert "overlap, so which of the two is better is open" in sentences.headline(study)
+def test_the_interval_of_a_change_is_students_over_paired_seeds(made_up) -> None:
+    """Seeds differ in level by 0.01 nats; the changes of three seeds are −0.048 + (0, 0.01, 0.02)."""
+    records = made_up(methods=("alibi",), seeds=3)
+    for seed, at in enumerate((1, 3, 5)):
+        nats = records[at].curves["by_length"]["nonoverlapping_nats"]
+        records[at] = _retested(records[at], nonoverlapping_nats=[*nats[:-1], nats[-1] + 0.01 * seed])
+    low, high = (math.expm1(-0.038 + sign * 4.303 * 0.01 / math.sqrt(3)) for sign in (-1, 1))
+    lengths, _, _, change, interval, seeds, _ = _changes(records)["ALiBi"]
+    assert (lengths, change) == ("128 to 2,048", "−3.7 %")
+    assert interval == f"{100 * low:+.1f} % to {100 * high:+.1f} %".replace("-", "−")
+    assert seeds == "0.040"
 
 
-def test_the_words_follow_the_sliding_window(made_up) -> None:
-    (study,) = studies(made_up())
-    assert sentences.sliding_sentence(study).endswith("the longer context itself helps it.")
-    level = [_retested(record, sliding_nats=[1.9] * 5) for record in made_up(methods=("alibi",))]
-    (study,) = studies(level)
-    assert sentences.sliding_sentence(study).endswith("comes from fewer early tokens, not from longer context.")
-
-
-def test_the_caveats_follow_the_records(made_up) -> None:
-    one = " ".join(sentences.not_allowed(studies(made_up())[0]))
-    assert "There is one seed" in one
-    assert "7.4 %" not in one
-    assert "5.1 % higher in nonoverlapping windows" in one  # exp(0.05)
-    assert "subtracts 8 nats from the score of a key 2,048 tokens back" in one
-    three = " ".join(sentences.not_allowed(studies(made_up(methods=("learned", "alibi"), seeds=3))[0]))
-    assert "There are 3 seeds; two seeds of one method differ by up to 0.020 nats, 2.0 %" in three
-    assert "learned at lengths above 128: it has no positions beyond 128" in three
-    assert "ALiBi remembers" not in " ".join(sentences.not_allowed(studies(made_up(methods=("rotary",)))[0]))
-
-
-def test_differences_are_reported(made_up) -> None:
-    assert any("differ in nothing else" in text for text in sentences.allowed(studies(made_up())[0]))
-    (study,) = studies(made_up(trained=(128, 256)))
-    assert any("differ in model.method and train.length" in text for text in sentences.allowed(study))
-
-
-def test_differing_seeds_are_reported(made_up) -> None:
+def test_the_page_states_what_its_numbers_are_about(made_up) -> None:
+    text = _text(report_html(made_up(methods=("learned", "alibi"), seeds=3)))
+    for words in ("configurations 2", "seeds of each 3", "weights 0.8 M", "training tokens 0.8 M", "0.020 +2.0"):
+        assert words in text
+    assert "nats at 2,048 tokens" in text  # what the flattest head subtracts from the score of the farthest key
+    assert "8 nats" not in text
     (study,) = studies([*made_up(methods=("alibi",), seeds=2), *made_up(methods=("rotary",))])
-    text = " ".join(sentences.allowed(study))
-    assert "2 configurations, 1 to 2 seeds each" in text
-    assert "differ in nothing else, but not all have the same seeds." in text
+    assert seed_counts(study.series) == "1 to 2"
 
 
-def test_a_seed_with_missing_values_leaves_the_sentences_whole(made_up) -> None:
+def test_a_seed_with_missing_values_leaves_the_numbers_whole(made_up) -> None:
     """The second of three seeds was not evaluated at the longest length, or at the last position."""
     records = made_up(methods=("alibi",), seeds=3)
     nats = records[3].curves["by_length"]["nonoverlapping_nats"]
@@ -110,16 +89,13 @@ def test_a_seed_with_missing_values_leaves_the_sentences_whole(made_up) -> None:
         curves = records[at].curves
         by_position = {**curves["by_position"], "tokens": counts}
         records[at] = dataclasses.replace(records[at], curves={**curves, "by_position": by_position})
-    (study,) = studies(records)
-    assert "differ by up to 0.020 nats" in " ".join(sentences.not_allowed(study))
-    assert "mean of only 20 tokens" in sentences.position_sentence(study)
+    assert _changes(records)["ALiBi"][3:6:2] == ["−4.7 %", "0.020"]
+    assert "fewest tokens in a mean of the loss by position 20" in _text(report_html(records))
 
 
-def test_seeds_that_were_not_evaluated_have_no_spread(made_up) -> None:
+def test_trainings_that_were_not_evaluated_have_no_changes(made_up) -> None:
     (study,) = studies([record for record in made_up(seeds=2) if record.kind == "training"])
-    text = " ".join(sentences.not_allowed(study))
-    assert "There are 2 seeds." in text
-    assert "differ by" not in text
+    assert tables.changes(study) is None
 
 
 def test_positions_that_do_not_exist_are_dashes(made_up) -> None:

@@ -126,25 +126,20 @@ def test_a_single_series_fills_its_axes() -> None:
     assert [tick.get_text() for tick in ours.get_xticklabels()][:3] == ["L", "2 L", "4 L"]
 
 
-def test_a_page_says_tokens_seeds_units_and_scale() -> None:
+def test_a_page_has_tokens_seeds_units_and_scale() -> None:
     record = answer("figure-4")
-    assert answers.spread_sentence(record) == (
-        "Each of our numbers is measured on 4,096 tokens. "
-        "Bands and small numbers show the lowest and the highest of 2 seeds."
-    )
-    text = answers.scale_sentence(record)
-    assert "divided by 8: L = 64 stands for L = 512" in text
-    assert "per byte of novels, the paper's per token of WikiText-103, word level" in text
-    longer = {label: columns for label, columns in record.curves.items() if label == "ALiBi, L = 1024"}
-    assert "L = 128 stands for L = 1,024" in answers.scale_sentence(dataclasses.replace(record, curves=longer))
-    one = {label: {**columns, "seeds": [1] * len(columns["seeds"])} for label, columns in record.curves.items()}
+    assert dict(answers.facts(record)) == {
+        "the paper's lengths / ours": "8",
+        "perplexity per": "byte of novels; the paper's: token of WikiText-103, word level",
+        "tokens per number": "4,096",
+        "seeds per number": "2",
+    }
     split = {"valid_perplexity": [5.0], "valid_tokens": [4096], "test_tokens": [8192]}
-    assert "on 4,096 to 8,192 tokens." in answers.spread_sentence(dataclasses.replace(record, curves={"a": split}))
-    assert "one seed" in answers.spread_sentence(dataclasses.replace(record, curves=one))
     both = dataclasses.replace(record, curves={"a": {**split, "seeds": [3]}, "b": {**split, "seeds": [1]}})
-    assert answers.spread_sentence(both) == (
-        "Each of our numbers is measured on 4,096 to 8,192 tokens and is the mean of 1 to 3 seeds."
-    )
+    facts = dict(answers.facts(both))
+    assert (facts["tokens per number"], facts["seeds per number"]) == ("4,096 to 8,192", "1 to 3")
+    speed = dict(answers.facts(answer("figure-2")))
+    assert (speed["the paper's machine"], "perplexity per" in speed) == ("batched, one V100", False)
 
 
 def test_rows_that_the_paper_cites_are_never_ours() -> None:
@@ -164,7 +159,7 @@ def test_a_row_that_the_paper_cites_and_that_was_run_has_its_numbers() -> None:
     table = paper_tables.pair_table(record)
     assert _cells(table, "Ours", label) == ["8", "5.000", "6.000"]
     assert _cells(table, "The paper", f"{label}, cited")[2] == "17.56"
-    assert answers.spread_sentence(record).endswith("is the mean of 2 seeds.")
+    assert dict(answers.facts(record))["seeds per number"] == "2"
 
 
 def test_the_best_is_marked_separately_in_ours_and_in_the_papers() -> None:
@@ -229,11 +224,12 @@ def test_a_frontier_of_one_point_without_seeds_is_drawn() -> None:
 
 
 def test_slopes_that_differ_are_counted() -> None:
-    assert "24 of the paper's 24 slopes" in answers.scale_sentence(answer("figure-3"))
+    name = "slopes equal to the paper's, to the last bit"
+    assert dict(answers.facts(answer("figure-3")))[name] == "24 of 24"
     wrong = answer("figure-3")
     eight = {**wrong.curves["ALiBi, 8 heads"], "slope": [0.4] + [2.0**-n for n in range(2, 9)]}
     wrong = dataclasses.replace(wrong, curves={**wrong.curves, "ALiBi, 8 heads": eight})
-    assert "23 of the paper's 24 slopes" in answers.scale_sentence(wrong)
+    assert dict(answers.facts(wrong))[name] == "23 of 24"
 
 
 def test_windows_are_drawn_pass_by_pass() -> None:

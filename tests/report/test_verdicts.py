@@ -20,7 +20,9 @@ from alibi_lab.report.intervals import Paired, interval
 from alibi_lab.report.page import report_html
 from alibi_lab.report.published import PUBLISHED
 from alibi_lab.report.section import Archive
-from alibi_lab.report.verdicts import Evidence, paired
+from alibi_lab.report.sources import Sources
+from alibi_lab.report.tables.verdicts import counted, why
+from alibi_lab.report.verdicts import paired
 
 Answer = tuple[Record, Mapping[str, Record]]  # with its evidence by identity
 
@@ -151,7 +153,7 @@ def test_one_seed_is_decided_by_its_text(further: float, noise: float, word: str
     verdict = _judged(*answer(found, sinusoidal=(50.0, 50.0 * further)), SINUSOIDAL)
     assert (verdict.word, verdict.ours) == (word, pytest.approx(further))
     assert verdict.interval.low < further < verdict.interval.high
-    assert verdict.why == "over 16 parts of the text, one training" + (
+    assert why(verdict) == "over 16 parts of the text, one training" + (
         ": the interval includes the threshold" if word == "open" else ""
     )
 
@@ -160,7 +162,7 @@ def test_without_parts_one_seed_decides_nothing_at_any_distance() -> None:
     found = [evaluation("sinusoidal", 64, {64: 4.0, 127: 9.0}, noise=None)]
     verdict = _judged(*answer(found, sinusoidal=(54.6, 8103.0)), SINUSOIDAL)
     assert (verdict.word, verdict.interval) == ("open", None)
-    assert verdict.why == "no interval: one seed, and the evaluations keep no losses by part of the text"
+    assert why(verdict) == "no interval: one seed, and the evaluations keep no losses by part of the text"
 
 
 def test_seeds_are_paired() -> None:
@@ -172,7 +174,7 @@ def test_seeds_are_paired() -> None:
     record, by_identity = answer(found, sinusoidal=(54.6, 60.4))
     over, under = [Number("Sinusoidal, L = 512", 1012)], [Number("Sinusoidal, L = 512", 512)]
     np.testing.assert_allclose(
-        paired(Evidence(record, by_identity), over, under, way="nonoverlapping").logs, [0.100, 0.102]
+        paired(Sources(record, by_identity), over, under, way="nonoverlapping").logs, [0.100, 0.102]
     )
     assert _judged(record, by_identity, SINUSOIDAL).word == "confirmed"
     wide = dataclasses.replace(found[1], curves={"by_length": {"length": [64, 127], "nonoverlapping_nats": [5.0, 5.3]}})
@@ -182,10 +184,10 @@ def test_seeds_are_paired() -> None:
 
 def test_missing_evidence_is_reported() -> None:
     record, _ = answer([evaluation("alibi", 64, {64: 4.0, 127: 3.9})], alibi=(54.6, 49.4))
-    assert "not among these records" in _judged(record, {}, ALIBI).why
-    assert _judged(record, {}, SINUSOIDAL).why == "not measured at this size"
+    assert "not among these records" in why(_judged(record, {}, ALIBI))
+    assert why(_judged(record, {}, SINUSOIDAL)) == "not measured at this size"
     nowhere = dataclasses.replace(record, config={"scale": "small"})
-    assert "not named by the answer" in _judged(nowhere, {}, ALIBI).why
+    assert "not named by the answer" in why(_judged(nowhere, {}, ALIBI))
 
 
 def speeds(*measured: tuple[str, int, float]) -> Answer:
@@ -214,7 +216,7 @@ FAST = "ALiBi trains as fast as sinusoidal, to 5 %"
 def test_a_speed_that_was_measured_once_decides_nothing() -> None:
     verdict = _judged(*speeds(("alibi", 0, 50.0), ("sinusoidal", 0, 100.0)), FAST)
     assert (verdict.ours, verdict.word) == (0.5, "open")
-    assert "measured once" in verdict.why
+    assert "measured once" in why(verdict)
 
 
 @pytest.mark.parametrize(("slow", "word"), [(0.99, "confirmed"), (0.80, "contradicted")])
@@ -244,7 +246,7 @@ def test_a_claim_about_training_needs_seeds_however_long_the_text() -> None:
         judged = answer(found[: 2 * seeds], longest=15_512, alibi=(54.6, 49.4), rotary=(54.6, 90.0))
         verdict = _judged(*judged, label)
         assert (verdict.word, verdict.text is not None) == (word, True)
-        assert (verdict.seeds is None) == ("needs two seeds" in verdict.why)
+        assert (verdict.seeds is None) == ("needs two seeds" in why(verdict))
 
 
 def test_the_length_of_a_number_may_be_in_its_column() -> None:
@@ -255,7 +257,7 @@ def test_the_length_of_a_number_may_be_in_its_column() -> None:
         for method, trained, nats in (("alibi", 128, 4.0 + 0.01 * seed), ("sinusoidal", 256, 4.2 + 0.0101 * seed))
     ]
     record, by_identity = _of_two_models("table-12", 66.7, found)
-    evidence = Evidence(record, by_identity)
+    evidence = Sources(record, by_identity)
     over, under = (Number(label, None, "perplexity_2048") for label in record.curves)
     assert (evidence.our_length(over), over.tested) == (256, 2048)
     pair = paired(evidence, [over], [under], way="nonoverlapping")
@@ -297,7 +299,7 @@ def test_parts_shorter_than_the_context_are_joined() -> None:
         record, by_identity = answer(found, sinusoidal=(54.6, 66.7))
         verdict = _judged(record, by_identity, SINUSOIDAL)
         assert (verdict.text.over if verdict.text else "") == (f"{parts} parts of the text" if parts else "")
-        assert ("fewer than three parts as long as the context of 127" in verdict.why) == (not parts)
+        assert ("fewer than three parts as long as the context of 127" in why(verdict)) == (not parts)
 
 
 def test_six_parts_are_joined_too() -> None:
@@ -316,7 +318,7 @@ def test_contradictions_come_first() -> None:
     words = [one.word for _, one in judged]
     assert words[:2] == ["contradicted", "confirmed"]
     assert set(words[2:]) == {"open"}
-    assert verdicts.counted([one for _, one in judged]) == "1 contradicted, 1 confirmed, 12 open"
+    assert counted([one for _, one in judged]) == "1 contradicted, 1 confirmed, 12 open"
 
 
 def test_models_that_were_tested_on_other_tokens_are_not_compared_by_part() -> None:
@@ -324,7 +326,7 @@ def test_models_that_were_tested_on_other_tokens_are_not_compared_by_part() -> N
     other = evaluation("sinusoidal", 64, {64: 4.0, 127: 4.0}, tokens=4096)
     record, by_identity = answer([one, other], alibi=(54.6, 20.1), sinusoidal=(54.6, 54.6))
     numbers = [Number("ALiBi, L = 512", 1012)], [Number("Sinusoidal, L = 512", 1012)]
-    found = paired(Evidence(record, by_identity), *numbers, way="nonoverlapping")
+    found = paired(Sources(record, by_identity), *numbers, way="nonoverlapping")
     assert found.why_not == "the models were not tested on the same tokens"
     assert interval(found) is None
 

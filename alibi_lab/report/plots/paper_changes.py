@@ -21,7 +21,8 @@ from alibi_lab.report.claims import Number
 from alibi_lab.report.intervals import interval
 from alibi_lab.report.plots.paper import Line, Panel
 from alibi_lab.report.published import trained_length
-from alibi_lab.report.verdicts import Evidence, paired
+from alibi_lab.report.sources import Sources
+from alibi_lab.report.verdicts import paired
 
 _OWN = "L = L_valid"
 _REFERENCE = "Sinusoidal, L = 3072"
@@ -59,7 +60,7 @@ def change(
         return None
     bands = ""
     if x == "length" and y == "perplexity":
-        drawn, bands = _with_bands(drawn, Evidence(record, by_identity), way)
+        drawn, bands = _with_bands(drawn, Sources(record, by_identity), way)
     scale = f", {scale_of(record)}" if scale_of(record) else ""
     return Panel(
         heading=f"Both on one axis{f', {way} windows' if way else ''}",
@@ -122,7 +123,7 @@ def _frontier(lines: Sequence[Line]) -> list[Line]:
     return found
 
 
-def _with_bands(lines: Sequence[Line], evidence: Evidence, way: str) -> tuple[list[Line], str]:
+def _with_bands(lines: Sequence[Line], sources: Sources, way: str) -> tuple[list[Line], str]:
     """The lines with bands for ours, and a sentence that explains the bands."""
     found: list[Line] = []
     seeds: set[int] = set()
@@ -132,7 +133,7 @@ def _with_bands(lines: Sequence[Line], evidence: Evidence, way: str) -> tuple[li
         for at, length in enumerate(line.paper_length.tolist()):
             if not line.ours or line.base is None or not math.isfinite(length):
                 continue
-            pair = paired(evidence, [Number(line.label, int(length))], [line.base], way=way)
+            pair = paired(sources, [Number(line.label, int(length))], [line.base], way=way)
             if len(pair.logs) > 1 and np.isfinite(pair.logs).all():
                 low[at], high[at] = np.exp(pair.logs.min()), np.exp(pair.logs.max())
                 seeds.add(len(pair.logs))

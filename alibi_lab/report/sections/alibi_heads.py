@@ -2,12 +2,14 @@
 
 from markupsafe import Markup
 
-from alibi_lab.report import sentences
+from alibi_attn.slopes import alibi_slopes
 from alibi_lab.report.plots import bias
 from alibi_lab.report.section import Archive, Group, Numbers, Section, Text, pictures
+from alibi_lab.report.series import Study, flat
 from alibi_lab.report.tables.heads import head_rows
 from alibi_lab.report.tables.table import text_table
 
+_MOST_HEADS = 1024  # models with more heads are not drawn
 _COLUMNS = ("head", Markup("slope <i>m</i>"), "half-life, tokens", "below 10⁻⁶ from")
 
 
@@ -15,9 +17,15 @@ def find(archive: Archive) -> list[tuple[int, int]]:
     """(number of heads, longest trained or tested length), one per number of heads."""
     longest: dict[int, int] = {}
     for study in archive.studies:
-        for count in sentences.head_counts(study):
+        for count in head_counts(study):
             longest[count] = max([longest.get(count, 1), *study.lengths, *study.trained])
     return sorted(longest.items())
+
+
+def head_counts(study: Study) -> list[int]:
+    """The head counts of the models with ALiBi, ascending."""
+    counts = (flat(r.config).get("model.num_heads") for s in study.series if s.method == "alibi" for r in s.records)
+    return sorted({heads for heads in counts if isinstance(heads, int) and 1 <= heads <= _MOST_HEADS})
 
 
 def draw(heads: tuple[int, int], number: int, archive: Archive) -> Section:
@@ -28,7 +36,9 @@ def draw(heads: tuple[int, int], number: int, archive: Archive) -> Section:
         "has no parameters. A head with a large slope attends only to nearby keys, one with a small slope also to distant keys."
     )
     grid, factors = pictures(bias.pictures(count, length, length), f"heads{count}")
-    table = Numbers(text_table(_COLUMNS, head_rows(count)), label="Slopes")
+    biases = [f"{slope * length:.3g}" for slope in alibi_slopes(count).tolist()]
+    rows = [(*row, nats) for row, nats in zip(head_rows(count), biases, strict=True)]
+    table = Numbers(text_table((*_COLUMNS, f"nats at {length:,} tokens"), rows), label="Slopes")
     several = f": {count}" if len(find(archive)) > 1 else ""
     return Section(
         anchor=f"heads{count}", group="", title="", heading=f"The heads of ALiBi{several}",

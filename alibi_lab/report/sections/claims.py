@@ -9,7 +9,10 @@ from alibi_lab.report import answers, verdicts
 from alibi_lab.report.plots import paper_items
 from alibi_lab.report.section import Archive, Numbers, Section, Text
 from alibi_lab.report.sections import paper_item
+from alibi_lab.report.sources import Sources
+from alibi_lab.report.tables.cost import model_sizes
 from alibi_lab.report.tables.table import Block, Cell, Row, Table
+from alibi_lab.report.tables.verdicts import counted, ratio_text, why
 from alibi_lab.report.verdicts import Verdict
 
 _COLUMNS = ("verdict", "ours", "95 %", "the paper", "holds if", "from")
@@ -41,7 +44,7 @@ def draw(judged: Sequence[tuple[Record, Verdict]], number: int, archive: Archive
         Numbers(
             Table(_COLUMNS, (Block("", tuple(_row(*one, anchors) for one in members)),), corner="claim"),
             caption=Markup("<h3>At scale {}</h3>{}.{}").format(
-                scale, verdicts.counted([verdict for _, verdict in members]), _size(members, archive)
+                scale, counted([verdict for _, verdict in members]), _size(members, archive)
             ),
             label=f"The paper's claims at scale {scale}",
             css="text claims",
@@ -51,7 +54,7 @@ def draw(judged: Sequence[tuple[Record, Verdict]], number: int, archive: Archive
     about = "each contradicted, confirmed or open"
     rows = (paper_items.pictures(record, archive.by_identity) for record in paper_item.find(archive))
     pictures = (plot for several in rows for row in several for plot in row)
-    counts = ((scale, verdicts.counted([verdict for _, verdict in members])) for scale, members in by_scale.items())
+    counts = ((scale, counted([verdict for _, verdict in members])) for scale, members in by_scale.items())
     finding = f"Of the paper's claims, {'; '.join(f'at scale {scale}: {count}' for scale, count in counts)}."
     return Section(
         anchor="claims", group=paper_item.GROUP, title="The paper's claims", blocks=[introduction, *tables],
@@ -62,8 +65,8 @@ def draw(judged: Sequence[tuple[Record, Verdict]], number: int, archive: Archive
 def _size(members: Sequence[tuple[Record, Verdict]], archive: Archive) -> str:
     """The sizes of the models and trainings that the verdicts are based on, in words."""
     answers_ = {id(record): record for record, _ in members}.values()
-    found = [one for record in answers_ for one in verdicts.Evidence(record, archive.by_identity).records]
-    weights, tokens = verdicts.size(found)
+    found = [one for record in answers_ for one in Sources(record, archive.by_identity).records]
+    weights, tokens = model_sizes(found)
     return f" Models of {weights} weights{f', trained on {tokens} tokens' if tokens else ''}." if weights else ""
 
 
@@ -72,10 +75,10 @@ def _row(record: Record, verdict: Verdict, anchors: dict[int, str]) -> Row:
     label = Markup('<a href="#{}">{}</a> {}').format(anchors[id(record)], paper_item.item_title(record), claim.says)
     cells = (
         Cell(verdict.word, css=f"verdict {verdict.word}"),
-        Cell(verdicts.ratio_text(verdict.ours)),
-        Cell(f"{verdicts.ratio_text(bounds.low)} to {verdicts.ratio_text(bounds.high)}" if bounds else "—"),
-        Cell(verdicts.ratio_text(verdict.paper)),
+        Cell(ratio_text(verdict.ours)),
+        Cell(f"{ratio_text(bounds.low)} to {ratio_text(bounds.high)}" if bounds else "—"),
+        Cell(ratio_text(verdict.paper)),
         Cell(claim.condition),
-        Cell(verdict.why, css="why"),
+        Cell(why(verdict), css="why"),
     )
     return label, "", cells

@@ -3,7 +3,7 @@
 import math
 from collections.abc import Sequence
 
-from alibi_lab.report import answers, sentences
+from alibi_lab.report import answers
 from alibi_lab.report.section import Archive, Group, Numbers, Section, Text, count_of
 from alibi_lab.report.series import Series, Study
 from alibi_lab.report.tables.cost import duration
@@ -60,5 +60,5 @@ def _cells(study: Study, series: Series) -> tuple[Cell, ...]:
 
 
 def _perplexity(series: Series, length: int) -> Cell:
-    middle = mean(sentences.perplexity(series, length))
+    middle = mean(series.perplexity(length))
     return Cell(number(middle), middle) if math.isfinite(middle) else NOTHING

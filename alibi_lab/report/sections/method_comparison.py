@@ -1,20 +1,19 @@
-"""A comparison of position methods: a heat map with numbers, a paragraph per method, ranks, and all lengths."""
+"""A comparison of position methods: a heat map with numbers, changes with length, ranks, and all lengths."""
 
 import math
 from collections.abc import Sequence
 
-from alibi_lab.report import answers, method_comparison, method_paragraphs
+from alibi_lab.report import answers, method_comparison
 from alibi_lab.report.method_comparison import Task
 from alibi_lab.report.plots import retrieval
 from alibi_lab.report.plots import study as study_plots
 from alibi_lab.report.plots.drawing import Plot
 from alibi_lab.report.section import Archive, Block, Facts, Folded, Numbers, Part, Section, Text, count_of
-from alibi_lab.report.sections.study import field_table
-from alibi_lab.report.sentences import have_equal_seeds, seed_count
+from alibi_lab.report.sections.study import CHANGES, field_table, seed_counts
 from alibi_lab.report.tables import study as tables
+from alibi_lab.report.tables.cost import model_sizes
 from alibi_lab.report.tables.table import NOTHING, Cell, Table, variable_of
 from alibi_lab.report.tables.table import Block as Rows
-from alibi_lab.report.verdicts import size
 
 
 def find(archive: Archive) -> list[list[Task]]:
@@ -30,20 +29,23 @@ def draw(tasks: Sequence[Task], number: int, archive: Archive) -> Section:
     trained, longest = tasks[0].lengths
     title = f"{len(methods)} position methods at {trained:,} and at {longest:,} tokens"
     records = method_comparison.records(tasks)
-    headline = method_paragraphs.headline(tasks)
     blocks: list[Block] = [
-        Text(headline, "headline"),
-        Text(_setting(tasks)),
+        Text(
+            "All runs differ only in the position method. The numbers are about models of this size, not about larger ones."
+        ),
+        _facts(tasks),
         Numbers(_heat_map(tasks, learned), _legend_of_heat(tasks), label="Methods by task", css="heat"),
         *(Text(_why_not(task), "note") for task in tasks if task not in learned),
-        _method_by_method(tasks, learned),
     ]
+    changes = [(task.title, table) for task in tasks if not task.name and (table := tables.changes(task.study))]
+    blocks += [Numbers(table, f"{title}. {CHANGES}") for title, table in changes]
     ranks = _ranks(tasks, learned)
     if ranks.columns:
         caption = (
             "From one plus the number of significantly better methods to the number of methods that are not significantly "
             "worse. Two methods differ significantly if the 95 % interval of their difference, paired by seed and part, "
-            "excludes zero."
+            "excludes zero; it is not corrected for multiple comparisons. Small: a task is solved if the whole interval of the "
+            "share is at 90 % or above, not solved if all of it is below, and open otherwise."
         )
         blocks.append(Part("Rank by task", [Numbers(ranks, caption)]))
     lengths = [
@@ -55,10 +57,17 @@ def draw(tasks: Sequence[Task], number: int, archive: Archive) -> Section:
     fields = Numbers(field_table(tasks[0].study), label="Configuration", css="text")
     blocks.append(Part("Every length", [*lengths, Folded("Configuration", [fields])]))
     return Section(
-        anchor=f"r{number}", group="Position methods", title=title, heading=f"What each method is good for: {title}",
-        about=count_of(records), blocks=blocks, records=records, css="recipe", finding=headline,
+        anchor=f"r{number}",
+        group="Position methods",
+        title=title,
+        heading=f"What each method is good for: {title}",
+        about=count_of(records),
+        blocks=blocks,
+        records=records,
+        css="recipe",
+        finding="The shares and perplexities of every method, with their intervals.",
         lead=_lead(tasks[0]),
-    )  # fmt: skip
+    )
 
 
 def _lead(task: Task) -> Plot | None:
@@ -83,27 +92,20 @@ def _heat_map(tasks: Sequence[Task], learned: Sequence[Task]) -> Table:
 def _legend_of_heat(tasks: Sequence[Task]) -> str:
     trained, longest = tasks[0].lengths
     return (
-        f"{trained:,} tokens, the trained length L, and {longest:,}; small: 95 %, {_intervals(tasks)}. Stronger color "
-        "is better: from chance to all correct, and for text from twice the lowest perplexity to the lowest (sliding window). "
-        "Bold: no other method is significantly better. Grey: the interval reaches from chance to solved, or there is none."
+        f"{trained:,} tokens, the trained length L, and {longest:,}; small: 95 %, over seeds and over parts of the documents "
+        "(with one seed, over these alone). Stronger color is better: from chance to all correct, and for text from twice the "
+        "lowest perplexity to the lowest (sliding window). Bold: no other method is significantly better. Grey: the interval "
+        "reaches from chance to solved, or there is none."
     )
-
-
-def _method_by_method(tasks: Sequence[Task], learned: Sequence[Task]) -> Part:
-    methods = method_comparison.methods(tasks)
-    text = (
-        "A task is solved if the whole interval is at 90 % or above, and open if the interval includes 90 %. Intervals are not "
-        "corrected for multiple comparisons: of twenty, one may be wrong by chance."
-    )
-    paragraphs = [(series.label, [method_paragraphs.paragraph(learned, series.method)]) for series in methods]
-    return Part("Method by method", [Text(text), Facts(paragraphs, [variable_of(one.method) for one in methods])])
 
 
 def _cell(task: Task, method: str, length: int, names: Sequence[str]) -> Cell:
     found = method_comparison.measured(task, method, length)
     place = method_comparison.rank(task, method, length, names)
     share = (found.value - task.chance) / (1 - task.chance) if task.name else 2 - found.value
-    text, spread = method_paragraphs.number(task, found), method_paragraphs.between(task, found)
+    text, bounds = method_comparison.score_text(task, found.value), found.interval
+    ends = [method_comparison.score_text(task, end) for end in (bounds.low, bounds.high)] if bounds else []
+    spread = " – ".join(ends)
     if method_comparison.says_nothing(task, found):
         return Cell(text, spread=spread, css="unknown")
     return Cell(
@@ -120,10 +122,17 @@ def _ranks(tasks: Sequence[Task], learned: Sequence[Task]) -> Table:
     rows = []
     for series in methods:
         places = [method_comparison.rank(task, series.method, task.lengths[1], names) for task in learned]
-        cells = [NOTHING if place is None else Cell(" – ".join(map(str, dict.fromkeys(place)))) for place in places]
+        cells = [_rank_cell(task, series.method, place) for task, place in zip(learned, places, strict=True)]
         rows.append((series.label, variable_of(series.method), tuple(cells)))
     title = f"Rank at {tasks[0].lengths[1]:,} tokens"
     return Table(tuple(task.title for task in learned), (Rows(title, tuple(rows)),))
+
+
+def _rank_cell(task: Task, method: str, place: tuple[int, int] | None) -> Cell:
+    if place is None:
+        return NOTHING
+    found = method_comparison.measured(task, method, task.lengths[1])
+    return Cell(" – ".join(map(str, dict.fromkeys(place))), spread=method_comparison.level(found) if task.name else "")
 
 
 def _legend(task: Task) -> str:
@@ -143,35 +152,13 @@ def _by_length(task: Task) -> Table | None:
     return retrieval.task_table(task.study) if task.name else tables.by_length(task.study)
 
 
-def _intervals(tasks: Sequence[Task]) -> str:
-    """The samples that the intervals are computed from, in words."""
-    several = [series.seeds > 1 for task in tasks for series in task.study.series]
-    if all(several):
-        return "covering the intervals over seeds and over parts of the documents"
-    start = "over seeds if there are several, and over" if any(several) else "over"
-    return f"{start} parts of the documents; one seed says nothing about other trainings"
-
-
-def _setting(tasks: Sequence[Task]) -> str:
-    """The size of the models, and what all runs share."""
-    shared = (
-        "All runs have the same model, data, data order and seeds"
-        if have_equal_seeds(series for task in tasks for series in task.study.series)
-        else "All runs of one seed have the same model, data and data order"
-    )
-    return (
-        f"All sentences and numbers are about models of this size: {_size(tasks)}. They say nothing about larger models. "
-        f"{shared}, and differ only in the position method."
-    )
-
-
-def _size(tasks: Sequence[Task]) -> str:
-    """The size of the models and trainings, in words."""
-    weights, tokens = size(method_comparison.records(tasks))
-    parts = [
-        f"{weights} weights" if weights else "",
-        f"{tokens} training tokens each" if tokens else "",
-        seed_count(series for task in tasks for series in task.study.series),
-        f"trained at {tasks[0].lengths[0]:,} tokens",
-    ]
-    return ", ".join(part for part in parts if part)
+def _facts(tasks: Sequence[Task]) -> Facts:
+    """The size of the models and trainings, which all runs share."""
+    weights, tokens = model_sizes(method_comparison.records(tasks))
+    found = {
+        "weights": weights,
+        "training tokens each": tokens,
+        "seeds": seed_counts([series for task in tasks for series in task.study.series]),
+        "trained at": f"{tasks[0].lengths[0]:,} tokens",
+    }
+    return Facts([(name, [value]) for name, value in found.items() if value])

@@ -5,8 +5,11 @@ from markupsafe import Markup
 from alibi_lab.records import Record
 from alibi_lab.report import answers, verdicts
 from alibi_lab.report.plots import paper_items
-from alibi_lab.report.section import Archive, Block, Folded, Numbers, Section, Text, aged, code, panels
+from alibi_lab.report.section import Archive, Block, Facts, Folded, Numbers, Section, Text, aged, code, panels
+from alibi_lab.report.sources import Sources
 from alibi_lab.report.tables import paper as tables
+from alibi_lab.report.tables.cost import model_sizes
+from alibi_lab.report.tables.verdicts import counted
 
 GROUP = "The paper, item by item"
 
@@ -29,17 +32,16 @@ def item_title(record: Record) -> str:
 def draw(record: Record, number: int, archive: Archive) -> Section:
     """Pictures, changes, numbers and the paper's notes."""
     item, title, scale = answers.item_of(record), item_title(record), answers.scale_of(record)
-    blocks: list[Block] = [
-        Text(text) for text in (answers.scale_sentence(record), answers.spread_sentence(record)) if text
-    ]
+    facts = [(name, [value]) for name, value in answers.facts(record)]
+    blocks: list[Block] = [Facts(facts)] if facts else []
     judged = verdicts.verdicts(record, archive.by_identity)
-    evidence = verdicts.Evidence(record, archive.by_identity).records
+    evidence = Sources(record, archive.by_identity).records
     if judged:
-        weights, tokens = verdicts.size(evidence)
+        weights, tokens = model_sizes(evidence)
         trained = f", trained on {tokens} tokens each" if tokens else ""
         size = f" ({weights} weights{trained})" if weights else ""
         start = f"The paper's claims about it, at this size{size}: "
-        blocks.append(Text(Markup('{}<a href="#claims">{}</a>.').format(start, verdicts.counted(judged))))
+        blocks.append(Text(Markup('{}<a href="#claims">{}</a>.').format(start, counted(judged))))
     blocks += aged(evidence)
     for place, row in enumerate(paper_items.pictures(record, archive.by_identity)):
         blocks += panels(row, f"{anchor(number)}-{place}")

@@ -1,13 +1,14 @@
-"""A study: the result in words, pictures and tables, and the conclusions that it allows."""
+"""A study: pictures and tables, with intervals, and what the numbers cannot show."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import TypeAlias
 
+import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from alibi_lab.report import answers, method_comparison, sentences
+from alibi_lab.report import answers, method_comparison
 from alibi_lab.report.plots import retrieval
 from alibi_lab.report.plots import study as plots
 from alibi_lab.report.plots.drawing import Plot
@@ -16,7 +17,6 @@ from alibi_lab.report.section import (
     Block,
     Cards,
     Facts,
-    Group,
     Items,
     Numbers,
     Part,
@@ -26,12 +26,25 @@ from alibi_lab.report.section import (
     count_of,
     panels,
 )
-from alibi_lab.report.series import Mode, Study
+from alibi_lab.report.series import Mode, Series, Study
 from alibi_lab.report.tables import study as tables
-from alibi_lab.report.tables.table import Table, mean, text_table
+from alibi_lab.report.tables.cost import model_sizes
+from alibi_lab.report.tables.table import Table, mean, rounded, text_table
 
 Drawn: TypeAlias = Iterator[tuple[str, str, Figure | None, str]]  # heading, caption, figure, description
 MOST_LINES = 9  # per picture; a study with more lines gets one picture per trained length
+CHANGES = (
+    "Change of perplexity from the trained length (or the shortest one) to the longest length that the method reaches. Without "
+    "an interval, or where it includes 0, the direction is open. Seeds: the largest difference between two seeds, in nats. Above "
+    "sliding: how much worse nonoverlapping windows are than sliding ones at the first length, because their tokens have less "
+    "context."
+)
+CAUTIONS = (
+    "An interval over parts of the text is about these models; only one over seeds is about other trainings.",
+    "Longer nonoverlapping windows are easier, because fewer of their tokens have little context: compare with sliding windows.",
+    "A perplexity that does not rise shows that distant text does no harm, not that it is used.",
+    "Other sizes, texts and lengths may behave differently. Speed and memory are of this code on this machine.",
+)
 _MODES: Mapping[Mode, tuple[str, str]] = {
     "nonoverlapping":
         ("Nonoverlapping windows", "The text is split into segments; each is read without earlier context."),
@@ -50,21 +63,19 @@ def find(archive: Archive) -> list[Study]:
 
 
 def draw(study: Study, number: int, archive: Archive) -> Section:
-    """Sentences first, then perplexity, losses, tasks and costs, then the conclusions and the configuration."""
+    """Perplexity with its changes and cautions, losses, tasks and costs, then the configuration."""
     name, title = f"s{number}", f"{study.recipe} on {study.corpus.get('name', '')}"
     parts = drawable(study)
-    sliding = sentences.sliding_sentence(study)
     cards = tables.cards(study) if len(parts) == 1 else []
-    blocks: list[Block] = [Text(sentences.headline(study), "headline")]
-    blocks += [Text(sliding, "note")] if sliding else []
-    blocks += [Cards(cards)] if cards else []
+    blocks: list[Block] = [Cards(cards)] if cards else []
+    blocks += [] if study.lengths else [Text("These models are not evaluated yet.", "note")]
     blocks += _perplexity(study, parts, name)
     losses = panels(_plots(_losses, parts), f"{name}-losses")
     blocks += [Part("Loss by position and during training", losses)] if losses else []
-    blocks += [*_tasks(study, name), *_costs(study, parts, name), _conclusions(study), _what_was_run(study)]
+    blocks += [*_tasks(study, name), *_costs(study, parts, name), _what_was_run(study)]
     return Section(
         anchor=name, group="Studies", title=title, heading=title if len(find(archive)) > 1 else "", css="recipe",
-        about=count_of(study.records), blocks=blocks, records=study.records, finding=sentences.headline(study, brief=True),
+        about=count_of(study.records), blocks=blocks, records=study.records, finding=_finding(study),
         lead=next(_plots(_by_mode, parts), None),
     )  # fmt: skip
 
@@ -98,6 +109,8 @@ def _perplexity(study: Study, parts: list[Study], name: str) -> list[Part]:
     seeds = "; small: lowest and highest seed." if study.seeds > 1 else "."
     caption = f"By length in tokens. The lowest of each column is bold{seeds}"
     blocks += [*drawn, *([Numbers(table, caption)] if table else [])]
+    if changes := tables.changes(study):
+        blocks += [Numbers(changes, CHANGES), Items(CAUTIONS)]
     return [Part("Perplexity against length", blocks)]
 
 
@@ -108,8 +121,7 @@ def _by_mode(study: Study) -> Drawn:
 
 
 def _losses(study: Study) -> Drawn:
-    position = "At the longest length: how well the token at each position is predicted. "
-    position += sentences.position_sentence(study)
+    position = "At the longest length: how well the token at each position is predicted; not smoothed."
     yield "Loss by position", position, plots.loss_by_position(study), f"Loss by position. {_ends(study)}"
     caption = "Loss on the training text, as logged, not smoothed."
     yield "Training", caption, plots.training_curves(study), "Training loss of every run by step."
@@ -172,21 +184,44 @@ def _task_plots(study: Study) -> Drawn:
         yield name, caption, figure, f"{title}. {retrieval.describe(study, task)}"
 
 
-def _conclusions(study: Study) -> Part:
-    columns = [
-        Part("You may conclude", [Items(sentences.allowed(study))], level=3),
-        Part("You may not conclude", [Items(sentences.not_allowed(study))], level=3),
-    ]
-    return Part("Conclusions", [Group("columns", columns)])
-
-
 def _what_was_run(study: Study) -> Part:
-    facts = [
+    facts = [(name, [value]) for name, value in _run_facts(study)]
+    facts += [
         (f"corpus {name}", [code(value) if name == "sha256" else value]) for name, value in tables.corpus_facts(study)
     ]
     caption = Markup("Every field, with its name for {}; all values if the runs differ.").format(code("--set"))
     fields = Numbers(field_table(study), caption, label="Configuration", css="text")
     return Part("Configuration and data", [Facts(facts), fields])
+
+
+def _finding(study: Study) -> str:
+    """The lowest perplexity at the longest length, in a fixed form."""
+    longest = max(study.lengths, default=0)
+    means = {series.label: mean(found) for series in study.series if (found := series.perplexity(longest))}
+    if not means:
+        return ""
+    best = min(means, key=means.__getitem__)
+    return f"Lowest perplexity per {study.unit} at {longest:,} tokens: {best}, {rounded(means[best])}."
+
+
+def _run_facts(study: Study) -> list[tuple[str, str]]:
+    """How much was trained and tested: what the numbers are about."""
+    counts = [np.nanmin(y) for s in study.series for _, y in [s.curve("by_position", "position", "tokens")] if y.size]
+    weights, tokens = model_sizes(study.records)
+    found = {
+        "configurations": f"{len(study.series):,}",
+        "seeds of each": seed_counts(study.series),
+        "weights": weights,
+        "training tokens": tokens,
+        "fewest tokens in a mean of the loss by position": f"{min(counts):,.0f}" if counts else "",
+    }
+    return [(name, value) for name, value in found.items() if value]
+
+
+def seed_counts(series: Sequence[Series]) -> str:
+    """The number of seeds of each series: "2", or "1 to 3" if they differ."""
+    counts = [one.seeds for one in series]
+    return answers.between((min(counts), max(counts)))
 
 
 def field_table(study: Study) -> Table:
@@ -205,9 +240,9 @@ def _plots(describe: Callable[[Study], Drawn], parts: list[Study]) -> Iterator[P
 
 def _ends(study: Study, mode: Mode = "nonoverlapping") -> str:
     """Where each line starts and ends, for readers who cannot see it."""
-    ended = [(series, between) for series in study.series if (between := sentences.ends(series, mode))]
+    ended = [(series, between) for series in study.series if (between := series.ends(mode))]
     return " ".join(
-        f"{series.label}: perplexity {mean(sentences.perplexity(series, first, mode)):.3g} at {first:,} tokens, "
-        f"{mean(sentences.perplexity(series, last, mode)):.3g} at {last:,}."
+        f"{series.label}: perplexity {mean(series.perplexity(first, mode)):.3g} at {first:,} tokens, "
+        f"{mean(series.perplexity(last, mode)):.3g} at {last:,}."
         for series, (first, last) in ended
     )

@@ -24,6 +24,13 @@ def cost_table(studies: Sequence[Study]) -> Table | None:
     return Table(columns, (Block("Studies", shown),))
 
 
+def model_sizes(records: Sequence[Record]) -> tuple[str, str]:
+    """The number of weights and of training tokens of the models of an answer, in words; "" if not recorded."""
+    weights = [value for one in records if (value := one.metrics.get("parameters"))]
+    tokens = [value for one in records if one.kind == "training" and (value := one.metrics.get("tokens"))]
+    return _range_of_millions(weights) if weights else "", _range_of_millions(tokens) if tokens else ""
+
+
 def duration(seconds: float) -> str:
     """Seconds in a readable unit: "48 s", "12 min", "3.4 h"."""
     for size, unit in ((86400, "days"), (3600, "h"), (60, "min")):
@@ -58,3 +65,8 @@ def _millions(value: float) -> str:
     if value >= 1e9:
         return f"{value / 1e9:.3g} G"
     return f"{value / 1e6:.3g} M" if value >= 1e6 else f"{value:,.0f}"
+
+
+def _range_of_millions(values: Sequence[float]) -> str:
+    low, high = (f"{bound / 1e6:.2g}" for bound in (min(values), max(values)))
+    return f"{low} M" if low == high else f"{low} to {high} M"

@@ -6,10 +6,9 @@ from collections.abc import Iterable
 import numpy as np
 
 from alibi_lab.records import Record
-from alibi_lab.report import sentences
 from alibi_lab.report.answers import Column, item_of, labels_of, published, recorded, scale_factor, unit_of, way_of
 from alibi_lab.report.published import PublishedItem, method_of
-from alibi_lab.report.tables.table import NOTHING, Block, Cell, Table, number, with_best
+from alibi_lab.report.tables.table import NOTHING, Block, Cell, Table, number, signed, with_best
 
 CITED = "cited, not run"
 _MANY = 14  # a table with more columns is thinned
@@ -179,7 +178,7 @@ def _change(values: dict[float, tuple[float, float, float]], first: float, last:
     if first not in values or last not in values:
         return NOTHING
     percent = 100 * (values[last][0] / values[first][0] - 1)
-    return Cell(sentences.signed(percent), percent)
+    return Cell(signed(percent), percent)
 
 
 def _rows(column: Column, labels: Iterable[str], measure: str) -> Rows:

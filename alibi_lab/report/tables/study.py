@@ -2,20 +2,41 @@
 
 import json
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import partial
 
+import numpy as np
+
 from alibi_attn.units import bits_per_byte, perplexity, word_perplexity
 from alibi_lab.records import Json, Record
-from alibi_lab.report import sentences
+from alibi_lab.report import paired
+from alibi_lab.report.intervals import exp, interval
 from alibi_lab.report.series import Mode, Series, Study, flat, numbers
-from alibi_lab.report.tables.table import Block, Cell, Table, mean, number, seeds_cell, variable_of, with_best
+from alibi_lab.report.tables.table import (
+    NOTHING,
+    Block,
+    Cell,
+    Table,
+    mean,
+    number,
+    rounded,
+    seeds_cell,
+    signed,
+    variable_of,
+    with_best,
+)
 
+WINDOWS: Mapping[Mode, str] = {
+    "nonoverlapping": "nonoverlapping windows",
+    "sliding": "sliding window",
+    "windowed": "context cut at the trained length",
+}
+_CHANGES = ("lengths", "at the first", "at the last", "change", "95 %", "seeds", "above sliding")
 _SECTIONS = ("model", "data", "train", "eval")
 
 
-@dataclass(frozen=True, kw_only=True)
+@dataclass(frozen=True)
 class Card:
     """A summary of a series: its perplexity `to` at the longest length, and the `change` from `before`, at the trained length."""
 
@@ -29,11 +50,6 @@ class Card:
 
 def by_length(study: Study) -> Table | None:
     """Perplexity, and bits per byte if known, at every length for every evaluation mode; None if nothing was evaluated."""
-    modes: tuple[tuple[Mode, str], ...] = (
-        ("nonoverlapping", "nonoverlapping windows"),
-        ("sliding", "sliding window"),
-        ("windowed", "context cut at the trained length"),
-    )
     units: dict[str, Callable[[float], float]] = {f"Perplexity per {study.unit}": perplexity}
     if study.words_per_token not in (None, 1):
         units["Perplexity per word"] = partial(word_perplexity, words_per_token=study.words_per_token)
@@ -42,24 +58,56 @@ def by_length(study: Study) -> Table | None:
     blocks = [
         _block(study, f"{unit}, {words}", f"{mode}_nats", convert)
         for unit, convert in units.items()
-        for mode, words in modes
+        for mode, words in WINDOWS.items()
     ]
     return _table(study, [*blocks, *_streams(study)])
 
 
 def cards(study: Study) -> list[Card]:
     """For every series, its perplexity at the trained and the longest length, and the change."""
-    ended = [(series, between) for series in study.series if (between := sentences.ends(series))]
+    ended = [(series, between) for series in study.series if (between := series.ends())]
     return [_card(series, *between) for series, between in ended]
 
 
 def _card(series: Series, trained: int, longest: int) -> Card:
-    first, last = (mean(sentences.perplexity(series, length)) for length in (trained, longest))
-    change = sentences.change_percent(series)
-    return Card(
-        method=variable_of(series.method), label=series.label, before=f"{sentences.rounded(first)} at {trained:,}",
-        to=sentences.rounded(last), at=f"at {longest:,}", change="" if change is None else sentences.signed(change),
-    )  # fmt: skip
+    before, to = (rounded(mean(series.perplexity(length))) for length in (trained, longest))
+    pairs = paired.change(series, "nonoverlapping")
+    change = signed(_percent(float(pairs.logs.mean()))) if pairs else ""
+    return Card(variable_of(series.method), series.label, f"{before} at {trained:,}", to, f"at {longest:,}", change)
+
+
+def changes(study: Study) -> Table | None:
+    """By evaluation mode, how perplexity changes from the trained to the longest length; None if nothing was evaluated."""
+    blocks = []
+    for mode, words in WINDOWS.items():
+        found = [(series, ends) for series in study.series if (ends := series.ends(mode))]
+        rows = [
+            (series.label, variable_of(series.method), _change_cells(series, mode, *ends)) for series, ends in found
+        ]
+        blocks += [Block(words.capitalize(), tuple(rows))] if rows else []
+    return Table(_CHANGES, tuple(blocks)) if blocks else None
+
+
+def _change_cells(series: Series, mode: Mode, trained: int, longest: int) -> tuple[Cell, ...]:
+    pairs, here = paired.change(series, mode), mean(series.perplexity(trained, mode))
+    bounds = pairs and interval(pairs)
+    other = mean(series.perplexity(trained, "sliding")) if mode == "nonoverlapping" else math.nan
+    losses = series.curve("by_length", "length", f"{mode}_nats")[1]
+    spread = float(np.max(np.nanmax(losses, axis=0) - np.nanmin(losses, axis=0))) if len(losses) > 1 else math.nan
+    percents = [_percent(math.log(bound)) for bound in (bounds.low, bounds.high)] if bounds else []
+    return (
+        Cell(f"{trained:,} to {longest:,}"),
+        seeds_cell(series.perplexity(trained, mode), number),
+        seeds_cell(series.perplexity(longest, mode), number),
+        Cell(signed(_percent(float(pairs.logs.mean())))) if pairs else NOTHING,
+        Cell(" to ".join(map(signed, percents)), spread=bounds.over.replace(" of the text", "")) if bounds else NOTHING,
+        NOTHING if math.isnan(spread) else Cell(f"{spread:.3f}", spread=signed(_percent(spread))),
+        NOTHING if math.isnan(other / here) else Cell(signed(100 * (here / other - 1))),
+    )
+
+
+def _percent(nats: float) -> float:
+    return 100 * (exp(nats) - 1)
 
 
 def training_cost(study: Study) -> Table | None:

@@ -103,6 +103,18 @@ def number(value: float) -> str:
     return f"{value:.{digits}f}" if abs(value) >= 0.1 else f"{value:.4g}"
 
 
+def rounded(value: float) -> str:
+    """A number with three digits or more: 7.02, 17.2, 1,234."""
+    digits = 0 if value >= 100 else 1 if value >= 10 else 2
+    return f"{value:,.{digits}f}"
+
+
+def signed(percent: float) -> str:
+    """A change with its sign: "+32 %", "−4.7 %"."""
+    digits = 0 if abs(percent) >= 10 else 1
+    return f"{percent:+,.{digits}f}\N{NO-BREAK SPACE}%".replace("-", "−")
+
+
 def processor_text(machine: Mapping[str, Json]) -> str:
     """The processor, with its widest instruction set if recorded; "" if nothing was recorded."""
     name, has = machine.get("processor"), machine.get("instructions")

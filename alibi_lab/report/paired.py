@@ -1,0 +1,83 @@
+"""Differences of logarithms, paired by seed and by part of the scored text: what intervals are computed from.
+
+A term is a number with a sign: ln of the product of numbers divided by the product of others is the sum of terms.
+Next: `verdicts.py` for the paper's claims; `intervals.py` for the intervals.
+"""
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import numpy as np
+
+from alibi_lab.records import Record
+from alibi_lab.report.intervals import LEAST_PARTS, Array, Paired, joined
+from alibi_lab.report.series import Mode, Series, numbers, section, seed_of, sequence
+
+
+class Term(NamedTuple):
+    """A number of each seed: its sign, the records that it is read from by seed, and the length at which it was tested."""
+
+    sign: float
+    records: Mapping[int, Record]
+    length: float | None
+
+
+def by_part(terms: Sequence[Term], seeds: Sequence[int], logs: Array, column: str) -> Paired:
+    """The sums of the terms by part of the text, with neighbors joined until a part is as long as the longest context.
+
+    Args:
+        logs: [S], the same sums over the whole text, by seed.
+        column: the losses of a part, in nats.
+    """
+    ran = [term.records[seed] for term in terms for seed in seeds]
+    if len({_scored(one) for one in ran}) > 1:
+        return without_parts("the models were not tested on the same tokens", logs)
+    parts = [[term.sign * _parts(term.records[seed], term.length, column) for term in terms] for seed in seeds]
+    tokens, longest = _parts(ran[0], terms[0].length, "tokens"), max(term.length or 0.0 for term in terms)
+    if len({part.size for of_seed in parts for part in of_seed} | {tokens.size}) > 1 or not tokens.sum() > 0:
+        return without_parts("the evaluations keep no losses by part of the text", logs)
+    differences = np.mean([np.sum(of_seed, axis=0) for of_seed in parts], axis=0)
+    values, weights = joined(differences, tokens, longest)
+    if values.size < LEAST_PARTS:
+        reason = f"the {tokens.sum():,.0f} scored tokens have fewer than three parts as long as the context of {longest:,.0f}"
+        return without_parts(reason, logs)
+    return Paired(logs=logs, parts=values, weights=weights)
+
+
+def without_parts(why_not: str, logs: Array | None = None) -> Paired:
+    """The differences by seed alone, with the reason."""
+    empty = np.empty(0)
+    return Paired(logs=empty if logs is None else logs, parts=empty, weights=empty, why_not=why_not)
+
+
+def change(series: Series, mode: Mode) -> Paired | None:
+    """ln of the perplexity at the longest length divided by that at the trained length; None if there are not two lengths."""
+    ends = series.ends(mode)
+    if ends is None or ends[0] == ends[1]:
+        return None
+    column = f"{mode}_nats"
+    by_seed = {seed_of(record): record for record in series.evaluations}
+    losses = {
+        seed: dict(zip(numbers(record, "by_length", "length"), numbers(record, "by_length", column), strict=True))
+        for seed, record in by_seed.items()
+    }
+    differences = {seed: at.get(ends[1], math.nan) - at.get(ends[0], math.nan) for seed, at in losses.items()}
+    seeds = [seed for seed, value in differences.items() if math.isfinite(value)]
+    if not seeds:
+        return None
+    terms = [Term(1.0, by_seed, ends[1]), Term(-1.0, by_seed, ends[0])]
+    return by_part(terms, seeds, np.array([differences[seed] for seed in seeds]), column)
+
+
+def _parts(record: Record, length: float | None, name: str) -> Array:
+    columns = (numbers(record, "by_part", column) for column in ("length", name))
+    return np.array([value for at, value in zip(*columns, strict=True) if at == length], dtype=np.float64)
+
+
+def _scored(record: Record) -> tuple[str, ...]:
+    """The settings that determine the scored tokens: the text, its split, their number, and the longest length."""
+    test, corpus = section(record, "eval"), section(record, "corpus")
+    tested = [str(test.get(name)) for name in ("split", "tokens")]
+    longest = str(sequence(test.get("lengths"))[-1:])
+    return (*tested, longest, str(corpus.get("test_sha256")), str(corpus.get("sha256")))
