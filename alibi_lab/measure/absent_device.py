@@ -16,17 +16,21 @@ import torch
 from torch import Tensor
 
 DEVICE = torch.device("cuda", 0)
-CAPABILITY = (9, 0)
 PROCESSORS = 132  # of an H100
 _FACTORIES = ("arange", "as_tensor", "empty", "full", "ones", "tensor", "zeros")
 
 
 class Launch(NamedTuple):
-    """One launch: the kernel's name, the grid, and the number of arguments with tuples flattened."""
+    """One launch: the kernel's name, the grid, and the arguments, some of which are tuples."""
 
     kernel: str
     grid: tuple[int, ...]
-    arguments: int
+    arguments: tuple[Any, ...]
+
+    @property
+    def size(self) -> int:
+        """The number of arguments, with tuples flattened."""
+        return _count(self.arguments)
 
 
 class Launches:
@@ -39,19 +43,20 @@ class Launches:
         self.all.clear()
 
     def record(self, kernel: str, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
-        assert all(size > 0 for size in grid), f"{kernel} is launched with a grid of {grid}"
-        self.all.append(Launch(kernel, grid, _count(arguments)))
+        assert 0 not in grid, f"{kernel} is launched with a grid of {grid}"
+        self.all.append(Launch(kernel, grid, arguments))
 
     def by_kernel(self) -> dict[str, int]:
         return dict(collections.Counter(launch.kernel for launch in self.all))
 
 
 @contextlib.contextmanager
-def absent_device(*, compiles: bool = False) -> Iterator[Launches]:
+def absent_device(*, capability: tuple[int, int] = (9, 0), compiles: bool = False) -> Iterator[Launches]:
     """Inside, every CPU tensor says that it is on `DEVICE`. Yields the launches.
 
     Args:
-        compiles: compile each kernel for the device, to see that it compiles; by default nothing is compiled.
+        capability: the device's compute capability.
+        compiles: compile each kernel for the device, and launch it through Triton's own code; by default nothing is compiled.
     """
     from triton import compiler
     from triton.runtime import driver
@@ -59,23 +64,25 @@ def absent_device(*, compiles: bool = False) -> Iterator[Launches]:
     launches = Launches()
     with contextlib.ExitStack() as stack:
         before = driver.active if driver._active is not None else None
-        driver.set_active(_Driver())
+        driver.set_active(_Driver(launches, capability))
         stack.callback(driver.set_active, before)
-        compile = functools.partial(_Kernel, launches, compiler.compile if compiles else None)
-        stack.enter_context(mock.patch.object(compiler, "compile", compile))
-        stack.enter_context(mock.patch.object(Tensor, "device", property(lambda tensor: DEVICE)))
-        stack.enter_context(mock.patch.object(Tensor, "is_cpu", property(lambda tensor: False)))
-        stack.enter_context(mock.patch.object(Tensor, "is_cuda", property(lambda tensor: True)))
+        if not compiles:
+            stack.enter_context(mock.patch.object(compiler, "compile", functools.partial(_Kernel, launches)))
+        for name, x in (("device", DEVICE), ("is_cpu", False), ("is_cuda", True)):
+            stack.enter_context(mock.patch.object(Tensor, name, property(functools.partial(_always, x))))
         for name in _FACTORIES:
             stack.enter_context(mock.patch.object(torch, name, _on_cpu(getattr(torch, name))))
         stack.enter_context(mock.patch.object(torch.cuda, "device", _Current))
-        stack.enter_context(mock.patch.object(torch.cuda, "get_device_capability", _capability))
+        stack.enter_context(mock.patch.object(torch.cuda, "current_device", _current_device))
+        stack.enter_context(
+            mock.patch.object(torch.cuda, "get_device_capability", functools.partial(_capability, capability))
+        )
         stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", _Properties))
         yield launches
 
 
-def _capability(device: object = None) -> tuple[int, int]:
-    return CAPABILITY
+def _capability(capability: tuple[int, int], device: object = None) -> tuple[int, int]:
+    return capability
 
 
 class _Properties:
@@ -83,6 +90,14 @@ class _Properties:
 
     def __init__(self, device: object = None) -> None:
         pass
+
+
+def _always(x: object, tensor: Tensor) -> object:
+    return x
+
+
+def _current_device() -> int:
+    return 0
 
 
 class _Current:
@@ -99,12 +114,15 @@ class _Current:
 
 
 class _Driver:
-    """In place of Triton's driver."""
+    """In place of Triton's driver: it loads no code, and its launcher records the launch."""
+
+    def __init__(self, launches: Launches, capability: tuple[int, int]) -> None:
+        self.launches, self.capability, self.utils = launches, capability, _Utilities
 
     def get_current_target(self) -> Any:
         from triton.backends.compiler import GPUTarget
 
-        return GPUTarget("cuda", CAPABILITY[0] * 10 + CAPABILITY[1], 32)
+        return GPUTarget("cuda", self.capability[0] * 10 + self.capability[1], 32)
 
     def get_current_device(self) -> int:
         return 0
@@ -112,17 +130,40 @@ class _Driver:
     def get_current_stream(self, device: int) -> int:
         return 0
 
+    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+        expected = len(source.fn.arg_names)
+
+        def run(x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
+            assert len(rest[4:]) == expected, (
+                f"{metadata.name} has {expected} parameters but got {len(rest[4:])} arguments"
+            )
+            self.launches.record(metadata.name, (x, y, z), rest[4:])
+
+        return run
+
+
+class _Utilities:
+    @staticmethod
+    def get_device_properties(device: int) -> dict[str, int]:
+        return {"max_shared_mem": 227 << 10}
+
+    @staticmethod
+    def load_binary(name: str, kernel: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
+        return 0, 0, 0, 0, 1024
+
+    @staticmethod
+    def unload_module(module: int) -> None:
+        pass
+
 
 class _Kernel:
-    """In place of Triton's compiled kernel: running it records the launch."""
+    """In place of Triton's compiled kernel, where nothing is compiled."""
 
     function = 0
     packed_metadata = ()
 
-    def __init__(self, launches: Launches, compile: Callable[..., Any] | None, source: Any, **options: Any) -> None:
+    def __init__(self, launches: Launches, source: Any, **options: Any) -> None:
         self.launches, self.name = launches, source.fn.__name__
-        if compile is not None:
-            compile(source, **options)
 
     def launch_metadata(self, grid: tuple[int, ...], stream: int, *arguments: Any) -> None:
         return None

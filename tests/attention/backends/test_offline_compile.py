@@ -14,7 +14,7 @@ import pytest
 from alibi_lab import records
 
 ROOT = Path(__file__).parents[3]
-SMALL = {"norms", "outliers", "reach", "plan", "shared_plan", "asked", "merge", "labels", "runs", "full", "allowed"}
+SMALL = {"norms", "reach", "plan", "visitors", "merge", "labels", "spread"}
 # Instructions per score in the loop over full tiles: half as many as with masks and a bias per score.
 MOST_INSTRUCTIONS = {
     "forward/D=64": 13, "forward/D=128": 15, "query/D=64": 15, "query/D=128": 17, "key/D=64": 18, "key/D=128": 30,
@@ -80,7 +80,9 @@ def assert_all_as_recorded(found: dict[str, dict[str, int]], triton: str = metad
         if name.split("/")[1] in SMALL:  # one tile or two per program: no loop to pipeline
             assert row["spilled"] == 0, f"{name} spills {row['spilled']} bytes: {row}"
             assert row["wgmma"] > 0 or "reach" not in name, f"{name} does not use wgmma: {row}"
-            assert row["instructions"] < 2500, f"{name}: the certificate costs as much as attention: {row}"
+            # The kernel of the reach also makes the plan, once per head.
+            most = 6000 if "reach" in name else 2500
+            assert row["instructions"] < most, f"{name}: the certificate costs as much as attention: {row}"
         else:
             assert_pipelined(name, row)
         if kept:
@@ -89,7 +91,7 @@ def assert_all_as_recorded(found: dict[str, dict[str, int]], triton: str = metad
 
 def test_sm_90_is_pipelined_and_as_recorded(of_sm_90: dict[str, dict[str, int]]) -> None:
     found = {name: row for name, row in of_sm_90.items() if "biased" not in name}
-    assert len(found) == 15
+    assert len(found) == 11
     assert_all_as_recorded(found)
 
 
@@ -110,9 +112,9 @@ def assert_biased_are_pipelined(
 ) -> None:
     assert len(found) == 6
     for name, row in found.items():
-        if name in ("sm_90/reach, biased/D=64", "sm_90/tile_sums, biased/D=64"):
+        if name in ("sm_90/reach, biased/D=64", "sm_90/labels, biased/D=64"):
             assert row["spilled"] == 0, f"{name} spills {row['spilled']} bytes: {row}"
-            assert row["instructions"] < 3500, f"{name}: the certificate costs as much as attention: {row}"
+            assert row["instructions"] < 6500, f"{name}: the certificate costs as much as attention: {row}"
         else:
             assert_pipelined(name, row, most)
 
@@ -148,9 +150,20 @@ def test_calls_compile_as_a_device_would_compile_them() -> None:
     assert set(asked) == {
         *(
             f"{name}_kernel"
-            for name in ("forward", "decode", "merge", "query", "key", "visitors", "norms", "outliers", "reach")
+            for name in (
+                "forward",
+                "decode",
+                "merge",
+                "query",
+                "key",
+                "visitors",
+                "norms",
+                "reach",
+                "plan",
+                "labels",
+                "spread",
+            )
         ),
-        *(f"{name}_kernel" for name in ("plan", "shared_plan", "labels", "runs", "full", "allowed")),
     }
 
 

@@ -2,17 +2,16 @@
 
     python tests/support/interpreter/as_on_a_device.py sm_90 bfloat16 [case, case …]        default: all cases
 
-A launch determines details that neither the interpreter nor hand-written signatures cover: which arguments are given,
-and which are 1 or divisible by 16, for which Triton specializes the kernel. Do not set TRITON_INTERPRET.
+A launch determines details that neither the interpreter nor hand-written signatures cover: which arguments are given, and which
+types and alignments Triton compiles for. Do not set TRITON_INTERPRET.
 """
 
 import collections
 import json
 import os
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any
 
 sys.path.extend(map(str, Path(__file__).parents[1].iterdir()))  # the folders next to this one, as pytest's pythonpath
 
@@ -20,52 +19,29 @@ import torch
 from attention_cases import CASES, INSIDE, KEY_BIASES, Case
 from attention_checks import arguments
 from torch import Tensor
-from triton.backends.compiler import GPUTarget
-from triton.runtime import driver
-from triton.runtime.jit import JITFunction
 
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.validation import make_spec
-
-
-class Absent:
-    """Stands in for a missing device."""
-
-    def __init__(self, target: str) -> None:
-        self.target = target
-
-    def get_current_target(self) -> GPUTarget:
-        return GPUTarget("cuda", int(self.target.removeprefix("sm_")), 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return device
+from alibi_lab.measure.absent_device import absent_device
 
 
 def compiled(target: str, dtype: torch.dtype, cases: Sequence[Case]) -> dict[str, int]:
     """Returns the number of launches of each kernel; raises if one does not compile or is called wrongly."""
-    asked: collections.Counter[str] = collections.Counter()
-
-    def launched(kernel: JITFunction[Any], grid: tuple[int, ...]) -> Callable[..., Any]:
-        asked[kernel.__name__] += 1
-        assert all(size > 0 for size in grid), f"{kernel.__name__} is launched with a grid of {grid}"
-        return lambda *args, **options: kernel.run(*args, grid=grid, warmup=True, **options)
-
-    driver.set_active(Absent(target))
-    JITFunction.__getitem__ = launched
+    counts: collections.Counter[str] = collections.Counter()
+    capability = divmod(int(target.removeprefix("sm_")), 10)
     for case in cases:
         args, options = arguments(case, dtype)
-        spec = make_spec(*args, **options)
-        _call(spec, *args[:3], None)
-        at_the_end = isinstance(spec.query_offset, int) and spec.query_offset == spec.key_len - spec.query_len
-        if spec.causal and not spec.hides_keys and at_the_end:
-            _call(spec, *args[:3], Norms.of(*args[1:3]))
-        print(f"{case}: {asked.total()} launches", file=sys.stderr, flush=True)
-    return dict(asked)
+        with absent_device(capability=capability, compiles=True) as launches:
+            spec = make_spec(*args, **options)
+            _call(spec, *args[:3], None)
+            at_the_end = isinstance(spec.query_offset, int) and spec.query_offset == spec.key_len - spec.query_len
+            if spec.causal and not spec.hides_keys and at_the_end:
+                _call(spec, *args[:3], Norms.of(*args[1:3]))
+            counts.update(launches.by_kernel())
+            print(f"{case}: {len(launches.all)} launches", file=sys.stderr, flush=True)
+    return dict(counts)
 
 
 def _call(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, known_norms: Norms | None) -> None:
@@ -75,8 +51,9 @@ def _call(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor
     output, lse = fused.forward(spec, query, key, value, tiles, given_lse=given_lse)
     for wanted in (True, False):
         fused.backward(
-            spec, query, key, value, output, lse, output, lse if wanted else None, tiles, slopes_wanted=wanted
-        )
+            spec, query, key, value, output, lse, output, lse if wanted else None, tiles, slopes_wanted=wanted,
+            biases_wanted=wanted and spec.key_bias is not None,
+        )  # fmt: skip
 
 
 if __name__ == "__main__":

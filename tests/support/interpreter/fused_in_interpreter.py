@@ -26,9 +26,9 @@ from torch import Tensor
 from alibi_attn.attention.api import alibi_attention, head_reach
 from alibi_attn.attention.backends import reference
 from alibi_attn.attention.backends.fused import backend as fused
+from alibi_attn.attention.backends.fused.call import call_of
 from alibi_attn.attention.backends.fused.configs import tile_shape
 from alibi_attn.attention.backends.fused.full_tiles import FullTiles
-from alibi_attn.attention.backends.fused.launch import call_of
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.certificate.tiles import Tiles

@@ -37,26 +37,19 @@ from alibi_attn.attention.backends.fused.kernels.arguments import (
     Visitors,
 )
 from alibi_attn.attention.backends.fused.kernels.backward import key_kernel, query_kernel
-from alibi_attn.attention.backends.fused.kernels.certificate import (
-    norms_kernel,
-    outliers_kernel,
-    reach_kernel,
-    tile_sums_kernel,
-)
+from alibi_attn.attention.backends.fused.kernels.certificate import norms_kernel
 from alibi_attn.attention.backends.fused.kernels.decode import decode_kernel, merge_kernel
 from alibi_attn.attention.backends.fused.kernels.forward import forward_kernel
-from alibi_attn.attention.backends.fused.kernels.masks import allowed_kernel, full_kernel, labels_kernel, runs_kernel
-from alibi_attn.attention.backends.fused.kernels.plan import plan_kernel, shared_plan_kernel, visitors_kernel
+from alibi_attn.attention.backends.fused.kernels.masks import labels_kernel, spread_kernel
+from alibi_attn.attention.backends.fused.kernels.plan import plan_kernel, visitors_kernel
+from alibi_attn.attention.backends.fused.kernels.reach import reach_kernel
 from alibi_lab import records
 
 KERNELS = {"forward": forward_kernel, "query": query_kernel, "key": key_kernel, "decode": decode_kernel}
-BEFORE = {"norms": norms_kernel, "outliers": outliers_kernel, "reach": reach_kernel, "plan": plan_kernel}
-# "asked" is the name of the visitors kernel in the records.
-BEFORE |= {"shared_plan": shared_plan_kernel, "asked": visitors_kernel, "merge": merge_kernel}
-BEFORE |= {"labels": labels_kernel, "runs": runs_kernel, "full": full_kernel, "allowed": allowed_kernel}
-ONLY_BIASED = {"tile_sums": tile_sums_kernel}
+BEFORE = {"norms": norms_kernel, "reach": reach_kernel, "plan": plan_kernel, "visitors": visitors_kernel}
+BEFORE |= {"merge": merge_kernel, "labels": labels_kernel, "spread": spread_kernel}
 WITH_TILES = ("norms", "reach")  # the others hold small integers, for which every device has room
-ALONE = ("shared_plan", "merge", "labels", "tile_sums")  # launched with one warp
+ALONE = ("plan", "merge", "labels")  # launched with one warp
 ITS_SHAPE = Shape(queries=64, keys=64, warps=4, stages=3)
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -68,29 +61,19 @@ TARGETS = {
 ROWS, LABELS = Rows("*bf16", "i32", "i32", "i32"), Labels("*i64", "*i64", "*i32", "*i32")
 TYPES = dict.fromkeys(("Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV"), ROWS)
 TYPES |= dict.fromkeys(("LSE", "DLSE", "DELTA", "DSLOPES", "NORMS", "OUTS", "LSES", "GIVEN_LSE"), "*fp32")
-TYPES |= dict.fromkeys(("BANDS", "OUTLIER_TILES", "CANDIDATES", "REACH", "RUNS", "FULL"), "*i32")
-TYPES |= dict.fromkeys(("COUNT", "SUMS", "KNOWN_KEYS", "KNOWN_VALUES", "KEY_MASK", "SEGMENTS", "FIRST_SEEN"), None)
-TYPES |= dict.fromkeys(("labels", "of_labels", "queries", "keys"), LABELS)
+TYPES |= dict.fromkeys(("ARRIVED", "CANDIDATES", "ORDER", "FULL_BLOCKS", "FULL_TILES"), "*i32")
+TYPES |= dict.fromkeys(("COUNT", "SUMS", "FIRST_SEEN", "KEY_ORDER"), None)
+TYPES |= dict.fromkeys(("queries", "keys"), LABELS)
 TYPES |= {
-    "ORDER": "*i64", "ALLOWED": None, "nats_of_tolerance": "fp32", "masks": Masks(None, None, None),
-    "query_offset": QueryOffset("*i64", "i32"), "visited": Visited("*i32", "*i32", None),
-    "visitors": Visitors("*i32", "*i32", None), "plan": Plan("*i32", "*i32", "*i32", "*i32", "*i32"),
-    "norms": Norms("*fp32", "*fp32", "*fp32", "*fp32", None), "certificate": Certificate("*i32", "*i32"),
+    "ALLOWED": None, "nats_of_tolerance": "fp32", "visited": Visited("*i32", "*i32", None, "i32"),
+    "visitors": Visitors("*i32", "*i32", None, "i32"), "certificate": Certificate("*i32", "*i32"),
+    "plan": Plan("*i32", "*i32", "*i32", "*i32", "i32", None, "*i32", "*i32"),
+    "norms": Norms("*fp32", "*fp32", None, None, "i32"),
 }  # fmt: skip
 TYPES["call"] = Call(
-    Slopes("*fp32", "i32"),
-    None,
-    TYPES["query_offset"],
-    TYPES["masks"],
-    "fp32",
-    None,
-    None,
-    None,
-    "i32",
-    "i32",
-    "i32",
-    "i32",
-)
+    Slopes("*fp32", "i32"), None, QueryOffset(None, "i32", "i32"), Masks(None, None, None), "fp32", None, None, None,
+    "i32", "i32", "i32", "i32", "i32",
+)  # fmt: skip
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
@@ -134,7 +117,7 @@ def every_figure(targets: list[str]) -> dict[str, dict[str, int]]:
     found = {}
     for target in targets:
         if target == "sm_90-biased":
-            for kernel in (*KERNELS, "reach", "tile_sums"):
+            for kernel in (*KERNELS, "reach", "labels"):
                 found[f"sm_90/{kernel}, biased/D=64"] = figures(kernel, "sm_90", 64, biased=True)
         elif target == "sm_90-wide":
             for kernel in (*KERNELS, "reach"):
@@ -158,18 +141,25 @@ def record(folder: Path) -> Path:
 
 
 def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool) -> ASTSource:
-    function = (KERNELS | BEFORE | ONLY_BIASED)[kernel]
+    function = (KERNELS | BEFORE)[kernel]
     constants = {
         "D": head_dim, "BM": shape.queries, "BN": shape.keys, "ROWS": PLAN_ROWS, "CAUSAL": True,
-        "PRECISION": "tf32x3" if TARGETS[target].backend == "cuda" else "ieee", "WIDTH": 64, "BLOCKS": 64, "OF_WIDTH": 64,
-        "SLOTS": 64, "PARTS": 1, "OF_PARTS": 2, "KEYS": True, "HAS_SEGMENTS": False, "BOTH_SIDES": False, "OF_HEADS": False,
+        "PRECISION": "tf32x3" if TARGETS[target].backend == "cuda" else "ieee", "WIDTH": 16 if kernel == "spread" else 64,
+        "PLAN_WIDTH": 64, "BLOCKS": 64, "OF_WIDTH": 64, "SLOTS": 64, "PARTS": 2, "BIAS_ROWS": PLAN_ROWS, "VALUES": True,
+        "HIDDEN": biased, "SHARED": False,
     }  # fmt: skip
-    types = TYPES | {"ALLOWED": "*i32" if kernel == "allowed" else None}
+    types = TYPES | {
+        "ALLOWED": "*i32" if kernel == "spread" else None,
+        "FIRST_SEEN": "*i32" if kernel == "spread" else None,
+    }
     if biased:
         types["call"] = TYPES["call"]._replace(key_bias=KeyBias("*fp32", "*fp32", "*fp32", "*fp32"))
-        types["visited"], types["visitors"] = Visited("*i32", "*i32", "*i32"), Visitors("*i32", "*i32", "*i32")
+        types["visited"], types["visitors"] = (
+            Visited("*i32", "*i32", "*i32", "i32"),
+            Visitors("*i32", "*i32", "*i32", "i32"),
+        )
         types |= {"SUMS": "*fp32", "NORMS": None, "GIVEN_LSE": None, "ALLOWED": "*i32", "FIRST_SEEN": "*i32"}
-        types["norms"] = TYPES["norms"]._replace(latest="*i32", sums="*fp32")
+        types["norms"] = TYPES["norms"]._replace(sums="*fp32")
     signature: dict[str, Any] = {}
     places: dict[tuple[int, ...], Any] = {}
     aligned: dict[tuple[int, ...], Any] = {}

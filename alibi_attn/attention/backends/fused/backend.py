@@ -1,26 +1,44 @@
 """CUDA: our Triton kernels, which visit only the key tiles inside the certified reach; forward, backward and decoding.
 
 `plan.py` computes which tiles every block of queries visits, and `full_tiles.py` in which of them nothing is hidden.
-The kernels (`kernels/`) loop over them; their arguments are defined in `kernels/arguments.py` and filled in
-`launch.py`. Backward visits exactly the tiles that forward visited: forward saves its plan. On a CPU it runs in
+The kernels (`kernels/`) loop over them; their arguments are defined in `kernels/arguments.py` and prepared in `call.py`;
+`launch.py` launches them. Backward visits exactly the tiles that forward visited: forward saves its plan. On a CPU it runs in
 Triton's interpreter only, for tests: set TRITON_INTERPRET=1 before triton is imported.
 """
 
+import functools
 import importlib.util
 import os
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from alibi_attn.attention.backends.fused.call import bias_of_move, call_of
 from alibi_attn.attention.backends.fused.configs import MAX_HEAD_DIM, PLAN_ROWS, Shape, is_large, tile_shape
-from alibi_attn.attention.backends.fused.full_tiles import FullTiles
+from alibi_attn.attention.backends.fused.full_tiles import heads_of_masks
+from alibi_attn.attention.backends.fused.kernels import arguments
 from alibi_attn.attention.backends.fused.kernels.arguments import Visited, Visitors
 from alibi_attn.attention.backends.fused.key_bias import unshifted
-from alibi_attn.attention.backends.fused.launch import bias_of_move, call_of, in_rows, on, precision, rows_of
-from alibi_attn.attention.backends.fused.plan import planned, visiting_blocks
+from alibi_attn.attention.backends.fused.launch import (
+    NONE,
+    Argument,
+    Constants,
+    constants,
+    grouped,
+    in_rows,
+    launch,
+    number,
+    on,
+    one_or_more,
+    pointer,
+    precision,
+    rows_of,
+)
+from alibi_attn.attention.backends.fused.plan import make_plan
+from alibi_attn.attention.backends.fused.space import Layout, Plan, Space, starts
 from alibi_attn.attention.backends.protocol import TooSmall
-from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
+from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.certificate.tiles import Tiles, reach_and_scores
 from alibi_attn.attention.cuts import with_steps
@@ -62,23 +80,26 @@ def too_small(spec: Spec) -> TooSmall | None:
 
 def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
     """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is read, and the scores that are computed."""
-    return reach_and_scores(spec, plan(spec, query, key, value))
+    found = plan(spec, query, key, value)
+    return reach_and_scores(spec, Tiles(found.bands, found.outlier_tiles, found.beside, found.weight, found.rows))
 
 
 def plan(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, known_norms: Norms | None = None,
-    full_tiles: FullTiles | None = None,
-) -> Tiles:  # fmt: skip
+    call: Argument | None = None,
+) -> Plan:  # fmt: skip
     """The tiles that every block of queries will visit.
 
     Args:
         known_norms: norms of keys and values. Without them, up to DECODE_QUERIES queries visit all keys that the masks
             allow, because computing the norms costs as much.
+        call: its `Call`, if it was prepared before.
     """
-    return planned(
-        spec, query, key, value, rows=plan_rows(spec.query_len), shared=spec.query_len <= TILE, known_norms=known_norms,
-        full_tiles=full_tiles, certified=spec.query_len > DECODE_QUERIES or known_norms is not None,
-    )[0]  # fmt: skip
+    return make_plan(
+        spec, call_of(spec, query.device) if call is None else call, query, key, value, rows=plan_rows(spec.query_len),
+        shared=spec.query_len <= TILE, known_norms=known_norms,
+        certified=spec.query_len > DECODE_QUERIES or known_norms is not None,
+    )  # fmt: skip
 
 
 def plan_rows(query_len: int) -> int:
@@ -96,8 +117,8 @@ def is_split(spec: Spec, query: Tensor) -> bool:
 
 
 def forward(
-    spec: Spec, query: Tensor, key: Tensor, value: Tensor, tiles: Tiles, *, counts: Tensor | None = None,
-    full_tiles: FullTiles | None = None, given_lse: Tensor | None = None,
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor, tiles: Plan, *, counts: Tensor | None = None,
+    call: Argument | None = None, given_lse: Tensor | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(output, lse) over the tiles of a plan; `counts` [B, H, ⌈T / tile⌉] int32 gets the tiles that each tile of queries visits.
 
@@ -105,42 +126,56 @@ def forward(
     of log2, followed by the pair that each is relative to. Queries that are all beyond the keys are moved next to them, and lse
     is that of the moved ones; without a key bias `given_lse` [B, H, T] fp32 gets the lse at the given positions.
     """
-    from alibi_attn.attention.backends.fused.kernels import decode as decode_kernels
-    from alibi_attn.attention.backends.fused.kernels import forward as forward_kernels
+    from alibi_attn.attention.backends.fused.kernels.forward import forward_kernel
 
     output = torch.empty_like(query)
     heads = query.shape[:3] if spec.key_bias is None else (query.shape[0], 3, *query.shape[1:3])
     lse = torch.empty(heads, dtype=torch.float32, device=query.device)
-    split = is_split(spec, query)
-    shape = tile_shape("decode" if split else "forward", query.dtype, spec.head_dim, large=is_large(query.device))
-    if full_tiles is None:
-        full_tiles = _full_tiles(spec, query)
-    call = call_of(spec, query.device, None if full_tiles is None else full_tiles.call.key_bias)
-    inputs = (rows_of(query), rows_of(key), rows_of(value))
-    constants = _constants(spec, shape)
-    if split:
-        parts = decode_parts(spec, query)
-        chunks = -(-spec.group * spec.query_len // shape.queries)
-        outputs = torch.empty((parts, *query.shape), dtype=torch.float32, device=query.device)
-        lses = torch.empty((parts, *heads), dtype=torch.float32, device=query.device)
-        with on(query):
-            decode_kernels.decode_kernel[(spec.batch * spec.num_kv_heads, chunks, parts)](
-                *inputs, outputs, lses, call, Visited(tiles.bands, tiles.beside, None), counts, **constants
-            )
-            rows = query.shape[:3].numel()
-            decode_kernels.merge_kernel[(rows,)](
-                outputs, lses, rows_of(output), lse, given_lse, call, parts, rows, SLOTS=1 << (parts - 1).bit_length(),
-                D=spec.head_dim, num_warps=1,
-            )  # fmt: skip
+    call = call_of(spec, query.device) if call is None else call
+    if is_split(spec, query):
+        _forward_in_parts(spec, call, query, key, value, tiles, output, lse, counts, given_lse)
         return output, lse
-    visited = Visited(tiles.bands, tiles.beside, None if full_tiles is None else full_tiles.of_blocks(tiles.rows))
+    shape = tile_shape("forward", query.dtype, spec.head_dim, large=is_large(query.device))
     with on(query):
-        forward_kernels.forward_kernel[(spec.batch * spec.num_heads * -(-spec.query_len // shape.queries),)](
-            *inputs, rows_of(output), lse, given_lse, call, visited,
-            tiles.norms if spec.causal and full_tiles is None else None, _heaviest_first(tiles.weight), counts,
-            ROWS=tiles.rows, **constants,
+        launch(
+            query.device, forward_kernel, (spec.batch * spec.num_heads * -(-spec.query_len // shape.queries), 1, 1),
+            _constants(spec.head_dim, shape, spec.causal, tiles.rows), rows_of(query), rows_of(key), rows_of(value),
+            rows_of(output), pointer(lse), pointer(given_lse), call, _visited(tiles),
+            tiles.norms if spec.causal and not tiles.masked else NONE, tiles.order, pointer(counts),
         )  # fmt: skip
     return output, lse
+
+
+def _forward_in_parts(
+    spec: Spec, call: Argument, query: Tensor, key: Tensor, value: Tensor, tiles: Plan, output: Tensor, lse: Tensor,
+    counts: Tensor | None, given_lse: Tensor | None,
+) -> None:  # fmt: skip
+    """Fills output and lse: parts of the keys, and then their sum."""
+    from alibi_attn.attention.backends.fused.kernels.decode import decode_kernel, merge_kernel
+
+    device, parts = query.device, decode_parts(spec, query)
+    shape = tile_shape("decode", query.dtype, spec.head_dim, large=is_large(device))
+    chunks = -(-spec.group * spec.query_len // shape.queries)
+    at = starts(parts * query.numel(), parts * lse.numel())
+    space = Space(torch.empty(at[-1], dtype=torch.int32, device=device))
+    outputs, lses = space.at(at[0], torch.float32), space.at(at[1], torch.float32)
+    rows = spec.batch * spec.num_heads * spec.query_len
+    with on(query):
+        launch(
+            device, decode_kernel, (spec.batch * spec.num_kv_heads, chunks, parts),
+            _constants(spec.head_dim, shape, spec.causal, None), rows_of(query), rows_of(key), rows_of(value), outputs, lses,
+            call, _visited(tiles, with_masks=False), pointer(counts),
+        )  # fmt: skip
+        launch(
+            device, merge_kernel, (rows, 1, 1), constants(SLOTS=1 << (parts - 1).bit_length(), D=spec.head_dim, num_warps=1),
+            outputs, lses, rows_of(output), pointer(lse), pointer(given_lse), call, number(parts), number(rows),
+        )  # fmt: skip
+
+
+def _visited(tiles: Plan, *, with_masks: bool = True) -> Argument:
+    at, layout = tiles.space.at, tiles.layout
+    full = at(layout.full_blocks) if with_masks and tiles.masked else NONE
+    return grouped(Visited, at(layout.bands), at(layout.beside), full, number(layout.row))
 
 
 def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, known_norms: Norms) -> tuple[Tensor, Tensor]:
@@ -164,55 +199,87 @@ def decode_parts(spec: Spec, query: Tensor) -> int:
 
 def backward(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor,
-    grad_lse: Tensor | None, tiles: Tiles, *, slopes_wanted: bool, biases_wanted: bool = False,
+    grad_lse: Tensor | None, tiles: Plan, *, slopes_wanted: bool, biases_wanted: bool = False,
 ) -> Gradients:  # fmt: skip
     """The exact gradient over the plan's tiles; lse as `forward` returns it."""
-    from alibi_attn.attention.backends.fused.kernels import backward as kernels
+    from alibi_attn.attention.backends.fused.kernels.backward import key_kernel, query_kernel
 
     (grad_output,) = in_rows(grad_output)
-    delta, large = lse.new_empty(query.shape[:3]), is_large(query.device)
+    device, large = query.device, is_large(query.device)
+    b, h, k, s, t = spec.batch, spec.num_heads, spec.num_kv_heads, spec.key_len, spec.query_len
     dq, dk, dv = (torch.empty_like(x) for x in (query, key, value))
-    dslopes = None
-    if slopes_wanted:
-        dslopes = torch.empty((2, *delta.shape), dtype=torch.float32, device=query.device)
+    call, key_tiles = call_of(spec, device), -(-s // TILE)
+    at = starts(b * h * t, 3 * b * h * key_tiles, b * h, b * k)
+    space = Space(torch.empty(at[-1], dtype=torch.int32, device=device))
+    delta, candidates, order = space.at(at[0], torch.float32), space.at(at[1]), space.at(at[2])
+    key_order = order if spec.group == 1 else space.at(at[3])
+    dslopes = torch.empty((2, b, h, t), dtype=torch.float32, device=device) if slopes_wanted else None
     of_keys, of_queries = None, None
     if biases_wanted:
-        of_keys, of_queries = (lse.new_empty((2, *delta.shape[:2], n)) for n in (spec.key_len, spec.query_len))
-    full_tiles = _full_tiles(spec, query)
-    call = call_of(spec, query.device, None if full_tiles is None else full_tiles.call.key_bias)
-    inputs = (rows_of(query), rows_of(key), rows_of(value))
-    visited = Visited(tiles.bands, tiles.beside, None if full_tiles is None else full_tiles.of_blocks(tiles.rows))
-    candidates = visiting_blocks(tiles, count=-(-spec.key_len // TILE))
-    visitors = Visitors(tiles.bands, candidates, None if full_tiles is None else full_tiles.of_tiles(tiles.rows))
-    order = key_order = _heaviest_first(tiles.weight)
-    if spec.group > 1:
-        key_order = _heaviest_first(tiles.weight.unflatten(1, (spec.num_kv_heads, spec.group)).sum(-1))
+        of_keys, of_queries = (torch.empty((2, b, h, n), dtype=torch.float32, device=device) for n in (s, t))
+    queries, keys, values, grads, lses = (
+        rows_of(query),
+        rows_of(key),
+        rows_of(value),
+        rows_of(grad_output),
+        pointer(lse),
+    )
+    layout, of_plan = tiles.layout, tiles.space.at
+    visitors = grouped(
+        Visitors,
+        of_plan(layout.bands),
+        candidates,
+        of_plan(layout.full_tiles) if tiles.masked else NONE,
+        number(layout.row),
+    )
     with on(query):
+        _find_visitors(spec, tiles, order, candidates, key_order if spec.group > 1 else NONE, key_tiles)
         shape = tile_shape("query", query.dtype, spec.head_dim, large=large)
-        kernels.query_kernel[(spec.batch * spec.num_heads * -(-spec.query_len // shape.queries),)](
-            *inputs, rows_of(output), rows_of(grad_output), rows_of(dq), lse, None if grad_lse is None else grad_lse.contiguous(),
-            delta, dslopes, of_queries, call, visited, order, ROWS=tiles.rows, **_constants(spec, shape),
+        launch(
+            device, query_kernel, (b * h * -(-t // shape.queries), 1, 1),
+            _constants(spec.head_dim, shape, spec.causal, tiles.rows), queries, keys, values, rows_of(output), grads, rows_of(dq),
+            lses, pointer(None if grad_lse is None else grad_lse.contiguous()), delta, pointer(dslopes), pointer(of_queries),
+            call, _visited(tiles), order,
         )  # fmt: skip
         shape = tile_shape("key", query.dtype, spec.head_dim, large=large)
-        kernels.key_kernel[(spec.batch * spec.num_kv_heads * -(-spec.key_len // shape.keys),)](
-            *inputs, rows_of(grad_output), rows_of(dk), rows_of(dv), lse, delta, of_keys, call, visitors, key_order,
-            ROWS=tiles.rows, **_constants(spec, shape),
+        launch(
+            device, key_kernel, (b * k * -(-s // shape.keys), 1, 1), _constants(spec.head_dim, shape, spec.causal, tiles.rows),
+            queries, keys, values, grads, rows_of(dk), rows_of(dv), lses, delta, pointer(of_keys), call, visitors, key_order,
         )  # fmt: skip
     of_keys, of_queries = (None if x is None else x.sum(0, dtype=torch.float64) for x in (of_keys, of_queries))
-    if dslopes is None:
-        of_slopes = torch.zeros(2, *delta.shape[:2], dtype=torch.float64, device=query.device)
-    else:
-        of_slopes = dslopes.sum(-1, dtype=torch.float64)
+    of_slopes = dq.new_empty(0) if dslopes is None else dslopes.sum(-1, dtype=torch.float64)  # not read if not wanted
     return Gradients(dq, dk, dv, of_slopes, of_keys, of_queries)
+
+
+def _find_visitors(
+    spec: Spec, tiles: Plan, order: Argument, candidates: Argument, key_order: Argument, key_tiles: int
+) -> None:
+    """Fills `candidates` of Visitors, and the orders of heads and of key heads."""
+    from alibi_attn.attention.backends.fused.kernels.plan import visitors_kernel
+
+    at, layout = tiles.space.at, tiles.layout
+    plan = grouped(
+        arguments.Plan,
+        at(layout.bands),
+        at(layout.outliers),
+        NONE,
+        at(layout.weight),
+        number(layout.row),
+        NONE,
+        order,
+        NONE,
+    )
+    launch(
+        tiles.space.tensor.device, visitors_kernel, (spec.batch * spec.num_heads * -(-key_tiles // 64), 1, 1),
+        constants(WIDTH=64, BLOCKS=64), plan, candidates, key_order, number(spec.batch), number(spec.num_heads),
+        one_or_more(spec.group), number(-(-spec.query_len // tiles.rows)), number(key_tiles),
+    )  # fmt: skip
 
 
 class _Saved(NamedTuple):
     """Saved by forward for backward: its plan, and the lse of the kernels, which keeps the digits that a large bias costs."""
 
-    bands: Tensor
-    outlier_tiles: Tensor
-    beside: Tensor
-    weight: Tensor
+    plan: Tensor
     relative_lse: Tensor
 
 
@@ -222,14 +289,16 @@ def _attend(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     if spec.query_start is not None:
         key, value, poison, blind = contained_by_cuts(spec, key, value)
         spec = with_steps(spec)
-    full_tiles = _full_tiles(spec, query)
-    tiles = plan(spec, query, key, value, full_tiles=full_tiles)
-    given_lse = query.new_empty(query.shape[:3], dtype=torch.float32) if spec.key_bias is None else None
-    output, lse = forward(spec, query, key, value, tiles, full_tiles=full_tiles, given_lse=given_lse)
+    call = call_of(spec, query.device)
+    tiles = plan(spec, query, key, value, call=call)
+    given_lse = None
+    if spec.key_bias is None:
+        given_lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    output, lse = forward(spec, query, key, value, tiles, call=call, given_lse=given_lse)
     if poison is not None and blind is not None:
         output = output.masked_fill(blind[..., None], 0.0) + poison[..., None].to(output.dtype)
         lse[:, 0] = lse[:, 0].masked_fill(blind, -torch.inf) + poison
-    saved = _Saved(tiles.bands, tiles.outlier_tiles, tiles.beside, tiles.weight, lse)
+    saved = _Saved(tiles.space.tensor, lse)
     if given_lse is not None:
         return output, given_lse, saved, False
     if spec.query_bias is not None:  # all queries are among the keys
@@ -240,7 +309,7 @@ def _attend(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
 
 
 def _differentiate(spec: Spec, saved: tuple[Tensor, ...], inputs: BackwardInputs) -> Gradients:
-    bands, outlier_tiles, beside, weight, relative_lse = saved
+    plan, relative_lse = saved
     lse, grad_lse, grad_output = relative_lse.contiguous(), inputs.grad_lse, inputs.grad_output
     if grad_lse is not None:
         grad_lse = grad_lse.float()
@@ -252,9 +321,9 @@ def _differentiate(spec: Spec, saved: tuple[Tensor, ...], inputs: BackwardInputs
         # 0·NaN is NaN: a query that sees no key must not affect the keys' gradients.
         nothing = ((lse if spec.key_bias is None else lse[:, 0]) == -torch.inf)[..., None]
         query, grad_output = query.masked_fill(nothing, 0.0), grad_output.masked_fill(nothing, 0.0)
-    tiles = Tiles(
-        bands.contiguous(), outlier_tiles.contiguous(), beside.contiguous(), weight, plan_rows(spec.query_len)
-    )
+    rows = plan_rows(spec.query_len)
+    layout = Layout.of(spec.num_heads, -(-spec.query_len // rows), spec.key_len, heads_of_masks(spec))
+    tiles = Plan(plan.contiguous(), layout, spec.num_heads, rows)
     return backward(
         spec, query, key, value, inputs.output, lse, grad_output, grad_lse, tiles, slopes_wanted=inputs.slopes_wanted,
         biases_wanted=inputs.biases_wanted,
@@ -268,12 +337,11 @@ def _empty_like(x: Tensor) -> Tensor:
 def _empty_saved(arguments: Arguments) -> _Saved:
     query, is_biased = arguments.query, arguments.key_bias is not None
     b, h, t, _ = query.shape
+    masked = arguments.key_mask is not None or arguments.key_segments is not None
     blocks = (t + PLAN_ROWS - 1) // PLAN_ROWS  # also one block if `plan_rows` is smaller
+    layout = Layout.of(h, blocks, arguments.key.shape[2], h if is_biased else int(masked))
     return _Saved(
-        query.new_empty((b, h, blocks, 4), dtype=torch.int32),
-        query.new_empty((b, h, OUTLIER_TILES), dtype=torch.int32),
-        query.new_empty((b, h, blocks, OUTLIER_TILES), dtype=torch.int32),
-        query.new_empty((b, h), dtype=torch.int32),
+        query.new_empty((b, layout.row), dtype=torch.int32),
         query.new_empty((b, 3, h, t) if is_biased else (b, h, t), dtype=torch.float32),
     )
 
@@ -281,29 +349,20 @@ def _empty_saved(arguments: Arguments) -> _Saved:
 run = operator(Kernels("fused", _attend, _differentiate, _empty_like, _empty_saved, saves=_Saved._fields))
 
 
-def _constants(spec: Spec, shape: Shape) -> dict[str, Any]:
-    """The compile-time constants of the attention kernels."""
-    return {
-        "D": spec.head_dim, "BM": shape.queries, "BN": shape.keys, "CAUSAL": spec.causal, "PRECISION": precision(),
-        "num_warps": shape.warps, "num_stages": shape.stages,
-    }  # fmt: skip
+@functools.cache
+def _constants(head_dim: int, shape: Shape, causal: bool, rows: int | None) -> Constants:
+    """The compile-time constants of an attention kernel; `rows` as in `Plan`, None for decoding."""
+    of_plan = {} if rows is None else {"ROWS": rows}
+    return constants(
+        D=head_dim, BM=shape.queries, BN=shape.keys, **of_plan, CAUSAL=causal, PRECISION=precision(), num_warps=shape.warps,
+        num_stages=shape.stages,
+    )  # fmt: skip
 
 
 def _processors(device: torch.device) -> int:
     if device.type != "cuda":
         return _INTERPRETER_PROCESSORS
     return torch.cuda.get_device_properties(device).multi_processor_count
-
-
-def _full_tiles(spec: Spec, query: Tensor) -> FullTiles | None:
-    if not spec.hides_keys and spec.key_bias is None:
-        return None
-    return FullTiles.of(spec, call_of(spec, query.device), query.device)
-
-
-def _heaviest_first(weight: Tensor) -> Tensor:
-    """The heads of all sequences, those with the most tiles first, so that none of these starts last."""
-    return weight.flatten().argsort(descending=True, stable=True)
 
 
 @constant_when_compiled

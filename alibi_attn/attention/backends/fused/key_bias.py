@@ -20,10 +20,6 @@ from alibi_attn.attention.visibility import first_positions
 Spec = AttentionSpec[Tensor]
 
 _MOST = 2e38  # the largest finite bias: in units of log2 it must fit fp32
-_NARROW = (
-    128.0  # binary digits by which a tile's biases may differ from its base, and neighboring bases from each other
-)
-_MOST_BASE = 2.0**30  # of narrow tiles; the kernels rely on it, see `partial_scores`
 
 
 def split(spec: Spec, key_bias: Tensor) -> KeyBias:
@@ -42,18 +38,6 @@ def split(spec: Spec, key_bias: Tensor) -> KeyBias:
     high = b.float()
     pairs = torch.stack([high, (b - high).float().masked_fill(high == -torch.inf, 0.0)], 2)
     return KeyBias(rest, pairs, base, _references(spec, base, some))
-
-
-def is_narrow(key_bias: KeyBias) -> Tensor:
-    """[B, H, ⌈S / TILE⌉]: tiles whose biases are close to their base, and the base to that of the other tile of its pair."""
-    rest: Tensor = key_bias.rest  # type: ignore[assignment]
-    bases: Tensor = key_bias.bases  # type: ignore[assignment]
-    size = rest.abs().masked_fill(rest == -torch.inf, 0.0)
-    widest = torch.nn.functional.pad(size, (0, -size.shape[-1] % TILE)).unflatten(-1, (-1, TILE)).amax(-1)
-    neighbors = torch.nn.functional.pad(bases, (0, bases.shape[-1] % 2), mode="constant").unflatten(-1, (-1, 2))
-    apart = (neighbors[..., :1] - neighbors[..., 1:]).abs().expand_as(neighbors).flatten(-2)[..., : bases.shape[-1]]
-    is_last = torch.arange(bases.shape[-1], device=bases.device) == bases.shape[-1] // 2 * 2  # it has no neighbor
-    return (widest <= _NARROW) & ((apart <= _NARROW) | is_last) & (bases.abs() < _MOST_BASE)
 
 
 def unshifted(lse: Tensor) -> Tensor:

@@ -1,35 +1,95 @@
-"""The arguments of a call that every Triton kernel gets, and how kernels are launched."""
+"""Launches Triton kernels at the driver's cost: arguments are prepared once per call, and compiled kernels are kept.
+
+`kernel[grid](...)` makes Triton inspect every argument of every launch, to find the code that was compiled for such arguments.
+Here an argument carries its `kind` with it: what the code depends on, in the form of an argument for Triton's `warmup`, which
+compiles. The compiled kernel is kept by the kinds of its arguments, and launched with addresses and numbers. On a CPU, Triton's
+interpreter gets the tensors themselves.
+"""
 
 import contextlib
+import functools
 from collections.abc import Iterator
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
-from alibi_attn.attention.backends.fused.kernels.arguments import (
-    Call,
-    Dropout,
-    KeyBias,
-    Masks,
-    QueryOffset,
-    Rows,
-    Slopes,
-)
-from alibi_attn.attention.backends.fused.key_bias import split
-from alibi_attn.attention.spec import AttentionSpec, dropout_numbers
+from alibi_attn.attention.backends.fused.kernels.arguments import Rows
 from alibi_attn.attention.transforms import in_memory
-from alibi_attn.attention.visibility import first_positions
-
-Spec = AttentionSpec[Tensor]
 
 FARTHEST_ROW = 2**31 // PLAN_ROWS  # elements from one row to the next; no tile has more rows than PLAN_ROWS
+
+# Numbers from which the compiler learns only their type: neither 1 nor divisible by 16.
+_NUMBER, _LARGE_NUMBER = 17, 2**40 + 1
+
+
+class Pointer:
+    """A pointer as Triton's compiler sees it: the type of its elements, and an address that shows whether it is aligned."""
+
+    def __init__(self, dtype: torch.dtype, address: int) -> None:
+        self.dtype, self.address = dtype, address
+
+    def data_ptr(self) -> int:
+        return self.address
+
+
+class Argument(NamedTuple):
+    """An argument of a kernel: its value, or a tuple of values, its kind, and the tensors that must live until the launch."""
+
+    value: Any
+    kind: Any
+    owner: Any = None
+
+
+NONE = Argument(None, None)
+
+
+class Constants:
+    """The compile-time constants of a kernel, in the order of its parameters, and the compiler's options."""
+
+    def __init__(self, named: dict[str, Any], options: dict[str, Any]) -> None:
+        self.named, self.options, self.values = named, options, tuple(named.values())
+
+
+@functools.cache
+def constants(*, num_warps: int = 4, num_stages: int = 3, **named: Any) -> Constants:
+    # Without this option Triton 3.9 warns, because its default will change.
+    options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
+    return Constants(named, options)
+
+
+_COMPILED: dict[tuple[Any, ...], Any] = {}
+
+
+def launch(
+    device: torch.device, kernel: Any, grid: tuple[int, int, int], constants: Constants, *arguments: Argument
+) -> None:
+    """Launches a kernel on a device, which must be the current one (see `on`), or interprets it on a CPU."""
+    values = [argument.value for argument in arguments]
+    if device.type == "cpu":
+        options = {name: constants.options[name] for name in ("num_warps", "num_stages")}
+        kernel[grid](*values, **constants.named, **options)
+        return
+    key = (kernel.fn, device.index, constants, *[argument.kind for argument in arguments])
+    compiled = _COMPILED.get(key)
+    if compiled is None:
+        kinds = [argument.kind for argument in arguments]
+        names = kernel.arg_names[len(kinds) :]
+        assert list(constants.named) == names, f"{kernel.fn.__name__} has the constants {names}"
+        compiled = kernel.warmup(*kinds, grid=grid, **constants.named, **constants.options)
+        _COMPILED[key] = compiled
+    compiled[grid](*values, *constants.values)
 
 
 def on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Makes the tensor's device current, because Triton launches on the current device."""
-    return torch.cuda.device(tensor.device) if tensor.device.type == "cuda" else contextlib.nullcontext()
+    if tensor.device.type != "cuda" or torch.cuda.current_device() == tensor.device.index:
+        return _NOTHING
+    return torch.cuda.device(tensor.device)
+
+
+_NOTHING = contextlib.nullcontext()
 
 
 def in_rows(*tensors: Tensor) -> Iterator[Tensor]:
@@ -37,45 +97,55 @@ def in_rows(*tensors: Tensor) -> Iterator[Tensor]:
     return (x if x.stride(-1) == 1 and x.stride(-2) < FARTHEST_ROW else x.contiguous() for x in map(in_memory, tensors))
 
 
-def rows_of(tensor: Tensor) -> Rows:
+def rows_of(tensor: Tensor) -> Argument:
     """The `Rows` of a tensor [B, heads, rows, D] with a last stride of 1."""
     batch, head, row, _ = tensor.stride()
-    return Rows(tensor, batch, head, row)
+    if tensor.device.type == "cpu":
+        return Argument(Rows(tensor, batch, head, row), None)
+    address = tensor.data_ptr()
+    numbers = batch | head | row
+    kind = _rows_kind(tensor.dtype, (address | numbers) & 15 == 0, numbers >> 31 > 0)
+    return Argument(Rows(address, batch, head, row), kind, tensor)
 
 
-def call_of(spec: Spec, device: torch.device, key_bias: KeyBias | None = None) -> Call:
-    """The arguments of a call.
-
-    Args:
-        key_bias: the key bias of `spec`, if it was split before.
-    """
-    if spec.key_bias is not None and key_bias is None:
-        key_bias = split(spec, spec.key_bias)
-    offset, masks = first_positions(spec, device).contiguous(), (spec.query_segments, spec.key_segments)
-    return Call(
-        slopes=_slopes(spec, spec.slopes),
-        right_slopes=None if spec.right_slopes is None else _slopes(spec, spec.right_slopes),
-        query_offset=QueryOffset(offset, 0 if offset.numel() == 1 else 1),
-        masks=Masks(
-            None if spec.key_mask is None else spec.key_mask.contiguous().view(torch.int8),
-            *(None if segments is None else in_memory(segments).contiguous() for segments in masks),
-        ),
-        scale=spec.scale,
-        window=spec.window,
-        dropout=None if spec.dropout_seed is None else _dropout(spec, spec.dropout_seed),
-        key_bias=key_bias,
-        H=spec.num_heads, G=spec.group, T=spec.query_len, S=spec.key_len,
-    )  # fmt: skip
+def pointer(tensor: Tensor | None) -> Argument:
+    """A tensor without strides; None stays None."""
+    if tensor is None:
+        return NONE
+    if tensor.device.type == "cpu":
+        return Argument(tensor, None)
+    address = tensor.data_ptr()
+    return Argument(address, pointer_kind(tensor.dtype, address & 15 == 0), tensor)
 
 
-def bias_of_move(spec: Spec, device: torch.device) -> Tensor:
-    """[B or 1, H, 1] fp64: the bias of the distance by which kernels move queries that are all beyond the keys."""
-    first = first_positions(spec, device)[:, None]
-    moved = (first - first.clamp(-spec.query_len, spec.key_len)).double()
-    slopes = spec.slopes.detach()
-    if spec.right_slopes is not None:
-        slopes = torch.where(moved < 0, spec.right_slopes.detach(), slopes)
-    return (-slopes * moved.abs()).masked_fill(moved == 0, 0.0)[..., None]
+def number(value: int) -> Argument:
+    """A whole number of which the code depends on nothing but whether it fits 32 bits."""
+    return Argument(value, _NUMBER if -(2**31) <= value < 2**31 else _LARGE_NUMBER)
+
+
+def real(value: float) -> Argument:
+    return Argument(value, 0.5)
+
+
+def one_or_more(value: int) -> Argument:
+    """A whole number that fits 32 bits, for which the code is shorter if it is 1."""
+    return Argument(value, 1 if value == 1 else _NUMBER)
+
+
+def grouped(kind: Any, *arguments: Argument) -> Argument:
+    """A named tuple of arguments."""
+    return Argument(kind(*[x.value for x in arguments]), kind(*[x.kind for x in arguments]), arguments)
+
+
+@functools.cache
+def pointer_kind(dtype: torch.dtype, aligned: bool = True) -> Pointer:
+    return Pointer(dtype, 16 if aligned else 1)
+
+
+@functools.cache
+def _rows_kind(dtype: torch.dtype, aligned: bool, large: bool) -> Rows:
+    stride = (_LARGE_NUMBER if large else _NUMBER) - (1 if aligned else 0)
+    return Rows(pointer_kind(dtype, aligned), stride, stride, stride)
 
 
 def precision() -> str:
@@ -83,15 +153,6 @@ def precision() -> str:
     return "ieee" if torch.version.hip else "tf32x3"
 
 
-def width_for(count: int) -> int:
+def width_for(count: int, most: int = 256) -> int:
     """How many of `count` tiles, or blocks, a small program handles at a time."""
-    return min(256, max(16, 1 << (count - 1).bit_length()))
-
-
-def _dropout(spec: Spec, seed: Tensor) -> Dropout:
-    return Dropout(*dropout_numbers(spec.dropout_p), seed.contiguous(), spec.batch // len(seed))
-
-
-def _slopes(spec: Spec, slopes: Tensor) -> Slopes:
-    slopes = in_memory(slopes.detach()).contiguous()
-    return Slopes(slopes, spec.num_heads if slopes.ndim == 2 else 0)
+    return min(most, max(16, 1 << (count - 1).bit_length()))

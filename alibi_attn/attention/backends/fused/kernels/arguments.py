@@ -25,10 +25,11 @@ class Slopes(NamedTuple):
 
 
 class QueryOffset(NamedTuple):
-    """The position of query 0, [B] int64; the stride is 0 if all sequences share it."""
+    """The position of query 0: [B] int64, with a stride of 0 if all sequences share it; without a pointer the number `first`."""
 
     pointer: object
     batch: object
+    first: object = 0
 
 
 class Masks(NamedTuple):
@@ -110,7 +111,7 @@ class Call(NamedTuple):
         window: the most keys that a query sees, including its own; None = all.
         dropout: None = every weight is kept.
         key_bias: None = no key biases.
-        H, G, T, S: query heads, query heads per key head, queries, keys.
+        B, H, G, T, S: sequences, query heads, query heads per key head, queries, keys.
     """
 
     slopes: Slopes
@@ -121,6 +122,7 @@ class Call(NamedTuple):
     window: object
     dropout: Dropout | None
     key_bias: KeyBias | None
+    B: object
     H: object
     G: object
     T: object
@@ -134,11 +136,13 @@ class Visited(NamedTuple):
         bands, beside: from `tiles.Tiles`, [B, H, N, 4] and [B, H, N, OUTLIERS].
         full: [B, N, 2]: tiles in which the masks hide nothing from a block; None = there are no masks. With a key bias, which
             may hide keys too, [B, H, N, 2].
+        row: from one sequence to the next, for all three.
     """
 
     bands: object
     beside: object
     full: object
+    row: object
 
 
 class Visitors(NamedTuple):
@@ -149,11 +153,13 @@ class Visitors(NamedTuple):
         candidates: [B, H, tiles, 3]: the half-open range of blocks that may, and 1 if it is an outlier tile.
         full: [B, tiles, 2]: blocks from which the masks hide nothing of a tile; None = there are no masks. With a key bias
             [B, H, tiles, 2].
+        row: from one sequence to the next, for `bands` and `full`.
     """
 
     bands: object
     candidates: object
     full: object
+    row: object
 
 
 class Certificate(NamedTuple):
@@ -161,7 +167,7 @@ class Certificate(NamedTuple):
 
     Args:
         reach: [sides, CHOICES, B, H, ⌈T / TILE⌉] int32, to the left and to the right.
-        outliers: [B, K, OUTLIERS] int32, the largest norm first, padded with −1.
+        outliers: [B, H, OUTLIERS] int32, those of the head's keys, the largest norm first, padded with −1.
     """
 
     reach: object
@@ -169,13 +175,22 @@ class Certificate(NamedTuple):
 
 
 class Plan(NamedTuple):
-    """The output of a plan's kernels: `tiles.Tiles`, and the `reach` of every TILE queries [2, B, H, ⌈T / TILE⌉]; int32."""
+    """The output of a plan: `tiles.Tiles`, with `row` numbers from one sequence to the next; int32.
+
+    Args:
+        reach: of every TILE queries, [2, B, H, ⌈T / TILE⌉]; None = not wanted.
+        order: [B·H]: the heads of all sequences, the heaviest first; None = not wanted.
+        arrived: [B·H + 1] zeros: how many programs of a head have finished, and how many heads.
+    """
 
     bands: object
     outliers: object
     beside: object
     weight: object
+    row: object
     reach: object
+    order: object
+    arrived: object
 
 
 class Labels(NamedTuple):
@@ -199,17 +214,16 @@ class Norms(NamedTuple):
     Args:
         tiles: [3, B, K, tiles]: the largest of the visible keys, and the largest and the smallest of their values.
         each_value: [B, K, S]: every value's norm.
-        prefix: [sides, CHOICES, B, K, tiles]: the largest of the keys in no outlier tile, up to each tile, and from it on.
-        extremes: [2, B, K]: the largest and the smallest of all values.
-        latest: [B, K, tiles] int32: the last tile with a visible key up to each tile, else −1. None if no key is hidden.
+        known_keys, known_values: [B, K, known] fp64: norms of the first tiles, which `tiles` then lacks; None = none.
+        known: how many.
         sums: [sides, B, H, tiles], with a key bias: log2 Σ 2^(rest ± slope·(j − first of the tile)) over the visible keys.
     """
 
     tiles: object
     each_value: object
-    prefix: object
-    extremes: object
-    latest: object
+    known_keys: object
+    known_values: object
+    known: object
     sums: object = None
 
 

@@ -189,17 +189,17 @@ def query_kernel(
     sums = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
 
     blocks = tl.cdiv(T, ROWS)
-    block = bh * blocks + n * BM // ROWS
-    of_sequence = b * blocks + n * BM // ROWS
+    of_sequence = b * visited.row + n * BM // ROWS * 2
     if head.bias is not None:
-        of_sequence = block  # each head hides other keys
+        of_sequence += h * blocks * 2  # each head hides other keys
+    block = b * visited.row + (h * blocks + n * BM // ROWS) * 4
     band = band_of(visited, block, of_sequence, start, head, S, BM, BN, CAUSAL)
     for x in tl.range(0, full_count(band)):
         dq, to_left, to_right, sums = query_full(
             full_tile(x, band, CAUSAL), queries, head, do, lse, origin, delta, dq, to_left, to_right, sums, K, V, least, BN, D,
             CAUSAL, DSLOPES is not None, SUMS is not None, PRECISION,
         )  # fmt: skip
-    outliers = visited.beside + block * OUTLIERS
+    outliers = visited.beside + b * visited.row + (h * blocks + n * BM // ROWS) * OUTLIERS
     partial = tl.maximum(band.last - band.first, 0) - full_count(band)
     for x in tl.range(0, partial + outlier_count(outliers) * (TILE // BN), num_stages=1):
         tile = tl.where(
@@ -255,7 +255,7 @@ def key_kernel(
     Q, K, V, DOUT, DK, DV, LSE, DELTA, SUMS, call, visitors, ORDER,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program: BN keys of one key head, and all its query heads one after another; ORDER [B·K] int64.
+    """Program: BN keys of one key head, and all its query heads one after another; ORDER [B·K] int32.
 
     SUMS [2, B, H, S] fp32: Σ ds over queries, and its rounding error; None = not wanted.
     Queries that see no key, and their output gradients, must be zeros (masking their loads would spill registers).
@@ -299,10 +299,10 @@ def key_kernel(
         last = tl.max(tl.load(candidates + 1, mask=there, other=0), 0) * (ROWS // BM)
         last = tl.maximum(tl.minimum(last, tl.cdiv(T, BM)), first)
         is_outlier = tl.load(candidates + 2, mask=there, other=0) == 1
-        bands = visitors.bands + bh * blocks * 4
-        shown_here, of_sequence = here, b
+        bands = visitors.bands + b * visitors.row + h * blocks * 4
+        shown_here, of_sequence = here, b * visitors.row
         if call.key_bias is not None:
-            of_sequence = bh
+            of_sequence += h * tiles * 2
             rest = tl.load(call.key_bias.rest + bh * S + j, mask=here, other=float("-inf"))  # [BN]
             shown_here = here & (rest > float("-inf"))
             # Counted from the base of the first of them.
@@ -314,7 +314,7 @@ def key_kernel(
         Q_h, DO_h = of_head(Q, b, h), of_head(DOUT, b, h)
         full_first, full_last = first, last
         if visitors.full is not None:
-            full = visitors.full + (of_sequence * tiles + key_tile) * 2
+            full = visitors.full + of_sequence + key_tile * 2
             full_first = tl.max(tl.load(full, mask=there, other=0), 0) * (ROWS // BM)
             full_last = tl.min(tl.load(full + 1, mask=there, other=NEVER), 0) * (ROWS // BM)
         band = blocks_of(first, last, full_first, full_last, t * BN, offset, head, T, BM, BN, CAUSAL)

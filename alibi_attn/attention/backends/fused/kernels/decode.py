@@ -84,9 +84,9 @@ def decode_kernel(
     l_i = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, padded(D)], tl.float32)
 
-    leader, visits = b * H + kv * G, 0
-    first = tl.load(visited.bands + leader * 4) * (TILE // BN)
-    last = tl.minimum(tl.load(visited.bands + leader * 4 + 1) * (TILE // BN), tl.cdiv(S, BN))
+    leader, visits = b * visited.row + kv * G * 4, 0
+    first = tl.load(visited.bands + leader) * (TILE // BN)
+    last = tl.minimum(tl.load(visited.bands + leader + 1) * (TILE // BN), tl.cdiv(S, BN))
     share = tl.cdiv(tl.maximum(last - first, 0), tl.num_programs(2))
     begin = first + part * share
     for tile in tl.range(begin, tl.minimum(begin + share, last)):
@@ -95,7 +95,7 @@ def decode_kernel(
         )
         if COUNT is not None:
             visits += 1
-    outliers = visited.beside + leader * OUTLIERS
+    outliers = visited.beside + b * visited.row + kv * G * OUTLIERS
     for x in tl.range(part, outlier_count(outliers) * (TILE // BN), tl.num_programs(2), num_stages=1):
         m_i, l_i, acc = attend_partial(
             outlier_tile(x, outliers, BN), queries, head, m_i, l_i, acc, K, V, call.masks, S, BN, D, CAUSAL, PRECISION

@@ -140,14 +140,17 @@ def forward_kernel(
     """Program: one block of BM queries of one head; the heaviest heads, and in them the last blocks, come first.
 
     Args:
-        Q, K, V, OUT: Rows. LSE: [B, H, T] fp32, see `lse_rows`. ORDER: [B·H] int64. A block of the plan has ROWS queries.
+        Q, K, V, OUT: Rows. LSE: [B, H, T] fp32, see `lse_rows`. A block of the plan has ROWS queries.
+        ORDER: [B·H] int32, the heaviest head first; None = as they are.
         GIVEN_LSE: [B, H, T] fp32, see `lse_before_move`; None = not wanted, or with a key bias.
         NORMS: [2, B, K, tiles] fp32, the largest norms of keys and of values; None if they are unknown, or with a key bias.
         COUNT: [B, H, ⌈T / BM⌉] int32, the number of visited tiles; None = not counted.
     """
     H, G, T, S = call.H, call.G, call.T, call.S
     programs = tl.cdiv(T, BM)
-    bh = tl.load(ORDER + tl.program_id(0) // programs).to(tl.int64)
+    bh = (tl.program_id(0) // programs).to(tl.int64)
+    if ORDER is not None:
+        bh = tl.load(ORDER + bh).to(tl.int64)
     n = programs - 1 - tl.program_id(0) % programs
     b, h = bh // H, (bh % H).to(tl.int32)
     kv = (h // G).to(tl.int64)
@@ -177,10 +180,10 @@ def forward_kernel(
     acc = tl.zeros([BM, padded(D)], tl.float32)
 
     blocks, visits = tl.cdiv(T, ROWS), 0
-    block = bh * blocks + n * BM // ROWS
-    of_sequence = b * blocks + n * BM // ROWS
+    of_sequence = b * visited.row + n * BM // ROWS * 2
     if head.bias is not None:
-        of_sequence = block  # each head hides other keys
+        of_sequence += h * blocks * 2  # each head hides other keys
+    block = b * visited.row + (h * blocks + n * BM // ROWS) * 4
     band = band_of(visited, block, of_sequence, start, head, S, BM, BN, CAUSAL)
     for x in tl.range(0, full_count(band)):
         m_i, l_i, acc = attend_full(
@@ -189,14 +192,14 @@ def forward_kernel(
         if COUNT is not None:
             visits += 1
     if NORMS is not None:
-        heads = tl.num_programs(0) // programs // G
+        heads = call.B * (H // G)
         diagonal = until_finite(NORMS, b * (H // G) + kv, heads, band.high, band.last, S, BN)
         for tile in tl.range(band.high, diagonal):
             m_i, l_i, acc = attend_full(tile, queries, head, m_i, l_i, acc, K, V, S, BN, D, CAUSAL, True, PRECISION)
             if COUNT is not None:
                 visits += 1
         band = Band(band.first, band.last, band.low, diagonal, diagonal, diagonal)
-    outliers = visited.beside + block * OUTLIERS
+    outliers = visited.beside + b * visited.row + (h * blocks + n * BM // ROWS) * OUTLIERS
     partial = tl.maximum(band.last - band.first, 0) - full_count(band)
     for x in tl.range(0, partial + outlier_count(outliers) * (TILE // BN), num_stages=1):
         tile = tl.where(

@@ -1,7 +1,8 @@
-"""Which whole tiles a key mask and segments hide: where the loops need no masks (`full`), and where no key is visible.
+"""Which whole tiles a key mask, segments and a key bias hide: where the loops need no masks, and where no key is visible.
 
-A tile of keys is uniform if the mask hides none of them and all belong to one segment, whose number is its label. A tile of
-queries is uniform if all belong to one segment. Between uniform tiles with the same label nothing is hidden.
+A tile of keys is uniform if nothing hides any of them, all belong to one segment, whose number is its label, and their biases are
+close to one another. A tile of queries is uniform if all belong to one segment. Between uniform tiles with the same label nothing
+is hidden. A key bias hides other keys from each head: the labels of keys have R = B rows, or B·H with a key bias.
 """
 
 # mypy: ignore-errors
@@ -10,33 +11,78 @@ queries is uniform if all belong to one segment. Between uniform tiles with the 
 import triton
 import triton.language as tl
 
-from alibi_attn.attention.backends.fused.kernels.certificate import larger
+from alibi_attn.attention.backends.fused.kernels.certificate import write_tile_sums
 from alibi_attn.attention.backends.fused.kernels.positions import load_offset
 from alibi_attn.attention.backends.fused.kernels.tiles import TILE
 
+NARROW = tl.constexpr(
+    128.0
+)  # binary digits by which biases may differ from their tile's base, and bases of a pair of tiles
+MOST_BASE = tl.constexpr(2.0**30)  # of narrow tiles; `partial_scores` relies on it
+
 
 @triton.jit
-def labels_kernel(KEY_MASK, SEGMENTS, labels, n, tiles):
-    """Program: one tile of TILE of the `n` keys, or queries; writes its Labels. KEY_MASK and SEGMENTS [B, n] may be None."""
-    b, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
-    j = tile * TILE + tl.arange(0, TILE)
-    here = j < n
-    least, most = (b * 0), (b * 0)
-    if SEGMENTS is not None:
-        # The last one is repeated to fill the tile.
-        label = tl.load(SEGMENTS + b * n + tl.minimum(j, n - 1)).to(tl.int64)
+def labels_kernel(call, keys, queries, SUMS, CAUSAL: tl.constexpr):
+    """Program: one tile of TILE keys of one row, or after all of these one tile of TILE queries of one sequence.
+
+    Writes their Labels, and with a key bias SUMS, the `sums` of Norms.
+    """
+    B, H, T, S, masks = call.B, call.H, call.T, call.S, call.masks
+    tiles, blocks = tl.cdiv(S, TILE), tl.cdiv(T, TILE)
+    x, pid = tl.arange(0, TILE), tl.program_id(0)
+    heads = 1
+    if call.key_bias is not None:
+        heads = H
+    rows = B * heads
+    if pid < rows * tiles:
+        r, tile = (pid // tiles).to(tl.int64), pid % tiles
+        b, j = r // heads, tile * TILE + x
+        here = j < S
+        least, most, uniform = segment_range(masks.key_segments, b, j, S)
+        if masks.keys is not None:
+            shown = tl.load(masks.keys + b * S + tl.minimum(j, S - 1)) != 0
+            uniform = uniform & (tl.min(shown.to(tl.int32), 0) == 1)
+            here = here & shown
+        if call.key_bias is not None:
+            rest = tl.load(call.key_bias.rest + r * S + tl.minimum(j, S - 1))
+            uniform = uniform & (tl.min((rest > float("-inf")).to(tl.int32), 0) == 1)
+            here = here & (rest > float("-inf"))
+            uniform = uniform & is_narrow(call.key_bias.bases + r * tiles, rest, tile, tiles)
+            write_tile_sums(call, SUMS, r, tile, CAUSAL)
+        at = r * tiles + tile
+        tl.store(keys.edges + at, tl.min(tl.where(here, j, S), 0))
+        tl.store(keys.edges + (r * 0 + rows) * tiles + at, tl.max(tl.where(here, j + 1, 0), 0))
+        tl.store(keys.least + at, least)
+        tl.store(keys.most + at, most)
+        tl.store(keys.uniform + at, uniform.to(tl.int32))
+    else:
+        pid -= rows * tiles
+        b, block = (pid // blocks).to(tl.int64), pid % blocks
+        least, most, uniform = segment_range(masks.query_segments, b, block * TILE + x, T)
+        at = b * blocks + block
+        tl.store(queries.least + at, least)
+        tl.store(queries.most + at, most)
+        tl.store(queries.uniform + at, uniform.to(tl.int32))
+
+
+@triton.jit
+def segment_range(segments, b, j, n):
+    """(the smallest of these segments, the largest, whether they are equal); the last of the n is repeated to fill the tile."""
+    least, most = b * 0, b * 0
+    if segments is not None:
+        label = tl.load(segments + b * n + tl.minimum(j, n - 1)).to(tl.int64)
         least, most = tl.min(label, 0), tl.max(label, 0)
-    uniform = least == most
-    if KEY_MASK is not None:
-        shown = tl.load(KEY_MASK + b * n + tl.minimum(j, n - 1)) != 0
-        uniform = uniform & (tl.min(shown.to(tl.int32), 0) == 1)
-        here = here & shown
-    at = b * tiles + tile
-    tl.store(labels.least + at, least)
-    tl.store(labels.most + at, most)
-    tl.store(labels.uniform + at, uniform.to(tl.int32))
-    tl.store(labels.edges + at, tl.min(tl.where(here, j, n), 0))
-    tl.store(labels.edges + tl.num_programs(0).to(tl.int64) + at, tl.max(tl.where(here, j + 1, 0), 0))
+    return least, most, least == most
+
+
+@triton.jit
+def is_narrow(bases, rest, tile, tiles):
+    """Whether a tile's biases are close to their base, and the base to that of the other tile of its pair."""
+    widest = tl.max(tl.where(rest == float("-inf"), 0.0, tl.abs(rest)), 0)
+    base = tl.load(bases + tile)
+    other = tl.load(bases + (tile ^ 1), mask=(tile ^ 1) < tiles, other=0.0)
+    apart = tl.where((tile ^ 1) < tiles, tl.abs(base - other), 0.0)
+    return (widest <= NARROW) & (apart <= NARROW) & (tl.abs(base) < MOST_BASE)
 
 
 @triton.jit
@@ -55,56 +101,30 @@ def label_of(labels, b, at, count, tiles, PARTS: tl.constexpr):
 
 
 @triton.jit
-def _smaller(a, b):
-    return tl.minimum(a, b)
-
-
-@triton.jit
-def runs_kernel(labels, RUNS, tiles, count, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """Program: one sequence. RUNS [2, B, count] int32: for each block of PARTS tiles, the half-open run of uniform blocks with
-    its label.
-    """
-    b = tl.program_id(0).to(tl.int64)
-    every = tl.num_programs(0).to(tl.int64) * count
-    x = tl.arange(0, WIDTH)
-    begin = 0
+def run_around(place, labels, b, count, tiles, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """For each block in `place`, the half-open run of uniform blocks with its label, among `count` blocks of PARTS tiles."""
+    low, high = place * 0, place * 0 + count
     for start in range(0, count, WIDTH):
-        at = start + x
+        at = start + tl.arange(0, WIDTH)
         label, uniform = label_of(labels, b, at, count, tiles, PARTS)
         before, as_well = label_of(labels, b, at - 1, count, tiles, PARTS)
-        goes_on = uniform & as_well & (label == before)
-        run = tl.maximum(tl.associative_scan(tl.where(goes_on, 0, at), 0, larger), begin)
-        tl.store(RUNS + b * count + at, run, mask=at < count)
-        begin = tl.max(run, 0)
-    end = count
-    for step in range(tl.cdiv(count, WIDTH)):
-        at = (tl.cdiv(count, WIDTH) - 1 - step) * WIDTH + x
-        label, uniform = label_of(labels, b, at, count, tiles, PARTS)
-        behind, as_well = label_of(labels, b, at + 1, count, tiles, PARTS)
-        goes_on = uniform & as_well & (label == behind)
-        run = tl.minimum(tl.associative_scan(tl.where(goes_on, count, at + 1), 0, _smaller, reverse=True), end)
-        tl.store(RUNS + every + b * count + at, run, mask=at < count)
-        end = tl.min(tl.where(at < count, run, count), 0)
+        begins = ((at < count) & ~(uniform & as_well & (label == before)))[None, :]
+        is_later = at[None, :] > place[:, None]
+        low = tl.maximum(low, tl.max(tl.where(begins & ~is_later, at[None, :], 0), 1))
+        high = tl.minimum(high, tl.min(tl.where(begins & is_later, at[None, :], count), 1))
+    return low, high
 
 
 @triton.jit
-def full_kernel(
-    labels, of_labels, RUNS, query_offset, FULL, tiles, count, of_tiles, of_count,
-    PARTS: tl.constexpr, OF_PARTS: tl.constexpr, WIDTH: tl.constexpr, KEYS: tl.constexpr,
+def full_run(
+    own, r, labels, b, at, count, tiles, of_count, of_tiles, offset, PARTS: tl.constexpr, OF_PARTS: tl.constexpr,
+    KEYS: tl.constexpr, OF_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program: WIDTH of the `count` blocks (PARTS tiles each) of one sequence. FULL [B, count, 2] int32: for each block, the
-    nearest run of blocks of the other kind, `of` (OF_PARTS tiles each), from which it hides nothing. KEYS: the blocks
-    are keys, the others queries.
+    """For each of the blocks `at` (PARTS tiles each), the nearest run of blocks of the other kind (`labels`, OF_PARTS tiles each)
+    from which it hides nothing; KEYS: the blocks are keys, the others queries.
     """
-    parts = tl.cdiv(count, WIDTH)
-    b = (tl.program_id(0) // parts).to(tl.int64)
-    at = tl.program_id(0) % parts * WIDTH + tl.arange(0, WIDTH)
+    label, uniform = label_of(own, r, at, count, tiles, PARTS)
     size, other_size = PARTS * TILE, OF_PARTS * TILE
-    T, S = tiles * TILE, of_tiles * TILE
-    if KEYS:
-        T, S = S, T
-    offset = load_offset(query_offset, b, T, S)
-    label, uniform = label_of(labels, b, at, count, tiles, PARTS)
     start = at * size + offset
     if KEYS:
         start = at * size - offset
@@ -113,45 +133,71 @@ def full_kernel(
     near, far = before, behind
     if KEYS:  # queries attend to the left, so those that visit a tile come after it
         near, far = behind, before
-    low, high = tl.zeros([WIDTH], tl.int32), tl.zeros([WIDTH], tl.int32)
-    every = tl.num_programs(0).to(tl.int64) // parts * of_count
+    low, high = at * 0, at * 0
     for choice in tl.static_range(2):
         place = far
         if choice == 1:
             place = near
-        of_label, of_uniform = label_of(of_labels, b, place, of_count, of_tiles, OF_PARTS)
+        of_label, of_uniform = label_of(labels, b, place, of_count, of_tiles, OF_PARTS)
         fits = uniform & of_uniform & (label == of_label)
-        low = tl.where(fits, tl.load(RUNS + b * of_count + place, mask=fits, other=0), low)
-        high = tl.where(fits, tl.load(RUNS + every + b * of_count + place, mask=fits, other=0), high)
-    tl.store(FULL + (b * count + at) * 2, low, mask=at < count)
-    tl.store(FULL + (b * count + at) * 2 + 1, high, mask=at < count)
+        first, last = run_around(place, labels, b, of_count, of_tiles, OF_PARTS, OF_WIDTH)
+        low, high = tl.where(fits, first, low), tl.where(fits, last, high)
+    return low, high
 
 
 @triton.jit
-def allowed_kernel(
-    queries, keys, ALLOWED, blocks, tiles, S, HAS_SEGMENTS: tl.constexpr, WIDTH: tl.constexpr, OF_WIDTH: tl.constexpr
+def spread_kernel(
+    call, keys, queries, ALLOWED, FIRST_SEEN, FULL_BLOCKS, FULL_TILES, row, PARTS: tl.constexpr, WIDTH: tl.constexpr,
+    OF_WIDTH: tl.constexpr,
 ):  # fmt: skip
-    """Program: WIDTH blocks of TILE queries of one sequence. ALLOWED [B, blocks, 2] int32: outside of these keys they see none.
+    """Program: WIDTH blocks of queries, and WIDTH tiles of keys, of one row. Every output but `ALLOWED` may be None.
 
-    `queries` and `keys` are their Labels.
+    Args:
+        ALLOWED: [R, ⌈T / TILE⌉, 2] int32: TILE queries see no key outside this interval.
+        FIRST_SEEN: [R] int32: the first visible key.
+        FULL_BLOCKS, FULL_TILES: `full` of Visited, for blocks of PARTS tiles, and of Visitors, with `row` numbers per sequence.
     """
-    parts = tl.cdiv(blocks, WIDTH)
-    b = (tl.program_id(0) // parts).to(tl.int64)
-    at = tl.program_id(0) % parts * WIDTH + tl.arange(0, WIDTH)
+    H, T, S = call.H, call.T, call.S
+    tiles, blocks = tl.cdiv(S, TILE), tl.cdiv(T, TILE)
+    count = tl.cdiv(blocks, PARTS)
+    parts = tl.cdiv(tl.maximum(tiles, blocks), WIDTH)
+    r, at = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts * WIDTH + tl.arange(0, WIDTH)
+    b, h = r, r * 0
+    if call.key_bias is not None:
+        b, h = r // H, r % H
     every = tl.num_programs(0).to(tl.int64) // parts * tiles
+    first_seen = S
     low, high = tl.zeros([WIDTH], tl.int32) + S, tl.zeros([WIDTH], tl.int32)
     least = tl.load(queries.least + b * blocks + at, mask=at < blocks, other=0)[:, None]
     most = tl.load(queries.most + b * blocks + at, mask=at < blocks, other=0)[:, None]
     for start in range(0, tiles, OF_WIDTH):
         tile = start + tl.arange(0, OF_WIDTH)
-        place = b * tiles + tile
+        place = r * tiles + tile
         meets = (tile < tiles)[None, :]
-        if HAS_SEGMENTS:
+        if call.masks.key_segments is not None:
             meets = meets & (tl.load(keys.least + place, mask=tile < tiles, other=0)[None, :] <= most)
             meets = meets & (tl.load(keys.most + place, mask=tile < tiles, other=0)[None, :] >= least)
-        first = tl.load(keys.edges + place, mask=tile < tiles, other=S)[None, :]
-        last = tl.load(keys.edges + every + place, mask=tile < tiles, other=0)[None, :]
-        low = tl.minimum(low, tl.min(tl.where(meets, first, S), 1))
-        high = tl.maximum(high, tl.max(tl.where(meets, last, 0), 1))
-    tl.store(ALLOWED + (b * blocks + at) * 2, low, mask=at < blocks)
-    tl.store(ALLOWED + (b * blocks + at) * 2 + 1, high, mask=at < blocks)
+        first = tl.load(keys.edges + place, mask=tile < tiles, other=S)
+        last = tl.load(keys.edges + every + place, mask=tile < tiles, other=0)
+        first_seen = tl.minimum(first_seen, tl.min(first, 0))
+        low = tl.minimum(low, tl.min(tl.where(meets, first[None, :], S), 1))
+        high = tl.maximum(high, tl.max(tl.where(meets, last[None, :], 0), 1))
+    tl.store(ALLOWED + (r * blocks + at) * 2, low, mask=at < blocks)
+    tl.store(ALLOWED + (r * blocks + at) * 2 + 1, high, mask=at < blocks)
+    if FIRST_SEEN is not None:
+        tl.store(FIRST_SEEN + r, first_seen)
+    offset = load_offset(call.query_offset, b, T, S)
+    if FULL_BLOCKS is not None:
+        low, high = full_run(
+            queries, b, keys, r, at, count, blocks, tiles, tiles, offset, PARTS, 1, False, OF_WIDTH
+        )  # fmt: skip
+        out = FULL_BLOCKS + b * row + (h * count + at) * 2
+        tl.store(out, low, mask=at < count)
+        tl.store(out + 1, high, mask=at < count)
+    if FULL_TILES is not None:
+        low, high = full_run(
+            keys, r, queries, b, at, tiles, tiles, count, blocks, offset, 1, PARTS, True, OF_WIDTH
+        )  # fmt: skip
+        out = FULL_TILES + b * row + (h * tiles + at) * 2
+        tl.store(out, low, mask=at < tiles)
+        tl.store(out + 1, high, mask=at < tiles)

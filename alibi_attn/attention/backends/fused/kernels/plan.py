@@ -65,18 +65,17 @@ def in_tiles(low, high, there):
 
 
 @triton.jit
-def plan_kernel(
-    certificate, ALLOWED, plan, call, ROWS: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr
+def plan_head(
+    certificate, ALLOWED, plan, call, bh, ROWS: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr
 ):  # fmt: skip
-    """Program: one head, in blocks of ROWS queries. Writes `plan` from `certificate`; None = visit all allowed keys.
+    """Writes `plan` of one head, in blocks of ROWS queries, from `certificate`; None = visit all allowed keys.
 
     ALLOWED [B, ⌈T / TILE⌉, 2] int32: the keys that masks allow; None = no masks. With a key bias [B, H, ⌈T / TILE⌉, 2].
     """
-    H, G, T, S = call.H, call.G, call.T, call.S
-    bh = tl.program_id(0).to(tl.int64)
+    H, T, S = call.H, call.T, call.S
     b, h = bh // H, (bh % H).to(tl.int32)
     N, blocks, offset = tl.cdiv(T, ROWS), tl.cdiv(T, TILE), load_offset(call.query_offset, b, T, S)
-    heads = tl.num_programs(0).to(tl.int64) * blocks
+    heads = (bh * 0 + call.B) * H * blocks
     moved, window = distance_moved(call.query_offset, b, T, S), call.window
     if window is not None:
         window = load_window(call, b)
@@ -84,9 +83,9 @@ def plan_kernel(
     outliers = tl.full([OUTLIERS], -1, tl.int32)
     if certificate is not None:
         best = cheapest(certificate.reach, heads, bh, offset, T, S, WIDTH, not CAUSAL)
-        choosable = certificate.outliers + (b * (H // G) + h // G) * OUTLIERS
+        choosable = certificate.outliers + bh * OUTLIERS
         outliers = tl.where(slots < outliers_in(best), tl.load(choosable + slots), -1)
-    tl.store(plan.outliers + bh * OUTLIERS + slots, outliers)
+    tl.store(plan.outliers + b * plan.row + h * OUTLIERS + slots, outliers)
     weight = bh * 0
     for from_block in range(0, N, WIDTH):
         n = from_block + tl.arange(0, WIDTH)
@@ -103,8 +102,9 @@ def plan_kernel(
                 left = tl.load(at, mask=there, other=0)
                 if not CAUSAL:
                     right = tl.load(at + CHOICES * heads, mask=there, other=0)
-            tl.store(plan.reach + bh * blocks + block, reach_before_move(left, moved), mask=there)
-            tl.store(plan.reach + heads + bh * blocks + block, reach_before_move(right, -moved), mask=there)
+            if plan.reach is not None:
+                tl.store(plan.reach + bh * blocks + block, reach_before_move(left, moved), mask=there)
+                tl.store(plan.reach + heads + bh * blocks + block, reach_before_move(right, -moved), mask=there)
             row = b * blocks + block
             if call.key_bias is not None:
                 row = bh * blocks + block
@@ -117,12 +117,12 @@ def plan_kernel(
             some, more = in_tiles(lowest, highest, there)
             low, high = tl.minimum(low, some), tl.maximum(high, more)
         there = n < N
-        band = plan.bands + (bh * N + n) * 4
+        band = plan.bands + b * plan.row + (h * N + n) * 4
         tl.store(band, first, mask=there)
         tl.store(band + 1, last, mask=there)
         tl.store(band + 2, low, mask=there)
         tl.store(band + 3, high, mask=there)
-        beside = plan.beside + (bh * N + n) * OUTLIERS
+        beside = plan.beside + b * plan.row + (h * N + n) * OUTLIERS
         count = tl.zeros([WIDTH], tl.int32)
         for slot in tl.static_range(OUTLIERS):
             tile = tl.max(tl.where(slots == slot, outliers, -1), 0)
@@ -132,20 +132,16 @@ def plan_kernel(
         for slot in tl.static_range(OUTLIERS):
             tl.store(beside + slot, tl.full([WIDTH], -1, tl.int32), mask=there & (slot >= count))
         weight += tl.sum(tl.maximum(last - first, 0) + count, 0)
-    tl.store(plan.weight + bh, tl.minimum(weight, 2**31 - 1).to(tl.int32))
+    tl.store(plan.weight + b * plan.row + h, tl.minimum(weight, 2**31 - 1).to(tl.int32))
 
 
 @triton.jit
-def shared_plan_kernel(certificate, ALLOWED, plan, call, CAUSAL: tl.constexpr):
-    """Program: one key head and at most TILE queries. Like `plan_kernel`, for one block and a group of heads.
-
-    The heads of a group share the widest band.
-    """
+def plan_group(certificate, ALLOWED, plan, call, bk, CAUSAL: tl.constexpr):
+    """Like `plan_head`, for at most TILE queries of the heads of one key head, which share the widest band."""
     H, G, T, S = call.H, call.G, call.T, call.S
-    bk = tl.program_id(0).to(tl.int64)
     b, kv = bk // (H // G), bk % (H // G)
     offset, leader = load_offset(call.query_offset, b, T, S), b * H + kv * G
-    heads = tl.num_programs(0).to(tl.int64) * G
+    heads = (bk * 0 + call.B) * H
     moved, window = distance_moved(call.query_offset, b, T, S), call.window
     if window is not None:
         window = load_window(call, b)
@@ -171,7 +167,7 @@ def shared_plan_kernel(certificate, ALLOWED, plan, call, CAUSAL: tl.constexpr):
             if not CAUSAL:
                 far = tl.maximum(far, end - 1 + tl.load(certificate.reach + (CHOICES + best) * heads + leader + g))
         # The choices are nested: the longest choice in a group includes the others.
-        choosable = certificate.outliers + bk * OUTLIERS
+        choosable = certificate.outliers + leader * OUTLIERS
         outliers = tl.where(slots < count, tl.load(choosable + slots, mask=slots < count, other=-1), -1)
         near = tl.maximum(near, low)
         far = high if CAUSAL else tl.minimum(far, high)
@@ -181,33 +177,80 @@ def shared_plan_kernel(certificate, ALLOWED, plan, call, CAUSAL: tl.constexpr):
     place = tl.sum((mine[None, :] & (slots[None, :] < slots[:, None])).to(tl.int32), 1)
     total = tl.sum(mine.to(tl.int32), 0)
     for g in range(G):
-        bh = leader + g
-        tl.store(plan.bands + bh * 4 + row, first)
-        tl.store(plan.bands + bh * 4 + 1 + row, last)
-        tl.store(plan.bands + bh * 4 + 2 + row, low)
-        tl.store(plan.bands + bh * 4 + 3 + row, high)
-        tl.store(plan.outliers + bh * OUTLIERS + slots, outliers)
-        tl.store(plan.beside + bh * OUTLIERS + slots, tl.full([OUTLIERS], -1, tl.int32), mask=slots >= total)
-        tl.store(plan.beside + bh * OUTLIERS + place, outliers, mask=mine)
-        tl.store(plan.weight + bh + row, tl.maximum(last - first, 0) + total)
-        tl.store(plan.reach + bh + row, reach_before_move(start - near + 1, moved))
-        tl.store(plan.reach + heads + bh + row, reach_before_move(far - end + 1, -moved))
+        at, h = b * plan.row, kv * G + g
+        tl.store(plan.bands + at + h * 4 + row, first)
+        tl.store(plan.bands + at + h * 4 + 1 + row, last)
+        tl.store(plan.bands + at + h * 4 + 2 + row, low)
+        tl.store(plan.bands + at + h * 4 + 3 + row, high)
+        tl.store(plan.outliers + at + h * OUTLIERS + slots, outliers)
+        tl.store(plan.beside + at + h * OUTLIERS + slots, tl.full([OUTLIERS], -1, tl.int32), mask=slots >= total)
+        tl.store(plan.beside + at + h * OUTLIERS + place, outliers, mask=mine)
+        tl.store(plan.weight + at + h + row, tl.maximum(last - first, 0) + total)
+        if plan.reach is not None:
+            tl.store(plan.reach + leader + g + row, reach_before_move(start - near + 1, moved))
+            tl.store(plan.reach + heads + leader + g + row, reach_before_move(far - end + 1, -moved))
 
 
 @triton.jit
-def visitors_kernel(BANDS, OUTLIER_TILES, CANDIDATES, N, tiles, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
+def plan_kernel(
+    ALLOWED, plan, call, ROWS: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr
+):  # fmt: skip
+    """Program: one head, or with SHARED one key head. The plan without a certificate: all keys that the masks allow."""
+    if SHARED:
+        plan_group(None, ALLOWED, plan, call, tl.program_id(0).to(tl.int64), CAUSAL)
+    else:
+        plan_head(None, ALLOWED, plan, call, tl.program_id(0).to(tl.int64), ROWS, WIDTH, CAUSAL)
+
+
+@triton.jit
+def order_heads(plan, B, H):
+    """Writes `order` of the plan: a counting sort of the weights by half octaves. No heavy head then starts last."""
+    x, bins = tl.arange(0, 32), tl.arange(0, 64)
+    total = (tl.cast(B, tl.int64) * H).to(tl.int32)
+    counts = tl.zeros([64], tl.int32)
+    for start in range(0, total, 32):
+        counts += tl.sum(octaves(plan, start + x, H, total, bins), 0)
+    begin = tl.cumsum(counts, 0) - counts
+    for start in range(0, total, 32):
+        mine = octaves(plan, start + x, H, total, bins)
+        place = tl.sum(mine * (begin[None, :] + tl.cumsum(mine, 0)), 1) - 1
+        tl.store(plan.order + place, start + x, mask=start + x < total)
+        begin += tl.sum(mine, 0)
+
+
+@triton.jit
+def octaves(plan, bh, H, total, bins):
+    """[heads, bins] int32: 1 for the bin of each head's weight; the first bin is that of the largest weights."""
+    weight = tl.load(plan.weight + (bh // H).to(tl.int64) * plan.row + bh % H, mask=bh < total, other=0)
+    own = 63 - (2.0 * tl.log2(weight.to(tl.float32) + 1.0)).to(tl.int32)
+    return ((own[:, None] == bins[None, :]) & (bh < total)[:, None]).to(tl.int32)
+
+
+@triton.jit
+def visitors_kernel(
+    plan, CANDIDATES, KEY_ORDER, B, H, G, N, tiles, WIDTH: tl.constexpr, BLOCKS: tl.constexpr
+):  # fmt: skip
     """Program: WIDTH tiles of keys of one head. CANDIDATES [B, H, tiles, 3] int32: the half-open range of blocks of queries that
     may have visited a tile, and 1 if it is an outlier tile. Some blocks in the range may not have visited it; their
     bands show it.
+
+    The first program of each head also writes its place in `order` of the plan, and in KEY_ORDER [B·K] int32, that of key heads;
+    None if these are the heads.
     """
     parts = tl.cdiv(tiles, WIDTH)
     bh = (tl.program_id(0) // parts).to(tl.int64)
+    b, h = bh // H, (bh % H).to(tl.int32)
+    if tl.program_id(0) % parts == 0:
+        heavier = heavier_heads(plan, bh, B * H, H, 1, BLOCKS)
+        tl.store(plan.order + heavier, bh.to(tl.int32))
+        if KEY_ORDER is not None:
+            write_key_order(plan, KEY_ORDER, bh, B, H, G, BLOCKS)
     tile = tl.program_id(0) % parts * WIDTH + tl.arange(0, WIDTH)
-    is_outlier = among(tile, tl.load(OUTLIER_TILES + bh * OUTLIERS + tl.arange(0, OUTLIERS)))
+    is_outlier = among(tile, tl.load(plan.outliers + b * plan.row + h * OUTLIERS + tl.arange(0, OUTLIERS)))
     start, stop = tl.zeros([WIDTH], tl.int32) + N, tl.zeros([WIDTH], tl.int32)
     for from_block in range(0, N, BLOCKS):
         n = from_block + tl.arange(0, BLOCKS)
-        band = BANDS + (bh * N + n) * 4
+        band = plan.bands + b * plan.row + (h * N + n) * 4
         first = tl.load(band, mask=n < N, other=NEVER)[None, :]
         last = tl.load(band + 1, mask=n < N, other=0)[None, :]
         low = tl.load(band + 2, mask=n < N, other=NEVER)[None, :]
@@ -222,3 +265,33 @@ def visitors_kernel(BANDS, OUTLIER_TILES, CANDIDATES, N, tiles, WIDTH: tl.conste
     tl.store(candidates, start, mask=there)
     tl.store(candidates + 1, stop, mask=there)
     tl.store(candidates + 2, is_outlier.to(tl.int32), mask=there)
+
+
+@triton.jit
+def weight_of(plan, head, total, H, G):
+    """The number of tiles that G heads of a sequence visit, counted from head `head`·G of all sequences on; int64."""
+    weight = head * 0
+    for g in range(G):
+        bh = head * G + g
+        weight += tl.load(plan.weight + bh // H * plan.row + bh % H, mask=head < total, other=0).to(tl.int64)
+    return weight
+
+
+@triton.jit
+def heavier_heads(plan, head, total, H, G, WIDTH: tl.constexpr):
+    """How many of `total` heads, or groups of G heads, come before one: those with more tiles, and of equal ones the earlier."""
+    own, count = weight_of(plan, head, total, H, G), 0
+    for start in range(0, total, WIDTH):
+        other = (start + tl.arange(0, WIDTH)).to(tl.int64)
+        weight = weight_of(plan, other, total, H, G)
+        before = (other < total) & ((weight > own) | ((weight == own) & (other < head)))
+        count += tl.sum(before.to(tl.int32), 0)
+    return count
+
+
+@triton.jit
+def write_key_order(plan, KEY_ORDER, bh, B, H, G, WIDTH: tl.constexpr):
+    """Writes the place of a key head, if `bh` is the first of its group."""
+    if bh % G == 0:
+        place = heavier_heads(plan, bh // G, B * H // G, H, G, WIDTH)
+        tl.store(KEY_ORDER + place, (bh // G).to(tl.int32))

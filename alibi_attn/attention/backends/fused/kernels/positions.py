@@ -15,16 +15,26 @@ LARGEST = tl.constexpr(3.4028234663852886e38)  # the largest number of fp32
 
 
 @triton.jit
+def given_offset(query_offset, b):
+    """The given position of query 0, int64."""
+    if query_offset.pointer is None:
+        first = tl.cast(query_offset.first, tl.int64)
+    else:
+        first = tl.load(query_offset.pointer + b * query_offset.batch)
+    return first
+
+
+@triton.jit
 def load_offset(query_offset, b, T, S):
     """The position of query 0 after the move, between −T and S."""
-    first = tl.load(query_offset.pointer + b * query_offset.batch)
+    first = given_offset(query_offset, b)
     return tl.minimum(tl.maximum(first, -T), S).to(tl.int32)
 
 
 @triton.jit
 def distance_moved(query_offset, b, T, S):
     """The given position of query 0 minus that of `load_offset`, int64; 0 unless all queries are on the same side of all keys."""
-    first = tl.load(query_offset.pointer + b * query_offset.batch)
+    first = given_offset(query_offset, b)
     return first - tl.minimum(tl.maximum(first, -T), S)
 
 

@@ -287,14 +287,14 @@ def linear_bias(tile, start, head, BN: tl.constexpr, CAUSAL: tl.constexpr):
 def band_of(visited, block, of_sequence, start, head, S, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
     """The Band, in tiles of BN keys, of the BM queries from position `start` on, in a plan's block.
 
-    `block` numbers it over all heads, `of_sequence` over all sequences.
+    `block` is its place in `bands` of `visited`, `of_sequence` that in `full`.
     """
-    first = tl.load(visited.bands + block * 4) * (TILE // BN)
-    last = tl.minimum(tl.load(visited.bands + block * 4 + 1) * (TILE // BN), tl.cdiv(S, BN))
+    first = tl.load(visited.bands + block) * (TILE // BN)
+    last = tl.minimum(tl.load(visited.bands + block + 1) * (TILE // BN), tl.cdiv(S, BN))
     low, until = first, tl.minimum(last, S // BN)
     if visited.full is not None:
-        low = tl.maximum(low, tl.load(visited.full + of_sequence * 2) * (TILE // BN))
-        until = tl.minimum(until, tl.load(visited.full + of_sequence * 2 + 1) * (TILE // BN))
+        low = tl.maximum(low, tl.load(visited.full + of_sequence) * (TILE // BN))
+        until = tl.minimum(until, tl.load(visited.full + of_sequence + 1) * (TILE // BN))
     end = start + BM - 1
     if head.window is not None:
         low = tl.maximum(low, tl.maximum(end - head.window + BN, 0) // BN)

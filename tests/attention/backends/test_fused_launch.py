@@ -1,0 +1,50 @@
+"""How Triton kernels are launched: which calls share compiled code, and in which order heads start."""
+
+import json
+import os
+import subprocess
+import sys
+from concurrent.futures import ProcessPoolExecutor
+from pathlib import Path
+
+import numpy as np
+import plan_in_interpreter as plans
+import pytest
+
+ROOT = Path(__file__).parents[3]
+KERNELS = 6  # of a plain forward and backward pass
+
+
+def test_calls_share_compiled_kernels_unless_their_code_must_differ() -> None:
+    """Sizes and strides are arguments; alignment, strides beyond 32 bits, groups of heads and options change the code."""
+    pytest.importorskip("triton")
+    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    program = ROOT / "tests" / "support" / "interpreter" / "launch_kinds.py"
+    done = subprocess.run(
+        [sys.executable, "-W", "ignore", program], capture_output=True, text=True, env=environment, cwd=ROOT
+    )
+    assert done.returncode == 0, done.stderr[-2000:]
+    counts = json.loads(done.stdout.splitlines()[-1])
+    assert counts.pop("first") == KERNELS
+    assert {
+        name: counts[name] for name in ("again", "other sizes", "transposed", "one head and one sequence")
+    } == dict.fromkeys(("again", "other sizes", "transposed", "one head and one sequence"), 0)
+    assert counts["other groups"] == counts["another window"] == 0
+    assert 0 < counts["groups"] <= KERNELS
+    assert 0 < counts["misaligned"] <= KERNELS
+    assert 0 < counts["far strides"] <= KERNELS
+    assert 0 < counts["a window"] <= KERNELS
+
+
+@pytest.mark.parametrize("shape", [(1, 1), (2, 6), (5, 40)])
+def test_heavy_heads_start_first(interpreter: ProcessPoolExecutor, shape: tuple[int, int]) -> None:
+    weights = (10 ** np.random.default_rng(0).uniform(0, 6, shape)).astype(int)
+    weights[0, 0] = 0  # its queries see nothing
+    group = 2 if shape[1] % 2 == 0 else 1
+    forward, backward, of_keys = interpreter.submit(plans.orders_of, weights.tolist(), group).result()
+    flat, of_groups = weights.flatten(), weights.reshape(-1, group).sum(1)
+    assert sorted(forward) == list(range(flat.size))
+    in_order = flat[forward] + 1
+    assert (in_order[1:] < in_order[:-1] * 2**0.51).all(), "a head starts before another with half an octave more tiles"
+    np.testing.assert_array_equal(backward, np.argsort(-flat, kind="stable"))
+    np.testing.assert_array_equal(of_keys, np.argsort(-of_groups, kind="stable"))

@@ -1,0 +1,33 @@
+"""Orders of heads by their work, as the kernels of the plan write them; runs in the process with Triton's interpreter."""
+
+# mypy: ignore-errors
+
+import torch
+import triton
+
+from alibi_attn.attention.backends.fused.kernels.arguments import Plan
+from alibi_attn.attention.backends.fused.kernels.plan import order_heads, visitors_kernel
+
+
+def orders_of(weights: list[list[int]], group: int) -> tuple[list[int], list[int], list[int]]:
+    """(forward's order of the heads, backward's, backward's of the key heads) for weights [B, H]."""
+    weight = torch.tensor(weights, dtype=torch.int32)
+    b, h = weight.shape
+    forward, backward, of_keys = (torch.full((n,), -1, dtype=torch.int32) for n in (b * h, b * h, b * h // group))
+    bands, outliers = torch.zeros(b, 4 * h, dtype=torch.int32), torch.full((4 * b * h,), -1, dtype=torch.int32)
+    # Every part of a sequence is 4·H numbers after the one of the sequence before.
+    wide = torch.zeros(b, 4 * h, dtype=torch.int32)
+    wide[:, :h] = weight
+    candidates = torch.empty(b, h, 1, 3, dtype=torch.int32)
+    for order in (forward, backward):
+        plan = Plan(bands, outliers, None, wide, 4 * h, None, order, None)
+        if order is forward:
+            _kernel[(1,)](plan, b, h)
+        else:
+            visitors_kernel[(b * h,)](plan, candidates, of_keys, b, h, group, 1, 1, WIDTH=64, BLOCKS=64)
+    return forward.tolist(), backward.tolist(), of_keys.tolist()
+
+
+@triton.jit
+def _kernel(plan, B, H):
+    order_heads(plan, B, H)
