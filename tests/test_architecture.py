@@ -44,9 +44,11 @@ LAYERS = {"alibi_attn": LIBRARY, "alibi_lab": LABORATORY}
 # The modules and folders of attention/, lowest first. Those in one row do not import one another.
 ATTENTION_ROWS = (
     ("spec", "transforms", "argument_names"),
+    ("checks", "derivatives"),
     ("visibility", "explain"),
     ("bias", "certificate", "cuts", "dropout"),
     ("schema",),
+    ("eager", "finite_numbers", "vmap"),
     ("operator",),
     ("backends",),
     ("dispatch", "validation"),
@@ -59,8 +61,8 @@ KERNELS = ["attention", "backends", "fused", "kernels"]
 CONSTANTS = ["attention", "certificate", "constants"]
 NATIVE = ["attention", "backends", "native"]
 PLAIN_MODULES = (
-    ["attention"], ["attention", "spec"], ["attention", "explain"], ["attention", "argument_names"], ["attention", "certificate"],
-    CONSTANTS, NATIVE,
+    ["attention"], ["attention", "spec"], ["attention", "checks"], ["attention", "explain"], ["attention", "argument_names"],
+    ["attention", "certificate"], CONSTANTS, NATIVE,
     [*NATIVE, "build"], [*NATIVE, "visited"], [*NATIVE, "levels"],
 )  # fmt: skip
 

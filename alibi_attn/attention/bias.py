@@ -8,7 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from alibi_attn.attention.spec import AttentionSpec, check_position, check_query_offset, check_slopes
+from alibi_attn.attention.checks import check_position, check_query_offset, check_slopes
+from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import is_traced, may_read, transforms
 from alibi_attn.attention.visibility import distances, few_queries, visible
 

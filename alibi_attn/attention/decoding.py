@@ -23,9 +23,10 @@ from alibi_attn.attention.certificate.biased import gated_bounds, sums_behind
 from alibi_attn.attention.certificate.bounds import bounds, worth_leaving_out
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms, norm_bound
+from alibi_attn.attention.checks import check_numbers, dtype_name
 from alibi_attn.attention.execution import scaled_by_sinks
 from alibi_attn.attention.forgetting import forgetting_attention
-from alibi_attn.attention.spec import GATE_FLOOR, AttentionSpec, check_numbers, dtype_name, index_of, query_heads
+from alibi_attn.attention.spec import GATE_FLOOR, AttentionSpec, index_of, query_heads
 from alibi_attn.attention.validation import make_spec
 
 MAX_QUERIES = 16  # of the CPU kernel

@@ -1,17 +1,16 @@
-"""Runs a validated call: applies autocast, blocks double backward, picks the backend, handles empty inputs."""
+"""Runs a validated call: applies autocast, picks the backend, allows one derivative, handles empty inputs."""
 
-import contextlib
 import dataclasses
 import math
-from typing import Any
 
 import torch
 from torch import Tensor
 
 from alibi_attn.attention import dispatch, transforms
+from alibi_attn.attention.derivatives import differentiable_once
 from alibi_attn.attention.dropout import drawn_seed
-from alibi_attn.attention.spec import DIFFERENTIABLE, AttentionSpec
-from alibi_attn.attention.visibility import lse_dtype
+from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.visibility import nothing
 
 
 def attend(
@@ -20,15 +19,18 @@ def attend(
     """The output of a validated call, or (output, lse)."""
     if spec.sink_logits is not None:
         return _attend_with_sinks(spec, spec.sink_logits, query, key, value, backend)
-    query, key, value, spec = _differentiable_once(query, key, value, spec)
     name = dispatch.choose(backend, spec, query, key, value)
+    is_empty = spec.query_len == 0 or spec.key_len == 0 or transforms.surely(spec.batch == 0)
+    if is_empty or name not in dispatch.WITH_OPERATOR:
+        # On some backends second derivatives and forward mode would be wrong; operators refuse them, for all others this does.
+        spec, query, key, value = differentiable_once(spec, query, key, value)
     lse: Tensor | None
-    if spec.query_len == 0 or spec.key_len == 0 or transforms.surely(spec.batch == 0):
-        output, lse = _nothing(spec, query, key, value)
+    if is_empty:
+        output, lse = nothing(spec, query, key, value)
     else:
         if spec.dropout_p > 0 and spec.dropout_seed is None:
             spec = dataclasses.replace(spec, dropout_seed=drawn_seed(query.device))
-        with _without_autocast(query.device.type):
+        with transforms.without_autocast(query.device.type):
             output, lse = dispatch.BACKENDS[name].run(spec, query, key, value)
     if not spec.return_lse:
         return output
@@ -66,33 +68,3 @@ def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
         return tensors
     low = torch.get_autocast_dtype(device)
     return tuple(x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
-
-
-def _without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
-    if transforms.autocasts(device):
-        return torch.autocast(device, enabled=False)
-    return contextlib.nullcontext()
-
-
-def _differentiable_once(
-    query: Tensor, key: Tensor, value: Tensor, spec: AttentionSpec[Tensor]
-) -> tuple[Tensor, Tensor, Tensor, AttentionSpec[Tensor]]:
-    """The inputs, marked so that second derivatives and forward mode raise on every backend, instead of being wrong on some."""
-    names = [name for name in DIFFERENTIABLE if getattr(spec, name) is not None]
-    before: list[Tensor] = [getattr(spec, name) for name in names]
-    query, key, value, *after = transforms.once(query, key, value, *before)
-    if any(x is not y for x, y in zip(before, after, strict=True)):
-        changed: dict[str, Any] = dict(zip(names, after, strict=True))
-        spec = dataclasses.replace(spec, **changed)
-    return query, key, value, spec
-
-
-def _nothing(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """The result without queries or without keys: zeros, and lse −inf."""
-    everywhere = torch.ones((), dtype=torch.bool, device=query.device)
-    given = key, value, spec.slopes, spec.right_slopes, spec.key_bias, spec.query_bias, spec.table
-    inputs = [x for x in given if x is not None]
-    # The output depends on all inputs, so that each gets a gradient of zeros.
-    zero = torch.stack([x.masked_fill(everywhere, 0.0).sum().to(query.dtype) for x in inputs]).sum()
-    output = query.masked_fill(everywhere, 0.0) + zero
-    return output, output.sum(-1).to(lse_dtype(spec, query)) - math.inf

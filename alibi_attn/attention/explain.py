@@ -7,7 +7,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from alibi_attn.attention.spec import AttentionSpec, dtype_name
+from alibi_attn.attention.checks import dtype_name
+from alibi_attn.attention.spec import AttentionSpec
 
 Spec = AttentionSpec[Any]
 

@@ -9,8 +9,9 @@ from torch import Tensor
 
 from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
 from alibi_attn.attention.bias import Slopes, widest
+from alibi_attn.attention.checks import GATES_RULE, check_log_fgate
 from alibi_attn.attention.execution import attend, autocast
-from alibi_attn.attention.spec import GATE_FLOOR, GATE_STEP, GATES_RULE, AttentionSpec, check_log_fgate
+from alibi_attn.attention.spec import GATE_FLOOR, GATE_STEP, AttentionSpec
 from alibi_attn.attention.transforms import may_read
 from alibi_attn.attention.validation import ForgettingOptions, SegmentIds, check_tensor, make_spec
 

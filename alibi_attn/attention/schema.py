@@ -5,7 +5,7 @@
 
 import dataclasses
 from collections.abc import Callable
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -176,3 +176,33 @@ class InputGradients(NamedTuple):
     key_bias: Tensor | None
     query_bias: Tensor | None
     table: Tensor | None = None
+
+    @classmethod
+    def of(cls, spec: Spec, inputs: BackwardInputs, gradients: Gradients) -> "InputGradients":
+        left = right = None
+        if inputs.slopes_wanted:
+            left, right = _slope_gradients(gradients.slopes, spec.slopes, spec.right_slopes)
+        of_key_bias, of_query_bias, of_table = (
+            None if b is None or of_b is None else of_b.to(b.dtype)
+            for b, of_b in zip((spec.key_bias, spec.query_bias, spec.table), gradients[4:], strict=True)
+        )
+        dq, dk, dv = (x.to(inputs.query.dtype) for x in gradients[:3])
+        return cls(dq, dk, dv, left, right, of_key_bias, of_query_bias, of_table)
+
+
+def split(values: tuple[Any, ...]) -> tuple[Incoming, Arguments, Tensors]:
+    """Splits the arguments of the backward operator into their parts."""
+    first, last = len(Incoming._fields), len(Incoming._fields) + len(Arguments._fields)
+    return Incoming(*values[:first]), Arguments(*values[first:last]), values[last:]
+
+
+def _slope_gradients(sides: Tensor, slopes: Tensor, right_slopes: Tensor | None) -> tuple[Tensor, Tensor | None]:
+    """Gradients of slopes and right slopes, [H] or [B, H] as the slopes are, from the gradients of both sides, [2, B, H]."""
+    if right_slopes is None:  # one slope for both sides
+        sides = sides.sum(0, keepdim=True)
+    of_sides = [
+        (side.clone() if m.ndim == 2 else side.sum(0)).to(slopes.dtype)
+        for side, m in zip(sides, (slopes, right_slopes), strict=False)
+        if m is not None
+    ]
+    return of_sides[0], of_sides[1] if right_slopes is not None else None

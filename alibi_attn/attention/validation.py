@@ -1,4 +1,6 @@
-"""Validates every argument of a PyTorch call once, and fills in the defaults."""
+"""Validates every argument of a PyTorch call once, and fills in the defaults.
+
+`checks.py` checks shapes, dtypes and Python numbers; this module checks devices and values, and makes the spec."""
 
 import functools
 from typing import TypedDict, Unpack, cast
@@ -9,21 +11,8 @@ from torch import Tensor
 
 from alibi_attn.attention.argument_names import with_defaults
 from alibi_attn.attention.bias import Slopes
-from alibi_attn.attention.spec import (
-    FARTHEST,
-    SINKS_RULE,
-    AttentionSpec,
-    check_key_bias,
-    check_key_mask,
-    check_numbers,
-    check_position,
-    check_query_offset,
-    check_segments,
-    check_shapes,
-    check_sink_logits,
-    check_slopes,
-    dtype_name,
-)
+from alibi_attn.attention.checks import BIAS_RULE, SINKS_RULE, Checked, check_call, check_position, dtype_name
+from alibi_attn.attention.spec import FARTHEST, AttentionSpec
 from alibi_attn.attention.transforms import constant_when_compiled, is_traced, may_read, transforms
 from alibi_attn.slopes import alibi_slopes
 
@@ -90,6 +79,30 @@ def make_spec(
 ) -> AttentionSpec[Tensor]:
     """The validated spec of a call; options and defaults are those of `alibi_attention`."""
     given = cast(SpecOptions, with_defaults(options))
+    _check_inputs(query, key, value)
+    _check_tensors(given, query.device)
+    left = None if slopes is None else _given_slopes("slopes", slopes, query)
+    right = None if given["right_slopes"] is None else _given_slopes("right_slopes", given["right_slopes"], query)
+    sizes = check_call(query, key, value, given, slopes=left, right_slopes=right)
+    b, h, k, t, s, d, scale, tolerance = sizes
+    offset = _offset(given["query_offset"], sizes)
+    query_segments, key_segments = _segments(given["segment_ids"], offset, sizes)
+    key_bias, sink_logits = given["key_bias"], given["sink_logits"]
+    _check_values(left, right, offset, key_bias, sink_logits)
+    if left is None:
+        left = _default_slopes(query)
+    if key_bias is not None:
+        key_bias = key_bias.expand(b, h, s)
+    window = given["window"]
+    return AttentionSpec(
+        batch=b, num_heads=h, num_kv_heads=k, query_len=t, key_len=s, head_dim=d, slopes=left, right_slopes=right,
+        causal=given["causal"], window=None if window is None else min(window, FARTHEST), scale=scale, query_offset=offset,
+        key_mask=given["key_mask"], query_segments=query_segments, key_segments=key_segments, key_bias=key_bias,
+        sink_logits=sink_logits, dropout_p=given["dropout_p"], tolerance=tolerance, return_lse=given["return_lse"],
+    )  # fmt: skip
+
+
+def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
     for name, tensor in (("query", query), ("key", key), ("value", value)):
         if not isinstance(tensor, Tensor):
             raise TypeError(
@@ -97,60 +110,63 @@ def make_spec(
                 "alibi_attn.jax for JAX arrays"
             )
         _check_device(name, tensor, query.device)
-    b, h, k, t, s, d = check_shapes(query, key, value)
-    causal, window, right_slopes = given["causal"], given["window"], given["right_slopes"]
-    key_mask, key_bias, sink_logits = given["key_mask"], given["key_bias"], given["sink_logits"]
-    scale, tolerance = check_numbers(
-        causal=causal, has_right_slopes=right_slopes is not None, window=window, scale=given["scale"],
-        dropout_p=given["dropout_p"], tolerance=given["tolerance"], head_dim=d, dtype=dtype_name(query.dtype),
-    )  # fmt: skip
-    if key_mask is not None:
-        check_tensor("key_mask", key_mask, query.device)
-        check_key_mask(key_mask, batch=b, key_len=s)
-    offset = _offset(given["query_offset"], batch=b, query_len=t, key_len=s, device=query.device)
-    query_segments, key_segments = _segments(
-        given["segment_ids"], offset, batch=b, query_len=t, key_len=s, device=query.device
-    )
-    return AttentionSpec(
-        batch=b, num_heads=h, num_kv_heads=k, query_len=t, key_len=s, head_dim=d,
-        slopes=_slopes("slopes", slopes, query, batch=b, num_heads=h),
-        right_slopes=None if right_slopes is None else _slopes("right_slopes", right_slopes, query, batch=b, num_heads=h),
-        causal=causal, window=None if window is None else min(window, FARTHEST), scale=scale, query_offset=offset,
-        key_mask=key_mask, query_segments=query_segments, key_segments=key_segments,
-        key_bias=None if key_bias is None else _key_bias(key_bias, query.device, b, h, s),
-        sink_logits=None if sink_logits is None else _sink_logits(sink_logits, query.device, h),
-        dropout_p=given["dropout_p"], tolerance=tolerance, return_lse=given["return_lse"],
-    )  # fmt: skip
 
 
-def _slopes(name: str, slopes: Slopes | None, query: Tensor, *, batch: int, num_heads: int) -> Tensor:
+def _check_tensors(given: SpecOptions, device: torch.device) -> None:
+    """Checks that the options that must be tensors are, on query's device."""
+    masks = ("key_mask", given["key_mask"]), ("key_bias", given["key_bias"]), ("sink_logits", given["sink_logits"])
+    for name, tensor in masks:
+        if tensor is not None:
+            check_tensor(name, tensor, device)
+    segment_ids, query_offset = given["segment_ids"], given["query_offset"]
+    if isinstance(query_offset, Tensor):
+        _check_device("query_offset", query_offset, device)
+    if isinstance(segment_ids, tuple | list):
+        if len(segment_ids) != 2:
+            raise ValueError(
+                f"segment_ids has {len(segment_ids)} parts but must be one tensor [B, S] or a pair ([B, T], [B, S])"
+            )
+        for number, tensor in enumerate(segment_ids):
+            check_tensor(f"segment_ids[{number}]", tensor, device)
+    elif segment_ids is not None:
+        check_tensor("segment_ids", segment_ids, device)
+
+
+def _check_values(
+    left: Tensor | None, right: Tensor | None, offset: int | Tensor, key_bias: Tensor | None, sink_logits: Tensor | None
+) -> None:
+    """Checks the values of tensors, where reading them is free."""
+    if left is not None and may_read(left) and not bool(left.detach().isfinite().all()):
+        raise ValueError(f"slopes must be finite but is {left.tolist()}")
+    if right is not None and may_read(right) and not bool((right.detach() > -torch.inf).all()):
+        rule = "finite, or inf for a head that never attends to the right"
+        raise ValueError(f"right_slopes must be {rule} but is {right.tolist()}")
+    if isinstance(offset, Tensor) and may_read(offset) and offset.numel():
+        for extreme in torch.aminmax(offset):
+            check_position("query_offset", int(extreme))
+    for tensor, rule in ((key_bias, BIAS_RULE), (sink_logits, SINKS_RULE)):
+        if tensor is not None and may_read(tensor) and not bool((tensor.detach() < torch.inf).all()):
+            raise ValueError(rule)
+
+
+def _given_slopes(name: str, slopes: Slopes, query: Tensor) -> Tensor:
     work = torch.float64 if query.dtype == torch.float64 else torch.float32
-    if slopes is None:
-        return _default_slopes(num_heads, work, query)
-    if isinstance(slopes, Tensor):
-        _check_device(name, slopes, query.device)
-        if slopes.is_complex() or slopes.dtype == torch.bool:
-            raise TypeError(f"{name} is {dtype_name(slopes.dtype)} but must hold real numbers")
-        tensor = slopes.to(work)
-    else:
-        tensor = slopes_beside(slopes, work, query)
-    check_slopes(name, tensor.shape, batch=batch, num_heads=num_heads, query_len=query.shape[2])
-    if may_read(tensor):
-        values = tensor.detach()
-        allowed = values.isfinite() | values.isposinf() if name == "right_slopes" else values.isfinite()
-        if not bool(allowed.all()):
-            rule = "finite, or inf for a head that never attends to the right" if name == "right_slopes" else "finite"
-            raise ValueError(f"{name} must be {rule} but is {tensor.tolist()}")
-    return tensor
+    if not isinstance(slopes, Tensor):
+        return slopes_beside(slopes, work, query)
+    _check_device(name, slopes, query.device)
+    if slopes.is_complex() or slopes.dtype == torch.bool:
+        raise TypeError(f"{name} is {dtype_name(slopes.dtype)} but must hold real numbers")
+    return slopes.to(work)
 
 
-def _default_slopes(num_heads: int, dtype: torch.dtype, query: Tensor) -> Tensor:
+def _default_slopes(query: Tensor) -> Tensor:
+    work = torch.float64 if query.dtype == torch.float64 else torch.float32
     # With dynamic shapes H is a symbol; the length of a list is definite, so this makes H a number.
-    published = _published(len([None] * num_heads))
+    published = _published(len([None] * query.shape[1]))
     if torch.compiler.is_compiling():
         # The compiler fuses this into one launch; a constant would be copied from the host.
-        return torch.stack([torch.full((), slope, dtype=dtype, device=query.device) for slope in published])
-    return slopes_beside(published, dtype, query)
+        return torch.stack([torch.full((), slope, dtype=work, device=query.device) for slope in published])
+    return slopes_beside(published, work, query)
 
 
 @constant_when_compiled
@@ -197,19 +213,11 @@ def _constant(data: bytes, shape: tuple[int, ...], dtype: torch.dtype, device: t
         return torch.tensor(np.frombuffer(data).reshape(shape), dtype=dtype, device=device)
 
 
-def _offset(
-    query_offset: int | Tensor | None, *, batch: int, query_len: int, key_len: int, device: torch.device
-) -> int | Tensor:
+def _offset(query_offset: int | Tensor | None, sizes: Checked) -> int | Tensor:
     if query_offset is None:
-        return key_len - query_len
+        return sizes.key_len - sizes.query_len
     if isinstance(query_offset, Tensor):
-        _check_device("query_offset", query_offset, device)
-        check_query_offset(query_offset, batch=batch)
-        position = query_offset.to(torch.int64)
-        if may_read(position):
-            for extreme in torch.aminmax(position) if batch else ():
-                check_position("query_offset", int(extreme))
-        return position
+        return query_offset.to(torch.int64)
     if isinstance(query_offset, bool) or not isinstance(query_offset, int | torch.SymInt):
         raise TypeError(f"query_offset must be an int or an integer tensor but is {query_offset!r}")
     if not is_traced():
@@ -218,31 +226,14 @@ def _offset(
 
 
 def _segments(
-    segment_ids: SegmentIds | None,
-    offset: int | Tensor,
-    *,
-    batch: int,
-    query_len: int,
-    key_len: int,
-    device: torch.device,
+    segment_ids: SegmentIds | None, offset: int | Tensor, sizes: Checked
 ) -> tuple[Tensor | None, Tensor | None]:
     """(query's [B, T], key's [B, S]). Given one tensor, a query has the segment of its position, which must be that of a key."""
     if segment_ids is None:
         return None, None
     if isinstance(segment_ids, tuple | list):
-        if len(segment_ids) != 2:
-            raise ValueError(
-                f"segment_ids has {len(segment_ids)} parts but must be one tensor [B, S] or a pair ([B, T], [B, S])"
-            )
-        of_query, of_key = segment_ids
-        check_tensor("segment_ids[0]", of_query, device)
-        check_tensor("segment_ids[1]", of_key, device)
-        check_segments("segment_ids[0]", of_query, batch=batch, length=query_len, axis="T")
-        check_segments("segment_ids[1]", of_key, batch=batch, length=key_len, axis="S")
-        return of_query.to(torch.int64), of_key.to(torch.int64)
-    check_tensor("segment_ids", segment_ids, device)
-    check_segments("segment_ids", segment_ids, batch=batch, length=key_len, axis="S")
-    of_key = segment_ids.to(torch.int64)
+        return segment_ids[0].to(torch.int64), segment_ids[1].to(torch.int64)
+    of_key, query_len, key_len = segment_ids.to(torch.int64), sizes.query_len, sizes.key_len
     if not isinstance(offset, Tensor):
         if offset < 0 or offset + query_len > key_len:
             raise ValueError(
@@ -250,7 +241,7 @@ def _segments(
                 f"positions 0 to {key_len - 1}; pass a pair ([B, T], [B, S]) of segment ids for queries and keys"
             )
         return of_key[:, offset : offset + query_len], of_key
-    position = offset.reshape(-1, 1) + torch.arange(query_len, device=device)
+    position = offset.reshape(-1, 1) + torch.arange(query_len, device=of_key.device)
     outside = (position < 0) | (position >= key_len)
     if may_read(outside) and bool(outside.any()):
         raise ValueError(
@@ -258,27 +249,10 @@ def _segments(
             "pass a pair ([B, T], [B, S]) of segment ids for queries and keys"
         )
     if key_len == 0:  # gather would fail
-        return of_key.new_zeros(batch, query_len), of_key
+        return of_key.new_zeros(sizes.batch, query_len), of_key
     # If values cannot be read, a query outside gets a segment that no key has, and sees no key.
-    of_query = of_key.gather(1, position.clamp(0, key_len - 1).expand(batch, query_len))
+    of_query = of_key.gather(1, position.clamp(0, key_len - 1).expand(sizes.batch, query_len))
     return torch.where(outside, of_key.amax(1, keepdim=True) + 1, of_query), of_key
-
-
-def _key_bias(key_bias: Tensor, device: torch.device, batch: int, num_heads: int, key_len: int) -> Tensor:
-    """[B, H, S], a view."""
-    check_tensor("key_bias", key_bias, device)
-    check_key_bias(key_bias, batch=batch, num_heads=num_heads, key_len=key_len)
-    if may_read(key_bias) and not bool((key_bias.detach() < torch.inf).all()):
-        raise ValueError("key_bias has NaN or +inf in it but must be finite, or −inf for a hidden key")
-    return key_bias.expand(batch, num_heads, key_len)
-
-
-def _sink_logits(sink_logits: Tensor, device: torch.device, num_heads: int) -> Tensor:
-    check_tensor("sink_logits", sink_logits, device)
-    check_sink_logits(sink_logits, num_heads=num_heads)
-    if may_read(sink_logits) and not bool((sink_logits.detach() < torch.inf).all()):
-        raise ValueError(SINKS_RULE)
-    return sink_logits
 
 
 def check_tensor(name: str, tensor: Tensor, device: torch.device) -> None:

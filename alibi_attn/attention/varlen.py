@@ -15,9 +15,10 @@ from torch import Tensor
 from alibi_attn.attention import dispatch
 from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
 from alibi_attn.attention.bias import Slopes
+from alibi_attn.attention.checks import dtype_name
 from alibi_attn.attention.dropout import drawn_seed
 from alibi_attn.attention.execution import attend, autocast
-from alibi_attn.attention.spec import AttentionSpec, dtype_name
+from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import may_read
 from alibi_attn.attention.validation import VarlenOptions, check_tensor, make_spec
 

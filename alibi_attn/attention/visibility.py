@@ -83,6 +83,17 @@ def lse_dtype(spec: Spec, query: Tensor) -> torch.dtype:
     return work if spec.key_bias is None else torch.promote_types(work, spec.key_bias.dtype)
 
 
+def nothing(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """(output, lse) without queries or without keys: zeros, and lse −inf."""
+    everywhere = torch.ones((), dtype=torch.bool, device=query.device)
+    given = key, value, spec.slopes, spec.right_slopes, spec.key_bias, spec.query_bias, spec.table
+    inputs = [x for x in given if x is not None]
+    # The output depends on all inputs, so that each gets a gradient of zeros.
+    zero = torch.stack([x.masked_fill(everywhere, 0.0).sum().to(query.dtype) for x in inputs]).sum()
+    output = query.masked_fill(everywhere, 0.0) + zero
+    return output, output.sum(-1).to(lse_dtype(spec, query)) - math.inf
+
+
 def rounded_lse(spec: Spec, query: Tensor, lse: Tensor) -> Tensor:
     """lse in its dtype. Overflowing numbers become the dtype's largest ones, because −inf means that a query sees no key."""
     dtype = lse_dtype(spec, query)

@@ -13,7 +13,8 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.bias import Slopes
-from alibi_attn.attention.spec import AttentionSpec, dtype_name
+from alibi_attn.attention.checks import dtype_name
+from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.validation import BiasOptions, SharedOptions, make_spec
 from alibi_attn.distributed.exchange import Ranks
 

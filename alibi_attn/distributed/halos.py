@@ -16,7 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from alibi_attn.attention.certificate.constants import UNIT
-from alibi_attn.attention.spec import EPS, check_numbers
+from alibi_attn.attention.checks import EPS, check_numbers
 from alibi_attn.reach import static_reach
 from alibi_attn.slopes import alibi_slopes
 

@@ -1,6 +1,6 @@
 """`alibi_attention` for JAX arrays: it checks the call, plans it, and runs one function with a custom gradient.
 
-Press et al. 2022, sec. 3 (arXiv:2108.12409). The checks are those of `attention/spec.py`. A call goes from here to `operands.py`
+Press et al. 2022, sec. 3 (arXiv:2108.12409). The checks are in `attention/checks.py`. A call goes from here to `operands.py`
 (its arrays) and then to `native.py` (the C++ kernels) or `xla.py` (`loop.py` or `dense.py`).
 """
 

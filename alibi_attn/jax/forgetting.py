@@ -14,7 +14,8 @@ import jax.numpy as jnp
 from jax import lax
 
 from alibi_attn.attention.argument_names import unknown_argument
-from alibi_attn.attention.spec import GATE_FLOOR, GATE_STEP, GATES_RULE, AttentionSpec, check_log_fgate
+from alibi_attn.attention.checks import GATES_RULE, check_log_fgate
+from alibi_attn.attention.spec import GATE_FLOOR, GATE_STEP, AttentionSpec
 from alibi_attn.jax.attention import Backend, attend
 from alibi_attn.jax.plan import Array, KeyBias
 from alibi_attn.jax.validation import GatedOptions, Slopes, check_array, checked_dropout_key, make_spec, readable_values

@@ -1,4 +1,4 @@
-"""Validates a call in JAX once, when it is traced, with the checks of `attention/spec.py`."""
+"""Validates a call in JAX once, when it is traced, with the checks of `attention/checks.py`."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -10,19 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alibi_attn.attention.argument_names import with_defaults
-from alibi_attn.attention.spec import (
-    SINKS_RULE,
-    AttentionSpec,
-    check_key_bias,
-    check_key_mask,
-    check_numbers,
-    check_query_offset,
-    check_segments,
-    check_shapes,
-    check_sink_logits,
-    check_slopes,
-    dtype_name,
-)
+from alibi_attn.attention.checks import BIAS_RULE, SINKS_RULE, check_call, dtype_name
+from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.jax.plan import FARTHEST, Array
 from alibi_attn.slopes import alibi_slopes
 
@@ -62,33 +51,48 @@ def make_spec(
 ) -> AttentionSpec[Array]:
     """The validated spec of a call; options and defaults are those of `alibi_attention`."""
     given = cast(SpecOptions, with_defaults(options))
-    for name, array in (("query", query), ("key", key), ("value", value)):
-        check_array(name, array)
-    b, h, k, t, s, d = check_shapes(query, key, value, layout="BTHD")
+    _check_arrays(query, key, value, given)
     dtype = jax.dtypes.canonicalize_dtype(query.dtype)  # numpy's fp64 becomes fp32 unless x64 is enabled
-    causal, window, right_slopes = given["causal"], given["window"], given["right_slopes"]
-    key_mask, key_bias, sink_logits = given["key_mask"], given["key_bias"], given["sink_logits"]
-    scale, tolerance = check_numbers(
-        causal=causal, has_right_slopes=right_slopes is not None, window=window, scale=given["scale"],
-        dropout_p=given["dropout_p"], tolerance=given["tolerance"], head_dim=d, dtype=dtype_name(dtype),
-    )  # fmt: skip
-    if key_mask is not None:
-        check_array("key_mask", key_mask)
-        check_key_mask(key_mask, batch=b, key_len=s)
-    offset = _offset(given["query_offset"], batch=b, query_len=t, key_len=s)
-    query_segments, key_segments = _segments(given["segment_ids"], offset, batch=b, query_len=t, key_len=s)
+    left = None if slopes is None else _given_slopes("slopes", slopes)
+    right = None if given["right_slopes"] is None else _given_slopes("right_slopes", given["right_slopes"])
+    b, h, k, t, s, d, scale, tolerance = check_call(
+        query, key, value, given, slopes=left, right_slopes=right, layout="BTHD", dtype=dtype
+    )
+    key_bias, sink_logits = given["key_bias"], given["sink_logits"]
+    offset = _offset(given["query_offset"], query_len=t, key_len=s)
+    query_segments, key_segments = _segments(given["segment_ids"], offset, query_len=t, key_len=s)
+    _check_values(left, right)
     work = jnp.promote_types(dtype, jnp.float32)
-    slopes = alibi_slopes(h) if slopes is None else slopes
     return AttentionSpec(
         batch=b, num_heads=h, num_kv_heads=k, query_len=t, key_len=s, head_dim=d,
-        slopes=_slopes("slopes", slopes, work, sizes=(b, h, t)),
-        right_slopes=None if right_slopes is None else _slopes("right_slopes", right_slopes, work, sizes=(b, h, t)),
-        causal=causal, window=window, scale=scale, query_offset=offset, key_mask=key_mask,
+        slopes=jnp.asarray(alibi_slopes(h) if left is None else left, work),
+        right_slopes=None if right is None else jnp.asarray(right, work),
+        causal=given["causal"], window=given["window"], scale=scale, query_offset=offset, key_mask=given["key_mask"],
         query_segments=query_segments, key_segments=key_segments,
-        key_bias=None if key_bias is None else _key_bias(key_bias, batch=b, num_heads=h, key_len=s),
-        sink_logits=None if sink_logits is None else _sink_logits(sink_logits, h),
+        key_bias=None if key_bias is None else jnp.broadcast_to(jnp.asarray(_below_inf(key_bias, BIAS_RULE)), (b, h, s)),
+        sink_logits=None if sink_logits is None else jnp.asarray(_below_inf(sink_logits, SINKS_RULE)),
         dropout_p=given["dropout_p"], tolerance=tolerance, return_lse=given["return_lse"],
     )  # fmt: skip
+
+
+def _check_arrays(query: Array, key: Array, value: Array, given: SpecOptions) -> None:
+    """Checks that what must be an array is one."""
+    for name, array in (("query", query), ("key", key), ("value", value)):
+        check_array(name, array)
+    masks = ("key_mask", given["key_mask"]), ("key_bias", given["key_bias"]), ("sink_logits", given["sink_logits"])
+    for name, mask in masks:
+        if mask is not None:
+            check_array(name, mask)
+    segment_ids = given["segment_ids"]
+    if isinstance(segment_ids, tuple | list):
+        if len(segment_ids) != 2:
+            raise ValueError(
+                f"segment_ids has {len(segment_ids)} parts but must be one array [B, S] or a pair ([B, T], [B, S])"
+            )
+        for number, array in enumerate(segment_ids):
+            check_array(f"segment_ids[{number}]", array)
+    elif segment_ids is not None:
+        check_array("segment_ids", segment_ids)
 
 
 def checked_dropout_key(dropout_p: float, dropout_key: Array | None) -> Array | None:
@@ -108,27 +112,29 @@ def checked_dropout_key(dropout_p: float, dropout_key: Array | None) -> Array | 
     return dropout_key
 
 
-def _slopes(name: str, slopes: Slopes, work: jnp.dtype, *, sizes: tuple[int, int, int]) -> Array:
-    """The slopes, validated, in the dtype of the computation; sizes: B, H, T."""
-    batch, num_heads, query_len = sizes
+def _given_slopes(name: str, slopes: Slopes) -> Array | NDArray[np.floating]:
     array = slopes if isinstance(slopes, jax.Array) else np.asarray(slopes)
     if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
         raise TypeError(f"{name} is {dtype_name(array.dtype)} but must hold real numbers")
-    check_slopes(name, array.shape, batch=batch, num_heads=num_heads, query_len=query_len)
-    values = readable_values(array)
-    if values is not None:
+    return array
+
+
+def _check_values(left: Array | NDArray[np.floating] | None, right: Array | NDArray[np.floating] | None) -> None:
+    """Checks the values of slopes, if they can be read."""
+    for name, array in (("slopes", left), ("right_slopes", right)):
+        values = None if array is None else readable_values(array)
+        if values is None:
+            continue
         allowed = np.isfinite(values) | ((values == np.inf) & (name == "right_slopes"))
         if not allowed.all():
             rule = "finite, or inf for a head that never attends to the right" if name == "right_slopes" else "finite"
             raise ValueError(f"{name} must be {rule} but is {values.tolist()}")
-    return jnp.asarray(array, work)
 
 
-def _offset(query_offset: int | Array | None, *, batch: int, query_len: int, key_len: int) -> int | Array:
+def _offset(query_offset: int | Array | None, *, query_len: int, key_len: int) -> int | Array:
     if query_offset is None:
         return key_len - query_len
     if isinstance(query_offset, jax.Array | np.ndarray | np.integer):
-        check_query_offset(query_offset, batch=batch)
         values = readable_values(query_offset) if isinstance(query_offset, jax.Array) else np.asarray(query_offset)
         if values is not None:
             for value in values.reshape(-1).tolist():
@@ -147,24 +153,14 @@ def _check_position(query_offset: int, length: int) -> None:
 
 
 def _segments(
-    segment_ids: SegmentIds | None, offset: int | Array, *, batch: int, query_len: int, key_len: int
+    segment_ids: SegmentIds | None, offset: int | Array, *, query_len: int, key_len: int
 ) -> tuple[Array | None, Array | None]:
     """(query's [B, T], key's [B, S]); given one array, each query must be at a key's position, and has its segment."""
     if segment_ids is None:
         return None, None
     if isinstance(segment_ids, tuple | list):
-        if len(segment_ids) != 2:
-            raise ValueError(
-                f"segment_ids has {len(segment_ids)} parts but must be one array [B, S] or a pair ([B, T], [B, S])"
-            )
-        for number, length, axis in ((0, query_len, "T"), (1, key_len, "S")):
-            name = f"segment_ids[{number}]"
-            check_array(name, segment_ids[number])
-            check_segments(name, segment_ids[number], batch=batch, length=length, axis=axis)
         of_query, of_key = _small_numbers(*segment_ids)
         return of_query, of_key
-    check_array("segment_ids", segment_ids)
-    check_segments("segment_ids", segment_ids, batch=batch, length=key_len, axis="S")
     (of_key,) = _small_numbers(segment_ids)
     first = readable_values(offset) if isinstance(offset, jax.Array) else np.asarray(offset)
     if first is not None and first.size and (first.min() < 0 or first.max() + query_len > key_len):
@@ -186,23 +182,12 @@ def _segments_at(query_len: int, offset: Array, of_key: Array) -> Array:
     return jnp.where(outside, of_key.max(1, keepdims=True, initial=-1) + 1, of_query)
 
 
-def _key_bias(key_bias: Array, *, batch: int, num_heads: int, key_len: int) -> Array:
-    """[B, H, S]."""
-    check_array("key_bias", key_bias)
-    check_key_bias(key_bias, batch=batch, num_heads=num_heads, key_len=key_len)
-    values = readable_values(key_bias)
+def _below_inf(array: Array, rule: str) -> Array:
+    """The array; raises a ValueError with the rule for NaN and +inf, if the values can be read."""
+    values = readable_values(array)
     if values is not None and not (values < np.inf).all():
-        raise ValueError("key_bias has NaN or +inf in it but must be finite, or −inf for a hidden key")
-    return jnp.broadcast_to(jnp.asarray(key_bias), (batch, num_heads, key_len))
-
-
-def _sink_logits(sink_logits: Array, num_heads: int) -> Array:
-    check_array("sink_logits", sink_logits)
-    check_sink_logits(sink_logits, num_heads=num_heads)
-    values = readable_values(sink_logits)
-    if values is not None and not (values < np.inf).all():
-        raise ValueError(SINKS_RULE)
-    return jnp.asarray(sink_logits)
+        raise ValueError(rule)
+    return array
 
 
 def _small_numbers(*segment_ids: object) -> list[Array]:

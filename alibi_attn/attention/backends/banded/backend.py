@@ -23,7 +23,8 @@ from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall
 from alibi_attn.attention.certificate.bounds import Bounds, bounds, worth_leaving_out
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 from alibi_attn.attention.certificate.norms import HUGE, has_huge_scores
-from alibi_attn.attention.operator import on_finite_numbers, operator
+from alibi_attn.attention.finite_numbers import on_finite_numbers
+from alibi_attn.attention.operator import operator
 from alibi_attn.attention.schema import Arguments, BackwardInputs, Gradients, Saved
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import surely, why_not_compiled
