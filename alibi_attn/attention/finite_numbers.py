@@ -41,8 +41,7 @@ def on_finite_numbers(
         else:
             q, k, v, *_ = without_bad_numbers(spec, query, key, value)
         grad, lse, grad_lse = row_major(inputs.grad_output.to(q.dtype)), inputs.lse, inputs.grad_lse
-        blind = lse == -math.inf
-        if inputs.may_see_nothing and bool(blind.any()):
+        if inputs.may_see_nothing and bool((blind := lse == -math.inf).any()):
             # The incoming gradient of a query that sees no key has no effect; with lse 0 its weights are exp(−inf) = 0.
             lse, grad = lse.masked_fill(blind, 0.0), grad.masked_fill(blind[..., None], 0.0)
             grad_lse = None if grad_lse is None else grad_lse.masked_fill(blind, 0.0)

@@ -4,6 +4,7 @@ The dense masks are for the backends `reference` and `dense`, and for `alibi_bia
 """
 
 import dataclasses
+import functools
 import math
 from collections.abc import Iterator
 
@@ -98,7 +99,7 @@ def rounded_lse(spec: Spec, query: Tensor, lse: Tensor) -> Tensor:
     """lse in its dtype. Overflowing numbers become the dtype's largest ones, because −inf means that a query sees no key."""
     dtype = lse_dtype(spec, query)
     rounded = lse.to(dtype)
-    if dtype == lse.dtype or (may_read(rounded) and not bool(rounded.isinf().any())):
+    if dtype == lse.dtype or (may_read(rounded) and math.isfinite(rounded.sum())):
         return rounded
     largest = torch.finfo(dtype).max
     return lse.clamp(-largest, largest).to(dtype).masked_fill(lse == -math.inf, -math.inf)
@@ -185,17 +186,18 @@ def _is_moderate(x: Tensor) -> bool:
     if x.numel() == 0:
         return True
     if x.dtype in (torch.float16, torch.bfloat16):
-        return all(abs(float(extreme)) * x.shape[-1] ** 0.5 <= _moderate_norm(x) for extreme in torch.aminmax(x))
-    return float(torch.linalg.vector_norm(x)) <= _moderate_norm(x)
+        return all(abs(float(extreme)) * x.shape[-1] ** 0.5 <= _moderate_norm(x.dtype) for extreme in torch.aminmax(x))
+    return float(torch.linalg.vector_norm(x)) <= _moderate_norm(x.dtype)
 
 
 def _moderate_rows(x: Tensor) -> Tensor:
     """[...] bool: the rows [..., D] that are moderate, each by itself."""
-    return x.abs().amax(-1) * x.shape[-1] ** 0.5 <= _moderate_norm(x)
+    return x.abs().amax(-1) * x.shape[-1] ** 0.5 <= _moderate_norm(x.dtype)
 
 
-def _moderate_norm(x: Tensor) -> float:
-    most: float = torch.finfo(torch.promote_types(x.dtype, torch.float32)).max
+@functools.cache
+def _moderate_norm(dtype: torch.dtype) -> float:
+    most: float = torch.finfo(torch.promote_types(dtype, torch.float32)).max
     return (most / MODERATE_SCALE) ** 0.5
 
 

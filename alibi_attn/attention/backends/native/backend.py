@@ -188,8 +188,8 @@ run = operator(on_finite_numbers("native", _forward_between_cuts, _backward_betw
 def _wide(x: Tensor) -> Tensor:
     """[..., D] in a dtype that the kernels read, with D a multiple of WIDTH; the same tensor if it already is."""
     x = in_memory(x)
-    if x.dtype != torch.bfloat16 or not build.multiplies_bf16():
-        x = x.to(torch.promote_types(x.dtype, torch.float32))
+    if x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not build.multiplies_bf16()):
+        x = x.float()
     return functional.pad(x, (0, -x.shape[-1] % WIDTH)) if x.shape[-1] % WIDTH else x
 
 
@@ -218,7 +218,10 @@ def call_of(
     slopes = spec.slopes.detach().to(work).expand(heads).contiguous()
     right = slopes if spec.right_slopes is None else spec.right_slopes.detach().to(work).expand(heads)
     query_segments, key_segments = _small_numbers(spec)
-    first = first_positions(spec, slopes.device).to(torch.int64).expand(spec.batch)
+    if isinstance(spec.query_offset, Tensor):
+        first = first_positions(spec, slopes.device).to(torch.int64).expand(spec.batch)
+    else:
+        first = torch.full((spec.batch,), spec.query_offset, device=slopes.device)
     table_first, distances, table = 0, 0, None
     if spec.table is not None:
         table_first, distances = _distances(spec)
