@@ -9,7 +9,7 @@ import pytest
 
 BENCHMARKS = (
     "cpu", "trained", "trained-gates", "serving", "embedding", "generating", "next-tokens", "streaming", "decoding", "gates",
-    "context-parallel", "gpu", "jax", "training", "long-texts", "passages",
+    "context-parallel", "gpu", "host", "jax", "training", "long-texts", "passages",
     "int8", "late-chunking",
 )  # fmt: skip
 MISSING = """

@@ -12,7 +12,7 @@ from alibi_attn.lazy import lazy_names
 if TYPE_CHECKING:
     from alibi_attn.distributed.attention import context_parallel_attention, context_parallel_forgetting_attention
     from alibi_attn.distributed.exchange import Traffic
-    from alibi_attn.distributed.halos import Halo, static_halo
+    from alibi_attn.distributed.halos import Halo, even_lengths, static_halo
     from alibi_attn.distributed.model import ContextParallel, context_parallel
     from alibi_attn.distributed.simulation import plan_halo
 
@@ -23,6 +23,7 @@ __all__ = [
     "context_parallel",
     "context_parallel_attention",
     "context_parallel_forgetting_attention",
+    "even_lengths",
     "plan_halo",
     "static_halo",
 ]
@@ -34,6 +35,7 @@ _HOMES = {
     "context_parallel": "alibi_attn.distributed.model",
     "context_parallel_attention": "alibi_attn.distributed.attention",
     "context_parallel_forgetting_attention": "alibi_attn.distributed.attention",
+    "even_lengths": "alibi_attn.distributed.halos",
     "plan_halo": "alibi_attn.distributed.simulation",
     "static_halo": "alibi_attn.distributed.halos",
 }

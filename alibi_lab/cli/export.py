@@ -25,7 +25,7 @@ def export(
     """
     with needs("hf,lab"):
         from alibi_attn.hf.export import DecoderConfig, export_mpt
-        from alibi_attn.hf.tokenizing import saved_tokenizer
+        from alibi_attn.inspect import saved_tokenizer
         from alibi_lab.lab.model.language_model import decoder_state
         from alibi_lab.lab.training.checkpoint import load_checkpoint_tokenizer
     checkpoint = checkpoints.find(checkpoint)

@@ -79,7 +79,7 @@ def heads(
     if out is not None:
         check_writable(out / "record")
     with needs("lab"), needs("hf"):
-        from alibi_attn.hf.checkpoint_files import read_config
+        from alibi_attn.inspect import read_config
         from alibi_lab.measure.model_heads import model_heads
         from alibi_lab.report.plots import head_maps
     model = checkpoints.find(model)

@@ -17,7 +17,7 @@ from torch import Tensor
 from torch import distributed as dist
 from torch.multiprocessing.spawn import spawn
 
-from alibi_attn.attention.api import alibi_attention
+from alibi_attn import alibi_attention
 from alibi_attn.distributed import Traffic, context_parallel_attention
 from alibi_lab.measure.harness import Columns, Config, Row, Say, keep_by_length, number, whole_ms
 

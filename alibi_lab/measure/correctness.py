@@ -12,9 +12,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.dropout import drawn_seed
-from alibi_attn.attention.execution import attend
-from alibi_attn.attention.validation import make_spec
+from alibi_attn.inspect import attention_of_head
 from alibi_lab.measure.peers import Attention, Peer
 from alibi_lab.measure.peers.eager import eager
 
@@ -128,15 +126,7 @@ def _ours(
     query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, head: int, *, backend: str, dropout_p: float
 ) -> Tensor:
     """Our attention without skipping; the head gets the dropout mask that it has within the whole call."""
-    spec = make_spec(query, key, value, slopes, dropout_p=dropout_p, tolerance=0.0)
-    if dropout_p > 0:
-        with torch.random.fork_rng(devices=[]):
-            torch.manual_seed(SEED)
-            seed = drawn_seed(query.device)
-        spec = dataclasses.replace(spec, dropout_seed=seed + torch.tensor([0, 0, head, 0]))
-    output = attend(spec, query, key, value, backend)
-    assert isinstance(output, Tensor)  # no lse was requested
-    return output
+    return attention_of_head(query, key, value, slopes, head=head, backend=backend, dropout_p=dropout_p, seed=SEED)
 
 
 def _eager(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, head: int) -> Tensor:

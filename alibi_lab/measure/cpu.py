@@ -8,13 +8,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from alibi_attn.attention import dispatch
-from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.backends.native import backend as native
-from alibi_attn.attention.certificate.bounds import bounds
-from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.validation import make_spec
+from alibi_attn import alibi_attention, inspect
+from alibi_attn.inspect import TILE
 from alibi_lab import records
 from alibi_lab.measure.correctness import Reference
 from alibi_lab.measure.harness import (
@@ -154,10 +149,12 @@ def _measure(
 
 def _reach_row(case: Case, query: Tensor, key: Tensor, value: Tensor, ours: Row, product: Row) -> Row:
     """The scores that the certificate requires, those that are computed, and their rate as a share of a matrix product's."""
-    spec = make_spec(query, key, value)
-    name = dispatch.choose("auto", spec, query, key, value)
-    with torch.no_grad():
-        left, computed = _certified_reach(name, spec, query, key, value)
+    name = inspect.backend_of(query, key, value)
+    computed = inspect.computed_scores(query, key, value, backend=name)
+    if name == "native":  # which computes its certificate inside the kernel
+        left = inspect.visited_reach(query, key, value)
+    else:
+        left = inspect.certified_bounds(query, key, value).left
     position = torch.arange(case.length)
     required = int(torch.minimum(left[..., position // TILE], position + 1).sum())
     causal = case.batch * case.num_heads * case.length * (case.length + 1) // 2
@@ -175,21 +172,6 @@ def _reach_row(case: Case, query: Tensor, key: Tensor, value: Tensor, ours: Row,
         row[f"{way}_matrix_gflops"] = rate
         row[f"{way}_rate_share"] = flops / number(ours[f"{way}_ms"]) / 1e6 / rate
     return row
-
-
-def _certified_reach(
-    name: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, int]:
-    """(the reach of each block of TILE queries, [B, H, N]; the number of scores that the backend computes)."""
-    if name == "native":  # which computes its certificate inside the kernel
-        visited = native.visited(spec, query, key, value)
-        start = torch.arange(visited.keys.shape[2]) * TILE
-        near = torch.from_numpy(visited.keys[..., 0]).long()
-        left = torch.where(near > 0, start - near + 1, key.shape[2])  # a block that reads all keys has no bound
-        return left, int(visited.reach_and_scores(spec)[1].sum())
-    visits = dispatch.BACKENDS[name].visits(spec, query, key, value)
-    computed = query.shape[:3].numel() * key.shape[2] if visits is None else int(visits[1].sum())
-    return bounds(spec, query, key, value).left, computed
 
 
 def _train_step(kind: str, length: int, *, dtype: torch.dtype, batch: int) -> None:

@@ -7,9 +7,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.certificate.bounds import bounds
-from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.attention.validation import make_spec
+from alibi_attn.inspect import Norms, certified_bounds
 from alibi_lab.measure.correctness import Reference
 from alibi_lab.measure.harness import Config, Rows, Say, checked, compared, keep, number, timed
 from alibi_lab.measure.inputs import published_slopes
@@ -78,7 +76,5 @@ def decoding(
 
 def _share_within_reach(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> float:
     """The share of all heads' keys that are within reach."""
-    spec = make_spec(query, key, value, slopes)
-    with torch.no_grad():
-        certificate = bounds(spec, query, key, value, tile_norms=Norms.of(key, value).tile_norms(key, value))
-    return float(certificate.left.clamp(max=spec.key_len).double().mean()) / spec.key_len
+    left = certified_bounds(query, key, value, slopes, known_norms=Norms.of(key, value)).left
+    return float(left.clamp(max=key.shape[2]).double().mean()) / key.shape[2]

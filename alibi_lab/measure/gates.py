@@ -2,7 +2,7 @@
 
 Queries and keys are normalized noise, as after QK-norm, so that no score exceeds U; gates are sigmoid(N(logit, 1)).
 The record has the times, the number of computed scores, and the number inside the boundary of Adaptive Computation Pruning
-(ACP; Lin et al. 2025, arXiv:2504.06949) at equal ε, counted in the same blocks by the same counter.
+(ACP; Lin et al. 2025, arXiv:2504.06949) at equal ε, counted in the same blocks.
 """
 
 import dataclasses
@@ -15,11 +15,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from alibi_attn.attention.backends.native import backend as native
-from alibi_attn.attention.backends.native.visited import Visited
-from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
-from alibi_attn.attention.forgetting import forgetting_attention
-from alibi_attn.attention.validation import make_spec
+from alibi_attn import forgetting_attention, inspect
+from alibi_attn.inspect import TILE
 from alibi_lab import records
 from alibi_lab.measure.harness import Columns, Row, Say, candidate, compared, keep_by_length, timed, whole_ms
 from alibi_lab.measure.inputs import published_slopes
@@ -144,16 +141,14 @@ def pruned_scores(decay: Tensor, query: Tensor, key: Tensor, tolerance: float) -
     delta = -(2 * largest[0] * largest[1] * query.shape[-1] ** -0.5 + math.log(length)) + math.log(tolerance)
     starts = np.arange(0, length, TILE)
     ends = np.minimum(starts + TILE, length)
-    seen = np.zeros((batch, heads, len(starts), 4), np.int32)
+    scores = 0
     for at in np.ndindex(batch, heads):
         c = sums[at]
         # c decreases, so the skipped tiles are the first ones.
         bound = c[starts] - delta[at]
         low = np.searchsorted(-c[ends - 1], -bound, side="left") * TILE
-        seen[at] = np.stack([np.minimum(low, starts), ends, np.zeros_like(ends), ends], -1)
-    nothing = np.zeros(seen.shape[:3], np.int32), np.full((batch, heads, OUTLIER_TILES), -1, np.int32)
-    spec = make_spec(query, key, key)
-    return int(Visited(seen, *nothing, np.zeros(batch, np.int64), length).reach_and_scores(spec)[1].sum())
+        scores += int(((ends - np.minimum(low, starts)) * (ends - starts)).sum())
+    return scores
 
 
 def computed_scores(inputs: Inputs, tolerance: float | None = None) -> int:
@@ -161,8 +156,7 @@ def computed_scores(inputs: Inputs, tolerance: float | None = None) -> int:
     query, key, value = inputs.query, inputs.key, inputs.value
     slopes = [0.0] * query.shape[1] if inputs.slopes is None else inputs.slopes
     bias = -inputs.log_fgate.double().cumsum(-1)
-    spec = make_spec(query, key, value, slopes, key_bias=bias, tolerance=tolerance)
-    return int(native.visits(spec, query, key, value)[1].sum())
+    return inspect.computed_scores(query, key, value, slopes, backend="native", key_bias=bias, tolerance=tolerance)
 
 
 def measured(name: str, inputs: Inputs, *, repeats: int, seconds: float, say: Say) -> dict[str, Row]:
@@ -173,14 +167,14 @@ def measured(name: str, inputs: Inputs, *, repeats: int, seconds: float, say: Sa
     """
     query, key, value = inputs.query, inputs.key, inputs.value
     batch, heads, length, _ = query.shape
+    tolerance = inspect.default_tolerance(query, key, value)
     with torch.no_grad():
-        fixed = make_spec(query, key, value)
         counts = {
             "visible": batch * heads * length * (length + 1) // 2,
-            "ours": computed_scores(inputs), "acp": pruned_scores(inputs.decay, query, key, fixed.tolerance),
+            "ours": computed_scores(inputs), "acp": pruned_scores(inputs.decay, query, key, tolerance),
             "ours_at_acps": computed_scores(inputs, PRUNED_AT),
             "acp_at_acps": pruned_scores(inputs.decay, query, key, PRUNED_AT),
-            "fixed_slopes": int(native.visits(fixed, query, key, value)[1].sum()),
+            "fixed_slopes": inspect.computed_scores(query, key, value, backend="native"),
         }  # fmt: skip
     slopes = published_slopes(heads)
     attentions: dict[str, Attention] = {
@@ -203,7 +197,7 @@ def measured(name: str, inputs: Inputs, *, repeats: int, seconds: float, say: Sa
         f"{counts['ours'] / counts['acp']:.2f} of ACP's ({counts['ours_at_acps'] / counts['acp_at_acps']:.2f} at its ε), "
         f"{per_score:.2f}× the time per score"
     )
-    return {**rows, "scores": {"length": length, **counts, "tolerance": fixed.tolerance}}
+    return {**rows, "scores": {"length": length, **counts, "tolerance": tolerance}}
 
 
 def _dense_bias(decay: Tensor) -> Tensor:

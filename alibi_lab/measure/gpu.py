@@ -18,8 +18,7 @@ import torch
 from torch import Tensor
 from torch.nn.attention import SDPBackend
 
-from alibi_attn.attention.api import alibi_attention
-from alibi_attn.slopes import alibi_slopes
+from alibi_attn import alibi_attention, alibi_slopes
 from alibi_lab.measure.decoding import WITH_CACHE, peers_of_one_query
 from alibi_lab.measure.gpu_rows import KINDS, TOKENS, Inputs, measured, unmeasured
 from alibi_lab.measure.harness import Config, Row, Rows, Say, keep, number, whole_ms

@@ -6,11 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.backends.fused import backend as fused
-from alibi_attn.attention.backends.fused.plan import planned
-from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.attention.validation import make_spec
+from alibi_attn.inspect import TILE, device_plan, tiles_of_a_step
 from alibi_lab.measure.correctness import Reference, computed
 from alibi_lab.measure.harness import Row
 from alibi_lab.measure.inputs import published_slopes
@@ -131,18 +127,15 @@ def _times_ms(
 
 def _plan(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> tuple[int, float]:
     """(number of computed scores, milliseconds of certificate and plan) of our forward pass."""
-    spec = make_spec(query, key, value, slopes)
+    scores, plan = device_plan(query, key, value, slopes)
     with torch.no_grad():
-        _, scores = fused.visits(spec, query, key, value)
-        return int(scores.sum()), device_ms(lambda: fused.plan(spec, query, key, value), query.device)
+        return scores, device_ms(plan, query.device)
 
 
 def _bytes_read(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Row:
     """Bytes of keys and values: in the tiles that are read, within reach, and in total."""
-    spec, known_norms = make_spec(query, key, value, slopes), Norms.of(key, value)
-    with torch.no_grad():
-        tiles, bounds = planned(spec, query, key, value, rows=TILE, shared=True, known_norms=known_norms)
+    tiles, bounds = tiles_of_a_step(query, key, value, slopes)
     least = int(bounds.left.clamp(max=key.shape[2]).sum()) + int((bounds.outlier_tiles >= 0).sum()) * TILE
     row_bytes = 2 * key.shape[-1] * key.element_size()
-    rows = {"read": int(tiles.weight.sum()) * TILE, "least": least, "all": key.shape[:3].numel()}
+    rows = {"read": tiles * TILE, "least": least, "all": key.shape[:3].numel()}
     return {f"bytes_{name}": count * row_bytes for name, count in rows.items()}

@@ -15,8 +15,7 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.forgetting import forgetting_attention
+from alibi_attn import alibi_attention, forgetting_attention
 from alibi_lab.measure.absent_device import Launches, absent_device
 from alibi_lab.measure.harness import Config, Row, Rows, Say, keep
 from alibi_lab.measure.inputs import published_slopes

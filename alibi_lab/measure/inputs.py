@@ -5,7 +5,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from alibi_attn.slopes import alibi_slopes
+from alibi_attn import alibi_slopes
 
 
 @dataclasses.dataclass(frozen=True)

@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alibi_attn.jax.attention import alibi_attention
+from alibi_attn.jax import alibi_attention
 from alibi_lab import records
 from alibi_lab.measure.correctness import Reference
 from alibi_lab.measure.harness import Candidate, Columns, Row, compared, keep_by_length, number, timed, whole_times

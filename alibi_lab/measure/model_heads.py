@@ -23,11 +23,8 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.api import head_reach
-from alibi_attn.hf.capture_qk import watched
-from alibi_attn.hf.checkpoint_files import read_config
-from alibi_attn.hf.loading import load_decoder
-from alibi_attn.hf.tokenizer_files import encode
+from alibi_attn import head_reach
+from alibi_attn.inspect import encode, load_decoder, read_config, watched
 from alibi_lab import records
 from alibi_lab.lab.model.position_method import Pass, PositionMethod
 from alibi_lab.lab.training.checkpoint import load_checkpoint, load_checkpoint_tokenizer, newest

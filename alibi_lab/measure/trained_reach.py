@@ -17,10 +17,8 @@ import torch
 from safetensors.torch import save_file
 from torch import Tensor
 
-from alibi_attn.attention.certificate.bounds import bounds
-from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.validation import make_spec
-from alibi_attn.slopes import alibi_slopes
+from alibi_attn import alibi_slopes
+from alibi_attn.inspect import TILE, certified_bounds, default_tolerance
 from alibi_lab import records
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.measure.correctness import Reference
@@ -82,20 +80,20 @@ def captured(model: LanguageModel, tokens: Tensor) -> Captured:
 def compare(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Sequence[records.Json]]:
     """Per head: slope, certified reach and true reach (largest and mean over blocks), outlier tiles, and norms of keys."""
     n = query.shape[2]
-    spec = make_spec(query, key, value)
+    slopes, tolerance = alibi_slopes(query.shape[1]).tolist(), default_tolerance(query, key, value)
+    certificate = certified_bounds(query, key, value)
+    certified = certificate.left[0].clamp(max=n)
     with torch.no_grad():
-        certificate = bounds(spec, query, key, value)
-        certified = certificate.left[0].clamp(max=n)
         true = torch.stack(
             [
-                _true_reach(spec.scale, query[0, h], key[0, h], float(spec.slopes[h]), spec.tolerance)
-                for h in range(spec.num_heads)
+                _true_reach(query.shape[-1] ** -0.5, query[0, h], key[0, h], slope, tolerance)
+                for h, slope in enumerate(slopes)
             ]
         )
     blocks = torch.nn.functional.pad(true, (0, -n % TILE)).unflatten(-1, (-1, TILE)).amax(-1)
     return {
-        "head": list(range(spec.num_heads)),
-        "slope": alibi_slopes(spec.num_heads).tolist(),
+        "head": list(range(len(slopes))),
+        "slope": slopes,
         "certified": certified.amax(-1).tolist(),
         "certified_mean": certified.double().mean(-1).tolist(),
         "true": true.amax(-1).tolist(),

@@ -82,7 +82,9 @@ def assert_no_peer_is_ours(sources: dict[str, str]) -> None:
     for name, source in sources.items():
         for imported in _imported(source) if not name.startswith("ours") else ():
             own = imported.startswith("alibi_attn.")
-            assert not own or imported.startswith(("alibi_attn.slopes", "alibi_lab.measure.")), f"{name}: {imported}"
+            assert not own or imported.startswith(("alibi_attn.alibi_slopes", "alibi_lab.measure.")), (
+                f"{name}: {imported}"
+            )
             assert not imported.startswith("alibi_lab.measure.peers.ours"), f"{name}: {imported}"
 
 

@@ -14,11 +14,8 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from alibi_attn import distributed
-from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.backends.native import build as native
-from alibi_attn.attention.forgetting import forgetting_attention
-from alibi_attn.attention.toeplitz import toeplitz_attention
+from alibi_attn import alibi_attention, distributed, forgetting_attention, toeplitz_attention
+from alibi_attn.inspect import compiled_kernels
 from alibi_attn.nn import KVCache
 from alibi_lab.lab.config import ConfigError
 from alibi_lab.lab.model.position_method import Bias, ByDistance, ContentBias, ForgetGates, Pass, Windowed
@@ -134,7 +131,7 @@ def attend(
 
 def _has_kernels(q: Tensor) -> bool:
     """Whether the C++ kernels run for these queries; for a single query they gain nothing."""
-    return q.device.type == "cpu" and q.shape[-2] > 1 and native.why_not() is None
+    return q.device.type == "cpu" and q.shape[-2] > 1 and compiled_kernels()
 
 
 def _attend_over_processes(

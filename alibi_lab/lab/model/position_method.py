@@ -22,7 +22,7 @@ from typing import TypeAlias
 import torch
 from torch import Tensor, nn
 
-from alibi_attn.slopes import alibi_slopes
+from alibi_attn import alibi_slopes
 from alibi_lab.lab.config import ConfigError, ModelConfig, Stretch
 from alibi_lab.position_methods import Look
 

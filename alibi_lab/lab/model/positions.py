@@ -9,7 +9,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from alibi_attn.slopes import alibi_slopes, interpolate_slopes
+from alibi_attn import alibi_slopes, interpolate_slopes
 from alibi_lab.lab.config import ConfigError, Method, ModelConfig, Stretch
 from alibi_lab.lab.model.distances import ALiBiClamp, ALiBiLog, Fire, Kerple, Sandwich, T5Bias, Tisa
 from alibi_lab.lab.model.imported_method import imported_method

@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from alibi_attn.distributed.halos import even_lengths
+from alibi_attn.distributed import even_lengths
 from alibi_lab.lab.config import ConfigError, RunConfig, TrainConfig
 from alibi_lab.lab.model.attention import Context
 from alibi_lab.lab.model.language_model import LanguageModel

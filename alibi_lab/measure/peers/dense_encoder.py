@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from alibi_attn.slopes import alibi_slopes
+from alibi_attn import alibi_slopes
 
 
 @dataclasses.dataclass(frozen=True)

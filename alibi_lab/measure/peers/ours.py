@@ -4,11 +4,8 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.backends.fused import backend as fused
-from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.attention.decoding import attend_near, reads_near
-from alibi_attn.attention.validation import make_spec
+from alibi_attn import alibi_attention
+from alibi_attn.inspect import Norms, decode_with_norms
 from alibi_lab.measure.peers import Attention, Peer
 
 Prepare = Callable[[Tensor, Tensor, Tensor, Tensor], Attention]
@@ -30,9 +27,8 @@ def ours_with_cache(backend: str) -> Prepare:
         known_norms, all_keys = Norms.of(key, value), ours(backend)(query, key, value, slopes)
 
         def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            if backend == "fused":  # what attend_near does on a GPU; in the interpreter it would take the CPU path
-                return fused.decode(make_spec(q, k, v, slopes), q, k, v, known_norms)[0]
-            return attend_near(q, k, v, slopes, known_norms) if reads_near(q, k, slopes) else all_keys(q, k, v)
+            output = decode_with_norms(q, k, v, slopes, known_norms, backend=backend)
+            return all_keys(q, k, v) if output is None else output
 
         return attention
 

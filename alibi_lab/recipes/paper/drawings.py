@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 
-from alibi_attn.slopes import alibi_slopes
+from alibi_attn import alibi_slopes
 from alibi_lab.lab.config import EvalConfig
 from alibi_lab.recipes.paper.cells import Cell, Curves
 from alibi_lab.recipes.paper.evidence import Evidence

@@ -12,7 +12,7 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from alibi_attn.slopes import alibi_slopes
+from alibi_attn import alibi_slopes
 from alibi_lab.report.plots.drawing import STYLE, Plot, color_of, file_of, ticks
 from alibi_lab.report.tables.heads import NEGLIGIBLE, fraction, half_life
 

@@ -2,7 +2,7 @@
 
 import math
 
-from alibi_attn.slopes import alibi_slopes
+from alibi_attn import alibi_slopes
 from alibi_lab.records import MOST
 
 NEGLIGIBLE = 1e-6  # a key with a smaller factor is negligible and is drawn without color
