@@ -2,7 +2,7 @@
 
 from markupsafe import Markup
 
-from alibi_attn.slopes import alibi_slopes
+from alibi_attn import alibi_slopes
 from alibi_lab.report.plots import bias
 from alibi_lab.report.section import Archive, Group, Numbers, Section, Text, pictures
 from alibi_lab.report.series import Study, flat
