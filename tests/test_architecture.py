@@ -51,7 +51,7 @@ ATTENTION_ROWS = (
     ("eager", "finite_numbers", "vmap"),
     ("operator",),
     ("backends",),
-    ("dispatch", "validation"),
+    ("dispatch", "near_keys", "validation"),
     ("execution",),
     ("api", "forgetting", "toeplitz", "varlen"),
     ("decoding",),

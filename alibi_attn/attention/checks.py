@@ -163,8 +163,12 @@ def check_numbers(
             f"tolerance is {tolerance} but is a share of softmax mass in [0, 1): "
             f"None = {default_tolerance(dtype):.1e} for {dtype}, 0 = skip masked keys only"
         )
-    # Half of it, for one side of a query, would round up or to 0 if it were smaller.
-    return float(scale), tolerance if tolerance >= sys.float_info.min else 0.0
+    return float(scale), usable_tolerance(tolerance)
+
+
+def usable_tolerance(tolerance: float) -> float:
+    """The tolerance, or 0 if it is so small that half of it, for one side of a query, would round up or to 0."""
+    return tolerance if tolerance >= sys.float_info.min else 0.0
 
 
 def check_slopes(name: str, shape: Sequence[int], *, batch: int, num_heads: int, query_len: int | None = None) -> None:

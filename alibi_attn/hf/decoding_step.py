@@ -18,7 +18,7 @@ from alibi_attn.attention.backends.native.backend import WIDTH
 from alibi_attn.attention.backends.native.build import Rows
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.checks import check_numbers, dtype_name
-from alibi_attn.attention.decoding import Runs, visible_runs
+from alibi_attn.attention.near_keys import Runs, visible_runs
 from alibi_attn.attention.transforms import is_traced, may_read, transforms
 from alibi_attn.attention.validation import slopes_beside
 from alibi_attn.hf import patched_attention

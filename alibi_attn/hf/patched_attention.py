@@ -13,7 +13,8 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.decoding import attend_near, has_kernel, reads_near, visible_runs
+from alibi_attn.attention.decoding import attend_near, has_kernel, reads_near
+from alibi_attn.attention.near_keys import visible_runs
 from alibi_attn.attention.validation import slopes_beside
 from alibi_attn.hf.cache import ALiBiCache
 

@@ -16,8 +16,9 @@ from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.checks import check_key_mask, check_layer, check_segments, default_tolerance
-from alibi_attn.attention.decoding import attend_near, reads_near, visible_runs
+from alibi_attn.attention.decoding import attend_near, reads_near
 from alibi_attn.attention.forgetting import forgetting_attention
+from alibi_attn.attention.near_keys import visible_runs
 from alibi_attn.attention.transforms import autocasts
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.constructor_arguments import checks_names

@@ -9,9 +9,10 @@ from attention_checks import EPS
 from certificate_attack import certified_keys, random_attack
 
 from alibi_attn import alibi_attention, alibi_slopes, forgetting_attention
-from alibi_attn.attention import decoding
+from alibi_attn.attention import decoding, near_keys
 from alibi_attn.attention.certificate import bounds
 from alibi_attn.attention.certificate.norms import Norms
+from alibi_attn.attention.execution import attend
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.attention.visibility import distances, visible
 
@@ -108,10 +109,10 @@ def test_outliers_of_another_sequence_change_nothing() -> None:
     giant = key.clone()
     giant[:, :, 0] *= 50
 
-    def needed(*tensors: torch.Tensor) -> decoding.Row:
+    def needed(*tensors: torch.Tensor) -> near_keys.Row:
         spec = make_spec(*tensors, [0.02] * 8)
         runs = [(0, 3000)] * len(tensors[0])
-        return decoding.needed_keys(spec, *tensors, Norms.of(*tensors[1:]), runs)[0]
+        return near_keys.needed_keys(spec, *tensors, Norms.of(*tensors[1:]), runs)[0]
 
     alone = needed(query, key, value)
     assert alone == needed(*(torch.cat(pair) for pair in ((query, query), (key, giant), (value, value))))
@@ -135,22 +136,30 @@ def test_keys_read_are_counted(monkeypatch: pytest.MonkeyPatch) -> None:
     query, key, value = draw(1, 16384, batch=1, kv_heads=8)
     read = []
 
-    def counting(q, k, v, *args, **kwargs):
+    def counting(spec, q, k, v, backend):
         read.append(k.shape[1] * k.shape[2])
-        return alibi_attention(q, k, v, *args, **kwargs)
+        return attend(spec, q, k, v, backend)
 
-    monkeypatch.setattr(decoding, "alibi_attention", counting)
+    monkeypatch.setattr(decoding, "attend", counting)
     monkeypatch.setattr(decoding, "has_kernel", lambda *tensors: False)
     known_norms = Norms.of(key, value)
     decoding.attend_near(query, key, value, SLOPES, known_norms)
     spec = make_spec(query, key, value, SLOPES)
     reach = bounds.bounds(spec, query, key, value, tile_norms=known_norms.tile_norms(key, value)).left.amax(-1)
-    most = (2 * reach).clamp(min=decoding.FEW)  # rounded up to a power of two; short ranges are padded
+    most = (2 * reach).clamp(min=near_keys.FEW)  # rounded up to a power of two; short ranges are padded
     assert int(reach.sum()) <= sum(read) <= int(most.sum())
     assert sum(read) < 0.25 * 8 * 16384
     read.clear()
     decoding.attend_near(query, key, value, SLOPES * 0, known_norms)
     assert sum(read) == 8 * 16384
+
+
+def test_gates_that_are_no_gates_are_refused() -> None:
+    query, key, value = draw(1, 90, batch=1, kv_heads=8)
+    gates = torch.zeros(1, 8, 90)
+    gates[0, 3, 40] = math.nan
+    with pytest.raises(ValueError, match="log_fgate must be at most 0"):
+        decoding.attend_near(query, key, value, SLOPES, Norms.of(key, value), log_fgate=gates)
 
 
 @ATTACKS
@@ -176,7 +185,7 @@ def test_dropped_mass_never_exceeds_the_tolerance(start: int) -> None:
 
 @ATTACKS
 def test_dropped_mass_never_exceeds_the_tolerance_under_padding(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "FEW", 32)
+    monkeypatch.setattr(near_keys, "FEW", 32)
     skipping = 0
     for seed in range(start, start + 200):
         attack = random_attack(seed)
@@ -187,7 +196,7 @@ def test_dropped_mass_never_exceeds_the_tolerance_under_padding(start: int, monk
         low = rng.randrange(length // 2 + 1)
         run = (low, length if seed % 3 else rng.randrange(low, length) + 1)
         spec = make_spec(query, key, value, slopes, window=window, tolerance=attack.tolerance)
-        (row,) = decoding.needed_keys(spec, query, key, value, Norms.of(key, value), [run])
+        (row,) = near_keys.needed_keys(spec, query, key, value, Norms.of(key, value), [run])
         read = torch.zeros(1, spec.num_heads, 1, length, dtype=torch.bool)
         for h in range(spec.num_heads):
             for first, behind in row.spans(row.needed[h // spec.group], [h // spec.group]):
@@ -213,7 +222,7 @@ def gates_of(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
 
 @ATTACKS
 def test_dropped_mass_never_exceeds_the_tolerance_with_gates(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "FEW", 32)
+    monkeypatch.setattr(near_keys, "FEW", 32)
     skipping = outliers = 0
     for seed in range(start, start + 200):
         attack = random_attack(seed)
@@ -223,7 +232,7 @@ def test_dropped_mass_never_exceeds_the_tolerance_with_gates(start: int, monkeyp
         slopes = torch.as_tensor(slopes, dtype=torch.float32) * (0.0, 0.01, -0.01)[seed % 3]
         gates = gates_of(seed, (1, query.shape[1], length))
         spec = make_spec(query, key, value, slopes, window=window, tolerance=attack.tolerance)
-        (row,) = decoding.needed_keys(spec, query, key, value, Norms.of(key, value), [(0, length)], gates)
+        (row,) = near_keys.needed_keys(spec, query, key, value, Norms.of(key, value), [(0, length)], gates)
         read = torch.zeros(1, spec.num_heads, 1, length, dtype=torch.bool)
         for h in range(spec.num_heads):
             spans = row.spans(row.needed[h // spec.group], [h // spec.group])
@@ -245,7 +254,7 @@ def test_dropped_mass_never_exceeds_the_tolerance_with_gates(start: int, monkeyp
 @pytest.mark.parametrize("queries", [1, 7, 16])
 @pytest.mark.parametrize("case", ["noise", "sink", "giant far value"])
 def test_gates_give_what_full_attention_gives(case: str, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(decoding, "FEW", 32)
+    monkeypatch.setattr(near_keys, "FEW", 32)
     query, key, value = draw(queries, 1500)
     spoiled(case, key, value)
     for m in (SLOPES, SLOPES * 0, -0.01 * SLOPES):
@@ -271,7 +280,7 @@ def test_keys_that_gates_let_fade_are_not_read() -> None:
 
 
 def test_heads_that_read_much_are_called_with_their_neighbors_only() -> None:
-    assert decoding._buckets([2000, 5000, 1, 3, 6000, 7000, 5000]) == [
+    assert near_keys.buckets([2000, 5000, 1, 3, 6000, 7000, 5000]) == [
         (3, [2, 3]),
         (2000, [0]),
         (5000, [1]),
@@ -309,10 +318,10 @@ def masked(runs: list[tuple[int, int]], keys: int) -> torch.Tensor:
 
 
 def test_runs_are_read_from_a_mask_without_holes() -> None:
-    assert decoding.visible_runs(masked(RUNS, 2600)) == RUNS
+    assert near_keys.visible_runs(masked(RUNS, 2600)) == RUNS
     for holes in ([False, True, False, True], [True, False, False, True]):
-        assert decoding.visible_runs(torch.tensor([[True] * 4, holes])) is None
-    assert decoding.visible_runs(masked(RUNS, 2600)[:, None, None].expand(-1, 1, 3, -1)[:, 0, 2]) == RUNS
+        assert near_keys.visible_runs(torch.tensor([[True] * 4, holes])) is None
+    assert near_keys.visible_runs(masked(RUNS, 2600)[:, None, None].expand(-1, 1, 3, -1)[:, 0, 2]) == RUNS
 
 
 @pytest.mark.usefixtures("way")
@@ -370,7 +379,7 @@ def test_a_padded_row_reads_as_much_as_without_padding(monkeypatch: pytest.Monke
     query, key, value = draw(1, 16384, batch=1, kv_heads=8)
     norms = Norms.of(key, value)
     spec = make_spec(query, key, value, SLOPES)
-    (alone,) = decoding.needed_keys(spec, query, key, value, norms, [(0, 16384)])
+    (alone,) = near_keys.needed_keys(spec, query, key, value, norms, [(0, 16384)])
     # The same tokens after, before and between padding, which has far larger keys and values.
     runs, shifts = [(3000, 19384), (0, 16384), (70, 16454)], [3000, 0, 70]
     padded = [torch.full((3, 8, 19384, 16), 1e3) for _ in range(2)]
@@ -379,7 +388,7 @@ def test_a_padded_row_reads_as_much_as_without_padding(monkeypatch: pytest.Monke
             x[b, :, shift : shift + 16384] = own[0]
     many = query.expand(3, -1, -1, -1)
     spec = make_spec(many, *padded, SLOPES)
-    rows = decoding.needed_keys(spec, many, *padded, Norms.of(*padded), runs)
+    rows = near_keys.needed_keys(spec, many, *padded, Norms.of(*padded), runs)
     assert sum(alone.needed) < 0.25 * 8 * 16384
     for row in rows:  # up to tiles, which group other keys
         assert sum(row.needed) <= 1.02 * sum(alone.needed)

@@ -7,7 +7,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from alibi_attn.attention import decoding
+from alibi_attn.attention import decoding, near_keys
 from alibi_attn.hf import ALiBiCache, patch, patched_attention
 
 FAMILIES = ["bloom", "mpt", "falcon", "falcon multi-query", "falcon new"]
@@ -89,7 +89,7 @@ def test_a_left_padded_batch_generates_the_same_from_near_keys(family, near, bui
 @pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_a_padded_batch_are_those_of_its_rows_alone(family, near, build, tokens, monkeypatch):
     """With certified reaches (short rows are read whole), in small chunks, and with a row that ends before the rest."""
-    monkeypatch.setattr(decoding, "FEW", 32)
+    monkeypatch.setattr(near_keys, "FEW", 32)
     lengths, last, model = [400, 300, 77, 20], 7, build(family)
     ids, mask = left_padded(tokens(4, 400), lengths)
     mask[1, -last:] = 0  # finished: its further tokens are ignored

@@ -6,7 +6,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from alibi_attn.attention import decoding
+from alibi_attn.attention import decoding, near_keys
 from alibi_attn.hf import ALiBiCache, patch
 
 LENGTH = 330
@@ -61,7 +61,7 @@ CHANGES = [shortened, dominant, large_values, replaced_keys, multiplied, from_an
 @pytest.mark.parametrize("family", ["bloom", "mpt"])
 def test_a_changed_cache_gives_the_logits_of_a_dynamic_one(family, mode, change, build, tokens, monkeypatch):
     monkeypatch.setattr(decoding, "LONG", 0)
-    monkeypatch.setattr(decoding, "FEW", 32)
+    monkeypatch.setattr(near_keys, "FEW", 32)
     model, ids = build(family, **({"max_seq_len": 512} if family == "mpt" else {})), tokens(1, LENGTH)
     with mode(), patch(model):
         expected, actual = filled(model, ids, DynamicCache), filled(model, ids)

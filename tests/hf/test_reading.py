@@ -7,7 +7,7 @@ import pytest
 import torch
 from kills import killed_at_random
 
-from alibi_attn.attention import decoding
+from alibi_attn.attention import decoding, near_keys
 from alibi_attn.hf import ALiBiCache, ALiBiCausalLMConfig, ALiBiForCausalLM, patch, read, reading
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="caches in files need Linux or macOS")
@@ -23,7 +23,7 @@ def small(monkeypatch):
     monkeypatch.setattr(reading, "_CHUNK", 64)
     monkeypatch.setattr(decoding, "LONG", 0)
     monkeypatch.setattr(decoding, "CHUNKS", 2)
-    monkeypatch.setattr(decoding, "FEW", 32)
+    monkeypatch.setattr(near_keys, "FEW", 32)
 
 
 @pytest.mark.parametrize("family", ["bloom", "mpt", "falcon new"])
