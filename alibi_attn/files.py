@@ -44,10 +44,12 @@ def new_file(path: Path, *, replace: bool = False) -> Iterator[BinaryIO]:
         replace: an existing file is replaced.
 
     Raises:
-        FileExistsError: `path` exists, perhaps since another process has just written it.
+        FileExistsError: `path` exists, perhaps since another process has just written it; or it is a device, a pipe or a folder.
     """
     if not replace:
         _check_new(path)
+    elif path.exists() and not path.is_file():
+        raise FileExistsError(f"{path} is not a regular file, and is never replaced; pass another path")
     remove_leftovers(path.parent, path.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     file = _temporary_file(path)

@@ -35,6 +35,9 @@ def check_writable(path: Path) -> None:
     """Raises an OSError if this file cannot be written, so that a command fails before it does any work."""
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; pass the name of a file")
+    if path.exists() and (not path.is_file() or path.absolute().is_relative_to("/dev")):
+        # Files are written under another name and renamed, which would replace the device.
+        raise OSError(f"{path} is a device or a pipe; pass the name of a file")
     folder = path
     while not folder.exists():
         if folder.is_symlink():

@@ -8,14 +8,18 @@ import typer
 from alibi_attn.cli.console import needs
 from alibi_attn.slopes import alibi_slopes
 
+MOST_HEADS, MOST_TOKENS = 4096, 10**12
+MOST_ROWS = 2**22  # entries of a table of rows per pair of ranks and head; some seconds
+MOST_SEED = 2**63 - 1  # of torch's generators
+
 
 def explain(
-    num_heads: Annotated[int, typer.Option("--heads", help="Number of query heads.", min=1)] = 8,
+    num_heads: Annotated[int, typer.Option("--heads", help="Number of query heads.", min=1, max=MOST_HEADS)] = 8,
     num_kv_heads: Annotated[
         int | None, typer.Option("--kv-heads", help="Number of key/value heads.", min=1, show_default="same as --heads")
     ] = None,
     head_dim: Annotated[int, typer.Option(help="Size of each head.", min=1)] = 64,
-    length: Annotated[int, typer.Option(help="Number of queries and keys.", min=1)] = 4096,
+    length: Annotated[int, typer.Option(help="Number of queries and keys.", min=1, max=MOST_TOKENS)] = 4096,
     batch: Annotated[int, typer.Option(help="Number of sequences.", min=1)] = 1,
     dtype: Annotated[
         Literal["float64", "float32", "bfloat16", "float16"], typer.Option(help="Dtype of q, k and v.")
@@ -29,9 +33,10 @@ def explain(
         float | None, typer.Option(help="Softmax mass that may be skipped.", show_default="by dtype")
     ] = None,
     backend: Annotated[str, typer.Option(help='A backend\'s name, or "auto".')] = "auto",
-    seed: Annotated[int, typer.Option(help="Seed of the random q, k and v.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the random q, k and v.", min=0, max=MOST_SEED)] = 0,
     ranks: Annotated[
-        int | None, typer.Option(help="Show instead what this many context-parallel ranks would send.", min=1)
+        int | None,
+        typer.Option(help="Show instead what this many context-parallel ranks would send.", min=1),
     ] = None,
     score_bound: Annotated[
         float,
@@ -51,6 +56,11 @@ def explain(
         from alibi_attn.distributed import halos
         from alibi_attn.nn.device import checked_device
     if ranks is not None:
+        if ranks**2 * (num_kv_heads or num_heads) > MOST_ROWS:
+            raise ValueError(
+                f"--ranks is {ranks} with {num_kv_heads or num_heads} key/value heads, but at most {MOST_ROWS} numbers, one per "
+                "head and pair of ranks, are computed; pass fewer ranks or heads"
+            )
         halo = halos.static_halo(
             halos.even_lengths(length, ranks), alibi_slopes(num_heads), score_bound=score_bound, causal=causal, window=window,
             tolerance=tolerance, num_kv_heads=num_kv_heads, head_dim=head_dim, batch=batch, dtype=dtype,

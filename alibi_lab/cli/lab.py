@@ -3,6 +3,7 @@
 import codecs
 import contextlib
 import dataclasses
+import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, Any, Literal
@@ -106,8 +107,10 @@ def run(
         )
     listings.recipe_named(recipe)
     overrides = _overrides(changes or [], text or [], corpus, text_field)
-    if not all(seed.strip().isdecimal() for seed in seeds.split(",") if seeds):
-        raise typer.BadParameter(f"--seeds is {seeds!r}; pass integers separated by commas, as in 0,1,2")
+    if not all(re.fullmatch(r"\s*[0-9]{1,18}\s*", seed) for seed in seeds.split(",") if seeds):
+        raise typer.BadParameter(
+            f"--seeds is {seeds[:99]!r}; pass integers of at most 18 digits separated by commas, as in 0,1,2"
+        )
     chosen, part = [int(seed) for seed in seeds.split(",") if seeds], _shard(shard)
     own: dict[str, Any] = {"methods": [name.strip() for name in methods.split(",")]} if methods else {}
     try:
@@ -156,9 +159,10 @@ def run(
 
 
 def _shard(text: str) -> tuple[int, int]:
-    index, slash, count = text.partition("/")
-    if not (slash and index.isdecimal() and count.isdecimal() and int(index) < int(count)):
-        raise typer.BadParameter(f"--shard is {text!r}; pass i/n, with i from 0 to n − 1, as in 0/8")
+    index, _, count = text.partition("/")
+    numbers = all(re.fullmatch(r"[0-9]{1,18}", one) for one in (index, count))
+    if not (numbers and int(index) < int(count)):
+        raise typer.BadParameter(f"--shard is {text[:99]!r}; pass i/n, with i from 0 to n − 1, as in 0/8")
     return int(index), int(count)
 
 
@@ -276,7 +280,7 @@ def generate(
     top_k: Annotated[
         int | None, typer.Option(help="Sample only from this many most likely tokens.", show_default="all")
     ] = None,
-    seed: Annotated[int, typer.Option(help="Seed of the sampling.")] = 0,
+    seed: Annotated[int, typer.Option(help="Seed of the sampling.", min=0, max=2**63 - 1)] = 0,
     method: checkpoints.Method = None,
 ) -> None:
     """Continue a text with a trained model, token by token with a KV cache.

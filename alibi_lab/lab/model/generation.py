@@ -10,6 +10,7 @@ from alibi_lab.lab.model.attention import LayerCache
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.model.position_method import PositionError
 
+LEAST_TEMPERATURE = 1e-6  # logits divided by less would overflow fp32
 PREFILL_TOKENS = 2048  # prompt tokens read at a time, so that only the caches grow with the prompt's length
 
 
@@ -34,10 +35,11 @@ def generate(
     """
     if not prompt or not all(0 <= token < model.config.vocab_size for token in prompt):
         raise ValueError(f"the prompt must have at least one token, each from 0 to {model.config.vocab_size - 1}")
-    if max_new_tokens < 1 or temperature < 0 or (top_k is not None and top_k < 1):
+    sampled = temperature == 0 or temperature >= LEAST_TEMPERATURE  # False for NaN
+    if max_new_tokens < 1 or not sampled or (top_k is not None and top_k < 1) or not 0 <= seed < 2**63:
         raise ValueError(
-            f"max_new_tokens is {max_new_tokens}, temperature {temperature} and top_k {top_k}; "
-            "pass max_new_tokens of 1 or more, temperature of 0 or more, top_k of 1 or more or None"
+            f"max_new_tokens is {max_new_tokens}, temperature {temperature}, top_k {top_k} and seed {seed}; pass max_new_tokens "
+            f"of 1 or more, temperature of 0, or {LEAST_TEMPERATURE} or more, top_k of 1 or more or None, a seed below 2⁶³"
         )
     limit, needed = model.position.max_positions, len(prompt) + max_new_tokens - 1
     if limit is not None and needed > limit:
