@@ -43,7 +43,13 @@ def texts(path: Path, field: str) -> Iterator[bytes]:
                     f"row {number} of {path} has {type(text).__name__} in the field {field or 'text'!r}, not text"
                 )
             yield text.encode()
-    except (UnicodeError, csv.Error, json.JSONDecodeError) as error:
+    except RowError:
+        raise
+    except (
+        ValueError,
+        RecursionError,
+        csv.Error,
+    ) as error:  # also numbers of 4,301 digits, and lists too deep for json
         raise RowError(
             f"{path} is not {path.suffix.lstrip('.').upper()} in UTF-8 ({error}); pass another file"
         ) from None
