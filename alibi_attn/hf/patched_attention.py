@@ -17,6 +17,7 @@ from alibi_attn.attention.decoding import attend_near, has_kernel, reads_near
 from alibi_attn.attention.near_keys import visible_runs
 from alibi_attn.attention.validation import slopes_beside
 from alibi_attn.hf.cache import ALiBiCache
+from alibi_attn.hf.masks import Keys, keys_of
 
 Numerics = Literal["exact", "checkpoint"]
 
@@ -84,13 +85,18 @@ def attended(
     """
     settings = of(layer)
     slopes = slopes_beside(settings.slopes, torch.float32, query)
-    seen = key_mask(mask, key.shape[2])
+    seen, segments, shift = _of_last_text(keys_of(mask, key.shape[2]), first, query.shape[2])
     # An instance may override this function, as `distributed.context_parallel` does.
     attend = vars(layer).get("attend", alibi_attention)
+    if attend is not alibi_attention and not (segments is None and shift is None):
+        raise ValueError(
+            "context parallelism supports one text per row and no holes in the mask of this model; call undo() on its handle"
+        )
     plain = dropout_p == 0 and settings.backend == "auto" and attend is alibi_attention
     ours = cache if isinstance(cache, ALiBiCache) else None
     # A static cache has unused capacity after the last query.
     plain = plain and not isinstance(first, Tensor) and first + query.shape[2] == key.shape[2]
+    plain = plain and segments is None and shift is None
     if plain and reads_near(query, key, slopes, masked=seen is not None, remembered=ours is not None):
         visible = None if seen is None else visible_runs(seen)
         if seen is None or visible is not None:
@@ -98,9 +104,14 @@ def attended(
             return merged(attend_near(query, key, value, slopes, norms, visible=visible, scale=settings.scale))
     elif plain and ours is not None and not torch.is_grad_enabled() and has_kernel(query, key, value):
         ours.norms(layer.layer_idx)  # type: ignore[arg-type]  # during the prompt, so that new tokens are fast
+    more: dict[str, Tensor] = {}
+    if segments is not None:
+        more["segment_ids"] = segments
+    if shift is not None:  # −m·(distance over the visible keys) = −m·|i − j| + m·(p_j − j), up to a number per query
+        more["key_bias"] = slopes[:, None] * shift[:, None]
     mixed = attend(
         query, key, value, slopes, scale=settings.scale, query_offset=first, key_mask=seen, dropout_p=dropout_p,
-        backend=settings.backend,
+        backend=settings.backend, **more,
     )  # fmt: skip
     return merged(mixed)
 
@@ -110,18 +121,13 @@ def merged(heads: Tensor) -> Tensor:
     return heads.transpose(1, 2).flatten(2)
 
 
-def key_mask(mask: Tensor, key_len: int) -> Tensor | None:
-    """[B, S] bool from a mask of `masks.of_layers` for this number of keys, or None if every key is visible."""
-    if mask.ndim != 4 or mask.shape[1:3] != (1, 1) or mask.dtype != torch.bool:
-        raise ValueError(
-            f"a patched layer received a mask {list(mask.shape)} of {mask.dtype} instead of a bool mask [B, 1, 1, S]; call "
-            "the whole model that was patched, not a part of it"
-        )
-    if mask.shape[3] > key_len:
-        raise ValueError(
-            f"a patched layer received a mask of {mask.shape[3]} keys but has {key_len}; its cache was dropped on the way to it"
-        )
-    return mask[:, 0, 0] if mask.shape[3] else None
+def _of_last_text(keys: Keys, first: int | Tensor, query_len: int) -> Keys:
+    """With one query, the keys of other texts are hidden keys, so that it may read near keys only."""
+    if keys.segments is None or query_len > 1:
+        return keys
+    at = first.reshape(1) if isinstance(first, Tensor) else slice(first, first + 1)
+    same = keys.segments == keys.segments[:, at]
+    return keys._replace(seen=same if keys.seen is None else same & keys.seen, segments=None)
 
 
 def by_rows(
@@ -132,13 +138,15 @@ def by_rows(
     Args:
         attend: returns [B, H, rows, D] for (queries [B, H, rows, D], their positions [rows], hidden keys [B|1, 1, rows, S]).
     """
-    seen = key_mask(mask, key_len)
+    seen, segments, _ = keys_of(mask, key_len)
     keys = torch.arange(key_len, device=query.device)
     outputs = []
     for queries in query.split(ROWS, dim=2):
         at = torch.arange(queries.shape[2], device=query.device) + first
         first = first + queries.shape[2]
         hidden = (keys > at[:, None])[None, None]
+        if segments is not None:
+            hidden = hidden | (segments[:, at, None] != segments[:, None])[:, None]
         outputs.append(attend(queries, at, hidden if seen is None else hidden | ~seen[:, None, None, :]))
     return merged(torch.cat(outputs, dim=2))
 
@@ -147,11 +155,26 @@ def rounded_bias(build: Callable[..., Tensor], mask: Tensor, heads: int, key: Te
     """[B, H, 1, S]: m·position as the model builds and rounds it, counted over the visible tokens.
 
     Args:
-        build: the family's `build_alibi_tensor`.
+        build: the family's `build_alibi_tensor`; it is a table by position, so that positions restart with each text.
         key: [B, K, S, D], with the whole capacity of a static cache.
         dtype: of the hidden states.
     """
     batch, _, key_len, _ = key.shape
-    seen = key_mask(mask, key_len)
-    visible = torch.ones(batch, key_len, dtype=torch.long, device=key.device) if seen is None else seen.long()
-    return build(visible, heads, dtype=dtype).view(batch, heads, 1, key_len)
+    of_text = build(torch.ones(1, key_len, dtype=torch.long, device=key.device), heads, dtype=dtype).view(
+        1, heads, 1, key_len
+    )
+    at = counted_positions(keys_of(mask, key_len))
+    if at is None:
+        return of_text.expand(batch, -1, -1, -1)
+    return of_text.expand(batch, -1, -1, -1).gather(3, at[:, None, None].expand(-1, heads, -1, -1))
+
+
+def counted_positions(keys: Keys) -> Tensor | None:
+    """[B, S]: the position of each visible key, counted over those of its text; None if all keys are visible, in one text."""
+    if keys.seen is None:
+        return None
+    count = keys.seen.cumsum(1)
+    if keys.segments is not None:
+        begins = torch.nn.functional.pad(keys.segments[:, 1:] != keys.segments[:, :-1], (1, 0))
+        count = count - torch.where(begins, count - keys.seen.long(), 0).cummax(1).values
+    return (count - 1).clamp(min=0)

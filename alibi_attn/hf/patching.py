@@ -17,7 +17,7 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from alibi_attn.attention.dispatch import BACKENDS
-from alibi_attn.hf import cached_pass, decoding_step, masks, unsupported
+from alibi_attn.hf import cached_pass, decoding_step, heads, masks, packed_rows, unsupported
 from alibi_attn.hf.cache import ALiBiCache
 from alibi_attn.hf.families import PATCHED
 from alibi_attn.hf.families.family import PatchedFamily, StepModules
@@ -185,6 +185,8 @@ def patched_as(
         # With numerics="checkpoint" the bias is built by the model itself, also for masks with holes.
         mask = masks.COUNTED if family.counts_positions and numerics == "exact" else masks.INDEXED
         change(body, forward_of(body), _with_our_mask(body, mask, family.step))
+        for whole in heads.around(model, body):
+            change(whole, forward_of(whole), heads.packing_forward(whole, vars(whole).get(forward_of(whole))))
         for name, value in family.unused.items():
             change(body, name, value)
         for head in model.modules():
@@ -269,6 +271,9 @@ def _forward(
     """Raises an error for outputs that a patched model cannot return, then runs the model's forward with our mask."""
     own = type(body).forward
     given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    packing = packed_rows.split(given, known=names, where=type(body).__name__)
+    if given.get("position_ids") is not None:  # Falcon has this argument
+        packing["position_ids"] = given["position_ids"]
     wanted = given.get("output_attentions")
     if wanted or (wanted is None and body.config.output_attentions):
         raise ValueError(
@@ -284,13 +289,14 @@ def _forward(
         with cached_pass.whole(body, cache, use_cache=given.get("use_cache"), new=tokens.shape[1]):
             if isinstance(cache, ALiBiCache):
                 cache.begin(body, given.get("input_ids"))
-                if before is None and (hidden := decoding_step.step(body, _step, given)) is not None:
+                one_text = before is None and not packing
+                if one_text and (hidden := decoding_step.step(body, _step, given)) is not None:
                     wanted = given.get("return_dict")
                     as_dict = body.config.return_dict if wanted is None else wanted
                     output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden, past_key_values=cache)
                     return output if as_dict else (hidden, cache)
             given["attention_mask"] = masks.of_layers(
-                mask_name, body.config, tokens, given.get("attention_mask"), cache
+                mask_name, body.config, tokens, given.get("attention_mask"), cache, packing
             )
             return own(body, **given) if before is None else before(**given)
     return own(body, **given) if before is None else before(**given)

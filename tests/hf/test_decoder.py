@@ -163,7 +163,7 @@ def test_unsupported_calls_are_refused(load):
     for wrong, message in (
         ({"output_attentions": True}, "T×S weights"),
         ({"inputs_embeds": torch.zeros(2, 11, 48)}, "exactly one of input_ids and inputs_embeds"),
-        ({"attention_mask": torch.ones(2, 1, 11, 11)}, r"must be \[B, S\]"),
+        ({"attention_mask": torch.ones(2, 11, 11)}, r"must be \[B, S\]"),
         ({"attention_mask": torch.ones(2, 5)}, "covers 5 positions but must cover 11"),
     ):
         with pytest.raises(ValueError, match=message):

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from alibi_attn.hf import cached_pass, checkpoint_files, masks
+from alibi_attn.hf import cached_pass, checkpoint_files, masks, packed_rows
 from alibi_attn.hf.cache import ALiBiCache
 from alibi_attn.hf.decoder import loading
 from alibi_attn.hf.decoder.config import ALiBiCausalLMConfig
@@ -131,6 +131,7 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
+        segment_ids: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits [B, T, V], and the loss if labels are passed.
@@ -138,16 +139,22 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         Args:
             input_ids: [B, T]; or inputs_embeds [B, T, E], which are scaled like embeddings.
             attention_mask: [B, S] over the cached tokens and the new ones, 1 = visible; None for all.
-            position_ids: ignored, since only distances matter.
+            position_ids: [B, T]: only distances matter, but positions that restart begin another text in the same row.
             past_key_values: any cache of transformers; with None and use_cache, a new `ALiBiCache`.
             use_cache: None for the config's value, and False in training.
             labels: [B, T], shifted inside; −100 is ignored.
+            segment_ids: [B, S] integers, over the cached tokens and the new ones: equal numbers are one text, and no token
+                attends to another text. `cu_seq_lens_q` and `seq_idx` of DataCollatorWithFlattening do the same. Set the label of
+                each text's first token to −100.
             logits_to_keep: as in transformers: the number of last positions to compute logits for (0 for all), or which ones.
 
         Raises:
-            ValueError: `output_attentions`, an empty input, a mask of the wrong shape, or a static cache if slopes depend on
-                the length.
+            ValueError: `output_attentions`, an empty input, a mask of the wrong shape, an argument without effect, or a static
+                cache or several texts per row if slopes depend on the length.
         """
+        packing = packed_rows.split(
+            {**kwargs, "segment_ids": segment_ids, "position_ids": position_ids}, known=(), where="ALiBiForCausalLM"
+        )
         config = cast("ALiBiCausalLMConfig", self.config)
         if config.output_attentions if output_attentions is None else output_attentions:
             raise ValueError("output_attentions requests the T×S weights, which this model never builds; omit it")
@@ -165,7 +172,11 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         with cached_pass.whole(self, past_key_values, use_cache=use_cache, new=x.shape[1]), memory_of_layers(x):
             if isinstance(past_key_values, ALiBiCache):
                 past_key_values.begin(self, input_ids)
-            mask = masks.of_layers(masks.INDEXED, config, x, attention_mask, past_key_values)
+            mask = masks.of_layers(masks.INDEXED, config, x, attention_mask, past_key_values, packing)
+            if config.scales_with_length and masks.keys_of(mask).segments is not None:
+                raise ValueError(
+                    "alibi_scaling with train_seq_len depends on the length of the text; pass one text per row"
+                )
             x = self.embedding_dropout(self._times(x, config.embedding_scale))
             states = [x]
             for layer in self.layers:

@@ -7,7 +7,7 @@ slopes in the model's dtype (BTLM, Jais). Sources: the modeling code named in `d
 import torch
 from torch import Tensor, nn
 
-from alibi_attn.hf import patched_attention
+from alibi_attn.hf import masks, patched_attention
 from alibi_attn.hf.decoder.config import ALiBiCausalLMConfig
 from alibi_attn.nn.linear import matmul
 
@@ -27,8 +27,10 @@ def attended(
     lowest = torch.finfo(query.dtype).min
     keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
 
+    positions = _positions(masks.keys_of(mask).segments, key)
+
     def attend(queries: Tensor, at: Tensor, hidden: Tensor) -> Tensor:
-        bias = _bias(config, at, key.shape[2], config.stretch(key_len), query.dtype)
+        bias = _bias(config, at, positions, config.stretch(key_len), query.dtype)
         scores = _scaled(config, layer, queries, keys) + bias
         weights = nn.functional.softmax(scores.masked_fill(hidden, lowest), dim=-1)
         return matmul(nn.functional.dropout(weights, dropout_p), values)
@@ -48,10 +50,19 @@ def _scaled(config: ALiBiCausalLMConfig, layer: int, query: Tensor, key: Tensor)
     return scores / float(layer + 1) if config.scale_by_inverse_layer else scores
 
 
-def _bias(config: ALiBiCausalLMConfig, at: Tensor, key_len: int, stretch: float, dtype: torch.dtype) -> Tensor:
-    """[H, rows | 1, S]; m·j and −m·(i − j) are equal within softmax."""
+def _positions(segments: Tensor | None, key: Tensor) -> Tensor:
+    """[S], or [B, 1, 1, S] with several texts in a row: the position of each key in its text."""
+    at = torch.arange(key.shape[2], device=key.device)
+    if segments is None:
+        return at
+    begins = nn.functional.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
+    return (at - torch.where(begins, at, 0).cummax(1).values)[:, None, None]
+
+
+def _bias(config: ALiBiCausalLMConfig, at: Tensor, positions: Tensor, stretch: float, dtype: torch.dtype) -> Tensor:
+    """[H, rows | 1, S], or [B, H, 1, S]; m·j and −m·(i − j) are equal within softmax."""
     slopes = torch.tensor(config.unstretched, dtype=torch.float32, device=at.device)[:, None, None]
-    keys = torch.arange(key_len, device=at.device)
     if config.checkpoint_rounding == "distances":
+        keys = torch.arange(positions.shape[-1], device=at.device)
         return (slopes.to(dtype) / -stretch) * (keys - at[:, None]).abs()
-    return (slopes * (keys + (config.checkpoint_rounding == "counts"))).to(dtype)
+    return (slopes * (positions + (config.checkpoint_rounding == "counts"))).to(dtype)

@@ -174,6 +174,7 @@ class ALiBiBertModel(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
         token_type_ids: Tensor | None = None,
         *,
         inputs_embeds: Tensor | None = None,
+        segment_ids: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
     ) -> BaseModelOutputWithPooling:
@@ -185,6 +186,8 @@ class ALiBiBertModel(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
                 is masked, and its neighbors keep their distance.
             token_type_ids: [B, T] integers in [0, type_vocab_size); None = 0.
             inputs_embeds: [B, T, E], word embeddings instead of input_ids.
+            segment_ids: [B, T] integers: equal numbers are one text of the row, and no token attends to another text.
+                pooler_output is that of the row's first token.
             output_hidden_states: also return the embeddings and every layer's output.
 
         Raises:
@@ -199,7 +202,8 @@ class ALiBiBertModel(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
         given = _checked(input_ids, inputs_embeds, token_type_ids, self.config)
         # Dropout computes all scores of a row, and a rank of a sharded model holds only part of each text.
         dropping = self.training and self.config.attention_probs_dropout_prob > 0
-        how = packing(attention_mask, *given.shape[:2], may_pack=not (dropping or self.encoder.is_sharded()))
+        sharded = self.encoder.is_sharded()
+        how = packing(attention_mask, *given.shape[:2], may_pack=not (dropping or sharded), segment_ids=segment_ids)
         types = None if token_type_ids is None else how.pack(token_type_ids)
         words = how.pack(given) if input_ids is None else self.embeddings.word_embeddings(how.pack(given))
         x = self.embeddings(words, types)
@@ -246,11 +250,13 @@ class ALiBiBertForMaskedLM(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped
         *,
         labels: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
+        segment_ids: Tensor | None = None,
         **outputs: bool | None,
     ) -> MaskedLMOutput:
         """logits [B, T, V], and with labels the mean loss in nats per label. Logits at padding are meaningless."""
         outputs |= {"return_dict": True}
-        encoded = self.bert(input_ids, attention_mask, token_type_ids, inputs_embeds=inputs_embeds, **outputs)
+        given = {"inputs_embeds": inputs_embeds, "segment_ids": segment_ids}
+        encoded = self.bert(input_ids, attention_mask, token_type_ids, **given, **outputs)
         logits = self.cls["predictions"](encoded.last_hidden_state)
         loss = None
         if labels is not None:
@@ -286,6 +292,10 @@ class ALiBiBertForSequenceClassification(ALiBiBertPreTrainedModel):  # type: ign
         **outputs: bool | None,
     ) -> SequenceClassifierOutput:
         """logits [B, num_labels], and with labels the loss."""
+        if "segment_ids" in outputs:
+            raise ValueError(
+                "segment_ids has no meaning for a classifier with one result per row; pass one text per row"
+            )
         outputs |= {"return_dict": True}
         encoded = self.bert(input_ids, attention_mask, token_type_ids, inputs_embeds=inputs_embeds, **outputs)
         logits = self.classifier(self.dropout(encoded.pooler_output))

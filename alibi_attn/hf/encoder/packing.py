@@ -16,6 +16,7 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional as F
 
+from alibi_attn.attention.checks import check_segments
 from alibi_attn.attention.transforms import is_traced
 
 _MOST_STEP = 64  # the length of a packed row of 2,048 tokens or more is a multiple of this
@@ -32,7 +33,8 @@ class Packing:
         batch, length: B and T of the padded batch.
         mask: [B, T] bool, True = token; None if there is no padding.
         places: [N] indices of the tokens in the flattened batch [B·T] if packed; else None.
-        segments: [1, N + filler] the text to which each token belongs, if packed; else None. The filler counts as one more text.
+        segments: the text of each token, [1, N + filler] if packed, where the filler counts as one more text; else [B, T], or
+            None with one text per row.
         filler: entries after the tokens of a packed row.
     """
 
@@ -67,18 +69,23 @@ class Packing:
         return x.gather(1, at[:, None, None].expand(-1, 1, x.shape[2]))[:, 0]
 
 
-def packing(attention_mask: Tensor | None, batch: int, length: int, *, may_pack: bool) -> Packing:
+def packing(
+    attention_mask: Tensor | None, batch: int, length: int, *, may_pack: bool, segment_ids: Tensor | None = None
+) -> Packing:
     """The cheapest layout for a batch.
 
     Args:
         attention_mask: [B, T] of 0 and 1 (or bool), 1 = token; or None.
         may_pack: False if attention computes all scores of a row anyway.
+        segment_ids: [B, T] integers, equal numbers are one text; None = one text per row.
 
     Raises:
         ValueError: a wrong shape, or values other than 0 and 1 (checked if they can be read without synchronizing).
     """
+    if segment_ids is not None:
+        check_segments("segment_ids", segment_ids, batch=batch, length=length, axis="T")
     if attention_mask is None:
-        return Packing(batch, length)
+        return Packing(batch, length, segments=segment_ids)
     if not isinstance(attention_mask, Tensor):
         raise TypeError(f"attention_mask is a {type(attention_mask).__name__} but must be a tensor [B, T]")
     if tuple(attention_mask.shape) != (batch, length):
@@ -88,17 +95,22 @@ def packing(attention_mask: Tensor | None, batch: int, length: int, *, may_pack:
         )
     mask = attention_mask.to(torch.bool)
     if is_traced() or is_functorch_wrapped_tensor(attention_mask):
-        return Packing(batch, length, mask)
+        return Packing(batch, length, mask, segments=segment_ids)
     if attention_mask.dtype != torch.bool and not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
         raise ValueError("attention_mask has values other than 0 and 1; pass 1 for a token and 0 for padding")
     if bool(mask.all()):
-        return Packing(batch, length)
+        return Packing(batch, length, segments=segment_ids)
     starts = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
     if not may_pack or mask.device.type not in _DEVICES or bool((starts > 1).any()) or not bool(mask.any()):
-        return Packing(batch, length, mask)
+        return Packing(batch, length, mask, segments=segment_ids)
     places = mask.flatten().nonzero()[:, 0]
     filler = -len(places) % _step(len(places))
-    segments = F.pad(places // length, (0, filler), value=batch)
+    rows, texts = places // length, 1
+    if segment_ids is not None:  # numbered anew, so that texts of different rows differ
+        numbers, of_text = segment_ids.flatten()[places].unique(return_inverse=True)
+        texts = len(numbers)
+        rows = rows * texts + of_text
+    segments = F.pad(rows, (0, filler), value=batch * texts)
     return Packing(batch, length, mask, places, segments[None], filler)
 
 

@@ -211,8 +211,7 @@ class PatchedFamily:
         layer: the class of its attention layers.
         settings: returns slopes, scale and options of a layer, from (config, backend=, numerics=).
         forward: replaces the forward of each layer.
-        counts_positions: positions are counted over the visible tokens, so masks with holes raise an error with exact
-            numerics.
+        counts_positions: positions are counted over the visible tokens; else they are indices.
         why_not: returns why a config cannot be patched, or None.
         unused: attributes of the model that patched layers do not need, and their replacements.
         linears: classes of linear layers that `nn/linear.py` computes.
