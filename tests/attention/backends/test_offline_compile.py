@@ -89,7 +89,15 @@ def assert_all_as_recorded(found: dict[str, dict[str, int]], triton: str = metad
             assert_as_recorded(name, row, kept[name])
 
 
-def test_sm_90_is_pipelined_and_as_recorded(of_sm_90: dict[str, dict[str, int]]) -> None:
+def test_attention_on_sm_90_is_pipelined_and_as_recorded() -> None:
+    found = compiled("sm_90-few")
+    assert_pipelined("sm_90/forward, biased/D=64", found.pop("sm_90/forward, biased/D=64"))
+    assert set(found) == {"sm_90/forward/D=64", "sm_90/reach/D=64"}
+    assert_all_as_recorded(found)
+
+
+@pytest.mark.long
+def test_all_kernels_on_sm_90_are_pipelined_and_as_recorded(of_sm_90: dict[str, dict[str, int]]) -> None:
     found = {name: row for name, row in of_sm_90.items() if "biased" not in name}
     assert len(found) == 11
     assert_all_as_recorded(found)
@@ -102,6 +110,7 @@ def test_wide_heads_are_pipelined_and_as_recorded() -> None:
     assert_all_as_recorded(found)
 
 
+@pytest.mark.long
 def test_a_bias_for_every_key_costs_no_pipeline(of_sm_90: dict[str, dict[str, int]]) -> None:
     """About two more instructions per score than without."""
     assert_biased_are_pipelined({name: row for name, row in of_sm_90.items() if "biased" in name})
@@ -144,8 +153,15 @@ def test_other_devices_compile() -> None:
         )
 
 
-def test_calls_compile_as_a_device_would_compile_them() -> None:
-    """One call with one head and almost no keys, whose sizes of 1 become constants, and one with all options."""
+def test_a_call_compiles_as_a_device_would_compile_it() -> None:
+    """With one head and almost no keys: sizes of 1 become constants."""
+    asked = ran(AS_ON_A_DEVICE, "sm_90", "bfloat16", "71 heads over one key head")
+    kernels = "decode", "merge", "query", "key", "visitors", "norms", "outliers", "reach", "shared_plan"
+    assert set(asked) == {f"{name}_kernel" for name in kernels}
+
+
+@pytest.mark.long
+def test_calls_with_all_options_compile_as_a_device_would_compile_them() -> None:
     asked = ran(AS_ON_A_DEVICE, "sm_90", "bfloat16", "71 heads over one key head", "inside, segments on both sides")
     assert set(asked) == {
         *(

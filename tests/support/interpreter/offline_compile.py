@@ -113,12 +113,15 @@ def figures(kernel: str, target: str, head_dim: int, *, biased: bool = False) ->
 
 
 def every_figure(targets: list[str]) -> dict[str, dict[str, int]]:
-    """Figures by name, "sm_90/forward/D=64"; "sm_90-wide" has D = 128, "sm_90-biased" has a key bias."""
+    """Figures by name, "sm_90/forward/D=64"; "sm_90-wide" has D = 128, "sm_90-biased" a key bias, "sm_90-few" three kernels."""
     found = {}
     for target in targets:
         if target == "sm_90-biased":
             for kernel in (*KERNELS, "reach", "labels"):
                 found[f"sm_90/{kernel}, biased/D=64"] = figures(kernel, "sm_90", 64, biased=True)
+        elif target == "sm_90-few":
+            found |= {f"sm_90/{kernel}/D=64": figures(kernel, "sm_90", 64) for kernel in ("forward", "reach")}
+            found["sm_90/forward, biased/D=64"] = figures("forward", "sm_90", 64, biased=True)
         elif target == "sm_90-wide":
             for kernel in (*KERNELS, "reach"):
                 found[f"sm_90/{kernel}/D=128"] = figures(kernel, "sm_90", 128)
