@@ -20,6 +20,12 @@ def open_lesser(file, *arguments, **options):
     return _open(FOLDER / "cpuinfo" if is_path and os.fspath(file) == "/proc/cpuinfo" else file, *arguments, **options)
 
 
+def hide_in(module):
+    """Changes what `torch.cpu` reports."""
+    hidden, reported = (FOLDER / "hidden").read_text().split(), module.get_capabilities
+    module.get_capabilities = lambda: {**reported(), **dict.fromkeys(hidden, False)}
+
+
 class HiddenFromTorch:
     """An import hook that changes `torch.cpu` when it is first imported."""
 
@@ -32,12 +38,14 @@ class HiddenFromTorch:
 
         def run_then_hide(module):
             run(module)
-            hidden, reported = (FOLDER / "hidden").read_text().split(), module.get_capabilities
-            module.get_capabilities = lambda: {**reported(), **dict.fromkeys(hidden, False)}
+            hide_in(module)
 
         spec.loader.exec_module = run_then_hide
         return spec
 
 
 builtins.open = io.open = open_lesser
-sys.meta_path.insert(0, HiddenFromTorch())
+if "torch.cpu" in sys.modules:  # imported by the conftest.py of a folder that pytest was called for
+    hide_in(sys.modules["torch.cpu"])
+else:
+    sys.meta_path.insert(0, HiddenFromTorch())
