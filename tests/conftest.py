@@ -83,6 +83,7 @@ def pytest_configure(config: pytest.Config) -> None:
     if config.option.markexpr == "not long":
         flags += [QUICKER_XLA for found in metadata.distributions(name="jaxlib") if found.version.startswith("0.10.")]
     os.environ["XLA_FLAGS"] = " ".join(filter(None, flags))
+    os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # by default, processes that each import torch
     if sys.version_info >= (3, 14):  # a false alarm of hypothesis 6.170 about its own generator, in its first test
         config.addinivalue_line("filterwarnings", "ignore:It looks like `register_random`")
 

@@ -81,7 +81,8 @@ def test_patch_bloom(run):
 
 
 def test_long_document(run, tmp_path):
-    text = Path(__file__)
+    text = tmp_path / "text"
+    text.write_bytes(Path(__file__).read_bytes()[:3000])
     printed = run("long_document", "--steps", 2, "--text", text)
     assert numbers(r"read ([\d,]+) tokens", printed)[0] == len(text.read_bytes()) - 1
     printed = run("long_document", "--text", text, "--again")
@@ -144,6 +145,7 @@ def test_flax_linen(run):
     assert numbers(r"differ from one full pass by (\S+)", run("flax_linen"))[0] < 1e-5
 
 
+@pytest.mark.long  # three processes that import everything; the other tests of context parallelism start some, too
 def test_context_parallel():
     """Runs in a separate process, because it spawns two more that import it by its file name."""
     script = str(EXAMPLES[0].parent / "context_parallel.py")

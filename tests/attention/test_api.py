@@ -166,7 +166,7 @@ def test_autocast_casts_tensors_and_never_slopes(backend: str) -> None:
 
 
 @pytest.mark.parametrize(
-    "backend", [pytest.param(x, marks=pytest.mark.long if x == "reference" else ()) for x in ON_CPU]
+    "backend", [pytest.param(x, marks=pytest.mark.long if x in ("reference", "dense") else ()) for x in ON_CPU]
 )
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 def test_compiles_to_one_graph_with_gradients(backend: str) -> None:

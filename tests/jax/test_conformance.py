@@ -18,10 +18,10 @@ small_tiles = fixture_of_tiles(7, 5, autouse=False)  # blocks that do not divide
 
 
 def once_or_more(cases: Sequence[Case]) -> list[object]:
-    """(backend, case): kernels with all cases, XLA backends with every third, and with the others in long tests."""
+    """(backend, case): kernels with all cases, XLA backends with every sixth, and with the others in long tests."""
     return [
         pytest.param(
-            backend, case, marks=() if backend == "native" or n % 3 == 0 else pytest.mark.long, id=f"{backend}-{case}"
+            backend, case, marks=() if backend == "native" or n % 6 == 0 else pytest.mark.long, id=f"{backend}-{case}"
         )
         for backend in BACKENDS
         for n, case in enumerate(cases)
@@ -71,9 +71,7 @@ def test_one_far_key_gives_the_slope_no_gradient_but_through_lse(backend: str, c
     assert_one_far_key(case, answer(case, "float32", backend=backend))
 
 
-@pytest.mark.parametrize(
-    ("backend", "name"), [*(("loop", name) for name in OWN_SHAPES), *(("dense", name) for name in OWN_SHAPES[:2])]
-)
+@pytest.mark.parametrize(("backend", "name"), [*(("loop", name) for name in OWN_SHAPES), ("dense", OWN_SHAPES[0])])
 def test_cases_in_their_own_shapes_equal_the_definition(backend: str, name: str) -> None:
     assert_exact(CASE[name], torch.float32, answer(CASE[name], backend=backend), tolerance=EPS[torch.float32] / 32)
 
@@ -85,10 +83,17 @@ def test_cases_in_their_own_shapes_equal_the_definition(backend: str, name: str)
         *((dtype, "native", ("everything", "symmetric", "steep, long, sink, peaked")) for dtype in TORCH),
         ("bfloat16", "dense", ("everything", "symmetric", "heads that never look right")),
         ("bfloat16", "loop", ("everything", "symmetric", "heads that never look right")),
-        ("bfloat16", "loop", ("steep, long", "steep, long, sink, peaked")),
-        ("float16", "loop", ("everything", "symmetric", "heads that never look right")),
-        ("float64", "dense", ("everything", "symmetric", "heads that never look right")),
-        ("float64", "loop", ("steep, long", "steep, long, sink, peaked", "steep, long, segments")),
+        ("float64", "dense", ("everything",)),
+        ("float64", "loop", ("steep, long, segments",)),
+        *(
+            pytest.param(dtype, backend, names, marks=pytest.mark.long)
+            for dtype, backend, names in (
+                ("bfloat16", "loop", ("steep, long", "steep, long, sink, peaked")),
+                ("float16", "loop", ("everything", "symmetric", "heads that never look right")),
+                ("float64", "dense", ("symmetric", "heads that never look right")),
+                ("float64", "loop", ("steep, long", "steep, long, sink, peaked")),
+            )
+        ),
     ],
 )
 def test_other_dtypes_equal_the_definition(dtype: str, backend: str, names: tuple[str, ...]) -> None:

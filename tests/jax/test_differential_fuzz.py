@@ -11,11 +11,12 @@ from differential_jax import SHAPES, jax_answer
 
 # The kernels of jax-native meet 200 draws in PyTorch too.
 DRAWS = [
-    ("jax-native", range(80)),
-    pytest.param("jax-native", range(80, 200), marks=pytest.mark.long),
-    ("jax-dense", range(15)),
-    ("jax-loop", range(8)),
-    pytest.param("jax-loop", range(8, 15), marks=pytest.mark.long),
+    ("jax-native", range(40)),
+    pytest.param("jax-native", range(40, 200), marks=pytest.mark.long),
+    ("jax-dense", range(8)),
+    pytest.param("jax-dense", range(8, 15), marks=pytest.mark.long),
+    ("jax-loop", range(4)),
+    pytest.param("jax-loop", range(4, 15), marks=pytest.mark.long),
 ]
 
 # Calls that were once computed incorrectly, with their backend.
