@@ -1,7 +1,7 @@
 """The command `alibi`: the library's commands (`alibi_attn/cli/main.py`) and those that train, test, measure and report.
 
-Only numpy, typer and rich are imported before a command runs. Next: `lab.py`, the commands that train and test, and
-`recipes/index.py`, the recipes that they run.
+Only numpy, typer and rich are imported before a command runs. Next: `run.py`, which trains and tests, and
+`recipes/index.py`, the recipes that it runs.
 """
 
 import traceback
@@ -9,7 +9,7 @@ from pathlib import Path
 
 from alibi_attn.cli import console
 from alibi_attn.cli.main import COMMANDS, command_line
-from alibi_lab.cli import bench, export, heads, lab, listings, report
+from alibi_lab.cli import bench, evaluation, export, generate, heads, listings, report, run
 from alibi_lab.lab.config import METHOD_MODULE
 from alibi_lab.recipes.index import RECIPES
 
@@ -18,12 +18,12 @@ app = command_line(
     "New here? [bold]alibi run[/] trains four position methods in a few minutes and writes a report."
 )
 app.add_typer(bench.app, name="bench")
-app.command(epilog=f"Recipes: {', '.join(RECIPES)}. `alibi config` lists the fields of --set.")(lab.run)
+app.command(epilog=f"Recipes: {', '.join(RECIPES)}. `alibi config` lists the fields of --set.")(run.run)
 app.command("recipes")(listings.list_recipes)
 app.command("config")(listings.show_config)
-app.command("eval")(lab.evaluation)
+app.command("eval")(evaluation.evaluation)
 app.command("eval-text")(COMMANDS["eval-text"])
-app.command()(lab.generate)
+app.command()(generate.generate)
 app.command()(export.export)
 app.command("embed")(COMMANDS["embed"])
 app.command()(heads.heads)

@@ -1,13 +1,17 @@
 """`alibi report`: a page, or the paper's claims, from records."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.markup import escape
 
-from alibi_attn.cli.console import check_writable
+from alibi_attn.cli.console import check_writable, console, needs, print_path
 from alibi_lab import records
-from alibi_lab.cli import lab
+from alibi_lab.report import answers
+from alibi_lab.report import verdicts as claims
+from alibi_lab.report.tables.verdicts import counted, ratio_text, why
 
 
 def report(
@@ -37,6 +41,37 @@ def report(
             f"there are no records (.json) in {', '.join(map(str, paths))}; write some with alibi run or alibi bench"
         )
     if verdicts:
-        lab.print_verdicts(loaded)
+        print_verdicts(loaded)
     else:
-        lab.write_report(loaded, out, title=title)
+        write_report(loaded, out, title=title)
+
+
+def write_report(loaded: Sequence[records.Record], path: Path, **title: str) -> None:
+    """Writes the page and prints its path."""
+    with needs("lab"):
+        from alibi_lab.report import page
+    print_path("report", page.write_report(loaded, path, **title))
+
+
+def print_verdicts(found: Sequence[records.Record]) -> None:
+    """One line per claim of the paper, contradictions first, and the counts at the end."""
+    by_identity = {records.identity(one.kind, one.name, one.config): one for one in found}
+    judged = claims.in_order(claims.all_verdicts(list(by_identity.values()), by_identity))
+    if not judged:
+        raise ValueError(
+            "no answer to a figure or table of the paper is among these records; alibi run paper makes them"
+        )
+    for record, one in judged:
+        scale = answers.scale_of(record)
+        place = f"{answers.item_name(record)}{f' ({scale})' if scale else ''}"
+        bounds = one.interval
+        ours = ratio_text(one.ours)
+        between = f" [{ratio_text(bounds.low)} to {ratio_text(bounds.high)}]" if bounds else ""
+        wanted = f"holds if {one.claim.condition}"
+        line = f"{one.word:<12}  {place}: {one.claim.says}: {ours}{between}, {wanted}; {why(one)}"
+        console.print(escape(line), soft_wrap=True, highlight=False)
+    by_scale: dict[str, list[claims.Verdict]] = {}
+    for record, one in judged:
+        by_scale.setdefault(answers.scale_of(record), []).append(one)
+    for scale, group in by_scale.items():
+        console.print(escape(f"{f'{scale}: ' if len(by_scale) > 1 else ''}{counted(group)}"))

@@ -9,8 +9,8 @@ import difflib
 import math
 import re
 import typing
-from collections.abc import Callable, Sequence
-from typing import Literal, TypeAlias, TypeVar
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, TypeAlias, TypedDict, TypeVar
 
 from alibi_lab.position_methods import METHODS
 
@@ -226,6 +226,22 @@ class RunConfig:
     data: DataConfig = dataclasses.field(default_factory=DataConfig)
     train: TrainConfig = dataclasses.field(default_factory=TrainConfig)
     eval: EvalConfig = dataclasses.field(default_factory=EvalConfig)
+
+
+class Selection(TypedDict, total=False):
+    """What of a recipe runs; keyword arguments of everything that plans or runs one.
+
+    Args:
+        scale: the scale of its runs; "small" by default.
+        overrides: fields to change in every run, by name: {"train.steps": "50"}.
+        seeds: repeat every run with these seeds instead of the recipe's.
+        methods: repeat every run with these position methods instead of the recipe's.
+    """
+
+    scale: Scale
+    overrides: Mapping[str, str]
+    seeds: Sequence[int]
+    methods: Sequence[str]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -19,7 +19,8 @@ from rich.console import Console
 
 from alibi_lab.lab.config import DataConfig, RunConfig
 from alibi_lab.lab.data.corpus import Corpus, load_corpus
-from alibi_lab.lab.run import run_once
+from alibi_lab.lab.run import Run
+from alibi_lab.lab.run_once import run_once
 from alibi_lab.lab.training.interruption import deferred_interruption
 
 RETRIES = 10  # of a training whose workers die
@@ -68,7 +69,7 @@ def run_all(study: str, trainings: Sequence[Sequence[RunConfig]], *, out: Path, 
 
 
 def _run_training(
-    study: str, runs: Sequence[RunConfig], folder: Path, out: Path, shared: str, quiet: bool, track: str
+    study: str, configs: Sequence[RunConfig], folder: Path, out: Path, shared: str, quiet: bool, track: str
 ) -> None:
     with contextlib.suppress(FileNotFoundError):
         os.chdir(folder)  # paths of texts and methods may be relative
@@ -78,8 +79,8 @@ def _run_training(
         )
     torch.set_num_threads(1)
     console = Console(quiet=quiet, force_terminal=False, highlight=False, soft_wrap=True)
-    for run in runs:
-        run_once(study, run, _corpus(run.data, out), out, console, track)
+    for config in configs:
+        run_once(Run(study, config, _corpus(config.data, out), out), console, track)
 
 
 @functools.cache

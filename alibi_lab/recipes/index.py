@@ -4,11 +4,11 @@ To add a recipe, write a file next to this one and add a row to `RECIPES`. `ITEM
 functions that read their answers from records; "paper" runs all of them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
-from typing import Any
+from typing import Any, Unpack
 
-from alibi_lab.lab.config import Recipe, Scale
+from alibi_lab.lab.config import Recipe, Selection
 from alibi_lab.lab.config_io import override
 from alibi_lab.recipes import curriculum, method_comparison, methods, quick, recall, slope_search, streams, systems
 from alibi_lab.recipes.paper.cells import Item, ask
@@ -33,10 +33,7 @@ def items_of(name: str) -> list[Item]:
     return list(ITEMS.values()) if name == PAPER.name else [ITEMS[name]] if name in ITEMS else []
 
 
-def check(
-    name: str, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int] = (), methods: Sequence[str] = (), *,
-    recipes: Mapping[str, Recipe] = RECIPES,
-) -> None:  # fmt: skip
+def check(name: str, *, recipes: Mapping[str, Recipe] = RECIPES, **selection: Unpack[Selection]) -> None:
     """Check overrides of a recipe's fields, and an item's methods, before anything is loaded or written.
 
     Raises:
@@ -45,9 +42,9 @@ def check(
     """
     items = items_of(name)
     for item in items:
-        ask(item, scale, overrides, seeds, methods)
-    for config in () if items else recipes[name].runs(scale):
-        override(config, overrides)
+        ask(item, **selection)
+    for config in () if items else recipes[name].runs(selection.get("scale", "small")):
+        override(config, selection.get("overrides", {}))
 
 
 def run(name: str, *, recipes: Mapping[str, Recipe] = RECIPES, **options: Any) -> list[Path]:

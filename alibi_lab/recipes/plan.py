@@ -8,14 +8,15 @@ import dataclasses
 import itertools
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Unpack
 
 import torch
 
-from alibi_lab.lab.config import DataConfig, RunConfig, Scale
+from alibi_lab.lab.config import DataConfig, RunConfig, Scale, Selection
 from alibi_lab.lab.data.corpus import Corpus, load_corpus
 from alibi_lab.lab.evaluation.evaluate import stride_at
-from alibi_lab.lab.experiment import by_training, configs_of, runs_of_shard
-from alibi_lab.lab.run import lacks, run_title
+from alibi_lab.lab.planning import by_training, configs_of, runs_of_shard
+from alibi_lab.lab.run import Run, run_title
 from alibi_lab.lab.training.parallel import prepare
 from alibi_lab.lab.training.train import steps
 from alibi_lab.measure.utilization import attention_flops, linear_flops, multiplying_parameters
@@ -48,10 +49,7 @@ class Planned:
     seconds: float
 
 
-def plan(
-    name: str, *, out: Path, scale: Scale = "small", overrides: Mapping[str, str] | None = None, seeds: Sequence[int] = (),
-    methods: Sequence[str] = (), shard: tuple[int, int] = (0, 1),
-) -> list[Planned]:  # fmt: skip
+def plan(name: str, *, out: Path, shard: tuple[int, int] = (0, 1), **selection: Unpack[Selection]) -> list[Planned]:
     """Everything that the recipe `name` runs in the folder `out`, in order. Trains nothing.
 
     Of a shard (i, n) it is every n-th training, as in `experiment.run`; a shard of the paper measures no speed.
@@ -64,16 +62,16 @@ def plan(
     corpora: dict[DataConfig, Corpus] = {}
     rates: dict[object, float] = {}  # seconds per step
     planned = []
-    for study, runs in _trainings(name, scale, overrides or {}, seeds, methods, shard):
+    for study, runs in _trainings(name, shard, selection):
         config, seconds = runs[0], 0.0
-        lacking = [_lacks(study, run, out, scale, corpora) for run in runs]
-        missing = tuple(part for part in _PARTS if any(part in parts for parts in lacking))
+        missing_parts = [_missing(study, run, out, selection.get("scale", "small"), corpora) for run in runs]
+        missing = tuple(part for part in _PARTS if any(part in parts for parts in missing_parts))
         if missing:
             of_steps = (config.model, dataclasses.replace(config.train, seed=0))
             if of_steps not in rates:
                 rates[of_steps] = _seconds_per_step(config)
             training = config.train.steps * rates[of_steps]
-            tested = [run for run, parts in zip(runs, lacking, strict=True) if parts not in ((), ("training",))]
+            tested = [run for run, parts in zip(runs, missing_parts, strict=True) if parts not in ((), ("training",))]
             tests = training * sum(map(evaluation_flops, tested)) / training_flops(config)
             seconds = training * (missing != ("evaluation",)) + tests * _SLOWER_TESTS.get(config.train.precision, 1.0)
         tokens = config.train.steps * config.train.batch_tokens
@@ -102,29 +100,26 @@ def evaluation_flops(config: RunConfig) -> float:
     return total
 
 
-def _trainings(
-    name: str, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int], methods: Sequence[str],
-    shard: tuple[int, int],
-) -> Iterator[tuple[str, list[RunConfig]]]:  # fmt: skip
+def _trainings(name: str, shard: tuple[int, int], selection: Selection) -> Iterator[tuple[str, list[RunConfig]]]:
     """(study, the runs of one training) of everything that a recipe runs. A training that items share comes once."""
     studies: Mapping[str, Sequence[RunConfig]]
     if items := index.items_of(name):
-        studies = by_study([ask(item, scale, overrides, seeds, methods) for item in items], shard)
+        studies = by_study([ask(item, **selection) for item in items], shard)
     else:
         recipe = index.RECIPES[name]
-        studies = {recipe.study or name: configs_of(recipe, scale, overrides, seeds, methods)}
+        studies = {recipe.study or name: configs_of(recipe, **selection)}
     for study, runs in studies.items():
         yield from ((study, group) for group in by_training(runs_of_shard(runs, shard)))
 
 
-def _lacks(study: str, run: RunConfig, out: Path, scale: Scale, corpora: dict[DataConfig, Corpus]) -> tuple[str, ...]:
+def _missing(study: str, run: RunConfig, out: Path, scale: Scale, corpora: dict[DataConfig, Corpus]) -> tuple[str, ...]:
     if study == "speed":
         return () if measure_speed.recorded(run, out / "records", scale=scale) else ("speed",)
     if not (out / "records").is_dir():
         return ("training", "evaluation")
     if run.data not in corpora:
         corpora[run.data] = load_corpus(run.data, out / "tokens" if (out / "tokens").is_dir() else None)
-    return lacks(study, run, corpora[run.data], out)
+    return Run(study, run, corpora[run.data], out).missing()
 
 
 def _seconds_per_step(config: RunConfig) -> float:

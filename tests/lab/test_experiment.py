@@ -13,7 +13,8 @@ from rich.console import Console
 
 from alibi_lab import records
 from alibi_lab.lab import experiment
-from alibi_lab.lab import run as one_run
+from alibi_lab.lab import progress as shown
+from alibi_lab.lab import run_once as one_run
 from alibi_lab.lab.config import ConfigError, DataConfig, EvalConfig, ModelConfig, Recipe, RunConfig, TrainConfig
 from alibi_lab.lab.config_io import to_json
 from alibi_lab.lab.data.corpus import CorpusError, load_corpus, packed_batches
@@ -369,7 +370,7 @@ def test_a_full_disk_leaves_no_half_record(recipe, tmp_path, monkeypatch):
 
 
 def test_without_a_terminal_a_line_now_and_then_says_how_far_it_is(recipe, tmp_path, monkeypatch):
-    monkeypatch.setattr(one_run, "SECONDS_BETWEEN_LINES", 0)
+    monkeypatch.setattr(shown, "SECONDS_BETWEEN_LINES", 0)
     with (tmp_path / "log").open("w") as file:
         run(recipe, out=tmp_path / "out", console=Console(file=file, width=200))
     said = (tmp_path / "log").read_text()
@@ -388,7 +389,7 @@ def test_a_resumed_training_tells_its_task_and_the_speed_of_the_steps_since_then
             on_step(Progress(step=step, seconds=5000.0 + step - 5, loss_nats=1.0))
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(one_run, "SECONDS_BETWEEN_LINES", 0)
+    monkeypatch.setattr(shown, "SECONDS_BETWEEN_LINES", 0)
     monkeypatch.setattr(one_run, "train", resumed)
     with (tmp_path / "log").open("w") as file, pytest.raises(KeyboardInterrupt):
         run(recipe, out=tmp_path / "out", console=Console(file=file, width=80))

@@ -39,9 +39,9 @@ def test_a_recipe_of_one_file_and_one_row_is_run_and_drawn(tmp_path: Path) -> No
 
 
 def test_its_fields_are_checked_before_anything_is_written() -> None:
-    index.check("made-up", "smoke", {"train.steps": "1"}, recipes=TABLE)
+    index.check("made-up", scale="smoke", overrides={"train.steps": "1"}, recipes=TABLE)
     with pytest.raises(ConfigError, match=r"there is no field 'train.stepz'"):
-        index.check("made-up", "smoke", {"train.stepz": "1"}, recipes=TABLE)
+        index.check("made-up", scale="smoke", overrides={"train.stepz": "1"}, recipes=TABLE)
 
 
 def test_every_row_of_the_table_is_named_after_its_recipe() -> None:

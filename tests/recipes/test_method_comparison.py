@@ -10,7 +10,8 @@ from alibi_lab import records
 from alibi_lab.lab.config import Scale
 from alibi_lab.lab.config_io import override
 from alibi_lab.lab.data.tasks import parse_corpus
-from alibi_lab.lab.experiment import run, runs_of_shard
+from alibi_lab.lab.experiment import run
+from alibi_lab.lab.planning import runs_of_shard
 from alibi_lab.position_methods import METHODS as LOOKS
 from alibi_lab.recipes.method_comparison import METHODS, RECIPE, TASKS
 from alibi_lab.report.page import report_html

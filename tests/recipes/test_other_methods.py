@@ -70,4 +70,4 @@ def test_the_report_shows_them_next_to_the_paper(answered: list[records.Record])
 )
 def test_methods_that_an_item_cannot_compare_are_refused(item: str, methods: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ask(ITEMS[item], "smoke", {}, (), methods)
+        ask(ITEMS[item], scale="smoke", methods=methods)

@@ -7,7 +7,8 @@ import pytest
 
 from alibi_lab import records
 from alibi_lab.lab.config import ConfigError, Scale
-from alibi_lab.lab.experiment import configs_of, run
+from alibi_lab.lab.experiment import run
+from alibi_lab.lab.planning import configs_of
 from alibi_lab.position_methods import METHODS
 from alibi_lab.recipes.index import RECIPES
 
@@ -30,7 +31,7 @@ def test_a_recipe_has_runs_at_every_scale(name, scale):
 
 
 def test_given_methods_run_the_stretches_of_a_recipe_that_they_have():
-    runs = configs_of(RECIPES["methods"], "smoke", {}, [], ["alibi", "rotary", "fire"])
+    runs = configs_of(RECIPES["methods"], scale="smoke", methods=["alibi", "rotary", "fire"])
     found = {
         name: {run.eval.stretch for run in runs if run.model.method == name} for name in ("alibi", "rotary", "fire")
     }
@@ -38,7 +39,7 @@ def test_given_methods_run_the_stretches_of_a_recipe_that_they_have():
         "alibi": {"none", "linear", "ntk"}, "rotary": {"none", "linear", "ntk", "yarn"}, "fire": {"none"},
     }  # fmt: skip
     with pytest.raises(ConfigError, match="'yarn' but model\\.method 'alibi' has only none, linear, ntk"):
-        configs_of(RECIPES["methods"], "smoke", {"eval.stretch": "yarn"}, [], ["alibi"])
+        configs_of(RECIPES["methods"], scale="smoke", overrides={"eval.stretch": "yarn"}, methods=["alibi"])
 
 
 @pytest.mark.parametrize("scale", typing.get_args(Scale))

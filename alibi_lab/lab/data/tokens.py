@@ -3,12 +3,13 @@
 import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Protocol
 
 import numpy as np
 from torch import Tensor
 
+from alibi_lab.lab.config import Split
 from alibi_lab.lab.data.sources import CorpusError, Documents, Part, Text
 from alibi_lab.lab.data.tokenizing import ByteTokenizer, Tokenizer, make_tokenizer
 from alibi_lab.records import Json
@@ -33,6 +34,20 @@ class Corpus:
     test: Tensor | None = None
     tokenizer: Tokenizer = field(default_factory=ByteTokenizer)
     starts: Mapping[Part, Tensor] = field(default_factory=dict)
+
+    def to_test_on(self, split: Split) -> "Corpus":
+        """This corpus with the text of a split as `valid`, the text that tests read.
+
+        Raises:
+            CorpusError: it has no test text.
+        """
+        if split == "valid":
+            return self
+        if self.test is None:
+            raise CorpusError(
+                'eval.split is "test" but the corpus has no test text; pass data.test_share, or eval.split=valid'
+            )
+        return replace(self, valid=self.test)
 
 
 class Sink(Protocol):

@@ -72,6 +72,10 @@ class Progress:
         default_factory=lambda: {name: [] for name in _VALIDATION}
     )
 
+    def curves(self) -> dict[str, Mapping[str, Sequence[float]]]:
+        """The curves of its record, by name."""
+        return {"training": self.curve} | ({"validation": self.validation} if self.validation["step"] else {})
+
 
 def load_checkpoint(path: Path, *, method: str | None = None) -> tuple[LanguageModel, RunConfig]:
     """The model, on the CPU and in evaluation mode, and the config it was trained with.

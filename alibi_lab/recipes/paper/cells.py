@@ -94,14 +94,20 @@ def by_study(asked: Sequence[Asked], shard: tuple[int, int] = (0, 1)) -> dict[st
 
 
 def ask(
-    item: Item, scale: Scale, overrides: Mapping[str, str], seeds: Sequence[int], methods: Sequence[str] = ()
+    item: Item,
+    *,
+    scale: Scale = "small",
+    overrides: Mapping[str, str] | None = None,
+    seeds: Sequence[int] = (),
+    methods: Sequence[str] = (),
 ) -> Asked:
-    """The item with the overrides and seeds applied, for these position methods instead of the paper's.
+    """The item with a selection applied: overrides, seeds, and position methods instead of the paper's.
 
     Raises:
         ConfigError: an unknown field, an invalid value, a field that this item varies, or methods that it cannot compare.
     """
-    cells = _of_methods(item, item.cells(scale), methods) if methods else item.cells(scale)
+    cells, overrides = item.cells(scale), overrides or {}
+    cells = _of_methods(item, cells, methods) if methods else cells
     for name in overrides:
         section, _, field = name.partition(".")
         if name in field_names() and len({getattr(getattr(cell.config, section), field) for cell in cells}) > 1:

@@ -9,13 +9,14 @@ import dataclasses
 import datetime
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Unpack
 
 from rich.console import Console
 from rich.markup import escape
 
 from alibi_lab import records
 from alibi_lab.lab import experiment
-from alibi_lab.lab.config import Recipe, RunConfig, Scale
+from alibi_lab.lab.config import Recipe, RunConfig, Scale, Selection
 from alibi_lab.lab.config_io import to_json
 from alibi_lab.recipes.paper import measure_speed
 from alibi_lab.recipes.paper.cells import Asked, Item, ask, by_study
@@ -27,21 +28,18 @@ def run_items(
     items: Sequence[Item],
     *,
     out: Path,
-    scale: Scale = "small",
-    overrides: Mapping[str, str] | None = None,
-    seeds: Sequence[int] = (),
-    methods: Sequence[str] = (),
     shard: tuple[int, int] = (0, 1),
     on_ray: bool = False,
     console: Console | None = None,
     track: str = "",
+    **selection: Unpack[Selection],
 ) -> list[Path]:
     """Train, evaluate and record what the items need, then record their answers; the paths of all these records.
 
     Args:
         items: the figures and tables to answer.
-        out, scale, overrides, seeds, console, track: as for `experiment.run`.
-        methods: position methods to compare instead of the paper's; "alibi" must be one of them.
+        out, console, track: as for `experiment.run`.
+        selection: as for `experiment.run`; of methods to compare instead of the paper's, "alibi" must be one.
         shard: as for `experiment.run`. A shard measures no speed and records no answers; once all shards have run, the same
             call without a shard does both.
         on_ray: as for `experiment.run`; speed is always measured in this process.
@@ -52,9 +50,9 @@ def run_items(
         ConfigError: an override of a field that an item varies, or methods that an item cannot compare.
         ExperimentError, CorpusError, CheckpointError, TrainingError: see `experiment.run`.
     """
-    console = console or Console(quiet=True)
+    console, scale = console or Console(quiet=True), selection.get("scale", "small")
     processes = experiment.processes()
-    asked = [ask(item, scale, overrides or {}, seeds, methods) for item in items]
+    asked = [ask(item, **selection) for item in items]
     if processes.num_processes > 1 and any(one.item.recipe.study == "speed" and one.runs for one in asked):
         raise experiment.ExperimentError(
             "figure-2, figure-7 and table-1 measure the speed of one process; run them, or paper, without the launcher"

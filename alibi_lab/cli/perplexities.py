@@ -1,0 +1,36 @@
+"""Prints perplexities and curves of records as tables."""
+
+from collections.abc import Mapping, Sequence
+
+from rich.markup import escape
+from rich.table import Table as RichTable
+
+from alibi_attn.cli.console import console
+from alibi_lab import records
+from alibi_lab.report.series import studies
+from alibi_lab.report.tables import study as tables
+
+
+def print_perplexities(loaded: Sequence[records.Record]) -> None:
+    """Prints one table per study."""
+    for study in studies(loaded):
+        numbers = tables.by_length(study)
+        for block in numbers.blocks if numbers else ():
+            if not block.title.startswith(f"Perplexity per {study.unit}"):
+                continue  # only the report shows the other units
+            table = RichTable("", *numbers.columns if numbers else (), box=None)
+            for column in table.columns[1:]:
+                column.justify = "right"
+            for label, _, cells in block.rows:
+                table.add_row(label, *(f"[bold]{cell.text}[/]" if cell.best else cell.text for cell in cells))
+            console.print(f"\n[bold]{escape(block.title)}[/], by length in {study.unit}s", soft_wrap=True)
+            console.print(table)
+
+
+def print_curves(curves: Mapping[str, Mapping[str, Sequence[records.Json]]]) -> None:
+    """Prints one table per curve."""
+    for name, columns in curves.items():
+        table = RichTable(*columns, title=name, title_justify="left", box=None)
+        for row in zip(*columns.values(), strict=True):
+            table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row))
+        console.print(table)

@@ -1,0 +1,190 @@
+"""`alibi run`: train, test and report the runs of a recipe."""
+
+import contextlib
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Annotated, Literal
+
+import typer
+
+from alibi_attn.cli.cluster import Ray, cluster
+from alibi_attn.cli.console import check_writable, console, interrupted, needs, print_path
+from alibi_lab import records
+from alibi_lab.cli import listings
+from alibi_lab.cli.perplexities import print_perplexities
+from alibi_lab.cli.report import write_report
+from alibi_lab.cli.texts import TextField, Texts, joined
+from alibi_lab.lab.config import ConfigError, Scale, Selection
+from alibi_lab.recipes import index
+from alibi_lab.recipes.index import RECIPES
+
+PAPER_FOLDER = Path("runs/paper")  # the items of the paper share trainings, so they share a folder
+
+Scales = Annotated[
+    Scale,
+    typer.Option(help="smoke: seconds. small: minutes. medium: hours. paper: the published size, for a cluster."),
+]
+Out = Annotated[
+    Path | None,
+    typer.Option(
+        help="Folder for records, checkpoints and the report.",
+        show_default="runs/RECIPE; runs/paper for items of the paper",
+    ),
+]
+Changes = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the config; can be repeated."),
+]
+Corpus = Annotated[str | None, typer.Option(help='Corpus to train on: "python-source", "hub:NAME" or "task:NAME".')]
+Seeds = Annotated[str, typer.Option(help="Repeat every training with these seeds, as in 0,1,2.")]
+Methods = Annotated[
+    str, typer.Option(help="Position methods to compare, built in or your own: alibi,rotary,mine.py:MyBias.")
+]
+Shard = Annotated[str, typer.Option(help="Split the trainings over machines: train only part i of n, as in 0/8 … 7/8.")]
+Jobs = Annotated[str | None, typer.Option("--jobs", hidden=True)]
+Report = Annotated[bool, typer.Option(help="Write a report (OUT/report.html).")]
+Missing = Annotated[
+    bool, typer.Option("--missing", help="First list what is not recorded, with an estimate of its time here.")
+]
+Track = Annotated[
+    Literal["", "tensorboard", "wandb"],
+    typer.Option(
+        help="Also log the losses to TensorBoard or Weights & Biases.",
+        show_default="none",
+        metavar="tensorboard|wandb",
+    ),
+]
+DryRun = Annotated[
+    bool,
+    typer.Option("--dry-run", help="Only list everything that would run, with an estimate of its time here."),
+]
+
+
+def run(
+    recipe: Annotated[str, typer.Argument(help="The experiment to run, from the list below.")] = "quick",
+    scale: Scales = "small",
+    out: Out = None,
+    changes: Changes = None,
+    text: Texts = None,
+    text_field: TextField = "",
+    corpus: Corpus = None,
+    seeds: Seeds = "",
+    methods: Methods = "",
+    shard: Shard = "0/1",
+    ray: Ray = None,
+    jobs: Jobs = None,
+    report: Report = True,
+    missing: Missing = False,
+    track: Track = "",
+    dry_run: DryRun = False,
+) -> None:
+    """Train models on short sequences, test them on long ones, and write a report.
+
+    Finished trainings in the folder are skipped and interrupted ones resume, so it is always safe to run a command again.
+
+    [dim]alibi run[/]                                            four methods, five minutes on two cores
+
+    [dim]alibi run quick --text novel.txt --out runs/novel[/]    on your own text
+
+    [dim]alibi run quick --set train.steps=50 --seeds 0,1,2[/]   shorter, with three seeds
+
+    [dim]alibi run quick --methods alibi,mine.py:MyBias[/]       your own position method next to ALiBi
+
+    [dim]alibi run quick --ray local[/]                          one training per processor
+
+    [dim]alibi run figure-4[/]                                   one figure or table of the paper; "paper" runs all
+    """
+    if jobs is not None:
+        raise typer.BadParameter(
+            f"--jobs is gone; pass --ray local, or run {jobs} shells with --shard 0/{jobs}, 1/{jobs} and so on"
+        )
+    listings.recipe_named(recipe)
+    overrides = _overrides(changes or [], text or [], corpus, text_field)
+    selection = _selection(scale, overrides, seeds, methods)
+    part = _shard(shard)
+    try:
+        index.check(recipe, **selection)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+    items = index.items_of(recipe)
+    folder = out or (PAPER_FOLDER if items else Path("runs") / recipe)
+    page = folder / (f"{recipe}.html" if items and recipe != "paper" else "report.html")
+    if dry_run:
+        listings.show_plan(recipe, out=folder, shard=part, **selection)
+        return
+    check_writable(page)
+    _say_how_to_export(recipe, selection)
+    if missing:
+        listings.show_plan(recipe, only_missing=True, out=folder, shard=part, **selection)
+    with needs("lab"):
+        from alibi_lab.lab import experiment
+    try:
+        with cluster(ray, show_output=True) if ray else contextlib.nullcontext():
+            on_ray = ray is not None
+            paths = index.run(recipe, out=folder, shard=part, on_ray=on_ray, track=track, console=console, **selection)
+    except KeyboardInterrupt:
+        interrupted(f"run the same command again to resume: {records.command()}")
+    if paths and experiment.processes().is_main_process:
+        _finish(recipe, paths, folder, page if report else None, part, selection)
+
+
+def _finish(
+    recipe: str, paths: Sequence[Path], folder: Path, page: Path | None, shard: tuple[int, int], selection: Selection
+) -> None:
+    """Prints the results, and writes the report if it has a page."""
+    from alibi_lab.lab.planning import configs_of
+
+    items, loaded = index.items_of(recipe), [records.load(path) for path in paths]
+    if not items:
+        print_perplexities(loaded)
+    print_path("\nmodels", folder / "checkpoints")
+    if items and shard[1] > 1:
+        console.print("for the results and the report, run the same command without --shard once all shards are done")
+    elif page:
+        left = 0 if items else len(configs_of(RECIPES[recipe], **selection)) - len(paths) // 2
+        title = {"title": f"{recipe}: {left} of {left + len(paths) // 2} runs are still missing"} if left else {}
+        write_report(loaded, page, **title)
+
+
+def _say_how_to_export(recipe: str, selection: Selection) -> None:
+    architectures = {config.model.architecture for config in RECIPES[recipe].runs(selection["scale"])}
+    if not index.items_of(recipe) and "mpt" not in (
+        *architectures,
+        selection["overrides"].get("model.architecture"),
+    ):
+        console.print("[dim]to export the models for transformers, pass --set model.architecture=mpt[/]")
+
+
+def _selection(scale: Scale, overrides: dict[str, str], seeds: str, methods: str) -> Selection:
+    if not all(re.fullmatch(r"\s*[0-9]{1,18}\s*", seed) for seed in seeds.split(",") if seeds):
+        raise typer.BadParameter(
+            f"--seeds is {seeds[:99]!r}; pass integers of at most 18 digits separated by commas, as in 0,1,2"
+        )
+    chosen = [int(seed) for seed in seeds.split(",") if seeds]
+    named = [name.strip() for name in methods.split(",") if methods]
+    return Selection(scale=scale, overrides=overrides, seeds=chosen, methods=named)
+
+
+def _shard(text: str) -> tuple[int, int]:
+    index, _, count = text.partition("/")
+    numbers = all(re.fullmatch(r"[0-9]{1,18}", one) for one in (index, count))
+    if not (numbers and int(index) < int(count)):
+        raise typer.BadParameter(f"--shard is {text[:99]!r}; pass i/n, with i from 0 to n − 1, as in 0/8")
+    return int(index), int(count)
+
+
+def _overrides(changes: Sequence[str], text: Sequence[Path], corpus: str | None, text_field: str) -> dict[str, str]:
+    overrides = {"data.text_field": text_field} if text_field else {}
+    for change in changes:
+        name, equals, value = change.partition("=")
+        if not equals:
+            raise typer.BadParameter(f"--set {change} has no value; pass FIELD=VALUE, as in --set train.steps=50")
+        overrides[name.strip()] = value.strip()
+    if corpus is not None and text:
+        raise typer.BadParameter(f"--text and --corpus {corpus} are two texts to train on; pass one of them")
+    if corpus is not None:
+        overrides["data.corpus"] = corpus
+    if text:
+        overrides |= {"data.text": joined(text), "data.corpus": "text"}
+    return overrides

@@ -1,0 +1,64 @@
+"""What an experiment runs: the configs of a recipe with the changes of a command, grouped by training and split into shards.
+
+Next: `experiment.py`, which runs them.
+"""
+
+from collections.abc import Mapping, Sequence
+
+from alibi_lab.lab.config import ConfigError, Recipe, RunConfig, Scale
+from alibi_lab.lab.config_io import override
+from alibi_lab.lab.model.positions import check_segments, check_stretch, stretches_of
+
+
+def configs_of(
+    recipe: Recipe,
+    *,
+    scale: Scale = "small",
+    overrides: Mapping[str, str] | None = None,
+    seeds: Sequence[int] = (),
+    methods: Sequence[str] = (),
+) -> list[RunConfig]:
+    """All runs of the recipe, with the changes of a `Selection`. A given method runs those stretches of the recipe that it has.
+
+    Raises:
+        ConfigError: an invalid field or value, or a position method that does not support the run.
+    """
+    overrides = overrides or {}
+    configs = [override(config, overrides) for config in recipe.runs(scale)]
+    if methods:
+        repeated = [override(config, {"model.method": method}) for method in methods for config in configs]
+        configs = [
+            config
+            for config in repeated
+            if "eval.stretch" in overrides or config.eval.stretch in stretches_of(config.model.method)
+        ]
+    if seeds:
+        configs = [override(config, {"train.seed": str(seed)}) for seed in seeds for config in configs]
+    if len({config.train.precision for config in configs}) > 1:
+        raise ConfigError("the runs of one experiment must share train.precision; run them as separate experiments")
+    for config in configs:
+        check_stretch(config.model.method, config.eval.stretch)
+        if config.data.segments:
+            check_segments(config.model.method)
+    return list(dict.fromkeys(configs))
+
+
+def by_training(configs: Sequence[RunConfig]) -> list[list[RunConfig]]:
+    """The runs grouped by training; runs of one group differ only in their tests."""
+    groups: dict[object, list[RunConfig]] = {}
+    for config in configs:
+        groups.setdefault((config.model, config.data, config.train), []).append(config)
+    return list(groups.values())
+
+
+def runs_of_shard(configs: Sequence[RunConfig], shard: tuple[int, int]) -> list[RunConfig]:
+    """The runs of every n-th training, from training i on; runs that share a training stay together.
+
+    Raises:
+        ConfigError: the shard does not exist.
+    """
+    index, count = shard
+    if not 0 <= index < count:
+        raise ConfigError(f"shard {index}/{count} is none of {count}: they are 0/{count} to {count - 1}/{count}")
+    mine = {run for runs in by_training(configs)[index::count] for run in runs}
+    return [config for config in configs if config in mine]
