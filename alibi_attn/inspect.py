@@ -129,7 +129,7 @@ def decode_with_norms(
     """
     if backend == "fused":
         return fused.decode(make_spec(query, key, value, slopes), query, key, value, known_norms)[0]
-    if not decoding.reads_near(query, key, slopes):
+    if not decoding.reads_near(query, key):
         return None
     return decoding.attend_near(query, key, value, slopes, known_norms)
 

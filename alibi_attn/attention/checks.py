@@ -86,19 +86,22 @@ def check_shapes(
     query: ArrayLike, key: ArrayLike, value: ArrayLike, *, layout: str = "BHTD"
 ) -> tuple[int, int, int, int, int, int]:
     """(B, H, K, T, S, D), or an error that names the shape that does not fit; for the layout see `check_call`."""
-    query_axes = "[" + ", ".join(layout) + "]"
-    key_axes = query_axes.replace("H", "K").replace("T", "S")
-    for name, array, expected in (("query", query, query_axes), ("key", key, key_axes), ("value", value, key_axes)):
-        if len(array.shape) != 4:
-            raise ValueError(f"{name} has shape {list(array.shape)} but must have four axes {expected}")
-    of_batch, of_heads, of_length, of_row = map(layout.index, "BHTD")
     of_query, of_key = query.shape, key.shape
+    if not len(of_query) == len(of_key) == len(value.shape) == 4:
+        for name, array, axes in (
+            ("query", query, _axes(layout)),
+            ("key", key, _key_axes(layout)),
+            ("value", value, _key_axes(layout)),
+        ):
+            if len(array.shape) != 4:
+                raise ValueError(f"{name} has shape {list(array.shape)} but must have four axes {axes}")
+    of_batch, of_heads, of_length, of_row = map(layout.index, "BHTD")
     b, h, t, d = of_query[of_batch], of_query[of_heads], of_query[of_length], of_query[of_row]
     k, s = of_key[of_heads], of_key[of_length]
     if of_key[of_batch] != b or of_key[of_row] != d:
         raise ValueError(
             f"key has shape {list(of_key)} but query {list(of_query)}: batch and head size must be equal "
-            f"(query {query_axes}, key {key_axes})"
+            f"(query {_axes(layout)}, key {_key_axes(layout)})"
         )
     if tuple(value.shape) != tuple(of_key):
         raise ValueError(f"value has shape {list(value.shape)} but must have key's, {list(of_key)}")
@@ -322,6 +325,14 @@ def check_position(name: str, position: int) -> None:
     """A position, or a number of positions, is small enough for sums in int64."""
     if not -FARTHEST <= position <= FARTHEST:
         raise ValueError(f"{name} is {position} but positions lie between −2⁶⁰ and 2⁶⁰")
+
+
+def _axes(layout: str) -> str:
+    return f"[{', '.join(layout)}]"
+
+
+def _key_axes(layout: str) -> str:
+    return _axes(layout).replace("H", "K").replace("T", "S")
 
 
 def _is_number(value: object) -> bool:

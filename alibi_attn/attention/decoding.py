@@ -32,7 +32,7 @@ LONG = 2**23
 
 
 def reads_near(
-    query: Tensor, key: Tensor, slopes: Tensor, *, masked: bool = False, gated: bool = False, remembered: bool = True
+    query: Tensor, key: Tensor, *, masked: bool = False, gated: bool = False, remembered: bool = True
 ) -> bool:
     """Whether `attend_near` supports these queries and keys and is faster; decided without reading a tensor.
 
@@ -52,12 +52,7 @@ def reads_near(
         if masked and gated:
             return False
         return long or (not gated and has_kernel(query, key))
-    return (
-        remembered
-        and not masked
-        and not gated
-        and fused.why_not(make_spec(query, key, key, slopes), query, key, key) is None
-    )
+    return remembered and not masked and not gated and fused.why_not_rows(query) is None
 
 
 def has_kernel(*tensors: Tensor) -> bool:

@@ -13,7 +13,7 @@ from alibi_attn.attention.argument_names import with_defaults
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.checks import BIAS_RULE, SINKS_RULE, Checked, check_call, check_position, dtype_name
 from alibi_attn.attention.spec import FARTHEST, AttentionSpec
-from alibi_attn.attention.transforms import constant_when_compiled, is_traced, may_read, transforms
+from alibi_attn.attention.transforms import constant_when_compiled, is_traced, may_read
 from alibi_attn.slopes import alibi_slopes
 
 SegmentIds = Tensor | tuple[Tensor, Tensor]
@@ -109,7 +109,10 @@ def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{name} must be a torch.Tensor but is {type(tensor).__name__}; convert arrays with torch.as_tensor, or use "
                 "alibi_attn.jax for JAX arrays"
             )
-        _check_device(name, tensor, query.device)
+    device = query.device
+    if key.device != device or value.device != device:
+        _check_device("key", key, device)
+        _check_device("value", value, device)
 
 
 def _check_tensors(given: SpecOptions, device: torch.device) -> None:
@@ -161,12 +164,16 @@ def _given_slopes(name: str, slopes: Slopes, query: Tensor) -> Tensor:
 
 def _default_slopes(query: Tensor) -> Tensor:
     work = torch.float64 if query.dtype == torch.float64 else torch.float32
+    if _may_keep_constants(query):
+        constant = _published_constant(query.shape[1], work, query.device)
+        if type(constant) is Tensor:
+            return constant
     # With dynamic shapes H is a symbol; the length of a list is definite, so this makes H a number.
     published = _published(len([None] * query.shape[1]))
     if torch.compiler.is_compiling():
         # The compiler fuses this into one launch; a constant would be copied from the host.
         return torch.stack([torch.full((), slope, dtype=work, device=query.device) for slope in published])
-    return slopes_beside(published, work, query)
+    return torch.as_tensor(published, dtype=work, device=query.device)
 
 
 @constant_when_compiled
@@ -179,12 +186,26 @@ def _published_once(num_heads: int) -> tuple[float, ...]:
     return tuple(alibi_slopes(num_heads).tolist())
 
 
+@functools.lru_cache(maxsize=256)
+def _published_constant(num_heads: int, dtype: torch.dtype, device: torch.device) -> Tensor:
+    with torch.inference_mode(mode=False):
+        return torch.tensor(_published_once(num_heads), dtype=dtype, device=device)
+
+
+def _may_keep_constants(query: Tensor) -> bool:
+    """Whether a constant may be kept and used in calls like this one.
+
+    Not with subclasses of Tensor, which may have no data and cannot be mixed with real tensors, nor inside torch.func, whose
+    tensors must not leave it. In a fake mode the constant is no plain Tensor.
+    """
+    if type(query) not in (Tensor, torch.nn.Parameter) or is_traced():
+        return False
+    return not torch._C._are_functorch_transforms_active()
+
+
 def slopes_beside(slopes: Slopes, dtype: torch.dtype, query: Tensor) -> Tensor:
     """The numbers as a tensor on query's device, created once: copying them to the GPU in every call would synchronize."""
-    # Not cached with subclasses of Tensor, which may have no data and cannot be mixed with real tensors, nor inside torch.func
-    # or a fake mode, whose tensors must not leave it.
-    traced = is_traced() or transforms()
-    if type(query) in (Tensor, torch.nn.Parameter) and not traced and _are_numbers(slopes):
+    if _may_keep_constants(query) and _are_numbers(slopes):
         try:
             array = np.asarray(slopes, dtype=np.float64)
         except OverflowError:

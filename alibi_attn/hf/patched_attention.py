@@ -97,7 +97,7 @@ def attended(
     # A static cache has unused capacity after the last query.
     plain = plain and not isinstance(first, Tensor) and first + query.shape[2] == key.shape[2]
     plain = plain and segments is None and shift is None
-    if plain and reads_near(query, key, slopes, masked=seen is not None, remembered=ours is not None):
+    if plain and reads_near(query, key, masked=seen is not None, remembered=ours is not None):
         visible = None if seen is None else visible_runs(seen)
         if seen is None or visible is not None:
             norms = None if ours is None else ours.norms(layer.layer_idx)  # type: ignore[arg-type]

@@ -168,7 +168,7 @@ class ALiBiAttention(nn.Module):
         """Attention over the keys within reach; None unless few queries and many cached keys make it faster."""
         slopes, gates, masked = self.slopes.values, cache.log_fgate, key_mask is not None
         whole = cache.max_tokens is None and not (self.training and self.dropout_p)
-        if not (whole and reads_near(query, key, slopes, masked=masked, gated=gates is not None)):
+        if not (whole and reads_near(query, key, masked=masked, gated=gates is not None)):
             return None
         visible = None if key_mask is None else visible_runs(key_mask)
         if masked and visible is None:

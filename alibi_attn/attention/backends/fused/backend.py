@@ -58,12 +58,15 @@ _INTERPRETER_PROCESSORS = 2
 
 def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Needs Triton and a CUDA device of compute capability 8.0 or more, fp16, bf16 or fp32, and D ≤ 256."""
-    if spec.table is not None:
-        return "it has no table of distances"
+    return why_not_rows(query) if spec.table is None else "it has no table of distances"
+
+
+def why_not_rows(query: Tensor) -> str | None:
+    """Why the kernels do not support queries of this dtype, head size and device; None = they do."""
     if query.dtype == torch.float64:
         return "it computes in float16, bfloat16 and float32 but query is float64"
-    if spec.head_dim > MAX_HEAD_DIM:
-        return f"its tiles hold heads of at most {MAX_HEAD_DIM} but D is {spec.head_dim}"
+    if query.shape[3] > MAX_HEAD_DIM:
+        return f"its tiles hold heads of at most {MAX_HEAD_DIM} but D is {query.shape[3]}"
     if query.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         if query.dtype == torch.bfloat16:
             return "Triton's interpreter multiplies bfloat16 wrongly; it does float16 and float32"
