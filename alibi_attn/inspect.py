@@ -26,11 +26,11 @@ from alibi_attn.attention.validation import AttentionOptions, make_spec
 from alibi_attn.lazy import lazy_names
 
 if TYPE_CHECKING:
-    from alibi_attn.hf.capture_qk import watched
-    from alibi_attn.hf.checkpoint_files import read_config
-    from alibi_attn.hf.loading import load_decoder
-    from alibi_attn.hf.tokenizer_files import encode
-    from alibi_attn.hf.tokenizing import saved_tokenizer
+    from alibi_attn.hf.patching.capture_qk import watched
+    from alibi_attn.hf.patching.loading import load_decoder
+    from alibi_attn.hf.readers.checkpoint_files import read_config
+    from alibi_attn.hf.readers.tokenizer_files import encode
+    from alibi_attn.hf.readers.tokenizing import saved_tokenizer
 
 __all__ = [
     "TILE",
@@ -55,11 +55,11 @@ __all__ = [
 
 # Readers of models, which need transformers.
 _HOMES = {
-    "encode": "alibi_attn.hf.tokenizer_files",
-    "load_decoder": "alibi_attn.hf.loading",
-    "read_config": "alibi_attn.hf.checkpoint_files",
-    "saved_tokenizer": "alibi_attn.hf.tokenizing",
-    "watched": "alibi_attn.hf.capture_qk",
+    "encode": "alibi_attn.hf.readers.tokenizer_files",
+    "load_decoder": "alibi_attn.hf.patching.loading",
+    "read_config": "alibi_attn.hf.readers.checkpoint_files",
+    "saved_tokenizer": "alibi_attn.hf.readers.tokenizing",
+    "watched": "alibi_attn.hf.patching.capture_qk",
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOMES, ("transformers", "transformers", "hf"))
 

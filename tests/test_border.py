@@ -13,7 +13,8 @@ PUBLIC = ("alibi_attn", "alibi_attn.nn", "alibi_attn.hf", "alibi_attn.distribute
 FOR_TOOLS = (
     *(f"alibi_attn.{name}" for name in ("inspect", "files", "strict_json", "units", "processor")),
     *(f"alibi_attn.nn.{name}" for name in ("linear", "int8", "allocator")),
-    *(f"alibi_attn.hf.{name}" for name in ("export", "sentence_encoder", "chunking", "late_chunking")),
+    "alibi_attn.hf.readers.export",
+    *(f"alibi_attn.hf.embedding.embedding.{name}" for name in ("sentence_encoder", "chunking", "late_chunking")),
 )
 
 

@@ -14,6 +14,7 @@ EXTRAS = {
     **dict.fromkeys(("attention", "nn", "distributed"), ("torch",)),
     "jax": ("jax",),
     "hf": ("hf", "embed", "index", "ray"),
+    "inspect.py": ("torch",),
     "lab": ("lab", "track", "hub", "ray"),
     "recipes": ("lab", "hf"),
     "report": ("lab",),

@@ -138,7 +138,7 @@ def test_every_benchmark_is_listed_above():
             {
                 **dict.fromkeys(("alibi_attn.nn", "alibi_attn.nn.cache", "alibi_attn:KVCache"), "torch"),
                 **dict.fromkeys(("alibi_attn:alibi_attention", "alibi_attn:alibi_bias"), "torch"),
-                **dict.fromkeys(("alibi_attn.hf", "alibi_attn.hf.export"), "hf"),
+                **dict.fromkeys(("alibi_attn.hf", "alibi_attn.hf.readers.export"), "hf"),
                 **dict.fromkeys(
                     ("alibi_attn", "alibi_lab", "alibi_lab.lab", "alibi_lab.measure", "alibi_lab.recipes.index"), None
                 ),

@@ -1,6 +1,6 @@
 """`alibi embed`: embeds files or lines of text into a NumPy array, or the passages of files into a Parquet table.
 
-With --ray the workers of a cluster embed them into a folder of Parquet files (`hf/ray_embedding.py`).
+With --ray the workers of a cluster embed them into a folder of Parquet files (`hf/embedding/ray_embedding.py`).
 """
 
 import contextlib
@@ -17,9 +17,9 @@ from alibi_attn.cli.cluster import Ray, cluster
 from alibi_attn.cli.console import check_writable, console, interrupted, needs, progress
 
 if TYPE_CHECKING:
-    from alibi_attn.hf.late_chunking import Windows
-    from alibi_attn.hf.resumable_output import PartialVectors
-    from alibi_attn.hf.sentence_encoder import Sentences
+    from alibi_attn.hf.embedding.late_chunking import Windows
+    from alibi_attn.hf.embedding.resumable_output import PartialVectors
+    from alibi_attn.hf.embedding.sentence_encoder import Sentences
 
 BATCH_TOKENS = 16384
 OVERLAP = 512  # of the windows that read a long text
@@ -124,12 +124,12 @@ def embed(
     with needs("hf"):
         import torch
 
-        from alibi_attn.hf import embedding, sentence_encoder
-        from alibi_attn.hf.late_chunking import Windows
-        from alibi_attn.hf.resumable_output import PartialVectors, claimed
+        from alibi_attn.hf.embedding import embedding, sentence_encoder
+        from alibi_attn.hf.embedding.late_chunking import Windows
+        from alibi_attn.hf.embedding.resumable_output import PartialVectors, claimed
     if chunks is not None:
         with needs("index"):
-            from alibi_attn.hf import chunk_table  # noqa: F401
+            from alibi_attn.hf.embedding import chunk_table  # noqa: F401
     embedding.check_device(device, int8=dtype == "int8")
     with claimed(out):
         longest = max_length if chunks is None else None
@@ -167,7 +167,7 @@ def _text_job(
     normalize: bool,
 ) -> _Job:
     """One row per text."""
-    from alibi_attn.hf import embedding
+    from alibi_attn.hf.embedding import embedding
 
     rows, cut = embedding.tokenize(sentences.tokenizer, texts, sentences.max_seq_length)
     _check_rows(names, [len(row) for row in rows], batch_tokens)
@@ -191,7 +191,7 @@ def _chunk_job(
     """One row per chunk, in the order of the files and inside them."""
     import numpy as np
 
-    from alibi_attn.hf import chunk_table, embedding, late_chunking
+    from alibi_attn.hf.embedding import chunk_table, embedding, late_chunking
 
     rule = _chunk_rule(chunks, lines=False)
     documents = late_chunking.prepared(sentences, texts, rule, windows, names=names)
@@ -231,7 +231,7 @@ def _embed_on_cluster(
     rule = None if chunks is None else _chunk_rule(chunks, lines=lines)
     found = read_texts(files, lines=lines)
     with needs("ray"):
-        from alibi_attn.hf import ray_embedding
+        from alibi_attn.hf.embedding import ray_embedding
     settings = ray_embedding.Settings(
         str(Path(model).absolute()) if Path(model).exists() else model, rule, max_length, overlap, batch_tokens, normalize,
         dtype, device,
@@ -257,7 +257,7 @@ def _embed_on_cluster(
 
 
 def _check_platform() -> None:
-    """Raises an error on platforms where files cannot be handled as `hf/resumable_output.py` needs."""
+    """Raises an error on platforms where files cannot be handled as `hf/embedding/resumable_output.py` needs."""
     if sys.platform == "win32":
         raise NotImplementedError(
             "`alibi embed` renames and removes files that are locked and mapped, which Windows does not allow; "

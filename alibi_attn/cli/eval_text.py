@@ -45,9 +45,11 @@ def eval_text(
     with needs("hf"):
         import torch
 
-        from alibi_attn.hf import ALiBiCache, cache_folder, read, reading
-        from alibi_attn.hf.loading import load_decoder
-        from alibi_attn.hf.tokenizer_files import encode
+        from alibi_attn.hf import ALiBiCache, read
+        from alibi_attn.hf.caches import cache_folder
+        from alibi_attn.hf.patching import reading
+        from alibi_attn.hf.patching.loading import load_decoder
+        from alibi_attn.hf.readers.tokenizer_files import encode
     loaded, tokenizer = load_decoder(model)
     tokens = torch.tensor([encode(tokenizer, text, loaded)])
     if tokens.shape[1] < 2:

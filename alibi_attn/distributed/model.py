@@ -72,7 +72,7 @@ def context_parallel(
     copying or pickling the whole model; its state dict is unaffected.
 
     Args:
-        model: a model with `ALiBiAttention` layers, an encoder of `alibi_attn.hf.encoder`, or a model patched by
+        model: a model with `ALiBiAttention` layers, an encoder of `alibi_attn.hf.readers.encoder`, or a model patched by
             `alibi_attn.hf.patch` with numerics="exact"; changed in place.
         group, timeout, traffic: as for `context_parallel_attention`.
 

@@ -1,21 +1,26 @@
 """ALiBi for `transformers`: `patch` for its own models (BLOOM, MPT, Falcon with alibi=True), a decoder (Baichuan-13B, BTLM,
 Jais, MPT, Refact) and encoders (Jina v2, MosaicBERT, DNABERT-2) that need no remote code, and checkpoint conversion.
 
-Read `patching.py` first, then one file of `families/`; `encoder/` has the encoders, `decoder/` the decoder.
+The folders, each of which imports only those before it: `caches/`, `attention/`, `readers/` (families, encoders, decoder,
+checkpoints), `patching/`, `embedding/`. Read `patching/patching.py` first, then one file of `readers/families/`.
 `docs/hf.md`, `docs/encoders.md` and `docs/decoders.md` are the user guides.
 """
 
 try:
-    from alibi_attn.hf.cache import ALiBiCache
-    from alibi_attn.hf.decoder.config import ALiBiCausalLMConfig
-    from alibi_attn.hf.decoder.model import ALiBiForCausalLM
-    from alibi_attn.hf.encoder.config import ALiBiBertConfig
-    from alibi_attn.hf.encoder.models import ALiBiBertForMaskedLM, ALiBiBertForSequenceClassification, ALiBiBertModel
-    from alibi_attn.hf.late_chunking import LateChunks, late_chunks
-    from alibi_attn.hf.patching import Patch, patch
-    from alibi_attn.hf.reading import read
-    from alibi_attn.hf.sentence_encoder import sentence_transformer
-    from alibi_attn.hf.surgery import to_alibi
+    from alibi_attn.hf.caches.cache import ALiBiCache
+    from alibi_attn.hf.embedding.late_chunking import LateChunks, late_chunks
+    from alibi_attn.hf.embedding.sentence_encoder import sentence_transformer
+    from alibi_attn.hf.patching.patching import Patch, patch
+    from alibi_attn.hf.patching.reading import read
+    from alibi_attn.hf.patching.surgery import to_alibi
+    from alibi_attn.hf.readers.decoder.model import ALiBiForCausalLM
+    from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
+    from alibi_attn.hf.readers.encoder.models import (
+        ALiBiBertForMaskedLM,
+        ALiBiBertForSequenceClassification,
+        ALiBiBertModel,
+    )
+    from alibi_attn.hf.readers.encoder_config import ALiBiBertConfig
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers"):
         raise

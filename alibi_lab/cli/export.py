@@ -24,7 +24,7 @@ def export(
     [dim]alibi export runs/mpt/checkpoints/quick/alibi-128/seed-0-… my-mpt[/]
     """
     with needs("hf,lab"):
-        from alibi_attn.hf.export import DecoderConfig, export_mpt
+        from alibi_attn.hf.readers.export import DecoderConfig, export_mpt
         from alibi_attn.inspect import saved_tokenizer
         from alibi_lab.lab.model.language_model import decoder_state
         from alibi_lab.lab.training.checkpoint import load_checkpoint_tokenizer

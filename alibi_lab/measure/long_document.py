@@ -1,6 +1,6 @@
 """`alibi bench late-chunking`: one long document in one pass: time, peak memory, and the vectors of an undivided pass.
 
-A base-size encoder with random weights. A document of `checked` tokens is compared first: the vectors of `hf/late_chunking.py`,
+A base-size encoder with random weights. A document of `checked` tokens is compared first: the vectors of `late_chunking.py`,
 whose feed-forward runs in blocks of tokens, with means over an undivided pass of the same model. Both run in fresh processes.
 
 Cost: about five minutes on two cores in fp32, two in bf16.
@@ -17,7 +17,7 @@ import numpy as np
 import torch
 
 from alibi_attn.hf import ALiBiBertModel
-from alibi_attn.hf.late_chunking import Document, Windows, computed
+from alibi_attn.hf.embedding.late_chunking import Document, Windows, computed
 from alibi_lab.measure.embedding_peers import our_encoder
 from alibi_lab.measure.harness import Config, Row, Rows, Say, keep
 from alibi_lab.measure.peers.dense_encoder import Sizes

@@ -2,7 +2,7 @@
 
 Sentences are removed from a stretch of a book, and each must be assigned to the chunk from which it was removed, among the
 chunks of several stretches. The chunks are embedded alone, or late: each as the mean of its tokens after one pass over its
-stretch (`hf/late_chunking.py`). Read next: `passage_search.py`, which tests both on other books.
+stretch (`hf/embedding/late_chunking.py`). Read next: `passage_search.py`, which tests both on other books.
 """
 
 import dataclasses
@@ -25,7 +25,8 @@ from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
 from alibi_attn.files import new_folder, replace_file
-from alibi_attn.hf import ALiBiBertConfig, ALiBiBertForMaskedLM, ALiBiBertModel, chunking
+from alibi_attn.hf import ALiBiBertConfig, ALiBiBertForMaskedLM, ALiBiBertModel
+from alibi_attn.hf.embedding import chunking
 from alibi_lab.measure.harness import Say
 
 Trained = Literal["alone", "late"]

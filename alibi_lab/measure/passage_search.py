@@ -18,8 +18,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from alibi_attn.hf.late_chunking import Document, Windows, computed, prepared
-from alibi_attn.hf.sentence_encoder import Sentences, load
+from alibi_attn.hf.embedding.late_chunking import Document, Windows, computed, prepared
+from alibi_attn.hf.embedding.sentence_encoder import Sentences, load
 from alibi_attn.nn import int8
 from alibi_lab import records
 from alibi_lab.measure.harness import Say

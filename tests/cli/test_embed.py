@@ -11,7 +11,8 @@ import torch
 from encoder_oracle import config, pooled, random_state, write_folder, write_tokenizer
 from typer.testing import CliRunner
 
-from alibi_attn.hf import embedding, late_chunks, sentence_encoder
+from alibi_attn.hf import late_chunks
+from alibi_attn.hf.embedding import embedding, sentence_encoder
 from alibi_lab.cli.main import app
 
 TEXTS = ["a b c", "d e f g h i j k a a b", "z", "a b c d e f g h i j k l m n o p"]
@@ -137,8 +138,8 @@ def test_a_wrong_device_is_reported_before_the_model_is_loaded(options, message,
 
 def test_a_missing_pyarrow_is_reported_before_the_model_is_loaded(model, files, tmp_path, monkeypatch):
     monkeypatch.setattr(sentence_encoder, "load", None)
-    monkeypatch.delattr("alibi_attn.hf.chunk_table", raising=False)
-    monkeypatch.delitem(sys.modules, "alibi_attn.hf.chunk_table", raising=False)
+    monkeypatch.delattr("alibi_attn.hf.embedding.chunk_table", raising=False)
+    monkeypatch.delitem(sys.modules, "alibi_attn.hf.embedding.chunk_table", raising=False)
     monkeypatch.setitem(sys.modules, "pyarrow", None)
     arguments = ["embed", model, files[0], "--chunks", 2, "--out", tmp_path / "v.parquet"]
     result = CliRunner().invoke(app, list(map(str, arguments)))

@@ -8,7 +8,7 @@ from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from alibi_attn import files
-from alibi_attn.hf import reading
+from alibi_attn.hf.patching import reading
 from alibi_attn.nn import cache_file
 from alibi_lab.cli.main import app
 

@@ -8,7 +8,7 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 from typer.testing import CliRunner
 
 from alibi_attn.hf import patch
-from alibi_attn.hf.export import import_mpt
+from alibi_attn.hf.readers.export import import_mpt
 from alibi_lab.cli.main import app
 from alibi_lab.lab.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
 from alibi_lab.lab.data.tokenizing import make_tokenizer

@@ -6,8 +6,8 @@ from torch import distributed as dist
 from torch import nn
 
 from alibi_attn.distributed import context_parallel
-from alibi_attn.hf.decoder.config import ALiBiCausalLMConfig
-from alibi_attn.hf.decoder.model import ALiBiForCausalLM
+from alibi_attn.hf.readers.decoder.model import ALiBiForCausalLM
+from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
 from alibi_attn.nn import ALiBiAttention, KVCache
 
 

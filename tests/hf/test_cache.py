@@ -8,7 +8,8 @@ import torch
 from transformers.cache_utils import DynamicCache
 
 from alibi_attn.attention import decoding, near_keys
-from alibi_attn.hf import ALiBiCache, patch, patched_attention
+from alibi_attn.hf import ALiBiCache, patch
+from alibi_attn.hf.attention import patched_attention
 
 FAMILIES = ["bloom", "mpt", "falcon", "falcon multi-query", "falcon new"]
 

@@ -4,7 +4,7 @@ import pytest
 import torch
 
 from alibi_attn.hf import ALiBiCausalLMConfig, ALiBiForCausalLM, patch
-from alibi_attn.hf.capture_qk import watched
+from alibi_attn.hf.patching.capture_qk import watched
 
 
 @torch.no_grad()

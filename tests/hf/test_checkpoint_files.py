@@ -9,8 +9,8 @@ from damaged_json import DAMAGED
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
-from alibi_attn.hf import checkpoint_files
-from alibi_attn.hf.checkpoint_files import read_config, read_state, resolve
+from alibi_attn.hf.readers import checkpoint_files
+from alibi_attn.hf.readers.checkpoint_files import read_config, read_state, resolve
 
 TENSORS = {"a.weight": torch.arange(6.0).reshape(2, 3), "b.bias": torch.ones(4, dtype=torch.bfloat16)}
 SAFE_INDEX, PICKLED_INDEX = "model.safetensors.index.json", "pytorch_model.bin.index.json"

@@ -14,7 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Generat
 from transformers_names import checkpoint_activations
 
 from alibi_attn.attention import decoding
-from alibi_attn.hf import ALiBiCache, ALiBiCausalLMConfig, ALiBiForCausalLM, patched_attention
+from alibi_attn.hf import ALiBiCache, ALiBiCausalLMConfig, ALiBiForCausalLM
+from alibi_attn.hf.attention import patched_attention
 
 SIZES = {
     "vocab_size": 60, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 64,

@@ -9,7 +9,8 @@ from decoder_checkpoints import Original, choices, original
 from safetensors.torch import save_file
 from transformers import BloomConfig, GPT2Config, GPT2LMHeadModel, MptConfig, MptForCausalLM
 
-from alibi_attn.hf import ALiBiForCausalLM, checkpoint_files, patch
+from alibi_attn.hf import ALiBiForCausalLM, patch
+from alibi_attn.hf.readers import checkpoint_files
 
 
 def logits(folder: Path, files: Original, **options: object) -> torch.Tensor:

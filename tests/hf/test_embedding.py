@@ -10,10 +10,10 @@ import pytest
 import torch
 from encoder_oracle import config, pooled, random_state, write_folder, write_tokenizer
 
-from alibi_attn.hf import resumable_output
-from alibi_attn.hf.embedding import batches, embed, fingerprint, longest_first, tokenize
-from alibi_attn.hf.resumable_output import PartialVectors, claimed
-from alibi_attn.hf.sentence_encoder import load
+from alibi_attn.hf.embedding import resumable_output
+from alibi_attn.hf.embedding.embedding import batches, embed, fingerprint, longest_first, tokenize
+from alibi_attn.hf.embedding.resumable_output import PartialVectors, claimed
+from alibi_attn.hf.embedding.sentence_encoder import load
 
 TEXTS = ["a b c", "d e f g h i j k a a b", "z", "a b c d e f g h i j k l m n o p", "b b"]
 
@@ -199,7 +199,7 @@ def test_a_process_killed_while_it_notes_its_progress_leaves_nothing_for_good(tm
     program = """if True:
         import os, signal, sys
         from pathlib import Path
-        from alibi_attn.hf.resumable_output import PartialVectors
+        from alibi_attn.hf.embedding.resumable_output import PartialVectors
         partial = PartialVectors.open(Path(sys.argv[1]), "question", (2, 3))
         os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
         partial.keep()

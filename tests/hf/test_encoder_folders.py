@@ -15,8 +15,8 @@ from alibi_attn.hf import (
     ALiBiBertForSequenceClassification,
     ALiBiBertModel,
     ALiBiCausalLMConfig,
-    checkpoint_files,
 )
+from alibi_attn.hf.readers import checkpoint_files
 
 IDS = torch.arange(24).reshape(2, 12) % WORDS
 QUERY = "encoder.layer.0.attention.self.query.weight"

@@ -13,8 +13,8 @@ from transformers import AutoModelForCausalLM, AutoTokenizer
 
 from alibi_attn import ALiBiTransformerBlock
 from alibi_attn.hf import patch
-from alibi_attn.hf.export import DecoderConfig, export_bloom, export_mpt, import_bloom, import_mpt
-from alibi_attn.hf.tokenizing import byte_tokenizer, saved_tokenizer
+from alibi_attn.hf.readers.export import DecoderConfig, export_bloom, export_mpt, import_bloom, import_mpt
+from alibi_attn.hf.readers.tokenizing import byte_tokenizer, saved_tokenizer
 from alibi_lab.lab.data.tokenizing import make_tokenizer
 
 ABOUT = DecoderConfig(num_heads=4, trained_length=64)

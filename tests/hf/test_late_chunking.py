@@ -7,10 +7,11 @@ from encoder_oracle import config, encode, random_state, write_folder, write_tok
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alibi_attn.hf import ALiBiBertConfig, ALiBiBertModel, chunking, late_chunks, sentence_transformer
-from alibi_attn.hf.encoder import layers
-from alibi_attn.hf.late_chunking import Document, Windows
-from alibi_attn.hf.sentence_encoder import load
+from alibi_attn.hf import ALiBiBertConfig, ALiBiBertModel, late_chunks, sentence_transformer
+from alibi_attn.hf.embedding import chunking
+from alibi_attn.hf.embedding.late_chunking import Document, Windows
+from alibi_attn.hf.embedding.sentence_encoder import load
+from alibi_attn.hf.readers.encoder import layers
 
 TEXT = "a b c. d e  f!\n\n g h? i j k l m\n \nn o p a b c d e f g h i j k l m n o p"
 LETTERS = "abcdefghijklmnop"

@@ -14,8 +14,8 @@ from transformers import PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from alibi_attn.hf import ALiBiCache, ALiBiCausalLMConfig, ALiBiForCausalLM, read
-from alibi_attn.hf.loading import load_decoder
-from alibi_attn.hf.tokenizer_files import encode
+from alibi_attn.hf.patching.loading import load_decoder
+from alibi_attn.hf.readers.tokenizer_files import encode
 from alibi_lab.cli.main import app
 
 FAMILIES = ("bloom", "falcon", "mpt", "own")

@@ -10,12 +10,13 @@ from torch import Tensor
 from transformers import BloomConfig, BloomModel
 from transformers.models.bloom.modeling_bloom import BloomAttention
 
-from alibi_attn.hf import ALiBiBertConfig, ALiBiBertModel, ALiBiCausalLMConfig, ALiBiForCausalLM, checkpoint
-from alibi_attn.hf.checkpoint_files import read_config, read_state
-from alibi_attn.hf.families import DECODERS, ENCODERS, bloom
-from alibi_attn.hf.families.family import Checkpoint, Family, PatchedFamily, Source
-from alibi_attn.hf.patched_attention import AttentionSettings, Numerics
-from alibi_attn.hf.patching import patched_as
+from alibi_attn.hf import ALiBiBertConfig, ALiBiBertModel, ALiBiCausalLMConfig, ALiBiForCausalLM
+from alibi_attn.hf.attention.patched_attention import AttentionSettings, Numerics
+from alibi_attn.hf.patching.patching import patched_as
+from alibi_attn.hf.readers import checkpoint
+from alibi_attn.hf.readers.checkpoint_files import read_config, read_state
+from alibi_attn.hf.readers.families import DECODERS, ENCODERS, bloom
+from alibi_attn.hf.readers.families.family import Checkpoint, Family, PatchedFamily, Source
 
 SIZES = {"vocab_size": 30, "hidden_size": 16, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 24}
 IDS = torch.arange(14).reshape(2, 7)

@@ -8,7 +8,7 @@ from torch import Tensor, nn
 from torch.export import Dim, export
 
 from alibi_attn.hf import ALiBiBertConfig, ALiBiBertModel
-from alibi_attn.hf.encoder.packing import Packing
+from alibi_attn.hf.readers.encoder.packing import Packing
 
 SIZES = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 40, "vocab_size": 60}
 HAS_ONNX = all(importlib.util.find_spec(name) for name in ("onnx", "onnxscript", "onnxruntime"))

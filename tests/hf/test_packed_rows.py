@@ -24,8 +24,8 @@ from alibi_attn.hf import (
     ALiBiCausalLMConfig,
     ALiBiForCausalLM,
     patch,
-    patched_attention,
 )
+from alibi_attn.hf.attention import patched_attention
 
 LENGTHS = [37, 64, 5, 90]
 FAMILIES = ["bloom", "mpt", "falcon", "ours"]

@@ -7,7 +7,9 @@ from transformers import DynamicCache
 from transformers.models.bloom.modeling_bloom import BloomGelu
 
 from alibi_attn.attention import decoding
-from alibi_attn.hf import ALiBiCache, decoding_step, patch, patched_attention
+from alibi_attn.hf import ALiBiCache, patch
+from alibi_attn.hf.attention import patched_attention
+from alibi_attn.hf.patching import decoding_step
 from alibi_attn.nn import linear
 
 LINEARS = {

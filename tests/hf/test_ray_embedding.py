@@ -37,13 +37,13 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture
 def settings(model):
-    from alibi_attn.hf.ray_embedding import Settings
+    from alibi_attn.hf.embedding.ray_embedding import Settings
 
     return Settings(str(model), None, None, 512, 16384, False, "float32", "cpu")
 
 
 def texts_of(lines):
-    from alibi_attn.hf.ray_embedding import Texts
+    from alibi_attn.hf.embedding.ray_embedding import Texts
 
     return Texts(["lines.txt"] * len(lines), [0] * len(lines), list(lines))
 
@@ -66,7 +66,7 @@ def holding_work(parent: int) -> Iterator[psutil.Process]:
 
 
 def test_a_shard_ends_at_the_text_that_reaches_its_size():
-    from alibi_attn.hf import ray_embedding
+    from alibi_attn.hf.embedding import ray_embedding
 
     shards = ray_embedding.split(texts_of(["to", "be", "or", "not", "to"]), 4)
     assert [shard.texts for shard in shards] == [["to", "be"], ["or", "not"], ["to"]]
@@ -99,7 +99,7 @@ def test_a_worker_killed_while_it_holds_work_changes_nothing(model, tmp_path):
 
 
 def test_a_second_start_computes_only_the_missing_parts(cluster, settings, tmp_path):
-    from alibi_attn.hf import ray_embedding
+    from alibi_attn.hf.embedding import ray_embedding
 
     out, seen = tmp_path / "new" / "parts", []
 
@@ -129,7 +129,7 @@ def test_a_second_start_computes_only_the_missing_parts(cluster, settings, tmp_p
 
 
 def test_chunks_on_a_cluster_are_those_of_one_process(cluster, settings, tmp_path):
-    from alibi_attn.hf import ray_embedding
+    from alibi_attn.hf.embedding import ray_embedding
 
     documents = [" ".join(LINES[at : at + 20]) for at in range(0, 80, 20)]
     some = dataclasses.replace(settings, chunks=7, max_length=30, overlap=4, normalize=True)
@@ -142,7 +142,7 @@ def test_chunks_on_a_cluster_are_those_of_one_process(cluster, settings, tmp_pat
 
 
 def test_a_second_writer_is_refused_and_leaves_the_folder_of_the_first(tmp_path, monkeypatch):
-    from alibi_attn.hf import ray_embedding
+    from alibi_attn.hf.embedding import ray_embedding
 
     out, exists = tmp_path / "parts", Path.exists
     with ray_embedding._claimed(out):
@@ -155,7 +155,7 @@ def test_a_second_writer_is_refused_and_leaves_the_folder_of_the_first(tmp_path,
 
 
 def test_what_cannot_run_is_refused_and_leaves_no_folder(cluster, settings, tmp_path):
-    from alibi_attn.hf import ray_embedding
+    from alibi_attn.hf.embedding import ray_embedding
 
     def message(lines=LINES, workers=None, **changes):
         changed = dataclasses.replace(settings, **changes)
@@ -172,7 +172,7 @@ def test_what_cannot_run_is_refused_and_leaves_no_folder(cluster, settings, tmp_
 
 
 def test_texts_that_killed_their_workers_are_named_instead_of_tried_forever(cluster, settings):
-    from alibi_attn.hf import ray_embedding
+    from alibi_attn.hf.embedding import ray_embedding
 
     attempts = ray.remote(ray_embedding._Attempts).remote()
     worker = ray_embedding._Worker(

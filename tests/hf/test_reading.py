@@ -8,7 +8,8 @@ import torch
 from kills import killed_at_random
 
 from alibi_attn.attention import decoding, near_keys
-from alibi_attn.hf import ALiBiCache, ALiBiCausalLMConfig, ALiBiForCausalLM, patch, read, reading
+from alibi_attn.hf import ALiBiCache, ALiBiCausalLMConfig, ALiBiForCausalLM, patch, read
+from alibi_attn.hf.patching import reading
 
 pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="caches in files need Linux or macOS")
 
@@ -231,7 +232,8 @@ def test_our_own_models_read_and_continue(small, tmp_path):
 
 READS = """
     from transformers import BloomForCausalLM
-    from alibi_attn.hf import ALiBiCache, patch, read, reading
+    from alibi_attn.hf import ALiBiCache, patch, read
+    from alibi_attn.hf.patching import reading
     reading._CHUNK = 16
     model = BloomForCausalLM.from_pretrained(path / "model").eval()
     patch(model)

@@ -9,8 +9,9 @@ import pytest
 import torch
 from encoder_oracle import WIDTH, config, pooled, random_state, write_folder, write_tokenizer
 
-from alibi_attn.hf import ALiBiBertModel, pooling_config, sentence_transformer
-from alibi_attn.hf.sentence_encoder import load
+from alibi_attn.hf import ALiBiBertModel, sentence_transformer
+from alibi_attn.hf.embedding import pooling_config
+from alibi_attn.hf.embedding.sentence_encoder import load
 
 TEXTS = ["a b c", "d e f g h i j k a a b", "z"]
 

@@ -10,7 +10,7 @@ from accelerate.hooks import ModelHook, add_hook_to_module, remove_hook_from_mod
 from accelerate.utils import convert_outputs_to_fp32
 
 from alibi_attn.hf import patch
-from alibi_attn.hf.capture_qk import watched
+from alibi_attn.hf.patching.capture_qk import watched
 
 FAMILIES = ("bloom", "mpt", "falcon")
 

@@ -13,7 +13,7 @@ from transformers import (
 )
 
 from alibi_attn.hf import ALiBiBertConfig, ALiBiBertModel, patch
-from alibi_attn.hf.checkpoint_files import read_names
+from alibi_attn.hf.readers.checkpoint_files import read_names
 
 SMALL = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 6, "intermediate_size": 40, "vocab_size": 40}
 SIGNS = {

@@ -2,7 +2,7 @@
 
 import pytest
 
-from alibi_attn.hf.encoder import layers
+from alibi_attn.hf.readers.encoder import layers
 from alibi_lab import records
 from alibi_lab.measure import long_document as module
 from alibi_lab.measure.long_document import long_document, random_document

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from alibi_attn.hf import reading
+from alibi_attn.hf.patching import reading
 from alibi_lab import records
 from alibi_lab.cli.main import main
 from alibi_lab.measure import long_texts as module

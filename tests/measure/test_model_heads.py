@@ -14,7 +14,7 @@ from typer.testing import CliRunner
 
 from alibi_attn import head_reach
 from alibi_attn.hf import patch
-from alibi_attn.hf.capture_qk import watched
+from alibi_attn.hf.patching.capture_qk import watched
 from alibi_attn.slopes import alibi_slopes
 from alibi_lab import records
 from alibi_lab.cli.main import app

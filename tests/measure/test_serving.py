@@ -147,7 +147,7 @@ def test_a_token_with_a_long_cache_is_compared_and_timed(tmp_path, monkeypatch):
     def blind(*args, visible=None, **options):  # ignores the mask
         return attend_near(*args, **options)
 
-    monkeypatch.setattr("alibi_attn.hf.patched_attention.attend_near", blind)
+    monkeypatch.setattr("alibi_attn.hf.attention.patched_attention.attend_near", blind)
     with pytest.raises(RuntimeError, match="behind padding is off"):
         generating(tmp_path / "blind", lengths=(40,), **sizes)
 

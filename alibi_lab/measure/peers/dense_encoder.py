@@ -1,7 +1,7 @@
 """The arithmetic of the remote code of ALiBi encoders (Jina v2, MosaicBERT), eager and through SDPA.
 
 The originals build a bias [1, H, T, T] once, add mask and bias to all scores in every layer, and also compute padding.
-Formulas: `alibi_attn/hf/encoder/layers.py`. Written from Günther et al. 2023 (arXiv:2310.19923) and Portes
+Formulas: `alibi_attn/hf/readers/encoder/layers.py`. Written from Günther et al. 2023 (arXiv:2310.19923) and Portes
 et al. 2023 (arXiv:2312.17482), for evaluation only.
 """
 

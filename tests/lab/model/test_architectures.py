@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import nn
 
-from alibi_attn.hf.export import DecoderConfig, export_mpt
+from alibi_attn.hf.readers.export import DecoderConfig, export_mpt
 from alibi_lab.lab.config import ConfigError, ModelConfig
 from alibi_lab.lab.model.language_model import LanguageModel, decoder_state
 

@@ -20,7 +20,7 @@ import torch
 import torch._dynamo
 from kills import end_of
 
-from alibi_attn.hf import embedding, resumable_output, sentence_encoder  # noqa: F401 - loaded once
+from alibi_attn.hf.embedding import embedding, resumable_output, sentence_encoder  # noqa: F401 - loaded once
 from alibi_lab.cli.main import app
 from alibi_lab.lab import experiment  # noqa: F401
 from alibi_lab.lab.training import train  # noqa: F401

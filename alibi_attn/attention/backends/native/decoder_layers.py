@@ -1,7 +1,7 @@
 """All layers of a decoder for a few new tokens, in one call of `decoder_layers.cpp`: CPU only, without gradients.
 
 In a model that runs module by module, Python and torch's operators cost as much per layer as reading a million weights. This
-module holds the structures of the call; `hf/decoding_step.py` fills them.
+module holds the structures of the call; `hf/patching/decoding_step.py` fills them.
 """
 
 import ctypes

@@ -1,0 +1,55 @@
+"""The heads around a patched model: their forward passes hand the arguments that tell texts in one row apart to the model inside.
+
+transformers' heads pass such arguments to the loss only, or nowhere. Read next: `packed_rows.py`.
+"""
+
+import functools
+import inspect
+from collections.abc import Callable, Iterator
+from typing import Any
+
+from torch import Tensor, nn
+from transformers import PreTrainedModel
+
+from alibi_attn.hf.attention import packed_rows
+from alibi_attn.hf.attention.packed_rows import PackedMask
+
+
+def around(model: nn.Module, body: nn.Module) -> Iterator[PreTrainedModel]:
+    """The models of transformers that contain this one."""
+    for module in model.modules():
+        if (
+            isinstance(module, PreTrainedModel)
+            and module is not body
+            and any(part is body for part in module.modules())
+        ):
+            yield module
+
+
+def packing_forward(head: PreTrainedModel, before: Callable[..., object] | None) -> Callable[..., object]:
+    """The forward of a patched head, with the signature of the original and `segment_ids`."""
+    own = type(head).forward
+    signature = inspect.signature(own)
+    names = tuple(name for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD)[1:]
+    forward = functools.partial(_forward, head, before, names)
+    extra = inspect.Parameter("segment_ids", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Tensor | None)
+    others = list(signature.parameters.values())
+    at = len(others) - (others[-1].kind is inspect.Parameter.VAR_KEYWORD)
+    functools.update_wrapper(forward, own, assigned=())
+    vars(forward)["__signature__"] = signature.replace(parameters=[*others[:at], extra, *others[at:]])
+    return forward
+
+
+def _forward(
+    head: PreTrainedModel, before: Callable[..., object] | None, names: tuple[str, ...], *args: object, **kwargs: object
+) -> object:
+    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    kind = type(head).__name__
+    packing = packed_rows.split(given, known=names, where=kind)
+    if packing:
+        if kind.endswith("ForSequenceClassification"):
+            raise ValueError(
+                f"{kind} got {', '.join(packing)}, but it has one result per row, that of the last token; pass one text per row"
+            )
+        given["attention_mask"] = PackedMask(given.get("attention_mask"), packing)
+    return type(head).forward(head, **given) if before is None else before(**given)

@@ -1,0 +1,178 @@
+"""The mask that a patched model builds instead of an n×n mask: [B, R, 1, S] bool, without causality.
+
+Row 0 says which keys are visible. A mask without columns, [B, 1, 1, 0], means that all are. R is 1, plus 1 if row 1 says where a
+text begins after another one in the same row, plus 2 if distances count visible keys, because the mask has holes. It is bool and
+has four dimensions because transformers passes such masks on unmodified. Read next: `patching.py`.
+"""
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+import torch
+from torch import Tensor
+from transformers import AttentionMaskInterface, PreTrainedConfig
+from transformers.cache_utils import Cache
+from transformers.masking_utils import causal_mask_function, create_causal_mask
+
+from alibi_attn.attention.transforms import may_read
+from alibi_attn.hf.attention import packed_rows
+from alibi_attn.hf.attention.packed_rows import PackedMask
+
+# How a family counts the distances of a mask with holes: by index, or over the visible tokens.
+INDEXED = "alibi_attn"  # also the name of the function below in transformers' table
+COUNTED = "alibi_attn_counted"
+
+
+class Keys(NamedTuple):
+    """What a layer reads from the mask, [B, S] each; None = all visible, one text, distances by index.
+
+    Args:
+        seen: True = visible.
+        segments: the number of the text.
+        shift: the position counted over the visible keys, less the index.
+    """
+
+    seen: Tensor | None
+    segments: Tensor | None = None
+    shift: Tensor | None = None
+
+
+def keys_of(mask: Tensor, key_len: int | None = None) -> Keys:
+    """Decodes a mask of `of_layers` for this number of keys; None = any."""
+    if mask.ndim != 4 or mask.shape[2] != 1 or not 1 <= mask.shape[1] <= 4 or mask.dtype != torch.bool:
+        raise ValueError(
+            f"a patched layer received a mask {list(mask.shape)} of {mask.dtype} instead of a bool mask [B, R, 1, S]; call "
+            "the whole model that was patched, not a part of it"
+        )
+    if key_len is not None and mask.shape[3] > key_len:
+        raise ValueError(
+            f"a patched layer received a mask of {mask.shape[3]} keys but has {key_len}; its cache was dropped on the way to it"
+        )
+    if not mask.shape[3]:
+        return Keys(None)
+    seen, rows = mask[:, 0, 0], mask.shape[1]
+    segments = mask[:, 1, 0].cumsum(1) if rows in (2, 4) else None
+    return Keys(
+        seen, segments, seen.cumsum(1) - 1 - torch.arange(mask.shape[3], device=mask.device) if rows > 2 else None
+    )
+
+
+def of_layers(
+    name: str, config: PreTrainedConfig, tokens: Tensor, attention_mask: Tensor | PackedMask | None, cache: Cache | None,
+    packing: Mapping[str, Any],
+) -> Tensor:  # fmt: skip
+    """The mask that every layer of a patched model receives, [B, R, 1, S | 0] bool.
+
+    Args:
+        name: INDEXED or COUNTED.
+        config: the model's.
+        tokens: [B, T] or their embeddings [B, T, E].
+        attention_mask: the caller's, [B, S] over the cached tokens and the new ones, or None; or a causal block for each text,
+            [B, 1, T, S].
+        packing: arguments that tell texts in one row apart; see `packed_rows.py`.
+
+    Raises:
+        ValueError: a wrong shape, a mask that does not cover the cached tokens, arguments that contradict one another, or a model
+            that is not causal.
+    """
+    if not getattr(config, "is_causal", True):
+        raise ValueError(_CAUSAL)
+    if isinstance(attention_mask, PackedMask):
+        packing = {**packing, **attention_mask.packing}
+        attention_mask = attention_mask.attention_mask
+    past: int | Tensor = 0 if cache is None else cache.get_seq_length()
+    if attention_mask is not None and attention_mask.ndim == 4:
+        _check_rows(attention_mask, tokens.shape[0])
+        attention_mask, blocks = packed_rows.from_blocks(attention_mask, past=past)
+        packing = {**packing, "blocks": blocks}
+    if attention_mask is not None:
+        _check(attention_mask, tokens.shape[0])
+    sizes = torch.empty(*tokens.shape[:2], 0, device=tokens.device)  # transformers reads the shape only
+    seen = create_causal_mask(_CONFIG, sizes, attention_mask, past_key_values=cache)
+    assert isinstance(seen, Tensor)  # built by `indexed_mask`
+    begins = None
+    if packing:
+        whole = seen if seen.shape[1] else seen.new_ones(len(seen), _capacity(cache, tokens.shape[1]))
+        begins = packed_rows.starts(packing, whole, query_len=tokens.shape[1], past=past)
+        seen = seen if begins is None else whole
+    counted = name == COUNTED and seen.shape[1] > 0 and _may_have_holes(seen)
+    if begins is None and not counted:
+        return seen[:, None, None]
+    second = seen if begins is None else begins
+    return torch.stack([seen, *[second] * ((begins is not None) + 2 * counted)], 1)[:, :, None]
+
+
+def _capacity(cache: Cache | None, query_len: int) -> int:
+    """S, with the whole capacity of a static cache."""
+    return query_len if cache is None else int(cache.get_mask_sizes(query_len, 0)[0])
+
+
+def _may_have_holes(seen: Tensor) -> bool:
+    """Whether some row has a hidden key between visible ones; True on a GPU and in compiled code, where reading would wait."""
+    if not may_read(seen):
+        return True
+    return bool(((seen[:, 1:] & ~seen[:, :-1]).sum(1) + seen[:, 0] > 1).any())
+
+
+def _check(mask: Tensor, batch: int) -> None:
+    if mask.ndim != 2:
+        raise ValueError(
+            f"the attention mask has shape {list(mask.shape)} but must be [B, S] in a patched model, 1 = visible, or "
+            "[B, 1, T, S] with a causal block for each text; pass such a mask, or call undo() on the patch"
+        )
+    _check_rows(mask, batch)
+    # A floating dtype may be an additive mask (0 and −inf); integers are not checked.
+    if mask.is_floating_point() and may_read(mask) and bool((mask != mask.bool()).any()):
+        raise ValueError("attention_mask has values other than 0 and 1; pass 1 for a token and 0 for padding")
+
+
+def _check_rows(mask: Tensor, batch: int) -> None:
+    if mask.shape[0] != batch:
+        raise ValueError(f"attention_mask has {mask.shape[0]} rows but the batch has {batch}")
+
+
+def padded(*, attention_mask: Tensor | None, past_key_values: Cache, **_: object) -> Tensor | None:
+    """Replaces a model's `create_masks_for_generate`, which builds n×n for a static cache: [B, S] over its whole capacity."""
+    if attention_mask is None:
+        return None
+    room = past_key_values.get_max_length() - attention_mask.shape[1]
+    return torch.nn.functional.pad(attention_mask, (0, max(room, 0)))
+
+
+def indexed_mask(
+    batch_size: int,
+    q_length: int,
+    kv_length: int,
+    q_offset: int | Tensor = 0,
+    *,
+    mask_function: Callable[..., object] = causal_mask_function,
+    attention_mask: Tensor | None = None,
+    device: torch.device | str = "cpu",
+    config: PreTrainedConfig | None = None,
+    **_: object,
+) -> Tensor:
+    """[B, S | 0] bool, True = visible, in the signature of transformers' mask functions."""
+    if mask_function is not causal_mask_function:
+        raise ValueError(_CAUSAL)
+    if attention_mask is None or attention_mask.shape[1] == 0:
+        return torch.ones(batch_size, 0, dtype=torch.bool, device=device)
+    length = attention_mask.shape[1]
+    if torch.compiler.is_compiling() or (isinstance(q_offset, Tensor) and q_offset.device.type != "cpu"):
+        needed = q_length  # q_offset may be on a GPU and is not read, which would synchronize
+    else:
+        needed = int(q_offset) + q_length
+    if length < needed:
+        raise ValueError(
+            f"attention_mask covers {length} positions but must cover {needed}: "
+            f"the cached tokens and the {q_length} new ones"
+        )
+    seen = attention_mask.to(torch.bool)
+    if seen.device.type == "cpu" and not torch.compiler.is_compiling() and bool(seen.all()):
+        return seen[:, :0]
+    return torch.nn.functional.pad(seen, (0, max(kv_length - length, 0)))
+
+
+AttentionMaskInterface.register(INDEXED, indexed_mask)
+
+_CAUSAL = "a patched model is causal with one sequence per row; call undo() on the patch for other masks"
+_CONFIG = PreTrainedConfig(attn_implementation=INDEXED)  # type: ignore[call-arg]

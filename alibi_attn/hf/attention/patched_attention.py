@@ -1,0 +1,180 @@
+"""Attention of patched layers: their settings, and the one function that every family calls.
+
+Families differ in slopes, scale, how they count positions, and how they round. Shapes are those of `attention/spec.py`.
+Read next: `families/bloom.py`.
+"""
+
+import dataclasses
+from collections.abc import Callable
+from typing import Literal
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache
+
+from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.decoding import attend_near, has_kernel, reads_near
+from alibi_attn.attention.near_keys import visible_runs
+from alibi_attn.attention.validation import slopes_beside
+from alibi_attn.hf.attention.masks import Keys, keys_of
+from alibi_attn.hf.caches.cache import ALiBiCache
+
+Numerics = Literal["exact", "checkpoint"]
+
+ROWS = 256  # queries whose scores are in memory at once when a checkpoint's rounding is reproduced
+
+
+@dataclasses.dataclass(frozen=True)
+class AttentionSettings:
+    """Attention settings of one layer.
+
+    Args:
+        slopes: m, one per head: the number that a score actually loses per token of distance.
+        scale: the factor of q·k.
+        backend, numerics: those of `patch`.
+    """
+
+    slopes: tuple[float, ...]
+    scale: float
+    backend: str
+    numerics: Numerics
+
+
+def of(layer: nn.Module) -> AttentionSettings:
+    """The settings that `patch` attached to the layer."""
+    settings: AttentionSettings = layer.alibi_settings  # type: ignore[assignment]
+    return settings
+
+
+def extended(layer: nn.Module, cache: Cache | None, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, int | Tensor]:
+    """Appends to the cache. Returns (key, value, the position of query 0), with the cached keys and values first.
+
+    A static cache returns its whole capacity, and its length is a tensor that the update changes in place.
+    """
+    if cache is None:
+        return key, value, 0
+    past: int | Tensor = cache.get_seq_length(layer.layer_idx)  # type: ignore[arg-type]
+    if isinstance(past, Tensor):
+        past = past.clone()
+    owner = {"layer": layer} if isinstance(cache, ALiBiCache) and not torch.compiler.is_compiling() else {}
+    key, value = cache.update(key, value, layer.layer_idx, **owner)  # type: ignore[arg-type]
+    return key, value, past
+
+
+def cached_and_attended(
+    layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, cache: Cache | None, mask: Tensor, dropout_p: float,
+    rounded: Callable[..., Tensor] | None = None,
+) -> Tensor:  # fmt: skip
+    """`extended`, then `attended`; with numerics="checkpoint" `rounded(query, key, value, first, mask, dropout_p)` instead."""
+    dropout_p = float(dropout_p) if layer.training else 0.0
+    key, value, first = extended(layer, cache, key, value)
+    if rounded is not None and of(layer).numerics == "checkpoint":
+        return rounded(query, key, value, first, mask, dropout_p)
+    return attended(layer, query, key, value, cache=cache, first=first, mask=mask, dropout_p=dropout_p)
+
+
+def attended(
+    layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, cache: Cache | None, first: int | Tensor, mask: Tensor,
+    dropout_p: float,
+) -> Tensor:  # fmt: skip
+    """[B, T, H·D]: exact attention with distances in fp32, heads concatenated.
+
+    Args:
+        key, value, first: the result of `extended`.
+        mask: that of `masks.of_layers`.
+    """
+    settings = of(layer)
+    slopes = slopes_beside(settings.slopes, torch.float32, query)
+    seen, segments, shift = _of_last_text(keys_of(mask, key.shape[2]), first, query.shape[2])
+    # An instance may override this function, as `distributed.context_parallel` does.
+    attend = vars(layer).get("attend", alibi_attention)
+    if attend is not alibi_attention and not (segments is None and shift is None):
+        raise ValueError(
+            "context parallelism supports one text per row and no holes in the mask of this model; call undo() on its handle"
+        )
+    plain = dropout_p == 0 and settings.backend == "auto" and attend is alibi_attention
+    ours = cache if isinstance(cache, ALiBiCache) else None
+    # A static cache has unused capacity after the last query.
+    plain = plain and not isinstance(first, Tensor) and first + query.shape[2] == key.shape[2]
+    plain = plain and segments is None and shift is None
+    if plain and reads_near(query, key, masked=seen is not None, remembered=ours is not None):
+        visible = None if seen is None else visible_runs(seen)
+        if seen is None or visible is not None:
+            norms = None if ours is None else ours.norms(layer.layer_idx)  # type: ignore[arg-type]
+            return merged(attend_near(query, key, value, slopes, norms, visible=visible, scale=settings.scale))
+    elif plain and ours is not None and not torch.is_grad_enabled() and has_kernel(query, key, value):
+        ours.norms(layer.layer_idx)  # type: ignore[arg-type]  # during the prompt, so that new tokens are fast
+    more: dict[str, Tensor] = {}
+    if segments is not None:
+        more["segment_ids"] = segments
+    if shift is not None:  # −m·(distance over the visible keys) = −m·|i − j| + m·(p_j − j), up to a number per query
+        more["key_bias"] = slopes[:, None] * shift[:, None]
+    mixed = attend(
+        query, key, value, slopes, scale=settings.scale, query_offset=first, key_mask=seen, dropout_p=dropout_p,
+        backend=settings.backend, **more,
+    )  # fmt: skip
+    return merged(mixed)
+
+
+def merged(heads: Tensor) -> Tensor:
+    """[B, H, T, D] -> [B, T, H·D]"""
+    return heads.transpose(1, 2).flatten(2)
+
+
+def _of_last_text(keys: Keys, first: int | Tensor, query_len: int) -> Keys:
+    """With one query, the keys of other texts are hidden keys, so that it may read near keys only."""
+    if keys.segments is None or query_len > 1:
+        return keys
+    at = first.reshape(1) if isinstance(first, Tensor) else slice(first, first + 1)
+    same = keys.segments == keys.segments[:, at]
+    return keys._replace(seen=same if keys.seen is None else same & keys.seen, segments=None)
+
+
+def by_rows(
+    attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key_len: int, first: int | Tensor, mask: Tensor
+) -> Tensor:
+    """[B, T, H·D], from a few queries at a time, so that memory stays linear in the length.
+
+    Args:
+        attend: returns [B, H, rows, D] for (queries [B, H, rows, D], their positions [rows], hidden keys [B|1, 1, rows, S]).
+    """
+    seen, segments, _ = keys_of(mask, key_len)
+    keys = torch.arange(key_len, device=query.device)
+    outputs = []
+    for queries in query.split(ROWS, dim=2):
+        at = torch.arange(queries.shape[2], device=query.device) + first
+        first = first + queries.shape[2]
+        hidden = (keys > at[:, None])[None, None]
+        if segments is not None:
+            hidden = hidden | (segments[:, at, None] != segments[:, None])[:, None]
+        outputs.append(attend(queries, at, hidden if seen is None else hidden | ~seen[:, None, None, :]))
+    return merged(torch.cat(outputs, dim=2))
+
+
+def rounded_bias(build: Callable[..., Tensor], mask: Tensor, heads: int, key: Tensor, dtype: torch.dtype) -> Tensor:
+    """[B, H, 1, S]: m·position as the model builds and rounds it, counted over the visible tokens.
+
+    Args:
+        build: the family's `build_alibi_tensor`; it is a table by position, so that positions restart with each text.
+        key: [B, K, S, D], with the whole capacity of a static cache.
+        dtype: of the hidden states.
+    """
+    batch, _, key_len, _ = key.shape
+    of_text = build(torch.ones(1, key_len, dtype=torch.long, device=key.device), heads, dtype=dtype).view(
+        1, heads, 1, key_len
+    )
+    at = counted_positions(keys_of(mask, key_len))
+    if at is None:
+        return of_text.expand(batch, -1, -1, -1)
+    return of_text.expand(batch, -1, -1, -1).gather(3, at[:, None, None].expand(-1, heads, -1, -1))
+
+
+def counted_positions(keys: Keys) -> Tensor | None:
+    """[B, S]: the position of each visible key, counted over those of its text; None if all keys are visible, in one text."""
+    if keys.seen is None:
+        return None
+    count = keys.seen.cumsum(1)
+    if keys.segments is not None:
+        begins = torch.nn.functional.pad(keys.segments[:, 1:] != keys.segments[:, :-1], (1, 0))
+        count = count - torch.where(begins, count - keys.seen.long(), 0).cummax(1).values
+    return (count - 1).clamp(min=0)

@@ -1,0 +1,382 @@
+"""ALiBiCache: a cache for `generate` in which a new token of a patched model reads only the keys within reach.
+
+A `DynamicCache` of transformers copies all keys and values for every new token, and attention then scores all of them. This
+cache appends in place and stores norms of its keys and values: see `attention/decoding.py`.
+"""
+
+import os
+import weakref
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+from typing import Any, Self, cast
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import Cache, DynamicLayer
+
+from alibi_attn.attention.certificate.norms import Norms
+from alibi_attn.hf.caches import cache_folder
+from alibi_attn.hf.caches.cache_folder import TokenIds
+from alibi_attn.nn.cache import KVCache
+from alibi_attn.nn.cache_checks import check_format
+from alibi_attn.nn.cache_file import Mode, check_new
+
+NEEDS_PATCH = (
+    "a cache in files needs a model that reads only the keys within reach: call patch(model) first, or use ALiBiCache()"
+)
+FORMAT = 1  # of a pickle; the KVCaches inside have their own format number
+
+
+class ALiBiCache(Cache):
+    """Pass a new one as `past_key_values`: `model.generate(tokens, past_key_values=ALiBiCache())`.
+
+    It replaces a `DynamicCache` in any model (beams, assisted generation, chunks, cropping), with the same outputs. In
+    a patched model, the cost of attention per token then depends on the reach and not on the length of the text; with
+    padding, the cost of each row depends only on its own tokens. All keys are still scored if the mask has holes,
+    gradients are needed, numerics is not "exact", a `backend` is named, or under `torch.compile`; on a GPU also with
+    any padding. On a CPU without a compiler, in fp64, or with a head size that is not a multiple of 16, all keys are
+    scored below 2²³ cached elements per layer and sequence (8,192 tokens of 16 heads × 64).
+
+    It can be copied and pickled. A pickle names its format and contains no transformers classes, so it survives upgrades.
+
+    With a `path` it is a folder of memory-mapped files, on Linux and macOS: memory then follows the keys that queries read, and
+    `ALiBiCache.open(path)` continues later, also after the process was killed (not after a power failure). This needs a patched
+    model or one of our models, on the CPU, without gradients. Copies and pickles of it are in memory.
+    See `docs/long-texts.md`.
+
+    MPT's config has `use_cache=False`: pass `use_cache=True` to `generate`.
+
+    Args:
+        path: a new folder; None = memory.
+
+    >>> from transformers import BloomConfig, BloomForCausalLM
+    >>> from alibi_attn.hf import patch
+    >>> model = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=50)).eval()
+    >>> cache = ALiBiCache()
+    >>> with patch(model):
+    ...     tokens = model.generate(torch.ones(1, 9, dtype=torch.int64), past_key_values=cache, max_new_tokens=3, pad_token_id=0)
+    >>> cache.get_seq_length()
+    11
+    """
+
+    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+        super().__init__(layer_class_to_replicate=_Layer)
+        self.path = None if path is None else Path(path)
+        self._about: dict[str, Any] | None = None  # description of the model; None before the first forward pass
+        self._model: weakref.ref[nn.Module] | None = None  # the model that filled the cache
+        # The model that was compared with the description, and how often its weights had been written to.
+        self._checked: tuple[weakref.ref[nn.Module], int] | None = None
+        self._ids = TokenIds()
+        if self.path is not None:
+            check_new(self.path)
+
+    @classmethod
+    def open(cls, path: str | os.PathLike[str], *, mode: Mode = "r+") -> Self:
+        """The cache in a folder. Headers and norms are checked; keys and values are read when they are needed.
+
+        Args:
+            mode: "r+" continues the files. "c" shares them: any number of processes may open them. Their changes are
+                private and never saved.
+
+        Raises:
+            OSError: there is no such cache.
+            ValueError: a file is damaged, has another format, or is open elsewhere.
+        """
+        cache = cls()
+        cache.path = Path(path)
+        cache._about = cache_folder.read_description(cache.path)
+        for index in range(cache._about["layers"]):
+            file = cache_folder.layer_path(cache.path, index)
+            new = file if mode == "r+" else None  # of a layer that was never written
+            store = KVCache.open(file, mode=mode) if file.exists() else KVCache(new)
+            cache.layers.append(_Layer(store=store))
+        tokens = cache_folder.token_path(cache.path)
+        if mode == "r+":
+            tokens.touch()
+        cache._ids = TokenIds(tokens) if mode == "r+" else TokenIds(memory=tokens.read_bytes())
+        cache.level()
+        return cache
+
+    def save(self, path: str | os.PathLike[str]) -> None:
+        """Writes a copy to a new folder, which `open` reads.
+
+        Raises:
+            OSError: the folder cannot be written.
+            ValueError: it exists, the cache is empty, or its model or token ids are unknown.
+        """
+        target = Path(path)
+        check_new(target)
+        model = None if self._model is None else self._model()
+        about = self._about or (None if model is None else cache_folder.describe(model))
+        tokens = self.tokens()
+        if about is None or tokens is None:
+            raise ValueError(
+                "only a cache whose model and token ids are known can be saved: one that a patched model or an "
+                "ALiBiForCausalLM filled from input_ids, and that was not copied, reordered or changed since"
+            )
+        folder = cache_folder.create(target, about)
+        TokenIds(cache_folder.token_path(folder)).write(0, tokens)
+        for index, layer in enumerate(self._held):
+            layer.store.save(cache_folder.layer_path(folder, index))
+        os.replace(folder, target)
+
+    def verify(self) -> None:
+        """Compares all token ids, keys and values in the files with their checksums; `open` checks the rest.
+
+        Raises:
+            ValueError: some differ, or the cache has no files.
+        """
+        if self.path is None:
+            raise ValueError("the cache is in memory and has no checksums; verify() is for ALiBiCache.open(path)")
+        self.tokens()
+        for layer in self._held:
+            layer.store.verify()
+
+    def begin(self, model: nn.Module, tokens: Tensor | None) -> None:
+        """Called by patched and our own models before a forward pass: checks the model, records token ids [B, T]."""
+        if torch.compiler.is_compiling():
+            return
+        if self._model is None or self.get_seq_length() == 0:
+            self._model = weakref.ref(model)
+        if self.path is not None:
+            if tokens is None or tokens.device.type != "cpu":
+                raise ValueError("a cache in files stores token ids; pass input_ids on the CPU, not inputs_embeds")
+            if self._about is None:
+                self._create(model)
+            self.check_model(model)
+        if tokens is None or tokens.device.type != "cpu":
+            self._ids.forget()
+        else:
+            self._ids.write(self.get_seq_length(), tokens)
+
+    def check_model(self, model: nn.Module) -> None:
+        """Raises ValueError if a model with other weights wrote the files; `model` is the model without its head."""
+        writes = cache_folder.writes(model)
+        if self._about is None or (
+            self._checked is not None and self._checked[0]() is model and self._checked[1] == writes
+        ):
+            return
+        about = cache_folder.describe(model)
+        if self._about != about:
+            raise ValueError(
+                f"{self.path} was written by a model with other weights, slopes or layers ({self._about['layers']} layers, "
+                f"fingerprint {self._about['fingerprint'][:12]}) than this one ({about['layers']}, {about['fingerprint'][:12]}); "
+                "pass the model that wrote it, or read the text into a new cache"
+            )
+        self._checked = weakref.ref(model), writes
+
+    def tokens(self) -> Tensor | None:
+        """The ids of the cached tokens, [B, S] int64; None if they are unknown, also after keys or values were changed."""
+        length = self.get_seq_length()
+        if length == 0 or any(layer.store.notice_changes() for layer in self._held):
+            return None
+        return self._ids.read(self._held[0].store.key.shape[0], length)
+
+    def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, None]]:
+        """(keys, values, None) of each layer, as for a `DynamicCache`."""
+        for layer in self._held:
+            yield layer.keys, layer.values, None
+
+    def level(self) -> None:
+        """Removes the tokens that only some layers hold, after a forward pass was interrupted."""
+        model = None if self._model is None else self._model()
+        expected = len(self.layers) if model is None else model.config.num_hidden_layers  # type: ignore[union-attr]
+        lengths = [len(layer.store) for layer in self._held]
+        least = min(lengths, default=0) if len(lengths) == expected else 0
+        for layer, length in zip(self._held, lengths, strict=True):
+            if length > least:
+                layer.store.crop(least)
+
+    def __repr__(self) -> str:
+        nbytes = sum(layer.store.nbytes for layer in self._held)
+        place = "in memory" if self.path is None else f"in {self.path}"
+        return f"ALiBiCache({self.get_seq_length()} tokens, {len(self.layers)} layers, {nbytes} bytes {place})"
+
+    def __getstate__(self) -> dict[str, object]:
+        return {"format": FORMAT, "stores": [layer.store for layer in self._held]}
+
+    def __setstate__(self, state: dict[str, Any]) -> None:
+        check_format("ALiBiCache", state, reads=FORMAT)
+        ALiBiCache.__init__(self)
+        self.layers = [_Layer(store=store) for store in state["stores"]]
+
+    def norms(self, layer_idx: int) -> Norms:
+        """Norms of the cached keys and values of one layer, which must not be empty."""
+        return self._held[layer_idx].store.norms
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
+    ) -> tuple[Tensor, Tensor]:
+        """Called by attention layers: appends keys and values; returns all keys and values of the layer."""
+        while len(self.layers) <= layer_idx:
+            self.layers.append(self._new_layer())
+        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
+        self._forget_ids()
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        super().batch_repeat_interleave(repeats)
+        self._forget_ids()
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        super().batch_select_indices(indices)
+        self._forget_ids()
+
+    def appendable(self, owners: Sequence[nn.Module | None]) -> list[KVCache] | None:
+        """The caches of all layers if `KVCache.extend` may append to them for these attention layers; else None."""
+        if self.path is not None or not self.layers or len(self.layers) != len(owners):
+            return None
+        pairs = zip(self._held, owners, strict=True)
+        if any(layer.owner is None or layer.owner() is not owner for layer, owner in pairs):
+            return None
+        stores = [layer.store for layer in self._held]
+        lengths = {len(store) for store in stores}
+        return stores if len(lengths) == 1 and all(store.can_extend for store in stores) else None
+
+    def _new_layer(self) -> "_Layer":
+        if self.path is None:
+            return _Layer()
+        if self._about is None:
+            raise ValueError(NEEDS_PATCH)
+        return _Layer(store=KVCache(cache_folder.layer_path(self.path, len(self.layers))))
+
+    def _forget_ids(self) -> None:
+        if self.path is None:  # else only calls that leave all rows in place are allowed
+            self._ids.forget()
+
+    def _create(self, model: nn.Module) -> None:
+        assert self.path is not None
+        about = cache_folder.describe(model)
+        os.replace(cache_folder.create(self.path, about), self.path)
+        self._ids = TokenIds(cache_folder.token_path(self.path))
+        self._about, self._checked = about, (weakref.ref(model), cache_folder.writes(model))
+
+    @property
+    def _held(self) -> list["_Layer"]:
+        return cast("list[_Layer]", self.layers)
+
+
+class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """One layer, with transformers' interface; `store` holds the tensors, `keys` and `values` are views of it."""
+
+    def __init__(self, *, store: KVCache | None = None, **kwargs: object) -> None:
+        self._store = KVCache()
+        self._assigned: dict[str, Tensor | None] = {}  # keys or values that wait for the other
+        super().__init__(**kwargs)  # type: ignore[no-untyped-call]
+        self._store = KVCache() if store is None else store
+        self.owner: weakref.ref[nn.Module] | None = None
+        if len(self.store):
+            self.lazy_initialization(self.store.key, self.store.value)
+
+    @property
+    def store(self) -> KVCache:
+        """The cache that holds the tensors."""
+        if self._assigned:
+            [name] = self._assigned
+            raise ValueError(
+                f"only {name} of a layer of this ALiBiCache were assigned, with {_described(self._assigned[name])} instead of "
+                f"{len(self._store)} tokens; assign both: layer.keys, layer.values = ..."
+            )
+        return self._store
+
+    @property
+    def keys(self) -> Tensor | None:
+        """[B, K, S, D], or None. Another tensor may be assigned, together with `values` if its length differs."""
+        return self._side("keys")
+
+    @keys.setter
+    def keys(self, keys: Tensor | None) -> None:
+        self._assign("keys", keys)
+
+    @property
+    def values(self) -> Tensor | None:
+        """[B, K, S, D], or None, as `keys`."""
+        return self._side("values")
+
+    @values.setter
+    def values(self, values: Tensor | None) -> None:
+        self._assign("values", values)
+
+    def _side(self, name: str) -> Tensor | None:
+        if name in self._assigned:
+            return self._assigned[name]
+        if not len(self._store):
+            return None
+        return self._store.key if name == "keys" else self._store.value
+
+    def _assign(self, name: str, given: Tensor | None) -> None:
+        if self._store.path is not None:
+            raise ValueError(
+                "keys and values of a cache in files cannot be assigned; use crop(), or assign to a copy (copy.deepcopy)"
+            )
+        self._assigned[name] = given
+        keys, values = self._side("keys"), self._side("values")
+        if (keys is None) != (values is None):
+            return  # until the other is assigned, too
+        if keys is None or values is None:
+            self._store = KVCache()
+        elif keys.shape[:3] != values.shape[:3]:
+            return
+        else:
+            self._store.assign(keys, values)
+            self.lazy_initialization(keys, values)
+        self._assigned.clear()
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device = key_states.dtype, key_states.device
+        self.is_initialized = True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, layer: nn.Module | None = None, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if layer is None and self.store.path is not None:
+            raise ValueError(NEEDS_PATCH)
+        owner = None if self.owner is None else self.owner()
+        if layer is not None and owner is not layer:
+            if owner is not None and len(self.store):
+                raise ValueError(
+                    "this ALiBiCache holds the keys of another model or layer; pass a new ALiBiCache(), or a copy "
+                    "(copy.deepcopy) to continue with another model that has the same weights"
+                )
+            self.owner = weakref.ref(layer)
+        if not self.is_initialized:
+            self.lazy_initialization(key_states, value_states)
+        return self.store.append(key_states, value_states)
+
+    def get_seq_length(self) -> int:
+        return len(self.store)
+
+    def reset(self) -> None:
+        self._assigned.clear()
+        if self.store.path is None:
+            self._store = KVCache()
+        elif len(self.store):
+            self.store.crop(0)
+        self.is_initialized = False
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove −tokens_to_remove tokens; a positive number is the length to keep, as in older releases of transformers."""
+        length = len(self.store)
+        left = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
+        self.store.crop(min(max(left, 0), length))
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if len(self.store):
+            self.store.reorder(beam_idx)
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        if len(self.store):
+            self.reorder_cache(torch.arange(self.store.key.shape[0]).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        if len(self.store):
+            self.reorder_cache(torch.arange(self.store.key.shape[0], device=indices.device)[indices])
+
+    def offload(self) -> None:
+        raise NotImplementedError("an ALiBiCache cannot be offloaded; use DynamicCache(offloading=True)")
+
+
+def _described(tensor: Tensor | None) -> str:
+    return "None" if tensor is None else str(tensor.shape[2])

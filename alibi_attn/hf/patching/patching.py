@@ -1,0 +1,303 @@
+"""`patch`: changes a loaded BLOOM, MPT or Falcon-RW in place so that its attention runs through `alibi_attention`.
+
+Only the given instance changes, and its config does not. Its attention layers get a new `forward`. So does the model
+around them: it passes our mask to the layers, and raises an error for outputs that a patched model cannot return.
+`undo` reverts all of it. The replacements are module-level functions with bound arguments, so copies and pickles of a
+patched model stay patched.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any, Literal, Self
+
+from torch import Tensor, nn
+from transformers import GenerationMixin, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
+
+from alibi_attn.attention.dispatch import BACKENDS
+from alibi_attn.hf.attention import cached_pass, heads, masks, packed_rows
+from alibi_attn.hf.attention.patched_attention import Numerics
+from alibi_attn.hf.caches.cache import ALiBiCache
+from alibi_attn.hf.patching import decoding_step, unsupported
+from alibi_attn.hf.readers.families import PATCHED
+from alibi_attn.hf.readers.families.family import PatchedFamily, StepModules
+from alibi_attn.nn import int8, linear
+from alibi_attn.nn.replacement import Replacement, forward_of, is_hooked, replaced, restore
+
+_MARK = "alibi_settings"  # an attribute that only patched layers have
+
+
+@dataclasses.dataclass(eq=False, repr=False)
+class Patch:
+    """A handle on the changes to one model. As a context manager it undoes the patch at the end of the block.
+
+    A copied or unpickled model stays patched. To undo the copy, copy or pickle the handle together with the model:
+    `copy.deepcopy((model, handle))`.
+
+    Attributes:
+        layers: names of the patched attention layers.
+        linears: names of the linear layers that `nn/linear.py` computes; none with numerics="checkpoint".
+        activations: names of the activations that run in one pass instead of several; none with numerics="checkpoint".
+    """
+
+    layers: tuple[str, ...]
+    _changes: list[Replacement]
+    linears: tuple[str, ...] = ()
+    activations: tuple[str, ...] = ()
+    _is_int8: bool = False
+
+    def undo(self) -> None:
+        """Restore the model's original attention, bit for bit, below hooks that accelerate added since.
+
+        Raises:
+            ValueError: the patch has already been undone, or converted linear layers to int8; or another tool has wrapped or
+                replaced a forward since. Then nothing changes.
+        """
+        if self._is_int8:
+            raise ValueError('linears="int8" has freed the original weights; load the model again')
+        if not self._changes:
+            raise ValueError("this patch has already been undone; call patch(model) for a new one")
+        for change in self._changes:
+            if "attend" in vars(change.module):
+                raise ValueError(
+                    f"the attention of {change.label} has been replaced since (by context_parallel); call undo() on that first"
+                )
+        restore(self._changes, "patch(model)")
+        self._changes.clear()
+
+    def __enter__(self) -> Self:
+        if self._is_int8:
+            raise ValueError(
+                'linears="int8" cannot be undone at the end of a with block; call patch(model, ...) without one'
+            )
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        if self._changes:
+            self.undo()
+
+    def __repr__(self) -> str:
+        return (
+            f"Patch(layers={len(self.layers)}, linears={len(self.linears)}, activations={len(self.activations)}, "
+            f"active={bool(self._changes)})"
+        )
+
+
+def patch(
+    model: nn.Module, backend: str = "auto", *, numerics: Numerics = "exact", linears: Literal["int8"] | None = None
+) -> Patch:
+    """Make an ALiBi model of transformers compute its attention with `alibi_attention`, in place.
+
+    No n×n scores or masks are built any more. On a CPU the linear layers use the fastest kernel for the processor
+    (`alibi_attn/nn/linear.py`), and BLOOM's GELU makes one pass over memory instead of five.
+
+    Padding on either side, every mode of `generate`, dynamic and static caches, gradients and `torch.compile` work. Weights,
+    config, caches and saved files do not change, and `type(model)(model.config)` is an unpatched model. As before, logits at
+    padding positions and of rows that are all padding are meaningless (no key is visible there, so attention is 0).
+
+    Args:
+        model: a loaded BLOOM, MPT, or Falcon with alibi=True, or a module that contains one; it is changed in place.
+        backend: of `alibi_attention`.
+        numerics: "exact" computes distances in fp32 in every dtype of the model. "checkpoint" changes nothing but attention, and
+            rounds biases as in training (BLOOM's m·j in its dtype, Falcon's bf16 product), a few rows of scores at a time: linear
+            memory, quadratic time.
+        linears: "int8" converts the linear layers, except the output's, for inference on a CPU (`nn/int8.py`). Their original
+            weights are freed, so this cannot be undone.
+
+    Returns:
+        A handle with the names of the replaced modules (`.layers`, `.linears`, `.activations`) and `.undo()`; also a context
+        manager.
+
+    Raises:
+        ValueError: the model has no supported layers, is patched already, has a config that transformers builds incorrectly, uses
+            remote code, or was loaded without its ALiBi; the message explains what to load instead.
+
+    >>> from transformers import BloomConfig, BloomForCausalLM
+    >>> model = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=50))
+    >>> with patch(model) as handle:
+    ...     print(handle.layers)
+    ('transformer.h.0.self_attention',)
+
+    Source: `docs/hf.md`; Press et al. 2022, sec. 3 (arXiv:2108.12409).
+    """
+    return patched_as(model, PATCHED, backend=backend, numerics=numerics, linears=linears)
+
+
+def patched_as(
+    model: nn.Module, families: Sequence[PatchedFamily], *, backend: str, numerics: Numerics, linears: str | None = None
+) -> Patch:
+    """`patch` with a given table of families."""
+    if not isinstance(model, nn.Module):
+        raise TypeError(
+            f"model is a {type(model).__name__} but must be a loaded model, an nn.Module: "
+            "what AutoModelForCausalLM.from_pretrained(...) returns"
+        )
+    if backend != "auto" and backend not in BACKENDS:
+        raise ValueError(f"backend is {backend!r} but must be 'auto' or one of {', '.join(map(repr, BACKENDS))}")
+    if numerics not in ("exact", "checkpoint"):
+        raise ValueError(f'numerics is {numerics!r} but must be "exact" or "checkpoint"')
+    if linears not in (None, "int8"):
+        raise ValueError(f'linears is {linears!r} but must be "int8" or None')
+    if linears == "int8":
+        if numerics != "exact":
+            raise ValueError(
+                'linears="int8" rounds weights, but numerics="checkpoint" reproduces the model\'s own numbers; omit one'
+            )
+        int8.check_supported()
+    if (reason := unsupported.why_not(model)) is not None:
+        raise ValueError(reason)
+    supported = ", ".join(family.name for family in families)
+    bodies = list(_bodies(model, families))
+    if not bodies:
+        raise ValueError(
+            unsupported.needs_none(model)
+            or f"{type(model).__name__} has nothing to patch; supported are the whole models of {supported}. "
+            "Baichuan, BTLM, Jais and Refact load as alibi_attn.hf.ALiBiForCausalLM, and encoders (Jina v2, MosaicBERT, "
+            "DNABERT-2) as ALiBiBertModel; models with other position methods have no ALiBi biases"
+        )
+    for prefix, body, family in bodies:
+        name = f"{prefix or 'the model'} ({type(body).__name__})"
+        if reason := family.why_not(body.config):
+            raise ValueError(f"{name} cannot be patched: {reason}; supported are {supported}")
+        _check_layers(name, body, family)
+    # First, because weights that are not finite raise an error, and no handle could undo the other changes.
+    converted = [
+        f"{prefix}.{name}" if prefix else name
+        for prefix, body, family in bodies
+        if linears == "int8"
+        for name in int8.convert(body, family.linears)
+    ]
+    changes: list[Replacement] = []
+    names = {id(module): name for name, module in model.named_modules()}
+
+    def change(module: nn.Module, name: str, value: object) -> None:
+        changes.append(replaced(module, names[id(module)], name, value))
+
+    layers: list[str] = []
+    around: dict[str, list[str]] = {"linears": [], "activations": []}
+    for prefix, body, family in bodies:
+        settings = family.settings(body.config, backend=backend, numerics=numerics)
+        for name, layer in _layers(body, family, prefix):
+            change(layer, _MARK, settings)
+            change(layer, forward_of(layer), functools.partial(family.forward, layer))
+            layers.append(name)
+        # With numerics="checkpoint" the bias is built by the model itself, also for masks with holes.
+        mask = masks.COUNTED if family.counts_positions and numerics == "exact" else masks.INDEXED
+        change(body, forward_of(body), _with_our_mask(body, mask, family.step))
+        for whole in heads.around(model, body):
+            change(whole, forward_of(whole), heads.packing_forward(whole, vars(whole).get(forward_of(whole))))
+        for name, value in family.unused.items():
+            change(body, name, value)
+        for head in model.modules():
+            if isinstance(head, GenerationMixin) and body in head.modules():
+                change(head, "create_masks_for_generate", masks.padded)
+        if numerics == "exact":
+            for kind, name, module, forward in _around(model, body, family):
+                change(module, forward_of(module), functools.partial(forward, module))
+                around[kind].append(name)
+    return Patch(
+        tuple(layers),
+        changes,
+        linears=tuple(converted if linears == "int8" else around["linears"]),
+        activations=tuple(around["activations"]),
+        _is_int8=linears == "int8",
+    )
+
+
+def _around(
+    model: nn.Module, body: nn.Module, family: PatchedFamily
+) -> Iterator[tuple[str, str, nn.Module, Callable[..., Tensor]]]:
+    """(kind, name, module, its faster forward) of the layers around attention, including the model's head.
+
+    Layers of another class, or whose forward was replaced (quantized, with adapters), are not changed.
+    """
+    models = [module for module in model.modules() if isinstance(module, PreTrainedModel)]
+    heads = [module.get_output_embeddings() for module in models]  # type: ignore[no-untyped-call]
+    inside = {id(module) for module in (*body.modules(), *heads)}
+    for name, module in model.named_modules():
+        if id(module) not in inside or ("forward" in vars(module) and not is_hooked(module)):
+            continue
+        if type(module) in family.linears:
+            yield "linears", name, module, linear.forward
+        elif type(module) in family.activations:
+            yield "activations", name, module, family.activations[type(module)]
+
+
+def _bodies(
+    model: nn.Module, families: Sequence[PatchedFamily]
+) -> Iterator[tuple[str, PreTrainedModel, PatchedFamily]]:
+    """(name, model without head, family)"""
+    for name, module in model.named_modules():
+        for family in families:
+            if isinstance(module, family.model):
+                yield name, module, family
+
+
+def _layers(body: nn.Module, family: PatchedFamily, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
+    """(name, attention layer)"""
+    yield from ((name, x) for name, x in body.named_modules(prefix=prefix) if isinstance(x, family.layer))
+
+
+def _check_layers(name: str, body: PreTrainedModel, family: PatchedFamily) -> None:
+    layers = dict(_layers(body, family))
+    if any(_MARK in vars(layer) for layer in layers.values()):
+        raise ValueError(f"{name} is patched already; call undo() on that patch first")
+    for at, layer in layers.items():
+        if type(layer) is not family.layer or ("forward" in vars(layer) and not is_hooked(layer)):
+            raise ValueError(
+                f"{name} has a {type(layer).__name__} at {at} whose forward was already replaced; patch the model as it was "
+                "loaded, without flash attention"
+            )
+
+
+def _with_our_mask(body: PreTrainedModel, mask_name: str, step: StepModules | None) -> Callable[..., object]:
+    """The patched forward of a model without head, with the signature of the original."""
+    own = type(body).forward
+    names = tuple(inspect.signature(own).parameters)[1:]
+    forward = functools.partial(_forward, body, vars(body).get(forward_of(body)), names, mask_name, _step=step)
+    return functools.update_wrapper(forward, own, assigned=())
+
+
+def _forward(
+    body: PreTrainedModel,
+    before: Callable[..., object] | None,
+    names: tuple[str, ...],
+    mask_name: str,
+    *args: object,
+    _step: StepModules | None = None,
+    **kwargs: object,
+) -> object:
+    """Raises an error for outputs that a patched model cannot return, then runs the model's forward with our mask."""
+    own = type(body).forward
+    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    packing = packed_rows.split(given, known=names, where=type(body).__name__)
+    if given.get("position_ids") is not None:  # Falcon has this argument
+        packing["position_ids"] = given["position_ids"]
+    wanted = given.get("output_attentions")
+    if wanted or (wanted is None and body.config.output_attentions):
+        raise ValueError(
+            "output_attentions requests the T×S weights, which a patched model never builds; call undo() on the patch, or patch "
+            "in a `with` block around everything else"
+        )
+    tokens = given.get("input_ids")
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    if isinstance(tokens, Tensor):
+        if tokens.ndim < 2 or tokens.shape[1] == 0:
+            raise ValueError(f"the input has shape {list(tokens.shape)} but must be [B, T] with T ≥ 1 tokens")
+        cache = given.get("past_key_values")
+        with cached_pass.whole(body, cache, use_cache=given.get("use_cache"), new=tokens.shape[1]):
+            if isinstance(cache, ALiBiCache):
+                cache.begin(body, given.get("input_ids"))
+                one_text = before is None and not packing
+                if one_text and (hidden := decoding_step.step(body, _step, given)) is not None:
+                    wanted = given.get("return_dict")
+                    as_dict = body.config.return_dict if wanted is None else wanted
+                    output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden, past_key_values=cache)
+                    return output if as_dict else (hidden, cache)
+            given["attention_mask"] = masks.of_layers(
+                mask_name, body.config, tokens, given.get("attention_mask"), cache, packing
+            )
+            return own(body, **given) if before is None else before(**given)
+    return own(body, **given) if before is None else before(**given)

@@ -1,0 +1,235 @@
+"""`to_alibi`: replaces the position embeddings of a GPT-2, BERT or RoBERTa with ALiBi.
+
+A GPT-2 becomes an `ALiBiForCausalLM`: a pre-norm decoder with LayerNorms, biases and no gates. A BERT or RoBERTa
+becomes an `ALiBiBertModel` (or a class with a head) whose feed-forward is not gated. All weights stay except the table
+of positions. The new model must be trained before its outputs mean anything: `docs/hf.md`, *Fine-tune to long*.
+Source: Press et al. 2022, sec. 3 (arXiv:2108.12409); the idea of converting a pretrained model: MosaicML's Composer.
+"""
+
+import copy
+import dataclasses
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    BertForMaskedLM,
+    BertForSequenceClassification,
+    BertModel,
+    GPT2LMHeadModel,
+    PreTrainedConfig,
+    PreTrainedModel,
+    RobertaForMaskedLM,
+    RobertaForSequenceClassification,
+    RobertaModel,
+)
+
+from alibi_attn.hf.patching import unsupported
+from alibi_attn.hf.readers import checkpoint
+from alibi_attn.hf.readers.decoder.model import ALiBiForCausalLM
+from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
+from alibi_attn.hf.readers.encoder.models import (
+    ALiBiBertForMaskedLM,
+    ALiBiBertForSequenceClassification,
+    ALiBiBertModel,
+)
+from alibi_attn.hf.readers.encoder_config import ALiBiBertConfig
+from alibi_attn.hf.readers.families import cerebras, mosaic
+from alibi_attn.hf.readers.families.family import Family, Source
+
+POSITIONS = ("transformer.wpe.", "embeddings.position_embeddings.")
+
+
+def to_alibi(model: PreTrainedModel) -> ALiBiForCausalLM | ALiBiBertModel:
+    """A new model with the weights of `model`, without its position embeddings and with ALiBi's published slopes.
+
+    `model` is not changed, and shares no memory with the new model, which has the same dtype, device and training mode.
+    `save_pretrained` writes a folder for `from_pretrained` of the new class and, after `import alibi_attn.hf`, for AutoModel.
+
+    Args:
+        model: a `GPT2LMHeadModel` (becomes an `ALiBiForCausalLM`), or a `BertModel`, `BertForMaskedLM`,
+            `BertForSequenceClassification` or the same of RoBERTa (become an `ALiBiBertModel` or a class with that head). In
+            training, the classifier of a RoBERTa loses the dropout before its first layer.
+
+    Raises:
+        TypeError: another class; the message has the reason.
+        ValueError: cross-attention, a decoder, weights that the class does not have (adapters, quantized layers), or weights on
+            several devices or none.
+
+    >>> from transformers import GPT2Config, GPT2LMHeadModel
+    >>> model = GPT2LMHeadModel(GPT2Config(n_embd=32, n_layer=1, n_head=4, vocab_size=50, n_positions=16))
+    >>> to_alibi(model)(torch.ones(1, 100, dtype=torch.long)).logits.shape
+    torch.Size([1, 100, 50])
+    """
+    surgery = _surgery_for(model)
+    state = _state(model, surgery)
+    config = surgery.config(model)
+    with torch.device("meta"):
+        new = surgery.result(config)
+    tensors = checkpoint.State(state, surgery.family, surgery.family.parts(()), Path(type(model).__name__))
+    new.load_state_dict(checkpoint.converted(new, tensors, copies=True), assign=True)
+    new.tie_weights()
+    if new.can_generate():
+        new.generation_config = copy.deepcopy(model.generation_config)
+    return new.train(model.training)
+
+
+def _surgery_for(model: PreTrainedModel) -> "_Surgery":
+    surgery = _SURGERIES.get(type(model))
+    if surgery is None:
+        reason = unsupported.needs_none(model) or unsupported.why_not(model)
+        known = ", ".join(kind.__name__ for kind in _SURGERIES)
+        raise TypeError(
+            f"to_alibi got a {type(model).__name__}; " + (reason or f"load the checkpoint as one of {known}")
+        )
+    if reason := unsupported.why_not(model):
+        raise ValueError(reason)
+    for name in ("is_decoder", "add_cross_attention"):
+        if getattr(model.config, name, False):
+            raise ValueError(
+                f"the config has {name}=True, but only plain decoders (GPT-2) and encoders can be converted"
+            )
+    return surgery
+
+
+def _state(model: PreTrainedModel, surgery: "_Surgery") -> dict[str, Tensor]:
+    """The weights by the names of BERT or GPT-2, without the position embeddings."""
+    state = model.state_dict()
+    with torch.device("meta"):
+        expected = {name: x.shape for name, x in type(model)(model.config).state_dict().items()}
+    different = {name for name in {*state, *expected} if name not in expected or name not in state}
+    different |= {name for name in expected.keys() & state if state[name].shape != expected[name]}
+    if different:
+        raise ValueError(
+            f"this {type(model).__name__} has other weights than its class and config: {checkpoint.listed(different, 3)}; merge "
+            "adapters, load it without quantization, and resize embeddings only with resize_token_embeddings"
+        )
+    devices = {str(x.device) for x in state.values()}
+    if len(devices) > 1 or devices == {"meta"}:
+        raise ValueError(
+            f"the weights are on {' and '.join(sorted(devices))} but must be on one device; load the model without device_map"
+        )
+    renamed = {_renamed(name, surgery.renames): x for name, x in state.items()}
+    return {name: x for name, x in renamed.items() if not name.startswith(POSITIONS) and name not in _BIASES}
+
+
+def _renamed(name: str, renames: Mapping[str, str]) -> str:
+    for prefix, ours in renames.items():
+        if name.startswith(prefix):
+            return ours + name.removeprefix(prefix)
+    return name
+
+
+def _decoder_config(model: PreTrainedModel) -> PreTrainedConfig:
+    config = model.config
+    return ALiBiCausalLMConfig(
+        vocab_size=config.vocab_size,
+        hidden_size=config.n_embd,
+        num_hidden_layers=config.n_layer,
+        num_attention_heads=config.n_head,
+        intermediate_size=4 * config.n_embd if config.n_inner is None else config.n_inner,
+        hidden_act=config.activation_function,
+        gated=False,
+        norm="layer",
+        norm_bias=True,
+        norm_eps=config.layer_norm_epsilon,
+        attention_bias=True,
+        output_bias=True,
+        ffn_bias=True,
+        attention_scale=None if config.scale_attn_weights else 1.0,
+        scale_by_inverse_layer=config.scale_attn_by_inverse_layer_idx,
+        embedding_dropout=float(config.embd_pdrop),
+        residual_dropout=float(config.resid_pdrop),
+        attention_dropout=float(config.attn_pdrop),
+        trained_length=config.n_positions,
+        source="GPT-2",
+        initializer_range=config.initializer_range,
+        use_cache=config.use_cache,
+        bos_token_id=config.bos_token_id,
+        eos_token_id=config.eos_token_id,
+        pad_token_id=config.pad_token_id,
+        tie_word_embeddings=_is_tied(model),
+    )
+
+
+def _encoder_config(model: PreTrainedModel) -> PreTrainedConfig:
+    config = model.config
+    is_roberta = config.model_type == "roberta"
+    fields = {name: getattr(config, name) for name in _SHARED}
+    return ALiBiBertConfig(
+        **fields,
+        hidden_act="gelu" if is_roberta else config.hidden_act,  # of the head, which RoBERTa does not configure
+        gated=False,
+        gate_act=config.hidden_act,
+        pooler=any(name.endswith("pooler.dense.weight") for name in model.state_dict()),
+        # RoBERTa's positions start after the index of its padding token.
+        max_position_embeddings=config.max_position_embeddings - (config.pad_token_id + 1 if is_roberta else 0),
+        tie_word_embeddings=_is_tied(model),
+    )
+
+
+def _is_tied(model: PreTrainedModel) -> bool:
+    """Whether the head actually shares the embeddings; for a model without such a head, the setting in its config."""
+    head, words = model.get_output_embeddings(), model.get_input_embeddings()  # type: ignore[no-untyped-call]
+    if isinstance(head, nn.Linear) and isinstance(words, nn.Embedding):
+        return head.weight is words.weight
+    return bool(model.config.tie_word_embeddings)
+
+
+_SHARED = (
+    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "type_vocab_size",
+    "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "layer_norm_eps", "initializer_range",
+    "pad_token_id", "bos_token_id", "eos_token_id", "id2label", "label2id", "problem_type",
+)  # fmt: skip
+_BIASES = ("cls.predictions.bias", "lm_head.bias")  # unused copies of the decoders' biases
+_GPT2 = dataclasses.replace(cerebras.FAMILY, name="GPT-2", model_types=("gpt2",))
+_BERT = dataclasses.replace(
+    mosaic.FAMILY,
+    name="BERT",
+    parts=lambda _: {
+        "attention.self.Wqkv": Source(tuple(f"attention.self.{part}" for part in ("query", "key", "value"))),
+        "mlp.wi": Source(("intermediate.dense",)),
+        "mlp.wo": Source(("output.dense",)),
+        "mlp.layernorm": Source(("output.LayerNorm",)),
+    },
+)
+_BERT_NAMES = {"bert.": ""}
+_ROBERTA_NAMES = {
+    "roberta.": "",
+    "lm_head.dense.": "cls.predictions.transform.dense.",
+    "lm_head.layer_norm.": "cls.predictions.transform.LayerNorm.",
+    "lm_head.decoder.": "cls.predictions.decoder.",
+    "classifier.dense.": "pooler.dense.",
+    "classifier.out_proj.": "classifier.",
+}
+
+
+@dataclasses.dataclass(frozen=True)
+class _Surgery:
+    """How to convert one class of transformers.
+
+    Args:
+        result: the class to build.
+        family: the names of the weights.
+        renames: prefixes of its names -> those of the family.
+        config: builds our config.
+    """
+
+    result: type
+    family: Family
+    renames: Mapping[str, str]
+    config: Callable[[PreTrainedModel], PreTrainedConfig]
+
+
+_SURGERIES: dict[type, _Surgery] = {
+    GPT2LMHeadModel: _Surgery(ALiBiForCausalLM, _GPT2, {}, _decoder_config),
+    BertModel: _Surgery(ALiBiBertModel, _BERT, _BERT_NAMES, _encoder_config),
+    BertForMaskedLM: _Surgery(ALiBiBertForMaskedLM, _BERT, _BERT_NAMES, _encoder_config),
+    BertForSequenceClassification: _Surgery(ALiBiBertForSequenceClassification, _BERT, _BERT_NAMES, _encoder_config),
+    RobertaModel: _Surgery(ALiBiBertModel, _BERT, _ROBERTA_NAMES, _encoder_config),
+    RobertaForMaskedLM: _Surgery(ALiBiBertForMaskedLM, _BERT, _ROBERTA_NAMES, _encoder_config),
+    RobertaForSequenceClassification: _Surgery(
+        ALiBiBertForSequenceClassification, _BERT, _ROBERTA_NAMES, _encoder_config
+    ),
+}

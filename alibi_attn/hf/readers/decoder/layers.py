@@ -1,0 +1,124 @@
+"""The layers of the decoder: pre-norm blocks of attention with ALiBi and a feed-forward. Read next: `rounding.py`."""
+
+import dataclasses
+from types import SimpleNamespace
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers.activations import ACT2FN
+from transformers.cache_utils import Cache
+from transformers.modeling_layers import GradientCheckpointingLayer
+
+from alibi_attn.hf.attention import patched_attention
+from alibi_attn.hf.attention.patched_attention import AttentionSettings, Numerics
+from alibi_attn.hf.readers.decoder import rounding
+from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
+from alibi_attn.nn.linear import RoundedLinear, mapped
+
+
+class Block(GradientCheckpointingLayer):  # type: ignore[no-untyped-call]
+    """One layer, x [B, T, E] -> [B, T, E]; `mask` comes from `masks.of_layers`."""
+
+    def __init__(self, config: ALiBiCausalLMConfig, layer: int) -> None:
+        super().__init__()
+        self.attention_norm = norm(config, config.hidden_size)
+        self.attention = Attention(config, layer)
+        self.ffn_norm = norm(config, config.hidden_size)
+        self.ffn = FeedForward(config)
+        self.dropout = nn.Dropout(config.residual_dropout)
+
+    def forward(self, x: Tensor, mask: Tensor, *, past_key_values: Cache | None = None) -> Tensor:
+        x = x + self.dropout(self.attention(self.attention_norm(x), mask, past_key_values))
+        return x + self.dropout(self.ffn(self.ffn_norm(x)))
+
+
+class Attention(nn.Module):
+    """Attention with the `alibi_settings` of a patched layer, computed by `patched_attention.attended`."""
+
+    def __init__(self, config: ALiBiCausalLMConfig, layer: int) -> None:
+        super().__init__()
+        self.config, self.layer_idx = config, layer
+        self.heads = (config.num_attention_heads, config.key_heads, config.key_heads)
+        self.sizes = tuple(heads * config.head_dim for heads in self.heads)
+        self.alibi_settings = AttentionSettings(
+            config.slopes_at(0), config.scale(layer), config.backend, cast("Numerics", config.numerics)
+        )
+        self.qkv_proj = linear_class(config)(config.hidden_size, sum(self.sizes), bias=config.attention_bias)
+        self.q_norm = norm(config, self.sizes[0]) if config.qk_norm else nn.Identity()
+        self.k_norm = norm(config, self.sizes[1]) if config.qk_norm else nn.Identity()
+        self.out_proj = linear_class(config)(config.hidden_size, config.hidden_size, bias=config.output_bias)
+
+    def forward(self, x: Tensor, mask: Tensor, cache: Cache | None) -> Tensor:
+        qkv: Tensor = mapped(self.qkv_proj, x)
+        if (limit := self.config.clip_qkv) is not None:
+            qkv = qkv.clamp(-limit, limit)
+        query, key, value = qkv.split(self.sizes, dim=-1)
+        parts = zip((self.q_norm(query), self.k_norm(key), value), self.heads, strict=True)
+        query, key, value = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part, heads in parts)
+        key, value, first = patched_attention.extended(self, cache, key, value)
+        dropout_p = self.config.attention_dropout if self.training else 0.0
+        if self.config.rounds:
+            mixed = rounding.attended(
+                self.config, self.layer_idx, query, key, value, key_len=self._key_len(first, query.shape[2]), first=first,
+                mask=mask, dropout_p=dropout_p,
+            )  # fmt: skip
+        else:
+            layer = self if not self.config.scales_with_length else self._stretched(first, query.shape[2])
+            mixed = patched_attention.attended(
+                layer, query, key, value, cache=cache, first=first, mask=mask, dropout_p=dropout_p
+            )
+        output: Tensor = mapped(self.out_proj, mixed)
+        return output
+
+    def _stretched(self, first: int | Tensor, query_len: int) -> nn.Module:
+        """A stand-in for this layer with the slopes of this length, for `patched_attention.attended`."""
+        slopes = self.config.slopes_at(self._key_len(first, query_len))
+        changed = dataclasses.replace(self.alibi_settings, slopes=slopes)
+        return cast("nn.Module", SimpleNamespace(**{**vars(self), "alibi_settings": changed}))
+
+    def _key_len(self, first: int | Tensor, query_len: int) -> int:
+        """S; 0 with a static cache, which does not report it. The model refuses static caches if slopes depend on S."""
+        return first + query_len if isinstance(first, int) else 0
+
+
+class FeedForward(nn.Module):
+    """W_down·act(W_up·x), or gated W_down·(act(W_gate·x)·(W_up·x))."""
+
+    def __init__(self, config: ALiBiCausalLMConfig) -> None:
+        super().__init__()
+        width, hidden, bias = config.hidden_size, config.intermediate_size, config.ffn_bias
+        maps = linear_class(config)
+        self.gate_proj = maps(width, hidden, bias=bias) if config.gated else None
+        self.up_proj = maps(width, hidden, bias=bias)
+        self.down_proj = maps(hidden, width, bias=bias)
+        self.act = ACT2FN[config.hidden_act]
+
+    def forward(self, x: Tensor) -> Tensor:
+        if self.gate_proj is None:
+            x = self.act(mapped(self.up_proj, x))
+        else:
+            x = self.act(mapped(self.gate_proj, x)) * mapped(self.up_proj, x)
+        output: Tensor = mapped(self.down_proj, x)
+        return output
+
+
+class RoundedRMSNorm(nn.RMSNorm):
+    """RMS norm that also rounds to the model's dtype before multiplying by the weight."""
+
+    def forward(self, x: Tensor) -> Tensor:
+        wide = x.float()
+        wide = wide * torch.rsqrt(wide.pow(2).mean(-1, keepdim=True) + cast("float", self.eps))
+        return self.weight * wide.to(self.weight.dtype)
+
+
+def norm(config: ALiBiCausalLMConfig, size: int) -> nn.Module:
+    """The norm used throughout the model."""
+    if config.norm == "rms":
+        return (RoundedRMSNorm if config.rounds else nn.RMSNorm)(size, eps=config.norm_eps)
+    return nn.LayerNorm(size, eps=config.norm_eps, bias=config.norm_bias)
+
+
+def linear_class(config: ALiBiCausalLMConfig) -> type[nn.Linear]:
+    """The class of linear layers: torch's, or with numerics="checkpoint" one that rounds like the original on every CPU."""
+    return nn.Linear if config.numerics == "exact" else RoundedLinear

@@ -1,0 +1,146 @@
+"""Loads the decoder: originals through `hf/readers/checkpoint.py`, folders written by `save_pretrained` through transformers."""
+
+import os
+from collections.abc import Callable, Iterable, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import GenerationConfig, PreTrainedModel
+
+from alibi_attn.hf.readers import checkpoint, checkpoint_files, folder_check
+from alibi_attn.hf.readers.checkpoint import State
+from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
+from alibi_attn.hf.readers.families import DECODERS, ENCODERS, baichuan
+from alibi_attn.hf.readers.families.family import Family
+
+PATCHED = ("bloom", "falcon")  # model types that transformers builds
+REFUSED = {
+    "step1": "the bias of Step-1 is −m·√|i − j|, not ALiBi's −m·|i − j|, so no key is ever far enough to be skipped; "
+    "alibi_attn.toeplitz_attention computes attention with such a table",
+    "gpt2": "GPT-2 has learned positions (its position_embedding_type is not alibi); load it with transformers, convert it with "
+    "alibi_attn.hf.to_alibi and train it",
+}
+GENERATION = "generation_config.json"
+_OTHER_WEIGHTS = {"state_dict", "variant", "subfolder", "gguf_file"}  # arguments that replace the weights of the folder
+
+
+def read(
+    folder: Path, about: Mapping[str, object], *, normalized_head: bool | None, families: Iterable[Family] = DECODERS
+) -> tuple[ALiBiCausalLMConfig, State]:
+    """Config and weights of an original.
+
+    Args:
+        about: its config.json.
+        normalized_head: see `ALiBiForCausalLM.from_pretrained`.
+
+    Raises:
+        FileNotFoundError, ValueError: see `checkpoint.read`.
+    """
+    kind = about.get("model_type")
+    if kind in PATCHED:
+        raise ValueError(
+            f"{folder} holds a {kind} model, which transformers supports: load it with AutoModelForCausalLM, then call "
+            "alibi_attn.hf.patch(model)"
+        )
+    if isinstance(kind, str) and kind in REFUSED and about.get("position_embedding_type") != "alibi":
+        raise ValueError(f"{folder} is not supported: {REFUSED[kind]}")
+    tensors = checkpoint_files.read_state(folder)
+    encoder = checkpoint.recognized(tensors.keys(), ENCODERS.values())
+    if encoder is not None and checkpoint.recognized(tensors.keys(), families) is None:
+        raise ValueError(
+            f"{folder} holds an encoder ({encoder[0].name}), which predicts no next tokens; embed texts with it: alibi embed, or "
+            "alibi_attn.hf.ALiBiBertModel"
+        )
+    changes = {} if normalized_head is None else {"normalized_head": normalized_head}
+    config, state = checkpoint.read(folder, about, families, changes=changes, tensors=tensors)
+    assert isinstance(config, ALiBiCausalLMConfig)
+    if changes and state.family is not baichuan.FAMILY:
+        raise ValueError(f"normalized_head is only for Baichuan but {folder} is {state.family.name}; omit it")
+    try:
+        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
+            setattr(config, name, about.get(name))
+    except StrictDataclassError as error:
+        where = folder / checkpoint_files.CONFIG
+        raise ValueError(f"{where} is invalid: {checkpoint.cause(error)}; download it again") from error
+    return config, state
+
+
+def fill(model: PreTrainedModel, state: State, dtype: torch.dtype | str | None) -> None:
+    """Put the weights into a model on the meta device.
+
+    Args:
+        dtype: None for the embeddings' dtype.
+
+    Raises:
+        ValueError: see `checkpoint.converted`.
+    """
+    target = state.dtype_of("embed_tokens.weight") if dtype is None else _dtype(dtype)
+    model.load_state_dict(checkpoint.converted(model, state, dtype=target), assign=True)
+    model.tie_weights()
+
+
+def take_generation_config(model: PreTrainedModel, folder: Path) -> None:
+    """Copy the settings for `generate` from the folder, if it has any."""
+    if (folder / GENERATION).exists():
+        try:
+            model.generation_config = GenerationConfig.from_pretrained(folder)
+        except (OSError, ValueError, TypeError) as error:
+            raise ValueError(
+                f"{folder / GENERATION} is damaged: {' '.join(str(error).split())}; download it again, or delete it"
+            ) from error
+    else:
+        model.generation_config = GenerationConfig.from_model_config(model.config)
+
+
+def choose(config: ALiBiCausalLMConfig, chosen: Mapping[str, str | None]) -> None:
+    """Set those options that are not None.
+
+    Raises:
+        ValueError: a value that is not allowed.
+    """
+    for name, value in chosen.items():
+        if value is not None:
+            setattr(config, name, value)
+    try:
+        config.validate_architecture()
+    except StrictDataclassError as error:
+        raise ValueError(checkpoint.cause(error)) from error
+
+
+def own(
+    load: Callable[..., Any],
+    folder: str | os.PathLike[str],
+    *args: Any,
+    chosen: Mapping[str, str | None],
+    **kwargs: Any,
+) -> Any:
+    """Load a folder written by `save_pretrained` through transformers. Missing weights raise instead of being initialized.
+
+    Args:
+        load: transformers' `from_pretrained`.
+        chosen: numerics and backend; None for the config's values.
+    """
+    wants_info = kwargs.pop("output_loading_info", False)
+    config = kwargs.pop("config", None)
+    try:
+        if not isinstance(config, ALiBiCausalLMConfig):
+            config = ALiBiCausalLMConfig.from_pretrained(folder)
+        choose(config, chosen)
+        if not kwargs.keys() & _OTHER_WEIGHTS:
+            folder_check.check_sizes(Path(folder), config)
+        model, info = load(folder, *args, config=config, output_loading_info=True, **kwargs)
+    except (SafetensorError, RuntimeError, StrictDataclassError) as error:
+        raise ValueError(f"{folder} is damaged: {checkpoint.cause(error)}; save or download it again") from error
+    folder_check.check_names(Path(folder), info)
+    return (model, info) if wants_info else model
+
+
+def _dtype(dtype: torch.dtype | str) -> torch.dtype:
+    if isinstance(dtype, str):
+        dtype = getattr(torch, dtype, dtype)
+    if not isinstance(dtype, torch.dtype) or not dtype.is_floating_point:
+        raise ValueError(f'dtype is {dtype!r} but must be a floating dtype of torch, or "auto"')
+    return dtype

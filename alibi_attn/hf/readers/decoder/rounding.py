@@ -1,0 +1,68 @@
+"""Attention that reproduces the originals' rounding of scores, biases and weights, a few rows at a time.
+
+Memory is linear, time quadratic. The families' biases are m·j (Baichuan, at inference), m·(j + 1) (Refact) and m·|i − j| with
+slopes in the model's dtype (BTLM, Jais). Sources: the modeling code named in `docs/decoders.md`.
+"""
+
+import torch
+from torch import Tensor, nn
+
+from alibi_attn.hf.attention import masks, patched_attention
+from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
+from alibi_attn.nn.linear import matmul
+
+
+def attended(
+    config: ALiBiCausalLMConfig, layer: int, query: Tensor, key: Tensor, value: Tensor, *, key_len: int, first: int | Tensor,
+    mask: Tensor, dropout_p: float,
+) -> Tensor:  # fmt: skip
+    """[B, T, H·D] of one layer.
+
+    Args:
+        query, key, value: [B, H, T, D] and [B, K, S, D].
+        key_len: the number of keys in use, for slopes that depend on it; 0 with a static cache.
+        first: the position of query 0.
+        mask: from `masks.of_layers`.
+    """
+    lowest = torch.finfo(query.dtype).min
+    keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
+
+    positions = _positions(masks.keys_of(mask).segments, key)
+
+    def attend(queries: Tensor, at: Tensor, hidden: Tensor) -> Tensor:
+        bias = _bias(config, at, positions, config.stretch(key_len), query.dtype)
+        scores = _scaled(config, layer, queries, keys) + bias
+        weights = nn.functional.softmax(scores.masked_fill(hidden, lowest), dim=-1)
+        return matmul(nn.functional.dropout(weights, dropout_p), values)
+
+    return patched_attention.by_rows(attend, query, key.shape[2], first, mask)
+
+
+def _scaled(config: ALiBiCausalLMConfig, layer: int, query: Tensor, key: Tensor) -> Tensor:
+    """[B, H, rows, S], computed by the originals' operations in the same order."""
+    scale = config.head_dim**-0.5 if config.attention_scale is None else config.attention_scale
+    if config.checkpoint_rounding == "counts":
+        return matmul(query * scale, key.mT)
+    scores = matmul(query, key.mT)
+    if config.checkpoint_rounding == "positions":
+        return scores / (1 / scale)
+    scores = scores / torch.tensor(1 / scale, dtype=scores.dtype, device=scores.device)
+    return scores / float(layer + 1) if config.scale_by_inverse_layer else scores
+
+
+def _positions(segments: Tensor | None, key: Tensor) -> Tensor:
+    """[S], or [B, 1, 1, S] with several texts in a row: the position of each key in its text."""
+    at = torch.arange(key.shape[2], device=key.device)
+    if segments is None:
+        return at
+    begins = nn.functional.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
+    return (at - torch.where(begins, at, 0).cummax(1).values)[:, None, None]
+
+
+def _bias(config: ALiBiCausalLMConfig, at: Tensor, positions: Tensor, stretch: float, dtype: torch.dtype) -> Tensor:
+    """[H, rows | 1, S], or [B, H, 1, S]; m·j and −m·(i − j) are equal within softmax."""
+    slopes = torch.tensor(config.unstretched, dtype=torch.float32, device=at.device)[:, None, None]
+    if config.checkpoint_rounding == "distances":
+        keys = torch.arange(positions.shape[-1], device=at.device)
+        return (slopes.to(dtype) / -stretch) * (keys - at[:, None]).abs()
+    return (slopes * (positions + (config.checkpoint_rounding == "counts"))).to(dtype)

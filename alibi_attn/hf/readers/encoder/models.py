@@ -1,0 +1,337 @@
+"""`ALiBiBertModel` and its heads: an encoder with ALiBi as a transformers model, without remote code.
+
+Padding costs nothing (`packing.py`), no n×n bias or mask is built, and there is no maximum length. `from_pretrained` reads
+folders written by `save_pretrained` and those of Jina v2, MosaicBERT and DNABERT-2 (`families/`).
+Read next: `docs/encoders.md`.
+"""
+
+import os
+from pathlib import Path
+from typing import Any, ClassVar, cast
+
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForSequenceClassification,
+    PreTrainedModel,
+)
+from transformers.modeling_outputs import BaseModelOutputWithPooling, MaskedLMOutput, SequenceClassifierOutput
+from transformers.utils.generic import can_return_tuple
+
+from alibi_attn.attention.transforms import may_read
+from alibi_attn.hf.readers import checkpoint, checkpoint_files
+from alibi_attn.hf.readers.encoder.layers import (
+    ALiBiBertEmbeddings,
+    ALiBiBertEncoder,
+    ALiBiBertPooler,
+    ALiBiBertPredictions,
+)
+from alibi_attn.hf.readers.encoder.packing import packing
+from alibi_attn.hf.readers.encoder_config import LAYOUTS, ALiBiBertConfig
+from alibi_attn.hf.readers.families import DECODER_TYPES, ENCODERS
+from alibi_attn.hf.readers.families.bert_config import OVERRIDES, WORDS
+from alibi_attn.hf.readers.families.mosaic import OWN
+from alibi_attn.hf.readers.inputs import check_kind, checked_input
+from alibi_attn.nn.allocator import memory_of_layers
+from alibi_attn.nn.int8 import Int8Linear
+
+
+class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
+    """Loading and saving, shared by the three models."""
+
+    config_class = ALiBiBertConfig
+    base_model_prefix = "bert"
+    supports_gradient_checkpointing = True
+    _no_split_modules: ClassVar[list[str]] = [  # type: ignore[misc]
+        "ALiBiBertEmbeddings",
+        "ALiBiBertLayer",
+    ]
+
+    config: ALiBiBertConfig
+
+    @classmethod
+    def from_pretrained(  # type: ignore[override]
+        cls,
+        folder_or_id: str | os.PathLike[str] | None,
+        *,
+        new_head: bool = False,
+        dtype: torch.dtype | str | None = None,
+        output_loading_info: bool = False,
+        **options: Any,
+    ) -> Any:
+        """A model in evaluation mode, from a folder or the hub; code in it is never run. (model, info) with output_loading_info.
+
+        The family is recognized by the names of the weights: Jina v2, Jina v2 code, MosaicBERT and DNABERT-2, with
+        prefix "", "bert." or "model.", and folders written by `save_pretrained`. No weight may be missing or
+        unexpected, except in a head that this class does not have.
+
+        Args:
+            new_head: initialize weights of the head and pooler that are missing from the checkpoint at random, for training;
+                also those of a classifier with another `num_labels`.
+            dtype: as in transformers; "auto" is the checkpoint's dtype. The default is the same, except that originals
+                saved in float16 (such as Jina's), which is slow on CPUs, are loaded in float32.
+            options: revision, cache_dir, token, local_files_only; fields of the config, such as num_labels, dropouts or backend;
+                state_dict, to replace the weights of the folder; and all others of `PreTrainedModel.from_pretrained`, such as
+                device_map.
+
+        Raises:
+            OSError: neither a folder nor a repository of the hub, or missing files.
+            ValueError: a damaged file, an unknown kind of checkpoint, or one that does not fit this class; the message names it.
+        """
+        if folder_or_id is None:
+            return super().from_pretrained(None, dtype=dtype, output_loading_info=output_loading_info, **options)
+        hub = {name: options.pop(name) for name in checkpoint_files.HUB if name in options}
+        folder = checkpoint_files.resolve(folder_or_id, **{name: x for name, x in hub.items() if x is not None})
+        for name in checkpoint_files.IGNORED:
+            options.pop(name, None)
+        changes = {name: options.pop(name) for name in (*OVERRIDES, "backend", "config") if name in options}
+        about = checkpoint_files.read_config(folder)
+        if (kind := about.get("model_type")) in DECODER_TYPES:
+            raise ValueError(
+                f"{folder} holds a decoder ({kind}), which is not an encoder; compute the perplexity of a text with it: alibi "
+                "eval-text, or load it as alibi_attn.hf.ALiBiForCausalLM or with transformers and alibi_attn.hf.patch"
+            )
+        is_own = kind == ALiBiBertConfig.model_type
+        families = [OWN] if is_own else ENCODERS.values()
+        config, state = checkpoint.read(
+            folder, about, families, changes=changes, tensors=options.pop("state_dict", None)
+        )
+        if dtype is None and "torch_dtype" not in options and not is_own and state.dtype_of(WORDS) == torch.float16:
+            dtype = torch.float32
+        with torch.device("meta"):
+            empty = cls(cast("ALiBiBertConfig", config))
+        weights = checkpoint.converted(empty, state, new_head=new_head, copies=True)
+        loaded: Any = super().from_pretrained(
+            None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True, **options
+        )
+        model, info = loaded
+        model.config.name_or_path = str(folder_or_id)
+        return (model, info) if output_loading_info else model
+
+    def save_pretrained(
+        self, save_directory: str | os.PathLike[str], *args: Any, layout: str = "own", **options: Any
+    ) -> None:
+        """Write a folder for `from_pretrained` (and, after `import alibi_attn.hf`, for AutoModel).
+
+        Args:
+            layout: "own" saves like transformers, with its arguments. "original" writes the weight names and config of
+                the family from which the model was loaded (`config.original_layout`); "mosaic", "jina" and "jina-code"
+                those of the named family. `from_pretrained` and the family's own code read such folders. They must be
+                new, and are written atomically.
+
+        Raises:
+            ValueError: an unknown layout, or one that cannot store this model.
+            FileExistsError: the folder exists, with a layout other than "own".
+        """
+        if any(isinstance(module, Int8Linear) for module in self.modules()):
+            raise ValueError("a model with int8 linear layers cannot be saved; save the one from which it was made")
+        if layout == "own":
+            super().save_pretrained(save_directory, *args, **options)
+            return
+        if args or options:
+            raise TypeError(f"layout={layout!r} takes no further arguments but got {[*args, *options]}")
+        name = self.config.original_layout if layout == "original" else layout
+        if name not in ENCODERS:
+            raise ValueError(
+                f"layout is {name!r} but must be 'own', 'original' or one of {', '.join(map(repr, LAYOUTS))}"
+            )
+        checkpoint.write(self, Path(save_directory), ENCODERS[name])
+
+
+class ALiBiBertModel(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
+    """The encoder: hidden states of every token, and the pooled first token if the config has a pooler.
+
+    Args:
+        config: sizes and family.
+        add_pooling_layer: whether to add a pooler; None = as in the config.
+
+    >>> model = ALiBiBertModel(ALiBiBertConfig(hidden_size=32, num_hidden_layers=1, num_attention_heads=4, vocab_size=50))
+    >>> model(torch.ones(2, 9, dtype=torch.long)).last_hidden_state.shape
+    torch.Size([2, 9, 32])
+
+    Source: Press et al. 2022 (arXiv:2108.12409); the families' papers in `layers.py`.
+    """
+
+    def __init__(self, config: ALiBiBertConfig, *, add_pooling_layer: bool | None = None) -> None:
+        super().__init__(config)
+        self.embeddings = ALiBiBertEmbeddings(config)
+        self.encoder = ALiBiBertEncoder(config)
+        has_pooler = config.pooler if add_pooling_layer is None else add_pooling_layer
+        self.pooler = ALiBiBertPooler(config) if has_pooler else None
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def get_input_embeddings(self) -> nn.Module:
+        return self.embeddings.word_embeddings
+
+    def set_input_embeddings(self, value: nn.Module) -> None:
+        assert isinstance(value, nn.Embedding)
+        self.embeddings.word_embeddings = value
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        *,
+        inputs_embeds: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> BaseModelOutputWithPooling:
+        """Hidden states [B, T, E], 0 at padding; pooler_output [B, E], of each text's first token, or None.
+
+        Args:
+            input_ids: [B, T] integers in [0, vocab_size).
+            attention_mask: [B, T], 1 = token, 0 = padding, which costs nothing if it is on one side only. A hole (0 between 1s)
+                is masked, and its neighbors keep their distance.
+            token_type_ids: [B, T] integers in [0, type_vocab_size); None = 0.
+            inputs_embeds: [B, T, E], word embeddings instead of input_ids.
+            segment_ids: [B, T] integers: equal numbers are one text of the row, and no token attends to another text.
+                pooler_output is that of the row's first token.
+            output_hidden_states: also return the embeddings and every layer's output.
+
+        Raises:
+            ValueError: wrong shapes, values other than 0 and 1 in the mask, ids outside the vocabulary (checked if values can be
+                read without synchronizing), or output_attentions.
+        """
+        if output_attentions or (output_attentions is None and self.config.output_attentions):
+            raise ValueError(
+                "output_attentions requests the T×T weights, which are never built; alibi_attention(..., return_lse=True) and "
+                "alibi_attn.head_reach report how far a head attends"
+            )
+        given = _checked(input_ids, inputs_embeds, token_type_ids, self.config)
+        # Dropout computes all scores of a row, and a rank of a sharded model holds only part of each text.
+        dropping = self.training and self.config.attention_probs_dropout_prob > 0
+        sharded = self.encoder.is_sharded()
+        how = packing(attention_mask, *given.shape[:2], may_pack=not (dropping or sharded), segment_ids=segment_ids)
+        types = None if token_type_ids is None else how.pack(token_type_ids)
+        words = how.pack(given) if input_ids is None else self.embeddings.word_embeddings(how.pack(given))
+        x = self.embeddings(words, types)
+        wanted = self.config.output_hidden_states if output_hidden_states is None else output_hidden_states
+        states = [how.unpack(x)] if wanted else []
+        with memory_of_layers(x):
+            for layer in self.encoder.layer:
+                x = layer(x, how)
+                if wanted:
+                    states.append(how.unpack(x))
+        last = states[-1] if wanted else how.unpack(x)
+        return BaseModelOutputWithPooling(
+            last_hidden_state=last,
+            pooler_output=None if self.pooler is None else self.pooler(how.first(last)),
+            hidden_states=tuple(states) if wanted else None,
+        )
+
+
+class ALiBiBertForMaskedLM(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
+    """The encoder with vocabulary logits. Arguments: those of `ALiBiBertModel`, and labels [B, T], −100 = no loss."""
+
+    _tied_weights_keys: ClassVar[dict[str, str]] = {  # type: ignore[misc]
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight"
+    }
+
+    def __init__(self, config: ALiBiBertConfig) -> None:
+        super().__init__(config)
+        self.bert = ALiBiBertModel(config, add_pooling_layer=False)
+        self.cls = nn.ModuleDict({"predictions": ALiBiBertPredictions(config)})  # the names of the weights
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.get_submodule("cls.predictions.decoder")
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        self.get_submodule("cls.predictions").decoder = new_embeddings
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        **outputs: bool | None,
+    ) -> MaskedLMOutput:
+        """logits [B, T, V], and with labels the mean loss in nats per label. Logits at padding are meaningless."""
+        outputs |= {"return_dict": True}
+        given = {"inputs_embeds": inputs_embeds, "segment_ids": segment_ids}
+        encoded = self.bert(input_ids, attention_mask, token_type_ids, **given, **outputs)
+        logits = self.cls["predictions"](encoded.last_hidden_state)
+        loss = None
+        if labels is not None:
+            scores = logits if logits.dtype == torch.float64 else logits.float()
+            loss = F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=encoded.hidden_states)
+
+
+class ALiBiBertForSequenceClassification(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
+    """The encoder with `num_labels` logits of the pooled first token: classifiers, and Jina's rerankers (one label).
+
+    Arguments: those of `ALiBiBertModel`, and labels, [B] integers, or numbers [B] or [B, num_labels]. `config.problem_type`
+    selects the loss; if it is None, transformers' rules infer it from the labels.
+    """
+
+    def __init__(self, config: ALiBiBertConfig) -> None:
+        super().__init__(config)
+        self.bert = ALiBiBertModel(config, add_pooling_layer=True)
+        dropout = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(config.hidden_size, len(config.id2label or ()))
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        **outputs: bool | None,
+    ) -> SequenceClassifierOutput:
+        """logits [B, num_labels], and with labels the loss."""
+        if "segment_ids" in outputs:
+            raise ValueError(
+                "segment_ids has no meaning for a classifier with one result per row; pass one text per row"
+            )
+        outputs |= {"return_dict": True}
+        encoded = self.bert(input_ids, attention_mask, token_type_ids, inputs_embeds=inputs_embeds, **outputs)
+        logits = self.classifier(self.dropout(encoded.pooler_output))
+        loss = None
+        if labels is not None:
+            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=encoded.hidden_states)
+
+
+def _checked(
+    input_ids: Tensor | None, inputs_embeds: Tensor | None, token_type_ids: Tensor | None, config: ALiBiBertConfig
+) -> Tensor:
+    """Validates the inputs. Returns input_ids or inputs_embeds, whichever was passed."""
+    given = checked_input(input_ids, inputs_embeds, width=config.hidden_size)
+    if token_type_ids is not None:
+        check_kind("token_type_ids", token_type_ids, is_index=True)
+        if token_type_ids.shape != given.shape[:2]:
+            raise ValueError(
+                f"token_type_ids has shape {list(token_type_ids.shape)} but must be [B, T] = {list(given.shape[:2])}"
+            )
+    for name, ids, end in (
+        ("input_ids", input_ids, config.vocab_size),
+        ("token_type_ids", token_type_ids, config.type_vocab_size),
+    ):
+        if ids is not None and may_read(ids) and not bool(((ids >= 0) & (ids < end)).all()):
+            raise ValueError(f"{name} has values from {int(ids.min())} to {int(ids.max())} but must be in [0, {end})")
+    return given
+
+
+# Folders written by save_pretrained load through AutoModel. Originals have model_type "bert", which is taken by BERT.
+AutoConfig.register(ALiBiBertConfig.model_type, ALiBiBertConfig)
+AutoModel.register(ALiBiBertConfig, ALiBiBertModel)
+AutoModelForMaskedLM.register(ALiBiBertConfig, ALiBiBertForMaskedLM)
+AutoModelForSequenceClassification.register(ALiBiBertConfig, ALiBiBertForSequenceClassification)

@@ -1,0 +1,327 @@
+"""Converts between our decoder's state dict and MPT / BLOOM checkpoints, with equal logits.
+
+The decoder as a state dict (E the width, V the vocabulary):
+
+    embedding.weight [V, E]                              token embeddings, shared with the output
+    embedding_norm.weight, .bias [E]                     BLOOM only: LayerNorm of the embeddings
+    blocks.N.attention_norm.weight [E]                   LayerNorm
+    blocks.N.attention.{q,k,v,out}_proj.weight           grouped-query attention allowed
+    blocks.N.ffn_norm.weight, ffn.0.weight, ffn.3.weight   LayerNorm, then W₂·GELU(W₁·x), up to 4·E wide
+    norm.weight [E]                                      final LayerNorm
+
+and for BLOOM a `.bias` for every weight but the embeddings'. The blocks are `ALiBiTransformerBlock`s.
+
+* MPT: LayerNorm without bias, no biases, GELU. A decoder with RMS norm, gated feed-forwards or QK-norm raises an error.
+* BLOOM: LayerNorms and linear layers with biases, a LayerNorm after the embeddings, GELU approximated with tanh: in
+  `ALiBiTransformerBlock(E, H, bias=True)` make ffn[1] an `nn.GELU(approximate="tanh")`. A state dict does not record
+  which GELU it was trained with; with the exact one, each activation is off by up to 5e-4.
+
+Source: modeling_mpt.py and modeling_bloom.py of transformers.
+"""
+
+import dataclasses
+import json
+import re
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any, Literal, TypeAlias, TypeVar, cast
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from tokenizers import Tokenizer
+from torch import Tensor
+from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM, PreTrainedModel
+from transformers.models.mpt.configuration_mpt import MptAttentionConfig
+
+from alibi_attn.files import new_folder
+from alibi_attn.hf.readers.checkpoint_files import check_new, read_config
+from alibi_attn.hf.readers.tokenizing import byte_tokenizer
+
+_Model = TypeVar("_Model", MptForCausalLM, BloomForCausalLM)
+State: TypeAlias = Mapping[str, Tensor]
+Kind: TypeAlias = Literal["weight", "bias"]
+
+PARTS = (
+    "attention_norm", "attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.out_proj", "ffn_norm",
+    "ffn.0", "ffn.3",
+)  # fmt: skip
+
+_BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class DecoderConfig:
+    """Settings that a state dict does not contain.
+
+    Args:
+        num_heads: H.
+        trained_length: becomes MPT's `max_seq_len`, beyond which an MPT in transformers fails unless it is patched, and BLOOM's
+            `seq_length`, which has no effect.
+        embedding_scale: factor of the embeddings before the first block, often √E; not applied at the output.
+        bias_max: with a power of two of heads, the last slope is 2^−bias_max. transformers' MPT ignores all but 8 unless it is
+            patched.
+        norm_eps: of all norms.
+    """
+
+    num_heads: int
+    trained_length: int
+    embedding_scale: float = 1.0
+    bias_max: int = 8
+    norm_eps: float = 1e-5
+
+
+@dataclasses.dataclass(frozen=True)
+class _Layout:
+    """How a family of transformers stores a decoder.
+
+    Args:
+        name: of the family.
+        kinds: the tensors of its linear layers and norms.
+        outside: our module -> theirs, for modules outside the blocks; an embedding has no bias.
+        blocks: the prefix before the number of a block.
+        parts: its norms and linear layers in the order of `PARTS`, with queries, keys and values fused.
+        by_head: whether queries, keys and values alternate head by head.
+        advice: the parts that an exported decoder must have, for errors.
+    """
+
+    name: str
+    kinds: tuple[Kind, ...]
+    outside: dict[str, str]
+    blocks: str
+    parts: tuple[str, ...]
+    by_head: bool
+    advice: str
+
+    def outside_names(self) -> dict[str, str]:
+        """Our weight -> theirs."""
+        kinds = {module: ("weight",) if module == "embedding" else self.kinds for module in self.outside}
+        return {f"{ours}.{kind}": f"{their}.{kind}" for ours, their in self.outside.items() for kind in kinds[ours]}
+
+
+MPT = _Layout(
+    "MPT",
+    ("weight",),
+    {"embedding": "wte", "norm": "norm_f"},
+    "blocks.",
+    ("norm_1", "attn.Wqkv", "attn.out_proj", "norm_2", "ffn.up_proj", "ffn.down_proj"),
+    False,
+    "embedding, ALiBiTransformerBlocks without biases, QK-norm or learned slopes, and a norm (LayerNorm and GELU: MPT has no "
+    "gated feed-forward and no RMS norm)",
+)
+BLOOM = _Layout(
+    "BLOOM",
+    ("weight", "bias"),
+    {"embedding": "word_embeddings", "embedding_norm": "word_embeddings_layernorm", "norm": "ln_f"},
+    "h.",
+    ("input_layernorm", "self_attention.query_key_value", "self_attention.dense", "post_attention_layernorm",
+     "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+    True,
+    "embedding, embedding_norm, ALiBiTransformerBlocks with bias=True and without QK-norm or learned slopes, and a norm "
+    "(LayerNorms, and GELU approximated with tanh)",
+)  # fmt: skip
+_BLOOM_LENGTH = 2048  # of the published checkpoints; used if a config has no seq_length
+
+
+def export_mpt(state: State, config: DecoderConfig, folder: Path, *, tokenizer: Tokenizer | None = None) -> Path:
+    """Write the decoder as an MPT checkpoint that `AutoModelForCausalLM.from_pretrained(folder)` loads with equal logits.
+
+    Shared key and value heads are repeated for each query head, and a narrower feed-forward is padded with zeros. The embeddings
+    are multiplied by their scale, and the last norm is divided by it.
+
+    Args:
+        tokenizer: of the `tokenizers` library, written to the same folder. With None and a vocabulary of 256, the byte tokenizer
+            is written.
+
+    Raises:
+        ValueError: the state dict does not fit this family; the message names the entry.
+        FileExistsError: the folder exists.
+    """
+    check_new(folder)
+    num_layers, width = _layers_and_width(state, config, MPT)
+    model = MptForCausalLM(
+        MptConfig(
+            d_model=width,
+            n_heads=config.num_heads,
+            n_layers=num_layers,
+            max_seq_len=config.trained_length,
+            vocab_size=state["embedding.weight"].shape[0],
+            layer_norm_epsilon=config.norm_eps,
+            learned_pos_emb=False,
+            attn_config={"alibi": True, "alibi_bias_max": config.bias_max},
+        )
+    )
+    embedding, norm = state["embedding.weight"] * config.embedding_scale, state["norm.weight"] / config.embedding_scale
+    scaled = {**state, "embedding.weight": embedding, "norm.weight": norm}
+    return _exported(model, scaled, config, MPT, folder, tokenizer)
+
+
+def import_mpt(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
+    """The decoder's state dict and config from an MPT checkpoint on disk. It inverts `export_mpt`, except that repeated heads,
+    padding and scaled embeddings are not undone.
+
+    Raises:
+        OSError: the folder holds no checkpoint.
+        ValueError: a damaged checkpoint, one of another family, or an MPT without ALiBi.
+    """
+    model = _loaded(folder, MptForCausalLM, "an MPT")
+    config: MptConfig = model.config
+    options = config.attn_config
+    assert isinstance(options, MptAttentionConfig)  # MptConfig converts it
+    if not options.alibi or options.qk_ln or options.clip_qkv or options.softmax_scale is not None:
+        raise ValueError(
+            f"{folder} has attn_config {options.to_diff_dict()} but only ALiBi with scores over √D, without clipping or QK-norm, "
+            "can be imported; patch the model instead (alibi_attn.hf.patch)"
+        )
+    decoder = DecoderConfig(
+        num_heads=config.n_heads,
+        trained_length=config.max_seq_len,
+        bias_max=options.alibi_bias_max,
+        norm_eps=config.layer_norm_epsilon,
+    )
+    return _imported(model, MPT), decoder
+
+
+def export_bloom(state: State, config: DecoderConfig, folder: Path, *, tokenizer: Tokenizer | None = None) -> Path:
+    """Write the decoder as a BLOOM checkpoint that `AutoModelForCausalLM.from_pretrained(folder)` loads with equal logits.
+
+    Arguments and errors are those of `export_mpt`. BLOOM has no `embedding_scale` (a norm follows the embeddings instead), and
+    its `bias_max` is 8.
+    """
+    check_new(folder)
+    num_layers, width = _layers_and_width(state, config, BLOOM)
+    if config.embedding_scale != 1.0 or config.bias_max != 8:
+        raise ValueError(
+            f"embedding_scale is {config.embedding_scale} and bias_max {config.bias_max} but a BLOOM has 1.0 and 8: "
+            "it normalizes its embeddings and uses the published slopes"
+        )
+    about = BloomConfig(
+        hidden_size=width,
+        n_head=config.num_heads,
+        n_layer=num_layers,
+        vocab_size=state["embedding.weight"].shape[0],
+        layer_norm_epsilon=config.norm_eps,
+        bos_token_id=None,
+        eos_token_id=None,
+    )
+    about.seq_length = config.trained_length  # the field in published checkpoints
+    return _exported(BloomForCausalLM(about), state, config, BLOOM, folder, tokenizer)
+
+
+def import_bloom(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
+    """Like `import_mpt`, for a BLOOM checkpoint; its blocks are `ALiBiTransformerBlock`s with biases and tanh GELU."""
+    model = _loaded(folder, BloomForCausalLM, "a BLOOM")
+    config: BloomConfig = model.config
+    if config.apply_residual_connection_post_layernorm:
+        raise ValueError(
+            f"{folder} has apply_residual_connection_post_layernorm: its residual starts after the norm, but ours starts "
+            "before it; patch the model instead (alibi_attn.hf.patch)"
+        )
+    decoder = DecoderConfig(
+        num_heads=config.n_head,
+        trained_length=getattr(config, "seq_length", _BLOOM_LENGTH),
+        norm_eps=config.layer_norm_epsilon,
+    )
+    return _imported(model, BLOOM), decoder
+
+
+def _loaded(folder: Path, family: type[_Model], wanted: str) -> _Model:
+    """The model with every weight from the folder; transformers would initialize missing ones at random."""
+    kind = read_config(folder).get("model_type")
+    assert family.config_class is not None  # every model with a head has one
+    if kind != family.config_class.model_type:
+        raise ValueError(f"{folder} holds a {kind} model but must hold {wanted}")
+    try:
+        loaded: Any = family.from_pretrained(folder, output_loading_info=True)
+    except (ValueError, TypeError, RuntimeError, ZeroDivisionError, SafetensorError, StrictDataclassError) as error:
+        raise ValueError(f"{folder} is damaged: {' '.join(str(error).split())}; download or export it again") from None
+    model, info = loaded
+    if missing := sorted(info["missing_keys"]):
+        raise ValueError(f"{folder} is damaged: weights {', '.join(missing)} are missing; download or export it again")
+    return cast("_Model", model)
+
+
+def _exported(
+    model: _Model, state: State, config: DecoderConfig, layout: _Layout, folder: Path, tokenizer: Tokenizer | None
+) -> Path:
+    """Fills the model with the decoder's weights, keeps their dtype, and saves it with a tokenizer for `AutoTokenizer`."""
+    width, groups = model.config.hidden_size, config.num_heads if layout.by_head else 1
+    head_dim = width // config.num_heads
+    weights = {their: state[ours] for ours, their in layout.outside_names().items()}
+    for n in range(model.config.num_hidden_layers):
+        for kind in layout.kinds:
+            norm, *qkv, out, norm_2, up, down = _widened(state, n, kind, width=width, head_dim=head_dim)
+            mixed = torch.stack([x.unflatten(0, (groups, -1)) for x in qkv], dim=1).flatten(0, 2)
+            parts = zip(layout.parts, (norm, mixed, out, norm_2, up, down), strict=True)
+            weights |= {f"{layout.blocks}{n}.{part}.{kind}": x for part, x in parts}
+    theirs = {f"transformer.{name}": tensor for name, tensor in weights.items()}
+    model.load_state_dict({**theirs, "lm_head.weight": state["embedding.weight"]}, assign=True)
+    model.tie_weights()
+    if tokenizer is None and model.config.vocab_size == 256:
+        tokenizer = byte_tokenizer()
+    with new_folder(folder) as temporary:
+        model.save_pretrained(temporary)
+        if tokenizer is not None:
+            tokenizer.save(str(temporary / "tokenizer.json"))
+            about = {"tokenizer_class": "PreTrainedTokenizerFast", "clean_up_tokenization_spaces": False}
+            (temporary / "tokenizer_config.json").write_text(json.dumps(about) + "\n", encoding="utf-8")
+    return folder
+
+
+def _imported(model: PreTrainedModel, layout: _Layout) -> dict[str, Tensor]:
+    """The inverse of `_exported`."""
+    theirs = model.get_submodule("transformer").state_dict()
+    weights = {ours: theirs[their] for ours, their in layout.outside_names().items()}
+    groups = model.config.num_attention_heads if layout.by_head else 1
+    for n in range(model.config.num_hidden_layers):
+        for kind in layout.kinds:
+            norm, mixed, *others = (theirs[f"{layout.blocks}{n}.{part}.{kind}"] for part in layout.parts)
+            qkv = (x.flatten(0, 1) for x in mixed.unflatten(0, (groups, 3, -1)).unbind(1))
+            weights |= {f"blocks.{n}.{part}.{kind}": x for part, x in zip(PARTS, (norm, *qkv, *others), strict=True)}
+    return {name: tensor.detach().clone() for name, tensor in weights.items()}
+
+
+def _layers_and_width(state: State, config: DecoderConfig, family: _Layout) -> tuple[int, int]:
+    """(layers, E) of a decoder that this family can represent.
+
+    Raises:
+        ValueError: it cannot; the message names the entry.
+    """
+    numbers = {int(match[1]) for name in state if (match := _BLOCK.fullmatch(name))}
+    blocks = {f"blocks.{n}.{part}.{kind}" for n in range(len(numbers)) for part in PARTS for kind in family.kinds}
+    wanted = blocks | family.outside_names().keys()
+    missing, foreign = sorted(wanted - state.keys()), sorted(state.keys() - wanted)
+    if foreign or missing or not numbers:
+        raise ValueError(
+            f"the state dict cannot be exported as {family.name}: unexpected {', '.join(foreign[:3]) or 'nothing'}, missing "
+            f"{', '.join(missing[:3]) or 'nothing'}; {family.name} is {family.advice}"
+        )
+    width = state["embedding.weight"].shape[1]
+    if config.num_heads < 1 or width % config.num_heads:
+        raise ValueError(f"num_heads is {config.num_heads} but must divide the width, {width}")
+    for n in range(len(numbers)):
+        hidden = state[f"blocks.{n}.ffn.0.weight"].shape[0]
+        if hidden > 4 * width:
+            raise ValueError(
+                f"blocks.{n}.ffn is {hidden} wide but must be at most 4·{width} = {4 * width}, the width of {family.name}"
+            )
+        rows = state[f"blocks.{n}.attention.k_proj.weight"].shape[0]
+        if width % rows or rows % (width // config.num_heads):
+            raise ValueError(
+                f"blocks.{n}.attention.k_proj has {rows} rows but must have a divisor of {width} that is a multiple of the head "
+                f"size, {width // config.num_heads}"
+            )
+    return len(numbers), width
+
+
+def _widened(state: State, n: int, kind: Kind, *, width: int, head_dim: int) -> list[Tensor]:
+    """The tensors of block n in the order of `PARTS`, in the sizes of transformers: shared key and value heads are repeated for
+    each query head, and a narrower feed-forward is padded with zeros.
+    """
+    norm_1, query, key, value, out, norm_2, up, down = (state[f"blocks.{n}.{part}.{kind}"] for part in PARTS)
+    shared = width // key.shape[0]
+    key, value = (x.unflatten(0, (-1, head_dim)).repeat_interleave(shared, 0).flatten(0, 1) for x in (key, value))
+    up = torch.cat([up, up.new_zeros(4 * width - up.shape[0], *up.shape[1:])])
+    if kind == "weight":
+        down = torch.nn.functional.pad(down, (0, 4 * width - down.shape[1]))
+    return [norm_1, query, key, value, out, norm_2, up, down]

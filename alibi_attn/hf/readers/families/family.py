@@ -1,0 +1,232 @@
+"""The definition of a family of checkpoints: the names of its weights, and the translation of its config.
+
+Read next: `baichuan.py`.
+"""
+
+import dataclasses
+import re
+from collections.abc import Callable, Collection, Mapping
+from pathlib import Path
+from typing import Any, TypeAlias, cast
+
+from torch import Tensor, nn
+from transformers import PreTrainedConfig, PreTrainedModel
+
+from alibi_attn.hf.attention.patched_attention import AttentionSettings
+
+_MISSING = object()
+
+
+@dataclasses.dataclass(frozen=True)
+class Source:
+    """Where a checkpoint stores one of our linear layers or norms.
+
+    Args:
+        names: of its modules; the rows of several are concatenated.
+        transposed: weights with two axes are stored [in, out], as in GPT-2's Conv1D.
+        half: 0 or 1 if our weight is the first or second half of the rows.
+    """
+
+    names: tuple[str, ...]
+    transposed: bool = False
+    half: int | None = None
+
+
+Parts: TypeAlias = Mapping[str, Source]
+
+DECODER_PARTS = (
+    "attention_norm", "attention.qkv_proj", "attention.out_proj", "ffn_norm", "ffn.gate_proj", "ffn.up_proj", "ffn.down_proj",
+)  # fmt: skip
+
+
+def decoder_parts(*sources: str | tuple[str, ...] | Source, transposed: bool = False) -> dict[str, Source]:
+    """Where the modules of a decoder layer are stored, in the order of `DECODER_PARTS`."""
+    named = ((source,) if isinstance(source, str) else source for source in sources)
+    stored = (source if isinstance(source, Source) else Source(source, transposed) for source in named)
+    return dict(zip(DECODER_PARTS, stored, strict=True))
+
+
+class Options:
+    """A third-party config.json, or a section of it. Values are type-checked; errors name the field."""
+
+    def __init__(self, values: Mapping[str, object], where: str) -> None:
+        self.values, self.where = values, where
+
+    def integer(self, name: str, default: object = _MISSING) -> int:
+        return cast("int", self._value(name, default, "an integer", int))
+
+    def number(self, name: str, default: object = _MISSING) -> float:
+        return float(cast("float", self._value(name, default, "a number", int, float)))
+
+    def flag(self, name: str, default: object = _MISSING) -> bool:
+        return cast("bool", self._value(name, default, "true or false", bool))
+
+    def text(self, name: str, default: object = _MISSING) -> str:
+        return cast("str", self._value(name, default, "a text", str))
+
+    def section(self, name: str) -> "Options":
+        """A nested object, empty if it is absent."""
+        value = self.values.get(name)
+        if not isinstance(value, dict | None):
+            raise self._wrong(name, value, "an object")
+        return Options(value or {}, f"{self.where}, {name}")
+
+    def has(self, name: str) -> bool:
+        """Whether the field is present and not null."""
+        return self.values.get(name) is not None
+
+    def must_be(self, name: str, *allowed: object) -> None:
+        """Raises ValueError unless the value is allowed; an absent or null field counts as the first allowed value."""
+        value = self.values.get(name)
+        if value is not None and not any(value == one and type(value) is type(one) for one in allowed):
+            raise self._wrong(name, value, " or ".join(repr(one) for one in allowed))
+
+    def _value(self, name: str, default: object, wanted: str, *types: type) -> object:
+        value = self.values.get(name, default)
+        value = default if value is None else value
+        if value is _MISSING:
+            raise ValueError(f"{self.where} has no {name}; download the checkpoint again")
+        if type(value) not in types:
+            raise self._wrong(name, value, wanted)
+        return value
+
+    def _wrong(self, name: str, value: object, wanted: str) -> ValueError:
+        return ValueError(f"{self.where} has {name} = {value!r} but only {wanted} is supported")
+
+
+@dataclasses.dataclass(frozen=True)
+class Checkpoint:
+    """The input of a family's `config` function.
+
+    Args:
+        folder: the folder of the checkpoint.
+        about: its config.json.
+        state: the weights by the family's names, without wrapper prefixes; the function removes those that it consumes.
+        changes: fields of the config that the caller passed to `from_pretrained`.
+    """
+
+    folder: Path
+    about: Options
+    state: dict[str, Tensor]
+    changes: Mapping[str, Any]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Family:
+    """One checkpoint layout: the names of its weights, and how its config translates to ours.
+
+    Args:
+        name: for error messages.
+        model_types: the model_type values that its config.json may have; empty to accept any.
+        marks: names of weights of layer 0. Every checkpoint of the family has one of them; families earlier in the table do not.
+        layers, own_layers: the prefix before a layer's number, in its names and in ours.
+        wrappers: prefixes that a wrapper may have added to all names except the head's.
+        body: the prefix of all names except the head's; absent if a model was saved without its head.
+        outside: our module -> theirs, for modules outside the layers. Modules that are not listed have the same name.
+        parts: the same for the modules of a layer, from all names of the checkpoint.
+        aliases: other names of a weight, used if the weight is missing under its own name.
+        heads, ignored: regular expressions of names that a model may omit: those of heads, and buffers.
+        config: builds our config for a checkpoint.
+        written: builds config.json for one of our models. None: this layout cannot be written.
+    """
+
+    name: str
+    model_types: tuple[str, ...]
+    marks: tuple[str, ...]
+    layers: str
+    own_layers: str = "layers."
+    wrappers: tuple[str, ...] = ("", "module.", "model.", "module.model.")
+    body: str = ""
+    outside: Parts
+    parts: Callable[[Collection[str]], Parts]
+    aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
+    heads: str = "(?!)"
+    ignored: str = "(?!)"
+    config: Callable[[Checkpoint], PreTrainedConfig]
+    written: Callable[[PreTrainedModel], Mapping[str, object]] | None = None
+
+    def places(self, name: str, parts: Parts) -> tuple[Source, tuple[str, ...]]:
+        """How one of our weights is stored, and under which names.
+
+        Args:
+            name: ours.
+            parts: the result of `parts` for the checkpoint.
+        """
+        module, kind = name.rsplit(".", 1)
+        table, prefix = self.outside, ""
+        if match := re.match(re.escape(self.own_layers) + r"(\d+)\.", name):
+            table, prefix, module = parts, f"{self.layers}{match[1]}.", module[match.end() :]
+        source = table.get(module, Source((module,)))
+        return source, tuple(f"{prefix}{their}.{kind}" for their in source.names)
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class StepModules:
+    """Where `decoding_step.py` finds the modules of a pre-norm decoder with one key head per query head: names of attributes.
+
+    Args:
+        embedding, first_norm, blocks, last_norm: of the model without a head; "" = no norm after the embedding.
+        block, ffn_kind: the classes of a block and of its feed-forward part.
+        attention, ffn, norms: of a block; the norms before attention and before the feed-forward part.
+        qkv, out: of the attention layer.
+        up, activation, down: of the feed-forward part.
+        forward, gelu: the replacements of the forward functions of attention layers, and of activations (None = not replaced).
+        activation_kind: the class of the activation.
+        by_head: whether the outputs of qkv are [H, 3, D]; else [3, H, D].
+        erf_gelu: whether the activation is GELU by erf; else its tanh form.
+        unsupported: ("attention" or "ffn", an attribute of that part): if it is true, modules run.
+        residual_after_norm: an attribute of a block: whether its residual is its normalized input; "" = never.
+    """
+
+    embedding: str
+    first_norm: str = ""
+    blocks: str
+    last_norm: str
+    block: type[nn.Module]
+    attention: str
+    ffn: str
+    ffn_kind: type[nn.Module]
+    norms: tuple[str, str]
+    qkv: str
+    out: str
+    up: str
+    activation: str
+    down: str
+    forward: Callable[..., tuple[Tensor, None]]
+    activation_kind: type[nn.Module]
+    gelu: Callable[..., Tensor] | None = None
+    by_head: bool
+    erf_gelu: bool
+    unsupported: tuple[str, str]
+    residual_after_norm: str = ""
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class PatchedFamily:
+    """A model of transformers whose attention layers `patch` changes.
+
+    Args:
+        name: for error messages.
+        model: the class without a head.
+        layer: the class of its attention layers.
+        settings: returns slopes, scale and options of a layer, from (config, backend=, numerics=).
+        forward: replaces the forward of each layer.
+        counts_positions: positions are counted over the visible tokens; else they are indices.
+        why_not: returns why a config cannot be patched, or None.
+        unused: attributes of the model that patched layers do not need, and their replacements.
+        linears: classes of linear layers that `nn/linear.py` computes.
+        activations: classes of activations, and their faster forward functions, which round differently.
+        step: for `decoding_step.py`; None = a decoding step runs module by module.
+    """
+
+    name: str
+    model: type[PreTrainedModel]
+    layer: type[nn.Module]
+    settings: Callable[..., AttentionSettings]
+    forward: Callable[..., tuple[Tensor, None]]
+    counts_positions: bool = True
+    why_not: Callable[[Any], str | None] = lambda _: None
+    unused: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    linears: tuple[type[nn.Linear], ...] = (nn.Linear,)
+    activations: Mapping[type[nn.Module], Callable[..., Tensor]] = dataclasses.field(default_factory=dict)
+    step: StepModules | None = None

@@ -1,0 +1,93 @@
+"""Checks of a folder that transformers loads: it draws missing weights at random and builds whatever the config describes.
+
+`check_sizes` runs before the model is built, `check_names` afterwards. Checkpoints that we read ourselves have the same checks in
+`checkpoint.py`.
+"""
+
+import contextlib
+import re
+from collections.abc import Collection, Iterator, Mapping
+from pathlib import Path
+from typing import Any
+
+import torch
+from huggingface_hub.errors import StrictDataclassError
+from safetensors import SafetensorError
+from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+
+from alibi_attn.hf.readers import checkpoint, checkpoint_files
+
+# Every exception that transformers was seen to raise on wrong content of a config or file, and their base classes.
+_ERRORS = (
+    ArithmeticError, AttributeError, ImportError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError,
+    SafetensorError, StrictDataclassError,
+)  # fmt: skip
+_NUMBERS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
+_AGAIN = "save or download it again"
+
+
+@contextlib.contextmanager
+def one_sentence(folder: Path) -> Iterator[None]:
+    """Turns an exception of transformers into a ValueError that names the folder.
+
+    Raises:
+        ValueError: the block raised.
+    """
+    try:
+        yield
+    except _ERRORS as error:
+        reason = (checkpoint.cause(error) or type(error).__name__).rstrip(" .")
+        advice = "" if isinstance(error, ImportError) else f"; {_AGAIN}"
+        raise ValueError(f"{folder} cannot be loaded: {reason[:300]}{advice}") from error
+
+
+def check_sizes(folder: Path, config: PreTrainedConfig) -> None:
+    """Compares a decoder's config with the weights, before memory is allocated for a model of its sizes.
+
+    Raises:
+        FileNotFoundError: there are no weights.
+        ValueError: a damaged file, another number of layers, heads that do not divide the width, or weights of other sizes.
+    """
+    where = folder / checkpoint_files.CONFIG
+    shapes = checkpoint_files.read_shapes(folder)
+    for name in _NUMBERS:
+        if type(value := getattr(config, name, None)) is not int or value < 1:
+            raise ValueError(f"{where} has {name} = {value!r} but it must be an integer of at least 1; {_AGAIN}")
+    counted = len({match[1] for name in shapes if (match := re.search(r"(?:^|\.)(\d+)\.", name))})
+    if counted != config.num_hidden_layers:
+        raise ValueError(f"{folder} has {counted} layers but its config says {config.num_hidden_layers}; {_AGAIN}")
+    if config.hidden_size % config.num_attention_heads:
+        raise ValueError(
+            f"{where} has {config.num_attention_heads} heads but must have a divisor of {config.hidden_size}, the width; {_AGAIN}"
+        )
+    with one_sentence(folder), torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
+    _check_shapes(folder, model, shapes)
+
+
+def check_names(folder: Path, info: Mapping[str, Collection[str]]) -> None:
+    """Raises ValueError if weights are missing or unexpected.
+
+    Args:
+        info: the second result of `from_pretrained(..., output_loading_info=True)`.
+    """
+    for kind in ("missing", "unexpected"):
+        if wrong := info[f"{kind}_keys"]:
+            raise ValueError(f"{folder} has {_count(wrong, kind)}: {checkpoint.listed(wrong, 3)}; {_AGAIN}")
+
+
+def _check_shapes(folder: Path, model: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> None:
+    """Compares the weights that the model and the folder both have."""
+    prefix = f"{model.base_model_prefix}."  # missing from names that were saved without the head
+    wrong = {}
+    for name, wanted in model.state_dict().items():
+        stored = shapes.get(name, shapes.get(name.removeprefix(prefix), wanted.shape))
+        if stored != wanted.shape:
+            wrong[name] = f"{name} {list(stored)} instead of {list(wanted.shape)}"
+    if wrong:
+        which = checkpoint.listed(wrong.values(), 3)
+        raise ValueError(f"{folder} has {_count(wrong, 'mismatched')}: {which}; {_AGAIN}")
+
+
+def _count(names: Collection[Any], kind: str) -> str:
+    return f"{len(names)} {kind} weight{'s' * (len(names) > 1)}"

@@ -1,0 +1,49 @@
+"""The order inside folders: a part imports only the parts before it. `attention/` has its own test, test_architecture.py."""
+
+from pathlib import Path
+
+import pytest
+from import_graph import edges
+
+ROOT = Path(__file__).parent.parent
+# By folder: its modules and folders, lowest first. Those in one row do not import one another.
+ORDERS = {
+    "alibi_attn.hf": (("caches",), ("attention",), ("readers",), ("patching",), ("embedding",)),
+    "alibi_attn.hf.readers": (
+        ("checkpoint_files", "inputs", "tokenizing"),
+        ("decoder_config", "encoder_config"),
+        ("families",),
+        ("checkpoint", "tokenizer_files"),
+        ("folder_check", "export"),
+        ("decoder", "encoder"),
+    ),
+}
+
+
+def assert_inner_order(root: Path, folder: str) -> None:
+    place = {name: row for row, names in enumerate(ORDERS[folder]) for name in names}
+    for module, imported in edges(root):
+        if not (module.startswith(f"{folder}.") and imported.startswith(f"{folder}.")):
+            continue
+        here, there = (name.removeprefix(f"{folder}.").split(".")[0] for name in (module, imported))
+        if here in (there, "__init__"):
+            continue
+        for name in (here, there):
+            assert name in place, f"{name} has no place in the order of {folder}; add it to ORDERS"
+        assert place[there] < place[here], f"{module} imports {imported}, which does not come before it"
+
+
+@pytest.mark.parametrize("folder", ORDERS)
+def test_every_folder_keeps_its_order(folder):
+    assert_inner_order(ROOT, folder)
+
+
+@pytest.mark.parametrize("folder", ORDERS)
+def test_an_import_of_a_later_part_is_noticed(folder, tmp_path):
+    lowest, highest = ORDERS[folder][0][0], ORDERS[folder][-1][0]
+    for name, source in ((lowest, f"import {folder}.{highest}.a"), (highest, "")):
+        path = tmp_path.joinpath(*folder.split("."), name, "a.py")
+        path.parent.mkdir(parents=True)
+        path.write_text(source, encoding="utf-8")
+    with pytest.raises(AssertionError, match="does not come before it"):
+        assert_inner_order(tmp_path, folder)
