@@ -61,7 +61,11 @@ def test_every_family_is_read_with_every_prefix(layout, prefix, pickled, tmp_pat
 )
 @torch.no_grad()
 def test_saved_models_load_in_both_layouts_and_through_auto_classes(layout, kind, auto, tmp_path):
-    kinds = {"jina-code": CODE, "jina": {"gate_act": "relu", "original_layout": "jina"}, "mosaic": {}}
+    kinds = {
+        "jina-code": CODE,
+        "jina": {"gate_act": "relu", "original_layout": "jina"},
+        "mosaic": {"original_layout": "mosaic"},
+    }
     model = small(kind, num_labels=3, emb_pooler="mean" if layout != "mosaic" else None, **kinds[layout])
     for parameter in model.parameters():
         parameter.normal_(0.1, 0.2)
@@ -320,11 +324,12 @@ def test_a_model_goes_back_into_the_folder_that_it_came_from(tmp_path):
 @pytest.mark.parametrize(
     ("fields", "layout", "message"),
     [
-        ({}, "bert", "layout is 'bert' but must be 'own', 'original' or one of 'mosaic', 'jina', 'jina-code'"),
+        ({}, "bert", "layout is 'bert' but must be 'own', 'original' or one of 'mosaic', 'jina-code', 'jina'"),
         ({}, "jina-code", "layout 'jina-code' has no names for a model with gate='first'"),
         (CODE, "jina", "layout 'jina' has no names for a model with gate='second'"),
         ({"gate_act": "relu"}, "mosaic", "has GELU in its gates but gate_act is 'relu'"),
-        ({"qkv_bias": False}, "original", "qkv_bias=False"),
+        ({"qkv_bias": False}, "mosaic", "qkv_bias=False"),
+        ({}, "original", "was not read from an original; pass 'own' or one of 'mosaic'"),
     ],
 )
 def test_a_layout_that_cannot_hold_the_model_is_refused_and_nothing_written(fields, layout, message, tmp_path):

@@ -162,6 +162,25 @@ def test_a_made_up_decoder_family_is_read_and_refused_as_the_others(tmp_path):
 
 
 @torch.no_grad()
+def test_a_row_in_the_table_is_all_that_an_encoder_family_needs(tmp_path, monkeypatch):
+    monkeypatch.setitem(ENCODERS, "made-up", ENCODER)
+    model = ALiBiBertModel(ALiBiBertConfig(**SIZES, pooler=False)).eval()
+    with pytest.raises(ValueError, match=r"was not read from an original; pass 'own' or one of 'mosaic'.*'made-up'"):
+        model.save_pretrained(tmp_path / "theirs", layout="original")
+    model.save_pretrained(tmp_path / "theirs", layout="made-up")
+    read = ALiBiBertModel.from_pretrained(tmp_path / "theirs")
+    assert read.config.original_layout == "made-up"
+    read.save_pretrained(tmp_path / "ours")
+    read.save_pretrained(tmp_path / "again", layout="original")
+    assert read_state(tmp_path / "again").keys() == read_state(tmp_path / "theirs").keys()
+    assert "encoder.layer.0.attention.self.Wqkv.weight" in read_state(tmp_path / "ours")
+    for folder in ("ours", "again"):
+        again = ALiBiBertModel.from_pretrained(tmp_path / folder)
+        assert again.config.original_layout == "made-up"
+        assert torch.equal(again(IDS).last_hidden_state, model(IDS).last_hidden_state)
+
+
+@torch.no_grad()
 def test_a_made_up_encoder_family_is_written_and_read_back(tmp_path):
     model = ALiBiBertModel(ALiBiBertConfig(**SIZES, pooler=False)).eval()
     checkpoint.write(model, tmp_path / "theirs", ENCODER)

@@ -157,4 +157,4 @@ def test_unsupported_models_are_refused_with_the_reason(tmp_path):
     with pytest.raises(ValueError, match="weights are on meta but must be on one device"):
         to_alibi(build("gpt2").to("meta"))
     with pytest.raises(ValueError, match=r"layout 'mosaic' has no names for a model with .*gated=False"):
-        to_alibi(build("bert")).save_pretrained(tmp_path / "out", layout="original")
+        to_alibi(build("bert")).save_pretrained(tmp_path / "out", layout="mosaic")

@@ -154,8 +154,7 @@ def patched_as(
         raise ValueError(
             unsupported.needs_none(model)
             or f"{type(model).__name__} has nothing to patch; supported are the whole models of {supported}. "
-            "Baichuan, BTLM, Jais and Refact load as alibi_attn.hf.ALiBiForCausalLM, and encoders (Jina v2, MosaicBERT, "
-            "DNABERT-2) as ALiBiBertModel; models with other position methods have no ALiBi biases"
+            f"{unsupported.readable()}; models with other position methods have no ALiBi biases"
         )
     for prefix, body, family in bodies:
         name = f"{prefix or 'the model'} ({type(body).__name__})"

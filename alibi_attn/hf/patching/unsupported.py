@@ -10,40 +10,26 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from alibi_attn.hf.readers import checkpoint, checkpoint_files
-from alibi_attn.hf.readers.families import ENCODERS
+from alibi_attn.hf.readers.families import DECODERS, ENCODERS, PATCHED
 
 _PLAIN_BERT = "transformers.models.bert.modeling_bert"
 _REMOTE = "transformers_modules"
-# Parts of the names of these families' repositories and files, in an auto_map or a path.
-_FAMILIES = (
-    "jina-bert", "jina-embeddings-v2", "jina-reranker-v1", "bert_layers", "mosaic-bert", "mosaicbert", "dnabert",
-)  # fmt: skip
-# Fields of their configs, with the values that indicate ALiBi; () for any value.
-_SIGNS = {"position_embedding_type": ("alibi",), "alibi_starting_size": (), "feed_forward_type": ("geglu", "reglu")}
 _ENCODER = "alibi_attn.hf.ALiBiBert"
 _DECODER = "alibi_attn.hf.ALiBiForCausalLM"
-# Prefixes of the names of remote classes, in lower case, and the class to load instead.
-_INSTEAD = {
-    "jinabert": _ENCODER,
-    "bertunpad": _ENCODER,
-    "baichuan": _DECODER,
-    "btlm": _DECODER,
-    "jais": _DECODER,
-    "mptforcausallm": _DECODER,
-    "mptmodel": _DECODER,
-    "rwforcausallm": "transformers.FalconForCausalLM",
-    "rwmodel": "transformers.FalconForCausalLM",
-}
+
+
+def readable() -> str:
+    """Which checkpoints load as our own models, in one sentence."""
+    decoders, encoders = (", ".join(family.name for family in families) for families in (DECODERS, ENCODERS.values()))
+    return f"checkpoints of {decoders} load as {_DECODER}, and encoders ({encoders}) as {_ENCODER}Model"
 
 
 def why_not(model: nn.Module) -> str | None:
     """Why this model cannot be patched, and what to load instead; None if no reason is known."""
     for module in model.modules():
         kind = type(module)
-        if kind.__module__.split(".")[0] == _REMOTE:
-            for prefix, instead in _INSTEAD.items():
-                if kind.__name__.lower().startswith(prefix):
-                    return _remote(model, instead)
+        if kind.__module__.split(".")[0] == _REMOTE and (instead := _instead(kind.__name__.lower())) is not None:
+            return _remote(model, instead)
         is_bert = isinstance(module, PreTrainedModel) and any(base.__module__ == _PLAIN_BERT for base in kind.__mro__)
         if is_bert and (sign := _sign(module.config)) is not None:
             path = getattr(module.config, "_name_or_path", "") or "folder_or_id"
@@ -59,6 +45,16 @@ def needs_none(model: nn.Module) -> str | None:
     if any(type(module).__module__.startswith("alibi_attn.") for module in model.modules()):
         return f"{type(model).__name__} computes its attention with alibi_attention already; there is nothing to patch"
     return None
+
+
+def _instead(name: str) -> str | None:
+    """What to load instead of a remote class, whose name is in lower case."""
+    known = {
+        **dict.fromkeys((prefix for family in ENCODERS.values() for prefix in family.classes), _ENCODER),
+        **dict.fromkeys((prefix for family in DECODERS for prefix in family.classes), _DECODER),
+        **{prefix: f"transformers.{family.instead}" for family in PATCHED for prefix in family.classes},
+    }
+    return next((instead for prefix, instead in known.items() if name.startswith(prefix)), None)
 
 
 def _remote(model: nn.Module, instead: str) -> str:
@@ -77,16 +73,18 @@ def _head(kind: type) -> str:
 
 def _sign(config: object) -> str | None:
     """The evidence that a checkpoint uses ALiBi, in its config or in the names of its weights; else None."""
-    for name, signs in _SIGNS.items():
+    families = ENCODERS.values()
+    for name, signs in (sign for family in families for sign in family.signs.items()):
         if (value := getattr(config, name, None)) is not None and (not signs or value in signs):
             return f"its config has {name} {value!r}"
     auto_map = str(getattr(config, "auto_map", None) or "").lower()
-    if any(family in auto_map for family in _FAMILIES):
+    names = [name for family in families for name in family.repositories]
+    if any(name in auto_map for name in names):
         return "its config's auto_map names a family with ALiBi"
     path = str(getattr(config, "_name_or_path", None) or "")
     if path and Path(path).is_dir():
         return _sign_in_weights(Path(path))
-    return "its name is that of a family with ALiBi" if any(family in path.lower() for family in _FAMILIES) else None
+    return "its name is that of a family with ALiBi" if any(name in path.lower() for name in names) else None
 
 
 def _sign_in_weights(folder: Path) -> str | None:

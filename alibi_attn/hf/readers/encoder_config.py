@@ -1,6 +1,6 @@
 """`ALiBiBertConfig`: the sizes of an encoder with ALiBi, and the options in which its families differ."""
 
-from typing import Any, ClassVar, Literal
+from typing import Any, ClassVar
 
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
@@ -8,8 +8,6 @@ from transformers.activations import ACT2FN
 from alibi_attn.attention.dispatch import BACKENDS
 from alibi_attn.hf.readers.inputs import check, check_choice
 
-Layout = Literal["mosaic", "jina", "jina-code"]
-LAYOUTS: tuple[Layout, ...] = ("mosaic", "jina", "jina-code")
 GATE_ACTIVATIONS = ("gelu", "relu")
 
 
@@ -32,7 +30,8 @@ class ALiBiBertConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         max_position_embeddings: the length of the training texts. It has no effect: longer texts work.
         emb_pooler: how to pool hidden states into sentence embeddings, "mean" or None; only stored for users of the model.
         backend: of `alibi_attention`. "dense" is plain PyTorch, which torch.onnx can translate.
-        original_layout: the family whose weight names `save_pretrained(folder, layout="original")` writes.
+        original_layout: the family from which the model was read, whose weight names `save_pretrained(folder, layout="original")`
+            writes; None = it was not read from an original.
 
     Raises:
         ValueError: invalid or inconsistent values.
@@ -65,7 +64,7 @@ class ALiBiBertConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     max_position_embeddings: int = 512
     emb_pooler: str | None = None
     backend: str = "auto"
-    original_layout: str = "mosaic"
+    original_layout: str | None = None
     tie_word_embeddings: bool = True
     pad_token_id: int | None = 0
     bos_token_id: int | None = None
@@ -83,6 +82,8 @@ class ALiBiBertConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         for name in ("layer_norm_eps", "initializer_range"):
             number = getattr(self, name)
             check(name, number, type(number) in (int, float) and number >= 0, "a number ≥ 0")
+        layout = self.original_layout
+        check("original_layout", layout, isinstance(layout, str | None), "the name of a family, or None")
         for name, choices in _CHOICES.items():
             check_choice(name, getattr(self, name), choices)
         check_choice("gate_act", self.gate_act, GATE_ACTIVATIONS if self.gated else tuple(ACT2FN))
@@ -110,6 +111,5 @@ _CHOICES: dict[str, tuple[object, ...]] = {
     "pooler": (False, True),
     "emb_pooler": ("mean", None),
     "backend": ("auto", *BACKENDS),
-    "original_layout": LAYOUTS,
     "problem_type": (None, "regression", "single_label_classification", "multi_label_classification"),
 }

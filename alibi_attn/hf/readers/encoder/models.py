@@ -31,7 +31,7 @@ from alibi_attn.hf.readers.encoder.layers import (
     ALiBiBertPredictions,
 )
 from alibi_attn.hf.readers.encoder.packing import packing
-from alibi_attn.hf.readers.encoder_config import LAYOUTS, ALiBiBertConfig
+from alibi_attn.hf.readers.encoder_config import ALiBiBertConfig
 from alibi_attn.hf.readers.families import DECODER_TYPES, ENCODERS
 from alibi_attn.hf.readers.families.bert_config import OVERRIDES, WORDS
 from alibi_attn.hf.readers.families.mosaic import OWN
@@ -100,6 +100,8 @@ class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call
         config, state = checkpoint.read(
             folder, about, families, changes=changes, tensors=options.pop("state_dict", None)
         )
+        if not is_own:
+            config.original_layout = next(name for name, family in ENCODERS.items() if family is state.family)
         if dtype is None and "torch_dtype" not in options and not is_own and state.dtype_of(WORDS) == torch.float16:
             dtype = torch.float32
         with torch.device("meta"):
@@ -119,7 +121,7 @@ class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call
 
         Args:
             layout: "own" saves like transformers, with its arguments. "original" writes the weight names and config of
-                the family from which the model was loaded (`config.original_layout`); "mosaic", "jina" and "jina-code"
+                the family from which the model was loaded (`config.original_layout`); a key of `families.ENCODERS`
                 those of the named family. `from_pretrained` and the family's own code read such folders. They must be
                 new, and are written atomically.
 
@@ -134,11 +136,13 @@ class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call
             return
         if args or options:
             raise TypeError(f"layout={layout!r} takes no further arguments but got {[*args, *options]}")
-        name = self.config.original_layout if layout == "original" else layout
-        if name not in ENCODERS:
+        name, known = self.config.original_layout if layout == "original" else layout, ", ".join(map(repr, ENCODERS))
+        if name is None:
             raise ValueError(
-                f"layout is {name!r} but must be 'own', 'original' or one of {', '.join(map(repr, LAYOUTS))}"
+                f"layout is 'original' but the model was not read from an original; pass 'own' or one of {known}"
             )
+        if name not in ENCODERS:
+            raise ValueError(f"layout is {name!r} but must be 'own', 'original' or one of {known}")
         checkpoint.write(self, Path(save_directory), ENCODERS[name])
 
 

@@ -59,5 +59,6 @@ FAMILY = Family(
     outside={"embed_tokens": Source(("model.embed_tokens",)), "norm": Source(("model.norm",))},
     parts=lambda _: _PARTS,
     ignored=r"model\.future_mask",
+    classes=("baichuan",),
     config=config,
 )

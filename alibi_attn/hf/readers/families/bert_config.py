@@ -51,17 +51,19 @@ def own_config(checkpoint: Checkpoint) -> ALiBiBertConfig:
     return config
 
 
-def translated(checkpoint: Checkpoint, *, gated: str, gate_act: str, layout: str, **fields: object) -> ALiBiBertConfig:
+def translated(
+    checkpoint: Checkpoint, *, gated: str, gate_act: str, qkv_bias: bool, **fields: object
+) -> ALiBiBertConfig:
     """Our config for an original.
 
     Args:
         gated: name of the gated layer of layer 0, whose shape gives the width of the feed-forward.
-        gate_act, layout, fields: of `ALiBiBertConfig`.
+        gate_act, qkv_bias, fields: of `ALiBiBertConfig`.
 
     Raises:
         ValueError: not an encoder of these families, or sizes that contradict the tensors.
     """
-    about, state = checkpoint.about, checkpoint.state
+    about = checkpoint.about
     if checkpoint.changes.get("config") is not None:
         raise ValueError(f"{about.where} is of another family, so config cannot be passed; pass the fields to change")
     for name in ("is_decoder", "add_cross_attention"):
@@ -73,8 +75,7 @@ def translated(checkpoint: Checkpoint, *, gated: str, gate_act: str, layout: str
     sizes = _sizes(checkpoint, gated)
     _check_sizes(about, sizes)
     config = {name: about.values[name] for name in (*_SHARED, *OVERRIDES, "emb_pooler") if about.has(name)}
-    config |= sizes | {"gate_act": gate_act, "pooler": _has_pooler(checkpoint), "original_layout": layout} | fields
-    config["qkv_bias"] = any(name.endswith((".Wqkv.bias", ".query.bias")) for name in state)
+    config |= sizes | {"gate_act": gate_act, "qkv_bias": qkv_bias, "pooler": _has_pooler(checkpoint)} | fields
     return _built(about, {**config, **_labels(checkpoint), **checkpoint.changes})
 
 

@@ -87,5 +87,6 @@ FAMILY = Family(
     outside={"embed_tokens": Source(("transformer.wte",)), "norm": Source(("transformer.ln_f",))},
     parts=lambda _: _PARTS,
     ignored=r".*\.attn\.(masked_)?bias",
+    classes=("btlm", "jais"),
     config=config,
 )

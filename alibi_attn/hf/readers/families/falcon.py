@@ -86,4 +86,6 @@ FAMILY = PatchedFamily(
     why_not=why_not,
     unused={"use_alibi": False},
     linears=(nn.Linear, FalconLinear),
+    classes=("rwforcausallm", "rwmodel"),
+    instead="FalconForCausalLM",
 )

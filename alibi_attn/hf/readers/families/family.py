@@ -126,6 +126,9 @@ class Family:
         parts: the same for the modules of a layer, from all names of the checkpoint.
         aliases: other names of a weight, used if the weight is missing under its own name.
         heads, ignored: regular expressions of names that a model may omit: those of heads, and buffers.
+        repositories: parts of the names of its repositories and files, in lower case.
+        classes: how the names of its remote classes begin, in lower case.
+        signs: fields of its config, with the values that indicate ALiBi; () for any value.
         config: builds our config for a checkpoint.
         written: builds config.json for one of our models. None: this layout cannot be written.
     """
@@ -142,6 +145,9 @@ class Family:
     aliases: Mapping[str, str] = dataclasses.field(default_factory=dict)
     heads: str = "(?!)"
     ignored: str = "(?!)"
+    repositories: tuple[str, ...] = ()
+    classes: tuple[str, ...] = ()
+    signs: Mapping[str, tuple[object, ...]] = dataclasses.field(default_factory=dict)
     config: Callable[[Checkpoint], PreTrainedConfig]
     written: Callable[[PreTrainedModel], Mapping[str, object]] | None = None
 
@@ -217,6 +223,7 @@ class PatchedFamily:
         linears: classes of linear layers that `nn/linear.py` computes.
         activations: classes of activations, and their faster forward functions, which round differently.
         step: for `decoding_step.py`; None = a decoding step runs module by module.
+        classes: how the names of remote classes begin, in lower case, that `instead`, a class of transformers, replaces.
     """
 
     name: str
@@ -230,3 +237,5 @@ class PatchedFamily:
     linears: tuple[type[nn.Linear], ...] = (nn.Linear,)
     activations: Mapping[type[nn.Module], Callable[..., Tensor]] = dataclasses.field(default_factory=dict)
     step: StepModules | None = None
+    classes: tuple[str, ...] = ()
+    instead: str = ""

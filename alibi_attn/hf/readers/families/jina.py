@@ -32,8 +32,9 @@ def config(checkpoint: Checkpoint, *, is_code: bool) -> ALiBiBertConfig:
     if not isinstance(kind, str) or kind not in GATES:
         raise ValueError(f"{checkpoint.about.where} has feed_forward_type {kind!r} but must have 'geglu' or 'reglu'")
     gated = f"encoder.layer.0.mlp.{'up_gated_layer' if is_code else 'gated_layers'}.weight"
-    layout, fields = ("jina-code", CODE) if is_code else ("jina", PLAIN)
-    return bert_config.translated(checkpoint, gated=gated, gate_act=GATES[kind], layout=layout, **fields)
+    qkv_bias = "encoder.layer.0.attention.self.query.bias" in checkpoint.state
+    fields = CODE if is_code else PLAIN
+    return bert_config.translated(checkpoint, gated=gated, gate_act=GATES[kind], qkv_bias=qkv_bias, **fields)
 
 
 def written(model: PreTrainedModel, *, is_code: bool) -> dict[str, Any]:
@@ -50,6 +51,9 @@ FAMILY = dataclasses.replace(
     name="Jina v2",
     marks=("mlp.gated_layers.weight",),
     parts=lambda _: _QKV,
+    repositories=("jina-bert", "jina-embeddings-v2", "jina-reranker-v1"),
+    classes=("jinabert",),
+    signs={"position_embedding_type": ("alibi",), "feed_forward_type": tuple(GATES)},
     config=functools.partial(config, is_code=False),
     written=functools.partial(written, is_code=False),
 )

@@ -129,5 +129,6 @@ FAMILY = Family(
     marks=("attn.Wqkv.weight", "attn.Wq.weight", "norm_attn_norm.attn.Wqkv.weight", "norm_attn_norm.attn.Wq.weight"),
     outside={"embed_tokens": Source(("transformer.wte",)), "norm": Source(("transformer.norm_f",))},
     parts=parts,
+    classes=("mptforcausallm", "mptmodel"),
     config=config,
 )

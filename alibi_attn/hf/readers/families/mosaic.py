@@ -17,7 +17,10 @@ from alibi_attn.hf.readers.families.family import Checkpoint, Family
 
 def config(checkpoint: Checkpoint) -> ALiBiBertConfig:
     return bert_config.translated(
-        checkpoint, gated="encoder.layer.0.mlp.gated_layers.weight", gate_act="gelu", layout="mosaic"
+        checkpoint,
+        gated="encoder.layer.0.mlp.gated_layers.weight",
+        gate_act="gelu",
+        qkv_bias="encoder.layer.0.attention.self.Wqkv.bias" in checkpoint.state,
     )
 
 
@@ -43,6 +46,9 @@ FAMILY = Family(
     aliases=bert_config.ALIASES,
     heads=bert_config.HEADS,
     ignored=bert_config.BUFFERS,
+    repositories=("bert_layers", "mosaic-bert", "mosaicbert", "dnabert"),
+    classes=("bertunpad",),
+    signs={"alibi_starting_size": ()},
     config=config,
     written=written,
 )
