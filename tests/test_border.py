@@ -14,7 +14,7 @@ FOR_TOOLS = (
     *(f"alibi_attn.{name}" for name in ("inspect", "files", "strict_json", "units", "processor")),
     *(f"alibi_attn.nn.{name}" for name in ("linear", "int8", "allocator")),
     "alibi_attn.hf.readers.export",
-    *(f"alibi_attn.hf.embedding.embedding.{name}" for name in ("sentence_encoder", "chunking", "late_chunking")),
+    *(f"alibi_attn.hf.embedding.{name}" for name in ("sentence_encoder", "chunking", "late_chunking")),
 )
 
 
