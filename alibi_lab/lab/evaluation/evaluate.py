@@ -27,13 +27,13 @@ import torch
 from torch import Tensor
 
 from alibi_attn.nn.allocator import peak_memory_bytes, reset_peak_memory
+from alibi_lab.lab.clock import clock
 from alibi_lab.lab.config import EvalConfig, SymbolTask
 from alibi_lab.lab.data.corpus import CorpusError
 from alibi_lab.lab.data.tasks import Encode, encode_bytes
 from alibi_lab.lab.evaluation.context_use import has_positions, passkey, recall, symbols
 from alibi_lab.lab.evaluation.losses import MOST_PARTS, Column, Say, TokenLosses, Window, columns, token_losses
 from alibi_lab.lab.model.language_model import LanguageModel
-from alibi_lab.lab.training.clock import clock
 
 _BY_LENGTH = (
     "nonoverlapping_nats", "nonoverlapping_tokens", "sliding_nats", "sliding_tokens", "tokens_per_second",

@@ -15,13 +15,13 @@ import torch
 from torch import Tensor
 
 from alibi_attn.nn.allocator import kept_memory, peak_memory_bytes, reset_peak_memory
+from alibi_lab.lab.clock import clock
 from alibi_lab.lab.config import EvalConfig, RunConfig, TrainConfig
 from alibi_lab.lab.data.corpus import Corpus, batches, packed_batches
 from alibi_lab.lab.evaluation.evaluate import validation_nats
 from alibi_lab.lab.model.attention import Context
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.training.checkpoint import Progress, load_progress, newest, resume, save_checkpoint
-from alibi_lab.lab.training.clock import clock
 from alibi_lab.lab.training.interruption import deferred_interruption
 from alibi_lab.lab.training.optimizer import learning_rate
 from alibi_lab.lab.training.parallel import ContextGroup, Training, prepare, share_of_batch

@@ -5,7 +5,7 @@ import time
 import pytest
 import torch
 
-from alibi_lab.lab.training.clock import clock
+from alibi_lab.lab.clock import clock
 
 
 @pytest.fixture
