@@ -14,9 +14,12 @@ from alibi_lab.lab.config_io import field_meanings
 from alibi_lab.recipes.index import RECIPES
 
 _STATES = {
-    (): "recorded already", ("evaluation",): "trained already, not tested", ("training",): "tested already",
-    ("training", "evaluation"): "", ("speed",): "measures speed",
-}  # fmt: skip
+    (): "recorded already",
+    ("evaluation",): "trained already, not tested",
+    ("training",): "tested already",
+    ("training", "evaluation"): "",
+    ("speed",): "measures speed",
+}
 
 
 def show_plan(recipe: str, *, only_missing: bool = False, **options: Any) -> None:

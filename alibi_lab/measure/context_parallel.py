@@ -30,9 +30,14 @@ _ALLOWED = 1e-5
 
 
 def context_parallel(
-    out: Path, *, lengths: Sequence[int] = LENGTHS, ranks: Sequence[int] = RANKS, repeats: int = 5, seconds: float = 20.0,
+    out: Path,
+    *,
+    lengths: Sequence[int] = LENGTHS,
+    ranks: Sequence[int] = RANKS,
+    repeats: int = 5,
+    seconds: float = 20.0,
     say: Say = print,
-) -> list[Path]:  # fmt: skip
+) -> list[Path]:
     """Measures, saves one record per number of processes, and returns their paths.
 
     8 heads of 64, fp32, causal, the published slopes, noise; shards of equal length. The processes share torch's threads.
@@ -49,12 +54,19 @@ def context_parallel(
             )
     configs: dict[str, Config] = {
         f"ranks-{count}": {
-            "ranks": count, "heads": HEADS, "kv_heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "causal": True,
-            "threads_of_a_rank": _threads(count), "lengths": list(lengths), "backend": "gloo",
+            "ranks": count,
+            "heads": HEADS,
+            "kv_heads": HEADS,
+            "head_dim": HEAD_DIM,
+            "dtype": "float32",
+            "causal": True,
+            "threads_of_a_rank": _threads(count),
+            "lengths": list(lengths),
+            "backend": "gloo",
             "peers": {OURS: "context_parallel_attention", GATHER: "all_gather of key and value, then the same kernel"},
         }
         for count in ranks
-    }  # fmt: skip
+    }
 
     def measure(kind: str, length: int) -> Mapping[str, Row]:
         count = int(kind.removeprefix("ranks-"))
@@ -138,8 +150,13 @@ def _difference(ours: Tensor, other: Tensor) -> float:
 
 
 def _times(
-    calls: Mapping[str, Callable[[], Tensor]], leaves: list[Tensor], grad: Tensor, count: int, repeats: int, seconds: float
-) -> dict[str, list[float]]:  # fmt: skip
+    calls: Mapping[str, Callable[[], Tensor]],
+    leaves: list[Tensor],
+    grad: Tensor,
+    count: int,
+    repeats: int,
+    seconds: float,
+) -> dict[str, list[float]]:
     """Medians of [forward, backward] in milliseconds, each of the slowest rank; the peers take turns."""
     spent: dict[str, list[Tensor]] = {name: [] for name in calls}
     end = time.perf_counter() + seconds

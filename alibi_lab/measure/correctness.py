@@ -105,8 +105,13 @@ def computed(attention: Attention, query: Tensor, key: Tensor, value: Tensor, gr
 
 def _last_rows(
     run: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor],
-    query: Tensor, key: Tensor, value: Tensor, grad: Tensor, slopes: Tensor, dtype: torch.dtype,
-) -> list[Tensor]:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    grad: Tensor,
+    slopes: Tensor,
+    dtype: torch.dtype,
+) -> list[Tensor]:
     """(output, gradients of query, key and value) of the last rows alone, computed head by head to save memory.
 
     Args:

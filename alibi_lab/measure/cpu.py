@@ -44,21 +44,30 @@ PEERS = {
         CAUSAL,
         DENSE,
         replace(
-            rank_two.PEER, note="the bias as two more head dimensions of causal SDPA", longest=16384, longest_backward=8192
+            rank_two.PEER,
+            note="the bias as two more head dimensions of causal SDPA",
+            longest=16384,
+            longest_backward=8192,
         ),
         EAGER,
         Peer(
-            flex.NAME, flex.flex, "score_mod and BlockMask, compiled; no backward on a CPU", longest=4096, longest_backward=0
+            flex.NAME,
+            flex.flex,
+            "score_mod and BlockMask, compiled; no backward on a CPU",
+            longest=4096,
+            longest_backward=0,
         ),
     ),
     "bfloat16": (
         OURS,
-        Peer("ours, fp32", ours("auto"), "backend='auto', the same numbers in fp32", longest=65536, dtype=torch.float32),
+        Peer(
+            "ours, fp32", ours("auto"), "backend='auto', the same numbers in fp32", longest=65536, dtype=torch.float32
+        ),
         CAUSAL,
         DENSE,
         EAGER,
     ),
-}  # fmt: skip
+}
 
 
 def cpu(
@@ -94,20 +103,30 @@ def cpu(
     peers = [*(PEERS[dtype] if peers is None else peers), *([ours_dropping(dropout)] if dropout > 0 else [])]
     configs: dict[str, dict[str, records.Json]] = {
         kind: {
-            "kind": kind, "heads": 8, "head_dim": 64, "dtype": dtype, "lengths": list(lengths), "batch": batch,
-            "threads": torch.get_num_threads(), "peers": {peer.name: peer.note for peer in peers},
+            "kind": kind,
+            "heads": 8,
+            "head_dim": 64,
+            "dtype": dtype,
+            "lengths": list(lengths),
+            "batch": batch,
+            "threads": torch.get_num_threads(),
+            "peers": {peer.name: peer.note for peer in peers},
         }
         for kind in kinds
-    }  # fmt: skip
+    }
     options = {"bf16": dtype == "bfloat16", "dropout": dropout > 0, f"batch-{batch}": batch > 1}
     return keep_by_length(
-        out, "-".join(["cpu", *(part for part, is_set in options.items() if is_set)]), configs, lengths=lengths,
-        summary=_summary, say=say,
+        out,
+        "-".join(["cpu", *(part for part, is_set in options.items() if is_set)]),
+        configs,
+        lengths=lengths,
+        summary=_summary,
+        say=say,
         train_step=functools.partial(_train_step, dtype=DTYPES[dtype], batch=batch) if memory else None,
         measure=lambda kind, n: _measure(
             Case(kind, n, batch), DTYPES[dtype], peers=peers, repeats=repeats, seconds=seconds, say=say
         ),
-    )  # fmt: skip
+    )
 
 
 def _measure(

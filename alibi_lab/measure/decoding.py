@@ -49,9 +49,14 @@ def decoding(
         *peers_of_one_query(),
     ]
     config: Config = {
-        "lengths": list(lengths), "heads": num_heads, "head_dim": head_dim, "dtype": "float32", "queries": 1,
-        "threads": torch.get_num_threads(), "peers": {peer.name: peer.note for peer in peers},
-    }  # fmt: skip
+        "lengths": list(lengths),
+        "heads": num_heads,
+        "head_dim": head_dim,
+        "dtype": "float32",
+        "queries": 1,
+        "threads": torch.get_num_threads(),
+        "peers": {peer.name: peer.note for peer in peers},
+    }
     slopes = published_slopes(num_heads)
 
     def steps() -> Iterator[Mapping[str, Rows]]:

@@ -78,9 +78,13 @@ def embedding(
     sizes = Sizes(layers=layers) if sizes is None else sizes
     names = _names(precisions, say)
     shared: dict[str, records.Json] = {
-        **dataclasses.asdict(sizes), "initializer_range": sizes.initializer_range, "threads": torch.get_num_threads(),
-        "rounds": rounds, "repeats": repeats, "seconds_at_most": seconds,
-    }  # fmt: skip
+        **dataclasses.asdict(sizes),
+        "initializer_range": sizes.initializer_range,
+        "threads": torch.get_num_threads(),
+        "rounds": rounds,
+        "repeats": repeats,
+        "seconds_at_most": seconds,
+    }
     batches: dict[str, list[tuple[int, ...]]] = {
         "embedding/texts": [(length,) for length in sorted(lengths)],
         "embedding/mixed": [tuple(mixed)],
@@ -168,9 +172,14 @@ def _opened(name: str, place: Place, batches: Sequence[Sequence[int]], *, checke
 
 
 def _rows(
-    names: Sequence[str], batch: Sequence[int], place: Place, rounds: int, repeats: int, seconds: float,
+    names: Sequence[str],
+    batch: Sequence[int],
+    place: Place,
+    rounds: int,
+    repeats: int,
+    seconds: float,
     say: Say,
-) -> dict[str, Row]:  # fmt: skip
+) -> dict[str, Row]:
     """The row of every encoder on one batch; without a time if there is too little memory."""
     passes: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     peaks, reasons = dict.fromkeys(names, 0), dict.fromkeys(names, "")
@@ -186,9 +195,7 @@ def _rows(
     return {name: _row(name, batch, passes[name], peaks[name], reasons[name], say) for name in names}
 
 
-def _row(
-    name: str, batch: Sequence[int], passes: list[tuple[float, float]], peak: int, why_not: str, say: Say
-) -> Row:  # fmt: skip
+def _row(name: str, batch: Sequence[int], passes: list[tuple[float, float]], peak: int, why_not: str, say: Say) -> Row:
     label = f"{name:>38} {' '.join(map(str, batch)):>6}"
     row: Row = {"length": max(batch), "tokens": sum(batch)}
     if not passes:

@@ -72,10 +72,15 @@ def our_encoder(sizes: Sizes, backend: str = "auto") -> ALiBiBertModel:
     """An `ALiBiBertModel` with random weights (seed 0), ready for inference."""
     torch.manual_seed(0)
     config = ALiBiBertConfig(
-        vocab_size=sizes.vocabulary, hidden_size=sizes.width, num_hidden_layers=sizes.layers, pooler=False,
-        num_attention_heads=sizes.heads, intermediate_size=sizes.inner, initializer_range=sizes.initializer_range,
+        vocab_size=sizes.vocabulary,
+        hidden_size=sizes.width,
+        num_hidden_layers=sizes.layers,
+        pooler=False,
+        num_attention_heads=sizes.heads,
+        intermediate_size=sizes.inner,
+        initializer_range=sizes.initializer_range,
         backend=backend,
-    )  # fmt: skip
+    )
     return ALiBiBertModel(config).train(False)
 
 
@@ -165,9 +170,14 @@ ENCODERS: Mapping[str, Encoder] = {
     **_in(FLOATS, SDPA, "sdpa_dense_bias", open=_dense, arrays=3),
     **_in(FLOATS, BERT, "bert_no_bias", open=_bert, biased=False),
     **_in(
-        ("float32", "int8"), ONNX, "onnx_runtime",
-        open=_onnx, write=_write_onnx, arrays=4, needs=("onnx", "onnxscript", "onnxruntime"),
+        ("float32", "int8"),
+        ONNX,
+        "onnx_runtime",
+        open=_onnx,
+        write=_write_onnx,
+        arrays=4,
+        needs=("onnx", "onnxscript", "onnxruntime"),
     ),
     **_in(ALL, LLAMA, "llama_cpp", arrays=2, **_LLAMA),
     **_in(ALL, FLASH, "llama_cpp_flash", **_LLAMA),
-}  # fmt: skip
+}

@@ -115,17 +115,27 @@ def gates(
         for name, kind in kinds.items()
     }
     return keep_by_length(
-        out, "gates", configs, lengths=lengths, summary=summary, say=say,
+        out,
+        "gates",
+        configs,
+        lengths=lengths,
+        summary=summary,
+        say=say,
         measure=lambda name, n: measured(name, kinds[name].draw(n), repeats=repeats, seconds=seconds, say=say),
-    )  # fmt: skip
+    )
 
 
 def gates_config(heads: int, head_dim: int, lengths: Sequence[int]) -> dict[str, records.Json]:
     """The part of the config that all gate benchmarks share."""
     return {
-        "heads": heads, "head_dim": head_dim, "dtype": "float32", "lengths": list(lengths),
-        "threads": torch.get_num_threads(), "pruned_at": PRUNED_AT, "peers": PEERS,
-    }  # fmt: skip
+        "heads": heads,
+        "head_dim": head_dim,
+        "dtype": "float32",
+        "lengths": list(lengths),
+        "threads": torch.get_num_threads(),
+        "pruned_at": PRUNED_AT,
+        "peers": PEERS,
+    }
 
 
 def pruned_scores(decay: Tensor, query: Tensor, key: Tensor, tolerance: float) -> int:
@@ -171,11 +181,12 @@ def measured(name: str, inputs: Inputs, *, repeats: int, seconds: float, say: Sa
     with torch.no_grad():
         counts = {
             "visible": batch * heads * length * (length + 1) // 2,
-            "ours": computed_scores(inputs), "acp": pruned_scores(inputs.decay, query, key, tolerance),
+            "ours": computed_scores(inputs),
+            "acp": pruned_scores(inputs.decay, query, key, tolerance),
             "ours_at_acps": computed_scores(inputs, PRUNED_AT),
             "acp_at_acps": pruned_scores(inputs.decay, query, key, PRUNED_AT),
             "fixed_slopes": inspect.computed_scores(query, key, value, backend="native"),
-        }  # fmt: skip
+        }
     slopes = published_slopes(heads)
     attentions: dict[str, Attention] = {
         "ours": inputs.attention,

@@ -60,9 +60,15 @@ def generating(
     peers = programs.installed(say)
     curves = ["ours", PATCHED, ORIGINAL, ORIGINAL_STATIC, ROWS, PADDED, UNEVEN, PROMPTED, *peers]
     config: Config = {
-        "lengths": list(lengths), "layers": layers, "heads": num_heads, "head_dim": head_dim, "dtype": "float32",
-        "threads": torch.get_num_threads(), "ways": curves, "padding": PADDING,
-    }  # fmt: skip
+        "lengths": list(lengths),
+        "layers": layers,
+        "heads": num_heads,
+        "head_dim": head_dim,
+        "dtype": "float32",
+        "threads": torch.get_num_threads(),
+        "ways": curves,
+        "padding": PADDING,
+    }
     original, patched = (bloom(num_heads * head_dim, layers=layers, heads=num_heads) for _ in range(2))
     patch(patched)
     metrics: dict[str, float | None] = {}
@@ -134,9 +140,14 @@ def _two_rows(model: nn.Module, our_cache: Callable[[], Cache], filling: Filling
 
 
 def _after_a_prompt(
-    model: BloomForCausalLM, our_cache: Callable[[], Cache], peers: Sequence[str], length: int, *, repeats: int,
+    model: BloomForCausalLM,
+    our_cache: Callable[[], Cache],
+    peers: Sequence[str],
+    length: int,
+    *,
+    repeats: int,
     say: Say,
-) -> tuple[dict[str, float], float]:  # fmt: skip
+) -> tuple[dict[str, float], float]:
     """(milliseconds per token after a prompt of this length, for ours and each peer; milliseconds of our first token)."""
     tokens = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(length))
     last, cache, listed = tokens[:, -1:], our_cache(), tokens[0].tolist()

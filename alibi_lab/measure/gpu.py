@@ -31,9 +31,18 @@ SCALES = ("full", "smoke")
 PATIENCE_S = 3.0  # a peer whose forward plus backward would take longer is skipped
 CHECKED_LENGTH = 777
 CHECKED: tuple[dict[str, object], ...] = (
-    {}, {"causal": False}, {"window": 100}, {"scale": 0.2}, {"query_offset": 40}, {"query_offset": -300},
-    {"kv_heads": 2}, {"queries": 3, "kv_heads": 2}, {"causal": False, "window": 50}, {"masked": True}, {"segments": True},
-)  # fmt: skip
+    {},
+    {"causal": False},
+    {"window": 100},
+    {"scale": 0.2},
+    {"query_offset": 40},
+    {"query_offset": -300},
+    {"kv_heads": 2},
+    {"queries": 3, "kv_heads": 2},
+    {"causal": False, "window": 50},
+    {"masked": True},
+    {"segments": True},
+)
 
 
 def gpu_peers(*, compiled: bool = True) -> list[Peer]:
@@ -49,12 +58,13 @@ def gpu_peers(*, compiled: bool = True) -> list[Peer]:
         rank_two.PEER,
         eager.PEER,
         Peer(
-            flex.NAME, functools.partial(flex.flex, compiled=compiled),
+            flex.NAME,
+            functools.partial(flex.flex, compiled=compiled),
             f"score_mod and BlockMask, {'compiled for each length' if compiled else 'not compiled and without backward'}",
             longest_backward=2**62 if compiled else 0,
         ),
         *flash_attn.installed(),
-    ]  # fmt: skip
+    ]
 
 
 def gpu(
@@ -97,8 +107,10 @@ def gpu(
     dtypes = (torch.float32,) if smoke else (torch.bfloat16, torch.float16, torch.float32)
     configs = {
         _name(shape, kind, decoding, device): _config(shape, kind, decoding, lengths, dtypes[0], device)
-        for shape in shapes for kind in kinds for decoding in (False, True)
-    }  # fmt: skip
+        for shape in shapes
+        for kind in kinds
+        for decoding in (False, True)
+    }
     worst, wrong = 0.0, list[str]()
 
     def steps() -> Iterator[Mapping[str, Rows]]:
@@ -134,10 +146,15 @@ def _config(
     shape: tuple[int, int], kind: str, decoding: bool, lengths: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Config:
     return {
-        "kind": kind, "heads": shape[0], "head_dim": shape[1], "dtype": str(dtype).removeprefix("torch."),
-        "lengths": list(lengths), "smoke": device.type == "cpu", "device": device.type,
+        "kind": kind,
+        "heads": shape[0],
+        "head_dim": shape[1],
+        "dtype": str(dtype).removeprefix("torch."),
+        "lengths": list(lengths),
+        "smoke": device.type == "cpu",
+        "device": device.type,
         "peers": {peer.name: peer.note for peer in _peers(decoding, device)},
-    }  # fmt: skip
+    }
 
 
 def _peers(decoding: bool, device: torch.device) -> list[Peer]:
@@ -151,9 +168,15 @@ def _peers(decoding: bool, device: torch.device) -> list[Peer]:
 
 
 def _measured_shape(
-    shape: tuple[int, int], lengths: Sequence[int], kinds: Sequence[str], dtype: torch.dtype, device: torch.device, *,
-    until: float, say: Say,
-) -> Iterator[dict[str, dict[str, Row]]]:  # fmt: skip
+    shape: tuple[int, int],
+    lengths: Sequence[int],
+    kinds: Sequence[str],
+    dtype: torch.dtype,
+    device: torch.device,
+    *,
+    until: float,
+    say: Say,
+) -> Iterator[dict[str, dict[str, Row]]]:
     """Yields the rows by record and peer of each length: training steps, then decoding."""
     pace: dict[str, float] = {}  # seconds of a peer's training step per score and head
     for length in sorted(lengths):

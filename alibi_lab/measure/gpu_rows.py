@@ -44,9 +44,15 @@ class Inputs:
 
     @classmethod
     def draw(
-        cls, kinds: Sequence[str], length: int, shape: tuple[int, int], dtype: torch.dtype, device: torch.device, *,
+        cls,
+        kinds: Sequence[str],
+        length: int,
+        shape: tuple[int, int],
+        dtype: torch.dtype,
+        device: torch.device,
+        *,
         decoding: bool,
-    ) -> "Inputs":  # fmt: skip
+    ) -> "Inputs":
         """Normal numbers for TOKENS tokens, at least one sequence (on a CPU one); "peaked" has queries three times as long."""
         generator = torch.Generator(device).manual_seed(0)
         size = (1 if device.type == "cpu" else max(1, TOKENS // length), shape[0], length, shape[1])

@@ -126,9 +126,13 @@ def keep(
             for peer, row in rows.items():
                 append(curves[name], peer, row)
             record = records.make(
-                "benchmark", name, config=configs[name], metrics=summary(curves[name]), curves=curves[name],
+                "benchmark",
+                name,
+                config=configs[name],
+                metrics=summary(curves[name]),
+                curves=curves[name],
                 started=started.setdefault(name, begun),
-            )  # fmt: skip
+            )
             paths[name] = records.grow(record, out)
         begun = datetime.datetime.now(datetime.UTC)
     return [paths[name] for name in configs]

@@ -72,12 +72,14 @@ def calls() -> dict[str, tuple[Step, Step | None]]:
     ways: dict[str, tuple[Callable[..., Tensor], list[Tensor], Tensor | None]] = {
         "plain": (alibi_attention, [query, key, value], grad),
         "symmetric, masked": (
-            functools.partial(alibi_attention, causal=False, key_mask=shown), [query, key, value], grad,
+            functools.partial(alibi_attention, causal=False, key_mask=shown),
+            [query, key, value],
+            grad,
         ),
         "gates": (forgetting_attention, [query, key, value, gates], grad),
         "decoding": (decode, [one, cached_keys, cached_values], None),
         "SDPA": (functional.scaled_dot_product_attention, tiny[:3], tiny[3]),
-    }  # fmt: skip
+    }
     return {
         kind: (_forward(attention, inputs), _training(attention, inputs, grad))
         for kind, (attention, inputs, grad) in ways.items()

@@ -60,11 +60,19 @@ def int8_error(
             f"of {length} are needed; pass a shorter --length"
         )
     about: Config = {
-        "method": config.model.method, "layers": config.model.num_layers, "width": config.model.embed_dim,
-        "heads": config.model.num_heads, "ffn": config.model.ffn_dim, "vocabulary": config.model.vocab_size,
-        "trained": config.train.length, "step": int(folder.name.removeprefix("step-")), "batch_tokens": config.train.batch_tokens,
-        "corpus": corpus.facts, "length": length, "tokens": pieces * length,
-    }  # fmt: skip
+        "method": config.model.method,
+        "layers": config.model.num_layers,
+        "width": config.model.embed_dim,
+        "heads": config.model.num_heads,
+        "ffn": config.model.ffn_dim,
+        "vocabulary": config.model.vocab_size,
+        "trained": config.train.length,
+        "step": int(folder.name.removeprefix("step-")),
+        "batch_tokens": config.train.batch_tokens,
+        "corpus": corpus.facts,
+        "length": length,
+        "tokens": pieces * length,
+    }
     records.expect_new(out, "int8", "decoder", about)
     metrics = compared(model, converted(model), corpus.valid, length=length, pieces=pieces)
     say(", ".join(f"{name} {value:.6g}" for name, value in metrics.items()))

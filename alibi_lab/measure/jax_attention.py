@@ -66,17 +66,28 @@ def jax_attention(
     device = jax.devices()[0]
     configs: dict[str, dict[str, records.Json]] = {
         kind: {
-            "kind": kind, "heads": NUM_HEADS, "head_dim": HEAD_DIM, "dtype": "float32", "lengths": list(lengths),
-            "framework": "jax", "device": device.device_kind, "peers": {peer.name: peer.note for peer in peers},
+            "kind": kind,
+            "heads": NUM_HEADS,
+            "head_dim": HEAD_DIM,
+            "dtype": "float32",
+            "lengths": list(lengths),
+            "framework": "jax",
+            "device": device.device_kind,
+            "peers": {peer.name: peer.note for peer in peers},
         }
         for kind in kinds
-    }  # fmt: skip
+    }
     on_cpu = device.platform == "cpu"
     return keep_by_length(
-        out, f"jax/{device.platform}", configs, lengths=lengths, summary=_summary, say=say,
+        out,
+        f"jax/{device.platform}",
+        configs,
+        lengths=lengths,
+        summary=_summary,
+        say=say,
         train_step=_train_step if memory and on_cpu else None,
         measure=lambda kind, n: _measure(Case(kind, n), peers, repeats=repeats, seconds=seconds, say=say),
-    )  # fmt: skip
+    )
 
 
 def _measure(

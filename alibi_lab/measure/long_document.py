@@ -53,9 +53,16 @@ def long_document(
         raise ValueError(f"dtype is {dtype!r} but must be {' or '.join(map(repr, DTYPES))}")
     sizes = Sizes(layers=layers) if sizes is None else sizes
     config: Config = {
-        "layers": sizes.layers, "width": sizes.width, "heads": sizes.heads, "inner": sizes.inner, "dtype": dtype,
-        "tokens": tokens, "checked": checked, "chunk": chunk, "threads": torch.get_num_threads(),
-    }  # fmt: skip
+        "layers": sizes.layers,
+        "width": sizes.width,
+        "heads": sizes.heads,
+        "inner": sizes.inner,
+        "dtype": dtype,
+        "tokens": tokens,
+        "checked": checked,
+        "chunk": chunk,
+        "threads": torch.get_num_threads(),
+    }
     errors: dict[str, float | None] = {}
 
     def steps() -> Iterator[Mapping[str, Rows]]:

@@ -38,9 +38,15 @@ MOST_ERROR = 1e-4  # of the peer, relative to the largest logit; llama.cpp's GEL
 
 
 def long_texts(
-    out: Path, *, tokens: int = 1_000_000, width: int = 1024, layers: int = 2, processes: int = 10, cache: str = "",
+    out: Path,
+    *,
+    tokens: int = 1_000_000,
+    width: int = 1024,
+    layers: int = 2,
+    processes: int = 10,
+    cache: str = "",
     say: Say = print,
-) -> list[Path]:  # fmt: skip
+) -> list[Path]:
     """Measures reading, opening and sharing; saves one record and returns its path. Linux only.
 
     Args:
@@ -56,9 +62,15 @@ def long_texts(
         )
     folder = Path(cache or out / f"long-texts-{width}x{layers}-{tokens}")
     config: Config = {
-        "tokens": tokens, "width": width, "layers": layers, "processes": processes, "vocabulary": VOCABULARY,
-        "dtype": "float32", "threads": torch.get_num_threads(), "file_system": file_system(folder),
-    }  # fmt: skip
+        "tokens": tokens,
+        "width": width,
+        "layers": layers,
+        "processes": processes,
+        "vocabulary": VOCABULARY,
+        "dtype": "float32",
+        "threads": torch.get_num_threads(),
+        "file_system": file_system(folder),
+    }
     metrics: dict[str, float | None] = {}
 
     def steps() -> Iterator[Mapping[str, Rows]]:

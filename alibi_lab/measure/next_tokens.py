@@ -54,10 +54,18 @@ def next_tokens(
     """
     peers = programs.installed(say)
     config: Config = {
-        "lengths": sorted(lengths), "tokens": tokens, "layers": layers, "width": width, "heads": HEADS, "batch": 1,
-        "vocabulary": vocabulary, "precisions": list(PRECISIONS), "peers": list(peers), "repeats": repeats,
+        "lengths": sorted(lengths),
+        "tokens": tokens,
+        "layers": layers,
+        "width": width,
+        "heads": HEADS,
+        "batch": 1,
+        "vocabulary": vocabulary,
+        "precisions": list(PRECISIONS),
+        "peers": list(peers),
+        "repeats": repeats,
         "threads": torch.get_num_threads(),
-    }  # fmt: skip
+    }
     metrics: dict[str, float | None] = {}
     model = functools.partial(bloom, width, layers=layers, vocabulary=vocabulary)
 
@@ -104,9 +112,16 @@ class _Ours:
 
 
 def _rows(
-    precision: str, prompt: Tensor, true: Tensor, peers: Sequence[str], *,
-    model: Callable[[], BloomForCausalLM], tokens: int, repeats: int, say: Say,
-) -> dict[str, Row]:  # fmt: skip
+    precision: str,
+    prompt: Tensor,
+    true: Tensor,
+    peers: Sequence[str],
+    *,
+    model: Callable[[], BloomForCausalLM],
+    tokens: int,
+    repeats: int,
+    say: Say,
+) -> dict[str, Row]:
     """The row of every program in this precision."""
     ours, listed = _Ours(precision, model, prompt), prompt[0].tolist()
     errors = {OURS: error(ours.logits(), true)}
@@ -134,10 +149,12 @@ def _rows(
         say(f"{precision:>8} {len(listed):>6} {name:>26}: {taken * 1e3:6.2f} ms, {taken / seconds[OURS]:.2f}× ours")
     return {
         f"{name}, {precision}": {
-            "length": len(listed), "error": off, "forward_ms": seconds[name] * 1e3 if name in seconds else None,
+            "length": len(listed),
+            "error": off,
+            "forward_ms": seconds[name] * 1e3 if name in seconds else None,
         }
         for name, off in errors.items()
-    }  # fmt: skip
+    }
 
 
 def _ratios(rows: Mapping[str, Row], length: int) -> dict[str, float]:

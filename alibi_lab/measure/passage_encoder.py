@@ -157,15 +157,24 @@ def _tokenizer(books: Sequence[str], setup: Setup, place: Path) -> PreTrainedTok
 def _config(setup: Setup) -> ALiBiBertConfig:
     torch.manual_seed(setup.seed)
     return ALiBiBertConfig(
-        vocab_size=setup.vocabulary, hidden_size=setup.width, num_hidden_layers=setup.layers,
-        num_attention_heads=setup.heads, intermediate_size=setup.inner, pooler=False, hidden_dropout_prob=0.0,
-    )  # fmt: skip
+        vocab_size=setup.vocabulary,
+        hidden_size=setup.width,
+        num_hidden_layers=setup.layers,
+        num_attention_heads=setup.heads,
+        intermediate_size=setup.inner,
+        pooler=False,
+        hidden_dropout_prob=0.0,
+    )
 
 
 def _steps(
-    model: ALiBiBertForMaskedLM, loss_of: Callable[[np.random.Generator], Tensor], steps: int, setup: Setup, path: Path,
+    model: ALiBiBertForMaskedLM,
+    loss_of: Callable[[np.random.Generator], Tensor],
+    steps: int,
+    setup: Setup,
+    path: Path,
     stage: int,
-) -> Iterator[tuple[int, float]]:  # fmt: skip
+) -> Iterator[tuple[int, float]]:
     """Trains one stage, saves it regularly and yields (step, loss); the rate rises over a tenth and falls to 0 as a cosine."""
     optimizer = torch.optim.AdamW(model.parameters(), lr=setup.learning_rate, weight_decay=0.01)
     first = 0
@@ -193,9 +202,12 @@ def _steps(
 
 
 def _masked_loss(
-    model: ALiBiBertForMaskedLM, words: PreTrainedTokenizerFast, books: Sequence[str], setup: Setup,
+    model: ALiBiBertForMaskedLM,
+    words: PreTrainedTokenizerFast,
+    books: Sequence[str],
+    setup: Setup,
     random: np.random.Generator,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The cross-entropy of masked tokens of some stretches."""
     texts = stretches(books, setup.stretch, setup.batch, random)
     rows = [framed(np.asarray(ids, dtype=np.int64)) for ids in words(texts, add_special_tokens=False)["input_ids"]]
@@ -206,9 +218,13 @@ def _masked_loss(
 
 
 def _pair_loss(
-    model: ALiBiBertForMaskedLM, words: PreTrainedTokenizerFast, books: Sequence[str], setup: Setup,
-    trained: Trained, random: np.random.Generator,
-) -> Tensor:  # fmt: skip
+    model: ALiBiBertForMaskedLM,
+    words: PreTrainedTokenizerFast,
+    books: Sequence[str],
+    setup: Setup,
+    trained: Trained,
+    random: np.random.Generator,
+) -> Tensor:
     """The cross-entropy of assigning each removed sentence to its chunk, among the chunks of all stretches."""
     asked: list[Tokens] = []
     right: list[int] = []

@@ -107,12 +107,16 @@ def passages(
     train, held_out = split(read_books(text))
     configs: dict[Trained, dict[str, records.Json]] = {
         trained: {
-            "trained": trained, "setup": dataclasses.asdict(setup), "test": dataclasses.asdict(test),
-            "books": len(train), "held_out_books": len(held_out), "held_out": list(held_out),
+            "trained": trained,
+            "setup": dataclasses.asdict(setup),
+            "test": dataclasses.asdict(test),
+            "books": len(train),
+            "held_out_books": len(held_out),
+            "held_out": list(held_out),
             "characters": sum(map(len, train.values())),
         }
         for trained in TRAINED
-    }  # fmt: skip
+    }
     for trained, config in configs.items():
         records.expect_new(out, "search", f"passages/trained-{trained}", config)
     paths = []
@@ -174,8 +178,10 @@ def tested(
         smallest: _ranks(queries, windows[test.windows[0]], search.right),
     }
     metrics: dict[str, float | None] = {
-        "questions": len(search.asked), "chunks": len(search.texts), "questions_elsewhere": int(search.elsewhere.sum())
-    }  # fmt: skip
+        "questions": len(search.asked),
+        "chunks": len(search.texts),
+        "questions_elsewhere": int(search.elsewhere.sum()),
+    }
     close: list[tuple[str, NDArray[np.float64]]] = [
         (f"windows of {size} tokens, {overlap} shared", _cosines(rows, late))
         for (size, overlap), rows in windows.items()
@@ -258,8 +264,12 @@ def _recall(ranks: Mapping[str, NDArray[np.int64]], search: Search) -> Curve:
                 hits = (found[chosen] <= rank).astype(float)
                 groups = search.groups[chosen]
                 row: list[records.Json] = [
-                    some, method, rank, *_interval(hits, groups), *_interval(hits - alone, groups)
-                ]  # fmt: skip
+                    some,
+                    method,
+                    rank,
+                    *_interval(hits, groups),
+                    *_interval(hits - alone, groups),
+                ]
                 for name, value in zip(columns, row, strict=True):
                     curve[name].append(value)
     return curve

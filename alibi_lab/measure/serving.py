@@ -63,16 +63,24 @@ def serving(
 
 
 def _family(
-    out: Path, family: str, lengths: Sequence[int], unpatched: Sequence[int], width: int, threads: int | None,
-    say: Say,
-) -> Path:  # fmt: skip
+    out: Path, family: str, lengths: Sequence[int], unpatched: Sequence[int], width: int, threads: int | None, say: Say
+) -> Path:
     started = datetime.datetime.now(datetime.UTC)
     peers, skipped = programs.installed(say) if family == "bloom" else [], list[records.Json]()
     config: Config = {
-        "family": family, "layers": decoders.LAYERS, "width": width, "heads": decoders.HEADS, "vocabulary": VOCABULARY,
-        "batch": 1, "dtype": "float32", "peers": list(peers), "lengths": sorted(lengths), "unpatched_lengths": sorted(unpatched),
-        "threads": threads, "skipped": skipped,
-    }  # fmt: skip
+        "family": family,
+        "layers": decoders.LAYERS,
+        "width": width,
+        "heads": decoders.HEADS,
+        "vocabulary": VOCABULARY,
+        "batch": 1,
+        "dtype": "float32",
+        "peers": list(peers),
+        "lengths": sorted(lengths),
+        "unpatched_lengths": sorted(unpatched),
+        "threads": threads,
+        "skipped": skipped,
+    }
     records.expect_new(out, "benchmark", f"serving/{family}", config)
     errors = in_fresh_process(_logits_errors, family, width, threads)
     say(
@@ -102,13 +110,16 @@ def _family(
             gib = number(row["peak_memory_bytes"]) / 2**30
             say(f"{label}: {number(row['forward_ms']) / 1e3:8.2f} s, {part}{gib:6.2f} GiB")
     record = records.make(
-        "benchmark", f"serving/{family}", config=config, metrics={**errors, **_speedups(measured)},
+        "benchmark",
+        f"serving/{family}",
+        config=config,
+        metrics={**errors, **_speedups(measured)},
         curves={
             name: {column: [rows[length][column] for length in sorted(rows)] for column in COLUMNS}
             for name, rows in measured.items()
         },
         started=started,
-    )  # fmt: skip
+    )
     return records.save(record, out)
 
 

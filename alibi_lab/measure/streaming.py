@@ -43,10 +43,17 @@ def streaming(
     blocks = [_gated_block() if gates else ALiBiTransformerBlock(64, 4, qk_norm=True) for _ in range(2)]
     x = torch.randn(1, tokens, 64)
     config: Config = {
-        "tokens": tokens, "chunk": chunk, "windows": windows, "tolerance": tolerance, "layers": 2, "width": 64,
-        "heads": 4, "dtype": "float32", "threads": 1,
+        "tokens": tokens,
+        "chunk": chunk,
+        "windows": windows,
+        "tolerance": tolerance,
+        "layers": 2,
+        "width": 64,
+        "heads": 4,
+        "dtype": "float32",
+        "threads": 1,
         "reach": None if gates else [block.attention.static_reach(tolerance=tolerance).tolist() for block in blocks],
-    }  # fmt: skip
+    }
     metrics: dict[str, float | None] = {}
     name = "streaming/gated-reach-cache" if gates else "streaming/reach-cache"
 
@@ -70,9 +77,10 @@ def streaming(
         )
         forgotten = sum(sum(cache.forgotten) for cache in caches)
         metrics.update(
-            error_of_longest_output=error, full_cache_bytes=float(full_bytes),
+            error_of_longest_output=error,
+            full_cache_bytes=float(full_bytes),
             share_forgotten=forgotten / (tokens * sum(len(cache.kept) for cache in caches)),
-        )  # fmt: skip
+        )
         yield from ({name: {"ours": row}} for row in rows)
 
     return keep(out, {name: config}, steps(), summary=lambda columns: metrics)

@@ -55,15 +55,24 @@ def trained_gates(
         inputs[name] = captured_gates(model, corpus.valid[None, : lengths[-1]].long())
         _, heads, _, head_dim = inputs[name].query.shape
         configs[name] = {
-            "method": config.model.method, "layers": config.model.num_layers, "trained": config.train.length,
-            "steps": config.train.steps, "batch_tokens": config.train.batch_tokens, "corpus": corpus.facts,
+            "method": config.model.method,
+            "layers": config.model.num_layers,
+            "trained": config.train.length,
+            "steps": config.train.steps,
+            "batch_tokens": config.train.batch_tokens,
+            "corpus": corpus.facts,
             **gates_config(heads, head_dim, lengths),
-        }  # fmt: skip
+        }
         say(described(name, inputs[name]))
     return keep_by_length(
-        out, "gates", configs, lengths=lengths, summary=summary, say=say,
+        out,
+        "gates",
+        configs,
+        lengths=lengths,
+        summary=summary,
+        say=say,
         measure=lambda name, n: measured(name, inputs[name].first(n), repeats=repeats, seconds=seconds, say=say),
-    )  # fmt: skip
+    )
 
 
 def captured_gates(model: LanguageModel, tokens: Tensor) -> Inputs:

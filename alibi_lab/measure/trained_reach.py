@@ -59,11 +59,13 @@ def trained_reach(
         message = ", ".join(f"{name} {time:.0f} ms" for name, time in times.items())
         say(f"{layer}: certified {columns['certified']}, true {columns['true']}; {message}")
         record = records.make(
-            "certificate", f"trained-reach/{layer}",
+            "certificate",
+            f"trained-reach/{layer}",
             config={"scale": scale, "layer": layer, "length": length, "trained": config.train.length},
             metrics={f"{name} forward_ms": time for name, time in times.items()},
-            curves={"heads": columns, "mass": attention_by_distance(query, key)}, started=started,
-        )  # fmt: skip
+            curves={"heads": columns, "mass": attention_by_distance(query, key)},
+            started=started,
+        )
         paths.append(records.save(record, out))
     return paths
 

@@ -50,7 +50,7 @@ TRAININGS: Mapping[Size, tuple[ModelConfig, TrainConfig]] = {
         ModelConfig(num_layers=4, num_heads=8, embed_dim=256, ffn_dim=688, vocab_size=2048),
         TrainConfig(length=128, steps=2200, batch_tokens=4608, learning_rate=2e-3, warmup_steps=220, precision="bf16"),
     ),
-}  # fmt: skip
+}
 PRECISIONS: Mapping[Precision, str] = {"no": "fp32", "bf16": "bf16"}  # and their names in a record
 _Result = typing.TypeVar("_Result")
 FIRST_STEPS = 2  # whose losses and gradients are compared; the second one follows an update

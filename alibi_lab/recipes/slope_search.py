@@ -12,8 +12,10 @@ from alibi_lab.recipes.scales import LARGE, MEDIUM, TINY, trained_at, with_model
 
 SETS = ("Flattest4", "Flattest16", "Flattest4096", "Flattest65536", "AboveOne", "Uniform", "Exponential")
 METHODS: tuple[Method, ...] = (
-    "alibi", "alibi-learned", *(f"alibi_lab.lab.systems.slope_range:{name}" for name in SETS),
-)  # fmt: skip
+    "alibi",
+    "alibi-learned",
+    *(f"alibi_lab.lab.systems.slope_range:{name}" for name in SETS),
+)
 SEEDS = (0, 1, 2)
 _RUNS: Mapping[Scale, RunConfig] = {
     "smoke": RunConfig(

@@ -75,28 +75,45 @@ def _changes(
 ) -> Claim:
     """A model's perplexity at a length, divided by that at its trained length."""
     return Claim(
-        item=item, says=says, over=(Number(label, to, column),), under=(Number(label, trained_length(label), column),),
-        relation=relation, threshold=threshold,
-    )  # fmt: skip
+        item=item,
+        says=says,
+        over=(Number(label, to, column),),
+        under=(Number(label, trained_length(label), column),),
+        relation=relation,
+        threshold=threshold,
+    )
 
 
 def _compared(
-    item: str, one: tuple[str, int | None], other: tuple[str, int | None], relation: Relation, says: str, *,
-    threshold: float = 1.0, column: str = "perplexity",
-) -> Claim:  # fmt: skip
+    item: str,
+    one: tuple[str, int | None],
+    other: tuple[str, int | None],
+    relation: Relation,
+    says: str,
+    *,
+    threshold: float = 1.0,
+    column: str = "perplexity",
+) -> Claim:
     """One cell divided by another."""
     return Claim(
-        item=item, says=says, over=(Number(*one, column),), under=(Number(*other, column),), relation=relation,
+        item=item,
+        says=says,
+        over=(Number(*one, column),),
+        under=(Number(*other, column),),
+        relation=relation,
         threshold=threshold,
-    )  # fmt: skip
+    )
 
 
 def _keeps_longer(item: str, one: str, other: str, to: int, says: str) -> Claim:
     """One model's change with length, divided by another's."""
     return Claim(
-        item=item, says=says, over=(Number(one, to), Number(other, trained_length(other))),
-        under=(Number(one, trained_length(one)), Number(other, to)), relation="below",
-    )  # fmt: skip
+        item=item,
+        says=says,
+        over=(Number(one, to), Number(other, trained_length(other))),
+        under=(Number(one, trained_length(one)), Number(other, to)),
+        relation="below",
+    )
 
 
 def _speed(item: str, one: str, other: str, column: str, relation: Relation, threshold: float, says: str) -> Claim:

@@ -116,8 +116,10 @@ def report_html(
 def _distinguished(sections: Sequence[Section]) -> list[Section]:
     """The sections for the contents; entries that would read the same also get their scale, machine or day."""
     details: tuple[Callable[[Record], str], ...] = (
-        answers.scale_of, lambda record: processor_text(record.machine), lambda record: record.started[:10],
-    )  # fmt: skip
+        answers.scale_of,
+        lambda record: processor_text(record.machine),
+        lambda record: record.started[:10],
+    )
     for detail in details:
         keys = [(section.group, section.title, section.about) for section in sections]
         sections = [

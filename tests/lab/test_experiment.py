@@ -204,15 +204,13 @@ def test_progress_is_shown_on_the_console_that_is_passed(recipe, tmp_path, capsy
 def two_processes(tmp_path_factory, verses, run_program):
     """The results of two gloo processes, with DDP and with FSDP."""
     folder = tmp_path_factory.mktemp("two")
+    more = {"accumulate": 2, "activation_checkpointing": True, "validate_every": 4, "validate_tokens": 64}
     config = RunConfig(
         model=ModelConfig(method="kerple", num_layers=2, num_heads=2, embed_dim=16, ffn_dim=24),
         data=DataConfig(text=(str(verses(folder)),), valid_share=0.2),
-        train=TrainConfig(
-            length=16, steps=8, batch_tokens=64, warmup_steps=2, log_every=1, accumulate=2, activation_checkpointing=True,
-            validate_every=4, validate_tokens=64,
-        ),
+        train=TrainConfig(length=16, steps=8, batch_tokens=64, warmup_steps=2, log_every=1, **more),
         eval=EvalConfig(lengths=(16, 32), tokens=64, batch_tokens=64),
-    )  # fmt: skip
+    )
     result = run_program("two_processes.py", folder, config, "-W", "error")
     assert "Warning" not in result.stderr, result.stderr
     one = train(config, load_corpus(config.data), folder / "one")

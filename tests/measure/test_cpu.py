@@ -146,10 +146,15 @@ def test_the_report_draws_a_benchmark(record: records.Record) -> None:
 
 def test_a_peer_without_backward_is_compared_by_forward() -> None:
     made = records.make(
-        "benchmark", "x", config={}, metrics={},
-        curves={"flex": {"length": [8], "forward_ms": [6.0], "backward_ms": [None]},
-                "ours": {"length": [8], "forward_ms": [2.0], "backward_ms": [4.0]}},
-    )  # fmt: skip
+        "benchmark",
+        "x",
+        config={},
+        metrics={},
+        curves={
+            "flex": {"length": [8], "forward_ms": [6.0], "backward_ms": [None]},
+            "ours": {"length": [8], "forward_ms": [2.0], "backward_ms": [4.0]},
+        },
+    )
     assert benchmarks.ratio_table(made)[1] == [("ours", ["6 ms"]), ("flex (forward)", ["3.00×"])]
     assert not math.isnan(benchmarks.peer_times(made)[1].times[8])
 

@@ -9,9 +9,12 @@ from alibi_lab.measure.long_document import long_document, random_document
 from alibi_lab.measure.peers.dense_encoder import Sizes
 
 OPTIONS = {
-    "tokens": 150, "checked": 70, "chunk": 32, "sizes": Sizes(layers=2, width=48, heads=6, inner=40, vocabulary=50),
+    "tokens": 150,
+    "checked": 70,
+    "chunk": 32,
+    "sizes": Sizes(layers=2, width=48, heads=6, inner=40, vocabulary=50),
     "say": lambda _: None,
-}  # fmt: skip
+}
 
 
 @pytest.fixture(autouse=True)

@@ -48,8 +48,11 @@ def test_removed_sentences_put_back_give_the_text() -> None:
 
 def test_abbreviations_do_not_end_a_sentence() -> None:
     assert passage_encoder.SENTENCE.split('He met Mr. Brown. "Dr. Who?" She left! No.') == [
-        "He met Mr. Brown.", '"Dr. Who?', "She left!", "No."
-    ]  # fmt: skip
+        "He met Mr. Brown.",
+        '"Dr. Who?',
+        "She left!",
+        "No.",
+    ]
 
 
 @pytest.fixture(scope="module")

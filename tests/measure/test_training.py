@@ -35,8 +35,14 @@ LENGTH, ROWS = 16, 3
 
 def config_of(architecture: Architecture = "modern") -> RunConfig:
     model = ModelConfig(
-        method="sinusoidal", architecture=architecture, num_layers=2, num_heads=2, embed_dim=32, ffn_dim=48, vocab_size=64
-    )  # fmt: skip
+        method="sinusoidal",
+        architecture=architecture,
+        num_layers=2,
+        num_heads=2,
+        embed_dim=32,
+        ffn_dim=48,
+        vocab_size=64,
+    )
     return RunConfig(model=model, train=TrainConfig(length=LENGTH, batch_tokens=ROWS * LENGTH))
 
 

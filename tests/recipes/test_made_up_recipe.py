@@ -33,8 +33,9 @@ def test_a_recipe_of_one_file_and_one_row_is_run_and_drawn(tmp_path: Path) -> No
     paths = index.run("made-up", recipes=TABLE, out=tmp_path, scale="smoke", overrides={"train.steps": "1"})
     written = [records.load(path) for path in paths]
     assert [(record.kind, record.name) for record in written] == [
-        ("training", "made-up/alibi-16/seed-0"), ("evaluation", "made-up/alibi-16/seed-0"),
-    ]  # fmt: skip
+        ("training", "made-up/alibi-16/seed-0"),
+        ("evaluation", "made-up/alibi-16/seed-0"),
+    ]
     assert "made-up" in report_html(written)
 
 

@@ -35,9 +35,7 @@ def test_given_methods_run_the_stretches_of_a_recipe_that_they_have():
     found = {
         name: {run.eval.stretch for run in runs if run.model.method == name} for name in ("alibi", "rotary", "fire")
     }
-    assert found == {
-        "alibi": {"none", "linear", "ntk"}, "rotary": {"none", "linear", "ntk", "yarn"}, "fire": {"none"},
-    }  # fmt: skip
+    assert found == {"alibi": {"none", "linear", "ntk"}, "rotary": {"none", "linear", "ntk", "yarn"}, "fire": {"none"}}
     with pytest.raises(ConfigError, match="'yarn' but model\\.method 'alibi' has only none, linear, ntk"):
         configs_of(RECIPES["methods"], scale="smoke", overrides={"eval.stretch": "yarn"}, methods=["alibi"])
 

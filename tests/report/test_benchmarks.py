@@ -49,9 +49,11 @@ def test_a_record_that_comes_twice_is_drawn_once() -> None:
 
 def test_errors_are_reported_and_why_a_peer_was_not_run() -> None:
     theirs = {
-        "length": [1024, 2048, 4096], "forward_ms": [3.0, None, None], "relative_error": [1e-3, 2e-3, None],
+        "length": [1024, 2048, 4096],
+        "forward_ms": [3.0, None, None],
+        "relative_error": [1e-3, 2e-3, None],
         "why_not": [None, "out of memory", "out of memory"],
-    }  # fmt: skip
+    }
     never = {"length": [1024], "forward_ms": [None], "relative_error": [None], "why_not": ["no kernel"]}
     both = record(ours=OURS, theirs=theirs, never=never)
     assert dict(facts(both)[1:]) == {

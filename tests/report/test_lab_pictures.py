@@ -40,8 +40,13 @@ def test_stretched_positions_are_series_of_the_same_study(made_up) -> None:
     stretched = [_evaluation(r, stretch=mode) for r in found if r.kind == "evaluation" for mode in ("linear", "ntk")]
     (study,) = studies([*found, *stretched])
     assert [s.label for s in study.series] == [
-        "rotary", "rotary with NTK", "rotary with PI", "ALiBi", "ALiBi with NTK", "ALiBi with PI",
-    ]  # fmt: skip
+        "rotary",
+        "rotary with NTK",
+        "rotary with PI",
+        "ALiBi",
+        "ALiBi with NTK",
+        "ALiBi with PI",
+    ]
     assert [s.seeds for s in study.series] == [1] * 6
     assert all(len(s.trainings) == 1 for s in study.series)  # the weights are the same
     picture = drawing.svg(figures.perplexity_by_length(study, "sliding"), "p", "")

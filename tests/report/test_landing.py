@@ -59,9 +59,11 @@ def test_contents_that_read_the_same_get_their_machine_or_day() -> None:
     sections = [dataclasses.replace(named(n), title="cpu", records=[record]) for n, record in enumerate(found)]
     entries = re.findall(r"<li><a href=\"#x.\">(.*?)</li>", page_of([*sections, named(3)], found))
     assert entries == [
-        "cpu</a> <span>Xeon</span>", "cpu</a> <span>EPYC, 2026-01-01</span>", "cpu</a> <span>EPYC, 2026-01-02</span>",
+        "cpu</a> <span>Xeon</span>",
+        "cpu</a> <span>EPYC, 2026-01-01</span>",
+        "cpu</a> <span>EPYC, 2026-01-02</span>",
         "Section 3</a>",
-    ]  # fmt: skip
+    ]
 
 
 def test_every_table_has_a_caption(made_up: Callable[..., list[Record]]) -> None:

@@ -15,9 +15,13 @@ def find(archive: Archive) -> list[Record]:
 def draw(record: Record, number: int, archive: Archive) -> Section:
     table = text_table(("day", "rain"), [("Monday", f"{record.metrics['rain_mm']:g} mm")])
     return Section(
-        anchor=f"w{number}", group="Weather", title=record.name, heading=f"Rain in {record.name}",
-        blocks=[Text("Measured <daily>."), Numbers(table, label="Rain")], records=[record],
-    )  # fmt: skip
+        anchor=f"w{number}",
+        group="Weather",
+        title=record.name,
+        heading=f"Rain in {record.name}",
+        blocks=[Text("Measured <daily>."), Numbers(table, label="Rain")],
+        records=[record],
+    )
 
 
 WEATHER = [Record(kind="weather", name=name, config={}, metrics={"rain_mm": 3.5}) for name in ("Oslo", "Lima")]

@@ -66,8 +66,9 @@ def paired_seeds(
     method: str, task: str, values: tuple[float, float], *, apart: float = 0.002, **options: float
 ) -> list[Record]:
     return [
-        evaluated(method, task, tuple(value - seed * apart for value in values), seed=seed, **options) for seed in (0, 1)
-    ]  # fmt: skip
+        evaluated(method, task, tuple(value - seed * apart for value in values), seed=seed, **options)
+        for seed in (0, 1)
+    ]
 
 
 @pytest.fixture

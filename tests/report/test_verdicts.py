@@ -194,19 +194,22 @@ def speeds(*measured: tuple[str, int, float]) -> Answer:
     """Figure 2 at an eighth, from measurements (method, seed, tokens per second of training at L = 1024)."""
     found = [
         records.make(
-            "speed", f"speed/{method}-128/seed-{seed}", metrics={"train_tokens_per_second": value},
+            "speed",
+            f"speed/{method}-128/seed-{seed}",
+            metrics={"train_tokens_per_second": value},
             config={"model": {"method": method}, "train": {"length": 128, "seed": seed}},
         )
         for method, seed, value in measured
-    ]  # fmt: skip
+    ]
     means = {"alibi": "ALiBi, L = 1024", "sinusoidal": "Sinusoidal, L = 1024"}
     curves = {
         label: {
-            "length": [128], "paper_length": [1024],
+            "length": [128],
+            "paper_length": [1024],
             "train_tokens_per_second": [float(np.mean([value for name, _, value in measured if name == method]))],
         }
         for method, label in means.items()
-    }  # fmt: skip
+    }
     return item("figure-2", curves, found)
 
 
@@ -268,15 +271,18 @@ def test_after_equal_time_is_when_the_training_of_alibi_ended() -> None:
     """The sinusoidal model's last validation comes later and does not count."""
     found = [
         records.make(
-            "training", f"web/{method}/{seed}", metrics={"seconds": seconds[-1]},
+            "training",
+            f"web/{method}/{seed}",
+            metrics={"seconds": seconds[-1]},
             config={"model": {"method": method}, "train": {"length": trained, "seed": seed}},
             curves={"validation": {"seconds": seconds, "nats": nats}},
         )
         for seed in (0, 1)
         for method, trained, seconds, nats in (
-            ("alibi", 128, [10.0, 20.0], [5.0, 4.0 + 0.01 * seed]), ("sinusoidal", 256, [12.0, 19.0, 26.0], [5.0, 4.5, 3.0]),
+            ("alibi", 128, [10.0, 20.0], [5.0, 4.0 + 0.01 * seed]),
+            ("sinusoidal", 256, [12.0, 19.0, 26.0], [5.0, 4.5, 3.0]),
         )
-    ]  # fmt: skip
+    ]
     record, by_identity = _of_two_models("table-11", 90.0, found)
     verdict = _judged(record, by_identity, "after equal time a large ALiBi model, L = 1024")
     assert (verdict.word, verdict.seeds.over) == ("confirmed", "2 seeds")

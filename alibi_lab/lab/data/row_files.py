@@ -93,5 +93,10 @@ def _parquet(path: Path) -> Rows:
 
 
 _READERS: Mapping[str, Callable[[Path], Rows]] = {
-    ".json": _json, ".jsonl": _json_lines, ".ndjson": _json_lines, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet,
-}  # fmt: skip
+    ".json": _json,
+    ".jsonl": _json_lines,
+    ".ndjson": _json_lines,
+    ".csv": _csv,
+    ".tsv": _csv,
+    ".parquet": _parquet,
+}

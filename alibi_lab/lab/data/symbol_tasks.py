@@ -142,8 +142,11 @@ def _flip_flop(count: int, length: int, generator: torch.Generator, varied: bool
 
 
 _MADE: Mapping[SymbolTask, Callable[[int, int, torch.Generator, bool], Documents]] = {
-    "mqar": _mqar, "needles": _needles, "copy": _copy, "flip-flop": _flip_flop,
-}  # fmt: skip
+    "mqar": _mqar,
+    "needles": _needles,
+    "copy": _copy,
+    "flip-flop": _flip_flop,
+}
 
 
 def _pairs(count: int, pairs: int, generator: torch.Generator) -> tuple[Tensor, Tensor]:

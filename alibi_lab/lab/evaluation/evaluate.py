@@ -36,9 +36,13 @@ from alibi_lab.lab.evaluation.losses import MOST_PARTS, Column, Say, TokenLosses
 from alibi_lab.lab.model.language_model import LanguageModel
 
 _BY_LENGTH = (
-    "nonoverlapping_nats", "nonoverlapping_tokens", "sliding_nats", "sliding_tokens", "tokens_per_second",
+    "nonoverlapping_nats",
+    "nonoverlapping_tokens",
+    "sliding_nats",
+    "sliding_tokens",
+    "tokens_per_second",
     "peak_memory_bytes",
-)  # fmt: skip
+)
 _WINDOWED = ("windowed_nats", "windowed_tokens")
 _BY_PART = ("part", "tokens", "nonoverlapping_nats", "sliding_nats")
 _LEAST_PART_TOKENS = 128  # long enough that neighboring parts are nearly independent

@@ -56,9 +56,10 @@ class LayerCache:
             return LayerCache()
         keys, gates = KVCache(), self.keys.log_fgate
         keys.append(
-            self.keys.key[:, :, -count:].detach(), self.keys.value[:, :, -count:].detach(),
+            self.keys.key[:, :, -count:].detach(),
+            self.keys.value[:, :, -count:].detach(),
             log_fgate=None if gates is None else gates[..., -count:].detach(),
-        )  # fmt: skip
+        )
         return LayerCache(keys, None if self.key_bias is None else self.key_bias[..., -count:].detach())
 
     def append(self, k: Tensor, v: Tensor, bias: Bias, *, layer: nn.Module) -> tuple[Tensor, Tensor, Bias]:

@@ -283,9 +283,13 @@ def decoder_state(model: LanguageModel) -> dict[str, Tensor]:
 
 
 _DECODER_NAMES = {
-    "q": "attention.q_proj", "k": "attention.k_proj", "v": "attention.v_proj", "attention_out": "attention.out_proj",
-    "ffn_in": "ffn.0", "ffn_out": "ffn.3",
-}  # fmt: skip
+    "q": "attention.q_proj",
+    "k": "attention.k_proj",
+    "v": "attention.v_proj",
+    "attention_out": "attention.out_proj",
+    "ffn_in": "ffn.0",
+    "ffn_out": "ffn.3",
+}
 
 _ACTIVATIONS: dict[Architecture, Callable[[Tensor], Tensor]] = {"modern": F.silu, "mpt": F.gelu, "baevski-auli": F.relu}
 

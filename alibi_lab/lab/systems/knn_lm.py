@@ -83,11 +83,16 @@ class KnnLM(PositionMethod):
         return {
             "knn_lm": columns(names, rows),
             "knn_lm_best": {
-                "entries": [len(store.tokens)], "k": [k], "lambda": [share], "tokens": [len(test.nats) - half],
-                "plain_nats": [plain], "nats": [best],
-                "plain_perplexity": [perplexity(plain)], "perplexity": [perplexity(best)],
+                "entries": [len(store.tokens)],
+                "k": [k],
+                "lambda": [share],
+                "tokens": [len(test.nats) - half],
+                "plain_nats": [plain],
+                "nats": [best],
+                "plain_perplexity": [perplexity(plain)],
+                "perplexity": [perplexity(best)],
             },
-        }  # fmt: skip
+        }
 
 
 def contexts(model: LanguageModel, text: Tensor, *, most: int, batch_tokens: int) -> Contexts:

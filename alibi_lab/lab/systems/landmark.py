@@ -48,16 +48,29 @@ class Landmark(PositionMethod):
         gates = self.gate[at.layer.index].to(k.dtype)
         dropout_p = self.config.attention_dropout if self.training else 0.0
         weights = grouped_weights(
-            q, k, k[:, :, self.block - 1 :: self.block] @ gates, self.slopes, at.visible(q.device),
-            block=self.block, farthest=self.trained_length, retrieved=None if self.training else self.retrieved,
-        )  # fmt: skip
+            q,
+            k,
+            k[:, :, self.block - 1 :: self.block] @ gates,
+            self.slopes,
+            at.visible(q.device),
+            block=self.block,
+            farthest=self.trained_length,
+            retrieved=None if self.training else self.retrieved,
+        )
         return F.dropout(weights, dropout_p) @ v
 
 
 def grouped_weights(
-    q: Tensor, k: Tensor, landmarks: Tensor, slopes: Tensor, visible: Tensor, *,
-    block: int, farthest: int, retrieved: int | None,
-) -> Tensor:  # fmt: skip
+    q: Tensor,
+    k: Tensor,
+    landmarks: Tensor,
+    slopes: Tensor,
+    visible: Tensor,
+    *,
+    block: int,
+    farthest: int,
+    retrieved: int | None,
+) -> Tensor:
     """The weights of all pairs, [B, H, T, S]; rows sum to 1.
 
     Args:

@@ -35,8 +35,15 @@ TEMPERATURE = 0.15
 _LEAST = 1e-30  # a document of less weight has lost its digits in fp32 and stays unread
 ASKED = SEGMENT - 1  # the first token of the segment is the cue
 COLUMNS = (
-    "length", "document", "tokens", "accuracy", "calibrated_accuracy", "dummy_attention", "found", "calibrated_found",
-)  # fmt: skip
+    "length",
+    "document",
+    "tokens",
+    "accuracy",
+    "calibrated_accuracy",
+    "dummy_attention",
+    "found",
+    "calibrated_found",
+)
 
 
 class LostInTheMiddle(PositionMethod):

@@ -104,9 +104,10 @@ def prepare(config: RunConfig) -> Training:
         raise ConfigError('train.parallel is "fsdp" and train.precision "fp16"; pass train.precision bf16 or no')
     limit = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=asked.exchange_timeout_s))
     accelerator = Accelerator(
-        mixed_precision=asked.precision, cpu=not torch.accelerator.is_available(),
+        mixed_precision=asked.precision,
+        cpu=not torch.accelerator.is_available(),
         kwargs_handlers=[limit] if asked.context_parallel > 1 else None,
-    )  # fmt: skip
+    )
     if accelerator.distributed_type not in _REPLICAS:
         raise ConfigError(
             f"the launcher asks for {accelerator.distributed_type.value}, but here the config says how weights are shared; "

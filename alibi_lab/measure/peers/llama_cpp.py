@@ -30,9 +30,17 @@ class LlamaCpp:
             require_that_it_survives(path)
         kept = llama_cpp.GGML_TYPE_F32 if precision == "float32" else llama_cpp.GGML_TYPE_F16
         self._llama = llama_cpp.Llama(
-            str(path), n_ctx=room, n_batch=BATCH, n_ubatch=BATCH if flash else 512, n_threads=threads, n_threads_batch=threads,
-            type_k=kept, type_v=kept, flash_attn=flash, verbose=False,
-        )  # fmt: skip
+            str(path),
+            n_ctx=room,
+            n_batch=BATCH,
+            n_ubatch=BATCH if flash else 512,
+            n_threads=threads,
+            n_threads_batch=threads,
+            type_k=kept,
+            type_v=kept,
+            flash_attn=flash,
+            verbose=False,
+        )
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         self._llama.reset()

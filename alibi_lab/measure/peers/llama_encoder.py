@@ -28,9 +28,18 @@ class LlamaEncoder:
 
         self._library = llama_cpp
         self._llama = llama_cpp.Llama(
-            str(path), n_ctx=room, n_batch=room, n_ubatch=room, n_seq_max=texts, n_threads=threads, n_threads_batch=threads,
-            embedding=True, pooling_type=llama_cpp.LLAMA_POOLING_TYPE_NONE, flash_attn=flash, verbose=False,
-        )  # fmt: skip
+            str(path),
+            n_ctx=room,
+            n_batch=room,
+            n_ubatch=room,
+            n_seq_max=texts,
+            n_threads=threads,
+            n_threads_batch=threads,
+            embedding=True,
+            pooling_type=llama_cpp.LLAMA_POOLING_TYPE_NONE,
+            flash_attn=flash,
+            verbose=False,
+        )
         self._batch = llama_cpp.llama_batch_init(room, 0, texts)
 
     def __call__(self, ids: Tensor, mask: Tensor) -> Tensor:

@@ -22,8 +22,14 @@ def write(model: PreTrainedModel, path: Path, precision: str) -> None:
     example = torch.ones(2, 16, dtype=torch.long), torch.ones(2, 16, dtype=torch.long)
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}
     torch.onnx.export(
-        model, example, exported, dynamo=True, input_names=NAMES, dynamic_shapes=dict.fromkeys(NAMES, sizes), verbose=False
-    )  # fmt: skip
+        model,
+        example,
+        exported,
+        dynamo=True,
+        input_names=NAMES,
+        dynamic_shapes=dict.fromkeys(NAMES, sizes),
+        verbose=False,
+    )
     if precision == "int8":
         quantization.quantize_dynamic(exported, path, per_channel=True, weight_type=quantization.QuantType.QInt8)
 

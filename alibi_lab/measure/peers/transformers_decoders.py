@@ -16,9 +16,7 @@ ATTENTION_LAYERS = ("BloomAttention", "MptAttention", "FalconAttention")
 HEADS, LAYERS, VOCABULARY = 16, 2, 1000
 
 
-def bloom(
-    width: int, *, layers: int = LAYERS, heads: int = HEADS, vocabulary: int = VOCABULARY
-) -> BloomForCausalLM:  # fmt: skip
+def bloom(width: int, *, layers: int = LAYERS, heads: int = HEADS, vocabulary: int = VOCABULARY) -> BloomForCausalLM:
     """A BLOOM with random weights (seed 0), ready for inference."""
     torch.manual_seed(0)
     config = BloomConfig(hidden_size=width, n_layer=layers, n_head=heads, vocab_size=vocabulary)
@@ -38,9 +36,16 @@ def decoder(family: str, width: int, longest: int) -> PreTrainedModel:
         )
     elif family == "falcon":
         config = FalconConfig(
-            hidden_size=width, num_hidden_layers=LAYERS, num_attention_heads=HEADS, vocab_size=VOCABULARY, alibi=True,
-            multi_query=False, parallel_attn=False, new_decoder_architecture=False, bias=True,
-        )  # fmt: skip
+            hidden_size=width,
+            num_hidden_layers=LAYERS,
+            num_attention_heads=HEADS,
+            vocab_size=VOCABULARY,
+            alibi=True,
+            multi_query=False,
+            parallel_attn=False,
+            new_decoder_architecture=False,
+            bias=True,
+        )
         model = FalconForCausalLM(config)
     else:
         raise ValueError(f"family is {family!r} but must be one of {', '.join(FAMILIES)}")

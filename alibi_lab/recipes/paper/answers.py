@@ -35,9 +35,12 @@ def models(cells: Sequence[Cell], evidence: Evidence) -> Curves:
         row = curves.setdefault(cell.label, {})
         other, speed = _OTHER[cell.way], _training_speed(cell, evidence)
         row.update(
-            paper_length=[cell.paper_length], length=[cell.length], parameters=[metric(evaluations[0], "parameters")],
-            train_tokens_per_second=[speed], seeds=[len(evaluations)],
-        )  # fmt: skip
+            paper_length=[cell.paper_length],
+            length=[cell.length],
+            parameters=[metric(evaluations[0], "parameters")],
+            train_tokens_per_second=[speed],
+            seeds=[len(evaluations)],
+        )
         row[cell.column] = [_perplexity(_nats(evaluations, cell.length, cell.way))]
         row[f"{other}_{cell.column}"] = [_perplexity(_nats(evaluations, cell.length, other))]
         tokens = at_length(evaluations[0], cell.length, f"{cell.way}_tokens")

@@ -15,8 +15,10 @@ Kind: TypeAlias = Literal["training", "evaluation", "speed"]
 
 _TRAINED = ("model", "data", "train")
 _SECTIONS: Mapping[str, tuple[str, ...]] = {
-    "training": _TRAINED, "evaluation": (*_TRAINED, "eval"), "speed": (*_TRAINED, "eval"),
-}  # fmt: skip
+    "training": _TRAINED,
+    "evaluation": (*_TRAINED, "eval"),
+    "speed": (*_TRAINED, "eval"),
+}
 
 
 class MissingEvidenceError(ValueError):

@@ -27,9 +27,11 @@ class Training(Protocol):
 _STAGED = "Staged Training (Press et al., 2021)"
 # Of trainings with more than one; at small, those of figure 1 and tables 2 and 3 have two.
 _SEEDS_AT_MEDIUM: dict[Method, dict[int, int]] = {
-    "sinusoidal": {512: 3, 1024: 2, 3072: 2}, "rotary": {512: 2, 1024: 2}, "t5": {512: 2, 3072: 2},
+    "sinusoidal": {512: 3, 1024: 2, 3072: 2},
+    "rotary": {512: 2, 1024: 2},
+    "t5": {512: 2, 3072: 2},
     "alibi": {512: 3, 1024: 2, 3072: 2},
-}  # fmt: skip
+}
 _AT_OWN = "L = L_valid"
 
 
@@ -177,13 +179,23 @@ def _cell(label: str, config: RunConfig, tested: int, scale: Scale, **options: A
 
 
 def _item(
-    name: str, study: str, question: str, expected: str, cells: Callable[[Scale], Cells],
+    name: str,
+    study: str,
+    question: str,
+    expected: str,
+    cells: Callable[[Scale], Cells],
     answer: Callable[[Sequence[Cell], Evidence], Curves],
-) -> Item:  # fmt: skip
+) -> Item:
     recipe = Recipe(
-        name=name, question=question, paper=name.replace("-", " "), command=f"alibi run {name} --scale small",
-        cost=_COST[study], expected=expected, runs=lambda scale: configs(cells(scale)), study=study,
-    )  # fmt: skip
+        name=name,
+        question=question,
+        paper=name.replace("-", " "),
+        command=f"alibi run {name} --scale small",
+        cost=_COST[study],
+        expected=expected,
+        runs=lambda scale: configs(cells(scale)),
+        study=study,
+    )
     return Item(recipe=recipe, cells=cells, answer=answer)
 
 

@@ -97,9 +97,12 @@ def _answered(asked: Asked, by_file: Mapping[str, records.Record], folder: Path,
     found = [by_file[name].config.get("corpus") for name in evidence.files]
     corpora = {str(corpus): corpus for corpus in found if corpus is not None}
     config: dict[str, records.Json] = {
-        "scale": scale, "study": recipe.study, "corpora": list(corpora.values()),
-        "models": [to_json(run)["model"] for run in asked.runs[:1]], "evidence": list(evidence.files),
-    }  # fmt: skip
+        "scale": scale,
+        "study": recipe.study,
+        "corpora": list(corpora.values()),
+        "models": [to_json(run)["model"] for run in asked.runs[:1]],
+        "evidence": list(evidence.files),
+    }
     old = records.recorded(folder, "paper-item", recipe.name, config)
     if old:
         return old

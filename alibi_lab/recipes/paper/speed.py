@@ -20,6 +20,12 @@ def run(method: Method, paper_length: int, scale: Scale) -> RunConfig:
     length = whole.train.length
     test = EvalConfig(lengths=(length,), stride=length, tokens=8 * batch_tokens, batch_tokens=batch_tokens)
     return trained_at(
-        whole, length, test, steps=steps, batch_tokens=batch_tokens, accumulate=accumulate, warmup_steps=1,
+        whole,
+        length,
+        test,
+        steps=steps,
+        batch_tokens=batch_tokens,
+        accumulate=accumulate,
+        warmup_steps=1,
         checkpoint_every=steps,
-    )  # fmt: skip
+    )

@@ -59,9 +59,11 @@ _MODEL: dict[Scale, ModelConfig] = {
 }
 _PAIRS = DataConfig(tokenizer="bpe:4096", test_share=0.05)
 _DATA: dict[Scale, DataConfig] = {
-    "smoke": DataConfig(test_share=0.05, valid_share=0.15), "small": _PAIRS, "medium": _PAIRS,
+    "smoke": DataConfig(test_share=0.05, valid_share=0.15),
+    "small": _PAIRS,
+    "medium": _PAIRS,
     "paper": DataConfig(corpus="hub:Skylion007/openwebtext", tokenizer="bpe:50000"),
-}  # fmt: skip
+}
 _TRAIN: dict[Scale, TrainConfig] = {
     "smoke": TrainConfig(length=1, steps=4, batch_tokens=96, warmup_steps=1, log_every=2, checkpoint_every=4),
     "small": TrainConfig(
@@ -71,9 +73,18 @@ _TRAIN: dict[Scale, TrainConfig] = {
         length=128, steps=1300, batch_tokens=4608, learning_rate=2e-3, warmup_steps=130, precision="bf16"
     ),
     "paper": TrainConfig(
-        length=512, steps=50_000, batch_tokens=128 * 16_384, learning_rate=2e-4, warmup_steps=2000, seed=1, precision="fp16",
-        parallel="fsdp", activation_checkpointing=True, log_every=100, checkpoint_every=1000,
+        length=512,
+        steps=50_000,
+        batch_tokens=128 * 16_384,
+        learning_rate=2e-4,
+        warmup_steps=2000,
+        seed=1,
+        precision="fp16",
+        parallel="fsdp",
+        activation_checkpointing=True,
+        log_every=100,
+        checkpoint_every=1000,
     ),
-}  # fmt: skip
+}
 _TOKENS: dict[Scale, int] = {"smoke": 96, "small": 8192, "medium": 32_768, "paper": 649_000}
 _BATCH: dict[Scale, int] = {"smoke": 4096, "small": 8192, "medium": 8192, "paper": 65_536}

@@ -87,10 +87,19 @@ _MODEL: dict[Scale, ModelConfig] = {
     "small": ModelConfig(num_layers=4, num_heads=8, embed_dim=128, ffn_dim=344, vocab_size=2048),
     "medium": MEDIUM.model,
     "paper": ModelConfig(
-        architecture="baevski-auli", num_layers=16, num_heads=8, embed_dim=1024, ffn_dim=4096, vocab_size=267_735,
-        cutoffs=(20_000, 60_000), dropout=0.3, attention_dropout=0.1, activation_dropout=0.1, softmax_dropout=0.2,
+        architecture="baevski-auli",
+        num_layers=16,
+        num_heads=8,
+        embed_dim=1024,
+        ffn_dim=4096,
+        vocab_size=267_735,
+        cutoffs=(20_000, 60_000),
+        dropout=0.3,
+        attention_dropout=0.1,
+        activation_dropout=0.1,
+        softmax_dropout=0.2,
     ),
-}  # fmt: skip
+}
 _DATA: dict[Scale, DataConfig] = {
     "smoke": DataConfig(test_share=0.05),
     "small": DataConfig(tokenizer="bpe:2048", test_share=0.05),

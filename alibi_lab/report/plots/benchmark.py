@@ -154,8 +154,11 @@ def facts(record: Record) -> Sequence[tuple[str, str]]:
         if errors:
             rows.append((f"error of {name}", f"{max(errors):.1e} of max‖v‖"))
         shares = zip(numbers(record, name, "length"), numbers(record, name, "utilization"), strict=False)
-        rows += [(f"{name}, {length:,.0f} tokens", f"{share:.0%} of the matrix rate") for length, share in shares
-                 if math.isfinite(length + share)]  # fmt: skip
+        rows += [
+            (f"{name}, {length:,.0f} tokens", f"{share:.0%} of the matrix rate")
+            for length, share in shares
+            if math.isfinite(length + share)
+        ]
     rows += [
         (f"{name}, not at {', '.join(f'{length:,}' for length in lengths)}", why)
         for name in record.curves

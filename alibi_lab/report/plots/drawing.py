@@ -188,10 +188,17 @@ def name_lines(axes: Axes, ends: Sequence[End], *, column: bool = False) -> None
     places.sort(key=lambda place: place[0])
     for height, (_, end) in zip(_spaced([height for height, _ in places], _TEXT_GAP), places, strict=True):
         axes.annotate(
-            end.name, (1, height), (7, 0), xycoords="axes fraction", textcoords="offset points", va="center_baseline",
-            color=end.color, fontweight="bold" if end.bold else "normal", fontsize=8.5 if len(end.name) <= 15 else 7.5,
+            end.name,
+            (1, height),
+            (7, 0),
+            xycoords="axes fraction",
+            textcoords="offset points",
+            va="center_baseline",
+            color=end.color,
+            fontweight="bold" if end.bold else "normal",
+            fontsize=8.5 if len(end.name) <= 15 else 7.5,
             annotation_clip=False,
-        )  # fmt: skip
+        )
 
 
 def _along_lines(axes: Axes) -> list[tuple[float, float]]:

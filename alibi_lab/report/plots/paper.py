@@ -61,9 +61,13 @@ class Panel:
 def joined(one: Line, other: Line) -> Line:
     """Two lines joined into one, the points of the first before those of the second."""
     return dataclasses.replace(
-        one, x=np.append(one.x, other.x), y=np.append(one.y, other.y), low=np.append(one.low, other.low),
-        high=np.append(one.high, other.high), paper_length=np.append(one.paper_length, other.paper_length),
-    )  # fmt: skip
+        one,
+        x=np.append(one.x, other.x),
+        y=np.append(one.y, other.y),
+        low=np.append(one.low, other.low),
+        high=np.append(one.high, other.high),
+        paper_length=np.append(one.paper_length, other.paper_length),
+    )
 
 
 def lines(panel: Panel) -> Figure:
@@ -78,10 +82,18 @@ def lines(panel: Panel) -> Figure:
         x, y = line.x[some], line.y[some]
         color, marker = drawing.color_of(line.method), _MARKERS[number_of[line.label] % len(_MARKERS)]
         axes.plot(
-            x, y, color=color, linestyle="-" if line.ours else _DASHES, linewidth=1.8 if line.ours else 1.2, marker=marker,
-            markevery=max(1, len(x) // 8), fillstyle="full" if line.ours else "none", clip_on=False,
-            zorder=4 if line.method == "alibi" else 3, label=reading(line),
-        )  # fmt: skip
+            x,
+            y,
+            color=color,
+            linestyle="-" if line.ours else _DASHES,
+            linewidth=1.8 if line.ours else 1.2,
+            marker=marker,
+            markevery=max(1, len(x) // 8),
+            fillstyle="full" if line.ours else "none",
+            clip_on=False,
+            zorder=4 if line.method == "alibi" else 3,
+            label=reading(line),
+        )
         if np.isfinite(line.low[some]).all():
             axes.fill_between(x, line.low[some], line.high[some], color=color, alpha=0.2, linewidth=0, zorder=2)
         if len(x) > 1 or line.base is None or line.base.label != line.label:  # a ratio to itself needs no name
@@ -136,9 +148,15 @@ def frontier(panel: Panel) -> Figure:
         same.sort(key=lambda line: float(line.x[0]))
         color = drawing.color_of(method)
         axes.plot(
-            [line.x[0] for line in same], [line.y[0] for line in same], marker=drawing.marker_of(method), color=color,
-            fillstyle="full" if ours else "none", linestyle="-" if ours else _DASHES, linewidth=1, markersize=6,
-        )  # fmt: skip
+            [line.x[0] for line in same],
+            [line.y[0] for line in same],
+            marker=drawing.marker_of(method),
+            color=color,
+            fillstyle="full" if ours else "none",
+            linestyle="-" if ours else _DASHES,
+            linewidth=1,
+            markersize=6,
+        )
         for line in same:
             axes.plot(line.x[:1], line.y[:1], linestyle="none", label=reading(line))
             if math.isfinite(line.low[0]):

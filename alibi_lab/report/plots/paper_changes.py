@@ -65,8 +65,12 @@ def change(
     return Panel(
         heading=f"Both on one axis{f', {way} windows' if way else ''}",
         caption=f"Solid: ours{scale}. Dashed and hollow: the paper's. {bands}".strip(),
-        x_label=texts[0], y_label=f"{texts[1]}, log scale", lines=tuple(drawn), unit=1.0 if x == "length" else None, ratio=True,
-    )  # fmt: skip
+        x_label=texts[0],
+        y_label=f"{texts[1]}, log scale",
+        lines=tuple(drawn),
+        unit=1.0 if x == "length" else None,
+        ratio=True,
+    )
 
 
 def _scaled(line: Line, base: Line, length: float | None) -> Line:
@@ -75,9 +79,13 @@ def _scaled(line: Line, base: Line, length: float | None) -> Line:
     value = float(at[0]) if at.size else math.nan
     nothing = np.full(len(line.y), math.nan)
     return dataclasses.replace(
-        line, x=line.paper_length / (length or math.nan), y=line.y / value, low=nothing, high=nothing,
+        line,
+        x=line.paper_length / (length or math.nan),
+        y=line.y / value,
+        low=nothing,
+        high=nothing,
         base=Number(base.label, int(length)) if length else None,
-    )  # fmt: skip
+    )
 
 
 def _from_shortest(lines: Sequence[Line], labels: Sequence[str]) -> tuple[list[Line], tuple[str, str]]:

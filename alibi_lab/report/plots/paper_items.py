@@ -167,9 +167,16 @@ def _lines(numbers: _Numbers, labels: Sequence[str], x: str) -> tuple[Line, ...]
         scale = 1e9 if numbers.y == "memory_bytes" else 1.0
         spread = [numbers.column(label, f"{numbers.spread}{end}") for end in ("low", "high")]
         line = Line(
-            name=name, label=label, method=method_of(label), ours=numbers.ours, x=places, y=y / scale,
-            low=spread[0], high=spread[1], paper_length=lengths if lengths.size == y.size else np.full(len(y), math.nan),
-        )  # fmt: skip
+            name=name,
+            label=label,
+            method=method_of(label),
+            ours=numbers.ours,
+            x=places,
+            y=y / scale,
+            low=spread[0],
+            high=spread[1],
+            paper_length=lengths if lengths.size == y.size else np.full(len(y), math.nan),
+        )
         key = name if x == "trained" else label
         lines[key] = paper_figures.joined(lines[key], line) if key in lines else line
     return tuple(lines.values())
@@ -198,8 +205,10 @@ def _panel(record: Record, numbers: _Numbers, x: str, labels: Sequence[str], lin
         caption="" if ours else f"Numbers of {source.source}: {source.corpus}, {source.evaluation}.",
         x_label=x_label,
         y_label=f"{_MEASURES[y]}{f' per {per}' if y == 'perplexity' else ''}, log scale",
-        lines=lines, log_x=x != "hours", unit=unit,
-    )  # fmt: skip
+        lines=lines,
+        log_x=x != "hours",
+        unit=unit,
+    )
 
 
 def _time_unit(lines: Sequence[Line]) -> str:
@@ -254,9 +263,16 @@ def _window_losses(record: Record, item: PublishedItem) -> Plot | None:
         nothing = np.full(len(token), math.nan)
         method = "sinusoidal" if not lines else "alibi"  # two colors that are easy to distinguish
         line = Line(
-            name=label, label=label, method=method, ours=True, x=token, y=loss, low=nothing, high=nothing,
+            name=label,
+            label=label,
+            method=method,
+            ours=True,
+            x=token,
+            y=loss,
+            low=nothing,
+            high=nothing,
             paper_length=nothing,
-        )  # fmt: skip
+        )
         lines.append(line)
         if np.isfinite(mean).any():
             whole.append(f"{mean[0]:.3f} nats ({label.lower()})")
@@ -266,6 +282,9 @@ def _window_losses(record: Record, item: PublishedItem) -> Plot | None:
         heading="Its effect on the loss: ours",
         caption="The loss of a trained model at each token."
         + (f" Over the whole text: {', '.join(whole)}." if whole else ""),
-        x_label="token of the text", y_label="nats per token, log scale", lines=tuple(lines), log_x=False,
-    )  # fmt: skip
+        x_label="token of the text",
+        y_label="nats per token, log scale",
+        lines=tuple(lines),
+        log_x=False,
+    )
     return _picture(panel, paper_figures.lines(panel))

@@ -70,9 +70,16 @@ def _losses(study: Study, curve: str, x: str) -> tuple[str, Curves]:
 
 
 def _figure(
-    study: Study, curves: Curves, title: str, x_axis: Callable[[Axes, Study, Curves], None], *, log: Sequence[Points] = (),
-    markers: bool = True, alone: bool = False, column: bool = False,
-) -> Figure | None:  # fmt: skip
+    study: Study,
+    curves: Curves,
+    title: str,
+    x_axis: Callable[[Axes, Study, Curves], None],
+    *,
+    log: Sequence[Points] = (),
+    markers: bool = True,
+    alone: bool = False,
+    column: bool = False,
+) -> Figure | None:
     """A line per series with values; None if there are none. `log`: the y axis is logarithmic and has room for these values."""
     drawn = [curve for curve in curves if curve[2].size]
     if not drawn:
@@ -100,9 +107,15 @@ def _lines(axes: Axes, study: Study, drawn: Curves, *, markers: bool, alone: boo
                 axes.plot(*points, color=color, linestyle=style, zorder=zorder, alpha=0.75, label=series.short)
             continue
         axes.plot(
-            x, np.nanmean(y, axis=0), color=color, linestyle=style, marker=marker, zorder=zorder, clip_on=False,
+            x,
+            np.nanmean(y, axis=0),
+            color=color,
+            linestyle=style,
+            marker=marker,
+            zorder=zorder,
+            clip_on=False,
             label=series.short,
-        )  # fmt: skip
+        )
         if len(y) > 1:
             low, high = np.nanmin(y, axis=0), np.nanmax(y, axis=0)
             axes.fill_between(x, low, high, color=color, alpha=0.22, linewidth=0, zorder=2)
@@ -134,9 +147,15 @@ def _mark_trained(axes: Axes, study: Study) -> None:
         axes.axvline(length, color=MUTED, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
         text = "trained length" if len(study.trained) == 1 else f"{length:,}"
         axes.annotate(
-            text, (length, 1), (3, -2), xycoords=("data", "axes fraction"), textcoords="offset points", va="top",
-            fontsize=8, color=MUTED,
-        )  # fmt: skip
+            text,
+            (length, 1),
+            (3, -2),
+            xycoords=("data", "axes fraction"),
+            textcoords="offset points",
+            va="top",
+            fontsize=8,
+            color=MUTED,
+        )
 
 
 def _name_lines(axes: Axes, drawn: Curves, *, column: bool) -> None:

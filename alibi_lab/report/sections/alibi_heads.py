@@ -41,6 +41,9 @@ def draw(heads: tuple[int, int], number: int, archive: Archive) -> Section:
     table = Numbers(text_table((*_COLUMNS, f"nats at {length:,} tokens"), rows), label="Slopes")
     several = f": {count}" if len(find(archive)) > 1 else ""
     return Section(
-        anchor=f"heads{count}", group="", title="", heading=f"The heads of ALiBi{several}",
+        anchor=f"heads{count}",
+        group="",
+        title="",
+        heading=f"The heads of ALiBi{several}",
         blocks=[Text(text), Group("panels heads", [Group("", [grid, table]), factors])],
-    )  # fmt: skip
+    )

@@ -25,8 +25,13 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
     table = text_table(("time relative to ours", *lengths), [(label, *cells) for label, cells in rows])
     facts = [(key, [value]) for key, value in plots.facts(record)]
     return Section(
-        anchor=name, group="Benchmarks", title=record.name, heading=f"Benchmark {record.name}", records=[record],
-        finding=plots.finding(record) if record is max(find(archive), key=plots.timings) else "", lead=drawn[0],
+        anchor=name,
+        group="Benchmarks",
+        title=record.name,
+        heading=f"Benchmark {record.name}",
+        records=[record],
+        finding=plots.finding(record) if record is max(find(archive), key=plots.timings) else "",
+        lead=drawn[0],
         blocks=[
             Text("Times are forward plus backward if both were measured."),
             *aged([record]),
@@ -34,4 +39,4 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
             Numbers(table, label=f"Ratios of benchmark {record.name}"),
             Facts([*facts, ("command", [code(record.command)])]),
         ],
-    )  # fmt: skip
+    )

@@ -57,9 +57,15 @@ def draw(judged: Sequence[tuple[Record, Verdict]], number: int, archive: Archive
     counts = ((scale, counted([verdict for _, verdict in members])) for scale, members in by_scale.items())
     finding = f"Of the paper's claims, {'; '.join(f'at scale {scale}: {count}' for scale, count in counts)}."
     return Section(
-        anchor="claims", group=paper_item.GROUP, title="The paper's claims", blocks=[introduction, *tables],
-        heading="The paper's claims", about=about, finding=finding, lead=next(pictures, None),
-    )  # fmt: skip
+        anchor="claims",
+        group=paper_item.GROUP,
+        title="The paper's claims",
+        blocks=[introduction, *tables],
+        heading="The paper's claims",
+        about=about,
+        finding=finding,
+        lead=next(pictures, None),
+    )
 
 
 def _size(members: Sequence[tuple[Record, Verdict]], archive: Archive) -> str:

@@ -33,10 +33,14 @@ def draw(studies: Sequence[Study], index: int, archive: Archive) -> Section:
     # A training is in the study of each of its tests.
     records = list({id(record): record for study in studies for record in study.records}.values())
     return Section(
-        anchor="evidence", group="Sources of the paper's items", title="Trainings and tests", about=count_of(records),
-        heading="Trainings and tests used for the paper's items", records=records,
+        anchor="evidence",
+        group="Sources of the paper's items",
+        title="Trainings and tests",
+        about=count_of(records),
+        heading="Trainings and tests used for the paper's items",
+        records=records,
         blocks=[Text(text), Group("evidence", [Numbers(table, "One row per configuration and test.")])],
-    )  # fmt: skip
+    )
 
 
 def _label(series: Series) -> str:

@@ -9,8 +9,16 @@ from alibi_lab.report.section import Archive, Block, Numbers, Section, Text, cod
 from alibi_lab.report.tables.table import text_table
 
 _COLUMNS = (
-    "layer", "head", "slope", "certified", "mean distance", "first token", "zero, fp32", "zero, bf16", "zero, fp16",
-)  # fmt: skip
+    "layer",
+    "head",
+    "slope",
+    "certified",
+    "mean distance",
+    "first token",
+    "zero, fp32",
+    "zero, bf16",
+    "zero, fp16",
+)
 
 
 def find(archive: Archive) -> list[Record]:
@@ -30,6 +38,10 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
         Text(Markup("Made with {}").format(code(record.command)), "note"),
     ]
     return Section(
-        anchor=name, group="Heads of trained models", title=title, heading=f"Where the heads attend: {title}", blocks=blocks,
+        anchor=name,
+        group="Heads of trained models",
+        title=title,
+        heading=f"Where the heads attend: {title}",
+        blocks=blocks,
         records=[record],
-    )  # fmt: skip
+    )

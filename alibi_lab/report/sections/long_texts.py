@@ -26,10 +26,18 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
     tenths = _tenths(record)
     tokens = tenths[-1][0]
     length, share = f"{tokens:,.0f}", _share(record, "")
-    time = Plot("Processor time per token", "In each tenth of the text, in milliseconds.", _figure(
-        "ms per token", [(at, seconds * 1e3) for at, seconds, _ in tenths]), "Time per token along the text.")  # fmt: skip
-    memory = Plot("Memory", "Resident memory beyond the model's, in MiB.", _figure(
-        "MiB", [(at, size / 2**20) for at, _, size in tenths]), "Memory along the text.")  # fmt: skip
+    time = Plot(
+        "Processor time per token",
+        "In each tenth of the text, in milliseconds.",
+        _figure("ms per token", [(at, seconds * 1e3) for at, seconds, _ in tenths]),
+        "Time per token along the text.",
+    )
+    memory = Plot(
+        "Memory",
+        "Resident memory beyond the model's, in MiB.",
+        _figure("MiB", [(at, size / 2**20) for at, _, size in tenths]),
+        "Memory along the text.",
+    )
     added = _metric(record, "peak_added_bytes") / 2**20
     finding = (
         f"Reading {length} tokens adds at most {added:,.0f} MiB of memory; a process that continues reads {share:.1%} of the "
@@ -39,8 +47,13 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
     )
     name = f"l{number}"
     return Section(
-        anchor=name, group="Long texts", title=f"{length} tokens", heading=f"A text of {length} tokens", records=[record],
-        finding=finding if number == 0 else "", lead=time,
+        anchor=name,
+        group="Long texts",
+        title=f"{length} tokens",
+        heading=f"A text of {length} tokens",
+        records=[record],
+        finding=finding if number == 0 else "",
+        lead=time,
         blocks=[
             Text("A model reads the text once, into a cache in files. Other processes open the cache and continue."),
             *aged([record]),
@@ -48,7 +61,7 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
             Numbers(_continuing(record), label=f"Continuing after {length} tokens"),
             Facts([*_facts(record), ("machine", [processor(record)]), ("command", [code(record.command)])]),
         ],
-    )  # fmt: skip
+    )
 
 
 def _tenths(record: Record) -> list[tuple[float, float, float]]:
@@ -76,9 +89,13 @@ def _continuing(record: Record) -> Table:
         first, warm, cold, read, stored = (
             _metric(record, prefix + name)
             for name in (
-                "open_and_first_token_ms", "warm_token_ms", "cold_open_and_first_token_ms", "cold_bytes_read", "stored_bytes",
+                "open_and_first_token_ms",
+                "warm_token_ms",
+                "cold_open_and_first_token_ms",
+                "cold_bytes_read",
+                "stored_bytes",
             )
-        )  # fmt: skip
+        )
         times = (f"{ms:,.0f} ms" if math.isfinite(ms) else "–" for ms in (first, warm, cold))
         part = f"{read / 2**20:,.0f} of {stored / 2**20:,.0f} MiB" if math.isfinite(_share(record, prefix)) else "–"
         return label, *times, part

@@ -61,6 +61,14 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
     if record.command:
         blocks.append(Text(Markup("Made with {}").format(code(record.command)), "note"))
     return Section(
-        anchor=anchor(number), group=GROUP, title=title, about=item.title, blocks=blocks, records=[record], css="item",
-        heading=Markup("{}: {}{}").format(title, item.title, Markup(" <small>{}</small>").format(scale) if scale else ""),
-    )  # fmt: skip
+        anchor=anchor(number),
+        group=GROUP,
+        title=title,
+        about=item.title,
+        blocks=blocks,
+        records=[record],
+        css="item",
+        heading=Markup("{}: {}{}").format(
+            title, item.title, Markup(" <small>{}</small>").format(scale) if scale else ""
+        ),
+    )

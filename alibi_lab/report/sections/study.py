@@ -46,13 +46,16 @@ CAUTIONS = (
     "Other sizes, texts and lengths may behave differently. Speed and memory are of this code on this machine.",
 )
 _MODES: Mapping[Mode, tuple[str, str]] = {
-    "nonoverlapping":
-        ("Nonoverlapping windows", "The text is split into segments; each is read without earlier context."),
-    "sliding":
-        ("Sliding window", "Windows overlap, and only their last tokens are scored, so each scored token has a long context."),
-    "windowed":
-        ("Context cut at the trained length", "A control: no token sees more context than in training."),
-}  # fmt: skip
+    "nonoverlapping": (
+        "Nonoverlapping windows",
+        "The text is split into segments; each is read without earlier context.",
+    ),
+    "sliding": (
+        "Sliding window",
+        "Windows overlap, and only their last tokens are scored, so each scored token has a long context.",
+    ),
+    "windowed": ("Context cut at the trained length", "A control: no token sees more context than in training."),
+}
 
 
 def find(archive: Archive) -> list[Study]:
@@ -74,10 +77,17 @@ def draw(study: Study, number: int, archive: Archive) -> Section:
     blocks += [Part("Loss by position and during training", losses)] if losses else []
     blocks += [*_tasks(study, name), *_costs(study, parts, name), _what_was_run(study)]
     return Section(
-        anchor=name, group="Studies", title=title, heading=title if len(find(archive)) > 1 else "", css="recipe",
-        about=count_of(study.records), blocks=blocks, records=study.records, finding=_finding(study),
+        anchor=name,
+        group="Studies",
+        title=title,
+        heading=title if len(find(archive)) > 1 else "",
+        css="recipe",
+        about=count_of(study.records),
+        blocks=blocks,
+        records=study.records,
+        finding=_finding(study),
         lead=next(_plots(_by_mode, parts), None),
-    )  # fmt: skip
+    )
 
 
 def drawable(study: Study) -> list[Study]:

@@ -45,7 +45,11 @@ def draw(model: TrainedHeads, number: int, archive: Archive) -> Section:
     table = text_table(("layer", "slope", "certified", "true", "ratio"), plots.head_table(model))
     numbers = Numbers(table, label=f"Reach of every head of {model.title}", tall=True)
     return Section(
-        anchor=name, group="Heads of trained models", title=model.title, about=count_of(model.records),
-        heading=f"Reach of trained heads: {model.title}", blocks=[Text(text), *panels(drawn, name), numbers],
+        anchor=name,
+        group="Heads of trained models",
+        title=model.title,
+        about=count_of(model.records),
+        heading=f"Reach of trained heads: {model.title}",
+        blocks=[Text(text), *panels(drawn, name), numbers],
         records=model.records,
-    )  # fmt: skip
+    )

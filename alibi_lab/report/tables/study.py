@@ -158,8 +158,13 @@ def _table(study: Study, blocks: Sequence[Block | None]) -> Table | None:
 
 
 def _block(
-    study: Study, title: str, column: str, convert: Callable[[float], float], *, show: Callable[[float], str] | None = None
-) -> Block | None:  # fmt: skip
+    study: Study,
+    title: str,
+    column: str,
+    convert: Callable[[float], float],
+    *,
+    show: Callable[[float], str] | None = None,
+) -> Block | None:
     """One row per series, one cell per length. Without `show` these are losses, and the lowest of each column is marked."""
     cells: list[list[Cell]] = []
     for series in study.series:

@@ -57,7 +57,12 @@ def test_a_folder_may_mix_tables_and_plain_text(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("name", "content", "field", "message"),
     [
-        ("a.jsonl", '{"id": 1, "body": "x"}', "", r"row 1 of .* has no field 'text', but id, body; pass .*--text-field"),
+        (
+            "a.jsonl",
+            '{"id": 1, "body": "x"}',
+            "",
+            r"row 1 of .* has no field 'text', but id, body; pass .*--text-field",
+        ),
         ("a.json", '[{"body": 3}]', "body", "row 1 of .* has int in the field 'body', not text"),
         ("a.json", '["only text"]', "", "has no field 'text', but no fields"),
         ("a.json", '{"body": ', "body", "a.json is not JSON in UTF-8"),
@@ -67,7 +72,7 @@ def test_a_folder_may_mix_tables_and_plain_text(tmp_path: Path) -> None:
         ("a.csv", "id,body\n1,x\n", "txt", "has no field 'txt', but id, body"),
         ("a.parquet", "not parquet", "body", "a.parquet is not Parquet"),
     ],
-)  # fmt: skip
+)
 def test_a_table_without_the_field_asks_for_it(
     name: str, content: str, field: str, message: str, tmp_path: Path
 ) -> None:

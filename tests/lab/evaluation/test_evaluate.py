@@ -284,9 +284,15 @@ def test_lengths_that_do_not_divide_the_longest_fill_their_batches(tiny_model, m
 
 def test_an_adaptive_softmax_is_scored_like_the_vocabulary_that_it_spans():
     config = ModelConfig(
-        method="sinusoidal", architecture="baevski-auli", vocab_size=64, num_layers=1, num_heads=2, embed_dim=16, ffn_dim=24,
+        method="sinusoidal",
+        architecture="baevski-auli",
+        vocab_size=64,
+        num_layers=1,
+        num_heads=2,
+        embed_dim=16,
+        ffn_dim=24,
         cutoffs=(16, 32),
-    )  # fmt: skip
+    )
     model = LanguageModel(config, trained_length=16).eval()
     assert_losses_are(
         nonoverlapping(model, TEXT, STRETCHES, length=10, batch_tokens=30), model, first_input_nonoverlapping(10)

@@ -100,7 +100,10 @@ WRONG = {
         "    def bias(self, at): return torch.zeros(1, at.query_len, at.key_len)",
         r"line 7: A.bias returned a tensor of shape \[1, 16, 16\].*use expand",
     ),
-    "bias of integers": ("    def bias(self, at): return torch.ones(2, dtype=torch.long)", r"line 7: A.bias .*torch.int64"),
+    "bias of integers": (
+        "    def bias(self, at): return torch.ones(2, dtype=torch.long)",
+        r"line 7: A.bias .*torch.int64",
+    ),
     "bias with NaN": (
         "    def bias(self, at): return torch.full((2,), float('nan'))",
         r"line 7: A.bias returned a tensor with NaN or \+inf",
@@ -159,7 +162,7 @@ WRONG = {
         "    def rotate(self, q, k, positions, at):\n        q = q.exp()\n        q.add_(1)\n        return q, k",
         r"line 6: A has no gradients",
     ),
-}  # fmt: skip
+}
 
 
 def written(path: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
