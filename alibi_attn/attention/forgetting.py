@@ -7,12 +7,15 @@ from typing import Literal, Never, Unpack, overload
 import torch
 from torch import Tensor
 
+from alibi_attn.attention import dispatch
 from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
+from alibi_attn.attention.backends.fused import backend as fused
+from alibi_attn.attention.backends.fused.gates import gate_biases
 from alibi_attn.attention.bias import Slopes, widest
 from alibi_attn.attention.checks import GATES_RULE, check_log_fgate
 from alibi_attn.attention.execution import attend, autocast
 from alibi_attn.attention.spec import GATE_FLOOR, GATE_STEP, AttentionSpec
-from alibi_attn.attention.transforms import may_read
+from alibi_attn.attention.transforms import are_ordinary, may_read, transforms
 from alibi_attn.attention.validation import ForgettingOptions, SegmentIds, check_tensor, make_spec
 
 
@@ -70,9 +73,9 @@ def forgetting_attention(
 
     Args:
         log_fgate: ln f, the natural logarithm, at most 0, fp32 or fp64, [B, H, S] (or [B, K, S], shared by the heads of a group).
-            −inf is a cut: from its position on, all keys before it are hidden, and its gradient is 0. (In `fused`, finite scores
-            and biases beyond 2¹⁹ can pass a cut.) A gate below −2²⁰ counts as −2²⁰; after n of them, fp64 has the digits that it
-            has at n·2²⁰. Hidden keys and other segments have gates too: a sum within a segment includes only that segment's.
+            −inf is a cut: from its position on, all keys before it are hidden, and its gradient is 0. A gate below −2²⁰ counts
+            as −2²⁰; after n of them, fp64 has the digits that it has at n·2²⁰. Hidden keys and other segments have gates too: a
+            sum within a segment includes only that segment's.
         slopes: m, for ALiBi times gates; None = no ALiBi.
         query_offset: position of query 0, an int; S − T by default. All queries must be among the S positions.
         query, key, value, window, scale, key_mask, segment_ids, key_bias, sink_logits, dropout_p, tolerance, backend: as for
@@ -99,7 +102,11 @@ def forgetting_attention(
         tolerance=tolerance, return_lse=return_lse,
     )  # fmt: skip
     first = check_gates(spec, log_fgate, query, query_offset)
-    spec = with_gates(spec, gate_sums(log_fgate), first, log_fgate)
+    name = dispatch.choose(backend, spec, query, key, value)
+    if name == fused.name and are_ordinary(log_fgate, query, key, value) and not transforms():
+        spec = _with_fused_gates(spec, log_fgate, first)
+    else:
+        spec = with_gates(spec, gate_sums(log_fgate), first, log_fgate)
     result = attend(spec, query, key, value, backend)
     if not isinstance(result, tuple):
         return result
@@ -151,6 +158,14 @@ def with_gates(
     return dataclasses.replace(
         spec, key_bias=bias, query_bias=sums[:, :, first : first + spec.query_len], query_start=start
     )
+
+
+def _with_fused_gates(spec: AttentionSpec[Tensor], log_fgate: Tensor, first: int) -> AttentionSpec[Tensor]:
+    """`with_gates` in one kernel."""
+    bias, query_bias, start = gate_biases(
+        log_fgate, spec.key_bias, num_heads=spec.num_heads, first=first, query_len=spec.query_len
+    )
+    return dataclasses.replace(spec, key_bias=bias, query_bias=query_bias, query_start=start)
 
 
 def _query_start(spec: AttentionSpec[Tensor], log_fgate: Tensor, first: int) -> Tensor | None:

@@ -251,56 +251,6 @@ def rows_that_see(spec: Spec, keys: Tensor, *, rows: int = 256) -> Tensor:
     return torch.cat([seen.any(-1) for seen in parts], dim=-1)
 
 
-def contained_by_cuts(spec: Spec, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(key, value, poison, blind), without reading a tensor on the host: keys with NaN or inf are zeroed.
-
-    Returns:
-        poison: [B, H, T] fp32, NaN if the query sees such a key since its last cut and 0 otherwise, to be added to the result.
-        blind: [B, H, T] bool, True if it sees no key since then.
-    """
-    shown = shown_keys(spec)
-    assert shown is not None
-    bad = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
-    least = first_visible(spec)
-    spoiled = last_keys(spec, shown & per_query_head(spec, bad)) >= least
-    poison = torch.zeros(spoiled.shape, device=key.device).masked_fill(spoiled, torch.nan)
-    key, value = key.masked_fill(bad[..., None], 0.0), value.masked_fill(bad[..., None], 0.0)
-    return key, value, poison, last_keys(spec, shown) < least
-
-
-def first_visible(spec: Spec) -> Tensor:
-    """[B, H, T]: the first key that each query may see, given its last cut and the window."""
-    assert spec.query_start is not None
-    if spec.window is None:
-        return spec.query_start
-    position = torch.arange(spec.query_len, device=spec.query_start.device) + spec.query_offset
-    return torch.maximum(spec.query_start, position - spec.window + 1)
-
-
-def last_keys(spec: Spec, keys: Tensor) -> Tensor:
-    """[B, H, T] int64: the last of these keys [B, H, S] at or before each query and in its segment, −1 if there is none; in
-    linear memory. All queries are among the keys.
-    """
-    first, device = int(spec.query_offset), keys.device
-    if spec.query_segments is None or spec.key_segments is None:
-        last = torch.where(keys, torch.arange(spec.key_len, device=device), -1).cummax(-1).values
-        return last[..., first : first + spec.query_len]
-    # Keys and queries in the order of their segments, then of their positions; a key comes before the query of its position.
-    segments = torch.cat([spec.key_segments, spec.query_segments], -1)
-    positions = torch.cat([torch.arange(n, device=device) for n in (spec.key_len, spec.query_len)])
-    positions[spec.key_len :] += first
-    by_position = positions.argsort(stable=True)
-    order = by_position[segments[:, by_position].argsort(dim=-1, stable=True)][:, None]
-    segments = segments[:, None].gather(-1, order)
-    order = order.expand(*keys.shape[:2], -1)
-    marked = torch.nn.functional.pad(keys, (0, spec.query_len)).gather(-1, order)
-    last = torch.where(marked, torch.arange(len(positions), device=device), -1).cummax(-1).values
-    at = last.clamp(min=0)
-    same_segment = (last >= 0) & (segments.expand_as(order).gather(-1, at) == segments)
-    last = torch.where(same_segment, order.gather(-1, at), -1)
-    return torch.empty_like(last).scatter_(-1, order, last)[..., spec.key_len :]
-
-
 def visible_count(spec: Spec, *, rows: int = 256) -> Tensor:
     """[B] int64: the number of query-key pairs allowed by the masks that all heads share; linear memory."""
     plain = dataclasses.replace(spec, right_slopes=None, key_bias=None)

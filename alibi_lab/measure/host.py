@@ -26,7 +26,7 @@ BLOCKS = 15  # of calls; the median block counts, in processor time, which other
 # Views, and allocations, which are counted separately; a GPU launches nothing for them.
 FREE = (
     "empty", "view", "expand", "slice", "select", "squeeze", "strided", "detach", "alias", "transpose", "permute", "unbind",
-    "reshape", "narrow", "unflatten", "flatten", "resolve", "lift", "split", "chunk", "result_type", "item",
+    "reshape", "narrow", "unflatten", "flatten", "resolve", "lift", "split", "chunk", "result_type", "promote_types", "item",
 )  # fmt: skip
 
 Step = Callable[[], object]

@@ -1,6 +1,5 @@
 """Gates that close entirely, −inf or very negative: later results are as if nothing came before, in every digit."""
 
-import dataclasses
 import math
 
 import pytest
@@ -10,9 +9,6 @@ from torch.nn.functional import logsigmoid
 
 from alibi_attn import ALiBiAttention, KVCache, forgetting_attention
 from alibi_attn.attention.decoding import attend_near
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.validation import make_spec
-from alibi_attn.attention.visibility import last_keys
 
 LENGTH, CUTS = 320, (64, 128, 256)
 CLOSED = [-math.inf, -3e38, -1e16, -1e9]
@@ -144,27 +140,6 @@ def test_dropout_is_that_of_the_definition_where_cuts_become_segments() -> None:
         torch.manual_seed(3)
         found.append(forgetting_attention(*inputs, dropout_p=0.4, backend=backend)[:, :, 150:])
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("first", [0, 60])
-def test_last_keys_are_those_of_a_loop(first: int) -> None:
-    keys, segments = torch.rand(2, 3, 80) < 0.3, torch.randint(0, 4, (2, 80)) * 2**40
-    of_queries = torch.randint(0, 4, (2, 20)) * 2**40
-    spec = make_spec(
-        torch.zeros(2, 3, 20, 4), torch.zeros(2, 3, 80, 4), torch.zeros(2, 3, 80, 4), query_offset=first,
-        segment_ids=(of_queries, segments),
-    )  # fmt: skip
-    for one, alike in ((spec, segments[:, None] == of_queries[..., None]), (without_segments(spec), None)):
-        alike = torch.ones(2, 20, 80, dtype=torch.bool) if alike is None else alike
-        expected = [
-            max([j for j in range(first + i + 1) if keys[b, h, j] and alike[b, i, j]], default=-1)
-            for b in range(2) for h in range(3) for i in range(20)
-        ]  # fmt: skip
-        assert last_keys(one, keys).flatten().tolist() == expected
-
-
-def without_segments(spec: AttentionSpec) -> AttentionSpec:
-    return dataclasses.replace(spec, query_segments=None, key_segments=None)
 
 
 @pytest.mark.parametrize("backend", ["dense", "native"])

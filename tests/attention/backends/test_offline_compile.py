@@ -14,7 +14,7 @@ import pytest
 from alibi_lab import records
 
 ROOT = Path(__file__).parents[3]
-SMALL = {"norms", "reach", "plan", "visitors", "merge", "labels", "spread"}
+SMALL = {"norms", "reach", "plan", "visitors", "merge", "labels", "spread", "split", "scan", "suffix"}
 # Instructions per score in the loop over full tiles: half as many as with masks and a bias per score.
 MOST_INSTRUCTIONS = {
     "forward/D=64": 13, "forward/D=128": 15, "query/D=64": 15, "query/D=128": 17, "key/D=64": 18, "key/D=128": 30,
@@ -99,7 +99,7 @@ def test_attention_on_sm_90_is_pipelined_and_as_recorded() -> None:
 @pytest.mark.long
 def test_all_kernels_on_sm_90_are_pipelined_and_as_recorded(of_sm_90: dict[str, dict[str, int]]) -> None:
     found = {name: row for name, row in of_sm_90.items() if "biased" not in name}
-    assert len(found) == 11
+    assert len(found) == 14
     assert_all_as_recorded(found)
 
 
@@ -154,33 +154,30 @@ def test_other_devices_compile() -> None:
 
 
 def test_a_call_compiles_as_a_device_would_compile_it() -> None:
-    """With one head and almost no keys: sizes of 1 become constants."""
+    """With one head and almost no keys."""
     asked = ran(AS_ON_A_DEVICE, "sm_90", "bfloat16", "71 heads over one key head")
-    kernels = "decode", "merge", "query", "key", "visitors", "norms", "outliers", "reach", "shared_plan"
+    kernels = "decode", "merge", "query", "key", "visitors", "norms", "reach", "plan"
     assert set(asked) == {f"{name}_kernel" for name in kernels}
 
 
 @pytest.mark.long
-def test_calls_with_all_options_compile_as_a_device_would_compile_them() -> None:
-    asked = ran(AS_ON_A_DEVICE, "sm_90", "bfloat16", "71 heads over one key head", "inside, segments on both sides")
-    assert set(asked) == {
-        *(
-            f"{name}_kernel"
-            for name in (
-                "forward",
-                "decode",
-                "merge",
-                "query",
-                "key",
-                "visitors",
-                "norms",
-                "reach",
-                "plan",
-                "labels",
-                "spread",
-            )
-        ),
-    }
+def test_calls_with_all_options_and_gates_compile_as_on_a_device() -> None:
+    assert_calls_compile()
+
+
+@pytest.mark.long
+@pytest.mark.skipif(not OLDEST_TRITON.is_dir(), reason=f"make test-all installs Triton 3.6 in {OLDEST_TRITON}")
+def test_the_oldest_triton_launches_compiled_kernels_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Both have what launches use: `warmup` of objects with a dtype and an address, and `CompiledKernel[grid]`."""
+    monkeypatch.setenv("PYTHONPATH", os.pathsep.join(map(str, (OLDEST_TRITON, ROOT))))
+    assert_calls_compile()
+
+
+def assert_calls_compile() -> None:
+    calls = "71 heads over one key head", "inside, segments on both sides", "gates"
+    asked = ran(AS_ON_A_DEVICE, "sm_90", "bfloat16", *calls)
+    kernels = "forward", "decode", "merge", "query", "key", "visitors", "norms", "reach", "plan", "labels", "spread"
+    assert set(asked) == {f"{name}_kernel" for name in (*kernels, "split", "scan", "suffix")}
 
 
 def test_a_lost_pipeline_is_detected() -> None:

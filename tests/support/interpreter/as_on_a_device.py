@@ -22,6 +22,7 @@ from torch import Tensor
 
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.certificate.norms import Norms
+from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.validation import make_spec
 from alibi_lab.measure.absent_device import absent_device
@@ -44,6 +45,16 @@ def compiled(target: str, dtype: torch.dtype, cases: Sequence[Case]) -> dict[str
     return dict(counts)
 
 
+def compiled_with_gates(target: str, dtype: torch.dtype) -> dict[str, int]:
+    """`compiled`, for forget gates and a key mask, through the public function."""
+    query, key, value = (torch.randn(2, h, 200, 64).to(dtype).requires_grad_() for h in (4, 2, 2))
+    gates = torch.nn.functional.logsigmoid(torch.randn(2, 4, 200)).requires_grad_()
+    with absent_device(capability=divmod(int(target.removeprefix("sm_")), 10), compiles=True) as launches:
+        output = forgetting_attention(query, key, value, gates, key_mask=torch.ones(2, 200, dtype=torch.bool))
+        torch.autograd.grad(output, [query, key, value, gates], output)
+    return launches.by_kernel()
+
+
 def _call(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, known_norms: Norms | None) -> None:
     """Runs forward, and backward with and without gradients of slopes and lse."""
     tiles = fused.plan(spec, query, key, value, known_norms)
@@ -59,5 +70,9 @@ def _call(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor
 if __name__ == "__main__":
     assert "TRITON_INTERPRET" not in os.environ, "a process that interprets cannot compile"
     every = {case.name: case for case in (*CASES, *INSIDE, *KEY_BIASES)}
-    names = sys.argv[3:] or list(every)
-    print(json.dumps(compiled(sys.argv[1], getattr(torch, sys.argv[2]), [every[name] for name in names])))
+    names = sys.argv[3:] or [*every, "gates"]
+    target, dtype = sys.argv[1], getattr(torch, sys.argv[2])
+    found = compiled(target, dtype, [every[name] for name in names if name != "gates"])
+    for kernel, launches in (compiled_with_gates(target, dtype) if "gates" in names else {}).items():
+        found[kernel] = found.get(kernel, 0) + launches
+    print(json.dumps(found))

@@ -40,6 +40,8 @@ from alibi_attn.attention.backends.fused.kernels.backward import key_kernel, que
 from alibi_attn.attention.backends.fused.kernels.certificate import norms_kernel
 from alibi_attn.attention.backends.fused.kernels.decode import decode_kernel, merge_kernel
 from alibi_attn.attention.backends.fused.kernels.forward import forward_kernel
+from alibi_attn.attention.backends.fused.kernels.gates import scan_kernel, suffix_kernel
+from alibi_attn.attention.backends.fused.kernels.key_bias import split_kernel
 from alibi_attn.attention.backends.fused.kernels.masks import labels_kernel, spread_kernel
 from alibi_attn.attention.backends.fused.kernels.plan import plan_kernel, visitors_kernel
 from alibi_attn.attention.backends.fused.kernels.reach import reach_kernel
@@ -48,6 +50,7 @@ from alibi_lab import records
 KERNELS = {"forward": forward_kernel, "query": query_kernel, "key": key_kernel, "decode": decode_kernel}
 BEFORE = {"norms": norms_kernel, "reach": reach_kernel, "plan": plan_kernel, "visitors": visitors_kernel}
 BEFORE |= {"merge": merge_kernel, "labels": labels_kernel, "spread": spread_kernel}
+BEFORE |= {"split": split_kernel, "scan": scan_kernel, "suffix": suffix_kernel}  # of key biases and gates
 WITH_TILES = ("norms", "reach")  # the others hold small integers, for which every device has room
 ALONE = ("plan", "merge", "labels")  # launched with one warp
 ITS_SHAPE = Shape(queries=64, keys=64, warps=4, stages=3)
@@ -64,6 +67,9 @@ TYPES |= dict.fromkeys(("LSE", "DLSE", "DELTA", "DSLOPES", "NORMS", "OUTS", "LSE
 TYPES |= dict.fromkeys(("ARRIVED", "CANDIDATES", "ORDER", "FULL_BLOCKS", "FULL_TILES"), "*i32")
 TYPES |= dict.fromkeys(("COUNT", "SUMS", "FIRST_SEEN", "KEY_ORDER"), None)
 TYPES |= dict.fromkeys(("queries", "keys"), LABELS)
+TYPES |= dict.fromkeys(("BIAS", "GATES", "OWN"), Rows("*fp32", "i32", "i32", "i32"))
+TYPES |= dict.fromkeys(("KEY_BIAS", "QUERY_BIAS", "DKEY", "DQUERY"), "*fp64")
+TYPES |= {"QUERY_START": "*i64", "DGATES": "*fp32", "split": KeyBias("*fp32", "*fp32", "*fp32", "*fp32")}
 TYPES |= {
     "ALLOWED": None, "nats_of_tolerance": "fp32", "visited": Visited("*i32", "*i32", None, "i32"),
     "visitors": Visitors("*i32", "*i32", None, "i32"), "certificate": Certificate("*i32", "*i32"),
@@ -149,7 +155,7 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool)
         "D": head_dim, "BM": shape.queries, "BN": shape.keys, "ROWS": PLAN_ROWS, "CAUSAL": True,
         "PRECISION": "tf32x3" if TARGETS[target].backend == "cuda" else "ieee", "WIDTH": 16 if kernel == "spread" else 64,
         "PLAN_WIDTH": 64, "BLOCKS": 64, "OF_WIDTH": 64, "SLOTS": 64, "PARTS": 2, "BIAS_ROWS": PLAN_ROWS, "VALUES": True,
-        "HIDDEN": biased, "SHARED": False,
+        "HIDDEN": biased, "SHARED": False, "FLOOR": -(2.0**20), "STEP": 2.0**10,
     }  # fmt: skip
     types = TYPES | {
         "ALLOWED": "*i32" if kernel == "spread" else None,

@@ -14,12 +14,11 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.backends.fused.call import bias_of_move, call_of
+from alibi_attn.attention.backends.fused.call import call_of
 from alibi_attn.attention.backends.fused.configs import MAX_HEAD_DIM, PLAN_ROWS, Shape, is_large, tile_shape
 from alibi_attn.attention.backends.fused.full_tiles import heads_of_masks
 from alibi_attn.attention.backends.fused.kernels import arguments
 from alibi_attn.attention.backends.fused.kernels.arguments import Visited, Visitors
-from alibi_attn.attention.backends.fused.key_bias import unshifted
 from alibi_attn.attention.backends.fused.launch import (
     NONE,
     Argument,
@@ -41,12 +40,10 @@ from alibi_attn.attention.backends.protocol import TooSmall
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.certificate.tiles import Tiles, reach_and_scores
-from alibi_attn.attention.cuts import with_steps
 from alibi_attn.attention.operator import operator
 from alibi_attn.attention.schema import Arguments, BackwardInputs, Gradients, Kernels
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import constant_when_compiled, why_not_compiled
-from alibi_attn.attention.visibility import contained_by_cuts, rounded_lse
 
 Spec = AttentionSpec[Tensor]
 
@@ -127,7 +124,7 @@ def forward(
 
     If keys are split, `counts` is [B, K, parts] with the parts of `decode_parts`. With a key bias lse is [B, 3, H, T]: in units
     of log2, followed by the pair that each is relative to. Queries that are all beyond the keys are moved next to them, and lse
-    is that of the moved ones; without a key bias `given_lse` [B, H, T] fp32 gets the lse at the given positions.
+    is that of the moved ones; `given_lse` [B, H, T] gets the natural lse at the given positions.
     """
     from alibi_attn.attention.backends.fused.kernels.forward import forward_kernel
 
@@ -288,27 +285,12 @@ class _Saved(NamedTuple):
 
 def _attend(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, _Saved, bool]:
     query, key, value = in_rows(query, key, value)
-    poison = blind = None
-    if spec.query_start is not None:
-        key, value, poison, blind = contained_by_cuts(spec, key, value)
-        spec = with_steps(spec)
     call = call_of(spec, query.device)
     tiles = plan(spec, query, key, value, call=call)
-    given_lse = None
-    if spec.key_bias is None:
-        given_lse = torch.empty(query.shape[:3], dtype=torch.float32, device=query.device)
+    wide = spec.key_bias is not None and spec.key_bias.dtype == torch.float64
+    given_lse = torch.empty(query.shape[:3], dtype=torch.float64 if wide else torch.float32, device=query.device)
     output, lse = forward(spec, query, key, value, tiles, call=call, given_lse=given_lse)
-    if poison is not None and blind is not None:
-        output = output.masked_fill(blind[..., None], 0.0) + poison[..., None].to(output.dtype)
-        lse[:, 0] = lse[:, 0].masked_fill(blind, -torch.inf) + poison
-    saved = _Saved(tiles.space.tensor, lse)
-    if given_lse is not None:
-        return output, given_lse, saved, False
-    if spec.query_bias is not None:  # all queries are among the keys
-        given_lse = unshifted(lse) + spec.query_bias
-    else:
-        given_lse = unshifted(lse) + bias_of_move(spec, query.device)
-    return output, rounded_lse(spec, query, given_lse), saved, False
+    return output, given_lse, _Saved(tiles.space.tensor, lse), False
 
 
 def _differentiate(spec: Spec, saved: tuple[Tensor, ...], inputs: BackwardInputs) -> Gradients:
@@ -317,9 +299,6 @@ def _differentiate(spec: Spec, saved: tuple[Tensor, ...], inputs: BackwardInputs
     if grad_lse is not None:
         grad_lse = grad_lse.float()
     query, key, value = in_rows(inputs.query, inputs.key, inputs.value)
-    if spec.query_start is not None:
-        key, value, *_ = contained_by_cuts(spec, key, value)
-        spec = with_steps(spec)
     if inputs.may_see_nothing:
         # 0·NaN is NaN: a query that sees no key must not affect the keys' gradients.
         nothing = ((lse if spec.key_bias is None else lse[:, 0]) == -torch.inf)[..., None]

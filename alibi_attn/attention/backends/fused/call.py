@@ -6,7 +6,6 @@ from torch import Tensor
 from alibi_attn.attention.backends.fused.kernels.arguments import (
     Call,
     Dropout,
-    KeyBias,
     Masks,
     QueryOffset,
     Slopes,
@@ -20,14 +19,9 @@ from alibi_attn.attention.visibility import first_positions
 Spec = AttentionSpec[Tensor]
 
 
-def call_of(spec: Spec, device: torch.device, key_bias: KeyBias | None = None) -> Argument:
-    """The `Call` of a spec.
-
-    Args:
-        key_bias: the key bias of `spec`, if it was split before.
-    """
-    if spec.key_bias is not None and key_bias is None:
-        key_bias = split(spec, spec.key_bias)
+def call_of(spec: Spec, device: torch.device) -> Argument:
+    """The `Call` of a spec."""
+    query_bias, query_start = spec.query_bias, spec.query_start
     return grouped(
         Call,
         _slopes(spec, spec.slopes),
@@ -37,8 +31,10 @@ def call_of(spec: Spec, device: torch.device, key_bias: KeyBias | None = None) -
         real(spec.scale),
         NONE if spec.window is None else number(spec.window),
         NONE if spec.dropout_seed is None else _dropout(spec, spec.dropout_seed),
-        NONE if key_bias is None else _key_bias(key_bias),
+        NONE if spec.key_bias is None else split(spec, spec.key_bias.detach()),
         number(spec.batch), number(spec.num_heads), one_or_more(spec.group), number(spec.query_len), number(spec.key_len),
+        NONE if query_bias is None else pointer(in_memory(query_bias).detach().double().contiguous()),
+        NONE if query_start is None else pointer(query_start.long().contiguous()),
     )  # fmt: skip
 
 
@@ -61,16 +57,6 @@ def masks_of(spec: Spec, keys: Tensor | None = None) -> Argument:
     )
 
 
-def bias_of_move(spec: Spec, device: torch.device) -> Tensor:
-    """[B or 1, H, 1] fp64: the bias of the distance by which kernels move queries that are all beyond the keys."""
-    first = first_positions(spec, device)[:, None]
-    moved = (first - first.clamp(-spec.query_len, spec.key_len)).double()
-    slopes = spec.slopes.detach()
-    if spec.right_slopes is not None:
-        slopes = torch.where(moved < 0, spec.right_slopes.detach(), slopes)
-    return (-slopes * moved.abs()).masked_fill(moved == 0, 0.0)[..., None]
-
-
 def _dropout(spec: Spec, seed: Tensor) -> Argument:
     threshold, factor = dropout_numbers(spec.dropout_p)
     return grouped(
@@ -81,7 +67,3 @@ def _dropout(spec: Spec, seed: Tensor) -> Argument:
 def _slopes(spec: Spec, slopes: Tensor) -> Argument:
     slopes = in_memory(slopes).detach().contiguous()
     return grouped(Slopes, pointer(slopes), number(spec.num_heads if slopes.ndim == 2 else 0))
-
-
-def _key_bias(parts: KeyBias) -> Argument:
-    return grouped(KeyBias, *(pointer(x) for x in parts if isinstance(x, Tensor)))

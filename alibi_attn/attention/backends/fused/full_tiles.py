@@ -3,6 +3,7 @@
 import torch
 from torch import Tensor
 
+from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
 from alibi_attn.attention.backends.fused.kernels.arguments import Labels
 from alibi_attn.attention.backends.fused.launch import NONE, Argument, constants, grouped, launch, number, on, width_for
 from alibi_attn.attention.backends.fused.space import Plan, Space, starts
@@ -84,8 +85,8 @@ class FullTiles:
             with on(self._tensor):
                 launch(
                     self._tensor.device, spread_kernel, (programs, 1, 1),
-                    constants(PARTS=rows // TILE, WIDTH=_WIDTH, OF_WIDTH=width), self.call, self.keys, self.queries,
-                    self.allowed_keys, first_seen, blocks, tiles, number(row),
+                    constants(PARTS=rows // TILE, BIAS_ROWS=PLAN_ROWS, WIDTH=_WIDTH, OF_WIDTH=width), self.call, self.keys,
+                    self.queries, self.allowed_keys, first_seen, blocks, tiles, number(row),
                 )  # fmt: skip
 
 

@@ -108,6 +108,15 @@ def rows_of(tensor: Tensor) -> Argument:
     return Argument(Rows(address, batch, head, row), kind, tensor)
 
 
+def strided(tensor: Tensor) -> Argument:
+    """The `Rows` of a tensor [B, heads, rows] of single numbers."""
+    if tensor.device.type == "cpu":
+        return Argument(Rows(tensor, *tensor.stride()), None)
+    batch, head, row = tensor.stride()
+    kind = _rows_kind(tensor.dtype, False, (batch | head | row) >> 31 > 0)
+    return Argument(Rows(tensor.data_ptr(), batch, head, row), kind, tensor)
+
+
 def pointer(tensor: Tensor | None) -> Argument:
     """A tensor without strides; None stays None."""
     if tensor is None:

@@ -112,6 +112,9 @@ class Call(NamedTuple):
         dropout: None = every weight is kept.
         key_bias: None = no key biases.
         B, H, G, T, S: sequences, query heads, query heads per key head, queries, keys.
+        query_bias: [B, H, T] fp64, only with a key bias; None = 0.
+        query_start: [B, H, T] int64, only with a key bias: the first key that each query may see, never less than that of the
+            query before; None = 0.
     """
 
     slopes: Slopes
@@ -127,6 +130,8 @@ class Call(NamedTuple):
     G: object
     T: object
     S: object
+    query_bias: object = None
+    query_start: object = None
 
 
 class Visited(NamedTuple):
@@ -256,6 +261,7 @@ class Queries(NamedTuple):
         position: [BM]; `start` is the first.
         segments: [BM]; None = no segments.
         sequence: the index in the batch.
+        first_key: [BM] the first key that each may see; None = all keys before it.
     """
 
     q: object
@@ -264,6 +270,7 @@ class Queries(NamedTuple):
     start: object
     segments: object
     sequence: object
+    first_key: object
 
 
 class Band(NamedTuple):

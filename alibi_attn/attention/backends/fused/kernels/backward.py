@@ -19,7 +19,12 @@ import triton.language as tl
 
 from alibi_attn.attention.backends.fused.kernels.arguments import Head, Queries
 from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_by_keys, kept_weights
-from alibi_attn.attention.backends.fused.kernels.positions import distance_moved, load_offset, load_window
+from alibi_attn.attention.backends.fused.kernels.positions import (
+    distance_moved,
+    load_first_key,
+    load_offset,
+    load_window,
+)
 from alibi_attn.attention.backends.fused.kernels.tiles import (
     LOG2E,
     OUTLIERS,
@@ -179,7 +184,10 @@ def query_kernel(
     if segments is not None:
         segments = tl.load(segments + b * T + i, mask=i < T, other=0)
     start = n * BM + load_offset(call.query_offset, b, T, S)
-    queries = Queries(q, i, start + rows, start, segments, b)
+    first_key = call.query_start
+    if first_key is not None:
+        first_key = load_first_key(call, bh, i, i < T)
+    queries = Queries(q, i, start + rows, start, segments, b, first_key)
     # If a whole block lies beyond the keys, a constant is left out of its distances, because a row of ds adds up to dlse.
     # Otherwise the rounding of products with distances of 10⁶ would exceed their sum.
     least = tl.maximum(start - (S - 1), 0) + tl.minimum(start + BM - 1, 0)
@@ -305,7 +313,6 @@ def key_kernel(
             of_sequence += h * tiles * 2
             rest = tl.load(call.key_bias.rest + bh * S + j, mask=here, other=float("-inf"))  # [BN]
             shown_here = here & (rest > float("-inf"))
-            # Counted from the base of the first of them.
             bases = call.key_bias.bases + bh * tiles
             base = tl.load(bases + t * BN // TILE)
             rest += tl.load(bases + key_tile, mask=there, other=0.0) - base
@@ -361,12 +368,13 @@ def key_kernel(
             if segments is not None:
                 theirs = tl.load(call.masks.query_segments + b * T + i, mask=i < T, other=0)
                 shown = shown & (segments[:, None] == theirs[None, :])
+            if call.query_start is not None:
+                shown = shown & (j[:, None] >= load_first_key(call, bh, i, i < T)[None, :])
             products = tl.dot(k, q.T, input_precision=PRECISION)
             scores, seen = biased_scores(products, i[None, :] - (j - offset)[:, None], shown, head, CAUSAL)
             if call.key_bias is not None:
-                pairs = (
-                    call.key_bias.pairs + bh * 2 * S + j
-                )  # loaded each time, or they would occupy registers in both loops
+                # Loaded each time, or they would occupy registers in both loops.
+                pairs = call.key_bias.pairs + bh * 2 * S + j
                 own_high, own_low = tl.load(pairs, mask=here, other=0.0), tl.load(pairs + S, mask=here, other=0.0)
                 high, low = pair_rows(LSE_h, H, T)
                 high, low = tl.load(high + i, mask=i < T, other=0.0), tl.load(low + i, mask=i < T, other=0.0)

@@ -14,7 +14,9 @@ from alibi_attn.attention.backends.fused.kernels.arguments import BlockBias, Hea
 from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout
 from alibi_attn.attention.backends.fused.kernels.forward import attend_partial
 from alibi_attn.attention.backends.fused.kernels.positions import (
+    biased_lse_before_move,
     distance_moved,
+    load_first_key,
     load_offset,
     load_window,
     lse_before_move,
@@ -79,7 +81,10 @@ def decode_kernel(
     at = Q.pointer + b * Q.batch + h.to(tl.int64)[:, None] * Q.head + i[:, None] * Q.row
     q = tl.load(at + d[None, :], mask=inside(real, D), other=0.0)  # [BM, DP]
     start = load_offset(call.query_offset, b, T, S)
-    queries = Queries(q, i, i + start, start, segments, b)
+    first_key = call.query_start
+    if first_key is not None:
+        first_key = load_first_key(call, b * H + h, i, real)
+    queries = Queries(q, i, i + start, start, segments, b, first_key)
     m_i = no_maximum(BM)
     l_i = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, padded(D)], tl.float32)
@@ -154,4 +159,10 @@ def merge_kernel(OUTS, LSES, OUT, LSE, GIVEN_LSE, call, parts, rows, SLOTS: tl.c
     merged = known + tl.log2(l_i) / unit
     tl.store(LSE + row, merged)
     if GIVEN_LSE is not None:
-        tl.store(GIVEN_LSE + row, lse_before_move(merged, call, row // T // H, row // T % H))
+        if call.key_bias is None:
+            given = lse_before_move(merged, call, row // T // H, row // T % H)
+        else:
+            given = biased_lse_before_move(
+                merged, origin[0], origin[1], call, GIVEN_LSE, row // T // H, row // T, row % T, True
+            )  # fmt: skip
+        tl.store(GIVEN_LSE + row, given)

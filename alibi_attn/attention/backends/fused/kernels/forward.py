@@ -14,7 +14,9 @@ import triton.language as tl
 from alibi_attn.attention.backends.fused.kernels.arguments import Band, Head, Queries
 from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_weights
 from alibi_attn.attention.backends.fused.kernels.positions import (
+    biased_lse_before_move,
     distance_moved,
+    load_first_key,
     load_offset,
     load_window,
     lse_before_move,
@@ -142,7 +144,7 @@ def forward_kernel(
     Args:
         Q, K, V, OUT: Rows. LSE: [B, H, T] fp32, see `lse_rows`. A block of the plan has ROWS queries.
         ORDER: [B·H] int32, the heaviest head first; None = as they are.
-        GIVEN_LSE: [B, H, T] fp32, see `lse_before_move`; None = not wanted, or with a key bias.
+        GIVEN_LSE: [B, H, T] fp32, or with a key bias fp64, see `lse_before_move`; None = not wanted.
         NORMS: [2, B, K, tiles] fp32, the largest norms of keys and of values; None if they are unknown, or with a key bias.
         COUNT: [B, H, ⌈T / BM⌉] int32, the number of visited tiles; None = not counted.
     """
@@ -174,7 +176,10 @@ def forward_kernel(
         segments = tl.load(segments + b * T + i, mask=i < T, other=0)
     start = n * BM + load_offset(call.query_offset, b, T, S)
     q = load_rows(Q, n * BM, i < T, BM, D)
-    queries = Queries(q, i, start + rows, start, segments, b)
+    first_key = call.query_start
+    if first_key is not None:
+        first_key = load_first_key(call, bh, i, i < T)
+    queries = Queries(q, i, start + rows, start, segments, b, first_key)
     m_i = no_maximum(BM)
     l_i = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, padded(D)], tl.float32)
@@ -218,7 +223,11 @@ def forward_kernel(
     lse = kept_lse(m_i[0], l_i, call.key_bias)
     tl.store(LSE + i, lse, mask=i < T)
     if GIVEN_LSE is not None:
-        tl.store(GIVEN_LSE + bh * T + i, lse_before_move(lse, call, b, h), mask=i < T)
+        if call.key_bias is None:
+            given = lse_before_move(lse, call, b, h)
+        else:
+            given = biased_lse_before_move(lse, m_i[1], m_i[2], call, GIVEN_LSE, b, bh, i, i < T)
+        tl.store(GIVEN_LSE + bh * T + i, given, mask=i < T)
     if call.key_bias is not None:
         high, low = pair_rows(LSE, H, T)
         tl.store(high + i, m_i[1], mask=i < T)

@@ -12,7 +12,7 @@ import triton
 import triton.language as tl
 
 from alibi_attn.attention.backends.fused.kernels.certificate import write_tile_sums
-from alibi_attn.attention.backends.fused.kernels.positions import load_offset
+from alibi_attn.attention.backends.fused.kernels.positions import load_first_key, load_offset
 from alibi_attn.attention.backends.fused.kernels.tiles import TILE
 
 NARROW = tl.constexpr(
@@ -146,9 +146,22 @@ def full_run(
 
 
 @triton.jit
+def blocks_until_cut(call, r, tile, count, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """For each of the tiles, the first of `count` blocks of queries some of which may not see its first key."""
+    until = tile * 0 + count
+    for start in range(0, count, WIDTH):
+        block = start + tl.arange(0, WIDTH)
+        last = tl.minimum((block + 1) * PARTS * TILE, call.T) - 1
+        first_key = load_first_key(call, r, last, block < count)
+        hides = (block < count)[None, :] & (first_key[None, :] > tile[:, None] * TILE)
+        until = tl.minimum(until, tl.min(tl.where(hides, block[None, :], count), 1))
+    return until
+
+
+@triton.jit
 def spread_kernel(
-    call, keys, queries, ALLOWED, FIRST_SEEN, FULL_BLOCKS, FULL_TILES, row, PARTS: tl.constexpr, WIDTH: tl.constexpr,
-    OF_WIDTH: tl.constexpr,
+    call, keys, queries, ALLOWED, FIRST_SEEN, FULL_BLOCKS, FULL_TILES, row, PARTS: tl.constexpr, BIAS_ROWS: tl.constexpr,
+    WIDTH: tl.constexpr, OF_WIDTH: tl.constexpr,
 ):  # fmt: skip
     """Program: WIDTH blocks of queries, and WIDTH tiles of keys, of one row. Every output but `ALLOWED` may be None.
 
@@ -156,10 +169,12 @@ def spread_kernel(
         ALLOWED: [R, ⌈T / TILE⌉, 2] int32: TILE queries see no key outside this interval.
         FIRST_SEEN: [R] int32: the first visible key.
         FULL_BLOCKS, FULL_TILES: `full` of Visited, for blocks of PARTS tiles, and of Visitors, with `row` numbers per sequence.
+
+    With a key bias it also writes the bias's `references`, one per BIAS_ROWS queries: the base of the tile where the first TILE
+    of them end, or of the last tile before it with a visible key, or of the first one after it.
     """
     H, T, S = call.H, call.T, call.S
     tiles, blocks = tl.cdiv(S, TILE), tl.cdiv(T, TILE)
-    count = tl.cdiv(blocks, PARTS)
     parts = tl.cdiv(tl.maximum(tiles, blocks), WIDTH)
     r, at = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts * WIDTH + tl.arange(0, WIDTH)
     b, h = r, r * 0
@@ -167,6 +182,10 @@ def spread_kernel(
         b, h = r // H, r % H
     every = tl.num_programs(0).to(tl.int64) // parts * tiles
     first_seen = S
+    offset = load_offset(call.query_offset, b, T, S)
+    end = offset + at * BIAS_ROWS + tl.minimum(TILE, T) - 1
+    end_tile = tl.minimum(tl.maximum(end, 0), S - 1) // TILE
+    before, after = at * 0 - 1, at * 0 + tiles
     low, high = tl.zeros([WIDTH], tl.int32) + S, tl.zeros([WIDTH], tl.int32)
     least = tl.load(queries.least + b * blocks + at, mask=at < blocks, other=0)[:, None]
     most = tl.load(queries.most + b * blocks + at, mask=at < blocks, other=0)[:, None]
@@ -180,17 +199,31 @@ def spread_kernel(
         first = tl.load(keys.edges + place, mask=tile < tiles, other=S)
         last = tl.load(keys.edges + every + place, mask=tile < tiles, other=0)
         first_seen = tl.minimum(first_seen, tl.min(first, 0))
+        if call.key_bias is not None:
+            some, is_later = (first < last)[None, :], tile[None, :] > end_tile[:, None]
+            before = tl.maximum(before, tl.max(tl.where(some & ~is_later, tile[None, :], -1), 1))
+            after = tl.minimum(after, tl.min(tl.where(some & is_later, tile[None, :], tiles), 1))
         low = tl.minimum(low, tl.min(tl.where(meets, first[None, :], S), 1))
         high = tl.maximum(high, tl.max(tl.where(meets, last[None, :], 0), 1))
+    if call.key_bias is not None:
+        nearest = tl.where(before >= 0, before, tl.where(after < tiles, after, 0))
+        count = tl.cdiv(T, BIAS_ROWS)
+        reference = tl.load(call.key_bias.bases + r * tiles + nearest, mask=at < count, other=0.0)
+        tl.store(call.key_bias.references + r * count + at, reference, mask=at < count)
+    if call.query_start is not None:
+        low = tl.maximum(low, load_first_key(call, r, at * TILE, at < blocks))
     tl.store(ALLOWED + (r * blocks + at) * 2, low, mask=at < blocks)
     tl.store(ALLOWED + (r * blocks + at) * 2 + 1, high, mask=at < blocks)
     if FIRST_SEEN is not None:
         tl.store(FIRST_SEEN + r, first_seen)
-    offset = load_offset(call.query_offset, b, T, S)
+    count = tl.cdiv(blocks, PARTS)
     if FULL_BLOCKS is not None:
         low, high = full_run(
             queries, b, keys, r, at, count, blocks, tiles, tiles, offset, PARTS, 1, False, OF_WIDTH
         )  # fmt: skip
+        if call.query_start is not None:
+            last = tl.minimum((at + 1) * PARTS * TILE, T) - 1
+            low = tl.maximum(low, tl.cdiv(load_first_key(call, r, last, at < count), TILE))
         out = FULL_BLOCKS + b * row + (h * count + at) * 2
         tl.store(out, low, mask=at < count)
         tl.store(out + 1, high, mask=at < count)
@@ -198,6 +231,8 @@ def spread_kernel(
         low, high = full_run(
             keys, r, queries, b, at, tiles, tiles, count, blocks, offset, 1, PARTS, True, OF_WIDTH
         )  # fmt: skip
+        if call.query_start is not None:
+            high = tl.minimum(high, blocks_until_cut(call, r, at, count, PARTS, OF_WIDTH))
         out = FULL_TILES + b * row + (h * tiles + at) * 2
         tl.store(out, low, mask=at < tiles)
         tl.store(out + 1, high, mask=at < tiles)

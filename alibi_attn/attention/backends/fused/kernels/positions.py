@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 LARGEST = tl.constexpr(3.4028234663852886e38)  # the largest number of fp32
+LN2 = tl.constexpr(0.6931471805599453)
 
 
 @triton.jit
@@ -55,6 +56,33 @@ def lse_before_move(lse, call, b, h):
         slope = tl.where(moved < 0, right, slope)
     bias = tl.where(moved == 0, 0.0, slope * tl.abs(moved).to(tl.float32))
     return tl.where(lse > float("-inf"), tl.minimum(tl.maximum(lse - bias, -LARGEST), LARGEST), lse)
+
+
+@triton.jit
+def biased_lse_before_move(lse, high, low, call, GIVEN_LSE, b, bh, i, there):
+    """The natural lse of queries i with key biases, in fp64, with the bias of the queries; it fits the numbers of GIVEN_LSE.
+
+    `lse` is in log2 units and relative to the pair (high, low).
+    """
+    natural = ((lse.to(tl.float64) + high.to(tl.float64)) + low.to(tl.float64)) * LN2
+    if call.query_bias is not None:  # all queries are among the keys
+        natural += tl.load(call.query_bias + bh * call.T + i, mask=there, other=0.0)
+    else:
+        moved, h = distance_moved(call.query_offset, b, call.T, call.S), (bh % call.H).to(tl.int32)
+        slope = tl.load(call.slopes.pointer + b * call.slopes.batch + h)
+        if call.right_slopes is not None:
+            right = tl.load(call.right_slopes.pointer + b * call.right_slopes.batch + h)
+            slope = tl.where(moved < 0, right, slope)
+        natural -= tl.where(moved == 0, 0.0, slope.to(tl.float64) * tl.abs(moved).to(tl.float64))
+    if GIVEN_LSE.dtype.element_ty == tl.float32:
+        natural = tl.where(lse > float("-inf"), tl.minimum(tl.maximum(natural, -LARGEST), LARGEST), natural)
+    return natural
+
+
+@triton.jit
+def load_first_key(call, bh, i, there):
+    """The first key that the queries i of a head may see."""
+    return tl.load(call.query_start + bh * call.T + i, mask=there, other=0).to(tl.int32)
 
 
 @triton.jit

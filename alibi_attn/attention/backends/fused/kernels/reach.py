@@ -28,7 +28,7 @@ from alibi_attn.attention.backends.fused.kernels.certificate import (
     survey,
 )
 from alibi_attn.attention.backends.fused.kernels.plan import order_heads, plan_group, plan_head
-from alibi_attn.attention.backends.fused.kernels.positions import load_offset, load_window
+from alibi_attn.attention.backends.fused.kernels.positions import load_first_key, load_offset, load_window
 from alibi_attn.attention.backends.fused.kernels.tiles import (
     LOG2E,
     OUTLIERS,
@@ -122,6 +122,10 @@ def reach_kernel(
     if segments is not None:
         segments = tl.load(segments + b * T + i, mask=i < T, other=0)
 
+    first_key = call.query_start
+    if first_key is not None:
+        first_key = load_first_key(call, bh, i, i < T)
+
     m_i = tl.full([TILE], float("-inf"), tl.float32)
     l_i = tl.zeros([TILE], tl.float32)
     # The keys at the block's positions, the same number before it, and after it if visible. Queries may lie outside the
@@ -151,6 +155,8 @@ def reach_kernel(
         if segments is not None:
             theirs = tl.load(masks.key_segments + b * S + j, mask=here, other=0)
             shown = shown & (segments[:, None] == theirs[None, :])
+        if first_key is not None:
+            shown = shown & (j[None, :] >= first_key[:, None])
         products = tl.dot(q, k.T, input_precision="tf32")  # [TILE, TILE]
         scores, seen = biased_scores(products, position[:, None] - j[None, :], shown, head, CAUSAL)
         if CAUSAL:  # minus the query's place in the block
@@ -176,6 +182,8 @@ def reach_kernel(
             here = here & (position - j < window)
         if segments is not None:
             here = here & (segments == tl.load(masks.key_segments + b * S + j, mask=here, other=0))
+        if first_key is not None:
+            here = here & (j >= first_key)
         if bias is not None:
             here = here & (tl.load(bias.rest + j, mask=here, other=float("-inf")) > float("-inf"))
         kept = tl.maximum(kept, tl.load(norms.each_value + bk * S + j, mask=here, other=0.0))

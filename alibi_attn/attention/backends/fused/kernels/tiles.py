@@ -185,6 +185,8 @@ def partial_scores(
     if masks.key_segments is not None:
         segments = tl.load(masks.key_segments + queries.sequence * S + j, mask=here, other=0)
         shown = shown & (queries.segments[:, None] == segments[None, :])
+    if queries.first_key is not None:
+        shown = shown & (j[None, :] >= queries.first_key[:, None])
     products = tl.dot(queries.q, k.T, input_precision=PRECISION)  # [BM, BN]
     scores, seen = biased_scores(products, queries.position[:, None] - j[None, :], shown, head, CAUSAL)
     if own is None:
