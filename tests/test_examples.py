@@ -8,6 +8,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+import torch
 from encoder_oracle import config, random_state, write_folder, write_tokenizer
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
@@ -46,6 +47,15 @@ def test_train(run):
     assert len(losses) == 4
     assert max(losses) < 4.5  # of ln 256 = 5.5 without training, 64 times the trained length included
     assert max(losses) - min(losses) < 0.3
+
+
+def test_cuda_graph(run):
+    printed = run("cuda_graph")
+    if not torch.cuda.is_available():
+        assert printed == "skipped: a CUDA graph needs a CUDA device, and there is none\n"
+        return
+    assert numbers(r"to ([\d.]+)", printed) < numbers(r"from ([\d.]+)", printed)
+    assert max(numbers(r"by (\S+)", printed)) < 1e-4
 
 
 def test_hf_trainer(run):

@@ -75,8 +75,9 @@ def test_fp16_equals_the_definition(interpreter: ProcessPoolExecutor, case: Case
 
 
 def test_random_calls_equal_the_definition(interpreter: ProcessPoolExecutor) -> None:
-    """The random calls of `test_differential_fuzz`."""
-    assert not interpreter.submit(differential_fuzz.fuzz, ["fused"], range(8)).result()["fused"].failures
+    """The random calls of `test_differential_fuzz`; in call 12 the gradient of lse has a negative bit, with key biases."""
+    for seeds in (range(8), range(12, 13)):
+        assert not interpreter.submit(differential_fuzz.fuzz, ["fused"], seeds).result()["fused"].failures
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)

@@ -6,6 +6,7 @@ import subprocess
 import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 import plan_in_interpreter as plans
@@ -15,16 +16,21 @@ ROOT = Path(__file__).parents[3]
 KERNELS = 6  # of a plain forward and backward pass
 
 
-def test_calls_share_compiled_kernels_unless_their_code_must_differ() -> None:
-    """Sizes and strides are arguments; alignment, strides beyond 32 bits, groups of heads and options change the code."""
+def ran(program: str) -> dict[str, Any]:
+    """What a program prints in a process of its own, in which tensors say that they are on a device."""
     pytest.importorskip("triton")
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    program = ROOT / "tests" / "support" / "interpreter" / "launch_kinds.py"
+    path = ROOT / "tests" / "support" / "interpreter" / program
     done = subprocess.run(
-        [sys.executable, "-W", "ignore", program], capture_output=True, text=True, env=environment, cwd=ROOT
+        [sys.executable, "-W", "ignore", path], capture_output=True, text=True, env=environment, cwd=ROOT
     )
     assert done.returncode == 0, done.stderr[-2000:]
-    counts = json.loads(done.stdout.splitlines()[-1])
+    return json.loads(done.stdout.splitlines()[-1])
+
+
+def test_calls_share_compiled_kernels_unless_their_code_must_differ() -> None:
+    """Sizes and strides are arguments; alignment, strides beyond 32 bits, groups of heads and options change the code."""
+    counts = ran("launch_kinds.py")
     assert counts.pop("first") == KERNELS
     assert {
         name: counts[name] for name in ("again", "other sizes", "transposed", "one head and one sequence")
@@ -34,6 +40,11 @@ def test_calls_share_compiled_kernels_unless_their_code_must_differ() -> None:
     assert 0 < counts["misaligned"] <= KERNELS
     assert 0 < counts["far strides"] <= KERNELS
     assert 0 < counts["a window"] <= KERNELS
+
+
+def test_steps_launch_the_same_whatever_their_tensors_hold_and_the_host_reads_none() -> None:
+    """So CUDA graphs can replay them: training, an encoder's call with a mask, gates, and decoding at a position."""
+    assert ran("replayable.py") == {"training": True, "encoder": True, "gates": True, "decoding": True}
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 6), (5, 40)])

@@ -13,7 +13,6 @@ from alibi_attn.attention.backends.fused.kernels.arguments import (
 from alibi_attn.attention.backends.fused.key_bias import split
 from alibi_attn.attention.backends.fused.launch import NONE, Argument, grouped, number, one_or_more, pointer, real
 from alibi_attn.attention.spec import AttentionSpec, dropout_numbers
-from alibi_attn.attention.transforms import in_memory
 from alibi_attn.attention.visibility import first_positions
 
 Spec = AttentionSpec[Tensor]
@@ -33,7 +32,7 @@ def call_of(spec: Spec, device: torch.device) -> Argument:
         NONE if spec.dropout_seed is None else _dropout(spec, spec.dropout_seed),
         NONE if spec.key_bias is None else split(spec, spec.key_bias.detach()),
         number(spec.batch), number(spec.num_heads), one_or_more(spec.group), number(spec.query_len), number(spec.key_len),
-        NONE if query_bias is None else pointer(in_memory(query_bias).detach().double().contiguous()),
+        NONE if query_bias is None else pointer(query_bias.detach().double().contiguous()),
         NONE if query_start is None else pointer(query_start.long().contiguous()),
     )  # fmt: skip
 
@@ -53,7 +52,7 @@ def masks_of(spec: Spec, keys: Tensor | None = None) -> Argument:
     return grouped(
         Masks,
         NONE if shown is None else pointer(shown.contiguous().view(torch.int8)),
-        *(NONE if x is None else pointer(in_memory(x).contiguous()) for x in segments),
+        *(NONE if x is None else pointer(x.contiguous()) for x in segments),
     )
 
 
@@ -65,5 +64,5 @@ def _dropout(spec: Spec, seed: Tensor) -> Argument:
 
 
 def _slopes(spec: Spec, slopes: Tensor) -> Argument:
-    slopes = in_memory(slopes).detach().contiguous()
+    slopes = slopes.detach().contiguous()
     return grouped(Slopes, pointer(slopes), number(spec.num_heads if slopes.ndim == 2 else 0))

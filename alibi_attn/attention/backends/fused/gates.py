@@ -8,7 +8,6 @@ from torch.autograd.function import once_differentiable
 
 from alibi_attn.attention.backends.fused.launch import NONE, constants, launch, number, on, pointer, strided, width_for
 from alibi_attn.attention.spec import GATE_FLOOR, GATE_STEP
-from alibi_attn.attention.transforms import in_memory
 
 
 def gate_biases(
@@ -32,16 +31,15 @@ class _GateBiases(torch.autograd.Function):
         from alibi_attn.attention.backends.fused.kernels.gates import scan_kernel
 
         (b, rows, s), device = log_fgate.shape, log_fgate.device
-        gates = in_memory(log_fgate)
         bias = torch.empty((b, num_heads, s), dtype=torch.float64, device=device)
         query_bias = torch.empty((b, num_heads, query_len), dtype=torch.float64, device=device)
         start = torch.empty((b, num_heads, query_len), dtype=torch.int64, device=device)
         if bias.numel() > 0:
-            with on(gates):
+            with on(log_fgate):
                 launch(
                     device, scan_kernel, (b * rows, 1, 1),
-                    constants(WIDTH=width_for(s, most=1024), FLOOR=GATE_FLOOR, STEP=GATE_STEP), strided(gates),
-                    NONE if key_bias is None else strided(in_memory(key_bias)), pointer(bias), pointer(query_bias),
+                    constants(WIDTH=width_for(s, most=1024), FLOOR=GATE_FLOOR, STEP=GATE_STEP), strided(log_fgate),
+                    NONE if key_bias is None else strided(key_bias), pointer(bias), pointer(query_bias),
                     pointer(start), number(first), number(rows), number(num_heads), number(query_len), number(s),
                 )  # fmt: skip
         ctx.save_for_backward(log_fgate)
@@ -60,15 +58,15 @@ class _GateBiases(torch.autograd.Function):
         given = dkey if dkey is not None else dquery
         if given is None or not ctx.needs_input_grad[0]:
             return None, of_own, None, None, None
-        gates, (b, rows, s) = in_memory(log_fgate), log_fgate.shape
+        b, rows, s = log_fgate.shape
         dgates = torch.empty((b, rows, s), dtype=log_fgate.dtype, device=log_fgate.device)
-        dkey, dquery = (None if x is None else in_memory(x).contiguous() for x in (dkey, dquery))
+        dkey, dquery = (None if x is None else x.contiguous() for x in (dkey, dquery))
         query_len = 0 if dquery is None else dquery.shape[2]
         if dgates.numel() > 0:
-            with on(gates):
+            with on(log_fgate):
                 launch(
-                    gates.device, suffix_kernel, (b * rows, 1, 1), constants(WIDTH=width_for(s, most=1024), FLOOR=GATE_FLOOR),
-                    strided(gates), pointer(dkey), pointer(dquery), pointer(dgates), number(ctx.first), number(rows),
+                    log_fgate.device, suffix_kernel, (b * rows, 1, 1), constants(WIDTH=width_for(s, most=1024), FLOOR=GATE_FLOOR),
+                    strided(log_fgate), pointer(dkey), pointer(dquery), pointer(dgates), number(ctx.first), number(rows),
                     number(given.shape[1]),
                     number(query_len), number(s),
                 )  # fmt: skip

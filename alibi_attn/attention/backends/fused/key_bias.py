@@ -15,7 +15,6 @@ from alibi_attn.attention.backends.fused.launch import Argument, constants, grou
 from alibi_attn.attention.backends.fused.space import Space, starts
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.transforms import in_memory
 
 Spec = AttentionSpec[Tensor]
 
@@ -32,7 +31,7 @@ def split(spec: Spec, key_bias: Tensor) -> Argument:
     if tiles > 0:
         with on(tensor):
             launch(
-                key_bias.device, split_kernel, (b * h * tiles, 1, 1), constants(num_warps=4), strided(in_memory(key_bias)),
+                key_bias.device, split_kernel, (b * h * tiles, 1, 1), constants(num_warps=4), strided(key_bias),
                 parts, number(h), number(s),
             )  # fmt: skip
     return parts

@@ -110,6 +110,7 @@ def rows_of(tensor: Tensor) -> Argument:
 
 def strided(tensor: Tensor) -> Argument:
     """The `Rows` of a tensor [B, heads, rows] of single numbers."""
+    tensor = in_memory(tensor)
     if tensor.device.type == "cpu":
         return Argument(Rows(tensor, *tensor.stride()), None)
     batch, head, row = tensor.stride()
@@ -118,9 +119,10 @@ def strided(tensor: Tensor) -> Argument:
 
 
 def pointer(tensor: Tensor | None) -> Argument:
-    """A tensor without strides; None stays None."""
+    """A contiguous tensor; None stays None."""
     if tensor is None:
         return NONE
+    tensor = in_memory(tensor)
     if tensor.device.type == "cpu":
         return Argument(tensor, None)
     address = tensor.data_ptr()

@@ -1,0 +1,88 @@
+"""Whether steps can be captured in a CUDA graph, as far as that shows without a device; a standalone program, which prints JSON.
+
+    python tests/support/interpreter/replayable.py
+
+A graph replays the launches that were captured. So a step must launch the same kernels with the same numbers whatever its tensors
+hold, and the host must not read a tensor.
+"""
+
+import contextlib
+import json
+import sys
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from unittest import mock
+
+sys.path.extend(map(str, Path(__file__).parents[1].iterdir()))  # the folders next to this one, as pytest's pythonpath
+
+import torch
+from torch import Tensor
+
+from alibi_attn import alibi_attention, forgetting_attention
+from alibi_lab.measure.absent_device import Launches, absent_device
+
+ADDRESSES = 2**32  # larger numbers are addresses, which are fixed by the graph's own memory
+READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
+
+
+def launched(step: Callable[[], object], launches: Launches) -> list[tuple[object, ...]]:
+    """The launches of a step, without addresses; raises if the host reads a tensor."""
+    step()
+    launches.clear()
+    with nothing_read():
+        step()
+    return [(launch.kernel, launch.grid, numbers(launch.arguments)) for launch in launches.all]
+
+
+def numbers(arguments: tuple[object, ...]) -> list[object]:
+    flat = [numbers(x) if isinstance(x, tuple) else x for x in arguments]
+    return ["address" if isinstance(x, int) and x >= ADDRESSES else x for x in flat]
+
+
+@contextlib.contextmanager
+def nothing_read() -> Iterator[None]:
+    def refuse(*_: object) -> None:
+        raise AssertionError("the host reads a tensor")
+
+    with contextlib.ExitStack() as stack:
+        for name in READS:
+            stack.enter_context(mock.patch.object(Tensor, name, refuse))
+        yield
+
+
+def main() -> dict[str, bool]:
+    """For each kind of step, whether other values leave its launches as they are."""
+    found = {}
+    query, key, value = (torch.randn(2, 4, 256, 16).to(torch.bfloat16).requires_grad_() for _ in range(3))
+    shown, gates = torch.ones(2, 256, dtype=torch.bool), torch.full((2, 4, 256), -0.1).requires_grad_()
+    position, one = torch.tensor(3), query[:, :, :1].detach()
+
+    def training() -> object:
+        output = alibi_attention(query, key, value)
+        return torch.autograd.grad(output, [query, key, value], output)
+
+    def encoder() -> object:
+        with torch.no_grad():
+            return alibi_attention(query, key, value, causal=False, key_mask=shown)
+
+    def gated() -> object:
+        output = forgetting_attention(query, key, value, gates)
+        return torch.autograd.grad(output, [query, key, value, gates], output)
+
+    def decoding() -> object:
+        with torch.no_grad():
+            return alibi_attention(one, key, value, query_offset=position)
+
+    with absent_device() as launches:
+        for name, step in (("training", training), ("encoder", encoder), ("gates", gated), ("decoding", decoding)):
+            before = launched(step, launches)
+            with torch.no_grad():
+                query.mul_(3), key.mul_(2)
+                shown[:, 100:], gates[:, :, 50] = False, -torch.inf
+                position.fill_(200)
+            found[name] = bool(before) and launched(step, launches) == before
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main()))
