@@ -20,7 +20,7 @@ class Look:
     marker: str
 
 
-METHODS = {
+LOOKS = {
     "none": Look("no positions", "#5a6272", "#a9b2be", "X"),
     "sinusoidal": Look("sinusoidal", "#0b6fb8", "#5fb3f2", "s"),
     "learned": Look("learned", "#8f6408", "#dfb04c", "v"),

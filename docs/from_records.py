@@ -17,7 +17,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
-from alibi_lab.position_methods import METHODS
+from alibi_lab.position_methods import LOOKS
 from alibi_lab.recipes import quick
 from alibi_lab.records import Record, load
 from alibi_lab.report.method_comparison import by_seed, comparisons, measured, methods, score_text
@@ -77,7 +77,7 @@ def of_peers(pattern: str, peers: Mapping[str, str]) -> Record:
 def figure_1(folder: str, trained: int) -> Study:
     """The study of `alibi run figure-1` at this trained length with the most tested lengths."""
     found = studies(map(load, sorted((ROOT / "results" / folder).glob(f"evaluation-wikitext-*-{trained}-*.json"))))
-    whole = [study for study in found if [series.method for series in study.series] == list(quick.METHODS)]
+    whole = [study for study in found if [series.method for series in study.series] == list(quick.COMPARED)]
     return max(whole, key=lambda study: len(study.lengths))
 
 
@@ -162,7 +162,7 @@ def front() -> str:
     study = figure_1(*QUARTER)
     ends = {series.method: np.mean(series.perplexities("by_length", "length", "nonoverlapping_nats")[1], axis=0)
             for series in study.series}  # fmt: skip
-    counted = ", ".join(f"{METHODS[method].label} {ends[method][0]:.0f} → {ends[method][-1]:.0f}" for method in ends)
+    counted = ", ".join(f"{LOOKS[method].label} {ends[method][0]:.0f} → {ends[method][-1]:.0f}" for method in ends)
     lengths = study.lengths
     found = {PROCESSORS[folder]: ratios(of_peers(folder + CPU, SHOWN)) for folder in WITH_AVX_512}
 
@@ -300,7 +300,7 @@ def training() -> str:
             for of_columns in of.values():
                 ms, speed, achieved, rate, share = (column[length] for column in of_columns)
                 cells += [f"{ms:.0f}\u00a0ms", f"{speed:,.0f}", f"{achieved:.0f} of {rate:.0f}", f"{share:.0%}"]
-            rows.append([METHODS[method].label, f"{length:,.0f}", *cells])
+            rows.append([LOOKS[method].label, f"{length:,.0f}", *cells])
     head = [f"{words}, {half}" for half in ("fp32", "bf16") for words in ("a step", "tokens/s", "GFLOP/s", "share")]
     return table(["method", "tokens", *head], rows)
 
@@ -361,7 +361,7 @@ def extrapolation(folder: str, trained: int) -> str:
                 for mode in ("nonoverlapping", "sliding") for end in (0, -1)]  # fmt: skip
         ranges = [f" ({one.min():.1f}–{one.max():.1f})" if len(one) > 1 else "" for one in ends[:2]] + ["", ""]
         cells = [f"{one.mean():.1f}{spread}" for one, spread in zip(ends, ranges, strict=True)]
-        rows.append([METHODS[series.method].label, *cells])
+        rows.append([LOOKS[series.method].label, *cells])
     first, last = study.lengths[0], study.lengths[-1]
     head = [f"trained at {trained}", f"at {first}", f"at {last:,}", f"sliding, {first}", f"sliding, {last:,}"]
     return table(head, rows)

@@ -12,7 +12,7 @@ import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias, TypedDict, TypeVar
 
-from alibi_lab.position_methods import METHODS
+from alibi_lab.position_methods import LOOKS
 
 Method: TypeAlias = str  # a name in `alibi_lab/position_methods.py`, or an import path
 Architecture: TypeAlias = Literal["modern", "mpt", "baevski-auli"]
@@ -59,9 +59,9 @@ class ModelConfig:
     softmax_dropout: float = 0.0  # of the inputs of an adaptive softmax and of its further bands
 
     def __post_init__(self) -> None:
-        if not IMPORT_PATH.fullmatch(self.method) and self.method not in METHODS:
+        if not IMPORT_PATH.fullmatch(self.method) and self.method not in LOOKS:
             raise ConfigError(
-                f"model.method is {self.method!r}{nearest(self.method, tuple(METHODS))}; pass one of {', '.join(METHODS)}, or "
+                f"model.method is {self.method!r}{nearest(self.method, tuple(LOOKS))}; pass one of {', '.join(LOOKS)}, or "
                 "your own as FILE.py:Class or package.module:Class"
             )
         _check_fields("model", self)

@@ -23,12 +23,10 @@ from alibi_lab.measure.gates import Inputs, gates_config, measured, summary
 from alibi_lab.measure.harness import Config, Say, keep_by_length
 from alibi_lab.measure.trained_models import by_head, outputs_of, small_recipe, trained
 
-METHODS: tuple[Method, ...] = ("fox", "alibi-fox")
+GATED: tuple[Method, ...] = ("fox", "alibi-fox")
 LENGTHS = {"smoke": (128, 256), "small": (2048, 4096, 8192, 16_384)}
 
-RECIPE = small_recipe(
-    "trained-gates", METHODS, heads=2, sizes={"smoke": (32, 40), "small": (128, 344)}, smoke_length=64
-)
+RECIPE = small_recipe("trained-gates", GATED, heads=2, sizes={"smoke": (32, 40), "small": (128, 344)}, smoke_length=64)
 
 
 def trained_gates(
@@ -91,7 +89,7 @@ def captured_gates(model: LanguageModel, tokens: Tensor) -> Inputs:
             bias = model.position.bias(Pass(length, length, input=layer_input))
             if not isinstance(bias, ForgetGates):
                 raise ValueError(
-                    f"the model has {model.config.method} positions, without gates; pass a model with {' or '.join(METHODS)}"
+                    f"the model has {model.config.method} positions, without gates; pass a model with {' or '.join(GATED)}"
                 )
             gates.append(bias.log_fgate)
             slopes = bias.slopes

@@ -35,7 +35,7 @@ from alibi_lab.measure.utilization import expect_agreement, product_in, profiled
 Size: TypeAlias = Literal["smoke", "small", "medium"]  # the scales that fit on one CPU
 Precision: TypeAlias = Literal["no", "bf16"]
 Pool: TypeAlias = concurrent.futures.process.ProcessPoolExecutor
-METHODS: tuple[Method, ...] = ("alibi", "sinusoidal", "rotary", "t5")
+COMPARED: tuple[Method, ...] = ("alibi", "sinusoidal", "rotary", "t5")
 # Model and training of the recipe `quick` at each scale; a test compares them.
 TRAININGS: Mapping[Size, tuple[ModelConfig, TrainConfig]] = {
     "smoke": (
@@ -60,7 +60,7 @@ def training(
     out: Path,
     *,
     scale: str = "medium",
-    methods: Sequence[str] = METHODS,
+    methods: Sequence[str] = COMPARED,
     lengths: Sequence[int] = (),
     threads: int = 1,
     repeats: int = 9,

@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from alibi_lab.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
 from alibi_lab.recipes.scales import LARGE, MEDIUM, TINY, by_method, trained_at
 
-METHODS: tuple[Method, ...] = ("sinusoidal", "alibi")
+COMPARED: tuple[Method, ...] = ("sinusoidal", "alibi")
 FIRST_SHARES = (0.5, 0.75)  # of the steps, at a quarter of the length
 _RUNS: Mapping[Scale, RunConfig] = {
     "smoke": trained_at(TINY, 32, EvalConfig(lengths=(32, 64), tokens=64, batch_tokens=2048)),
@@ -25,7 +25,7 @@ _RUNS: Mapping[Scale, RunConfig] = {
 
 def runs(scale: Scale) -> tuple[RunConfig, ...]:
     """Each method at full length throughout and in two stages, with the same number of tokens and the same batch size."""
-    wholes = by_method(_RUNS[scale], METHODS)
+    wholes = by_method(_RUNS[scale], COMPARED)
     return tuple(run for whole in wholes for run in (whole, *(_staged(whole, share) for share in FIRST_SHARES)))
 
 

@@ -21,7 +21,7 @@ from alibi_lab.lab.config import (
 )
 from alibi_lab.recipes.scales import LARGE, MEDIUM, trained_at, with_model
 
-METHODS: tuple[Method, ...] = (
+COMPARED: tuple[Method, ...] = (
     "none", "sinusoidal", "rotary", "t5", "alibi", "alibi-half", "kerple", "alibi-log", "sandwich", "tisa", "fire",
     "nope-window", "drope", "fox", "alibi-fox",
 )  # fmt: skip
@@ -56,7 +56,7 @@ def runs(scale: Scale) -> tuple[RunConfig, ...]:
 
     `smoke` has one seed and every fifth method.
     """
-    methods, seeds = (METHODS[4::5], SEEDS[:1]) if scale == "smoke" else (METHODS, SEEDS)
+    methods, seeds = (COMPARED[4::5], SEEDS[:1]) if scale == "smoke" else (COMPARED, SEEDS)
     return tuple(_run(task, method, seed, scale) for task in TASKS for method in methods for seed in seeds)
 
 

@@ -9,7 +9,7 @@ import dataclasses
 from collections.abc import Mapping
 
 from alibi_lab.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, Stretch, TrainConfig
-from alibi_lab.position_methods import METHODS
+from alibi_lab.position_methods import LOOKS
 from alibi_lab.recipes.scales import LARGE, MEDIUM, TINY, by_method, trained_at
 
 STRETCHES: dict[Method, tuple[Stretch, ...]] = {"rotary": ("linear", "ntk", "yarn"), "alibi": ("linear", "ntk")}
@@ -29,7 +29,7 @@ _RUNS: Mapping[Scale, RunConfig] = {
 
 def runs(scale: Scale) -> tuple[RunConfig, ...]:
     """Every method as trained, also with its context limited, then the stretched variants with the same weights."""
-    plain = by_method(_RUNS[scale], tuple(METHODS))
+    plain = by_method(_RUNS[scale], tuple(LOOKS))
     stretched = [
         dataclasses.replace(run, eval=dataclasses.replace(run.eval, stretch=stretch))
         for run in plain

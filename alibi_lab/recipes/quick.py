@@ -9,7 +9,7 @@ from collections.abc import Mapping
 from alibi_lab.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
 from alibi_lab.recipes.scales import LARGE, MEDIUM, by_method, trained_at
 
-METHODS: tuple[Method, ...] = ("sinusoidal", "rotary", "t5", "alibi")
+COMPARED: tuple[Method, ...] = ("sinusoidal", "rotary", "t5", "alibi")
 _LENGTHS = (128, 256, 512, 1024, 2048)
 _RUNS: Mapping[Scale, RunConfig] = {
     "smoke": RunConfig(
@@ -29,7 +29,7 @@ _RUNS: Mapping[Scale, RunConfig] = {
 
 def runs(scale: Scale) -> tuple[RunConfig, ...]:
     """The same model, data, order and seed for every method."""
-    return by_method(_RUNS[scale], METHODS)
+    return by_method(_RUNS[scale], COMPARED)
 
 
 RECIPE = Recipe(

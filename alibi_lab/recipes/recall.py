@@ -11,7 +11,7 @@ from collections.abc import Mapping
 from alibi_lab.lab.config import DataConfig, EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
 from alibi_lab.recipes.scales import LARGE, MEDIUM, TINY, by_method, trained_at, with_model
 
-METHODS: tuple[Method, ...] = (
+COMPARED: tuple[Method, ...] = (
     "none",
     "sinusoidal",
     "rotary",
@@ -45,7 +45,7 @@ def runs(scale: Scale) -> tuple[RunConfig, ...]:
     """The same model, documents, order and seed for every method; documents are as long as the training examples."""
     run = _RUNS[scale]
     data, test = DataConfig(corpus=f"task:recall:{run.train.length}"), dataclasses.replace(run.eval, tasks=("recall",))
-    return by_method(dataclasses.replace(run, data=data, eval=test), METHODS)
+    return by_method(dataclasses.replace(run, data=data, eval=test), COMPARED)
 
 
 RECIPE = Recipe(

@@ -11,7 +11,7 @@ from alibi_lab.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunCon
 from alibi_lab.recipes.scales import LARGE, MEDIUM, TINY, trained_at, with_model
 
 SETS = ("Flattest4", "Flattest16", "Flattest4096", "Flattest65536", "AboveOne", "Uniform", "Exponential")
-METHODS: tuple[Method, ...] = (
+COMPARED: tuple[Method, ...] = (
     "alibi",
     "alibi-learned",
     *(f"alibi_lab.lab.systems.slope_range:{name}" for name in SETS),
@@ -43,7 +43,7 @@ def runs(scale: Scale) -> tuple[RunConfig, ...]:
     return tuple(
         dataclasses.replace(with_model(run, method=method), train=dataclasses.replace(run.train, seed=seed))
         for seed in (SEEDS[:1] if scale == "smoke" else SEEDS)
-        for method in METHODS
+        for method in COMPARED
     )
 
 

@@ -10,7 +10,7 @@ from collections.abc import Mapping
 from alibi_lab.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
 from alibi_lab.recipes.scales import LARGE, MEDIUM, TINY, by_method, trained_at
 
-METHODS: tuple[Method, ...] = ("sinusoidal", "rotary", "alibi")
+COMPARED: tuple[Method, ...] = ("sinusoidal", "rotary", "alibi")
 _RUNS: Mapping[Scale, RunConfig] = {
     "smoke": trained_at(
         TINY, 16, EvalConfig(lengths=(16, 64), tokens=64, batch_tokens=2048, memory=(16,), sinks=(0, 4))
@@ -33,7 +33,7 @@ _RUNS: Mapping[Scale, RunConfig] = {
 
 def runs(scale: Scale) -> tuple[RunConfig, ...]:
     """The same model, data, order and seed for every method; memories of L and 4 L tokens, with 0 and 4 sinks."""
-    return by_method(_RUNS[scale], METHODS)
+    return by_method(_RUNS[scale], COMPARED)
 
 
 RECIPE = Recipe(

@@ -18,11 +18,11 @@ import re
 from collections.abc import Mapping
 from pathlib import Path
 
-from alibi_lab import position_methods
+from alibi_lab.position_methods import LOOKS
 
 Column = tuple[float | None, ...]
 
-METHODS = {"Sinusoidal": "sinusoidal", "Rotary": "rotary", "T5 Bias": "t5", "ALiBi": "alibi"}
+PAPER_METHODS = {"Sinusoidal": "sinusoidal", "Rotary": "rotary", "T5 Bias": "t5", "ALiBi": "alibi"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -68,7 +68,7 @@ def method_of(label: str) -> str:
     ('t5', 'kerple')
     """
     name = label.split(",", 1)[0]
-    return METHODS.get(name, name if name in position_methods.METHODS else "")
+    return PAPER_METHODS.get(name, name if name in LOOKS else "")
 
 
 def _load() -> dict[str, PublishedItem]:

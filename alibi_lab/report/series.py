@@ -18,7 +18,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alibi_attn import units
-from alibi_lab.position_methods import METHODS, Look, look_of
+from alibi_lab.position_methods import LOOKS, Look, look_of
 from alibi_lab.records import LARGEST, MOST, Json, Record, identity
 
 Points = NDArray[np.float64]
@@ -150,7 +150,7 @@ class Study:
 
 
 def studies(records: Iterable[Record]) -> list[Study]:
-    """The studies in the records, in order of recipe; series in the order of METHODS, then of trained length.
+    """The studies in the records, in order of recipe; series in the order of LOOKS, then of trained length.
 
     An evaluation with stretched positions is a separate series in the same study, because the weights are the same.
     """
@@ -225,7 +225,7 @@ def _study(recipe: str, runs: Mapping[tuple[str, str], Sequence[Record]]) -> Stu
     series = []
     for key, config, members in zip(short, configs, runs.values(), strict=True):
         method, trained, stretch = key
-        look = METHODS.get(method) or look_of(section(members[-1], "method"))
+        look = LOOKS.get(method) or look_of(section(members[-1], "method"))
         label = look.label if look else method
         if len({length for _, length, _ in short}) > 1:
             label += f" {trained:,}"
@@ -236,7 +236,7 @@ def _study(recipe: str, runs: Mapping[tuple[str, str], Sequence[Record]]) -> Stu
         trainings = tuple(sorted((r for r in members if r.kind == "training"), key=seed_of))
         evaluations = tuple(sorted((r for r in members if r.kind == "evaluation"), key=seed_of))
         series.append(Series(label, method, trained, trainings, evaluations, stretch, look))
-    order = list(METHODS)
+    order = list(LOOKS)
     series.sort(key=lambda s: ([*order, s.method].index(s.method), s.method, s.trained, s.label))
     plain = next((record for record in last if _stretch(record) == "none"), last[0])
     return Study(recipe, section(last[0], "corpus"), section(plain, "eval"), tuple(series))

@@ -12,7 +12,7 @@ def test_measured_speeds_are_geometric_means_over_seeds():
     """As in the verdicts, whose interval is around this ratio; a table once had the first seed alone."""
     cell = ITEMS["table-1"].cells("smoke")[0]
     found = [SimpleNamespace(metrics={"a_bytes": value, "unknown": None}) for value in (2.0, 8.0)]
-    columns = speeds([cell], SimpleNamespace(of=lambda *_: found))[cell.label]
+    columns = speeds([cell], SimpleNamespace(matching=lambda *_: found))[cell.label]
     assert (columns["a_bytes"], columns["unknown"], columns["seeds"]) == ([4.0], [None], [2])
 
 
@@ -40,5 +40,5 @@ def test_the_speeds_of_repeated_runs_are_geometric_means(name, form, expected):
     ]
     trainings = [SimpleNamespace(metrics={"tokens_per_second": speed}) for speed in (2.0, 8.0)]
     runs = {"training": trainings, "evaluation": tests}
-    columns = form([cell], SimpleNamespace(of=lambda kind, _: runs[kind]))[cell.label]
+    columns = form([cell], SimpleNamespace(matching=lambda kind, _: runs[kind]))[cell.label]
     assert {column: columns[column] for column in expected} == expected

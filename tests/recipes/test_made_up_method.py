@@ -12,7 +12,7 @@ import pytest
 import alibi_lab
 from alibi_lab.lab.config import ConfigError, ModelConfig
 from alibi_lab.lab.model.positions import METHODS
-from alibi_lab.position_methods import METHODS as LOOKS
+from alibi_lab.position_methods import LOOKS
 
 PACKAGE = Path(alibi_lab.__file__).parent
 CLASS = """

@@ -12,8 +12,8 @@ from alibi_lab.lab.config_io import override
 from alibi_lab.lab.data.tasks import parse_corpus
 from alibi_lab.lab.experiment import run
 from alibi_lab.lab.planning import runs_of_shard
-from alibi_lab.position_methods import METHODS as LOOKS
-from alibi_lab.recipes.method_comparison import METHODS, RECIPE, TASKS
+from alibi_lab.position_methods import LOOKS
+from alibi_lab.recipes.method_comparison import COMPARED, RECIPE, TASKS
 from alibi_lab.report.page import report_html
 
 
@@ -29,9 +29,9 @@ def test_every_training_of_a_task_is_on_documents_of_the_trained_length(scale):
 
 def test_runs_differ_in_method_task_and_seed_and_every_task_has_all_methods():
     configs = RECIPE.runs("small")
-    assert len(configs) == len(set(configs)) == len(METHODS) * len(TASKS) * 2
-    assert len(METHODS) >= 12
-    assert set(METHODS) <= set(LOOKS)
+    assert len(configs) == len(set(configs)) == len(COMPARED) * len(TASKS) * 2
+    assert len(COMPARED) >= 12
+    assert set(COMPARED) <= set(LOOKS)
     same = {
         dataclasses.replace(
             config,

@@ -16,14 +16,14 @@ from alibi_lab import records
 from alibi_lab.lab.config import ConfigError
 from alibi_lab.lab.training import train
 from alibi_lab.recipes.index import RECIPES
-from alibi_lab.recipes.paper import drawings, wikitext
+from alibi_lab.recipes.paper import drawings
 from alibi_lab.recipes.paper.cells import ask, scaled
 from alibi_lab.recipes.paper.evidence import Evidence, MissingEvidenceError
 from alibi_lab.recipes.paper.items import ITEMS, PAPER
 from alibi_lab.recipes.paper.run_items import run_items
 from alibi_lab.report.answers import recorded, way_of
 from alibi_lab.report.claims import CLAIMS
-from alibi_lab.report.published import PUBLISHED, method_of, trained_length
+from alibi_lab.report.published import PAPER_METHODS, PUBLISHED, method_of, trained_length
 from alibi_lab.report.sources import Sources
 from alibi_lab.report.verdicts import _ratio, paired
 
@@ -345,7 +345,7 @@ def test_small_pairs_the_seeds_of_figure_1_and_keeps_the_data_order():
     runs = ITEMS["figure-1"].recipe.runs("small")
     for length in (64, 128):
         pairs = {(run.model.method, run.train.seed) for run in runs if run.train.length == length}
-        assert pairs == {(method, seed) for method in wikitext.METHODS.values() for seed in (0, 1)}
+        assert pairs == {(method, seed) for method in PAPER_METHODS.values() for seed in (0, 1)}
         same = {dataclasses.replace(run.train, seed=0) for run in runs if run.train.length == length}
         assert len(same) == 1
     assert (

@@ -9,7 +9,7 @@ from alibi_lab import records
 from alibi_lab.lab.config import ConfigError, Scale
 from alibi_lab.lab.experiment import run
 from alibi_lab.lab.planning import configs_of
-from alibi_lab.position_methods import METHODS
+from alibi_lab.position_methods import LOOKS
 from alibi_lab.recipes.index import RECIPES
 
 every_recipe = pytest.mark.parametrize("name", RECIPES)
@@ -58,7 +58,7 @@ def test_quick_trains_at_128_and_tests_up_to_2048():
 def test_methods_stretches_without_new_trainings():
     runs = RECIPES["methods"].runs("small")
     trainings = {(run.model, run.data, run.train) for run in runs}
-    assert {run.model.method for run in runs} == set(METHODS)
+    assert {run.model.method for run in runs} == set(LOOKS)
     assert (len(trainings), len(runs)) == (18, 18 + 3 + 2)
 
 

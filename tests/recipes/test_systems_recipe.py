@@ -7,7 +7,7 @@ import alibi_attn
 from alibi_lab import records
 from alibi_lab.lab.experiment import run
 from alibi_lab.lab.model.imported_method import imported_method
-from alibi_lab.position_methods import METHODS
+from alibi_lab.position_methods import LOOKS
 from alibi_lab.recipes.systems import BUILT_IN, RECIPE, SYSTEMS
 from alibi_lab.report.page import report_html
 
@@ -48,4 +48,4 @@ def test_looks_differ_and_colors_are_not_those_of_built_in_methods():
     looks = [imported_method(method).look for method in SYSTEMS]
     for field in dataclasses.fields(looks[0]):
         assert len({getattr(look, field.name) for look in looks}) == len(looks), field.name
-    assert not {look.light for look in looks} & {look.light for look in METHODS.values()}
+    assert not {look.light for look in looks} & {look.light for look in LOOKS.values()}

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from alibi_lab.position_methods import METHODS
+from alibi_lab.position_methods import LOOKS
 from alibi_lab.records import Record
 from alibi_lab.report.page import write_report
 
@@ -140,7 +140,7 @@ def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     made = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(made)
     shares = {"": (1.7, 2.6), "mqar": (1.0, 0.07), "needles": (0.97, 0.6), "copy": (0.95, 0.0), "flip-flop": (1.0, 1.0)}
-    found = [made.evaluated(method, task, shares[task]) for method in METHODS for task in shares]
+    found = [made.evaluated(method, task, shares[task]) for method in LOOKS for task in shares]
     return write_report(found, tmp_path_factory.mktemp("judged") / "report.html")
 
 
@@ -151,7 +151,7 @@ def test_a_referee_fits_a_phone_and_paper(browser, judged: Path, width: int, med
     assert browser.execute_script(OVERFLOWING) == []
     cells = "return [...document.querySelectorAll('.heat td[style]')].map((cell) => cell.getBoundingClientRect().width)"
     widths = browser.execute_script(cells)
-    assert len(widths) == len(METHODS) * 10
+    assert len(widths) == len(LOOKS) * 10
     assert min(widths) > 20
     if media:
         right = browser.execute_script("return document.querySelector('.heat').getBoundingClientRect().right")

@@ -10,7 +10,7 @@ import pytest
 from matplotlib.colors import to_hex
 
 from alibi_attn.slopes import alibi_slopes
-from alibi_lab.position_methods import METHODS
+from alibi_lab.position_methods import LOOKS
 from alibi_lab.report import plot_alibi_bias
 from alibi_lab.report.plots import bias as heads
 from alibi_lab.report.plots import drawing
@@ -140,10 +140,10 @@ def test_svg_is_a_function_of_its_figure(made_up) -> None:
 
 
 def test_methods_have_distinct_colors_and_markers() -> None:
-    assert len({look.marker for look in METHODS.values()}) == len(METHODS)
-    assert len({look.dark for look in METHODS.values()}) == len(METHODS)
-    used = {*(look.light for look in METHODS.values()), drawing.INK, drawing.MUTED, drawing.RULE}
-    assert len(used) == len(METHODS) + 3
+    assert len({look.marker for look in LOOKS.values()}) == len(LOOKS)
+    assert len({look.dark for look in LOOKS.values()}) == len(LOOKS)
+    used = {*(look.light for look in LOOKS.values()), drawing.INK, drawing.MUTED, drawing.RULE}
+    assert len(used) == len(LOOKS) + 3
 
 
 def test_values_can_be_read_at_every_point_of_a_line(made_up) -> None:

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from alibi_lab import records
-from alibi_lab.position_methods import METHODS
+from alibi_lab.position_methods import LOOKS
 from alibi_lab.records import Record
 from alibi_lab.report.page import MOST_OPEN, report_html
 from alibi_lab.report.section import Section, Text
@@ -82,13 +82,13 @@ def test_the_contrast_of_black_and_white_is_21(contrast) -> None:
     assert contrast((200, 200, 200), (255, 255, 255)) < 4.5
 
 
-@pytest.mark.parametrize("method", METHODS)
+@pytest.mark.parametrize("method", LOOKS)
 def test_the_color_of_a_method_is_readable_on_the_page_and_on_cards(method: str, contrast) -> None:
     light, dark = (
         re.findall(r"--(?:paper|card): #(\w{6})", block) for block in STYLE.split("prefers-color-scheme: dark")[:2]
     )
     assert len(light) == len(dark[:2]) == 2
-    for color, papers in ((METHODS[method].light, light), (METHODS[method].dark, dark[:2])):
+    for color, papers in ((LOOKS[method].light, light), (LOOKS[method].dark, dark[:2])):
         ink = bytes.fromhex(color.removeprefix("#"))
         assert min(contrast(ink, bytes.fromhex(paper)) for paper in papers) >= 4.5
 

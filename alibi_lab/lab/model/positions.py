@@ -1,8 +1,8 @@
 """The built-in position methods; `position_method.py` documents their hooks.
 
-To add a method, write a class here, name it in `METHODS`, and give it a row in `alibi_lab/position_methods.py`; no other file
-lists methods. A method in your own file needs neither (`imported_method.py`). Shapes as in `attention/spec.py`; E is the width of
-the model. Next: `distances.py`.
+To add a method, write a class here, or in `distances.py` or `rotary.py`, name it in `METHODS`, and give its look a row in
+`alibi_lab/position_methods.py`; no other file lists methods: recipes name those that they compare. A method in your own file
+needs neither (`imported_method.py`). Shapes as in `attention/spec.py`; E is the width of the model. Next: `distances.py`.
 """
 
 import torch

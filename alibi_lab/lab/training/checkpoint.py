@@ -36,7 +36,7 @@ from alibi_lab.lab.model.method_trial import try_method
 from alibi_lab.lab.sealed_folder import DamagedError, SchemaError
 from alibi_lab.lab.training.parallel import Training
 from alibi_lab.lab.training.state import READ_ERRORS, load_state, save_state
-from alibi_lab.position_methods import METHODS
+from alibi_lab.position_methods import LOOKS
 from alibi_lab.records import finite
 
 SCHEMA = 3
@@ -290,9 +290,9 @@ def _read(folder: Path, method: str | None = None) -> tuple[RunConfig, Progress,
     try:
         model = about["config"]["model"]
         trained = model["method"]
-        if method is None and trained not in METHODS and not IMPORT_PATH.fullmatch(trained):
+        if method is None and trained not in LOOKS and not IMPORT_PATH.fullmatch(trained):
             raise _unknown_method(folder, trained)
-        if method not in (None, trained) and (trained in METHODS or method in METHODS):
+        if method not in (None, trained) and (trained in LOOKS or method in LOOKS):
             raise CheckpointError(
                 f"{folder} was trained with the position method {trained!r}, not {method!r}; pass the class that trained it, or "
                 "nothing for a method that is built in"

@@ -99,14 +99,14 @@ def prepare(config: RunConfig) -> Training:
     Raises:
         ConfigError: the number of processes, the launcher or the precision does not allow it.
     """
-    asked = config.train
-    if asked.parallel == "fsdp" and asked.precision == "fp16":
+    settings = config.train
+    if settings.parallel == "fsdp" and settings.precision == "fp16":
         raise ConfigError('train.parallel is "fsdp" and train.precision "fp16"; pass train.precision bf16 or no')
-    limit = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=asked.exchange_timeout_s))
+    limit = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=settings.exchange_timeout_s))
     accelerator = Accelerator(
-        mixed_precision=asked.precision,
+        mixed_precision=settings.precision,
         cpu=not torch.accelerator.is_available(),
-        kwargs_handlers=[limit] if asked.context_parallel > 1 else None,
+        kwargs_handlers=[limit] if settings.context_parallel > 1 else None,
     )
     if accelerator.distributed_type not in _REPLICAS:
         raise ConfigError(
@@ -114,16 +114,16 @@ def prepare(config: RunConfig) -> Training:
             "launch without it and pass train.parallel=fsdp"
         )
     context = _context_group(config, accelerator)
-    sharded = asked.parallel == "fsdp" and accelerator.num_processes > 1
+    sharded = settings.parallel == "fsdp" and accelerator.num_processes > 1
     model = LanguageModel(
         config.model,
-        trained_length=asked.length,
-        seed=asked.seed,
-        activation_checkpointing=asked.activation_checkpointing,
+        trained_length=settings.length,
+        seed=settings.seed,
+        activation_checkpointing=settings.activation_checkpointing,
     ).to(accelerator.device)
     if sharded:
         _shard(model)
-    optimizer = make_optimizer(model, asked)
+    optimizer = make_optimizer(model, settings)
     if sharded:
         return Training(model, model, accelerator.prepare_optimizer(optimizer), accelerator, sharded, context)
     replica, optimizer = accelerator.prepare(model, optimizer)
@@ -132,21 +132,21 @@ def prepare(config: RunConfig) -> Training:
 
 def _context_group(config: RunConfig, accelerator: Accelerator) -> ContextGroup | None:
     """The group of neighboring processes that share this process's sequences; None for groups of one."""
-    asked, processes = config.train.context_parallel, accelerator.num_processes
-    if processes % asked:
+    sharers, processes = config.train.context_parallel, accelerator.num_processes
+    if processes % sharers:
         raise ConfigError(
-            f"train.context_parallel is {asked} but there are {processes} processes; start a multiple of it, with torchrun "
+            f"train.context_parallel is {sharers} but there are {processes} processes; start a multiple of it, with torchrun "
             "--nproc-per-node, or pass train.context_parallel=1"
         )
     shortest = min(config.train.first_length or config.train.length, config.train.length)
-    if shortest < asked:
+    if shortest < sharers:
         raise ConfigError(
-            f"sequences of {shortest} tokens cannot be shared by train.context_parallel={asked} processes"
+            f"sequences of {shortest} tokens cannot be shared by train.context_parallel={sharers} processes"
         )
-    if asked == 1:
+    if sharers == 1:
         return None
-    groups = [dist.new_group(list(range(first, first + asked))) for first in range(0, processes, asked)]
-    return ContextGroup(groups[accelerator.process_index // asked], config.train.exchange_timeout_s)
+    groups = [dist.new_group(list(range(first, first + sharers))) for first in range(0, processes, sharers)]
+    return ContextGroup(groups[accelerator.process_index // sharers], config.train.exchange_timeout_s)
 
 
 def share_of_batch(config: TrainConfig, accelerator: Accelerator) -> slice:

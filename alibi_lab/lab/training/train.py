@@ -48,10 +48,10 @@ def train(
         CorpusError: the text is shorter than one example.
         ConfigError: the batch cannot be shared by the processes.
     """
-    asked = config.train
+    settings = config.train
     checkpoint = newest(folder)
     progress = load_progress(checkpoint, config) if checkpoint else Progress()
-    if progress.step >= asked.steps:
+    if progress.step >= settings.steps:
         return progress
     with _own_random_numbers(), deferred_interruption() as interrupted:
         training = prepare(config)
@@ -71,16 +71,16 @@ def _loop(
     interrupted: Callable[[], bool],
     on_step: Callable[[Progress], None] | None,
 ) -> Progress:
-    asked, device = config.train, training.accelerator.device
+    settings, device = config.train, training.accelerator.device
     reset = reset_peak_memory(device)
     for step in steps(training, config, corpus, start=progress.step, interrupted=interrupted):
-        progress = _advanced(progress, step, asked)
-        if asked.validate_every and progress.step % asked.validate_every == 0:
-            progress = _validated(progress, training.model, corpus.valid, asked)
-        finished = progress.step == asked.steps
+        progress = _advanced(progress, step, settings)
+        if settings.validate_every and progress.step % settings.validate_every == 0:
+            progress = _validated(progress, training.model, corpus.valid, settings)
+        finished = progress.step == settings.steps
         if on_step:
             on_step(progress)
-        if finished or step.interrupted or progress.step % asked.checkpoint_every == 0:
+        if finished or step.interrupted or progress.step % settings.checkpoint_every == 0:
             peak = peak_memory_bytes(device) if reset else None
             progress = dataclasses.replace(progress, peak_memory_bytes=peak)
             save_checkpoint(folder, training, config, progress, corpus.tokenizer, finished=finished)
@@ -130,17 +130,17 @@ def steps(
         CorpusError: the text is shorter than one example.
         ConfigError: the batch cannot be shared by the processes.
     """
-    asked, device = config.train, training.accelerator.device
-    share, now = share_of_batch(asked, training.accelerator), clock(device)
-    training.model.progress = start / asked.steps
+    settings, device = config.train, training.accelerator.device
+    share, now = share_of_batch(settings, training.accelerator), clock(device)
+    training.model.progress = start / settings.steps
     with kept_memory():
         for number, batch in enumerate(_stream(corpus, config, start), start=start + 1):
             started = now()
-            rate = learning_rate(number - 1, asked)
+            rate = learning_rate(number - 1, settings)
             ours = batch.share(share, device).shard(training.context)
-            loss, norm, stop = _step(training, ours, rate, asked, number - 1, interrupted)
+            loss, norm, stop = _step(training, ours, rate, settings, number - 1, interrupted)
             seconds = now() - started
-            training.model.progress = number / asked.steps
+            training.model.progress = number / settings.steps
             yield Step(number, loss, norm, rate, seconds, stop)
 
 
@@ -180,11 +180,11 @@ class Batch:
 
 def _stream(corpus: Corpus, config: RunConfig, start: int) -> Iterator[Batch]:
     """The batches from step `start` on: those of `first_length`, if any are left, then those of `length`."""
-    asked = config.train
-    if asked.first_length is None or start >= asked.first_steps:
-        return _batches(corpus, config, asked.length, start)
-    first = itertools.islice(_batches(corpus, config, asked.first_length, start), asked.first_steps - start)
-    return itertools.chain(first, _batches(corpus, config, asked.length, asked.first_steps))
+    settings = config.train
+    if settings.first_length is None or start >= settings.first_steps:
+        return _batches(corpus, config, settings.length, start)
+    first = itertools.islice(_batches(corpus, config, settings.first_length, start), settings.first_steps - start)
+    return itertools.chain(first, _batches(corpus, config, settings.length, settings.first_steps))
 
 
 def _batches(corpus: Corpus, config: RunConfig, length: int, start: int) -> Iterator[Batch]:

@@ -22,7 +22,7 @@ def by_length(cells: Sequence[Cell], evidence: Evidence) -> Curves:
     """Perplexity by L_valid: a curve of a figure, or a row or column of a table."""
     curves: Curves = {}
     for cell in cells:
-        row = _tested(cell, evidence.of("evaluation", cell.config))
+        row = _tested(cell, evidence.matching("evaluation", cell.config))
         _append(curves, cell, {"paper_length": cell.paper_length, "length": cell.length, **row})
     return curves
 
@@ -31,7 +31,7 @@ def models(cells: Sequence[Cell], evidence: Evidence) -> Curves:
     """One row per model: size, speed, and perplexity on the validation and test texts (tables 6, 7, 9, 10)."""
     curves: Curves = {}
     for cell in cells:
-        evaluations = evidence.of("evaluation", cell.config)
+        evaluations = evidence.matching("evaluation", cell.config)
         row = curves.setdefault(cell.label, {})
         other, speed = _OTHER[cell.way], _training_speed(cell, evidence)
         row.update(
@@ -56,7 +56,7 @@ def frontier(cells: Sequence[Cell], evidence: Evidence) -> Curves:
     curves: Curves = {}
     for cell in cells:
         speed = _training_speed(cell, evidence)
-        row = _tested(cell, evidence.of("evaluation", cell.config))
+        row = _tested(cell, evidence.matching("evaluation", cell.config))
         row["evaluation_tokens_per_second"] = row.pop("tokens_per_second")
         sizes = {"paper_length": cell.paper_length, "length": cell.length, "train_tokens_per_second": speed}
         _append(curves, cell, {**sizes, **row})
@@ -79,7 +79,7 @@ def equal_time(cells: Sequence[Cell], evidence: Evidence) -> Curves:
         points = _validations(cell, cells, evidence)
         last = points[-1] if points else {}
         columns = {other.column: last.get("perplexity") if other.column == cell.column else None for other in cells}
-        memory = metric(evidence.of("training", cell.config)[0], "peak_memory_bytes")
+        memory = metric(evidence.matching("training", cell.config)[0], "peak_memory_bytes")
         rest = {name: last.get(name) for name in ("updates", "hours", "tokens")}
         _append(curves, cell, {"memory_bytes": memory, **rest, **columns})
     return curves
@@ -91,8 +91,8 @@ def equal_updates(cells: Sequence[Cell], evidence: Evidence) -> Curves:
     names = dict.fromkeys(cell.column for cell in cells)
     for cell in cells:
         row = curves.setdefault(cell.label, {name: [None] for name in names})
-        training = evidence.of("training", cell.config)[0]
-        evaluations = evidence.of("evaluation", cell.config)
+        training = evidence.matching("training", cell.config)[0]
+        evaluations = evidence.matching("evaluation", cell.config)
         row["memory_bytes"] = [metric(training, "peak_memory_bytes")]
         row["hours"] = [_hours(metric(training, "seconds"))]
         row["updates"] = [cell.config.train.steps]
@@ -106,7 +106,7 @@ def speeds(cells: Sequence[Cell], evidence: Evidence) -> Curves:
     """Tokens per second and memory of each method at each length, means over seeds (figures 2 and 7, table 1)."""
     curves: Curves = {}
     for cell in cells:
-        found = evidence.of("speed", cell.config)
+        found = evidence.matching("speed", cell.config)
         means = {name: _geometric_mean([metric(one, name) for one in found]) for name in found[0].metrics}
         _append(curves, cell, {"paper_length": cell.paper_length, "length": cell.length, **means, "seeds": len(found)})
     return curves
@@ -130,8 +130,8 @@ def _tested(cell: Cell, evaluations: Sequence[Record]) -> dict[str, Json]:
 def _validations(cell: Cell, cells: Sequence[Cell], evidence: Evidence) -> list[dict[str, Json]]:
     """The points of a training's validation curve up to the time at which the ALiBi model of the same L_valid finished."""
     (rival,) = (one for one in cells if (one.paper_length, one.config.model.method) == (cell.paper_length, "alibi"))
-    stop = metric(evidence.of("training", rival.config)[0], "seconds")
-    curve = evidence.of("training", cell.config)[0].curves["validation"]
+    stop = metric(evidence.matching("training", rival.config)[0], "seconds")
+    curve = evidence.matching("training", cell.config)[0].curves["validation"]
     points = []
     columns = (curve[name] for name in ("step", "seconds", "nats", "tokens"))
     for step, seconds, nats, tokens in zip(*columns, strict=True):
@@ -185,7 +185,9 @@ def _geometric_mean(values: Sequence[float | None]) -> float | None:
 
 
 def _training_speed(cell: Cell, evidence: Evidence) -> float | None:
-    return _geometric_mean([metric(record, "tokens_per_second") for record in evidence.of("training", cell.config)])
+    return _geometric_mean(
+        [metric(record, "tokens_per_second") for record in evidence.matching("training", cell.config)]
+    )
 
 
 def _hours(seconds: Json) -> float | None:

@@ -29,7 +29,7 @@ def windows(cells: Sequence[Cell], evidence: Evidence) -> Curves:
         stride = WINDOW if cell.way == "nonoverlapping" else 1
         passes = [max(0, -(-(token + 1 - WINDOW) // stride)) for token in range(len(WORDS))]
         contexts = [token - number * stride + 1 for token, number in enumerate(passes)]
-        record = evidence.of("evaluation", cell.config)[0]
+        record = evidence.matching("evaluation", cell.config)[0]
         position = record.curves["by_position"]
         loss = dict(zip(position["position"], position["loss_nats"], strict=True))
         curves[cell.label] = {

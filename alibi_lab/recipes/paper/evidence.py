@@ -45,7 +45,7 @@ class Evidence:
                 self.files.append(name)
                 self._found.setdefault(_key(record.kind, record.config, seed=False), []).append(record)
 
-    def of(self, kind: Kind, config: RunConfig) -> list[Record]:
+    def matching(self, kind: Kind, config: RunConfig) -> list[Record]:
         """The records of one kind of a config, sorted by the training's seed."""
         found = self._found.get(_key(kind, to_json(config), seed=False), [])
         if not found:

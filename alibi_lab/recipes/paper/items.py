@@ -14,6 +14,7 @@ from alibi_lab.lab.config import Method, Recipe, RunConfig, Scale
 from alibi_lab.recipes.paper import answers, books, drawings, speed, web, wikitext
 from alibi_lab.recipes.paper.cells import Cell, Curves, Item, Way, configs, scaled
 from alibi_lab.recipes.paper.evidence import Evidence
+from alibi_lab.report.published import PAPER_METHODS
 
 Cells = tuple[Cell, ...]
 
@@ -40,7 +41,7 @@ def _extrapolation(scale: Scale, *, trained: tuple[int, ...]) -> Cells:
     return tuple(
         _cell(f"{name}, L = {length}", config, tested, scale, seeds=seeds)
         for length in trained
-        for name, method in wikitext.METHODS.items()
+        for name, method in PAPER_METHODS.items()
         for seeds in [2 if scale == "small" and length < wikitext.LONGEST else _seeds(method, length, scale)]
         for config in [wikitext.tested_beyond(wikitext.training(method, length, scale), length, scale)]
         for tested in wikitext.extrapolation_lengths(length, scale)
@@ -55,7 +56,7 @@ def _varying(scale: Scale, *, lengths: tuple[int, ...], baselines: dict[str, tup
     return (
         *(_varied("alibi", length, tested, f"ALiBi, L = {length}", scale) for length, tested in pairs),
         *(
-            _varied(wikitext.METHODS[name], own, own, f"{name}, {_AT_OWN}", scale)
+            _varied(PAPER_METHODS[name], own, own, f"{name}, {_AT_OWN}", scale)
             for name, own_lengths in baselines.items()
             for own in own_lengths
             if own in trained
@@ -78,17 +79,13 @@ def _frontier(scale: Scale) -> Cells:
     """Figure 8, a cross-section of table 5."""
     longest = wikitext.LONGEST
     rows = [("ALiBi", length) for length in wikitext.trained_lengths(scale)] + [("Sinusoidal", longest)]
-    return tuple(
-        _varied(wikitext.METHODS[name], length, longest, f"{name}, L = {length}", scale) for name, length in rows
-    )
+    return tuple(_varied(PAPER_METHODS[name], length, longest, f"{name}, L = {length}", scale) for name, length in rows)
 
 
 def _models(scale: Scale, *, training: Training, way: Way, names: tuple[str, ...], staged: bool) -> Cells:
     """Tables 6, 7, 9 and 10: L = 3072, and ALiBi with L = 512 as well, on the validation and test texts."""
     longest = wikitext.LONGEST
-    rows: list[tuple[str, Method, int]] = [
-        (f"{name}, L = {longest}", wikitext.METHODS[name], longest) for name in names
-    ]
+    rows: list[tuple[str, Method, int]] = [(f"{name}, L = {longest}", PAPER_METHODS[name], longest) for name in names]
     rows += [(f"ALiBi, L = {one}, L_valid = {longest}", "alibi", one) for one in (512, longest)]
     if staged:
         rows.insert(0, (_STAGED, "sinusoidal", longest))
@@ -109,7 +106,7 @@ def _books(scale: Scale) -> Cells:
     for name, label in (("ALiBi", "ALiBi, L = {}"), ("Sinusoidal", f"Sinusoidal, {_AT_OWN}")):
         for length in books.TRAINED:
             tested = tuple(one for one in books.TRAINED if one >= length) if name == "ALiBi" else (length,)
-            run = books.training(wikitext.METHODS[name], length, scale)
+            run = books.training(PAPER_METHODS[name], length, scale)
             config = wikitext.tested_to_longest(run, scale, *tested)
             found += [_cell(label.format(length), config, one, scale) for one in tested]
     return tuple(found)
@@ -119,10 +116,10 @@ def _stride_1(scale: Scale, *, names: tuple[str, ...]) -> Cells:
     """Figure 11 and tables 13–15."""
     lengths = (512, 1024, 1536, 2048, 3072)
     return tuple(
-        _cell(f"{name}, L = {one}", config, at, scale, way="sliding", seeds=_seeds(wikitext.METHODS[name], one, scale))
+        _cell(f"{name}, L = {one}", config, at, scale, way="sliding", seeds=_seeds(PAPER_METHODS[name], one, scale))
         for name in names
         for one in (512, 1024, 3072)
-        for run in [wikitext.training(wikitext.METHODS[name], one, scale)]
+        for run in [wikitext.training(PAPER_METHODS[name], one, scale)]
         for tested in [tuple(length for length in lengths if length >= one)]
         for config in [wikitext.tested_with_stride_1(run, scale, *tested)]
         for at in tested
@@ -136,8 +133,8 @@ def _through_training(scale: Scale, *, columns: bool) -> Cells:
             f"{name}, L = {length}", config, tested, scale, column=f"perplexity_{tested}" if columns else "perplexity"
         )
         for name, length in (("Sinusoidal", 1024), ("ALiBi", 512), ("Sinusoidal", 2048), ("ALiBi", 1024))
-        for config in [web.training(wikitext.METHODS[name], length, scale)]
-        for tested in [web.validated_at(wikitext.METHODS[name], length)]
+        for config in [web.training(PAPER_METHODS[name], length, scale)]
+        for tested in [web.validated_at(PAPER_METHODS[name], length)]
     )
 
 
@@ -147,7 +144,7 @@ def _web(scale: Scale, *, trained: tuple[int, ...], beyond: bool) -> Cells:
         _cell(f"{name}, L = {length}", config, one, scale, column="perplexity" if beyond else f"perplexity_{one}")
         for length in trained
         for name in ("Sinusoidal", "ALiBi")
-        for run in [web.training(wikitext.METHODS[name], length, scale)]
+        for run in [web.training(PAPER_METHODS[name], length, scale)]
         for config in [web.tested_beyond(run, length, scale) if beyond else run]
         for one in (web.extrapolation_lengths(length, scale) if beyond else web.TRAINED)
         if one >= length
@@ -157,7 +154,7 @@ def _web(scale: Scale, *, trained: tuple[int, ...], beyond: bool) -> Cells:
 def _speed(scale: Scale, *, names: tuple[str, ...], lengths: tuple[int, ...], labels: str) -> Cells:
     """Figures 2 and 7 and table 1."""
     return tuple(
-        _cell(labels.format(name=name, length=length), speed.run(wikitext.METHODS[name], length, scale), length, scale)
+        _cell(labels.format(name=name, length=length), speed.run(PAPER_METHODS[name], length, scale), length, scale)
         for name in names
         for length in lengths
     )
@@ -206,7 +203,7 @@ _COST = {
     "speed": "smoke: seconds; small: ten seconds per measurement on two cores; paper: minutes on one GPU",
     "method": "nothing is trained",
 }
-_FOUR = tuple(wikitext.METHODS)
+_FOUR = tuple(PAPER_METHODS)
 _ENDS = (512, 1024, 3072)
 
 ITEMS: dict[str, Item] = {

@@ -14,7 +14,6 @@ from alibi_lab.lab.config import DataConfig, EvalConfig, Method, ModelConfig, Ru
 from alibi_lab.recipes.paper.cells import scaled
 from alibi_lab.recipes.scales import MEDIUM, with_model
 
-METHODS: dict[str, Method] = {"Sinusoidal": "sinusoidal", "Rotary": "rotary", "T5 Bias": "t5", "ALiBi": "alibi"}
 TRAINED = (64, 128, 256, 512, 1024, 1536, 2048, 3072)  # L, table 5
 LONGEST = 3072
 _FEW = (512, 1024, LONGEST)  # L, tables 2 to 4

@@ -21,7 +21,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, MaxNLocator, NullLocator
 from numpy.typing import NDArray
 
-from alibi_lab.position_methods import METHODS, Look
+from alibi_lab.position_methods import LOOKS, Look
 from alibi_lab.records import LARGEST
 
 if TYPE_CHECKING:
@@ -100,19 +100,19 @@ def plain_axes(title: str) -> tuple[Figure, Axes]:
 
 def color_of(method: str, look: Look | None = None) -> str:
     """The color of a method on a light page; the color of text for other names without a look."""
-    look = look or METHODS.get(method)
+    look = look or LOOKS.get(method)
     return look.light if look else INK
 
 
 def marker_of(method: str, look: Look | None = None) -> str:
     """The marker of a method; a star for other names without a look."""
-    look = look or METHODS.get(method)
+    look = look or LOOKS.get(method)
     return look.marker if look else "*"
 
 
 def css(theme: str) -> str:
     """CSS custom properties, one per method: `--alibi: #c63d0c;`. `theme` is "light" or "dark"."""
-    return " ".join(f"--{name}: {getattr(look, theme)};" for name, look in METHODS.items())
+    return " ".join(f"--{name}: {getattr(look, theme)};" for name, look in LOOKS.items())
 
 
 def short_number(value: float) -> str:
@@ -274,7 +274,7 @@ def svg(figure: Figure, name: str, description: str) -> str:
     text = left_out.sub("", text[text.index("<svg") :])
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
     text = re.sub(r" font-family: [^;\"]*;?", "", text)
-    methods = {name: look.light for name, look in METHODS.items()}
+    methods = {name: look.light for name, look in LOOKS.items()}
     for variable, color in {"ink": INK, "muted": MUTED, "rule": RULE, **methods}.items():
         text = text.replace(color, f"var(--{variable})")
     label = f'role="img" aria-labelledby="{name}-title"'

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from alibi_lab.position_methods import METHODS
+from alibi_lab.position_methods import LOOKS
 from alibi_lab.records import Json
 
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
@@ -68,7 +68,7 @@ NOTHING = Cell("—")
 
 def variable_of(method: str) -> str:
     """The CSS variable of a method's color; "ink" for other names."""
-    return method if method in METHODS else "ink"
+    return method if method in LOOKS else "ink"
 
 
 def seeds_cell(values: Sequence[float], show: Callable[[float], str]) -> Cell:

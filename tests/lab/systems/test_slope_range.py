@@ -10,7 +10,7 @@ from alibi_lab.lab.config import ModelConfig
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.model.position_method import Pass
 from alibi_lab.lab.systems import slope_range
-from alibi_lab.recipes.slope_search import METHODS, SETS
+from alibi_lab.recipes.slope_search import COMPARED, SETS
 
 FORMULAS = {
     "Flattest4": lambda h, heads: 2 ** (-2 * h / heads),
@@ -55,7 +55,7 @@ def test_random_slopes_are_exponentially_distributed_and_depend_on_the_seed():
 
 
 def test_a_training_changes_no_slopes_except_the_trained_ones():
-    for method in METHODS:
+    for method in COMPARED:
         model = model_with(method, heads=2)
         tokens = torch.randint(256, (1, 9), generator=torch.Generator().manual_seed(0))
         model(tokens[:, :-1], targets=tokens[:, 1:]).mean().backward()

@@ -21,7 +21,7 @@ from alibi_lab.lab.data.corpus import load_corpus
 from alibi_lab.lab.training.checkpoint import Progress, load_progress, newest
 from alibi_lab.lab.training.train import train
 
-METHODS = ("alibi", "alibi-fox", "rotary")
+TRAINED = ("alibi", "alibi-fox", "rotary")
 DIES_AFTER = 5
 
 
@@ -55,7 +55,7 @@ def main() -> None:
     torch.set_num_threads(1)
     told: dict[str, object] = {}
     configs = {
-        name: dataclasses.replace(config, model=dataclasses.replace(config.model, method=name)) for name in METHODS
+        name: dataclasses.replace(config, model=dataclasses.replace(config.model, method=name)) for name in TRAINED
     }
     configs["fsdp"] = dataclasses.replace(config, train=dataclasses.replace(config.train, parallel="fsdp"))
     for name, shared in configs.items():
