@@ -34,6 +34,7 @@ DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("performance", "gates
 MARKED = re.compile(r"(<!-- from records: ([\w-]+) -->)\n.*?\n?(<!-- end -->)", re.DOTALL)
 CPU, ENCODER, SERVING = "benchmark-cpu-noise-*.json", "benchmark-embedding-{}-{}-*.json", "benchmark-serving-{}-*.json"
 BF16, JAX, BATCHES = "benchmark-cpu-bf16-noise-*.json", "benchmark-jax-cpu-noise-*.json", (16, 8)
+GPU, GPU_DECODING = "benchmark-gpu-noise-16x128-*.json", "benchmark-gpu-decoding-noise-16x128-*.json"
 NEXT_TOKENS = "benchmark-next-tokens-bloom-*.json"
 TRAINING, GENERATING = "benchmark-training-medium-*.json", "benchmark-generating-bloom-*.json"
 # The processors whose attention was measured, by the folder of their records.
@@ -175,11 +176,26 @@ def front() -> str:
     return (
         f"*First*: per-token perplexity of models trained at {lengths[0]} tokens, tested at {lengths[0]} → "
         f"{lengths[-1]:,}:\n{counted}\n"
-        "(half an hour of one core each; [details and limits](docs/paper.md#figure-1-at-a-quarter)).\n"
+        "([details and limits](docs/paper.md#figure-1-at-a-quarter)).\n"
         "*Second*: attention, forward and backward. At 8,192 tokens PyTorch's `scaled_dot_product_attention`\n"
         f"takes {', '.join(without[:-1])} or {without[-1]} times as long as ours\n"
         f"*without bias*, {times(DENSE_BIAS, 8192)} with a dense one; at 32,768 without, {times(NO_BIAS, 32768)}\n"
-        "([every length](docs/performance.md))."
+        f"([every length](docs/performance.md)).\n{_front_gpu()}"
+    )
+
+
+def _front_gpu() -> str:
+    found = record(GPU)
+    ours = {length: ms for length, ms, _ in _relative(found, OURS, ["FlexAttention"])}
+    ends = [min(ours), max(n for n, ms in ours.items() if math.isfinite(ms))]
+    cells = {
+        name: [f"{_by_length(found, name, 'forward_ms')[n] + _by_length(found, name, 'backward_ms')[n]:.3g}" for n in ends]
+        for name in (OURS, "causal, no bias", "FlexAttention")
+    }
+    return (
+        f"H100, bf16: {ends[1]:,.0f} tokens {cells[OURS][1]} ms, without bias {cells['causal, no bias'][1]}, FlexAttention "
+        f"{cells['FlexAttention'][1]}; 8 × {ends[0]:,.0f} {cells[OURS][0]},\n{cells['causal, no bias'][0]}, "
+        f"{cells['FlexAttention'][0]}: slower there."
     )
 
 
@@ -216,6 +232,27 @@ def short() -> str:
         for length, ms, ratios in _relative(record(f"{folder}benchmark-cpu-batch-{batch}-noise-*.json"), OURS, peers)
     ]
     return table(["rows × tokens", "", OURS, *(CALLED.get(name, name) for name in peers)], rows)
+
+
+def gpu() -> str:
+    """Attention on a GPU, 16,384 tokens per batch or one sequence, and its peers' times relative to it."""
+    peers = {
+        "causal, no bias": NO_BIAS, "causal, no bias, cuDNN": "cuDNN, no bias", "causal, no bias, flash": "flash, no bias",
+        "FlexAttention": "FlexAttention, ALiBi", "SDPA + dense bias": DENSE_BIAS, "rank-2 trick": TABLED["rank-2 trick"],
+    }  # fmt: skip
+    rows = [
+        [f"{max(1, round(16384 / length))} × {length:,.0f}", _time(ms), *ratios]
+        for length, ms, ratios in _relative(record(GPU), OURS, list(peers))
+        if math.isfinite(ms)
+    ]
+    return table(["rows × tokens", OURS, *peers.values()], rows)
+
+
+def gpu_decoding() -> str:
+    """One query with a cache on a GPU: milliseconds of ours and of SDPA without a bias."""
+    ours, peer = (_by_length(record(GPU_DECODING), name, "forward_ms") for name in (OURS, "causal, no bias"))
+    rows = [[f"{n:,.0f}", f"{ms:.2f} ms", f"{peer[n]:.2f} ms"] for n, ms in ours.items() if math.isfinite(ms)]
+    return table(["cached tokens", OURS, NO_BIAS], rows)
 
 
 def dropout() -> str:
@@ -388,7 +425,7 @@ def judged(folder: str) -> str:
     return f"Of {counts.total()} claims of the paper ([how they are judged](#verdicts)): {counted}."
 
 
-_OWN_NAMES = (front, cpu, processors, bf16, short, dropout, decoding, encoders, next_tokens, serving, serving_peers, generating,
+_OWN_NAMES = (front, cpu, processors, gpu, gpu_decoding, bf16, short, dropout, decoding, encoders, next_tokens, serving, serving_peers, generating,
               training, referee, gates, context_parallel, jax, longer_examples)  # fmt: skip
 TEXTS = {function.__name__.replace("_", "-"): function for function in _OWN_NAMES} | {
     "quarter": functools.partial(extrapolation, *QUARTER),
