@@ -189,7 +189,9 @@ def _front_gpu() -> str:
     ours = {length: ms for length, ms, _ in _relative(found, OURS, ["FlexAttention"])}
     ends = [min(ours), max(n for n, ms in ours.items() if math.isfinite(ms))]
     cells = {
-        name: [f"{_by_length(found, name, 'forward_ms')[n] + _by_length(found, name, 'backward_ms')[n]:.3g}" for n in ends]
+        name: [
+            f"{_by_length(found, name, 'forward_ms')[n] + _by_length(found, name, 'backward_ms')[n]:.3g}" for n in ends
+        ]
         for name in (OURS, "causal, no bias", "FlexAttention")
     }
     return (
@@ -425,8 +427,8 @@ def judged(folder: str) -> str:
     return f"Of {counts.total()} claims of the paper ([how they are judged](#verdicts)): {counted}."
 
 
-_OWN_NAMES = (front, cpu, processors, gpu, gpu_decoding, bf16, short, dropout, decoding, encoders, next_tokens, serving, serving_peers, generating,
-              training, referee, gates, context_parallel, jax, longer_examples)  # fmt: skip
+_OWN_NAMES = (front, cpu, processors, gpu, gpu_decoding, bf16, short, dropout, decoding, encoders, next_tokens, serving,
+              serving_peers, generating, training, referee, gates, context_parallel, jax, longer_examples)  # fmt: skip
 TEXTS = {function.__name__.replace("_", "-"): function for function in _OWN_NAMES} | {
     "quarter": functools.partial(extrapolation, *QUARTER),
     "quarter-256": functools.partial(extrapolation, "medium", 256),

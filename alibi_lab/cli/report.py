@@ -25,7 +25,7 @@ def report(
         ),
     ] = False,
 ) -> None:
-    """Write one self-contained HTML page with figures, tables and conclusions from records.
+    """Write one self-contained HTML page with figures, tables and verdicts from records.
 
     [dim]alibi report runs/quick --out quick.html[/]
 

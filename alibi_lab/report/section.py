@@ -130,7 +130,7 @@ class Section:
         about: a few words after the title in the contents.
         records: the records that it draws, so that the list of all records can link to it.
         css: its class.
-        finding: one or two sentences with its result, for the top of a page with several sections.
+        finding: its result in a sentence of fixed form, for the top of a page with several sections.
         lead: the picture that shows it.
     """
 
