@@ -81,7 +81,7 @@ def assert_all_as_recorded(found: dict[str, dict[str, int]], triton: str = metad
             assert row["spilled"] == 0, f"{name} spills {row['spilled']} bytes: {row}"
             assert row["wgmma"] > 0 or "reach" not in name, f"{name} does not use wgmma: {row}"
             # The kernel of the reach also makes the plan, once per head.
-            most = 6000 if "reach" in name else 2500
+            most = 7000 if "reach" in name else 2500
             assert row["instructions"] < most, f"{name}: the certificate costs as much as attention: {row}"
         else:
             assert_pipelined(name, row)
@@ -123,7 +123,7 @@ def assert_biased_are_pipelined(
     for name, row in found.items():
         if name in ("sm_90/reach, biased/D=64", "sm_90/labels, biased/D=64"):
             assert row["spilled"] == 0, f"{name} spills {row['spilled']} bytes: {row}"
-            assert row["instructions"] < 6500, f"{name}: the certificate costs as much as attention: {row}"
+            assert row["instructions"] < 7000, f"{name}: the certificate costs as much as attention: {row}"
         else:
             assert_pipelined(name, row, most)
 
