@@ -136,6 +136,10 @@ def test_second_derivatives_are_refused(backend: str) -> None:
     (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
     with pytest.raises(RuntimeError, match="differentiable once"):
         first.square().sum().backward()
+    weight = torch.ones_like(out).requires_grad_()
+    (of_value,) = torch.autograd.grad(alibi_attention(q.detach(), k, v, backend=backend), v, weight, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        torch.autograd.grad(of_value.sum(), weight)
 
 
 @every_backend
