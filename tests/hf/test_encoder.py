@@ -261,6 +261,9 @@ def test_the_head_of_words_is_dense_activation_norm_and_tied_decoder(load):
     scored = labels != -100
     expected = -logits.log_softmax(-1)[scored].gather(-1, labels[scored][:, None]).mean()
     torch.testing.assert_close(found.loss, expected)
+    for count in (7, torch.tensor(7)):
+        part = model(ids, labels=labels, num_items_in_batch=count).loss
+        torch.testing.assert_close(part, expected * scored.sum() / 7)
     found.loss.backward()
     assert model.get_output_embeddings().weight is model.get_input_embeddings().weight
 

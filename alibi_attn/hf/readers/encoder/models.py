@@ -11,7 +11,6 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from torch.nn import functional as F
 from transformers import (
     AutoConfig,
     AutoModel,
@@ -30,6 +29,7 @@ from alibi_attn.hf.readers.encoder.layers import (
     ALiBiBertPooler,
     ALiBiBertPredictions,
 )
+from alibi_attn.hf.readers.encoder.losses import classification_loss, masked_lm_loss
 from alibi_attn.hf.readers.encoder.packing import packing
 from alibi_attn.hf.readers.encoder_config import ALiBiBertConfig
 from alibi_attn.hf.readers.families import DECODER_TYPES, ENCODERS
@@ -46,6 +46,7 @@ class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call
     config_class = ALiBiBertConfig
     base_model_prefix = "bert"
     supports_gradient_checkpointing = True
+    accepts_loss_kwargs = True  # tells the Trainer to pass num_items_in_batch
     _no_split_modules: ClassVar[list[str]] = [  # type: ignore[misc]
         "ALiBiBertEmbeddings",
         "ALiBiBertLayer",
@@ -260,17 +261,27 @@ class ALiBiBertForMaskedLM(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped
         labels: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         segment_ids: Tensor | None = None,
-        **outputs: bool | None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
     ) -> MaskedLMOutput:
-        """logits [B, T, V], and with labels the mean loss in nats per label. Logits at padding are meaningless."""
-        outputs |= {"return_dict": True}
-        given = {"inputs_embeds": inputs_embeds, "segment_ids": segment_ids}
-        encoded = self.bert(input_ids, attention_mask, token_type_ids, **given, **outputs)
+        """logits [B, T, V], and with labels the mean loss in nats per label. Logits at padding are meaningless.
+
+        Args:
+            num_items_in_batch: divides the sum of the losses instead of their number in this batch; the Trainer passes it.
+        """
+        encoded = self.bert(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            inputs_embeds=inputs_embeds,
+            segment_ids=segment_ids,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
         logits = self.cls["predictions"](encoded.last_hidden_state)
-        loss = None
-        if labels is not None:
-            scores = logits if logits.dtype == torch.float64 else logits.float()
-            loss = F.cross_entropy(scores.flatten(0, 1), labels.flatten())
+        loss = None if labels is None else masked_lm_loss(logits, labels, num_items_in_batch)
         return MaskedLMOutput(loss=loss, logits=logits, hidden_states=encoded.hidden_states)
 
 
@@ -298,19 +309,31 @@ class ALiBiBertForSequenceClassification(ALiBiBertPreTrainedModel):  # type: ign
         *,
         labels: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
-        **outputs: bool | None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+        segment_ids: Tensor | None = None,
     ) -> SequenceClassifierOutput:
-        """logits [B, num_labels], and with labels the loss."""
-        if "segment_ids" in outputs:
+        """logits [B, num_labels], and with labels the loss.
+
+        Args:
+            num_items_in_batch: as in `ALiBiBertForMaskedLM`.
+        """
+        if segment_ids is not None:
             raise ValueError(
                 "segment_ids has no meaning for a classifier with one result per row; pass one text per row"
             )
-        outputs |= {"return_dict": True}
-        encoded = self.bert(input_ids, attention_mask, token_type_ids, inputs_embeds=inputs_embeds, **outputs)
+        encoded = self.bert(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            inputs_embeds=inputs_embeds,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
         logits = self.classifier(self.dropout(encoded.pooler_output))
-        loss = None
-        if labels is not None:
-            loss = self.loss_function(labels=labels, pooled_logits=logits, config=self.config)
+        loss = None if labels is None else classification_loss(logits, labels, self.config, num_items_in_batch)
         return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=encoded.hidden_states)
 
 
