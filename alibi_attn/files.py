@@ -180,10 +180,11 @@ def _temporary_folder(path: Path) -> tuple[Path, int | None]:
         temporary.mkdir()
         if _WINDOWS:
             return temporary, None
-        number = os.open(temporary, os.O_RDONLY)
-        if _is_own(temporary, number):
-            return temporary, number
-        os.close(number)
+        with contextlib.suppress(FileNotFoundError):  # another process took it for a leftover before it was opened
+            number = os.open(temporary, os.O_RDONLY)
+            if _is_own(temporary, number):
+                return temporary, number
+            os.close(number)
 
 
 def _is_own(temporary: Path, number: int) -> bool:

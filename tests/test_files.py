@@ -14,6 +14,8 @@ import pytest
 from alibi_attn import files
 
 LOCKS = pytest.mark.skipif(sys.platform == "win32", reason="Windows has no locks that end with their process")
+# In a worker that has loaded JAX, a fork warns. The children here write files and end.
+pytestmark = pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 FORKS = multiprocessing.get_context("fork") if sys.platform != "win32" else None
 
 

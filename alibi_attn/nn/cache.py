@@ -15,7 +15,8 @@ from torch import Tensor, nn
 
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.nn import cache_checks
-from alibi_attn.nn.cache_file import CacheFile, Mode, check_new, fingerprint, save_pair
+from alibi_attn.nn.cache_file import CacheFile
+from alibi_attn.nn.cache_header import Mode, check_new, fingerprint
 from alibi_attn.nn.kept_norms import KeptNorms, Pair, may_write, normal_tensors, with_room
 
 FORMAT = 1  # format number of a pickle
@@ -36,8 +37,8 @@ class KVCache:
     that appends to it next.
 
     With `max_tokens` the cache streams: once it is full, each new token replaces the oldest one that is not among the
-    first `sinks`, and distances are counted inside the cache. This differs from full attention (Xiao et al. 2023, sec. 3.2,
-    StreamingLLM's rule for ALiBi) but does not depend on how the sequence is split into chunks.
+    first `sinks`, and distances are counted inside the cache. This differs from full attention (Xiao et al. 2023,
+    arXiv:2309.17453, sec. 3.2, StreamingLLM's rule for ALiBi) but does not depend on how the sequence is split into chunks.
 
     With a `path` the keys and values are in a memory-mapped file, on Linux and macOS (`cache_file.py`): memory then follows the
     keys that queries read, and `KVCache.open(path)` continues later, also after the process was killed. The same bits result as
@@ -54,12 +55,10 @@ class KVCache:
     ...         key, value = cache.append(torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4))
     >>> len(cache), key.shape
     (3, torch.Size([1, 2, 3, 4]))
-
-    Source: streaming: Xiao et al. 2023 (arXiv:2309.17453).
     """
 
     def __init__(self, path: str | Path | None = None, *, max_tokens: int | None = None, sinks: int = 4) -> None:
-        cache_checks.check_stream(max_tokens, sinks)
+        cache_checks.check_stream(max_tokens, sinks, in_file=path is not None)
         self.max_tokens, self.sinks = max_tokens, sinks
         self.forgotten = 0  # tokens that were dropped
         self._start = 0  # index of the first valid position in the tensors below
@@ -72,10 +71,9 @@ class KVCache:
         self.path = None if path is None else Path(path)
         self._file: CacheFile | None = None
         self._weights: str | None = None  # fingerprint of the layer that writes to the file
-        if self.path is not None:
-            if max_tokens is not None:
-                raise ValueError("a cache in a file keeps all tokens: pass path or max_tokens, not both")
-            check_new(self.path)
+        self.part = ""  # which part of a larger cache the file is
+        if path is not None:
+            check_new(Path(path))
 
     @classmethod
     def open(cls, path: str | Path, *, mode: Mode = "r+") -> Self:
@@ -94,8 +92,8 @@ class KVCache:
         cache._attach(CacheFile.open(cache.path, mode))
         return cache
 
-    def save(self, path: str | Path) -> None:
-        """Writes a copy to a new file, which `open` reads.
+    def save(self, path: str | Path, *, part: str = "") -> None:
+        """Writes a copy to a new file, which `open` reads; `part` says which part of a larger cache it is.
 
         Raises:
             OSError: the file cannot be written.
@@ -105,7 +103,8 @@ class KVCache:
         layer = None if self._layer is None else self._layer()
         weights, release = ("", None) if self._file is None else (self._file.fingerprint, self._file.release)
         weights = weights if layer is None else fingerprint(layer)
-        save_pair(Path(path), *self._filled(), weights=weights, release=release)
+        check_new(Path(path))
+        CacheFile.write(Path(path), *self._filled(), fingerprint=weights, part=part, release=release)
 
     def verify(self) -> None:
         """Compares all keys and values in the file with their checksums, which `open` does not read.
@@ -113,9 +112,10 @@ class KVCache:
         Raises:
             ValueError: some differ, or the cache has no file.
         """
-        if self._file is None:
+        if self.path is None:
             raise ValueError("the cache is in memory and has no checksums; verify() is for KVCache.open(path)")
-        self._file.verify()
+        if self._file is not None:
+            self._file.verify()
 
     def __len__(self) -> int:
         return self._length
@@ -173,12 +173,8 @@ class KVCache:
 
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         twin = type(self).__new__(type(self))
-        own = {
-            "_layer": None,
-            "path": None,
-            "_file": None,
-            "_kept": KeptNorms(changed=self._kept.notice(self._tensors)),
-        }
+        kept = KeptNorms(changed=self._kept.notice(self._tensors))
+        own = {"_layer": None, "path": None, "part": "", "_file": None, "_kept": kept}
         vars(twin).update(vars(self) | own, _gates=copy.deepcopy(self._gates, memo))
         if self._tensors is not None:
             twin._replace(*(tensor.clone() for tensor in self._filled()))
@@ -237,18 +233,26 @@ class KVCache:
 
     @property
     def can_extend(self) -> bool:
-        """Whether `extend` works: tokens are held, in memory, and none has gates or was forgotten."""
-        plain = self._gates is None and self.path is None and self.max_tokens is None
-        return plain and self._length > 0 and self._start == 0
+        """Whether `extend` works: tokens are held, and none has gates or was forgotten."""
+        return self._gates is None and self.max_tokens is None and self._length > 0 and self._start == 0
 
     def extend(self, count: int) -> Pair:
-        """Appends `count` positions that the caller must write, without gradients; returns all keys and values."""
+        """Appends positions that the caller must write, without gradients, then `commit`; returns all keys and values."""
         self.notice_changes()
-        if not self._can_hold(self._start + self._length + count):
+        if self._file is not None:
+            self._file.prepare(count)
+            self._tensors = self._file.key, self._file.value
+        elif not self._can_hold(self._start + self._length + count):
             self._reserve(2 * (self._length + count), *self._filled())
             self._kept.settle(self._tensors)
         self._length += count
         return self._filled()
+
+    def commit(self) -> None:
+        """Keeps the positions of `extend` in the file, after the caller wrote them; needed before anything else."""
+        if self._file is not None:
+            self._file.commit(self._length - self._file.length)
+            self._attach(self._file)
 
     def forget(self, length: int) -> None:
         """Keep only the last `length` positions.
@@ -303,11 +307,8 @@ class KVCache:
         key, value = self._tensors
         rows = cache_checks.checked_rows(indices, key)
         if self.path is not None:
-            if rows.tolist() == list(range(key.shape[0])):
-                return
-            raise ValueError(
-                "a cache in a file cannot be reordered, which would copy the file; for beams pass copy.deepcopy(cache)"
-            )
+            cache_checks.check_order_in_file(rows, key)
+            return
         self.notice_changes()
         with normal_tensors():
             self._tensors = key.index_select(0, rows), value.index_select(0, rows)
@@ -324,21 +325,19 @@ class KVCache:
             self._gates.append(log_fgate[..., None], log_fgate[..., None][..., :0])
 
     def _append_to_file(self, key: Tensor, value: Tensor, layer: nn.Module | None, log_fgate: Tensor | None) -> Pair:
-        if log_fgate is not None or torch.compiler.is_compiling() or torch.is_grad_enabled():
-            raise ValueError(
-                "a cache in a file works without gradients, forget gates and torch.compile; use no_grad, or a cache in memory"
-            )
+        cache_checks.check_append_to_file(gated=log_fgate is not None)
         assert self.path is not None
         weights = self._weights
         if weights is None:
             weights = "" if layer is None else fingerprint(layer)
             if self._file is not None:
                 self._file.check_weights(weights)
-        if self._file is None:
-            check_new(self.path)  # another cache may have created it in the meantime
-            self._file = CacheFile.create(self.path, key, value, fingerprint=weights).publish()
         self.notice_changes()
-        self._file.append(key, value)
+        if self._file is None:
+            check_new(self.path)
+            self._file = CacheFile.write(self.path, key, value, fingerprint=weights, part=self.part)
+        else:
+            self._file.append(key, value)
         self._weights = weights
         self._bind(layer)
         self._attach(self._file)
@@ -346,7 +345,7 @@ class KVCache:
 
     def _attach(self, file: CacheFile) -> None:
         """Takes tensors, norms and length from the file."""
-        self._file, self._length = file, file.length
+        self._file, self._length, self.part = file, file.length, file.part
         self._tensors = (file.key, file.value) if file.length else None
         self._kept.take(file.norms if file.length else None)
         self._kept.settle(self._tensors)

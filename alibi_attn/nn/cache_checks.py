@@ -41,12 +41,30 @@ def check_gates(key: Tensor, log_fgate: Tensor | None, *, gated: bool, filled: b
         )
 
 
-def check_stream(max_tokens: int | None, sinks: int) -> None:
+def check_stream(max_tokens: int | None, sinks: int, *, in_file: bool) -> None:
     """Raises ValueError unless a stream of `max_tokens` has room for its sinks and one more token."""
     if max_tokens is not None and not 0 <= operator.index(sinks) < operator.index(max_tokens):
         raise ValueError(
             f"max_tokens is {max_tokens} and sinks {sinks} but sinks must be from 0 to max_tokens − 1: "
             "the newest token needs a place"
+        )
+    if max_tokens is not None and in_file:
+        raise ValueError("a cache in a file keeps all tokens: pass path or max_tokens, not both")
+
+
+def check_order_in_file(rows: Tensor, key: Tensor) -> None:
+    """Raises ValueError unless the rows stay where they are."""
+    if rows.tolist() != list(range(key.shape[0])):
+        raise ValueError(
+            "a cache in a file cannot be reordered, which would copy the file; for beams pass copy.deepcopy(cache)"
+        )
+
+
+def check_append_to_file(*, gated: bool) -> None:
+    """Raises ValueError if keys cannot be appended to a file here."""
+    if gated or torch.compiler.is_compiling() or torch.is_grad_enabled():
+        raise ValueError(
+            "a cache in a file works without gradients, forget gates and torch.compile; use no_grad, or a cache in memory"
         )
 
 

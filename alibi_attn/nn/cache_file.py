@@ -2,57 +2,43 @@
 
 A file has these parts, little-endian:
 
-    header     JSON and its CRC-32: format, dtype, shapes, capacity, fingerprint of the weights; written once
+    header     JSON and its CRC-32 (`cache_header.py`); written once
     state      two slots, written in turn: tokens, CRC-32 of the table and of the tokens after the last whole tile
     table      one record per whole tile: the norms of its keys and values, and the CRC-32 of its data
     keys       [B, K, capacity, D], so each key head has its own region; unwritten parts use no disk space
     values     the same
 
-Appending writes data, then the table, then a slot. A killed process therefore loses at most its last call. Power failures are not
-covered: nothing is flushed to the disk. Read next: `cache.py`.
+Appending writes data, then the table, then a slot, into disk space that was reserved before. A killed process therefore loses
+at most its last call, and a full disk loses nothing. Power failures are not covered: only a new file is flushed to the disk.
+Read next: `cache.py`.
 """
 
-import hashlib
-import json
 import math
 import mmap
 import os
 import struct
-import sys
 import tempfile
 import zlib
 from collections.abc import Callable
 from pathlib import Path
-from typing import Any, Literal, Self
+from typing import IO, Any, Self
 
 import numpy as np
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 
+from alibi_attn import files
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.decoding import measured_norms
+from alibi_attn.nn import cache_header
+from alibi_attn.nn.cache_header import DTYPES, Descriptor, Mode
 
-Mode = Literal["r+", "c"]
-
-FORMAT = 1
-DTYPES = {str(dtype): dtype for dtype in (torch.float64, torch.float32, torch.bfloat16, torch.float16)}
 CAPACITY = 1 << 16  # tokens in a new file; doubled when it is full
 _SLOT = struct.Struct("<QQII")  # commits, tokens, CRC of the table, CRC of the tail; the slot's own CRC follows
 _SLOTS = (4096, 8192)
 _TABLE = 65536
 _RELEASE = 1024  # tokens appended between two releases of memory, and reserved on the disk at once
-_SAMPLES = 1024  # numbers of each weight that the fingerprint covers
-
-
-class Descriptor:
-    """An open file's descriptor, closed when nothing refers to it any more."""
-
-    def __init__(self, number: int) -> None:
-        self.number = number
-
-    def __del__(self) -> None:
-        os.close(self.number)
 
 
 class CacheFile:
@@ -71,7 +57,7 @@ class CacheFile:
     ) -> None:
         self.file, self.path, self.mode = file, path, mode
         self.folder = None if path is None else path.parent
-        self.capacity, self.fingerprint = header["capacity"], header["fingerprint"]
+        self.capacity, self.fingerprint, self.part = header["capacity"], header["fingerprint"], header["part"]
         self.length = self._commits = self._table_crc = self._tail_crc = self._appended = 0
         self._reserved = self._clean = 0
         batch, heads = header["batch"], header["heads"]
@@ -84,6 +70,7 @@ class CacheFile:
         size = start + sum(_whole(math.prod(shape) * dtype.itemsize) for shape in shapes)
         if new:
             os.ftruncate(file.number, size)
+            files.reserve(file.number, _SLOTS[0], 2 * cache_header.SIZE)
         elif os.fstat(file.number).st_size < size:
             raise ValueError(f"{path} is damaged: it is shorter than its header says; read the text again")
         self._map = mmap.mmap(file.number, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
@@ -99,62 +86,39 @@ class CacheFile:
         self._norms = torch.empty(2, batch, heads, tiles, dtype=torch.float64, device="cpu")
 
     @classmethod
-    def create(
-        cls, path: Path | None, key: Tensor, value: Tensor, *, fingerprint: str, capacity: int | None = None,
-        folder: Path | None = None,
+    def write(
+        cls, path: Path | None, key: Tensor, value: Tensor, *, fingerprint: str, part: str, capacity: int | None = None,
+        folder: Path | None = None, release: Callable[[], None] | None = None, replace: bool = False,
     ) -> Self:  # fmt: skip
-        """A new, empty file for keys and values like these, which appears under its path when `publish` is called.
+        """A file with these keys and values, copied a few at a time, which appears under its path when it is complete.
 
-        Without a path it is a temporary file in the folder, which has no name.
+        Args:
+            path: None = a temporary file in the folder, which has no name.
+            part: which part of a larger cache it is.
+            release: frees the memory of the source.
+            replace: an existing file is replaced; otherwise it is an error.
+
+        Raises:
+            OSError: the disk is full; no file remains, and an existing one is unchanged.
+            ValueError: the path exists, perhaps since another process has just written it.
         """
-        check_platform()
-        for name, x in (("key", key), ("value", value)):
-            if x.device.type != "cpu" or str(x.dtype) not in DTYPES:
-                raise ValueError(
-                    f"{name} is {x.dtype} on {x.device} but a cache in a file holds {', '.join(DTYPES)} on the CPU; move the "
-                    "model to the CPU, or use a cache in memory"
-                )
-        if key.dtype != value.dtype:
-            raise ValueError(f"key is {key.dtype} and value {value.dtype} but a cache in a file has one dtype")
-        header = {
-            "format": FORMAT, "dtype": str(key.dtype), "batch": key.shape[0], "heads": key.shape[1],
-            "head_dims": [key.shape[3], value.shape[3]], "capacity": _whole(capacity or CAPACITY, TILE * 256),
-            "fingerprint": fingerprint,
-        }  # fmt: skip
-        text = json.dumps(header).encode()
-        text += b"\n%08x\n" % zlib.crc32(text)
-        if len(text) > _SLOTS[0]:
-            raise ValueError("the header of a cache does not fit; pass a shorter fingerprint")
-        if path:
-            partial(path).unlink(missing_ok=True)
-            file = Descriptor(os.open(partial(path), os.O_RDWR | os.O_CREAT | os.O_EXCL, 0o666))
-        else:
-            number, name = tempfile.mkstemp(dir=folder)
-            file = Descriptor(number)
-            os.unlink(name)
-        lock(file, path, "r+")
-        os.pwrite(file.number, text, 0)
-        made = cls(file, path, header, "r+", new=True)
-        made._commit()
-        return made
-
-    @classmethod
-    def copy(
-        cls, path: Path | None, key: Tensor, value: Tensor, *, fingerprint: str, capacity: int, folder: Path | None = None,
-        release: Callable[[], None] | None,
-    ) -> Self:  # fmt: skip
-        """A published file with these keys and values, copied a few at a time; `release` frees the memory of the source."""
-        made = cls.create(path, key, value, fingerprint=fingerprint, capacity=capacity, folder=folder)
+        cache_header.check_platform()
+        capacity = _whole(max(CAPACITY, capacity or 2 * key.shape[2]), TILE * 256)
+        header = cache_header.header_for(key, value, capacity=capacity, fingerprint=fingerprint, part=part)
         try:
-            for start in range(0, key.shape[2], _RELEASE):
-                part = slice(start, start + _RELEASE)
-                made.append(key[:, :, part].detach(), value[:, :, part].detach())
-                if release is not None:
-                    release()
-            return made.publish()
-        finally:  # a full disk leaves no incomplete file
-            if path is not None:
-                partial(path).unlink(missing_ok=True)
+            with _without_name(folder) if path is None else files.new_file(path, replace=replace) as file:
+                cache_header.write(file.fileno(), header)
+                made = cls(Descriptor(os.dup(file.fileno())), path, header, "r+", new=True)
+                made._commit()
+                for start in range(0, key.shape[2], _RELEASE):
+                    some = slice(start, start + _RELEASE)
+                    made.append(key[:, :, some].detach(), value[:, :, some].detach())
+                    if release is not None:
+                        release()
+            return made
+        except FileExistsError:
+            assert path is not None
+            raise cache_header.exists(path) from None
 
     @classmethod
     def open(cls, path: Path, mode: Mode) -> Self:
@@ -164,22 +128,9 @@ class CacheFile:
             OSError: it does not exist.
             ValueError: it is damaged, of another format, or another process has it open.
         """
-        check_platform()
-        if mode not in ("r+", "c"):
-            raise ValueError(f'mode is {mode!r} but must be "r+" (continue the file) or "c" (private changes)')
-        file = Descriptor(os.open(path, os.O_RDWR if mode == "r+" else os.O_RDONLY))
-        lock(file, path, mode)
-        if not os.path.samestat(os.fstat(file.number), os.stat(path)):  # meanwhile another process grew it
-            return cls.open(path, mode)
-        text, _, rest = os.pread(file.number, _SLOTS[0], 0).partition(b"\n")
-        if rest[:8] != b"%08x" % zlib.crc32(text):
-            raise ValueError(
-                f"{path} is damaged or not a cache: its header does not match its checksum; read the text again"
-            )
-        header = json.loads(text)
-        if header["format"] != FORMAT:
-            raise ValueError(f"{path} has format {header['format']} but this version of alibi-attn reads {FORMAT}")
-        opened = cls(file, path, header, mode)
+        cache_header.check_platform()
+        file = cache_header.open_locked(path, mode)
+        opened = cls(file, path, cache_header.read(file.number, path), mode)
         opened._read_state()
         return opened
 
@@ -203,11 +154,25 @@ class CacheFile:
                 )
         if key.shape[2] == 0:
             return
-        stop = self.length + key.shape[2]
+        self.prepare(key.shape[2])
+        added = slice(self.length, self.length + key.shape[2])
+        self.key[:, :, added], self.value[:, :, added] = key, value
+        self.commit(key.shape[2])
+
+    def prepare(self, count: int) -> None:
+        """Makes room for `count` tokens, which the caller then writes after the others.
+
+        Raises:
+            OSError: the disk is full; nothing has changed.
+        """
+        stop = self.length + count
         if stop > self.capacity:
             self._grow(2 * stop)
         self._reserve(stop)
-        self.key[:, :, self.length : stop], self.value[:, :, self.length : stop] = key, value
+
+    def commit(self, count: int) -> None:
+        """Adds the `count` tokens that were written after the others since `prepare`."""
+        stop = self.length + count
         first, tiles = self.length // TILE, stop // TILE
         checksums = self._checksums(self.length, stop, self._tail_crc)
         if tiles > first:
@@ -216,7 +181,7 @@ class CacheFile:
             self._norms[..., first:tiles] = torch.stack([norms.keys, norms.values])
             self._write_table(first, checksums[: tiles - first])
         self._tail_crc = checksums[-1] if stop % TILE else 0
-        self._appended += stop - self.length
+        self._appended += count
         self.length = stop
         self._commit()
         if self._appended >= _RELEASE:
@@ -318,81 +283,28 @@ class CacheFile:
 
     def _reserve(self, stop: int) -> None:
         """Reserves disk space for tokens before `stop`, so that a full disk raises an error here and not a signal later."""
-        if self.mode == "c" or stop <= self._reserved or not hasattr(os, "posix_fallocate"):
+        if self.mode == "c" or stop <= self._reserved:
             return
         until = min(_whole(stop, _RELEASE), self.capacity)
+        records = [tokens // TILE * self._record.itemsize for tokens in (self._reserved, until)]
+        files.reserve(self.file.number, _TABLE + records[0], records[1] - records[0])
         for start, row in self._regions:
-            os.posix_fallocate(self.file.number, start + self._reserved * row, (until - self._reserved) * row)
+            files.reserve(self.file.number, start + self._reserved * row, (until - self._reserved) * row)
         self._reserved = until
 
     def _grow(self, capacity: int) -> None:
         """Continues in a file with more capacity, which replaces the old one; with private changes, in a temporary file."""
         path = self.path if self.mode == "r+" else None
-        key, value = self.key[:, :, : self.length], self.value[:, :, : self.length]
-        larger = type(self).copy(
-            path, key, value, fingerprint=self.fingerprint, capacity=capacity, folder=self.folder, release=self.release
-        )
+        larger = type(self).write(
+            path, self.key[:, :, : self.length], self.value[:, :, : self.length], fingerprint=self.fingerprint, part=self.part,
+            capacity=capacity, folder=self.folder, release=self.release, replace=True,
+        )  # fmt: skip
         vars(self).update(vars(larger), folder=self.folder)
 
-    def publish(self) -> Self:
-        """Gives a created file its name atomically: a process that is killed leaves a valid file or none."""
-        if self.path is not None:
-            os.replace(partial(self.path), self.path)
-        return self
 
-
-def save_pair(path: Path, key: Tensor, value: Tensor, *, weights: str, release: Callable[[], None] | None) -> None:
-    """Writes keys and values to a new file, which appears under its name when it is complete."""
-    check_new(path)
-    CacheFile.copy(path, key, value, fingerprint=weights, capacity=2 * key.shape[2], release=release)
-
-
-def partial(path: Path) -> Path:
-    """The name of a file or folder until it is complete."""
-    return path.with_name(path.name + ".partial")
-
-
-def check_new(path: Path) -> None:
-    """Raises an error if a cache cannot start at this path."""
-    check_platform()
-    if path.exists():
-        raise ValueError(f"{path} exists; continue it with open(path), or pass another path")
-    if not path.parent.is_dir():
-        raise ValueError(f"{path.parent} is not a folder; create it, or pass another path")
-
-
-def fingerprint(module: nn.Module, *settings: object) -> str:
-    """SHA-256 of the names, shapes and dtypes of all weights, of some numbers of each, and of the settings."""
-    digest = hashlib.sha256(repr(settings).encode())
-    for name, weight in [*module.named_parameters(), *module.named_buffers()]:
-        flat = weight.detach().reshape(-1)
-        sample = flat[:: max(1, flat.numel() // _SAMPLES)].cpu().contiguous()
-        digest.update(f"{name} {list(weight.shape)} {weight.dtype}".encode())
-        digest.update(sample.view(torch.uint8).numpy().tobytes())
-    return digest.hexdigest()
-
-
-def check_platform() -> None:
-    """Raises an error on platforms where files cannot be mapped as this module needs."""
-    if sys.platform == "win32":
-        raise NotImplementedError(
-            "caches in files need sparse memory maps whose pages can be released, which Windows does not offer; "
-            "use a cache in memory, or WSL"
-        )
-
-
-def lock(file: Descriptor, path: Path | None, mode: Mode) -> None:
-    """Locks an open file: one process may write, or several may read.
-
-    Raises:
-        ValueError: another process has it open in a way that excludes this one.
-    """
-    import fcntl  # not on Windows
-
-    try:
-        fcntl.flock(file.number, (fcntl.LOCK_EX if mode == "r+" else fcntl.LOCK_SH) | fcntl.LOCK_NB)
-    except BlockingIOError:
-        raise ValueError(f'{path} is open elsewhere; close it there, or open it with mode="c" everywhere') from None
+def _without_name(folder: Path | None) -> IO[bytes]:
+    """A temporary file that the system removes when it is closed."""
+    return tempfile.TemporaryFile(dir=folder)
 
 
 def _whole(size: int, unit: int = _TABLE) -> int:

@@ -77,7 +77,7 @@ def test_a_pipe_is_no_file_to_write(tmp_path: Path) -> None:
 
 def test_documented_evaluations_have_valid_lengths() -> None:
     texts = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")]
-    texts.append((ROOT / "alibi_lab" / "cli" / "lab.py").read_text(encoding="utf-8"))
+    texts.append((ROOT / "alibi_lab" / "cli" / "evaluation.py").read_text(encoding="utf-8"))
     found = re.findall(r"alibi eval [^`\n]*--lengths ([\d,]+) (--(?:memory|sinks)[^`\n\[]*)", "\n".join(texts))
     assert len(found) >= 2
     for lengths, rest in found:

@@ -31,7 +31,8 @@ def packing_forward(head: PreTrainedModel, before: Callable[..., object] | None)
     own = type(head).forward
     signature = inspect.signature(own)
     names = tuple(name for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD)[1:]
-    forward = functools.partial(_forward, head, before, names)
+    is_open = any(one.kind is one.VAR_POSITIONAL for one in signature.parameters.values())
+    forward = functools.partial(_forward, head, before, None if is_open else names)
     extra = inspect.Parameter("segment_ids", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Tensor | None)
     others = list(signature.parameters.values())
     at = len(others) - (others[-1].kind is inspect.Parameter.VAR_KEYWORD)
@@ -41,15 +42,22 @@ def packing_forward(head: PreTrainedModel, before: Callable[..., object] | None)
 
 
 def _forward(
-    head: PreTrainedModel, before: Callable[..., object] | None, names: tuple[str, ...], *args: object, **kwargs: object
+    head: PreTrainedModel,
+    before: Callable[..., object] | None,
+    names: tuple[str, ...] | None,
+    *args: object,
+    **kwargs: object,
 ) -> object:
-    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    """The head's forward, with packing arguments in its mask; names: its arguments, None = a wrapper takes any, unchecked."""
+    given: dict[str, Any] = {**dict(zip(names or (), args, strict=False)), **kwargs}
+    args = args if names is None else ()
     kind = type(head).__name__
-    packing = packed_rows.split(given, known=names, where=kind)
+    known = tuple(name for name in given if name not in packed_rows.NAMES) if names is None else names
+    packing = packed_rows.split(given, known=known, where=kind)
     if packing:
         if kind.endswith("ForSequenceClassification"):
             raise ValueError(
                 f"{kind} got {', '.join(packing)}, but it has one result per row, that of the last token; pass one text per row"
             )
         given["attention_mask"] = PackedMask(given.get("attention_mask"), packing)
-    return type(head).forward(head, **given) if before is None else before(**given)
+    return type(head).forward(head, *args, **given) if before is None else before(*args, **given)

@@ -19,7 +19,7 @@ from alibi_attn.hf.caches import cache_folder
 from alibi_attn.hf.caches.cache_folder import TokenIds
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.cache_checks import check_format
-from alibi_attn.nn.cache_file import Mode, check_new
+from alibi_attn.nn.cache_header import Mode, check_new
 
 NEEDS_PATCH = (
     "a cache in files needs a model that reads only the keys within reach: call patch(model) first, or use ALiBiCache()"
@@ -86,14 +86,12 @@ class ALiBiCache(Cache):
         cache.path = Path(path)
         cache._about = cache_folder.read_description(cache.path)
         for index in range(cache._about["layers"]):
-            file = cache_folder.layer_path(cache.path, index)
-            new = file if mode == "r+" else None  # of a layer that was never written
-            store = KVCache.open(file, mode=mode) if file.exists() else KVCache(new)
-            cache.layers.append(_Layer(store=store))
+            cache.layers.append(_Layer(store=cache_folder.open_layer(cache.path, cache._about, index, mode)))
         tokens = cache_folder.token_path(cache.path)
         if mode == "r+":
             tokens.touch()
-        cache._ids = TokenIds(tokens) if mode == "r+" else TokenIds(memory=tokens.read_bytes())
+        place: dict[str, Any] = {"path": tokens} if mode == "r+" else {"memory": tokens.read_bytes()}
+        cache._ids = TokenIds(**place, identity=cache._about["id"])
         cache.level()
         return cache
 
@@ -114,11 +112,11 @@ class ALiBiCache(Cache):
                 "only a cache whose model and token ids are known can be saved: one that a patched model or an "
                 "ALiBiForCausalLM filled from input_ids, and that was not copied, reordered or changed since"
             )
-        folder = cache_folder.create(target, about)
-        TokenIds(cache_folder.token_path(folder)).write(0, tokens)
-        for index, layer in enumerate(self._held):
-            layer.store.save(cache_folder.layer_path(folder, index))
-        os.replace(folder, target)
+        about = cache_folder.identified(about)
+        with cache_folder.created(target, about) as folder:
+            TokenIds(cache_folder.token_path(folder), identity=about["id"]).write(0, tokens)
+            for index, layer in enumerate(self._held):
+                layer.store.save(cache_folder.layer_path(folder, index), part=cache_folder.part(about, index))
 
     def verify(self) -> None:
         """Compares all token ids, keys and values in the files with their checksums; `open` checks the rest.
@@ -144,6 +142,7 @@ class ALiBiCache(Cache):
             if self._about is None:
                 self._create(model)
             self.check_model(model)
+            self.level()
         if tokens is None or tokens.device.type != "cpu":
             self._ids.forget()
         else:
@@ -156,7 +155,7 @@ class ALiBiCache(Cache):
             self._checked is not None and self._checked[0]() is model and self._checked[1] == writes
         ):
             return
-        about = cache_folder.describe(model)
+        about = {**self._about, **cache_folder.describe(model)}
         if self._about != about:
             raise ValueError(
                 f"{self.path} was written by a model with other weights, slopes or layers ({self._about['layers']} layers, "
@@ -226,9 +225,12 @@ class ALiBiCache(Cache):
 
     def appendable(self, owners: Sequence[nn.Module | None]) -> list[KVCache] | None:
         """The caches of all layers if `KVCache.extend` may append to them for these attention layers; else None."""
-        if self.path is not None or not self.layers or len(self.layers) != len(owners):
+        if not self.layers or len(self.layers) != len(owners):
             return None
-        pairs = zip(self._held, owners, strict=True)
+        pairs = list(zip(self._held, owners, strict=True))
+        if self.path is not None:  # `begin` has compared the model
+            for layer, owner in pairs:
+                layer.owner = weakref.ref(owner) if layer.owner is None and owner is not None else layer.owner
         if any(layer.owner is None or layer.owner() is not owner for layer, owner in pairs):
             return None
         stores = [layer.store for layer in self._held]
@@ -240,7 +242,7 @@ class ALiBiCache(Cache):
             return _Layer()
         if self._about is None:
             raise ValueError(NEEDS_PATCH)
-        return _Layer(store=KVCache(cache_folder.layer_path(self.path, len(self.layers))))
+        return _Layer(store=cache_folder.open_layer(self.path, self._about, len(self.layers), "r+"))
 
     def _forget_ids(self) -> None:
         if self.path is None:  # else only calls that leave all rows in place are allowed
@@ -248,9 +250,10 @@ class ALiBiCache(Cache):
 
     def _create(self, model: nn.Module) -> None:
         assert self.path is not None
-        about = cache_folder.describe(model)
-        os.replace(cache_folder.create(self.path, about), self.path)
-        self._ids = TokenIds(cache_folder.token_path(self.path))
+        about = cache_folder.identified(cache_folder.describe(model))
+        with cache_folder.created(self.path, about):
+            pass
+        self._ids = TokenIds(cache_folder.token_path(self.path), identity=about["id"])
         self._about, self._checked = about, (weakref.ref(model), cache_folder.writes(model))
 
     @property

@@ -1,7 +1,7 @@
 """The folder of an ALiBiCache in files: `cache.json`, `tokens`, and one `CacheFile` per layer.
 
-`cache.json` names the format, the number of layers and the fingerprint of the model. `tokens` has one record per position:
-the ids of the batch and their CRC-32.
+`cache.json` names the format, the number of layers, the fingerprint of the model and the identity of the cache, which the headers
+of its layers repeat. `tokens` has one record per position: the ids of the batch, and the CRC-32 of the identity and the ids.
 
 Ids are written before the keys of a call, so the files agree on a prefix whenever a process ends.
 """
@@ -9,8 +9,9 @@ Ids are written before the keys of a call, so the files agree on a prefix whenev
 import contextlib
 import io
 import json
-import shutil
+import secrets
 import zlib
+from collections.abc import Iterator
 from pathlib import Path
 from typing import IO, Any
 
@@ -18,18 +19,24 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from alibi_attn.nn.cache_file import fingerprint, partial
+from alibi_attn.files import new_folder
+from alibi_attn.nn.cache import KVCache
+from alibi_attn.nn.cache_header import Mode, exists, fingerprint
 
-FORMAT = 1
+FORMAT = 2
 _ABOUT = "cache.json"
 MOST_LATER = 256  # calls whose token ids wait to be encoded
 
 
 class TokenIds:
-    """Token ids [B, S] in an existing file, or in memory."""
+    """Token ids [B, S] in an existing file, or in memory.
 
-    def __init__(self, path: Path | None = None, *, memory: bytes = b"") -> None:
-        self.path, self.memory = path, io.BytesIO(memory)
+    Args:
+        identity: of the cache.
+    """
+
+    def __init__(self, path: Path | None = None, *, memory: bytes = b"", identity: str = "") -> None:
+        self.path, self.memory, self._crc = path, io.BytesIO(memory), zlib.crc32(identity.encode())
         self._later: list[tuple[int, Tensor]] = []  # not yet encoded: encoding one call costs more than a small layer
 
     def write(self, at: int, tokens: Tensor) -> None:
@@ -49,7 +56,7 @@ class TokenIds:
     def _write(self, at: int, tokens: Tensor) -> None:
         ids = tokens.detach().long().t().contiguous().numpy()
         records = np.zeros(len(ids), _record(tokens.shape[0]))
-        records["ids"], records["crc"] = ids, [zlib.crc32(row) for row in ids]
+        records["ids"], records["crc"] = ids, [zlib.crc32(row, self._crc) for row in ids]
         start = at * records.itemsize
         with self._file() as file:
             if file.seek(0, io.SEEK_END) >= start:
@@ -71,7 +78,7 @@ class TokenIds:
         if len(data) < length * record.itemsize:
             return None
         records = np.frombuffer(data, record)
-        if [zlib.crc32(row) for row in np.ascontiguousarray(records["ids"])] != records["crc"].tolist():
+        if [zlib.crc32(row, self._crc) for row in np.ascontiguousarray(records["ids"])] != records["crc"].tolist():
             raise ValueError(
                 "the token ids of the cache are damaged: they do not match their checksums; read the text again"
             )
@@ -101,17 +108,26 @@ def writes(model: nn.Module) -> int:
     return sum(weight._version for weight in weights if not weight.is_inference())
 
 
-def create(path: Path, about: dict[str, Any]) -> Path:
-    """Makes the folder of a cache without layers, under a temporary name that the caller replaces with `path`."""
-    folder, text = partial(path), json.dumps(about)
-    if (folder / _ABOUT).is_file():  # left by a process that was killed
-        shutil.rmtree(folder)
-    elif folder.is_dir():
-        folder.rmdir()  # raises an error if the folder holds anything else
-    folder.mkdir()
-    (folder / _ABOUT).write_text(f"{text}\n{zlib.crc32(text.encode()):08x}\n")
-    token_path(folder).touch()
-    return folder
+def identified(about: dict[str, Any]) -> dict[str, Any]:
+    """The description of a new cache, with an identity that all its files get, so that files of two caches are not mixed."""
+    return {**about, "id": secrets.token_hex(8)}
+
+
+@contextlib.contextmanager
+def created(path: Path, about: dict[str, Any]) -> Iterator[Path]:
+    """The folder of a cache without layers, under a temporary name; at the end of the block it becomes `path`.
+
+    Raises:
+        ValueError: the path exists, perhaps since another process has just written it.
+    """
+    try:
+        with new_folder(path) as folder:
+            text = json.dumps(about)
+            (folder / _ABOUT).write_text(f"{text}\n{zlib.crc32(text.encode()):08x}\n")
+            token_path(folder).touch()
+            yield folder
+    except FileExistsError:
+        raise exists(path) from None
 
 
 def remove(folder: Path) -> None:
@@ -139,13 +155,39 @@ def read_description(folder: Path) -> dict[str, Any]:
         raise ValueError(f"{folder / _ABOUT} is damaged: it does not match its checksum; read the text again")
     about: dict[str, Any] = json.loads(text)
     if about["format"] != FORMAT:
-        raise ValueError(f"{folder} has format {about['format']} but this version of alibi-attn reads {FORMAT}")
+        raise ValueError(
+            f"{folder} has format {about['format']} but this version of alibi-attn reads {FORMAT}; read the text again"
+        )
     return about
+
+
+def part(about: dict[str, Any], layer: int) -> str:
+    """Identifies the file of a layer of the described cache."""
+    return f"layer {layer} of {about['id']}"
 
 
 def layer_path(folder: Path, layer: int) -> Path:
     """The file of a layer."""
     return folder / f"layer-{layer:03}"
+
+
+def open_layer(folder: Path, about: dict[str, Any], layer: int, mode: Mode) -> KVCache:
+    """The cache of a layer; empty if the layer was never written. Changes of mode "c" are private.
+
+    Raises:
+        ValueError: its file is damaged, open elsewhere, or of another cache or layer.
+    """
+    path, wanted = layer_path(folder, layer), part(about, layer)
+    if not path.exists():
+        store = KVCache(path if mode == "r+" else None)
+        store.part = wanted
+        return store
+    store = KVCache.open(path, mode=mode)
+    if store.part != wanted:
+        raise ValueError(
+            f"{path} is {store.part or 'a cache of its own'}, not {wanted}: files of two caches are mixed; read the text again"
+        )
+    return store
 
 
 def token_path(folder: Path) -> Path:

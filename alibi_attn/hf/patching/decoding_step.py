@@ -117,6 +117,9 @@ class _Step:
                 pair = store.extend(self.count)
                 layer.key, layer.value = (self._rows(x, (call.B, call.H, call.S, call.D)) for x in pair)
             done = native.run(self.dtype, call)
+            if done:
+                for store in self.stores:
+                    store.commit()
         finally:
             if not done:
                 for store in self.stores:

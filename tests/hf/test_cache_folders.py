@@ -1,0 +1,110 @@
+"""Caches in files that several processes write, on full disks, and with files of two caches mixed."""
+
+import json
+import os
+import shutil
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+
+from alibi_attn.hf import ALiBiCache, read
+from alibi_attn.nn import cache_file
+
+PROCESSES = Path(__file__).parents[1] / "support" / "processes"
+pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="caches in files need Linux or macOS")
+
+
+def told_by(program, *arguments):
+    command = [sys.executable, PROCESSES / program, *map(str, arguments)]
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
+    assert result.returncode == 0, result.stderr
+    return json.loads(result.stdout)
+
+
+@pytest.mark.parametrize("trials", [10, pytest.param(60, marks=pytest.mark.long)])
+def test_of_processes_that_write_one_new_path_one_wins_and_the_others_are_told(trials, tmp_path):
+    told = told_by("racing_writers.py", tmp_path, trials)
+    assert told == {"counts": {"save": trials, "KVCache.save": trials, "read": trials}, "faults": [], "left": []}
+
+
+@pytest.fixture
+def small_disk(tmp_path):
+    folder = tmp_path / "disk"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=2m", "tmpfs", folder]
+    if not shutil.which("mount") or subprocess.run(mount, capture_output=True).returncode != 0:
+        pytest.skip("mounting a small tmpfs needs Linux and root")
+    yield folder
+    subprocess.run(["umount", "-l", folder], check=True)
+
+
+def test_a_full_disk_raises_and_leaves_the_files_as_they_were(small_disk):
+    told = told_by("full_disk.py", small_disk)
+    assert {name: found["code"] for name, found in told.items()} == dict.fromkeys(told, 0)
+    assert all(min(found["completed"], found["failed"]) >= 5 for found in told.values()), told
+
+
+@pytest.fixture
+def two(build_patched, tokens, tmp_path, monkeypatch):
+    """A model, and the folders of two texts of one length."""
+    monkeypatch.setattr(cache_file, "CAPACITY", 1)  # small files
+    model = build_patched("bloom")
+    for seed in range(2):
+        read(model, tokens(1, 100, seed=seed), ALiBiCache(tmp_path / f"{seed}"))
+        ALiBiCache.open(tmp_path / f"{seed}").save(tmp_path / f"saved {seed}")
+    return model, tmp_path
+
+
+@pytest.mark.parametrize("saved", ["", "saved "])
+@pytest.mark.parametrize("mode", ["r+", "c"])
+@torch.no_grad()
+def test_layers_of_two_texts_are_not_mixed(mode, saved, two):
+    _, folder = two
+    shutil.copy(folder / f"{saved}1" / "layer-000", folder / f"{saved}0" / "layer-000")
+    with pytest.raises(
+        ValueError, match=r"layer-000 is layer 0 of .*, not layer 0 of .*: files of two caches are mixed"
+    ):
+        ALiBiCache.open(folder / f"{saved}0", mode=mode)
+    ALiBiCache.open(folder / f"{saved}1", mode=mode).verify()
+
+
+@torch.no_grad()
+def test_exchanged_layers_and_token_ids_of_another_text_are_noticed(two):
+    _, folder = two
+    shutil.copy(folder / "1" / "tokens", folder / "0" / "tokens")
+    with pytest.raises(ValueError, match="token ids of the cache are damaged"):
+        ALiBiCache.open(folder / "0").verify()
+    shutil.copy(folder / "1" / "layer-000", folder / "1" / "layer-001")
+    with pytest.raises(ValueError, match=r"layer-001 is layer 0 of .*, not layer 1 of"):
+        ALiBiCache.open(folder / "1")
+
+
+@pytest.mark.parametrize("family", ["bloom", "mpt", "falcon new"])
+@torch.no_grad()
+def test_single_tokens_have_the_bits_of_a_cache_in_memory(family, build_patched, tokens, tmp_path):
+    """Also past the end of a tile, after cropping, and right after the files were opened."""
+    model, ids = build_patched(family), tokens(1, 170)
+    memory, files = ALiBiCache(), ALiBiCache(tmp_path / "cache")
+
+    def assert_equal_steps(start: int) -> None:
+        for at in range(start, 170):
+            both = [model(ids[:, at : at + 1], past_key_values=x, use_cache=True).logits for x in (memory, files)]
+            assert torch.equal(*both)
+        for ours, theirs in zip(memory.layers, files.layers, strict=True):
+            assert torch.equal(ours.keys, theirs.keys)
+            assert torch.equal(ours.values, theirs.values)
+            assert torch.equal(ours.store.norms.keys, theirs.store.norms.keys)
+        files.verify()
+
+    for cache in (memory, files):
+        model(ids[:, :100], past_key_values=cache, use_cache=True)
+    assert_equal_steps(100)
+    for cache in (memory, files):
+        cache.crop(-30)
+    del cache, files
+    files = ALiBiCache.open(tmp_path / "cache")
+    assert_equal_steps(140)
