@@ -47,13 +47,13 @@ def test_recipes_are_one_line_each(width: int, monkeypatch: pytest.MonkeyPatch) 
     result = RUNNER.invoke(app, ["recipes"])
     lines = [line for line in result.output.splitlines()[1:] if line.strip()]
     assert [line.split()[0] for line in lines] == list(RECIPES)
-    assert lines[0].split()[-2:] == ["4", "2,293,760"]
+    assert lines[0].split()[-2:] == ["4", "1,638,400"]
 
 
 def test_a_recipes_details_have_its_question_cost_and_trainings() -> None:
     output = done("recipes", "quick")
     assert "which position methods still predict well" in output
-    assert "4, 2,293,760 tokens at scale small" in output
+    assert "4, 1,638,400 tokens at scale small" in output
 
 
 def test_config_shows_every_field_with_its_value_and_a_meaning() -> None:
@@ -61,7 +61,7 @@ def test_config_shows_every_field_with_its_value_and_a_meaning() -> None:
     rows = {line.split()[0]: line for line in output.splitlines() if "." in line.split()[0]}
     assert set(rows) == set(field_names())
     assert "sinusoidal, rotary, t5, alibi" in rows["model.method"]
-    assert re.search(r"280 +updates of the weights", rows["train.steps"])
+    assert re.search(r"200 +updates of the weights", rows["train.steps"])
     unexplained = {name for name, meaning in field_meanings().items() if not meaning}
     assert unexplained == {
         "model.method", "model.architecture", "model.num_layers", "model.num_heads", "model.embed_dim",
