@@ -16,6 +16,7 @@ from torch import Tensor, nn
 
 _LARGEST = 127
 _SHIFT = 128  # oneDNN's activations are unsigned: q + 128, with 128 as the zero point
+_MOST_INPUTS = (2**31 - 1) // (255 * _LARGEST)  # more can overflow the sums in int32
 
 
 class Int8Linear(nn.Module):
@@ -29,7 +30,7 @@ class Int8Linear(nn.Module):
         sums: [outputs] int32: 128 times the sum of each output's codes.
 
     Raises:
-        ValueError: see `check_supported`; or weights that are not finite.
+        ValueError: see `check_supported`; or weights that are not finite, or too large or too many for exact sums.
 
     >>> layer = nn.Linear(64, 32)
     >>> x = torch.ones(5, 64)
@@ -40,16 +41,19 @@ class Int8Linear(nn.Module):
     def __init__(self, linear: nn.Linear) -> None:
         super().__init__()
         check_supported()
-        weight = linear.weight.detach().to("cpu", torch.float32)
-        if not bool(torch.isfinite(weight).all()):
-            raise ValueError("the weights of a linear layer are not finite; check the checkpoint")
+        weight = _checked_weights(linear)
         self.out_features, self.in_features = weight.shape
         self.scales = (weight.abs().amax(1) / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
         self.bias = None if linear.bias is None else linear.bias.detach().to("cpu", torch.float32)
         self._pack((weight / self.scales[:, None]).round().to(torch.int8))
 
     def forward(self, x: Tensor) -> Tensor:
-        """[..., inputs] -> [..., outputs], in x's dtype."""
+        """[..., inputs] -> [..., outputs], in x's dtype. A token with inf or NaN gives NaN in all outputs."""
+        if not x.is_floating_point() or x.shape[-1:] != (self.in_features,):
+            raise ValueError(
+                f"the input has shape {tuple(x.shape)} and dtype {x.dtype}, but an int8 linear layer takes real floating-point "
+                f"numbers, [..., {self.in_features}]"
+            )
         if x.device.type != "cpu" or (x.requires_grad and torch.is_grad_enabled()):
             raise ValueError(
                 f"int8 linear layers run on a CPU without gradients, but the input is on {x.device}"
@@ -59,6 +63,7 @@ class Int8Linear(nn.Module):
         if not len(rows):
             return x.new_zeros((*x.shape[:-1], self.out_features))
         scale = (rows.abs().amax(1, keepdim=True) / _LARGEST).clamp(min=torch.finfo(torch.float32).tiny)
+        scale = scale.masked_fill(scale.isinf(), torch.nan)  # inf has no code, so its product's sign is unknown
         codes = (rows / scale).round_().add_(_SHIFT).to(torch.uint8)
         y = torch.ops.onednn.qlinear_pointwise(
             codes, 1.0, _SHIFT, self.packed, self.scales, self.zeros, None, 1.0, 0, torch.float32, "none", [], ""
@@ -112,15 +117,30 @@ def check_supported() -> None:
 def convert(model: nn.Module, kinds: tuple[type[nn.Linear], ...] = (nn.Linear,)) -> list[str]:
     """Replaces the linear layers inside a model in place, frees their weights, and returns their names.
 
-    Layers of other classes, or whose forward was replaced, are not changed.
+    Layers of other classes, or whose forward was replaced, are not changed; none is, if one cannot be.
     """
     named = [
         (name, layer) for name, layer in model.named_modules() if type(layer) in kinds and "forward" not in vars(layer)
     ]
+    check_supported()
+    for _, layer in named:
+        _checked_weights(layer)
     for name, layer in named:
         parent, _, child = name.rpartition(".")
         setattr(model.get_submodule(parent), child, Int8Linear(layer))
     return [name for name, _ in named]
+
+
+def _checked_weights(linear: nn.Linear) -> Tensor:
+    if not 1 <= linear.in_features <= _MOST_INPUTS:
+        raise ValueError(
+            f"a linear layer has {linear.in_features:,} inputs, but int8 takes 1 to {_MOST_INPUTS:,}; "
+            "use bfloat16 or float32"
+        )
+    weight: Tensor = linear.weight.detach().to("cpu", torch.float32)
+    if not bool(torch.isfinite(weight.abs().sum(1) * (2 * _SHIFT)).all()):  # rounding at most doubles a sum
+        raise ValueError("the weights of a linear layer are not finite, or overflow fp32 in int8; check the checkpoint")
+    return weight
 
 
 def _address_of_blocks(packed: Tensor, codes: Tensor) -> int:

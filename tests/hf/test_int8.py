@@ -9,6 +9,7 @@ import pytest
 import torch
 from encoder_oracle import config, random_state, write_folder, write_tokenizer
 from torch import nn
+from torch.testing import assert_close
 from transformers import BloomConfig, BloomForCausalLM
 
 from alibi_attn.hf import late_chunks, patch, sentence_transformer
@@ -68,7 +69,7 @@ def test_extreme_rows_stay_what_they_are():
     x[0], x[1, 3], x[2, 5] = 0, float("nan"), float("inf")
     y = layer(x)
     assert not y[0].any()
-    assert not torch.isfinite(y[1:3]).any()
+    assert y[1:3].isnan().all()
     assert torch.equal(y[3], layer(x[3:])[0])
     assert layer(x[:0]).shape == (0, 40)
 
@@ -77,10 +78,32 @@ def test_what_cannot_run_in_int8_is_refused():
     layer = Int8Linear(nn.Linear(24, 40))
     with pytest.raises(ValueError, match=r"requires gradients; call the model under torch\.no_grad"):
         layer(torch.randn(2, 24, requires_grad=True))
-    broken = nn.Linear(24, 40)
-    nn.init.constant_(broken.weight, float("nan"))
-    with pytest.raises(ValueError, match="are not finite"):
-        Int8Linear(broken)
+    for x in (
+        torch.ones(2, 24).long(),
+        torch.ones(2, 24).cfloat(),
+        torch.ones(2, 12),
+        torch.ones(0, 12),
+        torch.tensor(1.0),
+    ):
+        with pytest.raises(ValueError, match=r"real floating-point numbers, \[\.\.\., 24\]"):
+            layer(x)
+    for inputs, weight, message in (
+        (24, float("nan"), "are not finite"),
+        (24, -float("inf"), "are not finite"),
+        (24, 1e37, "overflow fp32"),
+        (140_000, 1.0, "140,000 inputs, but int8 takes 1 to 66,311"),
+    ):
+        broken = nn.Linear(inputs, 2)
+        nn.init.constant_(broken.weight, weight)
+        with pytest.raises(ValueError, match=message):
+            Int8Linear(broken)
+
+
+def test_sums_of_many_inputs_do_not_overflow():
+    layer = nn.Linear(66_311, 1, bias=False)
+    nn.init.ones_(layer.weight)
+    for sign in (-1, 1):
+        assert_close(Int8Linear(layer)(torch.full((1, 66_311), float(sign))), torch.tensor([[sign * 66_311.0]]))
 
 
 def test_an_encoder_in_int8_has_almost_the_same_vectors(tmp_path):
@@ -126,6 +149,7 @@ def test_weights_that_cannot_be_converted_leave_a_model_unpatched():
     nn.init.constant_(model.transformer.h[0].mlp.dense_4h_to_h.weight, float("nan"))
     with pytest.raises(ValueError, match="are not finite"):
         patch(model, linears="int8")
+    assert not any(isinstance(module, Int8Linear) for module in model.modules())
     patch(model).undo()
 
 
