@@ -76,9 +76,14 @@ def default_tolerance(query: Tensor, key: Tensor, value: Tensor) -> float:
 
 @torch.no_grad()
 def certified_bounds(
-    query: Tensor, key: Tensor, value: Tensor, slopes: Any = None, *, known_norms: Norms | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Any = None,
+    *,
+    known_norms: Norms | None = None,
     **options: Unpack[AttentionOptions],
-) -> Bounds:  # fmt: skip
+) -> Bounds:
     """The keys that each block of TILE queries must visit, computed before any score.
 
     Args:

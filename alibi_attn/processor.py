@@ -9,8 +9,12 @@ from pathlib import Path
 
 # Instructions that determine the speed of attention and matrix products, best first: cpuinfo's flag, and the usual name.
 _INSTRUCTIONS = (
-    ("amx_bf16", "AMX-BF16"), ("avx512_bf16", "AVX512-BF16"), ("avx512f", "AVX-512"), ("avx2", "AVX2"), ("bf16", "Arm BF16"),
-)  # fmt: skip
+    ("amx_bf16", "AMX-BF16"),
+    ("avx512_bf16", "AVX512-BF16"),
+    ("avx512f", "AVX-512"),
+    ("avx2", "AVX2"),
+    ("bf16", "Arm BF16"),
+)
 
 
 @functools.cache

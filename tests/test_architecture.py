@@ -85,10 +85,18 @@ KERNELS = ["attention", "backends", "fused", "kernels"]
 CONSTANTS = ["attention", "certificate", "constants"]
 NATIVE = ["attention", "backends", "native"]
 PLAIN_MODULES = (
-    ["attention"], ["attention", "spec"], ["attention", "checks"], ["attention", "explain"], ["attention", "argument_names"],
-    ["attention", "certificate"], CONSTANTS, NATIVE,
-    [*NATIVE, "build"], [*NATIVE, "visited"], [*NATIVE, "levels"],
-)  # fmt: skip
+    ["attention"],
+    ["attention", "spec"],
+    ["attention", "checks"],
+    ["attention", "explain"],
+    ["attention", "argument_names"],
+    ["attention", "certificate"],
+    CONSTANTS,
+    NATIVE,
+    [*NATIVE, "build"],
+    [*NATIVE, "visited"],
+    [*NATIVE, "levels"],
+)
 
 
 def assert_layers(root: Path) -> None:

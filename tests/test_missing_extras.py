@@ -8,10 +8,26 @@ import sys
 import pytest
 
 BENCHMARKS = (
-    "cpu", "trained", "trained-gates", "serving", "embedding", "generating", "next-tokens", "streaming", "decoding", "gates",
-    "context-parallel", "gpu", "host", "jax", "training", "long-texts", "passages",
-    "int8", "late-chunking",
-)  # fmt: skip
+    "cpu",
+    "trained",
+    "trained-gates",
+    "serving",
+    "embedding",
+    "generating",
+    "next-tokens",
+    "streaming",
+    "decoding",
+    "gates",
+    "context-parallel",
+    "gpu",
+    "host",
+    "jax",
+    "training",
+    "long-texts",
+    "passages",
+    "int8",
+    "late-chunking",
+)
 MISSING = """
 import importlib, json, sys
 MISSING = sys.argv[1]

@@ -29,10 +29,19 @@ def test_the_reach_is_the_smallest_distance_that_is_certified(slope: float, uppe
     assert dropped_mass(slope, upper, lower, r) <= tolerance * (1 + 1e-9)
 
 
-@pytest.mark.parametrize("numbers", [
-    (0.0, 1.0, 0.0, 0.1), (-0.5, 1.0, 0.0, 0.1), (0.5, 1.0, 0.0, 0.0), (0.5, math.inf, 0.0, 0.1), (0.5, math.nan, 0.0, 0.1),
-    (0.5, 1.0, -math.inf, 0.1), (math.nan, 1.0, 0.0, 0.1), (5e-324, 1.0, 0.0, 0.1),
-])  # fmt: skip
+@pytest.mark.parametrize(
+    "numbers",
+    [
+        (0.0, 1.0, 0.0, 0.1),
+        (-0.5, 1.0, 0.0, 0.1),
+        (0.5, 1.0, 0.0, 0.0),
+        (0.5, math.inf, 0.0, 0.1),
+        (0.5, math.nan, 0.0, 0.1),
+        (0.5, 1.0, -math.inf, 0.1),
+        (math.nan, 1.0, 0.0, 0.1),
+        (5e-324, 1.0, 0.0, 0.1),
+    ],
+)
 def test_inputs_without_a_certificate_have_no_reach(numbers: tuple[float, float, float, float]) -> None:
     assert reach(*numbers) == UNLIMITED
 

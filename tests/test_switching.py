@@ -109,8 +109,10 @@ class TutorialAttention(nn.Module):
         self.alibi = TutorialBias(num_heads, max_seq_len)
 
     def forward(self, x, attention_mask=None, past_key_value=None, use_cache=False):
-        heads = [layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
-                 for layer in (self.q_proj, self.k_proj, self.v_proj)]  # fmt: skip
+        heads = [
+            layer(x).unflatten(-1, (self.num_heads, -1)).transpose(1, 2)
+            for layer in (self.q_proj, self.k_proj, self.v_proj)
+        ]
         q, k, v = heads
         if past_key_value is not None:
             k, v = (torch.cat(pair, dim=2) for pair in zip(past_key_value, (k, v), strict=True))
@@ -169,6 +171,16 @@ def test_tutorial_layer_decoding(layers):
 
 def test_the_page_names_every_argument_of_the_tutorial():
     text = (Path(__file__).parent.parent / "docs" / "switching.md").read_text(encoding="utf-8")
-    for name in ("d_model", "num_heads", "max_seq_len", "dropout", "attention_mask", "use_cache", "past_key_value",
-                 "get_alibi_slopes", "get_bias_for_kv_cache", "o_proj"):  # fmt: skip
+    for name in (
+        "d_model",
+        "num_heads",
+        "max_seq_len",
+        "dropout",
+        "attention_mask",
+        "use_cache",
+        "past_key_value",
+        "get_alibi_slopes",
+        "get_bias_for_kv_cache",
+        "o_proj",
+    ):
         assert name in text

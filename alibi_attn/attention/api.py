@@ -21,23 +21,41 @@ if TYPE_CHECKING:
 
 @overload
 def alibi_attention(
-    query: Tensor, key: Tensor, value: Tensor, slopes: Slopes | None = ..., *, return_lse: Literal[False] = ...,
-    backend: str = ..., **options: Unpack[AttentionOptions],
-) -> Tensor: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Slopes | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    backend: str = ...,
+    **options: Unpack[AttentionOptions],
+) -> Tensor: ...
 
 
 @overload
 def alibi_attention(
-    query: Tensor, key: Tensor, value: Tensor, slopes: Slopes | None = ..., *, return_lse: Literal[True],
-    backend: str = ..., **options: Unpack[AttentionOptions],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Slopes | None = ...,
+    *,
+    return_lse: Literal[True],
+    backend: str = ...,
+    **options: Unpack[AttentionOptions],
+) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def alibi_attention(
-    query: Tensor, key: Tensor, value: Tensor, slopes: Slopes | None = ..., *, return_lse: bool = ...,
-    backend: str = ..., **options: Unpack[AttentionOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Slopes | None = ...,
+    *,
+    return_lse: bool = ...,
+    backend: str = ...,
+    **options: Unpack[AttentionOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @hides_unknown
@@ -108,10 +126,23 @@ def alibi_attention(
         raise unknown_argument("alibi_attention", unknown)
     query, key, value = autocast(query, key, value)
     spec = make_spec(
-        query, key, value, slopes, causal=causal, right_slopes=right_slopes, window=window, scale=scale,
-        query_offset=query_offset, key_mask=key_mask, segment_ids=segment_ids, key_bias=key_bias,
-        sink_logits=sink_logits, dropout_p=dropout_p, tolerance=tolerance, return_lse=return_lse,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        slopes,
+        causal=causal,
+        right_slopes=right_slopes,
+        window=window,
+        scale=scale,
+        query_offset=query_offset,
+        key_mask=key_mask,
+        segment_ids=segment_ids,
+        key_bias=key_bias,
+        sink_logits=sink_logits,
+        dropout_p=dropout_p,
+        tolerance=tolerance,
+        return_lse=return_lse,
+    )
     return attend(spec, query, key, value, backend)
 
 
@@ -177,9 +208,15 @@ def explain(
         for x in (spec.slopes, largest_distance(spec, query.device), *(visits or ()))
     )
     return explanation(
-        spec, query.dtype, query.device, name, dispatch.verdicts(computed, name, backend, query, key, value), largest, of_heads,
+        spec,
+        query.dtype,
+        query.device,
+        name,
+        dispatch.verdicts(computed, name, backend, query, key, value),
+        largest,
+        of_heads,
         (*visited, int(visible_count(spec).sum()) * spec.num_heads) if visited else None,
-    )  # fmt: skip
+    )
 
 
 def certified_block_mask(

@@ -82,10 +82,19 @@ def alibi_bias(
     elif query_offset is not None and not is_traced():
         check_position("query_offset", query_offset)
     spec = AttentionSpec(
-        batch=1, num_heads=left.numel(), num_kv_heads=1, query_len=query_len, key_len=key_len, head_dim=1,
-        slopes=left, right_slopes=right, causal=causal, scale=1.0, tolerance=0.0,
+        batch=1,
+        num_heads=left.numel(),
+        num_kv_heads=1,
+        query_len=query_len,
+        key_len=key_len,
+        head_dim=1,
+        slopes=left,
+        right_slopes=right,
+        causal=causal,
+        scale=1.0,
+        tolerance=0.0,
         query_offset=key_len - query_len if query_offset is None else query_offset,
-    )  # fmt: skip
+    )
     distance = distances(query_len, key_len, spec.query_offset, left.device)
     # Adding 0 turns −0 into 0, which prints better.
     bias = _of_slopes(spec, distance, work).masked_fill(~visible(spec, distance), -math.inf)

@@ -58,10 +58,15 @@ def check_call(
     """
     b, h, _, t, s, d = sizes = check_shapes(query, key, value, layout=layout)
     scale, tolerance = check_numbers(
-        causal=options["causal"], has_right_slopes=options["right_slopes"] is not None, window=options["window"],
-        scale=options["scale"], dropout_p=options["dropout_p"], tolerance=options["tolerance"], head_dim=d,
+        causal=options["causal"],
+        has_right_slopes=options["right_slopes"] is not None,
+        window=options["window"],
+        scale=options["scale"],
+        dropout_p=options["dropout_p"],
+        tolerance=options["tolerance"],
+        head_dim=d,
         dtype=dtype_name(query.dtype if dtype is None else dtype),
-    )  # fmt: skip
+    )
     for name, array in (("slopes", slopes), ("right_slopes", right_slopes)):
         if array is not None:
             check_slopes(name, array.shape, batch=b, num_heads=h, query_len=t)
@@ -193,9 +198,15 @@ def check_slopes(name: str, shape: Sequence[int], *, batch: int, num_heads: int,
 
 
 def check_layer(
-    embed_dim: int, num_heads: int, num_kv_heads: int, *, window: int | None, dropout_p: float, causal: bool,
+    embed_dim: int,
+    num_heads: int,
+    num_kv_heads: int,
+    *,
+    window: int | None,
+    dropout_p: float,
+    causal: bool,
     forget_gate: bool,
-) -> None:  # fmt: skip
+) -> None:
     """The arguments of an attention layer fit together."""
     for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
         if operator.index(size) < 1:

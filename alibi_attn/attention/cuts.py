@@ -71,8 +71,15 @@ def _heads_as_sequences(spec: Spec) -> Spec:
         sequence, head = at // spec.num_heads % (spec.batch // len(seed)), at % spec.num_heads
         seed = rows + torch.stack([0 * at, sequence, head, 0 * at], -1)
     return dataclasses.replace(
-        spec, batch=spec.batch * spec.num_heads, num_heads=1, num_kv_heads=1, slopes=spec.slopes.expand(heads).reshape(-1, 1),
-        key_mask=repeated(spec.key_mask), query_segments=repeated(spec.query_segments),
-        key_segments=repeated(spec.key_segments), key_bias=flat(spec.key_bias), query_bias=flat(spec.query_bias),
+        spec,
+        batch=spec.batch * spec.num_heads,
+        num_heads=1,
+        num_kv_heads=1,
+        slopes=spec.slopes.expand(heads).reshape(-1, 1),
+        key_mask=repeated(spec.key_mask),
+        query_segments=repeated(spec.query_segments),
+        key_segments=repeated(spec.key_segments),
+        key_bias=flat(spec.key_bias),
+        query_bias=flat(spec.query_bias),
         dropout_seed=seed,
-    )  # fmt: skip
+    )

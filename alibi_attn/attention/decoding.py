@@ -68,10 +68,19 @@ def measured_norms(key: Tensor, value: Tensor) -> Norms:
 
 
 def attend_near(
-    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, known_norms: Norms | None, *, visible: Runs | None = None,
-    log_fgate: Tensor | None = None, window: int | None = None, scale: float | None = None, tolerance: float | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Tensor,
+    known_norms: Norms | None,
+    *,
+    visible: Runs | None = None,
+    log_fgate: Tensor | None = None,
+    window: int | None = None,
+    scale: float | None = None,
+    tolerance: float | None = None,
     sink_logits: Tensor | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Causal attention of the last T positions, [B, H, T, D], if `reads_near` allows it; on a CPU reads the reach on the host.
 
     Args:
@@ -84,19 +93,33 @@ def attend_near(
     few = query.shape[2] <= MAX_QUERIES
     if few and _on_cpu(query) and log_fgate is None and sink_logits is None and has_kernel(query, key, value):
         factor, share = check_numbers(
-            causal=True, has_right_slopes=False, window=window, scale=scale, dropout_p=0.0, tolerance=tolerance,
-            head_dim=query.shape[3], dtype=dtype_name(query.dtype),
-        )  # fmt: skip
+            causal=True,
+            has_right_slopes=False,
+            window=window,
+            scale=scale,
+            dropout_p=0.0,
+            tolerance=tolerance,
+            head_dim=query.shape[3],
+            dtype=dtype_name(query.dtype),
+        )
         output = native.decode(
             query, key, value, slopes, norms=known_norms, visible=visible, window=window, scale=factor, tolerance=share
-        )  # fmt: skip
+        )
         if output is not None:
             return output
     if log_fgate is not None and bool((log_fgate[..., key.shape[2] - query.shape[2] + 1 :] < GATE_FLOOR).any()):
         # A cut between the queries: biases of keys cannot express which queries it applies to.
         output = forgetting_attention(
-            query, key, value, log_fgate, slopes, window=window, scale=scale, tolerance=tolerance, sink_logits=sink_logits
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            log_fgate,
+            slopes,
+            window=window,
+            scale=scale,
+            tolerance=tolerance,
+            sink_logits=sink_logits,
+        )
         assert isinstance(output, Tensor)
         return output
     spec = make_spec(
@@ -116,8 +139,14 @@ def _on_cpu(query: Tensor) -> bool:
 
 
 def _in_slices(
-    spec: Spec, query: Tensor, key: Tensor, value: Tensor, known_norms: Norms, visible: Runs | None, log_fgate: Tensor | None
-) -> Tensor:  # fmt: skip
+    spec: Spec,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    known_norms: Norms,
+    visible: Runs | None,
+    log_fgate: Tensor | None,
+) -> Tensor:
     """One call of `attend` per group of key heads that need about as many keys."""
     inside = 0.0
     if (
@@ -136,10 +165,13 @@ def _in_slices(
             heads = index_of(query_heads(members, spec.group))
             one, of_keys = slice(b, b + 1), index_of(members)
             part = spec.changed(
-                batch=1, num_heads=len(members) * spec.group, num_kv_heads=len(members), tolerance=inside,
+                batch=1,
+                num_heads=len(members) * spec.group,
+                num_kv_heads=len(members),
+                tolerance=inside,
                 slopes=spec.slopes[heads] if spec.slopes.ndim == 1 else spec.slopes[one, heads],
                 sink_logits=None if spec.sink_logits is None else spec.sink_logits[heads],
-            )  # fmt: skip
+            )
             gates = None if log_fgate is None else log_fgate[one, heads]
             output[one, heads] = _attend(
                 part, query[one, heads], key[one], value[one], of_keys, row.spans(keys, members), gates
@@ -148,9 +180,14 @@ def _in_slices(
 
 
 def _attend(
-    spec: Spec, query: Tensor, key: Tensor, value: Tensor, members: list[int] | slice, spans: list[tuple[int, int]],
+    spec: Spec,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    members: list[int] | slice,
+    spans: list[tuple[int, int]],
     log_fgate: Tensor | None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Attention of some key heads over some spans of keys."""
 
     def attended(low: int, high: int, *, return_lse: bool) -> Tensor | tuple[Tensor, Tensor]:
@@ -163,9 +200,12 @@ def _attend(
             if not bool((bias < torch.inf).all()):
                 raise ValueError(GATES_RULE)
         span = spec.changed(
-            key_len=high - low, query_offset=spec.key_len - spec.query_len - low, key_bias=bias, sink_logits=None,
+            key_len=high - low,
+            query_offset=spec.key_len - spec.query_len - low,
+            key_bias=bias,
+            sink_logits=None,
             return_lse=return_lse,
-        )  # fmt: skip
+        )
         return attend(span, query, keys, values, "auto")
 
     if len(spans) == 1 and spec.sink_logits is None:

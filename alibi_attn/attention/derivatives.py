@@ -87,9 +87,12 @@ def _function(
         return operator(*inputs)
 
     attributes = {
-        "generate_vmap_rule": True, "forward": staticmethod(forward), "setup_context": staticmethod(save),
-        "backward": staticmethod(differentiate), "jvp": staticmethod(_refuse_forward_mode),
-    }  # fmt: skip
+        "generate_vmap_rule": True,
+        "forward": staticmethod(forward),
+        "setup_context": staticmethod(save),
+        "backward": staticmethod(differentiate),
+        "jvp": staticmethod(_refuse_forward_mode),
+    }
     return type("AlibiAttention", (torch.autograd.Function,), attributes)
 
 

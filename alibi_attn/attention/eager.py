@@ -53,9 +53,15 @@ def _tensors(spec: Spec) -> dict[str, Tensor]:
 class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
-        ctx: Any, kernels: Kernels, traced_gradients: TracedGradients, spec: Spec, query: Tensor, key: Tensor, value: Tensor,
+        ctx: Any,
+        kernels: Kernels,
+        traced_gradients: TracedGradients,
+        spec: Spec,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
         *biases: Tensor | None,
-    ) -> tuple[Tensor, Tensor]:  # fmt: skip
+    ) -> tuple[Tensor, Tensor]:
         output, lse, saved, ctx.moderate = kernels.forward(spec, query, key, value)
         # Only autograd holds tensors: it detects in-place changes and frees them in time.
         tensors = _tensors(spec)
@@ -82,9 +88,18 @@ def _gradients(ctx: Any, saved: Tensors, grad_output: Tensor | None, grad_lse: T
     visited = tuple(rest[len(ctx.names) :])
     *_, slopes, right_slopes, key_bias, query_bias, table = ctx.needs_input_grad
     inputs = BackwardInputs(
-        query, key, value, output, lse, torch.zeros_like(output) if grad_output is None else grad_output, grad_lse,
-        slopes or right_slopes, key_bias or query_bias or table, may_see_nothing(spec), ctx.moderate,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        output,
+        lse,
+        torch.zeros_like(output) if grad_output is None else grad_output,
+        grad_lse,
+        slopes or right_slopes,
+        key_bias or query_bias or table,
+        may_see_nothing(spec),
+        ctx.moderate,
+    )
     if are_ordinary(output, visited[0]):
         return InputGradients.of(spec, inputs, ctx.kernels.backward(spec, visited, inputs))
     return ctx.traced_gradients(spec, visited, inputs)

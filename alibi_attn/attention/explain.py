@@ -95,9 +95,15 @@ class Explanation:
 
 
 def explanation(
-    spec: Spec, dtype: object, device: object, backend: str, verdicts: dict[str, str], largest: NDArray[np.integer],
-    slopes: NDArray[np.floating], visited: tuple[NDArray[np.integer], NDArray[np.integer], int] | None,
-) -> Explanation:  # fmt: skip
+    spec: Spec,
+    dtype: object,
+    device: object,
+    backend: str,
+    verdicts: dict[str, str],
+    largest: NDArray[np.integer],
+    slopes: NDArray[np.floating],
+    visited: tuple[NDArray[np.integer], NDArray[np.integer], int] | None,
+) -> Explanation:
     """The `Explanation` of a validated call.
 
     Args:
@@ -122,10 +128,17 @@ def explanation(
     heads, pairs = (spec.batch, spec.num_heads), spec.query_len * spec.key_len
     reaches, scores, visible = visited or (np.broadcast_to(largest[:, None], heads), np.full(heads, pairs), None)
     return Explanation(
-        call=call, backend=backend, verdicts=verdicts, slopes=slopes, reaches=np.minimum(reaches, largest[:, None]),
-        scores=scores, visible=visible, pairs=pairs, tolerance=spec.tolerance,
+        call=call,
+        backend=backend,
+        verdicts=verdicts,
+        slopes=slopes,
+        reaches=np.minimum(reaches, largest[:, None]),
+        scores=scores,
+        visible=visible,
+        pairs=pairs,
+        tolerance=spec.tolerance,
         output_error=2 * spec.tolerance / (1 - spec.dropout_p),
-    )  # fmt: skip
+    )
 
 
 def verdict_on(name: str, runs: str, backend: str, reason: str | None, otherwise: str) -> str:

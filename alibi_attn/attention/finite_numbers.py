@@ -46,10 +46,12 @@ def on_finite_numbers(
             lse, grad = lse.masked_fill(blind, 0.0), grad.masked_fill(blind[..., None], 0.0)
             grad_lse = None if grad_lse is None else grad_lse.masked_fill(blind, 0.0)
         return backward(
-            spec, Saved(*saved), inputs._replace(
+            spec,
+            Saved(*saved),
+            inputs._replace(
                 query=q, key=k, value=v, output=inputs.output.to(q.dtype), lse=lse, grad_output=grad, grad_lse=grad_lse
-            )
-        )  # fmt: skip
+            ),
+        )
 
     return Kernels(
         name, attend, differentiate, lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device), empty_saved

@@ -21,23 +21,44 @@ from alibi_attn.attention.validation import ForgettingOptions, SegmentIds, check
 
 @overload
 def forgetting_attention(
-    query: Tensor, key: Tensor, value: Tensor, log_fgate: Tensor, slopes: Slopes | None = ..., *,
-    return_lse: Literal[False] = ..., backend: str = ..., **options: Unpack[ForgettingOptions],
-) -> Tensor: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_fgate: Tensor,
+    slopes: Slopes | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    backend: str = ...,
+    **options: Unpack[ForgettingOptions],
+) -> Tensor: ...
 
 
 @overload
 def forgetting_attention(
-    query: Tensor, key: Tensor, value: Tensor, log_fgate: Tensor, slopes: Slopes | None = ..., *,
-    return_lse: Literal[True], backend: str = ..., **options: Unpack[ForgettingOptions],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_fgate: Tensor,
+    slopes: Slopes | None = ...,
+    *,
+    return_lse: Literal[True],
+    backend: str = ...,
+    **options: Unpack[ForgettingOptions],
+) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def forgetting_attention(
-    query: Tensor, key: Tensor, value: Tensor, log_fgate: Tensor, slopes: Slopes | None = ..., *,
-    return_lse: bool = ..., backend: str = ..., **options: Unpack[ForgettingOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_fgate: Tensor,
+    slopes: Slopes | None = ...,
+    *,
+    return_lse: bool = ...,
+    backend: str = ...,
+    **options: Unpack[ForgettingOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @hides_unknown
@@ -97,10 +118,21 @@ def forgetting_attention(
     query, key, value = autocast(query, key, value)
     h = query.shape[1] if isinstance(query, Tensor) and query.ndim == 4 else 0
     spec = make_spec(
-        query, key, value, [0.0] * h if slopes is None else slopes, window=window, scale=scale, query_offset=query_offset,
-        key_mask=key_mask, segment_ids=segment_ids, key_bias=key_bias, sink_logits=sink_logits, dropout_p=dropout_p,
-        tolerance=tolerance, return_lse=return_lse,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        [0.0] * h if slopes is None else slopes,
+        window=window,
+        scale=scale,
+        query_offset=query_offset,
+        key_mask=key_mask,
+        segment_ids=segment_ids,
+        key_bias=key_bias,
+        sink_logits=sink_logits,
+        dropout_p=dropout_p,
+        tolerance=tolerance,
+        return_lse=return_lse,
+    )
     first = check_gates(spec, log_fgate, query, query_offset)
     name = dispatch.choose(backend, spec, query, key, value)
     if name == fused.name and are_ordinary(log_fgate, query, key, value) and not transforms():
@@ -122,9 +154,14 @@ def check_gates(spec: AttentionSpec[Tensor], log_fgate: Tensor, query: Tensor, q
     """
     check_tensor("log_fgate", log_fgate, query.device)
     first = check_log_fgate(
-        log_fgate, batch=spec.batch, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, key_len=spec.key_len,
-        query_len=spec.query_len, query_offset=query_offset,
-    )  # fmt: skip
+        log_fgate,
+        batch=spec.batch,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        key_len=spec.key_len,
+        query_len=spec.query_len,
+        query_offset=query_offset,
+    )
     if may_read(log_fgate) and not bool((log_fgate <= 0).all()):
         raise ValueError(GATES_RULE)
     return first

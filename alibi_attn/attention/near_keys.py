@@ -59,9 +59,14 @@ class Row:
 
 
 def needed_keys(
-    spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, known_norms: Norms, visible: Runs,
+    spec: AttentionSpec[Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    known_norms: Norms,
+    visible: Runs,
     log_fgate: Tensor | None = None,
-) -> list[Row]:  # fmt: skip
+) -> list[Row]:
     """The keys that each row must read: all visible ones if they are few, else those within its queries' certified reach.
 
     The log-sum-exp is bounded by the last keys of a row alone, which are visible, and no norm includes hidden keys.

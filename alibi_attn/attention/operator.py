@@ -58,9 +58,10 @@ def operator(kernels: Kernels) -> Run:
 
 def _forward_operator(kernels: Kernels) -> CustomOpDef:
     @torch.library.custom_op(
-        f"alibi_attn::{kernels.name}_forward", mutates_args=(),
+        f"alibi_attn::{kernels.name}_forward",
+        mutates_args=(),
         schema=f"({_schema(Arguments)}) -> ({', '.join(['Tensor'] * (2 + len(kernels.saves)))})",
-    )  # fmt: skip
+    )
     def forward_op(*values: Any) -> tuple[Tensor, ...]:
         arguments = Arguments(*values)
         output, lse, saved, _ = kernels.forward(arguments.spec(), arguments.query, arguments.key, arguments.value)
@@ -82,9 +83,10 @@ def _backward_operator(kernels: Kernels) -> CustomOpDef:
     saved_schema = ", ".join(f"Tensor {name}" for name in kernels.saves)
 
     @torch.library.custom_op(
-        f"alibi_attn::{kernels.name}_backward", mutates_args=(),
+        f"alibi_attn::{kernels.name}_backward",
+        mutates_args=(),
         schema=f"({_schema(Incoming)}, {_schema(Arguments)}, {saved_schema}) -> ({', '.join(['Tensor'] * 7)})",
-    )  # fmt: skip
+    )
     def backward_op(*values: Any) -> tuple[Tensor, ...]:
         incoming, arguments, saved = split(values)
         spec = arguments.spec()
@@ -119,9 +121,13 @@ def _differentiate(
     output, lse, *saved = saved[len(_TENSORS) :]
     wanted: Any = Arguments(*ctx.needs_input_grad)
     incoming = Incoming(
-        torch.zeros_like(output) if grad_output is None else grad_output, grad_lse if arguments.return_lse else None,
-        output, lse, wanted.slopes or wanted.right_slopes, wanted.key_bias or wanted.query_bias,
-    )  # fmt: skip
+        torch.zeros_like(output) if grad_output is None else grad_output,
+        grad_lse if arguments.return_lse else None,
+        output,
+        lse,
+        wanted.slopes or wanted.right_slopes,
+        wanted.key_bias or wanted.query_bias,
+    )
     input_gradients = _with_none(
         arguments, gradients(*incoming, *arguments, *saved), slopes_wanted=incoming.slopes_wanted
     )

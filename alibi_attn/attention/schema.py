@@ -67,22 +67,43 @@ class Arguments(NamedTuple):
     def of(cls, spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> "Arguments":
         on_cpu = query.device.type == "cpu"
         return cls(
-            query, key, value, spec.slopes, spec.right_slopes, first_positions(spec, query.device),
-            torch.ones((), dtype=torch.float64, device=query.device) * spec.scale if on_cpu else None, spec.key_mask,
-            spec.query_segments, spec.key_segments, spec.key_bias, spec.query_bias, spec.query_start, spec.dropout_seed,
-            spec.causal, spec.window, 1.0 if on_cpu else spec.scale, spec.tolerance, spec.dropout_p, may_see_nothing(spec),
+            query,
+            key,
+            value,
+            spec.slopes,
+            spec.right_slopes,
+            first_positions(spec, query.device),
+            torch.ones((), dtype=torch.float64, device=query.device) * spec.scale if on_cpu else None,
+            spec.key_mask,
+            spec.query_segments,
+            spec.key_segments,
+            spec.key_bias,
+            spec.query_bias,
+            spec.query_start,
+            spec.dropout_seed,
+            spec.causal,
+            spec.window,
+            1.0 if on_cpu else spec.scale,
+            spec.tolerance,
+            spec.dropout_p,
+            may_see_nothing(spec),
             spec.return_lse,
-        )  # fmt: skip
+        )
 
     def spec(self) -> Spec:
         """The description of the call; on a CPU an offset that is one number becomes an int."""
         b, h, t, d = self.query.shape
         return AttentionSpec(
-            batch=b, num_heads=h, num_kv_heads=self.key.shape[1], query_len=t, key_len=self.key.shape[2], head_dim=d,
+            batch=b,
+            num_heads=h,
+            num_kv_heads=self.key.shape[1],
+            query_len=t,
+            key_len=self.key.shape[2],
+            head_dim=d,
             scale=self.scale if self.cpu_scale is None else self.scale * float(self.cpu_scale),
             query_offset=self.first if self.cpu_scale is None else plain_offset(self.first),
             **{name: getattr(self, name) for name in _SHARED},
-        )  # fmt: skip
+        )
 
 
 # The fields that a spec and its operator's arguments both have.

@@ -17,23 +17,41 @@ from alibi_attn.attention.validation import SegmentIds, ToeplitzOptions, check_t
 
 @overload
 def toeplitz_attention(
-    query: Tensor, key: Tensor, value: Tensor, table: Tensor, *, return_lse: Literal[False] = ...,
-    backend: str = ..., **options: Unpack[ToeplitzOptions],
-) -> Tensor: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor,
+    *,
+    return_lse: Literal[False] = ...,
+    backend: str = ...,
+    **options: Unpack[ToeplitzOptions],
+) -> Tensor: ...
 
 
 @overload
 def toeplitz_attention(
-    query: Tensor, key: Tensor, value: Tensor, table: Tensor, *, return_lse: Literal[True],
-    backend: str = ..., **options: Unpack[ToeplitzOptions],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor,
+    *,
+    return_lse: Literal[True],
+    backend: str = ...,
+    **options: Unpack[ToeplitzOptions],
+) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def toeplitz_attention(
-    query: Tensor, key: Tensor, value: Tensor, table: Tensor, *, return_lse: bool = ...,
-    backend: str = ..., **options: Unpack[ToeplitzOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    table: Tensor,
+    *,
+    return_lse: bool = ...,
+    backend: str = ...,
+    **options: Unpack[ToeplitzOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @hides_unknown
@@ -89,9 +107,20 @@ def toeplitz_attention(
         )
     heads = query.shape[1] if isinstance(query, Tensor) and query.ndim == 4 else 0
     spec = make_spec(
-        query, key, value, [0.0] * heads, causal=causal, window=window, scale=scale, query_offset=query_offset,
-        key_mask=key_mask, segment_ids=segment_ids, dropout_p=dropout_p, tolerance=0.0, return_lse=return_lse,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        [0.0] * heads,
+        causal=causal,
+        window=window,
+        scale=scale,
+        query_offset=query_offset,
+        key_mask=key_mask,
+        segment_ids=segment_ids,
+        dropout_p=dropout_p,
+        tolerance=0.0,
+        return_lse=return_lse,
+    )
     check_tensor("table", table, query.device)
     _check_table(spec, table)
     first = 0 if causal else -(table.shape[1] // 2)

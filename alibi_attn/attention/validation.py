@@ -95,11 +95,27 @@ def make_spec(
         key_bias = key_bias.expand(b, h, s)
     window = given["window"]
     return AttentionSpec(
-        batch=b, num_heads=h, num_kv_heads=k, query_len=t, key_len=s, head_dim=d, slopes=left, right_slopes=right,
-        causal=given["causal"], window=None if window is None else min(window, FARTHEST), scale=scale, query_offset=offset,
-        key_mask=given["key_mask"], query_segments=query_segments, key_segments=key_segments, key_bias=key_bias,
-        sink_logits=sink_logits, dropout_p=given["dropout_p"], tolerance=tolerance, return_lse=given["return_lse"],
-    )  # fmt: skip
+        batch=b,
+        num_heads=h,
+        num_kv_heads=k,
+        query_len=t,
+        key_len=s,
+        head_dim=d,
+        slopes=left,
+        right_slopes=right,
+        causal=given["causal"],
+        window=None if window is None else min(window, FARTHEST),
+        scale=scale,
+        query_offset=offset,
+        key_mask=given["key_mask"],
+        query_segments=query_segments,
+        key_segments=key_segments,
+        key_bias=key_bias,
+        sink_logits=sink_logits,
+        dropout_p=given["dropout_p"],
+        tolerance=tolerance,
+        return_lse=given["return_lse"],
+    )
 
 
 def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:

@@ -29,23 +29,44 @@ FEW_SCORES = 2**19
 
 @overload
 def alibi_attention_varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, slopes: Slopes | None = ..., *,
-    return_lse: Literal[False] = ..., backend: str = ..., **options: Unpack[VarlenOptions],
-) -> Tensor: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    slopes: Slopes | None = ...,
+    *,
+    return_lse: Literal[False] = ...,
+    backend: str = ...,
+    **options: Unpack[VarlenOptions],
+) -> Tensor: ...
 
 
 @overload
 def alibi_attention_varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, slopes: Slopes | None = ..., *,
-    return_lse: Literal[True], backend: str = ..., **options: Unpack[VarlenOptions],
-) -> tuple[Tensor, Tensor]: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    slopes: Slopes | None = ...,
+    *,
+    return_lse: Literal[True],
+    backend: str = ...,
+    **options: Unpack[VarlenOptions],
+) -> tuple[Tensor, Tensor]: ...
 
 
 @overload
 def alibi_attention_varlen(
-    query: Tensor, key: Tensor, value: Tensor, cu_seqlens: Tensor, slopes: Slopes | None = ..., *,
-    return_lse: bool = ..., backend: str = ..., **options: Unpack[VarlenOptions],
-) -> Tensor | tuple[Tensor, Tensor]: ...  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    cu_seqlens: Tensor,
+    slopes: Slopes | None = ...,
+    *,
+    return_lse: bool = ...,
+    backend: str = ...,
+    **options: Unpack[VarlenOptions],
+) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
 @hides_unknown
@@ -106,10 +127,21 @@ def alibi_attention_varlen(
         _check_key_bias(key_bias, num_heads=query.shape[1], length=query.shape[0])
     query, key, value = (x.transpose(0, 1)[None] for x in autocast(query, key, value))
     spec = make_spec(
-        query, key, value, slopes, causal=causal, right_slopes=right_slopes, window=window, scale=scale,
-        segment_ids=_segments(cu_seqlens, query.shape[2]), key_bias=key_bias, sink_logits=sink_logits,
-        dropout_p=dropout_p, tolerance=tolerance, return_lse=return_lse,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        slopes,
+        causal=causal,
+        right_slopes=right_slopes,
+        window=window,
+        scale=scale,
+        segment_ids=_segments(cu_seqlens, query.shape[2]),
+        key_bias=key_bias,
+        sink_logits=sink_logits,
+        dropout_p=dropout_p,
+        tolerance=tolerance,
+        return_lse=return_lse,
+    )
     name = dispatch.choose(backend, spec, query, key, value)
     scores = spec.num_heads * spec.query_len**2
     if bounds is not None and name in DENSE and scores > FEW_SCORES:
@@ -137,10 +169,15 @@ def _one_by_one(
         if low == high:
             continue
         part = dataclasses.replace(
-            spec, query_len=high - low, key_len=high - low, query_segments=None, key_segments=None, query_offset=0,
+            spec,
+            query_len=high - low,
+            key_len=high - low,
+            query_segments=None,
+            key_segments=None,
+            query_offset=0,
             key_bias=None if spec.key_bias is None else spec.key_bias[:, :, low:high],
             dropout_seed=None if seed is None else seed + seed.new_tensor([0, 0, 0, low]),  # positions of the whole row
-        )  # fmt: skip
+        )
         result = attend(part, query[:, :, low:high], key[:, :, low:high], value[:, :, low:high], name)
         outputs.append(result[0] if isinstance(result, tuple) else result)
         if isinstance(result, tuple):

@@ -268,7 +268,11 @@ def few_queries(spec: Spec, rows: int, device: torch.device) -> Iterator[tuple[S
             None if x is None else x[..., start : start + count] for x in (spec.query_segments, spec.query_start)
         )
         part = dataclasses.replace(
-            spec, query_len=count, query_offset=spec.query_offset + start, query_segments=segments, query_start=first,
+            spec,
+            query_len=count,
+            query_offset=spec.query_offset + start,
+            query_segments=segments,
+            query_start=first,
             query_bias=None,
-        )  # fmt: skip
+        )
         yield part, distances(count, spec.key_len, part.query_offset, device)

@@ -62,9 +62,17 @@ def explain(
                 "head and pair of ranks, are computed; pass fewer ranks or heads"
             )
         halo = halos.static_halo(
-            halos.even_lengths(length, ranks), alibi_slopes(num_heads), score_bound=score_bound, causal=causal, window=window,
-            tolerance=tolerance, num_kv_heads=num_kv_heads, head_dim=head_dim, batch=batch, dtype=dtype,
-        )  # fmt: skip
+            halos.even_lengths(length, ranks),
+            alibi_slopes(num_heads),
+            score_bound=score_bound,
+            causal=causal,
+            window=window,
+            tolerance=tolerance,
+            num_kv_heads=num_kv_heads,
+            head_dim=head_dim,
+            batch=batch,
+            dtype=dtype,
+        )
         print(
             f"{halo}\nassuming the published slopes and scores of at most ±{score_bound:g}; "
             "without such a bound, the norms of q and k decide"

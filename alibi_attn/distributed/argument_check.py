@@ -126,9 +126,15 @@ class GroupArguments(NamedTuple):
 
 
 def check_arguments(
-    ranks: Ranks, spec: Spec | None, device: torch.device, *, key: Tensor | None = None, value: Tensor | None = None,
-    log_fgate: Tensor | None = None, score_bound: float | None = None,
-) -> GroupArguments:  # fmt: skip
+    ranks: Ranks,
+    spec: Spec | None,
+    device: torch.device,
+    *,
+    key: Tensor | None = None,
+    value: Tensor | None = None,
+    log_fgate: Tensor | None = None,
+    score_bound: float | None = None,
+) -> GroupArguments:
     """Compares the arguments of all ranks. A rank whose own arguments are invalid passes no spec.
 
     Raises:

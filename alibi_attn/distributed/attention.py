@@ -43,10 +43,18 @@ TIMEOUT = 600.0  # seconds
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def context_parallel_attention(
-    query: Tensor, key: Tensor, value: Tensor, slopes: Slopes | None = None, *, group: dist.ProcessGroup | None = None,
-    score_bound: float | None = None, backend: str = "auto", timeout: float = TIMEOUT, traffic: Traffic | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Slopes | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    score_bound: float | None = None,
+    backend: str = "auto",
+    timeout: float = TIMEOUT,
+    traffic: Traffic | None = None,
     **options: Unpack[ShardOptions],
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+) -> Tensor | tuple[Tensor, Tensor]:
     """`alibi_attention` over the rows of all ranks, for this rank's queries, [B, H, L, D] in query's dtype.
 
     Every rank of the group passes its *shard*: L consecutive rows of the sequence, in rank order. Shards may differ in length
@@ -94,10 +102,18 @@ def context_parallel_attention(
 
 @torch.compiler.disable  # type: ignore[untyped-decorator]
 def context_parallel_forgetting_attention(
-    query: Tensor, key: Tensor, value: Tensor, log_fgate: Tensor, slopes: Slopes | None = None, *,
-    group: dist.ProcessGroup | None = None, backend: str = "auto", timeout: float = TIMEOUT, traffic: Traffic | None = None,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_fgate: Tensor,
+    slopes: Slopes | None = None,
+    *,
+    group: dist.ProcessGroup | None = None,
+    backend: str = "auto",
+    timeout: float = TIMEOUT,
+    traffic: Traffic | None = None,
     **options: Unpack[GatedShardOptions],
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+) -> Tensor | tuple[Tensor, Tensor]:
     """`forgetting_attention` over the rows of all ranks, for this rank's queries, [B, H, L, D].
 
     Cumulative sums of the gates continue across ranks, in backward too. The width of the halo depends on the gates.
@@ -240,10 +256,18 @@ class _Call:
             )
             assert slopes is not None
             return static_halo(
-                lengths, slopes, score_bound=self.score_bound, causal=spec.causal, right_slopes=right, window=spec.window,
-                tolerance=spec.tolerance, num_kv_heads=spec.num_kv_heads, head_dim=spec.head_dim, batch=spec.batch,
+                lengths,
+                slopes,
+                score_bound=self.score_bound,
+                causal=spec.causal,
+                right_slopes=right,
+                window=spec.window,
+                tolerance=spec.tolerance,
+                num_kv_heads=spec.num_kv_heads,
+                head_dim=spec.head_dim,
+                batch=spec.batch,
                 dtype=dtype_name(self.query.dtype),
-            )  # fmt: skip
+            )
         summary = RankSummary.of(
             spec, ranks.gathered(rank_summary(spec, self.key, self.value), "norms of keys and values")
         )

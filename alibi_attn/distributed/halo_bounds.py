@@ -169,8 +169,12 @@ def halo_from_requests(requests: Sequence[Sequence[Sequence[int]]], lengths: tup
     """Combines the requests of all ranks, [R][K][FIELDS]."""
     left, right = (tuple(tuple(int(head[at]) for head in heads) for heads in requests) for at in (0, 1))
     plain = Halo(
-        lengths=lengths, left=left, right=right, outliers=tuple(((),) * len(heads) for heads in requests), row_bytes=row_bytes
-    )  # fmt: skip
+        lengths=lengths,
+        left=left,
+        right=right,
+        outliers=tuple(((),) * len(heads) for heads in requests),
+        row_bytes=row_bytes,
+    )
     outliers = tuple(
         tuple(tuple(_beyond(plain, rank, at, head[2:])) for at, head in enumerate(heads))
         for rank, heads in enumerate(requests)

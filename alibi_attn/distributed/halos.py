@@ -147,11 +147,19 @@ class Halo:
 
 
 def static_halo(
-    lengths: Sequence[int], slopes: Sequence[float] | npt.NDArray[np.float64], *, score_bound: float, causal: bool = True,
-    right_slopes: Sequence[float] | npt.NDArray[np.float64] | None = None, window: int | None = None,
-    tolerance: float | None = None, num_kv_heads: int | None = None, head_dim: int = 64, batch: int = 1,
+    lengths: Sequence[int],
+    slopes: Sequence[float] | npt.NDArray[np.float64],
+    *,
+    score_bound: float,
+    causal: bool = True,
+    right_slopes: Sequence[float] | npt.NDArray[np.float64] | None = None,
+    window: int | None = None,
+    tolerance: float | None = None,
+    num_kv_heads: int | None = None,
+    head_dim: int = 64,
+    batch: int = 1,
     dtype: str = "float32",
-) -> Halo:  # fmt: skip
+) -> Halo:
     """The halo for scores with a known bound, computed without queries and without communication.
 
     Every query sees its own key, so a head's reach is ⌈(2U + ln(1/ε) − ln(1 − e^(−m)))/m⌉, as in `ALiBiAttention.static_reach`.
@@ -178,9 +186,15 @@ def static_halo(
     if dtype not in EPS:
         raise TypeError(f"dtype is {dtype!r} but must be one of {', '.join(EPS)}")
     _, tolerance = check_numbers(
-        causal=causal, has_right_slopes=right_slopes is not None, window=window, scale=None, dropout_p=0.0,
-        tolerance=tolerance, head_dim=head_dim, dtype=dtype,
-    )  # fmt: skip
+        causal=causal,
+        has_right_slopes=right_slopes is not None,
+        window=window,
+        scale=None,
+        dropout_p=0.0,
+        tolerance=tolerance,
+        head_dim=head_dim,
+        dtype=dtype,
+    )
     shards, of_heads = _lengths(lengths), [float(m) for m in slopes]
     heads = len(of_heads) if num_kv_heads is None else num_kv_heads
     if heads < 1 or not of_heads or len(of_heads) % heads:

@@ -118,9 +118,17 @@ def _is_ours(module: nn.Module) -> bool:
 
 
 def _attend(
-    layer: nn.Module, given: dict[str, Any], query: Tensor, key: Tensor, value: Tensor, slopes: Tensor | None = None, *,
-    query_offset: int | Tensor | None = None, key_mask: Tensor | None = None, **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+    layer: nn.Module,
+    given: dict[str, Any],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Tensor | None = None,
+    *,
+    query_offset: int | Tensor | None = None,
+    key_mask: Tensor | None = None,
+    **options: Any,
+) -> Tensor | tuple[Tensor, Tensor]:
     """Replaces `alibi_attention`."""
     _check(query, key, query_offset)
     if isinstance(layer, ALiBiAttention) and layer.q_norm is not None and key_mask is None:
@@ -130,7 +138,7 @@ def _attend(
 
 def _attend_gated(
     given: dict[str, Any], query: Tensor, key: Tensor, value: Tensor, gates: Tensor, slopes: Tensor, **options: Any
-) -> Tensor | tuple[Tensor, Tensor]:  # fmt: skip
+) -> Tensor | tuple[Tensor, Tensor]:
     """Replaces `forgetting_attention`."""
     _check(query, key, None)
     return context_parallel_forgetting_attention(query, key, value, gates, slopes, **options, **given)

@@ -214,11 +214,22 @@ def _call(inputs: RankInputs, span: KeySpan, needs_lse: bool) -> tuple[Tensor, T
     assert key is not None
     assert value is not None
     part = make_spec(
-        query, key, value, split_slopes(of_span(spec.slopes, -1)), causal=spec.causal, window=spec.window, scale=spec.scale,
-        right_slopes=split_slopes(of_span(spec.right_slopes, -1)), query_offset=span.offset, key_mask=seen,
-        segment_ids=None if of_query is None or of_key is None else (of_query, of_key), key_bias=split(span.bias),
-        dropout_p=spec.dropout_p, tolerance=spec.tolerance, return_lse=needs_lse,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        split_slopes(of_span(spec.slopes, -1)),
+        causal=spec.causal,
+        window=spec.window,
+        scale=spec.scale,
+        right_slopes=split_slopes(of_span(spec.right_slopes, -1)),
+        query_offset=span.offset,
+        key_mask=seen,
+        segment_ids=None if of_query is None or of_key is None else (of_query, of_key),
+        key_bias=split(span.bias),
+        dropout_p=spec.dropout_p,
+        tolerance=spec.tolerance,
+        return_lse=needs_lse,
+    )
     seed = _dropout_seed(inputs, span, count)
     start = split(of_span(inputs.start, 1))
     if start is not None:

@@ -73,6 +73,12 @@ def shard_of(spec: Spec, start: int, length: int) -> Spec:
         return None if x is None else x[..., start : start + length]
 
     return dataclasses.replace(
-        spec, query_len=length, key_len=length, query_offset=0, key_mask=rows(spec.key_mask),
-        query_segments=rows(spec.query_segments), key_segments=rows(spec.key_segments), key_bias=rows(spec.key_bias),
-    )  # fmt: skip
+        spec,
+        query_len=length,
+        key_len=length,
+        query_offset=0,
+        key_mask=rows(spec.key_mask),
+        query_segments=rows(spec.query_segments),
+        key_segments=rows(spec.key_segments),
+        key_bias=rows(spec.key_bias),
+    )

@@ -96,10 +96,24 @@ def alibi_attention(
     Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
     """
     spec = make_spec(
-        query, key, value, slopes, causal=causal, right_slopes=right_slopes, window=window, scale=scale,
-        query_offset=query_offset, key_mask=key_mask, segment_ids=segment_ids, key_bias=key_bias,
-        sink_logits=sink_logits, dropout_p=dropout_p, tolerance=tolerance, return_lse=return_lse, **unknown,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        slopes,
+        causal=causal,
+        right_slopes=right_slopes,
+        window=window,
+        scale=scale,
+        query_offset=query_offset,
+        key_mask=key_mask,
+        segment_ids=segment_ids,
+        key_bias=key_bias,
+        sink_logits=sink_logits,
+        dropout_p=dropout_p,
+        tolerance=tolerance,
+        return_lse=return_lse,
+        **unknown,
+    )
     output, lse = attend(spec, query, key, value, checked_dropout_key(dropout_p, dropout_key), backend)
     return (output, lse) if return_lse else output
 

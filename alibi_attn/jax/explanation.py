@@ -63,9 +63,15 @@ def explain(
             reach, scores = _of_loop(spec, plan, first, of_xla.visited)
         visited = reach, scores, _visible(spec, first)
     return explanation(
-        spec, arrays[0].query.dtype, device, name, _verdicts(spec, name, platforms, backend), np.clip(farthest, 0, spec.window),
-        np.asarray(spec.slopes), visited,
-    )  # fmt: skip
+        spec,
+        arrays[0].query.dtype,
+        device,
+        name,
+        _verdicts(spec, name, platforms, backend),
+        np.clip(farthest, 0, spec.window),
+        np.asarray(spec.slopes),
+        visited,
+    )
 
 
 def _verdicts(spec: Spec, name: str, platforms: set[str], backend: Backend) -> dict[str, str]:

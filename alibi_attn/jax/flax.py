@@ -202,9 +202,13 @@ class ALiBiAttention(nnx.Module):
         if self.rngs is not None and not self.deterministic:
             dropout_p, dropout_key = self.dropout_p, self.rngs()
         options: AttentionOptions = {
-            "causal": self.causal, "window": self.window, "query_offset": first, "key_mask": key_mask,
-            "segment_ids": segment_ids, "dropout_p": dropout_p,
-        }  # fmt: skip
+            "causal": self.causal,
+            "window": self.window,
+            "query_offset": first,
+            "key_mask": key_mask,
+            "segment_ids": segment_ids,
+            "dropout_p": dropout_p,
+        }
         if gates is None:
             mixed = alibi_attention(query, key, value, slopes, dropout_key=dropout_key, **options)
             assert isinstance(mixed, jax.Array)  # no lse was requested

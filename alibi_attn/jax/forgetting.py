@@ -71,14 +71,26 @@ def forgetting_attention(
         raise unknown_argument("forgetting_attention", unknown)
     heads = query.shape[2] if getattr(query, "ndim", 0) == 4 else 0
     spec = make_spec(
-        query, key, value, [0.0] * heads if slopes is None else slopes, causal=True, right_slopes=None,
-        query_offset=query_offset, return_lse=return_lse, **options,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        [0.0] * heads if slopes is None else slopes,
+        causal=True,
+        right_slopes=None,
+        query_offset=query_offset,
+        return_lse=return_lse,
+        **options,
+    )
     check_array("log_fgate", log_fgate)
     first = check_log_fgate(
-        log_fgate, batch=spec.batch, num_heads=spec.num_heads, num_kv_heads=spec.num_kv_heads, key_len=spec.key_len,
-        query_len=spec.query_len, query_offset=query_offset,
-    )  # fmt: skip
+        log_fgate,
+        batch=spec.batch,
+        num_heads=spec.num_heads,
+        num_kv_heads=spec.num_kv_heads,
+        key_len=spec.key_len,
+        query_len=spec.query_len,
+        query_offset=query_offset,
+    )
     values = readable_values(log_fgate)
     if values is not None and not (values <= 0).all():
         raise ValueError(GATES_RULE)
@@ -114,9 +126,16 @@ def attend_gated(
     of_key, of_query = _biases(spec.query_len, jnp.asarray(first, jnp.int32), gates, spec.key_bias)
     start = _first_keys(spec.query_len, jnp.asarray(first, jnp.int32), gates)
     return attend(
-        dataclasses.replace(spec, key_bias=of_key.high, query_bias=of_query.high), query, key, value, dropout_key,
-        backend, key_bias_low=of_key.low, query_bias_low=of_query.low, query_start=start,
-    )  # fmt: skip
+        dataclasses.replace(spec, key_bias=of_key.high, query_bias=of_query.high),
+        query,
+        key,
+        value,
+        dropout_key,
+        backend,
+        key_bias_low=of_key.low,
+        query_bias_low=of_query.low,
+        query_start=start,
+    )
 
 
 @partial(jax.jit, static_argnums=0)

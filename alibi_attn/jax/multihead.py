@@ -82,9 +82,16 @@ def alibi_dot_product_attention(
         query_offset = last.astype(jnp.int32)
     if (mask is None or key_mask is not None) and bias is None and module is None:
         output = alibi_attention(
-            query, key, value, slopes, causal=causal or is_causal, query_offset=query_offset, key_mask=key_mask,
-            dropout_p=dropout_rate, dropout_key=dropout_rng,
-        )  # fmt: skip
+            query,
+            key,
+            value,
+            slopes,
+            causal=causal or is_causal,
+            query_offset=query_offset,
+            key_mask=key_mask,
+            dropout_p=dropout_rate,
+            dropout_key=dropout_rng,
+        )
         assert isinstance(output, jax.Array)  # no lse was requested
         return output.reshape(shape)
     spec = make_spec(query, key, value, slopes, dropout_p=dropout_rate)

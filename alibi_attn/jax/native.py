@@ -68,9 +68,13 @@ def _registered() -> str | None:
 
 
 _IN_ORDER = (
-    "alibi_forward_float32", "alibi_backward_float32", "alibi_forward_float64", "alibi_backward_float64", "alibi_run_team",
+    "alibi_forward_float32",
+    "alibi_backward_float32",
+    "alibi_forward_float64",
+    "alibi_backward_float64",
+    "alibi_run_team",
     "alibi_most_threads",
-)  # fmt: skip
+)
 
 
 def _address(library: ctypes.CDLL, function: str) -> int | None:
@@ -103,9 +107,11 @@ def forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, Saved
     batch, query_len, heads, _ = arrays.query.shape
     lse_dtype = work if arrays.key_bias is None else jnp.promote_types(work, arrays.key_bias.dtype)
     results = (
-        (arrays.query.shape, _stored(arrays)), ((batch, heads, query_len), lse_dtype), ((batch, 2, heads, query_len), work),
+        (arrays.query.shape, _stored(arrays)),
+        ((batch, heads, query_len), lse_dtype),
+        ((batch, 2, heads, query_len), work),
         ((batch, _numbers_of_visited(arrays)), jnp.int32),
-    )  # fmt: skip
+    )
     output, lse, rows, visited = _call("alibi_xla_forward", plan, _operands(arrays, rest), results)
     return output.astype(arrays.query.dtype), lse, Saved(rows, visited)
 
@@ -169,11 +175,21 @@ def _operands(arrays: Arrays, rest: Rest) -> tuple[Array, ...]:
     if seed is not None:
         seed += jnp.zeros_like(arrays.left, seed.dtype, shape=())
     optional = (
-        rest.key_mask, rest.query_segments, rest.key_segments, arrays.key_bias, rest.key_bias_low, arrays.query_bias,
-        rest.query_bias_low, seed, rest.query_start,
-    )  # fmt: skip
+        rest.key_mask,
+        rest.query_segments,
+        rest.key_segments,
+        arrays.key_bias,
+        rest.key_bias_low,
+        arrays.query_bias,
+        rest.query_bias_low,
+        seed,
+        rest.query_start,
+    )
     return (
-        *(x.astype(_stored(arrays)) for x in arrays[:3]), arrays.left, arrays.right, rest.offset,
+        *(x.astype(_stored(arrays)) for x in arrays[:3]),
+        arrays.left,
+        arrays.right,
+        rest.offset,
         *(jnp.zeros_like(arrays.left, shape=(0,)) if x is None else x for x in optional),
         rest.numbers,
-    )  # fmt: skip
+    )

@@ -64,15 +64,29 @@ def make_spec(
     _check_values(left, right)
     work = jnp.promote_types(dtype, jnp.float32)
     return AttentionSpec(
-        batch=b, num_heads=h, num_kv_heads=k, query_len=t, key_len=s, head_dim=d,
+        batch=b,
+        num_heads=h,
+        num_kv_heads=k,
+        query_len=t,
+        key_len=s,
+        head_dim=d,
         slopes=jnp.asarray(alibi_slopes(h) if left is None else left, work),
         right_slopes=None if right is None else jnp.asarray(right, work),
-        causal=given["causal"], window=given["window"], scale=scale, query_offset=offset, key_mask=given["key_mask"],
-        query_segments=query_segments, key_segments=key_segments,
-        key_bias=None if key_bias is None else jnp.broadcast_to(jnp.asarray(_below_inf(key_bias, BIAS_RULE)), (b, h, s)),
+        causal=given["causal"],
+        window=given["window"],
+        scale=scale,
+        query_offset=offset,
+        key_mask=given["key_mask"],
+        query_segments=query_segments,
+        key_segments=key_segments,
+        key_bias=None
+        if key_bias is None
+        else jnp.broadcast_to(jnp.asarray(_below_inf(key_bias, BIAS_RULE)), (b, h, s)),
         sink_logits=None if sink_logits is None else jnp.asarray(_below_inf(sink_logits, SINKS_RULE)),
-        dropout_p=given["dropout_p"], tolerance=tolerance, return_lse=given["return_lse"],
-    )  # fmt: skip
+        dropout_p=given["dropout_p"],
+        tolerance=tolerance,
+        return_lse=given["return_lse"],
+    )
 
 
 def _check_arrays(query: Array, key: Array, value: Array, given: SpecOptions) -> None:

@@ -103,9 +103,23 @@ def _inputs(arrays: Arrays, rest: Rest) -> tuple[Inputs, Array]:
         hidden = (high == -jnp.inf).reshape(*key.shape[:2], group, key.shape[2]).all(2)
     key, value, veil = clean_keys(key, value, hidden)
     inputs = Inputs(
-        query, key, value, veil, hidden, arrays.left, arrays.right, rest.scale, rest.tolerance, rest.window,
-        rest.offset, rest.query_segments, rest.key_segments, rest.dropout_seed, bias, rest.query_start,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        veil,
+        hidden,
+        arrays.left,
+        arrays.right,
+        rest.scale,
+        rest.tolerance,
+        rest.window,
+        rest.offset,
+        rest.query_segments,
+        rest.key_segments,
+        rest.dropout_seed,
+        bias,
+        rest.query_start,
+    )
     return inputs, spoiled
 
 

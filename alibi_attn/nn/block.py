@@ -52,9 +52,14 @@ class ALiBiTransformerBlock(nn.Module):
 
     @checks_names(ALiBiAttention)
     def __init__(
-        self, embed_dim: int, num_heads: int, ffn_dim: int | None = None, *, dropout_p: float = 0.0,
+        self,
+        embed_dim: int,
+        num_heads: int,
+        ffn_dim: int | None = None,
+        *,
+        dropout_p: float = 0.0,
         **attention: Unpack[AttentionOptions],
-    ) -> None:  # fmt: skip
+    ) -> None:
         super().__init__()
         ffn_dim = 4 * embed_dim if ffn_dim is None else ffn_dim
         if ffn_dim < 1:

@@ -87,9 +87,18 @@ class CacheFile:
 
     @classmethod
     def write(
-        cls, path: Path | None, key: Tensor, value: Tensor, *, fingerprint: str, part: str, capacity: int | None = None,
-        folder: Path | None = None, release: Callable[[], None] | None = None, replace: bool = False,
-    ) -> Self:  # fmt: skip
+        cls,
+        path: Path | None,
+        key: Tensor,
+        value: Tensor,
+        *,
+        fingerprint: str,
+        part: str,
+        capacity: int | None = None,
+        folder: Path | None = None,
+        release: Callable[[], None] | None = None,
+        replace: bool = False,
+    ) -> Self:
         """A file with these keys and values, copied a few at a time, which appears under its path when it is complete.
 
         Args:
@@ -296,9 +305,16 @@ class CacheFile:
         """Continues in a file with more capacity, which replaces the old one; with private changes, in a temporary file."""
         path = self.path if self.mode == "r+" else None
         larger = type(self).write(
-            path, self.key[:, :, : self.length], self.value[:, :, : self.length], fingerprint=self.fingerprint, part=self.part,
-            capacity=capacity, folder=self.folder, release=self.release, replace=True,
-        )  # fmt: skip
+            path,
+            self.key[:, :, : self.length],
+            self.value[:, :, : self.length],
+            fingerprint=self.fingerprint,
+            part=self.part,
+            capacity=capacity,
+            folder=self.folder,
+            release=self.release,
+            replace=True,
+        )
         vars(self).update(vars(larger), folder=self.folder)
 
 

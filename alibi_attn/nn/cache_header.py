@@ -46,9 +46,15 @@ def header_for(key: Tensor, value: Tensor, *, capacity: int, fingerprint: str, p
     if key.dtype != value.dtype:
         raise ValueError(f"key is {key.dtype} and value {value.dtype} but a cache in a file has one dtype")
     return {
-        "format": FORMAT, "dtype": str(key.dtype), "batch": key.shape[0], "heads": key.shape[1],
-        "head_dims": [key.shape[3], value.shape[3]], "capacity": capacity, "fingerprint": fingerprint, "part": part,
-    }  # fmt: skip
+        "format": FORMAT,
+        "dtype": str(key.dtype),
+        "batch": key.shape[0],
+        "heads": key.shape[1],
+        "head_dims": [key.shape[3], value.shape[3]],
+        "capacity": capacity,
+        "fingerprint": fingerprint,
+        "part": part,
+    }
 
 
 def write(number: int, header: dict[str, Any]) -> None:

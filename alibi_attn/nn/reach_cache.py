@@ -136,9 +136,14 @@ class ReachCache(CachesOfHeads):
     """
 
     def __init__(
-        self, reach: Sequence[int] | Tensor, *, score_bound: float, tolerance: float, num_kv_heads: int | None = None,
+        self,
+        reach: Sequence[int] | Tensor,
+        *,
+        score_bound: float,
+        tolerance: float,
+        num_kv_heads: int | None = None,
         slopes: Sequence[float] | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         per_head = [operator.index(r) for r in (reach.tolist() if isinstance(reach, Tensor) else reach)]
         heads = len(per_head) if num_kv_heads is None else operator.index(num_kv_heads)
         if not per_head or min(per_head) < 1:

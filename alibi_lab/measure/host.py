@@ -25,9 +25,30 @@ HEADS, TOKENS, HEAD_DIM, CACHED = 8, 256, 16, 2048  # so small that torch's own 
 BLOCKS = 15  # of calls; the median block counts, in processor time, which other processes do not change
 # Views, and allocations, which are counted separately; a GPU launches nothing for them.
 FREE = (
-    "empty", "view", "expand", "slice", "select", "squeeze", "strided", "detach", "alias", "transpose", "permute", "unbind",
-    "reshape", "narrow", "unflatten", "flatten", "resolve", "lift", "split", "chunk", "result_type", "promote_types", "item",
-)  # fmt: skip
+    "empty",
+    "view",
+    "expand",
+    "slice",
+    "select",
+    "squeeze",
+    "strided",
+    "detach",
+    "alias",
+    "transpose",
+    "permute",
+    "unbind",
+    "reshape",
+    "narrow",
+    "unflatten",
+    "flatten",
+    "resolve",
+    "lift",
+    "split",
+    "chunk",
+    "result_type",
+    "promote_types",
+    "item",
+)
 
 Step = Callable[[], object]
 

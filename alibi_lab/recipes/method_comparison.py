@@ -22,9 +22,22 @@ from alibi_lab.lab.config import (
 from alibi_lab.recipes.scales import LARGE, MEDIUM, trained_at, with_model
 
 COMPARED: tuple[Method, ...] = (
-    "none", "sinusoidal", "rotary", "t5", "alibi", "alibi-half", "kerple", "alibi-log", "sandwich", "tisa", "fire",
-    "nope-window", "drope", "fox", "alibi-fox",
-)  # fmt: skip
+    "none",
+    "sinusoidal",
+    "rotary",
+    "t5",
+    "alibi",
+    "alibi-half",
+    "kerple",
+    "alibi-log",
+    "sandwich",
+    "tisa",
+    "fire",
+    "nope-window",
+    "drope",
+    "fox",
+    "alibi-fox",
+)
 TASKS: tuple[SymbolTask | None, ...] = (None, "mqar", "needles", "copy", "flip-flop")  # None is language modeling
 SEEDS = (0, 1)
 _RUNS: Mapping[Scale, RunConfig] = {

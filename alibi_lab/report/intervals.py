@@ -23,8 +23,22 @@ from numpy.typing import NDArray
 Array = NDArray[np.float64]
 
 # Student's t for two-sided 95 %, by degrees of freedom; between two entries the smaller number of degrees applies.
-T_95 = {1: 12.706, 2: 4.303, 3: 3.182, 4: 2.776, 5: 2.571, 6: 2.447, 7: 2.365, 8: 2.306, 9: 2.262, 10: 2.228, 15: 2.131,
-        20: 2.086, 30: 2.042, 60: 2.0}  # fmt: skip
+T_95 = {
+    1: 12.706,
+    2: 4.303,
+    3: 3.182,
+    4: 2.776,
+    5: 2.571,
+    6: 2.447,
+    7: 2.365,
+    8: 2.306,
+    9: 2.262,
+    10: 2.228,
+    15: 2.131,
+    20: 2.086,
+    30: 2.042,
+    60: 2.0,
+}
 LEAST_PARTS = 3
 
 

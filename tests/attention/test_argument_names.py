@@ -51,8 +51,15 @@ def test_an_unknown_argument_of_a_layer_is_reported_before_a_missing_one(layer):
 
 @pytest.mark.parametrize(
     "function",
-    [alibi_attention, alibi_attention_varlen, forgetting_attention, ALiBiAttention, ALiBiAttention.forward, ALiBiPositionalBias],
-)  # fmt: skip
+    [
+        alibi_attention,
+        alibi_attention_varlen,
+        forgetting_attention,
+        ALiBiAttention,
+        ALiBiAttention.forward,
+        ALiBiPositionalBias,
+    ],
+)
 def test_a_signature_has_no_unknown_arguments(function):
     parameters = inspect.signature(function).parameters
     assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())

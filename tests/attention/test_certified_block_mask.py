@@ -16,9 +16,20 @@ from alibi_attn.attention.visibility import distances
 
 LONG = (
     Case("many tiles", batch=1, heads=2, query_len=700, key_len=700, slopes="steep", sink=200.0),
-    Case("many tiles, both sides", batch=1, heads=2, query_len=640, key_len=700, slopes="steep", causal=False, right="random"),
-    Case("many tiles, gates", batch=1, heads=2, query_len=700, key_len=700, slopes="zero", key_bias="gates", kv_heads=1),
-)  # fmt: skip
+    Case(
+        "many tiles, both sides",
+        batch=1,
+        heads=2,
+        query_len=640,
+        key_len=700,
+        slopes="steep",
+        causal=False,
+        right="random",
+    ),
+    Case(
+        "many tiles, gates", batch=1, heads=2, query_len=700, key_len=700, slopes="zero", key_bias="gates", kv_heads=1
+    ),
+)
 
 
 def kept(mask: BlockMask, block_size: int) -> Tensor:
@@ -76,9 +87,14 @@ def test_flex_attention_with_it_is_alibi_attention() -> None:
     slopes, right = torch.tensor([1.0, 0.5, 0.25, 0.125]), torch.tensor([0.5, math.inf, 0.5, 2.0])
     bias, shown = torch.randn(4, 520, generator=generator), torch.rand(3, 520, generator=generator) < 0.8
     options = {
-        "causal": False, "right_slopes": right, "window": 300, "scale": 0.3, "key_mask": shown[:2],
-        "segment_ids": (torch.arange(520) // 400).expand(2, -1), "key_bias": bias.masked_fill(~shown[2], -math.inf),
-    }  # fmt: skip
+        "causal": False,
+        "right_slopes": right,
+        "window": 300,
+        "scale": 0.3,
+        "key_mask": shown[:2],
+        "segment_ids": (torch.arange(520) // 400).expand(2, -1),
+        "key_bias": bias.masked_fill(~shown[2], -math.inf),
+    }
     mask = certified_block_mask(q, k, slopes, **options)
     steep = right.masked_fill(right == math.inf, 0.0)
 

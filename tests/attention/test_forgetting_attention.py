@@ -66,10 +66,12 @@ def test_it_is_the_papers_formula(backend: str, shape: dict, options: dict) -> N
     batch, h, s = 2, inputs[0].shape[1], inputs[1].shape[2]
     rng = torch.Generator().manual_seed(5)
     made = {
-        "slopes": torch.tensor(alibi_slopes(h)), "window": 9, "key_bias": torch.randn(batch, h, s, generator=rng),
+        "slopes": torch.tensor(alibi_slopes(h)),
+        "window": 9,
+        "key_bias": torch.randn(batch, h, s, generator=rng),
         "key_mask": torch.rand(batch, s, generator=rng) < 0.6,
         "segment_ids": torch.randint(0, 3, (batch, s), generator=rng).sort(-1)[0],
-    }  # fmt: skip
+    }
     given = {name: made[name] if on is True else on for name, on in options.items()}
     found = []
     for attention, extra in ((forgetting_attention, {"backend": backend, "return_lse": True}), (by_hand, {})):

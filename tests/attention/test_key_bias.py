@@ -31,7 +31,11 @@ def test_biases_that_broadcast_are_equal(backend: str) -> None:
 @pytest.mark.parametrize(
     ("bias", "error", "said"),
     [
-        (torch.zeros(2, 4, 149), ValueError, r"key_bias has shape \[2, 4, 149\] but must be \[B, H, S\] = \[2, 4, 150\]"),
+        (
+            torch.zeros(2, 4, 149),
+            ValueError,
+            r"key_bias has shape \[2, 4, 149\] but must be \[B, H, S\] = \[2, 4, 150\]",
+        ),
         (torch.zeros(3, 1, 150), ValueError, "broadcastable to it"),
         (torch.zeros(1, 2, 4, 150), ValueError, "key_bias has shape"),
         (torch.zeros(2, 4, 1), ValueError, "key_bias has shape"),
@@ -41,7 +45,7 @@ def test_biases_that_broadcast_are_equal(backend: str) -> None:
         (torch.full((150,), math.inf), ValueError, "−inf for a hidden key"),
         ([0.0] * 150, TypeError, "key_bias must be a torch.Tensor but is list"),
     ],
-)  # fmt: skip
+)
 def test_invalid_biases_are_refused(bias: object, error: type[Exception], said: str) -> None:
     q, k, v = draw()
     with pytest.raises(error, match=said):

@@ -149,8 +149,11 @@ def test_vmap_is_a_loop(backend: str, name: str) -> None:
     of_sum = grad(lambda *x: vmap(one, in_dims)(*x).sum(), argnums=wanted)(*inputs)
     found = [grad(one, argnums=wanted)(*entry) for entry in entries]
     truth = [torch.stack(parts) for parts in zip(*found, strict=True)]
-    for ours, exact in ((values, torch.stack([one(*entry) for entry in entries])), *zip(each, truth, strict=True),
-                        *zip(of_sum, truth, strict=True)):  # fmt: skip
+    for ours, exact in (
+        (values, torch.stack([one(*entry) for entry in entries])),
+        *zip(each, truth, strict=True),
+        *zip(of_sum, truth, strict=True),
+    ):
         torch.testing.assert_close(ours, exact, rtol=2e-5, atol=2e-5, equal_nan=True)
 
 

@@ -174,7 +174,11 @@ def test_nan_stays_in_its_sequence() -> None:
 @pytest.mark.parametrize(
     ("starts", "error", "said"),
     [
-        ([0, 13, 39], ValueError, r"cu_seqlens is \[0, 13, 39\] but must begin with 0, never decrease, and end with N = 40"),
+        (
+            [0, 13, 39],
+            ValueError,
+            r"cu_seqlens is \[0, 13, 39\] but must begin with 0, never decrease, and end with N = 40",
+        ),
         ([1, 40], ValueError, "must begin with 0"),
         ([0, 20, 13, 40], ValueError, "never decrease"),
         ([0, *range(1, 30), 41], ValueError, r"cu_seqlens is \[0, 1, 2, 3, 4, 5, 6, 7, …, 41\]"),
@@ -182,7 +186,7 @@ def test_nan_stays_in_its_sequence() -> None:
         ([[0, 40]], ValueError, r"cu_seqlens has shape \[1, 2\]"),
         ([0.0, 40.0], TypeError, "cu_seqlens is float32 but must be int32 or int64"),
     ],
-)  # fmt: skip
+)
 def test_wrong_borders_are_refused(starts: list, error: type[Exception], said: str) -> None:
     dtype = None if starts and isinstance(np.ravel(starts)[0], np.floating) else torch.int64
     with pytest.raises(error, match=said):
@@ -197,15 +201,23 @@ def test_wrong_borders_are_refused(starts: list, error: type[Exception], said: s
         ({"query": None}, TypeError, "query must be a torch.Tensor but is NoneType"),
         ({"key": torch.randn(39, 4, 16)}, ValueError, "every token has a query, a key and a value"),
         ({"value": torch.randn(40, 2, 16)}, ValueError, "every token has a query, a key and a value"),
-        ({"slopes": torch.rand(1, 4)}, ValueError, r"slopes has 2 axes but must be \[H\], shared by all packed sequences"),
+        (
+            {"slopes": torch.rand(1, 4)},
+            ValueError,
+            r"slopes has 2 axes but must be \[H\], shared by all packed sequences",
+        ),
         ({"slopes": [[0.5] * 4]}, ValueError, "slopes has 2 axes"),
         ({"slopes": [0.5] * 3}, ValueError, "slopes has 3 entries but query has 4 heads"),
         ({"right_slopes": torch.rand(2, 4), "causal": False}, ValueError, "right_slopes has 2 axes"),
-        ({"key_bias": torch.randn(1, 4, 40)}, ValueError, r"key_bias has shape \[1, 4, 40\] but must be \[H, N\] = \[4, 40\]"),
+        (
+            {"key_bias": torch.randn(1, 4, 40)},
+            ValueError,
+            r"key_bias has shape \[1, 4, 40\] but must be \[H, N\] = \[4, 40\]",
+        ),
         ({"key_bias": torch.randn(4, 39)}, ValueError, "key_bias has shape"),
         ({"backend": "fused"}, ValueError, "backend 'fused' cannot run this"),
     ],
-)  # fmt: skip
+)
 def test_wrong_arguments_are_refused(changed: dict, error: type[Exception], said: str) -> None:
     q, k, v = draw()
     given = {"query": q, "key": k, "value": v, "cu_seqlens": torch.tensor([0, 13, 40])} | changed

@@ -137,15 +137,22 @@ def test_half_precision_stays_in_its_dtype(ranks):
 
 
 ARGUMENTS = {
-    "dtype": "dtype = float64 but rank 0 with dtype = float32", "batch": "batch = 2 but rank 0 with batch = 1",
-    "num_heads": "num_heads = 2", "num_kv_heads": "num_kv_heads = 2", "head_dim": "head_dim = 4",
-    "causal": "causal = False but rank 0 with causal = True", "window": "window = 5 but rank 0 with window = None",
-    "scale": "scale = 0.5", "tolerance": "tolerance = 0.1", "slopes": "slopes = other numbers",
+    "dtype": "dtype = float64 but rank 0 with dtype = float32",
+    "batch": "batch = 2 but rank 0 with batch = 1",
+    "num_heads": "num_heads = 2",
+    "num_kv_heads": "num_kv_heads = 2",
+    "head_dim": "head_dim = 4",
+    "causal": "causal = False but rank 0 with causal = True",
+    "window": "window = 5 but rank 0 with window = None",
+    "scale": "scale = 0.5",
+    "tolerance": "tolerance = 0.1",
+    "slopes": "slopes = other numbers",
     "dropout_p": "dropout_p = 0.5 but rank 0 with dropout_p = 0.0",
-    "segment_ids": "segment_ids = given but rank 0 with segment_ids = None", "key_bias": "the dtype of key_bias = float32",
+    "segment_ids": "segment_ids = given but rank 0 with segment_ids = None",
+    "key_bias": "the dtype of key_bias = float32",
     "score_bound": "score_bound = 3.0 but rank 0 with score_bound = None",
     "gradient": "whether key or value needs a gradient = True",
-}  # fmt: skip
+}
 
 
 @pytest.mark.parametrize("argument", ARGUMENTS)

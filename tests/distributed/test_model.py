@@ -82,8 +82,12 @@ def test_without_a_process_group_the_error_explains_how_to_start_one():
 
 def test_slopes_that_depend_on_the_length_raise(group):
     config = ALiBiCausalLMConfig(
-        hidden_size=32, num_hidden_layers=1, num_attention_heads=4, intermediate_size=48, vocab_size=40,
+        hidden_size=32,
+        num_hidden_layers=1,
+        num_attention_heads=4,
+        intermediate_size=48,
+        vocab_size=40,
         alibi_scaling={"type": "linear", "train_seq_len": 8},
-    )  # fmt: skip
+    )
     with pytest.raises(ValueError, match="depend on the length"):
         context_parallel(ALiBiForCausalLM(config), group)

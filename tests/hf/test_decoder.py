@@ -18,8 +18,12 @@ from alibi_attn.hf import ALiBiCache, ALiBiCausalLMConfig, ALiBiForCausalLM
 from alibi_attn.hf.attention import patched_attention
 
 SIZES = {
-    "vocab_size": 60, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 64,
-}  # fmt: skip
+    "vocab_size": 60,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "intermediate_size": 64,
+}
 close = functools.partial(torch.testing.assert_close, rtol=1e-4, atol=2e-5)
 
 

@@ -50,9 +50,15 @@ def test_onnx_runtime_computes_the_encoder_at_every_length(tmp_path):
     sizes = {0: Dim("batch"), 1: Dim("length")}
     names = ["input_ids", "attention_mask"]
     torch.onnx.export(
-        model, draw(2, 11), tmp_path / "encoder.onnx", dynamo=True, verbose=False, input_names=names,
-        output_names=["last_hidden_state", "pooler_output"], dynamic_shapes=dict.fromkeys(names, sizes),
-    )  # fmt: skip
+        model,
+        draw(2, 11),
+        tmp_path / "encoder.onnx",
+        dynamo=True,
+        verbose=False,
+        input_names=names,
+        output_names=["last_hidden_state", "pooler_output"],
+        dynamic_shapes=dict.fromkeys(names, sizes),
+    )
     session = InferenceSession(tmp_path / "encoder.onnx")
     exact = ALiBiBertModel(ALiBiBertConfig(**SIZES)).eval()
     exact.load_state_dict(model.state_dict())

@@ -95,12 +95,18 @@ def test_the_longest_text_is_as_requested_or_the_tokenizer_s_or_8192(said, asked
 
 POOLING = "1_Pooling/config.json"
 REFUSED = [
-    ({"modules.json": modules("Transformer", "Pooling", "Dense")}, "sentence_transformers.models.Dense; only Transformer"),
+    (
+        {"modules.json": modules("Transformer", "Pooling", "Dense")},
+        "sentence_transformers.models.Dense; only Transformer",
+    ),
     ({"modules.json": modules("Transformer")}, "lists sentence_transformers.models.Transformer; only"),
     ({"modules.json": [{"type": "their_code.Transformer"}, {}]}, "lists their_code.Transformer, None"),
     ({"modules.json": "[]"}, "lists no module"),
     ({"modules.json": "{"}, r"modules\.json is damaged"),
-    ({"modules.json": [{**modules("Transformer", "Pooling")[0], "path": "../.."}, modules("", "Pooling")[1]]}, "is not the name"),
+    (
+        {"modules.json": [{**modules("Transformer", "Pooling")[0], "path": "../.."}, modules("", "Pooling")[1]]},
+        "is not the name",
+    ),
     ({POOLING: {"pooling_mode_max_tokens": True}}, "has pooling max but only mean or cls"),
     ({POOLING: {"pooling_mode": ["cls", "mean"]}}, "has pooling cls and mean but"),
     ({POOLING: {"pooling_mode": 3}}, "has pooling_mode 3"),
@@ -111,7 +117,7 @@ REFUSED = [
     ({"sentence_bert_config.json": {"max_seq_length": 2}}, "max_seq_length is 2 but must be at least 3"),
     ({"config_sentence_transformers.json": {"prompts": ["a"]}}, "has prompts = "),
     ({"tokenizer.json": "{"}, r"tokenizer\.json is damaged"),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("files", "message"), REFUSED)

@@ -8,21 +8,60 @@ from transformers import MptConfig, MptForCausalLM
 from alibi_attn.hf import ALiBiBertModel, ALiBiForCausalLM, patch
 
 ATTENTION = {
-    "alibi": True, "alibi_bias_max": 16, "attn_impl": "torch", "attn_pdrop": 0, "attn_type": "multihead_attention",
-    "attn_uses_sequence_id": False, "clip_qkv": 6, "prefix_lm": False, "qk_ln": False, "softmax_scale": None,
-}  # fmt: skip
+    "alibi": True,
+    "alibi_bias_max": 16,
+    "attn_impl": "torch",
+    "attn_pdrop": 0,
+    "attn_type": "multihead_attention",
+    "attn_uses_sequence_id": False,
+    "clip_qkv": 6,
+    "prefix_lm": False,
+    "qk_ln": False,
+    "softmax_scale": None,
+}
 STORYWRITER = {
-    "model_type": "mpt", "architectures": ["MPTForCausalLM"], "d_model": 48, "n_heads": 4, "n_layers": 2, "expansion_ratio": 4,
-    "max_seq_len": 65536, "vocab_size": 60, "no_bias": True, "norm_type": "low_precision_layernorm", "emb_pdrop": 0,
-    "resid_pdrop": 0, "embedding_fraction": 1.0, "learned_pos_emb": True, "logit_scale": None, "attn_config": ATTENTION,
-}  # fmt: skip
-REPLIT = {
-    "model_type": "replit_lm", "architectures": ["ReplitLM"], "d_model": 48, "n_heads": 4, "n_layers": 2, "mlp_ratio": 4,
-    "max_seq_len": 2048, "vocab_size": 60, "no_bias": True, "alibi": True, "alibi_bias_max": 8, "attn_clip_qkv": None,
-    "attn_impl": "torch", "attn_pdrop": 0, "attn_qk_ln": False, "attn_uses_sequence_id": False, "embedding_fraction": 1.0,
-    "low_precision_layernorm": True, "prefix_lm": False, "resid_pdrop": 0, "emb_pdrop": 0, "softmax_scale": None,
+    "model_type": "mpt",
+    "architectures": ["MPTForCausalLM"],
+    "d_model": 48,
+    "n_heads": 4,
+    "n_layers": 2,
+    "expansion_ratio": 4,
+    "max_seq_len": 65536,
+    "vocab_size": 60,
+    "no_bias": True,
+    "norm_type": "low_precision_layernorm",
+    "emb_pdrop": 0,
+    "resid_pdrop": 0,
+    "embedding_fraction": 1.0,
+    "learned_pos_emb": True,
     "logit_scale": None,
-}  # fmt: skip
+    "attn_config": ATTENTION,
+}
+REPLIT = {
+    "model_type": "replit_lm",
+    "architectures": ["ReplitLM"],
+    "d_model": 48,
+    "n_heads": 4,
+    "n_layers": 2,
+    "mlp_ratio": 4,
+    "max_seq_len": 2048,
+    "vocab_size": 60,
+    "no_bias": True,
+    "alibi": True,
+    "alibi_bias_max": 8,
+    "attn_clip_qkv": None,
+    "attn_impl": "torch",
+    "attn_pdrop": 0,
+    "attn_qk_ln": False,
+    "attn_uses_sequence_id": False,
+    "embedding_fraction": 1.0,
+    "low_precision_layernorm": True,
+    "prefix_lm": False,
+    "resid_pdrop": 0,
+    "emb_pdrop": 0,
+    "softmax_scale": None,
+    "logit_scale": None,
+}
 RENAMED = {
     ".norm_1.": ".ln_1.",
     ".norm_2.": ".ln_2.",

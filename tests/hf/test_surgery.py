@@ -35,16 +35,23 @@ GPT2 = {
     "eos_token_id": 2,
 }
 BERT = {
-    "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": HEADS, "intermediate_size": 56, "vocab_size": 60,
+    "hidden_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": HEADS,
+    "intermediate_size": 56,
+    "vocab_size": 60,
     "max_position_embeddings": LENGTH + 2,
-}  # fmt: skip
+}
 KINDS = {
     "gpt2": (GPT2LMHeadModel, GPT2Config, GPT2),
     "gpt2-scaled": (
         GPT2LMHeadModel,
         GPT2Config,
         {
-            **GPT2, "scale_attn_weights": False, "scale_attn_by_inverse_layer_idx": True, "n_inner": 40,
+            **GPT2,
+            "scale_attn_weights": False,
+            "scale_attn_by_inverse_layer_idx": True,
+            "n_inner": 40,
             "tie_word_embeddings": False,
         },
     ),
@@ -54,7 +61,7 @@ KINDS = {
     "roberta": (RobertaModel, RobertaConfig, BERT),
     "roberta-masked": (RobertaForMaskedLM, RobertaConfig, {**BERT, "hidden_act": "silu", "tie_word_embeddings": False}),
     "roberta-labels": (RobertaForSequenceClassification, RobertaConfig, {**BERT, "num_labels": 3}),
-}  # fmt: skip
+}
 close = functools.partial(torch.testing.assert_close, rtol=1e-5, atol=1e-5)
 
 

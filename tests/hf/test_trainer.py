@@ -73,10 +73,22 @@ def rows(kind, count=8):
 
 def trainer(model, kind, folder, *, batch=2, accumulated=2, **options):
     given = TrainingArguments(
-        folder, per_device_train_batch_size=batch, gradient_accumulation_steps=accumulated, num_train_epochs=1, learning_rate=0.1,
-        optim="sgd", lr_scheduler_type="constant", max_grad_norm=0.0, report_to=[], use_cpu=True, disable_tqdm=True,
-        logging_strategy="no", dataloader_pin_memory=False, seed=3, **{"save_strategy": "no", **options},
-    )  # fmt: skip
+        folder,
+        per_device_train_batch_size=batch,
+        gradient_accumulation_steps=accumulated,
+        num_train_epochs=1,
+        learning_rate=0.1,
+        optim="sgd",
+        lr_scheduler_type="constant",
+        max_grad_norm=0.0,
+        report_to=[],
+        use_cpu=True,
+        disable_tqdm=True,
+        logging_strategy="no",
+        dataloader_pin_memory=False,
+        seed=3,
+        **{"save_strategy": "no", **options},
+    )
     return Trainer(model, given, train_dataset=rows(kind), eval_dataset=rows(kind, 4))
 
 

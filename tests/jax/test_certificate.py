@@ -28,8 +28,14 @@ def visited_tiles(query, key, value, slopes, *, block: int, tile: int, **kwargs)
     zeros = (jnp.zeros(query.shape[:2], jnp.int32), jnp.zeros(key.shape[:2], jnp.int32))
     kwargs = {"window": 10_000, "segment_ids": zeros, "key_mask": jnp.ones(key.shape[:2], bool)} | kwargs
     spec = attention.make_spec(query, key, value, slopes, **kwargs)
-    plan = Plan(causal=spec.causal, dropout_p=0.0, dense=False, query_block=block, key_tile=tile,
-                key_bias=spec.key_bias is not None)  # fmt: skip
+    plan = Plan(
+        causal=spec.causal,
+        dropout_p=0.0,
+        dense=False,
+        query_block=block,
+        key_tile=tile,
+        key_bias=spec.key_bias is not None,
+    )
     visited = attention._forward(plan, *operands(spec, query, key, value, None))[2].visited
     number = np.arange(-(-spec.key_len // tile))
     read = (number >= np.asarray(visited.first)[:, None]) & (number <= np.asarray(visited.last)[:, None])
@@ -60,15 +66,23 @@ def narrow(attack: Attack, **changes: object) -> Narrow:
 def keys_read(spec: AttentionSpec[torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
     """[1, H, T, S]: the keys that the loop read for each query."""
     options = {
-        "right_slopes": spec.right_slopes, "window": spec.window, "key_mask": spec.key_mask, "key_bias": spec.key_bias,
+        "right_slopes": spec.right_slopes,
+        "window": spec.window,
+        "key_mask": spec.key_mask,
+        "key_bias": spec.key_bias,
         "segment_ids": None if spec.key_segments is None else (spec.query_segments, spec.key_segments),
-    }  # fmt: skip
+    }
     given = jax.tree.map(lambda x: jnp.asarray(x.numpy()) if isinstance(x, torch.Tensor) else x, options)
     read = visited_tiles(
-        *(jnp.asarray(x.transpose(1, 2).numpy()) for x in tensors), jnp.asarray(spec.slopes.numpy()), block=BLOCK, tile=TILE,
-        causal=spec.causal, query_offset=spec.query_offset, tolerance=spec.tolerance,
+        *(jnp.asarray(x.transpose(1, 2).numpy()) for x in tensors),
+        jnp.asarray(spec.slopes.numpy()),
+        block=BLOCK,
+        tile=TILE,
+        causal=spec.causal,
+        query_offset=spec.query_offset,
+        tolerance=spec.tolerance,
         **{name: x for name, x in given.items() if x is not None},
-    )  # fmt: skip
+    )
     return torch.from_numpy(read.repeat(BLOCK, 2)[:, :, : spec.query_len].repeat(TILE, 3)[..., : spec.key_len])
 
 
@@ -121,18 +135,38 @@ GIANTS = (0.0, 1.0, 3.0, 20.0)
 )
 def test_far_giants_tiny_and_huge_norms(where: str, log_giant: float, log_query: float, log_key: float) -> None:
     attack = Attack(
-        seed=1, length=LENGTH, head_dim=4, slope=0.5, tolerance=1e-4, where=where, mask="none", causal=True, group=2,
-        log_query=log_query, log_key=log_key, log_giant=log_giant,
-    )  # fmt: skip
+        seed=1,
+        length=LENGTH,
+        head_dim=4,
+        slope=0.5,
+        tolerance=1e-4,
+        where=where,
+        mask="none",
+        causal=True,
+        group=2,
+        log_query=log_query,
+        log_key=log_key,
+        log_giant=log_giant,
+    )
     assert dropped_share(attack)[0] <= attack.tolerance
 
 
 def test_the_attack_finds_a_bound_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("alibi_attn.jax.certificate.norm_bound", lambda x: 0.3 * jnp.linalg.norm(x, axis=-1))
     attack = Attack(
-        seed=1, length=LENGTH - 1, head_dim=4, slope=0.5, tolerance=1e-6, where="far key", mask="none", causal=True,
-        group=2, log_query=0.5, log_key=0.5, log_giant=1.0,
-    )  # fmt: skip
+        seed=1,
+        length=LENGTH - 1,
+        head_dim=4,
+        slope=0.5,
+        tolerance=1e-6,
+        where="far key",
+        mask="none",
+        causal=True,
+        group=2,
+        log_query=0.5,
+        log_key=0.5,
+        log_giant=1.0,
+    )
     attacks = [dataclasses.replace(attack, seed=seed) for seed in range(10)]
     assert any(dropped_share(attack)[0] > attack.tolerance for attack in attacks)
 

@@ -27,11 +27,18 @@ FOUND = [
     (
         "jax-loop",
         Call(
-            seed=290, causal=False, segments="sorted", segment_ids="negative", segments_as="pair", peaked=-1.0,
-            outlier_key=1e8, through="output", key_bias="gates",
+            seed=290,
+            causal=False,
+            segments="sorted",
+            segment_ids="negative",
+            segments_as="pair",
+            peaked=-1.0,
+            outlier_key=1e8,
+            through="output",
+            key_bias="gates",
         ),
     ),
-]  # fmt: skip
+]
 
 
 @pytest.mark.parametrize(("backend", "call"), FOUND, ids=str)

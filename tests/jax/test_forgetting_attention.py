@@ -71,9 +71,12 @@ def test_it_is_the_papers_formula(backend: str, shape: dict, options: tuple[str,
     inputs = draw(**shape)
     s, rng = inputs[1].shape[1], np.random.default_rng(5)
     made = {
-        "slopes": alibi_slopes(4), "window": 19, "key_bias": rng.standard_normal((2, 4, s)).astype(np.float32),
-        "key_mask": rng.random((2, s)) < 0.6, "segment_ids": np.sort(rng.integers(0, 3, (2, s)), -1),
-    }  # fmt: skip
+        "slopes": alibi_slopes(4),
+        "window": 19,
+        "key_bias": rng.standard_normal((2, 4, s)).astype(np.float32),
+        "key_mask": rng.random((2, s)) < 0.6,
+        "segment_ids": np.sort(rng.integers(0, 3, (2, s)), -1),
+    }
     given = {name: made[name] for name in options}
     grad = np.random.default_rng(6).standard_normal(inputs[0].shape)
 
@@ -180,7 +183,7 @@ def test_vmap_and_jit_carry_gates(backend: str) -> None:
         ({"causal": False}, TypeError, r"forgetting_attention\(\) got an unexpected keyword argument 'causal'"),
         ({"attn_mask": None}, TypeError, r"forgetting_attention\(\) got .* 'attn_mask'; here it is slopes"),
     ],
-)  # fmt: skip
+)
 def test_invalid_arguments_are_refused(changes: dict, error: type[Exception], said: str) -> None:
     given = dict(zip(("query", "key", "value", "log_fgate"), draw(), strict=True))
     if isinstance(changes.get("log_fgate"), float):

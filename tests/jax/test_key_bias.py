@@ -49,7 +49,7 @@ def test_biases_that_broadcast_are_equal() -> None:
         (np.full(N, np.inf), ValueError, "−inf for a hidden key"),
         ([0.0] * N, TypeError, "key_bias must be a jax.Array or numpy array but is list"),
     ],
-)  # fmt: skip
+)
 def test_invalid_biases_are_refused(bias: object, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         alibi_attention(*QKV, key_bias=bias)

@@ -20,8 +20,10 @@ from alibi_attn.jax import alibi_attention, explain, native
 
 B, T, S, H, K, D = 2, 150, 170, 4, 2, 20
 RNG = np.random.default_rng(0)
-ROWS = {name: RNG.standard_normal((B, n, h, D)).astype(np.float32) for name, n, h in
-        (("query", T, H), ("key", S, K), ("value", S, K))}  # fmt: skip
+ROWS = {
+    name: RNG.standard_normal((B, n, h, D)).astype(np.float32)
+    for name, n, h in (("query", T, H), ("key", S, K), ("value", S, K))
+}
 SLOPES = np.float32([[1.0, 0.3, 0.05, 0.01], [0.5, 0.2, 0.0, -0.01]])  # [B, H]: gradients per sequence
 SEGMENTS = np.sort(RNG.integers(0, 4, (B, S)), axis=1)
 
@@ -286,7 +288,9 @@ def test_threads_of_both_frameworks_in_one_process_change_no_bit() -> None:
                     np.testing.assert_array_equal(x, y)
         """
     done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)], capture_output=True, text=True,
+        [sys.executable, "-c", textwrap.dedent(program)],
+        capture_output=True,
+        text=True,
         env={**os.environ, "OMP_NUM_THREADS": "2"},
-    )  # fmt: skip
+    )
     assert done.returncode == 0, done.stderr

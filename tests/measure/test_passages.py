@@ -13,8 +13,18 @@ from alibi_lab.measure.passage_search import Trial, passages, prepared_search, s
 
 NAMES = ("Anna", "Boris", "Clara", "Dorian", "Emma", "Felix")
 SMALL = Setup(
-    width=16, layers=1, heads=2, inner=16, vocabulary=300, batch=2, stretch=900, removed=3, chunk=16, masked_steps=2, pair_steps=3
-)  # fmt: skip
+    width=16,
+    layers=1,
+    heads=2,
+    inner=16,
+    vocabulary=300,
+    batch=2,
+    stretch=900,
+    removed=3,
+    chunk=16,
+    masked_steps=2,
+    pair_steps=3,
+)
 
 
 def book(number: int) -> str:

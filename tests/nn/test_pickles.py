@@ -13,14 +13,31 @@ from alibi_attn.nn.reach_cache import CachesOfHeads, ReachCache
 HOLDS = {
     (KVCache, 1): ["format", "max_tokens", "sinks", "forgotten", "key", "value", "gates"],
     (ReachCache, 1): [
-        "format", "key_heads", "query_heads", "score_bound", "tolerance", "_caches", "_seen", "_longest_key", "_limits",
+        "format",
+        "key_heads",
+        "query_heads",
+        "score_bound",
+        "tolerance",
+        "_caches",
+        "_seen",
+        "_longest_key",
+        "_limits",
         "_num_kv_heads",
     ],
     (GatedReachCache, 1): [
-        "format", "slopes", "key_heads", "query_heads", "score_bound", "tolerance", "_caches", "_seen", "_longest_key", "_gone",
+        "format",
+        "slopes",
+        "key_heads",
+        "query_heads",
+        "score_bound",
+        "tolerance",
+        "_caches",
+        "_seen",
+        "_longest_key",
+        "_gone",
         "_since",
     ],
-}  # fmt: skip
+}
 MAKE = {
     KVCache: KVCache,
     ReachCache: lambda: ReachCache([2, 9], score_bound=3.0, tolerance=1e-6),

@@ -201,9 +201,18 @@ def test_slopes_are_written_as_people_write_them(slope: float, text: str) -> Non
 
 @pytest.mark.parametrize(
     ("value", "text"),
-    [(7.02, "7.020"), (17.23, "17.23"), (0.004, "0.004"), (2345.6, "2,346"), (999_999.0, "999,999"), (2_725_764.0, "2.73·10⁶"),
-     (1.1e7, "1.10·10⁷"), (9.999e9, "1.00·10¹⁰"), (math.inf, "∞")],
-)  # fmt: skip
+    [
+        (7.02, "7.020"),
+        (17.23, "17.23"),
+        (0.004, "0.004"),
+        (2345.6, "2,346"),
+        (999_999.0, "999,999"),
+        (2_725_764.0, "2.73·10⁶"),
+        (1.1e7, "1.10·10⁷"),
+        (9.999e9, "1.00·10¹⁰"),
+        (math.inf, "∞"),
+    ],
+)
 def test_numbers_of_any_size_are_short(value: float, text: str) -> None:
     assert number(value) == text
 

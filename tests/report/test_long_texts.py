@@ -16,10 +16,19 @@ ROWS = {
     "added_bytes": [2**20] * 9 + [3 * 2**20],
 }
 METRICS = {
-    "peak_added_bytes": 3 * 2**20, "cold_bytes_read": 2**20, "stored_bytes": 8 * 2**20, "open_and_first_token_ms": 21.0,
-    "warm_token_ms": 5.0, "cold_open_and_first_token_ms": 60.0, "pss_of_one_bytes": 2**20, "pss_of_all_bytes": 2**21,
-    "last_to_second_tenth": 1.1, "warm_token_page_faults": 0.5, "compared_tokens": 1000.0, "largest_loss_difference": 0.0,
-}  # fmt: skip
+    "peak_added_bytes": 3 * 2**20,
+    "cold_bytes_read": 2**20,
+    "stored_bytes": 8 * 2**20,
+    "open_and_first_token_ms": 21.0,
+    "warm_token_ms": 5.0,
+    "cold_open_and_first_token_ms": 60.0,
+    "pss_of_one_bytes": 2**20,
+    "pss_of_all_bytes": 2**21,
+    "last_to_second_tenth": 1.1,
+    "warm_token_page_faults": 0.5,
+    "compared_tokens": 1000.0,
+    "largest_loss_difference": 0.0,
+}
 PEER = {"open_and_first_token_ms": 400.0, "cold_bytes_read": 9 * 2**20, "stored_bytes": 9 * 2**20}
 
 

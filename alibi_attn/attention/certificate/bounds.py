@@ -61,10 +61,15 @@ class Bounds:
 
 
 def bounds(
-    spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, *,
-    outliers: Tensor | None = None, refine: bool | None = None,
+    spec: Spec,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    *,
+    outliers: Tensor | None = None,
+    refine: bool | None = None,
     tile_norms: tuple[Tensor, Tensor] | None = None,
-) -> Bounds:  # fmt: skip
+) -> Bounds:
     """The certified reach of every block of queries. Without `value` the values are assumed to have similar norms.
 
     Keys and values should be finite (with a NaN nothing is skipped, which is safe and slow).

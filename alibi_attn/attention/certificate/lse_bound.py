@@ -67,14 +67,17 @@ def _one_key_head_at_a_time(
         for k in range(spec.num_kv_heads):
             heads = slice(k * spec.group, (k + 1) * spec.group)
             one = dataclasses.replace(
-                spec, batch=1, num_heads=spec.group, num_kv_heads=1,
+                spec,
+                batch=1,
+                num_heads=spec.group,
+                num_kv_heads=1,
                 slopes=_of_heads(spec.slopes, b, heads),
                 right_slopes=None if spec.right_slopes is None else _of_heads(spec.right_slopes, b, heads),
                 query_offset=first[b : b + 1] if isinstance(spec.query_offset, Tensor) else spec.query_offset,
                 key_mask=None if spec.key_mask is None else spec.key_mask[b : b + 1],
                 query_segments=None if spec.query_segments is None else spec.query_segments[b : b + 1],
                 key_segments=None if spec.key_segments is None else spec.key_segments[b : b + 1],
-            )  # fmt: skip
+            )
             steepest = max(float(m.max()) for m in (one.slopes, one.right_slopes) if m is not None)
             if steepest * text_len <= -math.log(spec.tolerance):
                 continue  # the text ends before the reach, whatever λ is

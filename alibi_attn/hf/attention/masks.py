@@ -58,9 +58,13 @@ def keys_of(mask: Tensor, key_len: int | None = None) -> Keys:
 
 
 def of_layers(
-    name: str, config: PreTrainedConfig, tokens: Tensor, attention_mask: Tensor | PackedMask | None, cache: Cache | None,
+    name: str,
+    config: PreTrainedConfig,
+    tokens: Tensor,
+    attention_mask: Tensor | PackedMask | None,
+    cache: Cache | None,
     packing: Mapping[str, Any],
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The mask that every layer of a patched model receives, [B, R, 1, S | 0] bool.
 
     Args:

@@ -19,8 +19,14 @@ from torch import Tensor
 from alibi_attn.attention.transforms import is_traced, may_read
 
 NAMES = (
-    "segment_ids", "seq_idx", "cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k", "position_ids",
-)  # fmt: skip
+    "segment_ids",
+    "seq_idx",
+    "cu_seq_lens_q",
+    "cu_seq_lens_k",
+    "max_length_q",
+    "max_length_k",
+    "position_ids",
+)
 # Arguments of a forward pass that change nothing in these models: those of losses, which the heads use.
 WITHOUT_EFFECT = ("num_items_in_batch", "shift_labels", "ignore_index")
 

@@ -62,9 +62,16 @@ def extended(layer: nn.Module, cache: Cache | None, key: Tensor, value: Tensor) 
 
 
 def cached_and_attended(
-    layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, cache: Cache | None, mask: Tensor, dropout_p: float,
+    layer: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cache: Cache | None,
+    mask: Tensor,
+    dropout_p: float,
     rounded: Callable[..., Tensor] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """`extended`, then `attended`; with numerics="checkpoint" `rounded(query, key, value, first, mask, dropout_p)` instead."""
     dropout_p = float(dropout_p) if layer.training else 0.0
     key, value, first = extended(layer, cache, key, value)
@@ -74,9 +81,16 @@ def cached_and_attended(
 
 
 def attended(
-    layer: nn.Module, query: Tensor, key: Tensor, value: Tensor, *, cache: Cache | None, first: int | Tensor, mask: Tensor,
+    layer: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    cache: Cache | None,
+    first: int | Tensor,
+    mask: Tensor,
     dropout_p: float,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """[B, T, H·D]: exact attention with distances in fp32, heads concatenated.
 
     Args:
@@ -110,9 +124,17 @@ def attended(
     if shift is not None:  # −m·(distance over the visible keys) = −m·|i − j| + m·(p_j − j), up to a number per query
         more["key_bias"] = slopes[:, None] * shift[:, None]
     mixed = attend(
-        query, key, value, slopes, scale=settings.scale, query_offset=first, key_mask=seen, dropout_p=dropout_p,
-        backend=settings.backend, **more,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        slopes,
+        scale=settings.scale,
+        query_offset=first,
+        key_mask=seen,
+        dropout_p=dropout_p,
+        backend=settings.backend,
+        **more,
+    )
     return merged(mixed)
 
 

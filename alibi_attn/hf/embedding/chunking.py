@@ -107,8 +107,10 @@ def _checked(given: Iterable[Sequence[int]], text: str, where: str) -> Spans:
         if start < 0 or end > len(text):
             raise ValueError(f"the span {_pair(span)} of {where} is outside its {len(text):,} characters")
         if start < before:
-            raise ValueError(f"the span {_pair(span)} of {where} starts before the end of the one before it, {before}; sort "
-                             "the spans, without overlaps")  # fmt: skip
+            raise ValueError(
+                f"the span {_pair(span)} of {where} starts before the end of the one before it, {before}; sort "
+                "the spans, without overlaps"
+            )
         before = end
     return spans
 

@@ -243,9 +243,13 @@ def _means(
 
 def _document(tokenizer: PreTrainedTokenizerBase, text: str, chunks: Chunks, number: int, name: str) -> Document:
     encoded = tokenizer(
-        text, add_special_tokens=True, truncation=False, verbose=False, return_offsets_mapping=True,
+        text,
+        add_special_tokens=True,
+        truncation=False,
+        verbose=False,
+        return_offsets_mapping=True,
         return_special_tokens_mask=True,
-    )  # fmt: skip
+    )
     inside = np.flatnonzero(np.asarray(encoded["special_tokens_mask"]) == 0)
     if not len(inside):
         raise ValueError(f"{name} has no tokens with this tokenizer; leave it out")

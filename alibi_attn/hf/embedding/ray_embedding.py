@@ -150,9 +150,13 @@ def split(texts: Texts, characters: int = SHARD_CHARACTERS) -> list[Texts]:
 
 
 def _computed(
-    shards: Sequence[Texts], missing: Sequence[int], identity: str, identities: Sequence[str], settings: Settings,
+    shards: Sequence[Texts],
+    missing: Sequence[int],
+    identity: str,
+    identities: Sequence[str],
+    settings: Settings,
     workers: int | None,
-) -> Iterator[dict[str, Any]]:  # fmt: skip
+) -> Iterator[dict[str, Any]]:
     """The missing shards, in the order in which they finish."""
     if not missing:
         return

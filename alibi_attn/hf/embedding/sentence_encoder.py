@@ -172,9 +172,14 @@ def sentence_transformer(
     if device is not None:
         checked_device(device)
     loaded = load(
-        folder_or_id, max_seq_length=max_seq_length, dtype=dtype, revision=revision, cache_dir=cache_dir, token=token,
+        folder_or_id,
+        max_seq_length=max_seq_length,
+        dtype=dtype,
+        revision=revision,
+        cache_dir=cache_dir,
+        token=token,
         local_files_only=local_files_only,
-    )  # fmt: skip
+    )
     settings, config = loaded.folder, loaded.model.config
     config.max_position_embeddings = max(config.max_position_embeddings, loaded.max_seq_length)
     # modules.Transformer loads with AutoModel: config and tokenizer from a temporary folder, the weights from memory.

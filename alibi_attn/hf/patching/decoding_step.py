@@ -92,21 +92,41 @@ class _Step:
         settings = self.settings
         heads = len(settings.slopes)
         scale, tolerance = check_numbers(
-            causal=True, has_right_slopes=False, window=None, scale=settings.scale, dropout_p=0.0, tolerance=None,
-            head_dim=self.width // heads, dtype=dtype_name(self.dtype),
-        )  # fmt: skip
+            causal=True,
+            has_right_slopes=False,
+            window=None,
+            scale=settings.scale,
+            dropout_p=0.0,
+            tolerance=None,
+            head_dim=self.width // heads,
+            dtype=dtype_name(self.dtype),
+        )
         slopes = slopes_beside(settings.slopes, torch.float32, self.x).expand(self.batch, heads).contiguous()
         output = torch.empty_like(self.x)
         of_rows = ctypes.c_int64 * self.batch
         call = native.LayersCall(
-            B=self.batch, H=heads, T=self.count, S=self.past + self.count, D=self.width // heads, E=self.width,
-            layers=len(layers), x=self.x.data_ptr(), y=output.data_ptr(),
+            B=self.batch,
+            H=heads,
+            T=self.count,
+            S=self.past + self.count,
+            D=self.width // heads,
+            E=self.width,
+            layers=len(layers),
+            x=self.x.data_ptr(),
+            y=output.data_ptr(),
             first_norm=self._norm(self.body._modules[first]) if first else native.Norm(),
-            last_norm=self._norm(self.body._modules[names.last_norm]), layer=layers, by_head=names.by_head,
-            slopes=slopes.data_ptr(), start=of_rows(*(start for start, _ in self.runs)),
-            stop=of_rows(*(stop for _, stop in self.runs)), scale=scale, tolerance=tolerance, erf_gelu=names.erf_gelu,
-            residual_after_norm=self.residual_after_norm, threads=torch.get_num_threads(),
-        )  # fmt: skip
+            last_norm=self._norm(self.body._modules[names.last_norm]),
+            layer=layers,
+            by_head=names.by_head,
+            slopes=slopes.data_ptr(),
+            start=of_rows(*(start for start, _ in self.runs)),
+            stop=of_rows(*(stop for _, stop in self.runs)),
+            scale=scale,
+            tolerance=tolerance,
+            erf_gelu=names.erf_gelu,
+            residual_after_norm=self.residual_after_norm,
+            threads=torch.get_num_threads(),
+        )
         return output if self._run(call, layers) else None
 
     def _run(self, call: native.LayersCall, layers: "ctypes.Array[native.Layer]") -> bool:

@@ -17,9 +17,13 @@ _LOGITS = 1 << 26  # numbers of logits in memory at once, if losses are computed
 
 @torch.no_grad()
 def read(
-    model: nn.Module, tokens: Tensor, cache: ALiBiCache, *, progress: Callable[[int, int], None] | None = None,
+    model: nn.Module,
+    tokens: Tensor,
+    cache: ALiBiCache,
+    *,
+    progress: Callable[[int, int], None] | None = None,
     losses: Callable[[Tensor], None] | None = None,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """Adds to the cache the tokens that it does not hold yet; returns the logits after the last token, [B, V].
 
     Each token sees all tokens before it. After an interruption (Ctrl-C, an error, a killed process with a cache in a file), call

@@ -178,10 +178,24 @@ def _is_tied(model: PreTrainedModel) -> bool:
 
 
 _SHARED = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "type_vocab_size",
-    "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout", "layer_norm_eps", "initializer_range",
-    "pad_token_id", "bos_token_id", "eos_token_id", "id2label", "label2id", "problem_type",
-)  # fmt: skip
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "type_vocab_size",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "classifier_dropout",
+    "layer_norm_eps",
+    "initializer_range",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "id2label",
+    "label2id",
+    "problem_type",
+)
 _BIASES = ("cls.predictions.bias", "lm_head.bias")  # unused copies of the decoders' biases
 _GPT2 = dataclasses.replace(cerebras.FAMILY, name="GPT-2", model_types=("gpt2",))
 _BERT = dataclasses.replace(

@@ -32,9 +32,21 @@ IGNORED = ("trust_remote_code", "use_safetensors", "weights_only")
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
 # Every exception that torch's restricted unpickler was seen to raise on damaged bytes, and their base classes.
 _READ_ERRORS = (
-    ArithmeticError, AssertionError, AttributeError, EOFError, LookupError, MemoryError, OSError, RuntimeError, TypeError,
-    ValueError, SafetensorError, pickle.PickleError, struct.error, zipfile.BadZipFile,
-)  # fmt: skip
+    ArithmeticError,
+    AssertionError,
+    AttributeError,
+    EOFError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    SafetensorError,
+    pickle.PickleError,
+    struct.error,
+    zipfile.BadZipFile,
+)
 
 
 def resolve(
@@ -73,10 +85,16 @@ def resolve(
         )
 
     def download(weights: str) -> Path:
-        return Path(snapshot_download(
-            name, allow_patterns=[*_DESCRIPTIONS, weights], revision=revision, cache_dir=cache_dir, token=token,
-            local_files_only=local_files_only,
-        ))  # fmt: skip
+        return Path(
+            snapshot_download(
+                name,
+                allow_patterns=[*_DESCRIPTIONS, weights],
+                revision=revision,
+                cache_dir=cache_dir,
+                token=token,
+                local_files_only=local_files_only,
+            )
+        )
 
     try:
         downloaded = download(_SAFE_FILES)

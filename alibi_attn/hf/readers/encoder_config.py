@@ -98,9 +98,14 @@ class ALiBiBertConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
 
 
 _SIZES = (
-    "vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads", "intermediate_size", "type_vocab_size",
+    "vocab_size",
+    "hidden_size",
+    "num_hidden_layers",
+    "num_attention_heads",
+    "intermediate_size",
+    "type_vocab_size",
     "max_position_embeddings",
-)  # fmt: skip
+)
 _SHARES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
 _CHOICES: dict[str, tuple[object, ...]] = {
     "gated": (False, True),

@@ -43,9 +43,15 @@ State: TypeAlias = Mapping[str, Tensor]
 Kind: TypeAlias = Literal["weight", "bias"]
 
 PARTS = (
-    "attention_norm", "attention.q_proj", "attention.k_proj", "attention.v_proj", "attention.out_proj", "ffn_norm",
-    "ffn.0", "ffn.3",
-)  # fmt: skip
+    "attention_norm",
+    "attention.q_proj",
+    "attention.k_proj",
+    "attention.v_proj",
+    "attention.out_proj",
+    "ffn_norm",
+    "ffn.0",
+    "ffn.3",
+)
 
 _BLOCK = re.compile(r"blocks\.(\d+)\.(.+)")
 
@@ -114,12 +120,18 @@ BLOOM = _Layout(
     ("weight", "bias"),
     {"embedding": "word_embeddings", "embedding_norm": "word_embeddings_layernorm", "norm": "ln_f"},
     "h.",
-    ("input_layernorm", "self_attention.query_key_value", "self_attention.dense", "post_attention_layernorm",
-     "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
+    (
+        "input_layernorm",
+        "self_attention.query_key_value",
+        "self_attention.dense",
+        "post_attention_layernorm",
+        "mlp.dense_h_to_4h",
+        "mlp.dense_4h_to_h",
+    ),
     True,
     "embedding, embedding_norm, ALiBiTransformerBlocks with bias=True and without QK-norm or learned slopes, and a norm "
     "(LayerNorms, and GELU approximated with tanh)",
-)  # fmt: skip
+)
 _BLOOM_LENGTH = 2048  # of the published checkpoints; used if a config has no seq_length
 
 

@@ -19,9 +19,18 @@ from alibi_attn.hf.readers import checkpoint, checkpoint_files
 
 # Every exception that transformers was seen to raise on wrong content of a config or file, and their base classes.
 _ERRORS = (
-    ArithmeticError, AttributeError, ImportError, LookupError, MemoryError, OSError, RuntimeError, TypeError, ValueError,
-    SafetensorError, StrictDataclassError,
-)  # fmt: skip
+    ArithmeticError,
+    AttributeError,
+    ImportError,
+    LookupError,
+    MemoryError,
+    OSError,
+    RuntimeError,
+    TypeError,
+    ValueError,
+    SafetensorError,
+    StrictDataclassError,
+)
 _NUMBERS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 _AGAIN = "save or download it again"
 

@@ -112,10 +112,21 @@ _TRAIN: dict[Scale, TrainConfig] = {
     ),
     "medium": MEDIUM.train,
     "paper": TrainConfig(
-        length=512, steps=286_000, batch_tokens=8 * 9216, optimizer="nag", learning_rate=1.0, final_share=1e-4,
-        warmup_steps=16_000, weight_decay=0.0, clip_norm=0.1, seed=1, precision="fp16", log_every=100, checkpoint_every=2000,
+        length=512,
+        steps=286_000,
+        batch_tokens=8 * 9216,
+        optimizer="nag",
+        learning_rate=1.0,
+        final_share=1e-4,
+        warmup_steps=16_000,
+        weight_decay=0.0,
+        clip_norm=0.1,
+        seed=1,
+        precision="fp16",
+        log_every=100,
+        checkpoint_every=2000,
     ),
-}  # fmt: skip
+}
 # At the scale `paper`, the whole validation set.
 _TOKENS: dict[Scale, int] = {"smoke": 96, "small": 8192, "medium": 32_768, "paper": 217_646}
 _BATCH: dict[Scale, int] = {"smoke": 4096, "small": 8192, "medium": 8192, "paper": 65_536}

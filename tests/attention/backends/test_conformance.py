@@ -15,13 +15,31 @@ TOLERANCE = {d: torch.finfo(d).eps / 32 for d in (torch.float16, torch.bfloat16,
 # it on the same cases. `flex` has neither lse nor backward on a CPU; test_flex tests its forward.
 EVERY_CASE = tuple(case.name for case in CASES)
 REFUSED: dict[str, tuple[str, ...]] = {
-    "reference": (), "dense": (), "banded": (), "native": (), "fused": EVERY_CASE, "flex": EVERY_CASE
-}  # fmt: skip
+    "reference": (),
+    "dense": (),
+    "banded": (),
+    "native": (),
+    "fused": EVERY_CASE,
+    "flex": EVERY_CASE,
+}
 
-SOME = tuple(case for case in CASES if case.name in {
-    "plain", "grouped-query", "queries at the end of longer keys", "heads that never look right", "symmetric window",
-    "NaN in masked keys, inf in their values", "everything", "steep, long", "steep, long, segments", "right slopes a batch",
-})  # fmt: skip
+SOME = tuple(
+    case
+    for case in CASES
+    if case.name
+    in {
+        "plain",
+        "grouped-query",
+        "queries at the end of longer keys",
+        "heads that never look right",
+        "symmetric window",
+        "NaN in masked keys, inf in their values",
+        "everything",
+        "steep, long",
+        "steep, long, segments",
+        "right slopes a batch",
+    }
+)
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)

@@ -13,9 +13,17 @@ from alibi_attn.attention.certificate import bounds
 from alibi_attn.attention.validation import make_spec
 
 DEFAULTS = {
-    "causal": True, "right_slopes": None, "window": None, "scale": None, "query_offset": None, "key_mask": None,
-    "segment_ids": None, "dropout_p": 0.0, "tolerance": None, "return_lse": False,
-}  # fmt: skip
+    "causal": True,
+    "right_slopes": None,
+    "window": None,
+    "scale": None,
+    "query_offset": None,
+    "key_mask": None,
+    "segment_ids": None,
+    "dropout_p": 0.0,
+    "tolerance": None,
+    "return_lse": False,
+}
 
 
 both = pytest.mark.parametrize("backend", ["banded", "native"])

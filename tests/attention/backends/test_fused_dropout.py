@@ -22,8 +22,17 @@ def test_random_numbers_are_the_published_ones(interpreter: ProcessPoolExecutor)
     assert [tuple(words) for words in drawn[:3]] == [words for _, _, words in PUBLISHED]
 
 
-DROPPED = ("grouped-query", "one query", "queries at the end of longer keys", "more queries than keys", "offset partly before",
-           "everything", "key bias, hidden keys", "key bias, gates", "short inside, right slopes")  # fmt: skip
+DROPPED = (
+    "grouped-query",
+    "one query",
+    "queries at the end of longer keys",
+    "more queries than keys",
+    "offset partly before",
+    "everything",
+    "key bias, hidden keys",
+    "key bias, gates",
+    "short inside, right slopes",
+)
 
 
 @pytest.mark.parametrize("name", DROPPED)

@@ -37,10 +37,14 @@ def test_hidden_keys_are_never_used(interpreter: ProcessPoolExecutor, query_len:
 @pytest.mark.parametrize(
     ("query_len", "bad"),
     [
-        (150, float("nan")), (150, 1e18), (3, float("nan")), (3, float("inf")), (3, 1e18),
+        (150, float("nan")),
+        (150, 1e18),
+        (3, float("nan")),
+        (3, float("inf")),
+        (3, 1e18),
         pytest.param(150, float("inf"), marks=pytest.mark.long),
     ],
-)  # fmt: skip
+)
 def test_cuts_are_strict(interpreter: ProcessPoolExecutor, query_len: int, bad: float) -> None:
     interpreter.submit(biased.cuts_are_strict, query_len, bad).result()
 

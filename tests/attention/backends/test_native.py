@@ -270,11 +270,19 @@ def test_windows_may_be_as_wide_as_positions_are_far(
     key_mask = torch.arange(100)[None] != 3
     ours, truth = (
         alibi_attention(
-            q, k, v, [0.0], causal=causal, window=window, query_offset=offset, key_mask=key_mask, return_lse=True,
+            q,
+            k,
+            v,
+            [0.0],
+            causal=causal,
+            window=window,
+            query_offset=offset,
+            key_mask=key_mask,
+            return_lse=True,
             backend=backend,
         )
         for backend in ("native", "reference")
-    )  # fmt: skip
+    )
     for x, y in zip(ours, truth, strict=True):
         torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
 

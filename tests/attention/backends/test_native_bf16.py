@@ -24,9 +24,18 @@ from alibi_attn.attention.bias import alibi_bias
 BF16 = torch.bfloat16
 TOLERANCE = torch.finfo(BF16).eps / 32
 SOME = {
-    "plain", "grouped-query", "one query", "queries at the end of longer keys", "symmetric window", "an offset a sequence",
-    "NaN in masked keys, inf in their values", "everything", "steep, long, sink, peaked", "right slopes a batch", "key bias",
-}  # fmt: skip
+    "plain",
+    "grouped-query",
+    "one query",
+    "queries at the end of longer keys",
+    "symmetric window",
+    "an offset a sequence",
+    "NaN in masked keys, inf in their values",
+    "everything",
+    "steep, long, sink, peaked",
+    "right slopes a batch",
+    "key bias",
+}
 SHAPES = """
 typedef unsigned char Shapes[64];
 extern "C" __attribute__((target("amx-tile"))) void set_shapes(Shapes *to) { asm volatile("ldtilecfg %0" : : "m"(*to)); }

@@ -22,10 +22,16 @@ pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=f"no kernels
 
 def decoded(query, key, value, slopes, *, norms=None, visible=None, window=None, scale=None, tolerance=None):
     return native.decode(
-        query, key, value, slopes, norms=norms, visible=visible, window=window,
+        query,
+        key,
+        value,
+        slopes,
+        norms=norms,
+        visible=visible,
+        window=window,
         scale=query.shape[3] ** -0.5 if scale is None else scale,
         tolerance=EPS[query.dtype] / 32 if tolerance is None else tolerance,
-    )  # fmt: skip
+    )
 
 
 @pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16])

@@ -85,9 +85,13 @@ def test_compilers_have_no_warnings_about_the_sources(compiler: str, level: Leve
 
 
 NAMED_OTHERWISE = {
-    "abm": "LZCNT", "avx512_bf16": "AVX512BF16", "bmi1": "BMI", "cx16": "GCC_HAVE_SYNC_COMPARE_AND_SWAP_16",
-    "lahf_lm": "LAHF_SAHF", "pni": "SSE3",
-}  # fmt: skip
+    "abm": "LZCNT",
+    "avx512_bf16": "AVX512BF16",
+    "bmi1": "BMI",
+    "cx16": "GCC_HAVE_SYNC_COMPARE_AND_SWAP_16",
+    "lahf_lm": "LAHF_SAHF",
+    "pni": "SSE3",
+}
 
 
 def macros(*flags: str) -> set[str]:

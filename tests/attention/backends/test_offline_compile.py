@@ -17,10 +17,19 @@ ROOT = Path(__file__).parents[3]
 SMALL = {"norms", "reach", "plan", "visitors", "merge", "labels", "spread", "split", "scan", "suffix"}
 # Instructions per score in the loop over full tiles: half as many as with masks and a bias per score.
 MOST_INSTRUCTIONS = {
-    "forward/D=64": 13, "forward/D=128": 15, "query/D=64": 15, "query/D=128": 17, "key/D=64": 18, "key/D=128": 30,
-    "decode/D=64": 80, "decode/D=128": 120,
-    "forward, biased/D=64": 15, "query, biased/D=64": 18, "key, biased/D=64": 19.5, "decode, biased/D=64": 155,
-}  # fmt: skip
+    "forward/D=64": 13,
+    "forward/D=128": 15,
+    "query/D=64": 15,
+    "query/D=128": 17,
+    "key/D=64": 18,
+    "key/D=128": 30,
+    "decode/D=64": 80,
+    "decode/D=128": 120,
+    "forward, biased/D=64": 15,
+    "query, biased/D=64": 18,
+    "key, biased/D=64": 19.5,
+    "decode, biased/D=64": 155,
+}
 PROGRAM = ROOT / "tests" / "support" / "interpreter" / "offline_compile.py"
 OLDEST_TRITON = ROOT / "build" / "triton-3.6.0"
 AS_ON_A_DEVICE = ROOT / "tests" / "support" / "interpreter" / "as_on_a_device.py"
@@ -191,9 +200,12 @@ def test_a_lost_pipeline_is_detected() -> None:
     name = "sm_90/forward/D=64"
     assert_pipelined(name, good)
     for change, message in (
-        ({"async_loads": 0}, "not pipelined"), ({"wgmma": 0}, "wgmma"), ({"spills_in_loop": 8}, "spills"),
-        ({"instructions_per_score": 24.2}, "24.2"), ({"instructions_per_score": 0.0}, "0.0"),
-    ):  # fmt: skip
+        ({"async_loads": 0}, "not pipelined"),
+        ({"wgmma": 0}, "wgmma"),
+        ({"spills_in_loop": 8}, "spills"),
+        ({"instructions_per_score": 24.2}, "24.2"),
+        ({"instructions_per_score": 0.0}, "0.0"),
+    ):
         with pytest.raises(AssertionError, match=message):
             assert_pipelined(name, good | change)
     with pytest.raises(AssertionError, match="the record says 18"):

@@ -61,9 +61,19 @@ def test_products_in_reduced_precision_break_nothing(monkeypatch: pytest.MonkeyP
 
     monkeypatch.setattr(bounds, "lower_bound", reduced)
     equal = Equal(
-        seed=0, length=300, head_dim=1, slope=0.2, tolerance=1e-3, where="nothing", mask="none", causal=True, group=1,
-        log_query=0.0, log_key=0.0, log_giant=0.0,
-    )  # fmt: skip
+        seed=0,
+        length=300,
+        head_dim=1,
+        slope=0.2,
+        tolerance=1e-3,
+        where="nothing",
+        mask="none",
+        causal=True,
+        group=1,
+        log_query=0.0,
+        log_key=0.0,
+        log_giant=0.0,
+    )
     lost, share = dropped(equal)
     assert lost <= equal.tolerance
     assert share > 0

@@ -17,9 +17,18 @@ from alibi_lab.lab.training.train import train
 def told(tmp_path_factory, verses, run_on, run_program):
     folder = tmp_path_factory.mktemp("context")
     config = run_on(
-        verses(folder), length=50, batch_tokens=200, steps=8, accumulate=2, activation_checkpointing=True, validate_every=4,
-        validate_tokens=100, checkpoint_every=3, context_parallel=2, exchange_timeout_s=30.0,
-    )  # fmt: skip
+        verses(folder),
+        length=50,
+        batch_tokens=200,
+        steps=8,
+        accumulate=2,
+        activation_checkpointing=True,
+        validate_every=4,
+        validate_tokens=100,
+        checkpoint_every=3,
+        context_parallel=2,
+        exchange_timeout_s=30.0,
+    )
     result = run_program("context_training.py", folder, config, "-W", "error")
     return json.loads(result.stdout.splitlines()[-1])
 

@@ -16,14 +16,48 @@ from alibi_lab.records import RecordError
 from alibi_lab.report.page import report_html
 
 RESULTS = Path(__file__).resolve().parents[3] / "results"
-VALUES = [None, 0, -1, 1, 3, 0.5, 1e99, 1e16, 1e-320, -1e-9, 2**53, 10**30, "", "text", "figure-1", "\ud800", "\x00",
-          "x" * 3000, [], {}, True, [1], {"a": 1}, [[1]], [None]]  # fmt: skip
+VALUES = [
+    None,
+    0,
+    -1,
+    1,
+    3,
+    0.5,
+    1e99,
+    1e16,
+    1e-320,
+    -1e-9,
+    2**53,
+    10**30,
+    "",
+    "text",
+    "figure-1",
+    "\ud800",
+    "\x00",
+    "x" * 3000,
+    [],
+    {},
+    True,
+    [1],
+    {"a": 1},
+    [[1]],
+    [None],
+]
 NAMES = ["", "x", "length", "\ud800", "ours", "heads", "by_length"]
 # There are hundreds of training and test results; one of each kind and layout is enough.
 PATTERNS = {
-    "benchmark-*": 1, "c*-*": 1, "int8-*": 1, "search-*": 1, "methods/*": 12, "recall/*": 12, "referee/e*": 60,
-    "paper/e*": 60, "paper/t*": 60, "paper/s*": 20, "paper/p*": 1,
-}  # fmt: skip
+    "benchmark-*": 1,
+    "c*-*": 1,
+    "int8-*": 1,
+    "search-*": 1,
+    "methods/*": 12,
+    "recall/*": 12,
+    "referee/e*": 60,
+    "paper/e*": 60,
+    "paper/t*": 60,
+    "paper/s*": 20,
+    "paper/p*": 1,
+}
 
 
 def files() -> list[Path]:

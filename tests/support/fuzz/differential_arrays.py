@@ -104,15 +104,22 @@ def arrays(call: Call) -> Arrays:
     grad_lse = stream("grad lse").standard_normal((b, h, t))
     of_query, of_key = _segments(call, stream("segments"), first)
     found = Arrays(
-        *(_alike(call, name, _rounded(x, call.dtype)) for name, x in (("query", query), ("key", key), ("value", value))),
-        slopes=_of_one(call, _slopes(call, stream("slopes"))), right_slopes=_of_one(call, _right(call, stream("right"))),
+        *(
+            _alike(call, name, _rounded(x, call.dtype))
+            for name, x in (("query", query), ("key", key), ("value", value))
+        ),
+        slopes=_of_one(call, _slopes(call, stream("slopes"))),
+        right_slopes=_of_one(call, _right(call, stream("right"))),
         first=first,
-        key_mask=_of_one(call, _mask(call, stream("mask"))), query_segments=_of_one(call, of_query),
-        key_segments=_of_one(call, of_key), grad_output=_alike(call, "grad", _rounded(grad_output, call.dtype)),
+        key_mask=_of_one(call, _mask(call, stream("mask"))),
+        query_segments=_of_one(call, of_query),
+        key_segments=_of_one(call, of_key),
+        grad_output=_alike(call, "grad", _rounded(grad_output, call.dtype)),
         grad_lse=_of_one(call, _rounded(grad_lse, lse_dtype(call))),
-        key_bias=_key_bias(call, stream("key bias")), log_fgate=_gates(call, stream("gates")),
+        key_bias=_key_bias(call, stream("key bias")),
+        log_fgate=_gates(call, stream("gates")),
         sink_logits=_sinks(call, stream("sinks")),
-    )  # fmt: skip
+    )
     _spoil(call, found, stream("bad"))
     return dataclasses.replace(found, value=found.key) if call.value_is_key else found
 
@@ -247,16 +254,24 @@ def _mask(call: Call, rng: np.random.Generator) -> np.ndarray | None:
     at, cut = np.arange(s), rng.integers(0, s + 1, (b, 1))
     some = rng.random((b, s))
     return {
-        None: None, "random": some < 0.6, "sparse": some < 0.05, "left": at >= cut, "right": at < cut,
-        "all": np.zeros((b, s), bool), "one": at == rng.integers(0, max(1, s), (b, 1)),
-    }[call.mask]  # fmt: skip
+        None: None,
+        "random": some < 0.6,
+        "sparse": some < 0.05,
+        "left": at >= cut,
+        "right": at < cut,
+        "all": np.zeros((b, s), bool),
+        "one": at == rng.integers(0, max(1, s), (b, 1)),
+    }[call.mask]
 
 
 def _segments(call: Call, rng: np.random.Generator, first: np.ndarray) -> tuple[np.ndarray | None, np.ndarray | None]:
     if call.segments is None:
         return None, None
-    names = {"few": np.arange(4), "negative": np.array([-7, -1, 0, 3]),
-             "large": np.array([-(2**62), 5, 2**32 + 5, 2**63 - 1])}[call.segment_ids]  # fmt: skip
+    names = {
+        "few": np.arange(4),
+        "negative": np.array([-7, -1, 0, 3]),
+        "large": np.array([-(2**62), 5, 2**32 + 5, 2**63 - 1]),
+    }[call.segment_ids]
     of_key = rng.integers(0, 3, (call.batch, call.key_len))
     of_query = rng.integers(0, 4, (call.batch, call.query_len))
     if call.segments == "sorted":

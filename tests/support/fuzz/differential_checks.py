@@ -49,12 +49,17 @@ def arguments(call: Call, numbers: Arrays) -> dict[str, object]:
         inputs |= {"causal": call.causal, "right_slopes": right}
     return inputs | {
         "slopes": None if call.slopes_as == "none" else _slopes(call, numbers.slopes),
-        "window": call.window, "scale": call.scale, "query_offset": offset,
-        "key_mask": None if mask is None else beside(mask, call.layout_masks, torch.bool), "segment_ids": segments,
-        "tolerance": call.tolerance, "return_lse": call.return_lse, "key_bias": key_bias_of(call, numbers),
+        "window": call.window,
+        "scale": call.scale,
+        "query_offset": offset,
+        "key_mask": None if mask is None else beside(mask, call.layout_masks, torch.bool),
+        "segment_ids": segments,
+        "tolerance": call.tolerance,
+        "return_lse": call.return_lse,
+        "key_bias": key_bias_of(call, numbers),
         "dropout_p": call.dropout_p,
         "sink_logits": None if numbers.sink_logits is None else torch.tensor(numbers.sink_logits, dtype=torch.float32),
-    }  # fmt: skip
+    }
 
 
 def answerable(call: Call, backend: str) -> Call:
@@ -278,9 +283,12 @@ def plainly(call: Call, numbers: Arrays) -> Answer:
     clean["query"] = np.where(seen.any(-1)[..., None], finite_rows(numbers.query), 0.0)
     given = dataclasses.replace(numbers, **clean)
     call = dataclasses.replace(
-        call, wild_blind=False, return_lse=True, slopes_as="float64" if call.slopes_as == "none" else call.slopes_as,
+        call,
+        wild_blind=False,
+        return_lse=True,
+        slopes_as="float64" if call.slopes_as == "none" else call.slopes_as,
         **{f"layout_{x}": "contiguous" for x in INPUTS[:3]},
-    )  # fmt: skip
+    )
 
     kept = dropout_factors(call, numbers)
 

@@ -85,9 +85,16 @@ def as_answered(call: Call, backend: str) -> Call:
         low = call.dtype if call.dtype in ("float16", "float32") else "float32"
         group = min(call.group, 2)
         call = dataclasses.replace(
-            call, dtype=low, batch=min(call.batch, 2), kv_heads=1, heads=group, query_len=call.query_len % 200,
-            key_len=call.key_len % 270, threads=1, slopes_as="float32",
-        )  # fmt: skip
+            call,
+            dtype=low,
+            batch=min(call.batch, 2),
+            kv_heads=1,
+            heads=group,
+            query_len=call.query_len % 200,
+            key_len=call.key_len % 270,
+            threads=1,
+            slopes_as="float32",
+        )
         return settled(call)
     return call
 
@@ -129,12 +136,18 @@ def features(call: Call) -> Iterator[str]:
             words = isinstance(value, str) and not field.name.startswith("layout_")
             yield f"{field.name} {value}" if words else field.name
     relations = {
-        "grouped queries": call.group > 1, "T = 1": call.query_len == 1, "T > S": call.query_len > call.key_len,
-        "long": max(call.query_len, call.key_len) >= 700, "odd head": call.head_dim % 2 == 1,
+        "grouped queries": call.group > 1,
+        "T = 1": call.query_len == 1,
+        "T > S": call.query_len > call.key_len,
+        "long": max(call.query_len, call.key_len) >= 700,
+        "odd head": call.head_dim % 2 == 1,
         "empty batch": call.batch == 0,
-        "negative view": any(getattr(call, f"layout_{x}") in ("negative", "imaginary") for x in ("query", "key", "value")),
-        "offset": call.offset is not None, "offset far": call.offset is not None and abs(call.offset) > 10_000,
-    }  # fmt: skip
+        "negative view": any(
+            getattr(call, f"layout_{x}") in ("negative", "imaginary") for x in ("query", "key", "value")
+        ),
+        "offset": call.offset is not None,
+        "offset far": call.offset is not None and abs(call.offset) > 10_000,
+    }
     yield from (name for name, holds in relations.items() if holds)
 
 
@@ -276,13 +289,16 @@ def _record(backend: str, asked: argparse.Namespace, tally: Tally, started: date
     metrics: dict[str, float | None] = {"draws": tally.draws, "failures": len(tally.failures)}
     metrics |= {f"worst_share_{name}": tally.shares[name] for name in sorted(tally.shares)}
     return records.make(
-        "conformance", "/".join(filter(None, ("differential", backend, asked.dtype))), config=config, metrics=metrics,
+        "conformance",
+        "/".join(filter(None, ("differential", backend, asked.dtype))),
+        config=config,
+        metrics=metrics,
         started=started,
         curves={
             "failures": {"seed": [seed for seed, _ in tally.failures], "call": [words for _, words in tally.failures]},
             "features": {"feature": names, "calls": [tally.features[name] for name in names]},
         },
-    )  # fmt: skip
+    )
 
 
 def _prepare() -> None:

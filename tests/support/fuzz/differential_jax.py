@@ -55,10 +55,14 @@ def jax_answer(call: Call, numbers: Arrays, backend: str) -> Answer:
     if pair[1] is None:
         pair = np.zeros((b, t), np.int64), np.zeros((b, s), np.int64)
     rest = {
-        "window": call.window or NO_WINDOW, "scale": call.factor, "segment_ids": pair,
+        "window": call.window or NO_WINDOW,
+        "scale": call.factor,
+        "segment_ids": pair,
         "key_mask": np.ones((b, s), bool) if numbers.key_mask is None else numbers.key_mask,
-        "tolerance": call.share, "backend": backend.removeprefix("jax-"), "dropout_p": call.dropout_p,
-    }  # fmt: skip
+        "tolerance": call.share,
+        "backend": backend.removeprefix("jax-"),
+        "dropout_p": call.dropout_p,
+    }
     attention = alibi_attention if call.gates is None else forgetting_attention
     rest["query_offset"] = numbers.first if call.gates is None else call.offset
     if call.gates is None:

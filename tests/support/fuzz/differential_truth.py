@@ -56,9 +56,13 @@ def dropout_factors(call: Call, numbers: Arrays) -> np.ndarray | None:
     if call.dropout_p == 0:
         return None
     return factors(
-        drawn_seed(call.torch_seed), call.dropout_p, batch=call.batch, heads=call.heads,
-        positions=numbers.first[:, None] + np.arange(call.query_len), key_len=call.key_len,
-    ).numpy()  # fmt: skip
+        drawn_seed(call.torch_seed),
+        call.dropout_p,
+        batch=call.batch,
+        heads=call.heads,
+        positions=numbers.first[:, None] + np.arange(call.query_len),
+        key_len=call.key_len,
+    ).numpy()
 
 
 class _Sums:

@@ -62,9 +62,18 @@ def _call(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor
     output, lse = fused.forward(spec, query, key, value, tiles, given_lse=given_lse)
     for wanted in (True, False):
         fused.backward(
-            spec, query, key, value, output, lse, output, lse if wanted else None, tiles, slopes_wanted=wanted,
+            spec,
+            query,
+            key,
+            value,
+            output,
+            lse,
+            output,
+            lse if wanted else None,
+            tiles,
+            slopes_wanted=wanted,
             biases_wanted=wanted and spec.key_bias is not None,
-        )  # fmt: skip
+        )
 
 
 if __name__ == "__main__":

@@ -59,9 +59,11 @@ def drawn(seed: int) -> Attack:
     """An attack in a dtype that the kernels support; every fourth has wide heads."""
     attack = random_attack(seed)
     return dataclasses.replace(
-        attack, dtype="float16" if attack.dtype == "float64" else attack.dtype, refine=False,
+        attack,
+        dtype="float16" if attack.dtype == "float64" else attack.dtype,
+        refine=False,
         head_dim=attack.head_dim * (16 if seed % 4 == 0 else 1),
-    )  # fmt: skip
+    )
 
 
 def certificate(spec: AttentionSpec[Tensor], *tensors: Tensor, device: str = "cpu") -> Bounds:
@@ -105,18 +107,24 @@ def main(out: Path, draws: int) -> int:
             print(f"{len(found)} attacks, worst {max(draw[1] for draw in found):.3g} of the tolerance", flush=True)
     broken = [seed for seed, lost, _, _ in found if not lost <= 1]
     metrics = {
-        "cases": len(asked), "cases_wrong": wrong, "draws": len(found), "draws_broken": len(broken),
+        "cases": len(asked),
+        "cases_wrong": wrong,
+        "draws": len(found),
+        "draws_broken": len(broken),
         "draws_that_skip": sum(share > 0 for _, _, share, _ in found),
         "worst_share_of_tolerance": max((lost for _, lost, _, _ in found), default=None),
         "mean_skipped_share": sum(share for _, _, share, _ in found) / max(len(found), 1),
         "mean_skipped_share_of_torch": sum(theirs for _, _, _, theirs in found) / max(len(found), 1),
-    }  # fmt: skip
+    }
     columns = zip(*sorted(shares, key=str), strict=True)
     record = records.make(
-        "conformance", "fused/device" if device == "cuda" else "fused/interpreted", config={"draws": draws},
-        metrics=metrics, started=started,
+        "conformance",
+        "fused/device" if device == "cuda" else "fused/interpreted",
+        config={"draws": draws},
+        metrics=metrics,
+        started=started,
         curves={"cases": dict(zip(("dtype", "case", "share_of_allowed"), map(list, columns), strict=True))},
-    )  # fmt: skip
+    )
     print(f"broken draws: {broken or 'none'}\n{records.save(record, out)}")
     return int(bool(wrong or broken))
 

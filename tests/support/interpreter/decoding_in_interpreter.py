@@ -22,9 +22,21 @@ class _Counting(TorchDispatchMode):
     """Counts the operations that a GPU would launch: all but views, allocations and the interpreter's many copies."""
 
     FREE = (
-        "view", "expand", "slice", "select", "squeeze", "stride", "empty", "detach", "alias", "transpose", "permute", "unbind",
-        "set_", "copy_",
-    )  # fmt: skip
+        "view",
+        "expand",
+        "slice",
+        "select",
+        "squeeze",
+        "stride",
+        "empty",
+        "detach",
+        "alias",
+        "transpose",
+        "permute",
+        "unbind",
+        "set_",
+        "copy_",
+    )
 
     def __init__(self) -> None:
         super().__init__()

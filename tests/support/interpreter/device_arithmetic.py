@@ -52,9 +52,14 @@ def of_a_device(functions: Literal["exact", "random", "against us"]) -> Iterator
         return approximate
 
     changed = {
-        "create_exp2": off(np.exp2, 1), "create_log2": off(np.log2, 1), "create_sqrt": off(np.sqrt, -1),
-        "create_fdiv": off(np.divide, -1), "create_dot": _dot, "cast_impl": _cast, "create_fp_to_fp": _cast,
-    }  # fmt: skip
+        "create_exp2": off(np.exp2, 1),
+        "create_log2": off(np.log2, 1),
+        "create_sqrt": off(np.sqrt, -1),
+        "create_fdiv": off(np.divide, -1),
+        "create_dot": _dot,
+        "cast_impl": _cast,
+        "create_fp_to_fp": _cast,
+    }
     refuses = fused.why_not
 
     def why_not(*call: Any) -> str | None:

@@ -335,10 +335,21 @@ def _spec(query: Tensor, key: Tensor, value: Tensor, case: Case, tolerance: floa
     slopes = torch.tensor(drawn["slopes"]) if query.shape[1] == case.heads else None
     offset = case.first_position if query.shape[2] == case.query_len else None
     return make_spec(
-        query, key, value, slopes, causal=case.causal, right_slopes=None, window=case.window, scale=case.scale,
-        query_offset=offset, key_mask=None if drawn["key_mask"] is None else torch.tensor(drawn["key_mask"]),
-        segment_ids=None, dropout_p=0.0, tolerance=tolerance, return_lse=True,
-    )  # fmt: skip
+        query,
+        key,
+        value,
+        slopes,
+        causal=case.causal,
+        right_slopes=None,
+        window=case.window,
+        scale=case.scale,
+        query_offset=offset,
+        key_mask=None if drawn["key_mask"] is None else torch.tensor(drawn["key_mask"]),
+        segment_ids=None,
+        dropout_p=0.0,
+        tolerance=tolerance,
+        return_lse=True,
+    )
 
 
 def _inside(spec: AttentionSpec[Tensor], tiles: Tiles) -> Tensor:

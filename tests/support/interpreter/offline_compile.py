@@ -71,15 +71,29 @@ TYPES |= dict.fromkeys(("BIAS", "GATES", "OWN"), Rows("*fp32", "i32", "i32", "i3
 TYPES |= dict.fromkeys(("KEY_BIAS", "QUERY_BIAS", "DKEY", "DQUERY"), "*fp64")
 TYPES |= {"QUERY_START": "*i64", "DGATES": "*fp32", "split": KeyBias("*fp32", "*fp32", "*fp32", "*fp32")}
 TYPES |= {
-    "ALLOWED": None, "nats_of_tolerance": "fp32", "visited": Visited("*i32", "*i32", None, "i32"),
-    "visitors": Visitors("*i32", "*i32", None, "i32"), "certificate": Certificate("*i32", "*i32"),
+    "ALLOWED": None,
+    "nats_of_tolerance": "fp32",
+    "visited": Visited("*i32", "*i32", None, "i32"),
+    "visitors": Visitors("*i32", "*i32", None, "i32"),
+    "certificate": Certificate("*i32", "*i32"),
     "plan": Plan("*i32", "*i32", "*i32", "*i32", "i32", None, "*i32", "*i32"),
     "norms": Norms("*fp32", "*fp32", None, None, "i32"),
-}  # fmt: skip
+}
 TYPES["call"] = Call(
-    Slopes("*fp32", "i32"), None, QueryOffset(None, "i32", "i32"), Masks(None, None, None), "fp32", None, None, None,
-    "i32", "i32", "i32", "i32", "i32",
-)  # fmt: skip
+    Slopes("*fp32", "i32"),
+    None,
+    QueryOffset(None, "i32", "i32"),
+    Masks(None, None, None),
+    "fp32",
+    None,
+    None,
+    None,
+    "i32",
+    "i32",
+    "i32",
+    "i32",
+    "i32",
+)
 CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 
@@ -142,21 +156,37 @@ def record(folder: Path) -> Path:
     columns = sorted({name for row in found.values() for name in row})
     curve = {"kernel": list(found)} | {name: [row.get(name) for row in found.values()] for name in columns}
     made = records.make(
-        "compilation", "fused/bf16", config={"dtype": "bfloat16", "causal": True, "triton": triton.__version__},
+        "compilation",
+        "fused/bf16",
+        config={"dtype": "bfloat16", "causal": True, "triton": triton.__version__},
         metrics={"spilled_sm_90": sum(row["spilled"] for name, row in found.items() if name.startswith("sm_90"))},
         curves={"kernels": curve},
-    )  # fmt: skip
+    )
     return records.save(made, folder)
 
 
 def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool) -> ASTSource:
     function = (KERNELS | BEFORE)[kernel]
     constants = {
-        "D": head_dim, "BM": shape.queries, "BN": shape.keys, "ROWS": PLAN_ROWS, "CAUSAL": True,
-        "PRECISION": "tf32x3" if TARGETS[target].backend == "cuda" else "ieee", "WIDTH": 16 if kernel == "spread" else 64,
-        "PLAN_WIDTH": 64, "BLOCKS": 64, "OF_WIDTH": 64, "SLOTS": 64, "PARTS": 2, "BIAS_ROWS": PLAN_ROWS, "VALUES": True,
-        "HIDDEN": biased, "SHARED": False, "FLOOR": -(2.0**20), "STEP": 2.0**10,
-    }  # fmt: skip
+        "D": head_dim,
+        "BM": shape.queries,
+        "BN": shape.keys,
+        "ROWS": PLAN_ROWS,
+        "CAUSAL": True,
+        "PRECISION": "tf32x3" if TARGETS[target].backend == "cuda" else "ieee",
+        "WIDTH": 16 if kernel == "spread" else 64,
+        "PLAN_WIDTH": 64,
+        "BLOCKS": 64,
+        "OF_WIDTH": 64,
+        "SLOTS": 64,
+        "PARTS": 2,
+        "BIAS_ROWS": PLAN_ROWS,
+        "VALUES": True,
+        "HIDDEN": biased,
+        "SHARED": False,
+        "FLOOR": -(2.0**20),
+        "STEP": 2.0**10,
+    }
     types = TYPES | {
         "ALLOWED": "*i32" if kernel == "spread" else None,
         "FIRST_SEEN": "*i32" if kernel == "spread" else None,

@@ -14,11 +14,17 @@ import numpy as np
 
 # By operator: Triton's function, and numpy's, which does the same for these types and broadcasts shapes as Triton does.
 OPERATORS = {
-    "__add__": ("add", np.add), "__sub__": ("sub", np.subtract), "__mul__": ("mul", np.multiply),
-    "__and__": ("and_", np.bitwise_and), "__lt__": ("less_than", np.less), "__le__": ("less_equal", np.less_equal),
-    "__gt__": ("greater_than", np.greater), "__ge__": ("greater_equal", np.greater_equal),
-    "__eq__": ("equal", np.equal), "__ne__": ("not_equal", np.not_equal),
-}  # fmt: skip
+    "__add__": ("add", np.add),
+    "__sub__": ("sub", np.subtract),
+    "__mul__": ("mul", np.multiply),
+    "__and__": ("and_", np.bitwise_and),
+    "__lt__": ("less_than", np.less),
+    "__le__": ("less_equal", np.less_equal),
+    "__gt__": ("greater_than", np.greater),
+    "__ge__": ("greater_equal", np.greater_equal),
+    "__eq__": ("equal", np.equal),
+    "__ne__": ("not_equal", np.not_equal),
+}
 FLAGS = {frozenset({"int1"})}
 NUMBERS = {frozenset({name}) for name in ("fp32", "int32", "int64")} | {frozenset({"int32", "int64"})}
 EXACT = {name: operation for name, operation in OPERATORS.values() if name in ("add", "sub", "mul")}  # may overflow

@@ -58,9 +58,22 @@ def answer(case: Case, dtype: torch.dtype, attention=alibi_attention, *, device:
 
 
 def plain_attention(
-    query, key, value, slopes, *, causal, window, scale, right_slopes=None, query_offset=None, key_mask=None,
-    segment_ids=None, key_bias=None, return_lse=True, kept=None,
-):  # fmt: skip
+    query,
+    key,
+    value,
+    slopes,
+    *,
+    causal,
+    window,
+    scale,
+    right_slopes=None,
+    query_offset=None,
+    key_mask=None,
+    segment_ids=None,
+    key_bias=None,
+    return_lse=True,
+    kept=None,
+):
     """Handwritten PyTorch attention in the input's dtype: the reference for rounding errors, not for correctness.
 
     With dropout, `kept` [B, H, T, S] holds the factors of the weights.

@@ -148,11 +148,21 @@ _NORMS = {
 def config(layout: str, **changes: object) -> dict[str, object]:
     """The contents of the family's config.json."""
     said: dict[str, object] = {
-        "model_type": "bert", "vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": LAYERS,
-        "num_attention_heads": HEADS, "intermediate_size": INNER, "type_vocab_size": TYPES, "layer_norm_eps": 1e-12,
-        "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.0, "max_position_embeddings": 16, "hidden_act": "gelu",
-        "pad_token_id": 0, "torch_dtype": "float32",
-    }  # fmt: skip
+        "model_type": "bert",
+        "vocab_size": WORDS,
+        "hidden_size": WIDTH,
+        "num_hidden_layers": LAYERS,
+        "num_attention_heads": HEADS,
+        "intermediate_size": INNER,
+        "type_vocab_size": TYPES,
+        "layer_norm_eps": 1e-12,
+        "hidden_dropout_prob": 0.1,
+        "attention_probs_dropout_prob": 0.0,
+        "max_position_embeddings": 16,
+        "hidden_act": "gelu",
+        "pad_token_id": 0,
+        "torch_dtype": "float32",
+    }
     if layout == "mosaic":  # whose config is misleading
         said |= {"position_embedding_type": "absolute", "alibi_starting_size": 16}
         said |= {"auto_map": {"AutoModel": "bert_layers.BertModel"}}

@@ -132,11 +132,16 @@ def main(out: Path, length: int = LENGTH) -> None:
     ratios = [float(g) / float(s) for g, s in zip(forward["gates"], forward["slopes"], strict=True)]  # type: ignore[arg-type]
     narrow = [float(x) for x, d in zip(gradient["ours, rms"], gradient["dtype"], strict=True) if d == "bfloat16"]  # type: ignore[arg-type]
     record = records.make(
-        "conformance", "gates/at-length",
+        "conformance",
+        "gates/at-length",
         config={"length": length, "heads": HEADS, "head_dim": HEAD_DIM, "score_bound": BOUND, "rows": 2 * ROWS},
-        metrics={"error over that of fixed slopes, worst": max(ratios), "gates' gradient in bf16, worst rms": max(narrow)},
-        curves={"forward": forward, "gates' gradient": gradient}, started=started,
-    )  # fmt: skip
+        metrics={
+            "error over that of fixed slopes, worst": max(ratios),
+            "gates' gradient in bf16, worst rms": max(narrow),
+        },
+        curves={"forward": forward, "gates' gradient": gradient},
+        started=started,
+    )
     print(records.save(record, out))
 
 

@@ -72,17 +72,20 @@ def attacks_of(draws: int, target: Target) -> dict[str, float | None]:
     attacks = [random_attack(seed, bf16=target.dtype == "bfloat16") for seed in range(draws)]
     lost = [dropped(attack, native_keys)[0] / attack.tolerance for attack in attacks]
     return {
-        "attacks": draws, "attacks_broken": sum(not share <= 1 for share in lost),
+        "attacks": draws,
+        "attacks_broken": sum(not share <= 1 for share in lost),
         "worst_share_attacks": max(lost, default=None),
-    }  # fmt: skip
+    }
 
 
 def _config(target: Target, draws: int) -> dict[str, object]:
     told = subprocess.run([str(runner(target)), "--version"], capture_output=True, text=True, check=True).stdout
     return {
-        "draws": draws, "instructions": target.words, "run_by": told.splitlines()[0],
+        "draws": draws,
+        "instructions": target.words,
+        "run_by": told.splitlines()[0],
         "ziglang": metadata.version("ziglang"),
-    }  # fmt: skip
+    }
 
 
 if __name__ == "__main__":

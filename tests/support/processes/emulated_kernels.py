@@ -57,15 +57,38 @@ TARGETS = (
 )
 # By the names of `build.Call`: shape and bytes per number, 0 for the size of the call's working dtype.
 ARRAYS = {
-    "slopes": ("BH", 0), "right_slopes": ("BH", 0), "first": ("B", 8), "key_mask": ("BS", 1), "query_segments": ("BT", 4),
-    "key_segments": ("BS", 4), "key_bias": ("BHS", 8), "lse": ("BHT", 8), "grad_lse": ("BHT", 0),
-    "key_bias_grad": ("BHS", 8), "query_bias_grad": ("BHT", 8), "start": ("B", 8), "stop": ("B", 8),
-}  # fmt: skip
+    "slopes": ("BH", 0),
+    "right_slopes": ("BH", 0),
+    "first": ("B", 8),
+    "key_mask": ("BS", 1),
+    "query_segments": ("BT", 4),
+    "key_segments": ("BS", 4),
+    "key_bias": ("BHS", 8),
+    "lse": ("BHT", 8),
+    "grad_lse": ("BHT", 0),
+    "key_bias_grad": ("BHS", 8),
+    "query_bias_grad": ("BHT", 8),
+    "start": ("B", 8),
+    "stop": ("B", 8),
+}
 KEYS = {"key", "value", "key_grad", "value_grad"}
 RESULTS = {
-    "output", "query_grad", "key_grad", "value_grad", "lse", "rows", "slope_grads", "key_bias_grad", "query_bias_grad",
-    "visited", "table_grads", "fine", "norms", "y", "cached",
-}  # fmt: skip
+    "output",
+    "query_grad",
+    "key_grad",
+    "value_grad",
+    "lse",
+    "rows",
+    "slope_grads",
+    "key_bias_grad",
+    "query_bias_grad",
+    "visited",
+    "table_grads",
+    "fine",
+    "norms",
+    "y",
+    "cached",
+}
 
 
 def why_not(target: Target) -> str | None:

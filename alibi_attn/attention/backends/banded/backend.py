@@ -216,10 +216,17 @@ def _backward_piece(
     if shift is not None:
         mass = mass + shift
     gradients = _fused_backward(
-        query_view(grad, piece)[:, None], query_view(q, piece)[:, None], key_view(k, piece)[:, None], key_view(v, piece)[:, None],
-        query_view(out, piece)[:, None], mass[:, None].contiguous(), 0.0, piece.kind == "diagonal",
-        attn_mask=mask, scale=head.spec.scale,
-    )  # fmt: skip
+        query_view(grad, piece)[:, None],
+        query_view(q, piece)[:, None],
+        key_view(k, piece)[:, None],
+        key_view(v, piece)[:, None],
+        query_view(out, piece)[:, None],
+        mass[:, None].contiguous(),
+        0.0,
+        piece.kind == "diagonal",
+        attn_mask=mask,
+        scale=head.spec.scale,
+    )
     gq, gk, gv = (x[:, 0] for x in gradients)
     d = dq.shape[-1]
     query_view(dq, piece).add_(gq[..., :d])

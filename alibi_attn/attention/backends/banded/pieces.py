@@ -109,11 +109,17 @@ def plan(spec: Spec, bounds: Bounds, *, threads: int) -> list[list[list[Piece]]]
         flat = (slopes[b] * ROWS >= 0) & (slopes[b] * ROWS <= 2 * MAX_BIAS)
         heads = [
             _Head(
-                spec, first[b], left[b, h], right[b, h], low[b], high[b],
-                plain=plain and inside and is_flat, threads=threads,
+                spec,
+                first[b],
+                left[b, h],
+                right[b, h],
+                low[b],
+                high[b],
+                plain=plain and inside and is_flat,
+                threads=threads,
             )
             for h, is_flat in enumerate(flat.tolist())
-        ]  # fmt: skip
+        ]
         pieces_of.append([_pieces(head, bounds.outlier_tiles[b, h].tolist()) for h, head in enumerate(heads)])
     return pieces_of
 

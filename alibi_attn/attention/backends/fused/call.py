@@ -31,10 +31,14 @@ def call_of(spec: Spec, device: torch.device) -> Argument:
         NONE if spec.window is None else number(spec.window),
         NONE if spec.dropout_seed is None else _dropout(spec, spec.dropout_seed),
         NONE if spec.key_bias is None else split(spec, spec.key_bias.detach()),
-        number(spec.batch), number(spec.num_heads), one_or_more(spec.group), number(spec.query_len), number(spec.key_len),
+        number(spec.batch),
+        number(spec.num_heads),
+        one_or_more(spec.group),
+        number(spec.query_len),
+        number(spec.key_len),
         NONE if query_bias is None else pointer(query_bias.detach().double().contiguous()),
         NONE if query_start is None else pointer(query_start.long().contiguous()),
-    )  # fmt: skip
+    )
 
 
 def offset_of(spec: Spec) -> Argument:

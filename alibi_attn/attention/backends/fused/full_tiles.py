@@ -42,9 +42,15 @@ class FullTiles:
         if programs > 0:
             with on(self._tensor):
                 launch(
-                    device, labels_kernel, (programs, 1, 1), constants(CAUSAL=spec.causal, num_warps=1), call, self.keys,
-                    self.queries, sums,
-                )  # fmt: skip
+                    device,
+                    labels_kernel,
+                    (programs, 1, 1),
+                    constants(CAUSAL=spec.causal, num_warps=1),
+                    call,
+                    self.keys,
+                    self.queries,
+                    sums,
+                )
 
     @classmethod
     def of(cls, spec: Spec, call: Argument, device: torch.device) -> "FullTiles":
@@ -84,10 +90,19 @@ class FullTiles:
             width = width_for(max(self.tiles, self.blocks), most=64)
             with on(self._tensor):
                 launch(
-                    self._tensor.device, spread_kernel, (programs, 1, 1),
-                    constants(PARTS=rows // TILE, BIAS_ROWS=PLAN_ROWS, WIDTH=_WIDTH, OF_WIDTH=width), self.call, self.keys,
-                    self.queries, self.allowed_keys, first_seen, blocks, tiles, number(row),
-                )  # fmt: skip
+                    self._tensor.device,
+                    spread_kernel,
+                    (programs, 1, 1),
+                    constants(PARTS=rows // TILE, BIAS_ROWS=PLAN_ROWS, WIDTH=_WIDTH, OF_WIDTH=width),
+                    self.call,
+                    self.keys,
+                    self.queries,
+                    self.allowed_keys,
+                    first_seen,
+                    blocks,
+                    tiles,
+                    number(row),
+                )
 
 
 def heads_of_masks(spec: Spec) -> int:

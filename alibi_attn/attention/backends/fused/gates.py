@@ -37,11 +37,21 @@ class _GateBiases(torch.autograd.Function):
         if bias.numel() > 0:
             with on(log_fgate):
                 launch(
-                    device, scan_kernel, (b * rows, 1, 1),
-                    constants(WIDTH=width_for(s, most=1024), FLOOR=GATE_FLOOR, STEP=GATE_STEP), strided(log_fgate),
-                    NONE if key_bias is None else strided(key_bias), pointer(bias), pointer(query_bias),
-                    pointer(start), number(first), number(rows), number(num_heads), number(query_len), number(s),
-                )  # fmt: skip
+                    device,
+                    scan_kernel,
+                    (b * rows, 1, 1),
+                    constants(WIDTH=width_for(s, most=1024), FLOOR=GATE_FLOOR, STEP=GATE_STEP),
+                    strided(log_fgate),
+                    NONE if key_bias is None else strided(key_bias),
+                    pointer(bias),
+                    pointer(query_bias),
+                    pointer(start),
+                    number(first),
+                    number(rows),
+                    number(num_heads),
+                    number(query_len),
+                    number(s),
+                )
         ctx.save_for_backward(log_fgate)
         ctx.first, ctx.own_dtype = first, None if key_bias is None else key_bias.dtype
         ctx.mark_non_differentiable(start)
@@ -65,11 +75,20 @@ class _GateBiases(torch.autograd.Function):
         if dgates.numel() > 0:
             with on(log_fgate):
                 launch(
-                    log_fgate.device, suffix_kernel, (b * rows, 1, 1), constants(WIDTH=width_for(s, most=1024), FLOOR=GATE_FLOOR),
-                    strided(log_fgate), pointer(dkey), pointer(dquery), pointer(dgates), number(ctx.first), number(rows),
+                    log_fgate.device,
+                    suffix_kernel,
+                    (b * rows, 1, 1),
+                    constants(WIDTH=width_for(s, most=1024), FLOOR=GATE_FLOOR),
+                    strided(log_fgate),
+                    pointer(dkey),
+                    pointer(dquery),
+                    pointer(dgates),
+                    number(ctx.first),
+                    number(rows),
                     number(given.shape[1]),
-                    number(query_len), number(s),
-                )  # fmt: skip
+                    number(query_len),
+                    number(s),
+                )
         return dgates, of_own, None, None, None
 
 

@@ -31,7 +31,13 @@ def split(spec: Spec, key_bias: Tensor) -> Argument:
     if tiles > 0:
         with on(tensor):
             launch(
-                key_bias.device, split_kernel, (b * h * tiles, 1, 1), constants(num_warps=4), strided(key_bias),
-                parts, number(h), number(s),
-            )  # fmt: skip
+                key_bias.device,
+                split_kernel,
+                (b * h * tiles, 1, 1),
+                constants(num_warps=4),
+                strided(key_bias),
+                parts,
+                number(h),
+                number(s),
+            )
     return parts

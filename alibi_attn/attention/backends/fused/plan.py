@@ -57,21 +57,42 @@ class _Scratch(NamedTuple):
         tiles, blocks = -(-spec.key_len // TILE), -(-spec.query_len // TILE)
         return cls(
             *starts(
-                3 * b * k * tiles, b * k * spec.key_len, 0 if spec.key_bias is None else sides * b * h * tiles,
-                sides * _CHOICES * b * h * blocks, b * h * OUTLIER_TILES, b * h + 1, b * h, 2 * b * h * blocks,
+                3 * b * k * tiles,
+                b * k * spec.key_len,
+                0 if spec.key_bias is None else sides * b * h * tiles,
+                sides * _CHOICES * b * h * blocks,
+                b * h * OUTLIER_TILES,
+                b * h + 1,
+                b * h,
+                2 * b * h * blocks,
             )
-        )  # fmt: skip
+        )
 
 
 def planned(
-    spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, *, rows: int, shared: bool = False,
-    known_norms: Norms | None = None, certified: bool = True,
-) -> tuple[Plan, Bounds]:  # fmt: skip
+    spec: Spec,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    *,
+    rows: int,
+    shared: bool = False,
+    known_norms: Norms | None = None,
+    certified: bool = True,
+) -> tuple[Plan, Bounds]:
     """(the plan, the certificate that it comes from); arguments as for `make_plan`."""
     plan = make_plan(
-        spec, call_of(spec, query.device), query, key, value, rows=rows, shared=shared, known_norms=known_norms,
-        certified=certified, with_reach=True,
-    )  # fmt: skip
+        spec,
+        call_of(spec, query.device),
+        query,
+        key,
+        value,
+        rows=rows,
+        shared=shared,
+        known_norms=known_norms,
+        certified=certified,
+        with_reach=True,
+    )
     assert plan.scratch is not None
     at, blocks = _Scratch.of(spec).plan_reach, -(-spec.query_len // TILE)
     count = spec.batch * spec.num_heads * blocks
@@ -80,9 +101,18 @@ def planned(
 
 
 def make_plan(
-    spec: Spec, call: Argument, query: Tensor, key: Tensor, value: Tensor | None, *, rows: int, shared: bool = False,
-    known_norms: Norms | None = None, certified: bool = True, with_reach: bool = False,
-) -> Plan:  # fmt: skip
+    spec: Spec,
+    call: Argument,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    *,
+    rows: int,
+    shared: bool = False,
+    known_norms: Norms | None = None,
+    certified: bool = True,
+    with_reach: bool = False,
+) -> Plan:
     """The tiles that every `rows` queries visit.
 
     Args:
@@ -98,9 +128,12 @@ def make_plan(
     scratch = torch.empty(at.end, dtype=torch.int32, device=device)
     space = Space(scratch)
     plan = Plan(
-        torch.empty((spec.batch, layout.row), dtype=torch.int32, device=device), layout, spec.num_heads, rows,
+        torch.empty((spec.batch, layout.row), dtype=torch.int32, device=device),
+        layout,
+        spec.num_heads,
+        rows,
         scratch=scratch,
-    )  # fmt: skip
+    )
     if spec.query_len == 0:
         return plan
     full_tiles = None
@@ -113,10 +146,16 @@ def make_plan(
     if is_certified and not shared:
         plan.order = space.at(at.order)
     of_plan = grouped(
-        arguments.Plan, plan.space.at(layout.bands), plan.space.at(layout.outliers), plan.space.at(layout.beside),
-        plan.space.at(layout.weight), number(layout.row), space.at(at.plan_reach) if with_reach else NONE, plan.order,
+        arguments.Plan,
+        plan.space.at(layout.bands),
+        plan.space.at(layout.outliers),
+        plan.space.at(layout.beside),
+        plan.space.at(layout.weight),
+        number(layout.row),
+        space.at(at.plan_reach) if with_reach else NONE,
+        plan.order,
         space.at(at.arrived),
-    )  # fmt: skip
+    )
     if is_certified:
         plan.norms = space.at(at.norms, torch.float32)
         _certify(spec, call, query, key, value, known_norms, full_tiles, of_plan, space, shared=shared, rows=rows)
@@ -133,9 +172,19 @@ def make_plan(
 
 
 def _certify(
-    spec: Spec, call: Argument, query: Tensor, key: Tensor, value: Tensor | None, known_norms: Norms | None,
-    full_tiles: FullTiles | None, plan: Argument, space: Space, *, shared: bool, rows: int,
-) -> None:  # fmt: skip
+    spec: Spec,
+    call: Argument,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    known_norms: Norms | None,
+    full_tiles: FullTiles | None,
+    plan: Argument,
+    space: Space,
+    *,
+    shared: bool,
+    rows: int,
+) -> None:
     """Fills the plan; with `known_norms` only the norms near the queries are measured."""
     from alibi_attn.attention.backends.fused.kernels.certificate import norms_kernel
     from alibi_attn.attention.backends.fused.kernels.reach import reach_kernel
@@ -149,9 +198,14 @@ def _certify(
         known_keys = pointer(known_norms.keys.contiguous())
         known_values = NONE if value is None else pointer(known_norms.values.contiguous())
     norms = grouped(
-        arguments.Norms, space.at(at.norms, torch.float32), space.at(at.each_value, torch.float32), known_keys, known_values,
-        number(known), NONE if spec.key_bias is None else space.at(at.sums, torch.float32),
-    )  # fmt: skip
+        arguments.Norms,
+        space.at(at.norms, torch.float32),
+        space.at(at.each_value, torch.float32),
+        known_keys,
+        known_values,
+        number(known),
+        NONE if spec.key_bias is None else space.at(at.sums, torch.float32),
+    )
     certificate = grouped(arguments.Certificate, space.at(at.reach), space.at(at.outliers))
     # The nearest values are measured one by one, even if their tile's norm is known. Some tile is always measured: its program
     # also clears counters.
@@ -164,16 +218,42 @@ def _certify(
     tolerance = spec.tolerance if spec.causal else spec.tolerance / 2
     of_norms = constants(D=spec.head_dim, VALUES=value is not None)
     of_reach = constants(
-        D=spec.head_dim, ROWS=rows, BIAS_ROWS=PLAN_ROWS, WIDTH=width_for(tiles, most=1024),
-        PLAN_WIDTH=width_for(-(-spec.query_len // rows)), CAUSAL=spec.causal, HIDDEN=hidden, SHARED=shared,
-    )  # fmt: skip
+        D=spec.head_dim,
+        ROWS=rows,
+        BIAS_ROWS=PLAN_ROWS,
+        WIDTH=width_for(tiles, most=1024),
+        PLAN_WIDTH=width_for(-(-spec.query_len // rows)),
+        CAUSAL=spec.causal,
+        HIDDEN=hidden,
+        SHARED=shared,
+    )
     keys = rows_of(key)
     with on(query):
         launch(
-            query.device, norms_kernel, (b * kv * (tiles - begin), 1, 1), of_norms, keys, rows_of(values[0]) if values else keys,
-            call, norms, space.at(at.arrived), number(begin), number(tiles - begin),
-        )  # fmt: skip
+            query.device,
+            norms_kernel,
+            (b * kv * (tiles - begin), 1, 1),
+            of_norms,
+            keys,
+            rows_of(values[0]) if values else keys,
+            call,
+            norms,
+            space.at(at.arrived),
+            number(begin),
+            number(tiles - begin),
+        )
         launch(
-            query.device, reach_kernel, (b * spec.num_heads * blocks, 1, 1), of_reach, rows_of(query), keys, call, norms,
-            first_seen, allowed, certificate, plan, real(-math.log(tolerance)),
-        )  # fmt: skip
+            query.device,
+            reach_kernel,
+            (b * spec.num_heads * blocks, 1, 1),
+            of_reach,
+            rows_of(query),
+            keys,
+            call,
+            norms,
+            first_seen,
+            allowed,
+            certificate,
+            plan,
+            real(-math.log(tolerance)),
+        )

@@ -49,10 +49,14 @@ class Layout(NamedTuple):
         tiles = (key_len + TILE - 1) // TILE
         return cls(
             *starts(
-                heads * blocks * 4, heads * OUTLIER_TILES, heads * blocks * OUTLIER_TILES, heads,
-                heads_of_masks * blocks * 2, heads_of_masks * tiles * 2,
+                heads * blocks * 4,
+                heads * OUTLIER_TILES,
+                heads * blocks * OUTLIER_TILES,
+                heads,
+                heads_of_masks * blocks * 2,
+                heads_of_masks * tiles * 2,
             )
-        )  # fmt: skip
+        )
 
 
 class Plan:
@@ -67,9 +71,15 @@ class Plan:
     """
 
     def __init__(
-        self, tensor: Tensor, layout: Layout, heads: int, rows: int, order: Argument = NONE, norms: Argument = NONE,
+        self,
+        tensor: Tensor,
+        layout: Layout,
+        heads: int,
+        rows: int,
+        order: Argument = NONE,
+        norms: Argument = NONE,
         scratch: Tensor | None = None,
-    ) -> None:  # fmt: skip
+    ) -> None:
         self.space, self.layout, self.heads, self.rows = Space(tensor), layout, heads, rows
         self.order, self.norms, self.scratch = order, norms, scratch
 

@@ -103,10 +103,14 @@ def _backward(spec: Spec, saved: Saved, inputs: BackwardInputs) -> Gradients:
     if spec.table is not None and inputs.biases_wanted:
         by_distance = dslope.new_zeros((spec.num_heads, _distances(spec)[1]))
     arrays: Arrays = {
-        "visited": saved.visited, "rows": saved.rows, "slope_grads": dslope if inputs.slopes_wanted else None,
+        "visited": saved.visited,
+        "rows": saved.rows,
+        "slope_grads": dslope if inputs.slopes_wanted else None,
         "grad_lse": None if inputs.grad_lse is None else inputs.grad_lse.to(work),
-        "key_bias_grad": dkey_bias, "query_bias_grad": dquery_bias, "table_grads": by_distance,
-    }  # fmt: skip
+        "key_bias_grad": dkey_bias,
+        "query_bias_grad": dquery_bias,
+        "table_grads": by_distance,
+    }
     _call("backward", spec, rows | gradients, arrays)
     if spec.table is not None and by_distance is not None:
         columns = columns_of(spec, spec.table, *_distances(spec))
@@ -151,10 +155,19 @@ def _backward_between_cuts(spec: Spec, saved: Saved, inputs: BackwardInputs) -> 
 
     visited = saved.visited[:, :numbers].reshape(between.batch, numbers // parts)
     of_rows = split(saved.rows.transpose(1, 2)).transpose(1, 2)
-    found = _backward(between, Saved(visited, of_rows), inputs._replace(
-        query=q, key=k, value=v, output=split(inputs.output), lse=split(inputs.lse),
-        grad_output=split(inputs.grad_output), grad_lse=None if inputs.grad_lse is None else split(inputs.grad_lse),
-    ))  # fmt: skip
+    found = _backward(
+        between,
+        Saved(visited, of_rows),
+        inputs._replace(
+            query=q,
+            key=k,
+            value=v,
+            output=split(inputs.output),
+            lse=split(inputs.lse),
+            grad_output=split(inputs.grad_output),
+            grad_lse=None if inputs.grad_lse is None else split(inputs.grad_lse),
+        ),
+    )
     of_biases = [None if x is None else joined(x) for x in (found.key_bias, found.query_bias)]
     slopes = found.slopes.reshape(2, spec.batch, spec.num_heads)
     return Gradients(joined(found.query), added(found.key), added(found.value), slopes, *of_biases)
@@ -227,21 +240,40 @@ def call_of(
         table_first, distances = _distances(spec)
         table = spec.table.detach().index_select(1, columns_of(spec, spec.table, table_first, distances))
     given = arrays | {
-        "slopes": slopes, "right_slopes": right, "first": first, "key_mask": spec.key_mask, "query_segments": query_segments,
-        "key_segments": key_segments, "key_bias": None if spec.key_bias is None else spec.key_bias.detach().double(),
-        "dropout_seed": spec.dropout_seed, "table": table,
-    }  # fmt: skip
+        "slopes": slopes,
+        "right_slopes": right,
+        "first": first,
+        "key_mask": spec.key_mask,
+        "query_segments": query_segments,
+        "key_segments": key_segments,
+        "key_bias": None if spec.key_bias is None else spec.key_bias.detach().double(),
+        "dropout_seed": spec.dropout_seed,
+        "table": table,
+    }
     alive = {name: in_memory(x).contiguous() for name, x in given.items() if x is not None}
     threshold, factor = dropout_numbers(spec.dropout_p)
     call = build.Call(
-        B=spec.batch, H=spec.num_heads, K=spec.num_kv_heads, T=spec.query_len, S=spec.key_len, D=rows["query"].shape[-1],
-        window=NO_WINDOW if spec.window is None else spec.window, causal=spec.causal,
-        has_values=has_values, scale=spec.scale, tolerance=spec.tolerance, threads=torch.get_num_threads(),
-        dropout_runs=0 if spec.dropout_seed is None else len(spec.dropout_seed), dropout_threshold=threshold,
-        dropout_factor=factor, bf16=rows["query"].dtype == torch.bfloat16, distances=distances, table_first=table_first,
+        B=spec.batch,
+        H=spec.num_heads,
+        K=spec.num_kv_heads,
+        T=spec.query_len,
+        S=spec.key_len,
+        D=rows["query"].shape[-1],
+        window=NO_WINDOW if spec.window is None else spec.window,
+        causal=spec.causal,
+        has_values=has_values,
+        scale=spec.scale,
+        tolerance=spec.tolerance,
+        threads=torch.get_num_threads(),
+        dropout_runs=0 if spec.dropout_seed is None else len(spec.dropout_seed),
+        dropout_threshold=threshold,
+        dropout_factor=factor,
+        bf16=rows["query"].dtype == torch.bfloat16,
+        distances=distances,
+        table_first=table_first,
         **{name: build.Rows(x.data_ptr(), *x.stride()[:3]) for name, x in rows.items()},
         **{name: x.data_ptr() for name, x in alive.items()},
-    )  # fmt: skip
+    )
     return call, [*rows.values(), *alive.values()]
 
 

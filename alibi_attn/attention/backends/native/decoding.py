@@ -38,9 +38,17 @@ def takes(*tensors: Tensor) -> bool:
 
 
 def decode(
-    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, *, norms: Norms | None, visible: Sequence[tuple[int, int]] | None,
-    window: int | None, scale: float, tolerance: float,
-) -> Tensor | None:  # fmt: skip
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Tensor,
+    *,
+    norms: Norms | None,
+    visible: Sequence[tuple[int, int]] | None,
+    window: int | None,
+    scale: float,
+    tolerance: float,
+) -> Tensor | None:
     """Causal attention of the last T positions, [B, H, T, D]; None if a number is not finite: the caller then uses another path.
 
     Args:
@@ -56,13 +64,25 @@ def decode(
     of_heads = in_memory(slopes.detach()).to(torch.float32).expand(batch, heads).contiguous()
     fine = ctypes.c_int64(0)
     call = _DecodingCall(
-        B=batch, H=heads, K=kv_heads, T=query_len, S=key_len, D=head_dim,
-        query=_rows(query), key=_rows(key), value=_rows(value), output=_rows(output), slopes=of_heads.data_ptr(),
+        B=batch,
+        H=heads,
+        K=kv_heads,
+        T=query_len,
+        S=key_len,
+        D=head_dim,
+        query=_rows(query),
+        key=_rows(key),
+        value=_rows(value),
+        output=_rows(output),
+        slopes=of_heads.data_ptr(),
         start=(ctypes.c_int64 * batch)(*(start for start, _ in runs)),
         stop=(ctypes.c_int64 * batch)(*(stop for _, stop in runs)),
-        window=NO_WINDOW if window is None else min(window, FARTHEST), scale=scale, tolerance=tolerance,
-        threads=torch.get_num_threads(), fine=ctypes.pointer(fine),
-    )  # fmt: skip
+        window=NO_WINDOW if window is None else min(window, FARTHEST),
+        scale=scale,
+        tolerance=tolerance,
+        threads=torch.get_num_threads(),
+        fine=ctypes.pointer(fine),
+    )
     if norms is not None and norms.keys.shape[2]:
         keys, values = norms.keys, norms.values
         if keys.stride() != values.stride() or keys.stride(2) != 1:
@@ -87,9 +107,15 @@ def linear(rows: Tensor, weight: Tensor, bias: Tensor | None) -> Tensor:
     outputs, inputs = weight.shape
     result = rows.new_empty((*rows.shape[:-1], outputs))
     call = _LinearCall(
-        rows.numel() // inputs, inputs, outputs, torch.get_num_threads(), rows.data_ptr(), weight.data_ptr(),
-        None if bias is None else bias.data_ptr(), result.data_ptr(),
-    )  # fmt: skip
+        rows.numel() // inputs,
+        inputs,
+        outputs,
+        torch.get_num_threads(),
+        rows.data_ptr(),
+        weight.data_ptr(),
+        None if bias is None else bias.data_ptr(),
+        result.data_ptr(),
+    )
     _run("linear", rows.dtype, call)
     return result
 

@@ -60,9 +60,16 @@ class Attention(nn.Module):
         dropout_p = self.config.attention_dropout if self.training else 0.0
         if self.config.rounds:
             mixed = rounding.attended(
-                self.config, self.layer_idx, query, key, value, key_len=self._key_len(first, query.shape[2]), first=first,
-                mask=mask, dropout_p=dropout_p,
-            )  # fmt: skip
+                self.config,
+                self.layer_idx,
+                query,
+                key,
+                value,
+                key_len=self._key_len(first, query.shape[2]),
+                first=first,
+                mask=mask,
+                dropout_p=dropout_p,
+            )
         else:
             layer = self if not self.config.scales_with_length else self._stretched(first, query.shape[2])
             mixed = patched_attention.attended(

@@ -13,9 +13,17 @@ from alibi_attn.nn.linear import matmul
 
 
 def attended(
-    config: ALiBiCausalLMConfig, layer: int, query: Tensor, key: Tensor, value: Tensor, *, key_len: int, first: int | Tensor,
-    mask: Tensor, dropout_p: float,
-) -> Tensor:  # fmt: skip
+    config: ALiBiCausalLMConfig,
+    layer: int,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    *,
+    key_len: int,
+    first: int | Tensor,
+    mask: Tensor,
+    dropout_p: float,
+) -> Tensor:
     """[B, T, H·D] of one layer.
 
     Args:

@@ -46,9 +46,14 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
 
 
 _PARTS = decoder_parts(
-    "input_layernorm", "self_attn.W_pack", "self_attn.o_proj", "post_attention_layernorm", "mlp.gate_proj", "mlp.up_proj",
+    "input_layernorm",
+    "self_attn.W_pack",
+    "self_attn.o_proj",
+    "post_attention_layernorm",
+    "mlp.gate_proj",
+    "mlp.up_proj",
     "mlp.down_proj",
-)  # fmt: skip
+)
 
 FAMILY = Family(
     name="Baichuan-13B",

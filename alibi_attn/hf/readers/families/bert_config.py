@@ -20,15 +20,33 @@ BUFFERS = r"embeddings\.(position_ids|token_type_ids)|encoder\.alibi"  # saved b
 ALIASES = {"cls.predictions.decoder.bias": "cls.predictions.bias"}
 # Fields that `from_pretrained` may change.
 OVERRIDES = (
-    "num_labels", "id2label", "label2id", "problem_type", "hidden_dropout_prob", "attention_probs_dropout_prob",
-    "classifier_dropout", "output_hidden_states", "return_dict", "initializer_range",
-)  # fmt: skip
+    "num_labels",
+    "id2label",
+    "label2id",
+    "problem_type",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "classifier_dropout",
+    "output_hidden_states",
+    "return_dict",
+    "initializer_range",
+)
 # Fields that the originals have under the same name.
 _SHARED = (
-    "num_attention_heads", "hidden_act", "hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout",
-    "layer_norm_eps", "initializer_range", "max_position_embeddings", "pad_token_id", "bos_token_id", "eos_token_id",
-    "tie_word_embeddings", "problem_type",
-)  # fmt: skip
+    "num_attention_heads",
+    "hidden_act",
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "classifier_dropout",
+    "layer_norm_eps",
+    "initializer_range",
+    "max_position_embeddings",
+    "pad_token_id",
+    "bos_token_id",
+    "eos_token_id",
+    "tie_word_embeddings",
+    "problem_type",
+)
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "type_vocab_size")
 # Our own fields. Others are ignored: some make transformers load code or files that the config names (attn_implementation,
 # auto_map, transformers_weights).

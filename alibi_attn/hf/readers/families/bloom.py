@@ -61,17 +61,29 @@ def forward(
     """Replaces `BloomAttention.forward`."""
     query, key, value = self._reshape(self.query_key_value(hidden_states))
     mixed = patched_attention.cached_and_attended(
-        self, query, key, value, cache=layer_past, mask=attention_mask, dropout_p=self.attention_dropout.p,
+        self,
+        query,
+        key,
+        value,
+        cache=layer_past,
+        mask=attention_mask,
+        dropout_p=self.attention_dropout.p,
         rounded=functools.partial(_rounded, patched_attention.of(self).scale, hidden_states.dtype),
-    )  # fmt: skip
+    )
     output: Tensor = self.dense(mixed)
     return dropout_add(output, residual, self.hidden_dropout, self.training), None
 
 
 def _rounded(
-    scale: float, bias_dtype: torch.dtype, query: Tensor, key: Tensor, value: Tensor, first: int | Tensor, mask: Tensor,
+    scale: float,
+    bias_dtype: torch.dtype,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: int | Tensor,
+    mask: Tensor,
     dropout_p: float,
-) -> Tensor:  # fmt: skip
+) -> Tensor:
     """The eager path of transformers with the same roundings, a few rows at a time."""
     heads, key_len, dtype = query.shape[1], key.shape[2], query.dtype
     bias = patched_attention.rounded_bias(build_alibi_tensor, mask, heads, key, bias_dtype).flatten(0, 1)
@@ -95,10 +107,26 @@ FAMILY = PatchedFamily(
     unused={"build_alibi_tensor": no_bias},
     activations={BloomGelu: fused_gelu},
     step=StepModules(
-        embedding="word_embeddings", first_norm="word_embeddings_layernorm", blocks="h", last_norm="ln_f", block=BloomBlock,
-        attention="self_attention", ffn="mlp", ffn_kind=BloomMLP, norms=("input_layernorm", "post_attention_layernorm"),
-        qkv="query_key_value", out="dense", up="dense_h_to_4h", activation="gelu_impl", down="dense_4h_to_h", forward=forward,
-        activation_kind=BloomGelu, gelu=fused_gelu, by_head=True, erf_gelu=False, unsupported=("ffn", "slow_but_exact"),
+        embedding="word_embeddings",
+        first_norm="word_embeddings_layernorm",
+        blocks="h",
+        last_norm="ln_f",
+        block=BloomBlock,
+        attention="self_attention",
+        ffn="mlp",
+        ffn_kind=BloomMLP,
+        norms=("input_layernorm", "post_attention_layernorm"),
+        qkv="query_key_value",
+        out="dense",
+        up="dense_h_to_4h",
+        activation="gelu_impl",
+        down="dense_4h_to_h",
+        forward=forward,
+        activation_kind=BloomGelu,
+        gelu=fused_gelu,
+        by_head=True,
+        erf_gelu=False,
+        unsupported=("ffn", "slow_but_exact"),
         residual_after_norm="apply_residual_connection_post_layernorm",
     ),
-)  # fmt: skip
+)

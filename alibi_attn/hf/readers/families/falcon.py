@@ -48,9 +48,15 @@ def forward(
     split = self._split_heads(self.query_key_value(hidden_states))
     query, key, value = (x.transpose(1, 2) for x in split)
     mixed = patched_attention.cached_and_attended(
-        self, query, key, value, cache=layer_past, mask=attention_mask, dropout_p=self.attention_dropout.p,
+        self,
+        query,
+        key,
+        value,
+        cache=layer_past,
+        mask=attention_mask,
+        dropout_p=self.attention_dropout.p,
         rounded=functools.partial(_rounded, hidden_states.dtype),
-    )  # fmt: skip
+    )
     output: Tensor = self.dense(mixed)
     return output, None
 

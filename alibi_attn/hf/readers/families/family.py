@@ -35,8 +35,14 @@ class Source:
 Parts: TypeAlias = Mapping[str, Source]
 
 DECODER_PARTS = (
-    "attention_norm", "attention.qkv_proj", "attention.out_proj", "ffn_norm", "ffn.gate_proj", "ffn.up_proj", "ffn.down_proj",
-)  # fmt: skip
+    "attention_norm",
+    "attention.qkv_proj",
+    "attention.out_proj",
+    "ffn_norm",
+    "ffn.gate_proj",
+    "ffn.up_proj",
+    "ffn.down_proj",
+)
 
 
 def decoder_parts(*sources: str | tuple[str, ...] | Source, transposed: bool = False) -> dict[str, Source]:

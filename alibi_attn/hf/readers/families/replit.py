@@ -14,10 +14,15 @@ from alibi_attn.hf.readers.families import llm_foundry
 from alibi_attn.hf.readers.families.family import Checkpoint, Options, Source, decoder_parts
 
 _ATTENTION = {  # our name in attn_config -> Replit's
-    "alibi": "alibi", "alibi_bias_max": "alibi_bias_max", "attn_pdrop": "attn_pdrop", "clip_qkv": "attn_clip_qkv",
-    "qk_ln": "attn_qk_ln", "attn_uses_sequence_id": "attn_uses_sequence_id", "prefix_lm": "prefix_lm",
+    "alibi": "alibi",
+    "alibi_bias_max": "alibi_bias_max",
+    "attn_pdrop": "attn_pdrop",
+    "clip_qkv": "attn_clip_qkv",
+    "qk_ln": "attn_qk_ln",
+    "attn_uses_sequence_id": "attn_uses_sequence_id",
+    "prefix_lm": "prefix_lm",
     "softmax_scale": "softmax_scale",
-}  # fmt: skip
+}
 
 
 def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:

@@ -43,9 +43,20 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
 
 @triton.jit
 def decode_kernel(
-    Q, K, V, OUTS, LSES, call, visited, COUNT,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    OUTS,
+    LSES,
+    call,
+    visited,
+    COUNT,
+    D: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Program: (key head, chunk of BM packed rows, part of the keys); row g·T + t is query t of the group's head g.
 
     OUTS is [parts, B, H, T, D] and LSES [parts, B, H, T] (see `lse_rows`), both fp32; COUNT [B, K, parts] or None, as in
@@ -164,5 +175,5 @@ def merge_kernel(OUTS, LSES, OUT, LSE, GIVEN_LSE, call, parts, rows, SLOTS: tl.c
         else:
             given = biased_lse_before_move(
                 merged, origin[0], origin[1], call, GIVEN_LSE, row // T // H, row // T, row % T, True
-            )  # fmt: skip
+            )
         tl.store(GIVEN_LSE + row, given)

@@ -53,9 +53,21 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
 
 @triton.jit
 def attend_full(
-    tile, queries, head, m_i, l_i, acc, K, V, S, BN: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
-    DIAGONAL: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    tile,
+    queries,
+    head,
+    m_i,
+    l_i,
+    acc,
+    K,
+    V,
+    S,
+    BN: tl.constexpr,
+    D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    DIAGONAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """(m_i, l_i, acc) after a tile that every query sees in full, where the bias is one number per key and one per query.
 
     A score costs one instruction more than in attention without a bias, and about two more with key biases. On the DIAGONAL
@@ -99,9 +111,21 @@ def attend_full(
 
 @triton.jit
 def attend_partial(
-    tile, queries, head, m_i, l_i, acc, K, V, masks, S, BN: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr,
+    tile,
+    queries,
+    head,
+    m_i,
+    l_i,
+    acc,
+    K,
+    V,
+    masks,
+    S,
+    BN: tl.constexpr,
+    D: tl.constexpr,
+    CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
-):  # fmt: skip
+):
     """(m_i, l_i, acc) after a tile in which some keys are hidden from some queries.
 
     A value with NaN or inf is zeroed (0·NaN is NaN), and the queries that see it get NaN.
@@ -136,9 +160,24 @@ def until_finite(norms, of_head, heads, high, last, S, BN: tl.constexpr):
 
 @triton.jit
 def forward_kernel(
-    Q, K, V, OUT, LSE, GIVEN_LSE, call, visited, NORMS, ORDER, COUNT,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    Q,
+    K,
+    V,
+    OUT,
+    LSE,
+    GIVEN_LSE,
+    call,
+    visited,
+    NORMS,
+    ORDER,
+    COUNT,
+    D: tl.constexpr,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
+    ROWS: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """Program: one block of BM queries of one head; the heaviest heads, and in them the last blocks, come first.
 
     Args:

@@ -30,9 +30,20 @@ def load_gates(GATES, row, j, here, FLOOR: tl.constexpr):
 
 @triton.jit
 def scan_kernel(
-    GATES, OWN, KEY_BIAS, QUERY_BIAS, QUERY_START, first, rows, H, T, S, WIDTH: tl.constexpr, FLOOR: tl.constexpr,
+    GATES,
+    OWN,
+    KEY_BIAS,
+    QUERY_BIAS,
+    QUERY_START,
+    first,
+    rows,
+    H,
+    T,
+    S,
+    WIDTH: tl.constexpr,
+    FLOOR: tl.constexpr,
     STEP: tl.constexpr,
-):  # fmt: skip
+):
     """Program: one of `rows` rows of gates of a sequence, which H / rows query heads share.
 
     Args:
@@ -65,9 +76,7 @@ def scan_kernel(
 
 
 @triton.jit
-def suffix_kernel(
-    GATES, DKEY, DQUERY, DGATES, first, rows, H, T, S, WIDTH: tl.constexpr, FLOOR: tl.constexpr
-):  # fmt: skip
+def suffix_kernel(GATES, DKEY, DQUERY, DGATES, first, rows, H, T, S, WIDTH: tl.constexpr, FLOOR: tl.constexpr):
     """Program: one row of gates. DGATES [B, rows, S] is their gradient; DKEY and DQUERY, fp64, those of the biases, or None."""
     b, r = (tl.program_id(0) // rows).to(tl.int64), tl.program_id(0) % rows
     row, group = b * GATES.batch + r.to(tl.int64) * GATES.head, H // rows

@@ -117,9 +117,21 @@ def run_around(place, labels, b, count, tiles, PARTS: tl.constexpr, WIDTH: tl.co
 
 @triton.jit
 def full_run(
-    own, r, labels, b, at, count, tiles, of_count, of_tiles, offset, PARTS: tl.constexpr, OF_PARTS: tl.constexpr,
-    KEYS: tl.constexpr, OF_WIDTH: tl.constexpr,
-):  # fmt: skip
+    own,
+    r,
+    labels,
+    b,
+    at,
+    count,
+    tiles,
+    of_count,
+    of_tiles,
+    offset,
+    PARTS: tl.constexpr,
+    OF_PARTS: tl.constexpr,
+    KEYS: tl.constexpr,
+    OF_WIDTH: tl.constexpr,
+):
     """For each of the blocks `at` (PARTS tiles each), the nearest run of blocks of the other kind (`labels`, OF_PARTS tiles each)
     from which it hides nothing; KEYS: the blocks are keys, the others queries.
     """
@@ -160,9 +172,19 @@ def blocks_until_cut(call, r, tile, count, PARTS: tl.constexpr, WIDTH: tl.conste
 
 @triton.jit
 def spread_kernel(
-    call, keys, queries, ALLOWED, FIRST_SEEN, FULL_BLOCKS, FULL_TILES, row, PARTS: tl.constexpr, BIAS_ROWS: tl.constexpr,
-    WIDTH: tl.constexpr, OF_WIDTH: tl.constexpr,
-):  # fmt: skip
+    call,
+    keys,
+    queries,
+    ALLOWED,
+    FIRST_SEEN,
+    FULL_BLOCKS,
+    FULL_TILES,
+    row,
+    PARTS: tl.constexpr,
+    BIAS_ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    OF_WIDTH: tl.constexpr,
+):
     """Program: WIDTH blocks of queries, and WIDTH tiles of keys, of one row. Every output but `ALLOWED` may be None.
 
     Args:
@@ -218,9 +240,7 @@ def spread_kernel(
         tl.store(FIRST_SEEN + r, first_seen)
     count = tl.cdiv(blocks, PARTS)
     if FULL_BLOCKS is not None:
-        low, high = full_run(
-            queries, b, keys, r, at, count, blocks, tiles, tiles, offset, PARTS, 1, False, OF_WIDTH
-        )  # fmt: skip
+        low, high = full_run(queries, b, keys, r, at, count, blocks, tiles, tiles, offset, PARTS, 1, False, OF_WIDTH)
         if call.query_start is not None:
             last = tl.minimum((at + 1) * PARTS * TILE, T) - 1
             low = tl.maximum(low, tl.cdiv(load_first_key(call, r, last, at < count), TILE))
@@ -228,9 +248,7 @@ def spread_kernel(
         tl.store(out, low, mask=at < count)
         tl.store(out + 1, high, mask=at < count)
     if FULL_TILES is not None:
-        low, high = full_run(
-            keys, r, queries, b, at, tiles, tiles, count, blocks, offset, 1, PARTS, True, OF_WIDTH
-        )  # fmt: skip
+        low, high = full_run(keys, r, queries, b, at, tiles, tiles, count, blocks, offset, 1, PARTS, True, OF_WIDTH)
         if call.query_start is not None:
             high = tl.minimum(high, blocks_until_cut(call, r, at, count, PARTS, OF_WIDTH))
         out = FULL_TILES + b * row + (h * tiles + at) * 2

@@ -65,9 +65,7 @@ def in_tiles(low, high, there):
 
 
 @triton.jit
-def plan_head(
-    certificate, ALLOWED, plan, call, bh, ROWS: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr
-):  # fmt: skip
+def plan_head(certificate, ALLOWED, plan, call, bh, ROWS: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr):
     """Writes `plan` of one head, in blocks of ROWS queries, from `certificate`; None = visit all allowed keys.
 
     ALLOWED [B, ⌈T / TILE⌉, 2] int32: the keys that masks allow; None = no masks. With a key bias [B, H, ⌈T / TILE⌉, 2].
@@ -194,7 +192,7 @@ def plan_group(certificate, ALLOWED, plan, call, bk, CAUSAL: tl.constexpr):
 @triton.jit
 def plan_kernel(
     ALLOWED, plan, call, ROWS: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr, SHARED: tl.constexpr
-):  # fmt: skip
+):
     """Program: one head, or with SHARED one key head. The plan without a certificate: all keys that the masks allow."""
     if SHARED:
         plan_group(None, ALLOWED, plan, call, tl.program_id(0).to(tl.int64), CAUSAL)
@@ -227,9 +225,7 @@ def octaves(plan, bh, H, total, bins):
 
 
 @triton.jit
-def visitors_kernel(
-    plan, CANDIDATES, KEY_ORDER, B, H, G, N, tiles, WIDTH: tl.constexpr, BLOCKS: tl.constexpr
-):  # fmt: skip
+def visitors_kernel(plan, CANDIDATES, KEY_ORDER, B, H, G, N, tiles, WIDTH: tl.constexpr, BLOCKS: tl.constexpr):
     """Program: WIDTH tiles of keys of one head. CANDIDATES [B, H, tiles, 3] int32: the half-open range of blocks of queries that
     may have visited a tile, and 1 if it is an outlier tile. Some blocks in the range may not have visited it; their
     bands show it.

@@ -54,7 +54,7 @@ def is_last(counter, total):
 @triton.jit
 def tiles_of_little(
     norms, sums, bias, bk, tiles, from_tile, count, step, origin, slope, rate, worst, WIDTH: tl.constexpr
-):  # fmt: skip
+):
     """How many of `count` tiles, in the order `from_tile`, `from_tile` + `step` …, together weigh at most 2^(−worst).
 
     Everything is in log2 units. `rate` times a norm bounds a score. A tile's sum is relative to the position `origin`, from
@@ -84,10 +84,24 @@ def tiles_of_little(
 
 @triton.jit
 def reach_kernel(
-    Q, K, call, norms, FIRST_SEEN, ALLOWED, certificate, plan, nats_of_tolerance, D: tl.constexpr, ROWS: tl.constexpr,
-    BIAS_ROWS: tl.constexpr, WIDTH: tl.constexpr, PLAN_WIDTH: tl.constexpr, CAUSAL: tl.constexpr, HIDDEN: tl.constexpr,
+    Q,
+    K,
+    call,
+    norms,
+    FIRST_SEEN,
+    ALLOWED,
+    certificate,
+    plan,
+    nats_of_tolerance,
+    D: tl.constexpr,
+    ROWS: tl.constexpr,
+    BIAS_ROWS: tl.constexpr,
+    WIDTH: tl.constexpr,
+    PLAN_WIDTH: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    HIDDEN: tl.constexpr,
     SHARED: tl.constexpr,
-):  # fmt: skip
+):
     """Program: one block of TILE queries of one head; writes `reach` and `outliers` of the certificate, then `plan`.
 
     With a key bias a reach is a distance from the block's nearest query, and is the same for all choices.

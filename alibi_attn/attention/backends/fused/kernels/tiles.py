@@ -164,8 +164,18 @@ def biased_scores(products, distance, shown, head, CAUSAL: tl.constexpr):
 
 @triton.jit
 def partial_scores(
-    tile, queries, head, K, masks, S, origin, BN: tl.constexpr, D: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr
-):  # fmt: skip
+    tile,
+    queries,
+    head,
+    K,
+    masks,
+    S,
+    origin,
+    BN: tl.constexpr,
+    D: tl.constexpr,
+    CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
+):
     """(scores, seen, k, here, origin) of a tile in which some keys are hidden from some queries; `here` are the keys that
     are read.
 
@@ -316,9 +326,18 @@ def band_of(visited, block, of_sequence, start, head, S, BM: tl.constexpr, BN: t
 
 @triton.jit
 def blocks_of(
-    first, last, full_first, full_last, tile_start, query_offset, head, T, BM: tl.constexpr, BN: tl.constexpr,
+    first,
+    last,
+    full_first,
+    full_last,
+    tile_start,
+    query_offset,
+    head,
+    T,
+    BM: tl.constexpr,
+    BN: tl.constexpr,
     CAUSAL: tl.constexpr,
-):  # fmt: skip
+):
     """The Band of BN keys from `tile_start` on: the blocks of BM queries in [first, last), and those that see the keys in full,
     before and after the keys, within [full_first, full_last).
     """
