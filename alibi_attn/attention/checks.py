@@ -297,7 +297,9 @@ def check_log_fgate(
             f"log_fgate is {dtype_name(log_fgate.dtype)} but must be float32 or float64: it is summed over the sequence"
         )
     shape = tuple(log_fgate.shape)
-    if len(shape) != 3 or shape[0] != batch or shape[1] not in (num_heads, num_kv_heads) or shape[2] != key_len:
+    # Not `shape[1] not in (…)`: torch.compile finds no number of unknown size in a tuple.
+    fits = len(shape) == 3 and shape[0] == batch and (shape[1] == num_heads or shape[1] == num_kv_heads)
+    if not fits or shape[2] != key_len:
         raise ValueError(
             f"log_fgate has shape {list(shape)} but must be [B, H, S] = [{batch}, {num_heads}, {key_len}], the logarithm of one "
             f"gate per query head and key position, or [B, K, S] with K = {num_kv_heads}"

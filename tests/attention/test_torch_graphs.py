@@ -13,7 +13,7 @@ from torch.export import Dim, ExportedProgram, export
 from torch.func import grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from alibi_attn import alibi_attention
+from alibi_attn import alibi_attention, forgetting_attention
 from alibi_attn.attention.schema import Arguments, Incoming
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.nn import ALiBiTransformerBlock
@@ -134,6 +134,20 @@ def test_one_graph_serves_all_lengths(backend: str, marked: bool) -> None:
         ours = gradients(lambda *x: compiled(*x, backend=backend), leaves)
         assert_equal(ours, gradients(lambda *x: loss(*x, backend=backend), leaves))
     assert counters["stats"]["unique_graphs"] == (2 if backend == "auto" else 1), "short and long are two backends"
+
+
+@quiet
+def test_one_graph_with_gates_serves_all_lengths() -> None:
+    def gated(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:
+        return forgetting_attention(q, k, v, gates, backend="dense")
+
+    reset()
+    compiled = torch.compile(gated, fullgraph=True, dynamic=True, backend="aot_eager")
+    for b, t in ((3, 12), (2, 65)):
+        q, k, v, _ = draw(b=b, t=t, requires_grad=False)
+        gates = -torch.rand(q.shape[:3])
+        assert_equal([compiled(q, k, v, gates)], [gated(q, k, v, gates)])
+    assert counters["stats"]["unique_graphs"] == 1
 
 
 @quiet
