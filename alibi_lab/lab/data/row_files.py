@@ -82,14 +82,18 @@ def _csv(path: Path) -> Rows:
 
 def _parquet(path: Path) -> Rows:
     try:
-        from pyarrow import ArrowInvalid, parquet
+        from pyarrow import ArrowException, parquet
     except ModuleNotFoundError:
         raise RowError(f'{path} needs the pyarrow package; install it with: pip install "alibi-attn[hub]"') from None
     try:
-        for batch in parquet.ParquetFile(path).iter_batches(batch_size=1000):
+        for batch in parquet.ParquetFile(path, page_checksum_verification=True).iter_batches(batch_size=1000):
             yield from batch.to_pylist()
-    except ArrowInvalid as error:
-        raise RowError(f"{path} is not Parquet ({error}); pass another file") from None
+    except (ArrowException, OSError) as error:  # damaged pages are an OSError without a number
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise RowError(
+            f"{path} is not Parquet, or damaged ({' '.join(str(error).split())}); pass another file"
+        ) from None
 
 
 _READERS: Mapping[str, Callable[[Path], Rows]] = {

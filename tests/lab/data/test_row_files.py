@@ -8,6 +8,7 @@ import pytest
 
 from alibi_lab.lab.config import DataConfig
 from alibi_lab.lab.data.corpus import CorpusError, load_corpus, whole_text
+from alibi_lab.lab.data.row_files import RowError, texts
 
 ROWS = [{"id": n, "body": f'row {n} says "café", and {{braces}}\nand a second line {n}' * 3} for n in range(50)]
 TEXTS = [row["body"] for row in ROWS]
@@ -81,6 +82,23 @@ def test_a_table_without_the_field_asks_for_it(
     (tmp_path / name).write_text(content)
     with pytest.raises(CorpusError, match=message):
         load_corpus(DataConfig(text=(str(tmp_path / name),), text_field=field))
+
+
+def test_a_damaged_parquet_file_is_refused_with_its_path(tmp_path: Path) -> None:
+    pyarrow = pytest.importorskip("pyarrow", reason="pyarrow is in the extra hub")
+    from pyarrow import parquet
+
+    table, path = pyarrow.Table.from_pylist([{"text": "in the beginning"}]), tmp_path / "a.parquet"
+    options = {"use_dictionary": False, "write_page_checksum": True}
+    parquet.write_table(table, path, compression="none", **options)
+    sound = path.read_bytes()
+    assert list(texts(path, "")) == [b"in the beginning"]
+    path.write_bytes(sound.replace(b"in the beginning", b"in the bEginning"))
+    with pytest.raises(RowError, match=r"a.parquet is not Parquet, or damaged \(.*CRC"):
+        list(texts(path, ""))
+    path.write_bytes(sound[:4] + b"\xff" * 16 + sound[20:])
+    with pytest.raises(RowError, match=r"a.parquet is not Parquet, or damaged \("):
+        list(texts(path, ""))
 
 
 @pytest.mark.parametrize(("name", "content"), [("a.csv", "body\n{}\n"), ("a.jsonl", '{{"body": "{}"}}')])
