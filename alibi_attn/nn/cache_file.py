@@ -124,6 +124,7 @@ class CacheFile:
                     made.append(key[:, :, some].detach(), value[:, :, some].detach())
                     if release is not None:
                         release()
+                made._commit()  # both states have all tokens
             return made
         except FileExistsError:
             assert path is not None

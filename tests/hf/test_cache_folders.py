@@ -83,6 +83,30 @@ def test_exchanged_layers_and_token_ids_of_another_text_are_noticed(two):
         ALiBiCache.open(folder / "1")
 
 
+@pytest.mark.parametrize("mode", ["r+", "c"])
+@torch.no_grad()
+def test_damaged_small_files_are_named(mode, two):
+    _, folder = two
+    for name, content, reason in (
+        ("tokens", b"", "tokens is too short"),
+        ("tokens", bytes(1200), "tokens does not match its checksums"),
+        ("cache.json", b"\xff", "cache.json is damaged"),
+    ):
+        (folder / "0" / name).write_bytes(content)
+        with pytest.raises(ValueError, match=reason):
+            ALiBiCache.open(folder / "0", mode=mode).verify()
+
+
+@pytest.mark.parametrize("slot", [4096, 8192])
+@torch.no_grad()
+def test_a_saved_cache_survives_the_damage_of_either_state(slot, two):
+    _, folder = two
+    with (folder / "saved 0" / "layer-000").open("r+b") as file:
+        file.seek(slot)
+        file.write(b"\xff")
+    assert ALiBiCache.open(folder / "saved 0").get_seq_length() == 100
+
+
 @pytest.mark.parametrize("family", ["bloom", "mpt", "falcon new"])
 @torch.no_grad()
 def test_single_tokens_have_the_bits_of_a_cache_in_memory(family, build_patched, tokens, tmp_path):

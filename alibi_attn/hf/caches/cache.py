@@ -90,8 +90,8 @@ class ALiBiCache(Cache):
         tokens = cache_folder.token_path(cache.path)
         if mode == "r+":
             tokens.touch()
-        place: dict[str, Any] = {"path": tokens} if mode == "r+" else {"memory": tokens.read_bytes()}
-        cache._ids = TokenIds(**place, identity=cache._about["id"])
+        memory = None if mode == "r+" else tokens.read_bytes()
+        cache._ids = TokenIds(tokens, memory=memory, identity=cache._about["id"])
         cache.level()
         return cache
 
@@ -122,11 +122,13 @@ class ALiBiCache(Cache):
         """Compares all token ids, keys and values in the files with their checksums; `open` checks the rest.
 
         Raises:
-            ValueError: some differ, or the cache has no files.
+            ValueError: some differ or are missing, or the cache has no files.
         """
         if self.path is None:
             raise ValueError("the cache is in memory and has no checksums; verify() is for ALiBiCache.open(path)")
-        self.tokens()
+        if self.get_seq_length() > 0 and self.tokens() is None:
+            tokens = cache_folder.token_path(self.path)
+            raise ValueError(f"the token ids of the cache are damaged: {tokens} is too short; read the text again")
         for layer in self._held:
             layer.store.verify()
 

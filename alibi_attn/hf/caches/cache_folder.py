@@ -32,16 +32,18 @@ class TokenIds:
     """Token ids [B, S] in an existing file, or in memory.
 
     Args:
+        memory: the content of the file, if changes are to be private.
         identity: of the cache.
     """
 
-    def __init__(self, path: Path | None = None, *, memory: bytes = b"", identity: str = "") -> None:
-        self.path, self.memory, self._crc = path, io.BytesIO(memory), zlib.crc32(identity.encode())
+    def __init__(self, path: Path | None = None, *, memory: bytes | None = None, identity: str = "") -> None:
+        self.path, self._crc = path, zlib.crc32(identity.encode())
+        self.memory = io.BytesIO(memory or b"") if path is None or memory is not None else None
         self._later: list[tuple[int, Tensor]] = []  # not yet encoded: encoding one call costs more than a small layer
 
     def write(self, at: int, tokens: Tensor) -> None:
         """Sets the ids of the positions from `at` on, tokens [B, T]; drops them if earlier ids are unknown."""
-        if self.path is not None:
+        if self.memory is None:
             self._write(at, tokens)
             return
         self._later.append((at, tokens.detach().clone()))
@@ -80,7 +82,7 @@ class TokenIds:
         records = np.frombuffer(data, record)
         if [zlib.crc32(row, self._crc) for row in np.ascontiguousarray(records["ids"])] != records["crc"].tolist():
             raise ValueError(
-                "the token ids of the cache are damaged: they do not match their checksums; read the text again"
+                f"the token ids of the cache are damaged: {self.path} does not match its checksums; read the text again"
             )
         return torch.from_numpy(np.ascontiguousarray(records["ids"].T))
 
@@ -91,7 +93,10 @@ class TokenIds:
             file.truncate(0)
 
     def _file(self) -> contextlib.AbstractContextManager[IO[bytes]]:
-        return contextlib.nullcontext(self.memory) if self.path is None else open(self.path, "r+b")
+        if self.memory is not None:
+            return contextlib.nullcontext(self.memory)
+        assert self.path is not None
+        return open(self.path, "r+b")
 
 
 def describe(model: nn.Module) -> dict[str, Any]:
@@ -150,8 +155,8 @@ def read_description(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"{folder} {found}; pass the folder of an ALiBiCache, or make a new one: ALiBiCache(folder)"
         )
-    text, _, crc = (folder / _ABOUT).read_text().partition("\n")
-    if crc.strip() != f"{zlib.crc32(text.encode()):08x}":
+    text, _, crc = (folder / _ABOUT).read_bytes().partition(b"\n")
+    if crc.strip() != b"%08x" % zlib.crc32(text):
         raise ValueError(f"{folder / _ABOUT} is damaged: it does not match its checksum; read the text again")
     about: dict[str, Any] = json.loads(text)
     if about["format"] != FORMAT:
