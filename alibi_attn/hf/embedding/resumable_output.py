@@ -11,6 +11,7 @@ import dataclasses
 import json
 import os
 import time
+import tokenize
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -99,7 +100,7 @@ class PartialVectors:
             size = partial.stat().st_size  # before opening, which would pad a short file with zeros
             try:
                 vectors = np.lib.format.open_memmap(partial, mode="r+")
-            except (ValueError, EOFError):
+            except (ValueError, EOFError, tokenize.TokenError):  # NumPy reads a header as Python code
                 raise _damaged(partial) from None
             wanted = (shape, np.dtype(np.float32), vectors.offset + vectors.nbytes)
             if (vectors.shape, vectors.dtype, size) != wanted:
