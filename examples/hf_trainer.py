@@ -45,16 +45,9 @@ def main() -> None:
     training, held_out = text.tensor_split([len(text) * 7 // 8])
     with tempfile.TemporaryDirectory() as folder:
         settings = TrainingArguments(
-            folder,
-            max_steps=options.steps,
-            per_device_train_batch_size=64,
-            per_device_eval_batch_size=4,
-            learning_rate=3e-3,
-            logging_strategy="no",
-            save_strategy="no",
-            report_to="none",
-            use_cpu=True,
-        )
+            folder, max_steps=options.steps, per_device_train_batch_size=64, per_device_eval_batch_size=4,
+            learning_rate=3e-3, logging_strategy="no", save_strategy="no", report_to="none", use_cpu=True,
+        )  # fmt: skip
         trainer = Trainer(LanguageModel(), settings, train_dataset=rows(training, 64))
         trainer.train()
         for length in (64, 1024):

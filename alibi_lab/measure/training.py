@@ -44,7 +44,7 @@ TRAININGS: Mapping[Size, tuple[ModelConfig, TrainConfig]] = {
     ),
     "small": (
         ModelConfig(num_layers=4, num_heads=4, embed_dim=128, ffn_dim=344),
-        TrainConfig(length=128, steps=280, batch_tokens=2048, learning_rate=3e-3, warmup_steps=28),
+        TrainConfig(length=128, steps=200, batch_tokens=2048, learning_rate=3e-3, warmup_steps=20),
     ),
     "medium": (
         ModelConfig(num_layers=4, num_heads=8, embed_dim=256, ffn_dim=688, vocab_size=2048),
