@@ -251,7 +251,7 @@ def gpu() -> str:
 
 
 def gpu_decoding() -> str:
-    """One query with a cache on a GPU: milliseconds of ours and of SDPA without a bias."""
+    """One query with a cache on a GPU: our milliseconds, and those of SDPA without a bias."""
     ours, peer = (_by_length(record(GPU_DECODING), name, "forward_ms") for name in (OURS, "causal, no bias"))
     rows = [[f"{n:,.0f}", f"{ms:.2f} ms", f"{peer[n]:.2f} ms"] for n, ms in ours.items() if math.isfinite(ms)]
     return table(["cached tokens", OURS, NO_BIAS], rows)

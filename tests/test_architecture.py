@@ -57,30 +57,6 @@ ATTENTION_ROWS = (
     ("decoding",),
 )
 ATTENTION = {name: row for row, names in enumerate(ATTENTION_ROWS) for name in names}
-# The same for the folders of the laboratory.
-LABORATORY_ROWS = {
-    "lab": (
-        ("clock", "config", "sealed_folder"),
-        ("config_io", "data", "model"),
-        ("evaluation", "folder_lock", "planning", "run"),
-        ("systems", "training"),
-        ("progress", "tracker"),
-        ("run_once",),
-        ("ray_trainings",),
-        ("experiment",),
-    ),
-    "report": (
-        ("intervals", "published", "series"),
-        ("answers", "claims", "method_comparison", "paired"),
-        ("sources",),
-        ("verdicts",),
-        ("tables",),
-        ("plots",),
-        ("section",),
-        ("sections",),
-        ("page",),
-    ),
-}
 KERNELS = ["attention", "backends", "fused", "kernels"]
 CONSTANTS = ["attention", "certificate", "constants"]
 NATIVE = ["attention", "backends", "native"]
@@ -138,18 +114,6 @@ def assert_order_inside_attention(root: Path) -> None:
         for name in (here[1], there[1]):
             assert name in ATTENTION, f"attention/{name} has no place in the order of attention/; add it to the plan"
         assert ATTENTION[there[1]] < ATTENTION[here[1]], f"{module} imports {imported}, which does not come before it"
-
-
-def assert_order_inside_the_laboratory(root: Path) -> None:
-    for module, imported in edges(root):
-        here, there = parts(module), parts(imported)
-        if len(here) < 2 or here[:1] != there[:1] or here[0] not in LABORATORY_ROWS:
-            continue  # the __init__ of a folder names what it loads lazily
-        rows = {name: row for row, names in enumerate(LABORATORY_ROWS[here[0]]) for name in names}
-        for name in (here[1], *there[1:2]):
-            assert name in rows, f"{here[0]}/{name} has no place in the order of {here[0]}/; add it to the plan"
-        own = len(here) > 2 and there[1:2] == here[1:2]
-        assert own or rows[there[1]] < rows[here[1]], f"{module} imports {imported}, which does not come before it"
 
 
 def assert_backends_are_apart(root: Path) -> None:
@@ -240,7 +204,6 @@ def _offered(tree: ast.Module) -> Iterator[str]:
 TREE_RULES = [
     assert_layers,
     assert_order_inside_attention,
-    assert_order_inside_the_laboratory,
     assert_backends_are_apart,
     assert_kernels_are_triton_source,
     assert_frameworks_stay_outside,
@@ -307,24 +270,6 @@ WRONG = [
     ),
     (assert_order_inside_attention, "attention/api.py", "import alibi_attn.attention", "imports the folder"),
     (assert_order_inside_attention, "attention/__init__.py", "import alibi_attn.attention.api", "must import nothing"),
-    (
-        assert_order_inside_the_laboratory,
-        "../alibi_lab/lab/config.py",
-        "import alibi_lab.lab.data.tokens",
-        "does not come before",
-    ),
-    (
-        assert_order_inside_the_laboratory,
-        "../alibi_lab/lab/new.py",
-        "import alibi_lab.lab.config",
-        "no place in the order",
-    ),
-    (
-        assert_order_inside_the_laboratory,
-        "../alibi_lab/report/tables/a.py",
-        "import alibi_lab.report.page",
-        "does not come before",
-    ),
     (assert_backends_are_apart, "attention/backends/b.py", "import alibi_attn.attention.backends.a", "imports backend"),
     (
         assert_backends_are_apart,

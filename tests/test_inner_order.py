@@ -17,20 +17,43 @@ ORDERS = {
         ("folder_check", "export"),
         ("decoder", "encoder"),
     ),
+    "alibi_lab.lab": (
+        ("clock", "config", "sealed_folder"),
+        ("config_io", "data", "model"),
+        ("evaluation", "folder_lock", "planning", "run"),
+        ("systems", "training"),
+        ("progress", "tracker"),
+        ("run_once",),
+        ("ray_trainings",),
+        ("experiment",),
+    ),
+    "alibi_lab.report": (
+        ("intervals", "published", "series"),
+        ("answers", "claims", "method_comparison", "paired"),
+        ("sources",),
+        ("verdicts",),
+        ("tables",),
+        ("plots",),
+        ("section",),
+        ("sections",),
+        ("page",),
+    ),
 }
 
 
 def assert_inner_order(root: Path, folder: str) -> None:
     place = {name: row for row, names in enumerate(ORDERS[folder]) for name in names}
     for module, imported in edges(root):
-        if not (module.startswith(f"{folder}.") and imported.startswith(f"{folder}.")):
+        if not (module.startswith(f"{folder}.") and f"{imported}.".startswith(f"{folder}.")):
             continue
+        assert imported != folder or module == f"{folder}.__init__", f"{module} imports the folder {folder}"
         here, there = (name.removeprefix(f"{folder}.").split(".")[0] for name in (module, imported))
-        if here in (there, "__init__"):
-            continue
+        if here == "__init__":
+            continue  # it names what it loads lazily
         for name in (here, there):
             assert name in place, f"{name} has no place in the order of {folder}; add it to ORDERS"
-        assert place[there] < place[here], f"{module} imports {imported}, which does not come before it"
+        own = here == there and module != f"{folder}.{here}"
+        assert own or place[there] < place[here], f"{module} imports {imported}, which does not come before it"
 
 
 @pytest.mark.parametrize("folder", ORDERS)
@@ -47,3 +70,19 @@ def test_an_import_of_a_later_part_is_noticed(folder, tmp_path):
         path.write_text(source, encoding="utf-8")
     with pytest.raises(AssertionError, match="does not come before it"):
         assert_inner_order(tmp_path, folder)
+
+
+WRONG = [
+    ("lab/config.py", "import alibi_lab.lab.data.tokens", "does not come before"),
+    ("lab/new.py", "import alibi_lab.lab.config", "no place in the order"),
+    ("lab/config.py", "import alibi_lab.lab", "imports the folder"),
+    ("report/tables/a.py", "import alibi_lab.report.page", "does not come before"),
+]
+
+
+@pytest.mark.parametrize(("path", "source", "message"), WRONG)
+def test_a_wrong_import_inside_the_laboratory_is_noticed(path, source, message, tmp_path):
+    (tmp_path / "alibi_lab" / path).parent.mkdir(parents=True)
+    (tmp_path / "alibi_lab" / path).write_text(source, encoding="utf-8")
+    with pytest.raises(AssertionError, match=message):
+        assert_inner_order(tmp_path, f"alibi_lab.{path.split('/')[0]}")

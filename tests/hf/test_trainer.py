@@ -1,4 +1,4 @@
-"""transformers' Trainer, with and without a LoRA of peft, trains every class of ours and patched models."""
+"""transformers' Trainer, with and without a LoRA of peft, trains each of our classes and patched models."""
 
 import copy
 
