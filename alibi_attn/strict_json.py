@@ -3,10 +3,14 @@
 Python's reader accepts more than JSON (NaN, Infinity, a name twice, 1e999 as infinity, half of a surrogate pair) and can raise
 three other exceptions: RecursionError for a file of brackets, ValueError for a number of thousands of digits, and
 UnicodeDecodeError for bytes that are not text. Here every case is one error; the caller adds the file's name and the remedy.
+
+Our own JSON files end with a hash of their content, so that a flipped bit is an error and not another number (`sealed`).
 """
 
+import hashlib
 import json
 import math
+from collections.abc import Mapping
 
 DEEPEST = 50  # nested lists and objects; the package's own files have at most eight levels
 
@@ -42,6 +46,26 @@ def parse(content: bytes) -> object:
     if "\\u" in text:
         _check_texts(value)
     return value
+
+
+def sealed(data: Mapping[str, object], *, indent: int | None = None) -> bytes:
+    """The data as JSON, with its hash under "sha256"."""
+    return json.dumps({**data, "sha256": _digest(data)}, indent=indent, sort_keys=True, allow_nan=False).encode()
+
+
+def is_sealed(data: Mapping[str, object]) -> bool:
+    """Whether the data has the hash that `sealed` gave it.
+
+    >>> written = parse(sealed({"loss": 6.03}))
+    >>> is_sealed(written), is_sealed({**written, "loss": 9.0})
+    (True, False)
+    """
+    return data.get("sha256") == _digest({name: value for name, value in data.items() if name != "sha256"})
+
+
+def _digest(data: Mapping[str, object]) -> str:
+    text = json.dumps(data, ensure_ascii=False, sort_keys=True)
+    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()
 
 
 def _object(pairs: list[tuple[str, object]]) -> dict[str, object]:

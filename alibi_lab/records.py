@@ -22,7 +22,7 @@ from typing import TypeAlias
 
 import alibi_attn
 from alibi_attn import files, processor
-from alibi_attn.strict_json import JsonError, parse
+from alibi_attn.strict_json import JsonError, is_sealed, parse, sealed
 
 SCHEMA = 1
 SPEEDS = ("benchmark", "speed")  # kinds of records that measure time; their versions have a hash of the kernels
@@ -262,7 +262,7 @@ def load(path: str | Path) -> Record:
     """Read one record.
 
     Raises:
-        RecordError: not JSON, not a record, another schema, or numbers out of range.
+        RecordError: not JSON, not a record, another schema, numbers out of range, or not what was written.
     """
     try:
         data = parse(Path(path).read_bytes())
@@ -275,13 +275,17 @@ def load(path: str | Path) -> Record:
             f"{path} has schema {data['schema']} but this version reads {SCHEMA}; read it with the version that wrote it"
         )
     expected = {field.name for field in dataclasses.fields(Record)}
-    if missing := expected - data.keys():
+    if missing := {*expected, "sha256"} - data.keys():
         raise RecordError(f"{path} has no {', '.join(sorted(missing))}, so it is not a complete record")
     try:
         record = Record(**{key: data[key] for key in expected})
         _check_numbers(record)
     except RecordError as error:
         raise RecordError(f"{path} is damaged: {error}") from None
+    if not is_sealed(data):
+        raise RecordError(
+            f"{path} is not what was written: it was damaged or edited, since its sha256 differs; restore it, or measure it again"
+        )
     return record
 
 
@@ -318,8 +322,7 @@ def _path(record: Record, folder: Path) -> Path:
 
 
 def _text(record: Record) -> bytes:
-    text = json.dumps(finite(dataclasses.asdict(record)), indent=1, sort_keys=True, allow_nan=False)
-    return f"{text}\n".encode()
+    return sealed({name: finite(value) for name, value in dataclasses.asdict(record).items()}, indent=1) + b"\n"
 
 
 def _exists(path: Path) -> FileExistsError:

@@ -1,9 +1,11 @@
 """Records: reading returns exactly what was written, writes are atomic, and duplicates are detected."""
 
+import contextlib
 import dataclasses
 import json
 import math
 import os
+import random
 import re
 from pathlib import Path
 
@@ -182,6 +184,29 @@ def test_impossible_measurements_are_refused_with_their_path(place, value, words
     path.write_text(json.dumps(data))
     with pytest.raises(RecordError, match=rf"^{path} is damaged: .*{words}"):
         records.load(path)
+
+
+def test_a_flipped_bit_changes_no_figure_in_silence(record: Record, tmp_path: Path) -> None:
+    path = records.save(record, tmp_path)
+    content, rng = path.read_bytes(), random.Random(0)
+    for _ in range(400):
+        at = rng.randrange(len(content))
+        path.write_bytes(content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :])
+        with contextlib.suppress(RecordError):
+            assert records.load(path) == record  # the flip is in white space
+
+
+def test_an_edited_record_is_refused_with_what_to_do(record: Record, tmp_path: Path) -> None:
+    path = records.save(record, tmp_path)
+    path.write_text(path.read_text().replace("1.25", "1.24"))
+    with pytest.raises(
+        RecordError, match=rf"{path} is not what was written: .*edited.*; restore it, or measure it again"
+    ):
+        records.load(path)
+
+
+def test_every_committed_record_is_what_was_written() -> None:
+    assert sum(1 for _ in records.find(Path(__file__).parent.parent / "results")) > 1400
 
 
 def test_records_too_large_to_be_read_are_not_written(record: Record, tmp_path: Path) -> None:

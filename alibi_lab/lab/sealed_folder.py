@@ -5,12 +5,11 @@ and its own hash. Checkpoints (`training/checkpoint.py`) and tokenized texts (`d
 """
 
 import hashlib
-import json
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from alibi_attn.strict_json import JsonError, parse
+from alibi_attn.strict_json import JsonError, is_sealed, parse, sealed
 
 
 class DamagedError(ValueError):
@@ -80,20 +79,6 @@ def verify(folder: Path, name: str, written: Mapping[str, Any], *, hashed_bytes:
         raise DamagedError(name, f"cannot be read: {error.strerror}") from None
 
 
-def sealed(data: Mapping[str, Any], *, indent: int | None = None) -> bytes:
-    """The data as JSON, with its hash under "sha256"."""
-    return json.dumps({**data, "sha256": _digest(data)}, indent=indent, sort_keys=True).encode()
-
-
-def is_sealed(data: Mapping[str, Any]) -> bool:
-    """Whether the data has the hash that `sealed` gave it.
-
-    >>> is_sealed(parse(sealed({"loss": 6.03}))), is_sealed({"loss": 99.0, "sha256": _digest({"loss": 6.03})})
-    (True, False)
-    """
-    return data.get("sha256") == _digest({name: value for name, value in data.items() if name != "sha256"})
-
-
 def file_sha256(path: Path) -> str:
     with path.open("rb") as file:
         return hashlib.file_digest(file, "sha256").hexdigest()
@@ -102,8 +87,3 @@ def file_sha256(path: Path) -> str:
 def _entry(path: Path) -> dict[str, Any]:
     found = path.stat()
     return {"bytes": found.st_size, "mtime_ns": found.st_mtime_ns, "sha256": file_sha256(path)}
-
-
-def _digest(data: Mapping[str, Any]) -> str:
-    text = json.dumps(data, ensure_ascii=False, sort_keys=True)
-    return hashlib.sha256(text.encode("utf-8", "surrogatepass")).hexdigest()

@@ -18,6 +18,7 @@ from filelock import FileLock
 from torch import Tensor
 
 from alibi_attn.files import new_folder, remove_leftovers, replace_file
+from alibi_attn.strict_json import sealed
 from alibi_lab import records
 from alibi_lab.lab import sealed_folder
 from alibi_lab.lab.config import DataConfig
@@ -144,7 +145,7 @@ def _remember(folder: Path, origins: Sequence[Mapping[str, Json]]) -> None:
     with contextlib.suppress(OSError):  # the store may be read-only
         about = {**_manifest(folder), "schema": SCHEMA, "sources": origins}
         about.pop("sha256", None)
-        replace_file(folder / _MANIFEST, sealed_folder.sealed(about, indent=1))
+        replace_file(folder / _MANIFEST, sealed(about, indent=1))
 
 
 def _source(file: TextFile) -> dict[str, Json]:

@@ -18,9 +18,8 @@ import torch
 from torch import Tensor
 
 from alibi_attn.files import replace_file
-from alibi_attn.strict_json import parse
+from alibi_attn.strict_json import is_sealed, parse, sealed
 from alibi_lab.lab.data.sources import CorpusError
-from alibi_lab.lab.sealed_folder import is_sealed, sealed
 
 SCHEMA = 1
 SAMPLE_BYTES = 16 << 20  # evenly spread sample for the BPE; more text hardly changes its merges

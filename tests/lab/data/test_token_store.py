@@ -16,10 +16,10 @@ import pytest
 import torch
 from damaged_json import DAMAGED
 
+from alibi_attn.strict_json import sealed
 from alibi_lab.lab.config import DataConfig
 from alibi_lab.lab.data import token_store, tokenizing
 from alibi_lab.lab.data.corpus import CorpusError, batches, load_corpus
-from alibi_lab.lab.sealed_folder import sealed
 
 PARTS = ("train", "valid", "test")
 

@@ -10,13 +10,13 @@ import pytest
 import torch
 from typer.testing import CliRunner
 
+from alibi_attn.strict_json import sealed
 from alibi_lab import records
 from alibi_lab.cli.main import app, main
 from alibi_lab.lab.config import ConfigError, ModelConfig
 from alibi_lab.lab.model.imported_method import imported_method, source_facts
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.model.positions import ALiBi
-from alibi_lab.lab.sealed_folder import sealed
 from alibi_lab.lab.training.checkpoint import CheckpointError, load_checkpoint
 from alibi_lab.report.page import report_html
 

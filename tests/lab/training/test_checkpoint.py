@@ -10,9 +10,9 @@ import pytest
 import torch
 from damaged_json import DAMAGED
 
+from alibi_attn.strict_json import sealed
 from alibi_lab.lab.data.corpus import load_corpus
 from alibi_lab.lab.model.positions import METHODS
-from alibi_lab.lab.sealed_folder import sealed
 from alibi_lab.lab.training import checkpoint
 from alibi_lab.lab.training.checkpoint import (
     CheckpointError,
