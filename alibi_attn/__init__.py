@@ -11,6 +11,7 @@ if TYPE_CHECKING:
     from alibi_attn.attention.api import alibi_attention, certified_block_mask, explain, head_reach
     from alibi_attn.attention.bias import alibi_bias
     from alibi_attn.attention.forgetting import forgetting_attention
+    from alibi_attn.attention.rows import attention_rows
     from alibi_attn.attention.toeplitz import toeplitz_attention
     from alibi_attn.attention.varlen import alibi_attention_varlen
     from alibi_attn.nn import ALiBiAttention, ALiBiPositionalBias, ALiBiTransformerBlock, KVCache
@@ -27,6 +28,7 @@ __all__ = [
     "alibi_attention_varlen",
     "alibi_bias",
     "alibi_slopes",
+    "attention_rows",
     "certified_block_mask",
     "explain",
     "forgetting_attention",
@@ -44,6 +46,7 @@ _HOMES = {
     "alibi_attention_varlen": "alibi_attn.attention.varlen",
     "alibi_bias": "alibi_attn.attention.bias",
     "alibi_slopes": "alibi_attn.slopes",
+    "attention_rows": "alibi_attn.attention.rows",
     "certified_block_mask": "alibi_attn.attention.api",
     "explain": "alibi_attn.attention.api",
     "forgetting_attention": "alibi_attn.attention.forgetting",

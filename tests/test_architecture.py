@@ -54,7 +54,7 @@ ATTENTION_ROWS = (
     ("dispatch", "near_keys", "validation"),
     ("execution",),
     ("api", "forgetting", "toeplitz", "varlen"),
-    ("decoding",),
+    ("decoding", "rows"),
 )
 ATTENTION = {name: row for row, names in enumerate(ATTENTION_ROWS) for name in names}
 KERNELS = ["attention", "backends", "fused", "kernels"]

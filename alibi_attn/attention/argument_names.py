@@ -24,7 +24,7 @@ DEFAULTS: Mapping[str, Any] = {
 
 _MASK = "key_mask [B, S], True = visible"
 _NO_LENGTH = "leave it out: there is no maximum length"
-_NO_WEIGHTS = "leave it out: the weights are never materialized"
+_NO_WEIGHTS = "leave it out: the weights are never materialized; attention_rows computes those of a few queries"
 _CACHE = "cache=KVCache(), made once per layer"
 OURS = {
     "attention_mask": _MASK,

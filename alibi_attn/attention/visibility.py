@@ -276,3 +276,15 @@ def few_queries(spec: Spec, rows: int, device: torch.device) -> Iterator[tuple[S
             query_bias=None,
         )
         yield part, distances(count, spec.key_len, part.query_offset, device)
+
+
+def chosen_queries(spec: Spec, at: Tensor) -> tuple[Spec, Tensor]:
+    """(the call of the queries at these indices [R] only, their distances to the keys [B|1, R, S]).
+
+    The part has no query_offset of its own: its positions are in the distances.
+    """
+    segments = None if spec.query_segments is None else spec.query_segments[:, at]
+    start, bias = (None if x is None else x[:, :, at] for x in (spec.query_start, spec.query_bias))
+    part = dataclasses.replace(spec, query_len=len(at), query_segments=segments, query_start=start, query_bias=bias)
+    position = first_positions(spec, at.device)[:, None] + at
+    return part, position[..., None] - torch.arange(spec.key_len, device=at.device)

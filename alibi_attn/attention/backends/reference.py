@@ -37,16 +37,9 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
     seen = visible(spec, distance)
     sees_any = seen.any(-1).expand(spec.batch, spec.num_heads, spec.query_len)
     key, value, poison, _ = without_bad_keys(spec, seen, key, value)
-
-    q = query.to(work).masked_fill(~sees_any[..., None], 0.0)
-    k = per_query_head(spec, key.to(work))
-    v = per_query_head(spec, value.to(work))
-    # Hidden keys are never used, forward or backward: the largest numbers would give inf − inf and 0·inf.
-    bias, origin = score_bias(spec, distance, seen)
-    scores = (spec.scale * (q @ k.mT)).masked_fill(~seen, 0.0) + bias
-    # A row that sees no key is all −inf: pass zeros to softmax, and discard the result.
-    scores = scores.masked_fill(~sees_any[..., None], 0.0)
+    scores, origin = scores_of(spec, query, key, distance, seen)
     weights = dropped(spec, scores.softmax(-1).masked_fill(~seen, 0.0))
+    v = per_query_head(spec, value.to(work))
     output = (weights @ v).masked_fill(~sees_any[..., None], 0.0)
     lse = None
     if spec.return_lse:
@@ -55,3 +48,20 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
         output = output + poison[..., None]
         lse = None if lse is None else lse + poison
     return output.to(query.dtype), lse
+
+
+def scores_of(
+    spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, distance: Tensor, seen: Tensor
+) -> tuple[Tensor, Tensor | None]:
+    """(scores [B, H, T, S], origin of `score_bias`) in fp32 or fp64; −inf where not `seen`, and 0 in rows that see no key.
+
+    Such a row would be all −inf: it passes zeros to softmax, and its result is discarded.
+    """
+    work = torch.promote_types(query.dtype, torch.float32)
+    sees_any = seen.any(-1, keepdim=True)
+    q = query.to(work).masked_fill(~sees_any, 0.0)
+    k = per_query_head(spec, key.to(work))
+    # Hidden keys are never used, forward or backward: the largest numbers would give inf − inf and 0·inf.
+    bias, origin = score_bias(spec, distance, seen)
+    scores = (spec.scale * (q @ k.mT)).masked_fill(~seen, 0.0) + bias
+    return scores.masked_fill(~sees_any, 0.0), origin

@@ -1,0 +1,183 @@
+"""`attention_rows` against the definition as a loop, against the outputs of `alibi_attention`, and its memory."""
+
+import math
+
+import pytest
+import torch
+from attention_cases import CASES, KEY_BIASES, Case
+from attention_checks import arguments
+from attention_oracle import of_head, of_key, positions, visible_keys
+from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from alibi_attn import alibi_attention, attention_rows, forgetting_attention
+
+SOME = [-1, 0, 2, 2]
+
+
+def true_weights(case: Case) -> Tensor:
+    """[B, H, T, S] float64, key by key."""
+    drawn = case.draw()
+    group = case.heads // (case.kv_heads or case.heads)
+    scale = case.scale if case.scale is not None else 1 / math.sqrt(case.head_dim)
+    at = positions(case, drawn)
+    weights = torch.zeros(case.batch, case.heads, case.query_len, case.key_len, dtype=torch.float64)
+    for b, h, t in torch.cartesian_prod(*(torch.arange(n) for n in weights.shape[:3])).tolist():
+        keys = visible_keys(case, drawn, b, h, t)
+        scores = []
+        for j in keys:
+            i = int(at[b, t])
+            slopes = drawn["right_slopes"] if case.right and j > i else drawn["slopes"]
+            bias = 0.0 if drawn["key_bias"] is None else float(of_key(drawn["key_bias"], b, h, j))
+            product = float(drawn["query"][b, h, t] @ drawn["key"][b, h // group, j])
+            scores.append(scale * product - float(of_head(slopes, b, h)) * abs(i - j) + bias)
+        if keys:
+            weights[b, h, t, keys] = torch.tensor(scores, dtype=torch.float64).softmax(-1)
+    return weights
+
+
+def assert_weights(case: Case, *, steeper: float = 0.0) -> None:
+    (query, key, _, slopes), options = arguments(case, torch.float64)
+    rows = [row for row in SOME if row < case.query_len]
+    found = attention_rows(query, key, slopes + steeper, rows=rows, **options)
+    torch.testing.assert_close(found, true_weights(case)[:, :, rows], rtol=0, atol=1e-13)
+
+
+@pytest.mark.parametrize("case", [*CASES, *KEY_BIASES], ids=str)
+def test_the_weights_are_those_of_the_definition(case):
+    assert_weights(case)
+
+
+def test_weights_of_other_slopes_are_detected():
+    with pytest.raises(AssertionError):
+        assert_weights(CASES[0], steeper=0.01)
+
+
+GATED = {
+    "gates": {"log_fgate": -torch.rand(2, 4, 70, dtype=torch.float64, generator=torch.Generator().manual_seed(2))},
+    "a sink": {"sink_logits": torch.tensor([0.5, -math.inf, 3.0, -1.0], dtype=torch.float64)},
+    "segments": {"segment_ids": (torch.arange(70) // 30).expand(2, -1)},
+    "both sides": {"causal": False, "right_slopes": torch.tensor([0.1, 0.2, math.inf, 0.0], dtype=torch.float64)},
+}
+GATED["gates and a sink"] = GATED["gates"] | GATED["a sink"]
+GATED["a cut"] = {"log_fgate": GATED["gates"]["log_fgate"].index_fill(2, torch.tensor([31]), -math.inf)}
+
+
+def drawn(dtype=torch.float64):
+    generator = torch.Generator().manual_seed(1)
+    query = torch.randn(2, 4, 70, 16, dtype=torch.float64, generator=generator)
+    key, value = torch.randn(2, 2, 2, 70, 16, dtype=torch.float64, generator=generator)
+    return [x.to(dtype) for x in (query, key, value)]
+
+
+@pytest.mark.parametrize("options", GATED.values(), ids=GATED)
+def test_weights_times_values_are_the_output_with_its_gradients(options):
+    """Against the backend that "auto" picks, which shares no arithmetic with it."""
+    rows = torch.tensor([69, 3, 40])
+    attend = forgetting_attention if "log_fgate" in options else alibi_attention
+    results = []
+    for of_rows in (True, False):
+        leaves = [x.requires_grad_() for x in drawn()]
+        more = {
+            n: x.clone().requires_grad_() if x.is_floating_point() else x
+            for n, x in options.items()
+            if isinstance(x, Tensor)
+        }
+        given = options | more
+        query, key, value = leaves
+        if of_rows:
+            output = attention_rows(query, key, rows=rows, **given) @ value.repeat_interleave(2, 1)
+        else:
+            output = attend(query, key, value, **given)[:, :, rows]
+        leaves += [x for x in more.values() if x.requires_grad]
+        results.append([output, *torch.autograd.grad((output**2).sum(), leaves)])
+    for ours, true in zip(*results, strict=True):
+        torch.testing.assert_close(ours, true, rtol=1e-10, atol=1e-11)
+
+
+@pytest.mark.parametrize("dtype", [torch.float16, torch.bfloat16, torch.float32])
+def test_weights_of_every_dtype_are_fp32(dtype):
+    query, key, _ = drawn(dtype)
+    found = attention_rows(query, key, rows=slice(60, None, 3))
+    true = attention_rows(query.double(), key.double(), rows=[60, 63, 66, 69])
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), true, rtol=0, atol=1e-6)
+
+
+def test_hidden_keys_are_never_used_and_seen_ones_always():
+    query, key, _ = drawn()
+    key[0, :, 5] = math.nan
+    mask = torch.ones(2, 70, dtype=torch.bool)
+    mask[0, 5] = False
+    assert bool(attention_rows(query, key, rows=[4, 60], key_mask=mask).isfinite().all())
+    seen = attention_rows(query, key, rows=[4, 60])
+    assert bool(seen[0, :, 0].isfinite().all())
+    assert bool(seen[0, :, 1].isnan().all())
+    assert bool(seen[1].isfinite().all())
+    blind = attention_rows(query, key, rows=[4], key_mask=torch.zeros_like(mask))
+    assert not bool(blind.any())
+
+
+class _Largest(TorchDispatchMode):
+    """The numbers in the largest tensor that an operation returned."""
+
+    numbers = 0
+
+    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        result = func(*args, **(kwargs or {}))
+        results = result if isinstance(result, tuple | list) else [result]
+        self.numbers = max([self.numbers, *(x.numel() for x in results if isinstance(x, Tensor))])
+        return result
+
+
+def test_memory_is_linear_in_the_keys():
+    q = torch.randn(1, 4, 3000, 8, requires_grad=True)
+    with _Largest() as largest:
+        attention_rows(q, q, rows=[-1, 17]).square().sum().backward()
+    assert largest.numbers == q.numel()
+    with _Largest() as largest:
+        attention_rows(q, q, rows=slice(None))
+    assert largest.numbers == 4 * 3000 * 3000
+
+
+def test_it_compiles():
+    query, key, _ = drawn(torch.float32)
+    rows = torch.tensor([3, -1])
+    compiled = torch.compile(attention_rows, fullgraph=True, backend="eager")
+    torch.testing.assert_close(compiled(query, key, rows=rows), attention_rows(query, key, rows=rows))
+
+
+def test_no_rows_and_no_keys():
+    query, key, _ = drawn()
+    assert attention_rows(query, key, rows=[]).shape == (2, 4, 0, 70)
+    assert attention_rows(query, key[:, :, :0], rows=[0], key_bias=torch.zeros(0)).shape == (2, 4, 1, 0)
+
+
+@pytest.mark.parametrize("rows", [3, [1.5], [True], torch.tensor([[1]]), torch.tensor([True]), "ab", None])
+def test_rows_that_are_no_indices(rows):
+    with pytest.raises(TypeError, match="must be indices of queries"):
+        attention_rows(*drawn()[:2], rows=rows)
+
+
+@pytest.mark.parametrize("rows", [[70], torch.tensor([0, -71])])
+def test_rows_that_do_not_exist(rows):
+    with pytest.raises(ValueError, match="there are 70 queries; pass indices from -70 to 69"):
+        attention_rows(*drawn()[:2], rows=rows)
+
+
+@pytest.mark.parametrize("name", ["tolerance", "dropout_p", "return_lse", "backend"])
+def test_options_without_meaning_are_refused(name):
+    with pytest.raises(TypeError, match=rf"attention_rows\(\) has no argument '{name}': "):
+        attention_rows(*drawn()[:2], rows=[0], **{name: None})
+
+
+def test_other_errors_are_those_of_attention():
+    query, key, _ = drawn()
+    with pytest.raises(TypeError, match=r"attention_rows\(\) got an unexpected .*'is_causal'; here it is causal"):
+        attention_rows(query, key, rows=[0], is_causal=True)
+    with pytest.raises(ValueError, match="pass alibi_slopes"):
+        attention_rows(query, key, [0.5], rows=[0])
+    with pytest.raises(ValueError, match="log_fgate is for causal attention"):
+        attention_rows(query, key, rows=[0], causal=False, **GATED["gates"])
+    with pytest.raises(TypeError, match="query_offset is a tensor but with log_fgate"):
+        attention_rows(query, key, rows=[0], query_offset=torch.tensor(0), **GATED["gates"])
