@@ -215,7 +215,12 @@ def identity(kind: str, name: str, config: Mapping[str, Json]) -> str:
 
 def recorded(folder: Path, kind: str, name: str, config: Mapping[str, Json]) -> Path | None:
     """The file of the record with this identity in the folder; None if there is none."""
-    return next(folder.glob(f"*-{identity(kind, name, config)}.json"), None)
+    return with_identity(folder, identity(kind, name, config))
+
+
+def with_identity(folder: Path, digits: str) -> Path | None:
+    """The file of the record with these digits of `identity`; None if there is none."""
+    return next(folder.glob(f"*-{digits}.json"), None)
 
 
 def expect_new(folder: Path, kind: str, name: str, config: Mapping[str, Json]) -> None:

@@ -20,10 +20,10 @@ ORDERS = {
     "alibi_lab.lab": (
         ("clock", "config", "sealed_folder"),
         ("config_io", "data", "model"),
-        ("evaluation", "folder_lock", "planning", "run"),
+        ("evaluation", "folder_lock", "planning"),
         ("systems", "training"),
         ("progress", "tracker"),
-        ("run_once",),
+        ("run",),
         ("ray_trainings",),
         ("experiment",),
     ),

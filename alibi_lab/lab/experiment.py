@@ -21,16 +21,14 @@ from accelerate import PartialState
 from rich.console import Console
 from rich.markup import escape
 
-from alibi_lab.lab.config import ConfigError, DataConfig, EvalConfig, Recipe, RunConfig, Selection
-from alibi_lab.lab.data.corpus import Corpus, load_corpus, num_pieces
-from alibi_lab.lab.evaluation.evaluate import scored_stretches
+from alibi_lab.lab.config import DataConfig, Recipe, RunConfig, Selection
+from alibi_lab.lab.data.corpus import Corpus, load_corpus
 from alibi_lab.lab.folder_lock import ExperimentError as ExperimentError
 from alibi_lab.lab.folder_lock import alone_in
 from alibi_lab.lab.model.method_trial import try_imported_methods
 from alibi_lab.lab.planning import by_training, configs_of, runs_of_shard
 from alibi_lab.lab.progress import Place
-from alibi_lab.lab.run import Run
-from alibi_lab.lab.run_once import run_once
+from alibi_lab.lab.run import Run, make_run, run_once
 
 PATIENCE = datetime.timedelta(hours=12)  # the other processes wait this long while the first one reads and evaluates
 
@@ -63,19 +61,18 @@ def run(
         ChildProcessError: Ray cannot go on.
         ConfigError, CorpusError, TaskError, CheckpointError, TrainingError, EvaluationError: see these classes.
     """
-    configs = configs_of(recipe, **selection)
+    study, configs = recipe.study or recipe.name, configs_of(recipe, **selection)
     mine = runs_of_shard(configs, shard)
     state = _checked_processes(track, on_ray)
     console = console if console and state.is_main_process else Console(quiet=True)
     try_imported_methods(configs, state.device)
     with alone_in(out, shard) if state.is_main_process else contextlib.nullcontext():
-        runs = _with_their_texts(recipe.study or recipe.name, configs, out, console, state)
-        of_shard = [runs[config] for config in mine]
-        left = [one.config for one in of_shard if on_ray and not all(one.recorded())]
+        runs = _with_their_texts(study, configs, out, console, state)
+        left = [config for config in mine if on_ray and not all(runs[config].recorded())]
         if left:
             from alibi_lab.lab import ray_trainings
 
-            ray_trainings.run_all(recipe.study or recipe.name, by_training(left), out=out, console=console, track=track)
+            ray_trainings.run_all(study, by_training(left), out=out, console=console, track=track)
         paths = _in_turn([[runs[config] for config in group] for group in by_training(mine)], left, console, track)
         if state.is_main_process:
             paths += _of_other_shards([runs[config] for config in configs if config not in mine], console)
@@ -98,15 +95,11 @@ def _with_their_texts(
 ) -> dict[RunConfig, Run]:
     """The runs of these configs. Errors in a text are raised before anything is trained."""
     corpora: dict[DataConfig, Corpus] = {}
-    runs = {}
-    for config in configs:
-        if config.data not in corpora:
-            console.print(f"[dim]reading {escape(_named(config.data))}, tokens: {config.data.tokenizer}[/]")
-            with state.main_process_first():
-                corpora[config.data] = load_corpus(config.data, out / "tokens")
-        runs[config] = Run(study, config, corpora[config.data], out)
-        _check(config, corpora[config.data])
-    return runs
+    for data in dict.fromkeys(config.data for config in configs):
+        console.print(f"[dim]reading {escape(', '.join(data.text) or data.corpus)}, tokens: {data.tokenizer}[/]")
+        with state.main_process_first():
+            corpora[data] = load_corpus(data, out / "tokens")
+    return {config: make_run(study, config, corpora[config.data], out) for config in configs}
 
 
 def _in_turn(models: Sequence[Sequence[Run]], done: Sequence[RunConfig], console: Console, track: str) -> list[Path]:
@@ -115,16 +108,17 @@ def _in_turn(models: Sequence[Sequence[Run]], done: Sequence[RunConfig], console
     Args:
         done: the runs that were made on Ray.
     """
-    tokens = [0 if runs[0].recorded()[0] else runs[0].tokens for runs in models]
+    settings = [runs[0].config.train for runs in models]
+    tokens = [
+        0 if runs[0].recorded()[0] else train.steps * train.batch_tokens
+        for runs, train in zip(models, settings, strict=True)
+    ]
     left, paths = sum(tokens), list[Path]()
     for number, (runs, own) in enumerate(zip(models, tokens, strict=True), 1):
         left -= own
         place = Place(f"model {number} of {len(models)}" if len(models) > 1 else "", left)
         for one in runs:
-            if one.config in done:
-                paths += [path for path in one.recorded() if path is not None]
-            else:
-                paths += run_once(one, console, track, place)
+            paths += run_once(one, Console(quiet=True) if one.config in done else console, track, place)
     return paths
 
 
@@ -143,23 +137,3 @@ def _of_other_shards(runs: Sequence[Run], console: Console) -> list[Path]:
 def processes() -> PartialState:
     """This process among those of the launcher; accelerate detects torchrun on CPUs only with `cpu=True`."""
     return PartialState(cpu=not torch.accelerator.is_available(), timeout=PATIENCE)
-
-
-def _named(data: DataConfig) -> str:
-    return ", ".join(data.text) if data.text else data.corpus
-
-
-def _check(config: RunConfig, corpus: Corpus) -> None:
-    """Raises ConfigError or CorpusError if the run is not possible with this corpus."""
-    for length in (config.train.first_length or config.train.length, config.train.length):
-        num_pieces(corpus.train, length)
-    scored_stretches(len(corpus.to_test_on(config.eval.split).valid), config.eval)
-    if config.train.validate_every:
-        length = config.train.validate_length or config.train.length
-        scored_stretches(len(corpus.valid), EvalConfig(lengths=(length,)))
-    needed = corpus.tokenizer.vocab_size
-    if needed > config.model.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size is {config.model.vocab_size} but {config.data.tokenizer!r} made {needed} tokens of this text; "
-            f"pass model.vocab_size={needed}"
-        )

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from alibi_lab.lab.config import TrainConfig
 from alibi_lab.lab.training.checkpoint import Progress
 
 SECONDS_BETWEEN_LINES = 30  # if there is no terminal for a bar
@@ -30,7 +29,7 @@ class Place:
 
 @contextlib.contextmanager
 def progress_shown(
-    console: Console, title: str, config: TrainConfig, place: Place
+    console: Console, title: str, steps: int, batch_tokens: int, place: Place
 ) -> Iterator[Callable[[Progress], None]]:
     """Shows each progress that is passed to the returned function."""
     columns = (
@@ -43,22 +42,22 @@ def progress_shown(
     )
     name = f"{place.name}: {title}" if place.name else title
     with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(name, total=config.steps, loss=float("nan"), speed=0.0, all_models="")
+        task = bar.add_task(name, total=steps, loss=float("nan"), speed=0.0, all_models="")
         last = time.monotonic()
         first: Progress | None = None
 
         def show(progress: Progress) -> None:
             nonlocal last, first
             first = first or progress
-            speed = tokens_per_second(config, progress, since=first)
-            left = (config.steps - progress.step) * config.batch_tokens / speed / 60
+            speed = tokens_per_second(batch_tokens, progress, since=first)
+            left = (steps - progress.step) * batch_tokens / speed / 60
             in_all = f"{left + place.tokens_later / speed / 60:.0f} min for all models" if place.tokens_later else ""
             bar.update(task, completed=progress.step, loss=progress.loss_nats, speed=speed, all_models=in_all)
             late = time.monotonic() - last >= SECONDS_BETWEEN_LINES
-            if not console.is_terminal and (late or progress.step == config.steps):
+            if not console.is_terminal and (late or progress.step == steps):
                 last = time.monotonic()
                 console.print(
-                    f"{name}: step {progress.step:,} of {config.steps:,}, {progress.loss_nats:.3f} nats, "
+                    f"{name}: step {progress.step:,} of {steps:,}, {progress.loss_nats:.3f} nats, "
                     f"{speed:,.0f} tokens/s, {left:.0f} min left{', ' if in_all else ''}{in_all}",
                     soft_wrap=True,
                 )
@@ -66,7 +65,7 @@ def progress_shown(
         yield show
 
 
-def tokens_per_second(config: TrainConfig, progress: Progress, *, since: Progress | None = None) -> float:
+def tokens_per_second(batch_tokens: int, progress: Progress, *, since: Progress | None = None) -> float:
     """The speed over the steps after `since`, such as those after a resumption; over all steps if there are none."""
     start = since if since and since.step < progress.step else Progress()
-    return (progress.step - start.step) * config.batch_tokens / (progress.seconds - start.seconds)
+    return (progress.step - start.step) * batch_tokens / (progress.seconds - start.seconds)

@@ -19,8 +19,7 @@ from rich.console import Console
 
 from alibi_lab.lab.config import DataConfig, RunConfig
 from alibi_lab.lab.data.corpus import Corpus, load_corpus
-from alibi_lab.lab.run import Run
-from alibi_lab.lab.run_once import run_once
+from alibi_lab.lab.run import make_run, run_once
 from alibi_lab.lab.training.interruption import deferred_interruption
 
 RETRIES = 10  # of a training whose workers die
@@ -80,7 +79,7 @@ def _run_training(
     torch.set_num_threads(1)
     console = Console(quiet=quiet, force_terminal=False, highlight=False, soft_wrap=True)
     for config in configs:
-        run_once(Run(study, config, _corpus(config.data, out), out), console, track)
+        run_once(make_run(study, config, _corpus(config.data, out), out), console, track)
 
 
 @functools.cache

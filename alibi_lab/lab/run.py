@@ -1,20 +1,84 @@
-"""One run of an experiment: its names, the configs that identify its records, and which of these exist.
+"""One run of an experiment: trains and tests what has no record yet, and saves one record of each.
 
-Next: `run_once.py`, which trains and tests it.
+An interrupted training is resumed from its checkpoint; a finished one is only tested. `experiment.py` runs those of a recipe,
+and `ray_trainings.py` runs several on a cluster.
 """
 
 import dataclasses
+import datetime
 import functools
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
+from accelerate import PartialState
+from rich.console import Console
 from rich.markup import escape
 
 from alibi_lab import records
-from alibi_lab.lab.config import TASK_CORPUS, RunConfig
+from alibi_lab.lab.config import TASK_CORPUS, ConfigError, EvalConfig, RunConfig
 from alibi_lab.lab.config_io import to_json
-from alibi_lab.lab.data.corpus import Corpus
+from alibi_lab.lab.data.corpus import Corpus, num_pieces
+from alibi_lab.lab.evaluation.evaluate import scored_stretches
+from alibi_lab.lab.evaluation.long_context_eval import all_curves, own_curves
 from alibi_lab.lab.model.imported_method import source_facts
+from alibi_lab.lab.model.language_model import LanguageModel
+from alibi_lab.lab.progress import Place, progress_shown, tokens_per_second
+from alibi_lab.lab.tracker import tracked
+from alibi_lab.lab.training.checkpoint import Progress, load_checkpoint
+from alibi_lab.lab.training.train import train
 from alibi_lab.records import Json
+
+
+@dataclasses.dataclass(frozen=True, eq=False)
+class Run:
+    """One training and its test, in an output folder; made by `make_run`.
+
+    Args:
+        name: the name of its records.
+        title: its title for display.
+        training, evaluation: the configs that identify its records; the first one is without the test.
+        identities: the hashes of these two.
+        checkpoints: the folder of its training's checkpoints.
+    """
+
+    config: RunConfig
+    corpus: Corpus
+    out: Path
+    name: str
+    title: str
+    training: Mapping[str, Json]
+    evaluation: Mapping[str, Json]
+    identities: tuple[str, str]
+    checkpoints: Path
+
+    def recorded(self) -> tuple[Path | None, Path | None]:
+        """The paths of its training's and its evaluation's record; None for one that does not exist."""
+        training, evaluation = (records.with_identity(self.out / "records", digits) for digits in self.identities)
+        return training, evaluation
+
+    def missing(self) -> tuple[str, ...]:
+        """Its missing records: "training", "evaluation", both or none.
+
+        A recorded training is missing too if the evaluation is missing and the trained model was deleted: it would run again.
+        """
+        training, evaluation = self.recorded()
+        trains = training is None or not (evaluation or self.checkpoints.is_dir())
+        return (*(["training"] if trains else []), *([] if evaluation else ["evaluation"]))
+
+
+def make_run(study: str, config: RunConfig, corpus: Corpus, out: Path) -> Run:
+    """The run of a config in an output folder; `study` as in `run_name`.
+
+    Raises:
+        ConfigError, CorpusError: the run is not possible with this corpus.
+    """
+    _check(config, corpus)
+    name, facts = run_name(study, config), source_facts(config.model.method)
+    evaluation = {**to_json(config), "corpus": corpus.facts, **({"method": facts} if facts else {})}
+    training = {key: value for key, value in evaluation.items() if key != "eval"}
+    identities = records.identity("training", name, training), records.identity("evaluation", name, evaluation)
+    checkpoints = out / "checkpoints" / f"{name}-{identities[0]}"
+    return Run(config, corpus, out, name, run_title(name, config), training, evaluation, identities, checkpoints)
 
 
 def run_name(study: str, config: RunConfig) -> str:
@@ -27,68 +91,99 @@ def run_name(study: str, config: RunConfig) -> str:
     return f"{study}/{method}-{config.train.length}/seed-{config.train.seed}"
 
 
-def run_title(study: str, config: RunConfig) -> str:
+def run_title(name: str, config: RunConfig) -> str:
     """The run's title for display: the name of its records, and its task if it trains on one."""
-    name = escape(run_name(study, config))
-    return f"{name} on {config.data.corpus}" if TASK_CORPUS.fullmatch(config.data.corpus) else name
+    corpus = config.data.corpus
+    return f"{escape(name)} on {corpus}" if TASK_CORPUS.fullmatch(corpus) else escape(name)
 
 
-@dataclasses.dataclass(frozen=True, eq=False)
-class Run:
-    """One training and its test, in an output folder.
+def _check(config: RunConfig, corpus: Corpus) -> None:
+    for length in (config.train.first_length or config.train.length, config.train.length):
+        num_pieces(corpus.train, length)
+    scored_stretches(len(corpus.to_test_on(config.eval.split).valid), config.eval)
+    if config.train.validate_every:
+        length = config.train.validate_length or config.train.length
+        scored_stretches(len(corpus.valid), EvalConfig(lengths=(length,)))
+    needed = corpus.tokenizer.vocab_size
+    if needed > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size is {config.model.vocab_size} but {config.data.tokenizer!r} made {needed} tokens of this text; "
+            f"pass model.vocab_size={needed}"
+        )
 
-    Args:
-        study: the recipe's study, or the recipe's name if it belongs to none.
-    """
 
-    study: str
-    config: RunConfig
-    corpus: Corpus
-    out: Path
+def run_once(run: Run, console: Console, track: str, place: Place | None = None) -> list[Path]:
+    """The paths of the run's two records, which are made unless they exist; none in other processes than the first."""
+    training, evaluation = run.recorded()
+    if training and evaluation:
+        console.print(f"[bold]{run.title}[/] is recorded already")
+        return [training, evaluation]
+    started = datetime.datetime.now(datetime.UTC)
+    progress = _train(run, console, track, place or Place())
+    if not PartialState().is_main_process:
+        return []
+    model, _ = load_checkpoint(run.checkpoints, method=run.config.model.method)
+    training = training or _save_training(run, progress, model.num_parameters(), started)
+    if not evaluation:
+        with console.status(f"{run.title}: testing at {', '.join(map(str, run.config.eval.lengths))}"):
+            say = functools.partial(_say, console, run.title)
+            evaluation = _evaluate(run, model.to(PartialState().device), say)
+    return [training, evaluation]
 
-    @property
-    def name(self) -> str:
-        """The name of its records."""
-        return run_name(self.study, self.config)
 
-    @property
-    def title(self) -> str:
-        """Its title for display."""
-        return run_title(self.study, self.config)
+def _train(run: Run, console: Console, track: str, place: Place) -> Progress:
+    settings = run.config.train
+    with (
+        tracked(track, run.name, run.config, run.out) as tell,
+        progress_shown(console, run.title, settings.steps, settings.batch_tokens, place) as show,
+    ):
 
-    @property
-    def tokens(self) -> int:
-        """The number of tokens of its training."""
-        return self.config.train.steps * self.config.train.batch_tokens
+        def on_step(progress: Progress) -> None:
+            show(progress)
+            tell(progress)
 
-    @functools.cached_property
-    def evaluation(self) -> dict[str, Json]:
-        """The config that identifies its evaluation's record."""
-        facts = source_facts(self.config.model.method)
-        method: dict[str, Json] = {"method": facts} if facts else {}
-        return {**to_json(self.config), "corpus": self.corpus.facts, **method}
+        progress = train(run.config, run.corpus, run.checkpoints, on_step=on_step)
+        if console.is_terminal:  # a training that was already finished has called no callback
+            show(progress)
+    return progress
 
-    @functools.cached_property
-    def training(self) -> dict[str, Json]:
-        """The config that identifies its training's record: without the test."""
-        return {key: value for key, value in self.evaluation.items() if key != "eval"}
 
-    @functools.cached_property
-    def checkpoints(self) -> Path:
-        """The folder of its training's checkpoints, named after the run and a hash of its config without the test."""
-        return self.out / "checkpoints" / f"{self.name}-{records.identity('training', self.name, self.training)}"
+def _save_training(run: Run, progress: Progress, parameters: int, started: datetime.datetime) -> Path:
+    batch_tokens = run.config.train.batch_tokens
+    metrics: dict[str, float | None] = {
+        "loss_nats": progress.loss_nats,
+        "tokens": progress.step * batch_tokens,
+        "tokens_per_second": tokens_per_second(batch_tokens, progress),
+        "seconds": progress.seconds,
+        "peak_memory_bytes": progress.peak_memory_bytes,
+        "parameters": parameters,
+    }
+    curves = progress.curves()
+    record = records.make("training", run.name, config=run.training, metrics=metrics, curves=curves, started=started)
+    return records.save(record, run.out / "records")
 
-    def recorded(self) -> tuple[Path | None, Path | None]:
-        """The paths of its training's and its evaluation's record; None for one that does not exist."""
-        folder = self.out / "records"
-        training = records.recorded(folder, "training", self.name, self.training)
-        return training, records.recorded(folder, "evaluation", self.name, self.evaluation)
 
-    def missing(self) -> tuple[str, ...]:
-        """Its missing records: "training", "evaluation", both or none.
+def _evaluate(run: Run, model: LanguageModel, say: Callable[[str], None]) -> Path:
+    started = datetime.datetime.now(datetime.UTC)
+    corpus, config = run.corpus.to_test_on(run.config.eval.split), run.config.eval
+    curves = all_curves(
+        model, corpus.valid, config, encode=lambda text: corpus.tokenizer.encode(text).tolist(), say=say
+    )
+    curves |= own_curves(type(model.position), model, corpus, config)
+    metrics = {"parameters": model.num_parameters()}
+    record = records.make(
+        "evaluation", run.name, config=run.evaluation, metrics=metrics, curves=curves, started=started
+    )
+    path = records.save(record, run.out / "records")
+    say(f"nats per token {_summary(curves['by_length'])}  ({record.seconds:.0f} s)")
+    return path
 
-        A recorded training is missing too if the evaluation is missing and the trained model was deleted: it would run again.
-        """
-        training, evaluation = self.recorded()
-        trains = training is None or not (evaluation or self.checkpoints.is_dir())
-        return (*(["training"] if trains else []), *([] if evaluation else ["evaluation"]))
+
+def _say(console: Console, title: str, sentence: str) -> None:
+    """Prints below the progress bar; without a terminal, adds the run's title, because several runs may share a log."""
+    console.print(f"{'' if console.is_terminal else title + ':'}  {escape(sentence)}", soft_wrap=True)
+
+
+def _summary(by_length: Mapping[str, Sequence[Json]]) -> str:
+    pairs = zip(by_length["length"], by_length["nonoverlapping_nats"], strict=True)
+    return "  ".join(f"{length}: " + (f"{nats:.3f}" if isinstance(nats, float) else "–") for length, nats in pairs)

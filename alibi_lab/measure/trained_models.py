@@ -71,7 +71,7 @@ def trained(
     say("training")
     experiment.run(recipe, out=folder, scale=cast(Scale, scale), overrides=changes)
     for config in configs:
-        checkpoints = lab_run.Run(recipe.study or recipe.name, config, corpus, folder).checkpoints
+        checkpoints = lab_run.make_run(recipe.study or recipe.name, config, corpus, folder).checkpoints
         yield config, checkpoint.load_checkpoint(checkpoints)[0], corpus
 
 

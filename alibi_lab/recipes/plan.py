@@ -16,7 +16,7 @@ from alibi_lab.lab.config import DataConfig, RunConfig, Scale, Selection
 from alibi_lab.lab.data.corpus import Corpus, load_corpus
 from alibi_lab.lab.evaluation.evaluate import stride_at
 from alibi_lab.lab.planning import by_training, configs_of, runs_of_shard
-from alibi_lab.lab.run import Run, run_title
+from alibi_lab.lab.run import make_run, run_name, run_title
 from alibi_lab.lab.training.parallel import prepare
 from alibi_lab.lab.training.train import steps
 from alibi_lab.measure.utilization import attention_flops, linear_flops, multiplying_parameters
@@ -75,9 +75,8 @@ def plan(name: str, *, out: Path, shard: tuple[int, int] = (0, 1), **selection: 
             tests = training * sum(map(evaluation_flops, tested)) / training_flops(config)
             seconds = training * (missing != ("evaluation",)) + tests * _SLOWER_TESTS.get(config.train.precision, 1.0)
         tokens = config.train.steps * config.train.batch_tokens
-        planned.append(
-            Planned(title=run_title(study, config), study=study, tokens=tokens, missing=missing, seconds=seconds)
-        )
+        title = run_title(run_name(study, config), config)
+        planned.append(Planned(title=title, study=study, tokens=tokens, missing=missing, seconds=seconds))
     return planned
 
 
@@ -119,7 +118,7 @@ def _missing(study: str, run: RunConfig, out: Path, scale: Scale, corpora: dict[
         return ("training", "evaluation")
     if run.data not in corpora:
         corpora[run.data] = load_corpus(run.data, out / "tokens" if (out / "tokens").is_dir() else None)
-    return Run(study, run, corpora[run.data], out).missing()
+    return make_run(study, run, corpora[run.data], out).missing()
 
 
 def _seconds_per_step(config: RunConfig) -> float:

@@ -14,7 +14,7 @@ from rich.console import Console
 from alibi_lab import records
 from alibi_lab.lab import experiment
 from alibi_lab.lab import progress as shown
-from alibi_lab.lab import run_once as one_run
+from alibi_lab.lab import run as one_run
 from alibi_lab.lab.config import ConfigError, DataConfig, EvalConfig, ModelConfig, Recipe, RunConfig, TrainConfig
 from alibi_lab.lab.config_io import to_json
 from alibi_lab.lab.data.corpus import CorpusError, load_corpus, packed_batches

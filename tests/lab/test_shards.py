@@ -99,9 +99,9 @@ def test_the_page_of_a_shard_says_what_is_missing(tmp_path):
 
 def test_the_work_on_records_grows_with_the_number_of_runs_only(recipe, tmp_path, monkeypatch):
     """Each run's config is written as JSON once, and its records are looked up a fixed number of times."""
-    looked, written, find, write = [], [], records.recorded, one_run.to_json
+    looked, written, find, write = [], [], records.with_identity, one_run.to_json
     run(recipe, out=tmp_path, seeds=(0, 1))
-    monkeypatch.setattr(records, "recorded", lambda *given: looked.append(given) or find(*given))
+    monkeypatch.setattr(records, "with_identity", lambda *given: looked.append(given) or find(*given))
     monkeypatch.setattr(one_run, "to_json", lambda config: written.append(config) or write(config))
     for seeds in ((0,), (0, 1)):
         runs = 5 * len(seeds)
