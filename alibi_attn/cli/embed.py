@@ -31,17 +31,17 @@ class _Job:
 
     Args:
         unit: the name of a row's unit, for messages.
-        count: the number of rows.
+        order: the rows, in the order of computation.
         identity: a hash of model, texts and settings.
-        batches: given the number of finished rows, yields (places, vectors) of the remaining ones.
+        batches: given the number of finished rows, yields vectors of the next ones.
         write: as for `PartialVectors.finish`.
         about: the end of the command's message.
     """
 
     unit: str
-    count: int
+    order: Sequence[int]
     identity: str
-    batches: Callable[[int], Iterator[tuple[Sequence[int], Any]]]
+    batches: Callable[[int], Iterator[Any]]
     write: Callable[[Path, Any], None] | None
     about: str
 
@@ -144,13 +144,16 @@ def embed(
             job = _chunk_job(
                 sentences, names, texts, device, chunks, windows, batch_tokens=batch_tokens, normalize=normalize
             )
-        partial = PartialVectors.open(out, job.identity, (job.count, sentences.model.config.hidden_size))
+        partial, count = (
+            PartialVectors.open(out, job.identity, job.order, sentences.model.config.hidden_size),
+            len(job.order),
+        )
         if partial.done:
-            console.print(f"resuming: {job.count - partial.done:,} of {job.count:,} {job.unit} are left")
+            console.print(f"resuming: {count - partial.done:,} of {count:,} {job.unit} are left")
         with progress() as bar, _kept_on_error(partial):
-            task = bar.add_task(job.unit, total=job.count, completed=partial.done)
-            for places, vectors in job.batches(partial.done):
-                partial.put(places, vectors)
+            task = bar.add_task(job.unit, total=count, completed=partial.done)
+            for vectors in job.batches(partial.done):
+                partial.put(vectors)
                 bar.update(task, completed=partial.done)
         path = partial.finish(job.write)
     shape = partial.vectors.shape
@@ -173,15 +176,16 @@ def _text_job(
     _check_rows(names, [len(row) for row in rows], batch_tokens)
     embedding.move(sentences.model, device)
     encoder, pooling = sentences.model, sentences.folder.pooling
+    order = embedding.longest_first(rows)
 
-    def batches(done: int) -> Iterator[tuple[Sequence[int], Any]]:
-        for indices in embedding.batches(rows, embedding.longest_first(rows)[done:], batch_tokens):
+    def batches(done: int) -> Iterator[Any]:
+        for indices in embedding.batches(rows, order[done:], batch_tokens):
             some = [rows[index] for index in indices]
-            yield indices, embedding.embed(encoder, some, pooling=pooling, normalize=normalize)
+            yield embedding.embed(encoder, some, pooling=pooling, normalize=normalize)
 
     shortened = f", {len(cut):,} cut to {sentences.max_seq_length:,}" if cut else ""
     identity = embedding.fingerprint(encoder, rows, [pooling, normalize])
-    return _Job("texts", len(rows), identity, batches, None, f"{sum(map(len, rows)):,} tokens{shortened}")
+    return _Job("texts", order, identity, batches, None, f"{sum(map(len, rows)):,} tokens{shortened}")
 
 
 def _chunk_job(
@@ -200,19 +204,20 @@ def _chunk_job(
     first = [0, *np.cumsum(counts).tolist()]
     order = embedding.longest_first(documents)
 
-    def batches(done: int) -> Iterator[tuple[Sequence[int], Any]]:
+    def batches(done: int) -> Iterator[Any]:
         skipped = int(np.searchsorted(np.cumsum([counts[at] for at in order]), done, "right")) if done else 0
-        for indices, vectors in late_chunking.computed(
+        for _, vectors in late_chunking.computed(
             sentences.model, documents, windows, batch_tokens=batch_tokens, normalize=normalize, order=order[skipped:]
         ):
-            yield [row for at in indices for row in range(first[at], first[at + 1])], np.concatenate(vectors)
+            yield np.concatenate(vectors)
 
     spans = [document.spans for document in documents]
     arrays = [array for document in documents for array in (document.ids, document.spans.astype(np.int32).ravel())]
     identity = embedding.fingerprint(sentences.model, arrays, ["chunks", chunks, windows, normalize])
     about = f"{len(documents):,} files, {sum(map(len, documents)):,} tokens"
+    rows = [row for at in order for row in range(first[at], first[at + 1])]
     return _Job(
-        "chunks", sum(counts), identity, batches, lambda path, x: chunk_table.write(path, names, texts, spans, x), about
+        "chunks", rows, identity, batches, lambda path, x: chunk_table.write(path, names, texts, spans, x), about
     )
 
 

@@ -1,6 +1,7 @@
 """Long embedding jobs: batches are sorted and bounded, vectors equal those of single texts, and jobs resume."""
 
 import os
+import random
 import signal
 import subprocess
 import sys
@@ -90,30 +91,30 @@ ROWS = np.arange(12, dtype=np.float32).reshape(4, 3)
 
 def test_rows_that_are_kept_are_there_after_an_interruption(tmp_path, monkeypatch):
     out = tmp_path / "vectors.npy"
-    begun = PartialVectors.open(out, "question", (4, 3))
-    begun.put([2, 0], ROWS[[2, 0]])
+    begun = PartialVectors.open(out, "question", [2, 0, 1, 3], 3)
+    begun.put(ROWS[[2, 0]])
     begun.keep()
     monkeypatch.setattr(resumable_output, "KEEP_SECONDS", 1e9)
-    begun.put([1], ROWS[[1]])  # not kept: as if the process was killed
+    begun.put(ROWS[[1]])  # not kept: as if the process was killed
     assert not out.exists()
-    resumed = PartialVectors.open(out, "question", (4, 3))
+    resumed = PartialVectors.open(out, "question", [2, 0, 1, 3], 3)
     assert resumed.done == 2
-    resumed.put([1, 3], ROWS[[1, 3]])
+    resumed.put(ROWS[[1, 3]])
     assert resumed.finish() == out
     assert np.array_equal(np.load(out), ROWS)
     assert [path.name for path in tmp_path.iterdir()] == ["vectors.npy"]
     with pytest.raises(FileExistsError, match="never overwritten"):
-        PartialVectors.open(out, "question", (4, 3))
+        PartialVectors.open(out, "question", [2, 0, 1, 3], 3)
 
 
 def test_partial_results_of_another_job_are_refused_and_stay(tmp_path):
     out = tmp_path / "vectors.npy"
-    begun = PartialVectors.open(out, "question", (4, 3))
-    PartialVectors.open(out, "another", (4, 3))  # of which nothing was done
-    begun.put([0], ROWS[:1])
+    begun = PartialVectors.open(out, "question", [2, 0, 1, 3], 3)
+    PartialVectors.open(out, "another", range(4), 3)  # of which nothing was done
+    begun.put(ROWS[:1])
     before = {path: path.read_bytes() for path in tmp_path.iterdir()}
     with pytest.raises(FileExistsError, match="was started with another model, other texts or other settings"):
-        PartialVectors.open(out, "another", (4, 3))
+        PartialVectors.open(out, "another", range(4), 3)
     assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
 
 
@@ -130,25 +131,50 @@ def test_partial_results_of_another_job_are_refused_and_stay(tmp_path):
     ],
 )
 def test_damaged_partial_results_are_one_sentence_and_never_filled_up(name, content, tmp_path):
-    begun = PartialVectors.open(tmp_path / "v", "q", (4, 3))
-    begun.put([0], ROWS[:1])
+    begun = PartialVectors.open(tmp_path / "v", "q", range(4), 3)
+    begun.put(ROWS[:1])
     whole = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(whole[:-4] if content is None else content)
     with pytest.raises(ValueError, match=r"damaged; delete v\.partial and its \.json"):
-        PartialVectors.open(tmp_path / "v", "q", (4, 3))
+        PartialVectors.open(tmp_path / "v", "q", range(4), 3)
+
+
+@pytest.mark.parametrize("name", ["v.partial", "v.partial.json"])
+def test_a_flipped_bit_in_partial_results_changes_no_vector(name, tmp_path):
+    out, rng = tmp_path / "v", random.Random(0)
+    begun = PartialVectors.open(out, "q", [3, 1, 0, 2], 3)
+    begun.put(ROWS[[3, 1, 0]])
+    begun.keep()
+    files = {path: path.read_bytes() for path in tmp_path.iterdir()}
+    content = files[tmp_path / name]
+    refused = 0
+    for _ in range(200):
+        at = rng.randrange(len(content))
+        for path, sound in files.items():
+            path.write_bytes(sound)
+        (tmp_path / name).write_bytes(content[:at] + bytes([content[at] ^ 1 << rng.randrange(8)]) + content[at + 1 :])
+        try:
+            resumed = PartialVectors.open(out, "q", [3, 1, 0, 2], 3)
+        except (ValueError, FileExistsError):
+            refused += 1
+            continue
+        resumed.put(ROWS[[2]])
+        assert np.array_equal(np.load(resumed.finish()), ROWS)
+        out.unlink()
+    assert refused > 50
 
 
 def test_other_files_next_to_the_output_stay(tmp_path):
     (tmp_path / "v.partial").write_text("mine")
     with pytest.raises(FileExistsError, match=r"exists without v\.partial\.json"):
-        PartialVectors.open(tmp_path / "v", "q", (4, 3))
+        PartialVectors.open(tmp_path / "v", "q", range(4), 3)
     assert (tmp_path / "v.partial").read_text() == "mine"
     assert [path.name for path in tmp_path.iterdir()] == ["v.partial"]
 
 
 def test_an_output_that_came_meanwhile_is_not_overwritten(tmp_path):
-    begun = PartialVectors.open(tmp_path / "v", "q", (4, 3))
-    begun.put([0, 1, 2, 3], ROWS)
+    begun = PartialVectors.open(tmp_path / "v", "q", range(4), 3)
+    begun.put(ROWS)
     (tmp_path / "v").write_text("theirs")
     with pytest.raises(FileExistsError, match="never overwritten"):
         begun.finish()
@@ -163,11 +189,11 @@ def test_an_output_is_claimed_by_one_writer_at_a_time(tmp_path):
             claimed(out),
         ):
             pass
-        begun = PartialVectors.open(out, "q", (4, 3))
-        begun.put([0], ROWS[:1])
+        begun = PartialVectors.open(out, "q", range(4), 3)
+        begun.put(ROWS[:1])
     with claimed(out):  # partial results are continued
-        resumed = PartialVectors.open(out, "q", (4, 3))
-        resumed.put([1, 2, 3], ROWS[1:])
+        resumed = PartialVectors.open(out, "q", range(4), 3)
+        resumed.put(ROWS[1:])
         resumed.finish()
     assert [path.name for path in tmp_path.iterdir()] == ["v"]
     with pytest.raises(FileExistsError, match="never overwritten"), claimed(out):
@@ -177,8 +203,8 @@ def test_an_output_is_claimed_by_one_writer_at_a_time(tmp_path):
 @pytest.mark.parametrize("left", [("v.partial", "v.partial.json"), ("v.partial",)])
 def test_files_of_a_run_that_was_killed_at_its_end_are_removed(left, tmp_path):
     out = tmp_path / "v"
-    begun = PartialVectors.open(out, "q", (4, 3))
-    begun.put([0, 1, 2, 3], ROWS)
+    begun = PartialVectors.open(out, "q", range(4), 3)
+    begun.put(ROWS)
     begun.keep()
     os.link(tmp_path / "v.partial", out)
     for name in {"v.partial", "v.partial.json"} - set(left):
@@ -192,7 +218,7 @@ def test_files_of_a_run_that_was_killed_at_its_end_are_removed(left, tmp_path):
 def test_an_empty_file_that_a_killed_run_left_is_no_obstacle(tmp_path):
     (tmp_path / "v.partial").touch()
     with claimed(tmp_path / "v"):
-        assert PartialVectors.open(tmp_path / "v", "q", (4, 3)).done == 0
+        assert PartialVectors.open(tmp_path / "v", "q", range(4), 3).done == 0
 
 
 def test_a_process_killed_while_it_notes_its_progress_leaves_nothing_for_good(tmp_path):
@@ -200,7 +226,7 @@ def test_a_process_killed_while_it_notes_its_progress_leaves_nothing_for_good(tm
         import os, signal, sys
         from pathlib import Path
         from alibi_attn.hf.embedding.resumable_output import PartialVectors
-        partial = PartialVectors.open(Path(sys.argv[1]), "question", (2, 3))
+        partial = PartialVectors.open(Path(sys.argv[1]), "question", range(2), 3)
         os.replace = lambda *paths: os.kill(os.getpid(), signal.SIGKILL)
         partial.keep()
     """
@@ -208,18 +234,18 @@ def test_a_process_killed_while_it_notes_its_progress_leaves_nothing_for_good(tm
     killed = subprocess.run([sys.executable, "-c", program, str(out)], check=False)
     assert killed.returncode == -signal.SIGKILL
     assert len(list(tmp_path.iterdir())) == 3
-    partial = PartialVectors.open(out, "question", (2, 3))
-    partial.put([0, 1], np.ones((2, 3), np.float32))
+    partial = PartialVectors.open(out, "question", range(2), 3)
+    partial.put(np.ones((2, 3), np.float32))
     partial.finish()
     assert [path.name for path in tmp_path.iterdir()] == ["vectors.npy"]
 
 
 def test_partial_vectors_with_a_damaged_header_are_refused(tmp_path):
     out, partial = tmp_path / "o.npy", tmp_path / "o.npy.partial"
-    started = PartialVectors.open(out, "one", (4, 3))
-    started.put([0], np.ones((1, 3), np.float32))
+    started = PartialVectors.open(out, "one", range(4), 3)
+    started.put(np.ones((1, 3), np.float32))
     started.keep()
     sound = partial.read_bytes()
     partial.write_bytes(sound[:10] + b"{" + sound[10:])
     with pytest.raises(ValueError, match=r"o\.npy\.partial is damaged; delete"):
-        PartialVectors.open(out, "one", (4, 3))
+        PartialVectors.open(out, "one", range(4), 3)

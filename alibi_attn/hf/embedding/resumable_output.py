@@ -1,17 +1,17 @@
 """An output file of vectors that is written during the computation, so that an interrupted run can continue.
 
 OUT.partial is a .npy file with all rows allocated from the start, so that a full disk is noticed before any work.
-OUT.partial.json records the number of finished rows, and identifies the model, texts and settings. `finish` renames the
-file. Running the same command again continues it. A different command raises an error, and so does a second process
-with the same output (`claimed`).
+OUT.partial.json records the number of finished rows and their checksum, and identifies the model, texts and settings.
+`finish` renames the file. Running the same command again continues it. A different command raises an error, and so does a second
+process with the same output (`claimed`).
 """
 
 import contextlib
 import dataclasses
-import json
 import os
 import time
 import tokenize
+import zlib
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 
@@ -20,8 +20,10 @@ from numpy.typing import NDArray
 
 from alibi_attn.files import locked, names, replace_file, reserve
 from alibi_attn.hf.readers.checkpoint_files import read_json
+from alibi_attn.strict_json import is_sealed, sealed
 
 KEEP_SECONDS = 5.0  # the most work that a killed process loses, in addition to its current batch
+_ROWS = 4096  # read at a time
 
 
 @contextlib.contextmanager
@@ -71,21 +73,29 @@ def check_new(out: Path) -> None:
 
 @dataclasses.dataclass
 class PartialVectors:
-    """Rows [N, E] in float32, written in any order. The first `done` rows, in the order of writing, are safe on the disk.
+    """Rows [N, E] in float32, written in a given order. The first `done` rows of that order are safe on the disk.
 
     Args:
         out: the final path.
         identity: a hash of model, texts and settings.
+        order: the row of each next vector.
+        written: the number of finished rows and their CRC-32, one tuple since an interruption may come between two assignments.
     """
 
     out: Path
     identity: str
+    order: Sequence[int]
     vectors: NDArray[np.float32]
-    done: int
+    written: tuple[int, int]
     _flushed_at: float = 0.0
 
+    @property
+    def done(self) -> int:
+        """The number of finished rows."""
+        return self.written[0]
+
     @classmethod
-    def open(cls, out: Path, identity: str, shape: tuple[int, int]) -> "PartialVectors":
+    def open(cls, out: Path, identity: str, order: Sequence[int], width: int) -> "PartialVectors":
         """Opens the partial file of an interrupted run, or creates one.
 
         Raises:
@@ -95,7 +105,8 @@ class PartialVectors:
         """
         check_new(out)
         partial, about, _ = _beside(out)
-        done = _done(partial, about, identity, shape)
+        shape = (len(order), width)
+        done, crc = written = _written(partial, about, identity)
         if done > 0:
             size = partial.stat().st_size  # before opening, which would pad a short file with zeros
             try:
@@ -103,10 +114,10 @@ class PartialVectors:
             except (ValueError, EOFError, tokenize.TokenError):  # NumPy reads a header as Python code
                 raise _damaged(partial) from None
             wanted = (shape, np.dtype(np.float32), vectors.offset + vectors.nbytes)
-            if (vectors.shape, vectors.dtype, size) != wanted:
+            if (vectors.shape, vectors.dtype, size) != wanted or _crc(vectors, order[:done]) != crc:
                 raise _damaged(partial)
-            return cls(out, identity, vectors, done)
-        _write(about, identity, 0, shape)
+            return cls(out, identity, order, vectors, written)
+        _write(about, identity, written)
         try:
             vectors = np.lib.format.open_memmap(partial, mode="w+", dtype=np.float32, shape=shape)
             with partial.open("r+b") as file:
@@ -114,19 +125,21 @@ class PartialVectors:
         except OSError:
             _remove(partial, about)
             raise
-        return cls(out, identity, vectors, 0)
+        return cls(out, identity, order, vectors, written)
 
-    def put(self, places: Sequence[int], vectors: NDArray[np.float32]) -> None:
-        """Write the next computed vectors into these rows."""
+    def put(self, vectors: NDArray[np.float32]) -> None:
+        """Write the next computed vectors into their rows."""
+        done, crc = self.written
+        places = self.order[done : done + len(vectors)]
         self.vectors[list(places)] = vectors
-        self.done += len(places)
+        self.written = (done + len(places), _crc(self.vectors, places, crc))
         if time.monotonic() - self._flushed_at > KEEP_SECONDS:
             self.keep()
 
     def keep(self) -> None:
         """Flush the finished rows to the disk, then record their number."""
         self.vectors.flush()  # type: ignore[attr-defined]
-        _write(_beside(self.out)[1], self.identity, self.done, self.vectors.shape)
+        _write(_beside(self.out)[1], self.identity, self.written)
         self._flushed_at = time.monotonic()
 
     def finish(self, write: Callable[[Path, NDArray[np.float32]], None] | None = None) -> Path:
@@ -172,34 +185,38 @@ def _beside(out: Path) -> tuple[Path, Path, Path]:
     return partial, about, complete
 
 
-def _done(partial: Path, about: Path, identity: str, shape: tuple[int, int]) -> int:
-    """The number of finished rows in a partial file with this identity."""
+def _written(partial: Path, about: Path, identity: str) -> tuple[int, int]:
+    """The number of finished rows in a partial file with this identity, and their checksum."""
     if not about.exists():
         if partial.exists() and partial.stat().st_size:
             raise FileExistsError(f"{partial} exists without {about.name}; delete it, or pass another --out")
-        return 0
+        return 0, 0
     try:
         progress = read_json(about)
     except ValueError:
         raise _damaged(about) from None
-    done: object = progress.get("rows_done")
-    if not isinstance(done, int) or done < 0:
+    if not is_sealed(progress):
         raise _damaged(about)
-    if done == 0 or not partial.exists():
-        return 0  # no finished rows could be lost
-    if progress.get("identity") != identity:
+    if progress["rows_done"] == 0 or not partial.exists():
+        return 0, 0  # no finished rows could be lost
+    if progress["identity"] != identity:
         raise FileExistsError(
             f"{partial} was started with another model, other texts or other settings; pass the same ones, delete it, or pass "
             "another --out"
         )
-    if done > shape[0]:
-        raise _damaged(about)
-    return done
+    return progress["rows_done"], progress["crc32"]
 
 
-def _write(about: Path, identity: str, done: int, shape: Sequence[int]) -> None:
-    progress = {"identity": identity, "rows_done": done, "shape": list(shape)}
-    replace_file(about, f"{json.dumps(progress)}\n".encode())
+def _write(about: Path, identity: str, written: tuple[int, int]) -> None:
+    progress = {"identity": identity, "rows_done": written[0], "crc32": written[1]}
+    replace_file(about, sealed(progress) + b"\n")
+
+
+def _crc(vectors: NDArray[np.float32], places: Sequence[int], crc: int = 0) -> int:
+    """The checksum of these rows, after rows with the checksum `crc`."""
+    for start in range(0, len(places), _ROWS):
+        crc = zlib.crc32(vectors[list(places[start : start + _ROWS])].tobytes(), crc)
+    return crc
 
 
 def _damaged(path: Path) -> ValueError:
