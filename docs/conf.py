@@ -32,8 +32,9 @@ python_maximum_signature_line_length = 100
 add_module_names = False
 toc_object_entries_show_parents = "hide"
 # Signatures contain types of other packages, whose inventories are on the web, and the TypedDicts of `Unpack`. All other names
-# of this package must have a page.
-nitpick_ignore_regex = [("py:.*", r"(?!alibi_(attn|lab)\b).*|alibi_attn\..*Options")]
+# of this package must have a page, except internal ones that the signatures of `api/tools.md` contain.
+_INTERNAL = r"alibi_attn\.(attention\.spec|hf\.embedding\.pooling_config|nn\.replacement)\..*"
+nitpick_ignore_regex = [("py:.*", rf"(?!alibi_(attn|lab)\b).*|alibi_attn\..*Options|{_INTERNAL}")]
 autosummary_generate = False  # the pages of the API are written by hand
 
 copybutton_prompt_text = r">>> |\.\.\. |\$ "
@@ -58,7 +59,7 @@ _ALIASES = {
     "~torch.Tensor | tuple[~torch.Tensor, ~torch.Tensor] | None =": "SegmentIds | None =",
 }
 # In a docstring: `code`, which stays unmodified, or a character that reStructuredText would read as markup.
-_MARKUP = re.compile(r"(?P<before>\w?)(?P<code>`[^`\n]*`)(?P<after>\w?)|[*|]|(?<=\w)_(?!\w)")
+_MARKUP = re.compile(r"(?P<before>\w?)(?P<code>`[^`\n]*`)(?P<after>\w?)|(?!^\* )[*|]|(?<=\w)_(?!\w)")
 _SECTION = re.compile(r"\w+:$")
 _LIST = re.compile(r"(?<=: )(\w)\.$")  # Sphinx would read "num_heads: H." as a list
 _analyze = ModuleAnalyzer.analyze
