@@ -2,9 +2,11 @@
 
 import contextlib
 import os
+import struct
+import zlib
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Annotated, BinaryIO
+from typing import TYPE_CHECKING, Annotated, BinaryIO
 
 import typer
 from rich.markup import escape
@@ -13,6 +15,9 @@ from alibi_attn import files
 from alibi_attn.cli.console import check_writable, console, interrupted, needs, progress
 from alibi_attn.cli.embed import read_texts
 from alibi_attn.units import bits_per_byte, perplexity
+
+if TYPE_CHECKING:
+    from torch import Tensor
 
 
 def eval_text(
@@ -57,25 +62,22 @@ def eval_text(
     losses_path.parent.mkdir(parents=True, exist_ok=True)
     with _claimed(losses_path) as stream:
         _check_continues(losses_path, folder)
+        kept = _Losses(stream, losses_path)
         store = ALiBiCache.open(folder) if folder.exists() else ALiBiCache(folder)
         held = store.get_seq_length()
         # The losses of n cached tokens are those of tokens 1 … n; after a kill either may be ahead by one chunk.
-        done = min(len(stream.read()) // 4, held, tokens.shape[1] - 1)
+        done = min(kept.count, held, tokens.shape[1] - 1)
         reading.check(loaded, tokens, store, compared=max(done, held - 1))  # a longer text may split the last token
+        if done:
+            store.verify()
         if held > done:
             store.crop(done - held)
-        stream.truncate(4 * done)
-        stream.seek(4 * done)
-
-        def write(losses: torch.Tensor) -> None:
-            stream.write(losses[0].float().numpy().tobytes())
-            stream.flush()
-
+        kept.crop(done)
         try:
             with progress() as bar:
                 task = bar.add_task("tokens", total=tokens.shape[1], completed=done)
                 # The last token has no successor, so it need not be read.
-                read(loaded, tokens, store, losses=write, progress=lambda at, _: bar.update(task, completed=at))
+                read(loaded, tokens, store, losses=kept.write, progress=lambda at, _: bar.update(task, completed=at))
         except KeyboardInterrupt:
             interrupted("run the same command again to resume")
         stream.seek(0)
@@ -87,6 +89,46 @@ def eval_text(
         del store
         if cache is None:
             cache_folder.remove(folder)
+            kept.sums.unlink()
+
+
+class _Losses:
+    """A file of losses. Next to it, `sums` has a CRC-32 of the first n losses for every n, so that what a kill left is verified.
+
+    Raises:
+        ValueError: the losses differ from what was written.
+    """
+
+    def __init__(self, stream: BinaryIO, path: Path) -> None:
+        self.stream, self.sums = stream, _beside(path)
+        self.content, sums = stream.read(), self.sums.read_bytes() if self.sums.exists() else b""
+        self.count = min(len(self.content), len(sums)) // 4
+        if (
+            self.count
+            and zlib.crc32(self.content[: 4 * self.count]) != struct.unpack_from("<I", sums, 4 * self.count - 4)[0]
+        ):
+            raise ValueError(
+                f"{path} is damaged: it does not match {self.sums.name}; delete both, and compute them again"
+            )
+
+    def crop(self, count: int) -> None:
+        """Keeps the first losses only."""
+        self.crc = zlib.crc32(self.content[: 4 * count])
+        self.stream.truncate(4 * count)
+        self.stream.seek(4 * count)
+        self.sums.touch()
+        os.truncate(self.sums, 4 * count)
+
+    def write(self, losses: "Tensor") -> None:
+        """Appends losses [1, n]."""
+        content, sums = losses[0].float().numpy().tobytes(), b""
+        for at in range(0, len(content), 4):
+            self.crc = zlib.crc32(content[at : at + 4], self.crc)
+            sums += struct.pack("<I", self.crc)
+        self.stream.write(content)
+        self.stream.flush()
+        with self.sums.open("ab") as file:
+            file.write(sums)
 
 
 def _check_continues(losses: Path, cache: Path) -> None:
@@ -104,3 +146,8 @@ def _claimed(losses: Path) -> Iterator[BinaryIO]:
         finally:
             if os.fstat(stream.fileno()).st_size == 0:
                 losses.unlink(missing_ok=True)
+                _beside(losses).unlink(missing_ok=True)
+
+
+def _beside(losses: Path) -> Path:
+    return losses.with_name(losses.name + ".crc")

@@ -1,5 +1,7 @@
 """`alibi eval-text`: the perplexity of a whole text, equal to one pass over it, also after an interruption."""
 
+import re
+
 import numpy as np
 import pytest
 import torch
@@ -143,6 +145,21 @@ def test_a_longer_text_continues_and_losses_that_were_deleted_are_computed_again
     assert run(folder, text, "--cache", cache).exit_code == 0
     np.testing.assert_allclose(np.fromfile(losses, "float32"), numbers, rtol=1e-5)
     assert len(numbers) == 149
+
+
+@pytest.mark.parametrize("damaged", ["a.txt.losses", "a.txt.losses.crc", "cache/layer-001"])
+def test_what_an_earlier_run_left_is_verified_before_it_is_continued(damaged, folder, tmp_path, monkeypatch):
+    monkeypatch.setattr(cache_file, "CAPACITY", 1)  # small files
+    text, cache = tmp_path / "a.txt", tmp_path / "cache"
+    words = [f"w{index % 49 + 1}" for index in range(150)]
+    text.write_text(" ".join(words[:100]))
+    assert run(folder, text, "--cache", cache).exit_code == 0
+    text.write_text(" ".join(words))
+    content = bytearray((tmp_path / damaged).read_bytes())
+    at = content.rindex(bytes([next(byte for byte in reversed(content) if byte)]))  # of the last number
+    content[at] ^= 1
+    (tmp_path / damaged).write_bytes(content)
+    assert re.search(r"(a\.txt\.losses|layer-001) is damaged", refusal(folder, text, "--cache", cache))
 
 
 def test_a_loss_beyond_floating_point_is_infinite_perplexity(folder, tmp_path):
