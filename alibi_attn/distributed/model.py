@@ -131,6 +131,10 @@ def _attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Replaces `alibi_attention`."""
     _check(query, key, query_offset)
+    if PATCHED in vars(layer) and not options.keys().isdisjoint(("segment_ids", "key_bias")):
+        raise ValueError(
+            "context parallelism supports one text per row and no holes in the mask of this model; call undo() on its handle"
+        )
     if isinstance(layer, ALiBiAttention) and layer.q_norm is not None and key_mask is None:
         options["score_bound"] = layer.score_bound()
     return context_parallel_attention(query, key, value, slopes, key_mask=key_mask, **options, **given)

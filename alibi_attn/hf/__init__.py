@@ -10,6 +10,7 @@ try:
     from alibi_attn.hf.caches.cache import ALiBiCache
     from alibi_attn.hf.embedding.late_chunking import LateChunks, late_chunks
     from alibi_attn.hf.embedding.sentence_encoder import sentence_transformer
+    from alibi_attn.hf.patching.capture_qk import record_attention
     from alibi_attn.hf.patching.patching import Patch, patch
     from alibi_attn.hf.patching.reading import read
     from alibi_attn.hf.patching.surgery import to_alibi
@@ -39,6 +40,7 @@ __all__ = [
     "late_chunks",
     "patch",
     "read",
+    "record_attention",
     "sentence_transformer",
     "to_alibi",
 ]

@@ -80,14 +80,23 @@ def test_without_a_process_group_the_error_explains_how_to_start_one():
         context_parallel(ALiBiAttention(32, 4))
 
 
+SIZES = {
+    "hidden_size": 32,
+    "num_hidden_layers": 1,
+    "num_attention_heads": 4,
+    "intermediate_size": 48,
+    "vocab_size": 40,
+}
+
+
+def test_several_texts_in_one_row_raise(group):
+    """Their numbers begin anew in the shard of every rank."""
+    model, ids = ALiBiForCausalLM(ALiBiCausalLMConfig(**SIZES)), torch.arange(8)[None]
+    with context_parallel(model, group), pytest.raises(ValueError, match="supports one text per row"):
+        model(ids, segment_ids=ids // 4, use_cache=False)
+
+
 def test_slopes_that_depend_on_the_length_raise(group):
-    config = ALiBiCausalLMConfig(
-        hidden_size=32,
-        num_hidden_layers=1,
-        num_attention_heads=4,
-        intermediate_size=48,
-        vocab_size=40,
-        alibi_scaling={"type": "linear", "train_seq_len": 8},
-    )
+    config = ALiBiCausalLMConfig(**SIZES, alibi_scaling={"type": "linear", "train_seq_len": 8})
     with pytest.raises(ValueError, match="depend on the length"):
         context_parallel(ALiBiForCausalLM(config), group)

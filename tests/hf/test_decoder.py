@@ -166,7 +166,7 @@ def test_embeddings_in_the_place_of_tokens_and_the_last_logits_only(load):
 def test_unsupported_calls_are_refused(load):
     model, ids = load("jais"), draw(2, 11)
     for wrong, message in (
-        ({"output_attentions": True}, "T×S weights"),
+        ({"output_attentions": True}, "T×S weights.*record_attention"),
         ({"inputs_embeds": torch.zeros(2, 11, 48)}, "exactly one of input_ids and inputs_embeds"),
         ({"attention_mask": torch.ones(2, 11, 11)}, r"must be \[B, S\]"),
         ({"attention_mask": torch.ones(2, 5)}, "covers 5 positions but must cover 11"),

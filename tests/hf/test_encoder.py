@@ -305,7 +305,7 @@ WRONG = [
     ({"token_type_ids": torch.tensor([0, 1])}, r"token_type_ids has shape \[2\]"),
     ({"attention_mask": torch.ones(2, 2)}, r"attention_mask has shape \[2, 2\] but must be \[B, T\] = \[1, 2\]"),
     ({"attention_mask": torch.tensor([[0.0, -1e4]])}, "values other than 0 and 1"),
-    ({"output_attentions": True}, "T×T weights, which are never built"),
+    ({"output_attentions": True}, "T×T weights, .*record_attention"),
     ({"input_ids": [[1, 2]]}, "input_ids is a list but must be a tensor"),
     ({"input_ids": torch.ones(1, 2)}, r"input_ids is torch\.float32 but must be int64 or int32"),
     ({"token_type_ids": torch.zeros(1, 2)}, r"token_type_ids is torch\.float32 but must be int64 or int32"),

@@ -216,7 +216,9 @@ def test_patched_twice_and_undone_twice(build):
 def test_a_patched_model_refuses_unsupported_calls(family, build, tokens):
     model, ids = build(family), tokens(2, 10)
     with patch(model):
-        with pytest.raises(ValueError, match=r"output_attentions requests the T×S weights.*undo\(\) on the patch"):
+        with pytest.raises(
+            ValueError, match=r"output_attentions requests the T×S weights.*record_attention.*undo\(\) on the patch"
+        ):
             model(ids, output_attentions=True)
         with pytest.raises(ValueError, match=r"the input has shape \[2, 0\] but must be \[B, T\] with T ≥ 1"):
             model(ids[:, :0])

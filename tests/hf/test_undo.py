@@ -134,7 +134,7 @@ def test_a_patch_is_not_undone_under_a_replaced_attention(build, tokens):
     handle = patch(model)
     with (
         watched(model, lambda *given: seen.append(given)),
-        pytest.raises(ValueError, match=r"call undo\(\) on that first"),
+        pytest.raises(ValueError, match=r"or record_attention\); undo that first"),
     ):
         handle.undo()
     layer = layer_of(model)

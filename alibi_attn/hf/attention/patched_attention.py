@@ -100,12 +100,8 @@ def attended(
     settings = of(layer)
     slopes = slopes_beside(settings.slopes, torch.float32, query)
     seen, segments, shift = _of_last_text(keys_of(mask, key.shape[2]), first, query.shape[2])
-    # An instance may override this function, as `distributed.context_parallel` does.
+    # An instance may override this function, as `context_parallel` and `record_attention` do.
     attend = vars(layer).get("attend", alibi_attention)
-    if attend is not alibi_attention and not (segments is None and shift is None):
-        raise ValueError(
-            "context parallelism supports one text per row and no holes in the mask of this model; call undo() on its handle"
-        )
     plain = dropout_p == 0 and settings.backend == "auto" and attend is alibi_attention
     ours = cache if isinstance(cache, ALiBiCache) else None
     # A static cache has unused capacity after the last query.

@@ -62,7 +62,8 @@ class Patch:
         for change in self._changes:
             if "attend" in vars(change.module):
                 raise ValueError(
-                    f"the attention of {change.label} has been replaced since (by context_parallel); call undo() on that first"
+                    f"the attention of {change.label} has been replaced since (by context_parallel or "
+                    "record_attention); undo that first"
                 )
         restore(self._changes, "patch(model)")
         self._changes.clear()
@@ -277,8 +278,8 @@ def _forward(
     wanted = given.get("output_attentions")
     if wanted or (wanted is None and body.config.output_attentions):
         raise ValueError(
-            "output_attentions requests the T×S weights, which a patched model never builds; call undo() on the patch, or patch "
-            "in a `with` block around everything else"
+            "output_attentions requests the T×S weights, which a patched model never builds; alibi_attn.hf.record_attention("
+            "model, rows=[...]) records those of a few queries; for all of them call undo() on the patch"
         )
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens

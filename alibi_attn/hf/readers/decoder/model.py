@@ -158,7 +158,10 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         )
         config = cast("ALiBiCausalLMConfig", self.config)
         if config.output_attentions if output_attentions is None else output_attentions:
-            raise ValueError("output_attentions requests the T×S weights, which this model never builds; omit it")
+            raise ValueError(
+                "output_attentions requests the T×S weights, which this model never builds; alibi_attn.hf.record_attention("
+                "model, rows=[...]) records those of a few queries"
+            )
         given = checked_input(input_ids, inputs_embeds, width=config.hidden_size)
         x = self.embed_tokens(given) if inputs_embeds is None else given
         use_cache = config.use_cache and not self.training if use_cache is None else use_cache

@@ -56,7 +56,7 @@ class ALiBiBertEmbeddings(nn.Module):
 class ALiBiBertSelfAttention(nn.Module):
     """Queries, keys and values from one matrix, and symmetric attention with the published slopes."""
 
-    # An instance may override this function, as `distributed.context_parallel` does.
+    # An instance may override this function, as `context_parallel` and `record_attention` do.
     attend = staticmethod(alibi_attention)
 
     def __init__(self, config: ALiBiBertConfig) -> None:
@@ -164,8 +164,8 @@ class ALiBiBertEncoder(nn.Module):
         super().__init__()
         self.layer = nn.ModuleList(ALiBiBertLayer(config) for _ in range(config.num_hidden_layers))
 
-    def is_sharded(self) -> bool:
-        """Whether `distributed.context_parallel` has replaced its attention."""
+    def needs_whole_rows(self) -> bool:
+        """Whether `context_parallel` or `record_attention` has replaced its attention, so that texts must stay where they are."""
         return any("attend" in vars(module) for module in self.modules())
 
 

@@ -206,14 +206,14 @@ class ALiBiBertModel(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
         """
         if output_attentions or (output_attentions is None and self.config.output_attentions):
             raise ValueError(
-                "output_attentions requests the T×T weights, which are never built; alibi_attention(..., return_lse=True) and "
-                "alibi_attn.head_reach report how far a head attends"
+                "output_attentions requests the T×T weights, which are never built; alibi_attn.hf.record_attention(model, "
+                "rows=[...]) records those of a few queries"
             )
         given = _checked(input_ids, inputs_embeds, token_type_ids, self.config)
-        # Dropout computes all scores of a row, and a rank of a sharded model holds only part of each text.
+        # Dropout computes all scores of a row.
         dropping = self.training and self.config.attention_probs_dropout_prob > 0
-        sharded = self.encoder.is_sharded()
-        how = packing(attention_mask, *given.shape[:2], may_pack=not (dropping or sharded), segment_ids=segment_ids)
+        may_pack = not (dropping or self.encoder.needs_whole_rows())
+        how = packing(attention_mask, *given.shape[:2], may_pack=may_pack, segment_ids=segment_ids)
         types = None if token_type_ids is None else how.pack(token_type_ids)
         words = how.pack(given) if input_ids is None else self.embeddings.word_embeddings(how.pack(given))
         x = self.embeddings(words, types)
