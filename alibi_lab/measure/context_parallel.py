@@ -73,25 +73,13 @@ def context_parallel(
         with tempfile.TemporaryDirectory() as folder:
             spawn(_work, (count, length, Path(folder), repeats, seconds), nprocs=count)
             rows: dict[str, Row] = json.loads((Path(folder) / "rows.json").read_text())
-        say(_sentence(count, rows))
-        return rows
+            return rows
 
     return keep_by_length(out, "context-parallel", configs, lengths=lengths, measure=measure, summary=_summary, say=say)
 
 
 def _threads(ranks: int) -> int:
     return max(1, torch.get_num_threads() // ranks)
-
-
-def _sentence(count: int, rows: Mapping[str, Row]) -> str:
-    ours, gather = rows[OURS], rows[GATHER]
-    times = [whole_ms(ours), whole_ms(gather)]
-    received = [number(row["rows_received"]) for row in (ours, gather)]
-    return (
-        f"{count} ranks, {ours['length']:>7} tokens: ours {times[0]:.0f} ms, all-gather {times[1]:.0f} ms "
-        f"({times[1] / times[0]:.2f}×); rows received {received[0]:.0f} of {received[1]:.0f} "
-        f"(1/{received[1] / received[0]:.1f}); outputs and gradients differ by {ours['relative_error']:.1e}"
-    )
 
 
 def _work(rank: int, count: int, length: int, folder: Path, repeats: int, seconds: float) -> None:

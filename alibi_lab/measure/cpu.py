@@ -5,23 +5,22 @@ from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
+import numpy as np
 import torch
 from torch import Tensor
 
 from alibi_attn import alibi_attention, inspect
 from alibi_attn.inspect import TILE
 from alibi_lab import records
-from alibi_lab.measure.correctness import Reference
 from alibi_lab.measure.harness import (
     Candidate,
     Columns,
     Row,
     Say,
-    checked,
     keep_by_length,
+    measured,
     number,
-    timed,
-    whole_ms,
+    training_step,
     whole_times,
 )
 from alibi_lab.measure.inputs import Case, draw, published_slopes
@@ -124,45 +123,27 @@ def cpu(
         say=say,
         train_step=functools.partial(_train_step, dtype=DTYPES[dtype], batch=batch) if memory else None,
         measure=lambda kind, n: _measure(
-            Case(kind, n, batch), DTYPES[dtype], peers=peers, repeats=repeats, seconds=seconds, say=say
+            Case(kind, n, batch), DTYPES[dtype], peers=peers, repeats=repeats, seconds=seconds
         ),
     )
 
 
-def _measure(
-    case: Case, dtype: torch.dtype, *, peers: Sequence[Peer], repeats: int, seconds: float, say: Say
-) -> dict[str, Row]:
+def _measure(case: Case, dtype: torch.dtype, *, peers: Sequence[Peer], repeats: int, seconds: float) -> dict[str, Row]:
     """The rows by peer, plus the row "reach" with the scores that the certificate requires.
 
     A matrix product takes turns with the peers: it measures the speed of the machine while they ran.
     """
     query, key, value, grad = (x.to(dtype) for x in draw(case))
-    slopes = published_slopes(case.num_heads)
-    references = {
-        p: Reference.of(query, key, value, grad, slopes, dropout_p=p) for p in {peer.dropout_p for peer in peers}
-    }
-    candidates = {
-        peer.name: checked(peer, references[peer.dropout_p], query, key, value, grad, slopes) for peer in peers
-    }
     product = matrix_product()
-    rows = timed({_PRODUCT: Candidate({}, product, product), **candidates}, repeats=repeats, seconds=seconds)
-    product_row = rows.pop(_PRODUCT)
-    rows["reach"] = _reach_row(case, query, key, value, rows["ours"], product_row)
-    message = []
-    for name, candidate in candidates.items():
-        forward, backward = (rows[name][f"{way}_ms"] for way in ("forward", "backward"))
-        if candidate.forward is None:
-            say(f"{name} is left out at {case.length}: {candidate.row['why_not']}")
-        elif candidate.backward is None:
-            message.append(
-                f"{name} {forward:.0f} ms forward ({number(forward) / number(rows['ours']['forward_ms']):.2f}×)"
-            )
-        else:
-            message.append(
-                f"{name} {forward:.0f}+{backward:.0f} ms ({whole_ms(rows[name]) / whole_ms(rows['ours']):.2f}×)"
-            )
-    say(f"{case.name}: " + ", ".join(message))
-    say(f"   reach: {rows['reach']}")
+    rows = measured(
+        peers,
+        (query, key, value, grad),
+        published_slopes(case.num_heads),
+        repeats=repeats,
+        seconds=seconds,
+        also={_PRODUCT: Candidate({}, product, product)},
+    )
+    rows["reach"] = _reach_row(case, query, key, value, rows["ours"], rows.pop(_PRODUCT))
     return rows
 
 
@@ -195,8 +176,7 @@ def _reach_row(case: Case, query: Tensor, key: Tensor, value: Tensor, ours: Row,
 
 def _train_step(kind: str, length: int, *, dtype: torch.dtype, batch: int) -> None:
     query, key, value, grad = (x.to(dtype) for x in draw(Case(kind, length, batch)))
-    leaves = [x.requires_grad_() for x in (query, key, value)]
-    alibi_attention(*leaves).backward(grad)
+    training_step(alibi_attention, (query, key, value), grad)()
 
 
 def _summary(columns: Columns) -> dict[str, float | None]:
@@ -206,7 +186,6 @@ def _summary(columns: Columns) -> dict[str, float | None]:
         points = list(whole_times(column).items())
         points = points[len(points) // 2 :] if len(points) > 3 else points
         if len(points) >= 2:
-            x, y = torch.tensor(points).log().unbind(1)
-            slope = ((x - x.mean()) * (y - y.mean())).sum() / (x - x.mean()).square().sum()
-            growth[f"growth of {name}"] = float(slope)
+            lengths, times = np.log(np.array(points)).T
+            growth[f"growth of {name}"] = float(np.polyfit(lengths, times, 1)[0])
     return growth

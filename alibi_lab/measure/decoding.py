@@ -9,7 +9,7 @@ from torch import Tensor
 
 from alibi_attn.inspect import Norms, certified_bounds
 from alibi_lab.measure.correctness import Reference
-from alibi_lab.measure.harness import Config, Rows, Say, checked, compared, keep, number, timed
+from alibi_lab.measure.harness import Config, Rows, Say, checked, keep, timed
 from alibi_lab.measure.inputs import published_slopes
 from alibi_lab.measure.peers import Peer, eager, flash_attn, sdpa_causal, sdpa_dense_bias
 from alibi_lab.measure.peers.ours import ours, ours_with_cache
@@ -71,12 +71,10 @@ def decoding(
             for row in rows.values():
                 row["keys_within_reach"] = 1.0
                 del row["backward_ms"], row["gradient_error"]
-            share = rows["ours"]["keys_within_reach"] = _share_within_reach(query, key, value, slopes)
-            times = {name: number(row["forward_ms"]) for name, row in rows.items() if row["forward_ms"] is not None}
-            say(f"{length:>7} keys: {compared(times, digits=2)}; {share:.1%} of the keys are within reach")
+            rows["ours"]["keys_within_reach"] = _share_within_reach(query, key, value, slopes)
             yield {NAME: rows}
 
-    return keep(out, {NAME: config}, steps())
+    return keep(out, {NAME: config}, steps(), say=say)
 
 
 def _share_within_reach(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> float:

@@ -108,14 +108,14 @@ def embedding(
             errors = _checked(names, place, checked, say)
             for record, texts in batches.items():
                 for batch in texts:
-                    rows = _rows(names, batch, place, rounds, repeats, seconds, say)
+                    rows = _rows(names, batch, place, rounds, repeats, seconds)
                     found: dict[str, dict[str, Row]] = {f"{record}/{precision}": {} for precision in precisions}
                     for name, row in rows.items():
                         of_precision = found[f"{record}/{ENCODERS[name].precision}"]
                         of_precision[plain(name)] = {**row, "error": errors.get(name)}
                     yield found
 
-    return keep(out, configs, steps(), summary=summary)
+    return keep(out, configs, steps(), summary=summary, say=say)
 
 
 def _names(precisions: Sequence[str], say: Say) -> list[str]:
@@ -178,7 +178,6 @@ def _rows(
     rounds: int,
     repeats: int,
     seconds: float,
-    say: Say,
 ) -> dict[str, Row]:
     """The row of every encoder on one batch; without a time if there is too little memory."""
     passes: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
@@ -192,18 +191,15 @@ def _rows(
             if not reasons[name]:
                 found, peak = in_fresh_process(_measure, name, batch, place, repeats, seconds)
                 passes[name], peaks[name] = passes[name] + found, max(peaks[name], peak)
-    return {name: _row(name, batch, passes[name], peaks[name], reasons[name], say) for name in names}
+    return {name: _row(batch, passes[name], peaks[name], reasons[name]) for name in names}
 
 
-def _row(name: str, batch: Sequence[int], passes: list[tuple[float, float]], peak: int, why_not: str, say: Say) -> Row:
-    label = f"{name:>38} {' '.join(map(str, batch)):>6}"
+def _row(batch: Sequence[int], passes: list[tuple[float, float]], peak: int, why_not: str) -> Row:
     row: Row = {"length": max(batch), "tokens": sum(batch)}
     if not passes:
-        say(f"{label}: skipped, {why_not}")
         return {**row, **dict.fromkeys(COLUMNS), "why_not": why_not}
     whole, part = (statistics.median(times) for times in zip(*passes, strict=True))
     share = part / whole if part else None
-    say(f"{label}: {whole:8.2f} s,{'' if share is None else f' {share:4.0%} in attention,'} {peak / 2**30:6.2f} GiB")
     return {**row, **dict(zip(COLUMNS, (whole * 1e3, share, peak), strict=True)), "why_not": None}
 
 

@@ -18,7 +18,7 @@ from torch.nn import functional
 from alibi_attn import forgetting_attention, inspect
 from alibi_attn.inspect import TILE
 from alibi_lab import records
-from alibi_lab.measure.harness import Columns, Row, Say, candidate, compared, keep_by_length, timed, whole_ms
+from alibi_lab.measure.harness import Columns, Row, Say, candidate, keep_by_length, timed
 from alibi_lab.measure.inputs import published_slopes
 from alibi_lab.measure.peers import Attention, sdpa_causal, sdpa_dense_bias
 from alibi_lab.measure.peers.ours import ours
@@ -121,7 +121,7 @@ def gates(
         lengths=lengths,
         summary=summary,
         say=say,
-        measure=lambda name, n: measured(name, kinds[name].draw(n), repeats=repeats, seconds=seconds, say=say),
+        measure=lambda name, n: measured(kinds[name].draw(n), repeats=repeats, seconds=seconds),
     )
 
 
@@ -169,7 +169,7 @@ def computed_scores(inputs: Inputs, tolerance: float | None = None) -> int:
     return inspect.computed_scores(query, key, value, slopes, backend="native", key_bias=bias, tolerance=tolerance)
 
 
-def measured(name: str, inputs: Inputs, *, repeats: int, seconds: float, say: Say) -> dict[str, Row]:
+def measured(inputs: Inputs, *, repeats: int, seconds: float) -> dict[str, Row]:
     """The rows of one length: one per peer, plus "scores" with the numbers of scores.
 
     Raises:
@@ -199,15 +199,8 @@ def measured(name: str, inputs: Inputs, *, repeats: int, seconds: float, say: Sa
     for peer, attention in attentions.items():
         gated = peer in ("ours", "SDPA + dense bias")
         row: Row = {"length": length, "relative_error": _error(peer, attention, inputs) if gated else None}
-        candidates[peer] = candidate(row, attention, query, key, value, inputs.grad)
+        candidates[peer] = candidate(row, attention, (query, key, value), inputs.grad)
     rows = timed(candidates, repeats=repeats, seconds=seconds)
-    whole = {peer: whole_ms(row) for peer, row in rows.items()}
-    per_score = whole["ours"] / counts["ours"] / (whole["ours, fixed slopes"] / counts["fixed_slopes"])
-    say(
-        f"{name} {length:>6}: {compared(whole)}; scores {counts['ours'] / counts['visible']:.1%} of the visible, "
-        f"{counts['ours'] / counts['acp']:.2f} of ACP's ({counts['ours_at_acps'] / counts['acp_at_acps']:.2f} at its ε), "
-        f"{per_score:.2f}× the time per score"
-    )
     return {**rows, "scores": {"length": length, **counts, "tolerance": tolerance}}
 
 

@@ -16,7 +16,7 @@ from transformers import BloomForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from alibi_attn.hf import ALiBiCache, patch
-from alibi_lab.measure.harness import Config, Rows, Say, compared, keep
+from alibi_lab.measure.harness import Config, Rows, Say, keep
 from alibi_lab.measure.peers import programs
 from alibi_lab.measure.peers.transformers_decoders import bloom
 from alibi_lab.measure.serving import error
@@ -88,10 +88,9 @@ def generating(
                     over = {name: prompted[PROMPTED] / ms for name, ms in prompted.items() if name in peers}
                     metrics.update({f"token_over_{name}_{length}": ratio for name, ratio in over.items()})
                     times |= prompted
-            say(f"{length:>7} cached tokens: {compared(times, digits=1)}")
             yield {NAME: {name: {"length": length, "forward_ms": ms} for name, ms in times.items()}}
 
-    return keep(out, {NAME: config}, steps(), summary=lambda columns: metrics)
+    return keep(out, {NAME: config}, steps(), summary=lambda columns: metrics, say=say)
 
 
 def _one_row(

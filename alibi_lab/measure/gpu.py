@@ -5,12 +5,11 @@ into the time or the memory. The scale "smoke" tests this file: the same code at
 """
 
 import concurrent.futures
-import contextlib
 import functools
 import multiprocessing
 import os
 import time
-from collections.abc import Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -116,13 +115,13 @@ def gpu(
     def steps() -> Iterator[Mapping[str, Rows]]:
         nonlocal worst
         cases = [(dtype, case) for dtype in dtypes for case in CHECKED[: 2 if smoke else None]]
-        checks = _all_checked(cases, device, say)
+        checks = _all_checked(cases, device)
         worst = max(number(row["error"]) / number(row["allowed"]) for row in checks)
         for turn, shape in enumerate(shapes):
             for row in checks:
                 yield {_name(shape, kind, False, device): {"correctness": row} for kind in kinds}
             until = time.perf_counter() + (end - time.perf_counter()) / (len(shapes) - turn)
-            for step in _measured_shape(shape, lengths, kinds, dtypes[0], device, until=until, say=say):
+            for step in _measured_shape(shape, lengths, kinds, dtypes[0], device, until=until):
                 wrong.extend(
                     f"{name}: at {row['length']} tokens {row['why_not']}"
                     for name, rows in step.items()
@@ -131,7 +130,7 @@ def gpu(
                 )
                 yield step
 
-    paths = keep(out, configs, steps(), summary=lambda columns: {"worst_error_share": worst})
+    paths = keep(out, configs, steps(), summary=lambda columns: {"worst_error_share": worst}, say=say)
     if wrong:
         raise RuntimeError("; ".join(wrong))
     return paths
@@ -175,7 +174,6 @@ def _measured_shape(
     device: torch.device,
     *,
     until: float,
-    say: Say,
 ) -> Iterator[dict[str, dict[str, Row]]]:
     """Yields the rows by record and peer of each length: training steps, then decoding."""
     pace: dict[str, float] = {}  # seconds of a peer's training step per score and head
@@ -194,7 +192,6 @@ def _measured_shape(
                 for kind, row in rows.items():
                     name = _name(shape, kind, decoding, device)
                     step.setdefault(name, {})[peer.name] = row
-                    say(f"{name} {length:>8} {peer.name}: {_described(row)}")
                 if not decoding and (seconds := _seconds(rows)) > 0:
                     pace[peer.name] = seconds / scores
         yield step
@@ -208,33 +205,18 @@ def _why_not(peer: Peer, expected_s: float, until: float) -> str | None:
     return None
 
 
-def _described(row: Row) -> str:
-    if row["why_not"] is not None:
-        return str(row["why_not"])
-    times = " + ".join(f"{row[way]:.3g}" for way in ("forward_ms", "backward_ms") if row.get(way) is not None)
-    return f"{times} ms, error {row['relative_error']:.1e}"
-
-
 def _seconds(rows: Mapping[str, Row]) -> float:
     """Forward plus backward of the slowest kind; 0 = not timed."""
     return max(whole_ms(row) for row in rows.values()) / 1e3
 
 
-def _all_checked(calls: Sequence[tuple[torch.dtype, dict[str, object]]], device: torch.device, say: Say) -> list[Row]:
+def _all_checked(calls: Sequence[tuple[torch.dtype, dict[str, object]]], device: torch.device) -> list[Row]:
     """One row per checked call. On a GPU several processes share it, because compiling dominates the time."""
-    rows = []
-    with contextlib.ExitStack() as stack:
-        checks: Iterable[Row] = (_check(*call, device) for call in calls)
-        if device.type == "cuda":
-            context = multiprocessing.get_context("spawn")
-            executor = stack.enter_context(
-                concurrent.futures.ProcessPoolExecutor(min(8, os.cpu_count() or 1), mp_context=context)
-            )
-            checks = executor.map(_check, *zip(*calls, strict=True), [device] * len(calls))
-        for row in checks:
-            say(f"right: {row['dtype']} {row['case']}: error {row['error']:.1e}, allowed {row['allowed']:.1e}")
-            rows.append(row)
-    return rows
+    if device.type != "cuda":
+        return [_check(*call, device) for call in calls]
+    workers, context = min(8, os.cpu_count() or 1), multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as executor:
+        return list(executor.map(_check, *zip(*calls, strict=True), [device] * len(calls)))
 
 
 def _check(dtype: torch.dtype, case: dict[str, object], device: torch.device) -> Row:

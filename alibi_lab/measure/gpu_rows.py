@@ -8,7 +8,7 @@ from torch import Tensor
 
 from alibi_attn.inspect import TILE, device_plan, tiles_of_a_step
 from alibi_lab.measure.correctness import Reference, computed
-from alibi_lab.measure.harness import Row
+from alibi_lab.measure.harness import Row, forward_pass, training_step
 from alibi_lab.measure.inputs import published_slopes
 from alibi_lab.measure.peers import Attention, Peer, reason
 from alibi_lab.measure.timing import device_ms
@@ -122,12 +122,12 @@ def _times_ms(
     attention: Attention, query: Tensor, key: Tensor, value: Tensor, grad: Tensor | None
 ) -> tuple[float, float | None]:
     """(forward, backward) of a training step if `grad` is given, else (forward without gradients, None)."""
-    leaves = [x.detach().requires_grad_(grad is not None) for x in (query, key, value)]
-    with torch.set_grad_enabled(grad is not None):
-        forward = device_ms(lambda: attention(*leaves), query.device)
+    inputs = (query, key, value)
     if grad is None:
-        return forward, None
-    step = device_ms(lambda: torch.autograd.grad(attention(*leaves), leaves, grad), query.device)
+        return device_ms(forward_pass(attention, inputs), query.device), None
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    forward = device_ms(lambda: attention(*leaves), query.device)
+    step = device_ms(training_step(attention, inputs, grad), query.device)
     return forward, max(step - forward, 0.0)
 
 

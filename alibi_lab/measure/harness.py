@@ -1,6 +1,6 @@
 """The steps that all benchmarks share: check a peer against fp64, time the peers in turns, keep the rows as a record.
 
-    inputs -> checked(peer, …) -> timed(candidates) -> rows by peer -> keep(…)
+    inputs -> checked(peer, …) -> timed(candidates) -> rows by peer -> keep(…), which also prints them
 
 A record grows by one row per peer and length and is rewritten after each length, so an interrupted benchmark keeps its
 measurements.
@@ -26,6 +26,7 @@ Config = Mapping[str, records.Json]
 Metrics = Mapping[str, float | None]
 Say = Callable[[str], None]
 
+WAYS = ("forward_ms", "backward_ms")
 MEMORY_LENGTHS = (8192, 16384, 32768, 65536)
 
 
@@ -67,23 +68,57 @@ def checked(
     if errors.wrong is not None:
         raise RuntimeError(f"at {length} tokens {errors.wrong}")
     row |= {"relative_error": errors.output, "gradient_error": errors.gradient}
-    return candidate(row, attention, query, key, value, grad)
+    return candidate(row, attention, (query, key, value), grad)
 
 
-def candidate(
-    row: Row, attention: Attention, query: Tensor, key: Tensor, value: Tensor, grad: Tensor | None
-) -> Candidate:
+def candidate(row: Row, attention: Attention, inputs: Sequence[Tensor], grad: Tensor | None) -> Candidate:
     """The calls to time: a forward pass without gradients and, if `grad` is given, the backward pass alone."""
-
-    def forward() -> object:
-        with torch.no_grad():
-            return attention(query, key, value)
-
+    forward = forward_pass(attention, inputs)
     if grad is None:
         return Candidate(row, forward)
-    leaves = [x.detach().requires_grad_() for x in (query, key, value)]
+    leaves = [x.detach().requires_grad_() for x in inputs]
     output = attention(*leaves)
     return Candidate(row, forward, lambda: torch.autograd.grad(output, leaves, grad, retain_graph=True))
+
+
+def forward_pass(attention: Callable[..., object], inputs: Sequence[Tensor]) -> Callable[[], object]:
+    """The call without gradients."""
+
+    def call() -> object:
+        with torch.no_grad():
+            return attention(*inputs)
+
+    return call
+
+
+def training_step(attention: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> Callable[[], object]:
+    """The call with gradients, forward and backward."""
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    return lambda: torch.autograd.grad(attention(*leaves), leaves, grad)
+
+
+def measured(
+    peers: Iterable[Peer],
+    inputs: Sequence[Tensor],
+    slopes: Tensor,
+    *,
+    repeats: int,
+    seconds: float,
+    also: Mapping[str, Candidate] | None = None,
+) -> dict[str, Row]:
+    """Checks every peer and times them in turns, with other calls if given; returns their rows.
+
+    Args:
+        inputs: (query, key, value, gradient of the output).
+    """
+    query, key, value, grad = inputs
+    by_dropout = {
+        p: Reference.of(query, key, value, grad, slopes, dropout_p=p) for p in {peer.dropout_p for peer in peers}
+    }
+    candidates = {
+        peer.name: checked(peer, by_dropout[peer.dropout_p], query, key, value, grad, slopes) for peer in peers
+    }
+    return timed({**(also or {}), **candidates}, repeats=repeats, seconds=seconds)
 
 
 def timed(candidates: Mapping[str, Candidate], *, repeats: int, seconds: float) -> dict[str, Row]:
@@ -103,9 +138,10 @@ def keep(
     configs: Mapping[str, Config],
     steps: Iterable[Mapping[str, Rows]],
     *,
+    say: Say,
     summary: Callable[[Columns], Metrics] = lambda columns: {},
 ) -> list[Path]:
-    """Measures and saves one benchmark record per config. A record is rewritten after every step that has rows for it.
+    """Measures, prints and saves one benchmark record per config, rewritten after every step that has rows for it.
 
     Args:
         configs: by record name.
@@ -120,21 +156,27 @@ def keep(
     curves: dict[str, Columns] = {name: {} for name in configs}
     started: dict[str, datetime.datetime] = {}
     paths: dict[str, Path] = {}
+    metrics: dict[str, Metrics] = {}
     begun = datetime.datetime.now(datetime.UTC)
     for step in steps:
         for name, rows in step.items():
+            report(name, rows, say)
             for peer, row in rows.items():
                 append(curves[name], peer, row)
+            metrics[name] = summary(curves[name])
             record = records.make(
                 "benchmark",
                 name,
                 config=configs[name],
-                metrics=summary(curves[name]),
+                metrics=metrics[name],
                 curves=curves[name],
                 started=started.setdefault(name, begun),
             )
             paths[name] = records.grow(record, out)
         begun = datetime.datetime.now(datetime.UTC)
+    for name, figures in metrics.items():
+        if figures:
+            say(f"{name}: {figures_of(figures)}")
     return [paths[name] for name in configs]
 
 
@@ -162,10 +204,10 @@ def keep_by_length(
                 yield {f"{name}/{kind}": measure(kind, length)}
             for length in [n for n in MEMORY_LENGTHS if n in lengths and train_step is not None]:
                 peak = peak_memory_bytes(train_step, kind, length)  # type: ignore[arg-type]
-                say(f"{kind} {length:>6}: forward + backward adds {peak / 2**30:.2f} GiB to a fresh process")
                 yield {f"{name}/{kind}": {"memory": {"length": length, "peak_memory_bytes": peak}}}
 
-    return keep(out, {f"{name}/{kind}": config for kind, config in configs.items()}, steps(), summary=summary)
+    named = {f"{name}/{kind}": config for kind, config in configs.items()}
+    return keep(out, named, steps(), summary=summary, say=say)
 
 
 def append(columns: Columns, name: str, row: Mapping[str, records.Json]) -> None:
@@ -176,13 +218,13 @@ def append(columns: Columns, name: str, row: Mapping[str, records.Json]) -> None
 
 def whole_times(columns: Mapping[str, list[records.Json]]) -> dict[int, float]:
     """By length, the milliseconds of forward and backward together, where both were measured."""
-    times = zip(*(columns.get(name, []) for name in ("length", "forward_ms", "backward_ms")), strict=False)
+    times = zip(*(columns.get(name, []) for name in ("length", *WAYS)), strict=False)
     return {int(number(n)): number(f) + number(b) for n, f, b in times if f is not None and b is not None}
 
 
 def whole_ms(row: Mapping[str, records.Json]) -> float:
     """The milliseconds of forward and backward together."""
-    return sum(number(row[name]) for name in ("forward_ms", "backward_ms") if row[name] is not None)
+    return sum(number(row[way]) for way in WAYS if row.get(way) is not None)
 
 
 def number(value: records.Json) -> float:
@@ -191,6 +233,22 @@ def number(value: records.Json) -> float:
     return float(value)
 
 
-def compared(times_ms: Mapping[str, float], digits: int = 0) -> str:
-    """A line for the console: every peer's time, and its ratio to ours."""
-    return ", ".join(f"{name} {ms:.{digits}f} ms ({ms / times_ms['ours']:.2f}×)" for name, ms in times_ms.items())
+def report(name: str, rows: Rows, say: Say) -> None:
+    """Prints a line per row: its numbers and its time over ours, or why it is left out."""
+    ours = rows.get("ours", {})
+    for peer, row in rows.items():
+        described = str(row["why_not"]) if row.get("why_not") else figures_of(row)
+        common = [way for way in WAYS if row.get(way) is not None and ours.get(way) is not None]
+        if common and peer != "ours":
+            ratio = sum(number(row[way]) for way in common) / sum(number(ours[way]) for way in common)
+            described += f", {ratio:.2f}× ours"
+        say(f"{name} {peer}: {described}")
+
+
+def figures_of(row: Mapping[str, records.Json]) -> str:
+    """The names and values of a row for the console."""
+    return ", ".join(
+        f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"
+        for name, value in row.items()
+        if value is not None
+    )

@@ -6,6 +6,7 @@ can be counted on any machine. The driver's own time, a few microseconds per lau
 """
 
 import functools
+import re
 import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
@@ -17,37 +18,16 @@ from torch.nn import functional
 
 from alibi_attn import alibi_attention, forgetting_attention
 from alibi_lab.measure.absent_device import Launches, absent_device
-from alibi_lab.measure.harness import Config, Row, Rows, Say, keep
+from alibi_lab.measure.harness import Config, Row, Rows, Say, forward_pass, keep, training_step
 from alibi_lab.measure.inputs import published_slopes
 from alibi_lab.measure.peers.ours import ours_with_cache
 
 HEADS, TOKENS, HEAD_DIM, CACHED = 8, 256, 16, 2048  # so small that torch's own arithmetic takes no time
 BLOCKS = 15  # of calls; the median block counts, in processor time, which other processes do not change
 # Views, and allocations, which are counted separately; a GPU launches nothing for them.
-FREE = (
-    "empty",
-    "view",
-    "expand",
-    "slice",
-    "select",
-    "squeeze",
-    "strided",
-    "detach",
-    "alias",
-    "transpose",
-    "permute",
-    "unbind",
-    "reshape",
-    "narrow",
-    "unflatten",
-    "flatten",
-    "resolve",
-    "lift",
-    "split",
-    "chunk",
-    "result_type",
-    "promote_types",
-    "item",
+FREE = re.compile(
+    "empty|view|expand|slice|select|squeeze|strided|detach|alias|transpose|permute|unbind|reshape|narrow|unflatten|flatten|"
+    "resolve|lift|split|chunk|result_type|promote_types|item"
 )
 
 Step = Callable[[], object]
@@ -69,11 +49,10 @@ def host(out: Path, *, label: str = "present", seconds: float = 1.0, say: Say = 
                 for way, step in (("forward", forward), ("training", training)):
                     if step is not None:
                         row |= {f"{way}_{column}": x for column, x in measured(step, launches, seconds).items()}
-                say(f"{kind}: {described(row)}")
                 yield {name: {kind: row}}
 
     config: Config = {"heads": HEADS, "tokens": TOKENS, "head_dim": HEAD_DIM, "cached": CACHED, "dtype": "bfloat16"}
-    return keep(out, {name: config}, steps())
+    return keep(out, {name: config}, steps(), say=say)
 
 
 def calls() -> dict[str, tuple[Step, Step | None]]:
@@ -102,7 +81,7 @@ def calls() -> dict[str, tuple[Step, Step | None]]:
         "SDPA": (functional.scaled_dot_product_attention, tiny[:3], tiny[3]),
     }
     return {
-        kind: (_forward(attention, inputs), _training(attention, inputs, grad))
+        kind: (forward_pass(attention, inputs), None if grad is None else training_step(attention, inputs, grad))
         for kind, (attention, inputs, grad) in ways.items()
     }
 
@@ -138,35 +117,9 @@ def counted(step: Step) -> Row:
         parent, is_inner = event.cpu_parent, False
         while parent is not None and not is_inner:
             is_inner, parent = _is_operation(parent.name), parent.cpu_parent
-        operations += _is_operation(event.name) and not is_inner and not any(free in event.name for free in FREE)
+        operations += _is_operation(event.name) and not is_inner and not FREE.search(event.name)
     return {"operations": operations, "allocations": allocations}
 
 
 def _is_operation(name: str) -> bool:
     return name.startswith("aten::") and name != "aten::to"  # if it converts anything, it calls another one
-
-
-def described(row: Row) -> str:
-    """A line for the console."""
-    parts = [
-        f"{way} {row[f'{way}_ms']:.3f} ms, {row[f'{way}_launches']} launches with {row[f'{way}_arguments']} arguments, "
-        f"{row[f'{way}_operations']} operations, {row[f'{way}_allocations']} allocations"
-        for way in ("forward", "training")
-        if f"{way}_ms" in row
-    ]
-    return "; ".join(parts)
-
-
-def _forward(attention: Callable[..., Tensor], inputs: list[Tensor]) -> Step:
-    def step() -> object:
-        with torch.no_grad():
-            return attention(*inputs)
-
-    return step
-
-
-def _training(attention: Callable[..., Tensor], inputs: list[Tensor], grad: Tensor | None) -> Step | None:
-    if grad is None:
-        return None
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    return lambda: torch.autograd.grad(attention(*leaves), leaves, grad)

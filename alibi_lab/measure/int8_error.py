@@ -23,7 +23,7 @@ from alibi_lab.lab.data.corpus import load_corpus
 from alibi_lab.lab.evaluation.losses import Window, token_losses
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.training.checkpoint import load_checkpoint, step_folder, stored_tokens
-from alibi_lab.measure.harness import Config, Say
+from alibi_lab.measure.harness import Config, Say, report
 
 BATCH_TOKENS = 4096
 
@@ -75,7 +75,7 @@ def int8_error(
     }
     records.expect_new(out, "int8", "decoder", about)
     metrics = compared(model, converted(model), corpus.valid, length=length, pieces=pieces)
-    say(", ".join(f"{name} {value:.6g}" for name, value in metrics.items()))
+    report("int8", {"decoder": metrics}, say)
     record = records.make("int8", "decoder", config=about, metrics=metrics, started=started)
     return [records.save(record, out)]
 

@@ -14,7 +14,18 @@ from torch import Tensor
 from alibi_attn.jax import alibi_attention
 from alibi_lab import records
 from alibi_lab.measure.correctness import Reference
-from alibi_lab.measure.harness import Candidate, Columns, Row, compared, keep_by_length, number, timed, whole_times
+from alibi_lab.measure.harness import (
+    Candidate,
+    Columns,
+    Row,
+    Say,
+    forward_pass,
+    keep_by_length,
+    number,
+    timed,
+    training_step,
+    whole_times,
+)
 from alibi_lab.measure.inputs import Case, draw, published_slopes
 from alibi_lab.measure.peers import Peer, dot_product_attention
 from alibi_lab.measure.peers.ours import ours as ours_in_torch
@@ -50,7 +61,7 @@ def jax_attention(
     seconds: float = 20.0,
     memory: bool = True,
     peers: Sequence[Peer] = PEERS,
-    say: Callable[[str], None] = print,
+    say: Say = print,
 ) -> list[Path]:
     """Measures, saves one record per kind of input, and returns their paths.
 
@@ -86,13 +97,11 @@ def jax_attention(
         summary=_summary,
         say=say,
         train_step=_train_step if memory and on_cpu else None,
-        measure=lambda kind, n: _measure(Case(kind, n), peers, repeats=repeats, seconds=seconds, say=say),
+        measure=lambda kind, n: _measure(Case(kind, n), peers, repeats=repeats, seconds=seconds),
     )
 
 
-def _measure(
-    case: Case, peers: Sequence[Peer], *, repeats: int, seconds: float, say: Callable[[str], None]
-) -> dict[str, Row]:
+def _measure(case: Case, peers: Sequence[Peer], *, repeats: int, seconds: float) -> dict[str, Row]:
     query, key, value, grad = draw(case)
     slopes = published_slopes(case.num_heads)
     reference = Reference.of(query, key, value, grad, slopes)
@@ -102,10 +111,9 @@ def _measure(
     for close in (True, False):
         part = {name: each for name, each in candidates.items() if (name in ("ours", TORCH)) == close}
         rows |= timed(part, repeats=repeats, seconds=seconds / 2)
-    steps = {name: number(row["backward_ms"]) for name, row in rows.items() if row["backward_ms"] is not None}
-    for name, step_ms in steps.items():
-        rows[name]["backward_ms"] = max(step_ms - number(rows[name]["forward_ms"]), 0.0)
-    say(f"jax {case.kind} {case.length}, forward + backward: {compared(steps) if 'ours' in steps else steps}")
+    for row in rows.values():
+        if row["backward_ms"] is not None:
+            row["backward_ms"] = max(number(row["backward_ms"]) - number(row["forward_ms"]), 0.0)
     return {name: rows[name] for name in candidates}
 
 
@@ -135,14 +143,8 @@ def _checked(
 def _torch_calls(
     peer: Peer, query: Tensor, key: Tensor, value: Tensor, grad: Tensor, slopes: Tensor
 ) -> tuple[Callable[[], object], Callable[[], object]]:
-    attention = peer.prepare(query, key, value, slopes)
-    leaves = [x.detach().requires_grad_() for x in (query, key, value)]
-
-    @torch.no_grad()
-    def forward() -> object:
-        return attention(query, key, value)
-
-    return forward, lambda: torch.autograd.grad(attention(*leaves), leaves, grad)
+    attention, inputs = peer.prepare(query, key, value, slopes), (query, key, value)
+    return forward_pass(attention, inputs), training_step(attention, inputs, grad)
 
 
 def _jax_calls(

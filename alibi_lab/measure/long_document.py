@@ -67,17 +67,14 @@ def long_document(
 
     def steps() -> Iterator[Mapping[str, Rows]]:
         error = in_fresh_process(vector_error, checked, chunk, sizes, dtype)
-        say(f"vectors of {checked:,} tokens differ by {error:.1e} from an undivided pass")
         if not error <= MOST_ERROR[dtype]:
             raise RuntimeError(f"vectors differ by {error:.1e} of the largest number from those of an undivided pass")
         errors["error_against_undivided"] = error
         measured = in_fresh_process(measure, tokens, chunk, sizes, dtype)
         row: Row = {"length": tokens, **dict(zip(COLUMNS, measured, strict=True))}
-        ms, peak, cores = measured
-        say(f"{tokens:,} tokens: {ms / 1e3:.0f} s with {cores:.2f} cores, {peak / 2**30:.2f} GiB")
         yield {"late-chunking": {"ours": row}}
 
-    return keep(out, {"late-chunking": config}, steps(), summary=lambda _: dict(errors))
+    return keep(out, {"late-chunking": config}, steps(), summary=lambda _: dict(errors), say=say)
 
 
 def random_document(length: int, chunk: int, vocabulary: int) -> Document:

@@ -77,19 +77,19 @@ def long_texts(
         model = random_bloom(width, layers)
         text = torch.randint(3, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(1))
         before = resident_bytes()
-        metrics.update(compared_losses(model, text[:, :COMPARED], folder, say))
+        metrics.update(compared_losses(model, text[:, :COMPARED], folder))
         rows = read_text(model, text, folder, before, say)
         for row in rows:
             yield {"long-texts": {"ours": row}}
         times = [number(row["token_cpu_seconds"]) for row in rows]
         metrics["last_to_second_tenth"] = times[-1] / times[1]
         metrics["peak_added_bytes"] = max(number(row["added_bytes"]) for row in rows)
-        metrics.update(opening(model, folder, say) | sharing(model, folder, processes, say))
+        metrics.update(opening(model, folder) | sharing(model, folder, processes))
         if tokens <= PEER_LONGEST and LlamaState.is_installed():
-            metrics.update(saved_state(model, text, folder, say))
+            metrics.update(saved_state(model, text, folder))
         yield {"long-texts": {}}
 
-    return keep(out, {"long-texts": config}, steps(), summary=lambda _: dict(metrics))
+    return keep(out, {"long-texts": config}, steps(), summary=lambda _: dict(metrics), say=say)
 
 
 def random_bloom(width: int, layers: int) -> BloomForCausalLM:
@@ -101,7 +101,7 @@ def random_bloom(width: int, layers: int) -> BloomForCausalLM:
     return model
 
 
-def compared_losses(model: BloomForCausalLM, text: Tensor, folder: Path, say: Say) -> dict[str, float | None]:
+def compared_losses(model: BloomForCausalLM, text: Tensor, folder: Path) -> dict[str, float | None]:
     """The largest difference, in nats, between the losses of a cache in files and of a cache in memory.
 
     Raises:
@@ -118,7 +118,6 @@ def compared_losses(model: BloomForCausalLM, text: Tensor, folder: Path, say: Sa
     del cache  # closes the files
     shutil.rmtree(place)
     difference = (losses[0] - losses[1]).abs().max().item()
-    say(f"{text.shape[1]:,} losses of a cache in files and of a cache in memory differ by at most {difference} nats")
     if difference != 0:
         raise RuntimeError(
             f"the losses of a cache in files differ from those of a cache in memory by {difference} nats"
@@ -166,10 +165,10 @@ def read_text(model: BloomForCausalLM, text: Tensor, folder: Path, before: int, 
     return rows
 
 
-def opening(model: BloomForCausalLM, folder: Path, say: Say) -> dict[str, float | None]:
+def opening(model: BloomForCausalLM, folder: Path) -> dict[str, float | None]:
     """Milliseconds to open the cache and compute a token, with pages in memory and from a cold disk, and bytes read."""
     one_token(model, folder)  # brings the pages into memory
-    return opened("the cache", folder, lambda: one_token(model, folder), say)
+    return opened(folder, lambda: one_token(model, folder))
 
 
 @torch.no_grad()
@@ -192,7 +191,7 @@ def one_token(model: BloomForCausalLM, folder: Path) -> dict[str, float | None]:
     }
 
 
-def saved_state(model: BloomForCausalLM, text: Tensor, folder: Path, say: Say) -> dict[str, float | None]:
+def saved_state(model: BloomForCausalLM, text: Tensor, folder: Path) -> dict[str, float | None]:
     """What llama.cpp needs to load its saved state of the same text and compute a token, as `opening`.
 
     The state stays next to the cache: reading the text takes llama.cpp minutes, so a repeated run only loads it.
@@ -219,11 +218,11 @@ def saved_state(model: BloomForCausalLM, text: Tensor, folder: Path, say: Say) -
             _, first, warm = peer.load(path, 5)
             return {"open_and_first_token_ms": first * 1e3, "warm_token_ms": warm * 1e3}
 
-        metrics = opened("llama.cpp's state", path, one, say)
+        metrics = opened(path, one)
     return {f"llama_cpp_{name}": value for name, value in metrics.items()}
 
 
-def opened(what: str, path: Path, one: Callable[[], dict[str, float | None]], say: Say) -> dict[str, float | None]:
+def opened(path: Path, one: Callable[[], dict[str, float | None]]) -> dict[str, float | None]:
     """The milliseconds that `one` returns with pages in memory, those of the first token from a cold disk, and bytes read."""
     metrics = one()
     drop_from_page_cache(path)
@@ -234,18 +233,12 @@ def opened(what: str, path: Path, one: Callable[[], dict[str, float | None]], sa
         "cold_bytes_read": storage_bytes_read() - before,
         "stored_bytes": stored_bytes(path),
     }
-    say(
-        f"opening {what} and the first token take {metrics['open_and_first_token_ms']:.0f} ms, a warm token "
-        f"{metrics['warm_token_ms']:.0f}; from a cold disk {cold:.0f} ms and {metrics['cold_bytes_read']:,} of "
-        f"{metrics['stored_bytes']:,} bytes"
-    )
     return metrics
 
 
-def sharing(model: BloomForCausalLM, folder: Path, processes: int, say: Say) -> dict[str, float | None]:
+def sharing(model: BloomForCausalLM, folder: Path, processes: int) -> dict[str, float | None]:
     """Proportional set size of the cache's mappings in one process, and in all of them together."""
     alone, together = (sum(shared_bytes(model, folder, count)) for count in (1, processes))
-    say(f"{processes} processes together hold {together:,} bytes of the cache, one alone {alone:,}")
     return {"pss_of_one_bytes": alone, "pss_of_all_bytes": together, "pss_ratio": together / alone}
 
 

@@ -80,7 +80,7 @@ def next_tokens(
             metrics.update(_ratios(rows, length))
             yield {NAME: rows}
 
-    return keep(out, {NAME: config}, steps(), summary=lambda columns: metrics)
+    return keep(out, {NAME: config}, steps(), summary=lambda columns: metrics, say=say)
 
 
 class _Ours:
@@ -145,8 +145,6 @@ def _rows(
             else:
                 say(f"{name} in {precision} is off by {errors[name]:.1e} at {len(listed)} tokens, so it is not timed")
         seconds = medians_of(calls, repeats=repeats, seconds=math.inf)
-    for name, taken in seconds.items():
-        say(f"{precision:>8} {len(listed):>6} {name:>26}: {taken * 1e3:6.2f} ms, {taken / seconds[OURS]:.2f}× ours")
     return {
         f"{name}, {precision}": {
             "length": len(listed),

@@ -22,7 +22,7 @@ from alibi_attn.hf.embedding.late_chunking import Document, Windows, computed, p
 from alibi_attn.hf.embedding.sentence_encoder import Sentences, load
 from alibi_attn.nn import int8
 from alibi_lab import records
-from alibi_lab.measure.harness import Say
+from alibi_lab.measure.harness import Say, figures_of
 from alibi_lab.measure.passage_encoder import Question, Setup, Trained, questions, trained_encoder
 
 Vectors = NDArray[np.float32]
@@ -124,8 +124,8 @@ def passages(
         started = datetime.datetime.now(datetime.UTC)
         folder = trained_encoder(list(train.values()), setup, trained, run, say=say)
         metrics, curves = tested(folder, list(held_out.values()), setup, test)
-        for line in described(curves["recall"]):
-            say(line)
+        for row in zip(*curves["recall"].values(), strict=True):
+            say(figures_of(dict(zip(curves["recall"], row, strict=True))))
         record = records.make(
             "search", f"passages/trained-{trained}", config=config, metrics=metrics, curves=curves, started=started
         )
@@ -242,15 +242,6 @@ def supports_int8() -> bool:
     except ValueError:
         return False
     return True
-
-
-def described(recall: Curve) -> list[str]:
-    """A line per method, rank and set of questions."""
-    rows = zip(*(recall[name] for name in ("questions", "method", "rank", "recall", "low", "high")), strict=True)
-    return [
-        f"{some}: {method}, among the first {rank}: {x:.3f} ({low:.3f} … {high:.3f})"
-        for some, method, rank, x, low, high in rows
-    ]
 
 
 def _recall(ranks: Mapping[str, NDArray[np.int64]], search: Search) -> Curve:

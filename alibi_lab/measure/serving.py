@@ -16,7 +16,7 @@ from torch import Tensor
 
 from alibi_attn.hf import patch
 from alibi_lab import records
-from alibi_lab.measure.harness import Config, Row, Say, number
+from alibi_lab.measure.harness import Config, Row, Say, number, report
 from alibi_lab.measure.peers import programs
 from alibi_lab.measure.peers import transformers_decoders as decoders
 from alibi_lab.measure.peers.transformers_decoders import FAMILIES, VOCABULARY, bloom, decoder
@@ -83,15 +83,11 @@ def _family(
     }
     records.expect_new(out, "benchmark", f"serving/{family}", config)
     errors = in_fresh_process(_logits_errors, family, width, threads)
-    say(
-        f"{family}: patched logits at {CHECKED_LENGTH} tokens differ by {errors['logits_error']:.1e} of the largest, with "
-        f"the checkpoint's rounding by {errors['logits_error_checkpoint']:.1e}, in bf16 by {errors['logits_error_bf16']:.1e}"
-    )
+    report(f"serving/{family}", {f"errors at {CHECKED_LENGTH} tokens": errors}, say)
     curves = {OURS: lengths, BF16: lengths, ORIGINAL: unpatched, **dict.fromkeys(peers, unpatched)}
     measured: dict[str, Rows] = {name: {} for name in curves}
     for length in sorted({*lengths, *unpatched}):
         for name in [name for name, at in curves.items() if length in at]:
-            label = f"{family:>6} {name:>12} {length:>6}"
             why_not = _too_large(measured[name], length)
             if why_not is None and name in peers:
                 row, off = in_fresh_process(_measure_program, name, length, width, threads)
@@ -102,13 +98,10 @@ def _family(
                 row = in_fresh_process(_measure, family, name, length, width, threads)
             if why_not is not None:
                 skipped.append(f"{name} {length}")
-                say(f"{label}: skipped, {why_not}")
+                say(f"serving/{family} {name} {length}: skipped, {why_not}")
                 continue
             measured[name][length] = {"length": length, **row}
-            attention = row["attention_seconds"]
-            part = "" if attention is None else f"attention {attention:8.2f} s, "
-            gib = number(row["peak_memory_bytes"]) / 2**30
-            say(f"{label}: {number(row['forward_ms']) / 1e3:8.2f} s, {part}{gib:6.2f} GiB")
+            report(f"serving/{family}", {name: measured[name][length]}, say)
     record = records.make(
         "benchmark",
         f"serving/{family}",

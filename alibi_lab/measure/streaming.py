@@ -68,13 +68,9 @@ def streaming(
                 token_ms = (time.perf_counter() - start) / window.shape[1] * 1e3
                 cache_bytes = sum(cache.nbytes for cache in caches)
                 rows.append({"length": len(caches[0]), "forward_ms": token_ms, "cache_bytes": cache_bytes})
-                say(f"{len(caches[0]):>7} tokens: {token_ms:.3f} ms per token, {caches[0]!r}")
             streamed, whole = torch.cat(outputs, dim=1), _through(blocks, x, None)
         error = float((streamed - whole).norm(dim=-1).max() / whole.norm(dim=-1).max())
         full_bytes = len(blocks) * 2 * x.numel() * x.element_size()
-        say(
-            f"largest difference from the full pass: {error:.1e} of the longest output; a full cache has {full_bytes} bytes"
-        )
         forgotten = sum(sum(cache.forgotten) for cache in caches)
         metrics.update(
             error_of_longest_output=error,
@@ -83,7 +79,7 @@ def streaming(
         )
         yield from ({name: {"ours": row}} for row in rows)
 
-    return keep(out, {name: config}, steps(), summary=lambda columns: metrics)
+    return keep(out, {name: config}, steps(), summary=lambda columns: metrics, say=say)
 
 
 def _gated_block() -> ALiBiTransformerBlock:

@@ -69,7 +69,7 @@ def trained_gates(
         lengths=lengths,
         summary=summary,
         say=say,
-        measure=lambda name, n: measured(name, inputs[name].first(n), repeats=repeats, seconds=seconds, say=say),
+        measure=lambda name, n: measured(inputs[name].first(n), repeats=repeats, seconds=seconds),
     )
 
 

@@ -23,7 +23,7 @@ from alibi_lab import records
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.measure.correctness import Reference
 from alibi_lab.measure.cpu import CAUSAL, OURS
-from alibi_lab.measure.harness import Say, checked, number, timed
+from alibi_lab.measure.harness import Say, checked, number, report, timed
 from alibi_lab.measure.inputs import published_slopes
 from alibi_lab.measure.trained_models import attention_weights, by_head, outputs_of, small_recipe, trained
 
@@ -56,8 +56,7 @@ def trained_reach(
     for layer, (query, key, value) in layers.items():
         columns = compare(query, key, value)
         times = _times(query, key, value)
-        message = ", ".join(f"{name} {time:.0f} ms" for name, time in times.items())
-        say(f"{layer}: certified {columns['certified']}, true {columns['true']}; {message}")
+        report(f"trained-reach/{layer}", {"heads": columns, "forward_ms": times}, say)
         record = records.make(
             "certificate",
             f"trained-reach/{layer}",

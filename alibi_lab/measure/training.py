@@ -114,10 +114,9 @@ def training(
                     row = utilization_row(config, times[label], times[_product(precision)])
                     row |= _call(pool, _shares, _at(config, precision))
                     rows[f"{config.model.method}, {short}"] = {**row, "loss_nats": losses[label]}
-                    say(_described(label, row))
                 yield {name: rows}
 
-    return keep(out, {name: _config(configs, scale, threads)}, steps(), summary=lambda columns: metrics)
+    return keep(out, {name: _config(configs, scale, threads)}, steps(), summary=lambda columns: metrics, say=say)
 
 
 def _configs(scale: Size, methods: Sequence[str], lengths: Sequence[int], least_steps: int) -> list[RunConfig]:
@@ -175,14 +174,6 @@ def _name(config: RunConfig, precision: Precision | None = None) -> str:
 
 def _product(precision: Precision) -> str:
     return f"matrix product, {PRECISIONS[precision]}"
-
-
-def _described(name: str, row: Row) -> str:
-    return (
-        f"{name}: {row['step_ms']:.0f} ms per step, {row['tokens_per_second']:,.0f} tokens/s, {row['achieved_gflops']:.0f} of "
-        f"{row['matrix_gflops']:.0f} GFLOP/s: {row['utilization']:.1%}; time in matrix products {row['matrix_time_share']:.0%}, "
-        f"attention {row['attention_time_share']:.0%}, everything else {row['other_time_share']:.0%}"
-    )
 
 
 def _process(threads: int) -> Pool:

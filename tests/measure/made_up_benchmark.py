@@ -6,11 +6,9 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from alibi_attn.slopes import alibi_slopes
-from alibi_lab.measure.correctness import Reference
 from alibi_lab.measure.cpu import OURS
-from alibi_lab.measure.harness import checked, keep_by_length, timed
-from alibi_lab.measure.inputs import Case, draw
+from alibi_lab.measure.harness import keep_by_length, measured
+from alibi_lab.measure.inputs import Case, draw, published_slopes
 from alibi_lab.measure.peers import Attention, Peer
 
 
@@ -38,14 +36,12 @@ def made_up(
 ) -> list[Path]:
     """Measures ours and a loop over queries."""
     peers = [OURS, Peer("by query", by_query if peer == "by query" else shifted, "a loop over the queries")]
-
-    def measure(kind: str, length: int) -> dict[str, dict[str, object]]:
-        query, key, value, grad = draw(Case(kind, length))
-        slopes = torch.tensor(alibi_slopes(8), dtype=torch.float32)
-        reference = Reference.of(query, key, value, grad, slopes)
-        candidates = {peer.name: checked(peer, reference, query, key, value, grad, slopes) for peer in peers}
-        say(f"measured {length}")
-        return timed(candidates, repeats=1, seconds=1.0)
-
     configs = {"noise": {"lengths": list(lengths), "peers": {peer.name: peer.note for peer in peers}}}
-    return keep_by_length(out, "made-up", configs, lengths=lengths, measure=measure, say=say)
+    return keep_by_length(
+        out,
+        "made-up",
+        configs,
+        lengths=lengths,
+        say=say,
+        measure=lambda kind, n: measured(peers, draw(Case(kind, n)), published_slopes(8), repeats=1, seconds=1.0),
+    )

@@ -21,7 +21,7 @@ def test_a_record_has_times_and_rows_of_both(tmp_path: Path) -> None:
     assert ours["bytes_received"][0] == 2 * ours["rows_received"][0] * 2 * 64 * 4  # rows, and their gradients back
     assert ours["relative_error"][0] < 1e-5
     assert record.metrics["rows of an all-gather over ours"] > 2
-    assert "2 ranks" in messages[0]
+    assert "context-parallel/ranks-2 ours" in messages[0]
     with pytest.raises(FileExistsError):
         context_parallel(tmp_path, lengths=(4096,), ranks=(2,), repeats=1)
 

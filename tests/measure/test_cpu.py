@@ -42,8 +42,8 @@ def record(tmp_path_factory: pytest.TempPathFactory) -> records.Record:
     shorter = [dataclasses.replace(peer, longest=100) if peer.name == "eager" else peer for peer in QUIET]
     messages: list[str] = []
     made = measured(out, lengths=(64, 200), peers=shorter, say=messages.append)
-    assert any("ours" in line for line in messages)
-    assert "eager is left out at 200: not tried beyond 100 tokens" in messages
+    assert any("cpu/noise ours: length 200" in line for line in messages)
+    assert "cpu/noise eager: not tried beyond 100 tokens" in messages
     return made
 
 

@@ -45,7 +45,7 @@ def test_there_is_one_record_per_kind(tmp_path: Path) -> None:
     messages: list[str] = []
     paths = bench.gates(tmp_path, lengths=(128, 256), logits=(2.0,), bounds=(8.0,), repeats=1, say=messages.append)
     (record,) = [records.load(path) for path in paths]
-    assert (record.name, len(messages)) == ("gates/logit-2-U-8", 2)
+    assert (record.name, len(messages)) == ("gates/logit-2-U-8", 2 * 5 + 1)
     assert record.curves["ours"]["length"] == [128, 256]
     assert record.curves["scores"]["visible"] == [8 * n * (n + 1) // 2 for n in (128, 256)]
     assert all(error < 1e-5 for error in record.curves["ours"]["relative_error"])
@@ -62,4 +62,4 @@ def test_a_wrong_peer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(bench, "forgetting_attention", wrong)
     with pytest.raises(RuntimeError, match="ours is wrong at 128 tokens"):
-        bench.measured("noise", KIND.draw(128), repeats=1, seconds=1.0, say=print)
+        bench.measured(KIND.draw(128), repeats=1, seconds=1.0)

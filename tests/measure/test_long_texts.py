@@ -31,7 +31,7 @@ def test_a_long_text_is_read_opened_and_shared(tmp_path, monkeypatch):
     assert (record.metrics["compared_tokens"], record.metrics["largest_loss_difference"]) == (1300, 0)
     assert record.metrics["stored_bytes"] > 2 * 1300 * 64 * 4
     assert 1 < record.metrics["pss_of_one_bytes"] <= record.metrics["pss_of_all_bytes"] * 1.1
-    assert "2 processes together" in lines[-1]
+    assert "pss_of_all_bytes" in lines[-1]
     with pytest.raises(FileExistsError):
         long_texts(tmp_path / "new", tokens=1300, width=64, layers=1, processes=2)
 

@@ -119,7 +119,7 @@ def test_a_stream_is_compared_with_the_full_pass(tmp_path):
     record = records.load(*streaming(tmp_path, tokens=600, chunk=30, windows=3, say=messages.append))
     assert record.curves["ours"]["length"] == [200, 400, 600]
     assert record.metrics["error_of_longest_output"] < 1e-5
-    assert len(messages) == 4
+    assert len(messages) == 3 + 1
 
 
 def test_a_token_with_a_long_cache_is_compared_and_timed(tmp_path, monkeypatch):
@@ -135,7 +135,7 @@ def test_a_token_with_a_long_cache_is_compared_and_timed(tmp_path, monkeypatch):
     assert record.metrics.keys() == {
         f"{name}_{length}" for name in ("padding_costs", "first_token_ms") for length in (40, 90)
     }
-    assert len(messages) == 2
+    assert len(messages) == 2 * 8 + 1
 
     class Forgetful(ALiBiCache):
         def update(self, key, value, *args, **options):
@@ -170,7 +170,7 @@ def test_decoding_is_recorded_with_the_share_of_keys_within_reach(tmp_path):
         *decoding(tmp_path, lengths=(300, 3000), num_heads=4, head_dim=8, repeats=1, say=messages.append)
     )
     assert is_drawn(record)
-    assert len(messages) == 2
+    assert len(messages) == 2 * 5
     others = ["ours, all keys", "causal, no bias", "SDPA + dense bias", "eager"]
     assert sorted(record.curves) == sorted(["ours", *others])
     for curve in record.curves.values():
