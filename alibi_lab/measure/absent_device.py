@@ -8,6 +8,7 @@ Use it in a process of its own: constants that are cached for the device stay.
 import collections
 import contextlib
 import functools
+import types
 from collections.abc import Callable, Iterator
 from typing import Any, NamedTuple
 from unittest import mock
@@ -69,48 +70,23 @@ def absent_device(*, capability: tuple[int, int] = (9, 0), compiles: bool = Fals
         if not compiles:
             stack.enter_context(mock.patch.object(compiler, "compile", functools.partial(_Kernel, launches)))
         for name, x in (("device", DEVICE), ("is_cpu", False), ("is_cuda", True)):
-            stack.enter_context(mock.patch.object(Tensor, name, property(functools.partial(_always, x))))
+            stack.enter_context(mock.patch.object(Tensor, name, _always(x)))
         for name in _FACTORIES:
             stack.enter_context(mock.patch.object(torch, name, _on_cpu(getattr(torch, name))))
-        stack.enter_context(mock.patch.object(torch.cuda, "device", _Current))
-        stack.enter_context(mock.patch.object(torch.cuda, "current_device", _current_device))
         stack.enter_context(
-            mock.patch.object(torch.cuda, "get_device_capability", functools.partial(_capability, capability))
+            mock.patch.multiple(
+                torch.cuda,
+                device=contextlib.nullcontext,
+                current_device=lambda: 0,
+                get_device_capability=lambda device=None: capability,
+                get_device_properties=lambda device=None: types.SimpleNamespace(multi_processor_count=PROCESSORS),
+            )
         )
-        stack.enter_context(mock.patch.object(torch.cuda, "get_device_properties", _Properties))
         yield launches
 
 
-def _capability(capability: tuple[int, int], device: object = None) -> tuple[int, int]:
-    return capability
-
-
-class _Properties:
-    multi_processor_count = PROCESSORS
-
-    def __init__(self, device: object = None) -> None:
-        pass
-
-
-def _always(x: object, tensor: Tensor) -> object:
-    return x
-
-
-def _current_device() -> int:
-    return 0
-
-
-class _Current:
-    """In place of `torch.cuda.device`."""
-
-    def __init__(self, device: object) -> None:
-        pass
-
-    def __enter__(self) -> None:
-        pass
-
-    def __exit__(self, *error: object) -> None:
-        pass
+def _always(x: object) -> property:
+    return property(lambda tensor: x)
 
 
 class _Driver:

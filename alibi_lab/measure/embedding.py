@@ -104,11 +104,11 @@ def embedding(
 
     def steps() -> Iterator[Mapping[str, Rows]]:
         with tempfile.TemporaryDirectory(prefix="alibi-attn-") as folder:
-            place = Place(Path(folder), build, sizes, torch.get_num_threads())
+            place = Place(Path(folder), build, sizes, torch.get_num_threads(), rounds, repeats, seconds)
             errors = _checked(names, place, checked, say)
             for record, texts in batches.items():
                 for batch in texts:
-                    rows = _rows(names, batch, place, rounds, repeats, seconds)
+                    rows = _rows(names, batch, place)
                     found: dict[str, dict[str, Row]] = {f"{record}/{precision}": {} for precision in precisions}
                     for name, row in rows.items():
                         of_precision = found[f"{record}/{ENCODERS[name].precision}"]
@@ -171,25 +171,18 @@ def _opened(name: str, place: Place, batches: Sequence[Sequence[int]], *, checke
     return ENCODERS[name].open(name, place, longest=max(map(max, batches)), room=room, texts=texts, checked=checked)
 
 
-def _rows(
-    names: Sequence[str],
-    batch: Sequence[int],
-    place: Place,
-    rounds: int,
-    repeats: int,
-    seconds: float,
-) -> dict[str, Row]:
+def _rows(names: Sequence[str], batch: Sequence[int], place: Place) -> dict[str, Row]:
     """The row of every encoder on one batch; without a time if there is too little memory."""
     passes: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     peaks, reasons = dict.fromkeys(names, 0), dict.fromkeys(names, "")
-    for number in range(rounds):
+    for number in range(place.rounds):
         for name in names if number % 2 == 0 else reversed(names):
-            if reasons[name] or sum(whole for whole, _ in passes[name]) > number * seconds:
+            if reasons[name] or sum(whole for whole, _ in passes[name]) > number * place.seconds:
                 continue
             numbers = ENCODERS[name].arrays * len(batch) * place.sizes.heads * max(batch) ** 2
             reasons[name] = too_large(4 * numbers) or ""
             if not reasons[name]:
-                found, peak = in_fresh_process(_measure, name, batch, place, repeats, seconds)
+                found, peak = in_fresh_process(_measure, name, batch, place)
                 passes[name], peaks[name] = passes[name] + found, max(peaks[name], peak)
     return {name: _row(batch, passes[name], peaks[name], reasons[name]) for name in names}
 
@@ -203,9 +196,7 @@ def _row(batch: Sequence[int], passes: list[tuple[float, float]], peak: int, why
     return {**row, **dict(zip(COLUMNS, (whole * 1e3, share, peak), strict=True)), "why_not": None}
 
 
-def _measure(
-    name: str, batch: Sequence[int], place: Place, repeats: int, seconds: float
-) -> tuple[list[tuple[float, float]], int]:
+def _measure(name: str, batch: Sequence[int], place: Place) -> tuple[list[tuple[float, float]], int]:
     """Seconds of each pass, and of these in attention; and the peak memory, which includes building the model."""
     before = peak_rss_bytes()
     attention: list[float] = [0.0]
@@ -216,8 +207,8 @@ def _measure(
             time_attention(encoder, ATTENTION_LAYERS, attention)
         encoder(*inputs([min(WARM_UP_LENGTH, max(batch))], place.sizes))
         ids, mask = inputs(batch, place.sizes)
-        end = time.perf_counter() + seconds
-        while not passes or (len(passes) < repeats and time.perf_counter() < end):
+        end = time.perf_counter() + place.seconds
+        while not passes or (len(passes) < place.repeats and time.perf_counter() < end):
             attention[0], start = 0.0, time.perf_counter()
             encoder(ids, mask)
             passes.append((time.perf_counter() - start, attention[0]))

@@ -27,12 +27,19 @@ Opened = Callable[[Tensor, Tensor], Any]
 
 @dataclasses.dataclass(frozen=True)
 class Place:
-    """What a measurement needs in its own process: `folder` holds the models of other programs."""
+    """What a measurement needs in its own process: `folder` holds the models of other programs.
+
+    Args:
+        rounds, repeats, seconds: processes per encoder and batch, and most passes and seconds in one of them.
+    """
 
     folder: Path
     build: Build
     sizes: Sizes
     threads: int
+    rounds: int = 1
+    repeats: int = 1
+    seconds: float = 0.0
 
 
 class Open(Protocol):

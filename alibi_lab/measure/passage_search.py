@@ -22,7 +22,7 @@ from alibi_attn.hf.embedding.late_chunking import Document, Windows, computed, p
 from alibi_attn.hf.embedding.sentence_encoder import Sentences, load
 from alibi_attn.nn import int8
 from alibi_lab import records
-from alibi_lab.measure.harness import Say, figures_of
+from alibi_lab.measure.harness import Columns, Say, append, figures_of
 from alibi_lab.measure.passage_encoder import Question, Setup, Trained, questions, trained_encoder
 
 Vectors = NDArray[np.float32]
@@ -246,24 +246,17 @@ def supports_int8() -> bool:
 
 def _recall(ranks: Mapping[str, NDArray[np.int64]], search: Search) -> Curve:
     """Recall by set of questions, method and rank; its gain over chunks embedded alone; and 95 % intervals of both over books."""
-    columns = ("questions", "method", "rank", "recall", "low", "high", "gain", "gain_low", "gain_high")
-    curve: dict[str, list[records.Json]] = {name: [] for name in columns}
+    columns: Columns = {}
     for some, chosen in (("all", np.ones(len(search.asked), bool)), ("name elsewhere", search.elsewhere)):
+        groups = search.groups[chosen]
         for rank in RANKS:
             alone = (ranks["alone"][chosen] <= rank).astype(float)
             for method, found in ranks.items():
                 hits = (found[chosen] <= rank).astype(float)
-                groups = search.groups[chosen]
-                row: list[records.Json] = [
-                    some,
-                    method,
-                    rank,
-                    *_interval(hits, groups),
-                    *_interval(hits - alone, groups),
-                ]
-                for name, value in zip(columns, row, strict=True):
-                    curve[name].append(value)
-    return curve
+                recall = dict(zip(("recall", "low", "high"), _interval(hits, groups), strict=True))
+                gain = dict(zip(("gain", "gain_low", "gain_high"), _interval(hits - alone, groups), strict=True))
+                append(columns, "recall", {"questions": some, "method": method, "rank": rank, **recall, **gain})
+    return columns["recall"]
 
 
 def _alone(encoder: Sentences, texts: Sequence[str]) -> Vectors:

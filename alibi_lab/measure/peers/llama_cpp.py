@@ -6,10 +6,11 @@ Its GELU is a half-precision lookup table, so its logits are off by about 1e-5.
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+from torch import Tensor
 from transformers import BloomForCausalLM
 
 BATCH = 2048  # most tokens per call and per matrix product
@@ -88,28 +89,49 @@ TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0"}  # of weight matr
 
 
 def write_gguf(model: BloomForCausalLM, path: Path, precision: str = "float32") -> None:
-    """Writes the weights with the names and order of llama.cpp's converter, without a tokenizer; vectors are in fp32."""
+    """Writes the weights with the names and order of llama.cpp's converter, without a tokenizer."""
     import gguf
 
-    of_matrices = gguf.GGMLQuantizationType[TYPES[precision]]
     config, arch = model.config, gguf.MODEL_ARCH.BLOOM
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
-    writer.add_context_length(BATCH)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(4 * config.hidden_size)
-    writer.add_block_count(config.n_layer)
-    writer.add_head_count(config.n_head)
-    writer.add_head_count_kv(config.n_head)
-    writer.add_layer_norm_eps(config.layer_norm_epsilon)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_tokenizer_model("no_vocab")
+    settings = {
+        "context_length": BATCH,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": 4 * config.hidden_size,
+        "block_count": config.n_layer,
+        "head_count": config.n_head,
+        "head_count_kv": config.n_head,
+        "layer_norm_eps": config.layer_norm_epsilon,
+        "vocab_size": config.vocab_size,
+        "tokenizer_model": "no_vocab",
+    }
     names = gguf.get_tensor_name_map(arch, config.n_layer)
+    tensors = []
     for name, tensor in model.transformer.state_dict().items():
         if "query_key_value" in name:  # per head here; llama.cpp has all queries first, then all keys, then all values
             tensor = tensor.unflatten(0, (config.n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
-        stored = of_matrices if tensor.ndim == 2 else gguf.GGMLQuantizationType.F32
+        tensors.append((names.get_name(name, try_suffixes=(".weight", ".bias")), tensor))
+    write_file(path, arch, settings, tensors, precision)
+
+
+def write_file(
+    path: Path, arch: int, settings: Mapping[str, object], tensors: Iterable[tuple[str, Tensor]], precision: str
+) -> None:
+    """Writes a GGUF file; vectors and the types of tokens are in fp32.
+
+    Args:
+        arch: gguf's number of the model type.
+        settings: values by the name of the writer's `add_` function.
+    """
+    import gguf
+
+    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
+    for setting, value in settings.items():
+        getattr(writer, f"add_{setting}")(value)
+    for name, tensor in tensors:
+        is_matrix = tensor.ndim == 2 and name != "token_types.weight"
+        stored = gguf.GGMLQuantizationType[TYPES[precision] if is_matrix else "F32"]
         array = gguf.quants.quantize(tensor.float().contiguous().numpy(), stored)
-        writer.add_tensor(names.get_name(name, try_suffixes=(".weight", ".bias")), array, raw_dtype=stored)
+        writer.add_tensor(name, array, raw_dtype=stored)
     writer.write_header_to_file()
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alibi_lab.measure.peers.llama_cpp import TYPES
+from alibi_lab.measure.peers.llama_cpp import write_file
 
 LONGEST = 2**20  # tokens; the model has no limit, but the file format requires one
 
@@ -67,27 +67,21 @@ def write(model: PreTrainedModel, path: Path, precision: str) -> None:
     """Writes the weights with the names of llama.cpp's converter, without a tokenizer; vectors are in fp32."""
     import gguf
 
-    of_matrices, fp32 = gguf.GGMLQuantizationType[TYPES[precision]], gguf.GGMLQuantizationType.F32
-    config, arch = model.config, gguf.MODEL_ARCH.JINA_BERT_V2
-    writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
-    writer.add_context_length(LONGEST)
-    writer.add_embedding_length(config.hidden_size)
-    writer.add_feed_forward_length(config.intermediate_size)
-    writer.add_block_count(config.num_hidden_layers)
-    writer.add_head_count(config.num_attention_heads)
-    writer.add_layer_norm_eps(config.layer_norm_eps)
-    writer.add_causal_attention(False)
-    writer.add_pooling_type(gguf.PoolingType.NONE)
-    writer.add_vocab_size(config.vocab_size)
-    writer.add_token_type_count(2)
-    writer.add_tokenizer_model("none")
-    for name, tensor in tensors(model):
-        stored = of_matrices if tensor.ndim == 2 and name != "token_types.weight" else fp32
-        writer.add_tensor(name, gguf.quants.quantize(tensor.float().contiguous().numpy(), stored), raw_dtype=stored)
-    writer.write_header_to_file()
-    writer.write_kv_data_to_file()
-    writer.write_tensors_to_file()
-    writer.close()
+    config = model.config
+    settings = {
+        "context_length": LONGEST,
+        "embedding_length": config.hidden_size,
+        "feed_forward_length": config.intermediate_size,
+        "block_count": config.num_hidden_layers,
+        "head_count": config.num_attention_heads,
+        "layer_norm_eps": config.layer_norm_eps,
+        "causal_attention": False,
+        "pooling_type": gguf.PoolingType.NONE,
+        "vocab_size": config.vocab_size,
+        "token_type_count": 2,
+        "tokenizer_model": "none",
+    }
+    write_file(path, gguf.MODEL_ARCH.JINA_BERT_V2, settings, tensors(model), precision)
 
 
 def tensors(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
