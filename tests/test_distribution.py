@@ -74,7 +74,7 @@ from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.backends.native.levels import LEVELS
 library = build.library
 for level in LEVELS:
-    if level.lacks:
+    if level.missing:
         continue
     build.library = functools.partial(library, level)
     given = [x.clone().requires_grad_() for x in (q, k, v)]
@@ -227,7 +227,7 @@ def test_an_installed_wheel_runs_every_level_without_a_compiler(built: Built, tm
     home, banded, native, *of_levels, openmp = told.replace(" and AMX", "").splitlines()
     assert Path(home).is_relative_to(tmp_path / "environment")
     assert banded == "  banded     could", "native comes first"
-    runs = [f"{level.words}, from the wheel" for level in LEVELS if not level.lacks]
+    runs = [f"{level.words}, from the wheel" for level in LEVELS if not level.missing]
     assert of_levels == runs
     assert native == f"  native     runs (picked by auto): {runs[0]}"
     assert len(openmp.split()) == 1, "a second OpenMP would have a second pool of threads"

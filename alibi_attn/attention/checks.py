@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from alibi_attn.attention.spec import FARTHEST
+from alibi_attn.attention.spec import MAX_POSITION
 
 # Of the supported dtypes.
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
@@ -336,7 +336,7 @@ def check_query_offset(query_offset: ArrayLike, *, batch: int) -> None:
 
 def check_position(name: str, position: int) -> None:
     """A position, or a number of positions, is small enough for sums in int64."""
-    if not -FARTHEST <= position <= FARTHEST:
+    if not -MAX_POSITION <= position <= MAX_POSITION:
         raise ValueError(f"{name} is {position} but positions lie between −2⁶⁰ and 2⁶⁰")
 
 

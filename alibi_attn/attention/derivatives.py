@@ -48,7 +48,7 @@ def transformable(
         operator: accepts tensors and numbers, no lists; everything it calls has a vmap rule.
         save, differentiate: the arguments of `register_autograd`; without them its gradient raises an error.
     """
-    function = _function(operator, save or _save_nothing, differentiate or _refuse_second_derivatives)
+    function = _function(operator, save or _save_no_tensors, differentiate or _refuse_second_derivatives)
 
     def call(*inputs: Any) -> Any:
         if not torch.compiler.is_compiling() and transforms():
@@ -106,7 +106,7 @@ def _save_empty(ctx: Any, inputs: tuple[Tensor, ...], output: tuple[Tensor, ...]
     ctx.set_materialize_grads(False)
 
 
-def _save_nothing(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
+def _save_no_tensors(ctx: Any, inputs: tuple[Any, ...], output: Any) -> None:
     pass
 
 
@@ -145,4 +145,4 @@ class _Once(torch.autograd.Function):
 
 
 _ONCE_TRANSFORMED = _function(_views, _save_empty, _pass_back)
-_LAST = _function(lambda gradient, *_: gradient.view_as(gradient), _save_nothing, _refuse_second_derivatives)
+_LAST = _function(lambda gradient, *_: gradient.view_as(gradient), _save_no_tensors, _refuse_second_derivatives)

@@ -20,7 +20,7 @@ from typing import Any, Generic, TypeVar
 
 Array = TypeVar("Array")
 
-FARTHEST = 2**60  # the largest |position| and window; sums of two stay within int64
+MAX_POSITION = 2**60  # the largest |position| and window; sums of two stay within int64
 # The fields of a spec that receive gradients, in the order in which backward returns them.
 DIFFERENTIABLE = ("slopes", "right_slopes", "key_bias", "query_bias", "table")
 # A gate below e^(−2²⁰) counts as e^(−2²⁰): no weight passes it in any dtype. Whole multiples of GATE_STEP are summed separately,

@@ -12,7 +12,7 @@ from torch import Tensor
 from alibi_attn.attention.argument_names import with_defaults
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.checks import BIAS_RULE, SINKS_RULE, Checked, check_call, check_position, dtype_name
-from alibi_attn.attention.spec import FARTHEST, AttentionSpec
+from alibi_attn.attention.spec import MAX_POSITION, AttentionSpec
 from alibi_attn.attention.transforms import constant_when_compiled, is_traced, may_read
 from alibi_attn.slopes import alibi_slopes
 
@@ -104,7 +104,7 @@ def make_spec(
         slopes=left,
         right_slopes=right,
         causal=given["causal"],
-        window=None if window is None else min(window, FARTHEST),
+        window=None if window is None else min(window, MAX_POSITION),
         scale=scale,
         query_offset=offset,
         key_mask=given["key_mask"],

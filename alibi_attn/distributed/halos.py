@@ -25,7 +25,7 @@ Piece = tuple[int, int, Span]  # (key head, index into `Halo.spans`, rows in the
 Rows = npt.NDArray[np.int64]
 
 ITEM_BYTES = {"float16": 2, "bfloat16": 2, "float32": 4, "float64": 8}
-SCORE_UNITS = 16  # fp32 may add D + this many units of rounding to a score, and to λ; U bounds the exact scores
+HALO_SCORE_UNITS = 16  # fp32 may add D + this many units of rounding to a score, and to λ; U bounds the exact scores
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -205,7 +205,7 @@ def static_halo(
     if len(right) != len(of_heads):
         raise ValueError(f"right_slopes has {len(right)} entries but slopes {len(of_heads)}: one per head each")
     unit = UNIT["float64" if dtype == "float64" else "float32"]
-    slack = 2 * (head_dim + SCORE_UNITS) * unit * score_bound + (0.0 if causal else math.log(2.0))
+    slack = 2 * (head_dim + HALO_SCORE_UNITS) * unit * score_bound + (0.0 if causal else math.log(2.0))
 
     def widths(of_side: list[float]) -> list[int]:
         """The rows next to a shard that a query at its border needs, [K]."""

@@ -17,7 +17,7 @@ from alibi_attn.distributed.exchange import Traffic
 from alibi_attn.nn import ALiBiAttention
 from alibi_attn.nn.replacement import Replacement, replaced, restore
 
-PATCHED = "alibi_settings"  # the attribute that `alibi_attn.hf.patch` sets on a layer
+SETTINGS_ATTRIBUTE = "alibi_settings"  # the attribute that `alibi_attn.hf.patch` sets on a layer
 
 
 class ContextParallel:
@@ -98,7 +98,7 @@ def context_parallel(
     for name, layer in layers.items():
         if "attend" in vars(layer):
             raise ValueError(f"{name or 'the model'} is already context parallel; call undo() first")
-        if getattr(vars(layer).get(PATCHED), "numerics", "exact") != "exact":
+        if getattr(vars(layer).get(SETTINGS_ATTRIBUTE), "numerics", "exact") != "exact":
             raise ValueError(f'{name} reproduces a checkpoint\'s rounding; patch the model with numerics="exact"')
         if getattr(getattr(layer, "config", None), "scales_with_length", False):
             raise ValueError(
@@ -114,7 +114,7 @@ def context_parallel(
 
 
 def _is_ours(module: nn.Module) -> bool:
-    return getattr(type(module), "attend", None) is alibi_attention or PATCHED in vars(module)
+    return getattr(type(module), "attend", None) is alibi_attention or SETTINGS_ATTRIBUTE in vars(module)
 
 
 def _attend(
@@ -131,7 +131,7 @@ def _attend(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Replaces `alibi_attention`."""
     _check(query, key, query_offset)
-    if PATCHED in vars(layer) and not options.keys().isdisjoint(("segment_ids", "key_bias")):
+    if SETTINGS_ATTRIBUTE in vars(layer) and not options.keys().isdisjoint(("segment_ids", "key_bias")):
         raise ValueError(
             "context parallelism supports one text per row and no holes in the mask of this model; call undo() on its handle"
         )

@@ -16,7 +16,7 @@ from alibi_attn.jax.dropout import HeadDropout, head_dropout
 
 Array = jax.Array
 
-FARTHEST = 2**28  # positions lie within ± this, so that int32 holds every sum and difference of two limits
+MAX_INT32_POSITION = 2**28  # positions lie within ± this, so that int32 holds every sum and difference of two limits
 NO_LIMIT = 2**29
 
 

@@ -12,7 +12,7 @@ from numpy.typing import NDArray
 from alibi_attn.attention.argument_names import with_defaults
 from alibi_attn.attention.checks import BIAS_RULE, SINKS_RULE, check_call, dtype_name
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.jax.plan import FARTHEST, Array
+from alibi_attn.jax.plan import MAX_INT32_POSITION, Array
 from alibi_attn.slopes import alibi_slopes
 
 Slopes = Sequence[float] | NDArray[np.floating] | Array
@@ -162,7 +162,7 @@ def _offset(query_offset: int | Array | None, *, query_len: int, key_len: int) -
 
 def _check_position(query_offset: int, length: int) -> None:
     """Positions are int32 in JAX, and a larger offset would wrap around."""
-    if abs(query_offset) + length >= FARTHEST:
+    if abs(query_offset) + length >= MAX_INT32_POSITION:
         raise ValueError(f"query_offset is {query_offset} but positions must lie between −2^28 and 2^28")
 
 

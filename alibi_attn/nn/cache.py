@@ -154,7 +154,7 @@ class KVCache:
     def norms(self) -> Norms:
         """Upper bounds of the norms of keys and values in each tile, computed once so that decoding does not read all keys."""
         self.notice_changes()
-        return self._kept.of(*self._filled())
+        return self._kept.norms_of(*self._filled())
 
     def notice_changes(self) -> bool:
         """Whether the tensors were changed from outside since the cache was empty; raises ValueError if they are in a file."""

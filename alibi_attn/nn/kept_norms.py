@@ -57,7 +57,7 @@ class KeptNorms:
         """Takes the present version as the cache's own, after one of its writes."""
         self._versions = None if tensors is None else _versions(tensors)
 
-    def of(self, key: Tensor, value: Tensor) -> Norms:
+    def norms_of(self, key: Tensor, value: Tensor) -> Norms:
         """The norms of these keys and values, [B, K, S, D], all that the cache holds; call `notice` before."""
         if self._norms is None:
             self._norms = measured_norms(key, value)

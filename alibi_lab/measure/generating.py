@@ -23,7 +23,7 @@ from alibi_lab.measure.serving import error
 from alibi_lab.measure.timing import medians_ms, medians_of
 
 LENGTHS = (512, 2048, 8192, 32768, 65536)
-PATCHED, ORIGINAL, ORIGINAL_STATIC = "patched, DynamicCache", "transformers", "transformers, StaticCache"
+DYNAMIC_CACHE, ORIGINAL, ORIGINAL_STATIC = "patched, DynamicCache", "transformers", "transformers, StaticCache"
 ROWS, PADDED, UNEVEN = "ours, two rows", "ours, two rows behind padding", "ours, one row a quarter as long"
 PADDING = 1 / 8  # padding positions per cached token
 PROMPTED = "ours, after a prompt"
@@ -58,7 +58,7 @@ def generating(
     read the same prompt. The metrics have the time of the first token after the prompt, and the ratio to each program.
     """
     peers = programs.installed(say)
-    curves = ["ours", PATCHED, ORIGINAL, ORIGINAL_STATIC, ROWS, PADDED, UNEVEN, PROMPTED, *peers]
+    curves = ["ours", DYNAMIC_CACHE, ORIGINAL, ORIGINAL_STATIC, ROWS, PADDED, UNEVEN, PROMPTED, *peers]
     config: Config = {
         "lengths": list(lengths),
         "layers": layers,
@@ -100,7 +100,7 @@ def _one_row(
     length = filling[0][0].shape[2]
     longest = length + repeats + SPARE
     room = StaticCache(config=original.config, max_cache_len=longest)
-    caches = {"ours": our_cache(), PATCHED: DynamicCache(), ORIGINAL: DynamicCache(), ORIGINAL_STATIC: room}
+    caches = {"ours": our_cache(), DYNAMIC_CACHE: DynamicCache(), ORIGINAL: DynamicCache(), ORIGINAL_STATIC: room}
     calls: dict[str, Callable[[], Tensor]] = {}
     for name, cache in caches.items():
         for layer, (key, value) in enumerate(filling):

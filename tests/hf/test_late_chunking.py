@@ -131,7 +131,7 @@ def test_windows_are_passes_over_their_own_tokens(folder):
 def test_windows_cover_every_token_once_with_half_the_overlap_around(length, room, overlap):
     overlap = min(overlap, room - 1)
     document = Document(np.zeros(length + 2, np.int32), 1, length + 1, *[np.zeros((0, 2), np.int64)] * 2)
-    parts = Windows(room + 2, overlap).of(document)
+    parts = Windows(room + 2, overlap).split(document)
     assert [part[2] for part in parts] == [0, *(part[3] for part in parts[:-1])]
     assert parts[-1][3] == length
     for start, stop, first, end in parts:

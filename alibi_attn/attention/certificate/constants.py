@@ -5,6 +5,7 @@ compiled with the same values. docs/maths.md explains why each allowance is enou
 """
 
 TILE = 64  # queries whose reach is decided together, and keys whose norms are bounded together
+NO_TILE = 2**28  # the first tile of a block that visits none; multiples of it fit int32
 KEPT = 4  # the nearest keys, which no reach skips
 VALUE_RATIO = (
     4.0  # a skipped value may be this many times longer than the longest kept one; a longer one widens the reach

@@ -11,13 +11,11 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.certificate.bounds import Bounds
-from alibi_attn.attention.certificate.constants import TILE
+from alibi_attn.attention.certificate.constants import NO_TILE, TILE
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.visibility import first_positions
 
 Spec = AttentionSpec[Tensor]
-
-NEVER = 2**28  # the first tile of a block that visits none; multiples of it fit int32
 
 
 @dataclasses.dataclass(frozen=True)
@@ -72,7 +70,7 @@ def key_tiles(spec: Spec, certified: Bounds, *, rows: int) -> Tiles:
     near, far, low, high = key_intervals(spec, certified)
     parts = [*_in_tiles(near, far), *_in_tiles(low, high)]
     short = -certified.left.shape[-1] % (rows // TILE)
-    for at, (fill, reduce) in enumerate([(NEVER, torch.amin), (0, torch.amax)] * 2):
+    for at, (fill, reduce) in enumerate([(NO_TILE, torch.amin), (0, torch.amax)] * 2):
         wide = torch.nn.functional.pad(parts[at], (0, short), value=fill)
         parts[at] = reduce(wide.unflatten(-1, (-1, rows // TILE)), -1)
     return Tiles.of(torch.stack(parts, -1).to(torch.int32), certified.outlier_tiles.to(torch.int32), rows)
@@ -134,5 +132,5 @@ def _range_of(numbers: Tensor, width: int) -> tuple[Tensor, Tensor]:
 
 def _in_tiles(low: Tensor, high: Tensor) -> tuple[Tensor, Tensor]:
     empty = low >= high
-    first = torch.div(low, TILE, rounding_mode="floor").masked_fill(empty, NEVER)
+    first = torch.div(low, TILE, rounding_mode="floor").masked_fill(empty, NO_TILE)
     return first, torch.div(high + TILE - 1, TILE, rounding_mode="floor").masked_fill(empty, 0)

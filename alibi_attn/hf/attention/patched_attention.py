@@ -40,7 +40,7 @@ class AttentionSettings:
     numerics: Numerics
 
 
-def of(layer: nn.Module) -> AttentionSettings:
+def settings_of(layer: nn.Module) -> AttentionSettings:
     """The settings that `patch` attached to the layer."""
     settings: AttentionSettings = layer.alibi_settings  # type: ignore[assignment]
     return settings
@@ -75,7 +75,7 @@ def cached_and_attended(
     """`extended`, then `attended`; with numerics="checkpoint" `rounded(query, key, value, first, mask, dropout_p)` instead."""
     dropout_p = float(dropout_p) if layer.training else 0.0
     key, value, first = extended(layer, cache, key, value)
-    if rounded is not None and of(layer).numerics == "checkpoint":
+    if rounded is not None and settings_of(layer).numerics == "checkpoint":
         return rounded(query, key, value, first, mask, dropout_p)
     return attended(layer, query, key, value, cache=cache, first=first, mask=mask, dropout_p=dropout_p)
 
@@ -97,7 +97,7 @@ def attended(
         key, value, first: the result of `extended`.
         mask: that of `masks.of_layers`.
     """
-    settings = of(layer)
+    settings = settings_of(layer)
     slopes = slopes_beside(settings.slopes, torch.float32, query)
     seen, segments, shift = _of_last_text(keys_of(mask, key.shape[2]), first, query.shape[2])
     # An instance may override this function, as `context_parallel` and `record_attention` do.

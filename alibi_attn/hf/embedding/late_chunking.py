@@ -82,7 +82,7 @@ class Windows:
                 f"{tokenizer.num_special_tokens_to_add()} special tokens and more than the overlap, which must be ≥ 0"
             )
 
-    def of(self, document: Document) -> list[tuple[int, int, int, int]]:
+    def split(self, document: Document) -> list[tuple[int, int, int, int]]:
         """(start, stop) of each window and (first, end) of the tokens whose states it provides, counted from `document.first`.
 
         Two windows share their overlap at its middle, so that each token has context on both sides.
@@ -224,7 +224,7 @@ def _means(
     """The mean of each chunk's tokens, [C, E] for each document, with the states of all its windows."""
     counts = [torch.from_numpy(document.tokens[:, 1] - document.tokens[:, 0]) for document in documents]
     sums = [torch.zeros(len(count), model.config.hidden_size, device=model.device) for count in counts]
-    pieces = [(at, *window) for at, document in enumerate(documents) for window in windows.of(document)]
+    pieces = [(at, *window) for at, document in enumerate(documents) for window in windows.split(document)]
     rows = []
     for at, start, stop, *_ in pieces:
         ids, first = documents[at].ids, documents[at].first

@@ -79,7 +79,7 @@ class _Step:
         self.dtype, self.width = table.dtype, table.shape[1]
         self.x = embedding(ids).contiguous()  # type: ignore[misc]
         self.body = body
-        self.settings = patched_attention.of(_part(self.blocks[0], names.attention))
+        self.settings = patched_attention.settings_of(_part(self.blocks[0], names.attention))
         self.residual_after_norm = self._has_residual_after_norm(self.blocks[0])
 
     def run(self) -> Tensor | None:

@@ -10,7 +10,7 @@ from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreT
 
 from alibi_attn.hf.patching.patching import patch
 from alibi_attn.hf.readers import checkpoint_files, folder_check, tokenizer_files
-from alibi_attn.hf.readers.decoder.loading import PATCHED
+from alibi_attn.hf.readers.decoder.loading import BUILT_BY_TRANSFORMERS
 from alibi_attn.hf.readers.decoder.model import ALiBiForCausalLM
 
 
@@ -28,7 +28,7 @@ def load_decoder(folder_or_id: str) -> tuple[PreTrainedModel, PreTrainedTokenize
     about = checkpoint_files.read_config(folder)
     checkpoint_files.check_weights(folder)
     tokenizer_files.check(folder)  # before the weights are read
-    if about.get("model_type") in PATCHED:
+    if about.get("model_type") in BUILT_BY_TRANSFORMERS:
         model = _of_transformers(folder)
         patch(model)
     else:

@@ -20,7 +20,7 @@ from attention_oracle import Answer
 
 from alibi_attn.attention.backends.fused import configs
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, tile_shape
-from alibi_attn.attention.backends.fused.launch import FARTHEST_ROW, in_rows
+from alibi_attn.attention.backends.fused.launch import MAX_ROW_STRIDE, in_rows
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_lab import records
 from alibi_lab.measure.gpu import gpu
@@ -230,8 +230,8 @@ def test_queries_far_from_all_keys_lose_no_digit(interpreter: ProcessPoolExecuto
 def test_addresses_beyond_int32_are_right(interpreter: ProcessPoolExecutor) -> None:
     """The pairs of an lse with 2¹⁶ heads of 2¹⁵ rows, and rows 2²⁴ elements apart, which are copied."""
     assert interpreter.submit(far.offsets_of_pairs, 2**16, 2**15).result() == [2**33, 2**34]
-    assert (PLAN_ROWS - 1) * (FARTHEST_ROW - 1) < 2**31
-    for row, copied in ((FARTHEST_ROW - 1, FARTHEST_ROW - 1), (FARTHEST_ROW, 16)):
+    assert (PLAN_ROWS - 1) * (MAX_ROW_STRIDE - 1) < 2**31
+    for row, copied in ((MAX_ROW_STRIDE - 1, MAX_ROW_STRIDE - 1), (MAX_ROW_STRIDE, 16)):
         (rows,) = in_rows(torch.empty_strided((1, 1, 3, 16), (0, 0, row, 1), device="meta"))
         assert rows.stride(-2) == copied
 

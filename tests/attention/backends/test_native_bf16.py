@@ -58,7 +58,7 @@ def compiled_with(flag: str) -> Iterator[None]:
 def products(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Iterator[str]:
     """With all instructions of this processor; with AVX2, as compiled by `test_native_levels`; with all but bf16's."""
     is_changed = request.param != "as bf16" and _is_x86()
-    of_avx2 = is_changed and request.param == "as fp32" and not LEVELS[-1].lacks
+    of_avx2 = is_changed and request.param == "as fp32" and not LEVELS[-1].missing
     if of_avx2:
         monkeypatch.setattr(build, "library", functools.partial(build.library, LEVELS[-1]))
     with compiled_with("-mno-avx512bf16") if is_changed and not of_avx2 else contextlib.nullcontext():

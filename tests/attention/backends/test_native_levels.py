@@ -34,8 +34,8 @@ ANSWERS = 'const char *alibi_instructions() {{ return "{}"; }} const char *alibi
 )
 def level(request: pytest.FixtureRequest, monkeypatch: pytest.MonkeyPatch) -> Level:
     """Runs every call in the test at this level."""
-    if request.param.lacks:
-        pytest.skip(f"this processor lacks {', '.join(request.param.lacks)}")
+    if request.param.missing:
+        pytest.skip(f"this processor lacks {', '.join(request.param.missing)}")
     monkeypatch.setattr(build, "library", functools.partial(build.library, request.param))
     return request.param
 
@@ -110,7 +110,7 @@ def test_a_level_needs_what_its_flags_allow_the_compiler() -> None:
         assert {name for name in allowed if name.startswith(("AVX", "SSE4", "SSSE", "FMA", "BMI", "LZCNT"))} <= needs
         for name in level.needs & here:  # by Linux's names
             assert NAMED_OTHERWISE.get(name, name.upper()) in own
-        assert bool(level.lacks) == (not needs <= own), "a name that Linux does not write leaves a level out"
+        assert bool(level.missing) == (not needs <= own), "a name that Linux does not write leaves a level out"
 
 
 class Wheel:

@@ -19,7 +19,7 @@ SHAPES = {
     "jax-dense": {"batch": 2, "heads": 4, "kv_heads": 2, "query_len": 23, "key_len": 37, "head_dim": 7},
     "jax-loop": {"batch": 1, "heads": 2, "kv_heads": 1, "query_len": 190, "key_len": 260, "head_dim": 16},
 }
-NO_WINDOW, FARTHEST = 10**7, 2**27
+NO_WINDOW, MAX_POSITION = 10**7, 2**27
 
 
 def of_shape(call: Call, backend: str) -> Call:
@@ -36,8 +36,8 @@ def of_shape(call: Call, backend: str) -> Call:
         "value_is_key": False,
         "dropout_p": 0.5 if call.dropout_p else 0.0,  # a single value, since each is compiled
     }
-    if call.offset is not None and abs(call.offset) > FARTHEST:  # JAX rejects it: positions are int32
-        changes["offset"] = call.offset % FARTHEST
+    if call.offset is not None and abs(call.offset) > MAX_POSITION:  # JAX rejects it: positions are int32
+        changes["offset"] = call.offset % MAX_POSITION
     shape = SHAPES[backend] | ({"batch": 0} if call.batch == 0 and backend != "jax-native" else {})
     return settled(dataclasses.replace(call, **shape, **changes))
 

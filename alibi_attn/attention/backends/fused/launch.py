@@ -18,7 +18,7 @@ from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
 from alibi_attn.attention.backends.fused.kernels.arguments import Rows
 from alibi_attn.attention.transforms import in_memory
 
-FARTHEST_ROW = 2**31 // PLAN_ROWS  # elements from one row to the next; no tile has more rows than PLAN_ROWS
+MAX_ROW_STRIDE = 2**31 // PLAN_ROWS  # elements from one row to the next; no tile has more rows than PLAN_ROWS
 
 # Numbers from which the compiler learns only their type: neither 1 nor divisible by 16.
 _NUMBER, _LARGE_NUMBER = 17, 2**40 + 1
@@ -85,16 +85,18 @@ def launch(
 def on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
     """Makes the tensor's device current, because Triton launches on the current device."""
     if tensor.device.type != "cuda" or torch.cuda.current_device() == tensor.device.index:
-        return _NOTHING
+        return _NO_GUARD
     return torch.cuda.device(tensor.device)
 
 
-_NOTHING = contextlib.nullcontext()
+_NO_GUARD = contextlib.nullcontext()
 
 
 def in_rows(*tensors: Tensor) -> Iterator[Tensor]:
     """The tensors with a last stride of 1, and rows so near to each other that addresses within a tile fit int32."""
-    return (x if x.stride(-1) == 1 and x.stride(-2) < FARTHEST_ROW else x.contiguous() for x in map(in_memory, tensors))
+    return (
+        x if x.stride(-1) == 1 and x.stride(-2) < MAX_ROW_STRIDE else x.contiguous() for x in map(in_memory, tensors)
+    )
 
 
 def rows_of(tensor: Tensor) -> Argument:

@@ -151,9 +151,9 @@ def multiplies_bf16() -> bool:
 def _found(level: Level | None, compiler: str | None, cache: str | None, home: str | None) -> ctypes.CDLL | str:
     """The library, or why it cannot be loaded; determined once per process and environment."""
     try:
-        if level is not None and level.lacks:
+        if level is not None and level.missing:
             raise BuildError(
-                f"{level.words} kernels cannot run here: this processor does not have {', '.join(level.lacks)}"
+                f"{level.words} kernels cannot run here: this processor does not have {', '.join(level.missing)}"
             )
         for candidate in LEVELS if level is None else (level,):
             if shipped(candidate).exists() and _runs_here(candidate):
@@ -168,7 +168,7 @@ def _found(level: Level | None, compiler: str | None, cache: str | None, home: s
 def _runs_here(level: Level) -> bool:
     """Whether this processor supports a level of the wheel; without /proc/cpuinfo, the level's library lists the features."""
     if not level.needs or features():
-        return not level.lacks
+        return not level.missing
     listing = ctypes.CDLL(str(shipped(level))).alibi_processor_features
     listing.restype = ctypes.c_char_p
     return level.needs <= set(listing().decode().split())

@@ -16,7 +16,7 @@ from alibi_attn.attention.backends.native.backend import NO_WINDOW
 from alibi_attn.attention.backends.native.build import Rows
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.attention.spec import FARTHEST
+from alibi_attn.attention.spec import MAX_POSITION
 from alibi_attn.attention.transforms import in_memory, may_read
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
@@ -77,7 +77,7 @@ def decode(
         slopes=of_heads.data_ptr(),
         start=(ctypes.c_int64 * batch)(*(start for start, _ in runs)),
         stop=(ctypes.c_int64 * batch)(*(stop for _, stop in runs)),
-        window=NO_WINDOW if window is None else min(window, FARTHEST),
+        window=NO_WINDOW if window is None else min(window, MAX_POSITION),
         scale=scale,
         tolerance=tolerance,
         threads=torch.get_num_threads(),

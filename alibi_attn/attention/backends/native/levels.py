@@ -41,7 +41,7 @@ class Level(NamedTuple):
     needs: frozenset[str]
 
     @property
-    def lacks(self) -> list[str]:
+    def missing(self) -> list[str]:
         """The features that are missing on this processor; empty if it can run this level."""
         return sorted(self.needs - features())
 

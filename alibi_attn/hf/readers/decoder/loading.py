@@ -16,7 +16,7 @@ from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
 from alibi_attn.hf.readers.families import DECODERS, ENCODERS, baichuan
 from alibi_attn.hf.readers.families.family import Family
 
-PATCHED = ("bloom", "falcon")  # model types that transformers builds
+BUILT_BY_TRANSFORMERS = ("bloom", "falcon")  # model types that transformers builds
 REFUSED = {
     "step1": "the bias of Step-1 is −m·√|i − j|, not ALiBi's −m·|i − j|, so no key is ever far enough to be skipped; "
     "alibi_attn.toeplitz_attention computes attention with such a table",
@@ -40,7 +40,7 @@ def read(
         FileNotFoundError, ValueError: see `checkpoint.read`.
     """
     kind = about.get("model_type")
-    if kind in PATCHED:
+    if kind in BUILT_BY_TRANSFORMERS:
         raise ValueError(
             f"{folder} holds a {kind} model, which transformers supports: load it with AutoModelForCausalLM, then call "
             "alibi_attn.hf.patch(model)"
@@ -110,7 +110,7 @@ def choose(config: ALiBiCausalLMConfig, chosen: Mapping[str, str | None]) -> Non
         raise ValueError(checkpoint.cause(error)) from error
 
 
-def own(
+def load_saved(
     load: Callable[..., Any],
     folder: str | os.PathLike[str],
     *args: Any,

@@ -105,7 +105,7 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
                     f"normalized_head is only for Baichuan's own checkpoints but {folder} was written by save_pretrained; omit it"
                 )
             kwargs |= {"dtype": "auto" if dtype is None else dtype}
-            return cast("Self", loading.own(super().from_pretrained, folder, *args, chosen=chosen, **kwargs))
+            return cast("Self", loading.load_saved(super().from_pretrained, folder, *args, chosen=chosen, **kwargs))
         if args or (more := kwargs.keys() - {*checkpoint_files.HUB, *checkpoint_files.IGNORED}):
             raise TypeError(
                 f"from_pretrained accepts {', '.join(sorted(more)) if not args else 'more positional arguments'} only for "

@@ -68,7 +68,7 @@ def forward(
         cache=layer_past,
         mask=attention_mask,
         dropout_p=self.attention_dropout.p,
-        rounded=functools.partial(_rounded, patched_attention.of(self).scale, hidden_states.dtype),
+        rounded=functools.partial(_rounded, patched_attention.settings_of(self).scale, hidden_states.dtype),
     )
     output: Tensor = self.dense(mixed)
     return dropout_add(output, residual, self.hidden_dropout, self.training), None

@@ -55,7 +55,7 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     store_rows,
 )
 
-NEVER = tl.constexpr(2**20)  # past the last block of queries
+NO_BLOCK = tl.constexpr(2**20)  # past the last block of queries
 
 
 @triton.jit
@@ -303,7 +303,7 @@ def key_kernel(
             dropout = head_dropout(dropout, b, h, distance_moved(call.query_offset, b, T, S))
         head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, window, dropout)
         candidates = visitors.candidates + (bh * tiles + key_tile) * 3
-        first = tl.min(tl.load(candidates, mask=there, other=NEVER), 0) * (ROWS // BM)
+        first = tl.min(tl.load(candidates, mask=there, other=NO_BLOCK), 0) * (ROWS // BM)
         last = tl.max(tl.load(candidates + 1, mask=there, other=0), 0) * (ROWS // BM)
         last = tl.maximum(tl.minimum(last, tl.cdiv(T, BM)), first)
         is_outlier = tl.load(candidates + 2, mask=there, other=0) == 1
@@ -323,7 +323,7 @@ def key_kernel(
         if visitors.full is not None:
             full = visitors.full + of_sequence + key_tile * 2
             full_first = tl.max(tl.load(full, mask=there, other=0), 0) * (ROWS // BM)
-            full_last = tl.min(tl.load(full + 1, mask=there, other=NEVER), 0) * (ROWS // BM)
+            full_last = tl.min(tl.load(full + 1, mask=there, other=NO_BLOCK), 0) * (ROWS // BM)
         band = blocks_of(first, last, full_first, full_last, t * BN, offset, head, T, BM, BN, CAUSAL)
         for x in tl.range(0, full_count(band)):
             n = full_tile(x, band, False)

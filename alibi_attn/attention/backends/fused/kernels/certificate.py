@@ -31,7 +31,7 @@ _TINY = tl.constexpr(16.0 * constants.VANISHING["float32"])  # √256 entries wh
 KEPT = tl.constexpr(constants.KEPT)
 CERTAIN = tl.constexpr(1.0 - 2.0**-8)  # a sum in fp32 over up to 2¹⁶ tiles is certain up to this factor
 VALUE_RATIO = tl.constexpr(constants.VALUE_RATIO)
-FARTHEST = tl.constexpr(2**29)  # the reach of a head that skips nothing
+UNLIMITED_REACH = tl.constexpr(2**29)  # the reach of a head that skips nothing
 CHOICES = tl.constexpr(len(constants.OUTLIER_CHOICES))
 
 

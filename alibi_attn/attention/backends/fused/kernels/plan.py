@@ -9,7 +9,7 @@ The same as `attention/certificate/tiles.py`, as one small program per head.
 import triton
 import triton.language as tl
 
-from alibi_attn.attention.backends.fused.kernels.certificate import CHOICES, FARTHEST, among, outliers_in
+from alibi_attn.attention.backends.fused.kernels.certificate import CHOICES, UNLIMITED_REACH, among, outliers_in
 from alibi_attn.attention.backends.fused.kernels.positions import (
     distance_moved,
     load_offset,
@@ -17,8 +17,9 @@ from alibi_attn.attention.backends.fused.kernels.positions import (
     reach_before_move,
 )
 from alibi_attn.attention.backends.fused.kernels.tiles import OUTLIERS, TILE
+from alibi_attn.attention.certificate import constants
 
-NEVER = tl.constexpr(2**28)  # the first tile of a block that visits none; small enough to be multiplied
+NO_TILE = tl.constexpr(constants.NO_TILE)
 
 
 @triton.jit
@@ -61,7 +62,7 @@ def seen_keys(ALLOWED, row, start, end, there, S, window, CAUSAL: tl.constexpr):
 def in_tiles(low, high, there):
     """(first, last): the tiles of the keys [low, high), which are not negative unless there are none."""
     some = there & (low < high)
-    return tl.where(some, low // TILE, NEVER), tl.where(some, (high + TILE - 1) // TILE, 0)
+    return tl.where(some, low // TILE, NO_TILE), tl.where(some, (high + TILE - 1) // TILE, 0)
 
 
 @triton.jit
@@ -87,14 +88,14 @@ def plan_head(certificate, ALLOWED, plan, call, bh, ROWS: tl.constexpr, WIDTH: t
     weight = bh * 0
     for from_block in range(0, N, WIDTH):
         n = from_block + tl.arange(0, WIDTH)
-        first, low = tl.full([WIDTH], NEVER, tl.int32), tl.full([WIDTH], NEVER, tl.int32)
+        first, low = tl.full([WIDTH], NO_TILE, tl.int32), tl.full([WIDTH], NO_TILE, tl.int32)
         last, high = tl.zeros([WIDTH], tl.int32), tl.zeros([WIDTH], tl.int32)
         for part in tl.static_range(ROWS // TILE):
             block = n * (ROWS // TILE) + part
             there = block < blocks
             start = offset + block * TILE
             end = tl.minimum(start + TILE, offset + T)
-            left, right = tl.full([WIDTH], FARTHEST, tl.int32), tl.full([WIDTH], FARTHEST, tl.int32)
+            left, right = tl.full([WIDTH], UNLIMITED_REACH, tl.int32), tl.full([WIDTH], UNLIMITED_REACH, tl.int32)
             if certificate is not None:
                 at = certificate.reach + best * heads + bh * blocks + block
                 left = tl.load(at, mask=there, other=0)
@@ -247,9 +248,9 @@ def visitors_kernel(plan, CANDIDATES, KEY_ORDER, B, H, G, N, tiles, WIDTH: tl.co
     for from_block in range(0, N, BLOCKS):
         n = from_block + tl.arange(0, BLOCKS)
         band = plan.bands + b * plan.row + (h * N + n) * 4
-        first = tl.load(band, mask=n < N, other=NEVER)[None, :]
+        first = tl.load(band, mask=n < N, other=NO_TILE)[None, :]
         last = tl.load(band + 1, mask=n < N, other=0)[None, :]
-        low = tl.load(band + 2, mask=n < N, other=NEVER)[None, :]
+        low = tl.load(band + 2, mask=n < N, other=NO_TILE)[None, :]
         high = tl.load(band + 3, mask=n < N, other=0)[None, :]
         wide = is_outlier[:, None]
         ends_behind = tl.where(wide, high, last) > tile[:, None]

@@ -17,12 +17,12 @@ from alibi_attn.attention.backends.fused.kernels.arguments import Head
 from alibi_attn.attention.backends.fused.kernels.certificate import (
     CERTAIN,
     CHOICES,
-    FARTHEST,
     KEPT,
     NATS,
     PRODUCTS,
     ROUNDING,
     UNIT,
+    UNLIMITED_REACH,
     VALUE_RATIO,
     norm_bound,
     survey,
@@ -262,7 +262,7 @@ def reach_kernel(
             reach = start - farthest + 1
             if side == 1:
                 reach = farthest + TILE - tail
-            reach = tl.minimum(tl.maximum(reach, KEPT), FARTHEST)
+            reach = tl.minimum(tl.maximum(reach, KEPT), UNLIMITED_REACH)
             reach = choice * 0 + tl.where(slope == float("inf"), 1, reach)
         else:
             nats = (rate * ROUNDING)[:, None] * longest[None, :]  # [TILE, CHOICES]
@@ -272,7 +272,7 @@ def reach_kernel(
             # −ln(1 − e^(−m)) ≤ m/2 − ln m.
             tail = slope * 0.5 - tl.log2(slope) / LOG2E + nats_of_tolerance
             reach = tl.maximum((worst + tail) / slope * ROUNDING + 1.0, KEPT)
-            reach = tl.where(slope > 0.0, tl.where(reach < FARTHEST, reach, FARTHEST), FARTHEST)
+            reach = tl.where(slope > 0.0, tl.where(reach < UNLIMITED_REACH, reach, UNLIMITED_REACH), UNLIMITED_REACH)
             reach = tl.where(slope == float("inf"), 1.0, reach)
         tl.store(certificate.reach + (side * CHOICES + choice) * heads + bh * blocks + n, reach.to(tl.int32))
     if n == 0:
