@@ -65,4 +65,4 @@ def test_pictures_of_the_documents_match_the_records(from_records):
         assert kept.count("<use ") == drawn.count("<use ")
         assert len(LETTERS.findall(kept)) > 8
     on_disk = {path.stem for path in (ROOT / "docs").glob("*.svg")}
-    assert on_disk == set(from_records.PICTURES)
+    assert on_disk == {*from_records.PICTURES, "idea"}  # the tour's drawing of the idea has no numbers of a record
