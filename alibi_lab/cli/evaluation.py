@@ -135,9 +135,7 @@ def _tested(
     from alibi_lab.lab.model.imported_method import imported_method, source_facts
 
     with errors.status("testing"):
-        curves = all_curves(
-            model, corpus.valid, config.eval, encode=lambda x: corpus.tokenizer.encode(x).tolist(), say=errors.print
-        )
+        curves = all_curves(model, corpus, config.eval, say=errors.print)
     for test in (type(model.position), *map(imported_method, others)):
         if "curves" in vars(test):
             found = own_curves(test, model, dataclasses.replace(corpus, train=training_text()), config.eval)

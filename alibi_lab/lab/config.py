@@ -10,7 +10,7 @@ import math
 import re
 import typing
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, TypeAlias, TypedDict, TypeVar
+from typing import Literal, TypeAlias, TypedDict
 
 from alibi_lab.position_methods import LOOKS
 
@@ -29,8 +29,6 @@ METHOD_MODULE = "alibi_method_"  # how the names of modules imported from FILE.p
 TOKENIZER_NAME = r"bpe:[1-9]\d*|.+\.json|.*/.*"
 MOST = 10**12  # of integers: seeds times a million fit into the 64 bits of torch's generators
 TASK_CORPUS = re.compile(rf"task:({'|'.join(typing.get_args(Task))})(?::([1-9]\d*))?")
-
-_Config = TypeVar("_Config")
 
 
 class ConfigError(ValueError):

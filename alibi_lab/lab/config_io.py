@@ -54,7 +54,9 @@ def override(config: RunConfig, changes: Mapping[str, str]) -> RunConfig:
     2048
     """
     names = field_names()
-    if _keeps_corpus(config) and "eval.tasks" not in changes:
+    task = TASK_CORPUS.fullmatch(config.data.corpus)
+    of_symbols = task is not None and task[1] in config.eval.tasks and task[1] in typing.get_args(SymbolTask)
+    if of_symbols and "eval.tasks" not in changes:
         changes = {name: text for name, text in changes.items() if name not in _OF_TEXT}
     if "data.tokenizer" in changes and "model.vocab_size" not in changes:
         changes = {**changes, **_vocabulary(changes["data.tokenizer"])}
@@ -67,8 +69,10 @@ def override(config: RunConfig, changes: Mapping[str, str]) -> RunConfig:
         section, field = name.split(".")
         kind = typing.get_type_hints(type(getattr(config, section)))[field]
         sections.setdefault(section, {})[field] = _parse(name, text, kind)
-    changed = {section: _replace(getattr(config, section), values) for section, values in sections.items()}
-    return _replace(config, changed)
+    return dataclasses.replace(
+        config,
+        **{section: dataclasses.replace(getattr(config, section), **values) for section, values in sections.items()},
+    )
 
 
 def field_meanings() -> dict[str, str]:
@@ -106,11 +110,6 @@ def _vocabulary(tokenizer: str) -> dict[str, str]:
     return {"model.vocab_size": size} if size.isdecimal() else {}
 
 
-def _keeps_corpus(config: RunConfig) -> bool:
-    found = TASK_CORPUS.fullmatch(config.data.corpus)
-    return found is not None and found[1] in config.eval.tasks and found[1] in typing.get_args(SymbolTask)
-
-
 def field_names() -> tuple[str, ...]:
     """The names of all fields: "model.method", "train.steps", ...
 
@@ -123,12 +122,11 @@ def field_names() -> tuple[str, ...]:
 
 def to_json(config: RunConfig) -> dict[str, Json]:
     """The config as nested dictionaries of plain values, as in records and checkpoints."""
-    plain = dataclasses.asdict(type(config)())
     return {
         section: {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in fields.items()
-            if name not in LATER.get(section, ()) or value != plain[section][name]
+            if name not in LATER.get(section, ()) or value != getattr(type(getattr(config, section)), name)
         }
         for section, fields in dataclasses.asdict(config).items()
     }
@@ -206,7 +204,3 @@ def _describe(kind: object) -> str:
         types.NoneType: "none",
     }
     return names[kind]
-
-
-def _replace(config: _Config, values: Mapping[str, object]) -> _Config:
-    return dataclasses.replace(config, **values)  # type: ignore[type-var]

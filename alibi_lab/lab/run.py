@@ -72,13 +72,14 @@ def make_run(study: str, config: RunConfig, corpus: Corpus, out: Path) -> Run:
     Raises:
         ConfigError, CorpusError: the run is not possible with this corpus.
     """
+    name = run_name(study, config)
+    title, facts = run_title(name, config), source_facts(config.model.method)
     _check(config, corpus)
-    name, facts = run_name(study, config), source_facts(config.model.method)
     evaluation = {**to_json(config), "corpus": corpus.facts, **({"method": facts} if facts else {})}
     training = {key: value for key, value in evaluation.items() if key != "eval"}
     identities = records.identity("training", name, training), records.identity("evaluation", name, evaluation)
     checkpoints = out / "checkpoints" / f"{name}-{identities[0]}"
-    return Run(config, corpus, out, name, run_title(name, config), training, evaluation, identities, checkpoints)
+    return Run(config, corpus, out, name, title, training, evaluation, identities, checkpoints)
 
 
 def run_name(study: str, config: RunConfig) -> str:
@@ -166,9 +167,7 @@ def _save_training(run: Run, progress: Progress, parameters: int, started: datet
 def _evaluate(run: Run, model: LanguageModel, say: Callable[[str], None]) -> Path:
     started = datetime.datetime.now(datetime.UTC)
     corpus, config = run.corpus.to_test_on(run.config.eval.split), run.config.eval
-    curves = all_curves(
-        model, corpus.valid, config, encode=lambda text: corpus.tokenizer.encode(text).tolist(), say=say
-    )
+    curves = all_curves(model, corpus, config, say=say)
     curves |= own_curves(type(model.position), model, corpus, config)
     metrics = {"parameters": model.num_parameters()}
     record = records.make(

@@ -44,4 +44,5 @@ def with_model(run: RunConfig, **model: Any) -> RunConfig:
 
 def by_method(run: RunConfig, methods: Sequence[Method]) -> tuple[RunConfig, ...]:
     """The run with each position method."""
-    return tuple(with_model(run, method=method) for method in methods)
+    models = (dataclasses.replace(run.model, method=method) for method in methods)
+    return tuple(dataclasses.replace(run, model=model) for model in models)

@@ -118,13 +118,23 @@ def split_files(files: Sequence[TextFile], config: DataConfig) -> Text:
     Raises:
         CorpusError: a part would be empty, or the names are ambiguous.
     """
-    if config.text and (own := _own_split(files)) is not None:
-        names = ", ".join(own)
-        if "valid" not in own:
-            own["valid"] = own.pop("test")
-        return _text_of_files(config, f"the files' own ({names})", own)
-    if len(files) == 1:
+    split, parts = "whole files", _own_split(files) if config.text else None
+    if parts is not None:
+        split = f"the files' own ({', '.join(parts)})"
+        if "valid" not in parts:
+            parts["valid"] = parts.pop("test")
+    elif len(files) == 1:
         return _last_rows(config, files[0]) if is_table(files[0].path) else _ends_of_file(files[0], config)
+    else:
+        parts = _whole_files(files, config)
+    sizes = {part: sum(file.num_bytes for file in inside) for part, inside in parts.items()}
+    tables = any(is_table(file.path) for file in files)
+    documents: dict[Part, Documents] = {part: _files(inside) for part, inside in parts.items()}
+    return _text(config, split, documents, None if tables else sizes)
+
+
+def _whole_files(files: Sequence[TextFile], config: DataConfig) -> dict[Part, list[TextFile]]:
+    """Files by the hashes of their names; each part gets at least one of them."""
     order = sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest())
     total = sum(file.num_bytes for file in order)
     room: dict[Part, float] = {"valid": config.valid_share * total, "test": config.test_share * total}
@@ -142,7 +152,7 @@ def split_files(files: Sequence[TextFile], config: DataConfig) -> Text:
             smallest = min(train, key=lambda file: file.num_bytes)
             train.remove(smallest)
             inside.append(smallest)
-    return _text_of_files(config, "whole files", parts)
+    return parts
 
 
 def file_chunks(file: TextFile, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
@@ -205,20 +215,6 @@ def hub_text(config: DataConfig) -> Text:
     return _text(config, f"the corpus' own ({splits['valid']})", parts)
 
 
-def check_parts(config: DataConfig, sizes: Mapping[Part, int]) -> None:
-    """Raises a CorpusError if a part of a corpus is empty; sizes in bytes."""
-    for part in (part for part, size in sizes.items() if not size):
-        name, share = ("test_share", config.test_share) if part == "test" else ("valid_share", config.valid_share)
-        purpose = {"train": "train on", "valid": "test on", "test": "test on at the end"}[part]
-        needed = (
-            f" (a test at n tokens needs about {2 / share:.3g}·n tokens in all)" if part != "train" and share else ""
-        )
-        raise CorpusError(
-            f"the corpus {config.corpus} has {sum(sizes.values()):,} bytes, and data.{name}={share:g} leaves no text to "
-            f"{purpose}; pass more text{needed}, or another data.{name}"
-        )
-
-
 def _python_source() -> list[TextFile]:
     root = Path(sysconfig.get_path("stdlib"))
     paths: list[Path] = []
@@ -265,12 +261,6 @@ def _own_split(files: Sequence[TextFile]) -> dict[Part, list[TextFile]] | None:
     return {part: inside for part, inside in named.items() if inside}
 
 
-def _text_of_files(config: DataConfig, split: str, parts: Mapping[Part, Sequence[TextFile]]) -> Text:
-    sizes = {part: sum(file.num_bytes for file in files) for part, files in parts.items()}
-    tables = any(is_table(file.path) for files in parts.values() for file in files)
-    return _text(config, split, {part: _files(files) for part, files in parts.items()}, None if tables else sizes)
-
-
 def _ends_of_file(file: TextFile, config: DataConfig) -> Text:
     size = file.num_bytes
     shares = (config.valid_share + config.test_share, config.test_share)
@@ -287,9 +277,18 @@ def _ends_of_file(file: TextFile, config: DataConfig) -> Text:
 def _text(
     config: DataConfig, split: str, parts: Mapping[Part, Documents], sizes: Mapping[Part, int] | None = None
 ) -> Text:
-    """The corpus; without sizes in bytes, reads all of it once to count them."""
+    """The corpus; without sizes in bytes, reads all of it once to count them. No part may be empty."""
     sizes = sizes or {part: sum(len(chunk) for rows in read() for chunk in rows) for part, read in parts.items()}
-    check_parts(config, sizes)
+    for part in (part for part, size in sizes.items() if not size):
+        name, share = ("test_share", config.test_share) if part == "test" else ("valid_share", config.valid_share)
+        purpose = {"train": "train on", "valid": "test on", "test": "test on at the end"}[part]
+        needed = (
+            f" (a test at n tokens needs about {2 / share:.3g}·n tokens in all)" if part != "train" and share else ""
+        )
+        raise CorpusError(
+            f"the corpus {config.corpus} has {sum(sizes.values()):,} bytes, and data.{name}={share:g} leaves no text to "
+            f"{purpose}; pass more text{needed}, or another data.{name}"
+        )
     return Text(config.corpus, split, parts, sizes["train"], sum(sizes.values()), config.tokenizer)
 
 

@@ -22,7 +22,6 @@ from torch import Tensor
 from alibi_attn.nn import KVCache
 from alibi_lab.lab.config import ConfigError, EvalConfig
 from alibi_lab.lab.data.corpus import Corpus
-from alibi_lab.lab.data.tasks import Encode, encode_bytes
 from alibi_lab.lab.evaluation.evaluate import evaluate, mean_nats, scored_stretches
 from alibi_lab.lab.evaluation.losses import Say, TokenLosses, columns, testing
 from alibi_lab.lab.model.attention import LayerCache
@@ -37,15 +36,15 @@ SEGMENTS, SINKS = "cached segments", "attention sinks"
 
 
 def all_curves(
-    model: LanguageModel, tokens: Tensor, config: EvalConfig, *, encode: Encode = encode_bytes, say: Say | None = None
+    model: LanguageModel, corpus: Corpus, config: EvalConfig, *, say: Say | None = None
 ) -> dict[str, Mapping[str, Sequence[Json]]]:
-    """All curves that the config requests: those of `evaluate`, and "streams".
+    """All curves that the config requests on the text `corpus.valid`: those of `evaluate`, and "streams".
 
     Raises:
         CorpusError, ConfigError, EvaluationError, TaskError: see `evaluate` and `streams`.
     """
-    curves: dict[str, Mapping[str, Sequence[Json]]] = {**evaluate(model, tokens, config, encode=encode, say=say)}
-    return curves | {"streams": streams(model, tokens, config)} if config.memory or config.sinks else curves
+    found = evaluate(model, corpus.valid, config, encode=lambda text: corpus.tokenizer.encode(text).tolist(), say=say)
+    return {**found, **({"streams": streams(model, corpus.valid, config)} if config.memory or config.sinks else {})}
 
 
 def own_curves(method: type[PositionMethod], model: LanguageModel, corpus: Corpus, config: EvalConfig) -> Curves:

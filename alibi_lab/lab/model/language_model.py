@@ -34,9 +34,9 @@ from alibi_attn.nn.linear import Linear, linear
 from alibi_lab.lab.config import Architecture, ConfigError, ModelConfig, Stretch
 from alibi_lab.lab.model.adaptive import AdaptiveInput, AdaptiveSoftmax
 from alibi_lab.lab.model.attention import Context, LayerCache, attend
-from alibi_lab.lab.model.method_checks import added, attended, bias_of, rotated, stretched
+from alibi_lab.lab.model.method_checks import added, attended, bias_of, made, rotated, stretched
 from alibi_lab.lab.model.position_method import Bias, LayerInput, Pass, PositionMethod
-from alibi_lab.lab.model.positions import check_segments, check_stretch, position_method
+from alibi_lab.lab.model.positions import check_segments, check_stretch, method_class
 
 _LOGITS_AT_ONCE = 1 << 20  # 4 MiB of fp32, which fit into the caches of a core and are reused by malloc
 
@@ -63,7 +63,7 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config, self.trained_length = config, trained_length
         self.activation_checkpointing, self.progress = activation_checkpointing, 1.0
-        self.position: PositionMethod = position_method(config, trained_length)
+        self.position: PositionMethod = made(method_class(config.method), config, trained_length)
         self.embedding: nn.Embedding | AdaptiveInput
         if config.cutoffs:
             self.embedding = AdaptiveInput(config.vocab_size, config.embed_dim, config.cutoffs)

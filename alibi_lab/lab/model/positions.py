@@ -13,16 +13,10 @@ from alibi_attn import alibi_slopes, interpolate_slopes
 from alibi_lab.lab.config import ConfigError, Method, ModelConfig, Stretch
 from alibi_lab.lab.model.distances import ALiBiClamp, ALiBiLog, Fire, Kerple, Sandwich, T5Bias, Tisa
 from alibi_lab.lab.model.imported_method import imported_method
-from alibi_lab.lab.model.method_checks import made
 from alibi_lab.lab.model.position_method import ForgetGates, Pass, PositionError, PositionMethod, published_slopes
 from alibi_lab.lab.model.rotary import DroPE, NopeWindow, Rotary
 
 WAVE_BASE = 10_000.0  # Vaswani et al. 2017, sec. 3.5
-
-
-def position_method(config: ModelConfig, trained_length: int) -> PositionMethod:
-    """The config's method, with its parameters, for a model trained at `trained_length` tokens."""
-    return made(method_class(config.method), config, trained_length)
 
 
 def method_class(method: Method) -> type[PositionMethod]:

@@ -55,6 +55,7 @@ class Training:
     Args:
         model: the bare model; if `sharded`, its parameters are DTensors.
         replica: the model in the wrapper that averages gradients over the processes; training calls it.
+        rows: the rows of every batch that this process trains on.
         context: the processes that share the sequences; None if each process has whole sequences.
     """
 
@@ -63,6 +64,7 @@ class Training:
     optimizer: torch.optim.Optimizer
     accelerator: Accelerator
     sharded: bool
+    rows: slice
     context: ContextGroup | None = None
 
     @property
@@ -114,7 +116,7 @@ def prepare(config: RunConfig) -> Training:
             "launch without it and pass train.parallel=fsdp"
         )
     context = _context_group(config, accelerator)
-    sharded = settings.parallel == "fsdp" and accelerator.num_processes > 1
+    sharded, rows = settings.parallel == "fsdp" and accelerator.num_processes > 1, share_of_batch(settings, accelerator)
     model = LanguageModel(
         config.model,
         trained_length=settings.length,
@@ -125,9 +127,9 @@ def prepare(config: RunConfig) -> Training:
         _shard(model)
     optimizer = make_optimizer(model, settings)
     if sharded:
-        return Training(model, model, accelerator.prepare_optimizer(optimizer), accelerator, sharded, context)
+        return Training(model, model, accelerator.prepare_optimizer(optimizer), accelerator, sharded, rows, context)
     replica, optimizer = accelerator.prepare(model, optimizer)
-    return Training(model, replica, optimizer, accelerator, sharded, context)
+    return Training(model, replica, optimizer, accelerator, sharded, rows, context)
 
 
 def _context_group(config: RunConfig, accelerator: Accelerator) -> ContextGroup | None:

@@ -10,6 +10,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -17,14 +18,14 @@ from torch import Tensor
 from alibi_attn.nn.allocator import kept_memory, peak_memory_bytes, reset_peak_memory
 from alibi_lab.lab.clock import clock
 from alibi_lab.lab.config import EvalConfig, RunConfig, TrainConfig
-from alibi_lab.lab.data.corpus import Corpus, batches, packed_batches
+from alibi_lab.lab.data.corpus import Corpus, batches, num_pieces, packed_batches
 from alibi_lab.lab.evaluation.evaluate import validation_nats
 from alibi_lab.lab.model.attention import Context
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.training.checkpoint import Progress, load_progress, newest, resume, save_checkpoint
 from alibi_lab.lab.training.interruption import deferred_interruption
 from alibi_lab.lab.training.optimizer import learning_rate
-from alibi_lab.lab.training.parallel import ContextGroup, Training, prepare, share_of_batch
+from alibi_lab.lab.training.parallel import ContextGroup, Training, prepare
 
 
 class TrainingError(ValueError):
@@ -74,7 +75,17 @@ def _loop(
     settings, device = config.train, training.accelerator.device
     reset = reset_peak_memory(device)
     for step in steps(training, config, corpus, start=progress.step, interrupted=interrupted):
-        progress = _advanced(progress, step, settings)
+        curve = progress.curve
+        if step.number % settings.log_every == 0 or step.number in (1, settings.steps):
+            point = {"step": step.number, "loss_nats": step.loss_nats, "learning_rate": step.learning_rate}
+            curve = {name: [*column, point[name]] for name, column in curve.items()}
+        progress = dataclasses.replace(
+            progress,
+            step=step.number,
+            seconds=progress.seconds + step.seconds,
+            loss_nats=step.loss_nats,
+            curve=curve,
+        )
         if settings.validate_every and progress.step % settings.validate_every == 0:
             progress = _validated(progress, training.model, corpus.valid, settings)
         finished = progress.step == settings.steps
@@ -131,13 +142,13 @@ def steps(
         ConfigError: the batch cannot be shared by the processes.
     """
     settings, device = config.train, training.accelerator.device
-    share, now = share_of_batch(settings, training.accelerator), clock(device)
+    now = clock(device)
     training.model.progress = start / settings.steps
     with kept_memory():
-        for number, batch in enumerate(_stream(corpus, config, start), start=start + 1):
+        for number, batch in enumerate(_batches(corpus, config, start), start=start + 1):
             started = now()
             rate = learning_rate(number - 1, settings)
-            ours = batch.share(share, device).shard(training.context)
+            ours = batch.share(training.rows, device).shard(training.context)
             loss, norm, stop = _step(training, ours, rate, settings, number - 1, interrupted)
             seconds = now() - started
             training.model.progress = number / settings.steps
@@ -178,24 +189,22 @@ class Batch:
         return [Batch(tokens, belonging, self.counted, self.context) for tokens, belonging in parts]
 
 
-def _stream(corpus: Corpus, config: RunConfig, start: int) -> Iterator[Batch]:
+def _batches(corpus: Corpus, config: RunConfig, start: int) -> Iterator[Batch]:
     """The batches from step `start` on: those of `first_length`, if any are left, then those of `length`."""
     settings = config.train
-    if settings.first_length is None or start >= settings.first_steps:
-        return _batches(corpus, config, settings.length, start)
-    first = itertools.islice(_batches(corpus, config, settings.first_length, start), settings.first_steps - start)
-    return itertools.chain(first, _batches(corpus, config, settings.length, settings.first_steps))
-
-
-def _batches(corpus: Corpus, config: RunConfig, length: int, start: int) -> Iterator[Batch]:
-    rows, seed = config.train.batch_tokens // length, config.train.seed
-    if not config.data.segments:
-        plain = batches(corpus.train, length=length, batch_size=rows, seed=seed, start=start)
-        return (Batch(tokens, None, rows * length) for tokens in plain)
-    packed = packed_batches(
-        corpus.train, corpus.starts["train"], length=length, batch_size=rows, seed=seed, start=start
-    )
-    return (Batch(tokens, documents, int(_same_document(documents).sum())) for tokens, documents in packed)
+    stages: list[tuple[int, int, int | None]] = [(settings.length, max(start, settings.first_steps), None)]
+    if settings.first_length is not None and start < settings.first_steps:
+        stages.insert(0, (settings.first_length, start, settings.first_steps - start))
+    num_pieces(corpus.train, max(length for length, _, _ in stages))  # a text that is too short is refused at once
+    for length, first, count in stages:
+        rows = settings.batch_tokens // length
+        order: Any = {"length": length, "batch_size": rows, "seed": settings.seed, "start": first}
+        if config.data.segments:
+            packed = packed_batches(corpus.train, corpus.starts["train"], **order)
+            stage = (Batch(tokens, documents, int(_same_document(documents).sum())) for tokens, documents in packed)
+        else:
+            stage = (Batch(tokens, None, rows * length) for tokens in batches(corpus.train, **order))
+        yield from itertools.islice(stage, count)
 
 
 def _same_document(documents: Tensor) -> Tensor:
@@ -256,15 +265,6 @@ def _own_random_numbers() -> contextlib.AbstractContextManager[None]:
 def _dropout_seed(seed: int, step: int, process: int) -> int:
     """The seed of a step's dropout: a function of the step, so that a checkpoint need not store it."""
     return ((seed * 1_000_003 + step) * 65_537 + process) % 2**63
-
-
-def _advanced(progress: Progress, step: Step, config: TrainConfig) -> Progress:
-    curve = progress.curve
-    if step.number % config.log_every == 0 or step.number in (1, config.steps):
-        point = {"step": step.number, "loss_nats": step.loss_nats, "learning_rate": step.learning_rate}
-        curve = {name: [*column, point[name]] for name, column in curve.items()}
-    seconds = progress.seconds + step.seconds
-    return dataclasses.replace(progress, step=step.number, seconds=seconds, loss_nats=step.loss_nats, curve=curve)
 
 
 def _validated(progress: Progress, model: LanguageModel, tokens: Tensor, config: TrainConfig) -> Progress:

@@ -4,6 +4,7 @@ import pytest
 import torch
 
 from alibi_lab.lab.config import ConfigError, EvalConfig, ModelConfig
+from alibi_lab.lab.data.corpus import Corpus
 from alibi_lab.lab.evaluation.evaluate import nonoverlapping
 from alibi_lab.lab.evaluation.long_context_eval import all_curves, attention_sinks, cached_segments, streams
 from alibi_lab.lab.model.language_model import LanguageModel
@@ -130,8 +131,8 @@ def test_both_ways_are_read_at_every_length_on_the_tokens_that_the_others_score(
     assert (curve["length"], curve["kept"]) == ([8, 8, 32, 32], [31, 4] * 2)
     assert curve["tokens"] == [64] * 4
     assert all(nats > 0 for nats in curve["nats"])
-    assert all_curves(made(method), TEXT, config)["streams"] == curve
-    assert "streams" not in all_curves(made(method), TEXT, EvalConfig(lengths=(8,), tokens=16))
+    assert all_curves(made(method), Corpus(TEXT[:0], TEXT, {}), config)["streams"] == curve
+    assert "streams" not in all_curves(made(method), Corpus(TEXT[:0], TEXT, {}), EvalConfig(lengths=(8,), tokens=16))
 
 
 def test_dropout_is_off_and_the_model_stays_in_training_mode() -> None:
