@@ -224,7 +224,7 @@ def certified_block_mask(
     key: Tensor,
     slopes: Slopes | None = None,
     *,
-    block_size: int = flex.BLOCK,
+    block_size: int | tuple[int, int] = flex.BLOCK,
     **options: Unpack[SpecOptions],
 ) -> "BlockMask":
     """A BlockMask of the tiles that matter, for your own FlexAttention call: a fraction of the scores, the same result.
@@ -235,11 +235,12 @@ def certified_block_mask(
     are assumed to have similar norms. FlexAttention also multiplies hidden keys and values, so clear NaN and inf from them first.
 
     Args:
-        block_size: queries and keys per block, a multiple of 64. FlexAttention's kernels need a multiple of their own block size.
+        block_size: queries and keys per block, a multiple of 64, or a pair (queries, keys) of such numbers. FlexAttention's
+            kernels need multiples of their own block sizes.
         options: those of `alibi_attention`; dropout_p, sink_logits and return_lse have no effect.
 
     Returns:
-        A BlockMask of [B, H, T, S]; it holds (T / block_size)·(S / block_size) numbers per head.
+        A BlockMask of [B, H, T, S]; it holds one number per head and block.
 
     Raises:
         ValueError, TypeError: as `alibi_attention`; a block_size that is not a multiple of 64; no queries or no keys.
@@ -251,9 +252,11 @@ def certified_block_mask(
 
     Source: Dong et al. 2024, FlexAttention (arXiv:2412.05496).
     """
-    if isinstance(block_size, bool) or not isinstance(block_size, int) or block_size < TILE or block_size % TILE:
+    blocks = block_size if isinstance(block_size, tuple) else (block_size, block_size)
+    if len(blocks) != 2 or any(type(x) is not int or x < TILE or x % TILE for x in blocks):
         raise ValueError(
-            f"block_size is {block_size!r} but must be a multiple of {TILE}; FlexAttention's default is 128"
+            f"block_size is {block_size!r} but must be a multiple of {TILE}, or a pair of them for queries and keys; "
+            "FlexAttention's default is 128"
         )
     query, key = autocast(query, key)
     spec = make_spec(query, key, key, slopes, **options)
@@ -265,4 +268,4 @@ def certified_block_mask(
         raise ValueError(
             f"there are {spec.query_len} queries and {spec.key_len} keys but a BlockMask needs at least one of each"
         )
-    return flex.block_mask(spec, query.detach(), key.detach(), None, block_size=block_size)
+    return flex.block_mask(spec, query.detach(), key.detach(), None, block_size=blocks)

@@ -87,7 +87,7 @@ def too_small(spec: Spec) -> TooSmall | None:
 
 def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
     """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is read, and the scores that are computed."""
-    return reach_and_scores(spec, Tiles.of(*_rounded(plan(spec, query, key, value)), BLOCK))
+    return reach_and_scores(spec, Tiles.of(*_rounded(plan(spec, query, key, value), BLOCK), BLOCK))
 
 
 def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, *, rows: int = BLOCK) -> Tiles:
@@ -106,19 +106,19 @@ def block_mask(
     value: Tensor | None,
     *,
     flags: Tensor | None = None,
-    block_size: int = BLOCK,
+    block_size: tuple[int, int] = (BLOCK, BLOCK),
 ) -> "BlockMask":
     """The blocks of keys that matter to each block of queries, and a `mask_mod` of the keys that a query may see.
 
     Args:
         flags: flags of the keys, see `_key_flags`; None = the flags of the key mask.
-        block_size: queries and keys per block, a multiple of TILE.
+        block_size: queries and keys per block, multiples of TILE.
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     with torch.no_grad():
         flags = _mask_flags(spec, query.device) if flags is None else flags
-        count, indices = key_blocks(spec, plan(spec, query, key, value, rows=block_size))
+        count, indices = key_blocks(spec, plan(spec, query, key, value, rows=block_size[0]), block_size[1])
     return BlockMask.from_kv_blocks(
         count,
         indices,
@@ -128,15 +128,12 @@ def block_mask(
     )
 
 
-def key_blocks(spec: Spec, tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """(count [B, H, N], indices [B, H, N, blocks of keys]) int32: the visited ones come first.
-
-    A block of keys is as wide as a block of queries, `tiles.rows`.
-    """
-    rounded, beside = _rounded(tiles)
+def key_blocks(spec: Spec, tiles: Tiles, keys: int) -> tuple[Tensor, Tensor]:
+    """(count [B, H, N], indices [B, H, N, blocks of `keys` keys]) int32: the visited ones come first."""
+    rounded, beside = _rounded(tiles, keys)
     first, last, low, high = (x[..., None] for x in rounded.unbind(-1))
-    width = tiles.rows // TILE
-    at = torch.arange(-(-spec.key_len // tiles.rows), device=first.device, dtype=torch.int32) * width
+    width = keys // TILE
+    at = torch.arange(-(-spec.key_len // keys), device=first.device, dtype=torch.int32) * width
     inside = (at >= first) & (at < last)
     for tile in beside.unbind(-1):
         inside = inside | ((at == tile[..., None, None]) & (at >= low) & (at < high))
@@ -157,9 +154,9 @@ def _mask_flags(spec: Spec, device: torch.device) -> Tensor:
     return flags if spec.key_mask is None else flags.masked_fill(~spec.key_mask[:, None], _HIDDEN)
 
 
-def _rounded(tiles: Tiles) -> tuple[Tensor, Tensor]:
-    """(bands, outlier tiles), rounded outward to blocks of keys as wide as the blocks of queries."""
-    width = tiles.rows // TILE
+def _rounded(tiles: Tiles, keys: int) -> tuple[Tensor, Tensor]:
+    """(bands, outlier tiles), rounded outward to blocks of `keys` keys."""
+    width = keys // TILE
     first, last, low, high = tiles.bands.unbind(-1)
     parts = [x // width * width for x in (first, last + width - 1, low, high + width - 1)]
     beside = [

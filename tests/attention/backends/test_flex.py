@@ -80,7 +80,7 @@ def test_its_functions_are_the_definition(case: Case) -> None:
 def test_the_block_mask_holds_the_certified_tiles_and_little_else(case: Case) -> None:
     spec, tensors = described(case)
     tiles = flex.plan(spec, *tensors)
-    count, indices = flex.key_blocks(spec, tiles)
+    count, indices = flex.key_blocks(spec, tiles, flex.BLOCK)
     for b, h, n in torch.cartesian_prod(*map(torch.arange, count.shape)).tolist():
         listed = set(indices[b, h, n, : count[b, h, n]].tolist())
         first, last, low, high = tiles.bands[b, h, n].tolist()
