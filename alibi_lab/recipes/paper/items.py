@@ -1,4 +1,4 @@
-"""Figures 1 to 11 and tables 1 to 15: the question of each, and its cells.
+"""Figures 1 to 11 and tables 1 to 15: the cells of each, and how it is computed; `questions.json` has its question.
 
 The contents of the figures were checked against a transcript of arXiv:2108.12409v2. Rows that the paper only cites
 (Transformer-XL, kNN-LM, ...) have no cells, because we did not run them. Staged training (tables 7 and 10), which the paper
@@ -6,8 +6,10 @@ cites, is run here.
 """
 
 import dataclasses
+import json
 from collections.abc import Callable, Sequence
 from functools import partial
+from pathlib import Path
 from typing import Any, Protocol
 
 from alibi_lab.lab.config import Method, Recipe, RunConfig, Scale
@@ -175,171 +177,70 @@ def _cell(label: str, config: RunConfig, tested: int, scale: Scale, **options: A
     return Cell(label=label, config=config, paper_length=tested, length=scaled(tested, scale), **options)
 
 
-def _item(
-    name: str,
-    study: str,
-    question: str,
-    expected: str,
-    cells: Callable[[Scale], Cells],
-    answer: Callable[[Sequence[Cell], Evidence], Curves],
-) -> Item:
+def _item(name: str, cells: Callable[[Scale], Cells], answer: Callable[[Sequence[Cell], Evidence], Curves]) -> Item:
+    texts = _QUESTIONS[name]
     recipe = Recipe(
         name=name,
-        question=question,
         paper=name.replace("-", " "),
         command=f"alibi run {name} --scale small",
-        cost=_COST[study],
-        expected=expected,
+        cost=_COST[texts["study"]],
         runs=lambda scale: configs(cells(scale)),
-        study=study,
+        **texts,
     )
     return Item(recipe=recipe, cells=cells, answer=answer)
 
 
+_QUESTIONS = json.loads(Path(__file__).with_name("questions.json").read_text(encoding="utf-8"))
+_SHARED = (
+    "smoke: seconds; small: a minute per training on two cores, shared with the study's other items; paper: {} GPUs"
+)
 _COST = {
-    "wikitext": "smoke: seconds; small: a minute per training on two cores, shared with the study's other items; paper: 8 GPUs",
-    "books": "smoke: seconds; small: a minute per training on two cores, shared with the study's other items; paper: 8 GPUs",
-    "web": "smoke: seconds; small: a minute per training on two cores, shared with the study's other items; paper: 128 GPUs",
+    "wikitext": _SHARED.format(8),
+    "books": _SHARED.format(8),
+    "web": _SHARED.format(128),
     "speed": "smoke: seconds; small: ten seconds per measurement on two cores; paper: minutes on one GPU",
     "method": "nothing is trained",
 }
 _FOUR = tuple(PAPER_METHODS)
 _ENDS = (512, 1024, 3072)
+_ALL = wikitext.TRAINED
+_SPEEDS = partial(_speed, names=_FOUR, lengths=_ENDS, labels="{name}, L = {length}")
+_BASELINES = {"Sinusoidal": _ALL, "Rotary": _ENDS, "T5 Bias": _ENDS}
+_ON_WIKITEXT = partial(_models, training=wikitext.training, names=_FOUR[:3])
+_ON_BOOKS = partial(_models, training=books.training, names=_FOUR[:1])
+_NONOVERLAPPING, _SLIDING = {"way": "nonoverlapping", "staged": False}, {"way": "sliding", "staged": True}
 
 ITEMS: dict[str, Item] = {
-    item.recipe.name: item
-    for item in (
-        _item(
-            "figure-1", "wikitext", "Which of four position methods predict well beyond the length they were trained at?",
-            "ALiBi stays level or improves far beyond L; sinusoidal and rotary get worse soon after L, T5 bias later",
-            partial(_extrapolation, trained=(512, 1024)), answers.by_length,
-        ),
-        _item(
-            "figure-2", "speed", "What do the four position methods cost in speed and memory?",
-            "ALiBi costs the same as sinusoidal; the paper's rotary and T5 bias were slow partly due to their implementations",
-            partial(_speed, names=_FOUR, lengths=_ENDS, labels="{name}, L = {length}"), answers.speeds,
-        ),
-        _item(
-            "figure-3", "method", "What does ALiBi add to the scores of each head?",
-            "a slope m times the distance, 0 at the query itself; m = 1/2 to 1/256 for eight heads",
-            lambda scale: (), drawings.slopes,
-        ),
-        _item(
-            "figure-4", "wikitext", "Does ALiBi trained on short inputs beat sinusoidal trained on long ones?",
-            "ALiBi's perplexity falls as L_valid grows; trained at L = 512, it ends below sinusoidal at 3,072",
-            partial(_varying, lengths=wikitext.TRAINED[3:], baselines={"Sinusoidal": wikitext.TRAINED[3:]}),
-            answers.by_length,
-        ),
-        _item(
-            "figure-5", "web", "In equal time, does a large ALiBi model trained at half the length keep up?",
-            "the two curves of each panel stay close throughout",
-            partial(_through_training, columns=False), answers.through_training,
-        ),
-        _item(
-            "figure-6", "web", "How far beyond their trained length do the large models work?",
-            "ALiBi is best near 2 L and rises slightly afterwards; sinusoidal rises immediately",
-            partial(_web, trained=(512, 1024), beyond=True), answers.by_length,
-        ),
-        _item(
-            "figure-7", "speed", "How much faster is training with shorter examples?",
-            "both methods slow down equally as L grows",
-            partial(_speed, names=("Sinusoidal", "ALiBi"), lengths=wikitext.TRAINED, labels="{name}"), answers.speeds,
-        ),
-        _item(
-            "figure-8", "wikitext", "What does faster training on shorter inputs cost ALiBi in perplexity at 3,072 tokens?",
-            "every ALiBi model with L = 512 or more is below the sinusoidal one, and all except L = 3072 train faster",
-            _frontier, answers.frontier,
-        ),
-        _item(
-            "figure-9", "books", "Do the slopes chosen on WikiText-103 work for books?",
-            "as figure 4: ALiBi is below sinusoidal at every L",
-            _books, answers.by_length,
-        ),
-        _item(
-            "figure-10", "wikitext", "What context does each prediction see, with nonoverlapping and with sliding windows?",
-            "two passes versus five; nearly all sliding predictions see a full window, so their loss is lower",
-            _drawn_windows, drawings.windows,
-        ),
-        _item(
-            "figure-11", "wikitext", "Does ALiBi benefit from longer inputs when no token is near the start of its window?",
-            "no: with a sliding window of stride 1 it stays level, and sinusoidal still explodes",
-            partial(_stride_1, names=("Sinusoidal", "ALiBi")), answers.by_length,
-        ),
-        _item(
-            "table-1", "speed", "What are the exact speed and memory costs of the four position methods?",
-            "as figure 2",
-            partial(_speed, names=_FOUR, lengths=_ENDS, labels="{name}, L = {length}"), answers.speeds,
-        ),
-        *(
-            _item(
-                f"table-{number}", "wikitext", f"How well do models trained at L = {length} predict beyond it?",
-                "as figure 1",
-                partial(_extrapolation, trained=(length,)), answers.by_length,
-            )
-            for number, length in ((2, 512), (3, 1024), (4, 3072))
-        ),
-        _item(
-            "table-5", "wikitext", "What is the perplexity of every pair of trained and tested length?",
-            "as figure 4; at L = 64 and 128, sinusoidal is better at its trained length",
-            partial(
-                _varying, lengths=wikitext.TRAINED,
-                baselines={"Sinusoidal": wikitext.TRAINED, "Rotary": _ENDS, "T5 Bias": _ENDS},
-            ),
-            answers.by_length,
-        ),
-        _item(
-            "table-6", "wikitext", "Do the results hold on the test text, nonoverlapping?",
-            "the same order as on the validation text: ALiBi at L = 3072 first",
-            partial(_models, training=wikitext.training, way="nonoverlapping", names=_FOUR[:3], staged=False),
-            answers.models,
-        ),
-        _item(
-            "table-7", "wikitext", "Do the results hold on the test text with a sliding window?",
-            "ALiBi at L = 3072 first; ALiBi at L = 512 loses its lead, because no token is near the start of its window",
-            partial(_models, training=wikitext.training, way="sliding", names=_FOUR[:3], staged=True),
-            answers.models,
-        ),
-        _item(
-            "table-8", "books", "What is the perplexity of every pair of trained and tested length on books?",
-            "as figure 9",
-            _books, answers.by_length,
-        ),
-        _item(
-            "table-9", "books", "Do the results on books hold on the test text, nonoverlapping?",
-            "ALiBi at L = 3072 first, at L = 512 second",
-            partial(_models, training=books.training, way="nonoverlapping", names=_FOUR[:1], staged=False),
-            answers.models,
-        ),
-        _item(
-            "table-10", "books", "Do the results on books hold on the test text with a sliding window?",
-            "ALiBi at L = 3072 first; at L = 512 it is worse than the same model nonoverlapping",
-            partial(_models, training=books.training, way="sliding", names=_FOUR[:1], staged=True),
-            answers.models,
-        ),
-        _item(
-            "table-11", "web", "After equal time, how good are the large models?",
-            "the last points of figure 5: ALiBi is as good with less memory",
-            partial(_through_training, columns=True), answers.equal_time,
-        ),
-        _item(
-            "table-12", "web", "After equal updates, how good are the large models?",
-            "equal at their trained length; only ALiBi works beyond it",
-            partial(_web, trained=web.TRAINED, beyond=False), answers.equal_updates,
-        ),
-        *(
-            _item(
-                f"table-{number}", "wikitext", f"What is {name}'s perplexity with a sliding window of stride 1?",
-                expected,
-                partial(_stride_1, names=(name,)), answers.by_length,
-            )
-            for number, name, expected in (
-                (13, "Sinusoidal", "it explodes beyond L"),
-                (14, "T5 Bias", "it is level up to 2 L and rises slowly afterwards"),
-                (15, "ALiBi", "it is level: longer inputs do not help"),
-            )
-        ),
+    name: _item(name, cells, answer)
+    for name, cells, answer in (
+        ("figure-1", partial(_extrapolation, trained=(512, 1024)), answers.by_length),
+        ("figure-2", _SPEEDS, answers.speeds),
+        ("figure-3", lambda scale: (), drawings.slopes),
+        ("figure-4", partial(_varying, lengths=_ALL[3:], baselines={"Sinusoidal": _ALL[3:]}), answers.by_length),
+        ("figure-5", partial(_through_training, columns=False), answers.through_training),
+        ("figure-6", partial(_web, trained=(512, 1024), beyond=True), answers.by_length),
+        ("figure-7", partial(_speed, names=("Sinusoidal", "ALiBi"), lengths=_ALL, labels="{name}"), answers.speeds),
+        ("figure-8", _frontier, answers.frontier),
+        ("figure-9", _books, answers.by_length),
+        ("figure-10", _drawn_windows, drawings.windows),
+        ("figure-11", partial(_stride_1, names=("Sinusoidal", "ALiBi")), answers.by_length),
+        ("table-1", _SPEEDS, answers.speeds),
+        ("table-2", partial(_extrapolation, trained=(512,)), answers.by_length),
+        ("table-3", partial(_extrapolation, trained=(1024,)), answers.by_length),
+        ("table-4", partial(_extrapolation, trained=(3072,)), answers.by_length),
+        ("table-5", partial(_varying, lengths=_ALL, baselines=_BASELINES), answers.by_length),
+        ("table-6", partial(_ON_WIKITEXT, **_NONOVERLAPPING), answers.models),
+        ("table-7", partial(_ON_WIKITEXT, **_SLIDING), answers.models),
+        ("table-8", _books, answers.by_length),
+        ("table-9", partial(_ON_BOOKS, **_NONOVERLAPPING), answers.models),
+        ("table-10", partial(_ON_BOOKS, **_SLIDING), answers.models),
+        ("table-11", partial(_through_training, columns=True), answers.equal_time),
+        ("table-12", partial(_web, trained=web.TRAINED, beyond=False), answers.equal_updates),
+        ("table-13", partial(_stride_1, names=("Sinusoidal",)), answers.by_length),
+        ("table-14", partial(_stride_1, names=("T5 Bias",)), answers.by_length),
+        ("table-15", partial(_stride_1, names=("ALiBi",)), answers.by_length),
     )
-}  # fmt: skip
+}
 
 PAPER = Recipe(
     name="paper",
