@@ -17,14 +17,14 @@ from setuptools.errors import CompileError
 
 # Loads no other package.
 sys.path.insert(0, str(Path(__file__).parent))
-from alibi_attn.attention.backends.native import build
+from alibi_attn.attention.backends.native import build, compiling
 from alibi_attn.attention.backends.native.levels import LEVELS
 
 FOLDER = "alibi_attn/attention/backends/native"
 
 
 class BuildKernels(build_ext):
-    """Plain libraries, compiled by `build.py`."""
+    """Plain libraries, compiled by `compiling.py`."""
 
     def run(self) -> None:
         """Skips builds in the source tree (editable installs), where libraries would hide every change of the sources."""
@@ -36,7 +36,7 @@ class BuildKernels(build_ext):
         target.parent.mkdir(parents=True, exist_ok=True)
         try:
             build.compile_for_wheel(next(x for x in LEVELS if ext.name.endswith(f".{build.shipped(x).stem}")), target)
-        except build.BuildError as error:
+        except compiling.BuildError as error:
             raise CompileError(str(error)) from None
 
     def get_ext_filename(self, fullname: str) -> str:
@@ -51,7 +51,7 @@ class WheelForEveryPython(bdist_wheel):
 
 def kernels() -> list[Extension]:
     """A library for every level of this machine."""
-    if not os.environ.get("CXX") and not any(map(shutil.which, build.COMPILERS)):
+    if not os.environ.get("CXX") and not any(map(shutil.which, compiling.COMPILERS)):
         return []
     sources, depends = ([f"{FOLDER}/{name}" for name in names] for names in (build.SOURCES, build.HEADERS))
     stems = [build.shipped(level).stem for level in LEVELS]

@@ -70,6 +70,7 @@ PLAIN_MODULES = (
     CONSTANTS,
     NATIVE,
     [*NATIVE, "build"],
+    [*NATIVE, "compiling"],
     [*NATIVE, "visited"],
     [*NATIVE, "levels"],
 )

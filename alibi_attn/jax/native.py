@@ -15,8 +15,8 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from alibi_attn.attention.backends.native import build
-from alibi_attn.attention.backends.native.build import BuildError
+from alibi_attn.attention.backends.native import build, compiling
+from alibi_attn.attention.backends.native.compiling import BuildError
 from alibi_attn.attention.backends.native.visited import numbers_of_visited
 from alibi_attn.attention.spec import dropout_numbers
 from alibi_attn.jax.operands import Arrays, Rest
@@ -86,7 +86,7 @@ def _binding() -> ctypes.CDLL:
     flags = (*build.FLAGS_HERE, f"-I{build.FOLDER}", "-isystem", str(of_jax))
     headers = [FOLDER / name for name in HEADERS] + [build.FOLDER / name for name in build.HEADERS]
     headers += sorted((of_jax / "xla" / "ffi" / "api").glob("*.h"))
-    return build.made("for-jax", [FOLDER / name for name in SOURCES], headers, flags, _load)
+    return compiling.cached("for-jax", [FOLDER / name for name in SOURCES], headers, flags, _load)
 
 
 def _load(path: Path) -> ctypes.CDLL:

@@ -17,7 +17,7 @@ from emulated_kernels import ARM_BF16, emulating, why_not
 from torch.nn import functional
 
 from alibi_attn import alibi_attention, alibi_slopes
-from alibi_attn.attention.backends.native import build
+from alibi_attn.attention.backends.native import build, compiling
 from alibi_attn.attention.backends.native.levels import LEVELS
 from alibi_attn.attention.bias import alibi_bias
 
@@ -95,7 +95,7 @@ def _has_tiles() -> bool:
 
 
 def _is_x86() -> bool:
-    return "__x86_64__" in build._run(build._command(None), "-dM", "-E", "-x", "c++", "/dev/null").decode()
+    return "__x86_64__" in compiling.run(compiling.compiler(None), "-dM", "-E", "-x", "c++", "/dev/null").decode()
 
 
 def draw(h: int = 4, k: int = 4, t: int = 300, d: int = 64, b: int = 1) -> list[torch.Tensor]:
@@ -143,7 +143,7 @@ def test_the_tiles_of_other_libraries_keep_their_shapes(tmp_path: Path) -> None:
         pytest.skip("this processor has no AMX")
     source, built = tmp_path / "shapes.cpp", tmp_path / "shapes.so"
     source.write_text(SHAPES)
-    subprocess.run([*build._command(None), "-shared", "-fPIC", str(source), "-o", str(built)], check=True)
+    subprocess.run([*compiling.compiler(None), "-shared", "-fPIC", str(source), "-o", str(built)], check=True)
     other, found = ctypes.CDLL(str(built)), ctypes.create_string_buffer(64)
     for palette in (1, 0):  # in use, and not
         shapes = bytes([palette, *[0] * 15, 32 * palette, *[0] * 31, 8 * palette, *[0] * 15])

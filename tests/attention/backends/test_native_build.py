@@ -15,7 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from alibi_attn.attention.backends.native import build
+from alibi_attn.attention.backends.native import build, compiling
 
 
 @pytest.fixture(scope="module")
@@ -128,7 +128,7 @@ def test_a_library_without_one_function_is_rebuilt(
     lacking = small(*build.FUNCTIONS[1:])
     path.unlink()
     name = path.stem.rpartition("-")[0]
-    (path.parent / f"{name}-{build._digest(lacking)}.so").write_bytes(lacking)
+    (path.parent / f"{name}-{compiling.digest(lacking)}.so").write_bytes(lacking)
     assert asked_anew() is None
     assert path in kept(tmp_path)
     assert len(compiler.calls) == 2
@@ -191,8 +191,8 @@ def test_a_process_waits_no_longer_than_a_compiler_may_take(
     compiler: Compiler, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     (tmp_path / "cache" / "alibi-attn").mkdir(mode=0o700, parents=True)
-    monkeypatch.setattr(build, "TIMEOUT_S", 0.2)
-    with build._alone(tmp_path / "cache" / "alibi-attn"):
+    monkeypatch.setattr(compiling, "TIMEOUT_S", 0.2)
+    with compiling.alone(tmp_path / "cache" / "alibi-attn"):
         assert asked_anew() is None
     assert len(compiler.calls) == 1
 
@@ -233,7 +233,7 @@ def test_a_cache_that_cannot_be_written_is_read_and_no_files_remain(
         raise OSError(28, "No space left on device")
 
     with monkeypatch.context() as full:
-        full.setattr(build, "replace_file", refuse)
+        full.setattr(compiling, "replace_file", refuse)
         assert asked_anew() is None
         assert asked_anew() is None
         assert (len(compiler.calls), kept(tmp_path)) == (2, [])
@@ -307,11 +307,11 @@ def test_clang_is_used_without_gcc_and_the_error_without_both_says_what_to_insta
     with pytest.raises(
         build.BuildError, match=r"no C\+\+ compiler \(g\+\+ or clang\+\+\); install g\+\+ .*, or set CXX"
     ):
-        build._command(None)
+        compiling.compiler(None)
     for name in ("clang++", "g++"):  # the better one last
         (tmp_path / name).write_text("#!/bin/sh\n")
         (tmp_path / name).chmod(0o755)
-        assert build._command("") == [name]
+        assert compiling.compiler("") == [name]
 
 
 def test_a_compiler_that_takes_too_long_is_reported_without_its_arguments(tmp_path: Path) -> None:
@@ -319,7 +319,7 @@ def test_a_compiler_that_takes_too_long_is_reported_without_its_arguments(tmp_pa
     slow.write_text("#!/bin/sh\nexec sleep 60\n")
     slow.chmod(0o755)
     with pytest.raises(build.BuildError) as report:
-        build._run([str(slow)], "-std=c++17", "-O3", timeout_s=0.2)
+        compiling.run([str(slow)], "-std=c++17", "-O3", timeout_s=0.2)
     assert str(report.value).startswith(f"{slow} did not finish within 0.2 s; try again when the machine is less busy")
 
 

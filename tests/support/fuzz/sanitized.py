@@ -29,7 +29,7 @@ from differential_fuzz import fuzz
 from toeplitz_calls import check
 from toeplitz_calls import draw as draw_with_a_table
 
-from alibi_attn.attention.backends.native import backend, build
+from alibi_attn.attention.backends.native import backend, build, compiling
 from alibi_attn.attention.backends.native.levels import NATIVE
 from alibi_attn.attention.operator import Spec
 from alibi_attn.attention.validation import make_spec
@@ -62,7 +62,7 @@ def main(arguments: list[str]) -> int:
 
 
 def _begin_anew(*arguments: str, **options: bool) -> subprocess.CompletedProcess[bytes]:
-    command = build._command(os.environ.get("CXX"))
+    command = compiling.compiler(os.environ.get("CXX"))
     libraries = [
         subprocess.run([*command, f"-print-file-name={name}"], capture_output=True, check=True).stdout.decode().strip()
         for name in LIBRARIES
@@ -74,7 +74,7 @@ def _begin_anew(*arguments: str, **options: bool) -> subprocess.CompletedProcess
 
 def _inside(what: str, draws: str = "0") -> int:
     build.FLAGS = (*(flag for flag in build.FLAGS if not flag.startswith("-O")), *FLAGS)
-    build._run = functools.partial(build._run, timeout_s=None)
+    compiling.run = functools.partial(compiling.run, timeout_s=None)
     build.library = functools.partial(build.library, NATIVE)  # compiled here, not loaded from a wheel
     reason = build.why_not()
     if reason is not None:
