@@ -158,12 +158,10 @@ def make_plan(spec: AttentionSpec[Array], query: Array, backend: Backend) -> Pla
     if backend not in get_args(Backend):
         raise ValueError(f"backend is {backend!r} but must be one of {', '.join(map(repr, get_args(Backend)))}")
     empty = 0 in (spec.batch, spec.query_len, spec.key_len)
-    why_not = "there is no query or no key" if empty else None
-    if why_not is None and backend in ("auto", "native"):
-        why_not = native.why_not(platforms(query))
-    if why_not is not None and (backend == "native" or (backend == "loop" and empty)):
-        raise ValueError(f"backend {backend!r} cannot run this: {why_not}; backend='auto' picks one that can")
-    kernels = backend in ("auto", "native") and why_not is None
+    why_not = native.why_not(platforms(query)) if backend in ("auto", "native") else None
+    if backend == "native" and why_not is not None:
+        raise ValueError(f"backend 'native' cannot run this: {why_not}; backend='auto' picks one that can")
+    kernels = backend in ("auto", "native") and why_not is None and not empty
     # With few queries either way is one pass over the keys; few tiles are not worth a loop.
     short = spec.query_len <= 16 or spec.query_len * spec.key_len < 256 * 256
     return Plan(

@@ -8,7 +8,7 @@ import jax.numpy as jnp
 
 from alibi_attn.jax import tiles
 from alibi_attn.jax.dropout import HeadDropout, head_dropout
-from alibi_attn.jax.plan import Array, Inputs, KeyBias, Keys, Plan, Queries, Rule, head_rule, with_bias
+from alibi_attn.jax.plan import Array, Inputs, KeyBias, Keys, Plan, Queries, Rule, head_rule, least_distance, with_bias
 from alibi_attn.jax.tiles import Finished, Gradients
 
 Result = TypeVar("Result")
@@ -37,9 +37,9 @@ def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array | None]:
 
 def backward(plan: Plan, inputs: Inputs, known: Finished) -> Gradients:
     def one(queries: Queries, keys: Keys, head: _Head, known: Finished) -> Gradients:
-        least, keys = tiles.least_distance(queries, len(keys.key)), with_bias(keys, head.bias)
-        gradients = tiles.gradients(plan, head.rule, queries, keys, known, least, _dropout(inputs, head))
-        left, right = tiles.slope_gradients(gradients.left, gradients.right, least, known.grad_lse)
+        keys = with_bias(keys, head.bias)
+        gradients = tiles.gradients(plan, head.rule, queries, keys, known, _dropout(inputs, head))
+        left, right = tiles.slope_gradients(gradients.left, gradients.right, queries.least, known.grad_lse)
         return gradients._replace(left=left, right=right)
 
     gradients = _over_heads(one, plan, inputs, jax.tree.map(lambda x: _grouped(x, inputs), known))
@@ -52,7 +52,8 @@ def _over_heads(one: Callable[..., Result], plan: Plan, inputs: Inputs, known: F
     """`one(queries, keys, head, known)` for all heads: results are [B, K, group, ...]."""
     batch, heads = inputs.query.shape[:2]
     start = None if inputs.query_start is None else _grouped(inputs.query_start, inputs)
-    queries = Queries(_grouped(inputs.query, inputs), inputs.offset, inputs.query_segments, start=start)
+    least = least_distance(inputs.offset, inputs.query.shape[2], inputs.key.shape[2])
+    queries = Queries(_grouped(inputs.query, inputs), inputs.offset, least, inputs.query_segments, start=start)
     keys = Keys(inputs.key, inputs.value, inputs.veil, jnp.zeros_like(inputs.offset), inputs.key_segments)
     number = _grouped(jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads), inputs)
     slopes = (_grouped(inputs.left, inputs), _grouped(inputs.right, inputs))
@@ -60,8 +61,8 @@ def _over_heads(one: Callable[..., Result], plan: Plan, inputs: Inputs, known: F
     head = _Head(head_rule(plan, *slopes, inputs.scale, inputs.window), number, bias)
 
     # The axis of each array, in the order of the fields: for sequences, key heads, and query heads of a key head.
-    by_head = _Head._make((Rule._make((0, 0, 0, 0, None)), 0, 0))
-    one_query, all_queries = Queries(0, None, None, start=0), Queries(0, 0, 0, start=0)  # type: ignore[arg-type]
+    by_head = _Head._make((Rule._make((0, 0, 0, 0, None, None, None)), 0, 0))
+    one_query, all_queries = Queries(0, None, None, None, start=0), Queries(0, 0, 0, 0, start=0)  # type: ignore[arg-type]
     one_key, all_keys = Keys(0, 0, 0, None, None), Keys(0, 0, 0, 0, 0)  # type: ignore[arg-type]
     a_query_head = jax.vmap(one, (one_query, None, by_head, 0))
     a_key_head = jax.vmap(a_query_head, (one_query, one_key, by_head, 0))

@@ -47,13 +47,13 @@ def explain(
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays)):
         raise TypeError("explain reads values, but an array is traced; call it outside of jit, grad and vmap")
     plan = attention.make_plan(spec, query, backend)
-    name = "native" if plan.native else "dense" if plan.dense else "loop"
+    name = backend if backend != "auto" else "native" if plan.native else "dense" if plan.dense else "loop"
     platforms = attention.platforms(query)
     device = next(iter(platforms)) if len(platforms) == 1 else "several devices"
     first = np.asarray(arrays[1].offset, np.int64)
     farthest = first + spec.query_len if spec.causal else np.maximum(first + spec.query_len, spec.key_len - first)
     visited = None
-    if name != "dense":
+    if plan.native or not plan.dense:
         _, _, of_xla, of_native = attention._forward(plan, *arrays)
         if of_native is not None:
             reach, scores = Visited.of(spec, first, np.asarray(of_native.visited)).reach_and_scores(spec)
@@ -67,16 +67,15 @@ def explain(
         arrays[0].query.dtype,
         device,
         name,
-        _verdicts(spec, name, platforms, backend),
+        _verdicts(name, platforms, backend),
         np.clip(farthest, 0, spec.window),
         np.asarray(spec.slopes),
         visited,
     )
 
 
-def _verdicts(spec: Spec, name: str, platforms: set[str], backend: Backend) -> dict[str, str]:
-    empty = "there is no query or no key" if 0 in (spec.batch, spec.query_len, spec.key_len) else None
-    reasons = {"native": empty or native.why_not(platforms), "loop": empty, "dense": None}
+def _verdicts(name: str, platforms: set[str], backend: Backend) -> dict[str, str]:
+    reasons = {"native": native.why_not(platforms), "loop": None, "dense": None}
     otherwise = "could; auto does not pick it here"
     return {other: verdict_on(other, name, backend, reason, otherwise) for other, reason in reasons.items()}
 

@@ -100,13 +100,12 @@ def backward(plan: Plan, inputs: Inputs, known: Finished, visited: Visited) -> G
             lse=jnp.where(block.is_repeated, jnp.inf, here.lse),
             grad_lse=jnp.where(block.is_repeated, 0.0, here.grad_lse),
         )
-        least = tiles.least_distance(block.queries, inputs.key.shape[2])
         total = mine.last - mine.first + 1 + sum((tile >= 0).astype(jnp.int32) for tile in mine.outliers)
 
         def body(so_far: _Turn) -> _Turn:
             tile = _tile_of_turn(mine, so_far.number)
             keys = tile_at(plan, parts, block, tile)
-            of_tile = tiles.gradients(plan, block.rule, block.queries, keys, here, least, block.dropout)
+            of_tile = tiles.gradients(plan, block.rule, block.queries, keys, here, block.dropout)
             where, sums = (block.sequence, block.key_head, tile), so_far.sums
             of_head = partial(_added, where=(block.sequence, block.head, tile))
             return _Turn(
@@ -127,7 +126,7 @@ def backward(plan: Plan, inputs: Inputs, known: Finished, visited: Visited) -> G
         no_row = jnp.zeros_like(here.lse) if plan.query_bias else None
         begin = _Turn(jnp.zeros_like(total), nothing, zero, zero, no_row, sums)
         done = lax.while_loop(lambda so_far: so_far.number < total, body, begin)
-        slopes = tiles.slope_gradients(done.left, done.right, least, here.grad_lse)
+        slopes = tiles.slope_gradients(done.left, done.right, block.queries.least, here.grad_lse)
         return done.sums, (done.query, *slopes, done.query_bias)
 
     nothing = jnp.zeros_like(parts.key, dtype=known.lse.dtype)

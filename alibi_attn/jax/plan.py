@@ -74,6 +74,7 @@ class Queries(NamedTuple):
 
     query: Array  # [t, D]
     position: Array  # int32 scalar, of the first
+    least: Array  # int32 scalar from `least_distance`
     segment: Array | None  # [t] int32
     reference: Array | None = None  # [t] that key biases are relative to; None without them
     start: Array | None = None  # [t] int32: the first key that each query may see
@@ -98,13 +99,17 @@ class Rule(NamedTuple):
     look_left: Array  # int32 scalar
     look_right: Array  # int32 scalar
     scale: Array  # scalar
+    scale_before: (
+        Array  # scalar: a power of two, at most 1, that multiplies queries: q·k overflows only if the score does
+    )
+    scale_after: Array  # scalar: scale / scale_before multiplies q·k
 
 
 class Parts(NamedTuple):
     """The inputs with their keys cut into tiles; hidden keys fill the last tile."""
 
     inputs: Inputs
-    rule: Rule  # [B, H], and one scale
+    rule: Rule  # [B, H], and scalars
     key: Array  # [B, K, tiles, s, D]
     value: Array
     veil: Array  # [B, K, tiles, s]
@@ -164,7 +169,8 @@ def head_rule(plan: Plan, left: Array, right: Array, scale: Array, window: Array
     """The `Rule` of slopes of any shape, and of a window. With a right slope of inf, the head never attends to the right."""
     look = jnp.full_like(left, NO_LIMIT, jnp.int32) if window is None else jnp.broadcast_to(window, left.shape)
     look_right = jnp.ones_like(look) if plan.causal else jnp.where(jnp.isinf(right), 1, look)
-    return Rule(left, jnp.where(jnp.isinf(right), 0.0, right), look, look_right, scale)
+    before = jnp.ldexp(jnp.ones_like(scale), jnp.clip(jnp.frexp(scale)[1] - 1, -100, 0))  # then |scale_after| ≥ 1
+    return Rule(left, jnp.where(jnp.isinf(right), 0.0, right), look, look_right, scale, before, scale / before)
 
 
 def block_numbers(plan: Plan, inputs: Inputs) -> Array:
@@ -179,7 +185,7 @@ def block_at(plan: Plan, parts: Parts, number: Array) -> Block:
     count = -(-query_len // plan.query_block)
     sequence, head, block = number // (heads * count), number // count % heads, number % count
     row = jnp.minimum(block * plan.query_block, query_len - plan.query_block)
-    segments = inputs.query_segments
+    segments, position = inputs.query_segments, inputs.offset[sequence] + row
     left, right, look_left, look_right = (x[sequence, head] for x in parts.rule[:4])
     return Block(
         sequence,
@@ -189,11 +195,12 @@ def block_at(plan: Plan, parts: Parts, number: Array) -> Block:
         is_repeated=jnp.arange(plan.query_block) < block * plan.query_block - row,
         queries=Queries(
             query=rows(plan, inputs.query, sequence, head, row),
-            position=inputs.offset[sequence] + row,
+            position=position,
+            least=least_distance(position, plan.query_block, inputs.key.shape[2]),
             segment=None if segments is None else rows(plan, segments, sequence, row),
             start=None if inputs.query_start is None else rows(plan, inputs.query_start, sequence, head, row),
         ),
-        rule=Rule(left, right, look_left, look_right, parts.rule.scale),
+        rule=Rule(left, right, look_left, look_right, *parts.rule[4:]),
         dropout=head_dropout(inputs.dropout_seed, sequence, head),
     )
 
@@ -250,6 +257,15 @@ def joined(blocks: Array, inputs: Inputs) -> Array:
     before, last = blocks[:, :, :-1], blocks[:, :, -1]
     before = before.reshape(batch, heads, -1, *blocks.shape[4:])
     return jnp.concatenate([before, last[:, :, before.shape[2] - query_len :]], axis=2)
+
+
+def least_distance(position: Array, query_len: int, key_len: int) -> Array:
+    """int32, the i − j nearest to 0 if all queries of a block, the first at `position`, lie beyond the keys on one side; else 0.
+
+    A row of ds adds up to dlse, so a constant can be subtracted from its distances: Σ ds·d = Σ ds·(d − c) + c·dlse.
+    Otherwise the rounding of products with distances of 10⁶ would exceed their sum.
+    """
+    return jnp.maximum(position - (key_len - 1), 0) + jnp.minimum(position + query_len - 1, 0)
 
 
 def rows(plan: Plan, x: Array, *place: Array) -> Array:

@@ -7,10 +7,13 @@ The formulas are Press et al. 2022, sec. 3 (arXiv:2108.12409), and Dao 2023 (arX
 from typing import NamedTuple
 
 import jax.numpy as jnp
+import numpy as np
 from jax import lax
 
 from alibi_attn.jax.dropout import HeadDropout, factors
 from alibi_attn.jax.plan import Array, KeyBias, Keys, Plan, Queries, Rule
+
+EDGE = 1 - 2**-11  # of the largest number: above it, floats are left for 2¹² distances
 
 
 class Softmax(NamedTuple):
@@ -45,17 +48,27 @@ class Gradients(NamedTuple):
 
 
 def scores(plan: Plan, rule: Rule, queries: Queries, keys: Keys) -> tuple[Array, Array]:
-    """(scale·q·kᵀ − m·|i − j|, i − j), [t, s] each; −inf for hidden keys.
+    """(scale·q·kᵀ − m·|i − j|, i − j), [t, s] each; −inf for hidden keys only.
 
     Positions are computed here, not read from arrays: XLA's CPU code for this line is vectorized only if it reads few arrays,
     and otherwise costs as much as both matrix products.
     """
     seen, distance, slope = _sight(plan, rule, queries, keys)
-    dots = _matmul(queries.query, keys.key.T)
-    score = dots * rule.scale - slope * distance.astype(dots.dtype) + keys.veil[None, :]
+    operand = _operand(queries.query.dtype)
+    dots = _matmul(queries.query.astype(operand) * rule.scale_before.astype(operand), keys.key.T)
+    score = dots * rule.scale_after - _nats_of(plan, queries, slope, distance)
     if keys.bias is not None and queries.reference is not None:
         score += keys.bias.relative_to(queries.reference[:, None]).astype(score.dtype)
+    score = jnp.maximum(score, float(np.finfo(score.dtype).min)) + keys.veil[None, :]
     return jnp.where(seen, score, -jnp.inf), distance
+
+
+def _nats_of(plan: Plan, queries: Queries, slope: Array, distance: Array) -> Array:
+    """m·|i − j|. Products that overflow are large numbers that grow with the distance: the nearest key keeps all the weight."""
+    most, eps = float(np.finfo(slope.dtype).max), float(np.finfo(slope.dtype).eps)
+    beyond = (distance - queries.least).astype(slope.dtype)
+    beyond = beyond if plan.causal else jnp.abs(beyond)
+    return jnp.minimum(slope * distance.astype(slope.dtype), EDGE * most + beyond * (most * eps))
 
 
 def _sight(plan: Plan, rule: Rule, queries: Queries, keys: Keys) -> tuple[Array, Array, Array]:
@@ -106,7 +119,7 @@ def _largest_bias(plan: Plan, rule: Rule, queries: Queries, keys: Keys, bias: Ke
     query has its own reference, so that a large bias costs no digits in queries that do not see it.
     """
     seen, distance, slope = _sight(plan, rule, queries, keys)
-    nearby = bias.high - (slope * distance.astype(rule.left.dtype)).astype(bias.high.dtype)
+    nearby = bias.high - _nats_of(plan, queries, slope, distance).astype(bias.high.dtype)
     largest = jnp.where(seen, nearby, -jnp.inf).max(-1, initial=-jnp.inf)
     return jnp.where(jnp.isfinite(largest), largest, -jnp.inf)
 
@@ -126,15 +139,12 @@ def finish(result: Softmax, queries: Queries) -> tuple[Array, Array, Array | Non
 
 
 def gradients(
-    plan: Plan, rule: Rule, queries: Queries, keys: Keys, known: Finished, least: Array, dropout: HeadDropout | None
+    plan: Plan, rule: Rule, queries: Queries, keys: Keys, known: Finished, dropout: HeadDropout | None
 ) -> Gradients:
     """Gradients of one tile, given the finished lse.
 
     With p = exp(score − lse):  dv = pᵀ·do,  ds = p·(do·vᵀ − shift),  shift = Σ do·o − dlse,
     dq = scale·ds·k,  dk = scale·dsᵀ·q,  dm = −Σ ds·|i − j|,  db_j = Σ_i ds.
-
-    Args:
-        least: scalar from `least_distance`, subtracted from i − j here; `slope_gradients` adds it back.
     """
     score, distance = scores(plan, rule, queries._replace(reference=known.reference), keys)
     # Hidden keys have weight 0 even if lse is NaN. No weight is above 1, but forward may have rounded a large score
@@ -147,28 +157,18 @@ def gradients(
         kept, grad_weight = weight * keep, grad_weight * keep
     # 0·inf is NaN: the product of a gradient with a hidden value can be inf.
     grad_score = jnp.where(weight == 0, 0.0, weight * (grad_weight - known.shift[:, None]))
-    pull = grad_score * (distance - least).astype(weight.dtype)
+    pull = grad_score * (distance - queries.least).astype(weight.dtype)
     operand = _operand(keys.key.dtype)
-    narrow = grad_score.astype(operand)
+    narrow = (grad_score * rule.scale).astype(operand)  # scaled before the products, which may overflow otherwise
     return Gradients(
-        query=_matmul(narrow, keys.key) * rule.scale,
-        key=_matmul(narrow.T, queries.query) * rule.scale,
+        query=_matmul(narrow, keys.key),
+        key=_matmul(narrow.T, queries.query),
         value=_matmul(kept.astype(operand).T, known.grad_output),
         left=-(pull if plan.causal else jnp.where(distance > 0, pull, 0.0)).sum(),
         right=jnp.zeros_like(rule.right) if plan.causal else jnp.where(distance < 0, pull, 0.0).sum(),
         key_bias=grad_score.sum(0) if plan.key_bias else None,
         query_bias=grad_score.sum(1) if plan.query_bias else None,
     )
-
-
-def least_distance(queries: Queries, key_len: int) -> Array:
-    """int32 scalar: the i − j nearest to 0 if all queries of a block lie beyond the keys on one side; else 0.
-
-    A row of ds adds up to dlse, so a constant can be subtracted from its distances: Σ ds·d = Σ ds·(d − c) + c·dlse.
-    Otherwise the rounding of products with distances of 10⁶ would exceed their sum.
-    """
-    first, last = queries.position, queries.position + len(queries.query) - 1
-    return jnp.maximum(first - (key_len - 1), 0) + jnp.minimum(last, 0)
 
 
 def slope_gradients(left: Array, right: Array, least: Array, grad_lse: Array) -> tuple[Array, Array]:

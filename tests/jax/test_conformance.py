@@ -4,14 +4,15 @@ import dataclasses
 from collections.abc import Sequence
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 import pytest
 import torch
 from attention_cases import CASES, KEY_BIASES, ONE_FAR_KEY, Case
 from attention_checks import EPS, assert_exact, assert_one_far_key
-from jax_checks import BACKENDS, BIASED, LONG, SMALL, TORCH, Room, answer, embedded_answer, fixture_of_tiles
+from jax_checks import BACKENDS, BIASED, LONG, SMALL, TORCH, Room, answer, draw, embedded_answer, fixture_of_tiles
 
-from alibi_attn.jax import attention
+from alibi_attn.jax import alibi_attention, attention
 
 CASE = {case.name: case for case in CASES}
 small_tiles = fixture_of_tiles(7, 5, autouse=False)  # blocks that do not divide the length
@@ -127,3 +128,34 @@ def test_positions_that_int32_cannot_hold_are_refused(offset: object) -> None:
     query = np.ones((1, 3, 2, 4), np.float32)
     with pytest.raises(ValueError, match="positions must lie between"):
         attention.alibi_attention(query, query, query, query_offset=offset)
+
+
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_products_of_queries_and_keys_may_overflow_before_they_are_scaled(backend: str) -> None:
+    query, key = jnp.full((1, 1, 1, 2), 1e19), jnp.array([1e20, 9.995e19])[None, :, None, None] * jnp.ones((1, 2, 1, 2))
+    value = jnp.array([1.0, 3.0])[None, :, None, None] * jnp.ones((1, 2, 1, 2))
+
+    def first(query: jax.Array, key: jax.Array) -> jax.Array:
+        return alibi_attention(query, key, value, [0.0], scale=1e-36, backend=backend)[0, 0, 0, 0]
+
+    near, far = (float(x) for x in jax.nn.softmax(jnp.array([2000.0, 1999.0])))
+    output, (of_query, of_key) = jax.value_and_grad(first, (0, 1))(query, key)
+    pull = near * far * (1.0 - 3.0)  # of the first score; minus that of the second
+    np.testing.assert_allclose(output, near + 3.0 * far, rtol=1e-3)
+    np.testing.assert_allclose(of_query[0, 0, 0] * 1e19, [pull * 0.5] * 2, rtol=3e-3)
+    np.testing.assert_allclose(of_key[0, :, 0] * 1e20, [[pull * 1e3] * 2, [-pull * 1e3] * 2], rtol=3e-3)
+
+
+@pytest.mark.usefixtures("small_tiles")
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_slopes_times_distances_may_overflow(backend: str) -> None:
+    """The nearest key that a query sees has all the weight; one with NaN in it still returns NaN."""
+    query, key, value = (draw(1, 12, 1, 4, seed=seed) for seed in range(3))
+    mask = np.arange(12)[None] < 3
+    output = alibi_attention(query, key, value, [3e38], key_mask=mask, backend=backend)
+    np.testing.assert_array_equal(output, value[:, np.minimum(np.arange(12), 2)])
+    away = alibi_attention(query, key, value, [3e38], causal=False, query_offset=-500, backend=backend)
+    np.testing.assert_array_equal(away, value[:, [0] * 12])
+    query[0, 7, 0, 1] = np.nan
+    spoiled = alibi_attention(query, key, value, [3e38], key_mask=mask, backend=backend)
+    np.testing.assert_array_equal(np.isnan(spoiled[0, :, 0, 0]), np.arange(12) == 7)

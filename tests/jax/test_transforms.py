@@ -173,9 +173,17 @@ def test_no_queries_and_no_keys() -> None:
     output, lse = alibi_attention(query, key[:, :0], value[:, :0], return_lse=True)
     assert (output == 0).all()
     assert (lse == -jnp.inf).all()
-    for backend in ("native", "loop"):
-        with pytest.raises(ValueError, match=f"'{backend}' cannot run this: there is no query or no key"):
-            alibi_attention(query[:, :0], key, value, backend=backend)
+
+
+@pytest.mark.parametrize("backend", ["native", "loop"])
+def test_named_backends_give_the_empty_result_of_an_empty_call(backend: str) -> None:
+    query, key, value = QKV
+    for given in ((query[:0], key[:0], value[:0]), (query[:, :0], key, value), (query, key[:, :0], value[:, :0])):
+        output, pull = jax.vjp(lambda *given: alibi_attention(*given, backend=backend), *given)
+        assert output.shape == given[0].shape
+        assert (output == 0).all()
+        assert [x.shape for x in pull(output)] == [x.shape for x in given]
+        assert explain(*given, backend=backend).backend == backend
 
 
 def test_numpy_arrays_in_fp64_are_computed_in_fp32_unless_x64_is_enabled() -> None:

@@ -38,7 +38,10 @@ def of_shape(call: Call, backend: str) -> Call:
     }
     if call.offset is not None and abs(call.offset) > MAX_POSITION:  # JAX rejects it: positions are int32
         changes["offset"] = call.offset % MAX_POSITION
-    shape = SHAPES[backend] | ({"batch": 0} if call.batch == 0 and backend != "jax-native" else {})
+    if call.slopes == "extreme" and call.key_bias == "isolated" and backend != "jax-native":
+        # Scores and biases beyond 10³⁰ each: XLA has no fp64 for the order of keys whose scores overflow fp32.
+        changes["slopes"] = "huge"
+    shape = SHAPES[backend] | ({"batch": 0} if call.batch == 0 else {})
     return settled(dataclasses.replace(call, **shape, **changes))
 
 
