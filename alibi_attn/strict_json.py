@@ -104,18 +104,28 @@ def _check_depth(value: object) -> None:
         level = [inner for outer in level for inner in (outer.values() if isinstance(outer, dict) else outer)]
 
 
+def lone_surrogate(text: str) -> str:
+    """The escape of the first half of a surrogate pair, which JSON can escape but no file can hold; "" if a text has none.
+
+    >>> lone_surrogate("caf\\ud83d"), lone_surrogate("café")
+    ('\\\\ud83d', '')
+    """
+    try:
+        text.encode()
+    except UnicodeEncodeError as error:
+        return f"\\u{ord(text[error.start]):04x}"
+    return ""
+
+
 def _check_texts(value: object) -> None:
-    """Raises JsonError for half of a surrogate pair, which JSON can escape but no file can hold. `value` is not deep."""
+    """Raises JsonError for half of a surrogate pair. `value` is not deep."""
     if isinstance(value, str):
-        try:
-            value.encode()
-        except UnicodeEncodeError as error:
-            raise JsonError(
-                f"a text has \\u{ord(value[error.start]):04x}, half of a surrogate pair and no character"
-            ) from None
+        if half := lone_surrogate(value):
+            raise JsonError(f"a text has {half}, {NO_CHARACTER}")
     elif isinstance(value, dict | list):
         for inner in [*value, *value.values()] if isinstance(value, dict) else value:
             _check_texts(inner)
 
 
+NO_CHARACTER = "half of a surrogate pair and no character"
 _TOO_DEEP = f"it nests more than {DEEPEST} lists and objects"

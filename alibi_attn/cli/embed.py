@@ -359,8 +359,8 @@ def _kept_on_error(partial: "PartialVectors") -> Iterator[None]:
     try:
         yield
     except KeyboardInterrupt:
-        partial.keep()
+        partial.leave()
         interrupted("run the same command again to resume")
     except BaseException:
-        partial.keep()
+        partial.leave()
         raise

@@ -14,6 +14,7 @@ from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
 from alibi_attn.hf.embedding.pooling_config import Pooling, PoolingConfig
+from alibi_attn.hf.readers import tokenizer_files
 from alibi_attn.hf.readers.encoder.models import ALiBiBertModel
 from alibi_attn.nn.device import checked_device
 from alibi_attn.nn.int8 import Int8Linear
@@ -30,7 +31,10 @@ def tokenize(
     cut: list[int] = []
     for start in range(0, len(texts), _AT_ONCE):
         some = list(texts[start : start + _AT_ONCE])
-        encoded = tokenizer(some, add_special_tokens=True, truncation=False, verbose=False)["input_ids"]
+        names = [f"text {start + at}" for at in range(len(some))]
+        encoded = tokenizer_files.encoded(tokenizer, some, names, add_special_tokens=True, truncation=False)[
+            "input_ids"
+        ]
         for at, ids in enumerate(encoded):
             if len(ids) > max_length:
                 cut.append(start + at)
@@ -104,8 +108,9 @@ def finished(model: ALiBiBertModel, vectors: Tensor, *, normalize: bool) -> NDAr
     if normalize:
         vectors = F.normalize(vectors, dim=1)
     if not bool(torch.isfinite(vectors).all()):
+        name = model.config.name_or_path or "the model"
         raise ValueError(
-            f"the model computed numbers that are not finite in {model.dtype}; use float32, or check its weights"
+            f"{name} computed numbers that are not finite in {model.dtype}; use float32, or check its weights"
         )
     return vectors.cpu().numpy()
 

@@ -19,6 +19,7 @@ from transformers import PreTrainedTokenizerBase
 from alibi_attn.hf.embedding import chunking, embedding, sentence_encoder
 from alibi_attn.hf.embedding.chunking import Chunks, Spans
 from alibi_attn.hf.embedding.embedding import Tokens
+from alibi_attn.hf.readers import tokenizer_files
 from alibi_attn.hf.readers.encoder.models import ALiBiBertModel
 
 if TYPE_CHECKING:
@@ -242,18 +243,19 @@ def _means(
 
 
 def _document(tokenizer: PreTrainedTokenizerBase, text: str, chunks: Chunks, number: int, name: str) -> Document:
-    encoded = tokenizer(
-        text,
+    encoded = tokenizer_files.encoded(
+        tokenizer,
+        [text],
+        [name],
         add_special_tokens=True,
         truncation=False,
-        verbose=False,
         return_offsets_mapping=True,
         return_special_tokens_mask=True,
     )
-    inside = np.flatnonzero(np.asarray(encoded["special_tokens_mask"]) == 0)
+    inside = np.flatnonzero(np.asarray(encoded["special_tokens_mask"][0]) == 0)
     if not len(inside):
         raise ValueError(f"{name} has no tokens with this tokenizer; leave it out")
     first, stop = int(inside[0]), int(inside[-1]) + 1
-    offsets = np.array(encoded["offset_mapping"], dtype=np.int64)[first:stop]
+    offsets = np.array(encoded["offset_mapping"][0], dtype=np.int64)[first:stop]
     spans, tokens = chunking.spans_of(text, chunks, offsets, number=number)
-    return Document(np.asarray(encoded["input_ids"], dtype=np.int32), first, stop, spans, tokens)
+    return Document(np.asarray(encoded["input_ids"][0], dtype=np.int32), first, stop, spans, tokens)

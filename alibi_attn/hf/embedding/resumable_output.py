@@ -142,6 +142,13 @@ class PartialVectors:
         _write(_beside(self.out)[1], self.identity, self.written)
         self._flushed_at = time.monotonic()
 
+    def leave(self) -> None:
+        """`keep`, when the work ends early; without finished rows no file remains."""
+        if self.done:
+            self.keep()
+        else:
+            _remove(*_beside(self.out)[:2])
+
     def finish(self, write: Callable[[Path, NDArray[np.float32]], None] | None = None) -> Path:
         """Rename the complete file to `out`.
 

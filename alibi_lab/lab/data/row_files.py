@@ -5,6 +5,8 @@ import json
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
+from alibi_attn.strict_json import NO_CHARACTER, lone_surrogate
+
 Rows = Iterator[Mapping[str, object]]
 
 _ENCODING = "utf-8-sig"  # spreadsheets write a byte order mark
@@ -42,6 +44,8 @@ def texts(path: Path, field: str) -> Iterator[bytes]:
                 raise RowError(
                     f"row {number} of {path} has {type(text).__name__} in the field {field or 'text'!r}, not text"
                 )
+            if half := lone_surrogate(text):
+                raise RowError(f"row {number} of {path} has {half}, {NO_CHARACTER}; correct it, or leave the row out")
             yield text.encode()
     except RowError:
         raise

@@ -18,7 +18,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.files import replace_file
-from alibi_attn.strict_json import is_sealed, parse, sealed
+from alibi_attn.strict_json import NO_CHARACTER, is_sealed, lone_surrogate, parse, sealed
 from alibi_lab.lab.data.sources import CorpusError
 
 SCHEMA = 1
@@ -283,11 +283,13 @@ def _integers(ids: Ids) -> list[int]:
 
 
 def _bytes(text: str | bytes) -> bytes:
-    return text.encode() if isinstance(text, str) else text
+    return _str(text).encode() if isinstance(text, str) else text
 
 
 def _str(text: str | bytes) -> str:
     if isinstance(text, str):
+        if half := lone_surrogate(text):
+            raise CorpusError(f"the text has {half}, {NO_CHARACTER}; correct it")
         return text
     try:
         return text.decode()

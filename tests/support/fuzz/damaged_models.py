@@ -1,0 +1,244 @@
+"""Damages folders of models at random. A command must give a result, or end with one sentence that names the folder.
+
+python tests/support/fuzz/damaged_models.py --draws 500 --seed 0 --command embed
+
+Commands run in this process, through the door of the command line. Only weights may change a result in silence: safetensors has
+no checksum. Checkpoints of the lab are sealed, so their commands must give the same result or refuse.
+"""
+
+import argparse
+import collections
+import contextlib
+import io
+import json
+import random
+import shutil
+import signal
+import tempfile
+import warnings
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import torch
+from encoder_oracle import config, random_state, write_folder, write_tokenizer
+from tokenizers import Tokenizer, models, pre_tokenizers
+from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
+
+from alibi_attn.cli import console
+from alibi_lab.cli.main import app, error_in_method
+
+TEXT = " ".join("abcdefghijklmnop"[at * at % 13] for at in range(60))
+SECONDS = 60  # a command that takes longer hangs
+VALUES = [None, 0, -1, 1, 3, 0.5, 1e300, 2**31, 10**11, 10**30, "", "text", "\x00", [], {}, True, [1], {"a": 1}, "../x"]
+SEALED = ("generate", "export")
+
+
+class HangError(Exception):
+    """A command took longer than `SECONDS`."""
+
+
+def write_decoder(folder: Path, *, shards: bool = False) -> Path:
+    """A BLOOM of random weights and a tokenizer of letters; with `shards`, its weights are in several files."""
+    torch.manual_seed(0)
+    model = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=40)).eval()
+    model.save_pretrained(folder, max_shard_size="20KB" if shards else "1GB")
+    letters = Tokenizer(
+        models.WordLevel({chr(97 + at) if at < 26 else f"w{at}": at for at in range(40)}, unk_token="a")
+    )
+    letters.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
+    PreTrainedTokenizerFast(tokenizer_object=letters).save_pretrained(folder)
+    return folder
+
+
+def write_trained(folder: Path) -> Path:
+    """The checkpoint of a lab model that was trained for two steps."""
+    (folder / "a.txt").write_text("to be or not to be, that is the question. " * 100)
+    changes = ["model.method=alibi", "train.steps=2", "model.architecture=mpt"]
+    arguments = [
+        "run",
+        "quick",
+        "--scale",
+        "smoke",
+        "--text",
+        str(folder / "a.txt"),
+        "--out",
+        str(folder / "run"),
+        "--no-report",
+    ]
+    code, _, error = ended([*arguments, *(word for change in changes for word in ("--set", change))])
+    assert code == 0, error
+    return next((folder / "run").glob("checkpoints/**/step-*"))
+
+
+def model_of(command: str, folder: Path) -> Path:
+    """A sound model for a command."""
+    if command == "embed":
+        return write_tokenizer(write_folder(folder / "model", random_state("jina"), config("jina")))
+    return write_trained(folder) if command in SEALED else write_decoder(folder / "model", shards=command == "heads")
+
+
+def arguments_of(command: str, model: Path, folder: Path) -> list[str]:
+    """The command line."""
+    text = folder / "text.txt"
+    text.write_text(TEXT)
+    options = {
+        "embed": [str(text), "--out", str(folder / "v.npy")],
+        "eval-text": [str(text)],
+        "heads": ["--text", str(text), "--length", "32"],
+        "generate": ["--prompt", "to be", "--max-new-tokens", "4"],
+        "export": [str(folder / "exported")],
+    }
+    return [command, str(model), *options[command]]
+
+
+def ended(arguments: list[str]) -> tuple[int, str, str]:
+    """Exit code, output and errors of a command. Raises what the command line would show as a traceback, or HangError."""
+    out, error = io.StringIO(), io.StringIO()
+
+    def late(*_: object) -> None:
+        raise HangError(f"{arguments} takes more than {SECONDS} s")
+
+    before = signal.signal(signal.SIGALRM, late)
+    signal.alarm(SECONDS)
+    try:
+        with contextlib.redirect_stdout(out), contextlib.redirect_stderr(error), warnings.catch_warnings():
+            warnings.simplefilter("ignore")
+            console.run(lambda: app(arguments), ("alibi_attn", "alibi_lab"), error_in_method)
+    except SystemExit as end:
+        return int(end.code or 0), out.getvalue(), error.getvalue()
+    finally:
+        signal.alarm(0)
+        signal.signal(signal.SIGALRM, before)
+    return 0, out.getvalue(), error.getvalue()
+
+
+def damaged(content: bytes, rng: random.Random) -> bytes:
+    """The content with flipped bits, other values, other bytes, a missing end or more bytes; perhaps empty."""
+    kind = rng.choice(["flip", "flip", "flips", "value", "value", "value", "cut", "empty", "more", "noise", "deep"])
+    at = rng.randrange(max(1, len(content)))
+    match kind:
+        case "flip" | "flips":
+            changed = bytearray(content)
+            for _ in range(1 if kind == "flip" else 9):
+                changed[rng.randrange(min(len(changed), rng.choice([64, 4096, 1 << 30])))] ^= 1 << rng.randrange(8)
+            return bytes(changed)
+        case "value":
+            try:
+                return with_other_value(json.loads(content), rng)
+            except ValueError:  # safetensors
+                return content[:8] + damaged(content[8:], rng)
+        case "cut":
+            return content[:at]
+        case "empty":
+            return b""
+        case "more":
+            return content + rng.randbytes(20)
+        case "noise":
+            return content[:at] + rng.randbytes(40) + content[at + 40 :]
+    return b"[" * 100_000
+
+
+def with_other_value(data: Any, rng: random.Random) -> bytes:
+    """JSON with one value replaced, deleted or renamed."""
+    place = rng.choice(list(_places(data)))
+    if not place:
+        return json.dumps(rng.choice(VALUES)).encode()
+    inner = data
+    for name in place[:-1]:
+        inner = inner[name]
+    match rng.choice(["set", "set", "set", "delete", "rename"]):
+        case "delete":
+            del inner[place[-1]]
+        case "rename" if isinstance(inner, dict):
+            inner[f"{place[-1]}2"] = inner.pop(place[-1])
+        case _:
+            inner[place[-1]] = rng.choice(VALUES)
+    return json.dumps(data).encode()
+
+
+def _places(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    yield place
+    if isinstance(value, dict | list):
+        for name in list(value)[:12] if isinstance(value, dict) else range(min(len(value), 6)):
+            yield from _places(value[name], (*place, name))
+
+
+class Attack:
+    """One command, a sound model and its result."""
+
+    def __init__(self, command: str, folder: Path) -> None:
+        self.command, self.folder = command, folder
+        self.model = model_of(command, folder)
+        self.files = {path: path.read_bytes() for path in sorted(self.model.rglob("*")) if path.is_file()}
+        self.arguments = arguments_of(command, self.model, folder)
+        self.sound = self._result()
+        assert self.sound[0] == 0, self.sound
+
+    def draw(self, seed: int) -> str:
+        """The outcome for one damaged file: "same", "other" or "refused"; raises AssertionError for any other."""
+        rng = random.Random(seed)
+        path = rng.choice(list(self.files))
+        content = damaged(self.files[path], rng)
+        self.restore()
+        if rng.random() < 0.04:
+            path.unlink()
+            path.mkdir()
+        else:
+            path.write_bytes(content)
+        code, *_, error = result = self._result()
+        if code == 0:
+            kind = "same" if result[:-1] == self.sound[:-1] else "other"
+            assert kind == "same" or self.command not in SEALED, f"{path.name} changed the result of {self.command}"
+            return kind
+        before, found, message = error.strip().rpartition("error: ")
+        assert code == 1, f"{path.name}: exit code {code}: {error}"
+        assert found, f"{path.name}: no sentence: {error}"
+        assert "Traceback" not in before, f"{path.name}: {error}"
+        assert "\n" not in message, f"{path.name}: more than one line: {error}"
+        assert str(self.model) in message, f"{path.name}: names no path: {error}"
+        return "refused"
+
+    def restore(self) -> None:
+        """Writes the sound model."""
+        shutil.rmtree(self.model)
+        for path, content in self.files.items():
+            path.parent.mkdir(parents=True, exist_ok=True)
+            path.write_bytes(content)
+
+    def _result(self) -> tuple[Any, ...]:
+        """Exit code, output and what was written, and at last the errors; removes what was written."""
+        code, out, error = ended(self.arguments)
+        written = [
+            path for path in sorted(self.folder.glob("*")) if path.name not in ("model", "run", "text.txt", "a.txt")
+        ]
+        contents = []
+        for path in written:
+            inside = sorted(path.rglob("*")) if path.is_dir() else [path]
+            contents += [(one.name, one.read_bytes()) for one in inside if one.is_file()]
+            shutil.rmtree(path) if path.is_dir() else path.unlink()
+        assert code == 0 or not written, f"{[path.name for path in written]} are left although {error[-300:]}"
+        return code, out, contents, error
+
+
+def main() -> None:
+    """Makes the draws, counts the outcomes, and prints each unexpected one with its seed."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--draws", type=int, default=200)
+    parser.add_argument("--seed", type=int, default=0)
+    parser.add_argument("--command", nargs="*", default=["embed", "eval-text", "heads", "generate", "export"])
+    options = parser.parse_args()
+    for command in options.command:
+        with tempfile.TemporaryDirectory() as folder:
+            attack, outcomes = Attack(command, Path(folder)), collections.Counter()
+            for seed in range(options.seed, options.seed + options.draws):
+                try:
+                    outcomes[attack.draw(seed)] += 1
+                except Exception as error:
+                    outcomes["unexpected"] += 1
+                    print(f"{command}, seed {seed}: {type(error).__name__}: {str(error)[:300]}", flush=True)
+            print(command, dict(outcomes), flush=True)
+
+
+if __name__ == "__main__":
+    main()
