@@ -18,7 +18,7 @@ from torch import Tensor
 
 DEVICE = torch.device("cuda", 0)
 PROCESSORS = 132  # of an H100
-_FACTORIES = ("arange", "as_tensor", "empty", "full", "ones", "tensor", "zeros")
+_FACTORIES = ("arange", "as_tensor", "empty", "full", "ones", "randint", "tensor", "zeros")
 
 
 class Launch(NamedTuple):

@@ -12,6 +12,8 @@ import numpy as np
 import plan_in_interpreter as plans
 import pytest
 
+from alibi_attn.attention.backends.fused import recording
+
 ROOT = Path(__file__).parents[3]
 KERNELS = 6  # of a plain forward and backward pass
 
@@ -45,6 +47,21 @@ def test_calls_share_compiled_kernels_unless_their_code_must_differ() -> None:
 def test_steps_launch_the_same_whatever_their_tensors_hold_and_the_host_reads_none() -> None:
     """So CUDA graphs can replay them: training, an encoder's call with a mask, gates, and decoding at a position."""
     assert ran("replayable.py") == {"training": True, "encoder": True, "gates": True, "decoding": True}
+
+
+def test_a_replayed_call_launches_the_same_as_a_direct_one() -> None:
+    """On its own tensors, whichever were recorded; and a call with another option is another kind."""
+    found = ran("replayed_launches.py")
+    assert len(found) == 10
+    assert all(all(x) for x in found.values()), found
+
+
+def test_few_kinds_of_calls_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(recording, "_KNOWN", {})
+    for kind in range(recording.MOST + 10):
+        recording._keep(kind, object())
+    recording._keep(20, object())
+    assert list(recording._KNOWN) == list(range(10, recording.MOST + 10))
 
 
 @pytest.mark.parametrize("shape", [(1, 1), (2, 6), (5, 40)])

@@ -14,7 +14,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.backends.fused.call import call_of
+from alibi_attn.attention.backends.fused.call import call_of, in_place
 from alibi_attn.attention.backends.fused.configs import MAX_HEAD_DIM, PLAN_ROWS, Shape, is_large, tile_shape
 from alibi_attn.attention.backends.fused.full_tiles import heads_of_masks
 from alibi_attn.attention.backends.fused.kernels import arguments
@@ -28,14 +28,15 @@ from alibi_attn.attention.backends.fused.launch import (
     in_rows,
     launch,
     number,
-    on,
     one_or_more,
     pointer,
     precision,
     rows_of,
+    scratch,
 )
-from alibi_attn.attention.backends.fused.plan import make_plan
-from alibi_attn.attention.backends.fused.space import Layout, Plan, Space, starts
+from alibi_attn.attention.backends.fused.plan import empty_plan, make_plan
+from alibi_attn.attention.backends.fused.recording import replayed_call
+from alibi_attn.attention.backends.fused.space import Layout, Plan, Space, layout_of, starts
 from alibi_attn.attention.backends.protocol import TooSmall
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
@@ -43,7 +44,7 @@ from alibi_attn.attention.certificate.tiles import Tiles, reach_and_scores
 from alibi_attn.attention.operator import operator
 from alibi_attn.attention.schema import Arguments, BackwardInputs, Gradients, Kernels
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.transforms import constant_when_compiled, why_not_compiled
+from alibi_attn.attention.transforms import constant_when_compiled, in_memory, why_not_compiled
 
 Spec = AttentionSpec[Tensor]
 
@@ -86,7 +87,7 @@ def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tupl
 
 def plan(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, known_norms: Norms | None = None,
-    call: Argument | None = None,
+    call: Argument | None = None, into: Tensor | None = None,
 ) -> Plan:  # fmt: skip
     """The tiles that every block of queries will visit.
 
@@ -94,11 +95,12 @@ def plan(
         known_norms: norms of keys and values. Without them, up to DECODE_QUERIES queries visit all keys that the masks
             allow, because computing the norms costs as much.
         call: its `Call`, if it was prepared before.
+        into: the plan's tensor, if it was allocated before.
     """
     return make_plan(
         spec, call_of(spec, query.device) if call is None else call, query, key, value, rows=plan_rows(spec.query_len),
         shared=spec.query_len <= TILE, known_norms=known_norms,
-        certified=spec.query_len > DECODE_QUERIES or known_norms is not None,
+        certified=spec.query_len > DECODE_QUERIES or known_norms is not None, into=into,
     )  # fmt: skip
 
 
@@ -118,31 +120,28 @@ def is_split(spec: Spec, query: Tensor) -> bool:
 
 def forward(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor, tiles: Plan, *, counts: Tensor | None = None,
-    call: Argument | None = None, given_lse: Tensor | None = None,
+    call: Argument | None = None, given_lse: Tensor | None = None, into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(output, lse) over the tiles of a plan; `counts` [B, H, ⌈T / tile⌉] int32 gets the tiles that each tile of queries visits.
 
     If keys are split, `counts` is [B, K, parts] with the parts of `decode_parts`. With a key bias lse is [B, 3, H, T]: in units
     of log2, followed by the pair that each is relative to. Queries that are all beyond the keys are moved next to them, and lse
-    is that of the moved ones; `given_lse` [B, H, T] gets the natural lse at the given positions.
+    is that of the moved ones; `given_lse` [B, H, T] gets the natural lse at the given positions. `into` gets the result.
     """
     from alibi_attn.attention.backends.fused.kernels.forward import forward_kernel
 
-    output = torch.empty_like(query)
-    heads = query.shape[:3] if spec.key_bias is None else (query.shape[0], 3, *query.shape[1:3])
-    lse = torch.empty(heads, dtype=torch.float32, device=query.device)
+    output, lse = (torch.empty_like(query), _empty_lse(spec, query)) if into is None else into
     call = call_of(spec, query.device) if call is None else call
     if is_split(spec, query):
         _forward_in_parts(spec, call, query, key, value, tiles, output, lse, counts, given_lse)
         return output, lse
     shape = tile_shape("forward", query.dtype, spec.head_dim, large=is_large(query.device))
-    with on(query):
-        launch(
-            query.device, forward_kernel, (spec.batch * spec.num_heads * -(-spec.query_len // shape.queries), 1, 1),
-            _constants(spec.head_dim, shape, spec.causal, tiles.rows), rows_of(query), rows_of(key), rows_of(value),
-            rows_of(output), pointer(lse), pointer(given_lse), call, _visited(tiles),
-            tiles.norms if spec.causal and not tiles.masked else NONE, tiles.order, pointer(counts),
-        )  # fmt: skip
+    launch(
+        query.device, forward_kernel, (spec.batch * spec.num_heads * -(-spec.query_len // shape.queries), 1, 1),
+        _constants(spec.head_dim, shape, spec.causal, tiles.rows), rows_of(query), rows_of(key), rows_of(value),
+        rows_of(output), pointer(lse), pointer(given_lse), call, _visited(tiles),
+        tiles.norms if spec.causal and not tiles.masked else NONE, tiles.order, pointer(counts),
+    )  # fmt: skip
     return output, lse
 
 
@@ -157,19 +156,18 @@ def _forward_in_parts(
     shape = tile_shape("decode", query.dtype, spec.head_dim, large=is_large(device))
     chunks = -(-spec.group * spec.query_len // shape.queries)
     at = starts(parts * query.numel(), parts * lse.numel())
-    space = Space(torch.empty(at[-1], dtype=torch.int32, device=device))
+    space = Space(scratch(at[-1], device))
     outputs, lses = space.at(at[0], torch.float32), space.at(at[1], torch.float32)
     rows = spec.batch * spec.num_heads * spec.query_len
-    with on(query):
-        launch(
-            device, decode_kernel, (spec.batch * spec.num_kv_heads, chunks, parts),
-            _constants(spec.head_dim, shape, spec.causal, None), rows_of(query), rows_of(key), rows_of(value), outputs, lses,
-            call, _visited(tiles, with_masks=False), pointer(counts),
-        )  # fmt: skip
-        launch(
-            device, merge_kernel, (rows, 1, 1), constants(SLOTS=1 << (parts - 1).bit_length(), D=spec.head_dim, num_warps=1),
-            outputs, lses, rows_of(output), pointer(lse), pointer(given_lse), call, number(parts), number(rows),
-        )  # fmt: skip
+    launch(
+        device, decode_kernel, (spec.batch * spec.num_kv_heads, chunks, parts),
+        _constants(spec.head_dim, shape, spec.causal, None), rows_of(query), rows_of(key), rows_of(value), outputs, lses,
+        call, _visited(tiles, with_masks=False), pointer(counts),
+    )  # fmt: skip
+    launch(
+        device, merge_kernel, (rows, 1, 1), constants(SLOTS=1 << (parts - 1).bit_length(), D=spec.head_dim, num_warps=1),
+        outputs, lses, rows_of(output), pointer(lse), pointer(given_lse), call, number(parts), number(rows),
+    )  # fmt: skip
 
 
 def _visited(tiles: Plan, *, with_masks: bool = True) -> Argument:
@@ -185,9 +183,17 @@ def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, known_norms: N
         known_norms: norms of the keys and values, of all but the last few.
     """
     query, key, value = in_rows(query, key, value)
-    tiles = plan(spec, query, key, value, known_norms)
-    given_lse = query.new_empty(query.shape[:3], dtype=torch.float32)
-    output, _ = forward(spec, query, key, value, tiles, given_lse=given_lse)
+    output, given_lse = torch.empty_like(query), query.new_empty(query.shape[:3], dtype=torch.float32)
+
+    def launched(spec: Spec, *tensors: Tensor) -> None:
+        query, key, value, keys, values, output, given_lse = tensors
+        call = call_of(spec, query.device)
+        tiles = plan(spec, query, key, value, Norms(keys, values), call)
+        into = output, scratch(given_lse.numel(), query.device, torch.float32)
+        forward(spec, query, key, value, tiles, call=call, given_lse=given_lse, into=into)
+
+    norms = known_norms.keys.contiguous(), known_norms.values.contiguous()
+    replayed_call("decode", in_place(spec), (query, key, value, *norms, output, given_lse), launched)
     return output, given_lse
 
 
@@ -202,53 +208,62 @@ def backward(
     grad_lse: Tensor | None, tiles: Plan, *, slopes_wanted: bool, biases_wanted: bool = False,
 ) -> Gradients:  # fmt: skip
     """The exact gradient over the plan's tiles; lse as `forward` returns it."""
-    from alibi_attn.attention.backends.fused.kernels.backward import key_kernel, query_kernel
-
     (grad_output,) = in_rows(grad_output)
-    device, large = query.device, is_large(query.device)
-    b, h, k, s, t = spec.batch, spec.num_heads, spec.num_kv_heads, spec.key_len, spec.query_len
-    dq, dk, dv = (torch.empty_like(x) for x in (query, key, value))
-    call, key_tiles = call_of(spec, device), -(-s // TILE)
-    at = starts(b * h * t, 3 * b * h * key_tiles, b * h, b * k)
-    space = Space(torch.empty(at[-1], dtype=torch.int32, device=device))
-    delta, candidates, order = space.at(at[0], torch.float32), space.at(at[1]), space.at(at[2])
-    key_order = order if spec.group == 1 else space.at(at[3])
-    dslopes = torch.empty((2, b, h, t), dtype=torch.float32, device=device) if slopes_wanted else None
-    of_keys, of_queries = None, None
-    if biases_wanted:
-        of_keys, of_queries = (torch.empty((2, b, h, n), dtype=torch.float32, device=device) for n in (s, t))
-    queries, keys, values, grads, lses = (
-        rows_of(query),
-        rows_of(key),
-        rows_of(value),
-        rows_of(grad_output),
-        pointer(lse),
-    )
-    layout, of_plan = tiles.layout, tiles.space.at
-    visitors = grouped(
-        Visitors,
-        of_plan(layout.bands),
-        candidates,
-        of_plan(layout.full_tiles) if tiles.masked else NONE,
-        number(layout.row),
-    )
-    with on(query):
-        _find_visitors(spec, tiles, order, candidates, key_order if spec.group > 1 else NONE, key_tiles)
-        shape = tile_shape("query", query.dtype, spec.head_dim, large=large)
-        launch(
-            device, query_kernel, (b * h * -(-t // shape.queries), 1, 1),
-            _constants(spec.head_dim, shape, spec.causal, tiles.rows), queries, keys, values, rows_of(output), grads, rows_of(dq),
-            lses, pointer(None if grad_lse is None else grad_lse.contiguous()), delta, pointer(dslopes), pointer(of_queries),
-            call, _visited(tiles), order,
-        )  # fmt: skip
-        shape = tile_shape("key", query.dtype, spec.head_dim, large=large)
-        launch(
-            device, key_kernel, (b * k * -(-s // shape.keys), 1, 1), _constants(spec.head_dim, shape, spec.causal, tiles.rows),
-            queries, keys, values, grads, rows_of(dk), rows_of(dv), lses, delta, pointer(of_keys), call, visitors, key_order,
-        )  # fmt: skip
+    device, like = query.device, torch.float32
+    heads, s, t = (2, spec.batch, spec.num_heads), spec.key_len, spec.query_len
+    dq, dk, dv = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
+    dslopes = torch.empty((*heads, t), dtype=like, device=device) if slopes_wanted else None
+    of_keys = torch.empty((*heads, s), dtype=like, device=device) if biases_wanted else None
+    of_queries = torch.empty((*heads, t), dtype=like, device=device) if biases_wanted else None
+    grad_lse = None if grad_lse is None else in_memory(grad_lse).contiguous()
+    replayed_call(
+        ("backward", tiles.rows), in_place(spec),
+        (query, key, value, output, lse, grad_output, grad_lse, tiles.space.tensor, dq, dk, dv, dslopes, of_keys, of_queries),
+        _launch_backward,
+    )  # fmt: skip
     of_keys, of_queries = (None if x is None else x.sum(0, dtype=torch.float64) for x in (of_keys, of_queries))
     of_slopes = dq.new_empty(0) if dslopes is None else dslopes.sum(-1, dtype=torch.float64)  # not read if not wanted
     return Gradients(dq, dk, dv, of_slopes, of_keys, of_queries)
+
+
+def _launch_backward(
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor,
+    grad_lse: Tensor | None, saved_plan: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dslopes: Tensor | None,
+    of_keys: Tensor | None, of_queries: Tensor | None,
+) -> None:  # fmt: skip
+    """Three kernels: those that fill the gradients of queries and of keys, and before them the one that finds visitors."""
+    from alibi_attn.attention.backends.fused.kernels.backward import key_kernel, query_kernel
+
+    device, large, tiles = query.device, is_large(query.device), _plan_in(saved_plan, spec)
+    b, h, k, s, t = spec.batch, spec.num_heads, spec.num_kv_heads, spec.key_len, spec.query_len
+    call, key_tiles = call_of(spec, device), -(-s // TILE)
+    at = starts(b * h * t, 3 * b * h * key_tiles, b * h, b * k)
+    space = Space(scratch(at[-1], device))
+    delta, candidates, order = space.at(at[0], torch.float32), space.at(at[1]), space.at(at[2])
+    key_order = order if spec.group == 1 else space.at(at[3])
+    queries, keys, values, grads = rows_of(query), rows_of(key), rows_of(value), rows_of(grad_output)
+    lses, layout, of_plan = pointer(lse), tiles.layout, tiles.space.at
+    full = of_plan(layout.full_tiles) if tiles.masked else NONE
+    visitors = grouped(Visitors, of_plan(layout.bands), candidates, full, number(layout.row))
+    _find_visitors(spec, tiles, order, candidates, key_order if spec.group > 1 else NONE, key_tiles)
+    shape = tile_shape("query", query.dtype, spec.head_dim, large=large)
+    launch(
+        device, query_kernel, (b * h * -(-t // shape.queries), 1, 1),
+        _constants(spec.head_dim, shape, spec.causal, tiles.rows), queries, keys, values, rows_of(output), grads, rows_of(dq),
+        lses, pointer(grad_lse), delta, pointer(dslopes), pointer(of_queries), call, _visited(tiles), order,
+    )  # fmt: skip
+    shape = tile_shape("key", query.dtype, spec.head_dim, large=large)
+    launch(
+        device, key_kernel, (b * k * -(-s // shape.keys), 1, 1), _constants(spec.head_dim, shape, spec.causal, tiles.rows),
+        queries, keys, values, grads, rows_of(dk), rows_of(dv), lses, delta, pointer(of_keys), call, visitors, key_order,
+    )  # fmt: skip
+
+
+def _plan_in(tensor: Tensor, spec: Spec) -> Plan:
+    """The plan that `make_plan` wrote to a tensor."""
+    rows = plan_rows(spec.query_len)
+    layout = layout_of(spec.num_heads, -(-spec.query_len // rows), spec.key_len, heads_of_masks(spec))
+    return Plan(tensor, layout, spec.num_heads, rows)
 
 
 def _find_visitors(
@@ -285,12 +300,25 @@ class _Saved(NamedTuple):
 
 def _attend(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, _Saved, bool]:
     query, key, value = in_rows(query, key, value)
-    call = call_of(spec, query.device)
-    tiles = plan(spec, query, key, value, call=call)
     wide = spec.key_bias is not None and spec.key_bias.dtype == torch.float64
+    output, lse = torch.empty_like(query), _empty_lse(spec, query)
     given_lse = torch.empty(query.shape[:3], dtype=torch.float64 if wide else torch.float32, device=query.device)
-    output, lse = forward(spec, query, key, value, tiles, call=call, given_lse=given_lse)
-    return output, given_lse, _Saved(tiles.space.tensor, lse), False
+    plan = empty_plan(spec, plan_rows(spec.query_len), query.device)
+    replayed_call("forward", in_place(spec), (query, key, value, output, lse, given_lse, plan), _launch_forward)
+    return output, given_lse, _Saved(plan, lse), False
+
+
+def _launch_forward(
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, given_lse: Tensor, into: Tensor
+) -> None:
+    call = call_of(spec, query.device)
+    tiles = plan(spec, query, key, value, call=call, into=into)
+    forward(spec, query, key, value, tiles, call=call, given_lse=given_lse, into=(output, lse))
+
+
+def _empty_lse(spec: Spec, query: Tensor) -> Tensor:
+    heads = query.shape[:3] if spec.key_bias is None else (query.shape[0], 3, *query.shape[1:3])
+    return torch.empty(heads, dtype=torch.float32, device=query.device)
 
 
 def _differentiate(spec: Spec, saved: tuple[Tensor, ...], inputs: BackwardInputs) -> Gradients:
@@ -303,9 +331,7 @@ def _differentiate(spec: Spec, saved: tuple[Tensor, ...], inputs: BackwardInputs
         # 0·NaN is NaN: a query that sees no key must not affect the keys' gradients.
         nothing = ((lse if spec.key_bias is None else lse[:, 0]) == -torch.inf)[..., None]
         query, grad_output = query.masked_fill(nothing, 0.0), grad_output.masked_fill(nothing, 0.0)
-    rows = plan_rows(spec.query_len)
-    layout = Layout.of(spec.num_heads, -(-spec.query_len // rows), spec.key_len, heads_of_masks(spec))
-    tiles = Plan(plan.contiguous(), layout, spec.num_heads, rows)
+    tiles = _plan_in(plan.contiguous(), spec)
     return backward(
         spec, query, key, value, inputs.output, lse, grad_output, grad_lse, tiles, slopes_wanted=inputs.slopes_wanted,
         biases_wanted=inputs.biases_wanted,

@@ -1,5 +1,7 @@
 """The arguments of a call that most kernels get."""
 
+from collections.abc import Callable
+
 import torch
 from torch import Tensor
 
@@ -13,60 +15,74 @@ from alibi_attn.attention.backends.fused.kernels.arguments import (
 from alibi_attn.attention.backends.fused.key_bias import split
 from alibi_attn.attention.backends.fused.launch import NONE, Argument, grouped, number, one_or_more, pointer, real
 from alibi_attn.attention.spec import AttentionSpec, dropout_numbers
-from alibi_attn.attention.visibility import first_positions
+from alibi_attn.attention.transforms import in_memory
 
 Spec = AttentionSpec[Tensor]
+
+# The fields of a spec that may be tensors here, and what makes them fit for kernels; each returns what fits as it is.
+FIELDS: dict[str, Callable[[Tensor], Tensor]] = {
+    "slopes": Tensor.contiguous,
+    "right_slopes": Tensor.contiguous,
+    "query_offset": lambda first: first.contiguous() if first.ndim == 1 else first.reshape(1),
+    "key_mask": Tensor.contiguous,
+    "query_segments": Tensor.contiguous,
+    "key_segments": Tensor.contiguous,
+    "key_bias": lambda bias: bias,
+    "query_bias": lambda bias: bias.double().contiguous(),
+    "query_start": lambda start: start.long().contiguous(),
+    "dropout_seed": Tensor.contiguous,
+}
+
+
+def in_place(spec: Spec) -> Spec:
+    """The spec with tensors that kernels can read by their addresses."""
+    fields, changed = vars(spec), {}
+    for name, fitted in FIELDS.items():
+        given = fields[name]
+        if isinstance(given, Tensor) and (fit := fitted(in_memory(given))) is not given:
+            changed[name] = fit
+    return spec.changed(**changed) if changed else spec
 
 
 def call_of(spec: Spec, device: torch.device) -> Argument:
     """The `Call` of a spec."""
-    query_bias, query_start = spec.query_bias, spec.query_start
+    spec = in_place(spec)
     return grouped(
         Call,
         _slopes(spec, spec.slopes),
         NONE if spec.right_slopes is None else _slopes(spec, spec.right_slopes),
-        offset_of(spec),
-        masks_of(spec),
+        _offset(spec),
+        _masks(spec),
         real(spec.scale),
         NONE if spec.window is None else number(spec.window),
         NONE if spec.dropout_seed is None else _dropout(spec, spec.dropout_seed),
-        NONE if spec.key_bias is None else split(spec, spec.key_bias.detach()),
+        NONE if spec.key_bias is None else split(spec, spec.key_bias),
         number(spec.batch),
         number(spec.num_heads),
         one_or_more(spec.group),
         number(spec.query_len),
         number(spec.key_len),
-        NONE if query_bias is None else pointer(query_bias.detach().double().contiguous()),
-        NONE if query_start is None else pointer(query_start.long().contiguous()),
+        pointer(spec.query_bias),
+        pointer(spec.query_start),
     )
 
 
-def offset_of(spec: Spec) -> Argument:
+def _offset(spec: Spec) -> Argument:
     """The `QueryOffset`; a tensor is never read on the host."""
-    if not isinstance(spec.query_offset, Tensor):
-        return grouped(QueryOffset, NONE, number(0), number(spec.query_offset))
-    first = first_positions(spec, spec.query_offset.device).contiguous()
+    first = spec.query_offset
+    if not isinstance(first, Tensor):
+        return grouped(QueryOffset, NONE, number(0), number(first))
     return grouped(QueryOffset, pointer(first), number(0 if first.numel() == 1 else 1), number(0))
 
 
-def masks_of(spec: Spec, keys: Tensor | None = None) -> Argument:
-    """The `Masks`; `keys` in place of the spec's key mask."""
-    shown = spec.key_mask if keys is None else keys
-    segments = spec.query_segments, spec.key_segments
-    return grouped(
-        Masks,
-        NONE if shown is None else pointer(shown.contiguous().view(torch.int8)),
-        *(NONE if x is None else pointer(x.contiguous()) for x in segments),
-    )
+def _masks(spec: Spec) -> Argument:
+    return grouped(Masks, pointer(spec.key_mask, torch.int8), pointer(spec.query_segments), pointer(spec.key_segments))
 
 
 def _dropout(spec: Spec, seed: Tensor) -> Argument:
     threshold, factor = dropout_numbers(spec.dropout_p)
-    return grouped(
-        Dropout, number(threshold), real(factor), pointer(seed.contiguous()), number(spec.batch // len(seed))
-    )
+    return grouped(Dropout, number(threshold), real(factor), pointer(seed), number(spec.batch // len(seed)))
 
 
 def _slopes(spec: Spec, slopes: Tensor) -> Argument:
-    slopes = slopes.detach().contiguous()
     return grouped(Slopes, pointer(slopes), number(spec.num_heads if slopes.ndim == 2 else 0))

@@ -5,7 +5,16 @@ from torch import Tensor
 
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
 from alibi_attn.attention.backends.fused.kernels.arguments import Labels
-from alibi_attn.attention.backends.fused.launch import NONE, Argument, constants, grouped, launch, number, on, width_for
+from alibi_attn.attention.backends.fused.launch import (
+    NONE,
+    Argument,
+    constants,
+    grouped,
+    launch,
+    number,
+    scratch,
+    width_for,
+)
 from alibi_attn.attention.backends.fused.space import Plan, Space, starts
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.spec import AttentionSpec
@@ -32,7 +41,7 @@ class FullTiles:
         self.blocks, self.tiles = blocks, tiles
         words = (2 * r * tiles, 2 * r * tiles, r * tiles, 2 * r * tiles, 2 * b * blocks, 2 * b * blocks, b * blocks)
         at = starts(*words, 2 * r * blocks, r)
-        self._tensor = torch.empty(at[-1], dtype=torch.int32, device=device)
+        self._tensor = scratch(at[-1], device)
         space, wide = Space(self._tensor), torch.int64
         self.keys = grouped(Labels, space.at(at[0], wide), space.at(at[1], wide), space.at(at[2]), space.at(at[3]))
         self.queries = grouped(Labels, space.at(at[4], wide), space.at(at[5], wide), space.at(at[6]), NONE)
@@ -40,17 +49,16 @@ class FullTiles:
         self.allowed_keys, self.first_seen = space.at(at[7]), space.at(at[8])
         programs = r * tiles + b * blocks
         if programs > 0:
-            with on(self._tensor):
-                launch(
-                    device,
-                    labels_kernel,
-                    (programs, 1, 1),
-                    constants(CAUSAL=spec.causal, num_warps=1),
-                    call,
-                    self.keys,
-                    self.queries,
-                    sums,
-                )
+            launch(
+                device,
+                labels_kernel,
+                (programs, 1, 1),
+                constants(CAUSAL=spec.causal, num_warps=1),
+                call,
+                self.keys,
+                self.queries,
+                sums,
+            )
 
     @classmethod
     def of(cls, spec: Spec, call: Argument, device: torch.device) -> "FullTiles":
@@ -88,21 +96,20 @@ class FullTiles:
         programs = self.rows * -(-max(self.tiles, self.blocks) // _WIDTH)
         if programs > 0:
             width = width_for(max(self.tiles, self.blocks), most=64)
-            with on(self._tensor):
-                launch(
-                    self._tensor.device,
-                    spread_kernel,
-                    (programs, 1, 1),
-                    constants(PARTS=rows // TILE, BIAS_ROWS=PLAN_ROWS, WIDTH=_WIDTH, OF_WIDTH=width),
-                    self.call,
-                    self.keys,
-                    self.queries,
-                    self.allowed_keys,
-                    first_seen,
-                    blocks,
-                    tiles,
-                    number(row),
-                )
+            launch(
+                self._tensor.device,
+                spread_kernel,
+                (programs, 1, 1),
+                constants(PARTS=rows // TILE, BIAS_ROWS=PLAN_ROWS, WIDTH=_WIDTH, OF_WIDTH=width),
+                self.call,
+                self.keys,
+                self.queries,
+                self.allowed_keys,
+                first_seen,
+                blocks,
+                tiles,
+                number(row),
+            )
 
 
 def heads_of_masks(spec: Spec) -> int:

@@ -6,8 +6,9 @@ import torch
 from torch import Tensor
 from torch.autograd.function import once_differentiable
 
-from alibi_attn.attention.backends.fused.launch import NONE, constants, launch, number, on, pointer, strided, width_for
+from alibi_attn.attention.backends.fused.launch import NONE, constants, launch, number, pointer, strided, width_for
 from alibi_attn.attention.spec import GATE_FLOOR, GATE_STEP
+from alibi_attn.attention.transforms import in_memory
 
 
 def gate_biases(
@@ -30,28 +31,28 @@ class _GateBiases(torch.autograd.Function):
     ) -> tuple[Tensor, Tensor, Tensor]:
         from alibi_attn.attention.backends.fused.kernels.gates import scan_kernel
 
+        log_fgate, key_bias = in_memory(log_fgate), None if key_bias is None else in_memory(key_bias)
         (b, rows, s), device = log_fgate.shape, log_fgate.device
         bias = torch.empty((b, num_heads, s), dtype=torch.float64, device=device)
         query_bias = torch.empty((b, num_heads, query_len), dtype=torch.float64, device=device)
         start = torch.empty((b, num_heads, query_len), dtype=torch.int64, device=device)
         if bias.numel() > 0:
-            with on(log_fgate):
-                launch(
-                    device,
-                    scan_kernel,
-                    (b * rows, 1, 1),
-                    constants(WIDTH=width_for(s, most=1024), FLOOR=GATE_FLOOR, STEP=GATE_STEP),
-                    strided(log_fgate),
-                    NONE if key_bias is None else strided(key_bias),
-                    pointer(bias),
-                    pointer(query_bias),
-                    pointer(start),
-                    number(first),
-                    number(rows),
-                    number(num_heads),
-                    number(query_len),
-                    number(s),
-                )
+            launch(
+                device,
+                scan_kernel,
+                (b * rows, 1, 1),
+                constants(WIDTH=width_for(s, most=1024), FLOOR=GATE_FLOOR, STEP=GATE_STEP),
+                strided(log_fgate),
+                NONE if key_bias is None else strided(key_bias),
+                pointer(bias),
+                pointer(query_bias),
+                pointer(start),
+                number(first),
+                number(rows),
+                number(num_heads),
+                number(query_len),
+                number(s),
+            )
         ctx.save_for_backward(log_fgate)
         ctx.first, ctx.own_dtype = first, None if key_bias is None else key_bias.dtype
         ctx.mark_non_differentiable(start)
@@ -70,25 +71,24 @@ class _GateBiases(torch.autograd.Function):
             return None, of_own, None, None, None
         b, rows, s = log_fgate.shape
         dgates = torch.empty((b, rows, s), dtype=log_fgate.dtype, device=log_fgate.device)
-        dkey, dquery = (None if x is None else x.contiguous() for x in (dkey, dquery))
+        dkey, dquery = (None if x is None else in_memory(x).contiguous() for x in (dkey, dquery))
         query_len = 0 if dquery is None else dquery.shape[2]
         if dgates.numel() > 0:
-            with on(log_fgate):
-                launch(
-                    log_fgate.device,
-                    suffix_kernel,
-                    (b * rows, 1, 1),
-                    constants(WIDTH=width_for(s, most=1024), FLOOR=GATE_FLOOR),
-                    strided(log_fgate),
-                    pointer(dkey),
-                    pointer(dquery),
-                    pointer(dgates),
-                    number(ctx.first),
-                    number(rows),
-                    number(given.shape[1]),
-                    number(query_len),
-                    number(s),
-                )
+            launch(
+                log_fgate.device,
+                suffix_kernel,
+                (b * rows, 1, 1),
+                constants(WIDTH=width_for(s, most=1024), FLOOR=GATE_FLOOR),
+                strided(log_fgate),
+                pointer(dkey),
+                pointer(dquery),
+                pointer(dgates),
+                number(ctx.first),
+                number(rows),
+                number(given.shape[1]),
+                number(query_len),
+                number(s),
+            )
         return dgates, of_own, None, None, None
 
 

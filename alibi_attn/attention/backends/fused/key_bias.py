@@ -11,7 +11,7 @@ from torch import Tensor
 
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
 from alibi_attn.attention.backends.fused.kernels.arguments import KeyBias
-from alibi_attn.attention.backends.fused.launch import Argument, constants, grouped, launch, number, on, strided
+from alibi_attn.attention.backends.fused.launch import Argument, constants, grouped, launch, number, scratch, strided
 from alibi_attn.attention.backends.fused.space import Space, starts
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.spec import AttentionSpec
@@ -25,19 +25,17 @@ def split(spec: Spec, key_bias: Tensor) -> Argument:
 
     b, h, s, tiles = spec.batch, spec.num_heads, spec.key_len, -(-spec.key_len // TILE)
     at = starts(b * h * s, 2 * b * h * s, b * h * tiles, b * h * -(-spec.query_len // PLAN_ROWS))
-    tensor = torch.empty(at[-1], dtype=torch.int32, device=key_bias.device)
-    space = Space(tensor)
+    space = Space(scratch(at[-1], key_bias.device))
     parts = grouped(KeyBias, *(space.at(word, torch.float32) for word in at[:-1]))
     if tiles > 0:
-        with on(tensor):
-            launch(
-                key_bias.device,
-                split_kernel,
-                (b * h * tiles, 1, 1),
-                constants(num_warps=4),
-                strided(key_bias),
-                parts,
-                number(h),
-                number(s),
-            )
+        launch(
+            key_bias.device,
+            split_kernel,
+            (b * h * tiles, 1, 1),
+            constants(num_warps=4),
+            strided(key_bias),
+            parts,
+            number(h),
+            number(s),
+        )
     return parts

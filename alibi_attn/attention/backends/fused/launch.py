@@ -8,6 +8,7 @@ interpreter gets the tensors themselves.
 
 import contextlib
 import functools
+import threading
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -65,28 +66,49 @@ _COMPILED: dict[tuple[Any, ...], Any] = {}
 def launch(
     device: torch.device, kernel: Any, grid: tuple[int, int, int], constants: Constants, *arguments: Argument
 ) -> None:
-    """Launches a kernel on a device, which must be the current one (see `on`), or interprets it on a CPU."""
+    """Launches a kernel on a device, or interprets it on a CPU."""
     values = [argument.value for argument in arguments]
     if device.type == "cpu":
         options = {name: constants.options[name] for name in ("num_warps", "num_stages")}
         kernel[grid](*values, **constants.named, **options)
         return
     key = (kernel.fn, device.index, constants, *[argument.kind for argument in arguments])
-    compiled = _COMPILED.get(key)
-    if compiled is None:
-        kinds = [argument.kind for argument in arguments]
-        names = kernel.arg_names[len(kinds) :]
-        assert list(constants.named) == names, f"{kernel.fn.__name__} has the constants {names}"
-        compiled = kernel.warmup(*kinds, grid=grid, **constants.named, **constants.options)
-        _COMPILED[key] = compiled
-    compiled[grid](*values, *constants.values)
+    with on(device):
+        compiled = _COMPILED.get(key)
+        if compiled is None:
+            kinds = [argument.kind for argument in arguments]
+            names = kernel.arg_names[len(kinds) :]
+            assert list(constants.named) == names, f"{kernel.fn.__name__} has the constants {names}"
+            compiled = kernel.warmup(*kinds, grid=grid, **constants.named, **constants.options)
+            _COMPILED[key] = compiled
+        run = compiled[grid]
+        run(*values, *constants.values)
+    if WATCHED.recorder is not None:
+        WATCHED.recorder.launched(run, arguments, constants.values)
 
 
-def on(tensor: Tensor) -> contextlib.AbstractContextManager[Any]:
-    """Makes the tensor's device current, because Triton launches on the current device."""
-    if tensor.device.type != "cuda" or torch.cuda.current_device() == tensor.device.index:
+def scratch(size: int | tuple[int, int], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
+    """A tensor of 32-bit numbers that only the kernels of this call use."""
+    tensor = torch.empty(size, dtype=dtype, device=device)
+    if WATCHED.recorder is not None:
+        WATCHED.recorder.allocated(tensor)
+    return tensor
+
+
+class _Watched(threading.local):
+    """The recorder of `recording.py` that sees the launches of this thread; None = none."""
+
+    recorder: Any = None
+
+
+WATCHED = _Watched()
+
+
+def on(device: torch.device) -> contextlib.AbstractContextManager[Any]:
+    """Makes the device current, because Triton launches on the current device."""
+    if device.type != "cuda" or torch.cuda.current_device() == device.index:
         return _NO_GUARD
-    return torch.cuda.device(tensor.device)
+    return torch.cuda.device(device)
 
 
 _NO_GUARD = contextlib.nullcontext()
@@ -112,7 +134,6 @@ def rows_of(tensor: Tensor) -> Argument:
 
 def strided(tensor: Tensor) -> Argument:
     """The `Rows` of a tensor [B, heads, rows] of single numbers."""
-    tensor = in_memory(tensor)
     if tensor.device.type == "cpu":
         return Argument(Rows(tensor, *tensor.stride()), None)
     batch, head, row = tensor.stride()
@@ -120,15 +141,14 @@ def strided(tensor: Tensor) -> Argument:
     return Argument(Rows(tensor.data_ptr(), batch, head, row), kind, tensor)
 
 
-def pointer(tensor: Tensor | None) -> Argument:
-    """A contiguous tensor; None stays None."""
+def pointer(tensor: Tensor | None, dtype: torch.dtype | None = None) -> Argument:
+    """A contiguous tensor; None stays None. `dtype`: what its bytes are for the kernel, if not numbers of its dtype."""
     if tensor is None:
         return NONE
-    tensor = in_memory(tensor)
     if tensor.device.type == "cpu":
-        return Argument(tensor, None)
+        return Argument(tensor if dtype is None else tensor.view(dtype), None)
     address = tensor.data_ptr()
-    return Argument(address, pointer_kind(tensor.dtype, address & 15 == 0), tensor)
+    return Argument(address, pointer_kind(dtype or tensor.dtype, address & 15 == 0), tensor)
 
 
 def number(value: int) -> Argument:

@@ -21,13 +21,13 @@ from alibi_attn.attention.backends.fused.launch import (
     in_rows,
     launch,
     number,
-    on,
     pointer,
     real,
     rows_of,
+    scratch,
     width_for,
 )
-from alibi_attn.attention.backends.fused.space import Layout, Plan, Space, starts
+from alibi_attn.attention.backends.fused.space import Plan, Space, layout_of, starts
 from alibi_attn.attention.certificate.bounds import Bounds
 from alibi_attn.attention.certificate.constants import OUTLIER_CHOICES, OUTLIER_TILES, TILE
 from alibi_attn.attention.certificate.norms import Norms
@@ -100,6 +100,12 @@ def planned(
     return plan, Bounds(reach[0], reach[1], plan.outlier_tiles)
 
 
+def empty_plan(spec: Spec, rows: int, device: torch.device) -> Tensor:
+    """Memory for the plan of every `rows` queries, [B, row] int32."""
+    layout = layout_of(spec.num_heads, -(-spec.query_len // rows), spec.key_len, heads_of_masks(spec))
+    return torch.empty((spec.batch, layout.row), dtype=torch.int32, device=device)
+
+
 def make_plan(
     spec: Spec,
     call: Argument,
@@ -112,6 +118,7 @@ def make_plan(
     known_norms: Norms | None = None,
     certified: bool = True,
     with_reach: bool = False,
+    into: Tensor | None = None,
 ) -> Plan:
     """The tiles that every `rows` queries visit.
 
@@ -122,18 +129,14 @@ def make_plan(
         known_norms: norms of keys and values; only the nearest of the keys that they cover are read.
         certified: False = visit all keys that the masks allow.
         with_reach: also write the reach of every TILE queries into the scratch memory.
+        into: the plan's tensor, of `empty_plan`; None = scratch memory.
     """
     device, at, heads = query.device, _Scratch.of(spec), heads_of_masks(spec)
-    layout = Layout.of(spec.num_heads, -(-spec.query_len // rows), spec.key_len, heads)
-    scratch = torch.empty(at.end, dtype=torch.int32, device=device)
-    space = Space(scratch)
-    plan = Plan(
-        torch.empty((spec.batch, layout.row), dtype=torch.int32, device=device),
-        layout,
-        spec.num_heads,
-        rows,
-        scratch=scratch,
-    )
+    memory = scratch(at.end, device)
+    space = Space(memory)
+    layout = layout_of(spec.num_heads, -(-spec.query_len // rows), spec.key_len, heads)
+    tensor = scratch((spec.batch, layout.row), device) if into is None else into
+    plan = Plan(tensor, layout, spec.num_heads, rows, scratch=memory)
     if spec.query_len == 0:
         return plan
     full_tiles = None
@@ -166,8 +169,7 @@ def make_plan(
     of_kernel = constants(
         ROWS=rows, WIDTH=width_for(-(-spec.query_len // rows)), CAUSAL=spec.causal, SHARED=shared, num_warps=1
     )
-    with on(query):
-        launch(device, plan_kernel, (programs, 1, 1), of_kernel, allowed, of_plan, call)
+    launch(device, plan_kernel, (programs, 1, 1), of_kernel, allowed, of_plan, call)
     return plan
 
 
@@ -228,32 +230,31 @@ def _certify(
         SHARED=shared,
     )
     keys = rows_of(key)
-    with on(query):
-        launch(
-            query.device,
-            norms_kernel,
-            (b * kv * (tiles - begin), 1, 1),
-            of_norms,
-            keys,
-            rows_of(values[0]) if values else keys,
-            call,
-            norms,
-            space.at(at.arrived),
-            number(begin),
-            number(tiles - begin),
-        )
-        launch(
-            query.device,
-            reach_kernel,
-            (b * spec.num_heads * blocks, 1, 1),
-            of_reach,
-            rows_of(query),
-            keys,
-            call,
-            norms,
-            first_seen,
-            allowed,
-            certificate,
-            plan,
-            real(-math.log(tolerance)),
-        )
+    launch(
+        query.device,
+        norms_kernel,
+        (b * kv * (tiles - begin), 1, 1),
+        of_norms,
+        keys,
+        rows_of(values[0]) if values else keys,
+        call,
+        norms,
+        space.at(at.arrived),
+        number(begin),
+        number(tiles - begin),
+    )
+    launch(
+        query.device,
+        reach_kernel,
+        (b * spec.num_heads * blocks, 1, 1),
+        of_reach,
+        rows_of(query),
+        keys,
+        call,
+        norms,
+        first_seen,
+        allowed,
+        certificate,
+        plan,
+        real(-math.log(tolerance)),
+    )

@@ -1,5 +1,6 @@
 """Small tensors of a call in one allocation, and where the parts of a plan lie in it."""
 
+import functools
 import itertools
 from typing import NamedTuple
 
@@ -22,6 +23,12 @@ class Space:
         if self._address is None:
             return Argument(self.tensor.view(-1)[word:].view(dtype), None)
         return Argument(self._address + 4 * word, pointer_kind(dtype), self.tensor)
+
+
+@functools.lru_cache(maxsize=1024)
+def layout_of(heads: int, blocks: int, key_len: int, heads_of_masks: int) -> "Layout":
+    """`Layout.of`, for numbers that are known."""
+    return Layout.of(heads, blocks, key_len, heads_of_masks)
 
 
 def starts(*words: int) -> list[int]:

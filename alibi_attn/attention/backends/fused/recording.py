@@ -1,0 +1,200 @@
+"""Records the launches of a call once, and replays them for calls that differ in addresses only.
+
+Preparing some three hundred arguments in Python costs more than launching the kernels. But for given sizes, strides and options
+all of them are known except for the addresses of tensors. The second call of a kind is recorded: which kernels it launches, and
+which arguments are numbers, and which are addresses in which tensor. From then on a call fills in its addresses.
+"""
+
+import operator
+import threading
+from collections.abc import Callable, Hashable, Sequence
+from typing import Any
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention.backends.fused.call import FIELDS
+from alibi_attn.attention.backends.fused.launch import WATCHED, Argument, on
+from alibi_attn.attention.spec import AttentionSpec
+
+Spec = AttentionSpec[Tensor]
+
+MOST = 512  # kinds of calls that are kept
+ALIGNMENT = 32  # words; every part of the scratch memory begins at a multiple of 128 bytes
+
+Body = Callable[..., None]
+
+
+def replayed(kind: Hashable, tensors: Sequence[Tensor | None], body: Body) -> None:
+    """Runs `body(*tensors)`, or launches what it launched for tensors of the same kind.
+
+    Args:
+        kind: the numbers and options that `body` depends on.
+        tensors: all tensors that the kernels read or write, except `scratch`. `body` may depend on their sizes, strides and
+            dtypes, and on whether their addresses are multiples of 16. None stays None.
+    """
+    device = next(x.device for x in tensors if x is not None)
+    if device.type == "cpu":
+        body(*tensors)
+        return
+    key = (kind, device.index, *[None if x is None else _signature(x) for x in tensors])
+    with on(device):
+        known = _KNOWN.get(key)
+        if isinstance(known, Recording):
+            known.replay(device, tensors)
+        elif known is None:  # many kinds occur once: lengths of texts, and of caches
+            _keep(key, _SEEN)
+            body(*tensors)
+        else:
+            _keep(key, _recorded(tensors, body))
+
+
+def replayed_call(kind: Hashable, spec: Spec, tensors: Sequence[Tensor | None], body: Body) -> None:
+    """Runs `body(spec, *tensors)` for a spec that is `in_place`, or launches what it launched for a call of the same kind."""
+    fields = vars(spec)
+    given = [fields[name] if isinstance(fields[name], Tensor) else None for name in FIELDS]
+    offset = spec.query_offset if given[_OFFSET] is None else None
+    numbers = kind, spec.causal, spec.window, spec.scale, offset, spec.dropout_p, spec.tolerance
+
+    def run(*views: Tensor | None) -> None:
+        changed = {name: x for name, x in zip(FIELDS, views, strict=False) if x is not None}
+        body(spec.changed(**changed), *views[len(FIELDS) :])
+
+    replayed(numbers, (*given, *tensors), run)
+
+
+_OFFSET = list(FIELDS).index("query_offset")
+
+
+def _signature(x: Tensor) -> tuple[object, ...]:
+    return x.dtype, x.shape, x.stride(), x.data_ptr() & 15 == 0
+
+
+_SEEN = object()
+_KNOWN: dict[Hashable, object] = {}
+_LOCK = threading.Lock()
+
+
+def _keep(key: Hashable, known: object) -> None:
+    with _LOCK:
+        if key not in _KNOWN and len(_KNOWN) >= MOST:
+            del _KNOWN[next(iter(_KNOWN))]  # the oldest
+        _KNOWN[key] = known
+
+
+def _recorded(tensors: Sequence[Tensor | None], body: Body) -> "Recording":
+    """Runs `body` and records what it launches."""
+    # Distinct objects, because a call may pass one tensor as query and as key.
+    views = [None if x is None else x.detach() for x in tensors]
+    WATCHED.recorder = recorder = _Recorder(views)
+    try:
+        body(*views)
+    finally:
+        WATCHED.recorder = None
+    return recorder.recording()
+
+
+class Recording:
+    """The launches of a kind of call. Their arguments are built from one list of values: addresses, numbers, and groups of these.
+
+    Args:
+        words: of scratch memory.
+        addresses: (which of the tensors, which come before the scratch memory; offset in bytes).
+        constants: the numbers.
+        groups, runs: for each tuple of arguments, and for each launch, the places of its members in the list.
+    """
+
+    def __init__(
+        self,
+        words: int,
+        addresses: list[tuple[int, int]],
+        constants: list[Any],
+        groups: list[list[int]],
+        runs: list[tuple[Any, list[int]]],
+    ) -> None:
+        self._words, self._addresses, self._constants = words, addresses, constants
+        self._groups = [operator.itemgetter(*places) for places in groups]
+        self._runs = [(run, operator.itemgetter(*places)) for run, places in runs]
+
+    def replay(self, device: torch.device, tensors: Sequence[Tensor | None]) -> None:
+        """Launches the kernels on other tensors of the same kind; the device is the current one."""
+        bases = [0 if x is None else x.data_ptr() for x in tensors]
+        if self._words:
+            scratch = torch.empty(self._words, dtype=torch.int32, device=device)  # lives until all are launched
+            bases.append(scratch.data_ptr())
+        values = [bases[tensor] + offset for tensor, offset in self._addresses]
+        values += self._constants
+        for group in self._groups:
+            values.append(group(values))
+        for run, arguments in self._runs:
+            run(*arguments(values))
+
+
+Place = tuple[int, int]  # (0, n) the nth address; (1, n) number; (2, n) group
+
+
+class _Recorder:
+    """Sees what a body launches, and makes a `Recording` of it."""
+
+    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+        self._launched: list[tuple[Any, list[Argument], tuple[Any, ...]]] = []
+        self._words, self._count = 0, len(tensors)
+        # By id, with the tensors, so that none is reused: (which of the tensors, its address, offset).
+        self._owners = {id(x): (at, x.data_ptr(), 0, x) for at, x in enumerate(tensors) if x is not None}
+        self._places: dict[int, Place] = {}
+        self._addresses: list[tuple[int, int]] = []
+        self._constants: list[Any] = []
+        self._groups: list[list[Place]] = []
+
+    def allocated(self, tensor: Tensor) -> None:
+        """Scratch memory, which will be a part of one tensor."""
+        self._owners[id(tensor)] = self._count, tensor.data_ptr(), 4 * self._words, tensor
+        self._words += -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
+
+    def launched(self, run: Any, arguments: Sequence[Argument], constants: tuple[Any, ...]) -> None:
+        self._launched.append((run, list(arguments), constants))
+
+    def recording(self) -> Recording:
+        runs = [
+            (run, [*map(self._place, arguments), *map(self._constant, constants)])
+            for run, arguments, constants in self._launched
+        ]
+        begin = 0, len(self._addresses), len(self._addresses) + len(self._constants)
+
+        def flat(places: list[Place]) -> list[int]:
+            return [begin[kind] + n for kind, n in places]
+
+        groups = [flat(places) for places in self._groups]
+        return Recording(
+            self._words, self._addresses, self._constants, groups, [(run, flat(places)) for run, places in runs]
+        )
+
+    def _place(self, argument: Argument) -> Place:
+        known = self._places.get(id(argument))
+        if known is None:
+            known = self._places[id(argument)] = self._new_place(argument)
+        return known
+
+    def _new_place(self, argument: Argument) -> Place:
+        value, owner = argument.value, argument.owner
+        if owner is None:
+            return self._constant(value)
+        if not isinstance(owner, Tensor):
+            members = [self._place(x) for x in owner]
+            return self._constant(value) if all(kind == 1 for kind, _ in members) else self._group(members)
+        if isinstance(value, tuple):  # Rows
+            return self._group([self._address(value[0], owner), *map(self._constant, value[1:])])
+        return self._address(value, owner)
+
+    def _address(self, address: int, owner: Tensor) -> Place:
+        tensor, base, offset, _ = self._owners[id(owner)]
+        self._addresses.append((tensor, offset + address - base))
+        return 0, len(self._addresses) - 1
+
+    def _constant(self, value: object) -> Place:
+        self._constants.append(value)
+        return 1, len(self._constants) - 1
+
+    def _group(self, members: list[Place]) -> Place:
+        self._groups.append(members)
+        return 2, len(self._groups) - 1

@@ -1,0 +1,134 @@
+"""Whether replayed calls launch what direct ones do; a standalone program, which prints JSON.
+
+    python tests/support/interpreter/replayed_launches.py
+
+The first call of a kind launches kernel by kernel, the second is recorded, and later ones replay it with their own addresses.
+"""
+
+import functools
+import json
+from collections.abc import Callable, Iterator
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from alibi_attn import alibi_attention, forgetting_attention
+from alibi_attn.attention.backends.fused import recording
+from alibi_attn.attention.certificate.norms import Norms
+from alibi_attn.inspect import decode_with_norms
+from alibi_lab.measure.absent_device import Launches, absent_device
+
+ADDRESSES = 2**32  # larger numbers are addresses
+Call = Callable[..., Tensor]
+
+
+def kinds() -> dict[str, tuple[Call, list[tuple[int, ...]]]]:
+    """Each kind of call, and the shapes of its inputs."""
+    rows, grouped = [(2, 4, 200, 16)] * 3, [(2, 4, 200, 16), (2, 2, 200, 16), (2, 2, 200, 16)]
+    shown, segments = torch.ones(2, 200, dtype=torch.bool), torch.arange(400).view(2, 200) // 90
+    return {
+        "plain": (alibi_attention, rows),
+        "one tensor": (lambda x: alibi_attention(x, x, x), rows[:1]),
+        "lse": (lambda *x: torch.cat([y.float().flatten() for y in alibi_attention(*x, return_lse=True)]), rows),
+        "groups, masked": (functools.partial(alibi_attention, causal=False, key_mask=shown), grouped),
+        "segments, dropout": (
+            functools.partial(alibi_attention, segment_ids=segments, dropout_p=0.5, window=70),
+            grouped,
+        ),
+        "slopes": (lambda *x: alibi_attention(*x[:3], x[3].float()), [*rows, (4,)]),
+        "few queries": (alibi_attention, [(2, 4, 3, 16), (2, 4, 500, 16), (2, 4, 500, 16)]),
+        "gates": (lambda *x: forgetting_attention(*x[:3], -x[3].float().square()), [*rows, (2, 4, 200)]),
+    }
+
+
+def launched(step: Callable[[], object], inputs: list[Tensor], launches: Launches) -> list[object]:
+    """The launches of a step: numbers, which input an address lies in, and in which order other addresses occur."""
+    alive, empty = [], torch.empty
+    labels: dict[int, int] = {}
+
+    def kept(*arguments: object, **options: object) -> Tensor:
+        alive.append(empty(*arguments, **options))
+        return alive[-1]
+
+    def label(x: object) -> object:
+        if isinstance(x, tuple):
+            return [label(y) for y in x]
+        if not isinstance(x, int) or x < ADDRESSES:
+            return x
+        for at, tensor in enumerate(inputs):
+            if 0 <= x - tensor.data_ptr() < tensor.nbytes:
+                return f"input {at} + {x - tensor.data_ptr()}"
+        return f"address {labels.setdefault(x, len(labels))}"
+
+    launches.clear()
+    with mock.patch.object(torch, "empty", kept):
+        step()
+    return [(x.kernel, x.grid, label(x.arguments)) for x in launches.all]
+
+
+def steps(call: Call, shapes: list[tuple[int, ...]]) -> Iterator[tuple[Callable[[], object], list[Tensor]]]:
+    """Four times a forward and backward pass of other tensors; the second, which is recorded, reads its keys as values."""
+    for number in range(4):
+        inputs = [torch.randn(shape).to(torch.bfloat16).requires_grad_() for shape in shapes]
+        if number == 1 and len(inputs) >= 3:
+            inputs[2] = inputs[1]
+
+        def step(inputs: list[Tensor] = inputs) -> object:
+            output = call(*inputs)
+            return torch.autograd.grad(output, inputs, torch.ones_like(output))
+
+        yield step, inputs
+
+
+def decoding() -> Iterator[tuple[Callable[[], object], list[Tensor]]]:
+    """Four decoding steps with remembered norms."""
+    for _ in range(4):
+        query, key, value = (torch.randn(1, 4, n, 16).to(torch.bfloat16) for n in (1, 700, 700))
+        norms, slopes = Norms.of(key, value), torch.rand(4)
+
+        def step(arguments: tuple[object, ...] = (query, key, value, slopes, norms)) -> object:
+            with torch.no_grad():
+                return decode_with_norms(*arguments)
+
+        yield step, [query, key, value, slopes, norms.keys, norms.values]
+
+
+def differing(launches: Launches) -> dict[str, bool]:
+    """For each option, whether a call with another value launches something else than the calls before it."""
+    query, key, value = inputs = [torch.randn(1, 2, 200, 16).to(torch.bfloat16) for _ in range(3)]
+    offset = torch.tensor(1)
+    others = {"scale": 0.5, "window": 80, "query_offset": 7, "tolerance": 1e-3, "dropout_p": 0.25, "causal": False}
+    before = {"scale": 0.25, "window": 70, "query_offset": 6, "tolerance": 1e-4, "dropout_p": 0.5, "causal": True}
+    found = {}
+    with torch.no_grad():
+        for name, other in {**others, "query_offset ": offset}.items():
+            options = {name: x for name, x in before.items() if name != "causal"}
+            calls = [functools.partial(alibi_attention, query, key, value, **options) for _ in range(3)]
+            changed = functools.partial(alibi_attention, query, key, value, **{**options, name.strip(): other})
+            *_, last, another = (launched(step, inputs, launches) for step in (*calls, changed))
+            found[name] = last != another
+    return found
+
+
+def main() -> dict[str, list[bool]]:
+    """For each kind of call: whether it was replayed in the end, and whether it then launched the same as at first."""
+    found = {}
+    with absent_device() as launches:
+        every = {name: steps(call, shapes) for name, (call, shapes) in kinds().items()}
+        for name, calls in {**every, "decoding": decoding()}.items():
+            replay, replays = recording.Recording.replay, []
+
+            def counted(*arguments: object, replay: Call = replay, replays: list[int] = replays) -> None:
+                replays.append(1)
+                replay(*arguments)
+
+            with mock.patch.object(recording.Recording, "replay", counted):
+                first, *_, last = (launched(step, inputs, launches) for step, inputs in calls)
+            found[name] = [bool(replays), first == last]
+        found["options"] = list(differing(launches).values())
+    return found
+
+
+if __name__ == "__main__":
+    print(json.dumps(main()))
