@@ -21,7 +21,8 @@ from alibi_attn.attention.certificate.bounds import Bounds
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.dropout import drawn_seed
-from alibi_attn.attention.execution import attend
+from alibi_attn.attention.execution import attend, visits
+from alibi_attn.attention.part_options import check_without_parts
 from alibi_attn.attention.validation import AttentionOptions, make_spec
 from alibi_attn.lazy import lazy_names
 
@@ -90,6 +91,7 @@ def certified_bounds(
         known_norms: norms of keys and values that a cache stores.
     """
     spec = make_spec(query, key, value, slopes, **options)
+    check_without_parts(spec, "certified_bounds")
     tile_norms = None if known_norms is None else known_norms.tile_norms(key, value)
     return certificate.bounds(spec, query, key, value, tile_norms=tile_norms)
 
@@ -106,8 +108,8 @@ def computed_scores(
     query: Tensor, key: Tensor, value: Tensor, slopes: Any = None, *, backend: str, **options: Unpack[AttentionOptions]
 ) -> int:
     """The number of scores that a backend computes, over all sequences and heads."""
-    visits = dispatch.BACKENDS[backend].visits(make_spec(query, key, value, slopes, **options), query, key, value)
-    return query.shape[:3].numel() * key.shape[2] if visits is None else int(visits[1].sum())
+    found = visits(make_spec(query, key, value, slopes, **options), query, key, value, backend)
+    return query.shape[:3].numel() * key.shape[2] if found is None else int(found[1].sum())
 
 
 @torch.no_grad()
@@ -118,7 +120,9 @@ def visited_reach(
 
     The kernels determine the reach while they run, so this computes the attention.
     """
-    keys = native.visited(make_spec(query, key, value, slopes, **options), query, key, value).keys
+    spec = make_spec(query, key, value, slopes, **options)
+    check_without_parts(spec, "visited_reach")
+    keys = native.visited(spec, query, key, value).keys
     start = torch.arange(keys.shape[2]) * TILE
     near = torch.from_numpy(keys[..., 0]).long()
     return torch.where(near > 0, start - near + 1, key.shape[2])

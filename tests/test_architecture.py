@@ -45,9 +45,9 @@ LAYERS = {"alibi_attn": LIBRARY, "alibi_lab": LABORATORY}
 ATTENTION_ROWS = (
     ("spec", "transforms", "argument_names"),
     ("checks", "derivatives"),
-    ("visibility", "explain"),
+    ("visibility", "explain", "part_options"),
     ("bias", "certificate", "cuts", "dropout"),
-    ("schema",),
+    ("schema", "merging"),
     ("eager", "finite_numbers", "vmap"),
     ("operator",),
     ("backends",),

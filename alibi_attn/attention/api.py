@@ -10,10 +10,11 @@ from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
 from alibi_attn.attention.backends import flex
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.execution import attend, autocast, without_sinks
+from alibi_attn.attention.execution import attend, autocast, visits, without_sinks
 from alibi_attn.attention.explain import Explanation, explanation
+from alibi_attn.attention.part_options import Window, check_without_parts
 from alibi_attn.attention.validation import AttentionOptions, SegmentIds, SpecOptions, make_spec
-from alibi_attn.attention.visibility import largest_distance, visible_count
+from alibi_attn.attention.visibility import largest_distances, visible_count
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -67,9 +68,13 @@ def alibi_attention(
     *,
     causal: bool = True,
     right_slopes: Slopes | None = None,
-    window: int | None = None,
+    window: Window | None = None,
+    sinks: int = 0,
     scale: float | None = None,
     query_offset: int | Tensor | None = None,
+    prefix_len: Tensor | None = None,
+    positions: Tensor | None = None,
+    query_positions: Tensor | None = None,
     key_mask: Tensor | None = None,
     segment_ids: SegmentIds | None = None,
     key_bias: Tensor | None = None,
@@ -91,10 +96,17 @@ def alibi_attention(
             position, negative = far keys are preferred. Default: the published slopes, `alibi_slopes(H)`.
         causal: hide the keys to the right of each query. False is symmetric, −m·|i − j| on both sides.
         right_slopes: separate slopes for keys to the right (causal=False only); inf = this head never attends to the right.
-        window: how many keys a query may see, including its own (on either side when not causal).
+        window: how many keys a query may see, including its own (on either side when not causal). An int, or [H] integers: a list
+            or an array, because a tensor on a GPU is not read.
+        sinks: the number of first keys that the window never hides.
         scale: factor of q·k, 1/√D by default. The bias is not scaled.
         query_offset: position of query 0. Default S − T: the queries are the last T of the S positions. An int, or an
             integer tensor, 0-d or [B], that is never read on the host. It may lie before or after all keys.
+        prefix_len: [B] integers, never read on the host: a prefix language model. Every query sees the keys before it, also those
+            to its right, within the window; all others are causal.
+        positions, query_positions: [B, S] and [B, T], fp32 or fp64, not decreasing: the bias is −m·|p_i − p_j|. Masks and windows
+            still count indices. Queries have the positions of the last T keys by default; given ones must not precede these (nor
+            follow the next key's when not causal). They exclude query_offset.
         key_mask: [B, S] bool, True = visible.
         segment_ids: [B, S] integers; attention stays within a segment. Or a pair ([B, T], [B, S]) for queries and keys.
         key_bias: b, fp32 or fp64, [B, H, S] or broadcastable to it, added to the score of each key; −inf hides the key.
@@ -133,8 +145,12 @@ def alibi_attention(
         causal=causal,
         right_slopes=right_slopes,
         window=window,
+        sinks=sinks,
         scale=scale,
         query_offset=query_offset,
+        prefix_len=prefix_len,
+        positions=positions,
+        query_positions=query_positions,
         key_mask=key_mask,
         segment_ids=segment_ids,
         key_bias=key_bias,
@@ -164,10 +180,9 @@ def head_reach(
     """
     query, key = autocast(query, key)
     spec = make_spec(query, key, key, slopes, **options)
-    name = dispatch.choose(backend, spec, query, key, key)
     with torch.no_grad():
-        visited = dispatch.visits(name, spec, query, key, None)
-    most = largest_distance(spec, query.device)[:, None].expand(-1, spec.num_heads)
+        visited = visits(spec, query, key, None, backend)
+    most = largest_distances(spec, query.device)
     return most.clone() if visited is None else torch.minimum(visited[0], most)
 
 
@@ -202,10 +217,10 @@ def explain(
     computed = without_sinks(spec)
     name = dispatch.choose(backend, computed, query, key, value)
     with torch.no_grad():
-        visits = dispatch.visits(name, computed, query, key, value)
+        found = visits(computed, query, key, value, backend)
     of_heads, largest, *visited = (
         x.detach().cpu().resolve_neg().numpy().copy()  # slopes are cached, or the caller's
-        for x in (spec.slopes, largest_distance(spec, query.device), *(visits or ()))
+        for x in (spec.slopes, largest_distances(spec, query.device), *(found or ()))
     )
     return explanation(
         spec,
@@ -215,7 +230,7 @@ def explain(
         dispatch.verdicts(computed, name, backend, query, key, value),
         largest,
         of_heads,
-        (*visited, int(visible_count(spec).sum()) * spec.num_heads) if visited else None,
+        (*visited, int(visible_count(spec).sum())) if visited else None,
     )
 
 
@@ -260,6 +275,7 @@ def certified_block_mask(
         )
     query, key = autocast(query, key)
     spec = make_spec(query, key, key, slopes, **options)
+    check_without_parts(spec, "certified_block_mask")
     if query.is_meta:
         raise ValueError(
             "query is on the meta device, which holds no values, but a BlockMask needs them; pass real tensors"

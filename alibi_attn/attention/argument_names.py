@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
-# The options of `alibi_attention`, which explains them, and their defaults, in PyTorch and JAX.
+# The options of `alibi_attention`, which explains them, and their defaults, in PyTorch and JAX; those below in PyTorch only.
 DEFAULTS: Mapping[str, Any] = {
     "causal": True,
     "right_slopes": None,
@@ -20,6 +20,13 @@ DEFAULTS: Mapping[str, Any] = {
     "dropout_p": 0.0,
     "tolerance": None,
     "return_lse": False,
+}
+PYTORCH_DEFAULTS: Mapping[str, Any] = {
+    **DEFAULTS,
+    "sinks": 0,
+    "prefix_len": None,
+    "positions": None,
+    "query_positions": None,
 }
 
 _MASK = "key_mask [B, S], True = visible"
@@ -70,7 +77,6 @@ OURS = {
     "layer_past": _CACHE,
     "need_weights": _NO_WEIGHTS,
     "output_attentions": _NO_WEIGHTS,
-    "sinks": "sink_logits",
     "s_aux": "sink_logits",
     "learnable_sink": "sink_logits",
     "head_first": "leave it out: the layout is [B, H, T, D]",
@@ -89,13 +95,15 @@ def unknown_argument(function: str, unknown: Iterable[str]) -> TypeError:
     """The error for an unknown argument: Python's message, and our name for the argument if there is one."""
     name = next(iter(unknown))
     ours = OURS.get(name)
+    if name in PYTORCH_DEFAULTS:
+        ours = "leave it out: only PyTorch's alibi_attention and its layers support it"
     hint = "" if ours is None else f"; {ours}" if ours.startswith("leave") else f"; here it is {ours}"
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
-def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
+def with_defaults(options: Mapping[str, Any], defaults: Mapping[str, Any] = DEFAULTS) -> dict[str, Any]:
     """All options of a call; raises a TypeError for an unknown one."""
-    unknown = [name for name in options if name not in DEFAULTS]
+    unknown = [name for name in options if name not in defaults]
     if unknown:
         raise unknown_argument("alibi_attention", unknown)
-    return {**DEFAULTS, **options}
+    return {**defaults, **options}

@@ -109,7 +109,7 @@ def score_bias(spec: AttentionSpec[Tensor], distance: Tensor, seen: Tensor) -> t
     origin [B, H, T]: only the difference is rounded, however large both are. Otherwise origin is None.
     """
     origin = None
-    if spec.key_bias is not None or _has_extreme_slopes(spec):
+    if spec.key_bias is not None or spec.positions is not None or _has_extreme_slopes(spec):
         bias, origin = _from_best_key(spec, distance, seen)
     else:
         bias = _bias_of_distance(spec, distance, spec.slopes.dtype)
@@ -224,6 +224,9 @@ def _bias_of_distance(spec: AttentionSpec[Tensor], distance: Tensor, dtype: torc
 def _of_slopes(spec: AttentionSpec[Tensor], distance: Tensor, dtype: torch.dtype) -> Tensor:
     """[B|1, H, T, S], a new tensor: −m·|i − j|."""
     left = spec.slopes.to(dtype).reshape(-1, spec.num_heads, 1, 1)
+    if spec.positions is not None and spec.query_positions is not None:
+        wide = widest(spec.positions)
+        distance = spec.query_positions.to(wide)[:, :, None] - spec.positions.to(wide)[:, None]
     away = distance.abs().to(dtype)[:, None]
     bias = -left * away
     if spec.right_slopes is None:

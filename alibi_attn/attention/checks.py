@@ -274,6 +274,26 @@ def check_sink_logits(sink_logits: ArrayLike, *, num_heads: int) -> None:
         )
 
 
+def check_prefix_len(prefix_len: ArrayLike, *, batch: int, causal: bool) -> None:
+    """prefix_len is [B] integers, and the call is causal."""
+    if not causal:
+        raise ValueError("prefix_len is for causal attention: with causal=False all keys are visible already; omit one")
+    if not dtype_name(prefix_len.dtype).startswith(("int", "uint")):
+        raise TypeError(f"prefix_len is {dtype_name(prefix_len.dtype)} but must hold integers, one length per sequence")
+    if tuple(prefix_len.shape) != (batch,):
+        raise ValueError(f"prefix_len has shape {list(prefix_len.shape)} but must be [B] = [{batch}]")
+
+
+def check_positions(name: str, positions: ArrayLike, *, batch: int, length: int, axis: str) -> None:
+    """Positions are fp32 or fp64, [B, S] for keys and [B, T] for queries."""
+    if dtype_name(positions.dtype) not in ("float32", "float64"):
+        raise TypeError(
+            f"{name} is {dtype_name(positions.dtype)} but must be float32 or float64; pass {name}.double() for large integers"
+        )
+    if tuple(positions.shape) != (batch, length):
+        raise ValueError(f"{name} has shape {list(positions.shape)} but must be [B, {axis}] = [{batch}, {length}]")
+
+
 BIAS_RULE = "key_bias has NaN or +inf in it but must be finite, or −inf for a hidden key"
 SINKS_RULE = (
     "sink_logits must be finite, or −inf for a head without a sink, but it contains NaN or +inf, which would leave no weight for "

@@ -18,6 +18,8 @@ _ALL: tuple[Backend, ...] = (reference, dense, banded, native, fused, flex)
 BACKENDS = {backend.name: backend for backend in _ALL}
 # Their `run` comes from `operator.py`, which refuses second derivatives itself.
 WITH_OPERATOR = frozenset({banded.name, native.name, fused.name})
+# They read every field of a spec; for the others `merging.py` splits some calls.
+WITH_ALL_MASKS = frozenset({reference.name, dense.name})
 
 # In order of preference. `dense` runs on every device of torch, and other devices always get it.
 PREFERRED: dict[str, tuple[Backend, ...]] = {"cpu": (native, banded, dense), "cuda": (fused, flex, dense)}

@@ -1,4 +1,4 @@
-"""Runs a validated call: applies autocast, picks the backend, allows one derivative, handles empty inputs."""
+"""Runs a validated call: applies autocast, picks the backend, runs parts, allows one derivative, handles empty inputs."""
 
 import dataclasses
 import math
@@ -6,11 +6,11 @@ import math
 import torch
 from torch import Tensor
 
-from alibi_attn.attention import dispatch, transforms
+from alibi_attn.attention import dispatch, merging, transforms
 from alibi_attn.attention.derivatives import differentiable_once
 from alibi_attn.attention.dropout import drawn_seed
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.visibility import nothing
+from alibi_attn.attention.visibility import largest_distances, nothing
 
 
 def attend(
@@ -21,6 +21,8 @@ def attend(
         return _attend_with_sinks(spec, spec.sink_logits, query, key, value, backend)
     name = dispatch.choose(backend, spec, query, key, value)
     is_empty = spec.query_len == 0 or spec.key_len == 0 or transforms.surely(spec.batch == 0)
+    if spec.has_parts and not is_empty and runs_in_parts(name, spec):
+        return _attend_in_parts(spec, query, key, value, backend)
     if is_empty or name not in dispatch.WITH_OPERATOR:
         # On some backends second derivatives and forward mode would be wrong; operators refuse them, for all others this does.
         spec, query, key, value = differentiable_once(spec, query, key, value)
@@ -51,6 +53,48 @@ def scaled_by_sinks(output: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:
     blind = lse == -math.inf  # the output of such a query is 0, and its incoming gradient has no effect
     share = torch.sigmoid(lse.masked_fill(blind, 0.0) - sink_logits.to(lse.dtype)[:, None]).masked_fill(blind, 0.0)
     return (output * share[..., None]).to(output.dtype)
+
+
+def runs_in_parts(name: str, spec: AttentionSpec[Tensor]) -> bool:
+    """Whether a backend computes a call as the parts of `merging.py`; with dropout all do, so that all drop the same weights."""
+    return spec.has_parts and (name not in dispatch.WITH_ALL_MASKS or spec.dropout_p > 0)
+
+
+def _attend_in_parts(
+    spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, backend: str
+) -> Tensor | tuple[Tensor, Tensor]:
+    if spec.dropout_p > 0 and spec.dropout_seed is None:
+        spec = dataclasses.replace(spec, dropout_seed=drawn_seed(query.device))
+    parts = merging.parts(spec, query, key, value)
+    results = [attend(part.spec, part.query, part.key, part.value, backend) for part in parts]
+    with transforms.without_autocast(query.device.type):
+        output, lse = merging.joined(spec, parts, [(result[0], result[1]) for result in results])
+    return (output, lse) if spec.return_lse else output
+
+
+def visits(
+    spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor | None, backend: str
+) -> tuple[Tensor, Tensor] | None:
+    """`dispatch.visits` of the backend that runs, added up over parts."""
+    given = key if value is None else value
+    name = dispatch.choose(backend, spec, query, key, given)
+    if 0 in (spec.batch, spec.query_len, spec.key_len) or not runs_in_parts(name, spec):
+        return dispatch.visits(name, spec, query, key, value)
+    if value is None:  # values of equal norms are what the certificate then assumes
+        given = torch.ones((), dtype=key.dtype, device=key.device).expand_as(key)
+    if spec.dropout_p > 0:
+        spec = dataclasses.replace(spec, dropout_seed=drawn_seed(query.device))
+    reach, scores = torch.zeros(2, spec.batch, spec.num_heads, dtype=torch.int64, device=query.device)
+    for part in merging.parts(spec, query, key, given):
+        found = visits(part.spec, part.query, part.key, part.value, backend)
+        heads = slice(None) if part.heads is None else list(part.heads)
+        if found is None:
+            pairs = part.spec.query_len * part.spec.key_len
+            found = largest_distances(part.spec, query.device), torch.full_like(reach[:, heads], pairs)
+        far = found[0].to(reach.device) + (found[0] > 0).to(reach.device) * part.is_reversed
+        reach[:, heads] = torch.maximum(reach[:, heads], far)
+        scores[:, heads] += found[1].to(reach.device)
+    return reach, scores
 
 
 def _attend_with_sinks(

@@ -108,12 +108,16 @@ def explanation(
 
     Args:
         backend, verdicts: the backend that runs, and the verdict on each.
-        largest: [B], one more than the largest distance in the call.
+        largest: [B, H], one more than the largest distance in the call.
         slopes: [H] or [B, H].
         visited: (reach, scores) of `Backend.visits`, each [B, H], and the number of visible pairs; None = computes all scores.
     """
     extras = [
         f"window {spec.window}" if spec.window is not None else "",
+        "a window per head" if spec.head_windows is not None else "",
+        f"{spec.sinks} sinks" if spec.sinks else "",
+        "prefix" if spec.prefix_len is not None else "",
+        "positions" if spec.positions is not None else "",
         "key mask" if spec.key_mask is not None else "",
         "segments" if spec.key_segments is not None else "",
         "key bias" if spec.key_bias is not None else "",
@@ -126,13 +130,13 @@ def explanation(
         + ", ".join(["causal" if spec.causal else "both directions", *filter(None, extras)])
     )
     heads, pairs = (spec.batch, spec.num_heads), spec.query_len * spec.key_len
-    reaches, scores, visible = visited or (np.broadcast_to(largest[:, None], heads), np.full(heads, pairs), None)
+    reaches, scores, visible = visited or (largest, np.full(heads, pairs), None)
     return Explanation(
         call=call,
         backend=backend,
         verdicts=verdicts,
         slopes=slopes,
-        reaches=np.minimum(reaches, largest[:, None]),
+        reaches=np.minimum(reaches, largest),
         scores=scores,
         visible=visible,
         pairs=pairs,

@@ -14,6 +14,7 @@ from alibi_attn.attention.backends.fused.gates import gate_biases
 from alibi_attn.attention.bias import Slopes, widest
 from alibi_attn.attention.checks import GATES_RULE, check_log_fgate
 from alibi_attn.attention.execution import attend, autocast
+from alibi_attn.attention.part_options import check_without_parts
 from alibi_attn.attention.spec import GATE_FLOOR, GATE_STEP, AttentionSpec
 from alibi_attn.attention.transforms import are_ordinary, may_read, transforms
 from alibi_attn.attention.validation import ForgettingOptions, SegmentIds, check_tensor, make_spec
@@ -133,6 +134,7 @@ def forgetting_attention(
         tolerance=tolerance,
         return_lse=return_lse,
     )
+    check_without_parts(spec, "forgetting_attention")
     first = check_gates(spec, log_fgate, query, query_offset)
     name = dispatch.choose(backend, spec, query, key, value)
     if name == fused.name and are_ordinary(log_fgate, query, key, value) and not transforms():

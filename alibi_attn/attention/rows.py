@@ -6,11 +6,12 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.argument_names import DEFAULTS, unknown_argument
+from alibi_attn.attention.argument_names import PYTORCH_DEFAULTS, unknown_argument
 from alibi_attn.attention.backends.reference import scores_of
 from alibi_attn.attention.bias import Slopes, unshifted_lse
 from alibi_attn.attention.execution import autocast, scaled_by_sinks
 from alibi_attn.attention.forgetting import check_gates, gate_sums, with_gates
+from alibi_attn.attention.part_options import check_without_parts
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import may_read
 from alibi_attn.attention.validation import AttentionOptions, check_tensor, make_spec
@@ -58,7 +59,7 @@ def attention_rows(
     for name in options:
         if name in _WITHOUT_MEANING:
             raise TypeError(f"attention_rows() has no argument {name!r}: {_WITHOUT_MEANING[name]}")
-        if name not in DEFAULTS:
+        if name not in PYTORCH_DEFAULTS:
             raise unknown_argument("attention_rows", [name])
     query, key = autocast(query, key)
     if log_fgate is not None and slopes is None:
@@ -86,6 +87,7 @@ def _gated(
 ) -> AttentionSpec[Tensor]:
     if not spec.causal:
         raise ValueError("log_fgate is for causal attention but causal is False; leave one of them out")
+    check_without_parts(spec, "attention_rows with log_fgate")
     if isinstance(query_offset, Tensor):
         raise TypeError("query_offset is a tensor but with log_fgate must be an int or None")
     first = check_gates(spec, log_fgate, query, query_offset)

@@ -38,6 +38,11 @@ class AttentionSpec(Generic[Array]):
         right_slopes: the same for keys to the right, only if not causal; None = the same slopes; inf = hides all of them.
         query_offset: position of query 0: an int, or an integer array, 0-d or [B].
         window: how many keys a query may see, including its own; None = all.
+        head_windows: H windows, instead of `window`. With this field or one of the next four a call has parts: `dense` and
+            `reference` compute it without dropout, and `merging.py` splits it for all others.
+        sinks: the first keys, which the window does not hide.
+        prefix_len: [B] integers: keys before it are visible to every query, although the call is causal.
+        positions, query_positions: [B, S] and [B, T], fp32 or fp64, both or neither: the bias is −m·|p_i − p_j|.
         key_mask: [B, S] bool, True = visible.
         query_segments, key_segments: [B, T] and [B, S] integers, both or neither: a query sees its own segment only.
         key_bias: [B, H, S], fp32 or fp64, added to the scores of each key; −inf hides the key.
@@ -67,6 +72,11 @@ class AttentionSpec(Generic[Array]):
     right_slopes: Array | None = None
     causal: bool = True
     window: int | None = None
+    head_windows: tuple[int, ...] | None = None
+    sinks: int = 0
+    prefix_len: Array | None = None
+    positions: Array | None = None
+    query_positions: Array | None = None
     scale: float
     query_offset: int | Array
     key_mask: Array | None = None
@@ -96,6 +106,13 @@ class AttentionSpec(Generic[Array]):
     def group(self) -> int:
         """Query heads that share one key/value head, H / K."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def has_parts(self) -> bool:
+        """Whether `merging.py` splits the call for most backends."""
+        return (
+            self.sinks > 0 or self.head_windows is not None or self.prefix_len is not None or self.positions is not None
+        )
 
     @property
     def hides_keys(self) -> bool:

@@ -10,6 +10,7 @@ from torch import Tensor
 from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
 from alibi_attn.attention.checks import dtype_name
 from alibi_attn.attention.execution import attend, autocast
+from alibi_attn.attention.part_options import check_without_parts
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import may_read
 from alibi_attn.attention.validation import SegmentIds, ToeplitzOptions, check_tensor, make_spec
@@ -121,6 +122,7 @@ def toeplitz_attention(
         tolerance=0.0,
         return_lse=return_lse,
     )
+    check_without_parts(spec, "toeplitz_attention")
     check_tensor("table", table, query.device)
     _check_table(spec, table)
     first = 0 if causal else -(table.shape[1] // 2)

@@ -9,9 +9,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.argument_names import with_defaults
+from alibi_attn.attention.argument_names import PYTORCH_DEFAULTS, with_defaults
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.checks import BIAS_RULE, SINKS_RULE, Checked, check_call, check_position, dtype_name
+from alibi_attn.attention.part_options import Window, part_fields, windows_of_heads
 from alibi_attn.attention.spec import MAX_POSITION, AttentionSpec
 from alibi_attn.attention.transforms import constant_when_compiled, is_traced, may_read
 from alibi_attn.slopes import alibi_slopes
@@ -19,19 +20,28 @@ from alibi_attn.slopes import alibi_slopes
 SegmentIds = Tensor | tuple[Tensor, Tensor]
 
 
-class SharedOptions(TypedDict, total=False):
-    """The keywords shared by all functions, except return_lse and backend."""
+class ScoreOptions(TypedDict, total=False):
+    """The keywords shared by all functions, except window, return_lse and backend."""
 
-    window: int | None
     scale: float | None
     dropout_p: float
 
 
-class MaskOptions(SharedOptions, total=False):
-    """The keywords shared by the functions of a batch."""
+class SharedOptions(ScoreOptions, total=False):
+    """The keywords shared by the functions whose heads have one window."""
+
+    window: int | None
+
+
+class HiddenKeys(TypedDict, total=False):
+    """The keywords that hide keys of a sequence."""
 
     key_mask: Tensor | None
     segment_ids: SegmentIds | None
+
+
+class MaskOptions(SharedOptions, HiddenKeys, total=False):
+    """The keywords shared by the functions of a batch whose heads have one window."""
 
 
 class BiasOptions(TypedDict, total=False):
@@ -42,17 +52,26 @@ class BiasOptions(TypedDict, total=False):
     tolerance: float | None
 
 
-class VarlenOptions(SharedOptions, BiasOptions, total=False):
-    """The keywords of `alibi_attention_varlen`."""
+class DirectionOptions(TypedDict, total=False):
+    """The keywords for keys to the right."""
 
     causal: bool
     right_slopes: Slopes | None
 
 
-class AttentionOptions(VarlenOptions, MaskOptions, total=False):
+class VarlenOptions(SharedOptions, BiasOptions, DirectionOptions, total=False):
+    """The keywords of `alibi_attention_varlen`."""
+
+
+class AttentionOptions(ScoreOptions, HiddenKeys, BiasOptions, DirectionOptions, total=False):
     """The keywords of `alibi_attention`, which explains them."""
 
     query_offset: int | Tensor | None
+    window: Window | None
+    sinks: int
+    prefix_len: Tensor | None
+    positions: Tensor | None
+    query_positions: Tensor | None
 
 
 class SpecOptions(AttentionOptions, total=False):
@@ -78,12 +97,13 @@ def make_spec(
     query: Tensor, key: Tensor, value: Tensor, slopes: Slopes | None = None, **options: Unpack[SpecOptions]
 ) -> AttentionSpec[Tensor]:
     """The validated spec of a call; options and defaults are those of `alibi_attention`."""
-    given = cast(SpecOptions, with_defaults(options))
+    given = cast(SpecOptions, with_defaults(options, PYTORCH_DEFAULTS))
     _check_inputs(query, key, value)
     _check_tensors(given, query.device)
     left = None if slopes is None else _given_slopes("slopes", slopes, query)
     right = None if given["right_slopes"] is None else _given_slopes("right_slopes", given["right_slopes"], query)
-    sizes = check_call(query, key, value, given, slopes=left, right_slopes=right)
+    window, head_windows = windows_of_heads(given["window"], query.shape[1] if query.ndim == 4 else 0)
+    sizes = check_call(query, key, value, {**given, "window": window}, slopes=left, right_slopes=right)
     b, h, k, t, s, d, scale, tolerance = sizes
     offset = _offset(given["query_offset"], sizes)
     query_segments, key_segments = _segments(given["segment_ids"], offset, sizes)
@@ -93,7 +113,6 @@ def make_spec(
         left = _default_slopes(query)
     if key_bias is not None:
         key_bias = key_bias.expand(b, h, s)
-    window = given["window"]
     return AttentionSpec(
         batch=b,
         num_heads=h,
@@ -105,6 +124,7 @@ def make_spec(
         right_slopes=right,
         causal=given["causal"],
         window=None if window is None else min(window, MAX_POSITION),
+        head_windows=head_windows,
         scale=scale,
         query_offset=offset,
         key_mask=given["key_mask"],
@@ -115,6 +135,7 @@ def make_spec(
         dropout_p=given["dropout_p"],
         tolerance=tolerance,
         return_lse=given["return_lse"],
+        **part_fields(given, sizes),
     )
 
 
@@ -133,8 +154,14 @@ def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
 
 def _check_tensors(given: SpecOptions, device: torch.device) -> None:
     """Checks that the options that must be tensors are, on query's device."""
-    masks = ("key_mask", given["key_mask"]), ("key_bias", given["key_bias"]), ("sink_logits", given["sink_logits"])
-    for name, tensor in masks:
+    for name, tensor in (
+        ("key_mask", given["key_mask"]),
+        ("key_bias", given["key_bias"]),
+        ("sink_logits", given["sink_logits"]),
+        ("prefix_len", given["prefix_len"]),
+        ("positions", given["positions"]),
+        ("query_positions", given["query_positions"]),
+    ):
         if tensor is not None:
             check_tensor(name, tensor, device)
     segment_ids, query_offset = given["segment_ids"], given["query_offset"]

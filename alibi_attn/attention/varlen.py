@@ -18,6 +18,7 @@ from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.checks import dtype_name
 from alibi_attn.attention.dropout import drawn_seed
 from alibi_attn.attention.execution import attend, autocast
+from alibi_attn.attention.part_options import check_without_parts
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import may_read
 from alibi_attn.attention.validation import VarlenOptions, check_tensor, make_spec
@@ -142,6 +143,7 @@ def alibi_attention_varlen(
         tolerance=tolerance,
         return_lse=return_lse,
     )
+    check_without_parts(spec, "alibi_attention_varlen")
     name = dispatch.choose(backend, spec, query, key, value)
     scores = spec.num_heads * spec.query_len**2
     if bounds is not None and name in DENSE and scores > FEW_SCORES:

@@ -53,7 +53,18 @@ def largest_distance(spec: Spec, device: torch.device) -> Tensor:
     most = first + spec.query_len  # of the last query and key 0
     if not spec.causal:
         most = torch.maximum(most, spec.key_len - first)
-    return most.clamp(min=0, max=spec.window)
+    if spec.prefix_len is not None:
+        most = torch.maximum(most, spec.prefix_len - first)
+    return most.clamp(min=0, max=spec.window if spec.sinks == 0 else None)
+
+
+def largest_distances(spec: Spec, device: torch.device) -> Tensor:
+    """[B, H] int64: `largest_distance` of each head."""
+    windows = spec.head_windows or (spec.window,)
+    of_windows = [
+        largest_distance(dataclasses.replace(spec, window=window, head_windows=None), device) for window in windows
+    ]
+    return torch.stack(of_windows, 1).expand(-1, spec.num_heads)
 
 
 def visible(spec: Spec, distance: Tensor) -> Tensor:
@@ -61,20 +72,26 @@ def visible(spec: Spec, distance: Tensor) -> Tensor:
     seen = torch.ones_like(distance, dtype=torch.bool)
     if spec.causal:
         seen = distance >= 0
+    keys = torch.arange(spec.key_len, device=distance.device)
+    if spec.prefix_len is not None:
+        seen = seen | (keys < spec.prefix_len[:, None])[:, None]
     if spec.window is not None:
-        seen = seen & (distance.abs() < spec.window)
+        seen = seen & ((distance.abs() < spec.window) | (keys < spec.sinks))
     if spec.query_segments is not None and spec.key_segments is not None:
         seen = seen & (spec.query_segments[:, :, None] == spec.key_segments[:, None, :])
     if spec.key_mask is not None:
         seen = seen & spec.key_mask[:, None, :]
     seen = seen[:, None]
+    if spec.head_windows is not None:
+        within = [(distance.abs() < window) | (keys < spec.sinks) for window in spec.head_windows]
+        seen = seen & torch.stack(within, 1)
     if spec.right_slopes is not None:
         never_right = torch.isinf(spec.right_slopes).reshape(-1, spec.num_heads, 1, 1)
         seen = seen & ~(never_right & (distance < 0)[:, None])
     if spec.key_bias is not None:
         seen = seen & (spec.key_bias.detach() > -torch.inf)[:, :, None]
     if spec.query_start is not None:
-        seen = seen & (torch.arange(spec.key_len, device=seen.device) >= spec.query_start[..., None])
+        seen = seen & (keys >= spec.query_start[..., None])
     return seen
 
 
@@ -252,11 +269,11 @@ def rows_that_see(spec: Spec, keys: Tensor, *, rows: int = 256) -> Tensor:
 
 
 def visible_count(spec: Spec, *, rows: int = 256) -> Tensor:
-    """[B] int64: the number of query-key pairs allowed by the masks that all heads share; linear memory."""
+    """[B] int64: the query-key pairs of all heads that positions, windows, mask and segments allow; linear memory."""
     plain = dataclasses.replace(spec, right_slopes=None, key_bias=None)
     total = torch.zeros(spec.batch, dtype=torch.int64, device=spec.slopes.device)
     for part, distance in few_queries(plain, rows, spec.slopes.device):
-        total += visible(part, distance).sum((1, 2, 3))
+        total += visible(part, distance).sum((2, 3)).expand(-1, spec.num_heads).sum(1)
     return total
 
 
@@ -264,8 +281,9 @@ def few_queries(spec: Spec, rows: int, device: torch.device) -> Iterator[tuple[S
     """The call in parts of at most `rows` queries, without their biases, and the distances of each part."""
     for start in range(0, spec.query_len, rows):
         count = min(rows, spec.query_len - start)
-        segments, first = (
-            None if x is None else x[..., start : start + count] for x in (spec.query_segments, spec.query_start)
+        segments, first, positions = (
+            None if x is None else x[..., start : start + count]
+            for x in (spec.query_segments, spec.query_start, spec.query_positions)
         )
         part = dataclasses.replace(
             spec,
@@ -274,6 +292,7 @@ def few_queries(spec: Spec, rows: int, device: torch.device) -> Iterator[tuple[S
             query_segments=segments,
             query_start=first,
             query_bias=None,
+            query_positions=positions,
         )
         yield part, distances(count, spec.key_len, part.query_offset, device)
 
@@ -283,8 +302,15 @@ def chosen_queries(spec: Spec, at: Tensor) -> tuple[Spec, Tensor]:
 
     The part has no query_offset of its own: its positions are in the distances.
     """
-    segments = None if spec.query_segments is None else spec.query_segments[:, at]
+    segments, positions = (None if x is None else x[:, at] for x in (spec.query_segments, spec.query_positions))
     start, bias = (None if x is None else x[:, :, at] for x in (spec.query_start, spec.query_bias))
-    part = dataclasses.replace(spec, query_len=len(at), query_segments=segments, query_start=start, query_bias=bias)
+    part = dataclasses.replace(
+        spec,
+        query_len=len(at),
+        query_segments=segments,
+        query_start=start,
+        query_bias=bias,
+        query_positions=positions,
+    )
     position = first_positions(spec, at.device)[:, None] + at
     return part, position[..., None] - torch.arange(spec.key_len, device=at.device)

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.checks import dtype_name
+from alibi_attn.attention.part_options import check_without_parts
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.validation import BiasOptions, SharedOptions, make_spec
 from alibi_attn.distributed.exchange import Ranks
@@ -50,6 +51,7 @@ def shard_spec(
             "segment_ids is a pair but a shard's queries and keys are the same rows: pass one tensor [B, L] for the shard"
         )
     spec = make_spec(query, key, value, slopes, query_offset=None, **options)
+    check_without_parts(spec, "context parallelism")
     if spec.query_len != spec.key_len:
         raise ValueError(
             f"query has {spec.query_len} rows and key {spec.key_len} but context parallelism is self-attention: pass the same "

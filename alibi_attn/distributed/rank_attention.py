@@ -13,6 +13,7 @@ from torch import Tensor
 
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.execution import attend
+from alibi_attn.attention.merging import merged
 from alibi_attn.attention.spec import AttentionSpec, index_of, query_heads
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.distributed.exchange import Pieces
@@ -92,18 +93,6 @@ def attend_rank(inputs: RankInputs) -> tuple[Tensor, Tensor | None]:
         both, both_lse = merged(output[:, index], lse[:, index], more.to(output.dtype), more_lse)
         output, lse = output.index_copy(1, index, both), lse.index_copy(1, index, both_lse)
     return output.to(inputs.query.dtype), lse
-
-
-def merged(output: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> tuple[Tensor, Tensor]:
-    """The (output, lse) over the union of two disjoint sets of keys; differentiable, even if a query sees no keys."""
-    top = torch.maximum(lse, more_lse).detach()
-    top = top.masked_fill(top == -torch.inf, 0.0)
-    weights = (lse - top).exp(), (more_lse - top).exp()
-    total = weights[0] + weights[1]
-    nothing = total == 0
-    total = total.masked_fill(nothing, 1.0)
-    shares = [(weight / total)[..., None] for weight in weights]
-    return shares[0] * output + shares[1] * more, (top + total.log()).masked_fill(nothing, -torch.inf)
 
 
 def _buckets(inputs: RankInputs) -> list[list[int]]:

@@ -68,7 +68,7 @@ def explain(
         device,
         name,
         _verdicts(name, platforms, backend),
-        np.clip(farthest, 0, spec.window),
+        np.broadcast_to(np.clip(farthest, 0, spec.window)[:, None], (spec.batch, spec.num_heads)),
         np.asarray(spec.slopes),
         visited,
     )

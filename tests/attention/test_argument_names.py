@@ -15,7 +15,7 @@ from alibi_attn import (
     forgetting_attention,
     toeplitz_attention,
 )
-from alibi_attn.attention.argument_names import DEFAULTS, OURS
+from alibi_attn.attention.argument_names import OURS, PYTORCH_DEFAULTS
 
 X = torch.zeros(1, 2, 4, 8)
 CALLS = {
@@ -69,4 +69,4 @@ def test_a_signature_has_no_unknown_arguments(function):
 def test_the_defaults_are_those_of_the_signature() -> None:
     """They are written twice, for readers' convenience."""
     keywords = [p for p in inspect.signature(alibi_attention).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    assert {p.name: p.default for p in keywords} == {**DEFAULTS, "backend": "auto"}
+    assert {p.name: p.default for p in keywords} == {**PYTORCH_DEFAULTS, "backend": "auto"}

@@ -12,10 +12,10 @@ from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.dropout import drawn_seed, kept
 from alibi_attn.attention.execution import scaled_by_sinks
 from alibi_attn.attention.forgetting import forgetting_attention
+from alibi_attn.attention.merging import merged
 from alibi_attn.attention.spec import dropout_numbers
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.attention.varlen import alibi_attention_varlen
-from alibi_attn.distributed.rank_attention import merged
 
 SINKS = [0.0, 3.0, -4.0, -math.inf]
 SLOPES = [0.5, 0.25, 0.1, 0.02]

@@ -21,7 +21,7 @@ def results_follow_return_lse(x: Tensor, *, flag: bool) -> None:
 
 def typos_and_wrong_types_are_errors(x: Tensor) -> None:
     alibi_attention(x, x, x, windows=4)  # type: ignore[call-overload]
-    alibi_attention(x, x, x, window="4")  # type: ignore[call-overload]
+    alibi_attention(x, x, x, window="4")  # type: ignore[arg-type]
     alibi_attention_varlen(x, x, x, x, key_mask=x)  # type: ignore[call-overload]
     forgetting_attention(x, x, x, x, causal=True)  # type: ignore[call-overload]
     toeplitz_attention(x, x, x, x, tolerance=0.0)  # type: ignore[call-overload]

@@ -10,8 +10,8 @@ import torch
 from context_cases import CASES, joined, planned, truth
 from context_models import MODELS, run
 
+from alibi_attn.attention.merging import merged
 from alibi_attn.distributed import Traffic, context_parallel_attention
-from alibi_attn.distributed.rank_attention import merged
 
 PROCESSES = Path(__file__).parent.parent / "support" / "processes"
 EPS = {torch.float64: 2.0**-52, torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}

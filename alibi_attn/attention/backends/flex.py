@@ -47,8 +47,10 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
         return f"it has no dropout but dropout_p is {spec.dropout_p}"
     if spec.head_dim < 16 and device == "cuda":
         return f"FlexAttention needs heads of at least 16 but D is {spec.head_dim}"
-    if device == "cpu" and spec.return_lse:
-        return "FlexAttention has no lse on the CPU"
+    if device == "cpu" and (spec.return_lse or spec.has_parts):
+        return "FlexAttention has no lse on the CPU" + (
+            ", which merges the parts of this call" if spec.has_parts else ""
+        )
     if not torch.is_grad_enabled():
         return None
     for name, x in (("slopes", spec.slopes), ("slopes", spec.right_slopes), ("key_bias", spec.key_bias)):

@@ -3,6 +3,7 @@
 python tests/support/fuzz/certificate_attack.py 100000 results            # many draws, saved as a record
 python tests/support/fuzz/certificate_attack.py 100000 results native     # the CPU kernels, with some longer inputs
 python tests/support/fuzz/certificate_attack.py 100000 results native biased   # and with a bias for every key
+python tests/support/fuzz/certificate_attack.py 100000 results native parts   # prefixes, positions, windows per head, sinks
 python tests/support/fuzz/certificate_attack.py 100000 results native bf16   # in bf16, which some processors multiply natively
 """
 
@@ -24,6 +25,8 @@ from alibi_attn.attention.backends.banded import pieces as banded_pieces
 from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.certificate.bounds import Bounds, bounds
 from alibi_attn.attention.certificate.constants import TILE
+from alibi_attn.attention.execution import runs_in_parts
+from alibi_attn.attention.merging import parts
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.attention.visibility import distances, visible
 from alibi_lab import records
@@ -62,6 +65,7 @@ MASKS = (
     "offset after",
     "offset before",
 )
+PARTS = ("prefix", "positions", "far positions", "windows", "sinks", "prefix and sinks", "positions and sinks")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -83,6 +87,7 @@ class Attack:
     dtype: str = "float32"
     refine: bool = False  # the refinement that long inputs use
     bias: str | None = None  # one of BIASES
+    part: str | None = None  # one of PARTS
 
     def inputs(self) -> tuple[list[torch.Tensor], dict]:
         rng = np.random.default_rng(self.seed)
@@ -132,10 +137,28 @@ class Attack:
             kwargs["key_bias"] = torch.tensor(
                 self._key_bias(np.random.default_rng([self.seed, 1]), kwargs["segment_ids"])
             )
+        if self.part is not None:
+            kwargs.update(self._parts(np.random.default_rng([self.seed, 2]), kwargs))
         dtype = getattr(torch, self.dtype)
         most = 6e4 if self.dtype == "float16" else 1e37
         tensors = [torch.tensor(np.clip(x, -most, most)).to(dtype) for x in (q, k, v)]
         return [*tensors, torch.tensor(slopes, dtype=torch.float32)], kwargs
+
+    def _parts(self, rng: np.random.Generator, kwargs: dict) -> dict:
+        """Keyword arguments that split the call, in place of those that they exclude."""
+        n, added = self.length, {}
+        if "prefix" in self.part:
+            added |= {"prefix_len": torch.tensor([int(rng.integers(0, n + 1))]), "causal": True, "right_slopes": None}
+        if "positions" in self.part:
+            steps = rng.exponential(1.0, (1, n)) * (rng.random((1, n)) < rng.uniform(0.2, 1)) ** 2
+            steps *= np.where(rng.random((1, n)) < 0.05, 10.0 ** rng.uniform(0, 5), 1.0)
+            start = 1e9 if self.part == "far positions" else 0.0
+            added |= {"positions": torch.tensor(start + np.cumsum(steps, -1)), "query_offset": None}
+        if "windows" in self.part:
+            added["window"] = [int(x) for x in rng.integers(1, n + 1, self.group)]
+        if "sinks" in self.part:
+            added |= {"sinks": int(rng.integers(1, 40)), "window": kwargs["window"] or int(rng.integers(1, n + 1))}
+        return added
 
     def _key_bias(self, rng: np.random.Generator, segment_ids: torch.Tensor | None) -> np.ndarray:
         """[1, H, S] float64: gates from ln f = −60 to f = 1, spikes of +80, hidden keys (−inf), and |b| up to 10⁶."""
@@ -204,6 +227,8 @@ def _lost(spec, h: int, pair: tuple[torch.Tensor, ...], keys: tuple[torch.Tensor
     slopes = spec.slopes[h].double()
     if spec.right_slopes is not None:
         slopes = torch.where(distance < 0, spec.right_slopes[h].double(), slopes)
+    if spec.positions is not None:
+        distance = (spec.query_positions[0][:, None] - spec.positions[0])[some]
     scores -= slopes * distance.abs()
     if spec.key_bias is not None:
         scores += spec.key_bias[0, h] - spec.key_bias[0, h].amax().clamp(min=-1e300)
@@ -232,6 +257,27 @@ def native_keys(spec, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
     return of_blocks.repeat_interleave(TILE, 2)[:, :, : spec.query_len]
 
 
+def native_keys_of_parts(spec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
+    """[B, H, T, S]: the keys that the CPU kernels visited for each query of a call that `merging.py` splits."""
+    numbers = torch.arange(spec.key_len, dtype=torch.float64)[:, None].expand(key.shape)
+    return _keys_of_parts(spec, query, key, value, numbers, spec.key_len)
+
+
+def _keys_of_parts(spec, query, key, value, numbers: torch.Tensor, key_len: int) -> torch.Tensor:
+    """`numbers` holds the number of each key in the whole call, in place of its value."""
+    kept = torch.zeros(spec.batch, spec.num_heads, spec.query_len, key_len, dtype=torch.bool)
+    if spec.key_len == 0:
+        return kept
+    if not runs_in_parts("native", spec):
+        kept[..., numbers[0, 0, :, 0].long()] = native_keys(spec, query, key, value)
+        return kept
+    for part, of in zip(parts(spec, query, key, value), parts(spec, query, key, numbers), strict=True):
+        found = _keys_of_parts(*part[:4], of.value, key_len)
+        heads = slice(None) if part.heads is None else list(part.heads)
+        kept[:, heads] |= found.flip(2) if part.is_reversed else found
+    return kept
+
+
 def read_keys(spec, pieces: list[list[list[banded_pieces.Piece]]]) -> torch.Tensor:
     """[B, H, T, S] int: how many pieces read each pair (a "diagonal" reads up to the query)."""
     count = torch.zeros(spec.batch, spec.num_heads, spec.query_len, spec.key_len, dtype=torch.int64)
@@ -246,7 +292,7 @@ def read_keys(spec, pieces: list[list[list[banded_pieces.Piece]]]) -> torch.Tens
     return count
 
 
-def random_attack(seed: int, *, biased: bool = False, bf16: bool = False) -> Attack:
+def random_attack(seed: int, *, biased: bool = False, bf16: bool = False, parts: bool = False) -> Attack:
     rng = np.random.default_rng(seed)
     pick = lambda options: options[int(rng.integers(len(options)))]  # noqa: E731
     wild = rng.random() < 0.3
@@ -270,12 +316,14 @@ def random_attack(seed: int, *, biased: bool = False, bf16: bool = False) -> Att
     )
     if drawn.bias == "of segments" and "segments" not in drawn.mask:
         drawn = dataclasses.replace(drawn, mask="segments")
+    if parts:
+        drawn = dataclasses.replace(drawn, part=pick(PARTS))
     if bf16:  # half of them with longer dot products
         drawn = dataclasses.replace(drawn, dtype="bfloat16", head_dim=drawn.head_dim * (1 if seed % 2 else 16))
     return drawn
 
 
-KINDS = "biased", "bf16"
+KINDS = "biased", "bf16", "parts"
 
 
 def main(draws: int, out: Path, backend: str = "", *kinds: str) -> None:
@@ -290,9 +338,10 @@ def main(draws: int, out: Path, backend: str = "", *kinds: str) -> None:
         attack = random_attack(seed, **dict.fromkeys(kinds, True))
         if backend and seed % 20 == 0:  # several different blocks of queries, and keys far beyond the reach
             attack = dataclasses.replace(attack, length=attack.length * 6)
-        lost, share = dropped(attack, native_keys if backend else None)
+        certify = native_keys_of_parts if attack.part else native_keys
+        lost, share = dropped(attack, certify if backend else None)
         worst, shares = max(worst, lost / attack.tolerance), shares + share
-        of = "all", f"keys: {attack.where}", f"mask: {attack.mask}", f"bias: {attack.bias}"
+        of = "all", f"keys: {attack.where}", f"mask: {attack.mask}", f"bias: {attack.bias}", f"part: {attack.part}"
         for count, holds in (("draws", True), ("skipping", share > 0), ("broken", not lost <= attack.tolerance)):
             counts[count].update(of if holds else ())
         if seed % 5000 == 4999:

@@ -53,6 +53,8 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
         return f"it has no dropout but dropout_p is {spec.dropout_p}"
     if spec.key_bias is not None:
         return "it has no key_bias"
+    if spec.positions is not None:
+        return "it has no key_bias, which expresses positions"
     return why_not_compiled()
 
 

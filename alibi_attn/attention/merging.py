@@ -1,0 +1,244 @@
+"""Calls whose keys split into disjoint sets, each an ordinary call that every backend computes; the results merge by their lse.
+
+    prefix_len, positions     the keys to the left of each query (and itself), and those to the right
+    windows per head          the heads that share a window
+    sinks                     the first n keys, without the window, and all others, within it
+
+Keys to the right become keys to the left by reversing both sequences. There the queries are moved by one, so that none sees its
+own key again; all distances are then one too small, and lse is too large by m. Explicit positions are biases of queries and keys,
+−m·(p_i − p_j) = −m·p_i + m·p_j, with slopes of 0.
+
+A merged result drops the mean of the shares that its parts drop, weighted by their mass: at most the tolerance of each part.
+`execution.py` runs the parts. Shapes as in `spec.py`.
+"""
+
+import dataclasses
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention.bias import widest
+from alibi_attn.attention.spec import AttentionSpec, index_of
+from alibi_attn.attention.transforms import surely
+from alibi_attn.attention.visibility import lse_dtype
+
+Spec = AttentionSpec[Tensor]
+Result = tuple[Tensor, Tensor]
+
+
+class Part(NamedTuple):
+    """Some keys of a call, or some of its heads.
+
+    Args:
+        heads: the query heads of the call; None = all.
+        is_reversed: the sequences run backward, and distances are one too small.
+    """
+
+    spec: Spec
+    query: Tensor
+    key: Tensor
+    value: Tensor
+    heads: tuple[int, ...] | None = None
+    is_reversed: bool = False
+
+
+def parts(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> list[Part]:
+    """The parts of a call; those of several heads or sides may have parts again. A dropout seed must have been drawn."""
+    spec = dataclasses.replace(spec, return_lse=True)
+    if spec.head_windows is not None:
+        return [_of_heads(spec, query, key, value, heads, window) for heads, window in _windows(spec)]
+    if spec.sinks > 0:
+        return _sinks_and_others(spec, query, key, value)
+    has_right = spec.prefix_len is not None or not spec.causal
+    if has_right and (spec.prefix_len is not None or spec.positions is not None):
+        return _two_sides(spec, query, key, value)
+    return [Part(_with_positions(spec), query, key, value)]
+
+
+def joined(spec: Spec, of: Sequence[Part], results: Sequence[Result]) -> Result:
+    """(output in query's dtype, lse) of the call whose parts gave these results."""
+    if of[0].heads is not None:
+        places = {head: (part, at) for part, one in enumerate(of) for at, head in enumerate(one.heads or ())}
+        order = [places[head] for head in range(spec.num_heads)]
+        output, lse = (torch.stack([results[part][n][:, at] for part, at in order], 1) for n in (0, 1))
+        return output, lse
+    forward = [_in_order(part, result) for part, result in zip(of, results, strict=True)]
+    output, lse = forward[0]
+    for more in forward[1:]:
+        output, lse = merged(output, lse, *more)
+    return output.to(of[0].query.dtype), lse.to(lse_dtype(spec, of[0].query))
+
+
+def merged(output: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> Result:
+    """The (output, lse) over the union of two disjoint sets of keys; differentiable, even if a query sees no keys."""
+    top = torch.maximum(lse, more_lse).detach()
+    top = top.masked_fill(top == -torch.inf, 0.0)
+    weights = (lse - top).exp(), (more_lse - top).exp()
+    total = weights[0] + weights[1]
+    nothing = total == 0
+    total = total.masked_fill(nothing, 1.0)
+    shares = [(weight / total)[..., None] for weight in weights]
+    return shares[0] * output + shares[1] * more, (top + total.log()).masked_fill(nothing, -torch.inf)
+
+
+def _windows(spec: Spec) -> list[tuple[tuple[int, ...], int]]:
+    """(heads, their window): one entry per window or, with dropout, whose numbers follow the heads, per run of heads."""
+    assert spec.head_windows is not None
+    found: list[tuple[tuple[int, ...], int]] = []
+    for head, window in enumerate(spec.head_windows):
+        at = next((n for n, (_, other) in enumerate(found) if other == window), None)
+        if spec.dropout_p > 0 and at != len(found) - 1:
+            at = None
+        if at is None:
+            found.append(((head,), window))
+        else:
+            found[at] = ((*found[at][0], head), window)
+    return found
+
+
+def _of_heads(spec: Spec, query: Tensor, key: Tensor, value: Tensor, heads: tuple[int, ...], window: int) -> Part:
+    owners = sorted({head // spec.group for head in heads})
+    if len(owners) * spec.group != len(heads):  # some query heads of a key head have other windows
+        owners = [head // spec.group for head in heads]
+    of_heads, of_owners = list(heads), owners
+    seed = spec.dropout_seed
+    if seed is not None:
+        seed = torch.cat([seed[:, :2], seed[:, 2:3] + heads[0], seed[:, 3:]], 1)
+    part = dataclasses.replace(
+        spec,
+        num_heads=len(heads),
+        num_kv_heads=len(owners),
+        slopes=_taken(spec.slopes, of_heads, -1),
+        right_slopes=None if spec.right_slopes is None else _taken(spec.right_slopes, of_heads, -1),
+        key_bias=None if spec.key_bias is None else _taken(spec.key_bias, of_heads, 1),
+        dropout_seed=seed,
+        window=window,
+        head_windows=None,
+    )
+    query, key, value = _taken(query, of_heads, 1), _taken(key, of_owners, 1), _taken(value, of_owners, 1)
+    if spec.sinks == 0:
+        part, key, value = _keys(part, key, value, _first_near(part), part.key_len)
+    return Part(part, query, key, value, heads=heads)
+
+
+def _sinks_and_others(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> list[Part]:
+    sinks = min(spec.sinks, spec.key_len)
+    spec = dataclasses.replace(spec, sinks=0)
+    of_sinks = _keys(dataclasses.replace(spec, window=None), key, value, 0, sinks)
+    others = _keys(spec, key, value, max(sinks, _first_near(spec)), spec.key_len)
+    return [Part(part, query, keys, values) for part, keys, values in (others, of_sinks)]
+
+
+def _first_near(spec: Spec) -> int:
+    """The first key that the window may show to query 0, if that is known without reading a tensor."""
+    if spec.window is None or not isinstance(spec.query_offset, int):
+        return 0
+    return min(max(spec.query_offset - spec.window + 1, 0), spec.key_len)
+
+
+def _keys(spec: Spec, key: Tensor, value: Tensor, start: int, stop: int) -> tuple[Spec, Tensor, Tensor]:
+    """The call over keys [start, stop) only."""
+    if start == 0 and stop == spec.key_len:
+        return spec, key, value
+    seed = spec.dropout_seed
+
+    def cut(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x[..., start:stop]
+
+    part = dataclasses.replace(
+        spec,
+        key_len=stop - start,
+        query_offset=spec.query_offset - start,
+        key_mask=cut(spec.key_mask),
+        key_segments=cut(spec.key_segments),
+        key_bias=cut(spec.key_bias),
+        positions=cut(spec.positions),
+        prefix_len=None if spec.prefix_len is None else spec.prefix_len - start,
+        dropout_seed=None if seed is None else torch.cat([seed[:, :3], seed[:, 3:] + start], 1),
+    )
+    return part, key[:, :, start:stop], value[:, :, start:stop]
+
+
+def _two_sides(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> list[Part]:
+    """The keys up to each query, and those after it."""
+    left = Part(dataclasses.replace(spec, causal=True, right_slopes=None, prefix_len=None), query, key, value)
+    after = 0 if isinstance(spec.query_offset, Tensor) else spec.query_offset + 1  # the first key after query 0
+    if spec.window == 1 or surely(after >= spec.key_len):
+        return [left]
+    part, key, value = _keys(spec, key, value, after if surely(after > 0) else 0, spec.key_len)
+    return [left, _reversed(part, query, key, value)]
+
+
+def _reversed(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> Part:
+    """The keys after each query: key j becomes key S − 1 − j, and the queries are moved by one."""
+
+    def turned(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.flip(-1)
+
+    mask, seed = spec.key_mask, spec.dropout_seed
+    if spec.prefix_len is not None:
+        inside = torch.arange(spec.key_len, device=key.device) < spec.prefix_len[:, None]
+        mask = inside if mask is None else inside & mask
+    if (
+        seed is not None
+    ):  # dropout of query i and key j draws the number of query −i − 1 and key −j, which no other pair has
+        seed = torch.cat([seed[:, :3], 1 - spec.key_len - seed[:, 3:]], 1)
+    of_keys, of_queries = turned(spec.positions), turned(spec.query_positions)
+    part = dataclasses.replace(
+        spec,
+        causal=True,
+        slopes=spec.slopes if spec.right_slopes is None else spec.right_slopes,
+        right_slopes=None,
+        prefix_len=None,
+        window=None if spec.window is None else spec.window - 1,
+        query_offset=spec.key_len - spec.query_len - 1 - spec.query_offset,
+        key_mask=turned(mask),
+        query_segments=turned(spec.query_segments),
+        key_segments=turned(spec.key_segments),
+        key_bias=turned(spec.key_bias),
+        positions=None if of_keys is None else -of_keys,
+        query_positions=None if of_queries is None else -of_queries,
+        dropout_seed=seed,
+    )
+    return Part(part, query.flip(2), key.flip(2), value.flip(2), is_reversed=True)
+
+
+def _in_order(part: Part, result: Result) -> Result:
+    """The result of a part, for the queries in their order and with the true distances."""
+    if not part.is_reversed:
+        return result
+    output, lse = result[0].flip(2), result[1].flip(2)
+    return output, lse if part.spec.positions is not None else lse - part.spec.slopes[..., None]
+
+
+def _with_positions(spec: Spec) -> Spec:
+    """The causal call with its positions as biases."""
+    positions, query_positions = spec.positions, spec.query_positions
+    assert positions is not None
+    assert query_positions is not None
+    wide = widest(positions)
+    last = positions[:, -1:].to(wide)  # differences keep more digits than products with large numbers
+    never = spec.slopes.isinf()  # right slopes: such a head sees no key to the right
+    m = spec.slopes.to(wide).masked_fill(never, 0.0).reshape(-1, spec.num_heads, 1)
+    of_keys = m * (positions.to(wide) - last)[:, None]
+    of_keys = of_keys.masked_fill(never.reshape(-1, spec.num_heads, 1), -torch.inf)
+    of_queries = -m * (query_positions.to(wide) - last)[:, None]
+    heads = spec.batch, spec.num_heads
+    return dataclasses.replace(
+        spec,
+        slopes=torch.zeros_like(spec.slopes).detach(),
+        key_bias=(of_keys if spec.key_bias is None else of_keys + spec.key_bias).expand(*heads, -1),
+        query_bias=of_queries.expand(*heads, -1),
+        positions=None,
+        query_positions=None,
+    )
+
+
+def _taken(x: Tensor, heads: list[int], axis: int) -> Tensor:
+    """Some heads of a tensor; without an index tensor, whose copy to a GPU would synchronize."""
+    chosen = index_of(heads)
+    if isinstance(chosen, slice):
+        return x.narrow(axis, chosen.start, chosen.stop - chosen.start)
+    return torch.stack([x.select(axis, head) for head in heads], axis)

@@ -1,0 +1,157 @@
+"""Validates windows per head, sinks, prefixes and positions: the arguments that split a call into parts (`merging.py`)."""
+
+import operator
+from collections.abc import Mapping, Sequence
+from typing import Any, TypedDict
+
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from alibi_attn.attention.checks import Checked, check_positions, check_prefix_len
+from alibi_attn.attention.spec import MAX_POSITION, AttentionSpec
+from alibi_attn.attention.transforms import is_traced, may_read
+
+Window = int | Sequence[int] | NDArray[np.integer] | Tensor
+
+
+class PartFields(TypedDict, total=False):
+    """The fields of an `AttentionSpec` that come from these arguments."""
+
+    sinks: int
+    prefix_len: Tensor
+    positions: Tensor
+    query_positions: Tensor
+
+
+def windows_of_heads(window: Window | None, num_heads: int) -> tuple[int | None, tuple[int, ...] | None]:
+    """(the window of all heads, None), or (None, one per head); a single window is checked elsewhere.
+
+    Raises:
+        ValueError, TypeError: not [H] integers of at least 1, or a tensor that cannot be read for free.
+    """
+    if window is None or isinstance(window, int):
+        return window, None
+    if isinstance(window, Tensor):
+        if is_traced() or not window.is_cpu:
+            raise TypeError(
+                f"window is a tensor on {window.device}, which cannot be read here without waiting; pass a list of integers"
+            )
+        if window.is_floating_point() or window.is_complex() or window.dtype == torch.bool:
+            raise TypeError(f"window is {window.dtype} but must hold integers, one window per head")
+        window = window.tolist()
+    if isinstance(window, np.ndarray):
+        window = window.tolist()
+    if not isinstance(window, Sequence):
+        raise TypeError(f"window must be an integer, one integer per head, or None but is {window!r}")
+    try:
+        windows = [operator.index(one) for one in window if not isinstance(one, bool)]
+    except TypeError:
+        windows = []
+    if len(windows) != len(window) or len(windows) != num_heads:
+        raise ValueError(
+            f"window is {list(window)} but must be an integer, or [H] = {num_heads} integers, one per head"
+        )
+    if min(windows) < 1:
+        raise ValueError(f"window is {windows} but counts the query itself, so each must be at least 1")
+    windows = [min(one, MAX_POSITION) for one in windows]
+    return (windows[0], None) if len(set(windows)) == 1 else (None, tuple(windows))
+
+
+def part_fields(given: Mapping[str, Any], sizes: Checked) -> PartFields:
+    """The fields of a call's spec; empty for most calls.
+
+    Raises:
+        ValueError, TypeError: wrong shapes, dtypes or values, or arguments that exclude one another.
+    """
+    fields: PartFields = {}
+    sinks, prefix_len, positions = given["sinks"], given["prefix_len"], given["positions"]
+    if isinstance(sinks, bool) or not isinstance(sinks, int):
+        kind = "a tensor" if isinstance(sinks, Tensor) else repr(sinks)
+        raise TypeError(
+            f"sinks is {kind} but must be an integer, a number of first keys; learned logits are sink_logits"
+        )
+    if sinks < 0:
+        raise ValueError(
+            f"sinks is {sinks} but must be at least 0, the number of first keys that the window never hides"
+        )
+    if sinks > 0 and given["window"] is not None:
+        fields["sinks"] = sinks
+    if prefix_len is not None:
+        check_prefix_len(prefix_len, batch=sizes.batch, causal=given["causal"])
+        if may_read(prefix_len) and prefix_len.numel():
+            low, high = (int(x) for x in torch.aminmax(prefix_len))
+            if low < 0 or high > sizes.key_len:
+                raise ValueError(
+                    f"prefix_len is {low if low < 0 else high} for a sequence but counts first keys, 0 to S = {sizes.key_len}"
+                )
+        fields["prefix_len"] = prefix_len.to(torch.int64)
+    if positions is not None:
+        fields["positions"] = positions
+        fields["query_positions"] = _query_positions(given, sizes)
+    elif given["query_positions"] is not None:
+        raise ValueError("query_positions is given without positions [B, S], those of the keys; pass both")
+    return fields
+
+
+def check_without_parts(spec: AttentionSpec[Tensor], function: str) -> None:
+    """Raises a ValueError if the call has arguments that only `alibi_attention` and its layers support."""
+    given = {
+        "window per head": spec.head_windows is not None,
+        "sinks": spec.sinks > 0,
+        "prefix_len": spec.prefix_len is not None,
+        "positions": spec.positions is not None,
+    }
+    if spec.has_parts:
+        names = ", ".join(name for name, is_given in given.items() if is_given)
+        raise ValueError(f"{function} does not support {names}; use alibi_attention, or omit it")
+
+
+def _query_positions(given: Mapping[str, Any], sizes: Checked) -> Tensor:
+    """[B, T]: the given positions of queries, or those of the last T keys."""
+    positions: Tensor = given["positions"]
+    own: Tensor | None = given["query_positions"]
+    if given["query_offset"] is not None:
+        raise ValueError("positions and query_offset exclude one another: pass query_positions [B, T] instead")
+    check_positions("positions", positions, batch=sizes.batch, length=sizes.key_len, axis="S")
+    _check_values("positions", positions)
+    if own is not None:
+        check_positions("query_positions", own, batch=sizes.batch, length=sizes.query_len, axis="T")
+        _check_values("query_positions", own)
+        _check_between(own, positions, causal=given["causal"])
+        return own
+    if sizes.query_len > sizes.key_len:
+        raise ValueError(
+            f"there are {sizes.query_len} queries and {sizes.key_len} keys, so not every query has a key's position; pass "
+            "query_positions [B, T]"
+        )
+    return positions[:, sizes.key_len - sizes.query_len :]
+
+
+def _check_values(name: str, positions: Tensor) -> None:
+    if positions.requires_grad:
+        raise ValueError(f"{name} receives no gradient; pass {name}.detach()")
+    if not may_read(positions):
+        return
+    if not bool(positions.isfinite().all()) or bool((positions[:, 1:] < positions[:, :-1]).any()):
+        raise ValueError(f"{name} must be finite and must not decrease along a row; sort the tokens by position")
+
+
+def _check_between(own: Tensor, positions: Tensor, *, causal: bool) -> None:
+    """Each query lies between its key, the one of the same index counted from the end, and the next key."""
+    if not may_read(own, positions):
+        return
+    query_len, key_len = own.shape[1], positions.shape[1]
+    common = min(query_len, key_len)
+    after = own[:, query_len - common :] >= positions[:, key_len - common :]
+    wrong = not bool(after.all())
+    if not causal:
+        before = min(query_len, key_len + 1) - 1  # queries with a next key
+        wrong |= not bool((own[:, query_len - 1 - before : query_len - 1] <= positions[:, key_len - before :]).all())
+    if wrong:
+        raise ValueError(
+            "query_positions must not precede the positions of the last T keys, one for one"
+            + ("" if causal else ", nor follow those of the keys after them")
+            + ": which keys a query sees on its left is decided by index"
+        )

@@ -1,0 +1,394 @@
+"""Windows per head, sinks, prefixes and explicit positions against dense masks in fp64 (`support/oracles/parts_oracle.py`)."""
+
+import dataclasses
+import math
+
+import pytest
+import torch
+from certificate_attack import PARTS, dropped, native_keys_of_parts, random_attack
+from parts_oracle import seen_and_bias, truth
+
+from alibi_attn.attention.api import alibi_attention, certified_block_mask, explain, head_reach
+from alibi_attn.attention.backends.native import build
+from alibi_attn.attention.forgetting import forgetting_attention
+from alibi_attn.attention.rows import attention_rows
+from alibi_attn.attention.toeplitz import toeplitz_attention
+from alibi_attn.attention.varlen import alibi_attention_varlen
+
+ON_CPU = ("reference", "dense", "banded", "native")
+SLOPES = [0.5, 0.2, 0.1, 0.02]
+WINDOWS = [5, 9, 400, 9]
+
+
+def stamps(s: int, *, start: float = 0.0, batch: int = 2) -> torch.Tensor:
+    """Sorted times with gaps and ties."""
+    g = torch.Generator().manual_seed(s)
+    steps = torch.rand(batch, s, generator=g, dtype=torch.float64) * (torch.rand(batch, s, generator=g) < 0.8)
+    return start + steps.cumsum(-1)
+
+
+def options_of(kind: str, s: int) -> dict:
+    prefix = torch.tensor([s // 4, min(s, 67)])
+    return {
+        "prefix": {"prefix_len": prefix},
+        "prefix and offset": {"prefix_len": prefix, "query_offset": 20},
+        "windows": {"window": WINDOWS},
+        "symmetric windows": {"window": WINDOWS, "causal": False},
+        "sinks": {"window": 20, "sinks": 3},
+        "symmetric sinks": {"window": 20, "sinks": 30, "causal": False},
+        "positions": {"positions": stamps(s)},
+        "symmetric positions": {"positions": stamps(s), "causal": False, "right_slopes": [0.1, 0.3, 0.0, 1.0]},
+        "all": {"positions": stamps(s).float(), "window": [5, 70, 33, 400], "sinks": 3, "prefix_len": prefix},
+    }[kind]
+
+
+KINDS = ("prefix", "prefix and offset", "windows", "symmetric windows", "sinks", "symmetric sinks", "positions",
+         "symmetric positions", "all")  # fmt: skip
+
+
+def drawn(t: int, s: int, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    g = torch.Generator().manual_seed(t + s)
+    tensors = [torch.randn(2, h, n, 16, generator=g).to(dtype) for h, n in ((4, t), (2, s), (2, s))]
+    return [*tensors, torch.tensor(SLOPES, dtype=torch.float64 if dtype == torch.float64 else torch.float32)]
+
+
+def results(function, inputs, options):
+    """Output, lse (0 where −inf) and the gradients of fixed sums of both, in fp64."""
+    leaves = [x.detach().clone().requires_grad_() for x in inputs]
+    output, lse = function(*leaves, **options)
+    g = torch.Generator().manual_seed(0)
+    seen = lse.double().masked_fill(lse == -math.inf, 0.0)
+    total = sum((x.double() * torch.randn(x.shape, generator=g, dtype=torch.float64)).sum() for x in (output, seen))
+    gradients = torch.autograd.grad(total, leaves)
+    return [x.detach().double() for x in (output, seen, *gradients)]
+
+
+def assert_equal_to_truth(inputs, options, *, error: float, backend: str = "auto") -> None:
+    def ours(*x, **given):
+        return alibi_attention(*x, return_lse=True, backend=backend, **given)
+
+    got, expected = results(ours, inputs, options), results(truth, inputs, options)
+    for name, x, y in zip(("output", "lse", "query", "key", "value", "slopes"), got, expected, strict=True):
+        off = float((x - y).abs().max() / (1 + y.abs().max()))
+        assert off <= error, f"{name} is off by {off:.2g}"
+
+
+@pytest.mark.parametrize("backend", ON_CPU)
+@pytest.mark.parametrize("kind", KINDS)
+def test_output_lse_and_gradients_equal_the_definition(backend: str, kind: str) -> None:
+    for t, s in ((150, 150), (70, 150), (1, 90)):
+        options = options_of(kind, s)
+        if backend == "banded" and "positions" in options:
+            with pytest.raises(ValueError, match=r"banded.*no key_bias, which expresses positions"):
+                alibi_attention(*drawn(t, s), backend=backend, **options)
+            continue
+        assert_equal_to_truth(drawn(t, s), options, backend=backend, error=5e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_masks_segments_and_key_biases_still_apply(kind: str) -> None:
+    g = torch.Generator().manual_seed(3)
+    masks = {
+        "key_mask": torch.rand(2, 130, generator=g) < 0.7,
+        "segment_ids": torch.randint(0, 3, (2, 130), generator=g).sort(-1).values,
+        "key_bias": torch.randn(2, 4, 130, generator=g),
+    }
+    if "offset" in kind:
+        del masks["segment_ids"]
+    for dtype, error in ((torch.float32, 5e-6), (torch.float64, 1e-12)):
+        assert_equal_to_truth(drawn(90, 130, dtype), options_of(kind, 130) | masks, backend="native", error=error)
+
+
+def test_the_checker_fails_on_wrong_answers() -> None:
+    inputs = drawn(90, 130)
+    for right, wrong in (
+        ({"prefix_len": torch.tensor([40, 60])}, {"prefix_len": torch.tensor([40, 61])}),
+        ({"window": [5, 9, 40, 9]}, {"window": [5, 9, 41, 9]}),
+        ({"window": 9, "sinks": 3}, {"window": 9, "sinks": 2}),
+        ({"positions": stamps(130)}, {"positions": stamps(130) * 1.01}),
+    ):
+        expected = truth(*inputs, **right)[0]
+        assert (alibi_attention(*inputs, **right).double() - expected).abs().max() < 1e-5
+        assert (alibi_attention(*inputs, **wrong).double() - expected).abs().max() > 1e-3
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_times_of_a_billion_seconds_lose_no_digits(causal: bool) -> None:
+    """fp64 holds seconds since 1970 to 0.2 µs, and their differences are biases: those are exact."""
+    inputs = [x.double() for x in drawn(200, 300)]
+    options = {"positions": stamps(300, start=1.7e9), "causal": causal}
+    assert_equal_to_truth(inputs, options, backend="native", error=1e-11)
+    spread = {"positions": torch.linspace(0.0, 2e9, 300, dtype=torch.float64).expand(2, -1), "causal": causal}
+    assert_equal_to_truth([*inputs[:3], inputs[3] * 1e-6], spread, backend="native", error=1e-11)
+    assert_equal_to_truth([x.float() for x in inputs], options, backend="native", error=5e-6)
+
+
+def test_positions_that_count_tokens_are_plain_attention() -> None:
+    inputs, counted = drawn(130, 130), torch.arange(130.0).expand(2, -1)
+    for causal in (True, False):
+        expected = alibi_attention(*inputs, causal=causal, return_lse=True)
+        found = alibi_attention(*inputs, causal=causal, return_lse=True, positions=counted)
+        for x, y in zip(found, expected, strict=True):
+            torch.testing.assert_close(x, y, rtol=0, atol=5e-6)
+            assert x.dtype == torch.float32
+
+
+def test_queries_may_have_their_own_positions() -> None:
+    inputs, at = drawn(60, 100), stamps(100)
+    later = at[:, 40:] + 0.5 * torch.cat([at[:, 41:] - at[:, 40:-1], torch.ones(2, 1)], 1)  # between two keys
+    for causal in (True, False):
+        options = {"positions": at, "query_positions": later, "causal": causal}
+        assert_equal_to_truth(inputs, options, backend="native", error=5e-6)
+    assert_equal_to_truth(inputs, {"positions": at, "query_positions": later + 100}, backend="native", error=5e-6)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_bf16_is_as_exact_as_torch(kind: str) -> None:
+    q, k, v, slopes = drawn(150, 150, torch.bfloat16)
+    options = options_of(kind, 150)
+    exact = truth(q, k, v, slopes, **options)[0]
+    seen, bias = seen_and_bias(q, k, slopes, **options)
+    mask = bias.masked_fill(~seen, -math.inf).masked_fill(~seen.any(-1, keepdim=True), 0.0).to(torch.bfloat16)
+    theirs = torch.nn.functional.scaled_dot_product_attention(q, k, v, attn_mask=mask, enable_gqa=True)
+    blind = ~seen.any(-1)
+    theirs = theirs.masked_fill(blind[..., None], 0.0)
+    ours = alibi_attention(q, k, v, slopes, backend="native", **options)
+    assert ours.dtype == torch.bfloat16
+    assert (ours.double() - exact).square().mean() <= 4 * (theirs.double() - exact).square().mean()
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if "offset" not in kind and "symmetric" not in kind])
+def test_decoding_equals_the_full_pass(kind: str) -> None:
+    """The first tokens must cover the prefix; later ones see no key to their right."""
+    q, k, v, slopes = drawn(150, 150)
+    options = options_of(kind, 150)
+    whole = alibi_attention(q, k, v, slopes, **options)
+    for t in (67, 68, 149):
+        cut = options | ({"positions": options["positions"][:, : t + 1]} if "positions" in options else {})
+        step = alibi_attention(q[:, :, t : t + 1], k[:, :, : t + 1], v[:, :, : t + 1], slopes, **cut)
+        torch.testing.assert_close(step, whole[:, :, t : t + 1], rtol=0, atol=5e-6)
+
+
+@pytest.mark.parametrize("backend", ["dense", "native"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_hidden_keys_are_never_used(backend: str, kind: str) -> None:
+    q, k, v, slopes = drawn(100, 100)
+    options = options_of(kind, 100) | {"key_mask": torch.arange(100).expand(2, -1) % 7 != 3}
+    clean = alibi_attention(q, k, v, slopes, backend=backend, **options)
+    k[:, :, 3::7], v[:, :, 3::7] = math.nan, math.inf
+    leaves = [x.requires_grad_() for x in (q, k, v)]
+    spoiled = alibi_attention(*leaves, slopes, backend=backend, **options)
+    assert torch.equal(clean, spoiled)
+    assert all(bool(x.isfinite().all()) for x in torch.autograd.grad(spoiled.sum(), leaves))
+
+
+def test_a_head_that_never_looks_right_ignores_nan_there() -> None:
+    q, k, v, slopes = drawn(90, 90)
+    k[:, :, 80] = math.nan
+    right = torch.tensor([math.inf, math.inf, 0.3, 0.3], requires_grad=True)
+    output = alibi_attention(q, k, v, slopes, causal=False, right_slopes=right, positions=stamps(90), backend="native")
+    assert bool(output[:, :2, :80].isfinite().all())
+    assert bool(output[:, 2:, :80].isnan().any())
+    clean = alibi_attention(
+        q, k.nan_to_num(), v, slopes, causal=False, right_slopes=right, positions=stamps(90), backend="native"
+    )
+    assert torch.autograd.grad(clean.sum(), right)[0][:2].tolist() == [0.0, 0.0]
+
+
+@pytest.mark.parametrize(
+    "kind", [kind if kind in ("prefix", "windows") else pytest.param(kind, marks=pytest.mark.long) for kind in KINDS]
+)
+def test_it_compiles_to_one_graph(kind: str) -> None:
+    inputs, options = drawn(90, 90), options_of(kind, 90)
+    static = {
+        name: options.pop(name)
+        for name in ("window", "sinks", "causal", "query_offset", "right_slopes")
+        if name in options
+    }
+
+    def ours(q, k, v, slopes, given):
+        return alibi_attention(q, k, v, slopes, backend="native", **static, **given)
+
+    compiled = torch.compile(ours, fullgraph=True, backend="eager")
+    leaves = [x.requires_grad_() for x in inputs]
+    expected, found = ours(*leaves, options), compiled(*leaves, options)
+    torch.testing.assert_close(found, expected, rtol=0, atol=2e-6)
+    for x, y in zip(torch.autograd.grad(found.sum(), leaves), torch.autograd.grad(expected.sum(), leaves), strict=True):
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-4)
+
+
+@pytest.mark.parametrize("kind", ["prefix", "windows", "sinks", "symmetric positions"])
+def test_it_works_in_torch_func_and_autocast(kind: str) -> None:
+    q, k, v, slopes = drawn(90, 90)
+    options = options_of(kind, 90)
+    rows = {name: options.pop(name) for name in ("prefix_len", "positions") if name in options}
+
+    def of_row(q, k, v, rows):
+        given = {name: x[None] for name, x in rows.items()}
+        return alibi_attention(q[None], k[None], v[None], slopes, backend="native", **options, **given)[0]
+
+    expected = alibi_attention(q, k, v, slopes, backend="native", **options, **rows)
+    torch.testing.assert_close(torch.vmap(of_row)(q, k, v, rows), expected, rtol=0, atol=5e-6)
+    gradient = torch.func.grad(lambda x: alibi_attention(x, k, v, slopes, backend="native", **options, **rows).sum())(q)
+    leaf = q.clone().requires_grad_()
+    [usual] = torch.autograd.grad(alibi_attention(leaf, k, v, slopes, backend="native", **options, **rows).sum(), leaf)
+    torch.testing.assert_close(gradient, usual)
+    with torch.autocast("cpu", torch.bfloat16):
+        low = alibi_attention(q, k, v, slopes, backend="native", **options, **rows)
+    assert low.dtype == torch.bfloat16
+    torch.testing.assert_close(low.float(), expected, rtol=0, atol=0.03)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_all_backends_drop_the_same_weights(kind: str) -> None:
+    inputs, options = drawn(90, 90), options_of(kind, 90)
+    found = {}
+    for backend in ("reference", "dense", "native"):
+        torch.manual_seed(5)
+        found[backend] = alibi_attention(*inputs, dropout_p=0.3, backend=backend, **options)
+    for backend in ("dense", "native"):
+        torch.testing.assert_close(found[backend], found["reference"], rtol=0, atol=5e-6)
+    assert (found["dense"] - alibi_attention(*inputs, **options)).abs().max() > 0.1
+
+
+def test_dropped_weights_depend_on_absolute_positions_only() -> None:
+    """The later queries alone drop what they drop with all others, also to their right."""
+    q, k, v, slopes = drawn(90, 90)
+    options = {"prefix_len": torch.tensor([50, 90]), "dropout_p": 0.4, "window": [20, 90, 33, 90], "sinks": 5}
+    torch.manual_seed(5)
+    whole = alibi_attention(q, k, v, slopes, **options)
+    torch.manual_seed(5)
+    some = alibi_attention(q[:, :, 37:], k, v, slopes, query_offset=37, **options)
+    torch.testing.assert_close(some, whole[:, :, 37:], rtol=0, atol=5e-6)
+
+
+def test_weights_to_the_right_are_dropped_independently_of_those_to_the_left() -> None:
+    """With equal scores and one-hot values an output is the row of weights: its signs show what was kept."""
+    n = 64
+    q = k = torch.zeros(1, 1, n, n)
+    torch.manual_seed(0)
+    kept = alibi_attention(
+        q, k, torch.eye(n)[None, None], [0.0], prefix_len=torch.tensor([n]), dropout_p=0.5, backend="native"
+    )[0, 0] > 0  # fmt: skip
+    pairs = torch.ones(n, n).tril(-1).bool()
+    share = (kept[pairs] == kept.T[pairs]).double().mean()
+    assert 0.45 < share < 0.55
+    assert 0.45 < kept.T[pairs].double().mean() < 0.55
+
+
+def test_explain_and_head_reach_count_what_the_parts_read() -> None:
+    q, k, v = (torch.randn(2, 4, 1024, 16, generator=torch.Generator().manual_seed(0)) for _ in range(3))
+    plain = explain(q, k, v, SLOPES, backend="native")
+    prefix = explain(q, k, v, SLOPES, backend="native", prefix_len=torch.tensor([256, 512]))
+    assert prefix.call.endswith("causal, prefix")
+    extra = (prefix.scores - plain.scores) / plain.scores  # the prefix adds its own keys to the right, and nothing else
+    assert bool((extra[0] < 0.35).all())
+    assert bool((extra[1] < 0.65).all())
+    assert bool((extra > 0).all())
+    local = explain(q, k, v, SLOPES, backend="native", window=[64, 64, 5000, 5000], sinks=4)
+    assert "a window per head, 4 sinks" in local.call
+    assert local.visible == 2 * sum(
+        int(x)
+        for x in seen_and_bias(q[:1], k[:1], torch.tensor(SLOPES), window=[64, 64, 5000, 5000], sinks=4)[0].sum(
+            (0, 2, 3)
+        )
+    )
+    timed = explain(q, k, v, SLOPES, backend="native", positions=torch.arange(1024.0).expand(2, -1))
+    assert timed.share < 1.5 * plain.share
+    reach = head_reach(q, k, SLOPES, backend="native", prefix_len=torch.tensor([256, 512]))
+    assert reach.tolist() == prefix.reaches.tolist()
+    assert head_reach(q[:, :, :50], k[:, :, :50], SLOPES, window=[3, 8, 50, 60]).tolist() == [[3, 8, 50, 50]] * 2
+
+
+def test_dropped_mass_stays_within_the_tolerance() -> None:
+    skipping = set()
+    for seed in range(120):
+        attack = random_attack(seed, parts=True)
+        lost, share = dropped(attack, native_keys_of_parts)
+        assert lost <= attack.tolerance, attack
+        skipping |= {attack.part} if share > 0 else set()
+    assert skipping == set(PARTS)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("biased", [False, True])
+def test_dropped_mass_stays_within_the_tolerance_in_2000_draws(biased: bool) -> None:
+    for seed in range(2000):
+        attack = random_attack(seed, parts=True, biased=biased)
+        assert dropped(attack, native_keys_of_parts)[0] <= attack.tolerance, attack
+
+
+def test_the_attack_notices_a_careless_certificate() -> None:
+    def careless(spec, *tensors):
+        return native_keys_of_parts(dataclasses.replace(spec, tolerance=min(0.99, spec.tolerance * 30)), *tensors)
+
+    attacks = [random_attack(seed, parts=True) for seed in range(100)]
+    assert sum(dropped(attack, careless)[0] > attack.tolerance for attack in attacks) >= 4
+
+
+REFUSED = [
+    ({"prefix_len": torch.tensor([3, 91])}, ValueError, "prefix_len is 91 .* 0 to S = 90"),
+    ({"prefix_len": torch.tensor([3])}, ValueError, r"prefix_len has shape \[1\] but must be \[B\] = \[2\]"),
+    ({"prefix_len": torch.tensor([3.0, 4.0])}, TypeError, "prefix_len is float32 but must hold integers"),
+    ({"prefix_len": 3}, TypeError, "prefix_len must be a torch.Tensor but is int"),
+    ({"prefix_len": torch.tensor([3, 4]), "causal": False}, ValueError, "prefix_len is for causal attention"),
+    ({"window": [3, 4]}, ValueError, r"window is \[3, 4\] but must be an integer, or \[H\] = 4 integers"),
+    ({"window": [3, 4, 0, 5]}, ValueError, r"window is \[3, 4, 0, 5\] .* at least 1"),
+    ({"window": [3, 4, 1.5, 5]}, ValueError, "must be an integer"),
+    ({"window": [3, 4, True, 5]}, ValueError, "must be an integer"),
+    ({"window": torch.ones(4)}, TypeError, "window is torch.float32 but must hold integers"),
+    ({"window": torch.ones(4, dtype=torch.int64, device="meta")}, TypeError, "tensor on meta.* pass a list"),
+    ({"window": 4, "sinks": -1}, ValueError, "sinks is -1"),
+    ({"window": 4, "sinks": torch.ones(4)}, TypeError, "sinks is a tensor .* learned logits are sink_logits"),
+    ({"positions": stamps(89)}, ValueError, r"positions has shape \[2, 89\] but must be \[B, S\] = \[2, 90\]"),
+    ({"positions": torch.arange(90).expand(2, -1)}, TypeError, r"positions is int64 .* pass positions.double\(\)"),
+    ({"positions": -stamps(90)}, ValueError, "positions must be finite and must not decrease"),
+    ({"positions": stamps(90), "query_offset": 0}, ValueError, "positions and query_offset exclude one another"),
+    ({"positions": stamps(90).requires_grad_()}, ValueError, r"pass positions.detach\(\)"),
+    ({"query_positions": stamps(90)}, ValueError, "query_positions is given without positions"),
+    ({"positions": stamps(90), "query_positions": stamps(90) - 9}, ValueError, "query_positions must not precede"),
+    (
+        {"positions": stamps(90), "query_positions": stamps(90) + 9, "causal": False},
+        ValueError,
+        "query_positions must not precede .* nor follow",
+    ),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), REFUSED)
+def test_wrong_arguments_are_refused(options: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        alibi_attention(*drawn(90, 90), **options)
+
+
+def test_functions_without_parts_refuse_them() -> None:
+    q, k, v, slopes = drawn(90, 90)
+    with pytest.raises(ValueError, match="forgetting_attention does not support window per head"):
+        forgetting_attention(q, k, v, torch.zeros(2, 4, 90), window=WINDOWS)
+    with pytest.raises(ValueError, match="toeplitz_attention does not support window per head"):
+        toeplitz_attention(q, k, v, torch.zeros(4, 90), window=WINDOWS)
+    with pytest.raises(ValueError, match="certified_block_mask does not support prefix_len"):
+        certified_block_mask(q, k, slopes, prefix_len=torch.tensor([3, 4]))
+    packed = [x[0].transpose(0, 1) for x in (q, k, v)]
+    with pytest.raises(ValueError, match="alibi_attention_varlen does not support window per head"):
+        alibi_attention_varlen(*packed, torch.tensor([0, 90], dtype=torch.int32), window=WINDOWS)
+    with pytest.raises(TypeError, match=r"prefix_len.*only PyTorch's alibi_attention and its layers"):
+        forgetting_attention(q, k, v, torch.zeros(2, 4, 90), prefix_len=torch.tensor([3, 4]))
+
+
+def test_explain_says_why_a_backend_cannot_merge_parts() -> None:
+    inputs = drawn(90, 90)
+    verdicts = explain(*inputs, prefix_len=torch.tensor([3, 4])).verdicts
+    assert "merges the parts of this call" in verdicts["flex"]
+    assert ("runs" in verdicts["native"] or "could" in verdicts["native"]) == (build.why_not() is None)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_attention_rows_have_them_too(kind: str) -> None:
+    q, k, v, slopes = drawn(90, 90)
+    options = options_of(kind, 90)
+    weights = attention_rows(q, k, slopes, rows=[0, 30, -1], **options)
+    output = weights @ v.repeat_interleave(2, 1)
+    torch.testing.assert_close(
+        output, truth(q, k, v, slopes, **options)[0][:, :, [0, 30, -1]].float(), rtol=0, atol=5e-6
+    )
