@@ -114,8 +114,8 @@ def _in_turn(models: Sequence[Sequence[Run]], done: Sequence[RunConfig], console
         for runs, train in zip(models, settings, strict=True)
     ]
     left, paths = sum(tokens), list[Path]()
-    for number, (runs, own) in enumerate(zip(models, tokens, strict=True), 1):
-        left -= own
+    for number, (runs, own_tokens) in enumerate(zip(models, tokens, strict=True), 1):
+        left -= own_tokens
         place = Place(f"model {number} of {len(models)}" if len(models) > 1 else "", left)
         for one in runs:
             paths += run_once(one, Console(quiet=True) if one.config in done else console, track, place)

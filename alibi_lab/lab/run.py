@@ -135,13 +135,13 @@ def run_once(run: Run, console: Console, track: str, place: Place | None = None)
 def _train(run: Run, console: Console, track: str, place: Place) -> Progress:
     settings = run.config.train
     with (
-        tracked(track, run.name, run.config, run.out) as tell,
+        tracked(track, run.name, run.config, run.out) as log,
         progress_shown(console, run.title, settings.steps, settings.batch_tokens, place) as show,
     ):
 
         def on_step(progress: Progress) -> None:
             show(progress)
-            tell(progress)
+            log(progress)
 
         progress = train(run.config, run.corpus, run.checkpoints, on_step=on_step)
         if console.is_terminal:  # a training that was already finished has called no callback

@@ -30,14 +30,14 @@ def tracked(tracker: str, name: str, config: RunConfig, out: Path) -> Iterator[C
     else:
         accelerator.init_trackers(name)
 
-    def tell(progress: Progress) -> None:
+    def log(progress: Progress) -> None:
         for curve, columns in progress.curves().items():
             if columns["step"][-1:] == [progress.step]:
                 points = {f"{curve}/{column}": values[-1] for column, values in columns.items() if column != "step"}
                 accelerator.log(points, step=progress.step)
 
     try:
-        yield tell
+        yield log
     finally:
         for started in accelerator.trackers:
             started.finish()

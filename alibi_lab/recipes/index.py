@@ -11,7 +11,7 @@ from typing import Any, Unpack
 from alibi_lab.lab.config import Recipe, Selection
 from alibi_lab.lab.config_io import override
 from alibi_lab.recipes import curriculum, method_comparison, methods, quick, recall, slope_search, streams, systems
-from alibi_lab.recipes.paper.cells import Item, ask
+from alibi_lab.recipes.paper.cells import Item, select
 from alibi_lab.recipes.paper.items import ITEMS, PAPER
 
 RECIPES: dict[str, Recipe] = {
@@ -42,7 +42,7 @@ def check(name: str, *, recipes: Mapping[str, Recipe] = RECIPES, **selection: Un
     """
     items = items_of(name)
     for item in items:
-        ask(item, **selection)
+        select(item, **selection)
     for config in () if items else recipes[name].runs(selection.get("scale", "small")):
         override(config, selection.get("overrides", {}))
 

@@ -22,7 +22,7 @@ from alibi_lab.lab.training.train import steps
 from alibi_lab.measure.utilization import attention_flops, linear_flops, multiplying_parameters
 from alibi_lab.recipes import index
 from alibi_lab.recipes.paper import measure_speed
-from alibi_lab.recipes.paper.cells import ask, by_study
+from alibi_lab.recipes.paper.cells import by_study, select
 
 _PARTS = ("training", "evaluation", "speed")
 _STEPS = 3  # measured; the first one is slow
@@ -103,7 +103,7 @@ def _trainings(name: str, shard: tuple[int, int], selection: Selection) -> Itera
     """(study, the runs of one training) of everything that a recipe runs. A training that items share comes once."""
     studies: Mapping[str, Sequence[RunConfig]]
     if items := index.items_of(name):
-        studies = by_study([ask(item, **selection) for item in items], shard)
+        studies = by_study([select(item, **selection) for item in items], shard)
     else:
         recipe = index.RECIPES[name]
         studies = {recipe.study or name: configs_of(recipe, **selection)}

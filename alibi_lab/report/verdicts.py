@@ -80,13 +80,16 @@ def paired(sources: Sources, over: Sequence[Number], under: Sequence[Number], *,
         where = "are not among these records" if sources.missing else "are not named by the answer"
         return without_parts(f"its evaluations {where}")
     signs, named = [1.0] * len(over) + [-1.0] * len(under), (*over, *under)
-    by_seed = ([(number, of[seed]) for number, of in zip(named, found, strict=True)] for seed in seeds)
-    logs = np.array([float(np.dot(signs, sources.logs(numbers_of_seed, way))) for numbers_of_seed in by_seed])
+    pairs = ([(number, by_seed[seed]) for number, by_seed in zip(named, found, strict=True)] for seed in seeds)
+    logs = np.array([float(np.dot(signs, sources.logs(numbers_of_seed, way))) for numbers_of_seed in pairs])
     if any("perplexity" not in number.column for number in named):
         return without_parts("measured once, so the influence of chance is unknown", logs)
     if sources.equal_time:
         return without_parts("validations during training keep no losses by part of the text", logs)
-    terms = [Term(sign, of, sources.our_length(number)) for sign, of, number in zip(signs, found, named, strict=True)]
+    terms = [
+        Term(sign, by_seed, sources.our_length(number))
+        for sign, by_seed, number in zip(signs, found, named, strict=True)
+    ]
     return by_part(terms, seeds, logs, f"{way}_nats")
 
 

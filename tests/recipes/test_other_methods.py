@@ -6,7 +6,7 @@ import pytest
 
 from alibi_lab import records
 from alibi_lab.lab.config import ConfigError
-from alibi_lab.recipes.paper.cells import ask
+from alibi_lab.recipes.paper.cells import select
 from alibi_lab.recipes.paper.items import ITEMS
 from alibi_lab.recipes.paper.run_items import run_items
 from alibi_lab.report.answers import labels_of
@@ -70,4 +70,4 @@ def test_the_report_shows_them_next_to_the_paper(answered: list[records.Record])
 )
 def test_methods_that_an_item_cannot_compare_are_refused(item: str, methods: list[str], message: str) -> None:
     with pytest.raises(ConfigError, match=message):
-        ask(ITEMS[item], scale="smoke", methods=methods)
+        select(ITEMS[item], scale="smoke", methods=methods)

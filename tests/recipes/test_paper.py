@@ -17,7 +17,7 @@ from alibi_lab.lab.config import ConfigError
 from alibi_lab.lab.training import train
 from alibi_lab.recipes.index import RECIPES
 from alibi_lab.recipes.paper import drawings
-from alibi_lab.recipes.paper.cells import ask, scaled
+from alibi_lab.recipes.paper.cells import scaled, select
 from alibi_lab.recipes.paper.evidence import Evidence, MissingEvidenceError
 from alibi_lab.recipes.paper.items import ITEMS, PAPER
 from alibi_lab.recipes.paper.run_items import run_items
@@ -280,7 +280,7 @@ def test_an_answer_cannot_be_read_from_another_items_records(found):
         ("figure-9", "table-9"),
         ("table-2", "table-3"),
     ):
-        target, source = ask(ITEMS[name], scale="smoke"), ask(ITEMS[other], scale="smoke")
+        target, source = select(ITEMS[name], scale="smoke"), select(ITEMS[other], scale="smoke")
         with pytest.raises(MissingEvidenceError, match="run the item"):
             ITEMS[name].answer(target.cells, Evidence(found, source.runs))
 
@@ -309,10 +309,10 @@ def test_an_answer_cannot_be_read_from_another_items_records(found):
     ],
 )
 def test_a_damaged_record_is_named_by_the_item_that_reads_it(kind, item, damage, words, found):
-    asked = ask(ITEMS[item], scale="smoke")
+    selected = select(ITEMS[item], scale="smoke")
     damaged = {name: dataclasses.replace(r, **(damage if r.kind == kind else {})) for name, r in found.items()}
     with pytest.raises(ValueError, match=words):
-        ITEMS[item].answer(asked.cells, Evidence(damaged, asked.runs))
+        ITEMS[item].answer(selected.cells, Evidence(damaged, selected.runs))
 
 
 def test_running_again_adds_nothing(folder):
@@ -333,10 +333,10 @@ def test_fields_that_an_item_varies_cannot_be_changed():
     with pytest.raises(
         ConfigError, match=re.escape("figure-1 compares several values of model.method; it cannot be set")
     ):
-        ask(ITEMS["figure-1"], scale="smoke", overrides={"model.method": "alibi"})
+        select(ITEMS["figure-1"], scale="smoke", overrides={"model.method": "alibi"})
     with pytest.raises(ConfigError, match=re.escape("there is no field 'train.stesp' (did you mean 'train.steps'?)")):
-        ask(ITEMS["figure-1"], scale="smoke", overrides={"train.stesp": "1"})
-    changed = ask(ITEMS["table-15"], scale="smoke", overrides={"train.steps": "7"}, seeds=(3, 5))
+        select(ITEMS["figure-1"], scale="smoke", overrides={"train.stesp": "1"})
+    changed = select(ITEMS["table-15"], scale="smoke", overrides={"train.steps": "7"}, seeds=(3, 5))
     assert {run.train.seed for run in changed.runs} == {3, 5}
     assert {run.train.steps for run in changed.runs} == {7}
 

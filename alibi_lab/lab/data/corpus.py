@@ -156,7 +156,7 @@ def _tokens(
     content, starts = io.BytesIO(), io.BytesIO()
     counts = tokens.tokenize(documents, tokenizer, content, starts, digest)
     dtype = token_dtype(tokenizer.vocab_size)
-    if not counts.tokens:  # which torch.frombuffer refuses
+    if not counts["tokens"]:  # which torch.frombuffer refuses
         return torch.empty(0, dtype=dtype), torch.empty(0, dtype=torch.int64), counts
     return (
         torch.frombuffer(content.getbuffer(), dtype=dtype),

@@ -75,8 +75,8 @@ def _mqar(count: int, length: int, generator: torch.Generator, varied: bool) -> 
     widest = length - 4 * _PAIRS
     gap = _up_to(widest, count, generator) if varied else torch.full((count,), widest)
     gap += (widest - gap) % 2  # no question is cut
-    asked = (length - 2 * _PAIRS) // (2 * _PAIRS) + 1
-    order = torch.cat([_shuffled(count, _PAIRS, generator) for _ in range(asked)], 1)
+    questions = (length - 2 * _PAIRS) // (2 * _PAIRS) + 1
+    order = torch.cat([_shuffled(count, _PAIRS, generator) for _ in range(questions)], 1)
     place = torch.arange(length) - 2 * _PAIRS - gap[:, None]  # index in the questions
     which = order.gather(1, place.clamp(min=0).div(2, rounding_mode="floor"))
     tokens = _noise(count, length, generator)
@@ -90,17 +90,17 @@ def _needles(count: int, length: int, generator: torch.Generator, varied: bool) 
     """Needles of three tokens (mark, key, value) in noise, then questions: every key once, or repeatedly if varied."""
     keys, values = _pairs(count, _NEEDLES, generator)
     most = length // 3 - _NEEDLES
-    asked = torch.full((count,), _NEEDLES)
+    questions = torch.full((count,), _NEEDLES)
     if varied:
-        asked += _up_to(most - _NEEDLES, count, generator)
-    room = length - 3 * (asked + _NEEDLES)
+        questions += _up_to(most - _NEEDLES, count, generator)
+    room = length - 3 * (questions + _NEEDLES)
     free = (torch.rand(count, _NEEDLES, generator=generator) * (room[:, None] + 1)).long().sort(-1).values
     places = free + 3 * torch.arange(_NEEDLES)
     tokens = _noise(count, length, generator)
     for step, symbols in enumerate((torch.full_like(keys, _MARK), keys, values)):
         tokens.scatter_(1, places + step, symbols)
     order = torch.cat([_shuffled(count, _NEEDLES, generator) for _ in range(-(-most // _NEEDLES))], 1)
-    place = torch.arange(length) - (length - 3 * asked)[:, None]  # index in the questions
+    place = torch.arange(length) - (length - 3 * questions)[:, None]  # index in the questions
     which = order.gather(1, place.clamp(min=0).div(3, rounding_mode="floor"))
     for step, symbols in enumerate((torch.full_like(which, _ASK), keys.gather(1, which), values.gather(1, which))):
         tokens = torch.where((place >= 0) & (place % 3 == step), symbols, tokens)

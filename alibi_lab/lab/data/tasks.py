@@ -52,11 +52,11 @@ def passkey_rows(encode: Encode, length: int, *, depth: float, trials: int, seed
         drawn = torch.randint(10, (KEY_DIGITS,), generator=generator).tolist()
         start = int(torch.randint(len(filler), (), generator=generator))
         key = [token for digit in drawn for token in digits[digit]]
-        hidden, asked = [*needle, *key, *stop], [*needle, *key]
-        room = length + 1 - len(hidden) - len(asked)
+        hidden, question = [*needle, *key, *stop], [*needle, *key]
+        room = length + 1 - len(hidden) - len(question)
         before = round(depth * room)
         around = [filler[(start + place) % len(filler)] for place in range(room)]
-        rows.append([*around[:before], *hidden, *around[before:], *asked])
+        rows.append([*around[:before], *hidden, *around[before:], *question])
         counts.append(len(key))
     return torch.tensor(rows), torch.tensor(counts)
 

@@ -46,17 +46,17 @@ def tokenized(config: DataConfig, store: Path) -> Corpus:
     Raises:
         CorpusError: the text cannot be read, the disk is full, or the stored tokens are damaged.
     """
-    asked: dict[str, Json] = {
+    settings: dict[str, Json] = {
         name: getattr(config, name) for name in ("corpus", "tokenizer", "valid_share", "test_share")
     }
     files = sources.text_files(config)
     if any(is_table(file.path) for file in files or ()):
-        asked["text_field"] = config.text_field or "text"
-    if files is not None and (known := _unchanged(store, asked, files)) is not None:
+        settings["text_field"] = config.text_field or "text"
+    if files is not None and (known := _unchanged(store, settings, files)) is not None:
         return open_tokens(known)
     origins = [_source(file) for file in files or ()]
     contents: Json = [[source["name"], source["bytes"], source["sha256"]] for source in origins]
-    folder = store / records.identity("tokens", config.corpus, {**asked, "sources": contents})
+    folder = store / records.identity("tokens", config.corpus, {**settings, "sources": contents})
     if folder.exists():
         corpus = open_tokens(folder)
         _remember(folder, origins)
@@ -66,7 +66,7 @@ def tokenized(config: DataConfig, store: Path) -> Corpus:
         store.mkdir(parents=True, exist_ok=True)
         with FileLock(store / _LOCK):
             if not folder.exists():
-                _write(folder, text, asked, files or (), origins)
+                _write(folder, text, settings, files or (), origins)
     except OSError as error:
         if error.errno not in _FULL:
             raise CorpusError(
@@ -110,7 +110,7 @@ def open_tokens(folder: Path) -> Corpus:
 
 
 def _write(
-    folder: Path, text: sources.Text, asked: Json, files: Sequence[TextFile], origins: Sequence[Mapping[str, Json]]
+    folder: Path, text: sources.Text, settings: Json, files: Sequence[TextFile], origins: Sequence[Mapping[str, Json]]
 ) -> None:
     remove_leftovers(folder.parent)
     with new_folder(folder) as partial:
@@ -123,17 +123,17 @@ def _write(
             if _without_hash(source) != _current(file):
                 raise CorpusError(f"{file.path} changed while it was read; run again when no process writes to it")
         facts = tokens.corpus_facts(text, tokenizer, counts, digests)
-        about = {"schema": SCHEMA, "asked": asked, "sources": origins, "parts": list(counts), "facts": facts}
+        about = {"schema": SCHEMA, "asked": settings, "sources": origins, "parts": list(counts), "facts": facts}
         sealed_folder.seal(partial, _MANIFEST, about)
 
 
-def _unchanged(store: Path, asked: Mapping[str, Json], files: Sequence[TextFile]) -> Path | None:
+def _unchanged(store: Path, settings: Mapping[str, Json], files: Sequence[TextFile]) -> Path | None:
     """The folder whose manifest lists exactly these files in their current state."""
     current = [_current(file) for file in files]
     for path in sorted(store.glob(f"[!.]*/{_MANIFEST}")):  # not those that a killed process left incomplete
         try:
             manifest = _manifest(path.parent)
-            if manifest.get("asked") == asked and [_without_hash(one) for one in manifest["sources"]] == current:
+            if manifest.get("asked") == settings and [_without_hash(one) for one in manifest["sources"]] == current:
                 return path.parent
         except (ValueError, KeyError, TypeError, AttributeError):
             continue  # opening the folder by its identity reports the damage

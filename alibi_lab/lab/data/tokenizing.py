@@ -1,16 +1,20 @@
 """Tokenizers: bytes, whitespace-separated words (as in WikiText), byte-level BPE; built from the training text only.
 
-Every tokenizer has `name`, `vocab_size`, `encode(text: str | bytes) -> Tensor` (one-dimensional, uint8, uint16 or int32),
-`decode(ids) -> bytes`, and is stored in one file: `save_tokenizer(tokenizer, path)`, `load_tokenizer(path)`. The text
-of ids[:n + 1] starts with the text of ids[:n], so a program that prints while it generates can decode all ids again and
-print only the new text. Read next: `tokens.py`.
+    name, vocab_size       the value of data.tokenizer, and the number of tokens
+    document_end           the bytes that every document of a corpus must end with
+    encode(text)           text or bytes as tokens, one-dimensional, uint8, uint16 or int32; `encode_all(texts)` is faster
+    decode(ids)            bytes; the text of ids[:n + 1] starts with the text of ids[:n], so a program that prints while it
+                           generates can decode all ids again and print only the new text
+    dump()                 the file of the tokenizer, equal for equal tokenizers: `save_tokenizer`, `load_tokenizer`
+
+Read next: `tokens.py`.
 """
 
 import collections
 import re
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from pathlib import Path
-from typing import Protocol, TypeAlias
+from typing import TypeAlias
 
 import numpy as np
 import tokenizers
@@ -28,31 +32,6 @@ EOS, UNK = "<eos>", "<unk>"  # as in WikiText
 Ids: TypeAlias = Tensor | Sequence[int]
 
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # for ids beyond the tokenizer: the model's vocabulary may be larger
-
-
-class Tokenizer(Protocol):
-    """The interface of all three tokenizers."""
-
-    @property
-    def name(self) -> str:
-        """The value of data.tokenizer."""
-
-    @property
-    def vocab_size(self) -> int: ...
-
-    @property
-    def document_end(self) -> bytes:
-        """The bytes that every document of a corpus must end with."""
-
-    def encode(self, text: str | bytes) -> Tensor: ...
-
-    def encode_all(self, texts: Sequence[bytes]) -> list[Tensor]:
-        """The same as `encode` on each text, but faster."""
-
-    def decode(self, ids: Ids) -> bytes: ...
-
-    def dump(self) -> bytes:
-        """The file that `load_tokenizer` reads; equal tokenizers give equal bytes."""
 
 
 class ByteTokenizer:
@@ -160,6 +139,9 @@ class BpeTokenizer:
 
     def dump(self) -> bytes:
         return sealed({"schema": SCHEMA, "tokenizer": self.name, "model": self._model})
+
+
+Tokenizer: TypeAlias = ByteTokenizer | WordTokenizer | BpeTokenizer
 
 
 def make_tokenizer(name: str, chunks: Callable[[], Iterator[bytes]], num_bytes: int) -> Tokenizer:

@@ -4,7 +4,7 @@ import hashlib
 import itertools
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass, field, replace
-from typing import Protocol
+from typing import BinaryIO, TypeAlias
 
 import numpy as np
 from torch import Tensor
@@ -13,6 +13,9 @@ from alibi_lab.lab.config import Split
 from alibi_lab.lab.data.sources import CorpusError, Documents, Part, Text
 from alibi_lab.lab.data.tokenizing import ByteTokenizer, Tokenizer, make_tokenizer
 from alibi_lab.records import Json
+
+# Of one part of a corpus: "documents", "tokens", "bytes", "words" (separated by white space) and "lines".
+Counts: TypeAlias = Mapping[str, int]
 
 _GROUP_BYTES, _GROUP_CHUNKS = 1 << 20, 512  # encoded at once
 
@@ -50,23 +53,6 @@ class Corpus:
         return replace(self, valid=self.test)
 
 
-class Sink(Protocol):
-    """The methods of a binary file that are used here."""
-
-    def write(self, content: bytes, /) -> object: ...
-
-
-@dataclass(frozen=True, kw_only=True)
-class Counts:
-    """The size of one part of a corpus; words are separated by white space."""
-
-    documents: int
-    tokens: int
-    bytes: int
-    words: int
-    lines: int
-
-
 def tokenizer_of(text: Text) -> Tokenizer:
     """The tokenizer that the config names, made from the training text.
 
@@ -77,7 +63,9 @@ def tokenizer_of(text: Text) -> Tokenizer:
     return make_tokenizer(text.tokenizer, lambda: itertools.chain.from_iterable(train()), text.train_bytes)
 
 
-def tokenize(documents: Documents, tokenizer: Tokenizer, tokens: Sink, starts: Sink, digest: "hashlib._Hash") -> Counts:
+def tokenize(
+    documents: Documents, tokenizer: Tokenizer, tokens: BinaryIO, starts: BinaryIO, digest: "hashlib._Hash"
+) -> Counts:
     """Writes the tokens of documents, and the start of each document that has tokens as int64; hashes the text."""
     counts = {"documents": 0, "tokens": 0, "bytes": 0, "words": 0, "lines": 0}
     begins = False
@@ -95,7 +83,7 @@ def tokenize(documents: Documents, tokenizer: Tokenizer, tokens: Sink, starts: S
                 begins = False
             tokens.write(ids.numpy().tobytes())
             counts["tokens"] += len(ids)
-    return Counts(**counts)
+    return counts
 
 
 def text_digests(text: Text) -> dict[Part, "hashlib._Hash"]:
@@ -112,8 +100,7 @@ def corpus_facts(
     if "test" in counts:
         facts["test_sha256"] = digests["test"].hexdigest()
     for part, count in counts.items():
-        facts |= {f"{part}_parts": count.documents, f"{part}_tokens": count.tokens, f"{part}_bytes": count.bytes}
-        facts |= {f"{part}_words": count.words, f"{part}_lines": count.lines}
+        facts |= {f"{part}_{'parts' if name == 'documents' else name}": number for name, number in count.items()}
     return facts | text_facts(tokenizer, counts["valid"])
 
 
@@ -127,16 +114,16 @@ def text_facts(tokenizer: Tokenizer, valid: Counts) -> dict[str, Json]:
     Raises:
         CorpusError: the text has no tokens.
     """
-    if not valid.tokens:
-        raise CorpusError(f"the text to test on has no tokens ({valid.bytes} bytes); pass files with text")
+    if not valid["tokens"]:
+        raise CorpusError(f"the text to test on has no tokens ({valid['bytes']} bytes); pass files with text")
     return {
         "tokenizer": tokenizer.name,
         "vocab_size": tokenizer.vocab_size,
-        "valid_tokens": valid.tokens,
-        "valid_words": valid.words,
-        "valid_lines": valid.lines,
-        "bytes_per_token": 1 if tokenizer.name == "bytes" else valid.bytes / valid.tokens,
-        "words_per_token": valid.words / valid.tokens,
+        "valid_tokens": valid["tokens"],
+        "valid_words": valid["words"],
+        "valid_lines": valid["lines"],
+        "bytes_per_token": 1 if tokenizer.name == "bytes" else valid["bytes"] / valid["tokens"],
+        "words_per_token": valid["words"] / valid["tokens"],
     }
 
 

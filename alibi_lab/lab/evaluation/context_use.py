@@ -32,8 +32,8 @@ def passkey(model: LanguageModel, encode: Encode, config: EvalConfig, *, say: Sa
         rows, counts = passkey_rows(encode, length, depth=depth, trials=config.trials)
         scored = int(counts.max())
         nats, hits = answers(stretched, rows, scored=scored, batch_tokens=config.batch_tokens, say=say)
-        asked = torch.arange(scored) >= scored - counts[:, None]
-        return float((hits | ~asked).all(-1).double().mean()), float(nats[asked].double().mean()), config.trials
+        is_answer = torch.arange(scored) >= scored - counts[:, None]
+        return float((hits | ~is_answer).all(-1).double().mean()), float(nats[is_answer].double().mean()), config.trials
 
     names = ("length", "depth", "accuracy", "nats", "trials")
     return _table(model, config, names, lambda length: DEPTHS, score, least=least)
@@ -83,16 +83,16 @@ def symbols(
 
     def score(stretched: LanguageModel, length: int, _: float) -> tuple[float, ...]:
         generator = torch.Generator().manual_seed(length)
-        rows, asked = symbol_documents(task, config.trials, length + 1, generator, varied=False)
-        scored = int(asked.any(0).flip(0).nonzero().max()) + 1
+        rows, is_answer = symbol_documents(task, config.trials, length + 1, generator, varied=False)
+        scored = int(is_answer.any(0).flip(0).nonzero().max()) + 1
         nats, hits = answers(stretched, rows, scored=scored, batch_tokens=config.batch_tokens, say=say)
-        asked = asked[:, -scored:]
-        correct, count = (hits & asked).sum(-1).double(), asked.sum(-1)
+        is_answer = is_answer[:, -scored:]
+        correct, count = (hits & is_answer).sum(-1).double(), is_answer.sum(-1)
         parts = min(MOST_PARTS, config.trials)
         for part, (some, out_of) in enumerate(zip(correct.tensor_split(parts), count.tensor_split(parts), strict=True)):
             by_part.append((length, part, int(out_of.sum()), round(float(some.sum() / out_of.sum()), 6)))
         whole = float((correct == count).double().mean())
-        return float(correct.sum() / count.sum()), whole, float(nats[asked].double().mean()), int(count.sum())
+        return float(correct.sum() / count.sum()), whole, float(nats[is_answer].double().mean()), int(count.sum())
 
     names = ("length", "accuracy", "whole", "nats", "answers")
     table = _table(model, config, names, lambda length: [None], score, least=shortest(task) - 1)

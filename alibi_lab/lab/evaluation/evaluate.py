@@ -137,20 +137,13 @@ def stride_at(length: int, stride: int | None) -> int:
 
 
 def nonoverlapping(
-    model: LanguageModel,
-    tokens: Tensor,
-    stretches: Sequence[range],
-    *,
-    length: int,
-    batch_tokens: int,
-    attention_window: int | None = None,
-    say: Say | None = None,
+    model: LanguageModel, tokens: Tensor, stretches: Sequence[range], *, length: int, **options: Any
 ) -> TokenLosses:
     """Losses of the tokens in the stretches, each predicted within its own piece of `length` tokens.
 
-    With an attention window, each token sees only this many tokens in every layer, itself included.
+    Args:
+        options: of `token_losses`.
     """
-    options: Any = {"batch_tokens": batch_tokens, "attention_window": attention_window, "say": say}
     return sliding(model, tokens, stretches, length=length, stride=length, **options)
 
 

@@ -17,35 +17,12 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from alibi_attn.distributed import even_lengths
 from alibi_lab.lab.config import ConfigError, RunConfig, TrainConfig
 from alibi_lab.lab.model.attention import Context
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.training.optimizer import make_optimizer
 
 _REPLICAS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
-
-
-@dataclasses.dataclass(frozen=True)
-class ContextGroup:
-    """The processes that share every sequence with this one.
-
-    Args:
-        group: their process group, in the order of their tokens.
-        timeout: of an exchange, in seconds.
-    """
-
-    group: dist.ProcessGroup
-    timeout: float
-
-    def tokens(self, length: int) -> tuple[int, int]:
-        """The half-open token range [start, stop) of this process, in a sequence of the given length."""
-        lengths, rank = even_lengths(length, dist.get_world_size(self.group)), dist.get_rank(self.group)
-        return sum(lengths[:rank]), sum(lengths[: rank + 1])
-
-    def context(self, start: int) -> Context:
-        """The context for a model call on the tokens from `start` on."""
-        return Context(self.group, start, self.timeout)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -65,7 +42,7 @@ class Training:
     accelerator: Accelerator
     sharded: bool
     rows: slice
-    context: ContextGroup | None = None
+    context: Context | None = None
 
     @property
     def bare_optimizer(self) -> torch.optim.Optimizer:
@@ -132,7 +109,7 @@ def prepare(config: RunConfig) -> Training:
     return Training(model, replica, optimizer, accelerator, sharded, rows, context)
 
 
-def _context_group(config: RunConfig, accelerator: Accelerator) -> ContextGroup | None:
+def _context_group(config: RunConfig, accelerator: Accelerator) -> Context | None:
     """The group of neighboring processes that share this process's sequences; None for groups of one."""
     sharers, processes = config.train.context_parallel, accelerator.num_processes
     if processes % sharers:
@@ -148,7 +125,7 @@ def _context_group(config: RunConfig, accelerator: Accelerator) -> ContextGroup 
     if sharers == 1:
         return None
     groups = [dist.new_group(list(range(first, first + sharers))) for first in range(0, processes, sharers)]
-    return ContextGroup(groups[accelerator.process_index // sharers], config.train.exchange_timeout_s)
+    return Context(groups[accelerator.process_index // sharers], 0, config.train.exchange_timeout_s)
 
 
 def share_of_batch(config: TrainConfig, accelerator: Accelerator) -> slice:

@@ -14,7 +14,9 @@ from typing import Any
 
 import torch
 from torch import Tensor
+from torch import distributed as dist
 
+from alibi_attn.distributed import even_lengths
 from alibi_attn.nn.allocator import kept_memory, peak_memory_bytes, reset_peak_memory
 from alibi_lab.lab.clock import clock
 from alibi_lab.lab.config import EvalConfig, RunConfig, TrainConfig
@@ -25,7 +27,7 @@ from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.training.checkpoint import Progress, load_progress, newest, resume, save_checkpoint
 from alibi_lab.lab.training.interruption import deferred_interruption
 from alibi_lab.lab.training.optimizer import learning_rate
-from alibi_lab.lab.training.parallel import ContextGroup, Training, prepare
+from alibi_lab.lab.training.parallel import Training, prepare
 
 
 class TrainingError(ValueError):
@@ -175,13 +177,17 @@ class Batch:
         documents = None if self.documents is None else self.documents[rows].to(device)
         return Batch(self.tokens[rows].to(device), documents, self.counted)
 
-    def shard(self, sharing: ContextGroup | None) -> "Batch":
+    def shard(self, sharing: Context | None) -> "Batch":
         """This process's tokens of every row, and the token that follows them."""
         if sharing is None:
             return self
-        start, stop = sharing.tokens(self.tokens.shape[1] - 1)
+        rank = dist.get_rank(sharing.group)
+        lengths = even_lengths(self.tokens.shape[1] - 1, dist.get_world_size(sharing.group))
+        start, stop = sum(lengths[:rank]), sum(lengths[: rank + 1])
         documents = None if self.documents is None else self.documents[:, start : stop + 1]
-        return Batch(self.tokens[:, start : stop + 1], documents, self.counted, sharing.context(start))
+        return Batch(
+            self.tokens[:, start : stop + 1], documents, self.counted, dataclasses.replace(sharing, start=start)
+        )
 
     def parts(self, number: int) -> "list[Batch]":
         documents = [None] * number if self.documents is None else self.documents.chunk(number)

@@ -55,7 +55,7 @@ class Item:
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
-class Asked:
+class SelectedItem:
     """An item with the overrides and seeds of a command applied to its cells and runs."""
 
     item: Item
@@ -83,24 +83,24 @@ def configs(cells: Sequence[Cell]) -> tuple[RunConfig, ...]:
     return tuple(dict.fromkeys(runs))
 
 
-def by_study(asked: Sequence[Asked], shard: tuple[int, int] = (0, 1)) -> dict[str, tuple[RunConfig, ...]]:
+def by_study(selected: Sequence[SelectedItem], shard: tuple[int, int] = (0, 1)) -> dict[str, tuple[RunConfig, ...]]:
     """The distinct runs of each study, in order. A shard measures no speed: other processes may run beside it."""
     runs: dict[str, dict[RunConfig, None]] = {}
-    for one in asked:
+    for one in selected:
         if one.item.recipe.study == "speed" and shard[1] > 1:
             continue
         runs.setdefault(one.item.recipe.study, {}).update(dict.fromkeys(one.runs))
     return {study: tuple(distinct) for study, distinct in runs.items()}
 
 
-def ask(
+def select(
     item: Item,
     *,
     scale: Scale = "small",
     overrides: Mapping[str, str] | None = None,
     seeds: Sequence[int] = (),
     methods: Sequence[str] = (),
-) -> Asked:
+) -> SelectedItem:
     """The item with a selection applied: overrides, seeds, and position methods instead of the paper's.
 
     Raises:
@@ -116,7 +116,7 @@ def ask(
     runs = configs(changed)
     if seeds:
         runs = tuple(dict.fromkeys(override(run, {"train.seed": str(seed)}) for seed in seeds for run in runs))
-    return Asked(item=item, cells=changed, runs=runs)
+    return SelectedItem(item=item, cells=changed, runs=runs)
 
 
 def _of_methods(item: Item, cells: Sequence[Cell], methods: Sequence[str]) -> tuple[Cell, ...]:

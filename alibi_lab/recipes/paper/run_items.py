@@ -19,7 +19,7 @@ from alibi_lab.lab import experiment
 from alibi_lab.lab.config import Recipe, RunConfig, Scale, Selection
 from alibi_lab.lab.config_io import to_json
 from alibi_lab.recipes.paper import measure_speed
-from alibi_lab.recipes.paper.cells import Asked, Item, ask, by_study
+from alibi_lab.recipes.paper.cells import Item, SelectedItem, by_study, select
 from alibi_lab.recipes.paper.evidence import Evidence, metric
 from alibi_lab.recipes.paper.items import PAPER
 
@@ -52,13 +52,13 @@ def run_items(
     """
     console, scale = console or Console(quiet=True), selection.get("scale", "small")
     processes = experiment.processes()
-    asked = [ask(item, **selection) for item in items]
-    if processes.num_processes > 1 and any(one.item.recipe.study == "speed" and one.runs for one in asked):
+    selected = [select(item, **selection) for item in items]
+    if processes.num_processes > 1 and any(one.item.recipe.study == "speed" and one.runs for one in selected):
         raise experiment.ExperimentError(
             "figure-2, figure-7 and table-1 measure the speed of one process; run them, or paper, without the launcher"
         )
     paths: list[Path] = []
-    for study, distinct in by_study(asked, shard).items():
+    for study, distinct in by_study(selected, shard).items():
         if study == "speed":
             paths += _measured(distinct, out / "records", scale, console)
         elif distinct:
@@ -72,7 +72,7 @@ def run_items(
     if shard[1] > 1:
         return paths
     by_file = {path.name: records.load(path) for path in paths}
-    return paths + [_answered(one, by_file, out / "records", scale) for one in asked]
+    return paths + [_answered(one, by_file, out / "records", scale) for one in selected]
 
 
 def _study(name: str, runs: tuple[RunConfig, ...]) -> Recipe:
@@ -90,22 +90,22 @@ def _measured(runs: Sequence[RunConfig], folder: Path, scale: Scale, console: Co
     return paths
 
 
-def _answered(asked: Asked, by_file: Mapping[str, records.Record], folder: Path, scale: Scale) -> Path:
+def _answered(selected: SelectedItem, by_file: Mapping[str, records.Record], folder: Path, scale: Scale) -> Path:
     started = datetime.datetime.now(datetime.UTC)
-    recipe = asked.item.recipe
-    evidence = Evidence(by_file, asked.runs)
+    recipe = selected.item.recipe
+    evidence = Evidence(by_file, selected.runs)
     found = [by_file[name].config.get("corpus") for name in evidence.files]
     corpora = {str(corpus): corpus for corpus in found if corpus is not None}
     config: dict[str, records.Json] = {
         "scale": scale,
         "study": recipe.study,
         "corpora": list(corpora.values()),
-        "models": [to_json(run)["model"] for run in asked.runs[:1]],
+        "models": [to_json(run)["model"] for run in selected.runs[:1]],
         "evidence": list(evidence.files),
     }
     old = records.recorded(folder, "paper-item", recipe.name, config)
     if old:
         return old
-    curves = asked.item.answer(asked.cells, evidence)
+    curves = selected.item.answer(selected.cells, evidence)
     record = records.make("paper-item", recipe.name, config=config, metrics={}, curves=curves, started=started)
     return records.save(record, folder)
