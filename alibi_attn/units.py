@@ -1,4 +1,4 @@
-"""From nats per token to the units that papers print. Means are taken in nats; these are the last step.
+"""From nats per token to the units that papers print. Average losses in nats first, then convert the mean.
 
 A mean over tokens becomes one over words or bytes by the ratio of the two in the scored text, because the sum of the losses
 is the same. Perplexities of different tokenizers can be compared per word or per byte, never per token.

@@ -110,8 +110,12 @@ def check_shapes(
         )
     if tuple(value.shape) != tuple(of_key):
         raise ValueError(f"value has shape {list(value.shape)} but must have key's, {list(of_key)}")
-    if h < 1 or k < 1 or d < 1 or h % k != 0:
-        raise ValueError(f"query has {h} heads and key {k}: the key heads must divide the query heads (and D ≥ 1)")
+    if d < 1:
+        raise ValueError(f"query has shape {list(of_query)}: D, the size of a head, must be at least 1")
+    if h < 1 or k < 1 or h % k != 0:
+        raise ValueError(
+            f"query has {h} heads and key {k}, but the number of key heads must divide that of query heads"
+        )
     dtypes = query.dtype, key.dtype, value.dtype
     if dtypes[0] != dtypes[1] or dtypes[0] != dtypes[2] or dtype_name(dtypes[0]) not in EPS:
         raise TypeError(

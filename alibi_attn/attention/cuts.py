@@ -2,7 +2,7 @@
 
 Sums of gates leave cuts out, so that they keep the digits of all other gates. Segments between cuts hide the keys before a cut
 exactly. If cuts differ between heads, each head becomes a sequence of the batch. Steps of 2²⁰ need no reading on the host and
-let a certificate skip the keys before a cut, but scores, biases or slopes of that size pass them, and they cost digits.
+let a certificate skip the keys before a cut, but scores, biases or slopes of that size pass them, and results lose precision.
 """
 
 import dataclasses

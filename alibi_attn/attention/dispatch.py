@@ -66,9 +66,9 @@ def verdicts(
     words = {}
     for name, candidate in BACKENDS.items():
         too_small = candidate.too_small(spec)
-        otherwise = "could" if too_small is None else f"could; auto leaves it to dense: {too_small}"
+        otherwise = "can run" if too_small is None else f"can run; auto takes dense instead: {too_small}"
         if candidate not in preferred:
-            otherwise = "could; auto never picks it here"
+            otherwise = "can run; auto does not pick it on this device"
         reason = candidate.why_not(spec, query, key, value)
         words[name] = verdict_on(name, runs, backend, reason, otherwise)
     if runs == native.name:

@@ -76,7 +76,7 @@ def explain(
 
 def _verdicts(name: str, platforms: set[str], backend: Backend) -> dict[str, str]:
     reasons = {"native": native.why_not(platforms), "loop": None, "dense": None}
-    otherwise = "could; auto does not pick it here"
+    otherwise = "can run; auto does not pick it on this device"
     return {other: verdict_on(other, name, backend, reason, otherwise) for other, reason in reasons.items()}
 
 

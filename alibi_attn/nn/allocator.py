@@ -74,7 +74,7 @@ def memory_of_layers(x: Tensor) -> contextlib.AbstractContextManager[None]:
 
 
 def reset_peak_memory(device: torch.device) -> bool:
-    """Reset the peak; False if the system cannot, so that a later peak may include earlier work."""
+    """Reset the peak. Returns False if the system does not allow it; the next peak may then include earlier work."""
     if device.type == "cuda":
         torch.cuda.reset_peak_memory_stats(device)
         return True

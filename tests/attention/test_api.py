@@ -320,8 +320,8 @@ def test_explain_shows_which_backend_runs_and_why() -> None:
     assert "certified" in words
     short = str(explain(q[:, :, :64], k[:, :, :64], v[:, :, :64]))
     assert "dense      runs (picked by auto)" in short
-    assert "auto leaves it to dense: short input" in short
-    assert "auto leaves it to dense: T ≤ 8: dense" in str(explain(q[:, :, :8], k, v))
+    assert "auto takes dense instead: short input" in short
+    assert "auto takes dense instead: T ≤ 8: dense" in str(explain(q[:, :, :8], k, v))
     assert "cannot: it has no dropout" in str(explain(q, k, v, dropout_p=0.1))
     assert "dense      runs (named by the caller)" in str(explain(q, k, v, backend="dense"))
 
@@ -329,17 +329,14 @@ def test_explain_shows_which_backend_runs_and_why() -> None:
 WRONG_ARGUMENTS = {
     "three axes": ({"query": torch.ones(4, 9, 8)}, ValueError, "four axes"),
     "not a tensor": ({"query": [1.0]}, TypeError, "torch.Tensor"),
-    "batches differ": (
-        {"key": torch.ones(3, 4, 9, 8), "value": torch.ones(3, 4, 9, 8)},
-        ValueError,
-        "batch and head size",
-    ),
+    "batches differ": (dict.fromkeys(("key", "value"), torch.ones(3, 4, 9, 8)), ValueError, "batch and head size"),
     "value differs": ({"value": torch.ones(2, 4, 8, 8)}, ValueError, "value has shape"),
     "heads do not divide": (
         {"key": torch.ones(2, 3, 9, 8), "value": torch.ones(2, 3, 9, 8)},
         ValueError,
         "must divide",
     ),
+    "D is 0": ({n: torch.ones(2, 4, 9, 0) for n in ("query", "key", "value")}, ValueError, "D, the size"),
     "dtypes differ": ({"key": torch.ones(2, 4, 9, 8).double()}, TypeError, "share one dtype"),
     "integers": (
         {n: torch.ones(2, 4, 9, 8, dtype=torch.int64) for n in ("query", "key", "value")},

@@ -114,7 +114,7 @@ def test_ends_and_generation_options_come_with_the_folder(tmp_path):
     options = ALiBiForCausalLM.from_pretrained(folder, normalized_head=False).generation_config
     assert (options.eos_token_id, options.max_new_tokens) == (5, 7)
     (folder / "generation_config.json").write_text("{")
-    assert_refused(folder, r"generation_config\.json is damaged", normalized_head=False)
+    assert_refused(folder, r"generation_config\.json is invalid", normalized_head=False)
 
 
 def test_both_baichuans_are_distinguished_by_their_vocabulary(tmp_path):
@@ -221,7 +221,7 @@ CONFIGS = [
     (
         "mpt-biases",
         {"ffn_config": {"ffn_act_fn": {"name": "selu"}}},
-        "ffn_act_fn is .*selu.* but only gelu, quick_gelu",
+        "ffn_act_fn is .*selu.* but its name must be one of gelu, quick_gelu",
     ),
 ]
 

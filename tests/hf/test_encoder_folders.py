@@ -161,7 +161,7 @@ def _plain_bert(state, said):
 
 
 BROKEN = [
-    (_without(QUERY), rf"the weights {QUERY} are missing; download it again$"),
+    (_without(QUERY), rf"the weights {QUERY} are missing; its config.json and weights must come from one checkpoint$"),
     (_without("embeddings.word_embeddings.weight"), "the weights embeddings.word_embeddings.weight are missing"),
     (
         _without("embeddings.token_type_embeddings.weight"),

@@ -92,7 +92,7 @@ def test_missing_weights_are_named_and_counted(folder_of):
     change_weights(folder, lambda state: [state.pop(name) for name in list(state) if "query_key_value" in name])
     layer = "transformer.h.0.self_attention.query_key_value"
     last = "transformer.h.1.self_attention.query_key_value.bias"
-    assert_refused(folder, f"4 missing weights: {layer}.bias, {layer}.weight, {last} and 1 more; save or download")
+    assert_refused(folder, f"4 missing weights: {layer}.bias, {layer}.weight, {last} and 1 more; its config.json")
 
 
 @pytest.mark.parametrize("family", FAMILIES)

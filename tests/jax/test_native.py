@@ -188,8 +188,8 @@ def test_explain_gives_the_text_that_it_gives_for_tensors() -> None:
     assert said[0] == of_torch[0]
     assert said[1:4] == [
         "  native     runs (picked by auto)",
-        "  loop       could; auto does not pick it here",
-        "  dense      could; auto does not pick it here",
+        "  loop       can run; auto does not pick it on this device",
+        "  dense      can run; auto does not pick it on this device",
     ]
     assert said[4:] == of_torch[-7:]
     assert said[4].startswith("head")

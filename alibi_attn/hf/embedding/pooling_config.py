@@ -118,7 +118,9 @@ def _pooling(options: Options) -> dict[str, Any]:
         modes = [mode for flag, mode in _FLAGS.items() if options.values.get(flag)]
     selected = [modes] if isinstance(modes, str) else modes
     if not isinstance(selected, list):
-        raise ValueError(f"{options.where} has pooling_mode {modes!r}, which is not a name; download it again")
+        raise ValueError(
+            f"{options.where} has pooling_mode {modes!r} but it must be a name or a list of names, such as 'mean'"
+        )
     selected = selected or ["mean"]
     if len(selected) != 1 or selected[0] not in POOLINGS:
         pooling = " and ".join(map(str, selected))

@@ -21,6 +21,8 @@ from alibi_attn.files import new_folder
 from alibi_attn.hf.readers import checkpoint_files
 from alibi_attn.hf.readers.families.family import Checkpoint, Family, Options, Parts
 
+ONE_SOURCE = "its config.json and weights must come from one checkpoint"
+
 
 @dataclasses.dataclass(frozen=True)
 class State:
@@ -77,7 +79,7 @@ def read(
     try:
         config = family.config(Checkpoint(folder, options, weights, changes or {}))
     except StrictDataclassError as error:
-        raise ValueError(f"{options.where} is invalid: {cause(error)}; download the checkpoint again") from error
+        raise ValueError(f"{options.where} is invalid: {cause(error)}; correct it, or download it again") from error
     state = State(weights, family, family.parts(weights.keys()), folder)
     _check_sizes(config, state)
     return config, state
@@ -204,7 +206,7 @@ def _check_names(wanted: Collection[str], state: State, *, new_head: bool) -> No
     unknown = {name for name in others if not re.fullmatch(f"{family.ignored}|{family.heads}", name)}
     if missing or unknown:
         is_head = bool(missing) and not unknown and all(re.fullmatch(family.heads, name) for name in missing)
-        advice = "pass new_head=True to draw the head at random, and train it" if is_head else "download it again"
+        advice = "pass new_head=True to draw the head at random, and train it" if is_head else ONE_SOURCE
         absent, extra = f"the weights {listed(missing)} are missing", f"it has unexpected weights {listed(unknown)}"
         reason = f"{absent}, and {extra}" if missing and unknown else absent if missing else extra
         raise ValueError(f"{state.folder} is not the {family.name} that its config describes: {reason}; {advice}")
@@ -216,14 +218,12 @@ def _check_sizes(config: PreTrainedConfig, state: State) -> None:
     counted = len({match[1] for name in state.tensors if (match := layers.match(name))})
     if counted != config.num_hidden_layers:
         raise ValueError(
-            f"{state.folder} has {counted} layers but its config says {config.num_hidden_layers}; download the checkpoint again"
+            f"{state.folder} has {counted} layers but its config says {config.num_hidden_layers}; {ONE_SOURCE}"
         )
     longest = max(max(tensor.shape, default=0) for tensor in state.tensors.values())
     for name in ("vocab_size", "hidden_size", "intermediate_size", "type_vocab_size"):
         if (size := getattr(config, name, 0)) > longest:
-            raise ValueError(
-                f"{state.folder} has {name} {size} in its config but no weight that long; download the checkpoint again"
-            )
+            raise ValueError(f"{state.folder} has {name} {size} in its config but no weight that long; {ONE_SOURCE}")
 
 
 def _check_tied(state: State, head: str, embedding: str) -> None:
@@ -254,6 +254,6 @@ def _taken(state: State, theirs: tuple[str, ...], shape: torch.Size, *, transpos
         needed = [*reversed(shape)] if transposed else [*shape]
         needed = [2 * needed[0], *needed[1:]] if half is not None else needed
         raise ValueError(
-            f"{state.folder} has {had} where its config needs {needed}{' in all' * (len(theirs) > 1)}; download it again"
+            f"{state.folder} has {had} where its config needs {needed}{' in all' * (len(theirs) > 1)}; {ONE_SOURCE}"
         )
     return (parts[0] if len(parts) == 1 else torch.cat(parts)).contiguous()

@@ -261,7 +261,7 @@ def _tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
             )
         if tensor.layout != torch.strided or tensor.is_quantized or tensor.device.type != device:
             raise ValueError(
-                f"{path} has a quantized, sparse or empty tensor at {name}, which is not supported; {_AGAIN}"
+                f"{path} has a quantized, sparse or empty tensor at {name}, which is not supported; pass dense tensors"
             )
     return dict(loaded)
 

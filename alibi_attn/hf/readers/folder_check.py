@@ -32,7 +32,6 @@ _ERRORS = (
     StrictDataclassError,
 )
 _NUMBERS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
-_AGAIN = "save or download it again"
 
 
 @contextlib.contextmanager
@@ -46,7 +45,9 @@ def one_sentence(folder: Path) -> Iterator[None]:
         yield
     except _ERRORS as error:
         reason = (checkpoint.cause(error) or type(error).__name__).rstrip(" .")
-        advice = "" if isinstance(error, ImportError) else f"; {_AGAIN}"
+        advice = (
+            "" if isinstance(error, ImportError) else "; if files are damaged or missing, save or download it again"
+        )
         raise ValueError(f"{folder} cannot be loaded: {reason[:300]}{advice}") from error
 
 
@@ -61,13 +62,15 @@ def check_sizes(folder: Path, config: PreTrainedConfig) -> None:
     shapes = checkpoint_files.read_shapes(folder)
     for name in _NUMBERS:
         if type(value := getattr(config, name, None)) is not int or value < 1:
-            raise ValueError(f"{where} has {name} = {value!r} but it must be an integer of at least 1; {_AGAIN}")
+            raise ValueError(f"{where} has {name} = {value!r} but it must be an integer of at least 1; correct it")
     counted = len({match[1] for name in shapes if (match := re.search(r"(?:^|\.)(\d+)\.", name))})
     if counted != config.num_hidden_layers:
-        raise ValueError(f"{folder} has {counted} layers but its config says {config.num_hidden_layers}; {_AGAIN}")
+        raise ValueError(
+            f"{folder} has {counted} layers but its config says {config.num_hidden_layers}; {checkpoint.ONE_SOURCE}"
+        )
     if config.hidden_size % config.num_attention_heads:
         raise ValueError(
-            f"{where} has {config.num_attention_heads} heads but must have a divisor of {config.hidden_size}, the width; {_AGAIN}"
+            f"{where} has {config.num_attention_heads} heads, which must divide the width, {config.hidden_size}; correct it"
         )
     with one_sentence(folder), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
@@ -82,7 +85,9 @@ def check_names(folder: Path, info: Mapping[str, Collection[str]]) -> None:
     """
     for kind in ("missing", "unexpected"):
         if wrong := info[f"{kind}_keys"]:
-            raise ValueError(f"{folder} has {_count(wrong, kind)}: {checkpoint.listed(wrong, 3)}; {_AGAIN}")
+            raise ValueError(
+                f"{folder} has {_count(wrong, kind)}: {checkpoint.listed(wrong, 3)}; {checkpoint.ONE_SOURCE}"
+            )
 
 
 def _check_shapes(folder: Path, model: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> None:
@@ -95,7 +100,7 @@ def _check_shapes(folder: Path, model: PreTrainedModel, shapes: Mapping[str, tor
             wrong[name] = f"{name} {list(stored)} instead of {list(wanted.shape)}"
     if wrong:
         which = checkpoint.listed(wrong.values(), 3)
-        raise ValueError(f"{folder} has {_count(wrong, 'mismatched')}: {which}; {_AGAIN}")
+        raise ValueError(f"{folder} has {_count(wrong, 'mismatched')}: {which}; {checkpoint.ONE_SOURCE}")
 
 
 def _count(names: Collection[Any], kind: str) -> str:

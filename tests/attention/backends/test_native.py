@@ -337,7 +337,7 @@ def test_few_scores_are_left_to_dense_and_not_to_the_next() -> None:
     q, k, v = (torch.randn(1, 1, t, 8) for t in (64, 2000, 2000))
     words = str(explain(q, k, v, [0.5]))
     assert "dense      runs (picked by auto)" in words
-    assert "native     could; auto leaves it to dense: short input: B·H·T·S = 128000 < 131072" in words
+    assert "native     can run; auto takes dense instead: short input: B·H·T·S = 128000 < 131072" in words
     assert "native     runs (picked by auto)" in str(explain(q, k.repeat(1, 1, 2, 1), v.repeat(1, 1, 2, 1), [0.5]))
 
 

@@ -64,7 +64,7 @@ def read(
             setattr(config, name, about.get(name))
     except StrictDataclassError as error:
         where = folder / checkpoint_files.CONFIG
-        raise ValueError(f"{where} is invalid: {checkpoint.cause(error)}; download it again") from error
+        raise ValueError(f"{where} is invalid: {checkpoint.cause(error)}; correct it, or download it again") from error
     return config, state
 
 
@@ -89,7 +89,7 @@ def take_generation_config(model: PreTrainedModel, folder: Path) -> None:
             model.generation_config = GenerationConfig.from_pretrained(folder)
         except (OSError, ValueError, TypeError) as error:
             raise ValueError(
-                f"{folder / GENERATION} is damaged: {' '.join(str(error).split())}; download it again, or delete it"
+                f"{folder / GENERATION} is invalid: {' '.join(str(error).split())}; correct or delete it"
             ) from error
     else:
         model.generation_config = GenerationConfig.from_model_config(model.config)

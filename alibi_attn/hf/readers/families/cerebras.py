@@ -69,7 +69,7 @@ def _slopes(checkpoint: Checkpoint, heads: int) -> list[float]:
     if slopes.numel() != heads or slopes.shape[0] != heads or not bool(torch.isfinite(slopes).all()):
         raise ValueError(
             f"{checkpoint.folder} has {SLOPES} of shape {list(slopes.shape)} but its {heads} heads need finite numbers "
-            f"[{heads}, 1]; download it again"
+            f"[{heads}, 1]; save the checkpoint again"
         )
     return [float(slope) for slope in slopes.double().flatten()]
 

@@ -99,7 +99,8 @@ def _activation(feed_forward: Options) -> str:
     approximate = about.text("approximate", "none") if name == "gelu" else None
     if not about.values.keys() <= {"name", "approximate"} or (name, approximate) not in ACTIVATIONS:
         raise ValueError(
-            f"{about.where} is {dict(about.values)} but only {', '.join(sorted({n for n, _ in ACTIVATIONS}))} are supported"
+            f"{about.where} is {dict(about.values)} but its name must be one of "
+            f"{', '.join(sorted({n for n, _ in ACTIVATIONS}))}, and only gelu may have approximate = none or tanh"
         )
     return ACTIVATIONS[name, approximate]
 
