@@ -85,9 +85,19 @@ def alibi_attention(
     backend: str = "auto",
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Attention with linear biases, softmax(scale·q·kᵀ − m·|i − j| + b_j)·v, [B, H, T, D] in query's dtype.
+    """Attention with linear biases (ALiBi), exact up to rounding, [B, H, T, D] in query's dtype.
 
-    Exact up to rounding. Differentiable once in query, key, value, slopes, key_bias and sink_logits, and through lse.
+        s_ij = scale·q_i·k_j − m·|i − j| + b_j          o_i = Σ_j exp(s_ij − lse_i)·v_j ,  lse_i = ln Σ_j exp(s_ij)
+
+    for the query at position i and the keys at positions j ≤ i, with one slope m per head. Differentiable once in query, key,
+    value, slopes, key_bias and sink_logits, and through lse.
+
+    Use it in your own layer in place of `scaled_dot_product_attention`. `ALiBiAttention` is a complete layer. For texts without
+    padding use `alibi_attention_varlen`, for gates that depend on the text `forgetting_attention`, for another bias by distance
+    `toeplitz_attention`.
+
+    A common mistake: queries of [B, T, H, D], flash-attention's layout, are a valid call with T heads, and wrong. Pass
+    `alibi_slopes(H)`, and the number of heads is checked. Encoders need `causal=False`.
 
     Args:
         query: [B, H, T, D]; float16, bfloat16, float32 or float64.
@@ -128,9 +138,10 @@ def alibi_attention(
     Raises:
         ValueError, TypeError: wrong shapes, dtypes or numbers, or a named backend that cannot run this call.
 
-    >>> q = k = v = torch.randn(1, 8, 128, 64)
-    >>> alibi_attention(q, k, v).shape
-    torch.Size([1, 8, 128, 64])
+    >>> q, k, v = torch.randn(3, 2, 8, 128, 64)  # three times [B, H, T, D]
+    >>> visible = torch.arange(128) < torch.tensor([[128], [90]])  # the second text has 90 tokens
+    >>> alibi_attention(q, k, v, key_mask=visible).shape
+    torch.Size([2, 8, 128, 64])
 
     Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
     """

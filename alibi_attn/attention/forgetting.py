@@ -83,7 +83,9 @@ def forgetting_attention(
     backend: str = "auto",
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Causal attention with forget gates, softmax(scale·q·kᵀ + Σ_{l=j+1..i} ln f_l − m·|i − j| + b_j)·v, [B, H, T, D].
+    """Causal attention in which each token decides how much of everything before it is kept, [B, H, T, D] in query's dtype.
+
+        s_ij = scale·q_i·k_j + Σ_{l=j+1..i} ln f_l − m·|i − j| + b_j          o_i = Σ_j exp(s_ij − lse_i)·v_j
 
     The gate of position l lies between the keys before l and the queries from l on. The last of four tokens sees
 
@@ -92,6 +94,12 @@ def forgetting_attention(
     so f_0 is never used, and a constant gate f is ALiBi with the slope −ln f. Exact up to rounding: gates are summed in fp64 for
     any length (fp32 on devices without fp64). Differentiable once in all tensors, and through lse. Keys whose gates prove that
     they hold less than the tolerance are skipped.
+
+    Use it if the text, not only the distance, should decide what is forgotten; `ALiBiAttention(forget_gate=True)` computes the
+    gates too. For one number per key that does not accumulate, such as a prior, pass `key_bias` to `alibi_attention`.
+
+    A common mistake: gates that start at sigmoid(0) = 1/2 leave a key 20 tokens back 10⁻⁶ of its weight. If far tokens matter
+    and training is short, add a bias of about 4 to the logits.
 
     Args:
         log_fgate: ln f, the natural logarithm, at most 0, fp32 or fp64, [B, H, S] (or [B, K, S], shared by the heads of a group).
@@ -108,7 +116,7 @@ def forgetting_attention(
         ValueError, TypeError: wrong shapes, dtypes or numbers, or a named backend that cannot run this call.
 
     >>> q = k = v = torch.randn(1, 8, 128, 64)
-    >>> gates = torch.nn.functional.logsigmoid(torch.randn(1, 8, 128) + 4)
+    >>> gates = torch.nn.functional.logsigmoid(torch.randn(1, 8, 128) + 4)  # ln f, [B, H, S]
     >>> forgetting_attention(q, k, v, gates).shape
     torch.Size([1, 8, 128, 64])
 

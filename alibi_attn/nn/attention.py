@@ -39,8 +39,11 @@ class ALiBiAttention(nn.Module):
 
         softmax(q·kᵀ/√D − m·|i − j|)·v,   q, k, v = linear layers of x, one fixed slope m per head
 
-    It adds no positions, has no maximum length and (with fixed slopes) no parameters except the
-    linear layers' own: `q_proj`, `k_proj`, `v_proj`, `out_proj`.
+    It has no maximum length and (with fixed slopes) no parameters except the linear layers' own: `q_proj`, `k_proj`, `v_proj`,
+    `out_proj`. Use it in place of `nn.MultiheadAttention`; `ALiBiTransformerBlock` adds norms and the feed-forward layer.
+
+    A common mistake: adding position embeddings to x as well, which fail beyond the trained length. And masks are True where a
+    token is visible, the opposite of torch's `key_padding_mask`.
 
     Args:
         embed_dim: a multiple of `num_heads`; the head size is D = embed_dim / num_heads.
@@ -67,7 +70,7 @@ class ALiBiAttention(nn.Module):
 
     >>> import torch
     >>> attention = ALiBiAttention(embed_dim=64, num_heads=8)
-    >>> attention(torch.zeros(2, 10, 64)).shape
+    >>> attention(torch.zeros(2, 10, 64), key_mask=torch.ones(2, 10, dtype=torch.bool)).shape
     torch.Size([2, 10, 64])
 
     Source: Press et al. 2022, sec. 3 (arXiv:2108.12409); QK-norm: Henry et al. 2020 (arXiv:2010.04245); gates: Lin et al.

@@ -25,12 +25,13 @@ FORMAT = 1  # format number of a pickle
 class KVCache:
     """Keys and values of the positions seen so far, [B, K, S, D]; `len(cache)` is S.
 
-    A cache belongs to one attention layer, and is the only thing that a forward pass mutates. Without gradients
-    (`torch.no_grad()`, `torch.inference_mode()`) appending writes into spare capacity that doubles when it is full, so
-    S single steps copy O(S) keys in total. With gradients enabled every append creates new tensors, which is slower, so that
-    the loss of a later chunk reaches the keys of an earlier one.
+        outputs of layer(x[:, :n], cache=cache), layer(x[:, n:], cache=cache) = outputs of layer(x), for any chunks
 
-    ALiBi adds nothing to the keys, so cropping, reordering and changing slopes never invalidate a cache.
+    Use it to decode with `ALiBiAttention` and blocks; models of transformers take an `ALiBiCache`. `layer.reach_cache()` needs
+    less memory, and forgets. ALiBi adds nothing to keys, so cropping, reordering and changing slopes never invalidate a cache.
+
+    A common mistake: one cache for several layers (each needs its own), or decoding without `torch.no_grad()`: then every append
+    copies all keys, so that the loss of a later chunk reaches earlier ones. Otherwise it writes into room that doubles when full.
 
     `copy.deepcopy` forks a cache, gradients included. A pickle holds the tensors that later tokens need,
     without gradients or spare capacity, and a format number that other versions check. Either copy belongs to the layer
@@ -49,12 +50,12 @@ class KVCache:
         max_tokens: the largest number of tokens to keep; None = all.
         sinks: the number of first tokens that are never forgotten (models attend to them); only with `max_tokens`.
 
-    >>> cache = KVCache()
+    >>> from alibi_attn import ALiBiAttention
+    >>> layer, cache = ALiBiAttention(64, 8), KVCache()
     >>> with torch.no_grad():
-    ...     for step in range(3):
-    ...         key, value = cache.append(torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4))
-    >>> len(cache), key.shape
-    (3, torch.Size([1, 2, 3, 4]))
+    ...     steps = [layer(x, cache=cache) for x in torch.randn(3, 1, 1, 64)]
+    >>> len(cache)
+    3
     """
 
     def __init__(self, path: str | Path | None = None, *, max_tokens: int | None = None, sinks: int = 4) -> None:

@@ -107,9 +107,16 @@ def late_chunks(
     normalize: bool = False,
     batch_tokens: int = 16384,
 ) -> list[LateChunks]:
-    """One vector per chunk of each text: the mean of the last hidden states of the tokens that share a character with the chunk.
+    """One vector per chunk of each text, computed with the whole text in view.
 
-    Special tokens are not averaged. Short texts are batched without computing padding.
+        vector of a chunk c = Σ_{t in c} h_t / |c| ,  h_t the last hidden state of token t in one pass over the whole text
+
+    A token is in a chunk if they share a character; special tokens are in none. Short texts are batched, without padding.
+
+    Use it to search passages whose meaning depends on the rest of the document; for separate texts `encode` is enough. The gain
+    is small if the encoder was not trained for it.
+
+    A common mistake: splitting documents first and passing the pieces as texts, which are then embedded alone.
 
     Args:
         model: from `sentence_transformer`, or a folder or repository for it. Its pooling must be the mean.

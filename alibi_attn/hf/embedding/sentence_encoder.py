@@ -132,6 +132,13 @@ def sentence_transformer(
 ) -> "SentenceTransformer":
     """An encoder with ALiBi as a `sentence_transformers.SentenceTransformer`, for encoding, similarity and training.
 
+        vector of a text = (h_1 + … + h_n) / n, the mean of its tokens' hidden states
+
+    Use it for one vector per text. `late_chunks` gives one per passage, `ALiBiBertModel` the hidden states.
+
+    A common mistake: loading the repository with `SentenceTransformer` itself, which builds a plain BERT with random position
+    embeddings. And texts beyond `max_seq_length` are cut without a message.
+
     Pooling is read from the folder (modules.json, 1_Pooling); the default is the mean. After `import alibi_attn.hf`, a
     folder written by `save` also loads with `SentenceTransformer(folder)`.
 
@@ -151,6 +158,11 @@ def sentence_transformer(
         ImportError: sentence-transformers is not installed.
         OSError: neither a folder nor a repository, or missing files.
         ValueError: a damaged file, or an unsupported device, model, module or pooling; the message names it.
+
+    >>> from alibi_attn.hf import sentence_transformer
+    >>> model = sentence_transformer("jinaai/jina-embeddings-v2-base-en", normalize=True)  # doctest: +SKIP
+    >>> model.encode(["How far does a head look?"], batch_size=4).shape  # doctest: +SKIP
+    (1, 768)
     """
     try:
         from sentence_transformers import SentenceTransformer

@@ -91,12 +91,21 @@ def patch(
 ) -> Patch:
     """Make an ALiBi model of transformers compute its attention with `alibi_attention`, in place.
 
+        softmax(q·kᵀ/√D − m·(i − j))·v  in place of the model's  softmax(q·kᵀ/√D + m·j)·v, which is equal for j ≤ i
+
     No n×n scores or masks are built any more. On a CPU the linear layers use the fastest kernel for the processor
     (`alibi_attn/nn/linear.py`), and BLOOM's GELU makes one pass over memory instead of five.
 
     Padding on either side, every mode of `generate`, dynamic and static caches, gradients and `torch.compile` work. Weights,
     config, caches and saved files do not change, and `type(model)(model.config)` is an unpatched model. As before, logits at
     padding positions and of rows that are all padding are meaningless (no key is visible there, so attention is 0).
+
+    Use it for BLOOM, MPT and Falcon-RW. `ALiBiForCausalLM` loads decoders that transformers cannot load, `ALiBiBertModel`
+    encoders.
+
+    A common mistake: generating with the default cache, which copies every key for every token; pass
+    `past_key_values=ALiBiCache()`. In bf16 logits differ from the unpatched model's, whose biases are rounded:
+    `numerics="checkpoint"` reproduces them.
 
     Args:
         model: a loaded BLOOM, MPT, or Falcon with alibi=True, or a module that contains one; it is changed in place.
