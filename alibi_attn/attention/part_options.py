@@ -67,6 +67,23 @@ def part_fields(given: Mapping[str, Any], sizes: Checked) -> PartFields:
     """
     fields: PartFields = {}
     sinks, prefix_len, positions = given["sinks"], given["prefix_len"], given["positions"]
+    check_sinks(sinks)
+    if sinks > 0 and given["window"] is not None:
+        fields["sinks"] = sinks
+    if prefix_len is not None:
+        check_prefix_len(prefix_len, batch=sizes.batch, causal=given["causal"])
+        check_prefix_values(prefix_len, sizes.key_len, "S")
+        fields["prefix_len"] = prefix_len.to(torch.int64)
+    if positions is not None:
+        fields["positions"] = positions
+        fields["query_positions"] = _query_positions(given, sizes)
+    elif given["query_positions"] is not None:
+        raise ValueError("query_positions is given without positions [B, S], those of the keys; pass both")
+    return fields
+
+
+def check_sinks(sinks: object) -> None:
+    """sinks is a number of keys."""
     if isinstance(sinks, bool) or not isinstance(sinks, int):
         kind = "a tensor" if isinstance(sinks, Tensor) else repr(sinks)
         raise TypeError(
@@ -76,23 +93,26 @@ def part_fields(given: Mapping[str, Any], sizes: Checked) -> PartFields:
         raise ValueError(
             f"sinks is {sinks} but must be at least 0, the number of first keys that the window never hides"
         )
-    if sinks > 0 and given["window"] is not None:
-        fields["sinks"] = sinks
-    if prefix_len is not None:
-        check_prefix_len(prefix_len, batch=sizes.batch, causal=given["causal"])
-        if may_read(prefix_len) and prefix_len.numel():
-            low, high = (int(x) for x in torch.aminmax(prefix_len))
-            if low < 0 or high > sizes.key_len:
-                raise ValueError(
-                    f"prefix_len is {low if low < 0 else high} for a sequence but counts first keys, 0 to S = {sizes.key_len}"
-                )
-        fields["prefix_len"] = prefix_len.to(torch.int64)
-    if positions is not None:
-        fields["positions"] = positions
-        fields["query_positions"] = _query_positions(given, sizes)
-    elif given["query_positions"] is not None:
-        raise ValueError("query_positions is given without positions [B, S], those of the keys; pass both")
-    return fields
+
+
+def check_prefix_values(prefix_len: Tensor, most: int, of: str) -> None:
+    """A prefix has at most this many keys, the number of what `of` says; checked where reading is free."""
+    if may_read(prefix_len) and prefix_len.numel():
+        low, high = (int(x) for x in torch.aminmax(prefix_len))
+        if low < 0 or high > most:
+            raise ValueError(
+                f"prefix_len is {low if low < 0 else high} for a sequence but must be from 0 to {most}, {of}"
+            )
+
+
+def check_sorted(name: str, positions: Tensor) -> None:
+    """Positions are finite and do not decrease, and need no gradient."""
+    if positions.requires_grad:
+        raise ValueError(f"{name} receives no gradient; pass {name}.detach()")
+    if not may_read(positions):
+        return
+    if not bool(positions.isfinite().all()) or bool((positions[:, 1:] < positions[:, :-1]).any()):
+        raise ValueError(f"{name} must be finite and must not decrease along a row; sort the tokens by position")
 
 
 def check_without_parts(spec: AttentionSpec[Tensor], function: str) -> None:
@@ -115,10 +135,10 @@ def _query_positions(given: Mapping[str, Any], sizes: Checked) -> Tensor:
     if given["query_offset"] is not None:
         raise ValueError("positions and query_offset exclude one another: pass query_positions [B, T] instead")
     check_positions("positions", positions, batch=sizes.batch, length=sizes.key_len, axis="S")
-    _check_values("positions", positions)
+    check_sorted("positions", positions)
     if own is not None:
         check_positions("query_positions", own, batch=sizes.batch, length=sizes.query_len, axis="T")
-        _check_values("query_positions", own)
+        check_sorted("query_positions", own)
         _check_between(own, positions, causal=given["causal"])
         return own
     if sizes.query_len > sizes.key_len:
@@ -127,15 +147,6 @@ def _query_positions(given: Mapping[str, Any], sizes: Checked) -> Tensor:
             "query_positions [B, T]"
         )
     return positions[:, sizes.key_len - sizes.query_len :]
-
-
-def _check_values(name: str, positions: Tensor) -> None:
-    if positions.requires_grad:
-        raise ValueError(f"{name} receives no gradient; pass {name}.detach()")
-    if not may_read(positions):
-        return
-    if not bool(positions.isfinite().all()) or bool((positions[:, 1:] < positions[:, :-1]).any()):
-        raise ValueError(f"{name} must be finite and must not decrease along a row; sort the tokens by position")
 
 
 def _check_between(own: Tensor, positions: Tensor, *, causal: bool) -> None:

@@ -15,20 +15,20 @@ from torch import Tensor, nn
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
 from alibi_attn.attention.bias import Slopes
-from alibi_attn.attention.checks import check_key_mask, check_layer, check_segments, default_tolerance
+from alibi_attn.attention.checks import check_layer, default_tolerance
 from alibi_attn.attention.decoding import attend_near, reads_near
 from alibi_attn.attention.forgetting import forgetting_attention
+from alibi_attn.attention.merging import merged
 from alibi_attn.attention.near_keys import visible_runs
-from alibi_attn.attention.transforms import autocasts
+from alibi_attn.attention.part_options import Window, check_sinks, windows_of_heads
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.constructor_arguments import checks_names
 from alibi_attn.nn.gated_cache import GatedReachCache
 from alibi_attn.nn.gates import ForgetGates
+from alibi_attn.nn.input_checks import Cache, check_inputs, check_memory
 from alibi_attn.nn.positional import HeadSlopes
 from alibi_attn.nn.reach_cache import ReachCache
 from alibi_attn.reach import UNLIMITED, score_bound_of_norms, static_reach
-
-Cache = KVCache | ReachCache | GatedReachCache
 
 _QK_NORM_EPS = 1e-6  # only keeps a zero vector zero; the bound ‖q‖ ≤ √D·max|weight| holds for any eps ≥ 0
 _NORM_ROUNDING = 2.0**-7  # of ‖q‖: two roundings to bfloat16 are 2⁻⁸, and the arithmetic of the norm stays far below
@@ -51,7 +51,8 @@ class ALiBiAttention(nn.Module):
         num_kv_heads: K, which divides H: grouped-query attention (1 is multi-query). Default H.
         bias: add a bias to the linear layers.
         causal: False for encoders: the bias is symmetric.
-        window: the number of keys a query may see, including itself; None is no limit.
+        window: the number of keys a query may see, including itself; None is no limit. Or one number per head, [H].
+        sinks: the number of first keys that the window never hides.
         dropout_p: of attention weights, in training only.
         slopes: [H]; default `alibi_slopes(num_heads)`. Kept in fp32 whatever dtype the module is cast to, and, unless
             learned, out of the state dict.
@@ -84,14 +85,18 @@ class ALiBiAttention(nn.Module):
     @checks_names()
     def __init__(
         self, embed_dim: int, num_heads: int, *, num_kv_heads: int | None = None, bias: bool = False, causal: bool = True,
-        window: int | None = None, dropout_p: float = 0.0, slopes: Slopes | None = None, learn_slopes: bool = False,
-        qk_norm: bool = False, forget_gate: bool = False, kv_dim: int | None = None,
+        window: Window | None = None, sinks: int = 0, dropout_p: float = 0.0, slopes: Slopes | None = None,
+        learn_slopes: bool = False, qk_norm: bool = False, forget_gate: bool = False, kv_dim: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        one_window, windows = windows_of_heads(window, num_heads)
         check_layer(
-            embed_dim, num_heads, num_kv_heads, window=window, dropout_p=dropout_p, causal=causal, forget_gate=forget_gate
+            embed_dim, num_heads, num_kv_heads, window=one_window, dropout_p=dropout_p, causal=causal, forget_gate=forget_gate
         )  # fmt: skip
+        check_sinks(sinks)
+        if forget_gate and (sinks or windows is not None):
+            raise ValueError("forget_gate supports one window for all heads and no sinks; omit one of them")
         if kv_dim is not None:
             if operator.index(kv_dim) < 1 or window is not None or forget_gate:
                 raise ValueError(
@@ -102,7 +107,7 @@ class ALiBiAttention(nn.Module):
         self.kv_dim = kv_dim
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim, kv_width = embed_dim // num_heads, num_kv_heads * (embed_dim // num_heads)
-        self.causal, self.window, self.dropout_p = causal, window, dropout_p
+        self.causal, self.window, self.sinks, self.dropout_p = causal, windows or one_window, sinks, dropout_p
         self.slopes = HeadSlopes(num_heads, slopes, learned=learn_slopes)
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.k_proj = nn.Linear(embed_dim if kv_dim is None else kv_dim, kv_width, bias=bias)
@@ -119,6 +124,8 @@ class ALiBiAttention(nn.Module):
         cache: Cache | None = None,
         key_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
+        prefix_len: Tensor | None = None,
+        positions: Tensor | None = None,
         memory: Tensor | None = None,
         memory_mask: Tensor | None = None,
         **unknown: Never,
@@ -132,13 +139,17 @@ class ALiBiAttention(nn.Module):
             key_mask: [B, S] bool, True = may be seen; S covers the cached keys, then the T new ones. A few new tokens with a
                 long cache read only the keys within reach, unless a row of the mask has a hole.
             segment_ids: [B, S] integers, the same S: attend within a segment only.
+            prefix_len: [B] integers: every token sees the first ones, as for `alibi_attention`. With a cache, the first call
+                must hold the whole prefix.
+            positions: [B, S] fp32 or fp64, the same S: the bias is −m·|p_i − p_j|, as for `alibi_attention`.
             memory, memory_mask: [B, S, kv_dim] and [B, S] bool, True = may be seen; for cross-attention layers, instead of the
                 other arguments.
         """
         if unknown:
             raise unknown_argument("ALiBiAttention", unknown)
-        self._check(x, cache, key_mask, segment_ids)
-        self._check_memory(x, memory, memory_mask, others=(cache, key_mask, segment_ids))
+        of_keys: dict[str, Any] = {"key_mask": key_mask, "segment_ids": segment_ids, "positions": positions}
+        check_inputs(self, x, cache, prefix_len=prefix_len, **of_keys)
+        check_memory(self, x, memory, memory_mask, others=(cache, prefix_len, *of_keys.values()))
         if isinstance(cache, KVCache) and cache.max_tokens is not None and x.shape[1] > 1:
             fits = max(cache.max_tokens - len(cache), 1)
             if x.shape[1] > fits:  # each further token replaces one in the cache
@@ -158,9 +169,11 @@ class ALiBiAttention(nn.Module):
             if cache is not None:
                 key, value = cache.append(key, value, layer=self, log_fgate=gates)
                 gates = cache.log_fgate
-            near = self._near(query, key, value, cache, key_mask) if cache is not None and segment_ids is None else None
+            prefix_len = None if x.shape[1] == 1 else prefix_len  # the last token has no key to its right
+            plain = all(given is None for given in (segment_ids, positions, prefix_len))
+            near = self._near(query, key, value, cache, key_mask) if cache is not None and plain else None
             if near is None:
-                near = self._attended(query, key, value, gates, key_mask=key_mask, segment_ids=segment_ids)
+                near = self._attended(query, key, value, gates, prefix_len=prefix_len, **of_keys)
             mixed = near
         output: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
         return output
@@ -171,6 +184,8 @@ class ALiBiAttention(nn.Module):
         """Attention over the keys within reach; None unless few queries and many cached keys make it faster."""
         slopes, gates, masked = self.slopes.values, cache.log_fgate, key_mask is not None
         whole = cache.max_tokens is None and not (self.training and self.dropout_p)
+        if isinstance(self.window, tuple) or self.sinks_of_window:
+            return None
         if not (whole and reads_near(query, key, masked=masked, gated=gates is not None)):
             return None
         visible = None if key_mask is None else visible_runs(key_mask)
@@ -179,15 +194,25 @@ class ALiBiAttention(nn.Module):
         return attend_near(query, key, value, slopes, cache.norms, visible=visible, log_fgate=gates, window=self.window)
 
     def _attended(
-        self, query: Tensor, key: Tensor, value: Tensor, gates: Tensor | None = None, *, slopes: Tensor | None = None,
-        key_mask: Tensor | None = None, segment_ids: Tensor | None = None, query_offset: int | None = None,
+        self, query: Tensor, key: Tensor, value: Tensor, gates: Tensor | None = None, *, heads: list[int] | None = None,
+        **given: Tensor | int | None,
     ) -> Tensor:  # fmt: skip
-        """Attention, [B, H, T, D]; by default with the slopes of all heads."""
-        slopes, dropout_p = self.slopes.values if slopes is None else slopes, self.dropout_p if self.training else 0.0
-        options: Any = {"window": self.window, "key_mask": key_mask, "segment_ids": segment_ids, "dropout_p": dropout_p}
+        """Attention, [B, H, T, D], of all heads or some, with the given options of `alibi_attention`."""
+        slopes, window = self._of_heads(heads)
+        options: Any = {"window": window, "dropout_p": self.dropout_p if self.training else 0.0}
+        options |= {name: value for name, value in given.items() if value is not None}
         if gates is not None:
             return self.attend_gated(query, key, value, gates, slopes, **options)
-        return self.attend(query, key, value, slopes, causal=self.causal, query_offset=query_offset, **options)
+        if self.sinks_of_window:
+            options["sinks"] = self.sinks
+        return self.attend(query, key, value, slopes, causal=self.causal, **options)
+
+    def _of_heads(self, heads: list[int] | None) -> tuple[Tensor, Window | None]:
+        """(slopes, window) of some heads; None = all."""
+        slopes, window = self.slopes.values, self.window
+        if heads is None:
+            return slopes, window
+        return slopes[heads], [window[head] for head in heads] if isinstance(window, tuple) else window
 
     def _attend_parts(
         self, query: Tensor, key: Tensor, value: Tensor, gates: Tensor | None, cache: ReachCache | GatedReachCache
@@ -199,14 +224,32 @@ class ALiBiAttention(nn.Module):
             parts: Sequence[tuple[Tensor, ...]] = cache.append(key, value, gates, layer=self)
         else:
             parts = cache.append(key, value, layer=self)
-        if len(parts) == 1:
+        if isinstance(cache, ReachCache) and cache.sinks:
+            mixed = [self._with_sinks(query, cache, group, part) for group, part in enumerate(parts)]
+        elif len(parts) == 1:
             return self._attended(query, *parts[0])
-        mixed = [
-            self._attended(query[:, heads], *part, slopes=self.slopes.values[heads])
-            for heads, part in zip(cache.query_heads, parts, strict=True)
-        ]
+        else:
+            mixed = [
+                self._attended(query[:, heads], *part, heads=heads)
+                for heads, part in zip(cache.query_heads, parts, strict=True)
+            ]
         order = sorted(range(self.num_heads), key=[h for heads in cache.query_heads for h in heads].__getitem__)
         return torch.cat(mixed, dim=1)[:, order]
+
+    def _with_sinks(self, query: Tensor, cache: ReachCache, group: int, part: tuple[Tensor, ...]) -> Tensor:
+        """Attention, [B, heads, T, D], of a group of heads over its keys within reach and the first keys."""
+        heads = cache.query_heads[group]
+        slopes, window = self._of_heads(heads)
+        options: Any = {"dropout_p": self.dropout_p if self.training else 0.0, "return_lse": True}
+        near = self.attend(query[:, heads], part[0], part[1], slopes, window=window, **options)
+        offset = len(cache) - query.shape[2]
+        first = self.attend(query[:, heads], *cache.sinks_of(group), slopes, query_offset=offset, **options)
+        return merged(*near, *first)[0].to(query.dtype)
+
+    @property
+    def sinks_of_window(self) -> int:
+        """The first keys that a cache must keep; 0 without a window, which alone hides them."""
+        return 0 if self.window is None else self.sinks
 
     def score_bound(self) -> float:
         """U, an upper bound of every scaled score |q·k|/√D of this layer for any input; requires qk_norm=True.
@@ -249,7 +292,8 @@ class ALiBiAttention(nn.Module):
             return GatedReachCache(slopes, score_bound=bound, tolerance=tolerance, num_kv_heads=self.num_kv_heads)
         reach = self.static_reach(tolerance=tolerance, score_bound=bound)
         heads = self.num_kv_heads
-        return ReachCache(reach, num_kv_heads=heads, score_bound=bound, tolerance=tolerance, slopes=slopes)
+        options: Any = {"num_kv_heads": heads, "score_bound": bound, "tolerance": tolerance, "slopes": slopes}
+        return ReachCache(reach, sinks=self.sinks_of_window, **options)
 
     def static_reach(
         self, *, tolerance: float | None = None, score_bound: float | None = None, key_mask: Tensor | None = None
@@ -287,7 +331,10 @@ class ALiBiAttention(nn.Module):
         slack = 2 * (self.head_dim + 16) * 2.0**-24 * bound + (0.0 if self.causal else math.log(2.0))
         slopes = self.slopes.values.detach().cpu().double().tolist()
         reach = torch.tensor([static_reach(slope, bound, tolerance, slack=slack) for slope in slopes], device="cpu")
-        return reach if self.window is None else reach.clamp(max=min(self.window, UNLIMITED))
+        if self.window is None:
+            return reach
+        windows = self.window if isinstance(self.window, tuple) else [self.window] * self.num_heads
+        return reach.minimum(torch.tensor([min(window, UNLIMITED) for window in windows], device="cpu"))
 
     def _bound_and_tolerance(self, score_bound: float | None, tolerance: float | None) -> tuple[float, float]:
         """U and ε, with the defaults of this layer."""
@@ -300,7 +347,7 @@ class ALiBiAttention(nn.Module):
         return bound, tolerance
 
     def extra_repr(self) -> str:
-        optional = {name: getattr(self, name) for name in ("kv_dim", "window", "dropout_p")}
+        optional = {name: getattr(self, name) for name in ("kv_dim", "window", "sinks", "dropout_p")}
         optional |= {"qk_norm": self.q_norm is not None, "forget_gate": self.gate_proj is not None}
         options = "".join(f", {name}={value}" for name, value in optional.items() if value)
         return (
@@ -311,83 +358,6 @@ class ALiBiAttention(nn.Module):
     def _heads(self, projected: Tensor) -> Tensor:
         """[B, T, heads·D] → [B, heads, T, D], without a copy."""
         return projected.unflatten(-1, (-1, self.head_dim)).transpose(1, 2)
-
-    def _check_memory(
-        self, x: Tensor, memory: Tensor | None, memory_mask: Tensor | None, *, others: tuple[object, ...]
-    ) -> None:
-        if self.kv_dim is None:
-            if memory is None and memory_mask is None:
-                return
-            raise ValueError(
-                f"{'memory_mask' if memory is None else 'memory'} is given but this is a self-attention layer; "
-                "create the layer with kv_dim=... for cross-attention"
-            )
-        if memory is None:
-            raise ValueError("memory is missing but this is a cross-attention layer; pass memory=..., or omit kv_dim")
-        if any(other is not None for other in others) or "attend" in vars(self):
-            raise ValueError(
-                "cross-attention supports no cache, key_mask, segment_ids or context parallelism; pass memory_mask to hide keys"
-            )
-        wanted = [x.shape[0], self.kv_dim]
-        if memory.ndim != 3 or [memory.shape[0], memory.shape[2]] != wanted or memory.shape[1] == 0:
-            raise ValueError(
-                f"memory has shape {list(memory.shape)} but must be [B, S, kv_dim] = [{wanted[0]}, S, {wanted[1]}]"
-            )
-        if memory.dtype != x.dtype and not torch.is_autocast_enabled(x.device.type):
-            raise TypeError(f"memory is {memory.dtype} but x is {x.dtype}; pass memory.to({x.dtype})")
-        if memory_mask is not None:
-            check_key_mask(memory_mask, batch=x.shape[0], key_len=memory.shape[1])
-
-    def _check(self, x: Tensor, cache: Cache | None, key_mask: Tensor | None, segment_ids: Tensor | None) -> None:
-        check_embeddings(x, self.embed_dim)
-        dtype = self.q_proj.weight.dtype if type(self.q_proj) is nn.Linear else x.dtype
-        if dtype != x.dtype and dtype.is_floating_point and not autocasts(x.device.type):
-            raise TypeError(
-                f"x is {x.dtype} but the layer's weights are {dtype}; pass x.to({dtype}) or convert the layer"
-            )
-        if cache is not None and not isinstance(cache, Cache):
-            raise TypeError(f"cache is a {type(cache).__name__} but must be a KVCache() of this layer, or None")
-        if cache is not None and "attend" in vars(self):
-            raise ValueError(
-                "the layer's attention is context parallel, which does not support a cache; call undo(), or pass no cache"
-            )
-        if cache is not None and not self.causal:
-            raise ValueError("cache needs causal=True: without it later keys would change outputs already returned")
-        by_gates, gated = isinstance(cache, GatedReachCache), self.gate_proj is not None
-        forgets = isinstance(cache, ReachCache | GatedReachCache) or (
-            cache is not None and cache.max_tokens is not None
-        )
-        if forgets and by_gates != gated:
-            raise ValueError(
-                f"the layer has {'forget' if gated else 'no'} gates and the cache is a {type(cache).__name__} that forgets "
-                f"{'by gates' if by_gates else 'without them'}; create it with the layer's reach_cache(), or use KVCache()"
-            )
-        if forgets and not (key_mask is None and segment_ids is None):
-            raise ValueError(
-                "a cache that forgets supports no key_mask and no segment_ids; use KVCache(), which keeps all"
-            )
-        batch, length, cached = x.shape[0], x.shape[1], 0 if cache is None else len(cache)
-        for name, mask in (("key_mask", key_mask), ("segment_ids", segment_ids)):
-            if mask is not None and list(mask.shape) != [batch, cached + length]:
-                raise ValueError(
-                    f"{name} has shape {list(mask.shape)} but must be [B, S] = [{batch}, {cached + length}]: "
-                    f"it covers the {cached} cached keys and the {length} new ones"
-                )
-        # Checked here too, because `alibi_attention` runs after the cache has grown.
-        if key_mask is not None:
-            check_key_mask(key_mask, batch=batch, key_len=cached + length)
-        if segment_ids is not None:
-            check_segments("segment_ids", segment_ids, batch=batch, length=cached + length, axis="S")
-
-
-def check_embeddings(x: Tensor, width: int) -> None:
-    """Raises a TypeError or ValueError unless x is [B, T, width] and floating point."""
-    if isinstance(x, Tensor) and not x.is_floating_point():
-        raise TypeError(f"x is {x.dtype} but must be floating point: pass embeddings, not token numbers")
-    if not isinstance(x, Tensor):
-        raise TypeError(f"x is a {type(x).__name__} but must be a tensor [B, T, {width}]")
-    if x.ndim != 3 or x.shape[-1] != width or x.shape[1] == 0:
-        raise ValueError(f"x has shape {list(x.shape)} but must be [B, T, {width}] with T ≥ 1")
 
 
 def _normed(norm: nn.RMSNorm, heads: Tensor) -> Tensor:

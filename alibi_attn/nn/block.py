@@ -5,8 +5,10 @@ from typing import TypedDict, Unpack
 from torch import Tensor, nn
 
 from alibi_attn.attention.bias import Slopes
-from alibi_attn.nn.attention import ALiBiAttention, Cache, check_embeddings
+from alibi_attn.attention.part_options import Window
+from alibi_attn.nn.attention import ALiBiAttention
 from alibi_attn.nn.constructor_arguments import checks_names
+from alibi_attn.nn.input_checks import Cache, check_embeddings
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -15,7 +17,8 @@ class AttentionOptions(TypedDict, total=False):
     num_kv_heads: int | None
     bias: bool
     causal: bool
-    window: int | None
+    window: Window | None
+    sinks: int
     slopes: Slopes | None
     learn_slopes: bool
     qk_norm: bool
@@ -28,6 +31,8 @@ class ForwardOptions(TypedDict, total=False):
     cache: Cache | None
     key_mask: Tensor | None
     segment_ids: Tensor | None
+    prefix_len: Tensor | None
+    positions: Tensor | None
 
 
 class ALiBiTransformerBlock(nn.Module):
@@ -39,8 +44,8 @@ class ALiBiTransformerBlock(nn.Module):
     Args:
         ffn_dim: width of the feed-forward network; default 4·embed_dim.
         dropout_p: of attention weights, activations and both branches, in training only.
-        attention: keyword arguments of `ALiBiAttention` (num_kv_heads, bias, causal, window, slopes, learn_slopes, qk_norm,
-            forget_gate); `bias` applies to all linear layers and norms.
+        attention: keyword arguments of `ALiBiAttention` (num_kv_heads, bias, causal, window, sinks, slopes, learn_slopes,
+            qk_norm, forget_gate); `bias` applies to all linear layers and norms.
 
     >>> import torch
     >>> block = ALiBiTransformerBlock(embed_dim=64, num_heads=8, num_kv_heads=2)

@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from alibi_attn.attention.spec import query_heads
+from alibi_attn.attention.spec import index_of, query_heads
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.cache_checks import check_format, check_pair
 
@@ -123,6 +123,7 @@ class ReachCache(CachesOfHeads):
             (if it can read them: on the CPU, not compiled).
         tolerance: ε, for which the reach was computed.
         slopes: [H], for which the reach was computed. `ALiBiAttention` raises an error if one of them has become smaller.
+        sinks: the number of first keys that are never forgotten, for layers whose window does not hide them.
 
     Raises:
         ValueError: a reach is below 1, or num_kv_heads does not divide the number of heads.
@@ -135,6 +136,9 @@ class ReachCache(CachesOfHeads):
     ((1, 1, 50, 50), (49, 49, 0, 0))
     """
 
+    sinks: int = 0
+    _first: KVCache | None = None  # the sinks of all key heads
+
     def __init__(
         self,
         reach: Sequence[int] | Tensor,
@@ -143,6 +147,7 @@ class ReachCache(CachesOfHeads):
         tolerance: float,
         num_kv_heads: int | None = None,
         slopes: Sequence[float] | None = None,
+        sinks: int = 0,
     ) -> None:
         per_head = [operator.index(r) for r in (reach.tolist() if isinstance(reach, Tensor) else reach)]
         heads = len(per_head) if num_kv_heads is None else operator.index(num_kv_heads)
@@ -156,6 +161,8 @@ class ReachCache(CachesOfHeads):
         super().__init__(key_heads, len(per_head), score_bound=score_bound, tolerance=tolerance)
         self._limits = [max(widest[h] for h in members) for members in key_heads]
         self._num_kv_heads = heads
+        if sinks:
+            self.sinks, self._first = sinks, KVCache()
         if slopes is not None:  # else a pickle holds what it held before caches knew their slopes
             self.slopes = slopes
 
@@ -166,9 +173,20 @@ class ReachCache(CachesOfHeads):
         kept = {head: min(len(cache), limit - 1) for members, cache, limit in groups for head in members}
         return tuple(kept[head] for head in range(self._num_kv_heads))
 
+    @property
+    def nbytes(self) -> int:
+        """Memory of the cached tensors, including spare capacity."""
+        return super().nbytes + (0 if self._first is None else self._first.nbytes)
+
+    def sinks_of(self, group: int) -> tuple[Tensor, Tensor]:
+        """The first keys and values of a group of key heads, [B, members, at most `sinks`, D]."""
+        assert self._first is not None
+        members = index_of(self.key_heads[group])
+        return self._first.key[:, members], self._first.value[:, members]
+
     def append(self, key: Tensor, value: Tensor, *, layer: nn.Module | None = None) -> list[tuple[Tensor, Tensor]]:
         """Add key and value, [B, K, T, D]; returns the keys and values that these T queries need, one pair for each group of
-        key heads in `key_heads`, [B, members, S', D]: their last T positions are the new ones.
+        key heads in `key_heads`, [B, members, S', D], up to the newest one; without those of `sinks_of`.
 
         Raises:
             ValueError: the layer differs, or shapes, dtype or device do not match the cache.
@@ -180,7 +198,19 @@ class ReachCache(CachesOfHeads):
             of_group = (key, value) if len(self.key_heads) == 1 else (key[:, members], value[:, members])
             parts.append(cache.append(*of_group, layer=layer))
         self._seen += key.shape[2]
-        return parts
+        if self._first is None:
+            return parts
+        more = self.sinks - len(self._first)
+        if more > 0:
+            self._first.append(key[:, :, :more], value[:, :, :more], layer=layer)
+        held = [max(len(self._first) - self._seen + keys.shape[2], 0) for keys, _ in parts]
+        return [(keys[:, :, n:], values[:, :, n:]) for n, (keys, values) in zip(held, parts, strict=True)]
+
+    def reorder(self, indices: Tensor | Sequence[int]) -> None:
+        """Same as `KVCache.reorder`."""
+        super().reorder(indices)
+        if self._first is not None:
+            self._first.reorder(indices)
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens: undoes a draft, unless keys it needs were forgotten.
@@ -201,5 +231,7 @@ class ReachCache(CachesOfHeads):
             )
         for cache in self._caches:
             cache.take_back(len(cache) if length == 0 else min(back, len(cache)))
+        if self._first is not None:
+            self._first.crop(min(length, len(self._first)))
         self._seen = length
         self._longest_key = self._longest_key if length else 0.0

@@ -1,0 +1,146 @@
+"""Layers with windows per head, sinks, prefixes and positions: the definition, and caches that give one full pass."""
+
+import copy
+import io
+import pickle
+
+import pytest
+import torch
+from parts_oracle import truth
+
+from alibi_attn import ALiBiAttention, ALiBiTransformerBlock, KVCache
+from alibi_attn.nn.reach_cache import ReachCache
+
+WINDOWS = [4, 9, 60, 9]
+
+
+def layer_of(**options) -> ALiBiAttention:
+    torch.manual_seed(0)
+    return ALiBiAttention(32, 4, **{"num_kv_heads": 2, "slopes": [0.5, 0.3, 0.2, 0.1], **options})
+
+
+def definition(layer: ALiBiAttention, x: torch.Tensor, **options) -> torch.Tensor:
+    q, k, v = (
+        projection(x).unflatten(-1, (-1, 8)).transpose(1, 2)
+        for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    mixed = truth(q, k, v, layer.slopes.values, **options)[0].float()
+    return layer.out_proj(mixed.transpose(1, 2).flatten(2))
+
+
+def stamps(n: int) -> torch.Tensor:
+    return torch.rand(2, n, generator=torch.Generator().manual_seed(1), dtype=torch.float64).cumsum(1)
+
+
+@pytest.mark.parametrize(
+    "options", [{"window": WINDOWS}, {"window": 9, "sinks": 3}, {"window": WINDOWS, "sinks": 3}, {}]
+)
+@pytest.mark.parametrize("call", [{}, {"prefix_len": torch.tensor([10, 31])}, {"positions": stamps(50)}])
+def test_a_layer_passes_them_on(options: dict, call: dict) -> None:
+    layer, x = layer_of(**options), torch.randn(2, 50, 32)
+    torch.testing.assert_close(layer(x, **call), definition(layer, x, **options, **call), rtol=1e-4, atol=1e-5)
+    block = ALiBiTransformerBlock(32, 4, **options)
+    assert (block(x, **call) - block(x)).abs().max() > 1e-3 or not call
+
+
+@pytest.mark.parametrize(
+    "options", [{"window": WINDOWS}, {"window": 9, "sinks": 3}, {"window": WINDOWS, "sinks": 3}, {}]
+)
+@pytest.mark.parametrize("call", ["plain", "prefix", "positions"])
+def test_chunks_with_a_cache_give_the_full_pass(options: dict, call: str) -> None:
+    layer, x, cache, outputs = layer_of(**options), torch.randn(2, 50, 32), KVCache(), []
+    given = {"plain": {}, "prefix": {"prefix_len": torch.tensor([10, 20])}, "positions": {"positions": stamps(50)}}[
+        call
+    ]
+    with torch.no_grad():
+        for chunk in x.split([20, 1, 9, 1, 19], dim=1):
+            upto = len(cache) + chunk.shape[1]
+            cut = {name: value[:, :upto] if name == "positions" else value for name, value in given.items()}
+            outputs.append(layer(chunk, cache=cache, **cut))
+        torch.testing.assert_close(torch.cat(outputs, 1), layer(x, **given), rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("options", [{"window": 9, "sinks": 3}, {"window": WINDOWS, "sinks": 12}, {"window": WINDOWS}])
+@pytest.mark.parametrize("chunks", [[1] * 70, [20, 1, 30, 1, 18], [70]])
+def test_a_forgetting_cache_keeps_the_sinks(options: dict, chunks: list[int]) -> None:
+    layer, x = layer_of(qk_norm=True, **options).eval(), torch.randn(2, 70, 32)
+    with torch.no_grad():
+        cache = layer.reach_cache()
+        outputs = [layer(chunk, cache=cache) for chunk in x.split(chunks, dim=1)]
+        torch.testing.assert_close(torch.cat(outputs, 1), layer(x), rtol=1e-4, atol=1e-5)
+    assert len(cache) == 70
+    assert max(cache.kept) <= 60  # within the window; the sinks come on top
+    if len(chunks) == 70 and "sinks" in options:
+        assert cache.sinks_of(0)[0].shape[2] == options["sinks"]
+
+
+def test_a_forgetting_cache_with_sinks_can_be_cropped_reordered_and_copied() -> None:
+    layer, x = layer_of(qk_norm=True, window=9, sinks=3).eval(), torch.randn(2, 30, 32)
+    with torch.no_grad():
+        whole, cache = layer(x), layer.reach_cache()
+        layer(x[:, :20], cache=cache)
+        layer(torch.randn(2, 1, 32), cache=cache)  # a rejected draft
+        cache.crop(20)
+        for other in (copy.deepcopy(cache), pickle.load(io.BytesIO(pickle.dumps(cache)))):
+            torch.testing.assert_close(layer(x[:, 20:], cache=other), whole[:, 20:], rtol=1e-4, atol=1e-5)
+        cache.reorder([1, 0])
+        torch.testing.assert_close(layer(x.flip(0)[:, 20:], cache=cache), whole.flip(0)[:, 20:], rtol=1e-4, atol=1e-5)
+        assert cache.nbytes > 0
+        cache.crop(0)
+        torch.testing.assert_close(layer(x, cache=cache), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_static_reach_follows_the_windows() -> None:
+    layer = layer_of(qk_norm=True, window=[4, 9, 10**6, 9])
+    free = layer_of(qk_norm=True).static_reach()
+    assert layer.static_reach().tolist() == torch.minimum(free, torch.tensor([4, 9, 10**6, 9])).tolist()
+    assert "window=(4, 9, 1000000, 9), sinks=2" in repr(layer_of(window=[4, 9, 10**6, 9], sinks=2))
+
+
+def test_training_through_them_reaches_the_slopes() -> None:
+    layer = layer_of(learn_slopes=True, window=WINDOWS, sinks=2)
+    layer(torch.randn(2, 40, 32), positions=stamps(40), prefix_len=torch.tensor([9, 0])).square().sum().backward()
+    assert bool((layer.slopes.values.grad != 0).all())
+
+
+def test_what_does_not_fit_is_refused_before_the_cache_grows() -> None:
+    x, cache = torch.randn(2, 5, 32), KVCache()
+    layer, gated = layer_of(), layer_of(forget_gate=True)
+    with torch.no_grad():
+        layer(x, cache=cache)
+        refused = [
+            (layer, {"prefix_len": torch.tensor([4, 6])}, ValueError, "prefix_len is 6 .* 0 to 5, the cached tokens"),
+            (
+                layer,
+                {"positions": stamps(5)},
+                ValueError,
+                r"positions has shape \[2, 5\] .* 5 cached keys and the 5 new",
+            ),
+            (layer, {"positions": -stamps(10)}, ValueError, "must not decrease"),
+            (layer, {"prefix_len": torch.tensor([4])}, ValueError, r"must be \[B\] = \[2\]"),
+        ]
+        for one, given, error, message in refused:
+            with pytest.raises(error, match=message):
+                one(x, cache=cache, **given)
+        assert len(cache) == 5
+        with pytest.raises(ValueError, match="forget gates supports no prefix_len"):
+            gated(x, prefix_len=torch.tensor([1, 2]))
+        with pytest.raises(ValueError, match="prefix_len is for causal attention"):
+            layer_of(causal=False)(x, prefix_len=torch.tensor([1, 2]))
+        with pytest.raises(ValueError, match=r"forgets supports no .*positions"):
+            layer(x, cache=KVCache(max_tokens=8), positions=stamps(5))
+        with pytest.raises(ValueError, match="has 6 sinks but this cache keeps 4"):
+            layer_of(window=9, sinks=6)(x, cache=KVCache(max_tokens=8))
+        with pytest.raises(ValueError, match="has 6 sinks but this cache keeps 0"):
+            layer_of(window=9, sinks=6)(x, cache=ReachCache([9] * 4, score_bound=1e9, tolerance=0.0, num_kv_heads=2))
+        with pytest.raises(ValueError, match=r"cross-attention supports no .*prefix_len"):
+            layer_of(kv_dim=6)(x, memory=torch.randn(2, 3, 6), prefix_len=torch.tensor([1, 2]))
+    for options, message in (
+        ({"forget_gate": True, "window": WINDOWS}, "one window for all heads and no sinks"),
+        ({"forget_gate": True, "window": 4, "sinks": 1}, "one window for all heads and no sinks"),
+        ({"window": [4, 9]}, r"\[H\] = 4 integers"),
+        ({"kv_dim": 6, "window": WINDOWS}, "no window"),
+        ({"sinks": -1}, "sinks is -1"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            layer_of(**options)
