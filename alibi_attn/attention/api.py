@@ -87,7 +87,8 @@ def alibi_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with linear biases (ALiBi), exact up to rounding, [B, H, T, D] in query's dtype.
 
-        s_ij = scale·q_i·k_j − m·|i − j| + b_j          o_i = Σ_j exp(s_ij − lse_i)·v_j ,  lse_i = ln Σ_j exp(s_ij)
+        s_ij = scale·q_i·k_j − m·|i − j| + b_j
+        o_i = Σ_j exp(s_ij − lse_i)·v_j ,  lse_i = ln Σ_j exp(s_ij)
 
     for the query at position i and the keys at positions j ≤ i, with one slope m per head. Differentiable once in query, key,
     value, slopes, key_bias and sink_logits, and through lse.

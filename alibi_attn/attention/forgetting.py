@@ -85,7 +85,8 @@ def forgetting_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention in which each token decides how much of everything before it is kept, [B, H, T, D] in query's dtype.
 
-        s_ij = scale·q_i·k_j + Σ_{l=j+1..i} ln f_l − m·|i − j| + b_j          o_i = Σ_j exp(s_ij − lse_i)·v_j
+        s_ij = scale·q_i·k_j + Σ_{l=j+1..i} ln f_l − m·|i − j| + b_j
+        o_i = Σ_j exp(s_ij − lse_i)·v_j ,  lse_i = ln Σ_j exp(s_ij)
 
     The gate of position l lies between the keys before l and the queries from l on. The last of four tokens sees
 
