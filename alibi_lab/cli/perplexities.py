@@ -14,11 +14,11 @@ from alibi_lab.report.tables import study as tables
 def print_perplexities(loaded: Sequence[records.Record]) -> None:
     """Prints one table per study."""
     for study in studies(loaded):
-        numbers = tables.by_length(study)
-        for block in numbers.blocks if numbers else ():
+        found = [table for table in (tables.by_length(study), tables.in_other_units(study)) if table]
+        for columns, block in ((table.columns, block) for table in found for block in table.blocks):
             if not block.title.startswith(f"Perplexity per {study.unit}"):
                 continue  # only the report shows the other units
-            table = RichTable("", *numbers.columns if numbers else (), box=None)
+            table = RichTable("", *columns, box=None)
             for column in table.columns[1:]:
                 column.justify = "right"
             for label, _, cells in block.rows:

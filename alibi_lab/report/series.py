@@ -121,8 +121,8 @@ class Study:
 
     @property
     def words_per_token(self) -> float | None:
-        """Mean number of words (separated by spaces) per token; None if it was not recorded."""
-        return self._fact("words_per_token")
+        """Mean number of words (separated by spaces) per token; None if unknown, and for source code, which has none."""
+        return None if self.corpus.get("name") == "python-source" else self._fact("words_per_token")
 
     @property
     def unit(self) -> str:

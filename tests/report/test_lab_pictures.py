@@ -77,7 +77,9 @@ def test_the_windowed_control_is_a_third_panel_and_block(made_up) -> None:
     (study,) = studies(found)
     line = figures.perplexity_by_length(study, "windowed").axes[0].lines[0]
     np.testing.assert_allclose(line.get_ydata(), [math.exp(1.9)] * 5)
-    assert "Perplexity per byte, context cut at the trained length" in [b.title for b in tables.by_length(study).blocks]
+    assert "Perplexity per byte, context cut at the trained length" in [
+        b.title for b in tables.in_other_units(study).blocks
+    ]
     assert "Context cut at the trained length" in report_html(found)
     assert "Context cut" not in report_html(made_up(methods=("alibi",)))
 
@@ -85,9 +87,26 @@ def test_the_windowed_control_is_a_third_panel_and_block(made_up) -> None:
 def test_words_and_bytes_are_converted_from_nats(made_up) -> None:
     found = [_corpus(r, words_per_token=0.25) for r in made_up(methods=("alibi",), bytes_per_token=1.5)]
     (study,) = studies(found)
-    blocks = {block.title: block.rows[0][2][0].value for block in tables.by_length(study).blocks}
+    blocks = {block.title: block.rows[0][2][0].value for block in tables.in_other_units(study).blocks}
     assert blocks["Perplexity per word, nonoverlapping windows"] == pytest.approx(math.exp(2.0 / 0.25))
     assert blocks["Bits per byte, nonoverlapping windows"] == pytest.approx(2.0 / 1.5 / math.log(2))
+    assert [block.title for block in tables.by_length(study).blocks] == [
+        "Perplexity per token, nonoverlapping windows",
+        "Perplexity per token, sliding window",
+    ]
+
+
+def test_source_code_has_no_perplexity_per_word(made_up) -> None:
+    found = [_corpus(r, words_per_token=0.1, name="python-source") for r in made_up(methods=("alibi",))]
+    (study,) = studies(found)
+    assert not [block for block in tables.in_other_units(study).blocks if "word" in block.title]
+
+
+def test_the_page_of_a_gpu_begins_with_the_device_and_its_speed(made_up) -> None:
+    found = made_up(methods=("alibi",))
+    assert "tokens per second in training" not in report_html(found)
+    page = report_html([dataclasses.replace(r, machine={**r.machine, "gpu": "NVIDIA H100"}) for r in found])
+    assert page.index("NVIDIA H100: ALiBi ") < page.index('class="cards"')
 
 
 def test_validation_is_drawn_against_seconds_and_steps(made_up) -> None:

@@ -115,7 +115,8 @@ def test_the_lowest_of_each_column_is_marked(made_up) -> None:
 
 def test_bits_per_byte_are_of_bytes(made_up) -> None:
     (study,) = studies(made_up(methods=("alibi",), bytes_per_token=4.0))
-    blocks = {block.title: block.rows[0][2][0].value for block in tables.by_length(study).blocks}
+    found = (*tables.by_length(study).blocks, *tables.in_other_units(study).blocks)
+    blocks = {block.title: block.rows[0][2][0].value for block in found}
     assert blocks["Perplexity per token, nonoverlapping windows"] == pytest.approx(math.exp(2.0))
     assert blocks["Bits per byte, nonoverlapping windows"] == pytest.approx(2.0 / math.log(2) / 4)
 

@@ -17,6 +17,7 @@ from alibi_lab.report.section import (
     Block,
     Cards,
     Facts,
+    Folded,
     Items,
     Numbers,
     Part,
@@ -70,7 +71,8 @@ def draw(study: Study, number: int, archive: Archive) -> Section:
     name, title = f"s{number}", f"{study.recipe} on {study.corpus.get('name', '')}"
     parts = drawable(study)
     cards = tables.cards(study) if len(parts) == 1 else []
-    blocks: list[Block] = [Cards(cards)] if cards else []
+    blocks: list[Block] = [Text(speeds)] if (speeds := tables.speeds(study)) else []
+    blocks += [Cards(cards)] if cards else []
     blocks += [] if study.lengths else [Text("These models are not evaluated yet.", "note")]
     blocks += _perplexity(study, parts, name)
     losses = panels(_plots(_losses, parts), f"{name}-losses")
@@ -119,6 +121,8 @@ def _perplexity(study: Study, parts: list[Study], name: str) -> list[Part]:
     seeds = "; small: lowest and highest seed." if study.seeds > 1 else "."
     caption = f"By length in tokens. The lowest of each column is bold{seeds}"
     blocks += [*drawn, *([Numbers(table, caption)] if table else [])]
+    if others := tables.in_other_units(study):
+        blocks.append(Folded("In other units", [Numbers(others, label="In other units")]))
     if changes := tables.changes(study):
         blocks += [Numbers(changes, CHANGES), Items(CAUTIONS)]
     return [Part("Perplexity against length", blocks)]

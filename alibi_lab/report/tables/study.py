@@ -49,18 +49,37 @@ class Card:
 
 
 def by_length(study: Study) -> Table | None:
-    """Perplexity, and bits per byte if known, at every length for every evaluation mode; None if nothing was evaluated."""
-    units: dict[str, Callable[[float], float]] = {f"Perplexity per {study.unit}": perplexity}
+    """Perplexity at every length, with both windows and on a stream; None if nothing was evaluated."""
+    both = _losses(study, f"Perplexity per {study.unit}", perplexity, ("nonoverlapping", "sliding"))
+    return _table(study, [*both, *_streams(study)])
+
+
+def in_other_units(study: Study) -> Table | None:
+    """The same losses per word and in bits, and the control with a cut context; None if there are none."""
+    blocks = _losses(study, f"Perplexity per {study.unit}", perplexity, ("windowed",))
     if study.words_per_token not in (None, 1):
-        units["Perplexity per word"] = partial(word_perplexity, words_per_token=study.words_per_token)
+        blocks += _losses(
+            study,
+            "Perplexity per word",
+            partial(word_perplexity, words_per_token=study.words_per_token),
+            tuple(WINDOWS),
+        )
     if study.bytes_per_token is not None:
-        units["Bits per byte"] = partial(bits_per_byte, bytes_per_token=study.bytes_per_token)
-    blocks = [
-        _block(study, f"{unit}, {words}", f"{mode}_nats", convert)
-        for unit, convert in units.items()
-        for mode, words in WINDOWS.items()
-    ]
-    return _table(study, [*blocks, *_streams(study)])
+        blocks += _losses(
+            study, "Bits per byte", partial(bits_per_byte, bytes_per_token=study.bytes_per_token), tuple(WINDOWS)
+        )
+    return _table(study, blocks)
+
+
+def _losses(study: Study, unit: str, convert: Callable[[float], float], modes: Sequence[Mode]) -> list[Block | None]:
+    return [_block(study, f"{unit}, {WINDOWS[mode]}", f"{mode}_nats", convert) for mode in modes]
+
+
+def speeds(study: Study) -> str:
+    """The GPU and the tokens per second of each training on it, as a sentence; "" if there was no GPU."""
+    devices = dict.fromkeys(str(gpu) for record in study.records if (gpu := record.machine.get("gpu")))
+    trained = [f"{s.label} {_whole(mean(found))}" for s in study.series if (found := s.metric("tokens_per_second"))]
+    return f"{', '.join(devices)}: {', '.join(trained)} tokens per second in training." if devices and trained else ""
 
 
 def cards(study: Study) -> list[Card]:
