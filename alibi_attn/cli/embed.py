@@ -1,6 +1,6 @@
 """`alibi embed`: embeds files or lines of text into a NumPy array, or the passages of files into a Parquet table.
 
-With --ray the workers of a cluster embed them into a folder of Parquet files (`hf/embedding/ray_embedding.py`).
+With --ray the workers of a cluster embed them into a folder of Parquet files (`embed_on_cluster.py`).
 """
 
 import contextlib
@@ -13,8 +13,10 @@ from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
 import typer
 from rich.markup import escape
 
-from alibi_attn.cli.cluster import Ray, cluster
+from alibi_attn.cli.cluster import Ray
 from alibi_attn.cli.console import check_writable, console, interrupted, needs, progress
+from alibi_attn.cli.embed_on_cluster import check_cluster, embed_on_cluster
+from alibi_attn.cli.text_files import read_texts
 
 if TYPE_CHECKING:
     from alibi_attn.hf.embedding.late_chunking import Windows
@@ -110,10 +112,14 @@ def embed(
     overlap = OVERLAP if overlap is None else overlap
     _check_platform()
     if ray is not None:
-        _embed_on_cluster(
-            model, files, out, ray, workers, lines=lines, chunks=chunks, batch_tokens=batch_tokens, max_length=max_length,
-            overlap=overlap, normalize=normalize, dtype=dtype, device=device,
-        )  # fmt: skip
+        check_cluster(out, device)
+        rule = None if chunks is None else _chunk_rule(chunks, lines=lines)
+        found = read_texts(files, lines=lines)
+        with needs("ray"):
+            from alibi_attn.hf.embedding.ray_embedding import Settings
+        place = str(Path(model).absolute()) if Path(model).exists() else model
+        shared = Settings(place, rule, max_length, overlap, batch_tokens, normalize, dtype, device)
+        embed_on_cluster(found, shared, out, ray, workers)
         return
     if workers is not None:
         raise ValueError("--workers is for --ray; omit it, or pass --ray local")
@@ -189,9 +195,16 @@ def _text_job(
 
 
 def _chunk_job(
-    sentences: "Sentences", names: Sequence[str], texts: Sequence[str], device: str, chunks: str, windows: "Windows", *,
-    batch_tokens: int, normalize: bool,
-) -> _Job:  # fmt: skip
+    sentences: "Sentences",
+    names: Sequence[str],
+    texts: Sequence[str],
+    device: str,
+    chunks: str,
+    windows: "Windows",
+    *,
+    batch_tokens: int,
+    normalize: bool,
+) -> _Job:
     """One row per chunk, in the order of the files and inside them."""
     import numpy as np
 
@@ -219,46 +232,6 @@ def _chunk_job(
     return _Job(
         "chunks", rows, identity, batches, lambda path, x: chunk_table.write(path, names, texts, spans, x), about
     )
-
-
-def _embed_on_cluster(
-    model: str, files: Sequence[Path], out: Path, address: str, workers: int | None, *, lines: bool, chunks: str | None,
-    batch_tokens: int, max_length: int | None, overlap: int, normalize: bool, dtype: str, device: str,
-) -> None:  # fmt: skip
-    """Embeds with the workers of a Ray cluster into a folder."""
-    if out.suffix in (".npy", ".parquet"):
-        raise ValueError(
-            f"--ray writes a folder of Parquet files; pass a name without {out.suffix} instead of {out.name}"
-        )
-    if device not in ("cpu", "cuda"):
-        raise ValueError(f"device is {device!r} but Ray gives each worker a device; pass --device cpu or --device cuda")
-    check_writable(out / "part")
-    rule = None if chunks is None else _chunk_rule(chunks, lines=lines)
-    found = read_texts(files, lines=lines)
-    with needs("ray"):
-        from alibi_attn.hf.embedding import ray_embedding
-    settings = ray_embedding.Settings(
-        str(Path(model).absolute()) if Path(model).exists() else model, rule, max_length, overlap, batch_tokens, normalize,
-        dtype, device,
-    )  # fmt: skip
-    texts = ray_embedding.Texts([one.file for one in found], [one.start for one in found], [one.text for one in found])
-    with cluster(address), progress() as bar:
-        task = bar.add_task("shards")
-
-        def resume(done: int, shards: int) -> None:
-            if done:
-                console.print(f"resuming: {shards - done:,} of {shards:,} shards are left")
-
-        try:
-            made = ray_embedding.embed(
-                texts, settings, out, workers=workers, on_resume=resume,
-                on_shard=lambda done, shards: bar.update(task, completed=done, total=shards),
-            )  # fmt: skip
-        except KeyboardInterrupt:
-            interrupted("run the same command again to resume")
-    cut = f", {made.cut:,} cut" if made.cut else ""
-    about = f"{len(made.parts):,} files, {made.tokens:,} tokens computed{cut}"
-    console.print(f"vectors  {escape(str(out))}  {made.rows:,} × {made.width:,}  ({about})", soft_wrap=True)
 
 
 def _check_platform() -> None:
@@ -290,55 +263,6 @@ def _chunk_rule(chunks: str, *, lines: bool) -> int | Literal["sentences", "para
     if lines:
         raise ValueError("--chunks divides whole files; omit --lines")
     return int(chunks) if chunks.isdecimal() else cast("Literal['sentences', 'paragraphs']", chunks)
-
-
-@dataclasses.dataclass(frozen=True)
-class Text:
-    """A text with its place.
-
-    Args:
-        name: for messages.
-        start: its first character in the file.
-    """
-
-    name: str
-    file: str
-    start: int
-    text: str
-
-
-def read_texts(files: Sequence[Path], *, lines: bool) -> list[Text]:
-    """The texts of the files, one per file or one per line.
-
-    Raises:
-        OSError: a file does not exist or cannot be read.
-        ValueError: a file is empty or is not UTF-8 text, or, with `lines`, a line is empty.
-    """
-    found: list[Text] = []
-    for path in files:
-        if path.is_dir():
-            raise IsADirectoryError(f"{path} is a folder; pass text files")
-        content = path.read_bytes()
-        if b"\0" in content:
-            raise ValueError(f"{path} is a binary file (it has zero bytes); pass text files")
-        try:
-            text = content.decode("utf-8-sig")
-        except UnicodeDecodeError as error:
-            raise ValueError(f"{path} is not UTF-8: byte {error.start} is invalid; save it as UTF-8") from None
-        if not text.strip():
-            raise ValueError(f"{path} is empty; pass files with text")
-        if not lines:
-            found.append(Text(str(path), str(path), 0, text))
-            continue
-        start = 0
-        for number, line in enumerate(text.removesuffix("\n").split("\n"), start=1):
-            if not line.strip():
-                raise ValueError(
-                    f"{path} has no text in line {number}; delete the line, because every line becomes a row"
-                )
-            found.append(Text(f"line {number} of {path}", str(path), start, line.removesuffix("\r")))
-            start += len(line) + 1
-    return found
 
 
 def _check_rows(names: Sequence[str], lengths: Sequence[int], batch_tokens: int) -> None:

@@ -13,7 +13,7 @@ from rich.markup import escape
 
 from alibi_attn import files
 from alibi_attn.cli.console import check_writable, console, interrupted, needs, progress
-from alibi_attn.cli.embed import read_texts
+from alibi_attn.cli.text_files import read_texts
 from alibi_attn.units import bits_per_byte, perplexity
 
 if TYPE_CHECKING:

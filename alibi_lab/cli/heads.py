@@ -7,7 +7,7 @@ import typer
 from rich.table import Table as RichTable
 
 from alibi_attn.cli.console import check_writable, console, needs, print_path, renamed
-from alibi_attn.cli.embed import read_texts
+from alibi_attn.cli.text_files import read_texts
 from alibi_attn.files import replace_file
 from alibi_lab import records
 from alibi_lab.cli import checkpoints
