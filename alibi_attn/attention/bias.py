@@ -115,7 +115,9 @@ def score_bias(spec: AttentionSpec[Tensor], distance: Tensor, seen: Tensor) -> t
         bias = _bias_of_distance(spec, distance, spec.slopes.dtype)
     # In place if shapes allow: the bias is the largest tensor of a short call, and copying it is expensive. Shapes do not show a
     # vmapped axis.
-    fits = "Vmap" not in transforms() and all(seen.shape[axis] in (1, size) for axis, size in enumerate(bias.shape))
+    fits = "Vmap" not in transforms() and all(
+        n == 1 or n == size for n, size in zip(seen.shape, bias.shape, strict=True)
+    )
     bias = bias.masked_fill_(~seen, float("-inf")) if fits else bias.masked_fill(~seen, float("-inf"))
     return bias, origin
 

@@ -72,8 +72,10 @@ def check_call(
             check_slopes(name, array.shape, batch=b, num_heads=h, query_len=t)
     if options["key_mask"] is not None:
         check_key_mask(options["key_mask"], batch=b, key_len=s)
-    if hasattr(options["query_offset"], "shape"):
-        check_query_offset(options["query_offset"], batch=b)
+    offset = options["query_offset"]
+    # The compiler supports no hasattr of a traced int.
+    if not isinstance(offset, int | None) and hasattr(offset, "shape"):
+        check_query_offset(offset, batch=b)
     segment_ids = options["segment_ids"]
     if isinstance(segment_ids, tuple | list):
         check_segments("segment_ids[0]", segment_ids[0], batch=b, length=t, axis="T")
@@ -260,8 +262,8 @@ def check_key_bias(key_bias: ArrayLike, *, batch: int, num_heads: int, key_len: 
         )
     shape = tuple(key_bias.shape)
     wanted = (batch, num_heads, key_len)
-    fits = len(shape) <= 3 and all(n in (1, m) for n, m in zip(reversed(shape), reversed(wanted), strict=False))
-    if not fits or shape[-1:] != (key_len,):
+    fits = len(shape) <= 3 and all(n == 1 or n == m for n, m in zip(reversed(shape), reversed(wanted), strict=False))
+    if not fits or not shape or shape[-1] != key_len:
         raise ValueError(
             f"key_bias has shape {list(shape)} but must be [B, H, S] = {list(wanted)} or broadcastable to it: "
             "[H, S], [B, 1, S], [S]"

@@ -1,6 +1,6 @@
 """Attention is differentiable once, in reverse mode; anything else is an error, because some backends would be silently wrong.
 
-`differentiable_once` marks the inputs of a call. `transformable` adapts a custom operator to torch.func, see
+`differentiable_once` marks the inputs of a call, `once` any tensors. `transformable` adapts a custom operator to torch.func, see
 pytorch.org/docs/stable/notes/extending.func.html.
 """
 
@@ -23,11 +23,31 @@ def differentiable_once(
     """The call, marked so that second derivatives and forward mode raise."""
     names = [name for name in DIFFERENTIABLE if getattr(spec, name) is not None]
     before: list[Tensor] = [getattr(spec, name) for name in names]
-    query, key, value, *after = _once(query, key, value, *before)
+    query, key, value, *after = once(query, key, value, *before)
     if any(x is not y for x, y in zip(before, after, strict=True)):
         changed: dict[str, Any] = dict(zip(names, after, strict=True))
         spec = dataclasses.replace(spec, **changed)
     return spec, query, key, value
+
+
+def once(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """The same tensors, marked so that second derivatives and forward mode raise."""
+    if torch.compiler.is_compiling():
+        return tensors  # torch itself raises for second derivatives of compiled code
+    has_grad = torch.is_grad_enabled()
+    marked = [
+        at
+        for at, x in enumerate(tensors)
+        if (has_grad and x.requires_grad) or is_functorch_wrapped_tensor(x) or unpack_dual(x).tangent is not None
+    ]
+    if not marked:
+        return tensors
+    mark = _ONCE_TRANSFORMED if transforms() else _Once
+    outputs = mark.apply(*(tensors[at] for at in marked))
+    result = list(tensors)
+    for at, output in zip(marked, outputs[:-1], strict=True):
+        result[at] = output
+    return tuple(result)
 
 
 def last_gradients(gradients: Sequence[Tensor | None], inputs: Sequence[Tensor | None]) -> tuple[Tensor | None, ...]:
@@ -56,26 +76,6 @@ def transformable(
         return operator(*inputs)
 
     return call
-
-
-def _once(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """The same tensors, marked so that second derivatives and forward mode raise."""
-    if torch.compiler.is_compiling():
-        return tensors  # torch itself raises for second derivatives of compiled code
-    has_grad = torch.is_grad_enabled()
-    marked = [
-        at
-        for at, x in enumerate(tensors)
-        if (has_grad and x.requires_grad) or is_functorch_wrapped_tensor(x) or unpack_dual(x).tangent is not None
-    ]
-    if not marked:
-        return tensors
-    mark = _ONCE_TRANSFORMED if transforms() else _Once
-    outputs = mark.apply(*(tensors[at] for at in marked))
-    result = list(tensors)
-    for at, output in zip(marked, outputs[:-1], strict=True):
-        result[at] = output
-    return tuple(result)
 
 
 def _function(
@@ -132,7 +132,7 @@ def _refuse_second_derivatives(ctx: Any, *gradients: Any) -> Any:
 
 
 class _Once(torch.autograd.Function):
-    """The mark that `_once` applies outside torch.func."""
+    """The mark that `once` applies outside torch.func."""
 
     jvp = staticmethod(_refuse_forward_mode)
     backward = staticmethod(_pass_back)

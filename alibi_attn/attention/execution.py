@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention import dispatch, merging, transforms
-from alibi_attn.attention.derivatives import differentiable_once
+from alibi_attn.attention.derivatives import differentiable_once, once
 from alibi_attn.attention.dropout import drawn_seed
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.visibility import largest_distances, nothing
@@ -51,6 +51,7 @@ def scaled_by_sinks(output: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:
     Apply it once, after merging the results over all keys: lse excludes the sink.
     """
     blind = lse == -math.inf  # the output of such a query is 0, and its incoming gradient has no effect
+    (sink_logits,) = once(sink_logits)
     share = torch.sigmoid(lse.masked_fill(blind, 0.0) - sink_logits.to(lse.dtype)[:, None]).masked_fill(blind, 0.0)
     return (output * share[..., None]).to(output.dtype)
 

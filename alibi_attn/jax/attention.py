@@ -148,7 +148,7 @@ def attend(
 def _scaled_by_sinks(output: Array, lse: Array, sink_logits: Array) -> Array:
     """The output [B, T, H, D] over the given keys and one sink per head: output·σ(lse − sink)."""
     blind = lse == -jnp.inf  # the output of such a query is 0, and its incoming gradient has no effect
-    share = jax.nn.sigmoid(jnp.where(blind, 0.0, lse) - sink_logits.astype(lse.dtype)[:, None])
+    share = jax.nn.sigmoid(jnp.where(blind, 0.0, lse) - _once(sink_logits).astype(lse.dtype)[:, None])
     share = jnp.where(blind, 0.0, share)
     return (output * share.swapaxes(1, 2)[..., None]).astype(output.dtype)
 
@@ -264,5 +264,17 @@ def _no_second_derivative(*given: object) -> NoReturn:
     )
 
 
-_forward.defjvp(_no_second_derivative)
-_backward.defjvp(_no_second_derivative)
+@jax.custom_jvp
+def _last_gradient(gradient: Array) -> Array:
+    return gradient
+
+
+@jax.custom_vjp
+def _once(x: Array) -> Array:
+    """x, whose gradient cannot be differentiated again."""
+    return x
+
+
+_once.defvjp(lambda x: (x, None), lambda _, gradient: (_last_gradient(gradient),))
+for _function in (_forward, _backward, _last_gradient):
+    _function.defjvp(_no_second_derivative)

@@ -188,6 +188,18 @@ def test_vmap_and_func_grad_agree_with_autograd() -> None:
     torch.testing.assert_close(mapped[1], alibi_attention(q, k, v, m, sink_logits=many[1]))
 
 
+def test_second_derivatives_of_sinks_alone_are_refused() -> None:
+    q, k, v, slopes, sinks = drawn()
+    sinks.requires_grad_()
+    output = alibi_attention(q, k, v, slopes, sink_logits=sinks)
+    (first,) = torch.autograd.grad(output.sum(), sinks, create_graph=True)
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        first.sum().backward()
+    twice = torch.func.grad(torch.func.grad(lambda s: alibi_attention(q, k, v, slopes, sink_logits=s.expand(4)).sum()))
+    with pytest.raises(RuntimeError, match="differentiable once"):
+        twice(torch.tensor(0.5))
+
+
 def test_compiled_code_gives_the_same_gradients() -> None:
     q, k, v, m, sinks = drawn(150, 150)
 

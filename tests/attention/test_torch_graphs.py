@@ -136,6 +136,44 @@ def test_one_graph_serves_all_lengths(backend: str, marked: bool) -> None:
     assert counters["stats"]["unique_graphs"] == (2 if backend == "auto" else 1), "short and long are two backends"
 
 
+OF_KNOWN_SIZE = {  # those of batch, heads and lengths are unknown to the compiler
+    "slopes": torch.ones(3, 4),
+    "key_mask": torch.ones(3, 9, dtype=torch.bool),
+    "segment_ids": torch.ones(3, 9, dtype=torch.int64),
+    "query_offset": torch.arange(3),
+    "sink_logits": torch.ones(4),
+    **{f"key_bias {list(shape)}": torch.ones(shape) for shape in ((9,), (1, 4, 9), (3, 1, 9))},
+}
+
+
+@quiet
+@pytest.mark.parametrize("option", OF_KNOWN_SIZE)
+def test_options_of_known_size_fit_lengths_that_are_not_known(option: str) -> None:
+    """As a Parameter has it, whose sizes are numbers in a graph with dynamic shapes."""
+    reset()
+    given, name = OF_KNOWN_SIZE[option], option.split()[0]
+    torch._dynamo.mark_static(given)
+
+    def checked(q: Tensor, k: Tensor, given: Tensor) -> Tensor:
+        return getattr(make_spec(q, k, k, **{name: given}), "key_segments" if name == "segment_ids" else name) + 0
+
+    q, k, _, _ = draw(b=3, t=5, s=9, requires_grad=False)
+    compiled = torch.compile(checked, fullgraph=True, dynamic=True, backend="eager")
+    assert torch.equal(compiled(q, k, given), checked(q, k, given))
+
+
+@quiet
+def test_one_graph_takes_every_query_offset() -> None:
+    reset()
+
+    def position(q: Tensor, k: Tensor, offset: int) -> Tensor:
+        return q.new_full((), make_spec(q, k, k, query_offset=offset).query_offset)
+
+    q, k, _, _ = draw(b=3, t=5, s=9, requires_grad=False)
+    compiled = torch.compile(position, fullgraph=True, dynamic=True, backend="eager")
+    assert [int(compiled(q, k, offset)) for offset in (7, 3)] == [7, 3]
+
+
 @quiet
 def test_one_graph_with_gates_serves_all_lengths() -> None:
     def gated(q: Tensor, k: Tensor, v: Tensor, gates: Tensor) -> Tensor:

@@ -133,6 +133,9 @@ def test_second_derivatives_are_refused(backend: str) -> None:
     f = partial(loss, backend=backend)
     with pytest.raises(NotImplementedError, match="can be differentiated once"):
         jax.grad(lambda q: jax.grad(f)(q, *QKV[1:], SLOPES).sum())(QKV[0])
+    of_sinks = jax.grad(lambda sinks: loss(*QKV, SLOPES, sink_logits=sinks, backend=backend))
+    with pytest.raises(NotImplementedError, match="can be differentiated once"):
+        jax.grad(lambda sinks: of_sinks(sinks).sum())(SLOPES)
 
 
 @pytest.mark.parametrize(
