@@ -27,17 +27,20 @@ def around(model: nn.Module, body: nn.Module) -> Iterator[PreTrainedModel]:
 
 
 def packing_forward(head: PreTrainedModel, before: Callable[..., object] | None) -> Callable[..., object]:
-    """The forward of a patched head, with the signature of the original and `segment_ids`."""
+    """The forward of a patched head, with the signature of the original, `segment_ids`, `prefix_len` and `positions`."""
     own = type(head).forward
     signature = inspect.signature(own)
     names = tuple(name for name, one in signature.parameters.items() if one.kind is not one.VAR_KEYWORD)[1:]
     is_open = any(one.kind is one.VAR_POSITIONAL for one in signature.parameters.values())
     forward = functools.partial(_forward, head, before, None if is_open else names)
-    extra = inspect.Parameter("segment_ids", inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Tensor | None)
+    extra = [
+        inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=None, annotation=Tensor | None)
+        for name in ("segment_ids", *packed_rows.OF_ROWS)
+    ]
     others = list(signature.parameters.values())
     at = len(others) - (others[-1].kind is inspect.Parameter.VAR_KEYWORD)
     functools.update_wrapper(forward, own, assigned=())
-    vars(forward)["__signature__"] = signature.replace(parameters=[*others[:at], extra, *others[at:]])
+    vars(forward)["__signature__"] = signature.replace(parameters=[*others[:at], *extra, *others[at:]])
     return forward
 
 
@@ -55,9 +58,11 @@ def _forward(
     known = tuple(name for name in given if name not in packed_rows.NAMES) if names is None else names
     packing = packed_rows.split(given, known=known, where=kind)
     if packing:
-        if kind.endswith("ForSequenceClassification"):
+        of_texts = packing.keys() - set(packed_rows.OF_ROWS)
+        if of_texts and kind.endswith("ForSequenceClassification"):
             raise ValueError(
-                f"{kind} got {', '.join(packing)}, but it has one result per row, that of the last token; pass one text per row"
+                f"{kind} got {', '.join(sorted(of_texts))}, but it has one result per row, that of its last token; "
+                "pass one text per row"
             )
         given["attention_mask"] = PackedMask(given.get("attention_mask"), packing)
     return type(head).forward(head, *args, **given) if before is None else before(*args, **given)

@@ -1,8 +1,9 @@
 """The mask that a patched model builds instead of an n×n mask: [B, R, 1, S] bool, without causality.
 
 Row 0 says which keys are visible. A mask without columns, [B, 1, 1, 0], means that all are. R is 1, plus 1 if row 1 says where a
-text begins after another one in the same row, plus 2 if distances count visible keys, because the mask has holes. It is bool and
-has four dimensions because transformers passes such masks on unmodified. Read next: `patching.py`.
+text begins after another one in the same row, plus 2 if distances count visible keys, because the mask has holes, plus 4 if the
+next row says which keys are in the prefix; plus 64 rows with the bits of positions. It is bool and has four dimensions because
+transformers passes such masks on unmodified. Read next: `patching.py`.
 """
 
 from collections.abc import Callable, Mapping
@@ -14,6 +15,8 @@ from transformers import AttentionMaskInterface, PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.masking_utils import causal_mask_function, create_causal_mask
 
+from alibi_attn.attention.checks import check_positions, check_prefix_len
+from alibi_attn.attention.part_options import check_prefix_values, check_sorted
 from alibi_attn.attention.transforms import may_read
 from alibi_attn.hf.attention import packed_rows
 from alibi_attn.hf.attention.packed_rows import PackedMask
@@ -21,6 +24,8 @@ from alibi_attn.hf.attention.packed_rows import PackedMask
 # How a family counts the distances of a mask with holes: by index, or over the visible tokens.
 INDEXED = "alibi_attn"  # also the name of the function below in transformers' table
 COUNTED = "alibi_attn_counted"
+
+_BITS = 64  # of a position
 
 
 class Keys(NamedTuple):
@@ -30,16 +35,20 @@ class Keys(NamedTuple):
         seen: True = visible.
         segments: the number of the text.
         shift: the position counted over the visible keys, less the index.
+        prefix_len: [B], of a prefix language model.
+        positions: explicit ones, fp64.
     """
 
     seen: Tensor | None
     segments: Tensor | None = None
     shift: Tensor | None = None
+    prefix_len: Tensor | None = None
+    positions: Tensor | None = None
 
 
 def keys_of(mask: Tensor, key_len: int | None = None) -> Keys:
     """Decodes a mask of `of_layers` for this number of keys; None = any."""
-    if mask.ndim != 4 or mask.shape[2] != 1 or not 1 <= mask.shape[1] <= 4 or mask.dtype != torch.bool:
+    if mask.ndim != 4 or mask.shape[2] != 1 or not 1 <= mask.shape[1] <= 8 + _BITS or mask.dtype != torch.bool:
         raise ValueError(
             f"a patched layer received a mask {list(mask.shape)} of {mask.dtype} instead of a bool mask [B, R, 1, S]; call "
             "the whole model that was patched, not a part of it"
@@ -50,10 +59,14 @@ def keys_of(mask: Tensor, key_len: int | None = None) -> Keys:
         )
     if not mask.shape[3]:
         return Keys(None)
-    seen, rows = mask[:, 0, 0], mask.shape[1]
-    segments = mask[:, 1, 0].cumsum(1) if rows in (2, 4) else None
+    seen, flags = mask[:, 0, 0], (mask.shape[1] - 1) % _BITS
+    at = torch.arange(mask.shape[3], device=mask.device)
     return Keys(
-        seen, segments, seen.cumsum(1) - 1 - torch.arange(mask.shape[3], device=mask.device) if rows > 2 else None
+        seen,
+        segments=mask[:, 1, 0].cumsum(1) if flags & 1 else None,
+        shift=seen.cumsum(1) - 1 - at if flags & 2 else None,
+        prefix_len=mask[:, flags, 0].sum(1) if flags & 4 else None,
+        positions=_of_bits(mask[:, -_BITS:, 0]) if mask.shape[1] > _BITS else None,
     )
 
 
@@ -94,16 +107,59 @@ def of_layers(
     sizes = torch.empty(*tokens.shape[:2], 0, device=tokens.device)  # transformers reads the shape only
     seen = create_causal_mask(_CONFIG, sizes, attention_mask, past_key_values=cache)
     assert isinstance(seen, Tensor)  # built by `indexed_mask`
-    begins = None
+    begins = prefix = positions = None
     if packing:
         whole = seen if seen.shape[1] else seen.new_ones(len(seen), _capacity(cache, tokens.shape[1]))
         begins = packed_rows.starts(packing, whole, query_len=tokens.shape[1], past=past)
-        seen = seen if begins is None else whole
-    counted = name == COUNTED and seen.shape[1] > 0 and _may_have_holes(seen)
-    if begins is None and not counted:
-        return seen[:, None, None]
-    second = seen if begins is None else begins
-    return torch.stack([seen, *[second] * ((begins is not None) + 2 * counted)], 1)[:, :, None]
+        prefix = _prefix(packing.get("prefix_len"), whole, query_len=tokens.shape[1], past=past)
+        positions = _bits(packing.get("positions"), whole, past=past)
+        seen = whole if any(x is not None for x in (begins, prefix, positions)) else seen
+    counted = name == COUNTED and seen.shape[1] > 0 and positions is None and _may_have_holes(seen)
+    flags = (begins is not None) + 2 * counted + 4 * (prefix is not None)
+    rows = [seen] * (1 + flags)
+    if begins is not None:
+        rows[1] = begins
+    if prefix is not None:
+        rows[-1] = prefix
+    mask = torch.stack(rows, 1) if flags else seen[:, None]
+    return (mask if positions is None else torch.cat([mask, positions], 1))[:, :, None]
+
+
+def _prefix(prefix_len: Tensor | None, seen: Tensor, *, query_len: int, past: int | Tensor) -> Tensor | None:
+    """[B, S] bool: the keys in the prefix; None for a single token, which has no key to its right."""
+    if prefix_len is None:
+        return None
+    if not isinstance(prefix_len, Tensor):
+        raise TypeError(f"prefix_len is {type(prefix_len).__name__} but must be a tensor [B] of integers")
+    check_prefix_len(prefix_len, batch=len(seen), causal=True)
+    if query_len == 1:
+        return None
+    if not isinstance(past, Tensor):
+        most, of = (past, "the cached tokens, which must hold the prefix") if past else (query_len, "T")
+        check_prefix_values(prefix_len, most, of)
+    return torch.arange(seen.shape[1], device=seen.device) < prefix_len[:, None]
+
+
+def _bits(positions: Tensor | None, seen: Tensor, *, past: int | Tensor) -> Tensor | None:
+    """[B, 64, S] bool from positions [B, S] over the cached tokens and the new ones."""
+    if positions is None:
+        return None
+    if isinstance(past, Tensor):
+        raise ValueError(
+            "positions need a cache that grows, such as ALiBiCache; a static cache has no position for its room"
+        )
+    if not isinstance(positions, Tensor):
+        raise TypeError(f"positions is {type(positions).__name__} but must be a tensor [B, S] of float32 or float64")
+    check_positions("positions", positions, batch=len(seen), length=seen.shape[1], axis="S")
+    check_sorted("positions", positions)
+    at = torch.arange(_BITS, device=positions.device)[:, None]
+    return (positions.double().view(torch.int64)[:, None] >> at & 1).bool()
+
+
+def _of_bits(bits: Tensor) -> Tensor:
+    """The inverse of `_bits`."""
+    at = torch.arange(_BITS, device=bits.device)[:, None]
+    return (bits.long() << at).sum(1).view(torch.float64)
 
 
 def _capacity(cache: Cache | None, query_len: int) -> int:

@@ -6,7 +6,7 @@
     attention_mask [B, 1, T, S]      a causal block per text
 
 Everything is read as one flag per position: True where a text begins after another. B, T, S as in `attention/spec.py`; hidden
-positions count for nothing. Read next: `masks.py`.
+positions count for nothing. `prefix_len` and `positions` of `alibi_attention` travel with them. Read next: `masks.py`.
 """
 
 import itertools
@@ -26,7 +26,10 @@ NAMES = (
     "max_length_q",
     "max_length_k",
     "position_ids",
+    "prefix_len",
+    "positions",
 )
+OF_ROWS = NAMES[-2:]  # those that do not tell texts apart
 # Arguments of a forward pass that change nothing in these models: those of losses, which the heads use.
 WITHOUT_EFFECT = ("num_items_in_batch", "shift_labels", "ignore_index")
 

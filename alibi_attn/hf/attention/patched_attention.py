@@ -6,7 +6,7 @@ Read next: `families/bloom.py`.
 
 import dataclasses
 from collections.abc import Callable
-from typing import Literal
+from typing import Any, Literal
 
 import torch
 from torch import Tensor, nn
@@ -99,14 +99,15 @@ def attended(
     """
     settings = settings_of(layer)
     slopes = slopes_beside(settings.slopes, torch.float32, query)
-    seen, segments, shift = _of_last_text(keys_of(mask, key.shape[2]), first, query.shape[2])
+    keys = _of_last_text(keys_of(mask, key.shape[2]), first, query.shape[2])
+    seen, shift = keys.seen, keys.shift
     # An instance may override this function, as `context_parallel` and `record_attention` do.
     attend = vars(layer).get("attend", alibi_attention)
     plain = dropout_p == 0 and settings.backend == "auto" and attend is alibi_attention
     ours = cache if isinstance(cache, ALiBiCache) else None
     # A static cache has unused capacity after the last query.
     plain = plain and not isinstance(first, Tensor) and first + query.shape[2] == key.shape[2]
-    plain = plain and segments is None and shift is None
+    plain = plain and all(given is None for given in keys[1:])
     if plain and reads_near(query, key, masked=seen is not None, remembered=ours is not None):
         visible = None if seen is None else visible_runs(seen)
         if seen is None or visible is not None:
@@ -114,9 +115,10 @@ def attended(
             return merged(attend_near(query, key, value, slopes, norms, visible=visible, scale=settings.scale))
     elif plain and ours is not None and not torch.is_grad_enabled() and has_kernel(query, key, value):
         ours.norms(layer.layer_idx)  # type: ignore[arg-type]  # during the prompt, so that new tokens are fast
-    more: dict[str, Tensor] = {}
-    if segments is not None:
-        more["segment_ids"] = segments
+    given = {"segment_ids": keys.segments, "prefix_len": keys.prefix_len, "positions": keys.positions}
+    more: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
+    if keys.positions is None:
+        more["query_offset"] = first
     if shift is not None:  # −m·(distance over the visible keys) = −m·|i − j| + m·(p_j − j), up to a number per query
         more["key_bias"] = slopes[:, None] * shift[:, None]
     mixed = attend(
@@ -125,7 +127,6 @@ def attended(
         value,
         slopes,
         scale=settings.scale,
-        query_offset=first,
         key_mask=seen,
         dropout_p=dropout_p,
         backend=settings.backend,
@@ -156,7 +157,11 @@ def by_rows(
     Args:
         attend: returns [B, H, rows, D] for (queries [B, H, rows, D], their positions [rows], hidden keys [B|1, 1, rows, S]).
     """
-    seen, segments, _ = keys_of(mask, key_len)
+    seen, segments, _, *others = keys_of(mask, key_len)
+    if any(given is not None for given in others):
+        raise ValueError(
+            'prefix_len and positions need numerics="exact": "checkpoint" reproduces biases as the model builds them'
+        )
     keys = torch.arange(key_len, device=query.device)
     outputs = []
     for queries in query.split(ROWS, dim=2):

@@ -143,8 +143,11 @@ def _record_and_attend(
 def _call_and_attend(
     see: See, number: int, query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, **given: Any
 ) -> Tensor:
-    if not given.keys().isdisjoint(("segment_ids", "key_bias")):
-        raise ValueError("pass one text per row and no holes in the mask: only queries, keys and slopes are watched")
+    if not given.keys().isdisjoint(("segment_ids", "key_bias", "prefix_len", "positions")):
+        raise ValueError(
+            "pass one text per row, no prefix, no positions and no holes in the mask: only queries, keys and slopes are "
+            "watched"
+        )
     see(number, query, key, slopes, given["scale"])
     mixed: Tensor = alibi_attention(query, key, value, slopes, **given)
     return mixed

@@ -299,7 +299,10 @@ def _forward(
         with cached_pass.whole(body, cache, use_cache=given.get("use_cache"), new=tokens.shape[1]):
             if isinstance(cache, ALiBiCache):
                 cache.begin(body, given.get("input_ids"))
-                one_text = before is None and not packing
+                alone = tokens.shape[1] == 1 and packing.keys() <= {
+                    "prefix_len"
+                }  # a prefix is no news to a single token
+                one_text = before is None and (alone or not packing)
                 if one_text and (hidden := decoding_step.step(body, _step, given)) is not None:
                     wanted = given.get("return_dict")
                     as_dict = body.config.return_dict if wanted is None else wanted

@@ -133,6 +133,8 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         output_hidden_states: bool | None = None,
         logits_to_keep: int | Tensor = 0,
         segment_ids: Tensor | None = None,
+        prefix_len: Tensor | None = None,
+        positions: Tensor | None = None,
         **kwargs: Any,
     ) -> CausalLMOutputWithPast:
         """Logits [B, T, V], and the loss if labels are passed.
@@ -147,15 +149,21 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             segment_ids: [B, S] integers, over the cached tokens and the new ones: equal numbers are one text, and no token
                 attends to another text. `cu_seq_lens_q` and `seq_idx` of DataCollatorWithFlattening do the same. Set the label of
                 each text's first token to −100.
+            prefix_len, positions: [B] integers, and [B, S] fp32 or fp64 like segment_ids; as for `alibi_attention`. The first
+                call with a cache must hold the whole prefix.
             logits_to_keep: as in transformers: the number of last positions to compute logits for (0 for all), or which ones.
 
         Raises:
             ValueError: `output_attentions`, an empty input, a mask of the wrong shape, an argument without effect, or a static
                 cache or several texts per row if slopes depend on the length.
         """
-        packing = packed_rows.split(
-            {**kwargs, "segment_ids": segment_ids, "position_ids": position_ids}, known=(), where="ALiBiForCausalLM"
-        )
+        own = {
+            "segment_ids": segment_ids,
+            "position_ids": position_ids,
+            "prefix_len": prefix_len,
+            "positions": positions,
+        }
+        packing = packed_rows.split({**kwargs, **own}, known=(), where="ALiBiForCausalLM")
         config = cast("ALiBiCausalLMConfig", self.config)
         if config.output_attentions if output_attentions is None else output_attentions:
             raise ValueError(

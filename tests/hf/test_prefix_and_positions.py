@@ -1,0 +1,134 @@
+"""Models with prefix_len and positions: attention replaced by its fp64 definition gives the same logits; so does decoding."""
+
+import pytest
+import torch
+from parts_oracle import truth
+from torch import Tensor, nn
+
+from alibi_attn.hf import ALiBiCache, ALiBiCausalLMConfig, ALiBiForCausalLM, patch
+
+FAMILIES = ["bloom", "mpt", "falcon", "ours"]
+IDS = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(0))
+PREFIX = {"prefix_len": torch.tensor([20, 11])}
+TIMES = {
+    "positions": torch.rand(2, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64).cumsum(1) + 1e6
+}
+BOTH = {**PREFIX, **TIMES}
+
+
+@pytest.fixture
+def model(request, build) -> nn.Module:
+    if request.param != "ours":
+        model = build(request.param)
+        patch(model)
+        return model
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "intermediate_size": 64,
+        "vocab_size": 60,
+    }
+    model = ALiBiForCausalLM(ALiBiCausalLMConfig(**sizes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.2)
+    return model
+
+
+every_family = pytest.mark.parametrize("model", FAMILIES, indirect=True)
+
+
+def by_definition(query, key, value, slopes, *, scale, dropout_p, backend, **options) -> Tensor:
+    query = query * (scale * query.shape[3] ** 0.5)
+    given = {name: x for name, x in options.items() if x is not None and name != "query_offset"}
+    return truth(query, key, value, slopes, **given)[0].to(query.dtype)
+
+
+@every_family
+@pytest.mark.parametrize("given", [PREFIX, TIMES, BOTH], ids=["prefix", "positions", "both"])
+@torch.no_grad()
+def test_logits_are_those_of_the_definition(model: nn.Module, given: dict) -> None:
+    found, causal = model(IDS, **given).logits, model(IDS).logits
+    for module in model.modules():
+        module.__dict__["attend"] = by_definition
+    torch.testing.assert_close(found, model(IDS, **given).logits, rtol=1e-4, atol=1e-4)
+    assert (found - causal).abs().max() > 1e-2
+
+
+@every_family
+@torch.no_grad()
+def test_a_prefix_sees_itself_and_nothing_after_it(model: nn.Module) -> None:
+    changed = IDS.clone()
+    changed[:, 15] = 59
+    before, after = model(IDS, **PREFIX).logits, model(changed, **PREFIX).logits
+    off = (before - after).abs().amax(-1)
+    assert bool((off[0] > 1e-4).any())
+    assert off[0, :15].min() > 1e-6  # token 15 is in the prefix of row 0: all tokens see it
+    assert off[1, :15].max() < 1e-6  # and after that of row 1
+
+
+@every_family
+@pytest.mark.parametrize("given", [PREFIX, TIMES, BOTH], ids=["prefix", "positions", "both"])
+@torch.no_grad()
+def test_decoding_equals_one_pass(model: nn.Module, given: dict) -> None:
+    whole, cache, outputs = model(IDS, **given).logits, ALiBiCache(), []
+    for chunk in IDS.split([20, 1, 1, 18], dim=1):
+        upto = cache.get_seq_length() + chunk.shape[1]
+        cut = {name: x[:, :upto] if name == "positions" else x for name, x in given.items()}
+        outputs.append(model(chunk, past_key_values=cache, use_cache=True, **cut).logits)
+    torch.testing.assert_close(torch.cat(outputs, 1), whole, rtol=1e-4, atol=1e-4)
+
+
+@every_family
+@pytest.mark.parametrize("cache", [None, "static"])
+@torch.no_grad()
+def test_generate_takes_a_prefix(model: nn.Module, cache: str | None) -> None:
+    options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
+    options |= {} if cache is None else {"cache_implementation": cache}
+    prompt = IDS[:, :20]
+    found = model.generate(prompt, attention_mask=torch.ones_like(prompt), **PREFIX, **options)
+    ids = prompt
+    for _ in range(4):
+        ids = torch.cat([ids, model(ids, **PREFIX).logits[:, -1:].argmax(-1)], 1)
+    assert torch.equal(found, ids)
+
+
+@every_family
+@torch.no_grad()
+def test_padding_and_holes_combine_with_them(model: nn.Module) -> None:
+    mask = torch.ones_like(IDS)
+    mask[1, 5:8] = 0
+    changed = IDS.clone()
+    changed[1, 5:8] = 7
+    for given in (PREFIX, BOTH):
+        x, y = (model(ids, attention_mask=mask, **given).logits[mask.bool()] for ids in (IDS, changed))
+        torch.testing.assert_close(x, y, rtol=1e-5, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", ["bloom", "ours"], indirect=True)
+def test_gradients_flow(model: nn.Module) -> None:
+    model(IDS, **BOTH).logits.square().sum().backward()
+    assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
+
+
+@pytest.mark.parametrize("model", ["bloom"], indirect=True)
+@torch.no_grad()
+def test_what_does_not_fit_is_refused(model: nn.Module, build) -> None:
+    cache = ALiBiCache()
+    model(IDS[:, :10], past_key_values=cache)
+    for given, message in (
+        ({"prefix_len": torch.tensor([11, 3])}, "prefix_len is 11 .* 0 to 10, the cached tokens"),
+        ({"prefix_len": torch.tensor([3])}, r"must be \[B\] = \[2\]"),
+        ({"positions": TIMES["positions"][:, :5]}, r"positions has shape \[2, 5\]"),
+        ({"positions": -TIMES["positions"][:, :15]}, "must not decrease"),
+    ):
+        with pytest.raises(ValueError, match=message):
+            model(IDS[:, 10:15], past_key_values=cache, **given)
+    with pytest.raises(TypeError, match="prefix_len is int but must be a tensor"):
+        model(IDS, prefix_len=3)
+    rounded = build("bloom")
+    patch(rounded, numerics="checkpoint")
+    with pytest.raises(ValueError, match=r'prefix_len and positions need numerics="exact"'):
+        rounded(IDS, **PREFIX)
