@@ -177,7 +177,8 @@ def command() -> str:
     program = Path(sys.argv[0]).name
     if program == "__main__.py":
         program = "python -m alibi_lab"
-    return shlex.join([*program.split(), *sys.argv[1:]]) if sys.argv[0] else ""
+    words = shlex.join([*program.split(), *sys.argv[1:]]) if sys.argv[0] else ""
+    return words.encode(errors="backslashreplace").decode()  # a file's name may be no UTF-8
 
 
 def make(

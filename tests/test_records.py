@@ -7,6 +7,7 @@ import math
 import os
 import random
 import re
+import sys
 from pathlib import Path
 
 import pytest
@@ -51,6 +52,14 @@ def test_a_record_says_where_with_what_and_when(record: Record) -> None:
     assert record.versions["numpy"]
     assert record.started.endswith("+00:00")
     assert "pytest" in record.command or record.command
+
+
+def test_a_record_of_a_command_whose_words_are_not_utf_8_can_be_read(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(sys, "argv", ["alibi", "generate", "--prompt", os.fsdecode(b"caf\xe9")])
+    made = records.make("training", "a", config={}, metrics={})
+    assert records.load(records.save(made, tmp_path)).command == r"alibi generate --prompt 'caf\udce9'"
 
 
 def test_records_are_never_overwritten(record: Record, tmp_path: Path) -> None:

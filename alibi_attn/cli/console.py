@@ -12,6 +12,8 @@ from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
+from alibi_attn.strict_json import lone_surrogate
+
 Value = TypeVar("Value")
 
 _EXPECTED = (ValueError, TypeError, ImportError, NotImplementedError)  # what these packages raise, besides OSError
@@ -32,7 +34,8 @@ def print_path(label: str, path: Path) -> None:
 
 
 def check_writable(path: Path) -> None:
-    """Raises an OSError if this file cannot be written, so that a command fails before it does any work."""
+    """Raises an OSError or a ValueError if this file cannot be written, so that a command fails before it does any work."""
+    check_name(path)
     if path.is_dir():
         raise IsADirectoryError(f"{path} is a folder; pass the name of a file")
     if path.exists() and (not path.is_file() or path.absolute().is_relative_to("/dev")):
@@ -52,6 +55,12 @@ def check_writable(path: Path) -> None:
     except OSError as error:
         reason = "it is a file" if folder.is_file() else error.strerror
         raise OSError(f"{folder} cannot be written ({reason}); pass a path in a writable folder") from None
+
+
+def check_name(path: Path) -> None:
+    """Raises a ValueError for a name that is not UTF-8, which neither records nor tables can hold."""
+    if lone_surrogate(str(path)):
+        raise ValueError(f"{str(path)!a} is a name that is not UTF-8; rename it, or pass another")
 
 
 @contextlib.contextmanager

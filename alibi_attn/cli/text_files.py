@@ -4,6 +4,8 @@ import dataclasses
 from collections.abc import Sequence
 from pathlib import Path
 
+from alibi_attn.cli.console import check_name
+
 
 @dataclasses.dataclass(frozen=True)
 class Text:
@@ -25,10 +27,11 @@ def read_texts(files: Sequence[Path], *, lines: bool) -> list[Text]:
 
     Raises:
         OSError: a file does not exist or cannot be read.
-        ValueError: a file is empty or is not UTF-8 text, or, with `lines`, a line is empty.
+        ValueError: a file is empty, its text or name is not UTF-8, or, with `lines`, a line is empty.
     """
     found: list[Text] = []
     for path in files:
+        check_name(path)
         if path.is_dir():
             raise IsADirectoryError(f"{path} is a folder; pass text files")
         content = path.read_bytes()

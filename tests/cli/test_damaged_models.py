@@ -1,6 +1,8 @@
 """Damaged folders of models and broken tokenizers: a command gives a result, or one sentence with the path."""
 
 import json
+import os
+from pathlib import Path
 
 import pytest
 from damaged_models import Attack, ended, write_decoder
@@ -70,3 +72,32 @@ def test_half_of_a_surrogate_pair_is_refused_by_its_place(encoder, tmp_path):
     path.write_text(f"{json.dumps({'text': 'a'})}\n{json.dumps({'text': HALF})}\n")
     with pytest.raises(RowError, match=rf"row 2 of {path} has \\ud800, half of a surrogate pair"):
         list(texts(path, ""))
+
+
+def test_names_that_are_not_utf_8_are_refused_before_the_work(encoder, tmp_path):
+    """No record and no table can hold them, and a record that names one could not be read again."""
+    odd, sound = Path(os.fsdecode(os.fsencode(tmp_path) + b"/caf\xe9.txt")), tmp_path / "a.txt"
+    for path in (odd, sound):
+        path.write_text("a b c " * 300)
+    run = ["run", "quick", "--scale", "smoke", "--no-report"]
+    for arguments in (
+        ["embed", str(encoder), str(odd), "--out", str(tmp_path / "v.npy")],
+        ["embed", str(encoder), str(sound), "--out", str(odd)],
+        [*run, "--text", str(odd), "--out", str(tmp_path / "out")],
+        [*run, "--text", str(sound), "--out", str(odd)],
+    ):
+        before = sorted(tmp_path.iterdir())
+        code, _, error = ended(arguments)
+        assert code == 1
+        assert f"error: {ascii(str(odd))[:-1]}" in error
+        assert "is a name that is not UTF-8" in error
+        assert sorted(tmp_path.iterdir()) == before
+
+
+def test_a_text_that_is_too_short_is_named(tmp_path):
+    path = tmp_path / "a.jsonl"
+    path.write_text(json.dumps({"text": "a"}))
+    code, _, error = ended(["run", "quick", "--scale", "smoke", "--text", str(path), "--out", str(tmp_path / "out")])
+    assert code == 1
+    assert f"error: {path} has 1 bytes of text" in error
+    assert not (tmp_path / "out").exists()

@@ -39,7 +39,7 @@ def write(
     owners = np.repeat(np.arange(len(texts)), [len(rows) for rows in spans])
     places = np.concatenate(spans)
     origins = np.zeros(len(texts), np.int64) if first_characters is None else np.asarray(first_characters, np.int64)
-    with pq.ParquetWriter(path, schema) as writer:
+    with pq.ParquetWriter(path, schema, write_page_checksum=True) as writer:
         for first in range(0, len(vectors), ROWS):
             some = slice(first, first + ROWS)
             starts, ends = places[some].T
@@ -54,3 +54,20 @@ def write(
                 pa.FixedSizeListArray.from_arrays(flat, width),
             ]
             writer.write_table(pa.table([*map(pa.array, table[:4]), table[4]], schema=schema))
+
+
+def read_metadata(path: Path) -> dict[bytes, bytes]:
+    """The metadata of a table, after its pages have been compared with their checksums.
+
+    Raises:
+        ValueError: it is damaged.
+    """
+    try:
+        with pq.ParquetFile(path, page_checksum_verification=True) as file:
+            for _ in file.iter_batches():
+                pass
+            return dict(file.schema_arrow.metadata or {})
+    except (pa.ArrowException, OSError) as error:  # damaged pages are an OSError without a number
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        raise ValueError(f"{path} is damaged; delete it, and start again") from None

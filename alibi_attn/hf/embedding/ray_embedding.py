@@ -19,7 +19,6 @@ from pathlib import Path
 from typing import Any, Literal
 
 import numpy as np
-import pyarrow as pa
 import pyarrow.parquet as pq
 import ray
 import ray.data
@@ -332,11 +331,7 @@ def _check_parts(out: Path, names: Sequence[Path], identities: Sequence[str]) ->
     for path, identity in zip(names, identities, strict=True):
         if path not in found:
             continue
-        try:
-            metadata = pq.read_schema(path).metadata or {}
-        except pa.ArrowInvalid:
-            raise ValueError(f"{path} is damaged; delete it, and start again") from None
-        if metadata.get(_IDENTITY) != identity.encode():
+        if chunk_table.read_metadata(path).get(_IDENTITY) != identity.encode():
             raise FileExistsError(
                 f"{path} was made with another model, other texts or other settings; pass the same ones, delete it, or pass "
                 "another --out"

@@ -13,6 +13,7 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Literal, Protocol, TypeAlias
 
+from alibi_attn.strict_json import lone_surrogate
 from alibi_lab.lab.config import DataConfig
 from alibi_lab.lab.data.row_files import RowError, is_table, texts
 
@@ -107,6 +108,8 @@ def local_files(paths: Sequence[Path], text_field: str = "") -> list[TextFile]:
         files += _nonempty(inside, path if path.is_dir() else path.parent, text_field)
     if not files:
         raise CorpusError(f"{', '.join(map(str, paths))}: there is no text inside (0 bytes); pass files with text")
+    for name in (ascii(str(file.path)) for file in files if lone_surrogate(str(file.path))):
+        raise CorpusError(f"{name} is a name that is not UTF-8, which no record can hold; rename it")
     for file in files:  # most files that are not text show it at their start: report it before hours of work
         next(next(file.documents(), iter([b""])))
     return files
@@ -286,8 +289,8 @@ def _text(
             f" (a test at n tokens needs about {2 / share:.3g}·n tokens in all)" if part != "train" and share else ""
         )
         raise CorpusError(
-            f"the corpus {config.corpus} has {sum(sizes.values()):,} bytes, and data.{name}={share:g} leaves no text to "
-            f"{purpose}; pass more text{needed}, or another data.{name}"
+            f"{', '.join(config.text) or 'the corpus ' + config.corpus} has {sum(sizes.values()):,} bytes of text, and "
+            f"data.{name}={share:g} leaves none to {purpose}; pass more text{needed}, or another data.{name}"
         )
     return Text(config.corpus, split, parts, sizes["train"], sum(sizes.values()), config.tokenizer)
 

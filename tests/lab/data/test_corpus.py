@@ -185,7 +185,10 @@ def test_python_source_of_this_python_is_megabytes():
         (b"", "no text inside .0 bytes."),
         (b"text\0more", "binary file"),
         (b"caf\xe9 au lait", r"not UTF-8 text \(byte 3"),
-        (b"a", r"has 1 bytes, and .*no text to test on; pass more text \(a test at n tokens needs about 40·n tokens"),
+        (
+            b"a",
+            r"has 1 bytes of text, and .*none to test on; pass more text \(a test at n tokens needs about 40·n tokens",
+        ),
     ],
 )
 def test_files_that_are_not_text_are_refused(tmp_path, content, message):
