@@ -62,7 +62,9 @@ def read(folder: Path) -> PoolingConfig:
     Raises:
         ValueError: a damaged file, or unsupported modules or pooling.
     """
-    encoder, pooling_folder, normalize = _modules(folder)
+    listing = folder / "modules.json"
+    names, normalize = _modules(listing) if listing.exists() else (("", _POOLING), False)
+    encoder, pooling = (folder / name for name in names)
     options = _options(encoder / "sentence_bert_config.json")
     for name in _UNSUPPORTED:
         if options.values.get(name):
@@ -77,15 +79,12 @@ def read(folder: Path) -> PoolingConfig:
         default_prompt_name=_text(settings, "default_prompt_name"),
         similarity=_text(settings, "similarity_fn_name"),
         truncate_dim=_positive(settings, "truncate_dim"),
-        **_pooling(_options(pooling_folder / "config.json")),
+        **_pooling(_options(pooling / "config.json")),
     )
 
 
-def _modules(folder: Path) -> tuple[Path, Path, bool]:
-    """The folders of the encoder and of the pooling, and whether vectors are normalized."""
-    path = folder / "modules.json"
-    if not path.exists():
-        return folder, folder / _POOLING, False
+def _modules(path: Path) -> tuple[list[str], bool]:
+    """The names of the folders of the encoder and of the pooling in a modules.json, and whether vectors are normalized."""
     listed = checkpoint_files.read_json(path, list)
     if not all(isinstance(module, dict) for module in listed):
         raise ValueError(f"{path} is damaged: it lists no modules; download it again")
@@ -102,8 +101,8 @@ def _modules(folder: Path) -> tuple[Path, Path, bool]:
         # Only the bare name of a folder inside this one, so that the file cannot point outside.
         if not isinstance(place, str) or not re.fullmatch(r"([\w-][\w.-]*)?", place, re.ASCII):
             raise ValueError(f"{path} is damaged: {place!r} is not the name of a folder next to it; download it again")
-        places.append(folder / place)
-    return places[0], places[1], len(kinds) == 3
+        places.append(place)
+    return places, len(kinds) == 3
 
 
 def _kind(name: str) -> str:

@@ -64,7 +64,7 @@ def load(
     place = checkpoint_files.resolve(folder_or_id, **hub)
     settings = pooling_config.read(place)
     is_int8 = _is_int8(dtype)
-    model = ALiBiBertModel.from_pretrained(settings.encoder, dtype=torch.float32 if is_int8 else dtype)
+    model, _ = ALiBiBertModel.from_folder(settings.encoder, dtype=torch.float32 if is_int8 else dtype)
     if is_int8:
         int8.convert(model.encoder)
     model.config.name_or_path = str(folder_or_id)

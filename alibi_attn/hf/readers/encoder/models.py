@@ -89,6 +89,16 @@ class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call
         folder = checkpoint_files.resolve(folder_or_id, **{name: x for name, x in hub.items() if x is not None})
         for name in checkpoint_files.IGNORED:
             options.pop(name, None)
+        loaded: Any = cls.from_folder(folder, new_head=new_head, dtype=dtype, **options)
+        model, info = loaded
+        model.config.name_or_path = str(folder_or_id)
+        return (model, info) if output_loading_info else model
+
+    @classmethod
+    def from_folder(
+        cls, folder: Path, *, new_head: bool = False, dtype: torch.dtype | str | None = None, **options: Any
+    ) -> Any:
+        """(model, info): `from_pretrained` for a folder that exists, with its arguments but those for the hub."""
         changes = {name: options.pop(name) for name in (*OVERRIDES, "backend", "config") if name in options}
         about = checkpoint_files.read_config(folder)
         if (kind := about.get("model_type")) in DECODER_TYPES:
@@ -108,12 +118,9 @@ class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call
         with torch.device("meta"):
             empty = cls(cast("ALiBiBertConfig", config))
         weights = checkpoint.converted(empty, state, new_head=new_head, copies=True)
-        loaded: Any = super().from_pretrained(
+        return super().from_pretrained(
             None, config=config, state_dict=weights, dtype=dtype, output_loading_info=True, **options
         )
-        model, info = loaded
-        model.config.name_or_path = str(folder_or_id)
-        return (model, info) if output_loading_info else model
 
     def save_pretrained(
         self, save_directory: str | os.PathLike[str], *args: Any, layout: str = "own", **options: Any
