@@ -17,6 +17,7 @@ from torch import Tensor, nn
 _LARGEST = 127
 _SHIFT = 128  # oneDNN's activations are unsigned: q + 128, with 128 as the zero point
 _MOST_INPUTS = (2**31 - 1) // (255 * _LARGEST)  # more can overflow the sums in int32
+_HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
 class Int8Linear(nn.Module):
@@ -30,7 +31,7 @@ class Int8Linear(nn.Module):
         sums: [outputs] int32: 128 times the sum of each output's codes.
 
     Raises:
-        ValueError: see `check_supported`; or weights that are not finite, or too large or too many for exact sums.
+        ValueError: see `check_supported`; or weights that are not finite, or too large or too many for exact sums; or hooks.
 
     >>> layer = nn.Linear(64, 32)
     >>> x = torch.ones(5, 64)
@@ -136,6 +137,17 @@ def _checked_weights(linear: nn.Linear) -> Tensor:
         raise ValueError(
             f"a linear layer has {linear.in_features:,} inputs, but int8 takes 1 to {_MOST_INPUTS:,}; "
             "use bfloat16 or float32"
+        )
+    hooks = [name.strip("_") for name in _HOOKS if vars(linear)[name]]
+    if hooks:
+        raise ValueError(
+            f"a linear layer has {' and '.join(hooks)}, which its int8 version would lose; remove them (or the tool that "
+            "registered them), then convert"
+        )
+    bias = linear.bias
+    if bias is not None and not bool(torch.isfinite(bias.detach().to("cpu", torch.float32)).all()):
+        raise ValueError(
+            "the bias of a linear layer is not finite in fp32, in which int8 adds it; check the checkpoint"
         )
     weight: Tensor = linear.weight.detach().to("cpu", torch.float32)
     if not bool(torch.isfinite(weight.abs().sum(1) * (2 * _SHIFT)).all()):  # rounding at most doubles a sum

@@ -93,8 +93,9 @@ def test_fp16_equals_the_definition(interpreter: ProcessPoolExecutor, case: Case
 
 
 def test_random_calls_equal_the_definition(interpreter: ProcessPoolExecutor) -> None:
-    """The random calls of `test_differential_fuzz`; in call 12 the gradient of lse has a negative bit, with key biases."""
-    for seeds in (range(8), range(12, 13)):
+    """The random calls of `test_differential_fuzz`; in call 12 the gradient of lse has a negative bit, with key biases.
+    In call 38 slopes are so steep that they are finite only in natural units."""
+    for seeds in (range(8), range(12, 13), range(38, 39)):
         assert not interpreter.submit(differential_fuzz.fuzz, ["fused"], seeds).result()["fused"].failures
 
 

@@ -77,13 +77,13 @@ def all_finite(rows):
 
 @triton.jit
 def load_slope(slopes, b, h, there=None):
-    """The slopes of some heads, in log2 units per token; 0 past the last head."""
+    """The slopes of some heads, in log2 units per token; 0 past the last head. Only an infinite slope is infinite in them."""
     at = slopes.pointer + b * slopes.batch + h
     if there is None:
         m = tl.load(at)
     else:
         m = tl.load(at, mask=there, other=0.0)
-    return m * LOG2E
+    return tl.where(m < float("inf"), tl.minimum(m, 2.3e38), m) * LOG2E
 
 
 @triton.jit
