@@ -18,6 +18,8 @@ Value = TypeVar("Value")
 
 _EXPECTED = (ValueError, TypeError, ImportError, NotImplementedError)  # what these packages raise, besides OSError
 
+_BROKEN_PIPE = 141  # as of a program that SIGPIPE ends
+
 console = Console(highlight=False)
 errors = Console(stderr=True, highlight=False, soft_wrap=True)
 
@@ -90,6 +92,8 @@ def run(app: Callable[[], object], ours: Sequence[str], explained: Callable[[Bas
     """
     try:
         app()
+    except BrokenPipeError:
+        sys.exit(_BROKEN_PIPE)
     except Exception as error:
         if (message := explained(error)) is not None:
             fail(message)
@@ -99,6 +103,8 @@ def run(app: Callable[[], object], ours: Sequence[str], explained: Callable[[Bas
     except KeyboardInterrupt:
         interrupted()
     except SystemExit as error:
+        if isinstance(error.__context__, BrokenPipeError):  # which rich and typer turn into it
+            sys.exit(_BROKEN_PIPE)
         if (message := _foreign_exit(error, ours, explained)) is not None:
             fail(message)
         raise

@@ -1,7 +1,7 @@
 """The library's part of the command `alibi`: commands about attention and models. Each is a function that imports what it needs
 when it runs and ends with an exit code:
 
-    0 done    1 failed, with a one-sentence error    2 wrong usage    130 interrupted
+    0 done    1 failed, with a one-sentence error    2 wrong usage    130 interrupted    141 the reader of its output has gone
 
 Only numpy, typer and rich are imported before a command runs. `python -m alibi_attn` is these commands alone; the command
 `alibi` adds those of the laboratory.

@@ -2,12 +2,15 @@
 
 import json
 import os
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
 from damaged_models import Attack, ended, write_decoder
 from encoder_oracle import config, random_state, write_folder, write_tokenizer
 
+from alibi_attn.cli import console
 from alibi_attn.hf import late_chunks
 from alibi_lab.lab.data.row_files import RowError, texts
 from alibi_lab.lab.data.sources import CorpusError
@@ -101,3 +104,21 @@ def test_a_text_that_is_too_short_is_named(tmp_path):
     assert code == 1
     assert f"error: {path} has 1 bytes of text" in error
     assert not (tmp_path / "out").exists()
+
+
+def test_a_command_whose_reader_has_gone_ends_without_a_message():
+    reading, writing = os.pipe()
+    os.close(reading)
+    command = [sys.executable, "-m", "alibi_attn", "--help"]
+    ended_early = subprocess.run(command, stdout=writing, stderr=subprocess.PIPE, check=False)
+    os.close(writing)
+    assert (ended_early.returncode, ended_early.stderr) == (141, b"")
+
+
+def test_a_broken_pipe_of_plain_output_is_no_error():
+    def printing():
+        raise BrokenPipeError(32, "Broken pipe")
+
+    with pytest.raises(SystemExit) as caught:
+        console.run(printing, ("alibi_attn",), lambda error: None)
+    assert caught.value.code == 141
