@@ -135,6 +135,15 @@ def test_passages(run, tmp_path):
     assert sorted(line.split("  ")[1] for line in lines) == ["a.txt:0-6", "a.txt:16-20", "a.txt:7-15", "b.txt:0-15"]
 
 
+def test_elapsed_time(run):
+    printed = run("elapsed_time", "--events", 1024)
+    assert numbers(r"differ by (\S+)", printed)[0] < 1e-4
+    assert numbers(r"differs by (\S+)", printed)[0] > 0.1
+    shares = numbers(r"([\d.]+)%", printed)
+    assert shares[0] < shares[-1] <= 100
+    assert "1,024 values between the events, finite: True" in printed
+
+
 def test_forget_gates(run):
     printed = run("forget_gates", "--length", 1024)
     assert max(numbers(r"differ\w* .*by (\S+)", printed)) < 1e-4
