@@ -133,6 +133,7 @@ def _tested(
     """The record of all tests; only the tests of methods need the training text."""
     from alibi_lab.lab.evaluation.long_context_eval import all_curves, own_curves
     from alibi_lab.lab.model.imported_method import imported_method, source_facts
+    from alibi_lab.lab.run import run_name
 
     with errors.status("testing"):
         curves = all_curves(model, corpus, config.eval, say=errors.print)
@@ -146,6 +147,5 @@ def _tested(
         about["method"] = facts
     if others:
         about["tests"] = [source_facts(one) for one in others]
-    name = f"eval/{config.model.method.rpartition(':')[2]}-{config.train.length}/seed-{config.train.seed}"
     metrics = {"parameters": model.num_parameters()}
-    return records.make("evaluation", name, config=about, metrics=metrics, curves=curves)
+    return records.make("evaluation", run_name("eval", config), config=about, metrics=metrics, curves=curves)

@@ -81,7 +81,7 @@ def heads(
     with needs("lab"), needs("hf"):
         from alibi_attn.inspect import read_config
         from alibi_lab.measure.model_heads import model_heads
-        from alibi_lab.report.plots import head_maps
+        from alibi_lab.report.plots import drawing, head_maps, inline
     model = checkpoints.find(model)
     if text is None and (model / "config.json").is_file() and "schema" not in read_config(model):
         raise typer.BadParameter(f"{model} was not trained by alibi run, so it has no validation text; pass --text")
@@ -90,7 +90,9 @@ def heads(
     console.print(_by_layer(record))
     console.print(head_maps.sentence(record), soft_wrap=True)
     if picture is not None:
-        print_path("picture", replace_file(picture, head_maps.picture(record, picture.suffix)))
+        print_path(
+            "picture", replace_file(picture, drawing.file_of(inline.plot_heads(record), picture.suffix, "heads"))
+        )
     if out is not None:
         print_path("record ", records.save(record, out))
 
@@ -102,8 +104,9 @@ def _show_slopes(num_heads: int, length: int, picture: Path | None) -> None:
     console.print(table)
     if picture is not None:
         with needs("lab"):
-            from alibi_lab.report.plots import bias
-        print_path("picture", replace_file(picture, bias.picture(num_heads, length, picture.suffix)))
+            from alibi_lab.report.plots import bias, drawing
+        figure = bias.plot_alibi_bias(num_heads, length)
+        print_path("picture", replace_file(picture, drawing.file_of(figure, picture.suffix, "bias")))
 
 
 def _by_layer(record: records.Record) -> RichTable:

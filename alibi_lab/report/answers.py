@@ -75,7 +75,7 @@ def published(item: PublishedItem) -> Column:
     def column(label: str, name: str) -> NDArray[np.float64]:
         columns = item.series.get(label, {})
         values = columns.get("length" if name == "paper_length" else name)
-        empty = (None,) * len(next(iter(columns.values()), ()))
+        empty = [None] * len(next(iter(columns.values()), ()))
         return np.array([math.nan if value is None else value for value in values or empty], dtype=np.float64)
 
     return column

@@ -15,12 +15,12 @@ Next: `plots/paper.py`, which draws both side by side.
 import dataclasses
 import json
 import re
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from alibi_lab.position_methods import LOOKS
 
-Column = tuple[float | None, ...]
+Column = Sequence[float | None]
 
 PAPER_METHODS = {"Sinusoidal": "sinusoidal", "Rotary": "rotary", "T5 Bias": "t5", "ALiBi": "alibi"}
 
@@ -45,8 +45,8 @@ class PublishedItem:
     corpus: str
     evaluation: str
     columns: Mapping[str, str]
-    panels: tuple[tuple[str, ...], ...]
-    cited: tuple[str, ...]
+    panels: Sequence[Sequence[str]]
+    cited: Sequence[str]
     notes: str
     series: Mapping[str, Mapping[str, Column]]
 
@@ -71,22 +71,5 @@ def method_of(label: str) -> str:
     return PAPER_METHODS.get(name, name if name in LOOKS else "")
 
 
-def _load() -> dict[str, PublishedItem]:
-    data = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
-    return {
-        name: PublishedItem(
-            **{
-                **item,
-                "panels": tuple(map(tuple, item["panels"])),
-                "cited": tuple(item["cited"]),
-                "series": {
-                    label: {column: tuple(values) for column, values in columns.items()}
-                    for label, columns in item["series"].items()
-                },
-            }
-        )
-        for name, item in data.items()
-    }
-
-
-PUBLISHED: Mapping[str, PublishedItem] = _load()
+_ITEMS = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
+PUBLISHED: Mapping[str, PublishedItem] = {name: PublishedItem(**item) for name, item in _ITEMS.items()}

@@ -180,11 +180,11 @@ def test_any_number_of_heads_can_be_drawn(num_heads: int) -> None:
 
 
 def test_the_picture_of_the_biases_is_a_png_or_an_svg_file() -> None:
-    assert heads.picture(6, 300, ".png").startswith(b"\x89PNG")
-    svg = heads.picture(6, 300, ".svg")
+    assert drawing.file_of(heads.plot_alibi_bias(6, 300), ".png", "bias").startswith(b"\x89PNG")
+    svg = drawing.file_of(heads.plot_alibi_bias(6, 300), ".svg", "bias")
     assert svg.startswith(b"<?xml")
     assert b"m = 1/2" in svg
-    assert svg == heads.picture(6, 300, ".svg")
+    assert svg == drawing.file_of(heads.plot_alibi_bias(6, 300), ".svg", "bias")
 
 
 def test_bad_head_counts_and_lengths_are_refused() -> None:

@@ -41,17 +41,8 @@ def load_corpus(config: DataConfig, store: Path | None = None) -> Corpus:
     return _in_memory(text)
 
 
-def read_text(paths: Sequence[Path], tokenizer: Tokenizer | None = None) -> Tensor:
-    """The text of files and folders as tokens, in memory and not split; as bytes by default.
-
-    Raises:
-        CorpusError: as for `load_corpus`.
-    """
-    return whole_text(paths, tokenizer).valid
-
-
 def whole_text(paths: Sequence[Path], tokenizer: Tokenizer | None = None, text_field: str = "") -> Corpus:
-    """The text of files and folders as a corpus to test on (`valid`), not split, with its facts.
+    """The text of files and folders as a corpus to test on (`valid`), not split, with its facts; as bytes by default.
 
     Raises:
         CorpusError: as for `load_corpus`.

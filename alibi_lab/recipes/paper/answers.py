@@ -7,7 +7,7 @@ other way is given as well.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import cast
 
 from alibi_attn import units
@@ -20,11 +20,7 @@ _OTHER: dict[Way, Way] = {"nonoverlapping": "sliding", "sliding": "nonoverlappin
 
 def by_length(cells: Sequence[Cell], evidence: Evidence) -> Curves:
     """Perplexity by L_valid: a curve of a figure, or a row or column of a table."""
-    curves: Curves = {}
-    for cell in cells:
-        row = _tested(cell, evidence.matching("evaluation", cell.config))
-        _append(curves, cell, {"paper_length": cell.paper_length, "length": cell.length, **row})
-    return curves
+    return _rows((cell, {**_lengths(cell), **_tested(cell, evidence)}) for cell in cells)
 
 
 def models(cells: Sequence[Cell], evidence: Evidence) -> Curves:
@@ -53,36 +49,31 @@ def models(cells: Sequence[Cell], evidence: Evidence) -> Curves:
 
 def frontier(cells: Sequence[Cell], evidence: Evidence) -> Curves:
     """Training speed and perplexity (figure 8)."""
-    curves: Curves = {}
+    rows = []
     for cell in cells:
-        speed = _training_speed(cell, evidence)
-        row = _tested(cell, evidence.matching("evaluation", cell.config))
+        row = {**_lengths(cell), "train_tokens_per_second": _training_speed(cell, evidence), **_tested(cell, evidence)}
         row["evaluation_tokens_per_second"] = row.pop("tokens_per_second")
-        sizes = {"paper_length": cell.paper_length, "length": cell.length, "train_tokens_per_second": speed}
-        _append(curves, cell, {**sizes, **row})
-    return curves
+        rows.append((cell, row))
+    return _rows(rows)
 
 
 def through_training(cells: Sequence[Cell], evidence: Evidence) -> Curves:
     """Validation perplexity over time; sinusoidal curves stop when the ALiBi model has finished its updates (figure 5)."""
-    curves: Curves = {}
-    for cell in cells:
-        for point in _validations(cell, cells, evidence):
-            _append(curves, cell, {"paper_length": cell.paper_length, "length": cell.length, **point})
-    return curves
+    points = ((cell, point) for cell in cells for point in _validations(cell, cells, evidence))
+    return _rows((cell, {**_lengths(cell), **point}) for cell, point in points)
 
 
 def equal_time(cells: Sequence[Cell], evidence: Evidence) -> Curves:
     """The last point of each curve of figure 5, and the peak memory (table 11)."""
-    curves: Curves = {}
+    rows = []
     for cell in cells:
         points = _validations(cell, cells, evidence)
         last = points[-1] if points else {}
         columns = {other.column: last.get("perplexity") if other.column == cell.column else None for other in cells}
         memory = metric(evidence.matching("training", cell.config)[0], "peak_memory_bytes")
         rest = {name: last.get(name) for name in ("updates", "hours", "tokens")}
-        _append(curves, cell, {"memory_bytes": memory, **rest, **columns})
-    return curves
+        rows.append((cell, {"memory_bytes": memory, **rest, **columns}))
+    return _rows(rows)
 
 
 def equal_updates(cells: Sequence[Cell], evidence: Evidence) -> Curves:
@@ -104,15 +95,16 @@ def equal_updates(cells: Sequence[Cell], evidence: Evidence) -> Curves:
 
 def speeds(cells: Sequence[Cell], evidence: Evidence) -> Curves:
     """Tokens per second and memory of each method at each length, means over seeds (figures 2 and 7, table 1)."""
-    curves: Curves = {}
+    rows = []
     for cell in cells:
         found = evidence.matching("speed", cell.config)
         means = {name: _geometric_mean([metric(one, name) for one in found]) for name in found[0].metrics}
-        _append(curves, cell, {"paper_length": cell.paper_length, "length": cell.length, **means, "seeds": len(found)})
-    return curves
+        rows.append((cell, {**_lengths(cell), **means, "seeds": len(found)}))
+    return _rows(rows)
 
 
-def _tested(cell: Cell, evaluations: Sequence[Record]) -> dict[str, Json]:
+def _tested(cell: Cell, evidence: Evidence) -> dict[str, Json]:
+    evaluations = evidence.matching("evaluation", cell.config)
     nats, other = _nats(evaluations, cell.length, cell.way), _OTHER[cell.way]
     known = [] if None in nats else cast("list[float]", nats)
     return {
@@ -141,10 +133,18 @@ def _validations(cell: Cell, cells: Sequence[Cell], evidence: Evidence) -> list[
     return points
 
 
-def _append(curves: Curves, cell: Cell, row: Mapping[str, Json]) -> None:
-    columns = curves.setdefault(cell.label, {})
-    for name, value in row.items():
-        columns.setdefault(name, []).append(value)
+def _lengths(cell: Cell) -> dict[str, Json]:
+    return {"paper_length": cell.paper_length, "length": cell.length}
+
+
+def _rows(rows: Iterable[tuple[Cell, Mapping[str, Json]]]) -> Curves:
+    """The columns of these rows, by the label of the cell."""
+    curves: Curves = {}
+    for cell, row in rows:
+        columns = curves.setdefault(cell.label, {})
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value)
+    return curves
 
 
 def _at(evaluations: Sequence[Record], length: int, column: str) -> list[float | None]:

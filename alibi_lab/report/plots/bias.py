@@ -13,7 +13,7 @@ from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from alibi_attn import alibi_slopes
-from alibi_lab.report.plots.drawing import STYLE, Plot, color_of, file_of, ticks
+from alibi_lab.report.plots.drawing import STYLE, Plot, color_of, ticks
 from alibi_lab.report.tables.heads import NEGLIGIBLE, fraction, half_life
 
 Slopes = np.ndarray[tuple[int], np.dtype[np.float64]]
@@ -47,11 +47,6 @@ def plot_alibi_bias(num_heads: int, seq_len: int) -> Figure:
         axes = figure.add_axes((0.1, 0.4 / height, 0.85, (curves - 0.85) / height))
         _draw_factors(axes, slopes.tolist(), seq_len)
     return figure
-
-
-def picture(num_heads: int, seq_len: int, suffix: str) -> bytes:
-    """The figure of `plot_alibi_bias` as a file, ".png" or ".svg"."""
-    return file_of(plot_alibi_bias(num_heads, seq_len), suffix, "bias")
 
 
 def pictures(num_heads: int, seq_len: int, furthest: int) -> tuple[Plot, Plot]:

@@ -265,11 +265,7 @@ def svg(figure: Figure, name: str, description: str) -> str:
         name: prefix of every id in the SVG, unique on the page.
         description: the content for readers who cannot see the picture.
     """
-    file = io.StringIO()
-    nothing = dict.fromkeys(("Creator", "Date", "Format", "Type"))
-    with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(file, format="svg", dpi=200, metadata=nothing, transparent=True)
-    text = file.getvalue()
+    text = file_of(figure, ".svg", name, transparent=True).decode()
     left_out = re.compile(r"<!--.*?-->\s*|<metadata>.*?</metadata>\s*|<style.*?</style>\s*", re.DOTALL)
     text = left_out.sub("", text[text.index("<svg") :])
     text = re.sub(r'(\bid="|href="#|url\(#)', rf"\g<1>{name}-", text)
@@ -283,12 +279,12 @@ def svg(figure: Figure, name: str, description: str) -> str:
     return f'{head} {label}><title id="{name}-title">{escape(description, quote=False)}</title>{text[text.index(">") + 1 :]}'
 
 
-def file_of(figure: Figure, suffix: str, name: str) -> bytes:
+def file_of(figure: Figure, suffix: str, name: str, *, transparent: bool = False) -> bytes:
     """The figure as the content of a ".png" or ".svg" file; `name` seeds the ids in an SVG, so that files are reproducible."""
     file = io.BytesIO()
     metadata = dict.fromkeys(("Creator", "Date", "Format", "Type")) if suffix == ".svg" else None
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": name}):
-        figure.savefig(file, format=suffix.removeprefix("."), dpi=200, metadata=metadata)
+        figure.savefig(file, format=suffix.removeprefix("."), dpi=200, metadata=metadata, transparent=transparent)
     return file.getvalue()
 
 

@@ -47,13 +47,6 @@ def heads_figure(record: Record) -> Figure:
     return figure
 
 
-def picture(record: Record, suffix: str) -> bytes:
-    """The figure as a file, ".png" or ".svg"."""
-    figure = heads_figure(record)
-    figure.set_facecolor("white")
-    return drawing.file_of(figure, suffix, "heads")
-
-
 def sentence(record: Record) -> str:
     """How many heads have collapsed onto the first token, and how many are blind in each dtype."""
     counts = {name: value for name, value in record.metrics.items() if value is not None}

@@ -131,14 +131,14 @@ def _other_published(name: str, item: PublishedItem) -> PublishedItem | None:
     tables = [PUBLISHED[table] for table in _OTHER_TABLES.get(name, ())]
     if not tables:
         return None
-    series: dict[str, Mapping[str, tuple[float | None, ...]]] = {}
+    series: dict[str, Mapping[str, Sequence[float | None]]] = {}
     longest = max(length or 0 for columns in item.series.values() for length in columns["length"])
     for label in item.series:
         for table in tables:
             columns = table.series.get(label)
             if columns is not None and label not in series:
                 kept = [at for at, length in enumerate(columns["length"]) if length and length <= longest]
-                series[label] = {key: tuple(columns[key][at] for at in kept) for key in ("length", "perplexity")}
+                series[label] = {key: [columns[key][at] for at in kept] for key in ("length", "perplexity")}
     source = "tables " + ", ".join(table.source.removeprefix("table ") for table in tables)
     source = source if tables[1:] else tables[0].source
     return dataclasses.replace(item, series=series, source=source, evaluation=tables[0].evaluation)

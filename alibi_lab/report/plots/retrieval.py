@@ -52,9 +52,7 @@ def passkey_grid(study: Study) -> Figure | None:
     depths = sorted({depth for _, grid in tested for _, depth in grid})
     rows = math.ceil(len(tested) / _COLUMNS)
     each = 0.55 + 0.21 * len(depths)
-    figure, first = drawing.plain_axes("")
-    first.remove()
-    figure.set_size_inches(4.1, rows * each)
+    figure = Figure(figsize=(4.1, rows * each))
     for number, (series, grid) in enumerate(tested):
         row, column = divmod(number, _COLUMNS)
         high = 0.21 * len(depths)

@@ -143,9 +143,7 @@ def _number(config: Mapping[str, Json], name: str) -> int:
 def _grid(model: TrainedHeads) -> tuple[Figure, list[tuple[Axes, Record]]]:
     """A figure with axes for every layer, two per row."""
     rows = math.ceil(len(model.layers) / _COLUMNS)
-    figure, first = drawing.plain_axes("")
-    first.remove()
-    figure.set_size_inches(4.1, rows * _HEIGHT)
+    figure = Figure(figsize=(4.1, rows * _HEIGHT))
     grid = []
     with rc_context(drawing.STYLE):
         for place, (layer, record) in enumerate(model.layers):

@@ -16,7 +16,6 @@ from alibi_lab.lab.data.corpus import (
     document_ids,
     load_corpus,
     packed_batches,
-    read_text,
     whole_text,
 )
 from alibi_lab.lab.data.sources import TextFile, file_chunks
@@ -199,12 +198,13 @@ def test_files_that_are_not_text_are_refused(tmp_path, content, message):
 
 
 def test_text_can_be_read_whole(folder, text_file):
-    assert decoded(read_text([text_file])) == text_file.read_text()
+    assert decoded(whole_text([text_file]).valid) == text_file.read_text()
     assert (
-        len(read_text([folder / "part0", text_file])) == len(read_text([folder / "part0"])) + text_file.stat().st_size
+        len(whole_text([folder / "part0", text_file]).valid)
+        == len(whole_text([folder / "part0"]).valid) + text_file.stat().st_size
     )
     with pytest.raises(CorpusError, match="does not exist"):
-        read_text([folder / "absent"])
+        whole_text([folder / "absent"])
 
 
 def test_a_whole_text_has_the_facts_that_convert_losses(tmp_path):
