@@ -12,7 +12,8 @@ Runs that differ only in their test share one training; recipes of one study sha
 import contextlib
 import datetime
 import importlib.util
-from collections.abc import Sequence
+import itertools
+from collections.abc import Sequence, Set
 from pathlib import Path
 from typing import Unpack
 
@@ -26,7 +27,7 @@ from alibi_lab.lab.data.corpus import Corpus, load_corpus
 from alibi_lab.lab.folder_lock import ExperimentError as ExperimentError
 from alibi_lab.lab.folder_lock import alone_in
 from alibi_lab.lab.model.method_trial import try_imported_methods
-from alibi_lab.lab.planning import by_training, configs_of, runs_of_shard
+from alibi_lab.lab.planning import by_training, configs_of
 from alibi_lab.lab.progress import Place
 from alibi_lab.lab.run import Run, make_run, run_once
 
@@ -62,20 +63,21 @@ def run(
         ConfigError, CorpusError, TaskError, CheckpointError, TrainingError, EvaluationError: see these classes.
     """
     study, configs = recipe.study or recipe.name, configs_of(recipe, **selection)
-    mine = runs_of_shard(configs, shard)
+    trainings = by_training(configs, shard)
     state = _checked_processes(track, on_ray)
     console = console if console and state.is_main_process else Console(quiet=True)
     try_imported_methods(configs, state.device)
     with alone_in(out, shard) if state.is_main_process else contextlib.nullcontext():
         runs = _with_their_texts(study, configs, out, console, state)
-        left = [config for config in mine if on_ray and not all(runs[config].recorded())]
-        if left:
+        models = [[runs.pop(config) for config in group] for group in trainings]
+        left = [[one.config for one in group if on_ray and not all(one.recorded())] for group in models]
+        if any(left):
             from alibi_lab.lab import ray_trainings
 
-            ray_trainings.run_all(study, by_training(left), out=out, console=console, track=track)
-        paths = _in_turn([[runs[config] for config in group] for group in by_training(mine)], left, console, track)
+            ray_trainings.run_all(study, list(filter(None, left)), out=out, console=console, track=track)
+        paths = _in_turn(models, set(itertools.chain(*left)), console, track)
         if state.is_main_process:
-            paths += _of_other_shards([runs[config] for config in configs if config not in mine], console)
+            paths += _of_other_shards(list(runs.values()), console)
     return paths
 
 
@@ -102,7 +104,7 @@ def _with_their_texts(
     return {config: make_run(study, config, corpora[config.data], out) for config in configs}
 
 
-def _in_turn(models: Sequence[Sequence[Run]], done: Sequence[RunConfig], console: Console, track: str) -> list[Path]:
+def _in_turn(models: Sequence[Sequence[Run]], done: Set[RunConfig], console: Console, track: str) -> list[Path]:
     """Trains and tests what is not recorded, and returns all records; each list holds the runs of one training.
 
     Args:

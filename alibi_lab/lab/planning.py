@@ -43,16 +43,11 @@ def configs_of(
     return list(dict.fromkeys(configs))
 
 
-def by_training(configs: Sequence[RunConfig]) -> list[list[RunConfig]]:
-    """The runs grouped by training; runs of one group differ only in their tests."""
-    groups: dict[object, list[RunConfig]] = {}
-    for config in configs:
-        groups.setdefault((config.model, config.data, config.train), []).append(config)
-    return list(groups.values())
+def by_training(configs: Sequence[RunConfig], shard: tuple[int, int] = (0, 1)) -> list[list[RunConfig]]:
+    """The runs grouped by training; runs of one group differ only in their tests.
 
-
-def runs_of_shard(configs: Sequence[RunConfig], shard: tuple[int, int]) -> list[RunConfig]:
-    """The runs of every n-th training, from training i on; runs that share a training stay together.
+    Args:
+        shard: (i, n): only every n-th training, from training i on.
 
     Raises:
         ConfigError: the shard does not exist.
@@ -60,5 +55,7 @@ def runs_of_shard(configs: Sequence[RunConfig], shard: tuple[int, int]) -> list[
     index, count = shard
     if not 0 <= index < count:
         raise ConfigError(f"shard {index}/{count} is none of {count}: they are 0/{count} to {count - 1}/{count}")
-    mine = {run for runs in by_training(configs)[index::count] for run in runs}
-    return [config for config in configs if config in mine]
+    groups: dict[object, list[RunConfig]] = {}
+    for config in configs:
+        groups.setdefault((config.model, config.data, config.train), []).append(config)
+    return list(groups.values())[index::count]

@@ -135,7 +135,7 @@ def run_once(run: Run, console: Console, track: str, place: Place | None = None)
 def _train(run: Run, console: Console, track: str, place: Place) -> Progress:
     settings = run.config.train
     with (
-        tracked(track, run.name, run.config, run.out) as log,
+        tracked(track, run.name, run.training, settings.precision, run.out) as log,
         progress_shown(console, run.title, settings.steps, settings.batch_tokens, place) as show,
     ):
 

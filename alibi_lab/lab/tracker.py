@@ -1,31 +1,30 @@
 """Sends the losses of a training to TensorBoard or Weights & Biases, through accelerate."""
 
 import contextlib
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 
 import torch
 from accelerate import Accelerator
 
-from alibi_lab.lab.config import RunConfig
-from alibi_lab.lab.config_io import to_json
 from alibi_lab.lab.training.checkpoint import Progress
+from alibi_lab.records import Json
 
 
 @contextlib.contextmanager
-def tracked(tracker: str, name: str, config: RunConfig, out: Path) -> Iterator[Callable[[Progress], None]]:
+def tracked(
+    tracker: str, name: str, config: Mapping[str, Json], precision: str, out: Path
+) -> Iterator[Callable[[Progress], None]]:
     """Sends each point of the curves of a progress that is passed to the returned function; no tracker, "", sends none."""
     if not tracker:
         yield lambda progress: None
         return
     cpu = not torch.accelerator.is_available()
     folder = out / "tensorboard" if tracker == "tensorboard" else out
-    accelerator = Accelerator(
-        mixed_precision=config.train.precision, cpu=cpu, log_with=tracker, project_dir=str(folder)
-    )
+    accelerator = Accelerator(mixed_precision=precision, cpu=cpu, log_with=tracker, project_dir=str(folder))
     if tracker == "wandb":
         accelerator.init_trackers(
-            "alibi-attn", config=to_json(config), init_kwargs={"wandb": {"name": name, "dir": str(out)}}
+            "alibi-attn", config=dict(config), init_kwargs={"wandb": {"name": name, "dir": str(out)}}
         )
     else:
         accelerator.init_trackers(name)

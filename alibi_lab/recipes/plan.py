@@ -15,7 +15,7 @@ import torch
 from alibi_lab.lab.config import DataConfig, RunConfig, Scale, Selection
 from alibi_lab.lab.data.corpus import Corpus, load_corpus
 from alibi_lab.lab.evaluation.evaluate import stride_at
-from alibi_lab.lab.planning import by_training, configs_of, runs_of_shard
+from alibi_lab.lab.planning import by_training, configs_of
 from alibi_lab.lab.run import make_run, run_name, run_title
 from alibi_lab.lab.training.parallel import prepare
 from alibi_lab.lab.training.train import steps
@@ -108,7 +108,7 @@ def _trainings(name: str, shard: tuple[int, int], selection: Selection) -> Itera
         recipe = index.RECIPES[name]
         studies = {recipe.study or name: configs_of(recipe, **selection)}
     for study, runs in studies.items():
-        yield from ((study, group) for group in by_training(runs_of_shard(runs, shard)))
+        yield from ((study, group) for group in by_training(runs, shard))
 
 
 def _missing(study: str, run: RunConfig, out: Path, scale: Scale, corpora: dict[DataConfig, Corpus]) -> tuple[str, ...]:

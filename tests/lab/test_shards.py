@@ -1,6 +1,7 @@
 """Shards of a recipe: disjoint, together complete, with records that merge in one folder."""
 
 import dataclasses
+import itertools
 
 import pytest
 from filelock import FileLock
@@ -12,7 +13,7 @@ from alibi_lab.cli.main import app
 from alibi_lab.lab import run as one_run
 from alibi_lab.lab.config import ConfigError, Recipe
 from alibi_lab.lab.experiment import ExperimentError, run
-from alibi_lab.lab.planning import configs_of, runs_of_shard
+from alibi_lab.lab.planning import by_training, configs_of
 
 
 @pytest.fixture
@@ -27,7 +28,7 @@ def recipe(text_file, run_on):
 @pytest.mark.parametrize("count", [1, 2, 3, 7])
 def test_shards_are_disjoint_and_together_all_runs(recipe, count):
     configs = list(recipe.runs("small"))
-    parts = [runs_of_shard(configs, (index, count)) for index in range(count)]
+    parts = [list(itertools.chain(*by_training(configs, (index, count)))) for index in range(count)]
     assert sorted(configs.index(config) for part in parts for config in part) == list(range(5))
     assert any(part[:2] == configs[:2] for part in parts)  # those of one training stay together
     assert max(map(len, parts)) - min(map(len, parts)) <= 2
