@@ -4,14 +4,12 @@ Paper: staged training (Press et al. 2021, "Shortformer") is the strongest basel
 sinusoidal positions; ALiBi needs no new positions when the length changes, so this recipe trains both.
 """
 
-from collections.abc import Mapping
-
 from alibi_lab.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
 from alibi_lab.recipes.scales import LARGE, MEDIUM, TINY, by_method, trained_at
 
 COMPARED: tuple[Method, ...] = ("sinusoidal", "alibi")
 FIRST_SHARES = (0.5, 0.75)  # of the steps, at a quarter of the length
-_RUNS: Mapping[Scale, RunConfig] = {
+_RUNS: dict[Scale, RunConfig] = {
     "smoke": trained_at(TINY, 32, EvalConfig(lengths=(32, 64), tokens=64, batch_tokens=2048)),
     "small": RunConfig(
         model=ModelConfig(),

@@ -6,7 +6,6 @@ task's documents are as long as its training examples.
 """
 
 import dataclasses
-from collections.abc import Mapping
 
 from alibi_lab.lab.config import (
     DataConfig,
@@ -40,7 +39,7 @@ COMPARED: tuple[Method, ...] = (
 )
 TASKS: tuple[SymbolTask | None, ...] = (None, "mqar", "needles", "copy", "flip-flop")  # None is language modeling
 SEEDS = (0, 1)
-_RUNS: Mapping[Scale, RunConfig] = {
+_RUNS: dict[Scale, RunConfig] = {
     "smoke": RunConfig(
         model=ModelConfig(num_layers=2, num_heads=2, embed_dim=16, ffn_dim=24),
         train=TrainConfig(length=32, steps=2, batch_tokens=64, warmup_steps=1, log_every=1, checkpoint_every=2),

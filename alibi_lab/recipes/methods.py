@@ -6,14 +6,13 @@ with its context limited to the trained length, the baseline that a stretch has 
 """
 
 import dataclasses
-from collections.abc import Mapping
 
 from alibi_lab.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, Stretch, TrainConfig
 from alibi_lab.position_methods import LOOKS
 from alibi_lab.recipes.scales import LARGE, MEDIUM, TINY, by_method, trained_at
 
 STRETCHES: dict[Method, tuple[Stretch, ...]] = {"rotary": ("linear", "ntk", "yarn"), "alibi": ("linear", "ntk")}
-_RUNS: Mapping[Scale, RunConfig] = {
+_RUNS: dict[Scale, RunConfig] = {
     "smoke": trained_at(TINY, 16, EvalConfig(lengths=(16, 64), tokens=64, batch_tokens=2048)),
     "small": RunConfig(
         model=ModelConfig(),

@@ -6,7 +6,6 @@ at every distance in longer texts. It distinguishes methods that use a longer co
 """
 
 import dataclasses
-from collections.abc import Mapping
 
 from alibi_lab.lab.config import DataConfig, EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
 from alibi_lab.recipes.scales import LARGE, MEDIUM, TINY, by_method, trained_at, with_model
@@ -23,7 +22,7 @@ COMPARED: tuple[Method, ...] = (
     "alibi-fox",
 )
 _LENGTHS = (64, 128, 256, 512, 1024)
-_RUNS: Mapping[Scale, RunConfig] = {
+_RUNS: dict[Scale, RunConfig] = {
     "smoke": trained_at(TINY, 32, EvalConfig(lengths=(32, 64), tokens=64, batch_tokens=2048), warmup_steps=2),
     "small": RunConfig(
         model=ModelConfig(num_layers=2, num_heads=4, embed_dim=64, ffn_dim=168),

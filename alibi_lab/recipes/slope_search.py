@@ -5,7 +5,6 @@ model, steps and order, with three seeds.
 """
 
 import dataclasses
-from collections.abc import Mapping
 
 from alibi_lab.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
 from alibi_lab.recipes.scales import LARGE, MEDIUM, TINY, trained_at, with_model
@@ -17,7 +16,7 @@ COMPARED: tuple[Method, ...] = (
     *(f"alibi_lab.lab.systems.slope_range:{name}" for name in SETS),
 )
 SEEDS = (0, 1, 2)
-_RUNS: Mapping[Scale, RunConfig] = {
+_RUNS: dict[Scale, RunConfig] = {
     "smoke": RunConfig(
         model=TINY.model,
         train=TrainConfig(length=16, steps=2, batch_tokens=64, warmup_steps=1, log_every=1, checkpoint_every=2),

@@ -5,13 +5,11 @@ Papers: Dai et al. 2019 (Transformer-XL, arXiv:1901.02860), sec. 3.1, whose memo
 Here any trained model is tested, and each way of reading scores the same tokens (`lab/evaluation/long_context_eval.py`).
 """
 
-from collections.abc import Mapping
-
 from alibi_lab.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
 from alibi_lab.recipes.scales import LARGE, MEDIUM, TINY, by_method, trained_at
 
 COMPARED: tuple[Method, ...] = ("sinusoidal", "rotary", "alibi")
-_RUNS: Mapping[Scale, RunConfig] = {
+_RUNS: dict[Scale, RunConfig] = {
     "smoke": trained_at(
         TINY, 16, EvalConfig(lengths=(16, 64), tokens=64, batch_tokens=2048, memory=(16,), sinks=(0, 4))
     ),

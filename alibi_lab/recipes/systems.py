@@ -6,7 +6,6 @@ of memory (the curve "memory").
 """
 
 import dataclasses
-from collections.abc import Mapping
 
 from alibi_lab.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
 from alibi_lab.recipes.scales import LARGE, MEDIUM, TINY, by_method, trained_at
@@ -21,7 +20,7 @@ SYSTEMS: tuple[Method, ...] = (
     "alibi_lab.lab.systems.landmark:Landmark",
 )
 BUILT_IN: tuple[Method, ...] = ("alibi", "sinusoidal", "rotary")
-_RUNS: Mapping[Scale, RunConfig] = {
+_RUNS: dict[Scale, RunConfig] = {
     "smoke": RunConfig(
         model=dataclasses.replace(TINY.model, num_layers=2),
         train=TrainConfig(length=16, steps=2, batch_tokens=64, warmup_steps=1, log_every=1, checkpoint_every=2),

@@ -3,6 +3,7 @@
 With several files, each file goes to one part as a whole, so that no test file is partly trained on. Next: `tokenizing.py`.
 """
 
+import functools
 import hashlib
 import itertools
 import os
@@ -11,7 +12,7 @@ import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Literal, Protocol, TypeAlias
+from typing import Any, Literal, TypeAlias
 
 from alibi_attn.strict_json import lone_surrogate
 from alibi_lab.lab.config import DataConfig
@@ -66,16 +67,6 @@ class TextFile:
         return _with_newlines(row_texts(self)) if is_table(self.path) else iter([file_chunks(self)])
 
 
-class Rows(Protocol):
-    """The interface of `datasets.Dataset` that is used here."""
-
-    column_names: Sequence[str]
-
-    def __len__(self) -> int: ...
-
-    def iter(self, batch_size: int) -> Iterator[Mapping[str, Sequence[object]]]: ...
-
-
 def text_files(config: DataConfig) -> list[TextFile] | None:
     """The nonempty files that a config names; None for a hub corpus.
 
@@ -127,7 +118,9 @@ def split_files(files: Sequence[TextFile], config: DataConfig) -> Text:
         if "valid" not in parts:
             parts["valid"] = parts.pop("test")
     elif len(files) == 1:
-        return _last_rows(config, files[0]) if is_table(files[0].path) else _ends_of_file(files[0], config)
+        rows = functools.partial(row_texts, files[0])
+        table = is_table(files[0].path)
+        return _last_rows(config, rows, sum(1 for _ in rows())) if table else _ends_of_file(files[0], config)
     else:
         parts = _whole_files(files, config)
     sizes = {part: sum(file.num_bytes for file in inside) for part, inside in parts.items()}
@@ -211,10 +204,12 @@ def hub_text(config: DataConfig) -> Text:
         )
     splits: dict[Part, str | None] = {"train": "train", "valid": next((n for n in _HUB_SPLITS if n in loaded), None)}
     if splits["valid"] is None:
-        return _last_rows(config, loaded["train"])
+        return _last_rows(config, functools.partial(_hub_texts, loaded["train"]), len(loaded["train"]))
     if splits["valid"] != "test" and "test" in loaded:
         splits["test"] = "test"
-    parts: dict[Part, Documents] = {part: _rows(loaded[split], 0, len(loaded[split])) for part, split in splits.items()}
+    parts: dict[Part, Documents] = {
+        part: _rows(functools.partial(_hub_texts, loaded[split])) for part, split in splits.items()
+    }
     return _text(config, f"the corpus' own ({splits['valid']})", parts)
 
 
@@ -345,8 +340,13 @@ def _byte_range(file: TextFile, begin: int, end: int) -> Documents:
     return lambda: iter([file_chunks(file, begin, end)])
 
 
-def _last_rows(config: DataConfig, rows: Rows | TextFile) -> Text:
-    count = len(rows) if not isinstance(rows, TextFile) else sum(1 for _ in row_texts(rows))
+def _hub_texts(rows: Any) -> Iterator[bytes]:
+    """The column "text" of a `datasets.Dataset`."""
+    for batch in rows.iter(batch_size=1000):
+        yield from (b"" if text is None else str(text).encode() for text in batch["text"])
+
+
+def _last_rows(config: DataConfig, rows: Callable[[], Iterator[bytes]], count: int) -> Text:
     valid, test = (
         max(1, int(count * (1 - share))) for share in (config.valid_share + config.test_share, config.test_share)
     )
@@ -356,15 +356,8 @@ def _last_rows(config: DataConfig, rows: Rows | TextFile) -> Text:
     return _text(config, "the last rows", parts)
 
 
-def _rows(rows: Rows | TextFile, begin: int, end: int) -> Documents:
-    def documents() -> Iterator[Iterator[bytes]]:
-        if isinstance(rows, TextFile):
-            return _with_newlines(itertools.islice(row_texts(rows), begin, end))
-        column = (text for batch in rows.iter(batch_size=1000) for text in batch["text"])
-        chosen = itertools.islice(column, begin, end)
-        return _with_newlines(b"" if text is None else str(text).encode() for text in chosen)
-
-    return documents
+def _rows(rows: Callable[[], Iterator[bytes]], begin: int = 0, end: int | None = None) -> Documents:
+    return lambda: _with_newlines(itertools.islice(rows(), begin, end))
 
 
 def _with_newlines(rows: Iterator[bytes]) -> Iterator[Iterator[bytes]]:
