@@ -30,14 +30,14 @@ _SOURCES = {".py", ".cpp", ".hpp"}
 _DOCSTRINGS = re.compile(r'^[ \t]*"""(?:.|\n)*?"""[ \t]*$', re.MULTILINE)
 _COMMENTS = re.compile(r"^[ \t]*(?:# |//).*$", re.MULTILINE)  # whole lines, in Python and C++
 LARGEST = 1e100  # the largest measured value; sums, squares and axes of such numbers still fit into a float
-MOST = 2**53  # the largest count; a float holds every integer up to it
+MAX_COUNT = 2**53  # the largest count; a float holds every integer up to it
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
 
 # The allowed range of the columns that figures use, by name.
 _DRAWN = (
     (re.compile(r"accuracy|share"), 0, 1),
-    (re.compile(r"(paper_)?length"), 1, MOST),
-    (re.compile(r"position|distance|step|head|(.*_)?tokens?|parameters|peak_memory_bytes"), 0, MOST),
+    (re.compile(r"(paper_)?length"), 1, MAX_COUNT),
+    (re.compile(r"position|distance|step|head|(.*_)?tokens?|parameters|peak_memory_bytes"), 0, MAX_COUNT),
     (
         re.compile(r"(.*_)?(perplexity|ms|per_second)|seconds|hours|(loss_|nonoverlapping_|sliding_|windowed_)?nats"),
         0,
@@ -102,7 +102,7 @@ class Record:
             if len({len(column) for column in columns.values()}) > 1:
                 lengths = ", ".join(f"{column} {len(values)}" for column, values in columns.items())
                 raise RecordError(f"the columns of the curve {name} must have equal lengths but have: {lengths}")
-        if not isinstance(self.seconds, int | float) or abs(self.seconds) > MOST:
+        if not isinstance(self.seconds, int | float) or abs(self.seconds) > MAX_COUNT:
             raise RecordError(f"seconds is {self.seconds!r} but must be a number of seconds")
         if self.commit is not None and not isinstance(self.commit, str):
             raise RecordError(f"commit is {self.commit!r} but must be text or None")

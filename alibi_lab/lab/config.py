@@ -27,7 +27,7 @@ Task: TypeAlias = Literal["passkey", "recall", SymbolTask]
 IMPORT_PATH = re.compile(r"(?:.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")  # FILE.py:Class or package.module:Class
 METHOD_MODULE = "alibi_method_"  # how the names of modules imported from FILE.py begin
 TOKENIZER_NAME = r"bpe:[1-9]\d*|.+\.json|.*/.*"
-MOST = 10**12  # of integers: seeds times a million fit into the 64 bits of torch's generators
+MAX_INTEGER = 10**12  # of integers: seeds times a million fit into the 64 bits of torch's generators
 TASK_CORPUS = re.compile(rf"task:({'|'.join(typing.get_args(Task))})(?::([1-9]\d*))?")
 
 
@@ -282,7 +282,7 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _check_fields(section: str, config: object, *, may_be_0: Sequence[str] = ()) -> None:
-    """Checks that `Literal` fields have one of the values, and that integers are 1 (or 0 for the named ones) to `MOST`."""
+    """Checks that `Literal` fields have one of the values, and that integers are 1 (or 0 for the named ones) to `MAX_INTEGER`."""
     for name, kind in typing.get_type_hints(type(config)).items():
         value, several = getattr(config, name), typing.get_origin(kind) is tuple
         item = typing.get_args(kind)[0] if several else kind
@@ -290,8 +290,8 @@ def _check_fields(section: str, config: object, *, may_be_0: Sequence[str] = ())
             for one in value if several else (value,):
                 check_choice(f"{section}.{name}", one, typing.get_args(item))
         least = 0 if name in may_be_0 else 1 if kind in (int, int | None) else None
-        if None not in (least, value) and not least <= value <= MOST:
-            raise ConfigError(f"{section}.{name} is {value} but must be {least} or more, and at most {MOST}")
+        if None not in (least, value) and not least <= value <= MAX_INTEGER:
+            raise ConfigError(f"{section}.{name} is {value} but must be {least} or more, and at most {MAX_INTEGER}")
 
 
 def nearest(name: str, names: tuple[str, ...]) -> str:

@@ -17,14 +17,12 @@ from alibi_lab.records import Json, Record
 from alibi_lab.report.published import PUBLISHED, PublishedItem
 from alibi_lab.report.series import numbers, sequence
 
-KIND = "paper-item"
-
 Column = Callable[[str, str], NDArray[np.float64]]
 
 
 def is_drawn(record: Record) -> bool:
     """Whether the record answers a figure or table of the paper."""
-    return record.kind == KIND and item_name(record) in PUBLISHED
+    return record.kind == "paper-item" and item_name(record) in PUBLISHED
 
 
 def sorted_items(records: Iterable[Record]) -> list[Record]:

@@ -20,8 +20,6 @@ from pathlib import Path
 
 from alibi_lab.position_methods import LOOKS
 
-Column = Sequence[float | None]
-
 PAPER_METHODS = {"Sinusoidal": "sinusoidal", "Rotary": "rotary", "T5 Bias": "t5", "ALiBi": "alibi"}
 
 
@@ -48,7 +46,7 @@ class PublishedItem:
     panels: Sequence[Sequence[str]]
     cited: Sequence[str]
     notes: str
-    series: Mapping[str, Mapping[str, Column]]
+    series: Mapping[str, Mapping[str, Sequence[float | None]]]
 
 
 def trained_length(label: str) -> int | None:

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from alibi_attn import units
 from alibi_lab.position_methods import LOOKS, Look, look_of
-from alibi_lab.records import LARGEST, MOST, Json, Record, identity
+from alibi_lab.records import LARGEST, MAX_COUNT, Json, Record, identity
 
 Points = NDArray[np.float64]
 Mode = Literal["nonoverlapping", "sliding", "windowed"]
@@ -264,7 +264,7 @@ def _method(record: Record) -> str:
 
 def _trained(record: Record) -> int:
     length = field(record, "train", "length", 0)
-    return length if length <= MOST else 0
+    return length if length <= MAX_COUNT else 0
 
 
 def _stretch(record: Record) -> str:

@@ -12,7 +12,7 @@ from alibi_lab.position_methods import LOOKS
 from alibi_lab.records import Record
 from alibi_lab.report.page import MOST_OPEN, report_html
 from alibi_lab.report.section import Section, Text
-from alibi_lab.report.sections.landing import MOST, landing
+from alibi_lab.report.sections.landing import MAX_FINDINGS, landing
 
 STYLE = (Path(__file__).parents[2] / "alibi_lab" / "report" / "page.css").read_text()
 
@@ -35,7 +35,7 @@ def test_the_first_screen_names_findings_of_every_group_with_links() -> None:
     sections = [named(n, "A", f"finding {n}") for n in range(6)] + [named(6, "B", "finding 6"), named(7, "C")]
     ((block,),) = (section.blocks for section in landing(sections))
     assert [anchor for _, anchor, _, _ in block.findings] == ["x0", "x1", "x2", "x3", "x6"]
-    assert len(block.findings) == MOST
+    assert len(block.findings) == MAX_FINDINGS
     page = page_of(sections)
     assert page.index("What was found") < page.index("On this page") < page.index("text 0")
     assert '<a href="#x6">Section 6</a></h3><p>finding 6</p>' in page

@@ -13,13 +13,12 @@ from matplotlib.axes import Axes
 from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
-from alibi_lab.records import MOST, Record
+from alibi_lab.records import MAX_COUNT, Record
 from alibi_lab.report.plots import drawing
 from alibi_lab.report.plots.drawing import Points
 from alibi_lab.report.series import numbers
 from alibi_lab.report.tables.heads import fraction
 
-KIND = "heads"
 _COLUMNS = ("certified", "mean_distance", "first_token", "zero_bfloat16")
 _WIDTH = 8.4  # inches; two maps side by side
 _MOST_NUMBERS = 10  # with more heads per row, the numbers do not fit into the cells
@@ -27,7 +26,7 @@ _MOST_NUMBERS = 10  # with more heads per row, the numbers do not fit into the c
 
 def is_drawn(record: Record) -> bool:
     """Whether the record has the heads of complete layers of equal size."""
-    return record.kind == KIND and _grid(record, "layer") is not None
+    return record.kind == "heads" and _grid(record, "layer") is not None
 
 
 def heads_figure(record: Record) -> Figure:
@@ -103,7 +102,7 @@ def _draw(axes: Axes, column: str, values: Points, length: int) -> None:
 
 def _length(record: Record) -> int:
     value = record.config.get("length")
-    return value if isinstance(value, int) and 1 < value <= MOST else 1
+    return value if isinstance(value, int) and 1 < value <= MAX_COUNT else 1
 
 
 def _grid(record: Record, column: str) -> Points | None:

@@ -13,7 +13,7 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 
-from alibi_lab.records import MOST, Json, Record, identity
+from alibi_lab.records import MAX_COUNT, Json, Record, identity
 from alibi_lab.report.plots import drawing
 from alibi_lab.report.plots.drawing import INK, MUTED, color_of
 from alibi_lab.report.series import numbers
@@ -137,7 +137,7 @@ def _layer(record: Record) -> str:
 
 def _number(config: Mapping[str, Json], name: str) -> int:
     value = config.get(name)
-    return value if isinstance(value, int) and 1 < value <= MOST else 0
+    return value if isinstance(value, int) and 1 < value <= MAX_COUNT else 0
 
 
 def _grid(model: TrainedHeads) -> tuple[Figure, list[tuple[Axes, Record]]]:

@@ -7,15 +7,15 @@ from markupsafe import Markup
 from alibi_lab.report.plots.drawing import svg
 from alibi_lab.report.section import Findings, Section
 
-MOST = 5
+MAX_FINDINGS = 5
 
 
 def landing(sections: Sequence[Section]) -> list[Section]:
-    """The findings of at most MOST sections, from each group in turn, most records first; none if there is only one."""
+    """The findings of at most MAX_FINDINGS sections, from each group in turn, most records first; none if there is only one."""
     found = sorted((section for section in sections if section.finding), key=lambda section: -len(section.records))
     groups = [section.group for section in found]
     in_turns = sorted(range(len(found)), key=lambda at: groups[:at].count(groups[at]))
-    chosen = sorted((found[at] for at in in_turns[:MOST]), key=sections.index)
+    chosen = sorted((found[at] for at in in_turns[:MAX_FINDINGS]), key=sections.index)
     if len(chosen) < 2:
         return []
     rows = [

@@ -3,7 +3,7 @@
 import math
 
 from alibi_attn import alibi_slopes
-from alibi_lab.records import MOST
+from alibi_lab.records import MAX_COUNT
 
 NEGLIGIBLE = 1e-6  # a key with a smaller factor is negligible and is drawn without color
 
@@ -24,6 +24,6 @@ def half_life(slope: float) -> float:
 
 def fraction(slope: float) -> str:
     """A slope as text: "1/256" if it is one over an integer, otherwise three digits."""
-    if slope > 1 / MOST and abs(1 / slope - round(1 / slope)) < 1e-9 / slope:
+    if slope > 1 / MAX_COUNT and abs(1 / slope - round(1 / slope)) < 1e-9 / slope:
         return f"1/{round(1 / slope)}" if slope != 1 else "1"
     return f"{slope:.3g}"
