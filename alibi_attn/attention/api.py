@@ -195,7 +195,7 @@ def head_reach(
     with torch.no_grad():
         visited = visits(spec, query, key, None, backend)
     most = largest_distances(spec, query.device)
-    return most.clone() if visited is None else torch.minimum(visited[0], most)
+    return most.clone() if visited is None else torch.minimum(visited.reach, most)
 
 
 def explain(
@@ -233,6 +233,7 @@ def explain(
     of_heads, largest, *visited = (
         x.detach().cpu().resolve_neg().numpy().copy()  # slopes are cached, or the caller's
         for x in (spec.slopes, largest_distances(spec, query.device), *(found or ()))
+        if x is not None
     )
     return explanation(
         spec,
@@ -242,7 +243,7 @@ def explain(
         dispatch.verdicts(computed, name, backend, query, key, value),
         largest,
         of_heads,
-        (*visited, int(visible_count(spec).sum())) if visited else None,
+        (visited, int(visible_count(spec).sum())) if visited else None,
     )
 
 

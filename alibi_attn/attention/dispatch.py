@@ -10,7 +10,7 @@ from alibi_attn.attention.backends.banded import backend as banded
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.backends.native import build
-from alibi_attn.attention.backends.protocol import Backend
+from alibi_attn.attention.backends.protocol import Backend, Visits
 from alibi_attn.attention.explain import verdict_on
 from alibi_attn.attention.spec import AttentionSpec
 
@@ -25,10 +25,8 @@ WITH_ALL_MASKS = frozenset({reference.name, dense.name})
 PREFERRED: dict[str, tuple[Backend, ...]] = {"cpu": (native, banded, dense), "cuda": (fused, flex, dense)}
 
 
-def visits(
-    name: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor | None
-) -> tuple[Tensor, Tensor] | None:
-    """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is read, and the number of scores; None = all of them."""
+def visits(name: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor | None) -> Visits | None:
+    """What the call reads; None = everything."""
     if 0 in (spec.batch, spec.query_len, spec.key_len):
         return None
     return BACKENDS[name].visits(spec, query, key, value)

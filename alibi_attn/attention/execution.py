@@ -7,6 +7,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention import dispatch, merging, transforms
+from alibi_attn.attention.backends.protocol import Visits
 from alibi_attn.attention.derivatives import differentiable_once, once
 from alibi_attn.attention.dropout import drawn_seed
 from alibi_attn.attention.spec import AttentionSpec
@@ -75,7 +76,7 @@ def _attend_in_parts(
 
 def visits(
     spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor | None, backend: str
-) -> tuple[Tensor, Tensor] | None:
+) -> Visits | None:
     """`dispatch.visits` of the backend that runs, added up over parts."""
     given = key if value is None else value
     name = dispatch.choose(backend, spec, query, key, given)
@@ -91,11 +92,11 @@ def visits(
         heads = slice(None) if part.heads is None else list(part.heads)
         if found is None:
             pairs = part.spec.query_len * part.spec.key_len
-            found = largest_distances(part.spec, query.device), torch.full_like(reach[:, heads], pairs)
-        far = found[0].to(reach.device) + (found[0] > 0).to(reach.device) * part.is_reversed
+            found = Visits(largest_distances(part.spec, query.device), torch.full_like(reach[:, heads], pairs))
+        far = found.reach.to(reach.device) + (found.reach > 0).to(reach.device) * part.is_reversed
         reach[:, heads] = torch.maximum(reach[:, heads], far)
-        scores[:, heads] += found[1].to(reach.device)
-    return reach, scores
+        scores[:, heads] += found.scores.to(reach.device)
+    return Visits(reach, scores)
 
 
 def _attend_with_sinks(

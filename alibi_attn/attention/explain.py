@@ -2,6 +2,7 @@
 
 import dataclasses
 import html
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -24,6 +25,7 @@ class Explanation:
         slopes: [H] or [B, H].
         reaches: [B, H] int64, as `head_reach` returns them.
         scores: [B, H] int64, the number of scores that are computed.
+        measured_reaches, measured_scores: the same for backward, where forward measures what matters; None = as forward.
         visible: the number of query-key pairs that the masks allow, over all heads; None if the backend skips no key.
         pairs: T·S.
         tolerance: the largest share of a query's softmax mass that skipped keys hold.
@@ -40,6 +42,8 @@ class Explanation:
     pairs: int
     tolerance: float
     output_error: float
+    measured_reaches: NDArray[np.integer] | None = None
+    measured_scores: NDArray[np.integer] | None = None
 
     @property
     def shares(self) -> NDArray[np.floating]:
@@ -62,35 +66,47 @@ class Explanation:
     def __str__(self) -> str:
         lines = [self.call, *(f"  {name:<10} {verdict}" for name, verdict in self.verdicts.items())]
         if self.visible is not None:
-            lines.append("head       slope     reach   share of T·S")
-            lines += [f"{h:>4} {slope:>11} {reach:>9} {share:>14}" for h, slope, reach, share in self._heads()]
+            lines.append("head       slope     reach   share of T·S  measured")
+            lines += ["{:>4} {:>11} {:>9} {:>14} {:>9}".format(*row) for row in self._heads()]
         return "\n".join([*lines, *self._totals()])
 
     def _repr_html_(self) -> str:
         verdicts = "".join(f"<li><b>{name}</b> {html.escape(text)}</li>" for name, text in self.verdicts.items())
         rows = "".join("<tr>" + "".join(f"<td>{cell}</td>" for cell in row) + "</tr>" for row in self._heads())
-        table = f"<table><tr><th>head</th><th>slope</th><th>reach</th><th>share of T·S</th></tr>{rows}</table>"
+        table = f"<table><tr><th>head</th><th>slope</th><th>reach</th><th>share of T·S</th><th>measured</th></tr>{rows}</table>"
         totals = "".join(f"<p>{html.escape(line)}</p>" for line in self._totals())
         return f"<p>{html.escape(self.call)}</p><ul>{verdicts}</ul>{'' if self.visible is None else table}{totals}"
 
-    def _heads(self) -> list[tuple[int, str, int, str]]:
-        """(head, slope, reach, share) of each head, with the largest slope and reach of the batch."""
+    def _heads(self) -> list[tuple[int, str, int, str, int | str]]:
+        """(head, slope, reach, share, measured reach) of each head, with the largest slope and reaches of the batch."""
         slopes = self.slopes.reshape(-1, self.scores.shape[1]).max(0, initial=-np.inf)
         reaches = self.reaches.max(0, initial=0)
+        measured = (
+            [""] * len(reaches) if self.measured_reaches is None else self.measured_reaches.max(0, initial=0).tolist()
+        )
         return [
-            (h, f"{float(slope):.6g}", int(reach), f"{share:.1%}")
-            for h, (slope, reach, share) in enumerate(zip(slopes, reaches, self.shares, strict=True))
+            (h, f"{float(slope):.6g}", int(reach), f"{share:.1%}", own)
+            for h, (slope, reach, share, own) in enumerate(zip(slopes, reaches, self.shares, measured, strict=True))
         ]
 
     def _totals(self) -> list[str]:
         if self.visible is None:
             return [f"{self.backend} computes all {self.pairs:,} scores of every head and skips nothing"]
         computed = int(self.scores.sum())
+        measured = (
+            []
+            if self.measured_scores is None
+            else [
+                f"measured: backward computes {int(self.measured_scores.sum()) / max(computed, 1):.1%} of these; "
+                f"what it leaves out also weighs at most {self.tolerance:.2g}"
+            ]
+        )
         return [
             f"scores computed: {computed:,} = {self.share:.1%} of T·S, "
             f"{computed / max(self.visible, 1):.1%} of the visible ones",
             f"certified: the skipped keys hold at most {self.tolerance:.2g} of any query's softmax mass, "
             f"so an output is off by at most {self.output_error:.2g}·max‖v‖ before rounding",
+            *measured,
         ]
 
 
@@ -102,7 +118,7 @@ def explanation(
     verdicts: dict[str, str],
     largest: NDArray[np.integer],
     slopes: NDArray[np.floating],
-    visited: tuple[NDArray[np.integer], NDArray[np.integer], int] | None,
+    visited: tuple[Sequence[NDArray[np.integer]], int] | None,
 ) -> Explanation:
     """The `Explanation` of a validated call.
 
@@ -110,7 +126,7 @@ def explanation(
         backend, verdicts: the backend that runs, and the verdict on each.
         largest: [B, H], one more than the largest distance in the call.
         slopes: [H] or [B, H].
-        visited: (reach, scores) of `Backend.visits`, each [B, H], and the number of visible pairs; None = computes all scores.
+        visited: the numbers of `Backend.visits`, each [B, H], and the number of visible pairs; None = computes all scores.
     """
     extras = [
         f"window {spec.window}" if spec.window is not None else "",
@@ -130,7 +146,8 @@ def explanation(
         + ", ".join(["causal" if spec.causal else "both directions", *filter(None, extras)])
     )
     heads, pairs = (spec.batch, spec.num_heads), spec.query_len * spec.key_len
-    reaches, scores, visible = visited or (largest, np.full(heads, pairs), None)
+    (reaches, scores, *measured), visible = visited or ((largest, np.full(heads, pairs)), None)
+    measured_reach, measured_scores = measured or (None, None)
     return Explanation(
         call=call,
         backend=backend,
@@ -142,6 +159,8 @@ def explanation(
         pairs=pairs,
         tolerance=spec.tolerance,
         output_error=2 * spec.tolerance / (1 - spec.dropout_p),
+        measured_reaches=None if measured_reach is None else np.minimum(measured_reach, largest),
+        measured_scores=measured_scores,
     )
 
 

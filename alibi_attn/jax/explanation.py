@@ -52,16 +52,18 @@ def explain(
     device = next(iter(platforms)) if len(platforms) == 1 else "several devices"
     first = np.asarray(arrays[1].offset, np.int64)
     farthest = first + spec.query_len if spec.causal else np.maximum(first + spec.query_len, spec.key_len - first)
-    visited = None
+    visited: tuple[tuple[NDArray[np.int64], ...], int] | None = None
     if plan.native or not plan.dense:
         _, _, of_xla, of_native = attention._forward(plan, *arrays)
         if of_native is not None:
-            reach, scores = Visited.of(spec, first, np.asarray(of_native.visited)).reach_and_scores(spec)
+            numbers: tuple[NDArray[np.int64], ...]
+            keys = Visited.of(spec, first, np.asarray(of_native.visited))
+            numbers = (*keys.reach_and_scores(spec), *keys.for_backward.reach_and_scores(spec))
         else:
             assert of_xla is not None
             assert of_xla.visited is not None
-            reach, scores = _of_loop(spec, plan, first, of_xla.visited)
-        visited = reach, scores, _visible(spec, first)
+            numbers = _of_loop(spec, plan, first, of_xla.visited)
+        visited = numbers, _visible(spec, first)
     return explanation(
         spec,
         arrays[0].query.dtype,

@@ -1,7 +1,7 @@
 """GatedReachCache: permanently forgets keys once the gates prove that no later query can need them.
 
 Slopes determine a static reach (`reach_cache.py`) before any text exists; gates forget by content. See `docs/maths.md`,
-step 11. Shapes as in `attention/spec.py`.
+step 12. Shapes as in `attention/spec.py`.
 """
 
 import math

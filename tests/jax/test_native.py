@@ -191,7 +191,7 @@ def test_explain_gives_the_text_that_it_gives_for_tensors() -> None:
         "  loop       can run; auto does not pick it on this device",
         "  dense      can run; auto does not pick it on this device",
     ]
-    assert said[4:] == of_torch[-7:]
+    assert said[4:] == of_torch[-8:]
     assert said[4].startswith("head")
 
 

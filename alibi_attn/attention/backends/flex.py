@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.backends.protocol import TooSmall
+from alibi_attn.attention.backends.protocol import TooSmall, Visits
 from alibi_attn.attention.bias import bias_that_matters, unshifted_lse
 from alibi_attn.attention.certificate.biased import biased_bounds
 from alibi_attn.attention.certificate.bounds import bounds
@@ -87,9 +87,9 @@ def too_small(spec: Spec) -> TooSmall | None:
     return None
 
 
-def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is read, and the scores that are computed."""
-    return reach_and_scores(spec, Tiles.of(*_rounded(plan(spec, query, key, value), BLOCK), BLOCK))
+def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Visits:
+    """What a call reads."""
+    return Visits(*reach_and_scores(spec, Tiles.of(*_rounded(plan(spec, query, key, value), BLOCK), BLOCK)))
 
 
 def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, *, rows: int = BLOCK) -> Tiles:

@@ -22,6 +22,21 @@ class TooSmall(NamedTuple):
         return self.words.format(self.number)
 
 
+class Visits(NamedTuple):
+    """What a call reads, each [B, H] int64.
+
+    Args:
+        reach: 1 + the largest |i − j| that is read.
+        scores: the number of scores that are computed.
+        measured_reach, measured_scores: the same for backward, if forward measures what matters; None = as forward.
+    """
+
+    reach: Tensor
+    scores: Tensor
+    measured_reach: Tensor | None = None
+    measured_scores: Tensor | None = None
+
+
 class Backend(Protocol):
     """One way to compute the same attention."""
 
@@ -39,8 +54,8 @@ class Backend(Protocol):
     def run(self, spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
         """(output [B, H, T, D] in query's dtype, lse [B, H, T] in fp32 or better, or None if `spec.return_lse` is False)."""
 
-    def visits(self, spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor] | None:
-        """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is read, and the scores computed; None = everything.
+    def visits(self, spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Visits | None:
+        """What the call reads; None = everything.
 
         Without `value` the values are assumed to have similar norms.
         """

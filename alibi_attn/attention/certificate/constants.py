@@ -21,6 +21,10 @@ WORTH_LEAVING_OUT = 4  # a tile with a large bias is an outlier tile if it remai
 
 TAIL_GROUP = 16  # keys per group, if tails are summed key by key
 
+MEASURED_SHARE = (
+    1 / 8
+)  # of the tolerance, for tiles whose weights are bounded by their computed scores; the rest is certified
+
 # Rounding errors. A sum of D products is off by less than (D + 2) units of Σ|terms|; its bounds allow for more.
 UNIT = {"float32": 2.0**-24, "float64": 2.0**-53}
 NORM_UNITS = 4  # D + this many units for a norm in fp32 or better
@@ -47,6 +51,7 @@ FOR_CPP: dict[str, float] = {
     "NORM_UNITS": NORM_UNITS,
     "SCORE_UNITS": SCORE_UNITS,
     "LSE_NATS": LSE_NATS["native"],
+    "MEASURED_SHARE": MEASURED_SHARE,
     "UNIT_FLOAT32": UNIT["float32"],
     "UNIT_FLOAT64": UNIT["float64"],
     "VANISHING_FLOAT32": VANISHING["float32"],

@@ -61,7 +61,7 @@ def test_the_scores_computed_are_those_of_the_certificate(counted: dict[str, int
     spec = make_spec(q, k, v, slopes, **DEFAULTS)
     with torch.no_grad():
         found = bounds.bounds(spec, q, k, v)
-        _, scores = banded.visits(spec, q, k, v)
+        scores = banded.visits(spec, q, k, v).scores
     assert counted["forward"] == counted["backward"] == int(scores.sum())
     assert f"scores computed: {counted['forward']:,} " in str(explain(q, k, v, slopes, backend="banded"))
     # The scores that each block of 64 queries must read, plus those that the plan's blocks add: a fraction of all.

@@ -58,12 +58,13 @@ def test_the_scores_computed_are_those_of_the_certificate(counting: Callable[[],
     spec = make_spec(q, k, v, SLOPES)
     with torch.no_grad():
         found = bounds(spec, q, k, v)
-        scores = int(native.visits(spec, q, k, v)[1].sum())
+        visits = native.visits(spec, q, k, v)
+        scores, of_backward = int(visits.scores.sum()), int(visits.measured_scores.sum())
     counting()
     out = alibi_attention(q, k, v, SLOPES, backend="native")
     assert counting() == scores
     out.sum().backward()
-    assert counting() == scores
+    assert counting() == of_backward < 0.97 * scores
     assert f"scores computed: {scores:,} " in str(explain(q, k, v, SLOPES, backend="native"))
     # The keys that a block of 64 queries visits by the other backends' bounds, which do not use the log-sum-exp.
     start = torch.arange(0, 1500, TILE)
@@ -88,12 +89,13 @@ def test_outlier_tiles_are_counted_too(counting: Callable[[], int]) -> None:
     spec = make_spec(q, k, v, slopes)
     with torch.no_grad():
         assert native.visited(spec, q, k, v).outlier_bits.any(), "no outlier tile was visited: the test sees nothing"
-        scores = int(native.visits(spec, q, k, v)[1].sum())
+        visits = native.visits(spec, q, k, v)
+        scores, of_backward = int(visits.scores.sum()), int(visits.measured_scores.sum())
     counting()
     out = alibi_attention(q, k, v, slopes, backend="native")
     assert counting() == scores
     out.sum().backward()
-    assert counting() == scores
+    assert counting() == of_backward < scores
     assert scores < 0.5 * 16 * 3000 * 3001 / 2
 
 
@@ -202,15 +204,13 @@ def test_many_cores_get_work_and_long_texts_keep_linear_memory(
     monkeypatch.setattr(torch, "get_num_threads", lambda: 64)
     tensors = [torch.zeros(1, 1, 1, 64).expand(1, 8, length, 64) for _ in range(3)]
     spec = make_spec(*tensors, torch.zeros(8))
-    visited = torch.zeros(
-        1,
-        numbers_of_visited(
-            num_heads=tensors[0].shape[1], num_kv_heads=tensors[1].shape[1], query_len=tensors[0].shape[2]
-        ),
-        dtype=torch.int32,
-    )
-    ranges = visited[0, : 8 * (length // TILE) * 4].view(8, -1, 4)
-    ranges[..., 1] = ranges[..., 3] = torch.arange(TILE, length + 1, TILE)  # all that causal queries see
+    numbers = numbers_of_visited(num_heads=8, num_kv_heads=8, query_len=length)
+    visited = torch.zeros(1, numbers, dtype=torch.int32)
+    blocks = 8 * (length // TILE)
+    ranges, bands = visited[0, : 4 * blocks].view(8, -1, 4), visited[0, 5 * blocks : 7 * blocks].view(8, -1, 2)
+    ranges[..., 1] = ranges[..., 3] = bands[..., 1] = torch.arange(
+        TILE, length + 1, TILE
+    )  # all that causal queries see
     call, _alive = native.call_of(
         spec, dict(zip(("query", "key", "value"), tensors, strict=True)), {"visited": visited}
     )

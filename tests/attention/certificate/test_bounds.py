@@ -282,7 +282,7 @@ def test_slopes_that_do_not_fall_have_no_reach(slope: float) -> None:
 def test_tolerance_zero_skips_nothing() -> None:
     query = torch.randn(1, 2, 300, 4)
     spec = make_spec(query, query, query, [4.0, 2.0], tolerance=0.0)
-    _, scores = banded.visits(spec, query, query, query)
+    scores = banded.visits(spec, query, query, query).scores
     assert bool((scores >= 300 * 301 // 2).all())
 
 
@@ -301,15 +301,15 @@ def test_a_norm_bound_is_never_short(power: int, dtype: torch.dtype) -> None:
 
 
 @pytest.mark.parametrize("far", [1.0, 1e-9])
-def test_dropped_keys_move_the_gradient_of_a_query_by_at_most_six_shares(far: float) -> None:
-    """docs/maths.md, step 6: also if dropped keys are tiny, because the weights of the kept ones change too."""
-    n, d, slope = 512, 16, 0.02
+def test_dropped_keys_move_the_gradient_of_a_query_within_its_bound(far: float) -> None:
+    """docs/maths.md, steps 6 and 12: also if dropped keys are tiny, because the weights of the kept ones change too."""
+    n, d, slope, most = 512, 16, 0.02, 0.2
     draws = torch.randn(4, 1, 1, n, d, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     query, key, value, grad = draws
     key[:, :, :-128] *= far
     query.requires_grad_()
     gradients, lses = [], []
-    for tolerance in (0.2, 0.0):
+    for tolerance in (most, 0.0):
         output, lse = alibi_attention(query, key, value, [slope], tolerance=tolerance, return_lse=True)
         gradients += torch.autograd.grad((output * grad).sum(), query)
         lses.append(lse.detach())
@@ -317,7 +317,7 @@ def test_dropped_keys_move_the_gradient_of_a_query_by_at_most_six_shares(far: fl
     assert share.max() > 0.001
     norms = key.norm(dim=-1).cummax(dim=-1).values * value.norm(dim=-1).max() / math.sqrt(d)
     error = (gradients[0] - gradients[1]).norm(dim=-1)
-    bound = 6 * share * grad.norm(dim=-1) * norms
+    bound = (6 * share + 2 * most) * grad.norm(dim=-1) * norms  # backward leaves out as much again
     assert (error <= bound + 1e-12).all()
     # The norms of the dropped keys alone would not do.
     assert far == 1.0 or (error > far * bound).any()

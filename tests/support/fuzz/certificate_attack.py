@@ -23,6 +23,7 @@ from hypothesis import strategies as st
 from alibi_attn.attention.argument_names import DEFAULTS
 from alibi_attn.attention.backends.banded import pieces as banded_pieces
 from alibi_attn.attention.backends.native import backend as native
+from alibi_attn.attention.backends.native.visited import Visited
 from alibi_attn.attention.certificate.bounds import Bounds, bounds
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.execution import runs_in_parts
@@ -216,10 +217,10 @@ def dropped(attack: Attack, certify: Callable[..., Bounds | torch.Tensor] | None
     skipped = seen & ~(certified_keys(spec, found, distance) if isinstance(found, Bounds) else found)
     heads = [h for h in range(spec.num_heads) if skipped[0, h].any()]
     rows = ((h, (query[0, h], key[0, h // spec.group]), (distance[0], seen[0, h], skipped[0, h])) for h in heads)
-    return max((_lost(spec, *row) for row in rows), default=0.0), float(skipped.sum() / seen.sum().clamp(min=1))
+    return max((lost_share(spec, *row) for row in rows), default=0.0), float(skipped.sum() / seen.sum().clamp(min=1))
 
 
-def _lost(spec, h: int, pair: tuple[torch.Tensor, ...], keys: tuple[torch.Tensor, ...]) -> float:
+def lost_share(spec, h: int, pair: tuple[torch.Tensor, ...], keys: tuple[torch.Tensor, ...]) -> float:
     """Largest share of softmax mass lost by a query; `pair`: query, key; `keys`: i − j, seen, skipped."""
     some = keys[2].any(-1)  # other queries lose nothing
     distance, seen, skipped = (x[some] for x in keys)
@@ -250,7 +251,11 @@ def certified_keys(spec, found: Bounds, distance: torch.Tensor) -> torch.Tensor:
 def native_keys(spec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """[B, H, T, S]: the keys that the CPU kernels visited for each query."""
     with torch.no_grad():
-        visited = native.visited(spec, query, key, value)
+        return keys_of(native.visited(spec, query, key, value), spec)
+
+
+def keys_of(visited: Visited, spec) -> torch.Tensor:
+    """[B, H, T, S]: the keys that were visited for each query."""
     low, high = (torch.from_numpy(x)[..., None] for x in visited.intervals)
     at = torch.arange(spec.key_len)
     of_blocks = ((at >= low) & (at < high)).any(-2)  # [B, H, N, S]

@@ -19,7 +19,7 @@ from torch import Tensor
 from alibi_attn.attention.backends.banded import pieces as banded_pieces
 from alibi_attn.attention.backends.banded.masks import HeadMasks, Masks, key_view, query_view
 from alibi_attn.attention.backends.banded.pieces import Piece
-from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall
+from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall, Visits
 from alibi_attn.attention.certificate.bounds import Bounds, bounds, worth_leaving_out
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 from alibi_attn.attention.certificate.norms import HUGE, has_huge_scores
@@ -74,15 +74,15 @@ def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[
     return certified, banded_pieces.plan(spec, certified, threads=torch.get_num_threads())
 
 
-def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is read, and the scores that are computed."""
+def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Visits:
+    """What a call reads."""
     spec = with_plain_offset(spec)
     q, k, v, *_ = without_bad_numbers(spec, query, key, key if value is None else value)
     _, plans = plan(spec, q, k, None if value is None else v)
     first = first_positions(spec, query.device).expand(spec.batch).tolist()
     reach = [[banded_pieces.farthest(spec, pieces, first[b]) for pieces in heads] for b, heads in enumerate(plans)]
     scores = [[sum(piece.scores for piece in pieces) for pieces in heads] for heads in plans]
-    return torch.tensor(reach, device=query.device), torch.tensor(scores, device=query.device)
+    return Visits(torch.tensor(reach, device=query.device), torch.tensor(scores, device=query.device))
 
 
 def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:

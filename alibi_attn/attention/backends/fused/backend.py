@@ -37,7 +37,7 @@ from alibi_attn.attention.backends.fused.launch import (
 from alibi_attn.attention.backends.fused.plan import empty_plan, make_plan
 from alibi_attn.attention.backends.fused.recording import replayed_call
 from alibi_attn.attention.backends.fused.space import Layout, Plan, Space, layout_of, starts
-from alibi_attn.attention.backends.protocol import TooSmall
+from alibi_attn.attention.backends.protocol import TooSmall, Visits
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.certificate.tiles import Tiles, reach_and_scores
@@ -79,10 +79,12 @@ def too_small(spec: Spec) -> TooSmall | None:
     return None
 
 
-def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is read, and the scores that are computed."""
+def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Visits:
+    """What a call reads."""
     found = plan(spec, query, key, value)
-    return reach_and_scores(spec, Tiles(found.bands, found.outlier_tiles, found.beside, found.weight, found.rows))
+    return Visits(
+        *reach_and_scores(spec, Tiles(found.bands, found.outlier_tiles, found.beside, found.weight, found.rows))
+    )
 
 
 def plan(

@@ -14,7 +14,7 @@ from torch.nn import functional
 
 from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.backends.native.visited import Visited, numbers_of_visited
-from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall
+from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall, Visits
 from alibi_attn.attention.bias import columns_of
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.checks import dtype_name
@@ -62,13 +62,11 @@ def too_small(spec: Spec) -> TooSmall | None:
     )
 
 
-def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Tensor, Tensor]:
-    """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is visited, and the number of scores computed.
-
-    The kernels determine the reach while they run, so this computes the attention.
-    """
-    reach, scores = visited(spec, query, key, value).reach_and_scores(spec)
-    return torch.from_numpy(reach), torch.from_numpy(scores)
+def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Visits:
+    """What a call reads. The kernels determine the reach while they run, so this computes the attention."""
+    found = visited(spec, query, key, value)
+    numbers = (*found.reach_and_scores(spec), *found.for_backward.reach_and_scores(spec))
+    return Visits(*(torch.from_numpy(x) for x in numbers))
 
 
 def visited(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Visited:

@@ -249,18 +249,19 @@ struct Backward {
 
     void run(const BackwardTask &task, int64_t h, int64_t n, double *slope_grads) {
         const Call<Real> &call = block.call;
-        block.begin(task.b, h, n);
+        block.begin(task.b, h, n, true);
         begin_rows(h, n);
         if (call.dropout_seed) dropout.begin(task.b, h, block.position);
         std::fill(query_grad, query_grad + BLOCK * call.D, Real(0));
         if (slope_grads) slope_grad.begin();
         bias_grad.begin();
         const auto visit_all = [&](int64_t low, int64_t high, int outlier) {
-            for_keys(low, high, task.own, task.own_end, [&](int64_t key, int count) { visit(task, key, count, outlier); });
+            // A task's own keys begin and end at borders, so that they are the same for any number of tasks.
+            for_keys(low, high, call.first[task.b], [&](int64_t key, int count) { visit(task, key, count, outlier); });
         };
-        visit_all(block.range->first, block.range->end, -1);
+        visit_all(block.range.first, block.range.end, -1);
         for (int p = 0; p < plan.outlier_tiles; p++) {
-            if (!(*block.outlier_bits >> p & 1)) continue;
+            if (!(block.outlier_bits >> p & 1)) continue;
             for_parts_of_tile(block, p, [&](int64_t low, int64_t high) { visit_all(low, high, p); });
         }
         if (slope_grads) slope_grad.end(block, slope_grads);

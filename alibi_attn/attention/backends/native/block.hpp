@@ -47,11 +47,12 @@ struct Block {
     // to which its scores are relative. Lanes without a query are relative to infinity, so their weights are 0.
     bool origins_differ = false;
     double bias_of_row[BLOCK] = {}, nats_of_row[BLOCK] = {};
-    KeyRange *range = nullptr;
-    int32_t *outlier_bits = nullptr;
+    KeyRange range = {};
+    int outlier_bits = 0;
     const int32_t *outlier_tiles = nullptr;
 
-    void begin(int64_t sequence, int64_t head, int64_t block) {
+    // For backward the band and the outlier tiles are the ones that `measured.hpp` kept.
+    void begin(int64_t sequence, int64_t head, int64_t block, bool backward = false) {
         b = sequence, h = head, k = head / (call.H / call.K), n = block;
         const int64_t at = b * call.H + h;
         position = call.first[b] + n * BLOCK;
@@ -59,9 +60,13 @@ struct Block {
         slope = call.slopes[at], right_slope = call.right_slopes[at];
         looks_right = !call.causal && !std::isinf(right_slope);
         const Visited<Real> visited = {call};
-        range = visited.ranges(b, h) + n, outlier_bits = visited.outlier_bits(b, h) + n;
+        range = visited.ranges(b, h)[n], outlier_bits = 0;
+        if (backward) {
+            const KeptBand &kept = visited.kept_bands(b, h)[n];
+            range.first = kept.first, range.end = kept.end, outlier_bits = visited.kept_outlier_bits(b, h)[n];
+        }
         outlier_tiles = visited.outlier_tiles(b, k);
-        bias_origin = std::max<int64_t>(0, position - (range->high - 1)) + std::min<int64_t>(0, position + rows - 1 - range->low);
+        bias_origin = std::max<int64_t>(0, position - (range.high - 1)) + std::min<int64_t>(0, position + rows - 1 - range.low);
         key_bias = call.key_bias ? call.key_bias + at * call.S : nullptr;
         key_bias_origin = 0, origins_differ = false;
         if (!best_keys.empty()) choose_origins();
@@ -90,7 +95,7 @@ struct Block {
         BestKey best[BLOCK];
         const double right = looks_right ? double(right_slope) : 0.0;
         const BlockOrigins<Real> origins = {
-            call, best_keys, b, h, n * BLOCK, position, rows, range->low, range->high, slope, right, looks_right};
+            call, best_keys, b, h, n * BLOCK, position, rows, range.low, range.high, slope, right, looks_right};
         origins.find(best);
         double least = INFINITY, most = -INFINITY;
         for (int i = 0; i < BLOCK; i++) {
@@ -110,9 +115,9 @@ struct Block {
     double relative_bias(int64_t key) const { return key_bias[key] - key_bias_origin; }
 
     bool sees_any(int i) const {
-        int64_t key = range->low;
-        while (key < range->high && !sees(call, b, h, n * BLOCK + i, key)) key++;
-        return key < range->high;
+        int64_t key = range.low;
+        while (key < range.high && !sees(call, b, h, n * BLOCK + i, key)) key++;
+        return key < range.high;
     }
 
     int64_t row() const { return (b * call.H + h) * call.T + n * BLOCK; }
@@ -352,13 +357,11 @@ struct Block {
     }
 };
 
-// meet(key, count) for keys [low, high), at most BLOCK at a time, from the end; no call has keys on both sides of a cut.
+// meet(key, count) for keys [low, high) from the end, in tiles whose borders are `border` plus multiples of BLOCK.
 template <typename Meet>
-void for_keys(int64_t low, int64_t high, int64_t cut, int64_t other_cut, const Meet &meet) {
+void for_keys(int64_t low, int64_t high, int64_t border, const Meet &meet) {
     for (int64_t stop = high; stop > low;) {
-        int64_t start = std::max(low, stop - BLOCK);
-        if (start < cut && cut < stop) start = cut;
-        if (start < other_cut && other_cut < stop) start = other_cut;
+        const int64_t beyond = (stop - border) % BLOCK, start = std::max(low, stop - (beyond > 0 ? beyond : beyond + BLOCK));
         meet(start, (int)(stop - start));
         stop = start;
     }
@@ -367,7 +370,7 @@ void for_keys(int64_t low, int64_t high, int64_t cut, int64_t other_cut, const M
 // part(low, high) for the keys of outlier tile p before the band and after it.
 template <typename Real, typename Part>
 void for_parts_of_tile(const Block<Real> &block, int p, const Part &part) {
-    const KeyRange &range = *block.range;
+    const KeyRange &range = block.range;
     const int64_t tile = block.outlier_tiles[p];
     const int64_t low = std::max<int64_t>(range.low, tile * BLOCK), high = std::min<int64_t>(range.high, (tile + 1) * BLOCK);
     if (tile < 0) return;

@@ -56,17 +56,27 @@ struct KeyRange {
     int32_t first, end, low, high;
 };
 
-// The keys that forward visited, for backward: per sequence H N ranges, H N outlier bits, and K OUTLIER_TILES tiles.
+// The part of a band that backward visits; `measured.hpp`.
+struct KeptBand {
+    int32_t first, end;
+};
+
+// The keys that forward visited and those that backward visits, per sequence: H N ranges, H N outlier bits, H N kept bands,
+// H N kept outlier bits, and K OUTLIER_TILES tiles.
 template <typename Real>
 struct Visited {
     const Call<Real> &call;
 
-    int32_t *of(int64_t b) const { return call.visited + b * (5 * call.H * call.blocks() + call.K * OUTLIER_TILES); }
+    int32_t *of(int64_t b) const { return call.visited + b * (8 * call.H * call.blocks() + call.K * OUTLIER_TILES); }
     KeyRange *ranges(int64_t b, int64_t h) const { return reinterpret_cast<KeyRange *>(of(b)) + h * call.blocks(); }
     // Which outlier tiles are visited outside the band.
     int32_t *outlier_bits(int64_t b, int64_t h) const { return of(b) + (4 * call.H + h) * call.blocks(); }
+    KeptBand *kept_bands(int64_t b, int64_t h) const {
+        return reinterpret_cast<KeptBand *>(of(b) + 5 * call.H * call.blocks()) + h * call.blocks();
+    }
+    int32_t *kept_outlier_bits(int64_t b, int64_t h) const { return of(b) + (7 * call.H + h) * call.blocks(); }
     // The tiles with the largest norms of keys, -1 = none.
-    int32_t *outlier_tiles(int64_t b, int64_t k) const { return of(b) + 5 * call.H * call.blocks() + k * OUTLIER_TILES; }
+    int32_t *outlier_tiles(int64_t b, int64_t k) const { return of(b) + 8 * call.H * call.blocks() + k * OUTLIER_TILES; }
 };
 
 // Whether query i of a head may see key j.

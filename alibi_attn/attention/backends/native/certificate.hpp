@@ -33,6 +33,7 @@ struct Certificate {
     int side = 1;         // 1: keys to the left; -1: to the right
     int64_t farthest = 0;       // distance visited so far
     double largest_lambda = 0;  // absolute value of the log-sum-exps so far
+    double longer = 0;  // ln of how much longer than VALUE_RATIO the longest value is, compared with the nearest ones
 
     void begin() {
         const Call<Real> &call = block.call;
@@ -47,14 +48,18 @@ struct Certificate {
             for (int i = 0; i < VL<Real>; i++) rate[v + i] = scale * (1 + error) * norm_bound(squares[i], call.D);
         }
         for (int i = 0; i < block.rows; i++) largest_rate = rate[i] > largest_rate || rate[i] != rate[i] ? rate[i] : largest_rate;
-        Real longer = nats_of_longer_values(), rounded = Real(LSE_NATS) + Real(call.S / 32) * UNIT<Real>;
+        longer = nats_of_longer_values();
+        Real rounded = Real(LSE_NATS) + Real(call.S / 32) * UNIT<Real>;
         // Every sum of a bf16 product may lose a number below the smallest normal one.
         if (call.bf16) rounded += 2 * call.D * scale * std::numeric_limits<Real>::min();
         for (int i = 0; i < BLOCK; i++) {
             const Real less = (largest_rate - rate[i]) * norms.shortest_key();
-            fixed[i] = error * (1 + rate[i] * norms.longest_without(0)) + longer + rounded - less;
+            fixed[i] = error * (1 + rate[i] * norms.longest_without(0)) + Real(longer) + rounded - less;
         }
     }
+
+    // The share of a query's softmax that backward may leave out of what forward visited, a little less for rounding, or 0.
+    double measured_share() const { return possible ? 0.99 * block.call.tolerance * std::exp(-longer) : 0.0; }
 
     // Switches to the keys to the left (1) or to the right (-1).
     void turn(int towards) {
@@ -152,8 +157,8 @@ struct Certificate {
             if (!block.origins_differ) most = std::max(most, double(worst[i]));
             largest_lambda = std::max(largest_lambda, double(largest[i]));
         }
-        const double share = block.call.causal ? block.call.tolerance : block.call.tolerance / 2;
-        return std::log(share) - most;
+        const double share = block.call.causal ? 1.0 : 0.5;
+        return std::log(share * (1 - MEASURED_SHARE) * block.call.tolerance) - most;
     }
 
     // A lower bound close to ln x, for x >= 1: (e + f) ln 2 for x = 2^e (1 + f).

@@ -19,6 +19,7 @@ enum {
 
 constexpr double VALUE_RATIO = ALIBI_VALUE_RATIO;
 constexpr double LSE_NATS = ALIBI_LSE_NATS;
+constexpr double MEASURED_SHARE = ALIBI_MEASURED_SHARE;
 
 template <typename Real>
 constexpr Real UNIT = sizeof(Real) == 4 ? ALIBI_UNIT_FLOAT32 : ALIBI_UNIT_FLOAT64;
@@ -32,6 +33,6 @@ constexpr Real CAP = sizeof(Real) == 4 ? 80 : 600;  // of exponents far beyond t
 #define ALIBI_BUILT_WITH                                                                                                  \
     ALIBI_TEXT(ALIBI_TILE) ALIBI_TEXT(ALIBI_KEPT) ALIBI_TEXT(ALIBI_VALUE_RATIO) ALIBI_TEXT(ALIBI_OUTLIER_TILES)            \
     ALIBI_TEXT(ALIBI_WORTH_LEAVING_OUT) ALIBI_TEXT(ALIBI_TAIL_GROUP) ALIBI_TEXT(ALIBI_NORM_UNITS)                          \
-    ALIBI_TEXT(ALIBI_SCORE_UNITS) ALIBI_TEXT(ALIBI_LSE_NATS)                                                               \
+    ALIBI_TEXT(ALIBI_SCORE_UNITS) ALIBI_TEXT(ALIBI_LSE_NATS) ALIBI_TEXT(ALIBI_MEASURED_SHARE)                              \
     ALIBI_TEXT(ALIBI_UNIT_FLOAT32) ALIBI_TEXT(ALIBI_UNIT_FLOAT64) ALIBI_TEXT(ALIBI_VANISHING_FLOAT32)                      \
     ALIBI_TEXT(ALIBI_VANISHING_FLOAT64)

@@ -4,6 +4,7 @@
 #include "certificate.hpp"
 #include "denormals.hpp"
 #include "dropout.hpp"
+#include "measured.hpp"
 #include "tasks.hpp"
 #include "threads.hpp"
 
@@ -20,6 +21,7 @@ struct Forward {
     Real *scores, *acc;  // [BLOCK][BLOCK], [BLOCK][D]
     Certificate<Real> certificate;
     Dropout<Real> dropout;
+    Measured<Real> measured = {};
     Real m_i[BLOCK] = {}, l_i[BLOCK] = {};  // the largest score so far, and the sum of exp(score - m_i)
 
     void visit(int64_t key, int count) {
@@ -28,24 +30,40 @@ struct Forward {
 
     template <bool dropping>
     void visit(int64_t key, int count) {
-        Real factor[BLOCK];
+        Real top[BLOCK], factor[BLOCK];
         block.scores_with(key, count, scores);
         certificate.visits(key, count);
+        for (int v = 0; v < BLOCK; v += VL<Real>) store(top + v, largest_score(v, count));
+        if (measured.may_leave_out(count, block.rows, top, m_i, l_i) && !has_nan(count)) return;
         if (dropping) dropout.draw(key, count);
         for (int v = 0; v < BLOCK; v += VL<Real>) {
-            const Reals<Real> before = load(m_i + v);
-            Reals<Real> top = before;
-            for (int j = 0; j < count; j++) {
-                const Reals<Real> score = load(scores + j * BLOCK + v);
-                top = score > top ? score : top;
-            }
-            const Reals<Real> reference = top == -INFINITY ? every(Real(0)) : top, sum = weigh<dropping>(v, count, reference);
+            const Reals<Real> before = load(m_i + v), of_tile = load(top + v), most = of_tile > before ? of_tile : before;
+            const Reals<Real> reference = most == -INFINITY ? every(Real(0)) : most, sum = weigh<dropping>(v, count, reference);
             const Reals<Real> kept = exponential(before - reference);
             store(factor + v, kept);
-            store(m_i + v, top);
-            store(l_i + v, load(l_i + v) * kept + sum);
+            store(m_i + v, most);
+            const Reals<Real> all = load(l_i + v) * kept + sum;
+            store(l_i + v, all);
+            measured.add(sum, all, Block<Real>::lanes() + v < block.rows);
         }
         block.template sum_over_keys<SCALE_AND_ADD>(block.call.value, key, count, scores, acc, factor);
+    }
+
+    Reals<Real> largest_score(int v, int count) const {
+        Reals<Real> top = load(scores + v);
+        for (int j = 1; j < count; j++) {
+            const Reals<Real> score = load(scores + j * BLOCK + v);
+            top = score > top ? score : top;
+        }
+        return top;
+    }
+
+    bool has_nan(int count) const {
+        Ints<Real> found = {};
+        for (int at = 0; at < count * BLOCK; at += VL<Real>) found |= load(scores + at) != load(scores + at);
+        for (int i = 0; i < VL<Real>; i++)
+            if (found[i]) return true;
+        return false;
     }
 
     // Turns the scores of VL queries into weights, in place; returns their sums.
@@ -79,16 +97,21 @@ struct Forward {
         return sums[0] + sums[1];
     }
 
+    // The band goes outward from here, in both directions.
+    int64_t band_start() const {
+        return std::max<int64_t>(block.range.low, std::min<int64_t>(block.range.high, block.position + block.rows));
+    }
+
     void go_outward() {
-        KeyRange &range = *block.range;
-        const int64_t low = range.low, high = std::max<int64_t>(low, range.high);
-        const int64_t middle = std::max(low, std::min(high, block.position + block.rows));
+        KeyRange &range = block.range;
+        const int64_t low = range.low, high = std::max<int64_t>(low, range.high), middle = band_start();
         int64_t near = middle, far = middle;
         certificate.turn(1);
         certificate.leave_out(middle - low);
         for (int64_t stop = low; near > stop;) {
             const int64_t next = std::max(stop, near - BLOCK);
             visit(next, (int)(near - next));
+            measured.left.push_back(measured.share_of_tile());
             near = next;
             if (near == low) break;
             // The nearest keys are always visited.
@@ -100,6 +123,7 @@ struct Forward {
         for (int64_t stop = block.looks_right ? high : middle; far < stop;) {
             const int64_t next = std::min(stop, far + BLOCK);
             visit(far, (int)(next - far));
+            measured.right.push_back(measured.share_of_tile());
             far = next;
             if (far < high) stop = certificate.last_key(far, high, m_i, l_i);
         }
@@ -111,18 +135,29 @@ struct Forward {
         int needed = 0;
         for (int p = 0; certificate.possible && p < OUTLIER_TILES; p++) {
             for_parts_of_tile(block, p, [&](int64_t from, int64_t to) {
-                certificate.turn(to <= block.range->first ? 1 : -1);
+                certificate.turn(to <= block.range.first ? 1 : -1);
                 if (!certificate.is_left_out(p) || (certificate.side < 0 && !block.looks_right)) return;
                 if (certificate.must_visit(from, to, m_i, l_i)) needed |= 1 << p;
             });
         }
-        *block.outlier_bits = needed;
+        block.outlier_bits = needed;
         for (int p = 0; p < OUTLIER_TILES; p++) {
             if (!(needed >> p & 1)) continue;
             for_parts_of_tile(block, p, [&](int64_t low, int64_t high) {
-                for_keys(low, high, 0, 0, [&](int64_t key, int count) { visit(key, count); });
+                for_keys(low, high, 0, [&](int64_t key, int count) {
+                    visit(key, count);
+                    measured.outliers[p] += measured.share_of_tile();
+                });
             });
         }
+    }
+
+    void remember_visited() {
+        const Visited<Real> visited = {block.call};
+        const int64_t b = block.b, h = block.h, n = block.n;
+        visited.ranges(b, h)[n] = block.range, visited.outlier_bits(b, h)[n] = block.outlier_bits;
+        measured.remove(certificate.measured_share(), band_start(), block.range, block.outlier_bits,
+                        visited.kept_bands(b, h) + n, visited.kept_outlier_bits(b, h) + n);
     }
 
     void run(int64_t b, int64_t h, int64_t n) {
@@ -132,9 +167,11 @@ struct Forward {
         std::fill(l_i, l_i + BLOCK, Real(0));
         std::fill(m_i, m_i + BLOCK, Real(-INFINITY));
         certificate.begin();
+        measured.begin(MEASURED_SHARE * certificate.measured_share());
         if (call.dropout_seed) dropout.begin(b, h, block.position);
         go_outward();
         visit_outlier_tiles();
+        remember_visited();
         for (int i = 0; i < block.rows; i++) {
             const bool blind = l_i[i] == 0;
             // NaN if a query sees keys, but all their scores are below the range of `Real`.

@@ -80,10 +80,10 @@ HeadOfBlocks blocks_of_head(const Call<Real> &call, int64_t b, int64_t k) {
     const int64_t N = call.blocks(), group = call.H / call.K;
     HeadOfBlocks head{std::vector<int64_t>(N, 0), std::vector<int64_t>(N, call.S), std::vector<int64_t>(N, 0)};
     for (int64_t g = 0; g < group; g++) {
-        const KeyRange *ranges = visited.ranges(b, k * group + g);
-        const int32_t *outlier_bits = visited.outlier_bits(b, k * group + g);
+        const KeptBand *bands = visited.kept_bands(b, k * group + g);
+        const int32_t *outlier_bits = visited.kept_outlier_bits(b, k * group + g);
         for (int64_t n = 0; n < N; n++) {
-            const KeyRange &range = ranges[n];
+            const KeptBand &range = bands[n];
             head.cost[n] += range.end - range.first;
             for (int bits = outlier_bits[n]; bits; bits &= bits - 1) head.cost[n] += BLOCK;
             if (range.first >= range.end) continue;
@@ -104,7 +104,7 @@ BackwardPlan backward_plan(const Call<Real> &call) {
     BackwardPlan plan;
     for (int64_t b = 0; b < call.B; b++)
         for (int64_t i = 0; i < call.H * N; i++)
-            if (visited.outlier_bits(b, 0)[i]) plan.outlier_tiles = OUTLIER_TILES;
+            if (visited.kept_outlier_bits(b, 0)[i]) plan.outlier_tiles = OUTLIER_TILES;
     std::vector<HeadOfBlocks> of_heads;
     int64_t total = 0;
     for (int64_t head = 0; head < heads; head++) {

@@ -12,7 +12,7 @@ from alibi_attn.attention.spec import AttentionSpec
 
 def numbers_of_visited(*, num_heads: int, num_kv_heads: int, query_len: int) -> int:
     """The number of int32 numbers that record the keys that one sequence visited."""
-    return num_heads * -(-query_len // TILE) * 5 + num_kv_heads * OUTLIER_TILES
+    return num_heads * -(-query_len // TILE) * 8 + num_kv_heads * OUTLIER_TILES
 
 
 @dataclasses.dataclass(frozen=True)
@@ -25,6 +25,7 @@ class Visited:
         outlier_tiles: [B, K, OUTLIER_TILES] int32, −1 = none.
         first: [B] position of query 0.
         query_len: T.
+        kept, kept_outlier_bits: the same for backward: [B, H, N, 2] int32, its band, and [B, H, N] int32.
     """
 
     keys: np.ndarray
@@ -32,15 +33,23 @@ class Visited:
     outlier_tiles: np.ndarray
     first: np.ndarray
     query_len: int
+    kept: np.ndarray
+    kept_outlier_bits: np.ndarray
 
     @classmethod
     def of(cls, spec: AttentionSpec[Any], first: np.ndarray, visited: np.ndarray) -> "Visited":
         """Decodes the numbers that the kernels wrote, [B, …]; `first` [B] or [1] is the position of query 0."""
         b, h, n = spec.batch, spec.num_heads, -(-spec.query_len // TILE)
-        parts = np.split(visited, np.cumsum([4 * h * n, h * n]), axis=1)
-        shapes = (b, h, n, 4), (b, h, n), (b, spec.num_kv_heads, OUTLIER_TILES)
-        keys, bits, tiles = (part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
-        return cls(keys, bits, tiles, np.broadcast_to(first, b), spec.query_len)
+        parts = np.split(visited, np.cumsum([4 * h * n, h * n, 2 * h * n, h * n]), axis=1)
+        shapes = (b, h, n, 4), (b, h, n), (b, h, n, 2), (b, h, n), (b, spec.num_kv_heads, OUTLIER_TILES)
+        keys, bits, kept, kept_bits, tiles = (part.reshape(shape) for part, shape in zip(parts, shapes, strict=True))
+        return cls(keys, bits, tiles, np.broadcast_to(first, b), spec.query_len, kept, kept_bits)
+
+    @property
+    def for_backward(self) -> "Visited":
+        """The keys that backward visits."""
+        keys = np.concatenate([self.kept, self.keys[..., 2:]], -1)
+        return dataclasses.replace(self, keys=keys, outlier_bits=self.kept_outlier_bits)
 
     @functools.cached_property
     def intervals(self) -> tuple[np.ndarray, np.ndarray]:

@@ -1,0 +1,85 @@
+"""Attacks what backward of the CPU kernels leaves out, and measures its share of the softmax in float64.
+
+python tests/support/fuzz/measured_attack.py 20000 results            # many draws, saved as a record
+python tests/support/fuzz/measured_attack.py 20000 results biased     # with a bias for every key
+"""
+
+import dataclasses
+import datetime
+import math
+import sys
+from pathlib import Path
+
+import torch
+from certificate_attack import Attack, keys_of, lost_share, random_attack
+
+from alibi_attn.attention.backends.native import backend as native
+from alibi_attn.attention.certificate.constants import SCORE_UNITS
+from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.visibility import distances, visible
+from alibi_lab import records
+
+
+def left_out_by_backward(attack: Attack, measured_at: float | None = None) -> tuple[float, float, float]:
+    """What backward leaves out of the keys that forward visited, in the CPU kernels.
+
+    Args:
+        measured_at: a tolerance for the kernels other than the attack's.
+
+    Returns:
+        (the largest share of a query's softmax over these keys; the share of these keys; the nats that a score may be off by)
+    """
+    (query, key, value, slopes), kwargs = attack.inputs()
+    spec = make_spec(query, key, value, slopes, **kwargs)
+    with torch.no_grad():
+        visited = native.visited(dataclasses.replace(spec, tolerance=measured_at or spec.tolerance), query, key, value)
+    distance = distances(spec.query_len, spec.key_len, spec.query_offset, None)
+    seen = visible(spec, distance).expand(1, spec.num_heads, -1, -1) & keys_of(visited, spec)
+    skipped = seen & ~keys_of(visited.for_backward, spec)
+    heads = [h for h in range(spec.num_heads) if skipped[0, h].any()]
+    rows = ((h, (query[0, h], key[0, h // spec.group]), (distance[0], seen[0, h], skipped[0, h])) for h in heads)
+    lost = max((lost_share(spec, *row) for row in rows), default=0.0)
+    unit = 2.0**-53 if attack.dtype == "float64" else 2.0**-24
+    largest = abs(spec.scale) * float(query.double().norm(dim=-1).max() * key.double().norm(dim=-1).max())
+    steepest = float(torch.stack([x.abs().max() for x in (spec.slopes, spec.right_slopes) if x is not None]).max())
+    biases = steepest * float(distance.abs().max())
+    if spec.key_bias is not None:
+        finite = spec.key_bias[spec.key_bias > -math.inf]
+        biases += float(finite.amax() - finite.amin()) if len(finite) else 0.0
+    off = unit * ((spec.head_dim + SCORE_UNITS) * (1 + largest) + 8 * biases)
+    return lost, float(skipped.sum() / seen.sum().clamp(min=1)), off
+
+
+def main(draws: int, out: Path, *kinds: str) -> None:
+    """Runs `draws` attacks and saves a record. Draws whose scores may be off by half a nat are counted but prove nothing."""
+    torch.set_num_threads(1)
+    started = datetime.datetime.now(datetime.UTC)
+    worst, broken, skipping, rounded = 0.0, 0, 0, 0
+    for seed in range(draws):
+        attack = random_attack(seed, biased="biased" in kinds)
+        if seed % 10 == 0:
+            attack = dataclasses.replace(attack, length=attack.length * 4)
+        lost, share, off = left_out_by_backward(attack)
+        if off >= 0.5:
+            rounded += 1
+            continue
+        of_tolerance = lost / (attack.tolerance * math.exp(2 * off))
+        worst, broken, skipping = max(worst, of_tolerance), broken + (not of_tolerance <= 1), skipping + (share > 0)
+        if seed % 5000 == 4999:
+            print(
+                f"{seed + 1} draws, {skipping} that skip, worst {worst:.3g} of the tolerance, {broken} broken",
+                flush=True,
+            )
+    metrics = {
+        "broken": broken,
+        "draws_that_skip": skipping,
+        "draws_with_rounded_scores": rounded,
+        "worst_share_of_tolerance": worst,
+    }
+    config = {"draws": draws, "first_seed": 0}
+    name = "/".join(("measured", "native", *kinds))
+    print(records.save(records.make("certificate", name, config=config, metrics=metrics, started=started), out))
+
+
+if __name__ == "__main__":
+    main(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])
