@@ -26,7 +26,7 @@ Ray = Annotated[
         "--ray",
         metavar="ADDRESS",
         callback=_checked,
-        help='Run on a Ray cluster: "local" starts one on this machine, "auto" is the one that runs here, or its address.',
+        help='Run on a Ray cluster: "local" starts one on this machine, "auto" joins one that runs here, or its address.',
         show_default=False,
     ),
 ]

@@ -62,7 +62,7 @@ def embed(
         str | None,
         typer.Option(help="One row per passage: tokens per passage, sentences or paragraphs.", show_default=False),
     ] = None,
-    batch_tokens: Annotated[int, typer.Option(min=1, help="Most tokens per batch.")] = BATCH_TOKENS,
+    batch_tokens: Annotated[int, typer.Option(min=1, help="Maximum number of tokens per batch.")] = BATCH_TOKENS,
     max_length: Annotated[
         int | None,
         typer.Option(

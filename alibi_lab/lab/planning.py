@@ -54,7 +54,7 @@ def by_training(configs: Sequence[RunConfig], shard: tuple[int, int] = (0, 1)) -
     """
     index, count = shard
     if not 0 <= index < count:
-        raise ConfigError(f"shard {index}/{count} is none of {count}: they are 0/{count} to {count - 1}/{count}")
+        raise ConfigError(f"shard is {index}/{count} but must be from 0/{count} to {count - 1}/{count}")
     groups: dict[object, list[RunConfig]] = {}
     for config in configs:
         groups.setdefault((config.model, config.data, config.train), []).append(config)

@@ -92,8 +92,8 @@ RECIPE = Recipe(
     ),
     expected=(
         "at 64 tokens, some method learns each task; at 1,024, ALiBi keeps text and the bit but loses distant tokens (the "
-        "flattest of its four heads takes 4 nats off the first one), no positions keep more of them, rotary loses text too; "
-        "forget gates, which start at a half, learn recall late or never (docs/log.md)"
+        "flattest of its four heads subtracts 4 nats from the first), a model without positions keeps more, rotary fails on "
+        "text too; forget gates, which start at a half, learn recall late or never (docs/log.md)"
     ),
     runs=runs,
 )

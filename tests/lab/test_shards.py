@@ -74,7 +74,7 @@ def test_a_finished_experiment_leaves_no_lock(recipe, tmp_path):
 
 
 def test_an_invalid_shard_is_refused(recipe, tmp_path):
-    with pytest.raises(ConfigError, match="shard 2/2 is none of 2"):
+    with pytest.raises(ConfigError, match="shard is 2/2 but must be from 0/2 to 1/2"):
         run(recipe, out=tmp_path / "runs", shard=(2, 2))
     for text in ("3", "2/2", "a/3", "-1/2"):
         result = CliRunner().invoke(app, ["run", "quick", "--shard", text, "--out", str(tmp_path / "runs")])
