@@ -11,12 +11,12 @@ from torch import Tensor
 
 from alibi_attn import alibi_attention, inspect
 from alibi_attn.inspect import TILE
-from alibi_lab import records
 from alibi_lab.measure.harness import (
     Candidate,
     Columns,
     Row,
     Say,
+    attention_config,
     keep_by_length,
     measured,
     number,
@@ -100,18 +100,9 @@ def cpu(
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout_p is {dropout} but must be a probability in [0, 1); pass 0 to leave dropout out")
     peers = [*(PEERS[dtype] if peers is None else peers), *([ours_dropping(dropout)] if dropout > 0 else [])]
-    configs: dict[str, dict[str, records.Json]] = {
-        kind: {
-            "kind": kind,
-            "heads": 8,
-            "head_dim": 64,
-            "dtype": dtype,
-            "lengths": list(lengths),
-            "batch": batch,
-            "threads": torch.get_num_threads(),
-            "peers": {peer.name: peer.note for peer in peers},
-        }
-        for kind in kinds
+    threads = torch.get_num_threads()
+    configs = {
+        kind: attention_config(peers, lengths, dtype=dtype, kind=kind, batch=batch, threads=threads) for kind in kinds
     }
     options = {"bf16": dtype == "bfloat16", "dropout": dropout > 0, f"batch-{batch}": batch > 1}
     return keep_by_length(

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from alibi_attn.inspect import Norms, certified_bounds
 from alibi_lab.measure.correctness import Reference
-from alibi_lab.measure.harness import Config, Rows, Say, checked, keep, timed
+from alibi_lab.measure.harness import Rows, Say, attention_config, checked, keep, timed
 from alibi_lab.measure.inputs import published_slopes
 from alibi_lab.measure.peers import Peer, eager, flash_attn, sdpa_causal, sdpa_dense_bias
 from alibi_lab.measure.peers.ours import ours, ours_with_cache
@@ -48,15 +48,8 @@ def decoding(
         Peer("ours, all keys", ours("dense"), "backend='dense', which is what 'auto' takes for one query"),
         *peers_of_one_query(),
     ]
-    config: Config = {
-        "lengths": list(lengths),
-        "heads": num_heads,
-        "head_dim": head_dim,
-        "dtype": "float32",
-        "queries": 1,
-        "threads": torch.get_num_threads(),
-        "peers": {peer.name: peer.note for peer in peers},
-    }
+    threads = torch.get_num_threads()
+    config = attention_config(peers, lengths, heads=num_heads, head_dim=head_dim, queries=1, threads=threads)
     slopes = published_slopes(num_heads)
 
     def steps() -> Iterator[Mapping[str, Rows]]:

@@ -18,7 +18,7 @@ from torch.nn import functional
 from alibi_attn import forgetting_attention, inspect
 from alibi_attn.inspect import TILE
 from alibi_lab import records
-from alibi_lab.measure.harness import Columns, Row, Say, candidate, keep_by_length, timed
+from alibi_lab.measure.harness import Columns, Config, Row, Say, attention_config, candidate, keep_by_length, timed
 from alibi_lab.measure.inputs import published_slopes
 from alibi_lab.measure.peers import Attention, sdpa_causal, sdpa_dense_bias
 from alibi_lab.measure.peers.ours import ours
@@ -110,7 +110,7 @@ def gates(
         RuntimeError: a peer is wrong.
     """
     kinds = {kind.name: kind for logit in logits for bound in bounds for kind in [Gated(float(logit), float(bound))]}
-    configs: dict[str, dict[str, records.Json]] = {
+    configs: dict[str, Config] = {
         name: {"gate_logit": kind.logit, "score_bound": kind.bound, **gates_config(HEADS, HEAD_DIM, lengths)}
         for name, kind in kinds.items()
     }
@@ -125,17 +125,10 @@ def gates(
     )
 
 
-def gates_config(heads: int, head_dim: int, lengths: Sequence[int]) -> dict[str, records.Json]:
+def gates_config(heads: int, head_dim: int, lengths: Sequence[int]) -> Config:
     """The part of the config that all gate benchmarks share."""
-    return {
-        "heads": heads,
-        "head_dim": head_dim,
-        "dtype": "float32",
-        "lengths": list(lengths),
-        "threads": torch.get_num_threads(),
-        "pruned_at": PRUNED_AT,
-        "peers": PEERS,
-    }
+    shared = attention_config((), lengths, heads=heads, head_dim=head_dim, threads=torch.get_num_threads())
+    return {**shared, "pruned_at": PRUNED_AT, "peers": PEERS}
 
 
 def pruned_scores(decay: Tensor, query: Tensor, key: Tensor, tolerance: float) -> int:

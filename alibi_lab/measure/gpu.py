@@ -20,7 +20,7 @@ from torch.nn.attention import SDPBackend
 from alibi_attn import alibi_attention, alibi_slopes
 from alibi_lab.measure.decoding import WITH_CACHE, peers_of_one_query
 from alibi_lab.measure.gpu_rows import KINDS, TOKENS, Inputs, measured, unmeasured
-from alibi_lab.measure.harness import Config, Row, Rows, Say, keep, number, whole_ms
+from alibi_lab.measure.harness import Config, Row, Rows, Say, attention_config, keep, number, whole_ms
 from alibi_lab.measure.peers import Peer, eager, flash_attn, flex, rank_two, sdpa_causal, sdpa_dense_bias
 from alibi_lab.measure.peers.ours import ours, ours_with_cache
 
@@ -144,16 +144,16 @@ def _name(shape: tuple[int, int], kind: str, decoding: bool, device: torch.devic
 def _config(
     shape: tuple[int, int], kind: str, decoding: bool, lengths: Sequence[int], dtype: torch.dtype, device: torch.device
 ) -> Config:
-    return {
-        "kind": kind,
-        "heads": shape[0],
-        "head_dim": shape[1],
-        "dtype": str(dtype).removeprefix("torch."),
-        "lengths": list(lengths),
-        "smoke": device.type == "cpu",
-        "device": device.type,
-        "peers": {peer.name: peer.note for peer in _peers(decoding, device)},
-    }
+    return attention_config(
+        _peers(decoding, device),
+        lengths,
+        heads=shape[0],
+        head_dim=shape[1],
+        dtype=str(dtype).removeprefix("torch."),
+        kind=kind,
+        smoke=device.type == "cpu",
+        device=device.type,
+    )
 
 
 def _peers(decoding: bool, device: torch.device) -> list[Peer]:

@@ -210,6 +210,20 @@ def keep_by_length(
     return keep(out, named, steps(), summary=summary, say=say)
 
 
+def attention_config(
+    peers: Iterable[Peer],
+    lengths: Sequence[int],
+    *,
+    heads: int = 8,
+    head_dim: int = 64,
+    dtype: str = "float32",
+    **more: records.Json,
+) -> Config:
+    """The config of a benchmark of attention."""
+    notes = {peer.name: peer.note for peer in peers}
+    return {"heads": heads, "head_dim": head_dim, "dtype": dtype, "lengths": list(lengths), "peers": notes, **more}
+
+
 def append(columns: Columns, name: str, row: Mapping[str, records.Json]) -> None:
     """Adds a row to the columns of one peer."""
     for column, figure in row.items():

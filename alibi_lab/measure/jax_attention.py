@@ -12,13 +12,13 @@ import torch
 from torch import Tensor
 
 from alibi_attn.jax import alibi_attention
-from alibi_lab import records
 from alibi_lab.measure.correctness import Reference
 from alibi_lab.measure.harness import (
     Candidate,
     Columns,
     Row,
     Say,
+    attention_config,
     forward_pass,
     keep_by_length,
     number,
@@ -32,7 +32,6 @@ from alibi_lab.measure.peers.ours import ours as ours_in_torch
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 CHECKED_QUERIES = 64  # the last queries are compared with fp64
-NUM_HEADS, HEAD_DIM = 8, 64
 TORCH = "PyTorch"
 
 
@@ -75,18 +74,9 @@ def jax_attention(
         memory: also measure peak memory, each in a fresh process.
     """
     device = jax.devices()[0]
-    configs: dict[str, dict[str, records.Json]] = {
-        kind: {
-            "kind": kind,
-            "heads": NUM_HEADS,
-            "head_dim": HEAD_DIM,
-            "dtype": "float32",
-            "lengths": list(lengths),
-            "framework": "jax",
-            "device": device.device_kind,
-            "peers": {peer.name: peer.note for peer in peers},
-        }
-        for kind in kinds
+    kind_of_device = device.device_kind
+    configs = {
+        kind: attention_config(peers, lengths, kind=kind, framework="jax", device=kind_of_device) for kind in kinds
     }
     on_cpu = device.platform == "cpu"
     return keep_by_length(

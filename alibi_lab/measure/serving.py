@@ -82,7 +82,7 @@ def _family(
         "skipped": skipped,
     }
     records.expect_new(out, "benchmark", f"serving/{family}", config)
-    errors = in_fresh_process(_logits_errors, family, width, threads)
+    errors = in_fresh_process(_logits_errors, family, width, threads=threads)
     report(f"serving/{family}", {f"errors at {CHECKED_LENGTH} tokens": errors}, say)
     curves = {OURS: lengths, BF16: lengths, ORIGINAL: unpatched, **dict.fromkeys(peers, unpatched)}
     measured: dict[str, Rows] = {name: {} for name in curves}
@@ -90,12 +90,12 @@ def _family(
         for name in [name for name, at in curves.items() if length in at]:
             why_not = _too_large(measured[name], length)
             if why_not is None and name in peers:
-                row, off = in_fresh_process(_measure_program, name, length, width, threads)
+                row, off = in_fresh_process(_measure_program, name, length, width, threads=threads)
                 errors[f"logits_error_{name}_{length}"] = off
                 if not off < MOST_ERROR:
                     why_not = f"its logits are off by {off:.1e}, so its time is not comparable"
             elif why_not is None:
-                row = in_fresh_process(_measure, family, name, length, width, threads)
+                row = in_fresh_process(_measure, family, name, length, width, threads=threads)
             if why_not is not None:
                 skipped.append(f"{name} {length}")
                 say(f"serving/{family} {name} {length}: skipped, {why_not}")
@@ -116,8 +116,7 @@ def _family(
     return records.save(record, out)
 
 
-def _measure(family: str, name: str, length: int, width: int, threads: int | None) -> Row:
-    _set_threads(threads)
+def _measure(family: str, name: str, length: int, width: int) -> Row:
     model, attention = decoder(family, width, max(length, WARM_UP_LENGTH)), [0.0]
     if name == BF16:
         model.bfloat16()
@@ -134,9 +133,8 @@ def _measure(family: str, name: str, length: int, width: int, threads: int | Non
     return _row(*min(passes), before)
 
 
-def _measure_program(name: str, length: int, width: int, threads: int | None) -> tuple[Row, float]:
+def _measure_program(name: str, length: int, width: int) -> tuple[Row, float]:
     """(row of another program, error of its last logits relative to a patched model's largest logit)."""
-    _set_threads(threads)
     model, tokens = bloom(width), _tokens(length)
     room = max(length, WARM_UP_LENGTH)
     with programs.opened(name, model, room=room, threads=torch.get_num_threads()) as program:
@@ -161,9 +159,8 @@ def _passes(call: Callable[[], object]) -> Iterator[float]:
             break
 
 
-def _logits_errors(family: str, width: int, threads: int | None) -> dict[str, float]:
+def _logits_errors(family: str, width: int) -> dict[str, float]:
     """The errors of the patched model: as it is measured, with the checkpoint's rounding, and in bf16, by metric."""
-    _set_threads(threads)
     errors: dict[str, float] = {}
     tokens = _tokens(CHECKED_LENGTH)
     with torch.no_grad():
@@ -182,11 +179,6 @@ def _logits_errors(family: str, width: int, threads: int | None) -> dict[str, fl
 def error(logits: Tensor, expected: Tensor) -> float:
     """The largest difference over the largest logit."""
     return float((logits - expected).abs().max() / expected.abs().max())
-
-
-def _set_threads(threads: int | None) -> None:
-    if threads is not None:
-        torch.set_num_threads(threads)
 
 
 def _tokens(length: int) -> Tensor:

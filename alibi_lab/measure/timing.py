@@ -143,19 +143,32 @@ def too_large(needed: float) -> str | None:
     return f"it may need {needed / 2**30:.0f} GiB but {available / 2**30:.0f} GiB are available"
 
 
-def in_fresh_process(function: Callable[..., Result], *arguments: object) -> Result:
+def in_fresh_process(function: Callable[..., Result], *arguments: object, threads: int | None = None) -> Result:
     """Runs the call in its own process and returns its result.
+
+    Args:
+        threads: torch's number of threads there; None = its default.
 
     Raises:
         RuntimeError: the process died.
     """
-    with concurrent.futures.process.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn")) as pool:
-        try:
-            return pool.submit(function, *arguments).result()
-        except concurrent.futures.process.BrokenProcessPool:
-            raise RuntimeError(
-                f"{function.__name__}{arguments} died, most likely because it ran out of memory; pass shorter lengths"
-            ) from None
+    with fresh_process(threads) as process:
+        return result(process.submit(function, *arguments), f"{function.__name__}{arguments}", "pass shorter lengths")
+
+
+def fresh_process(threads: int | None) -> concurrent.futures.process.ProcessPoolExecutor:
+    """An executor with one new process."""
+    context = multiprocessing.get_context("spawn")
+    set_threads = None if threads is None else functools.partial(torch.set_num_threads, threads)
+    return concurrent.futures.process.ProcessPoolExecutor(1, mp_context=context, initializer=set_threads)
+
+
+def result(future: "concurrent.futures.Future[Result]", what: str, advice: str) -> Result:
+    """The result of a call in another process, or a RuntimeError with advice if the process died."""
+    try:
+        return future.result()
+    except concurrent.futures.process.BrokenProcessPool:
+        raise RuntimeError(f"{what} died, most likely because it ran out of memory; {advice}") from None
 
 
 def time_attention(model: nn.Module, layers: Collection[str], seconds: list[float]) -> None:

@@ -13,7 +13,6 @@ import concurrent.futures.process
 import contextlib
 import dataclasses
 import functools
-import multiprocessing
 import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -29,7 +28,7 @@ from alibi_lab.lab.training.train import Step
 from alibi_lab.lab.training.train import steps as train_steps
 from alibi_lab.measure import utilization
 from alibi_lab.measure.harness import Config, Row, Rows, Say, keep
-from alibi_lab.measure.timing import MATRIX_SIZE, elapsed_ms, medians_of
+from alibi_lab.measure.timing import MATRIX_SIZE, elapsed_ms, fresh_process, medians_of, result
 from alibi_lab.measure.utilization import expect_agreement, product_in, profiled_shares, utilization_row
 
 Size: TypeAlias = Literal["smoke", "small", "medium"]  # the scales that fit on one CPU
@@ -98,7 +97,7 @@ def training(
 
     def steps() -> Iterator[Mapping[str, Rows]]:
         with contextlib.ExitStack() as stack:
-            pools = {precision: stack.enter_context(_process(threads)) for precision in PRECISIONS}
+            pools = {precision: stack.enter_context(fresh_process(threads)) for precision in PRECISIONS}
             losses = _first_losses(pools, configs)
             calls: dict[str, Callable[[], float]] = {}
             for precision, pool in pools.items():
@@ -176,24 +175,13 @@ def _product(precision: Precision) -> str:
     return f"matrix product, {PRECISIONS[precision]}"
 
 
-def _process(threads: int) -> Pool:
-    """A separate process that computes with this many threads."""
-    context = multiprocessing.get_context("spawn")
-    return Pool(1, mp_context=context, initializer=torch.set_num_threads, initargs=(threads,))
-
-
 def _call(pool: Pool, function: Callable[..., _Result], *arguments: object) -> _Result:
     """Runs the function in the pool's process."""
     return _result(pool.submit(function, *arguments))
 
 
 def _result(future: "concurrent.futures.Future[_Result]") -> _Result:
-    try:
-        return future.result()
-    except concurrent.futures.process.BrokenProcessPool:
-        raise RuntimeError(
-            "a training process died, most likely because it ran out of memory; pass a smaller --scale"
-        ) from None
+    return result(future, "a training process", "pass a smaller --scale")
 
 
 # The functions below run in the process of one precision. The caches keep its trainings between calls.

@@ -29,7 +29,7 @@ def _without_peers(monkeypatch):
 @pytest.fixture
 def here(monkeypatch):
     """Everything runs in this process, once and on short inputs."""
-    monkeypatch.setattr(module, "in_fresh_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(module, "in_fresh_process", lambda function, *arguments, **_: function(*arguments))
     for name, value in (("TURNS", 1), ("WARM_UP_LENGTH", 64), ("CHECKED_LENGTH", 64)):
         monkeypatch.setattr(module, name, value)
 
