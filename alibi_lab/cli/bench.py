@@ -21,20 +21,21 @@ def commands(benchmarks: Mapping[str, Benchmark]) -> typer.Typer:
         no_args_is_help=True,
     )
     for name, benchmark in benchmarks.items():
-        group.command(name)(_command(benchmark))
+        group.command(name)(_command(name, benchmark))
     return group
 
 
-def _command(benchmark: Benchmark) -> Callable[..., None]:
+def _command(name: str, benchmark: Benchmark) -> Callable[..., None]:
     """The command of a benchmark. Typer reads its options from the signature that is set here."""
 
     def command(out: Path, **values: Any) -> None:
-        module, _, function = benchmark.function.partition(":")
+        place = benchmark.function or f"alibi_lab.measure.{name}:{name}".replace("-", "_")
+        module, _, function = place.partition(":")
         with needs(benchmark.extra):
             measure = getattr(importlib.import_module(module), function)
         check_writable(out / "record.json")
         arguments = {option.name: _value(option, values) for option in benchmark.options}
-        given = {name: value for name, value in arguments.items() if value not in ("", None)}
+        given = {option: value for option, value in arguments.items() if value not in ("", None)}
         for path in measure(out, **given, say=typer.echo):
             typer.echo(f"record {path}")
 

@@ -40,17 +40,17 @@ class Benchmark:
     """A command of `alibi bench`.
 
     Args:
-        function: "module:function".
-        extra: the extra of this package to install.
         help: what the command measures.
         example: a command line.
+        function: "module:function"; by default both have the command's name, in this folder.
+        extra: the extra of this package to install.
     """
 
-    function: str
-    extra: str
     help: str
     example: str
     options: tuple[Option, ...]
+    function: str = ""
+    extra: str = "torch"
 
 
 def whole_numbers(example: str) -> Callable[[str, str], tuple[int, ...]]:
@@ -79,8 +79,8 @@ def shapes(text: str, name: str) -> list[tuple[int, int]]:
     return [(int(count), int(size)) for count, size in pairs]
 
 
-def lengths(help: str, example: str = "1024,8192") -> Option:
-    return Option("lengths", "", help, whole_numbers(example))
+def lengths(help: str, example: str = "1024,8192", *, name: str = "lengths") -> Option:
+    return Option(name, "", help, whole_numbers(example))
 
 
 def seconds(default: float, help: str = "Time limit in seconds per length and direction.") -> Option:
@@ -96,8 +96,6 @@ SMALL = Option("scale", "small", "smoke or small.")
 
 BENCHMARKS: Mapping[str, Benchmark] = {
     "cpu": Benchmark(
-        "alibi_lab.measure.cpu:cpu",
-        "torch",
         "Causal ALiBi attention, forward and backward: ours compared with what users would run instead.",
         "alibi bench cpu --lengths 1024,2048 --no-memory",
         (
@@ -114,15 +112,13 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         ),
     ),
     "trained": Benchmark(
-        "alibi_lab.measure.trained_reach:trained_reach",
-        "lab",
         "Train a small ALiBi model and compare the certified reach of its heads with their true reach, computed in fp64.",
         "alibi bench trained --scale smoke --out /tmp/records",
         (SMALL, Option("run", Path("runs/trained-reach"), "Folder for the training and the captured tensors.")),
+        function="alibi_lab.measure.trained_reach:trained_reach",
+        extra="lab",
     ),
     "trained-gates": Benchmark(
-        "alibi_lab.measure.trained_gates:trained_gates",
-        "lab",
         "Train small models with forget gates, and measure attention on the gates they learned as `bench gates` does on noise.",
         "alibi bench trained-gates --scale smoke --out /tmp/records",
         (
@@ -132,10 +128,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             repeats(),
             seconds(10.0),
         ),
+        extra="lab",
     ),
     "training": Benchmark(
-        "alibi_lab.measure.training:training",
-        "lab",
         "The share of the processor's matrix rate that training reaches (MFU), in fp32 and bf16, and where the time is spent.",
         "alibi bench training --scale small --methods alibi",
         (
@@ -146,37 +141,32 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             repeats(9),
             seconds(300.0, "Time limit in seconds for all turns."),
         ),
+        extra="lab",
     ),
     "serving": Benchmark(
-        "alibi_lab.measure.serving:serving",
-        "hf",
         "Time and peak memory of BLOOM, MPT and Falcon-RW from transformers on long inputs, unmodified and patched.",
         "alibi bench serving --lengths 1024,2048",
         (
             lengths("Sequence lengths, as in 1024,8192; default 512 … 16384."),
             Option("families", "bloom,mpt,falcon", "Model families: bloom, mpt, falcon.", names),
         ),
+        extra="hf",
     ),
     "embedding": Benchmark(
-        "alibi_lab.measure.embedding:embedding",
-        "hf",
         "A base-size encoder: ours, the original's arithmetic, SDPA, ONNX Runtime, llama.cpp, and a BERT without a bias.",
         "alibi bench embedding --lengths 512,2048 --layers 2",
         (
             Option("precisions", "float32,bfloat16,int8", "Some of float32, bfloat16 and int8.", names),
             lengths("Lengths of single texts; default 512,2048,8192."),
-            Option(
-                "mixed", "", "Lengths of the texts in one mixed batch; default 1024 … 32.", whole_numbers("1024,8192")
-            ),
+            lengths("Lengths of the texts in one mixed batch; default 1024 … 32.", "1024,8192", name="mixed"),
             Option("layers", 12, "Number of layers.", limits={"min": 1}),
             repeats(3, "Most passes per process; the median of all counts."),
             seconds(10.0, "Time limit in seconds per process."),
             Option("rounds", 3, "Processes per encoder and length, in turns.", limits={"min": 1}),
         ),
+        extra="hf",
     ),
     "passages": Benchmark(
-        "alibi_lab.measure.passage_search:passages",
-        "hf",
         "Train small encoders on books, and search passages of other books: late chunking, or chunks embedded alone; also int8.",
         "alibi bench passages --text novels --out /tmp/records",
         (
@@ -184,10 +174,10 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             SMALL,
             Option("run", Path("runs/passages"), "Folder for the trainings, which resume."),
         ),
+        function="alibi_lab.measure.passage_search:passages",
+        extra="hf",
     ),
     "int8": Benchmark(
-        "alibi_lab.measure.int8_error:int8_error",
-        "lab",
         "What linear layers in int8 change in a decoder trained by the lab: logits and perplexity on held-out text.",
         "alibi bench int8 --checkpoint runs/quick/checkpoints/quick/alibi-128/seed-0-…",
         (
@@ -197,10 +187,10 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             Option("length", 512, "Tokens per piece of text.", limits={"min": 2}),
             Option("tokens", 32_768, "Most tokens.", limits={"min": 4}),
         ),
+        function="alibi_lab.measure.int8_error:int8_error",
+        extra="lab",
     ),
     "late-chunking": Benchmark(
-        "alibi_lab.measure.long_document:long_document",
-        "hf",
         "Late chunking of one long document at base size: time, peak memory, and its vectors compared with one undivided pass.",
         "alibi bench late-chunking --tokens 20000 --layers 2",
         (
@@ -210,17 +200,16 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             Option("layers", 12, "Number of layers.", limits={"min": 1}),
             Option("dtype", "float32", "float32 or bfloat16."),
         ),
+        function="alibi_lab.measure.long_document:long_document",
+        extra="hf",
     ),
     "generating": Benchmark(
-        "alibi_lab.measure.generating:generating",
-        "hf",
         "Decode one token of a whole BLOOM with a long cache: unmodified, patched, and patched with ALiBiCache; also padded.",
         "alibi bench generating --lengths 8192,65536",
         (lengths("Numbers of cached tokens, as in 8192,65536."),),
+        extra="hf",
     ),
     "next-tokens": Benchmark(
-        "alibi_lab.measure.next_tokens:next_tokens",
-        "hf",
         "Decode tokens after a prompt with a BLOOM in fp32, bf16 and int8, compared with llama.cpp and CTranslate2.",
         "alibi bench next-tokens --lengths 512,2048",
         (
@@ -231,10 +220,9 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             Option("vocabulary", 1000, "Its number of tokens; BLOOM-560m has 250880.", limits={"min": 2}),
             repeats(help="Runs per program; the median counts."),
         ),
+        extra="hf",
     ),
     "streaming": Benchmark(
-        "alibi_lab.measure.streaming:streaming",
-        "torch",
         "Stream many tokens through caches that drop keys with a certificate: flat time and memory, outputs of a full pass.",
         "alibi bench streaming --tokens 20000",
         (
@@ -243,8 +231,6 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         ),
     ),
     "long-texts": Benchmark(
-        "alibi_lab.measure.long_texts:long_texts",
-        "hf",
         "Read a long text into a cache in files: time per token and memory; bytes read on opening; memory of shared caches.",
         "alibi bench long-texts --tokens 262144",
         (
@@ -256,35 +242,25 @@ BENCHMARKS: Mapping[str, Benchmark] = {
                 "cache", "", "Folder of the cache, which stays; on a disk, not in memory. Default: next to the record."
             ),
         ),
+        extra="hf",
     ),
     "decoding": Benchmark(
-        "alibi_lab.measure.decoding:decoding",
-        "torch",
         "Decode one token with a long cache: all keys, compared with only the keys within reach.",
         "alibi bench decoding --lengths 4096,65536",
         (lengths("Numbers of cached tokens, as in 4096,65536."),),
     ),
     "gates": Benchmark(
-        "alibi_lab.measure.gates:gates",
-        "torch",
         "Attention with forget gates: ours, SDPA with a dense bias, causal SDPA without gates, and the scores that ACP keeps.",
         "alibi bench gates --lengths 2048,8192",
         (
             lengths("Sequence lengths, as in 2048,8192; default 2048 … 32768."),
-            Option(
-                "logits",
-                "",
-                "Mean logits of the gates, as integers; 12 forgets nothing. Default 2,4,6.",
-                whole_numbers("2,4"),
-            ),
-            Option("bounds", "", "Bounds of the scores, as integers; default 8,16.", whole_numbers("8,16")),
+            lengths("Mean logits of the gates, as integers; 12 forgets nothing. Default 2,4,6.", "2,4", name="logits"),
+            lengths("Bounds of the scores, as integers; default 8,16.", "8,16", name="bounds"),
             repeats(),
             seconds(10.0),
         ),
     ),
     "context-parallel": Benchmark(
-        "alibi_lab.measure.context_parallel:context_parallel",
-        "torch",
         "One sequence on several local processes: halos compared with an all-gather of keys and values, in rows and time.",
         "alibi bench context-parallel --lengths 16384 --ranks 2",
         (
@@ -295,8 +271,6 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         ),
     ),
     "gpu": Benchmark(
-        "alibi_lab.measure.gpu:gpu",
-        "torch",
         "Our Triton kernels compared with what users would run instead, on one CUDA GPU, in under ten minutes.",
         "python -m alibi_lab bench gpu --lengths 2048,16384 --shapes 16x128",
         (
@@ -314,8 +288,6 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         ),
     ),
     "host": Benchmark(
-        "alibi_lab.measure.host:host",
-        "torch",
         "What a call of the Triton kernels costs the host, without a GPU: Python time, launches, torch operations, allocations.",
         "alibi bench host --label before",
         (
@@ -324,10 +296,10 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         ),
     ),
     "jax": Benchmark(
-        "alibi_lab.measure.jax_attention:jax_attention",
-        "torch,jax",
         "Our JAX attention compared with jax.nn.dot_product_attention, with a dense bias and without a bias.",
         "alibi bench jax --lengths 1024,4096",
         (lengths("Sequence lengths, as in 1024,8192."), repeats(), seconds(20.0), MEMORY),
+        function="alibi_lab.measure.jax_attention:jax_attention",
+        extra="torch,jax",
     ),
 }

@@ -13,11 +13,10 @@ from alibi_lab.measure.benchmarks import BENCHMARKS, Benchmark, Option, lengths
 from alibi_lab.report.page import report_html
 
 ROW = Benchmark(
-    "made_up_benchmark:made_up",
-    "torch",
     "Ours compared with a loop over queries.",
     "alibi bench made-up --lengths 8,16",
     (lengths("Tokens, as in 8,16."), Option("peer", "by query", "Which loop.", old="loop")),
+    function="made_up_benchmark:made_up",
 )
 APP = commands({**BENCHMARKS, "made-up": ROW})
 RUNNER = CliRunner()
