@@ -110,13 +110,13 @@ def _measured(rank: int, count: int, length: int, repeats: int, seconds: float) 
     of_call = vars(traffic).copy()
     error = max(_difference(ours, gather) for ours, gather in zip(*outputs.values(), strict=True))
     numbers = torch.tensor([error, of_call["rows_received"], of_call["bytes_received"]], dtype=torch.float64)
-    everywhere = _of_all(numbers, count)
+    everywhere = _of_all(numbers)
     error = float(everywhere[:, 0].max())
     if not error <= _ALLOWED:
         raise RuntimeError(
             f"context_parallel_attention and an all-gather differ by {error:.1e} at {length} tokens but {_ALLOWED:.0e} is allowed"
         )
-    times = _times(calls, leaves, grad, count, repeats, seconds)
+    times = _times(calls, leaves, grad, repeats, seconds)
     other_rows = count * (count - 1) * (length // count) * HEADS
     row_bytes = 2 * HEAD_DIM * 4
     received = {
@@ -138,24 +138,19 @@ def _difference(ours: Tensor, other: Tensor) -> float:
 
 
 def _times(
-    calls: Mapping[str, Callable[[], Tensor]],
-    leaves: list[Tensor],
-    grad: Tensor,
-    count: int,
-    repeats: int,
-    seconds: float,
+    calls: Mapping[str, Callable[[], Tensor]], leaves: list[Tensor], grad: Tensor, repeats: int, seconds: float
 ) -> dict[str, list[float]]:
     """Medians of [forward, backward] in milliseconds, each of the slowest rank; the peers take turns."""
     spent: dict[str, list[Tensor]] = {name: [] for name in calls}
     end = time.perf_counter() + seconds
     for turn in range(repeats):
-        late = _of_all(torch.tensor([float(turn > 0 and time.perf_counter() > end)]), count)
+        late = _of_all(torch.tensor([float(turn > 0 and time.perf_counter() > end)]))
         if bool(late.any()):
             break
         for name, call in calls.items():
             dist.barrier()
             times = torch.tensor(_once(call, leaves, grad), dtype=torch.float64)
-            spent[name].append(_of_all(times, count).amax(0))
+            spent[name].append(_of_all(times).amax(0))
     return {name: torch.stack(turns).quantile(0.5, 0).tolist() for name, turns in spent.items()}
 
 
@@ -168,9 +163,9 @@ def _once(call: Callable[[], Tensor], leaves: list[Tensor], grad: Tensor) -> tup
     return (between - begun) * 1e3, (time.perf_counter() - between) * 1e3
 
 
-def _of_all(numbers: Tensor, count: int) -> Tensor:
+def _of_all(numbers: Tensor) -> Tensor:
     """[R, n], the values of all R ranks."""
-    gathered = [torch.empty_like(numbers) for _ in range(count)]
+    gathered = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
     dist.all_gather(gathered, numbers)
     return torch.stack(gathered)
 

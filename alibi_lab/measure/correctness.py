@@ -7,7 +7,7 @@ last keys and values, equal those of a call with these queries alone, which is c
 import dataclasses
 import functools
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -66,8 +66,8 @@ class Reference:
         longest_value = float(torch.linalg.vector_norm(value[:1], dim=-1, dtype=torch.float32).max())
         rows, units, by_hand = {}, {}, {}
         for biased, m in ((True, slopes), (False, torch.zeros_like(slopes))):
-            true = _last_rows(exact, query, key, value, grad, m, torch.float64)
-            hand = _last_rows(plain, query, key, value, grad, m, query.dtype)
+            true = _last_rows(exact, (query, key, value, grad), m, torch.float64)
+            hand = _last_rows(plain, (query, key, value, grad), m, query.dtype)
             units[biased] = [longest_value, *(max(_longest(x), 1e-30) for x in true[1:])]
             by_hand[biased] = _relative(hand, true, units[biased])
             rows[biased] = true
@@ -105,10 +105,7 @@ def computed(attention: Attention, query: Tensor, key: Tensor, value: Tensor, gr
 
 def _last_rows(
     run: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    grad: Tensor,
+    inputs: Sequence[Tensor],
     slopes: Tensor,
     dtype: torch.dtype,
 ) -> list[Tensor]:
@@ -116,11 +113,12 @@ def _last_rows(
 
     Args:
         run: (query, key, value, slope, index of the head) -> output
+        inputs: (query, key, value, gradient of the output).
     """
     heads = []
-    for h in range(query.shape[1]):
-        q, near_k, near_v, do = (x[:1, h : h + 1, -ROWS:].detach().to(dtype) for x in (query, key, value, grad))
-        far_k, far_v = (x[:1, h : h + 1, :-ROWS].detach().to(dtype) for x in (key, value))
+    for h in range(inputs[0].shape[1]):
+        q, near_k, near_v, do = (x[:1, h : h + 1, -ROWS:].detach().to(dtype) for x in inputs)
+        far_k, far_v = (x[:1, h : h + 1, :-ROWS].detach().to(dtype) for x in inputs[1:3])
         leaves = [x.requires_grad_() for x in (q, near_k, near_v)]
         output = run(q, torch.cat([far_k, near_k], 2), torch.cat([far_v, near_v], 2), slopes[h : h + 1], h)
         heads.append([output.detach(), *torch.autograd.grad(output, leaves, do)])

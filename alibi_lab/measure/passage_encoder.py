@@ -126,17 +126,16 @@ def trained_encoder(books: Sequence[str], setup: Setup, trained: Trained, folder
     place = folder / digest.hexdigest()[:12]
     if (place / trained).exists():
         return place / trained
-    words = _tokenizer(books, setup, place)
-    model = ALiBiBertForMaskedLM(_config(setup))
+    training = _Training(ALiBiBertForMaskedLM(_config(setup)), _tokenizer(books, setup, place), books, setup)
     stages: list[tuple[str, Callable[[np.random.Generator], Tensor], int]] = [
-        ("masked", functools.partial(_masked_loss, model, words, books, setup), setup.masked_steps),
-        (trained, functools.partial(_pair_loss, model, words, books, setup, trained), setup.pair_steps),
+        ("masked", training.masked_loss, setup.masked_steps),
+        (trained, functools.partial(training.pair_loss, trained), setup.pair_steps),
     ]
     for number, (name, loss_of, steps) in enumerate(stages):
-        for step, loss in _steps(model, loss_of, steps, setup, place / f"{name}.pt", number):
+        for step, loss in training.steps(loss_of, steps, place / f"{name}.pt", number):
             if (step + 1) % SAVED_EVERY == 0 or step + 1 == steps:
                 say(f"{name} {step + 1}/{steps}, {loss:.3f} nats")
-    return _finished(model.bert, words, place / trained)
+    return _finished(training.model.bert, training.words, place / trained)
 
 
 def chunk_tokens(words: PreTrainedTokenizerFast, text: str, size: int) -> tuple[Tokens, NDArray[np.int64]]:
@@ -167,88 +166,85 @@ def _config(setup: Setup) -> ALiBiBertConfig:
     )
 
 
-def _steps(
-    model: ALiBiBertForMaskedLM,
-    loss_of: Callable[[np.random.Generator], Tensor],
-    steps: int,
-    setup: Setup,
-    path: Path,
-    stage: int,
-) -> Iterator[tuple[int, float]]:
-    """Trains one stage, saves it regularly and yields (step, loss); the rate rises over a tenth and falls to 0 as a cosine."""
-    optimizer = torch.optim.AdamW(model.parameters(), lr=setup.learning_rate, weight_decay=0.01)
-    first = 0
-    if path.exists():
-        state = torch.load(path, weights_only=True)
-        model.load_state_dict(state["model"])
-        optimizer.load_state_dict(state["optimizer"])
-        first = state["step"]
-    model.train()
-    warm_up = max(1, steps // 10)
-    for step in range(first, steps):
-        rate = min((step + 1) / warm_up, (1 + math.cos(math.pi * step / steps)) / 2)
-        for group in optimizer.param_groups:
-            group["lr"] = setup.learning_rate * rate
-        loss = loss_of(np.random.default_rng((setup.seed, stage, step)))
-        optimizer.zero_grad()
-        loss.backward()
-        torch.nn.utils.clip_grad_norm_(model.parameters(), 1.0)
-        optimizer.step()
-        if (step + 1) % SAVED_EVERY == 0 or step + 1 == steps:
-            buffer = io.BytesIO()
-            torch.save({"model": model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, buffer)
-            replace_file(path, buffer.getvalue())
-        yield step, loss.item()
+@dataclasses.dataclass(frozen=True)
+class _Training:
+    """A model that is trained on books, with its tokenizer."""
 
+    model: ALiBiBertForMaskedLM
+    words: PreTrainedTokenizerFast
+    books: Sequence[str]
+    setup: Setup
 
-def _masked_loss(
-    model: ALiBiBertForMaskedLM,
-    words: PreTrainedTokenizerFast,
-    books: Sequence[str],
-    setup: Setup,
-    random: np.random.Generator,
-) -> Tensor:
-    """The cross-entropy of masked tokens of some stretches."""
-    texts = stretches(books, setup.stretch, setup.batch, random)
-    rows = [framed(np.asarray(ids, dtype=np.int64)) for ids in words(texts, add_special_tokens=False)["input_ids"]]
-    ids, mask = padded(rows)
-    hidden = torch.from_numpy(random.random(ids.shape) < setup.masked_share) & mask.bool() & (ids >= len(SPECIAL))
-    states = model.bert(ids.masked_fill(hidden, MASK), mask).last_hidden_state
-    return F.cross_entropy(model.cls["predictions"](states[hidden]), ids[hidden])
+    def steps(
+        self, loss_of: Callable[[np.random.Generator], Tensor], steps: int, path: Path, stage: int
+    ) -> Iterator[tuple[int, float]]:
+        """Trains a stage, saves it regularly, and yields (step, loss); the rate rises over a tenth and falls to 0 as a cosine."""
+        optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.setup.learning_rate, weight_decay=0.01)
+        first = 0
+        if path.exists():
+            state = torch.load(path, weights_only=True)
+            self.model.load_state_dict(state["model"])
+            optimizer.load_state_dict(state["optimizer"])
+            first = state["step"]
+        self.model.train()
+        warm_up = max(1, steps // 10)
+        for step in range(first, steps):
+            rate = min((step + 1) / warm_up, (1 + math.cos(math.pi * step / steps)) / 2)
+            for group in optimizer.param_groups:
+                group["lr"] = self.setup.learning_rate * rate
+            loss = loss_of(np.random.default_rng((self.setup.seed, stage, step)))
+            optimizer.zero_grad()
+            loss.backward()
+            torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
+            optimizer.step()
+            if (step + 1) % SAVED_EVERY == 0 or step + 1 == steps:
+                buffer = io.BytesIO()
+                torch.save(
+                    {"model": self.model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, buffer
+                )
+                replace_file(path, buffer.getvalue())
+            yield step, loss.item()
 
+    def masked_loss(self, random: np.random.Generator) -> Tensor:
+        """The cross-entropy of masked tokens of some stretches."""
+        texts = stretches(self.books, self.setup.stretch, self.setup.batch, random)
+        rows = [
+            framed(np.asarray(ids, dtype=np.int64)) for ids in self.words(texts, add_special_tokens=False)["input_ids"]
+        ]
+        ids, mask = padded(rows)
+        hidden = (
+            torch.from_numpy(random.random(ids.shape) < self.setup.masked_share) & mask.bool() & (ids >= len(SPECIAL))
+        )
+        states = self.model.bert(ids.masked_fill(hidden, MASK), mask).last_hidden_state
+        return F.cross_entropy(self.model.cls["predictions"](states[hidden]), ids[hidden])
 
-def _pair_loss(
-    model: ALiBiBertForMaskedLM,
-    words: PreTrainedTokenizerFast,
-    books: Sequence[str],
-    setup: Setup,
-    trained: Trained,
-    random: np.random.Generator,
-) -> Tensor:
-    """The cross-entropy of assigning each removed sentence to its chunk, among the chunks of all stretches."""
-    asked: list[Tokens] = []
-    right: list[int] = []
-    stretched: list[Tokens] = []
-    ranges: list[NDArray[np.int64]] = []
-    chunks = 0
-    for text in stretches(books, setup.stretch, setup.batch, random):
-        rest, found = questions(text, setup.removed, random)
-        if not found:
-            continue
-        ids, spans = chunk_tokens(words, rest, setup.chunk)
-        places = [question.place for question in found]
-        right += (chunks + np.searchsorted(spans[:, 1], places, "right").clip(max=len(spans) - 1)).tolist()
-        asked += [np.asarray(words(question.text, add_special_tokens=False)["input_ids"]) for question in found]
-        stretched.append(ids)
-        edges = np.minimum(np.arange(len(spans) + 1) * setup.chunk, len(ids))
-        ranges.append(np.stack([edges[:-1], edges[1:]], axis=1))
-        chunks += len(spans)
-    queries = means(model.bert, asked, [np.array([[0, len(ids)]]) for ids in asked])
-    if trained == "alone":
-        stretched = [ids[start:end] for ids, some in zip(stretched, ranges, strict=True) for start, end in some]
-        ranges = [np.array([[0, len(ids)]]) for ids in stretched]
-    scores = queries @ means(model.bert, stretched, ranges).T / setup.temperature
-    return F.cross_entropy(scores, torch.tensor(right))
+    def pair_loss(self, trained: Trained, random: np.random.Generator) -> Tensor:
+        """The cross-entropy of assigning each removed sentence to its chunk, among the chunks of all stretches."""
+        sentences: list[Tokens] = []
+        right: list[int] = []
+        stretched: list[Tokens] = []
+        ranges: list[NDArray[np.int64]] = []
+        chunks = 0
+        for text in stretches(self.books, self.setup.stretch, self.setup.batch, random):
+            rest, found = questions(text, self.setup.removed, random)
+            if not found:
+                continue
+            ids, spans = chunk_tokens(self.words, rest, self.setup.chunk)
+            places = [question.place for question in found]
+            right += (chunks + np.searchsorted(spans[:, 1], places, "right").clip(max=len(spans) - 1)).tolist()
+            sentences += [
+                np.asarray(self.words(question.text, add_special_tokens=False)["input_ids"]) for question in found
+            ]
+            stretched.append(ids)
+            edges = np.minimum(np.arange(len(spans) + 1) * self.setup.chunk, len(ids))
+            ranges.append(np.stack([edges[:-1], edges[1:]], axis=1))
+            chunks += len(spans)
+        queries = means(self.model.bert, sentences, [np.array([[0, len(ids)]]) for ids in sentences])
+        if trained == "alone":
+            stretched = [ids[start:end] for ids, some in zip(stretched, ranges, strict=True) for start, end in some]
+            ranges = [np.array([[0, len(ids)]]) for ids in stretched]
+        scores = queries @ means(self.model.bert, stretched, ranges).T / self.setup.temperature
+        return F.cross_entropy(scores, torch.tensor(right))
 
 
 def means(model: ALiBiBertModel, rows: Sequence[Tokens], ranges: Sequence[NDArray[np.int64]]) -> Tensor:

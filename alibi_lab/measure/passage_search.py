@@ -77,7 +77,7 @@ class Search:
     documents: list[Document]
     texts: list[str]
     places: NDArray[np.int64]
-    asked: list[Question]
+    questions: list[Question]
     right: list[NDArray[np.int64]]
     groups: NDArray[np.int64]
     elsewhere: NDArray[np.bool_]
@@ -167,7 +167,7 @@ def tested(
     """Metrics and curves of an encoder: recall by method, and how far int8 and windows are from one pass in fp32."""
     encoder = load(folder, max_seq_length=NO_LIMIT)
     search = prepared_search(encoder, books, setup, test)
-    queries = _alone(encoder, [question.text for question in search.asked])
+    queries = _alone(encoder, [question.text for question in search.questions])
     alone, late = _alone(encoder, search.texts), _late(encoder, search.documents, WHOLE)
     windows = {size: _late(encoder, search.documents, Windows(*size)) for size in test.windows}
     smallest = f"late, windows of {test.windows[0][0]}"
@@ -178,7 +178,7 @@ def tested(
         smallest: _ranks(queries, windows[test.windows[0]], search.right),
     }
     metrics: dict[str, float | None] = {
-        "questions": len(search.asked),
+        "questions": len(search.questions),
         "chunks": len(search.texts),
         "questions_elsewhere": int(search.elsewhere.sum()),
     }
@@ -188,7 +188,10 @@ def tested(
     ]
     if supports_int8():
         small = load(folder, max_seq_length=NO_LIMIT, dtype="int8")
-        small_queries, small_late = _alone(small, [q.text for q in search.asked]), _late(small, search.documents, WHOLE)
+        small_queries, small_late = (
+            _alone(small, [q.text for q in search.questions]),
+            _late(small, search.documents, WHOLE),
+        )
         close += [
             ("int8, sentences", _cosines(small_queries, queries)),
             ("int8, late chunks", _cosines(small_late, late)),
@@ -207,14 +210,14 @@ def tested(
 def prepared_search(encoder: Sentences, books: Sequence[str], setup: Setup, test: Trial) -> Search:
     """The stretches of the books with their chunks and questions. They depend on the tokenizer and the seed only."""
     stretches: list[str] = []
-    asked: list[Question] = []
+    every: list[Question] = []
     owners: list[tuple[int, int]] = []
     for number, book in enumerate(books):
         random = np.random.default_rng((setup.seed, 2, number))
         for start in random.integers(0, max(1, len(book) - test.size), test.stretches).tolist():
             rest, found = questions(book[start : start + test.size], test.removed, random)
             owners += [(len(stretches), number)] * len(found)
-            asked += found
+            every += found
             stretches.append(rest)
     documents = prepared(encoder, stretches, setup.chunk, WHOLE)
     places = np.repeat(np.arange(len(documents)), [len(document.spans) for document in documents])
@@ -223,16 +226,16 @@ def prepared_search(encoder: Sentences, books: Sequence[str], setup: Setup, test
     # The sentence was between two characters. If they are in two chunks, both are right.
     right = [
         np.flatnonzero((places == at) & (spans[:, 0] <= question.place) & (spans[:, 1] >= question.place - 1))
-        for question, (at, _) in zip(asked, owners, strict=True)
+        for question, (at, _) in zip(every, owners, strict=True)
     ]
     elsewhere = [
         any(
             name in stretches[at] and not any(name in texts[chunk] for chunk in chunks) for name in NAME.findall(q.text)
         )
-        for q, (at, _), chunks in zip(asked, owners, right, strict=True)
+        for q, (at, _), chunks in zip(every, owners, right, strict=True)
     ]
     groups = np.array([number for _, number in owners])
-    return Search(documents, texts, places, asked, right, groups, np.array(elsewhere))
+    return Search(documents, texts, places, every, right, groups, np.array(elsewhere))
 
 
 def supports_int8() -> bool:
@@ -247,7 +250,7 @@ def supports_int8() -> bool:
 def _recall(ranks: Mapping[str, NDArray[np.int64]], search: Search) -> Curve:
     """Recall by set of questions, method and rank; its gain over chunks embedded alone; and 95 % intervals of both over books."""
     columns: Columns = {}
-    for some, chosen in (("all", np.ones(len(search.asked), bool)), ("name elsewhere", search.elsewhere)):
+    for some, chosen in (("all", np.ones(len(search.questions), bool)), ("name elsewhere", search.elsewhere)):
         groups = search.groups[chosen]
         for rank in RANKS:
             alone = (ranks["alone"][chosen] <= rank).astype(float)

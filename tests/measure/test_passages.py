@@ -47,9 +47,9 @@ def library(tmp_path_factory: pytest.TempPathFactory) -> Path:
 
 def test_removed_sentences_put_back_give_the_text() -> None:
     text = book(0)
-    rest, asked = questions(text, 7, np.random.default_rng(0))
-    assert len({question.text for question in asked}) == 7
-    for question in reversed(asked):
+    rest, found = questions(text, 7, np.random.default_rng(0))
+    assert len({question.text for question in found}) == 7
+    for question in reversed(found):
         rest = f"{rest[: question.place]}{question.text} {rest[question.place :]}"
     inside = text[text.index(". ") + 2 : text.rindex(". ") + 2]
     assert rest == inside
@@ -75,8 +75,8 @@ def folder(library: Path, tmp_path_factory: pytest.TempPathFactory) -> Path:
 def test_right_chunks_are_those_around_the_gap(folder: Path) -> None:
     text = book(7)
     search = prepared_search(passage_search.load(folder), [text], SMALL, Trial(stretches=3, size=1500, removed=4))
-    assert len(search.asked) == len(search.right) == 12
-    for question, chunks, elsewhere in zip(search.asked, search.right, search.elsewhere, strict=True):
+    assert len(search.questions) == len(search.right) == 12
+    for question, chunks, elsewhere in zip(search.questions, search.right, search.elsewhere, strict=True):
         at = text.index(question.text)
         before, after = text[:at].split()[-1], text[at + len(question.text) :].split()[0]
         around = " ".join(search.texts[chunk] for chunk in chunks)
