@@ -38,7 +38,9 @@ def plot_alibi_bias(num_heads: int, seq_len: int) -> Figure:
 
     Source: Press et al. 2022, fig. 3 (arXiv:2108.12409).
     """
-    slopes = _checked_slopes(num_heads, seq_len)
+    if seq_len < 1:
+        raise ValueError(f"seq_len is {seq_len} but a length is at least 1 token")
+    slopes = alibi_slopes(num_heads)
     grid, curves = _grid_height(num_heads), 2.6
     height = grid + curves
     with matplotlib.rc_context({**STYLE, "figure.facecolor": "white"}):
@@ -70,7 +72,7 @@ def pictures(num_heads: int, seq_len: int, furthest: int) -> tuple[Plot, Plot]:
 
 def bias_grid(num_heads: int, seq_len: int) -> Figure:
     """The pictures of the heads alone; arguments as for `plot_alibi_bias`."""
-    slopes = _checked_slopes(num_heads, seq_len)
+    slopes = alibi_slopes(num_heads)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(_WIDTH, _grid_height(num_heads)))
         _draw_biases(figure, slopes, seq_len, bottom=0.0)
@@ -79,17 +81,11 @@ def bias_grid(num_heads: int, seq_len: int) -> Figure:
 
 def factor_curves(num_heads: int, seq_len: int) -> Figure:
     """The factors e^(−m·d) against the distance d alone; arguments as for `plot_alibi_bias`."""
-    slopes = _checked_slopes(num_heads, seq_len)
+    slopes = alibi_slopes(num_heads)
     with matplotlib.rc_context(STYLE):
         figure = Figure(figsize=(_WIDTH, 3.1))
         _draw_factors(figure.add_axes((0.1, 0.155, 0.86, 0.745)), slopes.tolist(), seq_len)
     return figure
-
-
-def _checked_slopes(num_heads: int, seq_len: int) -> Slopes:
-    if seq_len < 1:
-        raise ValueError(f"seq_len is {seq_len} but a length is at least 1 token")
-    return alibi_slopes(num_heads)
 
 
 def _columns(num_heads: int) -> int:

@@ -6,6 +6,7 @@ paper's is dashed with hollow markers. Next: `paper_items.py` and `paper_changes
 
 import dataclasses
 import math
+from typing import Any
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -60,14 +61,9 @@ class Panel:
 
 def joined(one: Line, other: Line) -> Line:
     """Two lines joined into one, the points of the first before those of the second."""
-    return dataclasses.replace(
-        one,
-        x=np.append(one.x, other.x),
-        y=np.append(one.y, other.y),
-        low=np.append(one.low, other.low),
-        high=np.append(one.high, other.high),
-        paper_length=np.append(one.paper_length, other.paper_length),
-    )
+    names = ("x", "y", "low", "high", "paper_length")
+    columns: dict[str, Any] = {name: np.append(getattr(one, name), getattr(other, name)) for name in names}
+    return dataclasses.replace(one, **columns)
 
 
 def lines(panel: Panel) -> Figure:

@@ -8,6 +8,7 @@ separate scales. `paper_changes.py` computes the ratios, `paper.py` draws.
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from typing import Any
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -260,20 +261,9 @@ def _window_losses(record: Record, item: PublishedItem) -> Plot | None:
         token, loss, mean = (column(label, name) for name in ("token", "loss_nats", "whole_text_nats"))
         if not np.isfinite(loss).any():
             continue
-        nothing = np.full(len(token), math.nan)
         method = "sinusoidal" if not lines else "alibi"  # two colors that are easy to distinguish
-        line = Line(
-            name=label,
-            label=label,
-            method=method,
-            ours=True,
-            x=token,
-            y=loss,
-            low=nothing,
-            high=nothing,
-            paper_length=nothing,
-        )
-        lines.append(line)
+        unknown: Any = dict.fromkeys(("low", "high", "paper_length"), np.full(len(token), math.nan))
+        lines.append(Line(name=label, label=label, method=method, ours=True, x=token, y=loss, **unknown))
         if np.isfinite(mean).any():
             whole.append(f"{mean[0]:.3f} nats ({label.lower()})")
     if not lines:
