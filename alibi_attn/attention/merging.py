@@ -21,7 +21,7 @@ from torch import Tensor
 
 from alibi_attn.attention.bias import widest
 from alibi_attn.attention.spec import AttentionSpec, index_of
-from alibi_attn.attention.transforms import surely
+from alibi_attn.attention.transforms import may_read, surely
 from alibi_attn.attention.visibility import lse_dtype
 
 Spec = AttentionSpec[Tensor]
@@ -29,7 +29,7 @@ Result = tuple[Tensor, Tensor]
 
 
 class Part(NamedTuple):
-    """Some keys of a call, or some of its heads.
+    """Some keys of a call, or some of its heads. Later parts may have fewer queries, the first ones.
 
     Args:
         heads: the query heads of the call; None = all.
@@ -66,8 +66,12 @@ def joined(spec: Spec, of: Sequence[Part], results: Sequence[Result]) -> Result:
         return output, lse
     forward = [_in_order(part, result) for part, result in zip(of, results, strict=True)]
     output, lse = forward[0]
-    for more in forward[1:]:
-        output, lse = merged(output, lse, *more)
+    for more, more_lse in forward[1:]:
+        count = more_lse.shape[2]
+        both = merged(output[:, :, :count], lse[:, :, :count], more, more_lse)
+        if count < spec.query_len:
+            both = torch.cat([both[0], output[:, :, count:]], 2), torch.cat([both[1], lse[:, :, count:]], 2)
+        output, lse = both
     return output.to(of[0].query.dtype), lse.to(lse_dtype(spec, of[0].query))
 
 
@@ -165,10 +169,22 @@ def _two_sides(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> list[Pa
     """The keys up to each query, and those after it."""
     left = Part(dataclasses.replace(spec, causal=True, right_slopes=None, prefix_len=None), query, key, value)
     after = 0 if isinstance(spec.query_offset, Tensor) else spec.query_offset + 1  # the first key after query 0
-    if spec.window == 1 or surely(after >= spec.key_len):
+    stop = spec.key_len
+    if spec.prefix_len is not None and may_read(spec.prefix_len) and not isinstance(spec.query_offset, Tensor):
+        # Neither keys after the longest prefix nor their queries are needed.
+        stop = min(max(int(spec.prefix_len.max()), 0), spec.key_len)
+        count = min(max(stop - after, 0), spec.query_len)
+        query, spec = query[:, :, :count], _first_queries(spec, count)
+    if spec.window == 1 or surely(stop == 0) or surely(after >= stop):
         return [left]
-    part, key, value = _keys(spec, key, value, after if surely(after > 0) else 0, spec.key_len)
+    part, key, value = _keys(spec, key, value, after if surely(after > 0) else 0, stop)
     return [left, _reversed(part, query, key, value)]
+
+
+def _first_queries(spec: Spec, count: int) -> Spec:
+    """The call of the first queries only."""
+    segments, positions = (None if x is None else x[:, :count] for x in (spec.query_segments, spec.query_positions))
+    return dataclasses.replace(spec, query_len=count, query_segments=segments, query_positions=positions)
 
 
 def _reversed(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> Part:

@@ -271,7 +271,7 @@ def native_keys_of_parts(spec, query: torch.Tensor, key: torch.Tensor, value: to
 def _keys_of_parts(spec, query, key, value, numbers: torch.Tensor, key_len: int) -> torch.Tensor:
     """`numbers` holds the number of each key in the whole call, in place of its value."""
     kept = torch.zeros(spec.batch, spec.num_heads, spec.query_len, key_len, dtype=torch.bool)
-    if spec.key_len == 0:
+    if spec.key_len == 0 or spec.query_len == 0:
         return kept
     if not runs_in_parts("native", spec):
         kept[..., numbers[0, 0, :, 0].long()] = native_keys(spec, query, key, value)
@@ -279,7 +279,7 @@ def _keys_of_parts(spec, query, key, value, numbers: torch.Tensor, key_len: int)
     for part, of in zip(parts(spec, query, key, value), parts(spec, query, key, numbers), strict=True):
         found = _keys_of_parts(*part[:4], of.value, key_len)
         heads = slice(None) if part.heads is None else list(part.heads)
-        kept[:, heads] |= found.flip(2) if part.is_reversed else found
+        kept[:, heads, : found.shape[2]] |= found.flip(2) if part.is_reversed else found
     return kept
 
 
