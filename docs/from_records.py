@@ -27,7 +27,7 @@ from alibi_lab.report.plots.benchmark import OURS, peer_times, times_by_length
 from alibi_lab.report.plots.drawing import css
 from alibi_lab.report.section import Archive
 from alibi_lab.report.series import Mode, Study, numbers, studies
-from alibi_lab.report.verdicts import all_verdicts
+from alibi_lab.report.verdicts import Verdict, all_verdicts
 
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("performance", "gates", "paper", "lab-results")))
@@ -174,13 +174,21 @@ def front() -> str:
     in_order = sorted(found, key=lambda name: found[name][NO_BIAS][8192])
     without = [f"{found[name][NO_BIAS][8192]:.1f} ({name})" for name in in_order]
     return (
-        f"*First*: per-token perplexity of models trained at {lengths[0]} tokens, tested at {lengths[0]} → "
-        f"{lengths[-1]:,}:\n{counted}\n"
-        "([details and limits](docs/paper.md#figure-1-at-a-quarter)).\n"
+        f"*First*: perplexity of models trained at {lengths[0]} tokens, tested at {lengths[0]} → {lengths[-1]:,}:\n"
+        f"{counted},\nat {lengths[0]}, {_above_rotary()} ([details](docs/paper.md#figure-1-at-a-quarter)).\n"
         "*Second*: attention, forward and backward. On a CPU at 8,192 tokens PyTorch's `scaled_dot_product_attention`\n"
         f"takes {', '.join(without[:-1])} or {without[-1]} times as long as ours\n"
         f"*without bias*, {times(DENSE_BIAS, 8192)} with a dense one ([every length](docs/performance.md)).\n{_front_gpu()}"
     )
+
+
+def _above_rotary() -> str:
+    """ALiBi's perplexity relative to rotary's at the trained length: the paper's claim that we do not confirm."""
+    one = next(one for one in verdicts_on("medium") if one.claim.says == "at L = 512 ALiBi is better than rotary")
+    assert one.interval is not None
+    change, low, high = (100 * (ratio - 1) for ratio in (one.ours, one.interval.low, one.interval.high))
+    word = "above" if change > 0 else "below"
+    return f"{abs(change):.0f} % {word} rotary ({f'{low:.0f} to {high:.0f}'.replace('-', '−')})"
 
 
 def _front_gpu() -> str:
@@ -420,10 +428,16 @@ def longer_examples() -> str:
     return table(["", *(f"at {length:.0f}" for length in lengths)], rows)
 
 
+@functools.cache
+def verdicts_on(folder: str) -> list[Verdict]:
+    """The verdicts on the paper's claims at the size of a folder of results."""
+    archive = Archive(map(load, sorted((ROOT / "results" / folder).glob("*.json"))))
+    return [verdict for _, verdict in all_verdicts(archive.records, archive.by_identity)]
+
+
 def judged(folder: str) -> str:
     """How many of the paper's claims are contradicted, confirmed and open."""
-    archive = Archive(map(load, sorted((ROOT / "results" / folder).glob("*.json"))))
-    counts = Counter(verdict.word for _, verdict in all_verdicts(archive.records, archive.by_identity))
+    counts = Counter(verdict.word for verdict in verdicts_on(folder))
     counted = ", ".join(f"{counts[word]} {word}" for word in ("contradicted", "confirmed", "open"))
     return f"Of {counts.total()} claims of the paper ([how they are judged](#verdicts)): {counted}."
 
