@@ -105,11 +105,21 @@ def backend_of(
 
 @torch.no_grad()
 def computed_scores(
-    query: Tensor, key: Tensor, value: Tensor, slopes: Any = None, *, backend: str, **options: Unpack[AttentionOptions]
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Any = None,
+    *,
+    backend: str,
+    backward: bool = False,
+    **options: Unpack[AttentionOptions],
 ) -> int:
-    """The number of scores that a backend computes, over all sequences and heads."""
+    """The number of scores that a backend computes, over all sequences and heads, in forward or in backward."""
     found = visits(make_spec(query, key, value, slopes, **options), query, key, value, backend)
-    return query.shape[:3].numel() * key.shape[2] if found is None else int(found[1].sum())
+    if found is None:
+        return query.shape[:3].numel() * key.shape[2]
+    measured = found.measured_scores if backward else None
+    return int((found.scores if measured is None else measured).sum())
 
 
 @torch.no_grad()

@@ -141,7 +141,9 @@ def _measure(case: Case, dtype: torch.dtype, *, peers: Sequence[Peer], repeats: 
 def _reach_row(case: Case, query: Tensor, key: Tensor, value: Tensor, ours: Row, product: Row) -> Row:
     """The scores that the certificate requires, those that are computed, and their rate as a share of a matrix product's."""
     name = inspect.backend_of(query, key, value)
-    computed = inspect.computed_scores(query, key, value, backend=name)
+    computed, of_backward = (
+        inspect.computed_scores(query, key, value, backend=name, backward=backward) for backward in (False, True)
+    )
     if name == "native":  # which computes its certificate inside the kernel
         left = inspect.visited_reach(query, key, value)
     else:
@@ -156,10 +158,11 @@ def _reach_row(case: Case, query: Tensor, key: Tensor, value: Tensor, ours: Row,
         "widest_reach": int(bounded.max()) if len(bounded) else case.length,
         "scores_asked_share": required / causal,
         "scores_computed_share": computed / causal,
+        "scores_of_backward_share": of_backward / causal,
     }
     for way, products in (("forward", 4), ("backward", 10)):
         rate = matrix_rate_gflops(number(product[f"{way}_ms"]))
-        flops = products * case.head_dim * required
+        flops = products * case.head_dim * (required if way == "forward" else min(required, of_backward))
         row[f"{way}_matrix_gflops"] = rate
         row[f"{way}_rate_share"] = flops / number(ours[f"{way}_ms"]) / 1e6 / rate
     return row

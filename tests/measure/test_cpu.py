@@ -103,6 +103,9 @@ def test_batches_have_their_own_record(tmp_path: Path) -> None:
     reaches = [record.curves["reach"] for record in (one, three)]
     assert reaches[0]["scores_computed_share"] == pytest.approx(reaches[1]["scores_computed_share"], rel=0.1)
     assert reaches[1]["scores_asked_share"][0] <= reaches[1]["scores_computed_share"][0]
+    assert all(
+        x <= y for x, y in zip(reaches[1]["scores_of_backward_share"], reaches[1]["scores_computed_share"], strict=True)
+    )
 
 
 def test_bf16_is_measured_next_to_fp32_of_the_same_numbers(tmp_path: Path) -> None:
