@@ -7,6 +7,8 @@ from types import ModuleType
 
 import pytest
 
+from alibi_lab.report.tables.verdicts import CONTRADICTED_BECAUSE
+
 ROOT = Path(__file__).parent.parent
 LISTED = re.compile(r"`([\w*/-]+\.json)`")
 LETTERS = re.compile(r"<text.*?>(.*?)</text>", re.DOTALL)
@@ -66,3 +68,9 @@ def test_pictures_of_the_documents_match_the_records(from_records):
         assert len(LETTERS.findall(kept)) > 8
     on_disk = {path.stem for path in (ROOT / "docs").glob("*.svg")}
     assert on_disk == {*from_records.PICTURES, "idea"}  # the tour's drawing of the idea has no numbers of a record
+
+
+@pytest.mark.parametrize(("scale", "folder"), [("small", "paper"), ("medium", "medium")])
+def test_every_contradiction_of_our_results_is_explained_and_no_other_claim(from_records, scale, folder):
+    contradicted = {one.claim.says for one in from_records.verdicts_on(folder) if one.word == "contradicted"}
+    assert contradicted == CONTRADICTED_BECAUSE[scale].keys()

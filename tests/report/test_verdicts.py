@@ -21,7 +21,7 @@ from alibi_lab.report.page import report_html
 from alibi_lab.report.published import PUBLISHED
 from alibi_lab.report.section import Archive
 from alibi_lab.report.sources import Sources
-from alibi_lab.report.tables.verdicts import counted, why
+from alibi_lab.report.tables.verdicts import because, counted, why
 from alibi_lab.report.verdicts import paired
 
 Answer = tuple[Record, Mapping[str, Record]]  # with its evidence by identity
@@ -354,6 +354,15 @@ def test_the_page_says_verdicts_sizes_and_where_they_are_from() -> None:
     mixed = report_html([answer(found, sinusoidal=(54.6, 90.0), alibi=(54.6, 49.4))[0], *found])
     bands = "ratio of 3 seeds. Bands of single trainings: 95 % over 16 parts of the text."
     assert f"Bands: the lowest and the highest {bands}" in mixed
+
+
+def test_a_contradiction_is_explained_on_the_page() -> None:
+    """Figure 8 at an eighth: our own results contradict its speed, and a sentence says why."""
+    says = "the model that is better at 3,072, ALiBi, L = 512, trains 1.84 times as fast"
+    (claim,) = (one for one in CLAIMS if one.says == says)
+    judged = verdicts.Verdict(claim=claim, paper=1.85, ours=1.1, word="contradicted")
+    assert because(judged, "small").endswith(".")
+    assert because(judged, "paper") == because(dataclasses.replace(judged, word="open"), "small") == ""
 
 
 def test_the_command_prints_a_line_per_claim_and_the_counts(tmp_path: Path) -> None:

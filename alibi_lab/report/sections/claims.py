@@ -12,7 +12,7 @@ from alibi_lab.report.sections import paper_item
 from alibi_lab.report.sources import Sources
 from alibi_lab.report.tables.cost import model_sizes
 from alibi_lab.report.tables.table import Block, Cell, Row, Table
-from alibi_lab.report.tables.verdicts import counted, ratio_text, why
+from alibi_lab.report.tables.verdicts import because, counted, ratio_text, why
 from alibi_lab.report.verdicts import Verdict
 
 _COLUMNS = ("verdict", "ours", "95 %", "the paper", "holds if", "from")
@@ -34,7 +34,8 @@ def draw(judged: Sequence[tuple[Record, Verdict]], number: int, archive: Archive
         Markup(
             "Each claim is about a ratio, usually of two perplexities, where below 1 is better. It is <b>contradicted</b> if "
             "the whole 95 % interval is on the wrong side of the threshold, <b>confirmed</b> if all of it is on the claim's "
-            "side, and <b>open</b> otherwise, for the reason given. An interval over <i>seeds</i> is about other trainings; an "
+            "side, and <b>open</b> otherwise, for the reason given. "
+            "What explains a contradiction is our judgment. An interval over <i>seeds</i> is about other trainings; an "
             "interval over <i>parts of the text</i> is about the same models on other text. A claim that compares trainings "
             "needs several seeds. A verdict holds for models of the given size on their text, not for larger ones. Intervals "
             "are not corrected for multiple comparisons: of twenty decided claims, one may be wrong by chance."
@@ -78,6 +79,7 @@ def _size(members: Sequence[tuple[Record, Verdict]], archive: Archive) -> str:
 
 def _row(record: Record, verdict: Verdict, anchors: dict[int, str]) -> Row:
     bounds, claim = verdict.interval, verdict.claim
+    explained = because(verdict, answers.scale_of(record))
     label = Markup('<a href="#{}">{}</a> {}').format(anchors[id(record)], paper_item.item_title(record), claim.says)
     cells = (
         Cell(verdict.word, css=f"verdict {verdict.word}"),
@@ -85,6 +87,6 @@ def _row(record: Record, verdict: Verdict, anchors: dict[int, str]) -> Row:
         Cell(f"{ratio_text(bounds.low)} to {ratio_text(bounds.high)}" if bounds else "—"),
         Cell(ratio_text(verdict.paper)),
         Cell(claim.condition),
-        Cell(why(verdict), css="why"),
+        Cell(f"{why(verdict)}{f'. {explained}' if explained else ''}", css="why"),
     )
     return label, "", cells

@@ -1,10 +1,19 @@
-"""Verdicts in words: the fixed text of each reason, counts, and ratios, for the page and the terminal."""
+"""Verdicts in words: the fixed text of each reason, counts, and ratios, for the page and the terminal.
 
+`reasons.json` explains the contradictions of our own results, by scale and claim; it is written by hand.
+"""
+
+import json
 import math
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
+from pathlib import Path
 from typing import get_args
 
 from alibi_lab.report.verdicts import Verdict, Word
+
+CONTRADICTED_BECAUSE: Mapping[str, Mapping[str, str]] = json.loads(
+    Path(__file__).parents[1].joinpath("reasons.json").read_text(encoding="utf-8")
+)
 
 
 def counted(judged: Sequence[Verdict]) -> str:
@@ -17,6 +26,11 @@ def why(verdict: Verdict) -> str:
     """The reason for a verdict."""
     reason = _reason(verdict)
     return f"{reason}; {verdict.aged}" if verdict.aged else reason
+
+
+def because(verdict: Verdict, scale: str) -> str:
+    """Our explanation of a contradiction at this scale; "" if there is none."""
+    return CONTRADICTED_BECAUSE.get(scale, {}).get(verdict.claim.says, "") if verdict.word == "contradicted" else ""
 
 
 def _reason(verdict: Verdict) -> str:
