@@ -11,14 +11,17 @@ from alibi_lab.measure.correctness import Reference, computed
 from alibi_lab.measure.harness import Row, forward_pass, training_step
 from alibi_lab.measure.inputs import published_slopes
 from alibi_lab.measure.peers import Attention, Peer, reason
-from alibi_lab.measure.timing import device_ms
+from alibi_lab.measure.timing import device_ms, host_us
 
 KINDS = ("noise", "peaked")
 TOKENS = 16384  # batch · length, for lengths below it
 # The columns of (training steps, decoding): those of every peer, then the additional ones of "ours".
 _COLUMNS = (
-    ("length", "relative_error", "gradient_error", "right", "forward_ms", "backward_ms", "nominal_tflops", "why_not"),
-    ("length", "relative_error", "right", "forward_ms", "why_not"),
+    (
+        *("length", "relative_error", "gradient_error", "right", "forward_ms", "backward_ms", "host_us"),
+        *("nominal_tflops", "why_not"),
+    ),
+    ("length", "relative_error", "right", "forward_ms", "host_us", "why_not"),
 )
 _OUR_COLUMNS = (("plan_share", "computed_tflops"), ("bytes_read", "bytes_least", "bytes_all"))
 
@@ -105,8 +108,8 @@ def _row(peer: Peer, attention: Attention, kind: str, inputs: Inputs) -> Row:
         row["gradient_error"] = errors.gradient
     if errors.wrong is not None:
         return row
-    forward, backward = _times_ms(attention, query, key, value, grad)
-    row["forward_ms"] = forward
+    forward, backward, host = _times(attention, query, key, value, grad)
+    row |= {"forward_ms": forward, "host_us": host}
     flops, causal = 3.5 * 4 * d, b * h * n * (n + 1) // 2
     if backward is not None:
         row |= {"backward_ms": backward, "nominal_tflops": flops * causal / (forward + backward) / 1e9}
@@ -118,17 +121,17 @@ def _row(peer: Peer, attention: Attention, kind: str, inputs: Inputs) -> Row:
     return row
 
 
-def _times_ms(
+def _times(
     attention: Attention, query: Tensor, key: Tensor, value: Tensor, grad: Tensor | None
-) -> tuple[float, float | None]:
-    """(forward, backward) of a training step if `grad` is given, else (forward without gradients, None)."""
-    inputs = (query, key, value)
+) -> tuple[float, float | None, float]:
+    """(forward and backward ms, host µs) of a training step if `grad` is given, else of (forward without gradients, None)."""
+    inputs, device = (query, key, value), query.device
     if grad is None:
-        return device_ms(forward_pass(attention, inputs), query.device), None
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    forward = device_ms(lambda: attention(*leaves), query.device)
-    step = device_ms(training_step(attention, inputs, grad), query.device)
-    return forward, max(step - forward, 0.0)
+        alone = forward_pass(attention, inputs)
+        return device_ms(alone, device), None, host_us(alone, device)
+    leaves, step = [x.detach().requires_grad_() for x in inputs], training_step(attention, inputs, grad)
+    forward = device_ms(lambda: attention(*leaves), device)
+    return forward, max(device_ms(step, device) - forward, 0.0), host_us(step, device)
 
 
 def _plan(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> tuple[int, float]:

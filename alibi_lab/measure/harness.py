@@ -169,7 +169,7 @@ def keep(
                 name,
                 config=configs[name],
                 metrics=metrics[name],
-                curves=curves[name],
+                curves=by_length(curves[name]),
                 started=started.setdefault(name, begun),
             )
             paths[name] = records.grow(record, out)
@@ -228,6 +228,16 @@ def append(columns: Columns, name: str, row: Mapping[str, records.Json]) -> None
     """Adds a row to the columns of one peer."""
     for column, figure in row.items():
         columns.setdefault(name, {}).setdefault(column, []).append(figure)
+
+
+def by_length(curves: Columns) -> Columns:
+    """The same with the rows of every peer in the order of their lengths; they may be measured in another order."""
+    found: Columns = {}
+    for peer, columns in curves.items():
+        lengths = columns.get("length", [])
+        order = sorted(range(len(lengths)), key=lambda row, lengths=lengths: number(lengths[row]))  # type: ignore[misc]
+        found[peer] = {name: [rows[i] for i in order] if order else rows for name, rows in columns.items()}
+    return found
 
 
 def whole_times(columns: Mapping[str, list[records.Json]]) -> dict[int, float]:

@@ -71,6 +71,16 @@ def device_ms(call: Callable[[], object], device: torch.device, *, repeats: int 
     return statistics.median(taken)
 
 
+def host_us(call: Callable[[], object], device: torch.device, *, repeats: int = 7) -> float:
+    """The median microseconds until a warm call returns, with an idle device; on CUDA its kernels may still be running."""
+    taken = []
+    for _ in range(repeats if device.type == "cuda" else 1):
+        if device.type == "cuda":
+            torch.cuda.synchronize()
+        taken.append(elapsed_ms(call) * 1e3)
+    return statistics.median(taken)
+
+
 def _between_events(call: Callable[[], object], calls: int) -> float:
     before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
     before.record()

@@ -1,6 +1,7 @@
 """`alibi bench gpu` without a GPU or Triton: its records when a peer fails, is wrong, is slow or runs out of time."""
 
 import dataclasses
+import math
 from pathlib import Path
 
 import pytest
@@ -8,9 +9,11 @@ import torch
 from torch import Tensor
 from typer.testing import CliRunner
 
+from alibi_attn import alibi_attention
 from alibi_lab import records
 from alibi_lab.cli.main import app
 from alibi_lab.measure import gpu as module
+from alibi_lab.measure import gpu_checks as checks
 from alibi_lab.measure.decoding import peers_of_one_query
 from alibi_lab.measure.gpu import gpu_peers
 from alibi_lab.measure.peers import Attention, Peer
@@ -27,7 +30,7 @@ THEIRS = [peer for peer in gpu_peers(compiled=False) if not peer.is_ours]
 
 def measure(out: Path, monkeypatch: pytest.MonkeyPatch, peers: list[Peer], **options: object) -> list[records.Record]:
     """The benchmark's records with these peers, skipping the check of the kernels."""
-    monkeypatch.setattr(module, "_all_checked", lambda *_: [RIGHT])
+    monkeypatch.setattr(module, "all_checked", lambda *_, **__: [RIGHT])
     monkeypatch.setattr(module, "_peers", lambda decoding, device: peers_of_one_query() if decoding else peers)
     defaults = {
         "lengths": (16, 32),
@@ -58,6 +61,7 @@ def test_every_peer_has_its_errors_and_times_or_a_reason(tmp_path: Path, monkeyp
             assert row["right"] is True
             assert row["relative_error"] < 1e-5
             assert row["forward_ms"] > 0
+            assert row["host_us"] > 0
             if "decoding" not in record.name:
                 trains = name != "FlexAttention"  # not on a CPU
                 assert (row["gradient_error"] is not None) == (row["backward_ms"] is not None) == trains
@@ -103,6 +107,53 @@ def test_peers_that_are_too_slow_or_too_late_have_the_reason(tmp_path: Path, mon
     for late in measure(tmp_path / "late", monkeypatch, THEIRS, seconds=-1.0):
         for name in late.config["peers"]:
             assert late.curves[name]["why_not"] == ["no time was left"] * 2
+
+
+def test_a_peer_that_has_used_its_share_leaves_time_for_the_others(monkeypatch: pytest.MonkeyPatch) -> None:
+    now = [0.0]
+    ours, slow, quick = (Peer(name, causal, "", biased=False) for name in ("ours", "slow", "quick"))
+    monkeypatch.setattr(module, "measured", lambda peer, _: now.append(now.pop() + (30 if peer is not quick else 1)))
+    budget = module.Budget(["ours", "slow", "quick"], end=100.0, clock=lambda: now[0])
+    for peer in (ours, slow, quick):
+        assert budget.why_not(peer, 0.0) is None
+        budget.measured(peer, object())  # type: ignore[arg-type]
+    assert budget.why_not(slow, 0.0) == "it has used 30 s, its share of the time"
+    assert budget.why_not(quick, 0.0) is budget.why_not(ours, 60.0) is None
+    assert budget.why_not(quick, 4.0) == "forward and backward would take 4 s"
+    budget.measured(ours, object())  # type: ignore[arg-type]
+    now[0] += 10
+    assert {budget.why_not(peer, 0.0) for peer in (ours, slow, quick)} == {"no time was left"}
+
+
+def test_the_lengths_that_matter_are_measured_first_for_all_shapes(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    lengths = module.by_importance((1024, 2048, 4096, 16384, 131072, 262144))
+    assert lengths == [2048, 16384, 131072, 1024, 4096, 262144]
+    monkeypatch.setattr(module, "FIRST", (32,))
+    lines: list[str] = []
+    shapes = ((2, 8), (1, 16))
+    loaded = measure(tmp_path, monkeypatch, THEIRS[:1], shapes=shapes, kinds=("noise",), say=lines.append)
+    order = [line.split()[0] for line in lines if "correctness" not in line and "causal, no bias:" in line]
+    steps, others = (f"gpu-smoke/noise-{heads}x{size}" for heads, size in shapes)
+    assert [name for name in order if "decoding" not in name] == [steps, others] * 2
+    assert [line.split("length ")[1][:2] for line in lines if line.startswith(f"{steps} causal")] == ["32", "16"]
+    assert all(record.curves["causal, no bias"]["length"] == [16, 32] for record in loaded)
+
+
+def test_an_error_of_a_check_is_a_share_of_its_tensor_and_nan_is_never_right(monkeypatch: pytest.MonkeyPatch) -> None:
+    def attention(*inputs: Tensor, backend: str, **options: object) -> Tensor:
+        out = alibi_attention(*inputs, backend="dense" if backend == "fused" else backend, **options)  # type: ignore[call-overload]
+        return out * factor[0] if backend == "fused" else out
+
+    monkeypatch.setattr(checks, "alibi_attention", attention)
+    factor = [1.0]
+    row, *_ = checks.all_checked([(torch.float32, {"causal": False})], torch.device("cpu"))
+    assert row["tensor"] in checks.TENSORS
+    assert 0 < row["error"] < row["allowed"] < 1e-4
+    for factor[0], words in ((1.01, "is off by [0-9.]+e-02 of its largest"), (math.nan, "is off by nan")):
+        with pytest.raises(RuntimeError, match=words):
+            checks.all_checked([(torch.float32, {})], torch.device("cpu"))
 
 
 def test_an_interrupted_benchmark_keeps_its_measurements(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -31,3 +31,13 @@ def flex(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, *, compiled:
         torch.compiler.reset()
         attention = torch.compile(flex_attention, dynamic=False)
     return lambda q, k, v: attention(q, k, v, score_mod=alibi, block_mask=mask)
+
+
+def compile_ahead(batch: int, heads: int, length: int, head_dim: int, dtype: torch.dtype) -> None:
+    """Compiles FlexAttention on CUDA for inputs of this shape into torch's caches on disk, for other processes."""
+    query, key, value = (
+        torch.zeros(batch, heads, length, head_dim, dtype=dtype, device="cuda", requires_grad=True) for _ in range(3)
+    )
+    output = flex(query, key, value, torch.ones(heads, device="cuda"))(query, key, value)
+    torch.autograd.grad(output, (query, key, value), torch.zeros_like(output))
+    torch.cuda.synchronize()

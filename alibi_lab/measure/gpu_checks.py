@@ -1,0 +1,106 @@
+"""The checks of `alibi bench gpu` before anything is timed: our kernels compared with fp64, in several processes."""
+
+import concurrent.futures
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from alibi_attn import alibi_attention, alibi_slopes
+from alibi_lab.measure.harness import Row
+from alibi_lab.measure.peers import flex
+
+TENSORS = ("output", "gradient of query", "gradient of key", "gradient of value", "gradient of slopes")
+CHECKED_LENGTH = 777
+CHECKED: tuple[dict[str, object], ...] = (
+    {},
+    {"causal": False},
+    {"window": 100},
+    {"scale": 0.2},
+    {"query_offset": 40},
+    {"query_offset": -300},
+    {"kv_heads": 2},
+    {"queries": 3, "kv_heads": 2},
+    {"causal": False, "window": 50},
+    {"masked": True},
+    {"segments": True},
+)
+
+
+def all_checked(
+    calls: Sequence[tuple[torch.dtype, dict[str, object]]],
+    device: torch.device,
+    ahead: Sequence[tuple[int, int, int, int, torch.dtype]] = (),
+    *,
+    patience_s: float = 0.0,
+) -> list[Row]:
+    """One row per checked call. On a GPU several processes share it, because compiling dominates the time.
+
+    Args:
+        ahead: arguments of `compile_ahead`: what FlexAttention is compiled for while other cores are idle.
+        patience_s: after this time the shapes that are not yet compiled are left to their measurement.
+    """
+    if device.type != "cuda":
+        return [_check(*call, device) for call in calls]
+    end = time.perf_counter() + patience_s
+    workers, context = min(8, os.cpu_count() or 1), multiprocessing.get_context("spawn")
+    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as executor:
+        try:
+            checks = [executor.submit(_check, *call, device) for call in calls]
+            # A shape that cannot be compiled fails again in its measurement, whose row gives the reason.
+            compiled = [executor.submit(flex.compile_ahead, *shape) for shape in ahead]
+            rows = [check.result() for check in checks]
+            concurrent.futures.wait(compiled, timeout=max(end - time.perf_counter(), 0.0))
+            return rows
+        finally:
+            executor.shutdown(cancel_futures=True)
+
+
+def _check(dtype: torch.dtype, case: dict[str, object], device: torch.device) -> Row:
+    """Compares outputs and gradients of one call with fp64; twice the error of `dense` is allowed.
+
+    The errors are shares of the largest number of their tensor, and the row has those of the worst tensor.
+    """
+    generator = torch.Generator().manual_seed(0)
+    length = CHECKED_LENGTH if device.type == "cuda" else 40
+    options = dict(case)
+    queries, kv_heads = int(str(options.pop("queries", length))), int(str(options.pop("kv_heads", 4)))
+    if options.pop("masked", False):
+        options["key_mask"] = (torch.rand(2, length, generator=generator) < 0.7).to(device)
+    if options.pop("segments", False):
+        options["segment_ids"] = (torch.arange(length) // 100).expand(2, length).to(device)
+    shapes = [(2, 4, queries, 64), (2, kv_heads, length, 64), (2, kv_heads, length, 64)]
+    drawn = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    grad = torch.randn(shapes[0], generator=generator).to(device, dtype)
+    results: dict[str, list[Tensor]] = {}
+    ways = (("ours", "fused", dtype), ("plain", "dense", dtype), ("true", "reference", torch.float64))
+    for name, backend, work in ways:
+        leaf = [x.to(work).detach().requires_grad_() for x in drawn]
+        slopes = torch.tensor(alibi_slopes(4), dtype=torch.float32, device=device, requires_grad=True)
+        output = alibi_attention(*leaf, slopes, **options, backend=backend)  # type: ignore[call-overload]
+        gradients = torch.autograd.grad(output, [*leaf, slopes], grad.to(work))
+        results[name] = [x.detach().double() for x in (output, *gradients)]
+    unit = torch.finfo(dtype).eps
+    errors: dict[str, tuple[float, float]] = {}
+    for name, *tensors in zip(TENSORS, results["ours"], results["plain"], results["true"], strict=True):
+        actual, plain, true = tensors
+        largest = max(float(true.abs().max()), 1e-30)
+        off, off_plain = (float((x - true).abs().max()) / largest for x in (actual, plain))
+        errors[name] = off, 2 * off_plain + 4 * unit
+    tensor, (error, allowed) = max(errors.items(), key=lambda named: _share(*named[1]))
+    if not error <= allowed:
+        raise RuntimeError(
+            f"fused is wrong in {dtype} with {case}: {tensor} is off by {error:.2e} of its largest number "
+            f"but {allowed:.2e} is allowed"
+        )
+    return {"case": str(case), "dtype": str(dtype), "tensor": tensor, "error": error, "allowed": allowed}
+
+
+def _share(error: float, allowed: float) -> float:
+    """The error as a share of the allowed error; NaN, which compares with nothing, counts as infinite."""
+    share = error / allowed
+    return math.inf if math.isnan(share) else share
