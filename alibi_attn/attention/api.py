@@ -116,8 +116,8 @@ def alibi_attention(
         prefix_len: [B] integers, never read on the host: a prefix language model. Every query sees the keys before it, also those
             to its right, within the window; all others are causal.
         positions, query_positions: [B, S] and [B, T], fp32 or fp64, not decreasing: the bias is −m·|p_i − p_j|. Masks and windows
-            still count indices. Queries have the positions of the last T keys by default; given ones must not precede these (nor
-            follow the next key's when not causal). They exclude query_offset.
+            still count indices. Queries have the positions of the last T keys by default; given ones must not precede these, or,
+            with causal=False, may be anywhere (without a window then). They exclude query_offset.
         key_mask: [B, S] bool, True = visible.
         segment_ids: [B, S] integers; attention stays within a segment. Or a pair ([B, T], [B, S]) for queries and keys.
         key_bias: b, fp32 or fp64, [B, H, S] or broadcastable to it, added to the score of each key; −inf hides the key.

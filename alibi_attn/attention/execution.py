@@ -93,6 +93,8 @@ def visits(
         if found is None:
             pairs = part.spec.query_len * part.spec.key_len
             found = Visits(largest_distances(part.spec, query.device), torch.full_like(reach[:, heads], pairs))
+        if part.places is not None:  # counted in the part, where queries and keys have other indices
+            found = Visits(largest_distances(spec, query.device), found.scores)
         far = found.reach.to(reach.device) + (found.reach > 0).to(reach.device) * part.is_reversed
         reach[:, heads] = torch.maximum(reach[:, heads], far)
         scores[:, heads] += found.scores.to(reach.device)

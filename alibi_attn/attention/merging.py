@@ -6,7 +6,7 @@
 
 Keys to the right become keys to the left by reversing both sequences. There the queries are moved by one, so that none sees its
 own key again; all distances are then one too small, and lse is too large by m. Explicit positions are biases of queries and keys,
-−m·(p_i − p_j) = −m·p_i + m·p_j, with slopes of 0.
+−m·(p_i − p_j) = −m·p_i + m·p_j, with slopes of 0. Queries that are not at the positions of keys are first sorted in among them.
 
 A merged result drops the mean of the shares that its parts drop, weighted by their mass: at most the tolerance of each part.
 `execution.py` runs the parts. Shapes as in `spec.py`.
@@ -34,6 +34,7 @@ class Part(NamedTuple):
     Args:
         heads: the query heads of the call; None = all.
         is_reversed: the sequences run backward, and distances are one too small.
+        places: [B, T], where the queries of the call are among those of the part; None = they are the same.
     """
 
     spec: Spec
@@ -42,6 +43,7 @@ class Part(NamedTuple):
     value: Tensor
     heads: tuple[int, ...] | None = None
     is_reversed: bool = False
+    places: Tensor | None = None
 
 
 def parts(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> list[Part]:
@@ -51,6 +53,8 @@ def parts(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> list[Part]:
         return [_of_heads(spec, query, key, value, heads, window) for heads, window in _windows(spec)]
     if spec.sinks > 0:
         return _sinks_and_others(spec, query, key, value)
+    if spec.by_position:
+        return [_on_one_axis(spec, query, key, value)]
     has_right = spec.prefix_len is not None or not spec.causal
     if has_right and (spec.prefix_len is not None or spec.positions is not None):
         return _two_sides(spec, query, key, value)
@@ -64,6 +68,10 @@ def joined(spec: Spec, of: Sequence[Part], results: Sequence[Result]) -> Result:
         order = [places[head] for head in range(spec.num_heads)]
         output, lse = (torch.stack([results[part][n][:, at] for part, at in order], 1) for n in (0, 1))
         return output, lse
+    if of[0].places is not None:
+        at = of[0].places[:, None].expand(-1, spec.num_heads, -1)
+        output, lse = results[0]
+        return output.gather(2, at[..., None].expand(*at.shape, output.shape[-1])), lse.gather(2, at)
     forward = [_in_order(part, result) for part, result in zip(of, results, strict=True)]
     output, lse = forward[0]
     for more, more_lse in forward[1:]:
@@ -163,6 +171,43 @@ def _keys(spec: Spec, key: Tensor, value: Tensor, start: int, stop: int) -> tupl
         dropout_seed=None if seed is None else torch.cat([seed[:, :3], seed[:, 3:] + start], 1),
     )
     return part, key[:, :, start:stop], value[:, :, start:stop]
+
+
+def _on_one_axis(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> Part:
+    """Queries and keys sorted by position into one sequence of S + T; places without a key are hidden."""
+    positions, own = spec.positions, spec.query_positions
+    assert positions is not None
+    assert own is not None
+    wide, device = widest(positions), key.device
+    positions, own = positions.to(wide).contiguous(), own.to(wide).contiguous()
+    of_keys = torch.arange(spec.key_len, device=device) + torch.searchsorted(own, positions)
+    of_queries = torch.arange(spec.query_len, device=device) + torch.searchsorted(positions, own, right=True)
+    length = spec.key_len + spec.query_len
+
+    def placed(x: Tensor, at: Tensor) -> Tensor:
+        """[B, …, N] along the last axis, zeros elsewhere."""
+        at = at.reshape(spec.batch, *[1] * (x.ndim - 2), -1).expand(x.shape)
+        return x.new_zeros(*x.shape[:-1], length).scatter(-1, at, x)
+
+    def rows(x: Tensor, at: Tensor) -> Tensor:
+        return placed(x.mT, at).mT
+
+    mask = torch.ones_like(positions, dtype=torch.bool) if spec.key_mask is None else spec.key_mask
+    together = placed(positions, of_keys) + placed(own, of_queries)
+    part = dataclasses.replace(
+        spec,
+        query_len=length,
+        key_len=length,
+        query_offset=0,
+        by_position=False,
+        positions=together,
+        query_positions=together,
+        key_mask=placed(mask, of_keys),
+        key_segments=None if spec.key_segments is None else placed(spec.key_segments, of_keys),
+        query_segments=None if spec.query_segments is None else placed(spec.query_segments, of_queries),
+        key_bias=None if spec.key_bias is None else placed(spec.key_bias, of_keys),
+    )
+    return Part(part, rows(query, of_queries), rows(key, of_keys), rows(value, of_keys), places=of_queries)
 
 
 def _two_sides(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> list[Part]:

@@ -23,6 +23,7 @@ class PartFields(TypedDict, total=False):
     prefix_len: Tensor
     positions: Tensor
     query_positions: Tensor
+    by_position: bool
 
 
 def windows_of_heads(window: Window | None, num_heads: int) -> tuple[int | None, tuple[int, ...] | None]:
@@ -77,6 +78,11 @@ def part_fields(given: Mapping[str, Any], sizes: Checked) -> PartFields:
     if positions is not None:
         fields["positions"] = positions
         fields["query_positions"] = _query_positions(given, sizes)
+        own, causal = given["query_positions"], given["causal"]
+        if own is not None and not causal and not (may_read(own, positions) and _follow_indices(own, positions)):
+            fields["by_position"] = True
+            if given["window"] is not None:
+                raise ValueError("window counts indices, but query_positions are not those of keys; omit window")
     elif given["query_positions"] is not None:
         raise ValueError("query_positions is given without positions [B, S], those of the keys; pass both")
     return fields
@@ -139,7 +145,13 @@ def _query_positions(given: Mapping[str, Any], sizes: Checked) -> Tensor:
     if own is not None:
         check_positions("query_positions", own, batch=sizes.batch, length=sizes.query_len, axis="T")
         check_sorted("query_positions", own)
-        _check_between(own, positions, causal=given["causal"])
+        if given["causal"] and may_read(own, positions):
+            common = min(sizes.query_len, sizes.key_len)
+            if not bool((own[:, sizes.query_len - common :] >= positions[:, sizes.key_len - common :]).all()):
+                raise ValueError(
+                    "query_positions must not precede the positions of the last T keys, one for one, because causal attention is "
+                    "decided by index; pass causal=False for queries anywhere"
+                )
         return own
     if sizes.query_len > sizes.key_len:
         raise ValueError(
@@ -149,20 +161,11 @@ def _query_positions(given: Mapping[str, Any], sizes: Checked) -> Tensor:
     return positions[:, sizes.key_len - sizes.query_len :]
 
 
-def _check_between(own: Tensor, positions: Tensor, *, causal: bool) -> None:
-    """Each query lies between its key, the one of the same index counted from the end, and the next key."""
-    if not may_read(own, positions):
-        return
+def _follow_indices(own: Tensor, positions: Tensor) -> bool:
+    """Whether each query lies between its key, the one of the same index counted from the end, and the next key."""
     query_len, key_len = own.shape[1], positions.shape[1]
-    common = min(query_len, key_len)
-    after = own[:, query_len - common :] >= positions[:, key_len - common :]
-    wrong = not bool(after.all())
-    if not causal:
-        before = min(query_len, key_len + 1) - 1  # queries with a next key
-        wrong |= not bool((own[:, query_len - 1 - before : query_len - 1] <= positions[:, key_len - before :]).all())
-    if wrong:
-        raise ValueError(
-            "query_positions must not precede the positions of the last T keys, one for one"
-            + ("" if causal else ", nor follow those of the keys after them")
-            + ": which keys a query sees on its left is decided by index"
-        )
+    if query_len > key_len:
+        return False
+    not_before = own >= positions[:, key_len - query_len :]
+    not_after = own[:, : query_len - 1] < positions[:, key_len - query_len + 1 :]
+    return bool(not_before.all()) and bool(not_after.all())

@@ -43,6 +43,7 @@ class AttentionSpec(Generic[Array]):
         sinks: the first keys, which the window does not hide.
         prefix_len: [B] integers: keys before it are visible to every query, although the call is causal.
         positions, query_positions: [B, S] and [B, T], fp32 or fp64, both or neither: the bias is −m·|p_i − p_j|.
+        by_position: the positions, not the indices, decide which keys are to the right of a query.
         key_mask: [B, S] bool, True = visible.
         query_segments, key_segments: [B, T] and [B, S] integers, both or neither: a query sees its own segment only.
         key_bias: [B, H, S], fp32 or fp64, added to the scores of each key; −inf hides the key.
@@ -77,6 +78,7 @@ class AttentionSpec(Generic[Array]):
     prefix_len: Array | None = None
     positions: Array | None = None
     query_positions: Array | None = None
+    by_position: bool = False
     scale: float
     query_offset: int | Array
     key_mask: Array | None = None

@@ -87,6 +87,8 @@ def visible(spec: Spec, distance: Tensor) -> Tensor:
         seen = seen & torch.stack(within, 1)
     if spec.right_slopes is not None:
         never_right = torch.isinf(spec.right_slopes).reshape(-1, spec.num_heads, 1, 1)
+        if spec.by_position and spec.positions is not None and spec.query_positions is not None:
+            distance = spec.query_positions[:, :, None] - spec.positions[:, None]
         seen = seen & ~(never_right & (distance < 0)[:, None])
     if spec.key_bias is not None:
         seen = seen & (spec.key_bias.detach() > -torch.inf)[:, :, None]

@@ -139,6 +139,32 @@ def test_queries_may_have_their_own_positions() -> None:
     assert_equal_to_truth(inputs, {"positions": at, "query_positions": later + 100}, backend="native", error=5e-6)
 
 
+@pytest.mark.parametrize("backend", ["dense", "native"])
+@pytest.mark.parametrize("t", [40, 160])
+def test_queries_may_be_anywhere_between_the_keys(backend: str, t: int) -> None:
+    """A grid of times that begins before all events and ends after them; ties with keys included."""
+    inputs, at = drawn(t, 100), stamps(100)
+    grid = torch.linspace(-5.0, float(at.max()) + 5, t, dtype=torch.float64).expand(2, -1).clone()
+    grid[:, t // 2] = at.gather(1, (at < grid[:, t // 2 : t // 2 + 1]).sum(1, keepdim=True) - 1)[:, 0]
+    grid = grid.sort(-1).values
+    g = torch.Generator().manual_seed(0)
+    masks = {"key_mask": torch.rand(2, 100, generator=g) < 0.7, "key_bias": torch.randn(2, 4, 100, generator=g)}
+    for more in ({}, masks):
+        options = {"positions": at, "query_positions": grid, "causal": False, **more}
+        assert_equal_to_truth(inputs, options, backend=backend, error=1e-5)
+    leaning = {"positions": at, "query_positions": grid, "causal": False, "right_slopes": [0.1, 0.3, math.inf, 1.0]}
+    found = alibi_attention(*inputs, backend=backend, **leaning)
+    distance = (grid[:, :, None] - at[:, None])[:, None]
+    right = torch.tensor(leaning["right_slopes"])[:, None, None]
+    bias = -torch.where(distance < 0, right, inputs[3][:, None, None]) * distance.abs()
+    scores = inputs[0].double() @ inputs[1].double().repeat_interleave(2, 1).mT / 4 + bias
+    blind = (scores == -math.inf).all(-1, keepdim=True)
+    expected = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0) @ inputs[
+        2
+    ].double().repeat_interleave(2, 1)
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=1e-5)
+
+
 @pytest.mark.parametrize("kind", KINDS)
 def test_bf16_is_as_exact_as_torch(kind: str) -> None:
     q, k, v, slopes = drawn(150, 150, torch.bfloat16)

@@ -41,9 +41,9 @@ REFUSED = [
     ({"query_positions": stamps(90)}, ValueError, "query_positions is given without positions"),
     ({"positions": stamps(90), "query_positions": stamps(90) - 9}, ValueError, "query_positions must not precede"),
     (
-        {"positions": stamps(90), "query_positions": stamps(90) + 9, "causal": False},
+        {"positions": stamps(90), "query_positions": stamps(90) + 9, "causal": False, "window": 9},
         ValueError,
-        "query_positions must not precede .* nor follow",
+        "window counts indices, but query_positions are not those of keys",
     ),
 ]
 
