@@ -313,7 +313,7 @@ def _attend(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
 def _launch_forward(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, given_lse: Tensor, into: Tensor
 ) -> None:
-    call = call_of(spec, query.device)
+    call = call_of(spec, query.device, planned=False)
     tiles = plan(spec, query, key, value, call=call, into=into)
     forward(spec, query, key, value, tiles, call=call, given_lse=given_lse, into=(output, lse))
 

@@ -12,7 +12,7 @@ from alibi_attn.attention.backends.fused.kernels.arguments import (
     QueryOffset,
     Slopes,
 )
-from alibi_attn.attention.backends.fused.key_bias import split
+from alibi_attn.attention.backends.fused.key_bias import parts_of, split
 from alibi_attn.attention.backends.fused.launch import NONE, Argument, grouped, number, one_or_more, pointer, real
 from alibi_attn.attention.spec import AttentionSpec, dropout_numbers
 from alibi_attn.attention.transforms import in_memory
@@ -44,9 +44,16 @@ def in_place(spec: Spec) -> Spec:
     return spec.changed(**changed) if changed else spec
 
 
-def call_of(spec: Spec, device: torch.device) -> Argument:
-    """The `Call` of a spec."""
+def call_of(spec: Spec, device: torch.device, *, planned: bool = True) -> Argument:
+    """The `Call` of a spec.
+
+    Args:
+        planned: False = `FullTiles`, which makes the plan of this call, splits its key bias.
+    """
     spec = in_place(spec)
+    key_bias = NONE
+    if spec.key_bias is not None:
+        key_bias = split(spec, spec.key_bias) if planned else parts_of(spec, device)
     return grouped(
         Call,
         _slopes(spec, spec.slopes),
@@ -56,7 +63,7 @@ def call_of(spec: Spec, device: torch.device) -> Argument:
         real(spec.scale),
         NONE if spec.window is None else number(spec.window),
         NONE if spec.dropout_seed is None else _dropout(spec, spec.dropout_seed),
-        NONE if spec.key_bias is None else split(spec, spec.key_bias),
+        key_bias,
         number(spec.batch),
         number(spec.num_heads),
         one_or_more(spec.group),

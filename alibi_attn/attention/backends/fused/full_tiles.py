@@ -13,11 +13,13 @@ from alibi_attn.attention.backends.fused.launch import (
     launch,
     number,
     scratch,
+    strided,
     width_for,
 )
 from alibi_attn.attention.backends.fused.space import Plan, Space, starts
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.transforms import in_memory
 
 Spec = AttentionSpec[Tensor]
 
@@ -53,10 +55,11 @@ class FullTiles:
                 device,
                 labels_kernel,
                 (programs, 1, 1),
-                constants(CAUSAL=spec.causal, num_warps=1),
+                constants(CAUSAL=spec.causal, num_warps=1 if spec.key_bias is None else 4),
                 call,
                 self.keys,
                 self.queries,
+                NONE if spec.key_bias is None else strided(in_memory(spec.key_bias)),
                 sums,
             )
 

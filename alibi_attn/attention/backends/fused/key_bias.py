@@ -19,23 +19,28 @@ from alibi_attn.attention.spec import AttentionSpec
 Spec = AttentionSpec[Tensor]
 
 
-def split(spec: Spec, key_bias: Tensor) -> Argument:
-    """Splits key_bias [B, H, S] into a `KeyBias`; `FullTiles.spread` fills its references."""
-    from alibi_attn.attention.backends.fused.kernels.key_bias import split_kernel
-
+def parts_of(spec: Spec, device: torch.device) -> Argument:
+    """Memory for a `KeyBias`; `FullTiles` fills it."""
     b, h, s, tiles = spec.batch, spec.num_heads, spec.key_len, -(-spec.key_len // TILE)
     at = starts(b * h * s, 2 * b * h * s, b * h * tiles, b * h * -(-spec.query_len // PLAN_ROWS))
-    space = Space(scratch(at[-1], key_bias.device))
-    parts = grouped(KeyBias, *(space.at(word, torch.float32) for word in at[:-1]))
-    if tiles > 0:
+    space = Space(scratch(at[-1], device))
+    return grouped(KeyBias, *(space.at(word, torch.float32) for word in at[:-1]))
+
+
+def split(spec: Spec, key_bias: Tensor) -> Argument:
+    """The `KeyBias` of key_bias [B, H, S], without its references."""
+    from alibi_attn.attention.backends.fused.kernels.key_bias import split_kernel
+
+    parts, programs = parts_of(spec, key_bias.device), spec.batch * spec.num_heads * -(-spec.key_len // TILE)
+    if programs > 0:
         launch(
             key_bias.device,
             split_kernel,
-            (b * h * tiles, 1, 1),
+            (programs, 1, 1),
             constants(num_warps=4),
             strided(key_bias),
             parts,
-            number(h),
-            number(s),
+            number(spec.num_heads),
+            number(spec.key_len),
         )
     return parts

@@ -214,11 +214,14 @@ def _certify(
     begin = 0
     if isinstance(spec.query_offset, int) and spec.key_mask is None:
         begin = min(known, max(0, min(spec.query_offset, spec.key_len - TILE) - TILE) // TILE, tiles - 1)
+    # If a tensor has the position, but all norms are known, the kernel finds the tiles near the queries.
+    is_near = isinstance(spec.query_offset, Tensor) and spec.key_mask is None and known == tiles
+    measured = min(tiles, blocks + 3) if is_near else tiles - begin
     hidden = spec.key_mask is not None or spec.key_bias is not None
     first_seen = full_tiles.first_seen if full_tiles is not None and hidden else NONE
     allowed = NONE if full_tiles is None else full_tiles.allowed_keys
     tolerance = spec.tolerance if spec.causal else spec.tolerance / 2
-    of_norms = constants(D=spec.head_dim, VALUES=value is not None)
+    of_norms = constants(D=spec.head_dim, VALUES=value is not None, NEAR=is_near)
     of_reach = constants(
         D=spec.head_dim,
         ROWS=rows,
@@ -233,7 +236,7 @@ def _certify(
     launch(
         query.device,
         norms_kernel,
-        (b * kv * (tiles - begin), 1, 1),
+        (b * kv * measured, 1, 1),
         of_norms,
         keys,
         rows_of(values[0]) if values else keys,
@@ -241,7 +244,7 @@ def _certify(
         norms,
         space.at(at.arrived),
         number(begin),
-        number(tiles - begin),
+        number(measured),
     )
     launch(
         query.device,

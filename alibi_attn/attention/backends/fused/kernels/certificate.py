@@ -13,6 +13,7 @@ Biased keys do not form a geometric series: `write_tile_sums` sums the biases of
 import triton
 import triton.language as tl
 
+from alibi_attn.attention.backends.fused.kernels.positions import load_offset
 from alibi_attn.attention.backends.fused.kernels.tiles import (
     OUTLIERS,
     TILE,
@@ -50,17 +51,22 @@ def norm_bound(rows, D: tl.constexpr):
 
 
 @triton.jit
-def norms_kernel(K, V, call, norms, ARRIVED, begin, count, D: tl.constexpr, VALUES: tl.constexpr):
+def norms_kernel(K, V, call, norms, ARRIVED, begin, count, D: tl.constexpr, VALUES: tl.constexpr, NEAR: tl.constexpr):
     """Program: one of `count` tiles of keys, from tile `begin` on; writes `tiles` and `each_value` of Norms.
 
     Args:
         ARRIVED: of Plan; becomes zeros.
         VALUES: False = the values are assumed to have equal norms, and V is not read.
+        NEAR: instead of `begin`, the first tile that the certificate of the queries reads, at the latest the last `count` tiles.
     """
-    bk, tile = (tl.program_id(0) // count).to(tl.int64), begin + tl.program_id(0) % count
+    bk = (tl.program_id(0) // count).to(tl.int64)
     H, G, S = call.H, call.G, call.S
     b, kv = bk // (H // G), bk % (H // G)
     tiles = tl.cdiv(S, TILE)
+    if NEAR:
+        nearest = tl.minimum(load_offset(call.query_offset, b, call.T, S), S - TILE) - TILE
+        begin = tl.minimum(tl.maximum(nearest, 0) // TILE, tiles - count)
+    tile = begin + tl.program_id(0) % count
     j = tile * TILE + tl.arange(0, TILE)
     if tile == begin:
         for g in range(G):
@@ -143,13 +149,10 @@ def survey(norms, bk, every, tiles, left, right, seen, WIDTH: tl.constexpr, BOTH
 
 
 @triton.jit
-def write_tile_sums(call, SUMS, bh, tile, CAUSAL: tl.constexpr):
-    """Writes `sums` of Norms for one tile of keys of one head."""
-    H, S = call.H, call.S
-    tiles = tl.cdiv(S, TILE)
+def write_tile_sums(call, rest, SUMS, bh, tile, CAUSAL: tl.constexpr):
+    """Writes `sums` of Norms for one tile of keys of one head; `rest` [TILE] is −inf for keys that are hidden."""
+    H, tiles = call.H, tl.cdiv(call.S, TILE)
     b, h, x = bh // H, (bh % H).to(tl.int32), tl.arange(0, TILE)
-    here = shown_keys(call.masks, b, tile * TILE + x, tile * TILE + x < S, S)
-    rest = tl.load(call.key_bias.rest + bh * S + tile * TILE + x, mask=here, other=float("-inf"))
     for side in tl.static_range(1 if CAUSAL else 2):
         slope = load_slope(call.slopes, b, h)
         if side == 1:

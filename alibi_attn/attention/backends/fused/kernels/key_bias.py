@@ -14,9 +14,32 @@ MOST = tl.constexpr(2e38)  # the largest finite bias: in units of log2 it must f
 
 @triton.jit
 def split_kernel(BIAS, split, H, S):
-    """Program: one tile of keys of one head. BIAS is Rows [B, H, S, 1]; writes all of KeyBias but `references`."""
+    """Program: one tile of keys of one head; see `split_tile`."""
     tiles = tl.cdiv(S, TILE)
-    bh, tile = (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles
+    split_tile(BIAS, split, (tl.program_id(0) // tiles).to(tl.int64), tl.program_id(0) % tiles, H, S)
+
+
+@triton.jit
+def split_tile(BIAS, split, bh, tile, H, S):
+    """Splits the biases of one tile of keys. BIAS is Rows [B, H, S, 1]; writes all of KeyBias but `references`.
+
+    Returns (its `rest`, [TILE], −inf past the last key; its base).
+    """
+    tiles = tl.cdiv(S, TILE)
+    j = tile * TILE + tl.arange(0, TILE)
+    bias, hidden, base = load_tile(BIAS, bh, tile, H, S)
+    high, rest = bias.to(tl.float32), (bias - base.to(tl.float64)).to(tl.float32)
+    tl.store(split.bases + bh * tiles + tile, base)
+    tl.store(split.rest + bh * S + j, rest, mask=j < S)
+    tl.store(split.pairs + bh * 2 * S + j, high, mask=j < S)
+    low = tl.where(hidden, 0.0, bias - high.to(tl.float64)).to(tl.float32)
+    tl.store(split.pairs + bh * 2 * S + S + j, low, mask=j < S)
+    return rest, base
+
+
+@triton.jit
+def load_tile(BIAS, bh, tile, H, S):
+    """(the biases of a tile of keys in units of log2, fp64; which are hidden; their base, fp32)."""
     x = tl.arange(0, TILE)
     j = tile * TILE + x
     at = BIAS.pointer + bh // H * BIAS.batch + bh % H * BIAS.head + j.to(tl.int64) * BIAS.row
@@ -29,10 +52,4 @@ def split_kernel(BIAS, split, H, S):
     place = tl.sum(before.to(tl.int32), 1)
     middle = tl.minimum((TILE + tl.sum(hidden.to(tl.int32), 0)) // 2, TILE - 1)
     base = tl.max(tl.where((place == middle) & ~hidden, bias, float("-inf")), 0)
-    base = tl.where(base > float("-inf"), base, 0.0).to(tl.float32)
-    high = bias.to(tl.float32)
-    tl.store(split.bases + bh * tiles + tile, base)
-    tl.store(split.rest + bh * S + j, (bias - base.to(tl.float64)).to(tl.float32), mask=j < S)
-    tl.store(split.pairs + bh * 2 * S + j, high, mask=j < S)
-    low = tl.where(hidden, 0.0, bias - high.to(tl.float64)).to(tl.float32)
-    tl.store(split.pairs + bh * 2 * S + S + j, low, mask=j < S)
+    return bias, hidden, tl.where(base > float("-inf"), base, 0.0).to(tl.float32)

@@ -12,6 +12,7 @@ import triton
 import triton.language as tl
 
 from alibi_attn.attention.backends.fused.kernels.certificate import write_tile_sums
+from alibi_attn.attention.backends.fused.kernels.key_bias import load_tile, split_tile
 from alibi_attn.attention.backends.fused.kernels.positions import load_first_key, load_offset
 from alibi_attn.attention.backends.fused.kernels.tiles import TILE
 
@@ -22,10 +23,10 @@ MOST_BASE = tl.constexpr(2.0**30)  # of narrow tiles; `partial_scores` relies on
 
 
 @triton.jit
-def labels_kernel(call, keys, queries, SUMS, CAUSAL: tl.constexpr):
+def labels_kernel(call, keys, queries, BIAS, SUMS, CAUSAL: tl.constexpr):
     """Program: one tile of TILE keys of one row, or after all of these one tile of TILE queries of one sequence.
 
-    Writes their Labels, and with a key bias SUMS, the `sums` of Norms.
+    Writes their Labels. With a key bias, BIAS, it also splits that (`split_tile`), and writes SUMS, the `sums` of Norms.
     """
     B, H, T, S, masks = call.B, call.H, call.T, call.S, call.masks
     tiles, blocks = tl.cdiv(S, TILE), tl.cdiv(T, TILE)
@@ -44,11 +45,12 @@ def labels_kernel(call, keys, queries, SUMS, CAUSAL: tl.constexpr):
             uniform = uniform & (tl.min(shown.to(tl.int32), 0) == 1)
             here = here & shown
         if call.key_bias is not None:
-            rest = tl.load(call.key_bias.rest + r * S + tl.minimum(j, S - 1))
-            uniform = uniform & (tl.min((rest > float("-inf")).to(tl.int32), 0) == 1)
+            rest, base = split_tile(BIAS, call.key_bias, r, tile, H, S)
+            uniform = uniform & (tl.min(((rest > float("-inf")) | (j >= S)).to(tl.int32), 0) == 1)
             here = here & (rest > float("-inf"))
-            uniform = uniform & is_narrow(call.key_bias.bases + r * tiles, rest, tile, tiles)
-            write_tile_sums(call, SUMS, r, tile, CAUSAL)
+            _bias, _hidden, other = load_tile(BIAS, r, tl.minimum(tile ^ 1, tiles - 1), H, S)  # of its pair
+            uniform = uniform & is_narrow(base, other, rest)
+            write_tile_sums(call, tl.where(here, rest, float("-inf")), SUMS, r, tile, CAUSAL)
         at = r * tiles + tile
         tl.store(keys.edges + at, tl.min(tl.where(here, j, S), 0))
         tl.store(keys.edges + (r * 0 + rows) * tiles + at, tl.max(tl.where(here, j + 1, 0), 0))
@@ -76,13 +78,10 @@ def segment_range(segments, b, j, n):
 
 
 @triton.jit
-def is_narrow(bases, rest, tile, tiles):
-    """Whether a tile's biases are close to their base, and the base to that of the other tile of its pair."""
+def is_narrow(base, other, rest):
+    """Whether a tile's biases are close to their base, and the base to another tile's."""
     widest = tl.max(tl.where(rest == float("-inf"), 0.0, tl.abs(rest)), 0)
-    base = tl.load(bases + tile)
-    other = tl.load(bases + (tile ^ 1), mask=(tile ^ 1) < tiles, other=0.0)
-    apart = tl.where((tile ^ 1) < tiles, tl.abs(base - other), 0.0)
-    return (widest <= NARROW) & (apart <= NARROW) & (tl.abs(base) < MOST_BASE)
+    return (widest <= NARROW) & (tl.abs(base - other) <= NARROW) & (tl.abs(base) < MOST_BASE)
 
 
 @triton.jit
