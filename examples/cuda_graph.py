@@ -5,9 +5,10 @@ python examples/cuda_graph.py
 
 import torch
 
-from alibi_attn import ALiBiTransformerBlock, alibi_attention
+from alibi_attn import ALiBiTransformerBlock
+from alibi_attn.nn import StaticKVCache
 
-HEADS, SIZE, CAPACITY, TOKENS = 8, 64, 1024, 100
+HEADS, WIDTH, TOKENS = 8, 512, 100
 
 
 def captured(step):
@@ -22,7 +23,7 @@ def captured(step):
 
 def main():
     torch.manual_seed(0)
-    model, x = ALiBiTransformerBlock(HEADS * SIZE, HEADS), torch.randn(2, 256, HEADS * SIZE)
+    model, x = ALiBiTransformerBlock(WIDTH, HEADS), torch.randn(2, 256, WIDTH)
     optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
 
     def train():
@@ -36,19 +37,15 @@ def main():
     losses = [(graph.replay(), float(loss))[1] for _ in range(10)]  # copy each batch into x before
     print(f"the loss falls from {losses[0]:.3f} to {losses[-1]:.3f}")
 
-    # Keys and values have a fixed capacity. Those after the position are in the future, whatever they hold.
-    new, kept = torch.zeros(3, 1, HEADS, 1, SIZE), torch.zeros(2, 1, HEADS, CAPACITY, SIZE)
-    texts, position = torch.randn(3, 1, HEADS, TOKENS, SIZE), torch.zeros(1, dtype=torch.int64)
-    expected, error = alibi_attention(*texts), torch.zeros(())
-
-    def decode():
-        kept.index_copy_(3, position, new[1:])
-        return alibi_attention(new[0], *kept, query_offset=position)
-
-    graph, output = captured(decode)
-    for i in range(TOKENS):
-        new.copy_(texts[..., i : i + 1, :]), position.fill_(i), graph.replay()
-        error = torch.maximum(error, (output - expected[:, :, i : i + 1]).abs().max())
+    # The cache holds its length in a tensor, so each replay writes and attends one token further.
+    token, text, error = torch.zeros(1, 1, WIDTH), torch.randn(1, TOKENS, WIDTH), torch.zeros(())
+    cache = StaticKVCache(capacity=1024)
+    with torch.no_grad():
+        expected, (graph, output) = model(text), captured(lambda: model(token, cache=cache))
+        cache.crop(0)  # forgets the steps before
+        for i in range(TOKENS):
+            token.copy_(text[:, i : i + 1]), graph.replay()
+            error = torch.maximum(error, (output - expected[:, i : i + 1]).abs().max())
     print(f"decoded tokens differ from one pass by {error:.0e}")
 
 

@@ -55,6 +55,37 @@ def reads_near(
     return remembered and not masked and not gated and fused.why_not_rows(query) is None
 
 
+def skips_on_device(query: Tensor) -> bool:
+    """Whether the device has kernels that read only the keys within reach of these queries, given the norms of all keys."""
+    return not _on_cpu(query) and fused.why_not_rows(query) is None
+
+
+def reads_near_at(query: Tensor) -> bool:
+    """Whether `attend_at` supports these queries; it has no gradient, and torch.compile cannot trace it."""
+    return skips_on_device(query) and not torch.is_grad_enabled() and not torch.compiler.is_compiling()
+
+
+@torch.no_grad()
+def attend_at(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Tensor,
+    known_norms: Norms,
+    query_offset: Tensor,
+    *,
+    window: int | None = None,
+    scale: float | None = None,
+) -> Tensor:
+    """Causal attention of T positions from a tensor `query_offset` on, [B, H, T, D], if `reads_near_at` allows it.
+
+    Args:
+        known_norms: norms of all keys and values up to the queries, also in the last tile, which may not be whole.
+    """
+    spec = make_spec(query, key, value, slopes, query_offset=query_offset, window=window, scale=scale)
+    return fused.decode(spec, query, key, value, known_norms)[0]
+
+
 def has_kernel(*tensors: Tensor) -> bool:
     """Whether the CPU kernel for decoding supports these queries, keys and values."""
     return tensors[0].shape[3] % WIDTH == 0 and native.takes(*tensors)

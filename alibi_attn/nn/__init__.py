@@ -10,9 +10,19 @@ try:
     from alibi_attn.nn.gated_cache import GatedReachCache
     from alibi_attn.nn.positional import ALiBiPositionalBias
     from alibi_attn.nn.reach_cache import ReachCache
+    from alibi_attn.nn.static_cache import StaticKVCache, StaticReachCache
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
     raise ImportError('alibi_attn.nn needs PyTorch; install it with: pip install "alibi-attn[torch]"') from error
 
-__all__ = ["ALiBiAttention", "ALiBiPositionalBias", "ALiBiTransformerBlock", "GatedReachCache", "KVCache", "ReachCache"]
+__all__ = [
+    "ALiBiAttention",
+    "ALiBiPositionalBias",
+    "ALiBiTransformerBlock",
+    "GatedReachCache",
+    "KVCache",
+    "ReachCache",
+    "StaticKVCache",
+    "StaticReachCache",
+]

@@ -28,6 +28,8 @@ from alibi_attn.nn.gates import ForgetGates
 from alibi_attn.nn.input_checks import Cache, check_inputs, check_memory
 from alibi_attn.nn.positional import HeadSlopes
 from alibi_attn.nn.reach_cache import ReachCache
+from alibi_attn.nn.static_attention import attend_static
+from alibi_attn.nn.static_cache import StaticKVCache, StaticReachCache
 from alibi_attn.reach import UNLIMITED, score_bound_of_norms, static_reach
 
 _QK_NORM_EPS = 1e-6  # only keeps a zero vector zero; the bound ‖q‖ ≤ √D·max|weight| holds for any eps ≥ 0
@@ -165,6 +167,8 @@ class ALiBiAttention(nn.Module):
             mixed = self._attended(query, key, value, key_mask=memory_mask, query_offset=0)
         elif isinstance(cache, ReachCache | GatedReachCache):
             mixed = self._attend_parts(query, key, value, gates, cache)
+        elif isinstance(cache, StaticKVCache | StaticReachCache):
+            mixed = attend_static(self, query, key, value, cache, key_mask=key_mask, segment_ids=segment_ids)
         else:
             if cache is not None:
                 key, value = cache.append(key, value, layer=self, log_fgate=gates)

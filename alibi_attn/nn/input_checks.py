@@ -11,11 +11,13 @@ from alibi_attn.attention.transforms import autocasts
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.gated_cache import GatedReachCache
 from alibi_attn.nn.reach_cache import ReachCache
+from alibi_attn.nn.static_attention import check_static
+from alibi_attn.nn.static_cache import StaticKVCache, StaticReachCache
 
 if TYPE_CHECKING:
     from alibi_attn.nn.attention import ALiBiAttention
 
-Cache = KVCache | ReachCache | GatedReachCache
+Cache = KVCache | ReachCache | GatedReachCache | StaticKVCache | StaticReachCache
 
 
 def check_embeddings(x: Tensor, width: int) -> None:
@@ -73,6 +75,10 @@ def check_inputs(
     if dtype != x.dtype and dtype.is_floating_point and not autocasts(x.device.type):
         raise TypeError(f"x is {x.dtype} but the layer's weights are {dtype}; pass x.to({dtype}) or convert the layer")
     _check_cache(layer, cache)
+    if isinstance(cache, StaticKVCache | StaticReachCache):
+        others = prefix_len is not None or positions is not None
+        check_static(layer, cache, batch=len(x), key_mask=key_mask, segment_ids=segment_ids, others=others)
+        return
     forgets = isinstance(cache, ReachCache | GatedReachCache) or (cache is not None and cache.max_tokens is not None)
     if forgets and any(given is not None for given in (key_mask, segment_ids, prefix_len, positions)):
         raise ValueError(
@@ -111,6 +117,8 @@ def _check_cache(layer: "ALiBiAttention", cache: Cache | None) -> None:
         )
     if cache is not None and not layer.causal:
         raise ValueError("cache needs causal=True: without it later keys would change outputs already returned")
+    if isinstance(cache, StaticKVCache | StaticReachCache):
+        return
     by_gates, gated = isinstance(cache, GatedReachCache), layer.gate_proj is not None
     forgets = isinstance(cache, ReachCache | GatedReachCache) or (cache is not None and cache.max_tokens is not None)
     if forgets and by_gates != gated:

@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from alibi_attn.attention.spec import index_of, query_heads
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.cache_checks import check_format, check_pair
+from alibi_attn.nn.static_cache import StaticReachCache
 
 
 class CachesOfHeads:
@@ -211,6 +212,10 @@ class ReachCache(CachesOfHeads):
         super().reorder(indices)
         if self._first is not None:
             self._first.reorder(indices)
+
+    def static(self, capacity: int) -> StaticReachCache:
+        """An empty cache of the same reach for steps that a CUDA graph replays; heads keep at most `capacity` keys."""
+        return StaticReachCache(self.key_heads, self._limits, sum(map(len, self.query_heads)), capacity)
 
     def crop(self, length: int) -> None:
         """Keep the first `length` tokens: undoes a draft, unless keys it needs were forgotten.

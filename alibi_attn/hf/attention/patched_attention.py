@@ -13,11 +13,12 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.decoding import attend_near, has_kernel, reads_near
+from alibi_attn.attention.decoding import attend_at, attend_near, has_kernel, reads_near, reads_near_at
 from alibi_attn.attention.near_keys import visible_runs
 from alibi_attn.attention.validation import slopes_beside
 from alibi_attn.hf.attention.masks import Keys, keys_of
 from alibi_attn.hf.caches.cache import ALiBiCache
+from alibi_attn.hf.caches.static_cache import StaticALiBiCache
 
 Numerics = Literal["exact", "checkpoint"]
 
@@ -56,6 +57,8 @@ def extended(layer: nn.Module, cache: Cache | None, key: Tensor, value: Tensor) 
     past: int | Tensor = cache.get_seq_length(layer.layer_idx)  # type: ignore[arg-type]
     if isinstance(past, Tensor):
         past = past.clone()
+    elif isinstance(cache, StaticALiBiCache):
+        past = torch.zeros((), dtype=torch.int64, device=key.device)  # the first call
     owner = {"layer": layer} if isinstance(cache, ALiBiCache) and not torch.compiler.is_compiling() else {}
     key, value = cache.update(key, value, layer.layer_idx, **owner)  # type: ignore[arg-type]
     return key, value, past
@@ -105,6 +108,11 @@ def attended(
     attend = vars(layer).get("attend", alibi_attention)
     plain = dropout_p == 0 and settings.backend == "auto" and attend is alibi_attention
     ours = cache if isinstance(cache, ALiBiCache) else None
+    is_whole = all(given is None for given in keys)
+    if plain and is_whole and isinstance(cache, StaticALiBiCache) and reads_near_at(query):
+        known = cache.norms(layer.layer_idx)  # type: ignore[arg-type]
+        if known is not None and isinstance(first, Tensor):
+            return merged(attend_at(query, key, value, slopes, known, first, scale=settings.scale))
     # A static cache has unused capacity after the last query.
     plain = plain and not isinstance(first, Tensor) and first + query.shape[2] == key.shape[2]
     plain = plain and all(given is None for given in keys[1:])

@@ -284,6 +284,14 @@ def test_a_layer_decodes_by_the_kernel(interpreter: ProcessPoolExecutor) -> None
     assert calls == 5  # chunks of 150, 1, 1, 8 and 40
 
 
+@pytest.mark.parametrize("window", [None, 50])
+def test_a_step_with_a_static_cache_reads_only_near_keys(interpreter: ProcessPoolExecutor, window: int | None) -> None:
+    """Its position is in a tensor, so every step is the same launches."""
+    error, near = interpreter.submit(decoding.static_steps_read_near, window).result()
+    assert error < 1e-5
+    assert near
+
+
 def test_the_program_for_a_device_refuses_what_the_kernels_do(interpreter: ProcessPoolExecutor) -> None:
     case = next(case for case in CASES if case.name == "grouped-query")
     with pytest.raises(ValueError, match="at most 256 but D is 300"):

@@ -15,7 +15,7 @@ from alibi_attn.attention.backends.fused.plan import planned
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.validation import make_spec
-from alibi_attn.nn import ALiBiAttention, KVCache
+from alibi_attn.nn import ALiBiAttention, KVCache, StaticKVCache
 
 
 class _Counting(TorchDispatchMode):
@@ -146,3 +146,22 @@ def a_layer_decodes_near() -> tuple[float, int]:
     finally:
         decoding._on_cpu, fused.decode = on_cpu, decode
     return float((torch.cat(parts, 1) - whole).abs().max()), len(calls)
+
+
+def static_steps_read_near(window: int | None) -> tuple[float, bool]:
+    """(the largest difference between a layer with a static cache and one pass, whether it read no far key)."""
+    torch.manual_seed(0)
+    layer = ALiBiAttention(32, 4, num_kv_heads=2, slopes=[2.0, 1.5, 1.0, 0.8], window=window).eval()
+    x, cache, on_cpu = torch.randn(2, 573, 32), StaticKVCache(700), decoding._on_cpu
+    try:
+        decoding._on_cpu = lambda query: False
+        with torch.no_grad():
+            parts = [layer(chunk, cache=cache) for chunk in x.split([500, 70, 1, 1, 1], dim=1)]
+            assert cache._tensors is not None
+            for held in cache._tensors:
+                held[:, :, :384] = torch.nan  # three tiles before the last
+            cache.crop(572)
+            again = layer(x[:, 572:], cache=cache)
+    finally:
+        decoding._on_cpu = on_cpu
+    return float((torch.cat(parts, 1) - layer(x)).abs().max()), torch.equal(again, parts[-1])

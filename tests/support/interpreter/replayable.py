@@ -7,6 +7,7 @@ hold, and the host must not read a tensor.
 """
 
 import contextlib
+import functools
 import json
 import sys
 from collections.abc import Callable, Iterator
@@ -19,6 +20,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn import alibi_attention, forgetting_attention
+from alibi_attn.nn import ALiBiAttention, ReachCache, StaticKVCache, StaticReachCache
 from alibi_lab.measure.absent_device import Launches, absent_device
 
 ADDRESSES = 2**32  # larger numbers are addresses, which are fixed by the graph's own memory
@@ -73,9 +75,24 @@ def main() -> dict[str, bool]:
         with torch.no_grad():
             return alibi_attention(one, key, value, query_offset=position)
 
+    layer = ALiBiAttention(64, 4, qk_norm=True, slopes=[4.0, 3.0, 2.0, 1.0]).to(torch.bfloat16).eval()
+    token, near = torch.randn(2, 1, 64).to(torch.bfloat16), layer.reach_cache()
+    assert isinstance(near, ReachCache)
+    caches = StaticKVCache(2048), near.static(500)
+
+    def cached(cache: StaticKVCache | StaticReachCache) -> object:
+        with torch.no_grad():
+            return layer(token, cache=cache)
+
+    kinds = {"training": training, "encoder": encoder, "gates": gated, "decoding": decoding}
+    kinds |= {type(cache).__name__: functools.partial(cached, cache) for cache in caches}
     with absent_device() as launches:
-        for name, step in (("training", training), ("encoder", encoder), ("gates", gated), ("decoding", decoding)):
+        for name, step in kinds.items():
             before = launched(step, launches)
+            if name == "StaticKVCache":  # the tiles near the query instead of all 32
+                (norms,) = [x.grid for x in launches.all if x.kernel == "norms_kernel"]
+                assert norms == (8 * 4, 1, 1)
+                caches[0].crop(1000)
             with torch.no_grad():
                 query.mul_(3), key.mul_(2)
                 shown[:, 100:], gates[:, :, 50] = False, -torch.inf

@@ -1,0 +1,213 @@
+"""Caches of a fixed capacity whose length is a tensor, so that a CUDA graph replays a decoding step with a growing length.
+
+`KVCache` and `ReachCache` know their length as a number, which a graph would repeat. Here no tensor is read on the host, and the
+shapes of a step never change. transformers' `StaticCache` is the same idea.
+"""
+
+import operator
+import weakref
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor, nn
+
+from alibi_attn.attention.certificate.constants import TILE
+from alibi_attn.attention.certificate.norms import Norms, norm_bound
+from alibi_attn.attention.decoding import skips_on_device
+from alibi_attn.attention.spec import index_of, query_heads
+from alibi_attn.nn.cache_checks import check_pair
+from alibi_attn.nn.kept_norms import normal_tensors
+
+
+class StaticKVCache:
+    """Keys and values of one layer, [B, K, capacity, D], for steps that a CUDA graph or torch.compile replays.
+
+    Call the layer once before capturing a step: the first call allocates. Later calls, and replays, write into the same tensors.
+    The layer must be causal and have no forget gates; key masks and segment ids are [B, capacity]. Gradients must be off. After
+    more than `capacity` tokens all outputs are NaN. On a GPU a step without masks, outside torch.compile, reads only the
+    tiles of keys within reach.
+
+    Args:
+        capacity: the largest number of tokens.
+
+    >>> cache = StaticKVCache(capacity=100)
+    >>> with torch.no_grad():
+    ...     for step in range(3):
+    ...         key, value, position = cache.append(torch.ones(1, 2, 1, 4), torch.ones(1, 2, 1, 4))
+    >>> key.shape, position, cache.length
+    (torch.Size([1, 2, 100, 4]), tensor(2), tensor(3))
+    """
+
+    def __init__(self, capacity: int) -> None:
+        self.capacity = _checked_capacity(capacity)
+        self.length: Tensor | None = None  # int64, the number of tokens; None before the first call
+        self.norms: Norms | None = None  # on devices whose kernels read only the keys within reach
+        self._tensors: tuple[Tensor, Tensor] | None = None
+        self._layer: weakref.ref[nn.Module] | None = None
+
+    def __repr__(self) -> str:
+        return f"StaticKVCache(capacity={self.capacity})"
+
+    def append(self, key: Tensor, value: Tensor, *, layer: nn.Module | None = None) -> tuple[Tensor, Tensor, Tensor]:
+        """Writes key and value, [B, K, T, D], after the present ones; returns all keys and values, [B, K, capacity, D], and the
+        position of the first new one. What follows the last token is in the future of every query.
+
+        Raises:
+            ValueError: the layer differs, shapes do not match, gradients are on, or there are more tokens than the capacity.
+        """
+        _check_append(key, value, self._tensors)
+        if layer is not None and not torch.compiler.is_compiling():
+            self._layer = _owner(self._layer, layer)
+        if self._tensors is None or self.length is None:
+            self._tensors = _zeros(key, self.capacity), _zeros(value, self.capacity)
+            self.length = _counter(key)
+            if skips_on_device(key):
+                shape = *key.shape[:2], -(-self.capacity // TILE)
+                with normal_tensors():
+                    self.norms = Norms(*(key.new_zeros(shape, dtype=torch.float64) for _ in range(2)))
+        count = key.shape[2]
+        if count > self.capacity:
+            raise ValueError(
+                f"{count} tokens do not fit capacity={self.capacity}; create a StaticKVCache that is larger"
+            )
+        key = key.masked_fill(self.length + count > self.capacity, torch.nan)
+        place = (self.length + torch.arange(count, device=key.device)).clamp(max=self.capacity - 1)
+        for held, new in zip(self._tensors, (key, value), strict=True):
+            held.index_copy_(2, place, new)
+        if self.norms is not None:
+            tiles = (place // TILE).expand(*key.shape[:2], count)
+            for norms, new in ((self.norms.keys, key), (self.norms.values, value)):
+                norms.scatter_reduce_(2, tiles, norm_bound(new).nan_to_num(torch.inf, torch.inf), "amax")
+        first = self.length.clone()
+        self.length.add_(count)
+        return *self._tensors, first
+
+    def crop(self, length: int | Tensor) -> None:
+        """Keeps the first `length` tokens, an int or an integer tensor, which is not read; 0 begins a new text."""
+        if self.length is None:
+            return
+        self.length.copy_(torch.as_tensor(length).reshape(()), non_blocking=True)
+        if self.norms is not None:
+            after = torch.arange(self.norms.keys.shape[2], device=self.length.device) * TILE >= self.length
+            for norms in (self.norms.keys, self.norms.values):
+                norms.masked_fill_(after, 0.0)
+
+
+class StaticReachCache:
+    """A `ReachCache` for steps that are replayed: per head the keys within reach, in tensors of that size.
+
+    Create it with `layer.reach_cache().static(capacity)`, and see `StaticKVCache`. Heads whose reach is shorter than the capacity
+    decode indefinitely; if one needs more, outputs are NaN after `capacity` tokens. No masks.
+
+    Args:
+        key_heads, limits: of `ReachCache`: groups of key heads, and the keys that each needs, including the query's own.
+        num_heads: H.
+        capacity: the most keys that any head keeps.
+    """
+
+    def __init__(self, key_heads: list[list[int]], limits: Sequence[int], num_heads: int, capacity: int) -> None:
+        self.capacity = _checked_capacity(capacity)
+        self.key_heads = key_heads
+        self.query_heads = [query_heads(members, num_heads // sum(map(len, key_heads))) for members in key_heads]
+        self._limits = limits
+        # For each group its query heads, and for each query head its place in the groups, as indices.
+        self.queries: list[Tensor | slice] = []
+        self.order: Tensor | slice = slice(None)
+        self._members: list[Tensor | slice] = []
+        self.length: Tensor | None = None  # int64, the number of tokens seen; None before the first call
+        self._tensors: list[tuple[Tensor, Tensor]] = []
+        self._layer: weakref.ref[nn.Module] | None = None
+
+    def __repr__(self) -> str:
+        return f"StaticReachCache(capacity={self.capacity}; groups of key heads keep {[x - 1 for x in self._kept()]})"
+
+    def append(
+        self, key: Tensor, value: Tensor, *, layer: nn.Module | None = None
+    ) -> list[tuple[Tensor, Tensor, Tensor]]:
+        """Adds key and value, [B, K, T, D]; returns for each group of `key_heads` the keys and values that these T queries need,
+        [B, members, S', D], the new ones last, and which of them exist, [B, S'] bool.
+
+        Raises:
+            ValueError: as for `StaticKVCache`.
+        """
+        _check_append(key, value, None)
+        if layer is not None and not torch.compiler.is_compiling():
+            self._layer = _owner(self._layer, layer)
+        if self.length is None:
+            self._allocate(key, value)
+        assert self.length is not None
+        parts, count = [], key.shape[2]
+        for members, limit, held in zip(self._members, self._limits, self._tensors, strict=True):
+            of_group = key[:, members]
+            if limit > self.capacity:
+                of_group = of_group.masked_fill(self.length + count > self.capacity, torch.nan)
+            keys, values = torch.cat([held[0], of_group], dim=2), torch.cat([held[1], value[:, members]], dim=2)
+            kept = held[0].shape[2]
+            exists = torch.arange(kept + count, device=key.device) >= kept - self.length
+            parts.append((keys, values, exists.expand(key.shape[0], -1)))
+            for old, new in zip(held, (keys, values), strict=True):
+                old.copy_(new[:, :, count:])
+        self.length.add_(count)
+        return parts
+
+    def _allocate(self, key: Tensor, value: Tensor) -> None:
+        """Tensors, and indices of heads on the device: a list would be copied there at every step."""
+        self.length = _counter(key)
+        self._members = [_index(members, key.device) for members in self.key_heads]
+        self.queries = [_index(heads, key.device) for heads in self.query_heads]
+        heads = [head for members in self.query_heads for head in members]
+        self.order = _index(sorted(range(len(heads)), key=heads.__getitem__), key.device)
+        self._tensors = [
+            (_zeros(key[:, members], kept - 1), _zeros(value[:, members], kept - 1))
+            for members, kept in zip(self._members, self._kept(), strict=True)
+        ]
+
+    def crop(self, length: int) -> None:
+        """crop(0) begins a new text; other lengths would need forgotten keys.
+
+        Raises:
+            ValueError: another length.
+        """
+        if operator.index(length) != 0:
+            raise ValueError(f"length is {length} but a StaticReachCache forgets keys; crop(0) empties it")
+        if self.length is not None:
+            self.length.zero_()
+
+    def _kept(self) -> list[int]:
+        return [min(limit, self.capacity) for limit in self._limits]
+
+
+def _index(heads: list[int], device: torch.device) -> Tensor | slice:
+    index = index_of(heads)
+    return torch.tensor(index, device=device) if isinstance(index, list) else index
+
+
+StaticCache = StaticKVCache | StaticReachCache
+
+
+def _checked_capacity(capacity: int) -> int:
+    if operator.index(capacity) < 1:
+        raise ValueError(f"capacity is {capacity} but must be at least 1, the largest number of tokens")
+    return operator.index(capacity)
+
+
+def _check_append(key: Tensor, value: Tensor, held: tuple[Tensor, Tensor] | None) -> None:
+    check_pair(key, value, held)
+    if torch.is_grad_enabled() and (key.requires_grad or value.requires_grad):
+        raise ValueError("a static cache is written in place and has no gradients; call the layer in torch.no_grad()")
+
+
+def _owner(known: "weakref.ref[nn.Module] | None", layer: nn.Module) -> "weakref.ref[nn.Module]":
+    if known is not None and known() is not layer:
+        raise ValueError("this static cache belongs to another attention layer; create one for each layer")
+    return known or weakref.ref(layer)
+
+
+def _zeros(source: Tensor, length: int) -> Tensor:
+    with normal_tensors():
+        return source.new_zeros(*source.shape[:2], length, source.shape[3])
+
+
+def _counter(source: Tensor) -> Tensor:
+    with normal_tensors():
+        return torch.zeros((), dtype=torch.int64, device=source.device)

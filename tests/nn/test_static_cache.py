@@ -1,0 +1,154 @@
+"""Static caches: decoding steps that a graph can replay, because their length is a tensor that the host never reads."""
+
+import pytest
+import torch
+from torch._dynamo.testing import CompileCounter
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from alibi_attn.nn import ALiBiAttention, ALiBiTransformerBlock, ReachCache, StaticKVCache, StaticReachCache
+
+HEADS, WIDTH, TOKENS = 4, 32, 90
+SLOPES = [2.0, 0.5, 1.9, 0.25]  # the first and the third head keep about as many keys
+
+
+def layer_of(seed: int = 0, **options: object) -> ALiBiAttention:
+    torch.manual_seed(seed)
+    return ALiBiAttention(WIDTH, HEADS, **options).eval()  # type: ignore[arg-type]
+
+
+def reach_cache(layer: ALiBiAttention, capacity: int) -> StaticReachCache:
+    cache = layer.reach_cache(score_bound=4.0, tolerance=1e-6)
+    assert isinstance(cache, ReachCache)
+    return cache.static(capacity)
+
+
+@pytest.mark.parametrize("chunks", [[1] * 10, [60, *[1] * 30], [7, 40, 1, 1, 41]])
+@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2, "window": 20}], ids=["plain", "groups, window"])
+@torch.no_grad()
+def test_chunks_equal_one_pass(options: dict[str, object], chunks: list[int]) -> None:
+    layer, cache = layer_of(**options), StaticKVCache(capacity=100)
+    x = torch.randn(2, sum(chunks), WIDTH)
+    outputs = [layer(part, cache=cache) for part in x.split(chunks, dim=1)]
+    torch.testing.assert_close(torch.cat(outputs, 1), layer(x))
+    assert cache.length is not None
+    assert cache.length.item() == sum(chunks)
+
+
+@torch.no_grad()
+def test_keys_within_reach_equal_all_keys() -> None:
+    layer = layer_of(qk_norm=True, slopes=[2.0, 1.0, 0.25, 0.3], num_kv_heads=2)
+    cache, x = reach_cache(layer, 100), torch.randn(2, TOKENS, WIDTH)
+    outputs = [layer(part, cache=cache) for part in x.split([5, *[1] * 85], dim=1)]
+    torch.testing.assert_close(torch.cat(outputs, 1), layer(x), atol=1e-5, rtol=1e-5)
+
+
+def static(kind: str) -> tuple[ALiBiAttention, StaticKVCache | StaticReachCache]:
+    layer = layer_of(qk_norm=kind == "reach", slopes=SLOPES)
+    return layer, StaticKVCache(100) if kind == "all" else reach_cache(layer, 100)
+
+
+@pytest.mark.parametrize("kind", ["all", "reach"])
+@torch.no_grad()
+def test_a_traced_step_replays_with_growing_length(kind: str) -> None:
+    """The graph holds the operations of one step on the cache's tensors; tracing fails if the host reads one."""
+    layer, cache = static(kind)
+    x = torch.randn(1, TOKENS, WIDTH)
+    layer(x[:, :1], cache=cache)  # allocates
+    graph = make_fx(lambda token: layer(token, cache=cache))(x[:, :1])
+    assert "lift_fresh" not in graph.code  # a constant that a device would have to fetch from the host
+    cache.crop(0)
+    outputs = [graph(x[:, i : i + 1]) for i in range(TOKENS)]
+    torch.testing.assert_close(torch.cat(outputs, 1), layer(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["all", "reach"])
+@torch.no_grad()
+def test_one_compiled_graph_serves_every_length(kind: str) -> None:
+    layer, cache = static(kind)
+    x = torch.randn(1, 20, WIDTH)
+    layer(x[:, :1], cache=cache)
+    cache.crop(0)
+    torch.compiler.reset()
+    counter = CompileCounter()
+    step = torch.compile(lambda token: layer(token, cache=cache), backend=counter, fullgraph=True)
+    outputs = [step(x[:, i : i + 1]) for i in range(20)]
+    assert counter.frame_count == 1
+    torch.testing.assert_close(torch.cat(outputs, 1), layer(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.long  # half a minute of compiling
+@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")  # of the compiler
+@pytest.mark.parametrize("cached", [False, True], ids=["block", "step"])
+def test_reduce_overhead_compiles_without_a_break(cached: bool) -> None:
+    block = ALiBiTransformerBlock(WIDTH, HEADS).eval()
+    x, cache = torch.randn(2, 10, WIDTH), StaticKVCache(30) if cached else None
+    with torch.set_grad_enabled(not cached):
+        if cache is not None:
+            block(x, cache=cache)
+            cache.crop(0)
+        compiled = torch.compile(lambda x: block(x, cache=cache), mode="reduce-overhead", fullgraph=True)
+        parts = [compiled(part) for part in (x.split(1, 1) if cached else [x])]
+        torch.testing.assert_close(torch.cat(parts, 1), block(x), atol=1e-5, rtol=1e-5)
+
+
+@pytest.mark.parametrize("kind", ["all", "reach"])
+@torch.no_grad()
+def test_outputs_beyond_the_capacity_are_nan(kind: str) -> None:
+    layer = layer_of(qk_norm=kind == "reach", slopes=[2.0, 1.0, 0.5, 0.001])
+    cache = StaticKVCache(8) if kind == "all" else reach_cache(layer, 8)
+    x = torch.randn(1, 10, WIDTH)
+    outputs = torch.cat([layer(x[:, i : i + 1], cache=cache) for i in range(10)], 1)
+    assert outputs[:, :8].isfinite().all()
+    assert outputs[:, 8:].isnan().all()
+    cache.crop(0)
+    torch.testing.assert_close(layer(x[:, :8], cache=cache), layer(x[:, :8]), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_short_reach_decodes_beyond_the_capacity() -> None:
+    layer = layer_of(qk_norm=True, slopes=[9.0, 8.0, 7.0, 6.0])
+    cache, x = reach_cache(layer, 16), torch.randn(1, TOKENS, WIDTH)
+    outputs = [layer(x[:, i : i + 1], cache=cache) for i in range(TOKENS)]
+    torch.testing.assert_close(torch.cat(outputs, 1), layer(x), atol=1e-5, rtol=1e-5)
+
+
+@torch.no_grad()
+def test_a_draft_is_taken_back_and_padding_is_hidden() -> None:
+    layer, cache = layer_of(), StaticKVCache(20)
+    x, mask = torch.randn(2, 12, WIDTH), torch.ones(2, 20, dtype=torch.bool)
+    mask[1, :3] = False
+    layer(x[:, :6], cache=cache, key_mask=mask)
+    layer(x.flip(1)[:, :4], cache=cache, key_mask=mask)
+    cache.crop(torch.tensor(6))
+    outputs = layer(x[:, 6:], cache=cache, key_mask=mask)
+    torch.testing.assert_close(outputs, layer(x, key_mask=mask[:, :12])[:, 6:])
+
+
+def test_wrong_calls_say_what_to_do() -> None:
+    x = torch.randn(1, 4, WIDTH)
+    with pytest.raises(ValueError, match="capacity is 0 but must be at least 1"):
+        StaticKVCache(0)
+    with pytest.raises(ValueError, match=r"call the layer in torch.no_grad\(\)"):
+        layer_of()(x, cache=StaticKVCache(10))
+    with torch.no_grad():
+        with pytest.raises(ValueError, match="4 tokens do not fit capacity=3"):
+            layer_of()(x, cache=StaticKVCache(3))
+        with pytest.raises(ValueError, match="forget gates"):
+            layer_of(forget_gate=True)(x, cache=StaticKVCache(10))
+        with pytest.raises(ValueError, match="no prefix_len, positions, sinks and windows per head"):
+            layer_of(window=[5, 6, 7, 8])(x, cache=StaticKVCache(10))
+        with pytest.raises(ValueError, match="no prefix_len, positions, sinks and windows per head"):
+            layer_of()(x, cache=StaticKVCache(10), prefix_len=torch.tensor([2]))
+        with pytest.raises(ValueError, match="needs causal=True"):
+            layer_of(causal=False)(x, cache=StaticKVCache(10))
+        with pytest.raises(ValueError, match=r"key_mask has shape \[1, 4\]"):
+            layer_of()(x, cache=StaticKVCache(10), key_mask=torch.ones(1, 4, dtype=torch.bool))
+        cache, layer = StaticKVCache(10), layer_of()
+        layer(x, cache=cache)
+        with pytest.raises(ValueError, match="belongs to another attention layer"):
+            layer_of(1)(x, cache=cache)
+        reach, layer = reach_cache(layer_of(qk_norm=True), 10), layer_of(qk_norm=True)
+        with pytest.raises(ValueError, match="supports no key_mask"):
+            layer(x, cache=reach, key_mask=torch.ones(1, 4, dtype=torch.bool))
+        with pytest.raises(ValueError, match=r"crop\(0\) empties it"):
+            reach.crop(2)
