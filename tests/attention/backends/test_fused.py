@@ -4,6 +4,7 @@ import contextlib
 import dataclasses
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
+from typing import Any
 
 import conformance_on_device as device
 import decoding_in_interpreter as decoding
@@ -21,7 +22,9 @@ from attention_oracle import Answer
 from alibi_attn.attention.backends.fused import configs
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, tile_shape
 from alibi_attn.attention.backends.fused.launch import MAX_ROW_STRIDE, in_rows
+from alibi_attn.attention.certificate.bounds import bounds
 from alibi_attn.attention.certificate.constants import TILE
+from alibi_attn.attention.certificate.tiles import key_tiles
 from alibi_lab import records
 from alibi_lab.measure.gpu import gpu
 from alibi_lab.report.plots.benchmark import is_drawn
@@ -290,6 +293,27 @@ def test_a_step_with_a_static_cache_reads_only_near_keys(interpreter: ProcessPoo
     error, near = interpreter.submit(decoding.static_steps_read_near, window).result()
     assert error < 1e-5
     assert near
+
+
+def test_plans_that_read_too_early_are_noticed(interpreter: ProcessPoolExecutor) -> None:
+    """The first check on a device: the last program of a head to finish makes its plan."""
+    assert interpreter.submit(device.plans_that_differ, (1, 2, 1, 70), "cpu", 1).result() == 0
+    found: list[Any] = []
+
+    def by_torch(spec: Any, query: Any, key: Any, value: None, *, rows: int, shared: bool) -> Any:
+        certified = bounds(spec, query, key, key)
+        found.append((key_tiles(spec, certified, rows=rows), certified))
+        return found[-1]
+
+    def early(*call: Any, **options: Any) -> Any:
+        by_torch(*call, **options)
+        return found[-2]  # that of the call before
+
+    def in_the_end(*call: Any, **options: Any) -> Any:
+        return (early if len(found) > 6 else by_torch)(*call, **options)
+
+    assert device.plans_that_differ((1, 4, 4, 500), "cpu", 2, by_torch) == 0
+    assert device.plans_that_differ((1, 4, 4, 500), "cpu", 2, in_the_end) == 1
 
 
 def test_the_program_for_a_device_refuses_what_the_kernels_do(interpreter: ProcessPoolExecutor) -> None:

@@ -3,6 +3,7 @@
     python tests/support/interpreter/conformance_on_device.py results [draws]                    on a GPU
     TRITON_INTERPRET=1 python tests/support/interpreter/conformance_on_device.py results [draws]    simulating one
 
+The first check is that of a step that no GPU had run when this was written: the last program of a head makes the plan.
 It saves a record; the exit status is 1 if a check fails. Several processes share the device, because compiling takes
 most of the time. Uninitialized memory is filled with NaN.
 """
@@ -15,6 +16,7 @@ import multiprocessing
 import os
 import sys
 import traceback
+from collections.abc import Callable
 from pathlib import Path
 
 sys.path.extend(map(str, Path(__file__).parents[1].iterdir()))  # the folders next to this one, as pytest's pythonpath
@@ -26,14 +28,21 @@ from attention_checks import answer, assert_exact
 from certificate_attack import Attack, dropped, random_attack
 from torch import Tensor
 
+from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
 from alibi_attn.attention.backends.fused.plan import planned
+from alibi_attn.attention.backends.fused.space import Plan
 from alibi_attn.attention.certificate.bounds import Bounds
+from alibi_attn.attention.certificate.constants import TILE
+from alibi_attn.attention.certificate.tiles import key_tiles
 from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.validation import make_spec
 from alibi_lab import records
 
 DTYPES = {"bfloat16": 2.0**-12, "float16": 2.0**-15, "float32": 2.0**-28}  # dtypes and their tolerances, eps / 32
 TOGETHER = 50  # draws per task of a worker process
+# B, H, K and tokens of plans: from one program to 32,768 that race for 64 heads, and groups whose heads share a plan.
+RACES = ((1, 1, 1, 64), (4, 16, 16, 32768), (32, 16, 4, 512), (64, 32, 4, 64), (1, 4, 2, 131072))
 
 
 def conform(case: Case, dtype: str, device: str) -> float:
@@ -41,6 +50,30 @@ def conform(case: Case, dtype: str, device: str) -> float:
     with _arithmetic(device, against_us=False, dtype=dtype):
         got = answer(case, getattr(torch, dtype), device=device, backend="fused")
     return assert_exact(case, getattr(torch, dtype), got, tolerance=DTYPES[dtype], device=device)
+
+
+def plans_that_differ(
+    shape: tuple[int, int, int, int], device: str, repeats: int, plan: Callable[..., tuple[Plan, Bounds]] = planned
+) -> int:
+    """How many of `repeats` plans of two calls in turns differ from the first of their call, or from what their reach implies.
+
+    The calls have equal shapes, so memory that a program reads too early holds the numbers of the other call.
+    """
+    b, h, k, tokens = shape
+    dtype, rows = torch.float32 if device == "cpu" else torch.bfloat16, fused.plan_rows(tokens)
+    query, key = (torch.randn(b, heads, tokens, 64, device=device, dtype=dtype) for heads in (h, k))
+    calls, wrong = [(query * scale, key) for scale in (0.1, 4.0)], 0
+    first: list[Tensor | None] = [None, None]
+    for repeat in range(2 * repeats):
+        of_call = calls[repeat % 2]
+        spec = make_spec(*of_call, of_call[1])
+        found, bounds = plan(spec, *of_call, None, rows=rows, shared=rows == TILE)
+        tensor = torch.cat([found.bands.flatten(), found.outlier_tiles.flatten(), found.weight.flatten()])
+        known = tensor if (one := first[repeat % 2]) is None else one
+        first[repeat % 2] = known
+        implied = torch.equal(found.bands, key_tiles(spec, bounds, rows=rows).bands)
+        wrong += not (torch.equal(tensor, known) and implied)
+    return wrong
 
 
 def attacked(seeds: range, device: str) -> list[tuple[int, float, float, float]]:
@@ -82,6 +115,10 @@ def main(out: Path, draws: int) -> int:
     device = "cuda" if torch.cuda.is_available() else "cpu"
     context = multiprocessing.get_context("spawn")
     workers = min(8, os.cpu_count() or 1)
+    _prepare()
+    races, repeats = (RACES, 200) if device == "cuda" else (((1, 4, 2, 130),), 1)
+    differ = sum(plans_that_differ(shape, device, repeats) for shape in races)
+    print(f"{differ} plans differ: each is made by the program of its head that finishes last", flush=True)
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare) as executor:
         asked = {
             executor.submit(conform, case, dtype, device): (dtype, case)
@@ -107,6 +144,7 @@ def main(out: Path, draws: int) -> int:
             print(f"{len(found)} attacks, worst {max(draw[1] for draw in found):.3g} of the tolerance", flush=True)
     broken = [seed for seed, lost, _, _ in found if not lost <= 1]
     metrics = {
+        "plans_that_differ": differ,
         "cases": len(asked),
         "cases_wrong": wrong,
         "draws": len(found),
@@ -126,7 +164,7 @@ def main(out: Path, draws: int) -> int:
         curves={"cases": dict(zip(("dtype", "case", "share_of_allowed"), map(list, columns), strict=True))},
     )
     print(f"broken draws: {broken or 'none'}\n{records.save(record, out)}")
-    return int(bool(wrong or broken))
+    return int(bool(differ or wrong or broken))
 
 
 def _arithmetic(device: str, *, against_us: bool, dtype: str) -> contextlib.AbstractContextManager[None]:
