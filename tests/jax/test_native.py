@@ -294,3 +294,16 @@ def test_threads_of_both_frameworks_in_one_process_change_no_bit() -> None:
         env={**os.environ, "OMP_NUM_THREADS": "2"},
     )
     assert done.returncode == 0, done.stderr
+
+
+@pytest.mark.parametrize("backend", ["native", "dense", "loop"])
+def test_a_row_has_the_same_bits_alone_and_in_a_batch(backend):
+    given = {"key_mask": np.arange(S) >= np.array([[0], [90]]), "return_lse": True, "backend": backend}
+    whole = alibi_attention(*ROWS.values(), SLOPES[0], **given)
+    for row in range(B):
+        at = slice(row, row + 1)
+        alone = alibi_attention(
+            *(x[at] for x in ROWS.values()), SLOPES[0], **given | {"key_mask": given["key_mask"][at]}
+        )
+        for x, y in zip(whole, alone, strict=True):
+            assert np.array_equal(x[at], y)

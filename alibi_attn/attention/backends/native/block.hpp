@@ -263,7 +263,8 @@ struct Block {
     // Every pair in [key, key + count) is seen, and to the left.
     bool is_full(int64_t key, int count) const {
         if (call.key_mask || call.key_segments || key + count - 1 > position) return false;
-        return !call.window || position + rows - 1 - key < call.window;
+        // Of whole blocks, so that a score rounds in the last block as it would if the text went on.
+        return !call.window || position + BLOCK - 1 - key < call.window;
     }
 
     // scores = scale_after scores - m |i - j| + the bias of the key, or -inf where the query may not see the key.

@@ -109,7 +109,8 @@ struct Forward {
         certificate.turn(1);
         certificate.leave_out(middle - low);
         for (int64_t stop = low; near > stop;) {
-            const int64_t next = std::max(stop, near - BLOCK);
+            // Tiles begin at multiples of BLOCK, wherever the text ends, so that a query sums the same tiles if the text goes on.
+            const int64_t next = std::max(stop, (near - 1) / BLOCK * BLOCK);
             visit(next, (int)(near - next));
             measured.left.push_back(measured.share_of_tile());
             near = next;
