@@ -3,6 +3,33 @@
 import importlib
 from collections.abc import Callable, Mapping
 
+_BIAS = "alibi_bias(alibi_slopes(num_heads), query_len, key_len)"
+_LAYER = "ALiBiAttention(embed_dim, num_heads)"
+_BLOCK = "ALiBiTransformerBlock(embed_dim, num_heads, ffn_dim)"
+# Functions, classes and methods of tutorials and other libraries, and ours.
+OURS = {
+    **dict.fromkeys(("get_alibi_slopes", "get_slopes", "_get_slopes", "_get_alibi_slopes"), "alibi_slopes(num_heads)"),
+    **dict.fromkeys(("build_alibi_tensor", "build_mpt_alibi_tensor", "build_alibi_bias", "get_alibi_bias"), _BIAS),
+    **dict.fromkeys(
+        ("visualize_alibi_bias", "plot_alibi_bias"), "alibi_lab.report.plot_alibi_bias(num_heads, seq_len)"
+    ),
+    **dict.fromkeys(("ALiBiMultiHeadAttention", "MultiHeadAttention", "AttentionWithALiBi"), _LAYER),
+    **dict.fromkeys(("TransformerBlock", "ALiBiBlock", "ALiBiTransformer"), _BLOCK),
+    **dict.fromkeys(("ALiBi", "AlibiPositionalBias", "ALiBiBias"), "ALiBiPositionalBias(num_heads)"),
+    "get_bias": "bias(query_len)",
+    "get_bias_for_kv_cache": "bias(query_len, key_len)",
+}
+
+
+def missing(package: str, name: str) -> Exception:
+    """The error for a name that a package does not have.
+
+    Python reports the message of an ImportError for `from package import name`, but not that of an AttributeError.
+    """
+    if name in OURS:
+        return ImportError(f"{package} has no {name!r}; here it is {OURS[name]}")
+    return AttributeError(f"module {package!r} has no attribute {name!r}")
+
 
 def lazy_names(
     package: str, homes: Mapping[str, str], needs: tuple[str, str, str]
@@ -17,7 +44,7 @@ def lazy_names(
 
     def load(name: str) -> object:
         if name not in homes:
-            raise AttributeError(f"module {package!r} has no attribute {name!r}")
+            raise missing(package, name)
         try:
             return getattr(importlib.import_module(homes[name]), name)
         except ModuleNotFoundError as error:

@@ -10,6 +10,7 @@ from torch.nn import functional as F
 from alibi_attn import (
     ALiBiAttention,
     ALiBiPositionalBias,
+    ALiBiTransformerBlock,
     KVCache,
     alibi_attention,
     alibi_attention_varlen,
@@ -167,6 +168,45 @@ def test_tutorial_layer_decoding(layers):
         for token in x[:, 9:].split(1, dim=1):
             expected, pair = theirs(token, past_key_value=pair, use_cache=True)
             torch.testing.assert_close(ours(token, cache=cache), expected, rtol=1e-4, atol=1e-5)
+
+
+class TutorialBlock(nn.Module):
+    """Its block, with biases everywhere but in attention."""
+
+    def __init__(self, d_model: int, num_heads: int, d_ff: int, max_seq_len: int) -> None:
+        super().__init__()
+        self.norm1, self.norm2 = nn.LayerNorm(d_model), nn.LayerNorm(d_model)
+        self.attention = TutorialAttention(d_model, num_heads, max_seq_len)
+        self.ffn = nn.Sequential(nn.Linear(d_model, d_ff), nn.GELU(), nn.Dropout(0.1), nn.Linear(d_ff, d_model))
+
+    def forward(self, x):
+        x = x + self.attention(self.norm1(x))
+        return x + self.ffn(self.norm2(x))
+
+
+def test_tutorial_block_loads_as_on_the_page():
+    torch.manual_seed(0)
+    theirs = TutorialBlock(64, 8, 256, 128).eval().double()
+    with torch.no_grad():
+        for parameter in theirs.parameters():
+            parameter.normal_(std=0.2)
+    page = (Path(__file__).parent.parent / "docs" / "switching.md").read_text(encoding="utf-8")
+    recipe = page[page.index("block = ALiBiTransformerBlock(64") : page.index("One linear layer for all three")]
+    names = {"of_block": theirs.state_dict(), "torch": torch, "ALiBiTransformerBlock": ALiBiTransformerBlock}
+    exec(recipe.split("```")[0], names)
+    block, x = names["block"].eval().double(), torch.randn(2, 20, 64, dtype=torch.float64)
+    block.load_state_dict(names["state"])  # in fp64
+    outputs, gradients = [], []
+    for model in (theirs, block):
+        given = x.clone().requires_grad_()
+        outputs.append(model(given))
+        gradients.append(torch.autograd.grad(outputs[-1].square().sum(), given)[0])
+    torch.testing.assert_close(*outputs, rtol=0, atol=1e-6)
+    torch.testing.assert_close(*gradients, rtol=1e-6, atol=1e-6)
+    cache = KVCache()
+    with torch.no_grad():
+        steps = [block(part, cache=cache) for part in (x[:, :18], x[:, 18:19], x[:, 19:])]
+    torch.testing.assert_close(torch.cat(steps, 1), outputs[0].detach(), rtol=0, atol=1e-6)
 
 
 def test_the_page_names_every_argument_of_the_tutorial():

@@ -60,6 +60,7 @@ OURS = {
     "dim": "embed_dim",
     "hidden_size": "embed_dim",
     "n_embd": "embed_dim",
+    **dict.fromkeys(("d_ff", "dim_feedforward", "ff_dim", "mlp_dim"), "ffn_dim, of ALiBiTransformerBlock"),
     "n_heads": "num_heads",
     "heads": "num_heads",
     "n_head": "num_heads",

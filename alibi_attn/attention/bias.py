@@ -57,6 +57,11 @@ def alibi_bias(
 
     Source: Press et al. 2022, sec. 3, figure 3 (arXiv:2108.12409).
     """
+    if isinstance(slopes, int):
+        raise TypeError(
+            f"slopes is the number {slopes} but must be [H], one slope per head: alibi_bias(alibi_slopes({slopes}), "
+            f"{query_len}); pass dtype and device by name"
+        )
     key_len = query_len if key_len is None else key_len
     for name, length in (("query_len", query_len), ("key_len", key_len)):
         if isinstance(length, bool) or not isinstance(length, int | np.integer | torch.SymInt):

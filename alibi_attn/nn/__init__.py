@@ -3,6 +3,8 @@
 Read `attention.py` first. Everything here is `alibi_attention` plus linear layers.
 """
 
+from alibi_attn.lazy import missing
+
 try:
     from alibi_attn.nn.attention import ALiBiAttention
     from alibi_attn.nn.block import ALiBiTransformerBlock
@@ -26,3 +28,7 @@ __all__ = [
     "StaticKVCache",
     "StaticReachCache",
 ]
+
+
+def __getattr__(name: str) -> object:
+    raise missing(__name__, name)

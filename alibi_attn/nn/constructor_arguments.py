@@ -11,7 +11,7 @@ _Function = TypeVar("_Function", bound=Callable[..., Any])
 
 
 def checks_names(*passed_on_to: type) -> Callable[[_Function], _Function]:
-    """Makes an `__init__` raise the TypeError of `unknown_argument` for a name that it does not have.
+    """Makes an `__init__` raise a TypeError for a name that it does not have, and for too many arguments by position.
 
     Args:
         passed_on_to: classes whose arguments it accepts as well.
@@ -22,11 +22,18 @@ def checks_names(*passed_on_to: type) -> Callable[[_Function], _Function]:
         parameters = [parameter for one in functions for parameter in inspect.signature(one).parameters.values()]
         known = {parameter.name for parameter in parameters if parameter.kind is not parameter.VAR_KEYWORD}
         owner = init.__qualname__.rpartition(".")[0]
+        own = inspect.signature(init).parameters.values()
+        by_position = [parameter.name for parameter in own if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
 
         @functools.wraps(init)
         def checked(*args: Any, **options: Any) -> None:
             if unknown := [name for name in options if name not in known]:
                 raise unknown_argument(owner, unknown)
+            if more := args[len(by_position) :]:
+                raise TypeError(
+                    f"{owner}() takes {', '.join(by_position[1:])} by position but got {more[0]!r} after them; pass options by "
+                    "name, without max_seq_len: there is no maximum length"
+                )
             init(*args, **options)
 
         return checked  # type: ignore[return-value]

@@ -12,6 +12,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from alibi_attn.attention.bias import Slopes, alibi_bias
+from alibi_attn.lazy import OURS
 from alibi_attn.nn.constructor_arguments import checks_names
 from alibi_attn.slopes import alibi_slopes
 
@@ -79,6 +80,11 @@ class ALiBiPositionalBias(nn.Module):
 
     def forward(self, query_len: int, key_len: int | None = None) -> Tensor:
         return alibi_bias(self.slopes.values, query_len, key_len, causal=self.causal)
+
+    def __getattr__(self, name: str) -> Tensor | nn.Module:
+        if name in OURS:
+            raise AttributeError(f"ALiBiPositionalBias has no {name!r}; here it is {OURS[name]}")
+        return super().__getattr__(name)
 
     def extra_repr(self) -> str:
         return f"causal={self.causal}"

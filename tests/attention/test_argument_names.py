@@ -1,6 +1,8 @@
 """Another library's argument name raises a TypeError that names ours, and signatures do not list it."""
 
+import importlib
 import inspect
+import re
 
 import pytest
 import torch
@@ -11,11 +13,13 @@ from alibi_attn import (
     ALiBiTransformerBlock,
     alibi_attention,
     alibi_attention_varlen,
+    alibi_bias,
     explain,
     forgetting_attention,
     toeplitz_attention,
 )
 from alibi_attn.attention.argument_names import OURS, PYTORCH_DEFAULTS
+from alibi_attn.lazy import OURS as NAMES
 
 X = torch.zeros(1, 2, 4, 8)
 CALLS = {
@@ -34,7 +38,13 @@ CALLS = {
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
 @pytest.mark.parametrize(
     ("foreign", "ours"),
-    [("max_seq_len", "no maximum length"), ("dropout", "dropout_p"), ("attention_mask", "key_mask"), ("windw", None)],
+    [
+        ("max_seq_len", "no maximum length"),
+        ("dropout", "dropout_p"),
+        ("d_ff", "ffn_dim"),
+        ("attention_mask", "key_mask"),
+        ("windw", None),
+    ],
 )
 def test_an_unknown_argument_names_ours(call, foreign, ours):
     with pytest.raises(TypeError, match=rf"unexpected keyword argument '{foreign}'{'; .*' + ours if ours else '$'}"):
@@ -47,6 +57,54 @@ def test_an_unknown_argument_of_a_layer_is_reported_before_a_missing_one(layer):
         layer(d_model=64, nhead=8)
     with pytest.raises(TypeError, match="missing 1 required positional argument: 'num_heads'"):
         layer(embed_dim=64)
+
+
+FOREIGN = {
+    "get_alibi_slopes": "from alibi_attn import get_alibi_slopes",
+    "visualize_alibi_bias": "from alibi_attn import visualize_alibi_bias",
+    "ALiBiMultiHeadAttention": "from alibi_attn.nn import ALiBiMultiHeadAttention",
+    "build_alibi_tensor": "import alibi_attn; alibi_attn.build_alibi_tensor",
+}
+
+
+@pytest.mark.parametrize("name", FOREIGN)
+def test_a_name_of_other_code_names_ours(name):
+    with pytest.raises(ImportError, match=rf"^alibi_attn(\.nn)? has no '{name}'; here it is {re.escape(NAMES[name])}$"):
+        exec(FOREIGN[name])
+    package, _, ours = NAMES[name].split("(")[0].rpartition(".")
+    assert hasattr(importlib.import_module(package or "alibi_attn"), ours)
+
+
+def test_an_unknown_name_is_an_attribute_error():
+    for package in ("alibi_attn", "alibi_attn.nn"):
+        assert not hasattr(importlib.import_module(package), "nothing")
+
+
+def test_a_method_of_other_code_names_ours():
+    bias = ALiBiPositionalBias(2)
+    with pytest.raises(AttributeError, match=r"here it is bias\(query_len, key_len\)"):
+        bias.get_bias_for_kv_cache(1, 4)
+    with pytest.raises(AttributeError, match="no attribute 'nothing'"):
+        bias.nothing  # noqa: B018
+    assert bias(1, 4).shape == (2, 1, 4)
+
+
+@pytest.mark.parametrize(
+    "call",
+    [
+        lambda: ALiBiAttention(512, 8, 2048),
+        lambda: ALiBiTransformerBlock(512, 8, 2048, 1024),
+        lambda: ALiBiPositionalBias(8, 2048),
+    ],
+)
+def test_a_maximum_length_by_position_is_named(call):
+    with pytest.raises(TypeError, match=r"by position but got .* there is no maximum length"):
+        call()
+
+
+def test_a_number_of_heads_is_no_slope():
+    with pytest.raises(TypeError, match=r"is the number 8 .* alibi_bias\(alibi_slopes\(8\), 32\); .* device by name"):
+        alibi_bias(8, 32, "cpu")
 
 
 @pytest.mark.parametrize(
