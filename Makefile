@@ -57,6 +57,8 @@ wheels: ready ## Build and check the wheels of all systems and the sdist, in dis
 	rm -rf dist
 	$(BIN)/python release/wheels.py dist
 	$(BIN)/python release/check.py dist
+	rm -rf build/hub-kernel
+	$(BIN)/python release/hub_kernel.py dist build/hub-kernel
 
 release-check: wheels ## Check everything a release needs: version, CHANGELOG, wheels, and the package from its wheel
 	$(BIN)/python release/check.py dist --release
