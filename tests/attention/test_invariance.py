@@ -12,7 +12,7 @@ from torch.nn.functional import logsigmoid
 from alibi_attn import alibi_attention, forgetting_attention
 
 B, H, K, S, D = 3, 4, 2, 200, 16
-DTYPES = (torch.float32, torch.bfloat16, torch.float64)
+DTYPES = (torch.float32, *(pytest.param(x, marks=pytest.mark.long) for x in (torch.bfloat16, torch.float64)))
 # Options of a call, with a number, mask or bias for each row; from a generator.
 OPTIONS: dict[str, Callable[[torch.Generator], dict[str, Any]]] = {
     "plain": lambda g: {},
