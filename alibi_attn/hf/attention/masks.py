@@ -103,7 +103,7 @@ def of_layers(
         attention_mask, blocks = packed_rows.from_blocks(attention_mask, past=past)
         packing = {**packing, "blocks": blocks}
     if attention_mask is not None:
-        _check(attention_mask, tokens.shape[0])
+        check(attention_mask, tokens.shape[0])
     sizes = torch.empty(*tokens.shape[:2], 0, device=tokens.device)  # transformers reads the shape only
     seen = create_causal_mask(_CONFIG, sizes, attention_mask, past_key_values=cache)
     assert isinstance(seen, Tensor)  # built by `indexed_mask`
@@ -174,7 +174,8 @@ def _may_have_holes(seen: Tensor) -> bool:
     return bool(((seen[:, 1:] & ~seen[:, :-1]).sum(1) + seen[:, 0] > 1).any())
 
 
-def _check(mask: Tensor, batch: int) -> None:
+def check(mask: Tensor, batch: int) -> None:
+    """Raises ValueError unless the mask is [B, S] and holds zeros and ones."""
     if mask.ndim != 2:
         raise ValueError(
             f"the attention mask has shape {list(mask.shape)} but must be [B, S] in a patched model, 1 = visible, or "

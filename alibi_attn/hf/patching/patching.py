@@ -1,4 +1,4 @@
-"""`patch`: changes a loaded BLOOM, MPT or Falcon-RW in place so that its attention runs through `alibi_attention`.
+"""`patch`: changes a loaded BLOOM, MPT, Falcon-RW or T5 in place so that its attention runs through our kernels.
 
 Only the given instance changes, and its config does not. Its attention layers get a new `forward`. So does the model
 around them: it passes our mask to the layers, and raises an error for outputs that a patched model cannot return.
@@ -25,8 +25,6 @@ from alibi_attn.hf.readers.families import PATCHED
 from alibi_attn.hf.readers.families.family import PatchedFamily, StepModules
 from alibi_attn.nn import int8, linear
 from alibi_attn.nn.replacement import Replacement, forward_of, is_hooked, replaced, restore
-
-_MARK = "alibi_settings"  # an attribute that only patched layers have
 
 
 @dataclasses.dataclass(eq=False, repr=False)
@@ -100,7 +98,8 @@ def patch(
     config, caches and saved files do not change, and `type(model)(model.config)` is an unpatched model. As before, logits at
     padding positions and of rows that are all padding are meaningless (no key is visible there, so attention is 0).
 
-    Use it for BLOOM, MPT and Falcon-RW. `ALiBiForCausalLM` loads decoders that transformers cannot load, `ALiBiBertModel`
+    Use it for BLOOM, MPT and Falcon-RW, and for T5 (also FLAN), mT5 and UMT5, whose bucketed bias becomes a table by distance
+    (`toeplitz_attention`). `ALiBiForCausalLM` loads decoders that transformers cannot load, `ALiBiBertModel`
     encoders.
 
     A common mistake: generating with the default cache, which copies every key for every token; pass
@@ -108,13 +107,13 @@ def patch(
     `numerics="checkpoint"` reproduces them.
 
     Args:
-        model: a loaded BLOOM, MPT, or Falcon with alibi=True, or a module that contains one; it is changed in place.
-        backend: of `alibi_attention`.
-        numerics: "exact" computes distances in fp32 in every dtype of the model. "checkpoint" changes nothing but attention, and
-            rounds biases as in training (BLOOM's m·j in its dtype, Falcon's bf16 product), a few rows of scores at a time: linear
-            memory, quadratic time.
-        linears: "int8" converts the linear layers, except the output's, for inference on a CPU (`nn/int8.py`). Their original
-            weights are freed, so this cannot be undone.
+        model: a loaded BLOOM, MPT, Falcon with alibi=True, or T5, or a module that contains one; it is changed in place.
+        backend: of `alibi_attention`; for T5 one that supports tables.
+        numerics: "exact" computes distances in fp32 in every dtype of the model. "checkpoint" (not T5) changes nothing but
+            attention, and rounds biases as in training (BLOOM's m·j in its dtype, Falcon's bf16 product), a few rows of scores at
+            a time: linear memory, quadratic time.
+        linears: "int8" (not T5) converts the linear layers, except the output's, for inference on a CPU (`nn/int8.py`). Their
+            original weights are freed, so this cannot be undone.
 
     Returns:
         A handle with the names of the replaced modules (`.layers`, `.linears`, `.activations`) and `.undo()`; also a context
@@ -166,11 +165,16 @@ def patched_as(
             or f"{type(model).__name__} has nothing to patch; supported are the whole models of {supported}. "
             f"{unsupported.readable()}; models with other position methods have no ALiBi biases"
         )
+    of_bodies = []
     for prefix, body, family in bodies:
         name = f"{prefix or 'the model'} ({type(body).__name__})"
-        if reason := family.why_not(body.config):
+        reason = family.why_not(body.config)
+        if linears == "int8" and family.around is not None:
+            reason = f'{family.name} reads the dtype of weights, which linears="int8" frees; omit it'
+        if reason:
             raise ValueError(f"{name} cannot be patched: {reason}; supported are {supported}")
         _check_layers(name, body, family)
+        of_bodies.append(family.settings(body.config, backend=backend, numerics=numerics))
     # First, because weights that are not finite raise an error, and no handle could undo the other changes.
     converted = [
         f"{prefix}.{name}" if prefix else name
@@ -186,17 +190,19 @@ def patched_as(
 
     layers: list[str] = []
     around: dict[str, list[str]] = {"linears": [], "activations": []}
-    for prefix, body, family in bodies:
-        settings = family.settings(body.config, backend=backend, numerics=numerics)
+    for (prefix, body, family), settings in zip(bodies, of_bodies, strict=True):
         for name, layer in _layers(body, family, prefix):
-            change(layer, _MARK, settings)
+            change(layer, family.mark, settings)
             change(layer, forward_of(layer), functools.partial(family.forward, layer))
             layers.append(name)
         # With numerics="checkpoint" the bias is built by the model itself, also for masks with holes.
         mask = masks.COUNTED if family.counts_positions and numerics == "exact" else masks.INDEXED
-        change(body, forward_of(body), _with_our_mask(body, mask, family.step))
-        for whole in heads.around(model, body):
-            change(whole, forward_of(whole), heads.packing_forward(whole, vars(whole).get(forward_of(whole))))
+        if family.around is None:
+            change(body, forward_of(body), _with_our_mask(body, mask, family.step))
+            for whole in heads.around(model, body):
+                change(whole, forward_of(whole), heads.packing_forward(whole, vars(whole).get(forward_of(whole))))
+        else:
+            change(body, forward_of(body), family.around(body, vars(body).get(forward_of(body))))
         for name, value in family.unused.items():
             change(body, name, value)
         for head in model.modules():
@@ -251,7 +257,7 @@ def _layers(body: nn.Module, family: PatchedFamily, prefix: str = "") -> Iterato
 
 def _check_layers(name: str, body: PreTrainedModel, family: PatchedFamily) -> None:
     layers = dict(_layers(body, family))
-    if any(_MARK in vars(layer) for layer in layers.values()):
+    if any(family.mark in vars(layer) for layer in layers.values()):
         raise ValueError(f"{name} is patched already; call undo() on that patch first")
     for at, layer in layers.items():
         if type(layer) is not family.layer or ("forward" in vars(layer) and not is_hooked(layer)):

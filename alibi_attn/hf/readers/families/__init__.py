@@ -17,13 +17,14 @@ from alibi_attn.hf.readers.families.mosaic import FAMILY as MOSAIC
 from alibi_attn.hf.readers.families.mpt import FAMILY as MPT
 from alibi_attn.hf.readers.families.refact import FAMILY as REFACT
 from alibi_attn.hf.readers.families.replit import FAMILY as REPLIT
+from alibi_attn.hf.readers.families.t5 import FAMILIES as T5
 
 # The keys are the values of `layout` for `save_pretrained`.
 ENCODERS: dict[str, Family] = {"mosaic": MOSAIC, "jina-code": JINA_CODE, "jina": JINA}
 DECODERS: tuple[Family, ...] = (BAICHUAN, CEREBRAS, REPLIT, LLM_FOUNDRY, REFACT)
-PATCHED: tuple[PatchedFamily, ...] = (BLOOM, MPT, FALCON)
+PATCHED: tuple[PatchedFamily, ...] = (BLOOM, MPT, FALCON, *T5)
 # The model_type of every supported decoder.
 DECODER_TYPES = {ALiBiCausalLMConfig.model_type}.union(
-    (family.model.config_class.model_type for family in PATCHED),  # type: ignore[union-attr]
+    (family.model.config_class.model_type for family in PATCHED if family.around is None),  # type: ignore[union-attr]
     *(family.model_types for family in DECODERS),
 )

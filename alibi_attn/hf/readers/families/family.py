@@ -12,8 +12,6 @@ from typing import Any, TypeAlias, cast
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from alibi_attn.hf.attention.patched_attention import AttentionSettings
-
 _MISSING = object()
 
 
@@ -223,6 +221,8 @@ class PatchedFamily:
         layer: the class of its attention layers.
         settings: returns slopes, scale and options of a layer, from (config, backend=, numerics=).
         forward: replaces the forward of each layer.
+        mark: the attribute of a patched layer that holds its settings.
+        around: (model, the forward that it had or None) -> its forward, for biases that are not ALiBi's; else `patch` builds it.
         counts_positions: positions are counted over the visible tokens; else they are indices.
         why_not: returns why a config cannot be patched, or None.
         unused: attributes of the model that patched layers do not need, and their replacements.
@@ -235,8 +235,10 @@ class PatchedFamily:
     name: str
     model: type[PreTrainedModel]
     layer: type[nn.Module]
-    settings: Callable[..., AttentionSettings]
-    forward: Callable[..., tuple[Tensor, None]]
+    settings: Callable[..., object]
+    forward: Callable[..., tuple[Tensor | None, ...]]
+    mark: str = "alibi_settings"
+    around: Callable[..., Callable[..., object]] | None = None
     counts_positions: bool = True
     why_not: Callable[[Any], str | None] = lambda _: None
     unused: Mapping[str, object] = dataclasses.field(default_factory=dict)

@@ -1,0 +1,229 @@
+"""T5's attention in patched models: softmax(q·k + t[h, i − j])·v, with its bucketed bias as a table t by head and distance.
+
+The original materializes the bias of every pair, [1, H, T, S], and hands it from layer to layer. The table has S columns (2·S − 1
+in encoders), and its gradient flows back to `relative_attention_bias`. Cross-attention has no bias.
+Read next: `families/t5.py`.
+"""
+
+import dataclasses
+import functools
+import inspect
+from collections.abc import Callable
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import EncoderDecoderCache, PreTrainedModel
+from transformers.cache_utils import Cache
+
+from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.toeplitz import toeplitz_attention
+from alibi_attn.attention.transforms import may_read
+from alibi_attn.hf.attention import cached_pass, masks, packed_rows
+from alibi_attn.hf.attention.patched_attention import extended, merged
+
+BACKENDS = ("auto", "native", "dense", "reference")  # those that support tables
+_OUTPUTS = ("output_attentions", "output_hidden_states", "return_dict")
+
+
+@dataclasses.dataclass(frozen=True)
+class TableSettings:
+    """Settings of one layer whose bias is a table: the `backend` of `patch`."""
+
+    backend: str
+
+
+def settings(_: object, *, backend: str, numerics: str) -> TableSettings:
+    """The settings of every T5; raises ValueError for options of `patch` that they do not support."""
+    if numerics != "exact":
+        raise ValueError(f'numerics is {numerics!r} but T5 models support only "exact"; omit it')
+    if backend not in BACKENDS:
+        raise ValueError(
+            f"backend is {backend!r} but must be one of {', '.join(map(repr, BACKENDS))} for T5 models: the others do not "
+            "support tables"
+        )
+    return TableSettings(backend)
+
+
+def attended(
+    layer: Any, hidden_states: Tensor, memory: Tensor | None, mask: Tensor, bias: Tensor | None, cache: Cache | None
+) -> tuple[Tensor, Tensor | None]:
+    """(mixed values [B, T, H·D], the bias for the next layer).
+
+    Args:
+        layer: a T5Attention, or one of mT5 or UMT5.
+        memory: [B, S, E], the encoder's output, for cross-attention; else None.
+        mask: [B, 1, 1, S | 0] bool, from `forward_of_stack`.
+        bias: the previous layer's result, None for the first: a table, or [1, H, T, S] in compiled code with a static cache.
+    """
+    query = _heads(layer, layer.q(hidden_states))
+    dropout_p = float(layer.dropout) if layer.training else 0.0
+    if memory is not None:
+        key, value = _of_memory(layer, memory, cache)
+        return merged(_without_bias(layer, query, key, value, mask, dropout_p)), None
+    new = _heads(layer, layer.k(hidden_states)), _heads(layer, layer.v(hidden_states))
+    key, value, first = extended(layer, _of_self(cache), *new)
+    seen = masks.keys_of(mask, key.shape[2]).seen
+    if isinstance(first, Tensor) and may_read(first):
+        first = int(first)
+    if isinstance(first, Tensor):
+        return _dense(layer, query, key, value, first, seen, bias, dropout_p)
+    table = _table(layer, key.shape[2]) if bias is None else bias
+    mixed = toeplitz_attention(
+        query,
+        key,
+        value,
+        table,
+        causal=layer.is_decoder,
+        scale=layer.scaling,
+        query_offset=first,
+        key_mask=seen,
+        dropout_p=dropout_p,
+        backend=_settings(layer).backend,
+    )
+    return merged(mixed), table
+
+
+def forward_of_stack(stack: PreTrainedModel, before: Callable[..., object] | None) -> Callable[..., object]:
+    """The patched forward of an encoder or decoder stack, with the signature of the original.
+
+    Args:
+        before: the forward that an instance had, such as accelerate's; None = its class's.
+    """
+    own = type(stack).forward
+    return functools.update_wrapper(functools.partial(_stack_forward, stack, before), own, assigned=())
+
+
+def _stack_forward(stack: Any, before: Callable[..., object] | None, *args: object, **kwargs: object) -> object:
+    """Refuses what a patched model cannot return, then runs the stack with masks of keys instead of n×n ones."""
+    own = type(stack).forward
+    names = tuple(inspect.signature(own).parameters)[1:]
+    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
+    _check_given(stack, given, names)
+    run = functools.partial(own, stack) if before is None else before
+    tokens = given.get("input_ids")
+    tokens = given.get("inputs_embeds") if tokens is None else tokens
+    if not isinstance(tokens, Tensor):
+        return run(**given)
+    if tokens.ndim < 2 or tokens.shape[1] == 0:
+        raise ValueError(f"the input has shape {list(tokens.shape)} but must be [B, T] with T ≥ 1 tokens")
+    cache, memory = given.get("past_key_values"), given.get("encoder_hidden_states")
+    cache = cache if stack.is_decoder else None
+    if memory is not None:
+        if cache is not None and not isinstance(cache, EncoderDecoderCache):
+            raise ValueError(
+                f"past_key_values is {type(cache).__name__} but must be an EncoderDecoderCache, one cache for self-attention and "
+                "one for cross-attention: EncoderDecoderCache(DynamicCache(), DynamicCache())"
+            )
+        given["encoder_attention_mask"] = _symmetric(given.get("encoder_attention_mask"), memory)
+    mask = given.get("attention_mask")
+    if stack.is_decoder:
+        _check_axes(mask)
+        given["attention_mask"] = masks.of_layers(masks.INDEXED, stack.config, tokens, mask, _of_self(cache), {})
+    else:
+        given["attention_mask"] = _symmetric(mask, tokens)
+    with cached_pass.whole(stack, cache, use_cache=given.get("use_cache"), new=tokens.shape[1]):
+        return run(**given)
+
+
+def _check_given(stack: Any, given: dict[str, Any], names: tuple[str, ...]) -> None:
+    kind = type(stack).__name__
+    packing = packed_rows.split(given, known=(*names, *_OUTPUTS), where=kind)
+    if packing:
+        raise ValueError(f"{kind} got {', '.join(packing)}, which T5 models do not support; pass one text per row")
+    wanted = given.get("output_attentions")
+    if wanted or (wanted is None and stack.config.output_attentions):
+        raise ValueError(
+            "output_attentions requests the T×S weights, which a patched model never builds; call undo() on the patch for them"
+        )
+
+
+def _check_axes(mask: Tensor | None) -> None:
+    if mask is not None and mask.ndim != 2:
+        raise ValueError(
+            f"the attention mask has shape {list(mask.shape)} but must be [B, S] in a patched T5, 1 = visible; pass such a mask, "
+            "or call undo() on the patch"
+        )
+
+
+def _symmetric(mask: Tensor | None, of: Tensor) -> Tensor:
+    """[B, 1, 1, S | 0] bool from a mask [B, S] of these tokens [B, S, …]."""
+    _check_axes(mask)
+    if mask is None:
+        return torch.ones(len(of), 1, 1, 0, dtype=torch.bool, device=of.device)
+    masks.check(mask, len(of))
+    if mask.shape[1] != of.shape[1]:
+        raise ValueError(f"the attention mask covers {mask.shape[1]} tokens but the encoder has {of.shape[1]}")
+    seen = mask.to(of.device, torch.bool)[:, None, None]
+    return seen[..., :0] if may_read(seen) and bool(seen.all()) else seen
+
+
+def _settings(layer: Any) -> TableSettings:
+    found: TableSettings = layer.table_settings
+    return found
+
+
+def _heads(layer: Any, x: Tensor) -> Tensor:
+    """[B, T, H·D] -> [B, H, T, D]"""
+    return x.unflatten(-1, (layer.n_heads, layer.key_value_proj_dim)).transpose(1, 2)
+
+
+def _of_self(cache: Cache | None) -> Cache | None:
+    return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
+
+
+def _of_memory(layer: Any, memory: Tensor, cache: Cache | None) -> tuple[Tensor, Tensor]:
+    """(key, value) of the encoder's output, which the cache keeps from the first pass on."""
+    if isinstance(cache, EncoderDecoderCache):
+        held, index = cache.cross_attention_cache, layer.layer_idx
+        if cache.is_updated.get(index):
+            return held.layers[index].keys, held.layers[index].values
+        cache.is_updated[index] = True
+        return held.update(_heads(layer, layer.k(memory)), _heads(layer, layer.v(memory)), index)
+    return _heads(layer, layer.k(memory)), _heads(layer, layer.v(memory))
+
+
+def _without_bias(layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout_p: float) -> Tensor:
+    mixed: Tensor = alibi_attention(
+        query,
+        key,
+        value,
+        [0.0] * layer.n_heads,
+        causal=False,
+        scale=layer.scaling,
+        query_offset=0,
+        key_mask=masks.keys_of(mask, key.shape[2]).seen,
+        dropout_p=dropout_p,
+        backend=_settings(layer).backend,
+    )
+    return mixed
+
+
+def _table(layer: nn.Module, key_len: int) -> Tensor:
+    """[H, S] for the distances 0 … S − 1 of a decoder, else [H, 2·S − 1]: the layer's own bias of one query."""
+    columns = key_len if layer.is_decoder else 2 * key_len - 1
+    bias: Tensor = layer.compute_bias(1, columns, past_seen_tokens=key_len - 1)  # type: ignore[operator]
+    return bias[0, :, 0].flip(1)  # it has the keys in their order, and so the largest distance first
+
+
+def _dense(
+    layer: Any,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    first: Tensor,
+    seen: Tensor | None,
+    bias: Tensor | None,
+    dropout_p: float,
+) -> tuple[Tensor, Tensor]:
+    """The original arithmetic, for a static cache whose length cannot be read: in compiled code and on a GPU."""
+    if bias is None:
+        bias = layer.compute_bias(query.shape[2], key.shape[2], past_seen_tokens=first)
+    at = torch.arange(query.shape[2], device=query.device)[:, None] + first
+    visible = torch.arange(key.shape[2], device=query.device) <= at
+    if seen is not None:
+        visible = visible & seen[:, None, None]
+    scores = query @ key.mT * layer.scaling + bias
+    weights = torch.softmax(scores.masked_fill(~visible, torch.finfo(scores.dtype).min).float(), dim=-1).to(value.dtype)
+    mixed = nn.functional.dropout(weights, dropout_p) @ value
+    return merged(mixed), bias

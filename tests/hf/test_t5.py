@@ -1,0 +1,333 @@
+"""Patched T5, mT5 and UMT5 models equal the originals: outputs, all gradients, caches; and nothing square is built."""
+
+import copy
+import io
+
+import pytest
+import torch
+import transformers
+from torch import Tensor, nn
+from transformers import DynamicCache, EncoderDecoderCache, StaticCache
+from transformers_names import checkpoint_activations
+
+from alibi_attn.hf import ALiBiCache, patch, record_attention
+
+KINDS = ("T5", "MT5", "UMT5")
+SIZES = {"vocab_size": 60, "d_model": 48, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 6}
+BUCKETS = {"relative_attention_num_buckets": 8, "relative_attention_max_distance": 20}
+COMPILED = ("T5", *(pytest.param(kind, marks=pytest.mark.long) for kind in ("MT5", "UMT5")))
+IDS = {"pad_token_id": 0, "eos_token_id": 1, "decoder_start_token_id": 0}
+
+
+@pytest.fixture
+def t5():
+    """t5("MT5", head="EncoderModel", **config) -> a model in evaluation mode whose biases differ between buckets."""
+
+    def builder(kind, head="ForConditionalGeneration", **changes):
+        torch.manual_seed(0)
+        config = getattr(transformers, f"{kind}Config")
+        model = getattr(transformers, f"{kind}{head}")(
+            config(**{**SIZES, **BUCKETS, **IDS, "dropout_rate": 0.0, **changes})
+        )
+        with torch.no_grad():
+            for name, weights in model.named_parameters():
+                weights.normal_(0.0, 1.0 if "relative" in name else 0.15)
+        return model.eval()
+
+    return builder
+
+
+@pytest.fixture
+def texts(tokens):
+    """Arguments of a forward pass with padding on both sides, of the encoder and the decoder."""
+    ids, answers = tokens(3, 40), tokens(3, 23, seed=2)
+    mask, answer_mask = torch.ones_like(ids), torch.ones_like(answers)
+    mask[1, 30:], mask[2, :7], answer_mask[1, 18:] = 0, 0, 0
+    return {
+        "input_ids": ids,
+        "attention_mask": mask,
+        "decoder_input_ids": answers,
+        "decoder_attention_mask": answer_mask,
+    }
+
+
+def trained(model, given):
+    """(logits that count, the gradients of all weights)"""
+    model.zero_grad()
+    logits = model(**given).logits[given["decoder_attention_mask"].bool()]
+    (logits.square().sum() + logits[:, 3].sum()).backward()
+    return logits.detach(), {name: weights.grad.clone() for name, weights in model.named_parameters()}
+
+
+def assert_same(actual: Tensor, expected: Tensor, rtol: float = 1e-5) -> None:
+    """Within rtol of the largest number."""
+    error = (actual - expected).abs().max() / expected.abs().max()
+    assert error <= rtol, f"off by {error:.2e} of the largest"
+
+
+@pytest.mark.parametrize("implementation", ["sdpa", pytest.param("eager", marks=pytest.mark.long)])
+@pytest.mark.parametrize("backend", ["auto", "native"])
+@pytest.mark.parametrize("kind", KINDS)
+def test_outputs_and_all_gradients_are_those_of_the_unpatched_model(kind, backend, implementation, t5, texts):
+    model = t5(kind, attn_implementation=implementation)
+    logits, grads = trained(model, texts)
+    assert min(float(grad.abs().max()) for grad in grads.values()) > 1e-6
+    with patch(model, backend) as handle:
+        assert len(handle.layers) == 6
+        actual, actual_grads = trained(model, texts)
+    assert_same(actual, logits)
+    for name, grad in grads.items():
+        assert_same(actual_grads[name], grad)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_the_comparison_notices_biases_that_are_off(kind, t5, texts):
+    model = t5(kind)
+    expected = model(**texts).logits
+    with patch(model):
+        assert_same(
+            model(**texts).logits[texts["decoder_attention_mask"].bool()],
+            expected[texts["decoder_attention_mask"].bool()],
+        )
+        for part in (model.encoder, model.decoder):
+            weights = part.block[0].layer[0].SelfAttention.relative_attention_bias.weight
+            with torch.no_grad():
+                weights[1, 2] += 0.01
+            with pytest.raises(AssertionError, match="of the largest"):
+                assert_same(model(**texts).logits, expected, rtol=1e-5)
+
+
+@pytest.mark.parametrize("head", ["EncoderModel", "ForTokenClassification", "Model", "ForSequenceClassification"])
+def test_other_heads(head, t5, texts):
+    model, given = t5("T5", head), dict(texts)
+    if head in ("EncoderModel", "ForTokenClassification"):
+        given = {name: given[name] for name in ("input_ids", "attention_mask")}
+    elif head == "ForSequenceClassification":
+        given = {"input_ids": given["input_ids"].index_fill(1, torch.tensor([39]), 1)}
+    expected = model(**given)[0]
+    with patch(model):
+        actual = model(**given)[0]
+    if actual.ndim == 3:
+        seen = texts["attention_mask" if actual.shape[1] == 40 else "decoder_attention_mask"].bool()
+        actual, expected = actual[seen], expected[seen]
+    assert_same(actual, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("options", [{}, {"num_beams": 3}, {"use_cache": False}, {"cache_implementation": "static"}])
+@torch.no_grad()
+def test_generations_are_the_same(kind, options, t5, texts):
+    model = t5(kind)
+    given = {name: texts[name] for name in ("input_ids", "attention_mask")}
+    options = {**options, "max_new_tokens": 9, "min_new_tokens": 9}
+    expected = model.generate(**given, **options)
+    with patch(model):
+        assert model.generate(**given, **options).equal(expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("own", [DynamicCache, ALiBiCache])
+@torch.no_grad()
+def test_a_decoder_continues_its_cache_in_pieces(kind, own, t5, texts):
+    model = t5(kind)
+    given = {**texts, "decoder_attention_mask": torch.ones_like(texts["decoder_attention_mask"])}
+    expected = model(**given).logits
+    with patch(model):
+        cache = EncoderDecoderCache(own(), DynamicCache())
+        pieces = [
+            model(**{**given, "decoder_input_ids": piece, "decoder_attention_mask": None}, past_key_values=cache).logits
+            for piece in given["decoder_input_ids"].split([9, 1, 1, 12], dim=1)
+        ]
+    assert_same(torch.cat(pieces, 1), expected)
+
+
+def test_gradients_with_activation_checkpointing(t5, texts):
+    for kind in KINDS:
+        for reentrant in (False, True):
+            model = t5(kind)
+            logits, grads = trained(model, texts)
+            with patch(model):
+                checkpoint_activations(model, {"use_reentrant": reentrant})
+                actual, actual_grads = trained(model.train(), texts)
+            assert_same(actual, logits)
+            for name, grad in grads.items():
+                assert_same(actual_grads[name], grad)
+
+
+@torch.no_grad()
+def test_dropout_of_weights_has_the_mean_of_the_weights(t5, tokens):
+    model = t5("T5", "EncoderModel", num_layers=1)
+    layer, mixed = model.encoder.block[0].layer[0].SelfAttention, []
+    layer.o.register_forward_pre_hook(lambda _, given: mixed.append(given[0]))
+    ids = tokens(2, 12)
+    with patch(model):
+        model(ids)
+        model.train()
+        layer.dropout = 0.3
+        torch.manual_seed(0)
+        for _ in range(600):
+            model(ids)
+        torch.manual_seed(0)
+        model(ids)
+    expected, *draws, again = mixed
+    spread = torch.stack(draws).std(0)
+    assert again.equal(draws[0])
+    assert float(spread.min()) > 0
+    assert ((torch.stack(draws).mean(0) - expected).abs() <= 6 * spread / 600**0.5).all()
+
+
+def largest(run) -> int:
+    """The fp32 numbers of the largest allocation by torch; a dispatch mode would change the backend."""
+    with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+        run()
+    return max(event.self_cpu_memory_usage for event in profile.events()) // 4
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_nothing_square_is_built(kind, t5, tokens):
+    ids, answers = tokens(1, 1500), tokens(1, 1400, seed=2)
+    mask, answer_mask = torch.ones_like(ids), torch.ones_like(answers)
+    mask[0, 1300:], answer_mask[0, 1300:] = 0, 0
+    model = t5(kind, num_layers=1)
+    given = {"input_ids": ids, "decoder_input_ids": answers, "labels": answers}
+    given |= {"attention_mask": mask, "decoder_attention_mask": answer_mask}
+    with patch(model):
+        assert largest(lambda: model(**given).loss.backward()) <= 2 * 1500 * 64
+    with torch.no_grad():  # the check detects them
+        assert largest(lambda: model(input_ids=ids[:, :300], decoder_input_ids=answers[:, :300])) >= 300 * 300
+
+
+@torch.no_grad()
+def test_an_encoder_of_8192_tokens(t5, tokens):
+    model, ids = t5("T5", "EncoderModel", num_layers=1, num_heads=1), tokens(1, 8192)
+    with patch(model):
+        assert largest(lambda: model(ids)) <= 8192 * 64
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_undo_restores_the_same_bits_and_leaves_nothing(kind, t5, texts):
+    model = t5(kind)
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    expected = model(**texts).logits
+    handle = patch(model)
+    with pytest.raises(ValueError, match="is patched already"):
+        patch(model)
+    handle.undo()
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+    assert model(**texts).logits.equal(expected)
+
+
+@torch.no_grad()
+def test_copies_and_pickles_stay_patched(t5, texts):
+    model = t5("T5")
+    handle = patch(model)
+    expected = model(**texts).logits
+    model_copy, handle_copy = copy.deepcopy((model, handle))
+    file = io.BytesIO()
+    torch.save(model, file)
+    file.seek(0)
+    for same in (model_copy, torch.load(file, weights_only=False)):
+        assert same(**texts).logits.equal(expected)
+        with pytest.raises(ValueError, match="never builds"):
+            same(**texts, output_attentions=True)
+    handle_copy.undo()
+    model_copy(**texts, output_attentions=True)
+
+
+@torch.no_grad()
+def test_bf16_is_closer_to_the_truth_than_the_original(t5, texts):
+    model = t5("T5", "EncoderModel")
+    given = {name: texts[name] for name in ("input_ids", "attention_mask")}
+    seen = given["attention_mask"].bool()
+    truth = model.double()(**given).last_hidden_state[seen]
+    model.to(torch.bfloat16)
+    original = model(**given).last_hidden_state[seen].double()
+    with patch(model):
+        patched = model(**given).last_hidden_state[seen].double()
+    assert (patched - truth).norm() <= 1.1 * (original - truth).norm()
+
+
+@pytest.mark.parametrize("kind", COMPILED)
+@torch.no_grad()
+def test_it_compiles(kind, t5, texts):
+    torch.compiler.reset()
+    model = t5(kind, num_layers=1)
+    seen = texts["decoder_attention_mask"].bool()
+    expected = model(**texts).logits[seen]
+    with patch(model):
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        assert_same(compiled(**texts, use_cache=False).logits[seen], expected)
+
+
+@pytest.mark.long
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_it_compiles_with_a_static_cache(kind, t5, texts):
+    torch.compiler.reset()
+    model = t5(kind)
+    given = {**texts, "decoder_attention_mask": None}
+    expected = model(**given).logits
+    caches = [StaticCache(model.config, max_cache_len=length) for length in (30, 40)]
+    with patch(model):
+        compiled = torch.compile(model, fullgraph=True, backend="eager")
+        cache = EncoderDecoderCache(*caches)
+        pieces = [
+            compiled(**{**given, "decoder_input_ids": piece}, past_key_values=cache).logits
+            for piece in given["decoder_input_ids"].split([20, 3], dim=1)
+        ]
+    assert_same(torch.cat(pieces, 1), expected)
+
+
+@pytest.mark.parametrize(
+    ("changes", "message"),
+    [
+        ({"output_attentions": True}, "which a patched model never builds"),
+        ({"segment_ids": torch.zeros(3, 40)}, "T5Stack got segment_ids, which T5 models do not support"),
+        ({"position_ids": torch.zeros(3, 40)}, "T5Stack got position_ids, which T5 models do not support"),
+        ({"head_mask": torch.ones(2, 6)}, "T5Stack got head_mask, which has no effect"),
+        ({"attention_mask": torch.ones(3, 1, 40, 40)}, r"has shape \[3, 1, 40, 40\] but must be \[B, S\]"),
+        ({"attention_mask": torch.ones(3, 39)}, "covers 39 tokens but the encoder has 40"),
+        ({"attention_mask": torch.ones(2, 40)}, "has 2 rows but the batch has 3"),
+        ({"decoder_attention_mask": torch.ones(3, 1, 23, 23)}, r"has shape \[3, 1, 23, 23\] but must be \[B, S\]"),
+        ({"decoder_attention_mask": torch.ones(3, 22)}, "covers 22 positions but must cover 23"),
+        ({"past_key_values": DynamicCache()}, "is DynamicCache but must be an EncoderDecoderCache"),
+        ({"input_ids": torch.zeros(3, 0, dtype=torch.long), "attention_mask": None}, r"T ≥ 1 tokens"),
+    ],
+)
+def test_what_is_refused(changes, message, t5, texts):
+    model = t5("T5")
+    with patch(model), pytest.raises(ValueError, match=message):
+        model(**{**texts, **changes})
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"numerics": "checkpoint"}, 'T5 models support only "exact"'),
+        ({"backend": "banded"}, "backend is 'banded' but must be one of 'auto', 'native', 'dense', 'reference' for T5"),
+        ({"linears": "int8"}, "cannot be patched: UMT5 reads the dtype of weights"),
+    ],
+)
+def test_options_that_are_refused_change_nothing(options, message, t5):
+    model = t5("UMT5")
+    before = {name: set(vars(module)) for name, module in model.named_modules()}
+    with pytest.raises(ValueError, match=message):
+        patch(model, **options)
+    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
+
+
+def test_weights_of_some_rows_are_refused(t5):
+    model = t5("T5")
+    with (
+        patch(model),
+        pytest.raises(ValueError, match="no layer that uses alibi_attention"),
+        record_attention(model, rows=[0]),
+    ):
+        pass
+
+
+def test_a_layer_outside_its_stack_is_refused(t5):
+    model = t5("T5")
+    layer: nn.Module = model.encoder.block[0].layer[0].SelfAttention
+    with patch(model), pytest.raises(ValueError, match="call the whole model that was patched"):
+        layer(torch.zeros(1, 4, 48), mask=torch.zeros(1, 1, 4, 4))
