@@ -21,6 +21,7 @@ from alibi_lab.position_methods import LOOKS
 from alibi_lab.recipes import quick
 from alibi_lab.records import Record, load
 from alibi_lab.report.method_comparison import by_seed, comparisons, measured, methods, score_text
+from alibi_lab.report.paired import first_worse
 from alibi_lab.report.plots import drawing
 from alibi_lab.report.plots import study as figures
 from alibi_lab.report.plots.benchmark import OURS, peer_times, times_by_length
@@ -402,16 +403,18 @@ def jax() -> str:
 
 
 def extrapolation(folder: str, trained: int) -> str:
-    """Perplexity at the trained and the longest length, nonoverlapping and sliding, with its range over seeds."""
+    """Perplexity at the trained and the longest length, with its range over seeds, and where it becomes worse."""
     study, rows = figure_1(folder, trained), []
     for series in study.series:
         ends = [series.perplexities("by_length", "length", f"{mode}_nats")[1].T[end]
                 for mode in ("nonoverlapping", "sliding") for end in (0, -1)]  # fmt: skip
         ranges = [f" ({one.min():.1f}–{one.max():.1f})" if len(one) > 1 else "" for one in ends[:2]] + ["", ""]
         cells = [f"{one.mean():.1f}{spread}" for one, spread in zip(ends, ranges, strict=True)]
-        rows.append([LOOKS[series.method].label, *cells])
+        worse = first_worse(series, "nonoverlapping") or (trained, None)
+        rows.append([LOOKS[series.method].label, *cells, f"{worse[1]:,}" if worse[1] else "nowhere"])
     first, last = study.lengths[0], study.lengths[-1]
-    head = [f"trained at {trained}", f"at {first}", f"at {last:,}", f"sliding, {first}", f"sliding, {last:,}"]
+    at = [f"at {first}", f"at {last:,}", f"sliding, {first}", f"sliding, {last:,}"]
+    head = [f"trained at {trained}", *at, "worse from"]
     return table(head, rows)
 
 

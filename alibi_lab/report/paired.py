@@ -11,7 +11,7 @@ from typing import NamedTuple
 import numpy as np
 
 from alibi_lab.records import Record
-from alibi_lab.report.intervals import LEAST_PARTS, Array, Paired, joined
+from alibi_lab.report.intervals import LEAST_PARTS, Array, Paired, joined, mean_interval
 from alibi_lab.report.series import Mode, Series, numbers, section, seed_of, sequence
 
 
@@ -51,23 +51,40 @@ def without_parts(why_not: str, logs: Array | None = None) -> Paired:
     return Paired(logs=empty if logs is None else logs, parts=empty, weights=empty, why_not=why_not)
 
 
-def change(series: Series, mode: Mode) -> Paired | None:
-    """ln of the perplexity at the longest length divided by that at the trained length; None if there are not two lengths."""
+def change(series: Series, mode: Mode, *, to: int | None = None) -> Paired | None:
+    """ln of the perplexity at `to` (by default the longest length) divided by that at the trained length; None if there are
+    not two lengths."""
     ends = series.ends(mode)
-    if ends is None or ends[0] == ends[1]:
+    if ends is None or ends[0] == (to or ends[1]):
         return None
-    column = f"{mode}_nats"
+    start, end, column = ends[0], to or ends[1], f"{mode}_nats"
     by_seed = {seed_of(record): record for record in series.evaluations}
     losses = {
         seed: dict(zip(numbers(record, "by_length", "length"), numbers(record, "by_length", column), strict=True))
         for seed, record in by_seed.items()
     }
-    differences = {seed: at.get(ends[1], math.nan) - at.get(ends[0], math.nan) for seed, at in losses.items()}
+    differences = {seed: at.get(end, math.nan) - at.get(start, math.nan) for seed, at in losses.items()}
     seeds = [seed for seed, value in differences.items() if math.isfinite(value)]
     if not seeds:
         return None
-    terms = [Term(1.0, by_seed, ends[1]), Term(-1.0, by_seed, ends[0])]
+    terms = [Term(1.0, by_seed, end), Term(-1.0, by_seed, start)]
     return by_part(terms, seeds, np.array([differences[seed] for seed in seeds]), column)
+
+
+def first_worse(series: Series, mode: Mode) -> tuple[int, int | None] | None:
+    """(the last tested length that is not worse, the first that is), by the whole interval of the change from the trained
+    length on the same tokens. The second is None if no length is worse; the pair is None if no change has an interval."""
+    ends = series.ends(mode)
+    if ends is None:
+        return None
+    tested = [int(x) for x in series.curve("by_length", "length", f"{mode}_nats")[0] if x > ends[0]]
+    bounds = [pairs and mean_interval(pairs) for pairs in (change(series, mode, to=length) for length in tested)]
+    if not any(bounds):
+        return None
+    before = [ends[0], *tested]
+    worse = (place for place, bound in enumerate(bounds) if bound and bound.low > 0)
+    place = next(worse, None)
+    return (before[-1], None) if place is None else (before[place], tested[place])
 
 
 def _parts(record: Record, length: float | None, name: str) -> Array:

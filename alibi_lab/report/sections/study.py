@@ -36,9 +36,9 @@ Drawn: TypeAlias = Iterator[tuple[str, str, Figure | None, str]]  # heading, cap
 MOST_LINES = 9  # per picture; a study with more lines gets one picture per trained length
 CHANGES = (
     "Change of perplexity from the trained length (or the shortest one) to the longest length that the method reaches. Without "
-    "an interval, or where it includes 0, the direction is open. Seeds: the largest difference between two seeds, in nats. Above "
-    "sliding: how much worse nonoverlapping windows are than sliding ones at the first length, because their tokens have less "
-    "context."
+    "an interval, or where it includes 0, the direction is open. Small, under it: the first tested "
+    "length whose whole interval is worse. Seeds: the largest difference between two seeds, in nats. Above sliding: how much "
+    "worse nonoverlapping windows are than sliding ones at the first length, because their tokens have less context."
 )
 CAUTIONS = (
     "An interval over parts of the text is about these models; only one over seeds is about other trainings.",

@@ -118,11 +118,17 @@ def _change_cells(series: Series, mode: Mode, trained: int, longest: int) -> tup
         Cell(f"{trained:,} to {longest:,}"),
         seeds_cell(series.perplexity(trained, mode), number),
         seeds_cell(series.perplexity(longest, mode), number),
-        Cell(signed(_percent(float(pairs.logs.mean())))) if pairs else NOTHING,
+        Cell(signed(_percent(float(pairs.logs.mean()))), spread=_worse_from(series, mode)) if pairs else NOTHING,
         Cell(" to ".join(map(signed, percents)), spread=bounds.over.replace(" of the text", "")) if bounds else NOTHING,
         NOTHING if math.isnan(spread) else Cell(f"{spread:.3f}", spread=signed(_percent(spread))),
         NOTHING if math.isnan(other / here) else Cell(signed(100 * (here / other - 1))),
     )
+
+
+def _worse_from(series: Series, mode: Mode) -> str:
+    """The first tested length that is worse than the trained one, as "from 253"; "" if none is."""
+    found = paired.first_worse(series, mode)
+    return f"from {found[1]:,}" if found and found[1] else ""
 
 
 def _percent(nats: float) -> float:
