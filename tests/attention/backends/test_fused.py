@@ -149,6 +149,11 @@ def test_no_attack_breaks_the_kernels_certificate(interpreter: ProcessPoolExecut
     )
 
 
+def test_attacks_on_a_device_have_two_head_sizes_so_that_few_kernels_are_compiled() -> None:
+    assert {device.drawn(seed, "cuda").head_dim for seed in range(40)} == {5, 64}
+    assert len({device.drawn(seed, "cpu").head_dim for seed in range(40)}) > 10
+
+
 def test_a_plain_call_takes_few_operations(interpreter: ProcessPoolExecutor) -> None:
     """On a GPU each operation is a launch, and launches would cost more than short attention."""
     counted = interpreter.submit(decoding.operations_of_plain_calls).result()

@@ -9,8 +9,9 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from certificate_attack import Attack, attacks, dropped, native_keys, random_attack
+from certificate_attack import Attack, dropped, native_keys, random_attack
 from hypothesis import given, settings, target
+from searched_attacks import attacks
 
 from alibi_attn import alibi_attention, explain
 from alibi_attn.attention.backends.native import backend as native

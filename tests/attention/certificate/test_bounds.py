@@ -3,10 +3,12 @@
 import dataclasses
 import math
 
+import numpy as np
 import pytest
 import torch
-from certificate_attack import Attack, attacks, certified_keys, dropped, random_attack, read_keys
+from certificate_attack import Attack, certified_keys, dropped, random_attack, read_keys
 from hypothesis import given, settings, target
+from searched_attacks import attacks
 
 from alibi_attn import alibi_attention, head_reach
 from alibi_attn.attention.backends.banded import backend as banded
@@ -35,6 +37,38 @@ def test_dropped_mass_never_exceeds_the_tolerance_at_random(start: int) -> None:
         assert lost <= attack.tolerance, attack
         skipping += share > 0
     assert skipping >= 25, "an attack on nothing: too few draws skip a key"
+
+
+def lost_by_definition(attack: Attack, kept: np.ndarray) -> float:
+    """The largest share of softmax mass on keys that are not in `kept` [H, T, S], query by query in numpy."""
+    (query, key, _, slopes), options = attack.inputs()
+    q, k, m = (x.double().numpy() for x in (query[0], key[0, 0], slopes))
+    right = m if options["right_slopes"] is None else np.float32(options["right_slopes"])
+    mask, segments, window = (options[name] for name in ("key_mask", "segment_ids", "window"))
+    first = options["query_offset"] if options["query_offset"] is not None else len(k) - q.shape[1]
+    worst = 0.0
+    for h, t in np.ndindex(q.shape[:2]):
+        distance = first + t - np.arange(len(k))
+        seen = distance >= 0 if attack.causal else np.full(len(k), True)
+        seen &= True if window is None else abs(distance) < window
+        seen &= True if mask is None else mask[0].numpy()
+        seen &= True if segments is None else (segments[0] == segments[0, first + t]).numpy()
+        if not seen.any():
+            continue
+        scores = k @ q[h, t] / attack.head_dim**0.5 - np.where(distance < 0, right[h], m[h]) * abs(distance)
+        weight = np.exp(scores - scores[seen].max(), where=seen, out=np.zeros(len(k)))
+        worst = max(worst, float(weight[~kept[h, t]].sum() / weight.sum()))
+    return worst
+
+
+def test_the_lost_mass_of_an_attack_equals_its_definition() -> None:
+    """A third of the keys is dropped at random, so that every draw loses something."""
+    for seed in range(0, 200, 5):
+        attack = dataclasses.replace(random_attack(seed), length=1 + seed // 3, refine=False)
+        shape = attack.group, attack.inputs()[0][0].shape[2], attack.length
+        kept = np.random.default_rng(seed).random(shape) < 0.67
+        lost, _ = dropped(attack, lambda *_, kept=kept: torch.from_numpy(kept)[None])  # type: ignore[misc]
+        assert lost == pytest.approx(lost_by_definition(attack, kept), rel=1e-6, abs=1e-300), attack
 
 
 def test_a_bound_that_is_too_small_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -18,7 +18,6 @@ from pathlib import Path
 
 import numpy as np
 import torch
-from hypothesis import strategies as st
 
 from alibi_attn.attention.argument_names import DEFAULTS
 from alibi_attn.attention.backends.banded import pieces as banded_pieces
@@ -183,25 +182,6 @@ class Attack:
         if self.bias == "of segments" and segment_ids is not None:
             return noise + rng.choice([300.0, 1e6]) * (segment_ids.numpy()[:, None] == 1)
         return np.full(shape, rng.normal() * 1e6)
-
-
-attacks = st.builds(
-    Attack,
-    seed=st.integers(0, 2**20),
-    length=st.integers(1, 300),
-    head_dim=st.integers(1, 8),
-    slope=st.floats(-16, 2).map(lambda x: 2.0**x),
-    tolerance=st.floats(-12, -1).map(lambda x: 10.0**x),
-    where=st.sampled_from(WHERE),
-    mask=st.sampled_from(MASKS),
-    causal=st.booleans(),
-    group=st.integers(1, 3),
-    log_query=st.floats(-25, 25) | st.floats(-1, 1),
-    log_key=st.floats(-25, 25) | st.floats(-1, 1),
-    log_giant=st.floats(0, 25) | st.floats(0, 2),
-    dtype=st.sampled_from(("float32", "float64", "bfloat16", "float16")),
-    refine=st.booleans(),
-)
 
 
 def dropped(attack: Attack, certify: Callable[..., Bounds | torch.Tensor] | None = None) -> tuple[float, float]:
