@@ -70,7 +70,8 @@ struct Measured {
     }
 
     // Removes from the band [range.first, range.end), whose tiles start at `middle`, and from the outlier tiles what together has
-    // a share of at most `tolerance`, the lightest first. The tile nearest to the queries stays.
+    // a share of at most `tolerance`, the lightest first. The tile nearest to the queries stays. Tiles to the left begin at
+    // multiples of BLOCK.
     void remove(double tolerance, int64_t middle, const KeyRange &range, int outlier_bits, KeptBand *band, int32_t *kept_bits) {
         size_t lefts = left.size(), rights = right.size();
         while (true) {
@@ -89,7 +90,8 @@ struct Measured {
             else if (which > OUTLIER_TILES) rights--;
             else outlier_bits &= ~(1 << which);
         }
-        band->first = (int32_t)std::max<int64_t>(range.first, middle - int64_t(lefts) * BLOCK);
+        const int64_t nearest = (middle - 1) / BLOCK * BLOCK, farthest = nearest - (int64_t(lefts) - 1) * BLOCK;
+        band->first = (int32_t)(lefts > 0 ? std::max<int64_t>(range.first, farthest) : middle);
         band->end = (int32_t)std::min<int64_t>(range.end, middle + int64_t(rights) * BLOCK);
         *kept_bits = outlier_bits;
     }
