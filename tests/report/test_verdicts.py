@@ -324,7 +324,7 @@ def test_contradictions_come_first() -> None:
     words = [one.word for _, one in judged]
     assert words[:2] == ["contradicted", "confirmed"]
     assert set(words[2:]) == {"open"}
-    assert counted([one for _, one in judged]) == "1 contradicted, 1 confirmed, 16 open"
+    assert counted([one for _, one in judged]) == "1 contradicted, 1 confirmed, 18 open"
 
 
 def test_models_that_were_tested_on_other_tokens_are_not_compared_by_part() -> None:
@@ -346,7 +346,7 @@ def test_the_page_says_verdicts_sizes_and_where_they_are_from() -> None:
     page = report_html([record, *found])
     assert "At scale small" in page
     assert 'verdict confirmed">confirmed</td><td>1.6484</td><td>1.' in page  # 90 / 54.6
-    assert "2 confirmed, 16 open" in page
+    assert "2 confirmed, 18 open" in page
     assert "Models of 1.1 M weights" in page
     assert "Bands: 95 % over 16 parts of the text, one training each." in page
     assert "The paper's claims" not in report_html(found)
@@ -373,8 +373,8 @@ def test_the_command_prints_a_line_per_claim_and_the_counts(tmp_path: Path) -> N
     result = CliRunner().invoke(app, ["report", str(tmp_path / "records"), "--verdicts"])
     lines = result.output.splitlines()
     assert lines[0].startswith(f"confirmed     figure-1 (small): {SINUSOIDAL} than at L: 1.6484 [1.6")
-    assert lines[-1] == "1 confirmed, 17 open"
-    assert len(lines) == 19
+    assert lines[-1] == "1 confirmed, 19 open"
+    assert len(lines) == 21
     assert os.listdir(tmp_path) == ["records"]  # no page
     nothing = CliRunner().invoke(app, ["report", str(records.save(found[0], tmp_path / "other")), "--verdicts"])
     assert "no answer to a figure or table of the paper" in str(nothing.exception)
