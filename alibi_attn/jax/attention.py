@@ -4,6 +4,7 @@ Press et al. 2022, sec. 3 (arXiv:2108.12409). The checks are in `attention/check
 (its arrays) and then to `native.py` (the C++ kernels) or `xla.py` (`loop.py` or `dense.py`).
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple, Never, NoReturn, TypeVar, get_args
@@ -15,7 +16,7 @@ from jax.custom_derivatives import SymbolicZero
 
 from alibi_attn.attention.argument_names import hides_unknown
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.jax import native, xla
+from alibi_attn.jax import merging, native, xla
 from alibi_attn.jax.operands import Arrays, Rest, operands
 from alibi_attn.jax.plan import Array, Plan
 from alibi_attn.jax.validation import SegmentIds, Slopes, checked_dropout_key, make_spec
@@ -46,6 +47,7 @@ def alibi_attention(
     dropout_key: Array | None = None,
     tolerance: float | None = None,
     return_lse: bool = False,
+    prefix_len: Array | None = None,
     backend: Backend = "auto",
     **unknown: Never,
 ) -> Array | tuple[Array, Array]:
@@ -80,6 +82,8 @@ def alibi_attention(
             far below its rounding. 0 skips masked keys only.
         return_lse: also return the natural log-sum-exp of the scores, [B, H, T] fp32 (fp64 if query or key_bias is fp64), −inf
             for a query that sees no key.
+        prefix_len: [B] integers, which may be traced: the first keys of each sequence, which all its queries see, −m·|i − j| on
+            both sides; beyond it the call is causal. A window limits the prefix too. Not with dropout.
         backend: "native" = the C++ kernels that PyTorch uses too, on a CPU; "loop" visits tiles of keys outward from the
             diagonal, on any device; "dense" computes all scores; "auto" picks by shapes and device (see `explain`).
 
@@ -112,6 +116,7 @@ def alibi_attention(
         dropout_p=dropout_p,
         tolerance=tolerance,
         return_lse=return_lse,
+        prefix_len=prefix_len,
         **unknown,
     )
     output, lse = attend(spec, query, key, value, checked_dropout_key(dropout_p, dropout_key), backend)
@@ -138,10 +143,22 @@ def attend(
         query_start: [B, H, T] int32, the first key that each query may see; the masks still apply. Only if the keys before it
             have biases that are lower by 2²⁰.
     """
+    if spec.has_parts and 0 not in (spec.batch, spec.query_len, spec.key_len):
+        output, lse = _attend_in_parts(spec, query, key, value, backend)
+        return output if spec.sink_logits is None else _scaled_by_sinks(output, lse, spec.sink_logits), lse
     arrays, rest = operands(spec, query, key, value, dropout_key)
     rest = rest._replace(key_bias_low=key_bias_low, query_bias_low=query_bias_low, query_start=query_start)
     output, lse = _attend(make_plan(spec, query, backend), arrays, rest)
     return output if spec.sink_logits is None else _scaled_by_sinks(output, lse, spec.sink_logits), lse
+
+
+def _attend_in_parts(
+    spec: AttentionSpec[Array], query: Array, key: Array, value: Array, backend: Backend
+) -> tuple[Array, Array]:
+    spec = dataclasses.replace(spec, sink_logits=None)
+    parts = merging.parts(spec, *(jnp.asarray(x) for x in (query, key, value)))
+    results = [attend(part.spec, part.query, part.key, part.value, None, backend) for part in parts]
+    return merging.joined(spec, parts, results)
 
 
 @jax.jit

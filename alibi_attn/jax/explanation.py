@@ -43,6 +43,8 @@ def explain(
     'B=1 H=8 K=8 T=128 S=128 D=64, float32 on cpu, causal'
     """
     spec = make_spec(query, key, value, slopes, **options)
+    if spec.has_parts:
+        raise ValueError("explain does not support prefix_len in JAX; use PyTorch's explain, or omit it")
     arrays = operands(spec, query, key, value, None)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays)):
         raise TypeError("explain reads values, but an array is traced; call it outside of jit, grad and vmap")

@@ -10,7 +10,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alibi_attn.attention.argument_names import with_defaults
-from alibi_attn.attention.checks import BIAS_RULE, SINKS_RULE, check_call, dtype_name
+from alibi_attn.attention.checks import BIAS_RULE, SINKS_RULE, check_call, check_prefix_len, dtype_name
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.jax.plan import MAX_INT32_POSITION, Array
 from alibi_attn.slopes import alibi_slopes
@@ -38,6 +38,7 @@ class AttentionOptions(GatedOptions, total=False):
     causal: bool
     right_slopes: Slopes | None
     query_offset: int | Array | None
+    prefix_len: Array | None
 
 
 class SpecOptions(AttentionOptions, total=False):
@@ -62,6 +63,7 @@ def make_spec(
     offset = _offset(given["query_offset"], query_len=t, key_len=s)
     query_segments, key_segments = _segments(given["segment_ids"], offset, query_len=t, key_len=s)
     _check_values(left, right)
+    prefix_len = _prefix(given, batch=b, key_len=s)
     work = jnp.promote_types(dtype, jnp.float32)
     return AttentionSpec(
         batch=b,
@@ -74,6 +76,7 @@ def make_spec(
         right_slopes=None if right is None else jnp.asarray(right, work),
         causal=given["causal"],
         window=given["window"],
+        prefix_len=prefix_len,
         scale=scale,
         query_offset=offset,
         key_mask=given["key_mask"],
@@ -107,6 +110,24 @@ def _check_arrays(query: Array, key: Array, value: Array, given: SpecOptions) ->
             check_array(f"segment_ids[{number}]", array)
     elif segment_ids is not None:
         check_array("segment_ids", segment_ids)
+
+
+def _prefix(given: SpecOptions, *, batch: int, key_len: int) -> Array | None:
+    """[B] int32; raises an error for wrong lengths, and for dropout, whose numbers the parts of such a call cannot share yet."""
+    prefix_len = given["prefix_len"]
+    if prefix_len is None:
+        return None
+    check_array("prefix_len", prefix_len)
+    check_prefix_len(prefix_len, batch=batch, causal=given["causal"])
+    values = readable_values(prefix_len)
+    if values is not None and values.size and not 0 <= values.min() <= values.max() <= key_len:
+        wrong = values.min() if values.min() < 0 else values.max()
+        raise ValueError(f"prefix_len is {wrong} for a sequence but must be from 0 to {key_len}, S")
+    if given["dropout_p"] > 0:
+        raise ValueError(
+            "dropout_p with prefix_len is not supported in JAX; omit one, or use PyTorch's alibi_attention"
+        )
+    return jnp.asarray(prefix_len, jnp.int32)
 
 
 def checked_dropout_key(dropout_p: float, dropout_key: Array | None) -> Array | None:

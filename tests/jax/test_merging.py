@@ -1,0 +1,109 @@
+"""Calls in parts in JAX against dense masks in fp64 (`support/oracles/parts_oracle.py`): outputs, lse, and all gradients."""
+
+from functools import partial
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import pytest
+import torch
+from jax_checks import BACKENDS, draw, fixture_of_tiles
+from parts_oracle import truth
+
+from alibi_attn.jax import alibi_attention, explain, forgetting_attention
+
+small_tiles = fixture_of_tiles(16, 16, autouse=True)
+SLOPES = np.float32([1.0, 0.5, 0.1, 0.02])
+PREFIX = np.int32([7, 50])
+MASK = np.random.default_rng(3).random((2, 60)) < 0.8
+SEGMENTS = np.sort(np.random.default_rng(4).integers(0, 3, (2, 60)), -1)
+BIAS = draw(2, 4, 60, seed=5)
+
+CASES = [
+    {"prefix_len": PREFIX},
+    {"prefix_len": PREFIX, "window": 9, "segment_ids": SEGMENTS, "key_bias": BIAS},
+    {"prefix_len": np.int32([60, 0]), "key_mask": MASK, "query_offset": 3},
+]
+
+
+def drawn() -> list[np.ndarray]:
+    return [*(draw(2, n, h, 16, seed=n + h) for n, h in ((40, 4), (60, 2), (60, 2))), SLOPES]
+
+
+def in_fp64(options: dict) -> tuple[list[torch.Tensor], list[torch.Tensor]]:
+    """([output, lse], gradients of the sum of sin(output)·(1 + sin(lse))) in JAX's layout."""
+    q, k, v, slopes = (torch.tensor(x, dtype=torch.float64, requires_grad=True) for x in drawn())
+    given = {n: torch.tensor(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    output, lse = truth(*(x.transpose(1, 2) for x in (q, k, v)), slopes, **given)
+    output = output.transpose(1, 2)
+    loss = output.sin().sum() + torch.where(lse.isinf(), 0.0, lse).sin().sum()
+    return [output.detach(), lse.detach()], list(torch.autograd.grad(loss, [q, k, v, slopes]))
+
+
+def loss(q, k, v, slopes, **options):
+    output, lse = alibi_attention(q, k, v, slopes, return_lse=True, **options)
+    return jnp.sin(output).sum() + jnp.sin(jnp.where(jnp.isinf(lse), 0.0, lse)).sum(), (output, lse)
+
+
+@pytest.mark.parametrize("options", CASES, ids=lambda options: "-".join(options))
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_results_and_gradients_are_those_of_dense_masks(backend: str, options: dict) -> None:
+    expected, gradients = in_fp64(options)
+    arrays = {name: x for name, x in options.items() if isinstance(x, np.ndarray)}
+    others = {name: x for name, x in options.items() if name not in arrays}
+    step = jax.jit(partial(jax.value_and_grad(loss, (0, 1, 2, 3), has_aux=True), backend=backend, **others))
+    (_, found), of_found = step(*drawn(), **arrays)
+    for got, wanted in zip((*found, *of_found), (*expected, *gradients), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=2e-5, atol=5e-5 if wanted.ndim == 1 else 5e-6)
+
+
+def test_a_call_without_jit_or_under_vmap_is_the_same() -> None:
+    q, k, v, slopes = drawn()
+    together = alibi_attention(q, k, v, slopes, prefix_len=PREFIX)
+    alone = jax.vmap(lambda q, k, v, n: alibi_attention(q[None], k[None], v[None], slopes, prefix_len=n[None])[0])
+    np.testing.assert_allclose(together, alone(q, k, v, PREFIX), rtol=1e-5, atol=1e-6)
+
+
+def test_a_query_that_sees_no_key_gives_zeros_and_zero_gradients() -> None:
+    q, k, v, slopes = drawn()
+
+    def masked(q, k, v, slopes):
+        output, lse = alibi_attention(
+            q, k, v, slopes, prefix_len=PREFIX, key_mask=np.zeros((2, 60), bool), return_lse=True
+        )
+        return output.sum() * jnp.nan, (output, lse)
+
+    gradients, (output, lse) = jax.grad(masked, (0, 1, 2, 3), has_aux=True)(q, k, v, slopes)
+    assert bool((output == 0).all())
+    assert bool((lse == -jnp.inf).all())
+    assert all(bool((x == 0).all()) for x in gradients)
+
+
+def test_a_low_precision_output_keeps_its_dtype() -> None:
+    q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in drawn()[:3])
+    output, lse = alibi_attention(q, k, v, SLOPES, prefix_len=PREFIX, return_lse=True)
+    assert (output.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
+
+
+REFUSED = [
+    ({"prefix_len": np.int32([3, 61])}, ValueError, "prefix_len is 61 .* from 0 to 60, S"),
+    ({"prefix_len": np.int32([3])}, ValueError, r"prefix_len has shape \[1\] but must be \[B\] = \[2\]"),
+    ({"prefix_len": np.float32([3, 4])}, TypeError, "prefix_len is float32 but must hold integers"),
+    ({"prefix_len": 3}, TypeError, "prefix_len must be a jax.Array or numpy array but is int"),
+    ({"prefix_len": PREFIX, "causal": False}, ValueError, "prefix_len is for causal attention"),
+    ({"prefix_len": PREFIX, "dropout_p": 0.5}, ValueError, "dropout_p with prefix_len is not supported in JAX"),
+]
+
+
+@pytest.mark.parametrize(("options", "error", "message"), REFUSED)
+def test_wrong_arguments_are_refused(options: dict, error: type[Exception], message: str) -> None:
+    with pytest.raises(error, match=message):
+        alibi_attention(*drawn(), **options)
+
+
+def test_other_functions_refuse_parts() -> None:
+    q, k, v, slopes = drawn()
+    with pytest.raises(ValueError, match="explain does not support prefix_len"):
+        explain(q, k, v, slopes, prefix_len=PREFIX)
+    with pytest.raises(TypeError, match="unexpected keyword argument 'prefix_len'"):
+        forgetting_attention(q, k, v, np.zeros((2, 4, 60), np.float32), prefix_len=PREFIX)
