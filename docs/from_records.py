@@ -20,7 +20,15 @@ from matplotlib.figure import Figure
 from alibi_lab.position_methods import LOOKS
 from alibi_lab.recipes import quick
 from alibi_lab.records import Record, load
-from alibi_lab.report.method_comparison import by_seed, comparisons, measured, methods, score_text
+from alibi_lab.report.method_comparison import (
+    Task,
+    by_seed,
+    comparisons,
+    dropped_beats_alibi,
+    measured,
+    methods,
+    score_text,
+)
 from alibi_lab.report.paired import first_worse
 from alibi_lab.report.plots import drawing
 from alibi_lab.report.plots import study as figures
@@ -354,9 +362,21 @@ def training() -> str:
     return table(["method", "tokens", *head], rows)
 
 
+@functools.cache
+def referee_tasks() -> list[Task]:
+    """The text and the tasks of `alibi run referee`."""
+    (tasks,) = comparisons(studies(map(load, sorted((ROOT / "results" / "referee").glob("*.json")))))
+    return tasks
+
+
+def needles() -> str:
+    """The verdict on DroPE's claim."""
+    return dropped_beats_alibi(referee_tasks())
+
+
 def referee() -> str:
     """At the longest length, mean and range over seeds: relative perplexity on text, per cent of right answers on tasks."""
-    (tasks,) = comparisons(studies(map(load, sorted((ROOT / "results" / "referee").glob("*.json")))))
+    tasks = referee_tasks()
     longest = tasks[0].lengths[1]
     rows = []
     for series in methods(tasks):
@@ -446,7 +466,7 @@ def judged(folder: str) -> str:
 
 
 _OWN_NAMES = (front, cpu, processors, gpu, gpu_decoding, bf16, short, dropout, decoding, encoders, next_tokens, serving,
-              serving_peers, generating, training, referee, gates, context_parallel, jax, longer_examples)  # fmt: skip
+              serving_peers, generating, training, referee, needles, gates, context_parallel, jax, longer_examples)  # fmt: skip
 TEXTS = {function.__name__.replace("_", "-"): function for function in _OWN_NAMES} | {
     "quarter": functools.partial(extrapolation, *QUARTER),
     "quarter-256": functools.partial(extrapolation, "medium", 256),

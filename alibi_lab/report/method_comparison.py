@@ -204,6 +204,26 @@ def rank(task: Task, method: str, length: int, others: Sequence[str]) -> tuple[i
     return 1 + better, 1 + len(found) - worse
 
 
+def dropped_beats_alibi(tasks: Sequence[Task]) -> str:
+    """The verdict on DroPE's claim (Gelberg et al. 2025, arXiv:2512.12167) in a sentence; "" if it was not measured.
+
+    The claim: beyond the trained length, rotary positions that are dropped find more needles than ALiBi.
+    """
+    for task in tasks:
+        longest = task.lengths[1]
+        found = compared(*(scores(task, method, longest) for method in ("drope", "alibi")))
+        bounds = found.interval
+        if task.name == "needles" and bounds:
+            word = "confirmed" if bounds.low > 0 else "contradicted" if bounds.high < 0 else "open"
+            points = [f"{100 * share:.0f}".replace("-", "−") for share in (found.value, bounds.low, bounds.high)]
+            return (
+                f"Rotary positions that are dropped find more needles than ALiBi (Gelberg et al. 2025): {word}. "
+                f"At {longest:,} tokens {points[0]} percentage points more, 95 % interval {points[1]} to {points[2]}, over "
+                f"{bounds.over}."
+            )
+    return ""
+
+
 def records(tasks: Sequence[Task]) -> list[Record]:
     """All records of the tasks."""
     return [record for task in tasks for record in task.study.records]

@@ -243,3 +243,15 @@ def test_the_page_states_the_seeds_changes_and_whether_a_task_is_solved(four) ->
     changes = page[page.index("Change of perplexity") : page.index("Rank by task")]
     assert "−1.0 %" in changes  # exp(−0.01), ALiBi's
     assert "+146 %" in changes  # exp(0.9), rotary's
+
+
+@pytest.mark.parametrize(
+    ("drope", "apart", "word"), [(0.6, 0.002, "confirmed"), (0.2, 0.002, "contradicted"), (0.45, 0.1, "open")]
+)
+def test_a_claim_about_needles_is_decided_by_its_interval(drope: float, apart: float, word: str) -> None:
+    alibi = paired_seeds("alibi", "needles", (1.0, 0.4))
+    found = [*paired_seeds("drope", "needles", (0.9, drope), apart=apart), *alibi]
+    sentence = referee.dropped_beats_alibi(one_comparison(found))
+    assert f"(Gelberg et al. 2025): {word}. At 1,024 tokens" in sentence
+    assert sentence in html.unescape(report_html(found))
+    assert referee.dropped_beats_alibi(one_comparison(alibi)) == ""

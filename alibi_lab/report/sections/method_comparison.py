@@ -35,6 +35,7 @@ def draw(tasks: Sequence[Task], number: int, archive: Archive) -> Section:
         ),
         _facts(tasks),
         Numbers(_heat_map(tasks, learned), _legend_of_heat(tasks), label="Methods by task", css="heat"),
+        *(Text(claim) for claim in [method_comparison.dropped_beats_alibi(tasks)] if claim),
         *(Text(_why_not(task), "note") for task in tasks if task not in learned),
     ]
     changes = [(task.title, table) for task in tasks if not task.name and (table := tables.changes(task.study))]
