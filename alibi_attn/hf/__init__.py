@@ -1,5 +1,5 @@
 """ALiBi for `transformers`: `patch` for its own models (BLOOM, MPT, Falcon with alibi=True, T5), a decoder (Baichuan-13B,
-BTLM, Jais, MPT, Refact) and encoders (Jina v2, MosaicBERT, DNABERT-2) that need no remote code, and checkpoint conversion.
+BTLM, Jais, MPT, Refact, FoX) and encoders (Jina v2, MosaicBERT, DNABERT-2) that need no remote code, and checkpoint conversion.
 
 The folders, each of which imports only those before it: `caches/`, `attention/`, `readers/` (families, encoders, decoder,
 checkpoints), `patching/`, `embedding/`. Read `patching/patching.py` first, then one file of `readers/families/`.

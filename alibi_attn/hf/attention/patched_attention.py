@@ -47,8 +47,10 @@ def settings_of(layer: nn.Module) -> AttentionSettings:
     return settings
 
 
-def extended(layer: nn.Module, cache: Cache | None, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, int | Tensor]:
-    """Appends to the cache. Returns (key, value, the position of query 0), with the cached keys and values first.
+def extended(
+    layer: nn.Module, cache: Cache | None, key: Tensor, value: Tensor, **more: Tensor
+) -> tuple[Tensor, Tensor, int | Tensor]:
+    """Appends to the cache, with `log_fgate` if passed. Returns (key, value, the position of query 0), with cached keys first.
 
     A static cache returns its whole capacity, and its length is a tensor that the update changes in place.
     """
@@ -59,8 +61,10 @@ def extended(layer: nn.Module, cache: Cache | None, key: Tensor, value: Tensor) 
         past = past.clone()
     elif isinstance(cache, StaticALiBiCache):
         past = torch.zeros((), dtype=torch.int64, device=key.device)  # the first call
-    owner = {"layer": layer} if isinstance(cache, ALiBiCache) and not torch.compiler.is_compiling() else {}
-    key, value = cache.update(key, value, layer.layer_idx, **owner)  # type: ignore[arg-type]
+    owner: dict[str, Any] = (
+        {"layer": layer} if isinstance(cache, ALiBiCache) and not torch.compiler.is_compiling() else {}
+    )
+    key, value = cache.update(key, value, layer.layer_idx, **owner, **more)  # type: ignore[arg-type]
     return key, value, past
 
 

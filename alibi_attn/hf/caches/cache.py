@@ -205,6 +205,12 @@ class ALiBiCache(Cache):
         """Norms of the cached keys and values of one layer, which must not be empty."""
         return self._held[layer_idx].store.norms
 
+    def log_fgate(self, layer_idx: int) -> Tensor:
+        """ln of the forget gates of one layer, [B, H, S]."""
+        gates = self._held[layer_idx].store.log_fgate
+        assert gates is not None
+        return gates
+
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
@@ -334,7 +340,13 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
         self.is_initialized = True
 
     def update(
-        self, key_states: Tensor, value_states: Tensor, *args: object, layer: nn.Module | None = None, **kwargs: object
+        self,
+        key_states: Tensor,
+        value_states: Tensor,
+        *args: object,
+        layer: nn.Module | None = None,
+        log_fgate: Tensor | None = None,
+        **kwargs: object,
     ) -> tuple[Tensor, Tensor]:
         if layer is None and self.store.path is not None:
             raise ValueError(NEEDS_PATCH)
@@ -348,7 +360,7 @@ class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
             self.owner = weakref.ref(layer)
         if not self.is_initialized:
             self.lazy_initialization(key_states, value_states)
-        return self.store.append(key_states, value_states)
+        return self.store.append(key_states, value_states, log_fgate=log_fgate)
 
     def get_seq_length(self) -> int:
         return len(self.store)

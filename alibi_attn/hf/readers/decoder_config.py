@@ -26,6 +26,9 @@ class ALiBiCausalLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         norm, norm_bias, norm_eps: "layer" (with or without a bias) or "rms".
         attention_bias, output_bias, ffn_bias: whether q, k and v, the attention's output and the feed-forward have biases.
         qk_norm: queries and keys are normalized over all heads together, before they are split.
+        head_norm_eps: the ε of RMS norms of queries and keys in each head; None for no such norms.
+        forget_gate, output_gate: of the Forgetting Transformer: a gate per head and token scales the weights of all earlier keys;
+            a gate per feature scales the output of attention.
         clip_qkv: queries, keys and values are clamped to ±clip_qkv; None for no clamp.
         attention_scale: the factor of q·k; None for 1/√D.
         scale_by_inverse_layer: divide that factor by (layer + 1), layers counted from 0.
@@ -64,6 +67,9 @@ class ALiBiCausalLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     output_bias: bool = False
     ffn_bias: bool = False
     qk_norm: bool = False
+    head_norm_eps: float | None = None
+    forget_gate: bool = False
+    output_gate: bool = False
     clip_qkv: float | None = None
     attention_scale: float | None = None
     scale_by_inverse_layer: bool = False
@@ -101,6 +107,7 @@ class ALiBiCausalLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         check_choice("checkpoint_rounding", self.checkpoint_rounding, ROUNDINGS)
         check_choice("numerics", self.numerics, ("exact", "checkpoint"))
         check_choice("backend", self.backend, ("auto", *BACKENDS))
+        check("qk_norm", self.qk_norm, not (self.qk_norm and self.head_norm_eps), "False with head_norm_eps")
         self._check_scaling()
         super().validate_architecture()  # type: ignore[no-untyped-call]
 

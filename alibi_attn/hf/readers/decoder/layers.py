@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alibi_attn.hf.attention import patched_attention
 from alibi_attn.hf.attention.patched_attention import AttentionSettings, Numerics
-from alibi_attn.hf.readers.decoder import rounding
+from alibi_attn.hf.readers.decoder import forgetting, rounding
 from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
 from alibi_attn.nn.linear import RoundedLinear, mapped
 
@@ -45,8 +45,10 @@ class Attention(nn.Module):
             config.slopes_at(0), config.scale(layer), config.backend, cast("Numerics", config.numerics)
         )
         self.qkv_proj = linear_class(config)(config.hidden_size, sum(self.sizes), bias=config.attention_bias)
-        self.q_norm = norm(config, self.sizes[0]) if config.qk_norm else nn.Identity()
-        self.k_norm = norm(config, self.sizes[1]) if config.qk_norm else nn.Identity()
+        self.q_norm, self.k_norm = (_qk_norm(config, heads) for heads in self.heads[:2])
+        maps = linear_class(config)
+        self.forget_proj = maps(config.hidden_size, config.num_attention_heads) if config.forget_gate else None
+        self.gate_proj = maps(config.hidden_size, config.hidden_size, bias=False) if config.output_gate else None
         self.out_proj = linear_class(config)(config.hidden_size, config.hidden_size, bias=config.output_bias)
 
     def forward(self, x: Tensor, mask: Tensor, cache: Cache | None) -> Tensor:
@@ -56,10 +58,23 @@ class Attention(nn.Module):
         query, key, value = qkv.split(self.sizes, dim=-1)
         parts = zip((self.q_norm(query), self.k_norm(key), value), self.heads, strict=True)
         query, key, value = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part, heads in parts)
-        key, value, first = patched_attention.extended(self, cache, key, value)
+        mixed = self._mixed(x, query, key, value, mask=mask, cache=cache)
+        if self.gate_proj is not None:
+            mixed = mixed * mapped(self.gate_proj, x).sigmoid()
+        output: Tensor = mapped(self.out_proj, mixed)
+        return output
+
+    def _mixed(
+        self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor, cache: Cache | None
+    ) -> Tensor:
+        """[B, T, H·D], appended to the cache."""
         dropout_p = self.config.attention_dropout if self.training else 0.0
+        if self.forget_proj is not None:
+            gates = forgetting.log_gates(mapped(self.forget_proj, x))
+            return forgetting.attended(self, query, key, value, gates, cache=cache, mask=mask, dropout_p=dropout_p)
+        key, value, first = patched_attention.extended(self, cache, key, value)
         if self.config.rounds:
-            mixed = rounding.attended(
+            return rounding.attended(
                 self.config,
                 self.layer_idx,
                 query,
@@ -70,13 +85,10 @@ class Attention(nn.Module):
                 mask=mask,
                 dropout_p=dropout_p,
             )
-        else:
-            layer = self if not self.config.scales_with_length else self._stretched(first, query.shape[2])
-            mixed = patched_attention.attended(
-                layer, query, key, value, cache=cache, first=first, mask=mask, dropout_p=dropout_p
-            )
-        output: Tensor = mapped(self.out_proj, mixed)
-        return output
+        layer = self if not self.config.scales_with_length else self._stretched(first, query.shape[2])
+        return patched_attention.attended(
+            layer, query, key, value, cache=cache, first=first, mask=mask, dropout_p=dropout_p
+        )
 
     def _stretched(self, first: int | Tensor, query_len: int) -> nn.Module:
         """A stand-in for this layer with the slopes of this length, for `patched_attention.attended`."""
@@ -124,6 +136,14 @@ def norm(config: ALiBiCausalLMConfig, size: int) -> nn.Module:
     if config.norm == "rms":
         return (RoundedRMSNorm if config.rounds else nn.RMSNorm)(size, eps=config.norm_eps)
     return nn.LayerNorm(size, eps=config.norm_eps, bias=config.norm_bias)
+
+
+def _qk_norm(config: ALiBiCausalLMConfig, heads: int) -> nn.Module:
+    """The norm of queries or keys, before they are split into heads."""
+    size = heads * config.head_dim
+    if config.head_norm_eps is not None:
+        return forgetting.HeadNorm(heads, size, config.head_norm_eps)
+    return norm(config, size) if config.qk_norm else nn.Identity()
 
 
 def linear_class(config: ALiBiCausalLMConfig) -> type[nn.Linear]:

@@ -2,7 +2,8 @@
 `attention/spec.py`; E the width, V the vocabulary.
 
 State dict: embed_tokens.weight [V, E]; in each layers.N: attention_norm, attention.qkv_proj [(H + 2K)·D, E] (q, then k, then v),
-attention.q_norm and attention.k_norm (if qk_norm), attention.out_proj, ffn_norm, ffn.gate_proj (if gated), ffn.up_proj,
+attention.q_norm and attention.k_norm (if qk_norm or head_norm_eps), attention.forget_proj [H, E] (if forget_gate),
+attention.gate_proj [E, E] (if output_gate), attention.out_proj, ffn_norm, ffn.gate_proj (if gated), ffn.up_proj,
 ffn.down_proj; norm; lm_head.weight [V, E]. Read next: `layers.py`, `loading.py`.
 """
 
@@ -31,8 +32,8 @@ ROWS = 8192  # rows of a head that are normalized at once
 
 
 class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
-    """A language model with ALiBi for the checkpoints of Baichuan-13B, Baichuan2-13B, BTLM-3B-8K, Jais, Refact-1.6B and MPT
-    (including grouped heads and `qk_ln`), without remote code.
+    """A language model with ALiBi for the checkpoints of Baichuan-13B, Baichuan2-13B, BTLM-3B-8K, Jais, Refact-1.6B, MPT
+    (including grouped heads and `qk_ln`) and the Forgetting Transformer of flash-linear-attention, without remote code.
 
     It computes exact attention in linear memory with `alibi_attention`, and supports left or right padding, holes in the mask,
     every mode of `generate` (with an `ALiBiCache` by default), chunked prefill, gradients, activation checkpointing and
