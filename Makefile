@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 OWNER := $(BIN)/python tests/support/processes/environment_owner.py $(VENV) $(CURDIR)
 
-.PHONY: help setup ready demo test tests sources test-all test-lesser test-levels sanitize wheels release-check check docs format clean
+.PHONY: help setup ready demo test tests sources test-all gpu test-lesser test-levels sanitize wheels release-check check docs format clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -51,6 +51,9 @@ test-levels: ready ## Test the C++ kernels compiled for every instruction level 
 
 sanitize: ready ## Test the C++ kernels under the address and undefined-behavior sanitizers (minutes)
 	$(BIN)/python tests/support/fuzz/sanitized.py
+
+gpu: ## Check the Triton kernels on a GPU, attack their certificate and time them: eight minutes, results in runs/gpu
+	$(PYTHON) tests/support/interpreter/everything_on_device.py runs/gpu
 
 wheels: ready ## Build and check the wheels of all systems and the sdist, in dist/ (minutes)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[wheels]'

@@ -1,0 +1,73 @@
+"""`make gpu`: its parts, what it leaves, and a rehearsal in Triton's interpreter."""
+
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import everything_on_device as command
+import pytest
+from everything_on_device import PARTS, Part, everything
+
+from alibi_lab import records
+
+# What a machine with a GPU may not have.
+ABSENT = ("hypothesis", "matplotlib", "pytest", "rich", "safetensors", "scipy", "transformers", "typer")
+
+
+def says(code: str, seconds: float = 60) -> Part:
+    return Part(("-c", code), seconds)
+
+
+def test_a_part_that_did_not_pass_is_repeated_and_the_others_are_not(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    right = says("import pathlib, sys; pathlib.Path(sys.argv[1], 'record').touch(); print('right')")
+    wrong = says("print('WRONG bfloat16'); raise SystemExit(3)")
+    assert everything(tmp_path, {"conformance": right, "attack": wrong, "bench": right}) == 1
+    assert "attack failed with exit status 3" in (said := capsys.readouterr().out)
+    assert "    WRONG bfloat16\n" in said
+    assert everything(tmp_path, {"conformance": wrong, "attack": right, "bench": wrong}) == 0
+    assert capsys.readouterr().out.count("has passed already") == 2
+    assert sorted(x.name for x in tmp_path.iterdir()) == ["attack-1", "attack-2", "bench-1", "conformance-1"]
+    assert (tmp_path / "attack-2" / "record").exists()
+
+
+def test_a_part_that_takes_too_long_is_stopped_with_its_processes(
+    tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
+    sleeper = "subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(600)'])"
+    code = f"import sys, subprocess; child = {sleeper}; print(child.pid); child.wait()"
+    assert everything(tmp_path, {"attack": says(code, 5)}) == 1
+    assert "attack was stopped after 5 s" in capsys.readouterr().out
+    assert not (tmp_path / "attack-1" / "passed").exists()
+    pid = int((tmp_path / "attack-1" / "log.txt").read_text(encoding="utf-8"))
+    while (state := Path(f"/proc/{pid}/stat")).exists() and state.read_text().split()[2] != "Z":
+        pass  # killed, but not yet gone
+
+
+def test_the_parts_end_within_eight_minutes_with_conformance_first() -> None:
+    assert sum(part.seconds for part in PARTS["full"].values()) <= 480
+    for parts in PARTS.values():
+        assert list(parts) == ["conformance", "attack", "bench"]
+
+
+@pytest.mark.long
+def test_a_rehearsal_passes_with_nothing_but_torch_and_triton(tmp_path: Path) -> None:
+    for name in ABSENT:
+        (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} is absent')\n", encoding="utf-8")
+    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    line = [sys.executable, command.__file__, str(tmp_path / "out"), "--scale", "smoke"]
+    done = subprocess.run(line, capture_output=True, text=True, check=False, env=environment)
+    assert done.returncode == 0, done.stdout + done.stderr
+    assert "3 of 3 cases are right" in done.stdout
+    assert "2 of 2 draws, broken: none" in done.stdout
+    found = [record.name for record in records.find(tmp_path / "out")]
+    assert sorted(found) == [
+        "fused/interpreted",
+        "fused/interpreted",
+        "gpu-smoke/decoding-noise-2x16",
+        "gpu-smoke/noise-2x16",
+    ]
+    again = subprocess.run(line, capture_output=True, text=True, check=False, env=environment)
+    assert again.stdout.count("has passed already") == 3
