@@ -48,7 +48,7 @@ DTYPES = {"bfloat16": 2.0**-12, "float16": 2.0**-15, "float32": 2.0**-28}  # dty
 # B, H, K and tokens of plans: from one program to 32,768 that race for 64 heads, and groups whose heads share a plan.
 RACES = ((1, 1, 1, 64), (4, 16, 16, 32768), (32, 16, 4, 512), (64, 32, 4, 64), (1, 4, 2, 131072))
 Draw = tuple[int, float, float, float]  # what `attacked` finds
-TOGETHER = 20  # draws per task of a worker process
+TOGETHER = 10  # draws per task of a worker process
 NARROW, WIDE = 5, 64  # the head sizes of draws on a device: with all sizes, 2,000 draws compile 1,460 kernels, so 316
 
 

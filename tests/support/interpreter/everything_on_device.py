@@ -33,8 +33,8 @@ class Part(NamedTuple):
 
 PARTS: Mapping[str, Mapping[str, Part]] = {
     "full": {
-        "conformance": Part((CONFORMANCE, "--draws", "0"), 170),
-        "attack": Part((CONFORMANCE, "--cases", "0", "--draws", "2000", "--seconds", "100"), 120),
+        "conformance": Part((CONFORMANCE, "--draws", "0"), 165),
+        "attack": Part((CONFORMANCE, "--cases", "0", "--draws", "2000", "--seconds", "90"), 125),
         "bench": Part((__file__, "--bench"), 190),
     },
     "smoke": {
