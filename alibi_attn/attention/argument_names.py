@@ -20,11 +20,11 @@ DEFAULTS: Mapping[str, Any] = {
     "dropout_p": 0.0,
     "tolerance": None,
     "return_lse": False,
+    "sinks": 0,
     "prefix_len": None,
 }
 PYTORCH_DEFAULTS: Mapping[str, Any] = {
     **DEFAULTS,
-    "sinks": 0,
     "positions": None,
     "query_positions": None,
 }

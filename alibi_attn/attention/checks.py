@@ -7,7 +7,7 @@ are in `validation.py` and `jax/validation.py`. Shapes are those of `spec.py`.
 import operator
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol
+from typing import Any, NamedTuple, Protocol, SupportsIndex
 
 from alibi_attn.attention.spec import MAX_POSITION
 
@@ -278,6 +278,28 @@ def check_sink_logits(sink_logits: ArrayLike, *, num_heads: int) -> None:
         raise ValueError(
             f"sink_logits has shape {list(sink_logits.shape)} but must be [H] = [{num_heads}], one logit per query head"
         )
+
+
+def check_windows(windows: object, num_heads: int) -> tuple[int | None, tuple[int, ...] | None]:
+    """(the window of all heads, None), or (None, one per head); a single integer is checked elsewhere."""
+    if not isinstance(windows, Sequence):
+        raise TypeError(f"window must be an integer, one integer per head, or None but is {windows!r}")
+    given = [x for x in windows if isinstance(x, SupportsIndex) and not isinstance(x, bool)]
+    if len(given) != len(windows) or len(given) != num_heads:
+        raise ValueError(f"window is {list(windows)} but must be an integer, or [H] = {num_heads} integers")
+    numbers = [min(operator.index(x), MAX_POSITION) for x in given]
+    if min(numbers) < 1:
+        raise ValueError(f"window is {numbers} but counts the query itself, so each must be at least 1")
+    return (numbers[0], None) if len(set(numbers)) == 1 else (None, tuple(numbers))
+
+
+def check_sinks(sinks: object) -> None:
+    """sinks is a number of keys."""
+    if isinstance(sinks, bool) or not isinstance(sinks, int):
+        kind = "a tensor" if hasattr(sinks, "shape") else repr(sinks)
+        raise TypeError(f"sinks is {kind} but must be an integer, a number of keys; learned logits are sink_logits")
+    if sinks < 0:
+        raise ValueError(f"sinks is {sinks} but must be at least 0: so many first keys the window never hides")
 
 
 def check_prefix_len(prefix_len: ArrayLike, *, batch: int, causal: bool) -> None:

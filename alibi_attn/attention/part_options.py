@@ -1,6 +1,5 @@
 """Validates windows per head, sinks, prefixes and positions: the arguments that split a call into parts (`merging.py`)."""
 
-import operator
 from collections.abc import Mapping, Sequence
 from typing import Any, TypedDict
 
@@ -9,8 +8,8 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from alibi_attn.attention.checks import Checked, check_positions, check_prefix_len
-from alibi_attn.attention.spec import MAX_POSITION, AttentionSpec
+from alibi_attn.attention.checks import Checked, check_positions, check_prefix_len, check_sinks, check_windows
+from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import is_traced, may_read
 
 Window = int | Sequence[int] | NDArray[np.integer] | Tensor
@@ -44,20 +43,7 @@ def windows_of_heads(window: Window | None, num_heads: int) -> tuple[int | None,
         window = window.tolist()
     if isinstance(window, np.ndarray):
         window = window.tolist()
-    if not isinstance(window, Sequence):
-        raise TypeError(f"window must be an integer, one integer per head, or None but is {window!r}")
-    try:
-        windows = [operator.index(one) for one in window if not isinstance(one, bool)]
-    except TypeError:
-        windows = []
-    if len(windows) != len(window) or len(windows) != num_heads:
-        raise ValueError(
-            f"window is {list(window)} but must be an integer, or [H] = {num_heads} integers, one per head"
-        )
-    if min(windows) < 1:
-        raise ValueError(f"window is {windows} but counts the query itself, so each must be at least 1")
-    windows = [min(one, MAX_POSITION) for one in windows]
-    return (windows[0], None) if len(set(windows)) == 1 else (None, tuple(windows))
+    return check_windows(window, num_heads)
 
 
 def part_fields(given: Mapping[str, Any], sizes: Checked) -> PartFields:
@@ -86,19 +72,6 @@ def part_fields(given: Mapping[str, Any], sizes: Checked) -> PartFields:
     elif given["query_positions"] is not None:
         raise ValueError("query_positions is given without positions [B, S], those of the keys; pass both")
     return fields
-
-
-def check_sinks(sinks: object) -> None:
-    """sinks is a number of keys."""
-    if isinstance(sinks, bool) or not isinstance(sinks, int):
-        kind = "a tensor" if isinstance(sinks, Tensor) else repr(sinks)
-        raise TypeError(
-            f"sinks is {kind} but must be an integer, a number of first keys; learned logits are sink_logits"
-        )
-    if sinks < 0:
-        raise ValueError(
-            f"sinks is {sinks} but must be at least 0, the number of first keys that the window never hides"
-        )
 
 
 def check_prefix_values(prefix_len: Tensor, most: int, of: str) -> None:

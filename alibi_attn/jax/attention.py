@@ -19,7 +19,7 @@ from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.jax import merging, native, xla
 from alibi_attn.jax.operands import Arrays, Rest, operands
 from alibi_attn.jax.plan import Array, Plan
-from alibi_attn.jax.validation import SegmentIds, Slopes, checked_dropout_key, make_spec
+from alibi_attn.jax.validation import SegmentIds, Slopes, Window, checked_dropout_key, make_spec
 
 Backend = Literal["auto", "native", "loop", "dense"]
 Result = TypeVar("Result")
@@ -36,7 +36,7 @@ def alibi_attention(
     *,
     causal: bool = True,
     right_slopes: Slopes | None = None,
-    window: int | None = None,
+    window: Window | None = None,
     scale: float | None = None,
     query_offset: int | Array | None = None,
     key_mask: Array | None = None,
@@ -47,6 +47,7 @@ def alibi_attention(
     dropout_key: Array | None = None,
     tolerance: float | None = None,
     return_lse: bool = False,
+    sinks: int = 0,
     prefix_len: Array | None = None,
     backend: Backend = "auto",
     **unknown: Never,
@@ -64,7 +65,8 @@ def alibi_attention(
             preferred. Default: the published slopes, `alibi_slopes(H)`.
         causal: hide the keys to the right of each query. False is symmetric, −m·|i − j| on both sides.
         right_slopes: separate slopes for keys to the right (causal=False only); inf = this head never attends to the right.
-        window: how many keys a query may see, including its own (on either side when not causal).
+        window: how many keys a query may see, including its own (on either side when not causal), or [H] integers, one per head,
+            which are not traced.
         scale: factor of q·k, 1/√D by default. The bias is not scaled.
         query_offset: position of query 0; S − T by default: the queries are the last T of the S positions. An int, or an
             integer array, 0-d or [B], which may be traced. It may lie before or after all keys.
@@ -82,8 +84,10 @@ def alibi_attention(
             far below its rounding. 0 skips masked keys only.
         return_lse: also return the natural log-sum-exp of the scores, [B, H, T] fp32 (fp64 if query or key_bias is fp64), −inf
             for a query that sees no key.
+        sinks: the first keys of each sequence, so many, which the window does not hide.
         prefix_len: [B] integers, which may be traced: the first keys of each sequence, which all its queries see, −m·|i − j| on
-            both sides; beyond it the call is causal. A window limits the prefix too. Not with dropout.
+            both sides; beyond it the call is causal. A window limits the prefix too. Neither it nor sinks nor
+            windows per head go with dropout.
         backend: "native" = the C++ kernels that PyTorch uses too, on a CPU; "loop" visits tiles of keys outward from the
             diagonal, on any device; "dense" computes all scores; "auto" picks by shapes and device (see `explain`).
 
@@ -116,6 +120,7 @@ def alibi_attention(
         dropout_p=dropout_p,
         tolerance=tolerance,
         return_lse=return_lse,
+        sinks=sinks,
         prefix_len=prefix_len,
         **unknown,
     )

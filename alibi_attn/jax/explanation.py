@@ -14,7 +14,7 @@ from alibi_attn.jax.attention import Backend
 from alibi_attn.jax.operands import operands
 from alibi_attn.jax.plan import Array, Plan
 from alibi_attn.jax.plan import Visited as VisitedTiles
-from alibi_attn.jax.validation import AttentionOptions, Slopes, make_spec
+from alibi_attn.jax.validation import AttentionOptions, Slopes, check_without_parts, make_spec
 
 Spec = AttentionSpec[Array]
 ROWS = 256  # queries whose pairs are counted at a time
@@ -43,8 +43,7 @@ def explain(
     'B=1 H=8 K=8 T=128 S=128 D=64, float32 on cpu, causal'
     """
     spec = make_spec(query, key, value, slopes, **options)
-    if spec.has_parts:
-        raise ValueError("explain does not support prefix_len in JAX; use PyTorch's explain, or omit it")
+    check_without_parts(spec, "explain in JAX")
     arrays = operands(spec, query, key, value, None)
     if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays)):
         raise TypeError("explain reads values, but an array is traced; call it outside of jit, grad and vmap")

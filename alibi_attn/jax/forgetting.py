@@ -18,7 +18,15 @@ from alibi_attn.attention.checks import GATES_RULE, check_log_fgate
 from alibi_attn.attention.spec import GATE_FLOOR, GATE_STEP, AttentionSpec
 from alibi_attn.jax.attention import Backend, attend
 from alibi_attn.jax.plan import Array, KeyBias
-from alibi_attn.jax.validation import GatedOptions, Slopes, check_array, checked_dropout_key, make_spec, readable_values
+from alibi_attn.jax.validation import (
+    GatedOptions,
+    Slopes,
+    check_array,
+    check_without_parts,
+    checked_dropout_key,
+    make_spec,
+    readable_values,
+)
 
 Pair = tuple[Array, Array]  # x = high + low, low no larger than half a unit of high
 
@@ -81,6 +89,7 @@ def forgetting_attention(
         return_lse=return_lse,
         **options,
     )
+    check_without_parts(spec, "forgetting_attention")
     check_array("log_fgate", log_fgate)
     first = check_log_fgate(
         log_fgate,

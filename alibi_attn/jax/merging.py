@@ -1,5 +1,7 @@
 """Calls whose keys split into disjoint sets, each an ordinary call that every backend computes; the results merge by their lse.
 
+    windows per head      the heads that share a window
+    sinks                 the first n keys, without the window, and all others, within it
     prefix_len            the keys to the left of each query (and itself), and those to its right
 
 The same as `attention/merging.py`, which says why it is exact and how tolerances add up. `attention.attend` runs the parts.
@@ -11,6 +13,7 @@ from typing import NamedTuple
 
 import jax
 import jax.numpy as jnp
+import numpy as np
 
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.jax.plan import Array
@@ -20,17 +23,28 @@ Result = tuple[Array, Array]
 
 
 class Part(NamedTuple):
-    """Some keys of a call; `is_reversed`: the sequences run backward, and distances are one too small."""
+    """Some keys of a call, or some of its heads.
+
+    Args:
+        heads: the query heads of the call; None = all.
+        is_reversed: the sequences run backward, and distances are one too small.
+    """
 
     spec: Spec
     query: Array
     key: Array
     value: Array
+    heads: tuple[int, ...] | None = None
     is_reversed: bool = False
 
 
 def parts(spec: Spec, query: Array, key: Array, value: Array) -> list[Part]:
-    """The parts of a call."""
+    """The parts of a call; those of several heads, or of sinks, may have parts again."""
+    if spec.head_windows is not None:
+        windows = dict.fromkeys(spec.head_windows)
+        return [_of_heads(spec, query, key, value, window) for window in windows]
+    if spec.sinks > 0:
+        return _sinks_and_others(spec, query, key, value)
     left = Part(dataclasses.replace(spec, prefix_len=None), query, key, value)
     # The first key after query 0; a traced offset may be anywhere.
     after = max(spec.query_offset + 1, 0) if isinstance(spec.query_offset, int) else 0
@@ -42,6 +56,13 @@ def parts(spec: Spec, query: Array, key: Array, value: Array) -> list[Part]:
 
 def joined(spec: Spec, of: Sequence[Part], results: Sequence[Result]) -> Result:
     """(output in query's dtype, lse) of the call whose parts gave these results."""
+    if of[0].heads is not None:
+        order = np.argsort([head for part in of for head in part.heads or ()])
+        output, lse = (
+            jnp.concatenate([result[n] for result in results], axis)[(slice(None),) * axis + (order,)]
+            for n, axis in ((0, 2), (1, 1))
+        )
+        return output, lse
     forward = [_in_order(part, result) for part, result in zip(of, results, strict=True)]
     output, lse = forward[0]
     for more, more_lse in forward[1:]:
@@ -60,6 +81,35 @@ def merged(output: Array, lse: Array, more: Array, more_lse: Array) -> Result:
     total = jnp.where(nothing, 1.0, total)
     shares = [(weight / total).swapaxes(1, 2)[..., None] for weight in weights]
     return shares[0] * output + shares[1] * more, jnp.where(nothing, -jnp.inf, top + jnp.log(total))
+
+
+def _of_heads(spec: Spec, query: Array, key: Array, value: Array, window: int) -> Part:
+    """The heads with this window."""
+    assert spec.head_windows is not None
+    heads = [head for head, other in enumerate(spec.head_windows) if other == window]
+    owners = sorted({head // spec.group for head in heads})
+    if len(owners) * spec.group != len(heads):  # some query heads of a key head have other windows
+        owners = [head // spec.group for head in heads]
+    of_heads, of_owners = np.array(heads), np.array(owners)
+    part = dataclasses.replace(
+        spec,
+        num_heads=len(heads),
+        num_kv_heads=len(owners),
+        slopes=spec.slopes[..., of_heads],
+        right_slopes=None if spec.right_slopes is None else spec.right_slopes[..., of_heads],
+        key_bias=None if spec.key_bias is None else spec.key_bias[:, of_heads],
+        window=window,
+        head_windows=None,
+    )
+    return Part(part, query[:, :, of_heads], key[:, :, of_owners], value[:, :, of_owners], heads=tuple(heads))
+
+
+def _sinks_and_others(spec: Spec, query: Array, key: Array, value: Array) -> list[Part]:
+    sinks = min(spec.sinks, spec.key_len)
+    spec = dataclasses.replace(spec, sinks=0)
+    of_sinks = _keys(dataclasses.replace(spec, window=None), key, value, 0, sinks)
+    others = _keys(spec, key, value, sinks, spec.key_len)
+    return [Part(part, query, keys, values) for part, keys, values in (others, of_sinks)]
 
 
 def _keys(spec: Spec, key: Array, value: Array, start: int, stop: int) -> tuple[Spec, Array, Array]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TypedDict, Unpack, cast
+from typing import Any, TypedDict, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -10,19 +10,28 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alibi_attn.attention.argument_names import with_defaults
-from alibi_attn.attention.checks import BIAS_RULE, SINKS_RULE, check_call, check_prefix_len, dtype_name
+from alibi_attn.attention.checks import (
+    BIAS_RULE,
+    SINKS_RULE,
+    check_call,
+    check_prefix_len,
+    check_sinks,
+    check_windows,
+    dtype_name,
+)
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.jax.plan import MAX_INT32_POSITION, Array
 from alibi_attn.slopes import alibi_slopes
 
 Slopes = Sequence[float] | NDArray[np.floating] | Array
+Window = int | Sequence[int] | NDArray[np.integer] | Array
 SegmentIds = Array | tuple[Array, Array]
 
 
 class GatedOptions(TypedDict, total=False):
     """Keyword arguments of `make_spec` that calls with forget gates share; `alibi_attention` documents them."""
 
-    window: int | None
+    window: Window | None
     scale: float | None
     key_mask: Array | None
     segment_ids: SegmentIds | None
@@ -38,6 +47,7 @@ class AttentionOptions(GatedOptions, total=False):
     causal: bool
     right_slopes: Slopes | None
     query_offset: int | Array | None
+    sinks: int
     prefix_len: Array | None
 
 
@@ -56,16 +66,19 @@ def make_spec(
     dtype = jax.dtypes.canonicalize_dtype(query.dtype)  # numpy's fp64 becomes fp32 unless x64 is enabled
     left = None if slopes is None else _given_slopes("slopes", slopes)
     right = None if given["right_slopes"] is None else _given_slopes("right_slopes", given["right_slopes"])
+    window, head_windows = _windows(given["window"], query.shape[2] if query.ndim == 4 else 0)
+    options_of_all = {**given, "window": window}
     b, h, k, t, s, d, scale, tolerance = check_call(
-        query, key, value, given, slopes=left, right_slopes=right, layout="BTHD", dtype=dtype
+        query, key, value, options_of_all, slopes=left, right_slopes=right, layout="BTHD", dtype=dtype
     )
     key_bias, sink_logits = given["key_bias"], given["sink_logits"]
     offset = _offset(given["query_offset"], query_len=t, key_len=s)
     query_segments, key_segments = _segments(given["segment_ids"], offset, query_len=t, key_len=s)
     _check_values(left, right)
-    prefix_len = _prefix(given, batch=b, key_len=s)
+    check_sinks(given["sinks"])
+    prefix_len = _prefix(given["prefix_len"], causal=given["causal"], batch=b, key_len=s)
     work = jnp.promote_types(dtype, jnp.float32)
-    return AttentionSpec(
+    spec = AttentionSpec(
         batch=b,
         num_heads=h,
         num_kv_heads=k,
@@ -75,7 +88,9 @@ def make_spec(
         slopes=jnp.asarray(alibi_slopes(h) if left is None else left, work),
         right_slopes=None if right is None else jnp.asarray(right, work),
         causal=given["causal"],
-        window=given["window"],
+        window=window,
+        head_windows=head_windows,
+        sinks=0 if given["window"] is None else given["sinks"],
         prefix_len=prefix_len,
         scale=scale,
         query_offset=offset,
@@ -90,6 +105,9 @@ def make_spec(
         tolerance=tolerance,
         return_lse=given["return_lse"],
     )
+    if spec.dropout_p > 0:
+        check_without_parts(spec, "dropout_p in JAX")
+    return spec
 
 
 def _check_arrays(query: Array, key: Array, value: Array, given: SpecOptions) -> None:
@@ -112,21 +130,42 @@ def _check_arrays(query: Array, key: Array, value: Array, given: SpecOptions) ->
         check_array("segment_ids", segment_ids)
 
 
-def _prefix(given: SpecOptions, *, batch: int, key_len: int) -> Array | None:
-    """[B] int32; raises an error for wrong lengths, and for dropout, whose numbers the parts of such a call cannot share yet."""
-    prefix_len = given["prefix_len"]
+def check_without_parts(spec: AttentionSpec[Array], what: str) -> None:
+    """Raises a ValueError if the call has parts, which this does not support."""
+    given = {
+        "window per head": spec.head_windows is not None,
+        "sinks": spec.sinks > 0,
+        "prefix_len": spec.prefix_len is not None,
+    }
+    names = ", ".join(name for name, is_given in given.items() if is_given)
+    if names:
+        raise ValueError(f"{what} does not support {names}; omit one")
+
+
+def _windows(window: Window | None, num_heads: int) -> tuple[int | None, tuple[int, ...] | None]:
+    """(the window of all heads, None), or (None, one per head)."""
+    if window is None or isinstance(window, int):
+        return window, None
+    if isinstance(window, jax.Array | np.ndarray):
+        values = readable_values(window)
+        if values is None:
+            raise TypeError("window is an array that is traced or on another device; pass a list of integers")
+        if not np.issubdtype(values.dtype, np.integer):
+            raise TypeError(f"window is {dtype_name(values.dtype)} but must hold integers, one window per head")
+        window = values.tolist()
+    return check_windows(window, num_heads)
+
+
+def _prefix(prefix_len: Array | None, *, causal: bool, batch: int, key_len: int) -> Array | None:
+    """[B] int32, checked."""
     if prefix_len is None:
         return None
     check_array("prefix_len", prefix_len)
-    check_prefix_len(prefix_len, batch=batch, causal=given["causal"])
+    check_prefix_len(prefix_len, batch=batch, causal=causal)
     values = readable_values(prefix_len)
     if values is not None and values.size and not 0 <= values.min() <= values.max() <= key_len:
         wrong = values.min() if values.min() < 0 else values.max()
         raise ValueError(f"prefix_len is {wrong} for a sequence but must be from 0 to {key_len}, S")
-    if given["dropout_p"] > 0:
-        raise ValueError(
-            "dropout_p with prefix_len is not supported in JAX; omit one, or use PyTorch's alibi_attention"
-        )
     return jnp.asarray(prefix_len, jnp.int32)
 
 
@@ -245,7 +284,7 @@ def check_array(name: str, array: object) -> None:
         raise TypeError(f"{name} must be a jax.Array or numpy array but is {type(array).__name__}")
 
 
-def readable_values(array: Array | NDArray[np.floating]) -> NDArray[np.floating] | None:
+def readable_values(array: Array | NDArray[Any]) -> NDArray[Any] | None:
     """The values if reading them is free: a numpy array, or an array on the CPU that is not traced; else None."""
     if isinstance(array, jax.Array) and (
         isinstance(array, jax.core.Tracer) or {d.platform for d in array.devices()} != {"cpu"}

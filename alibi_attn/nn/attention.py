@@ -15,12 +15,12 @@ from torch import Tensor, nn
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
 from alibi_attn.attention.bias import Slopes
-from alibi_attn.attention.checks import check_layer, default_tolerance
+from alibi_attn.attention.checks import check_layer, check_sinks, default_tolerance
 from alibi_attn.attention.decoding import attend_near, reads_near
 from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.merging import merged
 from alibi_attn.attention.near_keys import visible_runs
-from alibi_attn.attention.part_options import Window, check_sinks, windows_of_heads
+from alibi_attn.attention.part_options import Window, windows_of_heads
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.constructor_arguments import checks_names
 from alibi_attn.nn.gated_cache import GatedReachCache

@@ -23,6 +23,11 @@ CASES = [
     {"prefix_len": PREFIX},
     {"prefix_len": PREFIX, "window": 9, "segment_ids": SEGMENTS, "key_bias": BIAS},
     {"prefix_len": np.int32([60, 0]), "key_mask": MASK, "query_offset": 3},
+    {"window": [5, 9, 400, 9], "key_bias": BIAS},
+    {"window": [9, 9, 30, 30], "causal": False, "right_slopes": [0.1, 0.3, 0.0, 1.0], "segment_ids": SEGMENTS},
+    {"window": 9, "sinks": 3, "key_mask": MASK},
+    {"window": 7, "sinks": 25, "causal": False},
+    {"window": [5, 9, 400, 9], "sinks": 3, "prefix_len": PREFIX, "query_offset": 11},
 ]
 
 
@@ -79,6 +84,25 @@ def test_a_query_that_sees_no_key_gives_zeros_and_zero_gradients() -> None:
     assert all(bool((x == 0).all()) for x in gradients)
 
 
+@pytest.mark.parametrize("window", [np.array([5, 9, 400, 9]), jnp.array([5, 9, 400, 9])], ids=["numpy", "jax"])
+def test_windows_per_head_may_be_an_array_that_is_not_traced(window) -> None:
+    q, k, v, slopes = drawn()
+    by_list = alibi_attention(q, k, v, slopes, window=[5, 9, 400, 9])
+    assert bool((alibi_attention(q, k, v, slopes, window=window) == by_list).all())
+    with pytest.raises(TypeError, match="traced or on another device; pass a list of integers"):
+        jax.jit(lambda window: alibi_attention(q, k, v, slopes, window=window))(window)
+
+
+@pytest.mark.parametrize("sinks", [60, 99])
+def test_sinks_may_be_all_keys(sinks: int) -> None:
+    q, k, v, slopes = drawn()
+    all_keys = alibi_attention(q, k, v, slopes)
+    np.testing.assert_allclose(alibi_attention(q, k, v, slopes, window=3, sinks=sinks), all_keys, atol=1e-6)
+    assert bool(
+        (alibi_attention(q, k, v, slopes, sinks=sinks) == all_keys).all()
+    )  # without a window they have no effect
+
+
 def test_a_low_precision_output_keeps_its_dtype() -> None:
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in drawn()[:3])
     output, lse = alibi_attention(q, k, v, SLOPES, prefix_len=PREFIX, return_lse=True)
@@ -91,7 +115,14 @@ REFUSED = [
     ({"prefix_len": np.float32([3, 4])}, TypeError, "prefix_len is float32 but must hold integers"),
     ({"prefix_len": 3}, TypeError, "prefix_len must be a jax.Array or numpy array but is int"),
     ({"prefix_len": PREFIX, "causal": False}, ValueError, "prefix_len is for causal attention"),
-    ({"prefix_len": PREFIX, "dropout_p": 0.5}, ValueError, "dropout_p with prefix_len is not supported in JAX"),
+    ({"prefix_len": PREFIX, "dropout_p": 0.5}, ValueError, "dropout_p in JAX does not support prefix_len"),
+    ({"window": [3, 4]}, ValueError, r"window is \[3, 4\] but must be an integer, or \[H\] = 4 integers"),
+    ({"window": [3, 4, 0, 5]}, ValueError, r"window is \[3, 4, 0, 5\] .* at least 1"),
+    ({"window": np.ones(4)}, TypeError, "window is float64 but must hold integers"),
+    ({"window": {3}}, TypeError, r"window must be an integer, one integer per head, or None but is \{3\}"),
+    ({"window": 4, "sinks": -1}, ValueError, "sinks is -1"),
+    ({"window": 4, "sinks": np.ones(4)}, TypeError, "sinks is a tensor .* learned logits are sink_logits"),
+    ({"window": 4, "sinks": 2, "dropout_p": 0.5}, ValueError, "dropout_p in JAX does not support sinks"),
 ]
 
 
@@ -103,7 +134,9 @@ def test_wrong_arguments_are_refused(options: dict, error: type[Exception], mess
 
 def test_other_functions_refuse_parts() -> None:
     q, k, v, slopes = drawn()
-    with pytest.raises(ValueError, match="explain does not support prefix_len"):
+    with pytest.raises(ValueError, match="explain in JAX does not support prefix_len"):
         explain(q, k, v, slopes, prefix_len=PREFIX)
+    with pytest.raises(ValueError, match="forgetting_attention does not support window per head"):
+        forgetting_attention(q, k, v, np.zeros((2, 4, 60), np.float32), window=[5, 9, 400, 9])
     with pytest.raises(TypeError, match="unexpected keyword argument 'prefix_len'"):
         forgetting_attention(q, k, v, np.zeros((2, 4, 60), np.float32), prefix_len=PREFIX)
