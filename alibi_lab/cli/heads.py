@@ -56,8 +56,9 @@ def heads(
 
     [dim]alibi heads --heads 12 --picture heads.png[/]
 
-    With a model: the certified reach of each head, the mean distance of its attention, the share that goes to the first
-    token, and the share of its weights that are zero in bfloat16. The table has one row per layer; the record has every head.
+    With a model: the certified reach of each head, the share of its keys that carried weight, the mean distance of its
+    attention, the share that goes to the first token, and the share of its weights that are zero in bfloat16. The table has
+    one row per layer; the record has every head.
 
     [dim]alibi heads MODEL --text novel.txt --picture heads.svg --out runs/heads[/]
     """
@@ -113,6 +114,7 @@ def _by_layer(record: records.Record) -> RichTable:
     """The table of a model's heads: one row per layer, with the range over its heads."""
     names = {
         "certified": "certified",
+        "carried": "of it carried",
         "mean_distance": "mean distance",
         "first_token": "first token",
         "zero_bfloat16": "zero in bf16",

@@ -1,6 +1,8 @@
 """`alibi heads MODEL`: where the heads of a trained ALiBi model attend on one text, per layer and head.
 
     certified       the head's certified reach (`head_reach`): keys at that distance or beyond are never read
+    carried         the share of the keys within that reach, over all queries, that weigh more than the certificate's
+                    tolerance: how much of the certificate the model uses
     mean_distance   Σ_j p_ij · (i − j), the mean over the queries
     first_token     p_i0, the mean over the queries i ≥ 1. A head that gives 0.9 or more to the first token counts as
                     collapsed; 31 to 44 % of BLOOM's heads have collapsed (Schallon 2026, arXiv:2603.09616)
@@ -24,7 +26,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn import head_reach
-from alibi_attn.inspect import encode, load_decoder, read_config, watched
+from alibi_attn.inspect import default_tolerance, encode, load_decoder, read_config, watched
 from alibi_lab import records
 from alibi_lab.lab.model.position_method import Pass, PositionMethod
 from alibi_lab.lab.training.checkpoint import load_checkpoint, load_checkpoint_tokenizer, newest
@@ -108,19 +110,24 @@ def measured(query: Tensor, key: Tensor, slopes: Tensor, scale: float) -> Column
     """The columns of one layer, one value per head; query [1, H, n, D], key [1, K, n, D], slopes [H]."""
     heads, n = query.shape[1], query.shape[2]
     reach = head_reach(query, key, slopes, scale=scale)[0]
-    distance_sum, first_sum = query.new_zeros(2, heads, dtype=torch.float64)
+    distance_sum, first_sum, heavy, within = query.new_zeros(4, heads, dtype=torch.float64)
+    tolerance = default_tolerance(query, key, key)
     zeros = {dtype: query.new_zeros(heads, dtype=torch.float64) for dtype in DTYPES}
     for head, slope in enumerate(slopes.double().tolist()):
         own_key = key[0, head * key.shape[1] // heads]
         for distance, weight in attention_weights(query[0, head], own_key, slope, scale, rows=_ROWS):
             distance_sum[head] += (weight * distance).sum()
             first_sum[head] += weight[distance[:, 0] > 0, 0].sum()
+            read = (distance >= 0) & (distance < reach[head])
+            within[head] += read.sum()
+            heavy[head] += (read & (weight > tolerance)).sum()
             for dtype in DTYPES:
                 zeros[dtype][head] += ((weight <= half_of_the_smallest(dtype)) & (distance >= 0)).sum()
     columns: Columns = {
         "head": list(range(heads)),
         "slope": slopes.double().tolist(),
         "certified": reach.tolist(),
+        "carried": (heavy / within).tolist(),
         "mean_distance": (distance_sum / n).tolist(),
         "first_token": (first_sum / (n - 1)).tolist(),
     }

@@ -15,6 +15,7 @@ from typer.testing import CliRunner
 from alibi_attn import head_reach
 from alibi_attn.hf import patch
 from alibi_attn.hf.patching.capture_qk import watched
+from alibi_attn.inspect import default_tolerance
 from alibi_attn.slopes import alibi_slopes
 from alibi_lab import records
 from alibi_lab.cli.main import app
@@ -47,6 +48,17 @@ def loop(query: Tensor, key: Tensor, slope: float, scale: float) -> tuple[float,
     return distance, first, {name: count / (n * (n + 1) / 2) for name, count in zeros.items()}
 
 
+def carried(query: Tensor, key: Tensor, slope: float, scale: float) -> float:
+    """The share of the keys within reach, pair by pair, that weigh more than the tolerance of fp32."""
+    reach = int(head_reach(query[None, None], key[None, None], torch.tensor([slope]), scale=scale))
+    tolerance, heavy = default_tolerance(query[None, None], key[None, None], key[None, None]), []
+    for i in range(len(query)):
+        scores = [scale * float(query[i].double() @ key[j].double()) - slope * (i - j) for j in range(i + 1)]
+        weights = torch.tensor(scores, dtype=torch.float64).softmax(0)
+        heavy += [weights[j] > tolerance for j in range(max(0, i - reach + 1), i + 1)]
+    return float(torch.stack(heavy).double().mean())
+
+
 def test_the_columns_equal_a_loop_with_shared_key_heads() -> None:
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, heads, 150, 8, generator=generator) for heads in (4, 2))
@@ -56,6 +68,7 @@ def test_the_columns_equal_a_loop_with_shared_key_heads() -> None:
         distance, first, zeros = loop(query[0, head], key[0, head // 2], slope, 0.3)
         assert columns["mean_distance"][head] == pytest.approx(distance, rel=1e-9)
         assert columns["first_token"][head] == pytest.approx(first, rel=1e-9)
+        assert columns["carried"][head] == pytest.approx(carried(query[0, head], key[0, head // 2], slope, 0.3))
         assert {name: columns[f"zero_{name}"][head] for name in zeros} == pytest.approx(zeros)
     assert columns["certified"] == head_reach(query, key, slopes, scale=0.3)[0].tolist()
     assert columns["zero_bfloat16"][0] > 0.4  # slope 2: zero beyond about 46 tokens
