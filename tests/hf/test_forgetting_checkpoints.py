@@ -73,6 +73,16 @@ def test_padding_and_other_texts_forget_nothing(tmp_path: Path) -> None:
     assert_close(model(ids.reshape(1, -1), segment_ids=texts).logits[0], expected.flatten(0, 1))
 
 
+@pytest.mark.parametrize("way", [{"num_beams": 3}, {"prompt_lookup_num_tokens": 3}, {"prefill_chunk_size": 7}], ids=str)
+def test_every_way_of_generating_keeps_gates_with_their_keys(way: dict[str, int], tmp_path: Path) -> None:
+    model, ids, _ = model_of(tmp_path, PRO)
+    ids = ids[:1]
+    options = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 5, "do_sample": False, "pad_token_id": 0}
+    beams = {name: number for name, number in way.items() if name == "num_beams"}
+    expected = model.generate(ids, use_cache=False, **options, **beams)
+    assert torch.equal(model.generate(ids, **options, **way), expected)
+
+
 @pytest.mark.parametrize("name", ["forget_proj.weight", "forget_proj.bias", "q_norm.weight", "gate_proj.weight"])
 def test_gradients_are_those_of_differences(name: str, tmp_path: Path) -> None:
     model, ids, _ = model_of(tmp_path, PRO, dtype=torch.float64)
