@@ -32,6 +32,9 @@ def t5():
         with torch.no_grad():
             for name, weights in model.named_parameters():
                 weights.normal_(0.0, 1.0 if "relative" in name else 0.15)
+        for name, module in model.named_modules():
+            if name.startswith("decoder.") and name.endswith("SelfAttention"):
+                module.is_causal = True  # UMT5's of transformers 5.17 let its sdpa path see later tokens without a mask
         return model.eval()
 
     return builder
