@@ -83,7 +83,7 @@ def load_slope(slopes, b, h, there=None):
         m = tl.load(at)
     else:
         m = tl.load(at, mask=there, other=0.0)
-    return tl.where(m < float("inf"), tl.minimum(m, 2.3e38), m) * LOG2E
+    return m * tl.where(tl.abs(m) < 2.3e38, LOG2E, 1.0)
 
 
 @triton.jit
