@@ -6,7 +6,7 @@ from typing import Any, TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
 
-# The options of `alibi_attention`, which explains them, and their defaults, in PyTorch and JAX; those below in PyTorch only.
+# The options of `alibi_attention`, which explains them, and their defaults, in PyTorch and JAX.
 DEFAULTS: Mapping[str, Any] = {
     "causal": True,
     "right_slopes": None,
@@ -22,9 +22,6 @@ DEFAULTS: Mapping[str, Any] = {
     "return_lse": False,
     "sinks": 0,
     "prefix_len": None,
-}
-PYTORCH_DEFAULTS: Mapping[str, Any] = {
-    **DEFAULTS,
     "positions": None,
     "query_positions": None,
 }
@@ -96,15 +93,15 @@ def unknown_argument(function: str, unknown: Iterable[str]) -> TypeError:
     """The error for an unknown argument: Python's message, and our name for the argument if there is one."""
     name = next(iter(unknown))
     ours = OURS.get(name)
-    if name in PYTORCH_DEFAULTS:
-        ours = "leave it out: only PyTorch's alibi_attention and its layers support it"
+    if name in DEFAULTS:
+        ours = "leave it out: only alibi_attention and its layers support it"
     hint = "" if ours is None else f"; {ours}" if ours.startswith("leave") else f"; here it is {ours}"
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 
 
-def with_defaults(options: Mapping[str, Any], defaults: Mapping[str, Any] = DEFAULTS) -> dict[str, Any]:
+def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     """All options of a call; raises a TypeError for an unknown one."""
-    unknown = [name for name in options if name not in defaults]
+    unknown = [name for name in options if name not in DEFAULTS]
     if unknown:
         raise unknown_argument("alibi_attention", unknown)
-    return {**defaults, **options}
+    return {**DEFAULTS, **options}

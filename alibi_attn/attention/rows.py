@@ -6,7 +6,7 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.argument_names import PYTORCH_DEFAULTS, unknown_argument
+from alibi_attn.attention.argument_names import DEFAULTS, unknown_argument
 from alibi_attn.attention.backends.reference import scores_of
 from alibi_attn.attention.bias import Slopes, unshifted_lse
 from alibi_attn.attention.execution import autocast, scaled_by_sinks
@@ -59,7 +59,7 @@ def attention_rows(
     for name in options:
         if name in _WITHOUT_MEANING:
             raise TypeError(f"attention_rows() has no argument {name!r}: {_WITHOUT_MEANING[name]}")
-        if name not in PYTORCH_DEFAULTS:
+        if name not in DEFAULTS:
             raise unknown_argument("attention_rows", [name])
     query, key = autocast(query, key)
     if log_fgate is not None and slopes is None:

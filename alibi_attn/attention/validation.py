@@ -9,7 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.argument_names import PYTORCH_DEFAULTS, with_defaults
+from alibi_attn.attention.argument_names import with_defaults
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.checks import BIAS_RULE, SINKS_RULE, Checked, check_call, check_position, dtype_name
 from alibi_attn.attention.part_options import Window, part_fields, windows_of_heads
@@ -97,7 +97,7 @@ def make_spec(
     query: Tensor, key: Tensor, value: Tensor, slopes: Slopes | None = None, **options: Unpack[SpecOptions]
 ) -> AttentionSpec[Tensor]:
     """The validated spec of a call; options and defaults are those of `alibi_attention`."""
-    given = cast(SpecOptions, with_defaults(options, PYTORCH_DEFAULTS))
+    given = cast(SpecOptions, with_defaults(options))
     _check_inputs(query, key, value)
     _check_tensors(given, query.device)
     left = None if slopes is None else _given_slopes("slopes", slopes, query)

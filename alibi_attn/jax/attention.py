@@ -49,6 +49,8 @@ def alibi_attention(
     return_lse: bool = False,
     sinks: int = 0,
     prefix_len: Array | None = None,
+    positions: Array | None = None,
+    query_positions: Array | None = None,
     backend: Backend = "auto",
     **unknown: Never,
 ) -> Array | tuple[Array, Array]:
@@ -86,8 +88,12 @@ def alibi_attention(
             for a query that sees no key.
         sinks: the first keys of each sequence, so many, which the window does not hide.
         prefix_len: [B] integers, which may be traced: the first keys of each sequence, which all its queries see, −m·|i − j| on
-            both sides; beyond it the call is causal. A window limits the prefix too. Neither it nor sinks nor
-            windows per head go with dropout.
+            both sides; beyond it the call is causal. A window limits the prefix too. None of sinks,
+            prefix_len, positions and windows per head goes with dropout.
+        positions: p, [B, S] fp32 or fp64, not decreasing: the bias becomes −m·|p_i − p_j|, while causal and window go by index.
+            No gradient. Of a numpy array in fp64 without x64, the distances to the last are what is rounded to fp32.
+        query_positions: [B, T], those of the queries, not before the last T keys, only if causal without a prefix.
+            Default: the last T.
         backend: "native" = the C++ kernels that PyTorch uses too, on a CPU; "loop" visits tiles of keys outward from the
             diagonal, on any device; "dense" computes all scores; "auto" picks by shapes and device (see `explain`).
 
@@ -122,6 +128,8 @@ def alibi_attention(
         return_lse=return_lse,
         sinks=sinks,
         prefix_len=prefix_len,
+        positions=positions,
+        query_positions=query_positions,
         **unknown,
     )
     output, lse = attend(spec, query, key, value, checked_dropout_key(dropout_p, dropout_key), backend)
@@ -162,8 +170,13 @@ def _attend_in_parts(
 ) -> tuple[Array, Array]:
     spec = dataclasses.replace(spec, sink_logits=None)
     parts = merging.parts(spec, *(jnp.asarray(x) for x in (query, key, value)))
-    results = [attend(part.spec, part.query, part.key, part.value, None, backend) for part in parts]
+    results = [_of_part(part, backend) for part in parts]
     return merging.joined(spec, parts, results)
+
+
+def _of_part(part: merging.Part, backend: Backend) -> tuple[Array, Array]:
+    low = {"key_bias_low": part.key_bias_low, "query_bias_low": part.query_bias_low}
+    return attend(part.spec, part.query, part.key, part.value, None, backend, **low)
 
 
 @jax.jit

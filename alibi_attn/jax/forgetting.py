@@ -17,7 +17,7 @@ from alibi_attn.attention.argument_names import unknown_argument
 from alibi_attn.attention.checks import GATES_RULE, check_log_fgate
 from alibi_attn.attention.spec import GATE_FLOOR, GATE_STEP, AttentionSpec
 from alibi_attn.jax.attention import Backend, attend
-from alibi_attn.jax.plan import Array, KeyBias
+from alibi_attn.jax.plan import Array, KeyBias, Pair, sum_of_two
 from alibi_attn.jax.validation import (
     GatedOptions,
     Slopes,
@@ -27,8 +27,6 @@ from alibi_attn.jax.validation import (
     make_spec,
     readable_values,
 )
-
-Pair = tuple[Array, Array]  # x = high + low, low no larger than half a unit of high
 
 
 def forgetting_attention(
@@ -168,7 +166,7 @@ def _biases(query_len: int, first: Array, gates: Array, key_bias: Array | None) 
     if key_bias is None:
         return KeyBias(-high, -low), of_query
     hidden = key_bias == -jnp.inf
-    total, rest = _sum_of_two(jnp.where(hidden, 0.0, key_bias.astype(work)), -high)
+    total, rest = sum_of_two(jnp.where(hidden, 0.0, key_bias.astype(work)), -high)
     return KeyBias(jnp.where(hidden, -jnp.inf, total), rest - low), of_query
 
 
@@ -188,7 +186,7 @@ def _biases_backward(query_len: int, kept: _Kept, grads: tuple[KeyBias, KeyBias]
     of_key, of_query = (x.high for x in grads)
     first, is_open, gates, key_bias = kept
     rows = lax.dynamic_update_slice_in_dim(jnp.zeros_like(of_key), of_query, first, axis=2)
-    high, low = _running_sums(_sum_of_two(rows, -of_key), reverse=True)
+    high, low = _running_sums(sum_of_two(rows, -of_key), reverse=True)
     of_gates = jnp.where(is_open, high + low, 0.0).at[:, :, :1].set(0.0)  # no key lies before the first
     return None, of_gates.astype(gates.dtype), None if key_bias is None else of_key.astype(key_bias.dtype)
 
@@ -244,14 +242,7 @@ def _running_sums(x: Pair, *, reverse: bool = False) -> Pair:
 
 
 def _added(a: Pair, b: Pair) -> Pair:
-    total, rest = _sum_of_two(a[0], b[0])
+    total, rest = sum_of_two(a[0], b[0])
     rest = rest + (a[1] + b[1])
     high = total + rest
     return high, rest - (high - total)
-
-
-def _sum_of_two(a: Array, b: Array) -> Pair:
-    """a + b exactly, as the rounded sum and its rounding error (Knuth; Møller 1965)."""
-    total = a + b
-    of_b = total - a
-    return total, (a - (total - of_b)) + (b - of_b)

@@ -2,8 +2,9 @@
 
     windows per head      the heads that share a window
     sinks                 the first n keys, without the window, and all others, within it
-    prefix_len            the keys to the left of each query (and itself), and those to its right
+    prefix_len, positions  the keys to the left of each query (and itself), and those to its right
 
+Explicit positions are biases of queries and keys, pairs of numbers, so that they need no fp64.
 The same as `attention/merging.py`, which says why it is exact and how tolerances add up. `attention.attend` runs the parts.
 """
 
@@ -14,9 +15,11 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax import lax
+from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.jax.plan import Array
+from alibi_attn.jax.plan import Array, Pair, sum_of_two
 
 Spec = AttentionSpec[Array]
 Result = tuple[Array, Array]
@@ -28,6 +31,7 @@ class Part(NamedTuple):
     Args:
         heads: the query heads of the call; None = all.
         is_reversed: the sequences run backward, and distances are one too small.
+        key_bias_low, query_bias_low: the low parts of the spec's biases, see `attention.attend`.
     """
 
     spec: Spec
@@ -36,16 +40,20 @@ class Part(NamedTuple):
     value: Array
     heads: tuple[int, ...] | None = None
     is_reversed: bool = False
+    key_bias_low: Array | None = None
+    query_bias_low: Array | None = None
 
 
 def parts(spec: Spec, query: Array, key: Array, value: Array) -> list[Part]:
-    """The parts of a call; those of several heads, or of sinks, may have parts again."""
+    """The parts of a call; those of several heads, of sinks or of a side may have parts again."""
     if spec.head_windows is not None:
         windows = dict.fromkeys(spec.head_windows)
         return [_of_heads(spec, query, key, value, window) for window in windows]
     if spec.sinks > 0:
         return _sinks_and_others(spec, query, key, value)
-    left = Part(dataclasses.replace(spec, prefix_len=None), query, key, value)
+    if spec.causal and spec.prefix_len is None:
+        return [_with_positions(spec, query, key, value)]
+    left = Part(dataclasses.replace(spec, causal=True, right_slopes=None, prefix_len=None), query, key, value)
     # The first key after query 0; a traced offset may be anywhere.
     after = max(spec.query_offset + 1, 0) if isinstance(spec.query_offset, int) else 0
     if spec.window == 1 or after >= spec.key_len:
@@ -67,13 +75,15 @@ def joined(spec: Spec, of: Sequence[Part], results: Sequence[Result]) -> Result:
     output, lse = forward[0]
     for more, more_lse in forward[1:]:
         output, lse = merged(output, lse, more, more_lse)
-    return output.astype(of[0].query.dtype), lse
+    spec, query = of[0].spec, of[0].query
+    wide = jnp.float64 in (query.dtype, None if spec.key_bias is None else spec.key_bias.dtype)
+    return output.astype(query.dtype), lse.astype(jnp.float64 if wide else jnp.float32)
 
 
 @jax.jit
 def merged(output: Array, lse: Array, more: Array, more_lse: Array) -> Result:
     """The (output, lse) over the union of two disjoint sets of keys; differentiable, even if a query sees no keys."""
-    top = jax.lax.stop_gradient(jnp.maximum(lse, more_lse))
+    top = lax.stop_gradient(jnp.maximum(lse, more_lse))
     top = jnp.where(top == -jnp.inf, 0.0, top)
     weights = jnp.exp(lse - top), jnp.exp(more_lse - top)
     total = weights[0] + weights[1]
@@ -125,28 +135,37 @@ def _keys(spec: Spec, key: Array, value: Array, start: int, stop: int) -> tuple[
         key_mask=cut(spec.key_mask),
         key_segments=cut(spec.key_segments),
         key_bias=cut(spec.key_bias),
+        positions=cut(spec.positions),
         prefix_len=None if spec.prefix_len is None else spec.prefix_len - start,
     )
     return part, key[:, start:stop], value[:, start:stop]
 
 
 def _reversed(spec: Spec, query: Array, key: Array, value: Array) -> Part:
-    """The keys of the prefix after each query: key j becomes key S − 1 − j, and the queries are moved by one."""
+    """The keys after each query: key j becomes key S − 1 − j, and the queries are moved by one."""
 
     def turned(x: Array | None) -> Array | None:
         return None if x is None else jnp.flip(x, -1)
 
-    assert spec.prefix_len is not None
-    mask = jnp.arange(spec.key_len) < spec.prefix_len[:, None]
+    mask = spec.key_mask
+    if spec.prefix_len is not None:
+        inside = jnp.arange(spec.key_len) < spec.prefix_len[:, None]
+        mask = inside if mask is None else inside & mask
+    of_keys, of_queries = turned(spec.positions), turned(spec.query_positions)
     part = dataclasses.replace(
         spec,
+        causal=True,
+        slopes=spec.slopes if spec.right_slopes is None else spec.right_slopes,
+        right_slopes=None,
         prefix_len=None,
         window=None if spec.window is None else spec.window - 1,
         query_offset=spec.key_len - spec.query_len - 1 - spec.query_offset,
-        key_mask=turned(mask if spec.key_mask is None else mask & spec.key_mask),
+        key_mask=turned(mask),
         query_segments=turned(spec.query_segments),
         key_segments=turned(spec.key_segments),
         key_bias=turned(spec.key_bias),
+        positions=None if of_keys is None else -of_keys,
+        query_positions=None if of_queries is None else -of_queries,
     )
     return Part(part, jnp.flip(query, 1), jnp.flip(key, 1), jnp.flip(value, 1), is_reversed=True)
 
@@ -156,5 +175,95 @@ def _in_order(part: Part, result: Result) -> Result:
     if not part.is_reversed:
         return result
     output, lse = jnp.flip(result[0], 1), jnp.flip(result[1], 2)
+    if part.spec.positions is not None:
+        return output, lse
     blind = lse == -jnp.inf  # the incoming gradient of such a query has no effect
     return output, jnp.where(blind, lse, lse - part.spec.slopes[..., None])
+
+
+def _with_positions(spec: Spec, query: Array, key: Array, value: Array) -> Part:
+    """The causal call with its positions as biases."""
+    heads = spec.batch, spec.num_heads
+    assert spec.positions is not None
+    assert spec.query_positions is not None
+    of_keys, of_queries = _biases(jnp.broadcast_to(spec.slopes, heads), spec.positions, spec.query_positions)
+    high, low = of_keys
+    if spec.key_bias is not None:
+        hidden = (spec.key_bias == -jnp.inf) | (high == -jnp.inf)
+        total, rest = sum_of_two(jnp.where(hidden, 0.0, spec.key_bias), jnp.where(hidden, 0.0, high))
+        high, low = jnp.where(hidden, -jnp.inf, total), rest + low
+    part = dataclasses.replace(
+        spec,
+        slopes=jnp.zeros_like(spec.slopes),
+        key_bias=high,
+        query_bias=of_queries[0].astype(high.dtype),
+        positions=None,
+        query_positions=None,
+    )
+    low, of_queries_low = (lax.stop_gradient(x) for x in (low, of_queries[1]))
+    return Part(part, query, key, value, key_bias_low=low, query_bias_low=of_queries_low)
+
+
+@jax.custom_vjp
+@jax.jit
+def _biases(slopes: Array, positions: Array, own: Array) -> tuple[Pair, Pair]:
+    """m·(p_j − p) [B, H, S] and −m·(p_i − p) [B, H, T], p the last position of a key, each as high + low; −inf, 0 if m is inf."""
+    never = jnp.isinf(slopes)[..., None]  # right slopes: such a head sees no key to the right
+    m = jnp.where(never, 0.0, slopes[..., None])
+    of_keys, of_queries = _relative(positions, own)
+    high, low = _scaled(m, of_keys)
+    return (jnp.where(never, -jnp.inf, high), low), _scaled(-m, of_queries)
+
+
+_Kept = tuple[Array, Array, Array]
+
+
+def _biases_forward(
+    slopes: CustomVJPPrimal, positions: CustomVJPPrimal, own: CustomVJPPrimal
+) -> tuple[tuple[Pair, Pair], _Kept]:
+    if positions.perturbed or own.perturbed:
+        raise ValueError("positions receive no gradient; pass jax.lax.stop_gradient(positions)")
+    kept = slopes.value, positions.value, own.value
+    return _biases(*kept), kept
+
+
+def _biases_backward(kept: _Kept, grads: tuple[tuple[Array | SymbolicZero, ...], ...]) -> tuple[Array, None, None]:
+    slopes, positions, own = kept
+    total = jnp.zeros_like(slopes)
+    for (grad, _), distance, sign in zip(grads, _relative(positions, own), (1, -1), strict=True):
+        if not isinstance(grad, SymbolicZero):
+            total = total + sign * (grad * distance[0][:, None]).sum(-1).astype(total.dtype)
+    return jnp.where(jnp.isinf(slopes), 0.0, total), None, None
+
+
+_biases.defvjp(_biases_forward, _biases_backward, symbolic_zeros=True)
+
+
+def _relative(positions: Array, own: Array) -> tuple[Pair, Pair]:
+    last = positions[:, -1:]
+    return sum_of_two(positions, -last), sum_of_two(own, -last)
+
+
+def _scaled(m: Array, x: Pair) -> Pair:
+    """m·x, the digits of a pair; m [B, H, 1], x [B, N]."""
+    high, rest = _product(m, x[0][:, None])
+    rest = rest + m * x[1][:, None]
+    total = high + rest
+    return total, rest - (total - high)
+
+
+def _product(a: Array, b: Array) -> Pair:
+    """a·b as the rounded product and its rounding error, by products of halves that need no rounding (Dekker 1971)."""
+    dtype = jnp.promote_types(a.dtype, b.dtype)
+    a, b = a.astype(dtype), b.astype(dtype)
+    (a_high, a_low), (b_high, b_low) = _halves(a), _halves(b)
+    product = a * b
+    return product, ((a_high * b_high - product) + a_high * b_low + a_low * b_high) + a_low * b_low
+
+
+def _halves(x: Array) -> Pair:
+    """x as a number with the first half of its digits, and the rest; by bits, because XLA may fuse products and sums."""
+    bits, low = (jnp.uint64, 27) if x.dtype == jnp.float64 else (jnp.uint32, 12)
+    mask = np.array(-1 << low, np.int64).astype(bits)
+    high = lax.bitcast_convert_type(lax.bitcast_convert_type(x, bits) & mask, x.dtype)
+    return high, x - high

@@ -15,6 +15,7 @@ from jax import lax
 from alibi_attn.jax.dropout import HeadDropout, head_dropout
 
 Array = jax.Array
+Pair = tuple[Array, Array]  # x = high + low, low no larger than half a unit of high
 
 MAX_INT32_POSITION = 2**28  # positions lie within ± this, so that int32 holds every sum and difference of two limits
 NO_LIMIT = 2**29
@@ -277,3 +278,10 @@ def rows(plan: Plan, x: Array, *place: Array) -> Array:
     begin = (*place, *(jnp.zeros_like(place[0]),) * len(rest))
     block = lax.dynamic_slice(x, begin, (*(1,) * (len(place) - 1), plan.query_block, *rest))
     return block.reshape(plan.query_block, *rest)
+
+
+def sum_of_two(a: Array, b: Array) -> Pair:
+    """a + b exactly, as the rounded sum and its rounding error (Knuth; Møller 1965)."""
+    total = a + b
+    of_b = total - a
+    return total, (a - (total - of_b)) + (b - of_b)

@@ -14,6 +14,7 @@ from alibi_attn.attention.checks import (
     BIAS_RULE,
     SINKS_RULE,
     check_call,
+    check_positions,
     check_prefix_len,
     check_sinks,
     check_windows,
@@ -49,6 +50,8 @@ class AttentionOptions(GatedOptions, total=False):
     query_offset: int | Array | None
     sinks: int
     prefix_len: Array | None
+    positions: Array | None
+    query_positions: Array | None
 
 
 class SpecOptions(AttentionOptions, total=False):
@@ -77,6 +80,7 @@ def make_spec(
     _check_values(left, right)
     check_sinks(given["sinks"])
     prefix_len = _prefix(given["prefix_len"], causal=given["causal"], batch=b, key_len=s)
+    positions, query_positions = _positions(given, batch=b, query_len=t, key_len=s)
     work = jnp.promote_types(dtype, jnp.float32)
     spec = AttentionSpec(
         batch=b,
@@ -92,6 +96,8 @@ def make_spec(
         head_windows=head_windows,
         sinks=0 if given["window"] is None else given["sinks"],
         prefix_len=prefix_len,
+        positions=positions,
+        query_positions=query_positions,
         scale=scale,
         query_offset=offset,
         key_mask=given["key_mask"],
@@ -136,6 +142,7 @@ def check_without_parts(spec: AttentionSpec[Array], what: str) -> None:
         "window per head": spec.head_windows is not None,
         "sinks": spec.sinks > 0,
         "prefix_len": spec.prefix_len is not None,
+        "positions": spec.positions is not None,
     }
     names = ", ".join(name for name, is_given in given.items() if is_given)
     if names:
@@ -167,6 +174,49 @@ def _prefix(prefix_len: Array | None, *, causal: bool, batch: int, key_len: int)
         wrong = values.min() if values.min() < 0 else values.max()
         raise ValueError(f"prefix_len is {wrong} for a sequence but must be from 0 to {key_len}, S")
     return jnp.asarray(prefix_len, jnp.int32)
+
+
+def _positions(given: SpecOptions, *, batch: int, query_len: int, key_len: int) -> tuple[Array | None, Array | None]:
+    """([B, S], [B, T]), checked; those of queries are the last T of the keys by default."""
+    positions: Any = given["positions"]
+    own: Any = given["query_positions"]
+    if positions is None:
+        if own is not None:
+            raise ValueError("query_positions is given without positions [B, S], those of the keys; pass both")
+        return None, None
+    if given["query_offset"] is not None:
+        raise ValueError("positions and query_offset exclude one another: pass query_positions [B, T] instead")
+    values = _sorted_values("positions", positions, batch=batch, length=key_len, axis="S")
+    if own is None:
+        if query_len > key_len:
+            raise ValueError(f"there are {query_len} queries and {key_len} keys; pass query_positions [B, T]")
+        own = positions[:, key_len - query_len :]
+    elif not given["causal"] or given["prefix_len"] is not None:
+        raise ValueError(
+            "query_positions with causal=False or prefix_len is not supported in JAX; omit it, or use PyTorch"
+        )
+    of_queries = _sorted_values("query_positions", own, batch=batch, length=query_len, axis="T")
+    common = min(query_len, key_len)
+    if values is not None and of_queries is not None:
+        if (of_queries[:, query_len - common :] < values[:, key_len - common :]).any():
+            raise ValueError(
+                "query_positions must not precede the positions of the last T keys, one for one, because causal attention is "
+                "decided by index"
+            )
+        if isinstance(positions, np.ndarray) and isinstance(own, np.ndarray) and key_len > 0:
+            last = positions[:, -1:]  # in numpy's fp64, which JAX may not have
+            positions, own = positions - last, own - last
+    return jnp.asarray(positions), jnp.asarray(own)
+
+
+def _sorted_values(name: str, positions: Array, *, batch: int, length: int, axis: str) -> NDArray[Any] | None:
+    """The values if they can be read; raises an error for wrong ones."""
+    check_array(name, positions)
+    check_positions(name, positions, batch=batch, length=length, axis=axis)
+    values = readable_values(positions)
+    if values is not None and not (np.isfinite(values).all() and (values[:, 1:] >= values[:, :-1]).all()):
+        raise ValueError(f"{name} must be finite and must not decrease along a row; sort the tokens by position")
+    return values
 
 
 def checked_dropout_key(dropout_p: float, dropout_key: Array | None) -> Array | None:

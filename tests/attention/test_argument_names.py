@@ -18,7 +18,7 @@ from alibi_attn import (
     forgetting_attention,
     toeplitz_attention,
 )
-from alibi_attn.attention.argument_names import OURS, PYTORCH_DEFAULTS
+from alibi_attn.attention.argument_names import DEFAULTS, OURS
 from alibi_attn.lazy import OURS as NAMES
 
 X = torch.zeros(1, 2, 4, 8)
@@ -127,4 +127,4 @@ def test_a_signature_has_no_unknown_arguments(function):
 def test_the_defaults_are_those_of_the_signature() -> None:
     """They are written twice, for readers' convenience."""
     keywords = [p for p in inspect.signature(alibi_attention).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    assert {p.name: p.default for p in keywords} == {**PYTORCH_DEFAULTS, "backend": "auto"}
+    assert {p.name: p.default for p in keywords} == {**DEFAULTS, "backend": "auto"}

@@ -17,6 +17,7 @@ SLOPES = np.float32([1.0, 0.5, 0.1, 0.02])
 PREFIX = np.int32([7, 50])
 MASK = np.random.default_rng(3).random((2, 60)) < 0.8
 SEGMENTS = np.sort(np.random.default_rng(4).integers(0, 3, (2, 60)), -1)
+STAMPS = (np.random.default_rng(6).random((2, 60)) * np.array([1, 0, 1, 3, 0, 1] * 10)).cumsum(-1).astype(np.float32)
 BIAS = draw(2, 4, 60, seed=5)
 
 CASES = [
@@ -26,6 +27,10 @@ CASES = [
     {"window": [5, 9, 400, 9], "key_bias": BIAS},
     {"window": [9, 9, 30, 30], "causal": False, "right_slopes": [0.1, 0.3, 0.0, 1.0], "segment_ids": SEGMENTS},
     {"window": 9, "sinks": 3, "key_mask": MASK},
+    {"positions": STAMPS},
+    {"positions": STAMPS, "query_positions": STAMPS[:, 20:] + np.float32(0.25), "key_bias": BIAS},
+    {"positions": STAMPS, "causal": False, "right_slopes": [0.1, 0.3, 0.0, 1.0], "key_mask": MASK},
+    {"positions": STAMPS, "window": [5, 9, 400, 9], "sinks": 3, "prefix_len": PREFIX},
     {"window": 7, "sinks": 25, "causal": False},
     {"window": [5, 9, 400, 9], "sinks": 3, "prefix_len": PREFIX, "query_offset": 11},
 ]
@@ -50,8 +55,22 @@ def loss(q, k, v, slopes, **options):
     return jnp.sin(output).sum() + jnp.sin(jnp.where(jnp.isinf(lse), 0.0, lse)).sum(), (output, lse)
 
 
-@pytest.mark.parametrize("options", CASES, ids=lambda options: "-".join(options))
-@pytest.mark.parametrize("backend", BACKENDS)
+def cases() -> list:
+    """Each option in each backend; what takes the loop long to compile is for the long tests."""
+    slow = [options for options in CASES if (len(options) > 1 and "sinks" not in options) or "prefix_len" in options]
+    return [
+        pytest.param(
+            backend,
+            options,
+            id=f"{backend}-{'-'.join(options)}",
+            marks=[pytest.mark.long] if backend == "loop" and any(options is one for one in slow[1:]) else [],
+        )
+        for backend in BACKENDS
+        for options in CASES
+    ]
+
+
+@pytest.mark.parametrize(("backend", "options"), cases())
 def test_results_and_gradients_are_those_of_dense_masks(backend: str, options: dict) -> None:
     expected, gradients = in_fp64(options)
     arrays = {name: x for name, x in options.items() if isinstance(x, np.ndarray)}
@@ -103,6 +122,32 @@ def test_sinks_may_be_all_keys(sinks: int) -> None:
     )  # without a window they have no effect
 
 
+@pytest.mark.parametrize("backend", BACKENDS)
+def test_distances_in_fp32_keep_the_digits_of_large_positions(backend: str) -> None:
+    q, k, v, slopes = drawn()
+    stamps = np.float32(1e6) + np.float32(0.125) * np.arange(60, dtype=np.float32) * np.ones((2, 1), np.float32)
+    stamps[:, :30] -= np.float32(9e5)
+    (expected, _), _ = in_fp64({"positions": stamps})
+    found = alibi_attention(q, k, v, slopes, positions=stamps, backend=backend)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=2e-6)
+    seconds = 1.7e9 + stamps.astype(np.float64)
+    assert bool((alibi_attention(q, k, v, slopes, positions=seconds, backend=backend) == found).all())
+
+
+def test_infinite_right_slopes_hide_the_right_also_by_position() -> None:
+    q, k, v, slopes = drawn()
+    step = jax.value_and_grad(lambda m, **given: alibi_attention(q, k, v, m, positions=STAMPS, **given).sum())
+    both = step(slopes, causal=False, right_slopes=[jnp.inf] * 4)
+    for got, wanted in zip(both, step(slopes), strict=True):
+        np.testing.assert_allclose(got, wanted, rtol=1e-5, atol=1e-4)
+
+
+def test_a_gradient_of_positions_is_refused() -> None:
+    q, k, v, slopes = drawn()
+    with pytest.raises(ValueError, match=r"pass jax.lax.stop_gradient\(positions\)"):
+        jax.grad(lambda positions: alibi_attention(q, k, v, slopes, positions=positions).sum())(jnp.asarray(STAMPS))
+
+
 def test_a_low_precision_output_keeps_its_dtype() -> None:
     q, k, v = (jnp.asarray(x, jnp.bfloat16) for x in drawn()[:3])
     output, lse = alibi_attention(q, k, v, SLOPES, prefix_len=PREFIX, return_lse=True)
@@ -116,6 +161,14 @@ REFUSED = [
     ({"prefix_len": 3}, TypeError, "prefix_len must be a jax.Array or numpy array but is int"),
     ({"prefix_len": PREFIX, "causal": False}, ValueError, "prefix_len is for causal attention"),
     ({"prefix_len": PREFIX, "dropout_p": 0.5}, ValueError, "dropout_p in JAX does not support prefix_len"),
+    ({"positions": STAMPS[:, 1:]}, ValueError, r"positions has shape \[2, 59\] but must be \[B, S\] = \[2, 60\]"),
+    ({"positions": STAMPS.astype(int)}, TypeError, "positions is int64 but must be float32 or float64"),
+    ({"positions": -STAMPS}, ValueError, "positions must be finite and must not decrease"),
+    ({"positions": STAMPS, "query_offset": 0}, ValueError, "positions and query_offset exclude one another"),
+    ({"query_positions": STAMPS[:, 20:]}, ValueError, "query_positions is given without positions"),
+    ({"positions": STAMPS, "query_positions": STAMPS[:, :40]}, ValueError, "query_positions must not precede"),
+    ({"positions": STAMPS, "query_positions": STAMPS[:, 20:], "causal": False}, ValueError, "not supported in JAX"),
+    ({"positions": STAMPS, "dropout_p": 0.5}, ValueError, "dropout_p in JAX does not support positions"),
     ({"window": [3, 4]}, ValueError, r"window is \[3, 4\] but must be an integer, or \[H\] = 4 integers"),
     ({"window": [3, 4, 0, 5]}, ValueError, r"window is \[3, 4, 0, 5\] .* at least 1"),
     ({"window": np.ones(4)}, TypeError, "window is float64 but must hold integers"),
