@@ -65,6 +65,8 @@ def part_fields(given: Mapping[str, Any], sizes: Checked) -> PartFields:
         fields["positions"] = positions
         fields["query_positions"] = _query_positions(given, sizes)
         own, causal = given["query_positions"], given["causal"]
+        if own is not None and prefix_len is not None and may_read(own, positions, prefix_len):
+            _check_inside_prefix(own, positions, prefix_len)
         if own is not None and not causal and not (may_read(own, positions) and _follow_indices(own, positions)):
             fields["by_position"] = True
             if given["window"] is not None:
@@ -132,6 +134,19 @@ def _query_positions(given: Mapping[str, Any], sizes: Checked) -> Tensor:
             "query_positions [B, T]"
         )
     return positions[:, sizes.key_len - sizes.query_len :]
+
+
+def _check_inside_prefix(own: Tensor, positions: Tensor, prefix_len: Tensor) -> None:
+    """Inside a prefix no query lies after a key to its right by index, because the distance of parts has one sign per side."""
+    query_len, key_len = own.shape[1], positions.shape[1]
+    first = max(key_len - query_len + 1, 0)  # the key after query 0
+    too_far = own[:, max(query_len - key_len - 1, 0) : query_len - 1] > positions[:, first:]
+    inside = torch.arange(key_len, device=own.device)[first:] < prefix_len[:, None]
+    if bool((too_far & inside).any()):
+        raise ValueError(
+            "query_positions has a query after the next key of its prefix, but left and right go by index there; pass positions "
+            "of queries up to that key"
+        )
 
 
 def _follow_indices(own: Tensor, positions: Tensor) -> bool:

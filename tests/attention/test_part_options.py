@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from parts_oracle import truth
 
 from alibi_attn.attention.api import alibi_attention, certified_block_mask
 from alibi_attn.attention.forgetting import forgetting_attention
@@ -41,6 +42,11 @@ REFUSED = [
     ({"query_positions": stamps(90)}, ValueError, "query_positions is given without positions"),
     ({"positions": stamps(90), "query_positions": stamps(90) - 9}, ValueError, "query_positions must not precede"),
     (
+        {"positions": stamps(90), "query_positions": stamps(90) + 9, "prefix_len": torch.tensor([3, 4])},
+        ValueError,
+        "query_positions has a query after the next key of its prefix",
+    ),
+    (
         {"positions": stamps(90), "query_positions": stamps(90) + 9, "causal": False, "window": 9},
         ValueError,
         "window counts indices, but query_positions are not those of keys",
@@ -52,6 +58,15 @@ REFUSED = [
 def test_wrong_arguments_are_refused(options: dict, error: type[Exception], message: str) -> None:
     with pytest.raises(error, match=message):
         alibi_attention(*drawn(90, 90), **options)
+
+
+@pytest.mark.parametrize("backend", ["dense", "native"])
+def test_queries_beyond_their_prefix_may_lie_anywhere_after_it(backend: str) -> None:
+    q, k, v, slopes = drawn(40, 90)
+    options = {"positions": stamps(90), "query_positions": stamps(90)[:, 50:] + 9, "prefix_len": torch.tensor([3, 51])}
+    expected, _ = truth(q, k, v, slopes, **options)
+    found = alibi_attention(q, k, v, slopes, backend=backend, **options)
+    torch.testing.assert_close(found, expected.float(), rtol=1e-5, atol=1e-5)
 
 
 def test_functions_without_parts_refuse_them() -> None:
