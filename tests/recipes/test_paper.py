@@ -192,6 +192,15 @@ def test_claims_are_checked_against_the_evaluations_of_the_answer(answers, found
     assert {"figure-2", "figure-5", "figure-7", "figure-8", "table-1", "table-11", "table-12"} <= set(checked)
 
 
+# Lengths of claims that a scale leaves out: the claim is open there.
+NOT_MEASURED = {
+    ("small", "figure-1", 1512),
+    ("small", "figure-1", 2024),
+    ("medium", "table-5", 64),
+    ("medium", "table-5", 128),
+}
+
+
 @pytest.mark.parametrize("scale", ["small", "medium", "paper"])
 def test_every_claim_is_about_cells_of_its_item(scale):
     for claim in CLAIMS:
@@ -199,8 +208,8 @@ def test_every_claim_is_about_cells_of_its_item(scale):
         if claim.item in ("figure-3", "figure-10"):
             continue  # drawings, with no cells
         for number in (*claim.over, *claim.under):
-            left_out = scale == "medium" and claim.item == "table-5" and number.length in (64, 128)
-            assert left_out or any(number.label == label and number.length in (None, at) for label, at in cells), number
+            is_cell = any(number.label == label and number.length in (None, at) for label, at in cells)
+            assert is_cell is not ((scale, claim.item, number.length) in NOT_MEASURED), number
 
 
 @pytest.mark.parametrize("name", ["table-6", "table-7", "table-9", "table-10"])
