@@ -71,6 +71,8 @@ def hide(name: str) -> tempfile.TemporaryDirectory[str]:
         os.environ[variable] = " ".join(filter(None, (os.environ.get(variable), value)))
     for variable, value in added.items():
         os.environ[variable] = os.pathsep.join(filter(None, (value, os.environ.get(variable))))
+    # Code that torch compiled for the whole processor crashes where its buffers are aligned for a lesser one.
+    os.environ["TORCHINDUCTOR_CACHE_DIR"] = str(folder / "inductor")
     sys.path.insert(0, str(folder))
     sys.modules.pop("sitecustomize", None)
     importlib.import_module("sitecustomize")
