@@ -149,12 +149,10 @@ def patched_as(
         raise ValueError(f'numerics is {numerics!r} but must be "exact" or "checkpoint"')
     if linears not in (None, "int8"):
         raise ValueError(f'linears is {linears!r} but must be "int8" or None')
-    if linears == "int8":
-        if numerics != "exact":
-            raise ValueError(
-                'linears="int8" rounds weights, but numerics="checkpoint" reproduces the model\'s own numbers; omit one'
-            )
-        int8.check_supported()
+    if linears == "int8" and numerics != "exact":
+        raise ValueError(
+            'linears="int8" rounds weights, but numerics="checkpoint" reproduces the model\'s own numbers; omit one'
+        )
     if (reason := unsupported.why_not(model)) is not None:
         raise ValueError(reason)
     supported = ", ".join(family.name for family in families)
@@ -175,6 +173,8 @@ def patched_as(
             raise ValueError(f"{name} cannot be patched: {reason}; supported are {supported}")
         _check_layers(name, body, family)
         of_bodies.append(family.settings(body.config, backend=backend, numerics=numerics))
+    if linears == "int8":
+        int8.check_supported()
     # First, because weights that are not finite raise an error, and no handle could undo the other changes.
     converted = [
         f"{prefix}.{name}" if prefix else name
