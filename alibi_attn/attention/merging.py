@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.bias import widest
-from alibi_attn.attention.spec import AttentionSpec, index_of
+from alibi_attn.attention.spec import AttentionSpec, index_of, key_heads
 from alibi_attn.attention.transforms import may_read, surely
 from alibi_attn.attention.visibility import lse_dtype
 
@@ -111,10 +111,7 @@ def _windows(spec: Spec) -> list[tuple[tuple[int, ...], int]]:
 
 
 def _of_heads(spec: Spec, query: Tensor, key: Tensor, value: Tensor, heads: tuple[int, ...], window: int) -> Part:
-    owners = sorted({head // spec.group for head in heads})
-    if len(owners) * spec.group != len(heads):  # some query heads of a key head have other windows
-        owners = [head // spec.group for head in heads]
-    of_heads, of_owners = list(heads), owners
+    of_heads, owners = list(heads), key_heads(heads, spec.group)
     seed = spec.dropout_seed
     if seed is not None:
         seed = torch.cat([seed[:, :2], seed[:, 2:3] + heads[0], seed[:, 3:]], 1)
@@ -129,7 +126,7 @@ def _of_heads(spec: Spec, query: Tensor, key: Tensor, value: Tensor, heads: tupl
         window=window,
         head_windows=None,
     )
-    query, key, value = _taken(query, of_heads, 1), _taken(key, of_owners, 1), _taken(value, of_owners, 1)
+    query, key, value = _taken(query, of_heads, 1), _taken(key, owners, 1), _taken(value, owners, 1)
     if spec.sinks == 0:
         part, key, value = _keys(part, key, value, _first_near(part), part.key_len)
     return Part(part, query, key, value, heads=heads)
@@ -155,22 +152,8 @@ def _keys(spec: Spec, key: Tensor, value: Tensor, start: int, stop: int) -> tupl
     if start == 0 and stop == spec.key_len:
         return spec, key, value
     seed = spec.dropout_seed
-
-    def cut(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x[..., start:stop]
-
-    part = dataclasses.replace(
-        spec,
-        key_len=stop - start,
-        query_offset=spec.query_offset - start,
-        key_mask=cut(spec.key_mask),
-        key_segments=cut(spec.key_segments),
-        key_bias=cut(spec.key_bias),
-        positions=cut(spec.positions),
-        prefix_len=None if spec.prefix_len is None else spec.prefix_len - start,
-        dropout_seed=None if seed is None else torch.cat([seed[:, :3], seed[:, 3:] + start], 1),
-    )
-    return part, key[:, :, start:stop], value[:, :, start:stop]
+    seed = None if seed is None else torch.cat([seed[:, :3], seed[:, 3:] + start], 1)
+    return spec.on_keys(start, stop, dropout_seed=seed), key[:, :, start:stop], value[:, :, start:stop]
 
 
 def _on_one_axis(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> Part:
@@ -233,36 +216,15 @@ def _first_queries(spec: Spec, count: int) -> Spec:
 
 
 def _reversed(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> Part:
-    """The keys after each query: key j becomes key S − 1 − j, and the queries are moved by one."""
-
-    def turned(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.flip(-1)
-
+    """The keys after each query."""
     mask, seed = spec.key_mask, spec.dropout_seed
     if spec.prefix_len is not None:
         inside = torch.arange(spec.key_len, device=key.device) < spec.prefix_len[:, None]
         mask = inside if mask is None else inside & mask
-    if (
-        seed is not None
-    ):  # dropout of query i and key j draws the number of query −i − 1 and key −j, which no other pair has
+    if seed is not None:
+        # Dropout of query i and key j draws the number of query −i − 1 and key −j, which no other pair has.
         seed = torch.cat([seed[:, :3], 1 - spec.key_len - seed[:, 3:]], 1)
-    of_keys, of_queries = turned(spec.positions), turned(spec.query_positions)
-    part = dataclasses.replace(
-        spec,
-        causal=True,
-        slopes=spec.slopes if spec.right_slopes is None else spec.right_slopes,
-        right_slopes=None,
-        prefix_len=None,
-        window=None if spec.window is None else spec.window - 1,
-        query_offset=spec.key_len - spec.query_len - 1 - spec.query_offset,
-        key_mask=turned(mask),
-        query_segments=turned(spec.query_segments),
-        key_segments=turned(spec.key_segments),
-        key_bias=turned(spec.key_bias),
-        positions=None if of_keys is None else -of_keys,
-        query_positions=None if of_queries is None else -of_queries,
-        dropout_seed=seed,
-    )
+    part = spec.reversed(lambda x: x.flip(-1), mask, dropout_seed=seed)
     return Part(part, query.flip(2), key.flip(2), value.flip(2), is_reversed=True)
 
 

@@ -15,7 +15,7 @@ Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
 """
 
 import dataclasses
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any, Generic, TypeVar
 
 Array = TypeVar("Array")
@@ -104,6 +104,58 @@ class AttentionSpec(Generic[Array]):
         changed.__dict__.update(self.__dict__, **fields)
         return changed
 
+    def on_keys(self, start: int, stop: int, **fields: Any) -> "AttentionSpec[Array]":
+        """The call over keys [start, stop) only, also changed in these fields."""
+        given: Any = self
+
+        def cut(x: Any) -> Any:
+            return None if x is None else x[..., start:stop]
+
+        return dataclasses.replace(
+            self,
+            key_len=stop - start,
+            query_offset=given.query_offset - start,
+            key_mask=cut(self.key_mask),
+            key_segments=cut(self.key_segments),
+            key_bias=cut(self.key_bias),
+            positions=cut(self.positions),
+            prefix_len=None if self.prefix_len is None else given.prefix_len - start,
+            **fields,
+        )
+
+    def reversed(self, flip: Callable[[Any], Any], key_mask: Array | None, **fields: Any) -> "AttentionSpec[Array]":
+        """The causal call that sees the keys after each query: key j becomes key S − 1 − j, and the queries are moved by one.
+
+        Args:
+            flip: reverses the last axis of an array.
+            key_mask: of the keys in their old order, instead of the spec's.
+            fields: other changes.
+        """
+        given: Any = self
+
+        def turned(x: Any) -> Any:
+            return None if x is None else flip(x)
+
+        def negative(x: Any) -> Any:
+            return None if x is None else -flip(x)
+
+        return dataclasses.replace(
+            self,
+            causal=True,
+            slopes=self.slopes if self.right_slopes is None else self.right_slopes,
+            right_slopes=None,
+            prefix_len=None,
+            window=None if self.window is None else self.window - 1,
+            query_offset=self.key_len - self.query_len - 1 - given.query_offset,
+            key_mask=turned(key_mask),
+            query_segments=turned(self.query_segments),
+            key_segments=turned(self.key_segments),
+            key_bias=turned(self.key_bias),
+            positions=negative(self.positions),
+            query_positions=negative(self.query_positions),
+            **fields,
+        )
+
     @property
     def group(self) -> int:
         """Query heads that share one key/value head, H / K."""
@@ -141,6 +193,18 @@ def query_heads(key_heads: Sequence[int], group: int) -> list[int]:
     [2, 3, 6, 7]
     """
     return [head * group + at for head in key_heads for at in range(group)]
+
+
+def key_heads(query_heads: Sequence[int], group: int) -> list[int]:
+    """The key heads that these query heads read: each once if all of its readers are there, else one per query head.
+
+    >>> key_heads([2, 3, 6, 7], group=2), key_heads([2, 6], group=2)
+    ([1, 3], [1, 3])
+    >>> key_heads([2, 3, 6], group=2)
+    [1, 1, 3]
+    """
+    owners = sorted({head // group for head in query_heads})
+    return owners if len(owners) * group == len(query_heads) else [head // group for head in query_heads]
 
 
 def index_of(heads: list[int]) -> list[int] | slice:

@@ -18,7 +18,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.spec import AttentionSpec, key_heads
 from alibi_attn.jax.plan import Array, Pair, sum_of_two
 
 Spec = AttentionSpec[Array]
@@ -97,10 +97,7 @@ def _of_heads(spec: Spec, query: Array, key: Array, value: Array, window: int) -
     """The heads with this window."""
     assert spec.head_windows is not None
     heads = [head for head, other in enumerate(spec.head_windows) if other == window]
-    owners = sorted({head // spec.group for head in heads})
-    if len(owners) * spec.group != len(heads):  # some query heads of a key head have other windows
-        owners = [head // spec.group for head in heads]
-    of_heads, of_owners = np.array(heads), np.array(owners)
+    of_heads, owners = np.array(heads), np.array(key_heads(heads, spec.group))
     part = dataclasses.replace(
         spec,
         num_heads=len(heads),
@@ -111,7 +108,7 @@ def _of_heads(spec: Spec, query: Array, key: Array, value: Array, window: int) -
         window=window,
         head_windows=None,
     )
-    return Part(part, query[:, :, of_heads], key[:, :, of_owners], value[:, :, of_owners], heads=tuple(heads))
+    return Part(part, query[:, :, of_heads], key[:, :, owners], value[:, :, owners], heads=tuple(heads))
 
 
 def _sinks_and_others(spec: Spec, query: Array, key: Array, value: Array) -> list[Part]:
@@ -124,49 +121,16 @@ def _sinks_and_others(spec: Spec, query: Array, key: Array, value: Array) -> lis
 
 def _keys(spec: Spec, key: Array, value: Array, start: int, stop: int) -> tuple[Spec, Array, Array]:
     """The call over keys [start, stop) only."""
-
-    def cut(x: Array | None) -> Array | None:
-        return None if x is None else x[..., start:stop]
-
-    part = dataclasses.replace(
-        spec,
-        key_len=stop - start,
-        query_offset=spec.query_offset - start,
-        key_mask=cut(spec.key_mask),
-        key_segments=cut(spec.key_segments),
-        key_bias=cut(spec.key_bias),
-        positions=cut(spec.positions),
-        prefix_len=None if spec.prefix_len is None else spec.prefix_len - start,
-    )
-    return part, key[:, start:stop], value[:, start:stop]
+    return spec.on_keys(start, stop), key[:, start:stop], value[:, start:stop]
 
 
 def _reversed(spec: Spec, query: Array, key: Array, value: Array) -> Part:
-    """The keys after each query: key j becomes key S − 1 − j, and the queries are moved by one."""
-
-    def turned(x: Array | None) -> Array | None:
-        return None if x is None else jnp.flip(x, -1)
-
+    """The keys after each query."""
     mask = spec.key_mask
     if spec.prefix_len is not None:
         inside = jnp.arange(spec.key_len) < spec.prefix_len[:, None]
         mask = inside if mask is None else inside & mask
-    of_keys, of_queries = turned(spec.positions), turned(spec.query_positions)
-    part = dataclasses.replace(
-        spec,
-        causal=True,
-        slopes=spec.slopes if spec.right_slopes is None else spec.right_slopes,
-        right_slopes=None,
-        prefix_len=None,
-        window=None if spec.window is None else spec.window - 1,
-        query_offset=spec.key_len - spec.query_len - 1 - spec.query_offset,
-        key_mask=turned(mask),
-        query_segments=turned(spec.query_segments),
-        key_segments=turned(spec.key_segments),
-        key_bias=turned(spec.key_bias),
-        positions=None if of_keys is None else -of_keys,
-        query_positions=None if of_queries is None else -of_queries,
-    )
+    part = spec.reversed(lambda x: jnp.flip(x, -1), mask)
     return Part(part, jnp.flip(query, 1), jnp.flip(key, 1), jnp.flip(value, 1), is_reversed=True)
 
 
