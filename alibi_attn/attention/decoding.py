@@ -6,7 +6,7 @@ CPU a kernel moves outward from each query and skips tile by tile. Without a com
 not finite, each head of each row attends to a slice instead (`near_keys.py`).
 """
 
-import math
+import functools
 
 import torch
 from torch import Tensor
@@ -19,6 +19,7 @@ from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.checks import GATES_RULE, check_numbers, dtype_name, usable_tolerance
 from alibi_attn.attention.execution import attend, scaled_by_sinks
 from alibi_attn.attention.forgetting import forgetting_attention
+from alibi_attn.attention.merging import merged
 from alibi_attn.attention.near_keys import Runs, buckets, needed_keys
 from alibi_attn.attention.spec import GATE_FLOOR, AttentionSpec, index_of, query_heads
 from alibi_attn.attention.validation import make_spec
@@ -243,12 +244,9 @@ def _attend(
         output = attended(*spans[0], return_lse=False)
         assert isinstance(output, Tensor)
         return output
-    outputs, lses = zip(*(attended(*span, return_lse=True) for span in spans), strict=True)
-    lse = torch.stack(lses)
-    whole = lse.logsumexp(0)
-    # A query that sees no key has lse −inf in every span, and zeros as output.
-    share = (lse - whole.masked_fill(whole == -math.inf, 0.0)).exp()[..., None]
-    output = (torch.stack(outputs) * share).sum(0).to(query.dtype)
+    parts = ((output, lse) for output, lse in (attended(*span, return_lse=True) for span in spans))
+    output, whole = functools.reduce(lambda one, other: merged(*one, *other), parts)
+    output = output.to(query.dtype)
     if spec.sink_logits is None:
         return output
     if log_fgate is not None:  # the gates after a query, up to the last position
