@@ -79,8 +79,7 @@ def check_inputs(
         others = prefix_len is not None or positions is not None
         check_static(layer, cache, batch=len(x), key_mask=key_mask, segment_ids=segment_ids, others=others)
         return
-    forgets = isinstance(cache, ReachCache | GatedReachCache) or (cache is not None and cache.max_tokens is not None)
-    if forgets and any(given is not None for given in (key_mask, segment_ids, prefix_len, positions)):
+    if _forgets(cache) and any(given is not None for given in (key_mask, segment_ids, prefix_len, positions)):
         raise ValueError(
             "a cache that forgets supports no key_mask, segment_ids, prefix_len or positions; use KVCache(), which keeps all"
         )
@@ -108,6 +107,12 @@ def check_inputs(
         check_prefix_values(prefix_len, most, of)
 
 
+def _forgets(cache: Cache | None) -> bool:
+    return isinstance(cache, ReachCache | GatedReachCache) or (
+        isinstance(cache, KVCache) and cache.max_tokens is not None
+    )
+
+
 def _check_cache(layer: "ALiBiAttention", cache: Cache | None) -> None:
     if cache is not None and not isinstance(cache, Cache):
         raise TypeError(f"cache is a {type(cache).__name__} but must be a KVCache() of this layer, or None")
@@ -119,8 +124,7 @@ def _check_cache(layer: "ALiBiAttention", cache: Cache | None) -> None:
         raise ValueError("cache needs causal=True: without it later keys would change outputs already returned")
     if isinstance(cache, StaticKVCache | StaticReachCache):
         return
-    by_gates, gated = isinstance(cache, GatedReachCache), layer.gate_proj is not None
-    forgets = isinstance(cache, ReachCache | GatedReachCache) or (cache is not None and cache.max_tokens is not None)
+    by_gates, gated, forgets = isinstance(cache, GatedReachCache), layer.gate_proj is not None, _forgets(cache)
     if forgets and by_gates != gated:
         raise ValueError(
             f"the layer has {'forget' if gated else 'no'} gates and the cache is a {type(cache).__name__} that forgets "

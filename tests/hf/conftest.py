@@ -7,7 +7,7 @@ import torch
 from torch import nn
 from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM, MptConfig, MptForCausalLM
 
-from alibi_attn.hf import patch
+from alibi_attn.hf import ALiBiCausalLMConfig, ALiBiForCausalLM, patch
 
 PLAIN_FALCON = {"new_decoder_architecture": False, "parallel_attn": False, "bias": True, "multi_query": False}
 VOCABULARY = 60
@@ -52,6 +52,28 @@ def build() -> Callable[..., nn.Module]:
         return model.eval()
 
     return builder
+
+
+@pytest.fixture
+def model(request, build) -> nn.Module:
+    """A patched model of a family of transformers, or "ours", an `ALiBiForCausalLM`."""
+    if request.param != "ours":
+        model = build(request.param, **({"max_seq_len": 512} if request.param == "mpt" else {}))
+        patch(model)
+        return model
+    torch.manual_seed(0)
+    sizes = {
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "intermediate_size": 64,
+        "vocab_size": VOCABULARY,
+    }
+    model = ALiBiForCausalLM(ALiBiCausalLMConfig(**sizes)).eval()
+    with torch.no_grad():
+        for parameter in model.parameters():
+            parameter.normal_(0.0, 0.2)
+    return model
 
 
 @pytest.fixture

@@ -31,27 +31,6 @@ LENGTHS = [37, 64, 5, 90]
 FAMILIES = ["bloom", "mpt", "falcon", "ours"]
 
 
-@pytest.fixture
-def model(request, build):
-    if request.param != "ours":
-        model = build(request.param, **({"max_seq_len": 512} if request.param == "mpt" else {}))
-        patch(model)
-        return model
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 6,
-        "intermediate_size": 64,
-        "vocab_size": 60,
-    }
-    model = ALiBiForCausalLM(ALiBiCausalLMConfig(**sizes)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.2)
-    return model
-
-
 every_family = pytest.mark.parametrize("model", FAMILIES, indirect=True)
 
 

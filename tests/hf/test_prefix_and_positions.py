@@ -5,7 +5,7 @@ import torch
 from parts_oracle import truth
 from torch import Tensor, nn
 
-from alibi_attn.hf import ALiBiCache, ALiBiCausalLMConfig, ALiBiForCausalLM, patch
+from alibi_attn.hf import ALiBiCache, patch
 
 FAMILIES = ["bloom", "mpt", "falcon", "ours"]
 IDS = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -14,27 +14,6 @@ TIMES = {
     "positions": torch.rand(2, 40, generator=torch.Generator().manual_seed(1), dtype=torch.float64).cumsum(1) + 1e6
 }
 BOTH = {**PREFIX, **TIMES}
-
-
-@pytest.fixture
-def model(request, build) -> nn.Module:
-    if request.param != "ours":
-        model = build(request.param)
-        patch(model)
-        return model
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 6,
-        "intermediate_size": 64,
-        "vocab_size": 60,
-    }
-    model = ALiBiForCausalLM(ALiBiCausalLMConfig(**sizes)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.2)
-    return model
 
 
 every_family = pytest.mark.parametrize("model", FAMILIES, indirect=True)
