@@ -299,7 +299,7 @@ def check_sinks(sinks: object) -> None:
         kind = "a tensor" if hasattr(sinks, "shape") else repr(sinks)
         raise TypeError(f"sinks is {kind} but must be an integer, a number of keys; learned logits are sink_logits")
     if sinks < 0:
-        raise ValueError(f"sinks is {sinks} but must be at least 0: so many first keys the window never hides")
+        raise ValueError(f"sinks is {sinks} but must be at least 0, a number of first keys that are always seen")
 
 
 def check_prefix_len(prefix_len: ArrayLike, *, batch: int, causal: bool) -> None:

@@ -86,7 +86,7 @@ def alibi_attention(
             far below its rounding. 0 skips masked keys only.
         return_lse: also return the natural log-sum-exp of the scores, [B, H, T] fp32 (fp64 if query or key_bias is fp64), −inf
             for a query that sees no key.
-        sinks: the first keys of each sequence, so many, which the window does not hide.
+        sinks: how many of the first keys of each sequence the window does not hide.
         prefix_len: [B] integers, which may be traced: the first keys of each sequence, which all its queries see, −m·|i − j| on
             both sides; beyond it the call is causal. A window limits the prefix too. None of sinks,
             prefix_len, positions and windows per head goes with dropout.
