@@ -245,7 +245,6 @@ class KVCache:
             self._tensors = self._file.key, self._file.value
         elif not self._can_hold(self._start + self._length + count):
             self._reserve(2 * (self._length + count), *self._filled())
-            self._kept.settle(self._tensors)
         self._length += count
         return self._filled()
 
@@ -256,24 +255,24 @@ class KVCache:
             self._attach(self._file)
 
     def forget(self, length: int) -> None:
-        """Keep only the last `length` positions.
+        """Keep only the last `length` positions, and return the memory of most others.
 
         Raises:
             ValueError: `length` is negative.
         """
-        length = operator.index(length)
-        if length < 0:
+        if (length := operator.index(length)) < 0:
             raise ValueError(f"length is {length} but must be at least 0, the positions to keep")
-        dropped = max(self._length - length, 0)
-        if dropped and self.path is not None:
+        if (dropped := self._length - length) <= 0:
+            return
+        if self.path is not None:
             raise ValueError("a cache in a file keeps all tokens; use a cache in memory to forget some")
-        if dropped:
-            self._kept.take(None)
-        self.forgotten += dropped
-        self._start += dropped
-        self._length -= dropped
+        self.notice_changes()
+        self._start, self._length, self.forgotten = self._start + dropped, length, self.forgotten + dropped
+        self._kept.take(None)
         if self._gates is not None:
             self._gates.forget(length)
+        if self._has_room and 4 * (length + 16) < self._tensors[0].shape[2]:  # type: ignore[index]
+            self._reserve(2 * (length + 16), *self._filled())
 
     def crop(self, length: int) -> None:
         """Keep the first `length` positions: undoes a speculative draft; 0 empties the cache.
@@ -358,6 +357,7 @@ class KVCache:
         """Copies key and value into new tensors with room for `capacity` tokens."""
         self._replace(with_room(key, capacity), with_room(value, capacity))
         self._has_room = True
+        self._kept.settle(self._tensors)
 
     def _stream(self, key: Tensor, value: Tensor) -> Pair:
         """Drop the oldest token after the sinks and append one: the cache is full."""

@@ -231,6 +231,22 @@ def test_a_pickle_holds_no_spare_capacity_and_no_layer():
     assert len(pickle.dumps(cache)) < 2 * 40 * 24 * 4 + 2000 < cache.nbytes
 
 
+@torch.no_grad()
+def test_forgotten_tokens_return_their_memory_once() -> None:
+    cache = KVCache()
+    key, value = torch.randn(2, 1, 2, 1000, 8)
+    cache.append(key, value)
+    before = cache.nbytes
+    cache.forget(600)
+    assert cache.nbytes == before  # a copy would cost more than it returns
+    cache.forget(100)
+    assert cache.nbytes < before / 8
+    place = cache.key.data_ptr()
+    cache.append(key[:, :, :50], value[:, :, :50])
+    assert cache.key.data_ptr() == place
+    assert torch.equal(cache.value, torch.cat([value[:, :, -100:], value[:, :, :50]], dim=2))
+
+
 def test_a_fork_in_the_middle_of_a_graph_has_gradients():
     layer, x = attention_layer(), torch.randn(1, 6, 24, requires_grad=True)
     cache = KVCache()
