@@ -8,6 +8,7 @@ checkpoints), `patching/`, `embedding/`. Read `patching/patching.py` first, then
 
 try:
     from alibi_attn.hf.caches.cache import ALiBiCache
+    from alibi_attn.hf.caches.forgetting_cache import ForgettingCache
     from alibi_attn.hf.caches.static_cache import StaticALiBiCache
     from alibi_attn.hf.embedding.late_chunking import LateChunks, late_chunks
     from alibi_attn.hf.embedding.sentence_encoder import sentence_transformer
@@ -36,6 +37,7 @@ __all__ = [
     "ALiBiCache",
     "ALiBiCausalLMConfig",
     "ALiBiForCausalLM",
+    "ForgettingCache",
     "LateChunks",
     "Patch",
     "StaticALiBiCache",

@@ -1,14 +1,22 @@
 """The Forgetting Transformer's additions to attention: forget gates, norms per head, an output gate. Read before: `layers.py`."""
 
+from typing import Any, cast
+
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
+from alibi_attn.attention.checks import default_tolerance
 from alibi_attn.attention.forgetting import forgetting_attention
-from alibi_attn.hf.attention.masks import keys_of
+from alibi_attn.hf.attention.masks import Keys, keys_of
 from alibi_attn.hf.attention.patched_attention import extended, merged, settings_of
 from alibi_attn.hf.caches.cache import ALiBiCache
+from alibi_attn.hf.caches.forgetting_cache import ForgettingCache
+from alibi_attn.nn.gated_cache import GatedReachCache
+from alibi_attn.reach import score_bound_of_norms
+
+NORM_ROUNDING = 2.0**-7  # of ‖q‖: two roundings to bfloat16 are 2⁻⁸, and the arithmetic of the norm stays far below
 
 
 class HeadNorm(nn.Module):
@@ -53,6 +61,9 @@ def attended(
         raise ValueError(
             "recording weights and context parallelism do not support forget gates; undo them for this model"
         )
+    if isinstance(cache, ForgettingCache):
+        keys = _checked(keys_of(mask, cache.get_seq_length(layer.layer_idx) + key.shape[2]))  # type: ignore[arg-type]
+        return _attended_by_head(layer, query, key, value, log_fgate, cache=cache, keys=keys, dropout_p=dropout_p)
     first: int | Tensor = 0
     if isinstance(cache, ALiBiCache):
         key, value, first = extended(layer, cache, key, value, log_fgate=log_fgate)
@@ -61,9 +72,7 @@ def attended(
         raise ValueError(
             f"forget gates need an ALiBiCache, which stores them, but the cache is a {type(cache).__name__}"
         )
-    keys = keys_of(mask, key.shape[2])
-    if keys.prefix_len is not None or keys.positions is not None:
-        raise ValueError("prefix_len and positions do not exist for a model with forget gates; omit them")
+    keys = _checked(keys_of(mask, key.shape[2]))
     assert isinstance(first, int)
     if keys.seen is not None:
         log_fgate = log_fgate.masked_fill(~keys.seen[:, None], 0.0)
@@ -83,3 +92,58 @@ def attended(
         backend=settings.backend,
     )
     return merged(mixed)
+
+
+def _attended_by_head(
+    layer: nn.Module,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    log_fgate: Tensor,
+    *,
+    cache: ForgettingCache,
+    keys: Keys,
+    dropout_p: float,
+) -> Tensor:
+    """`attended` with one call per key head, because each keeps another number of keys."""
+    if keys.segments is not None or torch.compiler.is_compiling():
+        raise ValueError("a ForgettingCache holds one text per row and does not compile; use an ALiBiCache")
+    settings, index = settings_of(layer), cast("int", layer.layer_idx)
+
+    def make() -> GatedReachCache:
+        return GatedReachCache(
+            settings.slopes,
+            score_bound=score_bound(layer, query.shape[3]),
+            tolerance=default_tolerance(query.dtype) if cache.tolerance is None else cache.tolerance,
+            num_kv_heads=key.shape[1],
+        )
+
+    held = cache.of_layer(index, make)
+    held.check_bound(query, key, settings.scale, torch.tensor(settings.slopes))
+    log_fgate = cache.cut(index, log_fgate, keys.seen)
+    options: Any = {"scale": settings.scale, "dropout_p": dropout_p, "backend": settings.backend}
+    mixed = []
+    for heads, part in zip(held.query_heads, held.append(key, value, log_fgate, layer=layer), strict=True):
+        slopes = [settings.slopes[head] for head in heads]
+        mixed.append(forgetting_attention(query[:, heads], *part, slopes if any(slopes) else None, **options))
+    return merged(torch.cat(mixed, dim=1))
+
+
+def score_bound(layer: nn.Module, head_dim: int) -> float:
+    """U, which no scaled score exceeds: a constant of the weights of the norms."""
+    norms = [norm.weight for norm in (layer.q_norm, layer.k_norm) if isinstance(norm, HeadNorm)]
+    if not norms:
+        raise ValueError(
+            "a ForgettingCache needs normalized queries and keys (qk_norm), which bound every later score; this model has "
+            "none, so use an ALiBiCache"
+        )
+    of_query, of_key = (float(weight.detach().abs().max()) for weight in norms)
+    rounding = NORM_ROUNDING + (head_dim + 16) * 2.0**-24
+    bound = score_bound_of_norms(settings_of(layer).scale, head_dim, of_query, of_key, rounding=rounding)
+    return bound + (head_dim + 16) * 2.0**-24 * bound  # scores and λ are computed in fp32
+
+
+def _checked(keys: Keys) -> Keys:
+    if keys.prefix_len is not None or keys.positions is not None:
+        raise ValueError("prefix_len and positions do not exist for a model with forget gates; omit them")
+    return keys
