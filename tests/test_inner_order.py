@@ -29,7 +29,7 @@ ORDERS = {
     ),
     "alibi_lab.report": (
         ("intervals", "published", "series"),
-        ("answers", "claims", "method_comparison", "paired"),
+        ("answers", "claims", "method_comparison", "paired", "rollouts"),
         ("sources",),
         ("verdicts",),
         ("tables",),

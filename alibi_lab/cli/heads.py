@@ -11,6 +11,7 @@ from alibi_attn.cli.text_files import read_texts
 from alibi_attn.files import replace_file
 from alibi_lab import records
 from alibi_lab.cli import checkpoints
+from alibi_lab.report import rollouts
 from alibi_lab.report.series import numbers
 from alibi_lab.report.tables.heads import head_rows
 
@@ -35,9 +36,15 @@ def heads(
             help="With a model: tokens of the text to read. Without one: tokens that the picture spans.",
             min=1,
             max=MOST_TOKENS,
-            show_default="twice the trained length, or 1024",
+            show_default="twice the trained length, or 1024; with --rollout the trained length, or 512",
         ),
     ] = None,
+    rollout: Annotated[
+        bool,
+        typer.Option(
+            "--rollout", help="Attention accumulated over the layers: of a model, or with equal scores under each mask."
+        ),
+    ] = False,
     out: Annotated[
         Path | None, typer.Option(help="With a model: folder for the record, which alibi report can draw.")
     ] = None,
@@ -61,41 +68,71 @@ def heads(
     one row per layer; the record has every head.
 
     [dim]alibi heads MODEL --text novel.txt --picture heads.svg --out runs/heads[/]
+
+    With --rollout: the shares of the first token, of the first tenth and of the last tenth of a text in the attention that has
+    been accumulated over the layers. Without a model, every layer has the same attention.
+
+    [dim]alibi heads MODEL --rollout --text novel.txt --out runs/heads[/]
     """
     num_heads = renamed("--num-heads", "--heads", old_heads, num_heads)
     length = renamed("--seq-len", "--length", old_length, length)
     picture = renamed("--png", "--picture", old_picture, picture)
     for option, value in (("--text", text), ("--method", method), ("--out", out)):
-        if model is None and value is not None:
+        if model is None and value is not None and not (rollout and option == "--out"):
             raise typer.BadParameter(f"{option} is for a trained model; pass MODEL too")
     if picture is not None:
         check_writable(picture)
         if picture.suffix not in (".png", ".svg"):
             raise typer.BadParameter(f"--picture is {picture} but must end in .png or .svg")
-    if model is None:
+    if model is None and not rollout:
         _show_slopes(num_heads, length or 1024, picture)
         return
     if length == 1:
         raise typer.BadParameter("--length is 1 but a model needs at least 2 tokens")
     if out is not None:
         check_writable(out / "record")
+    record = _measured(model, text, method, length, rollout, num_heads)
+    with needs("lab"):
+        from alibi_lab.report.plots import drawing, head_maps, inline
+        from alibi_lab.report.plots import rollouts as plots
+    if rollout:
+        console.print(_by_depth(record))
+    else:
+        console.print(_by_layer(record))
+        console.print(head_maps.sentence(record), soft_wrap=True)
+    if picture is not None:
+        figure = plots.rollout_figure(record) if rollout else inline.plot_heads(record)
+        print_path("picture", replace_file(picture, drawing.file_of(figure, picture.suffix, "heads")))
+    if out is not None:
+        print_path("record ", records.save(record, out))
+
+
+def _measured(
+    model: Path | None, text: Path | None, method: str | None, length: int | None, rollout: bool, num_heads: int
+) -> records.Record:
     with needs("lab"), needs("hf"):
         from alibi_attn.inspect import read_config
-        from alibi_lab.measure.model_heads import model_heads
-        from alibi_lab.report.plots import drawing, head_maps, inline
+        from alibi_lab.measure.model_heads import model_heads, model_rollout
+        from alibi_lab.measure.rollout import THEORY_LENGTH, theory
+    if model is None:
+        return theory(length or THEORY_LENGTH, num_heads)
     model = checkpoints.find(model)
     if text is None and (model / "config.json").is_file() and "schema" not in read_config(model):
         raise typer.BadParameter(f"{model} was not trained by alibi run, so it has no validation text; pass --text")
     content = read_texts([text], lines=False)[0].text if text else checkpoints.validation_text(model, method)
-    record = model_heads(model, content, length=length, method=method)
-    console.print(_by_layer(record))
-    console.print(head_maps.sentence(record), soft_wrap=True)
-    if picture is not None:
-        print_path(
-            "picture", replace_file(picture, drawing.file_of(inline.plot_heads(record), picture.suffix, "heads"))
-        )
-    if out is not None:
-        print_path("record ", records.save(record, out))
+    return (model_rollout if rollout else model_heads)(model, content, length=length, method=method)
+
+
+def _by_depth(record: records.Record) -> RichTable:
+    """The shares of a rollout: one row per way and depth, averaged over the texts."""
+    table = _table(
+        "accumulated", "layers", *rollouts.SHARES.values(), caption="means of the second half of the queries"
+    )
+    for way in rollouts.ways(record):
+        shares = [rollouts.by_depth(record, way, share) for share in rollouts.SHARES]
+        for depth, *cells in zip(rollouts.depths(record, way), *shares, strict=True):
+            table.add_row(way, f"{depth:.0f}", *(f"{cell:.1%}" for cell in cells))
+    return table
 
 
 def _show_slopes(num_heads: int, length: int, picture: Path | None) -> None:

@@ -18,6 +18,7 @@ heads have a certified reach of a few hundred tokens and are blind in bfloat16 b
 
 import dataclasses
 import datetime
+import functools
 import hashlib
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,6 +31,7 @@ from alibi_attn.inspect import default_tolerance, encode, load_decoder, read_con
 from alibi_lab import records
 from alibi_lab.lab.model.position_method import Pass, PositionMethod
 from alibi_lab.lab.training.checkpoint import load_checkpoint, load_checkpoint_tokenizer, newest
+from alibi_lab.measure import rollout
 from alibi_lab.measure.harness import Config
 from alibi_lab.measure.trained_models import attention_weights, by_head, outputs_of
 
@@ -49,13 +51,17 @@ class Loaded:
     Args:
         length: the trained length; None if unknown.
         encode: text -> tokens.
+        facts: of its training, for the config of a record.
         run: runs the model on tokens [1, n] and calls a function per layer (see `capture_qk.watched`).
+        accumulate: runs it on tokens [B, n] for `rollout.rolled_out`.
     """
 
     name: str
     length: int | None
+    facts: Config
     encode: Callable[[str], Sequence[int]]
     run: Callable[[Tensor, See], None]
+    accumulate: Callable[[Tensor, rollout.Rollout], None]
 
 
 def model_heads(folder: Path, text: str, *, length: int | None = None, method: str | None = None) -> records.Record:
@@ -85,16 +91,25 @@ def model_heads(folder: Path, text: str, *, length: int | None = None, method: s
     with torch.no_grad():
         model.run(torch.tensor([tokens]), see)
     config: Config = {
-        "model": model.name,
+        **_config(model, text),
         "length": len(tokens),
-        "trained": model.length,
         "collapsed_from": COLLAPSED,
         "blind_from": BLIND,
-        "text_sha256": hashlib.sha256(text.encode()).hexdigest(),
     }
     return records.make(
         KIND, f"heads/{model.name}", config=config, metrics=totals(columns), curves={"heads": columns}, started=started
     )
+
+
+def model_rollout(folder: Path, text: str, *, length: int | None = None, method: str | None = None) -> records.Record:
+    """A record of the attention of a model accumulated over its layers (`rollout.py`); arguments and errors as `model_heads`.
+
+    Any method of the lab that reads whole texts is supported. It reads the first stretches of the text, each of `length` tokens
+    (default: the trained length, or 512).
+    """
+    model = load(folder, method)
+    tokens = rollout.stretches(model.encode(text), length or model.length or 512)
+    return rollout.rolled_out(model.name, _config(model, text), tokens, model.accumulate)
 
 
 def load(folder: Path, method: str | None = None) -> Loaded:
@@ -160,14 +175,19 @@ def totals(columns: Columns) -> dict[str, float | None]:
     return {"heads": float(len(columns["head"])), "collapsed": count("first_token", COLLAPSED), **blind}
 
 
+def _config(model: Loaded, text: str) -> Config:
+    digest = hashlib.sha256(text.encode()).hexdigest()
+    return {"model": model.name, "trained": model.length, "text_sha256": digest, **model.facts}
+
+
 def _of_the_lab(folder: Path, method: str | None) -> Loaded:
     model, config = load_checkpoint(folder, method=method)
     tokenizer = load_checkpoint_tokenizer(folder)
     kind = type(model.position)
-    if kind.rotate is not PositionMethod.rotate or kind.per_layer or kind.add is not PositionMethod.add:
-        raise ValueError(_NO_SLOPES.format(config.model.method))
 
     def run(tokens: Tensor, see: See) -> None:
+        if kind.rotate is not PositionMethod.rotate or kind.per_layer or kind.add is not PositionMethod.add:
+            raise ValueError(_NO_SLOPES.format(config.model.method))
         slopes = model.position.bias(Pass(tokens.shape[1], tokens.shape[1]))
         if slopes is None:
             slopes = torch.zeros(config.model.num_heads)
@@ -178,7 +198,15 @@ def _of_the_lab(folder: Path, method: str | None) -> Loaded:
             see(layer, query, key, slopes, query.shape[-1] ** -0.5)
 
     name = f"{config.model.method}-{config.train.length}"
-    return Loaded(name, config.train.length, lambda text: tokenizer.encode(text).tolist(), run)
+    facts: Config = {"method": config.model.method, "seed": config.train.seed, "layers": config.model.num_layers}
+    return Loaded(
+        name,
+        config.train.length,
+        facts,
+        lambda text: tokenizer.encode(text).tolist(),
+        run,
+        functools.partial(rollout.run_of_the_lab, model),
+    )
 
 
 _NO_SLOPES = (
@@ -194,7 +222,11 @@ def _of_transformers(folder: Path) -> Loaded:
         with watched(model, see):
             model(tokens, use_cache=False)
 
-    return Loaded(folder.resolve().name, None, lambda text: encode(tokenizer, text, model), run)
+    def accumulate(tokens: Tensor, into: rollout.Rollout) -> None:
+        with watched(model, functools.partial(rollout.add_layer, into)):
+            model(tokens, use_cache=False)
+
+    return Loaded(folder.resolve().name, None, {}, lambda text: encode(tokenizer, text, model), run, accumulate)
 
 
 def _name(dtype: torch.dtype) -> str:

@@ -26,6 +26,7 @@ try:
         long_texts,
         method_comparison,
         paper_item,
+        rollouts,
         study,
         trained_heads,
     )
@@ -54,6 +55,7 @@ SECTIONS: tuple[tuple[Find, Draw], ...] = (
     (alibi_heads.find, alibi_heads.draw),
     (trained_heads.find, trained_heads.draw),
     (head_maps.find, head_maps.draw),
+    (rollouts.find, rollouts.draw),
     (long_texts.find, long_texts.draw),
     (benchmark.find, benchmark.draw),
 )

@@ -222,10 +222,11 @@ def test_the_command_writes_a_table_a_picture_and_a_record(bloom: Path, tmp_path
 def test_maps_have_one_row_per_layer_and_one_column_per_head(bloom: Path) -> None:
     record = model_heads(bloom, TEXT, length=50)
     axes = heads_figure(record).axes
-    assert len(axes) == 4
-    first_token = axes[2].images[0].get_array()[..., 3]
-    expected = torch.tensor(record.curves["heads"]["first_token"]).view(2, 4)
-    torch.testing.assert_close(torch.tensor(first_token.tolist()), expected)
+    assert len(axes) == 6
+    for place, column in ((1, "carried"), (3, "first_token")):
+        shares = axes[place].images[0].get_array()[..., 3]
+        expected = torch.tensor(record.curves["heads"][column]).view(2, 4)
+        torch.testing.assert_close(torch.tensor(shares.tolist()), expected)
     assert "".join(text.get_text() for text in axes[0].texts)  # few heads: the cells show their numbers
 
 

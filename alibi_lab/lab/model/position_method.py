@@ -204,6 +204,24 @@ class PositionMethod(nn.Module):
         )
 
 
+class Wrapping(PositionMethod):
+    """Another method, unchanged; subclasses replace `attend` to observe or change the attention of a trained model."""
+
+    def __init__(self, method: PositionMethod) -> None:
+        super().__init__(method.config, method.trained_length)
+        self.method = method
+        self.per_layer, self.relative, self.max_positions = method.per_layer, method.relative, method.max_positions
+
+    def add(self, x: Tensor, positions: Tensor) -> Tensor:
+        return self.method.add(x, positions)
+
+    def rotate(self, q: Tensor, k: Tensor, positions: Tensor, at: Pass) -> tuple[Tensor, Tensor]:
+        return self.method.rotate(q, k, positions, at)
+
+    def bias(self, at: Pass) -> Bias:
+        return self.method.bias(at)
+
+
 def published_slopes(config: ModelConfig) -> Tensor:
     """The slopes of Press et al. 2022, sec. 3, [H] fp32, as a buffer that is not saved."""
     return nn.Buffer(torch.tensor(alibi_slopes(config.num_heads), dtype=torch.float32), persistent=False)

@@ -27,7 +27,7 @@ from alibi_lab.lab.data.tasks import SEGMENT, recall_rows
 from alibi_lab.lab.evaluation.context_use import has_positions
 from alibi_lab.lab.evaluation.losses import columns, testing
 from alibi_lab.lab.model.language_model import LanguageModel
-from alibi_lab.lab.model.position_method import Attention, Bias, Pass, PositionMethod
+from alibi_lab.lab.model.position_method import Attention, Pass, PositionMethod, Wrapping
 from alibi_lab.records import Json
 
 DOCUMENTS = 7
@@ -154,7 +154,7 @@ def _watched(model: LanguageModel, edges: Tensor) -> Iterator["Watched | None"]:
         model.position = method
 
 
-class Watched(PositionMethod):
+class Watched(Wrapping):
     """Another method whose attention to documents is measured and, with `share`, redistributed.
 
     The weights of a document's tokens are summed by attending to values that are 1 in the document and 0 elsewhere, so every
@@ -162,20 +162,10 @@ class Watched(PositionMethod):
     """
 
     def __init__(self, method: PositionMethod, edges: Tensor) -> None:
-        super().__init__(method.config, method.trained_length)
-        self.method, self.edges = method, nn.Buffer(edges)
-        self.per_layer, self.relative, self.max_positions = method.per_layer, method.relative, method.max_positions
+        super().__init__(method)
+        self.edges = nn.Buffer(edges)
         self.share: Tensor | None = None
         self.seen: list[Tensor] = []  # Attn of each layer, [B, DOCUMENTS] float64
-
-    def add(self, x: Tensor, positions: Tensor) -> Tensor:
-        return self.method.add(x, positions)
-
-    def rotate(self, q: Tensor, k: Tensor, positions: Tensor, at: Pass) -> tuple[Tensor, Tensor]:
-        return self.method.rotate(q, k, positions, at)
-
-    def bias(self, at: Pass) -> Bias:
-        return self.method.bias(at)
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, at: Pass, default: Attention) -> Tensor:
         attended = self.method.attend(q, k, v, at, default)

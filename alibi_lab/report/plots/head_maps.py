@@ -1,8 +1,8 @@
 """Maps of the heads of a trained model, from records of kind "heads": one row per layer, one column per head.
 
-Four maps: the certified reach, the mean distance of the attention, the attention to the first token, and the share of
-weights that are zero in bfloat16. Full color means the length of the text, or 100 %. `measure/model_heads.py` has the
-definitions.
+The certified reach, the share of its keys that carried mass (the measured reach), the mean distance of the attention, the
+attention to the first token, and the shares of weights that are zero in bfloat16 and in float16. Full color means the length of
+the text, or 100 %. `measure/model_heads.py` has the definitions.
 """
 
 import math
@@ -19,7 +19,7 @@ from alibi_lab.report.plots.drawing import Points
 from alibi_lab.report.series import numbers
 from alibi_lab.report.tables.heads import fraction
 
-_COLUMNS = ("certified", "mean_distance", "first_token", "zero_bfloat16")
+_COLUMNS = ("certified", "carried", "mean_distance", "first_token", "zero_bfloat16", "zero_float16")
 _WIDTH = 8.4  # inches; two maps side by side
 _MOST_NUMBERS = 10  # with more heads per row, the numbers do not fit into the cells
 
@@ -30,16 +30,17 @@ def is_drawn(record: Record) -> bool:
 
 
 def heads_figure(record: Record) -> Figure:
-    """The four maps of a record that `is_drawn`."""
+    """The maps of a record that `is_drawn`."""
     layers = int(max(numbers(record, "heads", "layer"))) + 1
     length = _length(record)
     row = 0.62 + max(1.0, 0.22 * layers)
     with matplotlib.rc_context(drawing.STYLE):
-        figure = Figure(figsize=(_WIDTH, 2 * row))
+        rows = len(_COLUMNS) // 2
+        figure = Figure(figsize=(_WIDTH, rows * row))
         for place, column in enumerate(_COLUMNS):
-            across, down = place % 2, place // 2
-            height = (row - 0.62) / (2 * row)
-            axes = figure.add_axes((0.055 + 0.5 * across, 1 - (down + 1) / 2 + 0.3 / (2 * row), 0.43, height))
+            down, across = divmod(place, 2)
+            height = (row - 0.62) / (rows * row)
+            axes = figure.add_axes((0.055 + 0.5 * across, 1 - (down + 1) / rows + 0.3 / (rows * row), 0.43, height))
             values = _grid(record, column)
             if values is not None:
                 _draw(axes, column, values, length)
@@ -62,23 +63,26 @@ def sentence(record: Record) -> str:
 
 
 def rows(record: Record) -> list[tuple[str, ...]]:
-    """Layer, head, slope, certified reach, mean distance, share of the first token, zero weights by dtype."""
-    names = ("layer", "head", "slope", *_COLUMNS[:3], "zero_float32", "zero_bfloat16", "zero_float16")
+    """Layer, head, slope, certified reach, mean distance; shares that carried mass, of the first token, of zeros by dtype."""
+    shares = ("carried", "first_token", "zero_float32", "zero_bfloat16", "zero_float16")
+    names = ("layer", "head", "slope", "certified", "mean_distance", *shares)
     found = []
-    for layer, head, slope, certified, distance, first, *zeros in zip(
+    for layer, head, slope, certified, distance, *values in zip(
         *(numbers(record, "heads", name) for name in names), strict=True
     ):
-        shares = [f"{share:.1%}" if math.isfinite(share) else "—" for share in (first, *zeros)]
-        found.append((f"{layer:.0f}", f"{head:.0f}", fraction(slope), f"{certified:,.0f}", f"{distance:,.1f}", *shares))
+        cells = [f"{value:.1%}" if math.isfinite(value) else "—" for value in values]
+        found.append((f"{layer:.0f}", f"{head:.0f}", fraction(slope), f"{certified:,.0f}", f"{distance:,.1f}", *cells))
     return found
 
 
 def _draw(axes: Axes, column: str, values: Points, length: int) -> None:
     titles = {
         "certified": f"certified reach in tokens, log scale; full color: {length:,}",
+        "carried": "share of its keys that carried mass; full color: 100 %",
         "mean_distance": f"mean distance of the attention, log scale; full color: {length:,}",
         "first_token": "attention to the first token; full color: 100 %",
         "zero_bfloat16": "weights that are zero in bfloat16; full color: 100 %",
+        "zero_float16": "weights that are zero in float16; full color: 100 %",
     }
     shares = values
     if column in ("certified", "mean_distance"):

@@ -1,17 +1,17 @@
-"""The paper's claims: all verdicts, in one table per scale."""
+"""The paper's claims: all verdicts, in one table per scale; and claims of other papers (`rollouts.py`)."""
 
 from collections.abc import Sequence
 
 from markupsafe import Markup
 
 from alibi_lab.records import Record
-from alibi_lab.report import answers, verdicts
+from alibi_lab.report import answers, rollouts, verdicts
 from alibi_lab.report.plots import paper_items
 from alibi_lab.report.section import Archive, Numbers, Section, Text
 from alibi_lab.report.sections import paper_item
 from alibi_lab.report.sources import Sources
 from alibi_lab.report.tables.cost import model_sizes
-from alibi_lab.report.tables.table import Block, Cell, Row, Table
+from alibi_lab.report.tables.table import NOTHING, Block, Cell, Row, Table
 from alibi_lab.report.tables.verdicts import because, counted, ratio_text, why
 from alibi_lab.report.verdicts import Verdict
 
@@ -21,11 +21,11 @@ _COLUMNS = ("verdict", "ours", "95 %", "the paper", "holds if", "from")
 def find(archive: Archive) -> list[list[tuple[Record, Verdict]]]:
     """All verdicts of all items, as one entry."""
     judged = verdicts.in_order(verdicts.all_verdicts(archive.records, archive.by_identity))
-    return [judged] if judged else []
+    return [judged] if judged or rollouts.claims(archive.records) else []
 
 
 def draw(judged: Sequence[tuple[Record, Verdict]], number: int, archive: Archive) -> Section:
-    """A table per scale."""
+    """A table per scale, and one of other papers' claims."""
     by_scale: dict[str, list[tuple[Record, Verdict]]] = {}
     for record, verdict in judged:
         by_scale.setdefault(answers.scale_of(record) or "of unknown size", []).append((record, verdict))
@@ -51,12 +51,12 @@ def draw(judged: Sequence[tuple[Record, Verdict]], number: int, archive: Archive
             css="text claims",
         )
         for scale, members in by_scale.items()
-    ]
+    ] + _of_others(archive.records)
     about = "each contradicted, confirmed or open"
     rows = (paper_items.pictures(record, archive.by_identity) for record in paper_item.find(archive))
     pictures = (plot for several in rows for row in several for plot in row)
     counts = ((scale, counted([verdict for _, verdict in members])) for scale, members in by_scale.items())
-    finding = f"Of the paper's claims, {'; '.join(f'at scale {scale}: {count}' for scale, count in counts)}."
+    found = "; ".join(f"at scale {scale}: {count}" for scale, count in counts)
     return Section(
         anchor="claims",
         group=paper_item.GROUP,
@@ -64,9 +64,34 @@ def draw(judged: Sequence[tuple[Record, Verdict]], number: int, archive: Archive
         blocks=[introduction, *tables],
         heading="The paper's claims",
         about=about,
-        finding=finding,
+        finding=f"Of the paper's claims, {found}." if found else "",
         lead=next(pictures, None),
     )
+
+
+def _of_others(records: Sequence[Record]) -> list[Numbers]:
+    """The table of the claims of `rollouts.py`; an empty list if none was measured."""
+    judged = rollouts.claims(records)
+    if not judged:
+        return []
+    rows = []
+    for claim in judged:
+        bounds = claim.bounds
+        cells = (
+            Cell(claim.word, css=f"verdict {claim.word}"),
+            Cell(ratio_text(claim.ours)),
+            Cell(f"{ratio_text(bounds.low)} to {ratio_text(bounds.high)}" if bounds else "—"),
+            NOTHING,
+            Cell(claim.condition),
+            Cell(f"over {bounds.over}" if bounds else "no interval", css="why"),
+        )
+        rows.append((Markup('<a href="#rollout">Wu et al.</a> {}').format(claim.says), "", cells))
+    caption = Markup(
+        "<h3>Position bias through the layers</h3>Claims of Wu, Wang, Jegelka and Jadbabaie 2025 (arXiv:2502.01951), as ratios "
+        "of shares of accumulated attention in trained models."
+    )
+    table = Table(_COLUMNS, (Block("", tuple(rows)),), corner="claim")
+    return [Numbers(table, caption=caption, label="Claims about position bias", css="text claims")]
 
 
 def _size(members: Sequence[tuple[Record, Verdict]], archive: Archive) -> str:

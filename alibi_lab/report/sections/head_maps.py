@@ -14,6 +14,7 @@ _COLUMNS = (
     "slope",
     "certified",
     "mean distance",
+    "carried mass",
     "first token",
     "zero, fp32",
     "zero, bf16",
@@ -27,7 +28,7 @@ def find(archive: Archive) -> list[Record]:
 
 
 def draw(record: Record, number: int, archive: Archive) -> Section:
-    """Four maps, and the numbers of every head."""
+    """Six maps, and the numbers of every head."""
     name, title, sentence = f"m{number}", record.name.partition("/")[2] or record.name, plots.sentence(record)
     description = f"{sentence} The table below has the numbers of every head."
     table = text_table(_COLUMNS, plots.rows(record))

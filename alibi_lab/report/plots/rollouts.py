@@ -1,0 +1,60 @@
+"""Attention accumulated over layers, by depth: the share of the first token, and that of the last tenth."""
+
+import itertools
+
+import numpy as np
+from matplotlib.figure import Figure
+
+from alibi_lab.records import Record
+from alibi_lab.report import rollouts
+from alibi_lab.report.plots import drawing
+from alibi_lab.report.plots.drawing import End
+
+_STYLES = ("-", (0, (5, 2)), (0, (2, 2)), (0, (1, 1)), (0, (6, 2, 1, 2)))
+
+
+def rollout_figure(record: Record) -> Figure:
+    """The share of the first token by depth, of their setting or of one model."""
+    if record.name == rollouts.THEORY:
+        figure = theory_figure(record, "first_token")
+    else:
+        figure = model_figure(rollouts.models([record]), rollouts.PLAIN, "first_token")
+    figure.set_facecolor("white")
+    return figure
+
+
+def theory_figure(record: Record, share: str) -> Figure:
+    """A share by depth for each mask of their setting; the lines of one method differ by their dashes."""
+    figure, axes = drawing.plain_axes(f"share of the {rollouts.SHARES[share]}")
+    longest = 1.0
+    styles = itertools.cycle(_STYLES)
+    for way in rollouts.ways(record):
+        if "random" in way:
+            continue
+        method = {"causal mask": "none", "rotary": "rotary"}.get(way, "alibi" if way.startswith("ALiBi") else "")
+        x, y = rollouts.depths(record, way), rollouts.by_depth(record, way, share)
+        color = drawing.color_of(method) if method else drawing.MUTED
+        axes.plot(x, y, color=color, linestyle=next(styles) if method == "alibi" else "-", label=way, linewidth=1.4)
+        longest = max(longest, float(x[-1]))
+    axes.set_ylim(0, 1.03)
+    drawing.length_ticks(axes, [2**power for power in range(0, int(np.log2(longest)) + 1, 2)], "layers")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=7.5, handlelength=1.7)
+    return figure
+
+
+def model_figure(models: rollouts.Models, way: str, share: str) -> Figure:
+    """A share by depth of trained models: the mean of the seeds, and a band from the lowest to the highest."""
+    figure, axes = drawing.plain_axes(f"share of the {rollouts.SHARES[share]}")
+    ends = []
+    for name, members in models.items():
+        method, label = rollouts.method_of(members[0]), rollouts.label_of(name, members[0])
+        x = rollouts.depths(members[0], way)
+        values = np.array([rollouts.by_depth(record, way, share) for record in members])
+        color, y = drawing.color_of(method), values.mean(0)
+        axes.fill_between(x, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
+        axes.plot(x, y, color=color, marker=drawing.marker_of(method), label=label)
+        ends.append(End(label, color, float(x[-1]), float(y[-1]), bold=method == "alibi"))
+    axes.set_ylim(0, 1.03)
+    axes.set_xlabel("layer")
+    drawing.name_lines(axes, ends)
+    return figure

@@ -1,0 +1,161 @@
+"""Attention accumulated over layers (records of `measure/rollout.py`): its numbers by depth, and two claims about it.
+
+The claims are those of Wu, Wang, Jegelka and Jadbabaie 2025 (arXiv:2502.01951), measured on models trained without positions and
+with ALiBi. Both compare shares of the first token at two depths or of two methods, paired by seed and by text; like the claims
+of Press et al. (`verdicts.py`) they need an interval over seeds. Next: `plots/rollouts.py`.
+"""
+
+import dataclasses
+from collections.abc import Iterator, Mapping, Sequence
+
+import numpy as np
+
+from alibi_lab.position_methods import LOOKS
+from alibi_lab.records import MAX_COUNT, Json, Record
+from alibi_lab.report.intervals import Array, Interval, Paired, as_ratio, exp, mean_interval, seed_interval
+from alibi_lab.report.series import numbers, sequence
+
+THEORY = "rollout/theory"
+PLAIN, RESIDUAL = "attention", "with residual"
+SHARES = {"first_token": "first token", "first_tenth": "first tenth", "last_tenth": "last tenth"}
+
+Models = Mapping[str, Sequence[Record]]
+
+
+@dataclasses.dataclass(frozen=True)
+class Claim:
+    """A claim of another paper with its verdict.
+
+    Args:
+        ours: the ratio; it holds if the ratio is on the right side of 1, as `condition` says.
+        bounds: its interval; None if there is none.
+        word: "confirmed", "contradicted" or "open".
+    """
+
+    says: str
+    condition: str
+    ours: float
+    bounds: Interval | None
+    word: str
+
+
+def is_drawn(record: Record) -> bool:
+    """Whether the record has all shares at every depth; those of a model both without and with the residual."""
+    if record.kind != "rollout":
+        return False
+    cells = [numbers(record, "rollout", name) for name in ("depth", *SHARES)]
+    if not all(1 <= depth <= MAX_COUNT for depth in cells[0]) or not np.isfinite(cells).all():
+        return False
+    found = ways(record)
+    if record.name == THEORY:
+        return bool(found)
+    return (
+        found == [PLAIN, RESIDUAL] and len({(depths(record, way).tobytes(), _texts(record, way)) for way in found}) == 1
+    )
+
+
+def ways(record: Record) -> list[str]:
+    """What was accumulated: in a theory record the masks, in a model's the attention without and with the residual."""
+    return list(dict.fromkeys(map(str, sequence(record.curves.get("rollout", {}).get("way")))))
+
+
+def depths(record: Record, way: str) -> Array:
+    """The depths of a way, ascending."""
+    return np.array(sorted({depth for name, depth, _ in _rows(record, "depth") if name == way}))
+
+
+def by_text(record: Record, way: str, depth: float, share: str) -> Array:
+    """A share at one depth, one value per text."""
+    return np.array([value for name, at, value in _rows(record, share) if name == way and at == depth])
+
+
+def by_depth(record: Record, way: str, share: str) -> Array:
+    """A share at every depth of `depths`, averaged over the texts."""
+    return np.array([by_text(record, way, depth, share).mean() for depth in depths(record, way)])
+
+
+def models(records: Sequence[Record]) -> dict[str, list[Record]]:
+    """The records of trained models by name: one per seed, with the depths and texts of the first."""
+    found: dict[str, dict[str, Record]] = {}
+    for record in records:
+        if is_drawn(record) and record.name != THEORY:
+            found.setdefault(record.name.partition("/")[2], {})[str(record.config.get("seed"))] = record
+    kept = {name: [seeds[seed] for seed in sorted(seeds)] for name, seeds in found.items()}
+    return {name: [one for one in members if _shape(one) == _shape(members[0])] for name, members in kept.items()}
+
+
+def method_of(record: Record) -> str:
+    """The position method of a model of the lab; "alibi" for other models, which have slopes."""
+    method = record.config.get("method")
+    return method if isinstance(method, str) else "alibi"
+
+
+def label_of(name: str, record: Record) -> str:
+    """The name of a model's method, or the name of a model that is not the lab's."""
+    look = LOOKS.get(method_of(record))
+    return look.label if look and "method" in record.config else name
+
+
+def claims(records: Sequence[Record]) -> list[Claim]:
+    """Both claims; those for which records are missing are left out."""
+    of_method = {method_of(members[0]): members for members in models(records).values()}
+    plain, alibi = of_method.get("none", []), of_method.get("alibi", [])
+    found = []
+    if plain:
+        last = depths(plain[0], PLAIN)[-1]
+        found.append(
+            _judged(
+                f"under a causal mask alone the first token's share of the attention accumulated over {last:.0f} layers is above "
+                "that of the first layer (theorem 4.1)",
+                1.0,
+                [(_logs(record, last), _logs(record, depths(record, PLAIN)[0])) for record in plain],
+            )
+        )
+    pairs = [(one, other) for one in alibi for other in plain if _fits(one, other)]
+    if pairs:
+        last = depths(alibi[0], PLAIN)[-1]
+        found.append(
+            _judged(
+                f"a bias that decays with the distance keeps it lower: accumulated over {last:.0f} layers, ALiBi's first token "
+                "has a smaller share than that of a model without positions (theorem 4.5)",
+                -1.0,
+                [(_logs(one, last), _logs(other, last)) for one, other in pairs],
+            )
+        )
+    return found
+
+
+def _rows(record: Record, share: str) -> Iterator[tuple[Json, float, float]]:
+    columns = (numbers(record, "rollout", name) for name in ("depth", share))
+    return zip(sequence(record.curves["rollout"]["way"]), *columns, strict=True)
+
+
+def _texts(record: Record, way: str) -> tuple[int, ...]:
+    return tuple(len(by_text(record, way, depth, "first_token")) for depth in depths(record, way))
+
+
+def _shape(record: Record) -> tuple[list[float], tuple[int, ...]]:
+    return depths(record, PLAIN).tolist(), _texts(record, PLAIN)
+
+
+def _fits(one: Record, other: Record) -> bool:
+    names = ("seed", "length", "texts", "text_sha256", "layers")
+    return _shape(one) == _shape(other) and all(one.config.get(name) == other.config.get(name) for name in names)
+
+
+def _logs(record: Record, depth: float) -> Array:
+    """Logarithms of the first token's share, one per text; of the smallest number if it is 0 or below."""
+    return np.log(np.maximum(by_text(record, PLAIN, depth, "first_token"), np.finfo(np.float64).tiny))
+
+
+def _judged(says: str, sign: float, pairs: Sequence[tuple[Array, Array]]) -> Claim:
+    """The verdict on a claim that `sign` times the differences of logarithms, one pair per seed, is positive."""
+    differences = np.array([over - under for over, under in pairs])  # [seeds, texts]
+    logs, parts = differences.mean(1), differences.mean(0)
+    samples = Paired(logs=logs, parts=parts, weights=np.full(len(parts), 1 / len(parts)))
+    bounds, word = as_ratio(mean_interval(samples)), "open"
+    if bounds and seed_interval(samples):
+        sides = (bounds.low > 1, bounds.high < 1)
+        holds, fails = sides if sign > 0 else sides[::-1]
+        word = "confirmed" if holds else "contradicted" if fails else "open"
+    return Claim(says, "above 1" if sign > 0 else "below 1", exp(float(logs.mean())), bounds, word)

@@ -1,0 +1,108 @@
+"""Attention accumulated over the layers: does the first token win with depth (records of `alibi heads --rollout`)?"""
+
+from collections.abc import Sequence
+
+import numpy as np
+
+from alibi_lab.records import Record
+from alibi_lab.report import rollouts
+from alibi_lab.report.plots import rollouts as plots
+from alibi_lab.report.plots.drawing import Plot
+from alibi_lab.report.section import Archive, Block, Numbers, Section, Text, count_of, panels
+from alibi_lab.report.tables.table import text_table
+
+_ABOUT = (
+    "Each layer's attention, averaged over its heads, is multiplied by that of the layers below: from which tokens an output "
+    "would come if values were only mixed. Shares are averaged over the queries of the second half of a text; a tenth is that of "
+    "the tokens a query sees. Wu, Wang, Jegelka and Jadbabaie (2025, arXiv:2502.01951) prove that under a causal mask with "
+    "bounded scores all of it ends at the first token, and that a bias −m·d works against that. With scores of 0 a layer moves "
+    "back by 1/(e^m − 1) tokens on average, so the first token wins after about n·(e^m − 1) layers."
+)
+
+
+def find(archive: Archive) -> list[list[Record]]:
+    """All records of rollouts, as one entry."""
+    records = [record for record in archive.records if rollouts.is_drawn(record)]
+    return [records] if records else []
+
+
+def draw(records: Sequence[Record], number: int, archive: Archive) -> Section:
+    """Pictures of their setting and of trained models, and the shares by layer."""
+    models = rollouts.models(records)
+    theory = [record for record in records if record.name == rollouts.THEORY][:1]
+    blocks: list[Block] = [Text(_ABOUT)]
+    drawn = [_of_theory(record, share) for record in theory for share in ("first_token", "last_tenth")]
+    drawn += [
+        _of_models(models, way, share)
+        for way in (rollouts.PLAIN, rollouts.RESIDUAL)
+        for share in ("first_token", "last_tenth")
+        if models
+    ]
+    blocks += panels(drawn, f"r{number}")
+    if models:
+        columns = (
+            "model",
+            "layers",
+            *rollouts.SHARES.values(),
+            *(f"{name}, residual" for name in rollouts.SHARES.values()),
+        )
+        blocks.append(
+            Numbers(text_table(columns, _rows(models)), label="Shares at the last layer; the mean of the seeds")
+        )
+    return Section(
+        anchor="rollout",
+        group="Heads of trained models",
+        title="Attention through the layers",
+        about=count_of(records),
+        heading="Attention accumulated over the layers",
+        blocks=blocks,
+        records=records,
+        finding=_finding(models),
+        lead=drawn[2 if theory and models else 0],
+    )
+
+
+def _of_theory(record: Record, share: str) -> Plot:
+    length = record.config.get("length")
+    return Plot(
+        f"Their setting: the {rollouts.SHARES[share]}",
+        f"{length} tokens; the same attention in every layer, with scores of 0 (rotary: of equal tokens). Log scale.",
+        plots.theory_figure(record, share),
+        f"The share of the {rollouts.SHARES[share]} against the number of layers, one line per mask.",
+    )
+
+
+def _of_models(models: rollouts.Models, way: str, share: str) -> Plot:
+    several = max(map(len, models.values()))
+    residual = ", half of every layer being its input" if way == rollouts.RESIDUAL else ""
+    return Plot(
+        f"Trained models: the {rollouts.SHARES[share]}{residual}",
+        f"By layer, on held-out text{f'; the mean and range of {several} seeds' if several > 1 else ''}.",
+        plots.model_figure(models, way, share),
+        f"The share of the {rollouts.SHARES[share]} by layer, one line per model.",
+    )
+
+
+def _rows(models: rollouts.Models) -> list[tuple[str, ...]]:
+    rows = []
+    for name, members in models.items():
+        layers = f"{rollouts.depths(members[0], rollouts.PLAIN)[-1]:.0f}"
+        ends = [
+            np.mean([rollouts.by_depth(record, way, share)[-1] for record in members])
+            for way in (rollouts.PLAIN, rollouts.RESIDUAL)
+            for share in rollouts.SHARES
+        ]
+        rows.append((rollouts.label_of(name, members[0]), layers, *(f"{end:.1%}" for end in ends)))
+    return rows
+
+
+def _finding(models: rollouts.Models) -> str:
+    """The first token's share at the last layer, by model."""
+    ends = {
+        rollouts.label_of(name, members[0]): np.mean(
+            [rollouts.by_depth(record, rollouts.PLAIN, "first_token")[-1] for record in members]
+        )
+        for name, members in models.items()
+    }
+    found = ", ".join(f"{label} {end:.0%}" for label, end in ends.items())
+    return f"Share of the first token in the attention accumulated over all layers: {found}." if found else ""
