@@ -180,4 +180,4 @@ def _powers(attention: Tensor) -> Iterator[tuple[int, Tensor]]:
 
 def _record(name: str, config: Config, rows: Rows, started: datetime.datetime) -> records.Record:
     columns = {column: [row[at] for row in rows] for at, column in enumerate(COLUMNS)}
-    return records.make(KIND, f"{KIND}/{name}", config=config, metrics={}, curves={KIND: columns}, started=started)
+    return records.make(KIND, name, config=config, metrics={}, curves={KIND: columns}, started=started)

@@ -15,7 +15,7 @@ from alibi_lab.records import MAX_COUNT, Json, Record
 from alibi_lab.report.intervals import Array, Interval, Paired, as_ratio, exp, mean_interval, seed_interval
 from alibi_lab.report.series import numbers, sequence
 
-THEORY = "rollout/theory"
+THEORY = "theory"
 PLAIN, RESIDUAL = "attention", "with residual"
 SHARES = {"first_token": "first token", "first_tenth": "first tenth", "last_tenth": "last tenth"}
 
@@ -79,7 +79,7 @@ def models(records: Sequence[Record]) -> dict[str, list[Record]]:
     found: dict[str, dict[str, Record]] = {}
     for record in records:
         if is_drawn(record) and record.name != THEORY:
-            found.setdefault(record.name.partition("/")[2], {})[str(record.config.get("seed"))] = record
+            found.setdefault(record.name, {})[str(record.config.get("seed"))] = record
     kept = {name: [seeds[seed] for seed in sorted(seeds)] for name, seeds in found.items()}
     return {name: [one for one in members if _shape(one) == _shape(members[0])] for name, members in kept.items()}
 

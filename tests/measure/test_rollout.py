@@ -186,4 +186,4 @@ def test_the_command_shows_their_setting_and_saves_it(tmp_path) -> None:
     assert result.exit_code == 0, result.output
     assert "ALiBi, m = 1/256" in result.output
     (path,) = tmp_path.iterdir()
-    assert records.load(path).name == "rollout/theory"
+    assert records.load(path).name == "theory"

@@ -27,7 +27,7 @@ def made_up(method: str, seed: int, shares: Sequence[Sequence[float]]) -> Record
     config = {"method": method, "seed": seed, "length": 64, "texts": len(shares[0]), "layers": len(shares)}
     return Record(
         kind="rollout",
-        name=f"rollout/{method}-64",
+        name=f"{method}-64",
         config=config,
         metrics={},
         curves={"rollout": columns},

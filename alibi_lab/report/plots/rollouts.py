@@ -4,6 +4,7 @@ import itertools
 
 import numpy as np
 from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from alibi_lab.records import Record
 from alibi_lab.report import rollouts
@@ -34,7 +35,14 @@ def theory_figure(record: Record, share: str) -> Figure:
         method = {"causal mask": "none", "rotary": "rotary"}.get(way, "alibi" if way.startswith("ALiBi") else "")
         x, y = rollouts.depths(record, way), rollouts.by_depth(record, way, share)
         color = drawing.color_of(method) if method else drawing.MUTED
-        axes.plot(x, y, color=color, linestyle=next(styles) if method == "alibi" else "-", label=way, linewidth=1.4)
+        axes.plot(
+            x,
+            y,
+            color=color,
+            linestyle=next(styles) if method == "alibi" else "-" if method else ":",
+            label=way,
+            linewidth=1.4,
+        )
         longest = max(longest, float(x[-1]))
     axes.set_ylim(0, 1.03)
     drawing.length_ticks(axes, [2**power for power in range(0, int(np.log2(longest)) + 1, 2)], "layers")
@@ -55,6 +63,7 @@ def model_figure(models: rollouts.Models, way: str, share: str) -> Figure:
         axes.plot(x, y, color=color, marker=drawing.marker_of(method), label=label)
         ends.append(End(label, color, float(x[-1]), float(y[-1]), bold=method == "alibi"))
     axes.set_ylim(0, 1.03)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.set_xlabel("layer")
     drawing.name_lines(axes, ends)
     return figure
