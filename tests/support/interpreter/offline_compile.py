@@ -36,7 +36,8 @@ from alibi_attn.attention.backends.fused.kernels.arguments import (
     Visited,
     Visitors,
 )
-from alibi_attn.attention.backends.fused.kernels.backward import key_kernel, query_kernel
+from alibi_attn.attention.backends.fused.kernels.backward import query_kernel
+from alibi_attn.attention.backends.fused.kernels.backward_keys import key_kernel
 from alibi_attn.attention.backends.fused.kernels.certificate import norms_kernel
 from alibi_attn.attention.backends.fused.kernels.decode import decode_kernel, merge_kernel
 from alibi_attn.attention.backends.fused.kernels.forward import forward_kernel
@@ -63,7 +64,7 @@ TARGETS = {
 # Triton's types for the arguments of a plain causal call; None marks the absent ones.
 ROWS, LABELS = Rows("*bf16", "i32", "i32", "i32"), Labels("*i64", "*i64", "*i32", "*i32")
 TYPES = dict.fromkeys(("Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV"), ROWS)
-TYPES |= dict.fromkeys(("LSE", "DLSE", "DELTA", "DSLOPES", "NORMS", "OUTS", "LSES", "GIVEN_LSE"), "*fp32")
+TYPES |= dict.fromkeys(("LSE", "DLSE", "DELTA", "SHIFTED", "DSLOPES", "NORMS", "OUTS", "LSES", "GIVEN_LSE"), "*fp32")
 TYPES |= dict.fromkeys(("ARRIVED", "CANDIDATES", "ORDER", "FULL_BLOCKS", "FULL_TILES"), "*i32")
 TYPES |= dict.fromkeys(("COUNT", "SUMS", "FIRST_SEEN", "KEY_ORDER"), None)
 TYPES |= dict.fromkeys(("queries", "keys"), LABELS)
@@ -197,7 +198,14 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool)
             Visited("*i32", "*i32", "*i32", "i32"),
             Visitors("*i32", "*i32", "*i32", "i32"),
         )
-        types |= {"SUMS": "*fp32", "NORMS": None, "GIVEN_LSE": None, "ALLOWED": "*i32", "FIRST_SEEN": "*i32"}
+        types |= {
+            "SUMS": "*fp32",
+            "SHIFTED": None,
+            "NORMS": None,
+            "GIVEN_LSE": None,
+            "ALLOWED": "*i32",
+            "FIRST_SEEN": "*i32",
+        }
         types["norms"] = TYPES["norms"]._replace(sums="*fp32")
     signature: dict[str, Any] = {}
     places: dict[tuple[int, ...], Any] = {}

@@ -234,15 +234,20 @@ def _launch_backward(
     of_keys: Tensor | None, of_queries: Tensor | None,
 ) -> None:  # fmt: skip
     """Three kernels: those that fill the gradients of queries and of keys, and before them the one that finds visitors."""
-    from alibi_attn.attention.backends.fused.kernels.backward import key_kernel, query_kernel
+    from alibi_attn.attention.backends.fused.kernels.backward import query_kernel
+    from alibi_attn.attention.backends.fused.kernels.backward_keys import key_kernel
 
     device, large, tiles = query.device, is_large(query.device), _plan_in(saved_plan, spec)
     b, h, k, s, t = spec.batch, spec.num_heads, spec.num_kv_heads, spec.key_len, spec.query_len
     call, key_tiles = call_of(spec, device), -(-s // TILE)
-    at = starts(b * h * t, 3 * b * h * key_tiles, b * h, b * k)
+    rows = b * h * -(-t // tiles.rows) * tiles.rows
+    # fp32 would lose digits; the biases of keys need pairs of numbers anyway.
+    is_shifted = spec.causal and spec.key_bias is None and query.dtype != torch.float32
+    at = starts(rows, rows if is_shifted else 0, 3 * b * h * key_tiles, b * h, b * k)
     space = Space(scratch(at[-1], device))
-    delta, candidates, order = space.at(at[0], torch.float32), space.at(at[1]), space.at(at[2])
-    key_order = order if spec.group == 1 else space.at(at[3])
+    delta, candidates, order = space.at(at[0], torch.float32), space.at(at[2]), space.at(at[3])
+    shifted = space.at(at[1], torch.float32) if is_shifted else NONE
+    key_order = order if spec.group == 1 else space.at(at[4])
     queries, keys, values, grads = rows_of(query), rows_of(key), rows_of(value), rows_of(grad_output)
     lses, layout, of_plan = pointer(lse), tiles.layout, tiles.space.at
     full = of_plan(layout.full_tiles) if tiles.masked else NONE
@@ -252,12 +257,13 @@ def _launch_backward(
     launch(
         device, query_kernel, (b * h * -(-t // shape.queries), 1, 1),
         _constants(spec.head_dim, shape, spec.causal, tiles.rows), queries, keys, values, rows_of(output), grads, rows_of(dq),
-        lses, pointer(grad_lse), delta, pointer(dslopes), pointer(of_queries), call, _visited(tiles), order,
+        lses, pointer(grad_lse), delta, shifted, pointer(dslopes), pointer(of_queries), call, _visited(tiles), order,
     )  # fmt: skip
     shape = tile_shape("key", query.dtype, spec.head_dim, large=large)
     launch(
         device, key_kernel, (b * k * -(-s // shape.keys), 1, 1), _constants(spec.head_dim, shape, spec.causal, tiles.rows),
-        queries, keys, values, grads, rows_of(dk), rows_of(dv), lses, delta, pointer(of_keys), call, visitors, key_order,
+        queries, keys, values, grads, rows_of(dk), rows_of(dv), lses, shifted, delta, pointer(of_keys), call, visitors,
+        key_order,
     )  # fmt: skip
 
 

@@ -30,8 +30,8 @@ Kernel = Literal["forward", "decode", "query", "key"]
 # By head size: forward, decode, query, key.
 _ORDER = ("forward", "decode", "query", "key")
 _LARGE_HALF = {
-    64: (Shape(64, 64, 4, 3), Shape(16, 64, 4, 3), Shape(64, 64, 4, 2), Shape(64, 128, 8, 2)),
-    128: (Shape(64, 64, 4, 3), Shape(16, 64, 4, 3), Shape(128, 64, 8, 2), Shape(32, 128, 8, 2)),
+    64: (Shape(64, 64, 4, 3), Shape(16, 64, 4, 3), Shape(64, 64, 4, 2), Shape(64, 64, 4, 2)),
+    128: (Shape(64, 64, 4, 3), Shape(16, 64, 4, 3), Shape(128, 64, 8, 3), Shape(32, 64, 4, 3)),
     256: (Shape(128, 32, 8, 2), Shape(16, 32, 4, 2), Shape(128, 32, 8, 2), Shape(32, 64, 4, 2)),
 }
 _LARGE_FP32 = {
@@ -39,7 +39,7 @@ _LARGE_FP32 = {
     128: (Shape(64, 32, 4, 2), Shape(16, 32, 4, 2), Shape(32, 32, 4, 2), Shape(32, 32, 4, 2)),
 }
 _SMALL_HALF = {
-    64: (Shape(128, 64, 8, 3), Shape(16, 64, 4, 3), Shape(64, 64, 4, 2), Shape(32, 128, 8, 2)),
+    64: (Shape(128, 64, 8, 3), Shape(16, 64, 4, 3), Shape(64, 64, 4, 2), Shape(32, 64, 4, 2)),
     128: (Shape(128, 64, 8, 2), Shape(16, 64, 4, 3), Shape(128, 32, 8, 2), Shape(32, 64, 4, 2)),
     256: (Shape(64, 32, 8, 2), Shape(16, 32, 4, 2), Shape(32, 32, 4, 2), Shape(16, 32, 4, 2)),
 }
@@ -65,12 +65,9 @@ def tile_shape(kernel: Kernel, dtype: torch.dtype, head_dim: int, *, large: bool
         # With larger tiles of the widest rows, the compiler runs out of registers on every device.
         shapes = _LARGE_FP32 if large and width < MAX_HEAD_DIM else _SMALL_FP32
     shape = shapes[width][_ORDER.index(kernel)]
-    # The kernels read an isolated tile of keys in TILE // keys parts, except for that of keys.
-    if TILE % shape.keys and (kernel != "key" or shape.keys % TILE):
-        raise ValueError(
-            f"the tile table has {shape.keys} keys for the {kernel} kernel; pass a divisor of {TILE}"
-            + (", or a multiple of it" if kernel == "key" else "")
-        )
+    # The kernels read an isolated tile of keys in TILE // keys parts, and the keys of a part share its visitors.
+    if TILE % shape.keys:
+        raise ValueError(f"the tile table has {shape.keys} keys for the {kernel} kernel; pass a divisor of {TILE}")
     if PLAN_ROWS % shape.queries:
         raise ValueError(
             f"the tile table has {shape.queries} queries for the {kernel} kernel; pass a divisor of {PLAN_ROWS}"

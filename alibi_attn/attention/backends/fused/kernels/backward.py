@@ -5,7 +5,7 @@ With p = exp(score − lse), δ_i = Σ out·dout − dlse and ds = p·(dp − δ
     dq_i = scale·Σ_j ds_ij·k_j     dk_j = scale·Σ_i ds_ij·q_i     dv_j = Σ_i p_ij·dout_i     dm = −Σ_ij ds_ij·|i − j|
 
 `query_kernel` walks the keys of a block of queries as forward does, and writes δ and the slope's gradient of every query;
-`key_kernel` walks the queries that may have visited a tile of keys, and checks in each block's band whether it did. Both have
+`key_kernel` (backward_keys.py) walks the queries that may have visited a tile of keys, and checks whether they did. Both have
 one loop for full tiles, where the bias is one number per key and one per query, and one for partial tiles. The gradients of
 key_bias and query_bias are sums of ds over queries and over keys, added tile by tile without loss: a gate's gradient is a sum
 of their differences.
@@ -18,7 +18,7 @@ import triton
 import triton.language as tl
 
 from alibi_attn.attention.backends.fused.kernels.arguments import Head, Queries
-from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_by_keys, kept_weights
+from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_weights
 from alibi_attn.attention.backends.fused.kernels.positions import (
     distance_moved,
     load_first_key,
@@ -34,8 +34,6 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     band_of,
     base_of,
     bias_for,
-    biased_scores,
-    blocks_of,
     full_count,
     full_tile,
     in_log2,
@@ -51,11 +49,8 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     pair_rows,
     partial_scores,
     partial_tile,
-    shown_keys,
     store_rows,
 )
-
-NO_BLOCK = tl.constexpr(2**20)  # past the last block of queries
 
 
 @triton.jit
@@ -133,14 +128,21 @@ def query_partial(
 
 
 @triton.jit
+def of_each_query(bh, T, ROWS: tl.constexpr):
+    """Where the numbers of a head begin that `query_kernel` leaves to `key_kernel`, one per query of all blocks of the plan."""
+    return bh * (tl.cdiv(T, ROWS) * ROWS)
+
+
+@triton.jit
 def query_kernel(
-    Q, K, V, OUT, DOUT, DQ, LSE, DLSE, DELTA, DSLOPES, SUMS, call, visited, ORDER,
+    Q, K, V, OUT, DOUT, DQ, LSE, DLSE, DELTA, SHIFTED, DSLOPES, SUMS, call, visited, ORDER,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
 ):  # fmt: skip
     """Program: one block of BM queries of one head, as in forward; a block of the plan has ROWS.
 
     Args:
         LSE, DLSE, DELTA: [B, H, T] fp32, LSE in the layout of `lse_rows`; DLSE may be None.
+        SHIFTED: [B, H, T] fp32: lse + slope·(i mod TILE), which spares `key_kernel` a bias per query; None = not wanted.
         DSLOPES: [2, B, H, T] fp32, from the keys to the left and to the right; None = not wanted.
         SUMS: [2, B, H, T] fp32: Σ ds over keys, and its rounding error; None = not wanted.
     """
@@ -180,7 +182,10 @@ def query_kernel(
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
     if DLSE is not None:
         delta -= tl.load(DLSE + bh * T + i, mask=used, other=0.0)
-    tl.store(DELTA + bh * T + i, delta, mask=i < T)
+    at = of_each_query(bh, T, ROWS)
+    tl.store(DELTA + at + i, delta)
+    if SHIFTED is not None:
+        tl.store(SHIFTED + at + i, lse + head.slope * (i % TILE).to(tl.float32))
     if segments is not None:
         segments = tl.load(segments + b * T + i, mask=i < T, other=0)
     start = n * BM + load_offset(call.query_offset, b, T, S)
@@ -236,165 +241,3 @@ def query_kernel(
     if SUMS is not None:
         tl.store(SUMS + bh * T + i, sums[0], mask=i < T)
         tl.store(SUMS + tl.num_programs(0).to(tl.int64) // programs * T + bh * T + i, sums[1], mask=i < T)
-
-
-@triton.jit
-def is_visited(band, key_tile, is_outlier):
-    """For every key, whether the queries of a plan's block visit its tile: an outlier tile wherever the masks allow it (2, 3),
-    other tiles within the certified band (0, 1).
-    """
-    first = tl.where(is_outlier, tl.load(band + 2), tl.load(band))
-    last = tl.where(is_outlier, tl.load(band + 3), tl.load(band + 1))
-    return (first <= key_tile) & (key_tile < last)  # [BN]
-
-
-@triton.jit
-def of_values(p, v, do, dv, i, j, head, PRECISION: tl.constexpr):
-    """(dp, dv) after a tile of weights p, keys by queries; with dropout the weights are those that forward kept."""
-    dp = tl.dot(v, do.T, input_precision=PRECISION)  # [BN, BM]
-    if head.dropout is not None:
-        kept = kept_by_keys(head.dropout, i, j)
-        dp, p = dp * kept, p * kept
-    return dp, tl.dot(p.to(do.dtype), do, dv, input_precision=PRECISION)
-
-
-@triton.jit
-def key_kernel(
-    Q, K, V, DOUT, DK, DV, LSE, DELTA, SUMS, call, visitors, ORDER,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
-    """Program: BN keys of one key head, and all its query heads one after another; ORDER [B·K] int32.
-
-    SUMS [2, B, H, S] fp32: Σ ds over queries, and its rounding error; None = not wanted.
-    Queries that see no key, and their output gradients, must be zeros (masking their loads would spill registers).
-    """
-    H, G, T, S = call.H, call.G, call.T, call.S
-    programs = tl.cdiv(S, BN)
-    bk = tl.load(ORDER + tl.program_id(0) // programs).to(tl.int64)
-    t = tl.program_id(0) % programs
-    kv_heads = H // G
-    b, kv = bk // kv_heads, bk % kv_heads
-    offset = load_offset(call.query_offset, b, T, S)
-    window = call.window
-    if window is not None:
-        window = load_window(call, b)
-    tiles, blocks = tl.cdiv(S, TILE), tl.cdiv(T, ROWS)
-
-    rows = tl.arange(0, BM)
-    j = t * BN + tl.arange(0, BN)
-    key_tile = j // TILE
-    there = key_tile < tiles
-    k = load_rows(of_head(K, b, kv), t * BN, j < S, BN, D)  # [BN, DP]
-    v = load_rows(of_head(V, b, kv), t * BN, j < S, BN, D)
-    here = shown_keys(call.masks, b, j, j < S, S)
-    segments = call.masks.key_segments
-    if segments is not None:
-        segments = tl.load(segments + b * S + j, mask=j < S, other=0)
-    dk = tl.zeros([BN, padded(D)], tl.float32)
-    dv = tl.zeros([BN, padded(D)], tl.float32)
-
-    for g in range(G):
-        h = kv.to(tl.int32) * G + g
-        bh = b * H + h
-        right, dropout = call.right_slopes, call.dropout
-        if right is not None:
-            right = load_slope(right, b, h)
-        if dropout is not None:
-            dropout = head_dropout(dropout, b, h, distance_moved(call.query_offset, b, T, S))
-        head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, window, dropout)
-        candidates = visitors.candidates + (bh * tiles + key_tile) * 3
-        first = tl.min(tl.load(candidates, mask=there, other=NO_BLOCK), 0) * (ROWS // BM)
-        last = tl.max(tl.load(candidates + 1, mask=there, other=0), 0) * (ROWS // BM)
-        last = tl.maximum(tl.minimum(last, tl.cdiv(T, BM)), first)
-        is_outlier = tl.load(candidates + 2, mask=there, other=0) == 1
-        bands = visitors.bands + b * visitors.row + h * blocks * 4
-        shown_here, of_sequence = here, b * visitors.row
-        if call.key_bias is not None:
-            of_sequence += h * tiles * 2
-            rest = tl.load(call.key_bias.rest + bh * S + j, mask=here, other=float("-inf"))  # [BN]
-            shown_here = here & (rest > float("-inf"))
-            bases = call.key_bias.bases + bh * tiles
-            base = tl.load(bases + t * BN // TILE)
-            rest += tl.load(bases + key_tile, mask=there, other=0.0) - base
-        LSE_h = lse_rows(LSE, bh, b, H, T, call.key_bias)
-        sums = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
-        Q_h, DO_h = of_head(Q, b, h), of_head(DOUT, b, h)
-        full_first, full_last = first, last
-        if visitors.full is not None:
-            full = visitors.full + of_sequence + key_tile * 2
-            full_first = tl.max(tl.load(full, mask=there, other=0), 0) * (ROWS // BM)
-            full_last = tl.min(tl.load(full + 1, mask=there, other=NO_BLOCK), 0) * (ROWS // BM)
-        band = blocks_of(first, last, full_first, full_last, t * BN, offset, head, T, BM, BN, CAUSAL)
-        for x in tl.range(0, full_count(band)):
-            n = full_tile(x, band, False)
-            i = n * BM + rows
-            visited = is_visited(bands + n * BM // ROWS * 4, key_tile, is_outlier)
-            lse = in_log2(tl.load(LSE_h + i), call.key_bias)  # [BM]
-            delta = tl.load(DELTA + bh * T + i)
-            q, do = load_tile(Q_h, n, BM, D), load_tile(DO_h, n, BM, D)  # [BM, DP]
-            slope, near = head.slope, t * BN + BN - 1
-            if not CAUSAL:
-                away = head.slope
-                if head.right is not None:
-                    away = head.right
-                slope = tl.where(n >= band.after, head.slope, -away)
-                near = tl.where(n >= band.after, near, t * BN)
-            if call.key_bias is not None:
-                lse -= base - tl.load(pair_rows(LSE_h, H, T)[0] + i)
-            row = lse + slope * (i + (offset - near)).to(tl.float32)
-            row = tl.where(lse != float("-inf"), row, float("inf"))
-            column = slope * (j - near).to(tl.float32)  # [BN]
-            if call.key_bias is not None:
-                column += rest
-            column = tl.where(visited, column, float("-inf"))
-            products = tl.dot(k, q.T, input_precision=PRECISION)  # [BN, BM]
-            p = tl.exp2(products * head.scale + column[:, None] - row[None, :])
-            dp, dv = of_values(p, v, do, dv, i + offset, j, head, PRECISION)
-            if call.key_bias is not None:
-                delta = tl.load(DELTA + bh * T + i)  # loaded only here: with biases it would not fit into registers
-            ds = p * (dp - delta[None, :])
-            if SUMS is not None:
-                sums = add_exactly(sums[0], sums[1], tl.sum(ds, 1))
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-        for x in tl.range(0, last - first - full_count(band), num_stages=1):
-            n = partial_tile(x, band, False)
-            i = n * BM + rows
-            visited = is_visited(bands + n * BM // ROWS * 4, key_tile, is_outlier)
-            lse = in_log2(tl.load(LSE_h + i, mask=i < T, other=float("-inf")), call.key_bias)
-            lse = tl.where(lse != float("-inf"), lse, float("inf"))
-            delta = tl.load(DELTA + bh * T + i, mask=i < T, other=0.0)
-            q, do = load_rows(Q_h, n * BM, i < T, BM, D), load_rows(DO_h, n * BM, i < T, BM, D)
-            shown = (shown_here & visited)[:, None]
-            if segments is not None:
-                theirs = tl.load(call.masks.query_segments + b * T + i, mask=i < T, other=0)
-                shown = shown & (segments[:, None] == theirs[None, :])
-            if call.query_start is not None:
-                shown = shown & (j[:, None] >= load_first_key(call, bh, i, i < T)[None, :])
-            products = tl.dot(k, q.T, input_precision=PRECISION)
-            scores, seen = biased_scores(products, i[None, :] - (j - offset)[:, None], shown, head, CAUSAL)
-            if call.key_bias is not None:
-                # Loaded each time, or they would occupy registers in both loops.
-                pairs = call.key_bias.pairs + bh * 2 * S + j
-                own_high, own_low = tl.load(pairs, mask=here, other=0.0), tl.load(pairs + S, mask=here, other=0.0)
-                high, low = pair_rows(LSE_h, H, T)
-                high, low = tl.load(high + i, mask=i < T, other=0.0), tl.load(low + i, mask=i < T, other=0.0)
-                scores += (own_high[:, None] - high[None, :]) + (own_low[:, None] - low[None, :])
-            seen = seen & (lse < float("inf"))[None, :]
-            p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
-            dp, dv = of_values(p, v, do, dv, i + offset, j, head, PRECISION)
-            if call.key_bias is not None:
-                delta = tl.load(DELTA + bh * T + i, mask=i < T, other=0.0)
-            ds = tl.where(seen, p * (dp - delta[None, :]), 0.0)
-            if SUMS is not None:
-                sums = add_exactly(sums[0], sums[1], tl.sum(ds, 1))
-            dk = tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION)
-        if SUMS is not None:
-            every = tl.num_programs(0).to(tl.int64) // programs * G * S
-            tl.store(SUMS + bh * S + j, sums[0], mask=j < S)
-            tl.store(SUMS + every + bh * S + j, sums[1], mask=j < S)
-
-    # Loaded once more, so that no register holds the addresses of results during the loop.
-    bk = tl.load(ORDER + tl.program_id(0) // programs, volatile=True).to(tl.int64)
-    b, kv = bk // kv_heads, bk % kv_heads
-    store_rows(of_head(DK, b, kv), t * BN, dk * call.scale, j < S, BN, D)
-    store_rows(of_head(DV, b, kv), t * BN, dv, j < S, BN, D)

@@ -35,7 +35,7 @@ def of_head(X, b, h):
 def addresses(X, first, N: tl.constexpr, D: tl.constexpr):
     """The addresses of N rows of a head, from row `first` on."""
     at = X.pointer + tl.cast(first, tl.int64) * X.row
-    return at + tl.arange(0, N)[:, None] * X.row + tl.arange(0, padded(D))[None, :]  # [N, DP]
+    return at + (tl.arange(0, N)[:, None] * X.row + tl.arange(0, padded(D))[None, :])  # [N, DP]
 
 
 @triton.jit

@@ -1,0 +1,232 @@
+"""Backward for keys and values: the gradients of `backward.py`, summed over the queries that visited a tile of keys.
+
+One loop is for blocks of queries that see all of the keys, and one for the others.
+"""
+
+# mypy: ignore-errors
+# Triton compiles these functions and accepts only its own type annotations.
+
+import triton
+import triton.language as tl
+
+from alibi_attn.attention.backends.fused.kernels.arguments import Head
+from alibi_attn.attention.backends.fused.kernels.backward import of_each_query
+from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_by_keys
+from alibi_attn.attention.backends.fused.kernels.positions import (
+    distance_moved,
+    load_first_key,
+    load_offset,
+    load_window,
+)
+from alibi_attn.attention.backends.fused.kernels.tiles import (
+    LOG2E,
+    TILE,
+    add_exactly,
+    biased_scores,
+    blocks_of,
+    full_count,
+    full_tile,
+    in_log2,
+    load_rows,
+    load_slope,
+    load_tile,
+    lse_rows,
+    of_head,
+    padded,
+    pair_rows,
+    partial_tile,
+    shown_keys,
+    store_rows,
+)
+
+STEEPEST = tl.constexpr(16.0 * 1.4426950408889634)  # the largest slope with a `SHIFTED` lse of enough digits
+
+
+@triton.jit
+def is_visited(band, key_tile):
+    """Whether the queries of a plan's block visit a tile of keys; `band` is the interval that holds for such tiles."""
+    return (tl.load(band) <= key_tile) & (key_tile < tl.load(band + 1))
+
+
+@triton.jit
+def visitors_of(visitors, b, bh, h, key_tile, tiles, blocks):
+    """(first, last, bands): the blocks of the plan that may visit a tile of keys, and their intervals, 4 numbers apart: of an
+    outlier tile where the masks allow it, of others the certified one.
+    """
+    candidates = visitors.candidates + (bh * tiles + key_tile) * 3
+    bands = visitors.bands + b * visitors.row + h * blocks * 4
+    first = tl.load(candidates)
+    return first, tl.maximum(tl.load(candidates + 1), first), bands + tl.load(candidates + 2) * 2
+
+
+@triton.jit
+def full_exponents(
+    n, i, j, products, head, lse, band, tile_start, offset, visited, rest, BM: tl.constexpr, BN: tl.constexpr,
+    CAUSAL: tl.constexpr,
+):  # fmt: skip
+    """score − lse, keys by queries, of a block of queries that sees the keys in full; −∞ if it does not visit them."""
+    slope, near = head.slope, tile_start + BN - 1
+    if not CAUSAL:
+        away = head.slope
+        if head.right is not None:
+            away = head.right
+        slope = tl.where(n >= band.after, head.slope, -away)
+        near = tl.where(n >= band.after, near, tile_start)
+    row = lse + slope * (i + (offset - near)).to(tl.float32)
+    row = tl.where(lse != float("-inf"), row, float("inf"))
+    column = slope * (j - near).to(tl.float32)  # [BN]
+    if rest is not None:
+        column += rest
+    column += tl.where(visited, 0.0, float("-inf"))
+    return products * head.scale + column[:, None] - row[None, :]
+
+
+@triton.jit
+def after_queries(
+    p, seen, q, do, v, DELTA, position, j, head, dk, dv, sums, SUMS_WANTED: tl.constexpr, PRECISION: tl.constexpr
+):
+    """(dk / scale, dv, Σ ds and its rounding error) after a block of queries with these weights, keys by queries.
+
+    `seen` None: every weight counts.
+    """
+    weights = p
+    if head.dropout is not None:
+        kept = kept_by_keys(head.dropout, position, j)
+        weights = p * kept
+    dv = tl.dot(weights.to(do.dtype), do, dv, input_precision=PRECISION)
+    dp = tl.dot(v, do.T, input_precision=PRECISION)  # [BN, BM]
+    if head.dropout is not None:
+        dp = dp * kept
+    ds = p * (dp - tl.load(DELTA + tl.arange(0, p.shape[1]))[None, :])
+    if seen is not None:
+        ds = tl.where(seen, ds, 0.0)
+    if SUMS_WANTED:
+        sums = add_exactly(sums[0], sums[1], tl.sum(ds, 1))
+    return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv, sums
+
+
+@triton.jit
+def key_kernel(
+    Q, K, V, DOUT, DK, DV, LSE, SHIFTED, DELTA, SUMS, call, visitors, ORDER,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """Program: BN keys of one key head, and all its query heads one after another; ORDER [B·K] int32. BN divides TILE.
+
+    SHIFTED [B, H, T] fp32: as in `query_kernel`.
+    SUMS [2, B, H, S] fp32: Σ ds over queries, and its rounding error; None = not wanted.
+    Queries that see no key, and their output gradients, must be zeros (masking their loads would spill registers).
+    """
+    H, G, T, S = call.H, call.G, call.T, call.S
+    programs = tl.cdiv(S, BN)
+    bk = tl.load(ORDER + tl.program_id(0) // programs).to(tl.int64)
+    t = tl.program_id(0) % programs
+    kv_heads = H // G
+    b, kv = bk // kv_heads, bk % kv_heads
+    offset = load_offset(call.query_offset, b, T, S)
+    window = call.window
+    if window is not None:
+        window = load_window(call, b)
+    tiles, blocks = tl.cdiv(S, TILE), tl.cdiv(T, ROWS)
+    key_tile = t * BN // TILE
+
+    rows = tl.arange(0, BM)
+    jj = tl.arange(0, BN)
+    j = t * BN + jj
+    k = load_rows(of_head(K, b, kv), t * BN, j < S, BN, D)  # [BN, DP]
+    v = load_rows(of_head(V, b, kv), t * BN, j < S, BN, D)
+    here = shown_keys(call.masks, b, j, j < S, S)
+    segments = call.masks.key_segments
+    if segments is not None:
+        segments = tl.load(segments + b * S + j, mask=j < S, other=0)
+    dk = tl.zeros([BN, padded(D)], tl.float32)
+    dv = tl.zeros([BN, padded(D)], tl.float32)
+
+    for g in range(G):
+        h = kv.to(tl.int32) * G + g
+        bh = b * H + h
+        right, dropout = call.right_slopes, call.dropout
+        if right is not None:
+            right = load_slope(right, b, h)
+        if dropout is not None:
+            dropout = head_dropout(dropout, b, h, distance_moved(call.query_offset, b, T, S))
+        head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, window, dropout)
+        first, last, bands = visitors_of(visitors, b, bh, h, key_tile, tiles, blocks)
+        first = first * (ROWS // BM)
+        last = tl.maximum(tl.minimum(last * (ROWS // BM), tl.cdiv(T, BM)), first)
+        shown_here, of_sequence, rest = here, b * visitors.row, None
+        if call.key_bias is not None:
+            of_sequence += h * tiles * 2
+            rest = tl.load(call.key_bias.rest + bh * S + j, mask=here, other=float("-inf"))  # [BN]
+            shown_here = here & (rest > float("-inf"))
+            base = tl.load(call.key_bias.bases + bh * tiles + key_tile)
+        LSE_h, at = lse_rows(LSE, bh, b, H, T, call.key_bias), of_each_query(bh, T, ROWS)
+        sums = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
+        Q_h, DO_h = of_head(Q, b, h), of_head(DOUT, b, h)
+        full_first, full_last = first, last
+        if visitors.full is not None:
+            full = visitors.full + of_sequence + key_tile * 2
+            full_first, full_last = tl.load(full) * (ROWS // BM), tl.load(full + 1) * (ROWS // BM)
+        if SHIFTED is not None:
+            # The shift would cost digits: a tile or two are within reach of such a head.
+            full_last = tl.where(tl.abs(head.slope) <= STEEPEST, full_last, 0)
+        band = blocks_of(first, last, full_first, full_last, t * BN, offset, head, T, BM, BN, CAUSAL)
+        for x in tl.range(0, full_count(band)):
+            n = full_tile(x, band, False)
+            i = n * BM + rows
+            visited = is_visited(bands + n * BM // ROWS * 4, key_tile)
+            if SHIFTED is not None:
+                row = tl.load(SHIFTED + (at + n * BM) + rows)
+            q, do = load_tile(Q_h, n, BM, D), load_tile(DO_h, n, BM, D)  # [BM, DP]
+            products = tl.dot(k, q.T, input_precision=PRECISION)  # [BN, BM]
+            if SHIFTED is not None:
+                column = head.slope * (jj + (t * BN - offset - n * BM // TILE * TILE)).to(tl.float32)
+                column += tl.where(visited, 0.0, float("-inf"))
+                exponents = products * head.scale + column[:, None] - row[None, :]
+            else:
+                lse = in_log2(tl.load(LSE_h + i), call.key_bias)  # [BM]
+                if call.key_bias is not None:
+                    lse -= base - tl.load(pair_rows(LSE_h, H, T)[0] + i)
+                exponents = full_exponents(
+                    n, i, j, products, head, lse, band, t * BN, offset, visited, rest, BM, BN, CAUSAL
+                )
+            p = tl.exp2(exponents)
+            dk, dv, sums = after_queries(
+                p, None, q, do, v, DELTA + (at + n * BM), i + offset, j, head, dk, dv, sums, SUMS is not None, PRECISION
+            )
+        for x in tl.range(0, last - first - full_count(band)):
+            n = partial_tile(x, band, False)
+            i = n * BM + rows
+            visited = is_visited(bands + n * BM // ROWS * 4, key_tile)
+            lse = in_log2(tl.load(LSE_h + i, mask=i < T, other=float("-inf")), call.key_bias)
+            lse = tl.where(lse != float("-inf"), lse, float("inf"))
+            q, do = load_rows(Q_h, n * BM, i < T, BM, D), load_rows(DO_h, n * BM, i < T, BM, D)
+            shown = (shown_here & visited)[:, None]
+            if segments is not None:
+                theirs = tl.load(call.masks.query_segments + b * T + i, mask=i < T, other=0)
+                shown = shown & (segments[:, None] == theirs[None, :])
+            if call.query_start is not None:
+                shown = shown & (j[:, None] >= load_first_key(call, bh, i, i < T)[None, :])
+            products = tl.dot(k, q.T, input_precision=PRECISION)
+            scores, seen = biased_scores(products, i[None, :] - (j - offset)[:, None], shown, head, CAUSAL)
+            if call.key_bias is not None:
+                # Loaded each time, or they would occupy registers in both loops.
+                pairs = call.key_bias.pairs + bh * 2 * S + j
+                own_high, own_low = tl.load(pairs, mask=here, other=0.0), tl.load(pairs + S, mask=here, other=0.0)
+                high, low = pair_rows(LSE_h, H, T)
+                high, low = tl.load(high + i, mask=i < T, other=0.0), tl.load(low + i, mask=i < T, other=0.0)
+                scores += (own_high[:, None] - high[None, :]) + (own_low[:, None] - low[None, :])
+            seen = seen & (lse < float("inf"))[None, :]
+            p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
+            dk, dv, sums = after_queries(
+                p, seen, q, do, v, DELTA + (at + n * BM), i + offset, j, head, dk, dv, sums, SUMS is not None, PRECISION
+            )
+        if SUMS is not None:
+            every = tl.num_programs(0).to(tl.int64) // programs * G * S
+            tl.store(SUMS + bh * S + j, sums[0], mask=j < S)
+            tl.store(SUMS + every + bh * S + j, sums[1], mask=j < S)
+
+    # Loaded once more, so that no register holds the addresses of results during the loop.
+    bk = tl.load(ORDER + tl.program_id(0) // programs, volatile=True).to(tl.int64)
+    b, kv = bk // kv_heads, bk % kv_heads
+    store_rows(of_head(DK, b, kv), t * BN, dk * call.scale, j < S, BN, D)
+    store_rows(of_head(DV, b, kv), t * BN, dv, j < S, BN, D)
