@@ -25,6 +25,7 @@ from alibi_attn.attention.schema import (
     Tensors,
     split,
 )
+from alibi_attn.attention.spec import DIFFERENTIABLE
 from alibi_attn.attention.vmap import map_backward, map_forward
 
 Run = Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
@@ -85,7 +86,7 @@ def _backward_operator(kernels: Kernels) -> CustomOpDef:
     @torch.library.custom_op(
         f"alibi_attn::{kernels.name}_backward",
         mutates_args=(),
-        schema=f"({_schema(Incoming)}, {_schema(Arguments)}, {saved_schema}) -> ({', '.join(['Tensor'] * 7)})",
+        schema=f"({_schema(Incoming)}, {_schema(Arguments)}, {saved_schema}) -> ({', '.join(['Tensor'] * 8)})",
     )
     def backward_op(*values: Any) -> tuple[Tensor, ...]:
         incoming, arguments, saved = split(values)
@@ -98,7 +99,7 @@ def _backward_operator(kernels: Kernels) -> CustomOpDef:
     def fake_backward(*values: Any) -> tuple[Tensor, ...]:
         arguments = split(values)[1]
         dq, dk, dv = (kernels.empty_like(x) for x in arguments[:3])
-        return _without_none(arguments, InputGradients(dq, dk, dv, None, None, None, None), torch.empty_like)
+        return _without_none(arguments, InputGradients(dq, dk, dv, *[None] * 5), torch.empty_like)
 
     return backward_op
 
@@ -126,24 +127,19 @@ def _differentiate(
         output,
         lse,
         wanted.slopes or wanted.right_slopes,
-        wanted.key_bias or wanted.query_bias,
+        wanted.key_bias or wanted.query_bias or wanted.table,
     )
     input_gradients = _with_none(
         arguments, gradients(*incoming, *arguments, *saved), slopes_wanted=incoming.slopes_wanted
     )
     none: dict[str, Any] = dict.fromkeys(Arguments._fields)
-    return tuple((none | {name: x for name, x in input_gradients._asdict().items() if name != "table"}).values())
+    return tuple((none | input_gradients._asdict()).values())
 
 
 def _traced_gradients(
     gradients: Callable[..., Any], spec: Spec, saved: Tensors, inputs: BackwardInputs
 ) -> InputGradients:
     """The gradients of a call that ran eagerly, for compiled autograd, which traces the backward only."""
-    if spec.table is not None:
-        raise RuntimeError(
-            "the gradient of a table of distances cannot be traced by compiled autograd; compile the forward pass too, "
-            "or pass backend='dense'"
-        )
     arguments = Arguments.of(spec, inputs.query, inputs.key, inputs.value)
     incoming = Incoming(*(getattr(inputs, name) for name in Incoming._fields))
     return _with_none(arguments, gradients(*incoming, *arguments, *saved), slopes_wanted=inputs.slopes_wanted)
@@ -154,25 +150,24 @@ def _without_none(
 ) -> tuple[Tensor, ...]:
     """The gradients as tensors only, as an operator returns them: `like` the input if not wanted, empty if there is no input."""
     slopes, batch = arguments.slopes, arguments.query.shape[0]
-    given = arguments.slopes, arguments.right_slopes, arguments.key_bias, arguments.query_bias
-    absent = slopes, slopes.new_empty(slopes.shape[-1:]), *(arguments.query.new_empty((batch, 0)) for _ in range(2))
+    given = [getattr(arguments, name) for name in DIFFERENTIABLE]
+    absent = slopes, slopes.new_empty(slopes.shape[-1:]), *(arguments.query.new_empty((batch, 0)) for _ in range(3))
     biases = (
         like(nothing if x is None else x) if of_x is None else of_x
-        for x, of_x, nothing in zip(given, input_gradients[3:7], absent, strict=True)
+        for x, of_x, nothing in zip(given, input_gradients[3:], absent, strict=True)
     )
     return *input_gradients[:3], *biases
 
 
 def _with_none(arguments: Arguments, returned: tuple[Tensor, ...], *, slopes_wanted: bool) -> InputGradients:
     """The inverse of `_without_none`: None for missing and unwanted gradients."""
-    left, right, of_key_bias, of_query_bias = (
-        None if getattr(arguments, name) is None else x
-        for name, x in zip(("slopes", "right_slopes", "key_bias", "query_bias"), returned[3:], strict=True)
+    left, right, *of_biases = (
+        None if getattr(arguments, name) is None else x for name, x in zip(DIFFERENTIABLE, returned[3:], strict=True)
     )
     if not slopes_wanted:
         left = right = None
     dq, dk, dv = returned[:3]
-    return InputGradients(dq, dk, dv, left, right, of_key_bias, of_query_bias)
+    return InputGradients(dq, dk, dv, left, right, *of_biases)
 
 
 def _schema(fields: type[tuple[Any, ...]]) -> str:

@@ -54,6 +54,7 @@ class Arguments(NamedTuple):
     key_bias: Tensor | None
     query_bias: Tensor | None
     query_start: Tensor | None
+    table: Tensor | None
     dropout_seed: Tensor | None
     causal: bool
     window: int | None
@@ -80,6 +81,7 @@ class Arguments(NamedTuple):
             spec.key_bias,
             spec.query_bias,
             spec.query_start,
+            spec.table,
             spec.dropout_seed,
             spec.causal,
             spec.window,
@@ -143,7 +145,7 @@ class Gradients(NamedTuple):
         query, key, value: in the shapes of the inputs.
         slopes: [2, B, H] fp64, of the slopes to the left and to the right; zeros if they are not wanted.
         key_bias, query_bias: [B, H, S] and [B, H, T] fp64, sums of the same ds over queries and over keys; or None.
-        table: [H, N] fp64, sums of ds over the pairs of each distance; or None.
+        table: [H, N], sums of ds over the pairs of each distance; or None.
     """
 
     query: Tensor

@@ -53,7 +53,6 @@ class AttentionSpec(Generic[Array]):
             `cuts.py` translates it for kernels that do not read it.
         table: [H, N], in the slopes' dtype, added to the scores by head and distance i − j: column c is for the distance
             table_first + c, and every distance that occurs has a column. Only with slopes of 0, and a tolerance of 0.
-        table_first: the distance of the first column.
         sink_logits: [H], exp(sink) joins the softmax denominator of a head. Backends compute the call without it;
             `execution.attend` scales their output.
         dropout_p: the share of the weights that are dropped; `dropout.py` defines which.
@@ -88,7 +87,6 @@ class AttentionSpec(Generic[Array]):
     query_bias: Array | None = None
     query_start: Array | None = None
     table: Array | None = None
-    table_first: int = 0
     sink_logits: Array | None = None
     dropout_p: float = 0.0
     dropout_seed: Array | None = None
@@ -160,6 +158,12 @@ class AttentionSpec(Generic[Array]):
     def group(self) -> int:
         """Query heads that share one key/value head, H / K."""
         return self.num_heads // self.num_kv_heads
+
+    @property
+    def table_first(self) -> int:
+        """The distance of the table's first column: 0 if causal, else the middle column is for 0."""
+        table: Any = self.table
+        return 0 if self.causal else -(table.shape[1] // 2)
 
     @property
     def has_parts(self) -> bool:

@@ -75,10 +75,10 @@ def toeplitz_attention(
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with a bias by head and distance, softmax(scale·q·kᵀ + t[h, i − j])·v, [B, H, T, D] in query's dtype.
 
-    T5's buckets, KERPLE, Sandwich and TISA are such tables. `native` computes it with memory linear in the length, forward
-    and backward, over all pairs that the masks allow: a table gives no bound for far keys, so no key is skipped. Where `native`
-    cannot run, and inside torch.func and torch.compile, `dense` materializes the T × S bias. Differentiable once in all tensors,
-    and through lse.
+    T5's buckets, KERPLE, Sandwich and TISA are such tables. `native` (CPU) and `fused` (CUDA) compute it with memory linear in
+    the length, forward and backward, over all pairs that the masks allow: a table gives no bound for far keys, so no key is
+    skipped. Where they cannot run, and inside torch.func, `dense` materializes the T × S bias. Differentiable once in all
+    tensors, and through lse.
 
     Args:
         table: t, floating point and finite, used in fp32 (fp64 for fp64 input). Causal [H, N]: column d is for the distance
@@ -86,7 +86,7 @@ def toeplitz_attention(
             It must cover every distance that causality and the window allow; further columns are not used.
         query_offset: position of query 0, an int; S − T by default.
         query, key, value, causal, window, scale, key_mask, segment_ids, dropout_p, return_lse: as for `alibi_attention`.
-        backend: "auto", "native", "dense" or "reference"; the others do not support tables.
+        backend: "auto", "native", "fused", "dense" or "reference"; the others do not support tables.
 
     Raises:
         ValueError, TypeError: wrong shapes, dtypes or numbers, a table that ends too early, or a named backend that cannot run
@@ -125,8 +125,7 @@ def toeplitz_attention(
     check_without_parts(spec, "toeplitz_attention")
     check_tensor("table", table, query.device)
     _check_table(spec, table)
-    first = 0 if causal else -(table.shape[1] // 2)
-    spec = dataclasses.replace(spec, table=table.to(spec.slopes.dtype), table_first=first)
+    spec = dataclasses.replace(spec, table=table.to(spec.slopes.dtype))
     return attend(spec, query, key, value, backend)
 
 

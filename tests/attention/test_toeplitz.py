@@ -113,12 +113,27 @@ def test_transforms_and_compiled_code_get_the_written_out_bias() -> None:
 
 
 @pytest.mark.filterwarnings("ignore:The .grad attribute:UserWarning")
-def test_compiled_autograd_of_an_eager_native_forward_is_refused() -> None:
+def test_compiled_autograd_of_an_eager_native_forward_gives_the_table_its_gradient() -> None:
     leaves = [x.requires_grad_() for x in inputs()]
+    expected = torch.autograd.grad(toeplitz_attention(*leaves, backend="native").square().sum(), leaves)
     with torch._dynamo.compiled_autograd._enable(torch.compile(backend="eager", fullgraph=True)):
-        output = toeplitz_attention(*leaves, backend="native").sum()
-        with pytest.raises(Exception, match="cannot be traced by compiled autograd"):
-            output.backward()
+        toeplitz_attention(*leaves, backend="native").square().sum().backward()
+    assert all(torch.equal(x.grad, y) for x, y in zip(leaves, expected, strict=True))
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_compiled_native_gives_the_bits_of_eager_native(causal: bool) -> None:
+    leaves = [x.requires_grad_() for x in inputs(causal=causal)]
+    total = lambda *x: toeplitz_attention(*x, causal=causal, backend="native").square().sum()  # noqa: E731
+    compiled = torch.compile(total, backend="aot_eager", fullgraph=True)
+    found = [torch.autograd.grad(f(*leaves), leaves) for f in (total, compiled)]
+    assert all(torch.equal(x, y) for x, y in zip(*found, strict=True))
+
+
+def test_a_named_kernel_refuses_a_table_in_torch_func() -> None:
+    query, key, value, table = inputs()
+    with pytest.raises(ValueError, match=r"does not differentiate or map a table of distances in torch\.func"):
+        torch.func.grad(lambda x: toeplitz_attention(query, key, value, x, backend="native").sum())(table)
 
 
 def test_second_derivatives_are_refused() -> None:
@@ -163,7 +178,7 @@ def test_nothing_gives_nothing(query_len: int, key_len: int) -> None:
         ({"query_offset": torch.tensor(0)}, "with a table must be an int"),
         ({"backend": "banded"}, "it has no table of distances"),
         ({"backend": "flex"}, "it has no table of distances"),
-        ({"backend": "fused"}, "it has no table of distances"),
+        ({"backend": "fused"}, "it runs on CUDA devices but query is on cpu"),
     ],
 )
 def test_unsupported_arguments_are_refused_early(changes: dict, words: str) -> None:

@@ -307,7 +307,10 @@ def test_what_is_refused(changes, message, t5, texts):
     ("options", "message"),
     [
         ({"numerics": "checkpoint"}, 'T5 models support only "exact"'),
-        ({"backend": "banded"}, "backend is 'banded' but must be one of 'auto', 'native', 'dense', 'reference' for T5"),
+        (
+            {"backend": "banded"},
+            "backend is 'banded' but must be one of 'auto', 'native', 'fused', 'dense', 'reference' for T5",
+        ),
         ({"linears": "int8"}, "cannot be patched: UMT5 reads the dtype of weights"),
     ],
 )

@@ -22,7 +22,7 @@ from alibi_attn.attention.transforms import may_read
 from alibi_attn.hf.attention import cached_pass, masks, packed_rows
 from alibi_attn.hf.attention.patched_attention import extended, merged
 
-BACKENDS = ("auto", "native", "dense", "reference")  # those that support tables
+BACKENDS = ("auto", "native", "fused", "dense", "reference")  # those that support tables
 _OUTPUTS = ("output_attentions", "output_hidden_states", "return_dict")
 
 

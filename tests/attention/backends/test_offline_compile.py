@@ -183,10 +183,11 @@ def test_the_oldest_triton_launches_compiled_kernels_too(monkeypatch: pytest.Mon
 
 
 def assert_calls_compile() -> None:
-    calls = "71 heads over one key head", "inside, segments on both sides", "gates"
+    calls = "71 heads over one key head", "inside, segments on both sides", "gates", "table"
     asked = ran(AS_ON_A_DEVICE, "sm_90", "bfloat16", *calls)
     kernels = "forward", "decode", "merge", "query", "key", "visitors", "norms", "reach", "plan", "labels", "spread"
-    assert set(asked) == {f"{name}_kernel" for name in (*kernels, "split", "scan", "suffix")}
+    biased, of_tables = ("split", "scan", "suffix"), ("diagonal", "total", "table_forward", "table_query", "table_key")
+    assert set(asked) == {f"{name}_kernel" for name in (*kernels, *biased, *of_tables)}
 
 
 def test_a_lost_pipeline_is_detected() -> None:

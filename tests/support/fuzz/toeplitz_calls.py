@@ -72,18 +72,43 @@ def draw(seed: int) -> Call:
     return Call(inputs, options, grads, rng.choice([1, 2]))
 
 
-def answer(call: Call, backend: str) -> dict[str, Tensor]:
+@functools.cache
+def long(causal: bool, *, tokens: int = 700) -> Call:
+    """A call of two grouped heads of 64 numbers, over many tiles."""
+    numbers = torch.Generator().manual_seed(0)
+    shapes = (1, 2, tokens, 64), (1, 1, tokens, 64), (1, 1, tokens, 64), (2, tokens if causal else 2 * tokens - 1)
+    given = (torch.randn(shape, generator=numbers) for shape in (*shapes, shapes[0], shapes[0][:3]))
+    *inputs, output, lse = given
+    return Call(dict(zip(INPUTS, inputs, strict=True)), {"causal": causal}, (output, lse), 1)
+
+
+def seeded(seed: int | bool, dtype: str) -> Call:
+    """`draw` of a seed, or a `long` call that is causal or not, in this dtype, with a table in fp32."""
+    call, kind = long(seed) if isinstance(seed, bool) else draw(seed), getattr(torch, dtype)
+    inputs = {name: x.to(torch.float32 if name == "table" else kind) for name, x in call.inputs.items()}
+    output, lse = call.grads
+    return dataclasses.replace(call, inputs=inputs, grads=(output.to(kind), lse.float()))
+
+
+def answer(call: Call, backend: str, device: str = "cpu") -> dict[str, Tensor]:
     """Output, lse and gradients of the inputs, in fp64."""
     before = torch.get_num_threads()
     torch.set_num_threads(call.threads)
     try:
-        leaves = {name: x.detach().requires_grad_() for name, x in call.inputs.items()}
-        output, lse = toeplitz_attention(**leaves, **call.options, return_lse=True, backend=backend)
-        found = torch.autograd.grad((output, lse), list(leaves.values()), call.grads)
+        leaves = {name: x.detach().to(device).requires_grad_() for name, x in call.inputs.items()}
+        options = {name: _moved(x, device) for name, x in call.options.items()}
+        output, lse = toeplitz_attention(**leaves, **options, return_lse=True, backend=backend)
+        found = torch.autograd.grad((output, lse), list(leaves.values()), _moved(call.grads, device))
     finally:
         torch.set_num_threads(before)
     results = dict(zip(INPUTS, found, strict=True)) | {"output": output.detach(), "lse": lse.detach()}
-    return {name: x.double() for name, x in results.items()}
+    return {name: x.cpu().double() for name, x in results.items()}
+
+
+def _moved(x: Any, device: str) -> Any:
+    if isinstance(x, tuple):
+        return tuple(_moved(part, device) for part in x)
+    return x.to(device) if isinstance(x, Tensor) else x
 
 
 def _truth(call: Call) -> dict[str, Tensor]:
@@ -119,19 +144,23 @@ def _attended(call: Call, leaves: dict[str, Tensor], columns: Tensor, seen: Tens
     return dict(zip(INPUTS, found, strict=True)) | {"output": output.detach(), "lse": lse.detach()}
 
 
-def check(call: Call, backend: str) -> None:
-    """Checks output, lse and gradients; half precision may have up to twice the error of `dense`.
+def check(call: Call, backend: str, device: str = "cpu") -> float:
+    """Checks output, lse and gradients; half precision may have up to twice the error of `dense` on a CPU.
+
+    Returns the largest error as a share of the allowed one.
 
     Raises:
         AssertionError: names the wrong number and its error.
     """
-    dtype, exact, ours = call.inputs["query"].dtype, call.truth, answer(call, backend)
+    dtype, exact, ours = call.inputs["query"].dtype, call.truth, answer(call, backend, device)
     low = dtype in (torch.float16, torch.bfloat16)
     theirs = answer(call, "dense") if low and backend != "dense" else exact
-    eps = torch.finfo(dtype).eps
+    eps, worst = torch.finfo(dtype).eps, 0.0
     for name, right in exact.items():
         blind = right == -math.inf
         assert bool((ours[name][blind] == -math.inf).all()), f"{name}: a query that sees nothing must have lse −inf"
         error, yardstick = (float((x[name] - right).masked_fill(blind, 0.0).abs().max()) for x in (ours, theirs))
         allowed = 2 * yardstick + (8 if low else 60) * eps * max(1.0, float(right.masked_fill(blind, 0.0).abs().max()))
         assert error <= allowed, f"{backend} {dtype} {name}: error {error:.2e} but {allowed:.2e} is allowed"
+        worst = max(worst, error / allowed)
+    return worst

@@ -24,6 +24,7 @@ from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.toeplitz import toeplitz_attention
 from alibi_attn.attention.validation import make_spec
 from alibi_lab.measure.absent_device import absent_device
 
@@ -55,6 +56,18 @@ def compiled_with_gates(target: str, dtype: torch.dtype) -> dict[str, int]:
     return launches.by_kernel()
 
 
+def compiled_with_table(target: str, dtype: torch.dtype) -> dict[str, int]:
+    """`compiled`, for tables of distances and a key mask, through the public function: many queries, and few."""
+    table, mask = torch.randn(4, 1199).requires_grad_(), torch.ones(2, 600, dtype=torch.bool)
+    with absent_device(capability=divmod(int(target.removeprefix("sm_")), 10), compiles=True) as launches:
+        for queries in (200, 3):
+            shapes = (2, 4, queries, 64), (2, 2, 600, 64), (2, 2, 600, 64)
+            leaves = [*(torch.randn(shape).to(dtype).requires_grad_() for shape in shapes), table]
+            output = toeplitz_attention(*leaves, causal=False, key_mask=mask)
+            torch.autograd.grad(output, leaves, output)
+    return launches.by_kernel()
+
+
 def _call(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, known_norms: Norms | None) -> None:
     """Runs forward, and backward with and without gradients of slopes and lse."""
     tiles = fused.plan(spec, query, key, value, known_norms)
@@ -79,9 +92,10 @@ def _call(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor
 if __name__ == "__main__":
     assert "TRITON_INTERPRET" not in os.environ, "a process that interprets cannot compile"
     every = {case.name: case for case in (*CASES, *INSIDE, *KEY_BIASES)}
-    names = sys.argv[3:] or [*every, "gates"]
+    names = sys.argv[3:] or [*every, "gates", "table"]
     target, dtype = sys.argv[1], getattr(torch, sys.argv[2])
-    found = compiled(target, dtype, [every[name] for name in names if name != "gates"])
-    for kernel, launches in (compiled_with_gates(target, dtype) if "gates" in names else {}).items():
-        found[kernel] = found.get(kernel, 0) + launches
+    found = compiled(target, dtype, [every[name] for name in names if name in every])
+    for name, others in (("gates", compiled_with_gates), ("table", compiled_with_table)):
+        for kernel, launches in (others(target, dtype) if name in names else {}).items():
+            found[kernel] = found.get(kernel, 0) + launches
     print(json.dumps(found))

@@ -1,4 +1,4 @@
-"""The conformance suite on a GPU, without pytest: every case in bf16, fp16 and fp32, and attacks on the certificate.
+"""The conformance suite on a GPU, without pytest: every case in bf16, fp16 and fp32, tables, and attacks on the certificate.
 
     python tests/support/interpreter/conformance_on_device.py results                       on a GPU
     TRITON_INTERPRET=1 python tests/support/interpreter/conformance_on_device.py results    simulating one
@@ -27,6 +27,7 @@ from pathlib import Path
 sys.path.extend(map(str, Path(__file__).parents[1].iterdir()))  # the folders next to this one, as pytest's pythonpath
 
 import device_arithmetic
+import toeplitz_calls
 import torch
 from attention_cases import CASES, INSIDE, KEY_BIASES, Case
 from attention_checks import answer, assert_exact
@@ -48,6 +49,8 @@ DTYPES = {"bfloat16": 2.0**-12, "float16": 2.0**-15, "float32": 2.0**-28}  # dty
 # B, H, K and tokens of plans: from one program to 32,768 that race for 64 heads, and groups whose heads share a plan.
 RACES = ((1, 1, 1, 64), (4, 16, 16, 32768), (32, 16, 4, 512), (64, 32, 4, 64), (1, 4, 2, 131072))
 Draw = tuple[int, float, float, float]  # what `attacked` finds
+# Random calls with a table that have masks, segments, windows, offsets, groups, few queries; and two long ones.
+TABLES: tuple[int | bool, ...] = (0, 10, 11, 17, 19, 27, 35, 41, 53, True, False)
 TOGETHER = 10  # draws per task of a worker process
 NARROW, WIDE = 5, 64  # the head sizes of draws on a device: with all sizes, 2,000 draws compile 1,460 kernels, so 316
 
@@ -57,6 +60,12 @@ def conform(case: Case, dtype: str, device: str) -> float:
     with _arithmetic(device, against_us=False, dtype=dtype):
         got = answer(case, getattr(torch, dtype), device=device, backend="fused")
     return assert_exact(case, getattr(torch, dtype), got, tolerance=DTYPES[dtype], device=device)
+
+
+def conform_table(seed: int | bool, dtype: str, device: str) -> float:
+    """`conform` for a random call with a table of distances, or a long one that is causal or not."""
+    with _arithmetic(device, against_us=False, dtype=dtype):
+        return toeplitz_calls.check(toeplitz_calls.seeded(seed, dtype), "fused", device)
 
 
 def plans_that_differ(
@@ -127,10 +136,15 @@ def main(out: Path, draws: int, cases: int | None, seconds: float) -> int:
     differ = sum(plans_that_differ(shape, device, repeats) for shape in races if cases != 0)
     print(f"{differ} plans differ: each is made by the program of its head that finishes last", flush=True)
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare) as executor:
-        asked = {
+        asked: dict[Future[float], tuple[str, Case | str]] = {
             executor.submit(conform, case, dtype, device): (dtype, case)
             for dtype in DTYPES
             for case in (*CASES, *INSIDE, *KEY_BIASES)[:cases]
+        }
+        asked |= {
+            executor.submit(conform_table, seed, dtype, device): (dtype, f"table {seed}")
+            for dtype in DTYPES
+            for seed in TABLES[:cases]
         }
         attacks = [
             executor.submit(attacked, range(start, min(start + TOGETHER, draws)), device)
@@ -166,7 +180,7 @@ def main(out: Path, draws: int, cases: int | None, seconds: float) -> int:
     return int(bool(differ or wrong or broken))
 
 
-def _conformed(asked: Mapping[Future[float], tuple[str, Case]]) -> list[tuple[str, str, float | None]]:
+def _conformed(asked: Mapping[Future[float], tuple[str, Case | str]]) -> list[tuple[str, str, float | None]]:
     """(dtype, case, share of the allowed error), None for a wrong one, which is printed."""
     shares: list[tuple[str, str, float | None]] = []
     for future in concurrent.futures.as_completed(asked):

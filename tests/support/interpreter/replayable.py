@@ -19,7 +19,7 @@ sys.path.extend(map(str, Path(__file__).parents[1].iterdir()))  # the folders ne
 import torch
 from torch import Tensor
 
-from alibi_attn import alibi_attention, forgetting_attention
+from alibi_attn import alibi_attention, forgetting_attention, toeplitz_attention
 from alibi_attn.nn import ALiBiAttention, ReachCache, StaticKVCache, StaticReachCache
 from alibi_lab.measure.absent_device import Launches, absent_device
 
@@ -57,6 +57,7 @@ def main() -> dict[str, bool]:
     found = {}
     query, key, value = (torch.randn(2, 4, 256, 16).to(torch.bfloat16).requires_grad_() for _ in range(3))
     shown, gates = torch.ones(2, 256, dtype=torch.bool), torch.full((2, 4, 256), -0.1).requires_grad_()
+    table = torch.randn(4, 511).requires_grad_()
     position, one = torch.tensor(3), query[:, :, :1].detach()
 
     def training() -> object:
@@ -71,6 +72,10 @@ def main() -> dict[str, bool]:
         output = forgetting_attention(query, key, value, gates)
         return torch.autograd.grad(output, [query, key, value, gates], output)
 
+    def of_table() -> object:
+        output = toeplitz_attention(query, key, value, table, causal=False, key_mask=shown)
+        return torch.autograd.grad(output, [query, key, value, table], output)
+
     def decoding() -> object:
         with torch.no_grad():
             return alibi_attention(one, key, value, query_offset=position)
@@ -84,7 +89,7 @@ def main() -> dict[str, bool]:
         with torch.no_grad():
             return layer(token, cache=cache)
 
-    kinds = {"training": training, "encoder": encoder, "gates": gated, "decoding": decoding}
+    kinds = {"training": training, "encoder": encoder, "gates": gated, "table": of_table, "decoding": decoding}
     kinds |= {type(cache).__name__: functools.partial(cached, cache) for cache in caches}
     with absent_device() as launches:
         for name, step in kinds.items():
@@ -94,7 +99,7 @@ def main() -> dict[str, bool]:
                 assert norms == (8 * 4, 1, 1)
                 caches[0].crop(1000)
             with torch.no_grad():
-                query.mul_(3), key.mul_(2)
+                query.mul_(3), key.mul_(2), table.mul_(2)
                 shown[:, 100:], gates[:, :, 50] = False, -torch.inf
                 position.fill_(200)
             found[name] = bool(before) and launched(step, launches) == before

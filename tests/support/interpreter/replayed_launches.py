@@ -13,7 +13,7 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from alibi_attn import alibi_attention, forgetting_attention
+from alibi_attn import alibi_attention, forgetting_attention, toeplitz_attention
 from alibi_attn.attention.backends.fused import recording
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.inspect import decode_with_norms
@@ -38,6 +38,10 @@ def kinds() -> dict[str, tuple[Call, list[tuple[int, ...]]]]:
         ),
         "slopes": (lambda *x: alibi_attention(*x[:3], x[3].float()), [*rows, (4,)]),
         "few queries": (alibi_attention, [(2, 4, 3, 16), (2, 4, 500, 16), (2, 4, 500, 16)]),
+        "table": (
+            lambda *x: toeplitz_attention(*x[:3], x[3].float(), key_mask=shown, query_offset=0),
+            [*grouped, (4, 200)],
+        ),
         "gates": (lambda *x: forgetting_attention(*x[:3], -x[3].float().square()), [*rows, (2, 4, 200)]),
     }
 

@@ -14,10 +14,17 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from alibi_attn.attention.backends.fused import table
 from alibi_attn.attention.backends.fused.call import call_of, in_place
-from alibi_attn.attention.backends.fused.configs import MAX_HEAD_DIM, PLAN_ROWS, Shape, is_large, tile_shape
+from alibi_attn.attention.backends.fused.configs import (
+    MAX_HEAD_DIM,
+    PLAN_ROWS,
+    Shape,
+    is_large,
+    processors,
+    tile_shape,
+)
 from alibi_attn.attention.backends.fused.full_tiles import heads_of_masks
-from alibi_attn.attention.backends.fused.kernels import arguments
 from alibi_attn.attention.backends.fused.kernels.arguments import Visited, Visitors
 from alibi_attn.attention.backends.fused.launch import (
     NONE,
@@ -28,13 +35,12 @@ from alibi_attn.attention.backends.fused.launch import (
     in_rows,
     launch,
     number,
-    one_or_more,
     pointer,
     precision,
     rows_of,
     scratch,
 )
-from alibi_attn.attention.backends.fused.plan import empty_plan, make_plan
+from alibi_attn.attention.backends.fused.plan import empty_plan, find_visitors, make_plan
 from alibi_attn.attention.backends.fused.recording import replayed_call
 from alibi_attn.attention.backends.fused.space import Layout, Plan, Space, layout_of, starts
 from alibi_attn.attention.backends.protocol import TooSmall, Visits
@@ -44,19 +50,20 @@ from alibi_attn.attention.certificate.tiles import Tiles, reach_and_scores
 from alibi_attn.attention.operator import operator
 from alibi_attn.attention.schema import Arguments, BackwardInputs, Gradients, Kernels
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.transforms import constant_when_compiled, in_memory, why_not_compiled
+from alibi_attn.attention.transforms import constant_when_compiled, in_memory, transforms, why_not_compiled
 
 Spec = AttentionSpec[Tensor]
 
 name = "fused"
 
 DECODE_QUERIES = 8  # up to this many queries are decoding
-_INTERPRETER_PROCESSORS = 2
 
 
 def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Needs Triton and a CUDA device of compute capability 8.0 or more, fp16, bf16 or fp32, and D ≤ 256."""
-    return why_not_rows(query) if spec.table is None else "it has no table of distances"
+    if spec.table is not None and transforms():
+        return "it does not differentiate or map a table of distances in torch.func"
+    return why_not_rows(query)
 
 
 def why_not_rows(query: Tensor) -> str | None:
@@ -116,7 +123,7 @@ def is_split(spec: Spec, query: Tensor) -> bool:
 
     The visited tiles do not depend on it, because other sequences in the batch must not change them.
     """
-    few = spec.batch * spec.num_heads < _processors(query.device)
+    few = spec.batch * spec.num_heads < processors(query.device)
     return spec.query_len <= DECODE_QUERIES or (spec.query_len <= TILE and few)
 
 
@@ -134,6 +141,9 @@ def forward(
 
     output, lse = (torch.empty_like(query), _empty_lse(spec, query)) if into is None else into
     call = call_of(spec, query.device) if call is None else call
+    if spec.table is not None:
+        table.forward(spec, call, query, key, value, _visited(tiles), tiles.rows, output, lse, given_lse)
+        return output, lse
     if is_split(spec, query):
         _forward_in_parts(spec, call, query, key, value, tiles, output, lse, counts, given_lse)
         return output, lse
@@ -201,7 +211,7 @@ def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, known_norms: N
 
 def decode_parts(spec: Spec, query: Tensor) -> int:
     """The number of parts that the keys are split into: enough programs for the device, of at least four tiles each."""
-    programs = 2 * _processors(query.device)
+    programs = 2 * processors(query.device)
     return max(1, min(programs // (spec.batch * spec.num_kv_heads), -(-spec.key_len // (4 * TILE)), 64))
 
 
@@ -215,23 +225,28 @@ def backward(
     heads, s, t = (2, spec.batch, spec.num_heads), spec.key_len, spec.query_len
     dq, dk, dv = torch.empty_like(query), torch.empty_like(key), torch.empty_like(value)
     dslopes = torch.empty((*heads, t), dtype=like, device=device) if slopes_wanted else None
+    of_table = (
+        None if spec.table is None or not biases_wanted else torch.empty(spec.table.shape, dtype=like, device=device)
+    )
+    biases_wanted = biases_wanted and spec.table is None
     of_keys = torch.empty((*heads, s), dtype=like, device=device) if biases_wanted else None
     of_queries = torch.empty((*heads, t), dtype=like, device=device) if biases_wanted else None
     grad_lse = None if grad_lse is None else in_memory(grad_lse).contiguous()
     replayed_call(
         ("backward", tiles.rows), in_place(spec),
-        (query, key, value, output, lse, grad_output, grad_lse, tiles.space.tensor, dq, dk, dv, dslopes, of_keys, of_queries),
+        (query, key, value, output, lse, grad_output, grad_lse, tiles.space.tensor, dq, dk, dv, dslopes, of_keys, of_queries,
+        of_table),
         _launch_backward,
     )  # fmt: skip
     of_keys, of_queries = (None if x is None else x.sum(0, dtype=torch.float64) for x in (of_keys, of_queries))
     of_slopes = dq.new_empty(0) if dslopes is None else dslopes.sum(-1, dtype=torch.float64)  # not read if not wanted
-    return Gradients(dq, dk, dv, of_slopes, of_keys, of_queries)
+    return Gradients(dq, dk, dv, of_slopes, of_keys, of_queries, of_table)
 
 
 def _launch_backward(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor, output: Tensor, lse: Tensor, grad_output: Tensor,
     grad_lse: Tensor | None, saved_plan: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dslopes: Tensor | None,
-    of_keys: Tensor | None, of_queries: Tensor | None,
+    of_keys: Tensor | None, of_queries: Tensor | None, of_table: Tensor | None,
 ) -> None:  # fmt: skip
     """Three kernels: those that fill the gradients of queries and of keys, and before them the one that finds visitors."""
     from alibi_attn.attention.backends.fused.kernels.backward import query_kernel
@@ -252,7 +267,12 @@ def _launch_backward(
     lses, layout, of_plan = pointer(lse), tiles.layout, tiles.space.at
     full = of_plan(layout.full_tiles) if tiles.masked else NONE
     visitors = grouped(Visitors, of_plan(layout.bands), candidates, full, number(layout.row))
-    _find_visitors(spec, tiles, order, candidates, key_order if spec.group > 1 else NONE, key_tiles)
+    find_visitors(spec, tiles, order, candidates, key_order if spec.group > 1 else NONE, key_tiles)
+    if spec.table is not None:
+        inputs, gradients = (queries, keys, values, rows_of(output), grads), (rows_of(dq), rows_of(dk), rows_of(dv))
+        between = table.Between(lses, pointer(grad_lse), delta, call, _visited(tiles), visitors)
+        table.backward(spec, inputs, gradients, between, tiles.rows, table.widths(query), of_table)
+        return
     shape = tile_shape("query", query.dtype, spec.head_dim, large=large)
     launch(
         device, query_kernel, (b * h * -(-t // shape.queries), 1, 1),
@@ -272,31 +292,6 @@ def _plan_in(tensor: Tensor, spec: Spec) -> Plan:
     rows = plan_rows(spec.query_len)
     layout = layout_of(spec.num_heads, -(-spec.query_len // rows), spec.key_len, heads_of_masks(spec))
     return Plan(tensor, layout, spec.num_heads, rows)
-
-
-def _find_visitors(
-    spec: Spec, tiles: Plan, order: Argument, candidates: Argument, key_order: Argument, key_tiles: int
-) -> None:
-    """Fills `candidates` of Visitors, and the orders of heads and of key heads."""
-    from alibi_attn.attention.backends.fused.kernels.plan import visitors_kernel
-
-    at, layout = tiles.space.at, tiles.layout
-    plan = grouped(
-        arguments.Plan,
-        at(layout.bands),
-        at(layout.outliers),
-        NONE,
-        at(layout.weight),
-        number(layout.row),
-        NONE,
-        order,
-        NONE,
-    )
-    launch(
-        tiles.space.tensor.device, visitors_kernel, (spec.batch * spec.num_heads * -(-key_tiles // 64), 1, 1),
-        constants(WIDTH=64, BLOCKS=64), plan, candidates, key_order, number(spec.batch), number(spec.num_heads),
-        one_or_more(spec.group), number(-(-spec.query_len // tiles.rows)), number(key_tiles),
-    )  # fmt: skip
 
 
 class _Saved(NamedTuple):
@@ -373,12 +368,6 @@ def _constants(head_dim: int, shape: Shape, causal: bool, rows: int | None) -> C
         D=head_dim, BM=shape.queries, BN=shape.keys, **of_plan, CAUSAL=causal, PRECISION=precision(), num_warps=shape.warps,
         num_stages=shape.stages,
     )  # fmt: skip
-
-
-def _processors(device: torch.device) -> int:
-    if device.type != "cuda":
-        return _INTERPRETER_PROCESSORS
-    return torch.cuda.get_device_properties(device).multi_processor_count
 
 
 @constant_when_compiled

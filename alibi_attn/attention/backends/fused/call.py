@@ -30,6 +30,7 @@ FIELDS: dict[str, Callable[[Tensor], Tensor]] = {
     "key_bias": lambda bias: bias,
     "query_bias": lambda bias: bias.double().contiguous(),
     "query_start": lambda start: start.long().contiguous(),
+    "table": Tensor.contiguous,
     "dropout_seed": Tensor.contiguous,
 }
 

@@ -80,6 +80,11 @@ def is_large(device: torch.device) -> bool:
     return device.type != "cuda" or _capability(device.index) in (9, 10)
 
 
+def processors(device: torch.device) -> int:
+    """The streaming multiprocessors of a device; two in the interpreter."""
+    return 2 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
+
+
 @functools.cache
 def _capability(index: int | None) -> int:
     if torch.version.hip is not None:

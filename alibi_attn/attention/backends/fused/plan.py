@@ -21,6 +21,7 @@ from alibi_attn.attention.backends.fused.launch import (
     in_rows,
     launch,
     number,
+    one_or_more,
     pointer,
     real,
     rows_of,
@@ -171,6 +172,31 @@ def make_plan(
     )
     launch(device, plan_kernel, (programs, 1, 1), of_kernel, allowed, of_plan, call)
     return plan
+
+
+def find_visitors(
+    spec: Spec, tiles: Plan, order: Argument, candidates: Argument, key_order: Argument, key_tiles: int
+) -> None:
+    """Fills `candidates` of Visitors, and the orders of heads and of key heads."""
+    from alibi_attn.attention.backends.fused.kernels.plan import visitors_kernel
+
+    at, layout = tiles.space.at, tiles.layout
+    plan = grouped(
+        arguments.Plan,
+        at(layout.bands),
+        at(layout.outliers),
+        NONE,
+        at(layout.weight),
+        number(layout.row),
+        NONE,
+        order,
+        NONE,
+    )
+    launch(
+        tiles.space.tensor.device, visitors_kernel, (spec.batch * spec.num_heads * -(-key_tiles // 64), 1, 1),
+        constants(WIDTH=64, BLOCKS=64), plan, candidates, key_order, number(spec.batch), number(spec.num_heads),
+        one_or_more(spec.group), number(-(-spec.query_len // tiles.rows)), number(key_tiles),
+    )  # fmt: skip
 
 
 def _certify(

@@ -19,12 +19,11 @@ from alibi_attn.attention.bias import columns_of
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.checks import dtype_name
 from alibi_attn.attention.cuts import with_segments
-from alibi_attn.attention.eager import is_eager
 from alibi_attn.attention.finite_numbers import on_finite_numbers
 from alibi_attn.attention.operator import operator
 from alibi_attn.attention.schema import Arguments, BackwardInputs, Gradients, Saved
 from alibi_attn.attention.spec import AttentionSpec, dropout_numbers
-from alibi_attn.attention.transforms import constant_when_compiled, in_memory, surely, why_not_compiled
+from alibi_attn.attention.transforms import constant_when_compiled, in_memory, surely, transforms, why_not_compiled
 from alibi_attn.attention.visibility import first_positions, with_plain_offset, without_bad_numbers
 
 Spec = AttentionSpec[Tensor]
@@ -43,8 +42,8 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
     """Requires a CPU, and the kernels of a wheel or a C++ compiler."""
     if query.device.type != "cpu":
         return f"it runs on the CPU but query is on {query.device}"
-    if spec.table is not None and not is_eager(spec, query, key, value):
-        return "its operator does not support a table of distances, so it cannot run in torch.func or while a call is traced"
+    if spec.table is not None and transforms():
+        return "it does not differentiate or map a table of distances in torch.func"
     return why_not_compiled() or _is_built()
 
 

@@ -102,6 +102,14 @@ class BlockBias(NamedTuple):
     reference: object
 
 
+class Table(NamedTuple):
+    """A table: numbers [H, columns] fp32; column c is for the distance first + c."""
+
+    numbers: object
+    columns: object
+    first: object
+
+
 class Call(NamedTuple):
     """A call: AttentionSpec in the form that kernels accept.
 
