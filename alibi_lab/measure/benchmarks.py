@@ -287,6 +287,18 @@ BENCHMARKS: Mapping[str, Benchmark] = {
             ),
         ),
     ),
+    "gpu-models": Benchmark(
+        "What `gpu` leaves out, in two minutes: CUDA graphs, gates, key masks, static caches, each kernel, BLOOM, an encoder.",
+        "alibi bench gpu-models --parts graphs,kernels",
+        (
+            Option("parts", "", "Parts to measure, in this order; default: all.", names),
+            seconds(100.0, "Time limit in seconds for the whole benchmark."),
+            Option(
+                "scale", "full", "full; or smoke, which runs on a CPU in Triton's interpreter (set TRITON_INTERPRET=1)."
+            ),
+        ),
+        function="alibi_lab.measure.gpu_models:gpu_models",
+    ),
     "host": Benchmark(
         "What a call of the Triton kernels costs the host, without a GPU: Python time, launches, torch operations, allocations.",
         "alibi bench host --label before",

@@ -7,9 +7,10 @@ from pathlib import Path
 
 import everything_on_device as command
 import pytest
-from everything_on_device import PARTS, Part, everything
+from everything_on_device import PARTS, Part, chosen, everything
 
 from alibi_lab import records
+from alibi_lab.measure import gpu_models
 
 # What a machine with a GPU may not have.
 ABSENT = ("hypothesis", "matplotlib", "pytest", "rich", "safetensors", "scipy", "transformers", "typer")
@@ -25,7 +26,7 @@ def test_a_part_that_did_not_pass_is_repeated_and_the_others_are_not(
     right = says("import pathlib, sys; pathlib.Path(sys.argv[1], 'record').touch(); print('right')")
     wrong = says("print('WRONG bfloat16'); raise SystemExit(3)")
     assert everything(tmp_path, {"conformance": right, "attack": wrong, "bench": right}) == 1
-    assert "attack failed with exit status 3" in (said := capsys.readouterr().out)
+    assert "attack failed with exit status 3, " in (said := capsys.readouterr().out)
     assert "    WRONG bfloat16\n" in said
     assert everything(tmp_path, {"conformance": wrong, "attack": right, "bench": wrong}) == 0
     assert capsys.readouterr().out.count("has passed already") == 2
@@ -49,7 +50,14 @@ def test_a_part_that_takes_too_long_is_stopped_with_its_processes(
 def test_the_parts_end_within_eight_minutes_with_conformance_first() -> None:
     assert sum(part.seconds for part in PARTS["full"].values()) <= 480
     for parts in PARTS.values():
-        assert list(parts) == ["conformance", "attack", "bench"]
+        assert list(parts) == ["conformance", "bench", "models", "attack"]
+
+
+def test_some_parts_share_the_given_seconds() -> None:
+    parts = chosen("full", ["models", "bench"], 115)
+    assert {name: part.seconds for name, part in parts.items()} == {"bench": 65, "models": 50}
+    assert parts["bench"].command()[-2:] == ["--seconds", "43"]
+    assert chosen("full") == PARTS["full"]
 
 
 @pytest.mark.long
@@ -63,11 +71,12 @@ def test_a_rehearsal_passes_with_nothing_but_torch_and_triton(tmp_path: Path) ->
     assert "3 of 3 cases are right" in done.stdout
     assert "2 of 2 draws, broken: none" in done.stdout
     found = [record.name for record in records.find(tmp_path / "out")]
-    assert sorted(found) == [
+    assert [name for name in sorted(found) if "models" not in name] == [
         "fused/interpreted",
         "fused/interpreted",
         "gpu-smoke/decoding-noise-2x16",
         "gpu-smoke/noise-2x16",
     ]
+    assert len(found) == 4 + len(gpu_models.PARTS)
     again = subprocess.run(line, capture_output=True, text=True, check=False, env=environment)
-    assert again.stdout.count("has passed already") == 3
+    assert again.stdout.count("has passed already") == 4

@@ -1,8 +1,9 @@
-"""Everything that a GPU can tell in eight minutes: conformance first, then the attack on the certificate, then speed.
+"""Everything that a GPU can tell in eight minutes: conformance first, then speed, then the attack on the certificate.
 
     python tests/support/interpreter/everything_on_device.py runs/gpu                                         on a GPU
     TRITON_INTERPRET=1 python tests/support/interpreter/everything_on_device.py runs/gpu --scale smoke    a rehearsal
 
+Options: --only PART … runs some parts; --seconds N shares N seconds among the parts in place of their own limits.
 It needs this source tree, torch, numpy and Triton, and nothing installed. Each part runs in its own process, with a time limit,
 and leaves its records and `log.txt` in a folder such as `attack-1`. Started again, it repeats only the parts that did not
 pass, in new folders. The exit status is 1 if a part did not pass.
@@ -14,9 +15,12 @@ import os
 import signal
 import subprocess
 import sys
+import time
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
+
+import quick_interpreter
 
 ROOT = Path(__file__).parents[3]
 CONFORMANCE = str(Path(__file__).with_name("conformance_on_device.py"))
@@ -25,24 +29,42 @@ LINES = 12  # of a part's log that are printed
 
 
 class Part(NamedTuple):
-    """The arguments of Python, to which the folder for records is added, and the time limit."""
+    """The arguments of Python, to which the folder for records is added, and the time limit.
+
+    The argument SECONDS is replaced by the limit without `spare`, which is for starting and for the last measurement.
+    """
 
     arguments: Sequence[str]
     seconds: float
+    spare: float = 0.0
+
+    def command(self) -> list[str]:
+        inside = f"{max(self.seconds - self.spare, 1.0):.0f}"
+        return [inside if argument == SECONDS else argument for argument in self.arguments]
 
 
+SECONDS = "SECONDS"
 PARTS: Mapping[str, Mapping[str, Part]] = {
     "full": {
-        "conformance": Part((CONFORMANCE, "--draws", "0"), 165),
-        "attack": Part((CONFORMANCE, "--cases", "0", "--draws", "2000", "--seconds", "90"), 125),
-        "bench": Part((__file__, "--bench"), 190),
+        "conformance": Part((CONFORMANCE, "--draws", "0"), 150),
+        "bench": Part((__file__, "--measure", "bench", "--seconds", SECONDS), 130, 22),
+        "models": Part((__file__, "--measure", "models", "--seconds", SECONDS), 100, 15),
+        "attack": Part((CONFORMANCE, "--cases", "0", "--draws", "2000", "--seconds", SECONDS), 80, 30),
     },
     "smoke": {
         "conformance": Part((CONFORMANCE, "--draws", "0", "--cases", "1"), 600),
+        "bench": Part((__file__, "--measure", "bench", "--scale", "smoke"), 600),
+        "models": Part((__file__, "--measure", "models", "--scale", "smoke"), 600),
         "attack": Part((CONFORMANCE, "--cases", "0", "--draws", "2"), 600),
-        "bench": Part((__file__, "--bench", "--scale", "smoke"), 600),
     },
 }
+
+
+def chosen(scale: str, only: Sequence[str] = (), seconds: float | None = None) -> dict[str, Part]:
+    """The parts to run, all by default, in the order of PARTS; `seconds` is shared as their own limits are."""
+    parts = {name: part for name, part in PARTS[scale].items() if not only or name in only}
+    share = 1.0 if seconds is None else seconds / sum(part.seconds for part in parts.values())
+    return {name: part._replace(seconds=part.seconds * share) for name, part in parts.items()}
 
 
 def everything(out: Path, parts: Mapping[str, Part]) -> int:
@@ -54,13 +76,15 @@ def everything(out: Path, parts: Mapping[str, Part]) -> int:
             print(f"{name} has passed already", flush=True)
             continue
         folder = out / f"{name}-{len(tried) + 1}"
+        start = time.perf_counter()
         came = run(part, folder)
+        took = time.perf_counter() - start
         if came == "passed":
             (folder / "passed").touch()
         else:
             failed.append(name)
         last = (folder / "log.txt").read_text(encoding="utf-8").splitlines()[-LINES:]
-        print("\n".join([f"{name} {came}; {folder}", *(f"    {line}" for line in last)]), flush=True)
+        print("\n".join([f"{name} {came}, {took:.0f} s; {folder}", *(f"    {line}" for line in last)]), flush=True)
     return int(bool(failed))
 
 
@@ -70,7 +94,7 @@ def run(part: Part, folder: Path) -> str:
     paths = [str(ROOT), *filter(None, [os.environ.get("PYTHONPATH")])]
     with (folder / "log.txt").open("w", encoding="utf-8") as log:
         process = subprocess.Popen(
-            [sys.executable, "-u", *part.arguments, str(folder.resolve())],
+            [sys.executable, "-u", *part.command(), str(folder.resolve())],
             cwd=ROOT,
             env=os.environ | {"PYTHONPATH": os.pathsep.join(paths)},
             stdout=log,
@@ -88,20 +112,29 @@ def run(part: Part, folder: Path) -> str:
             process.wait()
 
 
-def bench(out: Path, scale: str) -> None:
-    """`alibi bench gpu`, without its command line, which needs typer."""
+def measure(what: str, out: Path, scale: str, seconds: float) -> None:
+    """`alibi bench gpu` and `alibi bench gpu-models`, without their command line, which needs typer."""
     from alibi_lab.measure.gpu import gpu
+    from alibi_lab.measure.gpu_models import gpu_models
 
     if scale == "smoke":
+        quick_interpreter.prepare()
+    if what == "models":
+        gpu_models(out, scale=scale, seconds=seconds)
+    elif scale == "smoke":
         gpu(out, lengths=(64,), shapes=((2, 16),), kinds=("noise",), scale="smoke")
     else:
-        gpu(out, lengths=LENGTHS, kinds=("noise",), seconds=165)
+        gpu(out, lengths=LENGTHS, kinds=("noise",), seconds=seconds)
 
 
 if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--scale", choices=PARTS, default="full")
-    parser.add_argument("--bench", action="store_true", help="only time the kernels, in this process")
+    parser.add_argument("--only", nargs="+", choices=PARTS["full"], default=(), help="the parts to run")
+    parser.add_argument("--seconds", type=float, help="shared among the parts")
+    parser.add_argument("--measure", choices=("bench", "models"), help="only this, in this process")
     asked = parser.parse_args()
-    sys.exit(bench(asked.out, asked.scale) if asked.bench else everything(asked.out, PARTS[asked.scale]))
+    if asked.measure:
+        sys.exit(measure(asked.measure, asked.out, asked.scale, asked.seconds or 600.0))
+    sys.exit(everything(asked.out, chosen(asked.scale, asked.only, asked.seconds)))

@@ -1,0 +1,107 @@
+"""`alibi bench gpu-models`: what `alibi bench gpu` leaves out, on one GPU; correctness first, then time.
+
+Training steps and decoding through CUDA graphs, forget gates, key masks, each kernel by name, a BLOOM and an encoder. Each part
+makes a record, has a share of the time, and a failure in it is the reason in a row. The scale "smoke" tests this file: the same
+code at tiny sizes on a CPU, in Triton's interpreter.
+"""
+
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from pathlib import Path
+
+import torch
+
+from alibi_lab.measure.gpu_decoding import DECODING
+from alibi_lab.measure.gpu_kernels import OF_KERNELS
+from alibi_lab.measure.gpu_networks import BLOOM, BLOOM_STEP, ENCODER
+from alibi_lab.measure.gpu_parts import Case, Part, failures, left_out, number_type
+from alibi_lab.measure.gpu_steps import GATED, PLAIN, WITH_MASK
+from alibi_lab.measure.harness import Config, Row, Rows, Say, keep
+
+PARTS = (PLAIN, DECODING, OF_KERNELS, GATED, WITH_MASK, BLOOM, BLOOM_STEP, ENCODER)
+SCALES = ("full", "smoke")
+
+
+def gpu_models(
+    out: Path,
+    *,
+    parts: Sequence[str] = (),
+    seconds: float = 100.0,
+    scale: str = "full",
+    say: Say = print,
+) -> list[Path]:
+    """Checks and measures, saves a record per part, and returns their paths.
+
+    `relative_error` is a share of the largest number of its tensor. `forward_ms` is a call without gradients, `backward_ms` the
+    rest of a training step; `host_us` is the time until the host has launched the step.
+
+    Args:
+        parts: names of the parts to measure, in this order; all by default.
+        seconds: for everything; each part has its share, and what an earlier one leaves.
+        scale: "full", or "smoke" for a CPU with Triton's interpreter.
+
+    Raises:
+        ValueError: no CUDA device, or an unknown part.
+        RuntimeError: a result was wrong; the records are kept.
+    """
+    if scale not in SCALES:
+        raise ValueError(f"scale is {scale!r} but must be 'full' or 'smoke'")
+    known = {part.name: part for part in PARTS}
+    if unknown := [name for name in parts if name not in known]:
+        raise ValueError(f"parts has {', '.join(unknown)} but must be of {', '.join(known)}")
+    device = torch.device("cpu" if scale == "smoke" else "cuda")
+    if scale == "full" and not torch.cuda.is_available():
+        raise ValueError(
+            "alibi bench gpu-models needs a CUDA device but there is none; pass --scale smoke to test it on a CPU"
+        )
+    chosen = [known[name] for name in parts] or PARTS
+    wrong = list[str]()
+
+    def steps() -> Iterator[Mapping[str, Rows]]:
+        end, share = time.perf_counter(), seconds / sum(part.seconds for part in chosen)
+        for part in chosen:
+            end += part.seconds * share
+            for case in part.cases[scale]:
+                rows = measured(part, case, device, end)
+                wrong.extend(
+                    f"{part.name}, {case}, {x}: {row['why_not']}"
+                    for x, row in rows.items()
+                    if row.get("right") is False
+                )
+                yield {_name(part, device): rows}
+
+    configs = {_name(part, device): _config(part, part.cases[scale], device) for part in chosen}
+    paths = keep(out, configs, steps(), say=say)
+    if wrong:
+        raise RuntimeError("; ".join(wrong))
+    return paths
+
+
+def measured(part: Part, case: Case, device: torch.device, end: float) -> dict[str, Row]:
+    """The rows of a case by peer. After `end` the rest is left out."""
+    known = failures()
+    try:
+        if time.perf_counter() > end:
+            return {peer: left_out(part, case, "no time was left") for peer in part.peers}
+        calls = part.calls(case, device)
+    except known as failure:
+        return {peer: left_out(part, case, failure) for peer in part.peers}
+    rows = {}
+    for peer, call in calls.items():
+        try:
+            rows[peer] = left_out(part, case, "") | {"why_not": None}
+            rows[peer] |= call() if time.perf_counter() <= end else {"why_not": "no time was left"}
+        except known as failure:
+            rows[peer] = left_out(part, case, failure)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+    return rows
+
+
+def _name(part: Part, device: torch.device) -> str:
+    return f"{'gpu-smoke' if device.type == 'cpu' else 'gpu'}/models-{part.name}"
+
+
+def _config(part: Part, cases: Sequence[Case], device: torch.device) -> Config:
+    dtype = str(number_type(device)).removeprefix("torch.")
+    return {"cases": [str(case) for case in cases], "dtype": dtype, "device": device.type, "peers": dict(part.peers)}

@@ -1,0 +1,134 @@
+"""Training steps that `alibi bench gpu` does not time: through a CUDA graph, with forget gates, and symmetric with a key mask."""
+
+import functools
+from collections.abc import Callable
+
+import torch
+from torch import Tensor
+from torch.nn import functional
+from torch.nn.attention import SDPBackend
+
+from alibi_attn import alibi_attention, forgetting_attention
+from alibi_lab.measure.gpu_parts import (
+    GRAPH,
+    Calls,
+    Case,
+    Formula,
+    Part,
+    Truth,
+    attended,
+    biased_by,
+    causal_distance,
+    drawn,
+    head,
+    in_both_ways,
+)
+from alibi_lab.measure.inputs import published_slopes
+from alibi_lab.measure.peers.sdpa_causal import causal, causal_by
+
+SDPA, CUDNN = "SDPA, no bias", "SDPA, no bias, cuDNN"
+MASKED, BIASED = "SDPA + mask, no bias", "SDPA + dense bias"
+NOTES = {
+    "ours": "backend='fused'",
+    SDPA: "scaled_dot_product_attention(is_causal=True); no ALiBi at all",
+    CUDNN: "the same, restricted to cuDNN's kernel",
+    MASKED: "attn_mask [B, 1, 1, S]; no ALiBi at all",
+    BIASED: "attn_mask [B, H, T, S] with bias and mask, built once",
+}
+
+
+def plain(case: Case, device: torch.device) -> Calls:
+    """Causal, fixed slopes."""
+    *inputs, grad = drawn(case, device)
+    slopes = published_slopes(case.heads, device)
+    ours = functools.partial(alibi_attention, slopes=slopes, backend="fused")
+    biased = Truth.of(with_slope(slopes, case.length), inputs, grad)
+    return {**in_both_ways(ours, inputs, grad, biased, "ours"), **_causal_peers(inputs, grad, slopes)}
+
+
+def gated(case: Case, device: torch.device) -> Calls:
+    """Forget gates, without slopes."""
+    *inputs, grad = drawn(case, device)
+    noise = torch.randn(grad.shape[:3], generator=torch.Generator(device).manual_seed(1), device=device)
+    gates = functional.logsigmoid(noise + 4)
+    ours = functools.partial(forgetting_attention, backend="fused")
+    calls = in_both_ways(ours, [*inputs, gates], grad, Truth.of(with_gates, [*inputs, gates], grad), "ours")
+    return {**calls, **_causal_peers(inputs, grad, published_slopes(case.heads, device))}
+
+
+def masked(case: Case, device: torch.device) -> Calls:
+    """Symmetric, with padding: texts of a third of the length or more, two thirds on average."""
+    *inputs, grad = drawn(case, device)
+    slopes, mask = published_slopes(case.heads, device), padding(case, device)
+    distance = causal_distance(case.length, device)
+    distance = distance.minimum(distance.T)
+    hidden, slope = ~mask[-1], head(slopes[None, :, None].double())
+    ours = functools.partial(alibi_attention, slopes=slopes, causal=False, key_mask=mask, backend="fused")
+    biased, unbiased = (
+        Truth.of(biased_by((-m * distance).masked_fill_(hidden, -torch.inf)), inputs, grad) for m in (slope, 0 * slope)
+    )
+    shown = mask[:, None, None]
+    bias = (-slopes[:, None, None] * distance.float()).to(grad.dtype).masked_fill(~shown, -torch.inf)
+    del distance
+    return {
+        **in_both_ways(ours, inputs, grad, biased, "ours"),
+        **in_both_ways(_with_mask(shown), inputs, grad, unbiased, MASKED),
+        **in_both_ways(_with_mask(bias), inputs, grad, biased, BIASED),
+    }
+
+
+def padding(case: Case, device: torch.device) -> Tensor:
+    """[B, S] bool, True = a token of its text. The lengths are random, and one text is as long as the batch."""
+    generator = torch.Generator().manual_seed(2)
+    lengths = torch.randint(case.length // 3, case.length + 1, (case.batch,), generator=generator)
+    if case.batch > 1:
+        lengths[0] = case.length
+    return (torch.arange(case.length) < lengths[:, None]).to(device)
+
+
+def with_slope(slopes: Tensor, length: int) -> Formula:
+    """The causal formula of the middle head."""
+    slope = head(slopes[None, :, None].double())
+    return biased_by(-slope * causal_distance(length, slopes.device))
+
+
+def with_gates(query: Tensor, key: Tensor, value: Tensor, gates: Tensor) -> Tensor:
+    """The causal formula with one ln f per token."""
+    sums, hidden = gates.double().cumsum(0), causal_distance(len(gates), gates.device) == torch.inf
+    return attended(query, key, value, (sums[:, None] - sums).masked_fill(hidden, -torch.inf))
+
+
+def _causal_peers(inputs: list[Tensor], grad: Tensor, slopes: Tensor) -> Calls:
+    query, key, value = inputs
+    hidden = torch.where(causal_distance(grad.shape[2], grad.device) == torch.inf, -torch.inf, 0.0)
+    truth = Truth.of(biased_by(hidden), inputs, grad)
+    return {
+        **in_both_ways(causal(query, key, value, slopes), inputs, grad, truth, SDPA),
+        **in_both_ways(causal_by(SDPBackend.CUDNN_ATTENTION)(query, key, value, slopes), inputs, grad, truth, CUDNN),
+    }
+
+
+def _with_mask(mask: Tensor) -> Callable[..., Tensor]:
+    return lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, attn_mask=mask)
+
+
+def _notes(*names: str) -> dict[str, str]:
+    return {name + way: NOTES[name] + way for name in names for way in ("", GRAPH)}
+
+
+SMOKE = (Case(2, 70, 2, 16),)
+PLAIN = Part(
+    "graphs",
+    15.0,
+    _notes("ours", SDPA, CUDNN),
+    {"full": (Case(8, 2048, 16, 128), Case(1, 16384, 16, 128), Case(32, 512, 16, 128)), "smoke": SMOKE},
+    plain,
+)
+GATED = Part("gates", 12.0, _notes("ours", SDPA, CUDNN), {"full": (Case(2, 8192, 16, 128),), "smoke": SMOKE}, gated)
+WITH_MASK = Part(
+    "masked",
+    15.0,
+    _notes("ours", MASKED, BIASED),
+    {"full": (Case(32, 512, 12, 64), Case(8, 2048, 12, 64), Case(2, 8192, 12, 64)), "smoke": SMOKE},
+    masked,
+)

@@ -1,0 +1,116 @@
+"""`alibi bench gpu-models` without a GPU or Triton: its records where a part fails, is wrong or has no time."""
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from alibi_lab import records
+from alibi_lab.measure import gpu_models as module
+from alibi_lab.measure.gpu_kernels import of_step
+from alibi_lab.measure.gpu_models import PARTS, gpu_models
+from alibi_lab.measure.gpu_parts import Calls, Case, Part, Truth, drawn
+from alibi_lab.measure.gpu_steps import padding, with_gates, with_slope
+from alibi_lab.measure.inputs import published_slopes
+
+CPU = torch.device("cpu")
+CASES = {"smoke": (Case(2, 20, 2, 8), Case(1, 30, 2, 8))}
+
+
+def silent(line: str) -> None:
+    pass
+
+
+def rows(record: records.Record) -> dict[str, dict[str, object]]:
+    """The last row of every peer."""
+    return {peer: {name: values[-1] for name, values in columns.items()} for peer, columns in record.curves.items()}
+
+
+def test_what_needs_no_kernel_is_right_and_timed_and_the_rest_has_its_reason(tmp_path: Path) -> None:
+    found = {
+        record.name.removeprefix("gpu-smoke/models-"): rows(record)
+        for record in map(records.load, gpu_models(tmp_path, scale="smoke", say=silent))
+    }
+    assert list(found) == [part.name for part in PARTS]
+    without = ("ours", "ours, graph")  # in these parts, on a CPU without Triton's interpreter
+    for part in PARTS:
+        for peer, row in found[part.name].items():
+            if (
+                part.name == "kernels"
+                or "cuDNN" in peer
+                or (part.name in ("graphs", "gates", "masked") and peer in without)
+            ):
+                assert row["why_not"]
+                assert row.get("right") is None
+            else:
+                assert row["right"] is True, (part.name, peer, row)
+                assert 0 <= row["relative_error"] <= row["allowed_error"] < 1e-5
+                assert row["forward_ms"] > 0
+                assert row["host_us"] > 0
+
+
+def test_a_wrong_part_raises_after_the_records_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def calls(case: Case, device: torch.device) -> Calls:
+        return {"ours": lambda: {"right": False, "why_not": "it is wrong"}, "peer": lambda: {"right": True}}
+
+    monkeypatch.setattr(module, "PARTS", (Part("a", 1.0, {"ours": "", "peer": ""}, CASES, calls),))
+    with pytest.raises(RuntimeError, match="a, 2x20, 2x8, ours: it is wrong; a, 1x30"):
+        gpu_models(tmp_path, scale="smoke", say=silent)
+    (record,) = records.find(tmp_path)
+    assert record.curves["ours"]["length"] == [20, 30]
+    assert record.curves["peer"]["right"] == [True, True]
+
+
+def test_failures_and_a_lack_of_time_are_reasons_in_rows(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def fails() -> dict[str, object]:
+        raise torch.OutOfMemoryError("too much\nof it")
+
+    def calls(case: Case, device: torch.device) -> Calls:
+        if case.length == 30:
+            raise ImportError("no transformers")
+        return {"ours": fails, "peer": lambda: {"right": True}}
+
+    peers = {"ours": "", "peer": ""}
+    known = (Part("a", 1.0, peers, CASES, calls), Part("b", 0.0, peers, CASES, calls))
+    monkeypatch.setattr(module, "PARTS", known)
+    first, _ = (records.load(path) for path in gpu_models(tmp_path / "1", scale="smoke", say=silent))
+    assert first.curves["ours"]["why_not"] == ["too much", "no transformers"]
+    assert first.curves["peer"]["why_not"] == [None, "no transformers"]
+    late = [records.load(path) for path in gpu_models(tmp_path / "2", scale="smoke", seconds=-1.0, say=silent)]
+    assert {x for record in late for x in record.curves["ours"]["why_not"]} == {"no time was left"}
+
+
+def test_truth_tells_other_slopes_and_gates() -> None:
+    case = CASES["smoke"][0]
+    *inputs, grad = drawn(case, CPU)
+    slopes, gates = published_slopes(2), -torch.rand(2, 2, 20)
+    truth = Truth.of(with_slope(slopes, 20), inputs, grad)
+    assert truth.row([x[None, None] for x in truth.plain])["right"]
+    other = Truth.of(with_slope(slopes * 1.001, 20), inputs, grad)
+    assert not truth.row([x[None, None] for x in other.plain])["right"]
+    gated = Truth.of(with_gates, [*inputs, gates], grad)
+    assert len(gated.true) == 5
+    assert not gated.row([x[None, None] for x in Truth.of(with_gates, [*inputs, gates * 1.001], grad).plain])["right"]
+    assert not truth.row([x[None, None] * torch.nan for x in truth.plain])["right"]
+
+
+def test_padding_fills_one_text_and_a_third_of_each_at_least() -> None:
+    shown = padding(Case(6, 90, 1, 8), CPU).sum(1)
+    assert shown.max() == shown[0] == 90
+    assert 30 <= shown.min() < 90
+
+
+def test_operations_of_a_step_are_counted_per_step() -> None:
+    x = torch.ones(50, 50)
+    found = of_step(lambda: (x @ x).exp(), CPU)
+    assert found["aten::mm"].calls == found["aten::exp"].calls == 1
+    assert found["aten::mm"].ms > 0
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [({"scale": "small"}, "must be 'full' or 'smoke'"), ({"parts": ["bert"]}, "bert but must be of graphs, decoding")],
+)
+def test_unknown_scales_and_parts_are_refused(tmp_path: Path, options: dict[str, object], words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        gpu_models(tmp_path, **options)
