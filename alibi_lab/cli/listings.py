@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from alibi_attn.cli.console import console, needs
-from alibi_lab.lab.config import Recipe, Scale
+from alibi_lab.lab.config import ConfigError, Recipe, Scale
 from alibi_lab.lab.config_io import field_meanings
 from alibi_lab.recipes.index import RECIPES
 
@@ -69,7 +69,7 @@ def list_recipes(
     [dim]alibi recipes referee --scale medium[/]
     """
     if recipe is not None:
-        one = recipe_named(recipe)
+        one = recipe_named(recipe, scale)
         details = {"question": one.question, "paper": one.paper, "command": one.command, "cost": one.cost}
         details |= {
             "expected": one.expected,
@@ -85,7 +85,8 @@ def list_recipes(
     table.columns[1].max_width = max(20, console.width - max(map(len, RECIPES)) - 36)  # the width of the other columns
     table.columns[2].justify = table.columns[3].justify = "right"
     for name, one in RECIPES.items():
-        table.add_row(name, one.question, *_size(one, scale))
+        if scale in one.scales:
+            table.add_row(name, one.question, *_size(one, scale))
     console.print(table)
 
 
@@ -99,7 +100,7 @@ def show_config(
 
     [dim]alibi config referee --scale medium[/]
     """
-    configs = recipe_named(recipe).runs(scale)
+    configs = recipe_named(recipe, scale).runs(scale)
     table = RichTable("field", "value", "meaning", box=None)
     table.columns[0].no_wrap = True
     for name, meaning in field_meanings().items():
@@ -113,10 +114,14 @@ def _plain(value: object) -> str:
     return ",".join(map(str, value)) if isinstance(value, tuple) else "" if value is None else str(value)
 
 
-def recipe_named(name: str) -> Recipe:
-    """The recipe; an unknown name ends the command with a suggestion."""
+def recipe_named(name: str, scale: Scale) -> Recipe:
+    """The recipe; an unknown name ends the command with a suggestion, and a scale that it does not have with those it has."""
     if name not in RECIPES:
         raise typer.BadParameter(f"there is no recipe {name!r}{_nearest(name)}; the recipes are: {', '.join(RECIPES)}")
+    try:
+        RECIPES[name].check_scale(scale)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
     return RECIPES[name]
 
 

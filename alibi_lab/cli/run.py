@@ -23,7 +23,10 @@ PAPER_FOLDER = Path("runs/paper")  # the items of the paper share trainings, so 
 
 Scales = Annotated[
     Scale,
-    typer.Option(help="smoke: seconds. small: minutes. medium: hours. paper: the published size, for a cluster."),
+    typer.Option(
+        help="smoke: seconds. small: minutes. medium: hours. gpu: ten minutes per training on one H100 (figure-1, table-2). "
+        "paper: the published size, for a cluster."
+    ),
 ]
 Out = Annotated[
     Path | None,
@@ -40,6 +43,14 @@ Corpus = Annotated[str | None, typer.Option(help='Corpus to train on: "python-so
 Seeds = Annotated[str, typer.Option(help="Repeat every training with these seeds, as in 0,1,2.")]
 Methods = Annotated[
     str, typer.Option(help="Position methods to compare, built in or your own: alibi,rotary,mine.py:MyBias.")
+]
+Minutes = Annotated[
+    float | None,
+    typer.Option(
+        min=0.01,
+        help="Train every model for about this long here, all with the same number of steps.",
+        show_default="the scale's steps",
+    ),
 ]
 Shard = Annotated[str, typer.Option(help="Split the trainings over machines: train only part i of n, as in 0/8 … 7/8.")]
 Jobs = Annotated[str | None, typer.Option("--jobs", hidden=True)]
@@ -71,6 +82,7 @@ def run(
     corpus: Corpus = None,
     seeds: Seeds = "",
     methods: Methods = "",
+    minutes: Minutes = None,
     shard: Shard = "0/1",
     ray: Ray = None,
     jobs: Jobs = None,
@@ -99,7 +111,7 @@ def run(
         raise typer.BadParameter(
             f"--jobs is gone; pass --ray local, or run {jobs} shells with --shard 0/{jobs}, 1/{jobs} and so on"
         )
-    listings.recipe_named(recipe)
+    listings.recipe_named(recipe, scale)
     overrides = _overrides(changes or [], text or [], corpus, text_field)
     selection = _selection(scale, overrides, seeds, methods)
     part = _shard(shard)
@@ -107,6 +119,10 @@ def run(
         index.check(recipe, **selection)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
+    if scale == "gpu" and not ray:
+        _check_gpu()
+    if minutes is not None:
+        selection = _shortened(recipe, minutes, selection, alone=not ray and part == (0, 1))
     items = index.items_of(recipe)
     folder = out or (PAPER_FOLDER if items else Path("runs") / recipe)
     page = folder / (f"{recipe}.html" if items and recipe != "paper" else "report.html")
@@ -164,6 +180,38 @@ def _selection(scale: Scale, overrides: dict[str, str], seeds: str, methods: str
     chosen = [int(seed) for seed in seeds.split(",") if seeds]
     named = [name.strip() for name in methods.split(",") if methods]
     return Selection(scale=scale, overrides=overrides, seeds=chosen, methods=named)
+
+
+def _check_gpu() -> None:
+    with needs("lab"):
+        import torch
+    if not torch.cuda.is_available():
+        raise typer.BadParameter(
+            "--scale gpu is planned for a GPU with bf16 matrix products, and torch finds no CUDA device here, where a training "
+            "would take days; pass --scale medium"
+        )
+
+
+def _shortened(recipe: str, minutes: float, selection: Selection, *, alone: bool) -> Selection:
+    """The selection with the steps that fit into these minutes, which are printed: another measurement gives others."""
+    with needs("lab"):
+        from alibi_lab.lab.experiment import processes
+        from alibi_lab.recipes.plan import shortened_to
+    overrides = selection["overrides"]
+    if not alone or processes().num_processes > 1 or "train.steps" in overrides:
+        raise typer.BadParameter(
+            "--minutes measures the steps of one process; with --ray, --shard, a launcher or --set train.steps omit it, and "
+            "pass --set train.steps=N"
+        )
+    changes = shortened_to(minutes, recipe, **selection)
+    fields = " ".join(f"--set {name}={value}" for name, value in changes.items())
+    console.print(f"{minutes:g} min per training: {fields}; pass these instead of --minutes to resume", soft_wrap=True)
+    shorter = Selection(**{**selection, "overrides": {**overrides, **changes}})
+    try:
+        index.check(recipe, **shorter)
+    except ConfigError as error:
+        raise typer.BadParameter(str(error)) from None
+    return shorter
 
 
 def _shard(text: str) -> tuple[int, int]:

@@ -19,7 +19,7 @@ Architecture: TypeAlias = Literal["modern", "mpt", "baevski-auli"]
 Optimizer: TypeAlias = Literal["adamw", "nag"]
 Parallel: TypeAlias = Literal["ddp", "fsdp"]
 Precision: TypeAlias = Literal["no", "bf16", "fp16"]
-Scale: TypeAlias = Literal["smoke", "small", "medium", "paper"]
+Scale: TypeAlias = Literal["smoke", "small", "medium", "gpu", "paper"]
 Split: TypeAlias = Literal["valid", "test"]
 Stretch: TypeAlias = Literal["none", "linear", "ntk", "yarn"]
 SymbolTask: TypeAlias = Literal["mqar", "needles", "copy", "flip-flop"]
@@ -147,6 +147,7 @@ class TrainConfig:
     context_parallel: int = 1  # the number of processes that share every sequence, each with consecutive tokens
     exchange_timeout_s: float = 600.0  # of an exchange between these processes
     activation_checkpointing: bool = False
+    compile: bool = False  # the layers, with torch.compile
     log_every: int = 10  # steps between points of the training curve
     checkpoint_every: int = 100  # steps; Ctrl-C writes a checkpoint too
     validate_every: int = 0  # steps between validations during the training; 0 = none
@@ -244,7 +245,7 @@ class Selection(TypedDict, total=False):
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Recipe:
-    """One question and the runs that answer it, at three scales with one code path.
+    """One question and the runs that answer it, at several scales with one code path.
 
     Recipes of one study share their trainings and their folder.
 
@@ -255,6 +256,7 @@ class Recipe:
         cost: the measured time of each scale.
         expected: the expected answer, so that a different result stands out.
         runs: scale -> configs; the experiment repeats them for other seeds.
+        scales: the scales that it has.
         study: the prefix of the records' names; by default the recipe's name.
         command: how to run it; by default `alibi run` and the name.
     """
@@ -265,11 +267,21 @@ class Recipe:
     cost: str
     expected: str
     runs: Callable[[Scale], tuple[RunConfig, ...]]
+    scales: tuple[Scale, ...] = ("smoke", "small", "medium", "paper")
     study: str = ""
     command: str = ""
 
     def __post_init__(self) -> None:
         object.__setattr__(self, "command", self.command or f"alibi run {self.name}")
+
+    def check_scale(self, scale: Scale) -> None:
+        """Checks that the recipe has this scale.
+
+        Raises:
+            ConfigError: it does not; the message lists those that it has.
+        """
+        if scale not in self.scales:
+            raise ConfigError(f"{self.name} has no scale {scale!r}; pass one of {', '.join(self.scales)}")
 
 
 def _quoted(name: str) -> str:

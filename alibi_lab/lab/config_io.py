@@ -18,7 +18,7 @@ _Config = TypeVar("_Config")
 # Newer fields are written only if they differ from the default, so that the identities of older records stay the same.
 LATER = {
     "data": {"text_field"},
-    "train": {"context_parallel", "exchange_timeout_s"},
+    "train": {"context_parallel", "exchange_timeout_s", "compile"},
     "eval": {"trials", "memory", "sinks"},
 }
 # The names of other libraries.

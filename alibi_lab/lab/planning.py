@@ -21,8 +21,10 @@ def configs_of(
     """All runs of the recipe, with the changes of a `Selection`. A given method runs those stretches of the recipe that it has.
 
     Raises:
-        ConfigError: an invalid field or value, or a position method that does not support the run.
+        ConfigError: an invalid field or value, a scale that the recipe does not have, or a position method that does not
+            support the run.
     """
+    recipe.check_scale(scale)
     overrides = overrides or {}
     configs = [override(config, overrides) for config in recipe.runs(scale)]
     if methods:

@@ -9,6 +9,7 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
+from alibi_lab.lab.config import TrainConfig
 from alibi_lab.lab.training.checkpoint import Progress
 
 SECONDS_BETWEEN_LINES = 30  # if there is no terminal for a bar
@@ -29,20 +30,25 @@ class Place:
 
 @contextlib.contextmanager
 def progress_shown(
-    console: Console, title: str, steps: int, batch_tokens: int, place: Place
+    console: Console, title: str, train: TrainConfig, place: Place, full_speed: float | None = None
 ) -> Iterator[Callable[[Progress], None]]:
-    """Shows each progress that is passed to the returned function."""
+    """Shows each progress that is passed to the returned function.
+
+    Args:
+        full_speed: tokens per second at a utilization (MFU) of 1; None if unknown.
+    """
     columns = (
         TextColumn("[bold]{task.description}"),
         BarColumn(bar_width=24),
         MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]:.3f} nats  {task.fields[speed]:,.0f} tokens/s"),
+        TextColumn("{task.fields[loss]:.3f} nats  {task.fields[speed]}"),
         TimeRemainingColumn(),
         TextColumn("{task.fields[all_models]}"),
     )
+    steps, batch_tokens = train.steps, train.batch_tokens
     name = f"{place.name}: {title}" if place.name else title
     with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(name, total=steps, loss=float("nan"), speed=0.0, all_models="")
+        task = bar.add_task(name, total=steps, loss=float("nan"), speed="", all_models="")
         last = time.monotonic()
         first: Progress | None = None
 
@@ -52,13 +58,14 @@ def progress_shown(
             speed = tokens_per_second(batch_tokens, progress, since=first)
             left = (steps - progress.step) * batch_tokens / speed / 60
             in_all = f"{left + place.tokens_later / speed / 60:.0f} min for all models" if place.tokens_later else ""
-            bar.update(task, completed=progress.step, loss=progress.loss_nats, speed=speed, all_models=in_all)
+            shown = f"{speed:,.0f} tokens/s" + (f", {speed / full_speed:.0%} MFU" if full_speed else "")
+            bar.update(task, completed=progress.step, loss=progress.loss_nats, speed=shown, all_models=in_all)
             late = time.monotonic() - last >= SECONDS_BETWEEN_LINES
             if not console.is_terminal and (late or progress.step == steps):
                 last = time.monotonic()
                 console.print(
                     f"{name}: step {progress.step:,} of {steps:,}, {progress.loss_nats:.3f} nats, "
-                    f"{speed:,.0f} tokens/s, {left:.0f} min left{', ' if in_all else ''}{in_all}",
+                    f"{shown}, {left:.0f} min left{', ' if in_all else ''}{in_all}",
                     soft_wrap=True,
                 )
 

@@ -25,6 +25,7 @@ from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.progress import Place, progress_shown, tokens_per_second
 from alibi_lab.lab.tracker import tracked
 from alibi_lab.lab.training.checkpoint import Progress, load_checkpoint
+from alibi_lab.lab.training.flops import full_tokens_per_second, matrix_flops_per_second
 from alibi_lab.lab.training.train import train
 from alibi_lab.records import Json
 
@@ -120,11 +121,11 @@ def run_once(run: Run, console: Console, track: str, place: Place | None = None)
         console.print(f"[bold]{run.title}[/] is recorded already")
         return [training, evaluation]
     started = datetime.datetime.now(datetime.UTC)
-    progress = _train(run, console, track, place or Place())
+    progress, utilization = _train(run, console, track, place or Place())
     if not PartialState().is_main_process:
         return []
     model, _ = load_checkpoint(run.checkpoints, method=run.config.model.method)
-    training = training or _save_training(run, progress, model.num_parameters(), started)
+    training = training or _save_training(run, progress, utilization, model.num_parameters(), started)
     if not evaluation:
         with console.status(f"{run.title}: testing at {', '.join(map(str, run.config.eval.lengths))}"):
             say = functools.partial(_say, console, run.title)
@@ -132,24 +133,34 @@ def run_once(run: Run, console: Console, track: str, place: Place | None = None)
     return [training, evaluation]
 
 
-def _train(run: Run, console: Console, track: str, place: Place) -> Progress:
-    settings = run.config.train
+def _train(run: Run, console: Console, track: str, place: Place) -> tuple[Progress, dict[str, float]]:
+    """The finished progress, and how well a GPU was used, without the first step, which compiles."""
+    settings, state, first = run.config.train, PartialState(), None
+    rate = matrix_flops_per_second(state.device, settings.precision)
+    full_speed = full_tokens_per_second(run.config, rate * state.num_processes) if rate else None
     with (
         tracked(track, run.name, run.training, settings.precision, run.out) as log,
-        progress_shown(console, run.title, settings.steps, settings.batch_tokens, place) as show,
+        progress_shown(console, run.title, settings, place, full_speed) as show,
     ):
 
         def on_step(progress: Progress) -> None:
+            nonlocal first
+            first = first or progress
             show(progress)
             log(progress)
 
         progress = train(run.config, run.corpus, run.checkpoints, on_step=on_step)
         if console.is_terminal:  # a training that was already finished has called no callback
             show(progress)
-    return progress
+    if not (rate and full_speed):
+        return progress, {}
+    speed = tokens_per_second(settings.batch_tokens, progress, since=first)
+    return progress, {"utilization": speed / full_speed, "matrix_flops_per_second": rate}
 
 
-def _save_training(run: Run, progress: Progress, parameters: int, started: datetime.datetime) -> Path:
+def _save_training(
+    run: Run, progress: Progress, utilization: Mapping[str, float], parameters: int, started: datetime.datetime
+) -> Path:
     batch_tokens = run.config.train.batch_tokens
     metrics: dict[str, float | None] = {
         "loss_nats": progress.loss_nats,
@@ -158,6 +169,7 @@ def _save_training(run: Run, progress: Progress, parameters: int, started: datet
         "seconds": progress.seconds,
         "peak_memory_bytes": progress.peak_memory_bytes,
         "parameters": parameters,
+        **utilization,
     }
     curves = progress.curves()
     record = records.make("training", run.name, config=run.training, metrics=metrics, curves=curves, started=started)

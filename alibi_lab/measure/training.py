@@ -23,6 +23,7 @@ import torch
 from alibi_lab.lab.config import Method, ModelConfig, RunConfig, TrainConfig, check_choice
 from alibi_lab.lab.data.corpus import Corpus
 from alibi_lab.lab.model.method_trial import try_imported_methods
+from alibi_lab.lab.training.flops import multiplying_parameters
 from alibi_lab.lab.training.parallel import prepare
 from alibi_lab.lab.training.train import Step
 from alibi_lab.lab.training.train import steps as train_steps
@@ -143,7 +144,7 @@ def _config(configs: Sequence[RunConfig], scale: str, threads: int) -> Config:
         "model": {name: value for name, value in model.items() if name != "method"},
         "batch_tokens": train.batch_tokens,
         "optimizer": train.optimizer,
-        "parameters": utilization.multiplying_parameters(configs[0].model),
+        "parameters": multiplying_parameters(configs[0].model),
         "precisions": list(PRECISIONS.values()),
         "threads": threads,
         "matrix_size": MATRIX_SIZE,

@@ -8,17 +8,17 @@ large and ran alone. The benchmark is in `training.py`.
 """
 
 import functools
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 
 import torch
 from torch.autograd.profiler_util import FunctionEvent
 
 from alibi_attn.nn.linear import is_slow
-from alibi_lab.lab.config import ModelConfig, Precision, RunConfig
+from alibi_lab.lab.config import Precision, RunConfig
+from alibi_lab.lab.training.flops import DTYPES, attention_flops, linear_flops
 from alibi_lab.measure.harness import Row
 from alibi_lab.measure.timing import matrix_product, matrix_rate_gflops
 
-DTYPES: Mapping[Precision, torch.dtype] = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 MATRIX_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 # Forward and backward of torch's attention; ours as an autograd.Function (`attention/operator.py`), and as operators.
 ATTENTION = ("aten::scaled_dot_product", "aten::_scaled_dot_product", "_Attention", "alibi_attn::")
@@ -35,38 +35,6 @@ def product_in(precision: Precision) -> Callable[[], object]:
     """A matrix product in the dtype in which a training multiplies: fp32 if this CPU has no instructions for the other dtype."""
     dtype = DTYPES[precision]
     return matrix_product(torch.float32 if is_slow(dtype) else dtype)
-
-
-def linear_flops(config: RunConfig) -> int:
-    """6 · parameters · rows · length: the FLOPs of the linear layers in a training step, forward (a third) and backward.
-
-    A multiplication and an addition count as two. Norms, activations, softmax, the loss, the optimizer and position methods
-    count as zero.
-    """
-    return 6 * multiplying_parameters(config.model) * config.train.batch_tokens
-
-
-def attention_flops(config: RunConfig) -> int:
-    """12 · layers · heads · head_dim · pairs, with pairs = rows · length · (length + 1) / 2, in a training step.
-
-    Every pair of a query and a visible key counts once, so causality halves attention; PaLM's formula, with
-    12 · layers · heads · head_dim · length per token, counts the hidden pairs too. Recomputation in backward does not
-    count; scores that a certificate skips do: these are the model's FLOPs, not those of an implementation.
-    """
-    pairs = config.train.batch_tokens * (config.train.length + 1) // 2
-    return 12 * config.model.num_layers * config.model.embed_dim * pairs
-
-
-def multiplying_parameters(model: ModelConfig) -> int:
-    """The number of parameters in the matrices that multiply every token.
-
-    These are q, k, v and output, the feed-forward part (three matrices in "modern"), and the projection to the
-    vocabulary; not the norms, and not the input embeddings, which are looked up.
-    """
-    feed_forward = (3 if model.architecture == "modern" else 2) * model.ffn_dim
-    return (
-        model.num_layers * model.embed_dim * (4 * model.embed_dim + feed_forward) + model.vocab_size * model.embed_dim
-    )
 
 
 def utilization_row(config: RunConfig, step_ms: float, product_ms: float) -> Row:

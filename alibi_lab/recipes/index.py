@@ -37,9 +37,10 @@ def check(name: str, *, recipes: Mapping[str, Recipe] = RECIPES, **selection: Un
     """Check overrides of a recipe's fields, and an item's methods, before anything is loaded or written.
 
     Raises:
-        ConfigError: an unknown field, an invalid value, a field that a figure or table of the paper varies, or methods that it
-            cannot compare.
+        ConfigError: an unknown field, an invalid value, a scale that the recipe does not have, a field that a figure or table
+            of the paper varies, or methods that it cannot compare.
     """
+    recipes[name].check_scale(selection.get("scale", "small"))
     items = items_of(name)
     for item in items:
         select(item, **selection)

@@ -17,9 +17,9 @@ from alibi_lab.lab.data.corpus import Corpus, load_corpus
 from alibi_lab.lab.evaluation.evaluate import stride_at
 from alibi_lab.lab.planning import by_training, configs_of
 from alibi_lab.lab.run import make_run, run_name, run_title
+from alibi_lab.lab.training.flops import attention_flops, linear_flops, multiplying_parameters
 from alibi_lab.lab.training.parallel import prepare
 from alibi_lab.lab.training.train import steps
-from alibi_lab.measure.utilization import attention_flops, linear_flops, multiplying_parameters
 from alibi_lab.recipes import index
 from alibi_lab.recipes.paper import measure_speed
 from alibi_lab.recipes.paper.cells import by_study, select
@@ -80,8 +80,21 @@ def plan(name: str, *, out: Path, shard: tuple[int, int] = (0, 1), **selection: 
     return planned
 
 
+def shortened_to(minutes: float, name: str, **selection: Unpack[Selection]) -> dict[str, str]:
+    """Overrides of `train.steps` and `train.warmup_steps` with which each training takes about this long here, without tests.
+
+    All trainings get the same number of steps, that of the slowest, from a few measured steps of each model. The share of the
+    warm-up stays that of the first.
+    """
+    runs = [group[0] for _, group in _trainings(name, (0, 1), selection)]
+    seconds = [_seconds_per_step(run) for run in {(run.model, run.train.length): run for run in runs}.values()]
+    steps = max(1, int(60 * minutes / max(seconds)))
+    warmup = round(steps * runs[0].train.warmup_steps / runs[0].train.steps)
+    return {"train.steps": str(steps), "train.warmup_steps": str(warmup)}
+
+
 def training_flops(config: RunConfig) -> float:
-    """The FLOPs of all steps of a training, as in `measure/utilization.py`."""
+    """The FLOPs of all steps of a training, as in `lab/training/flops.py`."""
     return config.train.steps * float(linear_flops(config) + attention_flops(config))
 
 

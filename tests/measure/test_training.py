@@ -18,16 +18,9 @@ from alibi_lab import records
 from alibi_lab.cli.main import app
 from alibi_lab.lab.config import Architecture, ConfigError, ModelConfig, RunConfig, TrainConfig
 from alibi_lab.lab.model.language_model import LanguageModel
+from alibi_lab.lab.training.flops import attention_flops, linear_flops, multiplying_parameters
 from alibi_lab.measure import training
-from alibi_lab.measure.utilization import (
-    attention_flops,
-    expect_agreement,
-    linear_flops,
-    multiplying_parameters,
-    profiled_shares,
-    time_shares,
-    utilization_row,
-)
+from alibi_lab.measure.utilization import expect_agreement, profiled_shares, time_shares, utilization_row
 from alibi_lab.recipes import quick
 
 LENGTH, ROWS = 16, 3

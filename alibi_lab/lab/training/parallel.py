@@ -22,6 +22,7 @@ from alibi_lab.lab.model.attention import Context
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.training.optimizer import make_optimizer
 
+COMPILER = "inductor"  # of torch.compile
 _REPLICAS = (DistributedType.NO, DistributedType.MULTI_CPU, DistributedType.MULTI_GPU, DistributedType.MULTI_XPU)
 
 
@@ -100,6 +101,9 @@ def prepare(config: RunConfig) -> Training:
         seed=settings.seed,
         activation_checkpointing=settings.activation_checkpointing,
     ).to(accelerator.device)
+    if settings.compile:
+        for block in model.blocks:
+            block.compile(backend=COMPILER, dynamic=False)
     if sharded:
         _shard(model)
     optimizer = make_optimizer(model, settings)

@@ -19,7 +19,7 @@ Way: TypeAlias = Literal["nonoverlapping", "sliding"]
 Curves: TypeAlias = dict[str, dict[str, list[Json]]]
 
 _COMPARED = "alibi"
-SHRUNK: dict[Scale, int] = {"paper": 1, "medium": 4, "small": 8, "smoke": 64}
+SHRUNK: dict[Scale, int] = {"paper": 1, "gpu": 1, "medium": 4, "small": 8, "smoke": 64}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,8 +104,10 @@ def select(
     """The item with a selection applied: overrides, seeds, and position methods instead of the paper's.
 
     Raises:
-        ConfigError: an unknown field, an invalid value, a field that this item varies, or methods that it cannot compare.
+        ConfigError: an unknown field, an invalid value, a scale that the item does not have, a field that it varies, or methods
+            that it cannot compare.
     """
+    item.recipe.check_scale(scale)
     cells, overrides = item.cells(scale), overrides or {}
     cells = _of_methods(item, cells, methods) if methods else cells
     for name in overrides:

@@ -7,6 +7,7 @@ cites, is run here.
 
 import dataclasses
 import json
+import typing
 from collections.abc import Callable, Sequence
 from functools import partial
 from pathlib import Path
@@ -43,6 +44,7 @@ def _extrapolation(scale: Scale, *, trained: tuple[int, ...]) -> Cells:
     return tuple(
         _cell(f"{name}, L = {length}", config, tested, scale, seeds=seeds)
         for length in trained
+        if length in wikitext.trained_lengths(scale)
         for name, method in PAPER_METHODS.items()
         for seeds in [2 if scale == "small" and length < wikitext.LONGEST else _seeds(method, length, scale)]
         for config in [wikitext.tested_beyond(wikitext.training(method, length, scale), length, scale)]
@@ -185,6 +187,7 @@ def _item(name: str, cells: Callable[[Scale], Cells], answer: Callable[[Sequence
         command=f"alibi run {name} --scale small",
         cost=_COST[texts["study"]],
         runs=lambda scale: configs(cells(scale)),
+        scales=typing.get_args(Scale) if name in _ON_A_GPU else Recipe.scales,
         **texts,
     )
     return Item(recipe=recipe, cells=cells, answer=answer)
@@ -194,6 +197,7 @@ _QUESTIONS = json.loads(Path(__file__).with_name("questions.json").read_text(enc
 _SHARED = (
     "smoke: seconds; small: a minute per training on two cores, shared with the study's other items; paper: {} GPUs"
 )
+_ON_A_GPU = ("figure-1", "table-2")
 _COST = {
     "wikitext": _SHARED.format(8),
     "books": _SHARED.format(8),

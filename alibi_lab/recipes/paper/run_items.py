@@ -7,6 +7,7 @@ records.
 
 import dataclasses
 import datetime
+import typing
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Unpack
@@ -76,7 +77,7 @@ def run_items(
 
 
 def _study(name: str, runs: tuple[RunConfig, ...]) -> Recipe:
-    return dataclasses.replace(PAPER, name=name, runs=lambda scale: runs)
+    return dataclasses.replace(PAPER, name=name, scales=typing.get_args(Scale), runs=lambda scale: runs)
 
 
 def _measured(runs: Sequence[RunConfig], folder: Path, scale: Scale, console: Console) -> list[Path]:

@@ -4,6 +4,11 @@ paper: Baevski & Auli's model with the authors' published training command, 8 GP
 small: an eighth of every length, byte pairs of the local text, a modern decoder of 1 million weights with the paper's
 8 heads, AdamW; the same text in the same order for every method at every length.
 medium: a quarter of every length, 3.7 million weights, 10 million tokens per training, matrix products in bf16.
+gpu: half of the paper's layers, at its width, heads and lengths; byte pairs, one embedding, AdamW, bf16, compiled layers.
+Planned for ten minutes on one H100, whose matrix products run at 790 TFLOP/s in bf16:
+    per token   6 · (8 · 12 · 1024² + 8192 · 1024) + 12 · 8 · 1024 · 513/2 = 679.5 MFLOP
+    per step    32,768 tokens, 22.3 TFLOP, 81 ms at a utilization of 35 %
+    in all      7,400 steps, 242 million tokens, 596 s
 """
 
 import dataclasses
@@ -20,10 +25,12 @@ _FEW = (512, 1024, LONGEST)  # L, tables 2 to 4
 STRIDE = 512  # S of tables 7 and 10
 # How far beyond L tables 2–4 go: all of their steps, and a selection for the smaller scales.
 _PAPER_STEPS = (0, 1, *range(10, 101, 10), *range(200, 1001, 100), *range(2000, 15_001, 1000))
+_SOME_STEPS = (0, 100, 500, 1000, 2000, 3000, 5000, 7000, 10_000, 13_000, 15_000)
 _STEPS: dict[Scale, tuple[int, ...]] = {
     "smoke": (0, 100, 1000, 2000),
     "small": (0, 20, 100, 500, 2000, 5000, 10_000, 15_000),
-    "medium": (0, 100, 500, 1000, 2000, 3000, 5000, 7000, 10_000, 13_000, 15_000),
+    "medium": _SOME_STEPS,
+    "gpu": _SOME_STEPS,
     "paper": _PAPER_STEPS,
 }
 _LAST_STEP = {512: 15_000, 1024: 15_000, 3072: 13_000}
@@ -44,8 +51,8 @@ def training(method: Method, paper_length: int, scale: Scale, *, staged: bool = 
 
 
 def trained_lengths(scale: Scale) -> tuple[int, ...]:
-    """Each L of table 5; at medium scale, where one training costs half an hour, only those of tables 2 to 4."""
-    return _FEW if scale == "medium" else TRAINED
+    """Each L of table 5; at medium scale, where one training costs half an hour, only those of tables 2 to 4; at gpu 512."""
+    return {"medium": _FEW, "gpu": _FEW[:1]}.get(scale, TRAINED)
 
 
 def extrapolation_lengths(paper_length: int, scale: Scale) -> tuple[int, ...]:
@@ -85,6 +92,15 @@ _MODEL: dict[Scale, ModelConfig] = {
     "smoke": ModelConfig(num_layers=1, num_heads=2, embed_dim=32, ffn_dim=64),
     "small": ModelConfig(num_layers=4, num_heads=8, embed_dim=128, ffn_dim=344, vocab_size=2048),
     "medium": MEDIUM.model,
+    "gpu": ModelConfig(
+        architecture="baevski-auli",
+        num_layers=8,
+        num_heads=8,
+        embed_dim=1024,
+        ffn_dim=4096,
+        vocab_size=8192,
+        dropout=0.1,
+    ),
     "paper": ModelConfig(
         architecture="baevski-auli",
         num_layers=16,
@@ -99,11 +115,13 @@ _MODEL: dict[Scale, ModelConfig] = {
         softmax_dropout=0.2,
     ),
 }
+_WIKITEXT_103 = "hub:Salesforce/wikitext:wikitext-103-v1"
 _DATA: dict[Scale, DataConfig] = {
     "smoke": DataConfig(test_share=0.05),
     "small": DataConfig(tokenizer="bpe:2048", test_share=0.05),
     "medium": MEDIUM.data,
-    "paper": DataConfig(corpus="hub:Salesforce/wikitext:wikitext-103-v1", tokenizer="words"),
+    "gpu": DataConfig(corpus=_WIKITEXT_103, tokenizer="bpe:8192"),
+    "paper": DataConfig(corpus=_WIKITEXT_103, tokenizer="words"),
 }
 _TRAIN: dict[Scale, TrainConfig] = {
     "smoke": TrainConfig(length=1, steps=4, batch_tokens=96, warmup_steps=1, log_every=2, checkpoint_every=4),
@@ -111,6 +129,17 @@ _TRAIN: dict[Scale, TrainConfig] = {
         length=64, steps=340, batch_tokens=1536, learning_rate=3e-3, warmup_steps=34, checkpoint_every=170
     ),
     "medium": MEDIUM.train,
+    "gpu": TrainConfig(
+        length=512,
+        steps=7400,
+        batch_tokens=32_768,
+        learning_rate=6e-4,
+        warmup_steps=740,
+        precision="bf16",
+        compile=True,
+        log_every=20,
+        checkpoint_every=1000,
+    ),
     "paper": TrainConfig(
         length=512,
         steps=286_000,
@@ -128,5 +157,5 @@ _TRAIN: dict[Scale, TrainConfig] = {
     ),
 }
 # At the scale `paper`, the whole validation set.
-_TOKENS: dict[Scale, int] = {"smoke": 96, "small": 8192, "medium": 32_768, "paper": 217_646}
-_BATCH: dict[Scale, int] = {"smoke": 4096, "small": 8192, "medium": 8192, "paper": 65_536}
+_TOKENS: dict[Scale, int] = {"smoke": 96, "small": 8192, "medium": 32_768, "gpu": 131_072, "paper": 217_646}
+_BATCH: dict[Scale, int] = {"smoke": 4096, "small": 8192, "medium": 8192, "gpu": 65_536, "paper": 65_536}
