@@ -1,18 +1,22 @@
-"""Attacks what backward of the CPU kernels leaves out, and measures its share of the softmax in float64.
+"""Attacks what backward leaves out, and measures its share of the softmax in float64.
 
-python tests/support/fuzz/measured_attack.py 20000 results            # many draws, saved as a record
-python tests/support/fuzz/measured_attack.py 20000 results biased     # with a bias for every key
+python tests/support/fuzz/measured_attack.py 20000 results native            # many draws, saved as a record
+python tests/support/fuzz/measured_attack.py 20000 results native biased     # with a bias for every key
+python tests/support/fuzz/measured_attack.py 5000 results banded
 """
 
 import dataclasses
 import datetime
 import math
 import sys
+import unittest.mock
 from pathlib import Path
 
 import torch
-from certificate_attack import Attack, keys_of, lost_share, random_attack
+from certificate_attack import Attack, keys_of, lost_share, random_attack, read_keys
 
+from alibi_attn.attention.backends.banded import backend as banded
+from alibi_attn.attention.backends.banded import pieces as banded_pieces
 from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.certificate.constants import SCORE_UNITS
 from alibi_attn.attention.validation import make_spec
@@ -20,11 +24,29 @@ from alibi_attn.attention.visibility import distances, visible
 from alibi_lab import records
 
 
-def left_out_by_backward(attack: Attack, measured_at: float | None = None) -> tuple[float, float, float]:
-    """What backward leaves out of the keys that forward visited, in the CPU kernels.
+def native_keys(spec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+    """[B, H, T, S] each: the keys that forward visits, and those that backward visits."""
+    visited = native.visited(spec, query, key, value)
+    return [keys_of(visited, spec), keys_of(visited.for_backward, spec)]
+
+
+def banded_keys(spec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+    """The same, with sections of 64 keys at every length."""
+    long = {"LONG": 0, "NARROWEST": 64, "NEAR_SECTIONS": 1}
+    with unittest.mock.patch.multiple(banded_pieces, **long):
+        return [read_keys(spec, pieces) > 0 for pieces in banded.visited(spec, query, key, value)]
+
+
+KEYS = {"native": native_keys, "banded": banded_keys}
+
+
+def left_out_by_backward(
+    attack: Attack, measured_at: float | None = None, backend: str = "native"
+) -> tuple[float, float, float]:
+    """What backward leaves out of the keys that forward visited.
 
     Args:
-        measured_at: a tolerance for the kernels other than the attack's.
+        measured_at: a tolerance for the backend other than the attack's.
 
     Returns:
         (the largest share of a query's softmax over these keys; the share of these keys; the nats that a score may be off by)
@@ -32,10 +54,11 @@ def left_out_by_backward(attack: Attack, measured_at: float | None = None) -> tu
     (query, key, value, slopes), kwargs = attack.inputs()
     spec = make_spec(query, key, value, slopes, **kwargs)
     with torch.no_grad():
-        visited = native.visited(dataclasses.replace(spec, tolerance=measured_at or spec.tolerance), query, key, value)
+        computed = dataclasses.replace(spec, tolerance=measured_at or spec.tolerance)
+        forward, backward = KEYS[backend](computed, query, key, value)
     distance = distances(spec.query_len, spec.key_len, spec.query_offset, None)
-    seen = visible(spec, distance).expand(1, spec.num_heads, -1, -1) & keys_of(visited, spec)
-    skipped = seen & ~keys_of(visited.for_backward, spec)
+    seen = visible(spec, distance).expand(1, spec.num_heads, -1, -1) & forward
+    skipped = seen & ~backward
     heads = [h for h in range(spec.num_heads) if skipped[0, h].any()]
     rows = ((h, (query[0, h], key[0, h // spec.group]), (distance[0], seen[0, h], skipped[0, h])) for h in heads)
     lost = max((lost_share(spec, *row) for row in rows), default=0.0)
@@ -50,7 +73,7 @@ def left_out_by_backward(attack: Attack, measured_at: float | None = None) -> tu
     return lost, float(skipped.sum() / seen.sum().clamp(min=1)), off
 
 
-def main(draws: int, out: Path, *kinds: str) -> None:
+def main(draws: int, out: Path, backend: str, *kinds: str) -> None:
     """Runs `draws` attacks and saves a record. Draws whose scores may be off by half a nat are counted but prove nothing."""
     torch.set_num_threads(1)
     started = datetime.datetime.now(datetime.UTC)
@@ -59,7 +82,7 @@ def main(draws: int, out: Path, *kinds: str) -> None:
         attack = random_attack(seed, biased="biased" in kinds)
         if seed % 10 == 0:
             attack = dataclasses.replace(attack, length=attack.length * 4)
-        lost, share, off = left_out_by_backward(attack)
+        lost, share, off = left_out_by_backward(attack, backend=backend)
         if off >= 0.5:
             rounded += 1
             continue
@@ -77,7 +100,7 @@ def main(draws: int, out: Path, *kinds: str) -> None:
         "worst_share_of_tolerance": worst,
     }
     config = {"draws": draws, "first_seed": 0}
-    name = "/".join(("measured", "native", *kinds))
+    name = "/".join(("measured", backend, *kinds))
     print(records.save(records.make("certificate", name, config=config, metrics=metrics, started=started), out))
 
 

@@ -2,8 +2,8 @@
 
 It calls torch's fused CPU attention on strided views in which the blocks of one head are the batch. (Torch parallelizes over
 batch × heads, so one call per head would use one core only.) `bounds.py` computes how far a block must attend, `pieces.py`
-divides that into pieces, and this module runs them: forward merges pieces by their log-sum-exps, backward runs the same pieces
-with the final log-sum-exp.
+divides that into pieces, and this module runs them: forward merges pieces by their log-sum-exps, backward uses the final
+log-sum-exp, and leaves out what forward found to weigh nothing (`visited.py`).
 
 A bias along the keys only, m·(j − r), is exact ALiBi to the left of the queries: the part that depends on i cancels in softmax
 and is added to lse afterwards.
@@ -19,6 +19,7 @@ from torch import Tensor
 from alibi_attn.attention.backends.banded import pieces as banded_pieces
 from alibi_attn.attention.backends.banded.masks import HeadMasks, Masks, key_view, query_view
 from alibi_attn.attention.backends.banded.pieces import Piece
+from alibi_attn.attention.backends.banded.visited import allowed_shares, narrow, reach_and_scores
 from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall, Visits
 from alibi_attn.attention.certificate.bounds import Bounds, bounds, worth_leaving_out
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
@@ -28,9 +29,10 @@ from alibi_attn.attention.operator import operator
 from alibi_attn.attention.schema import Arguments, BackwardInputs, Gradients, Saved
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import surely, why_not_compiled
-from alibi_attn.attention.visibility import are_moderate, first_positions, with_plain_offset, without_bad_numbers
+from alibi_attn.attention.visibility import are_moderate, with_plain_offset, without_bad_numbers
 
 Spec = AttentionSpec[Tensor]
+Plans = list[list[list[Piece]]]  # [B][H]
 
 name = "banded"
 
@@ -68,26 +70,34 @@ def too_small(spec: Spec) -> TooSmall | None:
     return TooSmall(f"few queries: T·S = {{}} ≤ {FEW_SCORES}", scores) if surely(scores <= FEW_SCORES) else None
 
 
-def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Bounds, list[list[list[Piece]]]]:
+def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Bounds, Plans]:
     """The bounds, and the pieces of every sequence and head."""
     certified = bounds(spec, query, key, value, outliers=_outliers(spec, key))
-    return certified, banded_pieces.plan(spec, certified, threads=torch.get_num_threads())
+    return certified, banded_pieces.plan(spec, certified, threads=torch.get_num_threads(), measured=True)
 
 
 def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Visits:
-    """What a call reads."""
+    """What a call reads. If forward measures keys, this computes the attention."""
+    forward, backward = visited(spec, query, key, value)
+    numbers = reach_and_scores(spec, forward)
+    return Visits(*numbers) if forward is backward else Visits(*numbers, *reach_and_scores(spec, backward))
+
+
+def visited(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Plans, Plans]:
+    """The pieces of every sequence and head, of forward and of backward."""
     spec = with_plain_offset(spec)
     q, k, v, *_ = without_bad_numbers(spec, query, key, key if value is None else value)
     _, plans = plan(spec, q, k, None if value is None else v)
-    first = first_positions(spec, query.device).expand(spec.batch).tolist()
-    reach = [[banded_pieces.farthest(spec, pieces, first[b]) for pieces in heads] for b, heads in enumerate(plans)]
-    scores = [[sum(piece.scores for piece in pieces) for pieces in heads] for heads in plans]
-    return Visits(torch.tensor(reach, device=query.device), torch.tensor(scores, device=query.device))
+    if not any(piece.is_section for heads in plans for pieces in heads for piece in pieces):
+        return plans, plans
+    saved = _forward(spec, q, k, v, has_values=value is not None)[2]
+    return plans, banded_pieces.plan(spec, _bounds(spec, saved), threads=torch.get_num_threads())
 
 
-def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
+def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, *, has_values: bool = True) -> tuple[Tensor, Tensor, Saved]:
     spec, q, _ = _with_positive_scale(spec, q)
-    certified, plans = plan(spec, q, k, v)
+    certified, plans = plan(spec, q, k, v if has_values else None)
+    kept, allowed = dataclasses.replace(certified, left=certified.left.clone(), right=certified.right.clone()), None
     work = torch.promote_types(q.dtype, torch.float32)
     output = q.new_zeros(q.shape, dtype=work)
     lse = q.new_full(q.shape[:3], -math.inf, dtype=work)
@@ -96,16 +106,18 @@ def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tenso
     for h in range(spec.num_heads):
         masks: Masks = {}
         for b in range(spec.batch):
-            head = HeadMasks(spec, b, h, masks)
+            head, pieces = HeadMasks(spec, b, h, masks), plans[b][h]
             tensors = q[b, h], k[b, h // spec.group], v[b, h // spec.group]
             if head.is_extreme or (not moderate and not are_moderate(*tensors)):
                 _plain_forward(head, *tensors, output[b, h], lse[b, h])
                 continue
             rows = output[b, h], lse[b, h], largest.clone()
-            for piece in plans[b][h]:
-                _forward_piece(head, piece, tensors, rows)
+            shares = [_forward_piece(head, piece, tensors, rows) for piece in pieces]
             lse[b, h] += rows[2]
-    visited = torch.cat([certified.left, certified.right, certified.outlier_tiles], -1).flatten(1)
+            if any(piece.is_section for piece in pieces):
+                allowed = allowed_shares(spec, v if has_values else None) if allowed is None else allowed
+                narrow(spec, kept, b, h, pieces=pieces, shares=shares, allowed=allowed[b, h])
+    visited = torch.cat([kept.left, kept.right, kept.outlier_tiles], -1).flatten(1)
     return output, lse, Saved(visited, output.new_empty(spec.batch, 0))
 
 
@@ -156,7 +168,7 @@ def _with_positive_scale(spec: Spec, q: Tensor) -> tuple[Spec, Tensor, int]:
 
 
 def _bounds(spec: Spec, saved: Saved) -> Bounds:
-    """The bounds that forward saved."""
+    """The bounds that forward saved, those of backward."""
     blocks = -(-spec.query_len // TILE)
     parts = saved.visited.unflatten(1, (spec.num_heads, -1)).split([blocks, blocks, OUTLIER_TILES], -1)
     return Bounds(*(part.contiguous() for part in parts))
@@ -174,10 +186,11 @@ run = operator(on_finite_numbers("banded", _forward, _backward, _empty_saved))
 
 def _forward_piece(
     head: HeadMasks, piece: Piece, tensors: tuple[Tensor, Tensor, Tensor], rows: tuple[Tensor, Tensor, Tensor]
-) -> None:
+) -> Tensor | None:
     """Merges one piece into its head's (output, lse minus the largest lse of its pieces so far, that largest lse).
 
-    The merged numbers are therefore near 0, where exp is accurate, however large the log-sum-exps are.
+    The merged numbers are therefore near 0, where exp is accurate, however large the log-sum-exps are. Returns the piece's share
+    of the softmax over the keys so far, [count, rows], None if it is the first.
     """
     mask, shift, blind = _mask_and_shift(head, piece)
     q, k, v = tensors
@@ -197,11 +210,12 @@ def _forward_piece(
     if not piece.merge:
         to_output.copy_(part)
         to_lse.copy_(mass)
-        return
+        return None
     total = torch.logaddexp(before, mass)
     share = (mass - total.masked_fill(total == -math.inf, 0.0)).exp_()
     to_output.lerp_(part.to(to_output.dtype), share[..., None])
     to_lse.copy_(total)
+    return share
 
 
 def _is_huge(lse: Tensor) -> bool:

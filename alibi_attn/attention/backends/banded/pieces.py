@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.certificate.bounds import Bounds
+from alibi_attn.attention.certificate.bounds import LONG, Bounds
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.tiles import allowed_keys
 from alibi_attn.attention.spec import AttentionSpec
@@ -32,6 +32,9 @@ BLOCKS = ((768, 128), (97, 64), (0, 32))
 RUN = 8192  # queries of a piece that slides; all of its blocks get the widest band among them
 UNEVEN = 1.5  # bands whose widths differ by more are separate pieces: one query must not widen its neighbors' bands
 MAX_KEYS = 4608  # keys per block; wider bands are cut and merged (keys and values of a call should stay in the cache)
+# From LONG keys on, forward computes far keys in sections, an eighth of a band each, so that backward need not read all of them.
+# The nearest three are one: backward nearly always needs them.
+SECTIONS, NEAR_SECTIONS, NARROWEST = 8, 3, 2 * TILE
 MAX_GATHERED = 2**21  # elements of the gradients of one piece's keys
 EDGE_BLOCKS = 4  # blocks that share their keys if the band ends at the first or last key
 MAX_BIAS = 16.0  # nats: the largest bias along the keys of a diagonal block, for precision
@@ -47,6 +50,8 @@ class Piece:
         kind: "tile" has a mask; "diagonal" is square and causal, and block b starts at its own position; "left" lies
             entirely to the left of its queries and needs no mask. The last two have a bias along the keys only.
         merge: whether an earlier piece has the same rows.
+        is_outlier: whether it reads an outlier tile outside of the band.
+        is_section: whether backward may find that it weighs nothing.
     """
 
     query: int
@@ -58,6 +63,8 @@ class Piece:
     step: int
     kind: Kind = "tile"
     merge: bool = False
+    is_outlier: bool = False
+    is_section: bool = False
 
     @property
     def scores(self) -> int:
@@ -85,6 +92,7 @@ class _Head:
         low, high: [N] in keys: outside of them the mask and segments hide every key from the tile of queries.
         plain: causal, every query has a key at its position, no mask, and a bias small enough to be applied along the keys.
         threads: the number of cores.
+        measured: whether to cut far keys into sections.
     """
 
     spec: Spec
@@ -95,10 +103,15 @@ class _Head:
     high: np.ndarray
     plain: bool
     threads: int
+    measured: bool
 
 
-def plan(spec: Spec, bounds: Bounds, *, threads: int) -> list[list[list[Piece]]]:
-    """The pieces of every sequence and head, [B][H]; reads the bounds on the host."""
+def plan(spec: Spec, bounds: Bounds, *, threads: int, measured: bool = False) -> list[list[list[Piece]]]:
+    """The pieces of every sequence and head, [B][H]; reads the bounds on the host.
+
+    Args:
+        measured: cut the far keys of wide bands into sections, whose weights forward measures.
+    """
     first, slopes = _first(spec), spec.slopes.detach().reshape(-1, spec.num_heads).expand(spec.batch, -1)
     low, high = (x.numpy() for x in _reachable_tiles(spec))
     left, right = bounds.left.numpy(), bounds.right.numpy()  # ten times as fast as small tensors
@@ -117,22 +130,12 @@ def plan(spec: Spec, bounds: Bounds, *, threads: int) -> list[list[list[Piece]]]
                 high[b],
                 plain=plain and inside and is_flat,
                 threads=threads,
+                measured=measured,
             )
             for h, is_flat in enumerate(flat.tolist())
         ]
         pieces_of.append([_pieces(head, bounds.outlier_tiles[b, h].tolist()) for h, head in enumerate(heads)])
     return pieces_of
-
-
-def farthest(spec: Spec, pieces: list[Piece], first: int) -> int:
-    """1 + the largest |i − j| that the pieces read; 0 if they read nothing."""
-    distance = 0
-    for p in pieces:
-        for b in (0, p.count - 1):
-            top, low = first + p.query + b * p.stride, p.key + b * p.step
-            ends = (top + p.rows - 1 - low, low + p.keys - 1 - top)
-            distance = max(distance, 1 + ends[0], 0 if spec.causal else 1 + ends[1])
-    return distance if spec.window is None else min(distance, spec.window)
 
 
 def _first(spec: Spec) -> list[int]:
@@ -161,6 +164,10 @@ def _pieces(head: _Head, outlier_tiles: list[int]) -> list[Piece]:
         met = sorted([*met, *_without_band(spec, edge, met)])
     for tile in outlier_tiles:
         pieces += _outlier_pieces(spec, met, tile) if tile >= 0 else ()
+    # A head whose certified reach is far beyond the keys needs most of them.
+    if head.measured and spec.key_len >= LONG and np.median(head.left) <= 2 * spec.key_len:
+        width = max(NARROWEST, -(-widest // SECTIONS // TILE) * TILE)
+        pieces = [section for piece in pieces for section in _sections(head, piece, width)]
     return [part for piece in pieces for cut in _cut(piece) for part in _spread(spec, cut, head.threads)]
 
 
@@ -325,9 +332,25 @@ def _outlier_pieces(spec: Spec, blocks: list[_Block], tile: int) -> Iterator[Pie
                     continue
             if pending is not None:
                 yield pending
-            pending = Piece(block.query, 1, block.rows, block.rows, low, high - low, 0, merge=True)
+            pending = Piece(block.query, 1, block.rows, block.rows, low, high - low, 0, merge=True, is_outlier=True)
     if pending is not None:
         yield pending
+
+
+def _sections(head: _Head, piece: Piece, width: int) -> Iterator[Piece]:
+    """The piece in parts, nearest keys first: all near keys, then sections of `width` keys."""
+    if piece.kind == "diagonal" or piece.is_outlier or piece.keys <= width:
+        yield piece
+        return
+    top, near = head.first + piece.query - piece.key, max(0, NEAR_SECTIONS * width - piece.rows)
+    low = max(0, min(top - near, piece.keys)) // TILE * TILE
+    high = piece.keys if head.spec.causal else max(low, min(top + piece.rows + near, piece.keys))
+    parts = [(low, high)] if low < high else []
+    parts += [(max(end - width, 0), end) for end in range(low, 0, -width)]
+    parts += [(begin, min(begin + width, piece.keys)) for begin in range(high, piece.keys, width)]
+    for number, (begin, end) in enumerate(parts):
+        merge, keys = piece.merge or number > 0, end - begin
+        yield dataclasses.replace(piece, key=piece.key + begin, keys=keys, merge=merge, is_section=keys <= width)
 
 
 def _cut(piece: Piece) -> Iterator[Piece]:

@@ -1,0 +1,122 @@
+"""What backward of `banded` leaves out because forward measured it; here in sections of 64 keys at every length."""
+
+import dataclasses
+import math
+
+import numpy as np
+import pytest
+import torch
+from certificate_attack import random_attack
+from measured_attack import banded_keys, left_out_by_backward
+
+from alibi_attn import alibi_attention, explain
+from alibi_attn.attention.backends.banded import backend as banded
+from alibi_attn.attention.backends.banded import pieces, visited
+from alibi_attn.attention.validation import make_spec
+
+SLOPES = [1.0, 0.5, 0.2, 0.1]
+
+
+@pytest.fixture
+def any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    for name, number in {"LONG": 0, "NARROWEST": 64, "NEAR_SECTIONS": 1}.items():
+        monkeypatch.setattr(pieces, name, number)
+
+
+def draw(t: int = 900, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]:
+    torch.manual_seed(0)
+    q, k, v = torch.randn(3, 1, 4, t, 16, dtype=dtype)
+    return [3 * q, k, v]
+
+
+def test_what_backward_leaves_out_weighs_at_most_the_tolerance() -> None:
+    skipping = careless = 0
+    for seed in range(60):
+        attack = dataclasses.replace(random_attack(seed), length=300 + 17 * seed)
+        lost, share, off = left_out_by_backward(attack, backend="banded")
+        if off < 0.5:  # shares are those of the computed scores
+            assert lost <= attack.tolerance * math.exp(2 * off), attack
+            skipping += share > 0
+            if share > 0 and attack.tolerance < 0.01:
+                careless += left_out_by_backward(attack, 30 * attack.tolerance, "banded")[0] > attack.tolerance
+    assert skipping >= 8, "an attack on nothing: too few draws leave out a key"
+    assert careless > 0, "thirty times the tolerance is not detected"
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_backward_computes_the_scores_that_explain_shows(
+    any_length: None, causal: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    count, fused = 0, banded._fused_backward
+
+    def counted(*args, **kwargs):
+        nonlocal count
+        (blocks, _, rows, _), keys = args[1].shape, args[2].shape[2]
+        count += blocks * (rows * (rows + 1) // 2 if args[7] else rows * keys)
+        return fused(*args, **kwargs)
+
+    monkeypatch.setattr(banded, "_fused_backward", counted)
+    q, k, v = (x.requires_grad_() for x in draw())
+    alibi_attention(q, k, v, SLOPES, causal=causal, backend="banded").sum().backward()
+    found = explain(q, k, v, SLOPES, causal=causal, backend="banded")
+    assert found.measured_scores is not None
+    assert found.measured_reaches is not None
+    assert count == found.measured_scores.sum() < 0.95 * found.scores.sum()
+    assert (found.measured_reaches <= found.reaches).all()
+    assert "measured: backward computes" in str(found)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_gradients_lack_at_most_what_the_bound_says(any_length: None, causal: bool) -> None:
+    """Steps 6 and 11 of docs/maths.md, in fp64 with a tolerance large enough to have an effect."""
+    tolerance = 1e-4
+    leaf = [x.requires_grad_() for x in draw(700, torch.float64)]
+    slopes = torch.tensor(SLOPES, dtype=torch.float64)
+    go = torch.randn(1, 4, 700, 16, dtype=torch.float64)
+    full, ours = (
+        torch.autograd.grad(alibi_attention(*leaf, slopes, causal=causal, **options), leaf, go)
+        for options in ({"backend": "reference"}, {"backend": "banded", "tolerance": tolerance})
+    )
+    longest_k, longest_v = (x.detach().norm(dim=-1).max() for x in leaf[1:])
+    per_query = tolerance * go.norm(dim=-1) * longest_v * 16**-0.5 * longest_k
+    assert ((full[0] - ours[0]).norm(dim=-1) <= 8 * per_query).all()
+    lacking = (full[2] - ours[2]).norm(dim=-1)
+    assert (lacking <= 2 * tolerance * go.norm(dim=-1).sum(-1)[..., None]).all()
+    assert lacking.max() > 1e-8, "nothing was left out: the test sees nothing"
+
+
+def test_a_tolerance_of_zero_leaves_out_nothing(any_length: None) -> None:
+    q, k, v = draw()
+    spec = make_spec(q, k, v, SLOPES, tolerance=0.0)
+    forward, backward = banded_keys(spec, q, k, v)
+    assert torch.equal(forward, backward)
+    assert banded.visits(spec, q, k, v).measured_scores is None
+
+
+def test_nan_and_unknown_shares_are_heavier_than_any_tolerance() -> None:
+    q, k, v = draw(256)
+    spec = make_spec(q, k, v, SLOPES, tolerance=0.9)
+    row = [pieces.Piece(0, 1, 256, 256, at, 64, 0, merge=at < 192) for at in (192, 128, 64, 0)]
+    kept = banded.plan(spec, q, k, v)[0]
+
+    def left(*shares: float | None) -> list[int]:
+        full = [None if x is None else torch.full((1, 256), x) for x in shares]
+        own = dataclasses.replace(kept, left=torch.full_like(kept.left, 1000))
+        visited.narrow(spec, own, 0, 0, pieces=row, shares=full, allowed=torch.full((4,), 0.1))
+        return own.left[0, 0].tolist()
+
+    assert left(None, 0.5, 0.05, 0.04) == [1, 1, 64, 128]  # keys from 128 on
+    assert left(None, 0.5, 0.08, 0.04) == [1, 64, 128, 192]  # 0.12 is too much: keys from 64 on
+    assert left(None, 0.5, math.nan, 0.04) == left(None, 0.5, None, 0.04) == [1, 64, 128, 192]
+    assert left(None, 0.01, 0.01, math.nan) == [64, 128, 192, 256]
+
+
+def test_long_far_values_leave_less_room() -> None:
+    q, k, v = draw(128)
+    spec = make_spec(q, k, v, SLOPES)
+    usual = visited.allowed_shares(spec, v)
+    np.testing.assert_allclose(usual.numpy(), 0.99 * spec.tolerance)
+    v[:, 1, 0] *= 1e6
+    longer = visited.allowed_shares(spec, v)
+    assert longer[0, 1].max() < 1e-4 * spec.tolerance
+    assert torch.equal(longer[0, 0], usual[0, 0])
