@@ -30,6 +30,12 @@ MOST_INSTRUCTIONS = {
     "key, biased/D=64": 19.5,
     "decode, biased/D=64": 155,
 }
+MOST_WITH_A_TABLE = {
+    "forward, table/D=64": 18,
+    "query, table/D=64": 18,
+    "key, table/D=64": 22,
+    "diagonal, table/D=64": 20,
+}
 PROGRAM = ROOT / "tests" / "support" / "interpreter" / "offline_compile.py"
 OLDEST_TRITON = ROOT / "build" / "triton-3.6.0"
 AS_ON_A_DEVICE = ROOT / "tests" / "support" / "interpreter" / "as_on_a_device.py"
@@ -160,6 +166,14 @@ def test_other_devices_compile() -> None:
         assert row["shared_bytes"] <= limit, (
             f"{name} needs {row['shared_bytes']} bytes of shared memory; there are {limit}"
         )
+
+
+@pytest.mark.long
+def test_kernels_with_a_table_are_pipelined_without_spills() -> None:
+    found = compiled("sm_90-table")
+    assert len(found) == len(MOST_WITH_A_TABLE)
+    for name, row in found.items():
+        assert_pipelined(name, row, MOST_WITH_A_TABLE)
 
 
 def test_a_call_compiles_as_a_device_would_compile_it() -> None:

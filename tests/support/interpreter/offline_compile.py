@@ -33,6 +33,7 @@ from alibi_attn.attention.backends.fused.kernels.arguments import (
     QueryOffset,
     Rows,
     Slopes,
+    Table,
     Visited,
     Visitors,
 )
@@ -46,9 +47,15 @@ from alibi_attn.attention.backends.fused.kernels.key_bias import split_kernel
 from alibi_attn.attention.backends.fused.kernels.masks import labels_kernel, spread_kernel
 from alibi_attn.attention.backends.fused.kernels.plan import plan_kernel, visitors_kernel
 from alibi_attn.attention.backends.fused.kernels.reach import reach_kernel
+from alibi_attn.attention.backends.fused.kernels.table import table_forward_kernel
+from alibi_attn.attention.backends.fused.kernels.table_diagonals import diagonal_kernel
+from alibi_attn.attention.backends.fused.kernels.table_gradients import table_key_kernel, table_query_kernel
+from alibi_attn.attention.backends.fused.table import widths
 from alibi_lab import records
 
 KERNELS = {"forward": forward_kernel, "query": query_kernel, "key": key_kernel, "decode": decode_kernel}
+OF_TABLES = {"forward": table_forward_kernel, "query": table_query_kernel, "key": table_key_kernel}
+OF_TABLES = {f"{name}, table": kernel for name, kernel in (*OF_TABLES.items(), ("diagonal", diagonal_kernel))}
 BEFORE = {"norms": norms_kernel, "reach": reach_kernel, "plan": plan_kernel, "visitors": visitors_kernel}
 BEFORE |= {"merge": merge_kernel, "labels": labels_kernel, "spread": spread_kernel}
 BEFORE |= {"split": split_kernel, "scan": scan_kernel, "suffix": suffix_kernel}  # of key biases and gates
@@ -72,6 +79,7 @@ TYPES |= dict.fromkeys(("BIAS", "GATES", "OWN"), Rows("*fp32", "i32", "i32", "i3
 TYPES |= dict.fromkeys(("KEY_BIAS", "QUERY_BIAS", "DKEY", "DQUERY"), "*fp64")
 TYPES |= {"QUERY_START": "*i64", "DGATES": "*fp32", "split": KeyBias("*fp32", "*fp32", "*fp32", "*fp32")}
 TYPES |= {
+    "table": Table("*fp32", "i32", "i32"),
     "ALLOWED": None,
     "nats_of_tolerance": "fp32",
     "visited": Visited("*i32", "*i32", None, "i32"),
@@ -103,6 +111,8 @@ def figures(kernel: str, target: str, head_dim: int, *, biased: bool = False) ->
     shape = ITS_SHAPE._replace(warps=1) if kernel in ALONE else ITS_SHAPE
     if kernel in KERNELS:
         shape = tile_shape(kernel, torch.bfloat16, head_dim, large=target in ("sm_90", "sm_100"))
+    if kernel in OF_TABLES:
+        shape = _shape_with_table(kernel, head_dim)
     compiled = triton.compile(
         _source(kernel, target, head_dim, shape, biased),
         target=TARGETS[target],
@@ -134,12 +144,16 @@ def figures(kernel: str, target: str, head_dim: int, *, biased: bool = False) ->
 
 
 def every_figure(targets: list[str]) -> dict[str, dict[str, int]]:
-    """Figures by name, "sm_90/forward/D=64"; "sm_90-wide" has D = 128, "sm_90-biased" a key bias, "sm_90-few" three kernels."""
+    """Figures by name, "sm_90/forward/D=64"; "sm_90-wide" has D = 128, "sm_90-biased" a key bias, "sm_90-few" three kernels,
+    "sm_90-table" a table.
+    """
     found = {}
     for target in targets:
         if target == "sm_90-biased":
             for kernel in (*KERNELS, "reach", "labels"):
                 found[f"sm_90/{kernel}, biased/D=64"] = figures(kernel, "sm_90", 64, biased=True)
+        elif target == "sm_90-table":
+            found |= {f"sm_90/{kernel}/D=64": figures(kernel, "sm_90", 64) for kernel in OF_TABLES}
         elif target == "sm_90-few":
             found |= {f"sm_90/{kernel}/D=64": figures(kernel, "sm_90", 64) for kernel in ("forward", "reach")}
             found["sm_90/forward, biased/D=64"] = figures("forward", "sm_90", 64, biased=True)
@@ -150,6 +164,13 @@ def every_figure(targets: list[str]) -> dict[str, dict[str, int]]:
             for kernel in (*KERNELS, *(BEFORE if target == "sm_90" else WITH_TILES)):
                 found[f"{target}/{kernel}/D=64"] = figures(kernel, target, 64)
     return found
+
+
+def _shape_with_table(kernel: str, head_dim: int) -> Shape:
+    found = widths(torch.empty(1, 1, 1, head_dim, dtype=torch.bfloat16))  # not on a device: as on a large one
+    side = found.diagonal, found.diagonal
+    queries, keys = {"key, table": found.keys, "diagonal, table": side}.get(kernel, found.rows)
+    return Shape(queries, keys, warps=4, stages=2)
 
 
 def record(folder: Path) -> Path:
@@ -167,7 +188,7 @@ def record(folder: Path) -> Path:
 
 
 def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool) -> ASTSource:
-    function = (KERNELS | BEFORE)[kernel]
+    function = (KERNELS | OF_TABLES | BEFORE)[kernel]
     constants = {
         "D": head_dim,
         "BM": shape.queries,
@@ -192,6 +213,8 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool)
         "ALLOWED": "*i32" if kernel == "spread" else None,
         "FIRST_SEEN": "*i32" if kernel == "spread" else None,
     }
+    if kernel in OF_TABLES:
+        constants["N"], types["SUMS"] = shape.keys, "*fp32"
     if biased:
         types["call"] = TYPES["call"]._replace(key_bias=KeyBias("*fp32", "*fp32", "*fp32", "*fp32"))
         types["visited"], types["visitors"] = (
