@@ -56,10 +56,11 @@ class Widths(NamedTuple):
 
 def widths(query: Tensor) -> Widths:
     """As many as registers hold with the addresses of a tile's biases, and as shared memory holds."""
-    row_bytes, large = (1 << (query.shape[3] - 1).bit_length()) * query.element_size(), is_large(query.device)
-    if query.dtype != torch.float32 and row_bytes <= (256 if large else 128):
+    row_bytes = (1 << (query.shape[3] - 1).bit_length()) * query.element_size()
+    has_room = query.dtype != torch.float32 and is_large(query.device)
+    if row_bytes <= (256 if has_room else 128) and query.dtype != torch.float32:
         return Widths((64, 64 if row_bytes <= 128 else 32), (32, 64), 64)
-    side = 32 if row_bytes <= (512 if large else 256) else 16
+    side = 32 if row_bytes <= (512 if has_room else 256) else 16
     return Widths((side, side), (side, side), side)
 
 
