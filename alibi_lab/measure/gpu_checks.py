@@ -47,7 +47,7 @@ def all_checked(
     if device.type != "cuda":
         return [_check(*call, device) for call in calls]
     end = time.perf_counter() + patience_s
-    workers, context = min(8, os.cpu_count() or 1), multiprocessing.get_context("spawn")
+    workers, context = min(16, os.cpu_count() or 1), multiprocessing.get_context("spawn")
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as executor:
         try:
             checks = [executor.submit(_check, *call, device) for call in calls]
@@ -65,17 +65,7 @@ def _check(dtype: torch.dtype, case: dict[str, object], device: torch.device) ->
 
     The errors are shares of the largest number of their tensor, and the row has those of the worst tensor.
     """
-    generator = torch.Generator().manual_seed(0)
-    length = CHECKED_LENGTH if device.type == "cuda" else 40
-    options = dict(case)
-    queries, kv_heads = int(str(options.pop("queries", length))), int(str(options.pop("kv_heads", 4)))
-    if options.pop("masked", False):
-        options["key_mask"] = (torch.rand(2, length, generator=generator) < 0.7).to(device)
-    if options.pop("segments", False):
-        options["segment_ids"] = (torch.arange(length) // 100).expand(2, length).to(device)
-    shapes = [(2, 4, queries, 64), (2, kv_heads, length, 64), (2, kv_heads, length, 64)]
-    drawn = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
-    grad = torch.randn(shapes[0], generator=generator).to(device, dtype)
+    drawn, grad, options = arguments_of(dtype, case, device, CHECKED_LENGTH if device.type == "cuda" else 40)
     results: dict[str, list[Tensor]] = {}
     ways = (("ours", "fused", dtype), ("plain", "dense", dtype), ("true", "reference", torch.float64))
     for name, backend, work in ways:
@@ -98,6 +88,23 @@ def _check(dtype: torch.dtype, case: dict[str, object], device: torch.device) ->
             f"but {allowed:.2e} is allowed"
         )
     return {"case": str(case), "dtype": str(dtype), "tensor": tensor, "error": error, "allowed": allowed}
+
+
+def arguments_of(
+    dtype: torch.dtype, case: dict[str, object], device: torch.device, length: int
+) -> tuple[list[Tensor], Tensor, dict[str, object]]:
+    """([query, key, value], the gradient of the output, options) of a checked call."""
+    generator = torch.Generator().manual_seed(0)
+    options = dict(case)
+    queries, kv_heads = int(str(options.pop("queries", length))), int(str(options.pop("kv_heads", 4)))
+    if options.pop("masked", False):
+        options["key_mask"] = (torch.rand(2, length, generator=generator) < 0.7).to(device)
+    if options.pop("segments", False):
+        options["segment_ids"] = (torch.arange(length) // 100).expand(2, length).to(device)
+    shapes = [(2, 4, queries, 64), (2, kv_heads, length, 64), (2, kv_heads, length, 64)]
+    drawn = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
+    grad = torch.randn(shapes[0], generator=generator).to(device, dtype)
+    return drawn, grad, options
 
 
 def _share(error: float, allowed: float) -> float:

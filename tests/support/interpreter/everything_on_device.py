@@ -1,4 +1,4 @@
-"""Everything that a GPU can tell in eight minutes: conformance first, then speed, then the attack on the certificate.
+"""Everything that a GPU can tell in about eight minutes: conformance first, then speed, then the attack on the certificate.
 
     python tests/support/interpreter/everything_on_device.py runs/gpu                                         on a GPU
     TRITON_INTERPRET=1 python tests/support/interpreter/everything_on_device.py runs/gpu --scale smoke    a rehearsal
@@ -23,7 +23,7 @@ from typing import NamedTuple
 import quick_interpreter
 
 ROOT = Path(__file__).parents[3]
-CONFORMANCE = str(Path(__file__).with_name("conformance_on_device.py"))
+CONFORMANCE, COMPILE = (str(Path(__file__).with_name(f"{x}.py")) for x in ("conformance_on_device", "compile_ahead"))
 LENGTHS = (512, 2048, 8192, 16384, 65536, 131072)
 LINES = 12  # of a part's log that are printed
 
@@ -47,6 +47,7 @@ SECONDS = "SECONDS"
 PARTS: Mapping[str, Mapping[str, Part]] = {
     "full": {
         "conformance": Part((CONFORMANCE, "--draws", "0"), 150),
+        "compile": Part((COMPILE, SECONDS), 40, 3),
         "bench": Part((__file__, "--measure", "bench", "--seconds", SECONDS), 130, 22),
         "models": Part((__file__, "--measure", "models", "--seconds", SECONDS), 100, 15),
         "attack": Part((CONFORMANCE, "--cases", "0", "--draws", "2000", "--seconds", SECONDS), 80, 30),
@@ -63,7 +64,7 @@ PARTS: Mapping[str, Mapping[str, Part]] = {
 def chosen(scale: str, only: Sequence[str] = (), seconds: float | None = None) -> dict[str, Part]:
     """The parts to run, all by default, in the order of PARTS; `seconds` is shared as their own limits are."""
     parts = {name: part for name, part in PARTS[scale].items() if not only or name in only}
-    share = 1.0 if seconds is None else seconds / sum(part.seconds for part in parts.values())
+    share = 1.0 if seconds is None or not parts else seconds / sum(part.seconds for part in parts.values())
     return {name: part._replace(seconds=part.seconds * share) for name, part in parts.items()}
 
 
