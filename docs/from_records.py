@@ -20,6 +20,7 @@ from matplotlib.figure import Figure
 from alibi_lab.position_methods import LOOKS
 from alibi_lab.recipes import quick
 from alibi_lab.records import Record, load
+from alibi_lab.report import rollouts
 from alibi_lab.report.method_comparison import (
     Task,
     by_seed,
@@ -374,6 +375,51 @@ def needles() -> str:
     return dropped_beats_alibi(referee_tasks())
 
 
+@functools.cache
+def rollout_records() -> list[Record]:
+    """The records of attention accumulated over layers."""
+    return [load(path) for path in sorted((ROOT / "results" / "rollout").glob("rollout-*.json"))]
+
+
+def rollout() -> str:
+    """The first token's share of accumulated attention in trained models (mean and range of the seeds) and in theory."""
+    trained = rollouts.models(rollout_records())
+    (theory,) = (one for one in rollout_records() if one.name == rollouts.THEORY)
+    shown = (8, 12)
+
+    def cells(members: Sequence[Record], way: str, depths: Sequence[int]) -> list[str]:
+        found = []
+        for depth in depths:
+            values = [100 * rollouts.by_text(one, way, depth, "first_token").mean() for one in members]
+            spread = f" ({min(values):.1f}–{max(values):.1f})" if len(values) > 1 else ""
+            found.append(f"{np.mean(values):.1f}{spread}" if np.isfinite(values).all() else "")
+        return found
+
+    rows = [
+        [
+            rollouts.label_of(name, members[0]),
+            *cells(members, rollouts.PLAIN, shown),
+            *cells(members, rollouts.RESIDUAL, (12,)),
+        ]
+        for name, members in trained.items()
+    ]
+    ways = {"causal mask": "causal mask, scores of 0", "ALiBi, 8 heads": "ALiBi, scores of 0"}
+    for way, name in ways.items():
+        of_depth = {depth: cells([theory], way, (depth,))[0] for depth in shown[:1]}
+        rows.append([name, *of_depth.values(), "", ""])
+    return table(["", *(f"{depth} layers" for depth in shown), "12, with residual"], rows)
+
+
+def rollout_claims() -> str:
+    """The verdicts on both claims about accumulated attention."""
+    return "\n".join(
+        f"* {claim.says[0].upper()}{claim.says[1:]}: {claim.word}. Ratio {claim.ours:.3g} ({claim.bounds.low:.3g} to "
+        f"{claim.bounds.high:.3g}, over {claim.bounds.over})."
+        for claim in rollouts.claims(rollout_records())
+        if claim.bounds
+    )
+
+
 def referee() -> str:
     """At the longest length, mean and range over seeds: relative perplexity on text, per cent of right answers on tasks."""
     tasks = referee_tasks()
@@ -466,7 +512,8 @@ def judged(folder: str) -> str:
 
 
 _OWN_NAMES = (front, cpu, processors, gpu, gpu_decoding, bf16, short, dropout, decoding, encoders, next_tokens, serving,
-              serving_peers, generating, training, referee, needles, gates, context_parallel, jax, longer_examples)  # fmt: skip
+              serving_peers, generating, training, referee, needles, rollout, rollout_claims,
+              gates, context_parallel, jax, longer_examples)  # fmt: skip
 TEXTS = {function.__name__.replace("_", "-"): function for function in _OWN_NAMES} | {
     "quarter": functools.partial(extrapolation, *QUARTER),
     "quarter-256": functools.partial(extrapolation, "medium", 256),

@@ -43,15 +43,17 @@ def is_drawn(record: Record) -> bool:
     """Whether the record has all shares at every depth; those of a model both without and with the residual."""
     if record.kind != "rollout":
         return False
-    cells = [numbers(record, "rollout", name) for name in ("depth", *SHARES)]
-    if not all(1 <= depth <= MAX_COUNT for depth in cells[0]) or not np.isfinite(cells).all():
+    names = sequence(record.curves.get("rollout", {}).get("way"))
+    shares = np.array([numbers(record, "rollout", name) for name in SHARES])
+    at = numbers(record, "rollout", "depth")
+    whole = all(isinstance(name, str) for name in names) and all(1 <= depth <= MAX_COUNT for depth in at)
+    if not whole or not ((shares > -0.1) & (shares < 1.1)).all():
         return False
     found = ways(record)
     if record.name == THEORY:
         return bool(found)
-    return (
-        found == [PLAIN, RESIDUAL] and len({(depths(record, way).tobytes(), _texts(record, way)) for way in found}) == 1
-    )
+    shapes = {(depths(record, way).tobytes(), _texts(record, way)) for way in found}
+    return found == [PLAIN, RESIDUAL] and len(shapes) == 1
 
 
 def ways(record: Record) -> list[str]:
@@ -105,8 +107,8 @@ def claims(records: Sequence[Record]) -> list[Claim]:
         last = depths(plain[0], PLAIN)[-1]
         found.append(
             _judged(
-                f"under a causal mask alone the first token's share of the attention accumulated over {last:.0f} layers is above "
-                "that of the first layer (theorem 4.1)",
+                f"under a causal mask alone the first token's share of accumulated attention rises from layer 1 to {last:.0f} "
+                "(theorem 4.1)",
                 1.0,
                 [(_logs(record, last), _logs(record, depths(record, PLAIN)[0])) for record in plain],
             )
@@ -116,8 +118,8 @@ def claims(records: Sequence[Record]) -> list[Claim]:
         last = depths(alibi[0], PLAIN)[-1]
         found.append(
             _judged(
-                f"a bias that decays with the distance keeps it lower: accumulated over {last:.0f} layers, ALiBi's first token "
-                "has a smaller share than that of a model without positions (theorem 4.5)",
+                f"a decay with the distance keeps it lower: after {last:.0f} layers ALiBi's share is below that without "
+                "positions (theorem 4.5)",
                 -1.0,
                 [(_logs(one, last), _logs(other, last)) for one, other in pairs],
             )

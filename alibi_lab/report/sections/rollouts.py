@@ -6,6 +6,7 @@ import numpy as np
 
 from alibi_lab.records import Record
 from alibi_lab.report import rollouts
+from alibi_lab.report.answers import between
 from alibi_lab.report.plots import rollouts as plots
 from alibi_lab.report.plots.drawing import Plot
 from alibi_lab.report.section import Archive, Block, Numbers, Section, Text, count_of, panels
@@ -73,11 +74,12 @@ def _of_theory(record: Record, share: str) -> Plot:
 
 
 def _of_models(models: rollouts.Models, way: str, share: str) -> Plot:
-    several = max(map(len, models.values()))
+    counts = [len(members) for members in models.values()]
+    seeds = f"; the mean and range of {between((min(counts), max(counts)))} seeds" if max(counts) > 1 else ""
     residual = ", half of every layer being its input" if way == rollouts.RESIDUAL else ""
     return Plot(
         f"Trained models: the {rollouts.SHARES[share]}{residual}",
-        f"By layer, on held-out text{f'; the mean and range of {several} seeds' if several > 1 else ''}.",
+        f"By layer, on held-out text{seeds}.",
         plots.model_figure(models, way, share),
         f"The share of the {rollouts.SHARES[share]} by layer, one line per model.",
     )

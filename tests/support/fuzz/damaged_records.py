@@ -55,6 +55,7 @@ PATTERNS = {
     "recall/*": 12,
     "referee/e*": 60,
     "paper/e*": 60,
+    "rollout/*": 4,
     "paper/t*": 60,
     "paper/s*": 20,
     "paper/p*": 1,
