@@ -41,6 +41,14 @@ def attend(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any], **o
     return list(forgetting_attention(query, key, value, gates, slopes, return_lse=True, **given, **options))
 
 
+def gradients(query: Tensor, key: Tensor, value: Tensor, given: dict[str, Any], **options: Any) -> list[Tensor]:
+    """Of output and lse, for everything that has rows."""
+    names = [name for name in ("key_bias", "log_fgate", "slopes") if name in given]
+    inputs = [x.detach().requires_grad_() for x in (query, key, value, *(given[name] for name in names))]
+    found = attend(*inputs[:3], given | dict(zip(names, inputs[3:], strict=True)), **options)
+    return list(torch.autograd.grad(found, inputs, [x.detach().cos() for x in found]))
+
+
 def drawn(words: str, dtype: torch.dtype, *, queries: int = S) -> tuple[list[Tensor], dict[str, Any]]:
     """Rows whose scores differ by a factor of 100, and their options."""
     generator = torch.Generator().manual_seed(3)
@@ -49,12 +57,12 @@ def drawn(words: str, dtype: torch.dtype, *, queries: int = S) -> tuple[list[Ten
     return [x.to(dtype) for x in (query, key, value)], OPTIONS[words](generator)
 
 
-def assert_rows_alone(inputs: list[Tensor], given: dict[str, Any], backend: str) -> None:
-    whole = attend(*inputs, given, backend=backend)
+def assert_rows_alone(inputs: list[Tensor], given: dict[str, Any], backend: str, *, compute: Any = attend) -> None:
+    whole = compute(*inputs, given, backend=backend)
     for row in range(B):
         at = slice(row, row + 1)
         own = {name: x[at] if isinstance(x, Tensor) else x for name, x in given.items()}
-        for x, y in zip(whole, attend(*(x[at] for x in inputs), own, backend=backend), strict=True):
+        for x, y in zip(whole, compute(*(x[at] for x in inputs), own, backend=backend), strict=True):
             assert torch.equal(x[at], y), f"row {row} is off by {float((x[at] - y).abs().nan_to_num().max()):.1e}"
 
 
@@ -67,6 +75,15 @@ def test_a_row_has_the_same_bits_alone_and_in_a_batch(backend, words, dtype, que
     if words in BIASED and backend not in WITH_KEY_BIAS:
         pytest.skip(f"{backend} has no key bias")
     assert_rows_alone(*drawn(words, dtype, queries=queries), backend)
+
+
+@pytest.mark.parametrize("dtype", DTYPES, ids=str)
+@pytest.mark.parametrize("words", OPTIONS)
+@pytest.mark.parametrize("backend", ON_CPU)
+def test_a_rows_gradients_have_the_same_bits_alone_and_in_a_batch(backend, words, dtype):
+    if words in BIASED and backend not in WITH_KEY_BIAS:
+        pytest.skip(f"{backend} has no key bias")
+    assert_rows_alone(*drawn(words, dtype), backend, compute=gradients)
 
 
 @torch.no_grad()

@@ -1,7 +1,7 @@
 // Backward: reads the keys that forward read, with the maxima and sums that forward saved.
 //
-// Gradients need no atomics, so the same number of threads gives the same bits. Another number divides the work into other tasks,
-// whose sums round differently. The separate sums of tasks (see `BackwardTask`) are added at the end, in the order of the tasks.
+// Gradients need no atomics. Tasks do not depend on the batch, or on the number of threads up to FEW_THREADS, and so neither do
+// the bits of gradients. The separate sums of tasks (see `BackwardTask`) are added at the end, in the order of the tasks.
 
 #include "denormals.hpp"
 #include "diagonals.hpp"

@@ -10,11 +10,16 @@
 #include "call.hpp"
 
 enum {
-    TASKS = 8,        // per thread, so that none is idle at the end
+    TASKS = 8,        // of forward, per thread, so that none is idle at the end
     MOST_BLOCKS = 8,  // of queries in a forward task, at most
     USUAL_NATS = 30,  // a head of slope m usually reads about 30 / m keys
-    HALOS = 2,        // limits the keys whose gradients backward accumulates separately: to this many times all keys,
-    FEW_NUMBERS = 1 << 24,  // or to this many numbers, for many threads and a short text
+    // For up to FEW_THREADS threads, a backward task costs this many keys times blocks of queries, and a head has at most
+    // MOST_TASKS. Neither depends on the batch, so the bits of gradients do not. Smaller tasks cost more than 2 % of the time.
+    TASK_COST = 3 << 13,
+    MOST_TASKS = 3,
+    FEW_THREADS = 8,
+    HALOS = 2,  // limits the keys whose gradients backward accumulates separately: to this many times all keys,
+    FEW_NUMBERS = 1 << 24,  // or to this many numbers per sequence, for many threads and a short text
 };
 
 // Blocks [block, last_block) of the queries of one head.
@@ -105,17 +110,12 @@ BackwardPlan backward_plan(const Call<Real> &call) {
     for (int64_t b = 0; b < call.B; b++)
         for (int64_t i = 0; i < call.H * N; i++)
             if (visited.kept_outlier_bits(b, 0)[i]) plan.outlier_tiles = OUTLIER_TILES;
-    std::vector<HeadOfBlocks> of_heads;
-    int64_t total = 0;
-    for (int64_t head = 0; head < heads; head++) {
-        of_heads.push_back(blocks_of_head(call, head / call.K, head % call.K));
-        total += of_heads.back().total;
-    }
-    const int64_t most = std::max(HALOS * call.S, FEW_NUMBERS / (heads * call.D));
+    const int64_t most = std::max(HALOS * call.S, FEW_NUMBERS / (call.K * call.D));
+    const double more = std::max(1.0, double(call.threads) / FEW_THREADS), most_tasks = more * MOST_TASKS * (call.H / call.K);
     plan.starts.push_back(0);
     for (int64_t h = 0; h < heads; h++) {
-        const HeadOfBlocks &head = of_heads[h];
-        const double wanted = std::ceil(double(TASKS * call.threads) * head.total / std::max<int64_t>(1, total));
+        const HeadOfBlocks head = blocks_of_head(call, h / call.K, h % call.K);
+        const double wanted = std::min(std::ceil(more * head.total / TASK_COST), most_tasks);
         const int64_t parts = (int64_t)std::min(std::max(wanted, 1.0), double(1 + most / head.widest));
         int64_t before = 0, n = 0;  // the cost of blocks 0 ... n - 1
         for (int64_t part = 0, from = 0; part < parts && from < N; part++) {
