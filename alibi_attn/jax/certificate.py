@@ -143,6 +143,14 @@ def still_needed(
     return needed(plan, block, known, so_far, visited)  # type: ignore[arg-type]
 
 
+def room(known: Certificate | BiasedCertificate, so_far: Softmax) -> Array:
+    """Scalar: the share of any query's softmax that backward may leave out, less if some values are long."""
+    norms = known.norms
+    kept = jnp.where(so_far.total == 0, jnp.inf, VALUE_RATIO * _norm(so_far.mixed) / so_far.total).min()
+    longest = jnp.concatenate([norms.value_before, norms.value_after, norms.value_of_outlier]).max()
+    return 0.99 * known.tolerance * jnp.where(longest <= kept, 1.0, kept / longest)
+
+
 def _plain_needed(
     plan: Plan, block: Block, known: Certificate, so_far: Softmax, visited: Visited
 ) -> tuple[Array, Array, list[Array]]:

@@ -27,7 +27,7 @@ def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array | None]:
 
     def one(queries: Queries, keys: Keys, head: _Head, _: None) -> tuple[Array, Array, Array | None]:
         nothing = tiles.start(queries, None if head.bias is None else head.bias.high.dtype)
-        softmax = tiles.add(plan, head.rule, nothing, queries, with_bias(keys, head.bias), _dropout(inputs, head))
+        softmax = tiles.add(plan, head.rule, nothing, queries, with_bias(keys, head.bias), _dropout(inputs, head))[0]
         return tiles.finish(softmax, queries)
 
     results = _over_heads(one, plan, inputs, None)

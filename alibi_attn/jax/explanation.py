@@ -63,7 +63,11 @@ def explain(
         else:
             assert of_xla is not None
             assert of_xla.visited is not None
-            numbers = _of_loop(spec, plan, first, of_xla.visited)
+            assert of_xla.needed is not None
+            numbers = (
+                *_of_loop(spec, plan, first, of_xla.visited),
+                *_of_loop(spec, plan, first, of_xla.needed),
+            )
         visited = numbers, _visible(spec, first)
     return explanation(
         spec,

@@ -1,7 +1,7 @@
 """The loop: every block of queries visits tiles of keys outward from its diagonal until the certificate ends it.
 
 Heads and blocks are looped over, not vmapped: a batched `while_loop` runs until its slowest lane is done. Memory is linear in the
-length. Each block saves the tiles that it visited, and the backward pass visits exactly those.
+length. Each block saves the tiles that it visited and found to matter (docs/maths.md, step 11), and backward visits those.
 """
 
 from functools import partial
@@ -13,7 +13,7 @@ from jax import lax
 
 from alibi_attn.attention.certificate.constants import LOOP_OUTLIER_TILES
 from alibi_attn.jax import tiles
-from alibi_attn.jax.certificate import BiasedCertificate, Certificate, certificate, key_norms, still_needed
+from alibi_attn.jax.certificate import BiasedCertificate, Certificate, certificate, key_norms, room, still_needed
 from alibi_attn.jax.plan import (
     Array,
     Block,
@@ -38,6 +38,7 @@ class _Step(NamedTuple):
     tile: Array  # the next tile; −1 ends the loop
     visited: Visited
     softmax: Softmax
+    shares: Array  # [tiles] the largest share of a query's softmax over the keys up to then, of each visited tile
 
 
 class _Turn(NamedTuple):
@@ -59,33 +60,37 @@ class _Sums(NamedTuple):
     key_bias: Array | None  # [B, H, tiles, s]
 
 
-def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array | None, Visited]:
-    """(output [B, H, T, D], lse [B, H, T], its references [B, H, T] with key biases, visited)."""
+def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array | None, Visited, Visited]:
+    """(output [B, H, T, D], lse [B, H, T], its references [B, H, T] with key biases, visited, what backward needs of it)."""
     parts = cut(plan, inputs)
     norms = key_norms(plan, parts)
     bias_dtype = None if parts.bias is None else parts.bias.high.dtype
 
-    def one(number: Array) -> tuple[Array, Array, Array | None, Visited]:
+    def one(number: Array) -> tuple[Array, Array, Array | None, Visited, Visited]:
         block = block_at(plan, parts, number)
         allowed = limits(plan, parts, block)
         known = certificate(plan, parts, norms, block, allowed)
 
         def body(step: _Step) -> _Step:
             keys = tile_at(plan, parts, block, step.tile)
-            softmax = tiles.add(plan, block.rule, step.softmax, block.queries, keys, block.dropout)
+            softmax, share = tiles.add(plan, block.rule, step.softmax, block.queries, keys, block.dropout)
             tile, visited = _next(plan, block, allowed, known, softmax, step.visited)
-            return _Step(tile, visited, softmax)
+            return _Step(tile, visited, softmax, lax.dynamic_update_index_in_dim(step.shares, share, step.tile, 0))
 
         nearest, any_tile = allowed.nearest, allowed.lowest <= allowed.highest
         begin = Visited(nearest, nearest, (jnp.full_like(nearest, -1),) * LOOP_OUTLIER_TILES)
-        first = _Step(jnp.where(any_tile, nearest, -1), begin, tiles.start(block.queries, bias_dtype))
+        nothing = tiles.start(block.queries, bias_dtype)
+        shares = jnp.zeros_like(nothing.total, shape=parts.key.shape[2])
+        first = _Step(jnp.where(any_tile, nearest, -1), begin, nothing, shares)
         done = lax.while_loop(lambda step: step.tile >= 0, body, first)
         last = jnp.where(any_tile, done.visited.last, done.visited.first - 1)
-        return *tiles.finish(done.softmax, block.queries), done.visited._replace(last=last)
+        visited = done.visited._replace(last=last)
+        needed = _needed(plan, visited, nearest, done.shares, room(known, done.softmax))
+        return *tiles.finish(done.softmax, block.queries), visited, needed
 
-    *results, visited = lax.map(one, block_numbers(plan, inputs))
+    *results, visited, needed = lax.map(one, block_numbers(plan, inputs))
     output, lse, reference = jax.tree.map(lambda x: joined(x, inputs), results)
-    return output, lse, reference, visited
+    return output, lse, reference, visited, needed
 
 
 def backward(plan: Plan, inputs: Inputs, known: Finished, visited: Visited) -> Gradients:
@@ -174,6 +179,23 @@ def _next(
         tile = jnp.where(go, candidate, tile)
         after.append(jnp.where(go, candidate, before))
     return tile, Visited(first, last, tuple(after))
+
+
+def _needed(plan: Plan, visited: Visited, nearest: Array, shares: Array, allowed: Array) -> Visited:
+    """The tiles that backward visits: the others have together at most the share `allowed` of any query's softmax."""
+    number = jnp.arange(len(shares), dtype=jnp.int32)
+    to_left = (number >= visited.first) & (number < nearest)
+    to_right = (number > nearest) & (number <= visited.last)
+    from_left = jnp.cumsum(jnp.where(to_left, shares, 0.0))
+    from_right = jnp.cumsum(jnp.where(to_right, shares, 0.0)[::-1])[::-1]
+    of_side, of_outlier = (0.75 if plan.causal else 0.375) * allowed, 0.25 / LOOP_OUTLIER_TILES * allowed
+    # NaN weighs more than any tolerance, and 0 leaves out nothing.
+    left, right = (
+        (side & (sums <= of_side) & (allowed > 0)).sum(dtype=jnp.int32)
+        for side, sums in ((to_left, from_left), (to_right, from_right))
+    )
+    outliers = (jnp.where((shares[x] <= of_outlier) & (allowed > 0), -1, x) for x in visited.outliers)
+    return Visited(visited.first + left, visited.last - right, tuple(outliers))
 
 
 def _tile_of_turn(visited: Visited, turn: Array) -> Array:

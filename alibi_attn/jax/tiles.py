@@ -94,8 +94,10 @@ def start(queries: Queries, bias_dtype: jnp.dtype | None) -> Softmax:
     return Softmax(None if bias_dtype is None else nothing.astype(bias_dtype), nothing, mixed[:, 0], mixed)
 
 
-def add(plan: Plan, rule: Rule, so_far: Softmax, queries: Queries, keys: Keys, dropout: HeadDropout | None) -> Softmax:
-    """The softmax over one more tile."""
+def add(
+    plan: Plan, rule: Rule, so_far: Softmax, queries: Queries, keys: Keys, dropout: HeadDropout | None
+) -> tuple[Softmax, Array]:
+    """(the softmax over one more tile, the largest share of the tile in it)."""
     if so_far.reference is not None and keys.bias is not None:
         largest = jnp.maximum(so_far.reference, _largest_bias(plan, rule, queries, keys, keys.bias))
         moved = jnp.where(so_far.reference == -jnp.inf, 0.0, so_far.reference - largest)
@@ -106,10 +108,12 @@ def add(plan: Plan, rule: Rule, so_far: Softmax, queries: Queries, keys: Keys, d
     reference = jnp.where(top == -jnp.inf, 0.0, top)
     weight = jnp.exp(score - reference[:, None])
     shrink = jnp.exp(so_far.top - reference)
-    total = so_far.total * shrink + weight.sum(-1)
+    of_tile = weight.sum(-1)
+    total = so_far.total * shrink + of_tile
+    share = jnp.where(total == 0, 0.0, of_tile / total).max(initial=0.0)
     kept = weight if dropout is None else weight * _kept(plan, dropout, queries, keys, weight)
     mixed = so_far.mixed * shrink[:, None] + _matmul(kept.astype(_operand(keys.value.dtype)), keys.value)
-    return Softmax(so_far.reference, top, total, mixed)
+    return Softmax(so_far.reference, top, total, mixed), share
 
 
 def _largest_bias(plan: Plan, rule: Rule, queries: Queries, keys: Keys, bias: KeyBias) -> Array:

@@ -18,19 +18,20 @@ class Saved(NamedTuple):
     lse: Array  # [B, H, T], relative to `reference`
     reference: Array | None  # [B, H, T] if keys have biases
     visited: Visited | None  # None = all keys
+    needed: Visited | None  # the same, of backward
 
 
 def forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, Saved]:
     """(output [B, T, H, D] in query's dtype, lse [B, H, T] with the biases of queries, arrays for backward)."""
     inputs, spoiled = _inputs(arrays, rest)
-    visited = None
+    visited = needed = None
     if plan.dense:
         output, lse, reference = dense.forward(plan, inputs)
     else:
-        output, lse, reference, visited = loop.forward(plan, inputs)
+        output, lse, reference, visited, needed = loop.forward(plan, inputs)
     spoiled &= lse > -jnp.inf
     output = jnp.where(spoiled[..., None], jnp.nan, output)
-    saved = Saved(jnp.where(spoiled, jnp.nan, lse), reference, visited)
+    saved = Saved(jnp.where(spoiled, jnp.nan, lse), reference, visited, needed)
     return output.swapaxes(1, 2), _unshifted(saved, arrays, rest), saved
 
 
@@ -63,10 +64,10 @@ def backward(
     shift = (grad_output.astype(lse.dtype) * output.astype(lse.dtype)).sum(-1) - grad_lse
     inputs, _ = _inputs(arrays, rest)
     known = Finished(lse, saved.reference, grad_output, shift, grad_lse)
-    if saved.visited is None:
+    if saved.needed is None:
         gradients = dense.backward(plan, inputs, known)
     else:
-        gradients = loop.backward(plan, inputs, known, saved.visited)
+        gradients = loop.backward(plan, inputs, known, saved.needed)
     query, key, value = (x.swapaxes(1, 2).astype(output.dtype) for x in gradients[:3])
     biases = jax.tree.map(lambda x, like: x.astype(like.dtype), gradients[5:], tuple(arrays[5:]))
     return Arrays(query, key, value, gradients.left, gradients.right, *biases)
@@ -83,7 +84,7 @@ def nothing_saved(plan: Plan, arrays: Arrays) -> Saved:
     if arrays.key_bias is not None:
         of_bias = jnp.promote_types(arrays.key_bias.dtype, arrays.left.dtype)
         reference = jnp.zeros_like(arrays.left, of_bias, shape=of_query)
-    return Saved(jnp.zeros_like(arrays.left, shape=of_query), reference, visited)
+    return Saved(jnp.zeros_like(arrays.left, shape=of_query), reference, visited, visited)
 
 
 def _inputs(arrays: Arrays, rest: Rest) -> tuple[Inputs, Array]:

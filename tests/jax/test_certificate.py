@@ -1,6 +1,7 @@
 """The certificate in JAX: the keys the loop reads and skips, and the weight of the skipped ones, in float64."""
 
 import dataclasses
+import math
 
 import jax
 import jax.numpy as jnp
@@ -10,18 +11,20 @@ import torch
 from certificate_attack import Attack, dropped, random_attack
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from measured_attack import left_out_by_backward
 
 from alibi_attn.attention.certificate.constants import LOOP_OUTLIER_TILES
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.jax import attention, certificate
+from alibi_attn.attention.validation import make_spec
+from alibi_attn.jax import attention, certificate, explain
 from alibi_attn.jax.certificate import norm_bound
 from alibi_attn.jax.operands import operands
 from alibi_attn.jax.plan import Plan
 from alibi_attn.reach import reach
 
 
-def visited_tiles(query, key, value, slopes, *, block: int, tile: int, **kwargs) -> np.ndarray:
-    """[B, H, blocks, tiles] bool: what the forward loop read.
+def visited_tiles(query, key, value, slopes, *, block: int, tile: int, needed: bool = False, **kwargs) -> np.ndarray:
+    """[B, H, blocks, tiles] bool: what the forward loop read, or the backward loop reads if `needed`.
 
     Absent windows, segments and masks are replaced by ones that hide nothing, so all calls share one compilation.
     """
@@ -36,7 +39,8 @@ def visited_tiles(query, key, value, slopes, *, block: int, tile: int, **kwargs)
         key_tile=tile,
         key_bias=spec.key_bias is not None,
     )
-    visited = attention._forward(plan, *operands(spec, query, key, value, None))[2].visited
+    saved = attention._forward(plan, *operands(spec, query, key, value, None))[2]
+    visited = saved.needed if needed else saved.visited
     number = np.arange(-(-spec.key_len // tile))
     read = (number >= np.asarray(visited.first)[:, None]) & (number <= np.asarray(visited.last)[:, None])
     for outlier in visited.outliers:
@@ -63,8 +67,8 @@ def narrow(attack: Attack, **changes: object) -> Narrow:
     return Narrow(**vars(attack) | {"length": LENGTH, "head_dim": 4, "group": 2, "dtype": "float32"} | changes)
 
 
-def keys_read(spec: AttentionSpec[torch.Tensor], *tensors: torch.Tensor) -> torch.Tensor:
-    """[1, H, T, S]: the keys that the loop read for each query."""
+def keys_read(spec: AttentionSpec[torch.Tensor], *tensors: torch.Tensor, needed: bool = False) -> torch.Tensor:
+    """[1, H, T, S]: the keys that the forward loop read for each query, or backward if `needed`."""
     options = {
         "right_slopes": spec.right_slopes,
         "window": spec.window,
@@ -78,6 +82,7 @@ def keys_read(spec: AttentionSpec[torch.Tensor], *tensors: torch.Tensor) -> torc
         jnp.asarray(spec.slopes.numpy()),
         block=BLOCK,
         tile=TILE,
+        needed=needed,
         causal=spec.causal,
         query_offset=spec.query_offset,
         tolerance=spec.tolerance,
@@ -96,6 +101,45 @@ def dropped_share(attack: Attack) -> tuple[float, float]:
 def test_attacks_drop_no_more_than_the_tolerance(seed: int) -> None:
     attack = narrow(random_attack(seed))
     assert dropped_share(attack)[0] <= attack.tolerance
+
+
+def keys_of_both(spec: AttentionSpec[torch.Tensor], *tensors: torch.Tensor) -> list[torch.Tensor]:
+    return [keys_read(spec, *tensors, needed=needed) for needed in (False, True)]
+
+
+@pytest.mark.parametrize("draws", [60, pytest.param(2500, marks=pytest.mark.long)])
+@pytest.mark.parametrize("biased", [False, True])
+def test_what_backward_leaves_out_weighs_at_most_the_tolerance(biased: bool, draws: int) -> None:
+    skipping = careless = 0
+    worst = 0.0
+    for seed in range(draws):
+        attack = biased_attack(seed) if biased else narrow(random_attack(seed))
+        lost, share, off = left_out_by_backward(attack, keys=keys_of_both)
+        if off < 0.5:  # shares are those of the computed scores
+            assert lost <= attack.tolerance * math.exp(2 * off), attack
+            worst, skipping = max(worst, lost / attack.tolerance), skipping + (share > 0)
+            if share > 0 and seed < 200 and attack.tolerance < 0.01:
+                careless += left_out_by_backward(attack, 30 * attack.tolerance, keys_of_both)[0] > attack.tolerance
+    print(f"{draws} draws, {skipping} leave out a key, worst {worst:.3g} of the tolerance")
+    assert skipping >= draws / 10, "an attack on nothing: too few draws leave out a key"
+    assert careless > 0, "thirty times the tolerance is not detected"
+
+
+def test_explain_shows_what_backward_of_the_loop_computes() -> None:
+    query, key, value = jax.random.normal(jax.random.key(0), (3, 1, 1500, 2, 16))
+    found = explain(3 * query, key, value, [0.5, 0.2], backend="loop")
+    assert found.measured_scores is not None
+    assert found.measured_reaches is not None
+    assert found.measured_scores.sum() < 0.9 * found.scores.sum()
+    assert (found.measured_reaches <= found.reaches).all()
+    assert "measured: backward computes" in str(found)
+
+
+def test_backward_leaves_out_nothing_at_a_tolerance_of_zero() -> None:
+    attack = narrow(random_attack(3), tolerance=0.0, mask="none", where="nothing", slope=20.0)
+    tensors, kwargs = attack.inputs()
+    forward, backward = keys_of_both(make_spec(*tensors, **kwargs), *tensors[:3])
+    assert torch.equal(forward, backward)
 
 
 def biased_attack(seed: int) -> Attack:

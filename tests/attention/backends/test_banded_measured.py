@@ -33,12 +33,12 @@ def test_what_backward_leaves_out_weighs_at_most_the_tolerance() -> None:
     skipping = careless = 0
     for seed in range(60):
         attack = dataclasses.replace(random_attack(seed), length=300 + 17 * seed)
-        lost, share, off = left_out_by_backward(attack, backend="banded")
+        lost, share, off = left_out_by_backward(attack, keys=banded_keys)
         if off < 0.5:  # shares are those of the computed scores
             assert lost <= attack.tolerance * math.exp(2 * off), attack
             skipping += share > 0
             if share > 0 and attack.tolerance < 0.01:
-                careless += left_out_by_backward(attack, 30 * attack.tolerance, "banded")[0] > attack.tolerance
+                careless += left_out_by_backward(attack, 30 * attack.tolerance, banded_keys)[0] > attack.tolerance
     assert skipping >= 8, "an attack on nothing: too few draws leave out a key"
     assert careless > 0, "thirty times the tolerance is not detected"
 

@@ -10,6 +10,7 @@ import datetime
 import math
 import sys
 import unittest.mock
+from collections.abc import Callable
 from pathlib import Path
 
 import torch
@@ -41,12 +42,13 @@ KEYS = {"native": native_keys, "banded": banded_keys}
 
 
 def left_out_by_backward(
-    attack: Attack, measured_at: float | None = None, backend: str = "native"
+    attack: Attack, measured_at: float | None = None, keys: Callable[..., list[torch.Tensor]] = native_keys
 ) -> tuple[float, float, float]:
     """What backward leaves out of the keys that forward visited.
 
     Args:
         measured_at: a tolerance for the backend other than the attack's.
+        keys: the keys of its forward and of its backward.
 
     Returns:
         (the largest share of a query's softmax over these keys; the share of these keys; the nats that a score may be off by)
@@ -55,7 +57,7 @@ def left_out_by_backward(
     spec = make_spec(query, key, value, slopes, **kwargs)
     with torch.no_grad():
         computed = dataclasses.replace(spec, tolerance=measured_at or spec.tolerance)
-        forward, backward = KEYS[backend](computed, query, key, value)
+        forward, backward = keys(computed, query, key, value)
     distance = distances(spec.query_len, spec.key_len, spec.query_offset, None)
     seen = visible(spec, distance).expand(1, spec.num_heads, -1, -1) & forward
     skipped = seen & ~backward
@@ -82,7 +84,7 @@ def main(draws: int, out: Path, backend: str, *kinds: str) -> None:
         attack = random_attack(seed, biased="biased" in kinds)
         if seed % 10 == 0:
             attack = dataclasses.replace(attack, length=attack.length * 4)
-        lost, share, off = left_out_by_backward(attack, backend=backend)
+        lost, share, off = left_out_by_backward(attack, keys=KEYS[backend])
         if off >= 0.5:
             rounded += 1
             continue
