@@ -106,8 +106,9 @@ def main(seconds: float) -> int:
     futures = [executor.submit(compiled, share, shares, capability) for share in range(shares)]
     done, late = concurrent.futures.wait(futures, timeout=seconds)
     names = [name for future in done for name in future.result()]
+    took = time.monotonic() - start
     print(
-        f"{len(names)} kernels are compiled after {time.monotonic() - start:.0f} s by {len(done)} of {shares} processes"
+        f"{len(done)} of {shares} processes have compiled their share in {took:.0f} s: {len(names)} kernels", flush=True
     )
     for process in executor._processes.values() if late else ():
         process.kill()
