@@ -8,6 +8,7 @@ from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+import far_in_interpreter as far
 import numpy as np
 import plan_in_interpreter as plans
 import pytest
@@ -53,8 +54,14 @@ def test_steps_launch_the_same_whatever_their_tensors_hold_and_the_host_reads_no
 def test_a_replayed_call_launches_the_same_as_a_direct_one() -> None:
     """On its own tensors, whichever were recorded; and a call with another option is another kind."""
     found = ran("replayed_launches.py")
-    assert len(found) == 11
+    assert len(found) == 12
     assert all(all(x) for x in found.values()), found
+
+
+def test_rows_that_the_device_fetches_by_itself_are_those_at_addresses(interpreter: ProcessPoolExecutor) -> None:
+    for described, addressed in interpreter.submit(far.described_and_addressed_rows).result():
+        assert described == addressed
+        assert described < 2e-3
 
 
 def test_few_kinds_of_calls_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

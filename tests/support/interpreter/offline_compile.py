@@ -21,7 +21,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, Shape, tile_shape
+from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, Shape, may_describe, tile_shape
 from alibi_attn.attention.backends.fused.kernels.arguments import (
     Call,
     Certificate,
@@ -110,7 +110,9 @@ def figures(kernel: str, target: str, head_dim: int, *, biased: bool = False) ->
     """Figures of one kernel: bf16, causal, no masks, gradients of slopes and lse; with `biased` also of a key bias."""
     shape = ITS_SHAPE._replace(warps=1) if kernel in ALONE else ITS_SHAPE
     if kernel in KERNELS:
-        shape = tile_shape(kernel, torch.bfloat16, head_dim, large=target in ("sm_90", "sm_100"))
+        large = target in ("sm_90", "sm_100")
+        described = kernel == "key" and may_describe(torch.bfloat16, head_dim, large=large)
+        shape = tile_shape(kernel, torch.bfloat16, head_dim, large=large, described=described)
     if kernel in OF_TABLES:
         shape = _shape_with_table(kernel, head_dim)
     compiled = triton.compile(
@@ -189,6 +191,7 @@ def record(folder: Path) -> Path:
 
 def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool) -> ASTSource:
     function = (KERNELS | OF_TABLES | BEFORE)[kernel]
+    described = kernel == "key" and may_describe(torch.bfloat16, head_dim, large=target in ("sm_90", "sm_100"))
     constants = {
         "D": head_dim,
         "BM": shape.queries,
@@ -206,6 +209,7 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool)
         "VALUES": True,
         "HIDDEN": biased,
         "SHARED": False,
+        "DESCRIBED": described,
         "FLOOR": -(2.0**20),
         "STEP": 2.0**10,
     }
@@ -230,6 +234,8 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool)
             "FIRST_SEEN": "*i32",
         }
         types["norms"] = TYPES["norms"]._replace(sums="*fp32")
+    if described:
+        types |= dict.fromkeys(("Q", "DOUT"), f"tensordesc<bf16[1,1,{shape.queries},{head_dim}]>")
     signature: dict[str, Any] = {}
     places: dict[tuple[int, ...], Any] = {}
     aligned: dict[tuple[int, ...], Any] = {}

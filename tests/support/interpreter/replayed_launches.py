@@ -37,6 +37,7 @@ def kinds() -> dict[str, tuple[Call, list[tuple[int, ...]]]]:
             grouped,
         ),
         "slopes": (lambda *x: alibi_attention(*x[:3], x[3].float()), [*rows, (4,)]),
+        "wide heads": (alibi_attention, [(2, 4, 200, 64)] * 3),
         "few queries": (alibi_attention, [(2, 4, 3, 16), (2, 4, 500, 16), (2, 4, 500, 16)]),
         "table": (
             lambda *x: toeplitz_attention(*x[:3], x[3].float(), key_mask=shown, query_offset=0),
@@ -58,6 +59,8 @@ def launched(step: Callable[[], object], inputs: list[Tensor], launches: Launche
     def label(x: object) -> object:
         if isinstance(x, tuple):
             return [label(y) for y in x]
+        if hasattr(x, "block_shape"):  # a descriptor
+            return [label(x.base.data_ptr()), x.shape, x.strides, x.block_shape]
         if not isinstance(x, int) or x < ADDRESSES:
             return x
         for at, tensor in enumerate(inputs):

@@ -21,6 +21,7 @@ from alibi_attn.attention.backends.fused.configs import (
     PLAN_ROWS,
     Shape,
     is_large,
+    may_describe,
     processors,
     tile_shape,
 )
@@ -31,8 +32,10 @@ from alibi_attn.attention.backends.fused.launch import (
     Argument,
     Constants,
     constants,
+    described,
     grouped,
     in_rows,
+    is_describable,
     launch,
     number,
     pointer,
@@ -279,9 +282,16 @@ def _launch_backward(
         _constants(spec.head_dim, shape, spec.causal, tiles.rows), queries, keys, values, rows_of(output), grads, rows_of(dq),
         lses, pointer(grad_lse), delta, shifted, pointer(dslopes), pointer(of_queries), call, _visited(tiles), order,
     )  # fmt: skip
-    shape = tile_shape("key", query.dtype, spec.head_dim, large=large)
+    known = (
+        may_describe(query.dtype, spec.head_dim, large=large) and is_describable(query) and is_describable(grad_output)
+    )
+    shape = tile_shape("key", query.dtype, spec.head_dim, large=large, described=known)
+    if known:
+        width = 1 << (spec.head_dim - 1).bit_length()
+        queries, grads = (described(x, shape.queries, width) for x in (query, grad_output))
     launch(
-        device, key_kernel, (b * k * -(-s // shape.keys), 1, 1), _constants(spec.head_dim, shape, spec.causal, tiles.rows),
+        device, key_kernel, (b * k * -(-s // shape.keys), 1, 1),
+        _constants(spec.head_dim, shape, spec.causal, tiles.rows, described=known),
         queries, keys, values, grads, rows_of(dk), rows_of(dv), lses, shifted, delta, pointer(of_keys), call, visitors,
         key_order,
     )  # fmt: skip
@@ -361,12 +371,15 @@ run = operator(Kernels("fused", _attend, _differentiate, _empty_like, _empty_sav
 
 
 @functools.cache
-def _constants(head_dim: int, shape: Shape, causal: bool, rows: int | None) -> Constants:
+def _constants(
+    head_dim: int, shape: Shape, causal: bool, rows: int | None, *, described: bool | None = None
+) -> Constants:
     """The compile-time constants of an attention kernel; `rows` as in `Plan`, None for decoding."""
     of_plan = {} if rows is None else {"ROWS": rows}
+    of_keys = {} if described is None else {"DESCRIBED": described}
     return constants(
-        D=head_dim, BM=shape.queries, BN=shape.keys, **of_plan, CAUSAL=causal, PRECISION=precision(), num_warps=shape.warps,
-        num_stages=shape.stages,
+        D=head_dim, BM=shape.queries, BN=shape.keys, **of_plan, CAUSAL=causal, PRECISION=precision(), **of_keys,
+        num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
 
 

@@ -34,6 +34,8 @@ _LARGE_HALF = {
     128: (Shape(64, 64, 4, 3), Shape(16, 64, 4, 3), Shape(128, 64, 8, 3), Shape(32, 64, 4, 3)),
     256: (Shape(128, 32, 8, 2), Shape(16, 32, 4, 2), Shape(128, 32, 8, 2), Shape(32, 64, 4, 2)),
 }
+# With rows that the device fetches by itself, no register holds their addresses.
+_DESCRIBED_KEY = Shape(64, 64, 4, 2)
 _LARGE_FP32 = {
     64: (Shape(64, 32, 4, 2), Shape(16, 32, 4, 2), Shape(64, 32, 4, 2), Shape(32, 32, 4, 2)),
     128: (Shape(64, 32, 4, 2), Shape(16, 32, 4, 2), Shape(32, 32, 4, 2), Shape(32, 32, 4, 2)),
@@ -50,11 +52,17 @@ _SMALL_FP32 = {
 }
 
 
-def tile_shape(kernel: Kernel, dtype: torch.dtype, head_dim: int, *, large: bool) -> Shape:
+def may_describe(dtype: torch.dtype, head_dim: int, *, large: bool) -> bool:
+    """Whether the kernel for keys gets descriptors of queries, if they can be described."""
+    return large and dtype != torch.float32 and 32 < head_dim <= 128
+
+
+def tile_shape(kernel: Kernel, dtype: torch.dtype, head_dim: int, *, large: bool, described: bool = False) -> Shape:
     """The tile of a kernel.
 
     Args:
         large: the result of `is_large` for the device.
+        described: with descriptors, see `may_describe`; only for "key".
 
     Raises:
         ValueError: the table has a tile with which the kernel would skip keys or queries.
@@ -64,7 +72,7 @@ def tile_shape(kernel: Kernel, dtype: torch.dtype, head_dim: int, *, large: bool
     if dtype == torch.float32:
         # With larger tiles of the widest rows, the compiler runs out of registers on every device.
         shapes = _LARGE_FP32 if large and width < MAX_HEAD_DIM else _SMALL_FP32
-    shape = shapes[width][_ORDER.index(kernel)]
+    shape = _DESCRIBED_KEY if described else shapes[width][_ORDER.index(kernel)]
     # The kernels read an isolated tile of keys in TILE // keys parts, and the keys of a part share its visitors.
     if TILE % shape.keys:
         raise ValueError(f"the tile table has {shape.keys} keys for the {kernel} kernel; pass a divisor of {TILE}")

@@ -82,6 +82,8 @@ def launch(
             compiled = kernel.warmup(*kinds, grid=grid, **constants.named, **constants.options)
             _COMPILED[key] = compiled
         run = compiled[grid]
+        if kinds_described := {at: x.kind for at, x in enumerate(arguments) if isinstance(x.value, Described)}:
+            run = _describing(run, kinds_described)
         run(*values, *constants.values)
     if WATCHED.recorder is not None:
         WATCHED.recorder.launched(run, arguments, constants.values)
@@ -130,6 +132,60 @@ def rows_of(tensor: Tensor) -> Argument:
     numbers = batch | head | row
     kind = _rows_kind(tensor.dtype, (address | numbers) & 15 == 0, numbers >> 31 > 0)
     return Argument(Rows(address, batch, head, row), kind, tensor)
+
+
+class Described(NamedTuple):
+    """Rows that a device fetches by itself: their address, and the sizes and strides of [B, heads, rows, D]."""
+
+    address: int
+    sizes: tuple[int, ...]
+    strides: tuple[int, ...]
+
+
+def is_describable(tensor: Tensor) -> bool:
+    """Whether `described` can describe a tensor [B, heads, rows, D]: its rows begin at multiples of 16 bytes."""
+    words, *strides = 16 // tensor.itemsize, *tensor.stride()[:-1]
+    return (
+        tensor.numel() > 0
+        and tensor.data_ptr() % 16 == 0
+        and all(0 < stride < 2**36 and stride % words == 0 for stride in strides)
+    )
+
+
+def described(tensor: Tensor, rows: int, width: int) -> Argument:
+    """The descriptor of a tensor, from which a kernel loads `rows` rows of `width` numbers; zeros beyond the tensor."""
+    sizes, strides = tuple(tensor.shape), tensor.stride()
+    if tensor.device.type == "cpu":
+        from triton.tools.tensor_descriptor import TensorDescriptor
+
+        return Argument(TensorDescriptor(tensor, list(sizes), list(strides), [1, 1, rows, width]), None)
+    parts = pointer(tensor), Argument(sizes, None), Argument(strides, None)
+    return Argument(Described(parts[0].value, sizes, strides), _described_kind(tensor.dtype, rows, width), parts)
+
+
+@functools.cache
+def _described_kind(dtype: torch.dtype, rows: int, width: int) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    class Kind(TensorDescriptor):  # type: ignore[misc]
+        __eq__, __hash__ = object.__eq__, object.__hash__
+
+    return Kind(pointer_kind(dtype), [1, 1, rows, width], [width, width, width, 1], [1, 1, rows, width])
+
+
+def _describing(run: Any, kinds: dict[int, Any]) -> Any:
+    """A launch that makes descriptors of the arguments at some places, which are `Described`, given their kinds."""
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    def launched(*values: Any) -> None:
+        fit = list(values)
+        for at, kind in kinds.items():
+            address, sizes, strides = fit[at]
+            base = Pointer(kind.base.dtype, address)
+            fit[at] = TensorDescriptor(base, list(sizes), list(strides), kind.block_shape)
+        run(*fit)
+
+    return launched
 
 
 def strided(tensor: Tensor) -> Argument:

@@ -60,6 +60,29 @@ def visitors_of(visitors, b, bh, h, key_tile, tiles, blocks):
 
 
 @triton.jit
+def last_repeated(X, j, S, D: tl.constexpr):
+    """Rows j of a head, and the last one for rows past it: a mask would occupy registers. Their gradients are not stored."""
+    at = X.pointer + tl.minimum(j, S - 1).to(tl.int64)[:, None] * X.row + tl.arange(0, padded(D))[None, :]
+    if padded(D) == D:
+        rows = tl.load(at)
+    else:
+        rows = tl.load(at, mask=(tl.arange(0, padded(D)) < D)[None, :], other=0.0)
+    return rows
+
+
+@triton.jit
+def block_of(X, b, h, n, T, BM: tl.constexpr, D: tl.constexpr, DESCRIBED: tl.constexpr, WHOLE: tl.constexpr):
+    """Block n of BM queries of a head, [BM, DP]; zeros past the last. X: Rows, or a descriptor of their tensor."""
+    if DESCRIBED:
+        rows = X.load([b.to(tl.int32), h, n * BM, 0]).reshape([BM, padded(D)])
+    elif WHOLE:
+        rows = load_tile(of_head(X, b, h), n, BM, D)
+    else:
+        rows = load_rows(of_head(X, b, h), n * BM, n * BM + tl.arange(0, BM) < T, BM, D)
+    return rows
+
+
+@triton.jit
 def full_exponents(
     n, i, j, products, head, lse, band, tile_start, offset, visited, rest, BM: tl.constexpr, BN: tl.constexpr,
     CAUSAL: tl.constexpr,
@@ -109,9 +132,11 @@ def after_queries(
 def key_kernel(
     Q, K, V, DOUT, DK, DV, LSE, SHIFTED, DELTA, SUMS, call, visitors, ORDER,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """Program: BN keys of one key head, and all its query heads one after another; ORDER [B·K] int32. BN divides TILE.
 
+    DESCRIBED: Q and DOUT are descriptors.
     SHIFTED [B, H, T] fp32: as in `query_kernel`.
     SUMS [2, B, H, S] fp32: Σ ds over queries, and its rounding error; None = not wanted.
     Queries that see no key, and their output gradients, must be zeros (masking their loads would spill registers).
@@ -132,8 +157,8 @@ def key_kernel(
     rows = tl.arange(0, BM)
     jj = tl.arange(0, BN)
     j = t * BN + jj
-    k = load_rows(of_head(K, b, kv), t * BN, j < S, BN, D)  # [BN, DP]
-    v = load_rows(of_head(V, b, kv), t * BN, j < S, BN, D)
+    k = last_repeated(of_head(K, b, kv), j, S, D)  # [BN, DP]
+    v = last_repeated(of_head(V, b, kv), j, S, D)
     here = shown_keys(call.masks, b, j, j < S, S)
     segments = call.masks.key_segments
     if segments is not None:
@@ -161,7 +186,6 @@ def key_kernel(
             base = tl.load(call.key_bias.bases + bh * tiles + key_tile)
         LSE_h, at = lse_rows(LSE, bh, b, H, T, call.key_bias), of_each_query(bh, T, ROWS)
         sums = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
-        Q_h, DO_h = of_head(Q, b, h), of_head(DOUT, b, h)
         full_first, full_last = first, last
         if visitors.full is not None:
             full = visitors.full + of_sequence + key_tile * 2
@@ -171,12 +195,15 @@ def key_kernel(
             full_last = tl.where(tl.abs(head.slope) <= STEEPEST, full_last, 0)
         band = blocks_of(first, last, full_first, full_last, t * BN, offset, head, T, BM, BN, CAUSAL)
         for x in tl.range(0, full_count(band)):
-            n = full_tile(x, band, False)
+            n = band.after + x  # if causal, no block before the keys sees them
+            if not CAUSAL:
+                n = full_tile(x, band, False)
             i = n * BM + rows
             visited = is_visited(bands + n * BM // ROWS * 4, key_tile)
             if SHIFTED is not None:
                 row = tl.load(SHIFTED + (at + n * BM) + rows)
-            q, do = load_tile(Q_h, n, BM, D), load_tile(DO_h, n, BM, D)  # [BM, DP]
+            q = block_of(Q, b, h, n, T, BM, D, DESCRIBED, True)
+            do = block_of(DOUT, b, h, n, T, BM, D, DESCRIBED, True)
             products = tl.dot(k, q.T, input_precision=PRECISION)  # [BN, BM]
             if SHIFTED is not None:
                 column = head.slope * (jj + (t * BN - offset - n * BM // TILE * TILE)).to(tl.float32)
@@ -199,7 +226,8 @@ def key_kernel(
             visited = is_visited(bands + n * BM // ROWS * 4, key_tile)
             lse = in_log2(tl.load(LSE_h + i, mask=i < T, other=float("-inf")), call.key_bias)
             lse = tl.where(lse != float("-inf"), lse, float("inf"))
-            q, do = load_rows(Q_h, n * BM, i < T, BM, D), load_rows(DO_h, n * BM, i < T, BM, D)
+            q = block_of(Q, b, h, n, T, BM, D, DESCRIBED, False)
+            do = block_of(DOUT, b, h, n, T, BM, D, DESCRIBED, False)
             shown = (shown_here & visited)[:, None]
             if segments is not None:
                 theirs = tl.load(call.masks.query_segments + b * T + i, mask=i < T, other=0)
