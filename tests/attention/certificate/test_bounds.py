@@ -13,6 +13,7 @@ from searched_attacks import attacks
 from alibi_attn import alibi_attention, head_reach
 from alibi_attn.attention.backends.banded import backend as banded
 from alibi_attn.attention.backends.banded import pieces as banded_pieces
+from alibi_attn.attention.backends.banded import visited as banded_visited
 from alibi_attn.attention.certificate import bounds, lse_bound
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.attention.visibility import distances, visible
@@ -159,7 +160,7 @@ def test_a_plan_of_squares_reads_every_certified_key_once(
     assert any(p.stride > p.rows for p in left), "no squares: the test sees nothing"
     assert any(p.rows >= 256 for p in left)
     for h, pieces in enumerate(plan[0]):
-        reach = banded_pieces.farthest(spec, pieces, key_len - query_len)
+        reach = banded_visited.farthest(spec, pieces, key_len - query_len)
         assert reach >= int((distance[0] * (read[0, h] > 0)).max()) + 1
         assert sum(p.count * p.rows for p in pieces if not p.merge) == query_len
 

@@ -22,12 +22,12 @@ def reach_and_scores(spec: Spec, plans: list[list[list[Piece]]]) -> tuple[Tensor
     """[B, H] each: 1 + the largest |i − j| that the pieces read, and the scores that they compute."""
     device = spec.slopes.device
     first = first_positions(spec, device).expand(spec.batch).tolist()
-    reach = [[_farthest(spec, pieces, first[b]) for pieces in heads] for b, heads in enumerate(plans)]
+    reach = [[farthest(spec, pieces, first[b]) for pieces in heads] for b, heads in enumerate(plans)]
     scores = [[sum(piece.scores for piece in pieces) for pieces in heads] for heads in plans]
     return torch.tensor(reach, device=device), torch.tensor(scores, device=device)
 
 
-def _farthest(spec: Spec, pieces: list[Piece], first: int) -> int:
+def farthest(spec: Spec, pieces: list[Piece], first: int) -> int:
     """1 + the largest |i − j| that the pieces read; 0 if they read nothing."""
     distance = 0
     for p in pieces:
