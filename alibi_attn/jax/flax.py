@@ -4,6 +4,7 @@ Parameters have the names of PyTorch's: `converted_weights` turns a state dict i
 Press et al. 2022, sec. 3 (arXiv:2108.12409).
 """
 
+from collections.abc import Sequence
 from functools import partial
 from typing import TypedDict, Unpack
 
@@ -20,7 +21,7 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError('alibi_attn.jax.flax needs Flax; install it with: pip install "alibi-attn[jax]"') from error
 
-from alibi_attn.attention.checks import check_layer
+from alibi_attn.attention.checks import check_layer, check_sinks, check_windows
 from alibi_attn.jax.attention import alibi_attention
 from alibi_attn.jax.forgetting import attend_gated
 from alibi_attn.jax.plan import Array
@@ -42,7 +43,8 @@ class LayerOptions(TypedDict, total=False):
     num_kv_heads: int | None
     bias: bool
     causal: bool
-    window: int | None
+    window: int | Sequence[int] | None
+    sinks: int
     slopes: Slopes | None
     learn_slopes: bool
     qk_norm: bool
@@ -108,7 +110,8 @@ class ALiBiAttention(nnx.Module):
         num_kv_heads: K, which divides H: grouped-query attention. Default H.
         bias: whether the linear maps have a bias.
         causal: False for encoders: the bias is symmetric.
-        window: how many keys a query may see, including its own.
+        window: how many keys a query may see, including its own; or one number per head, [H].
+        sinks: the number of first keys that the window never hides.
         dropout_p: dropout of attention weights, unless `deterministic` (which `eval()` sets).
         slopes: [H]; default `alibi_slopes(num_heads)`.
         learn_slopes: make the slopes a parameter.
@@ -137,7 +140,8 @@ class ALiBiAttention(nnx.Module):
         num_kv_heads: int | None = None,
         bias: bool = False,
         causal: bool = True,
-        window: int | None = None,
+        window: int | Sequence[int] | None = None,
+        sinks: int = 0,
         dropout_p: float = 0.0,
         slopes: Slopes | None = None,
         learn_slopes: bool = False,
@@ -147,18 +151,23 @@ class ALiBiAttention(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
+        one_window, windows = check_windows(window, num_heads) if isinstance(window, Sequence) else (window, None)
+        check_sinks(sinks)
+        if forget_gate and (sinks or windows is not None):
+            raise ValueError("forget_gate supports one window for all heads and no sinks; omit one of them")
         check_layer(
             embed_dim,
             num_heads,
             num_kv_heads,
-            window=window,
+            window=one_window,
             dropout_p=dropout_p,
             causal=causal,
             forget_gate=forget_gate,
         )
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
-        self.causal, self.window, self.dropout_p, self.deterministic = causal, window, dropout_p, False
+        self.causal, self.window, self.sinks = causal, windows or one_window, sinks
+        self.dropout_p, self.deterministic = dropout_p, False
         values = _checked_slopes(slopes, num_heads)
         self.slopes = nnx.Param(jnp.asarray(values, jnp.float32)) if learn_slopes else values
         key_dim = num_kv_heads * self.head_dim
@@ -173,7 +182,14 @@ class ALiBiAttention(nnx.Module):
         self.rngs = rngs.dropout.fork() if dropout_p > 0.0 else None
 
     def __call__(
-        self, x: Array, *, cache: KVCache | None = None, key_mask: Array | None = None, segment_ids: Array | None = None
+        self,
+        x: Array,
+        *,
+        cache: KVCache | None = None,
+        key_mask: Array | None = None,
+        segment_ids: Array | None = None,
+        prefix_len: Array | None = None,
+        positions: Array | None = None,
     ) -> Array:
         """Attends from x to x and to the cached positions; x is appended to the cache.
 
@@ -183,11 +199,16 @@ class ALiBiAttention(nnx.Module):
                 one full pass.
             key_mask: [B, S] bool, True = visible; with a cache S is its capacity.
             segment_ids: [B, S] integers, the same S: attention stays within a segment.
+            prefix_len, positions: as for `alibi_attention`; without a cache and without forget gates.
         """
         if x.ndim != 3 or x.shape[-1] != self.embed_dim:
             raise ValueError(f"x has shape {list(x.shape)} but must be [B, T, embed_dim] = [B, T, {self.embed_dim}]")
         if cache is not None and not self.causal:
             raise ValueError("cache needs causal=True: without it later keys would change outputs already returned")
+        if (prefix_len is not None or positions is not None) and (cache is not None or self.gate_proj is not None):
+            raise ValueError(
+                "prefix_len and positions support neither a cache nor forget gates in Flax; omit one of them"
+            )
         query, key, value = (self._heads(proj(x)) for proj in (self.q_proj, self.k_proj, self.v_proj))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = self.q_norm(query), self.k_norm(key)
@@ -210,6 +231,7 @@ class ALiBiAttention(nnx.Module):
             "dropout_p": dropout_p,
         }
         if gates is None:
+            options |= {"sinks": self.sinks, "prefix_len": prefix_len, "positions": positions}
             mixed = alibi_attention(query, key, value, slopes, dropout_key=dropout_key, **options)
             assert isinstance(mixed, jax.Array)  # no lse was requested
         else:  # `forgetting_attention` with an offset that may be traced
@@ -272,10 +294,24 @@ class ALiBiTransformerBlock(nnx.Module):
         self.dropout = nnx.Dropout(dropout_p, rngs=rngs)
 
     def __call__(
-        self, x: Array, *, cache: KVCache | None = None, key_mask: Array | None = None, segment_ids: Array | None = None
+        self,
+        x: Array,
+        *,
+        cache: KVCache | None = None,
+        key_mask: Array | None = None,
+        segment_ids: Array | None = None,
+        prefix_len: Array | None = None,
+        positions: Array | None = None,
     ) -> Array:
         """Same as `ALiBiAttention.__call__`; the cache belongs to this block's attention layer."""
-        attended = self.attention(self.attention_norm(x), cache=cache, key_mask=key_mask, segment_ids=segment_ids)
+        attended = self.attention(
+            self.attention_norm(x),
+            cache=cache,
+            key_mask=key_mask,
+            segment_ids=segment_ids,
+            prefix_len=prefix_len,
+            positions=positions,
+        )
         x = x + self.dropout(attended)
         hidden = self.dropout(jax.nn.gelu(self.ffn_in(self.ffn_norm(x)), approximate=False))
         output: Array = x + self.dropout(self.ffn_out(hidden))

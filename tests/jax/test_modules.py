@@ -18,6 +18,7 @@ B, T, E, H = 2, 11, 24, 4
 OPTIONS = {
     "all": {"num_kv_heads": 2, "bias": True, "qk_norm": True, "learn_slopes": True, "window": 6, "ffn_dim": 40},
     "encoder": {"causal": False, "slopes": (0.7, 0.1, 0.3, 0.2), "bias": True},
+    "windows": {"window": (2, 6, 11, 4), "sinks": 2},
     "gates": {"num_kv_heads": 2, "forget_gate": True, "slopes": (0.0, 0.1, 0.0, 0.2), "window": 9},
 }
 
@@ -60,6 +61,25 @@ def test_a_block_trained_in_torch_gives_the_same_in_flax_and_back(options: dict)
         assert_close(back(torch.tensor(x), key_mask=torch.tensor(mask)).numpy(), expected)
 
 
+@pytest.mark.parametrize("name", ["prefix_len", "positions"])
+def test_prefixes_and_positions_are_those_of_pytorch(name: str) -> None:
+    torch.manual_seed(0)
+    options = {"num_kv_heads": 2, "causal": True}
+    block, x = torch_block(options), draw(B, T, E)
+    given = {"prefix_len": np.array([4, 0]), "positions": np.cumsum(1 + np.arange(B * T) % 3).reshape(B, T) / 2.0}[name]
+    with torch.no_grad():
+        expected = block(torch.tensor(x), **{name: torch.tensor(given)}).numpy()
+        assert np.abs(block(torch.tensor(x)).numpy() - expected).max() > 1e-3
+    ours = nnx_block(options)
+    set_parameters(ours, converted_weights(arrays(block)))
+    assert_close(ours(x, **{name: jnp.asarray(given)}), expected)
+    for refuses, cache in ((ours, ours.attention.new_cache(B, T)), (nnx_block(OPTIONS["gates"]), None)):
+        with pytest.raises(ValueError, match="prefix_len and positions support neither a cache nor forget gates"):
+            refuses(x, cache=cache, **{name: given})
+    with pytest.raises(ValueError, match="forget_gate supports one window for all heads and no sinks"):
+        nnx_block(OPTIONS["gates"] | {"sinks": 2})
+
+
 def test_options_without_a_counterpart_are_refused() -> None:
     with pytest.raises(ValueError, match=r"embedding\.weight has no counterpart in Flax"):
         converted_weights({"embedding.weight": np.zeros((3, 4))})
@@ -70,7 +90,7 @@ def test_options_without_a_counterpart_are_refused() -> None:
 CHUNKS = (5, 1, 5)
 
 
-@pytest.mark.parametrize("name", ["all", "gates"])
+@pytest.mark.parametrize("name", ["all", "gates", "windows"])
 def test_cached_decoding_equals_the_full_pass_in_nnx(name: str) -> None:
     block, x = nnx_block(OPTIONS[name]), draw(B, T, E)
     full = nnx.jit(lambda m, x: m(x))(block, x)
