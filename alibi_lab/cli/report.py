@@ -9,7 +9,7 @@ from rich.markup import escape
 
 from alibi_attn.cli.console import check_writable, console, needs, print_path
 from alibi_lab import records
-from alibi_lab.report import answers
+from alibi_lab.report import answers, rollouts
 from alibi_lab.report import verdicts as claims
 from alibi_lab.report.tables.verdicts import counted, ratio_text, why
 
@@ -57,7 +57,8 @@ def print_verdicts(found: Sequence[records.Record]) -> None:
     """One line per claim of the paper, contradictions first, and the counts at the end."""
     by_identity = {records.identity(one.kind, one.name, one.config): one for one in found}
     judged = claims.in_order(claims.all_verdicts(list(by_identity.values()), by_identity))
-    if not judged:
+    others = rollouts.claims(list(by_identity.values()))
+    if not judged and not others:
         raise ValueError(
             "no answer to a figure or table of the paper is among these records; alibi run paper makes them"
         )
@@ -75,3 +76,7 @@ def print_verdicts(found: Sequence[records.Record]) -> None:
         by_scale.setdefault(answers.scale_of(record), []).append(one)
     for scale, group in by_scale.items():
         console.print(escape(f"{f'{scale}: ' if len(by_scale) > 1 else ''}{counted(group)}"))
+    for other in others:
+        between = f" [{ratio_text(other.bounds.low)} to {ratio_text(other.bounds.high)}]" if other.bounds else ""
+        line = f"{other.word:<12}  Wu et al. 2025: {other.says}: {ratio_text(other.ours)}{between}, holds if {other.condition}"
+        console.print(escape(line), soft_wrap=True, highlight=False)
