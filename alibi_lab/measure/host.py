@@ -11,13 +11,15 @@ import statistics
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import Any
 
 import torch
-from torch import Tensor
+from torch import Tensor, nn
 from torch.nn import functional
 
-from alibi_attn import alibi_attention, forgetting_attention
+from alibi_attn import ALiBiAttention, KVCache, alibi_attention, forgetting_attention
 from alibi_lab.measure.absent_device import Launches, absent_device
+from alibi_lab.measure.gpu_decoding import Given
 from alibi_lab.measure.harness import Config, Row, Rows, Say, forward_pass, keep, training_step
 from alibi_lab.measure.inputs import published_slopes
 from alibi_lab.measure.peers.ours import ours_with_cache
@@ -45,7 +47,7 @@ def host(out: Path, *, label: str = "present", seconds: float = 1.0, say: Say = 
     def steps() -> Iterator[Mapping[str, Rows]]:
         with absent_device() as launches:
             for kind, (forward, training) in calls().items():
-                row: Row = {"length": CACHED if kind == "decoding" else TOKENS}
+                row: Row = {"length": CACHED if kind.startswith("decoding") else TOKENS}
                 for way, step in (("forward", forward), ("training", training)):
                     if step is not None:
                         row |= {f"{way}_{column}": x for column, x in measured(step, launches, seconds).items()}
@@ -80,10 +82,38 @@ def calls() -> dict[str, tuple[Step, Step | None]]:
         "decoding": (decode, [one, cached_keys, cached_values], None),
         "SDPA": (functional.scaled_dot_product_attention, tiny[:3], tiny[3]),
     }
-    return {
+    found: dict[str, tuple[Step, Step | None]] = {
         kind: (forward_pass(attention, inputs), None if grad is None else training_step(attention, inputs, grad))
         for kind, (attention, inputs, grad) in ways.items()
     }
+    layer = layer_of(one)
+    caches: dict[str, Any] = {"growing": KVCache(), "forgetting": layer.reach_cache(score_bound=20.0, tolerance=1e-4)}
+    for name, cache in caches.items():
+        with torch.no_grad():
+            cache.append(cached_keys, cached_values)
+        found[f"decoding, {name}"] = decoding_step(layer, cache, one), None
+    return found
+
+
+def layer_of(heads: Tensor) -> ALiBiAttention:
+    """A layer without linear layers, whose queries, keys and values are always these heads, [1, H, 1, D]."""
+    layer = ALiBiAttention(HEADS * HEAD_DIM, HEADS).eval()
+    for name in ("q_proj", "k_proj", "v_proj"):
+        setattr(layer, name, Given(heads))
+    layer.out_proj = nn.Identity()  # type: ignore[assignment]
+    return layer
+
+
+def decoding_step(layer: ALiBiAttention, cache: Any, heads: Tensor) -> Step:
+    """Appends a token to the cache, and attends."""
+    x = heads.transpose(1, 2).flatten(2)
+
+    def step() -> Tensor:
+        with torch.no_grad():
+            output: Tensor = layer(x, cache=cache)
+            return output
+
+    return step
 
 
 def measured(step: Step, launches: Launches, seconds: float) -> Row:

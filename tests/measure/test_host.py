@@ -10,12 +10,15 @@ from alibi_lab import records
 from alibi_lab.measure.absent_device import Launches
 
 # The most launches of our kernels, and operations of torch that launch a kernel, per call.
-MOST_LAUNCHES = {"plain": (3, 6), "symmetric, masked": (5, 8), "gates": (6, 11), "decoding": (4, None), "SDPA": (0, 0)}
+MOST_LAUNCHES = {"plain": (3, 6), "symmetric, masked": (5, 8), "gates": (6, 11), "SDPA": (0, 0)}
+MOST_LAUNCHES |= {"decoding": (4, None), "decoding, growing": (4, None), "decoding, forgetting": (24, None)}
 MOST_OPERATIONS = {
     "plain": (0, 0),
     "symmetric, masked": (0, 3),
     "gates": (0, 6),
     "decoding": (0, None),
+    "decoding, growing": (2, None),  # the key and the value are written
+    "decoding, forgetting": (50, None),
     "SDPA": (1, 2),
 }
 

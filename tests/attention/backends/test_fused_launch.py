@@ -12,8 +12,10 @@ import far_in_interpreter as far
 import numpy as np
 import plan_in_interpreter as plans
 import pytest
+import torch
 
-from alibi_attn.attention.backends.fused import recording
+from alibi_attn.attention.backends.fused import plan, recording
+from alibi_attn.attention.validation import make_spec
 
 ROOT = Path(__file__).parents[3]
 KERNELS = 6  # of a plain forward and backward pass
@@ -54,7 +56,7 @@ def test_steps_launch_the_same_whatever_their_tensors_hold_and_the_host_reads_no
 def test_a_replayed_call_launches_the_same_as_a_direct_one() -> None:
     """On its own tensors, whichever were recorded; and a call with another option is another kind."""
     found = ran("replayed_launches.py")
-    assert len(found) == 12
+    assert len(found) == 16
     assert all(all(x) for x in found.values()), found
 
 
@@ -62,6 +64,18 @@ def test_rows_that_the_device_fetches_by_itself_are_those_at_addresses(interpret
     for described, addressed in interpreter.submit(far.described_and_addressed_rows).result():
         assert described == addressed
         assert described < 2e-3
+
+
+def test_the_memory_of_a_plan_depends_on_the_number_of_tiles_only() -> None:
+    """So that a call with a few keys more can be replayed."""
+
+    def memory(key_len: int) -> tuple[int, ...]:
+        key = torch.empty(1, 2, key_len, 16)
+        spec = make_spec(key[:, :, :3], key, key)
+        return *plan._Scratch.of(spec), *plan.empty_plan(spec, 64, key.device).shape
+
+    assert len({memory(key_len) for key_len in range(129, 193)}) == 1
+    assert memory(193) != memory(192)
 
 
 def test_few_kinds_of_calls_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -101,6 +101,34 @@ def decoding() -> Iterator[tuple[Callable[[], object], list[Tensor]]]:
         yield step, [query, key, value, slopes, norms.keys, norms.values]
 
 
+def growing(call: Call, launches: Launches, *, queries: int = 1) -> tuple[bool, bool]:
+    """(whether steps with a growing cache launch what they launch unrecorded, whether all but two for each tile are replayed).
+
+    The cache grows token by token, and has five tiles first and eight at last.
+    """
+    first, last, alike, prepared = 320, 450, [], 0
+    keys, values, query = (torch.randn(2, 4, n, 16).to(torch.bfloat16) for n in (512, 512, queries))
+    slopes, recorded = torch.rand(4), recording.Recording.replay
+    known: dict[object, object] = {}
+    for length in range(first, last):
+        key, value = keys[:, :, :length], values[:, :, :length]
+        norms = Norms.of(key[:, :, :-1], value[:, :, :-1])
+        inputs = [query, keys, values, slopes, norms.keys, norms.values]
+        replays: list[int] = []
+
+        def counted(*arguments: object, replays: list[int] = replays) -> None:
+            replays.append(1)
+            recorded(*arguments)
+
+        step = functools.partial(call, query, key, value, slopes, norms)
+        with mock.patch.object(recording, "_KNOWN", known), mock.patch.object(recording.Recording, "replay", counted):
+            replayed = launched(step, inputs, launches)
+        with mock.patch.object(recording, "_KNOWN", {}):
+            alike.append(replayed == launched(step, inputs, launches))
+        prepared += not replays
+    return all(alike), prepared == 1 + 2 + 2 + 1
+
+
 def differing(launches: Launches) -> dict[str, bool]:
     """For each option, whether a call with another value launches something else than the calls before it."""
     query, key, value = inputs = [torch.randn(1, 2, 200, 16).to(torch.bfloat16) for _ in range(3)]
@@ -133,6 +161,11 @@ def main() -> dict[str, list[bool]]:
             with mock.patch.object(recording.Recording, "replay", counted):
                 first, *_, last = (launched(step, inputs, launches) for step, inputs in calls)
             found[name] = [bool(replays), first == last]
+        with torch.no_grad():
+            found["growing, norms"] = list(growing(decode_with_norms, launches))
+            found["growing"] = list(growing(lambda *x: alibi_attention(*x[:4], window=300), launches))
+            found["growing, queries"] = list(growing(lambda *x: alibi_attention(*x[:4]), launches, queries=3))
+            found["growing, norms, queries"] = list(growing(decode_with_norms, launches, queries=8))
         found["options"] = list(differing(launches).values())
     return found
 

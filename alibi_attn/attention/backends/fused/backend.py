@@ -208,7 +208,7 @@ def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, known_norms: N
         forward(spec, query, key, value, tiles, call=call, given_lse=given_lse, into=into)
 
     norms = known_norms.keys.contiguous(), known_norms.values.contiguous()
-    replayed_call("decode", in_place(spec), (query, key, value, *norms, output, given_lse), launched)
+    replayed_call("decode", in_place(spec), (query, key, value, *norms, output, given_lse), launched, caches=(1, 2))
     return output, given_lse
 
 
@@ -317,7 +317,9 @@ def _attend(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     output, lse = torch.empty_like(query), _empty_lse(spec, query)
     given_lse = torch.empty(query.shape[:3], dtype=torch.float64 if wide else torch.float32, device=query.device)
     plan = empty_plan(spec, plan_rows(spec.query_len), query.device)
-    replayed_call("forward", in_place(spec), (query, key, value, output, lse, given_lse, plan), _launch_forward)
+    replayed_call(
+        "forward", in_place(spec), (query, key, value, output, lse, given_lse, plan), _launch_forward, caches=(1, 2)
+    )
     return output, given_lse, _Saved(plan, lse), False
 
 

@@ -13,7 +13,17 @@ from alibi_attn.attention.backends.fused.kernels.arguments import (
     Slopes,
 )
 from alibi_attn.attention.backends.fused.key_bias import parts_of, split
-from alibi_attn.attention.backends.fused.launch import NONE, Argument, grouped, number, one_or_more, pointer, real
+from alibi_attn.attention.backends.fused.launch import (
+    NONE,
+    Argument,
+    Varying,
+    grouped,
+    number,
+    one_or_more,
+    pointer,
+    real,
+    varying,
+)
 from alibi_attn.attention.spec import AttentionSpec, dropout_numbers
 from alibi_attn.attention.transforms import in_memory
 
@@ -69,7 +79,7 @@ def call_of(spec: Spec, device: torch.device, *, planned: bool = True) -> Argume
         number(spec.num_heads),
         one_or_more(spec.group),
         number(spec.query_len),
-        number(spec.key_len),
+        varying(spec.key_len, Varying.KEY_LEN),
         pointer(spec.query_bias),
         pointer(spec.query_start),
     )
@@ -79,7 +89,7 @@ def _offset(spec: Spec) -> Argument:
     """The `QueryOffset`; a tensor is never read on the host."""
     first = spec.query_offset
     if not isinstance(first, Tensor):
-        return grouped(QueryOffset, NONE, number(0), number(first))
+        return grouped(QueryOffset, NONE, number(0), varying(first, Varying.QUERY_OFFSET))
     return grouped(QueryOffset, pointer(first), number(0 if first.numel() == 1 else 1), number(0))
 
 

@@ -7,6 +7,7 @@ interpreter gets the tensors themselves.
 """
 
 import contextlib
+import enum
 import functools
 import threading
 from collections.abc import Iterator
@@ -35,8 +36,18 @@ class Pointer:
         return self.address
 
 
+class Varying(enum.IntEnum):
+    """Numbers that change from one decoding step to the next."""
+
+    KEY_LEN = 0
+    QUERY_OFFSET = 1
+
+
 class Argument(NamedTuple):
-    """An argument of a kernel: its value, or a tuple of values, its kind, and the tensors that must live until the launch."""
+    """An argument of a kernel: its value, or a tuple of values, and its kind.
+
+    `owner`: the tensor that the value is an address in, the arguments that it is a tuple of, or which `Varying` number it is.
+    """
 
     value: Any
     kind: Any
@@ -210,6 +221,11 @@ def pointer(tensor: Tensor | None, dtype: torch.dtype | None = None) -> Argument
 def number(value: int) -> Argument:
     """A whole number of which the code depends on nothing but whether it fits 32 bits."""
     return Argument(value, _NUMBER if -(2**31) <= value < 2**31 else _LARGE_NUMBER)
+
+
+def varying(value: int, which: Varying) -> Argument:
+    """A whole number that a recording does not hold: every call that replays it gives its own."""
+    return Argument(value, number(value).kind, which)
 
 
 def real(value: float) -> Argument:

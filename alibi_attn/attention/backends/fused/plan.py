@@ -59,7 +59,7 @@ class _Scratch(NamedTuple):
         return cls(
             *starts(
                 3 * b * k * tiles,
-                b * k * spec.key_len,
+                b * k * tiles * TILE,
                 0 if spec.key_bias is None else sides * b * h * tiles,
                 sides * _CHOICES * b * h * blocks,
                 b * h * OUTLIER_TILES,
@@ -239,7 +239,7 @@ def _certify(
     # also clears counters.
     begin = 0
     if isinstance(spec.query_offset, int) and spec.key_mask is None:
-        begin = min(known, max(0, min(spec.query_offset, spec.key_len - TILE) - TILE) // TILE, tiles - 1)
+        begin = min(known, max(0, min(spec.query_offset, (tiles - 2) * TILE) - TILE) // TILE, tiles - 1)
     # If a tensor has the position, but all norms are known, the kernel finds the tiles near the queries.
     is_near = isinstance(spec.query_offset, Tensor) and spec.key_mask is None and known == tiles
     measured = min(tiles, blocks + 3) if is_near else tiles - begin

@@ -3,8 +3,12 @@
 Preparing some three hundred arguments in Python costs more than launching the kernels. But for given sizes, strides and options
 all of them are known except for the addresses of tensors. The second call of a kind is recorded: which kernels it launches, and
 which arguments are numbers, and which are addresses in which tensor. From then on a call fills in its addresses.
+
+A cache grows with every token. So a decoding call is of the same kind as the one before it while its keys take as many tiles: it
+also fills in the number of keys and the position of its first query, and all else that kernels get depends on the tiles only.
 """
 
+import itertools
 import operator
 import threading
 from collections.abc import Callable, Hashable, Sequence
@@ -14,7 +18,8 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.fused.call import FIELDS
-from alibi_attn.attention.backends.fused.launch import WATCHED, Argument, on
+from alibi_attn.attention.backends.fused.launch import WATCHED, Argument, Varying, on
+from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.spec import AttentionSpec
 
 Spec = AttentionSpec[Tensor]
@@ -25,45 +30,78 @@ ALIGNMENT = 32  # words; every part of the scratch memory begins at a multiple o
 Body = Callable[..., None]
 
 
-def replayed(kind: Hashable, tensors: Sequence[Tensor | None], body: Body) -> None:
+def replayed(
+    kind: Hashable,
+    tensors: Sequence[Tensor | None],
+    body: Body,
+    varying: tuple[int, ...] = (),
+    growing: Sequence[int] = (),
+) -> None:
     """Runs `body(*tensors)`, or launches what it launched for tensors of the same kind.
 
     Args:
         kind: the numbers and options that `body` depends on.
         tensors: all tensors that the kernels read or write, except `scratch`. `body` may depend on their sizes, strides and
             dtypes, and on whether their addresses are multiples of 16. None stays None.
+        varying: those of `Varying` that `kind` leaves out, all or none.
+        growing: which of the tensors are [B, K, S, D] with an S that `kind` leaves out.
     """
     device = next(x.device for x in tensors if x is not None)
     if device.type == "cpu":
         body(*tensors)
         return
     key = (kind, device.index, *[None if x is None else _signature(x) for x in tensors])
+    if growing:
+        key = (*key[:2], *[_without_length(x) if at in growing else x for at, x in enumerate(key[2:])])
     with on(device):
         known = _KNOWN.get(key)
         if isinstance(known, Recording):
-            known.replay(device, tensors)
+            known.replay(device, tensors, varying)
         elif known is None:  # many kinds occur once: lengths of texts, and of caches
             _keep(key, _SEEN)
             body(*tensors)
         else:
-            _keep(key, _recorded(tensors, body))
+            _keep(key, _recorded(tensors, body, varies=bool(varying)))
 
 
-def replayed_call(kind: Hashable, spec: Spec, tensors: Sequence[Tensor | None], body: Body) -> None:
-    """Runs `body(spec, *tensors)` for a spec that is `in_place`, or launches what it launched for a call of the same kind."""
+def replayed_call(
+    kind: Hashable, spec: Spec, tensors: Sequence[Tensor | None], body: Body, *, caches: Sequence[int] = ()
+) -> None:
+    """Runs `body(spec, *tensors)` for a spec that is `in_place`, or launches what it launched for a call of the same kind.
+
+    Args:
+        caches: which of the tensors are keys and values that may grow from call to call.
+    """
     fields = vars(spec)
     given = [fields[name] if isinstance(fields[name], Tensor) else None for name in FIELDS]
-    offset = spec.query_offset if given[_OFFSET] is None else None
-    numbers = kind, spec.causal, spec.window, spec.scale, offset, spec.dropout_p, spec.tolerance
+    offset = spec.query_offset if isinstance(spec.query_offset, int) else None
+    length: int | None = spec.key_len
+    varying: tuple[Any, ...] = ()
+    growing: list[int] = []
+    if caches and _may_grow(spec, given):
+        varying, growing = (spec.key_len, spec.query_offset), [len(FIELDS) + at for at in caches]
+        offset, length = None, -spec.key_len // TILE  # negative: no length
+    numbers = kind, spec.causal, spec.window, spec.scale, offset, length, spec.dropout_p, spec.tolerance
 
     def run(*views: Tensor | None) -> None:
         changed = {name: x for name, x in zip(FIELDS, views, strict=False) if x is not None}
         body(spec.changed(**changed), *views[len(FIELDS) :])
 
-    replayed(numbers, (*given, *tensors), run)
+    replayed(numbers, (*given, *tensors), run, varying, growing)
 
 
-_OFFSET = list(FIELDS).index("query_offset")
+_OF_HEADS = [name in ("slopes", "right_slopes") for name in FIELDS]
+
+
+def _may_grow(spec: Spec, given: Sequence[Tensor | None]) -> bool:
+    """Whether a call's launches depend on its keys' number of tiles only: those of a few last queries without masks and biases."""
+    last = isinstance(spec.query_offset, int) and spec.query_offset == spec.key_len - spec.query_len
+    return last and spec.query_len <= TILE and all(x is None or y for x, y in zip(given, _OF_HEADS, strict=True))
+
+
+def _without_length(signature: Any) -> Hashable:
+    dtype, shape, *rest = signature
+    return dtype, shape[:2], shape[3:], *rest
 
 
 def _signature(x: Tensor) -> tuple[object, ...]:
@@ -82,11 +120,11 @@ def _keep(key: Hashable, known: object) -> None:
         _KNOWN[key] = known
 
 
-def _recorded(tensors: Sequence[Tensor | None], body: Body) -> "Recording":
+def _recorded(tensors: Sequence[Tensor | None], body: Body, *, varies: bool) -> "Recording":
     """Runs `body` and records what it launches."""
     # Distinct objects, because a call may pass one tensor as query and as key.
     views = [None if x is None else x.detach() for x in tensors]
-    WATCHED.recorder = recorder = _Recorder(views)
+    WATCHED.recorder = recorder = _Recorder(views, varies=varies)
     try:
         body(*views)
     finally:
@@ -101,7 +139,8 @@ class Recording:
         words: of scratch memory.
         addresses: (which of the tensors, which come before the scratch memory; offset in bytes).
         constants: the numbers.
-        groups, runs: for each tuple of arguments, and for each launch, the places of its members in the list.
+        groups, runs: for each tuple of arguments, and for each launch, the places of its members in the list. The list begins
+            with the numbers of `Varying`, if these vary.
     """
 
     def __init__(
@@ -116,27 +155,29 @@ class Recording:
         self._groups = [operator.itemgetter(*places) for places in groups]
         self._runs = [(run, operator.itemgetter(*places)) for run, places in runs]
 
-    def replay(self, device: torch.device, tensors: Sequence[Tensor | None]) -> None:
+    def replay(self, device: torch.device, tensors: Sequence[Tensor | None], varying: tuple[int, ...] = ()) -> None:
         """Launches the kernels on other tensors of the same kind; the device is the current one."""
         bases = [0 if x is None else x.data_ptr() for x in tensors]
         if self._words:
             scratch = torch.empty(self._words, dtype=torch.int32, device=device)  # lives until all are launched
             bases.append(scratch.data_ptr())
-        values = [bases[tensor] + offset for tensor, offset in self._addresses]
-        values += self._constants
+        values = [*varying, *[bases[tensor] + offset for tensor, offset in self._addresses], *self._constants]
         for group in self._groups:
             values.append(group(values))
         for run, arguments in self._runs:
             run(*arguments(values))
 
 
-Place = tuple[int, int]  # (0, n) the nth address; (1, n) number; (2, n) group
+# (kind of value, index among those of its kind)
+Place = tuple[int, int]
+_VARYING, _ADDRESS, _CONSTANT, _GROUP = range(4)
 
 
 class _Recorder:
-    """Sees what a body launches, and makes a `Recording` of it."""
+    """Sees what a body launches, and makes a `Recording` of it; `varies`: the numbers of `Varying` are no constants."""
 
-    def __init__(self, tensors: Sequence[Tensor | None]) -> None:
+    def __init__(self, tensors: Sequence[Tensor | None], *, varies: bool) -> None:
+        self._varying = len(Varying) if varies else 0
         self._launched: list[tuple[Any, list[Argument], tuple[Any, ...]]] = []
         self._words, self._count = 0, len(tensors)
         # By id, with the tensors, so that none is reused: (which of the tensors, its address, offset).
@@ -159,7 +200,8 @@ class _Recorder:
             (run, [*map(self._place, arguments), *map(self._constant, constants)])
             for run, arguments, constants in self._launched
         ]
-        begin = 0, len(self._addresses), len(self._addresses) + len(self._constants)
+        counts = self._varying, len(self._addresses), len(self._constants)
+        begin = [0, *itertools.accumulate(counts)]
 
         def flat(places: list[Place]) -> list[int]:
             return [begin[kind] + n for kind, n in places]
@@ -179,9 +221,11 @@ class _Recorder:
         value, owner = argument.value, argument.owner
         if owner is None:
             return self._constant(value)
+        if isinstance(owner, Varying):
+            return (_VARYING, owner) if self._varying else self._constant(value)
         if not isinstance(owner, Tensor):
             members = [self._place(x) for x in owner]
-            return self._constant(value) if all(kind == 1 for kind, _ in members) else self._group(members)
+            return self._constant(value) if all(kind == _CONSTANT for kind, _ in members) else self._group(members)
         if isinstance(value, tuple):  # Rows
             return self._group([self._address(value[0], owner), *map(self._constant, value[1:])])
         return self._address(value, owner)
@@ -189,12 +233,12 @@ class _Recorder:
     def _address(self, address: int, owner: Tensor) -> Place:
         tensor, base, offset, _ = self._owners[id(owner)]
         self._addresses.append((tensor, offset + address - base))
-        return 0, len(self._addresses) - 1
+        return _ADDRESS, len(self._addresses) - 1
 
     def _constant(self, value: object) -> Place:
         self._constants.append(value)
-        return 1, len(self._constants) - 1
+        return _CONSTANT, len(self._constants) - 1
 
     def _group(self, members: list[Place]) -> Place:
         self._groups.append(members)
-        return 2, len(self._groups) - 1
+        return _GROUP, len(self._groups) - 1
