@@ -17,6 +17,7 @@ from torch import Tensor
 from alibi_attn.attention.backends.fused import table
 from alibi_attn.attention.backends.fused.call import call_of, in_place
 from alibi_attn.attention.backends.fused.configs import (
+    DECODE_QUERIES,
     MAX_HEAD_DIM,
     PLAN_ROWS,
     Shape,
@@ -58,8 +59,6 @@ from alibi_attn.attention.transforms import constant_when_compiled, in_memory, t
 Spec = AttentionSpec[Tensor]
 
 name = "fused"
-
-DECODE_QUERIES = 8  # up to this many queries are decoding
 
 
 def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -318,7 +317,11 @@ def _attend(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     given_lse = torch.empty(query.shape[:3], dtype=torch.float64 if wide else torch.float32, device=query.device)
     plan = empty_plan(spec, plan_rows(spec.query_len), query.device)
     replayed_call(
-        "forward", in_place(spec), (query, key, value, output, lse, given_lse, plan), _launch_forward, caches=(1, 2)
+        "forward",
+        in_place(spec),
+        (query, key, value, output, lse, given_lse, plan),
+        _launch_forward,
+        caches=(1, 2),
     )
     return output, given_lse, _Saved(plan, lse), False
 

@@ -13,6 +13,7 @@ import torch
 from alibi_attn.attention.certificate.constants import TILE
 
 MAX_HEAD_DIM = 256
+DECODE_QUERIES = 8  # up to this many queries are decoding
 PLAN_ROWS = 128  # queries that share one plan of tiles; no tile has more
 
 

@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.fused.call import FIELDS
+from alibi_attn.attention.backends.fused.configs import DECODE_QUERIES
 from alibi_attn.attention.backends.fused.launch import WATCHED, Argument, Varying, on
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.spec import AttentionSpec
@@ -94,9 +95,11 @@ _OF_HEADS = [name in ("slopes", "right_slopes") for name in FIELDS]
 
 
 def _may_grow(spec: Spec, given: Sequence[Tensor | None]) -> bool:
-    """Whether a call's launches depend on its keys' number of tiles only: those of a few last queries without masks and biases."""
+    """Whether the queries are the last few, and no mask or bias of the keys changes its shape with their number."""
     last = isinstance(spec.query_offset, int) and spec.query_offset == spec.key_len - spec.query_len
-    return last and spec.query_len <= TILE and all(x is None or y for x, y in zip(given, _OF_HEADS, strict=True))
+    return (
+        last and spec.query_len <= DECODE_QUERIES and all(x is None or y for x, y in zip(given, _OF_HEADS, strict=True))
+    )
 
 
 def _without_length(signature: Any) -> Hashable:
