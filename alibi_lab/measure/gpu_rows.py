@@ -6,7 +6,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from alibi_attn.inspect import TILE, device_plan, tiles_of_a_step
+from alibi_attn.inspect import TILE, computed_scores, device_plan, tiles_of_a_step
 from alibi_lab.measure.correctness import Reference, computed
 from alibi_lab.measure.harness import Row, forward_pass, training_step
 from alibi_lab.measure.inputs import published_slopes
@@ -23,7 +23,7 @@ _COLUMNS = (
     ),
     ("length", "relative_error", "right", "forward_ms", "host_us", "why_not"),
 )
-_OUR_COLUMNS = (("plan_share", "computed_tflops"), ("bytes_read", "bytes_least", "bytes_all"))
+_OUR_COLUMNS = (("plan_share", "measured_share", "computed_tflops"), ("bytes_read", "bytes_least", "bytes_all"))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -117,7 +117,9 @@ def _row(peer: Peer, attention: Attention, kind: str, inputs: Inputs) -> Row:
         row |= _bytes_read(query, key, value, inputs.slopes) if inputs.decoding else {}
         if backward is not None:
             scores, plan_ms = _plan(query, key, value, inputs.slopes)
-            row |= {"plan_share": plan_ms / forward, "computed_tflops": flops * scores / (forward + backward) / 1e9}
+            of_backward = computed_scores(query, key, value, inputs.slopes, backend="fused", backward=True)
+            row |= {"plan_share": plan_ms / forward, "measured_share": of_backward / scores}
+            row["computed_tflops"] = 4 * d * (scores + 2.5 * of_backward) / (forward + backward) / 1e9
     return row
 
 

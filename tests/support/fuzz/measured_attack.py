@@ -3,6 +3,7 @@
 python tests/support/fuzz/measured_attack.py 20000 results native            # many draws, saved as a record
 python tests/support/fuzz/measured_attack.py 20000 results native biased     # with a bias for every key
 python tests/support/fuzz/measured_attack.py 5000 results banded
+TRITON_INTERPRET=1 python tests/support/fuzz/measured_attack.py 700 results fused [biased]
 """
 
 import dataclasses
@@ -38,7 +39,14 @@ def banded_keys(spec, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
         return [read_keys(spec, pieces) > 0 for pieces in banded.visited(spec, query, key, value)]
 
 
-KEYS = {"native": native_keys, "banded": banded_keys}
+def fused_keys(spec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
+    """The same, in a process with Triton's interpreter."""
+    import measured_in_interpreter
+
+    return list(measured_in_interpreter.visited(spec, query, key, value)[:2])
+
+
+KEYS = {"native": native_keys, "banded": banded_keys, "fused": fused_keys}
 
 
 def left_out_by_backward(
@@ -53,6 +61,9 @@ def left_out_by_backward(
     Returns:
         (the largest share of a query's softmax over these keys; the share of these keys; the nats that a score may be off by)
     """
+    if keys is fused_keys:  # in dtypes of the interpreter
+        other = {"float64": "float16", "bfloat16": "float32"}
+        attack = dataclasses.replace(attack, dtype=other.get(attack.dtype, attack.dtype))
     (query, key, value, slopes), kwargs = attack.inputs()
     spec = make_spec(query, key, value, slopes, **kwargs)
     with torch.no_grad():
@@ -77,6 +88,11 @@ def left_out_by_backward(
 
 def main(draws: int, out: Path, backend: str, *kinds: str) -> None:
     """Runs `draws` attacks and saves a record. Draws whose scores may be off by half a nat are counted but prove nothing."""
+    if backend == "fused":
+        sys.path.extend(map(str, Path(__file__).parents[1].iterdir()))  # as pytest's pythonpath
+        import quick_interpreter
+
+        quick_interpreter.prepare()
     torch.set_num_threads(1)
     started = datetime.datetime.now(datetime.UTC)
     worst, broken, skipping, rounded = 0.0, 0, 0, 0

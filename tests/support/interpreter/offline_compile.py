@@ -51,6 +51,7 @@ from alibi_attn.attention.backends.fused.kernels.table import table_forward_kern
 from alibi_attn.attention.backends.fused.kernels.table_diagonals import diagonal_kernel
 from alibi_attn.attention.backends.fused.kernels.table_gradients import table_key_kernel, table_query_kernel
 from alibi_attn.attention.backends.fused.table import widths
+from alibi_attn.attention.certificate.constants import TILE
 from alibi_lab import records
 
 KERNELS = {"forward": forward_kernel, "query": query_kernel, "key": key_kernel, "decode": decode_kernel}
@@ -71,8 +72,10 @@ TARGETS = {
 # Triton's types for the arguments of a plain causal call; None marks the absent ones.
 ROWS, LABELS = Rows("*bf16", "i32", "i32", "i32"), Labels("*i64", "*i64", "*i32", "*i32")
 TYPES = dict.fromkeys(("Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV"), ROWS)
-TYPES |= dict.fromkeys(("LSE", "DLSE", "DELTA", "SHIFTED", "DSLOPES", "NORMS", "OUTS", "LSES", "GIVEN_LSE"), "*fp32")
-TYPES |= dict.fromkeys(("ARRIVED", "CANDIDATES", "ORDER", "FULL_BLOCKS", "FULL_TILES"), "*i32")
+TYPES |= dict.fromkeys(
+    ("LSE", "DLSE", "DELTA", "SHIFTED", "DSLOPES", "NORMS", "OUTS", "LSES", "GIVEN_LSE", "ALLOWANCE"), "*fp32"
+)
+TYPES |= dict.fromkeys(("ARRIVED", "CANDIDATES", "ORDER", "FULL_BLOCKS", "FULL_TILES", "MEASURED"), "*i32")
 TYPES |= dict.fromkeys(("COUNT", "SUMS", "FIRST_SEEN", "KEY_ORDER"), None)
 TYPES |= dict.fromkeys(("queries", "keys"), LABELS)
 TYPES |= dict.fromkeys(("BIAS", "GATES", "OWN"), Rows("*fp32", "i32", "i32", "i32"))
@@ -84,7 +87,7 @@ TYPES |= {
     "nats_of_tolerance": "fp32",
     "visited": Visited("*i32", "*i32", None, "i32"),
     "visitors": Visitors("*i32", "*i32", None, "i32"),
-    "certificate": Certificate("*i32", "*i32"),
+    "certificate": Certificate("*i32", "*i32", "*fp32"),
     "plan": Plan("*i32", "*i32", "*i32", "*i32", "i32", None, "*i32", "*i32"),
     "norms": Norms("*fp32", "*fp32", None, None, "i32"),
 }
@@ -197,6 +200,7 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool)
         "BM": shape.queries,
         "BN": shape.keys,
         "ROWS": PLAN_ROWS,
+        "UNIT": TILE,
         "CAUSAL": True,
         "PRECISION": "tf32x3" if TARGETS[target].backend == "cuda" else "ieee",
         "WIDTH": 16 if kernel == "spread" else 64,
@@ -280,7 +284,7 @@ def _machine_code(cubin: bytes) -> list[tuple[int, str]]:
 
 
 def _heart(code: list[tuple[int, str]]) -> list[str]:
-    """Instruction names of the first innermost loop that multiplies matrices; empty if there is none."""
+    """Instruction names of the shortest innermost loop that multiplies matrices, that of full tiles; empty if there is none."""
     place = {address: at for at, (address, _) in enumerate(code)}
     names = [re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0] for _, text in code]
     loops = []
@@ -288,12 +292,13 @@ def _heart(code: list[tuple[int, str]]) -> list[str]:
         jump = re.search(r"\bBRA\b.*0x([0-9a-f]+)", text)
         if jump and int(jump[1], 16) < address:
             loops.append((place[int(jump[1], 16)], at))
-    for start, end in sorted(loops):
+    hearts = []
+    for start, end in loops:
         loop = names[start : end + 1]
         alone = not any(start <= other and last < end for other, last in loops if (other, last) != (start, end))
         if alone and any(name in ("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA") for name in loop):
-            return loop
-    return []
+            hearts.append(loop)
+    return min(hearts, key=len, default=[])
 
 
 if __name__ == "__main__":

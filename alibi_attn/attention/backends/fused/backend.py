@@ -7,7 +7,6 @@ Triton's interpreter only, for tests: set TRITON_INTERPRET=1 before triton is im
 """
 
 import functools
-import importlib.util
 import os
 from typing import NamedTuple
 
@@ -23,10 +22,10 @@ from alibi_attn.attention.backends.fused.configs import (
     Shape,
     is_large,
     may_describe,
+    missing,
     processors,
     tile_shape,
 )
-from alibi_attn.attention.backends.fused.full_tiles import heads_of_masks
 from alibi_attn.attention.backends.fused.kernels.arguments import Visited, Visitors
 from alibi_attn.attention.backends.fused.launch import (
     NONE,
@@ -44,9 +43,9 @@ from alibi_attn.attention.backends.fused.launch import (
     rows_of,
     scratch,
 )
-from alibi_attn.attention.backends.fused.plan import empty_plan, find_visitors, make_plan
+from alibi_attn.attention.backends.fused.plan import empty_plan, find_visitors, make_plan, measured_tiles, plan_in
 from alibi_attn.attention.backends.fused.recording import replayed_call
-from alibi_attn.attention.backends.fused.space import Layout, Plan, Space, layout_of, starts
+from alibi_attn.attention.backends.fused.space import Layout, Plan, Space, starts
 from alibi_attn.attention.backends.protocol import TooSmall, Visits
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
@@ -54,7 +53,7 @@ from alibi_attn.attention.certificate.tiles import Tiles, reach_and_scores
 from alibi_attn.attention.operator import operator
 from alibi_attn.attention.schema import Arguments, BackwardInputs, Gradients, Kernels
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.transforms import constant_when_compiled, in_memory, transforms, why_not_compiled
+from alibi_attn.attention.transforms import in_memory, transforms, why_not_compiled
 
 Spec = AttentionSpec[Tensor]
 
@@ -77,10 +76,10 @@ def why_not_rows(query: Tensor) -> str | None:
     if query.device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1":
         if query.dtype == torch.bfloat16:
             return "Triton's interpreter multiplies bfloat16 wrongly; it does float16 and float32"
-        return why_not_compiled() or _missing(None)
+        return why_not_compiled() or missing(None)
     if query.device.type != "cuda":
         return f"it runs on CUDA devices but query is on {query.device}"
-    return why_not_compiled() or _missing(query.device.index)
+    return why_not_compiled() or missing(query.device.index)
 
 
 def too_small(spec: Spec) -> TooSmall | None:
@@ -89,11 +88,14 @@ def too_small(spec: Spec) -> TooSmall | None:
 
 
 def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Visits:
-    """What a call reads."""
+    """What a call reads. Where forward measures what backward visits, this computes the attention."""
     found = plan(spec, query, key, value)
-    return Visits(
-        *reach_and_scores(spec, Tiles(found.bands, found.outlier_tiles, found.beside, found.weight, found.rows))
-    )
+    numbers = reach_and_scores(spec, Tiles(found.bands, found.outlier_tiles, found.beside, found.weight, found.rows))
+    if not measures(spec, query):
+        return Visits(*numbers)
+    q, k, v = in_rows(query, key, key if value is None else value)
+    forward(spec, q, k, v, found)
+    return Visits(*numbers, *reach_and_scores(spec, measured_tiles(spec, found)))
 
 
 def plan(
@@ -155,6 +157,7 @@ def forward(
         _constants(spec.head_dim, shape, spec.causal, tiles.rows), rows_of(query), rows_of(key), rows_of(value),
         rows_of(output), pointer(lse), pointer(given_lse), call, _visited(tiles),
         tiles.norms if spec.causal and not tiles.masked else NONE, tiles.order, pointer(counts),
+        *((tiles.space.at(tiles.layout.measured), tiles.allowance) if measures(spec, query) else (NONE, NONE)),
     )  # fmt: skip
     return output, lse
 
@@ -184,10 +187,17 @@ def _forward_in_parts(
     )  # fmt: skip
 
 
-def _visited(tiles: Plan, *, with_masks: bool = True) -> Argument:
+def measures(spec: Spec, query: Tensor) -> bool:
+    """Whether forward measures which tiles matter, and backward visits only these."""
+    certified = spec.table is None and spec.tolerance > 0 and spec.key_len > 0 and spec.query_len > DECODE_QUERIES
+    shape = tile_shape("forward", query.dtype, spec.head_dim, large=is_large(query.device))
+    return certified and not is_split(spec, query) and shape.queries >= TILE
+
+
+def _visited(tiles: Plan, *, with_masks: bool = True, bands: Argument = NONE) -> Argument:
     at, layout = tiles.space.at, tiles.layout
     full = at(layout.full_blocks) if with_masks and tiles.masked else NONE
-    return grouped(Visited, at(layout.bands), at(layout.beside), full, number(layout.row))
+    return grouped(Visited, at(layout.bands) if bands is NONE else bands, at(layout.beside), full, number(layout.row))
 
 
 def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, known_norms: Norms) -> tuple[Tensor, Tensor]:
@@ -254,7 +264,7 @@ def _launch_backward(
     from alibi_attn.attention.backends.fused.kernels.backward import query_kernel
     from alibi_attn.attention.backends.fused.kernels.backward_keys import key_kernel
 
-    device, large, tiles = query.device, is_large(query.device), _plan_in(saved_plan, spec)
+    device, large, tiles = query.device, is_large(query.device), plan_in(saved_plan, spec, plan_rows(spec.query_len))
     b, h, k, s, t = spec.batch, spec.num_heads, spec.num_kv_heads, spec.key_len, spec.query_len
     call, key_tiles = call_of(spec, device), -(-s // TILE)
     rows = b * h * -(-t // tiles.rows) * tiles.rows
@@ -268,8 +278,10 @@ def _launch_backward(
     queries, keys, values, grads = rows_of(query), rows_of(key), rows_of(value), rows_of(grad_output)
     lses, layout, of_plan = pointer(lse), tiles.layout, tiles.space.at
     full = of_plan(layout.full_tiles) if tiles.masked else NONE
-    visitors = grouped(Visitors, of_plan(layout.bands), candidates, full, number(layout.row))
-    find_visitors(spec, tiles, order, candidates, key_order if spec.group > 1 else NONE, key_tiles)
+    is_measured = measures(spec, query)
+    bands, unit = of_plan(layout.measured if is_measured else layout.bands), TILE if is_measured else tiles.rows
+    visitors = grouped(Visitors, bands, candidates, full, number(layout.row))
+    find_visitors(spec, tiles, bands, unit, order, candidates, key_order if spec.group > 1 else NONE)
     if spec.table is not None:
         inputs, gradients = (queries, keys, values, rows_of(output), grads), (rows_of(dq), rows_of(dk), rows_of(dv))
         between = table.Between(lses, pointer(grad_lse), delta, call, _visited(tiles), visitors)
@@ -278,29 +290,20 @@ def _launch_backward(
     shape = tile_shape("query", query.dtype, spec.head_dim, large=large)
     launch(
         device, query_kernel, (b * h * -(-t // shape.queries), 1, 1),
-        _constants(spec.head_dim, shape, spec.causal, tiles.rows), queries, keys, values, rows_of(output), grads, rows_of(dq),
-        lses, pointer(grad_lse), delta, shifted, pointer(dslopes), pointer(of_queries), call, _visited(tiles), order,
+        _constants(spec.head_dim, shape, spec.causal, tiles.rows, unit), queries, keys, values, rows_of(output), grads,
+        rows_of(dq), lses, pointer(grad_lse), delta, shifted, pointer(dslopes), pointer(of_queries), call,
+        _visited(tiles, bands=bands), order,
     )  # fmt: skip
-    known = (
-        may_describe(query.dtype, spec.head_dim, large=large) and is_describable(query) and is_describable(grad_output)
-    )
+    known = may_describe(query.dtype, spec.head_dim, large=large) and all(map(is_describable, (query, grad_output)))
     shape = tile_shape("key", query.dtype, spec.head_dim, large=large, described=known)
     if known:
         width = 1 << (spec.head_dim - 1).bit_length()
         queries, grads = (described(x, shape.queries, width) for x in (query, grad_output))
     launch(
         device, key_kernel, (b * k * -(-s // shape.keys), 1, 1),
-        _constants(spec.head_dim, shape, spec.causal, tiles.rows, described=known),
-        queries, keys, values, grads, rows_of(dk), rows_of(dv), lses, shifted, delta, pointer(of_keys), call, visitors,
-        key_order,
+        _constants(spec.head_dim, shape, spec.causal, tiles.rows, unit, described=known),
+        queries, keys, values, grads, rows_of(dk), rows_of(dv), lses, shifted, delta, pointer(of_keys), call, visitors, key_order,
     )  # fmt: skip
-
-
-def _plan_in(tensor: Tensor, spec: Spec) -> Plan:
-    """The plan that `make_plan` wrote to a tensor."""
-    rows = plan_rows(spec.query_len)
-    layout = layout_of(spec.num_heads, -(-spec.query_len // rows), spec.key_len, heads_of_masks(spec))
-    return Plan(tensor, layout, spec.num_heads, rows)
 
 
 class _Saved(NamedTuple):
@@ -349,7 +352,7 @@ def _differentiate(spec: Spec, saved: tuple[Tensor, ...], inputs: BackwardInputs
         # 0·NaN is NaN: a query that sees no key must not affect the keys' gradients.
         nothing = ((lse if spec.key_bias is None else lse[:, 0]) == -torch.inf)[..., None]
         query, grad_output = query.masked_fill(nothing, 0.0), grad_output.masked_fill(nothing, 0.0)
-    tiles = _plan_in(plan.contiguous(), spec)
+    tiles = plan_in(plan.contiguous(), spec, plan_rows(spec.query_len))
     return backward(
         spec, query, key, value, inputs.output, lse, grad_output, grad_lse, tiles, slopes_wanted=inputs.slopes_wanted,
         biases_wanted=inputs.biases_wanted,
@@ -377,24 +380,18 @@ run = operator(Kernels("fused", _attend, _differentiate, _empty_like, _empty_sav
 
 @functools.cache
 def _constants(
-    head_dim: int, shape: Shape, causal: bool, rows: int | None, *, described: bool | None = None
+    head_dim: int,
+    shape: Shape,
+    causal: bool,
+    rows: int | None,
+    unit: int | None = None,
+    *,
+    described: bool | None = None,
 ) -> Constants:
-    """The compile-time constants of an attention kernel; `rows` as in `Plan`, None for decoding."""
-    of_plan = {} if rows is None else {"ROWS": rows}
+    """The compile-time constants of an attention kernel; `rows` as in `Plan`, None for decoding; `unit` for backward."""
+    of_plan = {name: value for name, value in (("ROWS", rows), ("UNIT", unit)) if value is not None}
     of_keys = {} if described is None else {"DESCRIBED": described}
     return constants(
         D=head_dim, BM=shape.queries, BN=shape.keys, **of_plan, CAUSAL=causal, PRECISION=precision(), **of_keys,
         num_warps=shape.warps, num_stages=shape.stages,
     )  # fmt: skip
-
-
-@constant_when_compiled
-def _missing(device: int | None) -> str | None:
-    """The requirement that is missing on this machine, or None."""
-    if importlib.util.find_spec("triton") is None:
-        return "it needs Triton; pip install triton"
-    if device is not None and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability(device)
-        if capability < (8, 0):
-            return f"it needs compute capability 8.0 but the device has {capability[0]}.{capability[1]}"
-    return None

@@ -6,11 +6,13 @@ devices hold one operand in registers, and their tiles fit into the 99 KiB of sh
 """
 
 import functools
+import importlib.util
 from typing import Literal, NamedTuple
 
 import torch
 
 from alibi_attn.attention.certificate.constants import TILE
+from alibi_attn.attention.transforms import constant_when_compiled
 
 MAX_HEAD_DIM = 256
 DECODE_QUERIES = 8  # up to this many queries are decoding
@@ -77,9 +79,10 @@ def tile_shape(kernel: Kernel, dtype: torch.dtype, head_dim: int, *, large: bool
     # The kernels read an isolated tile of keys in TILE // keys parts, and the keys of a part share its visitors.
     if TILE % shape.keys:
         raise ValueError(f"the tile table has {shape.keys} keys for the {kernel} kernel; pass a divisor of {TILE}")
-    if PLAN_ROWS % shape.queries:
+    most = TILE if kernel == "key" else PLAN_ROWS
+    if most % shape.queries:
         raise ValueError(
-            f"the tile table has {shape.queries} queries for the {kernel} kernel; pass a divisor of {PLAN_ROWS}"
+            f"the tile table has {shape.queries} queries for the {kernel} kernel; pass a divisor of {most}"
         )
     return shape
 
@@ -99,3 +102,15 @@ def _capability(index: int | None) -> int:
     if torch.version.hip is not None:
         return 0
     return torch.cuda.get_device_capability(index)[0]
+
+
+@constant_when_compiled
+def missing(device: int | None) -> str | None:
+    """The requirement that is missing on this machine, or None."""
+    if importlib.util.find_spec("triton") is None:
+        return "it needs Triton; pip install triton"
+    if device is not None and torch.version.hip is None:
+        capability = torch.cuda.get_device_capability(device)
+        if capability < (8, 0):
+            return f"it needs compute capability 8.0 but the device has {capability[0]}.{capability[1]}"
+    return None

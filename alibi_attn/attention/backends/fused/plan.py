@@ -32,6 +32,7 @@ from alibi_attn.attention.backends.fused.space import Plan, Space, layout_of, st
 from alibi_attn.attention.certificate.bounds import Bounds
 from alibi_attn.attention.certificate.constants import OUTLIER_CHOICES, OUTLIER_TILES, TILE
 from alibi_attn.attention.certificate.norms import Norms
+from alibi_attn.attention.certificate.tiles import Tiles
 from alibi_attn.attention.spec import AttentionSpec
 
 Spec = AttentionSpec[Tensor]
@@ -50,6 +51,7 @@ class _Scratch(NamedTuple):
     arrived: int
     order: int
     plan_reach: int
+    allowance: int
     end: int
 
     @classmethod
@@ -66,6 +68,7 @@ class _Scratch(NamedTuple):
                 b * h + 1,
                 b * h,
                 2 * b * h * blocks,
+                b * h * blocks,
             )
         )
 
@@ -162,6 +165,7 @@ def make_plan(
     )
     if is_certified:
         plan.norms = space.at(at.norms, torch.float32)
+        plan.allowance = space.at(at.allowance, torch.float32)
         _certify(spec, call, query, key, value, known_norms, full_tiles, of_plan, space, shared=shared, rows=rows)
         return plan
     from alibi_attn.attention.backends.fused.kernels.plan import plan_kernel
@@ -174,16 +178,30 @@ def make_plan(
     return plan
 
 
+def plan_in(tensor: Tensor, spec: Spec, rows: int) -> Plan:
+    """The plan that `make_plan` wrote to a tensor."""
+    layout = layout_of(spec.num_heads, -(-spec.query_len // rows), spec.key_len, heads_of_masks(spec))
+    return Plan(tensor, layout, spec.num_heads, rows)
+
+
+def measured_tiles(spec: Spec, tiles: Plan) -> Tiles:
+    """The tiles that every TILE queries visit in backward, from a plan that forward has completed."""
+    parts, blocks = tiles.rows // TILE, -(-spec.query_len // TILE)
+    beside = tiles.beside.repeat_interleave(parts, 2)[:, :, :blocks]
+    return Tiles(tiles.measured[:, :, :blocks], tiles.outlier_tiles, beside, tiles.weight, TILE)
+
+
 def find_visitors(
-    spec: Spec, tiles: Plan, order: Argument, candidates: Argument, key_order: Argument, key_tiles: int
+    spec: Spec, tiles: Plan, bands: Argument, unit: int, order: Argument, candidates: Argument, key_order: Argument
 ) -> None:
-    """Fills `candidates` of Visitors, and the orders of heads and of key heads."""
+    """Fills `candidates` of Visitors, and the orders of heads and of key heads; `bands` has a block for `unit` queries."""
     from alibi_attn.attention.backends.fused.kernels.plan import visitors_kernel
 
-    at, layout = tiles.space.at, tiles.layout
+    at, layout, key_tiles = tiles.space.at, tiles.layout, -(-spec.key_len // TILE)
+    blocks = -(-spec.query_len // tiles.rows) * (tiles.rows // unit)
     plan = grouped(
         arguments.Plan,
-        at(layout.bands),
+        bands,
         at(layout.outliers),
         NONE,
         at(layout.weight),
@@ -195,7 +213,7 @@ def find_visitors(
     launch(
         tiles.space.tensor.device, visitors_kernel, (spec.batch * spec.num_heads * -(-key_tiles // 64), 1, 1),
         constants(WIDTH=64, BLOCKS=64), plan, candidates, key_order, number(spec.batch), number(spec.num_heads),
-        one_or_more(spec.group), number(-(-spec.query_len // tiles.rows)), number(key_tiles),
+        one_or_more(spec.group), number(blocks), number(key_tiles),
     )  # fmt: skip
 
 
@@ -234,7 +252,9 @@ def _certify(
         number(known),
         NONE if spec.key_bias is None else space.at(at.sums, torch.float32),
     )
-    certificate = grouped(arguments.Certificate, space.at(at.reach), space.at(at.outliers))
+    certificate = grouped(
+        arguments.Certificate, space.at(at.reach), space.at(at.outliers), space.at(at.allowance, torch.float32)
+    )
     # The nearest values are measured one by one, even if their tile's norm is known. Some tile is always measured: its program
     # also clears counters.
     begin = 0

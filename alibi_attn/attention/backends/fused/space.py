@@ -7,6 +7,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
+from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
 from alibi_attn.attention.backends.fused.launch import NONE, Argument, pointer_kind
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 
@@ -46,6 +47,7 @@ class Layout(NamedTuple):
     outliers: int
     beside: int
     weight: int
+    measured: int
     full_blocks: int
     full_tiles: int
     row: int
@@ -60,6 +62,7 @@ class Layout(NamedTuple):
                 heads * OUTLIER_TILES,
                 heads * blocks * OUTLIER_TILES,
                 heads,
+                heads * blocks * (PLAN_ROWS // TILE) * 4,
                 heads_of_masks * blocks * 2,
                 heads_of_masks * tiles * 2,
             )
@@ -74,7 +77,8 @@ class Plan:
         rows: queries per block.
         order: the heads of all sequences, the heaviest first; None = as they are.
         norms: `norms` of `Tiles`.
-        scratch: holds `order` and `norms`.
+        scratch: holds `order`, `norms` and `allowance`.
+        allowance: that of the certificate; None = there is none.
     """
 
     def __init__(
@@ -88,7 +92,7 @@ class Plan:
         scratch: Tensor | None = None,
     ) -> None:
         self.space, self.layout, self.heads, self.rows = Space(tensor), layout, heads, rows
-        self.order, self.norms, self.scratch = order, norms, scratch
+        self.order, self.norms, self.scratch, self.allowance = order, norms, scratch, NONE
 
     @property
     def masked(self) -> bool:
@@ -109,6 +113,12 @@ class Plan:
     @property
     def weight(self) -> Tensor:
         return self.space.tensor[:, self.layout.weight : self.layout.weight + self.heads]
+
+    @property
+    def measured(self) -> Tensor:
+        """[B, H, N·rows / TILE, 4] int32: the `bands` of every TILE queries for backward, which forward writes."""
+        at, blocks = self.layout.measured, self.bands.shape[2] * (self.rows // TILE)
+        return self.space.tensor[:, at : at + 4 * self.heads * blocks].unflatten(1, (self.heads, blocks, 4))
 
     def _part(self, start: int, end: int, width: int) -> Tensor:
         return self.space.tensor[:, start:end].unflatten(1, (-1, width))

@@ -181,10 +181,12 @@ class Certificate(NamedTuple):
     Args:
         reach: [sides, CHOICES, B, H, ⌈T / TILE⌉] int32, to the left and to the right.
         outliers: [B, H, OUTLIERS] int32, those of the head's keys, the largest norm first, padded with −1.
+        allowance: [B, H, ⌈T / TILE⌉] fp32: the share of its softmax that a query may lack in backward.
     """
 
     reach: object
     outliers: object
+    allowance: object
 
 
 class Plan(NamedTuple):

@@ -1,14 +1,14 @@
-"""Backward: the exact gradient of forward's result, over the tiles that forward visited, without atomics.
+"""Backward: the exact gradient of forward's result, over the tiles that matter, without atomics.
 
 With p = exp(score − lse), δ_i = Σ out·dout − dlse and ds = p·(dp − δ):
 
     dq_i = scale·Σ_j ds_ij·k_j     dk_j = scale·Σ_i ds_ij·q_i     dv_j = Σ_i p_ij·dout_i     dm = −Σ_ij ds_ij·|i − j|
 
 `query_kernel` walks the keys of a block of queries as forward does, and writes δ and the slope's gradient of every query;
-`key_kernel` (backward_keys.py) walks the queries that may have visited a tile of keys, and checks whether they did. Both have
-one loop for full tiles, where the bias is one number per key and one per query, and one for partial tiles. The gradients of
-key_bias and query_bias are sums of ds over queries and over keys, added tile by tile without loss: a gate's gradient is a sum
-of their differences.
+`key_kernel` (backward_keys.py) walks the queries that may visit a tile of keys, and checks whether they do. The bands are those
+that forward measured, or else those of its plan. Both have one loop for full tiles, where the bias is one number per key and one
+per query, and one for partial tiles. The gradients of key_bias and query_bias are sums of ds over queries and over keys, added
+tile by tile without loss: a gate's gradient is a sum of their differences.
 """
 
 # mypy: ignore-errors
@@ -18,6 +18,14 @@ import triton
 import triton.language as tl
 
 from alibi_attn.attention.backends.fused.kernels.arguments import Head, Queries
+from alibi_attn.attention.backends.fused.kernels.bands import (
+    band_of,
+    full_count,
+    full_tile,
+    outlier_count,
+    outlier_tile,
+    partial_tile,
+)
 from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_weights
 from alibi_attn.attention.backends.fused.kernels.positions import (
     distance_moved,
@@ -31,11 +39,8 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     TILE,
     add_exactly,
     all_finite,
-    band_of,
     base_of,
     bias_for,
-    full_count,
-    full_tile,
     in_log2,
     linear_bias,
     load_rows,
@@ -43,12 +48,9 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     load_tile,
     lse_rows,
     of_head,
-    outlier_count,
-    outlier_tile,
     padded,
     pair_rows,
     partial_scores,
-    partial_tile,
     store_rows,
 )
 
@@ -136,9 +138,10 @@ def of_each_query(bh, T, ROWS: tl.constexpr):
 @triton.jit
 def query_kernel(
     Q, K, V, OUT, DOUT, DQ, LSE, DLSE, DELTA, SHIFTED, DSLOPES, SUMS, call, visited, ORDER,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr,
 ):  # fmt: skip
-    """Program: one block of BM queries of one head, as in forward; a block of the plan has ROWS.
+    """Program: one block of BM queries of one head, as in forward; a block of the plan has ROWS, one of `bands` UNIT.
 
     Args:
         LSE, DLSE, DELTA: [B, H, T] fp32, LSE in the layout of `lse_rows`; DLSE may be None.
@@ -205,8 +208,8 @@ def query_kernel(
     of_sequence = b * visited.row + n * BM // ROWS * 2
     if head.bias is not None:
         of_sequence += h * blocks * 2  # each head hides other keys
-    block = b * visited.row + (h * blocks + n * BM // ROWS) * 4
-    band = band_of(visited, block, of_sequence, start, head, S, BM, BN, CAUSAL)
+    block = b * visited.row + (h * blocks * (ROWS // UNIT) + n * BM // UNIT) * 4
+    band = band_of(visited, block, of_sequence, start, head, S, BM, BN, UNIT, CAUSAL)
     for x in tl.range(0, full_count(band)):
         dq, to_left, to_right, sums = query_full(
             full_tile(x, band, CAUSAL), queries, head, do, lse, origin, delta, dq, to_left, to_right, sums, K, V, least, BN, D,

@@ -1,4 +1,4 @@
-"""Backward for keys and values: the gradients of `backward.py`, summed over the queries that visited a tile of keys.
+"""Backward for keys and values: the gradients of `backward.py`, summed over the queries that visit a tile of keys.
 
 One loop is for blocks of queries that see all of the keys, and one for the others.
 """
@@ -11,6 +11,7 @@ import triton.language as tl
 
 from alibi_attn.attention.backends.fused.kernels.arguments import Head
 from alibi_attn.attention.backends.fused.kernels.backward import of_each_query
+from alibi_attn.attention.backends.fused.kernels.bands import blocks_of, full_count, full_tile, partial_tile
 from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_by_keys
 from alibi_attn.attention.backends.fused.kernels.positions import (
     distance_moved,
@@ -23,9 +24,6 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     TILE,
     add_exactly,
     biased_scores,
-    blocks_of,
-    full_count,
-    full_tile,
     in_log2,
     load_rows,
     load_slope,
@@ -34,7 +32,6 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     of_head,
     padded,
     pair_rows,
-    partial_tile,
     shown_keys,
     store_rows,
 )
@@ -44,14 +41,14 @@ STEEPEST = tl.constexpr(16.0 * 1.4426950408889634)  # the largest slope with a `
 
 @triton.jit
 def is_visited(band, key_tile):
-    """Whether the queries of a plan's block visit a tile of keys; `band` is the interval that holds for such tiles."""
+    """Whether a block of queries visits a tile of keys; `band` is the interval that holds for such tiles."""
     return (tl.load(band) <= key_tile) & (key_tile < tl.load(band + 1))
 
 
 @triton.jit
 def visitors_of(visitors, b, bh, h, key_tile, tiles, blocks):
-    """(first, last, bands): the blocks of the plan that may visit a tile of keys, and their intervals, 4 numbers apart: of an
-    outlier tile where the masks allow it, of others the certified one.
+    """(first, last, bands): the blocks that may visit a tile of keys, and the intervals of all `blocks`, 4 numbers apart: of an
+    outlier tile where the masks allow it, of others the certified or the measured one.
     """
     candidates = visitors.candidates + (bh * tiles + key_tile) * 3
     bands = visitors.bands + b * visitors.row + h * blocks * 4
@@ -131,10 +128,11 @@ def after_queries(
 @triton.jit
 def key_kernel(
     Q, K, V, DOUT, DK, DV, LSE, SHIFTED, DELTA, SUMS, call, visitors, ORDER,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, CAUSAL: tl.constexpr, PRECISION: tl.constexpr,
-    DESCRIBED: tl.constexpr,
+    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr,
+    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """Program: BN keys of one key head, and all its query heads one after another; ORDER [B·K] int32. BN divides TILE.
+    A block of the plan has ROWS queries, one of `visitors` UNIT, a multiple of BM.
 
     DESCRIBED: Q and DOUT are descriptors.
     SHIFTED [B, H, T] fp32: as in `query_kernel`.
@@ -151,7 +149,7 @@ def key_kernel(
     window = call.window
     if window is not None:
         window = load_window(call, b)
-    tiles, blocks = tl.cdiv(S, TILE), tl.cdiv(T, ROWS)
+    tiles, blocks = tl.cdiv(S, TILE), tl.cdiv(T, ROWS) * (ROWS // UNIT)
     key_tile = t * BN // TILE
 
     rows = tl.arange(0, BM)
@@ -176,8 +174,8 @@ def key_kernel(
             dropout = head_dropout(dropout, b, h, distance_moved(call.query_offset, b, T, S))
         head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, window, dropout)
         first, last, bands = visitors_of(visitors, b, bh, h, key_tile, tiles, blocks)
-        first = first * (ROWS // BM)
-        last = tl.maximum(tl.minimum(last * (ROWS // BM), tl.cdiv(T, BM)), first)
+        first = first * (UNIT // BM)
+        last = tl.maximum(tl.minimum(last * (UNIT // BM), tl.cdiv(T, BM)), first)
         shown_here, of_sequence, rest = here, b * visitors.row, None
         if call.key_bias is not None:
             of_sequence += h * tiles * 2
@@ -199,7 +197,7 @@ def key_kernel(
             if not CAUSAL:
                 n = full_tile(x, band, False)
             i = n * BM + rows
-            visited = is_visited(bands + n * BM // ROWS * 4, key_tile)
+            visited = is_visited(bands + n * BM // UNIT * 4, key_tile)
             if SHIFTED is not None:
                 row = tl.load(SHIFTED + (at + n * BM) + rows)
             q = block_of(Q, b, h, n, T, BM, D, DESCRIBED, True)
@@ -223,7 +221,7 @@ def key_kernel(
         for x in tl.range(0, last - first - full_count(band)):
             n = partial_tile(x, band, False)
             i = n * BM + rows
-            visited = is_visited(bands + n * BM // ROWS * 4, key_tile)
+            visited = is_visited(bands + n * BM // UNIT * 4, key_tile)
             lse = in_log2(tl.load(LSE_h + i, mask=i < T, other=float("-inf")), call.key_bias)
             lse = tl.where(lse != float("-inf"), lse, float("inf"))
             q = block_of(Q, b, h, n, T, BM, D, DESCRIBED, False)

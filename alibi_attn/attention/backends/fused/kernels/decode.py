@@ -11,6 +11,7 @@ import triton
 import triton.language as tl
 
 from alibi_attn.attention.backends.fused.kernels.arguments import BlockBias, Head, Queries
+from alibi_attn.attention.backends.fused.kernels.bands import outlier_count, outlier_tile
 from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout
 from alibi_attn.attention.backends.fused.kernels.forward import attend_partial
 from alibi_attn.attention.backends.fused.kernels.positions import (
@@ -34,8 +35,6 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     no_maximum,
     normalized,
     of_head,
-    outlier_count,
-    outlier_tile,
     padded,
     pair_rows,
 )
@@ -106,14 +105,14 @@ def decode_kernel(
     share = tl.cdiv(tl.maximum(last - first, 0), tl.num_programs(2))
     begin = first + part * share
     for tile in tl.range(begin, tl.minimum(begin + share, last)):
-        m_i, l_i, acc = attend_partial(
+        m_i, l_i, acc, _weight = attend_partial(
             tile, queries, head, m_i, l_i, acc, K, V, call.masks, S, BN, D, CAUSAL, PRECISION
         )
         if COUNT is not None:
             visits += 1
     outliers = visited.beside + b * visited.row + kv * G * OUTLIERS
     for x in tl.range(part, outlier_count(outliers) * (TILE // BN), tl.num_programs(2), num_stages=1):
-        m_i, l_i, acc = attend_partial(
+        m_i, l_i, acc, _weight = attend_partial(
             outlier_tile(x, outliers, BN), queries, head, m_i, l_i, acc, K, V, call.masks, S, BN, D, CAUSAL, PRECISION
         )
         if COUNT is not None:

@@ -3,6 +3,10 @@
 The band is known before the loop starts, so the loop over tiles that every query sees in full is a `tl.range` that Triton
 pipelines. The loop over the tiles of the diagonal is one too, if all their numbers are known to be finite. A third loop visits
 the partial tiles and the outlier tiles (those with the largest norms, see `certificate/bounds.py`).
+
+The diagonal comes first, and full tiles from the nearest to the farthest, so that sums are early close to the final ones. A
+tile's part of a query's sum so far bounds its share of the softmax. The farthest tile with a share that matters ends the band
+that backward visits (`widened`).
 """
 
 # mypy: ignore-errors
@@ -12,6 +16,14 @@ import triton
 import triton.language as tl
 
 from alibi_attn.attention.backends.fused.kernels.arguments import Band, Head, Queries
+from alibi_attn.attention.backends.fused.kernels.bands import (
+    band_of,
+    full_count,
+    outlier_count,
+    outlier_tile,
+    outward_full,
+    outward_partial,
+)
 from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_weights
 from alibi_attn.attention.backends.fused.kernels.positions import (
     biased_lse_before_move,
@@ -26,11 +38,8 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     OUTLIERS,
     TILE,
     all_finite,
-    band_of,
     base_of,
     bias_for,
-    full_count,
-    full_tile,
     kept_lse,
     linear_bias,
     load_rows,
@@ -40,15 +49,15 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     no_maximum,
     normalized,
     of_head,
-    outlier_count,
-    outlier_tile,
     padded,
     pair_rows,
     partial_scores,
-    partial_tile,
     raised,
     store_rows,
 )
+from alibi_attn.attention.certificate import constants
+
+NO_TILE = tl.constexpr(constants.NO_TILE)
 
 
 @triton.jit
@@ -68,7 +77,8 @@ def attend_full(
     DIAGONAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """(m_i, l_i, acc) after a tile that every query sees in full, where the bias is one number per key and one per query.
+    """(m_i, l_i, acc, part) after a tile that every query sees in full, where the bias is one number per key and one per query;
+    `part` is its part of l_i.
 
     A score costs one instruction more than in attention without a bias, and about two more with key biases. On the DIAGONAL
     of causal attention, which has the nearest keys, the distance is computed first, exactly.
@@ -99,14 +109,15 @@ def attend_full(
             base = base_of(head.bias, tile, BN), 0.0
     m_i, known, shrink = raised(m_i, tl.max(scores, 1) - row, base)
     p = tl.exp2(scores - (known + row)[:, None])  # [BM, BN]
-    l_i = l_i * shrink + tl.sum(p, 1)
+    part = tl.sum(p, 1)
+    l_i = l_i * shrink + part
     if head.dropout is not None:
         p = p * kept_weights(head.dropout, queries.position, tile * BN, BN)
     if DIAGONAL:
         v = load_rows(V, tile * BN, j < S, BN, D)
     else:
         v = load_tile(V, tile, BN, D)
-    return m_i, l_i, tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return m_i, l_i, tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION), part
 
 
 @triton.jit
@@ -126,7 +137,7 @@ def attend_partial(
     CAUSAL: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
-    """(m_i, l_i, acc) after a tile in which some keys are hidden from some queries.
+    """The same after a tile in which some keys are hidden from some queries.
 
     A value with NaN or inf is zeroed (0·NaN is NaN), and the queries that see it get NaN.
     """
@@ -141,10 +152,49 @@ def attend_partial(
     sound = all_finite(v)
     v = tl.where(sound[:, None], v, 0.0).to(v.dtype)
     hurt = tl.max(tl.where(scores == float("-inf"), 0.0, tl.where(sound, 0.0, 1.0)[None, :]), 1)
-    l_i = l_i * shrink + tl.sum(p, 1) + tl.where(hurt > 0.0, float("nan"), 0.0)
+    part = tl.sum(p, 1)
+    l_i = l_i * shrink + part + tl.where(hurt > 0.0, float("nan"), 0.0)
     if head.dropout is not None:
         p = p * kept_weights(head.dropout, queries.position, tile * BN, BN)
-    return m_i, l_i, tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+    return m_i, l_i, tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION), part
+
+
+@triton.jit
+def widened(ends, tile, part, whole, least, CAUSAL: tl.constexpr):
+    """(first, last): for every query the outermost tiles that matter, after `tile`, which adds `part` to the sum of weights and
+    makes it `whole`. It matters unless its share is below `least`; NaN matters. None = nothing is measured.
+    """
+    first, last = ends
+    if least is not None:
+        matters = ~(part < least * whole)
+        first = tl.where(matters, tl.minimum(first, tile), first)
+        if not CAUSAL:
+            last = tl.where(matters, tl.maximum(last, tile), last)
+    return first, last  # [BM]
+
+
+@triton.jit
+def write_measured(
+    MEASURED, ends, sees, start, last, count, low, high, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr
+):
+    """Writes `measured` of a plan, for every TILE of BM queries, or the first `count` of these: the band that backward visits,
+    and [low, high), which the masks allow.
+
+    `sees`: which queries see a key; `last`: the end of the band of all of them, in tiles of BN keys.
+    """
+    of = tl.arange(0, BM) // TILE
+    for part in tl.static_range(BM // TILE + 1):  # one more, of a block that may follow the last one
+        mine = sees & (of == part)
+        first = tl.min(tl.where(mine, ends[0], NO_TILE), 0)
+        if CAUSAL:
+            end = tl.minimum(last, tl.cdiv(tl.maximum(start + (part + 1) * TILE, 0), BN))
+        else:
+            end = tl.minimum(last, tl.max(tl.where(mine, ends[1] + 1, 0), 0))
+        some, at = first < end, MEASURED + 4 * part
+        tl.store(at, tl.where(some, first // (TILE // BN), NO_TILE), mask=part < count)
+        tl.store(at + 1, tl.where(some, tl.cdiv(end, TILE // BN), 0), mask=part < count)
+        tl.store(at + 2, low, mask=part < count)
+        tl.store(at + 3, high, mask=part < count)
 
 
 @triton.jit
@@ -171,6 +221,8 @@ def forward_kernel(
     NORMS,
     ORDER,
     COUNT,
+    MEASURED,
+    ALLOWANCE,
     D: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -186,6 +238,8 @@ def forward_kernel(
         GIVEN_LSE: [B, H, T] fp32, or with a key bias fp64, see `lse_before_move`; None = not wanted.
         NORMS: [2, B, K, tiles] fp32, the largest norms of keys and of values; None if they are unknown, or with a key bias.
         COUNT: [B, H, ⌈T / BM⌉] int32, the number of visited tiles; None = not counted.
+        MEASURED: `measured` of Plan, with `row` numbers per sequence, if TILE divides BM; None = not wanted.
+        ALLOWANCE: that of the certificate.
     """
     H, G, T, S = call.H, call.G, call.T, call.S
     programs = tl.cdiv(T, BM)
@@ -228,32 +282,59 @@ def forward_kernel(
     if head.bias is not None:
         of_sequence += h * blocks * 2  # each head hides other keys
     block = b * visited.row + (h * blocks + n * BM // ROWS) * 4
-    band = band_of(visited, block, of_sequence, start, head, S, BM, BN, CAUSAL)
-    for x in tl.range(0, full_count(band)):
-        m_i, l_i, acc = attend_full(
-            full_tile(x, band, CAUSAL), queries, head, m_i, l_i, acc, K, V, S, BN, D, CAUSAL, False, PRECISION
-        )
-        if COUNT is not None:
-            visits += 1
+    band = band_of(visited, block, of_sequence, start, head, S, BM, BN, ROWS, CAUSAL)
+    # The nearest tile always stays in the band.
+    nearest, least = band.last - 1, None
+    if not CAUSAL:
+        nearest = tl.minimum(nearest, tl.maximum(start, 0) // BN)
+    nearest = tl.maximum(nearest, band.first)
+    ends = tl.zeros([BM], tl.int32) + nearest, tl.zeros([BM], tl.int32) + nearest
+    if MEASURED is not None:
+        allowed = ALLOWANCE + bh * tl.cdiv(T, TILE) + n * BM // TILE
+        least = tl.load(allowed)
+        for other in tl.static_range(1, BM // TILE):
+            more = n * BM // TILE + other < tl.cdiv(T, TILE)
+            least = tl.minimum(least, tl.load(allowed + other, mask=more, other=float("inf")))
+        least = least / tl.maximum(band.last - band.first, 1).to(tl.float32)
+    rest = band
     if NORMS is not None:
         heads = call.B * (H // G)
         diagonal = until_finite(NORMS, b * (H // G) + kv, heads, band.high, band.last, S, BN)
         for tile in tl.range(band.high, diagonal):
-            m_i, l_i, acc = attend_full(tile, queries, head, m_i, l_i, acc, K, V, S, BN, D, CAUSAL, True, PRECISION)
+            m_i, l_i, acc, part = attend_full(
+                tile, queries, head, m_i, l_i, acc, K, V, S, BN, D, CAUSAL, True, PRECISION
+            )
+            ends = widened(ends, tile, part, l_i, least, CAUSAL)
             if COUNT is not None:
                 visits += 1
-        band = Band(band.first, band.last, band.low, diagonal, diagonal, diagonal)
+        rest = Band(band.first, band.last, band.low, diagonal, diagonal, diagonal)
     outliers = visited.beside + b * visited.row + (h * blocks + n * BM // ROWS) * OUTLIERS
-    partial = tl.maximum(band.last - band.first, 0) - full_count(band)
+    partial = tl.maximum(rest.last - rest.first, 0) - full_count(rest)
     for x in tl.range(0, partial + outlier_count(outliers) * (TILE // BN), num_stages=1):
         tile = tl.where(
-            x < partial, partial_tile(x, band, CAUSAL), outlier_tile(tl.maximum(x - partial, 0), outliers, BN)
+            x < partial,
+            outward_partial(x, partial, rest, CAUSAL),
+            outlier_tile(tl.maximum(x - partial, 0), outliers, BN),
         )
-        m_i, l_i, acc = attend_partial(
+        m_i, l_i, acc, part = attend_partial(
             tile, queries, head, m_i, l_i, acc, K, V, call.masks, S, BN, D, CAUSAL, PRECISION
         )
+        # Outlier tiles are always visited.
+        ends = widened(ends, tl.where(x < partial, tile, nearest), part, l_i, least, CAUSAL)
         if COUNT is not None:
             visits += 1
+    for x in tl.range(0, full_count(band)):
+        tile = outward_full(x, band, CAUSAL)
+        m_i, l_i, acc, part = attend_full(tile, queries, head, m_i, l_i, acc, K, V, S, BN, D, CAUSAL, False, PRECISION)
+        ends = widened(ends, tile, part, l_i, least, CAUSAL)
+        if COUNT is not None:
+            visits += 1
+    if MEASURED is not None:
+        parts, at = blocks * (ROWS // TILE), n * BM // TILE
+        count = tl.where(n == programs - 1, parts - at, BM // TILE)
+        low, high = tl.load(visited.bands + block + 2), tl.load(visited.bands + block + 3)
+        at = MEASURED + b * visited.row + (h * parts + at) * 4
+        write_measured(at, ends, (i < T) & (l_i != 0.0), start, band.last, count, low, high, BM, BN, CAUSAL)
     if COUNT is not None:
         tl.store(COUNT + bh * programs + n, visits)
 

@@ -102,7 +102,7 @@ def reach_kernel(
     HIDDEN: tl.constexpr,
     SHARED: tl.constexpr,
 ):
-    """Program: one block of TILE queries of one head; writes `reach` and `outliers` of the certificate, then `plan`.
+    """Program: one block of TILE queries of one head; writes the certificate, then `plan`.
 
     With a key bias a reach is a distance from the block's nearest query, and is the same for all choices.
 
@@ -211,6 +211,9 @@ def reach_kernel(
         if bias is not None:
             of_sequence = bh
         real = real & (position >= tl.load(FIRST_SEEN + of_sequence))  # the others see no key
+    less = nats_of_tolerance + tl.max(tl.where(real, longer, 0.0), 0)
+    allowance = tl.exp2(-less * LOG2E) * (CERTAIN if CAUSAL else 2.0 * CERTAIN)
+    tl.store(certificate.allowance + bh * blocks + n, tl.where(most < float("inf"), allowance, 0.0))
     for side in tl.static_range(1 if CAUSAL else 2):
         slope, longest = m, to_left
         if side == 1:

@@ -12,21 +12,18 @@ import triton
 import triton.language as tl
 
 from alibi_attn.attention.backends.fused.kernels.arguments import Head, Queries
+from alibi_attn.attention.backends.fused.kernels.bands import band_of, full_count, full_tile, partial_tile
 from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_weights
 from alibi_attn.attention.backends.fused.kernels.positions import distance_moved, load_offset, load_window
 from alibi_attn.attention.backends.fused.kernels.tiles import (
     LOG2E,
     all_finite,
-    band_of,
-    full_count,
-    full_tile,
     load_rows,
     load_tile,
     normalized,
     of_head,
     padded,
     partial_scores,
-    partial_tile,
     store_rows,
 )
 
@@ -169,7 +166,7 @@ def table_forward_kernel(
 
     N = tl.cdiv(T, ROWS)
     block = b * visited.row + (h * N + n * BM // ROWS) * 4
-    band = band_of(visited, block, b * visited.row + n * BM // ROWS * 2, start, head, S, BM, BN, CAUSAL)
+    band = band_of(visited, block, b * visited.row + n * BM // ROWS * 2, start, head, S, BM, BN, ROWS, CAUSAL)
     for x in tl.range(part, full_count(band), parts):
         m_i, l_i, acc = attend(
             full_tile(x, band, CAUSAL),

@@ -10,22 +10,18 @@ import triton
 import triton.language as tl
 
 from alibi_attn.attention.backends.fused.kernels.arguments import Head, Queries
+from alibi_attn.attention.backends.fused.kernels.bands import band_of, blocks_of, full_count, full_tile, partial_tile
 from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_by_keys, kept_weights
 from alibi_attn.attention.backends.fused.kernels.positions import distance_moved, load_offset, load_window
 from alibi_attn.attention.backends.fused.kernels.table import nats, numbers_of, table_scores
 from alibi_attn.attention.backends.fused.kernels.tiles import (
     TILE,
     all_finite,
-    band_of,
     biased_scores,
-    blocks_of,
-    full_count,
-    full_tile,
     load_rows,
     load_tile,
     of_head,
     padded,
-    partial_tile,
     shown_keys,
     store_rows,
 )
@@ -133,7 +129,7 @@ def table_query_kernel(
 
     N = tl.cdiv(T, ROWS)
     block = b * visited.row + (h * N + n * BM // ROWS) * 4
-    band = band_of(visited, block, b * visited.row + n * BM // ROWS * 2, start, head, S, BM, BN, CAUSAL)
+    band = band_of(visited, block, b * visited.row + n * BM // ROWS * 2, start, head, S, BM, BN, ROWS, CAUSAL)
     for x in tl.range(0, full_count(band)):
         tile = full_tile(x, band, CAUSAL)
         dq = query_tile(tile, queries, head, numbers, do, lse, delta, dq, K, V, call, BN, D, CAUSAL, True, PRECISION)

@@ -1,4 +1,4 @@
-"""Shared by forward, backward and decoding: tiles of rows, the masks and bias of a tile of scores, and the tiles of a band.
+"""Shared by forward, backward and decoding: tiles of rows, and the masks and bias of a tile of scores.
 
 Shapes: BM queries, BN keys, DP ≥ D numbers per row. Scores are in units of log2. The bias is computed in fp32 from integer
 distances, relative to the tile.
@@ -10,7 +10,7 @@ distances, relative to the tile.
 import triton
 import triton.language as tl
 
-from alibi_attn.attention.backends.fused.kernels.arguments import Band, BlockBias, Rows
+from alibi_attn.attention.backends.fused.kernels.arguments import BlockBias, Rows
 from alibi_attn.attention.certificate import constants
 
 LOG2E = tl.constexpr(1.4426950408889634)
@@ -293,103 +293,3 @@ def linear_bias(tile, start, head, BN: tl.constexpr, CAUSAL: tl.constexpr):
     if head.right is not None:
         away = head.right
     return tl.where(to_left, head.slope, -away), tl.where(to_left, near, near - (BN - 1))
-
-
-@triton.jit
-def band_of(visited, block, of_sequence, start, head, S, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
-    """The Band, in tiles of BN keys, of the BM queries from position `start` on, in a plan's block.
-
-    `block` is its place in `bands` of `visited`, `of_sequence` that in `full`.
-    """
-    first = tl.load(visited.bands + block) * (TILE // BN)
-    last = tl.minimum(tl.load(visited.bands + block + 1) * (TILE // BN), tl.cdiv(S, BN))
-    low, until = first, tl.minimum(last, S // BN)
-    if visited.full is not None:
-        low = tl.maximum(low, tl.load(visited.full + of_sequence) * (TILE // BN))
-        until = tl.minimum(until, tl.load(visited.full + of_sequence + 1) * (TILE // BN))
-    end = start + BM - 1
-    if head.window is not None:
-        low = tl.maximum(low, tl.maximum(end - head.window + BN, 0) // BN)
-    high = tl.maximum(tl.minimum(tl.maximum(start + 1, 0) // BN, until), low)
-    after = high
-    if CAUSAL:
-        until = high
-    else:
-        after = tl.maximum(after, tl.cdiv(tl.maximum(end, 0), BN))
-        if head.window is not None:
-            until = tl.minimum(until, tl.maximum(start + head.window, 0) // BN)
-        until = tl.maximum(until, after)
-        if head.right is not None:
-            until = tl.where(head.right < float("inf"), until, after)  # an infinite slope hides them
-    return Band(first, last, low, high, after, until)
-
-
-@triton.jit
-def blocks_of(
-    first,
-    last,
-    full_first,
-    full_last,
-    tile_start,
-    query_offset,
-    head,
-    T,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
-    """The Band of BN keys from `tile_start` on: the blocks of BM queries in [first, last), and those that see the keys in full,
-    before and after the keys, within [full_first, full_last).
-    """
-    tile_end = tile_start + BN - 1 - query_offset  # positions relative to the first query
-    tile_start = tile_start - query_offset
-    low = tl.maximum(first, full_first)
-    until = tl.minimum(tl.minimum(last, full_last), T // BM)
-    high = low
-    if not CAUSAL:
-        if head.window is not None:
-            low = tl.maximum(low, tl.maximum(tile_end - head.window + BM, 0) // BM)
-        high = tl.maximum(tl.minimum(tl.maximum(tile_start + 1, 0) // BM, until), low)
-        if head.right is not None:
-            high = tl.where(head.right < float("inf"), high, low)
-    after = tl.maximum(high, tl.cdiv(tl.maximum(tile_end, 0), BM))
-    if head.window is not None:
-        until = tl.minimum(until, tl.maximum(tile_start + head.window, 0) // BM)
-    return Band(first, last, low, high, after, tl.maximum(until, after))
-
-
-@triton.jit
-def full_count(band):
-    return band.high - band.low + band.until - band.after
-
-
-@triton.jit
-def full_tile(x, band, CAUSAL: tl.constexpr):
-    """Tile number x of those in a band that are seen in full."""
-    tile = band.low + x
-    if not CAUSAL:
-        tile += tl.where(tile >= band.high, band.after - band.high, 0)
-    return tile
-
-
-@triton.jit
-def partial_tile(x, band, CAUSAL: tl.constexpr):
-    """Tile number x of the others in a band."""
-    tile = band.first + x
-    tile += tl.where(tile >= band.low, band.high - band.low, 0)
-    if not CAUSAL:
-        tile += tl.where(tile >= band.after, band.until - band.after, 0)
-    return tile
-
-
-@triton.jit
-def outlier_count(outliers):
-    """The number of outlier tiles of one block."""
-    return tl.sum((tl.load(outliers + tl.arange(0, OUTLIERS)) >= 0).to(tl.int32), 0)
-
-
-@triton.jit
-def outlier_tile(x, outliers, BN: tl.constexpr):
-    """Tile number x of BN keys in the outlier tiles of a block."""
-    x = tl.cast(x, tl.int32)  # in the interpreter a loop variable is a Python int
-    return tl.load(outliers + x // (TILE // BN)) * (TILE // BN) + x % (TILE // BN)
