@@ -7,11 +7,14 @@ not finite, each head of each row attends to a slice instead (`near_keys.py`).
 """
 
 import functools
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.fused import backend as fused
+from alibi_attn.attention.backends.fused import groups
+from alibi_attn.attention.backends.fused.configs import DECODE_QUERIES
 from alibi_attn.attention.backends.native import decoding as native
 from alibi_attn.attention.backends.native.backend import WIDTH
 from alibi_attn.attention.certificate.biased import sums_behind
@@ -22,6 +25,7 @@ from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.merging import merged
 from alibi_attn.attention.near_keys import Runs, buckets, needed_keys
 from alibi_attn.attention.spec import GATE_FLOOR, AttentionSpec, index_of, query_heads
+from alibi_attn.attention.transforms import are_ordinary, autocasts
 from alibi_attn.attention.validation import make_spec
 
 Spec = AttentionSpec[Tensor]
@@ -85,6 +89,32 @@ def attend_at(
     """
     spec = make_spec(query, key, value, slopes, query_offset=query_offset, window=window, scale=scale)
     return fused.decode(spec, query, key, value, known_norms)[0]
+
+
+def reads_groups(query: Tensor) -> bool:
+    """Whether `attend_groups` supports these queries."""
+    few = query.shape[2] <= DECODE_QUERIES and query.numel() > 0
+    return few and reads_near_at(query) and are_ordinary(query) and not autocasts(query.device.type)
+
+
+@torch.no_grad()
+def attend_groups(
+    query: Tensor,
+    cached: Sequence[tuple[Tensor, ...]],
+    slopes: Tensor,
+    heads: groups.Heads,
+    *,
+    window: int | None = None,
+) -> Tensor:
+    """`alibi_attention` of the last T positions, [B, H, T, D], if `reads_groups` allows it.
+
+    Args:
+        cached: the keys and values of each group of consecutive heads, [B, members, S, D], where S differs.
+        slopes: [H] fp32.
+        heads: of each group, its first query head and the one after its last.
+    """
+    spec_of = functools.partial(make_spec, window=window)
+    return groups.decode_groups(query, slopes, cached, heads, (window,), spec_of)
 
 
 def has_kernel(*tensors: Tensor) -> bool:

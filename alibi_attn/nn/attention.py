@@ -16,11 +16,12 @@ from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.checks import check_layer, check_sinks, default_tolerance
-from alibi_attn.attention.decoding import attend_near, reads_near
+from alibi_attn.attention.decoding import attend_groups, attend_near, reads_groups, reads_near
 from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.merging import merged
 from alibi_attn.attention.near_keys import visible_runs
 from alibi_attn.attention.part_options import Window, windows_of_heads
+from alibi_attn.attention.spec import index_of
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.constructor_arguments import checks_names
 from alibi_attn.nn.gated_cache import GatedReachCache
@@ -216,7 +217,7 @@ class ALiBiAttention(nn.Module):
         slopes, window = self.slopes.values, self.window
         if heads is None:
             return slopes, window
-        return slopes[heads], [window[head] for head in heads] if isinstance(window, tuple) else window
+        return slopes[index_of(heads)], [window[head] for head in heads] if isinstance(window, tuple) else window
 
     def _attend_parts(
         self, query: Tensor, key: Tensor, value: Tensor, gates: Tensor | None, cache: ReachCache | GatedReachCache
@@ -228,17 +229,25 @@ class ALiBiAttention(nn.Module):
             parts: Sequence[tuple[Tensor, ...]] = cache.append(key, value, gates, layer=self)
         else:
             parts = cache.append(key, value, layer=self)
+        if isinstance(cache, ReachCache) and self._is_one_call(query, cache):
+            assert not isinstance(self.window, tuple)
+            return attend_groups(query, parts, self.slopes.values, cache.runs, window=self.window)
         if isinstance(cache, ReachCache) and cache.sinks:
             mixed = [self._with_sinks(query, cache, group, part) for group, part in enumerate(parts)]
         elif len(parts) == 1:
             return self._attended(query, *parts[0])
         else:
             mixed = [
-                self._attended(query[:, heads], *part, heads=heads)
+                self._attended(query[:, index_of(heads)], *part, heads=heads)
                 for heads, part in zip(cache.query_heads, parts, strict=True)
             ]
         order = sorted(range(self.num_heads), key=[h for heads in cache.query_heads for h in heads].__getitem__)
         return torch.cat(mixed, dim=1)[:, order]
+
+    def _is_one_call(self, query: Tensor, cache: ReachCache) -> bool:
+        """Whether the groups of heads of a cache are one call for the host."""
+        plain = not (cache.sinks or isinstance(self.window, tuple) or (self.training and self.dropout_p))
+        return plain and len(cache.runs) > 0 and reads_groups(query)
 
     def _with_sinks(self, query: Tensor, cache: ReachCache, group: int, part: tuple[Tensor, ...]) -> Tensor:
         """Attention, [B, heads, T, D], of a group of heads over its keys within reach and the first keys."""

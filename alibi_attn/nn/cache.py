@@ -230,7 +230,7 @@ class KVCache:
                 tensor[:, :, held:] = tokens
         self._length = new_length
         self._kept.settle(self._tensors)
-        return self.key, self.value
+        return self._filled()
 
     @property
     def can_extend(self) -> bool:
@@ -393,7 +393,7 @@ class KVCache:
     def _check(self, key: Tensor, value: Tensor, layer: nn.Module | None) -> None:
         if not (layer is None or self._layer is None or torch.compiler.is_compiling() or self._layer() is layer):
             raise ValueError("this KVCache belongs to another attention layer; make one KVCache() for each layer")
-        cache_checks.check_pair(key, value, None if self._tensors is None else self._filled())
+        cache_checks.check_pair(key, value, self._tensors, self._start, self._length)
 
     def _bind(self, layer: nn.Module | None) -> None:
         if layer is not None and self._layer is None and not torch.compiler.is_compiling():

@@ -7,16 +7,18 @@ import torch
 from torch import Tensor
 
 
-def check_pair(key: Tensor, value: Tensor, cached: tuple[Tensor, Tensor] | None) -> None:
-    """Raises ValueError unless key and value are [B, K, T, D] and continue the cached ones."""
+def check_pair(
+    key: Tensor, value: Tensor, cached: tuple[Tensor, Tensor] | None, start: int = 0, length: int = 0
+) -> None:
+    """Raises ValueError unless key and value are [B, K, T, D] and continue `length` cached ones from `start` on."""
     if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:
         raise ValueError(f"key has shape {list(key.shape)} and value {list(value.shape)} but both must be [B, K, T, D]")
     for name, new, old in zip(("key", "value"), (key, value), cached or (), strict=False):
         fits = new.ndim == 4 and new.shape[:2] == old.shape[:2] and new.shape[3] == old.shape[3]
         if not (fits and new.dtype == old.dtype and new.device == old.device):
             raise ValueError(
-                f"{name} is {described(new)} but the cache holds {described(old)}: only the length may differ; "
-                "a new batch needs a new KVCache()"
+                f"{name} is {described(new)} but the cache holds {described(old[:, :, start : start + length])}: only the length "
+                "may differ; a new batch needs a new KVCache()"
             )
 
 

@@ -107,6 +107,7 @@ def may_write(tensor: Tensor) -> bool:
 
 def _versions(tensors: Pair) -> tuple[int, ...] | None:
     """How often each tensor was written to; None if torch does not count."""
-    if torch.compiler.is_compiling() or any(x.is_inference() for x in tensors):
+    key, value = tensors
+    if torch.compiler.is_compiling() or key.is_inference() or value.is_inference():
         return None
-    return tuple(x._version for x in tensors)
+    return key._version, value._version

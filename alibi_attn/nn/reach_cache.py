@@ -168,6 +168,16 @@ class ReachCache(CachesOfHeads):
             self.slopes = slopes
 
     @property
+    def runs(self) -> tuple[tuple[int, int], ...]:
+        """The first query head of each group and the one after its last; empty if some group is not a run of heads."""
+        runs = tuple((heads[0], heads[-1] + 1) for heads in self.query_heads)
+        return (
+            runs
+            if all(end - first == len(heads) for (first, end), heads in zip(runs, self.query_heads, strict=True))
+            else ()
+        )
+
+    @property
     def kept(self) -> tuple[int, ...]:
         """Tokens that each key head holds for later queries, [K]."""
         groups = zip(self.key_heads, self._caches, self._limits, strict=True)
@@ -196,7 +206,8 @@ class ReachCache(CachesOfHeads):
         parts = []
         for members, limit, cache in zip(self.key_heads, self._limits, self._caches, strict=True):
             cache.forget(limit - 1)  # the first new query needs the most keys
-            of_group = (key, value) if len(self.key_heads) == 1 else (key[:, members], value[:, members])
+            heads = index_of(members)
+            of_group = (key, value) if len(self.key_heads) == 1 else (key[:, heads], value[:, heads])
             parts.append(cache.append(*of_group, layer=layer))
         self._seen += key.shape[2]
         if self._first is None:

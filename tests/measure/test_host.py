@@ -18,7 +18,7 @@ MOST_OPERATIONS = {
     "gates": (0, 6),
     "decoding": (0, None),
     "decoding, growing": (2, None),  # the key and the value are written
-    "decoding, forgetting": (50, None),
+    "decoding, forgetting": (16, None),  # those of eight groups of heads
     "SDPA": (1, 2),
 }
 

@@ -1,6 +1,7 @@
 """Counts the operations of calls, and tests decoding with remembered norms; runs with Triton's interpreter."""
 
 from typing import Any
+from unittest import mock
 
 import torch
 from torch import Tensor
@@ -15,7 +16,7 @@ from alibi_attn.attention.backends.fused.plan import planned
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.validation import make_spec
-from alibi_attn.nn import ALiBiAttention, KVCache, StaticKVCache
+from alibi_attn.nn import ALiBiAttention, KVCache, StaticKVCache, attention
 
 
 class _Counting(TorchDispatchMode):
@@ -46,6 +47,38 @@ class _Counting(TorchDispatchMode):
         if not any(free in str(func) for free in self.FREE):
             self.names.append(str(func))
         return func(*args, **(kwargs or {}))
+
+
+def groups_differ_from_calls_of_their_own() -> list[float]:
+    """For 1 and 5 queries, by how much heads in three groups that keep different numbers of keys differ from three calls."""
+    found, heads, window = [], ((0, 2), (4, 8), (2, 4)), 150
+    for queries in (1, 5):
+        query, slopes = torch.randn(2, 8, queries, 16).half(), torch.rand(8)
+        keys, values = torch.randn(2, 2, 4, 300, 16).half()
+        lasts = [x[:, first // 2 : end // 2] for x in (keys, values) for first, end in heads]
+        kept = [(lasts[at][:, :, -n:], lasts[at + 3][:, :, -n:]) for at, n in enumerate((70, 300, 128))]
+        output = decoding.attend_groups(query, kept, slopes, heads, window=window)
+        for (first, end), (key, value) in zip(heads, kept, strict=True):
+            one = alibi_attention(query[:, first:end], key, value, slopes[first:end], window=window, backend="fused")
+            found.append(float((output[:, first:end] - one).abs().max()))
+    return found
+
+
+def a_reach_cache_is_one_call() -> tuple[float, int]:
+    """(the largest difference between a layer's steps and one pass, how many steps were one call)."""
+    torch.manual_seed(0)
+    layer = ALiBiAttention(64, 8, num_kv_heads=4, slopes=[2.0, 2.0, 1.0, 0.5, 0.3, 0.2, 0.1, 0.0])
+    x, calls, attend_groups = torch.randn(1, 140, 64), [], attention.attend_groups
+    cache = layer.reach_cache(score_bound=8.0)
+
+    def counted(*arguments: Any, **options: Any) -> Tensor:
+        calls.append(1)
+        return attend_groups(*arguments, **options)
+
+    few = mock.patch.object(attention, "reads_groups", lambda query: query.shape[2] <= 8)
+    with torch.no_grad(), few, mock.patch.object(attention, "attend_groups", counted):
+        parts = [layer(some, cache=cache) for some in x.split([130, 1, 8, 1], dim=1)]
+        return float((torch.cat(parts, 1) - layer(x)).abs().max()), len(calls)
 
 
 def operations_of_plain_calls() -> dict[str, int]:

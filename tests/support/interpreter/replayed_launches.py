@@ -16,6 +16,7 @@ from torch import Tensor
 from alibi_attn import alibi_attention, forgetting_attention, toeplitz_attention
 from alibi_attn.attention.backends.fused import recording
 from alibi_attn.attention.certificate.norms import Norms
+from alibi_attn.attention.decoding import attend_groups
 from alibi_attn.inspect import decode_with_norms
 from alibi_lab.measure.absent_device import Launches, absent_device
 
@@ -129,6 +130,12 @@ def growing(call: Call, launches: Launches, *, queries: int = 1) -> tuple[bool, 
     return all(alike), prepared == 1 + 2 + 2 + 1
 
 
+def grouped(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, norms: Norms) -> Tensor:
+    """Heads in three groups, one of which keeps the last keys only."""
+    some = [(key[:, :2], value[:, :2]), (key[:, 2:3, -70:], value[:, 2:3, -70:]), (key[:, 3:], value[:, 3:])]
+    return attend_groups(query, some, slopes, ((0, 2), (2, 3), (3, 4)), window=400)
+
+
 def differing(launches: Launches) -> dict[str, bool]:
     """For each option, whether a call with another value launches something else than the calls before it."""
     query, key, value = inputs = [torch.randn(1, 2, 200, 16).to(torch.bfloat16) for _ in range(3)]
@@ -165,6 +172,7 @@ def main() -> dict[str, list[bool]]:
             found["growing, norms"] = list(growing(decode_with_norms, launches))
             found["growing"] = list(growing(lambda *x: alibi_attention(*x[:4], window=300), launches))
             found["growing, queries"] = list(growing(lambda *x: alibi_attention(*x[:4]), launches, queries=3))
+            found["growing, groups"] = list(growing(grouped, launches))
             found["growing, norms, queries"] = list(growing(decode_with_norms, launches, queries=8))
         found["options"] = list(differing(launches).values())
     return found

@@ -108,6 +108,20 @@ def scratch(size: int | tuple[int, int], device: torch.device, dtype: torch.dtyp
     return tensor
 
 
+def part_of(tensor: Tensor, heads: slice) -> Tensor:
+    """Some heads of a tensor [B, heads, …] or [heads], at an address that is known if the tensor's is."""
+    part = tensor[heads] if tensor.ndim == 1 else tensor[:, heads]
+    if WATCHED.recorder is not None:
+        WATCHED.recorder.taken(part, tensor)
+    return part
+
+
+def begin(call: int) -> None:
+    """What is launched from here on belongs to this one of several calls, each of which has its own `Varying` numbers."""
+    if WATCHED.recorder is not None:
+        WATCHED.recorder.call = call
+
+
 class _Watched(threading.local):
     """The recorder of `recording.py` that sees the launches of this thread; None = none."""
 

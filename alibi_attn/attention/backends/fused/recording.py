@@ -44,7 +44,7 @@ def replayed(
         kind: the numbers and options that `body` depends on.
         tensors: all tensors that the kernels read or write, except `scratch`. `body` may depend on their sizes, strides and
             dtypes, and on whether their addresses are multiples of 16. None stays None.
-        varying: those of `Varying` that `kind` leaves out, all or none.
+        varying: those of `Varying` that `kind` leaves out, all or none; of several calls (`launch.begin`) one after the other.
         growing: which of the tensors are [B, K, S, D] with an S that `kind` leaves out.
     """
     device = next(x.device for x in tensors if x is not None)
@@ -62,7 +62,7 @@ def replayed(
             _keep(key, _SEEN)
             body(*tensors)
         else:
-            _keep(key, _recorded(tensors, body, varies=bool(varying)))
+            _keep(key, _recorded(tensors, body, varying=len(varying)))
 
 
 def replayed_call(
@@ -123,11 +123,11 @@ def _keep(key: Hashable, known: object) -> None:
         _KNOWN[key] = known
 
 
-def _recorded(tensors: Sequence[Tensor | None], body: Body, *, varies: bool) -> "Recording":
+def _recorded(tensors: Sequence[Tensor | None], body: Body, *, varying: int) -> "Recording":
     """Runs `body` and records what it launches."""
     # Distinct objects, because a call may pass one tensor as query and as key.
     views = [None if x is None else x.detach() for x in tensors]
-    WATCHED.recorder = recorder = _Recorder(views, varies=varies)
+    WATCHED.recorder = recorder = _Recorder(views, varying=varying)
     try:
         body(*views)
     finally:
@@ -177,11 +177,11 @@ _VARYING, _ADDRESS, _CONSTANT, _GROUP = range(4)
 
 
 class _Recorder:
-    """Sees what a body launches, and makes a `Recording` of it; `varies`: the numbers of `Varying` are no constants."""
+    """Sees what a body launches, and makes a `Recording` of it, with so many numbers of `Varying`, which are no constants."""
 
-    def __init__(self, tensors: Sequence[Tensor | None], *, varies: bool) -> None:
-        self._varying = len(Varying) if varies else 0
-        self._launched: list[tuple[Any, list[Argument], tuple[Any, ...]]] = []
+    def __init__(self, tensors: Sequence[Tensor | None], *, varying: int) -> None:
+        self._varying, self.call = varying, 0
+        self._launched: list[tuple[Any, list[Argument], tuple[Any, ...], int]] = []
         self._words, self._count = 0, len(tensors)
         # By id, with the tensors, so that none is reused: (which of the tensors, its address, offset).
         self._owners = {id(x): (at, x.data_ptr(), 0, x) for at, x in enumerate(tensors) if x is not None}
@@ -195,14 +195,18 @@ class _Recorder:
         self._owners[id(tensor)] = self._count, tensor.data_ptr(), 4 * self._words, tensor
         self._words += -(-tensor.numel() // ALIGNMENT) * ALIGNMENT
 
+    def taken(self, part: Tensor, tensor: Tensor) -> None:
+        """A part of a known tensor."""
+        self._owners[id(part)] = *self._owners[id(tensor)][:3], part
+
     def launched(self, run: Any, arguments: Sequence[Argument], constants: tuple[Any, ...]) -> None:
-        self._launched.append((run, list(arguments), constants))
+        self._launched.append((run, list(arguments), constants, self.call))
 
     def recording(self) -> Recording:
-        runs = [
-            (run, [*map(self._place, arguments), *map(self._constant, constants)])
-            for run, arguments, constants in self._launched
-        ]
+        runs = []
+        for run, arguments, constants, call in self._launched:
+            self.call = call
+            runs.append((run, [*map(self._place, arguments), *map(self._constant, constants)]))
         counts = self._varying, len(self._addresses), len(self._constants)
         begin = [0, *itertools.accumulate(counts)]
 
@@ -225,7 +229,7 @@ class _Recorder:
         if owner is None:
             return self._constant(value)
         if isinstance(owner, Varying):
-            return (_VARYING, owner) if self._varying else self._constant(value)
+            return (_VARYING, self.call * len(Varying) + owner) if self._varying else self._constant(value)
         if not isinstance(owner, Tensor):
             members = [self._place(x) for x in owner]
             return self._constant(value) if all(kind == _CONSTANT for kind, _ in members) else self._group(members)
