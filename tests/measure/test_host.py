@@ -10,7 +10,7 @@ from alibi_lab import records
 from alibi_lab.measure.absent_device import Launches
 
 # The most launches of our kernels, and operations of torch that launch a kernel, per call.
-MOST_LAUNCHES = {"plain": (3, 6), "symmetric, masked": (5, 8), "gates": (6, 11), "SDPA": (0, 0)}
+MOST_LAUNCHES = {"plain": (4, 7), "symmetric, masked": (6, 9), "gates": (7, 12), "SDPA": (0, 0)}
 MOST_LAUNCHES |= {"decoding": (4, None), "decoding, growing": (4, None), "decoding, forgetting": (24, None)}
 MOST_OPERATIONS = {
     "plain": (0, 0),
@@ -48,7 +48,7 @@ def test_a_call_takes_few_launches_and_operations(record: records.Record, kind: 
 
 
 def test_launches_operations_and_allocations_are_counted(record: records.Record) -> None:
-    assert record.curves["plain"]["forward_launches"][0] >= 3
+    assert record.curves["plain"]["forward_launches"][0] >= 4
     assert record.curves["plain"]["training_allocations"][0] >= 5  # output, lse and three gradients
     assert record.curves["SDPA"]["forward_operations"] == [1]
 

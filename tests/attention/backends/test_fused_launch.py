@@ -16,10 +16,11 @@ import pytest
 import torch
 
 from alibi_attn.attention.backends.fused import plan, recording
+from alibi_attn.attention.certificate.constants import OUTLIER_CHOICES, OUTLIER_TILES
 from alibi_attn.attention.validation import make_spec
 
 ROOT = Path(__file__).parents[3]
-KERNELS = 6  # of a plain forward and backward pass
+KERNELS = 7  # of a plain forward and backward pass
 
 
 def ran(program: str) -> dict[str, Any]:
@@ -109,3 +110,22 @@ def test_heavy_heads_start_first(interpreter: ProcessPoolExecutor, shape: tuple[
     assert (in_order[1:] < in_order[:-1] * 2**0.51).all(), "a head starts before another with half an octave more tiles"
     np.testing.assert_array_equal(backward, np.argsort(-flat, kind="stable"))
     np.testing.assert_array_equal(of_keys, np.argsort(-of_groups, kind="stable"))
+
+
+@pytest.mark.parametrize("tiles", [3, 16, 41])
+def test_largest_norms_around_every_tile(interpreter: ProcessPoolExecutor, tiles: int) -> None:
+    """By programs of 16 tiles; some tiles have no visible key."""
+    norms = torch.rand(3, 2, tiles)
+    hidden = torch.rand(2, tiles) < 0.4
+    norms[:2, hidden], norms[2, hidden] = 0.0, torch.inf
+    longest, latest, outliers, of_values = interpreter.submit(plans.survey_of, norms, span=16).result()
+    count = min(tiles, OUTLIER_TILES)
+    order = norms[0].argsort(dim=-1, descending=True, stable=True)[:, :count]
+    assert outliers.tolist() == [[*row, *[-1] * (OUTLIER_TILES - count)] for row in order.tolist()]
+    for choice, left_out in enumerate(OUTLIER_CHOICES):
+        rest = norms[0].scatter(-1, order[:, :left_out], 0.0)
+        assert torch.equal(longest[0, choice], rest.cummax(-1).values)
+        assert torch.equal(longest[1, choice], rest.flip(-1).cummax(-1).values.flip(-1))
+    shown = torch.where(hidden, -1, torch.arange(tiles))
+    assert torch.equal(latest.long(), shown.cummax(-1).values)
+    assert torch.equal(of_values, torch.stack([norms[1].amax(-1), norms[2].amin(-1)]))

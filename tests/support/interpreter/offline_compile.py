@@ -33,13 +33,14 @@ from alibi_attn.attention.backends.fused.kernels.arguments import (
     QueryOffset,
     Rows,
     Slopes,
+    Survey,
     Table,
     Visited,
     Visitors,
 )
 from alibi_attn.attention.backends.fused.kernels.backward import query_kernel
 from alibi_attn.attention.backends.fused.kernels.backward_keys import key_kernel
-from alibi_attn.attention.backends.fused.kernels.certificate import norms_kernel
+from alibi_attn.attention.backends.fused.kernels.certificate import norms_kernel, survey_kernel
 from alibi_attn.attention.backends.fused.kernels.decode import decode_kernel, merge_kernel
 from alibi_attn.attention.backends.fused.kernels.forward import forward_kernel
 from alibi_attn.attention.backends.fused.kernels.gates import scan_kernel, suffix_kernel
@@ -57,7 +58,13 @@ from alibi_lab import records
 KERNELS = {"forward": forward_kernel, "query": query_kernel, "key": key_kernel, "decode": decode_kernel}
 OF_TABLES = {"forward": table_forward_kernel, "query": table_query_kernel, "key": table_key_kernel}
 OF_TABLES = {f"{name}, table": kernel for name, kernel in (*OF_TABLES.items(), ("diagonal", diagonal_kernel))}
-BEFORE = {"norms": norms_kernel, "reach": reach_kernel, "plan": plan_kernel, "visitors": visitors_kernel}
+BEFORE = {
+    "norms": norms_kernel,
+    "survey": survey_kernel,
+    "reach": reach_kernel,
+    "plan": plan_kernel,
+    "visitors": visitors_kernel,
+}
 BEFORE |= {"merge": merge_kernel, "labels": labels_kernel, "spread": spread_kernel}
 BEFORE |= {"split": split_kernel, "scan": scan_kernel, "suffix": suffix_kernel}  # of key biases and gates
 WITH_TILES = ("norms", "reach")  # the others hold small integers, for which every device has room
@@ -84,12 +91,14 @@ TYPES |= {"QUERY_START": "*i64", "DGATES": "*fp32", "split": KeyBias("*fp32", "*
 TYPES |= {
     "table": Table("*fp32", "i32", "i32"),
     "ALLOWED": None,
+    "COSTS": "*i64",
     "nats_of_tolerance": "fp32",
     "visited": Visited("*i32", "*i32", None, "i32"),
     "visitors": Visitors("*i32", "*i32", None, "i32"),
-    "certificate": Certificate("*i32", "*i32", "*fp32"),
+    "certificate": Certificate("*i32", "*i32", "*fp32", "*i64"),
     "plan": Plan("*i32", "*i32", "*i32", "*i32", "i32", None, "*i32", "*i32"),
     "norms": Norms("*fp32", "*fp32", None, None, "i32"),
+    **dict.fromkeys(("found", "surveyed"), Survey("*fp32", "*i32", "*i32", "*fp32")),
 }
 TYPES["call"] = Call(
     Slopes("*fp32", "i32"),
@@ -204,6 +213,8 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool)
         "CAUSAL": True,
         "PRECISION": "tf32x3" if TARGETS[target].backend == "cuda" else "ieee",
         "WIDTH": 16 if kernel == "spread" else 64,
+        "SPAN": 64,
+        "BOTH_SIDES": False,
         "PLAN_WIDTH": 64,
         "BLOCKS": 64,
         "OF_WIDTH": 64,

@@ -1,12 +1,28 @@
-"""Orders of heads by their work, as the kernels of the plan write them; runs in the process with Triton's interpreter."""
+"""What the small kernels before attention write: norms around tiles, and orders of heads; runs in the interpreter's process."""
 
 # mypy: ignore-errors
 
 import torch
 import triton
 
-from alibi_attn.attention.backends.fused.kernels.arguments import Plan
+from alibi_attn.attention.backends.fused.kernels.arguments import Norms, Plan, Survey
+from alibi_attn.attention.backends.fused.kernels.certificate import survey_kernel
 from alibi_attn.attention.backends.fused.kernels.plan import order_heads, visitors_kernel
+from alibi_attn.attention.certificate.constants import OUTLIER_CHOICES, OUTLIER_TILES
+
+
+def survey_of(norms: torch.Tensor, *, span: int) -> tuple[torch.Tensor, ...]:
+    """The Survey of norms [3, heads, tiles], for both sides, by programs of `span` tiles; longest [2, CHOICES, heads, tiles]."""
+    _, heads, tiles = norms.shape
+    found = Survey(
+        torch.empty(2, len(OUTLIER_CHOICES), heads, tiles),
+        torch.empty(heads, tiles, dtype=torch.int32),
+        torch.empty(heads, OUTLIER_TILES, dtype=torch.int32),
+        torch.empty(2, heads),
+    )
+    given, grid = Norms(norms, None, None, None, 0), (heads * -(-tiles // span),)
+    survey_kernel[grid](given, found, heads, tiles, WIDTH=16, SPAN=span, BOTH_SIDES=True)
+    return tuple(found)
 
 
 def orders_of(weights: list[list[int]], group: int) -> tuple[list[int], list[int], list[int]]:

@@ -52,6 +52,11 @@ class _Scratch(NamedTuple):
     order: int
     plan_reach: int
     allowance: int
+    longest: int
+    latest: int
+    key_outliers: int
+    of_values: int
+    costs: int
     end: int
 
     @classmethod
@@ -69,6 +74,11 @@ class _Scratch(NamedTuple):
                 b * h,
                 2 * b * h * blocks,
                 b * h * blocks,
+                sides * _CHOICES * b * k * tiles,
+                b * k * tiles,
+                b * k * OUTLIER_TILES,
+                2 * b * k,
+                2 * b * h * _CHOICES,
             )
         )
 
@@ -232,7 +242,7 @@ def _certify(
     rows: int,
 ) -> None:
     """Fills the plan; with `known_norms` only the norms near the queries are measured."""
-    from alibi_attn.attention.backends.fused.kernels.certificate import norms_kernel
+    from alibi_attn.attention.backends.fused.kernels.certificate import norms_kernel, survey_kernel
     from alibi_attn.attention.backends.fused.kernels.reach import reach_kernel
 
     b, kv, at = spec.batch, spec.num_kv_heads, _Scratch.of(spec)
@@ -253,7 +263,11 @@ def _certify(
         NONE if spec.key_bias is None else space.at(at.sums, torch.float32),
     )
     certificate = grouped(
-        arguments.Certificate, space.at(at.reach), space.at(at.outliers), space.at(at.allowance, torch.float32)
+        arguments.Certificate,
+        space.at(at.reach),
+        space.at(at.outliers),
+        space.at(at.allowance, torch.float32),
+        space.at(at.costs, torch.int64),
     )
     # The nearest values are measured one by one, even if their tile's norm is known. Some tile is always measured: its program
     # also clears counters.
@@ -267,18 +281,19 @@ def _certify(
     first_seen = full_tiles.first_seen if full_tiles is not None and hidden else NONE
     allowed = NONE if full_tiles is None else full_tiles.allowed_keys
     tolerance = spec.tolerance if spec.causal else spec.tolerance / 2
+    width = width_for(tiles, most=1024)
     of_norms = constants(D=spec.head_dim, VALUES=value is not None, NEAR=is_near)
     of_reach = constants(
         D=spec.head_dim,
         ROWS=rows,
         BIAS_ROWS=PLAN_ROWS,
-        WIDTH=width_for(tiles, most=1024),
+        WIDTH=width if shared or spec.key_bias is not None else 16,  # otherwise unused
         PLAN_WIDTH=width_for(-(-spec.query_len // rows)),
         CAUSAL=spec.causal,
         HIDDEN=hidden,
         SHARED=shared,
     )
-    keys = rows_of(key)
+    keys, surveyed = rows_of(key), NONE
     launch(
         query.device,
         norms_kernel,
@@ -289,9 +304,24 @@ def _certify(
         call,
         norms,
         space.at(at.arrived),
+        space.at(at.costs, torch.int64),
         number(begin),
         number(measured),
     )
+    if not shared:
+        surveyed = grouped(
+            arguments.Survey,
+            space.at(at.longest, torch.float32),
+            space.at(at.latest),
+            space.at(at.key_outliers),
+            space.at(at.of_values, torch.float32),
+        )
+        span = min(width, 64)
+        of_survey, grid = (
+            constants(WIDTH=width, SPAN=span, BOTH_SIDES=not spec.causal),
+            (b * kv * -(-tiles // span), 1, 1),
+        )
+        launch(query.device, survey_kernel, grid, of_survey, norms, surveyed, number(b * kv), number(tiles))
     launch(
         query.device,
         reach_kernel,
@@ -301,6 +331,7 @@ def _certify(
         keys,
         call,
         norms,
+        surveyed,
         first_seen,
         allowed,
         certificate,

@@ -182,11 +182,13 @@ class Certificate(NamedTuple):
         reach: [sides, CHOICES, B, H, ⌈T / TILE⌉] int32, to the left and to the right.
         outliers: [B, H, OUTLIERS] int32, those of the head's keys, the largest norm first, padded with −1.
         allowance: [B, H, ⌈T / TILE⌉] fp32: the share of its softmax that a query may lack in backward.
+        costs: [B, H, CHOICES] int64: the keys that the blocks of a head visit; see `bounds._cost`.
     """
 
     reach: object
     outliers: object
     allowance: object
+    costs: object
 
 
 class Plan(NamedTuple):
@@ -240,6 +242,22 @@ class Norms(NamedTuple):
     known_values: object
     known: object
     sums: object = None
+
+
+class Survey(NamedTuple):
+    """What blocks of queries at each tile need of the norms of a key head; see `survey` of `certificate.py`.
+
+    Args:
+        longest: [sides, CHOICES, B, K, tiles] fp32: the largest norm up to each tile, and from it on, without the outlier tiles.
+        latest: [B, K, tiles] int32: the last tile with a visible key up to each tile, else −1.
+        outliers: [B, K, OUTLIERS] int32.
+        of_values: [2, B, K] fp32: the largest and the smallest norm of a visible value.
+    """
+
+    longest: object
+    latest: object
+    outliers: object
+    of_values: object
 
 
 class Head(NamedTuple):

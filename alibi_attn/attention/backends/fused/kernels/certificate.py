@@ -1,7 +1,8 @@
 """The norms that the certificate of `certificate/bounds.py` needs; `reach.py` divides, and goes on to the plan.
 
 `norms_kernel` reads every key and value once, for their norms. `survey` finds the tiles with the largest norms and, for each
-possible number of outlier tiles, the largest norm before and after a block of queries. Everything is fp32. The error of
+possible number of outlier tiles, the largest norm before and after a block of queries; `survey_kernel` does so once for all
+blocks. Everything is fp32. The error of
 fp32, and of the device's approximate roots, exponentials and logarithms, is added (`ROUNDING`, `NATS`): no reach is too short.
 
 Biased keys do not form a geometric series: `write_tile_sums` sums the biases of each tile.
@@ -51,11 +52,13 @@ def norm_bound(rows, D: tl.constexpr):
 
 
 @triton.jit
-def norms_kernel(K, V, call, norms, ARRIVED, begin, count, D: tl.constexpr, VALUES: tl.constexpr, NEAR: tl.constexpr):
+def norms_kernel(
+    K, V, call, norms, ARRIVED, COSTS, begin, count, D: tl.constexpr, VALUES: tl.constexpr, NEAR: tl.constexpr
+):
     """Program: one of `count` tiles of keys, from tile `begin` on; writes `tiles` and `each_value` of Norms.
 
     Args:
-        ARRIVED: of Plan; becomes zeros.
+        ARRIVED, COSTS: of Plan and of Certificate; become zeros.
         VALUES: False = the values are assumed to have equal norms, and V is not read.
         NEAR: instead of `begin`, the first tile that the certificate of the queries reads, at the latest the last `count` tiles.
     """
@@ -71,6 +74,7 @@ def norms_kernel(K, V, call, norms, ARRIVED, begin, count, D: tl.constexpr, VALU
     if tile == begin:
         for g in range(G):
             tl.store(ARRIVED + bk * G + g, 0)
+            tl.store(COSTS + (bk * G + g) * CHOICES + tl.arange(0, CHOICES), tl.zeros([CHOICES], tl.int64))
         if bk == 0:
             tl.store(ARRIVED + tl.num_programs(0).to(tl.int64) // count * G, 0)
     here = shown_keys(call.masks, b, j, j < S, S)
@@ -146,6 +150,37 @@ def survey(norms, bk, every, tiles, left, right, seen, WIDTH: tl.constexpr, BOTH
         smallest = tl.minimum(smallest, tl.min(tl.where(tile < norms.known, 0.0, least), 0))
         latest = tl.maximum(latest, tl.max(tl.where((least < float("inf")) & (tile <= seen), tile, -1), 0))
     return taken, to_left, to_right, largest, smallest, latest
+
+
+@triton.jit
+def survey_kernel(norms, found, heads, tiles, WIDTH: tl.constexpr, SPAN: tl.constexpr, BOTH_SIDES: tl.constexpr):
+    """Program: SPAN tiles of keys of one of `heads` key heads; writes `found`, the Survey, for queries at these tiles."""
+    parts = tl.cdiv(tiles, SPAN)
+    bk, first = (tl.program_id(0) // parts).to(tl.int64), tl.program_id(0) % parts * SPAN
+    every, slots, choice = (bk * 0 + heads) * tiles, tl.arange(0, OUTLIERS), tl.arange(0, CHOICES)
+    outliers, to_left, to_right, most, least, latest = survey(
+        norms, bk, every, tiles, first - 1, first + SPAN, first - 1, WIDTH, BOTH_SIDES
+    )
+    own = first + tl.arange(0, SPAN)
+    there, at = own < tiles, bk * tiles + own
+    row, column = own[:, None], own[None, :]
+    x = norms_of(norms.tiles, norms.known_keys, bk, own, norms.known, tiles, 0.0)
+    for one in range(CHOICES):
+        rest = tl.where(among(own, tl.where(slots < outliers_in(one), outliers, -1)), 0.0, x)[None, :]
+        longest = tl.max(tl.where(column <= row, rest, 0.0), 1)
+        longest = tl.maximum(longest, tl.max(tl.where(choice == one, to_left, 0.0), 0))
+        tl.store(found.longest + one * every + at, longest, mask=there)
+        if BOTH_SIDES:
+            longest = tl.max(tl.where(column >= row, rest, 0.0), 1)
+            longest = tl.maximum(longest, tl.max(tl.where(choice == one, to_right, 0.0), 0))
+            tl.store(found.longest + (CHOICES + one) * every + at, longest, mask=there)
+    shown = tl.load(norms.tiles + 2 * every + at, mask=there & (own >= norms.known), other=float("inf")) < float("inf")
+    seen = tl.max(tl.where((column <= row) & shown[None, :], column, -1), 1)
+    tl.store(found.latest + at, tl.maximum(seen, latest), mask=there)
+    if first == 0:
+        tl.store(found.outliers + bk * OUTLIERS + slots, outliers)
+        tl.store(found.of_values + bk, most)
+        tl.store(found.of_values + heads + bk, least)
 
 
 @triton.jit

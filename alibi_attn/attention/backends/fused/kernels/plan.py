@@ -23,25 +23,11 @@ NO_TILE = tl.constexpr(constants.NO_TILE)
 
 
 @triton.jit
-def cheapest(REACH, heads, bh, offset, T, S, WIDTH: tl.constexpr, BOTH_SIDES: tl.constexpr):
-    """The choice of outlier tiles with which the blocks of a head visit the fewest keys; see `bounds._cost`."""
-    blocks = tl.cdiv(T, TILE)
-    least, best = bh * 0 + 2**62, 0
-    for choice in tl.static_range(CHOICES):
-        cost = (bh * 0 + blocks) * (outliers_in(choice) * 2 * TILE)
-        for from_block in range(0, blocks, WIDTH):
-            n = from_block + tl.arange(0, WIDTH)
-            there = n < blocks
-            start = offset + n * TILE
-            at = REACH + choice * heads + bh * blocks + n
-            visited = tl.minimum(tl.load(at, mask=there, other=0), tl.minimum(tl.maximum(start + TILE, 0), S))
-            if BOTH_SIDES:
-                more = tl.load(at + CHOICES * heads, mask=there, other=0)
-                visited += tl.minimum(more, tl.minimum(tl.maximum(S - start, 0), S))
-            cost += tl.sum(tl.where(there, visited, 0).to(tl.int64), 0)
-        best = tl.where(cost < least, choice, best)
-        least = tl.minimum(least, cost)
-    return best
+def cheapest(COSTS, bh):
+    """The choice of outlier tiles with which the blocks of a head visit the fewest keys, of equal ones the first."""
+    choice = tl.arange(0, CHOICES)
+    cost = tl.load(COSTS + bh * CHOICES + choice)
+    return tl.min(tl.where(cost == tl.min(cost, 0), choice, CHOICES), 0)
 
 
 @triton.jit
@@ -81,7 +67,7 @@ def plan_head(certificate, ALLOWED, plan, call, bh, ROWS: tl.constexpr, WIDTH: t
     best, slots = 0, tl.arange(0, OUTLIERS)
     outliers = tl.full([OUTLIERS], -1, tl.int32)
     if certificate is not None:
-        best = cheapest(certificate.reach, heads, bh, offset, T, S, WIDTH, not CAUSAL)
+        best = cheapest(certificate.costs, bh)
         choosable = certificate.outliers + bh * OUTLIERS
         outliers = tl.where(slots < outliers_in(best), tl.load(choosable + slots), -1)
     tl.store(plan.outliers + b * plan.row + h * OUTLIERS + slots, outliers)
@@ -159,7 +145,7 @@ def plan_group(certificate, ALLOWED, plan, call, bk, CAUSAL: tl.constexpr):
     if certificate is not None:
         near, far, count = high, low, 0
         for g in range(G):
-            best = cheapest(certificate.reach, heads, leader + g, offset, T, S, 16, not CAUSAL)
+            best = cheapest(certificate.costs, leader + g)
             count = tl.maximum(count, outliers_in(best))
             left = tl.load(certificate.reach + best * heads + leader + g)
             near = tl.minimum(near, start - left + 1)

@@ -25,6 +25,7 @@ from alibi_attn.attention.backends.fused.kernels.certificate import (
     UNLIMITED_REACH,
     VALUE_RATIO,
     norm_bound,
+    outliers_in,
     survey,
 )
 from alibi_attn.attention.backends.fused.kernels.plan import order_heads, plan_group, plan_head
@@ -88,6 +89,7 @@ def reach_kernel(
     K,
     call,
     norms,
+    surveyed,
     FIRST_SEEN,
     ALLOWED,
     certificate,
@@ -107,6 +109,7 @@ def reach_kernel(
     With a key bias a reach is a distance from the block's nearest query, and is the same for all choices.
 
     Args:
+        surveyed: the Survey; None = each program makes its own.
         FIRST_SEEN: [B] int32: the first key that the masks leave visible; None if no key is hidden. With a key bias [B, H].
         ALLOWED: see `plan_head`.
         ROWS: queries of a block of the plan. BIAS_ROWS: queries that share a reference, see KeyBias.
@@ -132,6 +135,7 @@ def reach_kernel(
     m = tl.load(call.slopes.pointer + b * call.slopes.batch + h)
     K = of_head(K, b, (h // G).to(tl.int64))
     q = load_rows(of_head(Q, b, h), n * TILE, i < T, TILE, D)  # [TILE, DP]
+    rate = tl.abs(call.scale) * norm_bound(q, D) * ROUNDING
     segments = masks.query_segments
     if segments is not None:
         segments = tl.load(segments + b * T + i, mask=i < T, other=0)
@@ -151,13 +155,24 @@ def reach_kernel(
     every, heads, choice = (bh * 0 + B) * kv_heads * tiles, (bh * 0 + B) * H * blocks, tl.arange(0, CHOICES)
     to_left = tl.minimum(tl.maximum(start + TILE - 1, 0), S - 1) // TILE
     to_right = tl.minimum(tl.maximum(start, 0), S - 1) // TILE
-    outliers, to_left, to_right, most, least, seen_tile = survey(
-        norms, bk, every, tiles, to_left, to_right, to_left, WIDTH, not CAUSAL
-    )
+    if surveyed is None:
+        outliers, to_left, to_right, most, least, seen_tile = survey(
+            norms, bk, every, tiles, to_left, to_right, to_left, WIDTH, not CAUSAL
+        )
+    else:
+        at = bk * tiles + to_left
+        seen_tile = tl.load(surveyed.latest + at)
+        if not CAUSAL:
+            to_right = tl.load(surveyed.longest + (CHOICES + choice) * every + bk * tiles + to_right)
+        to_left = tl.load(surveyed.longest + choice * every + at)
+        outliers = tl.load(surveyed.outliers + bk * OUTLIERS + tl.arange(0, OUTLIERS))
+        most, least = tl.load(surveyed.of_values + bk), tl.load(surveyed.of_values + B * kv_heads + bk)
     if HIDDEN:
         # After padding, the keys before it.
         last = tl.where(seen_tile < 0, last, tl.minimum(last, seen_tile * TILE))
-    for step in tl.static_range(2 if CAUSAL else 3):
+    # A loop, because unrolled it would need registers for all its keys at once; wide rows leave no room to load ahead.
+    stages: tl.constexpr = 2 if D * K.pointer.dtype.element_ty.primitive_bitwidth <= 2048 else 1
+    for step in tl.range(2 if CAUSAL else 3, num_stages=stages):
         from_key = last - TILE * step + (0 if CAUSAL else TILE)
         j = from_key + x
         here = shown_keys(masks, b, j, (j >= 0) & (j < S), S)
@@ -202,7 +217,6 @@ def reach_kernel(
             here = here & (tl.load(bias.rest + j, mask=here, other=float("-inf")) > float("-inf"))
         kept = tl.maximum(kept, tl.load(norms.each_value + bk * S + j, mask=here, other=0.0))
     longer = tl.where(most == 0.0, 0.0, tl.maximum(tl.log2(most / (VALUE_RATIO * kept)) / LOG2E, 0.0))
-    rate = tl.abs(call.scale) * norm_bound(q, D) * ROUNDING
     real = (i < T) & (position >= 0)
     if not CAUSAL:
         real = i < T
@@ -214,10 +228,11 @@ def reach_kernel(
     less = nats_of_tolerance + tl.max(tl.where(real, longer, 0.0), 0)
     allowance = tl.exp2(-less * LOG2E) * (CERTAIN if CAUSAL else 2.0 * CERTAIN)
     tl.store(certificate.allowance + bh * blocks + n, tl.where(most < float("inf"), allowance, 0.0))
+    cost = outliers_in(choice).to(tl.int64) * (2 * TILE)
     for side in tl.static_range(1 if CAUSAL else 2):
-        slope, longest = m, to_left
+        slope, longest, reachable = m, to_left, start + TILE
         if side == 1:
-            longest = to_right
+            longest, reachable = to_right, S - start
             if call.right_slopes is not None:
                 slope = tl.load(call.right_slopes.pointer + b * call.right_slopes.batch + h)
         upper = rate * tl.max(tl.where(choice == 0, longest, 0.0), 0)
@@ -277,7 +292,10 @@ def reach_kernel(
             reach = tl.maximum((worst + tail) / slope * ROUNDING + 1.0, KEPT)
             reach = tl.where(slope > 0.0, tl.where(reach < UNLIMITED_REACH, reach, UNLIMITED_REACH), UNLIMITED_REACH)
             reach = tl.where(slope == float("inf"), 1.0, reach)
-        tl.store(certificate.reach + (side * CHOICES + choice) * heads + bh * blocks + n, reach.to(tl.int32))
+        reach = reach.to(tl.int32)
+        tl.store(certificate.reach + (side * CHOICES + choice) * heads + bh * blocks + n, reach)
+        cost += tl.minimum(reach, tl.minimum(tl.maximum(reachable, 0), S))
+    tl.atomic_add(certificate.costs + bh * CHOICES + choice, cost, sem="relaxed")
     if n == 0:
         tl.store(certificate.outliers + bh * OUTLIERS + tl.arange(0, OUTLIERS), outliers)
     if SHARED:
