@@ -58,7 +58,7 @@ def test_steps_launch_the_same_whatever_their_tensors_hold_and_the_host_reads_no
 def test_a_replayed_call_launches_the_same_as_a_direct_one() -> None:
     """On its own tensors, whichever were recorded; and a call with another option is another kind."""
     found = ran("replayed_launches.py")
-    assert len(found) == 17
+    assert len(found) == 19
     assert all(all(x) for x in found.values()), found
 
 

@@ -18,6 +18,8 @@ from alibi_attn.attention.backends.fused import recording
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.decoding import attend_groups
 from alibi_attn.inspect import decode_with_norms
+from alibi_attn.nn import KVCache
+from alibi_lab.measure import host
 from alibi_lab.measure.absent_device import Launches, absent_device
 
 ADDRESSES = 2**32  # larger numbers are addresses
@@ -136,6 +138,34 @@ def grouped(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, norms: No
     return attend_groups(query, some, slopes, ((0, 2), (2, 3), (3, 4)), window=400)
 
 
+def replayed_steps() -> dict[str, list[bool]]:
+    """For caches of a layer, whether of 64 tokens all but the first two of a tile, and the one that completes it, are replayed.
+
+    A `ReachCache` needs no norms, so nothing happens when a tile is whole.
+    """
+    found, replay = {}, recording.Recording.replay
+    heads = torch.randn(1, host.HEADS, 1, host.HEAD_DIM).to(torch.bfloat16)
+    layer = host.layer_of(heads)
+    caches = {"KVCache": (KVCache(), 61), "ReachCache": (layer.reach_cache(score_bound=20.0, tolerance=1e-4), 62)}
+    for name, (cache, most) in caches.items():
+        prompt, replays = heads.expand(-1, -1, 2048, -1), []
+
+        def counted(*arguments: object, replays: list[int] = replays) -> None:
+            replays.append(1)
+            replay(*arguments)
+
+        with torch.no_grad():
+            cache.append(prompt, prompt)
+        step = host.decoding_step(layer, cache, heads)
+        for _ in range(64):
+            step()
+        with mock.patch.object(recording.Recording, "replay", counted):
+            for _ in range(64):
+                step()
+        found[name] = [len(replays) == most]
+    return found
+
+
 def differing(launches: Launches) -> dict[str, bool]:
     """For each option, whether a call with another value launches something else than the calls before it."""
     query, key, value = inputs = [torch.randn(1, 2, 200, 16).to(torch.bfloat16) for _ in range(3)]
@@ -174,6 +204,7 @@ def main() -> dict[str, list[bool]]:
             found["growing, queries"] = list(growing(lambda *x: alibi_attention(*x[:4]), launches, queries=3))
             found["growing, groups"] = list(growing(grouped, launches))
             found["growing, norms, queries"] = list(growing(decode_with_norms, launches, queries=8))
+        found |= replayed_steps()
         found["options"] = list(differing(launches).values())
     return found
 
