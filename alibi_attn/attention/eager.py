@@ -66,8 +66,7 @@ class _Attention(torch.autograd.Function):
         # Only autograd holds tensors: it detects in-place changes and frees them in time.
         tensors = _tensors(spec)
         ctx.kernels, ctx.traced_gradients, ctx.names = kernels, traced_gradients, list(tensors)
-        # The visited tiles are saved, so the tolerance is not used.
-        ctx.spec = spec.changed(tolerance=0.0, **dict.fromkeys(tensors))
+        ctx.spec = spec.changed(**dict.fromkeys(tensors))
         ctx.save_for_backward(query, key, value, output, lse, *tensors.values(), *saved)
         ctx.set_materialize_grads(False)
         return output, lse

@@ -108,8 +108,7 @@ def _save(ctx: Any, inputs: tuple[Any, ...], output: tuple[Tensor, ...]) -> None
     arguments = Arguments(*inputs)
     ctx.save_for_backward(*(getattr(arguments, name) for name in _TENSORS), *output)
     without: dict[str, Any] = dict.fromkeys(_TENSORS)
-    # The visited tiles are saved, so the tolerance is not used.
-    ctx.arguments = arguments._replace(**without | {"tolerance": 0.0})
+    ctx.arguments = arguments._replace(**without)
     ctx.mark_non_differentiable(*output[2:])
     ctx.set_materialize_grads(False)
 

@@ -40,6 +40,11 @@ def test_a_tolerance_of_zero_leaves_out_nothing(interpreter: ProcessPoolExecutor
     assert every == of_backward
 
 
+def test_a_call_through_autograd_uses_what_forward_measured(interpreter: ProcessPoolExecutor) -> None:
+    for found, expected in interpreter.submit(inside.gradients_of_a_public_call, 0.2).result():
+        assert bool((found == expected).all())
+
+
 def test_the_scores_of_backward_are_counted(interpreter: ProcessPoolExecutor) -> None:
     every, of_backward = interpreter.submit(inside.computed, 1e-5).result()
     assert 0 < of_backward < 0.8 * every

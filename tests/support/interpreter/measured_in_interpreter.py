@@ -10,6 +10,7 @@ from fused_in_interpreter import _call
 from measured_attack import fused_keys, left_out_by_backward
 from torch import Tensor
 
+from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused.plan import measured_tiles
 from alibi_attn.attention.certificate.constants import TILE
@@ -71,6 +72,21 @@ def gradient_over_measured_tiles(case: Case, tolerance: float) -> tuple[dict[str
     got = {"query": found[0], "key": found[1], "value": found[2], "slopes": found[3].sum((0, 1))}
     errors = {name: float((got[name] - x).abs().max() / x.abs().max()) for name, x in true.items()}
     return errors, tuple(int(x.sum()) for x in (ours, of_queries, of_keys))
+
+
+def gradients_of_a_public_call(tolerance: float) -> list[tuple[Tensor, Tensor]]:
+    """(the gradient of a call through autograd, and that of the kernels over the tiles that forward measured)."""
+    torch.manual_seed(0)
+    query, key, value, do = torch.randn(4, 1, 2, 500, 16)
+    leaves = [x.requires_grad_() for x in (3.0 * query, key, value)]
+    output = alibi_attention(*leaves, [0.1, 0.05], tolerance=tolerance, backend="fused")
+    found = torch.autograd.grad(output, leaves, do)
+    with torch.no_grad():
+        spec = make_spec(*leaves, [0.1, 0.05], tolerance=tolerance)
+        tiles = fused.plan(spec, *leaves)
+        output, lse = fused.forward(spec, *leaves, tiles)
+        expected = fused.backward(spec, *leaves, output, lse, do, None, tiles, slopes_wanted=False)
+    return list(zip(found, expected[:3], strict=True))
 
 
 def computed(tolerance: float) -> tuple[int, int]:
