@@ -135,7 +135,6 @@ def reach_kernel(
     m = tl.load(call.slopes.pointer + b * call.slopes.batch + h)
     K = of_head(K, b, (h // G).to(tl.int64))
     q = load_rows(of_head(Q, b, h), n * TILE, i < T, TILE, D)  # [TILE, DP]
-    rate = tl.abs(call.scale) * norm_bound(q, D) * ROUNDING
     segments = masks.query_segments
     if segments is not None:
         segments = tl.load(segments + b * T + i, mask=i < T, other=0)
@@ -170,6 +169,21 @@ def reach_kernel(
     if HIDDEN:
         # After padding, the keys before it.
         last = tl.where(seen_tile < 0, last, tl.minimum(last, seen_tile * TILE))
+    # The largest norm of the nearest values, which are always visited; if there are none, of some value.
+    kept = tl.zeros([TILE], tl.float32) + least
+    for back in tl.static_range(KEPT):
+        j = position - back
+        here = (j >= 0) & (j < S)
+        if window is not None:
+            here = here & (position - j < window)
+        if segments is not None:
+            here = here & (segments == tl.load(masks.key_segments + b * S + j, mask=here, other=0))
+        if first_key is not None:
+            here = here & (j >= first_key)
+        if bias is not None:
+            here = here & (tl.load(bias.rest + j, mask=here, other=float("-inf")) > float("-inf"))
+        kept = tl.maximum(kept, tl.load(norms.each_value + bk * S + j, mask=here, other=0.0))
+    rate = tl.abs(call.scale) * norm_bound(q, D) * ROUNDING
     # A loop, because unrolled it would need registers for all its keys at once; wide rows leave no room to load ahead.
     stages: tl.constexpr = 2 if D * K.pointer.dtype.element_ty.primitive_bitwidth <= 2048 else 1
     for step in tl.range(2 if CAUSAL else 3, num_stages=stages):
@@ -202,20 +216,6 @@ def reach_kernel(
     if CAUSAL:
         lse_bound -= m * x.to(tl.float32)
 
-    # The largest norm of the nearest values, which are always visited; if there are none, of some value.
-    kept = tl.zeros([TILE], tl.float32) + least
-    for back in tl.static_range(KEPT):
-        j = position - back
-        here = (j >= 0) & (j < S)
-        if window is not None:
-            here = here & (position - j < window)
-        if segments is not None:
-            here = here & (segments == tl.load(masks.key_segments + b * S + j, mask=here, other=0))
-        if first_key is not None:
-            here = here & (j >= first_key)
-        if bias is not None:
-            here = here & (tl.load(bias.rest + j, mask=here, other=float("-inf")) > float("-inf"))
-        kept = tl.maximum(kept, tl.load(norms.each_value + bk * S + j, mask=here, other=0.0))
     longer = tl.where(most == 0.0, 0.0, tl.maximum(tl.log2(most / (VALUE_RATIO * kept)) / LOG2E, 0.0))
     real = (i < T) & (position >= 0)
     if not CAUSAL:
