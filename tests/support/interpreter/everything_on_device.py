@@ -46,7 +46,7 @@ class Part(NamedTuple):
 SECONDS = "SECONDS"
 PARTS: Mapping[str, Mapping[str, Part]] = {
     "full": {
-        "conformance": Part((CONFORMANCE, "--draws", "0"), 150),
+        "conformance": Part((CONFORMANCE, "--draws", "0", "--seconds", SECONDS), 150, 30),
         "compile": Part((COMPILE, SECONDS), 40, 3),
         "bench": Part((__file__, "--measure", "bench", "--seconds", SECONDS), 130, 22),
         "models": Part((__file__, "--measure", "models", "--seconds", SECONDS), 100, 15),
