@@ -11,6 +11,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
+from alibi_attn.attention.backends.fused import append as on_device
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms, norm_bound
 from alibi_attn.attention.decoding import skips_on_device
@@ -42,6 +43,7 @@ class StaticKVCache:
         self.capacity = _checked_capacity(capacity)
         self.length: Tensor | None = None  # int64, the number of tokens; None before the first call
         self.norms: Norms | None = None  # on devices whose kernels read only the keys within reach
+        self._arrived: Tensor | None = None  # of the kernel that appends
         self._tensors: tuple[Tensor, Tensor] | None = None
         self._layer: weakref.ref[nn.Module] | None = None
 
@@ -65,22 +67,32 @@ class StaticKVCache:
                 shape = *key.shape[:2], -(-self.capacity // TILE)
                 with normal_tensors():
                     self.norms = Norms(*(key.new_zeros(shape, dtype=torch.float64) for _ in range(2)))
+                    self._arrived = key.new_zeros((), dtype=torch.int32)
         count = key.shape[2]
         if count > self.capacity:
             raise ValueError(
                 f"{count} tokens do not fit capacity={self.capacity}; create a StaticKVCache that is larger"
             )
-        key = key.masked_fill(self.length + count > self.capacity, torch.nan)
-        place = (self.length + torch.arange(count, device=key.device)).clamp(max=self.capacity - 1)
-        for held, new in zip(self._tensors, (key, value), strict=True):
-            held.index_copy_(2, place, new)
+        if self.norms is not None and self._arrived is not None and on_device.appends(key, value):
+            first = on_device.append(key, value, self._tensors, self.norms, self.length, self._arrived)
+        else:
+            first = self._append_by_torch(key, value, self._tensors, self.length)
+        return *self._tensors, first
+
+    def _append_by_torch(self, key: Tensor, value: Tensor, held: tuple[Tensor, Tensor], length: Tensor) -> Tensor:
+        """`fused.append.append`, as torch operations."""
+        count = key.shape[2]
+        key = key.masked_fill(length + count > self.capacity, torch.nan)
+        place = (length + torch.arange(count, device=key.device)).clamp(max=self.capacity - 1)
+        for tensor, new in zip(held, (key, value), strict=True):
+            tensor.index_copy_(2, place, new)
         if self.norms is not None:
             tiles = (place // TILE).expand(*key.shape[:2], count)
             for norms, new in ((self.norms.keys, key), (self.norms.values, value)):
                 norms.scatter_reduce_(2, tiles, norm_bound(new).nan_to_num(torch.inf, torch.inf), "amax")
-        first = self.length.clone()
-        self.length.add_(count)
-        return *self._tensors, first
+        first = length.clone()
+        length.add_(count)
+        return first
 
     def crop(self, length: int | Tensor) -> None:
         """Keeps the first `length` tokens, an int or an integer tensor, which is not read; 0 begins a new text."""

@@ -1,0 +1,66 @@
+"""Runs the kernel that appends to a static cache in Triton's interpreter, next to torch operations; `fused_in_interpreter.py`."""
+
+from unittest import mock
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention import decoding
+from alibi_attn.attention.backends.fused import append as on_device
+from alibi_attn.nn import StaticKVCache
+
+
+def appends_as_torch_does(
+    steps: list[int | tuple[int]],
+    *,
+    capacity: int,
+    batch: int = 1,
+    heads: int = 1,
+    sizes: tuple[int, int] = (16, 16),
+    dtype: torch.dtype = torch.float32,
+) -> int:
+    """Appends so many tokens at each step, or crops to a length in a tuple; returns the number of launches.
+
+    Raises an AssertionError unless rows and lengths are those that torch operations give, and norms at least those.
+    """
+    generator, launches = torch.Generator().manual_seed(0), 0
+    caches = by_kernel, by_torch = StaticKVCache(capacity), StaticKVCache(capacity)
+    with mock.patch.object(decoding, "_on_cpu", return_value=False):
+        for step in steps:
+            if isinstance(step, tuple):
+                for cache in caches:
+                    cache.crop(*step)
+                continue
+            shape = batch, step, heads
+            key, value = (
+                (torch.randn(*shape, d, generator=generator) * torch.rand(*shape, 1, generator=generator)).to(dtype)
+                for d in sizes
+            )
+            new = key.transpose(1, 2), value.transpose(1, 2)
+            with mock.patch.object(on_device, "append", wraps=on_device.append) as append:
+                found = by_kernel.append(*new)
+            launches += append.call_count
+            with mock.patch.object(on_device, "appends", return_value=False):
+                expected = by_torch.append(*new)
+            _compare(by_kernel, by_torch, found, expected)
+    return launches
+
+
+def _compare(
+    by_kernel: StaticKVCache, by_torch: StaticKVCache, found: tuple[Tensor, ...], expected: tuple[Tensor, ...]
+) -> None:
+    assert by_kernel.norms is not None
+    assert by_torch.norms is not None
+    assert by_kernel.length is not None
+    assert by_torch.length is not None
+    assert int(by_kernel.length) == int(by_torch.length)
+    assert int(found[2]) == int(expected[2])
+    is_full = int(by_kernel.length) > by_kernel.capacity
+    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0, equal_nan=True)
+    if is_full:  # the keys are NaN, whatever the values are
+        assert bool(by_kernel.norms.keys[..., -1].isinf().all())
+        return
+    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0)
+    for own, other in ((by_kernel.norms.keys, by_torch.norms.keys), (by_kernel.norms.values, by_torch.norms.values)):
+        assert bool((own >= other).all())
+        assert bool((own <= other * (1 + 2.0**-14) + 2.0**-56).all())
