@@ -44,7 +44,14 @@ DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("performance", "gates
 MARKED = re.compile(r"(<!-- from records: ([\w-]+) -->)\n.*?\n?(<!-- end -->)", re.DOTALL)
 CPU, ENCODER, SERVING = "benchmark-cpu-noise-*.json", "benchmark-embedding-{}-{}-*.json", "benchmark-serving-{}-*.json"
 BF16, JAX, BATCHES = "benchmark-cpu-bf16-noise-*.json", "benchmark-jax-cpu-noise-*.json", (16, 8)
-GPU, GPU_DECODING = "benchmark-gpu-noise-16x128-*.json", "benchmark-gpu-decoding-noise-16x128-*.json"
+GPU, GPU_KERNELS = "benchmark-gpu-noise-16x128-*.json", "benchmark-gpu-models-kernels-*.json"
+GPU_GRAPHS = "benchmark-gpu-models-graphs-*.json"
+ATTENTION = {"forward_kernel": "forward", "query_kernel": "queries", "key_kernel": "keys"}
+MODELS = {
+    "gates": "gates",
+    "masked": "masked",
+    "bloom-[0-9a-f]": "BLOOM",
+}
 NEXT_TOKENS = "benchmark-next-tokens-bloom-*.json"
 TRAINING, GENERATING = "benchmark-training-medium-*.json", "benchmark-generating-bloom-*.json"
 # The processors whose attention was measured, by the folder of their records.
@@ -202,22 +209,23 @@ def _above_rotary() -> str:
 
 
 def _front_gpu() -> str:
-    found = record(GPU)
-    ours = {length: ms for length, ms, _ in _relative(found, OURS, ["FlexAttention"])}
-    ends = [min(ours), max(n for n, ms in ours.items() if math.isfinite(ms))]
-    cells = {
-        name: [
-            f"{_by_length(found, name, 'forward_ms')[n] + _by_length(found, name, 'backward_ms')[n]:.3g}" for n in ends
-        ]
-        for name in (OURS, "causal, no bias", "FlexAttention")
-    }
-    short = [float(cells[name][0]) for name in cells]
-    compared = "slower than" if short[0] > max(short[1:]) else "next to"
+    ours, peer = ({n: f"{ms:.3g}" for n, ms in times.items()} for times in _kernel_times())
+    short, long = sorted(peer)
+    host = _by_length(record(GPU_GRAPHS), OURS, "host_us")[short] / 1e3
     return (
-        f"On an H100 in bf16, {ends[1]:,.0f} tokens take {cells[OURS][1]} ms, without bias {cells['causal, no bias'][1]}, with "
-        f"FlexAttention {cells['FlexAttention'][1]};\n8 × {ends[0]:,.0f} take {cells[OURS][0]} ms, {compared} the others' "
-        f"{cells['causal, no bias'][0]} and {cells['FlexAttention'][0]}."
+        f"On an H200 in bf16 the kernels for {long:,} tokens take {ours[long]} ms, cuDNN's without bias {peer[long]};\n"
+        f"8 × {short:,} {ours[short]} and {peer[short]}, where the host needs {host:.1f}."
     )
+
+
+def _kernel_times() -> tuple[dict[int, float], dict[int, float]]:
+    """(our milliseconds by length, cuDNN's): the sum of the kernels of a training step."""
+    found = record(GPU_KERNELS)
+    sums: tuple[Counter[int], Counter[int]] = Counter(), Counter()
+    for name in found.curves:
+        for length, ms in _by_length(found, name, "ms").items():
+            sums[not name.startswith(OURS)][int(length)] += ms
+    return sums
 
 
 def cpu() -> str:
@@ -269,11 +277,50 @@ def gpu() -> str:
     return table(["rows × tokens", OURS, *peers.values()], rows)
 
 
-def gpu_decoding() -> str:
-    """One query with a cache on a GPU: our milliseconds, and those of SDPA without a bias."""
-    ours, peer = (_by_length(record(GPU_DECODING), name, "forward_ms") for name in (OURS, "causal, no bias"))
-    rows = [[f"{n:,.0f}", f"{ms:.2f} ms", f"{peer[n]:.2f} ms"] for n, ms in ours.items() if math.isfinite(ms)]
-    return table(["cached tokens", OURS, NO_BIAS], rows)
+def gpu_kernels() -> str:
+    """The kernels of a training step on a GPU: their sum, and the sum of cuDNN's without a bias relative to it."""
+    ours, peer = _kernel_times()
+    rows = [
+        [
+            f"{max(1, round(16384 / n))} × {n:,}",
+            f"{ms:.2f} ms",
+            *(_of_kernel(name, n) for name in ATTENTION),
+            _ratio(peer[n] / ms or None),
+        ]
+        for n, ms in sorted(ours.items())
+    ]
+    return table(["rows × tokens", OURS, *ATTENTION.values(), "cuDNN, no bias"], rows)
+
+
+def _of_kernel(name: str, length: int) -> str:
+    return f"{_by_length(record(GPU_KERNELS), f'ours: {name}', 'ms')[length]:.2f}"
+
+
+def gpu_models() -> str:
+    """Whole calls on a GPU, eager and as a CUDA graph: forward + backward, of BLOOM forward."""
+    rows = []
+    for part, peer in (
+        ("gates", "SDPA, no bias, cuDNN"),
+        ("masked", "SDPA + mask, no bias"),
+        ("bloom-[0-9a-f]", "original"),
+    ):
+        found = record(f"benchmark-gpu-models-{part}*.json")
+        batches = _by_length(found, OURS, "batch")
+        for n in _whole(found, OURS):
+            ways = [_whole(found, f"{name}{way}").get(n) for name in (OURS, peer) for way in ("", ", graph")]
+            cells = ["–" if x is None else f"{x:.2f}" for x in ways]
+            rows.append([f"{MODELS[part]}, {batches[n]:.0f} × {n:,.0f}", *cells])
+    return table(["ms", OURS, "ours, graph", "peer", "peer, graph"], rows)
+
+
+def _whole(found: Record, name: str) -> dict[float, float]:
+    """Milliseconds by length: forward, and backward if it was measured."""
+    if name not in found.curves:
+        return {}
+    columns = [_by_length(found, name, column) for column in ("forward_ms", "backward_ms")]
+    times = [column for column in columns if any(map(math.isfinite, column.values()))]
+    sums = {n: sum(each[n] for each in times) for n in columns[0]}
+    return {n: ms for n, ms in sums.items() if math.isfinite(ms) and times}
 
 
 def dropout() -> str:
@@ -511,8 +558,8 @@ def judged(folder: str) -> str:
     return f"Of {counts.total()} claims of the paper ([how they are judged](#verdicts)): {counted}."
 
 
-_OWN_NAMES = (front, cpu, processors, gpu, gpu_decoding, bf16, short, dropout, decoding, encoders, next_tokens, serving,
-              serving_peers, generating, training, referee, needles, rollout, rollout_claims,
+_OWN_NAMES = (front, cpu, processors, gpu, gpu_kernels, gpu_models, bf16, short, dropout, decoding, encoders, next_tokens,
+              serving, serving_peers, generating, training, referee, needles, rollout, rollout_claims,
               gates, context_parallel, jax, longer_examples)  # fmt: skip
 TEXTS = {function.__name__.replace("_", "-"): function for function in _OWN_NAMES} | {
     "quarter": functools.partial(extrapolation, *QUARTER),

@@ -48,16 +48,25 @@ def all_checked(
         return [_check(*call, device) for call in calls]
     end = time.perf_counter() + patience_s
     workers, context = min(16, os.cpu_count() or 1), multiprocessing.get_context("spawn")
-    with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context) as executor:
-        try:
-            checks = [executor.submit(_check, *call, device) for call in calls]
-            # A shape that cannot be compiled fails again in its measurement, whose row gives the reason.
-            compiled = [executor.submit(flex.compile_ahead, *shape) for shape in ahead]
-            rows = [check.result() for check in checks]
-            concurrent.futures.wait(compiled, timeout=max(end - time.perf_counter(), 0.0))
-            return rows
-        finally:
-            executor.shutdown(cancel_futures=True)
+    executor = concurrent.futures.ProcessPoolExecutor(workers, mp_context=context)
+    try:
+        checks = [executor.submit(_check, *call, device) for call in calls]
+        # A shape that cannot be compiled fails again in its measurement, whose row gives the reason.
+        compiled = [executor.submit(flex.compile_ahead, *shape) for shape in ahead]
+        rows = [check.result() for check in checks]
+        concurrent.futures.wait(compiled, timeout=max(end - time.perf_counter(), 0.0))
+        return rows
+    finally:
+        end_at_once(executor)
+
+
+def end_at_once(executor: concurrent.futures.ProcessPoolExecutor) -> None:
+    """Ends an executor with all that its processes do: a compilation can take longer than all measurements may."""
+    processes = list((executor._processes or {}).values())
+    executor.shutdown(wait=False, cancel_futures=True)
+    for process in processes:
+        process.kill()
+        process.join()
 
 
 def _check(dtype: torch.dtype, case: dict[str, object], device: torch.device) -> Row:

@@ -1,7 +1,10 @@
 """`alibi bench gpu` without a GPU or Triton: its records when a peer fails, is wrong, is slow or runs out of time."""
 
+import concurrent.futures
 import dataclasses
 import math
+import multiprocessing
+import time
 from pathlib import Path
 
 import pytest
@@ -196,3 +199,13 @@ def test_the_report_draws_timed_peers_and_lists_the_others(tmp_path: Path, monke
 def test_bad_shapes_and_kinds_are_refused_and_old_spellings_warn(arguments: tuple[str, str], words: str) -> None:
     refused = CliRunner().invoke(app, ["bench", "gpu", "--scale", "smoke", *arguments])
     assert words in refused.output + str(refused.exception)
+
+
+def test_compilations_that_last_too_long_are_ended() -> None:
+    executor = concurrent.futures.ProcessPoolExecutor(1, mp_context=multiprocessing.get_context("spawn"))
+    late = executor.submit(time.sleep, 1e6)
+    while not late.running():
+        time.sleep(0.01)
+    (process,) = executor._processes.values()
+    checks.end_at_once(executor)
+    assert not process.is_alive()
