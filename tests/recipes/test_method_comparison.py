@@ -2,12 +2,10 @@
 
 import dataclasses
 import html
-import typing
 
 import pytest
 
 from alibi_lab import records
-from alibi_lab.lab.config import Scale
 from alibi_lab.lab.config_io import override
 from alibi_lab.lab.data.tasks import parse_corpus
 from alibi_lab.lab.experiment import run
@@ -17,7 +15,7 @@ from alibi_lab.recipes.method_comparison import COMPARED, RECIPE, TASKS
 from alibi_lab.report.page import report_html
 
 
-@pytest.mark.parametrize("scale", typing.get_args(Scale))
+@pytest.mark.parametrize("scale", RECIPE.scales)
 def test_every_training_of_a_task_is_on_documents_of_the_trained_length(scale):
     for config in RECIPE.runs(scale):
         task = parse_corpus(config.data.corpus)
