@@ -209,7 +209,7 @@ def _above_rotary() -> str:
 
 
 def _front_gpu() -> str:
-    ours, peer = ({n: f"{ms:.3g}" for n, ms in times.items()} for times in _kernel_times())
+    ours, peer = ({n: f"{ms:.3g}" for n, ms in times.items()} for times in _kernel_times(record(GPU_KERNELS)))
     short, long = sorted(peer)
     host = _by_length(record(GPU_GRAPHS), OURS, "host_us")[short] / 1e3
     return (
@@ -218,9 +218,8 @@ def _front_gpu() -> str:
     )
 
 
-def _kernel_times() -> tuple[dict[int, float], dict[int, float]]:
+def _kernel_times(found: Record) -> tuple[dict[int, float], dict[int, float]]:
     """(our milliseconds by length, cuDNN's): the sum of the kernels of a training step."""
-    found = record(GPU_KERNELS)
     sums: tuple[Counter[int], Counter[int]] = Counter(), Counter()
     for name in found.curves:
         for length, ms in _by_length(found, name, "ms").items():
@@ -279,21 +278,19 @@ def gpu() -> str:
 
 def gpu_kernels() -> str:
     """The kernels of a training step on a GPU: their sum, and the sum of cuDNN's without a bias relative to it."""
-    ours, peer = _kernel_times()
+    found = record(GPU_KERNELS)
+    ours, peer = _kernel_times(found)
+    parts = [_by_length(found, f"{OURS}: {name}", "ms") for name in ATTENTION]
     rows = [
         [
             f"{max(1, round(16384 / n))} × {n:,}",
             f"{ms:.2f} ms",
-            *(_of_kernel(name, n) for name in ATTENTION),
+            *(f"{part[n]:.2f}" for part in parts),
             _ratio(peer[n] / ms or None),
         ]
         for n, ms in sorted(ours.items())
     ]
     return table(["rows × tokens", OURS, *ATTENTION.values(), "cuDNN, no bias"], rows)
-
-
-def _of_kernel(name: str, length: int) -> str:
-    return f"{_by_length(record(GPU_KERNELS), f'ours: {name}', 'ms')[length]:.2f}"
 
 
 def gpu_models() -> str:

@@ -19,7 +19,7 @@ def appends_as_torch_does(
     sizes: tuple[int, int] = (16, 16),
     dtype: torch.dtype = torch.float32,
 ) -> int:
-    """Appends so many tokens at each step, or crops to a length in a tuple; returns the number of launches.
+    """At each step appends the given number of tokens, or crops to a length in a tuple; returns the number of launches.
 
     Raises an AssertionError unless rows and lengths are those that torch operations give, and norms at least those.
     """

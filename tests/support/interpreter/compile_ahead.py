@@ -26,7 +26,7 @@ from alibi_attn.inspect import Norms, decode_with_norms
 from alibi_attn.nn import ReachCache, StaticKVCache
 from alibi_lab.measure.absent_device import absent_device
 from alibi_lab.measure.gpu import SHAPES
-from alibi_lab.measure.gpu_checks import CHECKED, arguments_of
+from alibi_lab.measure.gpu_checks import CHECKED, arguments_of, end_at_once
 from alibi_lab.measure.gpu_decoding import DECODING, ROOM, Given
 from alibi_lab.measure.gpu_kernels import OF_KERNELS
 from alibi_lab.measure.gpu_networks import ENCODER
@@ -76,7 +76,7 @@ def compiled(
     """Makes the calls and compiles each kernel number `share` of `shares`; returns their names.
 
     Args:
-        most: make only so many calls.
+        most: the largest number of calls to make; None = all.
         own: what compiles, in place of Triton's compiler.
     """
     from triton import compiler
@@ -104,15 +104,13 @@ def main(seconds: float) -> int:
     context = multiprocessing.get_context("spawn")
     executor = concurrent.futures.ProcessPoolExecutor(shares, mp_context=context)
     futures = [executor.submit(compiled, share, shares, capability) for share in range(shares)]
-    done, late = concurrent.futures.wait(futures, timeout=seconds)
+    done, _ = concurrent.futures.wait(futures, timeout=seconds)
     names = [name for future in done for name in future.result()]
     took = time.monotonic() - start
     print(
         f"{len(done)} of {shares} processes have compiled their share in {took:.0f} s: {len(names)} kernels", flush=True
     )
-    for process in executor._processes.values() if late else ():
-        process.kill()
-    executor.shutdown(wait=False, cancel_futures=True)
+    end_at_once(executor)
     return 0
 
 

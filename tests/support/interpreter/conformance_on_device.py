@@ -186,7 +186,7 @@ def _conformed(
 ) -> list[tuple[str, str, float | None]]:
     """(dtype, case, share of the allowed error), None for a wrong one, which is printed, of those that had begun by `end`."""
     shares: list[tuple[str, str, float | None]] = []
-    late = concurrent.futures.wait(asked, timeout=min(max(end - time.monotonic(), 0.0), threading.TIMEOUT_MAX)).not_done
+    late = concurrent.futures.wait(asked, timeout=max(end - time.monotonic(), 0.0)).not_done
     left_out = {future for future in late if future.cancel()}
     for future in concurrent.futures.as_completed(asked.keys() - left_out):
         dtype, case = asked[future]

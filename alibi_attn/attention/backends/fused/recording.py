@@ -177,7 +177,7 @@ _VARYING, _ADDRESS, _CONSTANT, _GROUP = range(4)
 
 
 class _Recorder:
-    """Sees what a body launches, and makes a `Recording` of it, with so many numbers of `Varying`, which are no constants."""
+    """Sees what a body launches, and makes a `Recording` of it, given its count of `Varying` numbers, which are no constants."""
 
     def __init__(self, tensors: Sequence[Tensor | None], *, varying: int) -> None:
         self._varying, self.call = varying, 0
