@@ -34,7 +34,13 @@ def flex(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, *, compiled:
 
 
 def compile_ahead(batch: int, heads: int, length: int, head_dim: int, dtype: torch.dtype) -> None:
-    """Compiles FlexAttention on CUDA for inputs of this shape into torch's caches on disk, for other processes."""
+    """Compiles FlexAttention on CUDA for inputs of this shape into torch's caches on disk, for other processes.
+
+    It starts no processes, because several of these calls run at a time, each in its own process.
+    """
+    import torch._inductor.config as inductor
+
+    inductor.compile_threads = 1
     query, key, value = (
         torch.zeros(batch, heads, length, head_dim, dtype=dtype, device="cuda", requires_grad=True) for _ in range(3)
     )
