@@ -1,4 +1,4 @@
-"""Output and errors of the commands: consoles, progress, one-sentence errors, missing extras, renamed options."""
+"""Output and errors of the commands: consoles, progress, one-sentence errors, missing extras."""
 
 import contextlib
 import sys
@@ -6,15 +6,13 @@ import tempfile
 import traceback
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import NoReturn, TypeVar
+from typing import NoReturn
 
 from rich.console import Console
 from rich.markup import escape
 from rich.progress import BarColumn, MofNCompleteColumn, Progress, TextColumn, TimeRemainingColumn
 
 from alibi_attn.strict_json import lone_surrogate
-
-Value = TypeVar("Value")
 
 _EXPECTED = (ValueError, TypeError, ImportError, NotImplementedError)  # what these packages raise, besides OSError
 
@@ -118,16 +116,6 @@ def fail(message: str) -> NoReturn:
 def interrupted(advice: str = "no partial files are left") -> NoReturn:
     errors.print(f"\n[bold]interrupted[/]; {escape(advice)}")
     sys.exit(130)
-
-
-def renamed(old: str, new: str, given: Value | None, value: Value) -> Value:
-    """The value of an option. Its old spelling works for one more release, takes precedence, and prints a warning."""
-    if given is None:
-        return value
-    errors.print(
-        f"[bold yellow]warning:[/] {escape(old)} is now {escape(new)}; the next release removes the old spelling"
-    )
-    return given
 
 
 def _foreign_exit(

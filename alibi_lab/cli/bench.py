@@ -8,7 +8,7 @@ from typing import Annotated, Any
 
 import typer
 
-from alibi_attn.cli.console import check_writable, needs, renamed
+from alibi_attn.cli.console import check_writable, needs
 from alibi_lab.measure.benchmarks import BENCHMARKS, Benchmark, Option
 
 Out = Annotated[Path, typer.Option(help="Folder for the records.")]
@@ -34,38 +34,26 @@ def _command(name: str, benchmark: Benchmark) -> Callable[..., None]:
         with needs(benchmark.extra):
             measure = getattr(importlib.import_module(module), function)
         check_writable(out / "record.json")
-        arguments = {option.name: _value(option, values) for option in benchmark.options}
-        given = {option: value for option, value in arguments.items() if value not in ("", None)}
+        given = {
+            option.name: option.read(value, option.name) if option.read else value
+            for option in benchmark.options
+            if (value := values[option.name]) not in ("", None)
+        }
         for path in measure(out, **given, say=typer.echo):
             typer.echo(f"record {path}")
 
-    parameters = [parameter for option in benchmark.options for parameter in _parameters(option)]
-    whole = [_parameter("out", Out, Path("results")), *parameters]
+    whole = [_parameter("out", Out, Path("results")), *map(_option, benchmark.options)]
     command.__signature__ = inspect.Signature(whole)  # type: ignore[attr-defined]
     command.__annotations__ = {parameter.name: parameter.annotation for parameter in whole}
     command.__doc__ = f"{benchmark.help}\n\nExample: {benchmark.example}"
     return command
 
 
-def _value(option: Option, values: Mapping[str, Any]) -> object:
-    value = values[option.name]
-    if option.old and values[option.old]:
-        new = f"--{option.name} {option.old_flag}".strip()
-        value = renamed(f"--{option.old}", new, option.old_flag or values[option.old], value)
-    return value if option.read is None or not value else option.read(value, option.name)
-
-
-def _parameters(option: Option) -> list[inspect.Parameter]:
-    """The option, followed by its hidden old spelling if it has one."""
+def _option(option: Option) -> inspect.Parameter:
     # The class of Path("x") is PosixPath, which Typer 0.26 does not support.
     kind: Any = option.type or (Path if isinstance(option.default, Path) else type(option.default))
     limits: dict[str, Any] = dict(option.limits)
-    parameters = [_parameter(option.name, Annotated[kind, typer.Option(help=option.help, **limits)], option.default)]
-    if option.old:
-        old_kind: Any = bool if option.old_flag else kind
-        hidden = typer.Option(f"--{option.old}" + f"/--no-{option.old}" * bool(option.old_flag), hidden=True)
-        parameters.append(_parameter(option.old, Annotated[old_kind | None, hidden], None))
-    return parameters
+    return _parameter(option.name, Annotated[kind, typer.Option(help=option.help, **limits)], option.default)
 
 
 def _parameter(name: str, annotation: object, default: object) -> inspect.Parameter:

@@ -6,7 +6,7 @@ from typing import Annotated
 import typer
 from rich.table import Table as RichTable
 
-from alibi_attn.cli.console import check_writable, console, needs, print_path, renamed
+from alibi_attn.cli.console import check_writable, console, needs, print_path
 from alibi_attn.cli.text_files import read_texts
 from alibi_attn.files import replace_file
 from alibi_lab import records
@@ -52,9 +52,6 @@ def heads(
         int, typer.Option("--heads", help="Without a model: number of heads.", min=1, max=MOST_HEADS)
     ] = 8,
     picture: Annotated[Path | None, typer.Option(help="Also write a picture, as .png or .svg.")] = None,
-    old_heads: Annotated[int | None, typer.Option("--num-heads", hidden=True, min=1, max=MOST_HEADS)] = None,
-    old_length: Annotated[int | None, typer.Option("--seq-len", hidden=True, min=1, max=MOST_TOKENS)] = None,
-    old_picture: Annotated[Path | None, typer.Option("--png", hidden=True)] = None,
 ) -> None:
     """Show the slopes of ALiBi heads, or where the heads of a trained model attend.
 
@@ -74,9 +71,6 @@ def heads(
 
     [dim]alibi heads MODEL --rollout --text novel.txt --out runs/heads[/]
     """
-    num_heads = renamed("--num-heads", "--heads", old_heads, num_heads)
-    length = renamed("--seq-len", "--length", old_length, length)
-    picture = renamed("--png", "--picture", old_picture, picture)
     for option, value in (("--text", text), ("--method", method), ("--out", out)):
         if model is None and value is not None and not (rollout and option == "--out"):
             raise typer.BadParameter(f"{option} is for a trained model; pass MODEL too")

@@ -53,7 +53,6 @@ Minutes = Annotated[
     ),
 ]
 Shard = Annotated[str, typer.Option(help="Split the trainings over machines: train only part i of n, as in 0/8 … 7/8.")]
-Jobs = Annotated[str | None, typer.Option("--jobs", hidden=True)]
 Report = Annotated[bool, typer.Option(help="Write a report (OUT/report.html).")]
 Missing = Annotated[
     bool, typer.Option("--missing", help="First list what is not recorded, with an estimate of its time here.")
@@ -85,7 +84,6 @@ def run(
     minutes: Minutes = None,
     shard: Shard = "0/1",
     ray: Ray = None,
-    jobs: Jobs = None,
     report: Report = True,
     missing: Missing = False,
     track: Track = "",
@@ -107,10 +105,6 @@ def run(
 
     [dim]alibi run figure-4[/]                                   one figure or table of the paper; "paper" runs all
     """
-    if jobs is not None:
-        raise typer.BadParameter(
-            f"--jobs is gone; pass --ray local, or run {jobs} shells with --shard 0/{jobs}, 1/{jobs} and so on"
-        )
     listings.recipe_named(recipe, scale)
     overrides = _overrides(changes or [], text or [], corpus, text_field)
     selection = _selection(scale, overrides, seeds, methods)

@@ -21,8 +21,6 @@ class Option:
         read: parses (text, name) into the argument's value.
         limits: the limits of a number, as keyword arguments of typer.Option.
         type: the option's type, if it is not the default's.
-        old: an old spelling, which works for one more release.
-        old_flag: if the old spelling is a flag, the value that it stands for.
     """
 
     name: str
@@ -31,8 +29,6 @@ class Option:
     read: Callable[[str, str], object] | None = None
     limits: Mapping[str, float] = dataclasses.field(default_factory=dict)
     type: Any = None
-    old: str = ""
-    old_flag: str = ""
 
 
 @dataclasses.dataclass(frozen=True)
@@ -93,6 +89,9 @@ def repeats(default: int = 5, help: str = "Most turns per call; the median count
 
 MEMORY = Option("memory", True, "Also measure peak memory at 8192, 16384, 32768 and 65536 tokens.")
 SMALL = Option("scale", "small", "smoke or small.")
+ON_A_GPU = Option(
+    "scale", "full", "full; or smoke, which runs on a CPU in Triton's interpreter (set TRITON_INTERPRET=1)."
+)
 
 BENCHMARKS: Mapping[str, Benchmark] = {
     "cpu": Benchmark(
@@ -275,16 +274,10 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         "python -m alibi_lab bench gpu --lengths 2048,16384 --shapes 16x128",
         (
             lengths("Sequence lengths, as in 2048,16384; default 1024 … 1048576."),
-            Option("shapes", "16x128,32x64", "Numbers and sizes of heads, as in 16x128,32x64.", shapes, old="heads"),
+            Option("shapes", "16x128,32x64", "Numbers and sizes of heads, as in 16x128,32x64.", shapes),
             Option("kinds", "noise,peaked", "Kinds of input: noise, peaked.", names),
             seconds(540.0, "Time limit in seconds for the whole benchmark."),
-            Option(
-                "scale",
-                "full",
-                "full; or smoke, which runs on a CPU in Triton's interpreter (set TRITON_INTERPRET=1).",
-                old="smoke",
-                old_flag="smoke",
-            ),
+            ON_A_GPU,
         ),
     ),
     "gpu-models": Benchmark(
@@ -293,9 +286,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         (
             Option("parts", "", "Parts to measure, in this order; default: all.", names),
             seconds(100.0, "Time limit in seconds for the whole benchmark."),
-            Option(
-                "scale", "full", "full; or smoke, which runs on a CPU in Triton's interpreter (set TRITON_INTERPRET=1)."
-            ),
+            ON_A_GPU,
         ),
         function="alibi_lab.measure.gpu_models:gpu_models",
     ),

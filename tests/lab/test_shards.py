@@ -83,14 +83,6 @@ def test_an_invalid_shard_is_refused(recipe, tmp_path):
     assert not (tmp_path / "runs").exists()
 
 
-def test_the_former_option_jobs_names_what_replaces_it(tmp_path):
-    result = CliRunner().invoke(app, ["run", "quick", "--jobs", "4", "--out", str(tmp_path / "runs")])
-    assert result.exit_code == 2
-    said = " ".join(result.output.replace("│", "").split())
-    assert "--jobs is gone; pass --ray local, or run 4 shells with --shard 0/4, 1/4 and so on" in said
-    assert not (tmp_path / "runs").exists()
-
-
 def test_the_page_of_a_shard_says_what_is_missing(tmp_path):
     asked = ["run", "quick", "--scale", "smoke", "--set", "train.steps=1", "--out", str(tmp_path), "--shard", "0/4"]
     result = CliRunner().invoke(app, asked)

@@ -191,12 +191,10 @@ def test_the_report_draws_timed_peers_and_lists_the_others(tmp_path: Path, monke
         (("--shapes", "16"), "as in 16x128"),
         (("--shapes", "x8"), "as in 16x128"),
         (("--kinds", "sink"), "noise, peaked"),
-        (("--heads", "16"), "warning: --heads is now --shapes"),
-        (("--smoke", "--kinds", "sink"), "warning: --smoke is now --scale smoke"),
         (("--scale", "small"), "must be 'full' or 'smoke'"),
     ],
 )
-def test_bad_shapes_and_kinds_are_refused_and_old_spellings_warn(arguments: tuple[str, str], words: str) -> None:
+def test_bad_shapes_kinds_and_scales_are_refused(arguments: tuple[str, str], words: str) -> None:
     refused = CliRunner().invoke(app, ["bench", "gpu", "--scale", "smoke", *arguments])
     assert words in refused.output + str(refused.exception)
 

@@ -8,14 +8,14 @@ import pytest
 from typer.testing import CliRunner
 
 from alibi_lab import records
-from alibi_lab.cli.bench import _parameters, commands
+from alibi_lab.cli.bench import _option, commands
 from alibi_lab.measure.benchmarks import BENCHMARKS, Benchmark, Option, lengths
 from alibi_lab.report.page import report_html
 
 ROW = Benchmark(
     "Ours compared with a loop over queries.",
     "alibi bench made-up --lengths 8,16",
-    (lengths("Tokens, as in 8,16."), Option("peer", "by query", "Which loop.", old="loop")),
+    (lengths("Tokens, as in 8,16."), Option("peer", "by query", "Which loop.")),
     function="made_up_benchmark:made_up",
 )
 APP = commands({**BENCHMARKS, "made-up": ROW})
@@ -48,7 +48,7 @@ def test_a_file_and_a_table_entry_make_a_command_whose_records_are_drawn(tmp_pat
 
 
 def test_an_option_has_the_type_of_its_default_and_a_path_is_a_path_on_every_system() -> None:
-    made = [_parameters(Option("made", default, "Made up."))[0] for default in (Path("runs"), 8, "by query")]
+    made = [_option(Option("made", default, "Made up.")) for default in (Path("runs"), 8, "by query")]
     assert [get_args(parameter.annotation)[0] for parameter in made] == [Path, int, str]
 
 
@@ -63,10 +63,3 @@ def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured(
     assert result.exit_code == 1
     assert "cannot be written" in str(result.exception)
     assert "length" not in result.output
-
-
-def test_an_old_spelling_works_and_warns_with_the_new_one(tmp_path: Path) -> None:
-    result = RUNNER.invoke(APP, ["made-up", "--loop", "by query", "--lengths", "8", "--out", str(tmp_path)])
-    assert result.exit_code == 0
-    assert "warning: --loop is now --peer" in result.output
-    assert "--loop" not in RUNNER.invoke(APP, ["made-up", "--help"]).output
