@@ -1,12 +1,8 @@
 """`alibi bench generating`: decodes one token of a BLOOM with a long cache: original, patched, and patched with `ALiBiCache`.
 
-Also measures a batch of two rows with and without padding, and a token after a prompt, compared with llama.cpp and CTranslate2
-if they are installed.
+Also measures a batch of two rows with and without padding. `next_tokens.py` compares with other programs.
 """
 
-import contextlib
-import math
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
@@ -17,18 +13,15 @@ from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from alibi_attn.hf import ALiBiCache, patch
 from alibi_lab.measure.harness import Config, Rows, Say, keep
-from alibi_lab.measure.peers import programs
 from alibi_lab.measure.peers.transformers_decoders import bloom
 from alibi_lab.measure.serving import error
-from alibi_lab.measure.timing import medians_ms, medians_of
+from alibi_lab.measure.timing import medians_ms
 
 LENGTHS = (512, 2048, 8192, 32768, 65536)
 DYNAMIC_CACHE, ORIGINAL, ORIGINAL_STATIC = "patched, DynamicCache", "transformers", "transformers, StaticCache"
 ROWS, PADDED, UNEVEN = "ours, two rows", "ours, two rows behind padding", "ours, one row a quarter as long"
 PADDING = 1 / 8  # padding positions per cached token
-PROMPTED = "ours, after a prompt"
-MOST_PROMPT = 8192  # tokens; the longest prompt that every peer reads
-MOST_ERROR = 1e-4  # of the largest logit; llama.cpp's GELU is off by 1e-5
+MOST_ERROR = 1e-4  # of the largest logit
 MOST_PADDED = 32768  # cached tokens per row; the two rows are in memory three times
 Filling = Sequence[tuple[Tensor, ...]]
 SPARE = 2  # steps that are not timed: one for the comparison, one to warm up
@@ -53,12 +46,7 @@ def generating(
     cached keys and values, fp32, one sequence; logits are compared before anything is timed. Up to 32,768 tokens, a batch of two
     sequences is measured too: without padding, with the same tokens after padding of an eighth of their length, and with a mask
     that shows only the last quarter of one of them. The metrics have the cost of padding.
-
-    Up to 8,192 tokens, our model also reads a prompt and is compared with the installed programs (`peers/programs.py`), which
-    read the same prompt. The metrics have the time of the first token after the prompt, and the ratio to each program.
     """
-    peers = programs.installed(say)
-    curves = ["ours", DYNAMIC_CACHE, ORIGINAL, ORIGINAL_STATIC, ROWS, PADDED, UNEVEN, PROMPTED, *peers]
     config: Config = {
         "lengths": list(lengths),
         "layers": layers,
@@ -66,7 +54,7 @@ def generating(
         "head_dim": head_dim,
         "dtype": "float32",
         "threads": torch.get_num_threads(),
-        "ways": curves,
+        "ways": ["ours", DYNAMIC_CACHE, ORIGINAL, ORIGINAL_STATIC, ROWS, PADDED, UNEVEN],
         "padding": PADDING,
     }
     original, patched = (bloom(num_heads * head_dim, layers=layers, heads=num_heads) for _ in range(2))
@@ -82,12 +70,6 @@ def generating(
                 if length <= MOST_PADDED:
                     times |= _two_rows(patched, our_cache, filling, repeats=repeats)
                     metrics[f"padding_costs_{length}"] = times[PADDED] / times[ROWS]
-                if length <= MOST_PROMPT:
-                    prompted, first_ms = _after_a_prompt(patched, our_cache, peers, length, repeats=repeats, say=say)
-                    metrics[f"first_token_ms_{length}"] = first_ms
-                    over = {name: prompted[PROMPTED] / ms for name, ms in prompted.items() if name in peers}
-                    metrics.update({f"token_over_{name}_{length}": ratio for name, ratio in over.items()})
-                    times |= prompted
             yield {NAME: {name: {"length": length, "forward_ms": ms} for name, ms in times.items()}}
 
     return keep(out, {NAME: config}, steps(), summary=lambda columns: metrics, say=say)
@@ -136,44 +118,6 @@ def _two_rows(model: nn.Module, our_cache: Callable[[], Cache], filling: Filling
     _expect(PADDED, calls[PADDED](), true, length)
     _expect(UNEVEN, calls[UNEVEN]()[:1], true[:1], length)
     return medians_ms(calls, repeats=repeats, seconds=60.0)
-
-
-def _after_a_prompt(
-    model: BloomForCausalLM,
-    our_cache: Callable[[], Cache],
-    peers: Sequence[str],
-    length: int,
-    *,
-    repeats: int,
-    say: Say,
-) -> tuple[dict[str, float], float]:
-    """(milliseconds per token after a prompt of this length, for ours and each peer; milliseconds of our first token)."""
-    tokens = torch.randint(model.config.vocab_size, (1, length), generator=torch.Generator().manual_seed(length))
-    last, cache, listed = tokens[:, -1:], our_cache(), tokens[0].tolist()
-    model(tokens, past_key_values=cache, logits_to_keep=1)
-
-    def ours() -> float:
-        start = time.perf_counter()
-        model(last, past_key_values=cache)
-        seconds = time.perf_counter() - start
-        cache.crop(-1)
-        return seconds
-
-    first = ours()
-    true = model(last, past_key_values=cache).logits[0, -1]
-    cache.crop(-1)
-    calls: dict[str, Callable[[], float]] = {PROMPTED: ours}
-    with contextlib.ExitStack() as opened:
-        for name in peers:
-            room = length + SPARE * repeats
-            peer = opened.enter_context(programs.opened(name, model, room=room, threads=torch.get_num_threads()))
-            off = error(torch.from_numpy(peer.logits([*listed, listed[-1]])), true)
-            if off < MOST_ERROR:
-                calls[name] = peer.token(listed)
-            else:
-                say(f"{name} is off by {off:.1e} of the largest logit at {length} tokens, so it is not timed")
-        medians = medians_of(calls, repeats=repeats, seconds=math.inf)
-    return {name: seconds * 1e3 for name, seconds in medians.items()}, first * 1e3
 
 
 def _expect(name: str, logits: Tensor, true: Tensor, length: int) -> None:

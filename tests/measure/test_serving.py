@@ -44,9 +44,6 @@ class Echo:
         with torch.no_grad():
             return self.model(torch.tensor([tokens])).logits[0, -1].numpy() * (1 + self.off)
 
-    def token(self, tokens):
-        return lambda: 0.001
-
 
 @pytest.mark.parametrize("off", [0.0, 0.01])
 @pytest.mark.usefixtures("here")
@@ -54,29 +51,20 @@ def test_other_programs_are_compared_first_and_then_measured(off, tmp_path, monk
     monkeypatch.setattr(programs, "why_not", lambda: {"peer": None, "absent": "absent cannot be imported"})
     opened = lambda name, model, *, room, threads: contextlib.nullcontext(Echo(model, off))  # noqa: E731
     monkeypatch.setattr(programs, "opened", opened)
-    messages, sizes = [], {"layers": 1, "num_heads": 2, "head_dim": 8, "repeats": 1}
+    messages = []
     served = {"lengths": (70,), "unpatched_lengths": (70,), "width": 64, "families": ["bloom"], "say": messages.append}
-    generated = {"lengths": (40,), "say": messages.append, **sizes}
-    if off:
-        (path,) = serving(tmp_path, **served)
-        assert records.load(path).config["skipped"] == ["peer 70"]
-        assert "peer" not in records.load(*generating(tmp_path, **generated)).curves
-        assert (
-            sum("off by 1.0e-02" in words and ("not comparable" in words or "not timed" in words) for words in messages)
-            == 2
-        )
-        return
     (path,) = serving(tmp_path, **served)
     record = records.load(path)
+    assert messages.count("absent is left out: absent cannot be imported") == 1
+    if off:
+        assert record.config["skipped"] == ["peer 70"]
+        assert sum("off by 1.0e-02" in words and "not comparable" in words for words in messages) == 1
+        return
     assert is_drawn(record)
     assert record.curves["peer"]["length"] == [70]
     assert record.curves["peer"]["attention_seconds"] == [None]
     assert record.metrics["speedup_peer_70"] > 0
     assert record.metrics["logits_error_peer_70"] < 1e-6
-    record = records.load(*generating(tmp_path, **generated))
-    assert record.curves["peer"]["forward_ms"] == [pytest.approx(1.0)]
-    assert record.metrics["token_over_peer_40"] == pytest.approx(record.curves["ours, after a prompt"]["forward_ms"][0])
-    assert messages.count("absent is left out: absent cannot be imported") == 2
 
 
 @pytest.mark.usefixtures("here")
@@ -130,12 +118,10 @@ def test_a_token_with_a_long_cache_is_compared_and_timed(tmp_path, monkeypatch):
     assert is_drawn(record)
     rows = {"ours, two rows", "ours, two rows behind padding", "ours, one row a quarter as long"}
     theirs = {"transformers", "transformers, StaticCache"}
-    assert set(record.curves) == {"ours", "ours, after a prompt", "patched, DynamicCache", *theirs, *rows}
+    assert set(record.curves) == {"ours", "patched, DynamicCache", *theirs, *rows}
     assert all(curve["length"] == [40, 90] and min(curve["forward_ms"]) > 0 for curve in record.curves.values())
-    assert record.metrics.keys() == {
-        f"{name}_{length}" for name in ("padding_costs", "first_token_ms") for length in (40, 90)
-    }
-    assert len(messages) == 2 * 8 + 1
+    assert record.metrics.keys() == {"padding_costs_40", "padding_costs_90"}
+    assert len(messages) == 2 * 7 + 1
 
     class Forgetful(ALiBiCache):
         def update(self, key, value, *args, **options):
@@ -192,4 +178,4 @@ def test_other_programs_give_the_logits_of_the_same_weights(name, needed):
         expected = model(torch.tensor([tokens])).logits[0, -1]
         actual = torch.from_numpy(peer.logits(tokens))
         assert float((actual - expected).abs().max() / expected.abs().max()) < 1e-4
-        assert peer.token(tokens)() != 0
+        assert peer.several(tokens, 16)() != 0

@@ -11,8 +11,6 @@ from transformers import BloomForCausalLM
 class CTranslate2:
     """A BLOOM in fp32 or int8. The time per token is the difference between generating a longer and a shorter answer."""
 
-    LONGER = 16  # tokens
-
     def __init__(self, model: BloomForCausalLM, folder: Path, *, threads: int, precision: str = "float32") -> None:
         import ctranslate2
 
@@ -21,9 +19,6 @@ class CTranslate2:
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         return np.array(self._generator.forward_batch([[_word(token) for token in tokens]]))[0, -1]
-
-    def token(self, tokens: Sequence[int]) -> Callable[[], float]:
-        return self.several(tokens, self.LONGER)
 
     def several(self, tokens: Sequence[int], count: int) -> Callable[[], float]:
         words = [_word(token) for token in tokens]

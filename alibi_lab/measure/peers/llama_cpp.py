@@ -48,9 +48,6 @@ class LlamaCpp:
         self._llama.eval(list(tokens))
         return self._last()
 
-    def token(self, tokens: Sequence[int]) -> Callable[[], float]:
-        return self.several(tokens, 1)
-
     def several(self, tokens: Sequence[int], count: int) -> Callable[[], float]:
         self.logits(tokens)
 

@@ -30,9 +30,6 @@ class Program(Protocol):
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """The logits [V] of the last token, from one pass over all tokens."""
 
-    def token(self, tokens: Sequence[int]) -> Callable[[], float]:
-        """A function that decodes one more token after these and returns the seconds of that step alone."""
-
     def several(self, tokens: Sequence[int], count: int) -> Callable[[], float]:
         """A function that decodes `count` more tokens after these and returns the mean seconds of a step."""
 
