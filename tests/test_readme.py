@@ -14,7 +14,7 @@ from transformers import BloomConfig, BloomForCausalLM
 from typer.main import get_command
 
 from alibi_attn import __version__
-from alibi_attn.nn import int8
+from alibi_attn.nn import quantized
 from alibi_lab.cli.main import app
 
 ROOT = Path(__file__).parent.parent
@@ -83,9 +83,9 @@ def test_python_in_documents_runs(document, tmp_path, monkeypatch):
 @pytest.mark.parametrize("path", WITH_EXAMPLES, ids=named)
 def test_examples_in_docstrings_are_true(path):
     module = ".".join(path.relative_to(ROOT).with_suffix("").parts).removesuffix(".__init__")
-    if module == int8.__name__:
+    if module == quantized.__name__:
         try:
-            int8.check_supported()
+            quantized.check_supported()
         except ValueError as error:
             pytest.skip(str(error))
     torch.manual_seed(0)

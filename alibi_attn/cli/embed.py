@@ -77,8 +77,8 @@ def embed(
     ] = None,
     normalize: Annotated[bool, typer.Option("--normalize", help="Scale vectors to length 1.")] = False,
     dtype: Annotated[
-        Literal["float32", "bfloat16", "float16", "int8"],
-        typer.Option(help="Dtype of the computation; int8 is for the linear layers, on a CPU."),
+        Literal["float32", "bfloat16", "float16", "int8", "float8"],
+        typer.Option(help="Dtype of the computation; int8 and (on a GPU) float8 are for the linear layers."),
     ] = "float32",
     device: Annotated[str, typer.Option(help='A torch device: "cpu", "cuda" or "cuda:1".')] = "cpu",
     ray: Ray = None,
@@ -128,18 +128,20 @@ def embed(
     found = read_texts(files, lines=lines)
     names, texts = [one.name for one in found], [one.text for one in found]
     with needs("hf"):
-        import torch
-
         from alibi_attn.hf.embedding import embedding, sentence_encoder
         from alibi_attn.hf.embedding.late_chunking import Windows
         from alibi_attn.hf.embedding.resumable_output import PartialVectors, claimed
+        from alibi_attn.nn.device import checked_device
     if chunks is not None:
         with needs("index"):
             from alibi_attn.hf.embedding import chunk_table  # noqa: F401
-    embedding.check_device(device, int8=dtype == "int8")
+    if kind := sentence_encoder.quantized_kind(dtype):
+        sentence_encoder.checked_place(kind, device)
+    else:
+        checked_device(device)
     with claimed(out):
         longest = max_length if chunks is None else None
-        sentences = sentence_encoder.load(model, max_seq_length=longest, dtype=getattr(torch, dtype))
+        sentences = sentence_encoder.load(model, max_seq_length=longest, dtype=dtype, device=device)
         settings = sentences.folder
         embedding.check_plain(settings, model)
         normalize = normalize or settings.normalize

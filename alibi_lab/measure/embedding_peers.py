@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 
 from alibi_attn.hf import ALiBiBertConfig, ALiBiBertModel
-from alibi_attn.nn import int8
+from alibi_attn.nn import quantized
 from alibi_lab.measure.peers import llama_encoder, missing, onnx_runtime
 from alibi_lab.measure.peers.bert import plain_bert
 from alibi_lab.measure.peers.dense_encoder import DenseEncoder, Sizes
@@ -119,7 +119,7 @@ class _States(nn.Module):
 def _ours(name: str, place: Place, **_: int) -> Opened:
     model, precision = place.build(place.sizes), ENCODERS[name].precision
     if precision == "int8":
-        int8.convert(model)
+        quantized.convert(model)
     return _States(model.bfloat16() if precision == "bfloat16" else model)
 
 

@@ -1,7 +1,7 @@
 """`alibi bench int8`: what linear layers in int8 change in a decoder that the lab has trained, on its held-out text.
 
-All linear layers except the output's are converted (`nn/int8.py`), as with `patch(model, linears="int8")`. Logits and losses of
-the same tokens are compared with fp32.
+All linear layers except the output's are converted (`nn/quantized.py`), as with `patch(model, linears="int8")`. Logits and losses
+of the same tokens are compared with fp32.
 
 Cost: a minute.
 Expected: a perplexity within 0.5 % of fp32.
@@ -15,7 +15,7 @@ from pathlib import Path
 import torch
 from torch import Tensor, nn
 
-from alibi_attn.nn import int8
+from alibi_attn.nn import quantized
 from alibi_attn.nn.linear import Linear
 from alibi_attn.units import perplexity
 from alibi_lab import records
@@ -47,7 +47,7 @@ def int8_error(
     """
     if checkpoint is None:
         raise ValueError("int8 needs a model trained by alibi run; pass --checkpoint RUN/checkpoints/STUDY/MODEL/SEED")
-    int8.check_supported()
+    quantized.check_supported()
     started = datetime.datetime.now(datetime.UTC)
     folder = step_folder(checkpoint)
     model, config = load_checkpoint(folder)
@@ -83,7 +83,7 @@ def int8_error(
 def converted(model: LanguageModel) -> LanguageModel:
     """A copy of the model whose blocks have linear layers in int8."""
     small = copy.deepcopy(model)
-    int8.convert(small.blocks, (nn.Linear, Linear))
+    quantized.convert(small.blocks, (nn.Linear, Linear))
     return small
 
 

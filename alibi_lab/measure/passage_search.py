@@ -20,7 +20,7 @@ from numpy.typing import NDArray
 
 from alibi_attn.hf.embedding.late_chunking import Document, Windows, computed, prepared
 from alibi_attn.hf.embedding.sentence_encoder import Sentences, load
-from alibi_attn.nn import int8
+from alibi_attn.nn import quantized
 from alibi_lab import records
 from alibi_lab.measure.harness import Columns, Say, append, figures_of
 from alibi_lab.measure.passage_encoder import Question, Setup, Trained, questions, trained_encoder
@@ -241,7 +241,7 @@ def prepared_search(encoder: Sentences, books: Sequence[str], setup: Setup, test
 def supports_int8() -> bool:
     """Whether linear layers can run in int8 here."""
     try:
-        int8.check_supported()
+        quantized.check_supported()
     except ValueError:
         return False
     return True

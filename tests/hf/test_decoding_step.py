@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from alibi_attn.attention.backends.native import build as kernels
 from alibi_attn.attention.backends.native import decoder_layers as native
 from alibi_attn.hf import ALiBiCache, patch
-from alibi_attn.nn import int8, linear
+from alibi_attn.nn import linear, quantized
 
 if reason := kernels.why_not():
     pytest.skip(reason, allow_module_level=True)
@@ -118,7 +118,7 @@ def test_padding_on_the_left_changes_nothing(family, patched_model, tokens, step
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_in_int8_is_that_of_the_modules(family, model, tokens, steps):
     try:
-        int8.check_supported()
+        quantized.check_supported()
     except ValueError as error:
         pytest.skip(str(error))
     patched, ids = model(family), tokens(2, PROMPT + 9)

@@ -5,15 +5,15 @@ import math
 import pytest
 import torch
 
-from alibi_attn.nn import int8
-from alibi_attn.nn.int8 import Int8Linear
+from alibi_attn.nn import quantized
+from alibi_attn.nn.quantized import QuantizedLinear
 from alibi_lab.lab.config import ModelConfig, RunConfig
 from alibi_lab.lab.data.corpus import Corpus
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.measure.int8_error import compared, converted, int8_error
 
 try:
-    int8.check_supported()
+    quantized.check_supported()
 except ValueError as error:
     pytest.skip(str(error), allow_module_level=True)
 
@@ -27,8 +27,8 @@ def decoder() -> LanguageModel:
 def test_errors_are_those_of_a_loop_over_tokens() -> None:
     model, tokens = decoder(), torch.arange(65) * 7 % 256
     small = converted(model)
-    assert sum(isinstance(part, Int8Linear) for part in small.modules()) == 2 * 7
-    assert not any(isinstance(part, Int8Linear) for part in model.modules())
+    assert sum(isinstance(part, QuantizedLinear) for part in small.modules()) == 2 * 7
+    assert not any(isinstance(part, QuantizedLinear) for part in model.modules())
     found = compared(model, small, tokens, length=16, pieces=4)
     losses, squares, norms = {model: [], small: []}, 0.0, 0.0
     for start in range(0, 64, 16):

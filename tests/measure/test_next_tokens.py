@@ -5,7 +5,7 @@ import contextlib
 import pytest
 import torch
 
-from alibi_attn.nn import int8
+from alibi_attn.nn import quantized
 from alibi_lab import records
 from alibi_lab.measure import next_tokens as module
 from alibi_lab.measure.next_tokens import next_tokens
@@ -13,7 +13,7 @@ from alibi_lab.measure.peers import llama_cpp, programs
 from alibi_lab.report.plots.benchmark import is_drawn
 
 try:
-    int8.check_supported()
+    quantized.check_supported()
 except ValueError as error:
     pytest.skip(str(error), allow_module_level=True)
 

@@ -17,7 +17,6 @@ from alibi_attn.hf.embedding.pooling_config import Pooling, PoolingConfig
 from alibi_attn.hf.readers import tokenizer_files
 from alibi_attn.hf.readers.encoder.models import ALiBiBertModel
 from alibi_attn.nn.device import checked_device
-from alibi_attn.nn.int8 import Int8Linear
 
 Tokens = NDArray[np.int32]
 _AT_ONCE = 256  # texts per call of the tokenizer
@@ -128,21 +127,14 @@ def move(model: ALiBiBertModel, device: str) -> None:
     """Moves a model to a device.
 
     Raises:
-        ValueError: this machine does not have it, or the model is in int8 and the device is not a CPU.
+        ValueError: this machine does not have it, or it does not support the model's int8 or float8.
     """
-    check_device(device, int8=any(isinstance(module, Int8Linear) for module in model.modules()))
+    checked_device(device)
     try:
         model.to(device)  # type: ignore[arg-type]
     except RuntimeError as error:  # such as too little memory
         reason = str(error).splitlines()[0]
         raise ValueError(f"device is {device!r} but it cannot be used here ({reason})") from None
-
-
-def check_device(device: str, *, int8: bool) -> None:
-    """Raises ValueError if a model, in int8 or not, cannot be moved to this device."""
-    if int8 and not device.startswith("cpu"):
-        raise ValueError(f"device is {device!r} but int8 runs on a CPU; pass --device cpu, or another --dtype")
-    checked_device(device)
 
 
 def fingerprint(model: ALiBiBertModel, rows: Sequence[Tokens], settings: Sequence[object]) -> str:

@@ -44,7 +44,7 @@ class Settings:
         model: a folder that exists on every machine, or a repository on the Hugging Face Hub.
         chunks: tokens per passage, "sentences" or "paragraphs"; None embeds whole texts.
         max_length, overlap, batch_tokens, normalize: as for `late_chunks`; without `chunks`, longer texts are cut.
-        dtype: name of a torch dtype, or "int8".
+        dtype: name of a torch dtype, or "int8" or "float8".
         device: "cpu" or "cuda".
     """
 
@@ -251,7 +251,9 @@ class _Worker:
 
 def _loaded(settings: Settings) -> sentence_encoder.Sentences:
     longest = settings.max_length if settings.chunks is None else None
-    sentences = sentence_encoder.load(settings.model, max_seq_length=longest, dtype=getattr(torch, settings.dtype))
+    sentences = sentence_encoder.load(
+        settings.model, max_seq_length=longest, dtype=settings.dtype, device=settings.device
+    )
     embedding.check_plain(sentences.folder, settings.model)
     if settings.chunks is None and sentences.max_seq_length > settings.batch_tokens:
         raise ValueError(

@@ -17,8 +17,9 @@ from alibi_attn.hf.embedding import pooling_config
 from alibi_attn.hf.embedding.pooling_config import PoolingConfig
 from alibi_attn.hf.readers import checkpoint_files, tokenizer_files
 from alibi_attn.hf.readers.encoder.models import ALiBiBertModel
-from alibi_attn.nn import int8
+from alibi_attn.nn import quantized
 from alibi_attn.nn.device import checked_device
+from alibi_attn.nn.quantized import Kind
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -48,13 +49,15 @@ def load(
     *,
     max_seq_length: int | None = None,
     dtype: torch.dtype | str | None = None,
+    device: str | None = None,
     **hub: Any,
 ) -> Sentences:
     """Loads encoder, tokenizer and pooling from a folder or a repository of the hub. Code in it is never run.
 
     Args:
         max_seq_length: default: the folder's, else the tokenizer's, else 8,192.
-        dtype: as in `ALiBiBertModel.from_pretrained`; or "int8" for linear layers in int8 (`nn/int8.py`).
+        dtype: as in `ALiBiBertModel.from_pretrained`; or "int8" or "float8" for linear layers (`nn/quantized.py`).
+        device: where the model of an "int8" or "float8" dtype runs, which is converted there; the default is the CPU.
         hub: revision, cache_dir, token and local_files_only of `checkpoint_files.resolve`.
 
     Raises:
@@ -63,10 +66,11 @@ def load(
     """
     place = checkpoint_files.resolve(folder_or_id, **hub)
     settings = pooling_config.read(place)
-    is_int8 = _is_int8(dtype)
-    model, _ = ALiBiBertModel.from_folder(settings.encoder, dtype=torch.float32 if is_int8 else dtype)
-    if is_int8:
-        int8.convert(model.encoder)
+    if kind := quantized_kind(dtype):
+        device, dtype = checked_place(kind, device or "cpu")
+    model, _ = ALiBiBertModel.from_folder(settings.encoder, dtype=dtype)
+    if kind:
+        quantized.convert(model.to(device).encoder, kind=kind)
     model.config.name_or_path = str(folder_or_id)
     if settings.width not in (None, model.config.hidden_size):
         raise ValueError(
@@ -147,9 +151,10 @@ def sentence_transformer(
         max_seq_length: longer texts are cut. Default: the folder's or the tokenizer's, else 8,192; ALiBi has no limit.
             `config.max_position_embeddings` is raised to it: our models ignore that field, but sentence-transformers reads it
             as a limit when it loads a folder.
-        dtype: as in `ALiBiBertModel.from_pretrained`; or "int8" for linear layers in int8 and attention in fp32, for inference on
-            a CPU with VNNI instructions. Such a model cannot be saved.
-        device: as in SentenceTransformer; default a GPU if available, the CPU for int8.
+        dtype: as in `ALiBiBertModel.from_pretrained`; or, for inference, "int8" (a CPU with VNNI instructions, or an NVIDIA GPU
+            from compute capability 8.0) or "float8" (a GPU from 8.9) for linear layers, and fp32 on a CPU or bf16 on a GPU for
+            attention. Such a model cannot be saved.
+        device: as in SentenceTransformer; default a GPU if available.
         revision, cache_dir, token, local_files_only: for the hub.
 
     Arguments without effect in `ALiBiBertModel.from_pretrained`, such as trust_remote_code, have none here.
@@ -175,13 +180,9 @@ def sentence_transformer(
         ) from error
     if unknown := [name for name in ignored if name not in checkpoint_files.IGNORED]:
         raise unknown_argument("sentence_transformer", unknown)
-    is_int8 = _is_int8(dtype)
-    if is_int8:
-        device = device or "cpu"
-        dtype = torch.float32
-        if torch.device(device).type != "cpu":
-            raise ValueError(f"device is {device!r} but int8 runs on a CPU; pass device='cpu', or another dtype")
-    if device is not None:
+    if kind := quantized_kind(dtype):
+        device, dtype = checked_place(kind, device or ("cuda" if torch.cuda.is_available() else "cpu"))
+    elif device is not None:
         checked_device(device)
     loaded = load(
         folder_or_id,
@@ -204,9 +205,9 @@ def sentence_transformer(
             processor_kwargs={"model_max_length": loaded.max_seq_length},
         )
     transformer.config.name_or_path = str(folder_or_id)
-    if is_int8:
+    if kind:
         transformer.auto_model.requires_grad_(False)
-        int8.convert(transformer.auto_model.encoder)
+        quantized.convert(transformer.auto_model.to(device).encoder, kind=kind)
     chain: list[torch.nn.Module] = [
         transformer,
         modules.Pooling(config.hidden_size, settings.pooling, include_prompt=settings.include_prompt),
@@ -223,9 +224,19 @@ def sentence_transformer(
     )
 
 
-def _is_int8(dtype: torch.dtype | str | None) -> bool:
-    """Whether linear layers are to be in int8; raises if this machine does not support it."""
-    if dtype not in ("int8", torch.int8):
-        return False
-    int8.check_supported()
-    return True
+def quantized_kind(dtype: torch.dtype | str | None) -> Kind | None:
+    """What linear layers are to be in, if not in a dtype of the whole model."""
+    if dtype in ("int8", torch.int8):
+        return "int8"
+    return "float8" if dtype in ("float8", torch.float8_e4m3fn) else None
+
+
+def checked_place(kind: Kind, device: str) -> tuple[str, torch.dtype]:
+    """The device of such a model, and the dtype of its other layers.
+
+    Raises:
+        ValueError: this machine does not have the device, or the device no such products.
+    """
+    place = checked_device(device)
+    quantized.check_supported(kind, place)
+    return device, torch.float32 if place.type == "cpu" else torch.bfloat16

@@ -25,7 +25,7 @@ from alibi_attn.hf.attention import patched_attention
 from alibi_attn.hf.caches.cache import ALiBiCache
 from alibi_attn.hf.readers.families.family import StepModules
 from alibi_attn.nn import linear
-from alibi_attn.nn.int8 import Int8Linear
+from alibi_attn.nn.quantized import QuantizedLinear
 
 _T = TypeVar("_T")
 _GIVEN = ("input_ids", "past_key_values", "attention_mask", "use_cache", "return_dict")
@@ -204,8 +204,8 @@ class _Step:
 
     def _linear(self, layer: nn.Module | None, inputs: int, outputs: int | None) -> native.Linear:
         """The linear map of a layer, with this number of inputs and outputs; None = any."""
-        if type(layer) is Int8Linear:
-            _require(_is_unchanged(layer, Int8Linear) and layer.blocks != 0 and layer.in_features == inputs)
+        if type(layer) is QuantizedLinear:
+            _require(_is_unchanged(layer, QuantizedLinear) and layer.blocks != 0 and layer.in_features == inputs)
             _require(outputs in (None, layer.out_features))
             address = None if layer.bias is None else layer.bias.data_ptr()
             return native.Linear(

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Literal, Self
+from typing import Any, Self
 
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
@@ -23,7 +23,7 @@ from alibi_attn.hf.caches.cache import ALiBiCache
 from alibi_attn.hf.patching import decoding_step, unsupported
 from alibi_attn.hf.readers.families import PATCHED
 from alibi_attn.hf.readers.families.family import PatchedFamily, StepModules
-from alibi_attn.nn import int8, linear
+from alibi_attn.nn import linear, quantized
 from alibi_attn.nn.replacement import Replacement, forward_of, is_hooked, replaced, restore
 
 
@@ -44,17 +44,17 @@ class Patch:
     _changes: list[Replacement]
     linears: tuple[str, ...] = ()
     activations: tuple[str, ...] = ()
-    _is_int8: bool = False
+    _quantized: quantized.Kind | None = None
 
     def undo(self) -> None:
         """Restore the model's original attention, bit for bit, below hooks that accelerate added since.
 
         Raises:
-            ValueError: the patch has already been undone, or converted linear layers to int8; or another tool has wrapped or
-                replaced a forward since. Then nothing changes.
+            ValueError: the patch has already been undone, or has quantized linear layers; or another tool has wrapped or replaced
+                a forward since. Then nothing changes.
         """
-        if self._is_int8:
-            raise ValueError('linears="int8" has freed the original weights; load the model again')
+        if self._quantized:
+            raise ValueError(f'linears="{self._quantized}" has freed the original weights; load the model again')
         if not self._changes:
             raise ValueError("this patch has already been undone; call patch(model) for a new one")
         for change in self._changes:
@@ -67,9 +67,9 @@ class Patch:
         self._changes.clear()
 
     def __enter__(self) -> Self:
-        if self._is_int8:
+        if self._quantized:
             raise ValueError(
-                'linears="int8" cannot be undone at the end of a with block; call patch(model, ...) without one'
+                f'linears="{self._quantized}" cannot be undone at the end of a with block; call patch(model, ...) without one'
             )
         return self
 
@@ -85,7 +85,7 @@ class Patch:
 
 
 def patch(
-    model: nn.Module, backend: str = "auto", *, numerics: Numerics = "exact", linears: Literal["int8"] | None = None
+    model: nn.Module, backend: str = "auto", *, numerics: Numerics = "exact", linears: quantized.Kind | None = None
 ) -> Patch:
     """Make an ALiBi model of transformers compute its attention with `alibi_attention`, in place.
 
@@ -112,8 +112,8 @@ def patch(
         numerics: "exact" computes distances in fp32 in every dtype of the model. "checkpoint" (not T5) changes nothing but
             attention, and rounds biases as in training (BLOOM's m·j in its dtype, Falcon's bf16 product), a few rows of scores at
             a time: linear memory, quadratic time.
-        linears: "int8" (not T5) converts the linear layers, except the output's, for inference on a CPU (`nn/int8.py`). Their
-            original weights are freed, so this cannot be undone.
+        linears: "int8", or "float8" on a GPU (not T5), converts the linear layers, except the output's, for inference
+            (`nn/quantized.py`). Their original weights are freed, so this cannot be undone.
 
     Returns:
         A handle with the names of the replaced modules (`.layers`, `.linears`, `.activations`) and `.undo()`; also a context
@@ -135,7 +135,12 @@ def patch(
 
 
 def patched_as(
-    model: nn.Module, families: Sequence[PatchedFamily], *, backend: str, numerics: Numerics, linears: str | None = None
+    model: nn.Module,
+    families: Sequence[PatchedFamily],
+    *,
+    backend: str,
+    numerics: Numerics,
+    linears: quantized.Kind | None = None,
 ) -> Patch:
     """`patch` with a given table of families."""
     if not isinstance(model, nn.Module):
@@ -147,11 +152,11 @@ def patched_as(
         raise ValueError(f"backend is {backend!r} but must be 'auto' or one of {', '.join(map(repr, BACKENDS))}")
     if numerics not in ("exact", "checkpoint"):
         raise ValueError(f'numerics is {numerics!r} but must be "exact" or "checkpoint"')
-    if linears not in (None, "int8"):
-        raise ValueError(f'linears is {linears!r} but must be "int8" or None')
-    if linears == "int8" and numerics != "exact":
+    if linears not in (None, "int8", "float8"):
+        raise ValueError(f'linears is {linears!r} but must be "int8", "float8" or None')
+    if linears and numerics != "exact":
         raise ValueError(
-            'linears="int8" rounds weights, but numerics="checkpoint" reproduces the model\'s own numbers; omit one'
+            f'linears="{linears}" rounds weights, but numerics="checkpoint" reproduces the model\'s own numbers; omit one'
         )
     if (reason := unsupported.why_not(model)) is not None:
         raise ValueError(reason)
@@ -167,20 +172,18 @@ def patched_as(
     for prefix, body, family in bodies:
         name = f"{prefix or 'the model'} ({type(body).__name__})"
         reason = family.why_not(body.config)
-        if linears == "int8" and family.around is not None:
-            reason = f'{family.name} reads the dtype of weights, which linears="int8" frees; omit it'
+        if linears and family.around is not None:
+            reason = f'{family.name} reads the dtype of weights, which linears="{linears}" frees; omit it'
         if reason:
             raise ValueError(f"{name} cannot be patched: {reason}; supported are {supported}")
         _check_layers(name, body, family)
         of_bodies.append(family.settings(body.config, backend=backend, numerics=numerics))
-    if linears == "int8":
-        int8.check_supported()
     # First, because weights that are not finite raise an error, and no handle could undo the other changes.
     converted = [
         f"{prefix}.{name}" if prefix else name
         for prefix, body, family in bodies
-        if linears == "int8"
-        for name in int8.convert(body, family.linears)
+        if linears
+        for name in quantized.convert(body, family.linears, kind=linears)
     ]
     changes: list[Replacement] = []
     names = {id(module): name for name, module in model.named_modules()}
@@ -215,9 +218,9 @@ def patched_as(
     return Patch(
         tuple(layers),
         changes,
-        linears=tuple(converted if linears == "int8" else around["linears"]),
+        linears=tuple(converted if linears else around["linears"]),
         activations=tuple(around["activations"]),
-        _is_int8=linears == "int8",
+        _quantized=linears,
     )
 
 

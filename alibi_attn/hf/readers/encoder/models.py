@@ -37,7 +37,7 @@ from alibi_attn.hf.readers.families.bert_config import OVERRIDES, WORDS
 from alibi_attn.hf.readers.families.mosaic import OWN
 from alibi_attn.hf.readers.inputs import check_kind, checked_input
 from alibi_attn.nn.allocator import memory_of_layers
-from alibi_attn.nn.int8 import Int8Linear
+from alibi_attn.nn.quantized import QuantizedLinear
 
 
 class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
@@ -137,7 +137,7 @@ class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call
             ValueError: an unknown layout, or one that cannot store this model.
             FileExistsError: the folder exists, with a layout other than "own".
         """
-        if any(isinstance(module, Int8Linear) for module in self.modules()):
+        if any(isinstance(module, QuantizedLinear) for module in self.modules()):
             raise ValueError("a model with int8 linear layers cannot be saved; save the one from which it was made")
         if layout == "own":
             super().save_pretrained(save_directory, *args, **options)

@@ -13,11 +13,11 @@ from torch.testing import assert_close
 from transformers import BloomConfig, BloomForCausalLM
 
 from alibi_attn.hf import late_chunks, patch, sentence_transformer
-from alibi_attn.nn import int8
-from alibi_attn.nn.int8 import Int8Linear
+from alibi_attn.nn import quantized
+from alibi_attn.nn.quantized import QuantizedLinear
 
 try:
-    int8.check_supported()
+    quantized.check_supported()
 except ValueError as error:
     pytest.skip(str(error), allow_module_level=True)
 
@@ -39,16 +39,16 @@ def test_outputs_are_those_of_the_formula(bias, shape):
     torch.manual_seed(0)
     layer, x = nn.Linear(24, 40, bias=bias), torch.randn(*shape)
     with torch.no_grad():
-        actual, expected = Int8Linear(layer)(x), by_the_formula(layer, x)
+        actual, expected = QuantizedLinear(layer)(x), by_the_formula(layer, x)
         # Where fp32 and fp64 divide to different sides of a half, a code is off by one: at most one step of one product.
         assert (actual - expected).abs().max() <= 0.01 * expected.abs().max()
         assert (actual - expected).abs().median() <= 1e-5 * expected.abs().max()
         assert (actual - layer(x)).norm() <= 0.02 * layer(x).norm()
-        assert Int8Linear(layer)(x.bfloat16()).dtype == torch.bfloat16
+        assert QuantizedLinear(layer)(x.bfloat16()).dtype == torch.bfloat16
 
 
 def test_the_only_copy_of_the_weights_is_in_int8():
-    layer = Int8Linear(nn.Linear(64, 256))
+    layer = QuantizedLinear(nn.Linear(64, 256))
     tensors = [value for value in vars(layer).values() if isinstance(value, torch.Tensor)]
     assert [x.dtype for x in tensors if x.numel() == 64 * 256] == [torch.int8]
     # Codes; scales, bias, zeros, sums.
@@ -57,14 +57,14 @@ def test_the_only_copy_of_the_weights_is_in_int8():
 
 
 def test_copies_pickles_and_casts_give_the_same_outputs():
-    layer, x = Int8Linear(nn.Linear(24, 40)), torch.randn(3, 24)
+    layer, x = QuantizedLinear(nn.Linear(24, 40)), torch.randn(3, 24)
     for other in (copy.deepcopy(layer), pickle.loads(pickle.dumps(layer)), copy.deepcopy(layer).half()):
         assert torch.equal(other(x), layer(x))
     assert layer.state_dict()["codes"].shape == (40, 24)
 
 
 def test_extreme_rows_stay_what_they_are():
-    layer = Int8Linear(nn.Linear(24, 40, bias=False))
+    layer = QuantizedLinear(nn.Linear(24, 40, bias=False))
     x = torch.randn(4, 24)
     x[0], x[1, 3], x[2, 5] = 0, float("nan"), float("inf")
     y = layer(x)
@@ -75,7 +75,7 @@ def test_extreme_rows_stay_what_they_are():
 
 
 def test_what_cannot_run_in_int8_is_refused():
-    layer = Int8Linear(nn.Linear(24, 40))
+    layer = QuantizedLinear(nn.Linear(24, 40))
     with pytest.raises(ValueError, match=r"requires gradients; call the model under torch\.no_grad"):
         layer(torch.randn(2, 24, requires_grad=True))
     for x in (
@@ -96,14 +96,14 @@ def test_what_cannot_run_in_int8_is_refused():
         broken = nn.Linear(inputs, 2)
         nn.init.constant_(broken.weight, weight)
         with pytest.raises(ValueError, match=message):
-            Int8Linear(broken)
+            QuantizedLinear(broken)
 
 
 def test_sums_of_many_inputs_do_not_overflow():
     layer = nn.Linear(66_311, 1, bias=False)
     nn.init.ones_(layer.weight)
     for sign in (-1, 1):
-        assert_close(Int8Linear(layer)(torch.full((1, 66_311), float(sign))), torch.tensor([[sign * 66_311.0]]))
+        assert_close(QuantizedLinear(layer)(torch.full((1, 66_311), float(sign))), torch.tensor([[sign * 66_311.0]]))
 
 
 def test_an_encoder_in_int8_has_almost_the_same_vectors(tmp_path):
@@ -120,8 +120,19 @@ def test_an_encoder_in_int8_has_almost_the_same_vectors(tmp_path):
     assert chunks.vectors.shape == (1, 48)
     with pytest.raises(ValueError, match="cannot be saved"):
         model.save(str(tmp_path / "saved"))
-    with pytest.raises(ValueError, match="int8 runs on a CPU"):
-        sentence_transformer(folder, dtype="int8", device="cuda")
+    with pytest.raises(ValueError, match="device is 'meta'"):
+        sentence_transformer(folder, dtype="int8", device="meta")
+
+
+def test_an_encoder_in_float8_has_similar_vectors(tmp_path, monkeypatch):
+    """With the products of a GPU, which torch also has on a CPU."""
+    monkeypatch.setitem(quantized._PRODUCTS, ("float8", "cpu"), quantized._PRODUCTS["float8", "cuda"])
+    folder = write_tokenizer(write_folder(tmp_path / "jina", random_state("jina"), config("jina")))
+    expected, vectors = (
+        late_chunks(sentence_transformer(folder, dtype=dtype, device="cpu"), ["a b c d e f g"])[0].vectors
+        for dtype in (None, "float8")
+    )
+    assert 0.99 < (vectors * expected).sum() / np.linalg.norm(vectors) / np.linalg.norm(expected) < 1 - 1e-6
 
 
 def test_a_patched_model_in_int8_frees_its_weights_and_cannot_be_undone():
@@ -133,7 +144,7 @@ def test_a_patched_model_in_int8_frees_its_weights_and_cannot_be_undone():
         handle = patch(model, linears="int8")
         assert len(handle.linears) == 8
         assert (model(ids).logits - expected).norm() <= 0.03 * expected.norm()
-    assert sum(isinstance(module, Int8Linear) for module in model.modules()) == 8
+    assert sum(isinstance(module, QuantizedLinear) for module in model.modules()) == 8
     assert model.generate(ids, max_new_tokens=2, pad_token_id=0).shape == (1, 42)
     with pytest.raises(ValueError, match="has freed the original weights"):
         handle.undo()
@@ -149,17 +160,17 @@ def test_weights_that_cannot_be_converted_leave_a_model_unpatched():
     nn.init.constant_(model.transformer.h[0].mlp.dense_4h_to_h.weight, float("nan"))
     with pytest.raises(ValueError, match="are not finite"):
         patch(model, linears="int8")
-    assert not any(isinstance(module, Int8Linear) for module in model.modules())
+    assert not any(isinstance(module, QuantizedLinear) for module in model.modules())
     patch(model).undo()
 
 
 @pytest.mark.parametrize(("inputs", "outputs"), [(64, 128), (256, 64)])
 def test_the_address_of_the_blocks_is_that_of_the_codes(inputs, outputs):
     """oneDNN's layout is checked, not assumed: the address is 0 if it has another one, or pads."""
-    layer = Int8Linear(nn.Linear(inputs, outputs))
+    layer = QuantizedLinear(nn.Linear(inputs, outputs))
     assert torch.equal(layer.sums, 128 * layer.codes().sum(1, dtype=torch.int32))
-    assert int8._address_of_blocks(layer.packed, layer.codes().flip(0)) == 0
-    assert Int8Linear(nn.Linear(inputs, outputs - 8)).blocks == 0
+    assert quantized._address_of_blocks(layer.packed, layer.codes().flip(0)) == 0
+    assert QuantizedLinear(nn.Linear(inputs, outputs - 8)).blocks == 0
     if layer.blocks:
         stored = np.ctypeslib.as_array((ctypes.c_int8 * (inputs * outputs)).from_address(layer.blocks))
         assert stored[4 * 3 + 2] == layer.codes()[3, 2]
