@@ -1,8 +1,8 @@
 """`alibi bench gpu-models`: what `alibi bench gpu` leaves out, on one GPU; correctness first, then time.
 
-Training steps and decoding through CUDA graphs, forget gates, key masks, each kernel by name, a BLOOM and an encoder. Each part
-makes a record, has a share of the time, and a failure in it is the reason in a row. The scale "smoke" tests this file: the same
-code at tiny sizes on a CPU, in Triton's interpreter.
+Training steps and decoding through CUDA graphs, forget gates, key masks, each kernel by name, a BLOOM, an encoder, JAX. Each
+part makes a record, has a share of the time, and a failure in it is the reason in a row. The scale "smoke" tests this file: the
+same code at tiny sizes on a CPU, in Triton's interpreter.
 """
 
 import time
@@ -12,13 +12,14 @@ from pathlib import Path
 import torch
 
 from alibi_lab.measure.gpu_decoding import DECODING
+from alibi_lab.measure.gpu_jax import JAX
 from alibi_lab.measure.gpu_kernels import OF_KERNELS
 from alibi_lab.measure.gpu_networks import BLOOM, BLOOM_STEP, ENCODER
 from alibi_lab.measure.gpu_parts import Case, Part, failures, left_out, number_type
 from alibi_lab.measure.gpu_steps import GATED, PLAIN, WITH_MASK
 from alibi_lab.measure.harness import Config, Row, Rows, Say, keep
 
-PARTS = (PLAIN, DECODING, OF_KERNELS, GATED, WITH_MASK, BLOOM, BLOOM_STEP, ENCODER)
+PARTS = (PLAIN, DECODING, OF_KERNELS, GATED, WITH_MASK, BLOOM, BLOOM_STEP, ENCODER, JAX)
 SCALES = ("full", "smoke")
 
 
@@ -26,7 +27,7 @@ def gpu_models(
     out: Path,
     *,
     parts: Sequence[str] = (),
-    seconds: float = 100.0,
+    seconds: float = 130.0,
     scale: str = "full",
     say: Say = print,
 ) -> list[Path]:

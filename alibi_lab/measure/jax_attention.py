@@ -120,14 +120,14 @@ def _checked(
     if length > peer.longest:
         return Candidate({**row, "why_not": f"not tried beyond {peer.longest} tokens"})
     calls = _torch_calls if peer.name == TORCH else _jax_calls
-    forward, step = calls(peer, query, key, value, grad, slopes)
-    output = forward()
+    of_forward, of_step = calls(peer, query, key, value, grad, slopes)
+    output = of_forward()
     if not isinstance(output, Tensor):
         output = torch.from_numpy(np.array(output)).transpose(1, 2)
     errors = reference.compare(peer, [output[:, :, -CHECKED_QUERIES:]])
     if errors.wrong is not None:
         raise RuntimeError(f"at {length} tokens {errors.wrong}")
-    return Candidate({**row, "relative_error": errors.output}, forward, step)
+    return Candidate({**row, "relative_error": errors.output}, of_forward, of_step)
 
 
 def _torch_calls(
@@ -143,8 +143,8 @@ def _jax_calls(
     """(forward, step) as jitted calls that wait for their results, because JAX dispatches asynchronously."""
     inputs = [_in_jax(x) for x in (query, key, value)]
     attention = peer.prepare(*inputs, jnp.asarray(slopes.numpy()))
-    forward = functools.partial(_finished, jax.jit(_forward), attention, *inputs)
-    return forward, functools.partial(_finished, jax.jit(_step), attention, _in_jax(grad), *inputs)
+    of_forward = functools.partial(_finished, jax.jit(forward), attention, *inputs)
+    return of_forward, functools.partial(_finished, jax.jit(step), attention, _in_jax(grad), *inputs)
 
 
 def _in_jax(x: Tensor) -> jax.Array:
@@ -156,11 +156,11 @@ def _finished(function: Callable[..., object], *arguments: object) -> object:
     return jax.block_until_ready(function(*arguments))  # type: ignore[no-untyped-call]
 
 
-def _forward(attention: Callable[..., jax.Array], query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+def forward(attention: Callable[..., jax.Array], query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     return attention(query, key, value)
 
 
-def _step(
+def step(
     attention: Callable[..., jax.Array], grad: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array
 ) -> object:
     output, pull = jax.vjp(attention, query, key, value)
@@ -169,7 +169,7 @@ def _step(
 
 def _train_step(kind: str, length: int) -> None:
     query, key, value, grad = (_in_jax(x) for x in draw(Case(kind, length)))
-    _finished(jax.jit(_step), dot_product_attention.bound(alibi_attention), grad, query, key, value)
+    _finished(jax.jit(step), dot_product_attention.bound(alibi_attention), grad, query, key, value)
 
 
 def _summary(columns: Columns) -> dict[str, float | None]:

@@ -5,13 +5,16 @@ from pathlib import Path
 import pytest
 import torch
 
+from alibi_attn import alibi_attention
 from alibi_lab import records
+from alibi_lab.measure import gpu_jax
 from alibi_lab.measure import gpu_models as module
 from alibi_lab.measure.gpu_kernels import of_step
 from alibi_lab.measure.gpu_models import PARTS, gpu_models
 from alibi_lab.measure.gpu_parts import Calls, Case, Part, Truth, drawn
 from alibi_lab.measure.gpu_steps import padding, with_gates, with_slope
 from alibi_lab.measure.inputs import published_slopes
+from alibi_lab.measure.peers import Peer, dot_product_attention
 
 CPU = torch.device("cpu")
 CASES = {"smoke": (Case(2, 20, 2, 8), Case(1, 30, 2, 8))}
@@ -27,13 +30,14 @@ def rows(record: records.Record) -> dict[str, dict[str, object]]:
 
 
 def test_what_needs_no_kernel_is_right_and_timed_and_the_rest_has_its_reason(tmp_path: Path) -> None:
+    parts = [part for part in PARTS if part.name != "jax"]  # which takes longest to compile
     found = {
         record.name.removeprefix("gpu-smoke/models-"): rows(record)
-        for record in map(records.load, gpu_models(tmp_path, scale="smoke", say=silent))
+        for record in map(records.load, gpu_models(tmp_path, parts=[x.name for x in parts], scale="smoke", say=silent))
     }
-    assert list(found) == [part.name for part in PARTS]
+    assert list(found) == [part.name for part in parts]
     without = ("ours", "ours, graph")  # in these parts, on a CPU without Triton's interpreter
-    for part in PARTS:
+    for part in parts:
         for peer, row in found[part.name].items():
             if (
                 part.name == "kernels"
@@ -47,6 +51,54 @@ def test_what_needs_no_kernel_is_right_and_timed_and_the_rest_has_its_reason(tmp
                 assert 0 <= row["relative_error"] <= row["allowed_error"] < 1e-5
                 assert row["forward_ms"] > 0
                 assert row["host_us"] > 0
+
+
+@pytest.mark.long  # XLA compiles for seconds
+def test_attention_in_jax_is_right_and_timed(tmp_path: Path) -> None:
+    (path,) = gpu_models(tmp_path, parts=["jax"], scale="smoke", say=silent)
+    found = rows(records.load(path))
+    assert found.pop(gpu_jax.CUDNN)["why_not"] == "cuDNN is not detected."
+    assert set(found) == {"ours", "JAX + dense bias", "ours, dense"}
+    for row in found.values():
+        assert row["right"] is True
+        assert 0 <= row["relative_error"] <= row["allowed_error"] < 1e-5
+        assert row["forward_ms"] > 0
+        assert row["host_us"] > 0
+
+
+def test_steps_in_jax_are_judged_and_left_out_where_they_are_long(monkeypatch: pytest.MonkeyPatch) -> None:
+    import jax
+
+    def linear(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+        return query + key + value
+
+    peers = [
+        Peer("wrong", lambda q, k, v, slopes: dot_product_attention.bound(linear), "", longest=70),
+        Peer("slow", dot_product_attention.causal, ""),
+    ]
+    monkeypatch.setattr(gpu_jax, "_peers", lambda: peers)
+    steps = gpu_jax.Steps()
+    steps._pace["slow"] = 1.0
+    calls = steps(Case(2, 70, 2, 16), CPU)
+    row = calls["wrong"]()
+    assert row["right"] is False
+    assert row["why_not"].startswith("it is wrong")
+    assert "forward_ms" not in row
+    assert calls["slow"]() == {"why_not": f"a step would take {2 * 70 * 70 * 2} s"}
+    assert steps(Case(1, 71, 2, 16), CPU)["wrong"]() == {"why_not": "not tried beyond 70 tokens"}
+
+
+def test_a_long_step_in_jax_is_judged_by_its_last_queries(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_jax, "LONGEST_TRUTH", 69)
+    case = Case(2, 70, 2, 16)
+    *inputs, grad = drawn(case, CPU)
+    slopes = published_slopes(2)
+    judge = gpu_jax._judge(case, inputs, grad, slopes)
+    leaves = [x.requires_grad_() for x in inputs]
+    for right in (True, False):
+        output = alibi_attention(*leaves, slopes if right else slopes[[1, 0]], backend="dense")
+        row = judge(Peer("ours", lambda: None, ""), [output.detach(), *torch.autograd.grad(output, leaves, grad)])
+        assert row["right"] is right
 
 
 def test_a_wrong_part_raises_after_the_records_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

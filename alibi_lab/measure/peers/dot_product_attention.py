@@ -23,6 +23,11 @@ def causal(query: jax.Array, key: jax.Array, value: jax.Array, slopes: jax.Array
     return bound(_causal)
 
 
+def cudnn(query: jax.Array, key: jax.Array, value: jax.Array, slopes: jax.Array) -> Attention:
+    """Causal, without a bias, by cuDNN's kernel."""
+    return bound(_by_cudnn)
+
+
 def bound(function: Callable[..., Any], *arrays: jax.Array) -> Attention:
     """The function with its first arrays bound. Passed to a jitted function, the arrays are traced and not constants."""
     partial: Attention = jax.tree_util.Partial(function, *arrays)  # type: ignore[no-untyped-call]
@@ -35,6 +40,10 @@ def _biased(bias: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array)
 
 def _causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
     return jax.nn.dot_product_attention(query, key, value, is_causal=True)
+
+
+def _by_cudnn(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
+    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
 
 
 DENSE = Peer("dense bias", dense, "dot_product_attention with a bias that is built once", longest=8192)

@@ -48,10 +48,16 @@ def test_a_part_that_takes_too_long_is_stopped_with_its_processes(
         pass  # killed, but not yet gone
 
 
-def test_the_parts_end_within_500_seconds_with_conformance_first() -> None:
-    assert sum(part.seconds for part in PARTS["full"].values()) <= 500
-    assert list(PARTS["full"]) == ["conformance", "compile", "bench", "models", "attack"]
-    assert list(PARTS["smoke"]) == ["conformance", "bench", "models", "attack"]  # an interpreter compiles nothing
+def test_the_parts_end_within_540_seconds_with_conformance_first() -> None:
+    assert sum(part.seconds for part in PARTS["full"].values()) <= 540
+    assert list(PARTS["full"]) == ["conformance", "compile", "bench", "models", "jax", "attack"]
+    assert list(PARTS["smoke"]) == [
+        "conformance",
+        "bench",
+        "models",
+        "jax",
+        "attack",
+    ]  # an interpreter compiles nothing
 
 
 def test_some_parts_share_the_given_seconds() -> None:
@@ -104,4 +110,4 @@ def test_a_rehearsal_passes_with_nothing_but_torch_and_triton(tmp_path: Path) ->
     ]
     assert len(found) == 4 + len(gpu_models.PARTS)
     again = subprocess.run(line, capture_output=True, text=True, check=False, env=environment)
-    assert again.stdout.count("has passed already") == 4
+    assert again.stdout.count("has passed already") == 5

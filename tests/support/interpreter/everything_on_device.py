@@ -1,12 +1,12 @@
-"""Everything that a GPU can tell in about eight minutes: conformance first, then speed, then the attack on the certificate.
+"""Everything that a GPU can tell in about nine minutes: conformance first, then speed, then the attack on the certificate.
 
     python tests/support/interpreter/everything_on_device.py runs/gpu                                         on a GPU
     TRITON_INTERPRET=1 python tests/support/interpreter/everything_on_device.py runs/gpu --scale smoke    a rehearsal
 
 Options: --only PART … runs some parts; --seconds N shares N seconds among the parts in place of their own limits.
-It needs this source tree, torch, numpy and Triton, and nothing installed. Each part runs in its own process, with a time limit,
-and leaves its records and `log.txt` in a folder such as `attack-1`. Started again, it repeats only the parts that did not
-pass, in new folders. The exit status is 1 if a part did not pass.
+It needs this source tree, torch, numpy and Triton, and nothing installed; the part "jax" needs JAX. Each part runs in its own
+process, with a time limit, and leaves its records and `log.txt` in a folder such as `attack-1`. Started again, it repeats only
+the parts that did not pass, in new folders. The exit status is 1 if a part did not pass.
 """
 
 import argparse
@@ -50,12 +50,14 @@ PARTS: Mapping[str, Mapping[str, Part]] = {
         "compile": Part((COMPILE, SECONDS), 40, 3),
         "bench": Part((__file__, "--measure", "bench", "--seconds", SECONDS), 130, 22),
         "models": Part((__file__, "--measure", "models", "--seconds", SECONDS), 100, 15),
+        "jax": Part((__file__, "--measure", "jax", "--seconds", SECONDS), 40, 10),
         "attack": Part((CONFORMANCE, "--cases", "0", "--draws", "2000", "--seconds", SECONDS), 80, 30),
     },
     "smoke": {
         "conformance": Part((CONFORMANCE, "--draws", "0", "--cases", "1"), 600),
         "bench": Part((__file__, "--measure", "bench", "--scale", "smoke"), 600),
         "models": Part((__file__, "--measure", "models", "--scale", "smoke"), 600),
+        "jax": Part((__file__, "--measure", "jax", "--scale", "smoke"), 600),
         "attack": Part((CONFORMANCE, "--cases", "0", "--draws", "2"), 600),
     },
 }
@@ -116,12 +118,13 @@ def run(part: Part, folder: Path) -> str:
 def measure(what: str, out: Path, scale: str, seconds: float) -> None:
     """`alibi bench gpu` and `alibi bench gpu-models`, without their command line, which needs typer."""
     from alibi_lab.measure.gpu import gpu
-    from alibi_lab.measure.gpu_models import gpu_models
+    from alibi_lab.measure.gpu_models import PARTS, gpu_models
 
     if scale == "smoke":
         quick_interpreter.prepare()
-    if what == "models":
-        gpu_models(out, scale=scale, seconds=seconds)
+    if what in ("models", "jax"):
+        parts = [part.name for part in PARTS if (part.name == "jax") == (what == "jax")]
+        gpu_models(out, parts=parts, scale=scale, seconds=seconds)
     elif scale == "smoke":
         gpu(out, lengths=(64,), shapes=((2, 16),), kinds=("noise",), scale="smoke")
     else:
@@ -134,7 +137,7 @@ if __name__ == "__main__":
     parser.add_argument("--scale", choices=PARTS, default="full")
     parser.add_argument("--only", nargs="+", choices=PARTS["full"], default=(), help="the parts to run")
     parser.add_argument("--seconds", type=float, help="shared among the parts")
-    parser.add_argument("--measure", choices=("bench", "models"), help="only this, in this process")
+    parser.add_argument("--measure", choices=("bench", "models", "jax"), help="only this, in this process")
     asked = parser.parse_args()
     if asked.measure:
         sys.exit(measure(asked.measure, asked.out, asked.scale, asked.seconds or 600.0))

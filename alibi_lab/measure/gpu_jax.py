@@ -1,0 +1,210 @@
+"""The part "jax" of `alibi bench gpu-models`: training steps in JAX, of ours and of JAX's own attention without and with a bias.
+
+XLA compiles the calls of a case in several threads before any is timed. Up to LONGEST_TRUTH tokens one head is compared with fp64
+as in `gpu_parts.py`, beyond it the last queries as in `correctness.py`.
+"""
+
+import concurrent.futures
+import functools
+import os
+import statistics
+import time
+from collections.abc import Callable, Sequence
+from typing import TYPE_CHECKING, Any
+
+import torch
+from torch import Tensor
+
+from alibi_lab.measure.correctness import ROWS, Reference
+from alibi_lab.measure.gpu_parts import Calls, Case, Part, Truth, biased_by, causal_distance, drawn
+from alibi_lab.measure.gpu_steps import with_slope
+from alibi_lab.measure.harness import Row
+from alibi_lab.measure.inputs import published_slopes
+from alibi_lab.measure.peers import Peer
+
+if TYPE_CHECKING:
+    import jax
+
+PATIENCE_S = 5.0  # a step that would take longer, judged by the case before, is left out
+LONGEST_TRUTH = 16384
+FILL_MS, REPEATS = 5.0, 5  # of each measurement, and how many
+OURS, DENSE, CUDNN, BIASED = "ours", "ours, dense", "JAX, no bias, cuDNN", "JAX + dense bias"
+NOTES = {
+    OURS: "alibi_attention(backend='loop'), which 'auto' takes on CUDA",
+    DENSE: "alibi_attention(backend='dense')",
+    CUDNN: "jax.nn.dot_product_attention(is_causal=True, implementation='cudnn'); no ALiBi at all",
+    BIASED: "jax.nn.dot_product_attention with a bias that is built once, compiled by XLA",
+}
+
+
+def _peers() -> list[Peer]:
+    from alibi_lab.measure import jax_attention
+    from alibi_lab.measure.peers import dot_product_attention as theirs
+
+    return [
+        Peer(OURS, jax_attention.ours(backend="loop"), NOTES[OURS], longest=LONGEST_TRUTH),
+        Peer(CUDNN, theirs.cudnn, NOTES[CUDNN], biased=False),
+        Peer(BIASED, theirs.dense, NOTES[BIASED], longest=LONGEST_TRUTH),
+        Peer(DENSE, jax_attention.ours(backend="dense"), NOTES[DENSE], longest=8192),
+    ]
+
+
+class Steps:
+    """Checks and times the peers of one case after the other; remembers how long a step of each took."""
+
+    def __init__(self) -> None:
+        self._pace: dict[str, float] = {}  # seconds of a step by peer: per token of ours, else per score
+
+    def __call__(self, case: Case, device: torch.device) -> Calls:
+        os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch computes the truth on the same device
+        peers = _peers()
+        *inputs, grad = drawn(case, device)
+        slopes = published_slopes(case.heads, device)
+        refused = {peer.name: self._why_not(peer, case) for peer in peers}
+        judge = _judge(case, inputs, grad, slopes)
+        arrays = [_in_jax(x) for x in (*inputs, grad)]
+        m = _to_jax(slopes)
+        if device.type == "cuda":
+            torch.cuda.empty_cache()
+            torch.cuda.synchronize()
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            ready = {x.name: pool.submit(_compiled, x, arrays, m) for x in peers if refused[x.name] is None}
+        calls: Calls = {}
+        for peer in peers:
+            if (why_not := refused[peer.name]) is not None:
+                calls[peer.name] = functools.partial(dict, why_not=why_not)
+            else:
+                prepare = functools.partial(peer.prepare, *arrays[:3], m)
+                calls[peer.name] = functools.partial(self._row, peer, case, ready[peer.name], prepare, arrays, judge)
+        return calls
+
+    def _why_not(self, peer: Peer, case: Case) -> str | None:
+        if case.length > peer.longest:
+            return f"not tried beyond {peer.longest} tokens"
+        expected = self._pace.get(peer.name, 0.0) * _work(peer, case)
+        return f"a step would take {expected:.0f} s" if expected > PATIENCE_S else None
+
+    def _row(
+        self,
+        peer: Peer,
+        case: Case,
+        ready: "concurrent.futures.Future[tuple[Callable[..., Any], Callable[..., Any]]]",
+        prepare: Callable[[], object],
+        arrays: Sequence["jax.Array"],
+        judge: Callable[[Peer, list[Tensor]], Row],
+    ) -> Row:
+        import jax
+
+        forward, step = ready.result()
+        attention, (query, key, value, grad) = prepare(), arrays
+        jax.block_until_ready(attention)  # type: ignore[no-untyped-call]
+        output, gradients = jax.block_until_ready(step(attention, grad, query, key, value))  # type: ignore[no-untyped-call]
+        row = judge(peer, [_in_torch(x) for x in (output, *gradients)])
+        del output, gradients
+        if row["right"]:
+            forward_ms = _milliseconds(functools.partial(forward, attention, query, key, value))
+            whole = functools.partial(step, attention, grad, query, key, value)
+            whole_ms, host_us = _milliseconds(whole), _host_us(whole)
+            self._pace[peer.name] = whole_ms / 1e3 / _work(peer, case)
+            row |= {"forward_ms": forward_ms, "backward_ms": max(whole_ms - forward_ms, 0.0), "host_us": host_us}
+        return row
+
+
+def _work(peer: Peer, case: Case) -> int:
+    tokens = case.batch * case.heads * case.length
+    return tokens if peer.name == OURS else tokens * case.length
+
+
+def _judge(case: Case, inputs: Sequence[Tensor], grad: Tensor, slopes: Tensor) -> Callable[[Peer, list[Tensor]], Row]:
+    """What compares the output and gradients of a peer, each [B, H, T, D], with the truth."""
+    if case.length > LONGEST_TRUTH:
+        query, key, value = inputs
+        reference = Reference.of(query, key, value, grad, slopes)
+
+        def of_last(peer: Peer, outputs: list[Tensor]) -> Row:
+            errors = reference.compare(peer, [x[:1, :, -ROWS:] for x in outputs])
+            return {"relative_error": errors.output, "right": errors.wrong is None, "why_not": errors.wrong}
+
+        return of_last
+    hidden = torch.where(causal_distance(case.length, grad.device) == torch.inf, -torch.inf, 0.0)
+    truths = {
+        True: Truth.of(with_slope(slopes, case.length), inputs, grad),
+        False: Truth.of(biased_by(hidden), inputs, grad),
+    }
+    return lambda peer, outputs: truths[peer.biased].row(outputs)
+
+
+def _compiled(
+    peer: Peer, arrays: Sequence["jax.Array"], slopes: "jax.Array"
+) -> tuple[Callable[..., Any], Callable[..., Any]]:
+    """The forward pass and the training step, for arrays of these shapes."""
+    import jax
+
+    from alibi_lab.measure.jax_attention import forward, step
+
+    query, key, value, grad = arrays
+    attention = jax.eval_shape(peer.prepare, query, key, value, slopes)
+    of_forward = jax.jit(forward).lower(attention, query, key, value)
+    return of_forward.compile(), jax.jit(step).lower(attention, grad, query, key, value).compile()
+
+
+def _milliseconds(call: Callable[[], object]) -> float:
+    """The median of several warm calls, dispatched back to back; a call of half a second or more is timed once, cold."""
+    import jax
+
+    def elapsed(calls: int) -> float:
+        start = time.perf_counter()
+        for _ in range(calls):
+            result = call()
+        jax.block_until_ready(result)  # type: ignore[no-untyped-call]
+        return (time.perf_counter() - start) * 1e3 / calls
+
+    cold = elapsed(1)
+    if cold > 500 or jax.default_backend() == "cpu":
+        return cold
+    calls = max(1, min(50, int(FILL_MS / elapsed(1))))
+    return statistics.median(elapsed(calls) for _ in range(REPEATS))
+
+
+def _host_us(call: Callable[[], object]) -> float:
+    """The microseconds until a warm call returns."""
+    import jax
+
+    start = time.perf_counter()
+    result = call()
+    taken = (time.perf_counter() - start) * 1e6
+    jax.block_until_ready(result)  # type: ignore[no-untyped-call]
+    return taken
+
+
+def _in_jax(x: Tensor) -> "jax.Array":
+    """[B, H, T, D] -> [B, T, H, D], JAX's layout."""
+    return _to_jax(x.transpose(1, 2).contiguous())
+
+
+def _to_jax(x: Tensor) -> "jax.Array":
+    import jax.numpy as jnp
+
+    return jnp.from_dlpack(x)
+
+
+def _in_torch(x: "jax.Array") -> Tensor:
+    return torch.utils.dlpack.from_dlpack(x).transpose(1, 2)
+
+
+JAX = Part(
+    "jax",
+    30.0,
+    NOTES,
+    {
+        "full": (
+            Case(1, 2048, 16, 128),
+            Case(8, 2048, 16, 128),
+            Case(1, 16384, 16, 128),
+            Case(1, 131072, 16, 128),
+            Case(2, 8192, 16, 128),
+        ),
+        "smoke": (Case(2, 70, 2, 16),),
+    },
+    Steps(),
+)
