@@ -14,6 +14,7 @@ together, whatever they are, and that is at most ε for every
 import math
 
 UNLIMITED = 2**60  # the reach of a head that may skip nothing: farther than any key
+_NORM_ROUNDING = 2.0**-7  # of ‖q‖: two roundings to bfloat16 are 2⁻⁸, and the arithmetic of the norm stays far below
 
 
 def tail_nats(slope: float) -> float:
@@ -48,19 +49,13 @@ def reach(slope: float, upper: float, lower: float, tolerance: float, *, slack: 
     return max(1, math.ceil(quotient + 1e-12 * abs(quotient)))
 
 
-def dropped_mass(slope: float, upper: float, lower: float, distance: int) -> float:
-    """The bound: the largest share of softmax mass that keys at |i − j| ≥ `distance` can have; m > 0."""
-    return math.exp(min(upper - lower - slope * distance + tail_nats(slope), 0.0))
-
-
-def score_bound_of_norms(
-    scale: float, head_dim: int, query_norm_weight: float, key_norm_weight: float, *, rounding: float = 2.0**-8
-) -> float:
+def score_bound_of_norms(scale: float, head_dim: int, query_norm_weight: float, key_norm_weight: float) -> float:
     """U of a head whose queries and keys are RMS-normalized: |scale|·D·max|g_q|·max|g_k|, a constant of the weights.
 
-    RMS normalization without offset gives ‖q‖ ≤ √D·max|g_q|. `rounding` is the half unit of the dtype in which
-    the results are stored (2⁻⁸ for bfloat16, the coarsest), once for q and once for k.
+    RMS normalization without offset gives ‖q‖ ≤ √D·max|g_q|. U allows for the rounding of q and of k, also in bfloat16, the
+    coarsest dtype, and for that of their product in fp32.
     """
+    rounding = _NORM_ROUNDING + (head_dim + 16) * 2.0**-24
     return abs(scale) * head_dim * abs(query_norm_weight) * abs(key_norm_weight) * (1.0 + rounding) ** 2
 
 

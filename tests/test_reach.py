@@ -4,7 +4,7 @@ import math
 
 import pytest
 
-from alibi_attn.reach import UNLIMITED, dropped_mass, reach, score_bound_of_norms, static_reach, tail_nats
+from alibi_attn.reach import UNLIMITED, reach, score_bound_of_norms, static_reach, tail_nats
 
 
 @pytest.mark.parametrize("slope", [2.0**-16, 2.0**-8, 0.1, 0.5, 1.0, 4.0])
@@ -26,7 +26,6 @@ def test_the_reach_is_the_smallest_distance_that_is_certified(slope: float, uppe
     assert mass(r) <= tolerance * (1 + 1e-9)
     if r > 1:
         assert mass(r - 1) > tolerance * (1 - 1e-9)
-    assert dropped_mass(slope, upper, lower, r) <= tolerance * (1 + 1e-9)
 
 
 @pytest.mark.parametrize(
@@ -48,6 +47,6 @@ def test_inputs_without_a_certificate_have_no_reach(numbers: tuple[float, float,
 
 def test_a_static_reach_holds_for_every_query_within_its_bound() -> None:
     upper = score_bound_of_norms(64**-0.5, 64, 1.0, 1.0)
-    assert upper == pytest.approx(8.0 * (1 + 2.0**-8) ** 2)
+    assert upper == pytest.approx(8.0 * (1 + 2.0**-7 + 80 * 2.0**-24) ** 2)
     r = static_reach(0.5, upper, 2.0**-28)
     assert all(reach(0.5, upper, lower, 2.0**-28) <= r for lower in (-upper, 0.0, upper))

@@ -34,7 +34,6 @@ from alibi_attn.nn.static_cache import StaticKVCache, StaticReachCache
 from alibi_attn.reach import UNLIMITED, score_bound_of_norms, static_reach
 
 _QK_NORM_EPS = 1e-6  # only keeps a zero vector zero; the bound ‖q‖ ≤ √D·max|weight| holds for any eps ≥ 0
-_NORM_ROUNDING = 2.0**-7  # of ‖q‖: two roundings to bfloat16 are 2⁻⁸, and the arithmetic of the norm stays far below
 
 
 class ALiBiAttention(nn.Module):
@@ -278,8 +277,7 @@ class ALiBiAttention(nn.Module):
                 "reach_cache or static_reach a score_bound= of all |q·k|/√D"
             )
         of_query, of_key = (float(norm.weight.detach().abs().max()) for norm in (self.q_norm, self.k_norm))
-        rounding = _NORM_ROUNDING + (self.head_dim + 16) * 2.0**-24
-        return score_bound_of_norms(self.head_dim**-0.5, self.head_dim, of_query, of_key, rounding=rounding)
+        return score_bound_of_norms(self.head_dim**-0.5, self.head_dim, of_query, of_key)
 
     def reach_cache(
         self, *, tolerance: float | None = None, score_bound: float | None = None

@@ -16,8 +16,6 @@ from alibi_attn.hf.caches.forgetting_cache import ForgettingCache
 from alibi_attn.nn.gated_cache import GatedReachCache
 from alibi_attn.reach import score_bound_of_norms
 
-NORM_ROUNDING = 2.0**-7  # of ‖q‖: two roundings to bfloat16 are 2⁻⁸, and the arithmetic of the norm stays far below
-
 
 class HeadNorm(nn.Module):
     """RMS norm of each head, [B, T, H·D] -> [B, T, H·D], with a weight [H·D]."""
@@ -138,8 +136,7 @@ def score_bound(layer: nn.Module, head_dim: int) -> float:
             "none, so use an ALiBiCache"
         )
     of_query, of_key = (float(weight.detach().abs().max()) for weight in norms)
-    rounding = NORM_ROUNDING + (head_dim + 16) * 2.0**-24
-    bound = score_bound_of_norms(settings_of(layer).scale, head_dim, of_query, of_key, rounding=rounding)
+    bound = score_bound_of_norms(settings_of(layer).scale, head_dim, of_query, of_key)
     return bound + (head_dim + 16) * 2.0**-24 * bound  # scores and λ are computed in fp32
 
 
