@@ -11,7 +11,8 @@ from alibi_attn.cli.console import check_writable, console, needs, print_path
 from alibi_lab import records
 from alibi_lab.report import answers, rollouts
 from alibi_lab.report import verdicts as claims
-from alibi_lab.report.tables.verdicts import counted, ratio_text, why
+from alibi_lab.report.intervals import Interval
+from alibi_lab.report.tables.verdicts import counted, interval_text, ratio_text, why
 
 
 def report(
@@ -65,18 +66,18 @@ def print_verdicts(found: Sequence[records.Record]) -> None:
     for record, one in judged:
         scale = answers.scale_of(record)
         place = f"{answers.item_name(record)}{f' ({scale})' if scale else ''}"
-        bounds = one.interval
-        ours = ratio_text(one.ours)
-        between = f" [{ratio_text(bounds.low)} to {ratio_text(bounds.high)}]" if bounds else ""
-        wanted = f"holds if {one.claim.condition}"
-        line = f"{one.word:<12}  {place}: {one.claim.says}: {ours}{between}, {wanted}; {why(one)}"
-        console.print(escape(line), soft_wrap=True, highlight=False)
+        condition = f"{one.claim.condition}; {why(one)}"
+        _print_claim(one.word, f"{place}: {one.claim.says}", one.ours, one.interval, condition)
     by_scale: dict[str, list[claims.Verdict]] = {}
     for record, one in judged:
         by_scale.setdefault(answers.scale_of(record), []).append(one)
     for scale, group in by_scale.items():
         console.print(escape(f"{f'{scale}: ' if len(by_scale) > 1 else ''}{counted(group)}"))
     for other in others:
-        between = f" [{ratio_text(other.bounds.low)} to {ratio_text(other.bounds.high)}]" if other.bounds else ""
-        line = f"{other.word:<12}  Wu et al. 2025: {other.says}: {ratio_text(other.ours)}{between}, holds if {other.condition}"
-        console.print(escape(line), soft_wrap=True, highlight=False)
+        _print_claim(other.word, f"Wu et al. 2025: {other.says}", other.ours, other.bounds, other.condition)
+
+
+def _print_claim(word: str, says: str, ours: float, bounds: Interval | None, condition: str) -> None:
+    between = f" [{interval_text(bounds)}]" if bounds else ""
+    line = f"{word:<12}  {says}: {ratio_text(ours)}{between}, holds if {condition}"
+    console.print(escape(line), soft_wrap=True, highlight=False)

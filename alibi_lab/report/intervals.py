@@ -16,11 +16,13 @@ If there are both, the result is the range that covers them (`union`).
 
 import dataclasses
 import math
+from typing import Literal
 
 import numpy as np
 from numpy.typing import NDArray
 
 Array = NDArray[np.float64]
+Word = Literal["contradicted", "confirmed", "open"]
 
 # Student's t for two-sided 95 %, by degrees of freedom; between two entries the smaller number of degrees applies.
 T_95 = {
@@ -104,6 +106,13 @@ def interval(pairs: Paired) -> Interval | None:
 def as_ratio(bounds: Interval | None) -> Interval | None:
     """The interval of e to the power of the mean."""
     return bounds and dataclasses.replace(bounds, low=exp(bounds.low), high=exp(bounds.high))
+
+
+def word_of(bounds: Interval, relation: Literal["below", "above"], threshold: float) -> Word:
+    """The verdict on a claim that a number is on this side of a threshold: open unless the whole interval is on one side."""
+    sides = bounds.high < threshold, bounds.low > threshold
+    holds, fails = sides if relation == "below" else sides[::-1]
+    return "confirmed" if holds else "contradicted" if fails else "open"
 
 
 def joined(parts: Array, tokens: Array, length: float) -> tuple[Array, Array]:

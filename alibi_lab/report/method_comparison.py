@@ -19,7 +19,7 @@ from typing import Literal
 import numpy as np
 
 from alibi_lab.records import Record
-from alibi_lab.report.intervals import Array, Interval, Paired, as_ratio, exp, mean_interval
+from alibi_lab.report.intervals import Array, Interval, Paired, as_ratio, exp, mean_interval, word_of
 from alibi_lab.report.series import Series, Study, flat, numbers, seed_of, sequence
 
 RECIPE = "referee"
@@ -214,7 +214,7 @@ def dropped_beats_alibi(tasks: Sequence[Task]) -> str:
         found = compared(*(scores(task, method, longest) for method in ("drope", "alibi")))
         bounds = found.interval
         if task.name == "needles" and bounds:
-            word = "confirmed" if bounds.low > 0 else "contradicted" if bounds.high < 0 else "open"
+            word = word_of(bounds, "above", 0.0)
             points = [f"{100 * share:.0f}".replace("-", "−") for share in (found.value, bounds.low, bounds.high)]
             return (
                 f"Rotary positions that are dropped find more needles than ALiBi (Gelberg et al. 2025): {word}. "

@@ -7,12 +7,14 @@ of Press et al. (`verdicts.py`) they need an interval over seeds. Next: `plots/r
 
 import dataclasses
 from collections.abc import Iterator, Mapping, Sequence
+from typing import Literal
 
 import numpy as np
 
 from alibi_lab.position_methods import LOOKS
 from alibi_lab.records import MAX_COUNT, Json, Record
-from alibi_lab.report.intervals import Array, Interval, Paired, as_ratio, exp, mean_interval, seed_interval
+from alibi_lab.report import intervals
+from alibi_lab.report.intervals import Array, Interval, Paired, Word
 from alibi_lab.report.series import numbers, sequence
 
 THEORY = "theory"
@@ -29,14 +31,13 @@ class Claim:
     Args:
         ours: the ratio; it holds if the ratio is on the right side of 1, as `condition` says.
         bounds: its interval; None if there is none.
-        word: "confirmed", "contradicted" or "open".
     """
 
     says: str
     condition: str
     ours: float
     bounds: Interval | None
-    word: str
+    word: Word
 
 
 def is_drawn(record: Record) -> bool:
@@ -109,7 +110,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             _judged(
                 f"under a causal mask alone the first token's share of accumulated attention rises from layer 1 to {last:.0f} "
                 "(theorem 4.1)",
-                1.0,
+                "above",
                 [(_logs(record, last), _logs(record, depths(record, PLAIN)[0])) for record in plain],
             )
         )
@@ -120,7 +121,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
             _judged(
                 f"a decay with the distance keeps it lower: after {last:.0f} layers ALiBi's share is below that without "
                 "positions (theorem 4.5)",
-                -1.0,
+                "below",
                 [(_logs(one, last), _logs(other, last)) for one, other in pairs],
             )
         )
@@ -150,14 +151,11 @@ def _logs(record: Record, depth: float) -> Array:
     return np.log(np.maximum(by_text(record, PLAIN, depth, "first_token"), np.finfo(np.float64).tiny))
 
 
-def _judged(says: str, sign: float, pairs: Sequence[tuple[Array, Array]]) -> Claim:
-    """The verdict on a claim that `sign` times the differences of logarithms, one pair per seed, is positive."""
+def _judged(says: str, relation: Literal["below", "above"], pairs: Sequence[tuple[Array, Array]]) -> Claim:
+    """The verdict on a claim that a ratio is on this side of 1, from pairs of logarithms, one per seed."""
     differences = np.array([over - under for over, under in pairs])  # [seeds, texts]
     logs, parts = differences.mean(1), differences.mean(0)
     samples = Paired(logs=logs, parts=parts, weights=np.full(len(parts), 1 / len(parts)))
-    bounds, word = as_ratio(mean_interval(samples)), "open"
-    if bounds and seed_interval(samples):
-        sides = (bounds.low > 1, bounds.high < 1)
-        holds, fails = sides if sign > 0 else sides[::-1]
-        word = "confirmed" if holds else "contradicted" if fails else "open"
-    return Claim(says, "above 1" if sign > 0 else "below 1", exp(float(logs.mean())), bounds, word)
+    bounds = intervals.as_ratio(intervals.mean_interval(samples))
+    word = intervals.word_of(bounds, relation, 1.0) if bounds and intervals.seed_interval(samples) else "open"
+    return Claim(says, f"{relation} 1", intervals.exp(float(logs.mean())), bounds, word)

@@ -15,7 +15,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Literal, get_args
+from typing import get_args
 
 import numpy as np
 
@@ -23,11 +23,9 @@ from alibi_lab.records import Record, age
 from alibi_lab.report import answers, intervals
 from alibi_lab.report.answers import Column, item_name, item_of, published, recorded
 from alibi_lab.report.claims import CLAIMS, Claim, Number
-from alibi_lab.report.intervals import Interval, Paired, as_ratio, union
+from alibi_lab.report.intervals import Interval, Paired, Word, as_ratio, union, word_of
 from alibi_lab.report.paired import Term, by_part, without_parts
 from alibi_lab.report.sources import METRICS, Sources
-
-Word = Literal["contradicted", "confirmed", "open"]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -117,9 +115,7 @@ def _age(claim: Claim, sources: Sources) -> str:
 def _word(claim: Claim, bounds: Interval) -> Word:
     if claim.relation == "equal":
         return "confirmed" if math.isclose(bounds.low, claim.threshold) else "contradicted"
-    sides = bounds.high < claim.threshold, bounds.low > claim.threshold
-    holds, fails = sides if claim.relation == "below" else sides[::-1]
-    return "confirmed" if holds else "contradicted" if fails else "open"
+    return word_of(bounds, claim.relation, claim.threshold)
 
 
 def _ratio(claim: Claim, column: Column) -> float:

@@ -1,18 +1,20 @@
 """The paper's claims: all verdicts, in one table per scale; and claims of other papers (`rollouts.py`)."""
 
+import math
 from collections.abc import Sequence
 
 from markupsafe import Markup
 
 from alibi_lab.records import Record
 from alibi_lab.report import answers, rollouts, verdicts
+from alibi_lab.report.intervals import Interval
 from alibi_lab.report.plots import paper_items
 from alibi_lab.report.section import Archive, Numbers, Section, Text
 from alibi_lab.report.sections import paper_item
 from alibi_lab.report.sources import Sources
 from alibi_lab.report.tables.cost import model_sizes
-from alibi_lab.report.tables.table import NOTHING, Block, Cell, Row, Table
-from alibi_lab.report.tables.verdicts import because, counted, ratio_text, why
+from alibi_lab.report.tables.table import Block, Cell, Row, Table
+from alibi_lab.report.tables.verdicts import because, counted, interval_text, ratio_text, why
 from alibi_lab.report.verdicts import Verdict
 
 _COLUMNS = ("verdict", "ours", "95 %", "the paper", "holds if", "from")
@@ -76,16 +78,9 @@ def _of_others(records: Sequence[Record]) -> list[Numbers]:
         return []
     rows = []
     for claim in judged:
-        bounds = claim.bounds
-        cells = (
-            Cell(claim.word, css=f"verdict {claim.word}"),
-            Cell(ratio_text(claim.ours)),
-            Cell(f"{ratio_text(bounds.low)} to {ratio_text(bounds.high)}" if bounds else "—"),
-            NOTHING,
-            Cell(claim.condition),
-            Cell(f"over {bounds.over}" if bounds else "no interval", css="why"),
-        )
-        rows.append((Markup('<a href="#rollout">Wu et al.</a> {}').format(claim.says), "", cells))
+        label = Markup('<a href="#rollout">Wu et al.</a> {}').format(claim.says)
+        reason = f"over {claim.bounds.over}" if claim.bounds else "no interval"
+        rows.append((label, "", _cells(claim.word, claim.ours, claim.bounds, math.nan, claim.condition, reason)))
     caption = Markup(
         "<h3>Position bias through the layers</h3>Claims of Wu, Wang, Jegelka and Jadbabaie 2025 (arXiv:2502.01951), as ratios "
         "of shares of accumulated attention in trained models."
@@ -103,15 +98,16 @@ def _size(members: Sequence[tuple[Record, Verdict]], archive: Archive) -> str:
 
 
 def _row(record: Record, verdict: Verdict, anchors: dict[int, str]) -> Row:
-    bounds, claim = verdict.interval, verdict.claim
+    claim = verdict.claim
     explained = because(verdict, answers.scale_of(record))
     label = Markup('<a href="#{}">{}</a> {}').format(anchors[id(record)], paper_item.item_title(record), claim.says)
-    cells = (
-        Cell(verdict.word, css=f"verdict {verdict.word}"),
-        Cell(ratio_text(verdict.ours)),
-        Cell(f"{ratio_text(bounds.low)} to {ratio_text(bounds.high)}" if bounds else "—"),
-        Cell(ratio_text(verdict.paper)),
-        Cell(claim.condition),
-        Cell(f"{why(verdict)}{f'. {explained}' if explained else ''}", css="why"),
-    )
-    return label, "", cells
+    reason = f"{why(verdict)}{f'. {explained}' if explained else ''}"
+    return label, "", _cells(verdict.word, verdict.ours, verdict.interval, verdict.paper, claim.condition, reason)
+
+
+def _cells(
+    word: str, ours: float, bounds: Interval | None, paper: float, condition: str, reason: str
+) -> tuple[Cell, ...]:
+    """The cells of `_COLUMNS`."""
+    numbers = (ratio_text(ours), interval_text(bounds), ratio_text(paper), condition)
+    return Cell(word, css=f"verdict {word}"), *map(Cell, numbers), Cell(reason, css="why")

@@ -9,7 +9,8 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import get_args
 
-from alibi_lab.report.verdicts import Verdict, Word
+from alibi_lab.report.intervals import Interval, Word
+from alibi_lab.report.verdicts import Verdict
 
 CONTRADICTED_BECAUSE: Mapping[str, Mapping[str, str]] = json.loads(
     Path(__file__).parents[1].joinpath("reasons.json").read_text(encoding="utf-8")
@@ -51,3 +52,8 @@ def ratio_text(value: float) -> str:
     if not math.isfinite(value):
         return "—"
     return f"{value:.4f}" if value < 2 else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def interval_text(bounds: Interval | None) -> str:
+    """The ends of an interval of a ratio; "—" if there is none."""
+    return f"{ratio_text(bounds.low)} to {ratio_text(bounds.high)}" if bounds else "—"
