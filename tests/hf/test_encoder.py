@@ -10,9 +10,11 @@ import torch
 from encoder_oracle import HEADS, LAYOUTS, WIDTH, WORDS, config, encode, random_state, write_folder
 from safetensors import safe_open
 from torch import Tensor
+from torch.utils._python_dispatch import TorchDispatchMode
 from transformers_names import checkpoint_activations
 
 from alibi_attn.hf import ALiBiBertConfig, ALiBiBertForMaskedLM, ALiBiBertForSequenceClassification, ALiBiBertModel
+from alibi_attn.hf.readers.encoder import packing
 
 DATA = Path(__file__).parent / "data"
 RECORDED = {"jina-v2": "jina", "jina-v2-code": "jina-code", "mosaic-dnabert2": "mosaic"}
@@ -149,6 +151,32 @@ def test_padding_is_not_computed(load):
         model(tokens(3, 12), HOLES)
         model(tokens(3, 12), torch.ones(3, 12))
     assert seen == [(1, int(MASK.sum()), WIDTH), (3, 12, WIDTH), (3, 12, WIDTH)]
+
+
+@torch.no_grad()
+def test_a_captured_batch_is_not_packed_and_equals_itself(load, monkeypatch):
+    model, _ = load("jina")
+    seen, ids = [], tokens(5, 12)
+    expected = model(ids, MASK).last_hidden_state
+    model.encoder.layer[1].register_forward_hook(lambda _module, inputs, _output: seen.append(inputs[0].shape[:2]))
+    monkeypatch.setattr(packing, "_is_captured", lambda _: True)
+    assert_within(model(ids, MASK).last_hidden_state, expected, 1e-13)
+    assert seen == [(5, 12)]
+
+
+def test_a_mask_is_read_twice():
+    """On a GPU each read waits for it: the facts of a mask in one, the places of its tokens in another."""
+    reads = []
+
+    class Reads(TorchDispatchMode):
+        def __torch_dispatch__(self, function, types, args=(), kwargs=None):
+            if function.name() in ("aten::_local_scalar_dense", "aten::nonzero"):
+                reads.append(function.name())
+            return function(*args, **(kwargs or {}))
+
+    with Reads():
+        assert packing.packing(MASK, *MASK.shape, may_pack=True).places is not None
+    assert reads == ["aten::nonzero"]  # a list of numbers is read without an operation
 
 
 def test_long_packed_rows_are_filled_up_to_a_few_lengths(load):

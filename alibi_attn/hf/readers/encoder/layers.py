@@ -23,7 +23,8 @@ from alibi_attn.hf.readers.encoder.packing import Packing
 from alibi_attn.hf.readers.encoder_config import ALiBiBertConfig
 from alibi_attn.nn.linear import mapped
 
-ROWS = 4096  # tokens whose feed-forward is in memory at once
+# Tokens whose feed-forward is in memory at once; a GPU needs more to be busy.
+ROWS, ROWS_ON_GPU = 4096, 32768
 
 
 def layer_norm(config: ALiBiBertConfig) -> nn.LayerNorm:
@@ -110,7 +111,7 @@ class ALiBiBertAttention(nn.Module):
 
 
 class ALiBiBertMLP(nn.Module):
-    """The feed-forward, gated or not, with its residual and LayerNorm; without gradients `ROWS` tokens at a time."""
+    """The feed-forward, gated or not, with its residual and LayerNorm; without gradients a few thousand tokens at a time."""
 
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__()
@@ -125,10 +126,11 @@ class ALiBiBertMLP(nn.Module):
         self.dropout = nn.Dropout(config.hidden_dropout_prob)
 
     def forward(self, x: Tensor) -> Tensor:
-        if torch.is_grad_enabled() or is_traced() or x[..., 0].numel() <= ROWS:
+        at_once = ROWS_ON_GPU if x.is_cuda else ROWS
+        if torch.is_grad_enabled() or is_traced() or x[..., 0].numel() <= at_once:
             return self.layernorm(self._inner(x) + x)
         output = torch.empty_like(x)
-        for rows, into in zip(x.flatten(0, -2).split(ROWS), output.flatten(0, -2).split(ROWS), strict=True):
+        for rows, into in zip(x.flatten(0, -2).split(at_once), output.flatten(0, -2).split(at_once), strict=True):
             into.copy_(self.layernorm(self._inner(rows) + rows))
         return output
 

@@ -2,8 +2,8 @@
 
 ALiBi depends only on distances, so a text may be moved within a row if its tokens are contiguous, as with padding on
 the left or right. Batches with holes in the mask are not packed, because their distances are those of the indices in
-the padded row. Compiled code does not pack either, because its shapes must not depend on the mask's values. In both
-cases attention gets the mask.
+the padded row. Compiled code and CUDA graphs do not pack either, because their shapes must not depend on the mask's values. In
+these cases attention gets the mask.
 
 A packed row is filled up to one of a few lengths, so that memory stays flat over many batches: libraries keep compiled code for
 every number of rows that they have seen, and these small blocks fragment the memory that a batch frees.
@@ -80,7 +80,7 @@ def packing(
         segment_ids: [B, T] integers, equal numbers are one text; None = one text per row.
 
     Raises:
-        ValueError: a wrong shape, or values other than 0 and 1 (checked if they can be read without synchronizing).
+        ValueError: a wrong shape, or values other than 0 and 1 (not checked while tracing or capturing).
     """
     if segment_ids is not None:
         check_segments("segment_ids", segment_ids, batch=batch, length=length, axis="T")
@@ -94,14 +94,18 @@ def packing(
             "0 = padding"
         )
     mask = attention_mask.to(torch.bool)
-    if is_traced() or is_functorch_wrapped_tensor(attention_mask):
+    if is_traced() or is_functorch_wrapped_tensor(attention_mask) or _is_captured(mask):
         return Packing(batch, length, mask, segments=segment_ids)
-    if attention_mask.dtype != torch.bool and not bool(((attention_mask == 0) | (attention_mask == 1)).all()):
-        raise ValueError("attention_mask has values other than 0 and 1; pass 1 for a token and 0 for padding")
-    if bool(mask.all()):
+    if not mask.numel():
         return Packing(batch, length, segments=segment_ids)
     starts = (mask[:, 1:] & ~mask[:, :-1]).sum(1) + mask[:, 0]
-    if not may_pack or mask.device.type not in _DEVICES or bool((starts > 1).any()) or not bool(mask.any()):
+    facts = torch.stack(((attention_mask != mask).any(), mask.sum(), starts.amax()))
+    is_odd, tokens, most_starts = facts.tolist()  # together, because each read waits for a GPU
+    if is_odd:
+        raise ValueError("attention_mask has values other than 0 and 1; pass 1 for a token and 0 for padding")
+    if tokens == mask.numel():
+        return Packing(batch, length, segments=segment_ids)
+    if not may_pack or mask.device.type not in _DEVICES or most_starts > 1 or not tokens:
         return Packing(batch, length, mask, segments=segment_ids)
     places = mask.flatten().nonzero()[:, 0]
     filler = -len(places) % _step(len(places))
@@ -112,6 +116,11 @@ def packing(
         rows = rows * texts + of_text
     segments = F.pad(rows, (0, filler), value=batch * texts)
     return Packing(batch, length, mask, places, segments[None], filler)
+
+
+def _is_captured(x: Tensor) -> bool:
+    """Whether a CUDA graph is being recorded, in which nothing can be read."""
+    return x.is_cuda and torch.cuda.is_current_stream_capturing()
 
 
 def _step(tokens: int) -> int:
