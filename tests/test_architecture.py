@@ -43,7 +43,7 @@ LABORATORY = {
 LAYERS = {"alibi_attn": LIBRARY, "alibi_lab": LABORATORY}
 # The modules and folders of attention/, lowest first. Those in one row do not import one another.
 ATTENTION_ROWS = (
-    ("spec", "transforms", "argument_names"),
+    ("spec", "transforms", "argument_names", "query_positions"),
     ("checks", "derivatives"),
     ("visibility", "explain", "part_options"),
     ("bias", "certificate", "cuts", "dropout"),
@@ -66,6 +66,7 @@ PLAIN_MODULES = (
     ["attention", "checks"],
     ["attention", "explain"],
     ["attention", "argument_names"],
+    ["attention", "query_positions"],
     ["attention", "certificate"],
     CONSTANTS,
     NATIVE,

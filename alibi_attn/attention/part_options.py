@@ -9,6 +9,7 @@ from numpy.typing import NDArray
 from torch import Tensor
 
 from alibi_attn.attention.checks import Checked, check_positions, check_prefix_len, check_sinks, check_windows
+from alibi_attn.attention.query_positions import WINDOW_RULE, check_inside_prefix, check_not_before, follow_indices
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import is_traced, may_read
 
@@ -66,11 +67,12 @@ def part_fields(given: Mapping[str, Any], sizes: Checked) -> PartFields:
         fields["query_positions"] = _query_positions(given, sizes)
         own, causal = given["query_positions"], given["causal"]
         if own is not None and prefix_len is not None and may_read(own, positions, prefix_len):
-            _check_inside_prefix(own, positions, prefix_len)
-        if own is not None and not causal and not (may_read(own, positions) and _follow_indices(own, positions)):
+            inside = torch.arange(sizes.key_len, device=own.device) < prefix_len[:, None]
+            check_inside_prefix(own, positions, inside)
+        if own is not None and not causal and not (may_read(own, positions) and follow_indices(own, positions)):
             fields["by_position"] = True
             if given["window"] is not None:
-                raise ValueError("window counts indices, but query_positions are not those of keys; omit window")
+                raise ValueError(WINDOW_RULE)
     elif given["query_positions"] is not None:
         raise ValueError("query_positions is given without positions [B, S], those of the keys; pass both")
     return fields
@@ -121,12 +123,7 @@ def _query_positions(given: Mapping[str, Any], sizes: Checked) -> Tensor:
         check_positions("query_positions", own, batch=sizes.batch, length=sizes.query_len, axis="T")
         check_sorted("query_positions", own)
         if given["causal"] and may_read(own, positions):
-            common = min(sizes.query_len, sizes.key_len)
-            if not bool((own[:, sizes.query_len - common :] >= positions[:, sizes.key_len - common :]).all()):
-                raise ValueError(
-                    "query_positions must not precede the positions of the last T keys, one for one, because causal attention is "
-                    "decided by index; pass causal=False for queries anywhere"
-                )
+            check_not_before(own, positions)
         return own
     if sizes.query_len > sizes.key_len:
         raise ValueError(
@@ -134,26 +131,3 @@ def _query_positions(given: Mapping[str, Any], sizes: Checked) -> Tensor:
             "query_positions [B, T]"
         )
     return positions[:, sizes.key_len - sizes.query_len :]
-
-
-def _check_inside_prefix(own: Tensor, positions: Tensor, prefix_len: Tensor) -> None:
-    """Inside a prefix no query lies after a key to its right by index, because the distance of parts has one sign per side."""
-    query_len, key_len = own.shape[1], positions.shape[1]
-    first = max(key_len - query_len + 1, 0)  # the key after query 0
-    too_far = own[:, max(query_len - key_len - 1, 0) : query_len - 1] > positions[:, first:]
-    inside = torch.arange(key_len, device=own.device)[first:] < prefix_len[:, None]
-    if bool((too_far & inside).any()):
-        raise ValueError(
-            "query_positions has a query after the next key of its prefix, but left and right go by index there; pass positions "
-            "of queries up to that key"
-        )
-
-
-def _follow_indices(own: Tensor, positions: Tensor) -> bool:
-    """Whether each query lies between its key, the one of the same index counted from the end, and the next key."""
-    query_len, key_len = own.shape[1], positions.shape[1]
-    if query_len > key_len:
-        return False
-    not_before = own >= positions[:, key_len - query_len :]
-    not_after = own[:, : query_len - 1] < positions[:, key_len - query_len + 1 :]
-    return bool(not_before.all()) and bool(not_after.all())

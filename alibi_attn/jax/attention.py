@@ -17,6 +17,7 @@ from jax.custom_derivatives import SymbolicZero
 from alibi_attn.attention.argument_names import hides_unknown
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.jax import merging, native, xla
+from alibi_attn.jax.dropout import WHOLE, Origin
 from alibi_attn.jax.operands import Arrays, Rest, operands
 from alibi_attn.jax.plan import Array, Plan
 from alibi_attn.jax.validation import SegmentIds, Slopes, Window, checked_dropout_key, make_spec
@@ -88,11 +89,10 @@ def alibi_attention(
             for a query that sees no key.
         sinks: how many of the first keys of each sequence the window does not hide.
         prefix_len: [B] integers, which may be traced: the first keys of each sequence, which all its queries see, −m·|i − j| on
-            both sides; beyond it the call is causal. A window limits the prefix too. None of sinks,
-            prefix_len, positions and windows per head goes with dropout.
+            both sides; beyond it the call is causal. A window limits the prefix too.
         positions: p, [B, S] fp32 or fp64, not decreasing: the bias becomes −m·|p_i − p_j|, while causal and window go by index.
             No gradient. Of a numpy array in fp64 without x64, the distances to the last are what is rounded to fp32.
-        query_positions: [B, T], those of the queries, not before the last T keys, only if causal without a prefix.
+        query_positions: [B, T], those of the queries, not before the last T keys; with causal=False anywhere, without a window.
             Default: the last T.
         backend: "native" = the C++ kernels that PyTorch uses too, on a CPU; "loop" visits tiles of keys outward from the
             diagonal, on any device; "dense" computes all scores; "auto" picks by shapes and device (see `explain`).
@@ -147,6 +147,7 @@ def attend(
     key_bias_low: Array | None = None,
     query_bias_low: Array | None = None,
     query_start: Array | None = None,
+    dropout_origin: Origin = WHOLE,
 ) -> tuple[Array, Array]:
     """(output, lse) of a validated call.
 
@@ -155,28 +156,46 @@ def attend(
             without gradients.
         query_start: [B, H, T] int32, the first key that each query may see; the masks still apply. Only if the keys before it
             have biases that are lower by 2²⁰.
+        dropout_origin: of a call that is a part of a larger one.
     """
-    if spec.has_parts and 0 not in (spec.batch, spec.query_len, spec.key_len):
-        output, lse = _attend_in_parts(spec, query, key, value, backend)
+    if runs_in_parts(spec):
+        output, lse = _attend_in_parts(spec, query, key, value, dropout_key, backend, dropout_origin)
         return output if spec.sink_logits is None else _scaled_by_sinks(output, lse, spec.sink_logits), lse
     arrays, rest = operands(spec, query, key, value, dropout_key)
     rest = rest._replace(key_bias_low=key_bias_low, query_bias_low=query_bias_low, query_start=query_start)
-    output, lse = _attend(make_plan(spec, query, backend), arrays, rest)
+    output, lse = _attend(make_plan(spec, query, backend, dropout_origin), arrays, rest)
     return output if spec.sink_logits is None else _scaled_by_sinks(output, lse, spec.sink_logits), lse
 
 
+def runs_in_parts(spec: AttentionSpec[Array]) -> bool:
+    """Whether a call is computed as the parts of `merging.py`."""
+    return spec.has_parts and 0 not in (spec.batch, spec.query_len, spec.key_len)
+
+
 def _attend_in_parts(
-    spec: AttentionSpec[Array], query: Array, key: Array, value: Array, backend: Backend
+    spec: AttentionSpec[Array],
+    query: Array,
+    key: Array,
+    value: Array,
+    dropout_key: Array | None,
+    backend: Backend,
+    origin: Origin,
 ) -> tuple[Array, Array]:
     spec = dataclasses.replace(spec, sink_logits=None)
-    parts = merging.parts(spec, *(jnp.asarray(x) for x in (query, key, value)))
-    results = [_of_part(part, backend) for part in parts]
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    parts = merging.parts(merging.Part(spec, query, key, value, origin=origin))
+    results = [
+        attend(
+            *part[:4],
+            dropout_key,
+            backend,
+            key_bias_low=part.key_bias_low,
+            query_bias_low=part.query_bias_low,
+            dropout_origin=part.origin,
+        )
+        for part in parts
+    ]
     return merging.joined(spec, parts, results)
-
-
-def _of_part(part: merging.Part, backend: Backend) -> tuple[Array, Array]:
-    low = {"key_bias_low": part.key_bias_low, "query_bias_low": part.query_bias_low}
-    return attend(part.spec, part.query, part.key, part.value, None, backend, **low)
 
 
 @jax.jit
@@ -188,7 +207,7 @@ def _scaled_by_sinks(output: Array, lse: Array, sink_logits: Array) -> Array:
     return (output * share.swapaxes(1, 2)[..., None]).astype(output.dtype)
 
 
-def make_plan(spec: AttentionSpec[Array], query: Array, backend: Backend) -> Plan:
+def make_plan(spec: AttentionSpec[Array], query: Array, backend: Backend, dropout_origin: Origin = WHOLE) -> Plan:
     """Decides how to compute the call, from shapes and from the device of query, or JAX's default device."""
     if backend not in get_args(Backend):
         raise ValueError(f"backend is {backend!r} but must be one of {', '.join(map(repr, get_args(Backend)))}")
@@ -202,6 +221,7 @@ def make_plan(spec: AttentionSpec[Array], query: Array, backend: Backend) -> Pla
     return Plan(
         causal=spec.causal,
         dropout_p=spec.dropout_p,
+        dropout_origin=dropout_origin,
         native=kernels,
         # A traced call may later be compiled for another device.
         elsewhere=kernels and backend == "auto" and isinstance(query, jax.core.Tracer),

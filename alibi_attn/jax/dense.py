@@ -27,7 +27,9 @@ def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array | None]:
 
     def one(queries: Queries, keys: Keys, head: _Head, _: None) -> tuple[Array, Array, Array | None]:
         nothing = tiles.start(queries, None if head.bias is None else head.bias.high.dtype)
-        softmax = tiles.add(plan, head.rule, nothing, queries, with_bias(keys, head.bias), _dropout(inputs, head))[0]
+        softmax = tiles.add(
+            plan, head.rule, nothing, queries, with_bias(keys, head.bias), _dropout(plan, inputs, head)
+        )[0]
         return tiles.finish(softmax, queries)
 
     results = _over_heads(one, plan, inputs, None)
@@ -38,7 +40,7 @@ def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array | None]:
 def backward(plan: Plan, inputs: Inputs, known: Finished) -> Gradients:
     def one(queries: Queries, keys: Keys, head: _Head, known: Finished) -> Gradients:
         keys = with_bias(keys, head.bias)
-        gradients = tiles.gradients(plan, head.rule, queries, keys, known, _dropout(inputs, head))
+        gradients = tiles.gradients(plan, head.rule, queries, keys, known, _dropout(plan, inputs, head))
         left, right = tiles.slope_gradients(gradients.left, gradients.right, queries.least, known.grad_lse)
         return gradients._replace(left=left, right=right)
 
@@ -81,6 +83,6 @@ def _joined(x: Array, inputs: Inputs) -> Array:
     return x.reshape(x.shape[0], inputs.query.shape[1], *x.shape[3:])
 
 
-def _dropout(inputs: Inputs, head: _Head) -> HeadDropout | None:
+def _dropout(plan: Plan, inputs: Inputs, head: _Head) -> HeadDropout | None:
     heads = inputs.query.shape[1]
-    return head_dropout(inputs.dropout_seed, head.number // heads, head.number % heads)
+    return head_dropout(inputs.dropout_seed, head.number // heads, head.number % heads + plan.dropout_origin.head)

@@ -19,6 +19,16 @@ WEYL = 0x9E3779B9
 ROUNDS = 7
 
 
+class Origin(NamedTuple):
+    """The numbers of a call's first head and first key in the computation that it is a part of; not traced."""
+
+    head: int
+    key: int
+
+
+WHOLE = Origin(0, 0)  # of a call that is a part of no other
+
+
 class HeadDropout(NamedTuple):
     """The generator of one head of one sequence; uint32 scalars."""
 
@@ -41,18 +51,24 @@ def head_dropout(seed: Array | None, sequence: Array, head: Array) -> HeadDropou
     return HeadDropout(*philox(seed[0], x, y))
 
 
-def factors(mine: HeadDropout, dropout_p: float, i: Array, j: Array, shape: tuple[int, int], dtype: jnp.dtype) -> Array:
+def factors(
+    mine: HeadDropout, dropout_p: float, i: Array, j: Array, shape: tuple[int, int], dtype: jnp.dtype, first_key: int
+) -> Array:
     """[t, s] 1/(1 − p) if the weight of query i + row and key j + column is kept, 0 if it is dropped.
 
     Args:
-        i, j: int32 scalars; j is even.
+        i, j: int32 scalars, counted from the call's first key; j is even.
+        first_key: the number of that key, see `Origin`.
     """
-    rows, pairs = shape[0], (shape[1] + 1) // 2
+    odd = first_key % 2
+    rows, pairs = shape[0], (shape[1] + odd + 1) // 2
     row = lax.broadcasted_iota(jnp.uint32, (rows, pairs), 0)
     pair = lax.broadcasted_iota(jnp.uint32, (rows, pairs), 1)
-    words = philox(mine.key, row + (i.astype(jnp.uint32) + mine.shift), pair + (j.astype(jnp.uint32) >> 1))
+    first = np.uint32(first_key % 2**32)
+    row, pair = row + (i.astype(jnp.uint32) + first + mine.shift), pair + (j.astype(jnp.uint32) + first >> 1)
+    words = philox(mine.key, row, pair & np.uint32(2**31 - 1))
     threshold, factor = dropout_numbers(dropout_p)
-    kept = jnp.stack(words, -1).reshape(rows, 2 * pairs)[:, : shape[1]] >= np.uint32(threshold)
+    kept = jnp.stack(words, -1).reshape(rows, 2 * pairs)[:, odd : odd + shape[1]] >= np.uint32(threshold)
     return jnp.where(kept, jnp.asarray(factor, dtype), 0)
 
 

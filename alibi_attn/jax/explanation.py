@@ -3,18 +3,19 @@
 from typing import Unpack
 
 import jax
+import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
 from alibi_attn.attention.backends.native.visited import Visited
 from alibi_attn.attention.explain import Explanation, explanation, verdict_on
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.jax import attention, native
+from alibi_attn.jax import attention, merging, native
 from alibi_attn.jax.attention import Backend
 from alibi_attn.jax.operands import operands
 from alibi_attn.jax.plan import Array, Plan
 from alibi_attn.jax.plan import Visited as VisitedTiles
-from alibi_attn.jax.validation import AttentionOptions, Slopes, check_without_parts, make_spec
+from alibi_attn.jax.validation import AttentionOptions, Slopes, make_spec
 
 Spec = AttentionSpec[Array]
 ROWS = 256  # queries whose pairs are counted at a time
@@ -43,42 +44,74 @@ def explain(
     'B=1 H=8 K=8 T=128 S=128 D=64, float32 on cpu, causal'
     """
     spec = make_spec(query, key, value, slopes, **options)
-    check_without_parts(spec, "explain in JAX")
-    arrays = operands(spec, query, key, value, None)
-    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves(arrays)):
+    if any(isinstance(x, jax.core.Tracer) for x in jax.tree.leaves((query, key, value, list(vars(spec).values())))):
         raise TypeError("explain reads values, but an array is traced; call it outside of jit, grad and vmap")
     plan = attention.make_plan(spec, query, backend)
     name = backend if backend != "auto" else "native" if plan.native else "dense" if plan.dense else "loop"
     platforms = attention.platforms(query)
-    device = next(iter(platforms)) if len(platforms) == 1 else "several devices"
-    first = np.asarray(arrays[1].offset, np.int64)
-    farthest = first + spec.query_len if spec.causal else np.maximum(first + spec.query_len, spec.key_len - first)
-    visited: tuple[tuple[NDArray[np.int64], ...], int] | None = None
-    if plan.native or not plan.dense:
-        _, _, of_xla, of_native = attention._forward(plan, *arrays)
-        if of_native is not None:
-            numbers: tuple[NDArray[np.int64], ...]
-            keys = Visited.of(spec, first, np.asarray(of_native.visited))
-            numbers = (*keys.reach_and_scores(spec), *keys.for_backward.reach_and_scores(spec))
-        else:
-            assert of_xla is not None
-            assert of_xla.visited is not None
-            assert of_xla.needed is not None
-            numbers = (
-                *_of_loop(spec, plan, first, of_xla.visited),
-                *_of_loop(spec, plan, first, of_xla.needed),
-            )
-        visited = numbers, _visible(spec, first)
+    query, key, value = (jnp.asarray(x) for x in (query, key, value))
+    visited = _visited(merging.Part(spec, query, key, value), backend)
     return explanation(
         spec,
-        arrays[0].query.dtype,
-        device,
+        query.dtype,
+        next(iter(platforms)) if len(platforms) == 1 else "several devices",
         name,
         _verdicts(name, platforms, backend),
-        np.broadcast_to(np.clip(farthest, 0, spec.window)[:, None], (spec.batch, spec.num_heads)),
+        _farthest(spec),
         np.asarray(spec.slopes),
-        visited,
+        None if visited is None else (visited, _visible(spec)),
     )
+
+
+def _visited(part: merging.Part, backend: Backend) -> tuple[NDArray[np.int64], ...] | None:
+    """(reach, scores) [B, H] of a call, added up over its parts, or (…, …, both for backward) without parts; None = all keys."""
+    spec = part.spec
+    if attention.runs_in_parts(spec):
+        return _of_parts(spec, merging.parts(part), backend)
+    plan = attention.make_plan(spec, part.query, backend)
+    if plan.dense and not plan.native:
+        return None
+    arrays, rest = operands(spec, part.query, part.key, part.value, None)
+    rest = rest._replace(key_bias_low=part.key_bias_low, query_bias_low=part.query_bias_low)
+    _, _, of_xla, of_native = attention._forward(plan, arrays, rest)
+    first = _first(spec)
+    if of_native is not None:
+        keys = Visited.of(spec, first, np.asarray(of_native.visited))
+        return *keys.reach_and_scores(spec), *keys.for_backward.reach_and_scores(spec)
+    assert of_xla is not None
+    assert of_xla.visited is not None
+    assert of_xla.needed is not None
+    return *_of_loop(spec, plan, first, of_xla.visited), *_of_loop(spec, plan, first, of_xla.needed)
+
+
+def _of_parts(spec: Spec, parts: list[merging.Part], backend: Backend) -> tuple[NDArray[np.int64], NDArray[np.int64]]:
+    reach, scores = np.zeros((2, spec.batch, spec.num_heads), np.int64)
+    for part in parts:
+        pairs = part.spec.query_len * part.spec.key_len
+        of_part, count, *_ = _visited(part, backend) or (_farthest(part.spec), np.int64(pairs))
+        if part.places is not None:  # counted in the part, where queries and keys have other indices
+            of_part = _farthest(spec)
+        heads = slice(None) if part.heads is None else list(part.heads)
+        reach[:, heads] = np.maximum(reach[:, heads], of_part + (of_part > 0) * part.is_reversed)
+        scores[:, heads] += count
+    return reach, scores
+
+
+def _first(spec: Spec) -> NDArray[np.int64]:
+    """[B]: the position of query 0."""
+    return np.broadcast_to(np.asarray(spec.query_offset, np.int64), spec.batch)
+
+
+def _farthest(spec: Spec) -> NDArray[np.int64]:
+    """[B, H]: 1 + the largest |i − j| that causality and the windows allow."""
+    first = _first(spec)
+    most = first + spec.query_len
+    if not spec.causal:
+        most = np.maximum(most, spec.key_len - first)
+    if spec.prefix_len is not None:
+        most = np.maximum(most, np.asarray(spec.prefix_len) - first)
+    windows = (spec.head_windows or (spec.window,) * spec.num_heads) if spec.sinks == 0 else (None,) * spec.num_heads
+    return np.stack([np.clip(most, 0, window) for window in windows], 1)
 
 
 def _verdicts(name: str, platforms: set[str], backend: Backend) -> dict[str, str]:
@@ -108,19 +141,23 @@ def _of_loop(
     return reach.max(-1), scores.sum(-1)
 
 
-def _visible(spec: Spec, first: NDArray[np.int64]) -> int:
+def _visible(spec: Spec) -> int:
     """The number of query-key pairs that the masks allow, over all heads (ignoring keys that single heads hide)."""
-    of_query, of_key = (None if x is None else np.asarray(x) for x in (spec.query_segments, spec.key_segments))
-    count = 0
+    of_query, of_key, prefix_len = (
+        None if x is None else np.asarray(x) for x in (spec.query_segments, spec.key_segments, spec.prefix_len)
+    )
+    first, keys, windows, count = _first(spec), np.arange(spec.key_len), spec.head_windows or (spec.window,), 0
     for row in range(0, spec.query_len, ROWS):
         i = first[:, None] + np.arange(row, min(row + ROWS, spec.query_len))
-        distance = i[:, :, None] - np.arange(spec.key_len)
+        distance = i[:, :, None] - keys
         seen = distance >= 0 if spec.causal else np.ones(distance.shape, bool)
-        if spec.window is not None:
-            seen &= np.abs(distance) < spec.window
+        if prefix_len is not None:
+            seen |= (keys < prefix_len[:, None])[:, None]
         if spec.key_mask is not None:
             seen &= np.asarray(spec.key_mask)[:, None]
         if of_query is not None and of_key is not None:
             seen &= of_query[:, row : row + ROWS, None] == of_key[:, None]
-        count += int(seen.sum())
-    return count * spec.num_heads
+        for window in windows:
+            near = seen if window is None else seen & ((np.abs(distance) < window) | (keys < spec.sinks))
+            count += int(near.sum())
+    return count * (spec.num_heads // len(windows))

@@ -4,12 +4,14 @@
     sinks                 the first n keys, without the window, and all others, within it
     prefix_len, positions  the keys to the left of each query (and itself), and those to its right
 
-Explicit positions are biases of queries and keys, pairs of numbers, so that they need no fp64.
+Explicit positions are biases of queries and keys, pairs of numbers, so that they need no fp64. Queries that are not at the
+positions of keys are first sorted in among them.
 The same as `attention/merging.py`, which says why it is exact and how tolerances add up. `attention.attend` runs the parts.
 """
 
 import dataclasses
 from collections.abc import Sequence
+from functools import partial
 from typing import NamedTuple
 
 import jax
@@ -19,6 +21,7 @@ from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
 from alibi_attn.attention.spec import AttentionSpec, key_heads
+from alibi_attn.jax.dropout import WHOLE, Origin
 from alibi_attn.jax.plan import Array, Pair, sum_of_two
 
 Spec = AttentionSpec[Array]
@@ -31,6 +34,8 @@ class Part(NamedTuple):
     Args:
         heads: the query heads of the call; None = all.
         is_reversed: the sequences run backward, and distances are one too small.
+        places: [B, T], where the queries of the call are among those of the part; None = they are the same.
+        origin: where dropout counts from.
         key_bias_low, query_bias_low: the low parts of the spec's biases, see `attention.attend`.
     """
 
@@ -40,26 +45,29 @@ class Part(NamedTuple):
     value: Array
     heads: tuple[int, ...] | None = None
     is_reversed: bool = False
+    places: Array | None = None
+    origin: Origin = WHOLE
     key_bias_low: Array | None = None
     query_bias_low: Array | None = None
 
 
-def parts(spec: Spec, query: Array, key: Array, value: Array) -> list[Part]:
-    """The parts of a call; those of several heads, of sinks or of a side may have parts again."""
+def parts(whole: Part) -> list[Part]:
+    """The parts of a call, itself given as a part of all; those of several heads, of sinks or of a side may have parts again."""
+    spec = whole.spec
     if spec.head_windows is not None:
-        windows = dict.fromkeys(spec.head_windows)
-        return [_of_heads(spec, query, key, value, window) for window in windows]
+        return [_of_heads(whole, heads, window) for heads, window in _windows(spec)]
     if spec.sinks > 0:
-        return _sinks_and_others(spec, query, key, value)
+        return _sinks_and_others(whole)
+    if spec.by_position:
+        return [_on_one_axis(whole)]
     if spec.causal and spec.prefix_len is None:
-        return [_with_positions(spec, query, key, value)]
-    left = Part(dataclasses.replace(spec, causal=True, right_slopes=None, prefix_len=None), query, key, value)
+        return [_with_positions(whole)]
+    left = whole._replace(spec=dataclasses.replace(spec, causal=True, right_slopes=None, prefix_len=None))
     # The first key after query 0; a traced offset may be anywhere.
     after = max(spec.query_offset + 1, 0) if isinstance(spec.query_offset, int) else 0
     if spec.window == 1 or after >= spec.key_len:
         return [left]
-    part, key, value = _keys(spec, key, value, after, spec.key_len)
-    return [left, _reversed(part, query, key, value)]
+    return [left, _reversed(_keys(whole, after, spec.key_len))]
 
 
 def joined(spec: Spec, of: Sequence[Part], results: Sequence[Result]) -> Result:
@@ -71,6 +79,10 @@ def joined(spec: Spec, of: Sequence[Part], results: Sequence[Result]) -> Result:
             for n, axis in ((0, 2), (1, 1))
         )
         return output, lse
+    if of[0].places is not None:
+        output, lse = results[0]
+        at = of[0].places
+        return jnp.take_along_axis(output, at[..., None, None], 1), jnp.take_along_axis(lse, at[:, None], 2)
     forward = [_in_order(part, result) for part, result in zip(of, results, strict=True)]
     output, lse = forward[0]
     for more, more_lse in forward[1:]:
@@ -93,11 +105,25 @@ def merged(output: Array, lse: Array, more: Array, more_lse: Array) -> Result:
     return shares[0] * output + shares[1] * more, jnp.where(nothing, -jnp.inf, top + jnp.log(total))
 
 
-def _of_heads(spec: Spec, query: Array, key: Array, value: Array, window: int) -> Part:
-    """The heads with this window."""
+def _windows(spec: Spec) -> list[tuple[tuple[int, ...], int]]:
+    """(heads, their window): one entry per window or, with dropout, whose numbers follow the heads, per run of heads."""
     assert spec.head_windows is not None
-    heads = [head for head, other in enumerate(spec.head_windows) if other == window]
-    of_heads, owners = np.array(heads), np.array(key_heads(heads, spec.group))
+    found: list[tuple[tuple[int, ...], int]] = []
+    for head, window in enumerate(spec.head_windows):
+        at = next((n for n, (_, other) in enumerate(found) if other == window), None)
+        if spec.dropout_p > 0 and at != len(found) - 1:
+            at = None
+        if at is None:
+            found.append(((head,), window))
+        else:
+            found[at] = ((*found[at][0], head), window)
+    return found
+
+
+def _of_heads(whole: Part, heads: tuple[int, ...], window: int) -> Part:
+    """These heads, which have the same window."""
+    spec = whole.spec
+    of_heads, owners = np.array(heads), np.array(key_heads(list(heads), spec.group))
     part = dataclasses.replace(
         spec,
         num_heads=len(heads),
@@ -108,30 +134,68 @@ def _of_heads(spec: Spec, query: Array, key: Array, value: Array, window: int) -
         window=window,
         head_windows=None,
     )
-    return Part(part, query[:, :, of_heads], key[:, :, owners], value[:, :, owners], heads=tuple(heads))
+    rows = whole.query[:, :, of_heads], whole.key[:, :, owners], whole.value[:, :, owners]
+    return Part(part, *rows, heads=heads, origin=whole.origin._replace(head=whole.origin.head + heads[0]))
 
 
-def _sinks_and_others(spec: Spec, query: Array, key: Array, value: Array) -> list[Part]:
-    sinks = min(spec.sinks, spec.key_len)
-    spec = dataclasses.replace(spec, sinks=0)
-    of_sinks = _keys(dataclasses.replace(spec, window=None), key, value, 0, sinks)
-    others = _keys(spec, key, value, sinks, spec.key_len)
-    return [Part(part, query, keys, values) for part, keys, values in (others, of_sinks)]
+def _sinks_and_others(whole: Part) -> list[Part]:
+    spec, sinks = dataclasses.replace(whole.spec, sinks=0), min(whole.spec.sinks, whole.spec.key_len)
+    others = _keys(whole._replace(spec=spec), sinks, spec.key_len)
+    return [others, _keys(whole._replace(spec=dataclasses.replace(spec, window=None)), 0, sinks)]
 
 
-def _keys(spec: Spec, key: Array, value: Array, start: int, stop: int) -> tuple[Spec, Array, Array]:
+def _keys(whole: Part, start: int, stop: int) -> Part:
     """The call over keys [start, stop) only."""
-    return spec.on_keys(start, stop), key[:, start:stop], value[:, start:stop]
+    origin = whole.origin._replace(key=whole.origin.key + start)
+    spec = whole.spec.on_keys(start, stop)
+    return Part(spec, whole.query, whole.key[:, start:stop], whole.value[:, start:stop], origin=origin)
 
 
-def _reversed(spec: Spec, query: Array, key: Array, value: Array) -> Part:
+def _on_one_axis(whole: Part) -> Part:
+    """Queries and keys sorted by position into one sequence of S + T; places without a key are hidden."""
+    spec = whole.spec
+    assert spec.positions is not None
+    assert spec.query_positions is not None
+    dtype = jnp.promote_types(spec.positions.dtype, spec.query_positions.dtype)
+    positions, own = spec.positions.astype(dtype), spec.query_positions.astype(dtype)
+    of_keys = jnp.arange(spec.key_len) + jax.vmap(jnp.searchsorted)(own, positions)
+    of_queries = jnp.arange(spec.query_len) + jax.vmap(partial(jnp.searchsorted, side="right"))(positions, own)
+
+    def placed(x: Array, at: Array) -> Array:
+        """[B, N, …] on the axis of both, zeros elsewhere."""
+        nothing = jnp.zeros_like(x, shape=(spec.batch, spec.key_len + spec.query_len, *x.shape[2:]))
+        return jax.vmap(lambda to, at, x: to.at[at].set(x, unique_indices=True))(nothing, at, x)
+
+    mask = jnp.ones_like(positions, bool) if spec.key_mask is None else jnp.asarray(spec.key_mask)
+    together = placed(positions, of_keys) + placed(own, of_queries)
+    part = dataclasses.replace(
+        spec,
+        query_len=together.shape[1],
+        key_len=together.shape[1],
+        query_offset=0,
+        by_position=False,
+        positions=together,
+        query_positions=together,
+        key_mask=placed(mask, of_keys),
+        key_segments=None if spec.key_segments is None else placed(spec.key_segments, of_keys),
+        query_segments=None if spec.query_segments is None else placed(spec.query_segments, of_queries),
+        key_bias=None if spec.key_bias is None else placed(spec.key_bias.swapaxes(1, 2), of_keys).swapaxes(1, 2),
+    )
+    rows = placed(whole.query, of_queries), placed(whole.key, of_keys), placed(whole.value, of_keys)
+    return Part(part, *rows, places=of_queries, origin=whole.origin)
+
+
+def _reversed(whole: Part) -> Part:
     """The keys after each query."""
-    mask = spec.key_mask
+    spec, mask = whole.spec, whole.spec.key_mask
     if spec.prefix_len is not None:
         inside = jnp.arange(spec.key_len) < spec.prefix_len[:, None]
         mask = inside if mask is None else inside & mask
     part = spec.reversed(lambda x: jnp.flip(x, -1), mask)
-    return Part(part, jnp.flip(query, 1), jnp.flip(key, 1), jnp.flip(value, 1), is_reversed=True)
+    # Dropout of query i and key j draws the number of query −i − 1 and key −j, which no other pair has.
+    origin = whole.origin._replace(key=1 - spec.key_len - whole.origin.key)
+    query, key, value = (jnp.flip(x, 1) for x in (whole.query, whole.key, whole.value))
+    return Part(part, query, key, value, is_reversed=True, origin=origin)
 
 
 def _in_order(part: Part, result: Result) -> Result:
@@ -145,8 +209,9 @@ def _in_order(part: Part, result: Result) -> Result:
     return output, jnp.where(blind, lse, lse - part.spec.slopes[..., None])
 
 
-def _with_positions(spec: Spec, query: Array, key: Array, value: Array) -> Part:
+def _with_positions(whole: Part) -> Part:
     """The causal call with its positions as biases."""
+    spec = whole.spec
     heads = spec.batch, spec.num_heads
     assert spec.positions is not None
     assert spec.query_positions is not None
@@ -165,7 +230,7 @@ def _with_positions(spec: Spec, query: Array, key: Array, value: Array) -> Part:
         query_positions=None,
     )
     low, of_queries_low = (lax.stop_gradient(x) for x in (low, of_queries[1]))
-    return Part(part, query, key, value, key_bias_low=low, query_bias_low=of_queries_low)
+    return whole._replace(spec=part, key_bias_low=low, query_bias_low=of_queries_low)
 
 
 @jax.custom_vjp

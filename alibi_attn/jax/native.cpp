@@ -37,6 +37,7 @@ struct Kernels {
 struct Settings {
     int64_t causal, dropout_threshold;
     double dropout_factor;
+    int64_t dropout_head, dropout_key;  // the numbers of the first of each in the whole computation
     int threads;
 };
 
@@ -94,7 +95,7 @@ struct Laid {
         const uint32_t *words = numbers_of<const uint32_t>(in[DROPOUT_SEED]);
         for (int64_t run = 0; words && run < runs; run++) {
             const uint64_t seed = uint64_t(words[2 * run]) << 32 | words[2 * run + 1];
-            seeds.insert(seeds.end(), {int64_t(seed), 0, 0, 0});
+            seeds.insert(seeds.end(), {int64_t(seed), 0, settings.dropout_head, settings.dropout_key});
         }
         call.dropout_seed = seeds.empty() ? nullptr : seeds.data(), call.dropout_runs = words ? runs : 0;
         call.dropout_threshold = settings.dropout_threshold, call.dropout_factor = settings.dropout_factor;
@@ -237,13 +238,14 @@ ffi::Error call_of(
 
 template <bool is_forward>
 ffi::Error handle(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t causal, int64_t threshold,
-                  double factor) {
-    return call_of(is_forward, pool, args, rets, {causal, threshold, factor, 1});
+                  double factor, int64_t head, int64_t key) {
+    return call_of(is_forward, pool, args, rets, {causal, threshold, factor, head, key, 1});
 }
 
 auto binding() {
     return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attr<int64_t>("causal")
-        .Attr<int64_t>("dropout_threshold").Attr<double>("dropout_factor");
+        .Attr<int64_t>("dropout_threshold").Attr<double>("dropout_factor").Attr<int64_t>("dropout_head")
+        .Attr<int64_t>("dropout_key");
 }
 
 }  // namespace

@@ -165,7 +165,14 @@ def _call(
     like = jax.eval_shape(lambda x: [jnp.zeros_like(x, dtype, shape=shape) for shape, dtype in results], operands[0])
     threshold, factor = dropout_numbers(plan.dropout_p)
     call = jax.ffi.ffi_call(target, like, vmap_method="broadcast_all")
-    found: list[Array] = call(*operands, causal=int(plan.causal), dropout_threshold=threshold, dropout_factor=factor)  # type: ignore[no-untyped-call]
+    found: list[Array] = call(  # type: ignore[no-untyped-call]
+        *operands,
+        causal=int(plan.causal),
+        dropout_threshold=threshold,
+        dropout_factor=factor,
+        dropout_head=plan.dropout_origin.head,
+        dropout_key=plan.dropout_origin.key,
+    )
     return found
 
 

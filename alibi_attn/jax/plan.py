@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from alibi_attn.jax.dropout import HeadDropout, head_dropout
+from alibi_attn.jax.dropout import WHOLE, HeadDropout, Origin, head_dropout
 
 Array = jax.Array
 Pair = tuple[Array, Array]  # x = high + low, low no larger than half a unit of high
@@ -34,6 +34,7 @@ class Plan:
     query_bias: bool = False
     native: bool = False  # the C++ kernels, on a CPU
     elsewhere: bool = False  # the call may later be compiled for another device
+    dropout_origin: Origin = WHOLE
 
 
 class KeyBias(NamedTuple):
@@ -202,7 +203,7 @@ def block_at(plan: Plan, parts: Parts, number: Array) -> Block:
             start=None if inputs.query_start is None else rows(plan, inputs.query_start, sequence, head, row),
         ),
         rule=Rule(left, right, look_left, look_right, *parts.rule[4:]),
-        dropout=head_dropout(inputs.dropout_seed, sequence, head),
+        dropout=head_dropout(inputs.dropout_seed, sequence, head + plan.dropout_origin.head),
     )
 
 

@@ -197,4 +197,6 @@ def _matmul(a: Array, b: Array) -> Array:
 def _kept(plan: Plan, dropout: HeadDropout, queries: Queries, keys: Keys, weight: Array) -> Array:
     """[t, s] 1/(1 − p) for kept weights, 0 for dropped ones; tiles begin at even keys."""
     shape = (weight.shape[0], weight.shape[1])
-    return factors(dropout, plan.dropout_p, queries.position, keys.position, shape, weight.dtype)
+    return factors(
+        dropout, plan.dropout_p, queries.position, keys.position, shape, weight.dtype, plan.dropout_origin.key
+    )

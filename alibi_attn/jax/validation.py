@@ -20,6 +20,7 @@ from alibi_attn.attention.checks import (
     check_windows,
     dtype_name,
 )
+from alibi_attn.attention.query_positions import WINDOW_RULE, check_inside_prefix, check_not_before, follow_indices
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.jax.plan import MAX_INT32_POSITION, Array
 from alibi_attn.slopes import alibi_slopes
@@ -80,9 +81,9 @@ def make_spec(
     _check_values(left, right)
     check_sinks(given["sinks"])
     prefix_len = _prefix(given["prefix_len"], causal=given["causal"], batch=b, key_len=s)
-    positions, query_positions = _positions(given, batch=b, query_len=t, key_len=s)
+    positions, query_positions, by_position = _positions(given, batch=b, query_len=t, key_len=s)
     work = jnp.promote_types(dtype, jnp.float32)
-    spec = AttentionSpec(
+    return AttentionSpec(
         batch=b,
         num_heads=h,
         num_kv_heads=k,
@@ -98,6 +99,7 @@ def make_spec(
         prefix_len=prefix_len,
         positions=positions,
         query_positions=query_positions,
+        by_position=by_position,
         scale=scale,
         query_offset=offset,
         key_mask=given["key_mask"],
@@ -111,9 +113,6 @@ def make_spec(
         tolerance=tolerance,
         return_lse=given["return_lse"],
     )
-    if spec.dropout_p > 0:
-        check_without_parts(spec, "dropout_p in JAX")
-    return spec
 
 
 def _check_arrays(query: Array, key: Array, value: Array, given: SpecOptions) -> None:
@@ -176,14 +175,16 @@ def _prefix(prefix_len: Array | None, *, causal: bool, batch: int, key_len: int)
     return jnp.asarray(prefix_len, jnp.int32)
 
 
-def _positions(given: SpecOptions, *, batch: int, query_len: int, key_len: int) -> tuple[Array | None, Array | None]:
-    """([B, S], [B, T]), checked; those of queries are the last T of the keys by default."""
+def _positions(
+    given: SpecOptions, *, batch: int, query_len: int, key_len: int
+) -> tuple[Array | None, Array | None, bool]:
+    """([B, S], [B, T], whether they decide what is to the right), checked; those of queries are the last T by default."""
     positions: Any = given["positions"]
     own: Any = given["query_positions"]
     if positions is None:
         if own is not None:
             raise ValueError("query_positions is given without positions [B, S], those of the keys; pass both")
-        return None, None
+        return None, None, False
     if given["query_offset"] is not None:
         raise ValueError("positions and query_offset exclude one another: pass query_positions [B, T] instead")
     values = _sorted_values("positions", positions, batch=batch, length=key_len, axis="S")
@@ -191,22 +192,20 @@ def _positions(given: SpecOptions, *, batch: int, query_len: int, key_len: int) 
         if query_len > key_len:
             raise ValueError(f"there are {query_len} queries and {key_len} keys; pass query_positions [B, T]")
         own = positions[:, key_len - query_len :]
-    elif not given["causal"] or given["prefix_len"] is not None:
-        raise ValueError(
-            "query_positions with causal=False or prefix_len is not supported in JAX; omit it, or use PyTorch"
-        )
     of_queries = _sorted_values("query_positions", own, batch=batch, length=query_len, axis="T")
-    common = min(query_len, key_len)
-    if values is not None and of_queries is not None:
-        if (of_queries[:, query_len - common :] < values[:, key_len - common :]).any():
-            raise ValueError(
-                "query_positions must not precede the positions of the last T keys, one for one, because causal attention is "
-                "decided by index"
-            )
-        if isinstance(positions, np.ndarray) and isinstance(own, np.ndarray) and key_len > 0:
-            last = positions[:, -1:]  # in numpy's fp64, which JAX may not have
-            positions, own = positions - last, own - last
-    return jnp.asarray(positions), jnp.asarray(own)
+    pair = None if values is None or of_queries is None else (of_queries, values)
+    by_position = not given["causal"] and given["query_positions"] is not None and not (pair and follow_indices(*pair))
+    if by_position and given["window"] is not None:
+        raise ValueError(WINDOW_RULE)
+    if pair is not None and given["causal"]:
+        check_not_before(*pair)
+        prefix_len = None if given["prefix_len"] is None else readable_values(given["prefix_len"])
+        if prefix_len is not None:
+            check_inside_prefix(*pair, np.arange(key_len) < prefix_len[:, None])
+    if isinstance(positions, np.ndarray) and isinstance(own, np.ndarray) and key_len > 0:
+        last = positions[:, -1:]  # in numpy's fp64, which JAX may not have
+        positions, own = positions - last, own - last
+    return jnp.asarray(positions), jnp.asarray(own), by_position
 
 
 def _sorted_values(name: str, positions: Array, *, batch: int, length: int, axis: str) -> NDArray[Any] | None:

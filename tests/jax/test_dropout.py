@@ -77,6 +77,26 @@ def test_outputs_and_gradients_are_those_of_pytorch(backend: str) -> None:
         np.testing.assert_allclose(ours, theirs.transpose(1, 2), atol=3e-6)
 
 
+STAMPS = np.random.default_rng(2).random((2, 45)).cumsum(-1).astype(np.float32)
+PARTS = {
+    "heads, sinks, prefix": {"window": [5, 9, 400, 9], "sinks": 3, "prefix_len": np.int32([17, 40])},
+    "positions on both sides": {"positions": STAMPS, "causal": False, "right_slopes": [0.1, 0.3, 0.0, 1.0]},
+    "queries anywhere": {"positions": STAMPS, "query_positions": STAMPS[:, ::-2][:, ::-1] + 0.2, "causal": False},
+}
+
+
+@pytest.mark.parametrize("words", PARTS)
+@pytest.mark.parametrize("backend", [x if x == "native" else pytest.param(x, marks=pytest.mark.long) for x in BACKENDS])
+def test_parts_drop_the_weights_that_pytorch_drops(backend: str, words: str) -> None:
+    rng, options = np.random.default_rng(0), PARTS[words]
+    arrays = [rng.standard_normal((2, n, h, 8)).astype(np.float32) for n, h in ((23, 4), (45, 2), (45, 2))]
+    output = alibi_attention(*arrays, dropout_p=P, dropout_key=key_of(SEED), backend=backend, **options)
+    given = {name: torch.from_numpy(x.copy()) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    tensors = [torch.from_numpy(x).transpose(1, 2) for x in arrays]
+    spec = dataclasses.replace(make_spec(*tensors, dropout_p=P, **given), dropout_seed=torch.tensor([[SEED, 0, 0, 0]]))
+    np.testing.assert_allclose(output, attend(spec, *tensors, "dense").transpose(1, 2), atol=3e-6)
+
+
 @pytest.mark.long
 def test_chunks_have_the_mask_of_the_whole() -> None:
     rng = np.random.default_rng(1)

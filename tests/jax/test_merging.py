@@ -10,6 +10,7 @@ import torch
 from jax_checks import BACKENDS, draw, fixture_of_tiles
 from parts_oracle import truth
 
+from alibi_attn.attention import api
 from alibi_attn.jax import alibi_attention, explain, forgetting_attention
 
 small_tiles = fixture_of_tiles(16, 16, autouse=True)
@@ -19,6 +20,12 @@ MASK = np.random.default_rng(3).random((2, 60)) < 0.8
 SEGMENTS = np.sort(np.random.default_rng(4).integers(0, 3, (2, 60)), -1)
 STAMPS = (np.random.default_rng(6).random((2, 60)) * np.array([1, 0, 1, 3, 0, 1] * 10)).cumsum(-1).astype(np.float32)
 BIAS = draw(2, 4, 60, seed=5)
+BETWEEN = STAMPS[:, 20:] + np.diff(STAMPS[:, 20:], append=STAMPS[:, -1:]) / 2  # each query lies before the next key
+GRID = np.linspace(-3.0, 90.0, 40, dtype=np.float32) * np.ones(
+    (2, 1), np.float32
+)  # of times, before and after all keys
+GRID[:, 20] = np.sort(STAMPS)[:, 30]  # one is at a key
+GRID.sort(-1)
 
 CASES = [
     {"prefix_len": PREFIX},
@@ -31,6 +38,15 @@ CASES = [
     {"positions": STAMPS, "query_positions": STAMPS[:, 20:] + np.float32(0.25), "key_bias": BIAS},
     {"positions": STAMPS, "causal": False, "right_slopes": [0.1, 0.3, 0.0, 1.0], "key_mask": MASK},
     {"positions": STAMPS, "window": [5, 9, 400, 9], "sinks": 3, "prefix_len": PREFIX},
+    {"positions": STAMPS, "query_positions": BETWEEN, "prefix_len": PREFIX, "window": 9},
+    {
+        "positions": STAMPS,
+        "query_positions": GRID,
+        "causal": False,
+        "right_slopes": [0.1, 0.3, 0.0, 1.0],
+        "key_mask": MASK,
+    },
+    {"positions": STAMPS, "query_positions": GRID, "causal": False, "key_bias": BIAS},
     {"window": 7, "sinks": 25, "causal": False},
     {"window": [5, 9, 400, 9], "sinks": 3, "prefix_len": PREFIX, "query_offset": 11},
 ]
@@ -56,14 +72,15 @@ def loss(q, k, v, slopes, **options):
 
 
 def cases() -> list:
-    """Each option in each backend; what takes the loop long to compile is for the long tests."""
+    """Each option in each backend; what takes XLA long to compile is for the long tests."""
     slow = [options for options in CASES if (len(options) > 1 and "sinks" not in options) or "prefix_len" in options]
+    slow = {"native": [], "dense": [x for x in CASES if len(x) > 2 and "sinks" not in x], "loop": slow[1:]}
     return [
         pytest.param(
             backend,
             options,
             id=f"{backend}-{'-'.join(options)}",
-            marks=[pytest.mark.long] if backend == "loop" and any(options is one for one in slow[1:]) else [],
+            marks=[pytest.mark.long] if any(options is one for one in slow[backend]) else [],
         )
         for backend in BACKENDS
         for options in CASES
@@ -154,28 +171,55 @@ def test_a_low_precision_output_keeps_its_dtype() -> None:
     assert (output.dtype, lse.dtype) == (jnp.bfloat16, jnp.float32)
 
 
+@pytest.mark.parametrize(
+    "options",
+    [{"prefix_len": PREFIX, "window": [64, 64, 500, 500], "sinks": 4}, {"query_positions": GRID, "causal": False}],
+    ids=["prefix and windows", "queries anywhere"],
+)
+def test_explain_says_of_parts_what_it_says_of_tensors(options: dict) -> None:
+    """PyTorch leaves out keys that a prefix cannot show, so the blocks of the keys to the right begin elsewhere."""
+    drawn = [draw(2, n, h, 16, seed=h) for n, h in ((300, 4), (330, 2), (330, 2))]
+    at = np.arange(330.0) * np.ones((2, 1))
+    options = {n: at[:, 30:] - 0.3 if n == "query_positions" else x for n, x in options.items()}
+    options |= {"positions": at} if "query_positions" in options else {}
+    found = explain(*drawn, SLOPES, backend="native", **options)
+    given = {n: torch.tensor(x) if isinstance(x, np.ndarray) else x for n, x in options.items()}
+    tensors = (torch.from_numpy(x).transpose(1, 2) for x in drawn)
+    expected = api.explain(*tensors, torch.from_numpy(SLOPES), backend="native", **given)
+    assert (found.call, found.visible, found.verdicts["native"]) == (
+        expected.call,
+        expected.visible,
+        "runs (named by the caller)",
+    )
+    np.testing.assert_allclose(found.scores, expected.scores, rtol=0.02)
+    np.testing.assert_allclose(found.reaches, expected.reaches, atol=64)
+    assert found.share < explain(*drawn, SLOPES, backend="dense", **options).share
+
+
 REFUSED = [
     ({"prefix_len": np.int32([3, 61])}, ValueError, "prefix_len is 61 .* from 0 to 60, S"),
     ({"prefix_len": np.int32([3])}, ValueError, r"prefix_len has shape \[1\] but must be \[B\] = \[2\]"),
     ({"prefix_len": np.float32([3, 4])}, TypeError, "prefix_len is float32 but must hold integers"),
     ({"prefix_len": 3}, TypeError, "prefix_len must be a jax.Array or numpy array but is int"),
     ({"prefix_len": PREFIX, "causal": False}, ValueError, "prefix_len is for causal attention"),
-    ({"prefix_len": PREFIX, "dropout_p": 0.5}, ValueError, "dropout_p in JAX does not support prefix_len"),
     ({"positions": STAMPS[:, 1:]}, ValueError, r"positions has shape \[2, 59\] but must be \[B, S\] = \[2, 60\]"),
     ({"positions": STAMPS.astype(int)}, TypeError, "positions is int64 but must be float32 or float64"),
     ({"positions": -STAMPS}, ValueError, "positions must be finite and must not decrease"),
     ({"positions": STAMPS, "query_offset": 0}, ValueError, "positions and query_offset exclude one another"),
     ({"query_positions": STAMPS[:, 20:]}, ValueError, "query_positions is given without positions"),
     ({"positions": STAMPS, "query_positions": STAMPS[:, :40]}, ValueError, "query_positions must not precede"),
-    ({"positions": STAMPS, "query_positions": STAMPS[:, 20:], "causal": False}, ValueError, "not supported in JAX"),
-    ({"positions": STAMPS, "dropout_p": 0.5}, ValueError, "dropout_p in JAX does not support positions"),
+    ({"positions": STAMPS, "query_positions": GRID, "causal": False, "window": 9}, ValueError, "window counts indices"),
+    (
+        {"positions": STAMPS, "query_positions": STAMPS[:, 20:] + 9, "prefix_len": PREFIX},
+        ValueError,
+        "after the next key",
+    ),
     ({"window": [3, 4]}, ValueError, r"window is \[3, 4\] but must be an integer, or \[H\] = 4 integers"),
     ({"window": [3, 4, 0, 5]}, ValueError, r"window is \[3, 4, 0, 5\] .* at least 1"),
     ({"window": np.ones(4)}, TypeError, "window is float64 but must hold integers"),
     ({"window": {3}}, TypeError, r"window must be an integer, one integer per head, or None but is \{3\}"),
     ({"window": 4, "sinks": -1}, ValueError, "sinks is -1"),
     ({"window": 4, "sinks": np.ones(4)}, TypeError, "sinks is a tensor .* learned logits are sink_logits"),
-    ({"window": 4, "sinks": 2, "dropout_p": 0.5}, ValueError, "dropout_p in JAX does not support sinks"),
 ]
 
 
@@ -186,9 +230,7 @@ def test_wrong_arguments_are_refused(options: dict, error: type[Exception], mess
 
 
 def test_other_functions_refuse_parts() -> None:
-    q, k, v, slopes = drawn()
-    with pytest.raises(ValueError, match="explain in JAX does not support prefix_len"):
-        explain(q, k, v, slopes, prefix_len=PREFIX)
+    q, k, v, _ = drawn()
     with pytest.raises(ValueError, match="forgetting_attention does not support window per head"):
         forgetting_attention(q, k, v, np.zeros((2, 4, 60), np.float32), window=[5, 9, 400, 9])
     with pytest.raises(TypeError, match="unexpected keyword argument 'prefix_len'"):

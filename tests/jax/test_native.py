@@ -246,7 +246,7 @@ def test_a_binding_of_another_version_is_an_error_of_jax() -> None:
     assert native.why_not({"cpu"}) is None
     call = jax.ffi.ffi_call("alibi_xla_forward", [jax.ShapeDtypeStruct((1,), jnp.float32)])
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"called with 1 arrays for 1 results.*of different versions"):
-        call(jnp.ones(3), causal=1, dropout_threshold=0, dropout_factor=1.0)
+        call(jnp.ones(3), causal=1, dropout_threshold=0, dropout_factor=1.0, dropout_head=0, dropout_key=0)
 
 
 def test_export_names_the_unstable_target_and_takes_the_loop() -> None:

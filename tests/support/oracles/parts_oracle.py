@@ -11,13 +11,15 @@ def seen_and_bias(q, k, slopes, *, causal=True, window=None, sinks=0, prefix_len
     (batch, heads, t, _), s = q.shape, k.shape[2]
     first = s - t if query_offset is None else query_offset
     index, j = torch.arange(t)[:, None] + first, torch.arange(s)
-    distance = (index - j).double().expand(batch, t, s)
+    distance, is_right = (index - j).double().expand(batch, t, s), index < j
     if positions is not None:
         own = positions[:, s - t :] if query_positions is None else query_positions
         distance = own.double()[:, :, None] - positions.double()[:, None]
+        if query_positions is not None and not causal:
+            is_right = (distance < 0)[:, None]
     m = slopes.double().reshape(-1, heads, 1, 1)
     right = m if right_slopes is None else torch.as_tensor(right_slopes, dtype=torch.float64).reshape(-1, heads, 1, 1)
-    bias = -torch.where(index < j, right, m) * distance.abs()[:, None]
+    bias = -torch.where(is_right, right, m) * distance.abs()[:, None]
     if key_bias is not None:
         bias = bias + key_bias.double().expand(batch, heads, s)[:, :, None]
     seen = torch.ones(batch, heads, t, s, dtype=torch.bool)
