@@ -148,4 +148,5 @@ def _tested(
     if others:
         about["tests"] = [source_facts(one) for one in others]
     metrics = {"parameters": model.num_parameters()}
-    return records.make("evaluation", run_name("eval", config), config=about, metrics=metrics, curves=curves)
+    name = run_name("eval", config.model.method, config.train.length, config.train.seed)
+    return records.make("evaluation", name, config=about, metrics=metrics, curves=curves)

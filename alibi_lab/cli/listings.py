@@ -9,7 +9,7 @@ from rich.markup import escape
 from rich.table import Table as RichTable
 
 from alibi_attn.cli.console import console, needs
-from alibi_lab.lab.config import ConfigError, Recipe, Scale
+from alibi_lab.lab.config import ConfigError, Recipe, Scale, check_scale
 from alibi_lab.lab.config_io import field_meanings
 from alibi_lab.recipes.index import RECIPES
 
@@ -119,7 +119,7 @@ def recipe_named(name: str, scale: Scale) -> Recipe:
     if name not in RECIPES:
         raise typer.BadParameter(f"there is no recipe {name!r}{_nearest(name)}; the recipes are: {', '.join(RECIPES)}")
     try:
-        RECIPES[name].check_scale(scale)
+        check_scale(name, scale, RECIPES[name].scales)
     except ConfigError as error:
         raise typer.BadParameter(str(error)) from None
     return RECIPES[name]

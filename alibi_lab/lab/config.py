@@ -274,14 +274,15 @@ class Recipe:
     def __post_init__(self) -> None:
         object.__setattr__(self, "command", self.command or f"alibi run {self.name}")
 
-    def check_scale(self, scale: Scale) -> None:
-        """Checks that the recipe has this scale.
 
-        Raises:
-            ConfigError: it does not; the message lists those that it has.
-        """
-        if scale not in self.scales:
-            raise ConfigError(f"{self.name} has no scale {scale!r}; pass one of {', '.join(self.scales)}")
+def check_scale(recipe: str, scale: Scale, scales: Sequence[Scale]) -> None:
+    """Checks that a recipe of this name and these scales has this scale.
+
+    Raises:
+        ConfigError: it does not; the message lists those that it has.
+    """
+    if scale not in scales:
+        raise ConfigError(f"{recipe} has no scale {scale!r}; pass one of {', '.join(scales)}")
 
 
 def _quoted(name: str) -> str:

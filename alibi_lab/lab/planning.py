@@ -5,7 +5,7 @@ Next: `experiment.py`, which runs them.
 
 from collections.abc import Mapping, Sequence
 
-from alibi_lab.lab.config import ConfigError, Recipe, RunConfig, Scale
+from alibi_lab.lab.config import ConfigError, Recipe, RunConfig, Scale, check_scale
 from alibi_lab.lab.config_io import override
 from alibi_lab.lab.model.positions import check_segments, check_stretch, stretches_of
 
@@ -24,7 +24,7 @@ def configs_of(
         ConfigError: an invalid field or value, a scale that the recipe does not have, or a position method that does not
             support the run.
     """
-    recipe.check_scale(scale)
+    check_scale(recipe.name, scale, recipe.scales)
     overrides = overrides or {}
     configs = [override(config, overrides) for config in recipe.runs(scale)]
     if methods:

@@ -9,7 +9,6 @@ from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
-from alibi_lab.lab.config import TrainConfig
 from alibi_lab.lab.training.checkpoint import Progress
 
 SECONDS_BETWEEN_LINES = 30  # if there is no terminal for a bar
@@ -30,7 +29,7 @@ class Place:
 
 @contextlib.contextmanager
 def progress_shown(
-    console: Console, title: str, train: TrainConfig, place: Place, full_speed: float | None = None
+    console: Console, title: str, steps: int, batch_tokens: int, place: Place, full_speed: float | None = None
 ) -> Iterator[Callable[[Progress], None]]:
     """Shows each progress that is passed to the returned function.
 
@@ -45,7 +44,6 @@ def progress_shown(
         TimeRemainingColumn(),
         TextColumn("{task.fields[all_models]}"),
     )
-    steps, batch_tokens = train.steps, train.batch_tokens
     name = f"{place.name}: {title}" if place.name else title
     with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(name, total=steps, loss=float("nan"), speed="", all_models="")

@@ -7,7 +7,7 @@ and `ray_trainings.py` runs several on a cluster.
 import dataclasses
 import datetime
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 from accelerate import PartialState
@@ -15,16 +15,15 @@ from rich.console import Console
 from rich.markup import escape
 
 from alibi_lab import records
-from alibi_lab.lab.config import TASK_CORPUS, ConfigError, EvalConfig, RunConfig
+from alibi_lab.lab.config import TASK_CORPUS, ConfigError, Method, RunConfig
 from alibi_lab.lab.config_io import to_json
 from alibi_lab.lab.data.corpus import Corpus, num_pieces
 from alibi_lab.lab.evaluation.evaluate import scored_stretches
 from alibi_lab.lab.evaluation.long_context_eval import all_curves, own_curves
 from alibi_lab.lab.model.imported_method import source_facts
-from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.progress import Place, progress_shown, tokens_per_second
 from alibi_lab.lab.tracker import tracked
-from alibi_lab.lab.training.checkpoint import Progress, load_checkpoint
+from alibi_lab.lab.training.checkpoint import Progress, load_model
 from alibi_lab.lab.training.flops import full_tokens_per_second, matrix_flops_per_second
 from alibi_lab.lab.training.train import train
 from alibi_lab.records import Json
@@ -73,9 +72,19 @@ def make_run(study: str, config: RunConfig, corpus: Corpus, out: Path) -> Run:
     Raises:
         ConfigError, CorpusError: the run is not possible with this corpus.
     """
-    name = run_name(study, config)
-    title, facts = run_title(name, config), source_facts(config.model.method)
-    _check(config, corpus)
+    name = run_name(study, config.model.method, config.train.length, config.train.seed)
+    title, facts = run_title(name, config.data.corpus), source_facts(config.model.method)
+    for length in (config.train.first_length or config.train.length, config.train.length):
+        num_pieces(corpus.train, length)
+    scored_stretches(len(corpus.to_test_on(config.eval.split).valid), config.eval.lengths[-1])
+    if config.train.validate_every:
+        scored_stretches(len(corpus.valid), config.train.validate_length or config.train.length)
+    needed = corpus.tokenizer.vocab_size
+    if needed > config.model.vocab_size:
+        raise ConfigError(
+            f"model.vocab_size is {config.model.vocab_size} but {config.data.tokenizer!r} made {needed} tokens of this text; "
+            f"pass model.vocab_size={needed}"
+        )
     evaluation = {**to_json(config), "corpus": corpus.facts, **({"method": facts} if facts else {})}
     training = {key: value for key, value in evaluation.items() if key != "eval"}
     identities = records.identity("training", name, training), records.identity("evaluation", name, evaluation)
@@ -83,35 +92,18 @@ def make_run(study: str, config: RunConfig, corpus: Corpus, out: Path) -> Run:
     return Run(config, corpus, out, name, title, training, evaluation, identities, checkpoints)
 
 
-def run_name(study: str, config: RunConfig) -> str:
+def run_name(study: str, method: Method, length: int, seed: int) -> str:
     """The name of a run's records; `study` is the recipe's study, or the recipe's name if it belongs to none.
 
-    >>> run_name("quick", RunConfig())
+    >>> run_name("quick", "alibi", 128, 0)
     'quick/alibi-128/seed-0'
     """
-    method = config.model.method.rpartition(":")[2]  # an imported method's class
-    return f"{study}/{method}-{config.train.length}/seed-{config.train.seed}"
+    return f"{study}/{method.rpartition(':')[2]}-{length}/seed-{seed}"  # of an imported method its class
 
 
-def run_title(name: str, config: RunConfig) -> str:
+def run_title(name: str, corpus: str) -> str:
     """The run's title for display: the name of its records, and its task if it trains on one."""
-    corpus = config.data.corpus
     return f"{escape(name)} on {corpus}" if TASK_CORPUS.fullmatch(corpus) else escape(name)
-
-
-def _check(config: RunConfig, corpus: Corpus) -> None:
-    for length in (config.train.first_length or config.train.length, config.train.length):
-        num_pieces(corpus.train, length)
-    scored_stretches(len(corpus.to_test_on(config.eval.split).valid), config.eval)
-    if config.train.validate_every:
-        length = config.train.validate_length or config.train.length
-        scored_stretches(len(corpus.valid), EvalConfig(lengths=(length,)))
-    needed = corpus.tokenizer.vocab_size
-    if needed > config.model.vocab_size:
-        raise ConfigError(
-            f"model.vocab_size is {config.model.vocab_size} but {config.data.tokenizer!r} made {needed} tokens of this text; "
-            f"pass model.vocab_size={needed}"
-        )
 
 
 def run_once(run: Run, console: Console, track: str, place: Place | None = None) -> list[Path]:
@@ -120,16 +112,31 @@ def run_once(run: Run, console: Console, track: str, place: Place | None = None)
     if training and evaluation:
         console.print(f"[bold]{run.title}[/] is recorded already")
         return [training, evaluation]
-    started = datetime.datetime.now(datetime.UTC)
+    started, folder, test = datetime.datetime.now(datetime.UTC), run.out / "records", run.config.eval
     progress, utilization = _train(run, console, track, place or Place())
     if not PartialState().is_main_process:
         return []
-    model, _ = load_checkpoint(run.checkpoints, method=run.config.model.method)
-    training = training or _save_training(run, progress, utilization, model.num_parameters(), started)
+    model = load_model(run.checkpoints, run.config)
+    parameters = {"parameters": model.num_parameters()}
+    if not training:
+        metrics = _training_metrics(progress, run.config.train.batch_tokens) | parameters | utilization
+        curves = progress.curves()
+        record = records.make(
+            "training", run.name, config=run.training, metrics=metrics, curves=curves, started=started
+        )
+        training = records.save(record, folder)
     if not evaluation:
-        with console.status(f"{run.title}: testing at {', '.join(map(str, run.config.eval.lengths))}"):
-            say = functools.partial(_say, console, run.title)
-            evaluation = _evaluate(run, model.to(PartialState().device), say)
+        started, say = datetime.datetime.now(datetime.UTC), functools.partial(_say, console, run.title)
+        with console.status(f"{run.title}: testing at {', '.join(map(str, test.lengths))}"):
+            model, corpus = model.to(PartialState().device), run.corpus.to_test_on(test.split)
+            found = all_curves(model, corpus, test, say=say)
+            if hasattr(type(model.position), "curves"):
+                found |= own_curves(type(model.position), model, corpus, test)
+            record = records.make(
+                "evaluation", run.name, config=run.evaluation, metrics=parameters, curves=found, started=started
+            )
+            evaluation = records.save(record, folder)
+            say(f"nats per token {_summary(found['by_length'])}  ({record.seconds:.0f} s)")
     return [training, evaluation]
 
 
@@ -140,7 +147,7 @@ def _train(run: Run, console: Console, track: str, place: Place) -> tuple[Progre
     full_speed = full_tokens_per_second(run.config, rate * state.num_processes) if rate else None
     with (
         tracked(track, run.name, run.training, settings.precision, run.out) as log,
-        progress_shown(console, run.title, settings, place, full_speed) as show,
+        progress_shown(console, run.title, settings.steps, settings.batch_tokens, place, full_speed) as show,
     ):
 
         def on_step(progress: Progress) -> None:
@@ -158,36 +165,14 @@ def _train(run: Run, console: Console, track: str, place: Place) -> tuple[Progre
     return progress, {"utilization": speed / full_speed, "matrix_flops_per_second": rate}
 
 
-def _save_training(
-    run: Run, progress: Progress, utilization: Mapping[str, float], parameters: int, started: datetime.datetime
-) -> Path:
-    batch_tokens = run.config.train.batch_tokens
-    metrics: dict[str, float | None] = {
+def _training_metrics(progress: Progress, batch_tokens: int) -> dict[str, float | None]:
+    return {
         "loss_nats": progress.loss_nats,
         "tokens": progress.step * batch_tokens,
         "tokens_per_second": tokens_per_second(batch_tokens, progress),
         "seconds": progress.seconds,
         "peak_memory_bytes": progress.peak_memory_bytes,
-        "parameters": parameters,
-        **utilization,
     }
-    curves = progress.curves()
-    record = records.make("training", run.name, config=run.training, metrics=metrics, curves=curves, started=started)
-    return records.save(record, run.out / "records")
-
-
-def _evaluate(run: Run, model: LanguageModel, say: Callable[[str], None]) -> Path:
-    started = datetime.datetime.now(datetime.UTC)
-    corpus, config = run.corpus.to_test_on(run.config.eval.split), run.config.eval
-    curves = all_curves(model, corpus, config, say=say)
-    curves |= own_curves(type(model.position), model, corpus, config)
-    metrics = {"parameters": model.num_parameters()}
-    record = records.make(
-        "evaluation", run.name, config=run.evaluation, metrics=metrics, curves=curves, started=started
-    )
-    path = records.save(record, run.out / "records")
-    say(f"nats per token {_summary(curves['by_length'])}  ({record.seconds:.0f} s)")
-    return path
 
 
 def _say(console: Console, title: str, sentence: str) -> None:

@@ -4,11 +4,10 @@ To add a recipe, write a file next to this one and add a row to `RECIPES`. `ITEM
 functions that read their answers from records; "paper" runs all of them.
 """
 
-from collections.abc import Mapping
 from pathlib import Path
 from typing import Any, Unpack
 
-from alibi_lab.lab.config import Recipe, Selection
+from alibi_lab.lab.config import Recipe, Selection, check_scale
 from alibi_lab.lab.config_io import override
 from alibi_lab.recipes import curriculum, method_comparison, methods, quick, recall, slope_search, streams, systems
 from alibi_lab.recipes.paper.cells import Item, select
@@ -33,22 +32,22 @@ def items_of(name: str) -> list[Item]:
     return list(ITEMS.values()) if name == PAPER.name else [ITEMS[name]] if name in ITEMS else []
 
 
-def check(name: str, *, recipes: Mapping[str, Recipe] = RECIPES, **selection: Unpack[Selection]) -> None:
+def check(name: str, **selection: Unpack[Selection]) -> None:
     """Check overrides of a recipe's fields, and an item's methods, before anything is loaded or written.
 
     Raises:
         ConfigError: an unknown field, an invalid value, a scale that the recipe does not have, a field that a figure or table
             of the paper varies, or methods that it cannot compare.
     """
-    recipes[name].check_scale(selection.get("scale", "small"))
-    items = items_of(name)
+    recipe, scale, items = RECIPES[name], selection.get("scale", "small"), items_of(name)
+    check_scale(name, scale, recipe.scales)
     for item in items:
         select(item, **selection)
-    for config in () if items else recipes[name].runs(selection.get("scale", "small")):
+    for config in () if items else recipe.runs(scale):
         override(config, selection.get("overrides", {}))
 
 
-def run(name: str, *, recipes: Mapping[str, Recipe] = RECIPES, **options: Any) -> list[Path]:
+def run(name: str, **options: Any) -> list[Path]:
     """Run a recipe by name; the paths of its records.
 
     Args:
@@ -61,4 +60,4 @@ def run(name: str, *, recipes: Mapping[str, Recipe] = RECIPES, **options: Any) -
     from alibi_lab.recipes.paper.run_items import run_items
 
     items = items_of(name)
-    return run_items(items, **options) if items else experiment.run(recipes[name], **options)
+    return run_items(items, **options) if items else experiment.run(RECIPES[name], **options)

@@ -75,7 +75,8 @@ def plan(name: str, *, out: Path, shard: tuple[int, int] = (0, 1), **selection: 
             tests = training * sum(map(evaluation_flops, tested)) / training_flops(config)
             seconds = training * (missing != ("evaluation",)) + tests * _SLOWER_TESTS.get(config.train.precision, 1.0)
         tokens = config.train.steps * config.train.batch_tokens
-        title = run_title(run_name(study, config), config)
+        name = run_name(study, config.model.method, config.train.length, config.train.seed)
+        title = run_title(name, config.data.corpus)
         planned.append(Planned(title=title, study=study, tokens=tokens, missing=missing, seconds=seconds))
     return planned
 

@@ -26,11 +26,16 @@ RECIPE = Recipe(
     cost="seconds",
     expected="no",
 )
-TABLE = {**RECIPES, "made-up": RECIPE}
 
 
+@pytest.fixture
+def row(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setitem(RECIPES, "made-up", RECIPE)
+
+
+@pytest.mark.usefixtures("row")
 def test_a_recipe_of_one_file_and_one_row_is_run_and_drawn(tmp_path: Path) -> None:
-    paths = index.run("made-up", recipes=TABLE, out=tmp_path, scale="smoke", overrides={"train.steps": "1"})
+    paths = index.run("made-up", out=tmp_path, scale="smoke", overrides={"train.steps": "1"})
     written = [records.load(path) for path in paths]
     assert [(record.kind, record.name) for record in written] == [
         ("training", "made-up/alibi-16/seed-0"),
@@ -39,10 +44,11 @@ def test_a_recipe_of_one_file_and_one_row_is_run_and_drawn(tmp_path: Path) -> No
     assert "made-up" in report_html(written)
 
 
+@pytest.mark.usefixtures("row")
 def test_its_fields_are_checked_before_anything_is_written() -> None:
-    index.check("made-up", scale="smoke", overrides={"train.steps": "1"}, recipes=TABLE)
+    index.check("made-up", scale="smoke", overrides={"train.steps": "1"})
     with pytest.raises(ConfigError, match=r"there is no field 'train.stepz'"):
-        index.check("made-up", scale="smoke", overrides={"train.stepz": "1"}, recipes=TABLE)
+        index.check("made-up", scale="smoke", overrides={"train.stepz": "1"})
 
 
 def test_every_row_of_the_table_is_named_after_its_recipe() -> None:

@@ -36,9 +36,8 @@ def load_corpus(config: DataConfig, store: Path | None = None) -> Corpus:
         return _task_corpus(config.corpus, *task)
     if store is not None:
         return token_store.tokenized(config, store)
-    files = sources.text_files(config)
-    text = sources.hub_text(config) if files is None else sources.split_files(files, config)
-    return _in_memory(text)
+    files = sources.text_files(config.corpus, config.text, config.text_field)
+    return _in_memory(sources.split_text(config, files))
 
 
 def whole_text(paths: Sequence[Path], tokenizer: Tokenizer | None = None, text_field: str = "") -> Corpus:

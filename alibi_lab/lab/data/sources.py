@@ -20,6 +20,8 @@ from alibi_lab.lab.data.row_files import RowError, is_table, texts
 
 Part: TypeAlias = Literal["train", "valid", "test"]
 Documents: TypeAlias = Callable[[], Iterator[Iterator[bytes]]]  # each call reads again, every document in chunks
+Shares: TypeAlias = Mapping[Part, float]  # of the text for "valid" and for "test"
+Split: TypeAlias = tuple[str, dict[Part, Documents], dict[Part, int]]  # how, the parts, their bytes; {} = not known
 
 CHUNK_BYTES = 1 << 16  # read at once; chunks end at a line end,
 LINE_BYTES = 1 << 20  # or, in lines longer than this, between two words or at least two characters
@@ -67,15 +69,15 @@ class TextFile:
         return _with_newlines(row_texts(self)) if is_table(self.path) else iter([file_chunks(self)])
 
 
-def text_files(config: DataConfig) -> list[TextFile] | None:
-    """The nonempty files that a config names; None for a hub corpus.
+def text_files(corpus: str, paths: Sequence[str], text_field: str) -> list[TextFile] | None:
+    """The nonempty files of a corpus, or at the given paths; None for a hub corpus.
 
     Raises:
         CorpusError: files are missing or contain no text.
     """
-    if config.corpus.startswith("hub:"):
+    if corpus.startswith("hub:"):
         return None
-    return local_files([Path(name) for name in config.text], config.text_field) if config.text else _python_source()
+    return local_files([Path(path) for path in paths], text_field) if paths else _python_source()
 
 
 def local_files(paths: Sequence[Path], text_field: str = "") -> list[TextFile]:
@@ -106,41 +108,62 @@ def local_files(paths: Sequence[Path], text_field: str = "") -> list[TextFile]:
     return files
 
 
-def split_files(files: Sequence[TextFile], config: DataConfig) -> Text:
-    """Splits files by their names, or whole files by the hashes of their names, or cuts a single file near its end.
+def split_text(config: DataConfig, files: Sequence[TextFile] | None) -> Text:
+    """The corpus, split, with the sizes of its parts in bytes, which may need a pass over all of it; files as of `text_files`.
 
     Raises:
-        CorpusError: a part would be empty, or the names are ambiguous.
+        CorpusError: a part would be empty, the names of files are ambiguous, or a hub corpus cannot be loaded.
     """
-    split, parts = "whole files", _own_split(files) if config.text else None
-    if parts is not None:
-        split = f"the files' own ({', '.join(parts)})"
-        if "valid" not in parts:
-            parts["valid"] = parts.pop("test")
+    shares: Shares = {"valid": config.valid_share, "test": config.test_share}
+    if files is None:
+        split, parts, sizes = _split_hub(config.corpus, shares)
+    else:
+        split, parts, sizes = _split_files(files, shares, by_name=bool(config.text))
+    sizes = sizes or {part: sum(len(chunk) for rows in read() for chunk in rows) for part, read in parts.items()}
+    for part in (part for part, size in sizes.items() if not size):
+        taken: Part = "test" if part == "test" else "valid"
+        purpose = {"train": "train on", "valid": "test on", "test": "test on at the end"}[part]
+        share, field = shares[taken], f"data.{taken}_share"
+        needed = (
+            f" (a test at n tokens needs about {2 / share:.3g}·n tokens in all)" if part != "train" and share else ""
+        )
+        raise CorpusError(
+            f"{', '.join(config.text) or 'the corpus ' + config.corpus} has {sum(sizes.values()):,} bytes of text, and "
+            f"{field}={share:g} leaves none to {purpose}; pass more text{needed}, or another {field}"
+        )
+    return Text(config.corpus, split, parts, sizes["train"], sum(sizes.values()), config.tokenizer)
+
+
+def _split_files(files: Sequence[TextFile], shares: Shares, *, by_name: bool) -> Split:
+    """Splits files by their names, or whole files by the hashes of their names, or cuts a single file near its end."""
+    split, inside = "whole files", _own_split(files) if by_name else None
+    if inside is not None:
+        split = f"the files' own ({', '.join(inside)})"
+        if "valid" not in inside:
+            inside["valid"] = inside.pop("test")
     elif len(files) == 1:
         rows = functools.partial(row_texts, files[0])
         table = is_table(files[0].path)
-        return _last_rows(config, rows, sum(1 for _ in rows())) if table else _ends_of_file(files[0], config)
+        return _last_rows(rows, sum(1 for _ in rows()), shares) if table else _ends_of_file(files[0], shares)
     else:
-        parts = _whole_files(files, config)
-    sizes = {part: sum(file.num_bytes for file in inside) for part, inside in parts.items()}
+        inside = _whole_files(files, shares)
+    sizes = {part: sum(file.num_bytes for file in files) for part, files in inside.items()}
     tables = any(is_table(file.path) for file in files)
-    documents: dict[Part, Documents] = {part: _files(inside) for part, inside in parts.items()}
-    return _text(config, split, documents, None if tables else sizes)
+    return split, {part: _files(files) for part, files in inside.items()}, {} if tables else sizes
 
 
-def _whole_files(files: Sequence[TextFile], config: DataConfig) -> dict[Part, list[TextFile]]:
+def _whole_files(files: Sequence[TextFile], shares: Shares) -> dict[Part, list[TextFile]]:
     """Files by the hashes of their names; each part gets at least one of them."""
     order = sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest())
     total = sum(file.num_bytes for file in order)
-    room: dict[Part, float] = {"valid": config.valid_share * total, "test": config.test_share * total}
+    room: dict[Part, float] = {part: share * total for part, share in shares.items()}
     parts: dict[Part, list[TextFile]] = {"train": [], "valid": [], "test": []}
     for file in order:
         part = next((part for part in room if file.num_bytes <= room[part]), None)
         if part is not None:
             room[part] -= file.num_bytes
         parts[part or "train"].append(file)
-    if not config.test_share:
+    if not shares["test"]:
         del parts["test"]
     train = parts["train"]
     for part, inside in parts.items():
@@ -178,39 +201,35 @@ def file_chunks(file: TextFile, begin: int = 0, end: int | None = None) -> Itera
         raise CorpusError(f"{file.path} cannot be read ({error.strerror}); pass a file that you may read") from None
 
 
-def hub_text(config: DataConfig) -> Text:
-    """A corpus of the Hugging Face hub. Each row is a document and ends with a newline.
-
-    Raises:
-        CorpusError: it cannot be loaded or has no text.
-    """
+def _split_hub(corpus: str, shares: Shares) -> Split:
+    """A corpus of the Hugging Face hub. Each row is a document and ends with a newline."""
     try:
         import datasets
     except ModuleNotFoundError:
         raise CorpusError(
-            f'{config.corpus} needs the datasets package; install it with: pip install "alibi-attn[hub]"'
+            f'{corpus} needs the datasets package; install it with: pip install "alibi-attn[hub]"'
         ) from None
-    name, _, subset = config.corpus.removeprefix("hub:").partition(":")
+    name, _, subset = corpus.removeprefix("hub:").partition(":")
     try:
         loaded = datasets.load_dataset(name, subset or None)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
         raise CorpusError(
-            f"{config.corpus} cannot be loaded ({reason}); check the name (hub:NAME or hub:NAME:CONFIG) and the network"
+            f"{corpus} cannot be loaded ({reason}); check the name (hub:NAME or hub:NAME:CONFIG) and the network"
         ) from None
     if "train" not in loaded or "text" not in loaded["train"].column_names:
         raise CorpusError(
-            f'{config.corpus} has no split "train" with a column "text"; save the text to files and pass them in data.text'
+            f'{corpus} has no split "train" with a column "text"; save the text to files and pass them in data.text'
         )
     splits: dict[Part, str | None] = {"train": "train", "valid": next((n for n in _HUB_SPLITS if n in loaded), None)}
     if splits["valid"] is None:
-        return _last_rows(config, functools.partial(_hub_texts, loaded["train"]), len(loaded["train"]))
+        return _last_rows(functools.partial(_hub_texts, loaded["train"]), len(loaded["train"]), shares)
     if splits["valid"] != "test" and "test" in loaded:
         splits["test"] = "test"
     parts: dict[Part, Documents] = {
         part: _rows(functools.partial(_hub_texts, loaded[split])) for part, split in splits.items()
     }
-    return _text(config, f"the corpus' own ({splits['valid']})", parts)
+    return f"the corpus' own ({splits['valid']})", parts, {}
 
 
 def _python_source() -> list[TextFile]:
@@ -259,35 +278,14 @@ def _own_split(files: Sequence[TextFile]) -> dict[Part, list[TextFile]] | None:
     return {part: inside for part, inside in named.items() if inside}
 
 
-def _ends_of_file(file: TextFile, config: DataConfig) -> Text:
-    size = file.num_bytes
-    shares = (config.valid_share + config.test_share, config.test_share)
-    valid, test = (_line_start(file, size - int(share * size)) if share else size for share in shares)
+def _ends_of_file(file: TextFile, shares: Shares) -> Split:
+    size, ends = file.num_bytes, (shares["valid"] + shares["test"], shares["test"])
+    valid, test = (_line_start(file, size - int(share * size)) if share else size for share in ends)
     places: dict[Part, tuple[int, int]] = {"train": (0, valid), "valid": (valid, test), "test": (test, size)}
-    if not config.test_share:
+    if not shares["test"]:
         del places["test"]
     parts: dict[Part, Documents] = {part: _byte_range(file, *place) for part, place in places.items()}
-    return _text(
-        config, "the end of the only file", parts, {part: end - begin for part, (begin, end) in places.items()}
-    )
-
-
-def _text(
-    config: DataConfig, split: str, parts: Mapping[Part, Documents], sizes: Mapping[Part, int] | None = None
-) -> Text:
-    """The corpus; without sizes in bytes, reads all of it once to count them. No part may be empty."""
-    sizes = sizes or {part: sum(len(chunk) for rows in read() for chunk in rows) for part, read in parts.items()}
-    for part in (part for part, size in sizes.items() if not size):
-        name, share = ("test_share", config.test_share) if part == "test" else ("valid_share", config.valid_share)
-        purpose = {"train": "train on", "valid": "test on", "test": "test on at the end"}[part]
-        needed = (
-            f" (a test at n tokens needs about {2 / share:.3g}·n tokens in all)" if part != "train" and share else ""
-        )
-        raise CorpusError(
-            f"{', '.join(config.text) or 'the corpus ' + config.corpus} has {sum(sizes.values()):,} bytes of text, and "
-            f"data.{name}={share:g} leaves none to {purpose}; pass more text{needed}, or another data.{name}"
-        )
-    return Text(config.corpus, split, parts, sizes["train"], sum(sizes.values()), config.tokenizer)
+    return "the end of the only file", parts, {part: end - begin for part, (begin, end) in places.items()}
 
 
 def _line_start(file: TextFile, place: int) -> int:
@@ -346,14 +344,12 @@ def _hub_texts(rows: Any) -> Iterator[bytes]:
         yield from (b"" if text is None else str(text).encode() for text in batch["text"])
 
 
-def _last_rows(config: DataConfig, rows: Callable[[], Iterator[bytes]], count: int) -> Text:
-    valid, test = (
-        max(1, int(count * (1 - share))) for share in (config.valid_share + config.test_share, config.test_share)
-    )
+def _last_rows(rows: Callable[[], Iterator[bytes]], count: int, shares: Shares) -> Split:
+    valid, test = (max(1, int(count * (1 - share))) for share in (shares["valid"] + shares["test"], shares["test"]))
     parts: dict[Part, Documents] = {"train": _rows(rows, 0, valid), "valid": _rows(rows, valid, test)}
-    if config.test_share:
+    if shares["test"]:
         parts["test"] = _rows(rows, test, count)
-    return _text(config, "the last rows", parts)
+    return "the last rows", parts, {}
 
 
 def _rows(rows: Callable[[], Iterator[bytes]], begin: int = 0, end: int | None = None) -> Documents:

@@ -49,7 +49,7 @@ def tokenized(config: DataConfig, store: Path) -> Corpus:
     settings: dict[str, Json] = {
         name: getattr(config, name) for name in ("corpus", "tokenizer", "valid_share", "test_share")
     }
-    files = sources.text_files(config)
+    files = sources.text_files(config.corpus, config.text, config.text_field)
     if any(is_table(file.path) for file in files or ()):
         settings["text_field"] = config.text_field or "text"
     if files is not None and (known := _unchanged(store, settings, files)) is not None:
@@ -61,7 +61,7 @@ def tokenized(config: DataConfig, store: Path) -> Corpus:
         corpus = open_tokens(folder)
         _remember(folder, origins)
         return corpus
-    text = sources.hub_text(config) if files is None else sources.split_files(files, config)
+    text = sources.split_text(config, files)
     try:
         store.mkdir(parents=True, exist_ok=True)
         with FileLock(store / _LOCK):

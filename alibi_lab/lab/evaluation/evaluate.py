@@ -66,7 +66,7 @@ def evaluate(
         EvaluationError: one window does not fit in memory.
         TaskError: the tokens do not allow a task.
     """
-    stretches = scored_stretches(len(tokens), config)
+    stretches = scored_stretches(len(tokens), config.lengths[-1], config.tokens)
     names = _BY_LENGTH + (_WINDOWED if config.windowed else ())
     rows: list[tuple[float | None, ...]] = []
     by_position: dict[str, Column] = {"position": [], "loss_nats": [], "tokens": []}
@@ -77,7 +77,11 @@ def evaluate(
     for length in config.lengths:
         row: dict[str, float | None] = {}
         if length in possible:
-            row, straight, slid = _at_length(model, tokens, stretches, config, length, say)
+            options: Any = {"length": length, "batch_tokens": config.batch_tokens, "say": say}
+            stretched = model.stretched(config.stretch, length)
+            row, straight, slid = _at_length(stretched, tokens, stretches, stride_at(length, config.stride), **options)
+            if config.windowed:
+                row |= _windowed(model, tokens, stretches, straight, **options)
             by_position = loss_by_position(straight)
             for name, column in loss_by_part(straight, slid).items():
                 by_part[name] += column
@@ -104,23 +108,22 @@ def validation_nats(
     Raises:
         CorpusError: the text is shorter than twice the length.
     """
-    stretches = scored_stretches(len(tokens), EvalConfig(lengths=(length,), tokens=tokens_to_score))
+    stretches = scored_stretches(len(tokens), length, tokens_to_score)
     losses = nonoverlapping(model, tokens, stretches, length=length, batch_tokens=batch_tokens)
     return mean_nats(losses), len(losses.target)
 
 
-def scored_stretches(text_tokens: int, config: EvalConfig) -> list[range]:
+def scored_stretches(text_tokens: int, longest: int, tokens: int = 1) -> list[range]:
     """The scored tokens: evenly spread ranges of the largest length; fewer than requested in a short text.
 
-    >>> scored_stretches(100, EvalConfig(lengths=(4, 8), tokens=16))
+    >>> scored_stretches(100, 8, 16)
     [range(8, 16), range(92, 100)]
 
     Raises:
         CorpusError: the text is too short for one.
     """
-    longest = config.lengths[-1]
     room = text_tokens - longest  # token `longest` is the first with a full window before it
-    count = min(-(-config.tokens // longest), room // longest)
+    count = min(-(-tokens // longest), room // longest)
     if count < 1:
         raise CorpusError(
             f"the test text has {text_tokens} tokens but one evaluation window of {longest} needs {2 * longest}: {longest} "
@@ -193,24 +196,25 @@ def loss_by_part(straight: TokenLosses, slid: TokenLosses) -> dict[str, Column]:
 
 
 def _at_length(
-    model: LanguageModel, tokens: Tensor, stretches: Sequence[range], config: EvalConfig, length: int, say: Say | None
+    model: LanguageModel, tokens: Tensor, stretches: Sequence[range], stride: int, **options: Any
 ) -> tuple[dict[str, float | None], TokenLosses, TokenLosses]:
     """The row of "by_length", and the losses of the nonoverlapping and of the sliding pass."""
-    stretched = model.stretched(config.stretch, length)
-    options: Any = {"length": length, "batch_tokens": config.batch_tokens, "say": say}
     measurable = reset_peak_memory(model.device)
     now = clock(model.device)
     started = now()
-    straight = nonoverlapping(stretched, tokens, stretches, **options)
+    straight = nonoverlapping(model, tokens, stretches, **options)
     seconds = now() - started
     peak = peak_memory_bytes(model.device) if measurable else None
-    slid = sliding(stretched, tokens, stretches, stride=stride_at(length, config.stride), **options)
+    slid = sliding(model, tokens, stretches, stride=stride, **options)
     scored = len(straight.target)
     values = (mean_nats(straight), scored, mean_nats(slid), len(slid.target), scored / seconds, peak)
-    row: dict[str, float | None] = dict(zip(_BY_LENGTH, values, strict=True))
-    if config.windowed:
-        cut = straight
-        if length > model.trained_length:  # not stretched: no distance exceeds the trained length
-            cut = nonoverlapping(model, tokens, stretches, attention_window=model.trained_length, **options)
-        row |= {"windowed_nats": mean_nats(cut), "windowed_tokens": len(cut.target)}
-    return row, straight, slid
+    return dict(zip(_BY_LENGTH, values, strict=True)), straight, slid
+
+
+def _windowed(
+    model: LanguageModel, tokens: Tensor, stretches: Sequence[range], straight: TokenLosses, **options: Any
+) -> dict[str, float]:
+    """The columns of the windowed pass; up to the trained length it is the nonoverlapping one."""
+    if options["length"] > model.trained_length:  # not stretched: no distance exceeds the trained length
+        straight = nonoverlapping(model, tokens, stretches, attention_window=model.trained_length, **options)
+    return dict(zip(_WINDOWED, (mean_nats(straight), len(straight.target)), strict=True))

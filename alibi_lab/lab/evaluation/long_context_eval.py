@@ -13,7 +13,7 @@ attends to its first tokens from failing, but do not make it remember the text b
 """
 
 import itertools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from typing import TypeAlias
 
 import torch
@@ -48,7 +48,7 @@ def all_curves(
 
 
 def own_curves(method: type[PositionMethod], model: LanguageModel, corpus: Corpus, config: EvalConfig) -> Curves:
-    """The curves of a method's own test, its hook `curves`: name -> columns of equal length; empty without this hook.
+    """The curves of a method's own test, its hook `curves`: name -> columns of equal length.
 
     Args:
         model: a trained model, of this method or of another one.
@@ -57,8 +57,7 @@ def own_curves(method: type[PositionMethod], model: LanguageModel, corpus: Corpu
     Raises:
         PositionError: the hook returns something else.
     """
-    test: Callable[[LanguageModel, Corpus, EvalConfig], Curves] | None = getattr(method, "curves", None)
-    return {} if test is None else checked_curves(method, test(model, corpus, config))
+    return checked_curves(method, method.curves(model, corpus, config))  # type: ignore[attr-defined]
 
 
 def streams(model: LanguageModel, tokens: Tensor, config: EvalConfig) -> dict[str, list[Json]]:
@@ -71,7 +70,7 @@ def streams(model: LanguageModel, tokens: Tensor, config: EvalConfig) -> dict[st
         ConfigError: there is not enough text before a stretch.
         CorpusError: the text is shorter than one evaluation window.
     """
-    stretches = scored_stretches(len(tokens), config)
+    stretches = scored_stretches(len(tokens), config.lengths[-1], config.tokens)
     modes = [*((SEGMENTS, kept) for kept in config.memory), *((SINKS, kept) for kept in config.sinks)]
     rows: list[tuple[Json, ...]] = []
     for length in config.lengths:

@@ -65,7 +65,7 @@ class ALiBiLog(PositionMethod):
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__(config, trained_length)
-        self.slopes = published_slopes(config)
+        self.slopes = published_slopes(config.num_heads)
 
     def bias(self, at: Pass) -> ByDistance:
         return ByDistance(-self.slopes[:, None] * torch.log1p(_distances(at, self.slopes)))

@@ -34,7 +34,7 @@ from alibi_attn.nn.linear import Linear, linear
 from alibi_lab.lab.config import Architecture, ConfigError, ModelConfig, Stretch
 from alibi_lab.lab.model.adaptive import AdaptiveInput, AdaptiveSoftmax
 from alibi_lab.lab.model.attention import Context, LayerCache, attend
-from alibi_lab.lab.model.method_checks import added, attended, bias_of, made, rotated, stretched
+from alibi_lab.lab.model.method_checks import added, attended, bias_of, check_signatures, checked, rotated, stretched
 from alibi_lab.lab.model.position_method import Bias, LayerInput, Pass, PositionMethod
 from alibi_lab.lab.model.positions import check_segments, check_stretch, method_class
 
@@ -63,7 +63,9 @@ class LanguageModel(nn.Module):
         super().__init__()
         self.config, self.trained_length = config, trained_length
         self.activation_checkpointing, self.progress = activation_checkpointing, 1.0
-        self.position: PositionMethod = made(method_class(config.method), config, trained_length)
+        method = method_class(config.method)
+        check_signatures(method)
+        self.position: PositionMethod = checked(method(config, trained_length))
         self.embedding: nn.Embedding | AdaptiveInput
         if config.cutoffs:
             self.embedding = AdaptiveInput(config.vocab_size, config.embed_dim, config.cutoffs)
@@ -72,7 +74,9 @@ class LanguageModel(nn.Module):
             self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)
         self.dropout = _dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
-        self.norm = nn.Identity() if config.architecture == "baevski-auli" else _norm(config)
+        self.norm = (
+            nn.Identity() if config.architecture == "baevski-auli" else _norm(config.architecture, config.embed_dim)
+        )
         _initialize(self, seed)
 
     @property
@@ -226,12 +230,12 @@ class Block(nn.Module):
         width, hidden, bias = config.embed_dim, config.ffn_dim, config.architecture == "baevski-auli"
         self.num_heads, self.attention_dropout = config.num_heads, config.attention_dropout
         self.activation = _ACTIVATIONS[config.architecture]
-        self.attention_norm = _norm(config)
+        self.attention_norm = _norm(config.architecture, width)
         self.q = Linear(width, width, bias=bias)
         self.k = Linear(width, width, bias=bias)
         self.v = Linear(width, width, bias=bias)
         self.attention_out = Linear(width, width, bias=bias)
-        self.ffn_norm = _norm(config)
+        self.ffn_norm = _norm(config.architecture, width)
         self.ffn_gate = Linear(width, hidden, bias=False) if config.architecture == "modern" else None
         self.ffn_in = Linear(width, hidden, bias=bias)
         self.ffn_out = Linear(hidden, width, bias=bias)
@@ -294,10 +298,8 @@ _DECODER_NAMES = {
 _ACTIVATIONS: dict[Architecture, Callable[[Tensor], Tensor]] = {"modern": F.silu, "mpt": F.gelu, "baevski-auli": F.relu}
 
 
-def _norm(config: ModelConfig) -> nn.Module:
-    if config.architecture == "modern":
-        return nn.RMSNorm(config.embed_dim)
-    return nn.LayerNorm(config.embed_dim, bias=config.architecture == "baevski-auli")
+def _norm(architecture: Architecture, width: int) -> nn.Module:
+    return nn.RMSNorm(width) if architecture == "modern" else nn.LayerNorm(width, bias=architecture == "baevski-auli")
 
 
 def _dropout(share: float) -> nn.Module:

@@ -14,7 +14,7 @@ from typing import NoReturn
 import torch
 from torch import Tensor
 
-from alibi_lab.lab.config import ModelConfig, Stretch
+from alibi_lab.lab.config import Stretch
 from alibi_lab.lab.model.position_method import (
     Attention,
     Bias,
@@ -42,17 +42,25 @@ _BIASES = (
 )
 
 
-def made(kind: type[PositionMethod], config: ModelConfig, trained_length: int) -> PositionMethod:
-    """A method of this class, with valid attributes, signatures and parameters.
+def check_signatures(kind: type[PositionMethod]) -> None:
+    """Checks the arguments of the class and of its hooks.
 
     Raises:
-        PositionError: something of the class is invalid; names its file and line.
+        PositionError: some are invalid; names the file and line.
     """
     _check_signature(kind, "__init__", kind, "config, trained_length")
     for hook, arguments in _ARGUMENTS.items():
         if hasattr(kind, hook):
             _check_signature(kind, hook, getattr(kind, hook), arguments if hook == "curves" else f"self, {arguments}")
-    method = kind(config, trained_length)
+
+
+def checked(method: PositionMethod) -> PositionMethod:
+    """The method, if its attributes and parameters are valid.
+
+    Raises:
+        PositionError: some are not; names the file and line of its class.
+    """
+    kind = type(method)
     if "_parameters" not in vars(method) or not hasattr(method, "trained_length"):
         _fail(kind, "__init__", "does not call super().__init__(config, trained_length); call it first")
     _check_attributes(kind, method)

@@ -222,6 +222,6 @@ class Wrapping(PositionMethod):
         return self.method.bias(at)
 
 
-def published_slopes(config: ModelConfig) -> Tensor:
+def published_slopes(num_heads: int) -> Tensor:
     """The slopes of Press et al. 2022, sec. 3, [H] fp32, as a buffer that is not saved."""
-    return nn.Buffer(torch.tensor(alibi_slopes(config.num_heads), dtype=torch.float32), persistent=False)
+    return nn.Buffer(torch.tensor(alibi_slopes(num_heads), dtype=torch.float32), persistent=False)

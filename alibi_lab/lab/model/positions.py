@@ -106,7 +106,7 @@ class ALiBi(PositionMethod):
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__(config, trained_length)
-        self.slopes = published_slopes(config)
+        self.slopes = published_slopes(config.num_heads)
 
     def bias(self, at: Pass) -> Tensor:
         return self.slopes
@@ -179,7 +179,7 @@ class ALiBiFox(Fox):
 
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__(config, trained_length)
-        self.slopes = published_slopes(config)
+        self.slopes = published_slopes(config.num_heads)
 
     def bias(self, at: Pass) -> ForgetGates:
         return ForgetGates(self.log_fgate(at), self.slopes)

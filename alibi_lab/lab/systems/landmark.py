@@ -40,7 +40,7 @@ class Landmark(PositionMethod):
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__(config, trained_length)
         self.block = max(2, trained_length // 8)
-        self.slopes = published_slopes(config)
+        self.slopes = published_slopes(config.num_heads)
         size = config.embed_dim // config.num_heads
         self.gate = nn.Parameter(torch.empty(config.num_layers, config.num_heads, size, size))
 

@@ -94,15 +94,24 @@ def load_checkpoint(path: Path, *, method: str | None = None) -> tuple[LanguageM
         PositionError: a hook of `method` returns something invalid, or it sees the future.
     """
     folder = step_folder(path)
-    config, _, files = _read(folder, method)
+    config, _ = _read(folder, method)
     if method is None and IMPORT_PATH.fullmatch(config.model.method):
         raise _unknown_method(folder, config.model.method)
+    return load_model(folder, config), config
+
+
+def load_model(path: Path, config: RunConfig) -> LanguageModel:
+    """The model of a checkpoint that was trained with this config, on the CPU and in evaluation mode.
+
+    Imports the position method that the config names; otherwise as `load_checkpoint`.
+    """
+    folder = step_folder(path)
     trained_with = _manifest(folder).get("method", {})
     if trained_with and trained_with["sha256"] != source_facts(config.model.method)["sha256"]:
         warnings.warn(
-            f"{config.model.method} has changed since it trained {folder}; its results may differ", stacklevel=2
+            f"{config.model.method} has changed since it trained {folder}; its results may differ", stacklevel=3
         )
-    _verify(folder, files, "model.safetensors")
+    _verify(folder, "model.safetensors")
     if IMPORT_PATH.fullmatch(config.model.method):
         try_method(config.model, config.train.length)
     try:
@@ -118,7 +127,7 @@ def load_checkpoint(path: Path, *, method: str | None = None) -> tuple[LanguageM
         model.load_state_dict(weights)
     except (OSError, SafetensorError, RuntimeError) as error:
         raise _damaged(folder, "model.safetensors", error) from None
-    return model.eval(), config
+    return model.eval()
 
 
 def checkpoint_method(path: Path) -> str:
@@ -137,7 +146,8 @@ def load_checkpoint_tokenizer(path: Path) -> Tokenizer:
         CheckpointError: the checkpoint is missing or damaged.
     """
     folder = step_folder(path)
-    _verify(folder, _read(folder)[2], "tokenizer.json")
+    _read(folder)
+    _verify(folder, "tokenizer.json")
     try:
         return load_tokenizer(folder / "tokenizer.json")
     except (OSError, CorpusError) as error:
@@ -239,7 +249,7 @@ def load_progress(folder: Path, config: RunConfig) -> Progress:
     Raises:
         CheckpointError: damaged, of another schema, or trained with another config (only the test may differ).
     """
-    found, progress, _ = _read(folder)
+    found, progress = _read(folder)
     for section in ("model", "data", "train"):
         mine, theirs = getattr(config, section), getattr(found, section)
         if mine != theirs:
@@ -258,10 +268,10 @@ def resume(folder: Path, training: Training) -> None:
     Raises:
         CheckpointError: the checkpoint is damaged.
     """
-    files = _read(folder)[2]
+    files = _manifest(folder)["files"]
     if not any(name.startswith("state/") for name in files):
         raise _damaged(folder, "state", FileNotFoundError("it holds a finished model only"))
-    _verify(folder, files, *files)
+    _verify(folder, *files)
     try:
         load_state(folder / "state", folder / "model.safetensors", training)
     except READ_ERRORS as error:
@@ -270,10 +280,13 @@ def resume(folder: Path, training: Training) -> None:
 
 def _manifest(folder: Path) -> dict[str, Any]:
     try:
-        return sealed_folder.read_manifest(folder, "config.json", schema=SCHEMA)
+        about = sealed_folder.read_manifest(folder, "config.json", schema=SCHEMA)
+        if about["schema"] != SCHEMA:
+            about["files"] = {name: {"sha256": digest} for name, digest in about["sha256"].items()}
+        return about
     except SchemaError as error:
-        about = parse((folder / "config.json").read_bytes())
-        if isinstance(about, dict) and "model_type" in about:
+        found = parse((folder / "config.json").read_bytes())
+        if isinstance(found, dict) and "model_type" in found:
             raise CheckpointError(
                 f"{folder} holds a model of transformers, but alibi generate and alibi eval are for models that alibi run has "
                 "trained; load it with transformers, call alibi_attn.hf.patch(model), then model.generate, or compute the "
@@ -282,10 +295,12 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{error}; pass a folder that this version of alibi run has written") from None
     except DamagedError as error:
         raise _damaged(folder, error.name, error) from None
+    except (AttributeError, KeyError) as error:
+        raise _damaged(folder, "config.json", error) from None
 
 
-def _read(folder: Path, method: str | None = None) -> tuple[RunConfig, Progress, dict[str, Mapping[str, Any]]]:
-    """The config (with the given position method, if any), the progress, and the manifest's entry of each file."""
+def _read(folder: Path, method: str | None = None) -> tuple[RunConfig, Progress]:
+    """The config, with the given position method, if any, and the progress."""
     about = _manifest(folder)
     try:
         model = about["config"]["model"]
@@ -298,8 +313,7 @@ def _read(folder: Path, method: str | None = None) -> tuple[RunConfig, Progress,
                 "nothing for a method that is built in"
             )
         model["method"] = method or trained
-        files = about["files"] if about["schema"] == SCHEMA else {n: {"sha256": h} for n, h in about["sha256"].items()}
-        return from_json(about["config"]), Progress(**about["progress"]), files
+        return from_json(about["config"]), Progress(**about["progress"])
     except CheckpointError:
         raise
     except (ConfigError, AttributeError, KeyError, TypeError, ValueError) as error:
@@ -327,7 +341,8 @@ def _unknown_method(folder: Path, method: str) -> CheckpointError:
     )
 
 
-def _verify(folder: Path, files: Mapping[str, Mapping[str, Any]], *names: str) -> None:
+def _verify(folder: Path, *names: str) -> None:
+    files = _manifest(folder)["files"]
     for name in names:
         try:
             sealed_folder.verify(folder, name, files.get(name, {"sha256": ""}))

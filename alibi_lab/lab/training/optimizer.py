@@ -9,15 +9,15 @@ import math
 import torch
 from torch import nn
 
-from alibi_lab.lab.config import TrainConfig
+from alibi_lab.lab.config import Optimizer, TrainConfig
 
 BETAS = (0.9, 0.95)  # of AdamW
 MOMENTUM = 0.99  # fairseq's default, and Baevski and Auli 2019, sec. 4.5
 NAG_FIRST_RATE = 1e-7  # the rate at the start of the warm-up of "nag": the paper's --warmup-init-lr
 
 
-def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimizer:
-    """The optimizer that the config names, with weight decay for the matrices in the blocks only.
+def make_optimizer(model: nn.Module, kind: Optimizer, rate: float, weight_decay: float) -> torch.optim.Optimizer:
+    """The optimizer of this kind, with weight decay for the matrices in the blocks only.
 
     "nag" is torch's SGD with momentum 0.99 and `nesterov=True`. fairseq stores −rate·b where SGD stores b, and corrects
     by the ratio of two steps' rates, so the updates are equal for every schedule. Weight decay differs, but the paper
@@ -25,10 +25,10 @@ def make_optimizer(model: nn.Module, config: TrainConfig) -> torch.optim.Optimiz
     """
     decayed = [parameter for name, parameter in model.named_parameters() if "blocks." in name and parameter.ndim > 1]
     others = [parameter for name, parameter in model.named_parameters() if "blocks." not in name or parameter.ndim < 2]
-    groups = [{"params": decayed, "weight_decay": config.weight_decay}, {"params": others, "weight_decay": 0.0}]
-    if config.optimizer == "nag":
-        return torch.optim.SGD(groups, lr=config.learning_rate, momentum=MOMENTUM, nesterov=True)
-    return torch.optim.AdamW(groups, lr=config.learning_rate, betas=BETAS)
+    groups = [{"params": decayed, "weight_decay": weight_decay}, {"params": others, "weight_decay": 0.0}]
+    if kind == "nag":
+        return torch.optim.SGD(groups, lr=rate, momentum=MOMENTUM, nesterov=True)
+    return torch.optim.AdamW(groups, lr=rate, betas=BETAS)
 
 
 def learning_rate(step: int, config: TrainConfig) -> float:

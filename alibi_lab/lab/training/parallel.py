@@ -9,7 +9,7 @@ processes also share their sequences: each has consecutive tokens of them. Read 
 import contextlib
 import dataclasses
 import datetime
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import torch
 from accelerate import Accelerator
@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from alibi_lab.lab.config import ConfigError, RunConfig, TrainConfig
+from alibi_lab.lab.config import ConfigError, RunConfig
 from alibi_lab.lab.model.attention import Context
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.training.optimizer import make_optimizer
@@ -93,8 +93,10 @@ def prepare(config: RunConfig) -> Training:
             f"the launcher asks for {accelerator.distributed_type.value}, but here the config says how weights are shared; "
             "launch without it and pass train.parallel=fsdp"
         )
-    context = _context_group(config, accelerator)
-    sharded, rows = settings.parallel == "fsdp" and accelerator.num_processes > 1, share_of_batch(settings, accelerator)
+    lengths, sharers = (settings.first_length or settings.length, settings.length), settings.context_parallel
+    context = _context_group(accelerator, sharers, min(lengths), settings.exchange_timeout_s)
+    rows = share_of_batch(accelerator, settings.batch_tokens, lengths, sharers=sharers, accumulate=settings.accumulate)
+    sharded = settings.parallel == "fsdp" and accelerator.num_processes > 1
     model = LanguageModel(
         config.model,
         trained_length=settings.length,
@@ -106,22 +108,21 @@ def prepare(config: RunConfig) -> Training:
             block.compile(backend=COMPILER, dynamic=False)
     if sharded:
         _shard(model)
-    optimizer = make_optimizer(model, settings)
+    optimizer = make_optimizer(model, settings.optimizer, settings.learning_rate, settings.weight_decay)
     if sharded:
         return Training(model, model, accelerator.prepare_optimizer(optimizer), accelerator, sharded, rows, context)
     replica, optimizer = accelerator.prepare(model, optimizer)
     return Training(model, replica, optimizer, accelerator, sharded, rows, context)
 
 
-def _context_group(config: RunConfig, accelerator: Accelerator) -> Context | None:
+def _context_group(accelerator: Accelerator, sharers: int, shortest: int, timeout_s: float) -> Context | None:
     """The group of neighboring processes that share this process's sequences; None for groups of one."""
-    sharers, processes = config.train.context_parallel, accelerator.num_processes
+    processes = accelerator.num_processes
     if processes % sharers:
         raise ConfigError(
             f"train.context_parallel is {sharers} but there are {processes} processes; start a multiple of it, with torchrun "
             "--nproc-per-node, or pass train.context_parallel=1"
         )
-    shortest = min(config.train.first_length or config.train.length, config.train.length)
     if shortest < sharers:
         raise ConfigError(
             f"sequences of {shortest} tokens cannot be shared by train.context_parallel={sharers} processes"
@@ -129,26 +130,28 @@ def _context_group(config: RunConfig, accelerator: Accelerator) -> Context | Non
     if sharers == 1:
         return None
     groups = [dist.new_group(list(range(first, first + sharers))) for first in range(0, processes, sharers)]
-    return Context(groups[accelerator.process_index // sharers], 0, config.train.exchange_timeout_s)
+    return Context(groups[accelerator.process_index // sharers], 0, timeout_s)
 
 
-def share_of_batch(config: TrainConfig, accelerator: Accelerator) -> slice:
+def share_of_batch(
+    accelerator: Accelerator, batch_tokens: int, lengths: Sequence[int], *, sharers: int = 1, accumulate: int = 1
+) -> slice:
     """The rows of every batch that this process trains on.
 
     Raises:
         ConfigError: the rows cannot be divided equally.
     """
-    processes = accelerator.num_processes // config.context_parallel
-    parts = processes * config.accumulate
-    for length in (config.first_length or config.length, config.length):
-        rows = config.batch_tokens // length
+    processes = accelerator.num_processes // sharers
+    parts = processes * accumulate
+    for length in lengths:
+        rows = batch_tokens // length
         if rows % parts:
-            each = f"{processes} processes" + (f" in {config.accumulate} parts each" if config.accumulate > 1 else "")
+            each = f"{processes} processes" + (f" in {accumulate} parts each" if accumulate > 1 else "")
             raise ConfigError(
                 f"a batch has {rows} examples (train.batch_tokens / train.length) but {each} share it equally; "
                 f"pass a train.batch_tokens that {parts * length} divides"
             )
-    return slice(accelerator.process_index // config.context_parallel, None, processes)
+    return slice(accelerator.process_index // sharers, None, processes)
 
 
 def _shard(model: LanguageModel) -> None:

@@ -8,7 +8,7 @@ import contextlib
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -60,47 +60,24 @@ def train(
         training = prepare(config)
         if checkpoint:
             resume(checkpoint, training)
-        progress = _loop(training, config, corpus, folder, progress, interrupted, on_step)
+        reset = reset_peak_memory(training.accelerator.device)
+        for step in steps(training, config, corpus, start=progress.step, interrupted=interrupted):
+            finished = step.number == settings.steps
+            logged = finished or step.number == 1 or step.number % settings.log_every == 0
+            progress = _with_step(progress, step, logged=logged)
+            if settings.validate_every and step.number % settings.validate_every == 0:
+                progress = _validated(progress, training.model, corpus.valid, settings)
+            if on_step:
+                on_step(progress)
+            if finished or step.interrupted or step.number % settings.checkpoint_every == 0:
+                peak = peak_memory_bytes(training.accelerator.device) if reset else None
+                progress = dataclasses.replace(progress, peak_memory_bytes=peak)
+                save_checkpoint(folder, training, config, progress, corpus.tokenizer, finished=finished)
+            if step.interrupted or (finished and interrupted()):  # also during the last checkpoint
+                raise KeyboardInterrupt
+            if finished:
+                break
     training.accelerator.free_memory()
-    return progress
-
-
-def _loop(
-    training: Training,
-    config: RunConfig,
-    corpus: Corpus,
-    folder: Path,
-    progress: Progress,
-    interrupted: Callable[[], bool],
-    on_step: Callable[[Progress], None] | None,
-) -> Progress:
-    settings, device = config.train, training.accelerator.device
-    reset = reset_peak_memory(device)
-    for step in steps(training, config, corpus, start=progress.step, interrupted=interrupted):
-        curve = progress.curve
-        if step.number % settings.log_every == 0 or step.number in (1, settings.steps):
-            point = {"step": step.number, "loss_nats": step.loss_nats, "learning_rate": step.learning_rate}
-            curve = {name: [*column, point[name]] for name, column in curve.items()}
-        progress = dataclasses.replace(
-            progress,
-            step=step.number,
-            seconds=progress.seconds + step.seconds,
-            loss_nats=step.loss_nats,
-            curve=curve,
-        )
-        if settings.validate_every and progress.step % settings.validate_every == 0:
-            progress = _validated(progress, training.model, corpus.valid, settings)
-        finished = progress.step == settings.steps
-        if on_step:
-            on_step(progress)
-        if finished or step.interrupted or progress.step % settings.checkpoint_every == 0:
-            peak = peak_memory_bytes(device) if reset else None
-            progress = dataclasses.replace(progress, peak_memory_bytes=peak)
-            save_checkpoint(folder, training, config, progress, corpus.tokenizer, finished=finished)
-        if step.interrupted or (finished and interrupted()):  # also during the last checkpoint
-            raise KeyboardInterrupt
-        if finished:
-            break
     return progress
 
 
@@ -150,8 +127,9 @@ def steps(
         for number, batch in enumerate(_batches(corpus, config, start), start=start + 1):
             started = now()
             rate = learning_rate(number - 1, settings)
-            ours = batch.share(training.rows, device).shard(training.context)
-            loss, norm, stop = _step(training, ours, rate, settings, number - 1, interrupted)
+            parts = batch.share(training.rows, device).shard(training.context).parts(settings.accumulate)
+            torch.manual_seed(_dropout_seed(settings.seed, number - 1, training.accelerator.process_index))
+            loss, norm, stop = _step(training, parts, rate, settings.clip_norm, number, interrupted)
             seconds = now() - started
             training.model.progress = number / settings.steps
             yield Step(number, loss, norm, rate, seconds, stop)
@@ -213,6 +191,16 @@ def _batches(corpus: Corpus, config: RunConfig, start: int) -> Iterator[Batch]:
         yield from itertools.islice(stage, count)
 
 
+def _with_step(progress: Progress, step: Step, *, logged: bool) -> Progress:
+    """The progress after one more step, which is a point of the training curve if it is logged."""
+    curve = progress.curve
+    if logged:
+        point = {"step": step.number, "loss_nats": step.loss_nats, "learning_rate": step.learning_rate}
+        curve = {name: [*column, point[name]] for name, column in curve.items()}
+    seconds = progress.seconds + step.seconds
+    return dataclasses.replace(progress, step=step.number, seconds=seconds, loss_nats=step.loss_nats, curve=curve)
+
+
 def _same_document(documents: Tensor) -> Tensor:
     """[B, T]: whether each target is in its input's document; the first token of a document has no context."""
     return documents[:, 1:] == documents[:, :-1]
@@ -220,31 +208,29 @@ def _same_document(documents: Tensor) -> Tensor:
 
 def _step(
     training: Training,
-    batch: Batch,
+    parts: Sequence[Batch],
     rate: float,
-    config: TrainConfig,
+    clip_norm: float,
     step: int,
     interrupted: Callable[[], bool],
 ) -> tuple[float, float, bool]:
-    """One step, counted from 0: the batch's loss, the gradient's norm, and whether any process was interrupted."""
+    """One step, counted from 1: the batch's loss, the gradient's norm, and whether any process was interrupted."""
     accelerator, optimizer = training.accelerator, training.optimizer
     for group in optimizer.param_groups:
         group["lr"] = rate
-    torch.manual_seed(_dropout_seed(config.seed, step, accelerator.process_index))
     loss = torch.zeros((), device=accelerator.device)
-    parts = batch.parts(config.accumulate)
     for number, part in enumerate(parts, start=1):
         with training.part(last=number == len(parts)):
             share = _share_of_loss(training, part)
             accelerator.backward(share)
         loss += share.detach()
-    norm = training.clip(config.clip_norm)
+    norm = training.clip(clip_norm)
     told = accelerator.reduce(torch.stack([loss, loss.new_tensor(float(interrupted()))]), reduction="mean")
     mean_loss, share_interrupted, norm_found = torch.cat([told, norm.to(told)[None]]).tolist()
     # With half precision, scaled gradients overflow occasionally; such a step is skipped and is no error.
-    if not math.isfinite(mean_loss) or (config.precision != "fp16" and not math.isfinite(norm_found)):
+    if not math.isfinite(mean_loss) or (accelerator.mixed_precision != "fp16" and not math.isfinite(norm_found)):
         raise TrainingError(
-            f"at step {step + 1} the loss is {mean_loss} and the gradient's norm {norm_found} (learning rate {rate:.3g}); "
+            f"at step {step} the loss is {mean_loss} and the gradient's norm {norm_found} (learning rate {rate:.3g}); "
             "lower train.learning_rate, raise train.warmup_steps, or lower train.clip_norm"
         )
     optimizer.step()

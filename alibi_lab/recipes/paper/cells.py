@@ -8,7 +8,7 @@ import dataclasses
 from collections.abc import Callable, Mapping, Sequence
 from typing import TYPE_CHECKING, Literal, TypeAlias
 
-from alibi_lab.lab.config import ConfigError, Recipe, RunConfig, Scale
+from alibi_lab.lab.config import ConfigError, Recipe, RunConfig, Scale, check_scale
 from alibi_lab.lab.config_io import field_names, override
 from alibi_lab.records import Json
 
@@ -107,7 +107,7 @@ def select(
         ConfigError: an unknown field, an invalid value, a scale that the item does not have, a field that it varies, or methods
             that it cannot compare.
     """
-    item.recipe.check_scale(scale)
+    check_scale(item.recipe.name, scale, item.recipe.scales)
     cells, overrides = item.cells(scale), overrides or {}
     cells = _of_methods(item, cells, methods) if methods else cells
     for name in overrides:

@@ -106,7 +106,7 @@ def test_every_length_and_way_scores_the_same_tokens(tiny_model, method):
     assert curves["length"] == [4, 6, 16, 32]
     for name in ("nonoverlapping_tokens", "sliding_tokens"):
         assert curves[name] == [64, 64, 64, None if method == "learned" else 64]
-    stretches = scored_stretches(len(TEXT), config)
+    stretches = scored_stretches(len(TEXT), config.lengths[-1], config.tokens)
     scored = [
         evaluated.target.tolist()
         for length in (4, 6, 16)
@@ -132,7 +132,7 @@ def test_learned_positions_have_no_result_beyond_the_trained_length(tiny_model):
 def test_curves_are_the_means_of_the_token_losses(tiny_model):
     model, config = tiny_model("alibi"), EvalConfig(lengths=(8, 32), tokens=64, stride=2, batch_tokens=64)
     curves = evaluate(model, TEXT, config)
-    stretches = scored_stretches(len(TEXT), config)
+    stretches = scored_stretches(len(TEXT), config.lengths[-1], config.tokens)
     straight = nonoverlapping(model, TEXT, stretches, length=32, batch_tokens=64)
     slid = sliding(model, TEXT, stretches, length=8, stride=2, batch_tokens=64)
     assert curves["by_length"]["nonoverlapping_nats"][1] == pytest.approx(float(straight.loss_nats.mean()), rel=1e-6)
@@ -180,11 +180,11 @@ def test_parts_are_the_same_tokens_at_every_length(tiny_model):
 
 
 def test_scored_stretches_lie_evenly_and_have_a_full_window_before_them():
-    stretches = scored_stretches(1000, EvalConfig(lengths=(10, 100), tokens=250))
+    stretches = scored_stretches(1000, 100, 250)
     assert stretches == [range(100, 200), range(500, 600), range(900, 1000)]
-    assert scored_stretches(200, EvalConfig(lengths=(100,), tokens=10_000)) == [range(100, 200)]
+    assert scored_stretches(200, 100, 10_000) == [range(100, 200)]
     for length in range(200, 900, 37):
-        found = scored_stretches(length, EvalConfig(lengths=(100,), tokens=10_000))
+        found = scored_stretches(length, 100, 10_000)
         assert all(a.stop <= b.start for a, b in itertools.pairwise(found))
         assert found[0].start == 100
         assert found[-1].stop <= length
@@ -235,7 +235,12 @@ def test_windowed_is_nonoverlapping_up_to_the_trained_length_and_cut_at_it_beyon
     curves = evaluate(model, TEXT, config)["by_length"]
     assert curves["windowed_nats"][:2] == curves["nonoverlapping_nats"][:2]
     cut = nonoverlapping(
-        model, TEXT, scored_stretches(len(TEXT), config), length=32, batch_tokens=64, attention_window=16
+        model,
+        TEXT,
+        scored_stretches(len(TEXT), config.lengths[-1], config.tokens),
+        length=32,
+        batch_tokens=64,
+        attention_window=16,
     )
     assert curves["windowed_nats"][2] == pytest.approx(mean_nats(cut))
     assert curves["windowed_nats"][2] != curves["nonoverlapping_nats"][2]
@@ -258,7 +263,11 @@ def test_a_stretch_changes_what_is_beyond_the_trained_length_and_nothing_else(ti
     assert stretched["windowed_nats"] == plain["windowed_nats"]
     config = EvalConfig(lengths=(32,), tokens=64, batch_tokens=64)
     losses = nonoverlapping(
-        model.stretched(stretch, 32), TEXT, scored_stretches(len(TEXT), config), length=32, batch_tokens=64
+        model.stretched(stretch, 32),
+        TEXT,
+        scored_stretches(len(TEXT), config.lengths[-1], config.tokens),
+        length=32,
+        batch_tokens=64,
     )
     assert stretched["nonoverlapping_nats"][2] == pytest.approx(mean_nats(losses))
 

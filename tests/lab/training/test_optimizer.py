@@ -18,7 +18,7 @@ def test_nag_is_that_of_fairseq_also_where_the_rate_changes():
     torch.manual_seed(0)
     layer = torch.nn.Linear(3, 2, bias=False, dtype=torch.float64)
     weight = layer.weight.detach().clone()
-    optimizer = make_optimizer(layer, TrainConfig(optimizer="nag", weight_decay=0.0))
+    optimizer = make_optimizer(layer, "nag", 1.0, 0.0)
     buffer, old, momentum = torch.zeros_like(weight), None, 0.99
     for rate in (0.1, 0.3, 0.3, 0.05, 0.2):
         gradient = torch.randn(2, 3, dtype=torch.float64)
@@ -37,7 +37,7 @@ def test_nag_is_that_of_fairseq_also_where_the_rate_changes():
 @pytest.mark.parametrize("optimizer", ["adamw", "nag"])
 def test_matrices_inside_the_blocks_are_decayed_and_nothing_else(tiny_model, optimizer):
     model = tiny_model("alibi-learned", architecture="baevski-auli", cutoffs=(8, 24))
-    decayed, others = make_optimizer(model, TrainConfig(optimizer=optimizer, weight_decay=0.1)).param_groups
+    decayed, others = make_optimizer(model, optimizer, 1.0, 0.1).param_groups
     named = {id(parameter): name for name, parameter in model.named_parameters()}
     names = {named[id(parameter)] for parameter in decayed["params"]}
     parts = ("q", "k", "v", "attention_out", "ffn_in", "ffn_out")

@@ -10,7 +10,7 @@ import signal
 import pytest
 import torch
 
-from alibi_lab.lab.config import ConfigError, EvalConfig, TrainConfig
+from alibi_lab.lab.config import ConfigError, EvalConfig
 from alibi_lab.lab.data.corpus import load_corpus
 from alibi_lab.lab.evaluation.evaluate import mean_nats, nonoverlapping, scored_stretches
 from alibi_lab.lab.training import train as loop
@@ -163,9 +163,9 @@ def test_stages_read_batches_of_their_length(tiny_run, tmp_path, monkeypatch):
     shapes = []
     real = loop._step
 
-    def seen(training, batch, *arguments):
-        shapes.append(tuple(batch.tokens.shape))
-        return real(training, batch, *arguments)
+    def seen(training, parts, *arguments):
+        shapes.append(tuple(parts[0].tokens.shape))
+        return real(training, parts, *arguments)
 
     monkeypatch.setattr(loop, "_step", seen)
     config = tiny_run(steps=5, first_length=8, first_steps=3)
@@ -177,7 +177,7 @@ def test_a_validation_is_the_test_of_the_weights_as_they_are(tiny_run, tmp_path)
     config = tiny_run(steps=6, validate_every=6, validate_length=32, validate_tokens=96)
     corpus = load_corpus(config.data)
     progress = train(config, corpus, tmp_path)
-    stretches = scored_stretches(len(corpus.valid), EvalConfig(lengths=(32,), tokens=96))
+    stretches = scored_stretches(len(corpus.valid), 32, 96)
     losses = nonoverlapping(load_checkpoint(tmp_path)[0], corpus.valid, stretches, length=32, batch_tokens=96)
     assert progress.validation["nats"] == pytest.approx([mean_nats(losses)], rel=1e-6)
 
@@ -192,14 +192,14 @@ def test_a_checkpoint_of_another_config_is_refused(tiny_run, tmp_path):
     assert train(other_test, corpus, tmp_path, on_step=cut_at(1, PowerCut())).step == 2
 
 
-def test_a_batch_that_cannot_be_shared_is_refused(tiny_run):
+def test_a_batch_that_cannot_be_shared_is_refused():
     class Three:
         num_processes, process_index = 3, 1
 
     with pytest.raises(ConfigError, match=r"4 examples .* but 3 processes share it equally; .* that 48 divides"):
-        share_of_batch(tiny_run().train, Three())
+        share_of_batch(Three(), 64, (16, 16))
     with pytest.raises(ConfigError, match=r"4 examples .* 3 processes in 2 parts each .* that 96 divides"):
-        share_of_batch(TrainConfig(length=16, batch_tokens=64, accumulate=2), Three())
+        share_of_batch(Three(), 64, (16, 16), accumulate=2)
 
 
 @pytest.mark.long
