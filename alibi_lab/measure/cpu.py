@@ -33,39 +33,18 @@ DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16}
 _PRODUCT = "matrix product"  # in fp32
 
 OURS = Peer("ours", ours("auto"), "backend='auto'", longest=65536)
+OURS_IN_FP32 = replace(OURS, name="ours, fp32", note=f"{OURS.note}, the same numbers in fp32", dtype=torch.float32)
+BANDED = Peer("ours, no compiler", ours("banded"), "backend='banded', for machines without g++", longest=32768)
 CAUSAL = replace(sdpa_causal.PEER, longest=32768)
 DENSE = replace(sdpa_dense_bias.PEER, longest=8192)
 EAGER = replace(eager.PEER, longest=2048)
+RANK_TWO_NOTE = "the bias as two more head dimensions of causal SDPA"
+RANK_TWO = replace(rank_two.PEER, note=RANK_TWO_NOTE, longest=16384, longest_backward=8192)
+FLEX_NOTE = "score_mod and BlockMask, compiled; no backward on a CPU"
+FLEX = Peer(flex.NAME, flex.flex, FLEX_NOTE, longest=4096, longest_backward=0)
 PEERS = {
-    "float32": (
-        OURS,
-        Peer("ours, no compiler", ours("banded"), "backend='banded', for machines without g++", longest=32768),
-        CAUSAL,
-        DENSE,
-        replace(
-            rank_two.PEER,
-            note="the bias as two more head dimensions of causal SDPA",
-            longest=16384,
-            longest_backward=8192,
-        ),
-        EAGER,
-        Peer(
-            flex.NAME,
-            flex.flex,
-            "score_mod and BlockMask, compiled; no backward on a CPU",
-            longest=4096,
-            longest_backward=0,
-        ),
-    ),
-    "bfloat16": (
-        OURS,
-        Peer(
-            "ours, fp32", ours("auto"), "backend='auto', the same numbers in fp32", longest=65536, dtype=torch.float32
-        ),
-        CAUSAL,
-        DENSE,
-        EAGER,
-    ),
+    "float32": (OURS, BANDED, CAUSAL, DENSE, RANK_TWO, EAGER, FLEX),
+    "bfloat16": (OURS, OURS_IN_FP32, CAUSAL, DENSE, EAGER),
 }
 
 

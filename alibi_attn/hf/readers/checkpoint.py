@@ -172,6 +172,12 @@ def cause(error: BaseException) -> str:
     return " ".join(str(inner).split())
 
 
+def check_layers(folder: Path, config: PreTrainedConfig, counted: int) -> None:
+    """Raises ValueError unless the config has as many layers as the weights."""
+    if counted != config.num_hidden_layers:
+        raise ValueError(f"{folder} has {counted} layers but its config says {config.num_hidden_layers}; {ONE_SOURCE}")
+
+
 def listed(names: Iterable[str], most: int = 8) -> str:
     """The first names in sorted order, and the number of the remaining ones."""
     names = sorted(names)
@@ -216,10 +222,7 @@ def _check_sizes(config: PreTrainedConfig, state: State) -> None:
     """Compares the config's sizes with the weights, before a model of these sizes is built."""
     layers = re.compile(re.escape(state.family.layers) + r"(\d+)\.")
     counted = len({match[1] for name in state.tensors if (match := layers.match(name))})
-    if counted != config.num_hidden_layers:
-        raise ValueError(
-            f"{state.folder} has {counted} layers but its config says {config.num_hidden_layers}; {ONE_SOURCE}"
-        )
+    check_layers(state.folder, config, counted)
     longest = max(max(tensor.shape, default=0) for tensor in state.tensors.values())
     for name in ("vocab_size", "hidden_size", "intermediate_size", "type_vocab_size"):
         if (size := getattr(config, name, 0)) > longest:

@@ -64,10 +64,7 @@ def check_sizes(folder: Path, config: PreTrainedConfig) -> None:
         if type(value := getattr(config, name, None)) is not int or value < 1:
             raise ValueError(f"{where} has {name} = {value!r} but it must be an integer of at least 1; correct it")
     counted = len({match[1] for name in shapes if (match := re.search(r"(?:^|\.)(\d+)\.", name))})
-    if counted != config.num_hidden_layers:
-        raise ValueError(
-            f"{folder} has {counted} layers but its config says {config.num_hidden_layers}; {checkpoint.ONE_SOURCE}"
-        )
+    checkpoint.check_layers(folder, config, counted)
     if config.hidden_size % config.num_attention_heads:
         raise ValueError(
             f"{where} has {config.num_attention_heads} heads, which must divide the width, {config.hidden_size}; correct it"
