@@ -92,12 +92,29 @@ def launch(
             assert list(constants.named) == names, f"{kernel.fn.__name__} has the constants {names}"
             compiled = kernel.warmup(*kinds, grid=grid, **constants.named, **constants.options)
             _COMPILED[key] = compiled
-        run = compiled[grid]
+        run = _launcher(compiled, grid, device.index)
         if kinds_described := {at: x.kind for at, x in enumerate(arguments) if isinstance(x.value, Described)}:
             run = _describing(run, kinds_described)
         run(*values, *constants.values)
     if WATCHED.recorder is not None:
         WATCHED.recorder.launched(run, arguments, constants.values)
+
+
+def _launcher(compiled: Any, grid: tuple[int, int, int], device: int) -> Any:
+    """What `compiled[grid]` launches, without what Triton prepares for hooks of profilers, unless there are some."""
+    from triton import knobs
+    from triton.runtime import driver
+
+    watched, hooks, stream = compiled[grid], knobs.runtime, driver.active.get_current_stream  # [grid] loads the code
+    run, function, metadata = compiled.run, compiled.function, compiled.packed_metadata
+
+    def launched(*values: Any) -> None:
+        if hooks.launch_enter_hook.calls or hooks.launch_exit_hook.calls:
+            watched(*values)
+        else:
+            run(*grid, stream(device), function, metadata, None, None, None, *values)
+
+    return launched
 
 
 def scratch(size: int | tuple[int, int], device: torch.device, dtype: torch.dtype = torch.int32) -> Tensor:
@@ -200,17 +217,21 @@ def _described_kind(dtype: torch.dtype, rows: int, width: int) -> Any:
 
 def _describing(run: Any, kinds: dict[int, Any]) -> Any:
     """A launch that makes descriptors of the arguments at some places, which are `Described`, given their kinds."""
-    from triton.tools.tensor_descriptor import TensorDescriptor
 
     def launched(*values: Any) -> None:
         fit = list(values)
         for at, kind in kinds.items():
-            address, sizes, strides = fit[at]
-            base = Pointer(kind.base.dtype, address)
-            fit[at] = TensorDescriptor(base, list(sizes), list(strides), kind.block_shape)
+            fit[at] = _descriptor(kind, *fit[at])
         run(*fit)
 
     return launched
+
+
+@functools.lru_cache(maxsize=256)  # torch gives later calls the same addresses
+def _descriptor(kind: Any, address: int, sizes: tuple[int, ...], strides: tuple[int, ...]) -> Any:
+    from triton.tools.tensor_descriptor import TensorDescriptor
+
+    return TensorDescriptor(Pointer(kind.base.dtype, address), list(sizes), list(strides), kind.block_shape)
 
 
 def strided(tensor: Tensor) -> Argument:
