@@ -212,7 +212,7 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool)
         "UNIT": TILE,
         "CAUSAL": True,
         "PRECISION": "tf32x3" if TARGETS[target].backend == "cuda" else "ieee",
-        "WIDTH": 16 if kernel == "spread" else 64,
+        "WIDTH": 16 if kernel in ("spread", "visitors") else 64,
         "SPAN": 64,
         "BOTH_SIDES": False,
         "PLAN_WIDTH": 64,

@@ -4,10 +4,11 @@
 
 import torch
 import triton
+import triton.language as tl
 
 from alibi_attn.attention.backends.fused.kernels.arguments import Norms, Plan, Survey
 from alibi_attn.attention.backends.fused.kernels.certificate import survey_kernel
-from alibi_attn.attention.backends.fused.kernels.plan import order_heads, visitors_kernel
+from alibi_attn.attention.backends.fused.kernels.plan import octave, order_heads, visitors_kernel
 from alibi_attn.attention.certificate.constants import OUTLIER_CHOICES, OUTLIER_TILES
 
 
@@ -36,14 +37,16 @@ def orders_of(weights: list[list[int]], group: int) -> tuple[list[int], list[int
     wide[:, :h] = weight
     candidates = torch.empty(b, h, 1, 3, dtype=torch.int32)
     for order in (forward, backward):
-        plan = Plan(bands, outliers, None, wide, 4 * h, None, order, None)
+        plan = Plan(bands, outliers, None, wide, 4 * h, None, order, weight.flatten())
         if order is forward:
             _kernel[(1,)](plan, b, h)
         else:
-            visitors_kernel[(b * h,)](plan, candidates, of_keys, b, h, group, 1, 1, WIDTH=64, BLOCKS=64)
+            visitors_kernel[(b * h,)](plan, candidates, of_keys, b, h, group, 1, 1, WIDTH=16, BLOCKS=64)
     return forward.tolist(), backward.tolist(), of_keys.tolist()
 
 
 @triton.jit
 def _kernel(plan, B, H):
+    for bh in range(B * H):
+        tl.store(plan.arrived + bh, octave(tl.load(plan.arrived + bh)))
     order_heads(plan, B, H)

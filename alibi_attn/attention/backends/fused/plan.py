@@ -221,8 +221,8 @@ def find_visitors(
         NONE,
     )
     launch(
-        tiles.space.tensor.device, visitors_kernel, (spec.batch * spec.num_heads * -(-key_tiles // 64), 1, 1),
-        constants(WIDTH=64, BLOCKS=64), plan, candidates, key_order, number(spec.batch), number(spec.num_heads),
+        tiles.space.tensor.device, visitors_kernel, (spec.batch * spec.num_heads * -(-key_tiles // 16), 1, 1),
+        constants(WIDTH=16, BLOCKS=64), plan, candidates, key_order, number(spec.batch), number(spec.num_heads),
         one_or_more(spec.group), number(blocks), number(key_tiles),
     )  # fmt: skip
 

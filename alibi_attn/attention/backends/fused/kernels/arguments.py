@@ -197,7 +197,7 @@ class Plan(NamedTuple):
     Args:
         reach: of every TILE queries, [2, B, H, ⌈T / TILE⌉]; None = not wanted.
         order: [B·H]: the heads of all sequences, the heaviest first; None = not wanted.
-        arrived: [B·H + 1] zeros: how many programs of a head have finished, and how many heads.
+        arrived: [B·H + 1] zeros: how many programs of a head have finished, later its `octave`; and how many heads.
     """
 
     bands: object

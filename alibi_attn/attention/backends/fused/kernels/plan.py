@@ -53,12 +53,12 @@ def in_tiles(low, high, there):
 
 @triton.jit
 def plan_head(certificate, ALLOWED, plan, call, bh, ROWS: tl.constexpr, WIDTH: tl.constexpr, CAUSAL: tl.constexpr):
-    """Writes `plan` of one head, in blocks of ROWS queries, from `certificate`; None = visit all allowed keys.
+    """Writes `plan` of one head, in blocks of ROWS queries, from `certificate`; None = visit all allowed keys. Returns a weight.
 
     ALLOWED [B, ⌈T / TILE⌉, 2] int32: the keys that masks allow; None = no masks. With a key bias [B, H, ⌈T / TILE⌉, 2].
     """
     H, T, S = call.H, call.T, call.S
-    b, h = bh // H, (bh % H).to(tl.int32)
+    b, h = (bh.to(tl.int32) // H).to(tl.int64), bh.to(tl.int32) % H
     N, blocks, offset = tl.cdiv(T, ROWS), tl.cdiv(T, TILE), load_offset(call.query_offset, b, T, S)
     heads = (bh * 0 + call.B) * H * blocks
     moved, window = distance_moved(call.query_offset, b, T, S), call.window
@@ -117,7 +117,9 @@ def plan_head(certificate, ALLOWED, plan, call, bh, ROWS: tl.constexpr, WIDTH: t
         for slot in tl.static_range(OUTLIERS):
             tl.store(beside + slot, tl.full([WIDTH], -1, tl.int32), mask=there & (slot >= count))
         weight += tl.sum(tl.maximum(last - first, 0) + count, 0)
-    tl.store(plan.weight + b * plan.row + h, tl.minimum(weight, 2**31 - 1).to(tl.int32))
+    weight = tl.minimum(weight, 2**31 - 1).to(tl.int32)
+    tl.store(plan.weight + b * plan.row + h, weight)
+    return weight
 
 
 @triton.jit
@@ -188,27 +190,32 @@ def plan_kernel(
 
 
 @triton.jit
+def octave(weight):
+    """The half octave of a head's weight; the first is that of the largest weights."""
+    return 63 - (2.0 * tl.log2(weight.to(tl.float32) + 1.0)).to(tl.int32)
+
+
+@triton.jit
 def order_heads(plan, B, H):
-    """Writes `order` of the plan: a counting sort of the weights by half octaves. No heavy head then starts last."""
+    """Writes `order` of the plan: a counting sort by half octaves, which `arrived` holds now. No heavy head then starts last."""
     x, bins = tl.arange(0, 32), tl.arange(0, 64)
-    total = (tl.cast(B, tl.int64) * H).to(tl.int32)
+    total = B * H
     counts = tl.zeros([64], tl.int32)
     for start in range(0, total, 32):
-        counts += tl.sum(octaves(plan, start + x, H, total, bins), 0)
+        counts += tl.sum(in_bins(plan, start + x, total, bins), 0)
     begin = tl.cumsum(counts, 0) - counts
     for start in range(0, total, 32):
-        mine = octaves(plan, start + x, H, total, bins)
+        mine = in_bins(plan, start + x, total, bins)
         place = tl.sum(mine * (begin[None, :] + tl.cumsum(mine, 0)), 1) - 1
         tl.store(plan.order + place, start + x, mask=start + x < total)
         begin += tl.sum(mine, 0)
 
 
 @triton.jit
-def octaves(plan, bh, H, total, bins):
-    """[heads, bins] int32: 1 for the bin of each head's weight; the first bin is that of the largest weights."""
-    weight = tl.load(plan.weight + (bh // H).to(tl.int64) * plan.row + bh % H, mask=bh < total, other=0)
-    own = 63 - (2.0 * tl.log2(weight.to(tl.float32) + 1.0)).to(tl.int32)
-    return ((own[:, None] == bins[None, :]) & (bh < total)[:, None]).to(tl.int32)
+def in_bins(plan, bh, total, bins):
+    """[heads, bins] int32: 1 for the half octave of each head."""
+    own = tl.load(plan.arrived + bh, mask=bh < total, other=-1)
+    return (own[:, None] == bins[None, :]).to(tl.int32)
 
 
 @triton.jit
@@ -230,7 +237,7 @@ def visitors_kernel(plan, CANDIDATES, KEY_ORDER, B, H, G, N, tiles, WIDTH: tl.co
             write_key_order(plan, KEY_ORDER, bh, B, H, G, BLOCKS)
     tile = tl.program_id(0) % parts * WIDTH + tl.arange(0, WIDTH)
     is_outlier = among(tile, tl.load(plan.outliers + b * plan.row + h * OUTLIERS + tl.arange(0, OUTLIERS)))
-    start, stop = tl.zeros([WIDTH], tl.int32) + N, tl.zeros([WIDTH], tl.int32)
+    start, stop = tl.zeros([WIDTH, BLOCKS], tl.int32) + N, tl.zeros([WIDTH, BLOCKS], tl.int32)
     for from_block in range(0, N, BLOCKS):
         n = from_block + tl.arange(0, BLOCKS)
         band = plan.bands + b * plan.row + (h * N + n) * 4
@@ -241,12 +248,12 @@ def visitors_kernel(plan, CANDIDATES, KEY_ORDER, B, H, G, N, tiles, WIDTH: tl.co
         wide = is_outlier[:, None]
         ends_behind = tl.where(wide, high, last) > tile[:, None]
         begins_before = tl.where(wide, low, first) <= tile[:, None]
-        start = tl.minimum(start, tl.min(tl.where(ends_behind, n[None, :], N), 1))
-        stop = tl.maximum(stop, tl.max(tl.where(begins_before, n[None, :] + 1, 0), 1))
+        start = tl.minimum(start, tl.where(ends_behind, n[None, :], N))
+        stop = tl.maximum(stop, tl.where(begins_before, n[None, :] + 1, 0))
     candidates = CANDIDATES + (bh * tiles + tile) * 3
     there = tile < tiles
-    tl.store(candidates, start, mask=there)
-    tl.store(candidates + 1, stop, mask=there)
+    tl.store(candidates, tl.min(start, 1), mask=there)
+    tl.store(candidates + 1, tl.max(stop, 1), mask=there)
     tl.store(candidates + 2, is_outlier.to(tl.int32), mask=there)
 
 

@@ -28,7 +28,7 @@ from alibi_attn.attention.backends.fused.kernels.certificate import (
     outliers_in,
     survey,
 )
-from alibi_attn.attention.backends.fused.kernels.plan import order_heads, plan_group, plan_head
+from alibi_attn.attention.backends.fused.kernels.plan import octave, order_heads, plan_group, plan_head
 from alibi_attn.attention.backends.fused.kernels.positions import load_first_key, load_offset, load_window
 from alibi_attn.attention.backends.fused.kernels.tiles import (
     LOG2E,
@@ -40,6 +40,7 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     load_slope,
     natural_lse,
     of_head,
+    padded,
     raised_maximum,
     shown_keys,
 )
@@ -50,6 +51,19 @@ def is_last(counter, total):
     """Counts this program, and returns whether it is the last of `total`. What all of them stored before can then be loaded."""
     tl.debug_barrier()  # all threads of this program have stored
     return tl.atomic_add(counter, 1, sem="acq_rel") == total - 1
+
+
+@triton.jit
+def load_nearest(X, first, count, D: tl.constexpr):
+    """TILE rows from row `first` on; for those outside [0, count), the nearest row inside. Zeros beyond D."""
+    row = tl.minimum(tl.maximum(first + tl.arange(0, TILE), 0), count - 1) - first
+    column = tl.arange(0, padded(D))
+    at = X.pointer + tl.cast(first, tl.int64) * X.row + (row[:, None] * X.row + column[None, :])
+    if padded(D) == D:
+        rows = tl.load(at)
+    else:
+        rows = tl.load(at, mask=(column < D)[None, :], other=0.0)
+    return rows  # [TILE, DP]
 
 
 @triton.jit
@@ -118,8 +132,8 @@ def reach_kernel(
     """
     B, H, G, T, S, masks = call.B, call.H, call.G, call.T, call.S, call.masks
     blocks, tiles, kv_heads = tl.cdiv(T, TILE), tl.cdiv(S, TILE), H // G
-    n, bh = tl.program_id(0) % blocks, (tl.program_id(0) // blocks).to(tl.int64)
-    b, h = bh // H, (bh % H).to(tl.int32)
+    n, which = tl.program_id(0) % blocks, tl.program_id(0) // blocks  # in 32 bits: divisions of 64 take long
+    bh, b, h = which.to(tl.int64), (which // H).to(tl.int64), which % H
     bk = b * kv_heads + h // G
     x = tl.arange(0, TILE)
     i = n * TILE + x
@@ -134,7 +148,7 @@ def reach_kernel(
     head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, window, None)
     m = tl.load(call.slopes.pointer + b * call.slopes.batch + h)
     K = of_head(K, b, (h // G).to(tl.int64))
-    q = load_rows(of_head(Q, b, h), n * TILE, i < T, TILE, D)  # [TILE, DP]
+    q = load_nearest(of_head(Q, b, h), n * TILE, T, D)  # [TILE, DP]; rows from T on count for nothing
     segments = masks.query_segments
     if segments is not None:
         segments = tl.load(segments + b * T + i, mask=i < T, other=0)
@@ -184,24 +198,32 @@ def reach_kernel(
             here = here & (tl.load(bias.rest + j, mask=here, other=float("-inf")) > float("-inf"))
         kept = tl.maximum(kept, tl.load(norms.each_value + bk * S + j, mask=here, other=0.0))
     rate = tl.abs(call.scale) * norm_bound(q, D) * ROUNDING
+    # Without masks one comparison shows whether a query sees a key, whose number is unsigned.
+    plain: tl.constexpr = CAUSAL and not HIDDEN and window is None and segments is None and first_key is None
+    visible = tl.maximum(tl.minimum(position, S - 1) + 1, 0).to(tl.uint32)
     # A loop, because unrolled it would need registers for all its keys at once; wide rows leave no room to load ahead.
     stages: tl.constexpr = 2 if D * K.pointer.dtype.element_ty.primitive_bitwidth <= 2048 else 1
     for step in tl.range(2 if CAUSAL else 3, num_stages=stages):
         from_key = last - TILE * step + (0 if CAUSAL else TILE)
         j = from_key + x
-        here = shown_keys(masks, b, j, (j >= 0) & (j < S), S)
-        if bias is not None:
-            rest = tl.load(bias.rest + j, mask=here, other=float("-inf"))
-            here = here & (rest > float("-inf"))
-        k = load_rows(K, from_key, here, TILE, D)  # [TILE, DP]
-        shown = here[None, :]
-        if segments is not None:
-            theirs = tl.load(masks.key_segments + b * S + j, mask=here, other=0)
-            shown = shown & (segments[:, None] == theirs[None, :])
-        if first_key is not None:
-            shown = shown & (j[None, :] >= first_key[:, None])
-        products = tl.dot(q, k.T, input_precision="tf32")  # [TILE, TILE]
-        scores, seen = biased_scores(products, position[:, None] - j[None, :], shown, head, CAUSAL)
+        if plain:
+            k = load_nearest(K, from_key, S, D)  # [TILE, DP]
+            products = tl.dot(q, k.T, input_precision="tf32")  # [TILE, TILE]
+            seen = j.to(tl.uint32)[None, :] < visible[:, None]
+        else:
+            here = shown_keys(masks, b, j, (j >= 0) & (j < S), S)
+            if bias is not None:
+                rest = tl.load(bias.rest + j, mask=here, other=float("-inf"))
+                here = here & (rest > float("-inf"))
+            k = load_rows(K, from_key, here, TILE, D)
+            shown = here[None, :]
+            if segments is not None:
+                theirs = tl.load(masks.key_segments + b * S + j, mask=here, other=0)
+                shown = shown & (segments[:, None] == theirs[None, :])
+            if first_key is not None:
+                shown = shown & (j[None, :] >= first_key[:, None])
+            products = tl.dot(q, k.T, input_precision="tf32")
+            scores, seen = biased_scores(products, position[:, None] - j[None, :], shown, head, CAUSAL)
         if CAUSAL:  # minus the query's place in the block
             scores = products * head.scale + (head.slope * (j - start).to(tl.float32))[None, :]
         if bias is not None:
@@ -303,8 +325,9 @@ def reach_kernel(
             plan_group(certificate, ALLOWED, plan, call, bk, CAUSAL)
     else:
         if is_last(plan.arrived + bh, blocks):
-            plan_head(certificate, ALLOWED, plan, call, bh, ROWS, PLAN_WIDTH, CAUSAL)
+            weight = plan_head(certificate, ALLOWED, plan, call, bh, ROWS, PLAN_WIDTH, CAUSAL)
             if plan.order is not None:
+                tl.store(plan.arrived + bh, octave(weight))
                 order_when_all_arrived(plan, B, H)
 
 
