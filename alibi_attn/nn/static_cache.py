@@ -58,7 +58,8 @@ class StaticKVCache:
             ValueError: the layer differs, shapes do not match, gradients are on, or there are more tokens than the capacity.
         """
         _check_append(key, value, self._tensors)
-        self._layer = _owner(self._layer, layer)
+        if layer is not None and not torch.compiler.is_compiling():
+            self._layer = _owner(self._layer, layer)
         if self._tensors is None or self.length is None:
             self._tensors = _zeros(key, self.capacity), _zeros(value, self.capacity)
             self.length = _counter(key)
@@ -142,7 +143,8 @@ class StaticReachCache:
             ValueError: as for `StaticKVCache`.
         """
         _check_append(key, value, None)
-        self._layer = _owner(self._layer, layer)
+        if layer is not None and not torch.compiler.is_compiling():
+            self._layer = _owner(self._layer, layer)
         if self.length is None:
             self._allocate(key, value)
         assert self.length is not None
@@ -207,9 +209,7 @@ def _check_append(key: Tensor, value: Tensor, held: tuple[Tensor, Tensor] | None
         raise ValueError("a static cache is written in place and has no gradients; call the layer in torch.no_grad()")
 
 
-def _owner(known: "weakref.ref[nn.Module] | None", layer: nn.Module | None) -> "weakref.ref[nn.Module] | None":
-    if layer is None or torch.compiler.is_compiling():
-        return known
+def _owner(known: "weakref.ref[nn.Module] | None", layer: nn.Module) -> "weakref.ref[nn.Module]":
     if known is not None and known() is not layer:
         raise ValueError("this static cache belongs to another attention layer; create one for each layer")
     return known or weakref.ref(layer)
