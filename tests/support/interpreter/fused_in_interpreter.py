@@ -26,6 +26,7 @@ from torch import Tensor
 from alibi_attn.attention.api import alibi_attention, head_reach
 from alibi_attn.attention.backends import reference
 from alibi_attn.attention.backends.fused import backend as fused
+from alibi_attn.attention.backends.fused import split_keys
 from alibi_attn.attention.backends.fused.call import call_of
 from alibi_attn.attention.backends.fused.configs import tile_shape
 from alibi_attn.attention.backends.fused.full_tiles import FullTiles
@@ -65,7 +66,7 @@ def case_answer(case: Case, dtype: str) -> dict[str, np.ndarray]:
 def visits_and_certificate(case: Case, tolerance: float) -> tuple[np.ndarray, np.ndarray, int]:
     """Returns the kernel's visited tiles, the plan's, and the number of all; [B, H, N], or [B, K] in decoding."""
     spec, query, key, value = _call(case, tolerance=tolerance)
-    decoding = fused.is_split(spec, query)
+    decoding = split_keys.is_split(spec, query)
     tiles = fused.plan(spec, query, key, value, Norms.of(key, value) if decoding else None)
     shape = tile_shape("decode" if decoding else "forward", query.dtype, spec.head_dim, large=True)
     # The keys of every block are whole tiles, except at the end of the keys.
@@ -77,7 +78,7 @@ def visits_and_certificate(case: Case, tolerance: float) -> tuple[np.ndarray, np
     every = asked.numel() * -(-spec.key_len // shape.keys)
     counts = torch.empty(asked.shape, dtype=torch.int32)
     if decoding:
-        counts = torch.empty((spec.batch, spec.num_kv_heads, fused.decode_parts(spec, query)), dtype=torch.int32)
+        counts = torch.empty((spec.batch, spec.num_kv_heads, split_keys.decode_parts(spec, query)), dtype=torch.int32)
         asked, every = asked[:, :: spec.group, 0], every // spec.group
     fused.forward(spec, query, key, value, tiles, counts=counts)
     return (counts.sum(-1) if decoding else counts).numpy(), asked.numpy(), every
@@ -286,14 +287,14 @@ def transformed_is_a_loop() -> None:
 def decoding_equals_forward(case: Case) -> tuple[float, int]:
     """Returns (largest difference between the split decoding kernel and a full pass's last rows, number of parts)."""
     spec, query, key, value = _call(case, tolerance=2.0**-28)
-    assert fused.is_split(spec, query)
+    assert split_keys.is_split(spec, query)
     decoded, lse = fused.forward(spec, query, key, value, fused.plan(spec, query, key, value))
     more = TILE + 1
     padded = torch.cat([torch.zeros(spec.batch, spec.num_heads, more, spec.head_dim), query], 2)
     longer = dataclasses.replace(spec, query_len=more + spec.query_len, query_offset=case.first_position - more)
     whole, whole_lse = fused.forward(longer, padded, key, value, fused.plan(longer, padded, key, value))
     gap = (decoded - whole[:, :, more:]).abs().max(), (lse - whole_lse[:, :, more:]).abs().max()
-    return max(map(float, gap)), fused.decode_parts(spec, query)
+    return max(map(float, gap)), split_keys.decode_parts(spec, query)
 
 
 def smoke_of_the_benchmark(folder: Path) -> list[Path]:

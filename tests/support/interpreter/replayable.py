@@ -20,11 +20,13 @@ import torch
 from torch import Tensor
 
 from alibi_attn import alibi_attention, forgetting_attention, toeplitz_attention
+from alibi_attn.attention.backends.fused import recording, split_keys
 from alibi_attn.nn import ALiBiAttention, ReachCache, StaticKVCache, StaticReachCache
 from alibi_lab.measure.absent_device import Launches, absent_device
 
 ADDRESSES = 2**32  # larger numbers are addresses, which are fixed by the graph's own memory
-STEP = "append_kernel", "norms_kernel", "reach_kernel", "decode_kernel", "merge_kernel"
+STEP = "append_kernel", "decode_kernel", "merge_kernel"
+LONG_STEP = "append_kernel", "norms_kernel", "reach_kernel", "decode_kernel", "merge_kernel"
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 
 
@@ -95,10 +97,14 @@ def main() -> dict[str, bool]:
     with absent_device() as launches:
         for name, step in kinds.items():
             before = launched(step, launches)
-            if name == "StaticKVCache":  # the tiles near the query instead of all 32
+            if name == "StaticKVCache":
                 assert [x.kernel for x in launches.all] == list(STEP)
-                assert launches.all[1].grid == (8 * 4, 1, 1)
                 caches[0].crop(1000)
+                # As for more keys.
+                with mock.patch.object(split_keys, "WHOLE_BYTES", 0), mock.patch.dict(recording._KNOWN, clear=True):
+                    launched(step, launches)
+                assert [x.kernel for x in launches.all] == list(LONG_STEP)
+                assert launches.all[1].grid == (8 * 4, 1, 1)  # the tiles near the query instead of all 32
             with torch.no_grad():
                 query.mul_(3), key.mul_(2), table.mul_(2)
                 shown[:, 100:], gates[:, :, 50] = False, -torch.inf

@@ -23,7 +23,6 @@ from alibi_attn.attention.backends.fused.configs import (
     is_large,
     may_describe,
     missing,
-    processors,
     tile_shape,
 )
 from alibi_attn.attention.backends.fused.kernels.arguments import Visited, Visitors
@@ -46,6 +45,7 @@ from alibi_attn.attention.backends.fused.launch import (
 from alibi_attn.attention.backends.fused.plan import empty_plan, find_visitors, make_plan, measured_tiles, plan_in
 from alibi_attn.attention.backends.fused.recording import replayed_call
 from alibi_attn.attention.backends.fused.space import Layout, Plan, Space, starts
+from alibi_attn.attention.backends.fused.split_keys import forward_in_parts, is_split, reads_whole
 from alibi_attn.attention.backends.protocol import TooSmall, Visits
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
@@ -122,21 +122,13 @@ def plan_rows(query_len: int) -> int:
     return TILE if query_len <= TILE else PLAN_ROWS
 
 
-def is_split(spec: Spec, query: Tensor) -> bool:
-    """Whether the heads of a group are packed together and the keys are split among programs: for few queries, or few heads.
-
-    The visited tiles do not depend on it, because other sequences in the batch must not change them.
-    """
-    few = spec.batch * spec.num_heads < processors(query.device)
-    return spec.query_len <= DECODE_QUERIES or (spec.query_len <= TILE and few)
-
-
 def forward(
-    spec: Spec, query: Tensor, key: Tensor, value: Tensor, tiles: Plan, *, counts: Tensor | None = None,
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor, tiles: Plan | None, *, counts: Tensor | None = None,
     call: Argument | None = None, given_lse: Tensor | None = None, into: tuple[Tensor, Tensor] | None = None,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(output, lse) over the tiles of a plan; `counts` [B, H, ⌈T / tile⌉] int32 gets the tiles that each tile of queries visits.
 
+    Without a plan, up to DECODE_QUERIES queries visit all keys that they may see; there are no masks and biases of keys.
     If keys are split, `counts` is [B, K, parts] with the parts of `decode_parts`. With a key bias lse is [B, 3, H, T]: in units
     of log2, followed by the pair that each is relative to. Queries that are all beyond the keys are moved next to them, and lse
     is that of the moved ones; `given_lse` [B, H, T] gets the natural lse at the given positions. `into` gets the result.
@@ -145,11 +137,12 @@ def forward(
 
     output, lse = (torch.empty_like(query), _empty_lse(spec, query)) if into is None else into
     call = call_of(spec, query.device) if call is None else call
+    if tiles is None or (spec.table is None and is_split(spec, query)):
+        visited = NONE if tiles is None else _visited(tiles, with_masks=False)
+        forward_in_parts(spec, call, query, key, value, visited, output, lse, counts, given_lse)
+        return output, lse
     if spec.table is not None:
         table.forward(spec, call, query, key, value, _visited(tiles), tiles.rows, output, lse, given_lse)
-        return output, lse
-    if is_split(spec, query):
-        _forward_in_parts(spec, call, query, key, value, tiles, output, lse, counts, given_lse)
         return output, lse
     shape = tile_shape("forward", query.dtype, spec.head_dim, large=is_large(query.device))
     launch(
@@ -160,31 +153,6 @@ def forward(
         *((tiles.space.at(tiles.layout.measured), tiles.allowance) if measures(spec, query) else (NONE, NONE)),
     )  # fmt: skip
     return output, lse
-
-
-def _forward_in_parts(
-    spec: Spec, call: Argument, query: Tensor, key: Tensor, value: Tensor, tiles: Plan, output: Tensor, lse: Tensor,
-    counts: Tensor | None, given_lse: Tensor | None,
-) -> None:  # fmt: skip
-    """Fills output and lse: parts of the keys, and then their sum."""
-    from alibi_attn.attention.backends.fused.kernels.decode import decode_kernel, merge_kernel
-
-    device, parts = query.device, decode_parts(spec, query)
-    shape = tile_shape("decode", query.dtype, spec.head_dim, large=is_large(device))
-    chunks = -(-spec.group * spec.query_len // shape.queries)
-    at = starts(parts * query.numel(), parts * lse.numel())
-    space = Space(scratch(at[-1], device))
-    outputs, lses = space.at(at[0], torch.float32), space.at(at[1], torch.float32)
-    rows = spec.batch * spec.num_heads * spec.query_len
-    launch(
-        device, decode_kernel, (spec.batch * spec.num_kv_heads, chunks, parts),
-        _constants(spec.head_dim, shape, spec.causal, None), rows_of(query), rows_of(key), rows_of(value), outputs, lses,
-        call, _visited(tiles, with_masks=False), pointer(counts),
-    )  # fmt: skip
-    launch(
-        device, merge_kernel, (rows, 1, 1), constants(SLOTS=1 << (parts - 1).bit_length(), D=spec.head_dim, num_warps=1),
-        outputs, lses, rows_of(output), pointer(lse), pointer(given_lse), call, number(parts), number(rows),
-    )  # fmt: skip
 
 
 def measures(spec: Spec, query: Tensor) -> bool:
@@ -212,19 +180,13 @@ def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, known_norms: N
     def launched(spec: Spec, *tensors: Tensor) -> None:
         query, key, value, keys, values, output, given_lse = tensors
         call = call_of(spec, query.device)
-        tiles = plan(spec, query, key, value, Norms(keys, values), call)
+        tiles = None if reads_whole(spec, key) else plan(spec, query, key, value, Norms(keys, values), call)
         into = output, scratch(given_lse.numel(), query.device, torch.float32)
         forward(spec, query, key, value, tiles, call=call, given_lse=given_lse, into=into)
 
     norms = known_norms.keys.contiguous(), known_norms.values.contiguous()
     replayed_call("decode", in_place(spec), (query, key, value, *norms, output, given_lse), launched, caches=(1, 2))
     return output, given_lse
-
-
-def decode_parts(spec: Spec, query: Tensor) -> int:
-    """The number of parts that the keys are split into: enough programs for the device, of at least four tiles each."""
-    programs = 2 * processors(query.device)
-    return max(1, min(programs // (spec.batch * spec.num_kv_heads), -(-spec.key_len // (4 * TILE)), 64))
 
 
 def backward(

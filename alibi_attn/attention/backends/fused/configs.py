@@ -16,6 +16,7 @@ from alibi_attn.attention.transforms import constant_when_compiled
 
 MAX_HEAD_DIM = 256
 DECODE_QUERIES = 8  # up to this many queries are decoding
+WHOLE_BYTES = 2**25  # decoding reads up to this many bytes of keys and values whole: to find the reach takes longer
 PLAN_ROWS = 128  # queries that share one plan of tiles; no tile has more
 
 

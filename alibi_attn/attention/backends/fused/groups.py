@@ -9,6 +9,7 @@ from alibi_attn.attention.backends.fused.backend import forward, plan
 from alibi_attn.attention.backends.fused.call import call_of
 from alibi_attn.attention.backends.fused.launch import begin, in_rows, part_of, scratch
 from alibi_attn.attention.backends.fused.recording import replayed
+from alibi_attn.attention.backends.fused.split_keys import reads_whole
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.spec import AttentionSpec
 
@@ -42,7 +43,7 @@ def decode_groups(
             spec = spec_of(some, key, value, own)
             call, rows = call_of(spec, query.device), some.shape[:3].numel()
             lse, given_lse = (scratch(rows, query.device, torch.float32) for _ in range(2))
-            tiles = plan(spec, some, key, value, call=call)
+            tiles = None if reads_whole(spec, key) else plan(spec, some, key, value, call=call)
             forward(spec, some, key, value, tiles, call=call, given_lse=given_lse, into=(into, lse))
 
     kind = "groups", heads, options, *(-(-length // TILE) for length in lengths)

@@ -14,6 +14,7 @@ from alibi_attn.attention.backends.fused.kernels.arguments import BlockBias, Hea
 from alibi_attn.attention.backends.fused.kernels.bands import outlier_count, outlier_tile
 from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout
 from alibi_attn.attention.backends.fused.kernels.forward import attend_partial
+from alibi_attn.attention.backends.fused.kernels.plan import seen_keys
 from alibi_attn.attention.backends.fused.kernels.positions import (
     biased_lse_before_move,
     distance_moved,
@@ -58,6 +59,8 @@ def decode_kernel(
 ):
     """Program: (key head, chunk of BM packed rows, part of the keys); row g·T + t is query t of the group's head g.
 
+    `visited` is None if all keys are visited that the queries may see.
+
     OUTS is [parts, B, H, T, D] and LSES [parts, B, H, T] (see `lse_rows`), both fp32; COUNT [B, K, parts] or None, as in
     forward. The heads of a group share one plan.
     """
@@ -99,9 +102,14 @@ def decode_kernel(
     l_i = tl.zeros([BM], tl.float32)
     acc = tl.zeros([BM, padded(D)], tl.float32)
 
-    leader, visits = b * visited.row + kv * G * 4, 0
-    first = tl.load(visited.bands + leader) * (TILE // BN)
-    last = tl.minimum(tl.load(visited.bands + leader + 1) * (TILE // BN), tl.cdiv(S, BN))
+    visits = 0
+    if visited is None:
+        low, high = seen_keys(None, 0, start, start + T, True, S, window, CAUSAL)
+        first, last = low // BN, tl.cdiv(high, BN)
+    else:
+        leader = b * visited.row + kv * G * 4
+        first = tl.load(visited.bands + leader) * (TILE // BN)
+        last = tl.minimum(tl.load(visited.bands + leader + 1) * (TILE // BN), tl.cdiv(S, BN))
     share = tl.cdiv(tl.maximum(last - first, 0), tl.num_programs(2))
     begin = first + part * share
     for tile in tl.range(begin, tl.minimum(begin + share, last)):
@@ -110,13 +118,27 @@ def decode_kernel(
         )
         if COUNT is not None:
             visits += 1
-    outliers = visited.beside + b * visited.row + kv * G * OUTLIERS
-    for x in tl.range(part, outlier_count(outliers) * (TILE // BN), tl.num_programs(2), num_stages=1):
-        m_i, l_i, acc, _weight = attend_partial(
-            outlier_tile(x, outliers, BN), queries, head, m_i, l_i, acc, K, V, call.masks, S, BN, D, CAUSAL, PRECISION
-        )
-        if COUNT is not None:
-            visits += 1
+    if visited is not None:
+        outliers = visited.beside + b * visited.row + kv * G * OUTLIERS
+        for x in tl.range(part, outlier_count(outliers) * (TILE // BN), tl.num_programs(2), num_stages=1):
+            m_i, l_i, acc, _weight = attend_partial(
+                outlier_tile(x, outliers, BN),
+                queries,
+                head,
+                m_i,
+                l_i,
+                acc,
+                K,
+                V,
+                call.masks,
+                S,
+                BN,
+                D,
+                CAUSAL,
+                PRECISION,
+            )
+            if COUNT is not None:
+                visits += 1
     if COUNT is not None:
         tl.store(COUNT + bk * tl.num_programs(2) + part, visits)
 

@@ -1,0 +1,88 @@
+"""Few queries or few heads: the keys are split among programs, and the results of the parts are merged."""
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention.backends.fused.configs import (
+    DECODE_QUERIES,
+    WHOLE_BYTES,
+    is_large,
+    processors,
+    tile_shape,
+)
+from alibi_attn.attention.backends.fused.launch import (
+    Argument,
+    constants,
+    launch,
+    number,
+    pointer,
+    precision,
+    rows_of,
+    scratch,
+)
+from alibi_attn.attention.backends.fused.space import Space, starts
+from alibi_attn.attention.certificate.constants import TILE
+from alibi_attn.attention.spec import AttentionSpec
+
+Spec = AttentionSpec[Tensor]
+
+
+def is_split(spec: Spec, query: Tensor) -> bool:
+    """Whether the heads of a group are packed together and the keys are split among programs: for few queries, or few heads.
+
+    The visited tiles do not depend on it, because other sequences in the batch must not change them.
+    """
+    few = spec.batch * spec.num_heads < processors(query.device)
+    return spec.query_len <= DECODE_QUERIES or (spec.query_len <= TILE and few)
+
+
+def reads_whole(spec: Spec, key: Tensor) -> bool:
+    """Whether decoding without masks and biases of keys needs no plan, because the keys are few."""
+    return spec.query_len <= DECODE_QUERIES and 2 * key.numel() * key.element_size() <= WHOLE_BYTES
+
+
+def decode_parts(spec: Spec, query: Tensor) -> int:
+    """The number of parts that the keys are split into: enough programs for the device, of at least four tiles each."""
+    programs = 2 * processors(query.device)
+    return max(1, min(programs // (spec.batch * spec.num_kv_heads), -(-spec.key_len // (4 * TILE)), 64))
+
+
+def forward_in_parts(
+    spec: Spec,
+    call: Argument,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    visited: Argument,
+    output: Tensor,
+    lse: Tensor,
+    counts: Tensor | None,
+    given_lse: Tensor | None,
+) -> None:
+    """Fills output and lse (see `backend.forward`): parts of the keys, and then their sum."""
+    from alibi_attn.attention.backends.fused.kernels.decode import decode_kernel, merge_kernel
+
+    device, parts = query.device, decode_parts(spec, query)
+    shape = tile_shape("decode", query.dtype, spec.head_dim, large=is_large(device))
+    chunks = -(-spec.group * spec.query_len // shape.queries)
+    at = starts(parts * query.numel(), parts * lse.numel())
+    space = Space(scratch(at[-1], device))
+    outputs, lses = space.at(at[0], torch.float32), space.at(at[1], torch.float32)
+    rows = spec.batch * spec.num_heads * spec.query_len
+    tile = constants(
+        D=spec.head_dim,
+        BM=shape.queries,
+        BN=shape.keys,
+        CAUSAL=spec.causal,
+        PRECISION=precision(),
+        num_warps=shape.warps,
+        num_stages=shape.stages,
+    )
+    launch(
+        device, decode_kernel, (spec.batch * spec.num_kv_heads, chunks, parts), tile, rows_of(query), rows_of(key),
+        rows_of(value), outputs, lses, call, visited, pointer(counts),
+    )  # fmt: skip
+    launch(
+        device, merge_kernel, (rows, 1, 1), constants(SLOTS=1 << (parts - 1).bit_length(), D=spec.head_dim, num_warps=1),
+        outputs, lses, rows_of(output), pointer(lse), pointer(given_lse), call, number(parts), number(rows),
+    )  # fmt: skip
