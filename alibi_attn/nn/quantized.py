@@ -54,7 +54,7 @@ class QuantizedLinear(nn.Module):
         self.kind = kind
         self.out_features, self.in_features = weight.shape
         self.scales = _scales(weight.abs().amax(1), kind)
-        self.bias = None if linear.bias is None else linear.bias.detach().to("cpu", torch.float32)
+        self.bias = None if linear.bias is None else linear.bias.detach().float()
         self._place(_codes(weight, self.scales[:, None], kind), linear.weight.device)
 
     def forward(self, x: Tensor) -> Tensor:
@@ -158,7 +158,7 @@ def convert(model: nn.Module, kinds: tuple[type[nn.Linear], ...] = (nn.Linear,),
 
 
 def _checked_weights(linear: nn.Linear, kind: Kind) -> Tensor:
-    """The weights in fp32, on the CPU, so that codes do not depend on the device."""
+    """The weights in fp32. A GPU divides as a CPU does, so codes do not depend on the device."""
     if not 1 <= linear.in_features <= _MOST_INPUTS:
         raise ValueError(
             f"a linear layer has {linear.in_features:,} inputs, but {kind} takes 1 to {_MOST_INPUTS:,}; "
@@ -171,11 +171,11 @@ def _checked_weights(linear: nn.Linear, kind: Kind) -> Tensor:
             "registered them), then convert"
         )
     bias = linear.bias
-    if bias is not None and not bool(torch.isfinite(bias.detach().to("cpu", torch.float32)).all()):
+    if bias is not None and not bool(torch.isfinite(bias.detach().float()).all()):
         raise ValueError(
             f"the bias of a linear layer is not finite in fp32, in which {kind} adds it; check the checkpoint"
         )
-    weight: Tensor = linear.weight.detach().to("cpu", torch.float32)
+    weight: Tensor = linear.weight.detach().float()
     if not bool(torch.isfinite(weight.abs().sum(1) * (2 * _SHIFT)).all()):  # rounding at most doubles a sum
         raise ValueError(
             f"the weights of a linear layer are not finite, or overflow fp32 in {kind}; check the checkpoint"
@@ -244,7 +244,7 @@ def _of_tokens(rows: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     low, high = rows.aminmax(dim=1, keepdim=True)  # in one pass, with NaN
     scales = _scales(torch.maximum(high, -low).float(), kind)
     more = max(0, _LEAST_ROWS - len(rows))
-    return _padded(_codes(rows, scales, kind), rows=more), _padded(scales, rows=more, columns=0)
+    return _padded(_codes(rows, scales, kind).contiguous(), rows=more), _padded(scales, rows=more, columns=0)
 
 
 def _padded(x: Tensor, *, rows: int = 0, columns: int | None = None) -> Tensor:

@@ -78,6 +78,7 @@ def absent_device(*, capability: tuple[int, int] = (9, 0), compiles: bool = Fals
                 torch.cuda,
                 device=contextlib.nullcontext,
                 current_device=lambda: 0,
+                is_current_stream_capturing=lambda: False,
                 get_device_capability=lambda device=None: capability,
                 get_device_properties=lambda device=None: types.SimpleNamespace(multi_processor_count=PROCESSORS),
             )

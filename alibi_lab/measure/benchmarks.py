@@ -284,7 +284,7 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         "What `gpu` leaves out, in two minutes: CUDA graphs, gates, masks, static caches, each kernel, BLOOM, an encoder, JAX.",
         "alibi bench gpu-models --parts graphs,kernels",
         (
-            Option("parts", "", "Parts to measure, in this order; default: all.", names),
+            Option("parts", "", "Parts to measure, in this order; default: all but `make gpu --only encoders`.", names),
             seconds(130.0, "Time limit in seconds for the whole benchmark."),
             ON_A_GPU,
         ),

@@ -12,14 +12,17 @@ from pathlib import Path
 import torch
 
 from alibi_lab.measure.gpu_decoding import DECODING
+from alibi_lab.measure.gpu_encoders import DOCUMENT, MIXED, TEXTS
 from alibi_lab.measure.gpu_jax import JAX
 from alibi_lab.measure.gpu_kernels import OF_KERNELS
+from alibi_lab.measure.gpu_linears import LINEARS, LINEARS_COMPILED
 from alibi_lab.measure.gpu_networks import BLOOM, BLOOM_STEP, ENCODER
 from alibi_lab.measure.gpu_parts import Case, Part, failures, left_out, number_type
 from alibi_lab.measure.gpu_steps import GATED, PLAIN, WITH_MASK
 from alibi_lab.measure.harness import Config, Row, Rows, Say, keep
 
 PARTS = (PLAIN, DECODING, OF_KERNELS, GATED, WITH_MASK, BLOOM, BLOOM_STEP, ENCODER, JAX)
+ENCODERS = (LINEARS, MIXED, DOCUMENT, TEXTS, LINEARS_COMPILED)  # on demand
 SCALES = ("full", "smoke")
 
 
@@ -37,7 +40,7 @@ def gpu_models(
     rest of a training step; `host_us` is the time until the host has launched the step.
 
     Args:
-        parts: names of the parts to measure, in this order; all by default.
+        parts: names of parts, of PARTS or ENCODERS, to measure in this order; all of PARTS by default.
         seconds: for everything; each part has its share, and what an earlier one leaves.
         scale: "full", or "smoke" for a CPU with Triton's interpreter.
 
@@ -47,7 +50,7 @@ def gpu_models(
     """
     if scale not in SCALES:
         raise ValueError(f"scale is {scale!r} but must be 'full' or 'smoke'")
-    known = {part.name: part for part in PARTS}
+    known = {part.name: part for part in (*PARTS, *ENCODERS)}
     if unknown := [name for name in parts if name not in known]:
         raise ValueError(f"parts has {', '.join(unknown)} but must be of {', '.join(known)}")
     device = torch.device("cpu" if scale == "smoke" else "cuda")

@@ -24,9 +24,9 @@ def bloom_pass(case: Case, device: torch.device) -> Calls:
     """A forward pass, compared with that of the original in fp32."""
     original, patched, tokens = _blooms(case, device)
     true = _logits(copy.deepcopy(original).float(), tokens)
-    plain = _error(_logits(original, tokens), true)
+    plain = relative_error(_logits(original, tokens), true)
     return {
-        name: functools.partial(_row, functools.partial(_logits, model, tokens), device, true, plain)
+        name: functools.partial(checked_row, functools.partial(_logits, model, tokens), device, true, plain)
         for name, model in ((ORIGINAL, original), ("ours", patched))
     }
 
@@ -39,7 +39,7 @@ def bloom_step(case: Case, device: torch.device) -> Calls:
 
     original, patched, tokens = _blooms(case, device)
     true = _logits(copy.deepcopy(original).float(), tokens)[:, -1:]
-    plain = _error(_logits(original, tokens)[:, -1:], true)
+    plain = relative_error(_logits(original, tokens)[:, -1:], true)
 
     def row(model: nn.Module, new_cache: Callable[[], Any], *, graph: bool = False) -> Row:
         cache = new_cache()
@@ -49,7 +49,7 @@ def bloom_step(case: Case, device: torch.device) -> Calls:
             step = replayable(step, device)
             cache.reset()
         _logits(model, tokens[:, :-1], cache)
-        return _row(step, device, true, plain)
+        return checked_row(step, device, true, plain)
 
     static = functools.partial(StaticALiBiCache, case.length + ROOM)
     return {
@@ -78,11 +78,11 @@ def encoder(case: Case, device: torch.device) -> Calls:
     with torch.no_grad():
         true = exact(ids[-1:], mask[-1:])[shown[-1:]]
         dense, whole = exact.to(number_type(device)), ours.to(number_type(device))
-        plain = _error(dense(ids[-1:], mask[-1:])[shown[-1:]], true)
+        plain = relative_error(dense(ids[-1:], mask[-1:])[shown[-1:]], true)
 
     def row(call: Callable[[], Tensor], *, graph: bool = False) -> Row:
         run = replayable(call, device) if graph else call
-        return _row(run, device, true, plain, lambda output: output[-1:][shown[-1:]])
+        return checked_row(run, device, true, plain, lambda output: output[-1:][shown[-1:]])
 
     def of_ours(given: Tensor | None) -> Tensor:
         with torch.no_grad():
@@ -133,12 +133,12 @@ def _logits(model: nn.Module, tokens: Tensor, cache: object = None) -> Tensor:
         return logits
 
 
-def _error(actual: Tensor, true: Tensor) -> float:
+def relative_error(actual: Tensor, true: Tensor) -> float:
     """The largest error as a share of the largest number."""
     return float((actual.detach().float() - true).abs().max() / true.abs().max())
 
 
-def _row(
+def checked_row(
     call: Callable[[], Tensor],
     device: torch.device,
     true: Tensor,
@@ -147,7 +147,7 @@ def _row(
 ) -> Row:
     """The error of what is compared of the output, and times; twice the original's error is allowed."""
     output = compared(call())
-    row = judged(_error(output, true), 2 * plain + 4 * torch.finfo(output.dtype).eps)
+    row = judged(relative_error(output, true), 2 * plain + 4 * torch.finfo(output.dtype).eps)
     return row | call_row(call, device) if row["right"] else row
 
 

@@ -74,6 +74,7 @@ def test_outputs_are_those_of_the_formula(kind: Kind, tokens: int, inputs: int, 
     assert error <= (2.0**-20 if kind == "int8" else 2.0**-8)
     assert small(x[None].half()).dtype == torch.float16
     assert small(x[None].half()).shape == (1, tokens, outputs)
+    assert torch.equal(small(x.t().contiguous().t()), small(x))
     assert small.codes().shape == (outputs, inputs)
     assert small.packed.dtype == small.state_dict()["codes"].dtype == quantized._DTYPES[kind]
 

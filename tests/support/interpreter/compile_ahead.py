@@ -28,6 +28,7 @@ from alibi_lab.measure.absent_device import absent_device
 from alibi_lab.measure.gpu import SHAPES
 from alibi_lab.measure.gpu_checks import CHECKED, arguments_of, end_at_once
 from alibi_lab.measure.gpu_decoding import DECODING, ROOM, Given
+from alibi_lab.measure.gpu_encoders import DOCUMENT, MIXED
 from alibi_lab.measure.gpu_kernels import OF_KERNELS
 from alibi_lab.measure.gpu_networks import ENCODER
 from alibi_lab.measure.gpu_parts import Case
@@ -56,6 +57,17 @@ def steps() -> Iterator[Step]:
         packed = Case(1, case.batch * case.length * 2 // 3 + 1, case.heads, case.head_dim) if case.batch > 1 else case
         segments = torch.arange(packed.length)[None] // 400 if case.batch > 1 else None
         yield _training(functools.partial(alibi_attention, causal=False, segment_ids=segments), packed)
+    for case in MIXED.cases["full"]:
+        shown = padding(case, CPU)
+        segments = shown.nonzero()[None, :, 0]
+        for dtype in (torch.bfloat16, torch.float16):
+            yield functools.partial(
+                _encoded, case._replace(batch=1, length=segments.shape[1]), dtype, segment_ids=segments
+            )
+        yield functools.partial(_encoded, case, torch.bfloat16, key_mask=shown)
+    for case in (*MIXED.cases["full"], *DOCUMENT.cases["full"]):
+        yield functools.partial(_encoded, case, torch.bfloat16)
+    yield functools.partial(_encoded, DOCUMENT.cases["full"][-1], torch.float32)
     for case in DECODING.cases["full"]:
         yield functools.partial(_static, case)
     for case in of_lengths:
@@ -124,6 +136,14 @@ def _training(attention: Callable[..., Tensor], case: Case, *more: Tensor) -> St
         training_step(functools.partial(attention, backend="fused"), [*inputs, *more], grad)()
 
     return step
+
+
+def _encoded(case: Case, dtype: torch.dtype, **options: Tensor) -> None:
+    """The attention of an encoder's layer, whose queries, keys and values are columns of one matrix."""
+    joined = torch.empty(case.batch, case.length, 3 * case.heads * case.head_dim, dtype=dtype)
+    inputs = (x.unflatten(-1, (case.heads, -1)).transpose(1, 2) for x in joined.chunk(3, dim=-1))
+    with torch.no_grad():
+        alibi_attention(*inputs, causal=False, backend="fused", **options)  # type: ignore[misc]
 
 
 def _decoded(case: Case) -> None:

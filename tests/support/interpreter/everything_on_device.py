@@ -51,6 +51,7 @@ PARTS: Mapping[str, Mapping[str, Part]] = {
         "bench": Part((__file__, "--measure", "bench", "--seconds", SECONDS), 130, 22),
         "models": Part((__file__, "--measure", "models", "--seconds", SECONDS), 100, 15),
         "jax": Part((__file__, "--measure", "jax", "--seconds", SECONDS), 40, 10),
+        "encoders": Part((__file__, "--measure", "encoders", "--seconds", SECONDS), 55, 20),
         "attack": Part((CONFORMANCE, "--cases", "0", "--draws", "2000", "--seconds", SECONDS), 80, 30),
     },
     "smoke": {
@@ -58,6 +59,7 @@ PARTS: Mapping[str, Mapping[str, Part]] = {
         "bench": Part((__file__, "--measure", "bench", "--scale", "smoke"), 600),
         "models": Part((__file__, "--measure", "models", "--scale", "smoke"), 600),
         "jax": Part((__file__, "--measure", "jax", "--scale", "smoke"), 600),
+        "encoders": Part((__file__, "--measure", "encoders", "--scale", "smoke"), 600),
         "attack": Part((CONFORMANCE, "--cases", "0", "--draws", "2"), 600),
     },
 }
@@ -118,11 +120,13 @@ def run(part: Part, folder: Path) -> str:
 def measure(what: str, out: Path, scale: str, seconds: float) -> None:
     """`alibi bench gpu` and `alibi bench gpu-models`, without their command line, which needs typer."""
     from alibi_lab.measure.gpu import gpu
-    from alibi_lab.measure.gpu_models import PARTS, gpu_models
+    from alibi_lab.measure.gpu_models import ENCODERS, PARTS, gpu_models
 
     if scale == "smoke":
         quick_interpreter.prepare()
-    if what in ("models", "jax"):
+    if what == "encoders":
+        gpu_models(out, parts=[part.name for part in ENCODERS], scale=scale, seconds=seconds)
+    elif what in ("models", "jax"):
         parts = [part.name for part in PARTS if (part.name == "jax") == (what == "jax")]
         gpu_models(out, parts=parts, scale=scale, seconds=seconds)
     elif scale == "smoke":
@@ -137,7 +141,7 @@ if __name__ == "__main__":
     parser.add_argument("--scale", choices=PARTS, default="full")
     parser.add_argument("--only", nargs="+", choices=PARTS["full"], default=(), help="the parts to run")
     parser.add_argument("--seconds", type=float, help="shared among the parts")
-    parser.add_argument("--measure", choices=("bench", "models", "jax"), help="only this, in this process")
+    parser.add_argument("--measure", choices=("bench", "models", "jax", "encoders"), help="only this, in this process")
     asked = parser.parse_args()
     if asked.measure:
         sys.exit(measure(asked.measure, asked.out, asked.scale, asked.seconds or 600.0))

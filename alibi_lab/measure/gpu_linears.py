@@ -1,0 +1,85 @@
+"""Linear layers of one GPU in int8 and float8, compared with the formula of `nn/quantized.py` in fp64, and timed next to bf16."""
+
+import functools
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+
+from alibi_attn.nn.quantized import Kind, QuantizedLinear
+from alibi_lab.measure.gpu_networks import relative_error
+from alibi_lab.measure.gpu_parts import COLUMNS, Calls, Case, Part, call_row, judged, number_type
+from alibi_lab.measure.harness import Row
+
+ROWS = 256  # that are compared
+LARGEST: dict[Kind, float] = {"int8": 127.0, "float8": 448.0}
+COMPILED = ", compiled"
+
+
+def linears(case: Case, device: torch.device, *, compiled: bool = False) -> Calls:
+    """A layer of `case.heads` · `case.head_dim` inputs and four times as many outputs, for `case.length` tokens."""
+    width = case.heads * case.head_dim
+    torch.manual_seed(0)
+    with device:
+        layer = nn.Linear(width, 4 * width).to(number_type(device)).requires_grad_(False)
+        x = torch.randn(case.length, width).to(number_type(device))
+    some = x[:ROWS]
+    exact = nn.functional.linear(some.double(), layer.weight.double(), layer.bias.double())
+
+    def row(kind: Kind) -> Row:
+        small: Any = QuantizedLinear(layer, kind)
+        true = formula(layer, some, kind)
+        if compiled:
+            small = torch.compile(small, fullgraph=True, backend="inductor" if device.type == "cuda" else "eager")
+        found = small(x)[:ROWS].double()
+        # Four roundings. On a GPU float8 adds 32 products at once to sums of 14 bits.
+        allowed = (
+            2 * torch.finfo(x.dtype if kind == "int8" else torch.bfloat16).eps
+            + (kind == "float8") * width / 32 * 2**-14
+        )
+        judgment = judged(relative_error(found, true), allowed)
+        judgment["rounding_error"] = float((found - exact).norm() / exact.norm())
+        return judgment | call_row(lambda: small(x), device) if judgment["right"] else judgment
+
+    def plain() -> Row:
+        found = layer(some).double()
+        judgment = judged(relative_error(found, exact), 2 * torch.finfo(x.dtype).eps + width * 2**-24)
+        judgment["rounding_error"] = float((found - exact).norm() / exact.norm())
+        return judgment | call_row(lambda: layer(x), device) if judgment["right"] else judgment
+
+    end = COMPILED if compiled else ""
+    quick: Calls = {kind + end: functools.partial(row, kind) for kind in LARGEST}
+    return quick if compiled else {"unquantized": plain, **quick}
+
+
+def formula(layer: nn.Linear, x: Tensor, kind: Kind) -> Tensor:
+    """The output in fp64, from codes in fp32."""
+
+    def coded(rows: Tensor) -> tuple[Tensor, Tensor]:
+        rows = rows.cpu().float()
+        scales = rows.abs().amax(1, keepdim=True) / LARGEST[kind]
+        codes = (rows / scales).round() if kind == "int8" else (rows / scales).to(torch.float8_e4m3fn)
+        return codes.to(x.device).double(), scales.to(x.device).double()
+
+    (tokens, of_tokens), (weights, of_weights) = coded(x), coded(layer.weight)
+    return (tokens @ weights.T) * of_tokens * of_weights.T + layer.bias.double()
+
+
+_PEERS = {"int8": "torch._int_mm, eager", "float8": "torch._scaled_mm, eager"}
+_COLUMNS = (*COLUMNS, "rounding_error")
+LINEARS = Part(
+    "linears",
+    5.0,
+    {"unquantized": "nn.Linear", **_PEERS},
+    {"full": (Case(1, 16384, 12, 64), Case(1, 16384, 16, 128), Case(1, 1, 16, 128)), "smoke": (Case(1, 30, 2, 16),)},
+    linears,
+    _COLUMNS,
+)
+LINEARS_COMPILED = Part(
+    "linears-compiled",
+    6.0,
+    {name + COMPILED: f"{what.removesuffix('eager')}torch.compile" for name, what in _PEERS.items()},
+    {"full": (Case(1, 16384, 16, 128),), "smoke": (Case(1, 30, 2, 16),)},
+    functools.partial(linears, compiled=True),
+    _COLUMNS,
+)
