@@ -1,8 +1,8 @@
 """`context_parallel_attention`: attention over a sequence split across ranks, with the same result as in one process.
 
 First the ranks determine which rows each of them needs (`halo_bounds.py`, certified). Then exactly those rows are sent
-(`exchange.py`), and every rank computes its own queries (`rank_attention.py`). The rows that are not sent weigh at most the
-tolerance, and so do the rows that a rank's call skips: at most twice the tolerance in total.
+(`exchange.py`), while every rank computes its queries over its own keys (`rank_attention.py`). The rows that are not sent weigh
+at most the tolerance, and so do the rows that a rank's calls skip: at most twice the tolerance in total.
 """
 
 import dataclasses
@@ -30,10 +30,17 @@ from alibi_attn.distributed.argument_check import (
     shard_spec,
 )
 from alibi_attn.distributed.biased_halo_bounds import TileSummary, biased_requested_rows, tile_summary
-from alibi_attn.distributed.exchange import Pieces, Ranks, ScannedSums, Traffic, Transport
-from alibi_attn.distributed.halo_bounds import RankSummary, Shard, halo_from_requests, rank_summary, requested_rows
+from alibi_attn.distributed.exchange import Ranks, ScannedSums, Traffic, Transport
+from alibi_attn.distributed.halo_bounds import (
+    SIDES,
+    RankSummary,
+    Shard,
+    halo_from_requests,
+    rank_summary,
+    requested_rows,
+)
 from alibi_attn.distributed.halos import Halo, static_halo
-from alibi_attn.distributed.rank_attention import RankInputs, attend_rank
+from alibi_attn.distributed.rank_attention import RankInputs, Reach, Received, attend_rank, static_reaches
 from alibi_attn.distributed.simulation import row_bytes
 
 Spec = AttentionSpec[Tensor]
@@ -198,19 +205,24 @@ class _Call:
         spec = self._gated(spec, ranks)
         with torch.no_grad():
             start, steps = self._cuts(spec, ranks, lengths)
-            halo = self._planned(spec, ranks, lengths, steps)
+            halo, reaches = self._planned(spec, ranks, lengths, steps)
         rows = Transport(halo, ranks, self.traffic, counts_rows=True)
-        (key, value), (keys, values) = rows.carried((self.key, self.value), "keys and values")
-        bias = marks = None
+        flight = rows.begun((self.key, self.value), "keys and values")
+        key, value = flight.own
+        of_bias = of_marks = bias = marks = None
         if spec.key_bias is not None:
-            (own,), (pieces,) = Transport(halo, ranks, self.traffic).carried((spec.key_bias,), "biases of keys")
-            bias = own, pieces
+            of_bias = Transport(halo, ranks, self.traffic).begun((spec.key_bias,), "biases of keys")
+            (bias,) = of_bias.own
         if spec.hides_keys:
-            marks = _marks(spec, ranks, halo, self.traffic)
-        rank_inputs = RankInputs(
-            spec, halo, ranks.rank, self.query, (key, keys), (value, values), bias, start, marks, self.backend
-        )
-        return attend_rank(rank_inputs)
+            of_marks = Transport(halo.widest(), ranks, self.traffic).begun((_marks(spec),), "masks and segments")
+            (marks,) = of_marks.own
+
+        def received() -> Received:
+            keys, values = flight.pieces()
+            return Received(keys, values, *(None if x is None else x.pieces()[0] for x in (of_bias, of_marks)))
+
+        own = RankInputs(spec, halo, reaches, ranks.rank, self.query, key, value, bias, start, marks, self.backend)
+        return attend_rank(own, received)
 
     def _gated(self, spec: Spec, ranks: Ranks) -> Spec:
         """Adds the sums of gates, counted from the first rank's first row, as biases of keys and queries."""
@@ -245,8 +257,10 @@ class _Call:
             start, steps = start.repeat_interleave(spec.group, dim=1), steps.repeat_interleave(spec.group, dim=1)
         return start, steps
 
-    def _planned(self, spec: Spec, ranks: Ranks, lengths: tuple[int, ...], steps: Tensor | None) -> Halo:
-        """The halo, the same on every rank."""
+    def _planned(
+        self, spec: Spec, ranks: Ranks, lengths: tuple[int, ...], steps: Tensor | None
+    ) -> tuple[Halo, list[Reach]]:
+        """(the halo, the same on every rank; this rank's reach to the left and to the right, per key head)."""
         if steps is not None and spec.key_bias is not None:
             spec = dataclasses.replace(spec, key_bias=spec.key_bias + steps)
         if self.score_bound is not None:
@@ -255,7 +269,7 @@ class _Call:
                 for x in (spec.slopes, spec.right_slopes)
             )
             assert slopes is not None
-            return static_halo(
+            halo = static_halo(
                 lengths,
                 slopes,
                 score_bound=self.score_bound,
@@ -268,6 +282,7 @@ class _Call:
                 batch=spec.batch,
                 dtype=dtype_name(self.query.dtype),
             )
+            return halo, static_reaches(halo, ranks.rank)
         summary = RankSummary.of(
             spec, ranks.gathered(rank_summary(spec, self.key, self.value), "norms of keys and values")
         )
@@ -278,8 +293,10 @@ class _Call:
             numbers = tile_summary(spec, self.key, -(-max(lengths) // TILE))
             tiles = TileSummary.of(spec, ranks.gathered(numbers, "biases of tiles"))
             request = biased_requested_rows(shard, tiles)
-        requests = ranks.gathered(request.flatten(), "requests for rows").unflatten(1, request.shape)
-        return halo_from_requests(requests.tolist(), lengths, row_bytes(spec, self.key))
+        # The one number that the host must read is how much to send and to receive.
+        requests = ranks.gathered(request.flatten(), "requests for rows").unflatten(1, request.shape).tolist()
+        reaches = [(head[SIDES], head[SIDES + 1]) for head in requests[ranks.rank]]
+        return halo_from_requests(requests, lengths, row_bytes(spec, self.key)), reaches
 
 
 def ranks_of(group: dist.ProcessGroup | None, timeout: float) -> Ranks:
@@ -304,11 +321,9 @@ def ranks_of(group: dist.ProcessGroup | None, timeout: float) -> Ranks:
     return ranks
 
 
-def _marks(spec: Spec, ranks: Ranks, halo: Halo, traffic: Traffic | None) -> tuple[Tensor, Pieces]:
-    """(visible, segment) of each key, [B, 1, L, 2] int64, and the same for the received rows."""
+def _marks(spec: Spec) -> Tensor:
+    """(visible, segment) of each key, [B, 1, L, 2] int64."""
     zeros = torch.zeros(spec.batch, spec.key_len, dtype=torch.int64, device=spec.slopes.device)
     seen = zeros if spec.key_mask is None else spec.key_mask.long()
     segments = zeros if spec.key_segments is None else spec.key_segments
-    own = torch.stack([seen, segments], -1)[:, None]
-    _, (pieces,) = Transport(halo.widest(), ranks, traffic).carried((own,), "masks and segments")
-    return own, pieces
+    return torch.stack([seen, segments], -1)[:, None]

@@ -23,7 +23,8 @@ from alibi_attn.attention.certificate.lse_bound import biased_lower_bound
 from alibi_attn.attention.certificate.norms import in_tiles, norm_bound, tile_maxima
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.visibility import first_positions
-from alibi_attn.distributed.halo_bounds import Shard, no_request
+from alibi_attn.distributed.halo_bounds import SIDES, Shard, no_request
+from alibi_attn.reach import UNLIMITED
 
 Spec = AttentionSpec[Tensor]
 
@@ -69,12 +70,12 @@ def biased_requested_rows(shard: Shard, tiles: TileSummary) -> Tensor:
     rate, constant = _numerator(shard)
     for at, ranks in enumerate(shard.sides()):
         room = shard.rows_of(ranks)
-        rows = room.expand(spec.num_kv_heads)
+        rows, reach = room.expand(spec.num_kv_heads), torch.full_like(request[:, at], UNLIMITED)
         if spec.tolerance > 0.0:
-            rows = _neighboring_rows(shard, tiles, ranks, rate, constant, left=at == 0)
+            rows, reach = _neighboring_rows(shard, tiles, ranks, rate, constant, left=at == 0)
         if spec.window is not None:
-            rows = rows.clamp(max=spec.window - 1)
-        request[:, at] = torch.minimum(rows, room)
+            rows, reach = rows.clamp(max=spec.window - 1), reach.clamp(max=spec.window)
+        request[:, at], request[:, SIDES + at] = torch.minimum(rows, room), reach
     return request
 
 
@@ -93,8 +94,11 @@ def _numerator(shard: Shard) -> tuple[Tensor, Tensor]:
 
 def _neighboring_rows(
     shard: Shard, tiles: TileSummary, ranks: Tensor, rate: Tensor, constant: Tensor, *, left: bool
-) -> Tensor:
-    """The rows next to the shard on one side that any query of a key head's group needs, [K] int64."""
+) -> tuple[Tensor, Tensor]:
+    """(the rows next to the shard on one side that any query of a key head's group needs, the group's reach), [K] int64 each.
+
+    A query needs no row of another rank if the nearest one on that side is at a distance of the reach or more.
+    """
     spec, m, side = shard.spec, shard.slopes(left=left), 1 if left else -1
     never = m.isinf()
     m = m.masked_fill(never, 0.0)
@@ -112,12 +116,18 @@ def _neighboring_rows(
     size = nats.masked_fill(nats.isinf(), 0.0).abs().amax(-1, keepdim=True) + 64.0
     away = side * m * torch.arange(spec.query_len, device=m.device)
     worst = constant - away + ROUNDING * (nats.shape[-1] + 64) * (size + away.abs())
-    room = math.log(spec.tolerance if spec.causal else spec.tolerance / 2) - worst.amax(-1, keepdim=True)
+    rooms = math.log(spec.tolerance if spec.causal else spec.tolerance / 2) - worst
+    room = rooms.amin(-1, keepdim=True)
     count = torch.searchsorted(sums.contiguous(), room.contiguous(), right=True).masked_fill(~room.isfinite(), 0)
     edges = -begin if left else (end - spec.query_len).flip(0)  # rows up to a tile's far edge
     needed = torch.cat([edges, edges.new_zeros(1)])[count[..., 0]]
     needed = needed.clamp(min=KEPT - 1).masked_fill(never.expand(spec.batch, -1, -1)[..., 0], 0)
-    return needed.amax(0).unflatten(0, (-1, spec.group)).amax(-1).long()
+    row = torch.arange(spec.query_len, device=m.device)
+    reaches = torch.where(
+        (sums[..., -1:] <= rooms) & rooms.isfinite(), 0, row + 2 if left else spec.query_len - row + 1
+    )
+    needed, reach = (x.amax(0).unflatten(0, (-1, spec.group)).amax(-1).long() for x in (needed, reaches.amax(-1)))
+    return needed, reach.clamp(min=KEPT)
 
 
 def _positions(tiles: TileSummary, shard: Shard) -> tuple[Tensor, Tensor]:

@@ -1,15 +1,17 @@
 """Exchanges among the ranks of a process group, each with a time limit: all-gathers of a few numbers, and the rows of a halo.
 
-Rows are sent in one uneven all-to-all, with one message per pair of ranks that shares any. Backward sends the gradients back to
-the owners, which add them in rank order, so results are bitwise reproducible.
+Rows are sent in one uneven all-to-all, with one message per pair of ranks that shares any. They travel while the rank computes
+what needs none of them. Backward sends the gradients back to the owners, again while the rank computes its own; the owners add
+them in rank order, so results are bitwise reproducible.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import functools
 import math
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
 import torch
@@ -65,22 +67,28 @@ class Ranks:
             RuntimeError: a rank has exited, or the time limit has passed.
         """
         rows = list(torch.empty(self.count, numbers.numel(), dtype=numbers.dtype, device=numbers.device))
-        self._wait(lambda: dist.all_gather(rows, numbers.contiguous(), group=self.group, async_op=True), what)
+        self._begun(lambda: dist.all_gather(rows, numbers.contiguous(), group=self.group, async_op=True), what).wait()
         return torch.stack(rows)
 
-    def all_to_all(self, sent: Tensor, sent_to: list[int], received_from: list[int], what: str) -> Tensor:
-        """The numbers received from all ranks, [Σ received_from]; `sent` holds the numbers for all ranks, both in rank order."""
-        received = sent.new_empty(sum(received_from))
-        self._wait(
+    def all_to_all(
+        self, received: Tensor, sent: Tensor, received_from: list[int], sent_to: list[int], what: str
+    ) -> "Pending":
+        """Starts to send the numbers for all ranks, in rank order, and to fill `received` with theirs for this rank."""
+        return self._begun(
             lambda: dist.all_to_all_single(received, sent, received_from, sent_to, group=self.group, async_op=True),
             what,
         )
-        return received
 
-    def _wait(self, begin: Callable[[], Any], what: str) -> None:
+    def _begun(self, begin: Callable[[], Any], what: str) -> "Pending":
+        with self.reported(what):
+            return Pending(self, begin(), what)
+
+    @contextlib.contextmanager
+    def reported(self, what: str) -> Iterator[None]:
+        """Explains what an exchange that failed or took too long means."""
         started = time.monotonic()
         try:
-            begin().wait(datetime.timedelta(seconds=self.timeout))
+            yield
         except RuntimeError as error:
             reason, waited = str(error).splitlines()[0], time.monotonic() - started
             if waited < 0.9 * self.timeout:
@@ -93,6 +101,24 @@ class Ranks:
             raise RuntimeError(
                 f"rank {self.rank} of {self.count}: exchanging {what} {happened}; this process group can no longer be used"
             ) from error
+
+
+@dataclasses.dataclass(frozen=True)
+class Pending:
+    """An exchange that has been started; `wait` makes what follows use its result. NCCL blocks the stream and not the host."""
+
+    ranks: Ranks
+    work: Any
+    what: str
+
+    def wait(self) -> None:
+        """Waits at most the time limit.
+
+        Raises:
+            RuntimeError: a rank has exited, or the time limit has passed.
+        """
+        with self.ranks.reported(self.what):
+            self.work.wait(datetime.timedelta(seconds=self.ranks.timeout))
 
 
 @dataclasses.dataclass(frozen=True)
@@ -120,28 +146,14 @@ class Transport:
         """The pieces that this rank receives from each rank."""
         return [self.halo.pieces(self.ranks.rank, owner) for owner in range(self.ranks.count)]
 
-    def carried(self, tensors: Sequence[Tensor], what: str) -> tuple[tuple[Tensor, ...], list[Pieces]]:
-        """(the tensors, the pieces received for each of them); a piece is [B, heads of a group, rows, …].
+    def begun(self, tensors: Sequence[Tensor], what: str) -> "Flight":
+        """Starts to send the rows of the tensors, and to receive those of other ranks."""
+        exchange = _Exchange(self, what, sum(math.prod(_piece_shape(tensor, self.halo, 1)) for tensor in tensors))
+        *own, flat = _Begin.apply(exchange, *tensors)  # type: ignore[no-untyped-call]
+        return Flight(exchange, own, flat)
 
-        Use the returned tensors in place of the inputs: gradients from other ranks flow through them. Differentiable in all
-        tensors; every rank must then run backward, with its calls in the same order.
-        """
-        *own, flat = _Carry.apply(self, what, *tensors)  # type: ignore[no-untyped-call]
-        sizes = [size for pieces in self.incoming for size in self._sizes(pieces, tensors)]
-        parts = iter(flat.split(sizes))
-        spans = [len(self.halo.spans(self.ranks.rank, head)) for head in range(self.halo.num_kv_heads)]
-        received: list[list[list[list[Tensor]]]] = [[[[] for _ in range(count)] for count in spans] for _ in own]
-        for pieces in self.incoming:
-            for head, at, (low, high) in pieces:
-                for tensor, of_heads in zip(own, received, strict=True):
-                    of_heads[head][at].append(next(parts).view(_piece_shape(tensor, self.halo, high - low)))
-        return tuple(own), [
-            [[_joined(parts_of, tensor, self.halo) for parts_of in of_spans] for of_spans in of_heads]
-            for tensor, of_heads in zip(own, received, strict=True)
-        ]
-
-    def send(self, tensors: Sequence[Tensor], what: str) -> Tensor:
-        """Sends this rank's pieces; returns the values from all ranks, flattened, by rank, piece and tensor."""
+    def sent(self, tensors: Sequence[Tensor]) -> Tensor:
+        """The rows for all ranks, flattened, by rank, piece and tensor."""
         parts = [
             _rows_of(tensor, self.halo, head, low, high).reshape(-1)
             for pieces in self.outgoing
@@ -151,18 +163,33 @@ class Transport:
         if self.counts_rows and self.traffic is not None:
             self.traffic.rows_sent += _count_rows(self.outgoing)
             self.traffic.rows_received += _count_rows(self.incoming)
-        flat = torch.cat(parts) if parts else tensors[0].new_empty(0)
-        return self._exchanged(flat, self._totals(self.outgoing, tensors), self._totals(self.incoming, tensors), what)
+        return torch.cat(parts) if parts else tensors[0].new_empty(0)
 
-    def send_back(self, gradient: Tensor, tensors: Sequence[Tensor], what: str) -> list[Tensor]:
-        """The gradients of the tensors, [B, heads, rows, …], plus the gradients that other ranks send back.
+    def unpacked(self, flat: Tensor, tensors: Sequence[Tensor]) -> list[Pieces]:
+        """The pieces received for each of the tensors; a piece is [B, heads of a group, rows, …]."""
+        shapes = [
+            _piece_shape(tensor, self.halo, high - low)
+            for pieces in self.incoming
+            for _, _, (low, high) in pieces
+            for tensor in tensors
+        ]
+        parts = iter(flat.split([math.prod(shape) for shape in shapes]))
+        views = iter([part.view(shape) for part, shape in zip(parts, shapes, strict=True)])
+        spans = [len(self.halo.spans(self.ranks.rank, head)) for head in range(self.halo.num_kv_heads)]
+        received: list[list[list[list[Tensor]]]] = [[[[] for _ in range(count)] for count in spans] for _ in tensors]
+        for pieces in self.incoming:
+            for head, at, _ in pieces:
+                for of_heads in received:
+                    of_heads[head][at].append(next(views))
+        return [
+            [[_joined(parts_of, tensor, self.halo) for parts_of in of_spans] for of_spans in of_heads]
+            for tensor, of_heads in zip(tensors, received, strict=True)
+        ]
 
-        `gradient` [n] belongs to the received rows and is sent to their owners.
-        """
-        to, from_ = self._totals(self.incoming, tensors), self._totals(self.outgoing, tensors)
-        received = self._exchanged(gradient.contiguous(), to, from_, what)
+    def added(self, received: Tensor, gradients: Sequence[Tensor]) -> list[Tensor]:
+        """The gradients of the tensors, [B, heads, rows, …], plus those that other ranks have sent back."""
         # Half precision is summed in fp32 and rounded once.
-        sums = [x.to(torch.promote_types(x.dtype, torch.float32), copy=True) for x in tensors]
+        sums = [x.to(torch.promote_types(x.dtype, torch.float32), copy=True) for x in gradients]
         at = 0
         for pieces in self.outgoing:
             for head, _, (low, high) in pieces:
@@ -170,39 +197,110 @@ class Transport:
                     rows = _rows_of(total, self.halo, head, low, high)
                     rows += received[at : at + rows.numel()].view(rows.shape)
                     at += rows.numel()
-        return [total.to(x.dtype) for total, x in zip(sums, tensors, strict=True)]
-
-    def _totals(self, pieces_by_rank: list[list[Piece]], tensors: Sequence[Tensor]) -> list[int]:
-        """The element count of all pieces of each rank."""
-        return [sum(self._sizes(pieces, tensors)) for pieces in pieces_by_rank]
-
-    def _sizes(self, pieces: list[Piece], tensors: Sequence[Tensor]) -> list[int]:
-        """The element count of each tensor in each piece."""
-        row = [math.prod(_piece_shape(tensor, self.halo, 1)) for tensor in tensors]
-        return [(high - low) * size for _, _, (low, high) in pieces for size in row]
-
-    def _exchanged(self, flat: Tensor, sent_to: list[int], received_from: list[int], what: str) -> Tensor:
-        if self.traffic is not None:
-            self.traffic.bytes_sent += sum(sent_to) * flat.element_size()
-            self.traffic.bytes_received += sum(received_from) * flat.element_size()
-        if self.halo.is_empty:
-            return flat.new_empty(0)  # every rank has the same halo, so all of them skip the exchange
-        return self.ranks.all_to_all(flat, sent_to, received_from, what)
+        return [total.to(x.dtype) for total, x in zip(sums, gradients, strict=True)]
 
 
-class _Carry(torch.autograd.Function):
-    """(*tensors unmodified, the values received from other ranks, flattened)."""
+class _Exchange:
+    """What forward and backward of one exchange share; `row_size` is the number of values in a row of a key head.
+
+    It holds no tensor of the graph, because the graph holds it.
+    """
+
+    def __init__(self, transport: Transport, what: str, row_size: int) -> None:
+        self.transport, self.what, self._row_size = transport, what, row_size
+        self._pending: Pending | None = None
+        self._gradients: Tensor | None = None
+
+    def send(self, flat: Tensor) -> Tensor:
+        """Starts to send rows; returns the buffer for those of other ranks."""
+        received, self._pending = self._exchanged(flat, self.transport.outgoing, self.transport.incoming, self.what)
+        return received
+
+    def send_back(self, gradient: Tensor) -> None:
+        """Starts to send the gradient of the received rows to their owners, unless that has been done."""
+        if self._gradients is None:
+            self._gradients, self._pending = self._exchanged(
+                gradient.contiguous(), self.transport.incoming, self.transport.outgoing, f"gradients of {self.what}"
+            )
+
+    def wait(self) -> None:
+        """Waits for what is under way."""
+        pending, self._pending = self._pending, None
+        if pending is not None:
+            pending.wait()
+
+    def gradients(self) -> Tensor:
+        """The gradients that other ranks send back, when they have come."""
+        self.wait()
+        received, self._gradients = self._gradients, None
+        assert received is not None
+        return received
+
+    def _exchanged(
+        self, flat: Tensor, to: list[list[Piece]], from_: list[list[Piece]], what: str
+    ) -> tuple[Tensor, Pending | None]:
+        sent_to, received_from = (
+            [_count_rows([of_rank]) * self._row_size for of_rank in pieces] for pieces in (to, from_)
+        )
+        traffic = self.transport.traffic
+        if traffic is not None:
+            traffic.bytes_sent += sum(sent_to) * flat.element_size()
+            traffic.bytes_received += sum(received_from) * flat.element_size()
+        received = flat.new_empty(sum(received_from))
+        if self.transport.halo.is_empty:
+            return received, None  # every rank has the same halo, so all of them skip the exchange
+        return received, self.transport.ranks.all_to_all(received, flat, received_from, sent_to, what)
+
+
+@dataclasses.dataclass(frozen=True)
+class Flight:
+    """Rows on their way: `own` replaces the tensors sent, and `pieces` waits for the rows of other ranks.
+
+    Differentiable in all tensors; every rank must then run backward, with its calls in the same order. The autograd engine runs
+    what was called last first: if a rank calls what needs only `own` before `pieces`, then backward starts to send gradients
+    back, computes those of `own`, and only then waits for the other ranks.
+    """
+
+    exchange: _Exchange
+    own: list[Tensor]
+    flat: Tensor
+
+    def pieces(self) -> list[Pieces]:
+        """The pieces received for each of the tensors."""
+        flat = _Finish.apply(self.exchange, self.flat)  # type: ignore[no-untyped-call]
+        return self.exchange.transport.unpacked(flat, self.own)
+
+
+class _Begin(torch.autograd.Function):
+    """(*tensors unmodified, the buffer for the values from other ranks). Backward waits for gradients and adds them."""
 
     @staticmethod
-    def forward(ctx: Any, transport: Transport, what: str, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.transport, ctx.what = transport, what
-        flat = transport.send([tensor.detach() for tensor in tensors], what)
+    def forward(ctx: Any, exchange: _Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.exchange = exchange
+        flat = exchange.send(exchange.transport.sent([tensor.detach() for tensor in tensors]))
         return *(tensor.view_as(tensor) for tensor in tensors), flat
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         *own, flat = gradients
-        return None, None, *ctx.transport.send_back(flat, own, f"gradients of {ctx.what}")
+        exchange: _Exchange = ctx.exchange
+        exchange.send_back(flat)  # `_Finish` has done so, except on a rank that received no rows
+        return None, *exchange.transport.added(exchange.gradients(), own)
+
+
+class _Finish(torch.autograd.Function):
+    """The values from other ranks. Backward starts to send their gradients back."""
+
+    @staticmethod
+    def forward(ctx: Any, exchange: _Exchange, flat: Tensor) -> Tensor:
+        ctx.exchange = exchange
+        exchange.wait()
+        return flat.view_as(flat)
+
+    @staticmethod
+    def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
+        ctx.exchange.send_back(gradient)
+        return None, gradient
 
 
 class ScannedSums(torch.autograd.Function):

@@ -21,12 +21,14 @@ from alibi_attn.attention.certificate.norms import norm_bound, tile_maxima
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.visibility import first_positions
 from alibi_attn.distributed.halos import Halo, Span
+from alibi_attn.reach import UNLIMITED
 
 Spec = AttentionSpec[Tensor]
 
 CANDIDATES = OUTLIER_TILES + 1  # tiles that a rank reports; the extra one gives κ if it owns all outlier tiles
 NOWHERE = -1.0  # the position of the last visible key if no key is visible
-FIELDS = 2 + 2 * OUTLIER_TILES  # numbers in a rank's request
+SIDES = 2  # left and right
+FIELDS = 2 * SIDES + 2 * OUTLIER_TILES  # numbers in a rank's request
 
 
 @dataclasses.dataclass(frozen=True)
@@ -138,7 +140,9 @@ class Shard:
 def requested_rows(shard: Shard) -> Tensor:
     """The request of this rank, [K, FIELDS] int64.
 
-    Rows to the left, rows to the right, and (rank, first row) of each outlier tile beyond them, −1 = none.
+    Rows to the left, rows to the right, the reach to the left and to the right, and (rank, first row) of each outlier tile
+    beyond these rows, −1 = none. At a distance of the reach or more, a query needs no row of another rank, not even an outlier
+    tile.
     """
     spec, request = shard.spec, no_request(shard.spec, shard.query.device)
     if spec.query_len == 0 or (spec.causal and shard.start == 0):
@@ -148,11 +152,20 @@ def requested_rows(shard: Shard) -> Tensor:
         for at, ranks in enumerate(sides):
             rows = shard.rows_of(ranks)
             request[:, at] = rows if spec.window is None else rows.clamp(max=spec.window - 1)
+            request[:, SIDES + at] = UNLIMITED if spec.window is None else spec.window
         return request
     rate, constant = _numerator(shard)
+    for at, ranks in enumerate(sides):
+        largest = shard.summary.norms[:, :, 0].masked_fill(~ranks[:, None], 0.0).amax(0)
+        reach = _reach(shard, rate, constant, largest, left=at == 0)
+        of_group = (
+            torch.where(reach > _distance(shard, left=at == 0), reach, 0).amax((0, 2)).unflatten(0, (-1, spec.group))
+        )
+        request[:, SIDES + at] = of_group.amax(-1)
     best, cost = request, torch.full((spec.num_kv_heads,), math.inf, dtype=torch.float64, device=shard.query.device)
     for count in OUTLIER_CHOICES:
         candidate, price = _with_outliers(shard, sides, rate, constant, count)
+        candidate = torch.cat([candidate[:, :SIDES], request[:, SIDES : 2 * SIDES], candidate[:, SIDES:]], 1)
         best = torch.where((price < cost)[:, None], candidate, best)
         cost = torch.minimum(price, cost)
     return best
@@ -161,7 +174,7 @@ def requested_rows(shard: Shard) -> Tensor:
 def no_request(spec: Spec, device: torch.device) -> Tensor:
     """The request of a rank that needs no rows, [K, FIELDS] int64."""
     nothing = torch.full((spec.num_kv_heads, FIELDS), -1, device=device)
-    nothing[:, :2] = 0
+    nothing[:, : 2 * SIDES] = 0
     return nothing
 
 
@@ -176,7 +189,7 @@ def halo_from_requests(requests: Sequence[Sequence[Sequence[int]]], lengths: tup
         row_bytes=row_bytes,
     )
     outliers = tuple(
-        tuple(tuple(_beyond(plain, rank, at, head[2:])) for at, head in enumerate(heads))
+        tuple(tuple(_beyond(plain, rank, at, head[2 * SIDES :])) for at, head in enumerate(heads))
         for rank, heads in enumerate(requests)
     )
     return dataclasses.replace(plain, outliers=outliers)
@@ -241,7 +254,7 @@ def _nearest_visible(shard: Shard, key_mask: Tensor, largest: Tensor) -> tuple[T
 def _with_outliers(
     shard: Shard, sides: tuple[Tensor, Tensor], rate: Tensor, constant: Tensor, count: int
 ) -> tuple[Tensor, Tensor]:
-    """(request [K, FIELDS], its cost in rows [K]) if the `count` tiles of largest norm, on both sides, are not in κ."""
+    """(rows and tiles of the request, its cost in rows [K]) if the `count` tiles of largest norm, on both sides, are not in κ."""
     summary = shard.summary
     norms = summary.norms.masked_fill(~(sides[0] | sides[1])[:, None, None], 0.0).transpose(0, 1).flatten(1)
     count = min(count, norms.shape[1])
@@ -264,12 +277,20 @@ def _with_outliers(
 
 def _neighboring_rows(shard: Shard, rate: Tensor, constant: Tensor, kappa: Tensor, *, left: bool) -> Tensor:
     """The rows next to the shard on one side that any query of a key head's group needs, [K] int64."""
+    reach = _reach(shard, rate, constant, kappa, left=left)
+    rows = (reach - _distance(shard, left=left)).amax((0, 2)).unflatten(0, (-1, shard.spec.group)).amax(-1).clamp(min=0)
+    return rows.masked_fill(kappa == 0, 0)  # no visible key on that side
+
+
+def _reach(shard: Shard, rate: Tensor, constant: Tensor, kappa: Tensor, *, left: bool) -> Tensor:
+    """The distance from which on the rows of other ranks, of norms up to κ [K], cannot matter to a query, [B, H, T] int64."""
     spec, m = shard.spec, shard.slopes(left=left)
     nats = rate * kappa.repeat_interleave(spec.group)[:, None] + constant - torch.log(-torch.expm1(-m))
     reach = reach_of_nats(nats, m, spec.tolerance if spec.causal else spec.tolerance / 2)
-    if spec.window is not None:
-        reach = reach.clamp(max=spec.window)
-    row = torch.arange(spec.query_len, device=rate.device)
-    between = row + 1 if left else spec.query_len - row
-    rows = (reach - between).amax((0, 2)).unflatten(0, (-1, spec.group)).amax(-1).clamp(min=0)
-    return rows.masked_fill(kappa == 0, 0)  # no visible key on that side
+    return reach if spec.window is None else reach.clamp(max=spec.window)
+
+
+def _distance(shard: Shard, *, left: bool) -> Tensor:
+    """How far each query is from the nearest row of other ranks on one side, [T]."""
+    row = torch.arange(shard.spec.query_len, device=shard.query.device)
+    return row + 1 if left else shard.spec.query_len - row

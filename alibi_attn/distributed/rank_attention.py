@@ -1,12 +1,13 @@
-"""Computes one rank's attention: its queries over its own rows, the halo around them, and distant outlier tiles.
+"""Computes one rank's attention: its queries over its own rows, then over the halo around them and distant outlier tiles.
 
-Halo and shard are one range of positions, so they are one call of `alibi_attention` with a query offset. Heads with halos of
-about the same width share a call. If their widths differ, they become sequences of a batch: each then has its own mask, which
-hides the rows that it did not request. Each outlier tile is a separate call; results are merged by their log-sum-exps. Dropout
-gets the indices of these sequences, heads and rows in the full call.
+The first call needs no rows of other ranks, which travel meanwhile. The queries near a border then attend to the halo on that
+side, and the results are merged by their log-sum-exps. Heads with halos of about the same width share a call. If their widths
+differ, they become sequences of a batch: each then has its own mask, which hides the rows that it did not request. Each outlier
+tile is a separate call. Dropout gets the indices of these sequences, heads and rows in the full call.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import torch
 from torch import Tensor
@@ -18,37 +19,56 @@ from alibi_attn.attention.spec import AttentionSpec, index_of, query_heads
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.distributed.exchange import Pieces
 from alibi_attn.distributed.halos import Halo, Span
+from alibi_attn.reach import UNLIMITED
 
 Spec = AttentionSpec[Tensor]
+Reach = tuple[int, int]  # to the left and to the right, as in `halo_bounds.requested_rows`
 
 BEFORE, AFTER, FAR = 0, 1, 2  # indices into `Halo.spans`: halo before the shard, halo after it, first outlier
 
 
 @dataclasses.dataclass(frozen=True)
 class RankInputs:
-    """The rows of a rank's shard, and those received from other ranks.
+    """The rows of a rank's shard.
 
     Args:
         spec: the call of the shard alone, with its masks, segments and biases.
         halo, rank: the rows that were requested, and this process's rank.
+        reaches: of each key head, [K].
         query: [B, H, L, D].
-        key, value: [B, K, L, D], and the received pieces, [B, 1, rows, D] per key head and span.
-        bias: [B, H, L], and pieces [B, H / K, rows]; or None.
+        key, value: [B, K, L, D].
+        bias: [B, H, L], or None.
         start: [B, H, L], the position in the whole sequence of each query's last cut; or None.
-        marks: (visible, segment) of each key, [B, 1, L, 2] int64, and the pieces of `halo.widest()`; or None.
+        marks: (visible, segment) of each key, [B, 1, L, 2] int64; or None.
         backend: as for `alibi_attention`.
     """
 
     spec: Spec
     halo: Halo
+    reaches: list[Reach]
     rank: int
     query: Tensor
-    key: tuple[Tensor, Pieces]
-    value: tuple[Tensor, Pieces]
-    bias: tuple[Tensor, Pieces] | None
+    key: Tensor
+    value: Tensor
+    bias: Tensor | None
     start: Tensor | None
-    marks: tuple[Tensor, Pieces] | None
+    marks: Tensor | None
     backend: str
+
+    @property
+    def offset(self) -> int:
+        """The position in the whole sequence of the shard's first row."""
+        return self.halo.offsets[self.rank]
+
+
+@dataclasses.dataclass(frozen=True)
+class Received:
+    """The rows received from other ranks, in pieces: [B, 1, rows, D] per key head and span; of `halo.widest()` for the marks."""
+
+    key: Pieces
+    value: Pieces
+    bias: Pieces | None
+    marks: Pieces | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -57,51 +77,79 @@ class KeySpan:
 
     Args:
         heads: the key heads, n of them.
-        offset: the position of the first query, counted from the span's first row.
+        first: the position in the whole sequence of the span's first row.
         key, value: [B, n, W, D].
         bias: [B, n·H / K, W], or None.
         marks: [B, W, 2], or None.
+        queries: (start, stop), the queries of the shard that attend to them.
+        window: as for `alibi_attention`.
         requested: [n, W] bool, False for rows that a head did not request; None if every head requested all of them.
     """
 
     heads: list[int]
-    offset: int
+    first: int
     key: Tensor
     value: Tensor
     bias: Tensor | None
     marks: Tensor | None
-    requested: Tensor | None
+    queries: tuple[int, int]
+    window: int | None
+    requested: Tensor | None = None
 
 
-def attend_rank(inputs: RankInputs) -> tuple[Tensor, Tensor | None]:
-    """(output [B, H, L, D], lse [B, H, L] or None) of this rank's queries over the rows of all ranks."""
-    far = _far_spans(inputs)
-    needs_lse = inputs.spec.return_lse or bool(far)
-    parts, order = [], []
-    for heads in _buckets(inputs):
-        parts.append(_call(inputs, _near(inputs, heads), needs_lse))
-        order += query_heads(heads, inputs.spec.group)
-    output = _in_order([output for output, _ in parts], order)
-    lse = _in_order([lse for _, lse in parts if lse is not None], order) if needs_lse else None
-    if lse is None or not far:
+def attend_rank(inputs: RankInputs, received: Callable[[], Received]) -> tuple[Tensor, Tensor | None]:
+    """(output [B, H, L, D], lse [B, H, L] or None) of this rank's queries over the rows of all ranks.
+
+    The keys of the shard come first, and only then `received` is called, which waits for the others.
+    """
+    near, far = [(side, _buckets(inputs, side)) for side in (BEFORE, AFTER)], _far_spans(inputs)
+    needs_more = bool(far) or any(buckets for _, buckets in near)
+    own = KeySpan(
+        heads=list(range(inputs.spec.num_kv_heads)),
+        first=inputs.offset,
+        key=inputs.key,
+        value=inputs.value,
+        bias=inputs.bias,
+        marks=None if inputs.marks is None else inputs.marks[:, 0],
+        queries=(0, inputs.spec.query_len),
+        window=inputs.spec.window,
+    )
+    output, lse = _call(inputs, own, inputs.spec.return_lse or needs_more)
+    rows = received()
+    if lse is None or not needs_more:
         return output, lse
-    output = output.to(lse.dtype)
-    for span, heads in far.items():
-        index = torch.tensor(query_heads(heads, inputs.spec.group), device=output.device)
-        more, more_lse = _call(inputs, _outlier(inputs, span, heads), True)
-        assert more_lse is not None
-        both, both_lse = merged(output[:, index], lse[:, index], more.to(output.dtype), more_lse)
-        output, lse = output.index_copy(1, index, both), lse.index_copy(1, index, both_lse)
+    spans = [[_near(inputs, rows, side, heads) for heads in buckets] for side, buckets in near if buckets]
+    spans += [[_outlier(inputs, rows, span, heads)] for span, heads in far.items()]
+    if len(spans) > 1:
+        output = output.to(lse.dtype)  # rounded once
+    for of_heads in spans:
+        output, lse = _with_more_keys(inputs, of_heads, output, lse)
     return output.to(inputs.query.dtype), lse
 
 
-def _buckets(inputs: RankInputs) -> list[list[int]]:
-    """Groups key heads by the widths of their halos, rounded up to a power of two of at least one tile."""
-    buckets: dict[tuple[int, ...], list[int]] = {}
-    for head in range(inputs.halo.num_kv_heads):
-        widths = inputs.halo.left[inputs.rank][head], inputs.halo.right[inputs.rank][head]
-        buckets.setdefault(tuple((max(n, TILE) - 1).bit_length() for n in widths), []).append(head)
+def static_reaches(halo: Halo, rank: int) -> list[Reach]:
+    """The reaches that a halo without outliers implies if they are the same for all queries of a head."""
+    start = halo.offsets[rank]
+    rooms = start, sum(halo.lengths) - start - halo.lengths[rank]
+    left, right = (
+        [rows + 1 if rows < room else UNLIMITED for rows in side[rank]]
+        for side, room in zip((halo.left, halo.right), rooms, strict=True)
+    )
+    return list(zip(left, right, strict=True))
+
+
+def _buckets(inputs: RankInputs, side: int) -> list[list[int]]:
+    """Groups the key heads with a halo on one side by its width, rounded up to a power of two of at least one tile."""
+    buckets: dict[int, list[int]] = {}
+    for head, width in enumerate(_widths(inputs, side)):
+        if width:
+            buckets.setdefault((max(width, TILE) - 1).bit_length(), []).append(head)
     return list(buckets.values())
+
+
+def _widths(inputs: RankInputs, side: int) -> tuple[int, ...]:
+    """The rows received on one side, [K]."""
+    return (inputs.halo.left, inputs.halo.right)[side][inputs.rank]
 
 
 def _far_spans(inputs: RankInputs) -> dict[Span, list[int]]:
@@ -113,32 +161,36 @@ def _far_spans(inputs: RankInputs) -> dict[Span, list[int]]:
     return requesters
 
 
-def _near(inputs: RankInputs, heads: list[int]) -> KeySpan:
-    """The shard with the widest of the heads' halos around it."""
-    left, right = ([side[inputs.rank][head] for head in heads] for side in (inputs.halo.left, inputs.halo.right))
-    widths = max(left), max(right)
-    key, value = (_around(own, pieces, heads, heads, widths) for own, pieces in (inputs.key, inputs.value))
-    bias = None if inputs.bias is None else _around(*inputs.bias, query_heads(heads, inputs.spec.group), heads, widths)
-    marks, requested = None, None
-    if inputs.marks is not None:
-        own, ((before, after, *_),) = inputs.marks
-        before = before[:, :, before.shape[2] - widths[0] :]
-        marks = torch.cat([before, own, after[:, :, : widths[1]]], 2)[:, 0]
-    if len(set(left)) > 1 or len(set(right)) > 1:
-        at = torch.arange(-widths[0], key.shape[2] - widths[0], device=key.device)
-        low, high = (torch.tensor(side, device=key.device)[:, None] for side in (left, right))
-        requested = (at >= -low) & (at < inputs.spec.key_len + high)
-    return KeySpan(heads, widths[0], key, value, bias, marks, requested)
+def _near(inputs: RankInputs, rows: Received, side: int, heads: list[int]) -> KeySpan:
+    """The widest of the heads' halos on one side, for the queries within reach of it; narrower ones are padded with zeros."""
+    spec, device = inputs.spec, inputs.query.device
+    widths, reach = [_widths(inputs, side)[head] for head in heads], max(inputs.reaches[head][side] for head in heads)
+    width, count = max(widths), min(spec.query_len, reach - 1)
 
+    def received(pieces: Pieces) -> Tensor:
+        return torch.cat([_widened(pieces[head][side], width, in_front=side == BEFORE) for head in heads], 1)
 
-def _around(own: Tensor, pieces: Pieces, heads: list[int], key_heads: list[int], widths: tuple[int, int]) -> Tensor:
-    """The shard's rows between the received ones, [B, heads, W, …], padded with zeros if a head requested fewer."""
-    before = [_widened(pieces[head][BEFORE], widths[0], in_front=True) for head in key_heads]
-    after = [_widened(pieces[head][AFTER], widths[1], in_front=False) for head in key_heads]
-    whole = len(heads) == own.shape[1]
-    parts = [torch.cat(before, 1), own if whole else own[:, index_of(heads)], torch.cat(after, 1)]
-    parts = [part for part in parts if part.shape[2]] or parts[1:2]
-    return parts[0] if len(parts) == 1 else torch.cat(parts, 2)
+    marks = requested = None
+    if rows.marks is not None:
+        of_side = rows.marks[0][side][:, 0]
+        marks = of_side[:, of_side.shape[1] - width :] if side == BEFORE else of_side[:, :width]
+    if len(set(widths)) > 1:
+        at = torch.arange(width, device=device)
+        requested = torch.stack([at >= width - n if side == BEFORE else at < n for n in widths])
+    window = spec.window
+    if spec.key_bias is None and reach < count + width:  # rows farther away are among those that need not be sent
+        window = reach if window is None else min(window, reach)
+    return KeySpan(
+        heads=heads,
+        first=inputs.offset - width if side == BEFORE else inputs.offset + spec.query_len,
+        key=received(rows.key),
+        value=received(rows.value),
+        bias=None if rows.bias is None else received(rows.bias),
+        marks=marks,
+        queries=(0, count) if side == BEFORE else (spec.query_len - count, spec.query_len),
+        window=window,
+        requested=requested,
+    )
 
 
 def _widened(rows: Tensor, width: int, *, in_front: bool) -> Tensor:
@@ -147,7 +199,7 @@ def _widened(rows: Tensor, width: int, *, in_front: bool) -> Tensor:
     return torch.nn.functional.pad(rows, (0, 0) * (rows.ndim - 3) + padding) if missing else rows
 
 
-def _outlier(inputs: RankInputs, span: Span, heads: list[int]) -> KeySpan:
+def _outlier(inputs: RankInputs, rows: Received, span: Span, heads: list[int]) -> KeySpan:
     """A span of outlier tiles, for the heads that requested it."""
     places = [FAR + inputs.halo.outliers[inputs.rank][head].index(span) for head in heads]
 
@@ -155,23 +207,62 @@ def _outlier(inputs: RankInputs, span: Span, heads: list[int]) -> KeySpan:
         return torch.cat([pieces[head][at] for head, at in zip(heads, places, strict=True)], 1)
 
     marks = None
-    if inputs.marks is not None:
+    if rows.marks is not None:
         at = FAR + inputs.halo.widest().outliers[inputs.rank][0].index(span)
-        marks = inputs.marks[1][0][at][:, 0]
-    offset = inputs.halo.offsets[inputs.rank] - span[0]
-    bias = None if inputs.bias is None else received(inputs.bias[1])
-    return KeySpan(heads, offset, received(inputs.key[1]), received(inputs.value[1]), bias, marks, None)
+        marks = rows.marks[0][at][:, 0]
+    return KeySpan(
+        heads=heads,
+        first=span[0],
+        key=received(rows.key),
+        value=received(rows.value),
+        bias=None if rows.bias is None else received(rows.bias),
+        marks=marks,
+        queries=(0, inputs.spec.query_len),
+        window=inputs.spec.window,
+    )
+
+
+def _with_more_keys(inputs: RankInputs, spans: list[KeySpan], output: Tensor, lse: Tensor) -> tuple[Tensor, Tensor]:
+    """(output, lse) over further keys too: the given spans, each for other heads."""
+    of_spans = [query_heads(span.heads, inputs.spec.group) for span in spans]
+    order = [head for heads in of_spans for head in heads]
+    order += [head for head in range(inputs.spec.num_heads) if head not in order]
+    sizes = [*map(len, of_spans), len(order) - sum(map(len, of_spans))]
+    *outputs, untouched = _taken(output, order, 1).split(sizes, 1)
+    *lses, untouched_lse = _taken(lse, order, 1).split(sizes, 1)
+    for at, span in enumerate(spans):
+        start, stop = span.queries
+        rows = [start, stop - start, inputs.spec.query_len - stop]
+        first, own, last = outputs[at].split(rows, 2)
+        first_lse, own_lse, last_lse = lses[at].split(rows, 2)
+        more, more_lse = _call(inputs, span, True)
+        assert more_lse is not None
+        both, both_lse = merged(own, own_lse, more, more_lse)
+        outputs[at] = torch.cat([first, both.to(own.dtype), last], 2)
+        lses[at] = torch.cat([first_lse, both_lse, last_lse], 2)
+    back = [order.index(head) for head in range(len(order))]
+    return _taken(torch.cat([*outputs, untouched], 1), back, 1), _taken(torch.cat([*lses, untouched_lse], 1), back, 1)
+
+
+def _taken(x: Tensor, heads: list[int], axis: int) -> Tensor:
+    """Some heads of a tensor, in the given order. Copying an index to a GPU would synchronize."""
+    index = index_of(heads)
+    if isinstance(index, slice):
+        return x if len(heads) == x.shape[axis] else x.narrow(axis, index.start, len(heads))
+    of_head = x.split(1, axis)
+    return torch.cat([of_head[head] for head in heads], axis)
 
 
 def _call(inputs: RankInputs, span: KeySpan, needs_lse: bool) -> tuple[Tensor, Tensor | None]:
-    """Attends to one span: (output [B, n·H / K, L, D], lse)."""
+    """Attends to one span: (output [B, n·H / K, queries, D], lse)."""
     spec, heads = inputs.spec, query_heads(span.heads, inputs.spec.group)
+    begin, stop = span.queries
 
-    def of_span(x: Tensor | None, axis: int) -> Tensor | None:
-        """Selects the query heads of the span."""
-        if x is None or len(heads) == spec.num_heads:
-            return x
-        return x[:, index_of(heads)] if axis == 1 else x[..., index_of(heads)]
+    def of_heads(x: Tensor | None, axis: int = 1) -> Tensor | None:
+        return None if x is None else _taken(x, heads, axis)
+
+    def of_queries(x: Tensor | None, axis: int = 2) -> Tensor | None:
+        return x if x is None or stop - begin == spec.query_len else x.narrow(axis, begin, stop - begin)
 
     seen = segments = None
     if span.marks is not None:
@@ -197,8 +288,8 @@ def _call(inputs: RankInputs, span: KeySpan, needs_lse: bool) -> tuple[Tensor, T
     def repeated(x: Tensor | None) -> Tensor | None:
         return x if x is None else x.repeat_interleave(count, 0)
 
-    query, key, value = split(of_span(inputs.query, 1)), split(span.key), split(span.value)
-    of_query, of_key = repeated(spec.query_segments), repeated(segments)
+    query, key, value = split(of_queries(of_heads(inputs.query))), split(span.key), split(span.value)
+    of_query, of_key = repeated(of_queries(spec.query_segments, 1)), repeated(segments)
     assert query is not None
     assert key is not None
     assert value is not None
@@ -206,12 +297,12 @@ def _call(inputs: RankInputs, span: KeySpan, needs_lse: bool) -> tuple[Tensor, T
         query,
         key,
         value,
-        split_slopes(of_span(spec.slopes, -1)),
+        split_slopes(of_heads(spec.slopes, -1)),
         causal=spec.causal,
-        window=spec.window,
+        window=span.window,
         scale=spec.scale,
-        right_slopes=split_slopes(of_span(spec.right_slopes, -1)),
-        query_offset=span.offset,
+        right_slopes=split_slopes(of_heads(spec.right_slopes, -1)),
+        query_offset=inputs.offset + begin - span.first,
         key_mask=seen,
         segment_ids=None if of_query is None or of_key is None else (of_query, of_key),
         key_bias=split(span.bias),
@@ -220,12 +311,11 @@ def _call(inputs: RankInputs, span: KeySpan, needs_lse: bool) -> tuple[Tensor, T
         return_lse=needs_lse,
     )
     seed = _dropout_seed(inputs, span, count)
-    start = split(of_span(inputs.start, 1))
+    start = split(of_queries(of_heads(inputs.start)))
     if start is not None:
-        start = (start - (inputs.halo.offsets[inputs.rank] - span.offset)).clamp(min=0)
-    part = dataclasses.replace(
-        part, query_bias=split(of_span(spec.query_bias, 1)), query_start=start, dropout_seed=seed
-    )
+        start = (start - span.first).clamp(min=0)
+    query_bias = split(of_queries(of_heads(spec.query_bias)))
+    part = dataclasses.replace(part, query_bias=query_bias, query_start=start, dropout_seed=seed)
     outputs = attend(part, query, key, value, inputs.backend)
     output, lse = outputs if isinstance(outputs, tuple) else (outputs, None)
     if count == 1:
@@ -239,15 +329,7 @@ def _dropout_seed(inputs: RankInputs, span: KeySpan, count: int) -> Tensor | Non
     spec = inputs.spec
     if spec.dropout_seed is None:
         return None
-    seed, row = int(spec.dropout_seed[0, 0]), inputs.halo.offsets[inputs.rank] - span.offset
+    seed, row = int(spec.dropout_seed[0, 0]), span.first
     heads = [head * spec.group for head in span.heads]
     firsts = [(0, heads[0])] if count == 1 else [(b, head) for b in range(spec.batch) for head in heads]
     return spec.dropout_seed.new_tensor([[seed, b, head, row] for b, head in firsts])
-
-
-def _in_order(parts: list[Tensor], order: list[int]) -> Tensor:
-    """Joins the parts and sorts their heads, [B, H, …]; `order` has the index of each head."""
-    whole = parts[0] if len(parts) == 1 else torch.cat(parts, 1)
-    if order == sorted(order):
-        return whole
-    return whole[:, torch.tensor(order, device=whole.device).argsort()]

@@ -43,7 +43,16 @@ def plan_halo(
     >>> print(plan_halo(q, k, v, lengths=[500, 500]).rows[1, 0, 0] < 100)
     True
     """
-    spec, shards = shard_spec(query, key, value, slopes, **options), tuple(int(n) for n in lengths)
+    spec = shard_spec(query, key, value, slopes, **options)
+    requests, shards = planned_requests(spec, query, key, value, lengths)
+    return halo_from_requests(requests, shards, row_bytes(spec, key))
+
+
+def planned_requests(
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor, lengths: Sequence[int]
+) -> tuple[list[list[list[int]]], tuple[int, ...]]:
+    """(the requests of all ranks, as `requested_rows` describes them; the lengths)."""
+    shards = tuple(int(n) for n in lengths)
     if not shards or min(shards) < 0 or sum(shards) != spec.query_len:
         raise ValueError(f"lengths is {list(shards)} but must add up to the {spec.query_len} queries and keys")
     parts = list(zip(*(x.split(shards, dim=2) for x in (query, key, value)), strict=True))
@@ -58,7 +67,7 @@ def plan_halo(
         count = -(-max(shards) // TILE)
         tiles = TileSummary.of(spec, torch.stack([tile_summary(shard.spec, shard.key, count) for shard in cut]))
         requests = [biased_requested_rows(shard, tiles) for shard in cut]
-    return halo_from_requests([request.tolist() for request in requests], shards, row_bytes(spec, key))
+    return [request.tolist() for request in requests], shards
 
 
 def row_bytes(spec: Spec, key: Tensor) -> int:

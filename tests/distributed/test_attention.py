@@ -126,6 +126,15 @@ def test_the_same_call_gives_the_same_bits(ranks):
     assert all(all(one.values()) for one in again)
 
 
+def test_rows_travel_while_a_rank_computes_over_its_own_keys(ranks):
+    """Forward waits for keys only after the call over its own, and backward for gradients only after those of its own."""
+    rows, gradients = "keys and values", "gradients of keys and values"
+    forward, backward = [f"send {rows}", "own", f"wait for {rows}"], [f"send {gradients}", "gradients of own"]
+    assert ranks[1]["order"] == [*forward, "halo", "gradients of halo", *backward, f"wait for {gradients}"]
+    # The first rank of a causal call receives no rows, so it has no gradients to compute first.
+    assert ranks[0]["order"] == [*forward, *reversed(backward), f"wait for {gradients}"]
+
+
 def test_rows_that_are_not_sent_change_nothing(ranks):
     assert [results["garbage"] for results in ranks[:3]] == [True, True, True]
 

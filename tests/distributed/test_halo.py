@@ -6,7 +6,7 @@ import math
 import numpy as np
 import pytest
 import torch
-from halo_checks import assert_certified
+from halo_checks import assert_certified, assert_reaches_are_certified, largest_share_beyond_reach, scores
 
 from alibi_attn.attention.validation import make_spec
 from alibi_attn.distributed import plan_halo, static_halo
@@ -65,6 +65,18 @@ def test_a_halo_that_is_too_narrow_is_noticed():
     narrow = dataclasses.replace(halo, left=tuple(tuple(n // 2 for n in heads) for heads in halo.left))
     with pytest.raises(AssertionError, match="is left out"):
         assert_certified(narrow, *tensors, SLOPES)
+
+
+def test_few_queries_are_within_reach_of_the_halo_and_a_shorter_reach_is_noticed():
+    query, key, value = drawn()
+    requests = assert_reaches_are_certified(query, key, value, SLOPES, LENGTHS)
+    of_heads = [numbers[2] for numbers in requests[1]]
+    assert of_heads == sorted(of_heads)
+    assert of_heads[0] < 40
+    assert of_heads[3] < 325
+    shorter = [[[left, right, reach // 2, *rest] for left, right, reach, *rest in request] for request in requests]
+    spec = make_spec(query, key, value, SLOPES, tolerance=2.0**-28)
+    assert largest_share_beyond_reach(shorter, LENGTHS, scores(query, key, SLOPES, spec=spec), spec) > 2.0**-28
 
 
 def test_outlier_keys_of_the_first_rank_cost_their_tiles_and_no_band():

@@ -1,11 +1,11 @@
-"""Random calls, split into random shards: the rows that a halo leaves out weigh no more than the tolerance."""
+"""Random calls, split into random shards: the rows that a halo leaves out, or a reach, weigh no more than the tolerance."""
 
 import math
 import random
 
 import pytest
 import torch
-from halo_checks import assert_certified
+from halo_checks import assert_certified, assert_reaches_are_certified
 
 from alibi_attn.distributed import plan_halo
 
@@ -60,6 +60,7 @@ def assert_draws_are_certified(seeds: range) -> None:
         halo = plan_halo(*tensors, slopes, lengths=lengths, **options)
         try:
             assert_certified(halo, *tensors, slopes, **options)
+            assert_reaches_are_certified(*tensors, slopes, lengths, **options)
         except AssertionError as error:
             raise AssertionError(f"seed {seed}: {error}") from error
 

@@ -3,11 +3,13 @@
 Each case runs in a group with one rank per shard. torch is loaded once, and the processes are forks.
 """
 
+import dataclasses
 import os
 import sys
 import time
 from datetime import timedelta
 from pathlib import Path
+from unittest import mock
 
 import torch
 from context_cases import CASES, Case, answer, planned, shard
@@ -20,7 +22,9 @@ from alibi_attn.distributed import (
     context_parallel,
     context_parallel_attention,
     context_parallel_forgetting_attention,
+    rank_attention,
 )
+from alibi_attn.distributed.exchange import Pending, Ranks
 
 RANKS = 4
 GARBAGE = Case((120, 90, 60), kv_heads=2)
@@ -54,6 +58,36 @@ def with_garbage(rank: int, group) -> bool:
     after, _ = of_rank(GARBAGE, rank, group, drawn)
     names = ("output", "lse", "dquery")
     return rank != last or all(torch.equal(before[name], after[name]) for name in names)
+
+
+def order_of_events(rank: int, group) -> list[str]:
+    """What a call and its backward do, in order; "own" and "halo" are calls of the rank over the keys of these."""
+    case, events = CASES["two ranks"], []
+    real = {"attend": rank_attention.attend, "begun": Ranks._begun, "wait": Pending.wait}
+
+    def attend(spec, query, key, value, backend):
+        name = "own" if spec.query_offset == 0 else "halo"
+        events.append(name)
+        key.register_hook(lambda gradient: events.append(f"gradients of {name}"))
+        return real["attend"](spec, query, key, value, backend)
+
+    def begun(ranks, begin, what):
+        if what.endswith("keys and values"):
+            events.append(f"send {what}")
+        return real["begun"](ranks, begin, what)
+
+    def wait(pending):
+        if pending.what.endswith("keys and values"):
+            events.append(f"wait for {pending.what}")
+        real["wait"](pending)
+
+    with (
+        mock.patch.object(rank_attention, "attend", attend),
+        mock.patch.object(Ranks, "_begun", begun),
+        mock.patch.object(Pending, "wait", wait),
+    ):
+        of_rank(dataclasses.replace(case, slopes=(1.0,) * 4), rank, group)
+    return [event for event in events if "norms" not in event]
 
 
 def of_models(rank: int, group) -> dict[str, dict]:
@@ -142,6 +176,7 @@ def work(rank: int, folder: Path) -> None:
         found["disagreements"] = disagreements(rank, groups[3])
     if rank < 2:
         found["left alone"] = left_alone(rank, lonely)
+        found["order"] = order_of_events(rank, groups[2])
     torch.save(found, folder / f"rank{rank}.pt")
     dist.barrier(group=groups[4])
     os._exit(0)  # a group that timed out may not be taken down in order
