@@ -78,7 +78,7 @@ ENCODER = Family(
 
 
 def loaded(folder: Path, kind: type[torch.nn.Module], families: Iterable[Family]) -> torch.nn.Module:
-    config, state = checkpoint.read(folder, read_config(folder), families)
+    config, state = checkpoint.read(folder, read_config(folder), read_state(folder), families)
     model = kind(config).eval()
     model.load_state_dict(checkpoint.converted(model, state))
     return model
@@ -189,4 +189,4 @@ def test_a_made_up_encoder_family_is_written_and_read_back(tmp_path):
     again = loaded(tmp_path / "theirs", ALiBiBertModel, [*ENCODERS.values(), ENCODER])
     assert torch.equal(again(IDS).last_hidden_state, model(IDS).last_hidden_state)
     with pytest.raises(ValueError, match="whose model_type is made-up-bert, but its config says 'bert'"):
-        checkpoint.read(tmp_path / "theirs", {"model_type": "bert"}, [ENCODER])
+        checkpoint.read(tmp_path / "theirs", {"model_type": "bert"}, read_state(tmp_path / "theirs"), [ENCODER])

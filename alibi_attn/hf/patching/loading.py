@@ -27,14 +27,14 @@ def load_decoder(folder_or_id: str) -> tuple[PreTrainedModel, PreTrainedTokenize
     folder = checkpoint_files.resolve(folder_or_id)
     about = checkpoint_files.read_config(folder)
     checkpoint_files.check_weights(folder)
-    tokenizer_files.check(folder)  # before the weights are read
+    tokenizer = tokenizer_files.load(folder)  # before the weights are read
     if about.get("model_type") in BUILT_BY_TRANSFORMERS:
         model = _of_transformers(folder)
         patch(model)
     else:
         model = ALiBiForCausalLM.from_pretrained(folder)
     model.config.name_or_path = folder_or_id
-    return model, tokenizer_files.load(folder)
+    return model, tokenizer
 
 
 def _of_transformers(folder: Path) -> PreTrainedModel:

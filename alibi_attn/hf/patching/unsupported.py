@@ -89,7 +89,7 @@ def _sign(config: object) -> str | None:
 
 def _sign_in_weights(folder: Path) -> str | None:
     try:
-        names = checkpoint_files.read_names(folder)
+        names = checkpoint_files.read_state(folder, data=False).keys()
     except (OSError, ValueError):  # no checkpoint: there is nothing to report
         return None
     if checkpoint.recognized(names, ENCODERS.values()) is None or any("position_embeddings" in name for name in names):

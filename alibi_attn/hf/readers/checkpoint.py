@@ -48,24 +48,32 @@ class State:
 def read(
     folder: Path,
     about: Mapping[str, object],
+    tensors: Mapping[str, Tensor],
     families: Iterable[Family],
     *,
     changes: Mapping[str, Any] | None = None,
-    tensors: Mapping[str, Tensor] | None = None,
 ) -> tuple[PreTrainedConfig, State]:
     """Our config for a checkpoint, and its weights.
 
     Args:
-        about: its config.json.
+        folder: for errors.
+        about, tensors: its config.json, and its weights.
         families: the candidates; the first that matches is used.
         changes: fields of the config to change, by the family's names.
-        tensors: the weights; None reads them from the folder.
 
     Raises:
-        FileNotFoundError: there are no weights.
-        ValueError: an unknown family, a damaged file, or an unsupported config.
+        ValueError: an unknown family, or an unsupported config.
     """
-    family, weights = _recognized(folder, checkpoint_files.read_state(folder) if tensors is None else tensors, families)
+    table = list(families)
+    if any("embeddings.position_embeddings." in name for name in tensors):
+        raise ValueError(f"{folder} has position embeddings, so it does not use ALiBi; transformers may have its class")
+    match = recognized(tensors.keys(), table)
+    if match is None:
+        raise ValueError(
+            f"{folder} does not hold a checkpoint of {', '.join(family.name for family in table)}: no weight is called "
+            f"{', '.join(f'{family.layers}0.{family.marks[0]}' for family in table)}; the weights are {listed(tensors, 3)}"
+        )
+    family, weights = match[0], _renamed(tensors, *match)
     kind = about.get("model_type")
     if kind is not None and family.model_types and kind not in family.model_types:
         raise ValueError(
@@ -184,24 +192,13 @@ def listed(names: Iterable[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _recognized(
-    folder: Path, tensors: Mapping[str, Tensor], families: Iterable[Family]
-) -> tuple[Family, dict[str, Tensor]]:
-    table = list(families)
-    if any("embeddings.position_embeddings." in name for name in tensors):
-        raise ValueError(f"{folder} has position embeddings, so it does not use ALiBi; transformers may have its class")
-    match = recognized(tensors.keys(), table)
-    if match is None:
-        raise ValueError(
-            f"{folder} does not hold a checkpoint of {', '.join(family.name for family in table)}: no weight is called "
-            f"{', '.join(f'{family.layers}0.{family.marks[0]}' for family in table)}; the weights are {listed(tensors, 3)}"
-        )
-    family, names = match
+def _renamed(tensors: Mapping[str, Tensor], family: Family, names: Mapping[str, str]) -> dict[str, Tensor]:
+    """The weights by the names of their family."""
     state = {names[name]: tensor for name, tensor in tensors.items()}
     for name, alias in family.aliases.items():
         if alias in state:
             state.setdefault(name, state.pop(alias))
-    return family, state
+    return state
 
 
 def _check_names(wanted: Collection[str], state: State, *, new_head: bool) -> None:

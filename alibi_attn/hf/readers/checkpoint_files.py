@@ -29,6 +29,7 @@ _SAFE_FILES, _PICKLED_FILES = "model*.safetensors", "pytorch_model*.bin"
 # Arguments of `from_pretrained`: those for `resolve`, and those without effect (no code ever runs; the others are always on).
 HUB = ("revision", "cache_dir", "token", "local_files_only")
 IGNORED = ("trust_remote_code", "use_safetensors", "weights_only")
+_STEP = re.compile(r"step-\d{8,}")  # the folder of a model of the lab
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
 # Every exception that torch's restricted unpickler was seen to raise on damaged bytes, and their base classes.
 _READ_ERRORS = (
@@ -70,6 +71,8 @@ def resolve(
         OSError: the repository does not exist, or the hub cannot be reached.
     """
     folder = Path(folder_or_id)
+    if (folder / CONFIG).exists() and not _STEP.fullmatch(folder.name):
+        return folder
     if _is_of_the_lab(folder):
         raise ValueError(
             f"{folder} was trained by alibi run; test it with alibi eval, or write it for transformers with alibi export"
@@ -140,48 +143,33 @@ def read_json(path: Path, kind: type = dict, *, advice: str = "download or save 
     return value
 
 
-def read_state(folder: Path) -> dict[str, Tensor]:
+def read_state(folder: Path, *, data: bool = True) -> dict[str, Tensor]:
     """Every tensor of a checkpoint by its name, on the CPU, in the dtype in which it was saved.
 
     Reads the first of these that exists: model.safetensors, its index (model.safetensors.index.json, with its shards),
     pytorch_model.bin, its index. Pickles are read with `weights_only=True`, which executes nothing.
     Tensors from safetensors may be mapped from the file: copy them before the file is overwritten.
 
+    Args:
+        data: False reads only names and shapes of pickled tensors, which are on "meta"; safetensors are mapped.
+
     Raises:
         FileNotFoundError: none of the four exists.
         ValueError: a file or shard is damaged, is missing, holds no tensors, or contradicts its index.
     """
-    path, suffix = _weights(folder)
-    return _tensors(path) if path.suffix == suffix else _shards(path, suffix)
-
-
-def read_names(folder: Path) -> set[str]:
-    """The names of the tensors that `read_state` would return, without reading the tensors.
-
-    Raises:
-        FileNotFoundError, ValueError: see `read_state`.
-    """
-    path, suffix = _weights(folder)
-    if path.suffix != suffix:
-        return set(_places(path, suffix))
-    return set(_tensors(path, device="cpu" if path.name == SAFE else "meta"))
-
-
-def read_shapes(folder: Path) -> dict[str, torch.Size]:
-    """The shapes of the tensors that `read_state` would return, without reading their data.
-
-    Raises:
-        FileNotFoundError, ValueError: see `read_state`.
-    """
-    path, suffix = _weights(folder)
-    device = "cpu" if suffix == Path(SAFE).suffix else "meta"  # safetensors are mapped
-    tensors = _tensors(path, device) if path.suffix == suffix else _shards(path, suffix, device)
-    return {name: tensor.shape for name, tensor in tensors.items()}
+    for name in (SAFE, PICKLED):
+        device = "cpu" if data or name == SAFE else "meta"
+        if (file := folder / name).exists():
+            return _tensors(file, device)
+        if (index := folder / f"{name}.index.json").exists():
+            return _shards(index, file.suffix, device)
+    raise _without_weights(folder)
 
 
 def check_weights(folder: Path) -> None:
     """Raises FileNotFoundError unless there is a file of weights, or an index of several."""
-    _weights(folder)
+    if not any((folder / f"{name}{end}").exists() for name in (SAFE, PICKLED) for end in ("", ".index.json")):
+        raise _without_weights(folder)
 
 
 def check_new(folder: Path) -> None:
@@ -193,23 +181,18 @@ def check_new(folder: Path) -> None:
 def _is_of_the_lab(folder: Path) -> bool:
     """Whether this is a run of the lab, RUN:MODEL, the folder of a model, or one of its steps."""
     if (folder / CONFIG).exists():
-        return re.fullmatch(r"step-\d{8,}", folder.name) is not None and "schema" in read_config(folder)
+        return "schema" in read_config(folder)
     run = folder if folder.is_dir() else Path(str(folder).rpartition(":")[0])
     return any(run.glob(f"checkpoints/**/step-*/{CONFIG}")) or any(folder.glob(f"step-*/{CONFIG}"))
 
 
-def _weights(folder: Path) -> tuple[Path, str]:
-    """The first weight file or index that exists, and the suffix of the files that hold tensors."""
-    for name in (SAFE, PICKLED):
-        for path in (folder / name, folder / f"{name}.index.json"):
-            if path.exists():
-                return path, Path(name).suffix
-    raise FileNotFoundError(
+def _without_weights(folder: Path) -> FileNotFoundError:
+    return FileNotFoundError(
         f"{folder} has no weights: neither {SAFE} nor {PICKLED}, nor an index of either; download the checkpoint again"
     )
 
 
-def _shards(index: Path, suffix: str, device: str = "cpu") -> dict[str, Tensor]:
+def _shards(index: Path, suffix: str, device: str) -> dict[str, Tensor]:
     places = _places(index, suffix)
     tensors: dict[str, Tensor] = {}
     for file in sorted(set(places.values())):
@@ -239,7 +222,7 @@ def _places(index: Path, suffix: str) -> dict[str, str]:
     return places
 
 
-def _tensors(path: Path, device: str = "cpu") -> dict[str, Tensor]:
+def _tensors(path: Path, device: str) -> dict[str, Tensor]:
     """The tensors in one file. On "meta" a pickle is read without data; safetensors only maps the file."""
     try:
         if path.suffix == ".safetensors":

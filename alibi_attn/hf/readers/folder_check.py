@@ -59,7 +59,7 @@ def check_sizes(folder: Path, config: PreTrainedConfig) -> None:
         ValueError: a damaged file, another number of layers, heads that do not divide the width, or weights of other sizes.
     """
     where = folder / checkpoint_files.CONFIG
-    shapes = checkpoint_files.read_shapes(folder)
+    shapes = {name: tensor.shape for name, tensor in checkpoint_files.read_state(folder, data=False).items()}
     for name in _NUMBERS:
         if type(value := getattr(config, name, None)) is not int or value < 1:
             raise ValueError(f"{where} has {name} = {value!r} but it must be an integer of at least 1; correct it")

@@ -15,26 +15,17 @@ from alibi_attn.strict_json import NO_CHARACTER, lone_surrogate
 _VOCABULARIES = ("tokenizer.json", "vocab.*", "*.model")
 
 
-def check(folder: Path) -> None:
-    """Looks for the files of a tokenizer without loading them.
+def load(folder: Path) -> PreTrainedTokenizerBase:
+    """The tokenizer of a folder. Code in it is never run.
 
     Raises:
-        FileNotFoundError: there are none.
-        ValueError: a damaged file.
+        FileNotFoundError: it has no files of a tokenizer.
+        ValueError: a damaged file, or transformers cannot load it.
     """
     if not any(any(folder.glob(files)) for files in _VOCABULARIES):  # transformers would create an empty one
         raise FileNotFoundError(f"{folder} has no tokenizer, neither tokenizer.json nor a vocabulary; download it")
     if (path := folder / "tokenizer.json").exists():
         checkpoint_files.read_json(path)
-
-
-def load(folder: Path) -> PreTrainedTokenizerBase:
-    """The tokenizer of a folder. Code in it is never run.
-
-    Raises:
-        FileNotFoundError, ValueError: see `check`; or transformers cannot load it.
-    """
-    check(folder)
     options: dict[str, Any] = {"trust_remote_code": False, "local_files_only": True}
     with _explained(f"{folder} has no tokenizer that transformers can load"):
         try:

@@ -37,7 +37,8 @@ def read(
         normalized_head: see `ALiBiForCausalLM.from_pretrained`.
 
     Raises:
-        FileNotFoundError, ValueError: see `checkpoint.read`.
+        FileNotFoundError: there are no weights.
+        ValueError: a damaged file, or see `checkpoint.read`.
     """
     kind = about.get("model_type")
     if kind in BUILT_BY_TRANSFORMERS:
@@ -55,7 +56,7 @@ def read(
             "alibi_attn.hf.ALiBiBertModel"
         )
     changes = {} if normalized_head is None else {"normalized_head": normalized_head}
-    config, state = checkpoint.read(folder, about, families, changes=changes, tensors=tensors)
+    config, state = checkpoint.read(folder, about, tensors, families, changes=changes)
     assert isinstance(config, ALiBiCausalLMConfig)
     if changes and state.family is not baichuan.FAMILY:
         raise ValueError(f"normalized_head is only for Baichuan but {folder} is {state.family.name}; omit it")

@@ -108,9 +108,10 @@ class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call
             )
         is_own = kind == ALiBiBertConfig.model_type
         families = [OWN] if is_own else ENCODERS.values()
+        given = options.pop("state_dict", None)
         config, state = checkpoint.read(
-            folder, about, families, changes=changes, tensors=options.pop("state_dict", None)
-        )
+            folder, about, checkpoint_files.read_state(folder) if given is None else given, families, changes=changes
+        )  # only `state` holds the weights that were read, which `converted` frees one by one
         if not is_own:
             config.original_layout = next(name for name, family in ENCODERS.items() if family is state.family)
         if dtype is None and "torch_dtype" not in options and not is_own and state.dtype_of(WORDS) == torch.float16:
