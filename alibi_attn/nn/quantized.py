@@ -221,8 +221,7 @@ def _pack_for_cuda(layer: QuantizedLinear, codes: Tensor) -> None:
 def _by_int_mm(layer: QuantizedLinear, rows: Tensor) -> Tensor:
     codes, scales = _of_tokens(rows, "int8")
     sums = torch._int_mm(codes, layer.packed.t())[: len(rows), : layer.out_features]
-    y = (sums * layer.scales).mul_(scales[: len(rows)])
-    return y if layer.bias is None else y.add_(layer.bias)
+    return _biased(layer, (sums * layer.scales).mul_(scales[: len(rows)]), rows)
 
 
 def _by_scaled_mm(layer: QuantizedLinear, rows: Tensor) -> Tensor:
@@ -235,7 +234,12 @@ def _by_scaled_mm(layer: QuantizedLinear, rows: Tensor) -> Tensor:
         out_dtype=torch.bfloat16,
         use_fast_accum=True,
     )[: len(rows), : layer.out_features]
-    return y if layer.bias is None else y + layer.bias
+    return _biased(layer, y, rows)
+
+
+def _biased(layer: QuantizedLinear, y: Tensor, rows: Tensor) -> Tensor:
+    """Adds the bias in fp32, and rounds to the dtype of the tokens in the same pass over memory."""
+    return y if layer.bias is None else torch.add(y, layer.bias, out=rows.new_empty(y.shape))
 
 
 def _of_tokens(rows: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:

@@ -1,12 +1,13 @@
 """Linear layers of one GPU in int8 and float8, compared with the formula of `nn/quantized.py` in fp64, and timed next to bf16."""
 
+import copy
 import functools
 from typing import Any
 
 import torch
 from torch import Tensor, nn
 
-from alibi_attn.nn.quantized import Kind, QuantizedLinear
+from alibi_attn.nn.quantized import Kind, QuantizedLinear, check_supported
 from alibi_lab.measure.gpu_networks import relative_error
 from alibi_lab.measure.gpu_parts import COLUMNS, Calls, Case, Part, call_row, judged, number_type
 from alibi_lab.measure.harness import Row
@@ -39,6 +40,7 @@ def linears(case: Case, device: torch.device, *, compiled: bool = False) -> Call
         )
         judgment = judged(relative_error(found, true), allowed)
         judgment["rounding_error"] = float((found - exact).norm() / exact.norm())
+        judgment["equal_on_cpu"] = None if compiled or kind != "int8" else on_cpu(small, some, found)
         return judgment | call_row(lambda: small(x), device) if judgment["right"] else judgment
 
     def plain() -> Row:
@@ -50,6 +52,16 @@ def linears(case: Case, device: torch.device, *, compiled: bool = False) -> Call
     end = COMPILED if compiled else ""
     quick: Calls = {kind + end: functools.partial(row, kind) for kind in LARGEST}
     return quick if compiled else {"unquantized": plain, **quick}
+
+
+def on_cpu(small: QuantizedLinear, x: Tensor, found: Tensor) -> float | None:
+    """The share of outputs with the bits that the layer gives on the CPU; None if it cannot run there."""
+    try:
+        check_supported("int8", "cpu")
+    except ValueError:
+        return None
+    moved = copy.deepcopy(small).to("cpu")
+    return float((moved(x.cpu()) == found.cpu()).double().mean())
 
 
 def formula(layer: nn.Linear, x: Tensor, kind: Kind) -> Tensor:
@@ -66,7 +78,7 @@ def formula(layer: nn.Linear, x: Tensor, kind: Kind) -> Tensor:
 
 
 _PEERS = {"int8": "torch._int_mm, eager", "float8": "torch._scaled_mm, eager"}
-_COLUMNS = (*COLUMNS, "rounding_error")
+_COLUMNS = (*COLUMNS, "rounding_error", "equal_on_cpu")
 LINEARS = Part(
     "linears",
     5.0,
