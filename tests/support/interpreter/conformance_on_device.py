@@ -3,7 +3,8 @@
     python tests/support/interpreter/conformance_on_device.py results                       on a GPU
     TRITON_INTERPRET=1 python tests/support/interpreter/conformance_on_device.py results    simulating one
 
-Options: --draws 3000, --cases N (of each dtype), --seconds S (cases and attacks not begun by then are left out, and counted).
+Options: --draws 3000, --first SEED (of the first draw), --cases N (of each dtype), --seconds S (cases and attacks not begun by
+then are left out, and counted).
 The first check is that of a step that no GPU had run when this was written: the last program of a head makes the plan.
 It saves a record; the exit status is 1 if a check fails. Several processes share the device, because compiling takes
 most of the time. Uninitialized memory is filled with NaN.
@@ -126,7 +127,7 @@ def certificate(spec: AttentionSpec[Tensor], *tensors: Tensor, device: str = "cp
     return Bounds(found.left.cpu(), found.right.cpu(), found.outlier_tiles.cpu())
 
 
-def main(out: Path, draws: int, cases: int | None, seconds: float) -> int:
+def main(out: Path, draws: int, first: int, cases: int | None, seconds: float) -> int:
     started = datetime.datetime.now(datetime.UTC)
     device = "cuda" if torch.cuda.is_available() else "cpu"
     context = multiprocessing.get_context("spawn")
@@ -147,8 +148,8 @@ def main(out: Path, draws: int, cases: int | None, seconds: float) -> int:
             for dtype in DTYPES
         }
         attacks = [
-            executor.submit(attacked, range(start, min(start + TOGETHER, draws)), device)
-            for start in range(0, draws, TOGETHER)
+            executor.submit(attacked, range(start, min(start + TOGETHER, first + draws)), device)
+            for start in range(first, first + draws, TOGETHER)
         ]
         shares = _conformed(asked, end)
         concurrent.futures.wait(attacks, timeout=max(end - time.monotonic(), 0.0))
@@ -172,7 +173,7 @@ def main(out: Path, draws: int, cases: int | None, seconds: float) -> int:
     record = records.make(
         "conformance",
         "fused/device" if device == "cuda" else "fused/interpreted",
-        config={"draws": draws},
+        config={"draws": draws, "first": first},
         metrics=metrics,
         started=started,
         curves={"cases": dict(zip(("dtype", "case", "share_of_allowed"), map(list, columns), strict=True))},
@@ -219,6 +220,7 @@ if __name__ == "__main__":
     parser = argparse.ArgumentParser()
     parser.add_argument("out", type=Path)
     parser.add_argument("--draws", type=int, default=3000)
+    parser.add_argument("--first", type=int, default=0)
     parser.add_argument("--cases", type=int)
     parser.add_argument("--seconds", type=float, default=threading.TIMEOUT_MAX)
     sys.exit(main(**vars(parser.parse_args())))
