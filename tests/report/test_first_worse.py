@@ -40,3 +40,9 @@ def test_a_method_fails_where_the_whole_interval_is_worse(
     assert cells[3].spread == (f"from {found[1]}" if found[1] else "")
     (study,) = studies([rotary(nats, noise=None)])
     assert first_worse(study.series[0], "nonoverlapping") is None
+
+
+def test_a_change_to_almost_nothing_is_all_of_the_perplexity() -> None:
+    (study,) = studies([rotary({64: 2000.0, 256: 4.0}, noise=0.05)])
+    ((_, _, cells),) = changes(study).blocks[0].rows
+    assert [cell.text.replace("\N{NO-BREAK SPACE}", " ") for cell in cells[3:5]] == ["−100 %", "−100 % to −100 %"]

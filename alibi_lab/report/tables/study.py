@@ -113,7 +113,7 @@ def _change_cells(series: Series, mode: Mode, trained: int, longest: int) -> tup
     other = mean(series.perplexity(trained, "sliding")) if mode == "nonoverlapping" else math.nan
     losses = series.curve("by_length", "length", f"{mode}_nats")[1]
     spread = float(np.max(np.nanmax(losses, axis=0) - np.nanmin(losses, axis=0))) if len(losses) > 1 else math.nan
-    percents = [_percent(math.log(bound)) for bound in (bounds.low, bounds.high)] if bounds else []
+    percents = [100 * (bound - 1) for bound in (bounds.low, bounds.high)] if bounds else []
     return (
         Cell(f"{trained:,} to {longest:,}"),
         seeds_cell(series.perplexity(trained, mode), number),
