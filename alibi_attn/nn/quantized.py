@@ -21,7 +21,7 @@ _LARGEST: Mapping[Kind, int] = {"int8": 127, "float8": 448}
 _DTYPES: Mapping[Kind, torch.dtype] = {"int8": torch.int8, "float8": torch.float8_e4m3fn}
 _SHIFT = 128  # oneDNN's activations are unsigned: q + 128, with 128 as the zero point
 _MOST_INPUTS = (2**31 - 1) // (255 * 127)  # more can overflow the sums in int32
-_MULTIPLE, _LEAST_ROWS = 16, 17  # of torch's products on CUDA: a multiple of inputs and outputs, and the fewest tokens
+_MULTIPLE, _LEAST_ROWS = 16, 32  # of inputs, outputs and tokens, and the fewest tokens, of torch's products on CUDA
 _HOOKS = ("_forward_pre_hooks", "_forward_hooks", "_backward_pre_hooks", "_backward_hooks")
 
 
@@ -247,7 +247,7 @@ def _of_tokens(rows: Tensor, kind: Kind) -> tuple[Tensor, Tensor]:
     rows = rows.float() if rows.dtype == torch.float64 else rows
     low, high = rows.aminmax(dim=1, keepdim=True)  # in one pass, with NaN
     scales = _scales(torch.maximum(high, -low).float(), kind)
-    more = max(0, _LEAST_ROWS - len(rows))
+    more = max(_LEAST_ROWS - len(rows), -len(rows) % _MULTIPLE)
     return _padded(_codes(rows, scales, kind).contiguous(), rows=more), _padded(scales, rows=more, columns=0)
 
 

@@ -16,6 +16,7 @@ SHAPES = [(1, 24, 40), (5, 64, 48), (17, 7, 9), (40, 33, 16)]  # tokens, inputs,
 def int_mm(left: Tensor, right: Tensor) -> Tensor:
     """`torch._int_mm`, with CUDA's requirements."""
     assert len(left) > 16
+    assert not len(left) % 16
     assert not left.shape[1] % 8
     assert not right.shape[1] % 8
     assert left.is_contiguous()
@@ -27,6 +28,7 @@ def scaled_mm(
     left: Tensor, right: Tensor, *, scale_a: Tensor, scale_b: Tensor, out_dtype: torch.dtype, **_: Any
 ) -> Tensor:
     """`torch._scaled_mm` with scales by row and column, with CUDA's requirements."""
+    assert not len(left) % 16
     assert not left.shape[1] % 16
     assert not right.shape[1] % 16
     assert scale_a.shape == (len(left), 1)
