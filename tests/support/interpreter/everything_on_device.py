@@ -23,7 +23,9 @@ from typing import NamedTuple
 import quick_interpreter
 
 ROOT = Path(__file__).parents[3]
-CONFORMANCE, COMPILE = (str(Path(__file__).with_name(f"{x}.py")) for x in ("conformance_on_device", "compile_ahead"))
+CONFORMANCE, COMPILE, CONTEXT = (
+    str(Path(__file__).with_name(f"{x}.py")) for x in ("conformance_on_device", "compile_ahead", "context_on_device")
+)
 LENGTHS = (512, 2048, 8192, 16384, 65536, 131072)
 LINES = 12  # of a part's log that are printed
 
@@ -52,6 +54,7 @@ PARTS: Mapping[str, Mapping[str, Part]] = {
         "models": Part((__file__, "--measure", "models", "--seconds", SECONDS), 100, 15),
         "jax": Part((__file__, "--measure", "jax", "--seconds", SECONDS), 40, 10),
         "encoders": Part((__file__, "--measure", "encoders", "--seconds", SECONDS), 55, 20),
+        "context": Part((CONTEXT, "--seconds", SECONDS), 25, 5),
         "attack": Part((CONFORMANCE, "--cases", "0", "--draws", "2000", "--seconds", SECONDS), 80, 30),
     },
     "smoke": {
@@ -60,6 +63,7 @@ PARTS: Mapping[str, Mapping[str, Part]] = {
         "models": Part((__file__, "--measure", "models", "--scale", "smoke"), 600),
         "jax": Part((__file__, "--measure", "jax", "--scale", "smoke"), 600),
         "encoders": Part((__file__, "--measure", "encoders", "--scale", "smoke"), 600),
+        "context": Part((CONTEXT, "--scale", "smoke"), 600),
         "attack": Part((CONFORMANCE, "--cases", "0", "--draws", "2"), 600),
     },
 }

@@ -1,0 +1,285 @@
+"""Context parallelism on GPUs: what ranks compute is what one device computes, then the time of its steps.
+
+    python tests/support/interpreter/context_on_device.py results                      one process per visible device, over NCCL
+    python tests/support/interpreter/context_on_device.py results --scale smoke        short sequences, as without a device
+
+Options: --seconds S (cases and lengths not begun by then are left out). With a single device, NCCL has one rank, which plans and
+exchanges with itself; two more ranks then share the device over gloo, because NCCL refuses that. Without a device two ranks
+share the CPU. With Triton's interpreter the rehearsal runs the Triton kernels. It saves a record per group of processes.
+"""
+
+import argparse
+import json
+import os
+import statistics
+import sys
+import tempfile
+import time
+import warnings
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from typing import Any, NamedTuple
+
+import quick_interpreter
+import torch
+from torch import Tensor
+from torch import distributed as dist
+from torch.multiprocessing.spawn import spawn
+
+from alibi_attn import alibi_attention, forgetting_attention
+from alibi_attn.distributed import Traffic, attention, context_parallel_attention, context_parallel_forgetting_attention
+from alibi_attn.distributed.argument_check import shard_spec
+from alibi_attn.distributed.exchange import Ranks, Transport
+from alibi_lab.measure.harness import Row, keep
+
+LENGTHS = {"full": (4096, 16384, 65536), "smoke": (96,)}  # rows of a rank
+UNEVEN = {"full": (1500, 1100), "smoke": (70, 40)}  # rows of the first rank and of all others, in cases
+HEADS, KV_HEADS, HEAD_DIM = 8, 4, 64
+CASES: Mapping[str, Mapping[str, Any]] = {
+    "causal": {},
+    "symmetric, padding": {"causal": False, "padding": True},
+    "gates": {"gates": True},
+}
+ALLOWED = {"cuda": 2.0**-5, "cpu": 1e-5}  # of the largest row: bf16 rounds outputs of parts once more, and fp32 hardly
+BUSY_S, REPEATS = 0.1, 5
+
+
+class World(NamedTuple):
+    """A group of processes, with the device of each."""
+
+    backend: str
+    devices: tuple[str, ...]
+
+    @property
+    def name(self) -> str:
+        kind = self.devices[0].split(":")[0]
+        return f"context-parallel-{kind}/{self.backend}-{len(self.devices)}-on-{len(set(self.devices))}"
+
+
+def worlds() -> list[World]:
+    count = torch.cuda.device_count()
+    if count == 0:
+        return [World("gloo", ("cpu", "cpu"))]
+    found = [World("nccl", tuple(f"cuda:{at}" for at in range(count)))]
+    return found if count > 1 else [*found, World("gloo", ("cuda:0", "cuda:0"))]
+
+
+class Rank(NamedTuple):
+    """This process. Kernels are those of `backend`."""
+
+    ranks: Ranks
+    device: torch.device
+    backend: str
+    scale: str
+    end: float
+
+    def agreed(self, number: float) -> float:
+        """The largest of all ranks."""
+        numbers = self.ranks.gathered(torch.tensor([number], dtype=torch.float64, device=self.device), "numbers")
+        return float(numbers.max())
+
+    def has_time(self) -> bool:
+        return self.agreed(time.time() - self.end) < 0
+
+    def drawn(self, lengths: tuple[int, ...]) -> list[Tensor]:
+        """Queries, keys, values and gradients of the output for the whole sequence, the same on all ranks."""
+        generator, dtype = (
+            torch.Generator().manual_seed(0),
+            torch.bfloat16 if self.device.type == "cuda" else torch.float32,
+        )
+        shapes = [(1, heads, sum(lengths), HEAD_DIM) for heads in (HEADS, KV_HEADS, KV_HEADS, HEADS)]
+        return [torch.randn(shape, generator=generator).to(self.device, dtype) for shape in shapes]
+
+    def attend(self, *inputs: Tensor, traffic: Traffic | None = None, **options: Any) -> Tensor:
+        """A context-parallel call, gated if there are gates; a single rank plans and exchanges with itself too."""
+        if self.ranks.count > 1:
+            call = context_parallel_attention if len(inputs) == 3 else context_parallel_forgetting_attention
+            output = call(*inputs, backend=self.backend, traffic=traffic, **options)
+            assert isinstance(output, Tensor)
+            return output
+        slopes = None if len(inputs) == 3 else [0.0] * HEADS
+        return self.call(*inputs)._together(shard_spec(*inputs[:3], slopes, **options), self.ranks)[0]
+
+    def call(self, query: Tensor, key: Tensor, value: Tensor, log_fgate: Tensor | None = None) -> attention._Call:
+        return attention._Call(query, key, value, log_fgate, None, self.backend, None)
+
+
+def work(at: int, world: World, folder: str, scale: str, end: float) -> None:
+    """One process of a group; the first one writes its rows."""
+    device = torch.device(world.devices[at])
+    if device.type == "cuda":
+        torch.cuda.set_device(device)
+    interprets = device.type == "cpu" and os.environ.get("TRITON_INTERPRET") == "1"
+    if interprets:
+        quick_interpreter.prepare()
+    torch.set_num_threads(1)
+    dist.init_process_group(world.backend, init_method=f"file://{folder}/store", rank=at, world_size=len(world.devices))
+    rank = Rank(Ranks(None, 60.0), device, "fused" if interprets else "auto", scale, end)
+    try:
+        with Path(folder, f"{at}.jsonl").open("w", encoding="utf-8") as file:
+            for row in rows(rank):
+                file.write(json.dumps(row) + "\n")
+                file.flush()
+    finally:
+        dist.destroy_process_group()
+
+
+def rows(rank: Rank) -> Iterator[dict[str, Row]]:
+    """First the cases, then the host, then the lengths: rows by peer. The first case is never left out."""
+    for name, options in CASES.items():
+        if rank.has_time() or name == "causal":
+            error = rank.agreed(difference(rank, **options))
+            yield {name: {"length": sum(case_lengths(rank)), "relative_error": error}}
+            if not error <= (allowed := ALLOWED[rank.device.type]):
+                raise RuntimeError(f"{name}: ranks and one device differ by {error:.1e} but {allowed:.1e} is allowed")
+    if rank.device.type == "cuda":
+        yield {"host": host_row(rank)}
+    for length in LENGTHS[rank.scale]:
+        if rank.has_time():
+            yield timed(rank, length)
+
+
+def case_lengths(rank: Rank) -> tuple[int, ...]:
+    first, others = UNEVEN[rank.scale]
+    return (first, *[others] * (rank.ranks.count - 1))
+
+
+def difference(rank: Rank, *, padding: bool = False, gates: bool = False, **options: Any) -> float:
+    """The largest difference of an output or gradient of this rank from those of one device, as a share of the largest row."""
+    lengths = case_lengths(rank)
+    *inputs, gradient = rank.drawn(lengths)
+    if gates:
+        inputs.append(torch.nn.functional.logsigmoid(inputs[0].float().mean(-1) * 8))
+    key_mask = torch.arange(sum(lengths), device=rank.device)[None] < sum(lengths) - lengths[0] // 3
+
+    def of_rank(x: Tensor, axis: int = 2) -> Tensor:
+        return x.split(lengths, axis)[rank.ranks.rank]
+
+    def found(attend: Callable[..., Any], tensors: list[Tensor], gradient: Tensor, mask: Tensor) -> list[Tensor]:
+        leaves = [x.detach().contiguous().requires_grad_() for x in tensors]
+        output = attend(*leaves, **options, **({"key_mask": mask} if padding else {}))
+        return [output.detach(), *torch.autograd.grad(output, leaves, gradient)]
+
+    whole = found(forgetting_attention if gates else alibi_attention, inputs, gradient, key_mask)
+    ours = found(
+        rank.attend,
+        [of_rank(x) for x in inputs],
+        of_rank(gradient),
+        of_rank(key_mask, 1),
+    )
+    pairs = [(mine.float(), of_rank(one).float(), one.float()) for mine, one in zip(ours, whole, strict=True)]
+    return max(float((mine - one).norm(dim=-1).max() / all_rows.norm(dim=-1).max()) for mine, one, all_rows in pairs)
+
+
+def host_row(rank: Rank) -> Row:
+    """Where the host waits for the device in forward and backward, and whether a started exchange lets it go on."""
+    query, key, value, gradient = (x.requires_grad_() for x in rank.drawn((case_lengths(rank)[0],)))
+    torch.autograd.grad(rank.attend(query, key, value), (query, key, value), gradient)
+    torch.cuda.synchronize()
+    torch.cuda.set_sync_debug_mode("warn")
+    with warnings.catch_warnings(record=True) as caught:
+        warnings.simplefilter("always")
+        torch.autograd.grad(rank.attend(query, key, value), (query, key, value), gradient)
+    torch.cuda.set_sync_debug_mode("default")
+    places = [f"{Path(x.filename).name}:{x.lineno}" for x in caught if "synchroniz" in str(x.message)]
+    sent = torch.ones(1024 * rank.ranks.count, device=rank.device)
+    sizes = [1024] * rank.ranks.count
+    for seconds in (0.0, BUSY_S):  # the first exchange connects the ranks
+        torch.cuda.synchronize()
+        torch.cuda._sleep(int(seconds * 1.5e9))
+        start = time.perf_counter()
+        rank.ranks.all_to_all(torch.empty_like(sent), sent, sizes, sizes, "numbers").wait()
+        took, is_busy = time.perf_counter() - start, not torch.cuda.current_stream().query()
+    return {
+        "length": query.shape[2],
+        "host_waits": len(places),
+        "places": " ".join(places),
+        "exchange_host_ms": took * 1e3,
+    } | {"device_was_busy_after_waiting": is_busy}
+
+
+def timed(rank: Rank, length: int) -> dict[str, Row]:
+    """Milliseconds of the slowest rank: whole calls, the same calls over a rank's own keys only, planning, the exchange."""
+    lengths = (length,) * rank.ranks.count
+    query, key, value, gradient = (x.split(lengths, 2)[rank.ranks.rank].clone() for x in rank.drawn(lengths))
+    leaves, traffic = [x.requires_grad_() for x in (query, key, value)], Traffic()
+    rank.attend(query, key, value, traffic=traffic)
+    received = int(rank.agreed(traffic.rows_received))
+    call, spec = rank.call(query, key, value), shard_spec(query, key, value, None)
+    halo, _ = call._planned(spec, rank.ranks, lengths, None)
+
+    def own() -> Tensor:
+        output = alibi_attention(query, key, value, backend=rank.backend)
+        assert isinstance(output, Tensor)
+        return output
+
+    def exchange() -> None:
+        with torch.no_grad():
+            Transport(halo, rank.ranks).begun((key, value), "keys and values").pieces()
+
+    def row(forward: Callable[[], Tensor]) -> Row:
+        alone = median_ms(rank, forward)
+        step = median_ms(rank, lambda: torch.autograd.grad(forward(), leaves, gradient))
+        return {"length": length, "forward_ms": alone, "backward_ms": step - alone}
+
+    return {
+        "ours": {**row(lambda: rank.attend(query, key, value)), "rows_received": received},
+        "own keys only": row(own),
+        "plan": {
+            "length": length,
+            "forward_ms": median_ms(rank, lambda: call._planned(spec, rank.ranks, lengths, None)),
+        },
+        "exchange": {"length": length, "forward_ms": median_ms(rank, exchange)},
+    }
+
+
+def median_ms(rank: Rank, call: Callable[[], object]) -> float:
+    """The median of the slowest rank, with all ranks starting together."""
+    taken = []
+    for _ in range(REPEATS):
+        rank.agreed(0.0)
+        start = time.perf_counter()
+        call()
+        if rank.device.type == "cuda":
+            torch.cuda.synchronize()
+        taken.append(time.perf_counter() - start)
+    return rank.agreed(statistics.median(taken[1:]) * 1e3)
+
+
+def main(out: Path, scale: str, seconds: float) -> None:
+    end, groups = time.time() + seconds, worlds()
+
+    def steps() -> Iterator[Mapping[str, Mapping[str, Row]]]:
+        for number, world in enumerate(groups, 1):
+            with tempfile.TemporaryDirectory() as folder:
+                share = time.time() + (end - time.time()) * number / len(groups)
+                try:
+                    spawn(work, (world, folder, scale, share), nprocs=len(world.devices))
+                finally:
+                    written = Path(folder, "0.jsonl")
+                    lines = written.read_text(encoding="utf-8").splitlines() if written.exists() else []
+                    yield from ({world.name: json.loads(line)} for line in lines)
+
+    configs = {
+        world.name: {
+            "backend": world.backend,
+            "ranks": len(world.devices),
+            "devices": list(world.devices),
+            "heads": HEADS,
+            "kv_heads": KV_HEADS,
+            "head_dim": HEAD_DIM,
+            "dtype": "float32" if world.devices[0] == "cpu" else "bfloat16",
+            "lengths_of_a_rank": list(LENGTHS[scale]),
+        }
+        for world in groups
+    }
+    keep(out, configs, steps(), say=print)
+
+
+if __name__ == "__main__":
+    parser = argparse.ArgumentParser()
+    parser.add_argument("out", type=Path)
+    parser.add_argument("--scale", choices=LENGTHS, default="full")
+    parser.add_argument("--seconds", type=float, default=120.0)
+    asked = parser.parse_args()
+    sys.exit(main(asked.out, asked.scale if torch.cuda.is_available() else "smoke", asked.seconds))
