@@ -104,7 +104,8 @@ def attend_groups(
     slopes: Tensor,
     heads: groups.Heads,
     *,
-    window: int | None = None,
+    windows: tuple[int | None, ...],
+    offsets: Tensor | None = None,
 ) -> Tensor:
     """`alibi_attention` of the last T positions, [B, H, T, D], if `reads_groups` allows it.
 
@@ -112,9 +113,14 @@ def attend_groups(
         cached: the keys and values of each group of consecutive heads, [B, members, S, D], where S differs.
         slopes: [H] fp32.
         heads: of each group, its first query head and the one after its last.
+        windows: of each group.
+        offsets: [groups] int64: the position of the first query in each group; None = the queries are the last.
     """
-    spec_of = functools.partial(make_spec, window=window)
-    return groups.decode_groups(query, slopes, cached, heads, (window,), spec_of)
+
+    def spec_of(group: int, *tensors: Tensor) -> Spec:
+        return make_spec(*tensors, window=windows[group])
+
+    return groups.decode_groups(query, slopes, cached, heads, windows, spec_of, offsets)
 
 
 def has_kernel(*tensors: Tensor) -> bool:

@@ -230,7 +230,8 @@ class ALiBiAttention(nn.Module):
             parts = cache.append(key, value, layer=self)
         if isinstance(cache, ReachCache) and self._is_one_call(query, cache):
             assert not isinstance(self.window, tuple)
-            return attend_groups(query, parts, self.slopes.values, cache.runs, window=self.window)
+            windows = (self.window,) * len(parts)
+            return attend_groups(query, parts, self.slopes.values, cache.runs, windows=windows)
         if isinstance(cache, ReachCache) and cache.sinks:
             mixed = [self._with_sinks(query, cache, group, part) for group, part in enumerate(parts)]
         elif len(parts) == 1:

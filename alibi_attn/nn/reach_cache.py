@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from alibi_attn.attention.spec import index_of, query_heads
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.cache_checks import check_format, check_pair
-from alibi_attn.nn.static_cache import StaticReachCache
+from alibi_attn.nn.static_cache import StaticReachCache, runs_of
 
 
 class CachesOfHeads:
@@ -170,12 +170,7 @@ class ReachCache(CachesOfHeads):
     @property
     def runs(self) -> tuple[tuple[int, int], ...]:
         """The first query head of each group and the one after its last; empty if some group is not a run of heads."""
-        runs = tuple((heads[0], heads[-1] + 1) for heads in self.query_heads)
-        return (
-            runs
-            if all(end - first == len(heads) for (first, end), heads in zip(runs, self.query_heads, strict=True))
-            else ()
-        )
+        return runs_of(self.query_heads)
 
     @property
     def kept(self) -> tuple[int, ...]:

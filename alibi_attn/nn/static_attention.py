@@ -6,7 +6,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.checks import check_key_mask, check_segments
-from alibi_attn.attention.decoding import attend_at, reads_near_at
+from alibi_attn.attention.decoding import attend_at, attend_groups, reads_groups, reads_near_at
 from alibi_attn.nn.static_cache import StaticCache, StaticKVCache
 
 if TYPE_CHECKING:
@@ -33,6 +33,9 @@ def attend_static(
         if cache.norms is not None and is_whole and reads_near_at(query):
             return attend_at(query, keys, values, slopes, cache.norms, first, window=window)
         return layer._attended(query, keys, values, key_mask=key_mask, segment_ids=segment_ids, query_offset=first)
+    if query.shape[2] == 1 and dropout_p == 0.0 and reads_groups(query) and cache.appends_one(key, value):
+        held, rows = cache.append_one(key, value, layer=layer)
+        return attend_groups(query, held, slopes, cache.runs, windows=cache.windows(window), offsets=rows)
     parts = cache.append(key, value, layer=layer)
     mixed = [
         layer.attend(query[:, heads], keys, values, slopes[heads], window=window, key_mask=exists, dropout_p=dropout_p)

@@ -106,7 +106,7 @@ class StaticKVCache:
 
 
 class StaticReachCache:
-    """A `ReachCache` for steps that are replayed: per head the keys within reach, in tensors of that size.
+    """A `ReachCache` for steps that are replayed: per head the keys within reach, in tensors of twice that size.
 
     Create it with `layer.reach_cache().static(capacity)`, and see `StaticKVCache`. Heads whose reach is shorter than the capacity
     decode indefinitely; if one needs more, outputs are NaN after `capacity` tokens. No masks.
@@ -121,13 +121,17 @@ class StaticReachCache:
         self.capacity = _checked_capacity(capacity)
         self.key_heads = key_heads
         self.query_heads = [query_heads(members, num_heads // sum(map(len, key_heads))) for members in key_heads]
+        self.runs = runs_of(self.query_heads)
         self._limits = limits
         # For each group its query heads, and for each query head its place in the groups, as indices.
         self.queries: list[Tensor | slice] = []
         self.order: Tensor | slice = slice(None)
         self._members: list[Tensor | slice] = []
         self.length: Tensor | None = None  # int64, the number of tokens seen; None before the first call
-        self._tensors: list[tuple[Tensor, Tensor]] = []
+        self._tensors: list[tuple[Tensor, Tensor]] = []  # of each group: parts of those that are held
+        self._held: tuple[Tensor, Tensor] | None = None
+        self._rings: Tensor | None = None  # [K, 5] int64, the `Ring` of every key head
+        self._arrived: Tensor | None = None  # of the kernel that appends
         self._layer: weakref.ref[nn.Module] | None = None
 
     def __repr__(self) -> str:
@@ -142,25 +146,58 @@ class StaticReachCache:
         Raises:
             ValueError: as for `StaticKVCache`.
         """
+        length = self._begin(key, value, layer)
+        parts, count = [], key.shape[2]
+        for members, ring, held in zip(self._members, self._kept(), self._tensors, strict=True):
+            again = held[0].shape[2] > ring
+            new = key[:, members], value[:, members]
+            if not again:
+                new = new[0].masked_fill(length + count > self.capacity, torch.nan), new[1]
+            before = (length + torch.arange(1 - ring, 0, device=key.device)).remainder(ring)
+            keys, values = (torch.cat([x.index_select(2, before), y], 2) for x, y in zip(held, new, strict=True))
+            exists = torch.arange(ring - 1 + count, device=key.device) >= ring - 1 - length
+            parts.append((keys, values, exists.expand(key.shape[0], -1)))
+            skipped = max(count - ring, 0)
+            place = (length + torch.arange(skipped, count, device=key.device)).remainder(ring)
+            for old, x in zip(held, new, strict=True):
+                old.index_copy_(2, place, x[:, :, skipped:])
+                if again:
+                    old.index_copy_(2, place + ring, x[:, :, skipped:])
+        length.add_(count)
+        return parts
+
+    def appends_one(self, key: Tensor, value: Tensor) -> bool:
+        """Whether `append_one` supports these keys and values, and groups of consecutive heads."""
+        return len(self.runs) > 0 and on_device.appends(key, value)
+
+    def append_one(
+        self, key: Tensor, value: Tensor, *, layer: nn.Module | None = None
+    ) -> tuple[list[tuple[Tensor, Tensor]], Tensor]:
+        """Adds one token by one kernel; returns the keys and values of each group, [B, members, S', D], and in which row of them
+        the token lies, [groups] int64. The rows up to it that `windows` leaves are the tokens up to it.
+        """
+        length = self._begin(key, value, layer)
+        assert self._held is not None
+        assert self._rings is not None
+        assert self._arrived is not None
+        groups = len(self.key_heads)
+        first = on_device.append_to_rings(key, value, self._held, self._rings, groups, length, self._arrived)
+        return self._tensors, first
+
+    def windows(self, window: int | None) -> tuple[int | None, ...]:
+        """The window of each group in a layer with this one."""
+        rings = [None if limit > self.capacity else limit for limit in self._limits]
+        return tuple(min((x for x in (ring, window) if x is not None), default=None) for ring in rings)
+
+    def _begin(self, key: Tensor, value: Tensor, layer: nn.Module | None) -> Tensor:
+        """Checks a call, and allocates in the first one; returns the length."""
         _check_append(key, value, None)
         if layer is not None and not torch.compiler.is_compiling():
             self._layer = _owner(self._layer, layer)
         if self.length is None:
             self._allocate(key, value)
         assert self.length is not None
-        parts, count = [], key.shape[2]
-        for members, limit, held in zip(self._members, self._limits, self._tensors, strict=True):
-            of_group = key[:, members]
-            if limit > self.capacity:
-                of_group = of_group.masked_fill(self.length + count > self.capacity, torch.nan)
-            keys, values = torch.cat([held[0], of_group], dim=2), torch.cat([held[1], value[:, members]], dim=2)
-            kept = held[0].shape[2]
-            exists = torch.arange(kept + count, device=key.device) >= kept - self.length
-            parts.append((keys, values, exists.expand(key.shape[0], -1)))
-            for old, new in zip(held, (keys, values), strict=True):
-                old.copy_(new[:, :, count:])
-        self.length.add_(count)
-        return parts
+        return self.length
 
     def _allocate(self, key: Tensor, value: Tensor) -> None:
         """Tensors, and indices of heads on the device: a list would be copied there at every step."""
@@ -169,10 +206,24 @@ class StaticReachCache:
         self.queries = [_index(heads, key.device) for heads in self.query_heads]
         heads = [head for members in self.query_heads for head in members]
         self.order = _index(sorted(range(len(heads)), key=heads.__getitem__), key.device)
-        self._tensors = [
-            (_zeros(key[:, members], kept - 1), _zeros(value[:, members], kept - 1))
-            for members, kept in zip(self._members, self._kept(), strict=True)
-        ]
+        rings: dict[int, on_device.Ring] = {}
+        begins, start, batch = [], 0, key.shape[0]
+        for group, (members, limit, kept) in enumerate(zip(self.key_heads, self._limits, self._kept(), strict=True)):
+            again = limit <= self.capacity
+            size = kept * (1 + again)
+            for at, head in enumerate(members):
+                first = group if at == 0 else -1
+                rings[head] = on_device.Ring(start + at * size, len(members) * size, kept, again, first)
+            begins.append((start, batch, len(members), size))
+            start += batch * len(members) * size
+        with normal_tensors():
+            self._held = key.new_zeros(start, key.shape[3]), value.new_zeros(start, value.shape[3])
+            self._rings = torch.tensor([rings[head] for head in sorted(rings)], device=key.device)
+            self._arrived = key.new_zeros((), dtype=torch.int32)
+        keys, values = (
+            [x[begin : begin + b * n * size].view(b, n, size, -1) for begin, b, n, size in begins] for x in self._held
+        )
+        self._tensors = list(zip(keys, values, strict=True))
 
     def crop(self, length: int) -> None:
         """crop(0) begins a new text; other lengths would need forgotten keys.
@@ -187,6 +238,12 @@ class StaticReachCache:
 
     def _kept(self) -> list[int]:
         return [min(limit, self.capacity) for limit in self._limits]
+
+
+def runs_of(query_heads: list[list[int]]) -> tuple[tuple[int, int], ...]:
+    """The first query head of each group and the one after its last; empty if some group is not a run of heads."""
+    runs = tuple((heads[0], heads[-1] + 1) for heads in query_heads)
+    return runs if all(b - a == len(heads) for (a, b), heads in zip(runs, query_heads, strict=True)) else ()
 
 
 def _index(heads: list[int], device: torch.device) -> Tensor | slice:

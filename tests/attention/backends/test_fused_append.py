@@ -27,3 +27,22 @@ def test_rows_lengths_and_norms_are_those_of_torch(interpreter: ProcessPoolExecu
     steps, options = STEPS[name]
     launches = interpreter.submit(appending.appends_as_torch_does, steps, **options).result()
     assert launches == sum(isinstance(step, int) for step in steps)
+
+
+SLOPES = [4.0, 3.0, 1.5, 0.001]  # the last head needs more than any capacity here
+
+
+def test_one_kernel_writes_the_rings_of_all_heads(interpreter: ProcessPoolExecutor) -> None:
+    """Rings of 8 and 15 tokens are overwritten, also by chunks, which torch operations write."""
+    steps = [3, *[1] * 6, 9, *[1] * 4]
+    found, whole, launches = interpreter.submit(appending.reach_decodes, steps, capacity=40, slopes=SLOPES).result()
+    assert launches == steps.count(1)
+    torch.testing.assert_close(found, whole, atol=1e-5, rtol=1e-5)
+
+
+def test_rings_that_are_too_short_give_nan_until_a_new_text(interpreter: ProcessPoolExecutor) -> None:
+    steps = [6, 1, 1, 1, 1, 0, 4, 1]
+    found, whole, _ = interpreter.submit(appending.reach_decodes, steps, capacity=8, slopes=SLOPES).result()
+    torch.testing.assert_close(found[:, :8], whole[:, :8], atol=1e-5, rtol=1e-5)
+    assert found[:, 8:10].isnan().all()
+    assert found[:, 10:].isfinite().all()

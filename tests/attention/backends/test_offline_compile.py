@@ -15,6 +15,7 @@ from alibi_lab import records
 
 ROOT = Path(__file__).parents[3]
 SMALL = {"norms", "survey", "reach", "plan", "visitors", "merge", "labels", "spread", "split", "scan", "suffix"}
+SMALL |= {"append", "rings"}
 # Instructions per score in the loop over full tiles: half as many as with masks and a bias per score.
 MOST_INSTRUCTIONS = {
     "forward/D=64": 13,

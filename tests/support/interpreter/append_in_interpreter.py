@@ -7,7 +7,7 @@ from torch import Tensor
 
 from alibi_attn.attention import decoding
 from alibi_attn.attention.backends.fused import append as on_device
-from alibi_attn.nn import StaticKVCache
+from alibi_attn.nn import ALiBiAttention, ReachCache, StaticKVCache
 
 
 def appends_as_torch_does(
@@ -44,6 +44,37 @@ def appends_as_torch_does(
                 expected = by_torch.append(*new)
             _compare(by_kernel, by_torch, found, expected)
     return launches
+
+
+@torch.no_grad()
+def reach_decodes(steps: list[int], *, capacity: int, slopes: list[float]) -> tuple[Tensor, Tensor, int]:
+    """(a layer's outputs for steps through a StaticReachCache, 0 begins anew; those of one pass; launches of the kernel).
+
+    Raises an AssertionError unless the cache holds what torch operations write.
+    """
+    torch.manual_seed(0)
+    layer, x = ALiBiAttention(64, 4, num_kv_heads=4, qk_norm=True, slopes=slopes).eval(), torch.randn(2, sum(steps), 64)
+    near, outputs, launches, at, fits = layer.reach_cache(score_bound=4.0, tolerance=1e-6), [], 0, 0, True
+    assert isinstance(near, ReachCache)
+    by_kernel, by_torch = near.static(capacity), near.static(capacity)
+    with mock.patch.object(decoding, "_on_cpu", return_value=False):
+        for step in steps:
+            if step == 0:
+                by_kernel.crop(0), by_torch.crop(0)
+                continue
+            part, at = x[:, at : at + step], at + step
+            with mock.patch.object(on_device, "append_to_rings", wraps=on_device.append_to_rings) as append:
+                outputs.append(layer(part, cache=by_kernel))
+            launches += append.call_count
+            with mock.patch.object(on_device, "appends", return_value=False):
+                layer(part, cache=by_torch)
+            assert by_kernel._held is not None
+            assert by_torch._held is not None
+            assert int(by_kernel.length) == int(by_torch.length)  # type: ignore[arg-type]
+            fits = fits and int(by_kernel.length) <= capacity  # type: ignore[arg-type]
+            for own, other in zip(by_kernel._held, by_torch._held, strict=True):
+                assert not fits or torch.equal(own, other)
+    return torch.cat(outputs, 1), layer(x), launches
 
 
 def _compare(

@@ -24,6 +24,7 @@ import traceback
 from collections.abc import Callable, Mapping
 from concurrent.futures import Future
 from pathlib import Path
+from unittest import mock
 
 sys.path.extend(map(str, Path(__file__).parents[1].iterdir()))  # the folders next to this one, as pytest's pythonpath
 
@@ -35,6 +36,7 @@ from attention_checks import answer, assert_exact
 from certificate_attack import Attack, dropped, random_attack
 from torch import Tensor
 
+from alibi_attn.attention import decoding
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
 from alibi_attn.attention.backends.fused.plan import planned
@@ -44,6 +46,7 @@ from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.tiles import key_tiles
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.validation import make_spec
+from alibi_attn.nn import ALiBiAttention, ReachCache, StaticKVCache
 from alibi_lab import records
 
 DTYPES = {"bfloat16": 2.0**-12, "float16": 2.0**-15, "float32": 2.0**-28}  # dtypes and their tolerances, eps / 32
@@ -52,6 +55,7 @@ RACES = ((1, 1, 1, 64), (4, 16, 16, 32768), (32, 16, 4, 512), (64, 32, 4, 64), (
 Draw = tuple[int, float, float, float]  # what `attacked` finds
 # Random calls with a table that have masks, segments, windows, offsets, groups, few queries; and two long ones.
 TABLES: tuple[int | bool, ...] = (0, 10, 11, 17, 19, 27, 35, 41, 53, True, False)
+CACHES = "StaticReachCache", "StaticKVCache"
 TOGETHER = 10  # draws per task of a worker process
 NARROW, WIDE = 5, 64  # the head sizes of draws on a device: with all sizes, 2,000 draws compile 1,460 kernels, so 316
 
@@ -67,6 +71,28 @@ def conform_table(seed: int | bool, dtype: str, device: str) -> float:
     """`conform` for a random call with a table of distances, or a long one that is causal or not."""
     with _arithmetic(device, against_us=False, dtype=dtype):
         return toeplitz_calls.check(toeplitz_calls.seeded(seed, dtype), "fused", device)
+
+
+@torch.no_grad()
+def conform_cache(kind: str, dtype: str, device: str) -> float:
+    """`conform` for tokens through a static cache, next to one pass: one by one through kernels that append, and chunks."""
+    torch.manual_seed(0)
+    layer = ALiBiAttention(64, 4, qk_norm=True, slopes=[4.0, 3.0, 1.5, 0.001]).eval().to(device, getattr(torch, dtype))
+    x = torch.randn(2, 100, 64, device=device, dtype=getattr(torch, dtype))
+    near = layer.reach_cache(score_bound=9.0, tolerance=1e-6)
+    assert isinstance(near, ReachCache)
+    cache = StaticKVCache(128) if kind == "StaticKVCache" else near.static(128)
+    steps = [3, *[1] * 40, 30, *[1] * 27] if device != "cpu" else [3, 1, 1, 30, 1]
+    parts = x[:, : sum(steps)].split(steps, dim=1)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(_arithmetic(device, against_us=False, dtype=dtype))
+        if device == "cpu":
+            stack.enter_context(mock.patch.object(decoding, "_on_cpu", return_value=False))
+        found = torch.cat([layer(part, cache=cache) for part in parts], 1).double()
+    whole = layer(x[:, : sum(steps)]).double()
+    share = float((found - whole).abs().max() / (64 * 8 * DTYPES[dtype] * whole.abs().max()))
+    assert share <= 1, f"tokens through a {kind} differ from one pass by {share} of the allowed error"
+    return share
 
 
 def plans_that_differ(
@@ -145,6 +171,11 @@ def main(out: Path, draws: int, first: int, cases: int | None, seconds: float) -
         asked |= {
             executor.submit(conform_table, seed, dtype, device): (dtype, f"table {seed}")
             for seed in TABLES[:cases]
+            for dtype in DTYPES
+        }
+        asked |= {
+            executor.submit(conform_cache, kind, dtype, device): (dtype, kind)
+            for kind in CACHES[:cases]
             for dtype in DTYPES
         }
         attacks = [

@@ -60,7 +60,7 @@ def groups_differ_from_calls_of_their_own() -> list[float]:
         keys, values = torch.randn(2, 2, 4, 300, 16).half()
         lasts = [x[:, first // 2 : end // 2] for x in (keys, values) for first, end in heads]
         kept = [(lasts[at][:, :, -n:], lasts[at + 3][:, :, -n:]) for at, n in enumerate((70, 300, 128))]
-        output = decoding.attend_groups(query, kept, slopes, heads, window=window)
+        output = decoding.attend_groups(query, kept, slopes, heads, windows=(window,) * 3)
         for (first, end), (key, value) in zip(heads, kept, strict=True):
             one = alibi_attention(query[:, first:end], key, value, slopes[first:end], window=window, backend="fused")
             found.append(float((output[:, first:end] - one).abs().max()))

@@ -22,6 +22,7 @@ from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, Shape, may_describe, tile_shape
+from alibi_attn.attention.backends.fused.kernels.append import append_kernel, append_to_rings_kernel
 from alibi_attn.attention.backends.fused.kernels.arguments import (
     Call,
     Certificate,
@@ -67,8 +68,9 @@ BEFORE = {
 }
 BEFORE |= {"merge": merge_kernel, "labels": labels_kernel, "spread": spread_kernel}
 BEFORE |= {"split": split_kernel, "scan": scan_kernel, "suffix": suffix_kernel}  # of key biases and gates
+BEFORE |= {"append": append_kernel, "rings": append_to_rings_kernel}  # of static caches
 WITH_TILES = ("norms", "reach")  # the others hold small integers, for which every device has room
-ALONE = ("plan", "merge", "labels")  # launched with one warp
+ALONE = ("plan", "merge", "labels", "append", "rings")  # launched with one warp
 ITS_SHAPE = Shape(queries=64, keys=64, warps=4, stages=3)
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -87,6 +89,8 @@ TYPES |= dict.fromkeys(("COUNT", "SUMS", "FIRST_SEEN", "KEY_ORDER"), None)
 TYPES |= dict.fromkeys(("queries", "keys"), LABELS)
 TYPES |= dict.fromkeys(("BIAS", "GATES", "OWN"), Rows("*fp32", "i32", "i32", "i32"))
 TYPES |= dict.fromkeys(("KEY_BIAS", "QUERY_BIAS", "DKEY", "DQUERY"), "*fp64")
+TYPES |= dict.fromkeys(("KEYS", "VALUES"), ROWS) | dict.fromkeys(("KEY_NORMS", "VALUE_NORMS"), "*fp64")
+TYPES |= dict.fromkeys(("LENGTH", "FIRST", "RINGS"), "*i64")
 TYPES |= {"QUERY_START": "*i64", "DGATES": "*fp32", "split": KeyBias("*fp32", "*fp32", "*fp32", "*fp32")}
 TYPES |= {
     "table": Table("*fp32", "i32", "i32"),
@@ -205,7 +209,7 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool)
     function = (KERNELS | OF_TABLES | BEFORE)[kernel]
     described = kernel == "key" and may_describe(torch.bfloat16, head_dim, large=target in ("sm_90", "sm_100"))
     constants = {
-        "D": head_dim,
+        **dict.fromkeys(("D", "DK", "DV"), head_dim),
         "BM": shape.queries,
         "BN": shape.keys,
         "ROWS": PLAN_ROWS,
@@ -232,6 +236,11 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool)
         "ALLOWED": "*i32" if kernel == "spread" else None,
         "FIRST_SEEN": "*i32" if kernel == "spread" else None,
     }
+    if kernel in ("append", "rings"):
+        constants["N"] = 1
+        del constants["VALUES"]
+    if kernel == "rings":
+        types |= dict.fromkeys(("KEYS", "VALUES"), "*bf16")
     if kernel in OF_TABLES:
         constants["N"], types["SUMS"] = shape.keys, "*fp32"
     if biased:

@@ -135,7 +135,7 @@ def growing(call: Call, launches: Launches, *, queries: int = 1) -> tuple[bool, 
 def grouped(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, norms: Norms) -> Tensor:
     """Heads in three groups, one of which keeps the last keys only."""
     some = [(key[:, :2], value[:, :2]), (key[:, 2:3, -70:], value[:, 2:3, -70:]), (key[:, 3:], value[:, 3:])]
-    return attend_groups(query, some, slopes, ((0, 2), (2, 3), (3, 4)), window=400)
+    return attend_groups(query, some, slopes, ((0, 2), (2, 3), (3, 4)), windows=(400,) * 3)
 
 
 def replayed_steps() -> dict[str, list[bool]]:

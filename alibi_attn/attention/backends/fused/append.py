@@ -1,5 +1,7 @@
 """Appends to a cache whose length is a tensor: one kernel in place of some twenty torch operations."""
 
+from typing import NamedTuple
+
 import torch
 from torch import Tensor
 
@@ -63,4 +65,66 @@ def _launch(
         *map(rows_of, (key, value, keys, values)),
         *map(pointer, (key_norms, value_norms, length, first, arrived)),
         *map(number, (count, heads, keys.shape[2], parts)),
+    )
+
+
+class Ring(NamedTuple):
+    """Where the last keys of a head lie, in rows: row `start` + b·`step` begins the ring of sequence b.
+
+    The ring has `size` rows. If `again`, it is followed by a copy of itself, so that up to `size` consecutive tokens lie next
+    to each other; else nothing is ever overwritten, and keys beyond `size` are NaN. `group`: of the heads with the same
+    numbers, the first has their number, the others −1.
+    """
+
+    start: int
+    step: int
+    size: int
+    again: bool
+    group: int
+
+
+def append_to_rings(
+    key: Tensor,
+    value: Tensor,
+    held: tuple[Tensor, Tensor],
+    rings: Tensor,
+    groups: int,
+    length: Tensor,
+    arrived: Tensor,
+) -> Tensor:
+    """Writes one key and value per head, [B, K, 1, D]; returns the row of the new token in each group's rings, [groups] int64.
+
+    Args:
+        held: all keys and all values, contiguous.
+        rings: [K, 5] int64, the `Ring` of each head.
+        length, arrived: as for `append`.
+    """
+    first = torch.empty(groups, dtype=torch.int64, device=length.device)
+    with torch.no_grad():
+        key, value = in_rows(key.detach(), value.detach())
+        replayed("rings", (key, value, *held, rings, length, first, arrived), _launch_rings)
+    return first
+
+
+def _launch_rings(
+    key: Tensor,
+    value: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    rings: Tensor,
+    length: Tensor,
+    first: Tensor,
+    arrived: Tensor,
+) -> None:
+    from alibi_attn.attention.backends.fused.kernels.append import append_to_rings_kernel
+
+    b, heads = key.shape[:2]
+    launch(
+        key.device,
+        append_to_rings_kernel,
+        (b * heads, 1, 1),
+        constants(DK=key.shape[3], DV=value.shape[3], num_warps=1),
+        *map(rows_of, (key, value)),
+        *map(pointer, (keys, values, rings, length, first, arrived)),
+        *map(number, (heads, rings.shape[1])),
     )

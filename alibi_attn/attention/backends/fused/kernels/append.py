@@ -6,6 +6,7 @@
 import triton
 import triton.language as tl
 
+from alibi_attn.attention.backends.fused.kernels.arguments import Rows
 from alibi_attn.attention.backends.fused.kernels.certificate import _TINY, UNIT, norm_bound
 from alibi_attn.attention.backends.fused.kernels.reach import is_last
 from alibi_attn.attention.backends.fused.kernels.tiles import TILE, load_rows, of_head, store_rows
@@ -73,3 +74,37 @@ def append_kernel(
         tl.store(ARRIVED, 0)
         tl.store(FIRST, length)
         tl.store(LENGTH, length + count)
+
+
+@triton.jit
+def append_to_rings_kernel(
+    K, V, KEYS, VALUES, RINGS, LENGTH, FIRST, ARRIVED, heads, row, DK: tl.constexpr, DV: tl.constexpr
+):
+    """Program: the new token of one key head of one sequence.
+
+    Args:
+        K, V: the Rows of one key and value per head. KEYS, VALUES: the rows of all rings, one after the other.
+        RINGS: [heads, `row`] int64, `append.Ring`.
+        LENGTH, FIRST, ARRIVED: as for `append_kernel`; FIRST has one number for each group of heads.
+    """
+    b, kv = (tl.program_id(0) // heads).to(tl.int64), tl.program_id(0) % heads
+    ring = RINGS + kv * row
+    start, step, size = tl.load(ring), tl.load(ring + 1), tl.load(ring + 2)
+    again, group = tl.load(ring + 3), tl.load(ring + 4)
+    length, x = tl.load(LENGTH), tl.arange(0, 1)
+    slot = tl.where(again > 0, length % size, tl.minimum(length, size - 1))
+    place = start + b * step + slot
+    k = load_rows(of_head(K, b, kv), 0, x == 0, 1, DK)
+    k = tl.where((again == 0) & (length >= size), float("nan"), k.to(tl.float32))
+    v = load_rows(of_head(V, b, kv), 0, x == 0, 1, DV)
+    keys, values = Rows(KEYS, 0, 0, DK), Rows(VALUES, 0, 0, DV)
+    store_rows(keys, place, k, x == 0, 1, DK)
+    store_rows(values, place, v, x == 0, 1, DV)
+    if again > 0:
+        store_rows(keys, place + size, k, x == 0, 1, DK)
+        store_rows(values, place + size, v, x == 0, 1, DV)
+    if (b == 0) & (group >= 0):
+        tl.store(FIRST + group, tl.where((again > 0) & (length >= size), size + slot, slot))
+    if is_last(ARRIVED, tl.num_programs(0)):
+        tl.store(ARRIVED, 0)
+        tl.store(LENGTH, length + 1)
