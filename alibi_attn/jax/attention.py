@@ -1,7 +1,7 @@
 """`alibi_attention` for JAX arrays: it checks the call, plans it, and runs one function with a custom gradient.
 
 Press et al. 2022, sec. 3 (arXiv:2108.12409). The checks are in `attention/checks.py`. A call goes from here to `operands.py`
-(its arrays) and then to `native.py` (the C++ kernels) or `xla.py` (`loop.py` or `dense.py`).
+(its arrays) and then to `native.py` (the C++ kernels), `xla.py` (`loop.py` or `dense.py`) or `fused.py` (Triton kernels).
 """
 
 import dataclasses
@@ -16,13 +16,13 @@ from jax.custom_derivatives import SymbolicZero
 
 from alibi_attn.attention.argument_names import hides_unknown
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.jax import merging, native, xla
+from alibi_attn.jax import fused, merging, native, xla
 from alibi_attn.jax.dropout import WHOLE, Origin
 from alibi_attn.jax.operands import Arrays, Rest, operands
 from alibi_attn.jax.plan import Array, Plan
 from alibi_attn.jax.validation import SegmentIds, Slopes, Window, checked_dropout_key, make_spec
 
-Backend = Literal["auto", "native", "loop", "dense"]
+Backend = Literal["auto", "native", "loop", "dense", "fused"]
 Result = TypeVar("Result")
 
 QUERY_BLOCK = KEY_TILE = 128  # of the loop; on the CPU 64 to 256 are equally fast
@@ -95,7 +95,8 @@ def alibi_attention(
         query_positions: [B, T], those of the queries, not before the last T keys; with causal=False anywhere, without a window.
             Default: the last T.
         backend: "native" = the C++ kernels that PyTorch uses too, on a CPU; "loop" visits tiles of keys outward from the
-            diagonal, on any device; "dense" computes all scores; "auto" picks by shapes and device (see `explain`).
+            diagonal, on any device; "dense" computes all scores; "fused" = PyTorch's Triton kernels, on CUDA, without masks,
+            biases of keys and dropout; "auto" picks one of the others by shapes and device (see `explain`).
 
     Returns:
         The output, or (output, lse). A query that sees no key returns zeros. Hidden keys are never used.
@@ -158,7 +159,7 @@ def attend(
             have biases that are lower by 2²⁰.
         dropout_origin: of a call that is a part of a larger one.
     """
-    if runs_in_parts(spec):
+    if runs_in_parts(spec) and backend != "fused":
         output, lse = _attend_in_parts(spec, query, key, value, dropout_key, backend, dropout_origin)
         return output if spec.sink_logits is None else _scaled_by_sinks(output, lse, spec.sink_logits), lse
     arrays, rest = operands(spec, query, key, value, dropout_key)
@@ -213,8 +214,10 @@ def make_plan(spec: AttentionSpec[Array], query: Array, backend: Backend, dropou
         raise ValueError(f"backend is {backend!r} but must be one of {', '.join(map(repr, get_args(Backend)))}")
     empty = 0 in (spec.batch, spec.query_len, spec.key_len)
     why_not = native.why_not(platforms(query)) if backend in ("auto", "native") else None
-    if backend == "native" and why_not is not None:
-        raise ValueError(f"backend 'native' cannot run this: {why_not}; backend='auto' picks one that can")
+    if backend == "fused":
+        why_not = fused.why_not(spec, query, platforms(query))
+    if backend in ("native", "fused") and why_not is not None:
+        raise ValueError(f"backend {backend!r} cannot run this: {why_not}; backend='auto' picks one that can")
     kernels = backend in ("auto", "native") and why_not is None and not empty
     # With few queries either way is one pass over the keys; few tiles are not worth a loop.
     short = spec.query_len <= 16 or spec.query_len * spec.key_len < 256 * 256
@@ -230,6 +233,7 @@ def make_plan(spec: AttentionSpec[Array], query: Array, backend: Backend, dropou
         key_tile=KEY_TILE,
         key_bias=spec.key_bias is not None,
         query_bias=spec.query_bias is not None,
+        fused=fused.numbers(spec) if backend == "fused" else None,
     )
 
 
@@ -247,7 +251,7 @@ class _Kept(NamedTuple):
     arrays: Arrays
     rest: Rest
     output: Array  # [B, T, H, D]
-    of_xla: xla.Saved | None
+    of_xla: xla.Saved | fused.Saved | None
     of_native: native.Saved | None
 
 
@@ -269,7 +273,9 @@ def _attend_backward(
     plan: Plan, kept: tuple[native.Wanted, _Kept], grads: tuple[Array | SymbolicZero, ...]
 ) -> tuple[Arrays, None]:
     like = kept[1].output
-    given = (jnp.zeros_like(like, g.dtype, shape=g.shape) if isinstance(g, SymbolicZero) else g for g in grads)
+    given = [jnp.zeros_like(like, g.dtype, shape=g.shape) if isinstance(g, SymbolicZero) else g for g in grads]
+    if plan.fused is not None:
+        return _backward_of_fused(plan, *kept, given[0], None if isinstance(grads[1], SymbolicZero) else given[1]), None
     return _backward(plan, *kept, *given), None
 
 
@@ -278,8 +284,12 @@ _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 @partial(jax.jit, static_argnums=0)
-def _forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, xla.Saved | None, native.Saved | None]:
+def _forward(
+    plan: Plan, arrays: Arrays, rest: Rest
+) -> tuple[Array, Array, xla.Saved | fused.Saved | None, native.Saved | None]:
     """(output, lse, saved arrays of both paths); zeros for the other path if only compilation determines the device."""
+    if plan.fused is not None:
+        return *fused.forward(plan.causal, plan.fused, arrays), None
 
     def on_cpu(arrays: Arrays, rest: Rest) -> tuple[Array, Array, xla.Saved | None, native.Saved | None]:
         output, lse, saved = native.forward(plan, arrays, rest)
@@ -306,10 +316,21 @@ def _backward(plan: Plan, wanted: native.Wanted, kept: _Kept, grad_output: Array
         return native.backward(plan, wanted, *kept[:2], kept.of_native, kept.output, grad_output, grad_lse)
 
     def anywhere(kept: _Kept, grad_output: Array, grad_lse: Array) -> Arrays:
-        assert kept.of_xla is not None
+        assert isinstance(kept.of_xla, xla.Saved)
         return xla.backward(plan, *kept[:2], kept.of_xla, kept.output, grad_output, grad_lse)
 
     return _on_platform(plan, on_cpu, anywhere, kept, grad_output, grad_lse)
+
+
+@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
+@partial(jax.jit, static_argnums=(0, 1))
+def _backward_of_fused(
+    plan: Plan, wanted: native.Wanted, kept: _Kept, grad_output: Array, grad_lse: Array | None
+) -> Arrays:
+    assert plan.fused is not None
+    assert isinstance(kept.of_xla, fused.Saved)
+    grads = kept.output, grad_output, grad_lse
+    return fused.backward(plan.causal, plan.fused, kept.arrays, kept.of_xla, *grads, slopes_wanted=wanted.slopes)
 
 
 def _no_second_derivative(*given: object) -> NoReturn:
@@ -331,5 +352,5 @@ def _once(x: Array) -> Array:
 
 
 _once.defvjp(lambda x: (x, None), lambda _, gradient: (_last_gradient(gradient),))
-for _function in (_forward, _backward, _last_gradient):
+for _function in (_forward, _backward, _backward_of_fused, _last_gradient):
     _function.defjvp(_no_second_derivative)

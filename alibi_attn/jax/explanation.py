@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from alibi_attn.attention.backends.native.visited import Visited
 from alibi_attn.attention.explain import Explanation, explanation, verdict_on
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.jax import attention, merging, native
+from alibi_attn.jax import attention, fused, merging, native, xla
 from alibi_attn.jax.attention import Backend
 from alibi_attn.jax.operands import operands
 from alibi_attn.jax.plan import Array, Plan
@@ -56,7 +56,7 @@ def explain(
         query.dtype,
         next(iter(platforms)) if len(platforms) == 1 else "several devices",
         name,
-        _verdicts(name, platforms, backend),
+        _verdicts(name, platforms, backend, fused.why_not(spec, query, platforms)),
         _farthest(spec),
         np.asarray(spec.slopes),
         None if visited is None else (visited, _visible(spec)),
@@ -69,7 +69,7 @@ def _visited(part: merging.Part, backend: Backend) -> tuple[NDArray[np.int64], .
     if attention.runs_in_parts(spec):
         return _of_parts(spec, merging.parts(part), backend)
     plan = attention.make_plan(spec, part.query, backend)
-    if plan.dense and not plan.native:
+    if plan.fused is not None or (plan.dense and not plan.native):
         return None
     arrays, rest = operands(spec, part.query, part.key, part.value, None)
     rest = rest._replace(key_bias_low=part.key_bias_low, query_bias_low=part.query_bias_low)
@@ -78,7 +78,7 @@ def _visited(part: merging.Part, backend: Backend) -> tuple[NDArray[np.int64], .
     if of_native is not None:
         keys = Visited.of(spec, first, np.asarray(of_native.visited))
         return *keys.reach_and_scores(spec), *keys.for_backward.reach_and_scores(spec)
-    assert of_xla is not None
+    assert isinstance(of_xla, xla.Saved)
     assert of_xla.visited is not None
     assert of_xla.needed is not None
     return *_of_loop(spec, plan, first, of_xla.visited), *_of_loop(spec, plan, first, of_xla.needed)
@@ -114,8 +114,8 @@ def _farthest(spec: Spec) -> NDArray[np.int64]:
     return np.stack([np.clip(most, 0, window) for window in windows], 1)
 
 
-def _verdicts(name: str, platforms: set[str], backend: Backend) -> dict[str, str]:
-    reasons = {"native": native.why_not(platforms), "loop": None, "dense": None}
+def _verdicts(name: str, platforms: set[str], backend: Backend, not_fused: str | None) -> dict[str, str]:
+    reasons = {"native": native.why_not(platforms), "loop": None, "dense": None, "fused": not_fused}
     otherwise = "can run; auto does not pick it on this device"
     return {other: verdict_on(other, name, backend, reason, otherwise) for other, reason in reasons.items()}
 

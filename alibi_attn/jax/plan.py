@@ -21,6 +21,28 @@ MAX_INT32_POSITION = 2**28  # positions lie within ± this, so that int32 holds 
 NO_LIMIT = 2**29
 
 
+class Numbers(NamedTuple):
+    """The numbers of a call of the Triton kernels, which are compiled in.
+
+    Args:
+        window: None = all keys.
+        first: the position of query 0.
+        both: keys to the right have slopes of their own.
+        capability: the device's, 90 for 9.0.
+    """
+
+    scale: float
+    tolerance: float
+    window: int | None
+    first: int
+    both: bool
+    capability: int
+
+    @property
+    def large(self) -> bool:
+        return self.capability // 10 in (9, 10)
+
+
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Plan:
     """The static arguments of a traced call; everything else is an array."""
@@ -35,6 +57,7 @@ class Plan:
     native: bool = False  # the C++ kernels, on a CPU
     elsewhere: bool = False  # the call may later be compiled for another device
     dropout_origin: Origin = WHOLE
+    fused: Numbers | None = None  # the Triton kernels, on a GPU
 
 
 class KeyBias(NamedTuple):

@@ -1,4 +1,4 @@
-"""The part "jax" of `alibi bench gpu-models`: training steps in JAX, of ours and of JAX's own attention without and with a bias.
+"""The parts "jax" and "jax-triton" of `alibi bench gpu-models`: training steps in JAX, of ours and of JAX's own attention.
 
 XLA compiles the calls of a case in several threads before any is timed. Up to LONGEST_TRUTH tokens one head is compared with fp64
 as in `gpu_parts.py`, beyond it the last queries as in `correctness.py`.
@@ -28,9 +28,10 @@ if TYPE_CHECKING:
 PATIENCE_S = 5.0  # a step that would take longer, judged by the case before, is left out
 LONGEST_TRUTH = 16384
 FILL_MS, REPEATS = 5.0, 5  # of each measurement, and how many
-OURS, DENSE, CUDNN, BIASED = "ours", "ours, dense", "JAX, no bias, cuDNN", "JAX + dense bias"
+OURS, FUSED, DENSE, CUDNN, BIASED = "ours", "ours, Triton", "ours, dense", "JAX, no bias, cuDNN", "JAX + dense bias"
 NOTES = {
     OURS: "alibi_attention(backend='loop'), which 'auto' takes on CUDA",
+    FUSED: "alibi_attention(backend='fused')",
     DENSE: "alibi_attention(backend='dense')",
     CUDNN: "jax.nn.dot_product_attention(is_causal=True, implementation='cudnn'); no ALiBi at all",
     BIASED: "jax.nn.dot_product_attention with a bias that is built once, compiled by XLA",
@@ -42,6 +43,7 @@ def _peers() -> list[Peer]:
     from alibi_lab.measure.peers import dot_product_attention as theirs
 
     return [
+        Peer(FUSED, jax_attention.ours(backend="fused"), NOTES[FUSED]),
         Peer(OURS, jax_attention.ours(backend="loop"), NOTES[OURS], longest=LONGEST_TRUTH),
         Peer(CUDNN, theirs.cudnn, NOTES[CUDNN], biased=False),
         Peer(BIASED, theirs.dense, NOTES[BIASED], longest=LONGEST_TRUTH),
@@ -52,12 +54,13 @@ def _peers() -> list[Peer]:
 class Steps:
     """Checks and times the peers of one case after the other; remembers how long a step of each took."""
 
-    def __init__(self) -> None:
+    def __init__(self, *names: str) -> None:
+        self._names = names
         self._pace: dict[str, float] = {}  # seconds of a step by peer: per token of ours, else per score
 
     def __call__(self, case: Case, device: torch.device) -> Calls:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch computes the truth on the same device
-        peers = _peers()
+        peers = [peer for peer in _peers() if peer.name in self._names]
         *inputs, grad = drawn(case, device)
         slopes = published_slopes(case.heads, device)
         refused = {peer.name: self._why_not(peer, case) for peer in peers}
@@ -112,7 +115,7 @@ class Steps:
 
 def _work(peer: Peer, case: Case) -> int:
     tokens = case.batch * case.heads * case.length
-    return tokens if peer.name == OURS else tokens * case.length
+    return tokens if peer.name in (OURS, FUSED) else tokens * case.length
 
 
 def _judge(case: Case, inputs: Sequence[Tensor], grad: Tensor, slopes: Tensor) -> Callable[[Peer, list[Tensor]], Row]:
@@ -192,19 +195,18 @@ def _in_torch(x: "jax.Array") -> Tensor:
     return torch.utils.dlpack.from_dlpack(x).transpose(1, 2)
 
 
-JAX = Part(
-    "jax",
-    30.0,
-    NOTES,
-    {
-        "full": (
-            Case(1, 2048, 16, 128),
-            Case(8, 2048, 16, 128),
-            Case(1, 16384, 16, 128),
-            Case(1, 131072, 16, 128),
-            Case(2, 8192, 16, 128),
-        ),
-        "smoke": (Case(2, 70, 2, 16),),
-    },
-    Steps(),
+CASES = {
+    "full": (
+        Case(1, 2048, 16, 128),
+        Case(8, 2048, 16, 128),
+        Case(1, 16384, 16, 128),
+        Case(1, 131072, 16, 128),
+        Case(2, 8192, 16, 128),
+    ),
+    "smoke": (Case(2, 70, 2, 16),),
+}
+# Apart, because a kernel that fails on a device ends all that its process could still measure.
+JAX, JAX_TRITON = (
+    Part(part, seconds, {name: NOTES[name] for name in names}, CASES, Steps(*names))
+    for part, seconds, names in (("jax", 30.0, (OURS, CUDNN, BIASED, DENSE)), ("jax-triton", 15.0, (FUSED,)))
 )

@@ -13,7 +13,7 @@ import torch
 
 from alibi_lab.measure.gpu_decoding import DECODING
 from alibi_lab.measure.gpu_encoders import DOCUMENT, MIXED, TEXTS
-from alibi_lab.measure.gpu_jax import JAX
+from alibi_lab.measure.gpu_jax import JAX, JAX_TRITON
 from alibi_lab.measure.gpu_kernels import OF_KERNELS
 from alibi_lab.measure.gpu_linears import LINEARS, LINEARS_COMPILED
 from alibi_lab.measure.gpu_networks import BLOOM, BLOOM_STEP, ENCODER
@@ -21,7 +21,7 @@ from alibi_lab.measure.gpu_parts import Case, Part, failures, left_out, number_t
 from alibi_lab.measure.gpu_steps import GATED, PLAIN, WITH_MASK
 from alibi_lab.measure.harness import Config, Row, Rows, Say, keep
 
-PARTS = (PLAIN, DECODING, OF_KERNELS, GATED, WITH_MASK, BLOOM, BLOOM_STEP, ENCODER, JAX)
+PARTS = (PLAIN, DECODING, OF_KERNELS, GATED, WITH_MASK, BLOOM, BLOOM_STEP, ENCODER, JAX, JAX_TRITON)
 ENCODERS = (LINEARS, MIXED, DOCUMENT, TEXTS, LINEARS_COMPILED)  # on demand
 SCALES = ("full", "smoke")
 
@@ -30,7 +30,7 @@ def gpu_models(
     out: Path,
     *,
     parts: Sequence[str] = (),
-    seconds: float = 130.0,
+    seconds: float = 145.0,
     scale: str = "full",
     say: Say = print,
 ) -> list[Path]:

@@ -186,13 +186,14 @@ def test_explain_gives_the_text_that_it_gives_for_tensors() -> None:
     tensors = [torch.tensor(x).transpose(1, 2) for x in rows.values()]
     of_torch = str(api.explain(*tensors, torch.tensor(SLOPES[:1]), window=500, backend="native")).splitlines()
     assert said[0] == of_torch[0]
-    assert said[1:4] == [
+    assert said[1:5] == [
         "  native     runs (picked by auto)",
         "  loop       can run; auto does not pick it on this device",
         "  dense      can run; auto does not pick it on this device",
+        "  fused      cannot: it runs on CUDA devices but query is on cpu",
     ]
-    assert said[4:] == of_torch[-8:]
-    assert said[4].startswith("head")
+    assert said[5:] == of_torch[-8:]
+    assert said[5].startswith("head")
 
 
 def test_explain_of_the_loop_counts_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -200,7 +201,7 @@ def test_explain_of_the_loop_counts_its_tiles(monkeypatch: pytest.MonkeyPatch) -
     rows = [RNG.standard_normal((1, 900, 4, 16)).astype(np.float32) for _ in range(3)]
     said = str(explain(*rows, np.float32([4.0, 4.0, 0.0, 0.0]))).splitlines()
     assert said[1:3] == ["  native     cannot: there is no C++ compiler 'g++'", "  loop       runs (picked by auto)"]
-    steep, flat = said[5].split(), said[8].split()
+    steep, flat = said[6].split(), said[9].split()
     assert int(steep[2]) <= 260, "its own tile and the one before; the last block of queries begins early, to be full"
     assert flat[2:] == ["900", f"{128 * (128 * 28 + 900) / 900**2:.1%}", "900"], "backward needs all of these"
     with pytest.raises(TypeError, match="outside of jit"):

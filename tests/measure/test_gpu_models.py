@@ -30,7 +30,7 @@ def rows(record: records.Record) -> dict[str, dict[str, object]]:
 
 
 def test_what_needs_no_kernel_is_right_and_timed_and_the_rest_has_its_reason(tmp_path: Path) -> None:
-    parts = [part for part in PARTS if part.name != "jax"]  # which takes longest to compile
+    parts = [part for part in PARTS if not part.name.startswith("jax")]  # which takes longest to compile
     found = {
         record.name.removeprefix("gpu-smoke/models-"): rows(record)
         for record in map(records.load, gpu_models(tmp_path, parts=[x.name for x in parts], scale="smoke", say=silent))
@@ -55,9 +55,10 @@ def test_what_needs_no_kernel_is_right_and_timed_and_the_rest_has_its_reason(tmp
 
 @pytest.mark.long  # XLA compiles for seconds
 def test_attention_in_jax_is_right_and_timed(tmp_path: Path) -> None:
-    (path,) = gpu_models(tmp_path, parts=["jax"], scale="smoke", say=silent)
-    found = rows(records.load(path))
+    first, other = gpu_models(tmp_path, parts=["jax", "jax-triton"], scale="smoke", say=silent)
+    found = rows(records.load(first))
     assert found.pop(gpu_jax.CUDNN)["why_not"] == "cuDNN is not detected."
+    assert "it runs on CUDA devices" in rows(records.load(other))[gpu_jax.FUSED]["why_not"]
     assert set(found) == {"ours", "JAX + dense bias", "ours, dense"}
     for row in found.values():
         assert row["right"] is True
@@ -77,7 +78,7 @@ def test_steps_in_jax_are_judged_and_left_out_where_they_are_long(monkeypatch: p
         Peer("slow", dot_product_attention.causal, ""),
     ]
     monkeypatch.setattr(gpu_jax, "_peers", lambda: peers)
-    steps = gpu_jax.Steps()
+    steps = gpu_jax.Steps("wrong", "slow")
     steps._pace["slow"] = 1.0
     calls = steps(Case(2, 70, 2, 16), CPU)
     row = calls["wrong"]()

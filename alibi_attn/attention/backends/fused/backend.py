@@ -20,11 +20,10 @@ from alibi_attn.attention.backends.fused.configs import (
     MAX_HEAD_DIM,
     PLAN_ROWS,
     Shape,
-    is_large,
     may_describe,
-    missing,
     tile_shape,
 )
+from alibi_attn.attention.backends.fused.devices import is_large, missing
 from alibi_attn.attention.backends.fused.kernels.arguments import Visited, Visitors
 from alibi_attn.attention.backends.fused.launch import (
     NONE,

@@ -2,22 +2,25 @@
 
 Chosen from compiled code (no spills in the innermost loop, few instructions per score); those of forward for Hopper by timing
 too: two programs of 64 queries share a processor. Hopper and Blackwell multiply from shared memory and have a lot of it. Other
-devices hold one operand in registers, and their tiles fit into the 99 KiB of shared memory of a consumer card.
+devices hold one operand in registers, and their tiles fit into the 99 KiB of shared memory of a consumer card. JAX uses these
+sizes too, so no framework is imported.
 """
 
-import functools
-import importlib.util
-from typing import Literal, NamedTuple
-
-import torch
+from typing import Literal, NamedTuple, Protocol
 
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.transforms import constant_when_compiled
 
 MAX_HEAD_DIM = 256
 DECODE_QUERIES = 8  # up to this many queries are decoding
 WHOLE_BYTES = 2**25  # decoding reads up to this many bytes of keys and values whole: to find the reach takes longer
 PLAN_ROWS = 128  # queries that share one plan of tiles; no tile has more
+
+
+class DType(Protocol):
+    """A floating-point dtype of torch or numpy."""
+
+    @property
+    def itemsize(self) -> int: ...
 
 
 class Shape(NamedTuple):
@@ -56,12 +59,12 @@ _SMALL_FP32 = {
 }
 
 
-def may_describe(dtype: torch.dtype, head_dim: int, *, large: bool) -> bool:
+def may_describe(dtype: DType, head_dim: int, *, large: bool) -> bool:
     """Whether the kernel for keys gets descriptors of queries, if they can be described."""
-    return large and dtype != torch.float32 and 32 < head_dim <= 128
+    return large and dtype.itemsize < 4 and 32 < head_dim <= 128
 
 
-def tile_shape(kernel: Kernel, dtype: torch.dtype, head_dim: int, *, large: bool, described: bool = False) -> Shape:
+def tile_shape(kernel: Kernel, dtype: DType, head_dim: int, *, large: bool, described: bool = False) -> Shape:
     """The tile of a kernel.
 
     Args:
@@ -73,7 +76,7 @@ def tile_shape(kernel: Kernel, dtype: torch.dtype, head_dim: int, *, large: bool
     """
     width = 64 if head_dim <= 64 else 128 if head_dim <= 128 else MAX_HEAD_DIM
     shapes = _LARGE_HALF if large else _SMALL_HALF
-    if dtype == torch.float32:
+    if dtype.itemsize == 4:
         # With larger tiles of the widest rows, the compiler runs out of registers on every device.
         shapes = _LARGE_FP32 if large and width < MAX_HEAD_DIM else _SMALL_FP32
     shape = _DESCRIBED_KEY if described else shapes[width][_ORDER.index(kernel)]
@@ -88,30 +91,6 @@ def tile_shape(kernel: Kernel, dtype: torch.dtype, head_dim: int, *, large: bool
     return shape
 
 
-def is_large(device: torch.device) -> bool:
-    """Whether a device has the matrix units and 227 KiB of shared memory of Hopper and Blackwell; true for the interpreter."""
-    return device.type != "cuda" or _capability(device.index) in (9, 10)
-
-
-def processors(device: torch.device) -> int:
-    """The streaming multiprocessors of a device; two in the interpreter."""
-    return 2 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count
-
-
-@functools.cache
-def _capability(index: int | None) -> int:
-    if torch.version.hip is not None:
-        return 0
-    return torch.cuda.get_device_capability(index)[0]
-
-
-@constant_when_compiled
-def missing(device: int | None) -> str | None:
-    """The requirement that is missing on this machine, or None."""
-    if importlib.util.find_spec("triton") is None:
-        return "it needs Triton; pip install triton"
-    if device is not None and torch.version.hip is None:
-        capability = torch.cuda.get_device_capability(device)
-        if capability < (8, 0):
-            return f"it needs compute capability 8.0 but the device has {capability[0]}.{capability[1]}"
-    return None
+def width_for(count: int, most: int = 256) -> int:
+    """How many of `count` tiles, or blocks, a small program handles at a time."""
+    return min(most, max(16, 1 << (count - 1).bit_length()))

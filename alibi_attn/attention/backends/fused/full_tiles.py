@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
+from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, width_for
 from alibi_attn.attention.backends.fused.kernels.arguments import Labels
 from alibi_attn.attention.backends.fused.launch import (
     NONE,
@@ -14,7 +14,6 @@ from alibi_attn.attention.backends.fused.launch import (
     number,
     scratch,
     strided,
-    width_for,
 )
 from alibi_attn.attention.backends.fused.space import Plan, Space, starts
 from alibi_attn.attention.certificate.constants import TILE

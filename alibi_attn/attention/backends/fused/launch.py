@@ -291,8 +291,3 @@ def _rows_kind(dtype: torch.dtype, aligned: bool, large: bool) -> Rows:
 def precision() -> str:
     """The precision of matrix products in fp32."""
     return "ieee" if torch.version.hip else "tf32x3"
-
-
-def width_for(count: int, most: int = 256) -> int:
-    """How many of `count` tiles, or blocks, a small program handles at a time."""
-    return min(most, max(16, 1 << (count - 1).bit_length()))

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.fused.call import call_of
-from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
+from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, width_for
 from alibi_attn.attention.backends.fused.full_tiles import FullTiles, heads_of_masks
 from alibi_attn.attention.backends.fused.kernels import arguments
 from alibi_attn.attention.backends.fused.launch import (
@@ -26,7 +26,6 @@ from alibi_attn.attention.backends.fused.launch import (
     real,
     rows_of,
     scratch,
-    width_for,
 )
 from alibi_attn.attention.backends.fused.space import Plan, Space, layout_of, starts
 from alibi_attn.attention.certificate.bounds import Bounds

@@ -3,13 +3,8 @@
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.backends.fused.configs import (
-    DECODE_QUERIES,
-    WHOLE_BYTES,
-    is_large,
-    processors,
-    tile_shape,
-)
+from alibi_attn.attention.backends.fused.configs import DECODE_QUERIES, WHOLE_BYTES, tile_shape
+from alibi_attn.attention.backends.fused.devices import is_large, processors
 from alibi_attn.attention.backends.fused.launch import (
     Argument,
     constants,

@@ -5,7 +5,7 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.backends.fused.configs import is_large, processors
+from alibi_attn.attention.backends.fused.devices import is_large, processors
 from alibi_attn.attention.backends.fused.kernels.arguments import Rows, Table
 from alibi_attn.attention.backends.fused.launch import (
     NONE,
