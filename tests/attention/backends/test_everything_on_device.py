@@ -76,11 +76,14 @@ from compile_ahead import compiled
 from alibi_attn.attention.backends.fused import launch
 asked = []
 class Nothing:
+    function = packed_metadata = None
     def __init__(self, source, **options):
         self.name = source.fn.__name__
         asked.append(self.name)
+    def run(self, *arguments):
+        pass
     def __getitem__(self, grid):
-        return lambda *arguments: None
+        return self.run
 names = compiled(1, 3, most=2, own=Nothing)
 print(json.dumps([names, asked, [key[0].__name__ for key in launch._COMPILED]]))
 """
