@@ -42,6 +42,8 @@ def attend_eagerly(
     inputs = query, key, value, *(getattr(spec, name) for name in DIFFERENTIABLE)
     if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
         return _apply(kernels, traced_gradients, spec, *inputs)
+    if kernels.infer is not None:
+        return kernels.infer(spec, query, key, value)
     return kernels.forward(spec, query, key, value)[:2]
 
 

@@ -167,6 +167,7 @@ class Kernels(NamedTuple):
         empty_like: allocates the output or gradient for an input; reads its shape, dtype and strides only.
         empty_saved: allocates the tensors that forward saves; reads shapes and dtypes only.
         saves: the names of the saved tensors.
+        infer: (spec, query, key, value) -> (output, lse) of a call without gradients; None = by `forward`.
     """
 
     name: str
@@ -175,6 +176,7 @@ class Kernels(NamedTuple):
     empty_like: Callable[[Tensor], Tensor]
     empty_saved: Callable[[Arguments], Tensors]
     saves: tuple[str, ...] = Saved._fields
+    infer: Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor]] | None = None
 
 
 class Incoming(NamedTuple):

@@ -34,7 +34,6 @@ SINK = dataclasses.replace(LONG, name="sink", sink=200.0)
 CHUNK = Case("chunk", batch=1, heads=4, kv_heads=2, query_len=70, key_len=400, slopes="steep", offset=300)
 BOTH = Case("both sides", batch=1, heads=2, query_len=260, key_len=260, slopes="steep", causal=False)
 DECODE = Case("decode", batch=2, heads=4, kv_heads=2, query_len=3, key_len=700, slopes="steep", head_dim=16)
-FEW_HEADS = Case("few heads", batch=1, heads=1, query_len=40, key_len=500, slopes="random", head_dim=16)
 DECODE_SINK = dataclasses.replace(DECODE, name="decode with a sink", sink=200.0)
 SOME = tuple(
     case
@@ -262,42 +261,6 @@ def test_compile_autocast_checkpointing_and_library_checks(interpreter: ProcessP
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 def test_transforms_of_torch_func_are_right_or_refused(interpreter: ProcessPoolExecutor) -> None:
     interpreter.submit(inside.transformed_is_a_loop).result()
-
-
-@pytest.mark.parametrize("case", [DECODE, DECODE_SINK, FEW_HEADS], ids=str)
-def test_decoding_equals_forward(interpreter: ProcessPoolExecutor, case: Case) -> None:
-    gap, parts = interpreter.submit(inside.decoding_equals_forward, case).result()
-    assert gap < 1e-5
-    assert parts == 1 or case.batch * (case.kv_heads or case.heads) < 4
-
-
-def test_split_decoding_equals_forward(interpreter: ProcessPoolExecutor) -> None:
-    gap, parts = interpreter.submit(inside.decoding_equals_forward, dataclasses.replace(DECODE_SINK, batch=1)).result()
-    assert gap < 1e-5
-    assert parts == 2
-
-
-@pytest.mark.parametrize("window", [None, 300])
-def test_decoding_reads_only_the_keys_within_reach(interpreter: ProcessPoolExecutor, window: int | None) -> None:
-    assert interpreter.submit(decoding.decoding_with_remembered_norms, window).result() < 1e-5
-
-
-def test_masked_bad_keys_change_nothing_in_decoding(interpreter: ProcessPoolExecutor) -> None:
-    interpreter.submit(decoding.masked_bad_keys_change_nothing_in_decoding).result()
-
-
-def test_a_layer_decodes_by_the_kernel(interpreter: ProcessPoolExecutor) -> None:
-    gap, calls = interpreter.submit(decoding.a_layer_decodes_near).result()
-    assert gap < 1e-5
-    assert calls == 5  # chunks of 150, 1, 1, 8 and 40
-
-
-@pytest.mark.parametrize("window", [None, 50])
-def test_a_step_with_a_static_cache_reads_only_near_keys(interpreter: ProcessPoolExecutor, window: int | None) -> None:
-    """Its position is in a tensor, so every step is the same launches."""
-    error, near = interpreter.submit(decoding.static_steps_read_near, window).result()
-    assert error < 1e-5
-    assert near
 
 
 def test_plans_that_read_too_early_are_noticed(interpreter: ProcessPoolExecutor) -> None:

@@ -3,7 +3,10 @@
 from typing import Any
 from unittest import mock
 
+import attention_checks
 import torch
+from attention_cases import Case
+from attention_oracle import Answer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
@@ -206,3 +209,9 @@ def static_steps_read_near(window: int | None) -> tuple[float, bool]:
     finally:
         decoding._on_cpu = on_cpu
     return float((torch.cat(parts, 1) - layer(x)).abs().max()), torch.equal(again, parts[-1])
+
+
+def without_gradients(case: Case, whole_keys: int) -> Answer:
+    """A call without gradients, which scores all of up to `whole_keys` keys."""
+    with mock.patch.object(fused, "WHOLE_KEYS", whole_keys):
+        return attention_checks.without_gradients(case, torch.float32, backend="fused")

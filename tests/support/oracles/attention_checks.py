@@ -57,6 +57,14 @@ def answer(case: Case, dtype: torch.dtype, attention=alibi_attention, *, device:
     return Answer(output.detach().cpu(), lse.detach().cpu(), {n: g.cpu() for n, g in gradients.items()})
 
 
+def without_gradients(case: Case, dtype: torch.dtype, *, device: str = "cpu", backend: str) -> Answer:
+    """Output and lse of a call without gradients, with the true gradients beside them."""
+    args, kwargs = arguments(case, dtype, device=device)
+    with torch.no_grad():
+        output, lse = alibi_attention(*args, **kwargs, return_lse=True, backend=backend)
+    return Answer(output.cpu(), lse.cpu(), truth(case).gradients)
+
+
 def plain_attention(
     query,
     key,

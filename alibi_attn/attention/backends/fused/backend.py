@@ -19,6 +19,7 @@ from alibi_attn.attention.backends.fused.configs import (
     DECODE_QUERIES,
     MAX_HEAD_DIM,
     PLAN_ROWS,
+    WHOLE_KEYS,
     Shape,
     may_describe,
     tile_shape,
@@ -99,7 +100,7 @@ def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Visi
 
 def plan(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, known_norms: Norms | None = None,
-    call: Argument | None = None, into: Tensor | None = None,
+    call: Argument | None = None, into: Tensor | None = None, whole: bool = False,
 ) -> Plan:  # fmt: skip
     """The tiles that every block of queries will visit.
 
@@ -108,11 +109,12 @@ def plan(
             allow, because computing the norms costs as much.
         call: its `Call`, if it was prepared before.
         into: the plan's tensor, if it was allocated before.
+        whole: visit all keys that the masks allow.
     """
+    certified = not whole and (spec.query_len > DECODE_QUERIES or known_norms is not None)
     return make_plan(
         spec, call_of(spec, query.device) if call is None else call, query, key, value, rows=plan_rows(spec.query_len),
-        shared=spec.query_len <= TILE, known_norms=known_norms,
-        certified=spec.query_len > DECODE_QUERIES or known_norms is not None, into=into,
+        shared=spec.query_len <= TILE, known_norms=known_norms, certified=certified, into=into,
     )  # fmt: skip
 
 
@@ -124,6 +126,7 @@ def plan_rows(query_len: int) -> int:
 def forward(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor, tiles: Plan | None, *, counts: Tensor | None = None,
     call: Argument | None = None, given_lse: Tensor | None = None, into: tuple[Tensor, Tensor] | None = None,
+    measured: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
     """(output, lse) over the tiles of a plan; `counts` [B, H, ⌈T / tile⌉] int32 gets the tiles that each tile of queries visits.
 
@@ -131,6 +134,7 @@ def forward(
     If keys are split, `counts` is [B, K, parts] with the parts of `decode_parts`. With a key bias lse is [B, 3, H, T]: in units
     of log2, followed by the pair that each is relative to. Queries that are all beyond the keys are moved next to them, and lse
     is that of the moved ones; `given_lse` [B, H, T] gets the natural lse at the given positions. `into` gets the result.
+    `measured`: which tiles matter is written to the plan, if `measures` says so.
     """
     from alibi_attn.attention.backends.fused.kernels.forward import forward_kernel
 
@@ -149,7 +153,7 @@ def forward(
         _constants(spec.head_dim, shape, spec.causal, tiles.rows), rows_of(query), rows_of(key), rows_of(value),
         rows_of(output), pointer(lse), pointer(given_lse), call, _visited(tiles),
         tiles.norms if spec.causal and not tiles.masked else NONE, tiles.order, pointer(counts),
-        *((tiles.space.at(tiles.layout.measured), tiles.allowance) if measures(spec, query) else (NONE, NONE)),
+        *((tiles.space.at(tiles.layout.measured), tiles.allowance) if measured and measures(spec, query) else (NONE, NONE)),
     )  # fmt: skip
     return output, lse
 
@@ -276,9 +280,7 @@ class _Saved(NamedTuple):
 
 def _attend(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, _Saved, bool]:
     query, key, value = in_rows(query, key, value)
-    wide = spec.key_bias is not None and spec.key_bias.dtype == torch.float64
-    output, lse = torch.empty_like(query), _empty_lse(spec, query)
-    given_lse = torch.empty(query.shape[:3], dtype=torch.float64 if wide else torch.float32, device=query.device)
+    output, lse, given_lse = torch.empty_like(query), _empty_lse(spec, query), _empty_given_lse(spec, query)
     plan = empty_plan(spec, plan_rows(spec.query_len), query.device)
     replayed_call(
         "forward",
@@ -296,6 +298,32 @@ def _launch_forward(
     call = call_of(spec, query.device, planned=False)
     tiles = plan(spec, query, key, value, call=call, into=into)
     forward(spec, query, key, value, tiles, call=call, given_lse=given_lse, into=(output, lse))
+
+
+def _infer(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """(output, lse) of a call without gradients, which saves nothing."""
+    query, key, value = in_rows(query, key, value)
+    output, given_lse = torch.empty_like(query), _empty_given_lse(spec, query)
+    tensors = query, key, value, output, given_lse
+    replayed_call("inference", in_place(spec), tensors, _launch_inference, caches=(1, 2))
+    return output, given_lse
+
+
+def _launch_inference(spec: Spec, query: Tensor, key: Tensor, value: Tensor, output: Tensor, given_lse: Tensor) -> None:
+    hides = spec.table is not None or any(
+        x is not None for x in (spec.key_mask, spec.query_segments, spec.key_segments, spec.key_bias)
+    )
+    call = call_of(spec, query.device, planned=not hides)
+    tiles = None
+    if hides or spec.query_len > DECODE_QUERIES:
+        tiles = plan(spec, query, key, value, call=call, whole=spec.key_len <= WHOLE_KEYS)
+    lse = scratch((1 if spec.key_bias is None else 3) * given_lse.numel(), query.device, torch.float32)
+    forward(spec, query, key, value, tiles, call=call, given_lse=given_lse, into=(output, lse), measured=False)
+
+
+def _empty_given_lse(spec: Spec, query: Tensor) -> Tensor:
+    wide = spec.key_bias is not None and spec.key_bias.dtype == torch.float64
+    return torch.empty(query.shape[:3], dtype=torch.float64 if wide else torch.float32, device=query.device)
 
 
 def _empty_lse(spec: Spec, query: Tensor) -> Tensor:
@@ -336,7 +364,7 @@ def _empty_saved(arguments: Arguments) -> _Saved:
     )
 
 
-run = operator(Kernels("fused", _attend, _differentiate, _empty_like, _empty_saved, saves=_Saved._fields))
+run = operator(Kernels("fused", _attend, _differentiate, _empty_like, _empty_saved, _Saved._fields, _infer))
 
 
 @functools.cache
