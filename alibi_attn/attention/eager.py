@@ -49,7 +49,7 @@ def attend_eagerly(
 
 def _tensors(spec: Spec) -> dict[str, Tensor]:
     fields = vars(spec)
-    return {name: x for name in TENSORS if isinstance(x := fields[name], Tensor)}
+    return {name: x for name in TENSORS if (x := fields[name]) is not None and isinstance(x, Tensor)}
 
 
 class _Attention(torch.autograd.Function):

@@ -188,7 +188,9 @@ def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, known_norms: N
         forward(spec, query, key, value, tiles, call=call, given_lse=given_lse, into=into)
 
     norms = known_norms.keys.contiguous(), known_norms.values.contiguous()
-    replayed_call("decode", in_place(spec), (query, key, value, *norms, output, given_lse), launched, caches=(1, 2))
+    replayed_call(
+        "decode", in_place(spec), (query, key, value, *norms, output, given_lse), launched, made=2, caches=(1, 2)
+    )
     return output, given_lse
 
 
@@ -213,10 +215,10 @@ def backward(
         ("backward", tiles.rows), in_place(spec),
         (query, key, value, output, lse, grad_output, grad_lse, tiles.space.tensor, dq, dk, dv, dslopes, of_keys, of_queries,
         of_table),
-        _launch_backward,
+        _launch_backward, made=7,
     )  # fmt: skip
     of_keys, of_queries = (None if x is None else x.sum(0, dtype=torch.float64) for x in (of_keys, of_queries))
-    of_slopes = dq.new_empty(0) if dslopes is None else dslopes.sum(-1, dtype=torch.float64)  # not read if not wanted
+    of_slopes = dq if dslopes is None else dslopes.sum(-1, dtype=torch.float64)  # not read if not wanted
     return Gradients(dq, dk, dv, of_slopes, of_keys, of_queries, of_table)
 
 
@@ -287,6 +289,7 @@ def _attend(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
         in_place(spec),
         (query, key, value, output, lse, given_lse, plan),
         _launch_forward,
+        made=4,
         caches=(1, 2),
     )
     return output, given_lse, _Saved(plan, lse), False

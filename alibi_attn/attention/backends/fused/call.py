@@ -50,7 +50,7 @@ def in_place(spec: Spec) -> Spec:
     fields, changed = vars(spec), {}
     for name, fitted in FIELDS.items():
         given = fields[name]
-        if isinstance(given, Tensor) and (fit := fitted(in_memory(given))) is not given:
+        if given is not None and isinstance(given, Tensor) and (fit := fitted(in_memory(given))) is not given:
             changed[name] = fit
     return spec.changed(**changed) if changed else spec
 

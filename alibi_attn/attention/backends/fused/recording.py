@@ -37,6 +37,7 @@ def replayed(
     body: Body,
     varying: tuple[int, ...] = (),
     growing: Sequence[int] = (),
+    made: int = 0,
 ) -> None:
     """Runs `body(*tensors)`, or launches what it launched for tensors of the same kind.
 
@@ -46,12 +47,15 @@ def replayed(
             dtypes, and on whether their addresses are multiples of 16. None stays None.
         varying: those of `Varying` that `kind` leaves out, all or none; of several calls (`launch.begin`) one after the other.
         growing: which of the tensors are [B, K, S, D] with an S that `kind` leaves out.
+        made: how many of the last tensors were allocated for this call; their sizes follow from `kind` and the other tensors.
     """
     device = next(x.device for x in tensors if x is not None)
     if device.type == "cpu":
         body(*tensors)
         return
-    key = (kind, device.index, *[None if x is None else _signature(x) for x in tensors])
+    given = len(tensors) - made
+    signatures = [None if x is None else _signature(x) for x in tensors[:given]]
+    key = (kind, device.index, *signatures, *[x is None for x in tensors[given:]])
     if growing:
         key = (*key[:2], *[_without_length(x) if at in growing else x for at, x in enumerate(key[2:])])
     with on(device):
@@ -66,15 +70,22 @@ def replayed(
 
 
 def replayed_call(
-    kind: Hashable, spec: Spec, tensors: Sequence[Tensor | None], body: Body, *, caches: Sequence[int] = ()
+    kind: Hashable,
+    spec: Spec,
+    tensors: Sequence[Tensor | None],
+    body: Body,
+    *,
+    made: int = 0,
+    caches: Sequence[int] = (),
 ) -> None:
     """Runs `body(spec, *tensors)` for a spec that is `in_place`, or launches what it launched for a call of the same kind.
 
     Args:
+        made: as for `replayed`.
         caches: which of the tensors are keys and values that may grow from call to call.
     """
     fields = vars(spec)
-    given = [fields[name] if isinstance(fields[name], Tensor) else None for name in FIELDS]
+    given = [x if x is not None and isinstance(x, Tensor) else None for x in map(fields.__getitem__, FIELDS)]
     offset = spec.query_offset if isinstance(spec.query_offset, int) else None
     length: int | None = spec.key_len
     varying: tuple[Any, ...] = ()
@@ -88,7 +99,7 @@ def replayed_call(
         changed = {name: x for name, x in zip(FIELDS, views, strict=False) if x is not None}
         body(spec.changed(**changed), *views[len(FIELDS) :])
 
-    replayed(numbers, (*given, *tensors), run, varying, growing)
+    replayed(numbers, (*given, *tensors), run, varying, growing, made)
 
 
 _OF_HEADS = [name in ("slopes", "right_slopes") for name in FIELDS]
