@@ -30,7 +30,7 @@ def gpu_models(
     out: Path,
     *,
     parts: Sequence[str] = (),
-    seconds: float = 145.0,
+    seconds: float = 155.0,
     scale: str = "full",
     say: Say = print,
 ) -> list[Path]:

@@ -48,8 +48,8 @@ def test_a_part_that_takes_too_long_is_stopped_with_its_processes(
         pass  # killed, but not yet gone
 
 
-def test_the_parts_end_within_635_seconds_with_conformance_first() -> None:
-    assert sum(part.seconds for part in PARTS["full"].values()) <= 635
+def test_the_parts_end_within_645_seconds_with_conformance_first() -> None:
+    assert sum(part.seconds for part in PARTS["full"].values()) <= 645
     assert list(PARTS["full"]) == ["conformance", "compile", "bench", "models", "jax", "encoders", "context", "attack"]
     assert list(PARTS["smoke"]) == [
         "conformance",

@@ -52,7 +52,7 @@ PARTS: Mapping[str, Mapping[str, Part]] = {
         "compile": Part((COMPILE, SECONDS), 40, 3),
         "bench": Part((__file__, "--measure", "bench", "--seconds", SECONDS), 130, 22),
         "models": Part((__file__, "--measure", "models", "--seconds", SECONDS), 100, 15),
-        "jax": Part((__file__, "--measure", "jax", "--seconds", SECONDS), 55, 10),
+        "jax": Part((__file__, "--measure", "jax", "--seconds", SECONDS), 65, 10),
         "encoders": Part((__file__, "--measure", "encoders", "--seconds", SECONDS), 55, 20),
         "context": Part((CONTEXT, "--seconds", SECONDS), 25, 5),
         "attack": Part((CONFORMANCE, "--cases", "0", "--draws", "2000", "--seconds", SECONDS), 80, 30),
