@@ -46,6 +46,7 @@ class QuantizedLinear(nn.Module):
 
     packed: Tensor
     zeros: Tensor
+    weight = None  # T5's feed-forward casts to the dtype of its weights if there are any
 
     def __init__(self, linear: nn.Linear, kind: Kind = "int8") -> None:
         super().__init__()

@@ -11,6 +11,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers_names import checkpoint_activations
 
 from alibi_attn.hf import ALiBiCache, patch, record_attention
+from alibi_attn.nn.quantized import check_supported
 
 KINDS = ("T5", "MT5", "UMT5")
 SIZES = {"vocab_size": 60, "d_model": 48, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 6}
@@ -285,8 +286,8 @@ def test_it_compiles_with_a_static_cache(kind, t5, texts):
     ("changes", "message"),
     [
         ({"output_attentions": True}, "which a patched model never builds"),
-        ({"segment_ids": torch.zeros(3, 40)}, "T5Stack got segment_ids, which T5 models do not support"),
-        ({"position_ids": torch.zeros(3, 40)}, "T5Stack got position_ids, which T5 models do not support"),
+        ({"segment_ids": torch.zeros(3, 40).long()}, "T5Stack got segment_ids, which decoders of T5 do not support"),
+        ({"prefix_len": torch.zeros(3).long()}, "T5Stack got prefix_len, which encoders of T5 do not support"),
         ({"head_mask": torch.ones(2, 6)}, "T5Stack got head_mask, which has no effect"),
         ({"attention_mask": torch.ones(3, 1, 40, 40)}, r"has shape \[3, 1, 40, 40\] but must be \[B, S\]"),
         ({"attention_mask": torch.ones(3, 39)}, "covers 39 tokens but the encoder has 40"),
@@ -311,7 +312,6 @@ def test_what_is_refused(changes, message, t5, texts):
             {"backend": "banded"},
             "backend is 'banded' but must be one of 'auto', 'native', 'fused', 'dense', 'reference' for T5",
         ),
-        ({"linears": "int8"}, "cannot be patched: UMT5 reads the dtype of weights"),
     ],
 )
 def test_options_that_are_refused_change_nothing(options, message, t5):
@@ -322,14 +322,63 @@ def test_options_that_are_refused_change_nothing(options, message, t5):
     assert {name: set(vars(module)) for name, module in model.named_modules()} == before
 
 
-def test_weights_of_some_rows_are_refused(t5):
-    model = t5("T5")
-    with (
-        patch(model),
-        pytest.raises(ValueError, match="no layer that uses alibi_attention"),
-        record_attention(model, rows=[0]),
-    ):
-        pass
+@pytest.mark.parametrize("kind", KINDS)
+@torch.no_grad()
+def test_weights_of_some_rows_are_those_of_the_original(kind, t5, texts):
+    model = t5(kind, attn_implementation="eager")
+    output = model(**texts, output_attentions=True)
+    crosses = zip(output.decoder_attentions, output.cross_attentions, strict=True)
+    expected = [*output.encoder_attentions, *(weights for layer in crosses for weights in layer)]
+    seen = texts["attention_mask"].bool(), texts["decoder_attention_mask"].bool()
+    with patch(model), record_attention(model, rows=[-3, 8, 0]) as passes:
+        assert_same(model(**texts).logits[seen[1]], output.logits[seen[1]])
+    (found,) = passes
+    assert list(found) == list(range(6))
+    for at, weights in found.items():
+        of_original = expected[at][:, :, [-3, 8, 0]]
+        counts = seen[at > 1][:, [-3, 8, 0]]
+        assert_same(weights.transpose(1, 2)[counts], of_original.transpose(1, 2)[counts])
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_several_texts_in_a_row_of_an_encoder_are_each_alone(kind, t5, tokens):
+    model, lengths = t5(kind, "EncoderModel"), (9, 1, 14)
+    ids = tokens(1, sum(lengths))
+    alone = torch.cat([model(text).last_hidden_state for text in ids.split(lengths, 1)], 1)
+    grads = torch.autograd.grad(alone.square().sum(), list(model.parameters()))
+    bounds = torch.tensor([0, *lengths]).cumsum(0)
+    numbers = torch.repeat_interleave(torch.arange(3), torch.tensor(lengths))[None]
+    positions = torch.cat([torch.arange(n) for n in lengths])[None]
+    given = [{"segment_ids": numbers}, {"position_ids": positions}, {"cu_seq_lens_q": bounds.int()}]
+    with patch(model):
+        for packing in given:
+            together = model(ids, **packing).last_hidden_state
+            assert_same(together, alone)
+        of_patched = torch.autograd.grad(together.square().sum(), list(model.parameters()))
+        assert not torch.allclose(model(ids).last_hidden_state, alone, atol=1e-3)
+    for grad, expected in zip(of_patched, grads, strict=True):
+        assert_same(grad, expected)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("gated", [False, True])
+@torch.no_grad()
+def test_linear_layers_in_int8(kind, gated, t5, texts):
+    try:
+        check_supported()
+    except ValueError as reason:
+        pytest.skip(str(reason))
+    model = t5(kind, feed_forward_proj="gated-gelu" if gated else "relu")
+    seen, expected = texts["decoder_attention_mask"].bool(), model(**texts).logits
+    handle = patch(model, linears="int8")
+    assert len(handle.linears) == 2 * (4 + 8) + 4 * (2 + gated)
+    actual = model(**texts).logits
+    assert 1e-4 < (actual - expected)[seen].norm() / expected[seen].norm() < 0.1
+
+
+def test_float16_in_int8_is_refused(t5):
+    with pytest.raises(ValueError, match="in float16 T5 keeps some layers in float32"):
+        patch(t5("T5").half(), linears="int8")
 
 
 def test_a_layer_outside_its_stack_is_refused(t5):

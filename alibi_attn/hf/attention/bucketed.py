@@ -8,7 +8,7 @@ Read next: `families/t5.py`.
 import dataclasses
 import functools
 import inspect
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -63,21 +63,22 @@ def attended(
         return merged(_without_bias(layer, query, key, value, mask, dropout_p)), None
     new = _heads(layer, layer.k(hidden_states)), _heads(layer, layer.v(hidden_states))
     key, value, first = extended(layer, _of_self(cache), *new)
-    seen = masks.keys_of(mask, key.shape[2]).seen
+    keys = masks.keys_of(mask, key.shape[2])
     if isinstance(first, Tensor) and may_read(first):
         first = int(first)
     if isinstance(first, Tensor):
-        return _dense(layer, query, key, value, first, seen, bias, dropout_p)
+        return _dense(layer, query, key, value, first, keys.seen, bias, dropout_p)
     table = _table(layer, key.shape[2]) if bias is None else bias
-    mixed = toeplitz_attention(
+    mixed = _attend(layer, toeplitz_attention)(
         query,
         key,
         value,
-        table,
+        table=table,
         causal=layer.is_decoder,
         scale=layer.scaling,
         query_offset=first,
-        key_mask=seen,
+        key_mask=keys.seen,
+        segment_ids=keys.segments,
         dropout_p=dropout_p,
         backend=_settings(layer).backend,
     )
@@ -99,7 +100,7 @@ def _stack_forward(stack: Any, before: Callable[..., object] | None, *args: obje
     own = type(stack).forward
     names = tuple(inspect.signature(own).parameters)[1:]
     given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-    _check_given(stack, given, names)
+    packing = _packing(stack, given, names)
     run = functools.partial(own, stack) if before is None else before
     tokens = given.get("input_ids")
     tokens = given.get("inputs_embeds") if tokens is None else tokens
@@ -121,21 +122,28 @@ def _stack_forward(stack: Any, before: Callable[..., object] | None, *args: obje
         _check_axes(mask)
         given["attention_mask"] = masks.of_layers(masks.INDEXED, stack.config, tokens, mask, _of_self(cache), {})
     else:
-        given["attention_mask"] = _symmetric(mask, tokens)
+        given["attention_mask"] = _with_texts(_symmetric(mask, tokens), packing, tokens.shape[1])
     with cached_pass.whole(stack, cache, use_cache=given.get("use_cache"), new=tokens.shape[1]):
         return run(**given)
 
 
-def _check_given(stack: Any, given: dict[str, Any], names: tuple[str, ...]) -> None:
+def _packing(stack: Any, given: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
+    """Removes the arguments that tell texts in one row apart and returns them; refuses what a patched T5 does not support."""
     kind = type(stack).__name__
     packing = packed_rows.split(given, known=(*names, *_OUTPUTS), where=kind)
-    if packing:
-        raise ValueError(f"{kind} got {', '.join(packing)}, which T5 models do not support; pass one text per row")
+    refused = packing if stack.is_decoder else packing.keys() & set(packed_rows.OF_ROWS)
+    if refused:
+        raise ValueError(
+            f"{kind} got {', '.join(refused)}, which {'decoders' if stack.is_decoder else 'encoders'} of T5 do not support; "
+            "several texts per row are for an encoder alone, such as T5EncoderModel"
+        )
     wanted = given.get("output_attentions")
     if wanted or (wanted is None and stack.config.output_attentions):
         raise ValueError(
-            "output_attentions requests the T×S weights, which a patched model never builds; call undo() on the patch for them"
+            "output_attentions requests the T×S weights, which a patched model never builds; alibi_attn.hf.record_attention("
+            "model, rows=[...]) records those of a few queries; for all of them call undo() on the patch"
         )
+    return packing
 
 
 def _check_axes(mask: Tensor | None) -> None:
@@ -156,6 +164,21 @@ def _symmetric(mask: Tensor | None, of: Tensor) -> Tensor:
         raise ValueError(f"the attention mask covers {mask.shape[1]} tokens but the encoder has {of.shape[1]}")
     seen = mask.to(of.device, torch.bool)[:, None, None]
     return seen[..., :0] if may_read(seen) and bool(seen.all()) else seen
+
+
+def _with_texts(mask: Tensor, packing: Mapping[str, Any], length: int) -> Tensor:
+    """[B, R, 1, S | 0] bool as in `masks.py`, with a row where texts begin if a row has several."""
+    if not packing:
+        return mask
+    seen = mask[:, 0, 0] if mask.shape[3] else mask.new_ones(len(mask), length)
+    begins = packed_rows.starts(packing, seen, query_len=length, past=0)
+    return mask if begins is None else torch.stack([seen, begins], 1)[:, :, None]
+
+
+def _attend(layer: nn.Module, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """The attention function of a layer, which an instance may override, as `record_attention` does."""
+    found: Callable[..., Tensor] = vars(layer).get("attend", own)
+    return found
 
 
 def _settings(layer: Any) -> TableSettings:
@@ -184,7 +207,7 @@ def _of_memory(layer: Any, memory: Tensor, cache: Cache | None) -> tuple[Tensor,
 
 
 def _without_bias(layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout_p: float) -> Tensor:
-    mixed: Tensor = alibi_attention(
+    return _attend(layer, alibi_attention)(
         query,
         key,
         value,
@@ -196,7 +219,6 @@ def _without_bias(layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: T
         dropout_p=dropout_p,
         backend=_settings(layer).backend,
     )
-    return mixed
 
 
 def _table(layer: nn.Module, key_len: int) -> Tensor:
@@ -217,6 +239,8 @@ def _dense(
     dropout_p: float,
 ) -> tuple[Tensor, Tensor]:
     """The original arithmetic, for a static cache whose length cannot be read: in compiled code and on a GPU."""
+    if "attend" in vars(layer):
+        raise ValueError("record_attention cannot read the length of a static cache here; pass a cache that grows")
     if bias is None:
         bias = layer.compute_bias(query.shape[2], key.shape[2], past_seen_tokens=first)
     at = torch.arange(query.shape[2], device=query.device)[:, None] + first

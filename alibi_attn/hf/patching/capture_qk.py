@@ -9,10 +9,13 @@ import functools
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any
 
+import torch
 from torch import Tensor, nn
 
 from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.rows import Rows, attention_rows
+from alibi_attn.attention.toeplitz import toeplitz_attention
 from alibi_attn.hf.readers.encoder.layers import ALiBiBertSelfAttention
 from alibi_attn.nn.replacement import replaced, restore
 
@@ -66,7 +69,7 @@ def record_attention(
     chosen = {at % len(found) for at in wanted}
     attends = {at: functools.partial(_record_and_attend, passes, at, rows) for at in chosen}
     # All layers are replaced, because an encoder must not pack the rows of the others either.
-    with _replaced(model, found, [attends.get(at, alibi_attention) for at in range(len(found))], "record_attention"):
+    with _replaced(model, found, [attends.get(at, _attended) for at in range(len(found))], "record_attention"):
         yield passes
 
 
@@ -91,7 +94,8 @@ def watched(model: nn.Module, see: See) -> Iterator[int]:
 
 def _layers(model: nn.Module, *, encoders: bool) -> list[nn.Module]:
     """The attention layers, in the order of the model's modules."""
-    layers = [module for module in model.modules() if hasattr(module, "alibi_settings")]
+    marks = ("alibi_settings", "table_settings") if encoders else ("alibi_settings",)
+    layers = [module for module in model.modules() if any(hasattr(module, mark) for mark in marks)]
     if encoders:
         layers = layers or [module for module in model.modules() if isinstance(module, ALiBiBertSelfAttention)]
     if not layers:
@@ -129,15 +133,47 @@ def _record_and_attend(
     query: Tensor,
     key: Tensor,
     value: Tensor,
-    slopes: Tensor | None = None,
+    slopes: Slopes | None = None,
     **given: Any,
 ) -> Tensor:
     if not passes or number in passes[-1]:
         passes.append({})
-    options = {name: x for name, x in given.items() if name not in ("dropout_p", "backend")}
-    passes[-1][number] = attention_rows(query, key, slopes, rows=rows, **options)
-    mixed: Tensor = alibi_attention(query, key, value, slopes, **given)
+    options = {name: x for name, x in given.items() if name not in ("table", "dropout_p", "backend")}
+    if "table" in given:
+        weights = _rows_with_table(query, key, given["table"], rows, **options)
+    else:
+        weights = attention_rows(query, key, slopes, rows=rows, **options)
+    passes[-1][number] = weights
+    return _attended(query, key, value, slopes, **given)
+
+
+def _attended(query: Tensor, key: Tensor, value: Tensor, slopes: Slopes | None = None, **given: Any) -> Tensor:
+    """The output of a layer: with a table by distance, or with slopes."""
+    mixed = (
+        toeplitz_attention(query, key, value, **given)
+        if "table" in given
+        else alibi_attention(query, key, value, slopes, **given)
+    )
+    assert isinstance(mixed, Tensor)
     return mixed
+
+
+def _rows_with_table(
+    query: Tensor, key: Tensor, table: Tensor, rows: Rows, *, causal: bool, query_offset: int, **options: Any
+) -> Tensor:
+    """`attention_rows` with t[h, i − j]: for one query, the table is a bias per key."""
+    at = torch.arange(key.shape[2], device=key.device)
+    none, middle = [0.0] * query.shape[1], 0 if causal else table.shape[1] // 2
+    weights = []
+    for row in torch.arange(query.shape[2])[rows].tolist():
+        distance = row + query_offset - at
+        bias = table[:, (distance + middle).clamp(min=0)]  # a causal query does not see the keys of negative distance
+        weights.append(
+            attention_rows(
+                query, key, none, rows=[row], key_bias=bias, causal=causal, query_offset=query_offset, **options
+            )
+        )
+    return torch.cat(weights, 2) if weights else attention_rows(query, key, none, rows=[])
 
 
 def _call_and_attend(

@@ -12,6 +12,7 @@ import inspect
 from collections.abc import Callable, Iterator, Sequence
 from typing import Any, Self
 
+import torch
 from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
@@ -112,7 +113,7 @@ def patch(
         numerics: "exact" computes distances in fp32 in every dtype of the model. "checkpoint" (not T5) changes nothing but
             attention, and rounds biases as in training (BLOOM's m·j in its dtype, Falcon's bf16 product), a few rows of scores at
             a time: linear memory, quadratic time.
-        linears: "int8", or "float8" on a GPU (not T5), converts the linear layers, except the output's, for inference
+        linears: "int8", or "float8" on a GPU, converts the linear layers, except the output's, for inference
             (`nn/quantized.py`). Their original weights are freed, so this cannot be undone.
 
     Returns:
@@ -172,8 +173,10 @@ def patched_as(
     for prefix, body, family in bodies:
         name = f"{prefix or 'the model'} ({type(body).__name__})"
         reason = family.why_not(body.config)
-        if linears and family.around is not None:
-            reason = f'{family.name} reads the dtype of weights, which linears="{linears}" frees; omit it'
+        if linears and family.around is not None and body.dtype == torch.float16:
+            reason = (
+                f'in float16 {family.name} keeps some layers in float32, but linears="{linears}" does not; use bfloat16'
+            )
         if reason:
             raise ValueError(f"{name} cannot be patched: {reason}; supported are {supported}")
         _check_layers(name, body, family)
