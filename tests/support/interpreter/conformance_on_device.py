@@ -165,6 +165,11 @@ def main(out: Path, draws: int, first: int, cases: int | None, seconds: float) -
     print(f"{differ} plans differ: each is made by the program of its head that finishes last", flush=True)
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare) as executor:
         asked: dict[Future[float], tuple[str, Case | str]] = {
+            executor.submit(conform_cache, kind, dtype, device): (dtype, kind)
+            for kind in CACHES[:cases]
+            for dtype in DTYPES
+        }
+        asked |= {
             executor.submit(conform, case, dtype, device): (dtype, case)
             for case in (*CASES, *INSIDE, *KEY_BIASES)[:cases]
             for dtype in DTYPES
@@ -172,11 +177,6 @@ def main(out: Path, draws: int, first: int, cases: int | None, seconds: float) -
         asked |= {
             executor.submit(conform_table, seed, dtype, device): (dtype, f"table {seed}")
             for seed in TABLES[:cases]
-            for dtype in DTYPES
-        }
-        asked |= {
-            executor.submit(conform_cache, kind, dtype, device): (dtype, kind)
-            for kind in CACHES[:cases]
             for dtype in DTYPES
         }
         attacks = [
