@@ -18,11 +18,6 @@ class Case:
     num_heads: int = 8
     head_dim: int = 64
 
-    @property
-    def name(self) -> str:
-        rows = "" if self.batch == 1 else f"{self.batch}x"
-        return f"{self.kind}-{self.num_heads}x{self.head_dim}-{rows}{self.length}"
-
 
 def published_slopes(num_heads: int, device: torch.device | None = None) -> Tensor:
     """[H] fp32."""

@@ -96,28 +96,25 @@ def scale_factor(record: Record) -> float:
         for ours, theirs in zip(numbers(record, label, "length"), numbers(record, label, "paper_length"), strict=True):
             if ours > 0 and theirs > 0:
                 return theirs / ours
-    lengths = record.config.get("lengths")
-    for theirs_text, ours_value in (lengths if isinstance(lengths, Mapping) else {}).items():
-        if isinstance(ours_value, int | float) and ours_value > 0 and theirs_text.isdecimal():
-            return float(theirs_text) / ours_value
     return 1.0
 
 
 def scale_of(record: Record) -> str:
     """The scale at which an answer was made, for example "small"; "" if it was not recorded."""
-    return _text(record, "scale")
+    scale = record.config.get("scale")
+    return scale if isinstance(scale, str) else ""
 
 
 def unit_of(record: Record) -> str:
     """The unit of our perplexity: "byte" or "token"."""
     sizes = {corpus.get("bytes_per_token") for corpus in _corpora(record)}
-    return _text(record, "unit") or ("byte" if sizes == {1} else "token")
+    return "byte" if sizes == {1} else "token"
 
 
 def corpus_of(record: Record) -> str:
     """The names of the texts that we measured on."""
     names = dict.fromkeys(str(corpus.get("name")) for corpus in _corpora(record) if corpus.get("name"))
-    return _text(record, "corpus") or " and ".join(names) or "another text"
+    return " and ".join(names) or "another text"
 
 
 def facts(record: Record) -> list[tuple[str, str]]:
@@ -136,11 +133,6 @@ def facts(record: Record) -> list[tuple[str, str]]:
         "seeds per number": between(seeds) if seeds else "",
     }
     return [(name, value) for name, value in found.items() if value]
-
-
-def _text(record: Record, name: str) -> str:
-    value = record.config.get(name)
-    return value if isinstance(value, str) else ""
 
 
 def _corpora(record: Record) -> Sequence[Mapping[str, Json]]:

@@ -77,9 +77,6 @@ class Task:
     def chance(self) -> float:
         return CHANCE.get(self.name, math.nan)
 
-    def series(self, method: str) -> Series | None:
-        return next((one for one in self.study.series if one.method == method and one.stretch == "none"), None)
-
 
 @dataclasses.dataclass(frozen=True)
 class Measured:
