@@ -141,7 +141,7 @@ def forward(
     output, lse = (torch.empty_like(query), _empty_lse(spec, query)) if into is None else into
     call = call_of(spec, query.device) if call is None else call
     if tiles is None or (spec.table is None and is_split(spec, query)):
-        visited = NONE if tiles is None else _visited(tiles, with_masks=False)
+        visited = _EVERYTHING if tiles is None else _visited(tiles, with_masks=False)
         forward_in_parts(spec, call, query, key, value, visited, output, lse, counts, given_lse)
         return output, lse
     if spec.table is not None:
@@ -163,6 +163,9 @@ def measures(spec: Spec, query: Tensor) -> bool:
     certified = spec.table is None and spec.tolerance > 0 and spec.key_len > 0 and spec.query_len > DECODE_QUERIES
     shape = tile_shape("forward", query.dtype, spec.head_dim, large=is_large(query.device))
     return certified and not is_split(spec, query) and shape.queries >= TILE
+
+
+_EVERYTHING = grouped(Visited, NONE, NONE, NONE, number(0))
 
 
 def _visited(tiles: Plan, *, with_masks: bool = True, bands: Argument = NONE) -> Argument:

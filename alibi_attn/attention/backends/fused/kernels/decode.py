@@ -59,7 +59,7 @@ def decode_kernel(
 ):
     """Program: (key head, chunk of BM packed rows, part of the keys); row g·T + t is query t of the group's head g.
 
-    `visited` is None if all keys are visited that the queries may see.
+    `visited.bands` is None if all keys are visited that the queries may see; Triton 3.6 cannot ask a tuple whether it is None.
 
     OUTS is [parts, B, H, T, D] and LSES [parts, B, H, T] (see `lse_rows`), both fp32; COUNT [B, K, parts] or None, as in
     forward. The heads of a group share one plan.
@@ -103,7 +103,7 @@ def decode_kernel(
     acc = tl.zeros([BM, padded(D)], tl.float32)
 
     visits = 0
-    if visited is None:
+    if visited.bands is None:
         low, high = seen_keys(None, 0, start, start + T, True, S, window, CAUSAL)
         first, last = low // BN, tl.cdiv(high, BN)
     else:
@@ -118,7 +118,7 @@ def decode_kernel(
         )
         if COUNT is not None:
             visits += 1
-    if visited is not None:
+    if visited.bands is not None:
         outliers = visited.beside + b * visited.row + kv * G * OUTLIERS
         for x in tl.range(part, outlier_count(outliers) * (TILE // BN), tl.num_programs(2), num_stages=1):
             m_i, l_i, acc, _weight = attend_partial(
