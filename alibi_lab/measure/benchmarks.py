@@ -143,11 +143,11 @@ BENCHMARKS: Mapping[str, Benchmark] = {
         extra="lab",
     ),
     "serving": Benchmark(
-        "Time and peak memory of BLOOM, MPT and Falcon-RW from transformers on long inputs, unmodified and patched.",
+        "Time and peak memory of BLOOM, MPT, Falcon-RW and T5's encoder from transformers, unmodified and patched.",
         "alibi bench serving --lengths 1024,2048",
         (
             lengths("Sequence lengths, as in 1024,8192; default 512 … 16384."),
-            Option("families", "bloom,mpt,falcon", "Model families: bloom, mpt, falcon.", names),
+            Option("families", "bloom,mpt,falcon,t5", "Model families: bloom, mpt, falcon, t5.", names),
         ),
         extra="hf",
     ),

@@ -1,4 +1,4 @@
-"""Decoders with ALiBi in `transformers`: BLOOM, MPT and Falcon-RW, with random weights."""
+"""Models that `patch` supports, of `transformers` and with random weights: BLOOM, MPT, Falcon-RW and T5's encoder."""
 
 import torch
 from transformers import (
@@ -10,9 +10,11 @@ from transformers import (
     MptForCausalLM,
     PreTrainedModel,
 )
+from transformers.models.t5.configuration_t5 import T5Config
+from transformers.models.t5.modeling_t5 import T5EncoderModel
 
-FAMILIES = ("bloom", "mpt", "falcon")
-ATTENTION_LAYERS = ("BloomAttention", "MptAttention", "FalconAttention")
+FAMILIES = ("bloom", "mpt", "falcon", "t5")
+ATTENTION_LAYERS = ("BloomAttention", "MptAttention", "FalconAttention", "T5Attention")
 HEADS, LAYERS, VOCABULARY = 16, 2, 1000
 
 
@@ -47,6 +49,9 @@ def decoder(family: str, width: int, longest: int) -> PreTrainedModel:
             bias=True,
         )
         model = FalconForCausalLM(config)
+    elif family == "t5":
+        sizes = {"d_model": width, "d_kv": width // HEADS, "d_ff": 4 * width, "num_layers": LAYERS, "num_heads": HEADS}
+        model = T5EncoderModel(T5Config(vocab_size=VOCABULARY, **sizes))
     else:
         raise ValueError(f"family is {family!r} but must be one of {', '.join(FAMILIES)}")
     return model.requires_grad_(False).train(False)
