@@ -62,6 +62,8 @@ class DirectionOptions(TypedDict, total=False):
 class VarlenOptions(SharedOptions, BiasOptions, DirectionOptions, total=False):
     """The keywords of `alibi_attention_varlen`."""
 
+    positions: Tensor | None
+
 
 class AttentionOptions(ScoreOptions, HiddenKeys, BiasOptions, DirectionOptions, total=False):
     """The keywords of `alibi_attention`, which explains them."""

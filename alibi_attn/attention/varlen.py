@@ -15,7 +15,7 @@ from torch import Tensor
 from alibi_attn.attention import dispatch
 from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
 from alibi_attn.attention.bias import Slopes
-from alibi_attn.attention.checks import dtype_name
+from alibi_attn.attention.checks import check_positions, dtype_name
 from alibi_attn.attention.dropout import drawn_seed
 from alibi_attn.attention.execution import attend, autocast
 from alibi_attn.attention.part_options import check_without_parts
@@ -86,6 +86,7 @@ def alibi_attention_varlen(
     sink_logits: Tensor | None = None,
     dropout_p: float = 0.0,
     tolerance: float | None = None,
+    positions: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
     **unknown: Never,
@@ -102,6 +103,7 @@ def alibi_attention_varlen(
             values are checked on a CPU. On other devices they are never read on the host: wrong values give wrong segments.
         slopes, right_slopes: [H], shared by all sequences.
         key_bias: [H, N] or broadcastable to it, fp32 or fp64.
+        positions: [N], as for `alibi_attention`; those of each sequence are independent of the others'.
         causal, window, scale, sink_logits, dropout_p, tolerance, backend: as for `alibi_attention`. "dense" and "reference"
             compute one sequence at a time if cu_seqlens can be read for free, and a row of N × N scores otherwise.
         return_lse: also return the log-sum-exp of the scores, [H, N].
@@ -127,6 +129,7 @@ def alibi_attention_varlen(
     if key_bias is not None:
         _check_key_bias(key_bias, num_heads=query.shape[1], length=query.shape[0])
     query, key, value = (x.transpose(0, 1)[None] for x in autocast(query, key, value))
+    segments = _segments(cu_seqlens, query.shape[2])
     spec = make_spec(
         query,
         key,
@@ -136,20 +139,21 @@ def alibi_attention_varlen(
         right_slopes=right_slopes,
         window=window,
         scale=scale,
-        segment_ids=_segments(cu_seqlens, query.shape[2]),
+        segment_ids=segments,
         key_bias=key_bias,
         sink_logits=sink_logits,
         dropout_p=dropout_p,
         tolerance=tolerance,
+        positions=None if positions is None else _along_the_row(positions, segments),
         return_lse=return_lse,
     )
-    check_without_parts(spec, "alibi_attention_varlen")
+    check_without_parts(dataclasses.replace(spec, positions=None), "alibi_attention_varlen")
     name = dispatch.choose(backend, spec, query, key, value)
     scores = spec.num_heads * spec.query_len**2
     if bounds is not None and name in DENSE and scores > FEW_SCORES:
         result = _one_by_one(spec, query, key, value, bounds, name)
     else:
-        result = attend(spec, query, key, value, name)
+        result = attend(spec, query, key, value, backend if spec.has_parts else name)
     if isinstance(result, tuple):
         return result[0][0].transpose(0, 1), result[1][0]
     return result[0].transpose(0, 1)
@@ -159,6 +163,22 @@ def _segments(cu_seqlens: Tensor, length: int) -> Tensor:
     """[1, N]: the number of sequences that end before each token."""
     at = torch.arange(length, device=cu_seqlens.device, dtype=cu_seqlens.dtype)
     return torch.bucketize(at, cu_seqlens[1:].contiguous(), right=True)[None]
+
+
+def _along_the_row(positions: Tensor, segments: Tensor) -> Tensor:
+    """[1, N] fp64: the same distances within each sequence, in positions that never decrease along the row."""
+    if isinstance(positions, Tensor) and positions.ndim != 1:
+        raise ValueError(
+            f"positions has shape {list(positions.shape)} but must be [N] = [{segments.shape[1]}], one per token"
+        )
+    check_tensor("positions", positions, segments.device)
+    check_positions("positions", positions[None], batch=1, length=segments.shape[1], axis="N")
+    begins = torch.nn.functional.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
+    first = torch.where(begins, torch.arange(segments.shape[1], device=segments.device), 0).cummax(1).values
+    wide = positions.double()[None]
+    own = wide - wide.gather(1, first)
+    before = torch.nn.functional.pad(own[:, :-1], (1, 0))[:, : own.shape[1]]
+    return own + torch.where(begins, before, 0.0).cumsum(1)
 
 
 def _one_by_one(
@@ -178,6 +198,8 @@ def _one_by_one(
             key_segments=None,
             query_offset=0,
             key_bias=None if spec.key_bias is None else spec.key_bias[:, :, low:high],
+            positions=None if spec.positions is None else spec.positions[:, low:high],
+            query_positions=None if spec.query_positions is None else spec.query_positions[:, low:high],
             dropout_seed=None if seed is None else seed + seed.new_tensor([0, 0, 0, low]),  # positions of the whole row
         )
         result = attend(part, query[:, :, low:high], key[:, :, low:high], value[:, :, low:high], name)

@@ -297,3 +297,40 @@ def test_it_is_attention_of_one_row_with_segments(dtype: torch.dtype) -> None:
     row = (x.transpose(0, 1)[None] for x in (q, k, v))
     expected = alibi_attention(*row, segment_ids=segments)[0].transpose(0, 1)
     assert torch.equal(alibi_attention_varlen(q, k, v, starts), expected)
+
+
+@pytest.mark.parametrize("options", [{}, {"causal": False}, {"window": 9}], ids=["causal", "symmetric", "window"])
+def test_positions_restart_with_each_sequence(options) -> None:
+    """Timestamps of irregular series, the same for all of them but for where they begin and end."""
+    q, k, v = (x.requires_grad_() for x in draw(143))
+    times = torch.rand(143, dtype=torch.float64, generator=torch.Generator().manual_seed(1)).mul(5).cumsum(0)
+    times[71:] -= 1e6  # earlier than those of the sequence before
+    pairs = [(low, high) for low, high in itertools.pairwise(bounds().tolist()) if low < high]
+    grad, expected = torch.randn(143, 4, 16), []
+    for low, high in pairs:
+        rows = [x[low:high].transpose(0, 1)[None] for x in (q, k, v)]
+        expected.append(alibi_attention(*rows, positions=times[None, low:high], **options)[0].transpose(0, 1))
+    whole = torch.cat(expected)
+    gradients = torch.autograd.grad(whole, (q, k, v), grad)
+    for backend in ("auto", "native", "dense", "reference"):
+        found = alibi_attention_varlen(q, k, v, bounds(), positions=times, backend=backend, **options)
+        torch.testing.assert_close(found, whole, rtol=1e-4, atol=2e-5)
+        for ours, theirs in zip(torch.autograd.grad(found, (q, k, v), grad), gradients, strict=True):
+            torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=5e-5)
+    indices = alibi_attention_varlen(q, k, v, bounds(), **options)
+    assert not torch.allclose(indices, whole, atol=1e-2)
+
+
+@pytest.mark.parametrize(
+    ("positions", "error", "message"),
+    [
+        (torch.rand(1, 40), ValueError, r"positions has shape \[1, 40\] but must be \[N\] = \[40\]"),
+        (torch.rand(39), ValueError, r"must be \[B, N\] = \[1, 40\]"),
+        (torch.arange(40), TypeError, "positions is int64"),
+        (torch.arange(40.0).flip(0), ValueError, "must not decrease along a row"),
+        (torch.arange(40.0).requires_grad_(), ValueError, "receives no gradient"),
+    ],
+)
+def test_wrong_positions_are_refused(positions, error, message) -> None:
+    with pytest.raises(error, match=message):
+        alibi_attention_varlen(*draw(), torch.tensor([0, 13, 40]), positions=positions)
