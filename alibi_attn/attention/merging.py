@@ -51,6 +51,8 @@ def parts(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> list[Part]:
     spec = dataclasses.replace(spec, return_lse=True)
     if spec.head_windows is not None:
         return [_of_heads(spec, query, key, value, heads, window) for heads, window in _windows(spec)]
+    if spec.key_bias is not None:  # lse has its dtype, and merging compares lse, which are as large as the biases
+        spec = dataclasses.replace(spec, key_bias=spec.key_bias.to(widest(spec.key_bias)))
     if spec.sinks > 0:
         return _sinks_and_others(spec, query, key, value)
     if spec.by_position:

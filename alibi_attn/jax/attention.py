@@ -4,7 +4,6 @@ Press et al. 2022, sec. 3 (arXiv:2108.12409). The checks are in `attention/check
 (its arrays) and then to `native.py` (the C++ kernels), `xla.py` (`loop.py` or `dense.py`) or `fused.py` (Triton kernels).
 """
 
-import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple, Never, NoReturn, TypeVar, get_args
@@ -148,7 +147,6 @@ def attend(
     key_bias_low: Array | None = None,
     query_bias_low: Array | None = None,
     query_start: Array | None = None,
-    dropout_origin: Origin = WHOLE,
 ) -> tuple[Array, Array]:
     """(output, lse) of a validated call.
 
@@ -157,14 +155,15 @@ def attend(
             without gradients.
         query_start: [B, H, T] int32, the first key that each query may see; the masks still apply. Only if the keys before it
             have biases that are lower by 2²⁰.
-        dropout_origin: of a call that is a part of a larger one.
     """
     if runs_in_parts(spec) and backend != "fused":
-        output, lse = _attend_in_parts(spec, query, key, value, dropout_key, backend, dropout_origin)
-        return output if spec.sink_logits is None else _scaled_by_sinks(output, lse, spec.sink_logits), lse
-    arrays, rest = operands(spec, query, key, value, dropout_key)
-    rest = rest._replace(key_bias_low=key_bias_low, query_bias_low=query_bias_low, query_start=query_start)
-    output, lse = _attend(make_plan(spec, query, backend, dropout_origin), arrays, rest)
+        query, key, value = (jnp.asarray(x) for x in (query, key, value))
+        output, (lse, low) = _attend_in_parts(merging.Part(spec, query, key, value), dropout_key, backend)
+        lse = (lse + low).astype(merging.lse_dtype(spec, query))
+    else:
+        arrays, rest = operands(spec, query, key, value, dropout_key)
+        rest = rest._replace(key_bias_low=key_bias_low, query_bias_low=query_bias_low, query_start=query_start)
+        output, lse, _ = _attend(make_plan(spec, query, backend), arrays, rest)
     return output if spec.sink_logits is None else _scaled_by_sinks(output, lse, spec.sink_logits), lse
 
 
@@ -173,30 +172,15 @@ def runs_in_parts(spec: AttentionSpec[Array]) -> bool:
     return spec.has_parts and 0 not in (spec.batch, spec.query_len, spec.key_len)
 
 
-def _attend_in_parts(
-    spec: AttentionSpec[Array],
-    query: Array,
-    key: Array,
-    value: Array,
-    dropout_key: Array | None,
-    backend: Backend,
-    origin: Origin,
-) -> tuple[Array, Array]:
-    spec = dataclasses.replace(spec, sink_logits=None)
-    query, key, value = (jnp.asarray(x) for x in (query, key, value))
-    parts = merging.parts(merging.Part(spec, query, key, value, origin=origin))
-    results = [
-        attend(
-            *part[:4],
-            dropout_key,
-            backend,
-            key_bias_low=part.key_bias_low,
-            query_bias_low=part.query_bias_low,
-            dropout_origin=part.origin,
-        )
-        for part in parts
-    ]
-    return merging.joined(spec, parts, results)
+def _attend_in_parts(part: merging.Part, dropout_key: Array | None, backend: Backend) -> merging.Result:
+    """(output, lse as a pair) of a call that is a part, of itself or of a larger one."""
+    if runs_in_parts(part.spec):
+        parts = merging.parts(part.as_a_whole())
+        return merging.joined(part.spec, parts, [_attend_in_parts(one, dropout_key, backend) for one in parts])
+    arrays, rest = operands(part.spec, part.query, part.key, part.value, dropout_key)
+    rest = rest._replace(key_bias_low=part.key_bias_low, query_bias_low=part.query_bias_low)
+    output, lse, low = _attend(make_plan(part.spec, part.query, backend, part.origin, is_part=True), arrays, rest)
+    return output, (lse, jnp.zeros_like(lse) if low is None else lax.stop_gradient(low))
 
 
 @jax.jit
@@ -208,7 +192,14 @@ def _scaled_by_sinks(output: Array, lse: Array, sink_logits: Array) -> Array:
     return (output * share.swapaxes(1, 2)[..., None]).astype(output.dtype)
 
 
-def make_plan(spec: AttentionSpec[Array], query: Array, backend: Backend, dropout_origin: Origin = WHOLE) -> Plan:
+def make_plan(
+    spec: AttentionSpec[Array],
+    query: Array,
+    backend: Backend,
+    dropout_origin: Origin = WHOLE,
+    *,
+    is_part: bool = False,
+) -> Plan:
     """Decides how to compute the call, from shapes and from the device of query, or JAX's default device."""
     if backend not in get_args(Backend):
         raise ValueError(f"backend is {backend!r} but must be one of {', '.join(map(repr, get_args(Backend)))}")
@@ -234,6 +225,7 @@ def make_plan(spec: AttentionSpec[Array], query: Array, backend: Backend, dropou
         key_bias=spec.key_bias is not None,
         query_bias=spec.query_bias is not None,
         fused=fused.numbers(spec) if backend == "fused" else None,
+        lse_in_two=is_part and spec.key_bias is not None,
     )
 
 
@@ -255,25 +247,28 @@ class _Kept(NamedTuple):
     of_native: native.Saved | None
 
 
+_Results = tuple[Array, Array, Array | None]  # output, lse, and its low part if the plan asks for it
+_Everything = tuple[Array, Array, Array | None, xla.Saved | fused.Saved | None, native.Saved | None]
+
+
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
-def _attend(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array]:
-    output, lse, *_ = _forward(plan, arrays, rest)
-    return output, lse
+def _attend(plan: Plan, arrays: Arrays, rest: Rest) -> _Results:
+    return _forward(plan, arrays, rest)[:3]
 
 
-def _attend_forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[tuple[Array, Array], tuple[native.Wanted, _Kept]]:
+def _attend_forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[_Results, tuple[native.Wanted, _Kept]]:
     """Every leaf is a `CustomVJPPrimal`, which shows whether its gradient is requested."""
     slopes, biases = (any(x.perturbed for x in jax.tree.leaves(part)) for part in (arrays[3:5], arrays[5:]))
     arrays, rest = jax.tree.map(lambda x: x.value, (arrays, rest))
-    output, lse, *saved = _forward(plan, arrays, rest)
-    return (output, lse), (native.Wanted(slopes, biases), _Kept(arrays, rest, output, *saved))
+    output, lse, low, *saved = _forward(plan, arrays, rest)
+    return (output, lse, low), (native.Wanted(slopes, biases), _Kept(arrays, rest, output, *saved))
 
 
 def _attend_backward(
     plan: Plan, kept: tuple[native.Wanted, _Kept], grads: tuple[Array | SymbolicZero, ...]
 ) -> tuple[Arrays, None]:
     like = kept[1].output
-    given = [jnp.zeros_like(like, g.dtype, shape=g.shape) if isinstance(g, SymbolicZero) else g for g in grads]
+    given = [jnp.zeros_like(like, g.dtype, shape=g.shape) if isinstance(g, SymbolicZero) else g for g in grads[:2]]
     if plan.fused is not None:
         return _backward_of_fused(plan, *kept, given[0], None if isinstance(grads[1], SymbolicZero) else given[1]), None
     return _backward(plan, *kept, *given), None
@@ -284,18 +279,17 @@ _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
 
 @partial(jax.custom_jvp, nondiff_argnums=(0,))
 @partial(jax.jit, static_argnums=0)
-def _forward(
-    plan: Plan, arrays: Arrays, rest: Rest
-) -> tuple[Array, Array, xla.Saved | fused.Saved | None, native.Saved | None]:
-    """(output, lse, saved arrays of both paths); zeros for the other path if only compilation determines the device."""
+def _forward(plan: Plan, arrays: Arrays, rest: Rest) -> _Everything:
+    """(output, lse, its low part, saved arrays of both paths); zeros for the other path if only compilation knows the device."""
     if plan.fused is not None:
-        return *fused.forward(plan.causal, plan.fused, arrays), None
+        output, lse, kept = fused.forward(plan.causal, plan.fused, arrays)
+        return output, lse, None, kept, None
 
-    def on_cpu(arrays: Arrays, rest: Rest) -> tuple[Array, Array, xla.Saved | None, native.Saved | None]:
-        output, lse, saved = native.forward(plan, arrays, rest)
-        return output, lse, xla.nothing_saved(plan, arrays) if plan.elsewhere else None, saved
+    def on_cpu(arrays: Arrays, rest: Rest) -> _Everything:
+        output, lse, low, saved = native.forward(plan, arrays, rest)
+        return output, lse, low, xla.nothing_saved(plan, arrays) if plan.elsewhere else None, saved
 
-    def anywhere(arrays: Arrays, rest: Rest) -> tuple[Array, Array, xla.Saved | None, native.Saved | None]:
+    def anywhere(arrays: Arrays, rest: Rest) -> _Everything:
         return *xla.forward(plan, arrays, rest), native.nothing_saved(arrays) if plan.elsewhere else None
 
     return _on_platform(plan, on_cpu, anywhere, arrays, rest)

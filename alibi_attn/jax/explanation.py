@@ -67,13 +67,13 @@ def _visited(part: merging.Part, backend: Backend) -> tuple[NDArray[np.int64], .
     """(reach, scores) [B, H] of a call, added up over its parts, or (…, …, both for backward) without parts; None = all keys."""
     spec = part.spec
     if attention.runs_in_parts(spec):
-        return _of_parts(spec, merging.parts(part), backend)
+        return _of_parts(spec, merging.parts(part.as_a_whole()), backend)
     plan = attention.make_plan(spec, part.query, backend)
     if plan.fused is not None or (plan.dense and not plan.native):
         return None
     arrays, rest = operands(spec, part.query, part.key, part.value, None)
     rest = rest._replace(key_bias_low=part.key_bias_low, query_bias_low=part.query_bias_low)
-    _, _, of_xla, of_native = attention._forward(plan, arrays, rest)
+    of_xla, of_native = attention._forward(plan, arrays, rest)[3:]
     first = _first(spec)
     if of_native is not None:
         keys = Visited.of(spec, first, np.asarray(of_native.visited))

@@ -25,7 +25,7 @@ from alibi_attn.jax.dropout import WHOLE, Origin
 from alibi_attn.jax.plan import Array, Pair, sum_of_two
 
 Spec = AttentionSpec[Array]
-Result = tuple[Array, Array]
+Result = tuple[Array, Pair]  # output and lse: with large key biases its low part decides how results merge
 
 
 class Part(NamedTuple):
@@ -49,6 +49,10 @@ class Part(NamedTuple):
     origin: Origin = WHOLE
     key_bias_low: Array | None = None
     query_bias_low: Array | None = None
+
+    def as_a_whole(self) -> "Part":
+        """The same call, whose results need no reordering."""
+        return Part(*self[:4], origin=self.origin)
 
 
 def parts(whole: Part) -> list[Part]:
@@ -74,35 +78,47 @@ def joined(spec: Spec, of: Sequence[Part], results: Sequence[Result]) -> Result:
     """(output in query's dtype, lse) of the call whose parts gave these results."""
     if of[0].heads is not None:
         order = np.argsort([head for part in of for head in part.heads or ()])
-        output, lse = (
-            jnp.concatenate([result[n] for result in results], axis)[(slice(None),) * axis + (order,)]
-            for n, axis in ((0, 2), (1, 1))
-        )
-        return output, lse
+        output = jnp.concatenate([output for output, _ in results], 2)[:, :, order]
+        high, low = (jnp.concatenate([lse[n] for _, lse in results], 1)[:, order] for n in (0, 1))
+        return output, (high, low)
     if of[0].places is not None:
-        output, lse = results[0]
+        output, (high, low) = results[0]
         at = of[0].places
-        return jnp.take_along_axis(output, at[..., None, None], 1), jnp.take_along_axis(lse, at[:, None], 2)
+        high, low = (jnp.take_along_axis(x, at[:, None], 2) for x in (high, low))
+        return jnp.take_along_axis(output, at[..., None, None], 1), (high, low)
     forward = [_in_order(part, result) for part, result in zip(of, results, strict=True)]
     output, lse = forward[0]
     for more, more_lse in forward[1:]:
         output, lse = merged(output, lse, more, more_lse)
-    spec, query = of[0].spec, of[0].query
+    return output.astype(of[0].query.dtype), lse
+
+
+def lse_dtype(spec: Spec, query: Array) -> jnp.dtype:
+    """fp64 if query or the key bias is, else fp32."""
     wide = jnp.float64 in (query.dtype, None if spec.key_bias is None else spec.key_bias.dtype)
-    return output.astype(query.dtype), lse.astype(jnp.float64 if wide else jnp.float32)
+    return jnp.dtype(jnp.float64 if wide else jnp.float32)
 
 
 @jax.jit
-def merged(output: Array, lse: Array, more: Array, more_lse: Array) -> Result:
+def merged(output: Array, lse: Pair, more: Array, more_lse: Pair) -> Result:
     """The (output, lse) over the union of two disjoint sets of keys; differentiable, even if a query sees no keys."""
-    top = lax.stop_gradient(jnp.maximum(lse, more_lse))
+    either = jnp.maximum(lse[0], more_lse[0])
+    is_first = lse[0] == either
+    top, low = (lax.stop_gradient(jnp.where(is_first, x, y)) for x, y in zip(lse, more_lse, strict=True))
     top = jnp.where(top == -jnp.inf, 0.0, top)
-    weights = jnp.exp(lse - top), jnp.exp(more_lse - top)
+    weights = [jnp.exp((x - top) + (y - low)) for x, y in (lse, more_lse)]
     total = weights[0] + weights[1]
     nothing = total == 0
     total = jnp.where(nothing, 1.0, total)
     shares = [(weight / total).swapaxes(1, 2)[..., None] for weight in weights]
-    return shares[0] * output + shares[1] * more, jnp.where(nothing, -jnp.inf, top + jnp.log(total))
+    high, rest = _added((top, low), jnp.log(total))
+    return shares[0] * output + shares[1] * more, (jnp.where(nothing, -jnp.inf, high), jnp.where(nothing, 0.0, rest))
+
+
+def _added(x: Pair, y: Array) -> Pair:
+    """x + y; the gradient is that of the high part."""
+    high, rest = sum_of_two(x[0], y)
+    return high, lax.stop_gradient(jnp.where(jnp.isfinite(rest), rest, 0.0) + x[1])
 
 
 def _windows(spec: Spec) -> list[tuple[tuple[int, ...], int]]:
@@ -202,11 +218,12 @@ def _in_order(part: Part, result: Result) -> Result:
     """The result of a part, for the queries in their order and with the true distances."""
     if not part.is_reversed:
         return result
-    output, lse = jnp.flip(result[0], 1), jnp.flip(result[1], 2)
+    output, high, low = jnp.flip(result[0], 1), *(jnp.flip(x, 2) for x in result[1])
     if part.spec.positions is not None:
-        return output, lse
-    blind = lse == -jnp.inf  # the incoming gradient of such a query has no effect
-    return output, jnp.where(blind, lse, lse - part.spec.slopes[..., None])
+        return output, (high, low)
+    blind = high == -jnp.inf  # the incoming gradient of such a query has no effect
+    nearer, low = _added((high, low), -part.spec.slopes[..., None])
+    return output, (jnp.where(blind, high, nearer), low)
 
 
 def _with_positions(whole: Part) -> Part:

@@ -22,7 +22,7 @@ enum Operand {
     QUERY_BIAS_LOW, DROPOUT_SEED, QUERY_START, NUMBERS, FORWARD_OPERANDS,
     OUTPUT = FORWARD_OPERANDS, GRAD, GRAD_LSE, ROWS, VISITED, BACKWARD_OPERANDS,
 };
-enum ForwardResult { OF_OUTPUT, OF_LSE, OF_ROWS, OF_VISITED, FORWARD_RESULTS };
+enum ForwardResult { OF_OUTPUT, OF_LSE, OF_ROWS, OF_VISITED, OF_LSE_LOW, FORWARD_RESULTS };
 enum BackwardResult { OF_QUERY, OF_KEY, OF_VALUE, OF_SLOPES, OF_RIGHT_SLOPES, OF_KEY_BIAS, OF_QUERY_BIAS, BACKWARD_RESULTS };
 
 enum { FEW_BLOCKS = 2 };  // so few blocks read their keys only once or twice
@@ -178,6 +178,11 @@ void forward(const Buffers &in, const Buffers &out, const Settings &settings) {
         output.fill(b * call.T + i, h, NOT_A_NUMBER<Number>);
     }
     narrow(lse, out[OF_LSE]);
+    if (out[OF_LSE_LOW].element_count()) {
+        for (size_t row = 0; row < lse.size(); row++)
+            lse[row] = std::isfinite(lse[row]) ? lse[row] - number_of(out[OF_LSE], row) : 0;
+        narrow(lse, out[OF_LSE_LOW]);
+    }
     if (!output.stays) for_all(&Packed<Number>::write, {&output});
 }
 

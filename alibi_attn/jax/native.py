@@ -101,8 +101,8 @@ def _load(path: Path) -> ctypes.CDLL:
     return loaded
 
 
-def forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, Saved]:
-    """(output [B, T, H, D] in query's dtype, lse [B, H, T] with the biases of queries, arrays for backward)."""
+def forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, Array | None, Saved]:
+    """(output [B, T, H, D] in query's dtype, lse [B, H, T] with the biases of queries, its low part, arrays for backward)."""
     work = arrays.left.dtype
     batch, query_len, heads, _ = arrays.query.shape
     lse_dtype = work if arrays.key_bias is None else jnp.promote_types(work, arrays.key_bias.dtype)
@@ -111,9 +111,10 @@ def forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, Saved
         ((batch, heads, query_len), lse_dtype),
         ((batch, 2, heads, query_len), work),
         ((batch, _numbers_of_visited(arrays)), jnp.int32),
+        ((batch, heads, query_len) if plan.lse_in_two else (0,), lse_dtype),
     )
-    output, lse, rows, visited = _call("alibi_xla_forward", plan, _operands(arrays, rest), results)
-    return output.astype(arrays.query.dtype), lse, Saved(rows, visited)
+    output, lse, rows, visited, low = _call("alibi_xla_forward", plan, _operands(arrays, rest), results)
+    return output.astype(arrays.query.dtype), lse, low if plan.lse_in_two else None, Saved(rows, visited)
 
 
 def backward(

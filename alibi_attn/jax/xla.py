@@ -8,7 +8,7 @@ import jax.numpy as jnp
 from alibi_attn.attention.certificate.constants import LOOP_OUTLIER_TILES
 from alibi_attn.jax import dense, loop
 from alibi_attn.jax.operands import Arrays, Rest
-from alibi_attn.jax.plan import Array, Inputs, KeyBias, Plan, Visited
+from alibi_attn.jax.plan import Array, Inputs, KeyBias, Pair, Plan, Visited, sum_of_two
 from alibi_attn.jax.tiles import Finished
 
 
@@ -21,8 +21,8 @@ class Saved(NamedTuple):
     needed: Visited | None  # the same, of backward
 
 
-def forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, Saved]:
-    """(output [B, T, H, D] in query's dtype, lse [B, H, T] with the biases of queries, arrays for backward)."""
+def forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, Array | None, Saved]:
+    """(output [B, T, H, D] in query's dtype, lse [B, H, T] with the biases of queries, its low part, arrays for backward)."""
     inputs, spoiled = _inputs(arrays, rest)
     visited = needed = None
     if plan.dense:
@@ -32,19 +32,20 @@ def forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, Saved
     spoiled &= lse > -jnp.inf
     output = jnp.where(spoiled[..., None], jnp.nan, output)
     saved = Saved(jnp.where(spoiled, jnp.nan, lse), reference, visited, needed)
-    return output.swapaxes(1, 2), _unshifted(saved, arrays, rest), saved
+    lse, low = _unshifted(saved, arrays, rest)
+    return output.swapaxes(1, 2), lse, low if plan.lse_in_two else None, saved
 
 
-def _unshifted(saved: Saved, arrays: Arrays, rest: Rest) -> Array:
+def _unshifted(saved: Saved, arrays: Arrays, rest: Rest) -> Pair:
     """lse plus the terms that its scores exclude: the reference of biases and the query's bias. Large numbers are added first."""
     if saved.reference is None:
-        return saved.lse
-    shift, of_query, low = saved.reference, arrays.query_bias, rest.query_bias_low
-    if of_query is not None:
-        shift = shift + of_query.astype(shift.dtype)
-    if low is not None:
-        shift = shift + low.astype(shift.dtype)
-    return saved.lse.astype(shift.dtype) + shift
+        return saved.lse, jnp.zeros_like(saved.lse)
+    total, low = saved.reference, jnp.zeros_like(saved.reference)
+    for term in (arrays.query_bias, rest.query_bias_low, saved.lse):
+        if term is not None:
+            total, rounding = sum_of_two(total, term.astype(total.dtype))
+            low = low + rounding
+    return total, jnp.where(jnp.isfinite(low), low, 0.0)
 
 
 def backward(

@@ -96,6 +96,15 @@ def test_masks_segments_and_key_biases_still_apply(kind: str) -> None:
         assert_equal_to_truth(drawn(90, 130, dtype), options_of(kind, 130) | masks, backend="native", error=error)
 
 
+@pytest.mark.parametrize("kind", ["prefix", "symmetric sinks", "symmetric positions"])
+def test_large_key_biases_cost_merged_parts_no_digits(kind: str) -> None:
+    q, k, v, slopes = drawn(90, 130)
+    key_bias = 1e6 + torch.arange(130.0).remainder(3).expand(2, 4, -1)
+    expected = truth(q, k, v, slopes, key_bias=key_bias, **options_of(kind, 130))[0]
+    found = alibi_attention(q, k, v, slopes, key_bias=key_bias, backend="native", **options_of(kind, 130))
+    torch.testing.assert_close(found.double(), expected, rtol=0, atol=5e-6)
+
+
 def test_the_checker_fails_on_wrong_answers() -> None:
     inputs = drawn(90, 130)
     for right, wrong in (

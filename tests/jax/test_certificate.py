@@ -39,7 +39,7 @@ def visited_tiles(query, key, value, slopes, *, block: int, tile: int, needed: b
         key_tile=tile,
         key_bias=spec.key_bias is not None,
     )
-    saved = attention._forward(plan, *operands(spec, query, key, value, None))[2]
+    saved = attention._forward(plan, *operands(spec, query, key, value, None))[3]
     visited = saved.needed if needed else saved.visited
     number = np.arange(-(-spec.key_len // tile))
     read = (number >= np.asarray(visited.first)[:, None]) & (number <= np.asarray(visited.last)[:, None])

@@ -151,6 +151,17 @@ def test_distances_in_fp32_keep_the_digits_of_large_positions(backend: str) -> N
     assert bool((alibi_attention(q, k, v, slopes, positions=seconds, backend=backend) == found).all())
 
 
+@pytest.mark.parametrize("backend", ["native", pytest.param("dense", marks=pytest.mark.long)])
+@pytest.mark.parametrize(
+    "options", [{"prefix_len": PREFIX}, {"positions": STAMPS, "causal": False}], ids=["prefix", "positions"]
+)
+def test_large_key_biases_cost_merged_parts_no_digits(backend: str, options: dict) -> None:
+    options = options | {"key_bias": np.float32(1e6) + BIAS.round()}
+    (expected, _), _ = in_fp64(options)
+    found = alibi_attention(*drawn(), backend=backend, **options)
+    np.testing.assert_allclose(found, expected, rtol=1e-5, atol=5e-6)
+
+
 def test_infinite_right_slopes_hide_the_right_also_by_position() -> None:
     q, k, v, slopes = drawn()
     step = jax.value_and_grad(lambda m, **given: alibi_attention(q, k, v, m, positions=STAMPS, **given).sum())
