@@ -4,6 +4,7 @@ from typing import TYPE_CHECKING, Literal, Never, Unpack, overload
 
 import torch
 from torch import Tensor
+from torch.nn.functional import pad
 
 from alibi_attn.attention import dispatch
 from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
@@ -12,6 +13,7 @@ from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.execution import attend, autocast, visits, without_sinks
 from alibi_attn.attention.explain import Explanation, explanation
+from alibi_attn.attention.invariant import invariant_spec
 from alibi_attn.attention.part_options import Window, check_without_parts
 from alibi_attn.attention.validation import AttentionOptions, SegmentIds, SpecOptions, make_spec
 from alibi_attn.attention.visibility import largest_distances, visible_count
@@ -28,6 +30,7 @@ def alibi_attention(
     slopes: Slopes | None = ...,
     *,
     return_lse: Literal[False] = ...,
+    invariant: bool = ...,
     backend: str = ...,
     **options: Unpack[AttentionOptions],
 ) -> Tensor: ...
@@ -41,6 +44,7 @@ def alibi_attention(
     slopes: Slopes | None = ...,
     *,
     return_lse: Literal[True],
+    invariant: bool = ...,
     backend: str = ...,
     **options: Unpack[AttentionOptions],
 ) -> tuple[Tensor, Tensor]: ...
@@ -54,6 +58,7 @@ def alibi_attention(
     slopes: Slopes | None = ...,
     *,
     return_lse: bool = ...,
+    invariant: bool = ...,
     backend: str = ...,
     **options: Unpack[AttentionOptions],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
@@ -82,6 +87,7 @@ def alibi_attention(
     dropout_p: float = 0.0,
     tolerance: float | None = None,
     return_lse: bool = False,
+    invariant: bool = False,
     backend: str = "auto",
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
@@ -131,6 +137,9 @@ def alibi_attention(
         return_lse: also return the natural log-sum-exp of the scores, [B, H, T] fp32 (fp64 if query or key_bias is fp64), −inf
             for a query that sees no key. With it, results over disjoint sets of keys merge exactly (apply a sink once, after
             merging).
+        invariant: output and lse of a query have the same bits in every call that shows it the same keys, its own among them:
+            alone or in a batch, in a text that goes on, in a chunk or a single step. Causal, by `native`, which then skips
+            nothing.
         backend: "auto", or the name of a backend. A named backend runs or raises.
 
     Returns:
@@ -171,6 +180,10 @@ def alibi_attention(
         tolerance=tolerance,
         return_lse=return_lse,
     )
+    if invariant:
+        spec, before = invariant_spec(spec, tolerance, backend, lambda x, count: pad(x, (count, 0)))
+        found = attend(spec, pad(query, (0, 0, before, 0)), key, value, "native")
+        return found[:, :, before:] if isinstance(found, Tensor) else (found[0][:, :, before:], found[1][:, :, before:])
     return attend(spec, query, key, value, backend)
 
 

@@ -14,6 +14,7 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from alibi_attn.attention.argument_names import hides_unknown
+from alibi_attn.attention.invariant import invariant_spec
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.jax import fused, merging, native, xla
 from alibi_attn.jax.dropout import WHOLE, Origin
@@ -51,6 +52,7 @@ def alibi_attention(
     prefix_len: Array | None = None,
     positions: Array | None = None,
     query_positions: Array | None = None,
+    invariant: bool = False,
     backend: Backend = "auto",
     **unknown: Never,
 ) -> Array | tuple[Array, Array]:
@@ -93,6 +95,9 @@ def alibi_attention(
             No gradient. Of a numpy array in fp64 without x64, the distances to the last are what is rounded to fp32.
         query_positions: [B, T], those of the queries, not before the last T keys; with causal=False anywhere, without a window.
             Default: the last T.
+        invariant: output and lse of a query have the same bits in every call that shows it the same keys, its own among them:
+            alone or in a batch, in a text that goes on, in a chunk or a single step. Causal, by `native`, which then skips
+            nothing.
         backend: "native" = the C++ kernels that PyTorch uses too, on a CPU; "loop" visits tiles of keys outward from the
             diagonal, on any device; "dense" computes all scores; "fused" = PyTorch's Triton kernels, on CUDA, without masks,
             biases of keys and dropout; "auto" picks one of the others by shapes and device (see `explain`).
@@ -132,7 +137,13 @@ def alibi_attention(
         query_positions=query_positions,
         **unknown,
     )
-    output, lse = attend(spec, query, key, value, checked_dropout_key(dropout_p, dropout_key), backend)
+    if invariant:
+        spec, before = invariant_spec(spec, tolerance, backend, lambda x, count: jnp.pad(x, ((0, 0), (count, 0))))
+        query = jnp.pad(query, ((0, 0), (before, 0), (0, 0), (0, 0)))
+        output, lse = attend(spec, query, key, value, None, "native")
+        output, lse = output[:, before:], lse[:, :, before:]
+    else:
+        output, lse = attend(spec, query, key, value, checked_dropout_key(dropout_p, dropout_key), backend)
     return (output, lse) if return_lse else output
 
 

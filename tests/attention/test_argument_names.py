@@ -127,4 +127,4 @@ def test_a_signature_has_no_unknown_arguments(function):
 def test_the_defaults_are_those_of_the_signature() -> None:
     """They are written twice, for readers' convenience."""
     keywords = [p for p in inspect.signature(alibi_attention).parameters.values() if p.kind is p.KEYWORD_ONLY]
-    assert {p.name: p.default for p in keywords} == {**DEFAULTS, "backend": "auto"}
+    assert {p.name: p.default for p in keywords} == {**DEFAULTS, "invariant": False, "backend": "auto"}

@@ -107,15 +107,61 @@ def test_other_bits_are_detected():
 CAUSAL = [words for words in OPTIONS if words not in (*BIASED, "symmetric")]
 
 
+# (first query, one after the last, number of keys): prefixes, chunks at any place, single steps.
+CALLS = (
+    (0, 1, 1),
+    (0, 65, 65),
+    (0, 129, 129),
+    (0, 199, 199),
+    (37, 150, 150),
+    (64, 129, 200),
+    (150, 151, 151),
+    (199, 200, 200),
+)
+
+
 @torch.no_grad()
 @pytest.mark.parametrize("dtype", DTYPES, ids=str)
 @pytest.mark.parametrize("words", CAUSAL)
-def test_a_text_has_the_same_bits_before_it_goes_on(words, dtype):
-    """`native` without skipping: the last, shorter block of a text computes what it computes as a part of a longer one."""
+def test_an_invariant_query_has_the_same_bits_in_every_call(words, dtype):
+    """Those that see their own key: after the last visible key, distances are relative to that key."""
     inputs, given = drawn(words, dtype)
-    whole = attend(*inputs, given, backend="native", tolerance=0.0)
-    for length in (1, 7, 64, 65, 129, 150, 199):
-        own = {name: x[:, :length] if name in ("key_mask", "segment_ids") else x for name, x in given.items()}
-        part = attend(*(x[:, :, :length] for x in inputs), own, backend="native", tolerance=0.0)
+    sees_itself = given.get("key_mask", torch.ones(B, S, dtype=torch.bool))
+    given = {"slopes": [0.7, 0.3, 0.1, 0.01], **given}  # products with distances are rounded
+    whole = attend(*inputs, given, invariant=True)
+    inputs[1][1:, :, 199], inputs[2][1:, :, 199] = torch.nan, torch.inf  # a later key
+    for first, end, keys in CALLS:
+        rows = slice(0, 1) if end == 200 else slice(None)  # where no query sees that key
+        own = {name: x[:, :keys] if name in ("key_mask", "segment_ids") else x for name, x in given.items()}
+        own = {name: x[rows] if isinstance(x, Tensor) else x for name, x in own.items()}
+        query, key, value = inputs[0][rows, :, first:end], *(x[rows, :, :keys] for x in inputs[1:])
+        part = attend(query, key, value, own, query_offset=first, invariant=True)
         for x, y in zip(whole, part, strict=True):
-            assert torch.equal(x[:, :, :length], y), f"the first {length} tokens"
+            same = (x[rows, :, first:end] == y).reshape(*y.shape[:3], -1).all(-1)
+            assert bool(same.transpose(1, 2)[sees_itself[rows, first:end]].all()), (
+                f"queries {first} to {end} of {keys} keys"
+            )
+
+
+def test_what_a_certificate_skips_depends_on_later_queries():
+    """So `invariant` is not merely the name of what happens anyway."""
+    inputs, given = drawn("plain", torch.float32)
+    whole = attend(*inputs, given, backend="native", tolerance=1e-3)
+    part = attend(*(x[:, :, :129] for x in inputs), given, backend="native", tolerance=1e-3)
+    assert not torch.equal(whole[0][:, :, :129], part[0])
+
+
+@pytest.mark.parametrize(
+    ("options", "message"),
+    [
+        ({"backend": "dense"}, "backend 'dense' cannot run this.*use backend='native'"),
+        ({"tolerance": 1e-6}, "tolerance is 1e-06 but invariant=True computes every visible score"),
+        ({"causal": False}, "invariant=True does not support causal=False; omit one"),
+        ({"key_bias": torch.zeros(S), "dropout_p": 0.5}, "does not support key_bias, dropout_p"),
+        ({"window": [3, 3, 9, 9]}, "does not support window per head"),
+    ],
+)
+def test_an_invariant_call_refuses_what_depends_on_other_queries_or_keys(options, message):
+    inputs, _ = drawn("plain", torch.float32)
+    with pytest.raises(ValueError, match=message):
+        alibi_attention(*inputs, invariant=True, **options)

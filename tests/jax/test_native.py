@@ -180,6 +180,18 @@ def test_the_parts_of_a_shard_map_drop_as_if_each_were_alone() -> None:
         np.testing.assert_array_equal(sharded[n : n + 1], run(*(x[n : n + 1] for x in ROWS.values())))
 
 
+def test_an_invariant_chunk_has_the_bits_of_pytorchs_whole_text() -> None:
+    rows = {name: x[:, :T] for name, x in ROWS.items()}
+    whole = api.alibi_attention(*(torch.tensor(x).transpose(1, 2) for x in rows.values()), SLOPES, invariant=True)
+    keys = {name: x if name == "query" else x[:, :100] for name, x in rows.items()}
+    chunk = alibi_attention(
+        **keys | {"query": rows["query"][:, 37:100]}, slopes=SLOPES, query_offset=37, invariant=True
+    )
+    np.testing.assert_array_equal(chunk, whole.transpose(1, 2)[:, 37:100])
+    with pytest.raises(ValueError, match="invariant=True does not support prefix_len"):
+        alibi_attention(**rows, prefix_len=np.int32([3, 4]), invariant=True)
+
+
 def test_explain_gives_the_text_that_it_gives_for_tensors() -> None:
     rows = {name: RNG.standard_normal((1, 900, 4, 16)).astype(np.float32) for name in ROWS}
     said = str(explain(**rows, slopes=SLOPES[:1], window=500)).splitlines()
