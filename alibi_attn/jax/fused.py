@@ -249,7 +249,7 @@ def backward(
             of_kernels.Visited(saved.bands, saved.beside, None, size.row),
             order,
         ),
-        **_constants(size, shape, causal, UNIT=unit),
+        **_constants(size, shape, causal, UNIT=unit, DESCRIBED=False),
     )
     shape = _shape("key", arrays, given)
     dk, dv = launching.launch(

@@ -164,7 +164,11 @@ def unseen_numbers_change_nothing() -> None:
     assert bool((before[:, :, 128:] == after[:, :, 128:]).all()), "a block read keys outside its tiles"
     assert not bool((before[:, :, :128] == after[:, :, :128]).all()), "those numbers should matter to the first blocks"
 
-    q, k, v = torch.randn(1, 2, 15, 8), torch.randn(1, 2, 20, 8), torch.randn(1, 2, 20, 8)
+    for dtype, size in ((torch.float32, 8), (torch.half, 40)):  # the second with descriptors of keys
+        _hidden_numbers_change_nothing(*(torch.randn(1, 2, n, size).to(dtype) for n in (15, 20, 20)))
+
+
+def _hidden_numbers_change_nothing(q: Tensor, k: Tensor, v: Tensor) -> None:
     mask = torch.ones(1, 20, dtype=torch.bool)
     mask[:, :3] = False
     hurt = [x.clone() for x in (q, k, v)]

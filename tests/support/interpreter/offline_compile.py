@@ -78,6 +78,7 @@ TARGETS = {
     "sm_100": GPUTarget("cuda", 100, 32),
     "gfx942": GPUTarget("hip", "gfx942", 64),
 }
+LARGE = ("sm_90", "sm_100")
 # Triton's types for the arguments of a plain causal call; None marks the absent ones.
 ROWS, LABELS = Rows("*bf16", "i32", "i32", "i32"), Labels("*i64", "*i64", "*i32", "*i32")
 TYPES = dict.fromkeys(("Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV"), ROWS)
@@ -126,8 +127,7 @@ def figures(kernel: str, target: str, head_dim: int, *, biased: bool = False) ->
     """Figures of one kernel: bf16, causal, no masks, gradients of slopes and lse; with `biased` also of a key bias."""
     shape = ITS_SHAPE._replace(warps=1) if kernel in ALONE else ITS_SHAPE
     if kernel in KERNELS:
-        large = target in ("sm_90", "sm_100")
-        described = kernel == "key" and may_describe(torch.bfloat16, head_dim, large=large)
+        described, large = _is_described(kernel, target, head_dim, biased=biased), target in LARGE
         shape = tile_shape(kernel, torch.bfloat16, head_dim, large=large, described=described)
     if kernel in OF_TABLES:
         shape = _shape_with_table(kernel, head_dim)
@@ -146,13 +146,13 @@ def figures(kernel: str, target: str, head_dim: int, *, biased: bool = False) ->
         }
     code = compiled.asm["ptx"]
     used, executed = _resources(compiled.asm["cubin"]), _machine_code(compiled.asm["cubin"])
-    loop = _heart(executed)
+    loop = _heart(executed, is_first=kernel == "query")  # which has the loops of `over_tiles` twice
     return {
         "loop_instructions": len(loop),
         "instructions": len(executed),
         "instructions_per_score": round(len(loop) * 32 * shape.warps / (shape.queries * shape.keys), 1),
         "spills_in_loop": sum(name in ("LDL", "STL") for name in loop),
-        "async_loads": code.count("cp.async.c"),
+        "async_loads": len(re.findall(r"cp\.async\.(?:c|bulk\.tensor)", code)),
         "wgmma": code.count("wgmma.mma_async"),
         "matrix_instructions": len(re.findall(r"wgmma\.mma_async|\bmma\.sync|tcgen05\.mma", code)),
         "registers": int(used[1]),
@@ -205,11 +205,16 @@ def record(folder: Path) -> Path:
     return records.save(made, folder)
 
 
+def _is_described(kernel: str, target: str, head_dim: int, *, biased: bool) -> bool:
+    may = may_describe(torch.bfloat16, head_dim, large=target in LARGE)
+    return may and (kernel == "key" or (kernel == "query" and target == "sm_90" and not biased))
+
+
 def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool) -> ASTSource:
     function = (KERNELS | OF_TABLES | BEFORE)[kernel]
-    described = kernel == "key" and may_describe(torch.bfloat16, head_dim, large=target in ("sm_90", "sm_100"))
+    is_described = _is_described(kernel, target, head_dim, biased=biased)
     constants = {
-        **dict.fromkeys(("D", "DK", "DV"), head_dim),
+        **dict.fromkeys(("D",) if kernel in KERNELS | OF_TABLES else ("D", "DK", "DV"), head_dim),
         "BM": shape.queries,
         "BN": shape.keys,
         "ROWS": PLAN_ROWS,
@@ -228,7 +233,7 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool)
         "VALUES": True,
         "HIDDEN": biased,
         "SHARED": False,
-        "DESCRIBED": described,
+        "DESCRIBED": is_described,
         "FLOOR": -(2.0**20),
         "STEP": 2.0**10,
     }
@@ -258,8 +263,9 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool)
             "FIRST_SEEN": "*i32",
         }
         types["norms"] = TYPES["norms"]._replace(sums="*fp32")
-    if described:
-        types |= dict.fromkeys(("Q", "DOUT"), f"tensordesc<bf16[1,1,{shape.queries},{head_dim}]>")
+    if is_described:
+        names, rows = (("Q", "DOUT"), shape.queries) if kernel == "key" else (("K", "V"), shape.keys)
+        types |= dict.fromkeys(names, f"tensordesc<bf16[1,1,{rows},{head_dim}]>")
     signature: dict[str, Any] = {}
     places: dict[tuple[int, ...], Any] = {}
     aligned: dict[tuple[int, ...], Any] = {}
@@ -303,8 +309,11 @@ def _machine_code(cubin: bytes) -> list[tuple[int, str]]:
     return [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", said)]
 
 
-def _heart(code: list[tuple[int, str]]) -> list[str]:
-    """Instruction names of the shortest innermost loop that multiplies matrices, that of full tiles; empty if there is none."""
+def _heart(code: list[tuple[int, str]], *, is_first: bool) -> list[str]:
+    """Instruction names of the innermost loop of full tiles, which multiplies matrices; empty if there is none.
+
+    It is the shortest, or `is_first`.
+    """
     place = {address: at for at, (address, _) in enumerate(code)}
     names = [re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0] for _, text in code]
     loops = []
@@ -318,7 +327,7 @@ def _heart(code: list[tuple[int, str]]) -> list[str]:
         alone = not any(start <= other and last < end for other, last in loops if (other, last) != (start, end))
         if alone and any(name in ("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA") for name in loop):
             hearts.append(loop)
-    return min(hearts, key=len, default=[])
+    return hearts[0] if hearts and is_first else min(hearts, key=len, default=[])
 
 
 if __name__ == "__main__":

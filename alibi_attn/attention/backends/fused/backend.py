@@ -24,7 +24,7 @@ from alibi_attn.attention.backends.fused.configs import (
     may_describe,
     tile_shape,
 )
-from alibi_attn.attention.backends.fused.devices import is_large, missing
+from alibi_attn.attention.backends.fused.devices import is_hopper, is_large, missing
 from alibi_attn.attention.backends.fused.kernels.arguments import Visited, Visitors
 from alibi_attn.attention.backends.fused.launch import (
     NONE,
@@ -257,17 +257,19 @@ def _launch_backward(
         between = table.Between(lses, pointer(grad_lse), delta, call, _visited(tiles), visitors)
         table.backward(spec, inputs, gradients, between, tiles.rows, table.widths(query), of_table)
         return
-    shape = tile_shape("query", query.dtype, spec.head_dim, large=large)
+    may, width = may_describe(query.dtype, spec.head_dim, large=large), 1 << (spec.head_dim - 1).bit_length()
+    known = may and is_hopper(device) and spec.key_bias is None and all(map(is_describable, (key, value)))
+    shape = tile_shape("query", query.dtype, spec.head_dim, large=large, described=known)
+    fetched = (described(x, shape.keys, width) for x in (key, value)) if known else (keys, values)
     launch(
         device, query_kernel, (b * h * -(-t // shape.queries), 1, 1),
-        _constants(spec.head_dim, shape, spec.causal, tiles.rows, unit), queries, keys, values, rows_of(output), grads,
-        rows_of(dq), lses, pointer(grad_lse), delta, shifted, pointer(dslopes), pointer(of_queries), call,
+        _constants(spec.head_dim, shape, spec.causal, tiles.rows, unit, described=known), queries, *fetched, rows_of(output),
+        grads, rows_of(dq), lses, pointer(grad_lse), delta, shifted, pointer(dslopes), pointer(of_queries), call,
         _visited(tiles, bands=bands), order,
     )  # fmt: skip
-    known = may_describe(query.dtype, spec.head_dim, large=large) and all(map(is_describable, (query, grad_output)))
+    known = may and all(map(is_describable, (query, grad_output)))
     shape = tile_shape("key", query.dtype, spec.head_dim, large=large, described=known)
     if known:
-        width = 1 << (spec.head_dim - 1).bit_length()
         queries, grads = (described(x, shape.queries, width) for x in (query, grad_output))
     launch(
         device, key_kernel, (b * k * -(-s // shape.keys), 1, 1),

@@ -43,7 +43,7 @@ _LARGE_HALF = {
     256: (Shape(128, 32, 8, 2), Shape(16, 32, 4, 2), Shape(128, 32, 8, 2), Shape(32, 64, 4, 2)),
 }
 # With rows that the device fetches by itself, no register holds their addresses.
-_DESCRIBED_KEY = Shape(64, 64, 4, 2)
+_DESCRIBED = Shape(64, 64, 4, 2)
 _LARGE_FP32 = {
     64: (Shape(64, 32, 4, 2), Shape(16, 32, 4, 2), Shape(64, 32, 4, 2), Shape(32, 32, 4, 2)),
     128: (Shape(64, 32, 4, 2), Shape(16, 32, 4, 2), Shape(32, 32, 4, 2), Shape(32, 32, 4, 2)),
@@ -61,7 +61,9 @@ _SMALL_FP32 = {
 
 
 def may_describe(dtype: DType, head_dim: int, *, large: bool) -> bool:
-    """Whether the kernel for keys gets descriptors of queries, if they can be described."""
+    """Whether backward gets descriptors of rows that can be described: the kernel for keys of queries; on Hopper, and without
+    a key bias, also the one for queries of keys.
+    """
     return large and dtype.itemsize < 4 and 32 < head_dim <= 128
 
 
@@ -70,7 +72,7 @@ def tile_shape(kernel: Kernel, dtype: DType, head_dim: int, *, large: bool, desc
 
     Args:
         large: the result of `is_large` for the device.
-        described: with descriptors, see `may_describe`; only for "key".
+        described: with descriptors, see `may_describe`; only for "query" and "key".
 
     Raises:
         ValueError: the table has a tile with which the kernel would skip keys or queries.
@@ -80,7 +82,7 @@ def tile_shape(kernel: Kernel, dtype: DType, head_dim: int, *, large: bool, desc
     if dtype.itemsize == 4:
         # With larger tiles of the widest rows, the compiler runs out of registers on every device.
         shapes = _LARGE_FP32 if large and width < MAX_HEAD_DIM else _SMALL_FP32
-    shape = _DESCRIBED_KEY if described else shapes[width][_ORDER.index(kernel)]
+    shape = _DESCRIBED if described else shapes[width][_ORDER.index(kernel)]
     # The kernels read an isolated tile of keys in TILE // keys parts, and the keys of a part share its visitors.
     if TILE % shape.keys:
         raise ValueError(f"the tile table has {shape.keys} keys for the {kernel} kernel; pass a divisor of {TILE}")

@@ -13,6 +13,11 @@ def is_large(device: torch.device) -> bool:
     return device.type != "cuda" or _capability(device.index) in (9, 10)
 
 
+def is_hopper(device: torch.device) -> bool:
+    """Whether a device is a Hopper; true for the interpreter. Triton 3.6 fails to compile descriptors of keys for Blackwell."""
+    return device.type != "cuda" or _capability(device.index) == 9
+
+
 def processors(device: torch.device) -> int:
     """The streaming multiprocessors of a device; two in the interpreter."""
     return 2 if device.type != "cuda" else torch.cuda.get_device_properties(device).multi_processor_count

@@ -9,7 +9,10 @@ from typing import NamedTuple
 
 
 class Rows(NamedTuple):
-    """Rows of D numbers, [B, heads, rows, D]: a pointer, and the strides of all axes but the last, whose stride is 1."""
+    """Rows of D numbers, [B, heads, rows, D]: a pointer, and the strides of all axes but the last, whose stride is 1.
+
+    Inside a kernel a head's rows may be a descriptor, the sequence, the head, and None.
+    """
 
     pointer: object
     batch: object

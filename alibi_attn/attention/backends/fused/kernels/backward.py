@@ -17,14 +17,14 @@ tile by tile without loss: a gate's gradient is a sum of their differences.
 import triton
 import triton.language as tl
 
-from alibi_attn.attention.backends.fused.kernels.arguments import Head, Queries
+from alibi_attn.attention.backends.fused.kernels.arguments import Head, Queries, Rows
 from alibi_attn.attention.backends.fused.kernels.bands import (
     band_of,
     full_count,
     full_tile,
-    outlier_count,
     outlier_tile,
     partial_tile,
+    uniform_outlier_count,
 )
 from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_weights
 from alibi_attn.attention.backends.fused.kernels.positions import (
@@ -48,9 +48,9 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     load_tile,
     lse_rows,
     of_head,
-    padded,
     pair_rows,
     partial_scores,
+    shown_keys,
     store_rows,
 )
 
@@ -96,25 +96,66 @@ def query_full(
 
 
 @triton.jit
+def causal_weights(
+    tile, queries, head, lse, K, masks, S, BN: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
+):  # fmt: skip
+    """(p, k, the keys that are read) of a tile in which some keys are hidden from some queries, without key biases.
+
+    Takes few instructions: hidden keys are at a distance of −inf, and a minimum makes p 0 where the distance is negative. NaN
+    is not a minimum: it becomes inf if the key is seen.
+    """
+    jj = tl.arange(0, BN)
+    j = tile * BN + jj
+    here = shown_keys(masks, queries.sequence, j, j < S, S)
+    k = load_rows(K, tile * BN, here, BN, D)  # [BN, DP]
+    products = tl.dot(queries.q, k.T, input_precision=PRECISION)  # [BM, BN]
+    column = tl.where(here, jj.to(tl.float32), float("inf"))
+    distance = (queries.position - tile * BN).to(tl.float32)[:, None] - column[None, :]
+    exponents = products * head.scale - (head.slope * distance + lse[:, None])
+    p = tl.exp2(tl.minimum(exponents, distance * 1e30 + 1e29))
+    if head.window is not None:
+        p = tl.where((queries.position - head.window)[:, None] < j[None, :], p, 0.0)
+    if masks.key_segments is not None:
+        segments = tl.load(masks.key_segments + queries.sequence * S + j, mask=here, other=0)
+        p = tl.where(queries.segments[:, None] == segments[None, :], p, 0.0)
+    if queries.first_key is not None:
+        p = tl.where(j[None, :] >= queries.first_key[:, None], p, 0.0)
+    return p, k, here
+
+
+@triton.jit
 def query_partial(
     tile, queries, head, do, lse, origin, delta, dq, to_left, to_right, sums, K, V, masks, least, S, BN: tl.constexpr,
     D: tl.constexpr, CAUSAL: tl.constexpr, SLOPES_WANTED: tl.constexpr, SUMS_WANTED: tl.constexpr, PRECISION: tl.constexpr,
+    CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """(dq / scale, −Σ ds·|i − j − least| to the left, to the right, Σ ds and its rounding error) after a tile in which some keys
     are hidden from some queries.
+
+    Unless CAREFUL, a key or value that is not finite also makes dq of the queries from which it is hidden NaN.
     """
-    scores, seen, k, here, _ = partial_scores(tile, queries, head, K, masks, S, origin, BN, D, CAUSAL, PRECISION)
-    v = load_rows(V, tile * BN, here, BN, D)  # [BN, DP]
+    LEAN: tl.constexpr = CAUSAL and head.bias is None
     j = tile * BN + tl.arange(0, BN)
-    p = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)  # [BM, BN]
+    if LEAN:
+        p, k, here = causal_weights(tile, queries, head, lse, K, masks, S, BN, D, PRECISION)
+    else:
+        scores, seen, k, here, _ = partial_scores(tile, queries, head, K, masks, S, origin, BN, D, CAUSAL, PRECISION)
+        p = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)  # [BM, BN]
+    v = load_rows(V, tile * BN, here, BN, D)  # [BN, DP]
     dp = tl.dot(do, v.T, input_precision=PRECISION)
     if head.dropout is not None:
         dp = dp * kept_weights(head.dropout, queries.position, tile * BN, BN)
-    ds = tl.where(seen, p * (dp - delta[:, None]), 0.0)
+    ds = p * (dp - delta[:, None])
+    if CAREFUL:
+        ds = tl.where(p == 0.0, 0.0, ds)
     if SLOPES_WANTED:
         distance = queries.position[:, None] - j[None, :]
         moment = ds * (distance - least).to(tl.float32)
-        if head.right is not None:
+        if LEAN:
+            first = tile * BN
+            away = (queries.position - first - least).to(tl.float32)
+            to_left += tl.sum(ds * (j - first).to(tl.float32)[None, :], 1) - away * tl.sum(ds, 1)
+        elif head.right is not None:
             to_left -= tl.sum(tl.where(distance > 0, moment, 0.0), 1)
             to_right += tl.sum(tl.where(distance < 0, moment, 0.0), 1)
         elif CAUSAL:
@@ -123,9 +164,36 @@ def query_partial(
             to_left -= tl.sum(tl.where(distance > 0, moment, -moment), 1)
     if SUMS_WANTED:
         sums = add_exactly(sums[0], sums[1], tl.sum(ds, 1))
-    # 0·NaN is NaN: zero the bad keys. The queries that see one have a ds of NaN already.
-    k = tl.where(all_finite(k)[:, None], k, 0.0).to(k.dtype)
+    if CAREFUL:
+        # 0·NaN is NaN: zero the bad keys. The queries that see one have a ds of NaN already.
+        k = tl.where(all_finite(k)[:, None], k, 0.0).to(k.dtype)
     dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return dq, to_left, to_right, sums
+
+
+@triton.jit
+def over_tiles(
+    queries, head, do, lse, origin, delta, K, V, masks, band, outliers, least, S, BN: tl.constexpr, D: tl.constexpr,
+    CAUSAL: tl.constexpr, SLOPES_WANTED: tl.constexpr, SUMS_WANTED: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
+    STAGES: tl.constexpr,
+):  # fmt: skip
+    """The results of `query_partial` after all tiles of a block of queries; STAGES of both loops, None = the kernel's."""
+    zero = tl.zeros([queries.q.shape[0]], tl.float32)
+    dq, to_left, to_right, sums = tl.zeros(queries.q.shape, tl.float32), zero, zero, (zero, zero)
+    for x in tl.range(0, full_count(band), num_stages=STAGES):
+        dq, to_left, to_right, sums = query_full(
+            full_tile(x, band, CAUSAL), queries, head, do, lse, origin, delta, dq, to_left, to_right, sums, K, V, least, BN, D,
+            CAUSAL, SLOPES_WANTED, SUMS_WANTED, PRECISION,
+        )  # fmt: skip
+    partial = tl.maximum(band.last - band.first, 0) - full_count(band)
+    for x in tl.range(0, partial + uniform_outlier_count(outliers) * (TILE // BN), num_stages=STAGES):
+        tile = tl.where(
+            x < partial, partial_tile(x, band, CAUSAL), outlier_tile(tl.maximum(x - partial, 0), outliers, BN)
+        )
+        dq, to_left, to_right, sums = query_partial(
+            tile, queries, head, do, lse, origin, delta, dq, to_left, to_right, sums, K, V, masks, least, S, BN, D, CAUSAL,
+            SLOPES_WANTED, SUMS_WANTED, PRECISION, CAREFUL,
+        )  # fmt: skip
     return dq, to_left, to_right, sums
 
 
@@ -139,11 +207,12 @@ def of_each_query(bh, T, ROWS: tl.constexpr):
 def query_kernel(
     Q, K, V, OUT, DOUT, DQ, LSE, DLSE, DELTA, SHIFTED, DSLOPES, SUMS, call, visited, ORDER,
     D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
+    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
 ):  # fmt: skip
     """Program: one block of BM queries of one head, as in forward; a block of the plan has ROWS, one of `bands` UNIT.
 
     Args:
+        DESCRIBED: K and V are descriptors. No row is masked while loading, so if dq is not finite, all is done again with care.
         LSE, DLSE, DELTA: [B, H, T] fp32, LSE in the layout of `lse_rows`; DLSE may be None.
         SHIFTED: [B, H, T] fp32: lse + slope·(i mod TILE), which spares `key_kernel` a bias per query; None = not wanted.
         DSLOPES: [2, B, H, T] fp32, from the keys to the left and to the right; None = not wanted.
@@ -155,7 +224,10 @@ def query_kernel(
     n = programs - 1 - tl.program_id(0) % programs
     b, h = bh // H, (bh % H).to(tl.int32)
     kv = (h // G).to(tl.int64)
-    K, V = of_head(K, b, kv), of_head(V, b, kv)
+    if DESCRIBED:
+        K, V = Rows(K, b.to(tl.int32), kv.to(tl.int32), None), Rows(V, b.to(tl.int32), kv.to(tl.int32), None)
+    else:
+        K, V = of_head(K, b, kv), of_head(V, b, kv)
     right, dropout, segments = call.right_slopes, call.dropout, call.masks.query_segments
     if right is not None:
         right = load_slope(right, b, h)
@@ -199,32 +271,24 @@ def query_kernel(
     # If a whole block lies beyond the keys, a constant is left out of its distances, because a row of ds adds up to dlse.
     # Otherwise the rounding of products with distances of 10⁶ would exceed their sum.
     least = tl.maximum(start - (S - 1), 0) + tl.minimum(start + BM - 1, 0)
-    dq = tl.zeros([BM, padded(D)], tl.float32)
-    to_left = tl.zeros([BM], tl.float32)
-    to_right = tl.zeros([BM], tl.float32)
-    sums = tl.zeros([BM], tl.float32), tl.zeros([BM], tl.float32)
-
     blocks = tl.cdiv(T, ROWS)
     of_sequence = b * visited.row + n * BM // ROWS * 2
     if head.bias is not None:
         of_sequence += h * blocks * 2  # each head hides other keys
     block = b * visited.row + (h * blocks * (ROWS // UNIT) + n * BM // UNIT) * 4
     band = band_of(visited, block, of_sequence, start, head, S, BM, BN, UNIT, CAUSAL)
-    for x in tl.range(0, full_count(band)):
-        dq, to_left, to_right, sums = query_full(
-            full_tile(x, band, CAUSAL), queries, head, do, lse, origin, delta, dq, to_left, to_right, sums, K, V, least, BN, D,
-            CAUSAL, DSLOPES is not None, SUMS is not None, PRECISION,
-        )  # fmt: skip
     outliers = visited.beside + b * visited.row + (h * blocks + n * BM // ROWS) * OUTLIERS
-    partial = tl.maximum(band.last - band.first, 0) - full_count(band)
-    for x in tl.range(0, partial + outlier_count(outliers) * (TILE // BN), num_stages=1):
-        tile = tl.where(
-            x < partial, partial_tile(x, band, CAUSAL), outlier_tile(tl.maximum(x - partial, 0), outliers, BN)
-        )
-        dq, to_left, to_right, sums = query_partial(
-            tile, queries, head, do, lse, origin, delta, dq, to_left, to_right, sums, K, V, call.masks, least, S, BN, D, CAUSAL,
-            DSLOPES is not None, SUMS is not None, PRECISION,
-        )  # fmt: skip
+    dq, to_left, to_right, sums = over_tiles(
+        queries, head, do, lse, origin, delta, K, V, call.masks, band, outliers, least, S, BN, D, CAUSAL, DSLOPES is not None,
+        SUMS is not None, PRECISION, not DESCRIBED, None,
+    )  # fmt: skip
+    if DESCRIBED:
+        is_finite = tl.min(all_finite(dq).to(tl.int32), 0) != 0
+        if not is_finite:
+            dq, to_left, to_right, sums = over_tiles(
+                queries, head, do, lse, origin, delta, K, V, call.masks, band, outliers, least, S, BN, D, CAUSAL,
+                DSLOPES is not None, SUMS is not None, PRECISION, True, 1,
+            )  # fmt: skip
 
     # Loaded once more, so that no register holds the addresses of results during the loop.
     bh = tl.load(ORDER + tl.program_id(0) // programs, volatile=True).to(tl.int64)

@@ -25,6 +25,7 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     add_exactly,
     biased_scores,
     in_log2,
+    load_described,
     load_rows,
     load_slope,
     load_tile,
@@ -71,7 +72,7 @@ def last_repeated(X, j, S, D: tl.constexpr):
 def block_of(X, b, h, n, T, BM: tl.constexpr, D: tl.constexpr, DESCRIBED: tl.constexpr, WHOLE: tl.constexpr):
     """Block n of BM queries of a head, [BM, DP]; zeros past the last. X: Rows, or a descriptor of their tensor."""
     if DESCRIBED:
-        rows = X.load([b.to(tl.int32), h, n * BM, 0]).reshape([BM, padded(D)])
+        rows = load_described(X, b, h, n * BM, BM, D)
     elif WHOLE:
         rows = load_tile(of_head(X, b, h), n, BM, D)
     else:

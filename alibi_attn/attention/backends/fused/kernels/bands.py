@@ -140,6 +140,15 @@ def outlier_count(outliers):
 
 
 @triton.jit
+def uniform_outlier_count(outliers):
+    """The same. The compiler sees that all threads have the same number, and keeps a loop's addresses once for all of them."""
+    count = 0
+    for x in tl.static_range(OUTLIERS):
+        count += (tl.load(outliers + x) >= 0).to(tl.int32)
+    return count
+
+
+@triton.jit
 def outlier_tile(x, outliers, BN: tl.constexpr):
     """Tile number x of BN keys in the outlier tiles of a block."""
     x = tl.cast(x, tl.int32)  # in the interpreter a loop variable is a Python int

@@ -50,18 +50,29 @@ def inside(here, D: tl.constexpr):
 @triton.jit
 def load_tile(X, tile, N: tl.constexpr, D: tl.constexpr):
     """Tile number `tile` of N rows, which all exist; zeros beyond D."""
-    at = addresses(X, tile * N, N, D)
-    if padded(D) == D:
-        rows = tl.load(at)
+    if X.row is None:
+        rows = load_described(X.pointer, X.batch, X.head, tile * N, N, D)
+    elif padded(D) == D:
+        rows = tl.load(addresses(X, tile * N, N, D))
     else:
-        rows = tl.load(at, mask=(tl.arange(0, padded(D)) < D)[None, :], other=0.0)
+        rows = tl.load(addresses(X, tile * N, N, D), mask=(tl.arange(0, padded(D)) < D)[None, :], other=0.0)
     return rows
 
 
 @triton.jit
+def load_described(X, b, h, first, N: tl.constexpr, D: tl.constexpr):
+    """N rows of a head from row `first` on, [N, DP], given a descriptor of X [B, heads, rows, D]; zeros past the last row."""
+    return X.load([tl.cast(b, tl.int32), tl.cast(h, tl.int32), first, 0]).reshape([N, padded(D)])
+
+
+@triton.jit
 def load_rows(X, first, here, N: tl.constexpr, D: tl.constexpr):
-    """N rows from row `first` on; zeros for rows that are not `here`, and beyond D."""
-    return tl.load(addresses(X, first, N, D), mask=inside(here, D), other=0.0)
+    """N rows from row `first` on; zeros beyond D, and for rows that are not `here`, or with a descriptor past the last."""
+    if X.row is None:
+        rows = load_described(X.pointer, X.batch, X.head, first, N, D)
+    else:
+        rows = tl.load(addresses(X, first, N, D), mask=inside(here, D), other=0.0)
+    return rows
 
 
 @triton.jit
