@@ -1,11 +1,12 @@
 """Models with prefix_len and positions: attention replaced by its fp64 definition gives the same logits; so does decoding."""
 
+import encoder_oracle
 import pytest
 import torch
 from parts_oracle import truth
 from torch import Tensor, nn
 
-from alibi_attn.hf import ALiBiCache, patch
+from alibi_attn.hf import ALiBiBertForMaskedLM, ALiBiBertForSequenceClassification, ALiBiBertModel, ALiBiCache, patch
 
 FAMILIES = ["bloom", "mpt", "falcon", "ours"]
 IDS = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(0))
@@ -111,3 +112,26 @@ def test_what_does_not_fit_is_refused(model: nn.Module, build) -> None:
     patch(rounded, numerics="checkpoint")
     with pytest.raises(ValueError, match=r'prefix_len and positions need numerics="exact"'):
         rounded(IDS, **PREFIX)
+
+
+@torch.no_grad()
+def test_positions_in_an_encoder_are_those_of_a_text_with_holes(tmp_path):
+    """Tokens around a hole keep their distance, so without the hidden tokens their indices are their positions."""
+    state = encoder_oracle.random_state("jina")
+    folder = encoder_oracle.write_folder(tmp_path / "jina", state, encoder_oracle.config("jina"))
+    model = ALiBiBertModel.from_pretrained(folder, dtype=torch.float64)
+    ids = torch.randint(encoder_oracle.WORDS, (1, 12), generator=torch.Generator().manual_seed(1))
+    mask = torch.tensor([[1, 1, 0, 0, 0, 1, 1, 1, 0, 1, 0, 0]])
+    seen = mask[0].nonzero()[:, 0]
+    expected = encoder_oracle.encode(state, "jina", ids, mask)[:, seen]
+    padded = torch.cat([ids[:, seen], ids[:, :3]], 1), (torch.arange(len(seen) + 3) < len(seen)).long()[None]
+    positions = torch.cat([seen, seen[-1:].expand(3)]).double()[None]
+    found = model(*padded, positions=positions).last_hidden_state
+    assert (found[:, : len(seen)] - expected).abs().max() <= 1e-13 * expected.abs().max()
+    assert not found[:, len(seen) :].any()
+    assert (model(*padded).last_hidden_state[:, : len(seen)] - expected).abs().max() > 1e-3
+    with pytest.raises(ValueError, match="must not decrease"):
+        model(*padded, positions=-positions)
+    for head in (ALiBiBertForMaskedLM, ALiBiBertForSequenceClassification):
+        whole = head(model.config).double().eval()
+        assert not whole(*padded).logits.equal(whole(*padded, positions=2 * positions).logits)

@@ -10,6 +10,7 @@ Module names are those of MosaicBERT, so its state dicts load unmodified. Source
 """
 
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -74,11 +75,13 @@ class ALiBiBertSelfAttention(nn.Module):
         if self.layer_norm_q is not None and self.layer_norm_k is not None:
             query, key = self.layer_norm_q(query), self.layer_norm_k(key)
         heads = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in (query, key, value))
+        by_position: dict[str, Any] = {} if packing.positions is None else {"positions": packing.positions}
         attended: Tensor = self.attend(
             *heads,
             causal=False,
             key_mask=packing.mask if packing.places is None else None,
             segment_ids=packing.segments,
+            **by_position,
             dropout_p=self.dropout_p if self.training else 0.0,
             backend=self.backend,
         )

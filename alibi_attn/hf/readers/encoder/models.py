@@ -5,6 +5,7 @@ folders written by `save_pretrained` and those of Jina v2, MosaicBERT and DNABER
 Read next: `docs/encoders.md`.
 """
 
+import dataclasses
 import os
 from pathlib import Path
 from typing import Any, ClassVar, cast
@@ -193,6 +194,7 @@ class ALiBiBertModel(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
         *,
         inputs_embeds: Tensor | None = None,
         segment_ids: Tensor | None = None,
+        positions: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
     ) -> BaseModelOutputWithPooling:
@@ -206,6 +208,8 @@ class ALiBiBertModel(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
             inputs_embeds: [B, T, E], word embeddings instead of input_ids.
             segment_ids: [B, T] integers: equal numbers are one text of the row, and no token attends to another text.
                 pooler_output is that of the row's first token.
+            positions: [B, T] fp32 or fp64, such as times, which must not decrease along a row, padding included: distances are
+                |p_i − p_j| in place of |i − j|. Padding then costs as much as tokens.
             output_hidden_states: also return the embeddings and every layer's output.
 
         Raises:
@@ -220,8 +224,9 @@ class ALiBiBertModel(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
         given = _checked(input_ids, inputs_embeds, token_type_ids, self.config)
         # Dropout computes all scores of a row.
         dropping = self.training and self.config.attention_probs_dropout_prob > 0
-        may_pack = not (dropping or self.encoder.needs_whole_rows())
+        may_pack = positions is None and not (dropping or self.encoder.needs_whole_rows())
         how = packing(attention_mask, *given.shape[:2], may_pack=may_pack, segment_ids=segment_ids)
+        how = dataclasses.replace(how, positions=positions)
         types = None if token_type_ids is None else how.pack(token_type_ids)
         words = how.pack(given) if input_ids is None else self.embeddings.word_embeddings(how.pack(given))
         x = self.embeddings(words, types)
@@ -269,6 +274,7 @@ class ALiBiBertForMaskedLM(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped
         labels: Tensor | None = None,
         inputs_embeds: Tensor | None = None,
         segment_ids: Tensor | None = None,
+        positions: Tensor | None = None,
         output_attentions: bool | None = None,
         output_hidden_states: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
@@ -284,6 +290,7 @@ class ALiBiBertForMaskedLM(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped
             token_type_ids,
             inputs_embeds=inputs_embeds,
             segment_ids=segment_ids,
+            positions=positions,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
             return_dict=True,
@@ -321,6 +328,7 @@ class ALiBiBertForSequenceClassification(ALiBiBertPreTrainedModel):  # type: ign
         output_hidden_states: bool | None = None,
         num_items_in_batch: Tensor | int | None = None,
         segment_ids: Tensor | None = None,
+        positions: Tensor | None = None,
     ) -> SequenceClassifierOutput:
         """logits [B, num_labels], and with labels the loss.
 
@@ -336,6 +344,7 @@ class ALiBiBertForSequenceClassification(ALiBiBertPreTrainedModel):  # type: ign
             attention_mask,
             token_type_ids,
             inputs_embeds=inputs_embeds,
+            positions=positions,
             output_attentions=output_attentions,
             output_hidden_states=output_hidden_states,
             return_dict=True,

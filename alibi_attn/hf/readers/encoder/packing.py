@@ -36,6 +36,7 @@ class Packing:
         segments: the text of each token, [1, N + filler] if packed, where the filler counts as one more text; else [B, T], or
             None with one text per row.
         filler: entries after the tokens of a packed row.
+        positions: [B, T], as for `alibi_attention`; such a batch is not packed.
     """
 
     batch: int
@@ -44,6 +45,7 @@ class Packing:
     places: Tensor | None = None
     segments: Tensor | None = None
     filler: int = 0
+    positions: Tensor | None = None
 
     def pack(self, x: Tensor) -> Tensor:
         """[B, T, …] -> [1, N + filler, …] if packed; the filler is 0."""
