@@ -5,9 +5,8 @@ Every rank takes part, even if its own arguments are invalid: otherwise the othe
 
 import json
 import math
-import zlib
 from collections.abc import Callable
-from typing import NamedTuple, Unpack
+from typing import Any, NamedTuple, Unpack
 
 import torch
 from torch import Tensor
@@ -60,7 +59,8 @@ def shard_spec(
     return spec
 
 
-MOST_BYTES = 2048  # of the values below as JSON; every rank sends this many
+MOST_BYTES = 2048  # of the values below as JSON; every rank sends this many, and then the checksums
+_ODD = -7046029254386353131  # 2⁶⁴/φ, which spreads the bits of a number
 
 
 class _Arguments(NamedTuple):
@@ -73,10 +73,15 @@ class _Arguments(NamedTuple):
     score_bound: float | None
 
 
-def _checksum(slopes: Tensor | None) -> str | None:
-    if slopes is None:
-        return None
-    return f"other numbers (checksum {zlib.crc32(slopes.detach().double().cpu().contiguous().numpy().tobytes()):08x})"
+def _checksum(x: Tensor, device: torch.device) -> Tensor:
+    """Of the bits of all numbers and their order, 0-d int64; on the device, because reading them would synchronize."""
+    bits = x.detach().to(device, torch.float64).flatten().contiguous().view(torch.int64)
+    mixed = (bits ^ (bits >> 32)) * _ODD
+    return ((mixed ^ (mixed >> 29)) * (2 * torch.arange(bits.numel(), device=device) + 1)).sum()
+
+
+def _given(x: Tensor | None) -> str | None:
+    return None if x is None else "given"
 
 
 def _dtype_of(tensor: Tensor | None) -> str | None:
@@ -100,16 +105,24 @@ FIELDS: dict[str, Callable[[_Arguments], str | float | None]] = {
     "scale": lambda x: x.spec.scale,
     "tolerance": lambda x: float(x.spec.tolerance),
     "dropout_p": lambda x: float(x.spec.dropout_p),
-    "slopes": lambda x: _checksum(x.spec.slopes),
-    "right_slopes": lambda x: _checksum(x.spec.right_slopes),
-    "sink_logits": lambda x: _checksum(x.spec.sink_logits),
-    "segment_ids": lambda x: None if x.spec.key_segments is None else "given",
+    "slopes": lambda x: _given(x.spec.slopes),
+    "right_slopes": lambda x: _given(x.spec.right_slopes),
+    "sink_logits": lambda x: _given(x.spec.sink_logits),
+    "segment_ids": lambda x: _given(x.spec.key_segments),
     "the dtype of key_bias": lambda x: _dtype_of(x.spec.key_bias),
     "the dtype of log_fgate": lambda x: _dtype_of(x.log_fgate),
     "score_bound": lambda x: None if x.score_bound is None else float(x.score_bound),
     "whether key or value needs a gradient": lambda x: _needs_grad(x.key, x.value),
     "whether key_bias needs a gradient": lambda x: _needs_grad(x.spec.key_bias),
     "whether log_fgate needs a gradient": lambda x: _needs_grad(x.log_fgate),
+}
+
+
+# Those of the fields that are tensors of numbers, which are compared by their checksums.
+NUMBERS: dict[str, Callable[[Spec], Tensor | None]] = {
+    "slopes": lambda spec: spec.slopes,
+    "right_slopes": lambda spec: spec.right_slopes,
+    "sink_logits": lambda spec: spec.sink_logits,
 }
 
 
@@ -148,9 +161,14 @@ def check_arguments(
         seed = 0 if spec.dropout_seed is None else int(spec.dropout_seed[0, 0])
         own = (spec.query_len, spec.key_mask is not None, seed)  # may differ between ranks
         given = [own, {name: value_of(arguments) for name, value_of in FIELDS.items()}]
-    message = json.dumps(given).encode().ljust(MOST_BYTES)
-    numbers = torch.frombuffer(bytearray(message), dtype=torch.uint8).to(device)
-    rows = [json.loads(bytes(row.tolist())) for row in ranks.gathered(numbers, "arguments").cpu()]
+    message = bytearray(json.dumps(given).encode().ljust(MOST_BYTES))
+    tensors = [None if spec is None else of_spec(spec) for of_spec in NUMBERS.values()]
+    none = torch.zeros((), dtype=torch.int64, device=device)
+    checksums = torch.stack([none if x is None else _checksum(x, device) for x in tensors])
+    numbers = torch.cat(
+        [torch.frombuffer(message, dtype=torch.uint8).to(device, non_blocking=True), checksums.view(torch.uint8)]
+    )
+    rows = [_read(row) for row in ranks.gathered(numbers, "arguments").cpu()]
     if spec is None:
         return GroupArguments((), masked=False, seed=0)
     if None in rows:
@@ -167,6 +185,16 @@ def check_arguments(
                 )
     lengths, masked, seeds = zip(*(own for own, _ in rows), strict=True)
     return GroupArguments(lengths, any(masked), seeds[0])
+
+
+def _read(row: Tensor) -> Any:
+    """What one rank has sent, with the checksums among its fields."""
+    sent = json.loads(bytes(row[:MOST_BYTES].tolist()))
+    if sent is not None:
+        for name, checksum in zip(NUMBERS, row[MOST_BYTES:].clone().view(torch.int64).tolist(), strict=True):
+            if sent[1][name] is not None:
+                sent[1][name] = f"other numbers (checksum {checksum % 2**64:016x})"
+    return sent
 
 
 def check_score_bound(score_bound: float | None, *, hides: bool) -> None:
