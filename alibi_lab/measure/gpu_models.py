@@ -17,13 +17,12 @@ from alibi_lab.measure.gpu_jax import JAX, JAX_TRITON
 from alibi_lab.measure.gpu_kernels import OF_KERNELS
 from alibi_lab.measure.gpu_linears import LINEARS, LINEARS_COMPILED
 from alibi_lab.measure.gpu_networks import BLOOM, BLOOM_STEP, ENCODER
-from alibi_lab.measure.gpu_parts import Case, Part, failures, left_out, number_type
+from alibi_lab.measure.gpu_parts import Case, Part, device_at, failures, left_out, number_type
 from alibi_lab.measure.gpu_steps import GATED, PLAIN, WITH_MASK
-from alibi_lab.measure.harness import Config, Row, Rows, Say, keep
+from alibi_lab.measure.harness import Config, Row, Rows, Say, keep_right
 
 PARTS = (PLAIN, DECODING, OF_KERNELS, GATED, WITH_MASK, BLOOM, BLOOM_STEP, ENCODER, JAX, JAX_TRITON)
 ENCODERS = (LINEARS, MIXED, DOCUMENT, TEXTS, LINEARS_COMPILED)  # on demand
-SCALES = ("full", "smoke")
 
 
 def gpu_models(
@@ -48,37 +47,20 @@ def gpu_models(
         ValueError: no CUDA device, or an unknown part.
         RuntimeError: a result was wrong; the records are kept.
     """
-    if scale not in SCALES:
-        raise ValueError(f"scale is {scale!r} but must be 'full' or 'smoke'")
     known = {part.name: part for part in (*PARTS, *ENCODERS)}
     if unknown := [name for name in parts if name not in known]:
         raise ValueError(f"parts has {', '.join(unknown)} but must be of {', '.join(known)}")
-    device = torch.device("cpu" if scale == "smoke" else "cuda")
-    if scale == "full" and not torch.cuda.is_available():
-        raise ValueError(
-            "alibi bench gpu-models needs a CUDA device but there is none; pass --scale smoke to test it on a CPU"
-        )
-    chosen = [known[name] for name in parts] or PARTS
-    wrong = list[str]()
+    device, chosen = device_at(scale, "gpu-models"), [known[name] for name in parts] or PARTS
 
     def steps() -> Iterator[Mapping[str, Rows]]:
         end, share = time.perf_counter(), seconds / sum(part.seconds for part in chosen)
         for part in chosen:
             end += part.seconds * share
             for case in part.cases[scale]:
-                rows = measured(part, case, device, end)
-                wrong.extend(
-                    f"{part.name}, {case}, {x}: {row['why_not']}"
-                    for x, row in rows.items()
-                    if row.get("right") is False
-                )
-                yield {_name(part, device): rows}
+                yield {_name(part, device): measured(part, case, device, end)}
 
     configs = {_name(part, device): _config(part, part.cases[scale], device) for part in chosen}
-    paths = keep(out, configs, steps(), say=say)
-    if wrong:
-        raise RuntimeError("; ".join(wrong))
-    return paths
+    return keep_right(out, configs, steps(), say=say)
 
 
 def measured(part: Part, case: Case, device: torch.device, end: float) -> dict[str, Row]:

@@ -59,6 +59,21 @@ class Part(NamedTuple):
     columns: Sequence[str] = COLUMNS
 
 
+def device_at(scale: str, benchmark: str) -> torch.device:
+    """The GPU; at scale "smoke" the CPU, where Triton's interpreter runs the same code.
+
+    Raises:
+        ValueError: an unknown scale, or no CUDA device.
+    """
+    if scale not in ("full", "smoke"):
+        raise ValueError(f"scale is {scale!r} but must be 'full' or 'smoke'")
+    if scale == "full" and not torch.cuda.is_available():
+        raise ValueError(
+            f"alibi bench {benchmark} needs a CUDA device but there is none; pass --scale smoke to test it on a CPU"
+        )
+    return torch.device("cuda" if scale == "full" else "cpu")
+
+
 def failures() -> tuple[type[Exception], ...]:
     """FAILURES, and those of Triton's compiler, which derive from nothing else."""
     if importlib.util.find_spec("triton") is None:

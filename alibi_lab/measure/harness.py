@@ -180,6 +180,37 @@ def keep(
     return [paths[name] for name in configs]
 
 
+def keep_right(
+    out: Path,
+    configs: Mapping[str, Config],
+    steps: Iterable[Mapping[str, Rows]],
+    *,
+    say: Say,
+    summary: Callable[[Columns], Metrics] = lambda columns: {},
+) -> list[Path]:
+    """`keep`, for rows that say in `right` whether their result is right.
+
+    Raises:
+        RuntimeError: a result was wrong; the records are kept.
+    """
+    wrong: list[str] = []
+
+    def noted() -> Iterator[Mapping[str, Rows]]:
+        for step in steps:
+            rows = ((name, peer, row) for name, of_peers in step.items() for peer, row in of_peers.items())
+            wrong.extend(
+                f"{name}, {peer}: at {row['length']} tokens {row['why_not']}"
+                for name, peer, row in rows
+                if row.get("right") is False
+            )
+            yield step
+
+    paths = keep(out, configs, noted(), say=say, summary=summary)
+    if wrong:
+        raise RuntimeError("; ".join(wrong))
+    return paths
+
+
 def keep_by_length(
     out: Path,
     name: str,

@@ -77,7 +77,7 @@ def test_a_wrong_peer_is_not_timed_and_raises_after_the_records_are_kept(
         return eager(query, key, value, slopes.roll(1))
 
     wrong = Peer("eager", shifted, "with the slope of another head")
-    with pytest.raises(RuntimeError, match="noise-2x8: at 16 tokens eager is wrong: its output is off"):
+    with pytest.raises(RuntimeError, match="noise-2x8, eager: at 16 tokens eager is wrong: its output is off"):
         measure(tmp_path, monkeypatch, [wrong, *THEIRS[:1]])
     loaded = [record for record in records.find(tmp_path) if "decoding" not in record.name]
     assert len(loaded) == 2
