@@ -48,7 +48,7 @@ def test_a_call_takes_few_launches_and_operations(record: records.Record, kind: 
 
 
 def test_launches_operations_and_allocations_are_counted(record: records.Record) -> None:
-    assert record.curves["plain"]["forward_launches"][0] >= 4
+    assert record.curves["plain"]["training_launches"][0] >= 4
     assert record.curves["plain"]["training_allocations"][0] >= 5  # output, lse and three gradients
     assert record.curves["SDPA"]["forward_operations"] == [1]
 
