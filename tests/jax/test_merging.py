@@ -74,7 +74,7 @@ def loss(q, k, v, slopes, **options):
 def cases() -> list:
     """Each option in each backend; what takes XLA long to compile is for the long tests."""
     slow = [options for options in CASES if (len(options) > 1 and "sinks" not in options) or "prefix_len" in options]
-    slow = {"native": [], "dense": [x for x in CASES if len(x) > 2 and "sinks" not in x], "loop": slow[1:]}
+    slow = {"native": [], "dense": [x for x in CASES if len(x) > 2], "loop": slow[1:]}
     return [
         pytest.param(
             backend,
