@@ -51,6 +51,8 @@ MODELS = {
     "gates": "gates",
     "masked": "masked",
     "bloom-[0-9a-f]": "BLOOM",
+    "encoder-" + "[0-9a-f]" * 12: "encoder",
+    "decoding": "one more token",
 }
 NEXT_TOKENS = "benchmark-next-tokens-bloom-*.json"
 TRAINING, GENERATING = "benchmark-training-medium-*.json", "benchmark-generating-bloom-*.json"
@@ -296,17 +298,14 @@ def gpu_kernels() -> str:
 def gpu_models() -> str:
     """Whole calls on a GPU, eager and as a CUDA graph: forward + backward, of BLOOM forward."""
     rows = []
-    for part, peer in (
-        ("gates", "SDPA, no bias, cuDNN"),
-        ("masked", "SDPA + mask, no bias"),
-        ("bloom-[0-9a-f]", "original"),
-    ):
+    peers = "SDPA, no bias, cuDNN", "SDPA + mask, no bias", "original", "SDPA + dense bias", "SDPA, no bias"
+    for (part, called), peer in zip(MODELS.items(), peers, strict=True):
         found = record(f"benchmark-gpu-models-{part}*.json")
         batches = _by_length(found, OURS, "batch")
         for n in _whole(found, OURS):
             ways = [_whole(found, f"{name}{way}").get(n) for name in (OURS, peer) for way in ("", ", graph")]
-            cells = ["–" if x is None else f"{x:.2f}" for x in ways]
-            rows.append([f"{MODELS[part]}, {batches[n]:.0f} × {n:,.0f}", *cells])
+            cells = ["–" if x is None else f"{x:.3f}" if x < 0.1 else f"{x:.2f}" for x in ways]
+            rows.append([f"{called}, {batches[n]:.0f} × {n:,.0f}", *cells])
     return table(["ms", OURS, "ours, graph", "peer", "peer, graph"], rows)
 
 

@@ -12,7 +12,7 @@ from alibi_attn.attention.certificate.constants import TILE
 
 MAX_HEAD_DIM = 256
 DECODE_QUERIES = 8  # up to this many queries are decoding
-WHOLE_BYTES = 2**25  # decoding reads up to this many bytes of keys and values whole: to find the reach takes longer
+WHOLE_BYTES = 80 << 20  # decoding reads up to this many bytes of keys and values whole: to find the reach takes longer
 WHOLE_KEYS = 1024  # up to this many keys a call without gradients scores all of them, for the same reason
 PLAN_ROWS = 128  # queries that share one plan of tiles; no tile has more
 
