@@ -86,6 +86,7 @@ LINEARS = Part(
     {"full": (Case(1, 16384, 12, 64), Case(1, 16384, 16, 128), Case(1, 1, 16, 128)), "smoke": (Case(1, 30, 2, 16),)},
     linears,
     _COLUMNS,
+    tuple(LARGEST),
 )
 LINEARS_COMPILED = Part(
     "linears-compiled",
@@ -94,4 +95,5 @@ LINEARS_COMPILED = Part(
     {"full": (Case(1, 16384, 16, 128),), "smoke": (Case(1, 30, 2, 16),)},
     functools.partial(linears, compiled=True),
     _COLUMNS,
+    tuple(LARGEST),
 )

@@ -5,6 +5,8 @@ part makes a record, has a share of the time, and a failure in it is the reason 
 same code at tiny sizes on a CPU, in Triton's interpreter.
 """
 
+import contextlib
+import importlib
 import time
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
@@ -45,7 +47,7 @@ def gpu_models(
 
     Raises:
         ValueError: no CUDA device, or an unknown part.
-        RuntimeError: a result was wrong; the records are kept.
+        RuntimeError: a result of ours was wrong; the records are kept. A wrong peer has a row without times.
     """
     known = {part.name: part for part in (*PARTS, *ENCODERS)}
     if unknown := [name for name in parts if name not in known]:
@@ -59,8 +61,12 @@ def gpu_models(
             for case in part.cases[scale]:
                 yield {_name(part, device): measured(part, case, device, end)}
 
+    for module in {name for part in chosen for name in part.imports}:
+        with contextlib.suppress(ImportError):  # the reason in the rows of the part
+            importlib.import_module(module)
     configs = {_name(part, device): _config(part, part.cases[scale], device) for part in chosen}
-    return keep_right(out, configs, steps(), say=say)
+    names = {_name(part, device): part.ours for part in chosen}
+    return keep_right(out, configs, steps(), ours=lambda name, peer: peer.startswith(names[name]), say=say)
 
 
 def measured(part: Part, case: Case, device: torch.device, end: float) -> dict[str, Row]:

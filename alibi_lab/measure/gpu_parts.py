@@ -49,6 +49,8 @@ class Part(NamedTuple):
         cases: by scale.
         calls: (case, device) -> what checks and times each peer, in this order. It prepares what they share.
         columns: of a row.
+        ours: names of ours begin with one of these; only their wrong results are errors.
+        imports: modules that are imported before the time begins: from a cold disk that takes seconds.
     """
 
     name: str
@@ -57,6 +59,8 @@ class Part(NamedTuple):
     cases: Mapping[str, Sequence[Case]]
     calls: Callable[[Case, torch.device], Calls]
     columns: Sequence[str] = COLUMNS
+    ours: tuple[str, ...] = ("ours",)
+    imports: Sequence[str] = ()
 
 
 def device_at(scale: str, benchmark: str) -> torch.device:

@@ -186,12 +186,16 @@ def keep_right(
     steps: Iterable[Mapping[str, Rows]],
     *,
     say: Say,
+    ours: Callable[[str, str], bool],
     summary: Callable[[Columns], Metrics] = lambda columns: {},
 ) -> list[Path]:
     """`keep`, for rows that say in `right` whether their result is right.
 
+    Args:
+        ours: (record, peer) -> whether the peer is ours.
+
     Raises:
-        RuntimeError: a result was wrong; the records are kept.
+        RuntimeError: a result of ours was wrong; the records are kept.
     """
     wrong: list[str] = []
 
@@ -201,7 +205,7 @@ def keep_right(
             wrong.extend(
                 f"{name}, {peer}: at {row['length']} tokens {row['why_not']}"
                 for name, peer, row in rows
-                if row.get("right") is False
+                if row.get("right") is False and ours(name, peer)
             )
             yield step
 

@@ -70,19 +70,19 @@ def test_every_peer_has_its_errors_and_times_or_a_reason(tmp_path: Path, monkeyp
                 assert (row["gradient_error"] is not None) == (row["backward_ms"] is not None) == trains
 
 
-def test_a_wrong_peer_is_not_timed_and_raises_after_the_records_are_kept(
+def test_a_wrong_peer_is_a_row_without_times_and_no_error(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def shifted(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Attention:
         return eager(query, key, value, slopes.roll(1))
 
     wrong = Peer("eager", shifted, "with the slope of another head")
-    with pytest.raises(RuntimeError, match="noise-2x8, eager: at 16 tokens eager is wrong: its output is off"):
-        measure(tmp_path, monkeypatch, [wrong, *THEIRS[:1]])
+    measure(tmp_path, monkeypatch, [wrong, *THEIRS[:1]])
     loaded = [record for record in records.find(tmp_path) if "decoding" not in record.name]
     assert len(loaded) == 2
     for record in loaded:
         assert record.curves["eager"]["right"] == [False, False]
+        assert str(record.curves["eager"]["why_not"][0]).startswith("eager is wrong: its output is off")
         assert record.curves["eager"]["forward_ms"] == [None, None]
         assert min(record.curves["eager"]["relative_error"]) > 1e-3
         assert min(record.curves["causal, no bias"]["forward_ms"]) > 0
