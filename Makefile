@@ -52,7 +52,7 @@ test-levels: ready ## Test the C++ kernels compiled for every instruction level 
 sanitize: ready ## Test the C++ kernels under the address and undefined-behavior sanitizers (minutes)
 	$(BIN)/python tests/support/fuzz/sanitized.py
 
-gpu: ## Check the Triton kernels on a GPU, attack their certificate and time them: nine minutes, results in runs/gpu
+gpu: ## Check the Triton kernels on a GPU, attack their certificate and time them: eight minutes, results in runs/gpu
 	$(PYTHON) tests/support/interpreter/everything_on_device.py runs/gpu
 
 wheels: ready ## Build and check the wheels of all systems and the sdist, in dist/ (minutes)

@@ -77,8 +77,8 @@ def gpu(
 
     Raises:
         ValueError: no CUDA device, or, at scale "smoke", no interpreter.
-        RuntimeError: our kernels were wrong in the checks, and nothing was timed, or later, and the records are kept. A wrong peer
-            has a row without times.
+        RuntimeError: our kernels were wrong: nothing was timed if the checks found it, else the records are kept. A wrong peer is
+            a row without times.
     """
     device, smoke = device_at(scale, "gpu"), scale == "smoke"
     if unknown := set(kinds) - set(KINDS):

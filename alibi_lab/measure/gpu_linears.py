@@ -81,7 +81,7 @@ _PEERS = {"int8": "torch._int_mm, eager", "float8": "torch._scaled_mm, eager"}
 _COLUMNS = (*COLUMNS, "rounding_error", "equal_on_cpu")
 LINEARS = Part(
     "linears",
-    5.0,
+    3.0,
     {"unquantized": "nn.Linear", **_PEERS},
     {"full": (Case(1, 16384, 12, 64), Case(1, 16384, 16, 128), Case(1, 1, 16, 128)), "smoke": (Case(1, 30, 2, 16),)},
     linears,

@@ -14,16 +14,18 @@ from alibi_lab.measure.harness import Row
 from alibi_lab.measure.timing import replayable
 
 LAST = 64  # positions whose logits are compared
+TRANSFORMERS = ("alibi_lab.measure.embedding_peers", "transformers.models.bloom.modeling_bloom")
 ROOM = 1024  # tokens that a static cache holds beyond the prompt
-LAYERS = {"cpu": 1, "cuda": 8}
+LAYERS, WORDS = {"cpu": 1, "cuda": 8}, {"cpu": 100, "cuda": 32768}  # of the BLOOM
 ENCODER_LAYERS = {"cpu": 1, "cuda": 12}
 ORIGINAL, DENSE, STATIC = "original", "SDPA + dense bias", "ours, static cache"
 
 
 def bloom_pass(case: Case, device: torch.device) -> Calls:
     """A forward pass, compared with that of the original in fp32."""
-    original, patched, tokens = _blooms(case, device)
-    true = _logits(copy.deepcopy(original).float(), tokens)
+    exact, original, patched = _blooms(case.heads, case.head_dim, device)
+    tokens = _tokens(case, device)
+    true = _logits(exact, tokens)
     plain = relative_error(_logits(original, tokens), true)
     return {
         name: functools.partial(checked_row, functools.partial(_logits, model, tokens), device, true, plain)
@@ -32,13 +34,14 @@ def bloom_pass(case: Case, device: torch.device) -> Calls:
 
 
 def bloom_step(case: Case, device: torch.device) -> Calls:
-    """The step that makes `case.length` tokens of one fewer."""
+    """The step after a prompt of `case.length` tokens."""
     from transformers import DynamicCache
 
     from alibi_attn.hf import ALiBiCache, StaticALiBiCache
 
-    original, patched, tokens = _blooms(case, device)
-    true = _logits(copy.deepcopy(original).float(), tokens)[:, -1:]
+    exact, original, patched = _blooms(case.heads, case.head_dim, device)
+    tokens = _tokens(case._replace(length=case.length + 1), device)
+    true = _logits(exact, tokens)[:, -1:]
     plain = relative_error(_logits(original, tokens)[:, -1:], true)
 
     def row(model: nn.Module, new_cache: Callable[[], Any], *, graph: bool = False) -> Row:
@@ -53,10 +56,10 @@ def bloom_step(case: Case, device: torch.device) -> Calls:
 
     static = functools.partial(StaticALiBiCache, case.length + ROOM)
     return {
-        ORIGINAL: functools.partial(row, original, DynamicCache),
         "ours": functools.partial(row, patched, ALiBiCache),
         STATIC: functools.partial(row, patched, static),
         STATIC + GRAPH: functools.partial(row, patched, static, graph=True),
+        ORIGINAL: functools.partial(row, original, DynamicCache),
     }
 
 
@@ -103,17 +106,18 @@ def encoder(case: Case, device: torch.device) -> Calls:
     return calls
 
 
-def _blooms(case: Case, device: torch.device) -> tuple[nn.Module, nn.Module, Tensor]:
-    """(a BLOOM with random weights, a patched copy of it, a text [B, T])."""
+@functools.lru_cache(maxsize=1)  # both parts have the same sizes
+def _blooms(heads: int, head_dim: int, device: torch.device) -> tuple[nn.Module, nn.Module, nn.Module]:
+    """A BLOOM with random weights: (in fp32, as it is, patched), the last two in the dtype of the device."""
     from transformers import BloomConfig, BloomForCausalLM
 
     from alibi_attn.hf import patch
 
     config = BloomConfig(
-        vocab_size=32768 if device.type == "cuda" else 100,
-        hidden_size=case.heads * case.head_dim,
+        vocab_size=WORDS[device.type],
+        hidden_size=heads * head_dim,
         n_layer=LAYERS[device.type],
-        n_head=case.heads,
+        n_head=heads,
     )
     torch.manual_seed(0)
     with device:
@@ -121,9 +125,13 @@ def _blooms(case: Case, device: torch.device) -> tuple[nn.Module, nn.Module, Ten
     original = original.to(number_type(device)).eval()
     patched = copy.deepcopy(original)
     patch(patched)
+    return copy.deepcopy(original).float(), original, patched
+
+
+def _tokens(case: Case, device: torch.device) -> Tensor:
+    """A text [B, T]."""
     generator = torch.Generator(device).manual_seed(0)
-    tokens = torch.randint(3, config.vocab_size, (case.batch, case.length), generator=generator, device=device)
-    return original, patched, tokens
+    return torch.randint(3, WORDS[device.type], (case.batch, case.length), generator=generator, device=device)
 
 
 def _logits(model: nn.Module, tokens: Tensor, cache: object = None) -> Tensor:
@@ -138,6 +146,11 @@ def relative_error(actual: Tensor, true: Tensor) -> float:
     return float((actual.detach().float() - true).abs().max() / true.abs().max())
 
 
+def allowed_error(plain: float, dtype: torch.dtype) -> float:
+    """Twice the original's error in this dtype, and four roundings."""
+    return 2 * plain + 4 * torch.finfo(dtype).eps
+
+
 def checked_row(
     call: Callable[[], Tensor],
     device: torch.device,
@@ -147,7 +160,7 @@ def checked_row(
 ) -> Row:
     """The error of what is compared of the output, and times; twice the original's error is allowed."""
     output = compared(call())
-    row = judged(relative_error(output, true), 2 * plain + 4 * torch.finfo(output.dtype).eps)
+    row = judged(relative_error(output, true), allowed_error(plain, output.dtype))
     return row | call_row(call, device) if row["right"] else row
 
 
@@ -157,18 +170,20 @@ BLOOM = Part(
     {ORIGINAL: "transformers' BloomForCausalLM, eager attention", "ours": "the same, patched"},
     {"full": (Case(1, 2048, 16, 128), Case(1, 8192, 16, 128)), "smoke": (Case(1, 70, 2, 16),)},
     bloom_pass,
+    imports=TRANSFORMERS,
 )
 BLOOM_STEP = Part(
     "bloom-step",
     12.0,
     {
-        ORIGINAL: "transformers' BloomForCausalLM, DynamicCache",
         "ours": "patched, ALiBiCache",
         STATIC: "patched, StaticALiBiCache",
         STATIC + GRAPH: "the same, replayed by a CUDA graph",
+        ORIGINAL: "transformers' BloomForCausalLM, DynamicCache",
     },
     {"full": (Case(1, 2048, 16, 128),), "smoke": (Case(1, 70, 2, 16),)},
     bloom_step,
+    imports=TRANSFORMERS,
 )
 ENCODER = Part(
     "encoder",
@@ -180,4 +195,5 @@ ENCODER = Part(
     },
     {"full": (Case(32, 512, 12, 64), Case(1, 8192, 12, 64)), "smoke": (Case(2, 70, 2, 16), Case(1, 70, 2, 16))},
     encoder,
+    imports=TRANSFORMERS,
 )

@@ -70,9 +70,7 @@ def test_every_peer_has_its_errors_and_times_or_a_reason(tmp_path: Path, monkeyp
                 assert (row["gradient_error"] is not None) == (row["backward_ms"] is not None) == trains
 
 
-def test_a_wrong_peer_is_a_row_without_times_and_no_error(
-    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_wrong_peer_is_a_row_without_times_and_no_error(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def shifted(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Attention:
         return eager(query, key, value, slopes.roll(1))
 

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from alibi_lab import records
-from alibi_lab.measure import gpu_linears
+from alibi_lab.measure import gpu_encoders, gpu_linears
 from alibi_lab.measure.gpu_encoders import DOCUMENT, MIXED, TEXTS
 from alibi_lab.measure.gpu_linears import LINEARS, LINEARS_COMPILED
 from alibi_lab.measure.gpu_models import ENCODERS, gpu_models
@@ -35,6 +35,11 @@ def test_encoders_are_right(part: Part, tmp_path: Path) -> None:
     assert_right(part, tmp_path)
 
 
+def test_a_document_that_dense_attention_cannot_read_is_right(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(gpu_encoders, "LONGEST_DENSE", 40)
+    assert_right(DOCUMENT, tmp_path)
+
+
 @pytest.mark.long
 @pytest.mark.parametrize("part", [TEXTS, LINEARS_COMPILED], ids=lambda part: part.name)
 def test_texts_and_compiled_layers_are_right(part: Part, tmp_path: Path) -> None:
@@ -48,5 +53,5 @@ def test_every_part_is_run_on_demand() -> None:
 @pytest.mark.skipif("int8" in ABSENT, reason="int8 needs a processor with VNNI instructions")
 def test_another_largest_code_is_wrong(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(gpu_linears.LARGEST, "int8", 126.0)
-    with pytest.raises(RuntimeError, match="linears, 1x30, 2x16, int8: it is wrong"):
+    with pytest.raises(RuntimeError, match="linears, int8: at 30 tokens it is wrong"):
         gpu_models(tmp_path, parts=["linears"], scale="smoke", say=lambda _: None)

@@ -104,10 +104,15 @@ def test_a_long_step_in_jax_is_judged_by_its_last_queries(monkeypatch: pytest.Mo
 
 def test_a_wrong_part_raises_after_the_records_are_kept(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def calls(case: Case, device: torch.device) -> Calls:
-        return {"ours": lambda: {"right": False, "why_not": "it is wrong"}, "peer": lambda: {"right": case.length == 20}}
+        return {
+            "ours": lambda: {"right": False, "why_not": "it is wrong"},
+            "peer": lambda: {"right": case.length == 20},
+        }
 
     monkeypatch.setattr(module, "PARTS", (Part("a", 1.0, {"ours": "", "peer": ""}, CASES, calls),))
-    with pytest.raises(RuntimeError, match=r"models-a, ours: at 20 tokens it is wrong; [^;]*models-a, ours: at 30 [^;]*$"):
+    with pytest.raises(
+        RuntimeError, match=r"models-a, ours: at 20 tokens it is wrong; [^;]*models-a, ours: at 30 [^;]*$"
+    ):
         gpu_models(tmp_path, scale="smoke", say=silent)
     (record,) = records.find(tmp_path)
     assert record.curves["ours"]["length"] == [20, 30]

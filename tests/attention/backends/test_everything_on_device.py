@@ -48,8 +48,8 @@ def test_a_part_that_takes_too_long_is_stopped_with_its_processes(
         pass  # killed, but not yet gone
 
 
-def test_the_parts_end_within_645_seconds_with_conformance_first() -> None:
-    assert sum(part.seconds for part in PARTS["full"].values()) <= 645
+def test_the_parts_end_within_eight_minutes_with_conformance_first() -> None:
+    assert sum(part.seconds for part in PARTS["full"].values()) <= 480
     assert list(PARTS["full"]) == ["conformance", "compile", "bench", "models", "jax", "encoders", "context", "attack"]
     assert list(PARTS["smoke"]) == [
         "conformance",
@@ -63,9 +63,9 @@ def test_the_parts_end_within_645_seconds_with_conformance_first() -> None:
 
 
 def test_some_parts_share_the_given_seconds() -> None:
-    parts = chosen("full", ["models", "bench"], 115)
-    assert {name: part.seconds for name, part in parts.items()} == {"bench": 65, "models": 50}
-    assert parts["bench"].command()[-2:] == ["--seconds", "43"]
+    parts = chosen("full", ["models", "bench"], 80)
+    assert {name: part.seconds for name, part in parts.items()} == {"bench": 50, "models": 30}
+    assert parts["bench"].command()[-2:] == ["--seconds", "30"]
     assert chosen("full") == PARTS["full"]
 
 

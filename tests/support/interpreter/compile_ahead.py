@@ -30,7 +30,7 @@ from alibi_lab.measure.gpu_checks import CHECKED, arguments_of, end_at_once
 from alibi_lab.measure.gpu_decoding import DECODING, ROOM, Given
 from alibi_lab.measure.gpu_encoders import DOCUMENT, MIXED
 from alibi_lab.measure.gpu_kernels import OF_KERNELS
-from alibi_lab.measure.gpu_networks import ENCODER
+from alibi_lab.measure.gpu_networks import BLOOM_STEP, ENCODER
 from alibi_lab.measure.gpu_parts import Case
 from alibi_lab.measure.gpu_rows import TOKENS
 from alibi_lab.measure.gpu_steps import GATED, PLAIN, WITH_MASK, padding
@@ -65,9 +65,12 @@ def steps() -> Iterator[Step]:
                 _encoded, case._replace(batch=1, length=segments.shape[1]), dtype, segment_ids=segments
             )
         yield functools.partial(_encoded, case, torch.bfloat16, key_mask=shown)
+        yield functools.partial(_encoded, case._replace(batch=1, length=case.length - 1), torch.bfloat16)
     for case in (*MIXED.cases["full"], *DOCUMENT.cases["full"]):
         yield functools.partial(_encoded, case, torch.bfloat16)
     yield functools.partial(_encoded, DOCUMENT.cases["full"][-1], torch.float32)
+    for case in BLOOM_STEP.cases["full"]:
+        yield functools.partial(_encoded, case, torch.bfloat16, causal=True)
     for case in DECODING.cases["full"]:
         yield functools.partial(_static, case)
     for case in of_lengths:
@@ -138,12 +141,12 @@ def _training(attention: Callable[..., Tensor], case: Case, *more: Tensor) -> St
     return step
 
 
-def _encoded(case: Case, dtype: torch.dtype, **options: Tensor) -> None:
-    """The attention of an encoder's layer, whose queries, keys and values are columns of one matrix."""
+def _encoded(case: Case, dtype: torch.dtype, *, causal: bool = False, **options: Tensor) -> None:
+    """The attention of a layer without gradients, whose queries, keys and values are columns of one matrix."""
     joined = torch.empty(case.batch, case.length, 3 * case.heads * case.head_dim, dtype=dtype)
     inputs = (x.unflatten(-1, (case.heads, -1)).transpose(1, 2) for x in joined.chunk(3, dim=-1))
     with torch.no_grad():
-        alibi_attention(*inputs, causal=False, backend="fused", **options)  # type: ignore[misc]
+        alibi_attention(*inputs, causal=causal, backend="fused", **options)  # type: ignore[misc]
 
 
 def _decoded(case: Case) -> None:

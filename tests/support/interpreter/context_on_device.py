@@ -4,8 +4,9 @@
     python tests/support/interpreter/context_on_device.py results --scale smoke        short sequences, as without a device
 
 Options: --seconds S (cases and lengths not begun by then are left out). With a single device, NCCL has one rank, which plans and
-exchanges with itself; two more ranks then share the device over gloo, because NCCL refuses that. Without a device two ranks
-share the CPU. With Triton's interpreter the rehearsal runs the Triton kernels. It saves a record per group of processes.
+exchanges with itself; two more ranks then share the device over gloo, because NCCL refuses that. Both groups start together,
+because starting takes longest, and measure one after the other. Without a device two ranks share the CPU. With Triton's
+interpreter the rehearsal runs the Triton kernels. It saves a record per group of processes.
 """
 
 import argparse
@@ -24,7 +25,7 @@ import quick_interpreter
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.multiprocessing.spawn import spawn
+from torch.multiprocessing.spawn import ProcessException, spawn
 
 from alibi_attn import alibi_attention, forgetting_attention
 from alibi_attn.distributed import Traffic, attention, context_parallel_attention, context_parallel_forgetting_attention
@@ -104,8 +105,8 @@ class Rank(NamedTuple):
         return attention._Call(query, key, value, log_fgate, None, self.backend, None)
 
 
-def work(at: int, world: World, folder: str, scale: str, end: float) -> None:
-    """One process of a group; the first one writes its rows."""
+def work(at: int, world: World, folder: str, scale: str) -> None:
+    """One process of a group; the first one writes its rows. It begins when the file "end" says until when."""
     device = torch.device(world.devices[at])
     if device.type == "cuda":
         torch.cuda.set_device(device)
@@ -114,8 +115,12 @@ def work(at: int, world: World, folder: str, scale: str, end: float) -> None:
         quick_interpreter.prepare()
     torch.set_num_threads(1)
     dist.init_process_group(world.backend, init_method=f"file://{folder}/store", rank=at, world_size=len(world.devices))
-    rank = Rank(Ranks(None, 60.0), device, "fused" if interprets else "auto", scale, end)
+    torch.ones(1, device=device)  # starts the device too
     try:
+        while not (end := Path(folder, "end")).exists():
+            time.sleep(0.05)
+        until = float(end.read_text(encoding="utf-8"))
+        rank = Rank(Ranks(None, 60.0), device, "fused" if interprets else "auto", scale, until)
         with Path(folder, f"{at}.jsonl").open("w", encoding="utf-8") as file:
             for row in rows(rank):
                 file.write(json.dumps(row) + "\n")
@@ -125,15 +130,15 @@ def work(at: int, world: World, folder: str, scale: str, end: float) -> None:
 
 
 def rows(rank: Rank) -> Iterator[dict[str, Row]]:
-    """First the cases, then the host, then the lengths: rows by peer. The first case is never left out."""
+    """The first case, the host, the other cases, then the lengths: rows by peer. The first case is never left out."""
     for name, options in CASES.items():
         if rank.has_time() or name == "causal":
             error = rank.agreed(difference(rank, **options))
             yield {name: {"length": sum(case_lengths(rank)), "relative_error": error}}
             if not error <= (allowed := ALLOWED[rank.device.type]):
                 raise RuntimeError(f"{name}: ranks and one device differ by {error:.1e} but {allowed:.1e} is allowed")
-    if rank.device.type == "cuda":
-        yield {"host": host_row(rank)}
+        if name == "causal" and rank.device.type == "cuda" and rank.has_time():
+            yield {"host": host_row(rank)}
     for length in LENGTHS[rank.scale]:
         if rank.has_time():
             yield timed(rank, length)
@@ -246,19 +251,44 @@ def median_ms(rank: Rank, call: Callable[[], object]) -> float:
     return rank.agreed(statistics.median(taken[1:]) * 1e3)
 
 
+def followed(group: Any, folder: Path, end: float) -> Iterator[dict[str, Row]]:
+    """The rows of a group that waits in this folder, each when it is written."""
+    (folder / "new").write_text(str(end), encoding="utf-8")
+    (folder / "new").rename(folder / "end")
+    rows_read, is_done = 0, False
+    while not is_done:
+        failure = None
+        try:
+            is_done = group.join(timeout=0.1)
+        except ProcessException as came:
+            failure = came
+        written = folder / "0.jsonl"
+        lines = written.read_text(encoding="utf-8").splitlines(keepends=True) if written.exists() else []
+        complete = [line for line in lines if line.endswith("\n")]
+        yield from map(json.loads, complete[rows_read:])
+        rows_read = len(complete)
+        if failure is not None:
+            raise failure
+
+
 def main(out: Path, scale: str, seconds: float) -> None:
     end, groups = time.time() + seconds, worlds()
 
     def steps() -> Iterator[Mapping[str, Mapping[str, Row]]]:
-        for number, world in enumerate(groups, 1):
-            with tempfile.TemporaryDirectory() as folder:
-                share = time.time() + (end - time.time()) * number / len(groups)
-                try:
-                    spawn(work, (world, folder, scale, share), nprocs=len(world.devices))
-                finally:
-                    written = Path(folder, "0.jsonl")
-                    lines = written.read_text(encoding="utf-8").splitlines() if written.exists() else []
-                    yield from ({world.name: json.loads(line)} for line in lines)
+        with tempfile.TemporaryDirectory() as place:
+            folders = [Path(place, str(number)) for number in range(len(groups))]
+            started = []
+            try:
+                for world, folder in zip(groups, folders, strict=True):
+                    folder.mkdir()
+                    started.append(spawn(work, (world, str(folder), scale), nprocs=len(world.devices), join=False))
+                for number, (world, folder, group) in enumerate(zip(groups, folders, started, strict=True)):
+                    share = (end - time.time()) / (len(groups) - number)
+                    yield from ({world.name: row} for row in followed(group, folder, time.time() + share))
+            finally:
+                for process in (process for group in started for process in group.processes):
+                    process.kill()
+                    process.join()
 
     configs = {
         world.name: {
