@@ -26,6 +26,9 @@ Backend = Literal["auto", "native", "loop", "dense", "fused"]
 Result = TypeVar("Result")
 
 QUERY_BLOCK = KEY_TILE = 128  # of the loop; on the CPU 64 to 256 are equally fast
+# On a GPU a block of the loop costs 0.2 ms however small it is, so there are few: a step computes 16 MiB of scores in fp32.
+GPU_QUERY_BLOCK, GPU_KEY_TILE = 1024, 4096
+GPU_DENSE_SCORES = 2**29  # B·H·T·S; 2 GiB in fp32, of which forward holds two and backward four
 
 
 @hides_unknown
@@ -100,7 +103,8 @@ def alibi_attention(
             nothing.
         backend: "native" = the C++ kernels that PyTorch uses too, on a CPU; "loop" visits tiles of keys outward from the
             diagonal, on any device; "dense" computes all scores; "fused" = PyTorch's Triton kernels, on CUDA, without masks,
-            biases of keys and dropout; "auto" picks one of the others by shapes and device (see `explain`).
+            biases of keys and dropout; "auto" picks one of the others by shapes and device (see `explain`): on a GPU "dense"
+            up to B·H·T·S = 2²⁹.
 
     Returns:
         The output, or (output, lse). A query that sees no key returns zeros. Hidden keys are never used.
@@ -221,8 +225,7 @@ def make_plan(
     if backend in ("native", "fused") and why_not is not None:
         raise ValueError(f"backend {backend!r} cannot run this: {why_not}; backend='auto' picks one that can")
     kernels = backend in ("auto", "native") and why_not is None and not empty
-    # With few queries either way is one pass over the keys; few tiles are not worth a loop.
-    short = spec.query_len <= 16 or spec.query_len * spec.key_len < 256 * 256
+    on_gpu = platforms(query) == {"gpu"}
     return Plan(
         causal=spec.causal,
         dropout_p=spec.dropout_p,
@@ -230,14 +233,28 @@ def make_plan(
         native=kernels,
         # A traced call may later be compiled for another device.
         elsewhere=kernels and backend == "auto" and isinstance(query, jax.core.Tracer),
-        dense=backend == "dense" or empty or (backend == "auto" and short),
-        query_block=min(QUERY_BLOCK, spec.query_len),
-        key_tile=KEY_TILE,
+        dense=backend == "dense" or empty or (backend == "auto" and _is_short(spec, on_gpu=on_gpu)),
+        query_block=_parted(spec.query_len, GPU_QUERY_BLOCK) if on_gpu else min(QUERY_BLOCK, spec.query_len),
+        key_tile=KEY_TILE * _parted(-(-spec.key_len // KEY_TILE), GPU_KEY_TILE // KEY_TILE) if on_gpu else KEY_TILE,
         key_bias=spec.key_bias is not None,
         query_bias=spec.query_bias is not None,
         fused=fused.numbers(spec) if backend == "fused" else None,
         lse_in_two=is_part and spec.key_bias is not None,
     )
+
+
+def _parted(count: int, most: int) -> int:
+    """The size of equal parts of at most `most`."""
+    return -(-count // max(1, -(-count // most)))
+
+
+def _is_short(spec: AttentionSpec[Array], *, on_gpu: bool) -> bool:
+    """Whether computing all scores is faster than the loop, and small enough."""
+    scores = spec.query_len * spec.key_len
+    if on_gpu:
+        return spec.batch * spec.num_heads * scores <= GPU_DENSE_SCORES
+    # With few queries either way is one pass over the keys; few tiles are not worth a loop.
+    return spec.query_len <= 16 or scores < 256 * 256
 
 
 def platforms(query: Array) -> set[str]:

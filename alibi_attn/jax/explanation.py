@@ -116,8 +116,14 @@ def _farthest(spec: Spec) -> NDArray[np.int64]:
 
 def _verdicts(name: str, platforms: set[str], backend: Backend, not_fused: str | None) -> dict[str, str]:
     reasons = {"native": native.why_not(platforms), "loop": None, "dense": None, "fused": not_fused}
-    otherwise = "can run; auto does not pick it on this device"
-    return {other: verdict_on(other, name, backend, reason, otherwise) for other, reason in reasons.items()}
+    otherwise = dict.fromkeys(reasons, "can run; auto does not pick it on this device")
+    if platforms == {"gpu"}:
+        most = attention.GPU_DENSE_SCORES
+        otherwise |= {
+            "dense": f"can run; auto picks it on a GPU for at most {most:,} scores",
+            "loop": f"can run; auto picks it on a GPU for more than {most:,} scores",
+        }
+    return {other: verdict_on(other, name, backend, reason, otherwise[other]) for other, reason in reasons.items()}
 
 
 def _of_loop(

@@ -143,7 +143,6 @@ _COMPILED: dict[str, Any] = {}
 
 def compiled(source: Source, capability: int) -> Any:
     """The code of a kernel for devices of this compute capability, 90 for 9.0."""
-    import triton
     from triton.backends.compiler import GPUTarget
     from triton.compiler import ASTSource
 
@@ -151,8 +150,21 @@ def compiled(source: Source, capability: int) -> Any:
     if key not in _COMPILED:
         asked = ASTSource(source.kernel, source.types, source.constants, source.aligned)
         options = source.options | {"enable_fp_fusion": True}
-        _COMPILED[key] = triton.compile(asked, target=GPUTarget("cuda", capability, 32), options=options)
+        _COMPILED[key] = _with_ptx(asked, GPUTarget("cuda", capability, 32), options)
     return _COMPILED[key]
+
+
+def _with_ptx(source: Any, target: Any, options: dict[str, Any]) -> Any:
+    """The code of a kernel with its PTX, which JAX's launcher needs and Triton's cache may lack: then it is compiled again."""
+    import triton
+
+    code = triton.compile(source, target=target, options=options)
+    if "ptx" not in code.asm:  # the cache was stripped, or TRITON_STORE_BINARY_ONLY is set
+        with triton.knobs.compilation.scope():
+            triton.knobs.compilation.always_compile = True
+            triton.knobs.compilation.store_binary_only = False
+            code = triton.compile(source, target=target, options=options)
+    return code
 
 
 def capability() -> int:

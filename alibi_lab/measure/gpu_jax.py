@@ -30,7 +30,7 @@ LONGEST_TRUTH = 16384
 FILL_MS, REPEATS = 5.0, 5  # of each measurement, and how many
 OURS, FUSED, DENSE, CUDNN, BIASED = "ours", "ours, Triton", "ours, dense", "JAX, no bias, cuDNN", "JAX + dense bias"
 NOTES = {
-    OURS: "alibi_attention(backend='loop'), which 'auto' takes on CUDA",
+    OURS: "alibi_attention(backend='loop'), which 'auto' takes on CUDA for long input",
     FUSED: "alibi_attention(backend='fused')",
     DENSE: "alibi_attention(backend='dense')",
     CUDNN: "jax.nn.dot_product_attention(is_causal=True, implementation='cudnn'); no ALiBi at all",

@@ -22,11 +22,12 @@ KERNELS = "norms", "survey", "reach", "forward", "visitors", "query", "key"
 ROWS = jnp.ones((1, 70, 2, 16))
 
 
-def ran(what: str) -> dict[str, Any]:
+def ran(what: str, **variables: str) -> dict[str, Any]:
     """What jax_compiled.py prints, in a process of its own, in which tensors say that they are on a device."""
     environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
+    variables["PYTHONPATH"] = str(ROOT)
     line = [sys.executable, "-W", "ignore", compiled.__file__, what]
-    done = subprocess.run(line, capture_output=True, text=True, env=environment | {"PYTHONPATH": str(ROOT)})
+    done = subprocess.run(line, capture_output=True, text=True, env=environment | variables)
     assert done.returncode == 0, done.stderr[-2000:]
     return json.loads(done.stdout.splitlines()[-1])
 
@@ -103,6 +104,13 @@ def test_triton_is_asked_for_the_code_of_pytorch(what: str) -> None:
 def test_jaxs_launcher_passes_the_parameters_of_the_compiled_code() -> None:
     pytest.importorskip("triton")
     assert ran("sm_90") == {f"{name}_kernel": True for name in KERNELS}
+
+
+@pytest.mark.long  # compiles seven kernels twice
+def test_code_is_compiled_again_where_tritons_cache_lacks_ptx(tmp_path: Path) -> None:
+    pytest.importorskip("triton")
+    without = {"TRITON_CACHE_DIR": str(tmp_path), "TRITON_STORE_BINARY_ONLY": "1"}
+    assert ran("sm_90", **without) == {f"{name}_kernel": True for name in KERNELS}
 
 
 CALLS: tuple[tuple[tuple[int, ...], int, int, dict[str, Any]], ...] = (
