@@ -20,7 +20,8 @@ def test_attacked_parts_stay_within_the_tolerance_and_their_errors(seeds) -> Non
 def test_attacked_parts_of_the_loop_stay_within_the_tolerance_and_their_errors(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("QUERY_BLOCK", "KEY_TILE"):
         monkeypatch.setattr(attention, name, LOOP["tile"])
-    assert any(run(drawn(seed, loop=True), "loop")[1] > 0 for seed in range(40))
+    skipped = [run(drawn(seed, loop=True), "loop")[1] for seed in range(12)]
+    assert max(skipped) > 0, "an attack on nothing: no draw skips a key"
 
 
 def test_the_attack_notices_a_careless_certificate_and_wrong_numbers() -> None:
