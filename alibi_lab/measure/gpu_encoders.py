@@ -239,7 +239,7 @@ def _ours(name: str, heads: int, head_dim: int, device: torch.device) -> Any:
 
 
 def _dense(case: Case, device: torch.device) -> nn.Module:
-    """The dense encoder in fp32 with the weights of ours."""
+    """The dense encoder in fp32 with the weights of our encoder."""
     from alibi_lab.measure.peers.dense_encoder import DenseEncoder
 
     with device:

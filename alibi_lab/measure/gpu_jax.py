@@ -1,4 +1,4 @@
-"""The parts "jax" and "jax-triton" of `alibi bench gpu-models`: training steps in JAX, of ours and of JAX's own attention.
+"""The parts "jax" and "jax-triton" of `alibi bench gpu-models`: training steps in JAX, with our attention and with JAX's own.
 
 XLA compiles the calls of a case in several threads before any is timed. Up to LONGEST_TRUTH tokens one head is compared with fp64
 as in `gpu_parts.py`, beyond it the last queries as in `correctness.py`.
@@ -56,7 +56,7 @@ class Steps:
 
     def __init__(self, *names: str) -> None:
         self._names = names
-        self._pace: dict[str, float] = {}  # seconds of a step by peer: per token of ours, else per score
+        self._pace: dict[str, float] = {}  # seconds of a step by peer: per token for our calls, else per score
 
     def __call__(self, case: Case, device: torch.device) -> Calls:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch computes the truth on the same device

@@ -47,7 +47,7 @@ def gpu_models(
 
     Raises:
         ValueError: no CUDA device, or an unknown part.
-        RuntimeError: a result of ours was wrong; the records are kept. A wrong peer has a row without times.
+        RuntimeError: one of our results was wrong; the records are kept. A wrong peer has a row without times.
     """
     known = {part.name: part for part in (*PARTS, *ENCODERS)}
     if unknown := [name for name in parts if name not in known]:

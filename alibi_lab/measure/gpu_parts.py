@@ -49,7 +49,7 @@ class Part(NamedTuple):
         cases: by scale.
         calls: (case, device) -> what checks and times each peer, in this order. It prepares what they share.
         columns: of a row.
-        ours: names of ours begin with one of these; only their wrong results are errors.
+        ours: the names of our own rows begin with one of these; only their wrong results are errors.
         imports: modules that are imported before the time begins: from a cold disk that takes seconds.
     """
 

@@ -195,7 +195,7 @@ def keep_right(
         ours: (record, peer) -> whether the peer is ours.
 
     Raises:
-        RuntimeError: a result of ours was wrong; the records are kept.
+        RuntimeError: one of our results was wrong; the records are kept.
     """
     wrong: list[str] = []
 
