@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.bias import widest
-from alibi_attn.attention.spec import AttentionSpec, index_of, key_heads
+from alibi_attn.attention.spec import AttentionSpec, heads_by_window, index_of, key_heads
 from alibi_attn.attention.transforms import may_read, surely
 from alibi_attn.attention.visibility import lse_dtype
 
@@ -50,7 +50,10 @@ def parts(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> list[Part]:
     """The parts of a call; those of several heads or sides may have parts again. A dropout seed must have been drawn."""
     spec = dataclasses.replace(spec, return_lse=True)
     if spec.head_windows is not None:
-        return [_of_heads(spec, query, key, value, heads, window) for heads, window in _windows(spec)]
+        return [
+            _of_heads(spec, query, key, value, heads, window)
+            for heads, window in heads_by_window(spec.head_windows, runs=spec.dropout_p > 0)
+        ]
     if spec.key_bias is not None:  # lse has its dtype, and merging compares lse, which are as large as the biases
         spec = dataclasses.replace(spec, key_bias=spec.key_bias.to(widest(spec.key_bias)))
     if spec.sinks > 0:
@@ -95,21 +98,6 @@ def merged(output: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> Resul
     total = total.masked_fill(nothing, 1.0)
     shares = [(weight / total)[..., None] for weight in weights]
     return shares[0] * output + shares[1] * more, (top + total.log()).masked_fill(nothing, -torch.inf)
-
-
-def _windows(spec: Spec) -> list[tuple[tuple[int, ...], int]]:
-    """(heads, their window): one entry per window or, with dropout, whose numbers follow the heads, per run of heads."""
-    assert spec.head_windows is not None
-    found: list[tuple[tuple[int, ...], int]] = []
-    for head, window in enumerate(spec.head_windows):
-        at = next((n for n, (_, other) in enumerate(found) if other == window), None)
-        if spec.dropout_p > 0 and at != len(found) - 1:
-            at = None
-        if at is None:
-            found.append(((head,), window))
-        else:
-            found[at] = ((*found[at][0], head), window)
-    return found
 
 
 def _of_heads(spec: Spec, query: Tensor, key: Tensor, value: Tensor, heads: tuple[int, ...], window: int) -> Part:

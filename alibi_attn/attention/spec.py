@@ -219,3 +219,21 @@ def index_of(heads: list[int]) -> list[int] | slice:
     """
     low, high = heads[0], heads[-1] + 1
     return slice(low, high) if heads == list(range(low, high)) else heads
+
+
+def heads_by_window(windows: Sequence[int], *, runs: bool) -> list[tuple[tuple[int, ...], int]]:
+    """(heads, their window): one entry per window or, with `runs`, which dropout needs, per run of heads.
+
+    >>> heads_by_window([7, 9, 7], runs=False), heads_by_window([7, 9, 7], runs=True)
+    ([((0, 2), 7), ((1,), 9)], [((0,), 7), ((1,), 9), ((2,), 7)])
+    """
+    found: list[tuple[tuple[int, ...], int]] = []
+    for head, window in enumerate(windows):
+        at = next((n for n, (_, other) in enumerate(found) if other == window), None)
+        if runs and at != len(found) - 1:
+            at = None
+        if at is None:
+            found.append(((head,), window))
+        else:
+            found[at] = ((*found[at][0], head), window)
+    return found

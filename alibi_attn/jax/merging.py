@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from alibi_attn.attention.spec import AttentionSpec, key_heads
+from alibi_attn.attention.spec import AttentionSpec, heads_by_window, key_heads
 from alibi_attn.jax.dropout import WHOLE, Origin
 from alibi_attn.jax.plan import Array, Pair, sum_of_two
 
@@ -59,7 +59,10 @@ def parts(whole: Part) -> list[Part]:
     """The parts of a call, itself given as a part of all; those of several heads, of sinks or of a side may have parts again."""
     spec = whole.spec
     if spec.head_windows is not None:
-        return [_of_heads(whole, heads, window) for heads, window in _windows(spec)]
+        return [
+            _of_heads(whole, heads, window)
+            for heads, window in heads_by_window(spec.head_windows, runs=spec.dropout_p > 0)
+        ]
     if spec.sinks > 0:
         return _sinks_and_others(whole)
     if spec.by_position:
@@ -119,21 +122,6 @@ def _added(x: Pair, y: Array) -> Pair:
     """x + y; the gradient is that of the high part."""
     high, rest = sum_of_two(x[0], y)
     return high, lax.stop_gradient(jnp.where(jnp.isfinite(rest), rest, 0.0) + x[1])
-
-
-def _windows(spec: Spec) -> list[tuple[tuple[int, ...], int]]:
-    """(heads, their window): one entry per window or, with dropout, whose numbers follow the heads, per run of heads."""
-    assert spec.head_windows is not None
-    found: list[tuple[tuple[int, ...], int]] = []
-    for head, window in enumerate(spec.head_windows):
-        at = next((n for n, (_, other) in enumerate(found) if other == window), None)
-        if spec.dropout_p > 0 and at != len(found) - 1:
-            at = None
-        if at is None:
-            found.append(((head,), window))
-        else:
-            found[at] = ((*found[at][0], head), window)
-    return found
 
 
 def _of_heads(whole: Part, heads: tuple[int, ...], window: int) -> Part:
