@@ -8,6 +8,7 @@ import numpy as np
 import pytest
 import torch
 from encoder_oracle import config, random_state, write_folder, write_tokenizer
+from quantized_checks import assert_rows_stay_apart
 from torch import nn
 from torch.testing import assert_close
 from transformers import BloomConfig, BloomForCausalLM
@@ -64,14 +65,7 @@ def test_copies_pickles_and_casts_give_the_same_outputs():
 
 
 def test_extreme_rows_stay_what_they_are():
-    layer = QuantizedLinear(nn.Linear(24, 40, bias=False))
-    x = torch.randn(4, 24)
-    x[0], x[1, 3], x[2, 5] = 0, float("nan"), float("inf")
-    y = layer(x)
-    assert not y[0].any()
-    assert y[1:3].isnan().all()
-    assert torch.equal(y[3], layer(x[3:])[0])
-    assert layer(x[:0]).shape == (0, 40)
+    assert_rows_stay_apart("int8")
 
 
 def test_what_cannot_run_in_int8_is_refused():
