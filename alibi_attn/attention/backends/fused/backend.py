@@ -6,7 +6,6 @@ The kernels (`kernels/`) loop over them; their arguments are defined in `kernels
 Triton's interpreter only, for tests: set TRITON_INTERPRET=1 before triton is imported.
 """
 
-import functools
 import os
 from typing import NamedTuple
 
@@ -20,7 +19,6 @@ from alibi_attn.attention.backends.fused.configs import (
     MAX_HEAD_DIM,
     PLAN_ROWS,
     WHOLE_KEYS,
-    Shape,
     may_describe,
     tile_shape,
 )
@@ -29,8 +27,6 @@ from alibi_attn.attention.backends.fused.kernels.arguments import Visited, Visit
 from alibi_attn.attention.backends.fused.launch import (
     NONE,
     Argument,
-    Constants,
-    constants,
     described,
     grouped,
     in_rows,
@@ -38,9 +34,9 @@ from alibi_attn.attention.backends.fused.launch import (
     launch,
     number,
     pointer,
-    precision,
     rows_of,
     scratch,
+    tile_constants,
 )
 from alibi_attn.attention.backends.fused.plan import empty_plan, find_visitors, make_plan, measured_tiles, plan_in
 from alibi_attn.attention.backends.fused.recording import replayed_call
@@ -150,7 +146,7 @@ def forward(
     shape = tile_shape("forward", query.dtype, spec.head_dim, large=is_large(query.device))
     launch(
         query.device, forward_kernel, (spec.batch * spec.num_heads * -(-spec.query_len // shape.queries), 1, 1),
-        _constants(spec.head_dim, shape, spec.causal, tiles.rows), rows_of(query), rows_of(key), rows_of(value),
+        tile_constants(spec.head_dim, shape, spec.causal, tiles.rows), rows_of(query), rows_of(key), rows_of(value),
         rows_of(output), pointer(lse), pointer(given_lse), call, _visited(tiles),
         tiles.norms if spec.causal and not tiles.masked else NONE, tiles.order, pointer(counts),
         *((tiles.space.at(tiles.layout.measured), tiles.allowance) if measured and measures(spec, query) else (NONE, NONE)),
@@ -263,7 +259,7 @@ def _launch_backward(
     fetched = (described(x, shape.keys, width) for x in (key, value)) if known else (keys, values)
     launch(
         device, query_kernel, (b * h * -(-t // shape.queries), 1, 1),
-        _constants(spec.head_dim, shape, spec.causal, tiles.rows, unit, described=known), queries, *fetched, rows_of(output),
+        tile_constants(spec.head_dim, shape, spec.causal, tiles.rows, unit, described=known), queries, *fetched, rows_of(output),
         grads, rows_of(dq), lses, pointer(grad_lse), delta, shifted, pointer(dslopes), pointer(of_queries), call,
         _visited(tiles, bands=bands), order,
     )  # fmt: skip
@@ -273,7 +269,7 @@ def _launch_backward(
         queries, grads = (described(x, shape.queries, width) for x in (query, grad_output))
     launch(
         device, key_kernel, (b * k * -(-s // shape.keys), 1, 1),
-        _constants(spec.head_dim, shape, spec.causal, tiles.rows, unit, described=known),
+        tile_constants(spec.head_dim, shape, spec.causal, tiles.rows, unit, described=known),
         queries, keys, values, grads, rows_of(dk), rows_of(dv), lses, shifted, delta, pointer(of_keys), call, visitors, key_order,
     )  # fmt: skip
 
@@ -313,7 +309,7 @@ def _infer(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tenso
     query, key, value = in_rows(query, key, value)
     output, given_lse = torch.empty_like(query), _empty_given_lse(spec, query)
     tensors = query, key, value, output, given_lse
-    replayed_call("inference", in_place(spec), tensors, _launch_inference, caches=(1, 2))
+    replayed_call("inference", in_place(spec), tensors, _launch_inference, made=2, caches=(1, 2))
     return output, given_lse
 
 
@@ -373,22 +369,3 @@ def _empty_saved(arguments: Arguments) -> _Saved:
 
 
 run = operator(Kernels("fused", _attend, _differentiate, _empty_like, _empty_saved, _Saved._fields, _infer))
-
-
-@functools.cache
-def _constants(
-    head_dim: int,
-    shape: Shape,
-    causal: bool,
-    rows: int | None,
-    unit: int | None = None,
-    *,
-    described: bool | None = None,
-) -> Constants:
-    """The compile-time constants of an attention kernel; `rows` as in `Plan`, None for decoding; `unit` for backward."""
-    of_plan = {name: value for name, value in (("ROWS", rows), ("UNIT", unit)) if value is not None}
-    of_keys = {} if described is None else {"DESCRIBED": described}
-    return constants(
-        D=head_dim, BM=shape.queries, BN=shape.keys, **of_plan, CAUSAL=causal, PRECISION=precision(), **of_keys,
-        num_warps=shape.warps, num_stages=shape.stages,
-    )  # fmt: skip

@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
+from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, Shape
 from alibi_attn.attention.backends.fused.kernels.arguments import Rows
 from alibi_attn.attention.transforms import in_memory
 
@@ -69,6 +69,25 @@ def constants(*, num_warps: int = 4, num_stages: int = 3, **named: Any) -> Const
     # Without this option Triton 3.9 warns, because its default will change.
     options = {"num_warps": num_warps, "num_stages": num_stages, "enable_fp_fusion": True}
     return Constants(named, options)
+
+
+@functools.cache
+def tile_constants(
+    head_dim: int,
+    shape: Shape,
+    causal: bool,
+    rows: int | None,
+    unit: int | None = None,
+    *,
+    described: bool | None = None,
+) -> Constants:
+    """The compile-time constants of an attention kernel; `rows` as in `Plan`, None for decoding; `unit` for backward."""
+    of_plan = {name: value for name, value in (("ROWS", rows), ("UNIT", unit)) if value is not None}
+    of_keys = {} if described is None else {"DESCRIBED": described}
+    return constants(
+        D=head_dim, BM=shape.queries, BN=shape.keys, **of_plan, CAUSAL=causal, PRECISION=precision(), **of_keys,
+        num_warps=shape.warps, num_stages=shape.stages,
+    )  # fmt: skip
 
 
 _COMPILED: dict[tuple[Any, ...], Any] = {}

@@ -11,9 +11,9 @@ from alibi_attn.attention.backends.fused.launch import (
     launch,
     number,
     pointer,
-    precision,
     rows_of,
     scratch,
+    tile_constants,
 )
 from alibi_attn.attention.backends.fused.space import Space, starts
 from alibi_attn.attention.certificate.constants import TILE
@@ -55,29 +55,36 @@ def forward_in_parts(
     given_lse: Tensor | None,
 ) -> None:
     """Fills output and lse (see `backend.forward`): parts of the keys, and then their sum."""
-    from alibi_attn.attention.backends.fused.kernels.decode import decode_kernel, merge_kernel
+    from alibi_attn.attention.backends.fused.kernels.decode import decode_kernel
 
     device, parts = query.device, decode_parts(spec, query)
     shape = tile_shape("decode", query.dtype, spec.head_dim, large=is_large(device))
     chunks = -(-spec.group * spec.query_len // shape.queries)
-    at = starts(parts * query.numel(), parts * lse.numel())
-    space = Space(scratch(at[-1], device))
-    outputs, lses = space.at(at[0], torch.float32), space.at(at[1], torch.float32)
-    rows = spec.batch * spec.num_heads * spec.query_len
-    tile = constants(
-        D=spec.head_dim,
-        BM=shape.queries,
-        BN=shape.keys,
-        CAUSAL=spec.causal,
-        PRECISION=precision(),
-        num_warps=shape.warps,
-        num_stages=shape.stages,
-    )
+    outputs, lses = memory_of_parts(parts, query, lse)
     launch(
-        device, decode_kernel, (spec.batch * spec.num_kv_heads, chunks, parts), tile, rows_of(query), rows_of(key),
-        rows_of(value), outputs, lses, call, visited, pointer(counts),
+        device, decode_kernel, (spec.batch * spec.num_kv_heads, chunks, parts),
+        tile_constants(spec.head_dim, shape, spec.causal, None), rows_of(query), rows_of(key), rows_of(value), outputs, lses,
+        call, visited, pointer(counts),
     )  # fmt: skip
+    merge(call, query, parts, outputs, lses, (rows_of(output), pointer(lse), pointer(given_lse)))
+
+
+def memory_of_parts(parts: int, query: Tensor, lse: Tensor) -> tuple[Argument, Argument]:
+    """Scratch memory for the outputs and lse of all parts, fp32."""
+    at = starts(parts * query.numel(), parts * lse.numel())
+    space = Space(scratch(at[-1], query.device))
+    return space.at(at[0], torch.float32), space.at(at[1], torch.float32)
+
+
+def merge(
+    call: Argument, query: Tensor, parts: int, outputs: Argument, lses: Argument, into: tuple[Argument, ...]
+) -> None:
+    """Sums the parts; `into` is the output, its lse and the given lse."""
+    from alibi_attn.attention.backends.fused.kernels.decode import merge_kernel
+
+    rows = query.shape[:3].numel()
     launch(
-        device, merge_kernel, (rows, 1, 1), constants(SLOTS=1 << (parts - 1).bit_length(), D=spec.head_dim, num_warps=1),
-        outputs, lses, rows_of(output), pointer(lse), pointer(given_lse), call, number(parts), number(rows),
+        query.device, merge_kernel, (rows, 1, 1),
+        constants(SLOTS=1 << (parts - 1).bit_length(), D=query.shape[3], num_warps=1), outputs, lses, *into, call,
+        number(parts), number(rows),
     )  # fmt: skip

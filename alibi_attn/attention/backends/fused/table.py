@@ -20,7 +20,8 @@ from alibi_attn.attention.backends.fused.launch import (
     rows_of,
     scratch,
 )
-from alibi_attn.attention.backends.fused.space import Space, starts
+from alibi_attn.attention.backends.fused.space import Space
+from alibi_attn.attention.backends.fused.split_keys import memory_of_parts, merge
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.spec import AttentionSpec
 
@@ -77,7 +78,6 @@ def forward(
     given_lse: Tensor | None,
 ) -> None:
     """Fills output and the natural lse, twice; `rows` queries share one plan. Few programs split the keys of few queries."""
-    from alibi_attn.attention.backends.fused.kernels.decode import merge_kernel
     from alibi_attn.attention.backends.fused.kernels.table import table_forward_kernel
 
     (b, h, t, d), device, (queries, keys) = query.shape, query.device, widths(query).rows
@@ -87,9 +87,7 @@ def forward(
     given = rows_of(output), pointer(lse), pointer(given_lse)
     into, outputs, lses = given, NONE, NONE
     if parts > 1:
-        at = starts(parts * query.numel(), parts * lse.numel())
-        space = Space(scratch(at[-1], device))
-        outputs, lses = space.at(at[0], torch.float32), space.at(at[1], torch.float32)
+        outputs, lses = memory_of_parts(parts, query, lse)
         into = grouped(Rows, outputs, number(h * t * d), number(t * d), number(d)), lses, NONE
     launch(
         device,
@@ -103,18 +101,7 @@ def forward(
         visited,
     )
     if parts > 1:
-        launch(
-            device,
-            merge_kernel,
-            (b * h * t, 1, 1),
-            constants(SLOTS=1 << (parts - 1).bit_length(), D=d, num_warps=1),
-            outputs,
-            lses,
-            *given,
-            call,
-            number(parts),
-            number(b * h * t),
-        )
+        merge(call, query, parts, outputs, lses, given)
 
 
 def backward(
