@@ -222,7 +222,8 @@ def explain(
 ) -> Explanation:
     """Describes what `alibi_attention` would do with these arguments: which backend runs and why, and how far each head attends.
 
-    Arguments and errors are those of `alibi_attention`. It reads tensor values, so it does not work in compiled code.
+    Arguments and errors are those of `alibi_attention`. It reads tensor values, so it does not work in compiled code. On a GPU
+    a short call without gradients skips nothing: for a training step pass tensors that require them.
 
     Returns:
         An object to print, or to display in a notebook, with the attributes `backend`, `reaches`, `share` and more.

@@ -48,6 +48,8 @@ def test_a_call_through_autograd_uses_what_forward_measured(interpreter: Process
 def test_the_scores_of_backward_are_counted(interpreter: ProcessPoolExecutor) -> None:
     every, of_backward = interpreter.submit(inside.computed, 1e-5).result()
     assert 0 < of_backward < 0.8 * every
+    short_inference = interpreter.submit(inside.computed, 1e-5, trains=False).result()
+    assert every < short_inference[0] == interpreter.submit(inside.computed, 0.0).result()[0]
 
 
 @pytest.mark.parametrize("biased", [False, True])

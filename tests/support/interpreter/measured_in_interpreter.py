@@ -89,12 +89,14 @@ def gradients_of_a_public_call(tolerance: float) -> list[tuple[Tensor, Tensor]]:
     return list(zip(found, expected[:3], strict=True))
 
 
-def computed(tolerance: float) -> tuple[int, int]:
+def computed(tolerance: float, *, trains: bool = True) -> tuple[int, int]:
     """How many scores forward and backward compute, as `explain` counts them."""
     torch.manual_seed(0)
-    query, key, value = torch.randn(3, 1, 2, 500, 16)
-    spec = make_spec(3.0 * query, key, value, [0.1, 0.05], tolerance=tolerance)
-    found = fused.visits(spec, 3.0 * query, key, value)
+    query, key, value = torch.randn(3, 1, 2, 500, 16, requires_grad=trains)
+    peaked = 3.0 * query
+    spec = make_spec(peaked, key, value, [0.1, 0.05], tolerance=tolerance)
+    with torch.no_grad():
+        found = fused.visits(spec, peaked, key, value)
     measured = found.scores if found.measured_scores is None else found.measured_scores
     return int(found.scores.sum()), int(measured.sum())
 
