@@ -4,20 +4,16 @@ Paper: staged training (Press et al. 2021, "Shortformer") is the strongest basel
 sinusoidal positions; ALiBi needs no new positions when the length changes, so this recipe trains both.
 """
 
-from alibi_lab.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
-from alibi_lab.recipes.scales import LARGE, MEDIUM, TINY, by_method, trained_at
+from alibi_lab.lab.config import Method, Recipe, RunConfig, Scale
+from alibi_lab.recipes.scales import LARGE, MEDIUM, SMALL, TINY, by_method, changed, trained_at
 
 COMPARED: tuple[Method, ...] = ("sinusoidal", "alibi")
 FIRST_SHARES = (0.5, 0.75)  # of the steps, at a quarter of the length
 _RUNS: dict[Scale, RunConfig] = {
-    "smoke": trained_at(TINY, 32, EvalConfig(lengths=(32, 64), tokens=64, batch_tokens=2048)),
-    "small": RunConfig(
-        model=ModelConfig(),
-        train=TrainConfig(length=256, steps=240, batch_tokens=2048, learning_rate=3e-3, warmup_steps=24),
-        eval=EvalConfig(lengths=(256, 512, 1024), tokens=8192),
-    ),
-    "medium": trained_at(MEDIUM, 256, EvalConfig(lengths=(256, 512, 1024, 2048), tokens=32_768)),
-    "paper": trained_at(LARGE, 1024, EvalConfig(lengths=(1024, 2048, 4096), tokens=262_144, batch_tokens=65_536)),
+    "smoke": trained_at(TINY, (32, 64)),
+    "small": trained_at(SMALL, (256, 512, 1024), {"steps": 240, "warmup_steps": 24}),
+    "medium": trained_at(MEDIUM, (256, 512, 1024, 2048)),
+    "paper": trained_at(LARGE, (1024, 2048, 4096)),
 }
 
 
@@ -29,7 +25,7 @@ def runs(scale: Scale) -> tuple[RunConfig, ...]:
 
 def _staged(whole: RunConfig, share: float) -> RunConfig:
     first_length, first_steps = whole.train.length // 4, round(share * whole.train.steps)
-    return trained_at(whole, whole.train.length, whole.eval, first_length=first_length, first_steps=first_steps)
+    return changed(whole, train={"first_length": first_length, "first_steps": first_steps})
 
 
 RECIPE = Recipe(

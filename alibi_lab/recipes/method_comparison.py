@@ -7,59 +7,26 @@ task's documents are as long as its training examples.
 
 import dataclasses
 
-from alibi_lab.lab.config import (
-    DataConfig,
-    EvalConfig,
-    Method,
-    ModelConfig,
-    Recipe,
-    RunConfig,
-    Scale,
-    SymbolTask,
-    TrainConfig,
-)
-from alibi_lab.recipes.scales import LARGE, MEDIUM, trained_at, with_model
+from alibi_lab.lab.config import DataConfig, Method, Recipe, RunConfig, Scale, SymbolTask
+from alibi_lab.recipes.scales import LARGE, MEDIUM, SMALLER, TWO_STEPS, changed, trained_at
 
-COMPARED: tuple[Method, ...] = (
-    "none",
-    "sinusoidal",
-    "rotary",
-    "t5",
-    "alibi",
-    "alibi-half",
-    "kerple",
-    "alibi-log",
-    "sandwich",
-    "tisa",
-    "fire",
-    "nope-window",
-    "drope",
-    "fox",
-    "alibi-fox",
+_METHODS = (
+    "none sinusoidal rotary t5 alibi alibi-half kerple alibi-log sandwich tisa fire nope-window drope fox alibi-fox"
 )
+COMPARED: tuple[Method, ...] = tuple(_METHODS.split())
 TASKS: tuple[SymbolTask | None, ...] = (None, "mqar", "needles", "copy", "flip-flop")  # None is language modeling
 SEEDS = (0, 1)
 _RUNS: dict[Scale, RunConfig] = {
-    "smoke": RunConfig(
-        model=ModelConfig(num_layers=2, num_heads=2, embed_dim=16, ffn_dim=24),
-        train=TrainConfig(length=32, steps=2, batch_tokens=64, warmup_steps=1, log_every=1, checkpoint_every=2),
-        eval=EvalConfig(lengths=(32, 64), tokens=64, batch_tokens=2048, trials=2),
+    "smoke": trained_at(changed(TWO_STEPS, model={"num_layers": 2}), (32, 64), trials=2),
+    "small": trained_at(
+        SMALLER,
+        (64, 128, 256, 512, 1024),
+        {"steps": 2000, "warmup_steps": 200, "checkpoint_every": 1000},
+        tokens=32_768,
+        trials=128,
     ),
-    "small": RunConfig(
-        model=ModelConfig(num_layers=2, num_heads=4, embed_dim=64, ffn_dim=168),
-        train=TrainConfig(
-            length=64, steps=2000, batch_tokens=4096, learning_rate=5e-3, warmup_steps=200, checkpoint_every=1000
-        ),
-        eval=EvalConfig(lengths=(64, 128, 256, 512, 1024), tokens=32_768, trials=128),
-    ),
-    "medium": trained_at(MEDIUM, 128, EvalConfig(lengths=(128, 256, 512, 1024, 2048), tokens=65_536, trials=128)),
-    "paper": trained_at(
-        LARGE,
-        512,
-        EvalConfig(lengths=(512, 1024, 2048, 4096, 8192), tokens=262_144, batch_tokens=65_536, trials=128),
-        steps=5_000,
-        warmup_steps=500,
-    ),
+    "medium": trained_at(MEDIUM, (128, 256, 512, 1024, 2048), tokens=65_536, trials=128),
+    "paper": trained_at(LARGE, (512, 1024, 2048, 4096, 8192), {"steps": 5_000, "warmup_steps": 500}, trials=128),
 }
 
 
@@ -73,13 +40,11 @@ def runs(scale: Scale) -> tuple[RunConfig, ...]:
 
 
 def _run(task: SymbolTask | None, method: Method, seed: int, scale: Scale) -> RunConfig:
-    run = with_model(_RUNS[scale], method=method)
-    run = dataclasses.replace(run, train=dataclasses.replace(run.train, seed=seed))
+    run = changed(_RUNS[scale], model={"method": method}, train={"seed": seed})
     if task is None:
         return run
-    data = DataConfig(corpus=f"task:{task}:{run.train.length}")
-    test = dataclasses.replace(run.eval, tokens=run.eval.lengths[-1], tasks=(task,))
-    return dataclasses.replace(with_model(run, vocab_size=256), data=data, eval=test)
+    run = changed(run, model={"vocab_size": 256}, eval={"tokens": run.eval.lengths[-1], "tasks": (task,)})
+    return dataclasses.replace(run, data=DataConfig(corpus=f"task:{task}:{run.train.length}"))
 
 
 RECIPE = Recipe(

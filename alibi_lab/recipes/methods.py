@@ -5,24 +5,16 @@ YaRN for rotary, L / L' and NTK for ALiBi's slopes. One training is therefore te
 with its context limited to the trained length, the baseline that a stretch has to beat.
 """
 
-import dataclasses
-
-from alibi_lab.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, Stretch, TrainConfig
+from alibi_lab.lab.config import Method, Recipe, RunConfig, Scale, Stretch
 from alibi_lab.position_methods import LOOKS
-from alibi_lab.recipes.scales import LARGE, MEDIUM, TINY, by_method, trained_at
+from alibi_lab.recipes.scales import LARGE, MEDIUM, SMALL, TINY, by_method, changed, trained_at
 
 STRETCHES: dict[Method, tuple[Stretch, ...]] = {"rotary": ("linear", "ntk", "yarn"), "alibi": ("linear", "ntk")}
 _RUNS: dict[Scale, RunConfig] = {
-    "smoke": trained_at(TINY, 16, EvalConfig(lengths=(16, 64), tokens=64, batch_tokens=2048)),
-    "small": RunConfig(
-        model=ModelConfig(),
-        train=TrainConfig(length=128, steps=140, batch_tokens=2048, learning_rate=3e-3, warmup_steps=14),
-        eval=EvalConfig(lengths=(128, 256, 512, 1024), tokens=8192),
-    ),
-    "medium": trained_at(MEDIUM, 128, EvalConfig(lengths=(128, 256, 512, 1024, 2048), tokens=32_768)),
-    "paper": trained_at(
-        LARGE, 512, EvalConfig(lengths=(512, 1024, 2048, 4096, 8192), tokens=262_144, batch_tokens=65_536)
-    ),
+    "smoke": trained_at(TINY, (16, 64)),
+    "small": trained_at(SMALL, (128, 256, 512, 1024), {"steps": 140, "warmup_steps": 14}),
+    "medium": trained_at(MEDIUM, (128, 256, 512, 1024, 2048)),
+    "paper": trained_at(LARGE, (512, 1024, 2048, 4096, 8192)),
 }
 
 
@@ -30,11 +22,9 @@ def runs(scale: Scale) -> tuple[RunConfig, ...]:
     """Every method as trained, also with its context limited, then the stretched variants with the same weights."""
     plain = by_method(_RUNS[scale], tuple(LOOKS))
     stretched = [
-        dataclasses.replace(run, eval=dataclasses.replace(run.eval, stretch=stretch))
-        for run in plain
-        for stretch in STRETCHES.get(run.model.method, ())
+        changed(run, eval={"stretch": stretch}) for run in plain for stretch in STRETCHES.get(run.model.method, ())
     ]
-    return (*(dataclasses.replace(run, eval=dataclasses.replace(run.eval, windowed=True)) for run in plain), *stretched)
+    return (*(changed(run, eval={"windowed": True}) for run in plain), *stretched)
 
 
 RECIPE = Recipe(

@@ -5,7 +5,7 @@ library instead of WikiText-103, 0.8 million parameters instead of 247 million, 
 """
 
 from alibi_lab.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
-from alibi_lab.recipes.scales import LARGE, MEDIUM, by_method, trained_at
+from alibi_lab.recipes.scales import LARGE, MEDIUM, SMALL, by_method, trained_at
 
 COMPARED: tuple[Method, ...] = ("sinusoidal", "rotary", "t5", "alibi")
 _LENGTHS = (128, 256, 512, 1024, 2048)
@@ -15,13 +15,9 @@ _RUNS: dict[Scale, RunConfig] = {
         train=TrainConfig(length=16, steps=8, batch_tokens=256, warmup_steps=2, log_every=2, checkpoint_every=4),
         eval=EvalConfig(lengths=(16, 32, 64), tokens=256, batch_tokens=256),
     ),
-    "small": RunConfig(
-        model=ModelConfig(num_layers=4, num_heads=4, embed_dim=128, ffn_dim=344),
-        train=TrainConfig(length=128, steps=200, batch_tokens=2048, learning_rate=3e-3, warmup_steps=20),
-        eval=EvalConfig(lengths=_LENGTHS, tokens=8_192),
-    ),
-    "medium": trained_at(MEDIUM, 128, EvalConfig(lengths=(*_LENGTHS, 4096), tokens=32_768)),
-    "paper": trained_at(LARGE, 128, EvalConfig(lengths=_LENGTHS, tokens=262_144, batch_tokens=65_536)),
+    "small": trained_at(SMALL, _LENGTHS),
+    "medium": trained_at(MEDIUM, (*_LENGTHS, 4096)),
+    "paper": trained_at(LARGE, _LENGTHS),
 }
 
 

@@ -5,46 +5,28 @@ early tokens). Every training example is one document of the recall task (`lab/d
 at every distance in longer texts. It distinguishes methods that use a longer context from those that only survive it.
 """
 
-import dataclasses
+from dataclasses import replace
 
-from alibi_lab.lab.config import DataConfig, EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
-from alibi_lab.recipes.scales import LARGE, MEDIUM, TINY, by_method, trained_at, with_model
+from alibi_lab.lab.config import DataConfig, Method, Recipe, RunConfig, Scale
+from alibi_lab.recipes.scales import LARGE, MEDIUM, SMALLER, TINY, by_method, changed, trained_at
 
-COMPARED: tuple[Method, ...] = (
-    "none",
-    "sinusoidal",
-    "rotary",
-    "t5",
-    "alibi",
-    "alibi-half",
-    "kerple",
-    "fox",
-    "alibi-fox",
-)
+_METHODS = "none sinusoidal rotary t5 alibi alibi-half kerple fox alibi-fox"
+COMPARED: tuple[Method, ...] = tuple(_METHODS.split())
 _LENGTHS = (64, 128, 256, 512, 1024)
 _RUNS: dict[Scale, RunConfig] = {
-    "smoke": trained_at(TINY, 32, EvalConfig(lengths=(32, 64), tokens=64, batch_tokens=2048), warmup_steps=2),
-    "small": RunConfig(
-        model=ModelConfig(num_layers=2, num_heads=4, embed_dim=64, ffn_dim=168),
-        train=TrainConfig(length=64, steps=300, batch_tokens=2048, learning_rate=5e-3, warmup_steps=40),
-        eval=EvalConfig(lengths=_LENGTHS, tokens=4096),
-    ),
-    "medium": with_model(trained_at(MEDIUM, 64, EvalConfig(lengths=(*_LENGTHS, 2048), tokens=8192)), vocab_size=256),
+    "smoke": trained_at(TINY, (32, 64), {"warmup_steps": 2}),
+    "small": trained_at(SMALLER, _LENGTHS, {"steps": 300, "batch_tokens": 2048, "warmup_steps": 40}, tokens=4096),
+    "medium": changed(trained_at(MEDIUM, (*_LENGTHS, 2048), tokens=8192), model={"vocab_size": 256}),
     "paper": trained_at(
-        LARGE,
-        512,
-        EvalConfig(lengths=(512, 1024, 2048, 4096, 8192, 16_384), tokens=65_536, batch_tokens=65_536),
-        steps=5_000,
-        warmup_steps=500,
+        LARGE, (512, 1024, 2048, 4096, 8192, 16_384), {"steps": 5_000, "warmup_steps": 500}, tokens=65_536
     ),
 }
 
 
 def runs(scale: Scale) -> tuple[RunConfig, ...]:
     """The same model, documents, order and seed for every method; documents are as long as the training examples."""
-    run = _RUNS[scale]
-    data, test = DataConfig(corpus=f"task:recall:{run.train.length}"), dataclasses.replace(run.eval, tasks=("recall",))
-    return by_method(dataclasses.replace(run, data=data, eval=test), COMPARED)
+    run = changed(_RUNS[scale], eval={"tasks": ("recall",)})
+    return by_method(replace(run, data=DataConfig(corpus=f"task:recall:{run.train.length}")), COMPARED)
 
 
 RECIPE = Recipe(

@@ -5,27 +5,22 @@ Papers: Dai et al. 2019 (Transformer-XL, arXiv:1901.02860), sec. 3.1, whose memo
 Here any trained model is tested, and each way of reading scores the same tokens (`lab/evaluation/long_context_eval.py`).
 """
 
-from alibi_lab.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
-from alibi_lab.recipes.scales import LARGE, MEDIUM, TINY, by_method, trained_at
+from alibi_lab.lab.config import Method, Recipe, RunConfig, Scale
+from alibi_lab.recipes.scales import LARGE, MEDIUM, SMALLER, TINY, by_method, changed, trained_at
 
 COMPARED: tuple[Method, ...] = ("sinusoidal", "rotary", "alibi")
 _RUNS: dict[Scale, RunConfig] = {
-    "smoke": trained_at(
-        TINY, 16, EvalConfig(lengths=(16, 64), tokens=64, batch_tokens=2048, memory=(16,), sinks=(0, 4))
+    "smoke": trained_at(TINY, (16, 64), memory=(16,), sinks=(0, 4)),
+    "small": trained_at(
+        changed(SMALLER, model={"num_layers": 4}),
+        (64, 128, 256, 512),
+        {"steps": 1000, "warmup_steps": 100},
+        tokens=8192,
+        memory=(64, 256),
+        sinks=(0, 4),
     ),
-    "small": RunConfig(
-        model=ModelConfig(num_layers=4, num_heads=4, embed_dim=64, ffn_dim=168),
-        train=TrainConfig(length=64, steps=1000, batch_tokens=4096, learning_rate=5e-3, warmup_steps=100),
-        eval=EvalConfig(lengths=(64, 128, 256, 512), tokens=8192, memory=(64, 256), sinks=(0, 4)),
-    ),
-    "medium": trained_at(
-        MEDIUM, 128, EvalConfig(lengths=(128, 256, 512, 1024), tokens=16_384, memory=(128, 512), sinks=(0, 4))
-    ),
-    "paper": trained_at(
-        LARGE,
-        512,
-        EvalConfig(lengths=(512, 1024, 2048), tokens=262_144, batch_tokens=65_536, memory=(512, 1024), sinks=(0, 4)),
-    ),
+    "medium": trained_at(MEDIUM, (128, 256, 512, 1024), tokens=16_384, memory=(128, 512), sinks=(0, 4)),
+    "paper": trained_at(LARGE, (512, 1024, 2048), memory=(512, 1024), sinks=(0, 4)),
 }
 
 

@@ -5,34 +5,22 @@ Shortformer read a training example in two segments; all others read it whole. T
 of memory (the curve "memory").
 """
 
-import dataclasses
+from alibi_lab.lab.config import Method, Recipe, RunConfig, Scale
+from alibi_lab.recipes.scales import LARGE, MEDIUM, SMALLER, TWO_STEPS, by_method, changed, trained_at
 
-from alibi_lab.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
-from alibi_lab.recipes.scales import LARGE, MEDIUM, TINY, by_method, trained_at
-
-SYSTEMS: tuple[Method, ...] = (
-    "alibi_lab.lab.systems.shaw:Shaw",
-    "alibi_lab.lab.systems.transformer_xl:RelativeSinusoids",
-    "alibi_lab.lab.systems.transformer_xl:TransformerXL",
-    "alibi_lab.lab.systems.da_transformer:DATransformer",
-    "alibi_lab.lab.systems.longformer:Longformer",
-    "alibi_lab.lab.systems.shortformer:Shortformer",
-    "alibi_lab.lab.systems.landmark:Landmark",
+_SYSTEMS = (
+    "shaw:Shaw transformer_xl:RelativeSinusoids transformer_xl:TransformerXL da_transformer:DATransformer "
+    "longformer:Longformer shortformer:Shortformer landmark:Landmark"
 )
+SYSTEMS: tuple[Method, ...] = tuple(f"alibi_lab.lab.systems.{name}" for name in _SYSTEMS.split())
 BUILT_IN: tuple[Method, ...] = ("alibi", "sinusoidal", "rotary")
 _RUNS: dict[Scale, RunConfig] = {
-    "smoke": RunConfig(
-        model=dataclasses.replace(TINY.model, num_layers=2),
-        train=TrainConfig(length=16, steps=2, batch_tokens=64, warmup_steps=1, log_every=1, checkpoint_every=2),
-        eval=EvalConfig(lengths=(16, 64), tokens=64, batch_tokens=2048),
+    "smoke": trained_at(changed(TWO_STEPS, model={"num_layers": 2}), (16, 64)),
+    "small": trained_at(
+        SMALLER, (64, 128, 256, 512), {"steps": 400, "batch_tokens": 2048, "warmup_steps": 40}, tokens=8192
     ),
-    "small": RunConfig(
-        model=ModelConfig(num_layers=2, num_heads=4, embed_dim=64, ffn_dim=168),
-        train=TrainConfig(length=64, steps=400, batch_tokens=2048, learning_rate=5e-3, warmup_steps=40),
-        eval=EvalConfig(lengths=(64, 128, 256, 512), tokens=8192),
-    ),
-    "medium": trained_at(MEDIUM, 128, EvalConfig(lengths=(128, 256, 512, 1024), tokens=32_768)),
-    "paper": trained_at(LARGE, 512, EvalConfig(lengths=(512, 1024, 2048, 4096), tokens=262_144, batch_tokens=65_536)),
+    "medium": trained_at(MEDIUM, (128, 256, 512, 1024)),
+    "paper": trained_at(LARGE, (512, 1024, 2048, 4096)),
 }
 
 

@@ -138,7 +138,7 @@ def _through_training(scale: Scale, *, columns: bool) -> Cells:
         )
         for name, length in (("Sinusoidal", 1024), ("ALiBi", 512), ("Sinusoidal", 2048), ("ALiBi", 1024))
         for config in [web.training(PAPER_METHODS[name], length, scale)]
-        for tested in [web.validated_at(PAPER_METHODS[name], length)]
+        for tested in [web.FIGURE_5[PAPER_METHODS[name], length]]
     )
 
 

@@ -3,7 +3,7 @@
 At 3,072 tokens, batches are split in three, as in the paper. `measure_speed.py` does the measuring.
 """
 
-from alibi_lab.lab.config import EvalConfig, Method, RunConfig, Scale
+from alibi_lab.lab.config import Method, RunConfig, Scale
 from alibi_lab.recipes.paper import wikitext
 from alibi_lab.recipes.scales import trained_at
 
@@ -18,14 +18,6 @@ def run(method: Method, paper_length: int, scale: Scale) -> RunConfig:
     batch_tokens = {"smoke": 288, "small": 2304, "medium": 4608, "paper": 9216}[scale] // unit * unit
     steps = WARM_STEPS + (1 if scale == "smoke" else 20)
     length = whole.train.length
-    test = EvalConfig(lengths=(length,), stride=length, tokens=8 * batch_tokens, batch_tokens=batch_tokens)
-    return trained_at(
-        whole,
-        length,
-        test,
-        steps=steps,
-        batch_tokens=batch_tokens,
-        accumulate=accumulate,
-        warmup_steps=1,
-        checkpoint_every=steps,
-    )
+    train = {"steps": steps, "accumulate": accumulate, "warmup_steps": 1, "checkpoint_every": steps}
+    batch = {"batch_tokens": batch_tokens}
+    return trained_at(whole, (length,), train | batch, stride=length, tokens=8 * batch_tokens, **batch)
