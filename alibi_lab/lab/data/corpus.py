@@ -5,8 +5,11 @@ tokenized once and mapped from disk (`token_store.py`). `batches` yields trainin
 batches with the document of each token, for attention within documents. Next: `evaluate.py`.
 """
 
+import collections
+import contextlib
 import hashlib
 import io
+import itertools
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
@@ -15,7 +18,7 @@ from torch import Tensor
 
 from alibi_lab.lab.config import DataConfig, Task
 from alibi_lab.lab.data import sources, tasks, token_store, tokens
-from alibi_lab.lab.data.sources import CorpusError as CorpusError
+from alibi_lab.lab.data.row_files import CorpusError as CorpusError
 from alibi_lab.lab.data.tokenizing import ByteTokenizer, Tokenizer, token_dtype
 from alibi_lab.lab.data.tokens import Corpus as Corpus
 from alibi_lab.records import Json
@@ -47,13 +50,12 @@ def whole_text(paths: Sequence[Path], tokenizer: Tokenizer | None = None, text_f
         CorpusError: as for `load_corpus`.
     """
     tokenizer = tokenizer or ByteTokenizer()
-    files = sources.local_files(paths, text_field)
-    digest = hashlib.sha256()
-    ids, starts, counts = _tokens(
-        lambda: (document for file in files for document in file.documents()), tokenizer, digest
-    )
+    documents = sources.documents_of(sources.local_files(paths, text_field))
+    content, starts, digest = io.BytesIO(), io.BytesIO(), hashlib.sha256()
+    counts = tokens.tokenize(documents, tokenizer, content, starts, digest)
     facts: dict[str, Json] = {"name": "text", "sha256": digest.hexdigest(), **tokens.text_facts(tokenizer, counts)}
-    return Corpus(ids[:0], ids, facts, tokenizer=tokenizer, starts={"valid": starts})
+    ids = _tensor(content, token_dtype(tokenizer.vocab_size))
+    return Corpus(ids[:0], ids, facts, tokenizer=tokenizer, starts={"valid": _tensor(starts, torch.int64)})
 
 
 def batches(tokens: Tensor, *, length: int, batch_size: int, seed: int, start: int = 0) -> Iterator[Tensor]:
@@ -117,42 +119,24 @@ def num_pieces(tokens: Tensor, length: int) -> int:
 
 
 def _places(pieces: int, length: int, batch_size: int, seed: int, start: int) -> Iterator[list[int]]:
-    drawn = start * batch_size
-    epoch, order = -1, torch.empty(0)
+    """The first tokens of the pieces of each batch; every epoch has another order."""
+    first_epoch, read = divmod(start * batch_size, pieces)
+    seeds = (seed * 1_000_003 + epoch for epoch in itertools.count(first_epoch))
+    orders = (torch.randperm(pieces, generator=torch.Generator().manual_seed(one)).tolist() for one in seeds)
+    places = itertools.islice(itertools.chain.from_iterable(orders), read, None)
     while True:
-        begins = []
-        for n in range(drawn, drawn + batch_size):
-            if n // pieces != epoch:
-                epoch = n // pieces
-                order = torch.randperm(pieces, generator=torch.Generator().manual_seed(seed * 1_000_003 + epoch))
-            begins.append(int(order[n % pieces]) * length)
-        yield begins
-        drawn += batch_size
+        yield [place * length for place in itertools.islice(places, batch_size)]
 
 
 def _in_memory(text: sources.Text) -> Corpus:
-    tokenizer, digests = tokens.tokenizer_of(text), tokens.text_digests(text)
-    parts = {part: _tokens(documents, tokenizer, digests[part]) for part, documents in text.parts.items()}
-    facts = tokens.corpus_facts(text, tokenizer, {part: counts for part, (_, _, counts) in parts.items()}, digests)
-    ids = {part: ids for part, (ids, _, _) in parts.items()}
-    return Corpus(
-        **ids, facts=facts, tokenizer=tokenizer, starts={part: starts for part, (_, starts, _) in parts.items()}
-    )
+    tokenizer, files = tokens.tokenizer_of(text), collections.defaultdict[str, io.BytesIO](io.BytesIO)
+    facts = tokens.tokenize_parts(text, tokenizer, lambda name: contextlib.nullcontext(files[name]))
+    return tokens.corpus_of(text.parts, facts, tokenizer, lambda name, dtype: _tensor(files[name], dtype))
 
 
-def _tokens(
-    documents: sources.Documents, tokenizer: Tokenizer, digest: "hashlib._Hash"
-) -> tuple[Tensor, Tensor, tokens.Counts]:
-    content, starts = io.BytesIO(), io.BytesIO()
-    counts = tokens.tokenize(documents, tokenizer, content, starts, digest)
-    dtype = token_dtype(tokenizer.vocab_size)
-    if not counts["tokens"]:  # which torch.frombuffer refuses
-        return torch.empty(0, dtype=dtype), torch.empty(0, dtype=torch.int64), counts
-    return (
-        torch.frombuffer(content.getbuffer(), dtype=dtype),
-        torch.frombuffer(starts.getbuffer(), dtype=torch.int64),
-        counts,
-    )
+def _tensor(file: io.BytesIO, dtype: torch.dtype) -> Tensor:
+    content = file.getbuffer()
+    return torch.frombuffer(content, dtype=dtype) if len(content) else torch.empty(0, dtype=dtype)
 
 
 def _task_corpus(name: str, task: Task, document_tokens: int) -> Corpus:

@@ -2,7 +2,7 @@
 
 import csv
 import json
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 from alibi_attn.strict_json import NO_CHARACTER, lone_surrogate
@@ -13,8 +13,8 @@ _ENCODING = "utf-8-sig"  # spreadsheets write a byte order mark
 _MOST_FIELD_CHARACTERS = (1 << 31) - 1  # a field is a document; by default csv refuses more than 128 KiB
 
 
-class RowError(ValueError):
-    """A table that cannot be read, or rows without the text field."""
+class CorpusError(ValueError):
+    """A text that is missing, empty, not text, or too short; or tokens that are damaged or do not fit."""
 
 
 def is_table(path: Path) -> bool:
@@ -29,41 +29,38 @@ def texts(path: Path, field: str) -> Iterator[bytes]:
         field: the name of the text's field; "" means "text".
 
     Raises:
-        RowError: the file cannot be read, has no such field, or the field is not text.
+        CorpusError: the file cannot be read, has no such field, or the field is not text.
     """
+    kind, field = path.suffix.lower(), field or "text"
     try:
-        for number, row in enumerate(_READERS[path.suffix.lower()](path), 1):
-            if not isinstance(row, Mapping) or (field or "text") not in row:
+        for number, row in enumerate(_READERS[kind](path), 1):
+            place = f"row {number} of {path}"
+            if not isinstance(row, Mapping) or field not in row:
                 names = ", ".join(map(str, row)) if isinstance(row, Mapping) else "no fields"
-                raise RowError(
-                    f"row {number} of {path} has no field {field or 'text'!r}, but {names}; pass the field of the text with "
-                    "--text-field (data.text_field)"
+                raise CorpusError(
+                    f"{place} has no field {field!r}, but {names}; pass the field of the text with --text-field (data.text_field)"
                 )
-            text = row[field or "text"]
+            text = row[field]
             if not isinstance(text, str):
-                raise RowError(
-                    f"row {number} of {path} has {type(text).__name__} in the field {field or 'text'!r}, not text"
-                )
+                raise CorpusError(f"{place} has {type(text).__name__} in the field {field!r}, not text")
             if half := lone_surrogate(text):
-                raise RowError(f"row {number} of {path} has {half}, {NO_CHARACTER}; correct it, or leave the row out")
+                raise CorpusError(f"{place} has {half}, {NO_CHARACTER}; correct it, or leave the row out")
             yield text.encode()
-    except RowError:
+    except CorpusError:
         raise
+    except OSError as error:
+        raise CorpusError(str(error)) from None
     except (
         ValueError,
         RecursionError,
         csv.Error,
     ) as error:  # also numbers of 4,301 digits, and lists too deep for json
-        raise RowError(
-            f"{path} is not {path.suffix.lstrip('.').upper()} in UTF-8 ({error}); pass another file"
-        ) from None
+        raise CorpusError(f"{path} is not {kind[1:].upper()} in UTF-8 ({error}); pass another file") from None
 
 
-def _json_lines(path: Path) -> Rows:
+def _jsonl(path: Path) -> Rows:
     with path.open(encoding=_ENCODING) as file:
-        for line in file:
-            if line.strip():
-                yield json.loads(line)
+        yield from (json.loads(line) for line in file if line.strip())
 
 
 def _json(path: Path) -> Rows:
@@ -73,7 +70,7 @@ def _json(path: Path) -> Rows:
     except json.JSONDecodeError as error:
         if error.msg != "Extra data":
             raise
-        yield from _json_lines(path)
+        yield from _jsonl(path)
         return
     yield from content if isinstance(content, Sequence) and not isinstance(content, str) else [content]
 
@@ -88,23 +85,15 @@ def _parquet(path: Path) -> Rows:
     try:
         from pyarrow import ArrowException, parquet
     except ModuleNotFoundError:
-        raise RowError(f'{path} needs the pyarrow package; install it with: pip install "alibi-attn[hub]"') from None
+        raise CorpusError(f'{path} needs the pyarrow package; install it with: pip install "alibi-attn[hub]"') from None
     try:
         for batch in parquet.ParquetFile(path, page_checksum_verification=True).iter_batches(batch_size=1000):
             yield from batch.to_pylist()
     except (ArrowException, OSError) as error:  # damaged pages are an OSError without a number
         if isinstance(error, OSError) and error.errno is not None:
             raise
-        raise RowError(
-            f"{path} is not Parquet, or damaged ({' '.join(str(error).split())}); pass another file"
-        ) from None
+        reason = " ".join(str(error).split())
+        raise CorpusError(f"{path} is not Parquet, or damaged ({reason}); pass another file") from None
 
 
-_READERS: Mapping[str, Callable[[Path], Rows]] = {
-    ".json": _json,
-    ".jsonl": _json_lines,
-    ".ndjson": _json_lines,
-    ".csv": _csv,
-    ".tsv": _csv,
-    ".parquet": _parquet,
-}
+_READERS = {".json": _json, ".jsonl": _jsonl, ".ndjson": _jsonl, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet}

@@ -6,6 +6,7 @@ With several files, each file goes to one part as a whole, so that no test file 
 import functools
 import hashlib
 import itertools
+import math
 import os
 import re
 import sysconfig
@@ -16,7 +17,7 @@ from typing import Any, Literal, TypeAlias
 
 from alibi_attn.strict_json import lone_surrogate
 from alibi_lab.lab.config import DataConfig
-from alibi_lab.lab.data.row_files import RowError, is_table, texts
+from alibi_lab.lab.data.row_files import CorpusError, is_table, texts
 
 Part: TypeAlias = Literal["train", "valid", "test"]
 Documents: TypeAlias = Callable[[], Iterator[Iterator[bytes]]]  # each call reads again, every document in chunks
@@ -29,10 +30,6 @@ LINE_BYTES = 1 << 20  # or, in lines longer than this, between two words or at l
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 _HUB_SPLITS = ("validation", "valid", "test")
 _OWN_SPLIT = re.compile(r"(?<![a-z])(train|valid|test)(?:ing|ation)?(?![a-z])")
-
-
-class CorpusError(ValueError):
-    """A text that is missing, empty, not text, or too short; or tokens that are damaged or do not fit."""
 
 
 @dataclass(frozen=True)
@@ -66,7 +63,7 @@ class TextFile:
 
     def documents(self) -> Iterator[Iterator[bytes]]:
         """Its documents: the rows of a table, or the whole file."""
-        return _with_newlines(row_texts(self)) if is_table(self.path) else iter([file_chunks(self)])
+        return _with_newlines(texts(self.path, self.field)) if is_table(self.path) else iter([file_chunks(self)])
 
 
 def text_files(corpus: str, paths: Sequence[str], text_field: str) -> list[TextFile] | None:
@@ -108,6 +105,11 @@ def local_files(paths: Sequence[Path], text_field: str = "") -> list[TextFile]:
     return files
 
 
+def documents_of(files: Sequence[TextFile]) -> Documents:
+    """The documents of the files, in order."""
+    return lambda: (document for file in files for document in file.documents())
+
+
 def split_text(config: DataConfig, files: Sequence[TextFile] | None) -> Text:
     """The corpus, split, with the sizes of its parts in bytes, which may need a pass over all of it; files as of `text_files`.
 
@@ -141,36 +143,33 @@ def _split_files(files: Sequence[TextFile], shares: Shares, *, by_name: bool) ->
         split = f"the files' own ({', '.join(inside)})"
         if "valid" not in inside:
             inside["valid"] = inside.pop("test")
-    elif len(files) == 1:
-        rows = functools.partial(row_texts, files[0])
-        table = is_table(files[0].path)
-        return _last_rows(rows, sum(1 for _ in rows()), shares) if table else _ends_of_file(files[0], shares)
-    else:
+    elif len(files) > 1:
         inside = _whole_files(files, shares)
+    elif is_table(files[0].path):
+        rows = functools.partial(texts, files[0].path, files[0].field)
+        return _last_rows(rows, sum(1 for _ in rows()), shares)
+    else:
+        return _ends_of_file(files[0], shares)
     sizes = {part: sum(file.num_bytes for file in files) for part, files in inside.items()}
     tables = any(is_table(file.path) for file in files)
-    return split, {part: _files(files) for part, files in inside.items()}, {} if tables else sizes
+    return split, {part: documents_of(files) for part, files in inside.items()}, {} if tables else sizes
 
 
 def _whole_files(files: Sequence[TextFile], shares: Shares) -> dict[Part, list[TextFile]]:
     """Files by the hashes of their names; each part gets at least one of them."""
     order = sorted(files, key=lambda file: hashlib.sha256(file.name.encode()).digest())
     total = sum(file.num_bytes for file in order)
-    room: dict[Part, float] = {part: share * total for part, share in shares.items()}
-    parts: dict[Part, list[TextFile]] = {"train": [], "valid": [], "test": []}
+    room: dict[Part, float] = {part: share * total for part, share in shares.items() if share} | {"train": math.inf}
+    parts: dict[Part, list[TextFile]] = {part: [] for part in ("train", *room)}
     for file in order:
-        part = next((part for part in room if file.num_bytes <= room[part]), None)
-        if part is not None:
-            room[part] -= file.num_bytes
-        parts[part or "train"].append(file)
-    if not shares["test"]:
-        del parts["test"]
+        part = next(part for part in room if file.num_bytes <= room[part])
+        room[part] -= file.num_bytes
+        parts[part].append(file)
     train = parts["train"]
-    for part, inside in parts.items():
-        if not inside and train and part != "train":
-            smallest = min(train, key=lambda file: file.num_bytes)
-            train.remove(smallest)
-            inside.append(smallest)
+    for inside in parts.values():
+        if train and not inside:
+            inside.append(min(train, key=lambda file: file.num_bytes))
+            train.remove(inside[0])
     return parts
 
 
@@ -180,25 +179,25 @@ def file_chunks(file: TextFile, begin: int = 0, end: int | None = None) -> Itera
     Raises:
         CorpusError: the file cannot be read or is not UTF-8 text.
     """
+    path = file.path
     try:
-        with file.path.open("rb") as stream:
+        with path.open("rb") as stream:
             stream.seek(begin)
             left, pending = (file.num_bytes if end is None else end) - begin, b""
             while left:
                 block = stream.read(min(CHUNK_BYTES, left))
                 if not block:
                     raise CorpusError(
-                        f"{file.path} became shorter while it was read; run again when no process writes to it"
+                        f"{path} became shorter while it was read; run again when no process writes to it"
                     )
                 left -= len(block)
                 pending += block
-                cut = _cut(pending) if left else len(pending)
-                if cut:
-                    _check_text(file.path, pending[:cut], begin)
+                if cut := _cut(pending) if left else len(pending):
+                    _check_text(path, pending[:cut], begin)
                     yield pending[:cut]
                     begin, pending = begin + cut, pending[cut:]
     except OSError as error:
-        raise CorpusError(f"{file.path} cannot be read ({error.strerror}); pass a file that you may read") from None
+        raise CorpusError(f"{path} cannot be read ({error.strerror}); pass a file that you may read") from None
 
 
 def _split_hub(corpus: str, shares: Shares) -> Split:
@@ -221,15 +220,14 @@ def _split_hub(corpus: str, shares: Shares) -> Split:
         raise CorpusError(
             f'{corpus} has no split "train" with a column "text"; save the text to files and pass them in data.text'
         )
-    splits: dict[Part, str | None] = {"train": "train", "valid": next((n for n in _HUB_SPLITS if n in loaded), None)}
-    if splits["valid"] is None:
-        return _last_rows(functools.partial(_hub_texts, loaded["train"]), len(loaded["train"]), shares)
-    if splits["valid"] != "test" and "test" in loaded:
+    valid = next((name for name in _HUB_SPLITS if name in loaded), None)
+    if valid is None:
+        return _last_rows(_hub_texts(loaded["train"]), len(loaded["train"]), shares)
+    splits: dict[Part, str] = {"train": "train", "valid": valid}
+    if valid != "test" and "test" in loaded:
         splits["test"] = "test"
-    parts: dict[Part, Documents] = {
-        part: _rows(functools.partial(_hub_texts, loaded[split])) for part, split in splits.items()
-    }
-    return f"the corpus' own ({splits['valid']})", parts, {}
+    parts: dict[Part, Documents] = {part: _rows(_hub_texts(loaded[name])) for part, name in splits.items()}
+    return f"the corpus' own ({valid})", parts, {}
 
 
 def _python_source() -> list[TextFile]:
@@ -241,18 +239,6 @@ def _python_source() -> list[TextFile]:
     if not (files := _nonempty(paths, root)):
         raise CorpusError(f"{root} holds no Python source (a trimmed installation); pass your own files in data.text")
     return files
-
-
-def row_texts(file: TextFile) -> Iterator[bytes]:
-    """The text of each row of a table.
-
-    Raises:
-        CorpusError: it cannot be read, or its rows have no text.
-    """
-    try:
-        yield from texts(file.path, file.field)
-    except (RowError, OSError) as error:
-        raise CorpusError(str(error)) from None
 
 
 def _nonempty(paths: Sequence[Path], root: Path, text_field: str = "") -> list[TextFile]:
@@ -330,18 +316,14 @@ def _check_text(path: Path, content: bytes, offset: int) -> None:
         ) from None
 
 
-def _files(files: Sequence[TextFile]) -> Documents:
-    return lambda: (document for file in files for document in file.documents())
-
-
 def _byte_range(file: TextFile, begin: int, end: int) -> Documents:
     return lambda: iter([file_chunks(file, begin, end)])
 
 
-def _hub_texts(rows: Any) -> Iterator[bytes]:
-    """The column "text" of a `datasets.Dataset`."""
-    for batch in rows.iter(batch_size=1000):
-        yield from (b"" if text is None else str(text).encode() for text in batch["text"])
+def _hub_texts(rows: Any) -> Callable[[], Iterator[bytes]]:
+    """Reads the column "text" of a `datasets.Dataset`."""
+    batches = functools.partial(rows.iter, batch_size=1000)
+    return lambda: (str("" if text is None else text).encode() for batch in batches() for text in batch["text"])
 
 
 def _last_rows(rows: Callable[[], Iterator[bytes]], count: int, shares: Shares) -> Split:

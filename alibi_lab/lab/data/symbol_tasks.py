@@ -19,6 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import torch
+import torch.nn.functional as F
 from torch import Tensor
 
 from alibi_lab.lab.config import SymbolTask
@@ -36,12 +37,6 @@ _SHORTEST_STRING = 4
 _WRITE, _READ, _IGNORE = 2, 3, 4
 _WRITES = 3.2  # expected number per document; the number of reads is the same
 _MOST_WRITTEN = 0.1  # the largest share of pairs that write, and that read; then 0.8 are ignored, as in the paper
-_SHORTEST: Mapping[SymbolTask, int] = {
-    "mqar": 4 * _PAIRS,
-    "needles": 6 * _NEEDLES,
-    "copy": 2 * _SHORTEST_STRING + 2,
-    "flip-flop": 4,
-}
 
 
 class TaskError(ValueError):
@@ -59,21 +54,22 @@ def symbol_documents(
     Raises:
         TaskError: the task does not fit in `length` tokens.
     """
-    if length < _SHORTEST[task]:
-        raise TaskError(f"{task} has no room in {length} tokens; pass {_SHORTEST[task]} or more")
-    return _MADE[task](count, length, generator, varied)
+    make, least = _TASKS[task]
+    if length < least:
+        raise TaskError(f"{task} has no room in {length} tokens; pass {least} or more")
+    return make(count, length, generator, varied)
 
 
 def shortest(task: SymbolTask) -> int:
     """The minimum number of tokens of a document."""
-    return _SHORTEST[task]
+    return _TASKS[task][1]
 
 
 def _mqar(count: int, length: int, generator: torch.Generator, varied: bool) -> Documents:
     """Pairs, noise, and questions until the end: every key once, or repeatedly if the noise is shorter."""
     keys, values = _pairs(count, _PAIRS, generator)
     widest = length - 4 * _PAIRS
-    gap = _up_to(widest, count, generator) if varied else torch.full((count,), widest)
+    gap = _distances(widest, count, generator, varied)
     gap += (widest - gap) % 2  # no question is cut
     questions = (length - 2 * _PAIRS) // (2 * _PAIRS) + 1
     order = torch.cat([_shuffled(count, _PAIRS, generator) for _ in range(questions)], 1)
@@ -92,7 +88,7 @@ def _needles(count: int, length: int, generator: torch.Generator, varied: bool) 
     most = length // 3 - _NEEDLES
     questions = torch.full((count,), _NEEDLES)
     if varied:
-        questions += _up_to(most - _NEEDLES, count, generator)
+        questions += _distances(most - _NEEDLES, count, generator, varied)
     room = length - 3 * (questions + _NEEDLES)
     free = (torch.rand(count, _NEEDLES, generator=generator) * (room[:, None] + 1)).long().sort(-1).values
     places = free + 3 * torch.arange(_NEEDLES)
@@ -110,11 +106,7 @@ def _needles(count: int, length: int, generator: torch.Generator, varied: bool) 
 def _copy(count: int, length: int, generator: torch.Generator, varied: bool) -> Documents:
     """A separator and the string, repeated until the document is full; the first copy is cut at its start."""
     longest = (length - 2) // 2
-    size = (
-        _SHORTEST_STRING + _up_to(longest - _SHORTEST_STRING, count, generator)
-        if varied
-        else torch.full((count,), longest)
-    )
+    size = _SHORTEST_STRING + _distances(longest - _SHORTEST_STRING, count, generator, varied)
     string = torch.randint(_SEPARATOR, (count, longest), generator=generator)
     string = torch.cat([torch.full((count, 1), _SEPARATOR), string], 1)
     period = size[:, None] + 1
@@ -136,16 +128,16 @@ def _flip_flop(count: int, length: int, generator: torch.Generator, varied: bool
     bits = torch.where(instruction == _READ, bits.gather(1, written), bits)
     tokens = torch.stack([instruction, bits], -1).flatten(1)
     answers = torch.stack([torch.zeros_like(instruction, dtype=torch.bool), instruction == _READ], -1).flatten(1)
-    front = length % 2
-    pad = torch.nn.functional.pad
-    return pad(tokens, (front, 0), value=_IGNORE), pad(answers, (front, 0))
+    front = (length % 2, 0)
+    return F.pad(tokens, front, value=_IGNORE), F.pad(answers, front)
 
 
-_MADE: Mapping[SymbolTask, Callable[[int, int, torch.Generator, bool], Documents]] = {
-    "mqar": _mqar,
-    "needles": _needles,
-    "copy": _copy,
-    "flip-flop": _flip_flop,
+# By task: the function that makes its documents, and the fewest tokens of one.
+_TASKS: Mapping[SymbolTask, tuple[Callable[[int, int, torch.Generator, bool], Documents], int]] = {
+    "mqar": (_mqar, 4 * _PAIRS),
+    "needles": (_needles, 6 * _NEEDLES),
+    "copy": (_copy, 2 * _SHORTEST_STRING + 2),
+    "flip-flop": (_flip_flop, 4),
 }
 
 
@@ -160,9 +152,9 @@ def _shuffled(count: int, things: int, generator: torch.Generator) -> Tensor:
     return torch.rand(count, things, generator=generator).argsort(1)
 
 
-def _up_to(most: int, count: int, generator: torch.Generator) -> Tensor:
-    """[count] random integers from 0 to `most`, inclusive."""
-    return torch.randint(most + 1, (count,), generator=generator)
+def _distances(most: int, count: int, generator: torch.Generator, varied: bool) -> Tensor:
+    """[count] random integers from 0 to `most`, inclusive; all are `most` unless varied."""
+    return torch.randint(most + 1, (count,), generator=generator) if varied else torch.full((count,), most)
 
 
 def _noise(count: int, length: int, generator: torch.Generator) -> Tensor:

@@ -83,9 +83,8 @@ def recall_rows(
         TaskError: the alphabet has fewer than 32 tokens, or the distance does not fit.
     """
     if not SEGMENT <= distance <= length + 1 - SEGMENT:
-        raise TaskError(
-            f"distance is {distance} but must be from {SEGMENT} to {length + 1 - SEGMENT} in {length} tokens"
-        )
+        farthest = length + 1 - SEGMENT
+        raise TaskError(f"distance is {distance} but must be from {SEGMENT} to {farthest} in {length} tokens")
     noise, parts = _recall_parts(alphabet)
     generator = torch.Generator().manual_seed(seed)
     places = torch.randint(len(noise), (trials, (longest or length) + 1), generator=generator)
@@ -121,18 +120,16 @@ def task_tokens(task: Task, tokens: int, seed: int, *, document_tokens: int = DO
     count = -(-tokens // document_tokens)
     generator = torch.Generator().manual_seed(seed)
     if task == "recall":
-        return _recall_documents(count, document_tokens, generator).flatten()[:tokens]
-    if task != "passkey":
-        return (
-            symbol_documents(task, count, document_tokens, generator, varied=True)[0].flatten()[:tokens].to(torch.uint8)
-        )
-    depths = torch.rand(count, generator=generator).tolist()
-    seeds = torch.randint(2**31, (count,), generator=generator).tolist()
-    documents = [
-        passkey_rows(encode_bytes, document_tokens - 1, depth=depth, trials=1, seed=own)[0]
-        for depth, own in zip(depths, seeds, strict=True)
-    ]
-    return torch.cat(documents).flatten()[:tokens].to(torch.uint8)
+        documents = _recall_documents(count, document_tokens, generator)
+    elif task == "passkey":
+        depths = torch.rand(count, generator=generator).tolist()
+        seeds = torch.randint(2**31, (count,), generator=generator).tolist()
+        drawn = zip(depths, seeds, strict=True)
+        rows = [passkey_rows(str.encode, document_tokens - 1, depth=d, trials=1, seed=own)[0] for d, own in drawn]
+        documents = torch.cat(rows)
+    else:
+        documents, _ = symbol_documents(task, count, document_tokens, generator, varied=True)
+    return documents.flatten()[:tokens].to(torch.uint8)
 
 
 def parse_corpus(name: str) -> tuple[Task, int] | None:
@@ -143,11 +140,6 @@ def parse_corpus(name: str) -> tuple[Task, int] | None:
     """
     found = TASK_CORPUS.fullmatch(name)
     return None if found is None else (typing.cast("Task", found[1]), int(found[2] or DOCUMENT_TOKENS))
-
-
-def encode_bytes(text: str) -> Sequence[int]:
-    """The text as the lab's byte tokens."""
-    return text.encode()
 
 
 def _digits(encode: Encode) -> list[list[int]]:
@@ -165,10 +157,8 @@ def _recall_parts(alphabet: Tensor) -> tuple[Tensor, Tensor]:
     """The noise tokens (half of the alphabet), and the tokens of each part, [SEGMENT, the other half / SEGMENT]."""
     each = len(alphabet) // (2 * SEGMENT)
     if each < 2:
-        raise TaskError(
-            f"the text has {len(alphabet)} different tokens but recall needs {4 * SEGMENT}; "
-            'leave "recall" out of eval.tasks'
-        )
+        found = f"the text has {len(alphabet)} different tokens but recall needs {4 * SEGMENT}"
+        raise TaskError(f'{found}; leave "recall" out of eval.tasks')
     alphabet = alphabet.long()
     return alphabet[: -each * SEGMENT], alphabet[-each * SEGMENT :].unflatten(0, (SEGMENT, each))
 
@@ -187,4 +177,4 @@ def _recall_documents(count: int, document_tokens: int, generator: torch.Generat
         places = begin.clamp(max=document_tokens).long()[:, None] + torch.arange(SEGMENT)
         documents.scatter_(1, places, segments)
         begin += SEGMENT
-    return documents[:, :document_tokens].to(torch.uint8)
+    return documents[:, :document_tokens]

@@ -9,6 +9,7 @@ again and removes the files it left. Next: `corpus.py`.
 
 import contextlib
 import errno
+import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Any
@@ -23,9 +24,9 @@ from alibi_lab import records
 from alibi_lab.lab import sealed_folder
 from alibi_lab.lab.config import DataConfig
 from alibi_lab.lab.data import sources, tokens
-from alibi_lab.lab.data.row_files import is_table
-from alibi_lab.lab.data.sources import CorpusError, TextFile
-from alibi_lab.lab.data.tokenizing import load_tokenizer, save_tokenizer, token_dtype
+from alibi_lab.lab.data.row_files import CorpusError, is_table
+from alibi_lab.lab.data.sources import TextFile
+from alibi_lab.lab.data.tokenizing import load_tokenizer, save_tokenizer
 from alibi_lab.lab.data.tokens import Corpus
 from alibi_lab.lab.sealed_folder import DamagedError, SchemaError, file_sha256
 from alibi_lab.records import Json
@@ -33,8 +34,10 @@ from alibi_lab.records import Json
 SCHEMA = 2
 HASHED_BYTES = 64 << 20  # smaller files are hashed whenever they are opened, larger ones only if their mtime differs
 
+_SETTINGS = ("corpus", "tokenizer", "valid_share", "test_share")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MANIFEST, _TOKENIZER, _LOCK = "manifest.json", "tokenizer.json", ".lock"
+_AGAIN = "delete the folder and run again: the text is tokenized again"
 
 
 def tokenized(config: DataConfig, store: Path) -> Corpus:
@@ -46,9 +49,7 @@ def tokenized(config: DataConfig, store: Path) -> Corpus:
     Raises:
         CorpusError: the text cannot be read, the disk is full, or the stored tokens are damaged.
     """
-    settings: dict[str, Json] = {
-        name: getattr(config, name) for name in ("corpus", "tokenizer", "valid_share", "test_share")
-    }
+    settings: dict[str, Json] = {name: getattr(config, name) for name in _SETTINGS}
     files = sources.text_files(config.corpus, config.text, config.text_field)
     if any(is_table(file.path) for file in files or ()):
         settings["text_field"] = config.text_field or "text"
@@ -68,14 +69,13 @@ def tokenized(config: DataConfig, store: Path) -> Corpus:
             if not folder.exists():
                 _write(folder, text, settings, files or (), origins)
     except OSError as error:
-        if error.errno not in _FULL:
-            raise CorpusError(
-                f"{config.corpus} cannot be tokenized into {store} ({error}); pass a folder that you may write to"
-            ) from None
-        raise CorpusError(
-            f"no room on the disk while {config.corpus} was tokenized into {store}: it needs up to "
-            f"{2 * text.num_bytes / 1e6:.1f} MB; make room or choose another folder, and run again"
-        ) from None
+        message = f"{config.corpus} cannot be tokenized into {store} ({error}); pass a folder that you may write to"
+        if error.errno in _FULL:
+            message = (
+                f"no room on the disk while {config.corpus} was tokenized into {store}: it needs up to "
+                f"{2 * text.num_bytes / 1e6:.1f} MB; make room or choose another folder, and run again"
+            )
+        raise CorpusError(message) from None
     return open_tokens(folder)
 
 
@@ -89,13 +89,10 @@ def open_tokens(folder: Path) -> Corpus:
         manifest = _manifest(folder)
         for name, written in manifest["files"].items():
             sealed_folder.verify(folder, name, written, hashed_bytes=HASHED_BYTES)
-        tokenizer = load_tokenizer(folder / _TOKENIZER)
-        dtype = token_dtype(tokenizer.vocab_size)
-        parts = {part: _map(folder / f"{part}.bin", dtype) for part in manifest["parts"]}
-        starts = {part: _map(folder / f"{part}.starts.bin", torch.int64) for part in manifest["parts"]}
-        return Corpus(**parts, facts=dict(manifest["facts"]), tokenizer=tokenizer, starts=starts)
+        facts, tokenizer = dict(manifest["facts"]), load_tokenizer(folder / _TOKENIZER)
+        return tokens.corpus_of(manifest["parts"], facts, tokenizer, functools.partial(_map, folder))
     except SchemaError as error:
-        raise CorpusError(f"{error}; delete the folder and run again: the text is tokenized again") from None
+        raise CorpusError(f"{error}; {_AGAIN}") from None
     except CorpusError:
         raise
     except OSError as error:
@@ -104,9 +101,7 @@ def open_tokens(folder: Path) -> Corpus:
         reason = str(error)
     except (KeyError, TypeError, ValueError, AttributeError):
         reason = f"{_MANIFEST} has missing entries"
-    raise CorpusError(
-        f"the tokens in {folder} are damaged ({reason}); delete the folder and run again: the text is tokenized again"
-    )
+    raise CorpusError(f"the tokens in {folder} are damaged ({reason}); {_AGAIN}")
 
 
 def _write(
@@ -114,16 +109,13 @@ def _write(
 ) -> None:
     remove_leftovers(folder.parent)
     with new_folder(folder) as partial:
-        tokenizer, digests, counts = tokens.tokenizer_of(text), tokens.text_digests(text), {}
+        tokenizer = tokens.tokenizer_of(text)
         save_tokenizer(tokenizer, partial / _TOKENIZER)
-        for part, documents in text.parts.items():
-            with (partial / f"{part}.bin").open("wb") as content, (partial / f"{part}.starts.bin").open("wb") as starts:
-                counts[part] = tokens.tokenize(documents, tokenizer, content, starts, digests[part])
+        facts = tokens.tokenize_parts(text, tokenizer, lambda name: (partial / name).open("wb"))
         for file, source in zip(files, origins, strict=True):
             if _without_hash(source) != _current(file):
                 raise CorpusError(f"{file.path} changed while it was read; run again when no process writes to it")
-        facts = tokens.corpus_facts(text, tokenizer, counts, digests)
-        about = {"schema": SCHEMA, "asked": settings, "sources": origins, "parts": list(counts), "facts": facts}
+        about = {"schema": SCHEMA, "asked": settings, "sources": origins, "parts": list(text.parts), "facts": facts}
         sealed_folder.seal(partial, _MANIFEST, about)
 
 
@@ -168,7 +160,8 @@ def _manifest(folder: Path) -> dict[str, Any]:
     return sealed_folder.read_manifest(folder, _MANIFEST, schema=SCHEMA)
 
 
-def _map(path: Path, dtype: torch.dtype) -> Tensor:
+def _map(folder: Path, name: str, dtype: torch.dtype) -> Tensor:
     """A file as a tensor whose pages are read on access; writing to the tensor does not change the file."""
+    path = folder / name
     size = path.stat().st_size // dtype.itemsize
     return torch.from_file(str(path), shared=False, size=size, dtype=dtype) if size else torch.empty(0, dtype=dtype)

@@ -23,7 +23,7 @@ from torch import Tensor
 
 from alibi_attn.files import replace_file
 from alibi_attn.strict_json import NO_CHARACTER, is_sealed, lone_surrogate, parse, sealed
-from alibi_lab.lab.data.sources import CorpusError
+from alibi_lab.lab.data.row_files import CorpusError
 
 SCHEMA = 1
 SAMPLE_BYTES = 16 << 20  # evenly spread sample for the BPE; more text hardly changes its merges
@@ -46,9 +46,7 @@ class ByteTokenizer:
     document_end = b""
 
     def encode(self, text: str | bytes) -> Tensor:
-        return (
-            torch.frombuffer(bytearray(_bytes(text)), dtype=torch.uint8) if text else torch.empty(0, dtype=torch.uint8)
-        )
+        return torch.from_numpy(np.frombuffer(bytearray(_bytes(text)), np.uint8))
 
     def encode_all(self, texts: Sequence[bytes]) -> list[Tensor]:
         return [self.encode(text) for text in texts]
@@ -113,15 +111,12 @@ class BpeTokenizer:
         self._tokenizer = tokenizers.Tokenizer.from_str(model)
         self.vocab_size: int = self._tokenizer.get_vocab_size()
         self._dtype = token_dtype(self.vocab_size)
-        byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
-        pieces = [str(self._tokenizer.id_to_token(index)) for index in range(self.vocab_size)]
-        added = {str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values()}
         self._bytes: list[bytes] | None = None  # the bytes of each token, if it is byte-level
-        if isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel) or self.name.startswith("bpe:"):
-            self._bytes = [
-                piece.encode() if piece in added else bytes(byte_of[character] for character in piece)
-                for piece in pieces
-            ]
+        if isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel) or name.startswith("bpe:"):
+            byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
+            pieces = (str(self._tokenizer.id_to_token(index)) for index in range(self.vocab_size))
+            added = {str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values()}
+            self._bytes = [each.encode() if each in added else bytes(map(byte_of.__getitem__, each)) for each in pieces]
 
     def encode(self, text: str | bytes) -> Tensor:
         return self.encode_all([_bytes(text)])[0]
@@ -196,40 +191,32 @@ def load_tokenizer(path: Path) -> Tokenizer:
     Raises:
         CorpusError: the file does not exist, is not a tokenizer, or is from another version.
     """
+    again = "delete the folder it is in and run again"
     try:
-        return _read(parse(path.read_bytes()), path)
+        data = parse(path.read_bytes())
+        if not isinstance(data, dict):
+            raise ValueError("it is no object")
+        if data["schema"] != SCHEMA:
+            raise CorpusError(f"{path} has schema {data['schema']} but this version reads {SCHEMA}; {again}")
+        if not is_sealed(data):
+            raise ValueError("not what was written")
+        if data["tokenizer"] == "bytes":
+            return ByteTokenizer()
+        if isinstance(words := data.get("words"), list):
+            return WordTokenizer(words)
+        return BpeTokenizer(str(data["tokenizer"]), str(data["model"]))
+    except CorpusError:
+        raise
     except OSError as error:
-        raise CorpusError(
-            f"{path} cannot be read ({error.strerror}); it is stored next to the tokens and in every checkpoint"
-        ) from None
+        reason = f"cannot be read ({error.strerror}); it is stored next to the tokens and in every checkpoint"
     except (ValueError, KeyError, TypeError) as error:
-        if isinstance(error, CorpusError):
-            raise
-        raise CorpusError(
-            f"{path} is not a tokenizer, or damaged; delete the folder it is in and run again ({error})"
-        ) from None
+        reason = f"is not a tokenizer, or damaged; {again} ({error})"
+    raise CorpusError(f"{path} {reason}")
 
 
 def token_dtype(vocab_size: int) -> torch.dtype:
     """The smallest of uint8, uint16 and int32 that holds every token."""
     return torch.uint8 if vocab_size <= 1 << 8 else torch.uint16 if vocab_size <= 1 << 16 else torch.int32
-
-
-def _read(data: object, path: Path) -> Tokenizer:
-    if not isinstance(data, dict):
-        raise ValueError("it is no object")
-    if data["schema"] != SCHEMA:
-        raise CorpusError(
-            f"{path} has schema {data['schema']} but this version reads {SCHEMA}; delete the folder it is in and run again"
-        )
-    if not is_sealed(data):
-        raise ValueError("not what was written")
-    name = str(data["tokenizer"])
-    if name == "bytes":
-        return ByteTokenizer()
-    if isinstance(words := data.get("words"), list):
-        return WordTokenizer(words)
-    return BpeTokenizer(name, str(data["model"]))
 
 
 def _frequent_words(chunks: Iterable[bytes]) -> list[str]:

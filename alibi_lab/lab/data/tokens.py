@@ -2,16 +2,19 @@
 
 import hashlib
 import itertools
-from collections.abc import Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
+from contextlib import AbstractContextManager
 from dataclasses import dataclass, field, replace
 from typing import BinaryIO, TypeAlias
 
 import numpy as np
+import torch
 from torch import Tensor
 
 from alibi_lab.lab.config import Split
-from alibi_lab.lab.data.sources import CorpusError, Documents, Part, Text
-from alibi_lab.lab.data.tokenizing import ByteTokenizer, Tokenizer, make_tokenizer
+from alibi_lab.lab.data.row_files import CorpusError
+from alibi_lab.lab.data.sources import Documents, Part, Text
+from alibi_lab.lab.data.tokenizing import ByteTokenizer, Tokenizer, make_tokenizer, token_dtype
 from alibi_lab.records import Json
 
 # Of one part of a corpus: "documents", "tokens", "bytes", "words" (separated by white space) and "lines".
@@ -26,7 +29,7 @@ class Corpus:
 
     Args:
         train, valid, test: the tokens; test is None unless data.test_share or the corpus itself provides one.
-        facts: see `corpus_facts`.
+        facts: see `tokenize_parts`.
         tokenizer: decodes the tokens; `tokenizing.save_tokenizer` writes it.
         starts: for "train", "valid" and "test", the start of each document, int64, rising from 0.
     """
@@ -86,22 +89,38 @@ def tokenize(
     return counts
 
 
-def text_digests(text: Text) -> dict[Part, "hashlib._Hash"]:
-    """The SHA-256 of each part before any text: training and validation text share one, the test text has its own."""
-    shared = hashlib.sha256(text.train_bytes.to_bytes(8, "big"))
-    return {"train": shared, "valid": shared, "test": hashlib.sha256()}
-
-
-def corpus_facts(
-    text: Text, tokenizer: Tokenizer, counts: Mapping[Part, Counts], digests: Mapping[Part, "hashlib._Hash"]
+def tokenize_parts(
+    text: Text, tokenizer: Tokenizer, opened: Callable[[str], AbstractContextManager[BinaryIO]]
 ) -> dict[str, Json]:
-    """The facts of a corpus for records: its size, its split, and the hash of all its text."""
-    facts: dict[str, Json] = {"name": text.name, "sha256": digests["valid"].hexdigest(), "split": text.split}
+    """Writes the files of each part, PART.bin and PART.starts.bin, which `corpus_of` reads.
+
+    Args:
+        opened: opens a file of this name for writing.
+
+    Returns:
+        the facts of the corpus for records: its size, its split, and the hash of all its text. Training and validation text
+        share one hash, the test text has its own.
+    """
+    shared = hashlib.sha256(text.train_bytes.to_bytes(8, "big"))
+    digests, counts = {"train": shared, "valid": shared, "test": hashlib.sha256()}, dict[Part, Counts]()
+    for part, documents in text.parts.items():
+        with opened(f"{part}.bin") as content, opened(f"{part}.starts.bin") as starts:
+            counts[part] = tokenize(documents, tokenizer, content, starts, digests[part])
+    facts: dict[str, Json] = {"name": text.name, "sha256": shared.hexdigest(), "split": text.split}
     if "test" in counts:
         facts["test_sha256"] = digests["test"].hexdigest()
     for part, count in counts.items():
         facts |= {f"{part}_{'parts' if name == 'documents' else name}": number for name, number in count.items()}
     return facts | text_facts(tokenizer, counts["valid"])
+
+
+def corpus_of(
+    parts: Iterable[Part], facts: Mapping[str, Json], tokenizer: Tokenizer, read: Callable[[str, torch.dtype], Tensor]
+) -> Corpus:
+    """The corpus whose parts `tokenize_parts` wrote; `read` returns the content of a file."""
+    ids = {part: read(f"{part}.bin", token_dtype(tokenizer.vocab_size)) for part in parts}
+    starts = {part: read(f"{part}.starts.bin", torch.int64) for part in parts}
+    return Corpus(**ids, facts=facts, tokenizer=tokenizer, starts=starts)
 
 
 def text_facts(tokenizer: Tokenizer, valid: Counts) -> dict[str, Json]:

@@ -30,7 +30,7 @@ from alibi_attn.nn.allocator import peak_memory_bytes, reset_peak_memory
 from alibi_lab.lab.clock import clock
 from alibi_lab.lab.config import EvalConfig, SymbolTask
 from alibi_lab.lab.data.corpus import CorpusError
-from alibi_lab.lab.data.tasks import Encode, encode_bytes
+from alibi_lab.lab.data.tasks import Encode
 from alibi_lab.lab.evaluation.context_use import has_positions, passkey, recall, symbols
 from alibi_lab.lab.evaluation.losses import MOST_PARTS, Column, Say, TokenLosses, Window, columns, token_losses
 from alibi_lab.lab.model.language_model import LanguageModel
@@ -49,7 +49,7 @@ _LEAST_PART_TOKENS = 128  # long enough that neighboring parts are nearly indepe
 
 
 def evaluate(
-    model: LanguageModel, tokens: Tensor, config: EvalConfig, *, encode: Encode = encode_bytes, say: Say | None = None
+    model: LanguageModel, tokens: Tensor, config: EvalConfig, *, encode: Encode = str.encode, say: Say | None = None
 ) -> dict[str, dict[str, Column]]:
     """The curves "by_length", "by_position" and "by_part" of the model on the text, and those of `config.tasks`.
 

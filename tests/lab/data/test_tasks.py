@@ -12,7 +12,6 @@ from alibi_lab.lab.data.tasks import (
     KEY_DIGITS,
     SEGMENT,
     TaskError,
-    encode_bytes,
     passkey_rows,
     recall_distances,
     recall_rows,
@@ -28,7 +27,7 @@ SENTENCE = b" The pass key is"
 def test_a_passkey_is_one_sentence_at_its_depth_and_again_at_the_end():
     length = 200
     for depth in DEPTHS:
-        rows, counts = passkey_rows(encode_bytes, length, depth=depth, trials=4)
+        rows, counts = passkey_rows(str.encode, length, depth=depth, trials=4)
         assert rows.shape == (4, length + 1)
         assert counts.tolist() == [2 * KEY_DIGITS] * 4
         for row in rows:
@@ -38,24 +37,24 @@ def test_a_passkey_is_one_sentence_at_its_depth_and_again_at_the_end():
             assert text.count(question) == 2
             room = length + 1 - 2 * len(question) - len(" .")
             assert text.index(question + b" .") == round(depth * room)
-    keys = {bytes(row[-10:].tolist()) for row in passkey_rows(encode_bytes, length, depth=0, trials=16)[0]}
+    keys = {bytes(row[-10:].tolist()) for row in passkey_rows(str.encode, length, depth=0, trials=16)[0]}
     assert len(keys) == 16
 
 
 def test_the_numbers_are_the_same_at_every_length_and_depth():
     first, second = (
-        passkey_rows(encode_bytes, length, depth=depth, trials=8)[0][:, -10:]
+        passkey_rows(str.encode, length, depth=depth, trials=8)[0][:, -10:]
         for length, depth in ((60, 0.0), (333, 0.75))
     )
     assert torch.equal(first, second)
 
 
 def test_the_shortest_passkey_has_no_filler():
-    shortest = shortest_passkey(encode_bytes)
-    text = bytes(passkey_rows(encode_bytes, shortest, depth=0.5, trials=1)[0][0].tolist())
+    shortest = shortest_passkey(str.encode)
+    text = bytes(passkey_rows(str.encode, shortest, depth=0.5, trials=1)[0][0].tolist())
     assert text == text[-26:] + b" ." + text[-26:]
     with pytest.raises(TaskError, match="no room in 52 tokens; pass lengths of 53 or more"):
-        passkey_rows(encode_bytes, shortest - 1, depth=0.5, trials=1)
+        passkey_rows(str.encode, shortest - 1, depth=0.5, trials=1)
 
 
 def test_digits_that_a_tokenizer_cannot_distinguish_are_refused():
@@ -107,7 +106,7 @@ def test_recall_asks_at_doubling_distances_and_at_the_farthest():
 
 def test_a_copier_finds_every_number_and_every_segment():
     config = EvalConfig(lengths=(60, 100), batch_tokens=300, trials=3)
-    keys = passkey(Copier(cue=10), encode_bytes, config)
+    keys = passkey(Copier(cue=10), str.encode, config)
     assert keys["length"] == [60] * 5 + [100] * 5
     assert keys["depth"] == [0, 0.25, 0.5, 0.75, 1] * 2
     assert keys["accuracy"] == [1.0] * 10
@@ -123,7 +122,7 @@ def test_a_copier_finds_every_number_and_every_segment():
 def test_a_copier_with_limited_sight_finds_near_answers_only():
     config = EvalConfig(lengths=(100,), batch_tokens=300, trials=3)
     assert recall(Copier(cue=1, sight=32), ALPHABET, config)["accuracy"] == [1, 1, 1, 0, 0]
-    keys = passkey(Copier(cue=10, sight=60), encode_bytes, config)
+    keys = passkey(Copier(cue=10, sight=60), str.encode, config)
     assert keys["accuracy"] == [0, 0, 1, 1, 1]
 
 
@@ -134,7 +133,7 @@ def test_one_wrong_digit_is_a_wrong_number_but_only_one_wrong_token():
             return told + 1 if bytes(seen[-len(SENTENCE) - 1 :]).startswith(SENTENCE + b" ") else told
 
     config = EvalConfig(lengths=(60,), batch_tokens=300, trials=3)
-    assert passkey(Misreads(cue=10), encode_bytes, config)["accuracy"] == [0.0] * 5
+    assert passkey(Misreads(cue=10), str.encode, config)["accuracy"] == [0.0] * 5
 
 
 def test_an_untrained_model_finds_nothing_and_learned_positions_end(tiny_model):

@@ -11,7 +11,7 @@ from damaged_json import DAMAGED
 from alibi_lab.lab.config import RunConfig
 from alibi_lab.lab.config_io import override
 from alibi_lab.lab.data import tokenizing
-from alibi_lab.lab.data.sources import CorpusError
+from alibi_lab.lab.data.row_files import CorpusError
 from alibi_lab.lab.data.tokenizing import (
     BpeTokenizer,
     ByteTokenizer,
