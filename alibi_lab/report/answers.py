@@ -7,6 +7,7 @@ changes do.
 Next: `verdicts.py` compares an answer with the claims, and `plots/paper.py` draws it.
 """
 
+import functools
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
@@ -15,9 +16,10 @@ from numpy.typing import NDArray
 
 from alibi_lab.records import Json, Record
 from alibi_lab.report.published import PUBLISHED, PublishedItem
-from alibi_lab.report.series import numbers, sequence
+from alibi_lab.report.series import floats, numbers, sequence
 
 Column = Callable[[str, str], NDArray[np.float64]]
+Curves = Mapping[str, Mapping[str, Sequence[Json]]]
 
 
 def is_drawn(record: Record) -> bool:
@@ -35,7 +37,7 @@ def sorted_items(records: Iterable[Record]) -> list[Record]:
 def unanswered(records: Iterable[Record]) -> list[str]:
     """The figures and tables of the paper that the records do not answer; an empty list if they answer none."""
     answered = {item_name(record) for record in records if is_drawn(record)}
-    return [name.replace("-", " ") for name in PUBLISHED if name not in answered] if answered else []
+    return [name.replace("-", " ") for name in PUBLISHED if answered and name not in answered]
 
 
 def named_studies(records: Iterable[Record]) -> set[object]:
@@ -55,28 +57,20 @@ def item_of(record: Record) -> PublishedItem:
 
 def recorded(record: Record) -> Column:
     """Our numbers. A `paper_length` that was not recorded is computed from our length and the scale."""
-    factor = scale_factor(record)
-
-    def column(label: str, name: str) -> NDArray[np.float64]:
-        values = np.array(numbers(record, label, name), dtype=np.float64)
-        if name != "paper_length":
-            return values
-        lengths = np.array(numbers(record, label, "length"), dtype=np.float64)
-        return np.where(np.isfinite(values), values, np.round(lengths * factor))
-
-    return column
+    return functools.partial(_column, record.curves, scale_factor(record))
 
 
 def published(item: PublishedItem) -> Column:
     """The paper's numbers; `length` and `paper_length` are the same."""
+    return functools.partial(_column, item.series, 1.0)
 
-    def column(label: str, name: str) -> NDArray[np.float64]:
-        columns = item.series.get(label, {})
-        values = columns.get("length" if name == "paper_length" else name)
-        empty = [None] * len(next(iter(columns.values()), ()))
-        return np.array([math.nan if value is None else value for value in values or empty], dtype=np.float64)
 
-    return column
+def _column(curves: Curves, factor: float, label: str, name: str) -> NDArray[np.float64]:
+    columns = curves.get(label, {})
+    values = np.array(floats(columns, name), dtype=np.float64)
+    if name != "paper_length":
+        return values
+    return np.where(np.isfinite(values), values, np.round(np.array(floats(columns, "length")) * factor))
 
 
 def labels_of(record: Record) -> list[str]:
@@ -123,14 +117,13 @@ def facts(record: Record) -> list[tuple[str, str]]:
     slopes = _slopes(record, item)
     equal = sum(ours == theirs for ours, theirs in slopes)
     units = f"{unit_of(record)} of {corpus_of(record)}; the paper's: token of {item.corpus}" if item.corpus else ""
-    tokens, seeds = _range(record, "tokens", "valid_tokens", "test_tokens"), _range(record, "seeds")
     found = {
         "the paper's lengths / ours": f"{factor:g}" if factor != 1 else "",
         "slopes equal to the paper's, to the last bit": f"{equal} of {len(slopes)}" if slopes else "",
         "perplexity per": units if any("perplexity" in column for column in item.columns) else "",
         "the paper's machine": item.evaluation if any("per_second" in column for column in item.columns) else "",
-        "tokens per number": between(tokens) if tokens else "",
-        "seeds per number": between(seeds) if seeds else "",
+        "tokens per number": _range(record, "tokens", "valid_tokens", "test_tokens"),
+        "seeds per number": _range(record, "seeds"),
     }
     return [(name, value) for name, value in found.items() if value]
 
@@ -147,13 +140,11 @@ def _slopes(record: Record, item: PublishedItem) -> list[tuple[float, float | No
     ]
 
 
-def _range(record: Record, *columns: str) -> tuple[float, float] | None:
+def _range(record: Record, *columns: str) -> str:
     cells = (value for label in record.curves for column in columns for value in numbers(record, label, column))
-    values = [value for value in cells if math.isfinite(value)]
-    return (min(values), max(values)) if values else None
+    return between([value for value in cells if math.isfinite(value)])
 
 
-def between(bounds: tuple[float, float]) -> str:
-    """The lowest and the highest as in 2 to 3, or one number if they are equal."""
-    low, high = bounds
-    return f"{low:,.0f}" if low == high else f"{low:,.0f} to {high:,.0f}"
+def between(values: Sequence[float], show: Callable[[float], str] = "{:,.0f}".format, word: str = " to ") -> str:
+    """The lowest and the highest as in "2 to 3", or one number if both look the same; "" without values."""
+    return word.join(dict.fromkeys(show(end) for end in (min(values), max(values)))) if values else ""

@@ -17,7 +17,6 @@ from alibi_lab.records import Record, age, identity
 from alibi_lab.report import series
 from alibi_lab.report.plots.drawing import Plot, svg
 from alibi_lab.report.series import Study
-from alibi_lab.report.tables.study import Card
 from alibi_lab.report.tables.table import Table
 
 
@@ -81,9 +80,9 @@ class Items(NamedTuple):
 
 
 class Cards(NamedTuple):
-    """Each series with its perplexities in large type."""
+    """Each series with its perplexities in large type, the rows of `tables.study.cards`."""
 
-    cards: Sequence[Card]
+    cards: Sequence[tuple[str, str, str, str, str, str]]
 
 
 class Findings(NamedTuple):

@@ -139,6 +139,10 @@ class Study:
         """All trained lengths."""
         return sorted({s.trained for s in self.series})
 
+    def ended(self, mode: Mode = "nonoverlapping") -> list[tuple[Series, tuple[int, int]]]:
+        """The evaluated series, each with its `ends`."""
+        return [(series, ends) for series in self.series if (ends := series.ends(mode))]
+
     @property
     def seeds(self) -> int:
         """The smallest number of seeds of any series."""
@@ -200,8 +204,12 @@ def recipe_of(record: Record) -> str:
 
 def numbers(record: Record, curve: str, column: str) -> list[float]:
     """A column of a curve as floats, NaN for null. A missing column is all NaN."""
-    columns = record.curves.get(curve, {})
-    values: Sequence[Json] = columns.get(column) or [None] * max(map(len, columns.values()), default=0)
+    return floats(record.curves.get(curve, {}), column)
+
+
+def floats(columns: Mapping[str, Sequence[Json]], name: str) -> list[float]:
+    """A column as floats, NaN for null. A missing one is all NaN."""
+    values: Sequence[Json] = columns.get(name) or [None] * max(map(len, columns.values()), default=0)
     return [float(value) if isinstance(value, int | float) else math.nan for value in values]
 
 

@@ -1,10 +1,11 @@
 """Costs: trainings, weights, tokens, time and machines, summed over the records of each study."""
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 
 from alibi_lab.records import Record
+from alibi_lab.report.answers import between
 from alibi_lab.report.series import Study
-from alibi_lab.report.tables.table import Block, Cell, Table, machine_text
+from alibi_lab.report.tables.table import NOTHING, Block, Cell, Row, Table, machine_text
 
 
 def cost_table(studies: Sequence[Study]) -> Table | None:
@@ -12,23 +13,25 @@ def cost_table(studies: Sequence[Study]) -> Table | None:
     by_title: dict[str, list[Record]] = {}
     for study in studies:
         by_title.setdefault(f"{study.recipe} on {study.corpus.get('name', 'its text')}", []).extend(study.records)
-    rows = [(title, "ink", _cells(_unique(own))) for title, own in by_title.items()]
+    rows: list[Row] = [(title, "ink", _cells(_unique(own))) for title, own in by_title.items()]
     counted = [record for own in by_title.values() for record in own]
     if not any(cell.value for _, _, cells in rows for cell in cells):
         return None
     if len(rows) > 1:
         rows.append(("total", "ink", _cells(_unique(counted))))
     several = len({machine_text(record.machine) for record in counted if record.machine}) > 1
-    columns = ("trainings", "parameters", "tokens trained on", "training", "tests", *(("machine",) if several else ()))
-    shown = tuple((label, color, cells[: len(columns)]) for label, color, cells in rows)
-    return Table(columns, (Block("Studies", shown),))
+    columns = ("trainings", "parameters", "tokens trained on", "training", "tests", *["machine"] * several)
+    return Table(columns, [Block("Studies", [(label, color, cells[: len(columns)]) for label, color, cells in rows])])
 
 
 def model_sizes(records: Sequence[Record]) -> tuple[str, str]:
     """The number of weights and of training tokens of the models of an answer, in words; "" if not recorded."""
-    weights = [value for one in records if (value := one.metrics.get("parameters"))]
-    tokens = [value for one in records if one.kind == "training" and (value := one.metrics.get("tokens"))]
-    return _range_of_millions(weights) if weights else "", _range_of_millions(tokens) if tokens else ""
+    trainings = [record for record in records if record.kind == "training"]
+    return _in_millions(_metrics(records, "parameters")), _in_millions(_metrics(trainings, "tokens"))
+
+
+def _in_millions(values: Sequence[float]) -> str:
+    return f"{between([value / 1e6 for value in values], '{:.2g}'.format)} M" if values else ""
 
 
 def duration(seconds: float) -> str:
@@ -39,22 +42,28 @@ def duration(seconds: float) -> str:
     return f"{seconds:.0f} s"
 
 
-def _cells(records: Sequence[Record]) -> tuple[Cell, ...]:
+def _cells(records: Sequence[Record]) -> Sequence[Cell]:
     trainings = [record for record in records if record.kind == "training"]
-    sizes = [float(value) for r in trainings if (value := r.metrics.get("parameters")) is not None]
-    tokens = sum(float(value) for r in trainings if (value := r.metrics.get("tokens")) is not None)
-    seconds = sum(float(value) for r in trainings if (value := r.metrics.get("seconds")) is not None)
+    tokens, seconds = (sum(_metrics(trainings, name)) for name in ("tokens", "seconds"))
     tests = sum(record.seconds for record in records if record.kind == "evaluation")
     machines = dict.fromkeys(machine_text(record.machine) for record in records if record.machine)
-    low, high = (_millions(min(sizes)), _millions(max(sizes))) if sizes else ("—", "—")
     return (
         Cell(f"{len(trainings):,}", float(len(trainings))),
-        Cell(low if low == high else f"{low} – {high}"),
-        Cell(_millions(tokens) if tokens else "—", tokens or None),
-        Cell(duration(seconds) if seconds else "—", seconds or None),
-        Cell(duration(tests) if tests else "—", tests or None),
+        Cell(between(_metrics(trainings, "parameters"), _millions, " – ") or "—"),
+        _sum(tokens, _millions),
+        _sum(seconds, duration),
+        _sum(tests, duration),
         Cell("; ".join(machines)),
     )
+
+
+def _metrics(records: Sequence[Record], name: str) -> list[float]:
+    """A metric of the records that have it."""
+    return [float(value) for record in records if (value := record.metrics.get(name))]
+
+
+def _sum(value: float, show: Callable[[float], str]) -> Cell:
+    return Cell(show(value), value) if value else NOTHING
 
 
 def _unique(records: Sequence[Record]) -> list[Record]:
@@ -65,8 +74,3 @@ def _millions(value: float) -> str:
     if value >= 1e9:
         return f"{value / 1e9:.3g} G"
     return f"{value / 1e6:.3g} M" if value >= 1e6 else f"{value:,.0f}"
-
-
-def _range_of_millions(values: Sequence[float]) -> str:
-    low, high = (f"{bound / 1e6:.2g}" for bound in (min(values), max(values)))
-    return f"{low} M" if low == high else f"{low} to {high} M"

@@ -1,14 +1,15 @@
 """Tables of the paper's items: our rows and the paper's under common columns, and how both change with length."""
 
+import itertools
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 
 import numpy as np
 
 from alibi_lab.records import Record
 from alibi_lab.report.answers import Column, item_of, labels_of, published, recorded, scale_factor, unit_of, way_of
 from alibi_lab.report.published import PublishedItem, method_of
-from alibi_lab.report.tables.table import NOTHING, Block, Cell, Table, number, signed, with_best
+from alibi_lab.report.tables.table import NOTHING, Block, Cell, Row, Table, number, signed, with_best
 
 CITED = "cited, not run"
 _MANY = 14  # a table with more columns is thinned
@@ -25,8 +26,6 @@ _NAMES = {
     "tokens_per_second": "test, tokens/s",
 }
 _OURS_TOO = {"sliding_perplexity": "sliding", "nonoverlapping_perplexity": "nonoverlapping"}
-
-_SPREAD = {"perplexity": "", **{column: column.removesuffix("perplexity") for column in _OURS_TOO}}
 
 # label -> the paper's length -> (value, lowest seed, highest seed)
 Rows = dict[str, dict[float, tuple[float, float, float]]]
@@ -45,110 +44,93 @@ def change_table(record: Record) -> Table | None:
     item = item_of(record)
     if not {"length", "perplexity"} <= set(item.columns):
         return None
-    theirs = _rows(published(item), item.series, "perplexity")
-    labels = labels_of(record)
+    labels, theirs = labels_of(record), _rows(published(item), item.series, "perplexity")
     ours = {column: _rows(recorded(record), labels, column) for column in ("perplexity", *_OURS_TOO)}
-    rows = []
+    compared = [*(found for found in ours.values() if found), theirs]
+    rows: list[Row] = []
     for label in labels:
         if "L_valid" in label.replace("L_valid = ", ""):
             continue  # a different model at each length
         here = ours["perplexity"].get(label, {})  # T5 bias has no numbers at lengths that did not fit into memory
         in_paper = theirs.get(label, {}) if label in item.series else here
         both = [x for x in sorted(set(in_paper) & set(here)) if math.isfinite(in_paper[x][0] + here[x][0])]
-        if len(both) < 2:
-            continue
-        first, last = both[0], both[-1]
-        cells = [_change(found.get(label, {}), first, last) for found in ours.values() if found]
-        rows.append(
-            (
-                f"{label}, to {last:,.0f}",
-                (method_of(label) or "ink"),
-                (*cells, _change(theirs.get(label, {}), first, last)),
-            )
-        )
+        if len(both) >= 2:
+            cells = [_change(found.get(label, {}), both[0], both[-1]) for found in compared]
+            rows.append((f"{label}, to {both[-1]:,.0f}", method_of(label) or "ink", cells))
     if not rows:
         return None
-    ways = ["ours", *(f"ours, {way}" for column, way in _OURS_TOO.items() if ours[column])]
-    return Table((*ways, "the paper"), (Block("Change of perplexity from the trained length", tuple(rows)),))
+    ways = ("ours", *(f"ours, {way}" for column, way in _OURS_TOO.items() if ours[column]))
+    return Table((*ways, "the paper"), [Block("Change of perplexity from the trained length", rows)])
 
 
 def _by_length(record: Record, item: PublishedItem) -> Table:
-    factor, measures = scale_factor(record), [name for name in item.columns if name != "length"]
-    ours, theirs, labels = recorded(record), published(item), labels_of(record)
+    factor, labels, unit = scale_factor(record), labels_of(record), f"perplexity per {unit_of(record)}"
     way = "sliding window" if way_of(item) == "sliding" else "nonoverlapping windows"
     found: list[tuple[str, str, Rows]] = []
-    for measure in measures:
-        per = _NAMES[measure]
-        how = f", {way}" if measure == "perplexity" else ""
-        unit = f" per {unit_of(record)}" if measure == "perplexity" else ""
-        found.append((f"Ours: {per}{unit}{how}", measure, _rows(ours, labels, measure)))
+    for measure in item.columns:
+        if measure == "length":
+            continue
+        ours, theirs = {measure: _NAMES[measure]}, _NAMES[measure]
         if measure == "perplexity":
-            found += [
-                (f"Ours: perplexity{unit}, {other} windows", column, _rows(ours, labels, column))
-                for column, other in _OURS_TOO.items()
-            ]
-            found.append(("Ours: perplexity per word", "word_perplexity", _rows(ours, labels, "word_perplexity")))
-        words = f" per token of {item.corpus}" if measure == "perplexity" else ""
-        found.append((f"The paper: {per}{words}{how}", measure, _rows(theirs, item.series, measure)))
-    lengths = _shown(
-        {x for title, _, rows in found if title.startswith("Ours") for at in rows.values() for x in at}, found
-    )
+            ours = {
+                measure: f"{unit}, {way}",
+                **{name: f"{unit}, {other} windows" for name, other in _OURS_TOO.items()},
+            }
+            ours["word_perplexity"] = "perplexity per word"
+            theirs = f"perplexity per token of {item.corpus}, {way}"
+        found += [(f"Ours: {name}", column, _rows(recorded(record), labels, column)) for column, name in ours.items()]
+        found.append((f"The paper: {theirs}", measure, _rows(published(item), item.series, measure)))
+    lengths = _shown(found)
     columns = tuple(f"{x:,.0f}" if factor == 1 else f"{x / factor:,.0f} ({x:,.0f})" for x in lengths)
     blocks = [
         _block(title, measure, {label: [rows.get(label, {}).get(x) for x in lengths] for label in rows})
         for title, measure, rows in found
         if rows
     ]
-    return Table(columns, tuple(blocks))
+    return Table(columns, blocks)
 
 
-def _shown(ours: set[float], found: list[tuple[str, str, Rows]]) -> list[float]:
+def _shown(found: list[tuple[str, str, Rows]]) -> list[float]:
     """All lengths; if there are too many, ours and the nearest ones of the paper (all are in `published.json`)."""
-    every = sorted({length for _, _, rows in found for values in rows.values() for length in values})
-    if len(every) <= _MANY or not ours:
-        return every
-    theirs = sorted({x for title, _, rows in found if title.startswith("The") for at in rows.values() for x in at})
-    return sorted(ours | {min(theirs, key=lambda length: abs(length - x)) for x in ours})
+    ours, theirs = (
+        {length for title, _, rows in found if title.startswith(who) for values in rows.values() for length in values}
+        for who in ("Ours", "The paper")
+    )
+    if len(ours | theirs) <= _MANY or not ours:
+        return sorted(ours | theirs)
+    return sorted(ours | {min(sorted(theirs), key=lambda length: abs(length - x)) for x in ours})
 
 
 def _by_column(record: Record, item: PublishedItem) -> Table:
-    measures = list(item.columns)
-    blocks = []
-    measured = any("perplexity" in measure for measure in measures)
+    measured = any("perplexity" in measure for measure in item.columns)
     first = f"Ours, perplexity per {unit_of(record)}" if measured else "Ours"
-    paper = f"The paper, {item.corpus}"
-    for title, column, ours in ((first, recorded(record), True), (paper, published(item), False)):
-        names = labels_of(record) if ours else item.series
+    blocks = []
+    for title, column, ours in ((first, recorded(record), True), (f"The paper, {item.corpus}", published(item), False)):
         last = -1 if ours else 0  # the paper's table has the last point of a training curve
-        values = {
-            (label, measure): dict(enumerate(column(label, measure).tolist()[last:]))
-            for label in names
-            for measure in measures
-        }
-        labels = [
-            (label, place)
-            for label in names
-            for place in range(max(len(values[label, measure]) for measure in measures) or (label in item.cited))
+        lines: list[tuple[str, Sequence[float]]] = []
+        for label in labels_of(record) if ours else item.series:
+            values = [column(label, measure).tolist()[last:] for measure in item.columns]
+            rows = list(itertools.zip_longest(*values, fillvalue=math.nan))
+            lines += [(label, row) for row in rows or [(math.nan,) * len(values)] * (label in item.cited)]
+        columns = [
+            _marked(measure, [_cell(measure, (row[place], math.nan, math.nan)) for _, row in lines])
+            for place, measure in enumerate(item.columns)
         ]
-        columns = []
-        for measure in measures:
-            found = [values[label, measure].get(place, math.nan) for label, place in labels]
-            columns.append(_marked(measure, [_cell(measure, (value, math.nan, math.nan)) for value in found]))
-        lines = []
-        for (label, _), *cells in zip(labels, *columns, strict=True):
+        shown: list[Row] = []
+        for (label, _), *cells in zip(lines, *columns, strict=True):
             cited = label in item.cited
-            not_run = ours and cited and label not in record.curves
-            shown = (Cell(CITED), *(Cell("") for _ in measures[1:])) if not_run else tuple(cells)
-            lines.append((f"{label}, cited" if cited and not ours else label, method_of(label) or "ink", shown))
-        blocks.append(Block(title, tuple(lines)))
-    return Table(tuple(_title(measure, scale_factor(record)) for measure in measures), tuple(blocks))
+            if ours and cited and label not in record.curves:
+                cells = [Cell(CITED), *(Cell("") for _ in cells[1:])]
+            shown.append((f"{label}, cited" if cited and not ours else label, method_of(label) or "ink", cells))
+        blocks.append(Block(title, shown))
+    return Table([_title(measure, scale_factor(record)) for measure in item.columns], blocks)
 
 
 def _block(title: str, measure: str, rows: dict[str, list[tuple[float, float, float] | None]]) -> Block:
     columns = zip(*rows.values(), strict=True)
     marked = [_marked(measure, [_cell(measure, value) for value in column]) for column in columns]
     by_label = zip(rows, zip(*marked, strict=True), strict=True)
-    return Block(title, tuple((label, method_of(label) or "ink", cells) for label, cells in by_label))
+    return Block(title, [(label, method_of(label) or "ink", cells) for label, cells in by_label])
 
 
 def _marked(measure: str, column: list[Cell]) -> list[Cell]:
@@ -188,10 +170,7 @@ def _rows(column: Column, labels: Iterable[str], measure: str) -> Rows:
         values = column(label, measure)
         if not np.isfinite(values).any():
             continue
-        nothing = np.full(len(values), math.nan)
-        low, high = (
-            column(label, f"{_SPREAD[measure]}{end}") if measure in _SPREAD else nothing for end in ("low", "high")
-        )
+        low, high = (column(label, measure.removesuffix("perplexity") + end) for end in ("low", "high"))
         points = zip(column(label, "paper_length"), values, low, high, strict=True)
         rows[label] = {float(at): (float(value), float(least), float(most)) for at, value, least, most in points}
     return rows

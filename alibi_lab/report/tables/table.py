@@ -6,6 +6,7 @@ from dataclasses import dataclass, replace
 
 from alibi_lab.position_methods import LOOKS
 from alibi_lab.records import Json
+from alibi_lab.report.series import Series
 
 _SUPERSCRIPTS = str.maketrans("0123456789", "⁰¹²³⁴⁵⁶⁷⁸⁹")
 
@@ -31,7 +32,7 @@ class Cell:
     css: str = ""
 
 
-Row = tuple[str, str, tuple[Cell, ...]]  # label, position method (for its color; "" for none), one cell per column
+Row = tuple[str, str, Sequence[Cell]]  # label, position method (for its color; "" for none), one cell per column
 
 
 @dataclass(frozen=True)
@@ -39,7 +40,7 @@ class Block:
     """Rows of one quantity under a title."""
 
     title: str
-    rows: tuple[Row, ...]
+    rows: Sequence[Row]
 
 
 @dataclass(frozen=True)
@@ -51,16 +52,16 @@ class Table:
         groups: a title and a legend above every two columns.
     """
 
-    columns: tuple[str, ...]
-    blocks: tuple[Block, ...]
+    columns: Sequence[str]
+    blocks: Sequence[Block]
     corner: str = ""
-    groups: tuple[tuple[str, str], ...] = ()
+    groups: Sequence[tuple[str, str]] = ()
 
 
 def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
     """A table of text; the first column holds the labels. Without columns it has no header."""
-    lines = tuple((label, "", tuple(map(Cell, cells))) for label, *cells in rows)
-    return Table(tuple(columns[1:]), (Block("", lines),), corner=columns[0] if columns else "")
+    lines = [(label, "", [*map(Cell, cells)]) for label, *cells in rows]
+    return Table(columns[1:], [Block("", lines)], corner=columns[0] if columns else "")
 
 
 NOTHING = Cell("—")
@@ -69,6 +70,11 @@ NOTHING = Cell("—")
 def variable_of(method: str) -> str:
     """The CSS variable of a method's color; "ink" for other names."""
     return method if method in LOOKS else "ink"
+
+
+def series_row(series: Series, cells: Sequence[Cell]) -> Row:
+    """The row of a series, in the color of its method."""
+    return series.label, variable_of(series.method), cells
 
 
 def seeds_cell(values: Sequence[float], show: Callable[[float], str]) -> Cell:
