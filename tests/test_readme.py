@@ -11,6 +11,7 @@ import pytest
 import torch
 from encoder_oracle import config, random_state, write_folder, write_tokenizer
 from transformers import BloomConfig, BloomForCausalLM
+from typer import Context
 from typer.main import get_command
 
 from alibi_attn import __version__
@@ -126,7 +127,7 @@ def test_the_page_of_commands_lists_all_with_valid_options():
     for command, rest in lines:
         subcommand = get_command(app).commands[command]
         if command == "bench":
-            subcommand = subcommand.commands[rest.split()[0]]
+            _, subcommand, _ = subcommand.resolve_command(Context(subcommand), rest.split())
         known = {option for parameter in subcommand.params for option in parameter.opts}
         assert set(re.findall(r"--[\w-]+", rest.split("#")[0])) <= known, command
 

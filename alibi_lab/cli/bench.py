@@ -1,63 +1,139 @@
-"""`alibi bench`: one command per entry of `measure/benchmarks.py`. Each command writes records."""
+"""`alibi bench`: one command per entry of `measure/benchmarks.py`. Each command writes records.
 
+The options of a command are arguments of its function, with the help that its docstring has under "Args:". They are read from the
+source when the command is chosen, so `--help` loads no framework and needs no extra.
+"""
+
+import ast
 import importlib
-import inspect
-from collections.abc import Callable, Mapping
+import re
+from collections.abc import Callable, Iterator, Mapping
+from importlib.util import find_spec
+from inspect import Parameter, Signature
 from pathlib import Path
 from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
+from typer.main import get_command
 
 from alibi_attn.cli.console import check_writable, needs
-from alibi_lab.measure.benchmarks import BENCHMARKS, Benchmark, Option
+from alibi_lab.measure.benchmarks import BENCHMARKS, Benchmark
 
 Out = Annotated[Path, typer.Option(help="Folder for the records.")]
 
 
+def whole_numbers(text: str, name: str) -> tuple[int, ...]:
+    """Parses positive integers separated by commas."""
+    parts = [part.strip() for part in text.split(",")]
+    if not all(part.isdecimal() and int(part) > 0 for part in parts):
+        raise ValueError(f"{name} is {text!r} but must be whole numbers separated by commas, as in 2,4")
+    return tuple(map(int, parts))
+
+
+def names(text: str, name: str) -> list[str]:
+    """Parses names separated by commas."""
+    return text.split(",")
+
+
+def shapes(text: str, name: str) -> list[tuple[int, int]]:
+    """Parses pairs (number of heads, head size), as in 16x128,32x64."""
+    pairs = [part.strip().partition("x")[::2] for part in text.split(",")]
+    for part, pair in zip(text.split(","), pairs, strict=True):
+        if not all(number.isdecimal() and int(number) > 0 for number in pair):
+            raise ValueError(f"{name} has {part!r} but must be NUMBERxSIZE of heads, as in 16x128")
+    return [(int(count), int(size)) for count, size in pairs]
+
+
+# How an option is read into an argument, by the argument's annotation. Arguments of other types have no option.
+PARSERS = {
+    "Sequence[int]": whole_numbers,
+    "Sequence[float]": whole_numbers,
+    "Sequence[str]": names,
+    "Sequence[tuple[int, int]]": shapes,
+}
+TYPES: Mapping[str, Any] = {
+    **dict.fromkeys(PARSERS, str),
+    **{kind.__name__: kind for kind in (int, float, bool, str, Path)},
+    "Path | None": Path | None,
+    "Sequence[Path]": list[Path] | None,
+}
+
+
 def commands(benchmarks: Mapping[str, Benchmark]) -> typer.Typer:
     """The group `alibi bench`, with one command per benchmark of the table."""
+
+    class Group(TyperGroup):
+        """Reads the options of the command that is chosen."""
+
+        def resolve_command(self, ctx: Any, args: list[str]) -> Any:
+            name, command, rest = super().resolve_command(ctx, args)
+            if name is not None:
+                alone = typer.Typer(add_completion=False)
+                alone.command(name)(_command(name, benchmarks[name]))
+                command = get_command(alone)
+            return name, command, rest
+
     group = typer.Typer(
+        cls=Group,
         help="Measure on this machine. Each benchmark checks its peers first, times them, and writes records for `alibi report`.",
         no_args_is_help=True,
     )
     for name, benchmark in benchmarks.items():
-        group.command(name)(_command(name, benchmark))
+        group.command(name, help=benchmark.help)(lambda: None)
     return group
 
 
 def _command(name: str, benchmark: Benchmark) -> Callable[..., None]:
     """The command of a benchmark. Typer reads its options from the signature that is set here."""
+    place = benchmark.function or f"alibi_lab.measure.{name}:{name}".replace("-", "_")
+    module, _, function = place.partition(":")
+    kinds, options = dict[str, str](), [_parameter("out", Out, Path("results"))]
+    for argument, kind, default, text in _documented(module, function):
+        kinds[argument] = kind
+        least = benchmark.least.get(argument, 1) if kind == "int" else None
+        options.append(_parameter(argument, Annotated[TYPES[kind], typer.Option(help=text, min=least)], default))
 
     def command(out: Path, **values: Any) -> None:
-        place = benchmark.function or f"alibi_lab.measure.{name}:{name}".replace("-", "_")
-        module, _, function = place.partition(":")
         with needs(benchmark.extra):
             measure = getattr(importlib.import_module(module), function)
         check_writable(out / "record.json")
-        given = {
-            option.name: option.read(value, option.name) if option.read else value
-            for option in benchmark.options
-            if (value := values[option.name]) not in ("", None)
-        }
-        for path in measure(out, **given, say=typer.echo):
+        given = {name: value for name, value in values.items() if value not in ("", None)}
+        parsed = {name: PARSERS[kinds[name]](text, name) for name, text in given.items() if kinds[name] in PARSERS}
+        for path in measure(out, **given | parsed, say=typer.echo):
             typer.echo(f"record {path}")
 
-    whole = [_parameter("out", Out, Path("results")), *map(_option, benchmark.options)]
-    command.__signature__ = inspect.Signature(whole)  # type: ignore[attr-defined]
-    command.__annotations__ = {parameter.name: parameter.annotation for parameter in whole}
+    command.__signature__ = Signature(options)  # type: ignore[attr-defined]
+    command.__annotations__ = {option.name: option.annotation for option in options}
     command.__doc__ = f"{benchmark.help}\n\nExample: {benchmark.example}"
     return command
 
 
-def _option(option: Option) -> inspect.Parameter:
-    # The class of Path("x") is PosixPath, which Typer 0.26 does not support.
-    kind: Any = option.type or (Path if isinstance(option.default, Path) else type(option.default))
-    limits: dict[str, Any] = dict(option.limits)
-    return _parameter(option.name, Annotated[kind, typer.Option(help=option.help, **limits)], option.default)
+def _parameter(name: str, annotation: object, default: object) -> Parameter:
+    return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _parameter(name: str, annotation: object, default: object) -> inspect.Parameter:
-    return inspect.Parameter(name, inspect.Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
+def _documented(module: str, name: str) -> Iterator[tuple[str, str, object, str]]:
+    """(name, annotation, default, help) of the arguments of a function that are documented and can be options."""
+    spec = find_spec(module)
+    assert spec is not None
+    assert spec.origin is not None
+    source = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    (function,) = (node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == name)
+    texts = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", ast.get_docstring(function) or "", flags=re.MULTILINE))
+    for each, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
+        argument, _, kind = ast.unparse(each).partition(": ")
+        if argument in texts and kind in TYPES:
+            text = " ".join(texts[argument].split())
+            yield argument, kind, _literal(default), text[0].upper() + text[1:]
+
+
+def _literal(default: ast.expr | None) -> object:
+    """The value of a default; None if it is a name, so that the function's own default applies."""
+    match default:
+        case ast.Constant(value) | ast.Call(args=[ast.Constant(value)]):  # the latter is Path("runs")
+            return value
+    return None
 
 
 app = commands(BENCHMARKS)

@@ -42,6 +42,12 @@ def context_parallel(
 
     8 heads of 64, fp32, causal, the published slopes, noise; shards of equal length. The processes share torch's threads.
 
+    Args:
+        lengths: sequence lengths, as in 16384,65536; default 16384 … 131072.
+        ranks: numbers of processes, as in 2,4; default 2,4.
+        repeats: most turns per call; the median counts.
+        seconds: time limit in seconds per length.
+
     Raises:
         ValueError: a number of ranks below 2, or one that does not divide a length.
         RuntimeError: ours and the all-gather differ by more than rounding.

@@ -62,16 +62,17 @@ def cpu(
     peers: Sequence[Peer] | None = None,
     say: Say = print,
 ) -> list[Path]:
-    """Measures, saves one record per kind of input, and returns their paths.
+    """Measures calls with 8 heads × 64 and T = S, saves one record per kind of input, and returns their paths.
 
     Args:
-        lengths: in tokens, n = T = S; 8 heads × 64.
-        batch: sequences per call.
-        kinds: kinds of input, see `inputs.draw`.
-        repeats, seconds: the maximum number of turns, and of seconds for the turns of one length and direction.
-        memory: also measure peak memory, each in a fresh process.
-        dropout: also measure ours with this dropout probability; 0 = not measured.
-        dtype: "float32", or "bfloat16", measured next to ours in fp32 on the same numbers.
+        lengths: sequence lengths, as in 1024,8192; default 512 … 65536.
+        batch: sequences per batch, as in training on short texts.
+        kinds: kinds of input: noise, peaked, sink; default noise.
+        repeats: most turns per call; the median counts.
+        seconds: time limit in seconds per length and direction.
+        memory: also measure peak memory at 8192, 16384, 32768 and 65536 tokens.
+        dropout: also measure ours with this dropout probability, below 1; 0 = not measured.
+        dtype: "float32"; or "bfloat16", which also runs ours in fp32 on the same numbers.
         peers: default PEERS[dtype].
     """
     if dtype not in DTYPES:

@@ -42,6 +42,9 @@ def decoding(
 
     "ours" is a layer with a `KVCache`, which stores the norms of its keys; "ours, all keys" is `alibi_attention` with one
     query; the others are what users write. Random keys, fp32, one sequence; outputs are compared with fp64 before timing.
+
+    Args:
+        lengths: numbers of cached tokens, as in 4096,65536; default 2048 … 131072.
     """
     peers = [
         Peer("ours", ours_with_cache("auto"), WITH_CACHE),

@@ -60,15 +60,16 @@ def embedding(
     """Measures single texts and a mixed batch, saves one record of each per precision, and returns their paths.
 
     Args:
-        lengths: lengths of single texts.
-        mixed: lengths of the texts in one batch, which most peers pad to the longest.
-        precisions: float32, bfloat16 and int8, or some of them.
-        layers: number of layers of the encoder.
+        lengths: lengths of single texts; default 512,2048,8192.
+        mixed: lengths of the texts in one mixed batch, which most peers pad to the longest; default 1024 … 32.
+        precisions: some of float32, bfloat16 and int8; default all.
+        layers: number of layers.
         sizes: sizes of the encoder; by default the base size with `layers` layers.
         checked: lengths of the batches whose hidden states are compared.
         rounds: processes per encoder and batch, in turns with those of the other encoders.
-        repeats, seconds: maximum number of passes per process, and the time after which no pass starts. The record has the
-            median of all passes. An encoder is left out of a round while its passes have taken more than `seconds` per round.
+        repeats: most passes per process; the median of all counts.
+        seconds: time limit in seconds per process, after which no pass starts. An encoder is left out of a round while its passes
+            have taken more than this per round.
 
     Raises:
         ValueError: an unknown precision, or int8 on a processor that does not support it.

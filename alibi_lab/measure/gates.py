@@ -106,6 +106,13 @@ def gates(
 ) -> list[Path]:
     """Measures, saves one record per pair of a gate logit and a score bound, and returns their paths.
 
+    Args:
+        lengths: sequence lengths, as in 2048,8192; default 2048 … 32768.
+        logits: mean logits of the gates, as integers; 12 forgets nothing. Default 2,4,6.
+        bounds: bounds of the scores, as integers; default 8,16.
+        repeats: most turns per call; the median counts.
+        seconds: time limit in seconds per length and direction.
+
     Raises:
         RuntimeError: a peer is wrong.
     """

@@ -66,14 +66,14 @@ def gpu(
 
     `forward_ms` is the forward pass of a training step, `backward_ms` the rest of the step; `host_us` is the time until the
     host has launched the step (or a decoding step), in microseconds. Errors are those of the last queries (see
-    `correctness.py`).
+    `correctness.py`). A batch has TOKENS tokens, at least one sequence.
 
     Args:
-        lengths: in tokens, T = S, and for decoding the cached tokens; a batch has TOKENS tokens, at least one sequence.
-        shapes: (number of heads, head size).
-        kinds: kinds of input: "noise" is standard normal, "peaked" has queries three times as long.
-        seconds: for everything; later measurements are left out, with the reason in the record.
-        scale: "full", or "smoke" for a CPU with Triton's interpreter.
+        lengths: sequence lengths, as in 2048,16384, and for decoding the cached tokens; default 1024 … 1048576.
+        shapes: numbers and sizes of heads; default 16x128,32x64.
+        kinds: kinds of input: noise is standard normal, peaked has queries three times as long; default both.
+        seconds: time limit in seconds for the whole benchmark; later measurements are left out, with the reason in the record.
+        scale: "full"; or "smoke", which runs on a CPU in Triton's interpreter (set TRITON_INTERPRET=1).
 
     Raises:
         ValueError: no CUDA device, or, at scale "smoke", no interpreter.

@@ -41,9 +41,9 @@ def gpu_models(
     rest of a training step; `host_us` is the time until the host has launched the step.
 
     Args:
-        parts: names of parts, of PARTS or ENCODERS, to measure in this order; all of PARTS by default.
-        seconds: for everything; each part has its share, and what an earlier one leaves.
-        scale: "full", or "smoke" for a CPU with Triton's interpreter.
+        parts: parts to measure, in this order; default all but `make gpu --only encoders`.
+        seconds: time limit in seconds for the whole benchmark; each part has its share, and what an earlier one leaves.
+        scale: "full"; or "smoke", which runs on a CPU in Triton's interpreter (set TRITON_INTERPRET=1).
 
     Raises:
         ValueError: no CUDA device, or an unknown part.

@@ -39,8 +39,8 @@ def host(out: Path, *, label: str = "present", seconds: float = 1.0, say: Say = 
     """Measures, saves one record, and returns its path.
 
     Args:
-        label: the record's name, to keep measurements of several versions next to each other.
-        seconds: for each kind of call and direction.
+        label: name of the version that is measured; part of the record's name.
+        seconds: seconds per kind of call and direction.
     """
     name = f"host/{label}"
 

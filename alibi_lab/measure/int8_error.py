@@ -39,8 +39,9 @@ def int8_error(
     """Compares the model of a checkpoint with its copy in int8, saves a record and returns its path.
 
     Args:
-        checkpoint: the folder of a run or a step of the lab, inside the output folder of its recipe.
-        length, tokens: the held-out text is read in pieces of `length` tokens, at most `tokens` in total.
+        checkpoint: folder of a trained model or of one of its steps; its tokens are in its run's folder.
+        length: tokens per piece of text.
+        tokens: most tokens of the held-out text.
 
     Raises:
         ValueError: no checkpoint, too little held-out text, or no int8 on this processor.

@@ -65,13 +65,13 @@ def jax_attention(
     """Measures, saves one record per kind of input, and returns their paths.
 
     `forward_ms` is the time of the forward pass alone; `backward_ms` is the additional time of a forward and backward pass that
-    are compiled together.
+    are compiled together. Calls have 8 heads × 64, T = S, fp32, batch 1; `kinds` are kinds of input, see `inputs.draw`.
 
     Args:
-        lengths: in tokens, n = T = S; 8 heads × 64, fp32, batch 1.
-        kinds: kinds of input, see `inputs.draw`.
-        repeats, seconds: the maximum number of turns, and of seconds for the turns of one length and direction.
-        memory: also measure peak memory, each in a fresh process.
+        lengths: sequence lengths, as in 1024,8192; default 512 … 65536.
+        repeats: most turns per call; the median counts.
+        seconds: time limit in seconds per length and direction.
+        memory: also measure peak memory at 8192, 16384, 32768 and 65536 tokens.
     """
     device = jax.devices()[0]
     kind_of_device = device.device_kind

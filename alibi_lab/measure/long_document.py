@@ -42,6 +42,11 @@ def long_document(
     """Compares, measures, saves one record and returns its path.
 
     Args:
+        tokens: tokens of the document.
+        checked: tokens of the document whose vectors are compared.
+        chunk: tokens per chunk.
+        layers: number of layers.
+        dtype: "float32" or "bfloat16".
         sizes: sizes of the encoder; by default the base size with `layers` layers.
 
     Raises:

@@ -50,10 +50,11 @@ def long_texts(
     """Measures reading, opening and sharing; saves one record and returns its path. Linux only.
 
     Args:
-        tokens: length of the text, random tokens.
-        width, layers: the size of the model, which has heads of size 64 and random weights.
-        processes: number of processes that share the cache.
-        cache: the cache's folder, on a disk and not in memory; by default next to the record. It is not deleted.
+        tokens: length of the text, random tokens. An interrupted reading resumes.
+        width: width of the random BLOOM, with heads of size 64.
+        layers: layers of the random BLOOM.
+        processes: processes that share the cache.
+        cache: folder of the cache, which stays; on a disk, not in memory. Default: next to the record.
     """
     if sys.platform != "linux":
         raise NotImplementedError(

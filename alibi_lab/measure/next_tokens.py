@@ -20,7 +20,7 @@ from alibi_attn.hf import ALiBiCache, patch
 from alibi_lab.measure.harness import Config, Row, Rows, Say, keep
 from alibi_lab.measure.peers import programs
 from alibi_lab.measure.peers.llama_cpp import Crash
-from alibi_lab.measure.peers.transformers_decoders import HEADS, LAYERS, VOCABULARY, bloom
+from alibi_lab.measure.peers.transformers_decoders import HEADS, bloom
 from alibi_lab.measure.serving import error
 from alibi_lab.measure.timing import medians_of
 
@@ -37,20 +37,20 @@ def next_tokens(
     lengths: Sequence[int] = LENGTHS,
     tokens: int = 32,
     width: int = 1024,
-    layers: int = LAYERS,
-    vocabulary: int = VOCABULARY,
-    repeats: int = 9,
+    layers: int = 2,
+    vocabulary: int = 1000,
+    repeats: int = 5,
     say: Say = print,
 ) -> list[Path]:
     """Measures, saves one record, and returns its path.
 
     Args:
-        lengths: lengths of the prompt.
-        tokens: tokens per run, whose mean is one measurement.
-        width: width of the model, a multiple of 16.
-        layers: its layers.
-        vocabulary: its number of tokens.
-        repeats: runs per program; their median is recorded.
+        lengths: lengths of the prompt; default 512,2048,8192.
+        tokens: tokens per run; their mean is one measurement.
+        width: width of the random BLOOM, a multiple of 16.
+        layers: layers of the random BLOOM; BLOOM-560m has 24.
+        vocabulary: its number of tokens; BLOOM-560m has 250880.
+        repeats: runs per program; the median counts.
     """
     peers = programs.installed(say)
     config: Config = {

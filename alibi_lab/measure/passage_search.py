@@ -94,8 +94,10 @@ def passages(
     """Trains two encoders or resumes, tests both, saves one record for each, and returns their paths.
 
     Args:
-        text: folders with one text file per book, at least five. The last fifth, in order of paths, is only tested on.
-        run: folder of the trainings.
+        text: folder with one .txt file per book, at least five; can be repeated. The last fifth, in order of paths, is only
+            tested on.
+        scale: "smoke" or "small".
+        run: folder for the trainings, which resume.
 
     Raises:
         ValueError: an unknown scale, fewer than five books, or two of one name.

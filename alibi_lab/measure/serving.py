@@ -52,9 +52,9 @@ def serving(
     """Measures every family at every length, patched and original; saves one record per family and returns their paths.
 
     Args:
+        lengths: sequence lengths, as in 1024,8192; default 512 … 16384.
         unpatched_lengths: lengths for the originals and other programs; default the `lengths` up to LONGEST_UNPATCHED.
-        families: names from `FAMILIES`.
-        threads: number of threads; default torch's.
+        families: model families: bloom, mpt, falcon, t5; default all.
 
     Raises:
         ValueError: an unknown family.

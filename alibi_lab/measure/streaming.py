@@ -33,11 +33,11 @@ def streaming(
     The model has two blocks of width 64 with four heads, slopes 2⁻² … 2⁻⁸, random weights, fp32. It runs one sequence on one
     thread, because a step has too little work for several.
 
+    A step has `chunk` tokens, a curve has `windows` points, and `tolerance` is ε of each layer's cache.
+
     Args:
-        chunk: tokens per step.
-        windows: number of points in the curves.
-        tolerance: ε of each layer's cache.
-        gates: use layers with forget gates and no slopes, which forget by content; half of the gates are 0.98 or more.
+        tokens: number of tokens to stream.
+        gates: use layers with forget gates instead of slopes, which forget by content; half of the gates are 0.98 or more.
     """
     torch.manual_seed(0)
     blocks = [_gated_block() if gates else ALiBiTransformerBlock(64, 4, qk_norm=True) for _ in range(2)]

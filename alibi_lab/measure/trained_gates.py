@@ -42,8 +42,11 @@ def trained_gates(
     """Trains or resumes, captures and measures; saves one record per model and returns their paths.
 
     Args:
-        text: files and folders to train and test on; default Python's own source files.
+        scale: "smoke" or "small".
+        text: a text file or folder to train and test on; can be repeated. Default: Python's own source files.
         run: folder for the trainings.
+        repeats: most turns per call; the median counts.
+        seconds: time limit in seconds per length and direction.
     """
     lengths = LENGTHS.get(scale, (0,))
     inputs: dict[str, Inputs] = {}

@@ -41,6 +41,10 @@ def trained_reach(
     """Trains or resumes, captures, compares and times; saves one record per layer and returns their paths.
 
     The captured tensors are written to `run`/captured.safetensors.
+
+    Args:
+        scale: "smoke" or "small".
+        run: folder for the training and the captured tensors.
     """
     started = datetime.datetime.now(datetime.UTC)
     length = LENGTHS.get(scale, 0)

@@ -73,9 +73,12 @@ def training(
     step's time, and the first loss. The metrics are the ratios of fp32 to bf16 time.
 
     Args:
-        lengths: tokens per training example; they must divide the scale's batch. Empty = the length of the scale.
-        threads: number of threads. Recipe costs are quoted for one thread.
-        repeats, seconds: the maximum number of turns, and of seconds for all turns.
+        scale: "smoke", "small" or "medium": model and batch of the recipes.
+        methods: position methods; default alibi,sinusoidal,rotary,t5.
+        lengths: training lengths, as in 128,768, which divide the scale's batch; default the length of the scale.
+        threads: number of threads. Recipe costs are quoted for one.
+        repeats: most turns per call; the median counts.
+        seconds: time limit in seconds for all turns.
 
     Raises:
         ValueError: an unknown scale or method, a length that does not divide the batch, or a machine with an accelerator, on

@@ -34,7 +34,12 @@ def shifted(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Attent
 def made_up(
     out: Path, *, lengths: Sequence[int] = (16,), peer: str = "by query", say: Callable[[str], None] = print
 ) -> list[Path]:
-    """Measures ours and a loop over queries."""
+    """Measures ours and a loop over queries.
+
+    Args:
+        lengths: tokens, as in 8,16.
+        peer: which loop.
+    """
     peers = [OURS, Peer("by query", by_query if peer == "by query" else shifted, "a loop over the queries")]
     configs = {"noise": {"lengths": list(lengths), "peers": {peer.name: peer.note for peer in peers}}}
     return keep_by_length(
@@ -45,3 +50,29 @@ def made_up(
         say=say,
         measure=lambda kind, n: measured(peers, draw(Case(kind, n)), published_slopes(8), repeats=1, seconds=1.0),
     )
+
+
+def typed(
+    out: Path,
+    *,
+    count: int = 8,
+    share: float = 0.5,
+    folder: Path = Path("runs"),
+    texts: Sequence[Path] = (),
+    heads: Sequence[tuple[int, int]] = (),
+    flag: bool = False,
+    unlisted: str = "",
+    say: Callable[[str], None] = print,
+) -> list[Path]:
+    """Says its arguments.
+
+    Args:
+        count: a whole number.
+        share: a number.
+        folder: a path.
+        texts: paths.
+        heads: pairs.
+        flag: whether.
+    """
+    say(repr((count, share, folder, texts, heads, flag)))
+    return []

@@ -2,23 +2,22 @@
 
 import sys
 from pathlib import Path
-from typing import get_args
 
 import pytest
 from typer.testing import CliRunner
 
 from alibi_lab import records
-from alibi_lab.cli.bench import _option, commands
-from alibi_lab.measure.benchmarks import BENCHMARKS, Benchmark, Option, lengths
+from alibi_lab.cli.bench import commands
+from alibi_lab.measure.benchmarks import BENCHMARKS, Benchmark
 from alibi_lab.report.page import report_html
 
 ROW = Benchmark(
     "Ours compared with a loop over queries.",
     "alibi bench made-up --lengths 8,16",
-    (lengths("Tokens, as in 8,16."), Option("peer", "by query", "Which loop.")),
     function="made_up_benchmark:made_up",
 )
-APP = commands({**BENCHMARKS, "made-up": ROW})
+TYPED = Benchmark("Says its arguments.", "alibi bench typed", function="made_up_benchmark:typed")
+APP = commands({**BENCHMARKS, "made-up": ROW, "typed": TYPED})
 RUNNER = CliRunner()
 
 
@@ -47,9 +46,36 @@ def test_a_file_and_a_table_entry_make_a_command_whose_records_are_drawn(tmp_pat
     assert "Benchmark made-up/noise" in report_html([record])
 
 
-def test_an_option_has_the_type_of_its_default_and_a_path_is_a_path_on_every_system() -> None:
-    made = [_option(Option("made", default, "Made up.")) for default in (Path("runs"), 8, "by query")]
-    assert [get_args(parameter.annotation)[0] for parameter in made] == [Path, int, str]
+@pytest.mark.parametrize("name", BENCHMARKS)
+def test_every_benchmark_explains_its_options(name: str) -> None:
+    shown = RUNNER.invoke(APP, [name, "--help"], env={"COLUMNS": "200"}).output
+    expected = {
+        "decoding": "--lengths <str> Numbers of cached tokens, as in 4096,65536; default",
+        "host": "--seconds <float> Seconds per kind of call and direction. [default: 1.0]",
+        "long-texts": "--processes <int range> [x>=2] Processes that share the cache. [default: 10]",
+        "passages": "--run <path> Folder for the trainings, which resume. [default: runs/passages]",
+        "streaming": "--tokens <int range> [x>=1000] Number of tokens to stream. [default: 100000]",
+    }
+    assert expected.get(name, "--out <path> Folder for the records. [default: results]") in " ".join(shown.split())
+
+
+def test_options_arrive_as_the_types_of_the_arguments(tmp_path: Path) -> None:
+    out = ["--out", str(tmp_path)]
+    given = "--count 3 --share 1 --folder x --texts a --texts b --heads 16x128,32x64 --flag"
+    for options, arguments in (
+        (given, (3, 1.0, Path("x"), [Path("a"), Path("b")], [(16, 128), (32, 64)], True)),
+        ("", (8, 0.5, Path("runs"), (), (), False)),
+    ):
+        assert RUNNER.invoke(APP, ["typed", *options.split(), *out]).output == f"{arguments}\n"
+    assert "16y128" in str(RUNNER.invoke(APP, ["typed", "--heads", "16y128", *out]).exception)
+    assert RUNNER.invoke(APP, ["typed", "--count", "0"]).exit_code == 2
+    assert RUNNER.invoke(APP, ["typed", "--unlisted", "x"]).exit_code == 2
+
+
+@pytest.mark.parametrize("text", ["8,", "0", "x"])
+def test_a_wrong_list_of_numbers_is_refused(text: str, tmp_path: Path) -> None:
+    error = RUNNER.invoke(APP, ["made-up", "--lengths", text, "--out", str(tmp_path)]).exception
+    assert str(error) == f"lengths is {text!r} but must be whole numbers separated by commas, as in 2,4"
 
 
 def test_a_wrong_peer_is_reported_and_not_recorded(tmp_path: Path) -> None:
