@@ -32,6 +32,8 @@ _COMMENTS = re.compile(r"^[ \t]*(?:# |//).*$", re.MULTILINE)  # whole lines, in 
 LARGEST = 1e100  # the largest measured value; sums, squares and axes of such numbers still fit into a float
 MAX_COUNT = 2**53  # the largest count; a float holds every integer up to it
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
+Curve: TypeAlias = Mapping[str, Sequence[Json]]
+Curves: TypeAlias = Mapping[str, Curve]
 
 # The allowed range of the columns that figures use, by name.
 _DRAWN = (
@@ -69,7 +71,7 @@ class Record:
     name: str
     config: Mapping[str, Json]
     metrics: Mapping[str, float | None]
-    curves: Mapping[str, Mapping[str, Sequence[Json]]] = dataclasses.field(default_factory=dict)
+    curves: Curves = dataclasses.field(default_factory=dict)
     machine: Mapping[str, Json] = dataclasses.field(default_factory=dict)
     versions: Mapping[str, str] = dataclasses.field(default_factory=dict)
     commit: str | None = None
@@ -187,7 +189,7 @@ def make(
     *,
     config: Mapping[str, Json],
     metrics: Mapping[str, float | None],
-    curves: Mapping[str, Mapping[str, Sequence[Json]]] | None = None,
+    curves: Curves | None = None,
     started: datetime.datetime | None = None,
 ) -> Record:
     """A record of a measurement that just ended on this machine; `started` (a time with a zone) gives its date and duration."""

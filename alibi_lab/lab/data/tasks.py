@@ -29,6 +29,7 @@ from alibi_lab.lab.data.symbol_tasks import SYMBOLS, TaskError, symbol_documents
 Encode: TypeAlias = Callable[[str], Sequence[int]]
 
 SEGMENT = 8  # number of tokens that recall repeats; the first one is the cue, the others are scored
+ASKED = SEGMENT - 1
 DOCUMENT_TOKENS = 128  # the default for the corpus of a task
 CORPUS_TOKENS: Mapping[Part, int] = {"train": 1 << 22, "valid": 1 << 17, "test": 1 << 17}
 KEY_DIGITS = 5

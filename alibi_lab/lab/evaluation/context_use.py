@@ -3,16 +3,19 @@
 Perplexity cannot tell, because a few neighbors predict most tokens well enough. Next: `experiment.py`.
 """
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
 
 from alibi_lab.lab.config import EvalConfig, SymbolTask
 from alibi_lab.lab.data.symbol_tasks import SYMBOLS, TaskError, shortest, symbol_documents
-from alibi_lab.lab.data.tasks import SEGMENT, Encode, passkey_rows, recall_distances, recall_rows, shortest_passkey
+from alibi_lab.lab.data.tasks import ASKED, Encode, passkey_rows, recall_distances, recall_rows, shortest_passkey
 from alibi_lab.lab.evaluation.losses import MOST_PARTS, Column, Say, answers, columns
 from alibi_lab.lab.model.language_model import LanguageModel
+
+Rows: TypeAlias = Iterable[Sequence[float | None]]
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -26,17 +29,17 @@ def passkey(model: LanguageModel, encode: Encode, config: EvalConfig, *, say: Sa
         TaskError: the tokenizer writes two digits alike.
         EvaluationError: one trial does not fit in memory.
     """
-    least = shortest_passkey(encode)
 
-    def score(stretched: LanguageModel, length: int, depth: float) -> tuple[float, ...]:
-        rows, counts = passkey_rows(encode, length, depth=depth, trials=config.trials)
-        scored = int(counts.max())
-        nats, hits = answers(stretched, rows, scored=scored, batch_tokens=config.batch_tokens, say=say)
-        is_answer = torch.arange(scored) >= scored - counts[:, None]
-        return float((hits | ~is_answer).all(-1).double().mean()), float(nats[is_answer].double().mean()), config.trials
+    def score(stretched: LanguageModel, length: int) -> Rows:
+        for depth in DEPTHS:
+            rows, counts = passkey_rows(encode, length, depth=depth, trials=config.trials)
+            scored = int(counts.max())
+            nats, hits = answers(stretched, rows, scored=scored, batch_tokens=config.batch_tokens, say=say)
+            digits = torch.arange(scored) >= scored - counts[:, None]
+            yield float((hits | ~digits).all(-1).double().mean()), float(nats[digits].double().mean()), config.trials
 
-    names = ("length", "depth", "accuracy", "nats", "trials")
-    return _table(model, config, names, lambda length: DEPTHS, score, least=least)
+    names = ("depth", "accuracy", "nats", "trials")
+    return table(model, config, names, lambda length: DEPTHS, score, least=shortest_passkey(encode))
 
 
 def recall(model: LanguageModel, alphabet: Tensor, config: EvalConfig, *, say: Say | None = None) -> dict[str, Column]:
@@ -49,13 +52,14 @@ def recall(model: LanguageModel, alphabet: Tensor, config: EvalConfig, *, say: S
         EvaluationError: one trial does not fit in memory.
     """
 
-    def score(stretched: LanguageModel, length: int, distance: float) -> tuple[float, ...]:
-        rows = recall_rows(alphabet, length, distance=int(distance), trials=config.trials, longest=config.lengths[-1])
-        nats, hits = answers(stretched, rows, scored=SEGMENT - 1, batch_tokens=config.batch_tokens, say=say)
-        return float(hits.double().mean()), float(nats.double().mean()), hits.numel()
+    def score(stretched: LanguageModel, length: int) -> Rows:
+        for distance in recall_distances(length):
+            rows = recall_rows(alphabet, length, distance=distance, trials=config.trials, longest=config.lengths[-1])
+            nats, hits = answers(stretched, rows, scored=ASKED, batch_tokens=config.batch_tokens, say=say)
+            yield float(hits.double().mean()), float(nats.double().mean()), hits.numel()
 
-    names = ("length", "distance", "accuracy", "nats", "tokens")
-    return _table(model, config, names, recall_distances, score)
+    names = ("distance", "accuracy", "nats", "tokens")
+    return table(model, config, names, recall_distances, score)
 
 
 def symbols(
@@ -81,7 +85,7 @@ def symbols(
         )
     by_part: list[tuple[float | None, ...]] = []
 
-    def score(stretched: LanguageModel, length: int, _: float) -> tuple[float, ...]:
+    def score(stretched: LanguageModel, length: int) -> Rows:
         generator = torch.Generator().manual_seed(length)
         rows, is_answer = symbol_documents(task, config.trials, length + 1, generator, varied=False)
         scored = int(is_answer.any(0).flip(0).nonzero().max()) + 1
@@ -92,11 +96,11 @@ def symbols(
         for part, (some, out_of) in enumerate(zip(correct.tensor_split(parts), count.tensor_split(parts), strict=True)):
             by_part.append((length, part, int(out_of.sum()), round(float(some.sum() / out_of.sum()), 6)))
         whole = float((correct == count).double().mean())
-        return float(correct.sum() / count.sum()), whole, float(nats[is_answer].double().mean()), int(count.sum())
+        yield float(correct.sum() / count.sum()), whole, float(nats[is_answer].double().mean()), int(count.sum())
 
-    names = ("length", "accuracy", "whole", "nats", "answers")
-    table = _table(model, config, names, lambda length: [None], score, least=shortest(task) - 1)
-    return {task: table, f"{task}_by_part": columns(("length", "part", "answers", "accuracy"), by_part)}
+    names = ("accuracy", "whole", "nats", "answers")
+    by_length = table(model, config, names, None, score, least=shortest(task) - 1)
+    return {task: by_length, f"{task}_by_part": columns(("length", "part", "answers", "accuracy"), by_part)}
 
 
 def has_positions(model: LanguageModel, length: int) -> bool:
@@ -105,23 +109,27 @@ def has_positions(model: LanguageModel, length: int) -> bool:
     return limit is None or length <= limit
 
 
-def _table(
+def table(
     model: LanguageModel,
     config: EvalConfig,
     names: Sequence[str],
-    places: Callable[[int], Sequence[float] | list[None]],
-    score: Callable[[LanguageModel, int, float], Sequence[float]],
+    places: Callable[[int], Sequence[float]] | None,
+    score: Callable[[LanguageModel, int], Rows],
     *,
     least: int = 0,
 ) -> dict[str, Column]:
-    """One row per length and place, (length, place, *score); a place of None is not a column."""
+    """One row per length and place in it, (length, place, *score), or per length if `places` is None.
+
+    Args:
+        names: of the columns after "length".
+        score: the other columns for every place, by the model for texts of a length; they are None where the method has no
+            positions of this length, or it is below `least`.
+    """
     rows: list[tuple[float | None, ...]] = []
     for length in config.lengths:
-        stretched = model.stretched(config.stretch, length)
-        for place in places(length):
-            key = (length,) if place is None else (length, place)
-            if least <= length and has_positions(model, length):
-                rows.append((*key, *score(stretched, length, place or 0.0)))
-            else:
-                rows.append((*key, *[None] * (len(names) - len(key))))
-    return columns(names, rows)
+        keys = [(length, place) for place in places(length)] if places else [(length,)]
+        found: Rows = [[None] * (len(names) + 1 - len(key)) for key in keys]
+        if least <= length and has_positions(model, length):
+            found = score(model.stretched(config.stretch, length), length)
+        rows += [(*key, *values) for key, values in zip(keys, found, strict=True)]
+    return columns(("length", *names), rows)

@@ -35,14 +35,8 @@ from alibi_lab.lab.evaluation.context_use import has_positions, passkey, recall,
 from alibi_lab.lab.evaluation.losses import MOST_PARTS, Column, Say, TokenLosses, Window, columns, token_losses
 from alibi_lab.lab.model.language_model import LanguageModel
 
-_BY_LENGTH = (
-    "nonoverlapping_nats",
-    "nonoverlapping_tokens",
-    "sliding_nats",
-    "sliding_tokens",
-    "tokens_per_second",
-    "peak_memory_bytes",
-)
+_LOSSES = ("nonoverlapping_nats", "nonoverlapping_tokens", "sliding_nats", "sliding_tokens")
+_SPEED = ("tokens_per_second", "peak_memory_bytes")
 _WINDOWED = ("windowed_nats", "windowed_tokens")
 _BY_PART = ("part", "tokens", "nonoverlapping_nats", "sliding_nats")
 _LEAST_PART_TOKENS = 128  # long enough that neighboring parts are nearly independent
@@ -67,27 +61,22 @@ def evaluate(
         TaskError: the tokens do not allow a task.
     """
     stretches = scored_stretches(len(tokens), config.lengths[-1], config.tokens)
-    names = _BY_LENGTH + (_WINDOWED if config.windowed else ())
+    names = (*_LOSSES, *_SPEED, *(_WINDOWED if config.windowed else ()))
     rows: list[tuple[float | None, ...]] = []
+    parts: list[tuple[float | None, ...]] = []
     by_position: dict[str, Column] = {"position": [], "loss_nats": [], "tokens": []}
-    by_part: dict[str, Column] = {name: [] for name in ("length", *_BY_PART)}
     possible = [length for length in config.lengths if has_positions(model, length)]
     for length in possible[:1]:  # warm-up: the first pass of a process is slow
         nonoverlapping(model, tokens, stretches[:1], length=length, batch_tokens=config.batch_tokens, say=say)
     for length in config.lengths:
-        row: dict[str, float | None] = {}
+        row: Sequence[float | None] = [None] * len(names)
         if length in possible:
-            options: Any = {"length": length, "batch_tokens": config.batch_tokens, "say": say}
-            stretched = model.stretched(config.stretch, length)
-            row, straight, slid = _at_length(stretched, tokens, stretches, stride_at(length, config.stride), **options)
-            if config.windowed:
-                row |= _windowed(model, tokens, stretches, straight, **options)
+            row, straight, slid = _at_length(model, tokens, stretches, length, config, say)
             by_position = loss_by_position(straight)
-            for name, column in loss_by_part(straight, slid).items():
-                by_part[name] += column
-            by_part["length"] += [length] * (len(by_part["part"]) - len(by_part["length"]))
-        rows.append((length, *map(row.get, names)))
-    curves = {"by_length": columns(("length", *names), rows), "by_position": by_position, "by_part": by_part}
+            parts += [(length, *part) for part in zip(*loss_by_part(straight, slid).values(), strict=True)]
+        rows.append((length, *row))
+    curves = {"by_length": columns(("length", *names), rows), "by_position": by_position}
+    curves["by_part"] = columns(("length", *_BY_PART), parts)
     if "passkey" in config.tasks:
         curves["passkey"] = passkey(model, encode, config, say=say)
     if "recall" in config.tasks:
@@ -196,25 +185,23 @@ def loss_by_part(straight: TokenLosses, slid: TokenLosses) -> dict[str, Column]:
 
 
 def _at_length(
-    model: LanguageModel, tokens: Tensor, stretches: Sequence[range], stride: int, **options: Any
-) -> tuple[dict[str, float | None], TokenLosses, TokenLosses]:
+    model: LanguageModel, tokens: Tensor, stretches: Sequence[range], length: int, config: EvalConfig, say: Say | None
+) -> tuple[list[float | None], TokenLosses, TokenLosses]:
     """The row of "by_length", and the losses of the nonoverlapping and of the sliding pass."""
+    options: Any = {"length": length, "batch_tokens": config.batch_tokens, "say": say}
+    stretched = model.stretched(config.stretch, length)
     measurable = reset_peak_memory(model.device)
     now = clock(model.device)
     started = now()
-    straight = nonoverlapping(model, tokens, stretches, **options)
+    straight = nonoverlapping(stretched, tokens, stretches, **options)
     seconds = now() - started
     peak = peak_memory_bytes(model.device) if measurable else None
-    slid = sliding(model, tokens, stretches, stride=stride, **options)
+    slid = sliding(stretched, tokens, stretches, stride=stride_at(length, config.stride), **options)
     scored = len(straight.target)
-    values = (mean_nats(straight), scored, mean_nats(slid), len(slid.target), scored / seconds, peak)
-    return dict(zip(_BY_LENGTH, values, strict=True)), straight, slid
-
-
-def _windowed(
-    model: LanguageModel, tokens: Tensor, stretches: Sequence[range], straight: TokenLosses, **options: Any
-) -> dict[str, float]:
-    """The columns of the windowed pass; up to the trained length it is the nonoverlapping one."""
-    if options["length"] > model.trained_length:  # not stretched: no distance exceeds the trained length
-        straight = nonoverlapping(model, tokens, stretches, attention_window=model.trained_length, **options)
-    return dict(zip(_WINDOWED, (mean_nats(straight), len(straight.target)), strict=True))
+    row = [mean_nats(straight), scored, mean_nats(slid), len(slid.target), scored / seconds, peak]
+    if config.windowed:  # up to the trained length, the windowed pass is the nonoverlapping one
+        cut = straight
+        if length > model.trained_length:  # not stretched: no distance exceeds the trained length
+            cut = nonoverlapping(model, tokens, stretches, attention_window=model.trained_length, **options)
+        row += [mean_nats(cut), len(cut.target)]
+    return row, straight, slid

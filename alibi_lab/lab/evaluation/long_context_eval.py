@@ -13,8 +13,7 @@ attends to its first tokens from failing, but do not make it remember the text b
 """
 
 import itertools
-from collections.abc import Mapping, Sequence
-from typing import TypeAlias
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -28,16 +27,12 @@ from alibi_lab.lab.model.attention import LayerCache
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.model.method_checks import checked_curves
 from alibi_lab.lab.model.position_method import PositionMethod
-from alibi_lab.records import Json
-
-Curves: TypeAlias = Mapping[str, Mapping[str, Sequence[Json]]]
+from alibi_lab.records import Curve, Curves, Json
 
 SEGMENTS, SINKS = "cached segments", "attention sinks"
 
 
-def all_curves(
-    model: LanguageModel, corpus: Corpus, config: EvalConfig, *, say: Say | None = None
-) -> dict[str, Mapping[str, Sequence[Json]]]:
+def all_curves(model: LanguageModel, corpus: Corpus, config: EvalConfig, *, say: Say | None = None) -> dict[str, Curve]:
     """All curves that the config requests on the text `corpus.valid`: those of `evaluate`, and "streams".
 
     Raises:

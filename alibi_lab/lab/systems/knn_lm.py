@@ -15,7 +15,6 @@ of the scored tokens, and the second half is reported. All contexts have L/2 to 
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor
@@ -26,7 +25,7 @@ from alibi_lab.lab.data.corpus import Corpus, CorpusError
 from alibi_lab.lab.evaluation.losses import columns, testing
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.model.position_method import PositionMethod
-from alibi_lab.records import Json
+from alibi_lab.records import Curves
 
 NEIGHBORS = (1, 8, 64, 1024)
 SHARES = (0.05, 0.1, 0.25, 0.5, 0.75)  # λ
@@ -53,9 +52,7 @@ class KnnLM(PositionMethod):
     """A test for models of any method; as a method to train with, it has no positions."""
 
     @classmethod
-    def curves(
-        cls, model: LanguageModel, corpus: Corpus, config: EvalConfig
-    ) -> Mapping[str, Mapping[str, Sequence[Json]]]:
+    def curves(cls, model: LanguageModel, corpus: Corpus, config: EvalConfig) -> Curves:
         """The losses of both halves for every k and λ ("knn_lm"), and the second half with what the first chose ("knn_lm_best").
 
         Raises:

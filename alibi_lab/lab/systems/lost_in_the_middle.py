@@ -16,43 +16,31 @@ paper has one query instead of seven, and t = 5·10⁻⁵ for prompts of about 3
 """
 
 import contextlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterator
 
 import torch
 from torch import Tensor, nn
 
 from alibi_lab.lab.config import EvalConfig
 from alibi_lab.lab.data.corpus import Corpus
-from alibi_lab.lab.data.tasks import SEGMENT, recall_rows
-from alibi_lab.lab.evaluation.context_use import has_positions
-from alibi_lab.lab.evaluation.losses import columns, testing
+from alibi_lab.lab.data.tasks import ASKED, SEGMENT, recall_rows
+from alibi_lab.lab.evaluation.context_use import Rows, table
+from alibi_lab.lab.evaluation.losses import testing
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.model.position_method import Attention, Pass, PositionMethod, Wrapping
-from alibi_lab.records import Json
+from alibi_lab.records import Curves
 
 DOCUMENTS = 7
 TEMPERATURE = 0.15
 _LEAST = 1e-30  # a document of less weight has lost its digits in fp32 and stays unread
-ASKED = SEGMENT - 1  # the first token of the segment is the cue
-COLUMNS = (
-    "length",
-    "document",
-    "tokens",
-    "accuracy",
-    "calibrated_accuracy",
-    "dummy_attention",
-    "found",
-    "calibrated_found",
-)
+COLUMNS = ("document", "tokens", "accuracy", "calibrated_accuracy", "dummy_attention", "found", "calibrated_found")
 
 
 class LostInTheMiddle(PositionMethod):
     """A test for models of any method; as a method to train with, it has no positions."""
 
     @classmethod
-    def curves(
-        cls, model: LanguageModel, corpus: Corpus, config: EvalConfig
-    ) -> Mapping[str, Mapping[str, Sequence[Json]]]:
+    def curves(cls, model: LanguageModel, corpus: Corpus, config: EvalConfig) -> Curves:
         """One row per length and place of the evidence, the first document first.
 
         accuracy             the share of the segment's seven tokens that are the most likely ones
@@ -66,16 +54,16 @@ class LostInTheMiddle(PositionMethod):
         Raises:
             TaskError: fewer than 32 different tokens in the training text.
         """
-        rows: list[tuple[Json, ...]] = []
-        for length in config.lengths:
+        alphabet = corpus.train.unique()
+
+        def score(stretched: LanguageModel, length: int) -> Rows:
             edges = document_edges(length)
-            if min(edges.diff()) < SEGMENT or not has_positions(model, length):
-                rows += [(length, k + 1, *[None] * (len(COLUMNS) - 2)) for k in range(DOCUMENTS)]
-                continue
-            texts = [_evidence_in(k, edges, corpus.train.unique(), length, config) for k in range(DOCUMENTS)]
-            measured = _measure(model.stretched(config.stretch, length), texts, edges, config.batch_tokens)
-            rows += [(length, k + 1, ASKED * config.trials, *values) for k, values in enumerate(measured)]
-        return {"lost_in_the_middle": columns(COLUMNS, rows)}
+            texts = [_evidence_in(k, edges, alphabet, length, config) for k in range(DOCUMENTS)]
+            measured = _measure(stretched, texts, edges, config.batch_tokens)
+            return [(ASKED * config.trials, *values) for values in measured]
+
+        places, least = range(1, DOCUMENTS + 1), (DOCUMENTS + 1) * SEGMENT - 1
+        return {"lost_in_the_middle": table(model, config, COLUMNS, lambda length: places, score, least=least)}
 
 
 def document_edges(length: int) -> Tensor:
