@@ -12,16 +12,15 @@ from typing import Any, Never
 import torch
 from torch import Tensor, nn
 
-from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.checks import check_layer, check_sinks, default_tolerance
 from alibi_attn.attention.decoding import attend_groups, attend_near, reads_groups, reads_near
-from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.merging import merged
 from alibi_attn.attention.near_keys import visible_runs
 from alibi_attn.attention.part_options import Window, windows_of_heads
 from alibi_attn.attention.spec import index_of
+from alibi_attn.nn.attention_layer import AttentionLayer
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.constructor_arguments import checks_names
 from alibi_attn.nn.gated_cache import GatedReachCache
@@ -36,7 +35,7 @@ from alibi_attn.reach import UNLIMITED, score_bound_of_norms, static_reach
 _QK_NORM_EPS = 1e-6  # only keeps a zero vector zero; the bound ‖q‖ ≤ √D·max|weight| holds for any eps ≥ 0
 
 
-class ALiBiAttention(nn.Module):
+class ALiBiAttention(AttentionLayer):
     """Self-attention with linear biases: x [B, T, embed_dim] → [B, T, embed_dim].
 
         softmax(q·kᵀ/√D − m·|i − j|)·v,   q, k, v = linear layers of x, one fixed slope m per head
@@ -79,10 +78,6 @@ class ALiBiAttention(nn.Module):
     Source: Press et al. 2022, sec. 3 (arXiv:2108.12409); QK-norm: Henry et al. 2020 (arXiv:2010.04245); gates: Lin et al.
     2025 (arXiv:2503.02130), whose code also starts the bias at 0.
     """
-
-    # The functions that compute attention; `distributed.context_parallel` replaces them on an instance.
-    attend = staticmethod(alibi_attention)
-    attend_gated = staticmethod(forgetting_attention)
 
     @checks_names()
     def __init__(
@@ -197,27 +192,6 @@ class ALiBiAttention(nn.Module):
             return None
         return attend_near(query, key, value, slopes, cache.norms, visible=visible, log_fgate=gates, window=self.window)
 
-    def _attended(
-        self, query: Tensor, key: Tensor, value: Tensor, gates: Tensor | None = None, *, heads: list[int] | None = None,
-        **given: Tensor | int | None,
-    ) -> Tensor:  # fmt: skip
-        """Attention, [B, H, T, D], of all heads or some, with the given options of `alibi_attention`."""
-        slopes, window = self._of_heads(heads)
-        options: Any = {"window": window, "dropout_p": self.dropout_p if self.training else 0.0}
-        options |= {name: value for name, value in given.items() if value is not None}
-        if gates is not None:
-            return self.attend_gated(query, key, value, gates, slopes, **options)
-        if self.sinks_of_window:
-            options["sinks"] = self.sinks
-        return self.attend(query, key, value, slopes, causal=self.causal, **options)
-
-    def _of_heads(self, heads: list[int] | None) -> tuple[Tensor, Window | None]:
-        """(slopes, window) of some heads; None = all."""
-        slopes, window = self.slopes.values, self.window
-        if heads is None:
-            return slopes, window
-        return slopes[index_of(heads)], [window[head] for head in heads] if isinstance(window, tuple) else window
-
     def _attend_parts(
         self, query: Tensor, key: Tensor, value: Tensor, gates: Tensor | None, cache: ReachCache | GatedReachCache
     ) -> Tensor:
@@ -258,11 +232,6 @@ class ALiBiAttention(nn.Module):
         offset = len(cache) - query.shape[2]
         first = self.attend(query[:, heads], *cache.sinks_of(group), slopes, query_offset=offset, **options)
         return merged(*near, *first)[0].to(query.dtype)
-
-    @property
-    def sinks_of_window(self) -> int:
-        """The first keys that a cache must keep; 0 without a window, which alone hides them."""
-        return 0 if self.window is None else self.sinks
 
     def score_bound(self) -> float:
         """U, an upper bound of every scaled score |q·k|/√D of this layer for any input; requires qk_norm=True.

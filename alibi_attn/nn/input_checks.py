@@ -1,21 +1,17 @@
 """Checks of the inputs of `ALiBiAttention.forward`: `alibi_attention` would check them too, but after the cache has grown."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor, nn
 
 from alibi_attn.attention.checks import check_key_mask, check_positions, check_prefix_len, check_segments
 from alibi_attn.attention.part_options import check_prefix_values, check_sorted
 from alibi_attn.attention.transforms import autocasts
+from alibi_attn.nn.attention_layer import AttentionLayer
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.gated_cache import GatedReachCache
 from alibi_attn.nn.reach_cache import ReachCache
 from alibi_attn.nn.static_attention import check_static
 from alibi_attn.nn.static_cache import StaticKVCache, StaticReachCache
-
-if TYPE_CHECKING:
-    from alibi_attn.nn.attention import ALiBiAttention
 
 Cache = KVCache | ReachCache | GatedReachCache | StaticKVCache | StaticReachCache
 
@@ -31,7 +27,7 @@ def check_embeddings(x: Tensor, width: int) -> None:
 
 
 def check_memory(
-    layer: "ALiBiAttention", x: Tensor, memory: Tensor | None, memory_mask: Tensor | None, *, others: tuple[object, ...]
+    layer: AttentionLayer, x: Tensor, memory: Tensor | None, memory_mask: Tensor | None, *, others: tuple[object, ...]
 ) -> None:
     """Cross-attention layers, and only they, get a memory, and nothing else."""
     if layer.kv_dim is None:
@@ -60,7 +56,7 @@ def check_memory(
 
 
 def check_inputs(
-    layer: "ALiBiAttention",
+    layer: AttentionLayer,
     x: Tensor,
     cache: Cache | None,
     *,
@@ -113,7 +109,7 @@ def _forgets(cache: Cache | None) -> bool:
     )
 
 
-def _check_cache(layer: "ALiBiAttention", cache: Cache | None) -> None:
+def _check_cache(layer: AttentionLayer, cache: Cache | None) -> None:
     if cache is not None and not isinstance(cache, Cache):
         raise TypeError(f"cache is a {type(cache).__name__} but must be a KVCache() of this layer, or None")
     if cache is not None and "attend" in vars(layer):

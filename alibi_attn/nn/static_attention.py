@@ -1,20 +1,16 @@
 """The attention of a layer whose cache has a fixed capacity; no tensor is read on the host."""
 
-from typing import TYPE_CHECKING
-
 import torch
 from torch import Tensor
 
 from alibi_attn.attention.checks import check_key_mask, check_segments
 from alibi_attn.attention.decoding import attend_at, attend_groups, reads_groups, reads_near_at
+from alibi_attn.nn.attention_layer import AttentionLayer
 from alibi_attn.nn.static_cache import StaticCache, StaticKVCache
-
-if TYPE_CHECKING:
-    from alibi_attn.nn.attention import ALiBiAttention
 
 
 def attend_static(
-    layer: "ALiBiAttention",
+    layer: AttentionLayer,
     query: Tensor,
     key: Tensor,
     value: Tensor,
@@ -45,7 +41,7 @@ def attend_static(
 
 
 def check_static(
-    layer: "ALiBiAttention",
+    layer: AttentionLayer,
     cache: StaticCache,
     *,
     batch: int,
