@@ -13,7 +13,7 @@ from typing import cast
 from alibi_attn import units
 from alibi_lab.recipes.paper.cells import Cell, Curves, Way
 from alibi_lab.recipes.paper.evidence import Evidence, at_length, metric
-from alibi_lab.records import Json, Record
+from alibi_lab.records import Json
 
 _OTHER: dict[Way, Way] = {"nonoverlapping": "sliding", "sliding": "nonoverlapping"}
 
@@ -27,23 +27,20 @@ def models(cells: Sequence[Cell], evidence: Evidence) -> Curves:
     """One row per model: size, speed, and perplexity on the validation and test texts (tables 6, 7, 9, 10)."""
     curves: Curves = {}
     for cell in cells:
-        evaluations = evidence.matching("evaluation", cell.config)
-        row = curves.setdefault(cell.label, {})
-        other, speed = _OTHER[cell.way], _training_speed(cell, evidence)
-        row.update(
-            paper_length=[cell.paper_length],
-            length=[cell.length],
-            parameters=[metric(evaluations[0], "parameters")],
-            train_tokens_per_second=[speed],
-            seeds=[len(evaluations)],
-        )
-        row[cell.column] = [_perplexity(_nats(evaluations, cell.length, cell.way))]
-        row[f"{other}_{cell.column}"] = [_perplexity(_nats(evaluations, cell.length, other))]
-        tokens = at_length(evaluations[0], cell.length, f"{cell.way}_tokens")
-        row[cell.column.replace("perplexity", "tokens")] = [tokens]
+        test, other = _tested(cell, evidence), _OTHER[cell.way]
+        row = {
+            **_lengths(cell),
+            "parameters": metric(evidence.matching("evaluation", cell.config)[0], "parameters"),
+            "train_tokens_per_second": _training_speed(cell, evidence),
+            "seeds": test["seeds"],
+            cell.column: test["perplexity"],
+            f"{other}_{cell.column}": test[f"{other}_perplexity"],
+            cell.column.replace("perplexity", "tokens"): test["tokens"],
+        }
         if cell.column == "valid_perplexity":
-            row["evaluation_tokens_per_second"] = [_geometric_mean(_at(evaluations, cell.length, "tokens_per_second"))]
-            row["word_valid_perplexity"] = [_word_perplexity(evaluations, cell.length, cell.way)]
+            row["evaluation_tokens_per_second"] = test["tokens_per_second"]
+            row["word_valid_perplexity"] = test["word_perplexity"]
+        curves.setdefault(cell.label, {}).update({name: [value] for name, value in row.items()})
     return curves
 
 
@@ -79,17 +76,18 @@ def equal_time(cells: Sequence[Cell], evidence: Evidence) -> Curves:
 def equal_updates(cells: Sequence[Cell], evidence: Evidence) -> Curves:
     """All models after their last update, at every length (table 12)."""
     curves: Curves = {}
-    names = dict.fromkeys(cell.column for cell in cells)
     for cell in cells:
-        row = curves.setdefault(cell.label, {name: [None] for name in names})
-        training = evidence.matching("training", cell.config)[0]
-        evaluations = evidence.matching("evaluation", cell.config)
-        row["memory_bytes"] = [metric(training, "peak_memory_bytes")]
-        row["hours"] = [_hours(metric(training, "seconds"))]
-        row["updates"] = [cell.config.train.steps]
-        row[cell.column] = [_perplexity(_nats(evaluations, cell.length, "nonoverlapping"))]
-        row[f"sliding_{cell.column}"] = [_perplexity(_nats(evaluations, cell.length, "sliding"))]
-        row["tokens"] = [at_length(evaluations[0], cell.length, "nonoverlapping_tokens")]
+        training, test = evidence.matching("training", cell.config)[0], _tested(cell, evidence)
+        row = {
+            "memory_bytes": metric(training, "peak_memory_bytes"),
+            "hours": _hours(metric(training, "seconds")),
+            "updates": cell.config.train.steps,
+            cell.column: test["perplexity"],
+            f"sliding_{cell.column}": test["sliding_perplexity"],
+            "tokens": test["tokens"],
+        }
+        columns = curves.setdefault(cell.label, {other.column: [None] for other in cells})
+        columns.update({name: [value] for name, value in row.items()})
     return curves
 
 
@@ -105,17 +103,22 @@ def speeds(cells: Sequence[Cell], evidence: Evidence) -> Curves:
 
 def _tested(cell: Cell, evidence: Evidence) -> dict[str, Json]:
     evaluations = evidence.matching("evaluation", cell.config)
-    nats, other = _nats(evaluations, cell.length, cell.way), _OTHER[cell.way]
-    known = [] if None in nats else cast("list[float]", nats)
+
+    def at(column: str) -> list[float | None]:
+        return [at_length(record, cell.length, column) for record in evaluations]
+
+    nats, other = at(f"{cell.way}_nats"), _OTHER[cell.way]
+    rising: Sequence[float | None] = [None] if None in nats else sorted(cast("list[float]", nats))
+    corpus = cast("Mapping[str, Json]", evaluations[0].config["corpus"])
     return {
         "perplexity": _perplexity(nats),
-        "low": _exp(min(known)) if known else None,
-        "high": _exp(max(known)) if known else None,
-        "word_perplexity": _word_perplexity(evaluations, cell.length, cell.way),
-        f"{other}_perplexity": _perplexity(_nats(evaluations, cell.length, other)),
-        "tokens": at_length(evaluations[0], cell.length, f"{cell.way}_tokens"),
+        "low": _perplexity(rising[:1]),
+        "high": _perplexity(rising[-1:]),
+        "word_perplexity": _perplexity(nats, cast("float | None", corpus.get("words_per_token"))),
+        f"{other}_perplexity": _perplexity(at(f"{other}_nats")),
+        "tokens": at(f"{cell.way}_tokens")[0],
         "seeds": len(evaluations),
-        "tokens_per_second": _geometric_mean(_at(evaluations, cell.length, "tokens_per_second")),
+        "tokens_per_second": _geometric_mean(at("tokens_per_second")),
     }
 
 
@@ -147,36 +150,13 @@ def _rows(rows: Iterable[tuple[Cell, Mapping[str, Json]]]) -> Curves:
     return curves
 
 
-def _at(evaluations: Sequence[Record], length: int, column: str) -> list[float | None]:
-    return [at_length(record, length, column) for record in evaluations]
-
-
-def _nats(evaluations: Sequence[Record], length: int, way: Way) -> list[float | None]:
-    return _at(evaluations, length, f"{way}_nats")
-
-
-def _perplexity(nats: Sequence[float | None]) -> float | None:
-    mean = _mean(nats)
-    return None if mean is None else _exp(mean)
-
-
-def _word_perplexity(evaluations: Sequence[Record], length: int, way: Way) -> float | None:
-    """exp(nats per token / words per token); None if the words of the evaluated text were not counted."""
-    corpus = cast("Mapping[str, Json]", evaluations[0].config["corpus"])
-    words, mean = cast("float | None", corpus.get("words_per_token")), _mean(_nats(evaluations, length, way))
-    return _finite(units.word_perplexity(mean, words_per_token=words)) if words and mean is not None else None
-
-
-def _exp(nats: float) -> float | None:
-    return _finite(units.perplexity(nats))
-
-
-def _finite(value: float) -> float | None:
-    return value if math.isfinite(value) else None  # JSON has no infinity
-
-
-def _mean(values: Sequence[float | None]) -> float | None:
-    return None if None in values else sum(cast("Sequence[float]", values)) / len(values)
+def _perplexity(nats: Sequence[float | None], words_per_token: float | None = 1.0) -> float | None:
+    """Of the mean; None if a loss or the number of words is unknown, and if it is infinite, which JSON cannot be."""
+    if None in nats or not words_per_token:
+        return None
+    mean = sum(cast("Sequence[float]", nats)) / len(nats)
+    value = units.word_perplexity(mean, words_per_token=words_per_token)
+    return value if math.isfinite(value) else None
 
 
 def _geometric_mean(values: Sequence[float | None]) -> float | None:

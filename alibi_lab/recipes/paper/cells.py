@@ -5,11 +5,12 @@ item cannot answer it. Read next: `wikitext.py`.
 """
 
 import dataclasses
-from collections.abc import Callable, Mapping, Sequence
-from typing import TYPE_CHECKING, Literal, TypeAlias
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from alibi_lab.lab.config import ConfigError, Recipe, RunConfig, Scale, check_scale
 from alibi_lab.lab.config_io import field_names, override
+from alibi_lab.recipes.scales import changed
 from alibi_lab.records import Json
 
 if TYPE_CHECKING:
@@ -74,13 +75,16 @@ def scaled(paper_length: int, scale: Scale) -> int:
     return -(-paper_length // SHRUNK[scale])
 
 
+def tested(run: RunConfig, paper_lengths: Iterable[int], scale: Scale, **options: Any) -> RunConfig:
+    """The run evaluated at these lengths of the paper; `options` are further fields of its evaluation."""
+    return changed(run, eval={"lengths": tuple(scaled(length, scale) for length in paper_lengths), **options})
+
+
 def configs(cells: Sequence[Cell]) -> tuple[RunConfig, ...]:
     """The distinct runs of the cells: all with the first seed, then the repetitions."""
     most = max((cell.seeds for cell in cells), default=0)
     repeated = [(cell.config, n) for n in range(most) for cell in cells if n < cell.seeds]
-    trains = [dataclasses.replace(config.train, seed=config.train.seed + n) for config, n in repeated]
-    runs = (dataclasses.replace(config, train=train) for (config, _), train in zip(repeated, trains, strict=True))
-    return tuple(dict.fromkeys(runs))
+    return tuple(dict.fromkeys(changed(run, train={"seed": run.train.seed + n}) for run, n in repeated))
 
 
 def by_study(selected: Sequence[SelectedItem], shard: tuple[int, int] = (0, 1)) -> dict[str, tuple[RunConfig, ...]]:
@@ -114,11 +118,11 @@ def select(
         section, _, field = name.partition(".")
         if name in field_names() and len({getattr(getattr(cell.config, section), field) for cell in cells}) > 1:
             raise ConfigError(f"{item.recipe.name} compares several values of {name}; it cannot be set to one value")
-    changed = tuple(dataclasses.replace(cell, config=override(cell.config, overrides)) for cell in cells)
-    runs = configs(changed)
+    overridden = tuple(dataclasses.replace(cell, config=override(cell.config, overrides)) for cell in cells)
+    runs = configs(overridden)
     if seeds:
         runs = tuple(dict.fromkeys(override(run, {"train.seed": str(seed)}) for seed in seeds for run in runs))
-    return SelectedItem(item=item, cells=changed, runs=runs)
+    return SelectedItem(item=item, cells=overridden, runs=runs)
 
 
 def _of_methods(item: Item, cells: Sequence[Cell], methods: Sequence[str]) -> tuple[Cell, ...]:

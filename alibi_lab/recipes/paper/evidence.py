@@ -14,11 +14,7 @@ from alibi_lab.records import Json, Record, RecordError, identity
 Kind: TypeAlias = Literal["training", "evaluation", "speed"]
 
 _TRAINED = ("model", "data", "train")
-_SECTIONS: Mapping[str, tuple[str, ...]] = {
-    "training": _TRAINED,
-    "evaluation": (*_TRAINED, "eval"),
-    "speed": (*_TRAINED, "eval"),
-}
+_SECTIONS = {"training": _TRAINED, "evaluation": (*_TRAINED, "eval"), "speed": (*_TRAINED, "eval")}
 
 
 class MissingEvidenceError(ValueError):

@@ -6,11 +6,9 @@ not available as one dataset on the hub: OpenWebText, a part of it, replaces it;
 small and medium: 16 heads as published, a larger model than in the other studies, half as many tokens, more byte pairs.
 """
 
-from collections.abc import Sequence
-
 from alibi_lab.lab.config import Method, RunConfig, Scale
 from alibi_lab.recipes.paper import studies
-from alibi_lab.recipes.paper.cells import scaled
+from alibi_lab.recipes.paper.cells import scaled, tested
 from alibi_lab.recipes.scales import changed
 
 TRAINED = (512, 1024, 2048)
@@ -28,19 +26,10 @@ def training(method: Method, paper_length: int, scale: Scale) -> RunConfig:
         every, length = max(1, run.train.steps // 20), scaled(FIGURE_5[method, paper_length], scale)
         validation = {"validate_every": every, "validate_length": length, "validate_tokens": run.eval.tokens}
         run = changed(run, train=validation)
-    return _tested(run, [length for length in TRAINED if length >= paper_length], scale)
-
-
-def tested_beyond(run: RunConfig, paper_length: int, scale: Scale) -> RunConfig:
-    """The run evaluated at lengths up to 10,000 tokens (figure 6)."""
-    return _tested(run, extrapolation_lengths(paper_length, scale), scale)
+    return tested(run, [length for length in TRAINED if length >= paper_length], scale)
 
 
 def extrapolation_lengths(paper_length: int, scale: Scale) -> tuple[int, ...]:
     """Each L_valid of figure 6 from L on; at smoke scale at most three."""
     lengths = tuple(length for length in EXTRAPOLATED if length >= paper_length)
     return lengths if scale != "smoke" else tuple(length for length in lengths if length in (512, 1024, 2048))
-
-
-def _tested(run: RunConfig, paper_lengths: Sequence[int], scale: Scale) -> RunConfig:
-    return changed(run, eval={"lengths": tuple(scaled(length, scale) for length in paper_lengths)})

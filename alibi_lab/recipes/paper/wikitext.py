@@ -11,12 +11,11 @@ Planned for ten minutes on one H100, whose matrix products run at 790 TFLOP/s in
     in all      7,400 steps, 242 million tokens, 596 s
 """
 
-from collections.abc import Sequence
 from typing import Any
 
 from alibi_lab.lab.config import Method, RunConfig, Scale, Split
 from alibi_lab.recipes.paper import studies
-from alibi_lab.recipes.paper.cells import scaled
+from alibi_lab.recipes.paper.cells import scaled, tested
 from alibi_lab.recipes.scales import changed
 
 TRAINED = (64, 128, 256, 512, 1024, 1536, 2048, 3072)  # L, table 5
@@ -60,27 +59,17 @@ def extrapolation_lengths(paper_length: int, scale: Scale) -> tuple[int, ...]:
     return tuple(paper_length + step for step in _STEPS[scale] if step <= _LAST_STEP[paper_length])
 
 
-def tested_beyond(run: RunConfig, paper_length: int, scale: Scale) -> RunConfig:
-    """The run evaluated far beyond the trained length (tables 2–4, figure 1)."""
-    return _tested(run, scale, extrapolation_lengths(paper_length, scale))
-
-
 def tested_to_longest(run: RunConfig, scale: Scale, *paper_lengths: int) -> RunConfig:
     """The run evaluated at these lengths and at 3,072, so that all models score the same tokens (table 5, figures 4 and 8)."""
-    return _tested(run, scale, sorted({*paper_lengths, LONGEST}))
+    return tested(run, sorted({*paper_lengths, LONGEST}), scale)
 
 
 def tested_with_stride(run: RunConfig, scale: Scale, split: Split) -> RunConfig:
     """The run evaluated at 3,072 tokens, nonoverlapping and with S = 512, on one split (tables 6, 7, 9 and 10)."""
-    return _tested(run, scale, [LONGEST], stride=scaled(STRIDE, scale), split=split)
+    return tested(run, [LONGEST], scale, stride=scaled(STRIDE, scale), split=split)
 
 
 def tested_with_stride_1(run: RunConfig, scale: Scale, *paper_lengths: int) -> RunConfig:
     """The run evaluated with S = 1, one full window per token; few tokens below paper scale (tables 13–15, figure 11)."""
     tokens = {"medium": 512, "small": 768, "smoke": 48}.get(scale, run.eval.tokens)
-    return _tested(run, scale, sorted({*paper_lengths, LONGEST}), tokens=tokens, stride=1)
-
-
-def _tested(run: RunConfig, scale: Scale, paper_lengths: Sequence[int], **options: Any) -> RunConfig:
-    """The run evaluated at these lengths of the paper; `options` are further fields of its evaluation."""
-    return changed(run, eval={"lengths": tuple(scaled(length, scale) for length in paper_lengths), **options})
+    return tested(run, sorted({*paper_lengths, LONGEST}), scale, tokens=tokens, stride=1)
