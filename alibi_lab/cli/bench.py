@@ -27,7 +27,7 @@ def whole_numbers(text: str, name: str) -> tuple[int, ...]:
     """Parses positive integers separated by commas."""
     parts = [part.strip() for part in text.split(",")]
     if not all(part.isdecimal() and int(part) > 0 for part in parts):
-        raise ValueError(f"{name} is {text!r} but must be whole numbers separated by commas, as in 2,4")
+        raise ValueError(f"{name} is {text!r} but must be whole numbers separated by commas, as in 1024,8192")
     return tuple(map(int, parts))
 
 

@@ -11,18 +11,8 @@ from torch import Tensor
 
 from alibi_attn import alibi_attention, inspect
 from alibi_attn.inspect import TILE
-from alibi_lab.measure.harness import (
-    Candidate,
-    Columns,
-    Row,
-    Say,
-    attention_config,
-    keep_by_length,
-    measured,
-    number,
-    training_step,
-    whole_times,
-)
+from alibi_lab.measure import harness
+from alibi_lab.measure.harness import Columns, Row, Say, number
 from alibi_lab.measure.inputs import Case, draw, published_slopes
 from alibi_lab.measure.peers import Peer, eager, flex, rank_two, sdpa_causal, sdpa_dense_bias
 from alibi_lab.measure.peers.ours import ours, ours_dropping
@@ -80,42 +70,27 @@ def cpu(
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout_p is {dropout} but must be a probability in [0, 1); pass 0 to leave dropout out")
     peers = [*(PEERS[dtype] if peers is None else peers), *([ours_dropping(dropout)] if dropout > 0 else [])]
-    threads = torch.get_num_threads()
-    configs = {
-        kind: attention_config(peers, lengths, dtype=dtype, kind=kind, batch=batch, threads=threads) for kind in kinds
-    }
+    config = harness.attention_config(peers, lengths, dtype=dtype, batch=batch, threads=torch.get_num_threads())
     options = {"bf16": dtype == "bfloat16", "dropout": dropout > 0, f"batch-{batch}": batch > 1}
-    return keep_by_length(
-        out,
-        "-".join(["cpu", *(part for part, is_set in options.items() if is_set)]),
-        configs,
-        lengths=lengths,
-        summary=_summary,
-        say=say,
-        train_step=functools.partial(_train_step, dtype=DTYPES[dtype], batch=batch) if memory else None,
-        measure=lambda kind, n: _measure(
-            Case(kind, n, batch), DTYPES[dtype], peers=peers, repeats=repeats, seconds=seconds
-        ),
-    )
-
-
-def _measure(case: Case, dtype: torch.dtype, *, peers: Sequence[Peer], repeats: int, seconds: float) -> dict[str, Row]:
-    """The rows by peer, plus the row "reach" with the scores that the certificate requires.
-
-    A matrix product takes turns with the peers: it measures the speed of the machine while they ran.
-    """
-    query, key, value, grad = (x.to(dtype) for x in draw(case))
+    name = "-".join(["cpu", *(part for part, is_set in options.items() if is_set)])
+    # A matrix product takes turns with the peers: it measures the speed of the machine while they ran.
     product = matrix_product()
-    rows = measured(
-        peers,
-        (query, key, value, grad),
-        published_slopes(case.num_heads),
-        repeats=repeats,
-        seconds=seconds,
-        also={_PRODUCT: Candidate({}, product, product)},
+    also = {_PRODUCT: harness.Candidate({}, product, product)}
+
+    def measure(kind: str, length: int) -> dict[str, Row]:
+        """The rows by peer, plus the row "reach" with the scores that the certificate requires."""
+        case = Case(kind, length, batch)
+        query, key, value, _ = inputs = [x.to(DTYPES[dtype]) for x in draw(case)]
+        slopes = published_slopes(case.num_heads)
+        rows = harness.measured(peers, inputs, slopes, repeats=repeats, seconds=seconds, also=also)
+        rows["reach"] = _reach_row(case, query, key, value, rows["ours"], rows.pop(_PRODUCT))
+        return rows
+
+    configs = {kind: {**config, "kind": kind} for kind in kinds}
+    step = functools.partial(_train_step, dtype=DTYPES[dtype], batch=batch) if memory else None
+    return harness.keep_by_length(
+        out, name, configs, lengths=lengths, measure=measure, train_step=step, summary=_summary, say=say
     )
-    rows["reach"] = _reach_row(case, query, key, value, rows["ours"], rows.pop(_PRODUCT))
-    return rows
 
 
 def _reach_row(case: Case, query: Tensor, key: Tensor, value: Tensor, ours: Row, product: Row) -> Row:
@@ -150,14 +125,14 @@ def _reach_row(case: Case, query: Tensor, key: Tensor, value: Tensor, ours: Row,
 
 def _train_step(kind: str, length: int, *, dtype: torch.dtype, batch: int) -> None:
     query, key, value, grad = (x.to(dtype) for x in draw(Case(kind, length, batch)))
-    training_step(alibi_attention, (query, key, value), grad)()
+    harness.training_step(alibi_attention, (query, key, value), grad)()
 
 
 def _summary(columns: Columns) -> dict[str, float | None]:
     """How each peer's time grows: the slope of log time over log length, for the longer half of the lengths."""
     growth: dict[str, float | None] = {}
     for name, column in columns.items():
-        points = list(whole_times(column).items())
+        points = list(harness.whole_times(column).items())
         points = points[len(points) // 2 :] if len(points) > 3 else points
         if len(points) >= 2:
             lengths, times = np.log(np.array(points)).T

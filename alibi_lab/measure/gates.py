@@ -18,7 +18,8 @@ from torch.nn import functional
 from alibi_attn import forgetting_attention, inspect
 from alibi_attn.inspect import TILE
 from alibi_lab import records
-from alibi_lab.measure.harness import Columns, Config, Row, Say, attention_config, candidate, keep_by_length, timed
+from alibi_lab.measure import harness
+from alibi_lab.measure.harness import WAYS, Columns, Config, Row, Rows, Say
 from alibi_lab.measure.inputs import published_slopes
 from alibi_lab.measure.peers import Attention, sdpa_causal, sdpa_dense_bias
 from alibi_lab.measure.peers.ours import ours
@@ -73,25 +74,14 @@ class Inputs:
         return forgetting_attention(query, key, value, self.log_fgate, self.slopes)
 
 
-@dataclasses.dataclass(frozen=True)
-class Gated:
-    """One kind of noise, named for example "logit-4-U-8"."""
-
-    logit: float
-    bound: float
-
-    @property
-    def name(self) -> str:
-        return f"logit-{self.logit:g}-U-{self.bound:g}"
-
-    def draw(self, length: int) -> Inputs:
-        """Random inputs for one sequence of HEADS heads."""
-        rng = torch.Generator().manual_seed(0)
-        query, key, value, grad = (torch.randn(1, HEADS, length, HEAD_DIM, generator=rng) for _ in range(4))
-        size = (self.bound * HEAD_DIM**0.5) ** 0.5  # the norm of queries and keys that bounds scores by U
-        query, key = (functional.normalize(x, dim=-1) * size for x in (query, key))
-        log_fgate = functional.logsigmoid(torch.randn(1, HEADS, length, generator=rng) + self.logit)
-        return Inputs(query, key, value, grad, log_fgate)
+def draw(logit: float, bound: float, length: int) -> Inputs:
+    """Noise for one sequence of HEADS heads whose gates have the mean `logit` and whose scores stay below `bound`."""
+    rng = torch.Generator().manual_seed(0)
+    query, key, value, grad = (torch.randn(1, HEADS, length, HEAD_DIM, generator=rng) for _ in range(4))
+    size = (bound * HEAD_DIM**0.5) ** 0.5  # the norm of queries and keys that bounds scores by U
+    query, key = (functional.normalize(x, dim=-1) * size for x in (query, key))
+    log_fgate = functional.logsigmoid(torch.randn(1, HEADS, length, generator=rng) + logit)
+    return Inputs(query, key, value, grad, log_fgate)
 
 
 def gates(
@@ -116,25 +106,19 @@ def gates(
     Raises:
         RuntimeError: a peer is wrong.
     """
-    kinds = {kind.name: kind for logit in logits for bound in bounds for kind in [Gated(float(logit), float(bound))]}
-    configs: dict[str, Config] = {
-        name: {"gate_logit": kind.logit, "score_bound": kind.bound, **gates_config(HEADS, HEAD_DIM, lengths)}
-        for name, kind in kinds.items()
-    }
-    return keep_by_length(
-        out,
-        "gates",
-        configs,
-        lengths=lengths,
-        summary=summary,
-        say=say,
-        measure=lambda name, n: measured(kinds[name].draw(n), repeats=repeats, seconds=seconds),
-    )
+    kinds = {f"logit-{logit:g}-U-{bound:g}": (float(logit), float(bound)) for logit in logits for bound in bounds}
+    shared = gates_config(HEADS, HEAD_DIM, lengths)
+    configs = {name: {"gate_logit": logit, "score_bound": bound, **shared} for name, (logit, bound) in kinds.items()}
+
+    def measure(name: str, length: int) -> Rows:
+        return measured(draw(*kinds[name], length), repeats=repeats, seconds=seconds)
+
+    return harness.keep_by_length(out, "gates", configs, lengths=lengths, measure=measure, summary=summary, say=say)
 
 
 def gates_config(heads: int, head_dim: int, lengths: Sequence[int]) -> Config:
     """The part of the config that all gate benchmarks share."""
-    shared = attention_config((), lengths, heads=heads, head_dim=head_dim, threads=torch.get_num_threads())
+    shared = harness.attention_config((), lengths, heads=heads, head_dim=head_dim, threads=torch.get_num_threads())
     return {**shared, "pruned_at": PRUNED_AT, "peers": PEERS}
 
 
@@ -145,20 +129,14 @@ def pruned_scores(decay: Tensor, query: Tensor, key: Tensor, tolerance: float) -
     `decay` [B, H, n]. A block of queries skips a tile of keys if c of the first query minus c of the tile's last key is
     below δ.
     """
-    batch, heads, length = decay.shape
-    sums = decay.double().cumsum(-1).numpy()
-    largest = [x.double().norm(dim=-1).amax(-1).numpy() for x in (query, key)]
+    length, c = decay.shape[-1], decay.double().cumsum(-1)
+    largest = [x.double().norm(dim=-1).amax(-1) for x in (query, key)]
     delta = -(2 * largest[0] * largest[1] * query.shape[-1] ** -0.5 + math.log(length)) + math.log(tolerance)
-    starts = np.arange(0, length, TILE)
-    ends = np.minimum(starts + TILE, length)
-    scores = 0
-    for at in np.ndindex(batch, heads):
-        c = sums[at]
-        # c decreases, so the skipped tiles are the first ones.
-        bound = c[starts] - delta[at]
-        low = np.searchsorted(-c[ends - 1], -bound, side="left") * TILE
-        scores += int(((ends - np.minimum(low, starts)) * (ends - starts)).sum())
-    return scores
+    starts = torch.arange(0, length, TILE)
+    ends = (starts + TILE).clamp(max=length)
+    # c decreases, so the skipped tiles are the first ones.
+    skipped = (c[..., None, ends - 1] > (c[..., starts] - delta[..., None])[..., None]).sum(-1) * TILE
+    return int(((ends - torch.minimum(skipped, starts)) * (ends - starts)).sum())
 
 
 def computed_scores(inputs: Inputs, tolerance: float | None = None) -> int:
@@ -199,17 +177,16 @@ def measured(inputs: Inputs, *, repeats: int, seconds: float) -> dict[str, Row]:
     for peer, attention in attentions.items():
         gated = peer in ("ours", "SDPA + dense bias")
         row: Row = {"length": length, "relative_error": _error(peer, attention, inputs) if gated else None}
-        candidates[peer] = candidate(row, attention, (query, key, value), inputs.grad)
-    rows = timed(candidates, repeats=repeats, seconds=seconds)
+        candidates[peer] = harness.candidate(row, attention, (query, key, value), inputs.grad)
+    rows = harness.timed(candidates, repeats=repeats, seconds=seconds)
     return {**rows, "scores": {"length": length, **counts, "tolerance": tolerance}}
 
 
 def _dense_bias(decay: Tensor) -> Tensor:
     """[B, H, n, n] fp32, c_i − c_j formed in fp64."""
     c = decay.double().cumsum(-1)
-    length = c.shape[-1]
-    bias = (c[..., :, None] - c[..., None, :]).float()
-    return bias.masked_fill_(~torch.ones(length, length, dtype=torch.bool).tril(), -math.inf)
+    later = torch.ones(c.shape[-1], c.shape[-1], dtype=torch.bool).triu(1)
+    return (c[..., :, None] - c[..., None, :]).float().masked_fill_(later, -math.inf)
 
 
 def _error(name: str, attention: Attention, inputs: Inputs) -> float:
@@ -217,10 +194,8 @@ def _error(name: str, attention: Attention, inputs: Inputs) -> float:
     query, key, value = inputs.query, inputs.key, inputs.value
     with torch.no_grad():
         outputs = attention(query, key, value)[:, :, -ROWS:].double()
-    last, key_value = query[:, :, -ROWS:].double(), (key.double(), value.double())
-    exact = forgetting_attention(
-        last, *key_value, inputs.log_fgate.double(), inputs.slopes, tolerance=0.0, backend="reference"
-    )
+    last, keys, values, log_fgate = (x.double() for x in (query[:, :, -ROWS:], key, value, inputs.log_fgate))
+    exact = forgetting_attention(last, keys, values, log_fgate, inputs.slopes, tolerance=0.0, backend="reference")
     error = float((outputs - exact).norm(dim=-1).max() / value.norm(dim=-1).max())
     if not error <= _ALLOWED:
         raise RuntimeError(
@@ -231,20 +206,16 @@ def _error(name: str, attention: Attention, inputs: Inputs) -> float:
 
 def summary(columns: Columns) -> dict[str, float | None]:
     """The shares of scores and the time per score, each as a geometric mean over lengths."""
-    if "scores" not in columns:
-        return {}
     of = {name: np.array(column, dtype=float) for name, column in columns["scores"].items()}
-    whole = {
-        name: np.array(columns[name]["forward_ms"], dtype=float) + np.array(columns[name]["backward_ms"], dtype=float)
+    gated, fixed, causal = (
+        np.array([columns[name][way] for way in WAYS], dtype=float).sum(0)
         for name in ("ours", "ours, fixed slopes", "causal, no bias")
-    }
+    )
     ratios = {
         "scores as a share of ACP's": of["ours"] / of["acp"],
         "scores as a share of ACP's, at its ε": of["ours_at_acps"] / of["acp_at_acps"],
         "scores as a share of the visible": of["ours"] / of["visible"],
-        "time of a score over that of fixed slopes": (
-            whole["ours"] / of["ours"] / (whole["ours, fixed slopes"] / of["fixed_slopes"])
-        ),
-        "time of causal SDPA without bias over ours": whole["causal, no bias"] / whole["ours"],
+        "time of a score over that of fixed slopes": gated / of["ours"] / (fixed / of["fixed_slopes"]),
+        "time of causal SDPA without bias over ours": causal / gated,
     }
     return {name: float(np.exp(np.log(x).mean())) for name, x in ratios.items()}

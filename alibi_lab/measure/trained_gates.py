@@ -20,7 +20,7 @@ from alibi_lab.lab.config import Method
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.model.position_method import ForgetGates, LayerInput, Pass
 from alibi_lab.measure.gates import Inputs, gates_config, measured, summary
-from alibi_lab.measure.harness import Config, Say, keep_by_length
+from alibi_lab.measure.harness import Config, Rows, Say, keep_by_length
 from alibi_lab.measure.trained_models import by_head, outputs_of, small_recipe, trained
 
 GATED: tuple[Method, ...] = ("fox", "alibi-fox")
@@ -65,15 +65,11 @@ def trained_gates(
             **gates_config(heads, head_dim, lengths),
         }
         say(described(name, inputs[name]))
-    return keep_by_length(
-        out,
-        "gates",
-        configs,
-        lengths=lengths,
-        summary=summary,
-        say=say,
-        measure=lambda name, n: measured(inputs[name].first(n), repeats=repeats, seconds=seconds),
-    )
+
+    def measure(name: str, length: int) -> Rows:
+        return measured(inputs[name].first(length), repeats=repeats, seconds=seconds)
+
+    return keep_by_length(out, "gates", configs, lengths=lengths, measure=measure, summary=summary, say=say)
 
 
 def captured_gates(model: LanguageModel, tokens: Tensor) -> Inputs:

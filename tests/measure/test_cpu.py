@@ -211,26 +211,27 @@ def test_bad_lengths_are_refused_with_an_example(what: str, lengths: str) -> Non
 def test_an_existing_record_is_refused_before_anything_is_measured(
     monkeypatch: pytest.MonkeyPatch, tmp_path: Path
 ) -> None:
-    monkeypatch.setattr(bench, "_measure", lambda *_, **__: {})
-    measured(tmp_path, lengths=(64,))
+    measured(tmp_path, lengths=(64,), peers=[bench.OURS])
 
     def too_late(*_: object, **__: object) -> None:
         raise AssertionError("it was measured first")
 
-    monkeypatch.setattr(bench, "_measure", too_late)
+    monkeypatch.setattr(bench.harness, "measured", too_late)
     with pytest.raises(FileExistsError, match="never overwritten"):
-        measured(tmp_path, lengths=(64,))
+        measured(tmp_path, lengths=(64,), peers=[bench.OURS])
 
 
 def test_an_interrupted_benchmark_keeps_its_measurements(monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    def cut(case: Case, *_: object, **__: object) -> dict[str, dict[str, records.Json]]:
-        if case.length > 64:
-            raise KeyboardInterrupt
-        return {"ours": {"length": case.length, "forward_ms": 1.0, "backward_ms": 2.0}}
+    whole = bench.harness.measured
 
-    monkeypatch.setattr(bench, "_measure", cut)
+    def cut(peers: object, inputs: list[torch.Tensor], *rest: object, **options: object) -> object:
+        if inputs[0].shape[2] > 64:
+            raise KeyboardInterrupt
+        return whole(peers, inputs, *rest, **options)
+
+    monkeypatch.setattr(bench.harness, "measured", cut)
     with pytest.raises(KeyboardInterrupt):
-        measured(tmp_path, lengths=(64, 128))
+        measured(tmp_path, lengths=(64, 128), peers=[bench.OURS])
     (record,) = records.find(tmp_path)
     assert record.curves["ours"]["length"] == [64]
 

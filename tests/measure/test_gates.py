@@ -1,5 +1,6 @@
 """`alibi bench gates`: its counts equal their definitions, a wrong peer raises, and its records are complete."""
 
+import functools
 import math
 from pathlib import Path
 
@@ -9,18 +10,18 @@ import torch
 from alibi_lab import records
 from alibi_lab.measure import gates as bench
 
-KIND = bench.Gated(logit=2.0, bound=8.0)
+draw = functools.partial(bench.draw, 2.0, 8.0)
 
 
 def test_scores_stay_below_their_bound() -> None:
-    inputs = KIND.draw(300)
+    inputs = draw(300)
     scores = inputs.query @ inputs.key.mT / math.sqrt(bench.HEAD_DIM)
     assert 4 < float(scores.max()) <= 8.001
     assert bool((inputs.log_fgate < 0).all())
 
 
 def test_acps_boundary_equals_its_rule_tile_by_tile() -> None:
-    inputs = KIND.draw(700)
+    inputs = draw(700)
     query, key, log_fgate = inputs.query, inputs.key, inputs.log_fgate
     sums, count = log_fgate[0].double().cumsum(-1), 0
     for h in range(bench.HEADS):
@@ -36,7 +37,7 @@ def test_acps_boundary_equals_its_rule_tile_by_tile() -> None:
 
 
 def test_ours_computes_fewer_scores_than_acp_at_equal_tolerance() -> None:
-    inputs = KIND.draw(2048)
+    inputs = draw(2048)
     ours = bench.computed_scores(inputs, 1e-3)
     assert ours < 0.9 * bench.pruned_scores(inputs.log_fgate, inputs.query, inputs.key, 1e-3)
 
@@ -62,4 +63,4 @@ def test_a_wrong_peer_is_not_timed(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(bench, "forgetting_attention", wrong)
     with pytest.raises(RuntimeError, match="ours is wrong at 128 tokens"):
-        bench.measured(KIND.draw(128), repeats=1, seconds=1.0)
+        bench.measured(draw(128), repeats=1, seconds=1.0)

@@ -72,12 +72,6 @@ def test_options_arrive_as_the_types_of_the_arguments(tmp_path: Path) -> None:
     assert RUNNER.invoke(APP, ["typed", "--unlisted", "x"]).exit_code == 2
 
 
-@pytest.mark.parametrize("text", ["8,", "0", "x"])
-def test_a_wrong_list_of_numbers_is_refused(text: str, tmp_path: Path) -> None:
-    error = RUNNER.invoke(APP, ["made-up", "--lengths", text, "--out", str(tmp_path)]).exception
-    assert str(error) == f"lengths is {text!r} but must be whole numbers separated by commas, as in 2,4"
-
-
 def test_a_wrong_peer_is_reported_and_not_recorded(tmp_path: Path) -> None:
     result = RUNNER.invoke(APP, ["made-up", "--peer", "shifted", "--out", str(tmp_path)])
     assert "at 16 tokens by query is wrong: its output is off" in str(result.exception)
