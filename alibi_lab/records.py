@@ -4,6 +4,7 @@ Every measurement of this package (a training, an evaluation, a benchmark, an at
 and every figure and table is a pure function of records. Records are small, readable and never overwritten.
 """
 
+import contextlib
 import dataclasses
 import datetime
 import functools
@@ -40,11 +41,8 @@ _DRAWN = (
     (re.compile(r"accuracy|share"), 0, 1),
     (re.compile(r"(paper_)?length"), 1, MAX_COUNT),
     (re.compile(r"position|distance|step|head|(.*_)?tokens?|parameters|peak_memory_bytes"), 0, MAX_COUNT),
-    (
-        re.compile(r"(.*_)?(perplexity|ms|per_second)|seconds|hours|(loss_|nonoverlapping_|sliding_|windowed_)?nats"),
-        0,
-        LARGEST,
-    ),
+    (re.compile(r"(.*_)?(perplexity|ms|per_second)|seconds|hours"), 0, LARGEST),
+    (re.compile(r"(loss_|nonoverlapping_|sliding_|windowed_)?nats"), 0, LARGEST),
 )
 _PACKAGES = ("alibi-attn", "numpy", "torch", "triton", "jax", "flax", "transformers", "accelerate")
 
@@ -81,9 +79,8 @@ class Record:
     schema: int = SCHEMA
 
     def __repr__(self) -> str:
-        return (
-            f"Record({self.kind} {self.name}, metrics={list(self.metrics)}, curves={list(self.curves)}, {self.started})"
-        )
+        names = f"metrics={list(self.metrics)}, curves={list(self.curves)}"
+        return f"Record({self.kind} {self.name}, {names}, {self.started})"
 
     def __post_init__(self) -> None:
         """Raises RecordError if a field has the wrong type, so that figures and tables need no checks."""
@@ -97,9 +94,7 @@ class Record:
             if value is not None and not isinstance(value, int | float):
                 raise RecordError(f"metrics has {name} = {value!r} but a metric is a number or None")
         for name, columns in self.curves.items():
-            if not isinstance(columns, Mapping) or not all(
-                isinstance(column, list | tuple) for column in columns.values()
-            ):
+            if not (isinstance(columns, Mapping) and all(isinstance(one, list | tuple) for one in columns.values())):
                 raise RecordError(f"curves has {name} = {columns!r} but a curve maps names to columns (lists)")
             if len({len(column) for column in columns.values()}) > 1:
                 lengths = ", ".join(f"{column} {len(values)}" for column, values in columns.items())
@@ -112,16 +107,13 @@ class Record:
 
 def machine() -> dict[str, Json]:
     """A description of this machine, without host name or user name."""
-    gpu: str | None = None
     torch = sys.modules.get("torch")
-    if torch is not None and torch.cuda.is_available():
-        gpu = torch.cuda.get_device_name()
     return {
         "processor": processor.name(),
         "instructions": processor.instructions(),
         "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
         "memory_bytes": _memory_bytes(),
-        "gpu": gpu,
+        "gpu": torch.cuda.get_device_name() if torch is not None and torch.cuda.is_available() else None,
         "system": f"{platform.system()} {platform.machine()}",
         "python": platform.python_version(),
     }
@@ -132,10 +124,8 @@ def versions() -> Mapping[str, str]:
     """Installed versions of the packages that results depend on."""
     installed = {}
     for package in _PACKAGES:
-        try:
+        with contextlib.suppress(metadata.PackageNotFoundError):
             installed[package] = metadata.version(package)
-        except metadata.PackageNotFoundError:
-            continue
     return installed
 
 
@@ -232,8 +222,7 @@ def expect_new(folder: Path, kind: str, name: str, config: Mapping[str, Json]) -
     Raises:
         FileExistsError: the folder already has a record of this identity, and records are never overwritten.
     """
-    path = recorded(folder, kind, name, config)
-    if path is not None:
+    if path := recorded(folder, kind, name, config):
         raise _exists(path)
 
 
@@ -339,23 +328,19 @@ def _exists(path: Path) -> FileExistsError:
 
 def _check_numbers(record: Record) -> None:
     """Raises RecordError if a column holds a list or mapping, or a number outside the range for its name."""
-    single = [("metrics", name, [value]) for name, value in record.metrics.items()]
-    columns = [
-        (f"curves.{curve}", name, column)
-        for curve, of_curve in record.curves.items()
-        for name, column in of_curve.items()
-    ]
-    for place, name, column in [*single, *columns]:
+    tables: dict[str, Curve] = {"metrics": {name: [value] for name, value in record.metrics.items()}}
+    tables |= {f"curves.{name}": curve for name, curve in record.curves.items()}
+    columns = ((f"{place}.{name}", name, column) for place, table in tables.items() for name, column in table.items())
+    for place, name, column in columns:
         bounds = next(((least, most) for names, least, most in _DRAWN if names.fullmatch(name)), None)
         for value in column:
             if value is not None and not isinstance(value, int | float | str):
-                raise RecordError(f"{place}.{name} has {value!r} but a column holds numbers, texts and null")
+                raise RecordError(f"{place} has {value!r} but a column holds numbers, texts and null")
             if bounds and value is not None and (isinstance(value, str) or not _within(value, *bounds)):
-                raise RecordError(
-                    f"{place}.{name} has {value!r} but must be null or a number from {bounds[0]} to {bounds[1]:g}"
-                )
+                allowed = f"{bounds[0]} to {bounds[1]:g}"
+                raise RecordError(f"{place} has {value!r} but must be null or a number from {allowed}")
             if isinstance(value, int | float) and abs(value) > LARGEST:
-                raise RecordError(f"{place}.{name} has {value!r}, more than can be measured")
+                raise RecordError(f"{place} has {value!r}, more than can be measured")
 
 
 def _within(value: float, least: float, most: float) -> bool:

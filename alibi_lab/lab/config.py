@@ -102,9 +102,9 @@ class DataConfig:
         if self.corpus not in ("python-source", "text") and not self.corpus.startswith("hub:") and not is_task:
             made = tuple(f"task:{task}" for task in typing.get_args(Task))
             guess = nearest(self.corpus, ("python-source", "hub:NAME", *made))
+            named = ", ".join(f'"{one}"' for one in ("python-source", "hub:NAME", *made))
             raise ConfigError(
-                f'data.corpus is {self.corpus!r}{guess}; pass "python-source", "hub:NAME", {", ".join(map(_quoted, made))} (or '
-                '"task:recall:LENGTH"), or files in data.text'
+                f'data.corpus is {self.corpus!r}{guess}; pass {named} (or "task:recall:LENGTH"), or files in data.text'
             )
         if is_task and self.tokenizer != "bytes":
             raise ConfigError(f'data.corpus is {self.corpus!r}, made of bytes; leave data.tokenizer at "bytes"')
@@ -161,18 +161,13 @@ class TrainConfig:
                 f"train.first_length is {self.first_length} and train.first_steps {self.first_steps} of {self.steps}; pass both, "
                 "fewer first steps than steps, or neither"
             )
-        if not 0 < self.exchange_timeout_s < 1e9:
-            raise ConfigError(
-                f"train.exchange_timeout_s is {self.exchange_timeout_s}; pass seconds, above 0 and below 10⁹"
-            )
-        if not 0 <= self.final_share <= 1:
-            raise ConfigError(
-                f"train.final_share is {self.final_share}; it is a share of the learning rate, from 0 to 1"
-            )
-        if not (self.learning_rate > 0 and self.clip_norm > 0):
-            raise ConfigError(
-                f"train.learning_rate is {self.learning_rate} and train.clip_norm is {self.clip_norm}; both must be above 0"
-            )
+        timeout, share, rate, norm = self.exchange_timeout_s, self.final_share, self.learning_rate, self.clip_norm
+        if not 0 < timeout < 1e9:
+            raise ConfigError(f"train.exchange_timeout_s is {timeout}; pass seconds, above 0 and below 10⁹")
+        if not 0 <= share <= 1:
+            raise ConfigError(f"train.final_share is {share}; it is a share of the learning rate, from 0 to 1")
+        if not (rate > 0 and norm > 0):
+            raise ConfigError(f"train.learning_rate is {rate} and train.clip_norm is {norm}; both must be above 0")
         step = math.lcm(self.length, self.first_length or self.length) * self.accumulate
         if self.batch_tokens % step:
             raise ConfigError(
@@ -283,10 +278,6 @@ def check_scale(recipe: str, scale: Scale, scales: Sequence[Scale]) -> None:
     """
     if scale not in scales:
         raise ConfigError(f"{recipe} has no scale {scale!r}; pass one of {', '.join(scales)}")
-
-
-def _quoted(name: str) -> str:
-    return f'"{name}"'
 
 
 def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:

@@ -1,5 +1,6 @@
 """Configs as text: fields changed by name ("train.steps=50"), configs written to records and read back."""
 
+import contextlib
 import dataclasses
 import inspect
 import math
@@ -16,11 +17,7 @@ from alibi_lab.records import Json
 _Config = TypeVar("_Config")
 
 # Newer fields are written only if they differ from the default, so that the identities of older records stay the same.
-LATER = {
-    "data": {"text_field"},
-    "train": {"context_parallel", "exchange_timeout_s", "compile"},
-    "eval": {"trials", "memory", "sinks"},
-}
+LATER = {"text_field", "context_parallel", "exchange_timeout_s", "compile", "trials", "memory", "sinks"}
 # The names of other libraries.
 _SYNONYMS = {
     "model.embed_dim": ("width", "hidden_size", "d_model", "n_embd", "dim"),
@@ -35,6 +32,8 @@ _SYNONYMS = {
     "train.warmup_steps": ("warmup",),
     "data.text": ("file", "files", "path"),
 }
+_KINDS: dict[object, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+_KINDS[types.NoneType] = "none"
 _OF_TEXT = ("data.corpus", "data.text", "data.tokenizer")
 
 
@@ -63,16 +62,13 @@ def override(config: RunConfig, changes: Mapping[str, str]) -> RunConfig:
     sections: dict[str, dict[str, object]] = {}
     for name, text in changes.items():
         if name not in names:
-            raise ConfigError(
-                f"there is no field {name!r}{_suggestion(name, names)}; the fields are: {', '.join(names)}"
-            )
+            guess = _suggestion(name, names)
+            raise ConfigError(f"there is no field {name!r}{guess}; the fields are: {', '.join(names)}")
         section, field = name.split(".")
         kind = typing.get_type_hints(type(getattr(config, section)))[field]
         sections.setdefault(section, {})[field] = _parse(name, text, kind)
-    return dataclasses.replace(
-        config,
-        **{section: dataclasses.replace(getattr(config, section), **values) for section, values in sections.items()},
-    )
+    changed = {name: dataclasses.replace(getattr(config, name), **values) for name, values in sections.items()}
+    return dataclasses.replace(config, **changed)
 
 
 def field_meanings() -> dict[str, str]:
@@ -126,7 +122,7 @@ def to_json(config: RunConfig) -> dict[str, Json]:
         section: {
             name: list(value) if isinstance(value, tuple) else value
             for name, value in fields.items()
-            if name not in LATER.get(section, ()) or value != getattr(type(getattr(config, section)), name)
+            if name not in LATER or value != getattr(type(getattr(config, section)), name)
         }
         for section, fields in dataclasses.asdict(config).items()
     }
@@ -146,7 +142,7 @@ def from_json(data: object) -> RunConfig:
 
 def _section(name: str, kind: Callable[..., _Config], data: object) -> _Config:
     hints = typing.get_type_hints(kind)
-    if not isinstance(data, Mapping) or data.keys() | LATER.get(name, set()) != hints.keys():
+    if not isinstance(data, Mapping) or not hints.keys() - LATER <= data.keys() <= hints.keys():
         raise ConfigError(f"section {name!r} of a config has the fields {', '.join(hints)}; this one has others")
     values = {field: tuple(value) if isinstance(value, list) else value for field, value in data.items()}
     for field, value in values.items():
@@ -156,36 +152,31 @@ def _section(name: str, kind: Callable[..., _Config], data: object) -> _Config:
 
 
 def _fits(value: object, kind: object) -> bool:
-    if typing.get_origin(kind) is Literal:
-        return value in typing.get_args(kind)
-    if typing.get_origin(kind) is tuple:
-        return isinstance(value, tuple) and all(_fits(item, typing.get_args(kind)[0]) for item in value)
-    if isinstance(kind, types.UnionType):
-        return any(_fits(value, option) for option in typing.get_args(kind))
-    if kind is float:
-        return isinstance(value, float | int) and not isinstance(value, bool)
-    return type(value) is kind
+    origin, options = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return value in options
+    if origin is tuple:
+        return isinstance(value, tuple) and all(_fits(item, options[0]) for item in value)
+    return any(_fits(value, one) for one in options) or type(value) is kind or (kind is float and type(value) is int)
 
 
 def _parse(name: str, text: str, kind: object) -> object:
-    if typing.get_origin(kind) is Literal:
-        check_choice(name, text, typing.get_args(kind))
-        return text
-    if typing.get_origin(kind) is tuple:
-        return tuple(_parse(name, item.strip(), typing.get_args(kind)[0]) for item in text.split(",") if item.strip())
+    origin, options = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        check_choice(name, text, options)
+    if origin is tuple:
+        return tuple(_parse(name, item.strip(), options[0]) for item in text.split(",") if item.strip())
     if isinstance(kind, types.UnionType):
-        return None if text.lower() == "none" else _parse(name, text, typing.get_args(kind)[0])
-    if kind is str:
+        return None if text.lower() == "none" else _parse(name, text, options[0])
+    if kind is str or origin is Literal:
         return text
     if kind is bool:
         check_choice(name, text.lower(), ("true", "false"))
         return text.lower() == "true"
-    try:
+    with contextlib.suppress(ValueError, OverflowError):  # not a number, or an integer beyond all floats
         value = int(text) if kind is int else float(text)
         if math.isfinite(value):
             return value
-    except (ValueError, OverflowError):  # not a number, or an integer beyond all floats
-        pass
     raise ConfigError(f"{name} is {text!r} but must be {_describe(kind)}")
 
 
@@ -196,11 +187,4 @@ def _describe(kind: object) -> str:
         return f"a list of values, each {_describe(typing.get_args(kind)[0])}"
     if isinstance(kind, types.UnionType):
         return " or ".join(_describe(option) for option in typing.get_args(kind))
-    names: dict[object, str] = {
-        int: "a whole number",
-        float: "a number",
-        str: "text",
-        bool: "true or false",
-        types.NoneType: "none",
-    }
-    return names[kind]
+    return _KINDS[kind]

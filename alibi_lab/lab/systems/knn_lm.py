@@ -74,21 +74,18 @@ class KnnLM(PositionMethod):
             for share in SHARES if k else (0.0,):
                 nats = interpolated_nats(log_p, test.nats, share)
                 rows.append((k, share, float(nats[:half].mean()), float(nats[half:].mean())))
-        k, share, _, best = min(rows, key=lambda row: row[2])
-        names = ("k", "lambda", "chosen_on_nats", "tested_nats")
+        k, share, _, tested = min(rows, key=lambda row: row[2])
         plain = rows[0][3]
+        losses = {
+            "plain_nats": plain,
+            "nats": tested,
+            "plain_perplexity": perplexity(plain),
+            "perplexity": perplexity(tested),
+        }
+        best = {"entries": len(store.tokens), "k": k, "lambda": share, "tokens": len(test.nats) - half, **losses}
         return {
-            "knn_lm": columns(names, rows),
-            "knn_lm_best": {
-                "entries": [len(store.tokens)],
-                "k": [k],
-                "lambda": [share],
-                "tokens": [len(test.nats) - half],
-                "plain_nats": [plain],
-                "nats": [best],
-                "plain_perplexity": [perplexity(plain)],
-                "perplexity": [perplexity(best)],
-            },
+            "knn_lm": columns(("k", "lambda", "chosen_on_nats", "tested_nats"), rows),
+            "knn_lm_best": {name: [value] for name, value in best.items()},
         }
 
 
@@ -105,10 +102,8 @@ def contexts(model: LanguageModel, text: Tensor, *, most: int, batch_tokens: int
     begins = torch.arange(count)
     if count * step > most:
         begins = torch.linspace(0, count - 1, max(1, most // step)).long()
-    parts = [
-        _read(model, text[step * some[:, None] + torch.arange(length + 1)], step)
-        for some in begins.split(max(1, batch_tokens // length))
-    ]
+    rows = text[step * begins[:, None] + torch.arange(length + 1)]
+    parts = [_read(model, some, step) for some in rows.split(max(1, batch_tokens // length))]
     return Contexts(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
 

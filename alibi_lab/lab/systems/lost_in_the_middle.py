@@ -15,9 +15,6 @@ paper has one query instead of seven, and t = 5·10⁻⁵ for prompts of about 3
     alibi eval CHECKPOINT --text a.txt --method alibi_lab.lab.systems.lost_in_the_middle:LostInTheMiddle
 """
 
-import contextlib
-from collections.abc import Iterator
-
 import torch
 from torch import Tensor, nn
 
@@ -77,11 +74,11 @@ def _evidence_in(k: int, edges: Tensor, alphabet: Tensor, length: int, config: E
     return recall_rows(alphabet, length, distance=int(edges[-1]) - start, trials=config.trials)
 
 
-def _measure(model: LanguageModel, texts: list[Tensor], edges: Tensor, batch_tokens: int) -> list[list[float | None]]:
+def _measure(model: LanguageModel, texts: list[Tensor], edges: Tensor, batch_tokens: int) -> Rows:
     """The columns from "accuracy" on for each place of the evidence."""
     rows, trials = torch.cat(texts), len(texts[0])
     hits, attention = answers(model, rows, edges, batch_tokens)
-    by_place: list[Tensor | None] = [hits, None, None, None, None]
+    by_place: list[Tensor | None] = [hits, *[None] * 4]
     if attention is not None:
         dummy = torch.empty_like(attention)
         for k in range(DOCUMENTS):
@@ -97,13 +94,10 @@ def _measure(model: LanguageModel, texts: list[Tensor], edges: Tensor, batch_tok
         evidence = torch.arange(DOCUMENTS).repeat_interleave(trials)
         bias = dummy.mean(0).repeat_interleave(trials) * length
         by_place[1:] = [calibrated, bias, attention.argmax(-1) == evidence, rel.argmax(-1) == evidence]
-    return [
-        [
-            None if column is None else float(column.double()[k * trials : (k + 1) * trials].mean())
-            for column in by_place
-        ]
-        for k in range(DOCUMENTS)
+    columns = [
+        [None] * DOCUMENTS if one is None else one.double().view(DOCUMENTS, -1).mean(1).tolist() for one in by_place
     ]
+    return list(zip(*columns, strict=True))
 
 
 def answers(
@@ -116,30 +110,23 @@ def answers(
     Args:
         share: [N, DOCUMENTS], what Attn shall be proportional to.
     """
-    hits, seen = [], []
-    for part in torch.arange(len(rows)).split(max(1, batch_tokens // (rows.shape[1] - 1))):
-        some = rows[part].to(model.device).long()
-        with _watched(model, edges.to(model.device)) as watch:
-            if watch is not None and share is not None:
-                watch.share = share[part].to(model.device)
-            logits = model(some[:, :-1])[:, -ASKED:]
-            hits.append((logits.argmax(-1) == some[:, -ASKED:]).cpu())
-        if watch is not None:
-            seen.append(torch.stack(watch.seen).mean(0).cpu())
-    return torch.cat(hits), torch.cat(seen) if seen else None
-
-
-@contextlib.contextmanager
-def _watched(model: LanguageModel, edges: Tensor) -> Iterator["Watched | None"]:
-    """The model in evaluation mode, with its method's attention watched unless it reads in segments."""
-    method = model.position
-    watch = Watched(method, edges) if method.segment is None else None
+    method, hits, seen = model.position, [], []
+    watch = Watched(method, edges.to(model.device)) if method.segment is None else None
     try:
-        model.position = method if watch is None else watch
-        with testing(model):
-            yield watch
+        model.position = watch or method
+        for part in torch.arange(len(rows)).split(max(1, batch_tokens // (rows.shape[1] - 1))):
+            if watch and share is not None:
+                watch.share = share[part].to(model.device)
+            some = rows[part].to(model.device).long()
+            with testing(model):
+                logits = model(some[:, :-1])[:, -ASKED:]
+                hits.append((logits.argmax(-1) == some[:, -ASKED:]).cpu())
+            if watch:
+                seen.append(torch.stack(watch.seen).mean(0).cpu())
+                watch.seen.clear()
     finally:
         model.position = method
+    return torch.cat(hits), torch.cat(seen) if seen else None
 
 
 class Watched(Wrapping):

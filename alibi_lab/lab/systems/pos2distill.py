@@ -23,22 +23,25 @@ from torch import Tensor
 
 from alibi_lab.lab.config import EvalConfig
 from alibi_lab.lab.data.corpus import Corpus
-from alibi_lab.lab.data.tasks import ASKED, recall_distances, recall_rows
-from alibi_lab.lab.evaluation.context_use import Rows, table
-from alibi_lab.lab.evaluation.losses import answers
+from alibi_lab.lab.data.tasks import SEGMENT, recall_distances, recall_rows
+from alibi_lab.lab.evaluation.context_use import has_positions
+from alibi_lab.lab.evaluation.losses import answers, columns
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.model.position_method import PositionMethod
-from alibi_lab.records import Curves
+from alibi_lab.records import Json
 
 STEPS, TEXTS, LEARNING_RATE = 200, 8, 5e-4  # TEXTS per distance and step
-COLUMNS = ("distance", "favorable", "tokens", "accuracy", "distilled_accuracy", "labels_accuracy")
+ASKED = SEGMENT - 1  # the first token of the segment is the cue
+COLUMNS = ("length", "distance", "favorable", "tokens", "accuracy", "distilled_accuracy", "labels_accuracy")
 
 
 class Pos2Distill(PositionMethod):
     """A test for models of any method; as a method to train with, it has no positions."""
 
     @classmethod
-    def curves(cls, model: LanguageModel, corpus: Corpus, config: EvalConfig) -> Curves:
+    def curves(
+        cls, model: LanguageModel, corpus: Corpus, config: EvalConfig
+    ) -> Mapping[str, Mapping[str, Sequence[Json]]]:
         """One row per length and distance: the share of right tokens before, after distillation, and after training on labels.
 
         Values are None for lengths without positions.
@@ -46,18 +49,21 @@ class Pos2Distill(PositionMethod):
         Raises:
             TaskError: fewer than 32 different tokens in the training text.
         """
-        alphabet = corpus.train.unique()
-
-        def score(teacher: LanguageModel, length: int) -> Rows:
-            distances = recall_distances(length)
+        rows: list[tuple[Json, ...]] = []
+        for length in config.lengths:
+            distances, alphabet = recall_distances(length), corpus.train.unique()
+            if not has_positions(model, length):
+                rows += [(length, distance, *[None] * (len(COLUMNS) - 2)) for distance in distances]
+                continue
+            teacher = model.stretched(config.stretch, length)
             tests = {d: recall_rows(alphabet, length, distance=d, trials=config.trials) for d in distances}
             nats, before = _scores(teacher, tests, config.batch_tokens)
             favorable = min(nats, key=nats.__getitem__)
             students = (trained_on(teacher, alphabet, length, favorable, labels=labels) for labels in (False, True))
             after = [_scores(student, tests, config.batch_tokens)[1] for student in students]
-            return [(favorable, ASKED * config.trials, *(hits[d] for hits in (before, *after))) for d in distances]
-
-        return {"pos2distill": table(model, config, COLUMNS, recall_distances, score)}
+            tokens = ASKED * config.trials
+            rows += [(length, d, favorable, tokens, *(hits[d] for hits in (before, *after))) for d in distances]
+        return {"pos2distill": columns(COLUMNS, rows)}
 
 
 def trained_on(
