@@ -23,7 +23,6 @@ import functools
 import math
 import zlib
 from collections.abc import Callable, Sequence
-from typing import Any
 
 import torch
 import torch.nn.functional as F
@@ -34,7 +33,7 @@ from alibi_attn.nn.linear import Linear, linear
 from alibi_lab.lab.config import Architecture, ConfigError, ModelConfig, Stretch
 from alibi_lab.lab.model.adaptive import AdaptiveInput, AdaptiveSoftmax
 from alibi_lab.lab.model.attention import Context, LayerCache, attend
-from alibi_lab.lab.model.method_checks import added, attended, bias_of, check_signatures, checked, rotated, stretched
+from alibi_lab.lab.model.method_checks import Hooks, check_signatures, checked
 from alibi_lab.lab.model.position_method import Bias, LayerInput, Pass, PositionMethod
 from alibi_lab.lab.model.positions import check_segments, check_stretch, method_class
 
@@ -112,30 +111,31 @@ class LanguageModel(nn.Module):
         """
         if segment_ids is not None:
             check_segments(self.config.method)
-        if self.position.segment is None:
-            x = self._hidden(tokens, caches, dropped, window, segment_ids, context)
+        length, segment = tokens.shape[1], self.position.segment
+        at = Pass(length, length, self.progress, window=window, segment_ids=segment_ids)
+        if segment is None:
+            x = self._hidden(tokens, at, caches, dropped, context)
         elif caches is None and segment_ids is None and context is None:
-            x = self._hidden_in_segments(tokens, self.position.segment, window)
+            x = self._hidden_in_segments(tokens, at, segment)
         else:
             raise ConfigError(
-                f"model.method is {self.config.method!r}, which reads texts in segments of {self.position.segment} tokens; it "
+                f"model.method is {self.config.method!r}, which reads texts in segments of {segment} tokens; it "
                 "does not support caches (generating, eval.memory, eval.sinks), data.segments or train.context_parallel"
             )
         if targets is None:
             return self._logits(self.norm(x))
-        losses = self._losses(self.norm(x[:, x.shape[1] - targets.shape[1] :]), targets)
+        losses = self._losses(self.norm(x[:, length - targets.shape[1] :]), targets)
         return losses.clone()  # not a view, because FSDP hooks its backward to it
 
     def _hidden(
         self,
         tokens: Tensor,
+        at: Pass,
         caches: Sequence[LayerCache] | None,
         dropped: int,
-        window: int | None,
-        segment_ids: Tensor | None = None,
         context: Context | None = None,
     ) -> Tensor:
-        """The output of the last block, [B, T, E]."""
+        """The output of the last block, [B, T, E]; the lengths of `at` are set here."""
         past = len(caches[0]) if caches else 0
         total = past + tokens.shape[1]
         room = caches[0].keys.max_tokens if caches else None  # a full stream drops as many tokens as it receives
@@ -144,11 +144,11 @@ class LanguageModel(nn.Module):
         x = self.embedding(tokens)
         if self.config.architecture != "mpt":
             x = x * math.sqrt(self.config.embed_dim)
-        x = self.dropout(added(self.position, x, positions, values=self.checks_values))
+        hooks = Hooks(self.position, self.checks_values)
+        x = self.dropout(hooks.add(x, positions))
         key_len = total if room is None else min(total, room)
-        at = Pass(tokens.shape[1], key_len, self.progress, window=window, segment_ids=segment_ids)
-        shared = None if self.position.per_layer else bias_of(self.position, at, x, values=self.checks_values)
-        places = Places(self.position, positions, at, shared, context, self.checks_values)
+        at = dataclasses.replace(at, query_len=tokens.shape[1], key_len=key_len)
+        places = Places(hooks, positions, at, None if self.position.per_layer else hooks.bias(at, x), context)
         for layer, block in enumerate(self.blocks):
             if self.activation_checkpointing and self.training and torch.is_grad_enabled() and not caches:
                 x = checkpoint(block, x, places, None, use_reentrant=False)
@@ -156,11 +156,11 @@ class LanguageModel(nn.Module):
                 x = block(x, places, caches[layer] if caches else None)
         return x
 
-    def _hidden_in_segments(self, tokens: Tensor, segment: int, window: int | None) -> Tensor:
+    def _hidden_in_segments(self, tokens: Tensor, at: Pass, segment: int) -> Tensor:
         """Like `_hidden`, segment by segment; each sees the memory of the method (Dai et al. 2019, arXiv:1901.02860)."""
         caches, hidden, dropped = [LayerCache() for _ in self.blocks], [], 0
         for part in tokens.split(segment, dim=1):
-            hidden.append(self._hidden(part, caches, dropped, window))
+            hidden.append(self._hidden(part, at, caches, dropped))
             dropped += max(len(caches[0]) - self.position.memory, 0)
             caches = [cache.last(self.position.memory) for cache in caches]
         return torch.cat(hidden, dim=1)
@@ -177,7 +177,7 @@ class LanguageModel(nn.Module):
         check_stretch(self.config.method, stretch)
         if stretch == "none" or length <= self.trained_length:
             return self
-        position = stretched(self.position, stretch, length)
+        position = Hooks(self.position, self.checks_values).stretched(stretch, length)
         twin = copy.copy(self)
         twin._modules = {**self._modules, "position": position}
         return twin
@@ -209,16 +209,11 @@ class Places:
         shared: the bias of all layers, unless the method is `per_layer`.
     """
 
-    method: PositionMethod
+    hooks: Hooks
     positions: Tensor
     at: Pass
     shared: Bias
     context: Context | None
-    checks_values: bool
-
-    def bias(self, at: Pass) -> Bias:
-        """The bias of the current layer."""
-        return bias_of(self.method, at, at.layer.x, values=self.checks_values) if self.method.per_layer else self.shared
 
 
 class Block(nn.Module):
@@ -244,20 +239,22 @@ class Block(nn.Module):
     def forward(self, x: Tensor, places: Places, cache: LayerCache | None) -> Tensor:
         y = self.attention_norm(x)
         q, k, v = (part(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
+        hooks, context = places.hooks, places.context
         inputs = LayerInput(y, self.index, None if cache is None else cache.key_bias, self)
         at = dataclasses.replace(places.at, input=inputs)
-        q, k = rotated(places.method, q, k, places.positions, at, values=places.checks_values)
-        bias = places.bias(at)
+        q, k = hooks.rotate(q, k, places.positions, at)
+        bias = hooks.bias(at, y) if hooks.method.per_layer else places.shared
         if cache is not None:
             k, v, bias = cache.append(k, v, bias, layer=self)
-        options: Any = {"window": at.window, "segment_ids": at.segment_ids, "context": places.context}
-        dropout_p = self.attention_dropout if self.training else 0.0
-        if places.context is not None and type(places.method).attend is not PositionMethod.attend:
+        if context is not None and type(hooks.method).attend is not PositionMethod.attend:
             raise ConfigError(
                 "the position method has its own attention, which train.context_parallel does not support"
             )
-        default = functools.partial(attend, bias=bias, dropout_p=dropout_p, **options)
-        y = attended(places.method, q, k, v, at, default, values=places.checks_values)
+        dropout_p = self.attention_dropout if self.training else 0.0
+        default = functools.partial(
+            attend, bias=bias, window=at.window, segment_ids=at.segment_ids, dropout_p=dropout_p, context=context
+        )
+        y = hooks.attend(q, k, v, at, default)
         x = x + self.dropout(self.attention_out(y.transpose(1, 2).flatten(-2)))
         y = self.ffn_norm(x)
         if self.ffn_gate is None:

@@ -12,13 +12,12 @@ from torch import Tensor
 
 from alibi_lab.lab.config import IMPORT_PATH, ModelConfig, RunConfig, Stretch
 from alibi_lab.lab.model.language_model import LanguageModel
-from alibi_lab.lab.model.method_checks import located
+from alibi_lab.lab.model.method_checks import is_built_in, located
 from alibi_lab.lab.model.position_method import PositionError
 
 _TOKENS = 64
-_LARGEST_SHARE = (
-    1e-4  # of the last logits' change, in the logits before them; rounding is below 1e-5, a key seen above 1e-3
-)
+# Of the last logits' change, in the logits before them; rounding is below 1e-5, a key seen above 1e-3.
+_LARGEST_SHARE = 1e-4
 
 
 def try_imported_methods(configs: Sequence[RunConfig], device: torch.device | str = "cpu") -> None:
@@ -76,8 +75,9 @@ def _try_order(model: LanguageModel, tokens: Tensor) -> None:
         torch.manual_seed(0)
         logits.append(model(given))
     first, again, other = logits
-    overridden = next((hook for hook in ("attend", "bias", "rotate", "add") if _overrides(model, hook)), "")
-    place = f"{located(type(model.position), overridden)}: {type(model.position).__name__}"
+    kind, hooks = type(model.position), ("attend", "bias", "rotate", "add")
+    overridden = next((hook for hook in hooks if not is_built_in(getattr(kind, hook))), "")
+    place = f"{located(kind, overridden)}: {kind.__name__}"
     if not first.isfinite().all():
         raise PositionError(f"{place} makes the logits of a new model NaN or infinite")
     largest = (other - first)[:, -1].abs().max() * _LARGEST_SHARE
@@ -91,8 +91,3 @@ def _try_order(model: LanguageModel, tokens: Tensor) -> None:
             f"{place} sees the future: another last token changes the logits before it; mask scores with "
             "at.visible(q.device), give a bias [H, T, S] −inf where a key is to the right, or call default(q, k, v)"
         )
-
-
-def _overrides(model: LanguageModel, hook: str) -> bool:
-    module = getattr(type(model.position), hook).__module__
-    return module.partition(".")[0] != __name__.partition(".")[0]

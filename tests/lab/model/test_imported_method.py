@@ -16,6 +16,7 @@ from alibi_lab.cli.main import app, main
 from alibi_lab.lab.config import ConfigError, ModelConfig
 from alibi_lab.lab.model.imported_method import imported_method, source_facts
 from alibi_lab.lab.model.language_model import LanguageModel
+from alibi_lab.lab.model.position_method import Pass
 from alibi_lab.lab.model.positions import ALiBi
 from alibi_lab.lab.training.checkpoint import CheckpointError, load_checkpoint
 from alibi_lab.report.page import report_html
@@ -210,7 +211,7 @@ def test_a_memory_in_training_equals_its_mask_and_has_no_gradient(folder: Path) 
     torch.testing.assert_close(ours, full(tokens[:, :-1], targets=tokens[:, 1:]), rtol=1e-5, atol=1e-5)
     tokens = torch.arange(8)[None]
     for segment, reaches in ((4, False), (8, True)):
-        hidden = model._hidden_in_segments(tokens, segment, None)[:, 4:]
+        hidden = model._hidden_in_segments(tokens, Pass(8, 8), segment)[:, 4:]
         (gradient,) = torch.autograd.grad(hidden.square().sum(), model.embedding.weight)
         assert bool((gradient[:4] != 0).any()) is reaches
         assert (gradient[4:8] != 0).any(1).all()
