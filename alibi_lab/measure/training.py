@@ -196,7 +196,7 @@ def _training(config: RunConfig) -> Iterator[Step]:
     count, rng = 4 * config.train.batch_tokens + 1, torch.Generator().manual_seed(0)
     tokens = torch.randint(config.model.vocab_size, (count,), generator=rng).to(torch.int32)
     corpus = Corpus(train=tokens, valid=tokens[:0], facts={"name": "random"})
-    return train_steps(prepare(config), config, corpus)
+    return train_steps(prepare(config), corpus)
 
 
 def _first(config: RunConfig) -> list[tuple[float, float]]:

@@ -140,7 +140,7 @@ def _seconds_per_step(config: RunConfig) -> float:
         length = config.train.batch_tokens + 1
         tokens = torch.randint(config.model.vocab_size, (length,), dtype=torch.int32)
         corpus = Corpus(tokens, tokens, {}, starts={"train": torch.tensor([0])})
-        taken = steps(prepare(config), config, corpus)
+        taken = steps(prepare(config), corpus)
         seconds = [one.seconds for one in itertools.islice(taken, _STEPS)]
         del taken  # ends it
     return min(seconds[1:])

@@ -55,11 +55,8 @@ class LayerCache:
         if not count or not len(self):
             return LayerCache()
         keys, gates = KVCache(), self.keys.log_fgate
-        keys.append(
-            self.keys.key[:, :, -count:].detach(),
-            self.keys.value[:, :, -count:].detach(),
-            log_fgate=None if gates is None else gates[..., -count:].detach(),
-        )
+        gates = None if gates is None else gates[..., -count:].detach()
+        keys.append(self.keys.key[:, :, -count:].detach(), self.keys.value[:, :, -count:].detach(), log_fgate=gates)
         return LayerCache(keys, None if self.key_bias is None else self.key_bias[..., -count:].detach())
 
     def append(self, k: Tensor, v: Tensor, bias: Bias, *, layer: nn.Module) -> tuple[Tensor, Tensor, Bias]:
@@ -97,37 +94,32 @@ def attend(
     """
     if isinstance(bias, Windowed):
         window, bias = min(bias.window, window or bias.window), None
-    if context is not None:
-        return _attend_over_processes(q, k, v, bias, context, window=window, segment_ids=segment_ids)
     query_len, key_len = q.shape[-2], k.shape[-2]
-    if window is not None and window >= key_len:
-        window = None
+    pairwise = isinstance(bias, ByDistance) or (isinstance(bias, Tensor) and bias.ndim != 1)
+    if context is not None:
+        if pairwise:
+            raise ConfigError(
+                "the model's position method has a bias per pair of tokens, which train.context_parallel does not support: pass "
+                "a method whose bias is linear in the distance, or train.context_parallel=1"
+            )
+        given: Any = {"window": window, "segment_ids": segment_ids, "group": context.group, "timeout": context.timeout}
+        over = distributed.context_parallel_attention, distributed.context_parallel_forgetting_attention
+        return _linear_attention(q, k, v, bias, over, **given)
+    window = None if window is not None and window >= key_len else window
     masked = window is not None or segment_ids is not None
-    if isinstance(bias, ByDistance):
-        if query_len > 1 or masked:
-            return toeplitz_attention(q, k, v, bias.table, window=window, segment_ids=segment_ids, dropout_p=dropout_p)
-        bias = bias.table.flip(1)[:, None]  # one new token sees all keys
-    if isinstance(bias, ContentBias | ForgetGates):
-        slopes = [0.0] * q.shape[1] if bias.slopes is None else bias.slopes
-        given: Any = {"window": window, "segment_ids": segment_ids, "dropout_p": dropout_p}
-        if isinstance(bias, ForgetGates):
-            return forgetting_attention(q, k, v, bias.log_fgate, slopes, **given)
-        return alibi_attention(q, k, v, slopes, key_bias=bias.key_bias, **given)
-    if bias is None and (masked or _has_kernels(q)):
-        bias = q.new_zeros(q.shape[1], dtype=torch.float32)  # slopes of 0: no bias
-    if bias is not None and bias.ndim == 1:
-        return alibi_attention(q, k, v, bias, window=window, segment_ids=segment_ids, dropout_p=dropout_p)
-    if bias is not None:
-        seen = bias[None].to(q.dtype)
-        if masked:
-            visible = Pass(query_len, key_len, window=window, segment_ids=segment_ids).visible(q.device)
-            seen = seen.masked_fill(~visible, -math.inf)
-        return F.scaled_dot_product_attention(q, k, v, attn_mask=seen, dropout_p=dropout_p)
-    if query_len == key_len:
+    given = {"window": window, "segment_ids": segment_ids, "dropout_p": dropout_p}
+    if isinstance(bias, ByDistance) and (query_len > 1 or masked):
+        return toeplitz_attention(q, k, v, bias.table, **given)
+    if not pairwise and (bias is not None or masked or _has_kernels(q)):
+        return _linear_attention(q, k, v, bias, (alibi_attention, forgetting_attention), **given)
+    if bias is None and query_len == key_len:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout_p)
-    keys = torch.arange(key_len, device=q.device)
-    past = keys <= keys[key_len - query_len :, None]
-    return F.scaled_dot_product_attention(q, k, v, attn_mask=past, dropout_p=dropout_p)
+    scores = bias.table.flip(1)[:, None] if isinstance(bias, ByDistance) else bias  # one new token sees all keys
+    mask = Pass(query_len, key_len, window=window, segment_ids=segment_ids).visible(q.device)
+    if isinstance(scores, Tensor):
+        scores = scores[None].to(q.dtype)
+        mask = scores.masked_fill(~mask, -math.inf) if masked else scores
+    return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p)
 
 
 def _has_kernels(q: Tensor) -> bool:
@@ -135,25 +127,15 @@ def _has_kernels(q: Tensor) -> bool:
     return q.device.type == "cpu" and q.shape[-2] > 1 and compiled_kernels()
 
 
-def _attend_over_processes(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Tensor | ByDistance | ContentBias | ForgetGates | None,
-    context: Context,
-    *,
-    window: int | None,
-    segment_ids: Tensor | None,
-) -> Tensor:
-    given: Any = {"group": context.group, "timeout": context.timeout, "window": window, "segment_ids": segment_ids}
+def _linear_attention(q: Tensor, k: Tensor, v: Tensor, bias: Bias, functions: Any, **given: Any) -> Tensor:
+    """Attention whose bias is linear in the distance, with numbers or gates per key.
+
+    Args:
+        functions: `alibi_attention` and `forgetting_attention`, for one process or several.
+    """
+    attention, forgetting = functions
     slopes = bias.slopes if isinstance(bias, ContentBias | ForgetGates) else bias
-    if isinstance(slopes, ByDistance) or (slopes is not None and slopes.ndim != 1):
-        raise ConfigError(
-            "the model's position method has a bias per pair of tokens, which train.context_parallel does not support: pass a "
-            "method whose bias is linear in the distance, or train.context_parallel=1"
-        )
-    slopes = q.new_zeros(q.shape[1], dtype=torch.float32) if slopes is None else slopes
+    slopes = q.new_zeros(q.shape[1], dtype=torch.float32) if slopes is None else slopes  # slopes of 0: no bias
     if isinstance(bias, ForgetGates):
-        return distributed.context_parallel_forgetting_attention(q, k, v, bias.log_fgate, slopes, **given)
-    key_bias = bias.key_bias if isinstance(bias, ContentBias) else None
-    return distributed.context_parallel_attention(q, k, v, slopes, key_bias=key_bias, **given)
+        return forgetting(q, k, v, bias.log_fgate, slopes, **given)
+    return attention(q, k, v, slopes, key_bias=bias.key_bias if isinstance(bias, ContentBias) else None, **given)

@@ -48,20 +48,17 @@ class LanguageModel(nn.Module):
 
     Args:
         trained_length: L, in tokens; beyond it, learned positions end and stretches begin.
-        activation_checkpointing: in training, keep only the activations between blocks and recompute the others.
 
-    `progress` is the finished share of the training's steps, for methods that change during training; the training sets it, and
-    it is 1 otherwise. `checks_values` refuses NaN and infinite numbers from hooks (`method_trial.py`).
+    The training sets two attributes: `progress` is the finished share of its steps, for methods that change during training,
+    and 1 otherwise; with `activation_checkpointing`, a training keeps only the activations between blocks and recomputes the
+    others. `checks_values` refuses NaN and infinite numbers from hooks (`method_trial.py`).
     """
 
-    checks_values = False
+    progress, activation_checkpointing, checks_values = 1.0, False, False
 
-    def __init__(
-        self, config: ModelConfig, *, trained_length: int, seed: int = 0, activation_checkpointing: bool = False
-    ) -> None:
+    def __init__(self, config: ModelConfig, *, trained_length: int, seed: int = 0) -> None:
         super().__init__()
         self.config, self.trained_length = config, trained_length
-        self.activation_checkpointing, self.progress = activation_checkpointing, 1.0
         method = method_class(config.method)
         check_signatures(method)
         self.position: PositionMethod = checked(method(config, trained_length))

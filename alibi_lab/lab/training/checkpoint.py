@@ -14,14 +14,13 @@ import dataclasses
 import re
 import shutil
 import warnings
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 
 from alibi_attn.files import new_folder, remove_leftovers
 from alibi_attn.strict_json import parse
@@ -42,8 +41,6 @@ from alibi_lab.records import finite
 SCHEMA = 3
 
 _STEP = re.compile(r"step-\d{8,}")
-_CURVE = ("step", "loss_nats", "learning_rate")
-_VALIDATION = ("step", "seconds", "nats", "tokens")
 
 
 class CheckpointError(ValueError):
@@ -66,10 +63,12 @@ class Progress:
     step: int = 0
     seconds: float = 0.0
     loss_nats: float | None = None
-    curve: Mapping[str, Sequence[float]] = dataclasses.field(default_factory=lambda: {name: [] for name in _CURVE})
+    curve: Mapping[str, Sequence[float]] = dataclasses.field(
+        default_factory=lambda: {"step": [], "loss_nats": [], "learning_rate": []}
+    )
     peak_memory_bytes: int | None = None
     validation: Mapping[str, Sequence[float]] = dataclasses.field(
-        default_factory=lambda: {name: [] for name in _VALIDATION}
+        default_factory=lambda: {"step": [], "seconds": [], "nats": [], "tokens": []}
     )
 
     def curves(self) -> dict[str, Mapping[str, Sequence[float]]]:
@@ -120,13 +119,19 @@ def load_model(path: Path, config: RunConfig) -> LanguageModel:
         raise CheckpointError(
             f"{folder / 'config.json'} asks for a model that cannot be made here ({_first_line(error)})"
         ) from None
-    try:
+    with _undamaged(folder, "model.safetensors", OSError, SafetensorError, RuntimeError):
         weights = load_file(folder / "model.safetensors")
         if IMPORT_PATH.fullmatch(config.model.method):
-            _check_parameters(folder, config.model.method, model.state_dict(), weights)
+            now, then = (
+                {name: list(tensor.shape) for name, tensor in state.items() if name.startswith("position.")}
+                for state in (model.state_dict(), weights)
+            )
+            if now != then:
+                raise CheckpointError(
+                    f"{config.model.method} has the parameters {now or 'none'} but {folder} was trained with {then or 'none'}; "
+                    "pass the file as it was in training"
+                )
         model.load_state_dict(weights)
-    except (OSError, SafetensorError, RuntimeError) as error:
-        raise _damaged(folder, "model.safetensors", error) from None
     return model.eval()
 
 
@@ -148,10 +153,8 @@ def load_checkpoint_tokenizer(path: Path) -> Tokenizer:
     folder = step_folder(path)
     _read(folder)
     _verify(folder, "tokenizer.json")
-    try:
+    with _undamaged(folder, "tokenizer.json", OSError, CorpusError):
         return load_tokenizer(folder / "tokenizer.json")
-    except (OSError, CorpusError) as error:
-        raise _damaged(folder, "tokenizer.json", error) from None
 
 
 def newest(run_folder: Path) -> Path | None:
@@ -170,11 +173,8 @@ def step_folder(path: Path) -> Path:
     """
     folder = path if (path / "config.json").exists() else newest(path)
     if folder is None:
-        if not path.exists():
-            raise CheckpointError(f"{path} does not exist; pass a folder below checkpoints/ that alibi run has written")
-        raise CheckpointError(
-            f"{path} holds no checkpoint; pass a folder below checkpoints/ that alibi run has written"
-        )
+        found = "holds no checkpoint" if path.exists() else "does not exist"
+        raise CheckpointError(f"{path} {found}; pass a folder below checkpoints/ that alibi run has written")
     return folder
 
 
@@ -184,13 +184,7 @@ def stored_tokens(path: Path) -> Path | None:
 
 
 def save_checkpoint(
-    run_folder: Path,
-    training: Training,
-    config: RunConfig,
-    progress: Progress,
-    tokenizer: Tokenizer,
-    *,
-    finished: bool,
+    run_folder: Path, training: Training, progress: Progress, tokenizer: Tokenizer, *, finished: bool
 ) -> Path:
     """Write the step's folder and remove older ones.
 
@@ -216,10 +210,9 @@ def save_checkpoint(
             wait()
             if first:
                 save_tokenizer(tokenizer, temporary / "tokenizer.json")
-                about = {"schema": SCHEMA, "config": to_json(config), "progress": finite(dataclasses.asdict(progress))}
-                if facts := source_facts(config.model.method):
-                    about["method"] = facts
-                sealed_folder.seal(temporary, "config.json", about)
+                config, facts = to_json(training.config), source_facts(training.config.model.method)
+                about = {"schema": SCHEMA, "config": config, "progress": finite(dataclasses.asdict(progress))}
+                sealed_folder.seal(temporary, "config.json", about | ({"method": facts} if facts else {}))
     except (OSError, RuntimeError, SafetensorError) as error:
         raise CheckpointError(
             f"{final} cannot be written ({_first_line(error)}); make room, or the folder writable, then run the same "
@@ -269,21 +262,20 @@ def resume(folder: Path, training: Training) -> None:
         CheckpointError: the checkpoint is damaged.
     """
     files = _manifest(folder)["files"]
-    if not any(name.startswith("state/") for name in files):
-        raise _damaged(folder, "state", FileNotFoundError("it holds a finished model only"))
-    _verify(folder, *files)
-    try:
+    with _undamaged(folder, "state", *READ_ERRORS):
+        if not any(name.startswith("state/") for name in files):
+            raise FileNotFoundError("it holds a finished model only")
+        _verify(folder, *files)
         load_state(folder / "state", folder / "model.safetensors", training)
-    except READ_ERRORS as error:
-        raise _damaged(folder, "state", error) from None
 
 
 def _manifest(folder: Path) -> dict[str, Any]:
     try:
-        about = sealed_folder.read_manifest(folder, "config.json", schema=SCHEMA)
-        if about["schema"] != SCHEMA:
-            about["files"] = {name: {"sha256": digest} for name, digest in about["sha256"].items()}
-        return about
+        with _undamaged(folder, "config.json", DamagedError, AttributeError, KeyError):
+            about = sealed_folder.read_manifest(folder, "config.json", schema=SCHEMA)
+            if about["schema"] != SCHEMA:
+                about["files"] = {name: {"sha256": digest} for name, digest in about["sha256"].items()}
+            return about
     except SchemaError as error:
         found = parse((folder / "config.json").read_bytes())
         if isinstance(found, dict) and "model_type" in found:
@@ -293,16 +285,12 @@ def _manifest(folder: Path) -> dict[str, Any]:
                 "perplexity of a text with alibi eval-text"
             ) from None
         raise CheckpointError(f"{error}; pass a folder that this version of alibi run has written") from None
-    except DamagedError as error:
-        raise _damaged(folder, error.name, error) from None
-    except (AttributeError, KeyError) as error:
-        raise _damaged(folder, "config.json", error) from None
 
 
 def _read(folder: Path, method: str | None = None) -> tuple[RunConfig, Progress]:
     """The config, with the given position method, if any, and the progress."""
     about = _manifest(folder)
-    try:
+    with _undamaged(folder, "config.json", ConfigError, AttributeError, KeyError, TypeError, ValueError):
         model = about["config"]["model"]
         trained = model["method"]
         if method is None and trained not in LOOKS and not IMPORT_PATH.fullmatch(trained):
@@ -314,23 +302,6 @@ def _read(folder: Path, method: str | None = None) -> tuple[RunConfig, Progress]
             )
         model["method"] = method or trained
         return from_json(about["config"]), Progress(**about["progress"])
-    except CheckpointError:
-        raise
-    except (ConfigError, AttributeError, KeyError, TypeError, ValueError) as error:
-        raise _damaged(folder, "config.json", error) from None
-
-
-def _check_parameters(folder: Path, method: str, made: Mapping[str, Tensor], saved: Mapping[str, Tensor]) -> None:
-    """Raises a CheckpointError if the class has other parameters than the one that trained the model."""
-    now, then = (
-        {name: list(tensor.shape) for name, tensor in state.items() if name.startswith("position.")}
-        for state in (made, saved)
-    )
-    if now != then:
-        raise CheckpointError(
-            f"{method} has the parameters {now or 'none'} but {folder} was trained with {then or 'none'}; pass the file as "
-            "it was in training"
-        )
 
 
 def _unknown_method(folder: Path, method: str) -> CheckpointError:
@@ -344,16 +315,21 @@ def _unknown_method(folder: Path, method: str) -> CheckpointError:
 def _verify(folder: Path, *names: str) -> None:
     files = _manifest(folder)["files"]
     for name in names:
-        try:
+        with _undamaged(folder, name, DamagedError):
             sealed_folder.verify(folder, name, files.get(name, {"sha256": ""}))
-        except DamagedError as error:
-            raise _damaged(folder, name, error) from None
 
 
-def _damaged(folder: Path, name: str, error: Exception) -> CheckpointError:
-    return CheckpointError(
-        f"{folder / name} is damaged or incomplete ({_first_line(error)}); delete {folder} and train again"
-    )
+@contextlib.contextmanager
+def _undamaged(folder: Path, name: str, *kinds: type[Exception]) -> Iterator[None]:
+    """Errors of these kinds mean that this file is damaged."""
+    try:
+        yield
+    except CheckpointError:
+        raise
+    except kinds as error:
+        raise CheckpointError(
+            f"{folder / name} is damaged or incomplete ({_first_line(error)}); delete {folder} and train again"
+        ) from None
 
 
 def _first_line(error: BaseException) -> str:

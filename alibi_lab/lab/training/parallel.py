@@ -31,12 +31,14 @@ class Training:
     """A model and its optimizer, prepared for training on these processes.
 
     Args:
+        config: of the training.
         model: the bare model; if `sharded`, its parameters are DTensors.
         replica: the model in the wrapper that averages gradients over the processes; training calls it.
         rows: the rows of every batch that this process trains on.
         context: the processes that share the sequences; None if each process has whole sequences.
     """
 
+    config: RunConfig
     model: LanguageModel
     replica: nn.Module
     optimizer: torch.optim.Optimizer
@@ -97,22 +99,16 @@ def prepare(config: RunConfig) -> Training:
     context = _context_group(accelerator, sharers, min(lengths), settings.exchange_timeout_s)
     rows = share_of_batch(accelerator, settings.batch_tokens, lengths, sharers=sharers, accumulate=settings.accumulate)
     sharded = settings.parallel == "fsdp" and accelerator.num_processes > 1
-    model = LanguageModel(
-        config.model,
-        trained_length=settings.length,
-        seed=settings.seed,
-        activation_checkpointing=settings.activation_checkpointing,
-    ).to(accelerator.device)
+    model = LanguageModel(config.model, trained_length=settings.length, seed=settings.seed).to(accelerator.device)
+    model.activation_checkpointing = settings.activation_checkpointing
     if settings.compile:
         for block in model.blocks:
             block.compile(backend=COMPILER, dynamic=False)
     if sharded:
         _shard(model)
     optimizer = make_optimizer(model, settings.optimizer, settings.learning_rate, settings.weight_decay)
-    if sharded:
-        return Training(model, model, accelerator.prepare_optimizer(optimizer), accelerator, sharded, rows, context)
-    replica, optimizer = accelerator.prepare(model, optimizer)
-    return Training(model, replica, optimizer, accelerator, sharded, rows, context)
+    pair = (model, accelerator.prepare_optimizer(optimizer)) if sharded else accelerator.prepare(model, optimizer)
+    return Training(config, model, pair[0], pair[1], accelerator, sharded, rows, context)
 
 
 def _context_group(accelerator: Accelerator, sharers: int, shortest: int, timeout_s: float) -> Context | None:
@@ -158,6 +154,5 @@ def _shard(model: LanguageModel) -> None:
     """Shards the model: each block is gathered when it runs; weights outside the blocks stay gathered during a step."""
     from torch.distributed.fsdp import fully_shard
 
-    for block in model.blocks:
-        fully_shard(block)
-    fully_shard(model)
+    for module in (*model.blocks, model):
+        fully_shard(module)

@@ -4,10 +4,11 @@ One process or DDP writes the optimizer's state to `optimizer.pt`. FSDP writes t
 distributed checkpoint, one file per process, which any number of processes can read. Read next: `checkpoint.py`.
 """
 
-import pickle
-import zipfile
+from collections.abc import Callable
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any
+from zipfile import BadZipFile
 
 import torch
 from safetensors import SafetensorError
@@ -15,16 +16,7 @@ from safetensors.torch import load_file
 
 from alibi_lab.lab.training.parallel import Training
 
-READ_ERRORS = (
-    OSError,
-    EOFError,
-    KeyError,
-    RuntimeError,
-    ValueError,
-    SafetensorError,
-    pickle.UnpicklingError,
-    zipfile.BadZipFile,
-)
+READ_ERRORS = (OSError, EOFError, KeyError, RuntimeError, ValueError, SafetensorError, UnpicklingError, BadZipFile)
 
 
 def save_state(folder: Path, training: Training) -> None:
@@ -34,13 +26,14 @@ def save_state(folder: Path, training: Training) -> None:
         OSError, RuntimeError: the state cannot be written.
     """
     if training.sharded:
-        _save_shards(folder, training)
+        from torch.distributed.checkpoint.state_dict_saver import save  # takes a second, and only FSDP needs it
+
+        _with_shards(folder, training, save)
     elif training.accelerator.is_main_process:
+        scaler = training.accelerator.scaler  # for half precision
+        state = {"optimizer": training.optimizer.state_dict(), "scaler": scaler.state_dict() if scaler else None}
         with (folder / "optimizer.pt").open("wb") as file:
-            scaler = training.accelerator.scaler  # for half precision
-            torch.save(
-                {"optimizer": training.optimizer.state_dict(), "scaler": scaler.state_dict() if scaler else None}, file
-            )
+            torch.save(state, file)
 
 
 def load_state(folder: Path, weights: Path, training: Training) -> None:
@@ -50,7 +43,12 @@ def load_state(folder: Path, weights: Path, training: Training) -> None:
         READ_ERRORS: the state cannot be read, or belongs to another model.
     """
     if training.sharded:
-        _load_shards(folder, training)
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        found = _with_shards(folder, training, load)
+        parts = {"model_state_dict": found["model"], "optim_state_dict": found["optimizer"]}
+        set_state_dict(training.model, training.bare_optimizer, **parts)
         return
     training.model.load_state_dict(load_file(weights))
     state = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
@@ -59,37 +57,15 @@ def load_state(folder: Path, weights: Path, training: Training) -> None:
         training.accelerator.scaler.load_state_dict(state["scaler"])
 
 
-def _save_shards(folder: Path, training: Training) -> None:
-    # These imports take a second, and only FSDP needs them.
+def _with_shards(folder: Path, training: Training, transfer: Callable[..., object]) -> dict[str, Any]:
+    """The state of the sharded model and optimizer, after it was written to the folder or read from it."""
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import get_state_dict
-    from torch.distributed.checkpoint.state_dict_saver import save
 
-    model, optimizer = get_state_dict(training.model, training.bare_optimizer)
+    state = dict(zip(("model", "optimizer"), get_state_dict(training.model, training.bare_optimizer), strict=True))
     try:
-        save({"model": model, "optimizer": optimizer}, checkpoint_id=folder)
+        transfer(state, checkpoint_id=folder)
     except CheckpointException as error:
-        raise _reason(error) from None
-
-
-def _load_shards(folder: Path, training: Training) -> None:
-    from torch.distributed.checkpoint.api import CheckpointException
-    from torch.distributed.checkpoint.state_dict import get_state_dict, set_state_dict
-    from torch.distributed.checkpoint.state_dict_loader import load
-
-    model, optimizer = get_state_dict(training.model, training.bare_optimizer)
-    state: dict[str, Any] = {"model": model, "optimizer": optimizer}
-    try:
-        load(state, checkpoint_id=folder)
-    except CheckpointException as error:
-        raise _reason(error) from None
-    set_state_dict(
-        training.model, training.bare_optimizer, model_state_dict=state["model"], optim_state_dict=state["optimizer"]
-    )
-
-
-def _reason(error: BaseException) -> OSError:
-    """The first process's error as an OSError."""
-    failures = getattr(error, "failures", {})
-    first = next((failure[0] for failure in failures.values()), error)
-    return first if isinstance(first, OSError) else OSError(str(first).strip().splitlines()[-1])
+        first = next((failure[0] for failure in error.failures.values()), error)
+        raise first if isinstance(first, OSError) else OSError(str(first).strip().splitlines()[-1]) from None
+    return state

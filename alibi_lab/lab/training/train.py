@@ -4,7 +4,6 @@ Learning rate, data and dropout are functions of the step, so a checkpoint needs
 CPU, the losses after resuming are bit-identical to those of an uninterrupted training. Read next: `evaluate.py`.
 """
 
-import contextlib
 import dataclasses
 import itertools
 import math
@@ -56,12 +55,14 @@ def train(
     progress = load_progress(checkpoint, config) if checkpoint else Progress()
     if progress.step >= settings.steps:
         return progress
-    with _own_random_numbers(), deferred_interruption() as interrupted:
+    gpus = [torch.cuda.current_device()] if torch.cuda.is_available() else []
+    # The caller's random state is restored afterwards, because every step seeds torch, for dropout.
+    with torch.random.fork_rng(gpus), deferred_interruption() as interrupted:
         training = prepare(config)
         if checkpoint:
             resume(checkpoint, training)
         reset = reset_peak_memory(training.accelerator.device)
-        for step in steps(training, config, corpus, start=progress.step, interrupted=interrupted):
+        for step in steps(training, corpus, start=progress.step, interrupted=interrupted):
             finished = step.number == settings.steps
             logged = finished or step.number == 1 or step.number % settings.log_every == 0
             progress = _with_step(progress, step, logged=logged)
@@ -72,7 +73,7 @@ def train(
             if finished or step.interrupted or step.number % settings.checkpoint_every == 0:
                 peak = peak_memory_bytes(training.accelerator.device) if reset else None
                 progress = dataclasses.replace(progress, peak_memory_bytes=peak)
-                save_checkpoint(folder, training, config, progress, corpus.tokenizer, finished=finished)
+                save_checkpoint(folder, training, progress, corpus.tokenizer, finished=finished)
             if step.interrupted or (finished and interrupted()):  # also during the last checkpoint
                 raise KeyboardInterrupt
             if finished:
@@ -103,12 +104,7 @@ class Step:
 
 
 def steps(
-    training: Training,
-    config: RunConfig,
-    corpus: Corpus,
-    *,
-    start: int = 0,
-    interrupted: Callable[[], bool] = lambda: False,
+    training: Training, corpus: Corpus, *, start: int = 0, interrupted: Callable[[], bool] = lambda: False
 ) -> Iterator[Step]:
     """Yields the training's steps from `start` on, each computed when requested; the iterator is endless.
 
@@ -120,16 +116,18 @@ def steps(
         CorpusError: the text is shorter than one example.
         ConfigError: the batch cannot be shared by the processes.
     """
-    settings, device = config.train, training.accelerator.device
+    settings, device, rank = training.config.train, training.accelerator.device, training.accelerator.process_index
     now = clock(device)
     training.model.progress = start / settings.steps
     with kept_memory():
-        for number, batch in enumerate(_batches(corpus, config, start), start=start + 1):
+        for number, batch in enumerate(_batches(corpus, training.config, start), start=start + 1):
             started = now()
-            rate = learning_rate(number - 1, settings)
+            for group in training.optimizer.param_groups:
+                group["lr"] = rate = learning_rate(number - 1, settings)
             parts = batch.share(training.rows, device).shard(training.context).parts(settings.accumulate)
-            torch.manual_seed(_dropout_seed(settings.seed, number - 1, training.accelerator.process_index))
-            loss, norm, stop = _step(training, parts, rate, settings.clip_norm, number, interrupted)
+            # The dropout's seed is a function of the step, so that a checkpoint need not store it.
+            torch.manual_seed(((settings.seed * 1_000_003 + number - 1) * 65_537 + rank) % 2**63)
+            loss, norm, stop = _step(training, parts, number, interrupted)
             seconds = now() - started
             training.model.progress = number / settings.steps
             yield Step(number, loss, norm, rate, seconds, stop)
@@ -140,37 +138,32 @@ class Batch:
     """Rows of a batch, or some of them.
 
     Args:
-        tokens: [B, T + 1], the inputs and their next tokens.
-        documents: the document index of each token, the same shape; None if attention crosses document ends.
+        columns: [B, T + 1] each: the inputs and their next tokens, and the document index of each, unless attention crosses
+            document ends.
         counted: the number of losses in the mean over the whole batch, also if this is only a part of it.
         context: the position of these tokens, if other processes have other tokens of the same rows.
     """
 
-    tokens: Tensor
-    documents: Tensor | None
+    columns: tuple[Tensor, ...]
     counted: int
     context: Context | None = None
 
     def share(self, rows: slice, device: torch.device) -> "Batch":
-        documents = None if self.documents is None else self.documents[rows].to(device)
-        return Batch(self.tokens[rows].to(device), documents, self.counted)
+        return Batch(tuple(column[rows].to(device) for column in self.columns), self.counted)
 
     def shard(self, sharing: Context | None) -> "Batch":
         """This process's tokens of every row, and the token that follows them."""
         if sharing is None:
             return self
         rank = dist.get_rank(sharing.group)
-        lengths = even_lengths(self.tokens.shape[1] - 1, dist.get_world_size(sharing.group))
+        lengths = even_lengths(self.columns[0].shape[1] - 1, dist.get_world_size(sharing.group))
         start, stop = sum(lengths[:rank]), sum(lengths[: rank + 1])
-        documents = None if self.documents is None else self.documents[:, start : stop + 1]
-        return Batch(
-            self.tokens[:, start : stop + 1], documents, self.counted, dataclasses.replace(sharing, start=start)
-        )
+        columns = tuple(column[:, start : stop + 1] for column in self.columns)
+        return Batch(columns, self.counted, dataclasses.replace(sharing, start=start))
 
     def parts(self, number: int) -> "list[Batch]":
-        documents = [None] * number if self.documents is None else self.documents.chunk(number)
-        parts = zip(self.tokens.chunk(number), documents, strict=True)
-        return [Batch(tokens, belonging, self.counted, self.context) for tokens, belonging in parts]
+        parts = zip(*(column.chunk(number) for column in self.columns), strict=True)
+        return [Batch(part, self.counted, self.context) for part in parts]
 
 
 def _batches(corpus: Corpus, config: RunConfig, start: int) -> Iterator[Batch]:
@@ -185,9 +178,9 @@ def _batches(corpus: Corpus, config: RunConfig, start: int) -> Iterator[Batch]:
         order: Any = {"length": length, "batch_size": rows, "seed": settings.seed, "start": first}
         if config.data.segments:
             packed = packed_batches(corpus.train, corpus.starts["train"], **order)
-            stage = (Batch(tokens, documents, int(_same_document(documents).sum())) for tokens, documents in packed)
+            stage = (Batch(columns, int(_same_document(columns[1]).sum())) for columns in packed)
         else:
-            stage = (Batch(tokens, None, rows * length) for tokens in batches(corpus.train, **order))
+            stage = (Batch((tokens,), rows * length) for tokens in batches(corpus.train, **order))
         yield from itertools.islice(stage, count)
 
 
@@ -207,30 +200,24 @@ def _same_document(documents: Tensor) -> Tensor:
 
 
 def _step(
-    training: Training,
-    parts: Sequence[Batch],
-    rate: float,
-    clip_norm: float,
-    step: int,
-    interrupted: Callable[[], bool],
+    training: Training, parts: Sequence[Batch], step: int, interrupted: Callable[[], bool]
 ) -> tuple[float, float, bool]:
     """One step, counted from 1: the batch's loss, the gradient's norm, and whether any process was interrupted."""
     accelerator, optimizer = training.accelerator, training.optimizer
-    for group in optimizer.param_groups:
-        group["lr"] = rate
     loss = torch.zeros((), device=accelerator.device)
     for number, part in enumerate(parts, start=1):
         with training.part(last=number == len(parts)):
             share = _share_of_loss(training, part)
             accelerator.backward(share)
         loss += share.detach()
-    norm = training.clip(clip_norm)
+    norm = training.clip(training.config.train.clip_norm)
     told = accelerator.reduce(torch.stack([loss, loss.new_tensor(float(interrupted()))]), reduction="mean")
     mean_loss, share_interrupted, norm_found = torch.cat([told, norm.to(told)[None]]).tolist()
     # With half precision, scaled gradients overflow occasionally; such a step is skipped and is no error.
     if not math.isfinite(mean_loss) or (accelerator.mixed_precision != "fp16" and not math.isfinite(norm_found)):
         raise TrainingError(
-            f"at step {step} the loss is {mean_loss} and the gradient's norm {norm_found} (learning rate {rate:.3g}); "
+            f"at step {step} the loss is {mean_loss} and the gradient's norm {norm_found} "
+            f"(learning rate {optimizer.param_groups[0]['lr']:.3g}); "
             "lower train.learning_rate, raise train.warmup_steps, or lower train.clip_norm"
         )
     optimizer.step()
@@ -240,23 +227,13 @@ def _step(
 
 def _share_of_loss(training: Training, part: Batch) -> Tensor:
     """The part's share of the batch's mean loss, times the number of processes, because the processes are averaged."""
-    tokens, documents = part.tokens, part.documents
+    tokens, documents = part.columns[0], part.columns[1] if len(part.columns) > 1 else None
     segments = None if documents is None else documents[:, :-1]
     with training.accelerator.autocast():
         nats = training.replica(tokens[:, :-1], targets=tokens[:, 1:], segment_ids=segments, context=part.context)
     if documents is not None:
         nats = nats * _same_document(documents)
     return nats.sum() * (training.accelerator.num_processes / part.counted)
-
-
-def _own_random_numbers() -> contextlib.AbstractContextManager[None]:
-    """Restores the caller's random state afterwards, because training seeds torch at every step, for dropout."""
-    return torch.random.fork_rng([torch.cuda.current_device()] if torch.cuda.is_available() else [])
-
-
-def _dropout_seed(seed: int, step: int, process: int) -> int:
-    """The seed of a step's dropout: a function of the step, so that a checkpoint need not store it."""
-    return ((seed * 1_000_003 + step) * 65_537 + process) % 2**63
 
 
 def _validated(progress: Progress, model: LanguageModel, tokens: Tensor, config: TrainConfig) -> Progress:

@@ -69,11 +69,11 @@ def test_steps_equal_the_training_and_continue_beyond_its_end(tiny_run, tmp_path
     config = tiny_run(steps=4)
     corpus = load_corpus(config.data)
     training = prepare(config)
-    taken = list(itertools.islice(steps(training, config, corpus), 5))
+    taken = list(itertools.islice(steps(training, corpus), 5))
     assert [step.number for step in taken] == [1, 2, 3, 4, 5]
     assert [step.loss_nats for step in taken[:4]] == train(config, corpus, tmp_path).curve["loss_nats"]
     assert all(step.gradient_norm > 0 for step in taken)
-    next(steps(training, config, corpus, start=2))
+    next(steps(training, corpus, start=2))
     assert training.model.progress == 3 / 4
 
 
@@ -164,7 +164,7 @@ def test_stages_read_batches_of_their_length(tiny_run, tmp_path, monkeypatch):
     real = loop._step
 
     def seen(training, parts, *arguments):
-        shapes.append(tuple(parts[0].tokens.shape))
+        shapes.append(tuple(parts[0].columns[0].shape))
         return real(training, parts, *arguments)
 
     monkeypatch.setattr(loop, "_step", seen)
