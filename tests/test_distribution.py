@@ -192,7 +192,9 @@ def test_a_wheel_holds_the_package_its_license_and_kernels_for_every_level(kind:
     assert names - about == package_files() | kernels
     needed = {f"alibi_attn/attention/backends/native/{name}" for name in (*SOURCES, *HEADERS)}
     needed |= {"alibi_attn/py.typed", "alibi_lab/py.typed"}
-    needed |= {f"alibi_lab/report/{name}" for name in ("page.css", "page.html", "published.json")}
+    needed |= {
+        f"alibi_lab/report/{name}" for name in ("page.css", "page.html", "published.json", "plots/page.mplstyle")
+    }
     assert needed <= names
     assert wheel.stat().st_size < MOST_BYTES + len(kernels) * MOST_KERNEL_BYTES
     assert f"Root-Is-Purelib: {str(not kernels).lower()}" in told

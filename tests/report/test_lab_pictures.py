@@ -179,7 +179,7 @@ def _heads(layer: int, certified: list[int]) -> Record:
 def test_trained_heads_show_certified_and_true_reach() -> None:
     found = [_heads(layer, [60, 600, 4096]) for layer in (10, 2, 0)]
     (model,) = certificates.trained_heads([*found, found[0]])
-    assert [layer for layer, _ in model.layers] == ["layer-0", "layer-2", "layer-10"]
+    assert [certificates.layer_of(record) for record in model.records] == ["layer-0", "layer-2", "layer-10"]
     axes = certificates.reach_figure(model).axes
     assert len(axes) == 3
     certified, true = (line.get_ydata().tolist() for line in axes[0].lines if len(line.get_xdata()) == 3)

@@ -4,9 +4,9 @@ A peer is a curve with a column `length` and columns whose names end in `_ms`; i
 its longest measured length. "ours" is drawn first, and ratios are relative to it.
 """
 
-import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -22,8 +22,7 @@ _MEMORY = ("peak_memory_bytes", "cache_bytes")
 _COLORS = ("sinusoidal", "rotary", "t5", "learned", "none", "ink", "alibi-learned", "alibi-half", "kerple")
 
 
-@dataclasses.dataclass(frozen=True)
-class PeerTimes:
+class PeerTimes(NamedTuple):
     """The milliseconds of one peer of a record by length; NaN for lengths that were not timed."""
 
     name: str
@@ -44,12 +43,12 @@ def peer_times(record: Record) -> list[PeerTimes]:
         timed = [column for column in columns if column.endswith("_ms")]
         if "length" not in columns or not timed:
             continue
-        lengths = numbers(record, name, "length")
         whole = np.sum([numbers(record, name, column) for column in timed], axis=0)
-        forward_only = "forward_ms" in timed and all(math.isnan(x) for x in whole)
-        if forward_only:
-            whole = np.asarray(numbers(record, name, "forward_ms"))
-        times = {int(length): float(time) for length, time in zip(lengths, whole, strict=True) if math.isfinite(length)}
+        forward_only = "forward_ms" in timed and bool(np.isnan(whole).all())
+        found = zip(
+            numbers(record, name, "length"), numbers(record, name, "forward_ms") if forward_only else whole, strict=True
+        )
+        times = {int(length): float(time) for length, time in found if math.isfinite(length)}
         if times:
             peers.append(PeerTimes(name, times, forward_only))
     return sorted(peers, key=lambda peer: peer.name != OURS)
@@ -58,7 +57,7 @@ def peer_times(record: Record) -> list[PeerTimes]:
 def times_by_length(record: Record) -> Figure:
     """Milliseconds against length, both logarithmic."""
     peers = peer_times(record)
-    lines = {_label(peer): {x: y for x, y in sorted(peer.times.items()) if math.isfinite(y)} for peer in peers}
+    lines = {_label(peer): {x: y for x, y in peer.times.items() if math.isfinite(y)} for peer in peers}
     return _by_length("milliseconds, log scale", lines)
 
 
@@ -114,21 +113,20 @@ def ratio_table(record: Record) -> tuple[list[str], list[tuple[str, list[str]]]]
 
 def finding(record: Record) -> str:
     """Our time and the fastest peer's, at the longest length that a peer has; "" if no peer has any."""
-    whole = [peer for peer in peer_times(record) if not peer.forward_only]
-    ours = next((peer.times for peer in whole if peer.name == OURS), {})
+    whole = {peer.name: peer.times for peer in peer_times(record) if not peer.forward_only}
+    ours = whole.get(OURS, {})
     times = {
-        (length, time, peer.name)
-        for peer in whole
-        for length, time in peer.times.items()
-        if not peer.name.startswith(OURS) and math.isfinite(time) and ours.get(length, 0.0) > 0
+        (length, time, name)
+        for name, of_peer in whole.items()
+        for length, time in of_peer.items()
+        if not name.startswith(OURS) and math.isfinite(time) and ours.get(length, 0.0) > 0
     }
-    longest = max((length for length, _, _ in times), default=0)
-    fastest = min((time, name) for length, time, name in times if length == longest) if times else None
-    if fastest is None:
+    if not times:
         return ""
-    ratio = f"{fastest[0] / ours[longest]:.2g}"
+    longest = max(length for length, _, _ in times)
+    time, name = min((time, name) for length, time, name in times if length == longest)
     start = f"At {longest:,} tokens ours takes {_milliseconds(ours[longest])}"
-    return f"{start}; {fastest[1]}, the fastest alternative, takes {ratio} times as long."
+    return f"{start}; {name}, the fastest alternative, takes {time / ours[longest]:.2g} times as long."
 
 
 def timings(record: Record) -> int:
@@ -146,25 +144,23 @@ def _milliseconds(time: float) -> str:
     return f"{time:.2g} ms" if time < 10 else f"{time:,.0f} ms"
 
 
-def facts(record: Record) -> Sequence[tuple[str, str]]:
+def facts(record: Record) -> list[tuple[str, str]]:
     """Further facts of the record as (name, text): its metrics, the errors of the peers, and why some were not run."""
-    rows = [(name, "–" if value is None else f"{value:,.3g}") for name, value in record.metrics.items()]
+    rows = [("machine", processor(record))]
+    rows += [(name, "–" if value is None else f"{value:,.3g}") for name, value in record.metrics.items()]
     for name in record.curves:
-        errors = [error for error in numbers(record, name, "relative_error") if math.isfinite(error)]
-        if errors:
-            rows.append((f"error of {name}", f"{max(errors):.1e} of max‖v‖"))
-        shares = zip(numbers(record, name, "length"), numbers(record, name, "utilization"), strict=False)
+        lengths, errors, shares = (numbers(record, name, x) for x in ("length", "relative_error", "utilization"))
+        if known := list(filter(math.isfinite, errors)):
+            rows.append((f"error of {name}", f"{max(known):.1e} of max‖v‖"))
         rows += [
             (f"{name}, {length:,.0f} tokens", f"{share:.0%} of the matrix rate")
-            for length, share in shares
+            for length, share in zip(lengths, shares, strict=False)
             if math.isfinite(length + share)
         ]
-    rows += [
-        (f"{name}, not at {', '.join(f'{length:,}' for length in lengths)}", why)
-        for name in record.curves
-        for why, lengths in _reasons(record, name).items()
-    ]
-    return [("machine", processor(record)), *rows]
+    for name in record.curves:
+        for why, missing in _reasons(record, name).items():
+            rows.append((f"{name}, not at {', '.join(f'{length:,}' for length in missing)}", why))
+    return rows
 
 
 def processor(record: Record) -> str:
@@ -175,8 +171,8 @@ def processor(record: Record) -> str:
 def _reasons(record: Record, name: str) -> dict[str, list[int]]:
     """The lengths at which a peer was not run, by reason."""
     found: dict[str, list[int]] = {}
-    columns = record.curves[name]
-    for length, why in zip(numbers(record, name, "length"), columns.get("why_not", ()), strict=False):
+    reasons = record.curves[name].get("why_not", ())
+    for length, why in zip(numbers(record, name, "length"), reasons, strict=False):
         if isinstance(why, str) and math.isfinite(length):
             found.setdefault(why, []).append(int(length))
     return found

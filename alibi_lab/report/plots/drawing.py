@@ -4,65 +4,39 @@ Figures are drawn in the colors of a light page. `svg` replaces each color by a 
 the same picture works in light, in dark and in print. Hovering over a point of a labeled line shows the label and the numbers.
 """
 
-import dataclasses
 import io
 import itertools
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Sequence
 from html import escape
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import Any, NamedTuple
 
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
+from matplotlib.colors import to_rgba_array
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, MaxNLocator, NullLocator
+from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
 from alibi_lab.position_methods import LOOKS, Look
 from alibi_lab.records import LARGEST
 
-if TYPE_CHECKING:
-    from matplotlib.typing import RcKeyType  # since matplotlib 3.11
-
 Points = NDArray[np.float64]
 
-INK, MUTED, RULE = "#1d2430", "#667080", "#d5dae1"
-STYLE: "dict[RcKeyType, str | float | bool]" = {
-    "font.family": "sans-serif",
-    "font.size": 9,
-    "axes.edgecolor": MUTED,
-    "axes.labelcolor": MUTED,
-    "axes.linewidth": 0.8,
-    "axes.spines.right": False,
-    "axes.spines.top": False,
-    "axes.titlecolor": MUTED,
-    "axes.titlelocation": "left",
-    "axes.titlesize": 9,
-    "figure.facecolor": "none",
-    "axes.facecolor": "none",
-    "grid.color": RULE,
-    "grid.linewidth": 0.7,
-    "lines.linewidth": 1.8,
-    "lines.markersize": 4.5,
-    "text.color": INK,
-    "xtick.color": MUTED,
-    "ytick.color": MUTED,
-    "xtick.major.size": 3,
-    "ytick.major.size": 0,
-}
+STYLE = matplotlib.rc_params_from_file(Path(__file__).with_name("page.mplstyle"), use_default_template=False)
+INK, MUTED, RULE = (str(STYLE[name]) for name in ("text.color", "axes.labelcolor", "grid.color"))
 _SIZE = (4.1, 3.1)  # inches: the width of a phone, so that the text is not scaled down there
 _TEXT_GAP = 0.068  # between two labels at the ends of lines, as a share of the height of the axes
 _TICK_GAP = 0.17  # between two labeled lengths, as a share of the axis: more than the width of "16,384"
 _READING_RADIUS = 6  # points; the area around a point of a line that shows its numbers
 
-Box = tuple[float, float, float, float]  # left, bottom, right, top, in pixels
 
-
-@dataclasses.dataclass(frozen=True)
-class End:
+class End(NamedTuple):
     """A line's name, its color, and its last point."""
 
     name: str
@@ -72,8 +46,7 @@ class End:
     bold: bool = False
 
 
-@dataclasses.dataclass(frozen=True)
-class Plot:
+class Plot(NamedTuple):
     """A figure with its texts.
 
     Args:
@@ -108,6 +81,11 @@ def marker_of(method: str, look: Look | None = None) -> str:
     """The marker of a method; a star for other names without a look."""
     look = look or LOOKS.get(method)
     return look.marker if look else "*"
+
+
+def tinted(strengths: Points) -> Points:
+    """A picture in ALiBi's color, from no color at 0 or below to full color at 1 or above: [rows, columns, 4]."""
+    return to_rgba_array(color_of("alibi"), np.clip(strengths, 0, 1).ravel()).reshape(*strengths.shape, 4)
 
 
 def css(theme: str) -> str:
@@ -174,88 +152,60 @@ def name_lines(axes: Axes, ends: Sequence[End], *, column: bool = False) -> None
     axes.autoscale_view()  # updates the limits that transData uses
     furthest = max(end.x for end in ends)
     inside = [end for end in ends if end.x < furthest and not column]
-    place_names(
-        axes,
-        [(end.name, end.color, end.x, end.y) for end in inside],
-        others=[(end.x, end.y) for end in ends],
-        curves=_along_lines(axes),
-    )
-    places = [
-        (float(axes.transAxes.inverted().transform(axes.transData.transform((end.x, end.y)))[1]), end)
-        for end in ends
-        if end not in inside
-    ]
-    places.sort(key=lambda place: place[0])
-    for height, (_, end) in zip(_spaced([height for height, _ in places], _TEXT_GAP), places, strict=True):
-        axes.annotate(
-            end.name,
-            (1, height),
-            (7, 0),
-            xycoords="axes fraction",
-            textcoords="offset points",
-            va="center_baseline",
-            color=end.color,
-            fontweight="bold" if end.bold else "normal",
-            fontsize=8.5 if len(end.name) <= 15 else 7.5,
-            annotation_clip=False,
-        )
+    place_names(axes, inside, others=ends, curves=_along_lines(axes))
+    column_ends = [end for end in ends if end not in inside]
+    pixels = axes.transData.transform([(end.x, end.y) for end in column_ends])
+    heights = axes.transAxes.inverted().transform(pixels)[:, 1]
+    order = np.argsort(heights, kind="stable")
+    for height, at in zip(_spaced(heights[order].tolist(), _TEXT_GAP), order, strict=True):
+        end = column_ends[at]
+        size, weight = 8.5 if len(end.name) <= 15 else 7.5, "bold" if end.bold else "normal"
+        style = {"color": end.color, "fontsize": size, "fontweight": weight, "annotation_clip": False}
+        write(axes, end.name, (1, height), (7, 0), xycoords="axes fraction", va="center_baseline", **style)
 
 
-def _along_lines(axes: Axes) -> list[tuple[float, float]]:
-    """Points along all curves inside the axes, a few pixels from one to the next, in pixels."""
-    points = []
-    left, bottom, right, top = axes.get_window_extent().extents
+def write(axes: Axes, text: str, point: tuple[float, float], offset: tuple[float, float], **style: Any) -> None:
+    """Writes a text at an offset, in points (1/72 inch), from a point of the data; `style` as for `Axes.annotate`."""
+    axes.annotate(text, point, offset, textcoords="offset points", **style)
+
+
+def _along_lines(axes: Axes) -> Points:
+    """Points along all curves inside the axes, a few pixels from one to the next, in pixels: [points, 2]."""
+    stretches = [np.empty((0, 2))]
     for line in axes.get_lines():
-        if line.get_transform() != axes.transData:  # a mark across the axes
-            continue
-        corners = axes.transData.transform(line.get_xydata())
-        for start, stop in itertools.pairwise(corners):
-            along = np.linspace(start, stop, 2 + int(np.hypot(*(stop - start)) / 8))
-            # A logarithmic axis puts 0 very far below.
-            inside = ((along >= (left, bottom)) & (along <= (right, top))).all(axis=1)
-            points += [(float(x), float(y)) for x, y in along[inside]]
-    return points
+        if line.get_transform() == axes.transData:  # else it is a mark across the axes
+            corners = axes.transData.transform(line.get_xydata())
+            for start, stop in itertools.pairwise(corners):
+                stretches.append(np.linspace(start, stop, 2 + int(np.hypot(*(stop - start)) / 8)))
+    along, window = np.concatenate(stretches), axes.get_window_extent()
+    # A logarithmic axis puts 0 very far below.
+    inside: Points = along[((along >= window.min) & (along <= window.max)).all(axis=1)]
+    return inside
 
 
-def _boxes(points: Iterable[Iterable[float]], margin: float) -> list[Box]:
-    return [(x - margin, y - margin, x + margin, y + margin) for x, y in points]
-
-
-def _overlaps(box: Box, others: Sequence[Box]) -> int:
-    """How many of the other boxes overlap this one."""
-    left, bottom, right, top = box
-    return sum(left < x1 and x0 < right and bottom < y1 and y0 < top for x0, y0, x1, y1 in others)
-
-
-def place_names(
-    axes: Axes,
-    names: Sequence[tuple[str, str, float, float]],
-    *,
-    others: Sequence[tuple[float, float]] = (),
-    curves: Sequence[tuple[float, float]] = (),
-) -> None:
-    """Write names, (name, color, x, y), next to their points, on the first side where they overlap no point and no other name.
+def place_names(axes: Axes, names: Sequence[End], *, others: Sequence[End] = (), curves: Points | None = None) -> None:
+    """Write the names next to their points, each on the first side where it overlaps no point and no other name.
 
     Sizes are estimated from the number of letters. `others` are further points that names must not overlap, and `curves` points
     that they cross as little as possible, in pixels.
     """
-    places = [*((x, y) for _, _, x, y in names), *others]
-    taken, avoided = _boxes([axes.transData.transform(place) for place in places], 6), _boxes(curves, 6)
+    points = [axes.transData.transform((end.x, end.y)) for end in (*names, *others)]
+    written: list[Bbox] = []
     pixel, edge = axes.get_figure(root=True).dpi / 72, axes.get_window_extent().x0  # type: ignore[union-attr]
-    for name, color, at, height in names:
-        x, y = axes.transData.transform((at, height))
-        wide, high = 4.6 * len(name) * pixel, 9 * pixel
-        sides = {((0, up), "center"): (x - wide / 2, y + up * pixel) for up in (7, -15, 17, -25, 27, -35, 37, -45)}
-        sides |= {((8, -3), "left"): (x + 8, y - high / 2), ((-8, -3), "right"): (x - 8 - wide, y - high / 2)}
-        boxes = {
-            side: (left, bottom, left + wide, bottom + high) for side, (left, bottom) in sides.items() if left >= edge
+    for end, (x, y) in zip(names, points, strict=False):
+        wide, high = 4.6 * len(end.name) * pixel, 9 * pixel
+        corners = {((0, up), "center"): (x - wide / 2, y + up * pixel) for up in (7, -15, 17, -25, 27, -35, 37, -45)}
+        corners |= {((8, -3), "left"): (x + 8, y - high / 2), ((-8, -3), "right"): (x - 8 - wide, y - high / 2)}
+        boxes = {side: Bbox.from_bounds(*corner, wide, high) for side, corner in corners.items() if corner[0] >= edge}
+        free = {
+            side: box
+            for side, box in boxes.items()
+            if not box.padded(6).count_contains(points) and not box.count_overlaps(written)
         }
-        free = {side: box for side, box in boxes.items() if not _overlaps(box, taken)}
-        crossed = {side: _overlaps(box, avoided) for side, box in free.items()}
+        crossed = {side: box.padded(6).count_contains(() if curves is None else curves) for side, box in free.items()}
         offset, align = min(free, key=lambda side: crossed[side], default=((4, 8), "left"))
-        box = free.get((offset, align), (x, y, x, y))
-        taken.append(box)
-        axes.annotate(name, (at, height), offset, textcoords="offset points", ha=align, color=color, fontsize=8)
+        written += [box for side, box in free.items() if side == (offset, align)]
+        write(axes, end.name, (end.x, end.y), offset, ha=align, color=end.color, fontsize=8)
 
 
 def svg(figure: Figure, name: str, description: str) -> str:

@@ -10,7 +10,6 @@ import math
 import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
-from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 
 from alibi_lab.records import MAX_COUNT, Record
@@ -19,7 +18,14 @@ from alibi_lab.report.plots.drawing import Points
 from alibi_lab.report.series import numbers
 from alibi_lab.report.tables.heads import fraction
 
-_COLUMNS = ("certified", "carried", "mean_distance", "first_token", "zero_bfloat16", "zero_float16")
+_TITLES = {
+    "certified": "certified reach in tokens, log scale; full color: {:,}",
+    "carried": "share of its keys that carried mass; full color: 100 %",
+    "mean_distance": "mean distance of the attention, log scale; full color: {:,}",
+    "first_token": "attention to the first token; full color: 100 %",
+    "zero_bfloat16": "weights that are zero in bfloat16; full color: 100 %",
+    "zero_float16": "weights that are zero in float16; full color: 100 %",
+}
 _WIDTH = 8.4  # inches; two maps side by side
 _MOST_NUMBERS = 10  # with more heads per row, the numbers do not fit into the cells
 
@@ -31,19 +37,17 @@ def is_drawn(record: Record) -> bool:
 
 def heads_figure(record: Record) -> Figure:
     """The maps of a record that `is_drawn`."""
-    layers = int(max(numbers(record, "heads", "layer"))) + 1
-    length = _length(record)
-    row = 0.62 + max(1.0, 0.22 * layers)
+    map_height = max(1.0, 0.22 * (int(max(numbers(record, "heads", "layer"))) + 1))
+    rows, row = len(_TITLES) // 2, 0.62 + map_height
     with matplotlib.rc_context(drawing.STYLE):
-        rows = len(_COLUMNS) // 2
         figure = Figure(figsize=(_WIDTH, rows * row))
-        for place, column in enumerate(_COLUMNS):
+        for place, column in enumerate(_TITLES):
             down, across = divmod(place, 2)
-            height = (row - 0.62) / (rows * row)
-            axes = figure.add_axes((0.055 + 0.5 * across, 1 - (down + 1) / rows + 0.3 / (rows * row), 0.43, height))
+            bottom = 1 - (down + 1) / rows + 0.3 / (rows * row)
+            axes = figure.add_axes((0.055 + 0.5 * across, bottom, 0.43, (row - 0.62) / (rows * row)))
             values = _grid(record, column)
             if values is not None:
-                _draw(axes, column, values, length)
+                _draw(axes, column, values, _length(record))
     return figure
 
 
@@ -65,42 +69,31 @@ def sentence(record: Record) -> str:
 def rows(record: Record) -> list[tuple[str, ...]]:
     """Layer, head, slope, certified reach, mean distance; shares that carried mass, of the first token, of zeros by dtype."""
     shares = ("carried", "first_token", "zero_float32", "zero_bfloat16", "zero_float16")
-    names = ("layer", "head", "slope", "certified", "mean_distance", *shares)
+    columns = [
+        numbers(record, "heads", name) for name in ("layer", "head", "slope", "certified", "mean_distance", *shares)
+    ]
     found = []
-    for layer, head, slope, certified, distance, *values in zip(
-        *(numbers(record, "heads", name) for name in names), strict=True
-    ):
+    for layer, head, slope, certified, distance, *values in zip(*columns, strict=True):
         cells = [f"{value:.1%}" if math.isfinite(value) else "—" for value in values]
         found.append((f"{layer:.0f}", f"{head:.0f}", fraction(slope), f"{certified:,.0f}", f"{distance:,.1f}", *cells))
     return found
 
 
 def _draw(axes: Axes, column: str, values: Points, length: int) -> None:
-    titles = {
-        "certified": f"certified reach in tokens, log scale; full color: {length:,}",
-        "carried": "share of its keys that carried mass; full color: 100 %",
-        "mean_distance": f"mean distance of the attention, log scale; full color: {length:,}",
-        "first_token": "attention to the first token; full color: 100 %",
-        "zero_bfloat16": "weights that are zero in bfloat16; full color: 100 %",
-        "zero_float16": "weights that are zero in float16; full color: 100 %",
-    }
-    shares = values
-    if column in ("certified", "mean_distance"):
-        shares = np.log1p(np.clip(values, 0, None)) / math.log1p(length)
-    colored = np.empty((*values.shape, 4))
-    colored[..., :3] = to_rgb(drawing.color_of("alibi"))
-    colored[..., 3] = np.clip(np.nan_to_num(shares), 0, 1)
-    axes.imshow(colored, aspect="auto", extent=(-0.5, values.shape[1] - 0.5, values.shape[0] - 0.5, -0.5))
-    axes.set_title(titles[column], fontsize=8.5, pad=4)
-    thin = max(1, math.ceil(values.shape[0] / 12)), max(1, math.ceil(values.shape[1] / 16))
-    axes.set_yticks(range(0, values.shape[0], thin[0]))
-    axes.set_xticks(range(0, values.shape[1], thin[1]))
+    in_tokens = column in ("certified", "mean_distance")
+    shares = np.log1p(np.clip(values, 0, None)) / math.log1p(length) if in_tokens else values
+    layers, heads = values.shape
+    picture = drawing.tinted(np.nan_to_num(shares))
+    axes.imshow(picture, aspect="auto", extent=(-0.5, heads - 0.5, layers - 0.5, -0.5))
+    axes.set_title(_TITLES[column].format(length), fontsize=8.5, pad=4)
+    axes.set_yticks(range(0, layers, max(1, math.ceil(layers / 12))))
+    axes.set_xticks(range(0, heads, max(1, math.ceil(heads / 16))))
     axes.tick_params(length=0, pad=2, labelsize=7.5)
     axes.set_xlabel("head", fontsize=8)
     axes.set_ylabel("layer", fontsize=8)
-    if values.shape[1] <= _MOST_NUMBERS:
+    if heads <= _MOST_NUMBERS:
         for (layer, head), value in np.ndenumerate(values):
-            text = f"{value:,.0f}" if column in ("certified", "mean_distance") else f"{value:.0%}"
+            text = f"{value:,.0f}" if in_tokens else f"{value:.0%}"
             axes.text(head, layer, text, ha="center", va="center", fontsize=7, color=drawing.INK)
 
 
@@ -111,14 +104,12 @@ def _length(record: Record) -> int:
 
 def _grid(record: Record, column: str) -> Points | None:
     """A column as [layers, heads]; None if it does not have one value for every head of every layer."""
-    columns = {name: np.array(numbers(record, "heads", name)) for name in ("layer", "head", column)}
-    layer, head, values = columns["layer"], columns["head"], columns[column]
-    count = len(values)
-    if not count or not np.isfinite([layer, head]).all() or max(layer.max(), head.max()) >= count:
+    places = np.array([numbers(record, "heads", name) for name in ("layer", "head")])
+    values = np.array(numbers(record, "heads", column))
+    if not values.size or not np.isfinite(places).all() or places.min() < 0 or places.max() >= values.size:
         return None
-    layers, heads = int(layer.max()) + 1, int(head.max()) + 1
-    expected = np.repeat(np.arange(layers), heads), np.tile(np.arange(heads), layers)
-    if layers * heads != count or not ((layer == expected[0]).all() and (head == expected[1]).all()):
+    layers, heads = (int(last) + 1 for last in places.max(axis=1))
+    if layers * heads != values.size or not (places == np.indices((layers, heads)).reshape(2, -1)).all():
         return None
     grid: Points = values.reshape(layers, heads)
     return grid

@@ -157,8 +157,8 @@ def frontier(panel: Panel) -> Figure:
             axes.plot(line.x[:1], line.y[:1], linestyle="none", label=reading(line))
             if math.isfinite(line.low[0]):
                 axes.plot([line.x[0]] * 2, [line.low[0], line.high[0]], color=color, linewidth=1.2)
-    names = [(_end_name(line, panel), drawing.color_of(line.method), line.x[0], line.y[0]) for line in points]
-    drawing.place_names(axes, names)
+    ends = [End(_end_name(line, panel), drawing.color_of(line.method), line.x[0], line.y[0]) for line in points]
+    drawing.place_names(axes, ends)
     return figure
 
 

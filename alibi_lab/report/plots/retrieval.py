@@ -9,7 +9,6 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
-from matplotlib.text import Text
 
 from alibi_lab.report.plots import drawing
 from alibi_lab.report.plots.drawing import End
@@ -17,7 +16,7 @@ from alibi_lab.report.series import Series, Study, numbers
 from alibi_lab.report.tables.table import NOTHING, Block, Cell, Table, variable_of
 
 _COLUMNS = 2
-_TITLES = {  # in tables
+TITLES = {  # in tables, with the quantity that is counted
     "passkey": "Passkey: numbers found, at the worst depth",
     "recall": "Recall: tokens repeated, at the worst distance",
     "mqar": "Associative recall: values of 8 keys; chance is 6 %",
@@ -26,7 +25,7 @@ _TITLES = {  # in tables
     "flip-flop": "Flip-flop: bits that were last written; chance is 50 %",
 }
 _PLACES = {"passkey": "depth", "recall": "distance"}  # the column that varies within one length of such a task
-_SYMBOLS = tuple(task for task in _TITLES if task not in _PLACES)
+_SYMBOLS = tuple(task for task in TITLES if task not in _PLACES)
 
 Shares = Mapping[tuple[float, float], float]  # (length, depth or distance or 0) -> share
 
@@ -48,14 +47,12 @@ def passkey_grid(study: Study) -> Figure | None:
     tested = [(s, grid) for s in study.series if (grid := shares(s, "passkey"))]
     if not tested:
         return None
-    lengths = sorted({length for _, grid in tested for length, _ in grid})
-    depths = sorted({depth for _, grid in tested for _, depth in grid})
-    rows = math.ceil(len(tested) / _COLUMNS)
-    each = 0.55 + 0.21 * len(depths)
+    lengths, depths = (sorted({place[axis] for _, grid in tested for place in grid}) for axis in (0, 1))
+    rows, high = math.ceil(len(tested) / _COLUMNS), 0.21 * len(depths)
+    each = 0.55 + high
     figure = Figure(figsize=(4.1, rows * each))
     for number, (series, grid) in enumerate(tested):
         row, column = divmod(number, _COLUMNS)
-        high = 0.21 * len(depths)
         corner = 0.075 + column * 0.485, 1 - (row * each + 0.24 + high) / (rows * each)
         axes = figure.add_axes((*corner, 0.42, high / (rows * each)))
         color = drawing.color_of(series.method, series.look)
@@ -66,17 +63,13 @@ def passkey_grid(study: Study) -> Figure | None:
             axes.add_patch(Rectangle(place, 0.94, 0.9, facecolor=drawing.RULE, alpha=0.45, linewidth=0))
             axes.add_patch(Rectangle(place, 0.94, 0.9, facecolor=color, alpha=0.8 * share, linewidth=0))
             if len(lengths) <= 6:
-                axes.add_artist(
-                    Text(x, y, f"{100 * share:.0f}", ha="center", va="center", fontsize=7, color=drawing.INK)
-                )
-        axes.set_xlim(-0.5, len(lengths) - 0.5)
-        axes.set_ylim(len(depths) - 0.5, -0.5)
+                axes.text(x, y, f"{100 * share:.0f}", ha="center", va="center", fontsize=7, color=drawing.INK)
+        axes.set(xlim=(-0.5, len(lengths) - 0.5), ylim=(len(depths) - 0.5, -0.5))
         thin = max(1, math.ceil(len(lengths) / 6))
         axes.set_xticks(range(0, len(lengths), thin), [_short(length) for length in lengths[::thin]], fontsize=7)
         axes.set_yticks(range(len(depths)), [f"{depth:g}" for depth in depths] if column == 0 else [], fontsize=7)
         axes.tick_params(length=0, pad=2)
-        for spine in axes.spines.values():
-            spine.set_visible(False)
+        axes.spines[:].set_visible(False)
     return figure
 
 
@@ -118,16 +111,11 @@ def _lines(lines: Sequence[tuple[Series, list[tuple[float, float]]]], title: str
     return figure
 
 
-def title_of(task: str) -> str:
-    """The table's title for a task, which names the quantity that is counted."""
-    return _TITLES[task]
-
-
 def task_table(study: Study) -> Table | None:
     """The shares by length, for each task at its worst depth or distance."""
-    lengths = sorted({length for s in study.series for task in _TITLES for length, _ in shares(s, task)})
+    lengths = sorted({length for s in study.series for task in TITLES for length, _ in shares(s, task)})
     blocks = []
-    for task, title in _TITLES.items():
+    for task, title in TITLES.items():
         rows = []
         for series in study.series:
             grid = shares(series, task)

@@ -16,10 +16,9 @@ _STYLES = ("-", (0, (5, 2)), (0, (2, 2)), (0, (1, 1)), (0, (6, 2, 1, 2)))
 
 def rollout_figure(record: Record) -> Figure:
     """The share of the first token by depth, of their setting or of one model."""
-    if record.name == rollouts.THEORY:
-        figure = theory_figure(record, "first_token")
-    else:
-        figure = model_figure(rollouts.models([record]), rollouts.PLAIN, "first_token")
+    theory, share = record.name == rollouts.THEORY, "first_token"
+    models = rollouts.models([record])
+    figure = theory_figure(record, share) if theory else model_figure(models, rollouts.PLAIN, share)
     figure.set_facecolor("white")
     return figure
 
@@ -27,22 +26,15 @@ def rollout_figure(record: Record) -> Figure:
 def theory_figure(record: Record, share: str) -> Figure:
     """A share by depth for each mask of their setting; the lines of one method differ by their dashes."""
     figure, axes = drawing.plain_axes(f"share of the {rollouts.SHARES[share]}")
-    longest = 1.0
-    styles = itertools.cycle(_STYLES)
+    styles, longest = itertools.cycle(_STYLES), 1.0
     for way in rollouts.ways(record):
         if "random" in way:
             continue
         method = {"causal mask": "none", "rotary": "rotary"}.get(way, "alibi" if way.startswith("ALiBi") else "")
         x, y = rollouts.depths(record, way), rollouts.by_depth(record, way, share)
         color = drawing.color_of(method) if method else drawing.MUTED
-        axes.plot(
-            x,
-            y,
-            color=color,
-            linestyle=next(styles) if method == "alibi" else "-" if method else ":",
-            label=way,
-            linewidth=1.4,
-        )
+        dashes = next(styles) if method == "alibi" else "-" if method else ":"
+        axes.plot(x, y, color=color, linestyle=dashes, linewidth=1.4, label=way)
         longest = max(longest, float(x[-1]))
     axes.set_ylim(0, 1.03)
     drawing.length_ticks(axes, [2**power for power in range(0, int(np.log2(longest)) + 1, 2)], "layers")

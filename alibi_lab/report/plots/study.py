@@ -7,7 +7,7 @@ method has the same color and marker in every figure. `drawing.py` has the axes.
 import functools
 import math
 from collections.abc import Callable, Sequence
-from typing import Literal
+from typing import Any, Literal
 
 import numpy as np
 from matplotlib.axes import Axes
@@ -27,7 +27,7 @@ _LINES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 2, 1, 2)))  # by trained le
 def perplexity_by_length(study: Study, mode: Mode) -> Figure | None:
     """Perplexity, exp(mean loss), against the tested length; all modes of a study share the range of the y axis."""
     curves = {m: [(s, *s.perplexities("by_length", "length", f"{m}_nats")) for s in study.series] for m in MODES}
-    every = [y.ravel() for panel in curves.values() for _, _, y in panel if y.size]
+    every = [curve for of_mode in curves.values() for curve in of_mode]
     return _figure(study, curves[mode], f"perplexity per {study.unit}, log scale", _length_axis, log=every)
 
 
@@ -40,17 +40,16 @@ def loss_by_position(study: Study) -> Figure | None:
 def training_curves(study: Study) -> Figure | None:
     """Training loss against step, as logged: in bits per byte if a token is a byte, else in nats per token."""
     title, curves = _losses(study, "training", "step")
-    return _figure(
-        study, curves, title, functools.partial(_time_axis, name="training step", integer=True), markers=False
-    )
+    axis = functools.partial(_time_axis, name="training step", integer=True)
+    return _figure(study, curves, title, axis, markers=False)
 
 
 def validation_curves(study: Study, x: Literal["seconds", "step"]) -> Figure | None:
     """Perplexity on held-out text during training, against seconds or steps."""
     curves = [(s, *s.perplexities("validation", x, "nats")) for s in study.series]
     axis = functools.partial(_time_axis, name="seconds of training" if x == "seconds" else "training step")
-    title, every = f"perplexity per {study.unit}, log scale", [y.ravel() for _, _, y in curves if y.size]
-    return _figure(study, curves, title, axis, log=every, markers=False, alone=x == "seconds", column=True)
+    title = f"perplexity per {study.unit}, log scale"
+    return _figure(study, curves, title, axis, log=curves, markers=False, alone=x == "seconds", column=True)
 
 
 def cost_by_length(study: Study, measure: Measure) -> Figure | None:
@@ -60,7 +59,7 @@ def cost_by_length(study: Study, measure: Measure) -> Figure | None:
         "peak_memory_bytes": ("peak memory in MiB, log scale", 2.0**20),
     }[measure]
     curves = [(s, x, y / unit) for s in study.series for x, y in [s.curve("by_length", "length", measure)]]
-    return _figure(study, curves, title, _length_axis, log=[y.ravel() for _, _, y in curves if y.size])
+    return _figure(study, curves, title, _length_axis, log=curves)
 
 
 def _losses(study: Study, curve: str, x: str) -> tuple[str, Curves]:
@@ -75,50 +74,46 @@ def _figure(
     title: str,
     x_axis: Callable[[Axes, Study, Curves], None],
     *,
-    log: Sequence[Points] = (),
+    log: Curves = (),
     markers: bool = True,
     alone: bool = False,
     column: bool = False,
 ) -> Figure | None:
-    """A line per series with values; None if there are none. `log`: the y axis is logarithmic and has room for these values."""
+    """A line per series with values, named at its end; None if there are none.
+
+    Args:
+        log: the y axis is logarithmic and has room for these curves.
+        alone: draws each seed separately, because they do not share x.
+        column: seeds end at different x, so lines end at the mean of the last values and are all named in a column.
+    """
     drawn = [curve for curve in curves if curve[2].size]
     if not drawn:
         return None
     figure, axes = drawing.plain_axes(title)
-    _lines(axes, study, drawn, markers=markers, alone=alone)
-    if log:
-        drawing.log_axis(axes, np.concatenate(log))
-    x_axis(axes, study, drawn)
-    _name_lines(axes, drawn, column=column)
-    return figure
-
-
-def _lines(axes: Axes, study: Study, drawn: Curves, *, markers: bool, alone: bool) -> None:
-    """Draws the mean of the seeds and the band around it; `alone`: draws each seed separately, because they do not share x."""
     stretches = ["none", *sorted({series.stretch for series, _, _ in drawn} - {"none"})]
+    ends = []
     for series, x, y in drawn:
-        color = drawing.color_of(series.method, series.look)
-        style = _LINES[(study.trained.index(series.trained) + stretches.index(series.stretch)) % len(_LINES)]
-        marker = drawing.marker_of(series.method, series.look) if markers else None
-        zorder = 4 if series.method == "alibi" else 3
+        color, mean = drawing.color_of(series.method, series.look), np.nanmean(y, axis=0)
+        dashes = _LINES[(study.trained.index(series.trained) + stretches.index(series.stretch)) % len(_LINES)]
+        style: dict[str, Any] = {"color": color, "linestyle": dashes, "label": series.short}
+        style["zorder"] = 4 if series.method == "alibi" else 3
         if alone and len(y) > 1:
             for row in y:
-                points = x[np.isfinite(row)], row[np.isfinite(row)]
-                axes.plot(*points, color=color, linestyle=style, zorder=zorder, alpha=0.75, label=series.short)
-            continue
-        axes.plot(
-            x,
-            np.nanmean(y, axis=0),
-            color=color,
-            linestyle=style,
-            marker=marker,
-            zorder=zorder,
-            clip_on=False,
-            label=series.short,
-        )
-        if len(y) > 1:
-            low, high = np.nanmin(y, axis=0), np.nanmax(y, axis=0)
-            axes.fill_between(x, low, high, color=color, alpha=0.22, linewidth=0, zorder=2)
+                axes.plot(x[np.isfinite(row)], row[np.isfinite(row)], alpha=0.75, **style)
+        else:
+            marker = drawing.marker_of(series.method, series.look) if markers else None
+            axes.plot(x, mean, marker=marker, clip_on=False, **style)
+            if len(y) > 1:
+                low, high = np.nanmin(y, axis=0), np.nanmax(y, axis=0)
+                axes.fill_between(x, low, high, color=color, alpha=0.22, linewidth=0, zorder=2)
+        last = y[np.isfinite(y[:, -1]), -1].mean() if column else mean[-1]
+        ours = series.method == "alibi" and series.stretch == "none"
+        ends.append(End(series.short, color, float(x[-1]), float(last), bold=ours))
+    if log:
+        drawing.log_axis(axes, np.concatenate([y.ravel() for _, _, y in log]))
+    x_axis(axes, study, drawn)
+    drawing.name_lines(axes, ends, column=column)
+    return figure
 
 
 def _length_axis(axes: Axes, study: Study, drawn: Curves) -> None:
@@ -146,25 +141,5 @@ def _mark_trained(axes: Axes, study: Study) -> None:
     for length in study.trained:
         axes.axvline(length, color=MUTED, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
         text = "trained length" if len(study.trained) == 1 else f"{length:,}"
-        axes.annotate(
-            text,
-            (length, 1),
-            (3, -2),
-            xycoords=("data", "axes fraction"),
-            textcoords="offset points",
-            va="top",
-            fontsize=8,
-            color=MUTED,
-        )
-
-
-def _name_lines(axes: Axes, drawn: Curves, *, column: bool) -> None:
-    """Names each line at the end of the mean of its seeds; `column`: seeds end at different x, so only last values count."""
-    ends = []
-    for series, x, y in drawn:
-        last = y[np.isfinite(y[:, -1]), -1].mean() if column else np.nanmean(y, axis=0)[-1]
-        ours = series.method == "alibi" and series.stretch == "none"
-        ends.append(
-            End(series.short, drawing.color_of(series.method, series.look), float(x[-1]), float(last), bold=ours)
-        )
-    drawing.name_lines(axes, ends, column=column)
+        place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "va": "top"}
+        drawing.write(axes, text, (length, 1), (3, -2), fontsize=8, color=MUTED, **place)

@@ -8,6 +8,7 @@ import math
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import numpy as np
 from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
@@ -25,17 +26,12 @@ _HEIGHT = 2.0  # inches per layer
 
 @dataclass(frozen=True)
 class TrainedHeads:
-    """The layers of one model, in order; `length` is the length of the text, `trained` the trained length (0 if unknown)."""
+    """The records of one model by layer; `length` is the length of the text, `trained` the trained length (0 if unknown)."""
 
     title: str
     length: int
     trained: int
-    layers: tuple[tuple[str, Record], ...]
-
-    @property
-    def records(self) -> list[Record]:
-        """The records of all layers."""
-        return [record for _, record in self.layers]
+    records: tuple[Record, ...]
 
 
 def is_drawn(record: Record) -> bool:
@@ -49,19 +45,22 @@ def trained_heads(records: Sequence[Record]) -> list[TrainedHeads]:
     """The records grouped by model: those that differ only in the layer."""
     models: dict[str, list[Record]] = {}
     for record in {identity(r.kind, r.name, r.config): r for r in records if is_drawn(r)}.values():
-        name = record.name.rpartition("/")[0] or record.name
-        key = identity("", name, {key: value for key, value in record.config.items() if key != "layer"})
-        models.setdefault(key, []).append(record)
+        config = {key: value for key, value in record.config.items() if key != "layer"}
+        models.setdefault(identity("", _title(record), config), []).append(record)
     found = []
     for members in models.values():
-        members.sort(key=lambda record: (len(_layer(record)), _layer(record)))
-        first = members[0]
-        layers = tuple((_layer(record), record) for record in members)
+        members.sort(key=lambda record: (len(layer_of(record)), layer_of(record)))
         certified = (value for record in members for value in numbers(record, "heads", "certified"))
-        length = _number(first.config, "length") or max(2, int(max(filter(math.isfinite, certified))))
-        title = first.name.rpartition("/")[0] or first.name
-        found.append(TrainedHeads(title, length, _number(first.config, "trained"), layers))
+        length, trained = (_number(members[0].config, name) for name in ("length", "trained"))
+        length = length or max(2, int(max(filter(math.isfinite, certified))))
+        found.append(TrainedHeads(_title(members[0]), length, trained, tuple(members)))
     return found
+
+
+def layer_of(record: Record) -> str:
+    """The name of the layer: "layer-0"."""
+    value = record.config.get("layer")
+    return value if isinstance(value, str) else record.name.rpartition("/")[2]
 
 
 def reach_figure(model: TrainedHeads) -> Figure:
@@ -92,20 +91,14 @@ def mass_figure(model: TrainedHeads) -> Figure | None:
         return None
     figure, grid = _grid(model)
     for axes, record in grid:
+        of_head, distances, shares = (np.array(numbers(record, "mass", name)) for name in ("head", "distance", "share"))
         slopes = numbers(record, "heads", "slope")
-        ranked = sorted(range(len(slopes)), key=lambda head: -slopes[head])
-        rows = zip(*(numbers(record, "mass", name) for name in ("head", "distance", "share")), strict=True)
-        points: dict[int, list[tuple[float, float]]] = {}
-        for head, distance, share in rows:
-            if math.isfinite(head):
-                points.setdefault(int(head), []).append((distance, share))
-        for rank, head in enumerate(ranked):
-            if head not in points:
-                continue
-            x, y = zip(*sorted(points[head]), strict=True)
-            fade = 1 - 0.65 * rank / max(len(ranked) - 1, 1)
-            name = f"head {head}, m = {fraction(slopes[head])}"
-            axes.plot(x, y, color=color_of("alibi"), linewidth=1.2, alpha=fade, label=name)
+        for rank, head in enumerate(sorted(range(len(slopes)), key=lambda head: -slopes[head])):
+            points = sorted(zip(distances[of_head == head], shares[of_head == head], strict=True))
+            fade = 1 - 0.65 * rank / max(len(slopes) - 1, 1)
+            if points:
+                name = f"head {head}, m = {fraction(slopes[head])}"
+                axes.plot(*zip(*points, strict=True), color=color_of("alibi"), linewidth=1.2, alpha=fade, label=name)
         axes.set_xscale("log", base=2)
         axes.set_xlim(1, model.length)
         _distances(axes.xaxis, model.length)
@@ -118,8 +111,8 @@ def mass_figure(model: TrainedHeads) -> Figure | None:
 def head_table(model: TrainedHeads) -> list[tuple[str, str, str, str, str]]:
     """Layer, slope, certified reach, true distance and their ratio, for every head."""
     return [
-        (layer, fraction(m), f"{certified:,.0f}", f"{true:,.0f}", f"{certified / true:.2f}" if true else "—")
-        for layer, record in model.layers
+        (layer_of(record), fraction(m), f"{certified:,.0f}", f"{true:,.0f}", f"{certified / true:.2f}" if true else "—")
+        for record in model.records
         for m, certified, true in _heads(record)
     ]
 
@@ -130,9 +123,9 @@ def _heads(record: Record) -> list[tuple[float, float, float]]:
     return list(zip(*columns, strict=True))
 
 
-def _layer(record: Record) -> str:
-    value = record.config.get("layer")
-    return value if isinstance(value, str) else record.name.rpartition("/")[2]
+def _title(record: Record) -> str:
+    """The name of the model."""
+    return record.name.rpartition("/")[0] or record.name
 
 
 def _number(config: Mapping[str, Json], name: str) -> int:
@@ -142,15 +135,15 @@ def _number(config: Mapping[str, Json], name: str) -> int:
 
 def _grid(model: TrainedHeads) -> tuple[Figure, list[tuple[Axes, Record]]]:
     """A figure with axes for every layer, two per row."""
-    rows = math.ceil(len(model.layers) / _COLUMNS)
+    rows = math.ceil(len(model.records) / _COLUMNS)
     figure = Figure(figsize=(4.1, rows * _HEIGHT))
     grid = []
     with rc_context(drawing.STYLE):
-        for place, (layer, record) in enumerate(model.layers):
+        for place, record in enumerate(model.records):
             row, column = divmod(place, _COLUMNS)
             bottom = 1 - (row + 1) / rows + 0.44 / (rows * _HEIGHT)
             axes = figure.add_axes((0.1 + column * 0.5, bottom, 0.39, 1.25 / (rows * _HEIGHT)))
-            axes.set_title(layer.replace("-", " "), fontsize=8.5, pad=3)
+            axes.set_title(layer_of(record).replace("-", " "), fontsize=8.5, pad=3)
             axes.tick_params(labelsize=7.5)
             axes.grid(axis="y")
             grid.append((axes, record))

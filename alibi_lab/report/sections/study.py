@@ -193,7 +193,7 @@ def _task_plots(study: Study) -> Drawn:
     found = retrieval.describe(study, "recall")
     yield "Recall", caption, retrieval.recall_by_distance(study), f"Recall by distance. {found}"
     for task, figure in retrieval.symbols_by_length(study):
-        name, title = "Associative recall" if task == "mqar" else task.capitalize(), retrieval.title_of(task)
+        name, title = "Associative recall" if task == "mqar" else task.capitalize(), retrieval.TITLES[task]
         caption = f"{title}. The queried symbol is as far back as the length allows."
         yield name, caption, figure, f"{title}. {retrieval.describe(study, task)}"
 

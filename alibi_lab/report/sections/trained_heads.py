@@ -28,7 +28,7 @@ def draw(model: TrainedHeads, number: int, archive: Archive) -> Section:
             "Certified reach and true distance",
             "The maximum over all queries, in tokens, log scale.",
             plots.reach_figure(model),
-            f"Reach of the heads of {len(model.layers)} layers; the table below has the numbers.",
+            f"Reach of the heads of {len(model.records)} layers; the table below has the numbers.",
         )
     ]
     mass = plots.mass_figure(model)
