@@ -6,6 +6,7 @@ The scale "smoke" tests this file: the same code at tiny sizes on a CPU, in Trit
 """
 
 import functools
+import itertools
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -18,7 +19,7 @@ from alibi_lab.measure.decoding import WITH_CACHE, peers_of_one_query
 from alibi_lab.measure.gpu_checks import CHECKED, all_checked
 from alibi_lab.measure.gpu_parts import device_at
 from alibi_lab.measure.gpu_rows import KINDS, TOKENS, Inputs, measured, unmeasured
-from alibi_lab.measure.harness import Config, Row, Rows, Say, attention_config, keep_right, number, whole_ms
+from alibi_lab.measure.harness import Row, Rows, Say, attention_config, keep, number, whole_ms
 from alibi_lab.measure.peers import Peer, eager, flash_attn, flex, rank_two, sdpa_causal, sdpa_dense_bias
 from alibi_lab.measure.peers.ours import ours, ours_with_cache
 
@@ -85,16 +86,27 @@ def gpu(
         raise ValueError(f"kinds has {', '.join(sorted(unknown))} but must be of {', '.join(KINDS)}")
     end = time.perf_counter() + seconds
     dtypes = (torch.float32,) if smoke else (torch.bfloat16, torch.float16, torch.float32)
-    configs = {
-        _name(shape, kind, decoding, device): _config(shape, kind, decoding, lengths, dtypes[0], device)
-        for shape in shapes
-        for kind in kinds
-        for decoding in (False, True)
+    folder = "gpu-smoke" if smoke else "gpu"
+    names = {
+        (shape, kind, decoding): f"{folder}/{'decoding-' if decoding else ''}{kind}-{shape[0]}x{shape[1]}"
+        for shape, kind, decoding in itertools.product(shapes, kinds, (False, True))
     }
-    worst = 0.0
+    configs = {
+        name: attention_config(
+            _peers(decoding, device),
+            lengths,
+            heads=shape[0],
+            head_dim=shape[1],
+            dtype=str(dtypes[0]).removeprefix("torch."),
+            kind=kind,
+            smoke=smoke,
+            device=device.type,
+        )
+        for (shape, kind, decoding), name in names.items()
+    }
+    checks: list[Row] = []
 
     def steps() -> Iterator[Mapping[str, Rows]]:
-        nonlocal worst
         cases = [(dtype, case) for dtype in dtypes for case in CHECKED[: 2 if smoke else None]]
         ahead = [
             (max(1, TOKENS // n), heads, n, size, dtypes[0])
@@ -102,40 +114,15 @@ def gpu(
             for heads, size in shapes
             if n <= LONGEST_COMPILED
         ]
-        checks = all_checked(cases, device, ahead, patience_s=seconds / 4)
-        worst = max(number(row["error"]) / number(row["allowed"]) for row in checks)
+        checks.extend(all_checked(cases, device, ahead, patience_s=seconds / 4))
         for row in checks:
-            yield {_name(shape, kind, False, device): {"correctness": row} for shape in shapes for kind in kinds}
-        yield from _measured(shapes, lengths, kinds, dtypes[0], device, end=end)
+            yield {name: {"correctness": row} for (_, _, decoding), name in names.items() if not decoding}
+        yield from _measured(names, shapes, lengths, kinds, device, end=end)
 
-    return keep_right(
-        out,
-        configs,
-        steps(),
-        ours=lambda name, peer: peer.startswith("ours"),
-        summary=lambda columns: {"worst_error_share": worst},
-        say=say,
-    )
+    def summary(columns: object) -> dict[str, float | None]:
+        return {"worst_error_share": max(number(row["error"]) / number(row["allowed"]) for row in checks)}
 
-
-def _name(shape: tuple[int, int], kind: str, decoding: bool, device: torch.device) -> str:
-    folder = "gpu-smoke" if device.type == "cpu" else "gpu"
-    return f"{folder}/{'decoding-' if decoding else ''}{kind}-{shape[0]}x{shape[1]}"
-
-
-def _config(
-    shape: tuple[int, int], kind: str, decoding: bool, lengths: Sequence[int], dtype: torch.dtype, device: torch.device
-) -> Config:
-    return attention_config(
-        _peers(decoding, device),
-        lengths,
-        heads=shape[0],
-        head_dim=shape[1],
-        dtype=str(dtype).removeprefix("torch."),
-        kind=kind,
-        smoke=device.type == "cpu",
-        device=device.type,
-    )
+    return keep(out, configs, steps(), ours=lambda name, peer: peer.startswith("ours"), summary=summary, say=say)
 
 
 def _peers(decoding: bool, device: torch.device) -> list[Peer]:
@@ -186,10 +173,10 @@ class Budget:
 
 
 def _measured(
+    names: Mapping[tuple[tuple[int, int], str, bool], str],
     shapes: Sequence[tuple[int, int]],
     lengths: Sequence[int],
     kinds: Sequence[str],
-    dtype: torch.dtype,
     device: torch.device,
     *,
     end: float,
@@ -198,7 +185,7 @@ def _measured(
     pace: dict[tuple[str, tuple[int, int]], float] = {}  # seconds of a peer's training step per score and head
     peers = {decoding: _peers(decoding, device) for decoding in (False, True)}
     budget = Budget(sorted({peer.name for some in peers.values() for peer in some}), end)
-    for length, shape in ((n, shape) for n in by_importance(lengths) for shape in shapes):
+    for length, shape in itertools.product(by_importance(lengths), shapes):
         scores = length * max(length, TOKENS)
         step: dict[str, dict[str, Row]] = {}
         for decoding in (False, True):
@@ -207,17 +194,13 @@ def _measured(
                 expected_s = 0.0 if decoding else pace.get((peer.name, shape), 0.0) * scores
                 why_not = budget.why_not(peer, expected_s)
                 if why_not is None:
-                    inputs = inputs or Inputs.draw(kinds, length, shape, dtype, device, decoding=decoding)
+                    inputs = inputs or Inputs.draw(kinds, length, shape, device, decoding=decoding)
                     rows = budget.measured(peer, inputs)
                 else:
                     rows = {kind: unmeasured(peer, length, decoding=decoding, why_not=why_not) for kind in kinds}
                 for kind, row in rows.items():
-                    step.setdefault(_name(shape, kind, decoding, device), {})[peer.name] = row
-                if not decoding and (seconds := _seconds(rows)) > 0:
-                    pace[peer.name, shape] = seconds / scores
+                    step.setdefault(names[shape, kind, decoding], {})[peer.name] = row
+                slowest_ms = max(whole_ms(row) for row in rows.values())  # 0 = not timed
+                if not decoding and slowest_ms > 0:
+                    pace[peer.name, shape] = slowest_ms / 1e3 / scores
         yield step
-
-
-def _seconds(rows: Mapping[str, Row]) -> float:
-    """Forward plus backward of the slowest kind; 0 = not timed."""
-    return max(whole_ms(row) for row in rows.values()) / 1e3

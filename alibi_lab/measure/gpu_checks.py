@@ -1,7 +1,6 @@
 """The checks of `alibi bench gpu` before anything is timed: our kernels compared with fp64, in several processes."""
 
 import concurrent.futures
-import math
 import multiprocessing
 import os
 import time
@@ -10,8 +9,10 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
-from alibi_attn import alibi_attention, alibi_slopes
+from alibi_attn import alibi_attention
+from alibi_lab.measure.gpu_truth import worst_error
 from alibi_lab.measure.harness import Row
+from alibi_lab.measure.inputs import published_slopes
 from alibi_lab.measure.peers import flex
 
 TENSORS = ("output", "gradient of query", "gradient of key", "gradient of value", "gradient of slopes")
@@ -75,28 +76,20 @@ def _check(dtype: torch.dtype, case: dict[str, object], device: torch.device) ->
     The errors are shares of the largest number of their tensor, and the row has those of the worst tensor.
     """
     drawn, grad, options = arguments_of(dtype, case, device, CHECKED_LENGTH if device.type == "cuda" else 40)
-    results: dict[str, list[Tensor]] = {}
-    ways = (("ours", "fused", dtype), ("plain", "dense", dtype), ("true", "reference", torch.float64))
-    for name, backend, work in ways:
-        leaf = [x.to(work).detach().requires_grad_() for x in drawn]
-        slopes = torch.tensor(alibi_slopes(4), dtype=torch.float32, device=device, requires_grad=True)
-        output = alibi_attention(*leaf, slopes, **options, backend=backend)  # type: ignore[call-overload]
-        gradients = torch.autograd.grad(output, [*leaf, slopes], grad.to(work))
-        results[name] = [x.detach().double() for x in (output, *gradients)]
-    unit = torch.finfo(dtype).eps
-    errors: dict[str, tuple[float, float]] = {}
-    for name, *tensors in zip(TENSORS, results["ours"], results["plain"], results["true"], strict=True):
-        actual, plain, true = tensors
-        largest = max(float(true.abs().max()), 1e-30)
-        off, off_plain = (float((x - true).abs().max()) / largest for x in (actual, plain))
-        errors[name] = off, 2 * off_plain + 4 * unit
-    tensor, (error, allowed) = max(errors.items(), key=lambda named: _share(*named[1]))
+    results: list[list[Tensor]] = []
+    for backend, work in (("fused", dtype), ("dense", dtype), ("reference", torch.float64)):
+        leaf = [*(x.to(work).detach().requires_grad_() for x in drawn), published_slopes(4, device).requires_grad_()]
+        output = alibi_attention(*leaf, **options, backend=backend)  # type: ignore[call-overload]
+        gradients = torch.autograd.grad(output, leaf, grad.to(work))
+        results.append([x.detach().double() for x in (output, *gradients)])
+    ours, plain, true = results
+    worst, error, allowed = worst_error(ours, plain, true, torch.finfo(dtype).eps)
     if not error <= allowed:
         raise RuntimeError(
-            f"fused is wrong in {dtype} with {case}: {tensor} is off by {error:.2e} of its largest number "
+            f"fused is wrong in {dtype} with {case}: {TENSORS[worst]} is off by {error:.2e} of its largest number "
             f"but {allowed:.2e} is allowed"
         )
-    return {"case": str(case), "dtype": str(dtype), "tensor": tensor, "error": error, "allowed": allowed}
+    return {"case": str(case), "dtype": str(dtype), "tensor": TENSORS[worst], "error": error, "allowed": allowed}
 
 
 def arguments_of(
@@ -114,9 +107,3 @@ def arguments_of(
     drawn = [torch.randn(shape, generator=generator).to(device, dtype) for shape in shapes]
     grad = torch.randn(shapes[0], generator=generator).to(device, dtype)
     return drawn, grad, options
-
-
-def _share(error: float, allowed: float) -> float:
-    """The error as a share of the allowed error; NaN, which compares with nothing, counts as infinite."""
-    share = error / allowed
-    return math.inf if math.isnan(share) else share

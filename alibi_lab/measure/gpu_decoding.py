@@ -12,18 +12,8 @@ from torch.nn import functional
 
 from alibi_attn import ALiBiAttention
 from alibi_attn.nn import StaticKVCache
-from alibi_lab.measure.gpu_parts import (
-    GRAPH,
-    Calls,
-    Case,
-    Part,
-    Truth,
-    biased_by,
-    call_row,
-    drawn,
-    head,
-    number_type,
-)
+from alibi_lab.measure.gpu_parts import GRAPH, SMOKE, Calls, Case, Part, call_row, drawn
+from alibi_lab.measure.gpu_truth import Truth, biased_by, head
 from alibi_lab.measure.harness import Row
 from alibi_lab.measure.timing import replayable
 
@@ -42,75 +32,65 @@ class Given(nn.Module):
         return self.rows
 
 
-class Step:
-    """The step that makes `case.length` tokens of one fewer."""
+def layer_of(query: Tensor, key: Tensor, value: Tensor) -> ALiBiAttention:
+    """A layer without linear layers, whose queries, keys and values are always these heads, each [B, H, 1, D]."""
+    layer = ALiBiAttention(query.shape[1] * query.shape[3], query.shape[1]).eval()
+    for name, heads in (("q_proj", query), ("k_proj", key), ("v_proj", value)):
+        setattr(layer, name, Given(heads))
+    layer.out_proj = nn.Identity()  # type: ignore[assignment]
+    return layer
 
-    def __init__(self, case: Case, device: torch.device) -> None:
-        self.case, self.device = case, device
-        self.keys, self.values = drawn(case, device, 2)
-        self.query, self.key, self.value = drawn(case, device, 3, tokens=1, seed=1)
-        self.keys[:, :, -1:], self.values[:, :, -1:] = self.key, self.value
-        self.layer = ALiBiAttention(case.heads * case.head_dim, case.heads).to(device, number_type(device)).eval()
-        for name, rows in (("q_proj", self.query), ("k_proj", self.key), ("v_proj", self.value)):
-            setattr(self.layer, name, Given(rows))
-        self.layer.out_proj = nn.Identity()  # type: ignore[assignment]
-        slope = head(self.layer.slopes.values[None, :, None].double())
-        distance = torch.arange(case.length - 1, -1, -1, device=device, dtype=torch.float64)
-        every = self.query, self.keys, self.values
-        self.biased = Truth.of(biased_by(-slope * distance), every)
-        self.unbiased = Truth.of(biased_by(0 * distance), every)
 
-    def ours(self, *, reach: bool, graph: bool) -> Row:
+def decoding(case: Case, device: torch.device) -> Calls:
+    """The step that makes `case.length` tokens of one fewer, with each cache."""
+    keys, values = drawn(case, device, 2)
+    query, key, value = drawn(case, device, 3, tokens=1, seed=1)
+    keys[:, :, -1:], values[:, :, -1:] = key, value
+    layer, x = layer_of(query, key, value).to(query), query.transpose(1, 2).flatten(2)
+    slope = head(layer.slopes.values[None, :, None].double())
+    distance = torch.arange(case.length - 1, -1, -1, device=device, dtype=torch.float64)
+    biased, unbiased = (Truth.of(biased_by(-m * distance), (query, keys, values)) for m in (slope, 0 * slope))
+
+    def ours(*, reach: bool, graph: bool) -> Row:
         """With a `StaticKVCache`, or with a static cache of the reach that the norms of these keys imply."""
-        layer, capacity, x = self.layer, self.case.length + ROOM, self.query.transpose(1, 2).flatten(2)
-        longest = [float(torch.linalg.vector_norm(rows.float(), dim=-1).max()) for rows in (self.query, self.keys)]
-        bound, tolerance = 1.01 * longest[0] * longest[1] * self.case.head_dim**-0.5, self.biased.eps / 32
+        longest = [float(torch.linalg.vector_norm(rows.float(), dim=-1).max()) for rows in (query, keys)]
+        bound, capacity = 1.01 * longest[0] * longest[1] * case.head_dim**-0.5, case.length + ROOM
         cache = (
-            layer.reach_cache(score_bound=bound, tolerance=tolerance).static(capacity)  # type: ignore[union-attr]
+            layer.reach_cache(score_bound=bound, tolerance=biased.eps / 32).static(capacity)  # type: ignore[union-attr]
             if reach
             else StaticKVCache(capacity)
         )
 
         def step() -> Tensor:
-            with torch.no_grad():
-                output: Tensor = layer(x, cache=cache)
-                return output
+            return layer(x, cache=cache)
 
         def fill() -> None:
-            with torch.no_grad():
-                cache.crop(0)
-                cache.append(self.keys[:, :, :-1], self.values[:, :, :-1])
+            cache.crop(0)
+            cache.append(keys[:, :, :-1], values[:, :, :-1])
 
         fill()
         step()
-        run = replayable(step, self.device) if graph else step
+        run = replayable(step, device) if graph else step
         fill()
-        row = self.biased.row([run().unflatten(-1, (self.case.heads, -1)).transpose(1, 2)])
-        if row["right"]:
-            fill()
-            row |= call_row(run, self.device)
-        return row
+        row = biased.row([run().unflatten(-1, (case.heads, -1)).transpose(1, 2)])
+        fill()
+        return call_row(row, run, device)
 
-    def sdpa(self, *, graph: bool) -> Row:
+    def sdpa(*, graph: bool) -> Row:
         """SDPA over all keys, without a bias."""
 
         def step() -> Tensor:
-            with torch.no_grad():
-                self.keys[:, :, -1:], self.values[:, :, -1:] = self.key, self.value
-                return functional.scaled_dot_product_attention(self.query, self.keys, self.values)
+            keys[:, :, -1:], values[:, :, -1:] = key, value
+            return functional.scaled_dot_product_attention(query, keys, values)
 
-        run = replayable(step, self.device) if graph else step
-        row = self.unbiased.row([run()])
-        return row | call_row(run, self.device) if row["right"] else row
+        run = replayable(step, device) if graph else step
+        return call_row(unbiased.row([run()]), run, device)
 
-
-def decoding(case: Case, device: torch.device) -> Calls:
-    """One step of each cache."""
-    step, calls = Step(case, device), Calls()
+    calls = Calls()
     for way in ("", GRAPH):
-        calls[OURS + way] = functools.partial(step.ours, reach=False, graph=way == GRAPH)
-        calls[REACH + way] = functools.partial(step.ours, reach=True, graph=way == GRAPH)
-        calls[SDPA + way] = functools.partial(step.sdpa, graph=way == GRAPH)
+        calls[OURS + way] = functools.partial(ours, reach=False, graph=way == GRAPH)
+        calls[REACH + way] = functools.partial(ours, reach=True, graph=way == GRAPH)
+        calls[SDPA + way] = functools.partial(sdpa, graph=way == GRAPH)
     return calls
 
 
@@ -123,6 +103,6 @@ DECODING = Part(
     "decoding",
     15.0,
     {name + way: note + way for way in ("", GRAPH) for name, note in NOTES.items()},
-    {"full": tuple(Case(1, n, 16, 128) for n in (2048, 16384, 131072)), "smoke": (Case(1, 70, 2, 16),)},
+    {"full": tuple(Case(1, n, 16, 128) for n in (2048, 16384, 131072)), "smoke": SMOKE},
     decoding,
 )

@@ -1,4 +1,4 @@
-"""Encoders on one GPU: texts of several lengths in every dtype, one long document, and texts as strings.
+"""Encoders on one GPU: short texts and a long one, texts of several lengths in every dtype, a document, and texts as strings.
 
 Hidden states are compared with those of the dense encoder in fp32. Read next: `gpu_linears.py`.
 """
@@ -6,7 +6,9 @@ Hidden states are compared with those of the dense encoder in fp32. Read next: `
 import copy
 import functools
 import random
+import shutil
 import tempfile
+import weakref
 from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -16,54 +18,72 @@ from torch import Tensor, nn
 
 from alibi_attn.nn import quantized
 from alibi_attn.nn.allocator import peak_memory_bytes, reset_peak_memory
-from alibi_lab.measure.gpu_networks import ENCODER_LAYERS, TRANSFORMERS, allowed_error, checked_row, relative_error
-from alibi_lab.measure.gpu_parts import COLUMNS, GRAPH, Calls, Case, Part, call_row, judged
+from alibi_lab.measure.gpu_networks import TRANSFORMERS
+from alibi_lab.measure.gpu_parts import COLUMNS, GRAPH, SMOKE, Calls, Case, Part, call_row, checked_row
 from alibi_lab.measure.gpu_steps import padding
+from alibi_lab.measure.gpu_truth import allowed_error, judged, relative_error
 from alibi_lab.measure.harness import Row
 from alibi_lab.measure.timing import replayable
 
 if TYPE_CHECKING:
     from alibi_lab.measure.peers.dense_encoder import Sizes
 
-Judge = Callable[[Tensor, str], Row]  # of vectors, by the error of dense attention in a dtype
-HALVES = {"bf16": torch.bfloat16, "fp16": torch.float16}
+FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS: tuple[quantized.Kind, ...] = ("int8", "float8")
+LAYERS = {"cpu": 1, "cuda": 12}
 LONGEST_DENSE = 8192
 CHUNK = 256  # tokens
 TEXT_LAYERS = 2
 ALL = ("",)  # every peer is ours
 GROWTH = 4  # the memory of a document is compared with that of one of this share of its length
+DENSE = "SDPA + dense bias"
 ALONE, COMPUTED, ONE_ROW = "bf16, each text alone", "bf16, padding computed", "bf16, one row"
+
+
+def encoder(case: Case, device: torch.device) -> Calls:
+    """A forward pass over texts of several lengths, compared with the dense encoder in fp32, and one without padding."""
+    exact, ids = _dense(case, device), _tokens(case, device)
+    shown = padding(case, device) if case.batch > 1 else torch.ones_like(ids, dtype=torch.bool)
+    mask, last = shown.long(), shown[-1:]
+    true = exact(ids[-1:], mask[-1:])[last]
+    precision = "bf16" if device.type == "cuda" else "fp32"
+    dense, ours = exact.to(FLOATS[precision]), _ours(precision, case.heads, case.head_dim, device)
+    plain = relative_error(dense(ids[-1:], mask[-1:])[last], true)
+
+    def row(call: Callable[[], Tensor], *, graph: bool = False) -> Row:
+        run = replayable(call, device) if graph else call
+        return checked_row(run, device, true, plain, lambda output: output[-1:][last])
+
+    calls: Calls = {
+        "ours": functools.partial(row, lambda: ours(ids, mask).last_hidden_state),
+        DENSE: functools.partial(row, lambda: dense(ids, mask)),
+    }
+    if bool(shown.all()):
+        calls["ours" + GRAPH] = functools.partial(row, lambda: ours(ids).last_hidden_state, graph=True)
+    return calls
 
 
 def mixed(case: Case, device: torch.device) -> Calls:
     """A batch of texts of several lengths."""
     exact, ids, shown = _dense(case, device), _tokens(case, device), padding(case, device)
     mask, lengths = shown.long(), shown.sum(1).tolist()
-    with torch.no_grad():
-        true = exact(ids, mask)[shown]
+    true = exact(ids, mask)[shown]
 
     @functools.cache
     def plain(name: str) -> float:
-        model = copy.deepcopy(exact).to(HALVES.get(name, torch.bfloat16))
-        if name not in HALVES:
+        model = copy.deepcopy(exact).to(FLOATS.get(name, torch.bfloat16))
+        if name not in FLOATS:
             quantized.convert(model, kind=name)  # type: ignore[arg-type]
-        with torch.no_grad():
-            return relative_error(model(ids, mask)[shown], true)
+        return relative_error(model(ids, mask)[shown], true)
 
     def states(name: str, given: Tensor, **options: Tensor) -> Tensor:
-        with torch.no_grad():
-            hidden: Tensor = _ours(name, case.heads, case.head_dim, device)(given, **options).last_hidden_state
-            return hidden
+        return _ours(name, case.heads, case.head_dim, device)(given, **options).last_hidden_state
 
-    def tokens(output: Tensor) -> Tensor:
-        return output[shown]
-
-    def row(name: str, call: Callable[[], Tensor], compared: Callable[[Tensor], Tensor] = tokens) -> Row:
+    def row(name: str, call: Callable[[], Tensor], compared: Callable[[Tensor], Tensor]) -> Row:
         return checked_row(call, device, true, plain(name), compared)
 
     def masked(name: str) -> Row:
-        return row(name, lambda: states(name, ids, attention_mask=mask))
+        return row(name, lambda: states(name, ids, attention_mask=mask), lambda output: output[shown])
 
     def alone() -> Row:
         texts = [text[None, :length] for text, length in zip(ids, lengths, strict=True)]
@@ -74,24 +94,22 @@ def mixed(case: Case, device: torch.device) -> Calls:
         return row("bf16", lambda: states("bf16", text, segment_ids=segments), lambda output: output[0])
 
     def computed() -> Row:
-        first = lengths[0]
-        return checked_row(
-            lambda: states("bf16", ids), device, true[:first], plain("bf16"), lambda output: output[0, :first]
-        )
+        first, call = lengths[0], functools.partial(states, "bf16", ids)
+        return checked_row(call, device, true[:first], plain("bf16"), lambda output: output[0, :first])
 
     def graph() -> Row:
         with_hole = mask.clone()
         with_hole[0, 1] = 0  # is not packed, so that it compiles what is recorded
         states("bf16", ids, attention_mask=with_hole)
-        return row("bf16", replayable(lambda: states("bf16", ids, attention_mask=mask), device))
+        replayed = replayable(lambda: states("bf16", ids, attention_mask=mask), device)
+        return row("bf16", replayed, lambda output: output[shown])
 
     return {
         "bf16": functools.partial(masked, "bf16"),
         ALONE: alone,
         COMPUTED: computed,
         "bf16" + GRAPH: graph,
-        **{kind: functools.partial(masked, kind) for kind in KINDS},
-        "fp16": functools.partial(masked, "fp16"),
+        **{name: functools.partial(masked, name) for name in (*KINDS, "fp16")},
         ONE_ROW: one_row,
     }
 
@@ -102,24 +120,22 @@ def document(case: Case, device: torch.device) -> Calls:
     The dense encoder reads the first LONGEST_DENSE tokens: a longer document is compared with ours in fp32, and twice the error
     of the dense encoder in bf16 at these tokens is allowed.
     """
-    from alibi_attn.hf.embedding.late_chunking import Windows, computed
+    from alibi_attn.hf.embedding.late_chunking import Windows, vectors_of
     from alibi_lab.measure.long_document import random_document
 
     lengths = case.length, case.length // GROWTH, min(case.length, LONGEST_DENSE)
     model = functools.partial(_ours, heads=case.heads, head_dim=case.head_dim, device=device)
-    papers = {
-        length: random_document(length, min(CHUNK, length), model("fp32").config.vocab_size) for length in lengths
-    }
+    words = model("fp32").config.vocab_size
+    papers = {length: random_document(length, min(CHUNK, length), words) for length in lengths}
 
     def vectors(name: str, length: int = case.length) -> Tensor:
-        ((_, (found,)),) = computed(model(name), [papers[length]], Windows(), batch_tokens=length, normalize=False)
+        (found,) = vectors_of(model(name), [papers[length]], Windows(), batch_tokens=length, normalize=False)
         return torch.from_numpy(found)
 
     def of_dense(encoder: nn.Module) -> Tensor:
         paper = papers[lengths[-1]]
         ids = torch.from_numpy(paper.ids).long()[None].to(device)
-        with torch.no_grad():
-            states = encoder(ids, torch.ones_like(ids))[0].float()
+        states = encoder(ids, torch.ones_like(ids))[0].float()
         return torch.stack([states[start:end].mean(0) for start, end in paper.tokens.tolist()]).cpu()
 
     def peak(length: int) -> int:
@@ -141,69 +157,57 @@ def document(case: Case, device: torch.device) -> Calls:
             found["peak_bytes"] = whole
             if whole > 1.1 * GROWTH * part:
                 found |= {"right": False, "why_not": f"memory is not linear: {whole:,} bytes, {part:,} for 1/{GROWTH}"}
-        return found | call_row(lambda: vectors("bf16"), device) if found["right"] else found
+        return call_row(found, lambda: vectors("bf16"), device)
 
     return {"bf16": row}
 
 
 def texts(case: Case, device: torch.device) -> Calls:
     """Strings to vectors, through the folder of a model, compared with dense attention in fp32."""
-    from alibi_attn.hf.embedding import sentence_encoder
-    from alibi_attn.hf.embedding.late_chunking import Windows, computed, prepared
+    from alibi_attn.hf import late_chunks, sentence_transformer
+    from alibi_attn.hf.embedding import late_chunking, sentence_encoder
 
-    width = case.heads * case.head_dim
-    generator = random.Random(0)
+    generator, windows = random.Random(0), late_chunking.Windows()
     strings = [" ".join(generator.choices("abcdefgh", k=case.length // count)) for count in range(1, case.batch + 1)]
+    folder = Path(tempfile.mkdtemp())
 
-    def vectors(sentences: sentence_encoder.Sentences) -> Tensor:
-        documents = prepared(sentences, strings, case.length, Windows())
-        found = dict[int, Any]()
-        for indices, rows in computed(
-            sentences.model, documents, Windows(), batch_tokens=2 * case.length, normalize=False
-        ):
-            found |= dict(zip(indices, rows, strict=True))
-        return torch.cat([torch.from_numpy(found[at]) for at in range(len(strings))])
-
-    def loaded(dtype: str, folder: Path, backend: str = "auto") -> sentence_encoder.Sentences:
+    def reading(dtype: str, backend: str = "auto") -> Callable[[], Tensor]:
+        """The model of the folder as a call that returns the vectors of all strings."""
         sentences = sentence_encoder.load(folder, dtype=dtype, device=device.type if dtype in KINDS else None)
         for module in sentences.model.to(device).modules():  # type: ignore[arg-type]
             if hasattr(module, "attend"):
                 module.backend = backend
-        return sentences
 
-    def of_folder(dtype: str, folder: Path, judge: Judge) -> Row:
-        sentences = loaded(dtype, folder)
-        row = judge(vectors(sentences), dtype)
-        return row | call_row(lambda: vectors(sentences), device) if row["right"] else row
+        def vectors() -> Tensor:
+            documents = late_chunking.prepared(sentences, strings, case.length, windows)
+            tokens = 2 * case.length
+            found = late_chunking.vectors_of(sentences.model, documents, windows, batch_tokens=tokens, normalize=False)
+            return torch.cat([torch.from_numpy(rows) for rows in found])
 
-    def of_sentence_transformer(folder: Path, judge: Judge) -> Row:
-        from alibi_attn.hf import late_chunks, sentence_transformer
+        return vectors
 
+    weakref.finalize(reading, shutil.rmtree, folder)  # together with the last call that reads it
+    write_folder(folder, case.heads * case.head_dim, case.heads, device)
+    true = reading("float32", "dense")()
+
+    def row(found: Tensor, dtype: str, call: Callable[[], object]) -> Row:
+        plain = relative_error(reading(dtype, "dense")(), true)
+        rows = torch.cat((true, true[:1]))[: len(found)]
+        return call_row(judged(relative_error(found, rows), allowed_error(plain, torch.bfloat16)), call, device)
+
+    def of_folder(dtype: str) -> Row:
+        vectors = reading(dtype)
+        return row(vectors(), dtype, vectors)
+
+    def of_sentence_transformer() -> Row:
         model = sentence_transformer(folder, dtype=torch.bfloat16, device=device.type)
         [chunks] = late_chunks(model, strings[:1], chunks=case.length)
         found = torch.cat((torch.from_numpy(model.encode(strings)), torch.from_numpy(chunks.vectors)))
-        row = judge(found, "bfloat16")
-        return row | call_row(lambda: model.encode(strings), device) if row["right"] else row
+        return row(found, "bfloat16", lambda: model.encode(strings))
 
-    def in_folder(row: Callable[[Path, Judge], Row]) -> Row:
-        with tempfile.TemporaryDirectory() as place:
-            folder = Path(place)
-            write_folder(folder, width, case.heads, device)
-            true = vectors(loaded("float32", folder, "dense"))
-
-            def judge(found: Tensor, dtype: str) -> Row:
-                plain = relative_error(vectors(loaded(dtype, folder, "dense")), true)
-                rows = torch.cat((true, true[:1]))[: len(found)]
-                return judged(relative_error(found, rows), allowed_error(plain, torch.bfloat16))
-
-            return row(folder, judge)
-
-    peers: dict[str, Callable[[Path, Judge], Row]] = {
-        "bf16": functools.partial(of_folder, "bfloat16"),
-        **{kind: functools.partial(of_folder, kind) for kind in KINDS},
-        "sentence_transformer": of_sentence_transformer,
-    }
-    return {name: functools.partial(in_folder, row) for name, row in peers.items()}
+    dtypes = {"bf16": "bfloat16", **{kind: kind for kind in KINDS}}
+    rows: Calls = {name: functools.partial(of_folder, dtype) for name, dtype in dtypes.items()}
+    return {**rows, "sentence_transformer": of_sentence_transformer}
 
 
 def write_folder(folder: Path, width: int, heads: int, device: torch.device) -> None:
@@ -232,8 +236,8 @@ def _ours(name: str, heads: int, head_dim: int, device: torch.device) -> Any:
     if name == "fp32":
         with device:
             return our_encoder(_sizes(heads, head_dim, device))
-    model = copy.deepcopy(_ours("fp32", heads, head_dim, device)).to(HALVES.get(name, torch.bfloat16))
-    if name not in HALVES:
+    model = copy.deepcopy(_ours("fp32", heads, head_dim, device)).to(FLOATS.get(name, torch.bfloat16))
+    if name not in FLOATS:
         quantized.convert(model.encoder, kind=name)  # type: ignore[arg-type]
     return model
 
@@ -252,7 +256,7 @@ def _sizes(heads: int, head_dim: int, device: torch.device) -> "Sizes":
     from alibi_lab.measure.peers.dense_encoder import Sizes
 
     width = heads * head_dim
-    return Sizes(ENCODER_LAYERS[device.type], width, heads, 4 * width, 30528 if device.type == "cuda" else 100)
+    return Sizes(LAYERS[device.type], width, heads, 4 * width, 30528 if device.type == "cuda" else 100)
 
 
 def _tokens(case: Case, device: torch.device) -> Tensor:
@@ -262,6 +266,18 @@ def _tokens(case: Case, device: torch.device) -> Tensor:
 
 
 _KINDS: dict[str, str] = {kind: f"linear layers in {kind}, the rest in bf16" for kind in KINDS}
+ENCODER = Part(
+    "encoder",
+    15.0,
+    {
+        "ours": "ALiBiBertModel with the mask",
+        DENSE: "the same weights, scaled_dot_product_attention with bias and mask as attn_mask",
+        "ours" + GRAPH: "ALiBiBertModel without a mask, replayed by a CUDA graph; only where no text is padded",
+    },
+    {"full": (Case(32, 512, 12, 64), Case(1, 8192, 12, 64)), "smoke": (Case(2, 70, 2, 16), *SMOKE)},
+    encoder,
+    imports=TRANSFORMERS,
+)
 MIXED = Part(
     "encoder-mixed",
     14.0,

@@ -1,7 +1,7 @@
 """The parts "jax" and "jax-triton" of `alibi bench gpu-models`: training steps in JAX, with our attention and with JAX's own.
 
 XLA compiles the calls of a case in several threads before any is timed. Up to LONGEST_TRUTH tokens one head is compared with fp64
-as in `gpu_parts.py`, beyond it the last queries as in `correctness.py`.
+as in `gpu_truth.py`, beyond it the last queries as in `correctness.py`.
 """
 
 import concurrent.futures
@@ -16,18 +16,21 @@ import torch
 from torch import Tensor
 
 from alibi_lab.measure.correctness import ROWS, Reference
-from alibi_lab.measure.gpu_parts import Calls, Case, Part, Truth, biased_by, causal_distance, drawn
-from alibi_lab.measure.gpu_steps import with_slope
+from alibi_lab.measure.gpu_parts import Calls, Case, Part, drawn
+from alibi_lab.measure.gpu_truth import Truth, with_slope
 from alibi_lab.measure.harness import Row
 from alibi_lab.measure.inputs import published_slopes
 from alibi_lab.measure.peers import Peer
+from alibi_lab.measure.timing import FILL_MS, elapsed_ms
 
 if TYPE_CHECKING:
     import jax
 
+    Compiled = concurrent.futures.Future[tuple[Callable[..., Any], Callable[..., Any]]]
+
 PATIENCE_S = 5.0  # a step that would take longer, judged by the case before, is left out
 LONGEST_TRUTH = 16384
-FILL_MS, REPEATS = 5.0, 5  # of each measurement, and how many
+REPEATS = 5
 OURS, FUSED, DENSE, CUDNN, BIASED = "ours", "ours, Triton", "ours, dense", "JAX, no bias, cuDNN", "JAX + dense bias"
 NOTES = {
     OURS: "alibi_attention(backend='loop'), which 'auto' takes on CUDA for long input",
@@ -60,25 +63,42 @@ class Steps:
 
     def __call__(self, case: Case, device: torch.device) -> Calls:
         os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch computes the truth on the same device
+        import jax
+        import jax.numpy as jnp
+
         peers = [peer for peer in _peers() if peer.name in self._names]
         *inputs, grad = drawn(case, device)
         slopes = published_slopes(case.heads, device)
-        refused = {peer.name: self._why_not(peer, case) for peer in peers}
         judge = _judge(case, inputs, grad, slopes, {peer.biased for peer in peers})
-        arrays = [_in_jax(x) for x in (*inputs, grad)]
-        m = _to_jax(slopes)
+        # [B, H, T, D] -> [B, T, H, D], JAX's layout
+        *arrays, pulled = (jnp.from_dlpack(x.transpose(1, 2).contiguous()) for x in (*inputs, grad))
+        m = jnp.from_dlpack(slopes)
         if device.type == "cuda":
             torch.cuda.empty_cache()
             torch.cuda.synchronize()
-        with concurrent.futures.ThreadPoolExecutor(8) as pool:
-            ready = {x.name: pool.submit(_compiled, x, arrays, m) for x in peers if refused[x.name] is None}
+
+        def row(peer: Peer, compiled: "Compiled") -> Row:
+            forward, step = compiled.result()
+            attention = jax.block_until_ready(peer.prepare(*arrays, m))  # type: ignore[no-untyped-call]
+            whole = functools.partial(step, attention, pulled, *arrays)
+            output, gradients = jax.block_until_ready(whole())  # type: ignore[no-untyped-call]
+            row = judge(peer, [torch.from_dlpack(x).transpose(1, 2) for x in (output, *gradients)])
+            del output, gradients
+            if row["right"]:
+                forward_ms = _milliseconds(functools.partial(forward, attention, *arrays))
+                whole_ms, host_us = _milliseconds(whole), elapsed_ms(whole) * 1e3
+                self._pace[peer.name] = whole_ms / 1e3 / _work(peer, case)
+                row |= {"forward_ms": forward_ms, "backward_ms": max(whole_ms - forward_ms, 0.0), "host_us": host_us}
+            return row
+
         calls: Calls = {}
-        for peer in peers:
-            if (why_not := refused[peer.name]) is not None:
-                calls[peer.name] = functools.partial(dict, why_not=why_not)
-            else:
-                prepare = functools.partial(peer.prepare, *arrays[:3], m)
-                calls[peer.name] = functools.partial(self._row, peer, case, ready[peer.name], prepare, arrays, judge)
+        with concurrent.futures.ThreadPoolExecutor(8) as pool:
+            for peer in peers:
+                if (why_not := self._why_not(peer, case)) is not None:
+                    calls[peer.name] = functools.partial(dict, why_not=why_not)
+                else:
+                    compiled = pool.submit(_compiled, peer, arrays, pulled, m)
+                    calls[peer.name] = functools.partial(row, peer, compiled)
         return calls
 
     def _why_not(self, peer: Peer, case: Case) -> str | None:
@@ -86,31 +106,6 @@ class Steps:
             return f"not tried beyond {peer.longest} tokens"
         expected = self._pace.get(peer.name, 0.0) * _work(peer, case)
         return f"a step would take {expected:.0f} s" if expected > PATIENCE_S else None
-
-    def _row(
-        self,
-        peer: Peer,
-        case: Case,
-        ready: "concurrent.futures.Future[tuple[Callable[..., Any], Callable[..., Any]]]",
-        prepare: Callable[[], object],
-        arrays: Sequence["jax.Array"],
-        judge: Callable[[Peer, list[Tensor]], Row],
-    ) -> Row:
-        import jax
-
-        forward, step = ready.result()
-        attention, (query, key, value, grad) = prepare(), arrays
-        jax.block_until_ready(attention)  # type: ignore[no-untyped-call]
-        output, gradients = jax.block_until_ready(step(attention, grad, query, key, value))  # type: ignore[no-untyped-call]
-        row = judge(peer, [_in_torch(x) for x in (output, *gradients)])
-        del output, gradients
-        if row["right"]:
-            forward_ms = _milliseconds(functools.partial(forward, attention, query, key, value))
-            whole = functools.partial(step, attention, grad, query, key, value)
-            whole_ms, host_us = _milliseconds(whole), _host_us(whole)
-            self._pace[peer.name] = whole_ms / 1e3 / _work(peer, case)
-            row |= {"forward_ms": forward_ms, "backward_ms": max(whole_ms - forward_ms, 0.0), "host_us": host_us}
-        return row
 
 
 def _work(peer: Peer, case: Case) -> int:
@@ -131,25 +126,21 @@ def _judge(
             return {"relative_error": errors.output, "right": errors.wrong is None, "why_not": errors.wrong}
 
         return of_last
-    truths = {}
-    for biased in kinds:
-        hidden = torch.where(causal_distance(case.length, grad.device) == torch.inf, -torch.inf, 0.0)
-        truths[biased] = Truth.of(with_slope(slopes, case.length) if biased else biased_by(hidden), inputs, grad)
+    truths = {biased: Truth.of(with_slope(slopes * biased, case.length), inputs, grad) for biased in kinds}
     return lambda peer, outputs: truths[peer.biased].row(outputs)
 
 
 def _compiled(
-    peer: Peer, arrays: Sequence["jax.Array"], slopes: "jax.Array"
+    peer: Peer, arrays: Sequence["jax.Array"], grad: "jax.Array", slopes: "jax.Array"
 ) -> tuple[Callable[..., Any], Callable[..., Any]]:
     """The forward pass and the training step, for arrays of these shapes."""
     import jax
 
     from alibi_lab.measure.jax_attention import forward, step
 
-    query, key, value, grad = arrays
-    attention = jax.eval_shape(peer.prepare, query, key, value, slopes)
-    of_forward = jax.jit(forward).lower(attention, query, key, value)
-    return of_forward.compile(), jax.jit(step).lower(attention, grad, query, key, value).compile()
+    attention = jax.eval_shape(peer.prepare, *arrays, slopes)
+    of_forward = jax.jit(forward).lower(attention, *arrays)
+    return of_forward.compile(), jax.jit(step).lower(attention, grad, *arrays).compile()
 
 
 def _milliseconds(call: Callable[[], object]) -> float:
@@ -168,32 +159,6 @@ def _milliseconds(call: Callable[[], object]) -> float:
         return cold
     calls = max(1, min(50, int(FILL_MS / elapsed(1))))
     return statistics.median(elapsed(calls) for _ in range(REPEATS))
-
-
-def _host_us(call: Callable[[], object]) -> float:
-    """The microseconds until a warm call returns."""
-    import jax
-
-    start = time.perf_counter()
-    result = call()
-    taken = (time.perf_counter() - start) * 1e6
-    jax.block_until_ready(result)  # type: ignore[no-untyped-call]
-    return taken
-
-
-def _in_jax(x: Tensor) -> "jax.Array":
-    """[B, H, T, D] -> [B, T, H, D], JAX's layout."""
-    return _to_jax(x.transpose(1, 2).contiguous())
-
-
-def _to_jax(x: Tensor) -> "jax.Array":
-    import jax.numpy as jnp
-
-    return jnp.from_dlpack(x)
-
-
-def _in_torch(x: "jax.Array") -> Tensor:
-    return torch.utils.dlpack.from_dlpack(x).transpose(1, 2)
 
 
 CASES = {

@@ -1,7 +1,7 @@
 """The time of each kernel of a causal training step, by name, from torch's profiler, and the rate of the attention kernels."""
 
+import functools
 from collections.abc import Callable
-from typing import NamedTuple
 
 import torch
 from torch.autograd import DeviceType  # type: ignore[attr-defined]
@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend
 from torch.profiler import ProfilerActivity, profile
 
 from alibi_attn.inspect import computed_scores
-from alibi_lab.measure.gpu_parts import Calls, Case, Part, drawn
+from alibi_lab.measure.gpu_parts import SMOKE, Calls, Case, Part, drawn
 from alibi_lab.measure.harness import Row, training_step
 from alibi_lab.measure.inputs import published_slopes
 from alibi_lab.measure.peers.ours import ours as ours_by
@@ -23,38 +23,26 @@ LONGEST_PEER = 16384  # cuDNN's kernels take half a second at 131,072 tokens
 COLUMNS = ("length", "batch", "ms", "calls", "scores", "tflops", "why_not")
 
 
-class Kernel(NamedTuple):
-    """The milliseconds and launches of a kernel in one step."""
-
-    ms: float
-    calls: float
-
-
 def kernels(case: Case, device: torch.device) -> Calls:
     """A row per kernel, ours and cuDNN's."""
-    query, key, value, grad = drawn(case, device)
-    inputs, slopes = (query, key, value), published_slopes(case.heads, device)
-    ours = ours_by("fused")(query, key, value, slopes)
-    scores = {
-        name: computed_scores(query, key, value, slopes, backend="fused", backward=name != "forward_kernel")
-        for name in PRODUCTS
-    }
-    rows = {}
-    for name, kernel in of_step(training_step(ours, inputs, grad), device).items():
-        row: Row = {"ms": kernel.ms, "calls": kernel.calls}
-        if name in scores:
-            flops = 2 * PRODUCTS[name] * case.head_dim * scores[name]
-            row |= {"scores": scores[name], "tflops": flops / kernel.ms / 1e9}
-        rows[f"ours: {name}"] = row
-    if case.length <= LONGEST_PEER and device.type == "cuda":
-        cudnn = causal_by(SDPBackend.CUDNN_ATTENTION)(query, key, value, slopes)
-        for name, kernel in of_step(training_step(cudnn, inputs, grad), device).items():
-            rows[f"cuDNN: {name}"] = {"ms": kernel.ms, "calls": kernel.calls}
-    return {name: lambda row=row: row for name, row in rows.items()}  # type: ignore[misc]
+    *inputs, grad = drawn(case, device)
+    slopes, calls = published_slopes(case.heads, device), Calls()
+    ways = {"ours": ours_by("fused"), "cuDNN": causal_by(SDPBackend.CUDNN_ATTENTION)}
+    for way in ways if case.length <= LONGEST_PEER and device.type == "cuda" else ("ours",):
+        attention = ways[way](*inputs, slopes)
+        for name, kernel in of_step(training_step(attention, inputs, grad), device).items():
+            row: Row = {**kernel}
+            if way == "ours" and name in PRODUCTS:
+                scores = computed_scores(*inputs, slopes, backend="fused", backward=name != "forward_kernel")
+                flops = 2 * PRODUCTS[name] * case.head_dim * scores
+                row |= {"scores": scores, "tflops": flops / kernel["ms"] / 1e9}
+            calls[f"{way}: {name}"] = functools.partial(dict, row)
+    return calls
 
 
-def of_step(step: Callable[[], object], device: torch.device) -> dict[str, Kernel]:
-    """The kernels of a step by name, the slowest first; on a CPU torch's operations."""
+@torch.enable_grad()
+def of_step(step: Callable[[], object], device: torch.device) -> dict[str, dict[str, float]]:
+    """The milliseconds and launches in one step of each kernel, the slowest first; on a CPU those of torch's operations."""
     on_gpu = device.type == "cuda"
     place = DeviceType.CUDA if on_gpu else DeviceType.CPU
     step(), step()
@@ -64,25 +52,22 @@ def of_step(step: Callable[[], object], device: torch.device) -> dict[str, Kerne
         if on_gpu:
             torch.cuda.synchronize()
     found = {
-        event.key[:80]: Kernel(
-            (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / REPEATS / 1e3,
-            event.count / REPEATS,
-        )
+        event.key[:80]: {
+            "ms": (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / REPEATS / 1e3,
+            "calls": event.count / REPEATS,
+        }
         for event in profiled.key_averages()
         if event.device_type == place
     }
-    slowest = sorted(found, key=lambda name: -found[name].ms)
-    return {name: found[name] for name in slowest[:KERNELS] if found[name].ms > 0}
+    slowest = sorted(found, key=lambda name: -found[name]["ms"])
+    return {name: found[name] for name in slowest[:KERNELS] if found[name]["ms"] > 0}
 
 
 OF_KERNELS = Part(
     "kernels",
     15.0,
     {"ours": "backend='fused'", "cuDNN": "SDPA is_causal=True, cuDNN's kernel; no ALiBi at all"},
-    {
-        "full": (Case(8, 2048, 16, 128), Case(1, 16384, 16, 128), Case(1, 131072, 16, 128)),
-        "smoke": (Case(1, 70, 2, 16),),
-    },
+    {"full": (Case(8, 2048, 16, 128), Case(1, 16384, 16, 128), Case(1, 131072, 16, 128)), "smoke": SMOKE},
     kernels,
     COLUMNS,
 )

@@ -8,8 +8,8 @@ import torch
 from torch import Tensor, nn
 
 from alibi_attn.nn.quantized import Kind, QuantizedLinear, check_supported
-from alibi_lab.measure.gpu_networks import relative_error
-from alibi_lab.measure.gpu_parts import COLUMNS, Calls, Case, Part, call_row, judged, number_type
+from alibi_lab.measure.gpu_parts import COLUMNS, Calls, Case, Part, call_row, number_type
+from alibi_lab.measure.gpu_truth import judged, relative_error
 from alibi_lab.measure.harness import Row
 
 ROWS = 256  # that are compared
@@ -27,31 +27,23 @@ def linears(case: Case, device: torch.device, *, compiled: bool = False) -> Call
     some = x[:ROWS]
     exact = nn.functional.linear(some.double(), layer.weight.double(), layer.bias.double())
 
-    def row(kind: Kind) -> Row:
-        small: Any = QuantizedLinear(layer, kind)
-        true = formula(layer, some, kind)
+    def row(kind: Kind | None) -> Row:
+        run: Any = layer if kind is None else QuantizedLinear(layer, kind)
+        true = exact if kind is None else formula(layer, some, kind)
         if compiled:
-            small = torch.compile(small, fullgraph=True, backend="inductor" if device.type == "cuda" else "eager")
-        found = small(x)[:ROWS].double()
-        # Four roundings. On a GPU float8 adds 32 products at once to sums of 14 bits.
-        allowed = (
-            2 * torch.finfo(x.dtype if kind == "int8" else torch.bfloat16).eps
-            + (kind == "float8") * width / 32 * 2**-14
-        )
-        judgment = judged(relative_error(found, true), allowed)
-        judgment["rounding_error"] = float((found - exact).norm() / exact.norm())
-        judgment["equal_on_cpu"] = None if compiled or kind != "int8" else on_cpu(small, some, found)
-        return judgment | call_row(lambda: small(x), device) if judgment["right"] else judgment
-
-    def plain() -> Row:
-        found = layer(some).double()
-        judgment = judged(relative_error(found, exact), 2 * torch.finfo(x.dtype).eps + width * 2**-24)
-        judgment["rounding_error"] = float((found - exact).norm() / exact.norm())
-        return judgment | call_row(lambda: layer(x), device) if judgment["right"] else judgment
+            run = torch.compile(run, fullgraph=True, backend="inductor" if device.type == "cuda" else "eager")
+        found = run(x)[:ROWS].double()
+        # Four roundings, and the sums. On a GPU float8 adds 32 products at once to sums of 14 bits.
+        sums = {None: width * 2**-24, "int8": 0.0, "float8": width / 32 * 2**-14}[kind]
+        allowed = 2 * torch.finfo(torch.bfloat16 if kind == "float8" else x.dtype).eps + sums
+        errors = judged(relative_error(found, true), allowed)
+        errors["rounding_error"] = float((found - exact).norm() / exact.norm())
+        errors["equal_on_cpu"] = None if compiled or kind != "int8" else on_cpu(run, some, found)
+        return call_row(errors, lambda: run(x), device)
 
     end = COMPILED if compiled else ""
     quick: Calls = {kind + end: functools.partial(row, kind) for kind in LARGEST}
-    return quick if compiled else {"unquantized": plain, **quick}
+    return quick if compiled else {"unquantized": functools.partial(row, None), **quick}
 
 
 def on_cpu(small: QuantizedLinear, x: Tensor, found: Tensor) -> float | None:

@@ -14,14 +14,14 @@ from pathlib import Path
 import torch
 
 from alibi_lab.measure.gpu_decoding import DECODING
-from alibi_lab.measure.gpu_encoders import DOCUMENT, MIXED, TEXTS
+from alibi_lab.measure.gpu_encoders import DOCUMENT, ENCODER, MIXED, TEXTS
 from alibi_lab.measure.gpu_jax import JAX, JAX_TRITON
 from alibi_lab.measure.gpu_kernels import OF_KERNELS
 from alibi_lab.measure.gpu_linears import LINEARS, LINEARS_COMPILED
-from alibi_lab.measure.gpu_networks import BLOOM, BLOOM_STEP, ENCODER
-from alibi_lab.measure.gpu_parts import Case, Part, device_at, failures, left_out, number_type
+from alibi_lab.measure.gpu_networks import BLOOM, BLOOM_STEP
+from alibi_lab.measure.gpu_parts import Case, Part, device_at, empty_row, failures, number_type
 from alibi_lab.measure.gpu_steps import GATED, PLAIN, WITH_MASK
-from alibi_lab.measure.harness import Config, Row, Rows, Say, keep_right
+from alibi_lab.measure.harness import Config, Row, Rows, Say, keep
 
 PARTS = (PLAIN, DECODING, OF_KERNELS, GATED, WITH_MASK, BLOOM, BLOOM_STEP, ENCODER, JAX, JAX_TRITON)
 ENCODERS = (LINEARS, MIXED, DOCUMENT, TEXTS, LINEARS_COMPILED)  # on demand
@@ -54,46 +54,53 @@ def gpu_models(
         raise ValueError(f"parts has {', '.join(unknown)} but must be of {', '.join(known)}")
     device, chosen = device_at(scale, "gpu-models"), [known[name] for name in parts] or PARTS
 
+    names = {part.name: f"{'gpu-smoke' if device.type == 'cpu' else 'gpu'}/models-{part.name}" for part in chosen}
+    dtype = str(number_type(device)).removeprefix("torch.")
+    configs: dict[str, Config] = {
+        names[part.name]: {
+            "cases": [str(case) for case in part.cases[scale]],
+            "dtype": dtype,
+            "device": device.type,
+            "peers": dict(part.peers),
+        }
+        for part in chosen
+    }
+    ours = {names[part.name]: part.ours for part in chosen}
+
     def steps() -> Iterator[Mapping[str, Rows]]:
         end, share = time.perf_counter(), seconds / sum(part.seconds for part in chosen)
         for part in chosen:
             end += part.seconds * share
             for case in part.cases[scale]:
-                yield {_name(part, device): measured(part, case, device, end)}
+                yield {names[part.name]: measured(part, case, device, end)}
 
     for module in {name for part in chosen for name in part.imports}:
         with contextlib.suppress(ImportError):  # the reason in the rows of the part
             importlib.import_module(module)
-    configs = {_name(part, device): _config(part, part.cases[scale], device) for part in chosen}
-    names = {_name(part, device): part.ours for part in chosen}
-    return keep_right(out, configs, steps(), ours=lambda name, peer: peer.startswith(names[name]), say=say)
+    return keep(out, configs, steps(), ours=lambda name, peer: peer.startswith(ours[name]), say=say)
 
 
+@torch.no_grad()
 def measured(part: Part, case: Case, device: torch.device, end: float) -> dict[str, Row]:
-    """The rows of a case by peer. After `end` the rest is left out."""
+    """The rows of a case by peer. After `end` the rest is left out. Only training steps have gradients."""
     known = failures()
     try:
-        if time.perf_counter() > end:
-            return {peer: left_out(part, case, "no time was left") for peer in part.peers}
+        _check_time(end)
         calls = part.calls(case, device)
     except known as failure:
-        return {peer: left_out(part, case, failure) for peer in part.peers}
+        return dict.fromkeys(part.peers, empty_row(part, case, failure))
     rows = {}
     for peer, call in calls.items():
         try:
-            rows[peer] = left_out(part, case, "") | {"why_not": None}
-            rows[peer] |= call() if time.perf_counter() <= end else {"why_not": "no time was left"}
+            _check_time(end)
+            rows[peer] = empty_row(part, case) | call()
         except known as failure:
-            rows[peer] = left_out(part, case, failure)
+            rows[peer] = empty_row(part, case, failure)
         if device.type == "cuda":
             torch.cuda.empty_cache()
     return rows
 
 
-def _name(part: Part, device: torch.device) -> str:
-    return f"{'gpu-smoke' if device.type == 'cpu' else 'gpu'}/models-{part.name}"
-
-
-def _config(part: Part, cases: Sequence[Case], device: torch.device) -> Config:
-    dtype = str(number_type(device)).removeprefix("torch.")
-    return {"cases": [str(case) for case in cases], "dtype": dtype, "device": device.type, "peers": dict(part.peers)}
+def _check_time(end: float) -> None:
+    if time.perf_counter() > end:
+        raise TimeoutError("no time was left")

@@ -1,4 +1,4 @@
-"""Whole models on one GPU: a BLOOM before and after `patch`, a decoding step of it through a CUDA graph, and an encoder."""
+"""A whole model on one GPU: a BLOOM before and after `patch`, and a decoding step of it through a CUDA graph."""
 
 import copy
 import functools
@@ -8,17 +8,16 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alibi_lab.measure.gpu_parts import GRAPH, Calls, Case, Part, call_row, judged, number_type
-from alibi_lab.measure.gpu_steps import padding
+from alibi_lab.measure.gpu_parts import GRAPH, SMOKE, Calls, Case, Part, checked_row, number_type
+from alibi_lab.measure.gpu_truth import relative_error
 from alibi_lab.measure.harness import Row
 from alibi_lab.measure.timing import replayable
 
 LAST = 64  # positions whose logits are compared
 TRANSFORMERS = ("alibi_lab.measure.embedding_peers", "transformers.models.bloom.modeling_bloom")
 ROOM = 1024  # tokens that a static cache holds beyond the prompt
-LAYERS, WORDS = {"cpu": 1, "cuda": 8}, {"cpu": 100, "cuda": 32768}  # of the BLOOM
-ENCODER_LAYERS = {"cpu": 1, "cuda": 12}
-ORIGINAL, DENSE, STATIC = "original", "SDPA + dense bias", "ours, static cache"
+LAYERS, WORDS = {"cpu": 1, "cuda": 8}, {"cpu": 100, "cuda": 32768}
+ORIGINAL, STATIC = "original", "ours, static cache"
 
 
 def bloom_pass(case: Case, device: torch.device) -> Calls:
@@ -63,49 +62,6 @@ def bloom_step(case: Case, device: torch.device) -> Calls:
     }
 
 
-def encoder(case: Case, device: torch.device) -> Calls:
-    """A forward pass over texts of several lengths, compared with the dense encoder in fp32, and one without padding."""
-    from alibi_lab.measure.embedding_peers import our_encoder
-    from alibi_lab.measure.peers.dense_encoder import DenseEncoder, Sizes
-
-    width = case.heads * case.head_dim
-    sizes = Sizes(ENCODER_LAYERS[device.type], width, case.heads, 4 * width, 30528 if device.type == "cuda" else 100)
-    with device:
-        exact = DenseEncoder(sizes, case.length, eager=False).eval()
-        ours: nn.Module = our_encoder(sizes)
-    exact.take(ours.state_dict())
-    generator = torch.Generator(device).manual_seed(0)
-    ids = torch.randint(1, sizes.vocabulary, (case.batch, case.length), generator=generator, device=device)
-    shown = padding(case, device) if case.batch > 1 else torch.ones_like(ids, dtype=torch.bool)
-    mask = shown.long()
-    with torch.no_grad():
-        true = exact(ids[-1:], mask[-1:])[shown[-1:]]
-        dense, whole = exact.to(number_type(device)), ours.to(number_type(device))
-        plain = relative_error(dense(ids[-1:], mask[-1:])[shown[-1:]], true)
-
-    def row(call: Callable[[], Tensor], *, graph: bool = False) -> Row:
-        run = replayable(call, device) if graph else call
-        return checked_row(run, device, true, plain, lambda output: output[-1:][shown[-1:]])
-
-    def of_ours(given: Tensor | None) -> Tensor:
-        with torch.no_grad():
-            hidden: Tensor = whole(ids, given).last_hidden_state
-            return hidden
-
-    def of_dense() -> Tensor:
-        with torch.no_grad():
-            hidden: Tensor = dense(ids, mask)
-            return hidden
-
-    calls: Calls = {
-        "ours": functools.partial(row, functools.partial(of_ours, mask)),
-        DENSE: functools.partial(row, of_dense),
-    }
-    if bool(shown.all()):
-        calls["ours" + GRAPH] = functools.partial(row, functools.partial(of_ours, None), graph=True)
-    return calls
-
-
 @functools.lru_cache(maxsize=1)  # both parts have the same sizes
 def _blooms(heads: int, head_dim: int, device: torch.device) -> tuple[nn.Module, nn.Module, nn.Module]:
     """A BLOOM with random weights: (in fp32, as it is, patched), the last two in the dtype of the device."""
@@ -113,12 +69,8 @@ def _blooms(heads: int, head_dim: int, device: torch.device) -> tuple[nn.Module,
 
     from alibi_attn.hf import patch
 
-    config = BloomConfig(
-        vocab_size=WORDS[device.type],
-        hidden_size=heads * head_dim,
-        n_layer=LAYERS[device.type],
-        n_head=heads,
-    )
+    words, layers = WORDS[device.type], LAYERS[device.type]
+    config = BloomConfig(vocab_size=words, hidden_size=heads * head_dim, n_layer=layers, n_head=heads)
     torch.manual_seed(0)
     with device:
         original: nn.Module = BloomForCausalLM(config)
@@ -136,39 +88,14 @@ def _tokens(case: Case, device: torch.device) -> Tensor:
 
 def _logits(model: nn.Module, tokens: Tensor, cache: object = None) -> Tensor:
     """The last logits, at most LAST."""
-    with torch.no_grad():
-        logits: Tensor = model(tokens, past_key_values=cache, use_cache=cache is not None, logits_to_keep=LAST).logits
-        return logits
-
-
-def relative_error(actual: Tensor, true: Tensor) -> float:
-    """The largest error as a share of the largest number."""
-    return float((actual.detach().float() - true).abs().max() / true.abs().max())
-
-
-def allowed_error(plain: float, dtype: torch.dtype) -> float:
-    """Twice the original's error in this dtype, and four roundings."""
-    return 2 * plain + 4 * torch.finfo(dtype).eps
-
-
-def checked_row(
-    call: Callable[[], Tensor],
-    device: torch.device,
-    true: Tensor,
-    plain: float,
-    compared: Callable[[Tensor], Tensor] = lambda output: output,
-) -> Row:
-    """The error of what is compared of the output, and times; twice the original's error is allowed."""
-    output = compared(call())
-    row = judged(relative_error(output, true), allowed_error(plain, output.dtype))
-    return row | call_row(call, device) if row["right"] else row
+    return model(tokens, past_key_values=cache, use_cache=cache is not None, logits_to_keep=LAST).logits
 
 
 BLOOM = Part(
     "bloom",
     15.0,
     {ORIGINAL: "transformers' BloomForCausalLM, eager attention", "ours": "the same, patched"},
-    {"full": (Case(1, 2048, 16, 128), Case(1, 8192, 16, 128)), "smoke": (Case(1, 70, 2, 16),)},
+    {"full": (Case(1, 2048, 16, 128), Case(1, 8192, 16, 128)), "smoke": SMOKE},
     bloom_pass,
     imports=TRANSFORMERS,
 )
@@ -181,19 +108,7 @@ BLOOM_STEP = Part(
         STATIC + GRAPH: "the same, replayed by a CUDA graph",
         ORIGINAL: "transformers' BloomForCausalLM, DynamicCache",
     },
-    {"full": (Case(1, 2048, 16, 128),), "smoke": (Case(1, 70, 2, 16),)},
+    {"full": (Case(1, 2048, 16, 128),), "smoke": SMOKE},
     bloom_step,
-    imports=TRANSFORMERS,
-)
-ENCODER = Part(
-    "encoder",
-    15.0,
-    {
-        "ours": "ALiBiBertModel with the mask",
-        DENSE: "the same weights, scaled_dot_product_attention with bias and mask as attn_mask",
-        "ours" + GRAPH: "ALiBiBertModel without a mask, replayed by a CUDA graph; only where no text is padded",
-    },
-    {"full": (Case(32, 512, 12, 64), Case(1, 8192, 12, 64)), "smoke": (Case(2, 70, 2, 16), Case(1, 70, 2, 16))},
-    encoder,
     imports=TRANSFORMERS,
 )

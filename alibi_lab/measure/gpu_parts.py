@@ -1,6 +1,5 @@
-"""What the parts of `alibi bench gpu-models` share: cases, the true results of one head, and the row of a training step."""
+"""What the parts of `alibi bench gpu-models` share: cases, and the rows of training steps and of calls without gradients."""
 
-import dataclasses
 import functools
 import importlib.util
 from collections.abc import Callable, Mapping, Sequence
@@ -9,23 +8,18 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alibi_lab.measure.harness import Row
+from alibi_lab.measure.gpu_truth import Truth, allowed_error, judged, relative_error
+from alibi_lab.measure.harness import Row, forward_pass
 from alibi_lab.measure.peers import reason
-from alibi_lab.measure.timing import device_ms, host_us, replayable
+from alibi_lab.measure.timing import device_ms, host_us, replayable, step_times
 
 Calls = dict[str, Callable[[], Row]]  # by peer, what checks and times it
-Formula = Callable[..., Tensor]  # attention of one head from [T, D], [S, D] and [S, D]
 
 COLUMNS = (
     *("length", "batch", "relative_error", "allowed_error", "right", "forward_ms", "backward_ms", "host_us"),
     "why_not",
 )
 GRAPH = ", graph"  # ends the name of a call that a CUDA graph replays
-# A failure of any of these is the reason in a row, and the benchmark goes on: time on a device is rare.
-FAILURES: tuple[type[Exception], ...] = (
-    *(ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError, TypeError),
-    ValueError,
-)
 
 
 class Case(NamedTuple):
@@ -38,6 +32,9 @@ class Case(NamedTuple):
 
     def __str__(self) -> str:
         return f"{self.batch}x{self.length}, {self.heads}x{self.head_dim}"
+
+
+SMOKE = (Case(1, 70, 2, 16),)
 
 
 class Part(NamedTuple):
@@ -79,18 +76,20 @@ def device_at(scale: str, benchmark: str) -> torch.device:
 
 
 def failures() -> tuple[type[Exception], ...]:
-    """FAILURES, and those of Triton's compiler, which derive from nothing else."""
-    if importlib.util.find_spec("triton") is None:
-        return FAILURES
-    from triton.errors import TritonError
+    """A failure of any of these is the reason in a row, and the benchmark goes on: time on a device is rare."""
+    known = [ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError, RuntimeError]
+    known += [TypeError, ValueError]
+    if importlib.util.find_spec("triton") is not None:
+        from triton.errors import TritonError  # of its compiler
 
-    return (*FAILURES, TritonError)
+        known.append(TritonError)
+    return tuple(known)
 
 
-def left_out(part: Part, case: Case, why_not: str | Exception) -> Row:
-    """A row with the reason instead of numbers."""
-    said = reason(why_not) if isinstance(why_not, Exception) else why_not
-    return {**dict.fromkeys(part.columns), "length": case.length, "batch": case.batch, "why_not": said}
+def empty_row(part: Part, case: Case, failure: Exception | None = None) -> Row:
+    """A row without numbers, with the reason if there is one."""
+    why_not = None if failure is None else reason(failure)
+    return {**dict.fromkeys(part.columns), "length": case.length, "batch": case.batch, "why_not": why_not}
 
 
 def number_type(device: torch.device) -> torch.dtype:
@@ -107,70 +106,6 @@ def drawn(
     return [torch.randn(shape, generator=generator, device=device, dtype=number_type(device)) for _ in range(count)]
 
 
-def attended(query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Tensor:
-    """Attention of one head, written by hand; scores are fp32 unless all is fp64."""
-    scores = (query @ key.T) * query.shape[-1] ** -0.5
-    scores = scores + bias.to(torch.promote_types(query.dtype, torch.float32))
-    return scores.softmax(-1).to(value.dtype) @ value
-
-
-def biased_by(bias: Tensor) -> Formula:
-    """Attention of one head with this bias."""
-    return lambda query, key, value: attended(query, key, value, bias)
-
-
-def causal_distance(length: int, device: torch.device) -> Tensor:
-    """[T, T] fp64, i − j; infinite where the key is in the future."""
-    places = torch.arange(length, device=device, dtype=torch.float64)
-    distance = places[:, None] - places
-    return distance.masked_fill_(distance < 0, torch.inf)
-
-
-@dataclasses.dataclass(frozen=True)
-class Truth:
-    """Output and gradients of the middle head of the last sequence: in fp64, and by hand in the dtype of the inputs."""
-
-    true: list[Tensor]
-    plain: list[Tensor]
-    eps: float
-
-    @classmethod
-    def of(cls, formula: Formula, inputs: Sequence[Tensor], grad: Tensor | None = None) -> "Truth":
-        """Of the formula for [B, H, …] inputs; without `grad` of its output alone."""
-        of_head = [head(x).detach() for x in inputs]
-        exact = [x.double() for x in of_head]
-        true, plain = (_results(formula, x, None if grad is None else head(grad)) for x in (exact, of_head))
-        return cls(true, plain, torch.finfo(inputs[0].dtype).eps)
-
-    def row(self, outputs: Sequence[Tensor]) -> Row:
-        """The largest error as a share of the largest number of its tensor; twice that of the plain formula is allowed."""
-        errors = []
-        for actual, plain, true in zip(outputs, self.plain, self.true, strict=True):
-            largest = max(float(true.abs().max()), 1e-30)
-            error, by_hand = (float((x.double() - true).abs().max()) / largest for x in (head(actual), plain))
-            errors.append((error, 2 * by_hand + 4 * self.eps))
-        return judged(*max(errors, key=lambda pair: pair[0] / pair[1] if pair[0] == pair[0] else torch.inf))
-
-
-def judged(error: float, allowed: float) -> Row:
-    """The columns of an error; NaN is wrong."""
-    right = error <= allowed
-    why_not = None if right else f"it is wrong: off by {error:.1e} but {allowed:.1e} is allowed"
-    return {"relative_error": error, "allowed_error": allowed, "right": right, "why_not": why_not}
-
-
-def head(x: Tensor) -> Tensor:
-    """The middle head of the last sequence."""
-    return x[-1, x.shape[1] // 2]
-
-
-def _results(formula: Formula, inputs: Sequence[Tensor], grad: Tensor | None) -> list[Tensor]:
-    leaves = [x.requires_grad_(grad is not None) for x in inputs]
-    output = formula(*leaves)
-    gradients = () if grad is None else torch.autograd.grad(output, leaves, grad.to(output.dtype))
-    return [output.detach(), *gradients]
-
-
 def in_both_ways(
     attention: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor, truth: Truth, name: str
 ) -> Calls:
@@ -181,6 +116,7 @@ def in_both_ways(
     }
 
 
+@torch.enable_grad()
 def step_row(
     attention: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor, truth: Truth, *, graph: bool
 ) -> Row:
@@ -191,29 +127,30 @@ def step_row(
         output = attention(*leaves)
         return output.detach(), *torch.autograd.grad(output, leaves, grad)
 
-    def forward() -> Tensor:
-        with torch.no_grad():
-            return attention(*leaves)
-
     whole = replayable(step, device) if graph else step
     row = truth.row(whole())
     if row["right"]:
+        forward = forward_pass(attention, leaves)
         alone = replayable(forward, device) if graph else forward
         whole(), alone()
-        forward_ms, whole_ms = timed(alone, device), timed(whole, device)
-        row |= {
-            "forward_ms": forward_ms,
-            "backward_ms": max(whole_ms - forward_ms, 0.0),
-            "host_us": host_us(whole, device),
-        }
+        row |= step_times(alone, whole, device, repeats=5, seconds=0.3)
     return row
 
 
-def call_row(call: Callable[[], object], device: torch.device) -> Row:
-    """The times of a call that is warm and has no gradient."""
-    return {"forward_ms": timed(call, device), "host_us": host_us(call, device)}
+def call_row(errors: Row, call: Callable[[], object], device: torch.device) -> Row:
+    """These errors, and the times of the call, which is warm and has no gradient; a wrong one is not timed."""
+    if not errors["right"]:
+        return errors
+    return errors | {"forward_ms": device_ms(call, device, repeats=5, seconds=0.3), "host_us": host_us(call, device)}
 
 
-def timed(call: Callable[[], object], device: torch.device) -> float:
-    """The median milliseconds of a few warm calls."""
-    return device_ms(call, device, repeats=5, seconds=0.3)
+def checked_row(
+    call: Callable[[], Tensor],
+    device: torch.device,
+    true: Tensor,
+    plain: float,
+    compared: Callable[[Tensor], Tensor] = lambda output: output,
+) -> Row:
+    """The error of what is compared of the output, and times; twice the original's error is allowed."""
+    output = compared(call())
+    return call_row(judged(relative_error(output, true), allowed_error(plain, output.dtype)), call, device)

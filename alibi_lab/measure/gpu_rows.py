@@ -8,22 +8,20 @@ from torch import Tensor
 
 from alibi_attn.inspect import TILE, computed_scores, device_plan, tiles_of_a_step
 from alibi_lab.measure.correctness import Reference, computed
-from alibi_lab.measure.harness import Row, forward_pass, training_step
+from alibi_lab.measure.gpu_parts import Case, drawn
+from alibi_lab.measure.harness import Row, forward_pass, number, training_step, whole_ms
 from alibi_lab.measure.inputs import published_slopes
 from alibi_lab.measure.peers import Attention, Peer, reason
-from alibi_lab.measure.timing import device_ms, host_us
+from alibi_lab.measure.timing import device_ms, host_us, step_times
 
 KINDS = ("noise", "peaked")
 TOKENS = 16384  # batch · length, for lengths below it
 # The columns of (training steps, decoding): those of every peer, then the additional ones of "ours".
 _COLUMNS = (
-    (
-        *("length", "relative_error", "gradient_error", "right", "forward_ms", "backward_ms", "host_us"),
-        *("nominal_tflops", "why_not"),
-    ),
-    ("length", "relative_error", "right", "forward_ms", "host_us", "why_not"),
+    "length relative_error gradient_error right forward_ms backward_ms host_us nominal_tflops why_not",
+    "length relative_error right forward_ms host_us why_not",
 )
-_OUR_COLUMNS = (("plan_share", "measured_share", "computed_tflops"), ("bytes_read", "bytes_least", "bytes_all"))
+_OUR_COLUMNS = ("plan_share measured_share computed_tflops", "bytes_read bytes_least bytes_all")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -47,19 +45,11 @@ class Inputs:
 
     @classmethod
     def draw(
-        cls,
-        kinds: Sequence[str],
-        length: int,
-        shape: tuple[int, int],
-        dtype: torch.dtype,
-        device: torch.device,
-        *,
-        decoding: bool,
+        cls, kinds: Sequence[str], length: int, shape: tuple[int, int], device: torch.device, *, decoding: bool
     ) -> "Inputs":
         """Normal numbers for TOKENS tokens, at least one sequence (on a CPU one); "peaked" has queries three times as long."""
-        generator = torch.Generator(device).manual_seed(0)
-        size = (1 if device.type == "cpu" else max(1, TOKENS // length), shape[0], length, shape[1])
-        query, key, value, grad = (torch.randn(size, generator=generator, device=device, dtype=dtype) for _ in range(4))
+        batch = 1 if device.type == "cpu" else max(1, TOKENS // length)
+        query, key, value, grad = drawn(Case(batch, length, *shape), device)
         if decoding:
             query, grad = query[:, :, -1:], grad[:, :, -1:]
         queries = {kind: query * 3 if kind == "peaked" else query for kind in kinds}
@@ -74,8 +64,8 @@ class Inputs:
 
 def unmeasured(peer: Peer, length: int, *, decoding: bool, why_not: str) -> Row:
     """A row with the reason instead of numbers."""
-    columns = _COLUMNS[decoding] + (_OUR_COLUMNS[decoding] if peer.name == "ours" else ())
-    return {**dict.fromkeys(columns), "length": length, "why_not": why_not}
+    columns = f"{_COLUMNS[decoding]} {_OUR_COLUMNS[decoding] if peer.name == 'ours' else ''}"
+    return {**dict.fromkeys(columns.split()), "length": length, "why_not": why_not}
 
 
 def measured(peer: Peer, inputs: Inputs) -> dict[str, Row]:
@@ -98,7 +88,7 @@ def measured(peer: Peer, inputs: Inputs) -> dict[str, Row]:
 
 
 def _row(peer: Peer, attention: Attention, kind: str, inputs: Inputs) -> Row:
-    query, key, value = inputs.queries[kind], inputs.key, inputs.value
+    query, key, value, slopes = inputs.queries[kind], inputs.key, inputs.value, inputs.slopes
     b, h, n, d = key.shape
     grad = None if inputs.decoding or n > peer.longest_backward else inputs.grad
     errors = inputs.references[kind].compare(peer, computed(attention, query, key, value, grad))
@@ -108,39 +98,29 @@ def _row(peer: Peer, attention: Attention, kind: str, inputs: Inputs) -> Row:
         row["gradient_error"] = errors.gradient
     if errors.wrong is not None:
         return row
-    forward, backward, host = _times(attention, query, key, value, grad)
-    row |= {"forward_ms": forward, "host_us": host}
-    flops, causal = 3.5 * 4 * d, b * h * n * (n + 1) // 2
-    if backward is not None:
-        row |= {"backward_ms": backward, "nominal_tflops": flops * causal / (forward + backward) / 1e9}
-    if peer.name == "ours":
-        row |= _bytes_read(query, key, value, inputs.slopes) if inputs.decoding else {}
-        if backward is not None:
-            scores, plan_ms = _plan(query, key, value, inputs.slopes)
-            of_backward = computed_scores(query, key, value, inputs.slopes, backend="fused", backward=True)
-            row |= {"plan_share": plan_ms / forward, "measured_share": of_backward / scores}
-            row["computed_tflops"] = 4 * d * (scores + 2.5 * of_backward) / (forward + backward) / 1e9
+    row |= _times(attention, (query, key, value), grad)
+    if grad is not None:
+        row["nominal_tflops"] = 3.5 * 4 * d * (b * h * n * (n + 1) // 2) / whole_ms(row) / 1e9
+    if peer.name == "ours" and inputs.decoding:
+        row |= _bytes_read(query, key, value, slopes)
+    elif peer.name == "ours" and grad is not None:
+        scores, plan = device_plan(query, key, value, slopes)
+        with torch.no_grad():
+            plan_ms = device_ms(plan, key.device)
+        of_backward = computed_scores(query, key, value, slopes, backend="fused", backward=True)
+        row |= {"plan_share": plan_ms / number(row["forward_ms"]), "measured_share": of_backward / scores}
+        row["computed_tflops"] = 4 * d * (scores + 2.5 * of_backward) / whole_ms(row) / 1e9
     return row
 
 
-def _times(
-    attention: Attention, query: Tensor, key: Tensor, value: Tensor, grad: Tensor | None
-) -> tuple[float, float | None, float]:
-    """(forward and backward ms, host µs) of a training step if `grad` is given, else of (forward without gradients, None)."""
-    inputs, device = (query, key, value), query.device
+def _times(attention: Attention, inputs: Sequence[Tensor], grad: Tensor | None) -> dict[str, float]:
+    """The columns of a training step if `grad` is given, else of a forward pass without gradients."""
+    device = inputs[0].device
     if grad is None:
         alone = forward_pass(attention, inputs)
-        return device_ms(alone, device), None, host_us(alone, device)
-    leaves, step = [x.detach().requires_grad_() for x in inputs], training_step(attention, inputs, grad)
-    forward = device_ms(lambda: attention(*leaves), device)
-    return forward, max(device_ms(step, device) - forward, 0.0), host_us(step, device)
-
-
-def _plan(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> tuple[int, float]:
-    """(number of computed scores, milliseconds of certificate and plan) of our forward pass."""
-    scores, plan = device_plan(query, key, value, slopes)
-    with torch.no_grad():
-        return scores, device_ms(plan, query.device)
+        return {"forward_ms": device_ms(alone, device), "host_us": host_us(alone, device)}
+    leaves = [x.detach().requires_grad_() for x in inputs]
+    return step_times(lambda: attention(*leaves), training_step(attention, inputs, grad), device)
 
 
 def _bytes_read(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Row:

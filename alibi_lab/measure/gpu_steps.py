@@ -9,20 +9,8 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
 from alibi_attn import alibi_attention, forgetting_attention
-from alibi_lab.measure.gpu_parts import (
-    GRAPH,
-    Calls,
-    Case,
-    Formula,
-    Part,
-    Truth,
-    attended,
-    biased_by,
-    causal_distance,
-    drawn,
-    head,
-    in_both_ways,
-)
+from alibi_lab.measure.gpu_parts import GRAPH, Calls, Case, Part, drawn, in_both_ways
+from alibi_lab.measure.gpu_truth import Truth, biased_by, causal_distance, head, with_gates, with_slope
 from alibi_lab.measure.inputs import published_slopes
 from alibi_lab.measure.peers.sdpa_causal import causal, causal_by
 
@@ -86,25 +74,11 @@ def padding(case: Case, device: torch.device) -> Tensor:
     return (torch.arange(case.length) < lengths[:, None]).to(device)
 
 
-def with_slope(slopes: Tensor, length: int) -> Formula:
-    """The causal formula of the middle head."""
-    slope = head(slopes[None, :, None].double())
-    return biased_by(-slope * causal_distance(length, slopes.device))
-
-
-def with_gates(query: Tensor, key: Tensor, value: Tensor, gates: Tensor) -> Tensor:
-    """The causal formula with one ln f per token."""
-    sums, hidden = gates.double().cumsum(0), causal_distance(len(gates), gates.device) == torch.inf
-    return attended(query, key, value, (sums[:, None] - sums).masked_fill(hidden, -torch.inf))
-
-
 def _causal_peers(inputs: list[Tensor], grad: Tensor, slopes: Tensor) -> Calls:
-    query, key, value = inputs
-    hidden = torch.where(causal_distance(grad.shape[2], grad.device) == torch.inf, -torch.inf, 0.0)
-    truth = Truth.of(biased_by(hidden), inputs, grad)
+    truth = Truth.of(with_slope(0 * slopes, grad.shape[2]), inputs, grad)
     return {
-        **in_both_ways(causal(query, key, value, slopes), inputs, grad, truth, SDPA),
-        **in_both_ways(causal_by(SDPBackend.CUDNN_ATTENTION)(query, key, value, slopes), inputs, grad, truth, CUDNN),
+        **in_both_ways(causal(*inputs, slopes), inputs, grad, truth, SDPA),
+        **in_both_ways(causal_by(SDPBackend.CUDNN_ATTENTION)(*inputs, slopes), inputs, grad, truth, CUDNN),
     }
 
 

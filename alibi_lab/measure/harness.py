@@ -123,14 +123,13 @@ def measured(
 
 def timed(candidates: Mapping[str, Candidate], *, repeats: int, seconds: float) -> dict[str, Row]:
     """The rows with `forward_ms` and `backward_ms`: medians of forward passes in turns, and then of backward passes in turns."""
-    forward, backward = (
-        medians_ms({n: call for n, call in calls.items() if call is not None}, repeats=repeats, seconds=seconds)
-        for calls in ({n: c.forward for n, c in candidates.items()}, {n: c.backward for n, c in candidates.items()})
-    )
-    return {
-        name: {**each.row, "forward_ms": forward.get(name), "backward_ms": backward.get(name)}
-        for name, each in candidates.items()
-    }
+    rows = {name: {**each.row} for name, each in candidates.items()}
+    for way in ("forward", "backward"):
+        calls = {name: call for name, each in candidates.items() if (call := getattr(each, way)) is not None}
+        medians = medians_ms(calls, repeats=repeats, seconds=seconds)
+        for name, row in rows.items():
+            row[f"{way}_ms"] = medians.get(name)
+    return rows
 
 
 def keep(
@@ -140,6 +139,7 @@ def keep(
     *,
     say: Say,
     summary: Callable[[Columns], Metrics] = lambda columns: {},
+    ours: Callable[[str, str], bool] = lambda name, peer: False,
 ) -> list[Path]:
     """Measures, prints and saves one benchmark record per config, rewritten after every step that has rows for it.
 
@@ -147,72 +147,42 @@ def keep(
         configs: by record name.
         steps: rows by record and peer. An iterator: each step is measured when it is read.
         summary: the metrics of a record from its curves.
+        ours: (record, peer) -> whether a wrong result of the peer, a row with `right` False, is an error.
 
     Raises:
         FileExistsError: one of the records already exists; nothing is measured.
+        RuntimeError: one of our results was wrong; the records are kept.
     """
     for name, config in configs.items():
         records.expect_new(out, "benchmark", name, config)
     curves: dict[str, Columns] = {name: {} for name in configs}
     started: dict[str, datetime.datetime] = {}
     paths: dict[str, Path] = {}
-    metrics: dict[str, Metrics] = {}
+    wrong: list[str] = []
     begun = datetime.datetime.now(datetime.UTC)
     for step in steps:
         for name, rows in step.items():
             report(name, rows, say)
             for peer, row in rows.items():
                 append(curves[name], peer, row)
-            metrics[name] = summary(curves[name])
+                if row.get("right") is False and ours(name, peer):
+                    wrong.append(f"{name}, {peer}: at {row['length']} tokens {row['why_not']}")
             record = records.make(
                 "benchmark",
                 name,
                 config=configs[name],
-                metrics=metrics[name],
+                metrics=summary(curves[name]),
                 curves=by_length(curves[name]),
                 started=started.setdefault(name, begun),
             )
             paths[name] = records.grow(record, out)
         begun = datetime.datetime.now(datetime.UTC)
-    for name, figures in metrics.items():
-        if figures:
+    for name in paths:
+        if figures := summary(curves[name]):
             say(f"{name}: {figures_of(figures)}")
-    return [paths[name] for name in configs]
-
-
-def keep_right(
-    out: Path,
-    configs: Mapping[str, Config],
-    steps: Iterable[Mapping[str, Rows]],
-    *,
-    say: Say,
-    ours: Callable[[str, str], bool],
-    summary: Callable[[Columns], Metrics] = lambda columns: {},
-) -> list[Path]:
-    """`keep`, for rows that say in `right` whether their result is right.
-
-    Args:
-        ours: (record, peer) -> whether the peer is ours.
-
-    Raises:
-        RuntimeError: one of our results was wrong; the records are kept.
-    """
-    wrong: list[str] = []
-
-    def noted() -> Iterator[Mapping[str, Rows]]:
-        for step in steps:
-            rows = ((name, peer, row) for name, of_peers in step.items() for peer, row in of_peers.items())
-            wrong.extend(
-                f"{name}, {peer}: at {row['length']} tokens {row['why_not']}"
-                for name, peer, row in rows
-                if row.get("right") is False and ours(name, peer)
-            )
-            yield step
-
-    paths = keep(out, configs, noted(), say=say, summary=summary)
     if wrong:
         raise RuntimeError("; ".join(wrong))
-    return paths
+    return [paths[name] for name in configs]
 
 
 def keep_by_length(

@@ -46,6 +46,18 @@ def test_texts_and_compiled_layers_are_right(part: Part, tmp_path: Path) -> None
     assert_right(part, tmp_path)
 
 
+@pytest.mark.long
+def test_texts_share_one_folder_until_the_last_row(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    written: list[Path] = []
+    write = gpu_encoders.write_folder
+    monkeypatch.setattr(
+        gpu_encoders, "write_folder", lambda folder, *sizes: written.append(folder) or write(folder, *sizes)
+    )
+    assert_right(TEXTS, tmp_path)
+    (folder,) = written
+    assert not folder.exists()
+
+
 def test_every_part_is_run_on_demand() -> None:
     assert {part.name for part in ENCODERS} == {x.name for x in (LINEARS, MIXED, DOCUMENT, TEXTS, LINEARS_COMPILED)}
 

@@ -11,8 +11,9 @@ from alibi_lab.measure import gpu_jax
 from alibi_lab.measure import gpu_models as module
 from alibi_lab.measure.gpu_kernels import of_step
 from alibi_lab.measure.gpu_models import PARTS, gpu_models
-from alibi_lab.measure.gpu_parts import Calls, Case, Part, Truth, drawn
-from alibi_lab.measure.gpu_steps import padding, with_gates, with_slope
+from alibi_lab.measure.gpu_parts import Calls, Case, Part, drawn
+from alibi_lab.measure.gpu_steps import padding
+from alibi_lab.measure.gpu_truth import Truth, with_gates, with_slope
 from alibi_lab.measure.inputs import published_slopes
 from alibi_lab.measure.peers import Peer, dot_product_attention
 
@@ -161,8 +162,8 @@ def test_padding_fills_one_text_and_a_third_of_each_at_least() -> None:
 def test_operations_of_a_step_are_counted_per_step() -> None:
     x = torch.ones(50, 50)
     found = of_step(lambda: (x @ x).exp(), CPU)
-    assert found["aten::mm"].calls == found["aten::exp"].calls == 1
-    assert found["aten::mm"].ms > 0
+    assert found["aten::mm"]["calls"] == found["aten::exp"]["calls"] == 1
+    assert found["aten::mm"]["ms"] > 0
 
 
 @pytest.mark.parametrize(

@@ -28,9 +28,9 @@ from alibi_lab.measure.absent_device import absent_device
 from alibi_lab.measure.gpu import SHAPES
 from alibi_lab.measure.gpu_checks import CHECKED, arguments_of, end_at_once
 from alibi_lab.measure.gpu_decoding import DECODING, ROOM, Given
-from alibi_lab.measure.gpu_encoders import DOCUMENT, MIXED
+from alibi_lab.measure.gpu_encoders import DOCUMENT, ENCODER, MIXED
 from alibi_lab.measure.gpu_kernels import OF_KERNELS
-from alibi_lab.measure.gpu_networks import BLOOM_STEP, ENCODER
+from alibi_lab.measure.gpu_networks import BLOOM_STEP
 from alibi_lab.measure.gpu_parts import Case
 from alibi_lab.measure.gpu_rows import TOKENS
 from alibi_lab.measure.gpu_steps import GATED, PLAIN, WITH_MASK, padding
