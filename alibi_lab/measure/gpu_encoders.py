@@ -205,7 +205,7 @@ def texts(case: Case, device: torch.device) -> Calls:
         found = torch.cat((torch.from_numpy(model.encode(strings)), torch.from_numpy(chunks.vectors)))
         return row(found, "bfloat16", lambda: model.encode(strings))
 
-    dtypes = {"bf16": "bfloat16", **{kind: kind for kind in KINDS}}
+    dtypes: dict[str, str] = {"bf16": "bfloat16", **{kind: kind for kind in KINDS}}
     rows: Calls = {name: functools.partial(of_folder, dtype) for name, dtype in dtypes.items()}
     return {**rows, "sentence_transformer": of_sentence_transformer}
 

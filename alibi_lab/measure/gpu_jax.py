@@ -82,7 +82,7 @@ class Steps:
             attention = jax.block_until_ready(peer.prepare(*arrays, m))  # type: ignore[no-untyped-call]
             whole = functools.partial(step, attention, pulled, *arrays)
             output, gradients = jax.block_until_ready(whole())  # type: ignore[no-untyped-call]
-            row = judge(peer, [torch.from_dlpack(x).transpose(1, 2) for x in (output, *gradients)])
+            row = judge(peer, [torch.utils.dlpack.from_dlpack(x).transpose(1, 2) for x in (output, *gradients)])
             del output, gradients
             if row["right"]:
                 forward_ms = _milliseconds(functools.partial(forward, attention, *arrays))

@@ -25,15 +25,16 @@ COLUMNS = ("length", "batch", "ms", "calls", "scores", "tflops", "why_not")
 
 def kernels(case: Case, device: torch.device) -> Calls:
     """A row per kernel, ours and cuDNN's."""
-    *inputs, grad = drawn(case, device)
+    query, key, value, grad = drawn(case, device)
     slopes, calls = published_slopes(case.heads, device), Calls()
     ways = {"ours": ours_by("fused"), "cuDNN": causal_by(SDPBackend.CUDNN_ATTENTION)}
     for way in ways if case.length <= LONGEST_PEER and device.type == "cuda" else ("ours",):
-        attention = ways[way](*inputs, slopes)
-        for name, kernel in of_step(training_step(attention, inputs, grad), device).items():
+        step = training_step(ways[way](query, key, value, slopes), (query, key, value), grad)
+        for name, kernel in of_step(step, device).items():
             row: Row = {**kernel}
             if way == "ours" and name in PRODUCTS:
-                scores = computed_scores(*inputs, slopes, backend="fused", backward=name != "forward_kernel")
+                backward = name != "forward_kernel"
+                scores = computed_scores(query, key, value, slopes, backend="fused", backward=backward)
                 flops = 2 * PRODUCTS[name] * case.head_dim * scores
                 row |= {"scores": scores, "tflops": flops / kernel["ms"] / 1e9}
             calls[f"{way}: {name}"] = functools.partial(dict, row)

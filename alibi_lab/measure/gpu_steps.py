@@ -75,10 +75,11 @@ def padding(case: Case, device: torch.device) -> Tensor:
 
 
 def _causal_peers(inputs: list[Tensor], grad: Tensor, slopes: Tensor) -> Calls:
+    query, key, value = inputs
     truth = Truth.of(with_slope(0 * slopes, grad.shape[2]), inputs, grad)
     return {
-        **in_both_ways(causal(*inputs, slopes), inputs, grad, truth, SDPA),
-        **in_both_ways(causal_by(SDPBackend.CUDNN_ATTENTION)(*inputs, slopes), inputs, grad, truth, CUDNN),
+        **in_both_ways(causal(query, key, value, slopes), inputs, grad, truth, SDPA),
+        **in_both_ways(causal_by(SDPBackend.CUDNN_ATTENTION)(query, key, value, slopes), inputs, grad, truth, CUDNN),
     }
 
 
