@@ -15,6 +15,7 @@ If there are both, the result is the range that covers them (`union`).
 """
 
 import dataclasses
+import functools
 import math
 from typing import Literal
 
@@ -25,23 +26,10 @@ Array = NDArray[np.float64]
 Word = Literal["contradicted", "confirmed", "open"]
 
 # Student's t for two-sided 95 %, by degrees of freedom; between two entries the smaller number of degrees applies.
-T_95 = {
-    1: 12.706,
-    2: 4.303,
-    3: 3.182,
-    4: 2.776,
-    5: 2.571,
-    6: 2.447,
-    7: 2.365,
-    8: 2.306,
-    9: 2.262,
-    10: 2.228,
-    15: 2.131,
-    20: 2.086,
-    30: 2.042,
-    60: 2.0,
-}
+_FROM_1_TO_10 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
+T_95 = dict(enumerate(_FROM_1_TO_10, start=1)) | {15: 2.131, 20: 2.086, 30: 2.042, 60: 2.0}
 LEAST_PARTS = 3
+_none = functools.partial(np.empty, 0)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -55,9 +43,9 @@ class Paired:
         why_not: the reason why there are no parts.
     """
 
-    logs: Array
-    parts: Array
-    weights: Array
+    logs: Array = dataclasses.field(default_factory=_none)
+    parts: Array = dataclasses.field(default_factory=_none)
+    weights: Array = dataclasses.field(default_factory=_none)
     why_not: str = ""
 
 
@@ -68,6 +56,10 @@ class Interval:
     low: float
     high: float
     over: str
+
+    def to(self, low: float, high: float) -> "Interval":
+        """Other bounds, over the same samples."""
+        return dataclasses.replace(self, low=low, high=high)
 
 
 def seed_interval(pairs: Paired) -> Interval | None:
@@ -105,7 +97,7 @@ def interval(pairs: Paired) -> Interval | None:
 
 def as_ratio(bounds: Interval | None) -> Interval | None:
     """The interval of e to the power of the mean."""
-    return bounds and dataclasses.replace(bounds, low=exp(bounds.low), high=exp(bounds.high))
+    return bounds and bounds.to(exp(bounds.low), exp(bounds.high))
 
 
 def word_of(bounds: Interval, relation: Literal["below", "above"], threshold: float) -> Word:
@@ -118,27 +110,20 @@ def word_of(bounds: Interval, relation: Literal["below", "above"], threshold: fl
 def joined(parts: Array, tokens: Array, length: float) -> tuple[Array, Array]:
     """Parts and their shares, with neighbors joined until each has at least `length` tokens on average; possibly too few."""
     size = max(1, math.ceil(length * parts.size / tokens.sum()))
-    return _joined(parts, tokens / tokens.sum(), size) if parts.size >= size else (np.empty(0), np.empty(0))
-
-
-def student_t(degrees: int) -> float:
-    """The half-width of a 95 % interval in standard errors, for the next smaller number of degrees in the table."""
-    return T_95[max(entry for entry in T_95 if entry <= degrees)]
+    return _joined(parts, tokens / tokens.sum(), size) if parts.size >= size else (_none(), _none())
 
 
 def _interval(samples: list[tuple[Array, Array]], over: str) -> Interval | None:
     """The range that covers Student's intervals of the weighted means."""
-    bounds = [_mean_bounds(*sample) for sample in samples]
-    if not np.isfinite(bounds).all():
-        return None
-    return Interval(low=min(low for low, _ in bounds), high=max(high for _, high in bounds), over=over)
+    low, high = zip(*(_mean_bounds(*sample) for sample in samples), strict=True)
+    return Interval(low=min(low), high=max(high), over=over) if np.isfinite([low, high]).all() else None
 
 
 def _mean_bounds(values: Array, weights: Array) -> tuple[float, float]:
     """Student's interval of the weighted mean of independent values."""
     count, mean = len(values), float(weights @ values)
     variance = count / (count - 1) * float(weights**2 @ (values - mean) ** 2)
-    half = student_t(count - 1) * math.sqrt(variance)
+    half = T_95[max(degrees for degrees in T_95 if degrees < count)] * math.sqrt(variance)
     return mean - half, mean + half
 
 

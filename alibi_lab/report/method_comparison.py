@@ -20,13 +20,20 @@ import numpy as np
 
 from alibi_lab.records import Record
 from alibi_lab.report.intervals import Array, Interval, Paired, as_ratio, exp, mean_interval, word_of
-from alibi_lab.report.series import Series, Study, flat, numbers, seed_of, sequence
+from alibi_lab.report.series import Series, Study, column_by, flat, numbers, seed_of, sequence
 
 RECIPE = "referee"
 SOLVED = 0.9
 # The share of correct guesses among the symbols that can be an answer.
 CHANCE = {"mqar": 1 / 16, "needles": 1 / 16, "copy": 1 / 63, "flip-flop": 1 / 2}
 TITLES = {"mqar": "associative recall", "needles": "needles", "copy": "copying", "flip-flop": "one bit (flip-flop)"}
+_TEXT = (
+    "by_length",
+    "by_part",
+    "sliding_nats",
+    "tokens",
+    -1.0,
+)  # the curves and columns of a text, and the sign of its losses
 
 Level = Literal["solved", "not solved", "open"]
 
@@ -89,9 +96,9 @@ class Measured:
 def comparisons(studies: Iterable[Study]) -> list[list[Task]]:
     """The tasks of each comparison: studies of the recipe with equal models, trainings and lengths; texts first."""
     found: dict[str, list[Task]] = {}
-    for study in studies:
+    for study in filter(is_compared, studies):
         by_shape: dict[str, list[Series]] = {}
-        for series in study.series if is_compared(study) else ():
+        for series in study.series:
             by_shape.setdefault(_shape(series), []).append(series)
         for shape, own in by_shape.items():
             task = _task(dataclasses.replace(study, series=tuple(own)))
@@ -133,18 +140,14 @@ def compared(one: Scores, other: Scores | None = None) -> Measured:
     seeds = _differences(one, other)
     if not seeds:
         return Measured(math.nan, None)
-    logs = np.array(list(seeds.values()))
-    parts: Array = np.empty(0)
-    weights: Array = np.empty(0)
+    pairs = Paired(logs=np.array(list(seeds.values())))
     sizes = {side.parts[seed].size for side in (one, other) if side for seed in seeds}
     if sizes == {one.weights.size} and one.weights.sum() > 0:
         parts = np.mean([one.parts[seed] - (other.parts[seed] if other else 0.0) for seed in seeds], axis=0)
-        weights = one.weights / one.weights.sum()
-    bounds = mean_interval(Paired(logs=logs, parts=parts, weights=weights), parts="parts of the documents")
-    value = float(logs.mean())
+        pairs = dataclasses.replace(pairs, parts=parts, weights=one.weights / one.weights.sum())
+    value, bounds = float(pairs.logs.mean()), mean_interval(pairs, parts="parts of the documents")
     if bounds is not None:
-        low, high = min(bounds.low, value - one.least), max(bounds.high, value + one.least)
-        bounds = dataclasses.replace(bounds, low=low, high=high)
+        bounds = bounds.to(min(bounds.low, value - one.least), max(bounds.high, value + one.least))
     return Measured(value, bounds)
 
 
@@ -156,15 +159,26 @@ def _differences(one: Scores, other: Scores | None) -> dict[int, float]:
 
 def measured(task: Task, method: str, length: int) -> Measured:
     """The share of correct answers, or the perplexity divided by the lowest one at the trained length (on the same tokens)."""
-    own = scores(task, method, length)
-    return _share(compared(own)) if task.name else _ratio(compared(own, scores(task, task.best, task.lengths[0])))
+    return _shown(task, compared(*_sides(task, method, length)))
 
 
 def by_seed(task: Task, method: str, length: int) -> list[Measured]:
     """`measured` for each seed, without intervals."""
-    own, best = scores(task, method, length), scores(task, task.best, task.lengths[0])
-    found = [Measured(value, None) for value in _differences(own, None if task.name else best).values()]
-    return found if task.name else [_ratio(one) for one in found]
+    return [_shown(task, Measured(value, None)) for value in _differences(*_sides(task, method, length)).values()]
+
+
+def _sides(task: Task, method: str, length: int) -> tuple[Scores, Scores | None]:
+    """The scores of a method, and those that they are relative to."""
+    best = None if task.name else scores(task, task.best, task.lengths[0])
+    return scores(task, method, length), best
+
+
+def _shown(task: Task, found: Measured) -> Measured:
+    """A share with its interval between 0 and 1, or the ratio of perplexities from a difference of negative losses."""
+    bounds = found.interval
+    if task.name:
+        return Measured(found.value, bounds and bounds.to(max(bounds.low, 0.0), min(bounds.high, 1.0)))
+    return Measured(exp(-found.value), as_ratio(bounds and bounds.to(-bounds.high, -bounds.low)))
 
 
 def level(found: Measured) -> Level:
@@ -191,14 +205,11 @@ def says_nothing(task: Task, found: Measured) -> bool:
 
 def rank(task: Task, method: str, length: int, others: Sequence[str]) -> tuple[int, int] | None:
     """The best and the worst possible rank: after all significantly better and before all significantly worse methods."""
-    own = scores(task, method, length)
-    if not own.seeds:
-        return None
-    against = [(other, scores(task, other, length)) for other in others if other != method]
-    found = [compared(own, theirs).interval for _, theirs in against if theirs.seeds]
+    own, *against = (scores(task, one, length) for one in (method, *(other for other in others if other != method)))
+    found = [compared(own, theirs).interval for theirs in against if theirs.seeds]
     better = sum(bounds is not None and bounds.high < 0 for bounds in found)
     worse = sum(bounds is not None and bounds.low > 0 for bounds in found)
-    return 1 + better, 1 + len(found) - worse
+    return (1 + better, 1 + len(found) - worse) if own.seeds else None
 
 
 def dropped_beats_alibi(tasks: Sequence[Task]) -> str:
@@ -237,28 +248,22 @@ def _task(study: Study) -> Task:
     plain = [series for series in study.series if series.stretch == "none"]
     least = 3 / documents if name else 0.0
     found = {(series.method, at): _scores(series, name, at, least) for series in plain for at in ends}
-    means = {series.method: found[series.method, ends[0]].mean for series in plain}
+    means = {series.method: found[series.method, ends[0]].mean for series in plain if not name}
     known = [method for method, mean in means.items() if math.isfinite(mean)]
-    return Task(name, title, study, found, "" if name else max(known, key=means.__getitem__, default=""))
+    return Task(name, title, study, found, max(known, key=means.__getitem__, default=""))
 
 
 def _scores(series: Series, task: str, length: int, least: float) -> Scores:
-    by_length, by_part, column, count, sign = (
-        (task, f"{task}_by_part", "accuracy", "answers", 1.0)
-        if task
-        else ("by_length", "by_part", "sliding_nats", "tokens", -1.0)
-    )
+    by_length, by_part, column, count, sign = (task, f"{task}_by_part", "accuracy", "answers", 1.0) if task else _TEXT
     seeds: dict[int, float] = {}
     parts: dict[int, Array] = {}
     weights: Array = np.empty(0)
     for record in series.evaluations:
-        values = dict(zip(numbers(record, by_length, "length"), numbers(record, by_length, column), strict=True))
-        if not math.isfinite(values.get(length, math.nan)):
-            continue
-        seed = seed_of(record)
-        at, shares, counts = (np.array(numbers(record, by_part, name)) for name in ("length", column, count))
-        seeds[seed] = sign * values[length]
-        parts[seed], weights = sign * shares[at == length], counts[at == length]
+        seed, value = seed_of(record), column_by(record, by_length, "length", column).get(length, math.nan)
+        if math.isfinite(value):
+            at, shares, counts = (np.array(numbers(record, by_part, name)) for name in ("length", column, count))
+            seeds[seed] = sign * value
+            parts[seed], weights = sign * shares[at == length], counts[at == length]
     return Scores(seeds, parts, weights, least)
 
 
@@ -268,15 +273,3 @@ def _shape(series: Series) -> str:
     may_differ = ("model.method", "model.vocab_size", "train.seed")
     names = (name for name in config if name.startswith(("model.", "train.")) and name not in may_differ)
     return repr([(name, config[name]) for name in sorted(names)])
-
-
-def _share(found: Measured) -> Measured:
-    bounds = found.interval
-    low, high = (max(bounds.low, 0.0), min(bounds.high, 1.0)) if bounds else (0.0, 1.0)
-    return Measured(found.value, bounds and dataclasses.replace(bounds, low=low, high=high))
-
-
-def _ratio(found: Measured) -> Measured:
-    """The ratio of perplexities, from a difference of scores (negative losses)."""
-    bounds = found.interval and dataclasses.replace(found.interval, low=-found.interval.high, high=-found.interval.low)
-    return Measured(exp(-found.value), as_ratio(bounds))

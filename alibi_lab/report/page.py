@@ -46,19 +46,10 @@ MOST_OPEN = 8  # on a page with more sections, each section is folded under its 
 Find: TypeAlias = Callable[[Archive], Sequence[Any]]
 Draw: TypeAlias = Callable[[Any, int, Archive], Section]
 
-SECTIONS: tuple[tuple[Find, Draw], ...] = (
-    (claims.find, claims.draw),
-    (paper_item.find, paper_item.draw),
-    (evidence.find, evidence.draw),
-    (method_comparison.find, method_comparison.draw),
-    (study.find, study.draw),
-    (alibi_heads.find, alibi_heads.draw),
-    (trained_heads.find, trained_heads.draw),
-    (head_maps.find, head_maps.draw),
-    (rollouts.find, rollouts.draw),
-    (long_texts.find, long_texts.draw),
-    (benchmark.find, benchmark.draw),
-)
+_OF_THE_PAPER = (claims, paper_item, evidence)
+_OF_MODELS = (method_comparison, study, alibi_heads, trained_heads, head_maps, rollouts)
+_OF_SPEED = (long_texts, benchmark)
+SECTIONS: Sequence[tuple[Find, Draw]] = [(x.find, x.draw) for x in (*_OF_THE_PAPER, *_OF_MODELS, *_OF_SPEED)]
 
 
 def write_report(records: Sequence[Record], path: Path, *, title: str = TITLE, question: str | None = None) -> Path:

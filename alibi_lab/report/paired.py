@@ -4,6 +4,7 @@ A term is a number with a sign: ln of the product of numbers divided by the prod
 Next: `verdicts.py` for the paper's claims; `intervals.py` for the intervals.
 """
 
+import functools
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -12,7 +13,7 @@ import numpy as np
 
 from alibi_lab.records import Record
 from alibi_lab.report.intervals import LEAST_PARTS, Array, Paired, joined, mean_interval
-from alibi_lab.report.series import Mode, Series, numbers, section, seed_of, sequence
+from alibi_lab.report.series import Mode, Series, column_by, numbers, section, seed_of, sequence
 
 
 class Term(NamedTuple):
@@ -23,32 +24,27 @@ class Term(NamedTuple):
     length: float | None
 
 
-def by_part(terms: Sequence[Term], seeds: Sequence[int], logs: Array, column: str) -> Paired:
+def by_part(terms: Sequence[Term], logs: Mapping[int, float], column: str) -> Paired:
     """The sums of the terms by part of the text, with neighbors joined until a part is as long as the longest context.
 
     Args:
-        logs: [S], the same sums over the whole text, by seed.
+        logs: the same sums over the whole text, by seed.
         column: the losses of a part, in nats.
     """
-    ran = [term.records[seed] for term in terms for seed in seeds]
+    pairs = functools.partial(Paired, logs=np.array([*logs.values()]))
+    ran = [term.records[seed] for term in terms for seed in logs]
     if len({_scored(one) for one in ran}) > 1:
-        return without_parts("the models were not tested on the same tokens", logs)
-    parts = [[term.sign * _parts(term.records[seed], term.length, column) for term in terms] for seed in seeds]
+        return pairs(why_not="the models were not tested on the same tokens")
+    parts = [[term.sign * _parts(term.records[seed], term.length, column) for term in terms] for seed in logs]
     tokens, longest = _parts(ran[0], terms[0].length, "tokens"), max(term.length or 0.0 for term in terms)
     if len({part.size for of_seed in parts for part in of_seed} | {tokens.size}) > 1 or not tokens.sum() > 0:
-        return without_parts("the evaluations keep no losses by part of the text", logs)
+        return pairs(why_not="the evaluations keep no losses by part of the text")
     differences = np.mean([np.sum(of_seed, axis=0) for of_seed in parts], axis=0)
     values, weights = joined(differences, tokens, longest)
     if values.size < LEAST_PARTS:
         reason = f"the {tokens.sum():,.0f} scored tokens have fewer than three parts as long as the context of {longest:,.0f}"
-        return without_parts(reason, logs)
-    return Paired(logs=logs, parts=values, weights=weights)
-
-
-def without_parts(why_not: str, logs: Array | None = None) -> Paired:
-    """The differences by seed alone, with the reason."""
-    empty = np.empty(0)
-    return Paired(logs=empty if logs is None else logs, parts=empty, weights=empty, why_not=why_not)
+        return pairs(why_not=reason)
+    return pairs(parts=values, weights=weights)
 
 
 def change(series: Series, mode: Mode, *, to: int | None = None) -> Paired | None:
@@ -59,16 +55,10 @@ def change(series: Series, mode: Mode, *, to: int | None = None) -> Paired | Non
         return None
     start, end, column = ends[0], to or ends[1], f"{mode}_nats"
     by_seed = {seed_of(record): record for record in series.evaluations}
-    losses = {
-        seed: dict(zip(numbers(record, "by_length", "length"), numbers(record, "by_length", column), strict=True))
-        for seed, record in by_seed.items()
-    }
-    differences = {seed: at.get(end, math.nan) - at.get(start, math.nan) for seed, at in losses.items()}
-    seeds = [seed for seed, value in differences.items() if math.isfinite(value)]
-    if not seeds:
-        return None
-    terms = [Term(1.0, by_seed, end), Term(-1.0, by_seed, start)]
-    return by_part(terms, seeds, np.array([differences[seed] for seed in seeds]), column)
+    losses = {seed: column_by(record, "by_length", "length", column) for seed, record in by_seed.items()}
+    logs = {seed: at.get(end, math.nan) - at.get(start, math.nan) for seed, at in losses.items()}
+    logs = {seed: value for seed, value in logs.items() if math.isfinite(value)}
+    return by_part([Term(1.0, by_seed, end), Term(-1.0, by_seed, start)], logs, column) if logs else None
 
 
 def first_worse(series: Series, mode: Mode) -> tuple[int, int | None] | None:
@@ -81,10 +71,8 @@ def first_worse(series: Series, mode: Mode) -> tuple[int, int | None] | None:
     bounds = [pairs and mean_interval(pairs) for pairs in (change(series, mode, to=length) for length in tested)]
     if not any(bounds):
         return None
-    before = [ends[0], *tested]
-    worse = (place for place, bound in enumerate(bounds) if bound and bound.low > 0)
-    place = next(worse, None)
-    return (before[-1], None) if place is None else (before[place], tested[place])
+    place = next((place for place, bound in enumerate(bounds) if bound and bound.low > 0), len(tested))
+    return [ends[0], *tested][place], [*tested, None][place]
 
 
 def _parts(record: Record, length: float | None, name: str) -> Array:

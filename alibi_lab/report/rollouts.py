@@ -105,26 +105,20 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     plain, alibi = of_method.get("none", []), of_method.get("alibi", [])
     found = []
     if plain:
-        last = depths(plain[0], PLAIN)[-1]
-        found.append(
-            _judged(
-                f"under a causal mask alone the first token's share of accumulated attention rises from layer 1 to {last:.0f} "
-                "(theorem 4.1)",
-                "above",
-                [(_logs(record, last), _logs(record, depths(record, PLAIN)[0])) for record in plain],
-            )
+        first, last = depths(plain[0], PLAIN)[[0, -1]]
+        says = (
+            f"under a causal mask alone the first token's share of accumulated attention rises from layer 1 to {last:.0f} "
+            "(theorem 4.1)"
         )
+        found.append(_judged(says, "above", [(_logs(record, last), _logs(record, first)) for record in plain]))
     pairs = [(one, other) for one in alibi for other in plain if _fits(one, other)]
     if pairs:
         last = depths(alibi[0], PLAIN)[-1]
-        found.append(
-            _judged(
-                f"a decay with the distance keeps it lower: after {last:.0f} layers ALiBi's share is below that without "
-                "positions (theorem 4.5)",
-                "below",
-                [(_logs(one, last), _logs(other, last)) for one, other in pairs],
-            )
+        says = (
+            f"a decay with the distance keeps it lower: after {last:.0f} layers ALiBi's share is below that without "
+            "positions (theorem 4.5)"
         )
+        found.append(_judged(says, "below", [(_logs(one, last), _logs(other, last)) for one, other in pairs]))
     return found
 
 

@@ -1,6 +1,6 @@
 """The sections of the page, as data. `blocks.html` renders them to HTML; `page.py` lists the sections.
 
-To add a section, write a file in `sections/` with two functions and add the row `(find, draw)` to `SECTIONS` in `page.py`:
+To add a section, write a file in `sections/` with two functions and add it to `SECTIONS` in `page.py`:
 
     find(archive)                the entries to draw, one per section of the page; an empty list if there are none
     draw(entry, number, archive) the Section of one entry; `number` is the entry's index and keeps anchors unique
@@ -68,9 +68,9 @@ class Numbers(NamedTuple):
 
 
 class Facts(NamedTuple):
-    """Names with their values."""
+    """Names with their values, a text or several; names without a value are left out."""
 
-    rows: Sequence[tuple[str, Sequence[str]]]
+    rows: Iterable[tuple[str, str | Sequence[str]]]
 
 
 class Items(NamedTuple):

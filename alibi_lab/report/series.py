@@ -67,7 +67,7 @@ class Series:
         """Two columns of a curve: x [points] ascending, y [seeds, points], NaN if a seed has no such point or the
         value exceeds `most`."""
         records = self.trainings if curve in ("training", "validation") else self.evaluations
-        found = [dict(zip(numbers(r, curve, x), numbers(r, curve, y), strict=True)) for r in records]
+        found = [column_by(record, curve, x, y) for record in records]
         points = sorted({point for column in found for point in column if math.isfinite(point)})
         rows = [[column.get(point, math.nan) for point in points] for column in found]
         values = np.array(rows, dtype=np.float64).reshape(len(found), len(points))
@@ -197,14 +197,14 @@ def seed_of(record: Record) -> int:
     return field(record, "train", "seed", 0)
 
 
-def recipe_of(record: Record) -> str:
-    """The recipe that made a record, the first part of its name."""
-    return record.name.partition("/")[0]
-
-
 def numbers(record: Record, curve: str, column: str) -> list[float]:
     """A column of a curve as floats, NaN for null. A missing column is all NaN."""
     return floats(record.curves.get(curve, {}), column)
+
+
+def column_by(record: Record, curve: str, x: str, y: str) -> dict[float, float]:
+    """A column of a curve by the values of another."""
+    return dict(zip(numbers(record, curve, x), numbers(record, curve, y), strict=True))
 
 
 def floats(columns: Mapping[str, Sequence[Json]], name: str) -> list[float]:
@@ -280,8 +280,8 @@ def _stretch(record: Record) -> str:
 
 
 def _key(record: Record) -> tuple[str, str]:
-    """The key that all seeds of a run share: its recipe, and its config without the evaluation."""
-    return recipe_of(record), _text(_without_seed({key: record.config.get(key) for key in _RUN}))
+    """The key that all seeds of a run share: its recipe (the first part of the name), and its config without the evaluation."""
+    return record.name.partition("/")[0], _text(_without_seed({key: record.config.get(key) for key in _RUN}))
 
 
 def _without_seed(config: Mapping[str, Json]) -> dict[str, Json]:

@@ -11,7 +11,7 @@ from alibi_lab.report import answers
 from alibi_lab.report.answers import item_name, recorded
 from alibi_lab.report.claims import Number
 from alibi_lab.report.published import method_of, trained_length
-from alibi_lab.report.series import numbers, section, seed_of, sequence
+from alibi_lab.report.series import column_by, numbers, section, seed_of, sequence
 
 # The metric that a column of speed or memory is read from, by kind of record.
 METRICS = {
@@ -84,11 +84,11 @@ class Sources:
         if number.column in METRICS:
             return _log(record.metrics.get(METRICS[number.column][record.kind]))
         if self.equal_time:
-            points = zip(numbers(record, "validation", "seconds"), numbers(record, "validation", "nats"), strict=True)
-            return next((nats for seconds, nats in reversed(list(points)) if seconds <= end), math.nan)
+            points = column_by(record, "validation", "seconds", "nats").items()
+            return next((nats for seconds, nats in reversed(points) if seconds <= end), math.nan)
         speed = number.column == "tokens_per_second"
-        columns = (numbers(record, "by_length", name) for name in ("length", number.column if speed else f"{way}_nats"))
-        value = dict(zip(*columns, strict=True)).get(self.our_length(number) or 0.0, math.nan)
+        column = column_by(record, "by_length", "length", number.column if speed else f"{way}_nats")
+        value = column.get(self.our_length(number) or 0.0, math.nan)
         return _log(value) if speed else value
 
     def _of_model(self, number: Number) -> list[Record]:

@@ -24,7 +24,7 @@ from alibi_lab.report import answers, intervals
 from alibi_lab.report.answers import Column, item_name, item_of, published, recorded
 from alibi_lab.report.claims import CLAIMS, Claim, Number
 from alibi_lab.report.intervals import Interval, Paired, Word, as_ratio, union, word_of
-from alibi_lab.report.paired import Term, by_part, without_parts
+from alibi_lab.report.paired import Term, by_part
 from alibi_lab.report.sources import METRICS, Sources
 
 
@@ -72,23 +72,22 @@ def all_verdicts(records: Sequence[Record], by_identity: Mapping[str, Record]) -
 
 def paired(sources: Sources, over: Sequence[Number], under: Sequence[Number], *, way: str) -> Paired:
     """ln of (the product of `over` / the product of `under`), by seed and by part of the text; `way` as in `answers.way_of`."""
-    found = [sources.by_seed(number) for number in (*over, *under)]
+    named, signs = (*over, *under), [1.0] * len(over) + [-1.0] * len(under)
+    found = [sources.by_seed(number) for number in named]
     seeds = sorted(set.intersection(*map(set, found)))
     if not seeds:
         where = "are not among these records" if sources.missing else "are not named by the answer"
-        return without_parts(f"its evaluations {where}")
-    signs, named = [1.0] * len(over) + [-1.0] * len(under), (*over, *under)
-    pairs = ([(number, by_seed[seed]) for number, by_seed in zip(named, found, strict=True)] for seed in seeds)
-    logs = np.array([float(np.dot(signs, sources.logs(numbers_of_seed, way))) for numbers_of_seed in pairs])
+        return Paired(why_not=f"its evaluations {where}")
+    terms = [Term(sign, of, sources.our_length(one)) for sign, of, one in zip(signs, found, named, strict=True)]
+    read = {seed: [(one, of[seed]) for one, of in zip(named, found, strict=True)] for seed in seeds}
+    logs = {seed: float(np.dot(signs, sources.logs(pairs, way))) for seed, pairs in read.items()}
     if any("perplexity" not in number.column for number in named):
-        return without_parts("measured once, so the influence of chance is unknown", logs)
-    if sources.equal_time:
-        return without_parts("validations during training keep no losses by part of the text", logs)
-    terms = [
-        Term(sign, by_seed, sources.our_length(number))
-        for sign, by_seed, number in zip(signs, found, named, strict=True)
-    ]
-    return by_part(terms, seeds, logs, f"{way}_nats")
+        why_not = "measured once, so the influence of chance is unknown"
+    elif sources.equal_time:
+        why_not = "validations during training keep no losses by part of the text"
+    else:
+        return by_part(terms, logs, f"{way}_nats")
+    return Paired(logs=np.array([*logs.values()]), why_not=why_not)
 
 
 def _verdict(claim: Claim, sources: Sources) -> Verdict:

@@ -4,7 +4,7 @@ from markupsafe import Markup
 
 from alibi_attn import alibi_slopes
 from alibi_lab.report.plots import bias
-from alibi_lab.report.section import Archive, Group, Numbers, Section, Text, pictures
+from alibi_lab.report.section import Archive, Block, Group, Numbers, Section, Text, pictures
 from alibi_lab.report.series import Study, flat
 from alibi_lab.report.tables.heads import head_rows
 from alibi_lab.report.tables.table import text_table
@@ -40,10 +40,5 @@ def draw(heads: tuple[int, int], number: int, archive: Archive) -> Section:
     rows = [(*row, nats) for row, nats in zip(head_rows(count), biases, strict=True)]
     table = Numbers(text_table((*_COLUMNS, f"nats at {length:,} tokens"), rows), label="Slopes")
     several = f": {count}" if len(find(archive)) > 1 else ""
-    return Section(
-        anchor=f"heads{count}",
-        group="",
-        title="",
-        heading=f"The heads of ALiBi{several}",
-        blocks=[Text(text), Group("panels heads", [Group("", [grid, table]), factors])],
-    )
+    blocks: list[Block] = [Text(text), Group("panels heads", [Group("", [grid, table]), factors])]
+    return Section(f"heads{count}", "", "", blocks, heading=f"The heads of ALiBi{several}")

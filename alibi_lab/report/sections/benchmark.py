@@ -3,7 +3,7 @@
 from alibi_lab.records import Record
 from alibi_lab.report.plots import benchmark as plots
 from alibi_lab.report.plots.drawing import Plot
-from alibi_lab.report.section import Archive, Facts, Numbers, Section, Text, aged, code, panels
+from alibi_lab.report.section import Archive, Block, Facts, Numbers, Section, Text, aged, code, panels
 from alibi_lab.report.tables.table import text_table
 
 
@@ -14,29 +14,23 @@ def find(archive: Archive) -> list[Record]:
 
 def draw(record: Record, number: int, archive: Archive) -> Section:
     """Two pictures, the ratios, and the record's other facts."""
-    name = f"b{number}"
     lengths, rows = plots.ratio_table(record)
     description = f"Time against length of {', '.join(label for label, _ in rows)}; the table below has the ratios."
     caption = "Lower is better. A peer's line ends where it needs too much memory or time."
     drawn = [Plot("", caption, plots.times_by_length(record), description)]
     memory = plots.memory_by_length(record)
-    if memory is not None:
-        drawn.append(Plot("", "Peak memory.", memory, "Peak memory against length."))
+    drawn += [Plot("", "Peak memory.", memory, "Peak memory against length.")] if memory else []
     table = text_table(("time relative to ours", *lengths), [(label, *cells) for label, cells in rows])
-    facts = [(key, [value]) for key, value in plots.facts(record)]
+    heading = f"Benchmark {record.name}"
+    blocks: list[Block] = [
+        Text("Times are forward plus backward if both were measured."),
+        *aged([record]),
+        *panels(drawn, f"b{number}"),
+        Numbers(table, label=f"Ratios of benchmark {record.name}"),
+        Facts([*plots.facts(record), ("command", code(record.command))]),
+    ]
+    found = plots.finding(record) if record is max(find(archive), key=plots.timings) else ""
+    name = record.name
     return Section(
-        anchor=name,
-        group="Benchmarks",
-        title=record.name,
-        heading=f"Benchmark {record.name}",
-        records=[record],
-        finding=plots.finding(record) if record is max(find(archive), key=plots.timings) else "",
-        lead=drawn[0],
-        blocks=[
-            Text("Times are forward plus backward if both were measured."),
-            *aged([record]),
-            *panels(drawn, name),
-            Numbers(table, label=f"Ratios of benchmark {record.name}"),
-            Facts([*facts, ("command", [code(record.command)])]),
-        ],
+        f"b{number}", "Benchmarks", name, blocks, heading=heading, records=[record], finding=found, lead=drawn[0]
     )

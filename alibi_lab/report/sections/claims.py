@@ -9,11 +9,12 @@ from alibi_lab.records import Record
 from alibi_lab.report import answers, rollouts, verdicts
 from alibi_lab.report.intervals import Interval
 from alibi_lab.report.plots import paper_items
-from alibi_lab.report.section import Archive, Numbers, Section, Text
+from alibi_lab.report.section import Archive, Block, Numbers, Section, Text
 from alibi_lab.report.sections import paper_item
 from alibi_lab.report.sources import Sources
 from alibi_lab.report.tables.cost import model_sizes
-from alibi_lab.report.tables.table import Block, Cell, Row, Table
+from alibi_lab.report.tables.table import Block as Rows
+from alibi_lab.report.tables.table import Cell, Row, Table
 from alibi_lab.report.tables.verdicts import because, counted, interval_text, ratio_text, why
 from alibi_lab.report.verdicts import Verdict
 
@@ -43,41 +44,24 @@ def draw(judged: Sequence[tuple[Record, Verdict]], number: int, archive: Archive
             "are not corrected for multiple comparisons: of twenty decided claims, one may be wrong by chance."
         )
     )
-    tables = [
-        Numbers(
-            Table(_COLUMNS, (Block("", tuple(_row(*one, anchors) for one in members)),), corner="claim"),
-            caption=Markup("<h3>At scale {}</h3>{}.{}").format(
-                scale, counted([verdict for _, verdict in members]), _size(members, archive)
-            ),
-            label=f"The paper's claims at scale {scale}",
-            css="text claims",
-        )
-        for scale, members in by_scale.items()
-    ] + _of_others(archive.records)
-    about = "each contradicted, confirmed or open"
+    counts = {scale: counted([verdict for _, verdict in members]) for scale, members in by_scale.items()}
+    blocks: list[Block] = [introduction]
+    for scale, members in by_scale.items():
+        caption = Markup("<h3>At scale {}</h3>{}.{}").format(scale, counts[scale], _size(members, archive))
+        blocks.append(_table([_row(*one, anchors) for one in members], caption, f"The paper's claims at scale {scale}"))
+    blocks += _of_others(archive.records)
     rows = (paper_items.pictures(record, archive.by_identity) for record in paper_item.find(archive))
-    pictures = (plot for several in rows for row in several for plot in row)
-    counts = ((scale, counted([verdict for _, verdict in members])) for scale, members in by_scale.items())
-    found = "; ".join(f"at scale {scale}: {count}" for scale, count in counts)
-    return Section(
-        anchor="claims",
-        group=paper_item.GROUP,
-        title="The paper's claims",
-        blocks=[introduction, *tables],
-        heading="The paper's claims",
-        about=about,
-        finding=f"Of the paper's claims, {found}." if found else "",
-        lead=next(pictures, None),
-    )
+    lead = next((plot for several in rows for row in several for plot in row), None)
+    found = "; ".join(f"at scale {scale}: {count}" for scale, count in counts.items())
+    found, title = f"Of the paper's claims, {found}." if found else "", "The paper's claims"
+    about = "each contradicted, confirmed or open"
+    return Section("claims", paper_item.GROUP, title, blocks, heading=title, about=about, finding=found, lead=lead)
 
 
 def _of_others(records: Sequence[Record]) -> list[Numbers]:
     """The table of the claims of `rollouts.py`; an empty list if none was measured."""
-    judged = rollouts.claims(records)
-    if not judged:
-        return []
-    rows = []
-    for claim in judged:
+    rows: list[Row] = []
+    for claim in rollouts.claims(records):
         label = Markup('<a href="#rollout">Wu et al.</a> {}').format(claim.says)
         reason = f"over {claim.bounds.over}" if claim.bounds else "no interval"
         rows.append((label, "", _cells(claim.word, claim.ours, claim.bounds, math.nan, claim.condition, reason)))
@@ -85,8 +69,11 @@ def _of_others(records: Sequence[Record]) -> list[Numbers]:
         "<h3>Position bias through the layers</h3>Claims of Wu, Wang, Jegelka and Jadbabaie 2025 (arXiv:2502.01951), as ratios "
         "of shares of accumulated attention in trained models."
     )
-    table = Table(_COLUMNS, (Block("", tuple(rows)),), corner="claim")
-    return [Numbers(table, caption=caption, label="Claims about position bias", css="text claims")]
+    return [_table(rows, caption, "Claims about position bias")] if rows else []
+
+
+def _table(rows: Sequence[Row], caption: str, label: str) -> Numbers:
+    return Numbers(Table(_COLUMNS, [Rows("", rows)], corner="claim"), caption, label, css="text claims")
 
 
 def _size(members: Sequence[tuple[Record, Verdict]], archive: Archive) -> str:
@@ -107,7 +94,7 @@ def _row(record: Record, verdict: Verdict, anchors: dict[int, str]) -> Row:
 
 def _cells(
     word: str, ours: float, bounds: Interval | None, paper: float, condition: str, reason: str
-) -> tuple[Cell, ...]:
+) -> Sequence[Cell]:
     """The cells of `_COLUMNS`."""
     numbers = (ratio_text(ours), interval_text(bounds), ratio_text(paper), condition)
     return Cell(word, css=f"verdict {word}"), *map(Cell, numbers), Cell(reason, css="why")

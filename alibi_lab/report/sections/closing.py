@@ -45,16 +45,15 @@ def provenance(archive: Archive) -> list[Section]:
         return []
     packages = (", ".join(f"{name} {version}" for name, version in sorted(r.versions.items())) for r in records)
     days = sorted({record.started[:10] for record in records if record.started})
-    facts: dict[str, Sequence[str]] = {
+    facts: dict[str, str | Sequence[str]] = {
         "machine": _machines(records),
         "versions": [text for text in dict.fromkeys(packages) if text],
         "commit": [code(text) for text in dict.fromkeys(r.commit for r in records if r.commit)],
         "command": [code(text) for text in dict.fromkeys(r.command for r in records if r.command)],
-        "run on": [days[0] if days[0] == days[-1] else f"{days[0]} to {days[-1]}"] if days else [],
-        "time": [f"{sum(r.seconds for r in records):,.0f} s in {len(records)} records"],
+        "run on": " to ".join(dict.fromkeys(days[:1] + days[-1:])),
+        "time": f"{sum(r.seconds for r in records):,.0f} s in {len(records)} records",
     }
-    known = Facts([(name, values) for name, values in facts.items() if values])
-    return [Section("provenance", "", "", [known], heading="Provenance")]
+    return [Section("provenance", "", "", [Facts(facts.items())], heading="Provenance")]
 
 
 def record_list(archive: Archive, sections: Sequence[Section]) -> Section:

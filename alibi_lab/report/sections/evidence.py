@@ -25,22 +25,17 @@ def draw(studies: Sequence[Study], index: int, archive: Archive) -> Section:
     for study in studies:
         rows = blocks.setdefault(f"{study.recipe} on {study.corpus.get('name', 'its text')}", [])
         rows += [(_label(series), variable_of(series.method), _cells(study, series)) for series in study.series]
-    table = Table(_COLUMNS, tuple(Block(title, tuple(rows)) for title, rows in blocks.items()))
+    table = Table(_COLUMNS, [Block(title, rows) for title, rows in blocks.items()])
     text = (
         "The figures above are computed from these records. Perplexities are for nonoverlapping windows, at the shortest and the "
         "longest length of each test."
     )
     # A training is in the study of each of its tests.
     records = list({id(record): record for study in studies for record in study.records}.values())
-    return Section(
-        anchor="evidence",
-        group="Sources of the paper's items",
-        title="Trainings and tests",
-        about=count_of(records),
-        heading="Trainings and tests used for the paper's items",
-        records=records,
-        blocks=[Text(text), Group("evidence", [Numbers(table, "One row per configuration and test.")])],
-    )
+    numbers = Group("evidence", [Numbers(table, "One row per configuration and test.")])
+    group, title = "Sources of the paper's items", "Trainings and tests"
+    heading, about = f"{title} used for the paper's items", count_of(records)
+    return Section("evidence", group, title, [Text(text), numbers], heading=heading, about=about, records=records)
 
 
 def _label(series: Series) -> str:
@@ -48,13 +43,12 @@ def _label(series: Series) -> str:
     return series.label if trained in series.label else f"{series.label} {trained}"
 
 
-def _cells(study: Study, series: Series) -> tuple[Cell, ...]:
+def _cells(study: Study, series: Series) -> Sequence[Cell]:
     lengths = [int(length) for length in series.curve("by_length", "length", "nonoverlapping_nats")[0]]
     stride, split = study.evaluation.get("stride"), study.evaluation.get("split", "valid")
-    tested = " to ".join(dict.fromkeys(f"{length:,}" for length in lengths[:1] + lengths[-1:])) or "—"
     seconds = sum(series.metric("seconds"))
     return (
-        Cell(tested),
+        Cell(answers.between(lengths) or "—"),
         Cell("L/4" if stride is None else f"{stride}"),
         Cell(str(split)),
         *(_perplexity(series, length) for length in (lengths[:1] or [0]) + (lengths[-1:] or [0])),

@@ -8,18 +8,7 @@ from alibi_lab.report.plots.drawing import Plot
 from alibi_lab.report.section import Archive, Block, Numbers, Section, Text, code, pictures
 from alibi_lab.report.tables.table import text_table
 
-_COLUMNS = (
-    "layer",
-    "head",
-    "slope",
-    "certified",
-    "mean distance",
-    "carried mass",
-    "first token",
-    "zero, fp32",
-    "zero, bf16",
-    "zero, fp16",
-)
+_COLUMNS = ("layer", "head", "slope", "certified", "mean distance", "carried mass", "first token")
 
 
 def find(archive: Archive) -> list[Record]:
@@ -31,18 +20,12 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
     """Six maps, and the numbers of every head."""
     name, title, sentence = f"m{number}", record.name.partition("/")[2] or record.name, plots.sentence(record)
     description = f"{sentence} The table below has the numbers of every head."
-    table = text_table(_COLUMNS, plots.rows(record))
+    table = text_table((*_COLUMNS, *(f"zero, {name}" for name in ("fp32", "bf16", "fp16"))), plots.rows(record))
     blocks: list[Block] = [
         Text(sentence),
         *pictures([Plot("", "", plots.heads_figure(record), description)], name),
         Numbers(table, label=f"Every head of {title}", tall=True),
         Text(Markup("Made with {}").format(code(record.command)), "note"),
     ]
-    return Section(
-        anchor=name,
-        group="Heads of trained models",
-        title=title,
-        heading=f"Where the heads attend: {title}",
-        blocks=blocks,
-        records=[record],
-    )
+    group, heading = "Heads of trained models", f"Where the heads attend: {title}"
+    return Section(name, group, title, blocks, heading=heading, records=[record])

@@ -2,14 +2,15 @@
 
 import math
 
+import numpy as np
 from matplotlib.figure import Figure
 
 from alibi_lab.records import Record
 from alibi_lab.report.plots import drawing
 from alibi_lab.report.plots.benchmark import processor
 from alibi_lab.report.plots.drawing import Plot
-from alibi_lab.report.section import Archive, Facts, Numbers, Section, Text, aged, code, panels
-from alibi_lab.report.series import numbers
+from alibi_lab.report.section import Archive, Block, Facts, Numbers, Section, Text, aged, code, panels
+from alibi_lab.report.series import Points, numbers
 from alibi_lab.report.tables.table import Table, text_table
 
 _PEER = "llama_cpp_"
@@ -23,45 +24,35 @@ def find(archive: Archive) -> list[Record]:
 
 def draw(record: Record, number: int, archive: Archive) -> Section:
     """Time per token and memory along the text, and a table of what a process needs to continue."""
-    tenths = _tenths(record)
-    tokens = tenths[-1][0]
-    length, share = f"{tokens:,.0f}", _share(record, "")
+    at, seconds, sizes = np.array(_tenths(record)).T
+    length, share, name = f"{at[-1]:,.0f}", _share(record, ""), f"l{number}"
     time = Plot(
         "Processor time per token",
         "In each tenth of the text, in milliseconds.",
-        _figure("ms per token", [(at, seconds * 1e3) for at, seconds, _ in tenths]),
+        _figure("ms per token", at, seconds * 1e3),
         "Time per token along the text.",
     )
     memory = Plot(
         "Memory",
         "Resident memory beyond the model's, in MiB.",
-        _figure("MiB", [(at, size / 2**20) for at, _, size in tenths]),
+        _figure("MiB", at, sizes / 2**20),
         "Memory along the text.",
     )
     added = _metric(record, "peak_added_bytes") / 2**20
-    finding = (
+    found = (
         f"Reading {length} tokens adds at most {added:,.0f} MiB of memory; a process that continues reads {share:.1%} of the "
         "saved cache."
-        if math.isfinite(share + added)
-        else ""
     )
-    name = f"l{number}"
-    return Section(
-        anchor=name,
-        group="Long texts",
-        title=f"{length} tokens",
-        heading=f"A text of {length} tokens",
-        records=[record],
-        finding=finding if number == 0 else "",
-        lead=time,
-        blocks=[
-            Text("A model reads the text once, into a cache in files. Other processes open the cache and continue."),
-            *aged([record]),
-            *panels([time, memory], name),
-            Numbers(_continuing(record), label=f"Continuing after {length} tokens"),
-            Facts([*_facts(record), ("machine", [processor(record)]), ("command", [code(record.command)])]),
-        ],
-    )
+    found = found if number == 0 and math.isfinite(share + added) else ""
+    blocks: list[Block] = [
+        Text("A model reads the text once, into a cache in files. Other processes open the cache and continue."),
+        *aged([record]),
+        *panels([time, memory], name),
+        Numbers(_continuing(record), label=f"Continuing after {length} tokens"),
+        Facts([*_facts(record), ("machine", processor(record)), ("command", code(record.command))]),
+    ]
+    title, heading = f"{length} tokens", f"A text of {length} tokens"
+    return Section(name, "Long texts", title, blocks, heading=heading, records=[record], finding=found, lead=time)
 
 
 def _tenths(record: Record) -> list[tuple[float, float, float]]:
@@ -71,51 +62,42 @@ def _tenths(record: Record) -> list[tuple[float, float, float]]:
     return rows if all(0 < number < math.inf for row in rows for number in row) else []
 
 
-def _figure(title: str, points: list[tuple[float, float]]) -> Figure:
+def _figure(title: str, at: Points, values: Points) -> Figure:
     """One line from 0, against the tokens that were read."""
     figure, axes = drawing.plain_axes(title)
-    axes.plot(*zip(*points, strict=True), color=drawing.color_of("alibi"), marker="o", clip_on=False, label=title)
-    axes.set_ylim(0, 1.25 * max(y for _, y in points))
-    axes.set_xlim(0, points[-1][0])
-    drawing.ticks(axes.xaxis, [points[-1][0] * share for share in (0, 0.5, 1)], drawing.short_number)
+    axes.plot(at, values, color=drawing.color_of("alibi"), marker="o", clip_on=False, label=title)
+    axes.set_ylim(0, 1.25 * values.max())
+    axes.set_xlim(0, at[-1])
+    drawing.ticks(axes.xaxis, [at[-1] * share for share in (0, 0.5, 1)], drawing.short_number)
     axes.set_xlabel("tokens read")
     return figure
 
 
 def _continuing(record: Record) -> Table:
     """Ours and, if it was measured, llama.cpp: loading with a token, a warm token, and the bytes read from the disk."""
-
-    def row(label: str, prefix: str) -> tuple[str, ...]:
-        first, warm, cold, read, stored = (
-            _metric(record, prefix + name)
-            for name in (
-                "open_and_first_token_ms",
-                "warm_token_ms",
-                "cold_open_and_first_token_ms",
-                "cold_bytes_read",
-                "stored_bytes",
-            )
-        )
-        times = (f"{ms:,.0f} ms" if math.isfinite(ms) else "–" for ms in (first, warm, cold))
-        part = f"{read / 2**20:,.0f} of {stored / 2**20:,.0f} MiB" if math.isfinite(_share(record, prefix)) else "–"
-        return label, *times, part
-
+    names = ("open_and_first_token_ms", "warm_token_ms", "cold_open_and_first_token_ms")
     columns = ("", "open and first token", "a warm token", "open from a cold disk", "read from the disk")
-    peers = [row("llama.cpp, saved state", _PEER)] if f"{_PEER}stored_bytes" in record.metrics else []
-    return text_table(columns, [row("ours", ""), *peers])
+    peers = {"llama.cpp, saved state": _PEER} if f"{_PEER}stored_bytes" in record.metrics else {}
+    rows = []
+    for label, prefix in {"ours": "", **peers}.items():
+        times = (_metric(record, prefix + name) for name in names)
+        read, stored = (_metric(record, prefix + name) / 2**20 for name in ("cold_bytes_read", "stored_bytes"))
+        part = f"{read:,.0f} of {stored:,.0f} MiB" if math.isfinite(_share(record, prefix)) else "–"
+        rows.append((label, *(f"{ms:,.0f} ms" if math.isfinite(ms) else "–" for ms in times), part))
+    return text_table(columns, rows)
 
 
-def _facts(record: Record) -> list[tuple[str, list[str]]]:
-    alone, together = (_metric(record, f"pss_of_{who}_bytes") for who in ("one", "all"))
+def _facts(record: Record) -> list[tuple[str, str]]:
+    alone, together = (_metric(record, f"pss_of_{who}_bytes") / 2**20 for who in ("one", "all"))
     facts = {
-        f"{record.config.get('processes')} processes that share the cache": f"{together / 2**20:,.0f} MiB of it in memory; "
-        f"one process {alone / 2**20:,.0f} MiB",
+        f"{record.config.get('processes')} processes that share the cache": f"{together:,.0f} MiB of it in memory; one process "
+        f"{alone:,.0f} MiB",
         "the last tenth relative to the second": f"{_metric(record, 'last_to_second_tenth'):.2f} times the time per token",
         "page faults per warm token": f"{_metric(record, 'warm_token_page_faults'):,.3g}",
         "losses compared with a cache in memory": f"the first {_metric(record, 'compared_tokens'):,.0f}; largest difference "
         f"{_metric(record, 'largest_loss_difference'):.3g} nats",
     }
-    return [(name, [text]) for name, text in facts.items() if "nan" not in text]
+    return [(name, text) for name, text in facts.items() if "nan" not in text]
 
 
 def _share(record: Record, prefix: str) -> float:

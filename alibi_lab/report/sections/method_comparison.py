@@ -3,8 +3,9 @@
 import math
 from collections.abc import Sequence
 
-from alibi_lab.report import answers, method_comparison
-from alibi_lab.report.method_comparison import Task
+from alibi_lab.report import answers
+from alibi_lab.report import method_comparison as comparison
+from alibi_lab.report.method_comparison import Task, measured, rank, score_text
 from alibi_lab.report.plots import retrieval
 from alibi_lab.report.plots import study as study_plots
 from alibi_lab.report.plots.drawing import Plot
@@ -12,58 +13,56 @@ from alibi_lab.report.section import Archive, Block, Facts, Folded, Numbers, Par
 from alibi_lab.report.sections.study import CHANGES, field_table, seed_counts
 from alibi_lab.report.tables import study as tables
 from alibi_lab.report.tables.cost import model_sizes
-from alibi_lab.report.tables.table import NOTHING, Cell, Table, variable_of
+from alibi_lab.report.tables.table import NOTHING, Cell, Table, series_row
 from alibi_lab.report.tables.table import Block as Rows
 
 
 def find(archive: Archive) -> list[list[Task]]:
     """The tasks of each comparison."""
     named = answers.named_studies(archive.records)
-    return method_comparison.comparisons(study for study in archive.studies if study.recipe not in named)
+    return comparison.comparisons(study for study in archive.studies if study.recipe not in named)
 
 
 def draw(tasks: Sequence[Task], number: int, archive: Archive) -> Section:
     """All methods on all tasks that at least one method has learned."""
-    learned = [task for task in tasks if method_comparison.is_learned(task)]
-    methods = method_comparison.methods(tasks)
+    learned = [task for task in tasks if comparison.is_learned(task)]
     trained, longest = tasks[0].lengths
-    title = f"{len(methods)} position methods at {trained:,} and at {longest:,} tokens"
-    records = method_comparison.records(tasks)
+    title = f"{len(comparison.methods(tasks))} position methods at {trained:,} and at {longest:,} tokens"
+    records = comparison.records(tasks)
+    text = (
+        "All runs differ only in the position method. The numbers are about models of this size, not about larger ones."
+    )
     blocks: list[Block] = [
-        Text(
-            "All runs differ only in the position method. The numbers are about models of this size, not about larger ones."
-        ),
+        Text(text),
         _facts(tasks),
         Numbers(_heat_map(tasks, learned), _legend_of_heat(tasks), label="Methods by task", css="heat"),
-        *(Text(claim) for claim in [method_comparison.dropped_beats_alibi(tasks)] if claim),
+        *(Text(claim) for claim in [comparison.dropped_beats_alibi(tasks)] if claim),
         *(Text(_why_not(task), "note") for task in tasks if task not in learned),
     ]
     changes = [(task.title, table) for task in tasks if not task.name and (table := tables.changes(task.study))]
-    blocks += [Numbers(table, f"{title}. {CHANGES}") for title, table in changes]
-    ranks = _ranks(tasks, learned)
-    if ranks.columns:
+    blocks += [Numbers(table, f"{text}. {CHANGES}") for text, table in changes]
+    if learned:
         caption = (
             "From one plus the number of significantly better methods to the number of methods that are not significantly "
             "worse. Two methods differ significantly if the 95 % interval of their difference, paired by seed and part, "
             "excludes zero; it is not corrected for multiple comparisons. Small: a task is solved if the whole interval of the "
             "share is at 90 % or above, not solved if all of it is below, and open otherwise."
         )
-        blocks.append(Part("Rank by task", [Numbers(ranks, caption)]))
+        blocks.append(Part("Rank by task", [Numbers(_ranks(tasks, learned), caption)]))
     lengths = [
         Folded(task.title, [Numbers(table, f"{task.title}, by length in tokens; means over seeds.")])
         for task in tasks
-        for table in [_by_length(task)]
-        if table
+        if (table := retrieval.task_table(task.study) if task.name else tables.by_length(task.study))
     ]
     fields = Numbers(field_table(tasks[0].study), label="Configuration", css="text")
     blocks.append(Part("Every length", [*lengths, Folded("Configuration", [fields])]))
     return Section(
-        anchor=f"r{number}",
-        group="Position methods",
-        title=title,
+        f"r{number}",
+        "Position methods",
+        title,
+        blocks,
         heading=f"What each method is good for: {title}",
         about=count_of(records),
-        blocks=blocks,
         records=records,
         css="recipe",
         finding="The shares and perplexities of every method, with their intervals.",
@@ -79,15 +78,12 @@ def _lead(task: Task) -> Plot | None:
 
 
 def _heat_map(tasks: Sequence[Task], learned: Sequence[Task]) -> Table:
-    methods = method_comparison.methods(tasks)
+    methods = comparison.methods(tasks)
     names = [series.method for series in methods]
     places = [(task, at) for task in learned for at in task.lengths]
-    rows = tuple(
-        (series.label, variable_of(series.method), tuple(_cell(task, series.method, at, names) for task, at in places))
-        for series in methods
-    )
-    columns = tuple(f"{length:,}" for length in tasks[0].lengths) * len(learned)
-    return Table(columns, (Rows("", rows),), groups=tuple((task.title, _legend(task)) for task in learned))
+    rows = [series_row(one, [_cell(task, one.method, at, names) for task, at in places]) for one in methods]
+    columns = [f"{length:,}" for length in tasks[0].lengths] * len(learned)
+    return Table(columns, [Rows("", rows)], groups=[(task.title, _legend(task)) for task in learned])
 
 
 def _legend_of_heat(tasks: Sequence[Task]) -> str:
@@ -101,39 +97,30 @@ def _legend_of_heat(tasks: Sequence[Task]) -> str:
 
 
 def _cell(task: Task, method: str, length: int, names: Sequence[str]) -> Cell:
-    found = method_comparison.measured(task, method, length)
-    place = method_comparison.rank(task, method, length, names)
+    found, place = measured(task, method, length), rank(task, method, length, names)
     share = (found.value - task.chance) / (1 - task.chance) if task.name else 2 - found.value
-    text, bounds = method_comparison.score_text(task, found.value), found.interval
-    ends = [method_comparison.score_text(task, end) for end in (bounds.low, bounds.high)] if bounds else []
-    spread = " – ".join(ends)
-    if method_comparison.says_nothing(task, found):
+    text, bounds = score_text(task, found.value), found.interval
+    spread = f"{score_text(task, bounds.low)} – {score_text(task, bounds.high)}" if bounds else ""
+    if comparison.says_nothing(task, found):
         return Cell(text, spread=spread, css="unknown")
-    return Cell(
-        text=text,
-        spread=spread,
-        heat=round(min(max(share, 0.0), 1.0), 3) if math.isfinite(share) else 0.0,
-        best=place is not None and place[0] == 1,
-    )
+    heat = round(min(max(share, 0.0), 1.0), 3) if math.isfinite(share) else 0.0
+    return Cell(text, spread=spread, heat=heat, best=place is not None and place[0] == 1)
 
 
 def _ranks(tasks: Sequence[Task], learned: Sequence[Task]) -> Table:
-    methods = method_comparison.methods(tasks)
+    methods = comparison.methods(tasks)
     names = [series.method for series in methods]
-    rows = []
-    for series in methods:
-        places = [method_comparison.rank(task, series.method, task.lengths[1], names) for task in learned]
-        cells = [_rank_cell(task, series.method, place) for task, place in zip(learned, places, strict=True)]
-        rows.append((series.label, variable_of(series.method), tuple(cells)))
-    title = f"Rank at {tasks[0].lengths[1]:,} tokens"
-    return Table(tuple(task.title for task in learned), (Rows(title, tuple(rows)),))
+    rows = [series_row(one, [_rank_cell(task, one.method, names) for task in learned]) for one in methods]
+    return Table([task.title for task in learned], [Rows(f"Rank at {tasks[0].lengths[1]:,} tokens", rows)])
 
 
-def _rank_cell(task: Task, method: str, place: tuple[int, int] | None) -> Cell:
+def _rank_cell(task: Task, method: str, names: Sequence[str]) -> Cell:
+    longest = task.lengths[1]
+    place = rank(task, method, longest, names)
     if place is None:
         return NOTHING
-    found = method_comparison.measured(task, method, task.lengths[1])
-    return Cell(" – ".join(map(str, dict.fromkeys(place))), spread=method_comparison.level(found) if task.name else "")
+    level = comparison.level(measured(task, method, longest)) if task.name else ""
+    return Cell(" – ".join(map(str, dict.fromkeys(place))), spread=level)
 
 
 def _legend(task: Task) -> str:
@@ -141,25 +128,17 @@ def _legend(task: Task) -> str:
 
 
 def _why_not(task: Task) -> str:
-    label, share = method_comparison.best_at_trained(task)
+    label, share = comparison.best_at_trained(task)
     best = f"the best, {label}, has {100 * share:.0f} %" if math.isfinite(share) else "nothing was measured there"
     return (
-        f"Left out: {task.title}. No method has {100 * method_comparison.SOLVED:.0f} % correct answers at the trained length of "
+        f"Left out: {task.title}. No method has {100 * comparison.SOLVED:.0f} % correct answers at the trained length of "
         f"{task.lengths[0]:,} tokens ({best}), so longer lengths say nothing."
     )
 
 
-def _by_length(task: Task) -> Table | None:
-    return retrieval.task_table(task.study) if task.name else tables.by_length(task.study)
-
-
 def _facts(tasks: Sequence[Task]) -> Facts:
     """The size of the models and trainings, which all runs share."""
-    weights, tokens = model_sizes(method_comparison.records(tasks))
-    found = {
-        "weights": weights,
-        "training tokens each": tokens,
-        "seeds": seed_counts([series for task in tasks for series in task.study.series]),
-        "trained at": f"{tasks[0].lengths[0]:,} tokens",
-    }
-    return Facts([(name, [value]) for name, value in found.items() if value])
+    weights, tokens = model_sizes(comparison.records(tasks))
+    seeds = seed_counts([series for task in tasks for series in task.study.series])
+    trained = f"{tasks[0].lengths[0]:,} tokens"
+    return Facts([("weights", weights), ("training tokens each", tokens), ("seeds", seeds), ("trained at", trained)])

@@ -32,8 +32,7 @@ def item_title(record: Record) -> str:
 def draw(record: Record, number: int, archive: Archive) -> Section:
     """Pictures, changes, numbers and the paper's notes."""
     item, title, scale = answers.item_of(record), item_title(record), answers.scale_of(record)
-    facts = [(name, [value]) for name, value in answers.facts(record)]
-    blocks: list[Block] = [Facts(facts)] if facts else []
+    blocks: list[Block] = [Facts(facts)] if (facts := answers.facts(record)) else []
     judged = verdicts.verdicts(record, archive.by_identity)
     evidence = Sources(record, archive.by_identity).records
     if judged:
@@ -60,15 +59,6 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
         blocks.append(Text(f"Notes on the paper's numbers: {item.notes}", "note"))
     if record.command:
         blocks.append(Text(Markup("Made with {}").format(code(record.command)), "note"))
-    return Section(
-        anchor=anchor(number),
-        group=GROUP,
-        title=title,
-        about=item.title,
-        blocks=blocks,
-        records=[record],
-        css="item",
-        heading=Markup("{}: {}{}").format(
-            title, item.title, Markup(" <small>{}</small>").format(scale) if scale else ""
-        ),
-    )
+    small = Markup(" <small>{}</small>").format(scale) if scale else ""
+    heading, about = Markup("{}: {}{}").format(title, item.title, small), item.title
+    return Section(anchor(number), GROUP, title, blocks, heading=heading, about=about, records=[record], css="item")

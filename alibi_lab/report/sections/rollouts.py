@@ -12,6 +12,7 @@ from alibi_lab.report.plots.drawing import Plot
 from alibi_lab.report.section import Archive, Block, Numbers, Section, Text, count_of, panels
 from alibi_lab.report.tables.table import text_table
 
+_WAYS = (rollouts.PLAIN, rollouts.RESIDUAL)
 _ABOUT = (
     "Each layer's attention, averaged over its heads, is multiplied by that of the layers below: from which tokens an output "
     "would come if values were only mixed. Shares are averaged over the queries of the second half of a text; a tenth is that of "
@@ -29,34 +30,22 @@ def find(archive: Archive) -> list[list[Record]]:
 
 def draw(records: Sequence[Record], number: int, archive: Archive) -> Section:
     """Pictures of their setting and of trained models, and the shares by layer."""
-    models = rollouts.models(records)
+    models, shares = rollouts.models(records), ("first_token", "last_tenth")
     theory = [record for record in records if record.name == rollouts.THEORY][:1]
-    blocks: list[Block] = [Text(_ABOUT)]
-    drawn = [_of_theory(record, share) for record in theory for share in ("first_token", "last_tenth")]
-    drawn += [
-        _of_models(models, way, share)
-        for way in (rollouts.PLAIN, rollouts.RESIDUAL)
-        for share in ("first_token", "last_tenth")
-        if models
-    ]
-    blocks += panels(drawn, f"r{number}")
+    drawn = [_of_theory(record, share) for record in theory for share in shares]
+    drawn += [_of_models(models, way, share) for way in _WAYS for share in shares if models]
+    blocks: list[Block] = [Text(_ABOUT), *panels(drawn, f"r{number}")]
     if models:
-        columns = (
-            "model",
-            "layers",
-            *rollouts.SHARES.values(),
-            *(f"{name}, residual" for name in rollouts.SHARES.values()),
-        )
-        blocks.append(
-            Numbers(text_table(columns, _rows(models)), label="Shares at the last layer; the mean of the seeds")
-        )
+        names = rollouts.SHARES.values()
+        table = text_table(("model", "layers", *names, *(f"{name}, residual" for name in names)), _rows(models))
+        blocks.append(Numbers(table, label="Shares at the last layer; the mean of the seeds"))
     return Section(
-        anchor="rollout",
-        group="Heads of trained models",
-        title="Attention through the layers",
-        about=count_of(records),
+        "rollout",
+        "Heads of trained models",
+        "Attention through the layers",
+        blocks,
         heading="Attention accumulated over the layers",
-        blocks=blocks,
+        about=count_of(records),
         records=records,
         finding=_finding(models),
         lead=drawn[2 if theory and models else 0],
@@ -75,7 +64,7 @@ def _of_theory(record: Record, share: str) -> Plot:
 
 def _of_models(models: rollouts.Models, way: str, share: str) -> Plot:
     counts = [len(members) for members in models.values()]
-    seeds = f"; the mean and range of {between((min(counts), max(counts)))} seeds" if max(counts) > 1 else ""
+    seeds = f"; the mean and range of {between(counts)} seeds" if max(counts) > 1 else ""
     residual = ", half of every layer being its input" if way == rollouts.RESIDUAL else ""
     return Plot(
         f"Trained models: the {rollouts.SHARES[share]}{residual}",
@@ -89,22 +78,20 @@ def _rows(models: rollouts.Models) -> list[tuple[str, ...]]:
     rows = []
     for name, members in models.items():
         layers = f"{rollouts.depths(members[0], rollouts.PLAIN)[-1]:.0f}"
-        ends = [
-            np.mean([rollouts.by_depth(record, way, share)[-1] for record in members])
-            for way in (rollouts.PLAIN, rollouts.RESIDUAL)
-            for share in rollouts.SHARES
-        ]
-        rows.append((rollouts.label_of(name, members[0]), layers, *(f"{end:.1%}" for end in ends)))
+        ends = [f"{_at_the_end(members, way, share):.1%}" for way in _WAYS for share in rollouts.SHARES]
+        rows.append((rollouts.label_of(name, members[0]), layers, *ends))
     return rows
+
+
+def _at_the_end(members: Sequence[Record], way: str, share: str) -> float:
+    """A share at the last layer, averaged over the seeds."""
+    return float(np.mean([rollouts.by_depth(record, way, share)[-1] for record in members]))
 
 
 def _finding(models: rollouts.Models) -> str:
     """The first token's share at the last layer, by model."""
-    ends = {
-        rollouts.label_of(name, members[0]): np.mean(
-            [rollouts.by_depth(record, rollouts.PLAIN, "first_token")[-1] for record in members]
-        )
+    found = ", ".join(
+        f"{rollouts.label_of(name, members[0])} {_at_the_end(members, rollouts.PLAIN, 'first_token'):.0%}"
         for name, members in models.items()
-    }
-    found = ", ".join(f"{label} {end:.0%}" for label, end in ends.items())
+    )
     return f"Share of the first token in the attention accumulated over all layers: {found}." if found else ""

@@ -8,25 +8,11 @@ import numpy as np
 from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from alibi_lab.report import answers, method_comparison
+from alibi_lab.report import answers, method_comparison, section
 from alibi_lab.report.plots import retrieval
 from alibi_lab.report.plots import study as plots
 from alibi_lab.report.plots.drawing import Plot
-from alibi_lab.report.section import (
-    Archive,
-    Block,
-    Cards,
-    Facts,
-    Folded,
-    Items,
-    Numbers,
-    Part,
-    Section,
-    Text,
-    code,
-    count_of,
-    panels,
-)
+from alibi_lab.report.section import Archive, Block, Cards, Facts, Folded, Items, Numbers, Part, Section, Text
 from alibi_lab.report.series import Mode, Series, Study
 from alibi_lab.report.tables import study as tables
 from alibi_lab.report.tables.cost import model_sizes
@@ -46,16 +32,10 @@ CAUTIONS = (
     "A perplexity that does not rise shows that distant text does no harm, not that it is used.",
     "Other sizes, texts and lengths may behave differently. Speed and memory are of this code on this machine.",
 )
-_MODES: Mapping[Mode, tuple[str, str]] = {
-    "nonoverlapping": (
-        "Nonoverlapping windows",
-        "The text is split into segments; each is read without earlier context.",
-    ),
-    "sliding": (
-        "Sliding window",
-        "Windows overlap, and only their last tokens are scored, so each scored token has a long context.",
-    ),
-    "windowed": ("Context cut at the trained length", "A control: no token sees more context than in training."),
+_MODES: Mapping[Mode, str] = {
+    "nonoverlapping": "The text is split into segments; each is read without earlier context.",
+    "sliding": "Windows overlap, and only their last tokens are scored, so each scored token has a long context.",
+    "windowed": "A control: no token sees more context than in training.",
 }
 
 
@@ -75,18 +55,18 @@ def draw(study: Study, number: int, archive: Archive) -> Section:
     blocks += [Cards(cards)] if cards else []
     blocks += [] if study.lengths else [Text("These models are not evaluated yet.", "note")]
     blocks += _perplexity(study, parts, name)
-    losses = panels(_plots(_losses, parts), f"{name}-losses")
+    losses = section.panels(_plots(_losses, parts), f"{name}-losses")
     blocks += [Part("Loss by position and during training", losses)] if losses else []
     blocks += [*_tasks(study, name), *_costs(study, parts, name), _what_was_run(study)]
     return Section(
-        anchor=name,
-        group="Studies",
-        title=title,
+        name,
+        "Studies",
+        title,
+        blocks,
         heading=title if len(find(archive)) > 1 else "",
-        css="recipe",
-        about=count_of(study.records),
-        blocks=blocks,
+        about=section.count_of(study.records),
         records=study.records,
+        css="recipe",
         finding=_finding(study),
         lead=next(_plots(_by_mode, parts), None),
     )
@@ -101,15 +81,14 @@ def drawable(study: Study) -> list[Study]:
 
 
 def _perplexity(study: Study, parts: list[Study], name: str) -> list[Part]:
-    drawn = panels(_plots(_by_mode, parts), f"{name}-perplexity")
+    drawn = section.panels(_plots(_by_mode, parts), f"{name}-perplexity")
     if not drawn:
         return []
     text = (
         "The same tokens are scored at every length; lower is better. All panels of one trained length share a scale."
     )
-    if study.seeds > 1:
-        text += " Lines are the mean over seeds; bands span the lowest to the highest seed."
-    blocks: list[Block] = [Text(text)]
+    seeds = " Lines are the mean over seeds; bands span the lowest to the highest seed." if study.seeds > 1 else ""
+    blocks: list[Block] = [Text(text + seeds)]
     if any(series.stretch != "none" for series in study.series):
         stretched = (
             "Beyond the trained length, PI divides the positions of rotary, or the slopes of ALiBi, by length / trained "
@@ -117,10 +96,10 @@ def _perplexity(study: Study, parts: list[Study], name: str) -> list[Part]:
             "weights are the same."
         )
         blocks.append(Text(stretched, "note"))
-    table = tables.by_length(study)
-    seeds = "; small: lowest and highest seed." if study.seeds > 1 else "."
-    caption = f"By length in tokens. The lowest of each column is bold{seeds}"
-    blocks += [*drawn, *([Numbers(table, caption)] if table else [])]
+    blocks += drawn
+    if table := tables.by_length(study):
+        small = "; small: lowest and highest seed." if study.seeds > 1 else "."
+        blocks.append(Numbers(table, f"By length in tokens. The lowest of each column is bold{small}"))
     if others := tables.in_other_units(study):
         blocks.append(Folded("In other units", [Numbers(others, label="In other units")]))
     if changes := tables.changes(study):
@@ -129,9 +108,9 @@ def _perplexity(study: Study, parts: list[Study], name: str) -> list[Part]:
 
 
 def _by_mode(study: Study) -> Drawn:
-    for mode, (heading, caption) in _MODES.items():
-        description = f"Perplexity by length, {heading.lower()}. {_ends(study, mode)}"
-        yield heading, caption, plots.perplexity_by_length(study, mode), description
+    for mode, caption in _MODES.items():
+        description = f"Perplexity by length, {tables.WINDOWS[mode]}. {_ends(study, mode)}"
+        yield tables.WINDOWS[mode].capitalize(), caption, plots.perplexity_by_length(study, mode), description
 
 
 def _losses(study: Study) -> Drawn:
@@ -153,7 +132,7 @@ def _costs(study: Study, parts: list[Study], name: str) -> list[Part]:
     found = [Numbers(table, caption) for caption, table in costs if table]
     if not found:
         return []
-    blocks: list[Block] = [*panels(_plots(_cost_plots, parts), f"{name}-costs"), *found]
+    blocks: list[Block] = [*section.panels(_plots(_cost_plots, parts), f"{name}-costs"), *found]
     if not any("peak_memory_bytes" in record.curves.get("by_length", {}) for record in study.records):
         blocks.append(Text("The evaluation's memory was not measured on this machine.", "note"))
     return [Part("Speed and memory", blocks)]
@@ -167,7 +146,7 @@ def _cost_plots(study: Study) -> Drawn:
 
 
 def _tasks(study: Study, name: str) -> list[Part]:
-    drawn = panels(_plots(_task_plots, [study]), f"{name}-tasks", "panels top")
+    drawn = section.panels(_plots(_task_plots, [study]), f"{name}-tasks", "panels top")
     table = retrieval.task_table(study)
     if not drawn or table is None:
         return []
@@ -199,48 +178,42 @@ def _task_plots(study: Study) -> Drawn:
 
 
 def _what_was_run(study: Study) -> Part:
-    facts = [(name, [value]) for name, value in _run_facts(study)]
-    facts += [
-        (f"corpus {name}", [code(value) if name == "sha256" else value]) for name, value in tables.corpus_facts(study)
-    ]
-    caption = Markup("Every field, with its name for {}; all values if the runs differ.").format(code("--set"))
+    corpus = {f"corpus {name}": value for name, value in tables.corpus_facts(study)}
+    corpus |= {name: section.code(value) for name, value in corpus.items() if name == "corpus sha256"}
+    caption = Markup("Every field, with its name for {}; all values if the runs differ.").format(section.code("--set"))
     fields = Numbers(field_table(study), caption, label="Configuration", css="text")
-    return Part("Configuration and data", [Facts(facts), fields])
+    return Part("Configuration and data", [Facts((_run_facts(study) | corpus).items()), fields])
 
 
 def _finding(study: Study) -> str:
     """The lowest perplexity at the longest length, in a fixed form."""
     longest = max(study.lengths, default=0)
-    means = {series.label: mean(found) for series in study.series if (found := series.perplexity(longest))}
-    if not means:
-        return ""
-    best = min(means, key=means.__getitem__)
-    return f"Lowest perplexity per {study.unit} at {longest:,} tokens: {best}, {rounded(means[best])}."
+    means = [(mean(found), series.label) for series in study.series if (found := series.perplexity(longest))]
+    lowest, label = min(means, key=lambda one: one[0], default=(0.0, ""))
+    return f"Lowest perplexity per {study.unit} at {longest:,} tokens: {label}, {rounded(lowest)}." if means else ""
 
 
-def _run_facts(study: Study) -> list[tuple[str, str]]:
+def _run_facts(study: Study) -> dict[str, str]:
     """How much was trained and tested: what the numbers are about."""
     counts = [np.nanmin(y) for s in study.series for _, y in [s.curve("by_position", "position", "tokens")] if y.size]
     weights, tokens = model_sizes(study.records)
-    found = {
+    return {
         "configurations": f"{len(study.series):,}",
         "seeds of each": seed_counts(study.series),
         "weights": weights,
         "training tokens": tokens,
         "fewest tokens in a mean of the loss by position": f"{min(counts):,.0f}" if counts else "",
     }
-    return [(name, value) for name, value in found.items() if value]
 
 
 def seed_counts(series: Sequence[Series]) -> str:
     """The number of seeds of each series: "2", or "1 to 3" if they differ."""
-    counts = [one.seeds for one in series]
-    return answers.between((min(counts), max(counts)))
+    return answers.between([one.seeds for one in series])
 
 
 def field_table(study: Study) -> Table:
     """Every field of the configs with its values."""
-    return text_table((), [(code(name), value) for name, value in tables.fields(study)])
+    return text_table((), [(section.code(name), value) for name, value in tables.fields(study)])
 
 
 def _plots(describe: Callable[[Study], Drawn], parts: list[Study]) -> Iterator[Plot]:
@@ -254,9 +227,8 @@ def _plots(describe: Callable[[Study], Drawn], parts: list[Study]) -> Iterator[P
 
 def _ends(study: Study, mode: Mode = "nonoverlapping") -> str:
     """Where each line starts and ends, for readers who cannot see it."""
-    ended = [(series, between) for series in study.series if (between := series.ends(mode))]
     return " ".join(
         f"{series.label}: perplexity {mean(series.perplexity(first, mode)):.3g} at {first:,} tokens, "
         f"{mean(series.perplexity(last, mode)):.3g} at {last:,}."
-        for series, (first, last) in ended
+        for series, (first, last) in study.ended(mode)
     )
