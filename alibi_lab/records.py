@@ -138,9 +138,9 @@ def commit() -> str | None:
     here = Path(__file__).resolve().parent
     if not (here.parent / ".git").exists():
         return None
+    words = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
     try:
-        name = _git(here, "rev-parse", "--short=12", "HEAD")
-        return name + ("+" if _git(here, "status", "--porcelain", "--untracked-files=no") else "")
+        return subprocess.run(words, cwd=here, check=True, capture_output=True, text=True).stdout.strip()
     except (OSError, subprocess.CalledProcessError):
         return None
 
@@ -268,9 +268,8 @@ def load(path: str | Path) -> Record:
     if not isinstance(data, dict) or "schema" not in data:
         raise RecordError(f"{path} is JSON but not a record: it has no schema")
     if data["schema"] != SCHEMA:
-        raise RecordError(
-            f"{path} has schema {data['schema']} but this version reads {SCHEMA}; read it with the version that wrote it"
-        )
+        found = f"{path} has schema {data['schema']} but this version reads {SCHEMA}"
+        raise RecordError(f"{found}; read it with the version that wrote it")
     expected = {field.name for field in dataclasses.fields(Record)}
     if missing := {*expected, "sha256"} - data.keys():
         raise RecordError(f"{path} has no {', '.join(sorted(missing))}, so it is not a complete record")
@@ -280,9 +279,8 @@ def load(path: str | Path) -> Record:
     except RecordError as error:
         raise RecordError(f"{path} is damaged: {error}") from None
     if not is_sealed(data):
-        raise RecordError(
-            f"{path} is not what was written: it was damaged or edited, since its sha256 differs; restore it, or measure it again"
-        )
+        found = f"{path} is not what was written: it was damaged or edited, since its sha256 differs"
+        raise RecordError(f"{found}; restore it, or measure it again")
     return record
 
 
@@ -346,10 +344,6 @@ def _check_numbers(record: Record) -> None:
 def _within(value: float, least: float, most: float) -> bool:
     """Whether the value is within the bounds, up to rounding: a share of 1.0000001 and a loss of −1e-7 are allowed."""
     return least - 1e-3 <= value <= most * (1 + 1e-3)
-
-
-def _git(folder: Path, *arguments: str) -> str:
-    return subprocess.run(["git", *arguments], cwd=folder, check=True, capture_output=True, text=True).stdout.strip()
 
 
 def _memory_bytes() -> int | None:

@@ -58,24 +58,20 @@ class ModelConfig:
 
     def __post_init__(self) -> None:
         if not IMPORT_PATH.fullmatch(self.method) and self.method not in LOOKS:
-            raise ConfigError(
-                f"model.method is {self.method!r}{nearest(self.method, tuple(LOOKS))}; pass one of {', '.join(LOOKS)}, or "
-                "your own as FILE.py:Class or package.module:Class"
-            )
+            found = f"model.method is {self.method!r}{nearest(self.method, tuple(LOOKS))}"
+            advice = f"pass one of {', '.join(LOOKS)}, or your own as FILE.py:Class or package.module:Class"
+            raise ConfigError(f"{found}; {advice}")
         _check_fields("model", self)
         for name in ("dropout", "attention_dropout", "activation_dropout", "softmax_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"model.{name} is {getattr(self, name)}; it is a probability, 0 or more and below 1")
         if self.cutoffs and (self.architecture != "baevski-auli" or list(self.cutoffs) != sorted(set(self.cutoffs))):
-            raise ConfigError(
-                f"model.cutoffs is {self.cutoffs} and model.architecture {self.architecture!r}; cutoffs rise, and only "
-                '"baevski-auli" has them'
-            )
+            found = f"model.cutoffs is {self.cutoffs} and model.architecture {self.architecture!r}"
+            raise ConfigError(f'{found}; cutoffs rise, and only "baevski-auli" has them')
         if self.embed_dim % (2 * self.num_heads):
-            raise ConfigError(
-                f"model.embed_dim is {self.embed_dim} and model.num_heads is {self.num_heads}, but each head needs an even "
-                f"number of channels; pass an embed_dim that {2 * self.num_heads} divides"
-            )
+            found = f"model.embed_dim is {self.embed_dim} and model.num_heads is {self.num_heads}"
+            advice = f"pass an embed_dim that {2 * self.num_heads} divides"
+            raise ConfigError(f"{found}, but each head needs an even number of channels; {advice}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -103,18 +99,16 @@ class DataConfig:
             made = tuple(f"task:{task}" for task in typing.get_args(Task))
             guess = nearest(self.corpus, ("python-source", "hub:NAME", *made))
             named = ", ".join(f'"{one}"' for one in ("python-source", "hub:NAME", *made))
-            raise ConfigError(
-                f'data.corpus is {self.corpus!r}{guess}; pass {named} (or "task:recall:LENGTH"), or files in data.text'
-            )
+            advice = f'pass {named} (or "task:recall:LENGTH"), or files in data.text'
+            raise ConfigError(f"data.corpus is {self.corpus!r}{guess}; {advice}")
         if is_task and self.tokenizer != "bytes":
             raise ConfigError(f'data.corpus is {self.corpus!r}, made of bytes; leave data.tokenizer at "bytes"')
         if (self.corpus == "text") != bool(self.text):
             raise ConfigError(f"data.corpus is {self.corpus!r} and data.text is {self.text!r}; pass one or the other")
         if not (self.valid_share > 0 and self.test_share >= 0 and self.valid_share + self.test_share < 1):
-            raise ConfigError(
-                f"data.valid_share is {self.valid_share} and data.test_share {self.test_share}; they are shares of the text: "
-                "valid above 0, test 0 or more, together below 1"
-            )
+            found = f"data.valid_share is {self.valid_share} and data.test_share {self.test_share}"
+            rule = "they are shares of the text: valid above 0, test 0 or more, together below 1"
+            raise ConfigError(f"{found}; {rule}")
         if self.tokenizer not in ("bytes", "words") and not re.fullmatch(TOKENIZER_NAME, self.tokenizer):
             raise ConfigError(
                 f'data.tokenizer is {self.tokenizer!r}; pass "bytes", "words", "bpe:SIZE", as in bpe:4096, or a Hugging Face '
@@ -157,10 +151,10 @@ class TrainConfig:
     def __post_init__(self) -> None:
         _check_fields("train", self, may_be_0=("warmup_steps", "weight_decay", "seed", "first_steps", "validate_every"))
         if (self.first_length is None) != (self.first_steps == 0) or self.first_steps >= self.steps:
-            raise ConfigError(
-                f"train.first_length is {self.first_length} and train.first_steps {self.first_steps} of {self.steps}; pass both, "
-                "fewer first steps than steps, or neither"
+            found = (
+                f"train.first_length is {self.first_length} and train.first_steps {self.first_steps} of {self.steps}"
             )
+            raise ConfigError(f"{found}; pass both, fewer first steps than steps, or neither")
         timeout, share, rate, norm = self.exchange_timeout_s, self.final_share, self.learning_rate, self.clip_norm
         if not 0 < timeout < 1e9:
             raise ConfigError(f"train.exchange_timeout_s is {timeout}; pass seconds, above 0 and below 10⁹")
@@ -170,12 +164,10 @@ class TrainConfig:
             raise ConfigError(f"train.learning_rate is {rate} and train.clip_norm is {norm}; both must be above 0")
         step = math.lcm(self.length, self.first_length or self.length) * self.accumulate
         if self.batch_tokens % step:
-            raise ConfigError(
-                f"train.batch_tokens is {self.batch_tokens} but must be a multiple of train.length"
-                + (" and train.first_length" if self.first_length else "")
-                + (" times train.accumulate" if self.accumulate > 1 else "")
-                + f", {step}; the next one is {(self.batch_tokens // step + 1) * step}"
-            )
+            factors = "train.length" + (" and train.first_length" if self.first_length else "")
+            factors += " times train.accumulate" if self.accumulate > 1 else ""
+            found = f"train.batch_tokens is {self.batch_tokens} but must be a multiple of {factors}, {step}"
+            raise ConfigError(f"{found}; the next one is {(self.batch_tokens // step + 1) * step}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -201,15 +193,11 @@ class EvalConfig:
         for name, most, room in (("memory", self.lengths[-1], "longest"), ("sinks", self.lengths[0], "shortest")):
             kept = getattr(self, name)
             if not all(0 <= one < most for one in kept) or list(kept) != sorted(set(kept)):
-                raise ConfigError(
-                    f"eval.{name} is {kept}; pass numbers of tokens from 0 to {most - 1}, below the {room} of eval.lengths, in "
-                    "rising order"
-                )
+                allowed = f"from 0 to {most - 1}, below the {room} of eval.lengths, in rising order"
+                raise ConfigError(f"eval.{name} is {kept}; pass numbers of tokens {allowed}")
         if self.stretch != "none" and (self.memory or self.sinks):
-            raise ConfigError(
-                f"eval.stretch is {self.stretch!r}, which eval.memory and eval.sinks do not support; pass eval.stretch=none, or "
-                "eval.memory= and eval.sinks="
-            )
+            found = f"eval.stretch is {self.stretch!r}, which eval.memory and eval.sinks do not support"
+            raise ConfigError(f"{found}; pass eval.stretch=none, or eval.memory= and eval.sinks=")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

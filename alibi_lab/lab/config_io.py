@@ -100,9 +100,8 @@ def _vocabulary(tokenizer: str) -> dict[str, str]:
         try:
             size = str(tokenizers.Tokenizer.from_file(str(path)).get_vocab_size())
         except Exception as error:  # tokenizers raises nothing more specific
-            raise ConfigError(
-                f"data.tokenizer is {tokenizer!r} but {path} is not a tokenizer that can be read ({error})"
-            ) from None
+            found = f"{path} is not a tokenizer that can be read ({error})"
+            raise ConfigError(f"data.tokenizer is {tokenizer!r} but {found}") from None
     return {"model.vocab_size": size} if size.isdecimal() else {}
 
 

@@ -111,10 +111,8 @@ def num_pieces(tokens: Tensor, length: int) -> int:
     """
     pieces = (len(tokens) - 1) // length
     if pieces < 1:
-        raise CorpusError(
-            f"the training text has {len(tokens)} tokens but one training example has {length + 1}; "
-            "pass more text or a smaller train.length"
-        )
+        found = f"the training text has {len(tokens)} tokens but one training example has {length + 1}"
+        raise CorpusError(f"{found}; pass more text or a smaller train.length")
     return pieces
 
 

@@ -37,9 +37,8 @@ def texts(path: Path, field: str) -> Iterator[bytes]:
             place = f"row {number} of {path}"
             if not isinstance(row, Mapping) or field not in row:
                 names = ", ".join(map(str, row)) if isinstance(row, Mapping) else "no fields"
-                raise CorpusError(
-                    f"{place} has no field {field!r}, but {names}; pass the field of the text with --text-field (data.text_field)"
-                )
+                advice = "pass the field of the text with --text-field (data.text_field)"
+                raise CorpusError(f"{place} has no field {field!r}, but {names}; {advice}")
             text = row[field]
             if not isinstance(text, str):
                 raise CorpusError(f"{place} has {type(text).__name__} in the field {field!r}, not text")

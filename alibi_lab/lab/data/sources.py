@@ -11,7 +11,7 @@ import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
@@ -54,12 +54,13 @@ class Text:
 
 @dataclass(frozen=True)
 class TextFile:
-    """A file of the corpus. Its name decides which part it belongs to."""
+    """A file of the corpus, or a range of its bytes. Its name decides which part it belongs to."""
 
     name: str
     path: Path
     num_bytes: int
     field: str = ""
+    begin: int = 0
 
     def documents(self) -> Iterator[Iterator[bytes]]:
         """Its documents: the rows of a table, or the whole file."""
@@ -123,16 +124,14 @@ def split_text(config: DataConfig, files: Sequence[TextFile] | None) -> Text:
         split, parts, sizes = _split_files(files, shares, by_name=bool(config.text))
     sizes = sizes or {part: sum(len(chunk) for rows in read() for chunk in rows) for part, read in parts.items()}
     for part in (part for part, size in sizes.items() if not size):
-        taken: Part = "test" if part == "test" else "valid"
         purpose = {"train": "train on", "valid": "test on", "test": "test on at the end"}[part]
-        share, field = shares[taken], f"data.{taken}_share"
-        needed = (
-            f" (a test at n tokens needs about {2 / share:.3g}·n tokens in all)" if part != "train" and share else ""
-        )
-        raise CorpusError(
-            f"{', '.join(config.text) or 'the corpus ' + config.corpus} has {sum(sizes.values()):,} bytes of text, and "
-            f"{field}={share:g} leaves none to {purpose}; pass more text{needed}, or another {field}"
-        )
+        taken: Part = "test" if part == "test" else "valid"
+        share, field, needed = shares[taken], f"data.{taken}_share", ""
+        if share and part != "train":
+            needed = f" (a test at n tokens needs about {2 / share:.3g}·n tokens in all)"
+        found = f"{', '.join(config.text) or 'the corpus ' + config.corpus} has {sum(sizes.values()):,} bytes of text"
+        advice = f"pass more text{needed}, or another {field}"
+        raise CorpusError(f"{found}, and {field}={share:g} leaves none to {purpose}; {advice}")
     return Text(config.corpus, split, parts, sizes["train"], sum(sizes.values()), config.tokenizer)
 
 
@@ -149,7 +148,7 @@ def _split_files(files: Sequence[TextFile], shares: Shares, *, by_name: bool) ->
         rows = functools.partial(texts, files[0].path, files[0].field)
         return _last_rows(rows, sum(1 for _ in rows()), shares)
     else:
-        return _ends_of_file(files[0], shares)
+        split, inside = "the end of the only file", _ends_of_file(files[0], shares)
     sizes = {part: sum(file.num_bytes for file in files) for part, files in inside.items()}
     tables = any(is_table(file.path) for file in files)
     return split, {part: documents_of(files) for part, files in inside.items()}, {} if tables else sizes
@@ -173,23 +172,21 @@ def _whole_files(files: Sequence[TextFile], shares: Shares) -> dict[Part, list[T
     return parts
 
 
-def file_chunks(file: TextFile, begin: int = 0, end: int | None = None) -> Iterator[bytes]:
-    """The text of a file, or of a byte range of it, in chunks that end at the end of a line, a word or at least a character.
+def file_chunks(file: TextFile) -> Iterator[bytes]:
+    """The text of a file in chunks that end at the end of a line, a word or at least a character.
 
     Raises:
         CorpusError: the file cannot be read or is not UTF-8 text.
     """
-    path = file.path
+    path, begin, left, pending = file.path, file.begin, file.num_bytes, b""
     try:
         with path.open("rb") as stream:
             stream.seek(begin)
-            left, pending = (file.num_bytes if end is None else end) - begin, b""
             while left:
                 block = stream.read(min(CHUNK_BYTES, left))
                 if not block:
-                    raise CorpusError(
-                        f"{path} became shorter while it was read; run again when no process writes to it"
-                    )
+                    found = f"{path} became shorter while it was read"
+                    raise CorpusError(f"{found}; run again when no process writes to it")
                 left -= len(block)
                 pending += block
                 if cut := _cut(pending) if left else len(pending):
@@ -205,21 +202,18 @@ def _split_hub(corpus: str, shares: Shares) -> Split:
     try:
         import datasets
     except ModuleNotFoundError:
-        raise CorpusError(
-            f'{corpus} needs the datasets package; install it with: pip install "alibi-attn[hub]"'
-        ) from None
+        advice = 'install it with: pip install "alibi-attn[hub]"'
+        raise CorpusError(f"{corpus} needs the datasets package; {advice}") from None
     name, _, subset = corpus.removeprefix("hub:").partition(":")
     try:
         loaded = datasets.load_dataset(name, subset or None)
     except (OSError, ValueError) as error:
         reason = str(error).splitlines()[0] if str(error) else type(error).__name__
-        raise CorpusError(
-            f"{corpus} cannot be loaded ({reason}); check the name (hub:NAME or hub:NAME:CONFIG) and the network"
-        ) from None
+        advice = "check the name (hub:NAME or hub:NAME:CONFIG) and the network"
+        raise CorpusError(f"{corpus} cannot be loaded ({reason}); {advice}") from None
     if "train" not in loaded or "text" not in loaded["train"].column_names:
-        raise CorpusError(
-            f'{corpus} has no split "train" with a column "text"; save the text to files and pass them in data.text'
-        )
+        found = f'{corpus} has no split "train" with a column "text"'
+        raise CorpusError(f"{found}; save the text to files and pass them in data.text")
     valid = next((name for name in _HUB_SPLITS if name in loaded), None)
     if valid is None:
         return _last_rows(_hub_texts(loaded["train"]), len(loaded["train"]), shares)
@@ -257,21 +251,19 @@ def _own_split(files: Sequence[TextFile]) -> dict[Part, list[TextFile]] | None:
     if not (named["train"] and named["valid"]) and (unnamed or not named["train"] or not named["test"]):
         return None
     if unnamed:
-        raise CorpusError(
-            f"some files are named train and valid ({named['train'][0].name}, {named['valid'][0].name}) but "
-            f"{unnamed[0].name} is neither; pass only the files that are meant in data.text, or rename them"
-        )
+        train, valid, other = named["train"][0].name, named["valid"][0].name, unnamed[0].name
+        found = f"some files are named train and valid ({train}, {valid}) but {other} is neither"
+        raise CorpusError(f"{found}; pass only the files that are meant in data.text, or rename them")
     return {part: inside for part, inside in named.items() if inside}
 
 
-def _ends_of_file(file: TextFile, shares: Shares) -> Split:
+def _ends_of_file(file: TextFile, shares: Shares) -> dict[Part, list[TextFile]]:
     size, ends = file.num_bytes, (shares["valid"] + shares["test"], shares["test"])
     valid, test = (_line_start(file, size - int(share * size)) if share else size for share in ends)
     places: dict[Part, tuple[int, int]] = {"train": (0, valid), "valid": (valid, test), "test": (test, size)}
     if not shares["test"]:
         del places["test"]
-    parts: dict[Part, Documents] = {part: _byte_range(file, *place) for part, place in places.items()}
-    return "the end of the only file", parts, {part: end - begin for part, (begin, end) in places.items()}
+    return {part: [replace(file, begin=begin, num_bytes=end - begin)] for part, (begin, end) in places.items()}
 
 
 def _line_start(file: TextFile, place: int) -> int:
@@ -311,13 +303,8 @@ def _check_text(path: Path, content: bytes, offset: int) -> None:
     try:
         content.decode()
     except UnicodeDecodeError as error:
-        raise CorpusError(
-            f"{path} is not UTF-8 text (byte {offset + error.start} is not); convert it, or pass other files"
-        ) from None
-
-
-def _byte_range(file: TextFile, begin: int, end: int) -> Documents:
-    return lambda: iter([file_chunks(file, begin, end)])
+        byte = offset + error.start
+        raise CorpusError(f"{path} is not UTF-8 text (byte {byte} is not); convert it, or pass other files") from None
 
 
 def _hub_texts(rows: Any) -> Callable[[], Iterator[bytes]]:

@@ -147,10 +147,9 @@ def _digits(encode: Encode) -> list[list[int]]:
     digits = [list(encode(f" {digit}")) for digit in range(10)]
     for digit, spelled in enumerate(digits):
         if not spelled or spelled in digits[:digit]:
-            raise TaskError(
-                f"the tokenizer writes the digits {digits.index(spelled)} and {digit} alike ({spelled}), so that no number can "
-                'be asked for; leave "passkey" out of eval.tasks, or use another data.tokenizer'
-            )
+            found = f"the tokenizer writes the digits {digits.index(spelled)} and {digit} alike ({spelled})"
+            advice = 'leave "passkey" out of eval.tasks, or use another data.tokenizer'
+            raise TaskError(f"{found}, so that no number can be asked for; {advice}")
     return digits
 
 

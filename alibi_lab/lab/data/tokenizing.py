@@ -159,9 +159,8 @@ def make_tokenizer(name: str, chunks: Callable[[], Iterator[bytes]], num_bytes: 
         return _tokenizer_file(name)
     size = int(name.removeprefix("bpe:"))
     if size < 256:
-        raise CorpusError(
-            f"data.tokenizer is {name!r} but byte-level BPE begins with 256 tokens, one per byte; pass bpe:256 or more"
-        )
+        found = f"data.tokenizer is {name!r} but byte-level BPE begins with 256 tokens, one per byte"
+        raise CorpusError(f"{found}; pass bpe:256 or more")
     tokenizer = tokenizers.Tokenizer(tokenizers.models.BPE())
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, show_progress=False, initial_alphabet=_byte_characters())

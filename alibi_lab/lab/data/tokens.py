@@ -50,9 +50,8 @@ class Corpus:
         if split == "valid":
             return self
         if self.test is None:
-            raise CorpusError(
-                'eval.split is "test" but the corpus has no test text; pass data.test_share, or eval.split=valid'
-            )
+            found = 'eval.split is "test" but the corpus has no test text'
+            raise CorpusError(f"{found}; pass data.test_share, or eval.split=valid")
         return replace(self, valid=self.test)
 
 

@@ -80,9 +80,8 @@ def symbols(
         EvaluationError: one document does not fit in memory.
     """
     if len(alphabet) and int(alphabet[-1]) >= SYMBOLS:
-        raise TaskError(
-            f"{task} has its own {SYMBOLS} tokens; test it on data.corpus=task:{task}, or leave it out of eval.tasks"
-        )
+        advice = f"test it on data.corpus=task:{task}, or leave it out of eval.tasks"
+        raise TaskError(f"{task} has its own {SYMBOLS} tokens; {advice}")
     by_part: list[tuple[float | None, ...]] = []
 
     def score(stretched: LanguageModel, length: int) -> Rows:

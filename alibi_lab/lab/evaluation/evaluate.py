@@ -19,7 +19,6 @@ stretches of the largest length L_max, spread evenly over the text, each with L_
 Losses are in nats per token. Next: `experiment.py`.
 """
 
-import typing
 from collections.abc import Sequence
 from typing import Any
 
@@ -28,7 +27,7 @@ from torch import Tensor
 
 from alibi_attn.nn.allocator import peak_memory_bytes, reset_peak_memory
 from alibi_lab.lab.clock import clock
-from alibi_lab.lab.config import EvalConfig, SymbolTask
+from alibi_lab.lab.config import EvalConfig
 from alibi_lab.lab.data.corpus import CorpusError
 from alibi_lab.lab.data.tasks import Encode
 from alibi_lab.lab.evaluation.context_use import has_positions, passkey, recall, symbols
@@ -77,12 +76,12 @@ def evaluate(
         rows.append((length, *row))
     curves = {"by_length": columns(("length", *names), rows), "by_position": by_position}
     curves["by_part"] = columns(("length", *_BY_PART), parts)
-    if "passkey" in config.tasks:
-        curves["passkey"] = passkey(model, encode, config, say=say)
-    if "recall" in config.tasks:
-        curves["recall"] = recall(model, tokens.unique(), config, say=say)
-    for task in typing.get_args(SymbolTask):
-        if task in config.tasks:
+    for task in config.tasks:
+        if task == "passkey":
+            curves[task] = passkey(model, encode, config, say=say)
+        elif task == "recall":
+            curves[task] = recall(model, tokens.unique(), config, say=say)
+        else:
             curves |= symbols(model, task, tokens.unique(), config, say=say)
     return curves
 
@@ -114,10 +113,9 @@ def scored_stretches(text_tokens: int, longest: int, tokens: int = 1) -> list[ra
     room = text_tokens - longest  # token `longest` is the first with a full window before it
     count = min(-(-tokens // longest), room // longest)
     if count < 1:
-        raise CorpusError(
-            f"the test text has {text_tokens} tokens but one evaluation window of {longest} needs {2 * longest}: {longest} "
-            "to score and as many before them; pass more text, a larger data.valid_share, or shorter eval.lengths"
-        )
+        found = f"the test text has {text_tokens} tokens but one evaluation window of {longest} needs {2 * longest}"
+        advice = "pass more text, a larger data.valid_share, or shorter eval.lengths"
+        raise CorpusError(f"{found}: {longest} to score and as many before them; {advice}")
     gaps = max(count - 1, 1)
     begins = [longest + index * (room - longest) // gaps for index in range(count)]
     return [range(begin, begin + longest) for begin in begins]
@@ -164,16 +162,12 @@ def mean_nats(losses: TokenLosses) -> float:
 def loss_by_position(losses: TokenLosses) -> dict[str, Column]:
     """Mean loss in buckets of positions that grow by √2; "position" is the last one of a bucket: 1, 2, 3, 4, 6, 8, 11, …"""
     longest = int(losses.position.max())
-    edges = sorted({min(round(2 ** (half / 2)), longest) for half in range(2 * longest.bit_length() + 1)})
-    bucket = torch.bucketize(losses.position, torch.tensor(edges))
+    edges = torch.tensor(sorted({min(round(2 ** (half / 2)), longest) for half in range(2 * longest.bit_length() + 1)}))
+    bucket = torch.bucketize(losses.position, edges)
     counts = torch.bincount(bucket, minlength=len(edges))
     sums = torch.bincount(bucket, weights=losses.loss_nats.double(), minlength=len(edges))
-    filled = [index for index in range(len(edges)) if counts[index]]
-    return {
-        "position": [edges[index] for index in filled],
-        "loss_nats": [float(sums[index] / counts[index]) for index in filled],
-        "tokens": [int(counts[index]) for index in filled],
-    }
+    found = {"position": edges, "loss_nats": sums / counts, "tokens": counts}
+    return {name: column[counts > 0].tolist() for name, column in found.items()}
 
 
 def loss_by_part(straight: TokenLosses, slid: TokenLosses) -> dict[str, Column]:

@@ -113,9 +113,8 @@ def cached_segments(
         ConfigError: fewer than one token per segment, or a bias that depends on the start of a row.
     """
     if length < 1 or memory < 0:
-        raise ConfigError(
-            f"length is {length} and memory {memory}; pass a length of 1 or more and a memory of 0 or more"
-        )
+        found = f"length is {length} and memory {memory}"
+        raise ConfigError(f"{found}; pass a length of 1 or more and a memory of 0 or more")
     if why := why_no_memory(model):
         raise ConfigError(why)
     rows = _rows(model, tokens, stretches, memory)
@@ -159,10 +158,8 @@ def _rows(model: LanguageModel, tokens: Tensor, stretches: Sequence[range], warm
         ConfigError: there is not enough text before a stretch.
     """
     if warm >= stretches[0].start:
-        raise ConfigError(
-            f"{warm} tokens are read before the scored ones but the text has {stretches[0].start - 1} there; pass a shorter "
-            "memory or window, or longer eval.lengths"
-        )
+        found = f"{warm} tokens are read before the scored ones but the text has {stretches[0].start - 1} there"
+        raise ConfigError(f"{found}; pass a shorter memory or window, or longer eval.lengths")
     rows = [tokens[stretch.start - warm - 1 : stretch.stop] for stretch in stretches]
     return torch.stack(rows).to(model.device).long()
 

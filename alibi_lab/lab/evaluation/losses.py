@@ -144,10 +144,8 @@ def _in_batches(
             continue
         # Outside of the except clause, because the error holds the tensors of the failed batch.
         if here == 1:
-            raise EvaluationError(
-                f"one window of {length} tokens does not fit in memory; pass shorter eval.lengths, a smaller model, or a "
-                "machine with more memory"
-            )
+            advice = "pass shorter eval.lengths, a smaller model, or a machine with more memory"
+            raise EvaluationError(f"one window of {length} tokens does not fit in memory; {advice}")
         size = here // 2
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
