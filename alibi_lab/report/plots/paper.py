@@ -19,7 +19,8 @@ from alibi_lab.report.plots import drawing
 from alibi_lab.report.plots.drawing import End, Points
 
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h")
-_DASHES = (0, (4, 2))
+_OURS: dict[str, Any] = {"linestyle": "-", "fillstyle": "full"}
+_PAPERS: dict[str, Any] = {"linestyle": (0, (4, 2)), "fillstyle": "none"}
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -69,38 +70,28 @@ def joined(one: Line, other: Line) -> Line:
 def lines(panel: Panel) -> Figure:
     """The lines of a panel on a logarithmic y axis, each named at its end."""
     figure, axes = drawing.plain_axes(panel.y_label)
+    axes.set_xlabel(panel.x_label)
     ends = []
-    number_of = {label: number for number, label in enumerate(dict.fromkeys(line.label for line in panel.lines))}
+    labels = list(dict.fromkeys(line.label for line in panel.lines))
     for line in panel.lines:
         some = np.isfinite(line.y) & np.isfinite(line.x)
         if not some.any():
             continue
-        x, y = line.x[some], line.y[some]
-        color, marker = drawing.color_of(line.method), _MARKERS[number_of[line.label] % len(_MARKERS)]
-        axes.plot(
-            x,
-            y,
-            color=color,
-            linestyle="-" if line.ours else _DASHES,
-            linewidth=1.8 if line.ours else 1.2,
-            marker=marker,
-            markevery=max(1, len(x) // 8),
-            fillstyle="full" if line.ours else "none",
-            clip_on=False,
-            zorder=4 if line.method == "alibi" else 3,
-            label=reading(line),
-        )
-        if np.isfinite(line.low[some]).all():
-            axes.fill_between(x, line.low[some], line.high[some], color=color, alpha=0.2, linewidth=0, zorder=2)
+        x, y, low, high = (column[some] for column in (line.x, line.y, line.low, line.high))
+        style = {"linewidth": 1.8, **_OURS} if line.ours else {"linewidth": 1.2, **_PAPERS}
+        style["color"] = color = drawing.color_of(line.method)
+        style |= {"marker": _MARKERS[labels.index(line.label) % len(_MARKERS)], "markevery": max(1, len(x) // 8)}
+        axes.plot(x, y, zorder=4 if line.method == "alibi" else 3, clip_on=False, label=reading(line), **style)
+        if np.isfinite(low).all():
+            axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0, zorder=2)
         if len(x) > 1 or line.base is None or line.base.label != line.label:  # a ratio to itself needs no name
             ends.append(End(_end_name(line, panel), color, float(x[-1]), float(y[-1])))
-    axes.set_xlabel(panel.x_label)
     if not ends:
         return figure
     if panel.ratio:
         axes.axhline(1, color=drawing.MUTED, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
     x_low, x_high = _bounds(panel, "x")
-    drawing.log_axis(axes, np.array(_bounds(panel, "y")))
+    drawing.log_axis(axes, np.array(_bounds(panel, "y", "low", "high")))
     if panel.log_x:
         axes.set_xscale("log", base=2)
         axes.set_xlim(x_low / 1.05, x_high * 1.05)
@@ -130,8 +121,8 @@ def frontier(panel: Panel) -> Figure:
     """Named points, perplexity (y) against speed (x, logarithmic); each method's points are joined."""
     figure, axes = drawing.plain_axes(panel.y_label)
     axes.set_position((0.1, 0.155, 0.86, 0.745))
-    points = [line for line in panel.lines if np.isfinite([line.x[0], line.y[0]]).all()]
     axes.set_xlabel(panel.x_label)
+    points = [line for line in panel.lines if np.isfinite([line.x[0], line.y[0]]).all()]
     if not points:
         return figure
     xs = [float(line.x[0]) for line in points]
@@ -142,21 +133,12 @@ def frontier(panel: Panel) -> Figure:
     for method, ours in dict.fromkeys((line.method, line.ours) for line in points):
         same = [line for line in points if (line.method, line.ours) == (method, ours)]
         same.sort(key=lambda line: float(line.x[0]))
-        color = drawing.color_of(method)
-        axes.plot(
-            [line.x[0] for line in same],
-            [line.y[0] for line in same],
-            marker=drawing.marker_of(method),
-            color=color,
-            fillstyle="full" if ours else "none",
-            linestyle="-" if ours else _DASHES,
-            linewidth=1,
-            markersize=6,
-        )
+        style = {"color": drawing.color_of(method), "marker": drawing.marker_of(method), **(_OURS if ours else _PAPERS)}
+        axes.plot([line.x[0] for line in same], [line.y[0] for line in same], linewidth=1, markersize=6, **style)
         for line in same:
             axes.plot(line.x[:1], line.y[:1], linestyle="none", label=reading(line))
             if math.isfinite(line.low[0]):
-                axes.plot([line.x[0]] * 2, [line.low[0], line.high[0]], color=color, linewidth=1.2)
+                axes.plot([line.x[0]] * 2, [line.low[0], line.high[0]], color=style["color"], linewidth=1.2)
     ends = [End(_end_name(line, panel), drawing.color_of(line.method), line.x[0], line.y[0]) for line in points]
     drawing.place_names(axes, ends)
     return figure
@@ -166,22 +148,21 @@ def windows(token: Points, context: Points, passes: Points) -> Figure:
     """Which tokens each forward pass reads (pale) and scores (filled): one row per pass, one column per token."""
     rows, color = int(np.max(passes)), drawing.color_of("sinusoidal")
     figure, axes = drawing.plain_axes("")
-    figure.set_size_inches(4.1, 0.55 + 0.3 * rows)
-    axes.set_position((0.13, 0.4 / (0.55 + 0.3 * rows), 0.85, 0.3 * rows / (0.55 + 0.3 * rows)))
+    high, whole = 0.3 * rows, 0.55 + 0.3 * rows
+    figure.set_size_inches(4.1, whole)
+    axes.set_position((0.13, 0.4 / whole, 0.85, high / whole))
     for number in range(1, rows + 1):
         scored = token[passes == number]
         first = float(np.min(scored - context[passes == number])) + 1
         for place in np.arange(first, scored.max() + 1):
             corner, alpha = (place - 0.46, number - 0.4), 0.95 if place in scored else 0.28
             axes.add_patch(Rectangle(corner, 0.92, 0.8, facecolor=color, linewidth=0, alpha=alpha))
-    axes.set_xlim(0.4, float(token.max()) + 0.6)
-    axes.set_ylim(rows + 0.5, 0.5)
+    axes.set(xlabel="token of the text", xlim=(0.4, float(token.max()) + 0.6), ylim=(rows + 0.5, 0.5))
     axes.set_yticks(range(1, rows + 1), [f"pass {number}" for number in range(1, rows + 1)])
     axes.set_xticks(token.tolist(), [f"{place:.0f}" for place in token])
     axes.grid(visible=False)
     axes.spines["left"].set_visible(False)
     axes.tick_params(length=0)
-    axes.set_xlabel("token of the text")
     return figure
 
 
@@ -201,9 +182,8 @@ def _round_x(axes: Axes, low: float, high: float) -> None:
     drawing.ticks(axes.xaxis, [tick for tick in ticks if low <= tick <= high], drawing.short_number)
 
 
-def _bounds(panel: Panel, axis: str) -> tuple[float, float]:
-    """The lowest and highest drawn value of an axis."""
-    names = ("x",) if axis == "x" else ("y", "low", "high")
-    arrays = [getattr(line, name)[np.isfinite(line.y)] for line in panel.lines for name in names]
-    found = [value for values in arrays for value in values.tolist() if math.isfinite(value) and value > 0]
-    return (min(found), max(found)) if found else (1.0, 1.0)
+def _bounds(panel: Panel, *columns: str) -> tuple[float, float]:
+    """The lowest and highest drawn value of these columns."""
+    values = np.concatenate([getattr(line, name)[np.isfinite(line.y)] for line in panel.lines for name in columns])
+    found = values[np.isfinite(values) & (values > 0)]
+    return (float(found.min()), float(found.max())) if found.size else (1.0, 1.0)

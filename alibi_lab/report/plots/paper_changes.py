@@ -76,16 +76,10 @@ def change(
 def _scaled(line: Line, base: Line, length: float | None) -> Line:
     """The line divided by another line's value at one of the paper's lengths; x as multiples of that length."""
     at = base.y[base.paper_length == length]
-    value = float(at[0]) if at.size else math.nan
-    nothing = np.full(len(line.y), math.nan)
-    return dataclasses.replace(
-        line,
-        x=line.paper_length / (length or math.nan),
-        y=line.y / value,
-        low=nothing,
-        high=nothing,
-        base=Number(base.label, int(length)) if length else None,
-    )
+    by, unknown = float(at[0]) if at.size else math.nan, np.full(len(line.y), math.nan)
+    number = Number(base.label, int(length)) if length else None
+    x = line.paper_length / (length or math.nan)
+    return dataclasses.replace(line, x=x, y=line.y / by, low=unknown, high=unknown, base=number)
 
 
 def _from_shortest(lines: Sequence[Line], labels: Sequence[str]) -> tuple[list[Line], tuple[str, str]]:
@@ -97,21 +91,18 @@ def _from_shortest(lines: Sequence[Line], labels: Sequence[str]) -> tuple[list[L
     if not common:
         return [], ("", "")
     shortest = min(common)
-    found = []
-    for line in lines:
-        base = line
-        if line.label not in labels:
-            base = next(one for one in lines if one.ours == line.ours and one.label in labels)
-        found.append(_scaled(line, base, shortest))
+    bases = {line.ours: line for line in reversed(lines) if line.label in labels}
+    found = [_scaled(line, line if line.label in labels else bases[line.ours], shortest) for line in lines]
     return found, (f"multiples of L = {shortest:,.0f} of the paper", f"L = {shortest:,.0f}")
 
 
 def _against_sinusoidal(lines: Sequence[Line]) -> list[Line]:
     """Each method divided by sinusoidal of the same source at the same trained length."""
+    bases = {line.ours: line for line in reversed(lines) if line.method == "sinusoidal"}
     found = []
     for line in lines:
-        base = next((one for one in lines if one.ours == line.ours and one.method == "sinusoidal"), None)
-        if base is not None and line.method != "sinusoidal":
+        if line.ours in bases and line.method != "sinusoidal":
+            base = bases[line.ours]
             at = dict(zip(base.paper_length.tolist(), base.y.tolist(), strict=True))
             under = np.array([at.get(length, math.nan) for length in line.paper_length.tolist()])
             found.append(dataclasses.replace(line, x=line.paper_length, y=line.y / under))
@@ -120,14 +111,12 @@ def _against_sinusoidal(lines: Sequence[Line]) -> list[Line]:
 
 def _frontier(lines: Sequence[Line]) -> list[Line]:
     """Points divided by the reference point of the same source."""
+    points = {line.ours: (line.x[0], line.y[0]) for line in reversed(lines) if line.label == _REFERENCE}
     found = []
     for line in lines:
-        base = next((one for one in lines if one.ours == line.ours and one.label == _REFERENCE), None)
-        if base is not None:
-            by = float(base.y[0])
-            found.append(
-                dataclasses.replace(line, x=line.x / base.x[0], y=line.y / by, low=line.low / by, high=line.high / by)
-            )
+        if line.ours in points:
+            x, y = points[line.ours]
+            found.append(dataclasses.replace(line, x=line.x / x, y=line.y / y, low=line.low / y, high=line.high / y))
     return found
 
 

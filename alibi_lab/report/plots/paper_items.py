@@ -8,7 +8,7 @@ separate scales. `paper_changes.py` computes the ratios, `paper.py` draws.
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -47,22 +47,15 @@ _OTHER_TABLES = {  # where the paper has the same models with the other evaluati
 }
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class _Numbers:
-    """The numbers of one source, ours or the paper's, for one evaluation mode ("" if nothing was evaluated)."""
+class _Source(NamedTuple):
+    """Our numbers or the paper's, for one evaluation mode ("" if nothing was evaluated)."""
 
-    column: Column
     ours: bool
+    column: Column
+    item: PublishedItem
     way: str
-    y: str  # the name of the column
-    spread: str  # prefix of the columns of the lowest and highest seed
-    source: PublishedItem
-    factor: float  # the paper's lengths divided by these
-
-    @property
-    def windows(self) -> str:
-        """The end of a heading: ", sliding windows"."""
-        return f", {self.way} windows" if self.way else ""
+    prefix: str = ""  # of the columns
+    factor: float = 1.0  # the paper's lengths divided by these
 
 
 def pictures(record: Record, by_identity: Mapping[str, Record]) -> list[list[Plot]]:
@@ -100,31 +93,26 @@ def _rows(
 ) -> list[list[Plot]]:
     """The changes on one axis, one picture per evaluation mode, and below them the levels."""
     labels = [label for label in labels if label not in item.cited]
-    found = _numbers(record, item, x, y)
-    lines = [_lines(numbers, labels, x) for numbers in found]
+    drawn = [(source, _lines(source, labels, x, y)) for source in _sources(record, item, x, y)]
     draw = paper_figures.frontier if x == "speed" else paper_figures.lines
     together = []
-    for way in dict.fromkeys(numbers.way for numbers in found):
-        of_way = [line for numbers, own in zip(found, lines, strict=True) if numbers.way == way for line in own]
+    for way in dict.fromkeys(source.way for source, _ in drawn):
+        of_way = [line for source, lines in drawn if source.way == way for line in lines]
         together.append(changes.change(record, x, y, way, of_way, by_identity))
-    own = [_panel(record, numbers, x, labels, drawn) for numbers, drawn in zip(found, lines, strict=True) if drawn]
+    own = [_panel(record, source, x, y, labels, lines) for source, lines in drawn if lines]
     return [[_picture(panel, draw(panel)) for panel in row if panel is not None] for row in (together, own)]
 
 
-def _numbers(record: Record, item: PublishedItem, x: str, y: str) -> list[_Numbers]:
+def _sources(record: Record, item: PublishedItem, x: str, y: str) -> list[_Source]:
     """Ours in the paper's evaluation mode and in the other mode, then the paper's in its mode and, if published, the other."""
     way = way_of(item) if y == "perplexity" and x != "hours" else ""
-    ours = _Numbers(
-        column=recorded(record), ours=True, way=way, y=y, spread="", source=item, factor=scale_factor(record)
-    )
-    theirs = dataclasses.replace(ours, column=published(item), ours=False, factor=1.0)
+    ours = _Source(True, recorded(record), item, way, factor=scale_factor(record))
+    theirs = _Source(False, published(item), item, way)
     if not way:
         return [ours, theirs]
-    other = _OTHER[way]
-    ours_too = dataclasses.replace(ours, way=other, y=f"{other}_{y}", spread=f"{other}_")
-    same = _other_published(item_name(record), item)
-    too = [dataclasses.replace(theirs, column=published(same), way=other, source=same)] if same else []
-    return [ours, ours_too, theirs, *too]
+    other, same = _OTHER[way], _other_published(item_name(record), item)
+    too = [_Source(False, published(same), same, other)] if same else []
+    return [ours, ours._replace(way=other, prefix=f"{other}_"), theirs, *too]
 
 
 def _other_published(name: str, item: PublishedItem) -> PublishedItem | None:
@@ -135,61 +123,55 @@ def _other_published(name: str, item: PublishedItem) -> PublishedItem | None:
     series: dict[str, Mapping[str, Sequence[float | None]]] = {}
     longest = max(length or 0 for columns in item.series.values() for length in columns["length"])
     for label in item.series:
-        for table in tables:
-            columns = table.series.get(label)
-            if columns is not None and label not in series:
-                kept = [at for at, length in enumerate(columns["length"]) if length and length <= longest]
-                series[label] = {key: [columns[key][at] for at in kept] for key in ("length", "perplexity")}
-    source = "tables " + ", ".join(table.source.removeprefix("table ") for table in tables)
-    source = source if tables[1:] else tables[0].source
+        columns = next((table.series[label] for table in tables if label in table.series), None)
+        if columns is not None:
+            kept = [at for at, length in enumerate(columns["length"]) if length and length <= longest]
+            series[label] = {key: [columns[key][at] for at in kept] for key in ("length", "perplexity")}
+    numbers = ", ".join(table.source.removeprefix("table ") for table in tables)
+    source = f"tables {numbers}" if tables[1:] else tables[0].source
     return dataclasses.replace(item, series=series, source=source, evaluation=tables[0].evaluation)
 
 
-def _lines(numbers: _Numbers, labels: Sequence[str], x: str) -> tuple[Line, ...]:
+def _lines(source: _Source, labels: Sequence[str], x: str, y: str) -> tuple[Line, ...]:
     """One line per label with such numbers; if x is "trained", one line per method with a point per trained length."""
-    trained = {trained_length(label) for label in labels}
-    methods = {method_of(label) for label in labels}
+    several_lengths, several_methods = (len(set(map(of, labels))) > 1 for of in (trained_length, method_of))
     lines: dict[str, Line] = {}
     for label in labels:
-        y = numbers.column(label, numbers.y)
-        if not np.isfinite(y).any():
+        values, low, high = (source.column(label, f"{source.prefix}{name}") for name in (y, "low", "high"))
+        if not np.isfinite(values).any():
             continue
-        length = trained_length(label)
-        name = label.split(",", 1)[0]
+        length, name = trained_length(label), label.split(",", 1)[0]
         if x == "trained":
-            places = np.full(len(y), (length or math.nan) / numbers.factor)
-            lengths = numbers.factor * places
+            places = np.full(len(values), (length or math.nan) / source.factor)
+            lengths = source.factor * places
         else:
-            places = numbers.column(label, {"speed": "train_tokens_per_second"}.get(x, x))
-            lengths = numbers.column(label, "paper_length")
-            if len(trained) > 1 and length:
-                at = f"{length / numbers.factor:,.0f}"
-                name = f"{name} {at}" if len(methods) > 1 else f"L = {at}"
-        scale = 1e9 if numbers.y == "memory_bytes" else 1.0
-        spread = [numbers.column(label, f"{numbers.spread}{end}") for end in ("low", "high")]
+            places = source.column(label, {"speed": "train_tokens_per_second"}.get(x, x))
+            lengths = source.column(label, "paper_length")
+            if several_lengths and length:
+                at = f"{length / source.factor:,.0f}"
+                name = f"{name} {at}" if several_methods else f"L = {at}"
         line = Line(
             name=name,
             label=label,
             method=method_of(label),
-            ours=numbers.ours,
+            ours=source.ours,
             x=places,
-            y=y / scale,
-            low=spread[0],
-            high=spread[1],
-            paper_length=lengths if lengths.size == y.size else np.full(len(y), math.nan),
+            y=values / (1e9 if y == "memory_bytes" else 1.0),
+            low=low,
+            high=high,
+            paper_length=lengths if lengths.size == values.size else np.full(len(values), math.nan),
         )
         key = name if x == "trained" else label
         lines[key] = paper_figures.joined(lines[key], line) if key in lines else line
     return tuple(lines.values())
 
 
-def _panel(record: Record, numbers: _Numbers, x: str, labels: Sequence[str], lines: tuple[Line, ...]) -> Panel:
+def _panel(record: Record, source: _Source, x: str, y: str, labels: Sequence[str], lines: tuple[Line, ...]) -> Panel:
     """The panel of the levels of one source, with its unit and scale."""
-    ours, source = numbers.ours, numbers.source
+    ours, item = source.ours, source.item
     trained = {trained_length(label) for label in labels}
     (only,) = trained if len(trained) == 1 else (None,)
-    y = "perplexity" if "perplexity" in numbers.y else numbers.y
-    unit = only / numbers.factor if only and x == "length" and y == "perplexity" else None
+    unit = only / source.factor if only and x == "length" and y == "perplexity" else None
     per = unit_of(record) if ours else "token"
     if x == "hours" and (time := _time_unit(lines)) == "minutes":
         lines = tuple(dataclasses.replace(line, x=60 * line.x) for line in lines)
@@ -198,12 +180,10 @@ def _panel(record: Record, numbers: _Numbers, x: str, labels: Sequence[str], lin
         "trained": f"L, {per}s of a training example",
         "hours": f"{time if x == 'hours' else ''} of training" + ("" if ours else " (GPU)"),
         "speed": f"{per}s per second in training, log scale",
-    }[x]
-    if y == "train_tokens_per_second" and x == "length":
-        x_label = f"L, {per}s of a training example"
+    }["trained" if (x, y) == ("length", "train_tokens_per_second") else x]
     return Panel(
-        heading=f"{'Ours' if ours else 'The paper'}{numbers.windows if x != 'hours' else ''}",
-        caption="" if ours else f"Numbers of {source.source}: {source.corpus}, {source.evaluation}.",
+        heading=f"{'Ours' if ours else 'The paper'}{f', {source.way} windows' if source.way else ''}",
+        caption="" if ours else f"Numbers of {item.source}: {item.corpus}, {item.evaluation}.",
         x_label=x_label,
         y_label=f"{_MEASURES[y]}{f' per {per}' if y == 'perplexity' else ''}, log scale",
         lines=lines,
