@@ -10,7 +10,7 @@ import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor
@@ -19,12 +19,17 @@ from torch.multiprocessing.spawn import spawn
 
 from alibi_attn import alibi_attention
 from alibi_attn.distributed import Traffic, context_parallel_attention
-from alibi_lab.measure.harness import Columns, Config, Row, Say, keep_by_length, number, whole_ms
+from alibi_lab import records
+from alibi_lab.measure.harness import Columns, Config, Row, Say, attention_config, keep_by_length, number, whole_ms
 
 LENGTHS = (16_384, 32_768, 65_536, 131_072)
 RANKS = (2, 4)
 HEADS, HEAD_DIM = 8, 64
 OURS, GATHER = "ours", "all-gather"
+PEERS: dict[str, records.Json] = {
+    OURS: "context_parallel_attention",
+    GATHER: "all_gather of key and value, then the same kernel",
+}
 # Outputs and gradients of the two differ by rounding (fp32 sums in another order) and by the mass that the tolerance drops.
 _ALLOWED = 1e-5
 
@@ -58,19 +63,9 @@ def context_parallel(
             raise ValueError(
                 f"{count} ranks cannot share {uneven} tokens evenly; pass two or more ranks, and lengths that they divide"
             )
+    config = attention_config((), lengths, heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, causal=True, backend="gloo")
     configs: dict[str, Config] = {
-        f"ranks-{count}": {
-            "ranks": count,
-            "heads": HEADS,
-            "kv_heads": HEADS,
-            "head_dim": HEAD_DIM,
-            "dtype": "float32",
-            "causal": True,
-            "threads_of_a_rank": _threads(count),
-            "lengths": list(lengths),
-            "backend": "gloo",
-            "peers": {OURS: "context_parallel_attention", GATHER: "all_gather of key and value, then the same kernel"},
-        }
+        f"ranks-{count}": {**config, "ranks": count, "threads_of_a_rank": _threads(count), "peers": PEERS}
         for count in ranks
     }
 
@@ -105,37 +100,28 @@ def _measured(rank: int, count: int, length: int, repeats: int, seconds: float) 
     shape = (1, HEADS, length // count, HEAD_DIM)
     query, key, value, grad = (torch.randn(shape, generator=generator) for _ in range(4))
     leaves = [x.requires_grad_() for x in (query, key, value)]
-    traffic = Traffic()
+    traffic, gathered = Traffic(), cast("Callable[[Tensor], Tensor]", _Gathered.apply)
     calls: dict[str, Callable[[], Tensor]] = {
         OURS: lambda: context_parallel_attention(query, key, value, traffic=traffic),
-        GATHER: lambda: alibi_attention(
-            query, _gathered(key), _gathered(value), query_offset=rank * query.shape[2], causal=True
-        ),
+        GATHER: lambda: alibi_attention(query, gathered(key), gathered(value), query_offset=rank * query.shape[2]),
     }
-    outputs = {name: _computed(call, leaves, grad) for name, call in calls.items()}
-    of_call = vars(traffic).copy()
-    error = max(_difference(ours, gather) for ours, gather in zip(*outputs.values(), strict=True))
-    numbers = torch.tensor([error, of_call["rows_received"], of_call["bytes_received"]], dtype=torch.float64)
-    everywhere = _of_all(numbers)
+    results = [_once(call, leaves, grad)[0] for call in calls.values()]
+    error = max(_difference(ours, gather) for ours, gather in zip(*results, strict=True))
+    numbers = torch.tensor([error, traffic.rows_received, traffic.bytes_received], dtype=torch.float64)
+    everywhere = torch.stack(_of_all(numbers))
     error = float(everywhere[:, 0].max())
     if not error <= _ALLOWED:
         raise RuntimeError(
             f"context_parallel_attention and an all-gather differ by {error:.1e} at {length} tokens but {_ALLOWED:.0e} is allowed"
         )
     times = _times(calls, leaves, grad, repeats, seconds)
-    other_rows = count * (count - 1) * (length // count) * HEADS
-    row_bytes = 2 * HEAD_DIM * 4
+    other_rows = (count - 1) * length * HEADS
     received = {
-        OURS: [int(n) for n in everywhere[:, 1:].sum(0).tolist()],
-        GATHER: [other_rows, 2 * other_rows * row_bytes],  # gradients are sent too
+        OURS: everywhere[:, 1:].sum(0).long().tolist(),
+        GATHER: [other_rows, 2 * other_rows * 2 * HEAD_DIM * 4],  # gradients are sent too
     }
     columns = ("length", "relative_error", "forward_ms", "backward_ms", "rows_received", "bytes_received")
     return {name: dict(zip(columns, (length, error, *times[name], *received[name]), strict=True)) for name in calls}
-
-
-def _computed(call: Callable[[], Tensor], leaves: list[Tensor], grad: Tensor) -> list[Tensor]:
-    output = call()
-    return [output.detach(), *torch.autograd.grad(output, leaves, grad)]
 
 
 def _difference(ours: Tensor, other: Tensor) -> float:
@@ -151,29 +137,30 @@ def _times(
     end = time.perf_counter() + seconds
     for turn in range(repeats):
         late = _of_all(torch.tensor([float(turn > 0 and time.perf_counter() > end)]))
-        if bool(late.any()):
+        if any(late):
             break
         for name, call in calls.items():
             dist.barrier()
-            times = torch.tensor(_once(call, leaves, grad), dtype=torch.float64)
-            spent[name].append(_of_all(times).amax(0))
+            times = torch.tensor(_once(call, leaves, grad)[1], dtype=torch.float64)
+            spent[name].append(torch.stack(_of_all(times)).amax(0))
     return {name: torch.stack(turns).quantile(0.5, 0).tolist() for name, turns in spent.items()}
 
 
-def _once(call: Callable[[], Tensor], leaves: list[Tensor], grad: Tensor) -> tuple[float, float]:
-    """(forward, backward) milliseconds of one call."""
+def _once(call: Callable[[], Tensor], leaves: list[Tensor], grad: Tensor) -> tuple[list[Tensor], list[float]]:
+    """(output and gradients, milliseconds of forward and backward) of one call."""
     begun = time.perf_counter()
     output = call()
     between = time.perf_counter()
-    torch.autograd.grad(output, leaves, grad)
-    return (between - begun) * 1e3, (time.perf_counter() - between) * 1e3
+    gradients = torch.autograd.grad(output, leaves, grad)
+    times = [(between - begun) * 1e3, (time.perf_counter() - between) * 1e3]
+    return [output.detach(), *gradients], times
 
 
-def _of_all(numbers: Tensor) -> Tensor:
-    """[R, n], the values of all R ranks."""
-    gathered = [torch.empty_like(numbers) for _ in range(dist.get_world_size())]
-    dist.all_gather(gathered, numbers)
-    return torch.stack(gathered)
+def _of_all(values: Tensor) -> list[Tensor]:
+    """The values of all ranks."""
+    gathered = [torch.empty_like(values) for _ in range(dist.get_world_size())]
+    dist.all_gather(gathered, values)
+    return gathered
 
 
 class _Gathered(torch.autograd.Function):
@@ -181,9 +168,7 @@ class _Gathered(torch.autograd.Function):
 
     @staticmethod
     def forward(ctx: Any, rows: Tensor) -> Tensor:
-        gathered = [torch.empty_like(rows) for _ in range(dist.get_world_size())]
-        dist.all_gather(gathered, rows.detach())
-        return torch.cat(gathered, 2)
+        return torch.cat(_of_all(rows.detach()), 2)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> Tensor:
@@ -191,11 +176,6 @@ class _Gathered(torch.autograd.Function):
         own = torch.empty_like(parts[0])
         dist.reduce_scatter(own, parts)
         return own
-
-
-def _gathered(rows: Tensor) -> Tensor:
-    gathered: Tensor = _Gathered.apply(rows)  # type: ignore[no-untyped-call]
-    return gathered
 
 
 def _summary(columns: Columns) -> dict[str, float | None]:

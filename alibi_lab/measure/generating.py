@@ -24,6 +24,7 @@ PADDING = 1 / 8  # padding positions per cached token
 MOST_ERROR = 1e-4  # of the largest logit
 MOST_PADDED = 32768  # cached tokens per row; the two rows are in memory three times
 Filling = Sequence[tuple[Tensor, ...]]
+Calls = dict[str, Callable[[], Tensor]]
 SPARE = 2  # steps that are not timed: one for the comparison, one to warm up
 NAME = "generating/bloom"
 
@@ -69,24 +70,34 @@ def generating(
             torch.manual_seed(1)
             filling = [tuple(torch.randn(1, num_heads, length, head_dim) for _ in range(2)) for _ in range(layers)]
             with torch.no_grad():
-                times = _one_row(original, patched, our_cache, filling, repeats=repeats)
+                longest = length + repeats + SPARE
+                times = _times(_one_row(original, patched, our_cache, filling, longest), ORIGINAL, length, repeats)
                 if length <= MOST_PADDED:
-                    times |= _two_rows(patched, our_cache, filling, repeats=repeats)
+                    times |= _times(_two_rows(patched, our_cache, filling), ROWS, length, repeats)
                     metrics[f"padding_costs_{length}"] = times[PADDED] / times[ROWS]
             yield {NAME: {name: {"length": length, "forward_ms": ms} for name, ms in times.items()}}
 
     return keep(out, {NAME: config}, steps(), summary=lambda columns: metrics, say=say)
 
 
+def _times(calls: Calls, right: str, length: int, repeats: int) -> dict[str, float]:
+    """Milliseconds of every call, after their logits were compared with those of the call `right`."""
+    logits = {name: call() for name, call in calls.items()}
+    for name, output in logits.items():
+        rows = 1 if name == UNEVEN else None  # its second row sees only the last quarter
+        off = error(output[:rows], logits[right][:rows])
+        if not off < MOST_ERROR:
+            raise RuntimeError(f"{name} is off by {off:.1e} of the largest logit at {length} tokens")
+    return medians_ms(calls, repeats=repeats, seconds=60.0)
+
+
 def _one_row(
-    original: BloomForCausalLM, patched: nn.Module, our_cache: Callable[[], Cache], filling: Filling, *, repeats: int
-) -> dict[str, float]:
-    """Milliseconds per token, by cache; `filling` is the cached keys and values [1, H, S, D] of every layer."""
-    length = filling[0][0].shape[2]
-    longest = length + repeats + SPARE
+    original: BloomForCausalLM, patched: nn.Module, our_cache: Callable[[], Cache], filling: Filling, longest: int
+) -> Calls:
+    """A step by cache; `filling` is the cached keys and values [1, H, S, D] of every layer."""
     room = StaticCache(config=original.config, max_cache_len=longest)
     caches = {"ours": our_cache(), DYNAMIC_CACHE: DynamicCache(), ORIGINAL: DynamicCache(), ORIGINAL_STATIC: room}
-    calls: dict[str, Callable[[], Tensor]] = {}
+    calls: Calls = {}
     for name, cache in caches.items():
         for layer, (key, value) in enumerate(filling):
             cache.update(key, value, layer)
@@ -94,14 +105,11 @@ def _one_row(
         mask = torch.ones(1, longest, dtype=torch.long) if cache is room else None
         model = original if name in (ORIGINAL, ORIGINAL_STATIC) else patched
         calls[name] = _step(model, cache, torch.tensor([[7]]), mask)
-    logits = {name: call() for name, call in calls.items()}
-    for name, output in logits.items():
-        _expect(name, output, logits[ORIGINAL], length)
-    return medians_ms(calls, repeats=repeats, seconds=60.0)
+    return calls
 
 
-def _two_rows(model: nn.Module, our_cache: Callable[[], Cache], filling: Filling, *, repeats: int) -> dict[str, float]:
-    """Milliseconds per token for a batch of two rows; the second row is the first with its heads in reverse order."""
+def _two_rows(model: nn.Module, our_cache: Callable[[], Cache], filling: Filling) -> Calls:
+    """A step of a batch of two rows; the second row is the first with its heads in reverse order."""
     length = filling[0][0].shape[2]
     padding = max(int(length * PADDING), 1)
     plain, padded, token = our_cache(), our_cache(), torch.tensor([[7], [8]])
@@ -112,21 +120,11 @@ def _two_rows(model: nn.Module, our_cache: Callable[[], Cache], filling: Filling
         padded.update(after[0], after[1], layer)
     at = torch.arange(padding + length + 1)
     starts = padding, padding + length - length // 4
-    calls = {
+    return {
         ROWS: _step(model, plain, token),
         PADDED: _step(model, padded, token, torch.stack([at >= padding] * 2).long()),
         UNEVEN: _step(model, padded, token, torch.stack([at >= start for start in starts]).long()),
     }
-    true = calls[ROWS]()
-    _expect(PADDED, calls[PADDED](), true, length)
-    _expect(UNEVEN, calls[UNEVEN]()[:1], true[:1], length)
-    return medians_ms(calls, repeats=repeats, seconds=60.0)
-
-
-def _expect(name: str, logits: Tensor, true: Tensor, length: int) -> None:
-    off = error(logits, true)
-    if not off < MOST_ERROR:
-        raise RuntimeError(f"{name} is off by {off:.1e} of the largest logit at {length} tokens")
 
 
 def _step(model: nn.Module, cache: Cache, token: Tensor, mask: Tensor | None = None) -> Callable[[], Tensor]:

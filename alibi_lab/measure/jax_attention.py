@@ -12,20 +12,9 @@ import torch
 from torch import Tensor
 
 from alibi_attn.jax import alibi_attention
+from alibi_lab.measure import harness
 from alibi_lab.measure.correctness import Reference
-from alibi_lab.measure.harness import (
-    Candidate,
-    Columns,
-    Row,
-    Say,
-    attention_config,
-    forward_pass,
-    keep_by_length,
-    number,
-    timed,
-    training_step,
-    whole_times,
-)
+from alibi_lab.measure.harness import Candidate, Columns, Row, Say, number
 from alibi_lab.measure.inputs import Case, draw, published_slopes
 from alibi_lab.measure.peers import Peer, dot_product_attention
 from alibi_lab.measure.peers.ours import ours as ours_in_torch
@@ -33,6 +22,8 @@ from alibi_lab.measure.peers.ours import ours as ours_in_torch
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384, 32768, 65536)
 CHECKED_QUERIES = 64  # the last queries are compared with fp64
 TORCH = "PyTorch"
+Inputs = tuple[Tensor, Tensor, Tensor, Tensor]  # query, key, value and the gradient of the output
+Calls = tuple[Callable[[], object], Callable[[], object]]  # forward, and forward and backward
 
 
 def ours(**options: Any) -> Callable[..., Callable[..., jax.Array]]:
@@ -74,53 +65,42 @@ def jax_attention(
         memory: also measure peak memory at 8192, 16384, 32768 and 65536 tokens.
     """
     device = jax.devices()[0]
-    kind_of_device = device.device_kind
-    configs = {
-        kind: attention_config(peers, lengths, kind=kind, framework="jax", device=kind_of_device) for kind in kinds
-    }
-    on_cpu = device.platform == "cpu"
-    return keep_by_length(
-        out,
-        f"jax/{device.platform}",
-        configs,
-        lengths=lengths,
-        summary=_summary,
-        say=say,
-        train_step=_train_step if memory and on_cpu else None,
-        measure=lambda kind, n: _measure(Case(kind, n), peers, repeats=repeats, seconds=seconds),
+    config = harness.attention_config(peers, lengths, framework="jax", device=device.device_kind)
+    configs = {kind: {**config, "kind": kind} for kind in kinds}
+    name, train_step = f"jax/{device.platform}", _train_step if memory and device.platform == "cpu" else None
+
+    def measure(kind: str, length: int) -> dict[str, Row]:
+        case = Case(kind, length)
+        inputs, slopes = draw(case), published_slopes(case.num_heads)
+        reference = Reference.of(*inputs, slopes)
+        candidates = {peer.name: _checked(peer, reference, inputs, slopes) for peer in peers}
+        rows: dict[str, Row] = {}
+        # Ours and PyTorch take turns first, then the others: materializing n² numbers slows down the next call.
+        for close in (True, False):
+            part = {name: each for name, each in candidates.items() if (name in ("ours", TORCH)) == close}
+            rows |= harness.timed(part, repeats=repeats, seconds=seconds / 2)
+        for row in rows.values():
+            if row["backward_ms"] is not None:
+                row["backward_ms"] = max(number(row["backward_ms"]) - number(row["forward_ms"]), 0.0)
+        return {name: rows[name] for name in candidates}
+
+    return harness.keep_by_length(
+        out, name, configs, lengths=lengths, measure=measure, train_step=train_step, summary=_summary, say=say
     )
 
 
-def _measure(case: Case, peers: Sequence[Peer], *, repeats: int, seconds: float) -> dict[str, Row]:
-    query, key, value, grad = draw(case)
-    slopes = published_slopes(case.num_heads)
-    reference = Reference.of(query, key, value, grad, slopes)
-    candidates = {peer.name: _checked(peer, reference, query, key, value, grad, slopes) for peer in peers}
-    rows: dict[str, Row] = {}
-    # Ours and PyTorch take turns first, then the others: materializing n² numbers slows down the next call.
-    for close in (True, False):
-        part = {name: each for name, each in candidates.items() if (name in ("ours", TORCH)) == close}
-        rows |= timed(part, repeats=repeats, seconds=seconds / 2)
-    for row in rows.values():
-        if row["backward_ms"] is not None:
-            row["backward_ms"] = max(number(row["backward_ms"]) - number(row["forward_ms"]), 0.0)
-    return {name: rows[name] for name in candidates}
-
-
-def _checked(
-    peer: Peer, reference: Reference, query: Tensor, key: Tensor, value: Tensor, grad: Tensor, slopes: Tensor
-) -> Candidate:
+def _checked(peer: Peer, reference: Reference, inputs: Inputs, slopes: Tensor) -> Candidate:
     """Checks a peer. Its `Candidate.backward` is forward and backward, compiled together.
 
     Raises:
         RuntimeError: the peer is wrong.
     """
-    length = key.shape[2]
+    length = inputs[1].shape[2]
     row: Row = {"length": length, "relative_error": None, "why_not": None}
     if length > peer.longest:
         return Candidate({**row, "why_not": f"not tried beyond {peer.longest} tokens"})
     calls = _torch_calls if peer.name == TORCH else _jax_calls
-    of_forward, of_step = calls(peer, query, key, value, grad, slopes)
+    of_forward, of_step = calls(peer, inputs, slopes)
     output = of_forward()
     if not isinstance(output, Tensor):
         output = torch.from_numpy(np.array(output)).transpose(1, 2)
@@ -130,21 +110,18 @@ def _checked(
     return Candidate({**row, "relative_error": errors.output}, of_forward, of_step)
 
 
-def _torch_calls(
-    peer: Peer, query: Tensor, key: Tensor, value: Tensor, grad: Tensor, slopes: Tensor
-) -> tuple[Callable[[], object], Callable[[], object]]:
-    attention, inputs = peer.prepare(query, key, value, slopes), (query, key, value)
-    return forward_pass(attention, inputs), training_step(attention, inputs, grad)
+def _torch_calls(peer: Peer, inputs: Inputs, slopes: Tensor) -> Calls:
+    *qkv, grad = inputs
+    attention = peer.prepare(*qkv, slopes)
+    return harness.forward_pass(attention, qkv), harness.training_step(attention, qkv, grad)
 
 
-def _jax_calls(
-    peer: Peer, query: Tensor, key: Tensor, value: Tensor, grad: Tensor, slopes: Tensor
-) -> tuple[Callable[[], object], Callable[[], object]]:
+def _jax_calls(peer: Peer, inputs: Inputs, slopes: Tensor) -> Calls:
     """(forward, step) as jitted calls that wait for their results, because JAX dispatches asynchronously."""
-    inputs = [_in_jax(x) for x in (query, key, value)]
-    attention = peer.prepare(*inputs, jnp.asarray(slopes.numpy()))
-    of_forward = functools.partial(_finished, jax.jit(forward), attention, *inputs)
-    return of_forward, functools.partial(_finished, jax.jit(step), attention, _in_jax(grad), *inputs)
+    *qkv, grad = (_in_jax(x) for x in inputs)
+    attention = peer.prepare(*qkv, jnp.asarray(slopes.numpy()))
+    of_forward = functools.partial(_finished, jax.jit(forward), attention, *qkv)
+    return of_forward, functools.partial(_finished, jax.jit(step), attention, grad, *qkv)
 
 
 def _in_jax(x: Tensor) -> jax.Array:
@@ -174,11 +151,10 @@ def _train_step(kind: str, length: int) -> None:
 
 def _summary(columns: Columns) -> dict[str, float | None]:
     """By peer: its time over ours, forward + backward, at its longest timed input."""
-    if "ours" not in columns:
-        return {}
-    whole = {name: whole_times(column) for name, column in columns.items()}
+    whole = {name: harness.whole_times(column) for name, column in columns.items()}
+    ours = whole.pop("ours", {})
     return {
-        f"{name} over ours at {max(times)}": times[max(times)] / whole["ours"][max(times)]
+        f"{name} over ours at {max(times)}": times[max(times)] / ours[max(times)]
         for name, times in whole.items()
-        if times and name != "ours"
+        if times and ours
     }

@@ -28,6 +28,7 @@ LENGTHS = (512, 2048, 8192)
 NAME, OURS = "next-tokens/bloom", "ours"
 # By precision: the largest error of a program's logits that is still its precision, as a share of the largest logit.
 PRECISIONS: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 2e-2, "int8": 5e-2}
+Model = Callable[[], BloomForCausalLM]
 NOT_IN = {"CTranslate2": ("bfloat16",)}  # on a CPU
 
 
@@ -86,7 +87,7 @@ def next_tokens(
 class _Ours:
     """Our model with the prompt in its cache."""
 
-    def __init__(self, precision: str, model: Callable[[], BloomForCausalLM], prompt: Tensor) -> None:
+    def __init__(self, precision: str, model: Model, prompt: Tensor) -> None:
         self.model = model()
         if precision == "bfloat16":
             self.model.bfloat16()
@@ -112,15 +113,7 @@ class _Ours:
 
 
 def _rows(
-    precision: str,
-    prompt: Tensor,
-    true: Tensor,
-    peers: Sequence[str],
-    *,
-    model: Callable[[], BloomForCausalLM],
-    tokens: int,
-    repeats: int,
-    say: Say,
+    precision: str, prompt: Tensor, true: Tensor, peers: list[str], *, model: Model, tokens: int, repeats: int, say: Say
 ) -> dict[str, Row]:
     """The row of every program in this precision."""
     ours, listed = _Ours(precision, model, prompt), prompt[0].tolist()
@@ -132,10 +125,9 @@ def _rows(
             if precision in NOT_IN.get(name, ()):
                 continue
             room, threads = len(listed) + tokens + 1, torch.get_num_threads()
+            opening = programs.opened(name, original, room=room, threads=threads, precision=precision)
             try:
-                program = opened.enter_context(
-                    programs.opened(name, original, room=room, threads=threads, precision=precision)
-                )
+                program = opened.enter_context(opening)
             except Crash as crash:
                 say(f"{name} in {precision} is left out: {crash}")
                 continue
@@ -144,13 +136,9 @@ def _rows(
                 calls[name] = program.several(listed, tokens)
             else:
                 say(f"{name} in {precision} is off by {errors[name]:.1e} at {len(listed)} tokens, so it is not timed")
-        seconds = medians_of(calls, repeats=repeats, seconds=math.inf)
+        times = {name: 1e3 * s for name, s in medians_of(calls, repeats=repeats, seconds=math.inf).items()}
     return {
-        f"{name}, {precision}": {
-            "length": len(listed),
-            "error": off,
-            "forward_ms": seconds[name] * 1e3 if name in seconds else None,
-        }
+        f"{name}, {precision}": {"length": len(listed), "error": off, "forward_ms": times.get(name)}
         for name, off in errors.items()
     }
 
@@ -160,10 +148,8 @@ def _ratios(rows: Mapping[str, Row], length: int) -> dict[str, float]:
     times = {name: ms for name, row in rows.items() if isinstance(ms := row["forward_ms"], float)}
     ratios: dict[str, float] = {}
     for precision in PRECISIONS:
-        ours = times[f"{OURS}, {precision}"]
-        others = {
-            name: ms for name, ms in times.items() if name.endswith(f", {precision}") and not name.startswith(OURS)
-        }
+        others = {name: ms for name, ms in times.items() if name.endswith(f", {precision}")}
+        ours = others.pop(f"{OURS}, {precision}")
         ratios |= {f"ours_over_{name}_{length}": ours / ms for name, ms in others.items()}
         if others:
             ratios[f"ours_over_best_{precision}_{length}"] = ours / min(others.values())

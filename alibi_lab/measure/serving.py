@@ -6,7 +6,6 @@ in a fresh process, to measure its peak memory separately. BLOOM also runs in ll
 """
 
 import datetime
-import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Literal
@@ -22,7 +21,14 @@ from alibi_lab.measure.harness import Config, Row, Say, number, report
 from alibi_lab.measure.peers import programs
 from alibi_lab.measure.peers import transformers_decoders as decoders
 from alibi_lab.measure.peers.transformers_decoders import FAMILIES, VOCABULARY, bloom, decoder
-from alibi_lab.measure.timing import in_fresh_process, peak_raised_by, peak_rss_bytes, time_attention, too_large
+from alibi_lab.measure.timing import (
+    elapsed_ms,
+    in_fresh_process,
+    peak_raised_by,
+    peak_rss_bytes,
+    time_attention,
+    too_large,
+)
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 LONGEST_UNPATCHED = 8192  # needs 18 GB there (skipped if less is available) and four times that at 16,384
@@ -30,7 +36,7 @@ OURS, BF16, ORIGINAL = "ours", "ours, bf16", "transformers"  # the curves of a r
 CHECKED_LENGTH = 512
 # The metric with the error of patched logits, and the numerics of `patch` that it is for.
 Numerics = Literal["exact", "checkpoint"]
-NUMERICS: Mapping[str, Numerics] = {"logits_error": "exact", "logits_error_checkpoint": "checkpoint"}
+NUMERICS: Mapping[str, Numerics] = {"logits_error_checkpoint": "checkpoint", "logits_error": "exact"}
 MOST_ERROR = 1e-3  # of the largest logit, of another program with the same weights; llama.cpp's GELU is off by 1e-5
 WARM_UP_LENGTH = 768  # long enough to take the same code path
 COLUMNS = ("length", "forward_ms", "attention_seconds", "peak_memory_bytes")
@@ -46,7 +52,6 @@ def serving(
     unpatched_lengths: Sequence[int] | None = None,
     families: Sequence[str] = FAMILIES,
     width: int = 1024,
-    threads: int | None = None,
     say: Say = print,
 ) -> list[Path]:
     """Measures every family at every length, patched and original; saves one record per family and returns their paths.
@@ -61,12 +66,10 @@ def serving(
         FileExistsError: a family's record already exists; it is found before measuring if no length was skipped in it.
     """
     unpatched = [n for n in lengths if n <= LONGEST_UNPATCHED] if unpatched_lengths is None else unpatched_lengths
-    return [_family(out, family, lengths, unpatched, width, threads, say) for family in families]
+    return [_family(out, family, sorted(lengths), sorted(unpatched), width, say) for family in families]
 
 
-def _family(
-    out: Path, family: str, lengths: Sequence[int], unpatched: Sequence[int], width: int, threads: int | None, say: Say
-) -> Path:
+def _family(out: Path, family: str, lengths: list[int], unpatched: list[int], width: int, say: Say) -> Path:
     started = datetime.datetime.now(datetime.UTC)
     peers, skipped = programs.installed(say) if family == "bloom" else [], list[records.Json]()
     config: Config = {
@@ -78,43 +81,38 @@ def _family(
         "batch": 1,
         "dtype": "float32",
         "peers": list(peers),
-        "lengths": sorted(lengths),
-        "unpatched_lengths": sorted(unpatched),
-        "threads": threads,
+        "lengths": [*lengths],
+        "unpatched_lengths": [*unpatched],
+        "threads": None,  # torch's default
         "skipped": skipped,
     }
-    records.expect_new(out, "benchmark", f"serving/{family}", config)
-    errors = in_fresh_process(_logits_errors, family, width, threads=threads)
-    report(f"serving/{family}", {f"errors at {CHECKED_LENGTH} tokens": errors}, say)
+    record_name = f"serving/{family}"
+    records.expect_new(out, "benchmark", record_name, config)
+    errors = in_fresh_process(_logits_errors, family, width)
+    report(record_name, {f"errors at {CHECKED_LENGTH} tokens": errors}, say)
     curves = {OURS: lengths, BF16: lengths, ORIGINAL: unpatched, **dict.fromkeys(peers, unpatched)}
     measured: dict[str, Rows] = {name: {} for name in curves}
     for length in sorted({*lengths, *unpatched}):
         for name in [name for name, at in curves.items() if length in at]:
             why_not = _too_large(measured[name], length)
             if why_not is None and name in peers:
-                row, off = in_fresh_process(_measure_program, name, length, width, threads=threads)
+                row, off = in_fresh_process(_measure_program, name, length, width)
                 errors[f"logits_error_{name}_{length}"] = off
                 if not off < MOST_ERROR:
                     why_not = f"its logits are off by {off:.1e}, so its time is not comparable"
             elif why_not is None:
-                row = in_fresh_process(_measure, family, name, length, width, threads=threads)
-            if why_not is not None:
+                row = in_fresh_process(_measure, family, name, length, width)
+            if why_not is None:
+                measured[name][length] = {"length": length, **row}
+                report(record_name, {name: measured[name][length]}, say)
+            else:
                 skipped.append(f"{name} {length}")
-                say(f"serving/{family} {name} {length}: skipped, {why_not}")
-                continue
-            measured[name][length] = {"length": length, **row}
-            report(f"serving/{family}", {name: measured[name][length]}, say)
-    record = records.make(
-        "benchmark",
-        f"serving/{family}",
-        config=config,
-        metrics={**errors, **_speedups(measured)},
-        curves={
-            name: {column: [rows[length][column] for length in sorted(rows)] for column in COLUMNS}
-            for name, rows in measured.items()
-        },
-        started=started,
-    )
+                say(f"{record_name} {name} {length}: skipped, {why_not}")
+    metrics = {**errors, **_speedups(measured)}
+    columns = {
+        name: {column: [row[column] for row in rows.values()] for column in COLUMNS} for name, rows in measured.items()
+    }
+    record = records.make("benchmark", record_name, config=config, metrics=metrics, curves=columns, started=started)
     return records.save(record, out)
 
 
@@ -137,8 +135,7 @@ def _measure(family: str, name: str, length: int, width: int) -> Row:
 
 def _measure_program(name: str, length: int, width: int) -> tuple[Row, float]:
     """(row of another program, error of its last logits relative to a patched model's largest logit)."""
-    model, tokens = bloom(width), _tokens(length)
-    room = max(length, WARM_UP_LENGTH)
+    model, tokens, room = bloom(width), _tokens(length), max(length, WARM_UP_LENGTH)
     with programs.opened(name, model, room=room, threads=torch.get_num_threads()) as program:
         program.logits(_tokens(WARM_UP_LENGTH)[0].tolist())
         outputs, before = [], peak_rss_bytes()
@@ -153,9 +150,7 @@ def _measure_program(name: str, length: int, width: int) -> tuple[Row, float]:
 def _passes(call: Callable[[], object]) -> Iterator[float]:
     """Yields the seconds of up to TURNS calls and stops after a call longer than LONG_SECONDS."""
     for _ in range(TURNS):
-        start = time.perf_counter()
-        call()
-        total = time.perf_counter() - start
+        total = elapsed_ms(call) / 1e3
         yield total
         if total > LONG_SECONDS:
             break
@@ -163,30 +158,26 @@ def _passes(call: Callable[[], object]) -> Iterator[float]:
 
 def _logits_errors(family: str, width: int) -> dict[str, float]:
     """The errors of the patched model: as it is measured, with the checkpoint's rounding, and in bf16, by metric."""
-    errors: dict[str, float] = {}
-    tokens = _tokens(CHECKED_LENGTH)
+    errors, tokens = dict[str, float](), _tokens(CHECKED_LENGTH)
     with torch.no_grad():
         for name, numerics in NUMERICS.items():
             if family == "t5" and numerics == "checkpoint":
                 continue  # it has no rounding of its own to reproduce
             model = decoder(family, width, CHECKED_LENGTH)
-            expected = _outputs(model, tokens)
+            original = _outputs(model, tokens)
             patch(model, numerics=numerics)
-            errors[name] = error(_outputs(model, tokens), expected)
-        model = decoder(family, width, CHECKED_LENGTH)
-        patch(model)
-        expected = _outputs(model, tokens)
-        errors["logits_error_bf16"] = error(_outputs(model.bfloat16(), tokens).float(), expected)
+            ours = _outputs(model, tokens)
+            errors[name] = error(ours, original)
+        # The last model is the exact one.
+        errors["logits_error_bf16"] = error(_outputs(model.bfloat16(), tokens).float(), ours)
     return errors
 
 
 def _outputs(model: PreTrainedModel, tokens: Tensor, **options: int) -> Tensor:
     """The logits, or the hidden states of an encoder."""
-    if isinstance(model, T5EncoderModel):
-        states: Tensor = model(tokens).last_hidden_state
-        return states
-    logits: Tensor = model(tokens, use_cache=False, **options).logits
-    return logits
+    options = {} if isinstance(model, T5EncoderModel) else {"use_cache": False, **options}
+    output: Tensor = model(tokens, **options)[0]
+    return output
 
 
 def error(logits: Tensor, expected: Tensor) -> float:

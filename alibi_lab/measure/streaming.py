@@ -59,7 +59,9 @@ def streaming(
 
     def steps() -> Iterator[Mapping[str, Rows]]:
         rows: list[Row] = []
-        with torch.inference_mode(), _one_thread():
+        with torch.inference_mode(), contextlib.ExitStack() as stack:
+            stack.callback(torch.set_num_threads, torch.get_num_threads())
+            torch.set_num_threads(1)
             caches = [block.attention.reach_cache(tolerance=tolerance) for block in blocks]
             outputs: list[Tensor] = []
             for window in x.split(-(-tokens // windows), dim=1):
@@ -68,7 +70,7 @@ def streaming(
                 token_ms = (time.perf_counter() - start) / window.shape[1] * 1e3
                 cache_bytes = sum(cache.nbytes for cache in caches)
                 rows.append({"length": len(caches[0]), "forward_ms": token_ms, "cache_bytes": cache_bytes})
-            streamed, whole = torch.cat(outputs, dim=1), _through(blocks, x, None)
+            streamed, whole = torch.cat(outputs, dim=1), _through(blocks, x, [None] * len(blocks))
         error = float((streamed - whole).norm(dim=-1).max() / whole.norm(dim=-1).max())
         full_bytes = len(blocks) * 2 * x.numel() * x.element_size()
         forgotten = sum(sum(cache.forgotten) for cache in caches)
@@ -91,19 +93,9 @@ def _gated_block() -> ALiBiTransformerBlock:
     return block
 
 
-@contextlib.contextmanager
-def _one_thread() -> Iterator[None]:
-    threads = torch.get_num_threads()
-    torch.set_num_threads(1)
-    try:
-        yield
-    finally:
-        torch.set_num_threads(threads)
-
-
 def _through(
-    blocks: list[ALiBiTransformerBlock], x: Tensor, caches: Sequence[ReachCache | GatedReachCache] | None
+    blocks: list[ALiBiTransformerBlock], x: Tensor, caches: Sequence[ReachCache | GatedReachCache | None]
 ) -> Tensor:
-    for at, block in enumerate(blocks):
-        x = block(x, cache=None if caches is None else caches[at])
+    for block, cache in zip(blocks, caches, strict=True):
+        x = block(x, cache=cache)
     return x

@@ -1,8 +1,9 @@
 """Small models that benchmarks train with the lab, and the outputs of their layers on held-out text."""
 
-import dataclasses
+import contextlib
 import functools
 from collections.abc import Iterator, Mapping, Sequence
+from dataclasses import replace
 from pathlib import Path
 from typing import cast
 
@@ -31,17 +32,16 @@ def small_recipe(
 
     def runs(scale: Scale) -> tuple[RunConfig, ...]:
         if scale == "smoke":
+            layers = 2
             train = TrainConfig(length=32, steps=8, batch_tokens=256, warmup_steps=2)
             evaluation = EvalConfig(lengths=(32, smoke_length), tokens=smoke_length, batch_tokens=256)
         else:
+            layers = 4
             train = TrainConfig(length=512, steps=300, batch_tokens=4096, learning_rate=2e-3, warmup_steps=32)
             evaluation = EvalConfig(lengths=(512, 4096), tokens=16_384)
-        width, ffn = sizes["smoke" if scale == "smoke" else "small"]
-        model = ModelConfig(num_layers=2 if scale == "smoke" else 4, num_heads=heads, embed_dim=width, ffn_dim=ffn)
-        return tuple(
-            RunConfig(model=dataclasses.replace(model, method=method), train=train, eval=evaluation)
-            for method in methods
-        )
+        width, ffn = sizes[scale]
+        model = ModelConfig(num_layers=layers, num_heads=heads, embed_dim=width, ffn_dim=ffn)
+        return tuple(RunConfig(model=replace(model, method=method), train=train, eval=evaluation) for method in methods)
 
     # Recipes of `alibi run` need these texts; this one is not listed there.
     return Recipe(name=name, question="", paper="", cost="", expected="", runs=runs)
@@ -78,17 +78,12 @@ def trained(
 def outputs_of(model: LanguageModel, tokens: Tensor, names: Sequence[str]) -> dict[str, dict[str, Tensor]]:
     """The outputs [1, n, E] of the named parts of every block on one text [1, n]: {"layer-0": {name: output}, …}."""
     outputs: dict[str, dict[str, Tensor]] = {}
-    hooks = []
-    for index, block in enumerate(module for module in model.modules() if isinstance(module, Block)):
-        layer = outputs.setdefault(f"layer-{index}", {})
-        for name in names:
-            hooks.append(getattr(block, name).register_forward_hook(functools.partial(_keep, layer, name)))
-    try:
-        with torch.no_grad():
-            model.eval()(tokens)
-    finally:
-        for hook in hooks:
-            hook.remove()
+    with contextlib.ExitStack() as hooks, torch.no_grad():
+        for index, block in enumerate(module for module in model.modules() if isinstance(module, Block)):
+            layer = outputs.setdefault(f"layer-{index}", {})
+            for name in names:
+                hooks.enter_context(getattr(block, name).register_forward_hook(functools.partial(_keep, layer, name)))
+        model.eval()(tokens)
     return outputs
 
 

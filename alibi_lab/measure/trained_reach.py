@@ -27,7 +27,7 @@ from alibi_lab.measure.harness import Say, checked, number, report, timed
 from alibi_lab.measure.inputs import published_slopes
 from alibi_lab.measure.trained_models import attention_weights, by_head, outputs_of, small_recipe, trained
 
-Captured = dict[str, tuple[Tensor, ...]]
+Captured = dict[str, dict[str, Tensor]]
 LENGTHS = {"smoke": 256, "small": 4096}
 
 RECIPE = small_recipe(
@@ -50,23 +50,18 @@ def trained_reach(
     length = LENGTHS.get(scale, 0)
     ((config, model, corpus),) = trained(RECIPE, run, scale, longest=length, say=say)
     layers = captured(model, corpus.valid[None, :length].long())
-    tensors = {
-        f"{layer}.{name}": x.contiguous()
-        for layer, qkv in layers.items()
-        for name, x in zip(("query", "key", "value"), qkv, strict=True)
-    }
+    tensors = {f"{layer}.{name}": x.contiguous() for layer, parts in layers.items() for name, x in parts.items()}
     save_file(tensors, run / "captured.safetensors")
     paths = []
-    for layer, (query, key, value) in layers.items():
-        columns = compare(query, key, value)
-        times = _times(query, key, value)
+    for layer, parts in layers.items():
+        columns, times = compare(**parts), _times(**parts)
         report(f"trained-reach/{layer}", {"heads": columns, "forward_ms": times}, say)
         record = records.make(
             "certificate",
             f"trained-reach/{layer}",
             config={"scale": scale, "layer": layer, "length": length, "trained": config.train.length},
             metrics={f"{name} forward_ms": time for name, time in times.items()},
-            curves={"heads": columns, "mass": attention_by_distance(query, key)},
+            curves={"heads": columns, "mass": attention_by_distance(parts["query"], parts["key"])},
             started=started,
         )
         paths.append(records.save(record, out))
@@ -74,11 +69,11 @@ def trained_reach(
 
 
 def captured(model: LanguageModel, tokens: Tensor) -> Captured:
-    """(query, key, value), each [1, H, n, D], of every layer of the model on one text [1, n]."""
-    names = ("q", "k", "v")
+    """Query, key and value, each [1, H, n, D], of every layer of the model on one text [1, n]."""
+    names = {"q": "query", "k": "key", "v": "value"}
     return {
-        layer: tuple(by_head(part[name], model.config.num_heads) for name in names)
-        for layer, part in outputs_of(model, tokens, names).items()
+        layer: {name: by_head(part[short], model.config.num_heads) for short, name in names.items()}
+        for layer, part in outputs_of(model, tokens, tuple(names)).items()
     }
 
 
@@ -88,13 +83,7 @@ def compare(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Sequence[rec
     slopes, tolerance = alibi_slopes(query.shape[1]).tolist(), default_tolerance(query, key, value)
     certificate = certified_bounds(query, key, value)
     certified = certificate.left[0].clamp(max=n)
-    with torch.no_grad():
-        true = torch.stack(
-            [
-                _true_reach(query.shape[-1] ** -0.5, query[0, h], key[0, h], slope, tolerance)
-                for h, slope in enumerate(slopes)
-            ]
-        )
+    true = torch.stack([_true_reach(query[0, h], key[0, h], slope, tolerance) for h, slope in enumerate(slopes)])
     blocks = torch.nn.functional.pad(true, (0, -n % TILE)).unflatten(-1, (-1, TILE)).amax(-1)
     return {
         "head": list(range(len(slopes))),
@@ -111,14 +100,12 @@ def compare(query: Tensor, key: Tensor, value: Tensor) -> dict[str, Sequence[rec
 
 def attention_by_distance(query: Tensor, key: Tensor) -> dict[str, Sequence[records.Json]]:
     """Per head and distance: the share of attention on keys nearer than that, averaged over the queries, in float64."""
-    n, num_heads = query.shape[2], query.shape[1]
+    num_heads, n, head_dim = query.shape[1:]
     distances = [2**power for power in range(math.ceil(math.log2(n)) + 1)]
     shares: list[float] = []
     for head, slope in enumerate(alibi_slopes(num_heads).tolist()):
         mass = torch.zeros(len(distances), dtype=torch.float64)
-        for distance, weight in attention_weights(
-            query[0, head], key[0, head], slope, query.shape[-1] ** -0.5, rows=256
-        ):
+        for distance, weight in attention_weights(query[0, head], key[0, head], slope, head_dim**-0.5, rows=256):
             mass += torch.stack([weight.masked_fill(distance >= limit, 0).sum() for limit in distances])
         shares += (mass / n).tolist()
     return {
@@ -128,10 +115,10 @@ def attention_by_distance(query: Tensor, key: Tensor) -> dict[str, Sequence[reco
     }
 
 
-def _true_reach(scale: float, query: Tensor, key: Tensor, slope: float, tolerance: float) -> Tensor:
+def _true_reach(query: Tensor, key: Tensor, slope: float, tolerance: float) -> Tensor:
     """[n] int64: per query the smallest r such that keys at i − j ≥ r together weigh at most the tolerance, in float64."""
     # Keys 0 … j can be dropped as long as their mass is at most the tolerance; distance[:, 0] is i.
-    blocks = attention_weights(query, key, slope, scale, rows=256)
+    blocks = attention_weights(query, key, slope, query.shape[-1] ** -0.5, rows=256)
     return torch.cat([distance[:, 0] - (weight.cumsum(-1) <= tolerance).sum(-1) + 1 for distance, weight in blocks])
 
 

@@ -9,18 +9,16 @@ Cost: medium, a few minutes on one core; small, half a minute; smoke, seconds.
 Expected: a larger share in fp32, where matrix products dominate a step, than in bf16, where they are a smaller part of it.
 """
 
-import concurrent.futures.process
 import contextlib
 import dataclasses
 import functools
-import typing
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from concurrent.futures import Executor
 from pathlib import Path
-from typing import Literal, TypeAlias
 
 import torch
 
-from alibi_lab.lab.config import Method, ModelConfig, RunConfig, TrainConfig, check_choice
+from alibi_lab.lab.config import Method, ModelConfig, Precision, RunConfig, TrainConfig, check_choice
 from alibi_lab.lab.data.corpus import Corpus
 from alibi_lab.lab.model.method_trial import try_imported_methods
 from alibi_lab.lab.training.flops import multiplying_parameters
@@ -29,15 +27,12 @@ from alibi_lab.lab.training.train import Step
 from alibi_lab.lab.training.train import steps as train_steps
 from alibi_lab.measure import utilization
 from alibi_lab.measure.harness import Config, Row, Rows, Say, keep
-from alibi_lab.measure.timing import MATRIX_SIZE, elapsed_ms, fresh_process, medians_of, result
+from alibi_lab.measure.timing import MATRIX_SIZE, Result, elapsed_ms, fresh_process, medians_of, result
 from alibi_lab.measure.utilization import expect_agreement, product_in, profiled_shares, utilization_row
 
-Size: TypeAlias = Literal["smoke", "small", "medium"]  # the scales that fit on one CPU
-Precision: TypeAlias = Literal["no", "bf16"]
-Pool: TypeAlias = concurrent.futures.process.ProcessPoolExecutor
 COMPARED: tuple[Method, ...] = ("alibi", "sinusoidal", "rotary", "t5")
-# Model and training of the recipe `quick` at each scale; a test compares them.
-TRAININGS: Mapping[Size, tuple[ModelConfig, TrainConfig]] = {
+# Model and training of the recipe `quick` at the scales that fit on one CPU; a test compares them.
+TRAININGS: Mapping[str, tuple[ModelConfig, TrainConfig]] = {
     "smoke": (
         ModelConfig(num_layers=2, num_heads=2, embed_dim=32, ffn_dim=88),
         TrainConfig(length=16, steps=8, batch_tokens=256, warmup_steps=2, log_every=2, checkpoint_every=4),
@@ -52,7 +47,6 @@ TRAININGS: Mapping[Size, tuple[ModelConfig, TrainConfig]] = {
     ),
 }
 PRECISIONS: Mapping[Precision, str] = {"no": "fp32", "bf16": "bf16"}  # and their names in a record
-_Result = typing.TypeVar("_Result")
 FIRST_STEPS = 2  # whose losses and gradients are compared; the second one follows an update
 
 
@@ -86,7 +80,7 @@ def training(
         RuntimeError: the first steps in bf16 differ from those in fp32, or a process died.
         FileExistsError: the record already exists; nothing is measured.
     """
-    check_choice("scale", scale, typing.get_args(Size))
+    check_choice("scale", scale, tuple(TRAININGS))
     if threads < 1:
         raise ValueError(f"threads is {threads} but must be 1 or more")
     if torch.accelerator.is_available():
@@ -94,7 +88,7 @@ def training(
             "this benchmark measures a CPU, but the lab would train on this machine's accelerator; hide it, for example with "
             "CUDA_VISIBLE_DEVICES="
         )
-    configs = _configs(typing.cast(Size, scale), methods, lengths, FIRST_STEPS + repeats + 2)
+    configs = _configs(scale, methods, lengths, FIRST_STEPS + repeats + 2)
     try_imported_methods(configs)
     name = f"training/{scale}"
     metrics: dict[str, float | None] = {}
@@ -105,24 +99,25 @@ def training(
             losses = _first_losses(pools, configs)
             calls: dict[str, Callable[[], float]] = {}
             for precision, pool in pools.items():
-                calls[_product(precision)] = functools.partial(_call, pool, _product_ms, precision)
+                calls[f"matrix product, {precision}"] = functools.partial(_call, pool, _product_ms, precision)
                 for config in configs:
-                    calls[_name(config, precision)] = functools.partial(_call, pool, _step_ms, _at(config, precision))
+                    step_ms = functools.partial(_call, pool, _of_step, elapsed_ms, _at(config, precision))
+                    calls[_name(config, precision)] = step_ms
             times = medians_of(calls, repeats=repeats, seconds=seconds)
             for config in configs:
                 metrics[f"{_name(config)}, fp32 / bf16"] = times[_name(config, "no")] / times[_name(config, "bf16")]
                 rows: dict[str, Row] = {}
                 for precision, pool in pools.items():
-                    label, short = _name(config, precision), PRECISIONS[precision]
-                    row = utilization_row(config, times[label], times[_product(precision)])
-                    row |= _call(pool, _shares, _at(config, precision))
-                    rows[f"{config.model.method}, {short}"] = {**row, "loss_nats": losses[label]}
+                    label = _name(config, precision)
+                    row = utilization_row(config, times[label], times[f"matrix product, {precision}"])
+                    row |= _call(pool, _of_step, profiled_shares, _at(config, precision))
+                    rows[f"{config.model.method}, {PRECISIONS[precision]}"] = {**row, "loss_nats": losses[label]}
                 yield {name: rows}
 
     return keep(out, {name: _config(configs, scale, threads)}, steps(), summary=lambda columns: metrics, say=say)
 
 
-def _configs(scale: Size, methods: Sequence[str], lengths: Sequence[int], least_steps: int) -> list[RunConfig]:
+def _configs(scale: str, methods: Sequence[str], lengths: Sequence[int], least_steps: int) -> list[RunConfig]:
     """The configs to measure, sorted by length and then in the order of the methods.
 
     Raises:
@@ -155,12 +150,11 @@ def _config(configs: Sequence[RunConfig], scale: str, threads: int) -> Config:
     }
 
 
-def _first_losses(pools: Mapping[Precision, Pool], configs: Sequence[RunConfig]) -> dict[str, float]:
+def _first_losses(pools: Mapping[Precision, Executor], configs: Sequence[RunConfig]) -> dict[str, float]:
     """The loss of every training's first step, by `_name`; raises RuntimeError if the precisions disagree."""
     losses: dict[str, float] = {}
     for config in configs:
-        first = {precision: pool.submit(_first, _at(config, precision)) for precision, pool in pools.items()}
-        by_precision = {precision: _result(future) for precision, future in first.items()}
+        by_precision = {precision: _call(pool, _first, _at(config, precision)) for precision, pool in pools.items()}
         expect_agreement(_name(config), by_precision["no"], by_precision["bf16"])
         losses |= {_name(config, precision): steps[0][0] for precision, steps in by_precision.items()}
     return losses
@@ -175,17 +169,9 @@ def _name(config: RunConfig, precision: Precision | None = None) -> str:
     return name if precision is None else f"{name}, {PRECISIONS[precision]}"
 
 
-def _product(precision: Precision) -> str:
-    return f"matrix product, {PRECISIONS[precision]}"
-
-
-def _call(pool: Pool, function: Callable[..., _Result], *arguments: object) -> _Result:
+def _call(pool: Executor, function: Callable[..., Result], *arguments: object) -> Result:
     """Runs the function in the pool's process."""
-    return _result(pool.submit(function, *arguments))
-
-
-def _result(future: "concurrent.futures.Future[_Result]") -> _Result:
-    return result(future, "a training process", "pass a smaller --scale")
+    return result(pool.submit(function, *arguments), "a training process", "pass a smaller --scale")
 
 
 # The functions below run in the process of one precision. The caches keep its trainings between calls.
@@ -205,12 +191,8 @@ def _first(config: RunConfig) -> list[tuple[float, float]]:
     return [(step.loss_nats, step.gradient_norm) for step in steps]
 
 
-def _step_ms(config: RunConfig) -> float:
-    return elapsed_ms(functools.partial(next, _training(config)))
-
-
-def _shares(config: RunConfig) -> Row:
-    return profiled_shares(functools.partial(next, _training(config)))
+def _of_step(measure: Callable[[Callable[[], object]], Result], config: RunConfig) -> Result:
+    return measure(functools.partial(next, _training(config)))
 
 
 def _product_ms(precision: Precision) -> float:

@@ -179,7 +179,8 @@ def test_a_model_of_the_lab_agrees_with_the_captured_tensors(lab_run: Path) -> N
     assert record.config["length"] == 2 * config.train.length
     tokens = torch.tensor([list(TEXT.encode()[: 2 * config.train.length])])
     layers = trained_reach.captured(model, tokens)
-    for number, (query, key, _) in enumerate(layers.values()):
+    for number, parts in enumerate(layers.values()):
+        query, key = parts["query"], parts["key"]
         for head, slope in enumerate(alibi_slopes(8).tolist()):
             distance, first, _ = loop(query[0, head], key[0, head], slope, query.shape[-1] ** -0.5)
             at = record.curves["heads"]["layer"].index(number) + head

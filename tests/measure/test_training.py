@@ -16,7 +16,7 @@ from typer.testing import CliRunner
 from alibi_attn.attention.api import alibi_attention
 from alibi_lab import records
 from alibi_lab.cli.main import app
-from alibi_lab.lab.config import Architecture, ConfigError, ModelConfig, RunConfig, TrainConfig
+from alibi_lab.lab.config import Architecture, ConfigError, ModelConfig, RunConfig, Scale, TrainConfig
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.training.flops import attention_flops, linear_flops, multiplying_parameters
 from alibi_lab.measure import training
@@ -65,7 +65,7 @@ def test_medium_has_the_parameters_of_its_recipe() -> None:
 
 
 @pytest.mark.parametrize("scale", training.TRAININGS)
-def test_the_trainings_are_those_of_the_recipe_quick(scale: training.Size) -> None:
+def test_the_trainings_are_those_of_the_recipe_quick(scale: Scale) -> None:
     model, train = training.TRAININGS[scale]
     run = next(run for run in quick.runs(scale) if run.model.method == "alibi")
     assert (run.model, run.train) == (dataclasses.replace(model, method="alibi"), train)
