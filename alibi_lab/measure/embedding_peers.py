@@ -78,16 +78,7 @@ class Encoder:
 def our_encoder(sizes: Sizes, backend: str = "auto") -> ALiBiBertModel:
     """An `ALiBiBertModel` with random weights (seed 0), ready for inference."""
     torch.manual_seed(0)
-    config = ALiBiBertConfig(
-        vocab_size=sizes.vocabulary,
-        hidden_size=sizes.width,
-        num_hidden_layers=sizes.layers,
-        pooler=False,
-        num_attention_heads=sizes.heads,
-        intermediate_size=sizes.inner,
-        initializer_range=sizes.initializer_range,
-        backend=backend,
-    )
+    config = ALiBiBertConfig(**sizes.of_transformers, pooler=False, backend=backend)
     return ALiBiBertModel(config).train(False)
 
 

@@ -8,6 +8,7 @@ et al. 2023 (arXiv:2312.17482), for evaluation only.
 import dataclasses
 import math
 from collections.abc import Mapping
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -30,6 +31,18 @@ class Sizes:
     def initializer_range(self) -> float:
         """Makes queries and keys like noise of variance 1; our reach is wider than with the usual 0.02."""
         return self.width**-0.5
+
+    @property
+    def of_transformers(self) -> dict[str, Any]:
+        """By the names of a BERT's config."""
+        return {
+            "vocab_size": self.vocabulary,
+            "hidden_size": self.width,
+            "num_hidden_layers": self.layers,
+            "num_attention_heads": self.heads,
+            "intermediate_size": self.inner,
+            "initializer_range": self.initializer_range,
+        }
 
 
 class DenseSelfAttention(nn.Module):
@@ -113,18 +126,14 @@ class DenseEncoder(nn.Module):
         """Loads the weights of our encoder, which has query, key and value in one matrix."""
         own: dict[str, Tensor] = {}
         for name, tensor in state.items():
-            parts = [("Wqkv", tensor)]
+            for ours, here in _NAMES.items():
+                name = name.replace(ours, here)
             if ".Wqkv." in name:
-                parts = list(zip(("query", "key", "value"), tensor.chunk(3), strict=True))
-            if not name.startswith("pooler."):
-                own |= {_renamed(name).replace("Wqkv", part): rows for part, rows in parts}
+                parts = zip(("query", "key", "value"), tensor.chunk(3), strict=True)
+                own |= {name.replace("Wqkv", part): rows for part, rows in parts}
+            elif not name.startswith("pooler."):
+                own[name] = tensor
         self.load_state_dict(own)
-
-
-def _renamed(name: str) -> str:
-    for ours, here in _NAMES.items():
-        name = name.replace(ours, here)
-    return name
 
 
 _NAMES = {

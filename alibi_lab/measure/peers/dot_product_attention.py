@@ -1,5 +1,6 @@
 """`jax.nn.dot_product_attention`, with a dense bias and without a bias. Arrays are [B, T, H, D]."""
 
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -15,37 +16,27 @@ def dense(query: jax.Array, key: jax.Array, value: jax.Array, slopes: jax.Array)
     """With the bias [1, H, n, n], built once."""
     distance = jnp.arange(query.shape[1])[:, None] - jnp.arange(query.shape[1])
     bias = jnp.where(distance >= 0, -slopes[:, None, None] * distance, -jnp.inf)[None]
-    return bound(_biased, bias)
+    return bound(jax.nn.dot_product_attention, bias=bias)
 
 
 def causal(query: jax.Array, key: jax.Array, value: jax.Array, slopes: jax.Array) -> Attention:
     """Causal, without a bias."""
-    return bound(_causal)
+    return bound(_CAUSAL)
 
 
 def cudnn(query: jax.Array, key: jax.Array, value: jax.Array, slopes: jax.Array) -> Attention:
     """Causal, without a bias, by cuDNN's kernel."""
-    return bound(_by_cudnn)
+    return bound(_CUDNN)
 
 
-def bound(function: Callable[..., Any], *arrays: jax.Array) -> Attention:
-    """The function with its first arrays bound. Passed to a jitted function, the arrays are traced and not constants."""
-    partial: Attention = jax.tree_util.Partial(function, *arrays)  # type: ignore[no-untyped-call]
+def bound(function: Callable[..., Any], **arrays: jax.Array) -> Attention:
+    """The function with these arrays bound. Passed to a jitted function, they are traced and not constants."""
+    partial: Attention = jax.tree_util.Partial(function, **arrays)  # type: ignore[no-untyped-call]
     return partial
 
 
-def _biased(bias: jax.Array, query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    return jax.nn.dot_product_attention(query, key, value, bias=bias)
-
-
-def _causal(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True)
-
-
-def _by_cudnn(query: jax.Array, key: jax.Array, value: jax.Array) -> jax.Array:
-    return jax.nn.dot_product_attention(query, key, value, is_causal=True, implementation="cudnn")
-
-
+_CAUSAL = functools.partial(jax.nn.dot_product_attention, is_causal=True)
+_CUDNN = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
 DENSE = Peer("dense bias", dense, "dot_product_attention with a bias that is built once", longest=8192)
 CAUSAL = Peer(
     "causal, no bias", causal, "dot_product_attention is_causal=True; no ALiBi at all", longest=8192, biased=False

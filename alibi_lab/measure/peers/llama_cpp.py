@@ -6,12 +6,13 @@ Its GELU is a half-precision lookup table, so its logits are off by about 1e-5.
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from pathlib import Path
+from typing import Any
 
 import numpy as np
 from torch import Tensor
-from transformers import BloomForCausalLM
+from transformers import BloomForCausalLM, PreTrainedConfig
 
 BATCH = 2048  # most tokens per call and per matrix product
 READS = "import llama_cpp, sys; llama_cpp.Llama(sys.argv[1], n_ctx=64, verbose=False).eval([0] * 64)"
@@ -30,18 +31,8 @@ class LlamaCpp:
         if precision == "int8":
             require_that_it_survives(path)
         kept = llama_cpp.GGML_TYPE_F32 if precision == "float32" else llama_cpp.GGML_TYPE_F16
-        self._llama = llama_cpp.Llama(
-            str(path),
-            n_ctx=room,
-            n_batch=BATCH,
-            n_ubatch=BATCH if flash else 512,
-            n_threads=threads,
-            n_threads_batch=threads,
-            type_k=kept,
-            type_v=kept,
-            flash_attn=flash,
-            verbose=False,
-        )
+        batch = {"n_batch": BATCH, "n_ubatch": BATCH if flash else 512}
+        self._llama = opened(path, room=room, threads=threads, flash=flash, type_k=kept, type_v=kept, **batch)
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         self._llama.reset()
@@ -68,6 +59,14 @@ class LlamaCpp:
         return np.ctypeslib.as_array(pointer, shape=(self._llama.n_vocab(),)).copy()
 
 
+def opened(path: Path, *, room: int, threads: int, flash: bool, **options: Any) -> Any:
+    """A model in llama.cpp with room for this many tokens."""
+    import llama_cpp
+
+    options |= {"n_ctx": room, "n_threads": threads, "n_threads_batch": threads, "flash_attn": flash}
+    return llama_cpp.Llama(str(path), verbose=False, **options)
+
+
 class Crash(RuntimeError):
     """llama.cpp ends the process that calls it."""
 
@@ -82,6 +81,7 @@ def require_that_it_survives(path: Path) -> None:
         raise Crash(f"it ended its process with exit status {done.returncode} when it read 64 tokens")
 
 
+Named = Iterable[tuple[str, Tensor]]
 TYPES = {"float32": "F32", "bfloat16": "BF16", "int8": "Q8_0"}  # of weight matrices, by precision
 
 
@@ -92,13 +92,9 @@ def write_gguf(model: BloomForCausalLM, path: Path, precision: str = "float32") 
     config, arch = model.config, gguf.MODEL_ARCH.BLOOM
     settings = {
         "context_length": BATCH,
-        "embedding_length": config.hidden_size,
         "feed_forward_length": 4 * config.hidden_size,
-        "block_count": config.n_layer,
-        "head_count": config.n_head,
         "head_count_kv": config.n_head,
         "layer_norm_eps": config.layer_norm_epsilon,
-        "vocab_size": config.vocab_size,
         "tokenizer_model": "no_vocab",
     }
     names = gguf.get_tensor_name_map(arch, config.n_layer)
@@ -107,22 +103,25 @@ def write_gguf(model: BloomForCausalLM, path: Path, precision: str = "float32") 
         if "query_key_value" in name:  # per head here; llama.cpp has all queries first, then all keys, then all values
             tensor = tensor.unflatten(0, (config.n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
         tensors.append((names.get_name(name, try_suffixes=(".weight", ".bias")), tensor))
-    write_file(path, arch, settings, tensors, precision)
+    write_file(path, arch, config, settings, tensors, precision)
 
 
 def write_file(
-    path: Path, arch: int, settings: Mapping[str, object], tensors: Iterable[tuple[str, Tensor]], precision: str
+    path: Path, arch: int, config: PreTrainedConfig, settings: dict[str, object], tensors: Named, precision: str
 ) -> None:
     """Writes a GGUF file; vectors and the types of tokens are in fp32.
 
     Args:
         arch: gguf's number of the model type.
-        settings: values by the name of the writer's `add_` function.
+        config: the model's, of which the sizes are written.
+        settings: further values by the name of the writer's `add_` function.
     """
     import gguf
 
     writer = gguf.GGUFWriter(path, gguf.MODEL_ARCH_NAMES[arch])
-    for setting, value in settings.items():
+    sizes = {"embedding_length": config.hidden_size, "vocab_size": config.vocab_size}
+    layers = {"block_count": config.num_hidden_layers, "head_count": config.num_attention_heads}
+    for setting, value in (sizes | layers | settings).items():
         getattr(writer, f"add_{setting}")(value)
     for name, tensor in tensors:
         is_matrix = tensor.ndim == 2 and name != "token_types.weight"

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 from transformers import PreTrainedModel
 
-from alibi_lab.measure.peers.llama_cpp import write_file
+from alibi_lab.measure.peers.llama_cpp import opened, write_file
 
 LONGEST = 2**20  # tokens; the model has no limit, but the file format requires one
 
@@ -27,19 +27,9 @@ class LlamaEncoder:
         import llama_cpp
 
         self._library = llama_cpp
-        self._llama = llama_cpp.Llama(
-            str(path),
-            n_ctx=room,
-            n_batch=room,
-            n_ubatch=room,
-            n_seq_max=texts,
-            n_threads=threads,
-            n_threads_batch=threads,
-            embedding=True,
-            pooling_type=llama_cpp.LLAMA_POOLING_TYPE_NONE,
-            flash_attn=flash,
-            verbose=False,
-        )
+        sizes = {"n_batch": room, "n_ubatch": room, "n_seq_max": texts}
+        pooling = {"embedding": True, "pooling_type": llama_cpp.LLAMA_POOLING_TYPE_NONE}
+        self._llama = opened(path, room=room, threads=threads, flash=flash, **sizes, **pooling)
         self._batch = llama_cpp.llama_batch_init(room, 0, texts)
 
     def __call__(self, ids: Tensor, mask: Tensor) -> Tensor:
@@ -68,20 +58,16 @@ def write(model: PreTrainedModel, path: Path, precision: str) -> None:
     import gguf
 
     config = model.config
-    settings = {
+    settings: dict[str, object] = {
         "context_length": LONGEST,
-        "embedding_length": config.hidden_size,
         "feed_forward_length": config.intermediate_size,
-        "block_count": config.num_hidden_layers,
-        "head_count": config.num_attention_heads,
         "layer_norm_eps": config.layer_norm_eps,
         "causal_attention": False,
         "pooling_type": gguf.PoolingType.NONE,
-        "vocab_size": config.vocab_size,
         "token_type_count": 2,
         "tokenizer_model": "none",
     }
-    write_file(path, gguf.MODEL_ARCH.JINA_BERT_V2, settings, tensors(model), precision)
+    write_file(path, gguf.MODEL_ARCH.JINA_BERT_V2, config, settings, tensors(model), precision)
 
 
 def tensors(model: PreTrainedModel) -> list[tuple[str, Tensor]]:

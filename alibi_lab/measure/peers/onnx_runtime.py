@@ -21,15 +21,8 @@ def write(model: PreTrainedModel, path: Path, precision: str) -> None:
     exported = path.with_suffix(".fp32.onnx") if precision == "int8" else path
     example = torch.ones(2, 16, dtype=torch.long), torch.ones(2, 16, dtype=torch.long)
     sizes = {0: torch.export.Dim("batch"), 1: torch.export.Dim("length")}
-    torch.onnx.export(
-        model,
-        example,
-        exported,
-        dynamo=True,
-        input_names=NAMES,
-        dynamic_shapes=dict.fromkeys(NAMES, sizes),
-        verbose=False,
-    )
+    shapes = dict.fromkeys(NAMES, sizes)
+    torch.onnx.export(model, example, exported, dynamo=True, input_names=NAMES, dynamic_shapes=shapes, verbose=False)
     if precision == "int8":
         quantization.quantize_dynamic(exported, path, per_channel=True, weight_type=quantization.QuantType.QInt8)
 

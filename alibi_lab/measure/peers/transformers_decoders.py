@@ -1,15 +1,10 @@
 """Models that `patch` supports, of `transformers` and with random weights: BLOOM, MPT, Falcon-RW and T5's encoder."""
 
+from typing import Any
+
 import torch
-from transformers import (
-    BloomConfig,
-    BloomForCausalLM,
-    FalconConfig,
-    FalconForCausalLM,
-    MptConfig,
-    MptForCausalLM,
-    PreTrainedModel,
-)
+import transformers
+from transformers import BloomForCausalLM, PreTrainedModel
 from transformers.models.t5.configuration_t5 import T5Config
 from transformers.models.t5.modeling_t5 import T5EncoderModel
 
@@ -21,7 +16,7 @@ HEADS, LAYERS, VOCABULARY = 16, 2, 1000
 def bloom(width: int, *, layers: int = LAYERS, heads: int = HEADS, vocabulary: int = VOCABULARY) -> BloomForCausalLM:
     """A BLOOM with random weights (seed 0), ready for inference."""
     torch.manual_seed(0)
-    config = BloomConfig(hidden_size=width, n_layer=layers, n_head=heads, vocab_size=vocabulary)
+    config = transformers.BloomConfig(hidden_size=width, n_layer=layers, n_head=heads, vocab_size=vocabulary)
     model: BloomForCausalLM = BloomForCausalLM(config).requires_grad_(False).train(False)
     return model
 
@@ -29,26 +24,16 @@ def bloom(width: int, *, layers: int = LAYERS, heads: int = HEADS, vocabulary: i
 def decoder(family: str, width: int, longest: int) -> PreTrainedModel:
     """A model of the family with random weights (seed 0), ready for inference on up to `longest` tokens."""
     torch.manual_seed(0)
+    sizes: dict[str, Any] = {"hidden_size": width, "num_hidden_layers": LAYERS}
+    sizes |= {"num_attention_heads": HEADS, "vocab_size": VOCABULARY}
     model: PreTrainedModel
     if family == "bloom":
         return bloom(width)
     if family == "mpt":
-        model = MptForCausalLM(
-            MptConfig(d_model=width, n_layers=LAYERS, n_heads=HEADS, vocab_size=VOCABULARY, max_seq_len=longest)
-        )
+        model = transformers.MptForCausalLM(transformers.MptConfig(**sizes, max_seq_len=longest))
     elif family == "falcon":
-        config = FalconConfig(
-            hidden_size=width,
-            num_hidden_layers=LAYERS,
-            num_attention_heads=HEADS,
-            vocab_size=VOCABULARY,
-            alibi=True,
-            multi_query=False,
-            parallel_attn=False,
-            new_decoder_architecture=False,
-            bias=True,
-        )
-        model = FalconForCausalLM(config)
+        sizes |= dict.fromkeys(("multi_query", "parallel_attn", "new_decoder_architecture"), False)
+        model = transformers.FalconForCausalLM(transformers.FalconConfig(**sizes, alibi=True, bias=True))
     elif family == "t5":
         sizes = {"d_model": width, "d_kv": width // HEADS, "d_ff": 4 * width, "num_layers": LAYERS, "num_heads": HEADS}
         model = T5EncoderModel(T5Config(vocab_size=VOCABULARY, **sizes))
