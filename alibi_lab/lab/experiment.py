@@ -110,15 +110,11 @@ def _in_turn(models: Sequence[Sequence[Run]], done: Set[RunConfig], console: Con
     Args:
         done: the runs that were made on Ray.
     """
-    settings = [runs[0].config.train for runs in models]
-    tokens = [
-        0 if runs[0].recorded()[0] else train.steps * train.batch_tokens
-        for runs, train in zip(models, settings, strict=True)
-    ]
-    left, paths = sum(tokens), list[Path]()
-    for number, (runs, own_tokens) in enumerate(zip(models, tokens, strict=True), 1):
-        left -= own_tokens
-        place = Place(f"model {number} of {len(models)}" if len(models) > 1 else "", left)
+    settings = [None if runs[0].recorded()[0] else runs[0].config.train for runs in models]
+    tokens = [train.steps * train.batch_tokens if train else 0 for train in settings]
+    paths: list[Path] = []
+    for number, runs in enumerate(models, 1):
+        place = Place(f"model {number} of {len(models)}" if len(models) > 1 else "", sum(tokens[number:]))
         for one in runs:
             paths += run_once(one, Console(quiet=True) if one.config in done else console, track, place)
     return paths

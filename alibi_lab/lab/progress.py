@@ -1,15 +1,22 @@
-"""The progress of a training: a bar in a terminal, a line from time to time elsewhere, with the time that is left."""
+"""The progress of a training: a bar in a terminal, a line from time to time elsewhere, with the time that is left.
+
+Trackers, TensorBoard or Weights & Biases, get its losses through accelerate.
+"""
 
 import contextlib
 import dataclasses
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
 
+import torch
+from accelerate import Accelerator
 from rich.console import Console
 from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
 from rich.progress import Progress as Bar
 
 from alibi_lab.lab.training.checkpoint import Progress
+from alibi_lab.records import Json
 
 SECONDS_BETWEEN_LINES = 30  # if there is no terminal for a bar
 
@@ -68,6 +75,33 @@ def progress_shown(
                 )
 
         yield show
+
+
+@contextlib.contextmanager
+def tracked(
+    tracker: str, name: str, config: Mapping[str, Json], precision: str, out: Path
+) -> Iterator[Callable[[Progress], None]]:
+    """Sends each point of the curves of a progress that is passed to the returned function; no tracker, "", sends none."""
+    if not tracker:
+        yield lambda progress: None
+        return
+    wandb, cpu = tracker == "wandb", not torch.accelerator.is_available()
+    folder = str(out if wandb else out / "tensorboard")
+    accelerator = Accelerator(mixed_precision=precision, cpu=cpu, log_with=tracker, project_dir=folder)
+    options = {"wandb": {"name": name, "dir": folder}}
+    accelerator.init_trackers("alibi-attn" if wandb else name, dict(config) if wandb else None, options)
+
+    def log(progress: Progress) -> None:
+        for curve, columns in progress.curves().items():
+            if columns["step"][-1:] == [progress.step]:
+                points = {f"{curve}/{column}": values[-1] for column, values in columns.items() if column != "step"}
+                accelerator.log(points, step=progress.step)
+
+    try:
+        yield log
+    finally:
+        for started in accelerator.trackers:
+            started.finish()
 
 
 def tokens_per_second(batch_tokens: int, progress: Progress, *, since: Progress | None = None) -> float:

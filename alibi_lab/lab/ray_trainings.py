@@ -17,13 +17,14 @@ import torch
 from ray.exceptions import RayError, RayTaskError
 from rich.console import Console
 
-from alibi_lab.lab.config import DataConfig, RunConfig
-from alibi_lab.lab.data.corpus import Corpus, load_corpus
+from alibi_lab.lab.config import RunConfig
+from alibi_lab.lab.data.corpus import load_corpus
 from alibi_lab.lab.run import make_run, run_once
 from alibi_lab.lab.training.interruption import deferred_interruption
 
 RETRIES = 10  # of a training whose workers die
 SECONDS_BETWEEN_LOOKS = 0.2  # how often to check for a signal
+_corpus = functools.cache(load_corpus)  # of a worker
 
 
 def run_all(study: str, trainings: Sequence[Sequence[RunConfig]], *, out: Path, console: Console, track: str) -> None:
@@ -79,9 +80,4 @@ def _run_training(
     torch.set_num_threads(1)
     console = Console(quiet=quiet, force_terminal=False, highlight=False, soft_wrap=True)
     for config in configs:
-        run_once(make_run(study, config, _corpus(config.data, out), out), console, track)
-
-
-@functools.cache
-def _corpus(data: DataConfig, out: Path) -> Corpus:
-    return load_corpus(data, out / "tokens")
+        run_once(make_run(study, config, _corpus(config.data, out / "tokens"), out), console, track)

@@ -7,7 +7,7 @@ and `ray_trainings.py` runs several on a cluster.
 import dataclasses
 import datetime
 import functools
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 
 from accelerate import PartialState
@@ -21,8 +21,7 @@ from alibi_lab.lab.data.corpus import Corpus, num_pieces
 from alibi_lab.lab.evaluation.evaluate import scored_stretches
 from alibi_lab.lab.evaluation.long_context_eval import all_curves, own_curves
 from alibi_lab.lab.model.imported_method import source_facts
-from alibi_lab.lab.progress import Place, progress_shown, tokens_per_second
-from alibi_lab.lab.tracker import tracked
+from alibi_lab.lab.progress import Place, progress_shown, tokens_per_second, tracked
 from alibi_lab.lab.training.checkpoint import Progress, load_model
 from alibi_lab.lab.training.flops import full_tokens_per_second, matrix_flops_per_second
 from alibi_lab.lab.training.train import train
@@ -113,17 +112,14 @@ def run_once(run: Run, console: Console, track: str, place: Place | None = None)
         console.print(f"[bold]{run.title}[/] is recorded already")
         return [training, evaluation]
     started, folder, test = datetime.datetime.now(datetime.UTC), run.out / "records", run.config.eval
-    progress, utilization = _train(run, console, track, place or Place())
+    metrics, curves = _train(run, console, track, place or Place())
     if not PartialState().is_main_process:
         return []
     model = load_model(run.checkpoints, run.config)
     parameters = {"parameters": model.num_parameters()}
     if not training:
-        metrics = _training_metrics(progress, run.config.train.batch_tokens) | parameters | utilization
-        curves = progress.curves()
-        record = records.make(
-            "training", run.name, config=run.training, metrics=metrics, curves=curves, started=started
-        )
+        config, metrics = run.training, metrics | parameters
+        record = records.make("training", run.name, config=config, metrics=metrics, curves=curves, started=started)
         training = records.save(record, folder)
     if not evaluation:
         started, say = datetime.datetime.now(datetime.UTC), functools.partial(_say, console, run.title)
@@ -132,16 +128,19 @@ def run_once(run: Run, console: Console, track: str, place: Place | None = None)
             found = all_curves(model, corpus, test, say=say)
             if hasattr(type(model.position), "curves"):
                 found |= own_curves(type(model.position), model, corpus, test)
+            config = run.evaluation
             record = records.make(
-                "evaluation", run.name, config=run.evaluation, metrics=parameters, curves=found, started=started
+                "evaluation", run.name, config=config, metrics=parameters, curves=found, started=started
             )
             evaluation = records.save(record, folder)
-            say(f"nats per token {_summary(found['by_length'])}  ({record.seconds:.0f} s)")
+            pairs = zip(found["by_length"]["length"], found["by_length"]["nonoverlapping_nats"], strict=True)
+            shown = (f"{length}: " + (f"{nats:.3f}" if isinstance(nats, float) else "–") for length, nats in pairs)
+            say(f"nats per token {'  '.join(shown)}  ({record.seconds:.0f} s)")
     return [training, evaluation]
 
 
-def _train(run: Run, console: Console, track: str, place: Place) -> tuple[Progress, dict[str, float]]:
-    """The finished progress, and how well a GPU was used, without the first step, which compiles."""
+def _train(run: Run, console: Console, track: str, place: Place) -> tuple[dict[str, float | None], records.Curves]:
+    """The metrics and curves of the finished training; how well a GPU was used, without the first step, which compiles."""
     settings, state, first = run.config.train, PartialState(), None
     rate = matrix_flops_per_second(state.device, settings.precision)
     full_speed = full_tokens_per_second(run.config, rate * state.num_processes) if rate else None
@@ -159,27 +158,19 @@ def _train(run: Run, console: Console, track: str, place: Place) -> tuple[Progre
         progress = train(run.config, run.corpus, run.checkpoints, on_step=on_step)
         if console.is_terminal:  # a training that was already finished has called no callback
             show(progress)
-    if not (rate and full_speed):
-        return progress, {}
-    speed = tokens_per_second(settings.batch_tokens, progress, since=first)
-    return progress, {"utilization": speed / full_speed, "matrix_flops_per_second": rate}
-
-
-def _training_metrics(progress: Progress, batch_tokens: int) -> dict[str, float | None]:
-    return {
+    metrics = {
         "loss_nats": progress.loss_nats,
-        "tokens": progress.step * batch_tokens,
-        "tokens_per_second": tokens_per_second(batch_tokens, progress),
+        "tokens": progress.step * settings.batch_tokens,
+        "tokens_per_second": tokens_per_second(settings.batch_tokens, progress),
         "seconds": progress.seconds,
         "peak_memory_bytes": progress.peak_memory_bytes,
     }
+    if rate and full_speed:
+        speed = tokens_per_second(settings.batch_tokens, progress, since=first)
+        metrics |= {"utilization": speed / full_speed, "matrix_flops_per_second": rate}
+    return metrics, progress.curves()
 
 
 def _say(console: Console, title: str, sentence: str) -> None:
     """Prints below the progress bar; without a terminal, adds the run's title, because several runs may share a log."""
     console.print(f"{'' if console.is_terminal else title + ':'}  {escape(sentence)}", soft_wrap=True)
-
-
-def _summary(by_length: Mapping[str, Sequence[Json]]) -> str:
-    pairs = zip(by_length["length"], by_length["nonoverlapping_nats"], strict=True)
-    return "  ".join(f"{length}: " + (f"{nats:.3f}" if isinstance(nats, float) else "–") for length, nats in pairs)

@@ -71,11 +71,9 @@ class AdaptiveSoftmax(nn.Module):
         """ln p of every token, [..., V] fp32."""
         x = self.dropout(x)
         head = self._head(x, bands)
-        first = bands.edges[1]
-        parts = [head[..., :first]]
-        for n in range(1, len(bands.tables)):
-            parts.append(head[..., first + n - 1, None] + self._band(x, bands, n).log_softmax(-1))
-        return torch.cat(parts, dim=-1)
+        first, numbers = bands.edges[1], range(1, len(bands.tables))
+        further = [head[..., first + n - 1, None] + self._band(x, bands, n).log_softmax(-1) for n in numbers]
+        return torch.cat([head[..., :first], *further], dim=-1)
 
     def loss(self, x: Tensor, targets: Tensor, bands: AdaptiveInput) -> Tensor:
         """−ln p(target), [...] fp32; a further band is computed for its own targets only."""

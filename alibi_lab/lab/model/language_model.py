@@ -274,20 +274,11 @@ def decoder_state(model: LanguageModel) -> dict[str, Tensor]:
             f'the model has model.architecture {config.architecture!r} and model.method {config.method!r}, but an MPT is "mpt" '
             'and "alibi"; train one with --set model.architecture=mpt --set model.method=alibi'
         )
-    return {
-        ".".join(_DECODER_NAMES.get(part, part) for part in name.split(".")): tensor
-        for name, tensor in model.state_dict().items()
-    }
+    names = {"attention_out": "attention.out_proj", "ffn_in": "ffn.0", "ffn_out": "ffn.3"}
+    names |= {part: f"attention.{part}_proj" for part in ("q", "k", "v")}
+    state = model.state_dict()
+    return {".".join(names.get(part, part) for part in name.split(".")): tensor for name, tensor in state.items()}
 
-
-_DECODER_NAMES = {
-    "q": "attention.q_proj",
-    "k": "attention.k_proj",
-    "v": "attention.v_proj",
-    "attention_out": "attention.out_proj",
-    "ffn_in": "ffn.0",
-    "ffn_out": "ffn.3",
-}
 
 _ACTIVATIONS: dict[Architecture, Callable[[Tensor], Tensor]] = {"modern": F.silu, "mpt": F.gelu, "baevski-auli": F.relu}
 

@@ -30,9 +30,6 @@ _ARGUMENTS = {
     "stretched": "self, stretch, length",
     "curves": "model, corpus, config",
 }
-_BIASES = (
-    "slopes [H], ByDistance, ContentBias, ForgetGates, Windowed, a bias [H, T, S] with −inf for hidden keys, or None"
-)
 
 
 def check_signatures(kind: type[PositionMethod]) -> None:
@@ -111,7 +108,8 @@ class Hooks:
         elif isinstance(result, Tensor):
             self._numbers("a tensor", result, x, (heads,), (heads, at.query_len, at.key_len))
         elif result is not None:
-            self._returned("bias", result, _BIASES)
+            wanted = "slopes [H], ByDistance, ContentBias, ForgetGates, Windowed, a bias [H, T, S]"
+            self._returned("bias", result, f"{wanted} with −inf for hidden keys, or None")
         return result
 
     def attend(self, q: Tensor, k: Tensor, v: Tensor, at: Pass, default: Attention) -> Tensor:

@@ -5,11 +5,13 @@ To add a method, write a class here, or in `distances.py` or `rotary.py`, name i
 needs neither (`imported_method.py`). Shapes as in `attention/spec.py`; E is the width of the model. Next: `distances.py`.
 """
 
+import dataclasses
+
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from alibi_attn import alibi_slopes, interpolate_slopes
+from alibi_attn import interpolate_slopes
 from alibi_lab.lab.config import ConfigError, Method, ModelConfig, Stretch
 from alibi_lab.lab.model.distances import ALiBiClamp, ALiBiLog, Fire, Kerple, Sandwich, T5Bias, Tisa
 from alibi_lab.lab.model.imported_method import imported_method
@@ -143,8 +145,7 @@ class ALiBiHalf(ALiBi):
     def __init__(self, config: ModelConfig, trained_length: int) -> None:
         super().__init__(config, trained_length)
         sloped = (config.num_heads + 1) // 2
-        slopes = torch.tensor(alibi_slopes(sloped), dtype=torch.float32)
-        self.slopes = F.pad(slopes, (0, config.num_heads - sloped))
+        self.slopes = F.pad(published_slopes(sloped), (0, config.num_heads - sloped))
 
 
 class Fox(PositionMethod):
@@ -163,15 +164,11 @@ class Fox(PositionMethod):
         self.gate_bias = nn.Parameter(torch.zeros(config.num_layers * config.num_heads))
 
     def bias(self, at: Pass) -> ForgetGates:
-        return ForgetGates(self.log_fgate(at))
-
-    def log_fgate(self, at: Pass) -> Tensor:
-        """The gates of the current layer, [B, H, T] fp32."""
         x, index = at.layer.x, at.layer.index
         with torch.autocast(x.device.type, enabled=False):
             bias = self.gate_bias.float().view(self.gate_weight.shape[:2])[index]
             logits = F.linear(x.float(), self.gate_weight[index].float(), bias)
-        return F.logsigmoid(logits).transpose(1, 2)
+        return ForgetGates(F.logsigmoid(logits).transpose(1, 2))
 
 
 class ALiBiFox(Fox):
@@ -182,7 +179,7 @@ class ALiBiFox(Fox):
         self.slopes = published_slopes(config.num_heads)
 
     def bias(self, at: Pass) -> ForgetGates:
-        return ForgetGates(self.log_fgate(at), self.slopes)
+        return dataclasses.replace(super().bias(at), slopes=self.slopes)
 
 
 METHODS: dict[Method, type[PositionMethod]] = {

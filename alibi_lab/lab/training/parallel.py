@@ -9,7 +9,7 @@ processes also share their sequences: each has consecutive tokens of them. Read 
 import contextlib
 import dataclasses
 import datetime
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 
 import torch
 from accelerate import Accelerator
@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from alibi_lab.lab.config import ConfigError, RunConfig
+from alibi_lab.lab.config import ConfigError, RunConfig, TrainConfig
 from alibi_lab.lab.model.attention import Context
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.training.optimizer import make_optimizer
@@ -95,9 +95,7 @@ def prepare(config: RunConfig) -> Training:
             f"the launcher asks for {accelerator.distributed_type.value}, but here the config says how weights are shared; "
             "launch without it and pass train.parallel=fsdp"
         )
-    lengths, sharers = (settings.first_length or settings.length, settings.length), settings.context_parallel
-    context = _context_group(accelerator, sharers, min(lengths), settings.exchange_timeout_s)
-    rows = share_of_batch(accelerator, settings.batch_tokens, lengths, sharers=sharers, accumulate=settings.accumulate)
+    context, rows = _context_group(accelerator, settings), share_of_batch(accelerator, settings)
     sharded = settings.parallel == "fsdp" and accelerator.num_processes > 1
     model = LanguageModel(config.model, trained_length=settings.length, seed=settings.seed).to(accelerator.device)
     model.activation_checkpointing = settings.activation_checkpointing
@@ -111,14 +109,15 @@ def prepare(config: RunConfig) -> Training:
     return Training(config, model, pair[0], pair[1], accelerator, sharded, rows, context)
 
 
-def _context_group(accelerator: Accelerator, sharers: int, shortest: int, timeout_s: float) -> Context | None:
+def _context_group(accelerator: Accelerator, settings: TrainConfig) -> Context | None:
     """The group of neighboring processes that share this process's sequences; None for groups of one."""
-    processes = accelerator.num_processes
+    processes, sharers = accelerator.num_processes, settings.context_parallel
     if processes % sharers:
         raise ConfigError(
             f"train.context_parallel is {sharers} but there are {processes} processes; start a multiple of it, with torchrun "
             "--nproc-per-node, or pass train.context_parallel=1"
         )
+    shortest = min(settings.first_length or settings.length, settings.length)
     if shortest < sharers:
         raise ConfigError(
             f"sequences of {shortest} tokens cannot be shared by train.context_parallel={sharers} processes"
@@ -126,21 +125,19 @@ def _context_group(accelerator: Accelerator, sharers: int, shortest: int, timeou
     if sharers == 1:
         return None
     groups = [dist.new_group(list(range(first, first + sharers))) for first in range(0, processes, sharers)]
-    return Context(groups[accelerator.process_index // sharers], 0, timeout_s)
+    return Context(groups[accelerator.process_index // sharers], 0, settings.exchange_timeout_s)
 
 
-def share_of_batch(
-    accelerator: Accelerator, batch_tokens: int, lengths: Sequence[int], *, sharers: int = 1, accumulate: int = 1
-) -> slice:
+def share_of_batch(accelerator: Accelerator, settings: TrainConfig) -> slice:
     """The rows of every batch that this process trains on.
 
     Raises:
         ConfigError: the rows cannot be divided equally.
     """
+    sharers, accumulate = settings.context_parallel, settings.accumulate
     processes = accelerator.num_processes // sharers
-    parts = processes * accumulate
-    for length in lengths:
-        rows = batch_tokens // length
+    for length in (settings.first_length or settings.length, settings.length):
+        rows, parts = settings.batch_tokens // length, processes * accumulate
         if rows % parts:
             each = f"{processes} processes" + (f" in {accumulate} parts each" if accumulate > 1 else "")
             raise ConfigError(

@@ -116,17 +116,17 @@ def steps(
         CorpusError: the text is shorter than one example.
         ConfigError: the batch cannot be shared by the processes.
     """
-    settings, device, rank = training.config.train, training.accelerator.device, training.accelerator.process_index
-    now = clock(device)
+    settings, accelerator = training.config.train, training.accelerator
+    now = clock(accelerator.device)
     training.model.progress = start / settings.steps
     with kept_memory():
         for number, batch in enumerate(_batches(corpus, training.config, start), start=start + 1):
             started = now()
             for group in training.optimizer.param_groups:
                 group["lr"] = rate = learning_rate(number - 1, settings)
-            parts = batch.share(training.rows, device).shard(training.context).parts(settings.accumulate)
+            parts = batch.own_parts(training)
             # The dropout's seed is a function of the step, so that a checkpoint need not store it.
-            torch.manual_seed(((settings.seed * 1_000_003 + number - 1) * 65_537 + rank) % 2**63)
+            torch.manual_seed(((settings.seed * 1_000_003 + number - 1) * 65_537 + accelerator.process_index) % 2**63)
             loss, norm, stop = _step(training, parts, number, interrupted)
             seconds = now() - started
             training.model.progress = number / settings.steps
@@ -148,22 +148,18 @@ class Batch:
     counted: int
     context: Context | None = None
 
-    def share(self, rows: slice, device: torch.device) -> "Batch":
-        return Batch(tuple(column[rows].to(device) for column in self.columns), self.counted)
-
-    def shard(self, sharing: Context | None) -> "Batch":
-        """This process's tokens of every row, and the token that follows them."""
-        if sharing is None:
-            return self
-        rank = dist.get_rank(sharing.group)
-        lengths = even_lengths(self.columns[0].shape[1] - 1, dist.get_world_size(sharing.group))
-        start, stop = sum(lengths[:rank]), sum(lengths[: rank + 1])
-        columns = tuple(column[:, start : stop + 1] for column in self.columns)
-        return Batch(columns, self.counted, dataclasses.replace(sharing, start=start))
-
-    def parts(self, number: int) -> "list[Batch]":
-        parts = zip(*(column.chunk(number) for column in self.columns), strict=True)
-        return [Batch(part, self.counted, self.context) for part in parts]
+    def own_parts(self, training: Training) -> "list[Batch]":
+        """This process's rows and, if processes share them, its tokens and the one that follows; in the parts of a step."""
+        device, context = training.accelerator.device, training.context
+        columns = [column[training.rows].to(device) for column in self.columns]
+        if context is not None:
+            rank = dist.get_rank(context.group)
+            lengths = even_lengths(columns[0].shape[1] - 1, dist.get_world_size(context.group))
+            start, stop = sum(lengths[:rank]), sum(lengths[: rank + 1])
+            columns = [column[:, start : stop + 1] for column in columns]
+            context = dataclasses.replace(context, start=start)
+        parts = zip(*(column.chunk(training.config.train.accumulate) for column in columns), strict=True)
+        return [Batch(part, self.counted, context) for part in parts]
 
 
 def _batches(corpus: Corpus, config: RunConfig, start: int) -> Iterator[Batch]:
