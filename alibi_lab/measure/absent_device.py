@@ -62,18 +62,16 @@ def absent_device(*, capability: tuple[int, int] = (9, 0), compiles: bool = Fals
     from triton import compiler
     from triton.runtime import driver
 
-    launches = Launches()
-    with contextlib.ExitStack() as stack:
-        before = driver.active if driver._active is not None else None
-        driver.set_active(_Driver(launches, capability))
-        stack.callback(driver.set_active, before)
-        if not compiles:
-            stack.enter_context(mock.patch.object(compiler, "compile", functools.partial(_Kernel, launches)))
-        for name, x in (("device", DEVICE), ("is_cpu", False), ("is_cuda", True)):
-            stack.enter_context(mock.patch.object(Tensor, name, _always(x)))
-        for name in _FACTORIES:
-            stack.enter_context(mock.patch.object(torch, name, _on_cpu(getattr(torch, name))))
-        stack.enter_context(
+    launches, before = Launches(), driver.active if driver._active is not None else None
+    driver.set_active(_driver(launches, capability))
+    factories: dict[str, Any] = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
+    try:
+        with (
+            mock.patch.object(
+                compiler, "compile", compiler.compile if compiles else functools.partial(_Kernel, launches)
+            ),
+            mock.patch.multiple(Tensor, device=DEVICE, is_cpu=False, is_cuda=True),
+            mock.patch.multiple(torch, **factories),
             mock.patch.multiple(
                 torch.cuda,
                 device=contextlib.nullcontext,
@@ -81,56 +79,39 @@ def absent_device(*, capability: tuple[int, int] = (9, 0), compiles: bool = Fals
                 is_current_stream_capturing=lambda: False,
                 get_device_capability=lambda device=None: capability,
                 get_device_properties=lambda device=None: types.SimpleNamespace(multi_processor_count=PROCESSORS),
-            )
-        )
-        yield launches
+            ),
+        ):
+            yield launches
+    finally:
+        driver.set_active(before)
 
 
-def _always(x: object) -> property:
-    return property(lambda tensor: x)
-
-
-class _Driver:
+def _driver(launches: Launches, capability: tuple[int, int]) -> types.SimpleNamespace:
     """In place of Triton's driver: it loads no code, and its launcher records the launch."""
+    from triton.backends.compiler import GPUTarget
 
-    def __init__(self, launches: Launches, capability: tuple[int, int]) -> None:
-        self.launches, self.capability, self.utils = launches, capability, _Utilities
-
-    def get_current_target(self) -> Any:
-        from triton.backends.compiler import GPUTarget
-
-        return GPUTarget("cuda", self.capability[0] * 10 + self.capability[1], 32)
-
-    def get_current_device(self) -> int:
-        return 0
-
-    def get_current_stream(self, device: int) -> int:
-        return 0
-
-    def launcher_cls(self, source: Any, metadata: Any) -> Callable[..., None]:
+    def launcher(source: Any, metadata: Any) -> Callable[..., None]:
         expected = len(source.fn.arg_names)
 
         def run(x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
             assert len(rest[4:]) == expected, (
                 f"{metadata.name} has {expected} parameters but got {len(rest[4:])} arguments"
             )
-            self.launches.record(metadata.name, (x, y, z), rest[4:])
+            launches.record(metadata.name, (x, y, z), rest[4:])
 
         return run
 
-
-class _Utilities:
-    @staticmethod
-    def get_device_properties(device: int) -> dict[str, int]:
-        return {"max_shared_mem": 227 << 10}
-
-    @staticmethod
-    def load_binary(name: str, kernel: bytes, shared: int, device: int) -> tuple[int, int, int, int, int]:
-        return 0, 0, 0, 0, 1024
-
-    @staticmethod
-    def unload_module(module: int) -> None:
-        pass
+    return types.SimpleNamespace(
+        launcher_cls=launcher,
+        get_current_target=lambda: GPUTarget("cuda", capability[0] * 10 + capability[1], 32),
+        get_current_device=lambda: 0,
+        get_current_stream=lambda device: 0,
+        utils=types.SimpleNamespace(
+            get_device_properties=lambda device: {"max_shared_mem": 227 << 10},
+            load_binary=lambda name, kernel, shared, device: (0, 0, 0, 0, 1024),
+            unload_module=lambda module: None,
+        ),
+    )
 
 
 class _Kernel:
@@ -149,10 +130,7 @@ class _Kernel:
         self.launches.record(self.name, (x, y, z), rest[4:])
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        def runner(*arguments: Any, stream: int | None = None) -> None:
-            self.launches.record(self.name, grid, arguments)
-
-        return runner
+        return lambda *arguments, stream=None: self.launches.record(self.name, grid, arguments)
 
 
 def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:

@@ -23,6 +23,8 @@ from alibi_lab.measure.harness import Row, Rows, Say, attention_config, keep, nu
 from alibi_lab.measure.peers import Peer, eager, flash_attn, flex, rank_two, sdpa_causal, sdpa_dense_bias
 from alibi_lab.measure.peers.ours import ours, ours_with_cache
 
+Names = Mapping[tuple[tuple[int, int], str, bool], str]  # of records, by shape, kind and whether it is decoding
+
 LENGTHS = tuple(2**n for n in range(10, 21))
 SHAPES = ((16, 128), (32, 64))
 PATIENCE_S = 3.0  # a peer whose forward plus backward would take longer is skipped
@@ -117,7 +119,7 @@ def gpu(
         checks.extend(all_checked(cases, device, ahead, patience_s=seconds / 4))
         for row in checks:
             yield {name: {"correctness": row} for (_, _, decoding), name in names.items() if not decoding}
-        yield from _measured(names, shapes, lengths, kinds, device, end=end)
+        yield from _measured(names, lengths, device, end)
 
     def summary(columns: object) -> dict[str, float | None]:
         return {"worst_error_share": max(number(row["error"]) / number(row["allowed"]) for row in checks)}
@@ -172,19 +174,12 @@ class Budget:
         return rows
 
 
-def _measured(
-    names: Mapping[tuple[tuple[int, int], str, bool], str],
-    shapes: Sequence[tuple[int, int]],
-    lengths: Sequence[int],
-    kinds: Sequence[str],
-    device: torch.device,
-    *,
-    end: float,
-) -> Iterator[dict[str, dict[str, Row]]]:
+def _measured(names: Names, lengths: Sequence[int], device: torch.device, end: float) -> Iterator[Mapping[str, Rows]]:
     """Yields the rows by record and peer of each length and shape: training steps, then decoding."""
     pace: dict[tuple[str, tuple[int, int]], float] = {}  # seconds of a peer's training step per score and head
     peers = {decoding: _peers(decoding, device) for decoding in (False, True)}
     budget = Budget(sorted({peer.name for some in peers.values() for peer in some}), end)
+    shapes, kinds = dict.fromkeys(shape for shape, _, _ in names), [*dict.fromkeys(kind for _, kind, _ in names)]
     for length, shape in itertools.product(by_importance(lengths), shapes):
         scores = length * max(length, TOKENS)
         step: dict[str, dict[str, Row]] = {}

@@ -67,6 +67,7 @@ def mixed(case: Case, device: torch.device) -> Calls:
     """A batch of texts of several lengths."""
     exact, ids, shown = _dense(case, device), _tokens(case, device), padding(case, device)
     mask, lengths = shown.long(), shown.sum(1).tolist()
+    first = lengths[0]
     true = exact(ids, mask)[shown]
 
     @functools.cache
@@ -79,38 +80,36 @@ def mixed(case: Case, device: torch.device) -> Calls:
     def states(name: str, given: Tensor, **options: Tensor) -> Tensor:
         return _ours(name, case.heads, case.head_dim, device)(given, **options).last_hidden_state
 
-    def row(name: str, call: Callable[[], Tensor], compared: Callable[[Tensor], Tensor]) -> Row:
-        return checked_row(call, device, true, plain(name), compared)
+    def row(
+        name: str,
+        call: Callable[[], Tensor],
+        compared: Callable[[Tensor], Tensor] = lambda output: output[shown],
+        tokens: int | None = None,
+    ) -> Row:
+        return checked_row(call, device, true[:tokens], plain(name), compared)
 
-    def masked(name: str) -> Row:
-        return row(name, lambda: states(name, ids, attention_mask=mask), lambda output: output[shown])
+    masked = {name: functools.partial(states, name, ids, attention_mask=mask) for name in ("bf16", "fp16", *KINDS)}
+    texts = [text[None, :length] for text, length in zip(ids, lengths, strict=True)]
+    joined, segments = ids[shown][None], shown.nonzero()[None, :, 0]
 
-    def alone() -> Row:
-        texts = [text[None, :length] for text, length in zip(ids, lengths, strict=True)]
-        return row("bf16", lambda: torch.cat([states("bf16", text)[0] for text in texts]), lambda output: output)
-
-    def one_row() -> Row:
-        text, segments = ids[shown][None], shown.nonzero()[None, :, 0]
-        return row("bf16", lambda: states("bf16", text, segment_ids=segments), lambda output: output[0])
-
-    def computed() -> Row:
-        first, call = lengths[0], functools.partial(states, "bf16", ids)
-        return checked_row(call, device, true[:first], plain("bf16"), lambda output: output[0, :first])
+    def alone() -> Tensor:
+        return torch.cat([states("bf16", text)[0] for text in texts])
 
     def graph() -> Row:
         with_hole = mask.clone()
         with_hole[0, 1] = 0  # is not packed, so that it compiles what is recorded
         states("bf16", ids, attention_mask=with_hole)
-        replayed = replayable(lambda: states("bf16", ids, attention_mask=mask), device)
-        return row("bf16", replayed, lambda output: output[shown])
+        return row("bf16", replayable(masked["bf16"], device))
 
     return {
-        "bf16": functools.partial(masked, "bf16"),
-        ALONE: alone,
-        COMPUTED: computed,
+        "bf16": functools.partial(row, "bf16", masked["bf16"]),
+        ALONE: functools.partial(row, "bf16", alone, lambda output: output),
+        COMPUTED: functools.partial(row, "bf16", lambda: states("bf16", ids), lambda output: output[0, :first], first),
         "bf16" + GRAPH: graph,
-        **{name: functools.partial(masked, name) for name in (*KINDS, "fp16")},
-        ONE_ROW: one_row,
+        **{name: functools.partial(row, name, masked[name]) for name in (*KINDS, "fp16")},
+        ONE_ROW: functools.partial(
+            row, "bf16", lambda: states("bf16", joined, segment_ids=segments), lambda output: output[0]
+        ),
     }
 
 

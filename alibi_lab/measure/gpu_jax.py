@@ -161,16 +161,8 @@ def _milliseconds(call: Callable[[], object]) -> float:
     return statistics.median(elapsed(calls) for _ in range(REPEATS))
 
 
-CASES = {
-    "full": (
-        Case(1, 2048, 16, 128),
-        Case(8, 2048, 16, 128),
-        Case(1, 16384, 16, 128),
-        Case(1, 131072, 16, 128),
-        Case(2, 8192, 16, 128),
-    ),
-    "smoke": (Case(2, 70, 2, 16),),
-}
+_SIZES = ((1, 2048), (8, 2048), (1, 16384), (1, 131072), (2, 8192))
+CASES = {"full": tuple(Case(*size, 16, 128) for size in _SIZES), "smoke": (Case(2, 70, 2, 16),)}
 # Apart, because a kernel that fails on a device ends all that its process could still measure.
 JAX, JAX_TRITON = (
     Part(part, seconds, {name: NOTES[name] for name in names}, CASES, Steps(*names))

@@ -52,32 +52,26 @@ def gpu_models(
     known = {part.name: part for part in (*PARTS, *ENCODERS)}
     if unknown := [name for name in parts if name not in known]:
         raise ValueError(f"parts has {', '.join(unknown)} but must be of {', '.join(known)}")
-    device, chosen = device_at(scale, "gpu-models"), [known[name] for name in parts] or PARTS
-
-    names = {part.name: f"{'gpu-smoke' if device.type == 'cpu' else 'gpu'}/models-{part.name}" for part in chosen}
+    device = device_at(scale, "gpu-models")
+    folder = "gpu-smoke" if device.type == "cpu" else "gpu"
     dtype = str(number_type(device)).removeprefix("torch.")
-    configs: dict[str, Config] = {
-        names[part.name]: {
-            "cases": [str(case) for case in part.cases[scale]],
-            "dtype": dtype,
-            "device": device.type,
-            "peers": dict(part.peers),
-        }
-        for part in chosen
-    }
-    ours = {names[part.name]: part.ours for part in chosen}
+    chosen = {f"{folder}/models-{part.name}": part for part in [known[name] for name in parts] or PARTS}
+    configs: dict[str, Config] = {}
+    for name, part in chosen.items():
+        cases = [str(case) for case in part.cases[scale]]
+        configs[name] = {"cases": cases, "dtype": dtype, "device": device.type, "peers": dict(part.peers)}
 
     def steps() -> Iterator[Mapping[str, Rows]]:
-        end, share = time.perf_counter(), seconds / sum(part.seconds for part in chosen)
-        for part in chosen:
+        end, share = time.perf_counter(), seconds / sum(part.seconds for part in chosen.values())
+        for name, part in chosen.items():
             end += part.seconds * share
             for case in part.cases[scale]:
-                yield {names[part.name]: measured(part, case, device, end)}
+                yield {name: measured(part, case, device, end)}
 
-    for module in {name for part in chosen for name in part.imports}:
+    for module in {module for part in chosen.values() for module in part.imports}:
         with contextlib.suppress(ImportError):  # the reason in the rows of the part
             importlib.import_module(module)
-    return keep(out, configs, steps(), ours=lambda name, peer: peer.startswith(ours[name]), say=say)
+    return keep(out, configs, steps(), ours=lambda name, peer: peer.startswith(chosen[name].ours), say=say)
 
 
 @torch.no_grad()

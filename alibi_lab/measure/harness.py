@@ -239,8 +239,7 @@ def by_length(curves: Columns) -> Columns:
     """The same with the rows of every peer in the order of their lengths; they may be measured in another order."""
     found: Columns = {}
     for peer, columns in curves.items():
-        lengths = columns.get("length", [])
-        order = sorted(range(len(lengths)), key=lambda row, lengths=lengths: number(lengths[row]))  # type: ignore[misc]
+        order = torch.tensor(columns.get("length", [])).argsort(stable=True).tolist()
         found[peer] = {name: [rows[i] for i in order] if order else rows for name, rows in columns.items()}
     return found
 

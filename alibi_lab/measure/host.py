@@ -14,12 +14,12 @@ from pathlib import Path
 from typing import Any
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from torch.nn import functional
 
-from alibi_attn import ALiBiAttention, KVCache, alibi_attention, forgetting_attention
+from alibi_attn import KVCache, alibi_attention, forgetting_attention
 from alibi_lab.measure.absent_device import Launches, absent_device
-from alibi_lab.measure.gpu_decoding import Given
+from alibi_lab.measure.gpu_decoding import layer_of
 from alibi_lab.measure.harness import Config, Row, Rows, Say, forward_pass, keep, training_step
 from alibi_lab.measure.inputs import published_slopes
 from alibi_lab.measure.peers.ours import ours_with_cache
@@ -60,60 +60,32 @@ def host(out: Path, *, label: str = "present", seconds: float = 1.0, say: Say = 
 def calls() -> dict[str, tuple[Step, Step | None]]:
     """For each kind of call: its forward pass without gradients, and forward and backward; None = it has no gradient."""
     generator = torch.Generator().manual_seed(0)
-    query, key, value, grad = (
-        torch.randn(1, HEADS, TOKENS, HEAD_DIM, generator=generator).to(torch.bfloat16) for _ in range(4)
-    )
+    *inputs, grad = (torch.randn(1, HEADS, TOKENS, HEAD_DIM, generator=generator).to(torch.bfloat16) for _ in range(4))
     gates = functional.logsigmoid(torch.randn(1, HEADS, TOKENS, generator=generator) + 4)
     shown = torch.ones(1, TOKENS, dtype=torch.bool)
     shown[:, TOKENS - 10 :] = False
-    one, cached_keys, cached_values = (
+    one, keys, values = (
         torch.randn(1, HEADS, n, HEAD_DIM, generator=generator).to(torch.bfloat16) for n in (1, CACHED, CACHED)
     )
     tiny = [torch.randn(1, 1, 1, 8) for _ in range(4)]
-    decode = ours_with_cache("auto")(one, cached_keys, cached_values, published_slopes(HEADS))
     ways: dict[str, tuple[Callable[..., Tensor], list[Tensor], Tensor | None]] = {
-        "plain": (alibi_attention, [query, key, value], grad),
-        "symmetric, masked": (
-            functools.partial(alibi_attention, causal=False, key_mask=shown),
-            [query, key, value],
-            grad,
-        ),
-        "gates": (forgetting_attention, [query, key, value, gates], grad),
-        "decoding": (decode, [one, cached_keys, cached_values], None),
+        "plain": (alibi_attention, inputs, grad),
+        "symmetric, masked": (functools.partial(alibi_attention, causal=False, key_mask=shown), inputs, grad),
+        "gates": (forgetting_attention, [*inputs, gates], grad),
+        "decoding": (ours_with_cache("auto")(one, keys, values, published_slopes(HEADS)), [one, keys, values], None),
         "SDPA": (functional.scaled_dot_product_attention, tiny[:3], tiny[3]),
     }
-    found: dict[str, tuple[Step, Step | None]] = {
-        kind: (forward_pass(attention, inputs), None if grad is None else training_step(attention, inputs, grad))
-        for kind, (attention, inputs, grad) in ways.items()
-    }
-    layer = layer_of(one)
+    layer = layer_of(one, one, one)
     caches: dict[str, Any] = {"growing": KVCache(), "forgetting": layer.reach_cache(score_bound=20.0, tolerance=1e-4)}
     for name, cache in caches.items():
         with torch.no_grad():
-            cache.append(cached_keys, cached_values)
-        found[f"decoding, {name}"] = decoding_step(layer, cache, one), None
-    return found
-
-
-def layer_of(heads: Tensor) -> ALiBiAttention:
-    """A layer without linear layers, whose queries, keys and values are always these heads, [1, H, 1, D]."""
-    layer = ALiBiAttention(HEADS * HEAD_DIM, HEADS).eval()
-    for name in ("q_proj", "k_proj", "v_proj"):
-        setattr(layer, name, Given(heads))
-    layer.out_proj = nn.Identity()  # type: ignore[assignment]
-    return layer
-
-
-def decoding_step(layer: ALiBiAttention, cache: Any, heads: Tensor) -> Step:
-    """Appends a token to the cache, and attends."""
-    x = heads.transpose(1, 2).flatten(2)
-
-    def step() -> Tensor:
-        with torch.no_grad():
-            output: Tensor = layer(x, cache=cache)
-            return output
-
-    return step
+            cache.append(keys, values)
+        # Appends a token to the cache, and attends.
+        ways[f"decoding, {name}"] = functools.partial(layer, cache=cache), [one.transpose(1, 2).flatten(2)], None
+    return {
+        kind: (forward_pass(attention, inputs), None if grad is None else training_step(attention, inputs, grad))
+        for kind, (attention, inputs, grad) in ways.items()
+    }
 
 
 def measured(step: Step, launches: Launches, seconds: float) -> Row:

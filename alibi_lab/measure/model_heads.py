@@ -90,15 +90,9 @@ def model_heads(folder: Path, text: str, *, length: int | None = None, method: s
 
     with torch.no_grad():
         model.run(torch.tensor([tokens]), see)
-    config: Config = {
-        **_config(model, text),
-        "length": len(tokens),
-        "collapsed_from": COLLAPSED,
-        "blind_from": BLIND,
-    }
-    return records.make(
-        KIND, f"heads/{model.name}", config=config, metrics=totals(columns), curves={"heads": columns}, started=started
-    )
+    config = {**_config(model, text), "length": len(tokens), "collapsed_from": COLLAPSED, "blind_from": BLIND}
+    name, metrics = f"heads/{model.name}", totals(columns)
+    return records.make(KIND, name, config=config, metrics=metrics, curves={"heads": columns}, started=started)
 
 
 def model_rollout(folder: Path, text: str, *, length: int | None = None, method: str | None = None) -> records.Record:
@@ -124,31 +118,26 @@ def load(folder: Path, method: str | None = None) -> Loaded:
 def measured(query: Tensor, key: Tensor, slopes: Tensor, scale: float) -> Columns:
     """The columns of one layer, one value per head; query [1, H, n, D], key [1, K, n, D], slopes [H]."""
     heads, n = query.shape[1], query.shape[2]
-    reach = head_reach(query, key, slopes, scale=scale)[0]
-    distance_sum, first_sum, heavy, within = query.new_zeros(4, heads, dtype=torch.float64)
-    tolerance = default_tolerance(query, key, key)
-    zeros = {dtype: query.new_zeros(heads, dtype=torch.float64) for dtype in DTYPES}
-    for head, slope in enumerate(slopes.double().tolist()):
+    reaches, tolerance = head_reach(query, key, slopes, scale=scale)[0].tolist(), default_tolerance(query, key, key)
+    columns: Columns = {}
+    for head, (slope, reach) in enumerate(zip(slopes.double().tolist(), reaches, strict=True)):
+        sums = torch.zeros(4 + len(DTYPES), dtype=torch.float64)
         own_key = key[0, head * key.shape[1] // heads]
         for distance, weight in attention_weights(query[0, head], own_key, slope, scale, rows=_ROWS):
-            distance_sum[head] += (weight * distance).sum()
-            first_sum[head] += weight[distance[:, 0] > 0, 0].sum()
-            read = (distance >= 0) & (distance < reach[head])
-            within[head] += read.sum()
-            heavy[head] += (read & (weight > tolerance)).sum()
-            for dtype in DTYPES:
-                zeros[dtype][head] += ((weight <= half_of_the_smallest(dtype)) & (distance >= 0)).sum()
-    columns: Columns = {
-        "head": list(range(heads)),
-        "slope": slopes.double().tolist(),
-        "certified": reach.tolist(),
-        "carried": (heavy / within).tolist(),
-        "mean_distance": (distance_sum / n).tolist(),
-        "first_token": (first_sum / (n - 1)).tolist(),
-    }
-    for dtype in DTYPES:
-        columns[f"zero_{_name(dtype)}"] = (zeros[dtype] / (n * (n + 1) / 2)).tolist()
-        columns[f"distinct_{_name(dtype)}"] = [distinct_up_to(slope, dtype, n) for slope in slopes.double().tolist()]
+            visible = distance >= 0
+            read = visible & (distance < reach)
+            zeros = ((weight <= half_of_the_smallest(dtype)) & visible for dtype in DTYPES)
+            of_the_first = weight[distance[:, 0] > 0, 0]
+            terms = weight * distance, of_the_first, read & (weight > tolerance), read, *zeros
+            sums += torch.stack([term.sum().double() for term in terms])
+        distances, first, heavy, within, *zero_counts = sums.tolist()
+        row = {"head": head, "slope": slope, "certified": reach, "carried": heavy / within}
+        row |= {"mean_distance": distances / n, "first_token": first / (n - 1)}
+        for dtype, count in zip(DTYPES, zero_counts, strict=True):
+            row[f"zero_{_name(dtype)}"] = count / (n * (n + 1) / 2)
+            row[f"distinct_{_name(dtype)}"] = distinct_up_to(slope, dtype, n)
+        for name, value in row.items():
+            columns.setdefault(name, []).append(value)
     return columns
 
 
@@ -186,33 +175,23 @@ def _of_the_lab(folder: Path, method: str | None) -> Loaded:
     kind = type(model.position)
 
     def run(tokens: Tensor, see: See) -> None:
-        if kind.rotate is not PositionMethod.rotate or kind.per_layer or kind.add is not PositionMethod.add:
-            raise ValueError(_NO_SLOPES.format(config.model.method))
-        slopes = model.position.bias(Pass(tokens.shape[1], tokens.shape[1]))
-        if slopes is None:
-            slopes = torch.zeros(config.model.num_heads)
+        slopes: object = None
+        if kind.rotate is PositionMethod.rotate and not kind.per_layer and kind.add is PositionMethod.add:
+            biases = model.position.bias(Pass(tokens.shape[1], tokens.shape[1]))
+            slopes = torch.zeros(config.model.num_heads) if biases is None else biases
         if not isinstance(slopes, Tensor) or slopes.ndim != 1:
-            raise ValueError(_NO_SLOPES.format(config.model.method))
+            raise ValueError(
+                f"the model has {config.model.method} positions, which are not slopes, but certified reach needs a linear bias; "
+                "pass a model with alibi, alibi-learned, alibi-half or none"
+            )
         for layer, part in enumerate(outputs_of(model, tokens, ("q", "k")).values()):
             query, key = (by_head(part[name], config.model.num_heads) for name in ("q", "k"))
             see(layer, query, key, slopes, query.shape[-1] ** -0.5)
 
-    name = f"{config.model.method}-{config.train.length}"
     facts: Config = {"method": config.model.method, "seed": config.train.seed, "layers": config.model.num_layers}
-    return Loaded(
-        name,
-        config.train.length,
-        facts,
-        lambda text: tokenizer.encode(text).tolist(),
-        run,
-        functools.partial(rollout.run_of_the_lab, model),
-    )
-
-
-_NO_SLOPES = (
-    "the model has {} positions, which are not slopes, but certified reach needs a linear bias; pass a model with alibi, "
-    "alibi-learned, alibi-half or none"
-)
+    name, length = f"{config.model.method}-{config.train.length}", config.train.length
+    accumulate = functools.partial(rollout.run_of_the_lab, model)
+    return Loaded(name, length, facts, lambda text: tokenizer.encode(text).tolist(), run, accumulate)
 
 
 def _of_transformers(folder: Path) -> Loaded:
@@ -223,8 +202,7 @@ def _of_transformers(folder: Path) -> Loaded:
             model(tokens, use_cache=False)
 
     def accumulate(tokens: Tensor, into: rollout.Rollout) -> None:
-        with watched(model, functools.partial(rollout.add_layer, into)):
-            model(tokens, use_cache=False)
+        run(tokens, functools.partial(rollout.add_layer, into))
 
     return Loaded(folder.resolve().name, None, {}, lambda text: encode(tokenizer, text, model), run, accumulate)
 

@@ -18,7 +18,7 @@ trained model of 12 layers is near their setting (docs/lab-results.md).
 
 import datetime
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 
 import torch
 from torch import Tensor
@@ -140,8 +140,10 @@ def theory(length: int = THEORY_LENGTH, num_heads: int = 8, seed: int = 0) -> re
         **{f"ALiBi, m = 1/{round(1 / m)}": _softmax(-m * distance, hidden) for m in (1 / 2, 1 / 16, 1 / 256)},
         f"ALiBi, {num_heads} heads": _softmax(biases, hidden).mean(0),
     }.items():
-        for depth, product in _powers(attention):
+        depth, product = 1, attention
+        while depth <= THEORY_DEPTH:
             rows += measured(way, depth, product[None])
+            depth, product = 2 * depth, product @ product
     generator = torch.Generator().manual_seed(seed)
     for way, bias in {"causal mask, random scores": 0 * biases[:1], "ALiBi, random scores": biases}.items():
         product = torch.eye(length, dtype=torch.float64)
@@ -168,14 +170,6 @@ def stretches(tokens: Sequence[int], length: int) -> Tensor:
 
 def _softmax(scores: Tensor, hidden: Tensor) -> Tensor:
     return scores.double().masked_fill(hidden, -math.inf).softmax(-1)
-
-
-def _powers(attention: Tensor) -> Iterator[tuple[int, Tensor]]:
-    """(1, A), (2, A²), (4, A⁴), …"""
-    depth = 1
-    while depth <= THEORY_DEPTH:
-        yield depth, attention
-        depth, attention = 2 * depth, attention @ attention
 
 
 def _record(name: str, config: Config, rows: Rows, started: datetime.datetime) -> records.Record:
