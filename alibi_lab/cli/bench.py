@@ -1,7 +1,7 @@
 """`alibi bench`: one command per entry of `measure/benchmarks.py`. Each command writes records.
 
-The options of a command are arguments of its function, with the help that its docstring has under "Args:". They are read from the
-source when the command is chosen, so `--help` loads no framework and needs no extra.
+A command's help is the first sentence of its module. Its options are arguments of its function, with the help that the
+function's docstring has under "Args:". Both are read from the source, so `--help` loads no framework and needs no extra.
 """
 
 import ast
@@ -64,23 +64,22 @@ def commands(benchmarks: Mapping[str, Benchmark]) -> typer.Typer:
     """The group `alibi bench`, with one command per benchmark of the table."""
 
     class Group(TyperGroup):
-        """Reads the options of the command that is chosen."""
+        """Reads the sources of benchmarks when they are needed: other commands start without them."""
 
-        def resolve_command(self, ctx: Any, args: list[str]) -> Any:
-            name, command, rest = super().resolve_command(ctx, args)
-            if name is not None:
-                alone = typer.Typer(add_completion=False)
-                alone.command(name)(_command(name, benchmarks[name]))
-                command = get_command(alone)
-            return name, command, rest
+        def get_command(self, ctx: Any, cmd_name: str) -> Any:
+            if cmd_name not in benchmarks:
+                return None
+            alone = typer.Typer(add_completion=False)
+            alone.command(cmd_name)(_command(cmd_name, benchmarks[cmd_name]))
+            return get_command(alone)
 
     group = typer.Typer(
         cls=Group,
         help="Measure on this machine. Each benchmark checks its peers first, times them, and writes records for `alibi report`.",
         no_args_is_help=True,
     )
-    for name, benchmark in benchmarks.items():
-        group.command(name, help=benchmark.help)(lambda: None)
+    for name in benchmarks:
+        group.command(name)(lambda: None)  # replaced by `Group.get_command`
     return group
 
 
@@ -88,8 +87,10 @@ def _command(name: str, benchmark: Benchmark) -> Callable[..., None]:
     """The command of a benchmark. Typer reads its options from the signature that is set here."""
     place = benchmark.function or f"alibi_lab.measure.{name}:{name}".replace("-", "_")
     module, _, function = place.partition(":")
+    source = _source(module)
+    purpose = (ast.get_docstring(source) or "").partition("\n\n")[0].partition(": ")[2]
     kinds, options = dict[str, str](), [_parameter("out", Out, Path("results"))]
-    for argument, kind, default, text in _documented(module, function):
+    for argument, kind, default, text in _documented(source, function):
         kinds[argument] = kind
         least = benchmark.least.get(argument, 1) if kind == "int" else None
         options.append(_parameter(argument, Annotated[TYPES[kind], typer.Option(help=text, min=least)], default))
@@ -105,7 +106,7 @@ def _command(name: str, benchmark: Benchmark) -> Callable[..., None]:
 
     command.__signature__ = Signature(options)  # type: ignore[attr-defined]
     command.__annotations__ = {option.name: option.annotation for option in options}
-    command.__doc__ = f"{benchmark.help}\n\nExample: {benchmark.example}"
+    command.__doc__ = f"{_sentence(purpose)}\n\nExample: alibi bench {name} {benchmark.example}"
     return command
 
 
@@ -113,19 +114,27 @@ def _parameter(name: str, annotation: object, default: object) -> Parameter:
     return Parameter(name, Parameter.KEYWORD_ONLY, default=default, annotation=annotation)
 
 
-def _documented(module: str, name: str) -> Iterator[tuple[str, str, object, str]]:
-    """(name, annotation, default, help) of the arguments of a function that are documented and can be options."""
+def _source(module: str) -> ast.Module:
     spec = find_spec(module)
     assert spec is not None
     assert spec.origin is not None
-    source = ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+    return ast.parse(Path(spec.origin).read_text(encoding="utf-8"))
+
+
+def _documented(source: ast.Module, name: str) -> Iterator[tuple[str, str, object, str]]:
+    """(name, annotation, default, help) of the arguments of a function that are documented and can be options."""
     (function,) = (node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == name)
     texts = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", ast.get_docstring(function) or "", flags=re.MULTILINE))
     for each, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
         argument, _, kind = ast.unparse(each).partition(": ")
         if argument in texts and kind in TYPES:
-            text = " ".join(texts[argument].split())
-            yield argument, kind, _literal(default), text[0].upper() + text[1:]
+            yield argument, kind, _literal(default), _sentence(texts[argument])
+
+
+def _sentence(text: str) -> str:
+    """The text in one line that begins with a capital."""
+    line = " ".join(text.split())
+    return line[:1].upper() + line[1:]
 
 
 def _literal(default: ast.expr | None) -> object:

@@ -1,4 +1,5 @@
-"""`alibi bench context-parallel`: one sequence on a few local processes, our halos compared with an all-gather.
+"""`alibi bench context-parallel`: one sequence on several local processes: halos compared with an all-gather of keys and values,
+in rows and time.
 
 Both compute a rank's queries with the same kernel; they differ in the rows of keys and values that they send. On one
 machine, sending a row costs a copy through a socket. A network is slower, so the times say little about a cluster, but

@@ -1,4 +1,4 @@
-"""`alibi bench cpu`: causal ALiBi attention on this machine's CPU, ours compared with what users would run instead."""
+"""`alibi bench cpu`: causal ALiBi attention, forward and backward: ours compared with what users would run instead."""
 
 import functools
 from collections.abc import Sequence

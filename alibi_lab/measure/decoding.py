@@ -1,4 +1,4 @@
-"""`alibi bench decoding`: decodes one token with a long cache on this machine's CPU, with all keys or those within reach."""
+"""`alibi bench decoding`: decode one token with a long cache: all keys, compared with only the keys within reach."""
 
 from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import replace

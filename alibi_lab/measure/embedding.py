@@ -1,4 +1,5 @@
-"""`alibi bench embedding`: a whole encoder on long texts and on a mixed batch, ours compared with what users would run instead.
+"""`alibi bench embedding`: a base-size encoder: ours, the original's arithmetic, SDPA, ONNX Runtime, llama.cpp, and a BERT
+without a bias.
 
 12 layers × 768, 12 heads, random weights, forward, on the CPU, in fp32, bf16 and int8. Hidden states are compared with ours in
 fp32 first. Each measurement then runs in a fresh process, to measure its peak memory separately; the encoders take turns, several

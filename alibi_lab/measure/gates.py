@@ -1,4 +1,5 @@
-"""`alibi bench gates`: attention with forget gates on this machine's CPU, and the number of scores to compute.
+"""`alibi bench gates`: attention with forget gates: ours, SDPA with a dense bias, causal SDPA without gates, and the scores that
+ACP keeps.
 
 Queries and keys are normalized noise, as after QK-norm, so that no score exceeds U; gates are sigmoid(N(logit, 1)).
 The record has the times, the number of computed scores, and the number inside the boundary of Adaptive Computation Pruning

@@ -1,4 +1,5 @@
-"""`alibi bench generating`: decodes one token of a BLOOM with a long cache: original, patched, and patched with `ALiBiCache`.
+"""`alibi bench generating`: decode one token of a whole BLOOM with a long cache: unmodified, patched, and patched with
+ALiBiCache; also padded.
 
 Also measures a batch of two rows with and without padding. `next_tokens.py` compares with other programs.
 """

@@ -1,4 +1,4 @@
-"""`alibi bench gpu`: our Triton kernels on one GPU compared with what users would run instead; correctness first, then time.
+"""`alibi bench gpu`: our Triton kernels compared with what users would run instead, on one CUDA GPU, in under ten minutes.
 
 The benchmark ends within its time budget. The most important lengths come first, with all shapes at each; every peer has an
 equal share of the time. Records are rewritten after each length and list what did not fit into the time or the memory.

@@ -1,4 +1,5 @@
-"""`alibi bench gpu-models`: what `alibi bench gpu` leaves out, on one GPU; correctness first, then time.
+"""`alibi bench gpu-models`: what `gpu` leaves out, in two minutes: CUDA graphs, gates, masks, static caches, each kernel, BLOOM,
+an encoder, JAX.
 
 Training steps and decoding through CUDA graphs, forget gates, key masks, each kernel by name, a BLOOM, an encoder, JAX. Each
 part makes a record, has a share of the time, and a failure in it is the reason in a row. The scale "smoke" tests this file: the

@@ -1,4 +1,5 @@
-"""`alibi bench host`: what a call of the Triton kernels costs the host, measured without a device.
+"""`alibi bench host`: what a call of the Triton kernels costs the host, without a GPU: Python time, launches, torch operations,
+allocations.
 
 On a GPU short calls wait for Python: a kernel runs for microseconds, and the host must prepare and launch it. `absent_device.py`
 leaves the kernels out and keeps the rest, so that the Python time, the launches, torch's operations and the allocations of a call

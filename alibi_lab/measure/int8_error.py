@@ -1,4 +1,4 @@
-"""`alibi bench int8`: what linear layers in int8 change in a decoder that the lab has trained, on its held-out text.
+"""`alibi bench int8`: what linear layers in int8 change in a decoder trained by the lab: logits and perplexity on held-out text.
 
 All linear layers except the output's are converted (`nn/quantized.py`), as with `patch(model, linears="int8")`. Logits and losses
 of the same tokens are compared with fp32.

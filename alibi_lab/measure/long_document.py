@@ -1,4 +1,5 @@
-"""`alibi bench late-chunking`: one long document in one pass: time, peak memory, and the vectors of an undivided pass.
+"""`alibi bench late-chunking`: late chunking of one long document at base size: time, peak memory, and its vectors compared with
+one undivided pass.
 
 A base-size encoder with random weights. A document of `checked` tokens is compared first: the vectors of `late_chunking.py`,
 whose feed-forward runs in blocks of tokens, with means over an undivided pass of the same model. Both run in fresh processes.

@@ -1,4 +1,5 @@
-"""`alibi bench long-texts`: one long text read into a cache in files by a patched BLOOM, then opened, continued and shared.
+"""`alibi bench long-texts`: read a long text into a cache in files: time per token and memory; bytes read on opening; memory of
+shared caches.
 
 Before anything is timed, the losses of a cache in files are compared with those of a cache in memory. The record has the time
 per token and the memory in use along the text, the bytes that opening reads from the disk, and the memory that ten processes

@@ -1,4 +1,5 @@
-"""`alibi bench next-tokens`: a BLOOM decodes tokens after a prompt in fp32, bf16 and int8, next to llama.cpp and CTranslate2.
+"""`alibi bench next-tokens`: decode tokens after a prompt with a BLOOM in fp32, bf16 and int8, compared with llama.cpp and
+CTranslate2.
 
 One sequence, random weights, by default two layers of width 1,024. Every program reads the same prompt and
 then the same tokens, one at a time; the mean of a run counts, and runs take turns. The logits of the first token are compared

@@ -1,4 +1,7 @@
-"""`alibi bench passages`: does late chunking find the right passage more often than chunks embedded alone?
+"""`alibi bench passages`: train small encoders on books, and search passages of other books: late chunking, or chunks embedded
+alone; also int8.
+
+Does late chunking find the right passage more often than chunks embedded alone?
 
 A small encoder is trained on books and tested on others (`passage_encoder.py`). Sentences are removed from stretches of the
 books; each is the query for the chunk from which it was removed, among the chunks of all stretches. No text contains the

@@ -1,4 +1,5 @@
-"""`alibi bench serving`: BLOOM, MPT, Falcon-RW and T5's encoder of transformers on long inputs, original and patched.
+"""`alibi bench serving`: time and peak memory of BLOOM, MPT, Falcon-RW and T5's encoder from transformers, unmodified and
+patched.
 
 Two layers of width 1024, one sequence, one forward pass, in fp32 and, for the patched model, also in bf16. Each measurement runs
 in a fresh process, to measure its peak memory separately. BLOOM also runs in llama.cpp and CTranslate2 if they are installed

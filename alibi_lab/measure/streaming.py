@@ -1,6 +1,8 @@
-"""`alibi bench streaming`: streams tokens in small chunks through a model with QK-norm whose caches drop keys with a certificate.
+"""`alibi bench streaming`: stream many tokens through caches that drop keys with a certificate: flat time and memory, outputs of
+a full pass.
 
-Time per token and memory must stop growing once every head has its full reach, and outputs must equal those of one full pass.
+Tokens pass in small chunks through a model with QK-norm. Time per token and memory must stop growing once every head has its full
+reach, and outputs must equal those of one full pass.
 """
 
 import contextlib

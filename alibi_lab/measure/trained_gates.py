@@ -1,4 +1,5 @@
-"""`alibi bench trained-gates`: measures certified forget gates on gates that a model has learned.
+"""`alibi bench trained-gates`: train small models with forget gates, and measure attention on the gates they learned as
+`bench gates` does on noise.
 
 The noise of `alibi bench gates` has one kind of gate; a model has heads that forget immediately and heads that
 remember. The lab trains two small models, one with forget gates only and one with gates and ALiBi's slopes. Queries,

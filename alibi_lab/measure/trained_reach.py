@@ -1,4 +1,5 @@
-"""`alibi bench trained`: certified and true reach of a trained model's heads, and the speed of attention on them.
+"""`alibi bench trained`: train a small ALiBi model and compare the certified reach of its heads with their true reach, computed
+in fp64.
 
 The lab trains a small ALiBi model. Its queries, keys and values are captured on held-out text at 8 times its trained length. The
 certified reach of every head is compared with its true reach: the distance at which the dropped mass passes the tolerance,

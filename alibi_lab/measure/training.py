@@ -1,4 +1,5 @@
-"""`alibi bench training`: the share of the machine's matrix rate that lab trainings reach, in fp32 and in bf16.
+"""`alibi bench training`: the share of the processor's matrix rate that training reaches (MFU), in fp32 and bf16, and where the
+time is spent.
 
 Model FLOPs utilization is defined in `utilization.py`. The steps are whole training steps: batch, forward, loss, backward,
 clipping, optimizer. Model, batch and training are those of the recipe `quick` at the same scale, and its four methods are the

@@ -1,4 +1,7 @@
-"""A benchmark that a test adds to the table: one file with its own peer."""
+"""`alibi bench made-up`: ours compared with a loop over queries.
+
+A test adds it to the table: one file with its own peer.
+"""
 
 from collections.abc import Callable, Sequence
 from pathlib import Path
