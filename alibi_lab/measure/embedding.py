@@ -16,17 +16,7 @@ from pathlib import Path
 import torch
 
 from alibi_lab import records
-from alibi_lab.measure.embedding_peers import (
-    ENCODERS,
-    OURS,
-    Build,
-    Opened,
-    Place,
-    inputs,
-    our_encoder,
-    plain,
-    why_not,
-)
+from alibi_lab.measure.embedding_peers import ENCODERS, OURS, Build, Opened, Place, inputs, our_encoder, plain, why_not
 from alibi_lab.measure.harness import Columns, Row, Rows, Say, keep
 from alibi_lab.measure.peers import installed
 from alibi_lab.measure.peers.dense_encoder import Sizes
@@ -87,20 +77,18 @@ def embedding(
         "repeats": repeats,
         "seconds_at_most": seconds,
     }
-    batches: dict[str, list[tuple[int, ...]]] = {
-        "embedding/texts": [(length,) for length in sorted(lengths)],
-        "embedding/mixed": [tuple(mixed)],
-    }
-    of_batch: dict[str, dict[str, records.Json]] = {
-        "embedding/texts": {"lengths": sorted(lengths), "batch": 1},
-        "embedding/mixed": {"lengths": list(mixed), "batch": len(mixed)},
-    }
-    peers: dict[str, list[records.Json]] = {
-        precision: [plain(name) for name in names if ENCODERS[name].precision == precision] for precision in precisions
-    }
-    configs = {
-        f"{record}/{precision}": {**shared, "precision": precision, "peers": peers[precision], **of_batch[record]}
-        for record in batches
+    batches: dict[str, list[tuple[int, ...]]] = {"embedding/texts": [(length,) for length in sorted(lengths)]}
+    batches["embedding/mixed"] = [tuple(mixed)]
+    of = {precision: [name for name in names if ENCODERS[name].precision == precision] for precision in precisions}
+    configs: dict[str, dict[str, records.Json]] = {
+        f"{record}/{precision}": {
+            **shared,
+            "precision": precision,
+            "peers": [plain(name) for name in of[precision]],
+            "lengths": [length for batch in texts for length in batch],
+            "batch": max(map(len, texts), default=1),
+        }
+        for record, texts in batches.items()
         for precision in precisions
     }
 
@@ -110,12 +98,10 @@ def embedding(
             errors = _checked(names, place, checked, say)
             for record, texts in batches.items():
                 for batch in texts:
-                    rows = _rows(names, batch, place)
-                    found: dict[str, dict[str, Row]] = {f"{record}/{precision}": {} for precision in precisions}
-                    for name, row in rows.items():
-                        of_precision = found[f"{record}/{ENCODERS[name].precision}"]
-                        of_precision[plain(name)] = {**row, "error": errors.get(name)}
-                    yield found
+                    rows = {
+                        name: {**row, "error": errors.get(name)} for name, row in _rows(names, batch, place).items()
+                    }
+                    yield {f"{record}/{of_}": {plain(name): rows[name] for name in of[of_]} for of_ in precisions}
 
     return keep(out, configs, steps(), summary=summary, say=say)
 

@@ -22,13 +22,14 @@ from pathlib import Path
 
 import torch
 from torch import Tensor
-from transformers import BloomConfig, BloomForCausalLM
+from transformers import BloomForCausalLM
 
 from alibi_attn.files import new_file
 from alibi_attn.hf import ALiBiCache, patch, read
 from alibi_attn.nn.allocator import resident_bytes
 from alibi_lab.measure.harness import Config, Row, Rows, Say, keep, number
 from alibi_lab.measure.peers.llama_state import LlamaState
+from alibi_lab.measure.peers.transformers_decoders import bloom
 from alibi_lab.measure.serving import error
 
 VOCABULARY = 1024
@@ -96,9 +97,7 @@ def long_texts(
 
 def random_bloom(width: int, layers: int) -> BloomForCausalLM:
     """A patched BLOOM with the same random weights in every call."""
-    torch.manual_seed(0)
-    config = BloomConfig(hidden_size=width, n_layer=layers, n_head=width // 64, vocab_size=VOCABULARY)
-    model: BloomForCausalLM = BloomForCausalLM(config).eval()  # type: ignore[no-untyped-call]
+    model = bloom(width, layers=layers, heads=width // 64, vocabulary=VOCABULARY)
     patch(model)
     return model
 
@@ -150,20 +149,15 @@ def read_text(model: BloomForCausalLM, text: Tensor, folder: Path, before: int, 
         cache = ALiBiCache.open(folder) if folder.exists() else ALiBiCache(folder)
         read(model, text, cache, progress=progress)
     chunks = {stop: figures for stop, *figures in map(json.loads, log.read_text().splitlines())}
-    rows: list[Row] = []
-    for tenth in range(10):
-        low, high = tenth * length // 10, (tenth + 1) * length // 10
-        inside = [chunks[stop] for stop in chunks if low < stop <= high]
-        tokens = max(stop for stop in chunks if stop <= high) - max((stop for stop in chunks if stop <= low), default=0)
-        seconds, cpu_seconds, added = (list(figures) for figures in zip(*inside, strict=True))
-        rows.append(
-            {
-                "length": high,
-                "token_seconds": sum(seconds) / tokens,
-                "token_cpu_seconds": sum(cpu_seconds) / tokens,
-                "added_bytes": max(added),
-            }
+    rows, read_before = list[Row](), 0
+    for high in (tenth * length // 10 for tenth in range(1, 11)):
+        inside = [stop for stop in sorted(chunks) if read_before < stop <= high]
+        seconds, cpu_seconds, added = (
+            list(figures) for figures in zip(*(chunks[stop] for stop in inside), strict=True)
         )
+        tokens, read_before = inside[-1] - read_before, inside[-1]
+        times = {"token_seconds": sum(seconds) / tokens, "token_cpu_seconds": sum(cpu_seconds) / tokens}
+        rows.append({"length": high, **times, "added_bytes": max(added)})
     return rows
 
 
@@ -229,12 +223,9 @@ def opened(path: Path, one: Callable[[], dict[str, float | None]]) -> dict[str, 
     metrics = one()
     drop_from_page_cache(path)
     before = storage_bytes_read()
-    cold = one()["open_and_first_token_ms"]
-    metrics |= {
-        "cold_open_and_first_token_ms": cold,
-        "cold_bytes_read": storage_bytes_read() - before,
-        "stored_bytes": stored_bytes(path),
-    }
+    metrics["cold_open_and_first_token_ms"] = one()["open_and_first_token_ms"]
+    metrics["cold_bytes_read"] = storage_bytes_read() - before
+    metrics["stored_bytes"] = sum(file.stat().st_blocks * 512 for file in files(path))  # without holes
     return metrics
 
 
@@ -298,11 +289,6 @@ def storage_bytes_read() -> int:
     """Bytes that this process has read from the disk so far."""
     lines = dict(line.split(": ") for line in Path("/proc/self/io").read_text().splitlines())
     return int(lines["read_bytes"])
-
-
-def stored_bytes(path: Path) -> int:
-    """Disk space of a file or of the files in a folder, without holes."""
-    return sum(file.stat().st_blocks * 512 for file in files(path))
 
 
 def files(path: Path) -> list[Path]:

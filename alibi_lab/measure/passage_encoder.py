@@ -8,7 +8,6 @@ stretch (`hf/embedding/late_chunking.py`). Read next: `passage_search.py`, which
 import dataclasses
 import functools
 import hashlib
-import io
 import math
 import re
 from collections.abc import Callable, Iterator, Sequence
@@ -24,7 +23,7 @@ from torch.nn import functional as F
 from torch.nn.utils.rnn import pad_sequence
 from transformers import PreTrainedTokenizerFast
 
-from alibi_attn.files import new_folder, replace_file
+from alibi_attn.files import new_file, new_folder, replace_file
 from alibi_attn.hf import ALiBiBertConfig, ALiBiBertForMaskedLM, ALiBiBertModel
 from alibi_attn.hf.embedding import chunking
 from alibi_lab.measure.harness import Say
@@ -98,17 +97,11 @@ def byte_pairs(texts: Sequence[str], size: int) -> Tokenizer:
     bpe = Tokenizer(models.BPE())
     bpe.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=True)
     bpe.decoder = decoders.ByteLevel()
-    bpe.train_from_iterator(
-        texts, trainers.BpeTrainer(vocab_size=size, special_tokens=list(SPECIAL), show_progress=False)
-    )
-    bpe.post_processor = processors.Sequence(
-        [
-            processors.ByteLevel(trim_offsets=True),
-            processors.TemplateProcessing(
-                single="[CLS] $A [SEP]", pair=None, special_tokens=[("[CLS]", CLS), ("[SEP]", SEP)]
-            ),
-        ]
-    )
+    trainer = trainers.BpeTrainer(vocab_size=size, special_tokens=list(SPECIAL), show_progress=False)
+    bpe.train_from_iterator(texts, trainer)
+    ends = [("[CLS]", CLS), ("[SEP]", SEP)]
+    frame = processors.TemplateProcessing(single="[CLS] $A [SEP]", pair=None, special_tokens=ends)
+    bpe.post_processor = processors.Sequence([processors.ByteLevel(trim_offsets=True), frame])
     return bpe
 
 
@@ -133,9 +126,11 @@ def trained_encoder(books: Sequence[str], setup: Setup, trained: Trained, folder
     ]
     for number, (name, loss_of, steps) in enumerate(stages):
         for step, loss in training.steps(loss_of, steps, place / f"{name}.pt", number):
-            if (step + 1) % SAVED_EVERY == 0 or step + 1 == steps:
-                say(f"{name} {step + 1}/{steps}, {loss:.3f} nats")
-    return _finished(training.model.bert, training.words, place / trained)
+            say(f"{name} {step}/{steps}, {loss:.3f} nats")
+    with new_folder(place / trained) as unfinished:
+        training.model.bert.eval().save_pretrained(unfinished)  # type: ignore[no-untyped-call]
+        training.words.save_pretrained(unfinished)
+    return place / trained
 
 
 def chunk_tokens(words: PreTrainedTokenizerFast, text: str, size: int) -> tuple[Tokens, NDArray[np.int64]]:
@@ -178,7 +173,10 @@ class _Training:
     def steps(
         self, loss_of: Callable[[np.random.Generator], Tensor], steps: int, path: Path, stage: int
     ) -> Iterator[tuple[int, float]]:
-        """Trains a stage, saves it regularly, and yields (step, loss); the rate rises over a tenth and falls to 0 as a cosine."""
+        """Trains a stage and yields (steps, loss) whenever it has saved it.
+
+        The rate rises over a tenth of the steps and falls to 0 as a cosine.
+        """
         optimizer = torch.optim.AdamW(self.model.parameters(), lr=self.setup.learning_rate, weight_decay=0.01)
         first = 0
         if path.exists():
@@ -198,23 +196,17 @@ class _Training:
             torch.nn.utils.clip_grad_norm_(self.model.parameters(), 1.0)
             optimizer.step()
             if (step + 1) % SAVED_EVERY == 0 or step + 1 == steps:
-                buffer = io.BytesIO()
-                torch.save(
-                    {"model": self.model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}, buffer
-                )
-                replace_file(path, buffer.getvalue())
-            yield step, loss.item()
+                state = {"model": self.model.state_dict(), "optimizer": optimizer.state_dict(), "step": step + 1}
+                with new_file(path, replace=True) as file:
+                    torch.save(state, file)
+                yield step + 1, loss.item()
 
     def masked_loss(self, random: np.random.Generator) -> Tensor:
         """The cross-entropy of masked tokens of some stretches."""
         texts = stretches(self.books, self.setup.stretch, self.setup.batch, random)
-        rows = [
-            framed(np.asarray(ids, dtype=np.int64)) for ids in self.words(texts, add_special_tokens=False)["input_ids"]
-        ]
-        ids, mask = padded(rows)
-        hidden = (
-            torch.from_numpy(random.random(ids.shape) < self.setup.masked_share) & mask.bool() & (ids >= len(SPECIAL))
-        )
+        ids, mask = padded([np.asarray(row, dtype=np.int64) for row in self.words(texts)["input_ids"]])
+        drawn = torch.from_numpy(random.random(ids.shape) < self.setup.masked_share)
+        hidden = drawn & (ids >= len(SPECIAL))
         states = self.model.bert(ids.masked_fill(hidden, MASK), mask).last_hidden_state
         return F.cross_entropy(self.model.cls["predictions"](states[hidden]), ids[hidden])
 
@@ -251,14 +243,11 @@ def means(model: ALiBiBertModel, rows: Sequence[Tokens], ranges: Sequence[NDArra
     """Unit vectors [C, E]: the means of the hidden states of ranges of tokens, over all rows, which need no special tokens."""
     ids, mask = padded([framed(row) for row in rows])
     states = model(ids, mask).last_hidden_state
-    places, owners, chunk = [], [], 0
-    for at, some in enumerate(ranges):
-        for start, end in some:
-            places.append(np.arange(start, end) + 1 + at * ids.shape[1])
-            owners.append(np.full(end - start, chunk))
-            chunk += 1
-    picked = states.flatten(0, 1)[torch.from_numpy(np.concatenate(places))]
-    sums = picked.new_zeros(chunk, picked.shape[1]).index_add(0, torch.from_numpy(np.concatenate(owners)), picked)
+    spans = np.concatenate([some + 1 + at * ids.shape[1] for at, some in enumerate(ranges)])
+    places = np.concatenate([np.arange(start, end) for start, end in spans])
+    owners = np.repeat(np.arange(len(spans)), spans[:, 1] - spans[:, 0])
+    picked = states.flatten(0, 1)[torch.from_numpy(places)]
+    sums = picked.new_zeros(len(spans), picked.shape[1]).index_add(0, torch.from_numpy(owners), picked)
     return F.normalize(sums, dim=1)
 
 
@@ -272,11 +261,3 @@ def padded(rows: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
     ids = pad_sequence([torch.from_numpy(row) for row in rows], batch_first=True, padding_value=PAD)
     lengths = torch.tensor([len(row) for row in rows])
     return ids, (torch.arange(ids.shape[1]) < lengths[:, None]).long()
-
-
-def _finished(encoder: ALiBiBertModel, words: PreTrainedTokenizerFast, place: Path) -> Path:
-    """Writes the folder of the encoder and its tokenizer, which appears when it is complete."""
-    with new_folder(place) as unfinished:
-        encoder.eval().save_pretrained(unfinished)  # type: ignore[no-untyped-call]
-        words.save_pretrained(unfinished)
-    return place

@@ -110,30 +110,25 @@ def passages(
         raise ValueError(f"scale is {scale!r} but must be {' or '.join(map(repr, SCALES))}")
     setup, test = SCALES[scale]
     train, held_out = split(read_books(text))
-    configs: dict[Trained, dict[str, records.Json]] = {
-        trained: {
-            "trained": trained,
-            "setup": dataclasses.asdict(setup),
-            "test": dataclasses.asdict(test),
-            "books": len(train),
-            "held_out_books": len(held_out),
-            "held_out": list(held_out),
-            "characters": sum(map(len, train.values())),
-        }
-        for trained in TRAINED
+    shared: dict[str, records.Json] = {
+        "setup": dataclasses.asdict(setup),
+        "test": dataclasses.asdict(test),
+        "books": len(train),
+        "held_out_books": len(held_out),
+        "held_out": list(held_out),
+        "characters": sum(map(len, train.values())),
     }
-    for trained, config in configs.items():
-        records.expect_new(out, "search", f"passages/trained-{trained}", config)
+    for trained in TRAINED:
+        records.expect_new(out, "search", f"passages/trained-{trained}", {"trained": trained, **shared})
     paths = []
-    for trained, config in configs.items():
+    for trained in TRAINED:
         started = datetime.datetime.now(datetime.UTC)
         folder = trained_encoder(list(train.values()), setup, trained, run, say=say)
         metrics, curves = tested(folder, list(held_out.values()), setup, test)
         for row in zip(*curves["recall"].values(), strict=True):
             say(figures_of(dict(zip(curves["recall"], row, strict=True))))
-        record = records.make(
-            "search", f"passages/trained-{trained}", config=config, metrics=metrics, curves=curves, started=started
-        )
+        name, config = f"passages/trained-{trained}", {"trained": trained, **shared}
+        record = records.make("search", name, config=config, metrics=metrics, curves=curves, started=started)
         paths.append(records.save(record, out))
     return paths
 
@@ -161,9 +156,8 @@ def read_books(text: Sequence[Path]) -> dict[str, str]:
 
 def split(books: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     """(the books to train on, the last fifth, to test on)."""
-    names = list(books)
-    first = len(names) - len(names) // 5
-    return {name: books[name] for name in names[:first]}, {name: books[name] for name in names[first:]}
+    items, first = list(books.items()), len(books) - len(books) // 5
+    return dict(items[:first]), dict(items[first:])
 
 
 def tested(
@@ -172,42 +166,38 @@ def tested(
     """Metrics and curves of an encoder: recall by method, and how far int8 and windows are from one pass in fp32."""
     encoder = load(folder, max_seq_length=NO_LIMIT)
     search = prepared_search(encoder, books, setup, test)
-    queries = _alone(encoder, [question.text for question in search.questions])
-    alone, late = _alone(encoder, search.texts), _late(encoder, search.documents, WHOLE)
+    sentences = [question.text for question in search.questions]
+    queries, late = _alone(encoder, sentences), _late(encoder, search.documents, WHOLE)
+    alone = _alone(encoder, search.texts)
     windows = {size: _late(encoder, search.documents, Windows(*size)) for size in test.windows}
-    smallest = f"late, windows of {test.windows[0][0]}"
-    ranks = {
-        "alone": _ranks(queries, alone, search.right),
-        "alone, with neighbors": _ranks(queries, _with_neighbors(alone, search.places), search.right),
-        "late": _ranks(queries, late, search.right),
-        smallest: _ranks(queries, windows[test.windows[0]], search.right),
+    vectors = {
+        "alone": alone,
+        "alone, with neighbors": _with_neighbors(alone, search.places),
+        "late": late,
+        f"late, windows of {test.windows[0][0]}": windows[test.windows[0]],
     }
+    ranks = {method: _ranks(queries, rows, search.right) for method, rows in vectors.items()}
+    close = {f"windows of {size} tokens, {overlap} shared": rows for (size, overlap), rows in windows.items()}
+    cosines = {name: _cosines(rows, late) for name, rows in close.items()}
+    if supports_int8():
+        small = load(folder, max_seq_length=NO_LIMIT, dtype="int8")
+        small_queries, small_late = _alone(small, sentences), _late(small, search.documents, WHOLE)
+        cosines |= {
+            "int8, sentences": _cosines(small_queries, queries),
+            "int8, late chunks": _cosines(small_late, late),
+        }
+        ranks["late, int8"] = _ranks(small_queries, small_late, search.right)
     metrics: dict[str, float | None] = {
         "questions": len(search.questions),
         "chunks": len(search.texts),
         "questions_elsewhere": int(search.elsewhere.sum()),
     }
-    close: list[tuple[str, NDArray[np.float64]]] = [
-        (f"windows of {size} tokens, {overlap} shared", _cosines(rows, late))
-        for (size, overlap), rows in windows.items()
-    ]
-    if supports_int8():
-        small = load(folder, max_seq_length=NO_LIMIT, dtype="int8")
-        small_queries, small_late = (
-            _alone(small, [q.text for q in search.questions]),
-            _late(small, search.documents, WHOLE),
-        )
-        close += [
-            ("int8, sentences", _cosines(small_queries, queries)),
-            ("int8, late chunks", _cosines(small_late, late)),
-        ]
-        ranks["late, int8"] = _ranks(small_queries, small_late, search.right)
     return metrics, {
         "recall": _recall(ranks, search),
         "cosines": {
-            "vectors": [name for name, _ in close],
-            "mean": [float(cosines.mean()) for _, cosines in close],
-            "worst": [float(cosines.min()) for _, cosines in close],
+            "vectors": list(cosines),
+            "mean": [float(found.mean()) for found in cosines.values()],
+            "worst": [float(found.min()) for found in cosines.values()],
         },
     }
 

@@ -34,9 +34,8 @@ class LlamaState:
         params.type_k = params.type_v = FP32
         params.flash_attn_type = 1
         llama_cpp.disable_logging()
-        named = type(
-            "Named", (llama_cpp.LlamaModel,), {"n_vocab": self._vocabulary}
-        )  # cyllama 0.2.18 reads it for logits
+        # cyllama 0.2.18 reads n_vocab for logits.
+        named = type("Named", (llama_cpp.LlamaModel,), {"n_vocab": self._vocabulary})
         self._context = llama_cpp.LlamaContext(named(str(path), llama_cpp.LlamaModelParams()), params)
 
     @staticmethod
