@@ -17,7 +17,6 @@ from alibi_lab.position_methods import LOOKS
 Method: TypeAlias = str  # a name in `alibi_lab/position_methods.py`, or an import path
 Architecture: TypeAlias = Literal["modern", "mpt", "baevski-auli"]
 Optimizer: TypeAlias = Literal["adamw", "nag"]
-Parallel: TypeAlias = Literal["ddp", "fsdp"]
 Precision: TypeAlias = Literal["no", "bf16", "fp16"]
 Scale: TypeAlias = Literal["smoke", "small", "medium", "gpu", "paper"]
 Split: TypeAlias = Literal["valid", "test"]
@@ -110,10 +109,9 @@ class DataConfig:
             rule = "they are shares of the text: valid above 0, test 0 or more, together below 1"
             raise ConfigError(f"{found}; {rule}")
         if self.tokenizer not in ("bytes", "words") and not re.fullmatch(TOKENIZER_NAME, self.tokenizer):
-            raise ConfigError(
-                f'data.tokenizer is {self.tokenizer!r}; pass "bytes", "words", "bpe:SIZE", as in bpe:4096, or a Hugging Face '
-                "tokenizer: path/tokenizer.json, or a folder with this file as ./FOLDER"
-            )
+            allowed = '"bytes", "words", "bpe:SIZE", as in bpe:4096, or a Hugging Face tokenizer'
+            advice = f"pass {allowed}: path/tokenizer.json, or a folder with this file as ./FOLDER"
+            raise ConfigError(f"data.tokenizer is {self.tokenizer!r}; {advice}")
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -137,7 +135,7 @@ class TrainConfig:
     seed: int = 0  # initial weights and order of the data
     precision: Precision = "no"
     accumulate: int = 1  # the number of parts in which a batch is computed
-    parallel: Parallel = "ddp"  # how several processes share the weights
+    parallel: Literal["ddp", "fsdp"] = "ddp"  # how several processes share the weights
     context_parallel: int = 1  # the number of processes that share every sequence, each with consecutive tokens
     exchange_timeout_s: float = 600.0  # of an exchange between these processes
     activation_checkpointing: bool = False
@@ -150,10 +148,9 @@ class TrainConfig:
 
     def __post_init__(self) -> None:
         _check_fields("train", self, may_be_0=("warmup_steps", "weight_decay", "seed", "first_steps", "validate_every"))
-        if (self.first_length is None) != (self.first_steps == 0) or self.first_steps >= self.steps:
-            found = (
-                f"train.first_length is {self.first_length} and train.first_steps {self.first_steps} of {self.steps}"
-            )
+        first, steps = self.first_length, self.first_steps
+        if (first is None) != (steps == 0) or steps >= self.steps:
+            found = f"train.first_length is {first} and train.first_steps {steps} of {self.steps}"
             raise ConfigError(f"{found}; pass both, fewer first steps than steps, or neither")
         timeout, share, rate, norm = self.exchange_timeout_s, self.final_share, self.learning_rate, self.clip_norm
         if not 0 < timeout < 1e9:
@@ -162,9 +159,9 @@ class TrainConfig:
             raise ConfigError(f"train.final_share is {share}; it is a share of the learning rate, from 0 to 1")
         if not (rate > 0 and norm > 0):
             raise ConfigError(f"train.learning_rate is {rate} and train.clip_norm is {norm}; both must be above 0")
-        step = math.lcm(self.length, self.first_length or self.length) * self.accumulate
+        step = math.lcm(self.length, first or self.length) * self.accumulate
         if self.batch_tokens % step:
-            factors = "train.length" + (" and train.first_length" if self.first_length else "")
+            factors = "train.length" + (" and train.first_length" if first else "")
             factors += " times train.accumulate" if self.accumulate > 1 else ""
             found = f"train.batch_tokens is {self.batch_tokens} but must be a multiple of {factors}, {step}"
             raise ConfigError(f"{found}; the next one is {(self.batch_tokens // step + 1) * step}")

@@ -117,14 +117,12 @@ def field_names() -> tuple[str, ...]:
 
 def to_json(config: RunConfig) -> dict[str, Json]:
     """The config as nested dictionaries of plain values, as in records and checkpoints."""
-    return {
-        section: {
-            name: list(value) if isinstance(value, tuple) else value
-            for name, value in fields.items()
-            if name not in LATER or value != getattr(type(getattr(config, section)), name)
-        }
-        for section, fields in dataclasses.asdict(config).items()
-    }
+    found: dict[str, Json] = {}
+    for section, fields in dataclasses.asdict(config).items():
+        default = type(getattr(config, section))
+        kept = {name: value for name, value in fields.items() if name not in LATER or value != getattr(default, name)}
+        found[section] = {name: list(value) if isinstance(value, tuple) else value for name, value in kept.items()}
+    return found
 
 
 def from_json(data: object) -> RunConfig:

@@ -51,27 +51,24 @@ def _lock(out: Path, shard: tuple[int, int]) -> FileLock:
     Raises:
         ExperimentError: another experiment in this folder may write the same files; the error names its shard.
     """
-    mine = _lock_name(*shard)
+    index, count = shard
+    mine = ".lock" if count == 1 else f".lock-{index}-of-{count}"
     with FileLock(out / ".lock-start"):  # if two start at once, the second one sees the first one's lock
         for path in sorted({out / mine, *out.glob(".lock*")}):
             found = _LOCK.fullmatch(path.name)
-            if not found or (path.name != mine and found[2] == str(shard[1]) != "1"):
+            if not found or (path.name != mine and found[2] == str(count) != "1"):
                 continue
             lock = FileLock(path, timeout=0)
             try:
                 lock.acquire()
             except Timeout:
                 running = f"shard {found[1]}/{found[2]} of an experiment" if found[1] else "another experiment"
+                also = f" (shards i/{found[2]} may run at the same time)" if found[1] else ""
                 raise ExperimentError(
-                    f"{running} is running in {out}; wait for it, or pass another folder"
-                    + (f" (shards i/{found[2]} may run at the same time)" if found[1] else "")
+                    f"{running} is running in {out}; wait for it, or pass another folder{also}"
                 ) from None
             if path.name == mine:
                 kept = lock
             else:
                 lock.release()
     return kept
-
-
-def _lock_name(index: int, count: int) -> str:
-    return ".lock" if count == 1 else f".lock-{index}-of-{count}"

@@ -88,10 +88,8 @@ def packed_batches(
     """
     places = _places(num_pieces(tokens, length), length, batch_size, seed, start)
     rows = batches(tokens, length=length, batch_size=batch_size, seed=seed, start=start)
-    return (
-        (batch, torch.stack([document_ids(starts, begin, length + 1) for begin in begins]))
-        for batch, begins in zip(rows, places, strict=True)
-    )
+    documents = (torch.stack([document_ids(starts, begin, length + 1) for begin in begins]) for begins in places)
+    return zip(rows, documents, strict=True)
 
 
 def document_ids(starts: Tensor, begin: int, count: int) -> Tensor:
@@ -139,10 +137,8 @@ def _tensor(file: io.BytesIO, dtype: torch.dtype) -> Tensor:
 
 def _task_corpus(name: str, task: Task, document_tokens: int) -> Corpus:
     """Made from seeds within a second or two, so it is never stored; every byte is a token, text or not."""
-    parts = {
-        part: tasks.task_tokens(task, count, seed, document_tokens=document_tokens)
-        for seed, (part, count) in enumerate(tasks.CORPUS_TOKENS.items())
-    }
+    sizes = enumerate(tasks.CORPUS_TOKENS.items())
+    parts = {part: tasks.task_tokens(task, n, seed, document_tokens=document_tokens) for seed, (part, n) in sizes}
     digest = hashlib.sha256(b"".join(part.numpy().tobytes() for part in parts.values())).hexdigest()
     facts: dict[str, Json] = {"name": name, "sha256": digest, "split": "made of different seeds"}
     facts |= {"tokenizer": "bytes", "vocab_size": 256, "bytes_per_token": 1}

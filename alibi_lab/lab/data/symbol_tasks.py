@@ -32,8 +32,7 @@ CHANCE: Mapping[SymbolTask, float] = {"mqar": 1 / 16, "needles": 1 / 16, "copy":
 _KEYS, _VALUES, _KINDS = 32, 48, 16  # the first key, the first value, and the number of each; below 30 is noise
 _MARK, _ASK = 30, 31
 _PAIRS, _NEEDLES = 8, 4
-_SEPARATOR = 63
-_SHORTEST_STRING = 4
+_SEPARATOR, _SHORTEST_STRING = 63, 4
 _WRITE, _READ, _IGNORE = 2, 3, 4
 _WRITES = 3.2  # expected number per document; the number of reads is the same
 _MOST_WRITTEN = 0.1  # the largest share of pairs that write, and that read; then 0.8 are ignored, as in the paper
@@ -43,9 +42,7 @@ class TaskError(ValueError):
     """A task that does not fit in the given length or alphabet."""
 
 
-def symbol_documents(
-    task: SymbolTask, count: int, length: int, generator: torch.Generator, *, varied: bool
-) -> Documents:
+def symbol_documents(task: SymbolTask, count: int, length: int, generator: torch.Generator, varied: bool) -> Documents:
     """Documents [count, length] int64, and a mask of the tokens that are answers.
 
     Args:

@@ -12,7 +12,7 @@ import errno
 import functools
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TypeAlias
 
 import torch
 from filelock import FileLock
@@ -26,10 +26,12 @@ from alibi_lab.lab.config import DataConfig
 from alibi_lab.lab.data import sources, tokens
 from alibi_lab.lab.data.row_files import CorpusError, is_table
 from alibi_lab.lab.data.sources import TextFile
-from alibi_lab.lab.data.tokenizing import load_tokenizer, save_tokenizer
+from alibi_lab.lab.data.tokenizing import load_tokenizer
 from alibi_lab.lab.data.tokens import Corpus
 from alibi_lab.lab.sealed_folder import DamagedError, SchemaError, file_sha256
 from alibi_lab.records import Json
+
+Sources: TypeAlias = Sequence[Mapping[str, Json]]  # the state and the hash of each file
 
 SCHEMA = 2
 HASHED_BYTES = 64 << 20  # smaller files are hashed whenever they are opened, larger ones only if their mtime differs
@@ -37,6 +39,7 @@ HASHED_BYTES = 64 << 20  # smaller files are hashed whenever they are opened, la
 _SETTINGS = ("corpus", "tokenizer", "valid_share", "test_share")
 _FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MANIFEST, _TOKENIZER, _LOCK = "manifest.json", "tokenizer.json", ".lock"
+_manifest = functools.partial(sealed_folder.read_manifest, name=_MANIFEST, schema=SCHEMA)
 _AGAIN = "delete the folder and run again: the text is tokenized again"
 
 
@@ -71,10 +74,8 @@ def tokenized(config: DataConfig, store: Path) -> Corpus:
     except OSError as error:
         message = f"{config.corpus} cannot be tokenized into {store} ({error}); pass a folder that you may write to"
         if error.errno in _FULL:
-            message = (
-                f"no room on the disk while {config.corpus} was tokenized into {store}: it needs up to "
-                f"{2 * text.num_bytes / 1e6:.1f} MB; make room or choose another folder, and run again"
-            )
+            needed = f"{2 * text.num_bytes / 1e6:.1f} MB; make room or choose another folder, and run again"
+            message = f"no room on the disk while {config.corpus} was tokenized into {store}: it needs up to {needed}"
         raise CorpusError(message) from None
     return open_tokens(folder)
 
@@ -104,13 +105,11 @@ def open_tokens(folder: Path) -> Corpus:
     raise CorpusError(f"the tokens in {folder} are damaged ({reason}); {_AGAIN}")
 
 
-def _write(
-    folder: Path, text: sources.Text, settings: Json, files: Sequence[TextFile], origins: Sequence[Mapping[str, Json]]
-) -> None:
+def _write(folder: Path, text: sources.Text, settings: Json, files: Sequence[TextFile], origins: Sources) -> None:
     remove_leftovers(folder.parent)
     with new_folder(folder) as partial:
         tokenizer = tokens.tokenizer_of(text)
-        save_tokenizer(tokenizer, partial / _TOKENIZER)
+        replace_file(partial / _TOKENIZER, tokenizer.dump())
         facts = tokens.tokenize_parts(text, tokenizer, lambda name: (partial / name).open("wb"))
         for file, source in zip(files, origins, strict=True):
             if _without_hash(source) != _current(file):
@@ -132,7 +131,7 @@ def _unchanged(store: Path, settings: Mapping[str, Json], files: Sequence[TextFi
     return None
 
 
-def _remember(folder: Path, origins: Sequence[Mapping[str, Json]]) -> None:
+def _remember(folder: Path, origins: Sources) -> None:
     """Stores new modification times of an unchanged text, so that it need not be hashed again."""
     with contextlib.suppress(OSError):  # the store may be read-only
         about = {**_manifest(folder), "schema": SCHEMA, "sources": origins}
@@ -154,10 +153,6 @@ def _current(file: TextFile) -> dict[str, Json]:
 
 def _without_hash(source: Mapping[str, Json]) -> dict[str, Json]:
     return {key: value for key, value in source.items() if key != "sha256"}
-
-
-def _manifest(folder: Path) -> dict[str, Any]:
-    return sealed_folder.read_manifest(folder, _MANIFEST, schema=SCHEMA)
 
 
 def _map(folder: Path, name: str, dtype: torch.dtype) -> Tensor:

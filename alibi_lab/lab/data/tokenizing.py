@@ -5,7 +5,7 @@
     encode(text)           text or bytes as tokens, one-dimensional, uint8, uint16 or int32; `encode_all(texts)` is faster
     decode(ids)            bytes; the text of ids[:n + 1] starts with the text of ids[:n], so a program that prints while it
                            generates can decode all ids again and print only the new text
-    dump()                 the file of the tokenizer, equal for equal tokenizers: `save_tokenizer`, `load_tokenizer`
+    dump()                 the file of the tokenizer, equal for equal tokenizers: `load_tokenizer`
 
 Read next: `tokens.py`.
 """
@@ -21,7 +21,6 @@ import tokenizers
 import torch
 from torch import Tensor
 
-from alibi_attn.files import replace_file
 from alibi_attn.strict_json import NO_CHARACTER, is_sealed, lone_surrogate, parse, sealed
 from alibi_lab.lab.data.row_files import CorpusError
 
@@ -72,15 +71,12 @@ class WordTokenizer:
         self.words = tuple(words)
         self._index = {word: index for index, word in enumerate(self.words)}
         self._unknown = self._index[UNK]
-        self._dtype = token_dtype(len(self.words))
-
-    @property
-    def vocab_size(self) -> int:
-        return len(self.words)
+        self.vocab_size = len(self.words)
 
     def encode(self, text: str | bytes) -> Tensor:
         index, unknown = self._index, self._unknown
-        return torch.tensor([index.get(word, unknown) for word in _words(_str(text))], dtype=self._dtype)
+        ids = [index.get(word, unknown) for word in _words(_str(text))]
+        return torch.tensor(ids, dtype=token_dtype(self.vocab_size))
 
     def encode_all(self, texts: Sequence[bytes]) -> list[Tensor]:
         return [self.encode(text) for text in texts]
@@ -106,11 +102,9 @@ class BpeTokenizer:
     document_end = b""
 
     def __init__(self, name: str, model: str) -> None:
-        self.name = name
-        self._model = model
+        self.name, self._model = name, model
         self._tokenizer = tokenizers.Tokenizer.from_str(model)
         self.vocab_size: int = self._tokenizer.get_vocab_size()
-        self._dtype = token_dtype(self.vocab_size)
         self._bytes: list[bytes] | None = None  # the bytes of each token, if it is byte-level
         if isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel) or name.startswith("bpe:"):
             byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
@@ -123,7 +117,7 @@ class BpeTokenizer:
 
     def encode_all(self, texts: Sequence[bytes]) -> list[Tensor]:
         encodings = self._tokenizer.encode_batch_fast([_str(text) for text in texts], add_special_tokens=False)
-        return [torch.tensor(encoding.ids, dtype=self._dtype) for encoding in encodings]
+        return [torch.tensor(encoding.ids, dtype=token_dtype(self.vocab_size)) for encoding in encodings]
 
     def decode(self, ids: Ids) -> bytes:
         known = self._bytes
@@ -179,13 +173,8 @@ def _tokenizer_file(name: str) -> "BpeTokenizer":
     raise CorpusError(f"data.tokenizer is {name!r} but {path} is not a tokenizer that can be read ({reason})")
 
 
-def save_tokenizer(tokenizer: Tokenizer, path: Path) -> None:
-    """Write the file atomically."""
-    replace_file(path, tokenizer.dump())
-
-
 def load_tokenizer(path: Path) -> Tokenizer:
-    """The tokenizer that `save_tokenizer` wrote.
+    """The tokenizer whose `dump` the file holds.
 
     Raises:
         CorpusError: the file does not exist, is not a tokenizer, or is from another version.

@@ -30,7 +30,7 @@ class Corpus:
     Args:
         train, valid, test: the tokens; test is None unless data.test_share or the corpus itself provides one.
         facts: see `tokenize_parts`.
-        tokenizer: decodes the tokens; `tokenizing.save_tokenizer` writes it.
+        tokenizer: decodes the tokens; its `dump` is stored with them.
         starts: for "train", "valid" and "test", the start of each document, int64, rising from 0.
     """
 
@@ -134,15 +134,10 @@ def text_facts(tokenizer: Tokenizer, valid: Counts) -> dict[str, Json]:
     """
     if not valid["tokens"]:
         raise CorpusError(f"the text to test on has no tokens ({valid['bytes']} bytes); pass files with text")
-    return {
-        "tokenizer": tokenizer.name,
-        "vocab_size": tokenizer.vocab_size,
-        "valid_tokens": valid["tokens"],
-        "valid_words": valid["words"],
-        "valid_lines": valid["lines"],
-        "bytes_per_token": 1 if tokenizer.name == "bytes" else valid["bytes"] / valid["tokens"],
-        "words_per_token": valid["words"] / valid["tokens"],
-    }
+    facts: dict[str, Json] = {"tokenizer": tokenizer.name, "vocab_size": tokenizer.vocab_size}
+    facts |= {f"valid_{name}": valid[name] for name in ("tokens", "words", "lines")}
+    facts["bytes_per_token"] = 1 if tokenizer.name == "bytes" else valid["bytes"] / valid["tokens"]
+    return facts | {"words_per_token": valid["words"] / valid["tokens"]}
 
 
 def _groups(documents: Documents, document_end: bytes) -> Iterator[list[tuple[bytes, bytes, bool]]]:

@@ -145,12 +145,8 @@ def sliding(
     Args:
         options: of `token_losses`.
     """
-    windows = [
-        Window(begin - 1 + stride - length, stop - 1, stop - begin)
-        for stretch in stretches
-        for begin in range(stretch.start, stretch.stop, stride)
-        for stop in [min(begin + stride, stretch.stop)]
-    ]
+    pieces = [stretch[at : at + stride] for stretch in stretches for at in range(0, len(stretch), stride)]
+    windows = [Window(piece.start - 1 + stride - length, piece.stop - 1, len(piece)) for piece in pieces]
     return token_losses(model, tokens, windows, **options)
 
 

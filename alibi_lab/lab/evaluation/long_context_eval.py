@@ -94,13 +94,11 @@ def why_no_memory(model: LanguageModel) -> str | None:
 
 def why_no_sinks(model: LanguageModel) -> str | None:
     """Why the model cannot use attention sinks; None if it can."""
-    method = type(model.position)
+    method, name = type(model.position), model.config.method
     custom = any(getattr(method, hook) is not getattr(PositionMethod, hook) for hook in ("rotate", "attend"))
     if custom or not method.relative or method.per_layer or model.position.segment is not None:
-        return (
-            f"model.method is {model.config.method!r}; attention sinks count distances within the cache, which needs a bias of "
-            "distances alone: none, alibi and its variants, t5, kerple, sandwich"
-        )
+        needed = "a bias of distances alone: none, alibi and its variants, t5, kerple, sandwich"
+        return f"model.method is {name!r}; attention sinks count distances within the cache, which needs {needed}"
     return None
 
 

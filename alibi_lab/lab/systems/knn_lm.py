@@ -62,10 +62,8 @@ class KnnLM(PositionMethod):
         test = contexts(model, corpus.valid, most=config.tokens, batch_tokens=config.batch_tokens)
         half = len(test.nats) // 2
         if not half:
-            raise CorpusError(
-                f"the test text has {len(corpus.valid)} tokens but kNN-LM needs two to score, each after up to "
-                f"{model.trained_length} others; pass more text"
-            )
+            found = f"the test text has {len(corpus.valid)} tokens but kNN-LM needs two to score"
+            raise CorpusError(f"{found}, each after up to {model.trained_length} others; pass more text")
         most = min(NEIGHBORS[-1], len(store.tokens))
         distances, tokens = nearest(store, test.keys, most)
         rows: list[tuple[int, float, float, float]] = []
@@ -76,17 +74,11 @@ class KnnLM(PositionMethod):
                 rows.append((k, share, float(nats[:half].mean()), float(nats[half:].mean())))
         k, share, _, tested = min(rows, key=lambda row: row[2])
         plain = rows[0][3]
-        losses = {
-            "plain_nats": plain,
-            "nats": tested,
-            "plain_perplexity": perplexity(plain),
-            "perplexity": perplexity(tested),
-        }
-        best = {"entries": len(store.tokens), "k": k, "lambda": share, "tokens": len(test.nats) - half, **losses}
-        return {
-            "knn_lm": columns(("k", "lambda", "chosen_on_nats", "tested_nats"), rows),
-            "knn_lm_best": {name: [value] for name, value in best.items()},
-        }
+        best = {"entries": len(store.tokens), "k": k, "lambda": share, "tokens": len(test.nats) - half}
+        best |= {"plain_nats": plain, "nats": tested}
+        best |= {"plain_perplexity": perplexity(plain), "perplexity": perplexity(tested)}
+        table = columns(("k", "lambda", "chosen_on_nats", "tested_nats"), rows)
+        return {"knn_lm": table, "knn_lm_best": {name: [value] for name, value in best.items()}}
 
 
 def contexts(model: LanguageModel, text: Tensor, *, most: int, batch_tokens: int) -> Contexts:

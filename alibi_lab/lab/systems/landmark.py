@@ -47,29 +47,16 @@ class Landmark(PositionMethod):
     def attend(self, q: Tensor, k: Tensor, v: Tensor, at: Pass, default: Attention) -> Tensor:
         gates = self.gate[at.layer.index].to(k.dtype)
         dropout_p = self.config.attention_dropout if self.training else 0.0
+        landmarks = k[:, :, self.block - 1 :: self.block] @ gates
+        retrieved = at.key_len if self.training else self.retrieved
         weights = grouped_weights(
-            q,
-            k,
-            k[:, :, self.block - 1 :: self.block] @ gates,
-            self.slopes,
-            at.visible(q.device),
-            block=self.block,
-            farthest=self.trained_length,
-            retrieved=None if self.training else self.retrieved,
+            q, k, landmarks, self.slopes, at.visible(q.device), self.block, self.trained_length, retrieved
         )
         return F.dropout(weights, dropout_p) @ v
 
 
 def grouped_weights(
-    q: Tensor,
-    k: Tensor,
-    landmarks: Tensor,
-    slopes: Tensor,
-    visible: Tensor,
-    *,
-    block: int,
-    farthest: int,
-    retrieved: int | None,
+    q: Tensor, k: Tensor, landmarks: Tensor, slopes: Tensor, visible: Tensor, block: int, farthest: int, retrieved: int
 ) -> Tensor:
     """The weights of all pairs, [B, H, T, S]; rows sum to 1.
 
@@ -77,7 +64,7 @@ def grouped_weights(
         landmarks: [B, H, n, D], the keys of the complete blocks.
         visible: [1, 1, T, S]; a block can be read if its last token is visible.
         farthest: no landmark counts as farther away than this, in tokens.
-        retrieved: the number of blocks per query and head; None = all.
+        retrieved: the number of blocks per query and head, or more than there are for all.
     """
     query_len, key_len, scale = q.shape[-2], k.shape[-2], 1 / math.sqrt(q.shape[-1])
     lowest = torch.finfo(q.dtype).min
@@ -93,7 +80,7 @@ def grouped_weights(
     earlier = (last // block < queries // block) & visible[..., last]
     to_landmarks = q @ landmarks.mT * scale - m * (queries - last).clamp(max=farthest).to(q.dtype)
     to_landmarks = to_landmarks.masked_fill(~earlier, lowest)
-    if retrieved is not None and retrieved < len(last):
+    if retrieved < len(last):
         least = to_landmarks.topk(retrieved, -1).values[..., -1:]
         to_landmarks = to_landmarks.masked_fill(to_landmarks < least, lowest)
 

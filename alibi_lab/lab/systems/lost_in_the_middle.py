@@ -78,7 +78,7 @@ def _measure(model: LanguageModel, texts: list[Tensor], edges: Tensor, batch_tok
     """The columns from "accuracy" on for each place of the evidence."""
     rows, trials = torch.cat(texts), len(texts[0])
     hits, attention = answers(model, rows, edges, batch_tokens)
-    by_place: list[Tensor | None] = [hits, *[None] * 4]
+    found: list[Tensor | None] = [hits, *[None] * 4]
     if attention is not None:
         dummy = torch.empty_like(attention)
         for k in range(DOCUMENTS):
@@ -93,11 +93,9 @@ def _measure(model: LanguageModel, texts: list[Tensor], edges: Tensor, batch_tok
         calibrated, _ = answers(model, rows, edges, batch_tokens, share=(rel * length / TEMPERATURE).softmax(-1))
         evidence = torch.arange(DOCUMENTS).repeat_interleave(trials)
         bias = dummy.mean(0).repeat_interleave(trials) * length
-        by_place[1:] = [calibrated, bias, attention.argmax(-1) == evidence, rel.argmax(-1) == evidence]
-    columns = [
-        [None] * DOCUMENTS if one is None else one.double().view(DOCUMENTS, -1).mean(1).tolist() for one in by_place
-    ]
-    return list(zip(*columns, strict=True))
+        found[1:] = [calibrated, bias, attention.argmax(-1) == evidence, rel.argmax(-1) == evidence]
+    means = (None if column is None else column.double().view(DOCUMENTS, -1).mean(1).tolist() for column in found)
+    return list(zip(*(column or [None] * DOCUMENTS for column in means), strict=True))
 
 
 def answers(

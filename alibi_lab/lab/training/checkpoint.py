@@ -22,13 +22,13 @@ from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
 
-from alibi_attn.files import new_folder, remove_leftovers
+from alibi_attn.files import new_folder, remove_leftovers, replace_file
 from alibi_attn.strict_json import parse
 from alibi_lab.lab import sealed_folder
 from alibi_lab.lab.config import IMPORT_PATH, ConfigError, RunConfig
 from alibi_lab.lab.config_io import from_json, to_json
 from alibi_lab.lab.data.row_files import CorpusError
-from alibi_lab.lab.data.tokenizing import Tokenizer, load_tokenizer, save_tokenizer
+from alibi_lab.lab.data.tokenizing import Tokenizer, load_tokenizer
 from alibi_lab.lab.model.imported_method import source_facts
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.model.method_trial import try_method
@@ -209,7 +209,7 @@ def save_checkpoint(
                 save_file(tensors, temporary / "model.safetensors")
             wait()
             if first:
-                save_tokenizer(tokenizer, temporary / "tokenizer.json")
+                replace_file(temporary / "tokenizer.json", tokenizer.dump())
                 config, facts = to_json(training.config), source_facts(training.config.model.method)
                 about = {"schema": SCHEMA, "config": config, "progress": finite(dataclasses.asdict(progress))}
                 sealed_folder.seal(temporary, "config.json", about | ({"method": facts} if facts else {}))
