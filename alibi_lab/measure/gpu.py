@@ -22,6 +22,7 @@ from alibi_lab.measure.gpu_rows import KINDS, TOKENS, Inputs, measured, unmeasur
 from alibi_lab.measure.harness import Row, Rows, Say, attention_config, keep, number, whole_ms
 from alibi_lab.measure.peers import Peer, eager, flash_attn, flex, rank_two, sdpa_causal, sdpa_dense_bias
 from alibi_lab.measure.peers.ours import ours, ours_with_cache
+from alibi_lab.records import Json
 
 Names = Mapping[tuple[tuple[int, int], str, bool], str]  # of records, by shape, kind and whether it is decoding
 
@@ -93,17 +94,9 @@ def gpu(
         (shape, kind, decoding): f"{folder}/{'decoding-' if decoding else ''}{kind}-{shape[0]}x{shape[1]}"
         for shape, kind, decoding in itertools.product(shapes, kinds, (False, True))
     }
+    about: dict[str, Json] = {"dtype": str(dtypes[0]).removeprefix("torch."), "smoke": smoke, "device": device.type}
     configs = {
-        name: attention_config(
-            _peers(decoding, device),
-            lengths,
-            heads=shape[0],
-            head_dim=shape[1],
-            dtype=str(dtypes[0]).removeprefix("torch."),
-            kind=kind,
-            smoke=smoke,
-            device=device.type,
-        )
+        name: attention_config(_peers(decoding, device), lengths, heads=shape[0], head_dim=shape[1], kind=kind, **about)
         for (shape, kind, decoding), name in names.items()
     }
     checks: list[Row] = []

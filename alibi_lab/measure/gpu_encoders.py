@@ -11,7 +11,7 @@ import tempfile
 import weakref
 from collections.abc import Callable
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -23,10 +23,8 @@ from alibi_lab.measure.gpu_parts import COLUMNS, GRAPH, SMOKE, Calls, Case, Part
 from alibi_lab.measure.gpu_steps import padding
 from alibi_lab.measure.gpu_truth import allowed_error, judged, relative_error
 from alibi_lab.measure.harness import Row
+from alibi_lab.measure.peers.dense_encoder import DenseEncoder, Sizes
 from alibi_lab.measure.timing import replayable
-
-if TYPE_CHECKING:
-    from alibi_lab.measure.peers.dense_encoder import Sizes
 
 FLOATS = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 KINDS: tuple[quantized.Kind, ...] = ("int8", "float8")
@@ -215,7 +213,6 @@ def write_folder(folder: Path, width: int, heads: int, device: torch.device) -> 
     from transformers import PreTrainedTokenizerFast
 
     from alibi_lab.measure.embedding_peers import our_encoder
-    from alibi_lab.measure.peers.dense_encoder import Sizes
 
     words = Tokenizer(models.WordLevel({word: at for at, word in enumerate(("[PAD]", "[UNK]", *"abcdefgh"))}, "[UNK]"))
     words.pre_tokenizer = pre_tokenizers.Whitespace()
@@ -243,17 +240,13 @@ def _ours(name: str, heads: int, head_dim: int, device: torch.device) -> Any:
 
 def _dense(case: Case, device: torch.device) -> nn.Module:
     """The dense encoder in fp32 with the weights of our encoder."""
-    from alibi_lab.measure.peers.dense_encoder import DenseEncoder
-
     with device:
         exact = DenseEncoder(_sizes(case.heads, case.head_dim, device), case.length, eager=False).eval()
     exact.take(_ours("fp32", case.heads, case.head_dim, device).state_dict())
     return exact
 
 
-def _sizes(heads: int, head_dim: int, device: torch.device) -> "Sizes":
-    from alibi_lab.measure.peers.dense_encoder import Sizes
-
+def _sizes(heads: int, head_dim: int, device: torch.device) -> Sizes:
     width = heads * head_dim
     return Sizes(LAYERS[device.type], width, heads, 4 * width, 30528 if device.type == "cuda" else 100)
 

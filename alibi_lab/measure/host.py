@@ -7,9 +7,11 @@ can be counted on any machine. The driver's own time, a few microseconds per lau
 """
 
 import functools
+import gc
 import re
 import statistics
 import time
+import timeit
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
@@ -97,17 +99,15 @@ def measured(step: Step, launches: Launches, seconds: float) -> Row:
     step()
     row: Row = {"launches": len(launches.all), "arguments": sum(launch.size for launch in launches.all)}
     row |= counted(step)
-    start = time.process_time()
-    step()
-    count = max(1, int(seconds / BLOCKS / max(time.process_time() - start, 1e-6)))
-    blocks = []
-    for _ in range(BLOCKS):
-        launches.clear()
-        start = time.process_time()
-        for _ in range(count):
-            step()
-        blocks.append((time.process_time() - start) / count * 1e3)
-    return row | {"ms": statistics.median(blocks)}
+    timer = timeit.Timer(step, functools.partial(_begin, launches), time.process_time)
+    count = max(1, int(seconds / BLOCKS / max(timer.timeit(1), 1e-6)))
+    return row | {"ms": statistics.median(timer.repeat(BLOCKS, count)) / count * 1e3}
+
+
+def _begin(launches: Launches) -> None:
+    """Before each block of calls; timeit turns off garbage collection, which is part of their time."""
+    launches.clear()
+    gc.enable()
 
 
 def counted(step: Step) -> Row:

@@ -165,22 +165,25 @@ def peak_rss_bytes() -> int:
         import psutil
 
         return psutil.Process().memory_info().peak_wset
-    try:
-        status = Path("/proc/self/status").read_text(encoding="utf-8")
-    except OSError:  # macOS: getrusage, which counts bytes there and is inherited by child processes
-        import resource  # Windows does not have it
+    peak = _kernel_bytes("self/status", "VmHWM")
+    if peak is not None:
+        return peak
+    import resource  # macOS: it counts bytes there, and child processes inherit the peak; Windows does not have it
 
-        return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
-    return int(status.split("VmHWM:")[1].split()[0]) * 1024
+    return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
 def available_bytes() -> int | None:
     """The available memory; None if it is unknown (not Linux)."""
+    return _kernel_bytes("meminfo", "MemAvailable")
+
+
+def _kernel_bytes(file: str, field: str) -> int | None:
+    """A field of a file in /proc; None where there is no such file (not Linux)."""
     try:
-        about = Path("/proc/meminfo").read_text(encoding="utf-8")
+        return int(Path("/proc", file).read_text(encoding="utf-8").split(f"{field}:")[1].split()[0]) * 1024
     except OSError:
         return None
-    return int(about.split("MemAvailable:")[1].split()[0]) * 1024
 
 
 def too_large(needed: float) -> str | None:
@@ -222,17 +225,12 @@ def result(future: "concurrent.futures.Future[Result]", what: str, advice: str) 
 def time_attention(model: nn.Module, layers: Collection[str], seconds: list[float]) -> None:
     """Hooks the model so that `seconds[0]` sums the time of modules of these classes, excluding their linear layers."""
 
+    def add_time(sign: float, *_: object) -> None:
+        seconds[0] += sign * time.perf_counter()
+
     def time_into(module: nn.Module, sign: float) -> None:
-        started = [0.0]
-
-        def start(*_: object) -> None:
-            started[0] = time.perf_counter()
-
-        def stop(*_: object) -> None:
-            seconds[0] += sign * (time.perf_counter() - started[0])
-
-        module.register_forward_pre_hook(start)
-        module.register_forward_hook(stop)
+        module.register_forward_pre_hook(functools.partial(add_time, -sign))
+        module.register_forward_hook(functools.partial(add_time, sign))
 
     for layer in model.modules():
         if type(layer).__name__ in layers:
