@@ -1,21 +1,19 @@
 """`alibi bench decoding`: decode one token with a long cache: all keys, compared with only the keys within reach."""
 
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 
 import torch
-from torch import Tensor
 
 from alibi_attn.inspect import Norms, certified_bounds
 from alibi_lab.measure.correctness import Reference
-from alibi_lab.measure.harness import Rows, Say, attention_config, checked, keep, timed
+from alibi_lab.measure.harness import Rows, Say, attention_config, checked, keep_by_length, timed
 from alibi_lab.measure.inputs import published_slopes
 from alibi_lab.measure.peers import Peer, eager, flash_attn, sdpa_causal, sdpa_dense_bias
 from alibi_lab.measure.peers.ours import ours, ours_with_cache
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
-NAME = "decoding/cpu"
 WITH_CACHE = "the lengths of keys and values are remembered, as a KVCache does"
 
 
@@ -55,25 +53,19 @@ def decoding(
     config = attention_config(peers, lengths, heads=num_heads, head_dim=head_dim, queries=1, threads=threads)
     slopes = published_slopes(num_heads)
 
-    def steps() -> Iterator[Mapping[str, Rows]]:
-        for length in sorted(lengths):
-            torch.manual_seed(0)
-            query, grad = (torch.randn(1, num_heads, 1, head_dim) for _ in range(2))
-            key, value = (torch.randn(1, num_heads, length, head_dim) for _ in range(2))
-            reference = Reference.of(query, key, value, grad, slopes)
-            with torch.inference_mode():
-                candidates = {peer.name: checked(peer, reference, query, key, value, None, slopes) for peer in peers}
-                rows = timed(candidates, repeats=repeats, seconds=20.0)
-            for row in rows.values():
-                row["keys_within_reach"] = 1.0
-                del row["backward_ms"], row["gradient_error"]
-            rows["ours"]["keys_within_reach"] = _share_within_reach(query, key, value, slopes)
-            yield {NAME: rows}
+    def measure(kind: str, length: int) -> Rows:
+        torch.manual_seed(0)
+        query, grad = (torch.randn(1, num_heads, 1, head_dim) for _ in range(2))
+        key, value = (torch.randn(1, num_heads, length, head_dim) for _ in range(2))
+        reference = Reference.of(query, key, value, grad, slopes)
+        with torch.inference_mode():
+            candidates = {peer.name: checked(peer, reference, query, key, value, None, slopes) for peer in peers}
+            rows = timed(candidates, repeats=repeats, seconds=20.0)
+        for row in rows.values():
+            row["keys_within_reach"] = 1.0  # a share of all heads' keys
+            del row["backward_ms"], row["gradient_error"]
+        left = certified_bounds(query, key, value, slopes, known_norms=Norms.of(key, value)).left
+        rows["ours"]["keys_within_reach"] = float(left.clamp(max=length).double().mean()) / length
+        return rows
 
-    return keep(out, {NAME: config}, steps(), say=say)
-
-
-def _share_within_reach(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> float:
-    """The share of all heads' keys that are within reach."""
-    left = certified_bounds(query, key, value, slopes, known_norms=Norms.of(key, value)).left
-    return float(left.clamp(max=key.shape[2]).double().mean()) / key.shape[2]
+    return keep_by_length(out, "decoding", {"cpu": config}, lengths=lengths, measure=measure, say=say)

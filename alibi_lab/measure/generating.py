@@ -4,7 +4,7 @@ ALiBiCache; also padded.
 Also measures a batch of two rows with and without padding. `next_tokens.py` compares with other programs.
 """
 
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import torch
@@ -13,7 +13,7 @@ from transformers import BloomForCausalLM
 from transformers.cache_utils import Cache, DynamicCache, StaticCache
 
 from alibi_attn.hf import ALiBiCache, patch
-from alibi_lab.measure.harness import Config, Rows, Say, keep
+from alibi_lab.measure.harness import Config, Rows, Say, keep_by_length
 from alibi_lab.measure.peers.transformers_decoders import bloom
 from alibi_lab.measure.serving import error
 from alibi_lab.measure.timing import medians_ms
@@ -27,7 +27,6 @@ MOST_PADDED = 32768  # cached tokens per row; the two rows are in memory three t
 Filling = Sequence[tuple[Tensor, ...]]
 Calls = dict[str, Callable[[], Tensor]]
 SPARE = 2  # steps that are not timed: one for the comparison, one to warm up
-NAME = "generating/bloom"
 
 
 def generating(
@@ -66,19 +65,20 @@ def generating(
     patch(patched)
     metrics: dict[str, float | None] = {}
 
-    def steps() -> Iterator[Mapping[str, Rows]]:
-        for length in sorted(lengths):
-            torch.manual_seed(1)
-            filling = [tuple(torch.randn(1, num_heads, length, head_dim) for _ in range(2)) for _ in range(layers)]
-            with torch.no_grad():
-                longest = length + repeats + SPARE
-                times = _times(_one_row(original, patched, our_cache, filling, longest), ORIGINAL, length, repeats)
-                if length <= MOST_PADDED:
-                    times |= _times(_two_rows(patched, our_cache, filling), ROWS, length, repeats)
-                    metrics[f"padding_costs_{length}"] = times[PADDED] / times[ROWS]
-            yield {NAME: {name: {"length": length, "forward_ms": ms} for name, ms in times.items()}}
+    def measure(kind: str, length: int) -> Rows:
+        torch.manual_seed(1)
+        filling = [tuple(torch.randn(1, num_heads, length, head_dim) for _ in range(2)) for _ in range(layers)]
+        with torch.no_grad():
+            longest = length + repeats + SPARE
+            times = _times(_one_row(original, patched, our_cache, filling, longest), ORIGINAL, length, repeats)
+            if length <= MOST_PADDED:
+                times |= _times(_two_rows(patched, our_cache, filling), ROWS, length, repeats)
+                metrics[f"padding_costs_{length}"] = times[PADDED] / times[ROWS]
+        return {name: {"length": length, "forward_ms": ms} for name, ms in times.items()}
 
-    return keep(out, {NAME: config}, steps(), summary=lambda columns: metrics, say=say)
+    return keep_by_length(
+        out, "generating", {"bloom": config}, lengths=lengths, measure=measure, summary=lambda _: metrics, say=say
+    )
 
 
 def _times(calls: Calls, right: str, length: int, repeats: int) -> dict[str, float]:

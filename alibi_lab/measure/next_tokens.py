@@ -10,7 +10,7 @@ import contextlib
 import functools
 import math
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -18,7 +18,7 @@ from torch import Tensor
 from transformers import BloomForCausalLM
 
 from alibi_attn.hf import ALiBiCache, patch
-from alibi_lab.measure.harness import Config, Row, Rows, Say, keep
+from alibi_lab.measure.harness import Config, Row, Rows, Say, keep_by_length
 from alibi_lab.measure.peers import programs
 from alibi_lab.measure.peers.llama_cpp import Crash
 from alibi_lab.measure.peers.transformers_decoders import HEADS, bloom
@@ -26,7 +26,7 @@ from alibi_lab.measure.serving import error
 from alibi_lab.measure.timing import medians_of
 
 LENGTHS = (512, 2048, 8192)
-NAME, OURS = "next-tokens/bloom", "ours"
+OURS = "ours"
 # By precision: the largest error of a program's logits that is still its precision, as a share of the largest logit.
 PRECISIONS: Mapping[str, float] = {"float32": 1e-4, "bfloat16": 2e-2, "int8": 5e-2}
 Model = Callable[[], BloomForCausalLM]
@@ -71,18 +71,19 @@ def next_tokens(
     metrics: dict[str, float | None] = {}
     model = functools.partial(bloom, width, layers=layers, vocabulary=vocabulary)
 
-    def steps() -> Iterator[Mapping[str, Rows]]:
-        for length in sorted(lengths):
-            prompt = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(length))
-            with torch.inference_mode():
-                true = _Ours("float32", model, prompt).logits()
-                rows: dict[str, Row] = {}
-                for precision in PRECISIONS:
-                    rows |= _rows(precision, prompt, true, peers, model=model, tokens=tokens, repeats=repeats, say=say)
-            metrics.update(_ratios(rows, length))
-            yield {NAME: rows}
+    def measure(kind: str, length: int) -> Rows:
+        prompt = torch.randint(vocabulary, (1, length), generator=torch.Generator().manual_seed(length))
+        with torch.inference_mode():
+            true = _Ours("float32", model, prompt).logits()
+            rows: dict[str, Row] = {}
+            for precision in PRECISIONS:
+                rows |= _rows(precision, prompt, true, peers, model=model, tokens=tokens, repeats=repeats, say=say)
+        metrics.update(_ratios(rows, length))
+        return rows
 
-    return keep(out, {NAME: config}, steps(), summary=lambda columns: metrics, say=say)
+    return keep_by_length(
+        out, "next-tokens", {"bloom": config}, lengths=lengths, measure=measure, summary=lambda _: metrics, say=say
+    )
 
 
 class _Ours:

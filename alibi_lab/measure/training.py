@@ -13,6 +13,7 @@ Expected: a larger share in fp32, where matrix products dominate a step, than in
 import contextlib
 import dataclasses
 import functools
+import itertools
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
@@ -38,13 +39,10 @@ TRAININGS: Mapping[str, tuple[ModelConfig, TrainConfig]] = {
         ModelConfig(num_layers=2, num_heads=2, embed_dim=32, ffn_dim=88),
         TrainConfig(length=16, steps=8, batch_tokens=256, warmup_steps=2, log_every=2, checkpoint_every=4),
     ),
-    "small": (
-        ModelConfig(num_layers=4, num_heads=4, embed_dim=128, ffn_dim=344),
-        TrainConfig(length=128, steps=200, batch_tokens=2048, learning_rate=3e-3, warmup_steps=20),
-    ),
+    "small": (ModelConfig(), TrainConfig(batch_tokens=2048, learning_rate=3e-3)),
     "medium": (
         ModelConfig(num_layers=4, num_heads=8, embed_dim=256, ffn_dim=688, vocab_size=2048),
-        TrainConfig(length=128, steps=2200, batch_tokens=4608, learning_rate=2e-3, warmup_steps=220, precision="bf16"),
+        TrainConfig(steps=2200, batch_tokens=4608, learning_rate=2e-3, warmup_steps=220, precision="bf16"),
     ),
 }
 PRECISIONS: Mapping[Precision, str] = {"no": "fp32", "bf16": "bf16"}  # and their names in a record
@@ -188,8 +186,7 @@ def _training(config: RunConfig) -> Iterator[Step]:
 
 def _first(config: RunConfig) -> list[tuple[float, float]]:
     """(loss, gradient norm) of each of the first steps."""
-    steps = [next(_training(config)) for _ in range(FIRST_STEPS)]
-    return [(step.loss_nats, step.gradient_norm) for step in steps]
+    return [(step.loss_nats, step.gradient_norm) for step in itertools.islice(_training(config), FIRST_STEPS)]
 
 
 def _of_step(measure: Callable[[Callable[[], object]], Result], config: RunConfig) -> Result:

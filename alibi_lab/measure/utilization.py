@@ -59,10 +59,9 @@ def expect_agreement(name: str, wide: Sequence[tuple[float, float]], half: Seque
     Raises:
         RuntimeError: they differ by more than the rounding of bf16.
     """
+    allowed = (("loss", LOSS_TOLERANCE), ("gradient's norm", NORM_TOLERANCE))
     for step, (expected, half_step) in enumerate(zip(wide, half, strict=True), start=1):
-        for what, true, ours, most in zip(
-            ("loss", "gradient's norm"), expected, half_step, (LOSS_TOLERANCE, NORM_TOLERANCE), strict=True
-        ):
+        for (what, most), true, ours in zip(allowed, expected, half_step, strict=True):
             if not abs(ours - true) <= most * abs(true):
                 raise RuntimeError(
                     f"{name} is wrong: at step {step} the {what} is {true:.6g} in fp32 and {ours:.6g} in bf16 but may "
