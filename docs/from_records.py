@@ -21,6 +21,7 @@ from alibi_lab.position_methods import LOOKS
 from alibi_lab.recipes import quick
 from alibi_lab.records import Record, load
 from alibi_lab.report import rollouts
+from alibi_lab.report.intervals import first_worse
 from alibi_lab.report.method_comparison import (
     Task,
     by_seed,
@@ -30,7 +31,6 @@ from alibi_lab.report.method_comparison import (
     methods,
     score_text,
 )
-from alibi_lab.report.paired import first_worse
 from alibi_lab.report.plots import drawing
 from alibi_lab.report.plots import study as figures
 from alibi_lab.report.plots.benchmark import OURS, peer_times, times_by_length

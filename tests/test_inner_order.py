@@ -28,8 +28,9 @@ ORDERS = {
         ("experiment",),
     ),
     "alibi_lab.report": (
-        ("intervals", "published", "series"),
-        ("answers", "claims", "method_comparison", "paired", "rollouts"),
+        ("published", "series"),
+        ("answers", "claims", "intervals"),
+        ("method_comparison", "rollouts"),
         ("sources",),
         ("verdicts",),
         ("tables",),

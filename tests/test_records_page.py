@@ -7,7 +7,7 @@ from types import ModuleType
 
 import pytest
 
-from alibi_lab.report.tables.verdicts import CONTRADICTED_BECAUSE
+from alibi_lab.report.verdicts import CONTRADICTED_BECAUSE
 
 ROOT = Path(__file__).parent.parent
 LISTED = re.compile(r"`([\w*/-]+\.json)`")

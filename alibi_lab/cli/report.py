@@ -12,7 +12,7 @@ from alibi_lab import records
 from alibi_lab.report import answers, rollouts
 from alibi_lab.report import verdicts as claims
 from alibi_lab.report.intervals import Interval
-from alibi_lab.report.tables.verdicts import counted, interval_text, ratio_text, why
+from alibi_lab.report.verdicts import counted, interval_text, ratio_text, why
 
 
 def report(

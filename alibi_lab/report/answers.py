@@ -135,9 +135,7 @@ def _corpora(record: Record) -> Sequence[Mapping[str, Json]]:
 def _slopes(record: Record, item: PublishedItem) -> list[tuple[float, float | None]]:
     """(our slope, the paper's slope) of every head."""
     series = item.series if "slope" in item.columns else {}
-    return [
-        pair for label in series for pair in zip(numbers(record, label, "slope"), series[label]["slope"], strict=False)
-    ]
+    return [pair for one in series for pair in zip(numbers(record, one, "slope"), series[one]["slope"], strict=False)]
 
 
 def _range(record: Record, *columns: str) -> str:

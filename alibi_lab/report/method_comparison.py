@@ -203,10 +203,13 @@ def says_nothing(task: Task, found: Measured) -> bool:
     return bool(task.name) and (bounds is None or (bounds.low <= task.chance and bounds.high >= SOLVED))
 
 
-def rank(task: Task, method: str, length: int, others: Sequence[str]) -> tuple[int, int] | None:
+def rank(task: Task, method: str, length: int) -> tuple[int, int] | None:
     """The best and the worst possible rank: after all significantly better and before all significantly worse methods."""
-    own, *against = (scores(task, one, length) for one in (method, *(other for other in others if other != method)))
-    found = [compared(own, theirs).interval for theirs in against if theirs.seeds]
+    own = scores(task, method, length)
+    others = (
+        theirs for (other, at), theirs in task.scores.items() if at == length and other != method and theirs.seeds
+    )
+    found = [compared(own, theirs).interval for theirs in others]
     better = sum(bounds is not None and bounds.high < 0 for bounds in found)
     worse = sum(bounds is not None and bounds.low > 0 for bounds in found)
     return (1 + better, 1 + len(found) - worse) if own.seeds else None

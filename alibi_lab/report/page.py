@@ -19,10 +19,9 @@ try:
         alibi_heads,
         benchmark,
         claims,
-        closing,
         evidence,
+        frame,
         head_maps,
-        landing,
         long_texts,
         method_comparison,
         paper_item,
@@ -75,13 +74,13 @@ def report_html(
     """The HTML of `write_report`. Equal records give equal text; a record passed twice is drawn once."""
     archive = Archive(records)
     shown = [draw(entry, number, archive) for find, draw in sections for number, entry in enumerate(find(archive))]
-    shown += closing.other_records(archive, shown)
+    shown += frame.other_records(archive, shown)
     listed = [section for section in shown if section.group]
-    first = landing.landing(shown) if len(listed) > 1 else []
-    shown += [*closing.costs(archive), *closing.provenance(archive)]
+    first = frame.landing(shown) if len(listed) > 1 else []
+    shown += [*frame.costs(archive), *frame.provenance(archive)]
     contents: dict[str, list[Section]] = {}
     if len(listed) > 1:
-        shown.append(closing.record_list(archive, shown))
+        shown.append(frame.record_list(archive, shown))
         for section in _distinguished(listed):
             contents.setdefault(section.group, []).append(section)
     environment = jinja2.Environment(

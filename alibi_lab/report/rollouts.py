@@ -6,6 +6,7 @@ of Press et al. (`verdicts.py`) they need an interval over seeds. Next: `plots/r
 """
 
 import dataclasses
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Literal
 
@@ -53,8 +54,7 @@ def is_drawn(record: Record) -> bool:
     found = ways(record)
     if record.name == THEORY:
         return bool(found)
-    shapes = {(depths(record, way).tobytes(), _texts(record, way)) for way in found}
-    return found == [PLAIN, RESIDUAL] and len(shapes) == 1
+    return found == [PLAIN, RESIDUAL] and _shape(record, PLAIN) == _shape(record, RESIDUAL)
 
 
 def ways(record: Record) -> list[str]:
@@ -127,12 +127,9 @@ def _rows(record: Record, share: str) -> Iterator[tuple[Json, float, float]]:
     return zip(sequence(record.curves["rollout"]["way"]), *columns, strict=True)
 
 
-def _texts(record: Record, way: str) -> tuple[int, ...]:
-    return tuple(len(by_text(record, way, depth, "first_token")) for depth in depths(record, way))
-
-
-def _shape(record: Record) -> tuple[list[float], tuple[int, ...]]:
-    return depths(record, PLAIN).tolist(), _texts(record, PLAIN)
+def _shape(record: Record, way: str = PLAIN) -> Mapping[float, int]:
+    """The number of texts at every depth."""
+    return Counter(depth for name, depth, _ in _rows(record, "depth") if name == way)
 
 
 def _fits(one: Record, other: Record) -> bool:

@@ -28,10 +28,10 @@ _T = TypeVar("_T")
 MODES: tuple[Mode, ...] = ("nonoverlapping", "sliding", "windowed")
 
 STRETCHES = {
-    "linear": "PI",  # position interpolation; for ALiBi the slopes are divided, which is equivalent
+    "linear": "PI",
     "ntk": "NTK",
     "yarn": "YaRN",
-}
+}  # PI: position interpolation; divides ALiBi's slopes, which is equivalent
 _RUN = ("model", "data", "train", "corpus")  # the sections that identify a run; `eval` describes how it was tested
 
 

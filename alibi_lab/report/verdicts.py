@@ -2,19 +2,23 @@
 
 A claim is about a ratio; its logarithm is a difference, paired by seed and by part of the text (`intervals.py`). Confirmed: the
 whole interval is on the claim's side of the threshold. Contradicted: all of it is on the other side. Everything else is open,
-with the reason (`tables/verdicts.py` words it).
+with the reason (`why`).
 
 * A claim that compares two trainings (ALiBi against sinusoidal, L = 512 against L = 3072), or speeds, is about training: it
   needs an interval over seeds, because one training of each says nothing about others, however long the text. Two measured
   speeds without an interval leave a claim open too.
 * A claim about how one model's perplexity changes with length can be decided over text with a single seed, for that model.
 * A definition (slopes, forward passes) involves no chance and is compared exactly.
+
+`reasons.json` explains the contradictions of our own results, by scale and claim; it is written by hand.
 """
 
 import dataclasses
 import functools
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
+from pathlib import Path
 from typing import get_args
 
 import numpy as np
@@ -23,9 +27,12 @@ from alibi_lab.records import Record, age
 from alibi_lab.report import answers, intervals
 from alibi_lab.report.answers import Column, item_name, item_of, published, recorded
 from alibi_lab.report.claims import CLAIMS, Claim, Number
-from alibi_lab.report.intervals import Interval, Paired, Word, as_ratio, union, word_of
-from alibi_lab.report.paired import Term, by_part
+from alibi_lab.report.intervals import Interval, Paired, Term, Word, as_ratio, by_part, union, word_of
 from alibi_lab.report.sources import METRICS, Sources
+
+CONTRADICTED_BECAUSE: Mapping[str, Mapping[str, str]] = json.loads(
+    Path(__file__).with_name("reasons.json").read_text(encoding="utf-8")
+)
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -90,6 +97,35 @@ def paired(sources: Sources, over: Sequence[Number], under: Sequence[Number], *,
     return Paired(logs=np.array([*logs.values()]), why_not=why_not)
 
 
+def counted(judged: Sequence[Verdict]) -> str:
+    """The number of claims by verdict: "1 contradicted, 2 confirmed, 3 open"."""
+    counts = {word: sum(verdict.word == word for verdict in judged) for word in get_args(Word)}
+    return ", ".join(f"{count} {word}" for word, count in counts.items() if count)
+
+
+def why(verdict: Verdict) -> str:
+    """The reason for a verdict."""
+    reason = _reason(verdict)
+    return f"{reason}; {verdict.aged}" if verdict.aged else reason
+
+
+def because(verdict: Verdict, scale: str) -> str:
+    """Our explanation of a contradiction at this scale; "" if there is none."""
+    return CONTRADICTED_BECAUSE.get(scale, {}).get(verdict.claim.says, "") if verdict.word == "contradicted" else ""
+
+
+def ratio_text(value: float) -> str:
+    """A ratio with four digits; "—" for NaN."""
+    if not math.isfinite(value):
+        return "—"
+    return f"{value:.4f}" if value < 2 else f"{value:.3g}" if value < 1000 else f"{value:,.0f}"
+
+
+def interval_text(bounds: Interval | None) -> str:
+    """The ends of an interval of a ratio; "—" if there is none."""
+    return f"{ratio_text(bounds.low)} to {ratio_text(bounds.high)}" if bounds else "—"
+
+
 def _verdict(claim: Claim, sources: Sources) -> Verdict:
     item = item_of(sources.record)
     paper, ours = (_ratio(claim, column) for column in (published(item), recorded(sources.record)))
@@ -127,3 +163,16 @@ def _value(column: Column, number: Number) -> float:
     if number.length is not None and lengths.size == values.size and np.isfinite(lengths).any():
         values = values[lengths == number.length]
     return float(values[-1]) if values.size else math.nan
+
+
+def _reason(verdict: Verdict) -> str:
+    bounds, pairs = verdict.interval, verdict.pairs
+    if pairs is None:
+        return "exact, by definition" if bounds else "not measured at this size"
+    single = len(pairs.logs) == 1
+    if bounds is None:
+        return f"no interval: {'one seed, and ' if single else ''}{pairs.why_not or 'a loss is not finite'}"
+    if verdict.claim.about_training and verdict.seeds is None:
+        return f"one training of each, but a claim about training needs two seeds (the interval is over {bounds.over} only)"
+    includes = ": the interval includes the threshold" if verdict.word == "open" else ""
+    return f"over {bounds.over}{', one training' if single else ''}{includes}"

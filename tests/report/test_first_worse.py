@@ -4,7 +4,7 @@ import pytest
 
 from alibi_lab import records
 from alibi_lab.records import Record
-from alibi_lab.report.paired import first_worse
+from alibi_lab.report.intervals import first_worse
 from alibi_lab.report.series import studies
 from alibi_lab.report.tables.study import changes
 

@@ -12,7 +12,7 @@ from alibi_lab.position_methods import LOOKS
 from alibi_lab.records import Record
 from alibi_lab.report.page import MOST_OPEN, report_html
 from alibi_lab.report.section import Section, Text
-from alibi_lab.report.sections.landing import MAX_FINDINGS, landing
+from alibi_lab.report.sections.frame import MAX_FINDINGS, landing
 
 STYLE = (Path(__file__).parents[2] / "alibi_lab" / "report" / "page.css").read_text()
 

@@ -162,10 +162,10 @@ def test_ranks_are_as_wide_as_the_intervals_of_differences() -> None:
         for record in paired_seeds(method, "mqar", (share, share), apart=0.001)
     ]
     (task,) = one_comparison(found)
-    places = {method: referee.rank(task, method, 1024, list(shares)) for method in shares}
+    places = {method: referee.rank(task, method, 1024) for method in shares}
     # 128 documents cannot resolve a difference of one point.
     assert places == {"alibi": (1, 2), "rotary": (1, 2), "none": (3, 3)}
-    assert referee.rank(task, "t5", 1024, list(shares)) is None
+    assert referee.rank(task, "t5", 1024) is None
 
 
 def test_of_a_text_everything_is_over_the_lowest_at_the_trained_length(four) -> None:

@@ -12,7 +12,7 @@ from alibi_lab.report import answers
 from alibi_lab.report.plots import paper_items as paper
 from alibi_lab.report.published import PUBLISHED
 from alibi_lab.report.section import Archive, Section
-from alibi_lab.report.sections import closing
+from alibi_lab.report.sections import frame
 from alibi_lab.report.tables import paper as paper_tables
 
 
@@ -249,7 +249,7 @@ def test_a_label_that_the_paper_does_not_have_is_left_out() -> None:
 def test_the_list_of_records_has_each_once_with_its_section() -> None:
     one, two = answer("figure-1"), answer("table-2")
     archive = Archive([two, one, one])
-    section = closing.record_list(archive, [Section("p0", "The paper", "Figure 1", [], records=[archive.records[1]])])
+    section = frame.record_list(archive, [Section("p0", "The paper", "Figure 1", [], records=[archive.records[1]])])
     (rows,) = (block.table.blocks[0].rows for block in section.blocks)
     names = [cells[0].text for _, _, cells in rows]
     assert names == ['<a href="#p0">figure-1</a>', "table-2"]

@@ -21,8 +21,7 @@ from alibi_lab.report.page import report_html
 from alibi_lab.report.published import PUBLISHED
 from alibi_lab.report.section import Archive
 from alibi_lab.report.sources import Sources
-from alibi_lab.report.tables.verdicts import because, counted, why
-from alibi_lab.report.verdicts import paired
+from alibi_lab.report.verdicts import because, counted, paired, why
 
 Answer = tuple[Record, Mapping[str, Record]]  # with its evidence by identity
 

@@ -15,8 +15,7 @@ from alibi_lab.report.sources import Sources
 from alibi_lab.report.tables.cost import model_sizes
 from alibi_lab.report.tables.table import Block as Rows
 from alibi_lab.report.tables.table import Cell, Row, Table
-from alibi_lab.report.tables.verdicts import because, counted, interval_text, ratio_text, why
-from alibi_lab.report.verdicts import Verdict
+from alibi_lab.report.verdicts import Verdict, because, counted, interval_text, ratio_text, why
 
 _COLUMNS = ("verdict", "ours", "95 %", "the paper", "holds if", "from")
 

@@ -79,9 +79,8 @@ def _lead(task: Task) -> Plot | None:
 
 def _heat_map(tasks: Sequence[Task], learned: Sequence[Task]) -> Table:
     methods = comparison.methods(tasks)
-    names = [series.method for series in methods]
     places = [(task, at) for task in learned for at in task.lengths]
-    rows = [series_row(one, [_cell(task, one.method, at, names) for task, at in places]) for one in methods]
+    rows = [series_row(one, [_cell(task, one.method, at) for task, at in places]) for one in methods]
     columns = [f"{length:,}" for length in tasks[0].lengths] * len(learned)
     return Table(columns, [Rows("", rows)], groups=[(task.title, _legend(task)) for task in learned])
 
@@ -96,8 +95,8 @@ def _legend_of_heat(tasks: Sequence[Task]) -> str:
     )
 
 
-def _cell(task: Task, method: str, length: int, names: Sequence[str]) -> Cell:
-    found, place = measured(task, method, length), rank(task, method, length, names)
+def _cell(task: Task, method: str, length: int) -> Cell:
+    found, place = measured(task, method, length), rank(task, method, length)
     share = (found.value - task.chance) / (1 - task.chance) if task.name else 2 - found.value
     text, bounds = score_text(task, found.value), found.interval
     spread = f"{score_text(task, bounds.low)} – {score_text(task, bounds.high)}" if bounds else ""
@@ -109,14 +108,13 @@ def _cell(task: Task, method: str, length: int, names: Sequence[str]) -> Cell:
 
 def _ranks(tasks: Sequence[Task], learned: Sequence[Task]) -> Table:
     methods = comparison.methods(tasks)
-    names = [series.method for series in methods]
-    rows = [series_row(one, [_rank_cell(task, one.method, names) for task in learned]) for one in methods]
+    rows = [series_row(one, [_rank_cell(task, one.method) for task in learned]) for one in methods]
     return Table([task.title for task in learned], [Rows(f"Rank at {tasks[0].lengths[1]:,} tokens", rows)])
 
 
-def _rank_cell(task: Task, method: str, names: Sequence[str]) -> Cell:
+def _rank_cell(task: Task, method: str) -> Cell:
     longest = task.lengths[1]
-    place = rank(task, method, longest, names)
+    place = rank(task, method, longest)
     if place is None:
         return NOTHING
     level = comparison.level(measured(task, method, longest)) if task.name else ""

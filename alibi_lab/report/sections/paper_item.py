@@ -9,7 +9,6 @@ from alibi_lab.report.section import Archive, Block, Facts, Folded, Numbers, Sec
 from alibi_lab.report.sources import Sources
 from alibi_lab.report.tables import paper as tables
 from alibi_lab.report.tables.cost import model_sizes
-from alibi_lab.report.tables.verdicts import counted
 
 GROUP = "The paper, item by item"
 
@@ -40,7 +39,7 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
         trained = f", trained on {tokens} tokens each" if tokens else ""
         size = f" ({weights} weights{trained})" if weights else ""
         start = f"The paper's claims about it, at this size{size}: "
-        blocks.append(Text(Markup('{}<a href="#claims">{}</a>.').format(start, counted(judged))))
+        blocks.append(Text(Markup('{}<a href="#claims">{}</a>.').format(start, verdicts.counted(judged))))
     blocks += aged(evidence)
     for place, row in enumerate(paper_items.pictures(record, archive.by_identity)):
         blocks += panels(row, f"{anchor(number)}-{place}")

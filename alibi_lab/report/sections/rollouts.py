@@ -39,16 +39,14 @@ def draw(records: Sequence[Record], number: int, archive: Archive) -> Section:
         names = rollouts.SHARES.values()
         table = text_table(("model", "layers", *names, *(f"{name}, residual" for name in names)), _rows(models))
         blocks.append(Numbers(table, label="Shares at the last layer; the mean of the seeds"))
-    return Section(
-        "rollout",
+    group, title, heading = (
         "Heads of trained models",
         "Attention through the layers",
-        blocks,
-        heading="Attention accumulated over the layers",
-        about=count_of(records),
-        records=records,
-        finding=_finding(models),
-        lead=drawn[2 if theory and models else 0],
+        "Attention accumulated over the layers",
+    )
+    about, found, lead = count_of(records), _finding(models), drawn[2 if theory and models else 0]
+    return Section(
+        "rollout", group, title, blocks, heading=heading, about=about, records=records, finding=found, lead=lead
     )
 
 

@@ -17,12 +17,8 @@ _NAMES = {
     "train_tokens_per_second": "training, tokens/s",
     "evaluation_tokens_per_second": "test, tokens/s",
     "memory_bytes": "memory, GB",
-    "parameters": "parameters",
     "valid_perplexity": "perplexity, valid",
     "test_perplexity": "perplexity, test",
-    "updates": "updates",
-    "hours": "hours",
-    "perplexity": "perplexity",
     "tokens_per_second": "test, tokens/s",
 }
 _OURS_TOO = {"sliding_perplexity": "sliding", "nonoverlapping_perplexity": "nonoverlapping"}
@@ -70,23 +66,22 @@ def _by_length(record: Record, item: PublishedItem) -> Table:
     for measure in item.columns:
         if measure == "length":
             continue
-        ours, theirs = {measure: _NAMES[measure]}, _NAMES[measure]
+        theirs = _title(measure, factor)
+        ours = {measure: theirs}
         if measure == "perplexity":
-            ours = {
-                measure: f"{unit}, {way}",
-                **{name: f"{unit}, {other} windows" for name, other in _OURS_TOO.items()},
-            }
-            ours["word_perplexity"] = "perplexity per word"
+            other_ways = {column: f"{unit}, {other} windows" for column, other in _OURS_TOO.items()}
+            ours = {measure: f"{unit}, {way}", **other_ways, "word_perplexity": "perplexity per word"}
             theirs = f"perplexity per token of {item.corpus}, {way}"
         found += [(f"Ours: {name}", column, _rows(recorded(record), labels, column)) for column, name in ours.items()]
         found.append((f"The paper: {theirs}", measure, _rows(published(item), item.series, measure)))
     lengths = _shown(found)
     columns = tuple(f"{x:,.0f}" if factor == 1 else f"{x / factor:,.0f} ({x:,.0f})" for x in lengths)
-    blocks = [
-        _block(title, measure, {label: [rows.get(label, {}).get(x) for x in lengths] for label in rows})
-        for title, measure, rows in found
-        if rows
-    ]
+    blocks = []
+    for title, measure, rows in found:
+        if rows:
+            cells = [_marked(measure, [_cell(measure, *at.get(x, ())) for at in rows.values()]) for x in lengths]
+            by_label = zip(rows, zip(*cells, strict=True), strict=True)
+            blocks.append(Block(title, [(label, method_of(label) or "ink", row) for label, row in by_label]))
     return Table(columns, blocks)
 
 
@@ -112,10 +107,7 @@ def _by_column(record: Record, item: PublishedItem) -> Table:
             values = [column(label, measure).tolist()[last:] for measure in item.columns]
             rows = list(itertools.zip_longest(*values, fillvalue=math.nan))
             lines += [(label, row) for row in rows or [(math.nan,) * len(values)] * (label in item.cited)]
-        columns = [
-            _marked(measure, [_cell(measure, (row[place], math.nan, math.nan)) for _, row in lines])
-            for place, measure in enumerate(item.columns)
-        ]
+        columns = [_marked(name, [_cell(name, row[at]) for _, row in lines]) for at, name in enumerate(item.columns)]
         shown: list[Row] = []
         for (label, _), *cells in zip(lines, *columns, strict=True):
             cited = label in item.cited
@@ -126,13 +118,6 @@ def _by_column(record: Record, item: PublishedItem) -> Table:
     return Table([_title(measure, scale_factor(record)) for measure in item.columns], blocks)
 
 
-def _block(title: str, measure: str, rows: dict[str, list[tuple[float, float, float] | None]]) -> Block:
-    columns = zip(*rows.values(), strict=True)
-    marked = [_marked(measure, [_cell(measure, value) for value in column]) for column in columns]
-    by_label = zip(rows, zip(*marked, strict=True), strict=True)
-    return Block(title, [(label, method_of(label) or "ink", cells) for label, cells in by_label])
-
-
 def _marked(measure: str, column: list[Cell]) -> list[Cell]:
     """The column with its best value marked: the lowest perplexity or memory, or the highest speed; unmarked if all are equal."""
     values = [cell.value for cell in column if cell.value is not None]
@@ -141,10 +126,9 @@ def _marked(measure: str, column: list[Cell]) -> list[Cell]:
     return with_best(column, max if measure.endswith("_per_second") else min)
 
 
-def _cell(measure: str, value: tuple[float, float, float] | None) -> Cell:
-    if value is None or not math.isfinite(value[0]):
+def _cell(measure: str, middle: float = math.nan, low: float = math.nan, high: float = math.nan) -> Cell:
+    if not math.isfinite(middle):
         return NOTHING
-    middle, low, high = value
     if measure == "memory_bytes":
         return Cell(f"{middle / 1e9:.3g}", middle)
     show = number if "perplexity" in measure else _whole

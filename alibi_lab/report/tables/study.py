@@ -10,8 +10,7 @@ import numpy as np
 
 from alibi_attn.units import bits_per_byte, perplexity, word_perplexity
 from alibi_lab.records import Json, Record
-from alibi_lab.report import paired
-from alibi_lab.report.intervals import exp, interval
+from alibi_lab.report.intervals import change, exp, first_worse, interval
 from alibi_lab.report.series import Mode, Series, Study, flat, numbers
 from alibi_lab.report.tables import table
 from alibi_lab.report.tables.table import NOTHING, Block, Cell, Table, mean, number, seeds_cell, series_row, signed
@@ -58,9 +57,9 @@ def cards(study: Study) -> list[tuple[str, str, str, str, str, str]]:
     rows = []
     for series, (trained, longest) in study.ended():
         before, to = (table.rounded(mean(series.perplexity(length))) for length in (trained, longest))
-        pairs = paired.change(series, "nonoverlapping")
-        change, start = _signed(pairs.logs.mean()) if pairs else "", f"{before} at {trained:,}"
-        rows.append((table.variable_of(series.method), series.label, to, f"at {longest:,}", change, start))
+        pairs = change(series, "nonoverlapping")
+        percent, start = _signed(pairs.logs.mean()) if pairs else "", f"{before} at {trained:,}"
+        rows.append((table.variable_of(series.method), series.label, to, f"at {longest:,}", percent, start))
     return rows
 
 
@@ -74,7 +73,7 @@ def changes(study: Study) -> Table | None:
 
 
 def _change_cells(series: Series, mode: Mode, trained: int, longest: int) -> Sequence[Cell]:
-    pairs, here = paired.change(series, mode), mean(series.perplexity(trained, mode))
+    pairs, here = change(series, mode), mean(series.perplexity(trained, mode))
     bounds = pairs and interval(pairs)
     other = mean(series.perplexity(trained, "sliding")) if mode == "nonoverlapping" else math.nan
     losses = series.curve("by_length", "length", f"{mode}_nats")[1]
@@ -93,7 +92,7 @@ def _change_cells(series: Series, mode: Mode, trained: int, longest: int) -> Seq
 
 def _worse_from(series: Series, mode: Mode) -> str:
     """The first tested length that is worse than the trained one, as "from 253"; "" if none is."""
-    found = paired.first_worse(series, mode)
+    found = first_worse(series, mode)
     return f"from {found[1]:,}" if found and found[1] else ""
 
 

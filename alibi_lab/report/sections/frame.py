@@ -1,26 +1,45 @@
-"""The end of the page: records that no section draws, costs, machines and dates, and the list of all records."""
+"""What surrounds the sections of a page.
+
+Its first screen, with the finding of each kind of section, a picture and a link; and its end: records that no section draws,
+costs, machines and dates, and the list of all records.
+"""
 
 from collections.abc import Sequence
 
 from markupsafe import Markup
 
-from alibi_lab.records import Record, identity
-from alibi_lab.report.section import Archive, Facts, Numbers, Section, Text, code, count_of
+from alibi_lab.records import Record
+from alibi_lab.report.plots.drawing import svg
+from alibi_lab.report.section import Archive, Facts, Findings, Numbers, Section, Text, code, count_of
 from alibi_lab.report.tables.cost import cost_table
 from alibi_lab.report.tables.table import machine_text, number, text_table
+
+MAX_FINDINGS = 5
+
+
+def landing(sections: Sequence[Section]) -> list[Section]:
+    """The findings of at most MAX_FINDINGS sections, from each group in turn, most records first; none if there is only one."""
+    found = sorted((section for section in sections if section.finding), key=lambda section: -len(section.records))
+    groups = [section.group for section in found]
+    in_turns = sorted(range(len(found)), key=lambda at: groups[:at].count(groups[at]))
+    chosen = sorted((found[at] for at in in_turns[:MAX_FINDINGS]), key=sections.index)
+    if len(chosen) < 2:
+        return []
+    rows = [(one.title, one.anchor, one.finding, _image(one, f"landing-{place}")) for place, one in enumerate(chosen)]
+    return [Section("found", "", "", [Findings(rows)], heading="What was found")]
 
 
 def other_records(archive: Archive, sections: Sequence[Section]) -> list[Section]:
     """The metrics of the records that no section draws."""
     drawn = {id(record) for section in sections for record in section.records}
-    others = [record for record in archive.records if id(record) not in drawn]
+    others = {key: record for key, record in archive.by_identity.items() if id(record) not in drawn}
     if not others:
         return []
-    rows = [(record.kind, record.name, _metrics(record), code(_identity(record))) for record in others]
+    rows = [(record.kind, record.name, _metrics(record), code(key)) for key, record in others.items()]
     table = Numbers(text_table(("kind", "name", "metrics", "identity"), rows), label="Other records", css="text")
     text = Text("This page has no figures for these kinds of records, so it lists their numbers.")
-    title, about = "Other records", count_of(others)
-    return [Section("others", "Other", title, [text, table], heading=title, about=about, records=others)]
+    title, records = "Other records", list(others.values())
+    return [Section("others", "Other", title, [text, table], heading=title, about=count_of(records), records=records)]
 
 
 def costs(archive: Archive) -> list[Section]:
@@ -60,12 +79,11 @@ def record_list(archive: Archive, sections: Sequence[Section]) -> Section:
     """Every record once, with a link to the first section that draws it."""
     anchors = {id(record): section.anchor for section in reversed(sections) for record in section.records}
     rows = []
-    for record in archive.records:
-        anchor, key = anchors.get(id(record)), _identity(record)
+    for key, record in sorted(archive.by_identity.items(), key=lambda one: (one[1].kind, one[1].name, one[0])):
+        anchor = anchors.get(id(record))
         name = Markup('<a href="#{}">{}</a>').format(anchor, record.name) if anchor else record.name
-        cells = (record.kind, name, code(key), record.started[:10], f"{record.seconds:,.0f}")
-        rows.append(((record.kind, record.name, key), cells))
-    table = text_table(("kind", "name", "identity", "day", "seconds"), [cells for _, cells in sorted(rows)])
+        rows.append((record.kind, name, code(key), record.started[:10], f"{record.seconds:,.0f}"))
+    table = text_table(("kind", "name", "identity", "day", "seconds"), rows)
     numbers = Numbers(table, label="All records", css="text list", tall=True)
     return Section("records", "", "", [numbers], heading="All records")
 
@@ -78,5 +96,6 @@ def _metrics(record: Record) -> str:
     return ", ".join(f"{name} {'—' if value is None else number(value)}" for name, value in record.metrics.items())
 
 
-def _identity(record: Record) -> str:
-    return identity(record.kind, record.name, record.config)
+def _image(section: Section, prefix: str) -> Markup:
+    lead = section.lead
+    return Markup(svg(lead.figure, prefix, lead.description)) if lead else Markup()
