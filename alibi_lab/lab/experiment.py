@@ -64,7 +64,13 @@ def run(
     """
     study, configs = recipe.study or recipe.name, configs_of(recipe, **selection)
     trainings = by_training(configs, shard)
-    state = _checked_processes(track, on_ray)
+    if track and importlib.util.find_spec(track) is None:
+        raise ExperimentError(f'tracking needs the {track} package; install it with: pip install "alibi-attn[track]"')
+    state = processes()
+    if on_ray and state.num_processes > 1:
+        raise ExperimentError(
+            f"a launcher started {state.num_processes} processes, which share each training; omit Ray or the launcher"
+        )
     console = console if console and state.is_main_process else Console(quiet=True)
     try_imported_methods(configs, state.device)
     with alone_in(out, shard) if state.is_main_process else contextlib.nullcontext():
@@ -79,17 +85,6 @@ def run(
         if state.is_main_process:
             paths += _of_other_shards(list(runs.values()), console)
     return paths
-
-
-def _checked_processes(track: str, on_ray: bool) -> PartialState:
-    if track and importlib.util.find_spec(track) is None:
-        raise ExperimentError(f'tracking needs the {track} package; install it with: pip install "alibi-attn[track]"')
-    state = processes()
-    if on_ray and state.num_processes > 1:
-        raise ExperimentError(
-            f"a launcher started {state.num_processes} processes, which share each training; omit Ray or the launcher"
-        )
-    return state
 
 
 def _with_their_texts(

@@ -28,12 +28,9 @@ def configs_of(
     overrides = overrides or {}
     configs = [override(config, overrides) for config in recipe.runs(scale)]
     if methods:
-        repeated = [override(config, {"model.method": method}) for method in methods for config in configs]
-        configs = [
-            config
-            for config in repeated
-            if "eval.stretch" in overrides or config.eval.stretch in stretches_of(config.model.method)
-        ]
+        configs = [override(config, {"model.method": method}) for method in methods for config in configs]
+    if methods and "eval.stretch" not in overrides:
+        configs = [config for config in configs if config.eval.stretch in stretches_of(config.model.method)]
     if seeds:
         configs = [override(config, {"train.seed": str(seed)}) for seed in seeds for config in configs]
     if len({config.train.precision for config in configs}) > 1:

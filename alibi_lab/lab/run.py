@@ -111,31 +111,28 @@ def run_once(run: Run, console: Console, track: str, place: Place | None = None)
     if training and evaluation:
         console.print(f"[bold]{run.title}[/] is recorded already")
         return [training, evaluation]
-    started, folder, test = datetime.datetime.now(datetime.UTC), run.out / "records", run.config.eval
+    began, folder, test = datetime.datetime.now(datetime.UTC), run.out / "records", run.config.eval
     metrics, curves = _train(run, console, track, place or Place())
     if not PartialState().is_main_process:
         return []
     model = load_model(run.checkpoints, run.config)
-    parameters = {"parameters": model.num_parameters()}
+    size = {"parameters": model.num_parameters()}
     if not training:
-        config, metrics = run.training, metrics | parameters
-        record = records.make("training", run.name, config=config, metrics=metrics, curves=curves, started=started)
+        metrics |= size
+        record = records.make("training", run.name, config=run.training, metrics=metrics, curves=curves, started=began)
         training = records.save(record, folder)
     if not evaluation:
-        started, say = datetime.datetime.now(datetime.UTC), functools.partial(_say, console, run.title)
+        began, say = datetime.datetime.now(datetime.UTC), functools.partial(_say, console, run.title)
         with console.status(f"{run.title}: testing at {', '.join(map(str, test.lengths))}"):
             model, corpus = model.to(PartialState().device), run.corpus.to_test_on(test.split)
             found = all_curves(model, corpus, test, say=say)
             if hasattr(type(model.position), "curves"):
                 found |= own_curves(type(model.position), model, corpus, test)
-            config = run.evaluation
-            record = records.make(
-                "evaluation", run.name, config=config, metrics=parameters, curves=found, started=started
-            )
-            evaluation = records.save(record, folder)
-            pairs = zip(found["by_length"]["length"], found["by_length"]["nonoverlapping_nats"], strict=True)
-            shown = (f"{length}: " + (f"{nats:.3f}" if isinstance(nats, float) else "–") for length, nats in pairs)
-            say(f"nats per token {'  '.join(shown)}  ({record.seconds:.0f} s)")
+        record = records.make("evaluation", run.name, config=run.evaluation, metrics=size, curves=found, started=began)
+        evaluation = records.save(record, folder)
+        pairs = zip(found["by_length"]["length"], found["by_length"]["nonoverlapping_nats"], strict=True)
+        shown = (f"{length}: " + (f"{nats:.3f}" if isinstance(nats, float) else "–") for length, nats in pairs)
+        say(f"nats per token {'  '.join(shown)}  ({record.seconds:.0f} s)")
     return [training, evaluation]
 
 

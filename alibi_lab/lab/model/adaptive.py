@@ -45,12 +45,11 @@ class AdaptiveInput(nn.Module):
 
     def forward(self, tokens: Tensor) -> Tensor:
         flat = tokens.flatten()
-        rows, vectors = [], []
+        edges = itertools.pairwise(self.edges)
+        rows = [((flat >= start) & (flat < stop)).nonzero().squeeze(1) for start, stop in edges]
         # Bands without tokens are computed too, so that every process of a training has every gradient.
-        bands = zip(itertools.pairwise(self.edges), self.tables, self.widen, strict=True)
-        for (start, stop), table, widen in bands:
-            rows.append(((flat >= start) & (flat < stop)).nonzero().squeeze(1))
-            vectors.append(widen(table(flat[rows[-1]] - start)))
+        bands = zip(rows, self.edges[:-1], self.tables, self.widen, strict=True)
+        vectors = [widen(table(flat[row] - start)) for row, start, table, widen in bands]
         order = torch.cat(rows).argsort()
         return torch.cat(vectors)[order].view(*tokens.shape, self.embed_dim)
 

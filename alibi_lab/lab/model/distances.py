@@ -143,12 +143,11 @@ class Fire(PositionMethod):
         self.head_bias = nn.Parameter(torch.zeros(config.num_heads))
 
     def bias(self, at: Pass) -> Tensor | None:
-        rows = range(0, at.query_len, FIRE_ROWS)  # a few rows at a time, because every score needs 32 numbers
-        return torch.cat([self._rows(at, start, min(start + FIRE_ROWS, at.query_len)) for start in rows], dim=1)
-
-    def _rows(self, at: Pass, start: int, end: int) -> Tensor:
         key = torch.arange(at.key_len, device=self.c.device)
-        query = key[at.key_len - at.query_len :][start:end, None]
+        queries = key[at.key_len - at.query_len :, None].split(FIRE_ROWS)  # because every score needs 32 numbers
+        return torch.cat([self._rows(query, key) for query in queries], dim=1)
+
+    def _rows(self, query: Tensor, key: Tensor) -> Tensor:
         distance = query - key
         with torch.autocast(self.c.device.type, enabled=False):
             far = torch.log1p(self.c.abs() * torch.maximum(query.float(), self.threshold.abs()))

@@ -25,8 +25,7 @@ def imported_method(path: str) -> type[PositionMethod]:
     Raises:
         ConfigError: there is no such file, module or class, or it is not a `PositionMethod`.
     """
-    place, _, name = path.rpartition(":")
-    module = _module(path, place)
+    (place, _, name), module = path.rpartition(":"), _module(path)
     method = getattr(module, name, None)
     if not (isinstance(method, type) and issubclass(method, PositionMethod)):
         known = [key for key, kind in vars(module).items() if getattr(kind, "__module__", "") == module.__name__]
@@ -42,7 +41,7 @@ def source_facts(method: str) -> dict[str, Json]:
     if not IMPORT_PATH.fullmatch(method):
         return {}
     look = imported_method(method).look or Look(method.rpartition(":")[2], "#111827", "#f3f4f6", "*")
-    source = Path(str(_module(method, method.rpartition(":")[0]).__file__)).read_bytes()
+    source = Path(str(_module(method).__file__)).read_bytes()
     return {"path": method, "sha256": _hash(source), **dataclasses.asdict(look)}
 
 
@@ -55,7 +54,8 @@ def _hash(source: bytes) -> str:
     return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
 
 
-def _module(path: str, place: str) -> ModuleType:
+def _module(path: str) -> ModuleType:
+    place = path.rpartition(":")[0]
     if not place.endswith(".py"):
         try:
             return importlib.import_module(place)

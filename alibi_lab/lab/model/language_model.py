@@ -70,9 +70,8 @@ class LanguageModel(nn.Module):
             self.embedding = nn.Embedding(config.vocab_size, config.embed_dim)
         self.dropout = _dropout(config.dropout)
         self.blocks = nn.ModuleList(Block(config, index) for index in range(config.num_layers))
-        self.norm = (
-            nn.Identity() if config.architecture == "baevski-auli" else _norm(config.architecture, config.embed_dim)
-        )
+        ends_with_norm = config.architecture != "baevski-auli"
+        self.norm = _norm(config.architecture, config.embed_dim) if ends_with_norm else nn.Identity()
         _initialize(self, seed)
 
     @property
@@ -302,15 +301,13 @@ def _initialize(model: LanguageModel, seed: int) -> None:
     for name, parameter in model.named_parameters():
         if parameter.is_meta:
             continue
+        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
         if parameter.ndim < 2:
             if not name.startswith("position."):
                 parameter.fill_(0.0 if name.endswith(".bias") else 1.0)
-            continue
-        generator = torch.Generator().manual_seed(zlib.crc32(f"{seed} {name}".encode()))
-        if model.config.architecture == "baevski-auli" and not name.startswith(tables):
+        elif model.config.architecture == "baevski-auli" and not name.startswith(tables):
             gain = math.sqrt(0.5) if name.endswith((".q.weight", ".k.weight", ".v.weight")) else 1.0
             nn.init.xavier_uniform_(parameter, gain=gain, generator=generator)
-            continue
-        parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator)
-        if name.endswith("_out.weight"):
-            parameter.div_(math.sqrt(2 * model.config.num_layers))
+        else:
+            last = math.sqrt(2 * model.config.num_layers) if name.endswith("_out.weight") else 1.0
+            parameter.normal_(std=parameter.shape[-1] ** -0.5, generator=generator).div_(last)

@@ -21,16 +21,6 @@ from alibi_lab.lab.model.position_method import Attention, Bias, Pass, PositionE
 from alibi_lab.position_methods import Look
 from alibi_lab.records import Json
 
-_ARGUMENTS = {
-    "__init__": "config, trained_length",
-    "add": "self, x, positions",
-    "rotate": "self, q, k, positions, at",
-    "bias": "self, at",
-    "attend": "self, q, k, v, at, default",
-    "stretched": "self, stretch, length",
-    "curves": "model, corpus, config",
-}
-
 
 def check_signatures(kind: type[PositionMethod]) -> None:
     """Checks the arguments of the class and of its hooks.
@@ -38,9 +28,12 @@ def check_signatures(kind: type[PositionMethod]) -> None:
     Raises:
         PositionError: some are invalid; names the file and line.
     """
-    for hook, arguments in _ARGUMENTS.items():
-        if not hasattr(kind, hook):
-            continue  # only `curves` may be missing
+    ours = {hook: getattr(PositionMethod, hook) for hook in ("add", "rotate", "bias", "attend", "stretched")}
+    calls = {hook: ", ".join(inspect.signature(known).parameters) for hook, known in ours.items()}
+    calls = {"__init__": "config, trained_length", **calls}
+    if hasattr(kind, "curves"):
+        calls["curves"] = "model, corpus, config"
+    for hook, arguments in calls.items():
         function = kind if hook == "__init__" else getattr(kind, hook)
         if not callable(function):
             _fail(kind, "", f"has {hook} = {function!r}; it must be a method with the arguments ({arguments})")

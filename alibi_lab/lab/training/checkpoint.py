@@ -16,7 +16,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, Literal, TypeAlias
 
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
@@ -32,11 +32,13 @@ from alibi_lab.lab.data.tokenizing import Tokenizer, load_tokenizer
 from alibi_lab.lab.model.imported_method import source_facts
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.model.method_trial import try_method
-from alibi_lab.lab.sealed_folder import DamagedError, SchemaError
+from alibi_lab.lab.sealed_folder import DamagedError
 from alibi_lab.lab.training.parallel import Training
 from alibi_lab.lab.training.state import READ_ERRORS, load_state, save_state
 from alibi_lab.position_methods import LOOKS
 from alibi_lab.records import finite
+
+Curve: TypeAlias = Mapping[str, Sequence[float]]
 
 SCHEMA = 3
 
@@ -63,15 +65,17 @@ class Progress:
     step: int = 0
     seconds: float = 0.0
     loss_nats: float | None = None
-    curve: Mapping[str, Sequence[float]] = dataclasses.field(
-        default_factory=lambda: {"step": [], "loss_nats": [], "learning_rate": []}
-    )
+    curve: Curve = dataclasses.field(default_factory=lambda: {"step": [], "loss_nats": [], "learning_rate": []})
     peak_memory_bytes: int | None = None
-    validation: Mapping[str, Sequence[float]] = dataclasses.field(
-        default_factory=lambda: {"step": [], "seconds": [], "nats": [], "tokens": []}
-    )
+    validation: Curve = dataclasses.field(default_factory=lambda: {"step": [], "seconds": [], "nats": [], "tokens": []})
 
-    def curves(self) -> dict[str, Mapping[str, Sequence[float]]]:
+    def with_point(self, curve: Literal["curve", "validation"], **point: float) -> "Progress":
+        """This progress with one more point of a curve."""
+        columns: Curve = getattr(self, curve)
+        extended: Any = {curve: {name: [*column, point[name]] for name, column in columns.items()}}
+        return dataclasses.replace(self, **extended)
+
+    def curves(self) -> dict[str, Curve]:
         """The curves of its record, by name."""
         return {"training": self.curve} | ({"validation": self.validation} if self.validation["step"] else {})
 
@@ -197,7 +201,8 @@ def save_checkpoint(
     first, wait = training.accelerator.is_main_process, training.accelerator.wait_for_everyone
     try:
         with contextlib.ExitStack() as stack:
-            temporary = _of_first(stack.enter_context(new_folder(final)) if first else None)
+            # All processes write into the first one's folder.
+            (temporary,) = broadcast_object_list([stack.enter_context(new_folder(final)) if first else None])
             if first and not finished:
                 (temporary / "state").mkdir()
             wait()
@@ -228,14 +233,6 @@ def save_checkpoint(
     return final
 
 
-def _of_first(path: Path | None) -> Path:
-    """The path that the first process passed."""
-    shared = [path]
-    broadcast_object_list(shared)
-    assert shared[0] is not None
-    return shared[0]
-
-
 def load_progress(folder: Path, config: RunConfig) -> Progress:
     """The progress of this checkpoint's training.
 
@@ -244,14 +241,13 @@ def load_progress(folder: Path, config: RunConfig) -> Progress:
     """
     found, progress = _read(folder)
     for section in ("model", "data", "train"):
-        mine, theirs = getattr(config, section), getattr(found, section)
-        if mine != theirs:
-            names = (field.name for field in dataclasses.fields(mine))
-            name = next(name for name in names if getattr(mine, name) != getattr(theirs, name))
-            raise CheckpointError(
-                f"{folder} was trained with {section}.{name} = {getattr(theirs, name)!r}, not {getattr(mine, name)!r}; "
-                "pass another folder, or the config that began it"
-            )
+        trained_with = vars(getattr(found, section))
+        for name, value in vars(getattr(config, section)).items():
+            if trained_with[name] != value:
+                raise CheckpointError(
+                    f"{folder} was trained with {section}.{name} = {trained_with[name]!r}, not {value!r}; "
+                    "pass another folder, or the config that began it"
+                )
     return progress
 
 
@@ -276,7 +272,7 @@ def _manifest(folder: Path) -> dict[str, Any]:
             if about["schema"] != SCHEMA:
                 about["files"] = {name: {"sha256": digest} for name, digest in about["sha256"].items()}
             return about
-    except SchemaError as error:
+    except sealed_folder.SchemaError as error:
         found = parse((folder / "config.json").read_bytes())
         if isinstance(found, dict) and "model_type" in found:
             raise CheckpointError(

@@ -47,12 +47,6 @@ class Training:
     rows: slice
     context: Context | None = None
 
-    @property
-    def bare_optimizer(self) -> torch.optim.Optimizer:
-        """The optimizer without accelerate's wrapper."""
-        inside: torch.optim.Optimizer = getattr(self.optimizer, "optimizer", self.optimizer)
-        return inside
-
     def part(self, *, last: bool) -> contextlib.AbstractContextManager[object]:
         """A context for forward and backward of one part of a batch; only the last part synchronizes gradients."""
         if self.sharded:
@@ -105,7 +99,7 @@ def prepare(config: RunConfig) -> Training:
     if sharded:
         _shard(model)
     optimizer = make_optimizer(model, settings.optimizer, settings.learning_rate, settings.weight_decay)
-    pair = (model, accelerator.prepare_optimizer(optimizer)) if sharded else accelerator.prepare(model, optimizer)
+    pair = (model, optimizer) if sharded else accelerator.prepare(model, optimizer)
     return Training(config, model, pair[0], pair[1], accelerator, sharded, rows, context)
 
 

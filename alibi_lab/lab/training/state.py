@@ -48,7 +48,7 @@ def load_state(folder: Path, weights: Path, training: Training) -> None:
 
         found = _with_shards(folder, training, load)
         parts = {"model_state_dict": found["model"], "optim_state_dict": found["optimizer"]}
-        set_state_dict(training.model, training.bare_optimizer, **parts)
+        set_state_dict(training.model, training.optimizer, **parts)
         return
     training.model.load_state_dict(load_file(weights))
     state = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
@@ -62,7 +62,7 @@ def _with_shards(folder: Path, training: Training, transfer: Callable[..., objec
     from torch.distributed.checkpoint.api import CheckpointException
     from torch.distributed.checkpoint.state_dict import get_state_dict
 
-    state = dict(zip(("model", "optimizer"), get_state_dict(training.model, training.bare_optimizer), strict=True))
+    state = dict(zip(("model", "optimizer"), get_state_dict(training.model, training.optimizer), strict=True))
     try:
         transfer(state, checkpoint_id=folder)
     except CheckpointException as error:

@@ -64,8 +64,10 @@ def train(
         reset = reset_peak_memory(training.accelerator.device)
         for step in steps(training, corpus, start=progress.step, interrupted=interrupted):
             finished = step.number == settings.steps
-            logged = finished or step.number == 1 or step.number % settings.log_every == 0
-            progress = _with_step(progress, step, logged=logged)
+            seconds, nats, rate = progress.seconds + step.seconds, step.loss_nats, step.learning_rate
+            progress = dataclasses.replace(progress, step=step.number, seconds=seconds, loss_nats=nats)
+            if finished or step.number == 1 or step.number % settings.log_every == 0:
+                progress = progress.with_point("curve", step=step.number, loss_nats=nats, learning_rate=rate)
             if settings.validate_every and step.number % settings.validate_every == 0:
                 progress = _validated(progress, training.model, corpus.valid, settings)
             if on_step:
@@ -180,16 +182,6 @@ def _batches(corpus: Corpus, config: RunConfig, start: int) -> Iterator[Batch]:
         yield from itertools.islice(stage, count)
 
 
-def _with_step(progress: Progress, step: Step, *, logged: bool) -> Progress:
-    """The progress after one more step, which is a point of the training curve if it is logged."""
-    curve = progress.curve
-    if logged:
-        point = {"step": step.number, "loss_nats": step.loss_nats, "learning_rate": step.learning_rate}
-        curve = {name: [*column, point[name]] for name, column in curve.items()}
-    seconds = progress.seconds + step.seconds
-    return dataclasses.replace(progress, step=step.number, seconds=seconds, loss_nats=step.loss_nats, curve=curve)
-
-
 def _same_document(documents: Tensor) -> Tensor:
     """[B, T]: whether each target is in its input's document; the first token of a document has no context."""
     return documents[:, 1:] == documents[:, :-1]
@@ -238,6 +230,4 @@ def _validated(progress: Progress, model: LanguageModel, tokens: Tensor, config:
     nats, scored = validation_nats(
         model, tokens, length=length, tokens_to_score=config.validate_tokens, batch_tokens=EvalConfig.batch_tokens
     )
-    point = {"step": progress.step, "seconds": progress.seconds, "nats": nats, "tokens": scored}
-    curve = {name: [*column, point[name]] for name, column in progress.validation.items()}
-    return dataclasses.replace(progress, validation=curve)
+    return progress.with_point("validation", step=progress.step, seconds=progress.seconds, nats=nats, tokens=scored)
