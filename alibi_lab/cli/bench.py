@@ -6,7 +6,6 @@ function's docstring has under "Args:". Both are read from the source, so `--hel
 
 import ast
 import importlib
-import re
 from collections.abc import Callable, Iterator, Mapping
 from importlib.util import find_spec
 from inspect import Parameter, Signature
@@ -18,6 +17,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from alibi_attn.cli.console import check_writable, needs
+from alibi_lab.cli.options import argument_help
 from alibi_lab.measure.benchmarks import BENCHMARKS, Benchmark
 
 Out = Annotated[Path, typer.Option(help="Folder for the records.")]
@@ -124,7 +124,7 @@ def _source(module: str) -> ast.Module:
 def _documented(source: ast.Module, name: str) -> Iterator[tuple[str, str, object, str]]:
     """(name, annotation, default, help) of the arguments of a function that are documented and can be options."""
     (function,) = (node for node in source.body if isinstance(node, ast.FunctionDef) and node.name == name)
-    texts = dict(re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", ast.get_docstring(function) or "", flags=re.MULTILINE))
+    texts = argument_help(ast.get_docstring(function) or "")
     for each, default in zip(function.args.kwonlyargs, function.args.kw_defaults, strict=True):
         argument, _, kind = ast.unparse(each).partition(": ")
         if argument in texts and kind in TYPES:

@@ -2,16 +2,12 @@
 
 import re
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated
+from typing import Annotated
 
 import typer
 
 from alibi_attn.cli.console import needs
 from alibi_lab.lab.config import nearest
-
-if TYPE_CHECKING:
-    from alibi_lab.lab.config import RunConfig
-    from alibi_lab.lab.model.language_model import LanguageModel
 
 Checkpoint = Annotated[
     Path, typer.Argument(help="A checkpoint, or a run's folder; RUN:alibi picks one of its models.", show_default=False)
@@ -47,19 +43,12 @@ def find(path: Path) -> Path:
     )
 
 
-def load(path: Path, method: str | None) -> tuple["LanguageModel", "RunConfig"]:
-    """The model and config of a checkpoint; `method` is the code of its position method."""
-    with needs("lab"):
-        from alibi_lab.lab.training.checkpoint import load_checkpoint
-    return load_checkpoint(path, method=method)
-
-
 def validation_text(path: Path, method: str | None) -> str:
-    """The start of a checkpoint's validation text."""
+    """The start of a checkpoint's validation text; `method` is the code of its position method."""
     with needs("lab"):
         from alibi_lab.lab.data.corpus import load_corpus
-        from alibi_lab.lab.training.checkpoint import stored_tokens
-    corpus = load_corpus(load(path, method)[1].data, stored_tokens(path))
+        from alibi_lab.lab.training.checkpoint import load_checkpoint, stored_tokens
+    corpus = load_corpus(load_checkpoint(path, method=method)[1].data, stored_tokens(path))
     return corpus.tokenizer.decode(corpus.valid[: 1 << 16]).decode(errors="ignore")
 
 

@@ -1,9 +1,11 @@
 """`alibi heads`: the slopes for a number of heads, or where the heads of a trained model attend."""
 
+from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
 import typer
+from rich.table import Column
 from rich.table import Table as RichTable
 
 from alibi_attn.cli.console import check_writable, console, needs, print_path
@@ -11,47 +13,25 @@ from alibi_attn.cli.text_files import read_texts
 from alibi_attn.files import replace_file
 from alibi_lab import records
 from alibi_lab.cli import checkpoints
+from alibi_lab.cli.options import documented
 from alibi_lab.report import rollouts
 from alibi_lab.report.series import numbers
 from alibi_lab.report.tables.heads import head_rows
 
 MOST_HEADS, MOST_TOKENS = 4096, 2**20  # more would run for minutes
+DEFAULT_LENGTH = "twice the trained length, or 1024; with --rollout the trained length, or 512"
 
 
+@documented
 def heads(
-    model: Annotated[
-        Path | None,
-        typer.Argument(
-            help="A trained model: a lab checkpoint, a run's folder (or RUN:alibi), or a transformers folder."
-        ),
-    ] = None,
-    text: Annotated[
-        Path | None,
-        typer.Option(help="UTF-8 text file for the model to read.", show_default="a checkpoint's validation text"),
-    ] = None,
+    model: Annotated[Path | None, typer.Argument()] = None,
+    text: Annotated[Path | None, typer.Option(show_default="a checkpoint's validation text")] = None,
     method: checkpoints.Method = None,
-    length: Annotated[
-        int | None,
-        typer.Option(
-            help="With a model: tokens of the text to read. Without one: tokens that the picture spans.",
-            min=1,
-            max=MOST_TOKENS,
-            show_default="twice the trained length, or 1024; with --rollout the trained length, or 512",
-        ),
-    ] = None,
-    rollout: Annotated[
-        bool,
-        typer.Option(
-            "--rollout", help="Attention accumulated over the layers: of a model, or with equal scores under each mask."
-        ),
-    ] = False,
-    out: Annotated[
-        Path | None, typer.Option(help="With a model: folder for the record, which alibi report can draw.")
-    ] = None,
-    num_heads: Annotated[
-        int, typer.Option("--heads", help="Without a model: number of heads.", min=1, max=MOST_HEADS)
-    ] = 8,
-    picture: Annotated[Path | None, typer.Option(help="Also write a picture, as .png or .svg.")] = None,
+    length: Annotated[int | None, typer.Option(min=1, max=MOST_TOKENS, show_default=DEFAULT_LENGTH)] = None,
+    rollout: bool = False,
+    out: Path | None = None,
+    num_heads: Annotated[int, typer.Option("--heads", min=1, max=MOST_HEADS)] = 8,
+    picture: Path | None = None,
 ) -> None:
     """Show the slopes of ALiBi heads, or where the heads of a trained model attend.
 
@@ -70,6 +50,15 @@ def heads(
     been accumulated over the layers. Without a model, every layer has the same attention.
 
     [dim]alibi heads MODEL --rollout --text novel.txt --out runs/heads[/]
+
+    Args:
+        model: A trained model: a lab checkpoint, a run's folder (or RUN:alibi), or a transformers folder.
+        text: UTF-8 text file for the model to read.
+        length: With a model: tokens of the text to read. Without one: tokens that the picture spans.
+        rollout: Attention accumulated over the layers: of a model, or with equal scores under each mask.
+        out: With a model: folder for the record, which alibi report can draw.
+        num_heads: Without a model: number of heads.
+        picture: Also write a picture, as .png or .svg.
     """
     for option, value in (("--text", text), ("--method", method), ("--out", out)):
         if model is None and value is not None and not (rollout and option == "--out"):
@@ -79,7 +68,7 @@ def heads(
         if picture.suffix not in (".png", ".svg"):
             raise typer.BadParameter(f"--picture is {picture} but must end in .png or .svg")
     if model is None and not rollout:
-        _show_slopes(num_heads, length or 1024, picture)
+        _print_slopes(num_heads, length or 1024, picture)
         return
     if length == 1:
         raise typer.BadParameter("--length is 1 but a model needs at least 2 tokens")
@@ -90,9 +79,9 @@ def heads(
         from alibi_lab.report.plots import drawing, head_maps, inline
         from alibi_lab.report.plots import rollouts as plots
     if rollout:
-        console.print(_by_depth(record))
+        _print_depths(record)
     else:
-        console.print(_by_layer(record))
+        _print_layers(record)
         console.print(head_maps.sentence(record), soft_wrap=True)
     if picture is not None:
         figure = plots.rollout_figure(record) if rollout else inline.plot_heads(record)
@@ -117,23 +106,19 @@ def _measured(
     return (model_rollout if rollout else model_heads)(model, content, length=length, method=method)
 
 
-def _by_depth(record: records.Record) -> RichTable:
-    """The shares of a rollout: one row per way and depth, averaged over the texts."""
-    table = _table(
-        "accumulated", "layers", *rollouts.SHARES.values(), caption="means of the second half of the queries"
-    )
+def _print_depths(record: records.Record) -> None:
+    """Prints the shares of a rollout: one row per way and depth, averaged over the texts."""
+    rows = []
     for way in rollouts.ways(record):
         shares = [rollouts.by_depth(record, way, share) for share in rollouts.SHARES]
         for depth, *cells in zip(rollouts.depths(record, way), *shares, strict=True):
-            table.add_row(way, f"{depth:.0f}", *(f"{cell:.1%}" for cell in cells))
-    return table
+            rows.append((way, f"{depth:.0f}", *(f"{cell:.1%}" for cell in cells)))
+    columns = ("accumulated", "layers", *rollouts.SHARES.values())
+    _print_table(columns, rows, "means of the second half of the queries")
 
 
-def _show_slopes(num_heads: int, length: int, picture: Path | None) -> None:
-    table = _table("head", "slope m", "half-life", "below 1e-6 from", caption="distances in tokens")
-    for row in head_rows(num_heads):
-        table.add_row(*row)
-    console.print(table)
+def _print_slopes(num_heads: int, length: int, picture: Path | None) -> None:
+    _print_table(("head", "slope m", "half-life", "below 1e-6 from"), head_rows(num_heads), "distances in tokens")
     if picture is not None:
         with needs("lab"):
             from alibi_lab.report.plots import bias, drawing
@@ -141,8 +126,8 @@ def _show_slopes(num_heads: int, length: int, picture: Path | None) -> None:
         print_path("picture", replace_file(picture, drawing.file_of(figure, picture.suffix, "bias")))
 
 
-def _by_layer(record: records.Record) -> RichTable:
-    """The table of a model's heads: one row per layer, with the range over its heads."""
+def _print_layers(record: records.Record) -> None:
+    """Prints a model's heads: one row per layer, with the range over its heads."""
     names = {
         "certified": "certified",
         "carried": "of it carried",
@@ -150,20 +135,19 @@ def _by_layer(record: records.Record) -> RichTable:
         "first_token": "first token",
         "zero_bfloat16": "zero in bf16",
     }
-    table = _table("layer", *names.values(), caption="minimum and maximum over the heads; distances in tokens")
-    layers = numbers(record, "heads", "layer")
+    layers, rows = numbers(record, "heads", "layer"), []
     for layer in sorted(set(layers)):
-        cells = []
+        cells = [f"{layer:.0f}"]
         for name in names:
             values = [value for at, value in zip(layers, numbers(record, "heads", name), strict=True) if at == layer]
             show = "{:,.0f}" if name in ("certified", "mean_distance") else "{:.0%}"
             cells.append(" to ".join(dict.fromkeys(show.format(bound) for bound in (min(values), max(values)))))
-        table.add_row(f"{layer:.0f}", *cells)
-    return table
+        rows.append(cells)
+    _print_table(("layer", *names.values()), rows, "minimum and maximum over the heads; distances in tokens")
 
 
-def _table(*columns: str, caption: str) -> RichTable:
-    table = RichTable(*columns, caption=caption, box=None)
-    for column in table.columns:
-        column.justify = "right"
-    return table
+def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> None:
+    table = RichTable(*(Column(name, justify="right") for name in columns), caption=caption, box=None)
+    for row in rows:
+        table.add_row(*row)
+    console.print(table)

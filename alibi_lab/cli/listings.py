@@ -1,18 +1,21 @@
 """`alibi recipes`, `alibi config` and `alibi run --dry-run` and `--missing`: what can be run, changed, and what it costs."""
 
-import difflib
+import functools
 import operator
 from typing import Annotated, Any
 
 import typer
 from rich.markup import escape
+from rich.table import Column
 from rich.table import Table as RichTable
 
 from alibi_attn.cli.console import console, needs
-from alibi_lab.lab.config import ConfigError, Recipe, Scale, check_scale
+from alibi_lab.cli.options import documented, usage_errors
+from alibi_lab.lab.config import Recipe, Scale, check_scale, nearest
 from alibi_lab.lab.config_io import field_meanings
 from alibi_lab.recipes.index import RECIPES
 
+_right = functools.partial(Column, justify="right")
 _STATES = {
     (): "recorded already",
     ("evaluation",): "trained already, not tested",
@@ -32,8 +35,7 @@ def show_plan(recipe: str, *, only_missing: bool = False, **options: Any) -> Non
 
         from alibi_lab.lab.experiment import processes
         from alibi_lab.recipes.plan import plan
-    table = RichTable("training", "tokens", "minutes here", "", box=None)
-    table.columns[1].justify = table.columns[2].justify = "right"
+    table = RichTable("training", _right("tokens"), _right("minutes here"), "", box=None)
     planned = plan(recipe, **options)
     if not processes().is_main_process:
         return
@@ -56,9 +58,9 @@ def show_plan(recipe: str, *, only_missing: bool = False, **options: Any) -> Non
     console.print("; ".join(counts), soft_wrap=True)
 
 
+@documented
 def list_recipes(
-    recipe: Annotated[str | None, typer.Argument(help="Show all details of this recipe.", show_default=False)] = None,
-    scale: Annotated[Scale, typer.Option(help="Scale whose trainings are counted.")] = "small",
+    recipe: Annotated[str | None, typer.Argument(show_default=False)] = None, scale: Scale = "small"
 ) -> None:
     """List the recipes of `alibi run`, with the number of their trainings and tokens; or show one recipe in detail.
 
@@ -67,42 +69,42 @@ def list_recipes(
     [dim]alibi recipes[/]
 
     [dim]alibi recipes referee --scale medium[/]
+
+    Args:
+        recipe: Show all details of this recipe.
+        scale: Scale whose trainings are counted.
     """
     if recipe is not None:
         one = recipe_named(recipe, scale)
-        details = {"question": one.question, "paper": one.paper, "command": one.command, "cost": one.cost}
-        details |= {
-            "expected": one.expected,
-            "trainings": "{}, {} tokens at scale {}".format(*_size(one, scale), scale),
-        }
+        details = {name: getattr(one, name) for name in ("question", "paper", "command", "cost", "expected")}
+        details["trainings"] = "{}, {} tokens at scale {}".format(*_size(one, scale), scale)
         for name, value in details.items():
             console.print(f"[bold]{name:<10}[/]{escape(value)}", soft_wrap=True)
         return
-    table = RichTable("recipe", "question", "trainings", "tokens", box=None)
-    for column in table.columns:
-        column.no_wrap = True
-    table.columns[1].overflow = "ellipsis"
-    table.columns[1].max_width = max(20, console.width - max(map(len, RECIPES)) - 36)  # the width of the other columns
-    table.columns[2].justify = table.columns[3].justify = "right"
+    width = max(20, console.width - max(map(len, RECIPES)) - 36)  # the width of the other columns
+    question = Column("question", no_wrap=True, overflow="ellipsis", max_width=width)
+    sizes = (_right(name, no_wrap=True) for name in ("trainings", "tokens"))
+    table = RichTable(Column("recipe", no_wrap=True), question, *sizes, box=None)
     for name, one in RECIPES.items():
         if scale in one.scales:
             table.add_row(name, one.question, *_size(one, scale))
     console.print(table)
 
 
-def show_config(
-    recipe: Annotated[str, typer.Argument(help="The recipe whose values are shown.")] = "quick",
-    scale: Annotated[Scale, typer.Option(help="The scale of the recipe.")] = "small",
-) -> None:
+@documented
+def show_config(recipe: Annotated[str, typer.Argument()] = "quick", scale: Scale = "small") -> None:
     """Show every field of the config with its value in a recipe and its meaning. Change fields with `alibi run --set`.
 
     [dim]alibi config[/]
 
     [dim]alibi config referee --scale medium[/]
+
+    Args:
+        recipe: The recipe whose values are shown.
+        scale: The scale of the recipe.
     """
     configs = recipe_named(recipe, scale).runs(scale)
-    table = RichTable("field", "value", "meaning", box=None)
-    table.columns[0].no_wrap = True
+    table = RichTable(Column("field", no_wrap=True), "value", "meaning", box=None)
     for name, meaning in field_meanings().items():
         values = dict.fromkeys(_plain(operator.attrgetter(name)(config)) for config in configs)
         table.add_row(name, ", ".join(value for value in values if value), meaning)
@@ -117,11 +119,11 @@ def _plain(value: object) -> str:
 def recipe_named(name: str, scale: Scale) -> Recipe:
     """The recipe; an unknown name ends the command with a suggestion, and a scale that it does not have with those it has."""
     if name not in RECIPES:
-        raise typer.BadParameter(f"there is no recipe {name!r}{_nearest(name)}; the recipes are: {', '.join(RECIPES)}")
-    try:
+        raise typer.BadParameter(
+            f"there is no recipe {name!r}{nearest(name, tuple(RECIPES))}; the recipes are: {', '.join(RECIPES)}"
+        )
+    with usage_errors():
         check_scale(name, scale, RECIPES[name].scales)
-    except ConfigError as error:
-        raise typer.BadParameter(str(error)) from None
     return RECIPES[name]
 
 
@@ -129,8 +131,3 @@ def _size(recipe: Recipe, scale: Scale) -> tuple[str, str]:
     """The number of its trainings and of their tokens."""
     trainings = {(run.model, run.data, run.train) for run in recipe.runs(scale)}
     return f"{len(trainings)}", f"{sum(train.steps * train.batch_tokens for _, _, train in trainings):,}"
-
-
-def _nearest(name: str) -> str:
-    matches = difflib.get_close_matches(name, RECIPES, n=1)
-    return f" (did you mean {matches[0]!r}?)" if matches else ""

@@ -3,6 +3,7 @@
 from collections.abc import Mapping, Sequence
 
 from rich.markup import escape
+from rich.table import Column
 from rich.table import Table as RichTable
 
 from alibi_attn.cli.console import console
@@ -18,9 +19,7 @@ def print_perplexities(loaded: Sequence[records.Record]) -> None:
         for columns, block in ((table.columns, block) for table in found for block in table.blocks):
             if not block.title.startswith(f"Perplexity per {study.unit}"):
                 continue  # only the report shows the other units
-            table = RichTable("", *columns, box=None)
-            for column in table.columns[1:]:
-                column.justify = "right"
+            table = RichTable("", *(Column(name, justify="right") for name in columns), box=None)
             for label, _, cells in block.rows:
                 table.add_row(label, *(f"[bold]{cell.text}[/]" if cell.best else cell.text for cell in cells))
             console.print(f"\n[bold]{escape(block.title)}[/], by length in {study.unit}s", soft_wrap=True)

@@ -9,22 +9,19 @@ from rich.markup import escape
 
 from alibi_attn.cli.console import check_writable, console, needs, print_path
 from alibi_lab import records
+from alibi_lab.cli.options import documented
 from alibi_lab.report import answers, rollouts
 from alibi_lab.report import verdicts as claims
 from alibi_lab.report.intervals import Interval
 from alibi_lab.report.verdicts import counted, interval_text, ratio_text, why
 
 
+@documented
 def report(
-    paths: Annotated[list[Path], typer.Argument(help="Record files (.json), or folders of runs.", show_default=False)],
-    out: Annotated[Path, typer.Option(help="HTML page to write.")] = Path("report.html"),
-    title: Annotated[str, typer.Option(help="Title of the page.")] = "Train short, test long",
-    verdicts: Annotated[
-        bool,
-        typer.Option(
-            "--verdicts", help="Print the paper's claims, contradicted, confirmed or open, instead of a page."
-        ),
-    ] = False,
+    paths: Annotated[list[Path], typer.Argument(show_default=False)],
+    out: Path = Path("report.html"),
+    title: str = "Train short, test long",
+    verdicts: bool = False,
 ) -> None:
     """Write one self-contained HTML page with figures, tables and verdicts from records.
 
@@ -33,6 +30,12 @@ def report(
     [dim]alibi report runs/first runs/second[/]    several runs on one page
 
     [dim]alibi report runs/paper --verdicts[/]    one line per claim of the paper, with the reason
+
+    Args:
+        paths: Record files (.json), or folders of runs.
+        out: HTML page to write.
+        title: Title of the page.
+        verdicts: Print the paper's claims, contradicted, confirmed or open, instead of a page.
     """
     if not verdicts:
         check_writable(out)
@@ -57,8 +60,8 @@ def write_report(loaded: Sequence[records.Record], path: Path, **title: str) -> 
 def print_verdicts(found: Sequence[records.Record]) -> None:
     """One line per claim of the paper, contradictions first, and the counts at the end."""
     by_identity = {records.identity(one.kind, one.name, one.config): one for one in found}
-    judged = claims.in_order(claims.all_verdicts(list(by_identity.values()), by_identity))
-    others = rollouts.claims(list(by_identity.values()))
+    unique = list(by_identity.values())
+    judged, others = claims.in_order(claims.all_verdicts(unique, by_identity)), rollouts.claims(unique)
     if not judged and not others:
         raise ValueError(
             "no answer to a figure or table of the paper is among these records; alibi run paper makes them"
@@ -68,11 +71,10 @@ def print_verdicts(found: Sequence[records.Record]) -> None:
         place = f"{answers.item_name(record)}{f' ({scale})' if scale else ''}"
         condition = f"{one.claim.condition}; {why(one)}"
         _print_claim(one.word, f"{place}: {one.claim.says}", one.ours, one.interval, condition)
-    by_scale: dict[str, list[claims.Verdict]] = {}
-    for record, one in judged:
-        by_scale.setdefault(answers.scale_of(record), []).append(one)
-    for scale, group in by_scale.items():
-        console.print(escape(f"{f'{scale}: ' if len(by_scale) > 1 else ''}{counted(group)}"))
+    scales = dict.fromkeys(answers.scale_of(record) for record, _ in judged)
+    for scale in scales:
+        group = [one for record, one in judged if answers.scale_of(record) == scale]
+        console.print(escape(f"{f'{scale}: ' if len(scales) > 1 else ''}{counted(group)}"))
     for other in others:
         _print_claim(other.word, f"Wu et al. 2025: {other.says}", other.ours, other.bounds, other.condition)
 

@@ -4,7 +4,7 @@ import contextlib
 import re
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Any, Literal
 
 import typer
 
@@ -12,82 +12,37 @@ from alibi_attn.cli.cluster import Ray, cluster
 from alibi_attn.cli.console import check_writable, console, interrupted, needs, print_path
 from alibi_lab import records
 from alibi_lab.cli import listings
+from alibi_lab.cli.options import documented, usage_errors
 from alibi_lab.cli.perplexities import print_perplexities
 from alibi_lab.cli.report import write_report
-from alibi_lab.cli.texts import TextField, Texts, joined
-from alibi_lab.lab.config import ConfigError, Scale, Selection
+from alibi_lab.cli.texts import TextField, joined
+from alibi_lab.lab.config import Scale, Selection
 from alibi_lab.recipes import index
 from alibi_lab.recipes.index import RECIPES
 
 PAPER_FOLDER = Path("runs/paper")  # the items of the paper share trainings, so they share a folder
 
-Scales = Annotated[
-    Scale,
-    typer.Option(
-        help="smoke: seconds. small: minutes. medium: hours. gpu: ten minutes per training on one H100 (figure-1, table-2). "
-        "paper: the published size, for a cluster."
-    ),
-]
-Out = Annotated[
-    Path | None,
-    typer.Option(
-        help="Folder for records, checkpoints and the report.",
-        show_default="runs/RECIPE; runs/paper for items of the paper",
-    ),
-]
-Changes = Annotated[
-    list[str] | None,
-    typer.Option("--set", metavar="FIELD=VALUE", help="Change a field of the config; can be repeated."),
-]
-Corpus = Annotated[str | None, typer.Option(help='Corpus to train on: "python-source", "hub:NAME" or "task:NAME".')]
-Seeds = Annotated[str, typer.Option(help="Repeat every training with these seeds, as in 0,1,2.")]
-Methods = Annotated[
-    str, typer.Option(help="Position methods to compare, built in or your own: alibi,rotary,mine.py:MyBias.")
-]
-Minutes = Annotated[
-    float | None,
-    typer.Option(
-        min=0.01,
-        help="Train every model for about this long here, all with the same number of steps.",
-        show_default="the scale's steps",
-    ),
-]
-Shard = Annotated[str, typer.Option(help="Split the trainings over machines: train only part i of n, as in 0/8 … 7/8.")]
-Report = Annotated[bool, typer.Option(help="Write a report (OUT/report.html).")]
-Missing = Annotated[
-    bool, typer.Option("--missing", help="First list what is not recorded, with an estimate of its time here.")
-]
-Track = Annotated[
-    Literal["", "tensorboard", "wandb"],
-    typer.Option(
-        help="Also log the losses to TensorBoard or Weights & Biases.",
-        show_default="none",
-        metavar="tensorboard|wandb",
-    ),
-]
-DryRun = Annotated[
-    bool,
-    typer.Option("--dry-run", help="Only list everything that would run, with an estimate of its time here."),
-]
+Track = Literal["", "tensorboard", "wandb"]
 
 
+@documented
 def run(
-    recipe: Annotated[str, typer.Argument(help="The experiment to run, from the list below.")] = "quick",
-    scale: Scales = "small",
-    out: Out = None,
-    changes: Changes = None,
-    text: Texts = None,
+    recipe: Annotated[str, typer.Argument()] = "quick",
+    scale: Scale = "small",
+    out: Annotated[Path | None, typer.Option(show_default="runs/RECIPE; runs/paper for items of the paper")] = None,
+    changes: Annotated[list[str] | None, typer.Option("--set", metavar="FIELD=VALUE")] = None,
+    text: list[Path] | None = None,
     text_field: TextField = "",
-    corpus: Corpus = None,
-    seeds: Seeds = "",
-    methods: Methods = "",
-    minutes: Minutes = None,
-    shard: Shard = "0/1",
+    corpus: str | None = None,
+    seeds: str = "",
+    methods: str = "",
+    minutes: Annotated[float | None, typer.Option(min=0.01, show_default="the scale's steps")] = None,
+    shard: str = "0/1",
     ray: Ray = None,
-    report: Report = True,
-    missing: Missing = False,
-    track: Track = "",
-    dry_run: DryRun = False,
+    report: bool = True,
+    missing: bool = False,
+    track: Annotated[Track, typer.Option(show_default="none", metavar="tensorboard|wandb")] = "",
+    dry_run: bool = False,
 ) -> None:
     """Train models on short sequences, test them on long ones, and write a report.
 
@@ -104,15 +59,30 @@ def run(
     [dim]alibi run quick --ray local[/]                          one training per processor
 
     [dim]alibi run figure-4[/]                                   one figure or table of the paper; "paper" runs all
+
+    Args:
+        recipe: The experiment to run, from the list below.
+        scale: smoke: seconds. small: minutes. medium: hours. gpu: ten minutes per training on one H100 (figure-1, table-2).
+            paper: the published size, for a cluster.
+        out: Folder for records, checkpoints and the report.
+        changes: Change a field of the config; can be repeated.
+        text: A text, JSON, JSON Lines, CSV, TSV or Parquet file, or a folder; can be repeated.
+        corpus: Corpus to train on: "python-source", "hub:NAME" or "task:NAME".
+        seeds: Repeat every training with these seeds, as in 0,1,2.
+        methods: Position methods to compare, built in or your own: alibi,rotary,mine.py:MyBias.
+        minutes: Train every model for about this long here, all with the same number of steps.
+        shard: Split the trainings over machines: train only part i of n, as in 0/8 … 7/8.
+        report: Write a report (OUT/report.html).
+        missing: First list what is not recorded, with an estimate of its time here.
+        track: Also log the losses to TensorBoard or Weights & Biases.
+        dry_run: Only list everything that would run, with an estimate of its time here.
     """
     listings.recipe_named(recipe, scale)
     overrides = _overrides(changes or [], text or [], corpus, text_field)
     selection = _selection(scale, overrides, seeds, methods)
     part = _shard(shard)
-    try:
+    with usage_errors():
         index.check(recipe, **selection)
-    except ConfigError as error:
-        raise typer.BadParameter(str(error)) from None
     if scale == "gpu" and not ray:
         _check_gpu()
     if minutes is not None:
@@ -120,19 +90,19 @@ def run(
     items = index.items_of(recipe)
     folder = out or (PAPER_FOLDER if items else Path("runs") / recipe)
     page = folder / (f"{recipe}.html" if items and recipe != "paper" else "report.html")
+    options: dict[str, Any] = {"out": folder, "shard": part, **selection}
     if dry_run:
-        listings.show_plan(recipe, out=folder, shard=part, **selection)
+        listings.show_plan(recipe, **options)
         return
     check_writable(page)
     _say_how_to_export(recipe, selection)
     if missing:
-        listings.show_plan(recipe, only_missing=True, out=folder, shard=part, **selection)
+        listings.show_plan(recipe, only_missing=True, **options)
     with needs("lab"):
         from alibi_lab.lab import experiment
     try:
         with cluster(ray, show_output=True) if ray else contextlib.nullcontext():
-            on_ray = ray is not None
-            paths = index.run(recipe, out=folder, shard=part, on_ray=on_ray, track=track, console=console, **selection)
+            paths = index.run(recipe, on_ray=ray is not None, track=track, console=console, **options)
     except KeyboardInterrupt:
         interrupted(f"run the same command again to resume: {records.command()}")
     if paths and experiment.processes().is_main_process:
@@ -159,18 +129,15 @@ def _finish(
 
 def _say_how_to_export(recipe: str, selection: Selection) -> None:
     architectures = {config.model.architecture for config in RECIPES[recipe].runs(selection["scale"])}
-    if not index.items_of(recipe) and "mpt" not in (
-        *architectures,
-        selection["overrides"].get("model.architecture"),
-    ):
+    chosen = selection["overrides"].get("model.architecture")
+    if not index.items_of(recipe) and "mpt" not in (*architectures, chosen):
         console.print("[dim]to export the models for transformers, pass --set model.architecture=mpt[/]")
 
 
 def _selection(scale: Scale, overrides: dict[str, str], seeds: str, methods: str) -> Selection:
     if not all(re.fullmatch(r"\s*[0-9]{1,18}\s*", seed) for seed in seeds.split(",") if seeds):
-        raise typer.BadParameter(
-            f"--seeds is {seeds[:99]!r}; pass integers of at most 18 digits separated by commas, as in 0,1,2"
-        )
+        allowed = "integers of at most 18 digits separated by commas, as in 0,1,2"
+        raise typer.BadParameter(f"--seeds is {seeds[:99]!r}; pass {allowed}")
     chosen = [int(seed) for seed in seeds.split(",") if seeds]
     named = [name.strip() for name in methods.split(",") if methods]
     return Selection(scale=scale, overrides=overrides, seeds=chosen, methods=named)
@@ -201,19 +168,16 @@ def _shortened(recipe: str, minutes: float, selection: Selection, *, alone: bool
     fields = " ".join(f"--set {name}={value}" for name, value in changes.items())
     console.print(f"{minutes:g} min per training: {fields}; pass these instead of --minutes to resume", soft_wrap=True)
     shorter = Selection(**{**selection, "overrides": {**overrides, **changes}})
-    try:
+    with usage_errors():
         index.check(recipe, **shorter)
-    except ConfigError as error:
-        raise typer.BadParameter(str(error)) from None
     return shorter
 
 
 def _shard(text: str) -> tuple[int, int]:
-    index, _, count = text.partition("/")
-    numbers = all(re.fullmatch(r"[0-9]{1,18}", one) for one in (index, count))
-    if not (numbers and int(index) < int(count)):
+    match = re.fullmatch(r"([0-9]{1,18})/([0-9]{1,18})", text)
+    if match is None or int(match[1]) >= int(match[2]):
         raise typer.BadParameter(f"--shard is {text[:99]!r}; pass i/n, with i from 0 to n − 1, as in 0/8")
-    return int(index), int(count)
+    return int(match[1]), int(match[2])
 
 
 def _overrides(changes: Sequence[str], text: Sequence[Path], corpus: str | None, text_field: str) -> dict[str, str]:

@@ -6,10 +6,6 @@ from typing import Annotated
 
 import typer
 
-Texts = Annotated[
-    list[Path] | None,
-    typer.Option("--text", help="A text, JSON, JSON Lines, CSV, TSV or Parquet file, or a folder; can be repeated."),
-]
 TextField = Annotated[
     str, typer.Option(help="Field of the text in JSON, JSON Lines, CSV, TSV and Parquet files.", show_default="text")
 ]
