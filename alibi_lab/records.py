@@ -27,7 +27,6 @@ from alibi_attn.strict_json import JsonError, is_sealed, parse, sealed
 
 SCHEMA = 1
 SPEEDS = ("benchmark", "speed")  # kinds of records that measure time; their versions have a hash of the kernels
-_SOURCES = {".py", ".cpp", ".hpp"}
 _DOCSTRINGS = re.compile(r'^[ \t]*"""(?:.|\n)*?"""[ \t]*$', re.MULTILINE)
 _COMMENTS = re.compile(r"^[ \t]*(?:# |//).*$", re.MULTILINE)  # whole lines, in Python and C++
 LARGEST = 1e100  # the largest measured value; sums, squares and axes of such numbers still fit into a float
@@ -149,7 +148,7 @@ def commit() -> str | None:
 def kernels() -> str:
     """A hash of the sources that decide how fast attention is, without comments, docstrings and white space."""
     folder, digest = Path(alibi_attn.__file__).parent / "attention", hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in _SOURCES):
+    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".hpp")):
         text = f"{path.relative_to(folder).as_posix()}\n{path.read_text(encoding='utf-8')}"
         digest.update(" ".join(_COMMENTS.sub("", _DOCSTRINGS.sub("", text)).split()).encode())
     return digest.hexdigest()[:12]

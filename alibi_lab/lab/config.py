@@ -25,7 +25,7 @@ SymbolTask: TypeAlias = Literal["mqar", "needles", "copy", "flip-flop"]
 Task: TypeAlias = Literal["passkey", "recall", SymbolTask]
 IMPORT_PATH = re.compile(r"(?:.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")  # FILE.py:Class or package.module:Class
 METHOD_MODULE = "alibi_method_"  # how the names of modules imported from FILE.py begin
-TOKENIZER_NAME = r"bpe:[1-9]\d*|.+\.json|.*/.*"
+TOKENIZER_NAME = r"bytes|words|bpe:[1-9]\d*|.+\.json|.*/.*"
 MAX_INTEGER = 10**12  # of integers: seeds times a million fit into the 64 bits of torch's generators
 TASK_CORPUS = re.compile(rf"task:({'|'.join(typing.get_args(Task))})(?::([1-9]\d*))?")
 
@@ -95,11 +95,10 @@ class DataConfig:
             object.__setattr__(self, "corpus", "text")  # so that no record names a corpus that was not read
         is_task = TASK_CORPUS.fullmatch(self.corpus) is not None
         if self.corpus not in ("python-source", "text") and not self.corpus.startswith("hub:") and not is_task:
-            made = tuple(f"task:{task}" for task in typing.get_args(Task))
-            guess = nearest(self.corpus, ("python-source", "hub:NAME", *made))
-            named = ", ".join(f'"{one}"' for one in ("python-source", "hub:NAME", *made))
+            known = ("python-source", "hub:NAME", *(f"task:{task}" for task in typing.get_args(Task)))
+            named = ", ".join(f'"{one}"' for one in known)
             advice = f'pass {named} (or "task:recall:LENGTH"), or files in data.text'
-            raise ConfigError(f"data.corpus is {self.corpus!r}{guess}; {advice}")
+            raise ConfigError(f"data.corpus is {self.corpus!r}{nearest(self.corpus, known)}; {advice}")
         if is_task and self.tokenizer != "bytes":
             raise ConfigError(f'data.corpus is {self.corpus!r}, made of bytes; leave data.tokenizer at "bytes"')
         if (self.corpus == "text") != bool(self.text):
@@ -108,7 +107,7 @@ class DataConfig:
             found = f"data.valid_share is {self.valid_share} and data.test_share {self.test_share}"
             rule = "they are shares of the text: valid above 0, test 0 or more, together below 1"
             raise ConfigError(f"{found}; {rule}")
-        if self.tokenizer not in ("bytes", "words") and not re.fullmatch(TOKENIZER_NAME, self.tokenizer):
+        if not re.fullmatch(TOKENIZER_NAME, self.tokenizer):
             allowed = '"bytes", "words", "bpe:SIZE", as in bpe:4096, or a Hugging Face tokenizer'
             advice = f"pass {allowed}: path/tokenizer.json, or a folder with this file as ./FOLDER"
             raise ConfigError(f"data.tokenizer is {self.tokenizer!r}; {advice}")

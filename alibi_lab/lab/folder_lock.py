@@ -54,7 +54,8 @@ def _lock(out: Path, shard: tuple[int, int]) -> FileLock:
     index, count = shard
     mine = ".lock" if count == 1 else f".lock-{index}-of-{count}"
     with FileLock(out / ".lock-start"):  # if two start at once, the second one sees the first one's lock
-        for path in sorted({out / mine, *out.glob(".lock*")}):
+        others = sorted(path for path in out.glob(".lock*") if path.name != mine)
+        for path in [*others, out / mine]:
             found = _LOCK.fullmatch(path.name)
             if not found or (path.name != mine and found[2] == str(count) != "1"):
                 continue
@@ -64,11 +65,8 @@ def _lock(out: Path, shard: tuple[int, int]) -> FileLock:
             except Timeout:
                 running = f"shard {found[1]}/{found[2]} of an experiment" if found[1] else "another experiment"
                 also = f" (shards i/{found[2]} may run at the same time)" if found[1] else ""
-                raise ExperimentError(
-                    f"{running} is running in {out}; wait for it, or pass another folder{also}"
-                ) from None
-            if path.name == mine:
-                kept = lock
-            else:
+                advice = f"wait for it, or pass another folder{also}"
+                raise ExperimentError(f"{running} is running in {out}; {advice}") from None
+            if path.name != mine:
                 lock.release()
-    return kept
+    return lock

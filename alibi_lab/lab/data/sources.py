@@ -7,6 +7,7 @@ import functools
 import hashlib
 import itertools
 import math
+import mmap
 import os
 import re
 import sysconfig
@@ -28,7 +29,6 @@ CHUNK_BYTES = 1 << 16  # read at once; chunks end at a line end,
 LINE_BYTES = 1 << 20  # or, in lines longer than this, between two words or at least two characters
 
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
-_HUB_SPLITS = ("validation", "valid", "test")
 _OWN_SPLIT = re.compile(r"(?<![a-z])(train|valid|test)(?:ing|ation)?(?![a-z])")
 
 
@@ -214,7 +214,7 @@ def _split_hub(corpus: str, shares: Shares) -> Split:
     if "train" not in loaded or "text" not in loaded["train"].column_names:
         found = f'{corpus} has no split "train" with a column "text"'
         raise CorpusError(f"{found}; save the text to files and pass them in data.text")
-    valid = next((name for name in _HUB_SPLITS if name in loaded), None)
+    valid = next((name for name in ("validation", "valid", "test") if name in loaded), None)
     if valid is None:
         return _last_rows(_hub_texts(loaded["train"]), len(loaded["train"]), shares)
     splits: dict[Part, str] = {"train": "train", "valid": valid}
@@ -268,19 +268,10 @@ def _ends_of_file(file: TextFile, shares: Shares) -> dict[Part, list[TextFile]]:
 
 def _line_start(file: TextFile, place: int) -> int:
     """The start of the line that contains `place`; in a file of one line, the start of the character."""
-    with file.path.open("rb") as stream:
-        end = place
-        while end:
-            begin = max(0, end - CHUNK_BYTES)
-            stream.seek(begin)
-            if newline := stream.read(end - begin).rfind(b"\n") + 1:
-                return begin + newline
-            end = begin
-        if place == file.num_bytes:
-            return place
-        before = min(3, place)
-        stream.seek(place - before)
-        return place - before + _character(stream.read(before + 1), before)
+    with file.path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        if newline := content.rfind(b"\n", 0, place) + 1:
+            return newline
+        return place if place == len(content) else _character(content, place)
 
 
 def _cut(pending: bytes) -> int:
@@ -290,7 +281,7 @@ def _cut(pending: bytes) -> int:
     return 0 if len(pending) < LINE_BYTES else pending.rfind(b" ") + 1 or _character(pending, len(pending) - 1)
 
 
-def _character(content: bytes, place: int) -> int:
+def _character(content: bytes | mmap.mmap, place: int) -> int:
     """The first byte of the character at `place`; continuation bytes are 10xxxxxx."""
     while place and content[place] & 0xC0 == 0x80:
         place -= 1

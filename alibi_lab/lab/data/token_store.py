@@ -37,7 +37,6 @@ SCHEMA = 2
 HASHED_BYTES = 64 << 20  # smaller files are hashed whenever they are opened, larger ones only if their mtime differs
 
 _SETTINGS = ("corpus", "tokenizer", "valid_share", "test_share")
-_FULL = (errno.ENOSPC, errno.EDQUOT, errno.EFBIG)
 _MANIFEST, _TOKENIZER, _LOCK = "manifest.json", "tokenizer.json", ".lock"
 _manifest = functools.partial(sealed_folder.read_manifest, name=_MANIFEST, schema=SCHEMA)
 _AGAIN = "delete the folder and run again: the text is tokenized again"
@@ -73,7 +72,7 @@ def tokenized(config: DataConfig, store: Path) -> Corpus:
                 _write(folder, text, settings, files or (), origins)
     except OSError as error:
         message = f"{config.corpus} cannot be tokenized into {store} ({error}); pass a folder that you may write to"
-        if error.errno in _FULL:
+        if error.errno in (errno.ENOSPC, errno.EDQUOT, errno.EFBIG):  # the disk is full
             needed = f"{2 * text.num_bytes / 1e6:.1f} MB; make room or choose another folder, and run again"
             message = f"no room on the disk while {config.corpus} was tokenized into {store}: it needs up to {needed}"
         raise CorpusError(message) from None

@@ -166,11 +166,10 @@ def _tokenizer_file(name: str) -> "BpeTokenizer":
     path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
     try:
         return BpeTokenizer(name, path.read_text(encoding="utf-8"))
-    except OSError as error:
-        reason = str(error.strerror)
     except Exception as error:  # tokenizers raises nothing more specific
-        reason = str(error)
-    raise CorpusError(f"data.tokenizer is {name!r} but {path} is not a tokenizer that can be read ({reason})")
+        reason = error.strerror if isinstance(error, OSError) else error
+        found = f"{path} is not a tokenizer that can be read ({reason})"
+        raise CorpusError(f"data.tokenizer is {name!r} but {found}") from None
 
 
 def load_tokenizer(path: Path) -> Tokenizer:

@@ -1,5 +1,6 @@
 """Turns text into tokens: reads it once in chunks, and encodes, writes, counts and hashes each chunk. Next: `token_store.py`."""
 
+import collections
 import hashlib
 import itertools
 from collections.abc import Callable, Iterable, Iterator, Mapping
@@ -69,16 +70,14 @@ def tokenize(
     documents: Documents, tokenizer: Tokenizer, tokens: BinaryIO, starts: BinaryIO, digest: "hashlib._Hash"
 ) -> Counts:
     """Writes the tokens of documents, and the start of each document that has tokens as int64; hashes the text."""
-    counts = {"documents": 0, "tokens": 0, "bytes": 0, "words": 0, "lines": 0}
+    counts = collections.Counter(documents=0, tokens=0, bytes=0, words=0, lines=0)
     begins = False
     for group in _groups(documents, tokenizer.document_end):
         encoded = tokenizer.encode_all([chunk + end for chunk, end, _ in group])
         for (chunk, _, first), ids in zip(group, encoded, strict=True):
             digest.update(chunk)
-            counts["documents"] += first
-            counts["bytes"] += len(chunk)
-            counts["words"] += len(chunk.decode().split())
-            counts["lines"] += chunk.count(b"\n")
+            words = len(chunk.decode().split())
+            counts.update(documents=first, bytes=len(chunk), words=words, lines=chunk.count(b"\n"))
             begins = begins or first
             if begins and len(ids):
                 starts.write(np.int64(counts["tokens"]).tobytes())

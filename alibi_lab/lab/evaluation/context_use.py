@@ -16,6 +16,8 @@ from alibi_lab.lab.evaluation.losses import MOST_PARTS, Column, Say, answers, co
 from alibi_lab.lab.model.language_model import LanguageModel
 
 Rows: TypeAlias = Iterable[Sequence[float | None]]
+Places: TypeAlias = Callable[[int], Sequence[float]]  # of the evidence, by length
+Score: TypeAlias = Callable[[LanguageModel, int], Rows]
 
 DEPTHS = (0.0, 0.25, 0.5, 0.75, 1.0)
 
@@ -109,13 +111,7 @@ def has_positions(model: LanguageModel, length: int) -> bool:
 
 
 def table(
-    model: LanguageModel,
-    config: EvalConfig,
-    names: Sequence[str],
-    places: Callable[[int], Sequence[float]] | None,
-    score: Callable[[LanguageModel, int], Rows],
-    *,
-    least: int = 0,
+    model: LanguageModel, config: EvalConfig, names: Sequence[str], places: Places | None, score: Score, least: int = 0
 ) -> dict[str, Column]:
     """One row per length and place in it, (length, place, *score), or per length if `places` is None.
 

@@ -68,15 +68,14 @@ def streams(model: LanguageModel, tokens: Tensor, config: EvalConfig) -> dict[st
     stretches = scored_stretches(len(tokens), config.lengths[-1], config.tokens)
     modes = [*((SEGMENTS, kept) for kept in config.memory), *((SINKS, kept) for kept in config.sinks)]
     rows: list[tuple[Json, ...]] = []
-    for length in config.lengths:
-        for mode, kept in modes:
-            losses = None
-            if mode == SEGMENTS and why_no_memory(model) is None:
-                losses = cached_segments(model, tokens, stretches, length=length, memory=kept)
-            elif mode == SINKS and why_no_sinks(model) is None:
-                losses = attention_sinks(model, tokens, stretches, window=length, sinks=kept)
-            values = (None, None) if losses is None else (mean_nats(losses), len(losses.target))
-            rows.append((mode, length, kept, *values))
+    for length, (mode, kept) in itertools.product(config.lengths, modes):
+        losses = None
+        if mode == SEGMENTS and why_no_memory(model) is None:
+            losses = cached_segments(model, tokens, stretches, length=length, memory=kept)
+        elif mode == SINKS and why_no_sinks(model) is None:
+            losses = attention_sinks(model, tokens, stretches, window=length, sinks=kept)
+        values = (None, None) if losses is None else (mean_nats(losses), len(losses.target))
+        rows.append((mode, length, kept, *values))
     return columns(("way", "length", "kept", "nats", "tokens"), rows)
 
 

@@ -104,12 +104,9 @@ def _read(model: LanguageModel, rows: Tensor, step: int) -> tuple[Tensor, Tensor
     found: list[Tensor] = []
     rows = rows.to(model.device).long()
     norm = model.blocks[-1].get_submodule("ffn_norm")
-    hook = norm.register_forward_hook(lambda module, given, output: found.append(output))
-    try:
-        with testing(model):
-            nats = model(rows[:, :-1], targets=rows[:, -step:])
-    finally:
-        hook.remove()
+    watched = norm.register_forward_hook(lambda module, given, output: found.append(output))
+    with testing(model), watched:
+        nats = model(rows[:, :-1], targets=rows[:, -step:])
     keys = torch.cat(found, dim=1)[:, -step:]  # several if the method reads in segments
     return keys.flatten(0, 1).float().cpu(), rows[:, -step:].flatten().cpu(), nats.flatten().cpu()
 
