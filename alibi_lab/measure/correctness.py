@@ -60,9 +60,10 @@ class Reference:
         cls, query: Tensor, key: Tensor, value: Tensor, grad: Tensor, slopes: Tensor, *, dropout_p: float = 0.0
     ) -> "Reference":
         """The reference for causal attention of the last T of S positions; only the first sequence of a batch is checked."""
-        exact = functools.partial(_ours, backend="reference", dropout_p=dropout_p)
+        ours = functools.partial(attention_of_head, dropout_p=dropout_p, seed=SEED)
+        exact = functools.partial(ours, backend="reference")
         # Hand-written attention cannot have our dropout mask. `dense`, which materializes all weights, is the closest.
-        plain = _eager if dropout_p == 0 else functools.partial(_ours, backend="dense", dropout_p=dropout_p)
+        plain = _eager if dropout_p == 0 else functools.partial(ours, backend="dense")
         longest_value = float(torch.linalg.vector_norm(value[:1], dim=-1, dtype=torch.float32).max())
         rows, units, by_hand = {}, {}, {}
         for biased, m in ((True, slopes), (False, torch.zeros_like(slopes))):
@@ -104,15 +105,12 @@ def computed(attention: Attention, query: Tensor, key: Tensor, value: Tensor, gr
 
 
 def _last_rows(
-    run: Callable[[Tensor, Tensor, Tensor, Tensor, int], Tensor],
-    inputs: Sequence[Tensor],
-    slopes: Tensor,
-    dtype: torch.dtype,
+    run: Callable[..., Tensor], inputs: Sequence[Tensor], slopes: Tensor, dtype: torch.dtype
 ) -> list[Tensor]:
     """(output, gradients of query, key and value) of the last rows alone, computed head by head to save memory.
 
     Args:
-        run: (query, key, value, slope, index of the head) -> output
+        run: (query, key, value, slope, head=its index) -> output
         inputs: (query, key, value, gradient of the output).
     """
     heads = []
@@ -120,19 +118,12 @@ def _last_rows(
         q, near_k, near_v, do = (x[:1, h : h + 1, -ROWS:].detach().to(dtype) for x in inputs)
         far_k, far_v = (x[:1, h : h + 1, :-ROWS].detach().to(dtype) for x in inputs[1:3])
         leaves = [x.requires_grad_() for x in (q, near_k, near_v)]
-        output = run(q, torch.cat([far_k, near_k], 2), torch.cat([far_v, near_v], 2), slopes[h : h + 1], h)
+        output = run(q, torch.cat([far_k, near_k], 2), torch.cat([far_v, near_v], 2), slopes[h : h + 1], head=h)
         heads.append([output.detach(), *torch.autograd.grad(output, leaves, do)])
     return [torch.cat(rows, 1) for rows in zip(*heads, strict=True)]
 
 
-def _ours(
-    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, head: int, *, backend: str, dropout_p: float
-) -> Tensor:
-    """Our attention without skipping; the head gets the dropout mask that it has within the whole call."""
-    return attention_of_head(query, key, value, slopes, head=head, backend=backend, dropout_p=dropout_p, seed=SEED)
-
-
-def _eager(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, head: int) -> Tensor:
+def _eager(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, *, head: int) -> Tensor:
     return eager(query, key, value, slopes)(query, key, value)
 
 

@@ -12,7 +12,7 @@ from torch.nn import functional
 
 from alibi_attn import ALiBiAttention
 from alibi_attn.nn import StaticKVCache
-from alibi_lab.measure.gpu_parts import GRAPH, SMOKE, Calls, Case, Part, call_row, drawn
+from alibi_lab.measure.gpu_parts import GRAPH, Calls, Case, Part, call_row, cases, drawn
 from alibi_lab.measure.gpu_truth import Truth, biased_by, head
 from alibi_lab.measure.harness import Row
 from alibi_lab.measure.timing import replayable
@@ -99,10 +99,6 @@ NOTES = {
     REACH: "the same with reach_cache().static(), whose bound comes from the norms of the keys",
     SDPA: "scaled_dot_product_attention of one query; no ALiBi at all",
 }
-DECODING = Part(
-    "decoding",
-    15.0,
-    {name + way: note + way for way in ("", GRAPH) for name, note in NOTES.items()},
-    {"full": tuple(Case(1, n, 16, 128) for n in (2048, 16384, 131072)), "smoke": SMOKE},
-    decoding,
-)
+PEERS = {name + way: note + way for way in ("", GRAPH) for name, note in NOTES.items()}
+CASES = cases("1x2048x16x128 1x16384x16x128 1x131072x16x128")
+DECODING = Part("decoding", 15.0, PEERS, CASES, decoding)

@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from alibi_attn.nn import quantized
 from alibi_attn.nn.allocator import peak_memory_bytes, reset_peak_memory
 from alibi_lab.measure.gpu_networks import TRANSFORMERS
-from alibi_lab.measure.gpu_parts import COLUMNS, GRAPH, SMOKE, Calls, Case, Part, call_row, checked_row
+from alibi_lab.measure.gpu_parts import COLUMNS, GRAPH, Calls, Case, Part, call_row, cases, checked_row
 from alibi_lab.measure.gpu_steps import padding
 from alibi_lab.measure.gpu_truth import allowed_error, judged, relative_error
 from alibi_lab.measure.harness import Row
@@ -257,52 +257,30 @@ def _tokens(case: Case, device: torch.device) -> Tensor:
     return torch.randint(1, words, (case.batch, case.length), generator=generator, device=device)
 
 
-_KINDS: dict[str, str] = {kind: f"linear layers in {kind}, the rest in bf16" for kind in KINDS}
-ENCODER = Part(
-    "encoder",
-    15.0,
-    {
-        "ours": "ALiBiBertModel with the mask",
-        DENSE: "the same weights, scaled_dot_product_attention with bias and mask as attn_mask",
-        "ours" + GRAPH: "ALiBiBertModel without a mask, replayed by a CUDA graph; only where no text is padded",
-    },
-    {"full": (Case(32, 512, 12, 64), Case(1, 8192, 12, 64)), "smoke": (Case(2, 70, 2, 16), *SMOKE)},
-    encoder,
-    imports=TRANSFORMERS,
-)
-MIXED = Part(
-    "encoder-mixed",
-    14.0,
-    {
-        "bf16": "ALiBiBertModel in bf16 with the mask",
-        ALONE: "a call per text",
-        COMPUTED: "the same without a mask, so that padding is computed",
-        "bf16" + GRAPH: "with the mask, replayed by a CUDA graph",
-        **_KINDS,
-        "fp16": "ALiBiBertModel in fp16 with the mask",
-        ONE_ROW: "the same texts in one row with segment_ids",
-    },
-    {"full": (Case(32, 512, 12, 64), Case(8, 2048, 12, 64)), "smoke": (Case(3, 70, 2, 16),)},
-    mixed,
-    ours=ALL,
-    imports=TRANSFORMERS,
-)
-DOCUMENT = Part(
-    "encoder-document",
-    8.0,
-    {"bf16": "the vectors of late chunks of one document"},
-    {"full": (Case(1, 8192, 12, 64), Case(1, 100_000, 12, 64)), "smoke": (Case(1, 80, 2, 16),)},
-    document,
-    (*COLUMNS, "peak_bytes"),
-    ours=ALL,
-    imports=TRANSFORMERS,
-)
-TEXTS = Part(
-    "encoder-texts",
-    5.0,
-    {"bf16": "a folder's tokenizer and model", **_KINDS, "sentence_transformer": "encode and late_chunks, in bf16"},
-    {"full": (Case(8, 2048, 12, 64),), "smoke": (Case(3, 40, 2, 16),)},
-    texts,
-    ours=ALL,
-    imports=(*TRANSFORMERS, "sentence_transformers"),
-)
+OF_KINDS: dict[str, str] = {kind: f"linear layers in {kind}, the rest in bf16" for kind in KINDS}
+NOTES = {
+    "ours": "ALiBiBertModel with the mask",
+    DENSE: "the same weights, scaled_dot_product_attention with bias and mask as attn_mask",
+    "ours" + GRAPH: "ALiBiBertModel without a mask, replayed by a CUDA graph; only where no text is padded",
+}
+MIXED_NOTES = {
+    "bf16": "ALiBiBertModel in bf16 with the mask",
+    ALONE: "a call per text",
+    COMPUTED: "the same without a mask, so that padding is computed",
+    "bf16" + GRAPH: "with the mask, replayed by a CUDA graph",
+    **OF_KINDS,
+    "fp16": "ALiBiBertModel in fp16 with the mask",
+    ONE_ROW: "the same texts in one row with segment_ids",
+}
+DOCUMENT_NOTES = {"bf16": "the vectors of late chunks of one document"}
+TEXTS_NOTES = {"bf16": "a folder's tokenizer and model", **OF_KINDS}
+TEXTS_NOTES["sentence_transformer"] = "encode and late_chunks, in bf16"
+SHORT_AND_LONG = cases("32x512x12x64 1x8192x12x64", "2x70x2x16 1x70x2x16")
+SHORT = cases("32x512x12x64 8x2048x12x64", "3x70x2x16")
+LONG = cases("1x8192x12x64 1x100000x12x64", "1x80x2x16")
+STRINGS = cases("8x2048x12x64", "3x40x2x16")
+OF_TEXTS = (*TRANSFORMERS, "sentence_transformers")
+ENCODER = Part("encoder", 15.0, NOTES, SHORT_AND_LONG, encoder, imports=TRANSFORMERS)
+MIXED = Part("encoder-mixed", 14.0, MIXED_NOTES, SHORT, mixed, ours=ALL, imports=TRANSFORMERS)
+DOCUMENT = Part("encoder-document", 8.0, DOCUMENT_NOTES, LONG, document, (*COLUMNS, "peak_bytes"), ALL, TRANSFORMERS)
+TEXTS = Part("encoder-texts", 5.0, TEXTS_NOTES, STRINGS, texts, ours=ALL, imports=OF_TEXTS)

@@ -16,12 +16,12 @@ import torch
 from torch import Tensor
 
 from alibi_lab.measure.correctness import ROWS, Reference
-from alibi_lab.measure.gpu_parts import Calls, Case, Part, drawn
+from alibi_lab.measure.gpu_parts import Calls, Case, Part, cases, drawn
 from alibi_lab.measure.gpu_truth import Truth, with_slope
 from alibi_lab.measure.harness import Row
 from alibi_lab.measure.inputs import published_slopes
 from alibi_lab.measure.peers import Peer
-from alibi_lab.measure.timing import FILL_MS, elapsed_ms
+from alibi_lab.measure.timing import FILL_MS, elapsed_ms, step_times
 
 if TYPE_CHECKING:
     import jax
@@ -86,9 +86,9 @@ class Steps:
             del output, gradients
             if row["right"]:
                 forward_ms = _milliseconds(functools.partial(forward, attention, *arrays))
-                whole_ms, host_us = _milliseconds(whole), elapsed_ms(whole) * 1e3
+                whole_ms = _milliseconds(whole)
+                row |= step_times(forward_ms, whole_ms, elapsed_ms(whole) * 1e3)
                 self._pace[peer.name] = whole_ms / 1e3 / _work(peer, case)
-                row |= {"forward_ms": forward_ms, "backward_ms": max(whole_ms - forward_ms, 0.0), "host_us": host_us}
             return row
 
         calls: Calls = {}
@@ -161,8 +161,7 @@ def _milliseconds(call: Callable[[], object]) -> float:
     return statistics.median(elapsed(calls) for _ in range(REPEATS))
 
 
-_SIZES = ((1, 2048), (8, 2048), (1, 16384), (1, 131072), (2, 8192))
-CASES = {"full": tuple(Case(*size, 16, 128) for size in _SIZES), "smoke": (Case(2, 70, 2, 16),)}
+CASES = cases("1x2048x16x128 8x2048x16x128 1x16384x16x128 1x131072x16x128 2x8192x16x128", "2x70x2x16")
 # Apart, because a kernel that fails on a device ends all that its process could still measure.
 JAX, JAX_TRITON = (
     Part(part, seconds, {name: NOTES[name] for name in names}, CASES, Steps(*names))

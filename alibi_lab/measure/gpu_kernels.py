@@ -9,7 +9,7 @@ from torch.nn.attention import SDPBackend
 from torch.profiler import ProfilerActivity, profile
 
 from alibi_attn.inspect import computed_scores
-from alibi_lab.measure.gpu_parts import SMOKE, Calls, Case, Part, drawn
+from alibi_lab.measure.gpu_parts import Calls, Case, Part, cases, drawn
 from alibi_lab.measure.harness import Row, training_step
 from alibi_lab.measure.inputs import published_slopes
 from alibi_lab.measure.peers.ours import ours as ours_by
@@ -64,11 +64,6 @@ def of_step(step: Callable[[], object], device: torch.device) -> dict[str, dict[
     return {name: found[name] for name in slowest[:KERNELS] if found[name]["ms"] > 0}
 
 
-OF_KERNELS = Part(
-    "kernels",
-    15.0,
-    {"ours": "backend='fused'", "cuDNN": "SDPA is_causal=True, cuDNN's kernel; no ALiBi at all"},
-    {"full": (Case(8, 2048, 16, 128), Case(1, 16384, 16, 128), Case(1, 131072, 16, 128)), "smoke": SMOKE},
-    kernels,
-    COLUMNS,
-)
+NOTES = {"ours": "backend='fused'", "cuDNN": "SDPA is_causal=True, cuDNN's kernel; no ALiBi at all"}
+CASES = cases("8x2048x16x128 1x16384x16x128 1x131072x16x128")
+OF_KERNELS = Part("kernels", 15.0, NOTES, CASES, kernels, COLUMNS)

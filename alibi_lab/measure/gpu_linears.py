@@ -8,7 +8,7 @@ import torch
 from torch import Tensor, nn
 
 from alibi_attn.nn.quantized import Kind, QuantizedLinear, check_supported
-from alibi_lab.measure.gpu_parts import COLUMNS, Calls, Case, Part, call_row, number_type
+from alibi_lab.measure.gpu_parts import COLUMNS, Calls, Case, Part, call_row, cases, number_type
 from alibi_lab.measure.gpu_truth import judged, relative_error
 from alibi_lab.measure.harness import Row
 
@@ -69,23 +69,11 @@ def formula(layer: nn.Linear, x: Tensor, kind: Kind) -> Tensor:
     return (tokens @ weights.T) * of_tokens * of_weights.T + layer.bias.double()
 
 
-_PEERS = {"int8": "torch._int_mm, eager", "float8": "torch._scaled_mm, eager"}
-_COLUMNS = (*COLUMNS, "rounding_error", "equal_on_cpu")
-LINEARS = Part(
-    "linears",
-    3.0,
-    {"unquantized": "nn.Linear", **_PEERS},
-    {"full": (Case(1, 16384, 12, 64), Case(1, 16384, 16, 128), Case(1, 1, 16, 128)), "smoke": (Case(1, 30, 2, 16),)},
-    linears,
-    _COLUMNS,
-    tuple(LARGEST),
-)
-LINEARS_COMPILED = Part(
-    "linears-compiled",
-    6.0,
-    {name + COMPILED: f"{what.removesuffix('eager')}torch.compile" for name, what in _PEERS.items()},
-    {"full": (Case(1, 16384, 16, 128),), "smoke": (Case(1, 30, 2, 16),)},
-    functools.partial(linears, compiled=True),
-    _COLUMNS,
-    tuple(LARGEST),
-)
+PEERS = {"int8": "torch._int_mm, eager", "float8": "torch._scaled_mm, eager"}
+COMPILED_PEERS = {name + COMPILED: f"{what.removesuffix('eager')}torch.compile" for name, what in PEERS.items()}
+MEASURED, OURS = (*COLUMNS, "rounding_error", "equal_on_cpu"), tuple(LARGEST)
+CASES = cases("1x16384x12x64 1x16384x16x128 1x1x16x128", "1x30x2x16")
+LINEARS = Part("linears", 3.0, {"unquantized": "nn.Linear", **PEERS}, CASES, linears, MEASURED, OURS)
+COMPILED_CASES = cases("1x16384x16x128", "1x30x2x16")
+compiled_linears = functools.partial(linears, compiled=True)
+LINEARS_COMPILED = Part("linears-compiled", 6.0, COMPILED_PEERS, COMPILED_CASES, compiled_linears, MEASURED, OURS)

@@ -8,7 +8,7 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alibi_lab.measure.gpu_parts import GRAPH, SMOKE, Calls, Case, Part, checked_row, number_type
+from alibi_lab.measure.gpu_parts import GRAPH, Calls, Case, Part, cases, checked_row, number_type
 from alibi_lab.measure.gpu_truth import relative_error
 from alibi_lab.measure.harness import Row
 from alibi_lab.measure.timing import replayable
@@ -91,24 +91,12 @@ def _logits(model: nn.Module, tokens: Tensor, cache: object = None) -> Tensor:
     return model(tokens, past_key_values=cache, use_cache=cache is not None, logits_to_keep=LAST).logits
 
 
-BLOOM = Part(
-    "bloom",
-    15.0,
-    {ORIGINAL: "transformers' BloomForCausalLM, eager attention", "ours": "the same, patched"},
-    {"full": (Case(1, 2048, 16, 128), Case(1, 8192, 16, 128)), "smoke": SMOKE},
-    bloom_pass,
-    imports=TRANSFORMERS,
-)
-BLOOM_STEP = Part(
-    "bloom-step",
-    12.0,
-    {
-        "ours": "patched, ALiBiCache",
-        STATIC: "patched, StaticALiBiCache",
-        STATIC + GRAPH: "the same, replayed by a CUDA graph",
-        ORIGINAL: "transformers' BloomForCausalLM, DynamicCache",
-    },
-    {"full": (Case(1, 2048, 16, 128),), "smoke": SMOKE},
-    bloom_step,
-    imports=TRANSFORMERS,
-)
+NOTES = {ORIGINAL: "transformers' BloomForCausalLM, eager attention", "ours": "the same, patched"}
+STEP_NOTES = {
+    "ours": "patched, ALiBiCache",
+    STATIC: "patched, StaticALiBiCache",
+    STATIC + GRAPH: "the same, replayed by a CUDA graph",
+    ORIGINAL: "transformers' BloomForCausalLM, DynamicCache",
+}
+BLOOM = Part("bloom", 15.0, NOTES, cases("1x2048x16x128 1x8192x16x128"), bloom_pass, imports=TRANSFORMERS)
+BLOOM_STEP = Part("bloom-step", 12.0, STEP_NOTES, cases("1x2048x16x128"), bloom_step, imports=TRANSFORMERS)

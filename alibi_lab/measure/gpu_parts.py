@@ -34,7 +34,10 @@ class Case(NamedTuple):
         return f"{self.batch}x{self.length}, {self.heads}x{self.head_dim}"
 
 
-SMOKE = (Case(1, 70, 2, 16),)
+def cases(full: str, smoke: str = "1x70x2x16") -> dict[str, tuple[Case, ...]]:
+    """Cases by scale, written as "8x2048x16x128 …": sequences, tokens, heads and the size of a head."""
+    by_scale = {"full": full, "smoke": smoke}
+    return {scale: tuple(Case(*map(int, one.split("x"))) for one in text.split()) for scale, text in by_scale.items()}
 
 
 class Part(NamedTuple):
@@ -133,7 +136,7 @@ def step_row(
         forward = forward_pass(attention, leaves)
         alone = replayable(forward, device) if graph else forward
         whole(), alone()
-        row |= step_times(alone, whole, device, repeats=5, seconds=0.3)
+        row |= step_times(timed(alone, device), timed(whole, device), host_us(whole, device))
     return row
 
 
@@ -141,7 +144,12 @@ def call_row(errors: Row, call: Callable[[], object], device: torch.device) -> R
     """These errors, and the times of the call, which is warm and has no gradient; a wrong one is not timed."""
     if not errors["right"]:
         return errors
-    return errors | {"forward_ms": device_ms(call, device, repeats=5, seconds=0.3), "host_us": host_us(call, device)}
+    return errors | {"forward_ms": timed(call, device), "host_us": host_us(call, device)}
+
+
+def timed(call: Callable[[], object], device: torch.device) -> float:
+    """The median milliseconds of a few warm calls."""
+    return device_ms(call, device, repeats=5, seconds=0.3)
 
 
 def checked_row(

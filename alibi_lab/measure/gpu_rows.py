@@ -120,7 +120,9 @@ def _times(attention: Attention, inputs: Sequence[Tensor], grad: Tensor | None) 
         alone = forward_pass(attention, inputs)
         return {"forward_ms": device_ms(alone, device), "host_us": host_us(alone, device)}
     leaves = [x.detach().requires_grad_() for x in inputs]
-    return step_times(lambda: attention(*leaves), training_step(attention, inputs, grad), device)
+    step = training_step(attention, inputs, grad)
+    forward_ms = device_ms(lambda: attention(*leaves), device)
+    return step_times(forward_ms, device_ms(step, device), host_us(step, device))
 
 
 def _bytes_read(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Row:

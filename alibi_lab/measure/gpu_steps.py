@@ -9,7 +9,7 @@ from torch.nn import functional
 from torch.nn.attention import SDPBackend
 
 from alibi_attn import alibi_attention, forgetting_attention
-from alibi_lab.measure.gpu_parts import GRAPH, Calls, Case, Part, drawn, in_both_ways
+from alibi_lab.measure.gpu_parts import GRAPH, Calls, Case, Part, cases, drawn, in_both_ways
 from alibi_lab.measure.gpu_truth import Truth, biased_by, causal_distance, head, with_gates, with_slope
 from alibi_lab.measure.inputs import published_slopes
 from alibi_lab.measure.peers.sdpa_causal import causal, causal_by
@@ -91,19 +91,9 @@ def _notes(*names: str) -> dict[str, str]:
     return {name + way: NOTES[name] + way for name in names for way in ("", GRAPH)}
 
 
-SMOKE = (Case(2, 70, 2, 16),)
-PLAIN = Part(
-    "graphs",
-    15.0,
-    _notes("ours", SDPA, CUDNN),
-    {"full": (Case(8, 2048, 16, 128), Case(1, 16384, 16, 128), Case(32, 512, 16, 128)), "smoke": SMOKE},
-    plain,
-)
-GATED = Part("gates", 12.0, _notes("ours", SDPA, CUDNN), {"full": (Case(2, 8192, 16, 128),), "smoke": SMOKE}, gated)
-WITH_MASK = Part(
-    "masked",
-    15.0,
-    _notes("ours", MASKED, BIASED),
-    {"full": (Case(32, 512, 12, 64), Case(8, 2048, 12, 64), Case(2, 8192, 12, 64)), "smoke": SMOKE},
-    masked,
-)
+SMOKE = "2x70x2x16"
+PLAIN_CASES = cases("8x2048x16x128 1x16384x16x128 32x512x16x128", SMOKE)
+MASKED_CASES = cases("32x512x12x64 8x2048x12x64 2x8192x12x64", SMOKE)
+PLAIN = Part("graphs", 15.0, _notes("ours", SDPA, CUDNN), PLAIN_CASES, plain)
+GATED = Part("gates", 12.0, _notes("ours", SDPA, CUDNN), cases("2x8192x16x128", SMOKE), gated)
+WITH_MASK = Part("masked", 15.0, _notes("ours", MASKED, BIASED), MASKED_CASES, masked)

@@ -81,18 +81,9 @@ def host_us(call: Callable[[], object], device: torch.device, *, repeats: int = 
     return statistics.median(taken)
 
 
-def step_times(
-    forward: Callable[[], object],
-    step: Callable[[], object],
-    device: torch.device,
-    *,
-    repeats: int = 7,
-    seconds: float = 0.5,
-) -> dict[str, float]:
-    """The columns of a warm training step and its forward pass; `backward_ms` is the rest of the step."""
-    forward_ms = device_ms(forward, device, repeats=repeats, seconds=seconds)
-    whole_ms = device_ms(step, device, repeats=repeats, seconds=seconds)
-    return {"forward_ms": forward_ms, "backward_ms": max(whole_ms - forward_ms, 0.0), "host_us": host_us(step, device)}
+def step_times(forward_ms: float, step_ms: float, host_us: float) -> dict[str, float]:
+    """The columns of a training step; `backward_ms` is what it takes beyond a forward pass."""
+    return {"forward_ms": forward_ms, "backward_ms": max(step_ms - forward_ms, 0.0), "host_us": host_us}
 
 
 def replayable(call: Callable[[], Result], device: torch.device) -> Callable[[], Result]:
