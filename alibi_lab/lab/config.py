@@ -8,6 +8,7 @@ import dataclasses
 import difflib
 import math
 import re
+import types
 import typing
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, TypeAlias, TypedDict
@@ -27,6 +28,8 @@ IMPORT_PATH = re.compile(r"(?:.+\.py|[A-Za-z_][\w.]*):[A-Za-z_]\w*")  # FILE.py:
 METHOD_MODULE = "alibi_method_"  # how the names of modules imported from FILE.py begin
 TOKENIZER_NAME = r"bytes|words|bpe:[1-9]\d*|.+\.json|.*/.*"
 MAX_INTEGER = 10**12  # of integers: seeds times a million fit into the 64 bits of torch's generators
+_KINDS: dict[object, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
+_KINDS[types.NoneType] = "none"
 TASK_CORPUS = re.compile(rf"task:({'|'.join(typing.get_args(Task))})(?::([1-9]\d*))?")
 
 
@@ -56,11 +59,11 @@ class ModelConfig:
     softmax_dropout: float = 0.0  # of the inputs of an adaptive softmax and of its further bands
 
     def __post_init__(self) -> None:
+        _check_fields("model", self)
         if not IMPORT_PATH.fullmatch(self.method) and self.method not in LOOKS:
             found = f"model.method is {self.method!r}{nearest(self.method, tuple(LOOKS))}"
             advice = f"pass one of {', '.join(LOOKS)}, or your own as FILE.py:Class or package.module:Class"
             raise ConfigError(f"{found}; {advice}")
-        _check_fields("model", self)
         for name in ("dropout", "attention_dropout", "activation_dropout", "softmax_dropout"):
             if not 0 <= getattr(self, name) < 1:
                 raise ConfigError(f"model.{name} is {getattr(self, name)}; it is a probability, 0 or more and below 1")
@@ -91,6 +94,7 @@ class DataConfig:
     segments: bool = False  # attend within documents only; needs a method that depends on distances only
 
     def __post_init__(self) -> None:
+        _check_fields("data", self)
         if self.text and self.corpus == "python-source":
             object.__setattr__(self, "corpus", "text")  # so that no record names a corpus that was not read
         is_task = TASK_CORPUS.fullmatch(self.corpus) is not None
@@ -183,9 +187,9 @@ class EvalConfig:
     sinks: tuple[int, ...] = ()  # also read with this many first tokens and a window, each length in total
 
     def __post_init__(self) -> None:
+        _check_fields("eval", self)
         if not self.lengths or min(self.lengths) < 1 or list(self.lengths) != sorted(set(self.lengths)):
             raise ConfigError(f"eval.lengths is {self.lengths}; pass lengths of 1 or more, in rising order, each once")
-        _check_fields("eval", self)
         for name, most, room in (("memory", self.lengths[-1], "longest"), ("sinks", self.lengths[0], "shortest")):
             kept = getattr(self, name)
             if not all(0 <= one < most for one in kept) or list(kept) != sorted(set(kept)):
@@ -270,9 +274,11 @@ def check_choice(name: str, value: str, choices: tuple[str, ...]) -> None:
 
 
 def _check_fields(section: str, config: object, *, may_be_0: Sequence[str] = ()) -> None:
-    """Checks that `Literal` fields have one of the values, and that integers are 1 (or 0 for the named ones) to `MAX_INTEGER`."""
+    """Checks that fields have their types and choices, and that integers are 1 (or 0 for the named ones) to `MAX_INTEGER`."""
     for name, kind in typing.get_type_hints(type(config)).items():
         value, several = getattr(config, name), typing.get_origin(kind) is tuple
+        if not _fits(value, kind):
+            raise ConfigError(f"{section}.{name} is {value!r} but must be {described(kind)}")
         item = typing.get_args(kind)[0] if several else kind
         if typing.get_origin(item) is Literal:
             for one in value if several else (value,):
@@ -280,6 +286,28 @@ def _check_fields(section: str, config: object, *, may_be_0: Sequence[str] = ())
         least = 0 if name in may_be_0 else 1 if kind in (int, int | None) else None
         if None not in (least, value) and not least <= value <= MAX_INTEGER:
             raise ConfigError(f"{section}.{name} is {value} but must be {least} or more, and at most {MAX_INTEGER}")
+
+
+def _fits(value: object, kind: object) -> bool:
+    origin, options = typing.get_origin(kind), typing.get_args(kind)
+    if origin is Literal:
+        return isinstance(value, str)
+    if origin is tuple:
+        return isinstance(value, tuple | list) and all(_fits(item, options[0]) for item in value)
+    if kind is float:
+        return isinstance(value, int | float) and not isinstance(value, bool)
+    return any(_fits(value, one) for one in options) or type(value) is kind
+
+
+def described(kind: object) -> str:
+    """What a field of this type may hold, as errors say it."""
+    if typing.get_origin(kind) is Literal:
+        return "one of " + ", ".join(typing.get_args(kind))
+    if typing.get_origin(kind) is tuple:
+        return f"a list of values, each {described(typing.get_args(kind)[0])}"
+    if isinstance(kind, types.UnionType):
+        return " or ".join(described(option) for option in typing.get_args(kind))
+    return _KINDS[kind]
 
 
 def nearest(name: str, names: tuple[str, ...]) -> str:

@@ -11,7 +11,7 @@ from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Literal, TypeVar
 
-from alibi_lab.lab.config import TASK_CORPUS, ConfigError, RunConfig, SymbolTask, check_choice, nearest
+from alibi_lab.lab.config import TASK_CORPUS, ConfigError, RunConfig, SymbolTask, check_choice, described, nearest
 from alibi_lab.records import Json
 
 _Config = TypeVar("_Config")
@@ -32,8 +32,6 @@ _SYNONYMS = {
     "train.warmup_steps": ("warmup",),
     "data.text": ("file", "files", "path"),
 }
-_KINDS: dict[object, str] = {int: "a whole number", float: "a number", str: "text", bool: "true or false"}
-_KINDS[types.NoneType] = "none"
 _OF_TEXT = ("data.corpus", "data.text", "data.tokenizer")
 
 
@@ -141,20 +139,7 @@ def _section(name: str, kind: Callable[..., _Config], data: object) -> _Config:
     hints = typing.get_type_hints(kind)
     if not isinstance(data, Mapping) or not hints.keys() - LATER <= data.keys() <= hints.keys():
         raise ConfigError(f"section {name!r} of a config has the fields {', '.join(hints)}; this one has others")
-    values = {field: tuple(value) if isinstance(value, list) else value for field, value in data.items()}
-    for field, value in values.items():
-        if not _fits(value, hints[field]):
-            raise ConfigError(f"{name}.{field} is {value!r} but must be {_describe(hints[field])}")
-    return kind(**values)
-
-
-def _fits(value: object, kind: object) -> bool:
-    origin, options = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Literal:
-        return value in options
-    if origin is tuple:
-        return isinstance(value, tuple) and all(_fits(item, options[0]) for item in value)
-    return any(_fits(value, one) for one in options) or type(value) is kind or (kind is float and type(value) is int)
+    return kind(**{field: tuple(value) if isinstance(value, list) else value for field, value in data.items()})
 
 
 def _parse(name: str, text: str, kind: object) -> object:
@@ -174,14 +159,4 @@ def _parse(name: str, text: str, kind: object) -> object:
         value = int(text) if kind is int else float(text)
         if math.isfinite(value):
             return value
-    raise ConfigError(f"{name} is {text!r} but must be {_describe(kind)}")
-
-
-def _describe(kind: object) -> str:
-    if typing.get_origin(kind) is Literal:
-        return "one of " + ", ".join(typing.get_args(kind))
-    if typing.get_origin(kind) is tuple:
-        return f"a list of values, each {_describe(typing.get_args(kind)[0])}"
-    if isinstance(kind, types.UnionType):
-        return " or ".join(_describe(option) for option in typing.get_args(kind))
-    return _KINDS[kind]
+    raise ConfigError(f"{name} is {text!r} but must be {described(kind)}")

@@ -85,6 +85,14 @@ def test_shares_that_are_no_numbers_are_refused():
         DataConfig(valid_share=float("nan"))
 
 
+def test_a_field_of_another_type_is_refused():
+    """The letters of a path are no paths: "/" is everything."""
+    with pytest.raises(ConfigError, match=r"data.text is '/novels' but must be a list of values, each text"):
+        DataConfig(text="/novels")
+    with pytest.raises(ConfigError, match=r"eval.lengths is 128 but must be a list of values, each a whole number"):
+        EvalConfig(lengths=128)
+
+
 def test_a_file_that_is_no_tokenizer_is_refused(tmp_path):
     (tmp_path / "tokenizer.json").write_text("{")
     with pytest.raises(ConfigError, match=r"tokenizer.json is not a tokenizer that can be read \(EOF"):
