@@ -16,7 +16,7 @@ from pathlib import Path
 import torch
 
 from alibi_lab import records
-from alibi_lab.measure.embedding_peers import ENCODERS, OURS, Build, Opened, Place, inputs, our_encoder, plain, why_not
+from alibi_lab.measure.embedding_peers import ENCODERS, OURS, Build, Place, inputs, our_encoder, plain, why_not
 from alibi_lab.measure.harness import Columns, Row, Rows, Say, keep
 from alibi_lab.measure.peers import installed
 from alibi_lab.measure.peers.dense_encoder import Sizes
@@ -79,12 +79,12 @@ def embedding(
     }
     batches: dict[str, list[tuple[int, ...]]] = {"embedding/texts": [(length,) for length in sorted(lengths)]}
     batches["embedding/mixed"] = [tuple(mixed)]
-    of = {precision: [name for name in names if ENCODERS[name].precision == precision] for precision in precisions}
+    named = {precision: [name for name in names if ENCODERS[name].precision == precision] for precision in precisions}
     configs: dict[str, dict[str, records.Json]] = {
         f"{record}/{precision}": {
             **shared,
             "precision": precision,
-            "peers": [plain(name) for name in of[precision]],
+            "peers": [plain(name) for name in named[precision]],
             "lengths": [length for batch in texts for length in batch],
             "batch": max(map(len, texts), default=1),
         }
@@ -98,10 +98,11 @@ def embedding(
             errors = _checked(names, place, checked, say)
             for record, texts in batches.items():
                 for batch in texts:
-                    rows = {
-                        name: {**row, "error": errors.get(name)} for name, row in _rows(names, batch, place).items()
+                    rows = _rows(names, batch, place, errors)
+                    yield {
+                        f"{record}/{precision}": {plain(name): rows[name] for name in named[precision]}
+                        for precision in precisions
                     }
-                    yield {f"{record}/{of_}": {plain(name): rows[name] for name in of[of_]} for of_ in precisions}
 
     return keep(out, configs, steps(), summary=summary, say=say)
 
@@ -111,9 +112,8 @@ def _names(precisions: Sequence[str], say: Say) -> list[str]:
     unknown = [precision for precision in precisions if precision not in PRECISIONS]
     if unknown or not precisions:
         raise ValueError(f"precisions is {','.join(precisions)!r} but must be some of {', '.join(PRECISIONS)}")
-    return installed(
-        {name: why_not(name) for name, encoder in ENCODERS.items() if encoder.precision in precisions}, say
-    )
+    wanted = [name for name, encoder in ENCODERS.items() if encoder.precision in precisions]
+    return installed({name: why_not(name) for name in wanted}, say)
 
 
 def _checked(names: Sequence[str], place: Place, checked: Sequence[Sequence[int]], say: Say) -> dict[str, float]:
@@ -123,7 +123,7 @@ def _checked(names: Sequence[str], place: Place, checked: Sequence[Sequence[int]
     for name in names:
         encoder = ENCODERS[name]
         if encoder.write is not None:
-            in_fresh_process(encoder.write, name, place)
+            in_fresh_process(encoder.write, place, encoder.precision)
         if name == OURS or not encoder.biased:
             continue
         found = in_fresh_process(_hidden_states, name, place, checked)
@@ -149,17 +149,12 @@ def _allowed(name: str, errors: Mapping[str, float]) -> float:
 def _hidden_states(name: str, place: Place, batches: Sequence[Sequence[int]]) -> list[torch.Tensor]:
     """The hidden states of all tokens of these batches, in fp32 and without padding."""
     with torch.inference_mode():
-        encoder = _opened(name, place, batches, checked=True)
+        encoder = ENCODERS[name].open(place, ENCODERS[name].precision, batches, checked=True)
         given = [inputs(batch, place.sizes) for batch in batches]
         return [encoder(ids, mask).float()[mask.bool()].clone() for ids, mask in given]
 
 
-def _opened(name: str, place: Place, batches: Sequence[Sequence[int]], *, checked: bool) -> Opened:
-    room, texts = max(map(sum, batches)), max(map(len, batches))
-    return ENCODERS[name].open(name, place, longest=max(map(max, batches)), room=room, texts=texts, checked=checked)
-
-
-def _rows(names: Sequence[str], batch: Sequence[int], place: Place) -> dict[str, Row]:
+def _rows(names: Sequence[str], batch: Sequence[int], place: Place, errors: Mapping[str, float]) -> dict[str, Row]:
     """The row of every encoder on one batch; without a time if there is too little memory."""
     passes: dict[str, list[tuple[float, float]]] = {name: [] for name in names}
     peaks, reasons = dict.fromkeys(names, 0), dict.fromkeys(names, "")
@@ -172,7 +167,8 @@ def _rows(names: Sequence[str], batch: Sequence[int], place: Place) -> dict[str,
             if not reasons[name]:
                 found, peak = in_fresh_process(_measure, name, batch, place)
                 passes[name], peaks[name] = passes[name] + found, max(peaks[name], peak)
-    return {name: _row(batch, passes[name], peaks[name], reasons[name]) for name in names}
+    rows = {name: _row(batch, passes[name], peaks[name], reasons[name]) for name in names}
+    return {name: {**row, "error": errors.get(name)} for name, row in rows.items()}
 
 
 def _row(batch: Sequence[int], passes: list[tuple[float, float]], peak: int, why_not: str) -> Row:
@@ -190,7 +186,7 @@ def _measure(name: str, batch: Sequence[int], place: Place) -> tuple[list[tuple[
     attention: list[float] = [0.0]
     passes: list[tuple[float, float]] = []
     with torch.inference_mode():
-        encoder = _opened(name, place, [batch], checked=False)
+        encoder = ENCODERS[name].open(place, ENCODERS[name].precision, [batch], checked=False)
         if isinstance(encoder, torch.nn.Module):
             time_attention(encoder, ATTENTION_LAYERS, attention)
         encoder(*inputs([min(WARM_UP_LENGTH, max(batch))], place.sizes))

@@ -5,6 +5,7 @@ All have the weights of `our_encoder` except the BERT, which has other layers. R
 
 import dataclasses
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Any, Protocol
 
@@ -21,6 +22,7 @@ OURS, ORIGINAL, SDPA, BERT = "ours", "original: dense bias, eager", "SDPA + dens
 ONNX, LLAMA, FLASH = "ONNX Runtime", "llama.cpp", "llama.cpp, flash attention"
 
 
+Batches = Sequence[Sequence[int]]
 Build = Callable[..., nn.Module]
 Opened = Callable[[Tensor, Tensor], Any]
 
@@ -43,12 +45,9 @@ class Place:
 
 
 class Open(Protocol):
-    """Opens the encoder for batches of at most `texts` texts, `room` tokens in all and `longest` in one.
+    """Opens the encoder for batches of texts of these lengths. Unless `checked`, it may have any weights."""
 
-    Unless `checked`, it may have any weights.
-    """
-
-    def __call__(self, name: str, place: Place, *, longest: int, room: int, texts: int, checked: bool) -> Opened: ...
+    def __call__(self, place: Place, precision: str, batches: Batches, *, checked: bool) -> Opened: ...
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -57,11 +56,11 @@ class Encoder:
 
     Args:
         short: its name in metrics.
-        open: opens it for batches of these sizes.
+        open: opens it for some batches.
         arrays: how many arrays of B·H·T² fp32 numbers it holds at its peak.
         biased: whether it computes ALiBi, so that its hidden states are compared with ours.
         error: the largest error of its hidden states in fp32, where the usual one is too small, with the reason next to it.
-        write: (name, place) writes the file that `open` opens.
+        write: (place, precision) writes the file that `open` opens.
         needs: packages that it needs.
     """
 
@@ -71,7 +70,7 @@ class Encoder:
     arrays: float = 0
     biased: bool = True
     error: float = 0.0
-    write: Callable[[str, Place], None] | None = None
+    write: Callable[[Place, str], None] | None = None
     needs: tuple[str, ...] = ()
 
 
@@ -107,42 +106,40 @@ class _States(nn.Module):
         return hidden
 
 
-def _ours(name: str, place: Place, **_: int) -> Opened:
-    model, precision = place.build(place.sizes), ENCODERS[name].precision
+def _ours(place: Place, precision: str, batches: Batches, **_: bool) -> Opened:
+    model = place.build(place.sizes)
     if precision == "int8":
         quantized.convert(model)
     return _States(model.bfloat16() if precision == "bfloat16" else model)
 
 
-def _dense(name: str, place: Place, *, longest: int, checked: bool, **_: int) -> Opened:
+def _dense(place: Place, precision: str, batches: Batches, *, eager: bool, checked: bool) -> Opened:
     torch.manual_seed(0)
-    peer = DenseEncoder(place.sizes, longest, eager=name.startswith(ORIGINAL)).train(False)
+    peer = DenseEncoder(place.sizes, max(map(max, batches)), eager=eager).train(False)
     if checked:
         peer.take(our_encoder(place.sizes).state_dict())
-    return peer.to(getattr(torch, ENCODERS[name].precision))
+    return peer.to(getattr(torch, precision))
 
 
-def _bert(name: str, place: Place, *, longest: int, **_: int) -> Opened:
+def _bert(place: Place, precision: str, batches: Batches, **_: bool) -> Opened:
     torch.manual_seed(0)
-    return _States(plain_bert(place.sizes, longest).to(getattr(torch, ENCODERS[name].precision)))
+    return _States(plain_bert(place.sizes, max(map(max, batches))).to(getattr(torch, precision)))
 
 
-def _write_onnx(name: str, place: Place) -> None:
-    precision = ENCODERS[name].precision
+def _write_onnx(place: Place, precision: str) -> None:
     onnx_runtime.write(our_encoder(place.sizes, "dense"), place.folder / f"{precision}.onnx", precision)
 
 
-def _onnx(name: str, place: Place, **_: int) -> Opened:
-    return onnx_runtime.OnnxRuntime(place.folder / f"{ENCODERS[name].precision}.onnx", threads=place.threads)
+def _onnx(place: Place, precision: str, batches: Batches, **_: bool) -> Opened:
+    return onnx_runtime.OnnxRuntime(place.folder / f"{precision}.onnx", threads=place.threads)
 
 
-def _write_llama(name: str, place: Place) -> None:
-    precision = ENCODERS[name].precision
+def _write_llama(place: Place, precision: str) -> None:
     llama_encoder.write(our_encoder(place.sizes), place.folder / f"{precision}.gguf", precision)
 
 
-def _llama(name: str, place: Place, *, room: int, texts: int, **_: int) -> Opened:
-    path, flash = place.folder / f"{ENCODERS[name].precision}.gguf", name.startswith(FLASH)
+def _llama(place: Place, precision: str, batches: Batches, *, flash: bool, **_: bool) -> Opened:
+    path, room, texts = place.folder / f"{precision}.gguf", max(map(sum, batches)), max(map(len, batches))
     return llama_encoder.LlamaEncoder(path, room=room, texts=texts, threads=place.threads, flash=flash)
 
 
@@ -160,22 +157,15 @@ def _in(precisions: tuple[str, ...], name: str, short: str, **fields: Any) -> di
 
 
 ALL, FLOATS = ("float32", "bfloat16", "int8"), ("float32", "bfloat16")
+_ONNX = {"open": _onnx, "write": _write_onnx, "arrays": 4, "needs": ("onnx", "onnxscript", "onnxruntime")}
 # llama.cpp's GELU is an approximation from a table of half-precision numbers.
-_LLAMA = {"open": _llama, "write": _write_llama, "needs": ("llama_cpp", "gguf"), "error": 1e-2}
+_LLAMA = {"write": _write_llama, "needs": ("llama_cpp", "gguf"), "error": 1e-2}
 ENCODERS: Mapping[str, Encoder] = {
     **_in(ALL, OURS, "ours", open=_ours),
-    **_in(FLOATS, ORIGINAL, "original", open=_dense, arrays=5),
-    **_in(FLOATS, SDPA, "sdpa_dense_bias", open=_dense, arrays=3),
+    **_in(FLOATS, ORIGINAL, "original", open=partial(_dense, eager=True), arrays=5),
+    **_in(FLOATS, SDPA, "sdpa_dense_bias", open=partial(_dense, eager=False), arrays=3),
     **_in(FLOATS, BERT, "bert_no_bias", open=_bert, biased=False),
-    **_in(
-        ("float32", "int8"),
-        ONNX,
-        "onnx_runtime",
-        open=_onnx,
-        write=_write_onnx,
-        arrays=4,
-        needs=("onnx", "onnxscript", "onnxruntime"),
-    ),
-    **_in(ALL, LLAMA, "llama_cpp", arrays=2, **_LLAMA),
-    **_in(ALL, FLASH, "llama_cpp_flash", **_LLAMA),
+    **_in(("float32", "int8"), ONNX, "onnx_runtime", **_ONNX),
+    **_in(ALL, LLAMA, "llama_cpp", open=partial(_llama, flash=False), arrays=2, **_LLAMA),
+    **_in(ALL, FLASH, "llama_cpp_flash", open=partial(_llama, flash=True), **_LLAMA),
 }

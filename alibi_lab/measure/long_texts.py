@@ -8,6 +8,7 @@ use that share one cache. For texts of at most 65,536 tokens it also has what ll
 """
 
 import contextlib
+import functools
 import json
 import os
 import shutil
@@ -31,6 +32,7 @@ from alibi_lab.measure.harness import Config, Row, Rows, Say, keep, number
 from alibi_lab.measure.peers.llama_state import LlamaState
 from alibi_lab.measure.peers.transformers_decoders import bloom
 from alibi_lab.measure.serving import error
+from alibi_lab.measure.timing import elapsed_ms
 
 VOCABULARY = 1024
 WARM_TOKENS = 20  # decoded after opening; their median is a warm token
@@ -87,7 +89,8 @@ def long_texts(
         times = [number(row["token_cpu_seconds"]) for row in rows]
         metrics["last_to_second_tenth"] = times[-1] / times[1]
         metrics["peak_added_bytes"] = max(number(row["added_bytes"]) for row in rows)
-        metrics.update(opening(model, folder) | sharing(model, folder, processes))
+        one_token(model, folder)  # brings the pages into memory
+        metrics.update(opened(folder, lambda: one_token(model, folder)) | sharing(model, folder, processes))
         if tokens <= PEER_LONGEST and LlamaState.is_installed():
             metrics.update(saved_state(model, text, folder))
         yield {"long-texts": {}}
@@ -161,34 +164,21 @@ def read_text(model: BloomForCausalLM, text: Tensor, folder: Path, before: int, 
     return rows
 
 
-def opening(model: BloomForCausalLM, folder: Path) -> dict[str, float | None]:
-    """Milliseconds to open the cache and compute a token, with pages in memory and from a cold disk, and bytes read."""
-    one_token(model, folder)  # brings the pages into memory
-    return opened(folder, lambda: one_token(model, folder))
-
-
 @torch.no_grad()
 def one_token(model: BloomForCausalLM, folder: Path) -> dict[str, float | None]:
     """Opens a private copy and decodes: milliseconds of the first and of a warm token, page faults of the warm ones."""
-    token = torch.full((1, 1), 5)
     start = time.perf_counter()
     cache = ALiBiCache.open(folder, mode="c")
-    model(token, past_key_values=cache, use_cache=True)
-    first = time.perf_counter() - start
-    times, faults = [], page_faults()
-    for _ in range(WARM_TOKENS):
-        start = time.perf_counter()
-        model(token, past_key_values=cache, use_cache=True)
-        times.append(time.perf_counter() - start)
-    return {
-        "open_and_first_token_ms": first * 1e3,
-        "warm_token_ms": statistics.median_high(times) * 1e3,
-        "warm_token_page_faults": (page_faults() - faults) / WARM_TOKENS,
-    }
+    decode = functools.partial(model, torch.full((1, 1), 5), past_key_values=cache, use_cache=True)
+    decode()
+    first, before = (time.perf_counter() - start) * 1e3, page_faults()
+    warm = statistics.median_high(elapsed_ms(decode) for _ in range(WARM_TOKENS))
+    faults = (page_faults() - before) / WARM_TOKENS
+    return {"open_and_first_token_ms": first, "warm_token_ms": warm, "warm_token_page_faults": faults}
 
 
 def saved_state(model: BloomForCausalLM, text: Tensor, folder: Path) -> dict[str, float | None]:
-    """What llama.cpp needs to load its saved state of the same text and compute a token, as `opening`.
+    """What llama.cpp needs to load its saved state of the same text and compute a token, as `opened`.
 
     The state stays next to the cache: reading the text takes llama.cpp minutes, so a repeated run only loads it.
 
@@ -212,7 +202,7 @@ def saved_state(model: BloomForCausalLM, text: Tensor, folder: Path) -> dict[str
 
         def one() -> dict[str, float | None]:
             _, first, warm = peer.load(path, 5)
-            return {"open_and_first_token_ms": first * 1e3, "warm_token_ms": warm * 1e3}
+            return {"open_and_first_token_ms": first, "warm_token_ms": warm}
 
         metrics = opened(path, one)
     return {f"llama_cpp_{name}": value for name, value in metrics.items()}

@@ -224,9 +224,8 @@ class _Training:
             ids, spans = chunk_tokens(self.words, rest, self.setup.chunk)
             places = [question.place for question in found]
             right += (chunks + np.searchsorted(spans[:, 1], places, "right").clip(max=len(spans) - 1)).tolist()
-            sentences += [
-                np.asarray(self.words(question.text, add_special_tokens=False)["input_ids"]) for question in found
-            ]
+            texts = [question.text for question in found]
+            sentences += map(np.asarray, self.words(texts, add_special_tokens=False)["input_ids"])
             stretched.append(ids)
             edges = np.minimum(np.arange(len(spans) + 1) * self.setup.chunk, len(ids))
             ranges.append(np.stack([edges[:-1], edges[1:]], axis=1))

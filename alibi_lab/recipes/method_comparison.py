@@ -16,15 +16,10 @@ _METHODS = (
 COMPARED: tuple[Method, ...] = tuple(_METHODS.split())
 TASKS: tuple[SymbolTask | None, ...] = (None, "mqar", "needles", "copy", "flip-flop")  # None is language modeling
 SEEDS = (0, 1)
+_SMALL = changed(SMALLER, train={"steps": 2000, "warmup_steps": 200, "checkpoint_every": 1000})
 _RUNS: dict[Scale, RunConfig] = {
     "smoke": trained_at(changed(TWO_STEPS, model={"num_layers": 2}), (32, 64), trials=2),
-    "small": trained_at(
-        SMALLER,
-        (64, 128, 256, 512, 1024),
-        {"steps": 2000, "warmup_steps": 200, "checkpoint_every": 1000},
-        tokens=32_768,
-        trials=128,
-    ),
+    "small": trained_at(_SMALL, (64, 128, 256, 512, 1024), tokens=32_768, trials=128),
     "medium": trained_at(MEDIUM, (128, 256, 512, 1024, 2048), tokens=65_536, trials=128),
     "paper": trained_at(LARGE, (512, 1024, 2048, 4096, 8192), {"steps": 5_000, "warmup_steps": 500}, trials=128),
 }

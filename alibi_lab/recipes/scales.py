@@ -25,16 +25,12 @@ MEDIUM = RunConfig(
     train=TrainConfig(steps=2200, batch_tokens=4608, learning_rate=2e-3, warmup_steps=220, precision="bf16"),
     eval=EvalConfig(tokens=32_768),
 )
+_LONG = TrainConfig(
+    steps=20_000, batch_tokens=65_536, learning_rate=6e-4, warmup_steps=1000, precision="bf16", checkpoint_every=1000
+)
 LARGE = RunConfig(
     model=ModelConfig(num_layers=12, num_heads=12, embed_dim=768, ffn_dim=2048),
-    train=TrainConfig(
-        steps=20_000,
-        batch_tokens=65_536,
-        learning_rate=6e-4,
-        warmup_steps=1000,
-        precision="bf16",
-        checkpoint_every=1000,
-    ),
+    train=_LONG,
     eval=EvalConfig(tokens=262_144, batch_tokens=65_536),
 )
 

@@ -14,13 +14,10 @@ COMPARED: tuple[Method, ...] = (
     *(f"alibi_lab.lab.systems.slope_range:{name}" for name in SETS),
 )
 SEEDS = (0, 1, 2)
+_SMALL = changed(SMALLER, model={"num_heads": 8}, train={"steps": 300, "warmup_steps": 30, "checkpoint_every": 200})
 _RUNS: dict[Scale, RunConfig] = {
     "smoke": trained_at(TWO_STEPS, (16, 32), tokens=32),
-    "small": trained_at(
-        changed(SMALLER, model={"num_heads": 8}),
-        (64, 128, 256, 512, 1024),
-        {"steps": 300, "warmup_steps": 30, "checkpoint_every": 200},
-    ),
+    "small": trained_at(_SMALL, (64, 128, 256, 512, 1024)),
     "medium": trained_at(MEDIUM, (128, 256, 512, 1024, 2048), tokens=65_536),
     "paper": trained_at(LARGE, (512, 1024, 2048, 4096, 8192)),
 }

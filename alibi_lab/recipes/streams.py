@@ -9,16 +9,10 @@ from alibi_lab.lab.config import Method, Recipe, RunConfig, Scale
 from alibi_lab.recipes.scales import LARGE, MEDIUM, SMALLER, TINY, by_method, changed, trained_at
 
 COMPARED: tuple[Method, ...] = ("sinusoidal", "rotary", "alibi")
+_SMALL = changed(SMALLER, model={"num_layers": 4}, train={"steps": 1000, "warmup_steps": 100})
 _RUNS: dict[Scale, RunConfig] = {
     "smoke": trained_at(TINY, (16, 64), memory=(16,), sinks=(0, 4)),
-    "small": trained_at(
-        changed(SMALLER, model={"num_layers": 4}),
-        (64, 128, 256, 512),
-        {"steps": 1000, "warmup_steps": 100},
-        tokens=8192,
-        memory=(64, 256),
-        sinks=(0, 4),
-    ),
+    "small": trained_at(_SMALL, (64, 128, 256, 512), tokens=8192, memory=(64, 256), sinks=(0, 4)),
     "medium": trained_at(MEDIUM, (128, 256, 512, 1024), tokens=16_384, memory=(128, 512), sinks=(0, 4)),
     "paper": trained_at(LARGE, (512, 1024, 2048), memory=(512, 1024), sinks=(0, 4)),
 }

@@ -14,11 +14,10 @@ _SYSTEMS = (
 )
 SYSTEMS: tuple[Method, ...] = tuple(f"alibi_lab.lab.systems.{name}" for name in _SYSTEMS.split())
 BUILT_IN: tuple[Method, ...] = ("alibi", "sinusoidal", "rotary")
+_SMALL = changed(SMALLER, train={"steps": 400, "batch_tokens": 2048, "warmup_steps": 40})
 _RUNS: dict[Scale, RunConfig] = {
     "smoke": trained_at(changed(TWO_STEPS, model={"num_layers": 2}), (16, 64)),
-    "small": trained_at(
-        SMALLER, (64, 128, 256, 512), {"steps": 400, "batch_tokens": 2048, "warmup_steps": 40}, tokens=8192
-    ),
+    "small": trained_at(_SMALL, (64, 128, 256, 512), tokens=8192),
     "medium": trained_at(MEDIUM, (128, 256, 512, 1024)),
     "paper": trained_at(LARGE, (512, 1024, 2048, 4096)),
 }

@@ -123,10 +123,11 @@ def test_another_program_gives_the_hidden_states_of_the_same_weights(name, tmp_p
         pytest.skip(f"an optional program that is rarely installed: {reason}")
     place = Place(tmp_path, our_encoder, OPTIONS["sizes"], 1)
     encoder = ENCODERS[name]
-    encoder.write(name, place)
-    opened = encoder.open(name, place, longest=40, room=70, texts=3, checked=True)
+    encoder.write(place, encoder.precision)
+    batches = ((33,), (20, 9, 1))
+    opened = encoder.open(place, encoder.precision, batches, checked=True)
     with torch.inference_mode():
-        for batch in ((33,), (20, 9, 1)):
+        for batch in batches:
             ids, mask = inputs(batch, place.sizes)
             true = our_encoder(place.sizes)(ids, mask).last_hidden_state[mask.bool()]
             error = (opened(ids, mask)[mask.bool()] - true).norm() / true.norm()

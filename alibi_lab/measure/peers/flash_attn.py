@@ -1,10 +1,8 @@
 """flash-attn 2 with `alibi_slopes`, if it is installed."""
 
-import importlib.util
-
 from torch import Tensor
 
-from alibi_lab.measure.peers import Attention, Peer
+from alibi_lab.measure.peers import Attention, Peer, missing
 
 
 def flash(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Attention:
@@ -22,6 +20,6 @@ def flash(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Attentio
 
 def installed() -> list[Peer]:
     """The peer, or an empty list if flash-attn is not installed."""
-    if importlib.util.find_spec("flash_attn") is None:
+    if missing(["flash_attn"]):
         return []
     return [Peer("flash-attn 2", flash, "flash_attn_func, or flash_attn_with_kvcache for one query, with alibi_slopes")]

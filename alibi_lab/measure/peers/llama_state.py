@@ -1,5 +1,6 @@
 """The saved state of llama.cpp, which `llama-cli --prompt-cache` writes and reads, called through cyllama."""
 
+import functools
 import statistics
 import time
 from collections.abc import Sequence
@@ -10,6 +11,7 @@ from transformers import BloomForCausalLM
 
 from alibi_lab.measure.peers import missing
 from alibi_lab.measure.peers.llama_cpp import BATCH, write_gguf
+from alibi_lab.measure.timing import elapsed_ms
 
 FP32 = 0  # ggml's number of the type
 WARM = 9  # tokens after the first one; their median is a warm token
@@ -55,18 +57,14 @@ class LlamaState:
             raise RuntimeError(f"llama.cpp cannot save its state to {path}")
 
     def load(self, path: Path, token: int) -> tuple[np.ndarray, float, float]:
-        """Loads a saved state and decodes a token: (its logits, seconds with loading, median seconds of a token after it)."""
+        """(A saved state's logits after a token, milliseconds with loading, median milliseconds of a token after it)."""
         self._context.kv_cache_clear()
         start = time.perf_counter()
         length = len(self._context.load_state_file(str(path), self._context.n_ctx))
         logits = self._decode([token], length)
-        first = time.perf_counter() - start
-        times = []
-        for at in range(WARM):
-            start = time.perf_counter()
-            self._decode([token], length + 1 + at)
-            times.append(time.perf_counter() - start)
-        return logits, first, statistics.median(times)
+        first = (time.perf_counter() - start) * 1e3
+        decodings = (functools.partial(self._decode, [token], length + 1 + at) for at in range(WARM))
+        return logits, first, statistics.median(map(elapsed_ms, decodings))
 
     def _decode(self, tokens: Sequence[int], start: int) -> np.ndarray:
         self._context.decode(self._library.llama_batch_get_one(list(tokens), start))

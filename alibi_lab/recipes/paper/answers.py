@@ -165,9 +165,8 @@ def _geometric_mean(values: Sequence[float | None]) -> float | None:
 
 
 def _training_speed(cell: Cell, evidence: Evidence) -> float | None:
-    return _geometric_mean(
-        [metric(record, "tokens_per_second") for record in evidence.matching("training", cell.config)]
-    )
+    trainings = evidence.matching("training", cell.config)
+    return _geometric_mean([metric(record, "tokens_per_second") for record in trainings])
 
 
 def _hours(seconds: Json) -> float | None:

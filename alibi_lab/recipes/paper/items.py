@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any, Protocol
 
 from alibi_lab.lab.config import Method, Recipe, RunConfig, Scale, Split
-from alibi_lab.recipes.paper import answers, books, drawings, speed, web, wikitext
+from alibi_lab.recipes.paper import answers, books, drawings, speed, studies, web, wikitext
 from alibi_lab.recipes.paper.cells import Cell, Curves, Item, Way, configs, scaled, tested
 from alibi_lab.recipes.paper.evidence import Evidence
 from alibi_lab.report.published import PAPER_METHODS
@@ -156,7 +156,7 @@ def _item(
         name=name,
         paper=name.replace("-", " "),
         command=f"alibi run {name} --scale small",
-        cost=_COST[texts["study"]],
+        cost=studies.COSTS[texts["study"]],
         runs=lambda scale: configs(tuple(cells(scale))),
         scales=typing.get_args(Scale) if name in _ON_A_GPU else Recipe.scales,
         **texts,
@@ -165,17 +165,7 @@ def _item(
 
 
 _QUESTIONS = json.loads(Path(__file__).with_name("questions.json").read_text(encoding="utf-8"))
-_SHARED = (
-    "smoke: seconds; small: a minute per training on two cores, shared with the study's other items; paper: {} GPUs"
-)
 _ON_A_GPU = ("figure-1", "table-2")
-_COST = {
-    "wikitext": _SHARED.format(8),
-    "books": _SHARED.format(8),
-    "web": _SHARED.format(128),
-    "speed": "smoke: seconds; small: ten seconds per measurement on two cores; paper: minutes on one GPU",
-    "method": "nothing is trained",
-}
 _FOUR = tuple(PAPER_METHODS)
 _ENDS = (512, 1024, 3072)
 _ALL = wikitext.TRAINED

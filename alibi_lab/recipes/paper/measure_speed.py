@@ -26,16 +26,13 @@ from alibi_lab.recipes.paper.speed import WARM_STEPS
 from alibi_lab.records import Json
 
 
-def record_speed(config: RunConfig, folder: Path, *, scale: Scale) -> tuple[Path, bool]:
-    """The record of a measurement, and whether it existed already; at smoke scale it is measured in this process."""
-    existing = recorded(config, folder, scale=scale)
-    if existing:
-        return existing, True
+def record_speed(config: RunConfig, folder: Path, *, scale: Scale) -> Path:
+    """The record of a new measurement; at smoke scale it is measured in this process."""
     started = datetime.datetime.now(datetime.UTC)
     name, config_json = _identity(config, scale)
     metrics = measure(to_json(config)) if scale == "smoke" else in_fresh_process(measure, to_json(config))
     record = records.make("speed", name, config=config_json, metrics=metrics, started=started)
-    return records.save(record, folder), False
+    return records.save(record, folder)
 
 
 def recorded(config: RunConfig, folder: Path, *, scale: Scale) -> Path | None:

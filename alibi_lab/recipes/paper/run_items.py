@@ -83,7 +83,8 @@ def _study(name: str, runs: tuple[RunConfig, ...]) -> Recipe:
 def _measured(runs: Sequence[RunConfig], folder: Path, scale: Scale, console: Console) -> list[Path]:
     paths = []
     for config in runs:
-        path, old = measure_speed.record_speed(config, folder, scale=scale)
+        old = measure_speed.recorded(config, folder, scale=scale)
+        path = old or measure_speed.record_speed(config, folder, scale=scale)
         record = records.load(path)
         rate = f"{metric(record, 'train_tokens_per_second'):,.0f} tokens/s in training"
         console.print(f"[bold]{escape(record.name)}[/] {'is recorded already' if old else rate}")

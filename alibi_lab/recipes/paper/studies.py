@@ -1,4 +1,4 @@
-"""The models and trainings of the paper's studies at each scale, read from `studies.toml`. Read next: `wikitext.py`."""
+"""The paper's studies from `studies.toml`: costs, and models and trainings at each scale. Read next: `wikitext.py`."""
 
 import tomllib
 from pathlib import Path
@@ -8,6 +8,7 @@ from alibi_lab.lab.config import RunConfig, Scale
 from alibi_lab.recipes.scales import MEDIUM, changed
 
 _READ = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
+COSTS: dict[str, str] = _READ["costs"]
 
 
 def fields(study: str) -> dict[Scale, dict[str, dict[str, Any]]]:
