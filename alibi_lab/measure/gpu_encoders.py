@@ -17,7 +17,6 @@ import torch
 from torch import Tensor, nn
 
 from alibi_attn.nn import quantized
-from alibi_attn.nn.allocator import peak_memory_bytes, reset_peak_memory
 from alibi_lab.measure.gpu_networks import TRANSFORMERS
 from alibi_lab.measure.gpu_parts import COLUMNS, GRAPH, Calls, Case, Part, call_row, cases, checked_row
 from alibi_lab.measure.gpu_steps import padding
@@ -137,9 +136,9 @@ def document(case: Case, device: torch.device) -> Calls:
 
     def peak(length: int) -> int:
         before = torch.cuda.memory_allocated(device)
-        reset_peak_memory(device)
+        torch.cuda.reset_peak_memory_stats(device)
         vectors("bf16", length)
-        return (peak_memory_bytes(device) or 0) - before
+        return torch.cuda.max_memory_allocated(device) - before
 
     exact = _dense(case._replace(length=lengths[-1]), device)
     first = of_dense(exact)

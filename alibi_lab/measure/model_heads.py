@@ -20,7 +20,7 @@ import dataclasses
 import datetime
 import functools
 import hashlib
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -32,7 +32,7 @@ from alibi_lab import records
 from alibi_lab.lab.model.position_method import Pass, PositionMethod
 from alibi_lab.lab.training.checkpoint import load_checkpoint, load_checkpoint_tokenizer, newest
 from alibi_lab.measure import rollout
-from alibi_lab.measure.harness import Config
+from alibi_lab.measure.harness import Columns, Config, Row, append
 from alibi_lab.measure.trained_models import attention_weights, by_head, outputs_of
 
 KIND = "heads"
@@ -40,8 +40,6 @@ COLLAPSED, BLIND = 0.9, 0.5  # thresholds: the share of the first token, and of 
 DTYPES = (torch.float32, torch.bfloat16, torch.float16)
 See = Callable[[int, Tensor, Tensor, Tensor, float], None]  # as in `capture_qk.watched`
 _ROWS = 128  # queries whose weights are computed at a time
-
-Columns = dict[str, list[records.Json]]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -81,18 +79,17 @@ def model_heads(folder: Path, text: str, *, length: int | None = None, method: s
     tokens = list(model.encode(text))[: length or 2 * (model.length or 512)]
     if len(tokens) < 2 or (length and len(tokens) < length):
         raise ValueError(f"the text has {len(tokens)} tokens but {length or 2} are needed; pass a longer text")
-    columns: Columns = {}
+    curves: Columns = {"heads": {}}
 
     def see(layer: int, query: Tensor, key: Tensor, slopes: Tensor, scale: float) -> None:
-        for name, values in measured(query, key, slopes, scale).items():
-            columns.setdefault(name, []).extend(values)
-        columns.setdefault("layer", []).extend([layer] * query.shape[1])
+        for row in measured(query, key, slopes, scale):
+            append(curves, "heads", {**row, "layer": layer})
 
     with torch.no_grad():
         model.run(torch.tensor([tokens]), see)
     config = {**_config(model, text), "length": len(tokens), "collapsed_from": COLLAPSED, "blind_from": BLIND}
-    name, metrics = f"heads/{model.name}", totals(columns)
-    return records.make(KIND, name, config=config, metrics=metrics, curves={"heads": columns}, started=started)
+    name, metrics = f"heads/{model.name}", totals(curves["heads"])
+    return records.make(KIND, name, config=config, metrics=metrics, curves=curves, started=started)
 
 
 def model_rollout(folder: Path, text: str, *, length: int | None = None, method: str | None = None) -> records.Record:
@@ -115,14 +112,13 @@ def load(folder: Path, method: str | None = None) -> Loaded:
     return _of_transformers(folder)
 
 
-def measured(query: Tensor, key: Tensor, slopes: Tensor, scale: float) -> Columns:
-    """The columns of one layer, one value per head; query [1, H, n, D], key [1, K, n, D], slopes [H]."""
-    heads, n = query.shape[1], query.shape[2]
+def measured(query: Tensor, key: Tensor, slopes: Tensor, scale: float) -> Iterator[Row]:
+    """Yields a row per head of one layer; query [1, H, n, D], key [1, K, n, D], slopes [H]."""
+    n = query.shape[2]
     reaches, tolerance = head_reach(query, key, slopes, scale=scale)[0].tolist(), default_tolerance(query, key, key)
-    columns: Columns = {}
     for head, (slope, reach) in enumerate(zip(slopes.double().tolist(), reaches, strict=True)):
         sums = torch.zeros(4 + len(DTYPES), dtype=torch.float64)
-        own_key = key[0, head * key.shape[1] // heads]
+        own_key = key[0, head * key.shape[1] // len(slopes)]
         for distance, weight in attention_weights(query[0, head], own_key, slope, scale, rows=_ROWS):
             visible = distance >= 0
             read = visible & (distance < reach)
@@ -131,14 +127,12 @@ def measured(query: Tensor, key: Tensor, slopes: Tensor, scale: float) -> Column
             terms = weight * distance, of_the_first, read & (weight > tolerance), read, *zeros
             sums += torch.stack([term.sum().double() for term in terms])
         distances, first, heavy, within, *zero_counts = sums.tolist()
-        row = {"head": head, "slope": slope, "certified": reach, "carried": heavy / within}
+        row: Row = {"head": head, "slope": slope, "certified": reach, "carried": heavy / within}
         row |= {"mean_distance": distances / n, "first_token": first / (n - 1)}
         for dtype, count in zip(DTYPES, zero_counts, strict=True):
             row[f"zero_{_name(dtype)}"] = count / (n * (n + 1) / 2)
             row[f"distinct_{_name(dtype)}"] = distinct_up_to(slope, dtype, n)
-        for name, value in row.items():
-            columns.setdefault(name, []).append(value)
-    return columns
+        yield row
 
 
 def half_of_the_smallest(dtype: torch.dtype) -> float:
@@ -154,7 +148,7 @@ def distinct_up_to(slope: float, dtype: torch.dtype, length: int) -> int:
     return int(same[0]) if len(same) else length
 
 
-def totals(columns: Columns) -> dict[str, float | None]:
+def totals(columns: Mapping[str, Sequence[records.Json]]) -> dict[str, float | None]:
     """The number of heads, of those that have collapsed onto the first token, and of those that are blind in each dtype."""
 
     def count(name: str, least: float) -> float:

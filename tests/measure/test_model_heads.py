@@ -63,7 +63,8 @@ def test_the_columns_equal_a_loop_with_shared_key_heads() -> None:
     generator = torch.Generator().manual_seed(0)
     query, key = (torch.randn(1, heads, 150, 8, generator=generator) for heads in (4, 2))
     slopes = torch.tensor([2.0, 0.5, 0.0625, 0.0])
-    columns = measured(query, key, slopes, 0.3)
+    rows = list(measured(query, key, slopes, 0.3))
+    columns = {name: [row[name] for row in rows] for name in rows[0]}
     for head, slope in enumerate(slopes.tolist()):
         distance, first, zeros = loop(query[0, head], key[0, head // 2], slope, 0.3)
         assert columns["mean_distance"][head] == pytest.approx(distance, rel=1e-9)
