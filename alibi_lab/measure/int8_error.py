@@ -20,7 +20,7 @@ from alibi_attn.nn.linear import Linear
 from alibi_attn.units import perplexity
 from alibi_lab import records
 from alibi_lab.lab.data.corpus import load_corpus
-from alibi_lab.lab.evaluation.losses import Window, token_losses
+from alibi_lab.lab.evaluation.losses import token_losses
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.training.checkpoint import load_checkpoint, step_folder, stored_tokens
 from alibi_lab.measure.harness import Config, Say, report
@@ -106,7 +106,7 @@ def compared(
         difference += float((found - true).square().sum())
         norm += float(true.square().sum())
         worst = min(worst, float(nn.functional.cosine_similarity(found, true, dim=-1).min()))
-    windows = [Window(piece * length, (piece + 1) * length, length) for piece in range(pieces)]
+    windows = [(piece * length, (piece + 1) * length, length) for piece in range(pieces)]
     true_nats, nats = (
         token_losses(each, tokens, windows, batch_tokens=BATCH_TOKENS).loss_nats.double() for each in (model, small)
     )

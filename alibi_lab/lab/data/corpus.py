@@ -39,8 +39,10 @@ def load_corpus(config: DataConfig, store: Path | None = None) -> Corpus:
         return _task_corpus(config.corpus, *task)
     if store is not None:
         return token_store.tokenized(config, store)
-    files = sources.text_files(config.corpus, config.text, config.text_field)
-    return _in_memory(sources.split_text(config, files))
+    text = sources.split_text(config, sources.text_files(config.corpus, config.text, config.text_field))
+    tokenizer, files = tokens.tokenizer_of(text), collections.defaultdict[str, io.BytesIO](io.BytesIO)
+    facts = tokens.tokenize_parts(text, tokenizer, lambda name: contextlib.nullcontext(files[name]))
+    return tokens.corpus_of(text.parts, facts, tokenizer, lambda name, dtype: _tensor(files[name], dtype))
 
 
 def whole_text(paths: Sequence[Path], tokenizer: Tokenizer | None = None, text_field: str = "") -> Corpus:
@@ -122,12 +124,6 @@ def _places(pieces: int, length: int, batch_size: int, seed: int, start: int) ->
     places = itertools.islice(itertools.chain.from_iterable(orders), read, None)
     while True:
         yield [place * length for place in itertools.islice(places, batch_size)]
-
-
-def _in_memory(text: sources.Text) -> Corpus:
-    tokenizer, files = tokens.tokenizer_of(text), collections.defaultdict[str, io.BytesIO](io.BytesIO)
-    facts = tokens.tokenize_parts(text, tokenizer, lambda name: contextlib.nullcontext(files[name]))
-    return tokens.corpus_of(text.parts, facts, tokenizer, lambda name, dtype: _tensor(files[name], dtype))
 
 
 def _tensor(file: io.BytesIO, dtype: torch.dtype) -> Tensor:

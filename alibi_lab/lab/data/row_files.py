@@ -10,7 +10,6 @@ from alibi_attn.strict_json import NO_CHARACTER, lone_surrogate
 Rows = Iterator[Mapping[str, object]]
 
 _ENCODING = "utf-8-sig"  # spreadsheets write a byte order mark
-_MOST_FIELD_CHARACTERS = (1 << 31) - 1  # a field is a document; by default csv refuses more than 128 KiB
 
 
 class CorpusError(ValueError):
@@ -75,7 +74,7 @@ def _json(path: Path) -> Rows:
 
 
 def _csv(path: Path) -> Rows:
-    csv.field_size_limit(_MOST_FIELD_CHARACTERS)
+    csv.field_size_limit((1 << 31) - 1)  # a field is a document; by default csv refuses more than 128 KiB
     with path.open(encoding=_ENCODING, newline="") as file:
         yield from csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
 

@@ -31,7 +31,7 @@ from alibi_lab.lab.config import EvalConfig
 from alibi_lab.lab.data.corpus import CorpusError
 from alibi_lab.lab.data.tasks import Encode
 from alibi_lab.lab.evaluation.context_use import has_positions, passkey, recall, symbols
-from alibi_lab.lab.evaluation.losses import MOST_PARTS, Column, Say, TokenLosses, Window, columns, token_losses
+from alibi_lab.lab.evaluation.losses import MOST_PARTS, Column, Say, TokenLosses, columns, token_losses
 from alibi_lab.lab.model.language_model import LanguageModel
 
 _LOSSES = ("nonoverlapping_nats", "nonoverlapping_tokens", "sliding_nats", "sliding_tokens")
@@ -146,7 +146,7 @@ def sliding(
         options: of `token_losses`.
     """
     pieces = [stretch[at : at + stride] for stretch in stretches for at in range(0, len(stretch), stride)]
-    windows = [Window(piece.start - 1 + stride - length, piece.stop - 1, len(piece)) for piece in pieces]
+    windows = [(piece.start - 1 + stride - length, piece.stop - 1, len(piece)) for piece in pieces]
     return token_losses(model, tokens, windows, **options)
 
 

@@ -16,10 +16,11 @@ from alibi_attn.nn.allocator import MOST_MIB, kept_memory
 from alibi_lab.lab.model.language_model import LanguageModel
 
 Say: TypeAlias = Callable[[str], None]
+Window: TypeAlias = tuple[int, int, int]  # inputs tokens[begin:stop], of which the last `scored` predictions count
+Read: TypeAlias = Callable[[Tensor], tuple[Tensor, ...]]  # rows of tokens -> results of each row
 Column: TypeAlias = list[float | None]
 
 MOST_PARTS = 32  # parts of a test whose means are recorded: enough to estimate a variance
-_Result = TypeVar("_Result")
 _Cell = TypeVar("_Cell")
 # The messages of torch on CPUs and accelerators, and of oneDNN if it cannot map memory for a kernel.
 _OUT_OF_MEMORY = ("can't allocate memory", "not enough memory", "out of memory", "could not create a primitive")
@@ -42,15 +43,6 @@ class TokenLosses:
     target: Tensor
     position: Tensor
     loss_nats: Tensor
-
-
-@dataclasses.dataclass(frozen=True)
-class Window:
-    """Inputs tokens[begin:stop], of which the last `scored` predictions count."""
-
-    begin: int
-    stop: int
-    scored: int
 
 
 def columns(names: Sequence[str], rows: Iterable[Sequence[_Cell]]) -> dict[str, list[_Cell]]:
@@ -82,24 +74,21 @@ def token_losses(
         EvaluationError: one window does not fit in memory.
     """
     shapes: dict[tuple[int, int], list[int]] = {}
-    for window in windows:
-        shapes.setdefault((window.stop - window.begin, window.scored), []).append(window.begin)
-    targets, positions, losses = [], [], []
+    for begin, stop, scored in windows:
+        shapes.setdefault((stop - begin, scored), []).append(begin)
+    targets, positions, losses = list[Tensor](), list[Tensor](), list[Tensor]()
     for (length, scored), begins in shapes.items():
-        first, places = torch.tensor(begins)[:, None], torch.arange(length + 1)
 
-        def nats(part: slice, first: Tensor = first, places: Tensor = places, scored: int = scored) -> Tensor:
-            with testing(model):
-                rows = tokens[first[part] + places].to(model.device).long()
-                return model(rows[:, :-1], targets=rows[:, -scored:], window=attention_window).cpu()
+        def nats(rows: Tensor, scored: int = scored) -> tuple[Tensor, ...]:
+            return (model(rows[:, :-1], targets=rows[:, -scored:], window=attention_window),)
 
-        batches = _in_batches(len(begins), nats, length=length, batch_tokens=batch_tokens, say=say)
-        losses.append(torch.cat(list(batches)).flatten())
-        targets.append((first + places[-scored:]).flatten())
-        positions.append(places[-scored:].repeat(len(begins)))
-    target = torch.cat(targets)
+        first, places = torch.tensor(begins), torch.arange(length + 1 - scored, length + 1)
+        losses += _in_batches(model, tokens.unfold(0, length + 1, 1), first, nats, batch_tokens=batch_tokens, say=say)
+        targets.append(first[:, None] + places)
+        positions.append(places.expand(len(begins), -1))
+    target, position, loss = (torch.cat([x.flatten() for x in found]) for found in (targets, positions, losses))
     order = target.argsort()
-    return TokenLosses(target=target[order], position=torch.cat(positions)[order], loss_nats=torch.cat(losses)[order])
+    return TokenLosses(target=target[order], position=position[order], loss_nats=loss[order])
 
 
 def answers(
@@ -113,44 +102,43 @@ def answers(
         EvaluationError: one row does not fit in memory.
     """
 
-    def nats_and_hits(part: slice) -> tuple[Tensor, Tensor]:
-        with testing(model):
-            inputs = rows[part].to(model.device).long()
-            logits, targets = model(inputs[:, :-1])[:, -scored:].float(), inputs[:, -scored:]
-            nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
-            return nats.cpu(), (logits.argmax(-1) == targets).cpu()
+    def nats_and_hits(some: Tensor) -> tuple[Tensor, ...]:
+        logits, targets = model(some[:, :-1])[:, -scored:].float(), some[:, -scored:]
+        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+        return nats, logits.argmax(-1) == targets
 
-    batches = _in_batches(len(rows), nats_and_hits, length=rows.shape[1] - 1, batch_tokens=batch_tokens, say=say)
-    nats, hits = zip(*batches, strict=True)
-    return torch.cat(nats), torch.cat(hits)
+    every = torch.arange(len(rows))
+    nats, hits = _in_batches(model, rows, every, nats_and_hits, batch_tokens=batch_tokens, say=say)
+    return nats, hits
 
 
 def _in_batches(
-    count: int, run: Callable[[slice], _Result], *, length: int, batch_tokens: int, say: Say | None
-) -> Iterator[_Result]:
-    """`run` on slices of 0 … count − 1 of `batch_tokens`; after a slice that does not fit in memory, on halves of it."""
+    model: LanguageModel, rows: Tensor, which: Tensor, read: Read, *, batch_tokens: int, say: Say | None
+) -> list[Tensor]:
+    """What `read` returns for these rows, `batch_tokens` at a time; after a batch that does not fit in memory, half of it."""
+    length, found = rows.shape[1] - 1, []
     size, start = max(1, batch_tokens // length), 0
-    while start < count:
-        here = min(size, count - start)
+    while start < len(which):
+        part = which[start : start + size]
         try:
-            result = run(slice(start, start + here))
+            with testing(model):
+                found.append([result.cpu() for result in read(rows[part].to(model.device).long())])
+            start += len(part)
+            continue
         except (RuntimeError, MemoryError) as error:  # torch raises RuntimeErrors, on CPUs too
             words = str(error).lower()
-            if not isinstance(error, MemoryError) and not any(part in words for part in _OUT_OF_MEMORY):
+            if not isinstance(error, MemoryError) and not any(phrase in words for phrase in _OUT_OF_MEMORY):
                 raise
-        else:
-            yield result
-            start += here
-            continue
         # Outside of the except clause, because the error holds the tensors of the failed batch.
-        if here == 1:
+        if len(part) == 1:
             advice = "pass shorter eval.lengths, a smaller model, or a machine with more memory"
             raise EvaluationError(f"one window of {length} tokens does not fit in memory; {advice}")
-        size = here // 2
+        size = len(part) // 2
         if torch.cuda.is_available():
             torch.cuda.empty_cache()
         if say is not None:
-            say(f"{here} windows of {length} tokens do not fit in memory; going on with {size} at a time")
+            say(f"{len(part)} windows of {length} tokens do not fit in memory; going on with {size} at a time")
+    return [torch.cat(results) for results in zip(*found, strict=True)]
 
 
 @contextlib.contextmanager

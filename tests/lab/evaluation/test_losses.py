@@ -6,10 +6,10 @@ import sys
 import pytest
 import torch
 
-from alibi_lab.lab.evaluation.losses import EvaluationError, Window, answers, token_losses
+from alibi_lab.lab.evaluation.losses import EvaluationError, answers, token_losses
 
 TEXT = torch.randint(64, (400,), generator=torch.Generator().manual_seed(0), dtype=torch.uint8)
-WINDOWS = [Window(begin, begin + 10, 10) for begin in range(0, 380, 10)]
+WINDOWS = [(begin, begin + 10, 10) for begin in range(0, 380, 10)]
 PETABYTE = 1 << 50
 
 
@@ -89,13 +89,13 @@ def test_other_errors_are_not_swallowed(tiny_model, monkeypatch):
 STARVED = """
 import resource, torch
 from alibi_lab.lab.config import ModelConfig
-from alibi_lab.lab.evaluation.losses import Window, token_losses
+from alibi_lab.lab.evaluation.losses import token_losses
 from alibi_lab.lab.model.language_model import LanguageModel
 torch.set_num_threads(1)
 config = ModelConfig(method="t5", num_layers=1, num_heads=2, embed_dim=32, ffn_dim=64)
 model = LanguageModel(config, trained_length=64)
 text = torch.arange(64 * 2049) % 251
-windows = [Window(begin, begin + 64, 64) for begin in range(0, 64 * 2048, 64)]
+windows = [(begin, begin + 64, 64) for begin in range(0, 64 * 2048, 64)]
 truth = token_losses(model, text, windows, batch_tokens=4096)
 used = int(open("/proc/self/statm").read().split()[0]) * resource.getpagesize()
 resource.setrlimit(resource.RLIMIT_AS, (used + 100_000_000, resource.RLIM_INFINITY))
