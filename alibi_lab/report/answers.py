@@ -12,13 +12,12 @@ import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import numpy as np
-from numpy.typing import NDArray
 
 from alibi_lab.records import Json, Record
 from alibi_lab.report.published import PUBLISHED, PublishedItem
-from alibi_lab.report.series import floats, numbers, sequence
+from alibi_lab.report.series import Array, floats, numbers, sequence
 
-Column = Callable[[str, str], NDArray[np.float64]]
+Column = Callable[[str, str], Array]
 Curves = Mapping[str, Mapping[str, Sequence[Json]]]
 
 
@@ -65,7 +64,7 @@ def published(item: PublishedItem) -> Column:
     return functools.partial(_column, item.series, 1.0)
 
 
-def _column(curves: Curves, factor: float, label: str, name: str) -> NDArray[np.float64]:
+def _column(curves: Curves, factor: float, label: str, name: str) -> Array:
     columns = curves.get(label, {})
     values = np.array(floats(columns, name), dtype=np.float64)
     if name != "paper_length":

@@ -24,12 +24,10 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from alibi_lab.records import Record
-from alibi_lab.report.series import Mode, Series, column_by, numbers, section, seed_of, sequence
+from alibi_lab.report.series import Array, Mode, Series, column_by, numbers, section, seed_of, sequence
 
-Array = NDArray[np.float64]
 Word = Literal["contradicted", "confirmed", "open"]
 
 # Student's t for two-sided 95 %, by degrees of freedom; between two entries the smaller number of degrees applies.

@@ -19,21 +19,16 @@ from typing import Literal
 import numpy as np
 
 from alibi_lab.records import Record
-from alibi_lab.report.intervals import Array, Interval, Paired, as_ratio, exp, mean_interval, word_of
-from alibi_lab.report.series import Series, Study, column_by, flat, numbers, seed_of, sequence
+from alibi_lab.report.intervals import Interval, Paired, as_ratio, exp, mean_interval, word_of
+from alibi_lab.report.series import Array, Series, Study, column_by, flat, numbers, seed_of, sequence
 
 RECIPE = "referee"
 SOLVED = 0.9
 # The share of correct guesses among the symbols that can be an answer.
 CHANCE = {"mqar": 1 / 16, "needles": 1 / 16, "copy": 1 / 63, "flip-flop": 1 / 2}
 TITLES = {"mqar": "associative recall", "needles": "needles", "copy": "copying", "flip-flop": "one bit (flip-flop)"}
-_TEXT = (
-    "by_length",
-    "by_part",
-    "sliding_nats",
-    "tokens",
-    -1.0,
-)  # the curves and columns of a text, and the sign of its losses
+_TEXT = ("by_length", "by_part", "sliding_nats", "tokens", -1.0)  # its curves and columns, and the sign of losses
+
 
 Level = Literal["solved", "not solved", "open"]
 
@@ -206,10 +201,8 @@ def says_nothing(task: Task, found: Measured) -> bool:
 def rank(task: Task, method: str, length: int) -> tuple[int, int] | None:
     """The best and the worst possible rank: after all significantly better and before all significantly worse methods."""
     own = scores(task, method, length)
-    others = (
-        theirs for (other, at), theirs in task.scores.items() if at == length and other != method and theirs.seeds
-    )
-    found = [compared(own, theirs).interval for theirs in others]
+    others = (one for (other, at), one in task.scores.items() if at == length and other != method and one.seeds)
+    found = [compared(own, other).interval for other in others]
     better = sum(bounds is not None and bounds.high < 0 for bounds in found)
     worse = sum(bounds is not None and bounds.low > 0 for bounds in found)
     return (1 + better, 1 + len(found) - worse) if own.seeds else None

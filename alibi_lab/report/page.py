@@ -93,8 +93,7 @@ def report_html(
     environment.tests["block_of"] = lambda block, kind: type(block).__name__ == kind
     return environment.get_template("page.html").render(
         title=title,
-        colors_light=drawing.css("light"),
-        colors_dark=drawing.css("dark"),
+        colors=drawing.css,
         question=question or (QUESTION if archive.studies else ""),
         first=first,
         contents=list(contents.items()),

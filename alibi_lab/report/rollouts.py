@@ -15,8 +15,8 @@ import numpy as np
 from alibi_lab.position_methods import LOOKS
 from alibi_lab.records import MAX_COUNT, Json, Record
 from alibi_lab.report import intervals
-from alibi_lab.report.intervals import Array, Interval, Paired, Word
-from alibi_lab.report.series import numbers, sequence
+from alibi_lab.report.intervals import Interval, Paired, Word
+from alibi_lab.report.series import Array, numbers, sequence
 
 THEORY = "theory"
 PLAIN, RESIDUAL = "attention", "with residual"

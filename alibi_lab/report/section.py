@@ -8,7 +8,7 @@ To add a section, write a file in `sections/` with two functions and add it to `
 
 import dataclasses
 import functools
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple, TypeAlias
 
 from markupsafe import Markup
@@ -24,10 +24,8 @@ class Archive:
     """The records of one page, without duplicates, and their studies."""
 
     def __init__(self, records: Iterable[Record]) -> None:
-        self.by_identity: Mapping[str, Record] = {
-            identity(record.kind, record.name, record.config): record for record in records
-        }
-        self.records: Sequence[Record] = list(self.by_identity.values())
+        self.by_identity = {identity(one.kind, one.name, one.config): one for one in records}
+        self.records = list(self.by_identity.values())
 
     @functools.cached_property
     def studies(self) -> list[Study]:

@@ -21,17 +21,14 @@ from alibi_attn import units
 from alibi_lab.position_methods import LOOKS, Look, look_of
 from alibi_lab.records import LARGEST, MAX_COUNT, Json, Record, identity
 
-Points = NDArray[np.float64]
+Array = NDArray[np.float64]
 Mode = Literal["nonoverlapping", "sliding", "windowed"]
 _T = TypeVar("_T")
 
 MODES: tuple[Mode, ...] = ("nonoverlapping", "sliding", "windowed")
 
-STRETCHES = {
-    "linear": "PI",
-    "ntk": "NTK",
-    "yarn": "YaRN",
-}  # PI: position interpolation; divides ALiBi's slopes, which is equivalent
+# PI is position interpolation; for ALiBi the slopes are divided, which is equivalent.
+STRETCHES = {"linear": "PI", "ntk": "NTK", "yarn": "YaRN"}
 _RUN = ("model", "data", "train", "corpus")  # the sections that identify a run; `eval` describes how it was tested
 
 
@@ -63,7 +60,7 @@ class Series:
         """Its trainings, then its evaluations."""
         return self.trainings + self.evaluations
 
-    def curve(self, curve: str, x: str, y: str, *, most: float = LARGEST) -> tuple[Points, Points]:
+    def curve(self, curve: str, x: str, y: str, *, most: float = LARGEST) -> tuple[Array, Array]:
         """Two columns of a curve: x [points] ascending, y [seeds, points], NaN if a seed has no such point or the
         value exceeds `most`."""
         records = self.trainings if curve in ("training", "validation") else self.evaluations
@@ -76,7 +73,7 @@ class Series:
         some = measured.any(axis=0)
         return np.array(points, dtype=np.float64)[some], values[measured.any(axis=1)][:, some]
 
-    def perplexities(self, curve: str, x: str, nats: str) -> tuple[Points, Points]:
+    def perplexities(self, curve: str, x: str, nats: str) -> tuple[Array, Array]:
         """`curve` with the exponential of its second column; values too large to draw are NaN."""
         points, values = self.curve(curve, x, nats, most=math.log(LARGEST))
         return points, np.exp(values)
@@ -226,7 +223,7 @@ def flat(config: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
 
 def _study(recipe: str, runs: Mapping[tuple[str, str], Sequence[Record]]) -> Study:
     last = [members[-1] for members in runs.values()]  # an evaluation if there is one
-    configs = [flat(_without_seed(record.config)) for record in last]
+    configs = [_settings(record.config) for record in last]
     names = sorted({name for config in configs for name in config if name.startswith(("model.", "data.", "train."))})
     several = [name for name in names if len({_text(config.get(name)) for config in configs}) > 1]
     short = [(_method(record), _trained(record), _stretch(record)) for record in last]
@@ -281,15 +278,12 @@ def _stretch(record: Record) -> str:
 
 def _key(record: Record) -> tuple[str, str]:
     """The key that all seeds of a run share: its recipe (the first part of the name), and its config without the evaluation."""
-    return record.name.partition("/")[0], _text(_without_seed({key: record.config.get(key) for key in _RUN}))
+    return record.name.partition("/")[0], _text(_settings({key: record.config.get(key) for key in _RUN}))
 
 
-def _without_seed(config: Mapping[str, Json]) -> dict[str, Json]:
-    return {
-        key: _without_seed(value) if isinstance(value, Mapping) else value
-        for key, value in config.items()
-        if key != "seed"
-    }
+def _settings(config: Mapping[str, Json]) -> dict[str, Json]:
+    """The flat config without the seed."""
+    return {name: value for name, value in flat(config).items() if name.rpartition(".")[2] != "seed"}
 
 
 def _text(value: object) -> str:

@@ -5,7 +5,7 @@ from markupsafe import Markup
 from alibi_attn import alibi_slopes
 from alibi_lab.report.plots import bias
 from alibi_lab.report.section import Archive, Block, Group, Numbers, Section, Text, pictures
-from alibi_lab.report.series import Study, flat
+from alibi_lab.report.series import flat
 from alibi_lab.report.tables.heads import head_rows
 from alibi_lab.report.tables.table import text_table
 
@@ -17,15 +17,11 @@ def find(archive: Archive) -> list[tuple[int, int]]:
     """(number of heads, longest trained or tested length), one per number of heads."""
     longest: dict[int, int] = {}
     for study in archive.studies:
-        for count in head_counts(study):
-            longest[count] = max([longest.get(count, 1), *study.lengths, *study.trained])
+        records = [record for series in study.series if series.method == "alibi" for record in series.records]
+        for count in [flat(record.config).get("model.num_heads") for record in records]:
+            if isinstance(count, int) and 1 <= count <= _MOST_HEADS:
+                longest[count] = max([longest.get(count, 1), *study.lengths, *study.trained])
     return sorted(longest.items())
-
-
-def head_counts(study: Study) -> list[int]:
-    """The head counts of the models with ALiBi, ascending."""
-    counts = (flat(r.config).get("model.num_heads") for s in study.series if s.method == "alibi" for r in s.records)
-    return sorted({heads for heads in counts if isinstance(heads, int) and 1 <= heads <= _MOST_HEADS})
 
 
 def draw(heads: tuple[int, int], number: int, archive: Archive) -> Section:

@@ -21,7 +21,6 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
     memory = plots.memory_by_length(record)
     drawn += [Plot("", "Peak memory.", memory, "Peak memory against length.")] if memory else []
     table = text_table(("time relative to ours", *lengths), [(label, *cells) for label, cells in rows])
-    heading = f"Benchmark {record.name}"
     blocks: list[Block] = [
         Text("Times are forward plus backward if both were measured."),
         *aged([record]),
@@ -30,7 +29,7 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
         Facts([*plots.facts(record), ("command", code(record.command))]),
     ]
     found = plots.finding(record) if record is max(find(archive), key=plots.timings) else ""
-    name = record.name
+    group, name = "Benchmarks", record.name
     return Section(
-        f"b{number}", "Benchmarks", name, blocks, heading=heading, records=[record], finding=found, lead=drawn[0]
+        f"b{number}", group, name, blocks, f"Benchmark {name}", records=[record], finding=found, lead=drawn[0]
     )

@@ -91,9 +91,7 @@ def _row(record: Record, verdict: Verdict, anchors: dict[int, str]) -> Row:
     return label, "", _cells(verdict.word, verdict.ours, verdict.interval, verdict.paper, claim.condition, reason)
 
 
-def _cells(
-    word: str, ours: float, bounds: Interval | None, paper: float, condition: str, reason: str
-) -> Sequence[Cell]:
+def _cells(word: str, ours: float, bounds: Interval | None, paper: float, condition: str, reason: str) -> list[Cell]:
     """The cells of `_COLUMNS`."""
     numbers = (ratio_text(ours), interval_text(bounds), ratio_text(paper), condition)
-    return Cell(word, css=f"verdict {word}"), *map(Cell, numbers), Cell(reason, css="why")
+    return [Cell(word, css=f"verdict {word}"), *map(Cell, numbers), Cell(reason, css="why")]

@@ -10,7 +10,7 @@ from alibi_lab.report.plots import drawing
 from alibi_lab.report.plots.benchmark import processor
 from alibi_lab.report.plots.drawing import Plot
 from alibi_lab.report.section import Archive, Block, Facts, Numbers, Section, Text, aged, code, panels
-from alibi_lab.report.series import Points, numbers
+from alibi_lab.report.series import Array, numbers
 from alibi_lab.report.tables.table import Table, text_table
 
 _PEER = "llama_cpp_"
@@ -62,7 +62,7 @@ def _tenths(record: Record) -> list[tuple[float, float, float]]:
     return rows if all(0 < number < math.inf for row in rows for number in row) else []
 
 
-def _figure(title: str, at: Points, values: Points) -> Figure:
+def _figure(title: str, at: Array, values: Array) -> Figure:
     """One line from 0, against the tokens that were read."""
     figure, axes = drawing.plain_axes(title)
     axes.plot(at, values, color=drawing.color_of("alibi"), marker="o", clip_on=False, label=title)

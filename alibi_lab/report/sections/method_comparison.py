@@ -10,11 +10,15 @@ from alibi_lab.report.plots import retrieval
 from alibi_lab.report.plots import study as study_plots
 from alibi_lab.report.plots.drawing import Plot
 from alibi_lab.report.section import Archive, Block, Facts, Folded, Numbers, Part, Section, Text, count_of
-from alibi_lab.report.sections.study import CHANGES, field_table, seed_counts
+from alibi_lab.report.sections.study import CHANGES, configuration, seed_counts
 from alibi_lab.report.tables import study as tables
 from alibi_lab.report.tables.cost import model_sizes
 from alibi_lab.report.tables.table import NOTHING, Cell, Table, series_row
 from alibi_lab.report.tables.table import Block as Rows
+
+_ABOUT = (
+    "All runs differ only in the position method. The numbers are about models of this size, not about larger ones."
+)
 
 
 def find(archive: Archive) -> list[list[Task]]:
@@ -29,13 +33,10 @@ def draw(tasks: Sequence[Task], number: int, archive: Archive) -> Section:
     trained, longest = tasks[0].lengths
     title = f"{len(comparison.methods(tasks))} position methods at {trained:,} and at {longest:,} tokens"
     records = comparison.records(tasks)
-    text = (
-        "All runs differ only in the position method. The numbers are about models of this size, not about larger ones."
-    )
     blocks: list[Block] = [
-        Text(text),
+        Text(_ABOUT),
         _facts(tasks),
-        Numbers(_heat_map(tasks, learned), _legend_of_heat(tasks), label="Methods by task", css="heat"),
+        _heat_map(tasks, learned),
         *(Text(claim) for claim in [comparison.dropped_beats_alibi(tasks)] if claim),
         *(Text(_why_not(task), "note") for task in tasks if task not in learned),
     ]
@@ -54,8 +55,7 @@ def draw(tasks: Sequence[Task], number: int, archive: Archive) -> Section:
         for task in tasks
         if (table := retrieval.task_table(task.study) if task.name else tables.by_length(task.study))
     ]
-    fields = Numbers(field_table(tasks[0].study), label="Configuration", css="text")
-    blocks.append(Part("Every length", [*lengths, Folded("Configuration", [fields])]))
+    blocks.append(Part("Every length", [*lengths, Folded("Configuration", [configuration(tasks[0].study)])]))
     return Section(
         f"r{number}",
         "Position methods",
@@ -77,22 +77,19 @@ def _lead(task: Task) -> Plot | None:
     return Plot("", "", figure, text) if figure else None
 
 
-def _heat_map(tasks: Sequence[Task], learned: Sequence[Task]) -> Table:
-    methods = comparison.methods(tasks)
+def _heat_map(tasks: Sequence[Task], learned: Sequence[Task]) -> Numbers:
+    methods, (trained, longest) = comparison.methods(tasks), tasks[0].lengths
     places = [(task, at) for task in learned for at in task.lengths]
     rows = [series_row(one, [_cell(task, one.method, at) for task, at in places]) for one in methods]
-    columns = [f"{length:,}" for length in tasks[0].lengths] * len(learned)
-    return Table(columns, [Rows("", rows)], groups=[(task.title, _legend(task)) for task in learned])
-
-
-def _legend_of_heat(tasks: Sequence[Task]) -> str:
-    trained, longest = tasks[0].lengths
-    return (
+    columns = [f"{trained:,}", f"{longest:,}"] * len(learned)
+    table = Table(columns, [Rows("", rows)], groups=[(task.title, _legend(task)) for task in learned])
+    caption = (
         f"{trained:,} tokens, the trained length L, and {longest:,}; small: 95 %, over seeds and over parts of the documents "
         "(with one seed, over these alone). Stronger color is better: from chance to all correct, and for text from twice the "
         "lowest perplexity to the lowest (sliding window). Bold: no other method is significantly better. Grey: the interval "
         "reaches from chance to solved, or there is none."
     )
+    return Numbers(table, caption, label="Methods by task", css="heat")
 
 
 def _cell(task: Task, method: str, length: int) -> Cell:

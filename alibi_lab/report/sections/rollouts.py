@@ -39,15 +39,10 @@ def draw(records: Sequence[Record], number: int, archive: Archive) -> Section:
         names = rollouts.SHARES.values()
         table = text_table(("model", "layers", *names, *(f"{name}, residual" for name in names)), _rows(models))
         blocks.append(Numbers(table, label="Shares at the last layer; the mean of the seeds"))
-    group, title, heading = (
-        "Heads of trained models",
-        "Attention through the layers",
-        "Attention accumulated over the layers",
-    )
-    about, found, lead = count_of(records), _finding(models), drawn[2 if theory and models else 0]
-    return Section(
-        "rollout", group, title, blocks, heading=heading, about=about, records=records, finding=found, lead=lead
-    )
+    group, title = "Heads of trained models", "Attention through the layers"
+    heading, about = "Attention accumulated over the layers", count_of(records)
+    found, lead = _finding(models), drawn[2 if theory and models else 0]
+    return Section("rollout", group, title, blocks, heading, about=about, records=records, finding=found, lead=lead)
 
 
 def _of_theory(record: Record, share: str) -> Plot:

@@ -16,10 +16,11 @@ from alibi_lab.report.section import Archive, Block, Cards, Facts, Folded, Items
 from alibi_lab.report.series import Mode, Series, Study
 from alibi_lab.report.tables import study as tables
 from alibi_lab.report.tables.cost import model_sizes
-from alibi_lab.report.tables.table import Table, mean, rounded, text_table
+from alibi_lab.report.tables.table import mean, rounded, text_table
 
 Drawn: TypeAlias = Iterator[tuple[str, str, Figure | None, str]]  # heading, caption, figure, description
 MOST_LINES = 9  # per picture; a study with more lines gets one picture per trained length
+_ABOUT = "The same tokens are scored at every length; lower is better. All panels of one trained length share a scale."
 CHANGES = (
     "Change of perplexity from the trained length (or the shortest one) to the longest length that the method reaches. Without "
     "an interval, or where it includes 0, the direction is open. Small, under it: the first tested "
@@ -84,11 +85,8 @@ def _perplexity(study: Study, parts: list[Study], name: str) -> list[Part]:
     drawn = section.panels(_plots(_by_mode, parts), f"{name}-perplexity")
     if not drawn:
         return []
-    text = (
-        "The same tokens are scored at every length; lower is better. All panels of one trained length share a scale."
-    )
     seeds = " Lines are the mean over seeds; bands span the lowest to the highest seed." if study.seeds > 1 else ""
-    blocks: list[Block] = [Text(text + seeds)]
+    blocks: list[Block] = [Text(_ABOUT + seeds)]
     if any(series.stretch != "none" for series in study.series):
         stretched = (
             "Beyond the trained length, PI divides the positions of rotary, or the slopes of ALiBi, by length / trained "
@@ -181,8 +179,8 @@ def _what_was_run(study: Study) -> Part:
     corpus = {f"corpus {name}": value for name, value in tables.corpus_facts(study)}
     corpus |= {name: section.code(value) for name, value in corpus.items() if name == "corpus sha256"}
     caption = Markup("Every field, with its name for {}; all values if the runs differ.").format(section.code("--set"))
-    fields = Numbers(field_table(study), caption, label="Configuration", css="text")
-    return Part("Configuration and data", [Facts((_run_facts(study) | corpus).items()), fields])
+    facts = Facts((_run_facts(study) | corpus).items())
+    return Part("Configuration and data", [facts, configuration(study, caption)])
 
 
 def _finding(study: Study) -> str:
@@ -211,9 +209,10 @@ def seed_counts(series: Sequence[Series]) -> str:
     return answers.between([one.seeds for one in series])
 
 
-def field_table(study: Study) -> Table:
+def configuration(study: Study, caption: str = "") -> Numbers:
     """Every field of the configs with its values."""
-    return text_table((), [(section.code(name), value) for name, value in tables.fields(study)])
+    table = text_table((), [(section.code(name), value) for name, value in tables.fields(study)])
+    return Numbers(table, caption, label="Configuration", css="text")
 
 
 def _plots(describe: Callable[[Study], Drawn], parts: list[Study]) -> Iterator[Plot]:

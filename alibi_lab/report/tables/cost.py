@@ -10,16 +10,16 @@ from alibi_lab.report.tables.table import NOTHING, Block, Cell, Row, Table, mach
 
 def cost_table(studies: Sequence[Study]) -> Table | None:
     """One row per recipe and text, and a total; a training that several studies share counts once."""
-    by_title: dict[str, list[Record]] = {}
+    by_title: dict[str, dict[int, Record]] = {}
     for study in studies:
-        by_title.setdefault(f"{study.recipe} on {study.corpus.get('name', 'its text')}", []).extend(study.records)
-    rows: list[Row] = [(title, "ink", _cells(_unique(own))) for title, own in by_title.items()]
-    counted = [record for own in by_title.values() for record in own]
+        own = by_title.setdefault(f"{study.recipe} on {study.corpus.get('name', 'its text')}", {})
+        own.update({id(record): record for record in study.records})
+    counted = {key: record for own in by_title.values() for key, record in own.items()}
+    totals = {"total": counted} if len(by_title) > 1 else {}
+    rows: list[Row] = [(title, "ink", _cells(list(own.values()))) for title, own in (by_title | totals).items()]
     if not any(cell.value for _, _, cells in rows for cell in cells):
         return None
-    if len(rows) > 1:
-        rows.append(("total", "ink", _cells(_unique(counted))))
-    several = len({machine_text(record.machine) for record in counted if record.machine}) > 1
+    several = len({machine_text(record.machine) for record in counted.values() if record.machine}) > 1
     columns = ("trainings", "parameters", "tokens trained on", "training", "tests", *["machine"] * several)
     return Table(columns, [Block("Studies", [(label, color, cells[: len(columns)]) for label, color, cells in rows])])
 
@@ -64,10 +64,6 @@ def _metrics(records: Sequence[Record], name: str) -> list[float]:
 
 def _sum(value: float, show: Callable[[float], str]) -> Cell:
     return Cell(show(value), value) if value else NOTHING
-
-
-def _unique(records: Sequence[Record]) -> list[Record]:
-    return list({id(record): record for record in records}.values())
 
 
 def _millions(value: float) -> str:
