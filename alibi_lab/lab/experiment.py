@@ -74,7 +74,7 @@ def run(
     console = console if console and state.is_main_process else Console(quiet=True)
     try_imported_methods(configs, state.device)
     with alone_in(out, shard) if state.is_main_process else contextlib.nullcontext():
-        runs = _with_their_texts(study, configs, out, console, state)
+        runs = _with_their_texts(study, configs, out, console)
         models = [[runs.pop(config) for config in group] for group in trainings]
         left = [[one.config for one in group if on_ray and not all(one.recorded())] for group in models]
         if any(left):
@@ -87,14 +87,12 @@ def run(
     return paths
 
 
-def _with_their_texts(
-    study: str, configs: Sequence[RunConfig], out: Path, console: Console, state: PartialState
-) -> dict[RunConfig, Run]:
+def _with_their_texts(study: str, configs: Sequence[RunConfig], out: Path, console: Console) -> dict[RunConfig, Run]:
     """The runs of these configs. Errors in a text are raised before anything is trained."""
     corpora: dict[DataConfig, Corpus] = {}
     for data in dict.fromkeys(config.data for config in configs):
         console.print(f"[dim]reading {escape(', '.join(data.text) or data.corpus)}, tokens: {data.tokenizer}[/]")
-        with state.main_process_first():
+        with PartialState().main_process_first():
             corpora[data] = load_corpus(data, out / "tokens")
     return {config: make_run(study, config, corpora[config.data], out) for config in configs}
 

@@ -12,28 +12,12 @@ from typing import Any
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
-from torch import distributed as dist
 
 from alibi_attn import alibi_attention, distributed, forgetting_attention, toeplitz_attention
 from alibi_attn.inspect import compiled_kernels
 from alibi_attn.nn import KVCache
 from alibi_lab.lab.config import ConfigError
 from alibi_lab.lab.model.position_method import Bias, ByDistance, ContentBias, ForgetGates, Pass, Windowed
-
-
-@dataclasses.dataclass(frozen=True)
-class Context:
-    """The position of this process's tokens in sequences that several processes share.
-
-    Args:
-        group: these processes, in the order of their tokens.
-        start: the number of tokens on the processes before this one.
-        timeout: of an exchange, in seconds.
-    """
-
-    group: dist.ProcessGroup
-    start: int
-    timeout: float
 
 
 @dataclasses.dataclass
@@ -72,29 +56,19 @@ class LayerCache:
         return k, v, bias
 
 
-def attend(
-    q: Tensor,
-    k: Tensor,
-    v: Tensor,
-    bias: Bias,
-    *,
-    window: int | None = None,
-    segment_ids: Tensor | None = None,
-    dropout_p: float = 0.0,
-    context: Context | None = None,
-) -> Tensor:
+def attend(q: Tensor, k: Tensor, v: Tensor, bias: Bias, at: Pass | None = None, *, dropout_p: float = 0.0) -> Tensor:
     """Causal attention, [B, H, T, D], with the result of a position method's `bias`; the queries are the last T of the S keys.
 
     Args:
         bias: `ContentBias` and `ForgetGates` with the numbers of all S keys (`LayerCache.append`).
-        window: the number of keys a query may see, including itself.
-        segment_ids: [B, S], the document of every key; a query sees its own document only.
+        at: its window, documents and context hide keys; None = a query sees all keys before it.
         dropout_p: the share of attention weights that is dropped.
-        context: for sequences shared with other processes.
     """
+    query_len, key_len = q.shape[-2], k.shape[-2]
+    at = at or Pass(query_len, key_len)
+    window, context = at.window, at.context
     if isinstance(bias, Windowed):
         window, bias = min(bias.window, window or bias.window), None
-    query_len, key_len = q.shape[-2], k.shape[-2]
     pairwise = isinstance(bias, ByDistance) or (isinstance(bias, Tensor) and bias.ndim != 1)
     if context is not None:
         if pairwise:
@@ -102,12 +76,17 @@ def attend(
                 "the model's position method has a bias per pair of tokens, which train.context_parallel does not support: pass "
                 "a method whose bias is linear in the distance, or train.context_parallel=1"
             )
-        given: Any = {"window": window, "segment_ids": segment_ids, "group": context.group, "timeout": context.timeout}
+        given: Any = {
+            "window": window,
+            "segment_ids": at.segment_ids,
+            "group": context.group,
+            "timeout": context.timeout,
+        }
         over = distributed.context_parallel_attention, distributed.context_parallel_forgetting_attention
         return _linear_attention(q, k, v, bias, over, **given)
     window = None if window is not None and window >= key_len else window
-    masked = window is not None or segment_ids is not None
-    given = {"window": window, "segment_ids": segment_ids, "dropout_p": dropout_p}
+    masked = window is not None or at.segment_ids is not None
+    given = {"window": window, "segment_ids": at.segment_ids, "dropout_p": dropout_p}
     if isinstance(bias, ByDistance) and (query_len > 1 or masked):
         return toeplitz_attention(q, k, v, bias.table, **given)
     if not pairwise and (bias is not None or masked or _has_kernels(q)):
@@ -115,7 +94,7 @@ def attend(
     if bias is None and query_len == key_len:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout_p)
     scores = bias.table.flip(1)[:, None] if isinstance(bias, ByDistance) else bias  # one new token sees all keys
-    mask = Pass(query_len, key_len, window=window, segment_ids=segment_ids).visible(q.device)
+    mask = Pass(query_len, key_len, window=window, segment_ids=at.segment_ids).visible(q.device)
     if isinstance(scores, Tensor):
         scores = scores[None].to(q.dtype)
         mask = scores.masked_fill(~mask, -math.inf) if masked else scores

@@ -32,9 +32,9 @@ from torch.utils.checkpoint import checkpoint
 from alibi_attn.nn.linear import Linear, linear
 from alibi_lab.lab.config import Architecture, ConfigError, ModelConfig, Stretch
 from alibi_lab.lab.model.adaptive import AdaptiveInput, AdaptiveSoftmax
-from alibi_lab.lab.model.attention import Context, LayerCache, attend
+from alibi_lab.lab.model.attention import LayerCache, attend
 from alibi_lab.lab.model.method_checks import Hooks, check_signatures, checked
-from alibi_lab.lab.model.position_method import Bias, LayerInput, Pass, PositionMethod
+from alibi_lab.lab.model.position_method import Bias, Context, LayerInput, Pass, PositionMethod
 from alibi_lab.lab.model.positions import check_segments, check_stretch, method_class
 
 _LOGITS_AT_ONCE = 1 << 20  # 4 MiB of fp32, which fit into the caches of a core and are reused by malloc
@@ -108,9 +108,9 @@ class LanguageModel(nn.Module):
         if segment_ids is not None:
             check_segments(self.config.method)
         length, segment = tokens.shape[1], self.position.segment
-        at = Pass(length, length, self.progress, window=window, segment_ids=segment_ids)
+        at = Pass(length, length, self.progress, window=window, segment_ids=segment_ids, context=context)
         if segment is None:
-            x = self._hidden(tokens, at, caches, dropped, context)
+            x = self._hidden(tokens, at, caches, dropped)
         elif caches is None and segment_ids is None and context is None:
             x = self._hidden_in_segments(tokens, at, segment)
         else:
@@ -123,28 +123,20 @@ class LanguageModel(nn.Module):
         losses = self._losses(self.norm(x[:, length - targets.shape[1] :]), targets)
         return losses.clone()  # not a view, because FSDP hooks its backward to it
 
-    def _hidden(
-        self,
-        tokens: Tensor,
-        at: Pass,
-        caches: Sequence[LayerCache] | None,
-        dropped: int,
-        context: Context | None = None,
-    ) -> Tensor:
+    def _hidden(self, tokens: Tensor, at: Pass, caches: Sequence[LayerCache] | None, dropped: int) -> Tensor:
         """The output of the last block, [B, T, E]; the lengths of `at` are set here."""
         past = len(caches[0]) if caches else 0
         total = past + tokens.shape[1]
         room = caches[0].keys.max_tokens if caches else None  # a full stream drops as many tokens as it receives
-        start = dropped if context is None else context.start
+        start = dropped if at.context is None else at.context.start
         positions = torch.arange(past + start, total + start, device=tokens.device)
         x = self.embedding(tokens)
         if self.config.architecture != "mpt":
             x = x * math.sqrt(self.config.embed_dim)
         hooks = Hooks(self.position, self.checks_values)
         x = self.dropout(hooks.add(x, positions))
-        key_len = total if room is None else min(total, room)
-        at = dataclasses.replace(at, query_len=tokens.shape[1], key_len=key_len)
-        places = Places(hooks, positions, at, None if self.position.per_layer else hooks.bias(at, x), context)
+        at = dataclasses.replace(at, query_len=tokens.shape[1], key_len=min(total, room or total))
+        places = Places(hooks, positions, at, None if self.position.per_layer else hooks.bias(at, x))
         for layer, block in enumerate(self.blocks):
             if self.activation_checkpointing and self.training and torch.is_grad_enabled() and not caches:
                 x = checkpoint(block, x, places, None, use_reentrant=False)
@@ -209,7 +201,6 @@ class Places:
     positions: Tensor
     at: Pass
     shared: Bias
-    context: Context | None
 
 
 class Block(nn.Module):
@@ -235,21 +226,19 @@ class Block(nn.Module):
     def forward(self, x: Tensor, places: Places, cache: LayerCache | None) -> Tensor:
         y = self.attention_norm(x)
         q, k, v = (part(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        hooks, context = places.hooks, places.context
+        hooks = places.hooks
         inputs = LayerInput(y, self.index, None if cache is None else cache.key_bias, self)
         at = dataclasses.replace(places.at, input=inputs)
         q, k = hooks.rotate(q, k, places.positions, at)
         bias = hooks.bias(at, y) if hooks.method.per_layer else places.shared
         if cache is not None:
             k, v, bias = cache.append(k, v, bias, layer=self)
-        if context is not None and type(hooks.method).attend is not PositionMethod.attend:
+        if at.context is not None and type(hooks.method).attend is not PositionMethod.attend:
             raise ConfigError(
                 "the position method has its own attention, which train.context_parallel does not support"
             )
         dropout_p = self.attention_dropout if self.training else 0.0
-        default = functools.partial(
-            attend, bias=bias, window=at.window, segment_ids=at.segment_ids, dropout_p=dropout_p, context=context
-        )
+        default = functools.partial(attend, bias=bias, at=at, dropout_p=dropout_p)
         y = hooks.attend(q, k, v, at, default)
         x = x + self.dropout(self.attention_out(y.transpose(1, 2).flatten(-2)))
         y = self.ffn_norm(x)

@@ -146,12 +146,10 @@ class Hooks:
 def checked_curves(kind: type[PositionMethod], result: object) -> Mapping[str, Mapping[str, Sequence[Json]]]:
     """The result of `curves`, checked."""
     if not isinstance(result, Mapping) or not all(map(_is_curve, result, result.values())):
-        _fail(
-            kind,
-            "curves",
-            f"returned {str(result)[:200]}; it must return curves by name, {{name: {{column: list}}}}, with lists of equal "
-            "length that hold numbers, text or None; pass tensor.tolist()",
+        wanted = (
+            "{name: {column: list}}, with lists of equal length that hold numbers, text or None; pass tensor.tolist()"
         )
+        _fail(kind, "curves", f"returned {str(result)[:200]}; it must return curves by name, {wanted}")
     return result
 
 

@@ -21,6 +21,7 @@ from typing import TypeAlias
 
 import torch
 from torch import Tensor, nn
+from torch import distributed as dist
 
 from alibi_attn import alibi_slopes
 from alibi_lab.lab.config import ConfigError, ModelConfig, Stretch
@@ -99,6 +100,21 @@ class LayerInput:
 
 
 @dataclasses.dataclass(frozen=True)
+class Context:
+    """The position of this process's tokens in sequences that several processes share.
+
+    Args:
+        group: these processes, in the order of their tokens.
+        start: the number of tokens on the processes before this one.
+        timeout: of an exchange, in seconds.
+    """
+
+    group: dist.ProcessGroup
+    start: int
+    timeout: float
+
+
+@dataclasses.dataclass(frozen=True)
 class Pass:
     """The arguments of `bias`, `rotate` and `attend`: `query_len` T and `key_len` S.
 
@@ -107,6 +123,7 @@ class Pass:
         input: of the current layer; see `layer`. `rotate` and `attend` always have one.
         window: the number of keys a query may see, including itself; None = all before it.
         segment_ids: [B, S], the document of every key; a query sees its own document only.
+        context: if other processes hold the other tokens of the sequences.
     """
 
     query_len: int
@@ -115,6 +132,7 @@ class Pass:
     input: LayerInput | None = None
     window: int | None = None
     segment_ids: Tensor | None = None
+    context: Context | None = None
 
     @property
     def layer(self) -> LayerInput:

@@ -16,7 +16,7 @@ import shutil
 import warnings
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, Literal, TypeAlias
+from typing import Any, TypeAlias
 
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
@@ -32,7 +32,6 @@ from alibi_lab.lab.data.tokenizing import Tokenizer, load_tokenizer
 from alibi_lab.lab.model.imported_method import source_facts
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.model.method_trial import try_method
-from alibi_lab.lab.sealed_folder import DamagedError
 from alibi_lab.lab.training.parallel import Training
 from alibi_lab.lab.training.state import READ_ERRORS, load_state, save_state
 from alibi_lab.position_methods import LOOKS
@@ -69,12 +68,6 @@ class Progress:
     peak_memory_bytes: int | None = None
     validation: Curve = dataclasses.field(default_factory=lambda: {"step": [], "seconds": [], "nats": [], "tokens": []})
 
-    def with_point(self, curve: Literal["curve", "validation"], **point: float) -> "Progress":
-        """This progress with one more point of a curve."""
-        columns: Curve = getattr(self, curve)
-        extended: Any = {curve: {name: [*column, point[name]] for name, column in columns.items()}}
-        return dataclasses.replace(self, **extended)
-
     def curves(self) -> dict[str, Curve]:
         """The curves of its record, by name."""
         return {"training": self.curve} | ({"validation": self.validation} if self.validation["step"] else {})
@@ -97,9 +90,7 @@ def load_checkpoint(path: Path, *, method: str | None = None) -> tuple[LanguageM
         PositionError: a hook of `method` returns something invalid, or it sees the future.
     """
     folder = step_folder(path)
-    config, _ = _read(folder, method)
-    if method is None and IMPORT_PATH.fullmatch(config.model.method):
-        raise _unknown_method(folder, config.model.method)
+    config, _ = _read(folder, method, imports=False)
     return load_model(folder, config), config
 
 
@@ -111,9 +102,8 @@ def load_model(path: Path, config: RunConfig) -> LanguageModel:
     folder = step_folder(path)
     trained_with = _manifest(folder).get("method", {})
     if trained_with and trained_with["sha256"] != source_facts(config.model.method)["sha256"]:
-        warnings.warn(
-            f"{config.model.method} has changed since it trained {folder}; its results may differ", stacklevel=3
-        )
+        changed = f"{config.model.method} has changed since it trained {folder}; its results may differ"
+        warnings.warn(changed, stacklevel=3)
     _verify(folder, "model.safetensors")
     if IMPORT_PATH.fullmatch(config.model.method):
         try_method(config.model, config.train.length)
@@ -267,7 +257,7 @@ def resume(folder: Path, training: Training) -> None:
 
 def _manifest(folder: Path) -> dict[str, Any]:
     try:
-        with _undamaged(folder, "config.json", DamagedError, AttributeError, KeyError):
+        with _undamaged(folder, "config.json", sealed_folder.DamagedError, AttributeError, KeyError):
             about = sealed_folder.read_manifest(folder, "config.json", schema=SCHEMA)
             if about["schema"] != SCHEMA:
                 about["files"] = {name: {"sha256": digest} for name, digest in about["sha256"].items()}
@@ -283,14 +273,22 @@ def _manifest(folder: Path) -> dict[str, Any]:
         raise CheckpointError(f"{error}; pass a folder that this version of alibi run has written") from None
 
 
-def _read(folder: Path, method: str | None = None) -> tuple[RunConfig, Progress]:
-    """The config, with the given position method, if any, and the progress."""
+def _read(folder: Path, method: str | None = None, *, imports: bool = True) -> tuple[RunConfig, Progress]:
+    """The config, with the given position method, if any, and the progress.
+
+    Args:
+        imports: whether the checkpoint may name a method that is not built in.
+    """
     about = _manifest(folder)
     with _undamaged(folder, "config.json", ConfigError, AttributeError, KeyError, TypeError, ValueError):
         model = about["config"]["model"]
         trained = model["method"]
-        if method is None and trained not in LOOKS and not IMPORT_PATH.fullmatch(trained):
-            raise _unknown_method(folder, trained)
+        path = trained if IMPORT_PATH.fullmatch(trained) else "FILE.py:Class"
+        if method is None and trained not in LOOKS and not (imports and path == trained):
+            raise CheckpointError(
+                f"{folder} was trained with the position method {trained!r}, which is not built in; a checkpoint's code is never "
+                f"imported on its own: provide it with --method {path}, or in Python with method={path!r}"
+            )
         if method not in (None, trained) and (trained in LOOKS or method in LOOKS):
             raise CheckpointError(
                 f"{folder} was trained with the position method {trained!r}, not {method!r}; pass the class that trained it, or "
@@ -300,18 +298,10 @@ def _read(folder: Path, method: str | None = None) -> tuple[RunConfig, Progress]
         return from_json(about["config"]), Progress(**about["progress"])
 
 
-def _unknown_method(folder: Path, method: str) -> CheckpointError:
-    path = method if IMPORT_PATH.fullmatch(method) else "FILE.py:Class"
-    return CheckpointError(
-        f"{folder} was trained with the position method {method!r}, which is not built in; a checkpoint's code is never imported "
-        f"on its own: provide it with --method {path}, or in Python with method={path!r}"
-    )
-
-
 def _verify(folder: Path, *names: str) -> None:
     files = _manifest(folder)["files"]
     for name in names:
-        with _undamaged(folder, name, DamagedError):
+        with _undamaged(folder, name, sealed_folder.DamagedError):
             sealed_folder.verify(folder, name, files.get(name, {"sha256": ""}))
 
 
@@ -329,7 +319,7 @@ def _undamaged(folder: Path, name: str, *kinds: type[Exception]) -> Iterator[Non
 
 
 def _first_line(error: BaseException) -> str:
-    if isinstance(error, DamagedError):
+    if isinstance(error, sealed_folder.DamagedError):
         return error.reason
     cause: BaseException | None = error
     while cause is not None:  # torch wraps the OSError of a full disk

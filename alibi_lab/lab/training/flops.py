@@ -42,9 +42,8 @@ def multiplying_parameters(model: ModelConfig) -> int:
     vocabulary; not the norms, and not the input embeddings, which are looked up.
     """
     feed_forward = (3 if model.architecture == "modern" else 2) * model.ffn_dim
-    return (
-        model.num_layers * model.embed_dim * (4 * model.embed_dim + feed_forward) + model.vocab_size * model.embed_dim
-    )
+    in_layers = model.num_layers * (4 * model.embed_dim + feed_forward)
+    return model.embed_dim * (in_layers + model.vocab_size)
 
 
 def matrix_flops_per_second(device: torch.device, precision: Precision) -> float | None:

@@ -18,8 +18,8 @@ from torch import Tensor, nn
 from torch import distributed as dist
 
 from alibi_lab.lab.config import ConfigError, RunConfig, TrainConfig
-from alibi_lab.lab.model.attention import Context
 from alibi_lab.lab.model.language_model import LanguageModel
+from alibi_lab.lab.model.position_method import Context
 from alibi_lab.lab.training.optimizer import make_optimizer
 
 COMPILER = "inductor"  # of torch.compile
@@ -78,12 +78,9 @@ def prepare(config: RunConfig) -> Training:
     settings = config.train
     if settings.parallel == "fsdp" and settings.precision == "fp16":
         raise ConfigError('train.parallel is "fsdp" and train.precision "fp16"; pass train.precision bf16 or no')
-    limit = InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=settings.exchange_timeout_s))
-    accelerator = Accelerator(
-        mixed_precision=settings.precision,
-        cpu=not torch.accelerator.is_available(),
-        kwargs_handlers=[limit] if settings.context_parallel > 1 else None,
-    )
+    limits = [InitProcessGroupKwargs(timeout=datetime.timedelta(seconds=settings.exchange_timeout_s))]
+    handlers, cpu = limits if settings.context_parallel > 1 else None, not torch.accelerator.is_available()
+    accelerator = Accelerator(mixed_precision=settings.precision, cpu=cpu, kwargs_handlers=handlers)
     if accelerator.distributed_type not in _REPLICAS:
         raise ConfigError(
             f"the launcher asks for {accelerator.distributed_type.value}, but here the config says how weights are shared; "

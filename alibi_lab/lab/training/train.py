@@ -7,9 +7,9 @@ CPU, the losses after resuming are bit-identical to those of an uninterrupted tr
 import dataclasses
 import itertools
 import math
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import torch
 from torch import Tensor
@@ -21,12 +21,14 @@ from alibi_lab.lab.clock import clock
 from alibi_lab.lab.config import EvalConfig, RunConfig, TrainConfig
 from alibi_lab.lab.data.corpus import Corpus, batches, num_pieces, packed_batches
 from alibi_lab.lab.evaluation.evaluate import validation_nats
-from alibi_lab.lab.model.attention import Context
 from alibi_lab.lab.model.language_model import LanguageModel
-from alibi_lab.lab.training.checkpoint import Progress, load_progress, newest, resume, save_checkpoint
+from alibi_lab.lab.model.position_method import Context
+from alibi_lab.lab.training.checkpoint import Curve, Progress, load_progress, newest, resume, save_checkpoint
 from alibi_lab.lab.training.interruption import deferred_interruption
 from alibi_lab.lab.training.optimizer import learning_rate
 from alibi_lab.lab.training.parallel import Training, prepare
+
+Flag: TypeAlias = Callable[[], bool]  # whether a signal has arrived
 
 
 class TrainingError(ValueError):
@@ -64,10 +66,11 @@ def train(
         reset = reset_peak_memory(training.accelerator.device)
         for step in steps(training, corpus, start=progress.step, interrupted=interrupted):
             finished = step.number == settings.steps
-            seconds, nats, rate = progress.seconds + step.seconds, step.loss_nats, step.learning_rate
-            progress = dataclasses.replace(progress, step=step.number, seconds=seconds, loss_nats=nats)
+            point = {"step": step.number, "loss_nats": step.loss_nats, "learning_rate": step.learning_rate}
             if finished or step.number == 1 or step.number % settings.log_every == 0:
-                progress = progress.with_point("curve", step=step.number, loss_nats=nats, learning_rate=rate)
+                progress = dataclasses.replace(progress, curve=_with_point(progress.curve, point))
+            seconds = progress.seconds + step.seconds
+            progress = dataclasses.replace(progress, step=step.number, seconds=seconds, loss_nats=step.loss_nats)
             if settings.validate_every and step.number % settings.validate_every == 0:
                 progress = _validated(progress, training.model, corpus.valid, settings)
             if on_step:
@@ -105,9 +108,7 @@ class Step:
     interrupted: bool
 
 
-def steps(
-    training: Training, corpus: Corpus, *, start: int = 0, interrupted: Callable[[], bool] = lambda: False
-) -> Iterator[Step]:
+def steps(training: Training, corpus: Corpus, *, start: int = 0, interrupted: Flag = lambda: False) -> Iterator[Step]:
     """Yields the training's steps from `start` on, each computed when requested; the iterator is endless.
 
     `train` uses this and adds the rest: validation, checkpoints, and restoring the caller's random state, because every
@@ -187,9 +188,7 @@ def _same_document(documents: Tensor) -> Tensor:
     return documents[:, 1:] == documents[:, :-1]
 
 
-def _step(
-    training: Training, parts: Sequence[Batch], step: int, interrupted: Callable[[], bool]
-) -> tuple[float, float, bool]:
+def _step(training: Training, parts: Sequence[Batch], step: int, interrupted: Flag) -> tuple[float, float, bool]:
     """One step, counted from 1: the batch's loss, the gradient's norm, and whether any process was interrupted."""
     accelerator, optimizer = training.accelerator, training.optimizer
     loss = torch.zeros((), device=accelerator.device)
@@ -230,4 +229,9 @@ def _validated(progress: Progress, model: LanguageModel, tokens: Tensor, config:
     nats, scored = validation_nats(
         model, tokens, length=length, tokens_to_score=config.validate_tokens, batch_tokens=EvalConfig.batch_tokens
     )
-    return progress.with_point("validation", step=progress.step, seconds=progress.seconds, nats=nats, tokens=scored)
+    point = {"step": progress.step, "seconds": progress.seconds, "nats": nats, "tokens": scored}
+    return dataclasses.replace(progress, validation=_with_point(progress.validation, point))
+
+
+def _with_point(curve: Curve, point: Mapping[str, float]) -> Curve:
+    return {name: [*column, point[name]] for name, column in curve.items()}

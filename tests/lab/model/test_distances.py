@@ -66,7 +66,7 @@ def test_attention_is_that_of_the_bias_written_out_pair_by_pair_and_so_are_gradi
         seen &= (away < 30) & (documents[0, position][:, None] == documents[0])
     written_out = bias.table.double()[:, away.clamp(min=0)].masked_fill(~seen, -math.inf)
     scores = q.double() @ k.double().mT / math.sqrt(8) + written_out
-    expected, found = scores.softmax(-1) @ v.double(), attend(q, k, v, bias, **given)
+    expected, found = scores.softmax(-1) @ v.double(), attend(q, k, v, bias, Pass(query_len, key_len, **given))
     torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=1e-5)
     weights = torch.randn(found.shape, generator=generator)
     right = torch.autograd.grad((expected * weights).sum(), leaves, retain_graph=True)

@@ -82,7 +82,7 @@ def test_a_number_for_every_key_is_added_to_its_scores(query_len, key_len, slope
         "documents": ({"segment_ids": documents}, lambda b, i, j: documents[b, i] == documents[b, j]),
     }
     for options, sees in ways.values():
-        found = attend(q, k, v, bias, **options).double()
+        found = attend(q, k, v, bias, Pass(query_len, key_len, **options)).double()
         torch.testing.assert_close(found, expected_attention(q, k, v, key_bias, said, sees), rtol=1e-5, atol=1e-6)
     wrong = expected_attention(q, k, v, key_bias.roll(1, -1), said, lambda b, i, j: True)
     with pytest.raises(AssertionError):  # of the key before

@@ -186,11 +186,11 @@ def test_windows_and_documents_hide_what_they_say(qkv, method, query_len, key_le
         bias_at = lambda head, d: -bias[head] * d  # noqa: E731
     documents = [(j * 3) // key_len for j in range(key_len)]
     with torch.no_grad():
-        out = attend(q, k, v, bias, window=4)
+        out = attend(q, k, v, bias, Pass(query_len, key_len, window=4))
         assert_attention_is(out, q, k, v, bias_at, lambda i, j: i - j < 4)
         with pytest.raises(AssertionError):  # a window off by one
             assert_attention_is(out, q, k, v, bias_at, lambda i, j: i - j < 5)
-        out = attend(q, k, v, bias, window=4, segment_ids=torch.tensor([documents]))
+        out = attend(q, k, v, bias, Pass(query_len, key_len, window=4, segment_ids=torch.tensor([documents])))
         assert_attention_is(out, q, k, v, bias_at, lambda i, j: i - j < 4 and documents[i] == documents[j])
 
 
@@ -324,7 +324,7 @@ def test_layers_alternate_rotary_windows_and_full_attention_without_positions(qk
     assert made.rotate(q, k, positions, between) == (q, k)
     out = attend(q, k, v, made.bias(near))
     assert_attention_is(out, q, k, v, lambda head, d: 0.0, sees=lambda i, j: i - j < 4)  # a quarter of 16
-    out = attend(q, k, v, made.bias(near), window=2)  # a test with a smaller window
+    out = attend(q, k, v, made.bias(near), Pass(12, 12, window=2))  # a test with a smaller window
     assert_attention_is(out, q, k, v, lambda head, d: 0.0, sees=lambda i, j: i - j < 2)
     assert_attention_is(attend(q, k, v, made.bias(between)), q, k, v, lambda head, d: 0.0)
 

@@ -8,8 +8,8 @@ import torch
 from alibi_lab.lab.config import ConfigError
 from alibi_lab.lab.config_io import override
 from alibi_lab.lab.data.corpus import load_corpus
-from alibi_lab.lab.model.attention import Context, attend
-from alibi_lab.lab.model.position_method import ByDistance
+from alibi_lab.lab.model.attention import attend
+from alibi_lab.lab.model.position_method import ByDistance, Context, Pass
 from alibi_lab.lab.training.train import train
 
 
@@ -69,4 +69,4 @@ def test_processes_that_cannot_share_a_sequence_get_an_error(text_file, run_on, 
 def test_a_bias_for_every_pair_of_tokens_is_refused(bias):
     q = torch.zeros(1, 2, 5, 8)
     with pytest.raises(ConfigError, match="a bias per pair of tokens"):
-        attend(q, q, q, bias, context=Context(None, 0, 1.0))
+        attend(q, q, q, bias, Pass(5, 5, context=Context(None, 0, 1.0)))
