@@ -128,13 +128,8 @@ def _print_slopes(num_heads: int, length: int, picture: Path | None) -> None:
 
 def _print_layers(record: records.Record) -> None:
     """Prints a model's heads: one row per layer, with the range over its heads."""
-    names = {
-        "certified": "certified",
-        "carried": "of it carried",
-        "mean_distance": "mean distance",
-        "first_token": "first token",
-        "zero_bfloat16": "zero in bf16",
-    }
+    names = ("certified", "carried", "mean_distance", "first_token", "zero_bfloat16")
+    titles = ("layer", "certified", "of it carried", "mean distance", "first token", "zero in bf16")
     layers, rows = numbers(record, "heads", "layer"), []
     for layer in sorted(set(layers)):
         cells = [f"{layer:.0f}"]
@@ -143,7 +138,7 @@ def _print_layers(record: records.Record) -> None:
             show = "{:,.0f}" if name in ("certified", "mean_distance") else "{:.0%}"
             cells.append(" to ".join(dict.fromkeys(show.format(bound) for bound in (min(values), max(values)))))
         rows.append(cells)
-    _print_table(("layer", *names.values()), rows, "minimum and maximum over the heads; distances in tokens")
+    _print_table(titles, rows, "minimum and maximum over the heads; distances in tokens")
 
 
 def _print_table(columns: Sequence[str], rows: Sequence[Sequence[str]], caption: str) -> None:

@@ -1,10 +1,11 @@
-"""The options of a command: their help, from the command's docstring, and values that a config refuses."""
+"""Options of commands: their help, from the command's docstring, values that a config refuses, and those about texts."""
 
 import contextlib
 import copy
 import inspect
 import re
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
 from typing import Annotated, Any, TypeVar
 
 import typer
@@ -12,6 +13,9 @@ import typer
 from alibi_lab.lab.config import ConfigError
 
 Command = TypeVar("Command", bound=Callable[..., None])
+TextField = Annotated[
+    str, typer.Option(help="Field of the text in JSON, JSON Lines, CSV, TSV and Parquet files.", show_default="text")
+]
 
 
 def documented(command: Command) -> Command:
@@ -44,3 +48,11 @@ def argument_help(docstring: str) -> dict[str, str]:
     """The texts of the documented arguments, by name."""
     found = re.findall(r"^    (\w+): (.+(?:\n {8}.+)*)", docstring, flags=re.MULTILINE)
     return {name: " ".join(text.split()) for name, text in found}
+
+
+def joined(text: Sequence[Path]) -> str:
+    """The value of the field data.text."""
+    for path in text:
+        if "," in str(path):
+            raise typer.BadParameter(f"--text {path} has a comma in its name, but commas separate files; rename it")
+    return ",".join(map(str, text))

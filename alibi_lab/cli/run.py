@@ -12,10 +12,9 @@ from alibi_attn.cli.cluster import Ray, cluster
 from alibi_attn.cli.console import check_writable, console, interrupted, needs, print_path
 from alibi_lab import records
 from alibi_lab.cli import listings
-from alibi_lab.cli.options import documented, usage_errors
+from alibi_lab.cli.options import TextField, documented, joined, usage_errors
 from alibi_lab.cli.perplexities import print_perplexities
 from alibi_lab.cli.report import write_report
-from alibi_lab.cli.texts import TextField, joined
 from alibi_lab.lab.config import Scale, Selection
 from alibi_lab.recipes import index
 from alibi_lab.recipes.index import RECIPES

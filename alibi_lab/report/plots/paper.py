@@ -23,7 +23,7 @@ _OURS: dict[str, Any] = {"linestyle": "-", "fillstyle": "full"}
 _PAPERS: dict[str, Any] = {"linestyle": (0, (4, 2)), "fillstyle": "none"}
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
+@dataclasses.dataclass(frozen=True)
 class Line:
     """One series of a panel.
 
@@ -58,13 +58,6 @@ class Panel:
     log_x: bool = True
     unit: float | None = None
     ratio: bool = False
-
-
-def joined(one: Line, other: Line) -> Line:
-    """Two lines joined into one, the points of the first before those of the second."""
-    names = ("x", "y", "low", "high", "paper_length")
-    columns: dict[str, Any] = {name: np.append(getattr(one, name), getattr(other, name)) for name in names}
-    return dataclasses.replace(one, **columns)
 
 
 def lines(panel: Panel) -> Figure:

@@ -8,7 +8,7 @@ separate scales. `paper_changes.py` computes the ratios, `paper.py` draws.
 import dataclasses
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import numpy as np
 from matplotlib.figure import Figure
@@ -135,35 +135,32 @@ def _other_published(name: str, item: PublishedItem) -> PublishedItem | None:
 def _lines(source: _Source, labels: Sequence[str], x: str, y: str) -> tuple[Line, ...]:
     """One line per label with such numbers; if x is "trained", one line per method with a point per trained length."""
     several_lengths, several_methods = (len(set(map(of, labels))) > 1 for of in (trained_length, method_of))
-    lines: dict[str, Line] = {}
+    together: dict[str, list[str]] = {}  # the labels of one line
     for label in labels:
-        values, low, high = (source.column(label, f"{source.prefix}{name}") for name in (y, "low", "high"))
-        if not np.isfinite(values).any():
-            continue
+        if np.isfinite(source.column(label, f"{source.prefix}{y}")).any():
+            together.setdefault(label.split(",", 1)[0] if x == "trained" else label, []).append(label)
+    lines = []
+    for label, *others in together.values():
+        points = np.concatenate([_points(source, one, x, y) for one in (label, *others)], axis=1)
         length, name = trained_length(label), label.split(",", 1)[0]
-        if x == "trained":
-            places = np.full(len(values), (length or math.nan) / source.factor)
-            lengths = source.factor * places
-        else:
-            places = source.column(label, {"speed": "train_tokens_per_second"}.get(x, x))
-            lengths = source.column(label, "paper_length")
-            if several_lengths and length:
-                at = f"{length / source.factor:,.0f}"
-                name = f"{name} {at}" if several_methods else f"L = {at}"
-        line = Line(
-            name=name,
-            label=label,
-            method=method_of(label),
-            ours=source.ours,
-            x=places,
-            y=values / (1e9 if y == "memory_bytes" else 1.0),
-            low=low,
-            high=high,
-            paper_length=lengths if lengths.size == values.size else np.full(len(values), math.nan),
-        )
-        key = name if x == "trained" else label
-        lines[key] = paper_figures.joined(lines[key], line) if key in lines else line
-    return tuple(lines.values())
+        if x != "trained" and several_lengths and length:
+            at = f"{length / source.factor:,.0f}"
+            name = f"{name} {at}" if several_methods else f"L = {at}"
+        lines.append(Line(name, label, method_of(label), source.ours, *points))
+    return tuple(lines)
+
+
+def _points(source: _Source, label: str, x: str, y: str) -> Points:
+    """x, y, the lowest and the highest seed, and the paper's lengths of a series: [5, points], NaN where unknown."""
+    of_x = {"speed": "train_tokens_per_second"}.get(x, x)
+    names = of_x, f"{source.prefix}{y}", f"{source.prefix}low", f"{source.prefix}high", "paper_length"
+    points = np.stack([source.column(label, name) for name in names])
+    if x == "trained":
+        points[4] = trained_length(label) or math.nan
+        points[0] = points[4] / source.factor
+    if y == "memory_bytes":
+        points[1:4] /= 1e9
+    return points
 
 
 def _panel(record: Record, source: _Source, x: str, y: str, labels: Sequence[str], lines: tuple[Line, ...]) -> Panel:
@@ -173,12 +170,13 @@ def _panel(record: Record, source: _Source, x: str, y: str, labels: Sequence[str
     (only,) = trained if len(trained) == 1 else (None,)
     unit = only / source.factor if only and x == "length" and y == "perplexity" else None
     per = unit_of(record) if ours else "token"
-    if x == "hours" and (time := _time_unit(lines)) == "minutes":
+    time = _time_unit(lines) if x == "hours" else ""
+    if time == "minutes":
         lines = tuple(dataclasses.replace(line, x=60 * line.x) for line in lines)
     x_label = {
         "length": f"{per}s read at once" + (f", L = {unit:,.0f}" if unit else ", log scale"),
         "trained": f"L, {per}s of a training example",
-        "hours": f"{time if x == 'hours' else ''} of training" + ("" if ours else " (GPU)"),
+        "hours": f"{time} of training" + ("" if ours else " (GPU)"),
         "speed": f"{per}s per second in training, log scale",
     }["trained" if (x, y) == ("length", "train_tokens_per_second") else x]
     return Panel(
@@ -242,8 +240,7 @@ def _window_losses(record: Record, item: PublishedItem) -> Plot | None:
         if not np.isfinite(loss).any():
             continue
         method = "sinusoidal" if not lines else "alibi"  # two colors that are easy to distinguish
-        unknown: Any = dict.fromkeys(("low", "high", "paper_length"), np.full(len(token), math.nan))
-        lines.append(Line(name=label, label=label, method=method, ours=True, x=token, y=loss, **unknown))
+        lines.append(Line(label, label, method, True, token, loss, *np.full((3, len(token)), math.nan)))
         if np.isfinite(mean).any():
             whole.append(f"{mean[0]:.3f} nats ({label.lower()})")
     if not lines:

@@ -54,12 +54,10 @@ def validation_curves(study: Study, x: Literal["seconds", "step"]) -> Figure | N
 
 def cost_by_length(study: Study, measure: Measure) -> Figure | None:
     """Speed or memory of the evaluation against length, both axes logarithmic."""
-    title, unit = {
-        "tokens_per_second": ("tokens per second, log scale", 1.0),
-        "peak_memory_bytes": ("peak memory in MiB, log scale", 2.0**20),
-    }[measure]
+    speed = measure == "tokens_per_second"
+    title, unit = ("tokens per second", 1.0) if speed else ("peak memory in MiB", 2.0**20)
     curves = [(s, x, y / unit) for s in study.series for x, y in [s.curve("by_length", "length", measure)]]
-    return _figure(study, curves, title, _length_axis, log=curves)
+    return _figure(study, curves, f"{title}, log scale", _length_axis, log=curves)
 
 
 def _losses(study: Study, curve: str, x: str) -> tuple[str, Curves]:
@@ -140,6 +138,5 @@ def _time_axis(axes: Axes, study: Study, drawn: Curves, *, name: str, integer: b
 def _mark_trained(axes: Axes, study: Study) -> None:
     for length in study.trained:
         axes.axvline(length, color=MUTED, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
-        text = "trained length" if len(study.trained) == 1 else f"{length:,}"
-        place: dict[str, Any] = {"xycoords": ("data", "axes fraction"), "va": "top"}
-        drawing.write(axes, text, (length, 1), (3, -2), fontsize=8, color=MUTED, **place)
+        text, place = "trained length" if len(study.trained) == 1 else f"{length:,}", ("data", "axes fraction")
+        drawing.write(axes, text, (length, 1), (3, -2), xycoords=place, va="top", fontsize=8, color=MUTED)
