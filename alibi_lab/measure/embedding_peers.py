@@ -77,7 +77,8 @@ class Encoder:
 def our_encoder(sizes: Sizes, backend: str = "auto") -> ALiBiBertModel:
     """An `ALiBiBertModel` with random weights (seed 0), ready for inference."""
     torch.manual_seed(0)
-    config = ALiBiBertConfig(**sizes.of_transformers, pooler=False, backend=backend)
+    fields = sizes.of_transformers | {"initializer_range": sizes.initializer_range}
+    config = ALiBiBertConfig(**fields, pooler=False, backend=backend)
     return ALiBiBertModel(config).train(False)
 
 

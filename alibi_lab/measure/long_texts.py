@@ -29,7 +29,8 @@ from alibi_attn.files import new_file
 from alibi_attn.hf import ALiBiCache, patch, read
 from alibi_attn.nn.allocator import resident_bytes
 from alibi_lab.measure.harness import Config, Row, Rows, Say, keep, number
-from alibi_lab.measure.peers.llama_state import LlamaState
+from alibi_lab.measure.peers import missing
+from alibi_lab.measure.peers.llama_state import NEEDS, LlamaState
 from alibi_lab.measure.peers.transformers_decoders import bloom
 from alibi_lab.measure.serving import error
 from alibi_lab.measure.timing import elapsed_ms
@@ -66,16 +67,8 @@ def long_texts(
             "use Linux, or WSL on Windows"
         )
     folder = Path(cache or out / f"long-texts-{width}x{layers}-{tokens}")
-    config: Config = {
-        "tokens": tokens,
-        "width": width,
-        "layers": layers,
-        "processes": processes,
-        "vocabulary": VOCABULARY,
-        "dtype": "float32",
-        "threads": torch.get_num_threads(),
-        "file_system": file_system(folder),
-    }
+    sizes: Config = {"tokens": tokens, "width": width, "layers": layers, "processes": processes}
+    run: Config = {"dtype": "float32", "threads": torch.get_num_threads(), "file_system": file_system(folder)}
     metrics: dict[str, float | None] = {}
 
     def steps() -> Iterator[Mapping[str, Rows]]:
@@ -91,11 +84,17 @@ def long_texts(
         metrics["peak_added_bytes"] = max(number(row["added_bytes"]) for row in rows)
         one_token(model, folder)  # brings the pages into memory
         metrics.update(opened(folder, lambda: one_token(model, folder)) | sharing(model, folder, processes))
-        if tokens <= PEER_LONGEST and LlamaState.is_installed():
+        if tokens <= PEER_LONGEST and missing(NEEDS) is None:
             metrics.update(saved_state(model, text, folder))
         yield {"long-texts": {}}
 
-    return keep(out, {"long-texts": config}, steps(), summary=lambda _: dict(metrics), say=say)
+    return keep(
+        out,
+        {"long-texts": {**sizes, "vocabulary": VOCABULARY, **run}},
+        steps(),
+        summary=lambda _: dict(metrics),
+        say=say,
+    )
 
 
 def random_bloom(width: int, layers: int) -> BloomForCausalLM:
@@ -155,9 +154,7 @@ def read_text(model: BloomForCausalLM, text: Tensor, folder: Path, before: int, 
     rows, read_before = list[Row](), 0
     for high in (tenth * length // 10 for tenth in range(1, 11)):
         inside = [stop for stop in sorted(chunks) if read_before < stop <= high]
-        seconds, cpu_seconds, added = (
-            list(figures) for figures in zip(*(chunks[stop] for stop in inside), strict=True)
-        )
+        seconds, cpu_seconds, added = zip(*(chunks[stop] for stop in inside), strict=True)
         tokens, read_before = inside[-1] - read_before, inside[-1]
         times = {"token_seconds": sum(seconds) / tokens, "token_cpu_seconds": sum(cpu_seconds) / tokens}
         rows.append({"length": high, **times, "added_bytes": max(added)})

@@ -27,6 +27,7 @@ from alibi_attn.files import new_file, new_folder, replace_file
 from alibi_attn.hf import ALiBiBertConfig, ALiBiBertForMaskedLM, ALiBiBertModel
 from alibi_attn.hf.embedding import chunking
 from alibi_lab.measure.harness import Say
+from alibi_lab.measure.peers.dense_encoder import Sizes
 
 Trained = Literal["alone", "late"]
 Tokens = NDArray[np.int64]
@@ -113,10 +114,8 @@ def trained_encoder(books: Sequence[str], setup: Setup, trained: Trained, folder
     Args:
         trained: how the chunks of the second stage are embedded. Both kinds share the first stage.
     """
-    digest = hashlib.sha256(repr(setup).encode())
-    for book in books:
-        digest.update(hashlib.sha256(book.encode()).digest())
-    place = folder / digest.hexdigest()[:12]
+    digests = (hashlib.sha256(book.encode()).digest() for book in books)
+    place = folder / hashlib.sha256(repr(setup).encode() + b"".join(digests)).hexdigest()[:12]
     if (place / trained).exists():
         return place / trained
     training = _Training(ALiBiBertForMaskedLM(_config(setup)), _tokenizer(books, setup, place), books, setup)
@@ -150,15 +149,8 @@ def _tokenizer(books: Sequence[str], setup: Setup, place: Path) -> PreTrainedTok
 
 def _config(setup: Setup) -> ALiBiBertConfig:
     torch.manual_seed(setup.seed)
-    return ALiBiBertConfig(
-        vocab_size=setup.vocabulary,
-        hidden_size=setup.width,
-        num_hidden_layers=setup.layers,
-        num_attention_heads=setup.heads,
-        intermediate_size=setup.inner,
-        pooler=False,
-        hidden_dropout_prob=0.0,
-    )
+    sizes = Sizes(setup.layers, setup.width, setup.heads, setup.inner, setup.vocabulary)
+    return ALiBiBertConfig(**sizes.of_transformers, pooler=False, hidden_dropout_prob=0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -230,16 +222,19 @@ class _Training:
             edges = np.minimum(np.arange(len(spans) + 1) * self.setup.chunk, len(ids))
             ranges.append(np.stack([edges[:-1], edges[1:]], axis=1))
             chunks += len(spans)
-        queries = means(self.model.bert, sentences, [np.array([[0, len(ids)]]) for ids in sentences])
+        queries = means(self.model.bert, sentences)
         if trained == "alone":
-            stretched = [ids[start:end] for ids, some in zip(stretched, ranges, strict=True) for start, end in some]
-            ranges = [np.array([[0, len(ids)]]) for ids in stretched]
-        scores = queries @ means(self.model.bert, stretched, ranges).T / self.setup.temperature
+            parts = [ids[start:end] for ids, some in zip(stretched, ranges, strict=True) for start, end in some]
+            candidates = means(self.model.bert, parts)
+        else:
+            candidates = means(self.model.bert, stretched, ranges)
+        scores = queries @ candidates.T / self.setup.temperature
         return F.cross_entropy(scores, torch.tensor(right))
 
 
-def means(model: ALiBiBertModel, rows: Sequence[Tokens], ranges: Sequence[NDArray[np.int64]]) -> Tensor:
-    """Unit vectors [C, E]: the means of the hidden states of ranges of tokens, over all rows, which need no special tokens."""
+def means(model: ALiBiBertModel, rows: Sequence[Tokens], ranges: Sequence[NDArray[np.int64]] | None = None) -> Tensor:
+    """Unit vectors [C, E]: the means of the hidden states of ranges of tokens, or of each row, without special tokens."""
+    ranges = [np.array([[0, len(row)]]) for row in rows] if ranges is None else ranges
     ids, mask = padded([framed(row) for row in rows])
     states = model(ids, mask).last_hidden_state
     spans = np.concatenate([some + 1 + at * ids.shape[1] for at, some in enumerate(ranges)])

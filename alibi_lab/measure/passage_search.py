@@ -29,7 +29,6 @@ from alibi_lab.measure.harness import Columns, Say, append, figures_of
 from alibi_lab.measure.passage_encoder import Question, Setup, Trained, questions, trained_encoder
 
 Vectors = NDArray[np.float32]
-Curve = Mapping[str, list[records.Json]]
 TRAINED: tuple[Trained, ...] = ("alone", "late")
 RANKS = (1, 10)
 NAME = re.compile(r"(?<=[a-z,;] )[A-Z][a-z]+")  # a capital inside a sentence
@@ -160,9 +159,7 @@ def split(books: Mapping[str, str]) -> tuple[dict[str, str], dict[str, str]]:
     return dict(items[:first]), dict(items[first:])
 
 
-def tested(
-    folder: Path, books: Sequence[str], setup: Setup, test: Trial
-) -> tuple[dict[str, float | None], dict[str, Curve]]:
+def tested(folder: Path, books: Sequence[str], setup: Setup, test: Trial) -> tuple[dict[str, float | None], Columns]:
     """Metrics and curves of an encoder: recall by method, and how far int8 and windows are from one pass in fp32."""
     encoder = load(folder, max_seq_length=NO_LIMIT)
     search = prepared_search(encoder, books, setup, test)
@@ -182,24 +179,14 @@ def tested(
     if supports_int8():
         small = load(folder, max_seq_length=NO_LIMIT, dtype="int8")
         small_queries, small_late = _alone(small, sentences), _late(small, search.documents, WHOLE)
-        cosines |= {
-            "int8, sentences": _cosines(small_queries, queries),
-            "int8, late chunks": _cosines(small_late, late),
-        }
+        cosines["int8, sentences"] = _cosines(small_queries, queries)
+        cosines["int8, late chunks"] = _cosines(small_late, late)
         ranks["late, int8"] = _ranks(small_queries, small_late, search.right)
-    metrics: dict[str, float | None] = {
-        "questions": len(search.questions),
-        "chunks": len(search.texts),
-        "questions_elsewhere": int(search.elsewhere.sum()),
-    }
-    return metrics, {
-        "recall": _recall(ranks, search),
-        "cosines": {
-            "vectors": list(cosines),
-            "mean": [float(found.mean()) for found in cosines.values()],
-            "worst": [float(found.min()) for found in cosines.values()],
-        },
-    }
+    columns: Columns = {"recall": _recall(ranks, search)}
+    for name, found in cosines.items():
+        append(columns, "cosines", {"vectors": name, "mean": float(found.mean()), "worst": float(found.min())})
+    elsewhere = int(search.elsewhere.sum())
+    return {"questions": len(search.questions), "chunks": len(search.texts), "questions_elsewhere": elsewhere}, columns
 
 
 def prepared_search(encoder: Sentences, books: Sequence[str], setup: Setup, test: Trial) -> Search:
@@ -242,7 +229,7 @@ def supports_int8() -> bool:
     return True
 
 
-def _recall(ranks: Mapping[str, NDArray[np.int64]], search: Search) -> Curve:
+def _recall(ranks: Mapping[str, NDArray[np.int64]], search: Search) -> dict[str, list[records.Json]]:
     """Recall by set of questions, method and rank; its gain over chunks embedded alone; and 95 % intervals of both over books."""
     columns: Columns = {}
     for some, chosen in (("all", np.ones(len(search.questions), bool)), ("name elsewhere", search.elsewhere)):

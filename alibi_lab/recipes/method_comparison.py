@@ -10,10 +10,10 @@ import dataclasses
 from alibi_lab.lab.config import DataConfig, Method, Recipe, RunConfig, Scale, SymbolTask
 from alibi_lab.recipes.scales import LARGE, MEDIUM, SMALLER, TWO_STEPS, changed, trained_at
 
-_METHODS = (
+_NAMES = (
     "none sinusoidal rotary t5 alibi alibi-half kerple alibi-log sandwich tisa fire nope-window drope fox alibi-fox"
 )
-COMPARED: tuple[Method, ...] = tuple(_METHODS.split())
+COMPARED: tuple[Method, ...] = tuple(_NAMES.split())
 TASKS: tuple[SymbolTask | None, ...] = (None, "mqar", "needles", "copy", "flip-flop")  # None is language modeling
 SEEDS = (0, 1)
 _SMALL = changed(SMALLER, train={"steps": 2000, "warmup_steps": 200, "checkpoint_every": 1000})

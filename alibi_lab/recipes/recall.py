@@ -10,8 +10,8 @@ from dataclasses import replace
 from alibi_lab.lab.config import DataConfig, Method, Recipe, RunConfig, Scale
 from alibi_lab.recipes.scales import LARGE, MEDIUM, SMALLER, TINY, by_method, changed, trained_at
 
-_METHODS = "none sinusoidal rotary t5 alibi alibi-half kerple fox alibi-fox"
-COMPARED: tuple[Method, ...] = tuple(_METHODS.split())
+_NAMES = "none sinusoidal rotary t5 alibi alibi-half kerple fox alibi-fox"
+COMPARED: tuple[Method, ...] = tuple(_NAMES.split())
 _LENGTHS = (64, 128, 256, 512, 1024)
 _RUNS: dict[Scale, RunConfig] = {
     "smoke": trained_at(TINY, (32, 64), {"warmup_steps": 2}),

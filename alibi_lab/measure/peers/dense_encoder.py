@@ -41,7 +41,6 @@ class Sizes:
             "num_hidden_layers": self.layers,
             "num_attention_heads": self.heads,
             "intermediate_size": self.inner,
-            "initializer_range": self.initializer_range,
         }
 
 

@@ -9,10 +9,10 @@ from pathlib import Path
 import numpy as np
 from transformers import BloomForCausalLM
 
-from alibi_lab.measure.peers import missing
 from alibi_lab.measure.peers.llama_cpp import BATCH, write_gguf
 from alibi_lab.measure.timing import elapsed_ms
 
+NEEDS = ("cyllama", "gguf")  # packages
 FP32 = 0  # ggml's number of the type
 WARM = 9  # tokens after the first one; their median is a warm token
 
@@ -39,11 +39,6 @@ class LlamaState:
         # cyllama 0.2.18 reads n_vocab for logits.
         named = type("Named", (llama_cpp.LlamaModel,), {"n_vocab": self._vocabulary})
         self._context = llama_cpp.LlamaContext(named(str(path), llama_cpp.LlamaModelParams()), params)
-
-    @staticmethod
-    def is_installed() -> bool:
-        """Whether its two packages can be imported."""
-        return missing(("cyllama", "gguf")) is None
 
     def read(self, tokens: Sequence[int]) -> None:
         """Passes the tokens through the model, into an empty cache."""

@@ -7,12 +7,10 @@ byte pairs, because the paper's vocabulary is smaller for books too; --text sets
 
 from alibi_lab.lab.config import Method, RunConfig, Scale
 from alibi_lab.recipes.paper import studies, wikitext
-from alibi_lab.recipes.scales import changed
 
 TRAINED = (512, 1024, 3072)
-_CHANGES = studies.fields("books")
 
 
 def training(method: Method, paper_length: int, scale: Scale, *, staged: bool = False) -> RunConfig:
     """The run of a method trained at a length of the paper; `staged` trains on short examples first."""
-    return changed(wikitext.training(method, paper_length, scale, staged=staged), **_CHANGES[scale])
+    return studies.changed_by("books", scale, wikitext.training(method, paper_length, scale, staged=staged))

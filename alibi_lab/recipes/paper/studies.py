@@ -5,26 +5,23 @@ from pathlib import Path
 from typing import Any
 
 from alibi_lab.lab.config import RunConfig, Scale
-from alibi_lab.recipes.scales import MEDIUM, changed
+from alibi_lab.lab.config_io import from_json, to_json
+from alibi_lab.recipes.scales import MEDIUM
 
 _READ = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 COSTS: dict[str, str] = _READ["costs"]
 
 
-def fields(study: str) -> dict[Scale, dict[str, dict[str, Any]]]:
-    """By scale and section of the config, the fields that a study changes."""
-    return {
-        scale: {
-            section: {name: tuple(value) if isinstance(value, list) else value for name, value in values.items()}
-            for section, values in sections.items()
-        }
-        for scale, sections in _READ[study].items()
-    }
+def changed_by(study: str, scale: Scale, run: RunConfig) -> RunConfig:
+    """The run with the fields that a study sets at a scale; they are checked like those of a record.
+
+    >>> changed_by("books", "small", RunConfig()).data.tokenizer
+    'bpe:1024'
+    """
+    config: dict[str, Any] = dict(to_json(run))
+    return from_json({section: {**config[section], **_READ[study][scale].get(section, {})} for section in config})
 
 
 def runs(study: str) -> dict[Scale, RunConfig]:
     """The run of a study at each scale; items set its method, lengths and tests."""
-    return {
-        scale: changed(MEDIUM if scale == "medium" else RunConfig(), **sections)
-        for scale, sections in fields(study).items()
-    }
+    return {scale: changed_by(study, scale, MEDIUM if scale == "medium" else RunConfig()) for scale in _READ[study]}
