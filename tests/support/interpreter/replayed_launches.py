@@ -22,6 +22,7 @@ from alibi_attn.inspect import decode_with_norms
 from alibi_attn.nn import KVCache
 from alibi_lab.measure import host
 from alibi_lab.measure.absent_device import Launches, absent_device
+from alibi_lab.measure.gpu_decoding import layer_of
 
 ADDRESSES = 2**32  # larger numbers are addresses
 Call = Callable[..., Tensor]
@@ -146,7 +147,7 @@ def replayed_steps() -> dict[str, list[bool]]:
     """
     found, replay = {}, recording.Recording.replay
     heads = torch.randn(1, host.HEADS, 1, host.HEAD_DIM).to(torch.bfloat16)
-    layer = host.layer_of(heads)
+    layer, x = layer_of(heads, heads, heads), heads.transpose(1, 2).flatten(2)
     caches = {"KVCache": (KVCache(), 61), "ReachCache": (layer.reach_cache(score_bound=20.0, tolerance=1e-4), 62)}
     for name, (cache, most) in caches.items():
         prompt, replays = heads.expand(-1, -1, 2048, -1), []
@@ -157,7 +158,7 @@ def replayed_steps() -> dict[str, list[bool]]:
 
         with torch.no_grad():
             cache.append(prompt, prompt)
-        step = host.decoding_step(layer, cache, heads)
+        step = host.forward_pass(functools.partial(layer, cache=cache), [x])
         for _ in range(64):
             step()
         with mock.patch.object(recording.Recording, "replay", counted):
