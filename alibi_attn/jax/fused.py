@@ -9,7 +9,15 @@ from typing import Any, NamedTuple
 
 import jax.numpy as jnp
 
-from alibi_attn.attention.backends.fused.configs import MAX_HEAD_DIM, PLAN_ROWS, Kernel, Shape, tile_shape, width_for
+from alibi_attn.attention.backends.fused.configs import (
+    MAX_HEAD_DIM,
+    PLAN_ROWS,
+    Kernel,
+    Shape,
+    may_fix,
+    tile_shape,
+    width_for,
+)
 from alibi_attn.attention.backends.fused.kernels import arguments as of_kernels
 from alibi_attn.attention.backends.fused.kernels.arguments import Call, Rows
 from alibi_attn.attention.certificate.constants import OUTLIER_CHOICES, OUTLIER_TILES, TILE
@@ -99,7 +107,7 @@ def forward(causal: bool, given: Numbers, arrays: Arrays) -> tuple[Array, Array,
     from alibi_attn.attention.backends.fused.kernels.forward import forward_kernel
 
     size = _Sizes.of(arrays)
-    norms, order, allowance, bands, outliers, beside, weight = _planned(causal, given, arrays)
+    norms, order, allowance, online, bands, outliers, beside, weight = _planned(causal, given, arrays)
     shape, of_queries = _shape("forward", arrays, given), (size.batch, size.heads, size.queries)
     measured = empty(bands.shape, jnp.int32) if _measures(shape) else None
     output, lse, given_lse, *measured_bands = launching.launch(
@@ -117,6 +125,7 @@ def forward(causal: bool, given: Numbers, arrays: Arrays) -> tuple[Array, Array,
             None,
             measured,
             None if measured is None else allowance,
+            online if causal and may_fix(arrays.query.dtype, size.head_dim) else None,
         ),
         **_constants(size, shape, causal),
     )
@@ -124,7 +133,7 @@ def forward(causal: bool, given: Numbers, arrays: Arrays) -> tuple[Array, Array,
 
 
 def _planned(causal: bool, given: Numbers, arrays: Arrays) -> tuple[Array, ...]:
-    """(norms, order of heads, allowance, bands, outliers, beside, weight)."""
+    """(norms, order of heads, allowance, online, bands, outliers, beside, weight)."""
     from alibi_attn.attention.backends.fused.kernels.certificate import norms_kernel, survey_kernel
     from alibi_attn.attention.backends.fused.kernels.reach import reach_kernel
 
@@ -169,10 +178,11 @@ def _planned(causal: bool, given: Numbers, arrays: Arrays) -> tuple[Array, ...]:
         empty((b, h, OUTLIER_TILES), whole),
         empty((b, h, parts)),
         Changed(costs, "*i64"),
+        empty((b, h, parts), whole),
     )
     bands, outliers, beside, weight = (empty((b, size.row), whole) for _ in range(4))
     order = empty((b * h,), whole)
-    _, _, allowance, _, *planned, of_heads, _ = launching.launch(
+    _, _, allowance, _, online, *planned, of_heads, _ = launching.launch(
         reach_kernel,
         b * h * parts,
         (
@@ -196,7 +206,7 @@ def _planned(causal: bool, given: Numbers, arrays: Arrays) -> tuple[Array, ...]:
         HIDDEN=False,
         SHARED=False,
     )
-    return norms, of_heads, allowance, *planned
+    return norms, of_heads, allowance, online, *planned
 
 
 def backward(

@@ -38,6 +38,11 @@ LSE_NATS = {  # error of a log-sum-exp in each loop: exponentials, logarithm, su
 DEVICE_ROUNDING = 1.0 + 2.0**-18  # factor for a number on a GPU: a few operations, each off by less than 2⁻²²
 DEVICE_PRODUCTS = 2.0**-9  # relative to ‖q‖·‖k‖, for a product in TF32, which keeps eleven bits of each factor
 
+# Without online softmax, sums of weights and of values stay below 2 to this power (a GPU divides by numbers up to 2¹²⁶), and
+# weights in fp16 below 2 to the second.
+FIXED_DIGITS = 120.0
+FIXED_HALF_DIGITS = 15.0
+
 # The square of a smaller number may be below the smallest normal number, and vanish.
 VANISHING = {"float32": 2.0**-63, "float64": 2.0**-511}
 

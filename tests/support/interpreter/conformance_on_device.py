@@ -29,6 +29,7 @@ from unittest import mock
 sys.path.extend(map(str, Path(__file__).parents[1].iterdir()))  # the folders next to this one, as pytest's pythonpath
 
 import device_arithmetic
+import fixed_in_interpreter as fixed
 import toeplitz_calls
 import torch
 from attention_cases import CASES, INSIDE, KEY_BIASES, Case
@@ -72,6 +73,22 @@ def conform_table(seed: int | bool, dtype: str, device: str) -> float:
     """`conform` for a random call with a table of distances, or a long one that is causal or not."""
     with _arithmetic(device, against_us=False, dtype=dtype):
         return toeplitz_calls.check(toeplitz_calls.seeded(seed, dtype), "fused", device)
+
+
+@torch.no_grad()
+def conform_fixed(slope: float, dtype: str, device: str) -> float:
+    """`conform` for scores that are just within and just beyond what weights without online softmax may have."""
+    number, nearer = getattr(torch, dtype), 100 if slope > 0 else 0
+    with _arithmetic(device, against_us=False, dtype=dtype):
+        for digits, online in ((-0.3, 0), (0.3, nearer or fixed.EVERYWHERE)):
+            asked = digits + slope * nearer * fixed.LOG2E * (digits > 0)
+            distances, error = fixed.error_beyond_the_nearest(number, asked, slope, device)
+            assert all(online <= x <= online + 10 for x in distances), f"{distances} at {digits} digits"
+            assert error <= 64 * DTYPES[dtype], f"off by {error} at {digits} digits"
+        assert not bool(fixed.without_proof(number, device)[:, :, 64:127].isfinite().any()), (
+            "softmax is online everywhere"
+        )
+    return error / (64 * DTYPES[dtype])
 
 
 @torch.no_grad()
@@ -173,6 +190,11 @@ def main(out: Path, draws: int, first: int, cases: int | None, seconds: float) -
             executor.submit(conform, case, dtype, device): (dtype, case)
             for case in (*CASES, *INSIDE, *KEY_BIASES)[:cases]
             for dtype in DTYPES
+        }
+        asked |= {
+            executor.submit(conform_fixed, slope, dtype, device): (dtype, f"fixed, slope {slope}")
+            for slope in (0.0, 0.05)[:cases]
+            for dtype in ("bfloat16", "float16")
         }
         asked |= {
             executor.submit(conform_table, seed, dtype, device): (dtype, f"table {seed}")

@@ -21,7 +21,7 @@ from triton.backends import nvidia
 from triton.backends.compiler import GPUTarget
 from triton.compiler import ASTSource
 
-from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, Shape, may_describe, tile_shape
+from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, Shape, may_describe, may_fix, tile_shape
 from alibi_attn.attention.backends.fused.kernels.append import append_kernel, append_to_rings_kernel
 from alibi_attn.attention.backends.fused.kernels.arguments import (
     Call,
@@ -85,7 +85,7 @@ TYPES = dict.fromkeys(("Q", "K", "V", "OUT", "DOUT", "DQ", "DK", "DV"), ROWS)
 TYPES |= dict.fromkeys(
     ("LSE", "DLSE", "DELTA", "SHIFTED", "DSLOPES", "NORMS", "OUTS", "LSES", "GIVEN_LSE", "ALLOWANCE"), "*fp32"
 )
-TYPES |= dict.fromkeys(("ARRIVED", "CANDIDATES", "ORDER", "FULL_BLOCKS", "FULL_TILES", "MEASURED"), "*i32")
+TYPES |= dict.fromkeys(("ARRIVED", "CANDIDATES", "ORDER", "FULL_BLOCKS", "FULL_TILES", "MEASURED", "ONLINE"), "*i32")
 TYPES |= dict.fromkeys(("COUNT", "SUMS", "FIRST_SEEN", "KEY_ORDER"), None)
 TYPES |= dict.fromkeys(("queries", "keys"), LABELS)
 TYPES |= dict.fromkeys(("BIAS", "GATES", "OWN"), Rows("*fp32", "i32", "i32", "i32"))
@@ -100,7 +100,7 @@ TYPES |= {
     "nats_of_tolerance": "fp32",
     "visited": Visited("*i32", "*i32", None, "i32"),
     "visitors": Visitors("*i32", "*i32", None, "i32"),
-    "certificate": Certificate("*i32", "*i32", "*fp32", "*i64"),
+    "certificate": Certificate("*i32", "*i32", "*fp32", "*i64", "*i32"),
     "plan": Plan("*i32", "*i32", "*i32", "*i32", "i32", None, "*i32", "*i32"),
     "norms": Norms("*fp32", "*fp32", None, None, "i32"),
     **dict.fromkeys(("found", "surveyed"), Survey("*fp32", "*i32", "*i32", "*fp32")),
@@ -146,12 +146,18 @@ def figures(kernel: str, target: str, head_dim: int, *, biased: bool = False) ->
         }
     code = compiled.asm["ptx"]
     used, executed = _resources(compiled.asm["cubin"]), _machine_code(compiled.asm["cubin"])
-    loop = _heart(executed, is_first=kernel == "query")  # which has the loops of `over_tiles` twice
+    hearts = _hearts(executed)
+    if kernel != "query":  # which has the loops of `over_tiles` twice
+        hearts.sort(key=len)
+    loop, online = hearts[0] if hearts else [], []
+    if kernel == "forward" and not biased and may_fix(torch.bfloat16, head_dim):
+        online = hearts[1]
     return {
         "loop_instructions": len(loop),
+        "online_instructions": len(online),
         "instructions": len(executed),
         "instructions_per_score": round(len(loop) * 32 * shape.warps / (shape.queries * shape.keys), 1),
-        "spills_in_loop": sum(name in ("LDL", "STL") for name in loop),
+        "spills_in_loop": sum(name in ("LDL", "STL") for name in loop + online),
         "async_loads": len(re.findall(r"cp\.async\.(?:c|bulk\.tensor)", code)),
         "wgmma": code.count("wgmma.mma_async"),
         "matrix_instructions": len(re.findall(r"wgmma\.mma_async|\bmma\.sync|tcgen05\.mma", code)),
@@ -258,6 +264,7 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool)
             "SUMS": "*fp32",
             "SHIFTED": None,
             "NORMS": None,
+            "ONLINE": None,
             "GIVEN_LSE": None,
             "ALLOWED": "*i32",
             "FIRST_SEEN": "*i32",
@@ -309,10 +316,9 @@ def _machine_code(cubin: bytes) -> list[tuple[int, str]]:
     return [(int(at, 16), text) for at, text in re.findall(r"/\*([0-9a-f]{4,})\*/\s+(.*?);", said)]
 
 
-def _heart(code: list[tuple[int, str]], *, is_first: bool) -> list[str]:
-    """Instruction names of the innermost loop of full tiles, which multiplies matrices; empty if there is none.
-
-    It is the shortest, or `is_first`.
+def _hearts(code: list[tuple[int, str]]) -> list[list[str]]:
+    """Instruction names of the innermost loops that multiply matrices. The shortest is that over full tiles; in forward, where
+    softmax is not online, and the next shortest that where it is.
     """
     place = {address: at for at, (address, _) in enumerate(code)}
     names = [re.sub(r"^@!?U?P\w+\s+", "", text).split()[0].split(".")[0] for _, text in code]
@@ -327,7 +333,7 @@ def _heart(code: list[tuple[int, str]], *, is_first: bool) -> list[str]:
         alone = not any(start <= other and last < end for other, last in loops if (other, last) != (start, end))
         if alone and any(name in ("HGMMA", "HMMA", "UTCHMMA", "UTCQMMA") for name in loop):
             hearts.append(loop)
-    return hearts[0] if hearts and is_first else min(hearts, key=len, default=[])
+    return hearts
 
 
 if __name__ == "__main__":

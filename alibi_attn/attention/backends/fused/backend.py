@@ -20,6 +20,7 @@ from alibi_attn.attention.backends.fused.configs import (
     PLAN_ROWS,
     WHOLE_KEYS,
     may_describe,
+    may_fix,
     tile_shape,
 )
 from alibi_attn.attention.backends.fused.devices import is_hopper, is_large, missing
@@ -149,12 +150,14 @@ def forward(
         table.forward(spec, call, query, key, value, _visited(tiles), tiles.rows, output, lse, given_lse)
         return output, lse
     shape = tile_shape("forward", query.dtype, spec.head_dim, large=is_large(query.device))
+    is_plain = spec.causal and not tiles.masked
     launch(
         query.device, forward_kernel, (spec.batch * spec.num_heads * -(-spec.query_len // shape.queries), 1, 1),
         tile_constants(spec.head_dim, shape, spec.causal, tiles.rows), rows_of(query), rows_of(key), rows_of(value),
         rows_of(output), pointer(lse), pointer(given_lse), call, _visited(tiles),
-        tiles.norms if spec.causal and not tiles.masked else NONE, tiles.order, pointer(counts),
+        tiles.norms if is_plain else NONE, tiles.order, pointer(counts),
         *((tiles.space.at(tiles.layout.measured), tiles.allowance) if measured and measures(spec, query) else (NONE, NONE)),
+        tiles.online if is_plain and spec.dropout_p == 0 and may_fix(query.dtype, spec.head_dim) else NONE,
     )  # fmt: skip
     return output, lse
 

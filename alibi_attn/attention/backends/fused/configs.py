@@ -67,6 +67,11 @@ def may_describe(dtype: DType, head_dim: int, *, large: bool) -> bool:
     return large and dtype.itemsize < 4 and 32 < head_dim <= 128
 
 
+def may_fix(dtype: DType, head_dim: int) -> bool:
+    """Whether forward has a loop without online softmax too. fp32 hardly gains from it, and wider heads would spill."""
+    return dtype.itemsize < 4 and head_dim <= 128
+
+
 def tile_shape(kernel: Kernel, dtype: DType, head_dim: int, *, large: bool, described: bool = False) -> Shape:
     """The tile of a kernel.
 

@@ -56,6 +56,7 @@ class _Scratch(NamedTuple):
     key_outliers: int
     of_values: int
     costs: int
+    online: int
     end: int
 
     @classmethod
@@ -78,6 +79,7 @@ class _Scratch(NamedTuple):
                 b * k * OUTLIER_TILES,
                 2 * b * k,
                 2 * b * h * _CHOICES,
+                b * h * blocks,
             )
         )
 
@@ -174,7 +176,7 @@ def make_plan(
     )
     if is_certified:
         plan.norms = space.at(at.norms, torch.float32)
-        plan.allowance = space.at(at.allowance, torch.float32)
+        plan.allowance, plan.online = space.at(at.allowance, torch.float32), space.at(at.online)
         _certify(spec, call, query, key, value, known_norms, full_tiles, of_plan, space, shared=shared, rows=rows)
         return plan
     from alibi_attn.attention.backends.fused.kernels.plan import plan_kernel
@@ -267,6 +269,7 @@ def _certify(
         space.at(at.outliers),
         space.at(at.allowance, torch.float32),
         space.at(at.costs, torch.int64),
+        space.at(at.online),
     )
     # The nearest values are measured one by one, even if their tile's norm is known. Some tile is always measured: its program
     # also clears counters.

@@ -77,8 +77,8 @@ class Plan:
         rows: queries per block.
         order: the heads of all sequences, the heaviest first; None = as they are.
         norms: `norms` of `Tiles`.
-        scratch: holds `order`, `norms` and `allowance`.
-        allowance: that of the certificate; None = there is none.
+        scratch: holds `order`, `norms`, `allowance` and `online`.
+        allowance, online: those of the certificate; None = there is none.
     """
 
     def __init__(
@@ -92,7 +92,7 @@ class Plan:
         scratch: Tensor | None = None,
     ) -> None:
         self.space, self.layout, self.heads, self.rows = Space(tensor), layout, heads, rows
-        self.order, self.norms, self.scratch, self.allowance = order, norms, scratch, NONE
+        self.order, self.norms, self.scratch, self.allowance, self.online = order, norms, scratch, NONE, NONE
 
     @property
     def masked(self) -> bool:

@@ -186,12 +186,14 @@ class Certificate(NamedTuple):
         outliers: [B, H, OUTLIERS] int32, those of the head's keys, the largest norm first, padded with −1.
         allowance: [B, H, ⌈T / TILE⌉] fp32: the share of its softmax that a query may lack in backward.
         costs: [B, H, CHOICES] int64: the keys that the blocks of a head visit; see `bounds._cost`.
+        online: [B, H, ⌈T / TILE⌉] int32, if causal: keys at this distance from a block, or farther, need no online softmax.
     """
 
     reach: object
     outliers: object
     allowance: object
     costs: object
+    online: object
 
 
 class Plan(NamedTuple):

@@ -1,4 +1,4 @@
-"""Forward: a block of queries attends to the tiles of its certified band, with online softmax.
+"""Forward: a block of queries attends to the tiles of its certified band, with online softmax where it needs it.
 
 The band is known before the loop starts, so the loop over tiles that every query sees in full is a `tl.range` that Triton
 pipelines. The loop over the tiles of the diagonal is one too, if all their numbers are known to be finite. A third loop visits
@@ -75,13 +75,15 @@ def attend_full(
     D: tl.constexpr,
     CAUSAL: tl.constexpr,
     DIAGONAL: tl.constexpr,
+    FIXED: tl.constexpr,
     PRECISION: tl.constexpr,
 ):
     """(m_i, l_i, acc, part) after a tile that every query sees in full, where the bias is one number per key and one per query;
     `part` is its part of l_i.
 
     A score costs one instruction more than in attention without a bias, and about two more with key biases. On the DIAGONAL
-    of causal attention, which has the nearest keys, the distance is computed first, exactly.
+    of causal attention, which has the nearest keys, the distance is computed first, exactly. If it is FIXED, m_i stays, because
+    no score exceeds it by more than fp32 holds.
     """
     slope, near = linear_bias(tile, queries.start, head, BN, CAUSAL)
     j = tile * BN + tl.arange(0, BN)
@@ -107,17 +109,21 @@ def attend_full(
         row = slope * row
         if head.bias is not None:
             base = base_of(head.bias, tile, BN), 0.0
-    m_i, known, shrink = raised(m_i, tl.max(scores, 1) - row, base)
+    if FIXED:
+        known = m_i[0]
+    else:
+        m_i, known, shrink = raised(m_i, tl.max(scores, 1) - row, base)
+        l_i, acc = l_i * shrink, acc * shrink[:, None]
     p = tl.exp2(scores - (known + row)[:, None])  # [BM, BN]
     part = tl.sum(p, 1)
-    l_i = l_i * shrink + part
+    l_i += part
     if head.dropout is not None:
         p = p * kept_weights(head.dropout, queries.position, tile * BN, BN)
     if DIAGONAL:
         v = load_rows(V, tile * BN, j < S, BN, D)
     else:
         v = load_tile(V, tile, BN, D)
-    return m_i, l_i, tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION), part
+    return m_i, l_i, tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION), part
 
 
 @triton.jit
@@ -209,6 +215,18 @@ def until_finite(norms, of_head, heads, high, last, S, BN: tl.constexpr):
 
 
 @triton.jit
+def online_count(ONLINE, n, band, start, T, BM: tl.constexpr, BN: tl.constexpr):
+    """How many full tiles of a causal band, from the nearest on, need online softmax in block n, given a head's ONLINE."""
+    at = n * BM // TILE
+    distance = tl.load(ONLINE + at)
+    for part in tl.static_range(1, BM // TILE):
+        there = at + part < tl.cdiv(T, TILE)
+        distance = tl.maximum(distance, tl.load(ONLINE + at + part, mask=there, other=0))
+    nearer = tl.cdiv(tl.maximum(distance - 1 - (start - band.high * BN), 0), BN)
+    return tl.minimum(nearer, full_count(band))
+
+
+@triton.jit
 def forward_kernel(
     Q,
     K,
@@ -223,6 +241,7 @@ def forward_kernel(
     COUNT,
     MEASURED,
     ALLOWANCE,
+    ONLINE,
     D: tl.constexpr,
     BM: tl.constexpr,
     BN: tl.constexpr,
@@ -239,7 +258,7 @@ def forward_kernel(
         NORMS: [2, B, K, tiles] fp32, the largest norms of keys and of values; None if they are unknown, or with a key bias.
         COUNT: [B, H, ⌈T / BM⌉] int32, the number of visited tiles; None = not counted.
         MEASURED: `measured` of Plan, with `row` numbers per sequence, if TILE divides BM; None = not wanted.
-        ALLOWANCE: that of the certificate.
+        ALLOWANCE, ONLINE: `allowance` and `online` of Certificate; ONLINE=None: online softmax everywhere.
     """
     H, G, T, S = call.H, call.G, call.T, call.S
     programs = tl.cdiv(T, BM)
@@ -302,7 +321,7 @@ def forward_kernel(
         diagonal = until_finite(NORMS, b * (H // G) + kv, heads, band.high, band.last, S, BN)
         for tile in tl.range(band.high, diagonal):
             m_i, l_i, acc, part = attend_full(
-                tile, queries, head, m_i, l_i, acc, K, V, S, BN, D, CAUSAL, True, PRECISION
+                tile, queries, head, m_i, l_i, acc, K, V, S, BN, D, CAUSAL, True, False, PRECISION
             )
             ends = widened(ends, tile, part, l_i, least, CAUSAL)
             if COUNT is not None:
@@ -323,12 +342,26 @@ def forward_kernel(
         ends = widened(ends, tl.where(x < partial, tile, nearest), part, l_i, least, CAUSAL)
         if COUNT is not None:
             visits += 1
-    for x in tl.range(0, full_count(band)):
+    online = full_count(band)
+    if ONLINE is not None:
+        online = online_count(ONLINE + bh * tl.cdiv(T, TILE), n, band, start, T, BM, BN)
+    for x in tl.range(0, online):
         tile = outward_full(x, band, CAUSAL)
-        m_i, l_i, acc, part = attend_full(tile, queries, head, m_i, l_i, acc, K, V, S, BN, D, CAUSAL, False, PRECISION)
+        m_i, l_i, acc, part = attend_full(
+            tile, queries, head, m_i, l_i, acc, K, V, S, BN, D, CAUSAL, False, False, PRECISION
+        )
         ends = widened(ends, tile, part, l_i, least, CAUSAL)
         if COUNT is not None:
             visits += 1
+    if ONLINE is not None:
+        for x in tl.range(online, full_count(band)):
+            tile = outward_full(x, band, CAUSAL)
+            m_i, l_i, acc, part = attend_full(
+                tile, queries, head, m_i, l_i, acc, K, V, S, BN, D, CAUSAL, False, True, PRECISION
+            )
+            ends = widened(ends, tile, part, l_i, least, CAUSAL)
+            if COUNT is not None:
+                visits += 1
     if MEASURED is not None:
         parts, at = blocks * (ROWS // TILE), n * BM // TILE
         count = tl.where(n == programs - 1, parts - at, BM // TILE)

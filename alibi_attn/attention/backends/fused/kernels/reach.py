@@ -17,6 +17,8 @@ from alibi_attn.attention.backends.fused.kernels.arguments import Head
 from alibi_attn.attention.backends.fused.kernels.certificate import (
     CERTAIN,
     CHOICES,
+    FIXED_DIGITS,
+    FIXED_HALF_DIGITS,
     KEPT,
     NATS,
     PRODUCTS,
@@ -98,6 +100,22 @@ def tiles_of_little(
 
 
 @triton.jit
+def online_reach(excess, slope, of_values, S, HALF: tl.constexpr):
+    """`online` of Certificate for one block; see step 13 of docs/maths.md.
+
+    At a distance, a score exceeds those of a query's nearest keys by `excess` − slope·distance nats at most; `of_values` is the
+    largest norm of a value.
+    """
+    digits = FIXED_DIGITS - tl.log2(tl.cast(S, tl.float32)) - tl.maximum(tl.log2(of_values), 0.0)
+    if HALF:
+        digits = tl.minimum(digits, FIXED_HALF_DIGITS)
+    more = excess - digits / LOG2E
+    reach = tl.where(more <= 0.0, 0.0, more / tl.abs(slope) * ROUNDING + 1.0)
+    reach = tl.where(slope >= 0.0, reach, UNLIMITED_REACH)
+    return tl.where(reach < UNLIMITED_REACH, reach, UNLIMITED_REACH).to(tl.int32)
+
+
+@triton.jit
 def reach_kernel(
     Q,
     K,
@@ -159,6 +177,7 @@ def reach_kernel(
 
     m_i = tl.full([TILE], float("-inf"), tl.float32)
     l_i = tl.zeros([TILE], tl.float32)
+    nearest = m_i  # the largest score of keys from `start` on, if no tile that the block sees in full has one of them
     # The keys at the block's positions, the same number before it, and after it if visible. Queries may lie outside the
     # keys.
     bias = call.key_bias
@@ -234,6 +253,8 @@ def reach_kernel(
         scores = tl.where(seen, scores, float("-inf"))
         m_i, known, shrink = raised_maximum(m_i, tl.max(scores, 1))
         l_i = l_i * shrink + tl.sum(tl.exp2(scores - known[:, None]), 1)
+        if CAUSAL:
+            nearest = tl.where(from_key >= (start + 1) // 16 * 16, m_i, nearest)  # a tile has at least 16 keys
     lse_bound = natural_lse(m_i, l_i)  # [TILE]
     if CAUSAL:
         lse_bound -= m * x.to(tl.float32)
@@ -314,6 +335,13 @@ def reach_kernel(
             reach = tl.maximum((worst + tail) / slope * ROUNDING + 1.0, KEPT)
             reach = tl.where(slope > 0.0, tl.where(reach < UNLIMITED_REACH, reach, UNLIMITED_REACH), UNLIMITED_REACH)
             reach = tl.where(slope == float("inf"), 1.0, reach)
+            if CAUSAL:
+                # For every choice, because Triton 3.6 cannot reduce these numbers to one for Blackwell.
+                excess = (rate * ROUNDING)[:, None] * longest[None, :] + (off - nearest / LOG2E)[:, None]
+                excess = tl.where(excess < float("inf"), excess, float("inf"))
+                excess = tl.max(tl.where(real[:, None], excess, float("-inf")), 0)
+                online = online_reach(excess, m, most, S, Q.pointer.dtype.element_ty == tl.float16)
+                tl.store(certificate.online + bh * blocks + n + choice * 0, online, mask=choice == 0)
         reach = reach.to(tl.int32)
         tl.store(certificate.reach + (side * CHOICES + choice) * heads + bh * blocks + n, reach)
         cost += tl.minimum(reach, tl.minimum(tl.maximum(reachable, 0), S))
