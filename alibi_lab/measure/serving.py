@@ -18,18 +18,12 @@ from transformers.models.t5.modeling_t5 import T5EncoderModel
 
 from alibi_attn.hf import patch
 from alibi_lab import records
+from alibi_lab.measure import timing
 from alibi_lab.measure.harness import Config, Row, Say, number, report
 from alibi_lab.measure.peers import programs
 from alibi_lab.measure.peers import transformers_decoders as decoders
 from alibi_lab.measure.peers.transformers_decoders import FAMILIES, VOCABULARY, bloom, decoder
-from alibi_lab.measure.timing import (
-    elapsed_ms,
-    in_fresh_process,
-    peak_raised_by,
-    peak_rss_bytes,
-    time_attention,
-    too_large,
-)
+from alibi_lab.measure.timing import in_fresh_process
 
 LENGTHS = (512, 1024, 2048, 4096, 8192, 16384)
 LONGEST_UNPATCHED = 8192  # needs 18 GB there (skipped if less is available) and four times that at 16,384
@@ -123,10 +117,10 @@ def _measure(family: str, name: str, length: int, width: int) -> Row:
         model.bfloat16()
     if name != ORIGINAL:
         patch(model)
-    time_attention(model, decoders.ATTENTION_LAYERS, attention)
+    timing.time_attention(model, decoders.ATTENTION_LAYERS, attention)
     with torch.inference_mode():
         _outputs(model, _tokens(WARM_UP_LENGTH), logits_to_keep=1)
-        before, passes = peak_rss_bytes(), []
+        before, passes = timing.peak_rss_bytes(), []
         attention[0] = 0.0
         for total in _passes(lambda: _outputs(model, _tokens(length), logits_to_keep=1)):
             passes.append((total, attention[0]))
@@ -139,7 +133,7 @@ def _measure_program(name: str, length: int, width: int) -> tuple[Row, float]:
     model, tokens, room = bloom(width), _tokens(length), max(length, WARM_UP_LENGTH)
     with programs.opened(name, model, room=room, threads=torch.get_num_threads()) as program:
         program.logits(_tokens(WARM_UP_LENGTH)[0].tolist())
-        outputs, before = [], peak_rss_bytes()
+        outputs, before = [], timing.peak_rss_bytes()
         fastest = min(_passes(lambda: outputs.append(program.logits(tokens[0].tolist()))))
     row = _row(fastest, None, before)
     patch(model)
@@ -151,7 +145,7 @@ def _measure_program(name: str, length: int, width: int) -> tuple[Row, float]:
 def _passes(call: Callable[[], object]) -> Iterator[float]:
     """Yields the seconds of up to TURNS calls and stops after a call longer than LONG_SECONDS."""
     for _ in range(TURNS):
-        total = elapsed_ms(call) / 1e3
+        total = timing.elapsed_ms(call) / 1e3
         yield total
         if total > LONG_SECONDS:
             break
@@ -192,7 +186,7 @@ def _tokens(length: int) -> Tensor:
 
 def _row(seconds: float, attention_seconds: float | None, before: int) -> Row:
     """The row of a forward pass: its time, the time in attention without linear layers, and the added peak memory."""
-    peak = peak_raised_by(before)
+    peak = timing.peak_raised_by(before)
     return {"forward_ms": seconds * 1e3, "attention_seconds": attention_seconds, "peak_memory_bytes": peak}
 
 
@@ -214,4 +208,4 @@ def _too_large(rows: Rows, length: int) -> str | None:
     if not rows:
         return None
     shorter = max(rows)
-    return too_large(number(rows[shorter]["peak_memory_bytes"]) * (length / shorter) ** 2)
+    return timing.too_large(number(rows[shorter]["peak_memory_bytes"]) * (length / shorter) ** 2)
