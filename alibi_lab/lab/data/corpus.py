@@ -40,8 +40,8 @@ def load_corpus(config: DataConfig, store: Path | None = None) -> Corpus:
     if store is not None:
         return token_store.tokenized(config, store)
     text = sources.split_text(config, sources.text_files(config.corpus, config.text, config.text_field))
-    tokenizer, files = tokens.tokenizer_of(text), collections.defaultdict[str, io.BytesIO](io.BytesIO)
-    facts = tokens.tokenize_parts(text, tokenizer, lambda name: contextlib.nullcontext(files[name]))
+    files = collections.defaultdict[str, io.BytesIO](io.BytesIO)
+    tokenizer, facts = tokens.tokenize_text(text, lambda name: contextlib.nullcontext(files[name]))
     return tokens.corpus_of(text.parts, facts, tokenizer, lambda name, dtype: _tensor(files[name], dtype))
 
 

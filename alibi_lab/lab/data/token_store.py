@@ -37,7 +37,7 @@ SCHEMA = 2
 HASHED_BYTES = 64 << 20  # smaller files are hashed whenever they are opened, larger ones only if their mtime differs
 
 _SETTINGS = ("corpus", "tokenizer", "valid_share", "test_share")
-_MANIFEST, _TOKENIZER, _LOCK = "manifest.json", "tokenizer.json", ".lock"
+_MANIFEST, _LOCK = "manifest.json", ".lock"
 _manifest = functools.partial(sealed_folder.read_manifest, name=_MANIFEST, schema=SCHEMA)
 _AGAIN = "delete the folder and run again: the text is tokenized again"
 
@@ -93,7 +93,7 @@ def open_tokens(folder: Path) -> Corpus:
         manifest = _manifest(folder)
         for name, written in manifest["files"].items():
             sealed_folder.verify(folder, name, written, hashed_bytes=HASHED_BYTES)
-        facts, tokenizer = dict(manifest["facts"]), load_tokenizer(folder / _TOKENIZER)
+        facts, tokenizer = dict(manifest["facts"]), load_tokenizer(folder / tokens.TOKENIZER)
         return tokens.corpus_of(manifest["parts"], facts, tokenizer, functools.partial(_map, folder))
     except SchemaError as error:
         raise CorpusError(f"{error}; {_AGAIN}") from None
@@ -111,9 +111,7 @@ def open_tokens(folder: Path) -> Corpus:
 def _write(folder: Path, text: sources.Text, settings: Json, files: Sequence[TextFile], origins: Sources) -> None:
     remove_leftovers(folder.parent)
     with new_folder(folder) as partial:
-        tokenizer = tokens.tokenizer_of(text)
-        replace_file(partial / _TOKENIZER, tokenizer.dump())
-        facts = tokens.tokenize_parts(text, tokenizer, lambda name: (partial / name).open("wb"))
+        _, facts = tokens.tokenize_text(text, lambda name: (partial / name).open("wb"))
         for file, source in zip(files, origins, strict=True):
             if _without_hash(source) != _current(file):
                 raise CorpusError(f"{file.path} changed while it was read; run again when no process writes to it")
@@ -125,12 +123,11 @@ def _unchanged(store: Path, settings: Mapping[str, Json], files: Sequence[TextFi
     """The folder whose manifest lists exactly these files in their current state."""
     current = [_current(file) for file in files]
     for path in sorted(store.glob(f"[!.]*/{_MANIFEST}")):  # not those that a killed process left incomplete
-        try:
+        # Damage is reported when the folder is opened by its identity.
+        with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
             manifest = _manifest(path.parent)
             if manifest.get("asked") == settings and [_without_hash(one) for one in manifest["sources"]] == current:
                 return path.parent
-        except (ValueError, KeyError, TypeError, AttributeError):
-            continue  # opening the folder by its identity reports the damage
     return None
 
 

@@ -21,6 +21,8 @@ from alibi_lab.records import Json
 # Of one part of a corpus: "documents", "tokens", "bytes", "words" (separated by white space) and "lines".
 Counts: TypeAlias = Mapping[str, int]
 
+TOKENIZER = "tokenizer.json"
+
 _GROUP_BYTES, _GROUP_CHUNKS = 1 << 20, 512  # encoded at once
 
 
@@ -30,7 +32,7 @@ class Corpus:
 
     Args:
         train, valid, test: the tokens; test is None unless data.test_share or the corpus itself provides one.
-        facts: see `tokenize_parts`.
+        facts: see `tokenize_text`.
         tokenizer: decodes the tokens; its `dump` is stored with them.
         starts: for "train", "valid" and "test", the start of each document, int64, rising from 0.
     """
@@ -56,16 +58,6 @@ class Corpus:
         return replace(self, valid=self.test)
 
 
-def tokenizer_of(text: Text) -> Tokenizer:
-    """The tokenizer that the config names, made from the training text.
-
-    Raises:
-        CorpusError: its vocabulary is too small.
-    """
-    train = text.parts["train"]
-    return make_tokenizer(text.tokenizer, lambda: itertools.chain.from_iterable(train()), text.train_bytes)
-
-
 def tokenize(
     documents: Documents, tokenizer: Tokenizer, tokens: BinaryIO, starts: BinaryIO, digest: "hashlib._Hash"
 ) -> Counts:
@@ -87,18 +79,25 @@ def tokenize(
     return counts
 
 
-def tokenize_parts(
-    text: Text, tokenizer: Tokenizer, opened: Callable[[str], AbstractContextManager[BinaryIO]]
-) -> dict[str, Json]:
-    """Writes the files of each part, PART.bin and PART.starts.bin, which `corpus_of` reads.
+def tokenize_text(
+    text: Text, opened: Callable[[str], AbstractContextManager[BinaryIO]]
+) -> tuple[Tokenizer, dict[str, Json]]:
+    """Writes tokenizer.json, and PART.bin and PART.starts.bin for each part, which `corpus_of` reads.
 
     Args:
         opened: opens a file of this name for writing.
 
     Returns:
-        the facts of the corpus for records: its size, its split, and the hash of all its text. Training and validation text
-        share one hash, the test text has its own.
+        the tokenizer, made from the training text, and the facts of the corpus for records: its size, its split, and the hash
+        of all its text. Training and validation text share one hash, the test text has its own.
+
+    Raises:
+        CorpusError: the text has no tokens, or the tokenizer cannot be made.
     """
+    train = text.parts["train"]
+    tokenizer = make_tokenizer(text.tokenizer, lambda: itertools.chain.from_iterable(train()), text.train_bytes)
+    with opened(TOKENIZER) as file:
+        file.write(tokenizer.dump())
     shared = hashlib.sha256(text.train_bytes.to_bytes(8, "big"))
     digests, counts = {"train": shared, "valid": shared, "test": hashlib.sha256()}, dict[Part, Counts]()
     for part, documents in text.parts.items():
@@ -109,13 +108,13 @@ def tokenize_parts(
         facts["test_sha256"] = digests["test"].hexdigest()
     for part, count in counts.items():
         facts |= {f"{part}_{'parts' if name == 'documents' else name}": number for name, number in count.items()}
-    return facts | text_facts(tokenizer, counts["valid"])
+    return tokenizer, facts | text_facts(tokenizer, counts["valid"])
 
 
 def corpus_of(
     parts: Iterable[Part], facts: Mapping[str, Json], tokenizer: Tokenizer, read: Callable[[str, torch.dtype], Tensor]
 ) -> Corpus:
-    """The corpus whose parts `tokenize_parts` wrote; `read` returns the content of a file."""
+    """The corpus whose parts `tokenize_text` wrote; `read` returns the content of a file."""
     ids = {part: read(f"{part}.bin", token_dtype(tokenizer.vocab_size)) for part in parts}
     starts = {part: read(f"{part}.starts.bin", torch.int64) for part in parts}
     return Corpus(**ids, facts=facts, tokenizer=tokenizer, starts=starts)

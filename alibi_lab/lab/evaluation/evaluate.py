@@ -64,12 +64,11 @@ def evaluate(
     rows: list[tuple[float | None, ...]] = []
     parts: list[tuple[float | None, ...]] = []
     by_position: dict[str, Column] = {"position": [], "loss_nats": [], "tokens": []}
-    possible = [length for length in config.lengths if has_positions(model, length)]
-    for length in possible[:1]:  # warm-up: the first pass of a process is slow
+    if has_positions(model, length := config.lengths[0]):  # warm-up: the first pass of a process is slow
         nonoverlapping(model, tokens, stretches[:1], length=length, batch_tokens=config.batch_tokens, say=say)
     for length in config.lengths:
         row: Sequence[float | None] = [None] * len(names)
-        if length in possible:
+        if has_positions(model, length):
             row, straight, slid = _at_length(model, tokens, stretches, length, config, say)
             by_position = loss_by_position(straight)
             parts += [(length, *part) for part in zip(*loss_by_part(straight, slid).values(), strict=True)]

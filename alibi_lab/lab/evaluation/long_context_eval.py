@@ -141,10 +141,9 @@ def attention_sinks(
         raise ConfigError(why)
     rows = _rows(model, tokens, stretches, window - 1)
     caches = [LayerCache(KVCache(max_tokens=window, sinks=sinks)) for _ in model.blocks]
-    losses = []
+    pairs = (rows[:, at : at + 2] for at in range(rows.shape[1] - 1))
     with testing(model):
-        for at in range(rows.shape[1] - 1):
-            losses.append(model(rows[:, at : at + 1], targets=rows[:, at + 1 : at + 2], caches=caches).cpu())
+        losses = [model(pair[:, :1], targets=pair[:, 1:], caches=caches).cpu() for pair in pairs]
     return _scored(torch.cat(losses, dim=1)[:, window - 1 :], stretches, start=window)
 
 
