@@ -5,7 +5,7 @@ The weights are written to a temporary folder in each program's format. Each pro
 
 import contextlib
 import tempfile
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -17,11 +17,8 @@ from alibi_lab.measure.peers.ctranslate2 import CTranslate2
 from alibi_lab.measure.peers.llama_cpp import LlamaCpp
 
 # The packages that each program needs.
-PROGRAMS: Mapping[str, tuple[str, ...]] = {
-    "llama.cpp": ("llama_cpp", "gguf"),
-    "llama.cpp, flash attention": ("llama_cpp", "gguf"),
-    "CTranslate2": ("ctranslate2",),
-}
+_LLAMA = ("llama_cpp", "gguf")
+PROGRAMS = {"llama.cpp": _LLAMA, "llama.cpp, flash attention": _LLAMA, "CTranslate2": ("ctranslate2",)}
 
 
 class Program(Protocol):

@@ -44,9 +44,8 @@ def _extrapolation(scale: Scale, *, trained: tuple[int, ...]) -> Cells:
     """Figure 1 and tables 2–4."""
     for length in _trained(trained, scale):
         for name, method in PAPER_METHODS.items():
-            seeds = (
-                2 if scale == "small" and length < wikitext.LONGEST else _seeds(wikitext.training, name, length, scale)
-            )
+            twice = scale == "small" and length < wikitext.LONGEST
+            seeds = 2 if twice else _seeds(wikitext.training, name, length, scale)
             lengths = wikitext.extrapolation_lengths(length, scale)
             run = tested(wikitext.training(method, length, scale), lengths, scale)
             yield from _cells(f"{name}, L = {length}", run, lengths, scale, seeds=seeds)
@@ -60,7 +59,8 @@ def _varying(
     rows = [("ALiBi", f"L = {one}", one, [longer for longer in lengths if longer >= one]) for one in lengths]
     rows += [(name, _AT_OWN, one, [one]) for name, own in baselines.items() for one in _trained(own, scale)]
     for name, trained_at, length, longer in rows:
-        run = wikitext.tested_to_longest(training(PAPER_METHODS[name], length, scale), scale, *longer)
+        # Also tested at the longest, so that all models score the same tokens.
+        run = tested(training(PAPER_METHODS[name], length, scale), sorted({*longer, wikitext.LONGEST}), scale)
         yield from _cells(f"{name}, {trained_at}", run, longer, scale, seeds=_seeds(training, name, length, scale))
 
 
@@ -85,16 +85,14 @@ def _frontier(scale: Scale) -> Cells:
 def _models(scale: Scale, *, training: Training, way: Way, names: tuple[str, ...], staged: bool) -> Cells:
     """Tables 6, 7, 9 and 10: L = 3072, and ALiBi with L = 512 as well, on the validation and test texts."""
     longest = wikitext.LONGEST
-    rows = [(_STAGED, "Sinusoidal", longest, 1)] if staged else []
-    rows += [(f"{name}, L = {longest}", name, longest, _seeds(training, name, longest, scale)) for name in names]
-    rows += [
-        (f"ALiBi, L = {one}, L_valid = {longest}", "ALiBi", one, _seeds(training, "ALiBi", one, scale))
-        for one in (512, longest)
-    ]
-    for label, name, length, seeds in rows:
+    rows = [(_STAGED, "Sinusoidal", longest)] if staged else []
+    rows += [(f"{name}, L = {longest}", name, longest) for name in names]
+    rows += [(f"ALiBi, L = {one}, L_valid = {longest}", "ALiBi", one) for one in (512, longest)]
+    for label, name, length in rows:
+        seeds = 1 if label == _STAGED else _seeds(training, name, length, scale)
         run = training(PAPER_METHODS[name], length, scale, staged=label == _STAGED)
         for split in typing.get_args(Split):
-            config = wikitext.tested_with_stride(run, scale, split)
+            config = tested(run, [longest], scale, stride=scaled(wikitext.STRIDE, scale), split=split)
             yield from _cells(label, config, [longest], scale, column=f"{split}_perplexity", way=way, seeds=seeds)
 
 
@@ -102,7 +100,9 @@ def _stride_1(scale: Scale, *, names: tuple[str, ...]) -> Cells:
     """Figure 11 and tables 13–15."""
     for name, length in itertools.product(names, _ENDS):
         longer = [one for one in (512, 1024, 1536, 2048, 3072) if one >= length]
-        run = wikitext.tested_with_stride_1(wikitext.training(PAPER_METHODS[name], length, scale), scale, *longer)
+        run = wikitext.training(PAPER_METHODS[name], length, scale)
+        tokens = wikitext.STRIDE_1_TOKENS.get(scale, run.eval.tokens)
+        run = tested(run, sorted({*longer, wikitext.LONGEST}), scale, tokens=tokens, stride=1)
         seeds = _seeds(wikitext.training, name, length, scale)
         yield from _cells(f"{name}, L = {length}", run, longer, scale, way="sliding", seeds=seeds)
 

@@ -1,4 +1,4 @@
-"""The models of sections 2.2 and 4.1 (WikiText-103), and every way in which the paper evaluates them.
+"""The models of sections 2.2 and 4.1 (WikiText-103), and the lengths at which the paper trains and tests them.
 
 paper: Baevski & Auli's model with the authors' published training command, 8 GPUs with 9,216 tokens each.
 small: an eighth of every length, byte pairs of the local text, a modern decoder of 1 million weights with the paper's
@@ -13,15 +13,17 @@ Planned for ten minutes on one H100, whose matrix products run at 790 TFLOP/s in
 
 from typing import Any
 
-from alibi_lab.lab.config import Method, RunConfig, Scale, Split
+from alibi_lab.lab.config import Method, RunConfig, Scale
 from alibi_lab.recipes.paper import studies
-from alibi_lab.recipes.paper.cells import scaled, tested
+from alibi_lab.recipes.paper.cells import scaled
 from alibi_lab.recipes.scales import changed
 
 TRAINED = (64, 128, 256, 512, 1024, 1536, 2048, 3072)  # L, table 5
 LONGEST = 3072
 _FEW = (512, 1024, LONGEST)  # L, tables 2 to 4
 STRIDE = 512  # S of tables 7 and 10
+# Scored with S = 1, one full window per token: few tokens below paper scale.
+STRIDE_1_TOKENS: dict[Scale, int] = {"smoke": 48, "small": 768, "medium": 512}
 # How far beyond L tables 2–4 go: all of their steps, and a selection for the smaller scales.
 _SOME_STEPS = (0, 100, 500, 1000, 2000, 3000, 5000, 7000, 10_000, 13_000, 15_000)
 _STEPS: dict[Scale, tuple[int, ...]] = {
@@ -57,19 +59,3 @@ def trained_lengths(scale: Scale) -> tuple[int, ...]:
 def extrapolation_lengths(paper_length: int, scale: Scale) -> tuple[int, ...]:
     """Each published L_valid of tables 2–4; a selection below paper scale."""
     return tuple(paper_length + step for step in _STEPS[scale] if step <= _LAST_STEP[paper_length])
-
-
-def tested_to_longest(run: RunConfig, scale: Scale, *paper_lengths: int) -> RunConfig:
-    """The run evaluated at these lengths and at 3,072, so that all models score the same tokens (table 5, figures 4 and 8)."""
-    return tested(run, sorted({*paper_lengths, LONGEST}), scale)
-
-
-def tested_with_stride(run: RunConfig, scale: Scale, split: Split) -> RunConfig:
-    """The run evaluated at 3,072 tokens, nonoverlapping and with S = 512, on one split (tables 6, 7, 9 and 10)."""
-    return tested(run, [LONGEST], scale, stride=scaled(STRIDE, scale), split=split)
-
-
-def tested_with_stride_1(run: RunConfig, scale: Scale, *paper_lengths: int) -> RunConfig:
-    """The run evaluated with S = 1, one full window per token; few tokens below paper scale (tables 13–15, figure 11)."""
-    tokens = {"medium": 512, "small": 768, "smoke": 48}.get(scale, run.eval.tokens)
-    return tested(run, sorted({*paper_lengths, LONGEST}), scale, tokens=tokens, stride=1)
