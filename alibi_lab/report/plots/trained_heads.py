@@ -67,20 +67,18 @@ def reach_figure(model: TrainedHeads) -> Figure:
     """For every layer, the heads from steep to flat: certified reach (filled) and true distance (open), on a log axis."""
     figure, grid = _grid(model)
     for axes, record in grid:
-        heads = sorted(_heads(record), reverse=True)
-        places = range(len(heads))
-        for at, (_, certified, true) in enumerate(heads):
-            axes.plot([at, at], [certified, true], color=color_of("alibi"), linewidth=1, alpha=0.5)
-        axes.plot(places, [certified for _, certified, _ in heads], "o", color=color_of("alibi"), markersize=4)
-        axes.plot(places, [true for _, _, true in heads], "o", color=INK, markersize=4, fillstyle="none")
-        for length in (model.length, model.trained):
-            if length:
-                axes.axhline(length, color=MUTED, linewidth=0.8, linestyle=(0, (2, 3)), zorder=1)
+        slopes, certified, true = zip(*sorted(_heads(record), reverse=True), strict=True)
+        places = range(len(slopes))
+        axes.plot([places, places], [certified, true], color=color_of("alibi"), linewidth=1, alpha=0.5)
+        axes.plot(places, certified, "o", color=color_of("alibi"), markersize=4)
+        axes.plot(places, true, "o", color=INK, markersize=4, fillstyle="none")
+        for length in filter(None, (model.length, model.trained)):
+            axes.axhline(length, color=MUTED, linewidth=0.8, linestyle=(0, (2, 3)), zorder=1)
         axes.set_yscale("log", base=2)
         axes.set_ylim(0.8, model.length * 1.7)
         _distances(axes.yaxis, model.length)
-        shown = range(0, len(heads), max(1, math.ceil(len(heads) / 4)))
-        axes.set_xticks(list(shown), [fraction(heads[at][0]) for at in shown])
+        shown = places[:: max(1, math.ceil(len(places) / 4))]
+        axes.set_xticks(list(shown), [fraction(slopes[at]) for at in shown])
         axes.set_xlabel("slope of the head", fontsize=8)
     return figure
 
@@ -100,10 +98,8 @@ def mass_figure(model: TrainedHeads) -> Figure | None:
                 name = f"head {head}, m = {fraction(slopes[head])}"
                 axes.plot(*zip(*points, strict=True), color=color_of("alibi"), linewidth=1.2, alpha=fade, label=name)
         axes.set_xscale("log", base=2)
-        axes.set_xlim(1, model.length)
+        axes.set(xlim=(1, model.length), ylim=(0, 1.03), yticks=[0, 0.5, 1])
         _distances(axes.xaxis, model.length)
-        axes.set_ylim(0, 1.03)
-        axes.set_yticks([0, 0.5, 1])
         axes.set_xlabel("distance in tokens", fontsize=8)
     return figure
 
