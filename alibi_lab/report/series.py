@@ -90,11 +90,9 @@ class Series:
 
     def metric(self, name: str) -> list[float]:
         """A metric for each seed, from the trainings, or from the evaluations if no training has it."""
-        for records in (self.trainings, self.evaluations):
-            values = [float(value) for r in records if (value := r.metrics.get(name)) is not None]
-            if values:
-                return values
-        return []
+        both = [[record.metrics.get(name) for record in records] for records in (self.trainings, self.evaluations)]
+        known = ([float(value) for value in values if value is not None] for values in both)
+        return next(filter(None, known), [])
 
 
 @dataclasses.dataclass(frozen=True)
@@ -156,19 +154,16 @@ def studies(records: Iterable[Record]) -> list[Study]:
     An evaluation with stretched positions is a separate series in the same study, because the weights are the same.
     """
     unique = {identity(r.kind, r.name, r.config): r for r in records if _is_of_a_model(r)}  # one may be passed twice
-    trainings: dict[tuple[str, str], list[Record]] = {}
+    runs: dict[tuple[str, str], list[Record]] = {}
     for record in unique.values():
-        if record.kind == "training":
-            trainings.setdefault(_key(record), []).append(record)
-    evaluated = {_key(record) for record in unique.values() if record.kind == "evaluation"}
+        runs.setdefault(_key(record), []).append(record)
     groups: dict[tuple[str, str, str], dict[tuple[str, str], list[Record]]] = {}
-    for record in unique.values():
-        key = recipe, run = _key(record)
-        if record.kind == "evaluation" or key not in evaluated:
+    for (recipe, run), members in runs.items():
+        trainings, evaluations = ([r for r in members if r.kind == kind] for kind in ("training", "evaluation"))
+        for record in evaluations or trainings:
             test = {name: value for name, value in section(record, "eval").items() if name != "stretch"}
             group = groups.setdefault((recipe, _text(record.config.get("corpus")), _text(test)), {})
-            known = trainings.get(key, []) if record.kind == "evaluation" else []
-            group.setdefault((run, _stretch(record)), [*known]).append(record)
+            group.setdefault((run, _stretch(record)), [*trainings] if evaluations else []).append(record)
     return [_study(recipe, runs) for (recipe, _, _), runs in sorted(groups.items())]
 
 
@@ -214,18 +209,16 @@ def flat(config: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
     """A nested config as a flat one with dotted names, as for `--set`: {"train.steps": 200}."""
     found: dict[str, Json] = {}
     for key, value in config.items():
-        if isinstance(value, Mapping):
-            found |= flat(value, f"{prefix}{key}.")
-        else:
-            found[prefix + key] = value
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
     return found
 
 
 def _study(recipe: str, runs: Mapping[tuple[str, str], Sequence[Record]]) -> Study:
     last = [members[-1] for members in runs.values()]  # an evaluation if there is one
     configs = [_settings(record.config) for record in last]
-    names = sorted({name for config in configs for name in config if name.startswith(("model.", "data.", "train."))})
-    several = [name for name in names if len({_text(config.get(name)) for config in configs}) > 1]
+    names = {name for config in configs for name in config if name.startswith(("model.", "data.", "train."))}
+    names -= {"model.method", "train.length"}
+    differing = [name for name in sorted(names) if len({_text(config.get(name)) for config in configs}) > 1]
     short = [(_method(record), _trained(record), _stretch(record)) for record in last]
     series = []
     for key, config, members in zip(short, configs, runs.values(), strict=True):
@@ -237,7 +230,7 @@ def _study(recipe: str, runs: Mapping[tuple[str, str], Sequence[Record]]) -> Stu
         if stretch != "none":
             label += f" with {STRETCHES.get(stretch, stretch)}"
         if short.count(key) > 1:
-            label += _difference(config, [name for name in several if name not in ("model.method", "train.length")])
+            label += _difference(config, differing)
         trainings = tuple(sorted((r for r in members if r.kind == "training"), key=seed_of))
         evaluations = tuple(sorted((r for r in members if r.kind == "evaluation"), key=seed_of))
         series.append(Series(label, method, trained, trainings, evaluations, stretch, look))

@@ -105,8 +105,7 @@ def counted(judged: Sequence[Verdict]) -> str:
 
 def why(verdict: Verdict) -> str:
     """The reason for a verdict."""
-    reason = _reason(verdict)
-    return f"{reason}; {verdict.aged}" if verdict.aged else reason
+    return "; ".join(filter(None, (_reason(verdict), verdict.aged)))
 
 
 def because(verdict: Verdict, scale: str) -> str:
