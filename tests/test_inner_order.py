@@ -29,9 +29,8 @@ ORDERS = {
     ),
     "alibi_lab.report": (
         ("published", "series"),
-        ("answers", "claims", "intervals"),
+        ("answers", "intervals"),
         ("method_comparison", "rollouts"),
-        ("sources",),
         ("verdicts",),
         ("tables",),
         ("plots",),

@@ -1,4 +1,5 @@
-"""The paper's own numbers: every figure and table of Press et al. 2022 (arXiv:2108.12409v2), as series of columns.
+"""The paper's own numbers and conclusions (Press et al. 2022, arXiv:2108.12409v2): figures and tables as series of columns, and
+claims as ratios to test.
 
 `published.json` has all rows of tables 1 to 15; a figure has the numbers of the tables that it draws, and no others. A series has
 the paper's label in a uniform spelling: "ALiBi, L = 512" is a model trained at 512 tokens; ", L_valid = 3072" is the length at
@@ -9,7 +10,13 @@ Our answer (a record of kind "paper-item") has the same series and columns, and 
     paper_length               the paper's length that ours corresponds to, if ours is shorter
     low, high, seeds, tokens   the range over the seeds, and the numbers of seeds and of scored tokens
     sliding_perplexity, nonoverlapping_perplexity   the other way to evaluate the same models; `perplexity` is the paper's way
-Next: `plots/paper.py`, which draws both side by side.
+
+A claim says that a ratio of two products of numbers is below, above or equal to a threshold. Most are ratios of two perplexities:
+of one method beyond and at its trained length, or of two methods at one length. Others are about speeds, memory and
+definitions. Where the paper says "level", "as good" or "about", the threshold is a margin that we chose, and the claim states
+it. The paper's own ratio is computed from `published.json`. `claims.json` has all claims; a cell is a label, a length and, unless
+it is a perplexity, a column.
+Next: `plots/paper.py`, which draws ours and the paper's side by side, and `verdicts.py`, which decides the claims.
 """
 
 import dataclasses
@@ -17,8 +24,11 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
+from typing import Literal
 
 from alibi_lab.position_methods import LOOKS
+
+Relation = Literal["below", "above", "equal"]
 
 PAPER_METHODS = {"Sinusoidal": "sinusoidal", "Rotary": "rotary", "T5 Bias": "t5", "ALiBi": "alibi"}
 
@@ -49,6 +59,61 @@ class PublishedItem:
     series: Mapping[str, Mapping[str, Sequence[float | None]]]
 
 
+@dataclasses.dataclass(frozen=True)
+class Number:
+    """A cell of an item: its label, the paper's length at which it was tested (None if its column has it), and its column."""
+
+    label: str
+    length: int | None = None
+    column: str = "perplexity"
+
+    @property
+    def tested(self) -> int | None:
+        """The paper's length at which it was tested, from `length` or the column's name ("perplexity_2048")."""
+        digits = self.column.rpartition("_")[2]
+        return int(digits) if self.length is None and digits.isdecimal() else self.length
+
+    @property
+    def model(self) -> tuple[str, int | None]:
+        """The key of its model: the method and the trained length."""
+        return method_of(self.label), trained_length(self.label) or self.length
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Claim:
+    """One conclusion of the paper.
+
+    Args:
+        item: the figure or table that has the numbers.
+        says: the conclusion in our words; it holds if the ratio is on the `relation` side of the threshold.
+        over, under: the ratio is the product of `over` divided by the product of `under`.
+        relation, threshold: the threshold is 1 where the paper says better, worse, rises or falls.
+    """
+
+    item: str
+    says: str
+    over: tuple[Number, ...]
+    under: tuple[Number, ...]
+    relation: Relation
+    threshold: float = 1.0
+
+    @property
+    def condition(self) -> str:
+        """The condition under which it holds: "below 1.02"."""
+        return f"{'equal to' if self.relation == 'equal' else self.relation} {self.threshold:.6g}"
+
+    @property
+    def is_exact(self) -> bool:
+        """Whether its numbers are defined, not measured."""
+        return self.over[0].column in ("slope", "pass")
+
+    @property
+    def about_training(self) -> bool:
+        """Whether it compares different trainings, or speeds, so that a single seed cannot decide it."""
+        cells = (*self.over, *self.under)
+        return len({cell.model for cell in cells}) > 1 or any("perplexity" not in cell.column for cell in cells)
+
+
 def trained_length(label: str) -> int | None:
     """The trained length in a label, for example 512 in "ALiBi, L = 512, L_valid = 3072"; None if it has none.
 
@@ -69,5 +134,12 @@ def method_of(label: str) -> str:
     return PAPER_METHODS.get(name, name if name in LOOKS else "")
 
 
+def _load() -> tuple[Claim, ...]:
+    rows = json.loads(Path(__file__).with_name("claims.json").read_text(encoding="utf-8"))
+    sides = ({side: tuple(Number(*cell) for cell in row[side]) for side in ("over", "under")} for row in rows)
+    return tuple(Claim(**{**row, **cells}) for row, cells in zip(rows, sides, strict=True))
+
+
 _ITEMS = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
 PUBLISHED: Mapping[str, PublishedItem] = {name: PublishedItem(**item) for name, item in _ITEMS.items()}
+CLAIMS = _load()

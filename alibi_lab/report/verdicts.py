@@ -25,10 +25,9 @@ import numpy as np
 
 from alibi_lab.records import Record, age
 from alibi_lab.report import answers, intervals
-from alibi_lab.report.answers import Column, item_name, item_of, published, recorded
-from alibi_lab.report.claims import CLAIMS, Claim, Number
+from alibi_lab.report.answers import METRICS, Column, Sources, item_name, item_of, published, recorded
 from alibi_lab.report.intervals import Interval, Paired, Term, Word, as_ratio, by_part, union, word_of
-from alibi_lab.report.sources import METRICS, Sources
+from alibi_lab.report.published import CLAIMS, Claim, Number
 
 CONTRADICTED_BECAUSE: Mapping[str, Mapping[str, str]] = json.loads(
     Path(__file__).with_name("reasons.json").read_text(encoding="utf-8")

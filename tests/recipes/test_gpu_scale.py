@@ -25,7 +25,7 @@ from alibi_lab.recipes import index, plan
 from alibi_lab.recipes.paper import wikitext
 from alibi_lab.recipes.paper.cells import select
 from alibi_lab.recipes.paper.items import ITEMS
-from alibi_lab.report.claims import CLAIMS
+from alibi_lab.report.published import CLAIMS
 
 METHODS = ("sinusoidal", "rotary", "t5", "alibi")
 TINY = {

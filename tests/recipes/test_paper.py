@@ -21,10 +21,8 @@ from alibi_lab.recipes.paper.cells import scaled, select
 from alibi_lab.recipes.paper.evidence import Evidence, MissingEvidenceError
 from alibi_lab.recipes.paper.items import ITEMS, PAPER
 from alibi_lab.recipes.paper.run_items import run_items
-from alibi_lab.report.answers import recorded, way_of
-from alibi_lab.report.claims import CLAIMS
-from alibi_lab.report.published import PAPER_METHODS, PUBLISHED, method_of, trained_length
-from alibi_lab.report.sources import Sources
+from alibi_lab.report.answers import Sources, recorded, way_of
+from alibi_lab.report.published import CLAIMS, PAPER_METHODS, PUBLISHED, method_of, trained_length
 from alibi_lab.report.verdicts import _ratio, paired
 
 NAMES = [f"figure-{number}" for number in range(1, 12)] + [f"table-{number}" for number in range(1, 16)]

@@ -14,13 +14,11 @@ from alibi_lab import records
 from alibi_lab.cli.main import app
 from alibi_lab.records import Record
 from alibi_lab.report import verdicts
-from alibi_lab.report.answers import published
-from alibi_lab.report.claims import CLAIMS, Claim, Number
+from alibi_lab.report.answers import Sources, published
 from alibi_lab.report.intervals import Paired, interval
 from alibi_lab.report.page import report_html
-from alibi_lab.report.published import PUBLISHED
+from alibi_lab.report.published import CLAIMS, PUBLISHED, Claim, Number
 from alibi_lab.report.section import Archive
-from alibi_lab.report.sources import Sources
 from alibi_lab.report.verdicts import because, counted, paired, why
 
 Answer = tuple[Record, Mapping[str, Record]]  # with its evidence by identity

@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from alibi_lab.report.claims import Number
 from alibi_lab.report.plots import drawing
 from alibi_lab.report.plots.drawing import End, Points
+from alibi_lab.report.published import Number
 
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h")
 _OURS: dict[str, Any] = {"linestyle": "-", "fillstyle": "full"}

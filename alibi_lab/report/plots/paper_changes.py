@@ -16,12 +16,10 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 
 from alibi_lab.records import Record
-from alibi_lab.report.answers import between, scale_of
-from alibi_lab.report.claims import Number
+from alibi_lab.report.answers import Sources, between, scale_of
 from alibi_lab.report.intervals import interval
 from alibi_lab.report.plots.paper import Line, Panel
-from alibi_lab.report.published import trained_length
-from alibi_lab.report.sources import Sources
+from alibi_lab.report.published import Number, trained_length
 from alibi_lab.report.verdicts import paired
 
 _OWN = "L = L_valid"

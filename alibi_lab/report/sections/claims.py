@@ -11,7 +11,6 @@ from alibi_lab.report.intervals import Interval
 from alibi_lab.report.plots import paper_items
 from alibi_lab.report.section import Archive, Block, Numbers, Section, Text
 from alibi_lab.report.sections import paper_item
-from alibi_lab.report.sources import Sources
 from alibi_lab.report.tables.cost import model_sizes
 from alibi_lab.report.tables.table import Block as Rows
 from alibi_lab.report.tables.table import Cell, Row, Table
@@ -78,7 +77,7 @@ def _table(rows: Sequence[Row], caption: str, label: str) -> Numbers:
 def _size(members: Sequence[tuple[Record, Verdict]], archive: Archive) -> str:
     """The sizes of the models and trainings that the verdicts are based on, in words."""
     answers_ = {id(record): record for record, _ in members}.values()
-    found = [one for record in answers_ for one in Sources(record, archive.by_identity).records]
+    found = [one for record in answers_ for one in answers.Sources(record, archive.by_identity).records]
     weights, tokens = model_sizes(found)
     return f" Models of {weights} weights{f', trained on {tokens} tokens' if tokens else ''}." if weights else ""
 

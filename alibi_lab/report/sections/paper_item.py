@@ -6,7 +6,6 @@ from alibi_lab.records import Record
 from alibi_lab.report import answers, verdicts
 from alibi_lab.report.plots import paper_items
 from alibi_lab.report.section import Archive, Block, Facts, Folded, Numbers, Section, Text, aged, code, panels
-from alibi_lab.report.sources import Sources
 from alibi_lab.report.tables import paper as tables
 from alibi_lab.report.tables.cost import model_sizes
 
@@ -33,7 +32,7 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
     item, title, scale = answers.item_of(record), item_title(record), answers.scale_of(record)
     blocks: list[Block] = [Facts(facts)] if (facts := answers.facts(record)) else []
     judged = verdicts.verdicts(record, archive.by_identity)
-    evidence = Sources(record, archive.by_identity).records
+    evidence = answers.Sources(record, archive.by_identity).records
     if judged:
         weights, tokens = model_sizes(evidence)
         trained = f", trained on {tokens} tokens each" if tokens else ""
