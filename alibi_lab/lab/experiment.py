@@ -28,7 +28,6 @@ from alibi_lab.lab.folder_lock import ExperimentError as ExperimentError
 from alibi_lab.lab.folder_lock import alone_in
 from alibi_lab.lab.model.method_trial import try_imported_methods
 from alibi_lab.lab.planning import by_training, configs_of
-from alibi_lab.lab.progress import Place
 from alibi_lab.lab.run import Run, make_run, run_once
 
 PATIENCE = datetime.timedelta(hours=12)  # the other processes wait this long while the first one reads and evaluates
@@ -82,8 +81,12 @@ def run(
 
             ray_trainings.run_all(study, list(filter(None, left)), out=out, console=console, track=track)
         paths = _in_turn(models, set(itertools.chain(*left)), console, track)
-        if state.is_main_process:
-            paths += _of_other_shards(list(runs.values()), console)
+        for other in runs.values() if state.is_main_process else ():  # those of other shards
+            training, evaluation = other.recorded()
+            if training and evaluation:
+                paths += [training, evaluation]
+            else:
+                console.print(f"[bold]{other.title}[/] is still missing: it is another shard's")
     return paths
 
 
@@ -107,21 +110,9 @@ def _in_turn(models: Sequence[Sequence[Run]], done: Set[RunConfig], console: Con
     tokens = [train.steps * train.batch_tokens if train else 0 for train in settings]
     paths: list[Path] = []
     for number, runs in enumerate(models, 1):
-        place = Place(f"model {number} of {len(models)}" if len(models) > 1 else "", sum(tokens[number:]))
+        place = f"model {number} of {len(models)}" if len(models) > 1 else "", sum(tokens[number:])
         for one in runs:
             paths += run_once(one, Console(quiet=True) if one.config in done else console, track, place)
-    return paths
-
-
-def _of_other_shards(runs: Sequence[Run], console: Console) -> list[Path]:
-    """The records that other shards have made; names those that are missing."""
-    paths: list[Path] = []
-    for one in runs:
-        training, evaluation = one.recorded()
-        if training and evaluation:
-            paths += [training, evaluation]
-        else:
-            console.print(f"[bold]{one.title}[/] is still missing: it is another shard's")
     return paths
 
 

@@ -4,10 +4,10 @@ Trackers, TensorBoard or Weights & Biases, get its losses through accelerate.
 """
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
 import torch
 from accelerate import Accelerator
@@ -18,20 +18,9 @@ from rich.progress import Progress as Bar
 from alibi_lab.lab.training.checkpoint import Progress
 from alibi_lab.records import Json
 
+Place: TypeAlias = tuple[str, int]
+
 SECONDS_BETWEEN_LINES = 30  # if there is no terminal for a bar
-
-
-@dataclasses.dataclass(frozen=True)
-class Place:
-    """The place of a run in its experiment.
-
-    Args:
-        name: "model 1 of 4", or empty.
-        tokens_later: number of tokens in the trainings that follow this one.
-    """
-
-    name: str = ""
-    tokens_later: int = 0
 
 
 @contextlib.contextmanager
@@ -41,6 +30,7 @@ def progress_shown(
     """Shows each progress that is passed to the returned function.
 
     Args:
+        place: of the run in its experiment: "model 1 of 4" or "", and the number of tokens in later trainings.
         full_speed: tokens per second at a utilization (MFU) of 1; None if unknown.
     """
     columns = (
@@ -51,7 +41,8 @@ def progress_shown(
         TimeRemainingColumn(),
         TextColumn("{task.fields[all_models]}"),
     )
-    name = f"{place.name}: {title}" if place.name else title
+    number, tokens_later = place
+    name = f"{number}: {title}" if number else title
     with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
         task = bar.add_task(name, total=steps, loss=float("nan"), speed="", all_models="")
         last = time.monotonic()
@@ -62,7 +53,7 @@ def progress_shown(
             first = first or progress
             speed = tokens_per_second(batch_tokens, progress, since=first)
             left = (steps - progress.step) * batch_tokens / speed / 60
-            in_all = f"{left + place.tokens_later / speed / 60:.0f} min for all models" if place.tokens_later else ""
+            in_all = f"{left + tokens_later / speed / 60:.0f} min for all models" if tokens_later else ""
             shown = f"{speed:,.0f} tokens/s" + (f", {speed / full_speed:.0%} MFU" if full_speed else "")
             bar.update(task, completed=progress.step, loss=progress.loss_nats, speed=shown, all_models=in_all)
             late = time.monotonic() - last >= SECONDS_BETWEEN_LINES

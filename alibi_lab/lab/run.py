@@ -105,14 +105,14 @@ def run_title(name: str, corpus: str) -> str:
     return f"{escape(name)} on {corpus}" if TASK_CORPUS.fullmatch(corpus) else escape(name)
 
 
-def run_once(run: Run, console: Console, track: str, place: Place | None = None) -> list[Path]:
+def run_once(run: Run, console: Console, track: str, place: Place = ("", 0)) -> list[Path]:
     """The paths of the run's two records, which are made unless they exist; none in other processes than the first."""
     training, evaluation = run.recorded()
     if training and evaluation:
         console.print(f"[bold]{run.title}[/] is recorded already")
         return [training, evaluation]
     began, folder, test = datetime.datetime.now(datetime.UTC), run.out / "records", run.config.eval
-    metrics, curves = _train(run, console, track, place or Place())
+    metrics, curves = _train(run, console, track, place)
     if not PartialState().is_main_process:
         return []
     model = load_model(run.checkpoints, run.config)

@@ -136,12 +136,12 @@ class LanguageModel(nn.Module):
         hooks = Hooks(self.position, self.checks_values)
         x = self.dropout(hooks.add(x, positions))
         at = dataclasses.replace(at, query_len=tokens.shape[1], key_len=min(total, room or total))
-        places = Places(hooks, positions, at, None if self.position.per_layer else hooks.bias(at, x))
+        shared = None if self.position.per_layer else hooks.bias(at, x)
         for layer, block in enumerate(self.blocks):
             if self.activation_checkpointing and self.training and torch.is_grad_enabled() and not caches:
-                x = checkpoint(block, x, places, None, use_reentrant=False)
+                x = checkpoint(block, x, hooks, positions, at, shared, None, use_reentrant=False)
             else:
-                x = block(x, places, caches[layer] if caches else None)
+                x = block(x, hooks, positions, at, shared, caches[layer] if caches else None)
         return x
 
     def _hidden_in_segments(self, tokens: Tensor, at: Pass, segment: int) -> Tensor:
@@ -189,20 +189,6 @@ class LanguageModel(nn.Module):
         return torch.cat(losses).view(targets.shape)
 
 
-@dataclasses.dataclass(frozen=True)
-class Places:
-    """The positions of one pass, equal for all layers (see `LanguageModel.forward`).
-
-    Args:
-        shared: the bias of all layers, unless the method is `per_layer`.
-    """
-
-    hooks: Hooks
-    positions: Tensor
-    at: Pass
-    shared: Bias
-
-
 class Block(nn.Module):
     """x + attention(norm(x)), then x + feed-forward(norm(x)); x [B, T, E]."""
 
@@ -223,14 +209,16 @@ class Block(nn.Module):
         self.ffn_out = Linear(hidden, width, bias=bias)
         self.dropout, self.activation_dropout = _dropout(config.dropout), _dropout(config.activation_dropout)
 
-    def forward(self, x: Tensor, places: Places, cache: LayerCache | None) -> Tensor:
+    def forward(
+        self, x: Tensor, hooks: Hooks, positions: Tensor, at: Pass, shared: Bias, cache: LayerCache | None
+    ) -> Tensor:
+        """The output, [B, T, E]; `shared` is the bias of all layers, unless the method is `per_layer`."""
         y = self.attention_norm(x)
         q, k, v = (part(y).unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for part in (self.q, self.k, self.v))
-        hooks = places.hooks
         inputs = LayerInput(y, self.index, None if cache is None else cache.key_bias, self)
-        at = dataclasses.replace(places.at, input=inputs)
-        q, k = hooks.rotate(q, k, places.positions, at)
-        bias = hooks.bias(at, y) if hooks.method.per_layer else places.shared
+        at = dataclasses.replace(at, input=inputs)
+        q, k = hooks.rotate(q, k, positions, at)
+        bias = hooks.bias(at, y) if hooks.method.per_layer else shared
         if cache is not None:
             k, v, bias = cache.append(k, v, bias, layer=self)
         if at.context is not None and type(hooks.method).attend is not PositionMethod.attend:

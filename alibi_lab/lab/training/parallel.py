@@ -51,8 +51,7 @@ class Training:
         """A context for forward and backward of one part of a batch; only the last part synchronizes gradients."""
         if self.sharded:
             self.model.set_requires_gradient_sync(last)  # type: ignore[operator]  # a method that fully_shard adds
-            return contextlib.nullcontext()
-        return contextlib.nullcontext() if last else self.accelerator.no_sync(self.replica)
+        return contextlib.nullcontext() if last or self.sharded else self.accelerator.no_sync(self.replica)
 
     def clip(self, norm: float) -> Tensor:
         """Scale the gradients down to this norm if theirs is larger; returns their norm before scaling."""
