@@ -59,11 +59,9 @@ def progress_shown(
             late = time.monotonic() - last >= SECONDS_BETWEEN_LINES
             if not console.is_terminal and (late or progress.step == steps):
                 last = time.monotonic()
-                console.print(
-                    f"{name}: step {progress.step:,} of {steps:,}, {progress.loss_nats:.3f} nats, "
-                    f"{shown}, {left:.0f} min left{', ' if in_all else ''}{in_all}",
-                    soft_wrap=True,
-                )
+                times = f"{left:.0f} min left{', ' if in_all else ''}{in_all}"
+                line = f"{name}: step {progress.step:,} of {steps:,}, {progress.loss_nats:.3f} nats, {shown}, {times}"
+                console.print(line, soft_wrap=True)
 
         yield show
 

@@ -6,7 +6,6 @@ and `ray_trainings.py` runs several on a cluster.
 
 import dataclasses
 import datetime
-import functools
 from collections.abc import Mapping
 from pathlib import Path
 
@@ -122,7 +121,12 @@ def run_once(run: Run, console: Console, track: str, place: Place = ("", 0)) -> 
         record = records.make("training", run.name, config=run.training, metrics=metrics, curves=curves, started=began)
         training = records.save(record, folder)
     if not evaluation:
-        began, say = datetime.datetime.now(datetime.UTC), functools.partial(_say, console, run.title)
+
+        def say(sentence: str) -> None:
+            # Below the progress bar; without a terminal, with the run's title, because several runs may share a log.
+            console.print(f"{'' if console.is_terminal else run.title + ':'}  {escape(sentence)}", soft_wrap=True)
+
+        began = datetime.datetime.now(datetime.UTC)
         with console.status(f"{run.title}: testing at {', '.join(map(str, test.lengths))}"):
             model, corpus = model.to(PartialState().device), run.corpus.to_test_on(test.split)
             found = all_curves(model, corpus, test, say=say)
@@ -166,8 +170,3 @@ def _train(run: Run, console: Console, track: str, place: Place) -> tuple[dict[s
         speed = tokens_per_second(settings.batch_tokens, progress, since=first)
         metrics |= {"utilization": speed / full_speed, "matrix_flops_per_second": rate}
     return metrics, progress.curves()
-
-
-def _say(console: Console, title: str, sentence: str) -> None:
-    """Prints below the progress bar; without a terminal, adds the run's title, because several runs may share a log."""
-    console.print(f"{'' if console.is_terminal else title + ':'}  {escape(sentence)}", soft_wrap=True)

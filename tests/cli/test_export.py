@@ -25,7 +25,7 @@ def saved(folder: Path, *, tokenizer: str = "bytes", **model: object) -> Path:
     config = RunConfig(
         model=ModelConfig(**{**SIZES, **model}),
         data=DataConfig(tokenizer=tokenizer),
-        train=TrainConfig(length=16, batch_tokens=64),
+        train=TrainConfig(length=16, batch_tokens=64, steps=1),
         eval=EvalConfig(lengths=(16,)),
     )
     training = prepare(config)
@@ -33,7 +33,7 @@ def saved(folder: Path, *, tokenizer: str = "bytes", **model: object) -> Path:
         for parameter in training.model.parameters():
             parameter.add_(torch.randn(parameter.shape, generator=torch.Generator().manual_seed(1)), alpha=0.1)
     made = make_tokenizer(tokenizer, lambda: iter([VERSES.encode()]), len(VERSES))
-    return save_checkpoint(folder, training, Progress(step=1), made, finished=True)
+    return save_checkpoint(folder, training, Progress(step=1), made)
 
 
 def export(*arguments: object, code: int = 0) -> str:

@@ -48,23 +48,18 @@ def generate(
             f"{model.config.method} positions end at the trained length, {limit}; ask for at most "
             f"{max(limit + 1 - len(prompt), 0)} new tokens, shorten the prompt, or use another method"
         )
-    return _continuation(model, prompt, max_new_tokens, temperature, top_k, seed)
 
+    def continuation() -> Iterator[int]:  # begins after the checks above, which do not wait for the first token
+        generator, caches = torch.Generator().manual_seed(seed), [LayerCache() for _ in model.blocks]
+        tokens = list(prompt)
+        for _ in range(max_new_tokens):
+            with torch.inference_mode():
+                for chunk in torch.tensor([tokens], device=model.device).split(PREFILL_TOKENS, dim=1):
+                    logits = model(chunk, caches=caches)[0, -1].float().cpu()
+            tokens = [_sample(logits, temperature, top_k, generator)]
+            yield tokens[0]
 
-def _continuation(
-    model: LanguageModel, prompt: Sequence[int], max_new_tokens: int, temperature: float, top_k: int | None, seed: int
-) -> Iterator[int]:
-    device = model.device
-    generator = torch.Generator().manual_seed(seed)
-    caches = [LayerCache() for _ in model.blocks]
-    tokens = torch.tensor([list(prompt)], device=device)
-    for _ in range(max_new_tokens):
-        with torch.inference_mode():
-            for chunk in tokens.split(PREFILL_TOKENS, dim=1):
-                logits = model(chunk, caches=caches)[0, -1].float().cpu()
-        token = _sample(logits, temperature, top_k, generator)
-        yield token
-        tokens = torch.tensor([[token]], device=device)
+    return continuation()
 
 
 def _sample(logits: Tensor, temperature: float, top_k: int | None, generator: torch.Generator) -> int:

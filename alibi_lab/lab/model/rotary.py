@@ -9,7 +9,7 @@ import math
 import torch
 from torch import Tensor
 
-from alibi_lab.lab.config import ModelConfig, Stretch
+from alibi_lab.lab.config import Stretch
 from alibi_lab.lab.model.position_method import Bias, Pass, PositionMethod, Windowed
 
 ROTARY_BASE = 10_000.0  # RoFormer, sec. 3.2.2
@@ -27,22 +27,19 @@ class Rotary(PositionMethod):
     """
 
     stretches: tuple[Stretch, ...] = ("linear", "ntk", "yarn")
-
-    def __init__(self, config: ModelConfig, trained_length: int) -> None:
-        super().__init__(config, trained_length)
-        self.length = trained_length
-        self.stretch: Stretch = "none"
+    stretching: tuple[Stretch, int] = ("none", 1)  # and the length
 
     def rotate(self, q: Tensor, k: Tensor, positions: Tensor, at: Pass) -> tuple[Tensor, Tensor]:
-        frequencies = rotary_frequencies(q.shape[-1], self.trained_length, self.length, self.stretch, q.device)
+        stretch, length = self.stretching
+        frequencies = rotary_frequencies(q.shape[-1], self.trained_length, length, stretch, q.device)
         angles = positions.float()[:, None] * frequencies
-        size = 0.1 * math.log(self.length / self.trained_length) + 1 if self.stretch == "yarn" else 1.0
+        size = 0.1 * math.log(length / self.trained_length) + 1 if stretch == "yarn" else 1.0
         cos, sin = (angles.cos() * size).to(q.dtype), (angles.sin() * size).to(q.dtype)
         return _rotated(q, cos, sin), _rotated(k, cos, sin)
 
     def stretched(self, stretch: Stretch, length: int) -> PositionMethod:
         twin = copy.copy(self)
-        twin.stretch, twin.length = stretch, length
+        twin.stretching = stretch, length
         return twin
 
 

@@ -177,17 +177,15 @@ def stored_tokens(path: Path) -> Path | None:
     return next((folder / "tokens" for folder in path.resolve().parents if (folder / "tokens").is_dir()), None)
 
 
-def save_checkpoint(
-    run_folder: Path, training: Training, progress: Progress, tokenizer: Tokenizer, *, finished: bool
-) -> Path:
-    """Write the step's folder and remove older ones.
+def save_checkpoint(run_folder: Path, training: Training, progress: Progress, tokenizer: Tokenizer) -> Path:
+    """Write the step's folder, after the last step without the other state, and remove older ones.
 
     Every process must call this; the first one writes the shared files.
 
     Raises:
         CheckpointError: it cannot be written; partial files are removed.
     """
-    final = run_folder / f"step-{progress.step:08d}"
+    final, finished = run_folder / f"step-{progress.step:08d}", progress.step == training.config.train.steps
     first, wait = training.accelerator.is_main_process, training.accelerator.wait_for_everyone
     try:
         with contextlib.ExitStack() as stack:

@@ -93,7 +93,11 @@ def prepare(config: RunConfig) -> Training:
         for block in model.blocks:
             block.compile(backend=COMPILER, dynamic=False)
     if sharded:
-        _shard(model)
+        from torch.distributed.fsdp import fully_shard
+
+        # Each block is gathered when it runs; weights outside the blocks stay gathered during a step.
+        for module in (*model.blocks, model):
+            fully_shard(module)
     optimizer = make_optimizer(model, settings.optimizer, settings.learning_rate, settings.weight_decay)
     pair = (model, optimizer) if sharded else accelerator.prepare(model, optimizer)
     return Training(config, model, pair[0], pair[1], accelerator, sharded, rows, context)
@@ -107,8 +111,7 @@ def _context_group(accelerator: Accelerator, settings: TrainConfig) -> Context |
             f"train.context_parallel is {sharers} but there are {processes} processes; start a multiple of it, with torchrun "
             "--nproc-per-node, or pass train.context_parallel=1"
         )
-    shortest = min(settings.first_length or settings.length, settings.length)
-    if shortest < sharers:
+    if (shortest := min(settings.first_length or settings.length, settings.length)) < sharers:
         raise ConfigError(
             f"sequences of {shortest} tokens cannot be shared by train.context_parallel={sharers} processes"
         )
@@ -135,11 +138,3 @@ def share_of_batch(accelerator: Accelerator, settings: TrainConfig) -> slice:
                 f"pass a train.batch_tokens that {parts * length} divides"
             )
     return slice(accelerator.process_index // sharers, None, processes)
-
-
-def _shard(model: LanguageModel) -> None:
-    """Shards the model: each block is gathered when it runs; weights outside the blocks stay gathered during a step."""
-    from torch.distributed.fsdp import fully_shard
-
-    for module in (*model.blocks, model):
-        fully_shard(module)

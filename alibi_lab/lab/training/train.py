@@ -36,7 +36,7 @@ class TrainingError(ValueError):
 
 
 def train(
-    config: RunConfig, corpus: Corpus, folder: Path, *, on_step: Callable[[Progress], None] | None = None
+    config: RunConfig, corpus: Corpus, folder: Path, *, on_step: Callable[[Progress], None] = lambda progress: None
 ) -> Progress:
     """Train to the last step, from the newest checkpoint in the folder if there is one, and save a checkpoint there.
 
@@ -73,12 +73,11 @@ def train(
             progress = dataclasses.replace(progress, step=step.number, seconds=seconds, loss_nats=step.loss_nats)
             if settings.validate_every and step.number % settings.validate_every == 0:
                 progress = _validated(progress, training.model, corpus.valid, settings)
-            if on_step:
-                on_step(progress)
+            on_step(progress)
             if finished or step.interrupted or step.number % settings.checkpoint_every == 0:
                 peak = peak_memory_bytes(training.accelerator.device) if reset else None
                 progress = dataclasses.replace(progress, peak_memory_bytes=peak)
-                save_checkpoint(folder, training, progress, corpus.tokenizer, finished=finished)
+                save_checkpoint(folder, training, progress, corpus.tokenizer)
             if step.interrupted or (finished and interrupted()):  # also during the last checkpoint
                 raise KeyboardInterrupt
             if finished:
@@ -193,8 +192,17 @@ def _step(training: Training, parts: Sequence[Batch], step: int, interrupted: Fl
     accelerator, optimizer = training.accelerator, training.optimizer
     loss = torch.zeros((), device=accelerator.device)
     for number, part in enumerate(parts, start=1):
+        tokens, *documents = part.columns
+        segments = documents[0][:, :-1] if documents else None
         with training.part(last=number == len(parts)):
-            share = _share_of_loss(training, part)
+            with accelerator.autocast():
+                nats = training.replica(
+                    tokens[:, :-1], targets=tokens[:, 1:], segment_ids=segments, context=part.context
+                )
+            if documents:
+                nats = nats * _same_document(documents[0])
+            # The part's share of the batch's mean, times the number of processes, because the processes are averaged.
+            share = nats.sum() * (accelerator.num_processes / part.counted)
             accelerator.backward(share)
         loss += share.detach()
     norm = training.clip(training.config.train.clip_norm)
@@ -210,17 +218,6 @@ def _step(training: Training, parts: Sequence[Batch], step: int, interrupted: Fl
     optimizer.step()
     optimizer.zero_grad()
     return mean_loss, norm_found, share_interrupted > 0
-
-
-def _share_of_loss(training: Training, part: Batch) -> Tensor:
-    """The part's share of the batch's mean loss, times the number of processes, because the processes are averaged."""
-    tokens, documents = part.columns[0], part.columns[1] if len(part.columns) > 1 else None
-    segments = None if documents is None else documents[:, :-1]
-    with training.accelerator.autocast():
-        nats = training.replica(tokens[:, :-1], targets=tokens[:, 1:], segment_ids=segments, context=part.context)
-    if documents is not None:
-        nats = nats * _same_document(documents)
-    return nats.sum() * (training.accelerator.num_processes / part.counted)
 
 
 def _validated(progress: Progress, model: LanguageModel, tokens: Tensor, config: TrainConfig) -> Progress:
