@@ -235,7 +235,7 @@ class _Training:
 def means(model: ALiBiBertModel, rows: Sequence[Tokens], ranges: Sequence[NDArray[np.int64]] | None = None) -> Tensor:
     """Unit vectors [C, E]: the means of the hidden states of ranges of tokens, or of each row, without special tokens."""
     ranges = [np.array([[0, len(row)]]) for row in rows] if ranges is None else ranges
-    ids, mask = padded([framed(row) for row in rows])
+    ids, mask = padded([np.concatenate([[CLS], row, [SEP]]) for row in rows])
     states = model(ids, mask).last_hidden_state
     spans = np.concatenate([some + 1 + at * ids.shape[1] for at, some in enumerate(ranges)])
     places = np.concatenate([np.arange(start, end) for start, end in spans])
@@ -243,11 +243,6 @@ def means(model: ALiBiBertModel, rows: Sequence[Tokens], ranges: Sequence[NDArra
     picked = states.flatten(0, 1)[torch.from_numpy(places)]
     sums = picked.new_zeros(len(spans), picked.shape[1]).index_add(0, torch.from_numpy(owners), picked)
     return F.normalize(sums, dim=1)
-
-
-def framed(ids: Tokens) -> Tokens:
-    """A row of tokens between the special ones."""
-    return np.concatenate([[CLS], ids, [SEP]])
 
 
 def padded(rows: Sequence[Tokens]) -> tuple[Tensor, Tensor]:
