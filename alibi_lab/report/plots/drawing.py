@@ -30,7 +30,6 @@ Points = NDArray[np.float64]
 
 STYLE = matplotlib.rc_params_from_file(Path(__file__).with_name("page.mplstyle"), use_default_template=False)
 INK, MUTED, RULE = (str(STYLE[name]) for name in ("text.color", "axes.labelcolor", "grid.color"))
-_SIZE = (4.1, 3.1)  # inches: the width of a phone, so that the text is not scaled down there
 _TEXT_GAP = 0.068  # between two labels at the ends of lines, as a share of the height of the axes
 _TICK_GAP = 0.17  # between two labeled lengths, as a share of the axis: more than the width of "16,384"
 _READING_RADIUS = 6  # points; the area around a point of a line that shows its numbers
@@ -63,7 +62,7 @@ class Plot(NamedTuple):
 def plain_axes(title: str) -> tuple[Figure, Axes]:
     """An empty figure in the page's style, with its title above the y axis."""
     with matplotlib.rc_context(STYLE):
-        figure = Figure(figsize=_SIZE)
+        figure = Figure()
         axes = figure.add_axes((0.1, 0.155, 0.665, 0.745))
         axes.set_title(title, pad=8, x=-0.14)
         axes.grid(axis="y")
@@ -192,7 +191,7 @@ def place_names(axes: Axes, names: Sequence[End], *, others: Sequence[End] = (),
     points = [axes.transData.transform((end.x, end.y)) for end in (*names, *others)]
     written: list[Bbox] = []
     pixel, edge = axes.get_figure(root=True).dpi / 72, axes.get_window_extent().x0  # type: ignore[union-attr]
-    for end, (x, y) in zip(names, points, strict=False):
+    for end, (x, y) in zip(names, points, strict=False):  # those of the others follow
         wide, high = 4.6 * len(end.name) * pixel, 9 * pixel
         corners = {((0, up), "center"): (x - wide / 2, y + up * pixel) for up in (7, -15, 17, -25, 27, -35, 37, -45)}
         corners |= {((8, -3), "left"): (x + 8, y - high / 2), ((-8, -3), "right"): (x - 8 - wide, y - high / 2)}

@@ -100,10 +100,8 @@ def _lines(lines: Sequence[tuple[Series, list[tuple[float, float]]]], title: str
     figure, axes = drawing.plain_axes(title)
     ends = []
     for series, (x, y) in given:
-        color = drawing.color_of(series.method, series.look)
-        axes.plot(
-            x, y, color=color, marker=drawing.marker_of(series.method, series.look), clip_on=False, label=series.label
-        )
+        color, marker = (of(series.method, series.look) for of in (drawing.color_of, drawing.marker_of))
+        axes.plot(x, y, color=color, marker=marker, clip_on=False, label=series.label)
         ends.append(End(series.short, color, float(x[-1]), float(y[-1])))
     axes.set_ylim(0, 1.03)
     drawing.length_ticks(axes, sorted({int(place) for _, (x, _) in given for place in x}), places)
