@@ -19,8 +19,7 @@ from collections.abc import Callable, Mapping
 from typing import TypeAlias
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from alibi_lab.lab.config import SymbolTask
 
@@ -126,7 +125,7 @@ def _flip_flop(count: int, length: int, generator: torch.Generator, varied: bool
     tokens = torch.stack([instruction, bits], -1).flatten(1)
     answers = torch.stack([torch.zeros_like(instruction, dtype=torch.bool), instruction == _READ], -1).flatten(1)
     front = (length % 2, 0)
-    return F.pad(tokens, front, value=_IGNORE), F.pad(answers, front)
+    return nn.functional.pad(tokens, front, value=_IGNORE), nn.functional.pad(answers, front)
 
 
 # By task: the function that makes its documents, and the fewest tokens of one.

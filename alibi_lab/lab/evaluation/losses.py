@@ -9,8 +9,7 @@ from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TypeAlias, TypeVar
 
 import torch
-import torch.nn.functional as F
-from torch import Tensor
+from torch import Tensor, nn
 
 from alibi_attn.nn.allocator import MOST_MIB, kept_memory
 from alibi_lab.lab.model.language_model import LanguageModel
@@ -104,7 +103,7 @@ def answers(
 
     def nats_and_hits(some: Tensor) -> tuple[Tensor, ...]:
         logits, targets = model(some[:, :-1])[:, -scored:].float(), some[:, -scored:]
-        nats = F.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
+        nats = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
         return nats, logits.argmax(-1) == targets
 
     every = torch.arange(len(rows))
