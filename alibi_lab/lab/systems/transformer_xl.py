@@ -10,17 +10,21 @@ the memory from one training step to the next; here a memory starts empty with e
 
 import copy
 import math
+from collections.abc import Mapping, Sequence
+from typing import TYPE_CHECKING
 
 import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
 from alibi_lab.lab.config import EvalConfig, ModelConfig
-from alibi_lab.lab.data.corpus import Corpus
-from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.model.position_method import Attention, Pass, PositionMethod
 from alibi_lab.position_methods import Look
-from alibi_lab.records import Curves
+from alibi_lab.records import Json
+
+if TYPE_CHECKING:
+    from alibi_lab.lab.data.corpus import Corpus
+    from alibi_lab.lab.model.language_model import LanguageModel
 
 WAVE_BASE = 10_000.0
 MEMORIES = (0, 1, 2, 4, 8, 16)  # at test time, in segments
@@ -64,7 +68,9 @@ class TransformerXL(RelativeSinusoids):
         self.memory = self.segment
 
     @classmethod
-    def curves(cls, model: LanguageModel, corpus: Corpus, config: EvalConfig) -> Curves:
+    def curves(
+        cls, model: "LanguageModel", corpus: "Corpus", config: EvalConfig
+    ) -> Mapping[str, Mapping[str, Sequence[Json]]]:
         """The loss by the length of the memory at test time: the second halves of rows of the longest length."""
         position, length = model.position, config.lengths[-1]
         if not isinstance(position, cls) or position.segment is None:
@@ -84,7 +90,7 @@ def sinusoids(positions: Tensor, width: int) -> Tensor:
     return torch.cat([angles.sin(), angles.cos()], dim=-1)
 
 
-def _nats(model: LanguageModel, rows: Tensor, memory: int) -> float:
+def _nats(model: "LanguageModel", rows: Tensor, memory: int) -> float:
     twin = copy.deepcopy(model).eval()
     twin.position.memory = memory
     with torch.inference_mode():
