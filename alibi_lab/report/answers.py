@@ -167,15 +167,10 @@ class Sources:
 
     def evaluations(self, number: Number) -> dict[int, Record]:
         """By seed, the evaluations of a number's model on its split of the text at its length."""
-        tested = self.our_length(number)
-        split = "test" if number.column.startswith("test") else "valid"
-        return {
-            seed_of(one): one
-            for one in self._of_model(number)
-            if one.kind == "evaluation"
-            and section(one, "eval").get("split") == split
-            and tested in numbers(one, "by_length", "length")
-        }
+        tested, split = self.our_length(number), "test" if number.column.startswith("test") else "valid"
+        evaluations = (one for one in self._of_model(number) if one.kind == "evaluation")
+        of_split = (one for one in evaluations if section(one, "eval").get("split") == split)
+        return {seed_of(one): one for one in of_split if tested in numbers(one, "by_length", "length")}
 
     def our_length(self, number: Number) -> float | None:
         """Our length that corresponds to the paper's; None if it was not tested."""

@@ -130,42 +130,43 @@ def scores(task: Task, method: str, length: int) -> Scores:
     return task.scores.get((method, length), Scores({}, {}, np.empty(0), 0.0))
 
 
-def compared(one: Scores, other: Scores | None = None) -> Measured:
+def compared(own: Scores, other: Scores | None = None) -> Measured:
     """The mean of the scores, or of their differences from other scores, paired by seed and part."""
-    seeds = _differences(one, other)
-    if not seeds:
+    found = _differences(own, other) if other else own
+    if not found.seeds:
         return Measured(math.nan, None)
-    pairs = Paired(logs=np.array(list(seeds.values())))
-    sizes = {side.parts[seed].size for side in (one, other) if side for seed in seeds}
-    if sizes == {one.weights.size} and one.weights.sum() > 0:
-        parts = np.mean([one.parts[seed] - (other.parts[seed] if other else 0.0) for seed in seeds], axis=0)
-        pairs = dataclasses.replace(pairs, parts=parts, weights=one.weights / one.weights.sum())
+    pairs = Paired(logs=np.array([*found.seeds.values()]))
+    if {part.size for part in found.parts.values()} == {own.weights.size} and own.weights.sum() > 0:
+        parts = np.mean([*found.parts.values()], axis=0)
+        pairs = dataclasses.replace(pairs, parts=parts, weights=own.weights / own.weights.sum())
     value, bounds = float(pairs.logs.mean()), mean_interval(pairs, parts="parts of the documents")
     if bounds is not None:
-        bounds = bounds.to(min(bounds.low, value - one.least), max(bounds.high, value + one.least))
+        bounds = bounds.to(min(bounds.low, value - own.least), max(bounds.high, value + own.least))
     return Measured(value, bounds)
 
 
-def _differences(one: Scores, other: Scores | None) -> dict[int, float]:
-    """By seed: the scores, or their differences from the other scores of the same seed."""
-    seeds = sorted(one.seeds if other is None else one.seeds.keys() & other.seeds.keys())
-    return {seed: one.seeds[seed] - (other.seeds[seed] if other else 0.0) for seed in seeds}
+def _differences(own: Scores, other: Scores) -> Scores:
+    """The differences from the other scores of the same seed; without parts where their numbers differ."""
+    seeds = sorted(own.seeds.keys() & other.seeds.keys())
+    alike = len({side.parts[seed].size for side in (own, other) for seed in seeds}) == 1
+    parts = {seed: own.parts[seed] - other.parts[seed] for seed in seeds if alike}
+    return dataclasses.replace(own, seeds={seed: own.seeds[seed] - other.seeds[seed] for seed in seeds}, parts=parts)
 
 
 def measured(task: Task, method: str, length: int) -> Measured:
     """The share of correct answers, or the perplexity divided by the lowest one at the trained length (on the same tokens)."""
-    return _shown(task, compared(*_sides(task, method, length)))
+    return _shown(task, compared(_relative(task, method, length)))
 
 
 def by_seed(task: Task, method: str, length: int) -> list[Measured]:
     """`measured` for each seed, without intervals."""
-    return [_shown(task, Measured(value, None)) for value in _differences(*_sides(task, method, length)).values()]
+    return [_shown(task, Measured(value, None)) for value in _relative(task, method, length).seeds.values()]
 
 
-def _sides(task: Task, method: str, length: int) -> tuple[Scores, Scores | None]:
-    """The scores of a method, and those that they are relative to."""
-    best = None if task.name else scores(task, task.best, task.lengths[0])
-    return scores(task, method, length), best
+def _relative(task: Task, method: str, length: int) -> Scores:
+    """The shares of a method, or its losses' differences from the lowest at the trained length."""
+    own = scores(task, method, length)
+    return own if task.name else _differences(own, scores(task, task.best, task.lengths[0]))
 
 
 def _shown(task: Task, found: Measured) -> Measured:

@@ -106,17 +106,16 @@ def report_html(
 
 def _distinguished(sections: Sequence[Section]) -> list[Section]:
     """The sections for the contents; entries that would read the same also get their scale, machine or day."""
-    details: tuple[Callable[[Record], str], ...] = (
-        answers.scale_of,
-        lambda record: processor_text(record.machine),
-        lambda record: record.started[:10],
-    )
-    for detail in details:
+    for place in range(3):
         keys = [(section.group, section.title, section.about) for section in sections]
         sections = [
-            dataclasses.replace(section, about=", ".join(filter(None, (section.about, detail(section.records[0])))))
-            if keys.count(key) > 1 and section.records
-            else section
+            _with_detail(section, place) if keys.count(key) > 1 and section.records else section
             for section, key in zip(sections, keys, strict=True)
         ]
     return list(sections)
+
+
+def _with_detail(section: Section, place: int) -> Section:
+    record = section.records[0]
+    details = (answers.scale_of(record), processor_text(record.machine), record.started[:10])
+    return dataclasses.replace(section, about=", ".join(filter(None, (section.about, details[place]))))

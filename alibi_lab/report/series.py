@@ -242,11 +242,8 @@ def _study(recipe: str, runs: Mapping[tuple[str, str], Sequence[Record]]) -> Stu
 
 def _difference(config: Mapping[str, Json], names: Sequence[str]) -> str:
     """How a run differs from others of its method and length: " (steps 40)", " (staged from 64)"."""
-    parts = [
-        f"{name.split('.', 1)[1]} {_plain(config.get(name))}"
-        for name in names
-        if name not in ("train.first_length", "train.first_steps")
-    ]
+    named = [name for name in names if name not in ("train.first_length", "train.first_steps")]
+    parts = [f"{name.split('.', 1)[1]} {_plain(config.get(name))}" for name in named]
     if config.get("train.first_length") is not None and "train.first_length" in names:
         parts.append(f"staged from {_plain(config['train.first_length'])}")
     return f" ({', '.join(parts)})" if parts else ""

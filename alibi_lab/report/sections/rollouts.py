@@ -83,8 +83,9 @@ def _at_the_end(members: Sequence[Record], way: str, share: str) -> float:
 
 def _finding(models: rollouts.Models) -> str:
     """The first token's share at the last layer, by model."""
-    found = ", ".join(
-        f"{rollouts.label_of(name, members[0])} {_at_the_end(members, rollouts.PLAIN, 'first_token'):.0%}"
+    ends = {
+        rollouts.label_of(name, members[0]): _at_the_end(members, rollouts.PLAIN, "first_token")
         for name, members in models.items()
-    )
+    }
+    found = ", ".join(f"{label} {end:.0%}" for label, end in ends.items())
     return f"Share of the first token in the attention accumulated over all layers: {found}." if found else ""

@@ -25,6 +25,7 @@ _SECTIONS = ("model", "data", "train", "eval")
 _whole = "{:,.0f}".format
 
 Values = Mapping[float, Sequence[float]]  # of all seeds, by length
+Show = Callable[[float], str]
 
 
 def by_length(study: Study) -> Table | None:
@@ -103,7 +104,7 @@ def _signed(nats: float) -> str:
 
 def training_cost(study: Study) -> Table | None:
     """Size, speed, memory and last loss of the trainings; None if none of these was recorded."""
-    metrics: tuple[tuple[str, str, Callable[[float], str]], ...] = (
+    metrics: tuple[tuple[str, str, Show], ...] = (
         ("parameters", "parameters", _whole),
         ("seconds", "seconds", _whole),
         ("tokens_per_second", "tokens/s", _whole),
@@ -173,9 +174,7 @@ def _stream_rows(record: Record) -> list[tuple[str, float, float, float]]:
     return [(str(way), *row) for way, *row in zip(ways, *columns, strict=True) if math.isfinite(sum(row))]
 
 
-def _block(
-    study: Study, title: str, values: Sequence[Values], show: Callable[[float], str] | None = None
-) -> Block | None:
+def _block(study: Study, title: str, values: Sequence[Values], show: Show | None = None) -> Block | None:
     """One row per series, one cell per length; None if all are empty. Without `show` these are losses, and the lowest of each
     column is bold."""
     cells = [[seeds_cell(own.get(length, []), show or number) for length in study.lengths] for own in values]
