@@ -57,14 +57,9 @@ def long_document(
     if dtype not in MOST_ERROR:
         raise ValueError(f"dtype is {dtype!r} but must be {' or '.join(map(repr, MOST_ERROR))}")
     sizes = Sizes(layers=layers) if sizes is None else sizes
-    config: Config = {
-        **{name: getattr(sizes, name) for name in ("layers", "width", "heads", "inner")},
-        "dtype": dtype,
-        "tokens": tokens,
-        "checked": checked,
-        "chunk": chunk,
-        "threads": torch.get_num_threads(),
-    }
+    shape = {name: getattr(sizes, name) for name in ("layers", "width", "heads", "inner")}
+    lengths = {"tokens": tokens, "checked": checked, "chunk": chunk}
+    config: Config = {**shape, **lengths, "dtype": dtype, "threads": torch.get_num_threads()}
     errors: dict[str, float | None] = {}
 
     def steps() -> Iterator[Mapping[str, Rows]]:

@@ -8,11 +8,8 @@ from alibi_lab.lab.config import Method, Recipe, RunConfig, Scale
 from alibi_lab.recipes.scales import LARGE, MEDIUM, SMALLER, TWO_STEPS, changed, trained_at
 
 SETS = ("Flattest4", "Flattest16", "Flattest4096", "Flattest65536", "AboveOne", "Uniform", "Exponential")
-COMPARED: tuple[Method, ...] = (
-    "alibi",
-    "alibi-learned",
-    *(f"alibi_lab.lab.systems.slope_range:{name}" for name in SETS),
-)
+_MODULE = "alibi_lab.lab.systems.slope_range"
+COMPARED: tuple[Method, ...] = ("alibi", "alibi-learned", *(f"{_MODULE}:{name}" for name in SETS))
 SEEDS = (0, 1, 2)
 _SMALL = changed(SMALLER, model={"num_heads": 8}, train={"steps": 300, "warmup_steps": 30, "checkpoint_every": 200})
 _RUNS: dict[Scale, RunConfig] = {

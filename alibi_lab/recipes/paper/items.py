@@ -30,13 +30,6 @@ class Training(Protocol):
 
 
 _STAGED = "Staged Training (Press et al., 2021)"
-# Of WikiText-103 models with more than one; at small, those of figure 1 and tables 2 and 3 have two.
-_SEEDS_AT_MEDIUM = {
-    "Sinusoidal": {512: 3, 1024: 2, 3072: 2},
-    "Rotary": {512: 2, 1024: 2},
-    "T5 Bias": {512: 2, 3072: 2},
-    "ALiBi": {512: 3, 1024: 2, 3072: 2},
-}
 _AT_OWN = "L = L_valid"
 
 
@@ -70,9 +63,9 @@ def _trained(lengths: Sequence[int], scale: Scale) -> tuple[int, ...]:
 
 
 def _seeds(training: Training, name: str, length: int, scale: Scale) -> int:
-    """Except at small those of figure 1."""
-    of_method = _SEEDS_AT_MEDIUM.get(name, {}) if training is wikitext.training and scale == "medium" else {}
-    return of_method.get(length, 1)
+    """At small, those of figure 1 and tables 2 and 3 have two instead."""
+    several = training is wikitext.training and scale == "medium"
+    return studies.SEEDS.get(name, {}).get(str(length), 1) if several else 1
 
 
 def _frontier(scale: Scale) -> Cells:

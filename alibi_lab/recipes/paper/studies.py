@@ -1,4 +1,4 @@
-"""The paper's studies from `studies.toml`: costs, and models and trainings at each scale. Read next: `wikitext.py`."""
+"""The paper's studies from `studies.toml`: costs, seeds, and models and trainings at each scale. Read next: `wikitext.py`."""
 
 import tomllib
 from pathlib import Path
@@ -10,6 +10,7 @@ from alibi_lab.recipes.scales import MEDIUM
 
 _READ = tomllib.loads(Path(__file__).with_suffix(".toml").read_text(encoding="utf-8"))
 COSTS: dict[str, str] = _READ["costs"]
+SEEDS: dict[str, dict[str, int]] = _READ["seeds"]
 
 
 def changed_by(study: str, scale: Scale, run: RunConfig) -> RunConfig:
