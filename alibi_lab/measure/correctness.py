@@ -104,6 +104,7 @@ def computed(attention: Attention, query: Tensor, key: Tensor, value: Tensor, gr
     return [x.detach()[:1, :, -ROWS:] for x in (output, *gradients)]
 
 
+@torch.enable_grad()
 def _last_rows(
     run: Callable[..., Tensor], inputs: Sequence[Tensor], slopes: Tensor, dtype: torch.dtype
 ) -> list[Tensor]:

@@ -95,7 +95,8 @@ def test_a_long_step_in_jax_is_judged_by_its_last_queries(monkeypatch: pytest.Mo
     case = Case(2, 70, 2, 16)
     *inputs, grad = drawn(case, CPU)
     slopes = published_slopes(2)
-    judge = gpu_jax._judge(case, inputs, grad, slopes, (True,))
+    with torch.no_grad():  # as in `gpu_models.measured`
+        judge = gpu_jax._judge(case, inputs, grad, slopes, (True,))
     leaves = [x.requires_grad_() for x in inputs]
     for right in (True, False):
         output = alibi_attention(*leaves, slopes if right else slopes[[1, 0]], backend="dense")
