@@ -228,8 +228,16 @@ class Wrapping(PositionMethod):
     def __init__(self, method: PositionMethod) -> None:
         super().__init__(method.config, method.trained_length)
         self.method = method
-        for name in ("per_layer", "relative", "max_positions", "add", "rotate", "bias"):
-            setattr(self, name, getattr(method, name))
+        self.per_layer, self.relative, self.max_positions = method.per_layer, method.relative, method.max_positions
+
+    def add(self, x: Tensor, positions: Tensor) -> Tensor:
+        return self.method.add(x, positions)
+
+    def rotate(self, q: Tensor, k: Tensor, positions: Tensor, at: Pass) -> tuple[Tensor, Tensor]:
+        return self.method.rotate(q, k, positions, at)
+
+    def bias(self, at: Pass) -> Bias:
+        return self.method.bias(at)
 
 
 def published_slopes(num_heads: int) -> Tensor:
