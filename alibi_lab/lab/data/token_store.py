@@ -57,11 +57,7 @@ def tokenized(config: DataConfig, store: Path) -> Corpus:
         settings["text_field"] = config.text_field or "text"
     if files is not None and (known := _unchanged(store, settings, files)) is not None:
         return open_tokens(known)
-    try:
-        origins = [{**_current(file), "sha256": file_sha256(file.path)} for file in files or ()]
-    except OSError as error:
-        found = f"{error.filename} cannot be read ({error.strerror})"
-        raise CorpusError(f"{found}; pass a file that you may read") from None
+    origins = [_source(file) for file in files or ()]
     contents: Json = [[source["name"], source["bytes"], source["sha256"]] for source in origins]
     folder = store / records.identity("tokens", config.corpus, {**settings, "sources": contents})
     if folder.exists():
@@ -137,6 +133,13 @@ def _remember(folder: Path, origins: Sources) -> None:
         about = {**_manifest(folder), "schema": SCHEMA, "sources": origins}
         about.pop("sha256", None)
         replace_file(folder / _MANIFEST, sealed(about, indent=1))
+
+
+def _source(file: TextFile) -> dict[str, Json]:
+    try:
+        return {**_current(file), "sha256": file_sha256(file.path)}
+    except OSError as error:  # has no file name if the disk fails
+        raise CorpusError(f"{file.path} cannot be read ({error.strerror}); pass a file that you may read") from None
 
 
 def _current(file: TextFile) -> dict[str, Json]:
