@@ -120,10 +120,10 @@ def _places(pieces: int, length: int, batch_size: int, seed: int, start: int) ->
     """The first tokens of the pieces of each batch; every epoch has another order."""
     first_epoch, read = divmod(start * batch_size, pieces)
     seeds = (seed * 1_000_003 + epoch for epoch in itertools.count(first_epoch))
-    orders = (torch.randperm(pieces, generator=torch.Generator().manual_seed(one)).tolist() for one in seeds)
+    orders = (torch.randperm(pieces, generator=torch.Generator().manual_seed(one)).numpy() for one in seeds)
     places = itertools.islice(itertools.chain.from_iterable(orders), read, None)
     while True:
-        yield [place * length for place in itertools.islice(places, batch_size)]
+        yield [int(place) * length for place in itertools.islice(places, batch_size)]
 
 
 def _tensor(file: io.BytesIO, dtype: torch.dtype) -> Tensor:

@@ -3,6 +3,7 @@
 import itertools
 import sys
 import sysconfig
+import tracemalloc
 import types
 
 import pytest
@@ -331,6 +332,15 @@ def test_starts_are_where_documents_begin(folder):
     for begin, end in itertools.pairwise([*starts, len(train)]):
         assert len(set(train[begin:end].removesuffix(">").split(">"))) == 1  # "<7><7>…": one file, whole
         assert train[begin:end].count("<") == 20
+
+
+def test_the_order_of_an_epoch_takes_the_memory_of_its_tensor_alone():
+    places = batches(torch.zeros(100_001, dtype=torch.uint8), length=1, batch_size=1, seed=0)
+    tracemalloc.start()  # which sees Python's numbers, 36 bytes each in a list, and no tensor
+    next(places)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 100_000
 
 
 def test_packed_batches_are_the_same_batches_with_the_documents_of_their_tokens():
