@@ -94,10 +94,10 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Bias, at: Pass | None = None, 
     if bias is None and query_len == key_len:
         return F.scaled_dot_product_attention(q, k, v, is_causal=True, dropout_p=dropout_p)
     scores = bias.table.flip(1)[:, None] if isinstance(bias, ByDistance) else bias  # one new token sees all keys
-    mask = Pass(query_len, key_len, window=window, segment_ids=at.segment_ids).visible(q.device)
-    if isinstance(scores, Tensor):
-        scores = scores[None].to(q.dtype)
-        mask = scores.masked_fill(~mask, -math.inf) if masked else scores
+    mask = scores[None].to(q.dtype) if isinstance(scores, Tensor) else None
+    if mask is None or masked:
+        visible = Pass(query_len, key_len, window=window, segment_ids=at.segment_ids).visible(q.device)
+        mask = visible if mask is None else mask.masked_fill(~visible, -math.inf)
     return F.scaled_dot_product_attention(q, k, v, attn_mask=mask, dropout_p=dropout_p)
 
 
