@@ -79,13 +79,12 @@ def all_verdicts(records: Sequence[Record], by_identity: Mapping[str, Record]) -
 def paired(sources: Sources, over: Sequence[Number], under: Sequence[Number], *, way: str) -> Paired:
     """ln of (the product of `over` / the product of `under`), by seed and by part of the text; `way` as in `answers.way_of`."""
     named, signs = (*over, *under), [1.0] * len(over) + [-1.0] * len(under)
-    found = [sources.by_seed(number) for number in named]
-    seeds = sorted(set.intersection(*map(set, found)))
+    terms = [Term(sign, sources.by_seed(one), sources.our_length(one)) for sign, one in zip(signs, named, strict=True)]
+    seeds = sorted(set.intersection(*(set(term.records) for term in terms)))
     if not seeds:
         where = "are not among these records" if sources.missing else "are not named by the answer"
         return Paired(why_not=f"its evaluations {where}")
-    terms = [Term(sign, of, sources.our_length(one)) for sign, of, one in zip(signs, found, named, strict=True)]
-    read = {seed: [(one, of[seed]) for one, of in zip(named, found, strict=True)] for seed in seeds}
+    read = {seed: [(one, term.records[seed]) for one, term in zip(named, terms, strict=True)] for seed in seeds}
     logs = {seed: float(np.dot(signs, sources.logs(pairs, way))) for seed, pairs in read.items()}
     if any("perplexity" not in number.column for number in named):
         why_not = "measured once, so the influence of chance is unknown"
