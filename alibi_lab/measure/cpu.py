@@ -68,7 +68,7 @@ def cpu(
     if dtype not in DTYPES:
         raise ValueError(f"dtype is {dtype!r} but must be one of {', '.join(DTYPES)}")
     if not 0.0 <= dropout < 1.0:
-        raise ValueError(f"dropout_p is {dropout} but must be a probability in [0, 1); pass 0 to leave dropout out")
+        raise ValueError(f"dropout is {dropout} but must be a probability in [0, 1); pass 0 to leave dropout out")
     peers = [*(PEERS[dtype] if peers is None else peers), *([ours_dropping(dropout)] if dropout > 0 else [])]
     config = harness.attention_config(peers, lengths, dtype=dtype, batch=batch, threads=torch.get_num_threads())
     options = {"bf16": dtype == "bfloat16", "dropout": dropout > 0, f"batch-{batch}": batch > 1}

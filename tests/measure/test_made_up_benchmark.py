@@ -1,5 +1,6 @@
 """A new benchmark needs one file and one table entry, a new peer one function and one entry; nothing else changes."""
 
+import re
 import sys
 from pathlib import Path
 
@@ -15,6 +16,29 @@ ROW = Benchmark("--lengths 8,16", function="made_up_benchmark:made_up")
 TYPED = Benchmark("--count 3", function="made_up_benchmark:typed")
 APP = commands({**BENCHMARKS, "made-up": ROW, "typed": TYPED})
 RUNNER = CliRunner()
+# An argument that is documented in another form has no option, which nothing else would tell.
+OPTIONS = {
+    "cpu": "lengths batch kinds repeats seconds memory dropout dtype",
+    "trained": "scale run",
+    "trained-gates": "scale text run repeats seconds",
+    "training": "scale methods lengths threads repeats seconds",
+    "serving": "lengths families",
+    "embedding": "lengths mixed precisions layers rounds repeats seconds",
+    "passages": "text scale run",
+    "int8": "checkpoint length tokens",
+    "late-chunking": "tokens checked chunk layers dtype",
+    "generating": "lengths",
+    "next-tokens": "lengths tokens width layers vocabulary repeats",
+    "streaming": "tokens gates",
+    "long-texts": "tokens width layers processes cache",
+    "decoding": "lengths",
+    "gates": "lengths logits bounds repeats seconds",
+    "context-parallel": "lengths ranks repeats seconds",
+    "gpu": "lengths shapes kinds seconds scale",
+    "gpu-models": "parts seconds scale",
+    "host": "label seconds",
+    "jax": "lengths repeats seconds memory",
+}
 
 
 @pytest.fixture(autouse=True)
@@ -54,6 +78,10 @@ def test_every_benchmark_explains_its_options(name: str) -> None:
         "streaming": "--tokens <int range> [x>=1000] Number of tokens to stream. [default: 100000]",
     }
     assert expected.get(name, "--out <path> Folder for the records. [default: results]") in " ".join(shown.split())
+    assert set(re.findall(r"^\W*--([a-z0-9-]+) ", shown, flags=re.MULTILINE)) - {"help"} == {
+        "out",
+        *OPTIONS[name].split(),
+    }
 
 
 def test_options_arrive_as_the_types_of_the_arguments(tmp_path: Path) -> None:
