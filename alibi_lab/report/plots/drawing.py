@@ -17,7 +17,7 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.colors import to_rgba_array
+from matplotlib.colors import to_rgb
 from matplotlib.figure import Figure
 from matplotlib.ticker import FixedFormatter, FixedLocator, MaxNLocator, NullLocator
 from matplotlib.transforms import Bbox
@@ -84,7 +84,8 @@ def marker_of(method: str, look: Look | None = None) -> str:
 
 def tinted(strengths: Points) -> Points:
     """A picture in ALiBi's color, from no color at 0 or below to full color at 1 or above: [rows, columns, 4]."""
-    return to_rgba_array(color_of("alibi"), np.clip(strengths, 0, 1).ravel()).reshape(*strengths.shape, 4)
+    color = np.broadcast_to(to_rgb(color_of("alibi")), (*strengths.shape, 3))
+    return np.dstack([color, np.clip(strengths, 0, 1)])
 
 
 def css(theme: str) -> str:
