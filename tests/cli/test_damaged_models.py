@@ -31,6 +31,15 @@ def encoder(tmp_path):
     return write_tokenizer(write_folder(tmp_path / "jina", random_state("jina"), config("jina")))
 
 
+def test_a_type_of_model_that_is_no_text_is_one_sentence(encoder, tmp_path):
+    path = encoder / "config.json"
+    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": {"a": 1}}))
+    (tmp_path / "a.txt").write_text("a b c")
+    code, _, error = ended(["embed", str(encoder), str(tmp_path / "a.txt"), "--out", str(tmp_path / "v.npy")])
+    assert code == 1
+    assert f"error: {path} is damaged: model_type is {{'a': 1}} but must be text; " in error
+
+
 @pytest.mark.parametrize("part", ["model", "post_processor", "pre_tokenizer"])
 @pytest.mark.parametrize("command", ["embed", "eval-text"])
 def test_a_tokenizer_that_does_not_load_is_one_sentence(part, command, encoder, tmp_path):

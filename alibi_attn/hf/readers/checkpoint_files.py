@@ -114,9 +114,12 @@ def read_config(folder: Path) -> dict[str, object]:
 
     Raises:
         FileNotFoundError: it does not exist.
-        ValueError: it is not a JSON object.
+        ValueError: it is not a JSON object, or its "model_type" is not text.
     """
-    about: dict[str, object] = read_json(folder / CONFIG, advice=f"pass a folder that holds {CONFIG} and the weights")
+    path = folder / CONFIG
+    about: dict[str, object] = read_json(path, advice=f"pass a folder that holds {CONFIG} and the weights")
+    if not isinstance(kind := about.get("model_type"), str | None):
+        raise ValueError(f"{path} is damaged: model_type is {kind!r} but must be text; {_AGAIN}")
     return about
 
 

@@ -26,6 +26,7 @@ _OWN = "L = L_valid"
 _REFERENCE = "Sinusoidal, L = 3072"
 
 
+@np.errstate(over="ignore")  # a ratio of a huge number to a tiny one is infinite, and not drawn
 def change(
     record: Record, x: str, y: str, way: str, lines: Sequence[Line], by_identity: Mapping[str, Record]
 ) -> Panel | None:
