@@ -17,7 +17,7 @@ from accelerate.utils import DistributedType, InitProcessGroupKwargs
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from alibi_lab.lab.config import ConfigError, RunConfig, TrainConfig
+from alibi_lab.lab.config import ConfigError, RunConfig
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.model.position_method import Context
 from alibi_lab.lab.training.optimizer import make_optimizer
@@ -85,7 +85,9 @@ def prepare(config: RunConfig) -> Training:
             f"the launcher asks for {accelerator.distributed_type.value}, but here the config says how weights are shared; "
             "launch without it and pass train.parallel=fsdp"
         )
-    context, rows = _context_group(accelerator, settings), share_of_batch(accelerator, settings)
+    lengths, sharers = (settings.first_length or settings.length, settings.length), settings.context_parallel
+    context = _context_group(accelerator, sharers, min(lengths), settings.exchange_timeout_s)
+    rows = share_of_batch(accelerator, sharers, lengths, settings.batch_tokens, settings.accumulate)
     sharded = settings.parallel == "fsdp" and accelerator.num_processes > 1
     model = LanguageModel(config.model, trained_length=settings.length, seed=settings.seed).to(accelerator.device)
     model.activation_checkpointing = settings.activation_checkpointing
@@ -103,34 +105,35 @@ def prepare(config: RunConfig) -> Training:
     return Training(config, model, pair[0], pair[1], accelerator, sharded, rows, context)
 
 
-def _context_group(accelerator: Accelerator, settings: TrainConfig) -> Context | None:
+def _context_group(accelerator: Accelerator, sharers: int, shortest: int, timeout_s: float) -> Context | None:
     """The group of neighboring processes that share this process's sequences; None for groups of one."""
-    processes, sharers = accelerator.num_processes, settings.context_parallel
+    processes = accelerator.num_processes
     if processes % sharers:
         raise ConfigError(
             f"train.context_parallel is {sharers} but there are {processes} processes; start a multiple of it, with torchrun "
             "--nproc-per-node, or pass train.context_parallel=1"
         )
-    if (shortest := min(settings.first_length or settings.length, settings.length)) < sharers:
+    if shortest < sharers:
         raise ConfigError(
             f"sequences of {shortest} tokens cannot be shared by train.context_parallel={sharers} processes"
         )
     if sharers == 1:
         return None
     groups = [dist.new_group(list(range(first, first + sharers))) for first in range(0, processes, sharers)]
-    return Context(groups[accelerator.process_index // sharers], 0, settings.exchange_timeout_s)
+    return Context(groups[accelerator.process_index // sharers], 0, timeout_s)
 
 
-def share_of_batch(accelerator: Accelerator, settings: TrainConfig) -> slice:
+def share_of_batch(
+    accelerator: Accelerator, sharers: int, lengths: tuple[int, ...], batch_tokens: int, accumulate: int = 1
+) -> slice:
     """The rows of every batch that this process trains on.
 
     Raises:
         ConfigError: the rows cannot be divided equally.
     """
-    sharers, accumulate = settings.context_parallel, settings.accumulate
     processes = accelerator.num_processes // sharers
-    for length in (settings.first_length or settings.length, settings.length):
-        rows, parts = settings.batch_tokens // length, processes * accumulate
+    for length in lengths:
+        rows, parts = batch_tokens // length, processes * accumulate
         if rows % parts:
             each = f"{processes} processes" + (f" in {accumulate} parts each" if accumulate > 1 else "")
             raise ConfigError(

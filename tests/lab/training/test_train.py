@@ -10,7 +10,7 @@ import signal
 import pytest
 import torch
 
-from alibi_lab.lab.config import ConfigError, EvalConfig, TrainConfig
+from alibi_lab.lab.config import ConfigError, EvalConfig
 from alibi_lab.lab.data.corpus import load_corpus
 from alibi_lab.lab.evaluation.evaluate import mean_nats, nonoverlapping, scored_stretches
 from alibi_lab.lab.training import train as loop
@@ -197,9 +197,9 @@ def test_a_batch_that_cannot_be_shared_is_refused():
         num_processes, process_index = 3, 1
 
     with pytest.raises(ConfigError, match=r"4 examples .* but 3 processes share it equally; .* that 48 divides"):
-        share_of_batch(Three(), TrainConfig(length=16, batch_tokens=64))
+        share_of_batch(Three(), 1, (16,), 64)
     with pytest.raises(ConfigError, match=r"4 examples .* 3 processes in 2 parts each .* that 96 divides"):
-        share_of_batch(Three(), TrainConfig(length=16, batch_tokens=64, accumulate=2))
+        share_of_batch(Three(), 1, (16,), 64, 2)
 
 
 @pytest.mark.long
