@@ -194,7 +194,7 @@ CONFIGS = [
         {"model_type": "llama"},
         "names of BTLM or Jais, whose model_type is btlm or jais, but .* 'llama'",
     ),
-    ("jais", {"model_type": ["jais"]}, r"model_type is btlm or jais, but its config says \['jais'\]"),
+    ("jais", {"model_type": ["jais"]}, r"config.json is damaged: model_type is \['jais'\] but must be text"),
     ("jais", {"n_head": 5}, "num_attention_heads is 5 but must be a divisor of 48|its 5 heads need"),
     ("jais", {"n_head": "6"}, "config.json has n_head = '6' but only an integer is supported"),
     ("jais", {"n_embd": None}, "config.json has no n_embd"),
