@@ -11,11 +11,11 @@ from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
 from alibi_attn.attention.backends import flex
 from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.execution import attend, autocast, visits, without_sinks
+from alibi_attn.attention.execution import attend, visits, without_sinks
 from alibi_attn.attention.explain import Explanation, explanation
 from alibi_attn.attention.invariant import invariant_spec
 from alibi_attn.attention.part_options import Window, check_without_parts
-from alibi_attn.attention.validation import AttentionOptions, SegmentIds, SpecOptions, make_spec
+from alibi_attn.attention.validation import AttentionOptions, SegmentIds, SpecOptions, autocast, make_spec
 from alibi_attn.attention.visibility import largest_distances, visible_count
 
 if TYPE_CHECKING:

@@ -1,4 +1,4 @@
-"""Runs a validated call: applies autocast, picks the backend, runs parts, allows one derivative, handles empty inputs."""
+"""Runs a validated call: picks the backend, runs parts, allows one derivative, handles empty inputs."""
 
 import dataclasses
 import math
@@ -107,12 +107,3 @@ def _attend_with_sinks(
     output, lse = attend(without_sinks(spec), query, key, value, backend)
     output = scaled_by_sinks(output, lse, sink_logits)
     return (output, lse) if spec.return_lse else output
-
-
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Casts as torch.autocast does for scaled_dot_product_attention: fp16, bf16 and fp32 become the autocast dtype."""
-    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not transforms.autocasts(device):
-        return tensors
-    low = torch.get_autocast_dtype(device)
-    return tuple(x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)

@@ -1,5 +1,9 @@
-"""CPU kernels that support neither NaN nor fp16: their inputs are made finite, then NaN reaches the queries that see it."""
+"""NaN, inf and huge numbers: inputs are made finite, and then NaN reaches the queries that see it.
 
+`on_finite_numbers` does so for CPU kernels that support neither NaN nor fp16.
+"""
+
+import functools
 import math
 from collections.abc import Callable
 
@@ -7,10 +11,13 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.schema import Arguments, BackwardInputs, Gradients, Kernels, Saved, Spec, Tensors
-from alibi_attn.attention.visibility import in_rows, rounded_lse, row_major, without_bad_numbers
+from alibi_attn.attention.transforms import may_read
+from alibi_attn.attention.visibility import keys_within_sight, lse_dtype, per_query_head, rows_that_see
 
 Forward = Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Saved]]
 Backward = Callable[[Spec, Saved, BackwardInputs], Gradients]
+
+MODERATE_SCALE = 256.0  # products of two moderate rows are finite even times this
 
 
 def on_finite_numbers(
@@ -32,7 +39,7 @@ def on_finite_numbers(
             lse += poison
         if spec.query_bias is not None:
             lse = lse + spec.query_bias
-        return output.to(query.dtype), rounded_lse(spec, query, lse), saved, moderate
+        return output.to(query.dtype), _rounded(lse, lse_dtype(spec, query.dtype)), saved, moderate
 
     def differentiate(spec: Spec, saved: Tensors, inputs: BackwardInputs) -> Gradients:
         query, key, value = inputs[:3]
@@ -56,3 +63,108 @@ def on_finite_numbers(
     return Kernels(
         name, attend, differentiate, lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device), empty_saved
     )
+
+
+def without_bad_keys(
+    spec: Spec, seen: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor | None, bool]:
+    """(key, value, poison, moderate): zeroes keys that no query sees, and keys with NaN or inf in them or in their values.
+
+    Matrix products touch every key, and 0·NaN is NaN: otherwise a NaN in a hidden key would reach every query.
+
+    Returns:
+        key, value: [B, K, S, D], finite.
+        poison: [B, H, T] fp32, NaN if the query sees NaN or inf and 0 otherwise, to be added to the result; None if no
+            key is bad, which is checked only if reading is free (see `transforms.may_read`).
+        moderate: False if keys that only some queries see hold numbers so large that products with them may overflow, also for
+            the other queries; checked only if reading is free.
+    """
+    readable = may_read(key, value)
+    if readable and are_moderate(key, value):
+        return key, value, None, True
+    # `vector_norm` is twenty times slower on a transposed view.
+    largest = [x.detach().abs().amax(-1) for x in (key, value)]
+    bad = ~(largest[0].isfinite() & largest[1].isfinite())
+    of_head = per_query_head(spec, bad)[..., None].to(torch.float32)
+    spoiled = (seen.to(torch.float32) @ of_head).squeeze(-1) > 0
+    poison = torch.zeros(spoiled.shape, device=key.device).masked_fill(spoiled, float("nan"))
+    used = seen.any(-2).expand(spec.batch, spec.num_heads, -1).unflatten(1, (-1, spec.group)).any(2)
+    unused = (bad | ~used)[..., None]
+    key, value = key.masked_fill(unused, 0.0), value.masked_fill(unused, 0.0)
+    return key, value, poison, not readable or are_moderate(key, value)
+
+
+def without_bad_numbers(
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
+    """`without_bad_keys` with memory linear in the length, for CPU kernels: (query, key, value, poison, moderate), see `in_rows`.
+
+    NaN and inf in queries become zeros too. Large finite numbers stay, except in keys that no query sees. Moderate keys all
+    stay: their norms may bound a reach, which must not depend on what else is in the batch.
+    """
+    query, key, value = in_rows(query, key, value)
+    if are_moderate(query, key, value):
+        return query, key, value, None, True
+    unused = ~(keys_within_sight(spec, key.device) | (_moderate_rows(key) & _moderate_rows(value)))[..., None]
+    key, value = key.masked_fill(unused, 0.0), value.masked_fill(unused, 0.0)
+    if all(bool(x.isfinite().all()) for x in (query, key, value)):
+        return query, key, value, None, False
+    every = torch.ones(spec.batch, spec.num_heads, spec.key_len, dtype=torch.bool, device=key.device)
+    sees_any = rows_that_see(spec, every)
+    spoiled = ~query.isfinite().all(-1)
+    query = query.masked_fill(spoiled[..., None], 0.0)
+    bad = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
+    spoiled = (spoiled & sees_any) | rows_that_see(spec, per_query_head(spec, bad))
+    poison = torch.zeros(spoiled.shape, device=key.device).masked_fill(spoiled, torch.nan)
+    return query, key.masked_fill(bad[..., None], 0.0), value.masked_fill(bad[..., None], 0.0), poison, False
+
+
+def in_rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
+    """The tensors with a last stride of 1, and fp16 as fp32, because torch's fp16 backward is ten times slower."""
+    if query.dtype == torch.float16:
+        query, key, value = query.float(), key.float(), value.float()
+    return row_major(query), row_major(key), row_major(value)
+
+
+def row_major(x: Tensor) -> Tensor:
+    """The tensor with a last stride of 1. A row that is expanded with stride 0 is copied: torch's product of such a matrix sums
+    in a single chain, which loses four digits over thousands of equal numbers.
+    """
+    return x if x.stride(-1) == 1 and x.stride(-2) != 0 else x.contiguous()
+
+
+def are_moderate(*tensors: Tensor) -> bool:
+    """True only if all numbers are finite, and so small that no inner product of two such rows overflows; reads the tensors."""
+    return all(_is_moderate(x.detach()) for x in tensors)
+
+
+def _is_moderate(x: Tensor) -> bool:
+    """Uses torch's fastest reduction: the total norm, or extremes in half precision (norms are 30 times slower there).
+
+    No number is larger than the norm, which is inf if a square overflows and NaN if a number is NaN.
+    """
+    if x.numel() == 0:
+        return True
+    if x.dtype in (torch.float16, torch.bfloat16):
+        return all(abs(float(extreme)) * x.shape[-1] ** 0.5 <= _moderate_norm(x.dtype) for extreme in torch.aminmax(x))
+    return float(torch.linalg.vector_norm(x)) <= _moderate_norm(x.dtype)
+
+
+def _moderate_rows(x: Tensor) -> Tensor:
+    """[...] bool: the rows [..., D] that are moderate, each by itself."""
+    return x.abs().amax(-1) * x.shape[-1] ** 0.5 <= _moderate_norm(x.dtype)
+
+
+@functools.cache
+def _moderate_norm(dtype: torch.dtype) -> float:
+    most: float = torch.finfo(torch.promote_types(dtype, torch.float32)).max
+    return (most / MODERATE_SCALE) ** 0.5
+
+
+def _rounded(lse: Tensor, dtype: torch.dtype) -> Tensor:
+    """lse in a dtype. Overflowing numbers become the dtype's largest ones, because −inf means that a query sees no key."""
+    rounded = lse.to(dtype)
+    if dtype == lse.dtype or (may_read(rounded) and math.isfinite(rounded.sum())):
+        return rounded
+    largest = torch.finfo(dtype).max
+    return lse.clamp(-largest, largest).to(dtype).masked_fill(lse == -math.inf, -math.inf)

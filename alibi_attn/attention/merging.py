@@ -85,7 +85,7 @@ def joined(spec: Spec, of: Sequence[Part], results: Sequence[Result]) -> Result:
         if count < spec.query_len:
             both = torch.cat([both[0], output[:, :, count:]], 2), torch.cat([both[1], lse[:, :, count:]], 2)
         output, lse = both
-    return output.to(of[0].query.dtype), lse.to(lse_dtype(spec, of[0].query))
+    return output.to(of[0].query.dtype), lse.to(lse_dtype(spec, of[0].query.dtype))
 
 
 def merged(output: Tensor, lse: Tensor, more: Tensor, more_lse: Tensor) -> Result:

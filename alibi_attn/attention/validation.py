@@ -14,7 +14,7 @@ from alibi_attn.attention.bias import Slopes
 from alibi_attn.attention.checks import BIAS_RULE, SINKS_RULE, Checked, check_call, check_position, dtype_name
 from alibi_attn.attention.part_options import Window, part_fields, windows_of_heads
 from alibi_attn.attention.spec import MAX_POSITION, AttentionSpec
-from alibi_attn.attention.transforms import constant_when_compiled, is_traced, may_read
+from alibi_attn.attention.transforms import autocasts, constant_when_compiled, is_traced, may_read
 from alibi_attn.slopes import alibi_slopes
 
 SegmentIds = Tensor | tuple[Tensor, Tensor]
@@ -205,6 +205,15 @@ def _given_slopes(name: str, slopes: Slopes, query: Tensor) -> Tensor:
     if slopes.is_complex() or slopes.dtype == torch.bool:
         raise TypeError(f"{name} is {dtype_name(slopes.dtype)} but must hold real numbers")
     return slopes.to(work)
+
+
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Casts as torch.autocast does for scaled_dot_product_attention: fp16, bf16 and fp32 become the autocast dtype."""
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not autocasts(device):
+        return tensors
+    low = torch.get_autocast_dtype(device)
+    return tuple(x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
 
 
 def _default_slopes(query: Tensor) -> Tensor:

@@ -1,10 +1,9 @@
-"""Which query may see which key, as dense [T, S] masks; and the handling of NaN, inf and of queries that see no key.
+"""Which query may see which key, as dense [T, S] masks; and the handling of queries that see no key.
 
 The dense masks are for the backends `reference` and `dense`, and for `alibi_bias`. See `spec.py` for the shapes.
 """
 
 import dataclasses
-import functools
 import math
 from collections.abc import Iterator
 
@@ -12,11 +11,9 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.transforms import may_read, surely
+from alibi_attn.attention.transforms import surely
 
 Spec = AttentionSpec[Tensor]
-
-MODERATE_SCALE = 256.0  # products of two moderate rows are finite even times this
 
 
 def distances(query_len: int, key_len: int, query_offset: int | Tensor, device: torch.device | None) -> Tensor:
@@ -97,9 +94,9 @@ def visible(spec: Spec, distance: Tensor) -> Tensor:
     return seen
 
 
-def lse_dtype(spec: Spec, query: Tensor) -> torch.dtype:
-    """fp64 if query or the key bias is, else fp32."""
-    work = torch.promote_types(query.dtype, torch.float32)
+def lse_dtype(spec: Spec, dtype: torch.dtype) -> torch.dtype:
+    """fp64 if queries of this dtype or the key bias are, else fp32."""
+    work = torch.promote_types(dtype, torch.float32)
     return work if spec.key_bias is None else torch.promote_types(work, spec.key_bias.dtype)
 
 
@@ -111,113 +108,7 @@ def nothing(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     # The output depends on all inputs, so that each gets a gradient of zeros.
     zero = torch.stack([x.masked_fill(everywhere, 0.0).sum().to(query.dtype) for x in inputs]).sum()
     output = query.masked_fill(everywhere, 0.0) + zero
-    return output, output.sum(-1).to(lse_dtype(spec, query)) - math.inf
-
-
-def rounded_lse(spec: Spec, query: Tensor, lse: Tensor) -> Tensor:
-    """lse in its dtype. Overflowing numbers become the dtype's largest ones, because −inf means that a query sees no key."""
-    dtype = lse_dtype(spec, query)
-    rounded = lse.to(dtype)
-    if dtype == lse.dtype or (may_read(rounded) and math.isfinite(rounded.sum())):
-        return rounded
-    largest = torch.finfo(dtype).max
-    return lse.clamp(-largest, largest).to(dtype).masked_fill(lse == -math.inf, -math.inf)
-
-
-def without_bad_keys(
-    spec: Spec, seen: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None, bool]:
-    """(key, value, poison, moderate): zeroes keys that no query sees, and keys with NaN or inf in them or in their values.
-
-    Matrix products touch every key, and 0·NaN is NaN: otherwise a NaN in a hidden key would reach every query.
-
-    Returns:
-        key, value: [B, K, S, D], finite.
-        poison: [B, H, T] fp32, NaN if the query sees NaN or inf and 0 otherwise, to be added to the result; None if no
-            key is bad, which is checked only if reading is free (see `transforms.may_read`).
-        moderate: False if keys that only some queries see hold numbers so large that products with them may overflow, also for
-            the other queries; checked only if reading is free.
-    """
-    readable = may_read(key, value)
-    if readable and are_moderate(key, value):
-        return key, value, None, True
-    # `vector_norm` is twenty times slower on a transposed view.
-    largest = [x.detach().abs().amax(-1) for x in (key, value)]
-    bad = ~(largest[0].isfinite() & largest[1].isfinite())
-    of_head = per_query_head(spec, bad)[..., None].to(torch.float32)
-    spoiled = (seen.to(torch.float32) @ of_head).squeeze(-1) > 0
-    poison = torch.zeros(spoiled.shape, device=key.device).masked_fill(spoiled, float("nan"))
-    used = seen.any(-2).expand(spec.batch, spec.num_heads, -1).unflatten(1, (-1, spec.group)).any(2)
-    unused = (bad | ~used)[..., None]
-    key, value = key.masked_fill(unused, 0.0), value.masked_fill(unused, 0.0)
-    return key, value, poison, not readable or are_moderate(key, value)
-
-
-def without_bad_numbers(
-    spec: Spec, query: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
-    """`without_bad_keys` with memory linear in the length, for CPU kernels: (query, key, value, poison, moderate), see `in_rows`.
-
-    NaN and inf in queries become zeros too. Large finite numbers stay, except in keys that no query sees. Moderate keys all
-    stay: their norms may bound a reach, which must not depend on what else is in the batch.
-    """
-    query, key, value = in_rows(query, key, value)
-    if are_moderate(query, key, value):
-        return query, key, value, None, True
-    unused = ~(keys_within_sight(spec, key.device) | (_moderate_rows(key) & _moderate_rows(value)))[..., None]
-    key, value = key.masked_fill(unused, 0.0), value.masked_fill(unused, 0.0)
-    if all(bool(x.isfinite().all()) for x in (query, key, value)):
-        return query, key, value, None, False
-    every = torch.ones(spec.batch, spec.num_heads, spec.key_len, dtype=torch.bool, device=key.device)
-    sees_any = rows_that_see(spec, every)
-    spoiled = ~query.isfinite().all(-1)
-    query = query.masked_fill(spoiled[..., None], 0.0)
-    bad = ~(key.isfinite().all(-1) & value.isfinite().all(-1))
-    spoiled = (spoiled & sees_any) | rows_that_see(spec, per_query_head(spec, bad))
-    poison = torch.zeros(spoiled.shape, device=key.device).masked_fill(spoiled, torch.nan)
-    return query, key.masked_fill(bad[..., None], 0.0), value.masked_fill(bad[..., None], 0.0), poison, False
-
-
-def in_rows(query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
-    """The tensors with a last stride of 1, and fp16 as fp32, because torch's fp16 backward is ten times slower."""
-    if query.dtype == torch.float16:
-        query, key, value = query.float(), key.float(), value.float()
-    return row_major(query), row_major(key), row_major(value)
-
-
-def row_major(x: Tensor) -> Tensor:
-    """The tensor with a last stride of 1. A row that is expanded with stride 0 is copied: torch's product of such a matrix sums
-    in a single chain, which loses four digits over thousands of equal numbers.
-    """
-    return x if x.stride(-1) == 1 and x.stride(-2) != 0 else x.contiguous()
-
-
-def are_moderate(*tensors: Tensor) -> bool:
-    """True only if all numbers are finite, and so small that no inner product of two such rows overflows; reads the tensors."""
-    return all(_is_moderate(x.detach()) for x in tensors)
-
-
-def _is_moderate(x: Tensor) -> bool:
-    """Uses torch's fastest reduction: the total norm, or extremes in half precision (norms are 30 times slower there).
-
-    No number is larger than the norm, which is inf if a square overflows and NaN if a number is NaN.
-    """
-    if x.numel() == 0:
-        return True
-    if x.dtype in (torch.float16, torch.bfloat16):
-        return all(abs(float(extreme)) * x.shape[-1] ** 0.5 <= _moderate_norm(x.dtype) for extreme in torch.aminmax(x))
-    return float(torch.linalg.vector_norm(x)) <= _moderate_norm(x.dtype)
-
-
-def _moderate_rows(x: Tensor) -> Tensor:
-    """[...] bool: the rows [..., D] that are moderate, each by itself."""
-    return x.abs().amax(-1) * x.shape[-1] ** 0.5 <= _moderate_norm(x.dtype)
-
-
-@functools.cache
-def _moderate_norm(dtype: torch.dtype) -> float:
-    most: float = torch.finfo(torch.promote_types(dtype, torch.float32)).max
-    return (most / MODERATE_SCALE) ** 0.5
+    return output, output.sum(-1).to(lse_dtype(spec, query.dtype)) - math.inf
 
 
 def keys_within_sight(spec: Spec, device: torch.device) -> Tensor:

@@ -24,12 +24,12 @@ from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall, Visits
 from alibi_attn.attention.certificate.bounds import Bounds, bounds, worth_leaving_out
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 from alibi_attn.attention.certificate.norms import HUGE, has_huge_scores
-from alibi_attn.attention.finite_numbers import on_finite_numbers
+from alibi_attn.attention.finite_numbers import are_moderate, on_finite_numbers, without_bad_numbers
 from alibi_attn.attention.operator import operator
 from alibi_attn.attention.schema import Arguments, BackwardInputs, Gradients, Saved
 from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import surely, why_not_compiled
-from alibi_attn.attention.visibility import are_moderate, with_plain_offset, without_bad_numbers
+from alibi_attn.attention.visibility import with_plain_offset
 
 Spec = AttentionSpec[Tensor]
 Plans = list[list[list[Piece]]]  # [B][H]

@@ -19,12 +19,12 @@ from alibi_attn.attention.bias import columns_of
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.checks import dtype_name
 from alibi_attn.attention.cuts import with_segments
-from alibi_attn.attention.finite_numbers import on_finite_numbers
+from alibi_attn.attention.finite_numbers import on_finite_numbers, without_bad_numbers
 from alibi_attn.attention.operator import operator
 from alibi_attn.attention.schema import Arguments, BackwardInputs, Gradients, Saved
 from alibi_attn.attention.spec import AttentionSpec, dropout_numbers
 from alibi_attn.attention.transforms import constant_when_compiled, in_memory, surely, transforms, why_not_compiled
-from alibi_attn.attention.visibility import first_positions, with_plain_offset, without_bad_numbers
+from alibi_attn.attention.visibility import first_positions, with_plain_offset
 
 Spec = AttentionSpec[Tensor]
 Arrays = dict[str, Tensor | None]  # by the names of `build.Call`
