@@ -37,7 +37,7 @@ BESIDE = {
     "setup.py",
     "PKG-INFO",
 }
-MOST_BYTES = 1_000_000  # of a package of text; twice the current size
+MOST_BYTES = 2_000_000  # of a package of text; not twice the current size
 MOST_KERNEL_BYTES = 800_000  # of one library in a wheel, which has one per level; twice the current size
 COMPILES = (platform.system(), platform.machine()) == ("Linux", "x86_64") and shutil.which("g++") is not None
 KERNELS = {f"alibi_attn/attention/backends/native/kernels-{level.name}.so" for level in LEVELS} if COMPILES else set()
@@ -228,7 +228,7 @@ def test_an_installed_wheel_runs_every_level_without_a_compiler(built: Built, tm
     told = run([str(programs / "python"), "-W", "error", "-c", EVERY_LEVEL], work, **NO_COMPILER)
     home, banded, native, *of_levels, openmp = told.replace(" and AMX", "").splitlines()
     assert Path(home).is_relative_to(tmp_path / "environment")
-    assert banded == "  banded     could", "native comes first"
+    assert banded == "  banded     can run", "native comes first"
     runs = [f"{level.words}, from the wheel" for level in LEVELS if not level.missing]
     assert of_levels == runs
     assert native == f"  native     runs (picked by auto): {runs[0]}"
