@@ -39,12 +39,16 @@ def attend_eagerly(
     """
     if query.is_cpu:
         spec = with_plain_offset(spec)
-    inputs = query, key, value, *(getattr(spec, name) for name in DIFFERENTIABLE)
-    if torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in inputs):
-        return _apply(kernels, traced_gradients, spec, *inputs)
+    if torch.is_grad_enabled() and requires_gradient(spec, query, key, value):
+        return _apply(kernels, traced_gradients, spec, query, key, value, *(getattr(spec, x) for x in DIFFERENTIABLE))
     if kernels.infer is not None:
         return kernels.infer(spec, query, key, value)
     return kernels.forward(spec, query, key, value)[:2]
+
+
+def requires_gradient(spec: Spec, *tensors: Tensor | None) -> bool:
+    """Whether one of these tensors or of the spec's requires a gradient."""
+    return any(x is not None and x.requires_grad for x in (*tensors, *(getattr(spec, x) for x in DIFFERENTIABLE)))
 
 
 def _tensors(spec: Spec) -> dict[str, Tensor]:

@@ -13,7 +13,7 @@ from alibi_attn.nn.positional import HeadSlopes
 
 
 class AttentionLayer(nn.Module):
-    """What `ALiBiAttention`, which has the linear layers, is apart from them; its arguments have these names."""
+    """`ALiBiAttention` between its linear layers. The attributes are its arguments, or modules that it creates from them."""
 
     causal: bool
     dropout_p: float

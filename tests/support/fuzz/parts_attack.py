@@ -334,7 +334,7 @@ def main(draws: int, out: Path, backend: str = "native") -> None:
         errors |= shares
         counts.update({"skipping": skipped > 0, "with results": bool(shares), f"part: {attack.part}": 1})
         if seed % 10 == 9:
-            jax.clear_caches()  # its compiled code is so many pieces that the system maps no more
+            jax.clear_caches()  # compiled code takes one mapping of memory each, and the system allows only so many
             print(f"{seed + 1} draws, worst {worst:.3g}, {dict(errors)}, {dict(counts)}, failed {failures}", flush=True)
     metrics = {"broken": len(failures), "draws_that_skip": counts["skipping"], "worst_share_of_tolerance": worst}
     metrics |= {"draws_with_results": counts["with results"]} | {f"worst_{x}": y for x, y in errors.items()}

@@ -47,9 +47,10 @@ from alibi_attn.attention.backends.protocol import TooSmall, Visits
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.certificate.tiles import Tiles, reach_and_scores
+from alibi_attn.attention.eager import requires_gradient
 from alibi_attn.attention.operator import operator
 from alibi_attn.attention.schema import Arguments, BackwardInputs, Gradients, Kernels
-from alibi_attn.attention.spec import DIFFERENTIABLE, AttentionSpec
+from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.transforms import in_memory, transforms, why_not_compiled
 
 Spec = AttentionSpec[Tensor]
@@ -87,10 +88,9 @@ def too_small(spec: Spec) -> TooSmall | None:
 def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Visits:
     """What a call reads. Where forward measures what backward visits, this computes the attention.
 
-    Of tensors that need no gradient it describes the call without gradients, which reads up to WHOLE_KEYS keys whole.
+    If no tensor requires a gradient, it describes the call without gradients, which reads up to WHOLE_KEYS keys whole.
     """
-    tensors = query, key, value, *(getattr(spec, field) for field in DIFFERENTIABLE)
-    whole = spec.key_len <= WHOLE_KEYS and not any(x is not None and x.requires_grad for x in tensors)
+    whole = spec.key_len <= WHOLE_KEYS and not requires_gradient(spec, query, key, value)
     found = plan(spec, query, key, value, whole=whole)
     numbers = reach_and_scores(spec, Tiles(found.bands, found.outlier_tiles, found.beside, found.weight, found.rows))
     if whole or not measures(spec, query):

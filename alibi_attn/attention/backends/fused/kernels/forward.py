@@ -345,19 +345,11 @@ def forward_kernel(
     online = full_count(band)
     if ONLINE is not None:
         online = online_count(ONLINE + bh * tl.cdiv(T, TILE), n, band, start, T, BM, BN)
-    for x in tl.range(0, online):
-        tile = outward_full(x, band, CAUSAL)
-        m_i, l_i, acc, part = attend_full(
-            tile, queries, head, m_i, l_i, acc, K, V, S, BN, D, CAUSAL, False, False, PRECISION
-        )
-        ends = widened(ends, tile, part, l_i, least, CAUSAL)
-        if COUNT is not None:
-            visits += 1
-    if ONLINE is not None:
-        for x in tl.range(online, full_count(band)):
+    for FIXED in tl.static_range(1 if ONLINE is None else 2):
+        for x in tl.range(online if FIXED else 0, full_count(band) if FIXED else online):
             tile = outward_full(x, band, CAUSAL)
             m_i, l_i, acc, part = attend_full(
-                tile, queries, head, m_i, l_i, acc, K, V, S, BN, D, CAUSAL, False, True, PRECISION
+                tile, queries, head, m_i, l_i, acc, K, V, S, BN, D, CAUSAL, False, FIXED, PRECISION
             )
             ends = widened(ends, tile, part, l_i, least, CAUSAL)
             if COUNT is not None:
