@@ -25,6 +25,10 @@ MEASURED_SHARE = (
     1 / 8
 )  # of the tolerance, for tiles whose weights are bounded by their computed scores; the rest is certified
 
+# The key rule: a query leaves out a key, or a tile of keys, at distance d only if its share of the query's softmax is at most
+# tolerance / (2·(d + KEY_RULE_TOKENS)). A limit per query alone lets one key lose that limit once per query.
+KEY_RULE_TOKENS = 64
+
 # Rounding errors. A sum of D products is off by less than (D + 2) units of Σ|terms|; its bounds allow for more.
 UNIT = {"float32": 2.0**-24, "float64": 2.0**-53}
 NORM_UNITS = 4  # D + this many units for a norm in fp32 or better
