@@ -9,7 +9,7 @@ from alibi_attn.lazy import lazy_names
 
 if TYPE_CHECKING:
     from alibi_attn.attention.api import alibi_attention, certified_block_mask, explain, head_reach
-    from alibi_attn.attention.bias import alibi_bias
+    from alibi_attn.attention.call.bias import alibi_bias
     from alibi_attn.attention.forgetting import forgetting_attention
     from alibi_attn.attention.rows import attention_rows
     from alibi_attn.attention.toeplitz import toeplitz_attention
@@ -44,7 +44,7 @@ _HOMES = {
     "KVCache": "alibi_attn.nn",
     "alibi_attention": "alibi_attn.attention.api",
     "alibi_attention_varlen": "alibi_attn.attention.varlen",
-    "alibi_bias": "alibi_attn.attention.bias",
+    "alibi_bias": "alibi_attn.attention.call.bias",
     "alibi_slopes": "alibi_attn.slopes",
     "attention_rows": "alibi_attn.attention.rows",
     "certified_block_mask": "alibi_attn.attention.api",

@@ -1,7 +1,7 @@
 """What a call reads, for tools that measure it: reach, bounds, plan, and the keys that were visited.
 
 Benchmarks, reports and attacks use the public names of the package and this module, and nothing else of it. Every function takes
-query, key and value like `alibi_attention`, with its keyword arguments. Shapes: `attention/spec.py`.
+query, key and value like `alibi_attention`, with its keyword arguments. Shapes: `attention/call/spec.py`.
 """
 
 import dataclasses
@@ -11,20 +11,21 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from torch import Tensor
 
-from alibi_attn.attention import decoding, dispatch
+from alibi_attn.attention import decoding
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused.plan import planned
 from alibi_attn.attention.backends.fused.split_keys import reads_whole
 from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.backends.native import build
+from alibi_attn.attention.call.dropout import drawn_seed
+from alibi_attn.attention.call.part_options import check_without_parts
+from alibi_attn.attention.call.validation import AttentionOptions, make_spec
 from alibi_attn.attention.certificate import bounds as certificate
 from alibi_attn.attention.certificate.bounds import Bounds
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.attention.dropout import drawn_seed
-from alibi_attn.attention.execution import attend, visits
-from alibi_attn.attention.part_options import check_without_parts
-from alibi_attn.attention.validation import AttentionOptions, make_spec
+from alibi_attn.attention.run import dispatch
+from alibi_attn.attention.run.execution import attend, visits
 from alibi_attn.lazy import lazy_names
 
 if TYPE_CHECKING:

@@ -1,7 +1,7 @@
 """Slopes: one fixed number m per head, which multiplies the distance (Press et al. 2022, sec. 3, arXiv:2108.12409).
 
 The bias of a head is −m·|i − j|: a larger slope is steeper and sees less far. Plain numpy: no framework is loaded.
-Next: `attention/bias.py`, which turns slopes into biases; `docs/maths.md`, on which models use which rule.
+Next: `attention/call/bias.py`, which turns slopes into biases; `docs/maths.md`, on which models use which rule.
 """
 
 from collections.abc import Sequence

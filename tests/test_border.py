@@ -66,7 +66,7 @@ WRONG = [
     (
         assert_the_laboratory_uses_public_names,
         "../alibi_lab/lab/a.py",
-        "from alibi_attn.attention import spec",
+        "from alibi_attn.attention.call import spec",
         "public",
     ),
     (
@@ -83,7 +83,7 @@ WRONG = [
 
 @pytest.mark.parametrize(("rule", "path", "source", "message"), WRONG)
 def test_a_crossed_border_is_noticed(rule, path, source, message, tmp_path):
-    for name in ("attention/spec.py", "nn/cache.py", "cli/console.py"):
+    for name in ("attention/call/spec.py", "nn/cache.py", "cli/console.py"):
         _write(tmp_path / "alibi_attn" / name, "")
     rule(tmp_path)
     _write(tmp_path / "alibi_attn" / path, source)

@@ -111,7 +111,9 @@ def test_a_changed_module_gets_another_namespace(hub_kernel: ModuleType) -> None
         files = {"alibi_attn/attention/one.py": source.encode()}
         return hub_kernel.repository(files)["build/torch-cpu/attention/one.py"]
 
-    source = 'from alibi_attn.slopes import a\n\n    from alibi_attn.attention.spec import b\nname = "alibi_attn::x"\n'
+    source = (
+        'from alibi_attn.slopes import a\n\n    from alibi_attn.attention.call.spec import b\nname = "alibi_attn::x"\n'
+    )
     first, second = operators(source), operators(source + "\n")
     assert first.startswith(b"from ..slopes import a\n\n    from ..attention.spec import b\n")
     assert b"alibi_attn::" not in first.replace(b"_alibi_attn_cpu_", b"")

@@ -1,4 +1,4 @@
-"""The order inside folders: a part imports only the parts before it. `attention/` has its own test, test_architecture.py."""
+"""The order inside folders: a part imports only the parts before it. The folders of `attention/` are in test_architecture.py."""
 
 from pathlib import Path
 
@@ -8,6 +8,22 @@ from import_graph import edges
 ROOT = Path(__file__).parent.parent
 # By folder: its modules and folders, lowest first. Those in one row do not import one another.
 ORDERS = {
+    "alibi_attn.attention.call": (
+        ("spec", "hints", "query_positions", "transforms"),
+        ("checks",),
+        ("explanation", "part_options", "visibility"),
+        ("bias", "cuts", "dropout"),
+        ("validation",),
+    ),
+    "alibi_attn.attention.operators": (
+        ("derivatives", "schema"),
+        ("eager", "finite_numbers", "vmap"),
+        ("operator",),
+    ),
+    "alibi_attn.attention.run": (
+        ("dispatch", "invariant", "merging", "near_keys"),
+        ("execution",),
+    ),
     "alibi_attn.hf": (("caches",), ("attention",), ("readers",), ("patching",), ("embedding",)),
     "alibi_attn.hf.readers": (
         ("checkpoint_files", "inputs", "tokenizing"),

@@ -6,17 +6,17 @@ import torch
 from torch import Tensor
 from torch.nn.functional import pad
 
-from alibi_attn.attention import dispatch
-from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
 from alibi_attn.attention.backends import flex
-from alibi_attn.attention.bias import Slopes
+from alibi_attn.attention.call.bias import Slopes
+from alibi_attn.attention.call.explanation import Explanation, explanation
+from alibi_attn.attention.call.hints import hides_unknown, unknown_argument
+from alibi_attn.attention.call.part_options import Window, check_without_parts
+from alibi_attn.attention.call.validation import AttentionOptions, SegmentIds, SpecOptions, autocast, make_spec
+from alibi_attn.attention.call.visibility import largest_distances, visible_count
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.execution import attend, visits, without_sinks
-from alibi_attn.attention.explain import Explanation, explanation
-from alibi_attn.attention.invariant import invariant_spec
-from alibi_attn.attention.part_options import Window, check_without_parts
-from alibi_attn.attention.validation import AttentionOptions, SegmentIds, SpecOptions, autocast, make_spec
-from alibi_attn.attention.visibility import largest_distances, visible_count
+from alibi_attn.attention.run import dispatch
+from alibi_attn.attention.run.execution import attend, visits, without_sinks
+from alibi_attn.attention.run.invariant import invariant_spec
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

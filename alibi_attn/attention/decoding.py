@@ -17,16 +17,16 @@ from alibi_attn.attention.backends.fused import groups
 from alibi_attn.attention.backends.fused.configs import DECODE_QUERIES
 from alibi_attn.attention.backends.native import decoding as native
 from alibi_attn.attention.backends.native.backend import WIDTH
+from alibi_attn.attention.call.checks import GATES_RULE, check_numbers, dtype_name, usable_tolerance
+from alibi_attn.attention.call.spec import GATE_FLOOR, AttentionSpec, index_of, query_heads
+from alibi_attn.attention.call.transforms import are_ordinary, autocasts
+from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.biased import sums_behind
 from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.attention.checks import GATES_RULE, check_numbers, dtype_name, usable_tolerance
-from alibi_attn.attention.execution import attend, scaled_by_sinks
 from alibi_attn.attention.forgetting import forgetting_attention
-from alibi_attn.attention.merging import merged
-from alibi_attn.attention.near_keys import Runs, buckets, needed_keys
-from alibi_attn.attention.spec import GATE_FLOOR, AttentionSpec, index_of, query_heads
-from alibi_attn.attention.transforms import are_ordinary, autocasts
-from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.run.execution import attend, scaled_by_sinks
+from alibi_attn.attention.run.merging import merged
+from alibi_attn.attention.run.near_keys import Runs, buckets, needed_keys
 
 Spec = AttentionSpec[Tensor]
 

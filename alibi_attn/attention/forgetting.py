@@ -7,17 +7,17 @@ from typing import Literal, Never, Unpack, overload
 import torch
 from torch import Tensor
 
-from alibi_attn.attention import dispatch
-from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused.gates import gate_biases
-from alibi_attn.attention.bias import Slopes, widest
-from alibi_attn.attention.checks import GATES_RULE, check_log_fgate
-from alibi_attn.attention.execution import attend
-from alibi_attn.attention.part_options import check_without_parts
-from alibi_attn.attention.spec import GATE_FLOOR, GATE_STEP, AttentionSpec
-from alibi_attn.attention.transforms import are_ordinary, may_read, transforms
-from alibi_attn.attention.validation import ForgettingOptions, SegmentIds, autocast, check_tensor, make_spec
+from alibi_attn.attention.call.bias import Slopes, widest
+from alibi_attn.attention.call.checks import GATES_RULE, check_log_fgate
+from alibi_attn.attention.call.hints import hides_unknown, unknown_argument
+from alibi_attn.attention.call.part_options import check_without_parts
+from alibi_attn.attention.call.spec import GATE_FLOOR, GATE_STEP, AttentionSpec
+from alibi_attn.attention.call.transforms import are_ordinary, may_read, transforms
+from alibi_attn.attention.call.validation import ForgettingOptions, SegmentIds, autocast, check_tensor, make_spec
+from alibi_attn.attention.run import dispatch
+from alibi_attn.attention.run.execution import attend
 
 
 @overload

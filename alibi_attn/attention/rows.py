@@ -6,17 +6,17 @@ from typing import Unpack
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.argument_names import DEFAULTS, unknown_argument
 from alibi_attn.attention.backends.reference import scores_of
-from alibi_attn.attention.bias import Slopes, unshifted_lse
-from alibi_attn.attention.execution import scaled_by_sinks
-from alibi_attn.attention.finite_numbers import without_bad_keys
+from alibi_attn.attention.call.bias import Slopes, unshifted_lse
+from alibi_attn.attention.call.hints import DEFAULTS, unknown_argument
+from alibi_attn.attention.call.part_options import check_without_parts
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.transforms import may_read
+from alibi_attn.attention.call.validation import AttentionOptions, autocast, check_tensor, make_spec
+from alibi_attn.attention.call.visibility import chosen_queries, visible
 from alibi_attn.attention.forgetting import check_gates, gate_sums, with_gates
-from alibi_attn.attention.part_options import check_without_parts
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.transforms import may_read
-from alibi_attn.attention.validation import AttentionOptions, autocast, check_tensor, make_spec
-from alibi_attn.attention.visibility import chosen_queries, visible
+from alibi_attn.attention.operators.finite_numbers import without_bad_keys
+from alibi_attn.attention.run.execution import scaled_by_sinks
 
 Rows = Sequence[int] | slice | Tensor
 

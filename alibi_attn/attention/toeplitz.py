@@ -7,13 +7,13 @@ from typing import Literal, Never, Unpack, overload
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
-from alibi_attn.attention.checks import dtype_name
-from alibi_attn.attention.execution import attend
-from alibi_attn.attention.part_options import check_without_parts
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.transforms import may_read
-from alibi_attn.attention.validation import SegmentIds, ToeplitzOptions, autocast, check_tensor, make_spec
+from alibi_attn.attention.call.checks import dtype_name
+from alibi_attn.attention.call.hints import hides_unknown, unknown_argument
+from alibi_attn.attention.call.part_options import check_without_parts
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.transforms import may_read
+from alibi_attn.attention.call.validation import SegmentIds, ToeplitzOptions, autocast, check_tensor, make_spec
+from alibi_attn.attention.run.execution import attend
 
 
 @overload

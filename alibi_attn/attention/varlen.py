@@ -12,16 +12,16 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alibi_attn.attention import dispatch
-from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
-from alibi_attn.attention.bias import Slopes
-from alibi_attn.attention.checks import check_positions, dtype_name
-from alibi_attn.attention.dropout import drawn_seed
-from alibi_attn.attention.execution import attend
-from alibi_attn.attention.part_options import check_without_parts
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.transforms import may_read
-from alibi_attn.attention.validation import VarlenOptions, autocast, check_tensor, make_spec
+from alibi_attn.attention.call.bias import Slopes
+from alibi_attn.attention.call.checks import check_positions, dtype_name
+from alibi_attn.attention.call.dropout import drawn_seed
+from alibi_attn.attention.call.hints import hides_unknown, unknown_argument
+from alibi_attn.attention.call.part_options import check_without_parts
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.transforms import may_read
+from alibi_attn.attention.call.validation import VarlenOptions, autocast, check_tensor, make_spec
+from alibi_attn.attention.run import dispatch
+from alibi_attn.attention.run.execution import attend
 
 DENSE = ("reference", "dense")  # backends that compute every score of a row
 # Scores of all heads of a packed row: up to this many, computing the whole row is faster than one call per sequence.

@@ -11,11 +11,11 @@ from typing import Any, NamedTuple, Unpack
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.bias import Slopes
-from alibi_attn.attention.checks import dtype_name
-from alibi_attn.attention.part_options import check_without_parts
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.validation import BiasOptions, SharedOptions, make_spec
+from alibi_attn.attention.call.bias import Slopes
+from alibi_attn.attention.call.checks import dtype_name
+from alibi_attn.attention.call.part_options import check_without_parts
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.validation import BiasOptions, SharedOptions, make_spec
 from alibi_attn.distributed.exchange import Ranks
 
 Spec = AttentionSpec[Tensor]

@@ -16,13 +16,13 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.visibility import first_positions
 from alibi_attn.attention.certificate.biased import ROUNDING, biased_numerator_parts
 from alibi_attn.attention.certificate.bounds import longer_values
 from alibi_attn.attention.certificate.constants import KEPT, TILE
 from alibi_attn.attention.certificate.lse_bound import biased_lower_bound
 from alibi_attn.attention.certificate.norms import in_tiles, norm_bound, tile_maxima
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.visibility import first_positions
 from alibi_attn.distributed.halo_bounds import SIDES, Shard, no_request
 from alibi_attn.reach import UNLIMITED
 

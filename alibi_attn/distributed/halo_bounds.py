@@ -14,12 +14,12 @@ from typing import Self
 import torch
 from torch import Tensor
 
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.visibility import first_positions
 from alibi_attn.attention.certificate.bounds import longer_values, numerator_parts, reach_of_nats
 from alibi_attn.attention.certificate.constants import OUTLIER_CHOICES, OUTLIER_TILES, TILE
 from alibi_attn.attention.certificate.lse_bound import lower_bound
 from alibi_attn.attention.certificate.norms import norm_bound, tile_maxima
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.visibility import first_positions
 from alibi_attn.distributed.halos import Halo, Span
 from alibi_attn.reach import UNLIMITED
 

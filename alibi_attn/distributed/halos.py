@@ -15,8 +15,8 @@ from collections.abc import Sequence
 import numpy as np
 import numpy.typing as npt
 
+from alibi_attn.attention.call.checks import EPS, check_numbers
 from alibi_attn.attention.certificate.constants import UNIT
-from alibi_attn.attention.checks import EPS, check_numbers
 from alibi_attn.reach import static_reach
 from alibi_attn.slopes import alibi_slopes
 

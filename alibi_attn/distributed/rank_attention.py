@@ -12,11 +12,11 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
+from alibi_attn.attention.call.spec import AttentionSpec, index_of, query_heads
+from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.execution import attend
-from alibi_attn.attention.merging import merged
-from alibi_attn.attention.spec import AttentionSpec, index_of, query_heads
-from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.run.execution import attend
+from alibi_attn.attention.run.merging import merged
 from alibi_attn.distributed.exchange import Pieces
 from alibi_attn.distributed.halos import Halo, Span
 from alibi_attn.reach import UNLIMITED

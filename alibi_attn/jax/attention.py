@@ -1,6 +1,6 @@
 """`alibi_attention` for JAX arrays: it checks the call, plans it, and runs one function with a custom gradient.
 
-Press et al. 2022, sec. 3 (arXiv:2108.12409). The checks are in `attention/checks.py`. A call goes from here to `operands.py`
+Press et al. 2022, sec. 3 (arXiv:2108.12409). The checks are in `attention/call/checks.py`. A call goes from here to `operands.py`
 (its arrays) and then to `native.py` (the C++ kernels), `xla.py` (`loop.py` or `dense.py`) or `fused.py` (Triton kernels).
 """
 
@@ -13,9 +13,9 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
-from alibi_attn.attention.argument_names import hides_unknown
-from alibi_attn.attention.invariant import invariant_spec
-from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.call.hints import hides_unknown
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.run.invariant import invariant_spec
 from alibi_attn.jax import fused, merging, native, xla
 from alibi_attn.jax.dropout import WHOLE, Origin
 from alibi_attn.jax.operands import Arrays, Rest, operands

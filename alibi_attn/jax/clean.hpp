@@ -1,4 +1,4 @@
-// Replaces NaN, inf and numbers whose products overflow: `without_bad_numbers` of `attention/visibility.py` in C++.
+// Replaces NaN, inf and numbers whose products overflow: `without_bad_numbers` of `attention/call/visibility.py` in C++.
 
 #pragma once
 

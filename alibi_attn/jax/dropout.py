@@ -1,4 +1,4 @@
-"""Which attention weights dropout keeps: the definition of `attention/dropout.py`, whose seed n is `jax.random.key(n)`.
+"""Which attention weights dropout keeps: the definition of `attention/call/dropout.py`, whose seed n is `jax.random.key(n)`.
 
 Philox 2x32-7 in uint32, because JAX has no larger integers unless x64 is enabled.
 """
@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from alibi_attn.attention.spec import dropout_numbers
+from alibi_attn.attention.call.spec import dropout_numbers
 
 Array = jax.Array
 

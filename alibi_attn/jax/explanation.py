@@ -8,8 +8,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alibi_attn.attention.backends.native.visited import Visited
-from alibi_attn.attention.explain import Explanation, explanation, verdict_on
-from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.call.explanation import Explanation, explanation, verdict_on
+from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.jax import attention, fused, merging, native, xla
 from alibi_attn.jax.attention import Backend
 from alibi_attn.jax.operands import operands

@@ -21,7 +21,7 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError('alibi_attn.jax.flax needs Flax; install it with: pip install "alibi-attn[jax]"') from error
 
-from alibi_attn.attention.checks import check_layer, check_sinks, check_windows
+from alibi_attn.attention.call.checks import check_layer, check_sinks, check_windows
 from alibi_attn.jax.attention import alibi_attention
 from alibi_attn.jax.forgetting import attend_gated
 from alibi_attn.jax.plan import Array

@@ -13,9 +13,9 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from alibi_attn.attention.argument_names import unknown_argument
-from alibi_attn.attention.checks import GATES_RULE, check_log_fgate
-from alibi_attn.attention.spec import GATE_FLOOR, GATE_STEP, AttentionSpec
+from alibi_attn.attention.call.checks import GATES_RULE, check_log_fgate
+from alibi_attn.attention.call.hints import unknown_argument
+from alibi_attn.attention.call.spec import GATE_FLOOR, GATE_STEP, AttentionSpec
 from alibi_attn.jax.attention import Backend, attend
 from alibi_attn.jax.plan import Array, KeyBias, Pair, sum_of_two
 from alibi_attn.jax.validation import (

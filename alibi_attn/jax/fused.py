@@ -20,8 +20,8 @@ from alibi_attn.attention.backends.fused.configs import (
 )
 from alibi_attn.attention.backends.fused.kernels import arguments as of_kernels
 from alibi_attn.attention.backends.fused.kernels.arguments import Call, Rows
+from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.certificate.constants import OUTLIER_CHOICES, OUTLIER_TILES, TILE
-from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.jax import launching
 from alibi_attn.jax.launching import Changed, Fixed, empty
 from alibi_attn.jax.operands import Arrays

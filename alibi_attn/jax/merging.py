@@ -6,7 +6,7 @@
 
 Explicit positions are biases of queries and keys, pairs of numbers, so that they need no fp64. Queries that are not at the
 positions of keys are first sorted in among them.
-The same as `attention/merging.py`, which says why it is exact and how tolerances add up. `attention.attend` runs the parts.
+The same as `attention/run/merging.py`, which says why it is exact and how tolerances add up. `attention.attend` runs the parts.
 """
 
 import dataclasses
@@ -20,7 +20,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from alibi_attn.attention.spec import AttentionSpec, heads_by_window, key_heads
+from alibi_attn.attention.call.spec import AttentionSpec, heads_by_window, key_heads
 from alibi_attn.jax.dropout import WHOLE, Origin
 from alibi_attn.jax.plan import Array, Pair, sum_of_two
 

@@ -18,7 +18,7 @@ import jax.numpy as jnp
 from alibi_attn.attention.backends.native import build, compiling
 from alibi_attn.attention.backends.native.compiling import BuildError
 from alibi_attn.attention.backends.native.visited import numbers_of_visited
-from alibi_attn.attention.spec import dropout_numbers
+from alibi_attn.attention.call.spec import dropout_numbers
 from alibi_attn.jax.operands import Arrays, Rest
 from alibi_attn.jax.plan import Array, Plan
 

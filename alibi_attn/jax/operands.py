@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 
-from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.jax.dropout import seed_words
 from alibi_attn.jax.plan import NO_LIMIT, Array
 

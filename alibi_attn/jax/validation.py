@@ -1,4 +1,4 @@
-"""Validates a call in JAX once, when it is traced, with the checks of `attention/checks.py`."""
+"""Validates a call in JAX once, when it is traced, with the checks of `attention/call/checks.py`."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -9,8 +9,7 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from alibi_attn.attention.argument_names import with_defaults
-from alibi_attn.attention.checks import (
+from alibi_attn.attention.call.checks import (
     BIAS_RULE,
     SINKS_RULE,
     check_call,
@@ -20,8 +19,9 @@ from alibi_attn.attention.checks import (
     check_windows,
     dtype_name,
 )
-from alibi_attn.attention.query_positions import WINDOW_RULE, check_inside_prefix, check_not_before, follow_indices
-from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.call.hints import with_defaults
+from alibi_attn.attention.call.query_positions import WINDOW_RULE, check_inside_prefix, check_not_before, follow_indices
+from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.jax.plan import MAX_INT32_POSITION, Array
 from alibi_attn.slopes import alibi_slopes
 

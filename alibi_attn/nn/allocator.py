@@ -14,7 +14,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.transforms import may_read
+from alibi_attn.attention.call.transforms import may_read
 
 # mallopt(3): the parameters' numbers, their values while freed memory is kept, and their values afterwards. glibc
 # raises its limits automatically until a program sets one; the values afterwards are the highest that it would reach.

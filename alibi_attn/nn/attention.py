@@ -12,14 +12,14 @@ from typing import Any, Never
 import torch
 from torch import Tensor, nn
 
-from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
-from alibi_attn.attention.bias import Slopes
-from alibi_attn.attention.checks import check_layer, check_sinks, default_tolerance
+from alibi_attn.attention.call.bias import Slopes
+from alibi_attn.attention.call.checks import check_layer, check_sinks, default_tolerance
+from alibi_attn.attention.call.hints import hides_unknown, unknown_argument
+from alibi_attn.attention.call.part_options import Window, windows_of_heads
+from alibi_attn.attention.call.spec import index_of
 from alibi_attn.attention.decoding import attend_groups, attend_near, reads_groups, reads_near
-from alibi_attn.attention.merging import merged
-from alibi_attn.attention.near_keys import visible_runs
-from alibi_attn.attention.part_options import Window, windows_of_heads
-from alibi_attn.attention.spec import index_of
+from alibi_attn.attention.run.merging import merged
+from alibi_attn.attention.run.near_keys import visible_runs
 from alibi_attn.nn.attention_layer import AttentionLayer
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.constructor_arguments import checks_names

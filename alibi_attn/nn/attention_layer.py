@@ -5,9 +5,9 @@ from typing import Any
 from torch import Tensor, nn
 
 from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.call.part_options import Window
+from alibi_attn.attention.call.spec import index_of
 from alibi_attn.attention.forgetting import forgetting_attention
-from alibi_attn.attention.part_options import Window
-from alibi_attn.attention.spec import index_of
 from alibi_attn.nn.gates import ForgetGates
 from alibi_attn.nn.positional import HeadSlopes
 

@@ -4,8 +4,8 @@ from typing import TypedDict, Unpack
 
 from torch import Tensor, nn
 
-from alibi_attn.attention.bias import Slopes
-from alibi_attn.attention.part_options import Window
+from alibi_attn.attention.call.bias import Slopes
+from alibi_attn.attention.call.part_options import Window
 from alibi_attn.nn.attention import ALiBiAttention
 from alibi_attn.nn.constructor_arguments import checks_names
 from alibi_attn.nn.input_checks import Cache, check_embeddings

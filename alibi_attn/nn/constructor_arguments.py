@@ -5,7 +5,7 @@ import inspect
 from collections.abc import Callable
 from typing import Any, TypeVar
 
-from alibi_attn.attention.argument_names import unknown_argument
+from alibi_attn.attention.call.hints import unknown_argument
 
 _Function = TypeVar("_Function", bound=Callable[..., Any])
 

@@ -1,7 +1,7 @@
 """GatedReachCache: permanently forgets keys once the gates prove that no later query can need them.
 
 Slopes determine a static reach (`reach_cache.py`) before any text exists; gates forget by content. See `docs/maths.md`,
-step 12. Shapes as in `attention/spec.py`.
+step 12. Shapes as in `attention/call/spec.py`.
 """
 
 import math
@@ -10,7 +10,7 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor, nn
 
-from alibi_attn.attention.bias import widest
+from alibi_attn.attention.call.bias import widest
 from alibi_attn.attention.certificate.biased import sums_behind
 from alibi_attn.nn.reach_cache import CachesOfHeads
 

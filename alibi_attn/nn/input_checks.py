@@ -3,9 +3,9 @@
 import torch
 from torch import Tensor, nn
 
-from alibi_attn.attention.checks import check_key_mask, check_positions, check_prefix_len, check_segments
-from alibi_attn.attention.part_options import check_prefix_values, check_sorted
-from alibi_attn.attention.transforms import autocasts
+from alibi_attn.attention.call.checks import check_key_mask, check_positions, check_prefix_len, check_segments
+from alibi_attn.attention.call.part_options import check_prefix_values, check_sorted
+from alibi_attn.attention.call.transforms import autocasts
 from alibi_attn.nn.attention_layer import AttentionLayer
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.gated_cache import GatedReachCache

@@ -17,7 +17,7 @@ from torch.nn import functional as F
 
 from alibi_attn import processor
 from alibi_attn.attention.backends.native import decoding as native
-from alibi_attn.attention.transforms import is_traced, may_read
+from alibi_attn.attention.call.transforms import is_traced, may_read
 
 _SUPPORTED = {torch.bfloat16: "_is_mkldnn_bf16_supported", torch.float16: "_is_mkldnn_fp16_supported"}
 _WIDENED_AT_ONCE = 1 << 20  # weights: in fp32 they fit the cache, and their memory is reused

@@ -11,7 +11,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
-from alibi_attn.attention.bias import Slopes, alibi_bias
+from alibi_attn.attention.call.bias import Slopes, alibi_bias
 from alibi_attn.lazy import OURS
 from alibi_attn.nn.constructor_arguments import checks_names
 from alibi_attn.slopes import alibi_slopes

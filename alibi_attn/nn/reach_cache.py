@@ -2,7 +2,7 @@
 
 A head of slope m whose scores never exceed U needs no key at |i − j| ≥ reach (`alibi_attn/reach.py`): steep heads decode in
 constant memory and time indefinitely, and outputs equal full attention within the tolerance. Shapes as in
-`attention/spec.py`. The bound U comes from QK-normalization or from the caller; see `ALiBiAttention.reach_cache`.
+`attention/call/spec.py`. The bound U comes from QK-normalization or from the caller; see `ALiBiAttention.reach_cache`.
 """
 
 import operator
@@ -12,7 +12,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from alibi_attn.attention.spec import index_of, query_heads
+from alibi_attn.attention.call.spec import index_of, query_heads
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.cache_checks import check_format, check_pair
 from alibi_attn.nn.static_cache import StaticReachCache, runs_of

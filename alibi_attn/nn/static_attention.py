@@ -3,7 +3,7 @@
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.checks import check_key_mask, check_segments
+from alibi_attn.attention.call.checks import check_key_mask, check_segments
 from alibi_attn.attention.decoding import attend_at, attend_groups, reads_groups, reads_near_at
 from alibi_attn.nn.attention_layer import AttentionLayer
 from alibi_attn.nn.static_cache import StaticCache, StaticKVCache

@@ -12,10 +12,10 @@ import torch
 from torch import Tensor, nn
 
 from alibi_attn.attention.backends.fused import append as on_device
+from alibi_attn.attention.call.spec import index_of, query_heads
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms, norm_bound
 from alibi_attn.attention.decoding import skips_on_device
-from alibi_attn.attention.spec import index_of, query_heads
 from alibi_attn.nn.cache_checks import check_pair
 from alibi_attn.nn.kept_norms import normal_tensors
 

@@ -20,7 +20,7 @@ from alibi_lab.measure.harness import Row
 from alibi_lab.measure.timing import matrix_product, matrix_rate_gflops
 
 MATRIX_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
-# Forward and backward of torch's attention; ours as an autograd.Function (`attention/operator.py`), and as operators.
+# Forward and backward of torch's attention; ours as an autograd.Function (`attention/operators/operator.py`), and as operators.
 ATTENTION = ("aten::scaled_dot_product", "aten::_scaled_dot_product", "_Attention", "alibi_attn::")
 # Rounding a logit to bf16 costs at most 2⁻⁸ of it, and a loss is the difference of two such numbers; the rounding of earlier
 # layers cancels in the mean over thousands of tokens.

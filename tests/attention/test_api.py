@@ -10,8 +10,8 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from alibi_attn import alibi_attention, alibi_bias, alibi_slopes, explain, head_reach
 from alibi_attn.attention.backends.native import backend as native
+from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate import bounds
-from alibi_attn.attention.validation import make_spec
 
 every_backend = pytest.mark.parametrize("backend", ON_CPU)
 

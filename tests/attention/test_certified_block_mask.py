@@ -10,9 +10,9 @@ from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
 
 from alibi_attn import alibi_attention, certified_block_mask
-from alibi_attn.attention.bias import score_bias
-from alibi_attn.attention.validation import make_spec
-from alibi_attn.attention.visibility import distances
+from alibi_attn.attention.call.bias import score_bias
+from alibi_attn.attention.call.validation import make_spec
+from alibi_attn.attention.call.visibility import distances
 
 LONG = (
     Case("many tiles", batch=1, heads=2, query_len=700, key_len=700, slopes="steep", sink=200.0),

@@ -244,7 +244,7 @@ def test_a_sum_that_absorbs_later_gates_is_noticed() -> None:
 @pytest.mark.parametrize("closed", CLOSED)
 @pytest.mark.parametrize("queries", [1, 5])
 def test_decoding_stops_at_a_cut(closed: float, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alibi_attn.attention.near_keys.FEW", 32)
+    monkeypatch.setattr("alibi_attn.attention.run.near_keys.FEW", 32)
     query, key, value, gates = draw()
     gates[..., [100, LENGTH - 3]] = closed
     expected = forgetting_attention(query, key, value, gates, backend="reference")[:, :, -queries:]

@@ -18,8 +18,8 @@ from differential_truth import Truth, truth
 from dropout_oracle import drawn_seed
 
 from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.execution import attend
-from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.call.validation import make_spec
+from alibi_attn.attention.run.execution import attend
 
 # Seeds of each backend; all backends meet the first ones.
 DRAWS = {"reference": 100, "dense": 100, "banded": 150, "native": 200}

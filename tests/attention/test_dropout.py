@@ -21,10 +21,10 @@ from torch.utils.checkpoint import checkpoint
 
 from alibi_attn import alibi_attention, explain, forgetting_attention, head_reach
 from alibi_attn.attention.backends.native import backend as native
-from alibi_attn.attention.dropout import kept, philox
-from alibi_attn.attention.execution import attend
-from alibi_attn.attention.spec import AttentionSpec, dropout_numbers
-from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.call.dropout import kept, philox
+from alibi_attn.attention.call.spec import AttentionSpec, dropout_numbers
+from alibi_attn.attention.call.validation import make_spec
+from alibi_attn.attention.run.execution import attend
 from alibi_attn.nn import ALiBiAttention, ALiBiTransformerBlock
 
 SEED = 2**61 + 2**33 + 12345

@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.protocol import TooSmall
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.visibility import distances, per_query_head, visible
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.visibility import distances, per_query_head, visible
 
 name = "made-up"
 
@@ -87,7 +87,7 @@ def test_a_made_up_backend_passes_the_conformance_cases(tmp_path: Path) -> None:
     """In a copy of the package: one new file, and the import and the row in dispatch.py."""
     shutil.copytree(PACKAGE, tmp_path / "alibi_attn", ignore=shutil.ignore_patterns("__pycache__"))
     (tmp_path / "alibi_attn/attention/backends/made_up.py").write_text(BACKEND.lstrip(), encoding="utf-8")
-    dispatch = tmp_path / "alibi_attn/attention/dispatch.py"
+    dispatch = tmp_path / "alibi_attn/attention/run/dispatch.py"
     add(
         dispatch,
         "from alibi_attn.attention.backends.native import build\n",

@@ -6,8 +6,8 @@ import pytest
 import torch
 
 from alibi_attn import alibi_attention
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.validation import make_spec
 
 
 def test_a_plain_call_builds_one_spec(monkeypatch: pytest.MonkeyPatch) -> None:

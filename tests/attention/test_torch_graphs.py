@@ -14,8 +14,8 @@ from torch.func import grad, jvp, vmap
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from alibi_attn import alibi_attention, forgetting_attention
-from alibi_attn.attention.schema import Arguments, Incoming
-from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.call.validation import make_spec
+from alibi_attn.attention.operators.schema import Arguments, Incoming
 from alibi_attn.nn import ALiBiTransformerBlock
 
 quiet = pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")

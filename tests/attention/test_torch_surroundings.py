@@ -21,7 +21,7 @@ from torch.func import functional_call, grad, hessian, jacfwd, jacrev, jvp, stac
 from torch.utils.checkpoint import checkpoint, set_checkpoint_early_stop
 
 from alibi_attn import alibi_attention
-from alibi_attn.attention.transforms import constant_when_compiled
+from alibi_attn.attention.call.transforms import constant_when_compiled
 from alibi_attn.nn import ALiBiAttention, ALiBiTransformerBlock
 
 every_backend = pytest.mark.parametrize("backend", ON_CPU)

@@ -22,7 +22,7 @@ from alibi_attn import (
 )
 from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.decoding import attend_near, measured_norms
-from alibi_attn.attention.dispatch import BACKENDS
+from alibi_attn.attention.run.dispatch import BACKENDS
 from alibi_attn.attention.toeplitz import toeplitz_attention
 from alibi_attn.nn.linear import linear
 
@@ -104,7 +104,7 @@ def test_the_kernels_themselves_take_an_empty_batch() -> None:
     if build.why_not() is not None:
         pytest.skip(f"no kernels: {build.why_not()}")
     from alibi_attn.attention.backends.native import backend
-    from alibi_attn.attention.validation import make_spec
+    from alibi_attn.attention.call.validation import make_spec
 
     inputs = [torch.randn(0, 8, 500, 64, requires_grad=True) for _ in range(3)]
     output, _ = backend.run(make_spec(*inputs), *inputs)

@@ -14,8 +14,8 @@ from attention_oracle import Answer, truth
 from torch import Tensor
 
 from alibi_attn import alibi_attention, alibi_attention_varlen, alibi_slopes
-from alibi_attn.attention import dispatch
-from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.call.validation import make_spec
+from alibi_attn.attention.run import dispatch
 from alibi_attn.attention.varlen import FEW_SCORES
 
 LENGTHS = (70, 0, 1, 67, 0, 5)  # borders at 70, 71 and 138

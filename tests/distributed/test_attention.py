@@ -10,7 +10,7 @@ import torch
 from context_cases import CASES, joined, planned, truth
 from context_models import MODELS, run
 
-from alibi_attn.attention.merging import merged
+from alibi_attn.attention.run.merging import merged
 from alibi_attn.distributed import Traffic, context_parallel_attention
 
 PROCESSES = Path(__file__).parent.parent / "support" / "processes"

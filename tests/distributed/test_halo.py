@@ -8,7 +8,7 @@ import pytest
 import torch
 from halo_checks import assert_certified, assert_reaches_are_certified, largest_share_beyond_reach, scores
 
-from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.distributed import plan_halo, static_halo
 from alibi_attn.distributed.halo_bounds import RankSummary, Shard, halo_from_requests, rank_summary, requested_rows
 from alibi_attn.distributed.halos import even_lengths, published_halo

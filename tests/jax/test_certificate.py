@@ -13,9 +13,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 from measured_attack import left_out_by_backward
 
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.constants import LOOP_OUTLIER_TILES
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.validation import make_spec
 from alibi_attn.jax import attention, certificate, explain
 from alibi_attn.jax.certificate import norm_bound
 from alibi_attn.jax.operands import operands

@@ -10,8 +10,8 @@ import torch
 from dropout_oracle import PUBLISHED, factors
 from jax_checks import BACKENDS, fixture_of_tiles
 
-from alibi_attn.attention.execution import attend
-from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.call.validation import make_spec
+from alibi_attn.attention.run.execution import attend
 from alibi_attn.jax import alibi_attention
 from alibi_attn.jax.dropout import philox, seed_words
 

@@ -15,7 +15,7 @@ from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 
 from alibi_attn.attention import api
-from alibi_attn.attention.checks import dtype_name
+from alibi_attn.attention.call.checks import dtype_name
 from alibi_attn.jax import alibi_attention, explain, native
 
 B, T, S, H, K, D = 2, 150, 170, 4, 2, 20

@@ -92,7 +92,7 @@ def test_reading_near_keys_equals_reading_all(way, steps):
 def test_a_padded_batch_decodes_from_the_keys_within_reach(way, monkeypatch):
     """Rows of very different lengths, one of which ends before the rest; a few tokens at a time, or one."""
     monkeypatch.setattr("alibi_attn.attention.decoding.LONG", 0)
-    monkeypatch.setattr("alibi_attn.attention.near_keys.FEW", 32)
+    monkeypatch.setattr("alibi_attn.attention.run.near_keys.FEW", 32)
     near = []
     monkeypatch.setattr("alibi_attn.nn.attention.attend_near", lambda *x, **y: near.append(y) or attend_near(*x, **y))
     runs = [(0, 400), (37, 400), (300, 400), (395, 400), (10, 391)]

@@ -46,7 +46,7 @@ def test_chunks_are_one_pass(options: dict, grad: bool) -> None:
 @pytest.mark.parametrize("options", [{}, {"window": 50}, {"num_kv_heads": 2, "slopes": [0.0] * 4}])
 def test_a_token_reads_the_keys_that_gates_have_left(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("alibi_attn.attention.decoding.LONG", 0)
-    monkeypatch.setattr("alibi_attn.attention.near_keys.FEW", 32)
+    monkeypatch.setattr("alibi_attn.attention.run.near_keys.FEW", 32)
     near = []
     monkeypatch.setattr("alibi_attn.nn.attention.attend_near", lambda *x, **y: near.append(y) or attend_near(*x, **y))
     attention, x = layer(**options), torch.randn(2, 400, 32)

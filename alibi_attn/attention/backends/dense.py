@@ -8,13 +8,13 @@ from torch import Tensor
 from torch.nn import functional
 
 from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall
-from alibi_attn.attention.bias import score_bias, unshifted_lse
+from alibi_attn.attention.call.bias import score_bias, unshifted_lse
+from alibi_attn.attention.call.dropout import dropped
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.transforms import is_traced, may_read, transforms
+from alibi_attn.attention.call.visibility import distances, may_see_nothing, per_query_head, visible
 from alibi_attn.attention.certificate.norms import has_huge_scores
-from alibi_attn.attention.dropout import dropped
-from alibi_attn.attention.finite_numbers import MODERATE_SCALE, are_moderate, without_bad_keys
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.transforms import is_traced, may_read, transforms
-from alibi_attn.attention.visibility import distances, may_see_nothing, per_query_head, visible
+from alibi_attn.attention.operators.finite_numbers import MODERATE_SCALE, are_moderate, without_bad_keys
 
 name = "dense"
 

@@ -13,14 +13,14 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.protocol import TooSmall, Visits
-from alibi_attn.attention.bias import bias_that_matters, unshifted_lse
+from alibi_attn.attention.call.bias import bias_that_matters, unshifted_lse
+from alibi_attn.attention.call.cuts import with_steps
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.visibility import first_positions
 from alibi_attn.attention.certificate.biased import biased_bounds
 from alibi_attn.attention.certificate.bounds import bounds
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.tiles import Tiles, key_tiles, reach_and_scores
-from alibi_attn.attention.cuts import with_steps
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.visibility import first_positions
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

@@ -4,7 +4,7 @@ from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
-from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.call.spec import AttentionSpec
 
 Spec = AttentionSpec[Tensor]
 

@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.protocol import TooSmall
-from alibi_attn.attention.bias import score_bias, unshifted_lse
-from alibi_attn.attention.dropout import dropped
-from alibi_attn.attention.finite_numbers import without_bad_keys
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.visibility import distances, per_query_head, visible
+from alibi_attn.attention.call.bias import score_bias, unshifted_lse
+from alibi_attn.attention.call.dropout import dropped
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.visibility import distances, per_query_head, visible
+from alibi_attn.attention.operators.finite_numbers import without_bad_keys
 
 name = "reference"
 

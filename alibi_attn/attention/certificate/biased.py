@@ -16,6 +16,8 @@ import math
 import torch
 from torch import Tensor
 
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.visibility import first_positions, shown_keys
 from alibi_attn.attention.certificate.bounds import Bounds, longer_far_values, longer_values
 from alibi_attn.attention.certificate.constants import (
     KEPT,
@@ -28,8 +30,6 @@ from alibi_attn.attention.certificate.constants import (
 )
 from alibi_attn.attention.certificate.lse_bound import NEAR, biased_lower_bound
 from alibi_attn.attention.certificate.norms import in_tiles, norm_bound
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.visibility import first_positions, shown_keys
 from alibi_attn.reach import UNLIMITED
 
 Spec = AttentionSpec[Tensor]

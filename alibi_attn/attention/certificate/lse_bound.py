@@ -11,7 +11,7 @@ import math
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.call.spec import AttentionSpec
 
 Spec = AttentionSpec[Tensor]
 

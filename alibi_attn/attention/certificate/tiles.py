@@ -10,10 +10,10 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.visibility import first_positions
 from alibi_attn.attention.certificate.bounds import Bounds
 from alibi_attn.attention.certificate.constants import NO_TILE, TILE
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.visibility import first_positions
 
 Spec = AttentionSpec[Tensor]
 

@@ -17,8 +17,8 @@ from transformers import EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
 from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.call.transforms import may_read
 from alibi_attn.attention.toeplitz import toeplitz_attention
-from alibi_attn.attention.transforms import may_read
 from alibi_attn.hf.attention import cached_pass, masks, packed_rows
 from alibi_attn.hf.attention.patched_attention import extended, merged
 

@@ -15,9 +15,9 @@ from transformers import AttentionMaskInterface, PreTrainedConfig
 from transformers.cache_utils import Cache
 from transformers.masking_utils import causal_mask_function, create_causal_mask
 
-from alibi_attn.attention.checks import check_positions, check_prefix_len
-from alibi_attn.attention.part_options import check_prefix_values, check_sorted
-from alibi_attn.attention.transforms import may_read
+from alibi_attn.attention.call.checks import check_positions, check_prefix_len
+from alibi_attn.attention.call.part_options import check_prefix_values, check_sorted
+from alibi_attn.attention.call.transforms import may_read
 from alibi_attn.hf.attention import packed_rows
 from alibi_attn.hf.attention.packed_rows import PackedMask
 

@@ -5,7 +5,7 @@
     position_ids [B, T]              a position that is not larger than the one before it begins a text
     attention_mask [B, 1, T, S]      a causal block per text
 
-Everything is read as one flag per position: True where a text begins after another. B, T, S as in `attention/spec.py`; hidden
+Everything is read as one flag per position: True where a text begins after another. B, T, S as in `call/spec.py`; hidden
 positions count for nothing. `prefix_len` and `positions` of `alibi_attention` travel with them. Read next: `masks.py`.
 """
 
@@ -16,7 +16,7 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.transforms import is_traced, may_read
+from alibi_attn.attention.call.transforms import is_traced, may_read
 
 NAMES = (
     "segment_ids",

@@ -1,6 +1,6 @@
 """Attention of patched layers: their settings, and the one function that every family calls.
 
-Families differ in slopes, scale, how they count positions, and how they round. Shapes are those of `attention/spec.py`.
+Families differ in slopes, scale, how they count positions, and how they round. Shapes are those of `attention/call/spec.py`.
 Read next: `families/bloom.py`.
 """
 
@@ -13,9 +13,9 @@ from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
 from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.call.validation import slopes_beside
 from alibi_attn.attention.decoding import attend_at, attend_near, has_kernel, reads_near, reads_near_at
-from alibi_attn.attention.near_keys import visible_runs
-from alibi_attn.attention.validation import slopes_beside
+from alibi_attn.attention.run.near_keys import visible_runs
 from alibi_attn.hf.attention.masks import Keys, keys_of
 from alibi_attn.hf.caches.cache import ALiBiCache
 from alibi_attn.hf.caches.static_cache import StaticALiBiCache

@@ -12,7 +12,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 from transformers import PreTrainedTokenizerBase
 
-from alibi_attn.attention.argument_names import hides_unknown, unknown_argument
+from alibi_attn.attention.call.hints import hides_unknown, unknown_argument
 from alibi_attn.hf.embedding import pooling_config
 from alibi_attn.hf.embedding.pooling_config import PoolingConfig
 from alibi_attn.hf.readers import checkpoint_files, tokenizer_files

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.bias import Slopes
+from alibi_attn.attention.call.bias import Slopes
 from alibi_attn.attention.rows import Rows, attention_rows
 from alibi_attn.attention.toeplitz import toeplitz_attention
 from alibi_attn.hf.readers.encoder.layers import ALiBiBertSelfAttention

@@ -16,11 +16,11 @@ from torch import Tensor, nn
 from alibi_attn.attention.backends.native import decoder_layers as native
 from alibi_attn.attention.backends.native.backend import WIDTH
 from alibi_attn.attention.backends.native.build import Rows
+from alibi_attn.attention.call.checks import check_numbers, dtype_name
+from alibi_attn.attention.call.transforms import is_traced, may_read, transforms
+from alibi_attn.attention.call.validation import slopes_beside
 from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.attention.checks import check_numbers, dtype_name
-from alibi_attn.attention.near_keys import Runs, visible_runs
-from alibi_attn.attention.transforms import is_traced, may_read, transforms
-from alibi_attn.attention.validation import slopes_beside
+from alibi_attn.attention.run.near_keys import Runs, visible_runs
 from alibi_attn.hf.attention import patched_attention
 from alibi_attn.hf.caches.cache import ALiBiCache
 from alibi_attn.hf.readers.families.family import StepModules

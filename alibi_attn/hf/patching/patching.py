@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from alibi_attn.attention.dispatch import BACKENDS
+from alibi_attn.attention.run.dispatch import BACKENDS
 from alibi_attn.hf.attention import cached_pass, heads, masks, packed_rows
 from alibi_attn.hf.attention.patched_attention import Numerics
 from alibi_attn.hf.caches.cache import ALiBiCache

@@ -6,7 +6,7 @@ from huggingface_hub.dataclasses import strict
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from alibi_attn.attention.dispatch import BACKENDS
+from alibi_attn.attention.run.dispatch import BACKENDS
 from alibi_attn.hf.readers.inputs import check, check_choice
 from alibi_attn.slopes import alibi_slopes
 

@@ -5,7 +5,7 @@ from typing import Any, ClassVar
 from transformers import PreTrainedConfig
 from transformers.activations import ACT2FN
 
-from alibi_attn.attention.dispatch import BACKENDS
+from alibi_attn.attention.run.dispatch import BACKENDS
 from alibi_attn.hf.readers.inputs import check, check_choice
 
 GATE_ACTIVATIONS = ("gelu", "relu")

@@ -2,7 +2,7 @@
 
 `alibi_attention` computes biases that are linear in the distance, windows and documents; `toeplitz_attention` any other
 function of the distance. Without a bias torch computes it, except on a CPU with our kernels, which are faster even with slopes
-of 0. Shapes as in `attention/spec.py`. Next: `language_model.py`.
+of 0. Shapes as in `attention/call/spec.py`. Next: `language_model.py`.
 """
 
 import dataclasses

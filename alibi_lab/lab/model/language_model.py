@@ -14,7 +14,7 @@ Input and output embeddings are shared (Vaswani et al. 2017, sec. 3.4). The para
     norm.weight                                      not "baevski-auli"
     position....                                     the parameters of the method
 
-E is the width, V the vocabulary; other letters as in `attention/spec.py`. Read next: `train.py`.
+E is the width, V the vocabulary; other letters as in `attention/call/spec.py`. Read next: `train.py`.
 """
 
 import copy

@@ -1,7 +1,7 @@
 """Checks of a position method: its attributes and signatures when it is made, and what its hooks return in every call.
 
 An error names the hook's file and line, because the method may be a user's. Shapes, dtypes and types are always checked; values
-only while a method is tried (`method_trial.py`), because reading them synchronizes a GPU. Shapes as in `attention/spec.py`.
+only while a method is tried (`method_trial.py`), because reading them synchronizes a GPU. Shapes as in `attention/call/spec.py`.
 """
 
 import dataclasses

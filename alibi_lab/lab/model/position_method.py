@@ -11,7 +11,7 @@
     curves(model, corpus, config) a class method, of tests only: additional curves for the record of a trained model of any
                                   method (`evaluation/long_context_eval.py:own_curves`)
 
-`positions` [T] are absolute and start at 0; the queries are the last T of the S keys. Shapes as in `attention/spec.py`; E is
+`positions` [T] are absolute and start at 0; the queries are the last T of the S keys. Shapes as in `attention/call/spec.py`; E is
 the width of the model. Next: `positions.py`.
 """
 

@@ -2,7 +2,7 @@
 
 To add a method, write a class here, or in `distances.py` or `rotary.py`, name it in `METHODS`, and give its look a row in
 `alibi_lab/position_methods.py`; no other file lists methods: recipes name those that they compare. A method in your own file
-needs neither (`imported_method.py`). Shapes as in `attention/spec.py`; E is the width of the model. Next: `distances.py`.
+needs neither (`imported_method.py`). Shapes as in `attention/call/spec.py`; E is the width of the model. Next: `distances.py`.
 """
 
 import dataclasses

@@ -1,6 +1,6 @@
 """Rotary positions, alone or alternating with layers without positions.
 
-Shapes as in `attention/spec.py`; L is the trained length. Next: `attention.py`.
+Shapes as in `attention/call/spec.py`; L is the trained length. Next: `attention.py`.
 """
 
 import copy

@@ -13,7 +13,7 @@ Differences from the paper: a position method cannot insert tokens, so the last 
 readable, and a learned matrix per head makes the landmark's key from its key. Distances enter by ALiBi's biases instead of
 rotations: −m·(i − j) in the block of the query, −m·(distance to the block's end) inside other blocks, and for landmarks
 −m·min(distance, L): as with the paper's positions for old blocks, no landmark is farther away than in training. L is the trained
-length, other shapes as in `attention/spec.py`; n is the number of blocks.
+length, other shapes as in `attention/call/spec.py`; n is the number of blocks.
 """
 
 import math

@@ -12,7 +12,7 @@ from measured_attack import banded_keys, left_out_by_backward
 from alibi_attn import alibi_attention, explain
 from alibi_attn.attention.backends.banded import backend as banded
 from alibi_attn.attention.backends.banded import pieces, visited
-from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.call.validation import make_spec
 
 SLOPES = [1.0, 0.5, 0.2, 0.1]
 

@@ -7,7 +7,7 @@ import torch
 from attention_cases import CASES, KEY_BIASES, Case
 from attention_checks import answer, assert_exact
 
-from alibi_attn.attention.dispatch import BACKENDS
+from alibi_attn.attention.run.dispatch import BACKENDS
 
 # Skipping is tested with the default tolerance of each dtype.
 TOLERANCE = {d: torch.finfo(d).eps / 32 for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}

@@ -9,8 +9,8 @@ from attention_checks import EPS
 from alibi_attn import alibi_attention, explain, head_reach
 from alibi_attn.attention.backends.banded import backend as banded
 from alibi_attn.attention.backends.banded import pieces as banded_pieces
+from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate import bounds
-from alibi_attn.attention.validation import make_spec
 
 DEFAULTS = {
     "causal": True,

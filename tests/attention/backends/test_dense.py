@@ -8,7 +8,7 @@ from attention_checks import EPS
 
 from alibi_attn import alibi_attention, alibi_slopes
 from alibi_attn.attention.backends import dense
-from alibi_attn.attention.finite_numbers import are_moderate
+from alibi_attn.attention.operators.finite_numbers import are_moderate
 
 SLOPES = torch.tensor(alibi_slopes(6), dtype=torch.float32)
 ASKED = {

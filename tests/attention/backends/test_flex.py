@@ -11,11 +11,11 @@ from torch import Tensor
 
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends import flex
-from alibi_attn.attention.bias import bias_that_matters, score_bias
+from alibi_attn.attention.call.bias import bias_that_matters, score_bias
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.validation import make_spec
+from alibi_attn.attention.call.visibility import distances, visible
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.validation import make_spec
-from alibi_attn.attention.visibility import distances, visible
 
 STEEP = Case("steep", batch=1, heads=2, query_len=700, key_len=700, slopes="steep", sink=200.0)
 

@@ -16,8 +16,8 @@ import pytest
 import torch
 
 from alibi_attn.attention.backends.fused import plan, recording
+from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.constants import OUTLIER_CHOICES, OUTLIER_TILES
-from alibi_attn.attention.validation import make_spec
 
 ROOT = Path(__file__).parents[3]
 KERNELS = 7  # of a plain forward and backward pass

@@ -17,9 +17,9 @@ from alibi_attn import alibi_attention, explain
 from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.backends.native.visited import numbers_of_visited
+from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.bounds import bounds
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.validation import make_spec
 
 SLOPES = [2.0, 0.5, 0.1, 0.02]
 

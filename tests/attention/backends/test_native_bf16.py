@@ -19,7 +19,7 @@ from torch.nn import functional
 from alibi_attn import alibi_attention, alibi_slopes
 from alibi_attn.attention.backends.native import build, compiling
 from alibi_attn.attention.backends.native.levels import LEVELS
-from alibi_attn.attention.bias import alibi_bias
+from alibi_attn.attention.call.bias import alibi_bias
 
 BF16 = torch.bfloat16
 TOLERANCE = torch.finfo(BF16).eps / 32

@@ -11,11 +11,11 @@ from alibi_attn import alibi_attention, alibi_slopes
 from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.backends.native import decoding as native
 from alibi_attn.attention.backends.native.backend import WIDTH
+from alibi_attn.attention.call.validation import make_spec
+from alibi_attn.attention.call.visibility import distances, visible
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.decoding import attend_near, measured_norms
-from alibi_attn.attention.validation import make_spec
-from alibi_attn.attention.visibility import distances, visible
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=f"no kernels: {build.why_not()}")
 

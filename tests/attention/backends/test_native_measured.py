@@ -10,7 +10,7 @@ from measured_attack import left_out_by_backward
 
 from alibi_attn import alibi_attention
 from alibi_attn.attention.backends.native import backend as native
-from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.call.validation import make_spec
 
 SLOPES = [2.0, 0.5, 0.1, 0.02]
 

@@ -8,10 +8,10 @@ import torch
 from certificate_attack import dropped, random_attack
 
 from alibi_attn import alibi_slopes
+from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate import biased
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.tiles import key_tiles
-from alibi_attn.attention.validation import make_spec
 
 
 def keys_of_tiles(spec, query, key, value) -> torch.Tensor:

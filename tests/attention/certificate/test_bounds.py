@@ -14,9 +14,9 @@ from alibi_attn import alibi_attention, head_reach
 from alibi_attn.attention.backends.banded import backend as banded
 from alibi_attn.attention.backends.banded import pieces as banded_pieces
 from alibi_attn.attention.backends.banded import visited as banded_visited
+from alibi_attn.attention.call.validation import make_spec
+from alibi_attn.attention.call.visibility import distances, visible
 from alibi_attn.attention.certificate import bounds, lse_bound
-from alibi_attn.attention.validation import make_spec
-from alibi_attn.attention.visibility import distances, visible
 from alibi_attn.reach import UNLIMITED, reach
 
 

@@ -6,7 +6,7 @@ import math
 import pytest
 import torch
 
-from alibi_attn.attention.bias import alibi_bias
+from alibi_attn.attention.call.bias import alibi_bias
 from alibi_attn.slopes import alibi_slopes
 from alibi_lab.lab.config import ConfigError, ModelConfig
 from alibi_lab.lab.model.attention import attend

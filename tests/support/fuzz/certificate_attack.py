@@ -19,16 +19,16 @@ from pathlib import Path
 import numpy as np
 import torch
 
-from alibi_attn.attention.argument_names import DEFAULTS
 from alibi_attn.attention.backends.banded import pieces as banded_pieces
 from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.backends.native.visited import Visited
+from alibi_attn.attention.call.hints import DEFAULTS
+from alibi_attn.attention.call.validation import make_spec
+from alibi_attn.attention.call.visibility import distances, visible
 from alibi_attn.attention.certificate.bounds import Bounds, bounds
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.execution import runs_in_parts
-from alibi_attn.attention.merging import parts
-from alibi_attn.attention.validation import make_spec
-from alibi_attn.attention.visibility import distances, visible
+from alibi_attn.attention.run.execution import runs_in_parts
+from alibi_attn.attention.run.merging import parts
 from alibi_lab import records
 
 WHERE = (

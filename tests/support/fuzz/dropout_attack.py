@@ -11,11 +11,11 @@ from pathlib import Path
 import torch
 from certificate_attack import Attack, native_keys, random_attack
 
-from alibi_attn.attention.bias import score_bias
-from alibi_attn.attention.dropout import kept
-from alibi_attn.attention.spec import dropout_numbers
-from alibi_attn.attention.validation import make_spec
-from alibi_attn.attention.visibility import distances, visible
+from alibi_attn.attention.call.bias import score_bias
+from alibi_attn.attention.call.dropout import kept
+from alibi_attn.attention.call.spec import dropout_numbers
+from alibi_attn.attention.call.validation import make_spec
+from alibi_attn.attention.call.visibility import distances, visible
 from alibi_lab import records
 
 SHARES = (0.1, 0.5, 0.9)

@@ -20,9 +20,9 @@ from certificate_attack import Attack, keys_of, lost_share, random_attack, read_
 from alibi_attn.attention.backends.banded import backend as banded
 from alibi_attn.attention.backends.banded import pieces as banded_pieces
 from alibi_attn.attention.backends.native import backend as native
+from alibi_attn.attention.call.validation import make_spec
+from alibi_attn.attention.call.visibility import distances, visible
 from alibi_attn.attention.certificate.constants import SCORE_UNITS
-from alibi_attn.attention.validation import make_spec
-from alibi_attn.attention.visibility import distances, visible
 from alibi_lab import records
 
 

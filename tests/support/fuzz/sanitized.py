@@ -31,8 +31,8 @@ from toeplitz_calls import draw as draw_with_a_table
 
 from alibi_attn.attention.backends.native import backend, build, compiling
 from alibi_attn.attention.backends.native.levels import NATIVE
-from alibi_attn.attention.operator import Spec
-from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.call.validation import make_spec
+from alibi_attn.attention.operators.operator import Spec
 
 SANITIZERS = "address,undefined,float-cast-overflow"
 # Not -O3, which only makes compiling these checks slower.

@@ -21,11 +21,11 @@ from attention_checks import arguments
 from torch import Tensor
 
 from alibi_attn.attention.backends.fused import backend as fused
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.forgetting import forgetting_attention
-from alibi_attn.attention.spec import AttentionSpec
 from alibi_attn.attention.toeplitz import toeplitz_attention
-from alibi_attn.attention.validation import make_spec
 from alibi_lab.measure.absent_device import absent_device
 
 

@@ -42,11 +42,11 @@ from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
 from alibi_attn.attention.backends.fused.plan import planned
 from alibi_attn.attention.backends.fused.space import Plan
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.bounds import Bounds
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.tiles import key_tiles
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.validation import make_spec
 from alibi_attn.nn import ALiBiAttention, ReachCache, StaticKVCache
 from alibi_lab import records
 

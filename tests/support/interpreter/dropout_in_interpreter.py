@@ -10,9 +10,9 @@ from dropout_oracle import PUBLISHED, factors
 from torch import Tensor
 
 from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.dropout import drawn_seed
-from alibi_attn.attention.execution import attend
-from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.call.dropout import drawn_seed
+from alibi_attn.attention.call.validation import make_spec
+from alibi_attn.attention.run.execution import attend
 
 
 def dropout_is_the_same_in_backward() -> dict[str, float]:

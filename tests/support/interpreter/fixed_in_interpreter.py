@@ -15,9 +15,9 @@ from torch import Tensor
 from alibi_attn.attention.backends import reference
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused import plan
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.constants import FIXED_DIGITS, FIXED_HALF_DIGITS, TILE
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.validation import make_spec
 
 Call = tuple[AttentionSpec[Tensor], Tensor, Tensor, Tensor]
 EVERYWHERE = 2**29  # a distance up to which softmax is online

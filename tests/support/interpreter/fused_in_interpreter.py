@@ -30,13 +30,13 @@ from alibi_attn.attention.backends.fused import split_keys
 from alibi_attn.attention.backends.fused.call import call_of
 from alibi_attn.attention.backends.fused.configs import tile_shape
 from alibi_attn.attention.backends.fused.full_tiles import FullTiles
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.certificate.tiles import Tiles
 from alibi_attn.attention.forgetting import forgetting_attention
-from alibi_attn.attention.schema import Arguments
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.operators.schema import Arguments
 from alibi_lab.measure.gpu import gpu
 
 

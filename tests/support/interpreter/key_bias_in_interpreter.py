@@ -14,11 +14,11 @@ from torch import Tensor
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused.plan import planned
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.forgetting import forgetting_attention
-from alibi_attn.attention.schema import Arguments
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.validation import make_spec
+from alibi_attn.attention.operators.schema import Arguments
 
 
 def drawn(query_len: int, key_len: int, *, heads: int = 2, kv_heads: int = 1) -> list[Tensor]:

@@ -13,11 +13,11 @@ from torch import Tensor
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused.plan import measured_tiles
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.validation import make_spec
+from alibi_attn.attention.call.visibility import distances, visible
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.tiles import Tiles
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.validation import make_spec
-from alibi_attn.attention.visibility import distances, visible
 
 
 def visited(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:

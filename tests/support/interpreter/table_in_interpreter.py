@@ -13,12 +13,12 @@ import toeplitz_calls
 import torch
 from torch import Tensor
 
-from alibi_attn.attention import dispatch
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused import launch, plan, table
-from alibi_attn.attention.schema import Arguments
+from alibi_attn.attention.call.validation import make_spec
+from alibi_attn.attention.operators.schema import Arguments
+from alibi_attn.attention.run import dispatch
 from alibi_attn.attention.toeplitz import toeplitz_attention
-from alibi_attn.attention.validation import make_spec
 
 
 def wrong_calls(seeds: Iterable[int | bool], dtype: str) -> list[str]:

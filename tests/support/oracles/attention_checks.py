@@ -8,7 +8,7 @@ from attention_cases import Case
 from attention_oracle import Answer, truth
 
 from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.dispatch import BACKENDS
+from alibi_attn.attention.run.dispatch import BACKENDS
 
 # The backends that the tests of attention run: all in dispatch's table that compute gradients on a CPU.
 ON_CPU = tuple(name for name in BACKENDS if name not in ("fused", "flex"))

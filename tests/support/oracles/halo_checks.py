@@ -4,8 +4,8 @@ import math
 
 import torch
 
-from alibi_attn.attention.validation import make_spec
-from alibi_attn.attention.visibility import distances, visible
+from alibi_attn.attention.call.validation import make_spec
+from alibi_attn.attention.call.visibility import distances, visible
 from alibi_attn.distributed import Halo
 from alibi_attn.distributed.simulation import planned_requests
 

@@ -23,7 +23,7 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 
 import alibi_attn
 from alibi_attn import alibi_attention
-from alibi_attn.attention import bias
+from alibi_attn.attention.call import bias
 from alibi_attn.nn import ALiBiAttention, GatedReachCache, KVCache, ReachCache
 
 NAME = "another"

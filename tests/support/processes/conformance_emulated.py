@@ -23,7 +23,7 @@ from certificate_attack import dropped, native_keys, random_attack
 from differential_fuzz import fuzz
 from emulated_kernels import TARGETS, TOLERANCE, Target, emulating, runner, why_not
 
-from alibi_attn.attention.checks import dtype_name
+from alibi_attn.attention.call.checks import dtype_name
 from alibi_lab import records
 
 

@@ -21,15 +21,15 @@ from alibi_attn.attention.backends.banded.masks import HeadMasks, Masks, key_vie
 from alibi_attn.attention.backends.banded.pieces import Piece
 from alibi_attn.attention.backends.banded.visited import allowed_shares, narrow, reach_and_scores
 from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall, Visits
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.transforms import surely, why_not_compiled
+from alibi_attn.attention.call.visibility import with_plain_offset
 from alibi_attn.attention.certificate.bounds import Bounds, bounds, worth_leaving_out
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 from alibi_attn.attention.certificate.norms import HUGE, has_huge_scores
-from alibi_attn.attention.finite_numbers import are_moderate, on_finite_numbers, without_bad_numbers
-from alibi_attn.attention.operator import operator
-from alibi_attn.attention.schema import Arguments, BackwardInputs, Gradients, Saved
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.transforms import surely, why_not_compiled
-from alibi_attn.attention.visibility import with_plain_offset
+from alibi_attn.attention.operators.finite_numbers import are_moderate, on_finite_numbers, without_bad_numbers
+from alibi_attn.attention.operators.operator import operator
+from alibi_attn.attention.operators.schema import Arguments, BackwardInputs, Gradients, Saved
 
 Spec = AttentionSpec[Tensor]
 Plans = list[list[list[Piece]]]  # [B][H]

@@ -6,8 +6,8 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.banded.pieces import Piece
-from alibi_attn.attention.bias import EXTREME_SLOPE
-from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.call.bias import EXTREME_SLOPE
+from alibi_attn.attention.call.spec import AttentionSpec
 
 Spec = AttentionSpec[Tensor]
 Masks = dict[tuple[float, ...], tuple[Tensor, bool]]

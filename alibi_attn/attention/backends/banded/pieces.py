@@ -16,10 +16,10 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.certificate.bounds import LONG, Bounds
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.tiles import allowed_keys
-from alibi_attn.attention.spec import AttentionSpec
 
 Spec = AttentionSpec[Tensor]
 Kind = Literal["tile", "diagonal", "left"]

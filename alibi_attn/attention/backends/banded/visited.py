@@ -8,11 +8,11 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.banded.pieces import Piece
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.visibility import first_positions
 from alibi_attn.attention.certificate.bounds import Bounds, longer_values
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import in_tiles
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.visibility import first_positions
 
 Spec = AttentionSpec[Tensor]
 Array = np.ndarray

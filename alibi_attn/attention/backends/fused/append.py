@@ -9,9 +9,9 @@ from alibi_attn.attention.backends.fused.backend import why_not_rows
 from alibi_attn.attention.backends.fused.configs import MAX_HEAD_DIM
 from alibi_attn.attention.backends.fused.launch import constants, in_rows, launch, number, pointer, rows_of
 from alibi_attn.attention.backends.fused.recording import replayed
+from alibi_attn.attention.call.transforms import are_ordinary
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.attention.transforms import are_ordinary
 
 
 def appends(key: Tensor, value: Tensor) -> bool:

@@ -44,14 +44,14 @@ from alibi_attn.attention.backends.fused.recording import replayed_call
 from alibi_attn.attention.backends.fused.space import Layout, Plan, Space, starts
 from alibi_attn.attention.backends.fused.split_keys import forward_in_parts, is_split, reads_whole
 from alibi_attn.attention.backends.protocol import TooSmall, Visits
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.transforms import in_memory, transforms, why_not_compiled
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.certificate.tiles import Tiles, reach_and_scores
-from alibi_attn.attention.eager import requires_gradient
-from alibi_attn.attention.operator import operator
-from alibi_attn.attention.schema import Arguments, BackwardInputs, Gradients, Kernels
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.transforms import in_memory, transforms, why_not_compiled
+from alibi_attn.attention.operators.eager import requires_gradient
+from alibi_attn.attention.operators.operator import operator
+from alibi_attn.attention.operators.schema import Arguments, BackwardInputs, Gradients, Kernels
 
 Spec = AttentionSpec[Tensor]
 

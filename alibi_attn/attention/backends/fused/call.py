@@ -24,8 +24,8 @@ from alibi_attn.attention.backends.fused.launch import (
     real,
     varying,
 )
-from alibi_attn.attention.spec import AttentionSpec, dropout_numbers
-from alibi_attn.attention.transforms import in_memory
+from alibi_attn.attention.call.spec import AttentionSpec, dropout_numbers
+from alibi_attn.attention.call.transforms import in_memory
 
 Spec = AttentionSpec[Tensor]
 

@@ -5,7 +5,7 @@ import importlib.util
 
 import torch
 
-from alibi_attn.attention.transforms import constant_when_compiled
+from alibi_attn.attention.call.transforms import constant_when_compiled
 
 
 def is_large(device: torch.device) -> bool:

@@ -16,9 +16,9 @@ from alibi_attn.attention.backends.fused.launch import (
     strided,
 )
 from alibi_attn.attention.backends.fused.space import Plan, Space, starts
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.transforms import in_memory
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.transforms import in_memory
 
 Spec = AttentionSpec[Tensor]
 

@@ -8,8 +8,8 @@ from torch.autograd.function import once_differentiable
 
 from alibi_attn.attention.backends.fused.configs import width_for
 from alibi_attn.attention.backends.fused.launch import NONE, constants, launch, number, pointer, strided
-from alibi_attn.attention.spec import GATE_FLOOR, GATE_STEP
-from alibi_attn.attention.transforms import in_memory
+from alibi_attn.attention.call.spec import GATE_FLOOR, GATE_STEP
+from alibi_attn.attention.call.transforms import in_memory
 
 
 def gate_biases(

@@ -10,8 +10,8 @@ from alibi_attn.attention.backends.fused.call import call_of
 from alibi_attn.attention.backends.fused.launch import begin, in_rows, part_of, scratch
 from alibi_attn.attention.backends.fused.recording import replayed
 from alibi_attn.attention.backends.fused.split_keys import reads_whole
+from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.spec import AttentionSpec
 
 Heads = tuple[tuple[int, int], ...]  # the first of each group, and the one after its last
 

@@ -13,8 +13,8 @@ from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
 from alibi_attn.attention.backends.fused.kernels.arguments import KeyBias
 from alibi_attn.attention.backends.fused.launch import Argument, constants, grouped, launch, number, scratch, strided
 from alibi_attn.attention.backends.fused.space import Space, starts
+from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.spec import AttentionSpec
 
 Spec = AttentionSpec[Tensor]
 

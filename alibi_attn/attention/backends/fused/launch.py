@@ -18,7 +18,7 @@ from torch import Tensor
 
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, Shape
 from alibi_attn.attention.backends.fused.kernels.arguments import Rows
-from alibi_attn.attention.transforms import in_memory
+from alibi_attn.attention.call.transforms import in_memory
 
 MAX_ROW_STRIDE = 2**31 // PLAN_ROWS  # elements from one row to the next; no tile has more rows than PLAN_ROWS
 

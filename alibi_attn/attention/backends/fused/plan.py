@@ -28,11 +28,11 @@ from alibi_attn.attention.backends.fused.launch import (
     scratch,
 )
 from alibi_attn.attention.backends.fused.space import Plan, Space, layout_of, starts
+from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.certificate.bounds import Bounds
 from alibi_attn.attention.certificate.constants import OUTLIER_CHOICES, OUTLIER_TILES, TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.certificate.tiles import Tiles
-from alibi_attn.attention.spec import AttentionSpec
 
 Spec = AttentionSpec[Tensor]
 

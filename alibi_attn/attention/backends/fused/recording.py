@@ -20,8 +20,8 @@ from torch import Tensor
 from alibi_attn.attention.backends.fused.call import FIELDS
 from alibi_attn.attention.backends.fused.configs import DECODE_QUERIES
 from alibi_attn.attention.backends.fused.launch import WATCHED, Argument, Varying, on
+from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.spec import AttentionSpec
 
 Spec = AttentionSpec[Tensor]
 

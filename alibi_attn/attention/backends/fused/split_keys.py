@@ -16,8 +16,8 @@ from alibi_attn.attention.backends.fused.launch import (
     tile_constants,
 )
 from alibi_attn.attention.backends.fused.space import Space, starts
+from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.spec import AttentionSpec
 
 Spec = AttentionSpec[Tensor]
 

@@ -22,8 +22,8 @@ from alibi_attn.attention.backends.fused.launch import (
 )
 from alibi_attn.attention.backends.fused.space import Space
 from alibi_attn.attention.backends.fused.split_keys import memory_of_parts, merge
+from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.spec import AttentionSpec
 
 Spec = AttentionSpec[Tensor]
 

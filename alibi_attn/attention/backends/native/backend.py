@@ -15,16 +15,16 @@ from torch.nn import functional
 from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.backends.native.visited import Visited, numbers_of_visited
 from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall, Visits
-from alibi_attn.attention.bias import columns_of
+from alibi_attn.attention.call.bias import columns_of
+from alibi_attn.attention.call.checks import dtype_name
+from alibi_attn.attention.call.cuts import with_segments
+from alibi_attn.attention.call.spec import AttentionSpec, dropout_numbers
+from alibi_attn.attention.call.transforms import constant_when_compiled, in_memory, surely, transforms, why_not_compiled
+from alibi_attn.attention.call.visibility import first_positions, with_plain_offset
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.checks import dtype_name
-from alibi_attn.attention.cuts import with_segments
-from alibi_attn.attention.finite_numbers import on_finite_numbers, without_bad_numbers
-from alibi_attn.attention.operator import operator
-from alibi_attn.attention.schema import Arguments, BackwardInputs, Gradients, Saved
-from alibi_attn.attention.spec import AttentionSpec, dropout_numbers
-from alibi_attn.attention.transforms import constant_when_compiled, in_memory, surely, transforms, why_not_compiled
-from alibi_attn.attention.visibility import first_positions, with_plain_offset
+from alibi_attn.attention.operators.finite_numbers import on_finite_numbers, without_bad_numbers
+from alibi_attn.attention.operators.operator import operator
+from alibi_attn.attention.operators.schema import Arguments, BackwardInputs, Gradients, Saved
 
 Spec = AttentionSpec[Tensor]
 Arrays = dict[str, Tensor | None]  # by the names of `build.Call`

@@ -14,10 +14,10 @@ from torch import Tensor
 from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.backends.native.backend import NO_WINDOW
 from alibi_attn.attention.backends.native.build import Rows
+from alibi_attn.attention.call.spec import MAX_POSITION
+from alibi_attn.attention.call.transforms import in_memory, may_read
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.attention.spec import MAX_POSITION
-from alibi_attn.attention.transforms import in_memory, may_read
 
 DTYPES = {torch.float32: "float32", torch.bfloat16: "bfloat16", torch.float16: "float16"}
 MAX_ROWS = 4  # of a linear map; with more rows a matrix product reuses the weights

@@ -1,4 +1,4 @@
-// Which weights of a block dropout keeps; `attention/dropout.py` has the definition.
+// Which weights of a block dropout keeps; `attention/call/dropout.py` has the definition.
 //
 // Philox 2x32-7 in 64-bit lanes: the product of one round is the state of the next, shifted. One call serves two keys.
 

@@ -6,8 +6,8 @@ from typing import Any
 
 import numpy as np
 
+from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
-from alibi_attn.attention.spec import AttentionSpec
 
 
 def numbers_of_visited(*, num_heads: int, num_kv_heads: int, query_len: int) -> int:

@@ -7,7 +7,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from alibi_attn.attention.checks import default_tolerance
+from alibi_attn.attention.call.checks import default_tolerance
 from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.hf.attention.masks import Keys, keys_of
 from alibi_attn.hf.attention.patched_attention import extended, merged, settings_of

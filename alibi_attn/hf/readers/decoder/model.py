@@ -1,5 +1,5 @@
 """The decoder: x ← x + attention(norm(x)), x ← x + feed-forward(norm(x)), a norm, a head. B, T, S, H, K, D as in
-`attention/spec.py`; E the width, V the vocabulary.
+`attention/call/spec.py`; E the width, V the vocabulary.
 
 State dict: embed_tokens.weight [V, E]; in each layers.N: attention_norm, attention.qkv_proj [(H + 2K)·D, E] (q, then k, then v),
 attention.q_norm and attention.k_norm (if qk_norm or head_norm_eps), attention.forget_proj [H, E] (if forget_gate),

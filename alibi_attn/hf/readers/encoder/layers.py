@@ -19,7 +19,7 @@ from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.transforms import is_traced
+from alibi_attn.attention.call.transforms import is_traced
 from alibi_attn.hf.readers.encoder.packing import Packing
 from alibi_attn.hf.readers.encoder_config import ALiBiBertConfig
 from alibi_attn.nn.linear import mapped

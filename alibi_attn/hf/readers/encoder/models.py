@@ -22,7 +22,7 @@ from transformers import (
 from transformers.modeling_outputs import BaseModelOutputWithPooling, MaskedLMOutput, SequenceClassifierOutput
 from transformers.utils.generic import can_return_tuple
 
-from alibi_attn.attention.transforms import may_read
+from alibi_attn.attention.call.transforms import may_read
 from alibi_attn.hf.readers import checkpoint, checkpoint_files
 from alibi_attn.hf.readers.encoder.layers import (
     ALiBiBertEmbeddings,

@@ -16,8 +16,8 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.nn import functional as F
 
-from alibi_attn.attention.checks import check_segments
-from alibi_attn.attention.transforms import is_traced
+from alibi_attn.attention.call.checks import check_segments
+from alibi_attn.attention.call.transforms import is_traced
 
 _MOST_STEP = 64  # the length of a packed row of 2,048 tokens or more is a multiple of this
 

@@ -44,7 +44,7 @@ class Masks(NamedTuple):
 
 
 class Dropout(NamedTuple):
-    """The dropped weights, as defined in `attention/dropout.py`.
+    """The dropped weights, as defined in `attention/call/dropout.py`.
 
     Args:
         threshold, factor: of `spec.dropout_numbers`.

@@ -1,6 +1,6 @@
 """Attention dropout by a counter-based generator: nothing is stored, and backward draws the numbers that forward drew.
 
-`attention/dropout.py` has the definition: Philox 2x32 with seven rounds (Salmon, Moraes, Dror, Shaw 2011, "Parallel random
+`attention/call/dropout.py` has the definition: Philox 2x32 with seven rounds (Salmon, Moraes, Dror, Shaw 2011, "Parallel random
 numbers: as easy as 1, 2, 3"). The two words of a draw are those of neighboring keys; here each key computes both,
 because sharing them would need an exchange between threads.
 """

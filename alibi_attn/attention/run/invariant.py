@@ -10,8 +10,8 @@ import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
+from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.spec import AttentionSpec
 
 Array = TypeVar("Array")
 

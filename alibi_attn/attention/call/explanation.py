@@ -8,8 +8,8 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from alibi_attn.attention.checks import dtype_name
-from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.call.checks import dtype_name
+from alibi_attn.attention.call.spec import AttentionSpec
 
 Spec = AttentionSpec[Any]
 

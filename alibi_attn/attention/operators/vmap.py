@@ -7,7 +7,7 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.schema import Arguments, split
+from alibi_attn.attention.operators.schema import Arguments, split
 
 
 @dataclasses.dataclass(frozen=True)

@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from alibi_attn.attention.checks import Checked, check_positions, check_prefix_len, check_sinks, check_windows
-from alibi_attn.attention.query_positions import WINDOW_RULE, check_inside_prefix, check_not_before, follow_indices
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.transforms import is_traced, may_read
+from alibi_attn.attention.call.checks import Checked, check_positions, check_prefix_len, check_sinks, check_windows
+from alibi_attn.attention.call.query_positions import WINDOW_RULE, check_inside_prefix, check_not_before, follow_indices
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.transforms import is_traced, may_read
 
 Window = int | Sequence[int] | NDArray[np.integer] | Tensor
 

@@ -13,8 +13,8 @@ from torch import Tensor
 from torch._C._functorch import is_functorch_wrapped_tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from alibi_attn.attention.spec import DIFFERENTIABLE, AttentionSpec
-from alibi_attn.attention.transforms import transforms
+from alibi_attn.attention.call.spec import DIFFERENTIABLE, AttentionSpec
+from alibi_attn.attention.call.transforms import transforms
 
 
 def differentiable_once(

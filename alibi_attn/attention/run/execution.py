@@ -6,12 +6,13 @@ import math
 import torch
 from torch import Tensor
 
-from alibi_attn.attention import dispatch, merging, transforms
 from alibi_attn.attention.backends.protocol import Visits
-from alibi_attn.attention.derivatives import differentiable_once, once
-from alibi_attn.attention.dropout import drawn_seed
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.visibility import largest_distances, nothing
+from alibi_attn.attention.call import transforms
+from alibi_attn.attention.call.dropout import drawn_seed
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.visibility import largest_distances, nothing
+from alibi_attn.attention.operators.derivatives import differentiable_once, once
+from alibi_attn.attention.run import dispatch, merging
 
 
 def attend(

@@ -10,9 +10,9 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.schema import Arguments, BackwardInputs, Gradients, Kernels, Saved, Spec, Tensors
-from alibi_attn.attention.transforms import may_read
-from alibi_attn.attention.visibility import keys_within_sight, lse_dtype, per_query_head, rows_that_see
+from alibi_attn.attention.call.transforms import may_read
+from alibi_attn.attention.call.visibility import keys_within_sight, lse_dtype, per_query_head, rows_that_see
+from alibi_attn.attention.operators.schema import Arguments, BackwardInputs, Gradients, Kernels, Saved, Spec, Tensors
 
 Forward = Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Saved]]
 Backward = Callable[[Spec, Saved, BackwardInputs], Gradients]

@@ -7,11 +7,11 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from alibi_attn.attention.derivatives import last_gradients
-from alibi_attn.attention.schema import BackwardInputs, InputGradients, Kernels, Spec, Tensors
-from alibi_attn.attention.spec import DIFFERENTIABLE
-from alibi_attn.attention.transforms import are_ordinary
-from alibi_attn.attention.visibility import may_see_nothing, with_plain_offset
+from alibi_attn.attention.call.spec import DIFFERENTIABLE
+from alibi_attn.attention.call.transforms import are_ordinary
+from alibi_attn.attention.call.visibility import may_see_nothing, with_plain_offset
+from alibi_attn.attention.operators.derivatives import last_gradients
+from alibi_attn.attention.operators.schema import BackwardInputs, InputGradients, Kernels, Spec, Tensors
 
 # The fields of a spec that may be tensors.
 TENSORS = (*DIFFERENTIABLE, "query_offset", "query_start", "key_mask", "query_segments", "key_segments", "dropout_seed")

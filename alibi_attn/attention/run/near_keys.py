@@ -11,11 +11,11 @@ from collections.abc import Sequence
 import torch
 from torch import Tensor
 
+from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.certificate.biased import gated_bounds
 from alibi_attn.attention.certificate.bounds import bounds, worth_leaving_out
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms, norm_bound
-from alibi_attn.attention.spec import AttentionSpec
 
 FEW = 1024  # keys that cost less than a separate call: heads that need at most this many share a call
 

@@ -9,12 +9,12 @@ import numpy as np
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.argument_names import with_defaults
-from alibi_attn.attention.bias import Slopes
-from alibi_attn.attention.checks import BIAS_RULE, SINKS_RULE, Checked, check_call, check_position, dtype_name
-from alibi_attn.attention.part_options import Window, part_fields, windows_of_heads
-from alibi_attn.attention.spec import MAX_POSITION, AttentionSpec
-from alibi_attn.attention.transforms import autocasts, constant_when_compiled, is_traced, may_read
+from alibi_attn.attention.call.bias import Slopes
+from alibi_attn.attention.call.checks import BIAS_RULE, SINKS_RULE, Checked, check_call, check_position, dtype_name
+from alibi_attn.attention.call.hints import with_defaults
+from alibi_attn.attention.call.part_options import Window, part_fields, windows_of_heads
+from alibi_attn.attention.call.spec import MAX_POSITION, AttentionSpec
+from alibi_attn.attention.call.transforms import autocasts, constant_when_compiled, is_traced, may_read
 from alibi_attn.slopes import alibi_slopes
 
 SegmentIds = Tensor | tuple[Tensor, Tensor]

@@ -18,7 +18,7 @@ from alibi_attn import (
     forgetting_attention,
     toeplitz_attention,
 )
-from alibi_attn.attention.argument_names import DEFAULTS, OURS
+from alibi_attn.attention.call.hints import DEFAULTS, OURS
 from alibi_attn.lazy import OURS as NAMES
 
 X = torch.zeros(1, 2, 4, 8)

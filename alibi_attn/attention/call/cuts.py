@@ -10,8 +10,8 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.spec import GATE_FLOOR, AttentionSpec
-from alibi_attn.attention.visibility import per_query_head
+from alibi_attn.attention.call.spec import GATE_FLOOR, AttentionSpec
+from alibi_attn.attention.call.visibility import per_query_head
 
 Spec = AttentionSpec[Tensor]
 

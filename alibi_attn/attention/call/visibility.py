@@ -10,8 +10,8 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.transforms import surely
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.transforms import surely
 
 Spec = AttentionSpec[Tensor]
 

@@ -19,10 +19,10 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.bias import widest
-from alibi_attn.attention.spec import AttentionSpec, heads_by_window, index_of, key_heads
-from alibi_attn.attention.transforms import may_read, surely
-from alibi_attn.attention.visibility import lse_dtype
+from alibi_attn.attention.call.bias import widest
+from alibi_attn.attention.call.spec import AttentionSpec, heads_by_window, index_of, key_heads
+from alibi_attn.attention.call.transforms import may_read, surely
+from alibi_attn.attention.call.visibility import lse_dtype
 
 Spec = AttentionSpec[Tensor]
 Result = tuple[Tensor, Tensor]

@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol, SupportsIndex
 
-from alibi_attn.attention.spec import MAX_POSITION
+from alibi_attn.attention.call.spec import MAX_POSITION
 
 # Of the supported dtypes.
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}

@@ -11,8 +11,8 @@ from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.backends.protocol import Backend, Visits
-from alibi_attn.attention.explain import verdict_on
-from alibi_attn.attention.spec import AttentionSpec
+from alibi_attn.attention.call.explanation import verdict_on
+from alibi_attn.attention.call.spec import AttentionSpec
 
 _ALL: tuple[Backend, ...] = (reference, dense, banded, native, fused, flex)
 BACKENDS = {backend.name: backend for backend in _ALL}

@@ -17,9 +17,9 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from alibi_attn.attention.spec import AttentionSpec, dropout_numbers
-from alibi_attn.attention.transforms import is_traced, transforms
-from alibi_attn.attention.visibility import first_positions
+from alibi_attn.attention.call.spec import AttentionSpec, dropout_numbers
+from alibi_attn.attention.call.transforms import is_traced, transforms
+from alibi_attn.attention.call.visibility import first_positions
 
 MULTIPLIER = 0xD256D193
 WEYL = 0x9E3779B9

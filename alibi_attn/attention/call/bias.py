@@ -8,10 +8,10 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from alibi_attn.attention.checks import check_position, check_query_offset, check_slopes
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.transforms import is_traced, may_read, transforms
-from alibi_attn.attention.visibility import distances, few_queries, visible
+from alibi_attn.attention.call.checks import check_position, check_query_offset, check_slopes
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.transforms import is_traced, may_read, transforms
+from alibi_attn.attention.call.visibility import distances, few_queries, visible
 
 Slopes = Sequence[float] | NDArray[np.floating] | Tensor
 

@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.spec import AttentionSpec
-from alibi_attn.attention.visibility import first_positions, may_see_nothing, plain_offset
+from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.visibility import first_positions, may_see_nothing, plain_offset
 
 Spec = AttentionSpec[Tensor]
 

@@ -13,9 +13,10 @@ import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
 
-from alibi_attn.attention.derivatives import differentiable_once, transformable
-from alibi_attn.attention.eager import attend_eagerly, is_eager
-from alibi_attn.attention.schema import (
+from alibi_attn.attention.call.spec import DIFFERENTIABLE
+from alibi_attn.attention.operators.derivatives import differentiable_once, transformable
+from alibi_attn.attention.operators.eager import attend_eagerly, is_eager
+from alibi_attn.attention.operators.schema import (
     Arguments,
     BackwardInputs,
     Incoming,
@@ -25,8 +26,7 @@ from alibi_attn.attention.schema import (
     Tensors,
     split,
 )
-from alibi_attn.attention.spec import DIFFERENTIABLE
-from alibi_attn.attention.vmap import map_backward, map_forward
+from alibi_attn.attention.operators.vmap import map_backward, map_forward
 
 Run = Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
 
