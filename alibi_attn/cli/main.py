@@ -9,9 +9,10 @@ Only numpy, typer and rich are imported before a command runs. `python -m alibi_
 
 from collections.abc import Callable
 from importlib import metadata
-from typing import Annotated
+from typing import Annotated, Any
 
 import typer
+from typer.core import TyperGroup
 
 from alibi_attn.cli import console
 from alibi_attn.cli.embed import embed
@@ -21,10 +22,22 @@ from alibi_attn.cli.explain import explain
 COMMANDS: dict[str, Callable[..., None]] = {"explain": explain, "eval-text": eval_text, "embed": embed}
 
 
+class _Commands(TyperGroup):
+    """Commands whose errors about a value do not begin with "Value error, ", which pydantic puts in front of typer's own."""
+
+    def invoke(self, ctx: Any) -> object:
+        try:
+            return super().invoke(ctx)
+        except typer.BadParameter as error:
+            error.message = error.message.removeprefix("Value error, ")
+            raise
+
+
 def command_line(help_text: str) -> typer.Typer:
     """A command line without commands, with the options and the style of `alibi`."""
     app = typer.Typer(
         name="alibi",
+        cls=_Commands,
         help=help_text,
         no_args_is_help=True,
         rich_markup_mode="rich",

@@ -263,7 +263,7 @@ def test_every_help_has_an_example(command: str) -> None:
         (["run", "--set", "train.steps"], ["has no value", "--set train.steps=50"]),
         (["run", "--set", "train.steps=many"], ["train.steps is 'many' but must be a whole number"]),
         (["run", "--set", "train.length=0"], ["train.length is 0 but must be 1 or more"]),
-        (["run", "--scale", "huge"], ["huge", "smoke"]),
+        (["run", "--scale", "huge"], ["Invalid value for '--scale': 'huge' is not one of 'smoke'"]),
         (["run", "--seeds", "0,x"], ["--seeds is '0,x'"]),
         (["run", "--corpus", "pyton-source"], ["did you mean 'python-source'?"]),
         (["run", "--text", "a,b.txt"], ["has a comma in its name"]),
