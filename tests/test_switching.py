@@ -26,18 +26,20 @@ def test_a_buffer_of_biases():
     assert torch.equal(scores + ALiBiPositionalBias(8)(20), scores + buffer[:, :20, :20])
 
 
-@pytest.mark.parametrize("window_size", [(-1, -1), (4, 0)])
+@pytest.mark.parametrize("window_size", [(-1, -1), (4, 0), (1, 1)])
 def test_flash_attn(window_size):
     """flash-attn needs a GPU. Its documented meaning: layout [B, T, H, D], bias −m·|i + S − T − j|, last aligned."""
     q, k, v = torch.randn(2, 3, 8, 16), torch.randn(2, 9, 2, 16), torch.randn(2, 9, 2, 16)
     slopes, left = torch.rand(2, 8), window_size[0]
     distance = torch.arange(3)[:, None] + 9 - 3 - torch.arange(9)
-    hidden = (distance < 0) | ((distance > left) & (left >= 0))
+    causal, right = window_size[1] <= 0, window_size[1]
+    hidden = ((distance < 0) & causal) | ((distance > left) & (left >= 0)) | ((-distance > right) & (right >= 0))
     bias = (-slopes[:, :, None, None] * distance.abs()).masked_fill(hidden, float("-inf"))
     many = [x.repeat_interleave(4, dim=2).transpose(1, 2) for x in (k, v)]
     flash = F.scaled_dot_product_attention(q.transpose(1, 2), *many, attn_mask=bias).transpose(1, 2)
     window = None if left < 0 else left + 1
-    ours = alibi_attention(*(x.transpose(1, 2) for x in (q, k, v)), slopes, window=window).transpose(1, 2)
+    options = {"window": window} if causal else {"window": window, "causal": False}
+    ours = alibi_attention(*(x.transpose(1, 2) for x in (q, k, v)), slopes, **options).transpose(1, 2)
     torch.testing.assert_close(ours, flash, rtol=1e-5, atol=1e-6)
 
 

@@ -118,7 +118,8 @@ def alibi_attention(
         sinks: the number of first keys that the window never hides.
         scale: factor of q·k, 1/√D by default. The bias is not scaled.
         query_offset: position of query 0. Default S − T: the queries are the last T of the S positions. An int, or an
-            integer tensor, 0-d or [B], that is never read on the host. It may lie before or after all keys.
+            integer tensor, 0-d or [B], that is never read on the host. It may lie before or after all keys. With more queries
+            than keys (T > S) the first T − S of a causal call precede all keys, so their outputs are zeros.
         prefix_len: [B] integers, never read on the host: a prefix language model. Every query sees the keys before it, also those
             to its right, within the window; all others are causal.
         positions, query_positions: [B, S] and [B, T], fp32 or fp64, not decreasing: the bias is −m·|p_i − p_j|. Masks and windows

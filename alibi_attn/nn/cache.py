@@ -80,6 +80,8 @@ class KVCache:
     def open(cls, path: str | Path, *, mode: Mode = "r+") -> Self:
         """The cache in a file. Its header and norms are checked; keys and values are read when they are needed.
 
+        So most damage on a disk, such as a flipped bit, goes unnoticed here: `verify()` compares everything with checksums.
+
         Args:
             mode: "r+" continues the file. "c" shares it: any number of processes may open it. Their changes are
                 private and never saved.
