@@ -1,6 +1,8 @@
 """Public names of a package that are loaded when they are first used, so that importing the package loads no framework."""
 
+import ast
 import importlib
+import importlib.util
 from collections.abc import Callable, Mapping
 
 _BIAS = "alibi_bias(alibi_slopes(num_heads), query_len, key_len)"
@@ -19,6 +21,7 @@ OURS = {
     "get_bias": "bias(query_len)",
     "get_bias_for_kv_cache": "bias(query_len, key_len)",
 }
+_PACKAGES = "alibi_attn.hf", "alibi_attn.nn", "alibi_attn.distributed"  # whose public names are not all in `alibi_attn`
 
 
 def missing(package: str, name: str) -> Exception:
@@ -28,7 +31,25 @@ def missing(package: str, name: str) -> Exception:
     """
     if name in OURS:
         return ImportError(f"{package} has no {name!r}; here it is {OURS[name]}")
-    return AttributeError(f"module {package!r} has no attribute {name!r}")
+    advice = ""
+    if not name.startswith("_"):
+        for home in _PACKAGES:
+            if home != package and name in _public_names(home):
+                return ImportError(f"{package} has no {name!r}; here it is {home}.{name}")
+        if importlib.util.find_spec(f"{package}.{name}") is not None:
+            advice = f"; it is a module: import {package}.{name}"
+    return AttributeError(f"module {package!r} has no attribute {name!r}{advice}")
+
+
+def _public_names(package: str) -> list[str]:
+    """`__all__` of a package that is not imported, because that would load a framework."""
+    spec = importlib.util.find_spec(package)
+    source = None if spec is None else spec.loader.get_source(package)  # type: ignore[union-attr]
+    for statement in ast.parse(source or "").body:
+        if isinstance(statement, ast.Assign) and ast.unparse(statement.targets[0]) == "__all__":
+            names: list[str] = ast.literal_eval(statement.value)
+            return names
+    return []
 
 
 def lazy_names(

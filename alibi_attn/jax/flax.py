@@ -6,7 +6,7 @@ Press et al. 2022, sec. 3 (arXiv:2108.12409).
 
 from collections.abc import Sequence
 from functools import partial
-from typing import TypedDict, Unpack
+from typing import Never, TypedDict, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -22,6 +22,7 @@ except ModuleNotFoundError as error:
     raise ImportError('alibi_attn.jax.flax needs Flax; install it with: pip install "alibi-attn[jax]"') from error
 
 from alibi_attn.attention.call.checks import check_layer, check_sinks, check_windows
+from alibi_attn.attention.call.hints import by_position, hides_unknown
 from alibi_attn.jax.attention import alibi_attention
 from alibi_attn.jax.forgetting import attend_gated
 from alibi_attn.jax.plan import Array
@@ -181,10 +182,11 @@ class ALiBiAttention(nnx.Module):
         self.gate_proj = gate_proj(embed_dim, num_heads) if forget_gate else None
         self.rngs = rngs.dropout.fork() if dropout_p > 0.0 else None
 
+    @hides_unknown
     def __call__(
         self,
         x: Array,
-        *,
+        *more: Never,
         cache: KVCache | None = None,
         key_mask: Array | None = None,
         segment_ids: Array | None = None,
@@ -201,6 +203,8 @@ class ALiBiAttention(nnx.Module):
             segment_ids: [B, S] integers, the same S: attention stays within a segment.
             prefix_len, positions: as for `alibi_attention`; without a cache and without forget gates.
         """
+        if more:
+            raise by_position("ALiBiAttention", more)
         if x.ndim != 3 or x.shape[-1] != self.embed_dim:
             raise ValueError(f"x has shape {list(x.shape)} but must be [B, T, embed_dim] = [B, T, {self.embed_dim}]")
         if cache is not None and not self.causal:
@@ -293,10 +297,11 @@ class ALiBiTransformerBlock(nnx.Module):
         self.ffn_out = nnx.Linear(ffn_dim, embed_dim, use_bias=bias, dtype=dtype, rngs=rngs)
         self.dropout = nnx.Dropout(dropout_p, rngs=rngs)
 
+    @hides_unknown
     def __call__(
         self,
         x: Array,
-        *,
+        *more: Never,
         cache: KVCache | None = None,
         key_mask: Array | None = None,
         segment_ids: Array | None = None,
@@ -304,6 +309,8 @@ class ALiBiTransformerBlock(nnx.Module):
         positions: Array | None = None,
     ) -> Array:
         """Same as `ALiBiAttention.__call__`; the cache belongs to this block's attention layer."""
+        if more:
+            raise by_position("ALiBiTransformerBlock", more)
         attended = self.attention(
             self.attention_norm(x),
             cache=cache,

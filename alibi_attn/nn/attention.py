@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from alibi_attn.attention.call.bias import Slopes
 from alibi_attn.attention.call.checks import check_layer, check_sinks, default_tolerance
-from alibi_attn.attention.call.hints import hides_unknown, unknown_argument
+from alibi_attn.attention.call.hints import by_position, hides_unknown, unknown_argument
 from alibi_attn.attention.call.part_options import Window, windows_of_heads
 from alibi_attn.attention.call.spec import index_of
 from alibi_attn.attention.decoding import attend_groups, attend_near, reads_groups, reads_near
@@ -117,7 +117,7 @@ class ALiBiAttention(AttentionLayer):
     def forward(
         self,
         x: Tensor,
-        *,
+        *more: Never,
         cache: Cache | None = None,
         key_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
@@ -142,6 +142,8 @@ class ALiBiAttention(AttentionLayer):
             memory, memory_mask: [B, S, kv_dim] and [B, S] bool, True = may be seen; for cross-attention layers, instead of the
                 other arguments.
         """
+        if more:
+            raise by_position("ALiBiAttention", more)
         if unknown:
             raise unknown_argument("ALiBiAttention", unknown)
         of_keys: dict[str, Any] = {"key_mask": key_mask, "segment_ids": segment_ids, "positions": positions}

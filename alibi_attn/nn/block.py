@@ -1,10 +1,11 @@
 """ALiBiTransformerBlock: attention and a feed-forward network, each with a norm before it and a residual connection."""
 
-from typing import TypedDict, Unpack
+from typing import Never, TypedDict, Unpack
 
 from torch import Tensor, nn
 
 from alibi_attn.attention.call.bias import Slopes
+from alibi_attn.attention.call.hints import by_position, hides_unknown
 from alibi_attn.attention.call.part_options import Window
 from alibi_attn.nn.attention import ALiBiAttention
 from alibi_attn.nn.constructor_arguments import checks_names
@@ -81,8 +82,11 @@ class ALiBiTransformerBlock(nn.Module):
         )
         self.dropout = nn.Dropout(dropout_p)
 
-    def forward(self, x: Tensor, **options: Unpack[ForwardOptions]) -> Tensor:
+    @hides_unknown
+    def forward(self, x: Tensor, *more: Never, **options: Unpack[ForwardOptions]) -> Tensor:
         """Same arguments as `ALiBiAttention.forward`; the cache belongs to this block's attention layer."""
+        if more:
+            raise by_position("ALiBiTransformerBlock", more)
         check_embeddings(x, self.attention.embed_dim)
         x = x + self.dropout(self.attention(self.attention_norm(x), **options))
         output: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))

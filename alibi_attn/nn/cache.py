@@ -78,9 +78,7 @@ class KVCache:
 
     @classmethod
     def open(cls, path: str | Path, *, mode: Mode = "r+") -> Self:
-        """The cache in a file. Its header and norms are checked; keys and values are read when they are needed.
-
-        So most damage on a disk, such as a flipped bit, goes unnoticed here: `verify()` compares everything with checksums.
+        """The cache in a file. Its header and norms are checked; only `verify()` notices a bit flipped in a key or a value.
 
         Args:
             mode: "r+" continues the file. "c" shares it: any number of processes may open it. Their changes are

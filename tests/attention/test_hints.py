@@ -3,10 +3,13 @@
 import importlib
 import inspect
 import re
+import subprocess
+import sys
 
 import pytest
 import torch
 
+import alibi_attn
 from alibi_attn import (
     ALiBiAttention,
     ALiBiPositionalBias,
@@ -43,12 +46,29 @@ CALLS = {
         ("dropout", "dropout_p"),
         ("d_ff", "ffn_dim"),
         ("attention_mask", "key_mask"),
+        ("pair_bias", "scaled_dot_product_attention; slopes .* key_bias .* toeplitz_attention"),
+        ("coords", "positions"),
         ("windw", None),
     ],
 )
 def test_an_unknown_argument_names_ours(call, foreign, ours):
     with pytest.raises(TypeError, match=rf"unexpected keyword argument '{foreign}'{'; .*' + ours if ours else '$'}"):
         call(**{foreign: None})
+
+
+@pytest.mark.parametrize("name", CALLS.keys() - {"ALiBiAttention", "ALiBiTransformerBlock"})
+def test_a_bias_names_ours(name):
+    """In the constructors of the layers, `bias` is that of the linear layers."""
+    with pytest.raises(TypeError, match=r"'bias'; here it is slopes .* key_bias .* toeplitz_attention"):
+        CALLS[name](bias=None)
+
+
+@pytest.mark.parametrize("layer", [ALiBiAttention, ALiBiTransformerBlock])
+def test_a_mask_by_position_is_refused(layer):
+    with pytest.raises(
+        TypeError, match=rf"^{layer.__name__} takes x by position but got a Tensor .*: key_mask \[B, S\]"
+    ):
+        layer(8, 2)(X[0], torch.ones(2, 4).bool())
 
 
 @pytest.mark.parametrize("layer", [ALiBiAttention, ALiBiTransformerBlock])
@@ -78,6 +98,23 @@ def test_a_name_of_other_code_names_ours(name):
 def test_an_unknown_name_is_an_attribute_error():
     for package in ("alibi_attn", "alibi_attn.nn"):
         assert not hasattr(importlib.import_module(package), "nothing")
+
+
+@pytest.mark.parametrize("home", ["hf", "nn", "distributed"])
+def test_a_name_of_another_package_names_it(home):
+    module = importlib.import_module(f"alibi_attn.{home}")
+    for name in set(module.__all__) - set(alibi_attn.__all__):
+        with pytest.raises(ImportError, match=rf"^alibi_attn has no '{name}'; here it is alibi_attn\.{home}\.{name}$"):
+            getattr(alibi_attn, name)
+
+
+def test_a_package_that_is_not_imported_is_an_attribute_error_that_says_so():
+    code = "import sys, alibi_attn; print('torch' in sys.modules); alibi_attn.hf.patch"
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False)
+    assert done.stdout == "False\n"
+    assert (
+        "AttributeError: module 'alibi_attn' has no attribute 'hf'; it is a module: import alibi_attn.hf" in done.stderr
+    )
 
 
 def test_a_method_of_other_code_names_ours():
@@ -115,13 +152,14 @@ def test_a_number_of_heads_is_no_slope():
         forgetting_attention,
         ALiBiAttention,
         ALiBiAttention.forward,
+        ALiBiTransformerBlock.forward,
         ALiBiPositionalBias,
     ],
 )
 def test_a_signature_has_no_unknown_arguments(function):
     parameters = inspect.signature(function).parameters
-    assert all(parameter.kind is not inspect.Parameter.VAR_KEYWORD for parameter in parameters.values())
-    assert not OURS.keys() & parameters.keys()
+    assert not parameters.keys() & {"more", "unknown"}
+    assert OURS.keys() & parameters.keys() <= ({"bias"} if function is ALiBiAttention else set())
 
 
 def test_the_defaults_are_those_of_the_signature() -> None:

@@ -76,6 +76,10 @@ def test_prefixes_and_positions_are_those_of_pytorch(name: str) -> None:
     for refuses, cache in ((ours, ours.attention.new_cache(B, T)), (nnx_block(OPTIONS["gates"]), None)):
         with pytest.raises(ValueError, match="prefix_len and positions support neither a cache nor forget gates"):
             refuses(x, cache=cache, **{name: given})
+    with pytest.raises(TypeError, match=r"ALiBiTransformerBlock takes x by position but .*: key_mask \[B, S\]"):
+        ours(x, jnp.ones((B, T), bool))
+    with pytest.raises(TypeError, match=r"ALiBiAttention takes x by position but got"):
+        ours.attention(x, None)
     with pytest.raises(ValueError, match="forget_gate supports one window for all heads and no sinks"):
         nnx_block(OPTIONS["gates"] | {"sinks": 2})
 

@@ -1,7 +1,7 @@
 """The options of a call, and argument names of other libraries: the TypeError for such a name has ours (docs/switching.md)."""
 
 import inspect
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
 _Function = TypeVar("_Function", bound=Callable[..., object])
@@ -27,6 +27,7 @@ DEFAULTS: Mapping[str, Any] = {
 }
 
 _MASK = "key_mask [B, S], True = visible"
+_BIAS = "slopes for a bias by distance, key_bias for one per key, toeplitz_attention for a table by distance"
 _NO_LENGTH = "leave it out: there is no maximum length"
 _NO_WEIGHTS = "leave it out: the weights are never materialized; attention_rows computes those of a few queries"
 _CACHE = "cache=KVCache(), made once per layer"
@@ -36,6 +37,11 @@ OURS = {
     "mask": _MASK,
     "attn_mask": f"slopes for the bias, {_MASK}",
     "attn_bias": f"slopes for the bias, {_MASK}",
+    "bias": _BIAS,
+    "position_bias": _BIAS,
+    "pair_bias": f"leave it out: a number per pair of tokens needs scaled_dot_product_attention; {_BIAS}",
+    "coords": "positions",
+    "coordinates": "positions",
     "is_causal": "causal",
     "enable_gqa": "leave it out: the heads of key may divide those of query",
     "alibi_slopes": "slopes",
@@ -82,9 +88,9 @@ OURS = {
 
 
 def hides_unknown(function: _Function) -> _Function:
-    """Hides a function's `**unknown`, which exists only for its error, from `inspect.signature` and `help`."""
+    """Hides `*more` and `**unknown`, which exist only for their errors, from `inspect.signature` and `help`."""
     signature = inspect.signature(function)
-    shown = [p for p in signature.parameters.values() if p.kind is not inspect.Parameter.VAR_KEYWORD]
+    shown = [p for p in signature.parameters.values() if p.name not in ("more", "unknown")]
     function.__signature__ = signature.replace(parameters=shown)  # type: ignore[attr-defined]
     return function
 
@@ -97,6 +103,14 @@ def unknown_argument(function: str, unknown: Iterable[str]) -> TypeError:
         ours = "leave it out: only alibi_attention and its layers support it"
     hint = "" if ours is None else f"; {ours}" if ours.startswith("leave") else f"; here it is {ours}"
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
+
+
+def by_position(layer: str, more: Sequence[object]) -> TypeError:
+    """The error for arguments after x in a call of a layer; the usual one is a mask."""
+    kind = type(more[0]).__name__
+    return TypeError(
+        f"{layer} takes x by position but got a {kind} after it; pass options by name: {_MASK}; cache=; positions="
+    )
 
 
 def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:

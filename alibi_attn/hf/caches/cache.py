@@ -72,9 +72,7 @@ class ALiBiCache(Cache):
 
     @classmethod
     def open(cls, path: str | os.PathLike[str], *, mode: Mode = "r+") -> Self:
-        """The cache in a folder. Headers and norms are checked; keys and values are read when they are needed.
-
-        So most damage on a disk, such as a flipped bit, goes unnoticed here: `verify()` compares everything with checksums.
+        """The cache in a folder. Headers and norms are checked; only `verify()` notices a bit flipped in a key or a value.
 
         Args:
             mode: "r+" continues the files. "c" shares them: any number of processes may open them. Their changes are
