@@ -83,7 +83,8 @@ class CacheFile:
             self._regions += [(start + i * self.capacity * row, row) for i in range(batch * heads)]
             start += _whole(count * dtype.itemsize)
         self.key, self.value = tensors
-        self._norms = torch.empty(2, batch, heads, tiles, dtype=torch.float64, device="cpu")
+        with torch.inference_mode(False):
+            self._norms = torch.empty(2, batch, heads, tiles, dtype=torch.float64, device="cpu")
 
     @classmethod
     def write(

@@ -38,7 +38,7 @@ class GatedReachCache(CachesOfHeads):
     def __init__(
         self, slopes: Sequence[float] | Tensor, *, score_bound: float, tolerance: float, num_kv_heads: int
     ) -> None:
-        self.slopes = [float(m) for m in slopes]
+        self.slopes = torch.as_tensor(slopes, dtype=torch.float32).tolist()  # as attention computes with them
         if min(self.slopes) < 0:
             raise ValueError(
                 f"slopes are {self.slopes} but must not be negative, or keys would gain weight over time; use KVCache()"

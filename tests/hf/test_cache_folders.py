@@ -132,3 +132,14 @@ def test_single_tokens_have_the_bits_of_a_cache_in_memory(family, build_patched,
     del cache, files
     files = ALiBiCache.open(tmp_path / "cache")
     assert_equal_steps(140)
+
+
+@pytest.mark.parametrize("batch", [1, 2])
+@torch.no_grad()
+def test_a_cache_of_one_token_has_its_ids(batch, build_patched, tokens, tmp_path):
+    model, ids, cache = build_patched("bloom"), tokens(batch, 1), ALiBiCache(tmp_path / "cache")
+    model(ids, past_key_values=cache, use_cache=True)
+    assert torch.equal(cache.tokens(), ids)
+    cache.verify()
+    cache.save(tmp_path / "copy")
+    assert torch.equal(ALiBiCache.open(tmp_path / "copy").tokens(), ids)

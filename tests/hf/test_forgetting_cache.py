@@ -11,7 +11,7 @@ from encoder_oracle import write_folder
 from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM
 
-from alibi_attn.hf import ALiBiCache, ALiBiForCausalLM, ForgettingCache, patch
+from alibi_attn.hf import ALiBiCache, ALiBiCausalLMConfig, ALiBiForCausalLM, ForgettingCache, patch
 from alibi_attn.hf.readers.decoder.forgetting import score_bound
 
 PRO = {"qk_norm": True, "use_output_gate": True, "num_kv_heads": 3}
@@ -76,6 +76,18 @@ def test_a_larger_tolerance_drops_more_and_is_noticed(model: ALiBiForCausalLM) -
     assert min(caches[1].forgotten[0]) > max(caches[0].forgotten[0]) > 0
     with pytest.raises(AssertionError, match="not close"):
         assert_close(logits[1], expected)
+
+
+@torch.no_grad()
+def test_slopes_that_fp32_rounds_down_are_its_own() -> None:
+    """The default slopes of 12 heads: attention computes with them in fp32."""
+    torch.manual_seed(0)
+    sizes = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 12, "intermediate_size": 64}
+    config = ALiBiCausalLMConfig(**sizes, vocab_size=40, forget_gate=True, head_norm_eps=1e-5)
+    ids, cache, ours = texts(1, 200), ForgettingCache(), ALiBiForCausalLM(config).eval()
+    parts = [ours(part, past_key_values=cache).logits for part in ids.split(100, dim=1)]
+    assert_close(torch.cat(parts, 1), ours(ids).logits)
+    assert min(cache.forgotten[0]) > 0
 
 
 @torch.no_grad()

@@ -68,7 +68,7 @@ def test_an_interrupted_reading_continues(small, build_patched, tokens, tmp_path
     cache, reports, losses = ALiBiCache(tmp_path / "cache"), [], []
 
     def interrupt(*_: object) -> None:
-        if cache.get_seq_length() >= 128 and len(cache.layers[1].store) < len(cache.layers[0].store):
+        if cache.get_seq_length(0) >= 128 and len(cache.layers[1].store) < len(cache.layers[0].store):
             raise StoppedError
 
     handle = model.transformer.h[1].self_attention.register_forward_pre_hook(interrupt)

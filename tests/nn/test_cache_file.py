@@ -49,6 +49,20 @@ def test_a_cache_in_a_file_gives_the_bits_of_the_cache_in_memory(dtype, tmp_path
     assert len(file) == 400
 
 
+@pytest.mark.parametrize("opened", [False, True])
+def test_a_file_made_or_opened_in_inference_mode_continues_outside(opened, tmp_path):
+    layer, x = layer_of(), torch.randn(1, 200, 64)
+    with torch.inference_mode():
+        cache = KVCache(tmp_path / "cache")
+        layer(x[:, :100].clone(), cache=cache)
+        if opened:
+            del cache
+            cache = KVCache.open(tmp_path / "cache")
+    with torch.no_grad():
+        torch.testing.assert_close(layer(x[:, 100:], cache=cache), layer(x)[:, 100:], rtol=1e-5, atol=1e-6)
+    cache.verify()
+
+
 def test_a_saved_cache_continues_and_copies_are_in_memory(tmp_path):
     layer, x = layer_of(), torch.randn(1, 90, 64)
     with torch.no_grad():

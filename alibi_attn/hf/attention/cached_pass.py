@@ -24,8 +24,14 @@ def whole(model: nn.Module, cache: Cache | None, *, use_cache: bool | None, new:
         new: the number of tokens in this pass.
 
     Raises:
+        TypeError: `cache` is no cache of transformers.
         ValueError: a cache is needed while layers checkpoint gradients, or a layer did not append to its cache.
     """
+    if cache is not None and not isinstance(cache, Cache):
+        raise TypeError(
+            f"past_key_values is a {type(cache).__name__} but must be a cache of transformers, such as ALiBiCache(); tuples of "
+            "keys and values were accepted by earlier releases of transformers only"
+        )
     before = 0 if cache is None else cache.get_seq_length()
     checkpointing = _checkpointing(model) if model.training else []
     if checkpointing and torch.is_grad_enabled():

@@ -12,18 +12,16 @@ from typing import Any, Self, cast
 
 import torch
 from torch import Tensor, nn
-from transformers.cache_utils import Cache, DynamicLayer
+from transformers.cache_utils import Cache
 
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.hf.caches import cache_folder
 from alibi_attn.hf.caches.cache_folder import TokenIds
+from alibi_attn.hf.caches.cache_layer import NEEDS_PATCH, CacheLayer
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.cache_checks import check_format
 from alibi_attn.nn.cache_header import Mode, check_new
 
-NEEDS_PATCH = (
-    "a cache in files needs a model that reads only the keys within reach: call patch(model) first, or use ALiBiCache()"
-)
 FORMAT = 1  # of a pickle; the KVCaches inside have their own format number
 
 
@@ -60,7 +58,7 @@ class ALiBiCache(Cache):
     """
 
     def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
-        super().__init__(layer_class_to_replicate=_Layer)
+        super().__init__(layer_class_to_replicate=CacheLayer)
         self.path = None if path is None else Path(path)
         self._about: dict[str, Any] | None = None  # description of the model; None before the first forward pass
         self._model: weakref.ref[nn.Module] | None = None  # the model that filled the cache
@@ -86,7 +84,7 @@ class ALiBiCache(Cache):
         cache.path = Path(path)
         cache._about = cache_folder.read_description(cache.path)
         for index in range(cache._about["layers"]):
-            cache.layers.append(_Layer(store=cache_folder.open_layer(cache.path, cache._about, index, mode)))
+            cache.layers.append(CacheLayer(store=cache_folder.open_layer(cache.path, cache._about, index, mode)))
         tokens = cache_folder.token_path(cache.path)
         if mode == "r+":
             tokens.touch()
@@ -144,7 +142,7 @@ class ALiBiCache(Cache):
             if self._about is None:
                 self._create(model)
             self.check_model(model)
-            self.level()
+        self.level()
         if tokens is None or tokens.device.type != "cpu":
             self._ids.forget()
         else:
@@ -178,14 +176,26 @@ class ALiBiCache(Cache):
         for layer in self._held:
             yield layer.keys, layer.values, None
 
+    def get_seq_length(self, layer_idx: int | None = None) -> int:
+        """The number of tokens in a layer; None = in all layers, which differ after a forward pass was interrupted."""
+        if layer_idx is not None:
+            return len(self._held[layer_idx].store) if layer_idx < len(self.layers) else 0
+        model = None if self._model is None else self._model()
+        if model is not None and len(self.layers) < model.config.num_hidden_layers:  # type: ignore[operator, union-attr]
+            return 0
+        return min((len(layer.store) for layer in self._held), default=0)
+
+    def get_query_offset(self, layer_idx: int = 0) -> int:
+        return self.get_seq_length()
+
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.get_seq_length() + query_length, 0
+
     def level(self) -> None:
         """Removes the tokens that only some layers hold, after a forward pass was interrupted."""
-        model = None if self._model is None else self._model()
-        expected = len(self.layers) if model is None else model.config.num_hidden_layers  # type: ignore[union-attr]
-        lengths = [len(layer.store) for layer in self._held]
-        least = min(lengths, default=0) if len(lengths) == expected else 0
-        for layer, length in zip(self._held, lengths, strict=True):
-            if length > least:
+        least = self.get_seq_length()
+        for layer in self._held:
+            if len(layer.store) > least:
                 layer.store.crop(least)
 
     def __repr__(self) -> str:
@@ -199,7 +209,7 @@ class ALiBiCache(Cache):
     def __setstate__(self, state: dict[str, Any]) -> None:
         check_format("ALiBiCache", state, reads=FORMAT)
         ALiBiCache.__init__(self)
-        self.layers = [_Layer(store=store) for store in state["stores"]]
+        self.layers = [CacheLayer(store=store) for store in state["stores"]]
 
     def norms(self, layer_idx: int) -> Norms:
         """Norms of the cached keys and values of one layer, which must not be empty."""
@@ -214,10 +224,23 @@ class ALiBiCache(Cache):
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Called by attention layers: appends keys and values; returns all keys and values of the layer."""
+        """Called by attention layers: appends keys and values; returns all keys and values of the layer.
+
+        Raises:
+            ValueError: the first pass of a model without `patch` was interrupted, and this layer has not seen its tokens.
+        """
         while len(self.layers) <= layer_idx:
             self.layers.append(self._new_layer())
-        return super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        if layer_idx == 0 and "layer" not in kwargs:  # else `begin` did
+            self.level()
+        pair = super().update(key_states, value_states, layer_idx, *args, **kwargs)
+        first, length = len(self._held[0].store), len(self._held[layer_idx].store)
+        if first not in (0, length):
+            raise ValueError(
+                f"layer 0 of this cache holds {first} tokens and layer {layer_idx} holds {length}, because an earlier pass was "
+                "interrupted; call reset() and pass the text again"
+            )
+        return pair
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
@@ -245,12 +268,12 @@ class ALiBiCache(Cache):
         lengths = {len(store) for store in stores}
         return stores if len(lengths) == 1 and all(store.can_extend for store in stores) else None
 
-    def _new_layer(self) -> "_Layer":
+    def _new_layer(self) -> CacheLayer:
         if self.path is None:
-            return _Layer()
+            return CacheLayer()
         if self._about is None:
             raise ValueError(NEEDS_PATCH)
-        return _Layer(store=cache_folder.open_layer(self.path, self._about, len(self.layers), "r+"))
+        return CacheLayer(store=cache_folder.open_layer(self.path, self._about, len(self.layers), "r+"))
 
     def _forget_ids(self) -> None:
         if self.path is None:  # else only calls that leave all rows in place are allowed
@@ -265,135 +288,5 @@ class ALiBiCache(Cache):
         self._about, self._checked = about, (weakref.ref(model), cache_folder.writes(model))
 
     @property
-    def _held(self) -> list["_Layer"]:
-        return cast("list[_Layer]", self.layers)
-
-
-class _Layer(DynamicLayer):  # type: ignore[no-untyped-call]
-    """One layer, with transformers' interface; `store` holds the tensors, `keys` and `values` are views of it."""
-
-    def __init__(self, *, store: KVCache | None = None, **kwargs: object) -> None:
-        self._store = KVCache()
-        self._assigned: dict[str, Tensor | None] = {}  # keys or values that wait for the other
-        super().__init__(**kwargs)  # type: ignore[no-untyped-call]
-        self._store = KVCache() if store is None else store
-        self.owner: weakref.ref[nn.Module] | None = None
-        if len(self.store):
-            self.lazy_initialization(self.store.key, self.store.value)
-
-    @property
-    def store(self) -> KVCache:
-        """The cache that holds the tensors."""
-        if self._assigned:
-            [name] = self._assigned
-            raise ValueError(
-                f"only {name} of a layer of this ALiBiCache were assigned, with {_described(self._assigned[name])} instead of "
-                f"{len(self._store)} tokens; assign both: layer.keys, layer.values = ..."
-            )
-        return self._store
-
-    @property
-    def keys(self) -> Tensor | None:
-        """[B, K, S, D], or None. Another tensor may be assigned, together with `values` if its length differs."""
-        return self._side("keys")
-
-    @keys.setter
-    def keys(self, keys: Tensor | None) -> None:
-        self._assign("keys", keys)
-
-    @property
-    def values(self) -> Tensor | None:
-        """[B, K, S, D], or None, as `keys`."""
-        return self._side("values")
-
-    @values.setter
-    def values(self, values: Tensor | None) -> None:
-        self._assign("values", values)
-
-    def _side(self, name: str) -> Tensor | None:
-        if name in self._assigned:
-            return self._assigned[name]
-        if not len(self._store):
-            return None
-        return self._store.key if name == "keys" else self._store.value
-
-    def _assign(self, name: str, given: Tensor | None) -> None:
-        if self._store.path is not None:
-            raise ValueError(
-                "keys and values of a cache in files cannot be assigned; use crop(), or assign to a copy (copy.deepcopy)"
-            )
-        self._assigned[name] = given
-        keys, values = self._side("keys"), self._side("values")
-        if (keys is None) != (values is None):
-            return  # until the other is assigned, too
-        if keys is None or values is None:
-            self._store = KVCache()
-        elif keys.shape[:3] != values.shape[:3]:
-            return
-        else:
-            self._store.assign(keys, values)
-            self.lazy_initialization(keys, values)
-        self._assigned.clear()
-
-    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
-        self.dtype, self.device = key_states.dtype, key_states.device
-        self.is_initialized = True
-
-    def update(
-        self,
-        key_states: Tensor,
-        value_states: Tensor,
-        *args: object,
-        layer: nn.Module | None = None,
-        log_fgate: Tensor | None = None,
-        **kwargs: object,
-    ) -> tuple[Tensor, Tensor]:
-        if layer is None and self.store.path is not None:
-            raise ValueError(NEEDS_PATCH)
-        owner = None if self.owner is None else self.owner()
-        if layer is not None and owner is not layer:
-            if owner is not None and len(self.store):
-                raise ValueError(
-                    "this ALiBiCache holds the keys of another model or layer; pass a new ALiBiCache(), or a copy "
-                    "(copy.deepcopy) to continue with another model that has the same weights"
-                )
-            self.owner = weakref.ref(layer)
-        if not self.is_initialized:
-            self.lazy_initialization(key_states, value_states)
-        return self.store.append(key_states, value_states, log_fgate=log_fgate)
-
-    def get_seq_length(self) -> int:
-        return len(self.store)
-
-    def reset(self) -> None:
-        self._assigned.clear()
-        if self.store.path is None:
-            self._store = KVCache()
-        elif len(self.store):
-            self.store.crop(0)
-        self.is_initialized = False
-
-    def crop(self, tokens_to_remove: int) -> None:
-        """Remove −tokens_to_remove tokens; a positive number is the length to keep, as in older releases of transformers."""
-        length = len(self.store)
-        left = tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove
-        self.store.crop(min(max(left, 0), length))
-
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        if len(self.store):
-            self.store.reorder(beam_idx)
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        if len(self.store):
-            self.reorder_cache(torch.arange(self.store.key.shape[0]).repeat_interleave(repeats))
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        if len(self.store):
-            self.reorder_cache(torch.arange(self.store.key.shape[0], device=indices.device)[indices])
-
-    def offload(self) -> None:
-        raise NotImplementedError("an ALiBiCache cannot be offloaded; use DynamicCache(offloading=True)")
-
-
-def _described(tensor: Tensor | None) -> str:
-    return "None" if tensor is None else str(tensor.shape[2])
+    def _held(self) -> list[CacheLayer]:
+        return cast("list[CacheLayer]", self.layers)

@@ -84,7 +84,7 @@ class TokenIds:
             raise ValueError(
                 f"the token ids of the cache are damaged: {self.path} does not match its checksums; read the text again"
             )
-        return torch.from_numpy(np.ascontiguousarray(records["ids"].T))
+        return torch.from_numpy(records["ids"].T.copy())
 
     def forget(self) -> None:
         """Makes the ids unknown."""

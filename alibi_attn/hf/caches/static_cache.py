@@ -40,6 +40,9 @@ class StaticALiBiCache(Cache):
     def __repr__(self) -> str:
         return f"StaticALiBiCache(capacity={self.capacity}, {len(self.layers)} layers)"
 
+    def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        return self.capacity, 0  # also before the first pass, which creates the layers
+
     def norms(self, layer_idx: int) -> Norms | None:
         """Norms of all keys and values of one layer; None where nothing reads them."""
         layer = self.layers[layer_idx]

@@ -1,0 +1,96 @@
+"""A forward pass that ends in the middle, as Ctrl-C does: tokens that only some layers hold are removed before the next."""
+
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import nn
+from transformers import BloomConfig, BloomForCausalLM
+
+from alibi_attn.hf import ALiBiCache, patch
+
+
+class Interrupted(Exception):
+    """Stands for Ctrl-C."""
+
+
+def interrupted(model: nn.Module, layer: nn.Module, ids: torch.Tensor, cache: ALiBiCache) -> None:
+    """A pass over more tokens that ends before `layer` appends."""
+
+    def stop(*_: object) -> None:
+        raise Interrupted
+
+    hook = layer.register_forward_pre_hook(stop)
+    with pytest.raises(Interrupted):
+        model(ids, past_key_values=cache, use_cache=True)
+    hook.remove()
+
+
+def second_layer(model: nn.Module) -> nn.Module:
+    return model.layers[1] if hasattr(model, "layers") else model.transformer.h[1]
+
+
+@pytest.fixture
+def unpatched(build: Callable[..., nn.Module]) -> nn.Module:
+    return build("bloom", n_layer=3)
+
+
+@pytest.mark.parametrize("model", ["bloom", "ours"], indirect=True)
+@pytest.mark.parametrize("in_files", [False, True])
+@pytest.mark.parametrize("held", [0, 20])
+@torch.no_grad()
+def test_generating_goes_on_as_if_the_pass_had_not_begun(model, in_files, held, tokens, tmp_path):
+    ids, cache = tokens(1, 30), ALiBiCache(tmp_path / "cache" if in_files else None)
+    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "use_cache": True, "output_logits": True}
+    wanted = model.generate(ids, return_dict_in_generate=True, **options)
+    if held:
+        model(ids[:, :held], past_key_values=cache, use_cache=True)
+    interrupted(model, second_layer(model), ids[:, held : held + 5], cache)
+    assert cache.get_seq_length() == held
+    found = model.generate(ids, past_key_values=cache, return_dict_in_generate=True, **options)
+    assert torch.equal(found.sequences, wanted.sequences)
+    torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-4, atol=1e-4)
+    assert {len(layer.store) for layer in cache.layers} == {35}
+
+
+@torch.no_grad()
+def test_an_unpatched_model_goes_on_too(unpatched, tokens):
+    model, ids, cache = unpatched, tokens(1, 30), ALiBiCache()
+    model(ids[:, :20], past_key_values=cache)
+    interrupted(model, second_layer(model), ids[:, 20:25], cache)
+    assert (cache.get_seq_length(), cache.get_seq_length(0), cache.get_seq_length(1)) == (20, 25, 20)
+    torch.testing.assert_close(model(ids[:, 20:], past_key_values=cache).logits, model(ids).logits[:, 20:])
+
+
+@torch.no_grad()
+def test_layers_that_never_got_the_first_tokens_are_noticed(unpatched, tokens):
+    """Without `patch` no cache knows how many layers the model has."""
+    ids, cache = tokens(1, 30), ALiBiCache()
+    interrupted(unpatched, second_layer(unpatched), ids[:, :20], cache)
+    with pytest.raises(ValueError, match=r"layer 0 .* holds 30 tokens and layer 1 holds 10"):
+        unpatched(ids[:, 20:], past_key_values=cache)
+    cache.reset()
+    torch.testing.assert_close(unpatched(ids, past_key_values=cache).logits, unpatched(ids).logits)
+
+
+@torch.no_grad()
+def test_the_step_in_one_call_levels_too(tokens):
+    """After the pass module by module was interrupted."""
+    torch.manual_seed(0)
+    model = BloomForCausalLM(BloomConfig(hidden_size=64, n_layer=2, n_head=4, vocab_size=60)).eval()
+    with patch(model):
+        ids, cache = tokens(1, 30), ALiBiCache()
+        model(ids[:, :29], past_key_values=cache)
+        interrupted(model, second_layer(model), ids[:, :3], cache)
+        found = model(ids[:, 29:], past_key_values=cache).logits
+        torch.testing.assert_close(found, model(ids).logits[:, 29:], rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("model", ["bloom", "mpt", "ours"], indirect=True)
+def test_keys_and_values_as_tuples_get_a_sentence(model, tokens):
+    """transformers took tuples of (keys, values) in earlier releases."""
+    ids = tokens(1, 3)
+    with pytest.raises(
+        TypeError, match=r"past_key_values is a tuple but must be a cache of transformers, such as ALiBiCache\(\)"
+    ):
+        model(ids, past_key_values=((ids, ids),) * 2)
