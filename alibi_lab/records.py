@@ -1,34 +1,30 @@
-"""Records: each result as one JSON file, with what was run, where, and the numbers.
+"""Records: each result as JSON, with what was run, where, and the numbers.
 
 Every measurement of this package (a training, an evaluation, a benchmark, an attack on the certificate) is saved as a record,
 and every figure and table is a pure function of records. Records are small, readable and never overwritten.
+
+A run writes one file per record, `KEY.json`. `pack` collects the records of a study in one JSON Lines file: one record per line,
+sorted by key, each with its key in front and its checksum. A packed record's place is `FILE.jsonl#KEY`; every function that takes
+or returns the path of a record supports both forms.
 """
 
-import contextlib
 import dataclasses
 import datetime
-import functools
 import hashlib
 import json
-import os
-import platform
 import re
-import shlex
-import subprocess
-import sys
-from collections.abc import Iterator, Mapping, Sequence
-from importlib import metadata
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
-import alibi_attn
-from alibi_attn import files, processor
+from alibi_attn import files
 from alibi_attn.strict_json import JsonError, is_sealed, parse, sealed
+from alibi_lab.provenance import command, commit, kernels, machine, versions
 
 SCHEMA = 1
+PACKED = ".jsonl"  # the ending of files with many records
+_KEYED = re.compile(rb'\{"key": "([\w.-]+)", ')
 SPEEDS = ("benchmark", "speed")  # kinds of records that measure time; their versions have a hash of the kernels
-_DOCSTRINGS = re.compile(r'^[ \t]*"""(?:.|\n)*?"""[ \t]*$', re.MULTILINE)
-_COMMENTS = re.compile(r"^[ \t]*(?:# |//).*$", re.MULTILINE)  # whole lines, in Python and C++
 LARGEST = 1e100  # the largest measured value; sums, squares and axes of such numbers still fit into a float
 MAX_COUNT = 2**53  # the largest count; a float holds every integer up to it
 Json: TypeAlias = "bool | int | float | str | Sequence[Json] | Mapping[str, Json] | None"
@@ -43,7 +39,6 @@ _DRAWN = (
     (re.compile(r"(.*_)?(perplexity|ms|per_second)|seconds|hours"), 0, LARGEST),
     (re.compile(r"(loss_|nonoverlapping_|sliding_|windowed_)?nats"), 0, LARGEST),
 )
-_PACKAGES = ("alibi-attn", "numpy", "torch", "triton", "jax", "flax", "transformers", "accelerate")
 
 
 class RecordError(ValueError):
@@ -104,56 +99,6 @@ class Record:
             raise RecordError(f"commit is {self.commit!r} but must be text or None")
 
 
-def machine() -> dict[str, Json]:
-    """A description of this machine, without host name or user name."""
-    torch = sys.modules.get("torch")
-    return {
-        "processor": processor.name(),
-        "instructions": processor.instructions(),
-        "cores": len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count(),
-        "memory_bytes": _memory_bytes(),
-        "gpu": torch.cuda.get_device_name() if torch is not None and torch.cuda.is_available() else None,
-        "system": f"{platform.system()} {platform.machine()}",
-        "python": platform.python_version(),
-    }
-
-
-@functools.cache
-def versions() -> Mapping[str, str]:
-    """Installed versions of the packages that results depend on."""
-    installed = {}
-    for package in _PACKAGES:
-        with contextlib.suppress(metadata.PackageNotFoundError):
-            installed[package] = metadata.version(package)
-    return installed
-
-
-@functools.cache
-def commit() -> str | None:
-    """The commit of the source tree this package runs from, with "+" if files differ from it; None outside a checkout.
-
-    It is determined once per process, because the loaded code does not change when the files do.
-    """
-    here = Path(__file__).resolve().parent
-    if not (here.parent / ".git").exists():
-        return None
-    words = ["git", "describe", "--always", "--abbrev=12", "--exclude=*", "--dirty=+"]
-    try:
-        return subprocess.run(words, cwd=here, check=True, capture_output=True, text=True).stdout.strip()
-    except (OSError, subprocess.CalledProcessError):
-        return None
-
-
-@functools.cache
-def kernels() -> str:
-    """A hash of the sources that decide how fast attention is, without comments, docstrings and white space."""
-    folder, digest = Path(alibi_attn.__file__).parent / "attention", hashlib.sha256()
-    for path in sorted(path for path in folder.rglob("*") if path.suffix in (".py", ".cpp", ".hpp")):
-        text = f"{path.relative_to(folder).as_posix()}\n{path.read_text(encoding='utf-8')}"
-        digest.update(" ".join(_COMMENTS.sub("", _DOCSTRINGS.sub("", text)).split()).encode())
-    return digest.hexdigest()[:12]
-
-
 def age(record: Record) -> str:
     """Why a record of speed does not describe the present kernels; "" if it does, or if it is not about speed."""
     if record.kind not in SPEEDS or record.versions.get("kernels") == kernels():
@@ -161,15 +106,6 @@ def age(record: Record) -> str:
     if "kernels" in record.versions:
         return "measured with other kernels than the present ones"
     return "measured by an older version, which kept no hash of the kernels"
-
-
-def command() -> str:
-    """The running command line, with the program's name without its folder."""
-    program = Path(sys.argv[0]).name
-    if program == "__main__.py":
-        program = "python -m alibi_lab"
-    words = shlex.join([*program.split(), *sys.argv[1:]]) if sys.argv[0] else ""
-    return words.encode(errors="backslashreplace").decode()  # a file's name may be no UTF-8
 
 
 def make(
@@ -206,13 +142,22 @@ def identity(kind: str, name: str, config: Mapping[str, Json]) -> str:
 
 
 def recorded(folder: Path, kind: str, name: str, config: Mapping[str, Json]) -> Path | None:
-    """The file of the record with this identity in the folder; None if there is none."""
+    """The place of the record with this identity in the folder; None if there is none."""
     return with_identity(folder, identity(kind, name, config))
 
 
 def with_identity(folder: Path, digits: str) -> Path | None:
-    """The file of the record with these digits of `identity`; None if there is none."""
-    return next(folder.glob(f"*-{digits}.json"), None)
+    """The place of the record with these digits of `identity`; None if there is none."""
+    if found := next(folder.glob(f"*-{digits}.json"), None):
+        return found
+    packed = (_place(file, name) for file in sorted(folder.glob("*.jsonl")) for name, _ in _lines(file))
+    return next((place for place in packed if place.name.endswith(f"-{digits}")), None)
+
+
+def key(record: Record) -> str:
+    """The record's key, `<kind>-<name>-<identity>`: the name of its file without ".json"."""
+    stem = re.sub(r"[^A-Za-z0-9.]+", "-", f"{record.kind}-{record.name}").strip("-")
+    return f"{stem}-{identity(record.kind, record.name, record.config)}"
 
 
 def expect_new(folder: Path, kind: str, name: str, config: Mapping[str, Json]) -> None:
@@ -231,6 +176,7 @@ def save(record: Record, folder: Path) -> Path:
     Raises:
         FileExistsError: the folder already has a record of this identity; records are never overwritten.
     """
+    expect_new(folder, record.kind, record.name, record.config)
     path = _path(record, folder)
     try:
         with files.new_file(path) as file:
@@ -255,32 +201,15 @@ def grow(record: Record, folder: Path) -> Path:
 
 
 def load(path: str | Path) -> Record:
-    """Read one record.
+    """Read one record: a file, or `FILE.jsonl#KEY`.
 
     Raises:
         RecordError: not JSON, not a record, another schema, numbers out of range, or not what was written.
     """
-    try:
-        data = parse(Path(path).read_bytes())
-    except JsonError as error:
-        raise RecordError(f"{path} is not JSON ({error}); a record is written by alibi run or alibi bench") from None
-    if not isinstance(data, dict) or "schema" not in data:
-        raise RecordError(f"{path} is JSON but not a record: it has no schema")
-    if data["schema"] != SCHEMA:
-        found = f"{path} has schema {data['schema']} but this version reads {SCHEMA}"
-        raise RecordError(f"{found}; read it with the version that wrote it")
-    expected = {field.name for field in dataclasses.fields(Record)}
-    if missing := {*expected, "sha256"} - data.keys():
-        raise RecordError(f"{path} has no {', '.join(sorted(missing))}, so it is not a complete record")
-    try:
-        record = Record(**{key: data[key] for key in expected})
-        _check_numbers(record)
-    except RecordError as error:
-        raise RecordError(f"{path} is damaged: {error}") from None
-    if not is_sealed(data):
-        found = f"{path} is not what was written: it was damaged or edited, since its sha256 differs"
-        raise RecordError(f"{found}; restore it, or measure it again")
-    return record
+    file, mark, name = str(path).partition(f"{PACKED}#")
+    if mark:
+        return _record(_parsed(_line(Path(f"{file}{PACKED}"), name), path), path)
+    return _record(_parsed(Path(path).read_bytes(), path), path)
 
 
 def find(*paths: Path, kind: str | None = None) -> Iterator[Record]:
@@ -288,15 +217,36 @@ def find(*paths: Path, kind: str | None = None) -> Iterator[Record]:
 
     Raises:
         FileNotFoundError: a path does not exist.
-        RecordError: a `.json` file is not a record.
+        RecordError: a `.json` file or a line of a `.jsonl` file is not a record.
     """
     for path in paths:
-        if not path.exists():
-            raise FileNotFoundError(f"{path} does not exist; pass record files (.json) or folders that hold them")
-        for file in sorted(file for file in path.rglob("*.json") if not file.is_dir()) if path.is_dir() else [path]:
-            record = load(file)
+        for record, _ in _found(path):
             if kind is None or record.kind == kind:
                 yield record
+
+
+def pack(paths: Iterable[Path], out: Path, *, replace: bool = False) -> int:
+    """Adds the records in files and folders to one JSON Lines file, sorted by key; returns how many the file then holds.
+
+    Args:
+        replace: a new record replaces one with the same key; otherwise this is an error, unless both are equal.
+
+    Raises:
+        FileExistsError: `out` has another record with the same key; nothing is written.
+        FileNotFoundError, RecordError: see `find`.
+    """
+    if out.suffix != PACKED:
+        raise ValueError(f"{out} must end in {PACKED}; a packed file has one record per line")
+    packed: dict[str, Mapping[str, object]] = {}
+    for path in [*([out] if out.exists() else []), *paths]:
+        for record, data in _found(path):
+            name = key(record)
+            if path != out and not replace and packed.get(name, data) != data:
+                raise FileExistsError(f"{out} has another record {name}; pass --replace to replace it")
+            packed[name] = data
+    lines = (b'{"key": "%s", %s\n' % (name.encode(), sealed(data)[1:]) for name, data in sorted(packed.items()))
+    files.replace_file(out, b"".join(lines))
+    return len(packed)
 
 
 def finite(value: object) -> object:
@@ -310,9 +260,82 @@ def finite(value: object) -> object:
     return value
 
 
+def _found(path: Path) -> Iterator[tuple[Record, Mapping[str, object]]]:
+    """The records in a file or folder, each with its JSON without the checksum."""
+    for place, text in _texts(path):
+        data = _parsed(text, place)
+        yield _record(data, place), {name: value for name, value in data.items() if name != "sha256"}
+
+
+def _texts(path: Path) -> Iterator[tuple[Path, bytes]]:
+    """(place, JSON) of the records in a folder, a file, or `FILE.jsonl#KEY`."""
+    file, mark, name = str(path).partition(f"{PACKED}#")
+    if mark and Path(f"{file}{PACKED}").exists():
+        yield path, _line(Path(f"{file}{PACKED}"), name)
+    elif path.is_dir():
+        for inside in sorted(one for one in path.rglob("*") if one.suffix in (".json", PACKED) and not one.is_dir()):
+            yield from _texts(inside)
+    elif not path.exists():
+        raise FileNotFoundError(f"{path} does not exist; pass record files (.json, {PACKED}) or folders that hold them")
+    elif path.suffix == PACKED:
+        for name, line in _lines(path):
+            yield _place(path, name), line
+    else:
+        yield path, path.read_bytes()
+
+
+def _lines(file: Path) -> Iterator[tuple[str, bytes]]:
+    """(key, JSON without the key) of every line of a packed file."""
+    for number, line in enumerate(file.read_bytes().splitlines(), 1):
+        match = _KEYED.match(line)
+        if match is None:
+            raise RecordError(f"line {number} of {file} is not a record: it does not begin with a key")
+        yield match[1].decode(), b"{" + line[match.end() :]
+
+
+def _line(file: Path, name: str) -> bytes:
+    line = next((line for found, line in _lines(file) if found == name), None)
+    if line is None:
+        raise RecordError(f"{file} has no record {name!r}; its lines begin with their keys")
+    return line
+
+
+def _place(file: Path, name: str) -> Path:
+    return file.with_name(f"{file.name}#{name}")
+
+
+def _parsed(text: bytes, place: str | Path) -> dict[str, object]:
+    try:
+        data = parse(text)
+    except JsonError as error:
+        raise RecordError(f"{place} is not JSON ({error}); a record is written by alibi run or alibi bench") from None
+    if not isinstance(data, dict) or "schema" not in data:
+        raise RecordError(f"{place} is JSON but not a record: it has no schema")
+    return data
+
+
+def _record(data: Mapping[str, object], place: str | Path) -> Record:
+    if data["schema"] != SCHEMA:
+        found = f"{place} has schema {data['schema']} but this version reads {SCHEMA}"
+        raise RecordError(f"{found}; read it with the version that wrote it")
+    expected = {field.name for field in dataclasses.fields(Record)}
+    if missing := {*expected, "sha256"} - data.keys():
+        raise RecordError(f"{place} has no {', '.join(sorted(missing))}, so it is not a complete record")
+    try:
+        record = Record(**{name: data[name] for name in expected})  # type: ignore[arg-type]
+        _check_numbers(record)
+    except RecordError as error:
+        raise RecordError(f"{place} is damaged: {error}") from None
+    if not is_sealed(data):
+        found = f"{place} is not what was written: it was damaged or edited, since its sha256 differs"
+        raise RecordError(f"{found}; restore it, or measure it again")
+    if "#" in str(place) and not str(place).endswith(f"{PACKED}#{key(record)}"):
+        raise RecordError(f"{place} is damaged: the key of this record is {key(record)}")
+    return record
+
+
 def _path(record: Record, folder: Path) -> Path:
-    stem = re.sub(r"[^A-Za-z0-9.]+", "-", f"{record.kind}-{record.name}").strip("-")
-    return folder / f"{stem}-{identity(record.kind, record.name, record.config)}.json"
+    return folder / f"{key(record)}.json"
 
 
 def _text(record: Record) -> bytes:
@@ -343,10 +366,3 @@ def _check_numbers(record: Record) -> None:
 def _within(value: float, least: float, most: float) -> bool:
     """Whether the value is within the bounds, up to rounding: a share of 1.0000001 and a loss of −1e-7 are allowed."""
     return least - 1e-3 <= value <= most * (1 + 1e-3)
-
-
-def _memory_bytes() -> int | None:
-    try:
-        return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-    except (AttributeError, ValueError, OSError):
-        return None

@@ -7,6 +7,7 @@ generated, where NAME is one of `TEXTS`; do not edit it there.
 """
 
 import dataclasses
+import fnmatch
 import functools
 import math
 import re
@@ -19,7 +20,7 @@ from matplotlib.figure import Figure
 
 from alibi_lab.position_methods import LOOKS
 from alibi_lab.recipes import quick
-from alibi_lab.records import Record, load
+from alibi_lab.records import Record, find, key
 from alibi_lab.report import rollouts
 from alibi_lab.report.intervals import first_worse
 from alibi_lab.report.method_comparison import (
@@ -42,10 +43,12 @@ from alibi_lab.report.verdicts import Verdict, all_verdicts
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("performance", "gates", "paper", "lab-results")))
 MARKED = re.compile(r"(<!-- from records: ([\w-]+) -->)\n.*?\n?(<!-- end -->)", re.DOTALL)
-CPU, ENCODER, SERVING = "benchmark-cpu-noise-*.json", "benchmark-embedding-{}-{}-*.json", "benchmark-serving-{}-*.json"
-BF16, JAX, BATCHES = "benchmark-cpu-bf16-noise-*.json", "benchmark-jax-cpu-noise-*.json", (16, 8)
-GPU, GPU_KERNELS = "benchmark-gpu-noise-16x128-*.json", "benchmark-gpu-models-kernels-*.json"
-GPU_GRAPHS = "benchmark-gpu-models-graphs-*.json"
+# Records, as FILE#KEY in results/; on other processors than the first, the file is the processor's.
+CPU, BF16, BATCH = "{}#benchmark-cpu-noise-*", "{}#benchmark-cpu-bf16-noise-*", "{}#benchmark-cpu-batch-{}-noise-*"
+ENCODER, SERVING = "models#benchmark-embedding-{}-{}-*", "models#benchmark-serving-{}-*"
+JAX, BATCHES = "attention#benchmark-jax-cpu-noise-*", (16, 8)
+GPU, GPU_KERNELS = "attention#benchmark-gpu-noise-16x128-*", "models#benchmark-gpu-models-kernels-*"
+GPU_GRAPHS = "models#benchmark-gpu-models-graphs-*"
 ATTENTION = {"forward_kernel": "forward", "query_kernel": "queries", "key_kernel": "keys"}
 MODELS = {
     "gates": "gates",
@@ -54,11 +57,11 @@ MODELS = {
     "encoder-" + "[0-9a-f]" * 12: "encoder",
     "decoding": "one more token",
 }
-NEXT_TOKENS = "benchmark-next-tokens-bloom-*.json"
-TRAINING, GENERATING = "benchmark-training-medium-*.json", "benchmark-generating-bloom-*.json"
-# The processors whose attention was measured, by the folder of their records.
-PROCESSORS = {"": "Zen 5", "amx/": "Xeon", "zen4/": "Zen 4", "avx2/": "AVX2 only"}
-WITH_AVX_512 = [folder for folder in PROCESSORS if folder != "avx2/"]
+NEXT_TOKENS = "models#benchmark-next-tokens-bloom-*"
+TRAINING, GENERATING = "training#benchmark-training-medium-*", "models#benchmark-generating-bloom-*"
+# The processors whose attention was measured, by the file of their records.
+PROCESSORS = {"attention": "Zen 5", "amx": "Xeon", "zen4": "Zen 4", "avx2": "AVX2 only"}
+WITH_AVX_512 = [name for name in PROCESSORS if name != "avx2"]
 FAMILIES = {"bloom": "BLOOM", "mpt": "MPT", "falcon": "Falcon-RW"}
 NO_BIAS, DENSE_BIAS = "SDPA, causal, no bias", "SDPA, dense bias"
 # The peers of the picture and of the tables: the name in the record, and the name shown.
@@ -78,12 +81,19 @@ LIGHT = "--paper: #ffffff; --ink: #1d2430; --muted: #5d6675; --rule: #dcd9d2;"
 DARK = "--paper: #15181d; --ink: #e7e9ed; --muted: #a2abb8; --rule: #343a43;"
 
 
+@functools.cache
+def packed(file: str) -> Mapping[str, Record]:
+    """The records of a file in results/, by key."""
+    return {key(one): one for one in find(ROOT / "results" / f"{file}.jsonl")}
+
+
 def record(pattern: str, **config: object) -> Record:
-    """The newest record in results/ that matches the pattern and has these entries in its config."""
-    found = [load(path) for path in sorted((ROOT / "results").glob(pattern))]
+    """The newest record that matches a pattern of FILE#KEY and has these entries in its config."""
+    file, _, keys = pattern.partition("#")
+    found = [one for name, one in packed(file).items() if fnmatch.fnmatchcase(name, keys)]
     fitting = [one for one in found if config.items() <= one.config.items()]
     if not fitting:
-        raise SystemExit(f"none of the {len(found)} records results/{pattern} has {config}; pass values that one has")
+        raise SystemExit(f"none of the {len(found)} records {pattern} has {config}; pass values that one has")
     return max(fitting, key=lambda one: one.started)
 
 
@@ -96,7 +106,9 @@ def of_peers(pattern: str, peers: Mapping[str, str]) -> Record:
 @functools.cache
 def figure_1(folder: str, trained: int) -> Study:
     """The study of `alibi run figure-1` at this trained length with the most tested lengths."""
-    found = studies(map(load, sorted((ROOT / "results" / folder).glob(f"evaluation-wikitext-*-{trained}-*.json"))))
+    found = studies(
+        one for name, one in packed(folder).items() if re.match(f"evaluation-wikitext-.*-{trained}-seed", name)
+    )
     whole = [study for study in found if [series.method for series in study.series] == list(quick.COMPARED)]
     return max(whole, key=lambda study: len(study.lengths))
 
@@ -128,7 +140,7 @@ PICTURES = {
     ),
     "speed": Picture(
         "Milliseconds of attention against tokens: ours grows linearly, the others with the square.",
-        lambda: times_by_length(of_peers(CPU, SHOWN)),
+        lambda: times_by_length(of_peers(CPU.format("attention"), SHOWN)),
     ),
     "encoders": Picture(
         "Milliseconds of a whole encoder against the length of its text.",
@@ -184,7 +196,7 @@ def front() -> str:
             for series in study.series}  # fmt: skip
     counted = ", ".join(f"{LOOKS[method].label} {ends[method][0]:.0f} → {ends[method][-1]:.0f}" for method in ends)
     lengths = study.lengths
-    found = {PROCESSORS[folder]: ratios(of_peers(folder + CPU, SHOWN)) for folder in WITH_AVX_512}
+    found = {PROCESSORS[folder]: ratios(of_peers(CPU.format(folder), SHOWN)) for folder in WITH_AVX_512}
 
     def times(peer: str, length: int) -> str:
         of_all = sorted(of_one[peer][length] for of_one in found.values())
@@ -231,13 +243,18 @@ def _kernel_times(found: Record) -> tuple[dict[int, float], dict[int, float]]:
 
 def cpu() -> str:
     """Attention on a CPU at every length."""
-    return table(["tokens", *TABLED.values()], _cpu_rows(""))
+    return table(["tokens", *TABLED.values()], _cpu_rows("attention"))
 
 
 def processors() -> str:
     """The same at some lengths on other processors."""
     lengths = (512, 2048, 8192, 16384, 32768)
-    rows = [[name, *row] for folder, name in PROCESSORS.items() if folder for row in _cpu_rows(folder, lengths)]
+    rows = [
+        [name, *row]
+        for folder, name in PROCESSORS.items()
+        if folder != "attention"
+        for row in _cpu_rows(folder, lengths)
+    ]
     return table(["", "tokens", *TABLED.values()], rows)
 
 
@@ -247,7 +264,7 @@ def bf16() -> str:
     rows = [
         [name, f"{length:,.0f}", _time(ms), *ratios]
         for folder, name in PROCESSORS.items()
-        for length, ms, ratios in _relative(record(folder + BF16), OURS, peers)
+        for length, ms, ratios in _relative(record(BF16.format(folder)), OURS, peers)
     ]
     return table(["", "tokens", OURS, *(CALLED.get(name, name) for name in peers)], rows)
 
@@ -259,7 +276,7 @@ def short() -> str:
         [f"{batch} × {length:,.0f}", PROCESSORS[folder], _time(ms), *ratios]
         for batch in BATCHES
         for folder in WITH_AVX_512
-        for length, ms, ratios in _relative(record(f"{folder}benchmark-cpu-batch-{batch}-noise-*.json"), OURS, peers)
+        for length, ms, ratios in _relative(record(BATCH.format(folder, batch)), OURS, peers)
     ]
     return table(["rows × tokens", "", OURS, *(CALLED.get(name, name) for name in peers)], rows)
 
@@ -300,7 +317,7 @@ def gpu_models() -> str:
     rows = []
     peers = "SDPA, no bias, cuDNN", "SDPA + mask, no bias", "original", "SDPA + dense bias", "SDPA, no bias"
     for (part, called), peer in zip(MODELS.items(), peers, strict=True):
-        found = record(f"benchmark-gpu-models-{part}*.json")
+        found = record(f"models#benchmark-gpu-models-{part}*")
         batches = _by_length(found, OURS, "batch")
         for n in _whole(found, OURS):
             ways = [_whole(found, f"{name}{way}").get(n) for name in (OURS, peer) for way in ("", ", graph")]
@@ -321,13 +338,13 @@ def _whole(found: Record, name: str) -> dict[float, float]:
 
 def dropout() -> str:
     """How much longer attention with dropout takes."""
-    found = record("benchmark-cpu-dropout-noise-*.json")
+    found = record("attention#benchmark-cpu-dropout-noise-*")
     return _relative_times(found, OURS, "tokens", ["ours, dropout", "causal, no bias"], CALLED)
 
 
 def decoding() -> str:
     """One new token with a cache."""
-    found = record("benchmark-decoding-cpu-*.json")
+    found = record("decoding#benchmark-decoding-cpu-*")
     return _relative_times(
         found, OURS, "cached tokens", ["ours, all keys", "SDPA + dense bias", "causal, no bias", "eager"], CALLED
     )
@@ -409,7 +426,7 @@ def training() -> str:
 @functools.cache
 def referee_tasks() -> list[Task]:
     """The text and the tasks of `alibi run referee`."""
-    (tasks,) = comparisons(studies(map(load, sorted((ROOT / "results" / "referee").glob("*.json")))))
+    (tasks,) = comparisons(studies(packed("referee").values()))
     return tasks
 
 
@@ -421,7 +438,7 @@ def needles() -> str:
 @functools.cache
 def rollout_records() -> list[Record]:
     """The records of attention accumulated over layers."""
-    return [load(path) for path in sorted((ROOT / "results" / "rollout").glob("rollout-*.json"))]
+    return [one for one in packed("rollout").values() if one.kind == "rollout"]
 
 
 def rollout() -> str:
@@ -484,7 +501,7 @@ def gates() -> str:
     """Forget gates by how open they are: causal SDPA's time over ours, and our scores as a share of ACP's."""
     rows = []
     for logit in (2, 4, 6):
-        found = record(f"benchmark-gates-logit-{logit}-U-8-*.json")
+        found = record(f"attention#benchmark-gates-logit-{logit}-U-8-*")
         ours, acp = (_by_length(found, "scores", name) for name in ("ours", "acp"))
         cells = [
             f"{ratios[0]}, {ours[length] / acp[length]:.2f}"
@@ -498,7 +515,7 @@ def context_parallel() -> str:
     """Halos by length and number of processes: rows received, our time, and an all-gather's relative to it."""
     rows = []
     for ranks in (2, 4):
-        found = record(f"benchmark-context-parallel-ranks-{ranks}-*.json")
+        found = record(f"context-parallel#benchmark-context-parallel-ranks-{ranks}-*")
         received, of_all = (_by_length(found, name, "rows_received") for name in (OURS, "all-gather"))
         for length, ms, ratios in _relative(found, OURS, ["all-gather"]):
             share = f"1 in {of_all[length] / received[length]:.1f}"
@@ -529,7 +546,7 @@ def extrapolation(folder: str, trained: int) -> str:
 
 def longer_examples() -> str:
     """Table 5 at a quarter: perplexity of models trained at several lengths."""
-    found, rows = record("medium/paper-item-table-5-*.json"), []
+    found, rows = record("medium#paper-item-table-5-*"), []
     perplexities = {label: _by_length(found, label, "perplexity") for label in found.curves}
     lengths = sorted({length for at in perplexities.values() for length in at})
     for label, at in sorted(perplexities.items(), key=lambda one: (one[0].split(",")[0], min(one[1]))):
@@ -543,7 +560,7 @@ def longer_examples() -> str:
 @functools.cache
 def verdicts_on(folder: str) -> list[Verdict]:
     """The verdicts on the paper's claims at the size of a folder of results."""
-    archive = Archive(map(load, sorted((ROOT / "results" / folder).glob("*.json"))))
+    archive = Archive(packed(folder).values())
     return [verdict for _, verdict in all_verdicts(archive.records, archive.by_identity)]
 
 
@@ -574,7 +591,7 @@ def renewed(document: str) -> str:
 
 def _cpu_rows(folder: str, lengths: Sequence[int] = ()) -> list[list[str]]:
     """Attention on a CPU at these lengths, or at all: length, our time, and the peers' relative to it."""
-    found = ratios(of_peers(folder + CPU, TABLED))
+    found = ratios(of_peers(CPU.format(folder), TABLED))
     return [
         [f"{length:,}", _time(ours), *(_ratio(found[name].get(length)) for name in TABLED.values() if name != OURS)]
         for length, ours in sorted(found[OURS].items())

@@ -33,6 +33,7 @@ LIBRARY = {
     "__main__": 5,
 }
 LABORATORY = {
+    "provenance": 4.5,
     **dict.fromkeys(("records", "position_methods"), 5),
     **dict.fromkeys(("lab", "report"), 6),
     "measure": 7,

@@ -15,7 +15,7 @@ from damaged_json import DAMAGED
 
 import alibi_attn
 from alibi_attn import files
-from alibi_lab import records
+from alibi_lab import provenance, records
 from alibi_lab.records import Record, RecordError
 
 CONFIG = {"model": {"method": "alibi"}, "train": {"length": 128, "seed": 0}}
@@ -249,6 +249,74 @@ def test_a_record_is_checked_when_it_is_made(record: Record, fields, words) -> N
         dataclasses.replace(record, **fields)
 
 
+def test_a_packed_file_has_a_line_per_record_in_the_same_order_whatever_was_packed_first(record, tmp_path) -> None:
+    every = [dataclasses.replace(record, name=f"quick/{name}") for name in "bcad"]
+    paths = [records.save(one, tmp_path / "runs") for one in every]
+    packed = tmp_path / "results" / "quick.jsonl"
+    assert records.pack(paths[:2], packed) == 2
+    assert records.pack([paths[2], tmp_path / "runs", packed], packed) == 4
+    at_once = tmp_path / "at-once.jsonl"
+    records.pack([tmp_path / "runs"], at_once)
+    assert packed.read_bytes() == at_once.read_bytes()
+    lines = [json.loads(line) for line in packed.read_text().splitlines()]
+    assert [line["key"] for line in lines] == sorted(path.stem for path in paths)
+    of_files = {path.stem: json.loads(path.read_text()) for path in paths}
+    assert {line.pop("key"): line for line in lines} == of_files, "values and checksums stay"
+    assert list(records.find(packed)) == sorted(every, key=records.key)
+
+
+def test_a_packed_record_is_found_loaded_and_not_written_again(record: Record, tmp_path: Path) -> None:
+    path = records.save(record, tmp_path / "runs")
+    records.pack([path], tmp_path / "quick.jsonl")
+    place = records.recorded(tmp_path, record.kind, record.name, record.config)
+    assert place == tmp_path / f"quick.jsonl#{path.stem}"
+    assert records.load(place) == records.load(str(place)) == record
+    assert list(records.find(place)) == [record]
+    assert records.recorded(tmp_path, record.kind, record.name, {}) is None
+    for write in (records.save, records.grow):
+        with pytest.raises(FileExistsError, match=r"quick\.jsonl#.* exists; records are never overwritten"):
+            write(record, tmp_path)
+    with pytest.raises(RecordError, match=r"quick\.jsonl has no record 'training-x'"):
+        records.load(tmp_path / "quick.jsonl#training-x")
+    with pytest.raises(FileNotFoundError, match="does not exist"):
+        list(records.find(tmp_path / "other.jsonl#training-x"))
+
+
+def test_a_packed_record_is_replaced_only_on_request(record: Record, tmp_path: Path) -> None:
+    packed, again = tmp_path / "quick.jsonl", dataclasses.replace(record, metrics={"loss_nats": 9.0})
+    records.pack([records.save(record, tmp_path / "first")], packed)
+    before, path = packed.read_bytes(), records.save(again, tmp_path / "second")
+    with pytest.raises(FileExistsError, match="has another record training-quick"):
+        records.pack([path], packed)
+    assert packed.read_bytes() == before
+    assert records.pack([path], packed, replace=True) == 1
+    assert list(records.find(packed)) == [again]
+    with pytest.raises(ValueError, match=r"must end in \.jsonl"):
+        records.pack([path], tmp_path / "quick.json")
+
+
+@pytest.mark.parametrize(
+    ("damage", "words"),
+    [
+        (lambda line: line.replace(b"1.25", b"1.24"), "is not what was written"),
+        (
+            lambda line: line.replace(b'{"key": "training', b'{"key": "evaluation'),
+            "is damaged: the key of this record is",
+        ),
+        (lambda line: line[: len(line) // 2], "is not JSON"),
+        (lambda line: b"<<<<<<< HEAD\n" + line, "line 1 of .* is not a record: it does not begin with a key"),
+        (lambda line: b"{" + line.partition(b", ")[2], "does not begin with a key"),
+    ],
+)
+def test_a_damaged_line_is_refused_with_its_place(damage, words, record: Record, tmp_path: Path) -> None:
+    packed = tmp_path / "quick.jsonl"
+    records.pack([records.save(record, tmp_path / "runs")], packed)
+    packed.write_bytes(damage(packed.read_bytes()))
+    with pytest.raises(RecordError, match=rf"quick\.jsonl.*{words}|{words}") as caught:
+        list(records.find(packed))
+    assert str(packed) in str(caught.value)
+
+
 def test_find_reads_files_and_folders_and_filters_by_kind(record: Record, tmp_path: Path) -> None:
     first = records.save(record, tmp_path / "a")
     records.save(dataclasses.replace(record, kind="evaluation"), tmp_path / "b" / "deep")
@@ -278,8 +346,8 @@ def test_the_hash_of_the_kernels_follows_code_but_not_comments(tmp_path: Path, m
     def hashed(cpp: str, python: str) -> str:
         source.write_text(cpp)
         program.write_text(python)
-        records.kernels.cache_clear()
-        return records.kernels()
+        provenance.kernels.cache_clear()
+        return provenance.kernels()
 
     with monkeypatch.context() as patched:
         patched.setattr(alibi_attn, "__file__", str(tmp_path / "__init__.py"))
@@ -290,4 +358,4 @@ def test_the_hash_of_the_kernels_follows_code_but_not_comments(tmp_path: Path, m
         )
         assert hashed("#include <y>\nint f();\n", "def f():\n    n = 1\n") != first
         assert hashed("#include <x>\nint f();\n", "def f():\n    n = 2\n") != first
-    records.kernels.cache_clear()
+    provenance.kernels.cache_clear()

@@ -1,5 +1,6 @@
 """Every record is listed in results/README.md, and every figure and table of the documents matches the records."""
 
+import fnmatch
 import importlib.util
 import re
 from pathlib import Path
@@ -7,28 +8,31 @@ from types import ModuleType
 
 import pytest
 
+from alibi_lab.records import find, key
 from alibi_lab.report.verdicts import CONTRADICTED_BECAUSE
 
 ROOT = Path(__file__).parent.parent
-LISTED = re.compile(r"`([\w*/-]+\.json)`")
+LISTED = re.compile(r"`([\w*-]+\.jsonl(?:#[\w*-]+)?)`")
 LETTERS = re.compile(r"<text.*?>(.*?)</text>", re.DOTALL)
 
 
 def patterns() -> list[str]:
-    """The records listed in results/README.md's table."""
-    rows = (
-        (ROOT / "results" / "README.md").read_text(encoding="utf-8").split("## Which are here")[1].split("\nOldest")[0]
-    )
-    return LISTED.findall(rows)
+    """The records listed in results/README.md's table, as FILE or FILE#KEY."""
+    rows = (ROOT / "results" / "README.md").read_text(encoding="utf-8").split("## Which are here")[1]
+    return [f"{name}#*" if name.endswith(".jsonl") else name for row in rows.split("\n") if row.startswith("|")
+            for name in LISTED.findall(row.split("|")[1])]  # fmt: skip
 
 
-def assert_listed(files: list[str], listed: list[str]) -> None:
-    def fits(name: str, pattern: str) -> bool:
-        return re.fullmatch(pattern.replace(".", r"\.").replace("*", "[^/]*"), name) is not None
+def places() -> list[str]:
+    """All records of results/, as FILE#KEY."""
+    files = sorted((ROOT / "results").glob("*.jsonl"))
+    return [f"{file.name}#{key(one)}" for file in files for one in find(file)]
 
-    unlisted = [name for name in files if sum(fits(name, pattern) for pattern in listed) != 1]
+
+def assert_listed(places: list[str], listed: list[str]) -> None:
+    unlisted = [name for name in places if sum(fnmatch.fnmatchcase(name, pattern) for pattern in listed) != 1]
     assert not unlisted, f"results/README.md must list once: {unlisted}"
-    empty = [pattern for pattern in listed if not any(fits(name, pattern) for name in files)]
+    empty = [pattern for pattern in listed if not any(fnmatch.fnmatchcase(name, pattern) for name in places)]
     assert not empty, f"results/README.md lists records that do not exist: {empty}"
 
 
@@ -40,12 +44,24 @@ def from_records() -> ModuleType:
     return module
 
 
-def test_every_record_is_listed_and_nothing_else():
-    files = [path.relative_to(ROOT / "results").as_posix() for path in (ROOT / "results").rglob("*.json")]
-    assert_listed(files, patterns())
-    for wrong in ([*files, "benchmark-new-0.json"], [name for name in files if "jax" not in name]):
+def test_every_record_is_packed_and_listed_once_and_nothing_else():
+    assert len(list((ROOT / "results").iterdir())) <= 80
+    assert {path.suffix for path in (ROOT / "results").iterdir()} == {".jsonl", ".md"}
+    found = places()
+    assert_listed(found, patterns())
+    for wrong in ([*found, "attention.jsonl#benchmark-new-0"], [name for name in found if "jax" not in name]):
         with pytest.raises(AssertionError, match=r"results/README\.md"):
             assert_listed(wrong, patterns())
+
+
+def test_every_link_to_a_record_finds_it():
+    found = set(places())
+    for path in [ROOT / "README.md", *(ROOT / "docs").rglob("*.md")]:
+        text = path.read_text(encoding="utf-8")
+        for name, file in re.findall(r"`([\w-]+-[0-9a-f]{12})`\]\([./]*results/([\w-]+\.jsonl)\)", text):
+            assert f"{file}#{name}" in found, f"{path.name} cites {name}, which is not in {file}"
+        for place in re.findall(r"`results/([\w-]+\.jsonl#[\w*-]+)`", text):
+            assert fnmatch.filter(found, place), f"{path.name} cites {place}"
 
 
 def test_tables_of_the_documents_match_the_records(from_records):

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from alibi_attn.cli import console
 from alibi_attn.cli.main import COMMANDS, command_line
-from alibi_lab.cli import bench, evaluation, export, generate, heads, listings, report, run
+from alibi_lab.cli import bench, evaluation, export, generate, heads, listings, records, report, run
 from alibi_lab.lab.config import METHOD_MODULE
 from alibi_lab.recipes.index import RECIPES
 
@@ -28,6 +28,7 @@ app.command()(export.export)
 app.command("embed")(COMMANDS["embed"])
 app.command()(heads.heads)
 app.command()(report.report)
+app.add_typer(records.app, name="records")
 app.command("explain")(COMMANDS["explain"])
 
 

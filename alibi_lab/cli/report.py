@@ -32,7 +32,7 @@ def report(
     [dim]alibi report runs/paper --verdicts[/]    one line per claim of the paper, with the reason
 
     Args:
-        paths: Record files (.json), or folders of runs.
+        paths: Record files (.json or .jsonl), or folders of runs.
         out: HTML page to write.
         title: Title of the page.
         verdicts: Print the paper's claims, contradicted, confirmed or open, instead of a page.
@@ -42,7 +42,7 @@ def report(
     loaded = list(records.find(*(path / "records" if (path / "records").is_dir() else path for path in paths)))
     if not loaded:
         raise ValueError(
-            f"there are no records (.json) in {', '.join(map(str, paths))}; write some with alibi run or alibi bench"
+            f"there are no records (.json, .jsonl) in {', '.join(map(str, paths))}; write some with alibi run or alibi bench"
         )
     if verdicts:
         print_verdicts(loaded)

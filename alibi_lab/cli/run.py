@@ -10,7 +10,7 @@ import typer
 
 from alibi_attn.cli.cluster import Ray, cluster
 from alibi_attn.cli.console import check_writable, console, interrupted, needs, print_path
-from alibi_lab import records
+from alibi_lab import provenance, records
 from alibi_lab.cli import listings
 from alibi_lab.cli.options import TextField, documented, joined, usage_errors
 from alibi_lab.cli.perplexities import print_perplexities
@@ -103,7 +103,7 @@ def run(
         with cluster(ray, show_output=True) if ray else contextlib.nullcontext():
             paths = index.run(recipe, on_ray=ray is not None, track=track, console=console, **options)
     except KeyboardInterrupt:
-        interrupted(f"run the same command again to resume: {records.command()}")
+        interrupted(f"run the same command again to resume: {provenance.command()}")
     if paths and experiment.processes().is_main_process:
         _finish(recipe, paths, folder, page if report else None, part, selection)
 

@@ -1,7 +1,7 @@
 """The models and trainings that recipes share at each scale, and how a recipe varies its runs.
 
 medium: 3.7 million parameters, 10 million tokens, two cores. A training costs at most half an hour on one core with bf16
-instructions (`results/medium/`), an hour on one with AVX2 only. paper: about 0.1 billion parameters, 1.3 billion tokens.
+instructions (`results/medium.jsonl`), an hour on one with AVX2 only. paper: about 0.1 billion parameters, 1.3 billion tokens.
 """
 
 import dataclasses

@@ -1,10 +1,11 @@
 """Randomly damaged records: the page is drawn, or the error names the file."""
 
+import copy
 import json
 from pathlib import Path
 
 import pytest
-from damaged_records import RESULTS, assert_named_or_drawn, draw, files
+from damaged_records import assert_named_or_drawn, draw, lines, places
 from typer.testing import CliRunner
 
 from alibi_lab.cli.main import app
@@ -18,8 +19,7 @@ def test_no_damage_ends_in_a_traceback(seed: int, tmp_path: Path) -> None:
 
 
 def test_every_kind_of_record_is_damaged() -> None:
-    kinds = {json.loads(path.read_text())["kind"] for path in files()}
-    assert kinds == {json.loads(path.read_text())["kind"] for path in RESULTS.rglob("*.json")}
+    assert {lines()[place]["kind"] for place in places()} == {data["kind"] for data in lines().values()}
 
 
 @pytest.mark.parametrize(
@@ -30,7 +30,8 @@ def test_every_kind_of_record_is_damaged() -> None:
     ],
 )
 def test_a_length_of_0_and_a_lone_surrogate_are_refused_by_name(place, value, words: str, tmp_path: Path) -> None:
-    data = json.loads(sorted(RESULTS.glob("paper/evaluation-wikitext-alibi-64-*.json"))[0].read_text())
+    data = copy.deepcopy(next(one for name, one in lines().items() if "paper#evaluation-wikitext-alibi-64-" in name))
+    data["sha256"] = ""
     inner = data
     for name in place[:-1]:
         inner = inner[name]

@@ -72,7 +72,7 @@ def run_items(
     paths = list(dict.fromkeys(paths))
     if shard[1] > 1:
         return paths
-    by_file = {path.name: records.load(path) for path in paths}
+    by_file = {f"{records.key(one)}.json": one for one in map(records.load, paths)}
     return paths + [_answered(one, by_file, out / "records", scale) for one in selected]
 
 

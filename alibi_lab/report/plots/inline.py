@@ -7,7 +7,7 @@ from typing import Literal
 import matplotlib
 from matplotlib.figure import Figure
 
-from alibi_lab.records import Record, load
+from alibi_lab.records import Record, find
 from alibi_lab.report.plots.drawing import STYLE
 from alibi_lab.report.plots.head_maps import heads_figure, is_drawn
 from alibi_lab.report.plots.study import loss_by_position, perplexity_by_length, training_curves
@@ -34,13 +34,14 @@ def plot_run(folder: str | Path, curve: Curve = "nonoverlapping") -> Figure:
     """
     if curve not in _CURVES:
         raise ValueError(f"curve is {curve!r}; pass one of {', '.join(map(repr, _CURVES))}")
-    paths = sorted(path for place in (Path(folder), Path(folder) / "records") for path in place.glob("*.json"))
-    found = max(studies(map(load, paths)), key=lambda study: len(study.series), default=None)
+    places = [place for place in (Path(folder) / "records", Path(folder)) if place.exists()]
+    loaded = list(find(*places[:1]))
+    found = max(studies(loaded), key=lambda study: len(study.series), default=None)
     with matplotlib.rc_context({**STYLE, "figure.facecolor": "white"}):
         figure = None if found is None else _CURVES[curve](found)
     if figure is None:
         raise ValueError(
-            f"{folder} has {len(paths)} records and none with the curve {curve!r}; pass the --out of a run"
+            f"{folder} has {len(loaded)} records and none with the curve {curve!r}; pass the --out of a run"
         )
     figure.set_facecolor("white")
     return figure

@@ -4,6 +4,9 @@ python tests/support/fuzz/damaged_records.py --draws 3000 --seed 0
 """
 
 import argparse
+import copy
+import fnmatch
+import functools
 import json
 import random
 import tempfile
@@ -47,24 +50,37 @@ VALUES = [
 NAMES = ["", "x", "length", "\ud800", "ours", "heads", "by_length"]
 # There are hundreds of training and test results; one of each kind and layout is enough.
 PATTERNS = {
-    "benchmark-*": 1,
-    "c*-*": 1,
-    "int8-*": 1,
-    "search-*": 1,
-    "methods/*": 12,
-    "recall/*": 12,
-    "referee/e*": 60,
-    "paper/e*": 60,
-    "rollout/*": 4,
-    "paper/t*": 60,
-    "paper/s*": 20,
-    "paper/p*": 1,
+    "*#benchmark-*": 1,
+    "c*#c*": 1,
+    "models#int8-*": 1,
+    "texts#search-*": 1,
+    "methods#*": 12,
+    "recall#*": 12,
+    "referee#e*": 60,
+    "paper#e*": 60,
+    "rollout#*": 4,
+    "paper#t*": 60,
+    "paper#s*": 20,
+    "paper#p*": 1,
 }
 
 
-def files() -> list[Path]:
-    """The results to damage."""
-    return [path for pattern, step in PATTERNS.items() for path in sorted(RESULTS.glob(pattern))[::step]]
+@functools.cache
+def lines() -> dict[str, dict[str, Any]]:
+    """Every record of results/ as JSON without its checksum, by FILE#KEY."""
+    found = {}
+    for path in sorted(RESULTS.glob("*.jsonl")):
+        for line in path.read_text().splitlines():
+            data = json.loads(line)
+            del data["sha256"]
+            found[f"{path.stem}#{data.pop('key')}"] = data
+    return found
+
+
+@functools.cache
+def places() -> list[str]:
+    """The results to damage, as FILE#KEY."""
+    return [place for pattern, step in PATTERNS.items() for place in fnmatch.filter(lines(), pattern)[::step]]
 
 
 def damaged(data: dict[str, Any], rng: random.Random) -> dict[str, Any]:
@@ -96,12 +112,10 @@ def assert_named_or_drawn(path: Path, others: list[records.Record]) -> bool:
 def draw(seed: int, folder: Path) -> bool:
     """Damages one record, with some related evaluations next to it, and returns whether the page was drawn."""
     rng = random.Random(seed)
-    every = files()
-    data = json.loads(every[seed % len(every)].read_text())
-    evidence = [RESULTS / "paper" / name for name in data["config"].get("evidence", ())][:6]
-    others = [records.load(path) for path in evidence if path.exists()]
+    data = copy.deepcopy(lines()[places()[seed % len(places())]])
+    evidence = [f"paper#{name.removesuffix('.json')}" for name in data["config"].get("evidence", ())][:6]
+    others = [records.load(RESULTS / place.replace("#", ".jsonl#")) for place in evidence if place in lines()]
     bad = folder / "damaged.json"
-    del data["sha256"]
     bad.write_bytes(sealed(damaged(data, rng)))  # or the checksum would refuse everything
     return assert_named_or_drawn(bad, others)
 
@@ -158,7 +172,7 @@ def main() -> None:
             try:
                 drawn += draw(seed, Path(folder))
             except BaseException:
-                print(f"seed {seed}: {files()[seed % len(files())].name}")
+                print(f"seed {seed}: {places()[seed % len(places())]}")
                 raise
     print(f"{options.draws} draws: {drawn} pages, {options.draws - drawn} files refused by name")
 
