@@ -18,11 +18,13 @@ try:
     from alibi_attn.hf.patching.surgery import to_alibi
     from alibi_attn.hf.readers.decoder.model import ALiBiForCausalLM
     from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
-    from alibi_attn.hf.readers.encoder.models import (
+    from alibi_attn.hf.readers.encoder.heads import (
         ALiBiBertForMaskedLM,
+        ALiBiBertForQuestionAnswering,
         ALiBiBertForSequenceClassification,
-        ALiBiBertModel,
+        ALiBiBertForTokenClassification,
     )
+    from alibi_attn.hf.readers.encoder.models import ALiBiBertModel
     from alibi_attn.hf.readers.encoder_config import ALiBiBertConfig
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers"):
@@ -32,7 +34,9 @@ except ModuleNotFoundError as error:
 __all__ = [
     "ALiBiBertConfig",
     "ALiBiBertForMaskedLM",
+    "ALiBiBertForQuestionAnswering",
     "ALiBiBertForSequenceClassification",
+    "ALiBiBertForTokenClassification",
     "ALiBiBertModel",
     "ALiBiCache",
     "ALiBiCausalLMConfig",

@@ -7,12 +7,22 @@ import torch
 from damaged_json import DAMAGED
 from encoder_oracle import LAYERS, LAYOUTS, WIDTH, WORDS, config, encode, random_state, write_folder
 from safetensors.torch import load_file
-from transformers import AutoConfig, AutoModel, AutoModelForMaskedLM, AutoModelForSequenceClassification, BertModel
+from transformers import (
+    AutoConfig,
+    AutoModel,
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+    BertModel,
+)
 
 from alibi_attn.hf import (
     ALiBiBertConfig,
     ALiBiBertForMaskedLM,
+    ALiBiBertForQuestionAnswering,
     ALiBiBertForSequenceClassification,
+    ALiBiBertForTokenClassification,
     ALiBiBertModel,
     ALiBiCausalLMConfig,
 )
@@ -57,6 +67,8 @@ def test_every_family_is_read_with_every_prefix(layout, prefix, pickled, tmp_pat
         (ALiBiBertModel, AutoModel),
         (ALiBiBertForMaskedLM, AutoModelForMaskedLM),
         (ALiBiBertForSequenceClassification, AutoModelForSequenceClassification),
+        (ALiBiBertForTokenClassification, AutoModelForTokenClassification),
+        (ALiBiBertForQuestionAnswering, AutoModelForQuestionAnswering),
     ],
 )
 @torch.no_grad()
@@ -168,7 +180,10 @@ BROKEN = [
         "the weights embeddings.token_type_embeddings.weight are missing",
     ),
     (_with("encoder.layer.1.mlp.more.weight", 3), "it has unexpected weights encoder.layer.1.mlp.more.weight"),
-    (_with("adapter.weight", 3), "it has unexpected weights adapter.weight"),
+    (
+        _with("adapter.weight", 3),
+        r"it has unexpected weights adapter\.weight; if they are a head, remove them: without a",
+    ),
     (_with("encoder.layer.3.mlp.wo.bias", WIDTH), "has num_hidden_layers 2 but the tensors have 3"),
     (
         _with("bert.embeddings.word_embeddings.weight", WORDS, WIDTH),

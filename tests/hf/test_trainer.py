@@ -11,7 +11,9 @@ from transformers_names import checkpointing_arguments
 from alibi_attn.hf import (
     ALiBiBertConfig,
     ALiBiBertForMaskedLM,
+    ALiBiBertForQuestionAnswering,
     ALiBiBertForSequenceClassification,
+    ALiBiBertForTokenClassification,
     ALiBiCausalLMConfig,
     ALiBiForCausalLM,
     patch,
@@ -28,6 +30,8 @@ HEADS = {
     "classes": lambda: ALiBiBertForSequenceClassification(ALiBiBertConfig(**SIZES, **OFF, num_labels=3)),
     "number": lambda: ALiBiBertForSequenceClassification(ALiBiBertConfig(**SIZES, **OFF, num_labels=1)),
     "flags": lambda: ALiBiBertForSequenceClassification(ALiBiBertConfig(**SIZES, **OFF, num_labels=3)),
+    "tokens": lambda: ALiBiBertForTokenClassification(ALiBiBertConfig(**SIZES, **OFF, num_labels=3)),
+    "answers": lambda: ALiBiBertForQuestionAnswering(ALiBiBertConfig(**SIZES, **OFF)),
 }
 OWN = (*HEADS, "causal")
 
@@ -67,7 +71,10 @@ def rows(kind, count=8):
             labels = torch.tensor(at / 7)
         elif kind == "flags":
             labels = torch.tensor([at % 2, at % 3 == 0, 1.0])
-        found.append({"input_ids": ids, "attention_mask": mask, "labels": labels})
+        elif kind == "tokens":
+            labels = torch.where(labels == -100, labels, labels % 3)
+        answer = {"start_positions": torch.tensor(at % 3), "end_positions": torch.tensor(at % 3 + 2)}
+        found.append({"input_ids": ids, "attention_mask": mask} | (answer if kind == "answers" else {"labels": labels}))
     return found
 
 
@@ -95,7 +102,7 @@ def trainer(model, kind, folder, *, batch=2, accumulated=2, **options):
 def logits(model, kind):
     batch = {name: torch.stack([row[name] for row in rows(kind)]) for name in ("input_ids", "attention_mask")}
     with torch.no_grad():
-        return model.eval()(**batch).logits
+        return model.eval()(**batch)[0]
 
 
 @pytest.mark.parametrize("kind", OWN + PATCHED)
@@ -114,7 +121,7 @@ def test_accumulated_batches_train_as_one_large_batch(kind, make, tmp_path):
     assert max(float(x.detach().abs().max()) for x in moved.values()) > 1e-3
 
 
-@pytest.mark.parametrize("kind", kinds("masked", "number", "causal", "bloom"))
+@pytest.mark.parametrize("kind", kinds("masked", "number", "tokens", "answers", "causal", "bloom"))
 def test_an_epoch_is_evaluated_and_what_it_saves_loads(kind, make, tmp_path):
     model = make(kind)
     if kind in PATCHED:
@@ -125,7 +132,7 @@ def test_an_epoch_is_evaluated_and_what_it_saves_loads(kind, make, tmp_path):
     training.train()
     (loss,) = [one["eval_loss"] for one in training.state.log_history if "eval_loss" in one]
     batch = {name: torch.stack([row[name] for row in rows(kind, 4)]) for name in rows(kind, 1)[0]}
-    if kind in ("classes", "number", "flags"):  # means of three texts and of one
+    if kind in ("classes", "number", "flags", "answers"):  # means of three texts and of one
         with torch.no_grad():
             assert loss == pytest.approx(float(model.eval()(**batch).loss), rel=1e-4)
     assert loss > 0

@@ -7,6 +7,8 @@ from torch import nn
 from transformers import (
     BertConfig,
     BertForMaskedLM,
+    BertForNextSentencePrediction,
+    BertForQuestionAnswering,
     BertForSequenceClassification,
     BertForTokenClassification,
     BertModel,
@@ -42,7 +44,9 @@ def test_a_plain_bert_whose_config_says_alibi_is_refused(field, value, sign):
     [
         (BertForMaskedLM, "ALiBiBertForMaskedLM"),
         (BertForSequenceClassification, "ALiBiBertForSequenceClassification"),
-        (BertForTokenClassification, "ALiBiBertModel"),
+        (BertForTokenClassification, "ALiBiBertForTokenClassification"),
+        (BertForQuestionAnswering, "ALiBiBertForQuestionAnswering"),
+        (BertForNextSentencePrediction, "ALiBiBertModel"),
     ],
 )
 def test_the_error_for_a_head_names_its_class(kind, instead):

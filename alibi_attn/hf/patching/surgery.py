@@ -29,11 +29,8 @@ from alibi_attn.hf.patching import unsupported
 from alibi_attn.hf.readers import checkpoint
 from alibi_attn.hf.readers.decoder.model import ALiBiForCausalLM
 from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
-from alibi_attn.hf.readers.encoder.models import (
-    ALiBiBertForMaskedLM,
-    ALiBiBertForSequenceClassification,
-    ALiBiBertModel,
-)
+from alibi_attn.hf.readers.encoder.heads import ALiBiBertForMaskedLM, ALiBiBertForSequenceClassification
+from alibi_attn.hf.readers.encoder.models import ALiBiBertModel
 from alibi_attn.hf.readers.encoder_config import ALiBiBertConfig
 from alibi_attn.hf.readers.families import cerebras, mosaic
 from alibi_attn.hf.readers.families.family import Family, Source

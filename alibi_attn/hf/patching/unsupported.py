@@ -10,6 +10,7 @@ from torch import nn
 from transformers import PreTrainedModel
 
 from alibi_attn.hf.readers import checkpoint, checkpoint_files
+from alibi_attn.hf.readers.encoder.heads import HEADS
 from alibi_attn.hf.readers.families import DECODERS, ENCODERS, PATCHED
 
 _PLAIN_BERT = "transformers.models.bert.modeling_bert"
@@ -66,9 +67,8 @@ def _remote(model: nn.Module, instead: str) -> str:
 
 def _head(kind: type) -> str:
     """The end of the name of our class with the same head."""
-    return next(
-        (head for head in ("ForMaskedLM", "ForSequenceClassification") if kind.__name__.endswith(head)), "Model"
-    )
+    heads = (head.__name__.removeprefix("ALiBiBert") for head in HEADS)
+    return next((head for head in heads if kind.__name__.endswith(head)), "Model")
 
 
 def _sign(config: object) -> str | None:

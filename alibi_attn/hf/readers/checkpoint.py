@@ -1,11 +1,13 @@
 """Reads and writes the checkpoints of all model families: finds the family by the weights' names, and renames the weights.
 
-The config must agree with the family and with all sizes, and no weight may be missing or left over. Weights that already have our
+The config must agree with the family and with all sizes, and no weight of the model's body may be missing or unexpected. Weights
+outside the body are a head, which is loaded if the class has it, otherwise logged and ignored. Weights that already have our
 layout are not copied unless `copies=True`. Read before: `families/family.py`; next: `checkpoint_files.py`.
 """
 
 import dataclasses
 import json
+import logging
 import re
 from collections.abc import Collection, Iterable, Mapping
 from pathlib import Path
@@ -22,6 +24,21 @@ from alibi_attn.hf.readers import checkpoint_files
 from alibi_attn.hf.readers.families.family import Checkpoint, Family, Options, Parts
 
 ONE_SOURCE = "its config.json and weights must come from one checkpoint"
+_LOG = logging.getLogger(__name__)
+
+
+@dataclasses.dataclass(frozen=True)
+class Match:
+    """The family of a checkpoint.
+
+    Args:
+        names: {stored name: the family's name, without wrapper prefixes}.
+        heads: the family's names of weights outside the prefix that all stored names of the body have; None without a prefix.
+    """
+
+    family: Family
+    names: dict[str, str]
+    heads: frozenset[str] | None
 
 
 @dataclasses.dataclass(frozen=True)
@@ -32,12 +49,14 @@ class State:
         tensors: consumed by `converted`.
         parts: how the modules of a layer are stored.
         folder: for errors.
+        heads: as in `Match`.
     """
 
     tensors: dict[str, Tensor]
     family: Family
     parts: Parts
     folder: Path
+    heads: frozenset[str] | None = None
 
     def dtype_of(self, name: str) -> torch.dtype | None:
         """The dtype of one of our weights in the checkpoint; None if it is missing."""
@@ -73,7 +92,7 @@ def read(
             f"{folder} does not hold a checkpoint of {', '.join(family.name for family in table)}: no weight is called "
             f"{', '.join(f'{family.layers}0.{family.marks[0]}' for family in table)}; the weights are {listed(tensors, 3)}"
         )
-    family, weights = match[0], _renamed(tensors, *match)
+    family, weights = match.family, _renamed(tensors, match)
     kind = about.get("model_type")
     if kind is not None and family.model_types and kind not in family.model_types:
         raise ValueError(
@@ -81,29 +100,31 @@ def read(
             f"but its config says {kind!r}; the config and the weights are of different models"
         )
     for name, tensor in weights.items():
-        if not tensor.is_floating_point() and not re.fullmatch(family.ignored, name):
+        if not (tensor.is_floating_point() or name in (match.heads or ()) or re.fullmatch(family.ignored, name)):
             raise ValueError(f"{folder} holds {name} as {tensor.dtype}: quantized weights are not supported")
     options = Options(about, str(folder / checkpoint_files.CONFIG))
     try:
         config = family.config(Checkpoint(folder, options, weights, changes or {}))
     except StrictDataclassError as error:
         raise ValueError(f"{options.where} is invalid: {cause(error)}; correct it, or download it again") from error
-    state = State(weights, family, family.parts(weights.keys()), folder)
+    state = State(weights, family, family.parts(weights.keys()), folder, match.heads)
     _check_sizes(config, state)
     return config, state
 
 
-def recognized(names: Collection[str], families: Iterable[Family]) -> tuple[Family, dict[str, str]] | None:
-    """The first family that matches these names, and {stored name: name without wrapper prefixes}."""
+def recognized(names: Collection[str], families: Iterable[Family]) -> Match | None:
+    """The first family that matches these names."""
     table = list(families)
     for outer in dict.fromkeys(outer for family in table for outer in family.wrappers):
         for family in table:
             for inner in dict.fromkeys(("", family.body)):  # a model without its head is saved without the body's name
                 first = outer + f"{family.layers}0.".removeprefix(inner)
                 if outer in family.wrappers and any(first + mark in names for mark in family.marks):
-                    # Other names raise an error later unless they belong to a head.
-                    inside = (name for name in names if name.startswith(outer) and not re.fullmatch(family.heads, name))
-                    return family, {name: name for name in names} | {x: inner + x.removeprefix(outer) for x in inside}
+                    prefix = outer + family.body.removeprefix(inner)
+                    body = {name: inner + name.removeprefix(outer) for name in names if name.startswith(prefix)}
+                    others = {name: name.removeprefix(outer) for name in names if name not in body}
+                    heads = frozenset(others.values()) - set(body.values()) if prefix else None
+                    return Match(family, others | body, heads)
     return None
 
 
@@ -115,7 +136,7 @@ def converted(
     new_head: bool = False,
     copies: bool = False,
 ) -> dict[str, Tensor]:
-    """The weights by our model's names. They are removed from `state` one by one, so that few are in memory twice.
+    """The weights by our model's names. They are removed from `state` one by one, so that few are in memory twice. Heads remain.
 
     Args:
         model: gives names and sizes; may be on the meta device.
@@ -192,27 +213,37 @@ def listed(names: Iterable[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _renamed(tensors: Mapping[str, Tensor], family: Family, names: Mapping[str, str]) -> dict[str, Tensor]:
+def _renamed(tensors: Mapping[str, Tensor], match: Match) -> dict[str, Tensor]:
     """The weights by the names of their family."""
-    state = {names[name]: tensor for name, tensor in tensors.items()}
-    for name, alias in family.aliases.items():
+    state = {name: tensors[stored] for stored, name in match.names.items()}
+    for name, alias in match.family.aliases.items():
         if alias in state:
             state.setdefault(name, state.pop(alias))
     return state
 
 
-def _check_names(wanted: Collection[str], state: State, *, new_head: bool) -> None:
+def _check_names(wanted: set[str], state: State, *, new_head: bool) -> None:
+    """Raises ValueError if weights are missing, or unexpected in the body. Logs the heads that the class does not have."""
     family = state.family
-    optional = family.heads if new_head else "(?!)"
-    missing = {name for name in wanted if name not in state.tensors and not re.fullmatch(optional, name)}
-    others = state.tensors.keys() - wanted
-    unknown = {name for name in others if not re.fullmatch(f"{family.ignored}|{family.heads}", name)}
+
+    def is_head(name: str) -> bool:
+        return name in (state.heads or ()) or bool(re.fullmatch(family.heads, name))
+
+    missing = {name for name in wanted - state.tensors.keys() if not (new_head and is_head(name))}
+    others = {name for name in state.tensors.keys() - wanted if not re.fullmatch(family.ignored, name)}
+    unknown = {name for name in others if not is_head(name)}
     if missing or unknown:
-        is_head = bool(missing) and not unknown and all(re.fullmatch(family.heads, name) for name in missing)
-        advice = "pass new_head=True to draw the head at random, and train it" if is_head else ONE_SOURCE
+        modules = {name.partition(".")[0] for name in wanted}
+        advice = ONE_SOURCE
+        if not unknown and all(map(is_head, missing)):
+            advice = "pass new_head=True to draw the head at random, and train it"
+        elif state.heads is None and not missing and modules.isdisjoint(name.partition(".")[0] for name in unknown):
+            advice = "if they are a head, remove them: without a prefix of all other names, such as bert., it is not recognized"
         absent, extra = f"the weights {listed(missing)} are missing", f"it has unexpected weights {listed(unknown)}"
         reason = f"{absent}, and {extra}" if missing and unknown else absent if missing else extra
         raise ValueError(f"{state.folder} is not the {family.name} that its config describes: {reason}; {advice}")
+    if others:
+        _LOG.warning("%s has weights of another head, which are ignored: %s", state.folder, listed(others))
 
 
 def _check_sizes(config: PreTrainedConfig, state: State) -> None:

@@ -52,8 +52,8 @@ def read(
     encoder = checkpoint.recognized(tensors.keys(), ENCODERS.values())
     if encoder is not None and checkpoint.recognized(tensors.keys(), families) is None:
         raise ValueError(
-            f"{folder} holds an encoder ({encoder[0].name}), which predicts no next tokens; embed texts with it: alibi embed, or "
-            "alibi_attn.hf.ALiBiBertModel"
+            f"{folder} holds an encoder ({encoder.family.name}), which predicts no next tokens; embed texts with it: alibi "
+            "embed, or alibi_attn.hf.ALiBiBertModel"
         )
     changes = {} if normalized_head is None else {"normalized_head": normalized_head}
     config, state = checkpoint.read(folder, about, tensors, families, changes=changes)

@@ -15,7 +15,16 @@ from alibi_attn.hf.readers.encoder_config import ALiBiBertConfig
 IGNORED = -100  # a label without loss
 
 
-def masked_lm_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
+def answer_loss(logits: Tensor, at: Tensor) -> Tensor:
+    """Nats per row: logits [B, T] of where an answer starts or ends, and the true positions [B]; outside [0, T) = no loss."""
+    at = at.to(logits.device).flatten()
+    scores = logits if logits.dtype == torch.float64 else logits.float()
+    inside = (at >= 0) & (at < logits.shape[1])
+    losses = F.cross_entropy(scores, at.masked_fill(~inside, IGNORED), ignore_index=IGNORED, reduction="sum")
+    return losses / inside.sum().clamp(min=1)
+
+
+def token_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
     """Nats per label: logits [B, T, V], labels [B, T] with −100 = no loss."""
     scores = logits if logits.dtype == torch.float64 else logits.float()
     loss = F.cross_entropy(

@@ -1,8 +1,8 @@
-"""`ALiBiBertModel` and its heads: an encoder with ALiBi as a transformers model, without remote code.
+"""`ALiBiBertModel`: an encoder with ALiBi as a transformers model, without remote code.
 
 Padding costs nothing (`packing.py`), no n×n bias or mask is built, and there is no maximum length. `from_pretrained` reads
-folders written by `save_pretrained` and those of Jina v2, MosaicBERT and DNABERT-2 (`families/`).
-Read next: `docs/encoders.md`.
+folders written by `save_pretrained` and those of the families in `families/`.
+Read next: `heads.py`, `docs/encoders.md`.
 """
 
 import dataclasses
@@ -12,25 +12,13 @@ from typing import Any, ClassVar, cast
 
 import torch
 from torch import Tensor, nn
-from transformers import (
-    AutoConfig,
-    AutoModel,
-    AutoModelForMaskedLM,
-    AutoModelForSequenceClassification,
-    PreTrainedModel,
-)
-from transformers.modeling_outputs import BaseModelOutputWithPooling, MaskedLMOutput, SequenceClassifierOutput
+from transformers import AutoConfig, AutoModel, PreTrainedModel
+from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils.generic import can_return_tuple
 
 from alibi_attn.attention.call.transforms import may_read
 from alibi_attn.hf.readers import checkpoint, checkpoint_files
-from alibi_attn.hf.readers.encoder.layers import (
-    ALiBiBertEmbeddings,
-    ALiBiBertEncoder,
-    ALiBiBertPooler,
-    ALiBiBertPredictions,
-)
-from alibi_attn.hf.readers.encoder.losses import classification_loss, masked_lm_loss
+from alibi_attn.hf.readers.encoder.layers import ALiBiBertEmbeddings, ALiBiBertEncoder, ALiBiBertPooler
 from alibi_attn.hf.readers.encoder.packing import packing
 from alibi_attn.hf.readers.encoder_config import ALiBiBertConfig
 from alibi_attn.hf.readers.families import DECODER_TYPES, ENCODERS
@@ -42,7 +30,7 @@ from alibi_attn.nn.quantized import QuantizedLinear
 
 
 class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]
-    """Loading and saving, shared by the three models."""
+    """Loading and saving, shared by the encoder and its heads."""
 
     config_class = ALiBiBertConfig
     base_model_prefix = "bert"
@@ -67,9 +55,9 @@ class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call
     ) -> Any:
         """A model in evaluation mode, from a folder or the hub; code in it is never run. (model, info) with output_loading_info.
 
-        The family is recognized by the names of the weights: Jina v2, Jina v2 code, MosaicBERT and DNABERT-2, with
-        prefix "", "bert." or "model.", and folders written by `save_pretrained`. No weight may be missing or
-        unexpected, except in a head that this class does not have.
+        The family is one of `families.ENCODERS`, recognized by the names of its weights, or this package's own. No weight of the
+        encoder may be missing or unexpected. Weights outside its prefix, such as "bert.", are a head, which is loaded if this
+        class has it, otherwise logged and ignored.
 
         Args:
             new_head: initialize weights of the head and pooler that are missing from the checkpoint at random, for training;
@@ -245,115 +233,6 @@ class ALiBiBertModel(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
         )
 
 
-class ALiBiBertForMaskedLM(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
-    """The encoder with vocabulary logits. Arguments: those of `ALiBiBertModel`, and labels [B, T], −100 = no loss."""
-
-    _tied_weights_keys: ClassVar[dict[str, str]] = {  # type: ignore[misc]
-        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight"
-    }
-
-    def __init__(self, config: ALiBiBertConfig) -> None:
-        super().__init__(config)
-        self.bert = ALiBiBertModel(config, add_pooling_layer=False)
-        self.cls = nn.ModuleDict({"predictions": ALiBiBertPredictions(config)})  # the names of the weights
-        self.post_init()  # type: ignore[no-untyped-call]
-
-    def get_output_embeddings(self) -> nn.Module:
-        return self.get_submodule("cls.predictions.decoder")
-
-    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
-        self.get_submodule("cls.predictions").decoder = new_embeddings
-
-    @can_return_tuple  # type: ignore[untyped-decorator]
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        *,
-        labels: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        segment_ids: Tensor | None = None,
-        positions: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-    ) -> MaskedLMOutput:
-        """logits [B, T, V], and with labels the mean loss in nats per label. Logits at padding are meaningless.
-
-        Args:
-            num_items_in_batch: divides the sum of the losses instead of their number in this batch; the Trainer passes it.
-        """
-        encoded = self.bert(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            inputs_embeds=inputs_embeds,
-            segment_ids=segment_ids,
-            positions=positions,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
-        )
-        logits = self.cls["predictions"](encoded.last_hidden_state)
-        loss = None if labels is None else masked_lm_loss(logits, labels, num_items_in_batch)
-        return MaskedLMOutput(loss=loss, logits=logits, hidden_states=encoded.hidden_states)
-
-
-class ALiBiBertForSequenceClassification(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
-    """The encoder with `num_labels` logits of the pooled first token: classifiers, and Jina's rerankers (one label).
-
-    Arguments: those of `ALiBiBertModel`, and labels, [B] integers, or numbers [B] or [B, num_labels]. `config.problem_type`
-    selects the loss; if it is None, transformers' rules infer it from the labels.
-    """
-
-    def __init__(self, config: ALiBiBertConfig) -> None:
-        super().__init__(config)
-        self.bert = ALiBiBertModel(config, add_pooling_layer=True)
-        dropout = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
-        self.dropout = nn.Dropout(dropout)
-        self.classifier = nn.Linear(config.hidden_size, len(config.id2label or ()))
-        self.post_init()  # type: ignore[no-untyped-call]
-
-    @can_return_tuple  # type: ignore[untyped-decorator]
-    def forward(
-        self,
-        input_ids: Tensor | None = None,
-        attention_mask: Tensor | None = None,
-        token_type_ids: Tensor | None = None,
-        *,
-        labels: Tensor | None = None,
-        inputs_embeds: Tensor | None = None,
-        output_attentions: bool | None = None,
-        output_hidden_states: bool | None = None,
-        num_items_in_batch: Tensor | int | None = None,
-        segment_ids: Tensor | None = None,
-        positions: Tensor | None = None,
-    ) -> SequenceClassifierOutput:
-        """logits [B, num_labels], and with labels the loss.
-
-        Args:
-            num_items_in_batch: as in `ALiBiBertForMaskedLM`.
-        """
-        if segment_ids is not None:
-            raise ValueError(
-                "segment_ids has no meaning for a classifier with one result per row; pass one text per row"
-            )
-        encoded = self.bert(
-            input_ids,
-            attention_mask,
-            token_type_ids,
-            inputs_embeds=inputs_embeds,
-            positions=positions,
-            output_attentions=output_attentions,
-            output_hidden_states=output_hidden_states,
-            return_dict=True,
-        )
-        logits = self.classifier(self.dropout(encoded.pooler_output))
-        loss = None if labels is None else classification_loss(logits, labels, self.config, num_items_in_batch)
-        return SequenceClassifierOutput(loss=loss, logits=logits, hidden_states=encoded.hidden_states)
-
-
 def _checked(
     input_ids: Tensor | None, inputs_embeds: Tensor | None, token_type_ids: Tensor | None, config: ALiBiBertConfig
 ) -> Tensor:
@@ -377,5 +256,3 @@ def _checked(
 # Folders written by save_pretrained load through AutoModel. Originals have model_type "bert", which is taken by BERT.
 AutoConfig.register(ALiBiBertConfig.model_type, ALiBiBertConfig)
 AutoModel.register(ALiBiBertConfig, ALiBiBertModel)
-AutoModelForMaskedLM.register(ALiBiBertConfig, ALiBiBertForMaskedLM)
-AutoModelForSequenceClassification.register(ALiBiBertConfig, ALiBiBertForSequenceClassification)

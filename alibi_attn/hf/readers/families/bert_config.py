@@ -15,7 +15,7 @@ from alibi_attn.hf.readers.families.family import Checkpoint, Options
 
 WORDS, TYPES = "embeddings.word_embeddings.weight", "embeddings.token_type_embeddings.weight"
 PREFIXES = ("", "bert.", "model.")
-HEADS = r"(cls|classifier|pooler)\..*"
+HEADS = r"(cls|classifier|pooler|qa_outputs)\..*"
 BUFFERS = r"embeddings\.(position_ids|token_type_ids)|encoder\.alibi"  # saved by some versions of the originals
 ALIASES = {"cls.predictions.decoder.bias": "cls.predictions.bias"}
 # Fields that `from_pretrained` may change.
@@ -105,7 +105,7 @@ def written(model: PreTrainedModel, prefix: str) -> dict[str, Any]:
     """
     config, head = model.config, type(model).__name__.removeprefix("ALiBiBert")
     fields = {name: getattr(config, name) for name in (*_SHARED, *_SIZES)}
-    if head == "ForSequenceClassification":
+    if hasattr(model, "classifier"):
         fields |= {"id2label": config.id2label, "label2id": config.label2id}
     dtype = str(model.dtype).removeprefix("torch.")
     return {**fields, "model_type": "bert", "torch_dtype": dtype, "architectures": [f"{prefix}{head}"]}

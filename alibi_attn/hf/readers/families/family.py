@@ -129,7 +129,8 @@ class Family:
         outside: our module -> theirs, for modules outside the layers. Modules that are not listed have the same name.
         parts: the same for the modules of a layer, from all names of the checkpoint.
         aliases: other names of a weight, used if the weight is missing under its own name.
-        heads, ignored: regular expressions of names that a model may omit: those of heads, and buffers.
+        heads: a regular expression of names that are heads, or a part of them, also inside the body.
+        ignored: one of names that no model needs, such as buffers.
         repositories: parts of the names of its repositories and files, in lower case.
         classes: how the names of its remote classes begin, in lower case.
         signs: fields of its config, with the values that indicate ALiBi; () for any value.

@@ -1,0 +1,224 @@
+"""The heads of `ALiBiBertModel`: masked language model, classifiers of texts and of tokens, and extractive question answering.
+
+The names of their weights are those of BERT's and Jina's heads.
+"""
+
+from typing import ClassVar
+
+import torch
+from torch import Tensor, nn
+from transformers import (
+    AutoModelForMaskedLM,
+    AutoModelForQuestionAnswering,
+    AutoModelForSequenceClassification,
+    AutoModelForTokenClassification,
+)
+from transformers.modeling_outputs import (
+    BaseModelOutputWithPooling,
+    MaskedLMOutput,
+    QuestionAnsweringModelOutput,
+    SequenceClassifierOutput,
+    TokenClassifierOutput,
+)
+from transformers.utils.generic import can_return_tuple
+
+from alibi_attn.hf.readers.encoder.layers import ALiBiBertPredictions
+from alibi_attn.hf.readers.encoder.losses import answer_loss, classification_loss, token_loss
+from alibi_attn.hf.readers.encoder.models import ALiBiBertModel, ALiBiBertPreTrainedModel
+from alibi_attn.hf.readers.encoder_config import ALiBiBertConfig
+
+
+class ALiBiBertHead(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
+    """The forward pass of heads with labels. Arguments: those of `ALiBiBertModel`, and labels."""
+
+    bert: ALiBiBertModel
+    per_token: ClassVar[bool] = True
+    output: ClassVar[type[MaskedLMOutput | SequenceClassifierOutput | TokenClassifierOutput]]
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        *,
+        labels: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        segment_ids: Tensor | None = None,
+        positions: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+        num_items_in_batch: Tensor | int | None = None,
+    ) -> MaskedLMOutput | SequenceClassifierOutput | TokenClassifierOutput:
+        """logits, and with labels the mean loss per label. Logits at padding are meaningless.
+
+        Args:
+            num_items_in_batch: divides the sum of the losses instead of their number in this batch; the Trainer passes it.
+        """
+        if segment_ids is not None and not self.per_token:
+            raise ValueError(
+                "segment_ids has no meaning for a classifier with one result per row; pass one text per row"
+            )
+        encoded = self.bert(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            inputs_embeds=inputs_embeds,
+            segment_ids=segment_ids,
+            positions=positions,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        logits = self.logits(encoded)
+        loss = None if labels is None else self.loss(logits, labels, num_items_in_batch)
+        return self.output(loss=loss, logits=logits, hidden_states=encoded.hidden_states)
+
+    def logits(self, encoded: BaseModelOutputWithPooling) -> Tensor:
+        """The logits of the encoder's outputs."""
+        raise NotImplementedError
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
+        """The loss of each head but that of texts."""
+        return token_loss(logits, labels, num_items)
+
+
+class ALiBiBertForMaskedLM(ALiBiBertHead):  # type: ignore[no-untyped-call]
+    """The encoder with logits [B, T, V] of the vocabulary.
+
+    Arguments: those of `ALiBiBertModel`, and labels [B, T], −100 = no loss.
+    """
+
+    output = MaskedLMOutput
+    _tied_weights_keys: ClassVar[dict[str, str]] = {  # type: ignore[misc]
+        "cls.predictions.decoder.weight": "bert.embeddings.word_embeddings.weight"
+    }
+
+    def __init__(self, config: ALiBiBertConfig) -> None:
+        super().__init__(config)
+        self.bert = ALiBiBertModel(config, add_pooling_layer=False)
+        self.cls = nn.ModuleDict({"predictions": ALiBiBertPredictions(config)})  # the names of the weights
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def get_output_embeddings(self) -> nn.Module:
+        return self.get_submodule("cls.predictions.decoder")
+
+    def set_output_embeddings(self, new_embeddings: nn.Linear) -> None:
+        self.get_submodule("cls.predictions").decoder = new_embeddings
+
+    def logits(self, encoded: BaseModelOutputWithPooling) -> Tensor:
+        logits: Tensor = self.cls["predictions"](encoded.last_hidden_state)
+        return logits
+
+
+class ALiBiBertForSequenceClassification(ALiBiBertHead):  # type: ignore[no-untyped-call]
+    """The encoder with logits [B, num_labels] of the pooled first token: classifiers, and Jina's rerankers (one label).
+
+    Arguments: those of `ALiBiBertModel`, and labels, [B] integers, or numbers [B] or [B, num_labels]. `config.problem_type`
+    selects the loss; if it is None, transformers' rules infer it from the labels.
+    """
+
+    per_token, output = False, SequenceClassifierOutput
+
+    def __init__(self, config: ALiBiBertConfig) -> None:
+        super().__init__(config)
+        self.bert = ALiBiBertModel(config, add_pooling_layer=True)
+        self.dropout, self.classifier = _classifier(config)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def logits(self, encoded: BaseModelOutputWithPooling) -> Tensor:
+        logits: Tensor = self.classifier(self.dropout(encoded.pooler_output))
+        return logits
+
+    def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
+        return classification_loss(logits, labels, self.config, num_items)
+
+
+class ALiBiBertForTokenClassification(ALiBiBertHead):  # type: ignore[no-untyped-call]
+    """The encoder with logits [B, T, num_labels] of every token.
+
+    Arguments: those of `ALiBiBertModel`, and labels [B, T], −100 = no loss.
+    """
+
+    output = TokenClassifierOutput
+
+    def __init__(self, config: ALiBiBertConfig) -> None:
+        super().__init__(config)
+        self.bert = ALiBiBertModel(config, add_pooling_layer=False)
+        self.dropout, self.classifier = _classifier(config)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def logits(self, encoded: BaseModelOutputWithPooling) -> Tensor:
+        logits: Tensor = self.classifier(self.dropout(encoded.last_hidden_state))
+        return logits
+
+
+class ALiBiBertForQuestionAnswering(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
+    """The encoder with two logits of every token: whether an answer starts there, and whether it ends there."""
+
+    accepts_loss_kwargs = False  # every batch has one answer per row, so means of means are means
+
+    def __init__(self, config: ALiBiBertConfig) -> None:
+        super().__init__(config)
+        self.bert = ALiBiBertModel(config, add_pooling_layer=False)
+        self.qa_outputs = nn.Linear(config.hidden_size, 2)
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    @can_return_tuple  # type: ignore[untyped-decorator]
+    def forward(
+        self,
+        input_ids: Tensor | None = None,
+        attention_mask: Tensor | None = None,
+        token_type_ids: Tensor | None = None,
+        *,
+        start_positions: Tensor | None = None,
+        end_positions: Tensor | None = None,
+        inputs_embeds: Tensor | None = None,
+        positions: Tensor | None = None,
+        output_attentions: bool | None = None,
+        output_hidden_states: bool | None = None,
+    ) -> QuestionAnsweringModelOutput:
+        """start_logits and end_logits [B, T], the dtype's minimum at padding, and with both positions the mean loss.
+
+        Args:
+            start_positions, end_positions: [B] integers, the first and the last token of the answer. Those outside [0, T) have no
+                loss.
+        """
+        encoded = self.bert(
+            input_ids,
+            attention_mask,
+            token_type_ids,
+            inputs_embeds=inputs_embeds,
+            positions=positions,
+            output_attentions=output_attentions,
+            output_hidden_states=output_hidden_states,
+            return_dict=True,
+        )
+        logits = self.qa_outputs(encoded.last_hidden_state)
+        if attention_mask is not None:
+            logits = logits.masked_fill(~attention_mask.bool()[..., None], torch.finfo(logits.dtype).min)
+        start_logits, end_logits = logits.unbind(-1)
+        loss = None
+        if start_positions is not None and end_positions is not None:
+            loss = (answer_loss(start_logits, start_positions) + answer_loss(end_logits, end_positions)) / 2
+        return QuestionAnsweringModelOutput(
+            loss=loss, start_logits=start_logits, end_logits=end_logits, hidden_states=encoded.hidden_states
+        )
+
+
+def _classifier(config: ALiBiBertConfig) -> tuple[nn.Dropout, nn.Linear]:
+    """Dropout and the map to `num_labels` logits."""
+    dropout = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+    return nn.Dropout(dropout), nn.Linear(config.hidden_size, len(config.id2label or ()))
+
+
+AutoModelForMaskedLM.register(ALiBiBertConfig, ALiBiBertForMaskedLM)
+AutoModelForSequenceClassification.register(ALiBiBertConfig, ALiBiBertForSequenceClassification)
+AutoModelForTokenClassification.register(ALiBiBertConfig, ALiBiBertForTokenClassification)
+AutoModelForQuestionAnswering.register(ALiBiBertConfig, ALiBiBertForQuestionAnswering)
+HEADS: tuple[type[ALiBiBertPreTrainedModel], ...] = (
+    ALiBiBertForMaskedLM,
+    ALiBiBertForSequenceClassification,
+    ALiBiBertForTokenClassification,
+    ALiBiBertForQuestionAnswering,
+)
