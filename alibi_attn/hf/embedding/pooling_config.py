@@ -60,8 +60,14 @@ def read(folder: Path) -> PoolingConfig:
     """Read the files that exist.
 
     Raises:
-        ValueError: a damaged file, or unsupported modules or pooling.
+        ValueError: a damaged file, unsupported modules or pooling, or a ColBERT.
     """
+    about = _options(folder / checkpoint_files.CONFIG)
+    if (folder / "artifact.metadata").exists() or "ColBERT" in str(about.values.get("architectures")):
+        raise ValueError(
+            f"{folder} is a ColBERT, which makes one vector per token, not one per text; load it with ALiBiBertModel, and "
+            "multiply its hidden states by the folder's linear.weight"
+        )
     listing = folder / "modules.json"
     names, normalize = _modules(listing) if listing.exists() else (("", _POOLING), False)
     encoder, pooling = (folder / name for name in names)

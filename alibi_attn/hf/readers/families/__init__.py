@@ -11,6 +11,7 @@ from alibi_attn.hf.readers.families.cerebras import FAMILY as CEREBRAS
 from alibi_attn.hf.readers.families.falcon import FAMILY as FALCON
 from alibi_attn.hf.readers.families.family import Family, PatchedFamily
 from alibi_attn.hf.readers.families.forgetting import FAMILY as FORGETTING
+from alibi_attn.hf.readers.families.jina import CLIP_FAMILY as JINA_CLIP
 from alibi_attn.hf.readers.families.jina import CODE_FAMILY as JINA_CODE
 from alibi_attn.hf.readers.families.jina import FAMILY as JINA
 from alibi_attn.hf.readers.families.llm_foundry import FAMILY as LLM_FOUNDRY
@@ -21,7 +22,7 @@ from alibi_attn.hf.readers.families.replit import FAMILY as REPLIT
 from alibi_attn.hf.readers.families.t5 import FAMILIES as T5
 
 # The keys are the values of `layout` for `save_pretrained`.
-ENCODERS: dict[str, Family] = {"mosaic": MOSAIC, "jina-code": JINA_CODE, "jina": JINA}
+ENCODERS: dict[str, Family] = {"mosaic": MOSAIC, "jina-code": JINA_CODE, "jina": JINA, "jina-clip": JINA_CLIP}
 DECODERS: tuple[Family, ...] = (BAICHUAN, CEREBRAS, REPLIT, LLM_FOUNDRY, REFACT, FORGETTING)
 PATCHED: tuple[PatchedFamily, ...] = (BLOOM, MPT, FALCON, *T5)
 # The model_type of every supported decoder.

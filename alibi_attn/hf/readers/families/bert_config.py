@@ -132,7 +132,7 @@ def _sizes(checkpoint: Checkpoint, gated: str) -> dict[str, int]:
         shapes.append(list(checkpoint.state[name].shape))
         if len(shapes[-1]) != 2:
             raise ValueError(f"{checkpoint.folder} has {name} of shape {shapes[-1]} but it must have two axes")
-    layers = {name.split(".")[2] for name in checkpoint.state if name.startswith("encoder.layer.")}
+    layers = {name.split(".")[2] for name in checkpoint.state if name.startswith(gated.partition("0.")[0])}
     (vocabulary, width), (types, _), (rows, _) = shapes
     return dict(zip(_SIZES, (vocabulary, width, len(layers), rows // 2, types), strict=True))
 
