@@ -30,8 +30,9 @@ NAMES = (
     "positions",
 )
 OF_ROWS = NAMES[-2:]  # those that do not tell texts apart
-# Arguments of a forward pass that change nothing in these models: those of losses, which the heads use.
-WITHOUT_EFFECT = ("num_items_in_batch", "shift_labels", "ignore_index")
+# Arguments of a forward pass that change nothing in these models: those of losses, which the heads use, and one that MusicGen's
+# `generate` also passes to its text encoder.
+WITHOUT_EFFECT = ("num_items_in_batch", "shift_labels", "ignore_index", "guidance_scale")
 
 
 class PackedMask(NamedTuple):
