@@ -91,7 +91,8 @@ def embed(
         ),
     ] = None,
 ) -> None:
-    """Embed texts with an ALiBi encoder: Jina v2, MosaicBERT, DNABERT-2, or an encoder saved by this package.
+    """Embed texts with an ALiBi encoder: MosaicBERT, DNABERT-2, Jina v2, Jina v2 code, Jina CLIP v1's text tower, or one saved
+    by this package.
 
     Row i is the i-th file, or with --lines the i-th line of all files. With --chunks, each row of a Parquet table is a passage
     of a file (file, start, end, text, vector), computed with the whole file in view. To resume after an interruption, run the

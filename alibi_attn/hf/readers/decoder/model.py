@@ -32,8 +32,8 @@ ROWS = 8192  # rows of a head that are normalized at once
 
 
 class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
-    """A language model with ALiBi for the checkpoints of Baichuan-13B, Baichuan2-13B, BTLM-3B-8K, Jais, Refact-1.6B, MPT
-    (including grouped heads and `qk_ln`) and the Forgetting Transformer of flash-linear-attention, without remote code.
+    """A language model with ALiBi for the checkpoints of Baichuan-13B, Baichuan2-13B, BTLM-3B-8K, Jais, Refact-1.6B, Replit, MPT
+    (including grouped heads and `qk_ln`) and the Forgetting Transformer (FoX), without remote code.
 
     It computes exact attention in linear memory with `alibi_attention`, and supports left or right padding, holes in the mask,
     every mode of `generate` (with an `ALiBiCache` by default), chunked prefill, gradients, activation checkpointing and

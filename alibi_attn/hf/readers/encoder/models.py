@@ -55,9 +55,9 @@ class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call
     ) -> Any:
         """A model in evaluation mode, from a folder or the hub; code in it is never run. (model, info) with output_loading_info.
 
-        The family is one of `families.ENCODERS`, recognized by the names of its weights, or this package's own. No weight of the
-        encoder may be missing or unexpected. Weights outside its prefix, such as "bert.", are a head, which is loaded if this
-        class has it, otherwise logged and ignored.
+        The family is recognized by the names of the weights: MosaicBERT, DNABERT-2, Jina v2, Jina v2 code, Jina CLIP v1's text
+        tower, and folders written by `save_pretrained`. No weight of the encoder may be missing or unexpected. Weights outside
+        its prefix, such as "bert.", are a head, which is loaded if this class has it, otherwise logged and ignored.
 
         Args:
             new_head: initialize weights of the head and pooler that are missing from the checkpoint at random, for training;
