@@ -29,6 +29,8 @@ class ALiBiCausalLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         head_norm_eps: the ε of RMS norms of queries and keys in each head; None for no such norms.
         forget_gate, output_gate: of the Forgetting Transformer: a gate per head and token scales the weights of all earlier keys;
             a gate per feature scales the output of attention.
+        key_shift, value_shift: with forget gates: keys or values are mixed with those of the token before, by a gate per head.
+        output_norm: an RMS norm of attention's output in each head, before the output gate.
         clip_qkv: queries, keys and values are clamped to ±clip_qkv; None for no clamp.
         attention_scale: the factor of q·k; None for 1/√D.
         scale_by_inverse_layer: divide that factor by (layer + 1), layers counted from 0.
@@ -70,6 +72,9 @@ class ALiBiCausalLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     head_norm_eps: float | None = None
     forget_gate: bool = False
     output_gate: bool = False
+    key_shift: bool = False
+    value_shift: bool = False
+    output_norm: bool = False
     clip_qkv: float | None = None
     attention_scale: float | None = None
     scale_by_inverse_layer: bool = False
@@ -108,6 +113,9 @@ class ALiBiCausalLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         check_choice("numerics", self.numerics, ("exact", "checkpoint"))
         check_choice("backend", self.backend, ("auto", *BACKENDS))
         check("qk_norm", self.qk_norm, not (self.qk_norm and self.head_norm_eps), "False with head_norm_eps")
+        for name in ("key_shift", "value_shift"):
+            shift = getattr(self, name)
+            check(name, shift, not shift or self.forget_gate, "False without forget_gate")
         self._check_scaling()
         super().validate_architecture()  # type: ignore[no-untyped-call]
 

@@ -1,4 +1,4 @@
-"""The Forgetting Transformer's additions to attention: forget gates, norms per head, an output gate. Read before: `layers.py`."""
+"""The Forgetting Transformer's additions to attention: forget gates and norms per head. Read next: `shift.py`."""
 
 from typing import Any, cast
 
@@ -65,6 +65,7 @@ def attended(
     first: int | Tensor = 0
     if isinstance(cache, ALiBiCache):
         key, value, first = extended(layer, cache, key, value, log_fgate=log_fgate)
+        key, value = (x[:, : layer.heads[1]] for x in (key, value))  # type: ignore[index]  # the others are unshifted
         log_fgate = cache.log_fgate(layer.layer_idx)  # type: ignore[arg-type]
     elif cache is not None:
         raise ValueError(

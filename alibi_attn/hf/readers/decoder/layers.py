@@ -12,7 +12,7 @@ from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alibi_attn.hf.attention import patched_attention
 from alibi_attn.hf.attention.patched_attention import AttentionSettings, Numerics
-from alibi_attn.hf.readers.decoder import forgetting, rounding
+from alibi_attn.hf.readers.decoder import forgetting, rounding, shift
 from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
 from alibi_attn.nn.linear import RoundedLinear, mapped
 
@@ -48,6 +48,13 @@ class Attention(nn.Module):
         self.q_norm, self.k_norm = (_qk_norm(config, heads) for heads in self.heads[:2])
         maps = linear_class(config)
         self.forget_proj = maps(config.hidden_size, config.num_attention_heads) if config.forget_gate else None
+        self.key_shift, self.value_shift = (
+            shift.Shift(maps(config.hidden_size, config.key_heads, bias=False)) if is_shifted else None
+            for is_shifted in (config.key_shift, config.value_shift)
+        )
+        self.output_norm = (
+            forgetting.HeadNorm(self.heads[0], config.hidden_size, config.norm_eps) if config.output_norm else None
+        )
         self.gate_proj = maps(config.hidden_size, config.hidden_size, bias=False) if config.output_gate else None
         self.out_proj = linear_class(config)(config.hidden_size, config.hidden_size, bias=config.output_bias)
 
@@ -56,13 +63,36 @@ class Attention(nn.Module):
         if (limit := self.config.clip_qkv) is not None:
             qkv = qkv.clamp(-limit, limit)
         query, key, value = qkv.split(self.sizes, dim=-1)
+        unshifted: tuple[Tensor, ...] = ()
+        if self.config.key_shift or self.config.value_shift:
+            unshifted = (key, value)
+            key, value = self._shifted(x, key, value, mask=mask, cache=cache)
         parts = zip((self.q_norm(query), self.k_norm(key), value), self.heads, strict=True)
-        query, key, value = (part.unflatten(-1, (heads, -1)).transpose(1, 2) for part, heads in parts)
+        query, key, value = (_by_head(part, heads) for part, heads in parts)
+        if unshifted and cache is not None:
+            more = (_by_head(part, self.heads[1]) for part in unshifted)
+            key, value = (torch.cat(pair, dim=1) for pair in zip((key, value), more, strict=True))
         mixed = self._mixed(x, query, key, value, mask=mask, cache=cache)
+        if self.output_norm is not None:
+            mixed = self.output_norm(mixed)
         if self.gate_proj is not None:
             mixed = mixed * mapped(self.gate_proj, x).sigmoid()
         output: Tensor = mapped(self.out_proj, mixed)
         return output
+
+    def _shifted(
+        self, x: Tensor, key: Tensor, value: Tensor, *, mask: Tensor, cache: Cache | None
+    ) -> tuple[Tensor, Tensor]:
+        """Keys and values [B, T, K·D] after their shifts."""
+        heads, past = self.heads[1], 0 if cache is None else cache.get_seq_length(self.layer_idx)
+        last = shift.last_unshifted(cache, self.layer_idx, heads)
+        follows = shift.follows(mask, past, x.shape[1])
+        shifts = (self.key_shift, self.value_shift)
+        key, value = (
+            y if one is None else one(x, y.unflatten(-1, (heads, -1)), before, follows).flatten(2)
+            for y, one, before in zip((key, value), shifts, last, strict=True)
+        )
+        return key, value
 
     def _mixed(
         self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor, cache: Cache | None
@@ -99,6 +129,11 @@ class Attention(nn.Module):
     def _key_len(self, first: int | Tensor, query_len: int) -> int:
         """S; 0 with a static cache, which does not report it. The model refuses static caches if slopes depend on S."""
         return first + query_len if isinstance(first, int) else 0
+
+
+def _by_head(x: Tensor, heads: int) -> Tensor:
+    """[B, T, H·D] -> [B, H, T, D]"""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 class FeedForward(nn.Module):

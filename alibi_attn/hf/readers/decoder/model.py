@@ -3,6 +3,7 @@
 
 State dict: embed_tokens.weight [V, E]; in each layers.N: attention_norm, attention.qkv_proj [(H + 2K)·D, E] (q, then k, then v),
 attention.q_norm and attention.k_norm (if qk_norm or head_norm_eps), attention.forget_proj [H, E] (if forget_gate),
+attention.key_shift.proj and attention.value_shift.proj [K, E] (if shifted), attention.output_norm (if output_norm),
 attention.gate_proj [E, E] (if output_gate), attention.out_proj, ffn_norm, ffn.gate_proj (if gated), ffn.up_proj,
 ffn.down_proj; norm; lm_head.weight [V, E]. Read next: `layers.py`, `loading.py`.
 """
