@@ -18,14 +18,14 @@ from alibi_attn.attention.backends.fused.split_keys import reads_whole
 from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.call.dropout import drawn_seed
-from alibi_attn.attention.call.part_options import check_without_parts
+from alibi_attn.attention.call.reads import DROPOUT, MASKS, Reads
 from alibi_attn.attention.call.validation import AttentionOptions, make_spec
 from alibi_attn.attention.certificate import bounds as certificate
 from alibi_attn.attention.certificate.bounds import Bounds
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.run import dispatch
-from alibi_attn.attention.run.execution import attend, visits
+from alibi_attn.attention.run.execution import VISITS, attend, visits
 from alibi_attn.lazy import lazy_names
 
 if TYPE_CHECKING:
@@ -93,7 +93,7 @@ def certified_bounds(
         known_norms: norms of keys and values that a cache stores.
     """
     spec = make_spec(query, key, value, slopes, **options)
-    check_without_parts(spec, "certified_bounds")
+    Reads("certified_bounds", MASKS | DROPOUT | {"sink_logits"}).check(spec)
     tile_norms = None if known_norms is None else known_norms.tile_norms(key, value)
     return certificate.bounds(spec, query, key, value, tile_norms=tile_norms)
 
@@ -102,7 +102,7 @@ def backend_of(
     query: Tensor, key: Tensor, value: Tensor, slopes: Any = None, **options: Unpack[AttentionOptions]
 ) -> str:
     """The name of the backend that "auto" picks for this call."""
-    return dispatch.choose("auto", make_spec(query, key, value, slopes, **options), query, key, value)
+    return dispatch.choose("auto", make_spec(query, key, value, slopes, **options), query, key, value).name
 
 
 @torch.no_grad()
@@ -117,7 +117,9 @@ def computed_scores(
     **options: Unpack[AttentionOptions],
 ) -> int:
     """The number of scores that a backend computes, over all sequences and heads, in forward or in backward."""
-    found = visits(make_spec(query, key, value, slopes, **options), query, key, value, backend)
+    spec = make_spec(query, key, value, slopes, **options)
+    Reads("computed_scores", VISITS).check(spec)
+    found = visits(spec, query, key, value, backend)
     if found is None:
         return query.shape[:3].numel() * key.shape[2]
     measured = found.measured_scores if backward else None
@@ -133,7 +135,7 @@ def visited_reach(
     The kernels determine the reach while they run, so this computes the attention.
     """
     spec = make_spec(query, key, value, slopes, **options)
-    check_without_parts(spec, "visited_reach")
+    Reads("visited_reach", native.READS).check(spec)
     keys = native.visited(spec, query, key, value).keys
     start = torch.arange(keys.shape[2]) * TILE
     near = torch.from_numpy(keys[..., 0]).long()

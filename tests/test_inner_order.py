@@ -10,7 +10,7 @@ ROOT = Path(__file__).parent.parent
 ORDERS = {
     "alibi_attn.attention.call": (
         ("spec", "hints", "query_positions", "transforms"),
-        ("checks",),
+        ("checks", "reads"),
         ("explanation", "part_options", "visibility"),
         ("bias", "cuts", "dropout"),
         ("validation",),
@@ -21,7 +21,8 @@ ORDERS = {
         ("operator",),
     ),
     "alibi_attn.attention.run": (
-        ("dispatch", "invariant", "merging", "near_keys"),
+        ("invariant", "merging", "near_keys", "splitting"),
+        ("dispatch",),
         ("execution",),
     ),
     "alibi_attn.hf": (("caches",), ("attention",), ("readers",), ("patching",), ("embedding",)),

@@ -10,16 +10,21 @@ from alibi_attn.attention.backends import flex
 from alibi_attn.attention.call.bias import Slopes
 from alibi_attn.attention.call.explanation import Explanation, explanation
 from alibi_attn.attention.call.hints import hides_unknown, unknown_argument
-from alibi_attn.attention.call.part_options import Window, check_without_parts
+from alibi_attn.attention.call.part_options import Window
+from alibi_attn.attention.call.reads import DROPOUT, MASKS, Reads
 from alibi_attn.attention.call.validation import AttentionOptions, SegmentIds, SpecOptions, autocast, make_spec
 from alibi_attn.attention.call.visibility import largest_distances, visible_count
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.run import dispatch
-from alibi_attn.attention.run.execution import attend, visits, without_sinks
+from alibi_attn.attention.run.execution import VISITS, attend, visits
 from alibi_attn.attention.run.invariant import invariant_spec
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
+
+_HEAD_REACH = Reads("head_reach", VISITS)
+# Dropout and sinks do not change which keys matter.
+_BLOCK_MASK = Reads("certified_block_mask", MASKS | DROPOUT | {"key_bias", "sink_logits"})
 
 
 @overload
@@ -206,6 +211,7 @@ def head_reach(
     """
     query, key = autocast(query, key)
     spec = make_spec(query, key, key, slopes, **options)
+    _HEAD_REACH.check(spec)
     with torch.no_grad():
         visited = visits(spec, query, key, None, backend)
     most = largest_distances(spec, query.device)
@@ -241,10 +247,9 @@ def explain(
         raise ValueError(
             "query is on the meta device, which holds no values, but explain reads them; pass real tensors"
         )
-    computed = without_sinks(spec)
-    name = dispatch.choose(backend, computed, query, key, value)
+    name = dispatch.choose(backend, spec, query, key, value).name
     with torch.no_grad():
-        found = visits(computed, query, key, value, backend)
+        found = visits(spec, query, key, value, backend)
     of_heads, largest, *visited = (
         x.detach().cpu().resolve_neg().numpy().copy()  # slopes are cached, or the caller's
         for x in (spec.slopes, largest_distances(spec, query.device), *(found or ()))
@@ -255,7 +260,7 @@ def explain(
         query.dtype,
         query.device,
         name,
-        dispatch.verdicts(computed, name, backend, query, key, value),
+        dispatch.verdicts(spec, name, backend, query, key, value),
         largest,
         of_heads,
         (visited, int(visible_count(spec).sum())) if visited else None,
@@ -303,7 +308,7 @@ def certified_block_mask(
         )
     query, key = autocast(query, key)
     spec = make_spec(query, key, key, slopes, **options)
-    check_without_parts(spec, "certified_block_mask")
+    _BLOCK_MASK.check(spec)
     if query.is_meta:
         raise ValueError(
             "query is on the meta device, which holds no values, but a BlockMask needs them; pass real tensors"

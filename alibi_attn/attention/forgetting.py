@@ -12,12 +12,18 @@ from alibi_attn.attention.backends.fused.gates import gate_biases
 from alibi_attn.attention.call.bias import Slopes, widest
 from alibi_attn.attention.call.checks import GATES_RULE, check_log_fgate
 from alibi_attn.attention.call.hints import hides_unknown, unknown_argument
-from alibi_attn.attention.call.part_options import check_without_parts
+from alibi_attn.attention.call.reads import DROPOUT, Reads
 from alibi_attn.attention.call.spec import GATE_FLOOR, GATE_STEP, AttentionSpec
 from alibi_attn.attention.call.transforms import are_ordinary, may_read, transforms
 from alibi_attn.attention.call.validation import ForgettingOptions, SegmentIds, autocast, check_tensor, make_spec
 from alibi_attn.attention.run import dispatch
 from alibi_attn.attention.run.execution import attend
+
+# The gates become biases of keys and of queries, and a first key for each query.
+_READS = Reads(
+    "forgetting_attention",
+    DROPOUT | {"window", "key_mask", "query_segments", "key_segments", "key_bias", "sink_logits", "return_lse"},
+)
 
 
 @overload
@@ -143,9 +149,9 @@ def forgetting_attention(
         tolerance=tolerance,
         return_lse=return_lse,
     )
-    check_without_parts(spec, "forgetting_attention")
+    _READS.check(spec)
     first = check_gates(spec, log_fgate, query, query_offset)
-    name = dispatch.choose(backend, spec, query, key, value)
+    name = dispatch.choose(backend, spec, query, key, value).name
     if name == fused.name and are_ordinary(log_fgate, query, key, value) and not transforms():
         spec = _with_fused_gates(spec, log_fgate, first)
     else:

@@ -9,7 +9,7 @@ from torch import Tensor
 from alibi_attn.attention.backends.reference import scores_of
 from alibi_attn.attention.call.bias import Slopes, unshifted_lse
 from alibi_attn.attention.call.hints import DEFAULTS, unknown_argument
-from alibi_attn.attention.call.part_options import check_without_parts
+from alibi_attn.attention.call.reads import MASKS, PARTS, Reads
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.transforms import may_read
 from alibi_attn.attention.call.validation import AttentionOptions, autocast, check_tensor, make_spec
@@ -20,6 +20,11 @@ from alibi_attn.attention.run.execution import scaled_by_sinks
 
 Rows = Sequence[int] | slice | Tensor
 
+_READS = Reads("attention_rows", MASKS - {"return_lse"} | PARTS | {"key_bias", "sink_logits"})
+_WITH_GATES = Reads(
+    "attention_rows with log_fgate",
+    frozenset({"window", "key_mask", "query_segments", "key_segments", "key_bias", "sink_logits"}),
+)
 _WITHOUT_MEANING = {
     "tolerance": "the weights are exact: nothing is skipped",
     "dropout_p": "the weights are those before dropout",
@@ -66,6 +71,7 @@ def attention_rows(
     if log_fgate is not None and slopes is None:
         slopes = [0.0] * (query.shape[1] if isinstance(query, Tensor) and query.ndim == 4 else 0)
     spec = make_spec(query, key, key, slopes, **options)
+    _READS.check(spec)
     if log_fgate is not None:
         spec = _gated(spec, log_fgate, query, options.get("query_offset"))
     at = _indices(rows, spec.query_len, query.device)
@@ -86,11 +92,8 @@ def attention_rows(
 def _gated(
     spec: AttentionSpec[Tensor], log_fgate: Tensor, query: Tensor, query_offset: int | Tensor | None
 ) -> AttentionSpec[Tensor]:
-    if not spec.causal:
-        raise ValueError("log_fgate is for causal attention but causal is False; leave one of them out")
-    check_without_parts(spec, "attention_rows with log_fgate")
-    if isinstance(query_offset, Tensor):
-        raise TypeError("query_offset is a tensor but with log_fgate must be an int or None")
+    _WITH_GATES.check(spec)
+    assert not isinstance(query_offset, Tensor)
     first = check_gates(spec, log_fgate, query, query_offset)
     return with_gates(spec, gate_sums(log_fgate), first, log_fgate)
 

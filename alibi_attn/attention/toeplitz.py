@@ -9,11 +9,16 @@ from torch import Tensor
 
 from alibi_attn.attention.call.checks import dtype_name
 from alibi_attn.attention.call.hints import hides_unknown, unknown_argument
-from alibi_attn.attention.call.part_options import check_without_parts
+from alibi_attn.attention.call.reads import DROPOUT, Reads
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.transforms import may_read
 from alibi_attn.attention.call.validation import SegmentIds, ToeplitzOptions, autocast, check_tensor, make_spec
 from alibi_attn.attention.run.execution import attend
+
+# No offset as a tensor: it determines which distances the table must have.
+_READS = Reads(
+    "toeplitz_attention", DROPOUT | {"causal", "window", "key_mask", "query_segments", "key_segments", "return_lse"}
+)
 
 
 @overload
@@ -102,10 +107,6 @@ def toeplitz_attention(
     if unknown:
         raise unknown_argument("toeplitz_attention", unknown)
     query, key, value = autocast(query, key, value)
-    if isinstance(query_offset, Tensor):
-        raise TypeError(
-            "query_offset is a tensor but with a table must be an int or None: it determines which distances the table must have"
-        )
     heads = query.shape[1] if isinstance(query, Tensor) and query.ndim == 4 else 0
     spec = make_spec(
         query,
@@ -122,7 +123,7 @@ def toeplitz_attention(
         tolerance=0.0,
         return_lse=return_lse,
     )
-    check_without_parts(spec, "toeplitz_attention")
+    _READS.check(spec)
     check_tensor("table", table, query.device)
     _check_table(spec, table)
     spec = dataclasses.replace(spec, table=table.to(spec.slopes.dtype))

@@ -16,14 +16,19 @@ from alibi_attn.attention.call.bias import Slopes
 from alibi_attn.attention.call.checks import check_positions, dtype_name
 from alibi_attn.attention.call.dropout import drawn_seed
 from alibi_attn.attention.call.hints import hides_unknown, unknown_argument
-from alibi_attn.attention.call.part_options import check_without_parts
+from alibi_attn.attention.call.reads import DROPOUT, Reads
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.transforms import may_read
 from alibi_attn.attention.call.validation import VarlenOptions, autocast, check_tensor, make_spec
 from alibi_attn.attention.run import dispatch
 from alibi_attn.attention.run.execution import attend
 
-DENSE = ("reference", "dense")  # backends that compute every score of a row
+_READS = Reads(
+    "alibi_attention_varlen",
+    DROPOUT
+    | {"causal", "right_slopes", "window", "query_segments", "key_segments", "positions", "query_positions"}
+    | {"key_bias", "sink_logits", "return_lse"},
+)
 # Scores of all heads of a packed row: up to this many, computing the whole row is faster than one call per sequence.
 FEW_SCORES = 2**19
 
@@ -147,13 +152,13 @@ def alibi_attention_varlen(
         positions=None if positions is None else _along_the_row(positions, segments),
         return_lse=return_lse,
     )
-    check_without_parts(dataclasses.replace(spec, positions=None), "alibi_attention_varlen")
-    name = dispatch.choose(backend, spec, query, key, value)
+    _READS.check(spec)
+    name, off = dispatch.choose(backend, spec, query, key, value)
     scores = spec.num_heads * spec.query_len**2
-    if bounds is not None and name in DENSE and scores > FEW_SCORES:
+    if bounds is not None and name in dispatch.WITHOUT_SKIPPING and scores > FEW_SCORES:
         result = _one_by_one(spec, query, key, value, bounds, name)
     else:
-        result = attend(spec, query, key, value, backend if spec.has_parts else name)
+        result = attend(spec, query, key, value, backend if off else name)
     if isinstance(result, tuple):
         return result[0][0].transpose(0, 1), result[1][0]
     return result[0].transpose(0, 1)

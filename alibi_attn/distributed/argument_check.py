@@ -13,12 +13,20 @@ from torch import Tensor
 
 from alibi_attn.attention.call.bias import Slopes
 from alibi_attn.attention.call.checks import dtype_name
-from alibi_attn.attention.call.part_options import check_without_parts
+from alibi_attn.attention.call.reads import DROPOUT, Reads
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.validation import BiasOptions, SharedOptions, make_spec
 from alibi_attn.distributed.exchange import Ranks
 
 Spec = AttentionSpec[Tensor]
+
+_READS = Reads(
+    "context parallelism",
+    DROPOUT
+    | {"causal", "right_slopes", "window", "key_mask", "query_segments", "key_segments"}
+    | {"key_bias", "sink_logits", "return_lse"},
+    instead="alibi_attention in one process",
+)
 
 
 class GatedShardOptions(SharedOptions, BiasOptions, total=False):
@@ -50,7 +58,7 @@ def shard_spec(
             "segment_ids is a pair but a shard's queries and keys are the same rows: pass one tensor [B, L] for the shard"
         )
     spec = make_spec(query, key, value, slopes, query_offset=None, **options)
-    check_without_parts(spec, "context parallelism")
+    _READS.check(spec)
     if spec.query_len != spec.key_len:
         raise ValueError(
             f"query has {spec.query_len} rows and key {spec.key_len} but context parallelism is self-attention: pass the same "

@@ -14,9 +14,11 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from alibi_attn.attention.call.hints import hides_unknown
+from alibi_attn.attention.call.reads import arguments_of
 from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.run import splitting
 from alibi_attn.attention.run.invariant import invariant_spec
-from alibi_attn.jax import fused, merging, native, xla
+from alibi_attn.jax import dense, fused, loop, merging, native, xla
 from alibi_attn.jax.dropout import WHOLE, Origin
 from alibi_attn.jax.operands import Arrays, Rest, operands
 from alibi_attn.jax.plan import Array, Plan
@@ -24,6 +26,8 @@ from alibi_attn.jax.validation import SegmentIds, Slopes, Window, checked_dropou
 
 Backend = Literal["auto", "native", "loop", "dense", "fused"]
 Result = TypeVar("Result")
+
+READS = {"native": native.READS, "loop": loop.READS, "dense": dense.READS, "fused": fused.READS}
 
 QUERY_BLOCK = KEY_TILE = 128  # of the loop; on the CPU 64 to 256 are equally fast
 # On a GPU a block of the loop costs 0.2 ms however small it is, so there are few: a step computes 16 MiB of scores in fp32.
@@ -171,7 +175,7 @@ def attend(
         query_start: [B, H, T] int32, the first key that each query may see; the masks still apply. Only if the keys before it
             have biases that are lower by 2²⁰.
     """
-    if runs_in_parts(spec) and backend != "fused":
+    if splits(spec, backend):
         query, key, value = (jnp.asarray(x) for x in (query, key, value))
         output, (lse, low) = _attend_in_parts(merging.Part(spec, query, key, value), dropout_key, backend)
         lse = (lse + low).astype(merging.lse_dtype(spec, query))
@@ -182,14 +186,33 @@ def attend(
     return output if spec.sink_logits is None else _scaled_by_sinks(output, lse, spec.sink_logits), lse
 
 
-def runs_in_parts(spec: AttentionSpec[Array]) -> bool:
-    """Whether a call is computed as the parts of `merging.py`."""
-    return spec.has_parts and 0 not in (spec.batch, spec.query_len, spec.key_len)
+def splits(spec: AttentionSpec[Array], backend: Backend) -> bool:
+    """Whether the parts of `merging.py` are computed; raises a ValueError for a backend that does not compute this call."""
+    if backend not in get_args(Backend):
+        raise ValueError(f"backend is {backend!r} but must be one of {', '.join(map(repr, get_args(Backend)))}")
+    off, unread = splitting.split(spec.used(), READS["native" if backend == "auto" else backend])
+    if unread:
+        raise ValueError(_refusal(backend, f"it does not compute {arguments_of(unread)}"))
+    return off != frozenset() and off != {"sink_logits"} and 0 not in (spec.batch, spec.query_len, spec.key_len)
+
+
+def why_not(name: str, spec: AttentionSpec[Array], query: Array) -> str | None:
+    """Why a backend cannot run a call; None = it runs."""
+    unread = splitting.split(spec.used(), READS[name]).unread
+    if unread:
+        return f"it does not compute {arguments_of(unread)}"
+    if name == "native":
+        return native.why_not(platforms(query))
+    return fused.why_not(spec, query, platforms(query)) if name == "fused" else None
+
+
+def _refusal(backend: str, reason: str) -> str:
+    return f"backend {backend!r} cannot run this: {reason}; backend='auto' picks one that can"
 
 
 def _attend_in_parts(part: merging.Part, dropout_key: Array | None, backend: Backend) -> merging.Result:
     """(output, lse as a pair) of a call that is a part, of itself or of a larger one."""
-    if runs_in_parts(part.spec):
+    if splits(part.spec, backend):
         parts = merging.parts(part.as_a_whole())
         return merging.joined(part.spec, parts, [_attend_in_parts(one, dropout_key, backend) for one in parts])
     arrays, rest = operands(part.spec, part.query, part.key, part.value, dropout_key)
@@ -216,15 +239,12 @@ def make_plan(
     is_part: bool = False,
 ) -> Plan:
     """Decides how to compute the call, from shapes and from the device of query, or JAX's default device."""
-    if backend not in get_args(Backend):
-        raise ValueError(f"backend is {backend!r} but must be one of {', '.join(map(repr, get_args(Backend)))}")
+    splits(spec, backend)
     empty = 0 in (spec.batch, spec.query_len, spec.key_len)
-    why_not = native.why_not(platforms(query)) if backend in ("auto", "native") else None
-    if backend == "fused":
-        why_not = fused.why_not(spec, query, platforms(query))
-    if backend in ("native", "fused") and why_not is not None:
-        raise ValueError(f"backend {backend!r} cannot run this: {why_not}; backend='auto' picks one that can")
-    kernels = backend in ("auto", "native") and why_not is None and not empty
+    reason = why_not("native" if backend == "auto" else backend, spec, query)
+    if backend != "auto" and reason is not None:
+        raise ValueError(_refusal(backend, reason))
+    kernels = backend in ("auto", "native") and reason is None and not empty
     on_gpu = platforms(query) == {"gpu"}
     return Plan(
         causal=spec.causal,

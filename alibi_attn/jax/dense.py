@@ -6,12 +6,15 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
+from alibi_attn.attention.call.reads import DROPOUT, MASKS
 from alibi_attn.jax import tiles
 from alibi_attn.jax.dropout import HeadDropout, head_dropout
 from alibi_attn.jax.plan import Array, Inputs, KeyBias, Keys, Plan, Queries, Rule, head_rule, least_distance, with_bias
 from alibi_attn.jax.tiles import Finished, Gradients
 
 Result = TypeVar("Result")
+
+READS = MASKS | DROPOUT | {"key_bias", "query_bias"}
 
 
 class _Head(NamedTuple):

@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 from alibi_attn.attention.backends.native.visited import Visited
 from alibi_attn.attention.call.explanation import Explanation, explanation, verdict_on
 from alibi_attn.attention.call.spec import AttentionSpec
-from alibi_attn.jax import attention, fused, merging, native, xla
+from alibi_attn.jax import attention, merging, xla
 from alibi_attn.jax.attention import Backend
 from alibi_attn.jax.operands import operands
 from alibi_attn.jax.plan import Array, Plan
@@ -56,7 +56,7 @@ def explain(
         query.dtype,
         next(iter(platforms)) if len(platforms) == 1 else "several devices",
         name,
-        _verdicts(name, platforms, backend, fused.why_not(spec, query, platforms)),
+        _verdicts(name, platforms, backend, {name: attention.why_not(name, spec, query) for name in attention.READS}),
         _farthest(spec),
         np.asarray(spec.slopes),
         None if visited is None else (visited, _visible(spec)),
@@ -66,7 +66,7 @@ def explain(
 def _visited(part: merging.Part, backend: Backend) -> tuple[NDArray[np.int64], ...] | None:
     """(reach, scores) [B, H] of a call, added up over its parts, or (…, …, both for backward) without parts; None = all keys."""
     spec = part.spec
-    if attention.runs_in_parts(spec):
+    if attention.splits(spec, backend):
         return _of_parts(spec, merging.parts(part.as_a_whole()), backend)
     plan = attention.make_plan(spec, part.query, backend)
     if plan.fused is not None or (plan.dense and not plan.native):
@@ -114,8 +114,7 @@ def _farthest(spec: Spec) -> NDArray[np.int64]:
     return np.stack([np.clip(most, 0, window) for window in windows], 1)
 
 
-def _verdicts(name: str, platforms: set[str], backend: Backend, not_fused: str | None) -> dict[str, str]:
-    reasons = {"native": native.why_not(platforms), "loop": None, "dense": None, "fused": not_fused}
+def _verdicts(name: str, platforms: set[str], backend: Backend, reasons: dict[str, str | None]) -> dict[str, str]:
     otherwise = dict.fromkeys(reasons, "can run; auto does not pick it on this device")
     if platforms == {"gpu"}:
         most = attention.GPU_DENSE_SCORES

@@ -15,6 +15,7 @@ from jax import lax
 
 from alibi_attn.attention.call.checks import GATES_RULE, check_log_fgate
 from alibi_attn.attention.call.hints import unknown_argument
+from alibi_attn.attention.call.reads import DROPOUT, Reads
 from alibi_attn.attention.call.spec import GATE_FLOOR, GATE_STEP, AttentionSpec
 from alibi_attn.jax.attention import Backend, attend
 from alibi_attn.jax.plan import Array, KeyBias, Pair, sum_of_two
@@ -22,10 +23,14 @@ from alibi_attn.jax.validation import (
     GatedOptions,
     Slopes,
     check_array,
-    check_without_parts,
     checked_dropout_key,
     make_spec,
     readable_values,
+)
+
+READS = Reads(
+    "forgetting_attention",
+    DROPOUT | {"window", "key_mask", "query_segments", "key_segments", "key_bias", "sink_logits", "return_lse"},
 )
 
 
@@ -87,7 +92,7 @@ def forgetting_attention(
         return_lse=return_lse,
         **options,
     )
-    check_without_parts(spec, "forgetting_attention")
+    READS.check(spec)
     check_array("log_fgate", log_fgate)
     first = check_log_fgate(
         log_fgate,

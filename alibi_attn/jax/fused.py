@@ -5,7 +5,7 @@ tiles that each block of queries visits, and forward; for gradients visitors, qu
 """
 
 import math
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import jax.numpy as jnp
 
@@ -26,6 +26,8 @@ from alibi_attn.jax import launching
 from alibi_attn.jax.launching import Changed, Fixed, empty
 from alibi_attn.jax.operands import Arrays
 from alibi_attn.jax.plan import Array, Numbers
+
+READS = frozenset({"causal", "right_slopes", "window", "return_lse"})
 
 _CHOICES = len(OUTLIER_CHOICES)
 _PRECISION = "tf32x3"  # of products in fp32
@@ -84,12 +86,10 @@ def why_not(spec: AttentionSpec[Array], query: Array, platforms: set[str]) -> st
         return f"it computes in float16, bfloat16 and float32 but query is {query.dtype}"
     if spec.head_dim > MAX_HEAD_DIM:
         return f"its tiles hold heads of at most {MAX_HEAD_DIM} but D is {spec.head_dim}"
-    if spec.hides_keys or spec.key_bias is not None or spec.dropout_p > 0 or spec.has_parts:
-        return "in JAX it has no masks, segments, biases of keys, gates, dropout, sinks, prefixes and positions"
     if spec.query_len <= TILE or spec.tolerance == 0:
         return f"in JAX it is for more than {TILE} queries and a tolerance above 0"
-    if not isinstance(spec.query_offset, int) or not 0 <= spec.query_offset <= spec.key_len - spec.query_len:
-        return "in JAX its queries are at positions of keys, which an int gives"
+    if not 0 <= cast(int, spec.query_offset) <= spec.key_len - spec.query_len:
+        return "in JAX its queries are at positions of keys"
     return None
 
 

@@ -11,6 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
+from alibi_attn.attention.call.reads import DROPOUT, MASKS
 from alibi_attn.attention.certificate.constants import LOOP_OUTLIER_TILES
 from alibi_attn.jax import tiles
 from alibi_attn.jax.certificate import BiasedCertificate, Certificate, certificate, key_norms, room, still_needed
@@ -30,6 +31,8 @@ from alibi_attn.jax.plan import (
     tile_at,
 )
 from alibi_attn.jax.tiles import Finished, Gradients, Softmax
+
+READS = MASKS | DROPOUT | {"key_bias", "query_bias"}
 
 
 class _Step(NamedTuple):

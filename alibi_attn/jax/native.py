@@ -18,12 +18,14 @@ import jax.numpy as jnp
 from alibi_attn.attention.backends.native import build, compiling
 from alibi_attn.attention.backends.native.compiling import BuildError
 from alibi_attn.attention.backends.native.visited import numbers_of_visited
+from alibi_attn.attention.call.reads import DROPOUT, MASKS
 from alibi_attn.attention.call.spec import dropout_numbers
 from alibi_attn.jax.operands import Arrays, Rest
 from alibi_attn.jax.plan import Array, Plan
 
 FOLDER = Path(__file__).parent
 SOURCES, HEADERS = ("native.cpp",), ("packed.hpp", "clean.hpp")
+READS = MASKS | DROPOUT | {"key_bias", "query_bias"}
 TARGETS = ("alibi_xla_forward", "alibi_xla_backward")
 
 

@@ -135,19 +135,6 @@ def _check_arrays(query: Array, key: Array, value: Array, given: SpecOptions) ->
         check_array("segment_ids", segment_ids)
 
 
-def check_without_parts(spec: AttentionSpec[Array], what: str) -> None:
-    """Raises a ValueError if the call has parts, which this does not support."""
-    given = {
-        "window per head": spec.head_windows is not None,
-        "sinks": spec.sinks > 0,
-        "prefix_len": spec.prefix_len is not None,
-        "positions": spec.positions is not None,
-    }
-    names = ", ".join(name for name, is_given in given.items() if is_given)
-    if names:
-        raise ValueError(f"{what} does not support {names}; omit one")
-
-
 def _windows(window: Window | None, num_heads: int) -> tuple[int | None, tuple[int, ...] | None]:
     """(the window of all heads, None), or (None, one per head)."""
     if window is None or isinstance(window, int):

@@ -322,7 +322,7 @@ def test_explain_shows_which_backend_runs_and_why() -> None:
     assert "dense      runs (picked by auto)" in short
     assert "auto takes dense instead: short input" in short
     assert "auto takes dense instead: T ≤ 8: dense" in str(explain(q[:, :, :8], k, v))
-    assert "cannot: it has no dropout" in str(explain(q, k, v, dropout_p=0.1))
+    assert "cannot: it does not compute dropout_p" in str(explain(q, k, v, dropout_p=0.1))
     assert "dense      runs (named by the caller)" in str(explain(q, k, v, backend="dense"))
 
 

@@ -177,7 +177,7 @@ def test_other_errors_are_those_of_attention():
         attention_rows(query, key, rows=[0], is_causal=True)
     with pytest.raises(ValueError, match="pass alibi_slopes"):
         attention_rows(query, key, [0.5], rows=[0])
-    with pytest.raises(ValueError, match="log_fgate is for causal attention"):
+    with pytest.raises(ValueError, match="with log_fgate does not support causal=False"):
         attention_rows(query, key, rows=[0], causal=False, **GATED["gates"])
-    with pytest.raises(TypeError, match="query_offset is a tensor but with log_fgate"):
+    with pytest.raises(ValueError, match="with log_fgate does not support query_offset as an array"):
         attention_rows(query, key, rows=[0], query_offset=torch.tensor(0), **GATED["gates"])

@@ -156,7 +156,7 @@ def test_what_a_certificate_skips_depends_on_later_queries():
     [
         ({"backend": "dense"}, "backend 'dense' cannot run this.*use backend='native'"),
         ({"tolerance": 1e-6}, "tolerance is 1e-06 but invariant=True computes every visible score"),
-        ({"causal": False}, "invariant=True does not support causal=False; omit one"),
+        ({"causal": False}, "invariant=True does not support causal=False; use invariant=False, or omit it"),
         ({"key_bias": torch.zeros(S), "dropout_p": 0.5}, "does not support key_bias, dropout_p"),
         ({"window": [3, 3, 9, 9]}, "does not support window per head"),
     ],

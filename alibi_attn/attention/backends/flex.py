@@ -15,6 +15,7 @@ from torch import Tensor
 from alibi_attn.attention.backends.protocol import TooSmall, Visits
 from alibi_attn.attention.call.bias import bias_that_matters, unshifted_lse
 from alibi_attn.attention.call.cuts import with_steps
+from alibi_attn.attention.call.reads import GATES, MASKS
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.visibility import first_positions
 from alibi_attn.attention.certificate.biased import biased_bounds
@@ -28,6 +29,7 @@ if TYPE_CHECKING:
 Spec = AttentionSpec[Tensor]
 
 name = "flex"
+READS = MASKS | GATES
 
 _FINE, _HIDDEN, _BAD = 0, 1, 2
 _MOST_SHAPES = 1024  # more shapes raise an error
@@ -35,22 +37,16 @@ BLOCK = 2 * TILE  # queries and keys per block: FlexAttention's default
 
 
 def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Needs a CPU (forward only) or CUDA, fp16, bf16 or fp32; no dropout, and no deterministic gradient of biases."""
-    if spec.table is not None:
-        return "it has no table of distances"
+    """Needs a CPU (forward only) or CUDA, fp16, bf16 or fp32; no deterministic gradient of biases."""
     device = query.device.type
     if device not in ("cpu", "cuda"):
         return f"it runs on CPU and CUDA but query is on {query.device}"
     if query.dtype == torch.float64:
         return "it computes in float16, bfloat16 and float32 but query is float64"
-    if spec.dropout_p > 0:
-        return f"it has no dropout but dropout_p is {spec.dropout_p}"
     if spec.head_dim < 16 and device == "cuda":
         return f"FlexAttention needs heads of at least 16 but D is {spec.head_dim}"
-    if device == "cpu" and (spec.return_lse or spec.has_parts):
-        return "FlexAttention has no lse on the CPU" + (
-            ", which merges the parts of this call" if spec.has_parts else ""
-        )
+    if device == "cpu" and spec.return_lse:
+        return "FlexAttention has no lse on the CPU"
     if not torch.is_grad_enabled():
         return None
     for name, x in (("slopes", spec.slopes), ("slopes", spec.right_slopes), ("key_bias", spec.key_bias)):

@@ -38,9 +38,15 @@ class Visits(NamedTuple):
 
 
 class Backend(Protocol):
-    """One way to compute the same attention."""
+    """One way to compute the same attention.
+
+    Args:
+        READS: the fields of a spec that it computes, in addition to those that every call has; it gets no call with others. Sink
+            logits are no backend's: they scale its output.
+    """
 
     name: str
+    READS: frozenset[str]
 
     def why_not(self, spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
         """Why it cannot run this call, never why it would be slow; None = it runs."""

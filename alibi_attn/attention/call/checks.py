@@ -337,7 +337,7 @@ def check_log_fgate(
     num_kv_heads: int,
     key_len: int,
     query_len: int,
-    query_offset: object,
+    query_offset: int | None,
 ) -> int:
     """Gates are fp32 or fp64, [B, H, S] or [B, K, S], and all queries are among the keys. Returns the position of query 0."""
     if dtype_name(log_fgate.dtype) not in ("float32", "float64"):
@@ -351,10 +351,6 @@ def check_log_fgate(
         raise ValueError(
             f"log_fgate has shape {list(shape)} but must be [B, H, S] = [{batch}, {num_heads}, {key_len}], the logarithm of one "
             f"gate per query head and key position, or [B, K, S] with K = {num_kv_heads}"
-        )
-    if query_offset is not None and (isinstance(query_offset, bool) or not isinstance(query_offset, int)):
-        raise TypeError(
-            f"query_offset is {query_offset!r} but with gates must be an int or None: it selects the gates of the queries"
         )
     first = key_len - query_len if query_offset is None else query_offset
     if first < 0 or first + query_len > key_len:

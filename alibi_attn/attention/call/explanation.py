@@ -2,16 +2,33 @@
 
 import dataclasses
 import html
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
 from alibi_attn.attention.call.checks import dtype_name
+from alibi_attn.attention.call.reads import MASKS, PARTS, Reads
 from alibi_attn.attention.call.spec import AttentionSpec
 
 Spec = AttentionSpec[Any]
+
+# The words for each field in the line about the call.
+WORDS: dict[str, Callable[[Spec], str]] = {
+    "window": lambda spec: f"window {spec.window}",
+    "head_windows": lambda spec: "a window per head",
+    "sinks": lambda spec: f"{spec.sinks} sinks",
+    "prefix_len": lambda spec: "prefix",
+    "positions": lambda spec: "positions",
+    "key_mask": lambda spec: "key mask",
+    "key_segments": lambda spec: "segments",
+    "key_bias": lambda spec: "key bias",
+    "sink_logits": lambda spec: "sink logits",
+    "dropout_p": lambda spec: f"dropout {spec.dropout_p}",
+}
+# The others go with one of these, or show in the numbers.
+READS = Reads("explain", frozenset(WORDS) | MASKS | PARTS | {"dropout_seed"})
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)
@@ -128,22 +145,17 @@ def explanation(
         slopes: [H] or [B, H].
         visited: the numbers of `Backend.visits`, each [B, H], and the number of visible pairs; None = computes all scores.
     """
-    extras = [
-        f"window {spec.window}" if spec.window is not None else "",
-        "a window per head" if spec.head_windows is not None else "",
-        f"{spec.sinks} sinks" if spec.sinks else "",
-        "prefix" if spec.prefix_len is not None else "",
-        "positions" if spec.positions is not None else "",
-        "key mask" if spec.key_mask is not None else "",
-        "segments" if spec.key_segments is not None else "",
-        "key bias" if spec.key_bias is not None else "",
-        "sink logits" if spec.sink_logits is not None else "",
-        f"dropout {spec.dropout_p}" if spec.dropout_p else "",
-    ]
+    READS.check(spec)
+    used = spec.used()
     call = (
         f"B={spec.batch} H={spec.num_heads} K={spec.num_kv_heads} T={spec.query_len} S={spec.key_len} D={spec.head_dim}, "
         f"{dtype_name(dtype)} on {device}, "
-        + ", ".join(["causal" if spec.causal else "both directions", *filter(None, extras)])
+        + ", ".join(
+            [
+                "causal" if spec.causal else "both directions",
+                *(words(spec) for name, words in WORDS.items() if name in used),
+            ]
+        )
     )
     heads, pairs = (spec.batch, spec.num_heads), spec.query_len * spec.key_len
     (reaches, scores, *measured), visible = visited or ((largest, np.full(heads, pairs)), None)

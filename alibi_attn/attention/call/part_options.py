@@ -10,7 +10,6 @@ from torch import Tensor
 
 from alibi_attn.attention.call.checks import Checked, check_positions, check_prefix_len, check_sinks, check_windows
 from alibi_attn.attention.call.query_positions import WINDOW_RULE, check_inside_prefix, check_not_before, follow_indices
-from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.transforms import is_traced, may_read
 
 Window = int | Sequence[int] | NDArray[np.integer] | Tensor
@@ -96,19 +95,6 @@ def check_sorted(name: str, positions: Tensor) -> None:
         return
     if not bool(positions.isfinite().all()) or bool((positions[:, 1:] < positions[:, :-1]).any()):
         raise ValueError(f"{name} must be finite and must not decrease along a row; sort the tokens by position")
-
-
-def check_without_parts(spec: AttentionSpec[Tensor], function: str) -> None:
-    """Raises a ValueError if the call has arguments that only `alibi_attention` and its layers support."""
-    given = {
-        "window per head": spec.head_windows is not None,
-        "sinks": spec.sinks > 0,
-        "prefix_len": spec.prefix_len is not None,
-        "positions": spec.positions is not None,
-    }
-    if spec.has_parts:
-        names = ", ".join(name for name, is_given in given.items() if is_given)
-        raise ValueError(f"{function} does not support {names}; use alibi_attention, or omit it")
 
 
 def _query_positions(given: Mapping[str, Any], sizes: Checked) -> Tensor:

@@ -16,7 +16,7 @@ Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
 
 import dataclasses
 from collections.abc import Callable, Sequence
-from typing import Any, Generic, TypeVar
+from typing import Any, ClassVar, Generic, TypeVar
 
 Array = TypeVar("Array")
 
@@ -38,8 +38,7 @@ class AttentionSpec(Generic[Array]):
         right_slopes: the same for keys to the right, only if not causal; None = the same slopes; inf = hides all of them.
         query_offset: position of query 0: an int, or an integer array, 0-d or [B].
         window: how many keys a query may see, including its own; None = all.
-        head_windows: H windows, instead of `window`. With this field or one of the next four a call has parts: `dense` and
-            `reference` compute it without dropout, and `merging.py` splits it for all others.
+        head_windows: H windows, instead of `window`.
         sinks: the first keys, which the window does not hide.
         prefix_len: [B] integers: keys before it are visible to every query, although the call is causal.
         positions, query_positions: [B, S] and [B, T], fp32 or fp64, both or neither: the bias is −m·|p_i − p_j|.
@@ -61,6 +60,8 @@ class AttentionSpec(Generic[Array]):
             own row. None = not drawn yet; JAX has a key instead.
         tolerance: the largest share of a query's softmax mass that skipping may drop; 0 = skip masked keys only.
     """
+
+    PLAIN: ClassVar[tuple[tuple[str, Any], ...]]  # the fields that a call may leave out, with their defaults
 
     batch: int
     num_heads: int
@@ -92,6 +93,18 @@ class AttentionSpec(Generic[Array]):
     dropout_seed: Array | None = None
     tolerance: float
     return_lse: bool = False
+
+    def used(self) -> frozenset[str]:
+        """The fields in which it differs from a plain call: those without their defaults, and an offset that is no int.
+
+        Whatever consumes a call compares them with the fields that it reads, see `reads.py`.
+        """
+        given = [(name, getattr(self, name), plain) for name, plain in self.PLAIN]
+        used = [name for name, value, plain in given if (value is not None if plain is None else value != plain)]
+        # The compiler supports no hasattr of a traced int.
+        if not isinstance(self.query_offset, int) and hasattr(self.query_offset, "shape"):
+            used.append("query_offset")
+        return frozenset(used)
 
     def changed(self, **fields: Any) -> "AttentionSpec[Array]":
         """The same call but for some fields. It initializes no field again, and so takes a tenth of `dataclasses.replace`.
@@ -166,16 +179,19 @@ class AttentionSpec(Generic[Array]):
         return 0 if self.causal else -(table.shape[1] // 2)
 
     @property
-    def has_parts(self) -> bool:
-        """Whether `merging.py` splits the call for most backends."""
-        return (
-            self.sinks > 0 or self.head_windows is not None or self.prefix_len is not None or self.positions is not None
-        )
-
-    @property
     def hides_keys(self) -> bool:
         """Whether a key mask or segments may hide keys."""
         return self.key_mask is not None or self.key_segments is not None
+
+
+def plain_fields(kind: type[AttentionSpec[Any]]) -> tuple[tuple[str, Any], ...]:
+    """`PLAIN` of a kind of spec. A new field needs a default with which the call is what it was before."""
+    return tuple((x.name, x.default) for x in dataclasses.fields(kind) if x.default is not dataclasses.MISSING)
+
+
+AttentionSpec.PLAIN = plain_fields(AttentionSpec)
+# The fields that may be arrays.
+ARRAYS = tuple(x.name for x in dataclasses.fields(AttentionSpec) if Array in getattr(x.type, "__args__", (x.type,)))
 
 
 def dropout_numbers(dropout_p: float) -> tuple[int, float]:

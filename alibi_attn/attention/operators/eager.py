@@ -7,14 +7,11 @@ import torch
 from torch import Tensor
 from torch.autograd.forward_ad import unpack_dual
 
-from alibi_attn.attention.call.spec import DIFFERENTIABLE
+from alibi_attn.attention.call.spec import ARRAYS, DIFFERENTIABLE
 from alibi_attn.attention.call.transforms import are_ordinary
 from alibi_attn.attention.call.visibility import may_see_nothing, with_plain_offset
 from alibi_attn.attention.operators.derivatives import last_gradients
 from alibi_attn.attention.operators.schema import BackwardInputs, InputGradients, Kernels, Spec, Tensors
-
-# The fields of a spec that may be tensors.
-TENSORS = (*DIFFERENTIABLE, "query_offset", "query_start", "key_mask", "query_segments", "key_segments", "dropout_seed")
 
 TracedGradients = Callable[[Spec, Tensors, BackwardInputs], InputGradients]
 
@@ -53,7 +50,7 @@ def requires_gradient(spec: Spec, *tensors: Tensor | None) -> bool:
 
 def _tensors(spec: Spec) -> dict[str, Tensor]:
     fields = vars(spec)
-    return {name: x for name in TENSORS if (x := fields[name]) is not None and isinstance(x, Tensor)}
+    return {name: x for name in ARRAYS if (x := fields[name]) is not None and isinstance(x, Tensor)}
 
 
 class _Attention(torch.autograd.Function):

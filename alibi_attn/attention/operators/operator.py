@@ -17,6 +17,7 @@ from alibi_attn.attention.call.spec import DIFFERENTIABLE
 from alibi_attn.attention.operators.derivatives import differentiable_once, transformable
 from alibi_attn.attention.operators.eager import attend_eagerly, is_eager
 from alibi_attn.attention.operators.schema import (
+    READS,
     Arguments,
     BackwardInputs,
     Incoming,
@@ -34,8 +35,13 @@ _SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", int |
 _TENSORS = [name for name, kind in get_type_hints(Arguments).items() if kind in (Tensor, Tensor | None)]
 
 
-def operator(kernels: Kernels) -> Run:
-    """The backend's `run`; registers `alibi_attn::{name}_forward` and `alibi_attn::{name}_backward`."""
+def operator(kernels: Kernels, reads: frozenset[str]) -> Run:
+    """The backend's `run`; registers `alibi_attn::{name}_forward` and `alibi_attn::{name}_backward`.
+
+    Args:
+        reads: the fields of a spec that the kernels compute.
+    """
+    assert reads <= READS, f"{kernels.name} reads {sorted(reads - READS)}, which its operator's schema does not have"
     forward_op, backward_op = _forward_operator(kernels), _backward_operator(kernels)
     gradients = transformable(backward_op)
     differentiate = functools.partial(_differentiate, gradients)

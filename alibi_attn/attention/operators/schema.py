@@ -114,6 +114,8 @@ _SHARED = [
     for field in dataclasses.fields(AttentionSpec)
     if field.name in Arguments._fields and field.name != "scale"
 ]
+# The fields that operators carry; a backend with an operator reads no others.
+READS = frozenset({*_SHARED, "query_offset"})
 
 
 class BackwardInputs(NamedTuple):

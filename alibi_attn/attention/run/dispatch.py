@@ -1,7 +1,11 @@
 """Which backend runs a call: a literal table of backends per device, and the reason why each of the others does not.
 
-"auto" decides from shapes, dtypes and the device only, never from tensor values, so it compiles and never synchronizes.
+"auto" decides from shapes, dtypes and the device only, never from tensor values, so it compiles and never synchronizes. A backend
+gets no call with a field that it does not read: `splitting.py` splits that off, or the backend is refused.
 """
+
+import dataclasses
+from typing import Any, NamedTuple
 
 from torch import Tensor
 
@@ -12,17 +16,26 @@ from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.backends.protocol import Backend, Visits
 from alibi_attn.attention.call.explanation import verdict_on
+from alibi_attn.attention.call.reads import arguments_of
 from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.run import splitting
 
 _ALL: tuple[Backend, ...] = (reference, dense, banded, native, fused, flex)
 BACKENDS = {backend.name: backend for backend in _ALL}
 # Their `run` comes from `operator.py`, which refuses second derivatives itself.
 WITH_OPERATOR = frozenset({banded.name, native.name, fused.name})
-# They read every field of a spec; for the others `merging.py` splits some calls.
-WITH_ALL_MASKS = frozenset({reference.name, dense.name})
+# They compute every score of a row, also those between segments.
+WITHOUT_SKIPPING = frozenset({reference.name, dense.name})
 
 # In order of preference. `dense` runs on every device of torch, and other devices always get it.
 PREFERRED: dict[str, tuple[Backend, ...]] = {"cpu": (native, banded, dense), "cuda": (fused, flex, dense)}
+
+
+class Choice(NamedTuple):
+    """The name of the backend that runs a call, and the fields that are split off before."""
+
+    name: str
+    off: frozenset[str]
 
 
 def visits(name: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor | None) -> Visits | None:
@@ -32,22 +45,47 @@ def visits(name: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, v
     return BACKENDS[name].visits(spec, query, key, value)
 
 
-def choose(backend: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> str:
-    """The name of the backend that runs: the named one, or for "auto" the device's first that can; `dense` for small calls.
+def choose(backend: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> Choice:
+    """The backend that runs: the named one, or for "auto" the device's first that can; `dense` for small calls.
 
     Raises:
         ValueError: an unknown name, or a named backend that cannot run this call (with its reason).
     """
-    if backend == "auto":
-        for preferred in PREFERRED.get(query.device.type, ()):
-            if preferred.why_not(spec, query, key, value) is None:
-                return preferred.name if preferred.too_small(spec) is None else dense.name
-        return dense.name
     check_name(backend)
-    reason = BACKENDS[backend].why_not(spec, query, key, value)
-    if reason is not None:
-        raise ValueError(f"backend {backend!r} cannot run this: {reason}; backend='auto' picks one that can")
-    return backend
+    used, auto = spec.used(), backend == "auto"
+    candidates = (*PREFERRED.get(query.device.type, ()), dense) if auto else (BACKENDS[backend],)
+    for chosen in candidates:
+        if (reason := _why_not(chosen, used, spec, query, key, value)) is None:
+            break
+    else:
+        remedy = "no backend can" if auto else "backend='auto' picks one that can"
+        raise ValueError(f"backend {backend!r} cannot run this: {reason}; {remedy}")
+    if auto and chosen.too_small(spec) is not None and not splitting.split(used, dense.READS).unread:
+        chosen = dense
+    return Choice(chosen.name, _split(chosen, used).off)
+
+
+def _split(backend: Backend, used: frozenset[str]) -> splitting.Split:
+    found = splitting.split(used, backend.READS)
+    if "dropout_p" in used:  # parts drop other weights than a whole, so every backend computes the same parts
+        found = found._replace(off=found.off | (used & splitting.SPLITS.keys()))
+    return found
+
+
+def _why_not(
+    backend: Backend, used: frozenset[str], spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor
+) -> str | None:
+    """Why a backend cannot run a call: a field that it does not read, and that cannot be split off, or its own reason."""
+    off, unread = _split(backend, used)
+    if unread:
+        return f"it does not compute {arguments_of(unread)}"
+    return backend.why_not(_without(spec, off) if off else spec, query, key, value)
+
+
+def _without(spec: AttentionSpec[Tensor], off: frozenset[str]) -> AttentionSpec[Tensor]:
+    """A call like the parts of this one."""
+    plain: dict[str, Any] = {name: default for name, default in spec.PLAIN if name in off}
+    return dataclasses.replace(spec, return_lse=True, **plain)
 
 
 def check_name(backend: str) -> None:
@@ -67,7 +105,7 @@ def verdicts(
         otherwise = "can run" if too_small is None else f"can run; auto takes dense instead: {too_small}"
         if candidate not in preferred:
             otherwise = "can run; auto does not pick it on this device"
-        reason = candidate.why_not(spec, query, key, value)
+        reason = _why_not(candidate, spec.used(), spec, query, key, value)
         words[name] = verdict_on(name, runs, backend, reason, otherwise)
     if runs == native.name:
         words[runs] += f": {build.instructions()}"

@@ -9,33 +9,39 @@ from torch import Tensor
 from alibi_attn.attention.backends.protocol import Visits
 from alibi_attn.attention.call import transforms
 from alibi_attn.attention.call.dropout import drawn_seed
+from alibi_attn.attention.call.reads import DROPOUT, MASKS, PARTS
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.visibility import largest_distances, nothing
 from alibi_attn.attention.operators.derivatives import differentiable_once, once
 from alibi_attn.attention.run import dispatch, merging
+
+# The fields that `visits` reads, also those that do not change what is read.
+VISITS = MASKS | PARTS | DROPOUT | {"key_bias", "sink_logits"}
 
 
 def attend(
     spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, backend: str
 ) -> Tensor | tuple[Tensor, Tensor]:
     """The output of a validated call, or (output, lse)."""
-    if spec.sink_logits is not None:
-        return _attend_with_sinks(spec, spec.sink_logits, query, key, value, backend)
-    name = dispatch.choose(backend, spec, query, key, value)
+    if spec.dropout_p > 0 and spec.dropout_seed is None:
+        spec = dataclasses.replace(spec, dropout_seed=drawn_seed(query.device))
+    name, off = dispatch.choose(backend, spec, query, key, value)
     is_empty = spec.query_len == 0 or spec.key_len == 0 or transforms.surely(spec.batch == 0)
-    if spec.has_parts and not is_empty and runs_in_parts(name, spec):
-        return _attend_in_parts(spec, query, key, value, backend)
-    if is_empty or name not in dispatch.WITH_OPERATOR:
-        # On some backends second derivatives and forward mode would be wrong; operators refuse them, for all others this does.
-        spec, query, key, value = differentiable_once(spec, query, key, value)
     lse: Tensor | None
-    if is_empty:
-        output, lse = nothing(spec, query, key, value)
+    if "sink_logits" in off and spec.sink_logits is not None:
+        output, lse = attend(without_sinks(spec), query, key, value, backend)
+        output = scaled_by_sinks(output, lse, spec.sink_logits)
+    elif off and not is_empty:
+        output, lse = _attend_in_parts(spec, query, key, value, backend)
     else:
-        if spec.dropout_p > 0 and spec.dropout_seed is None:
-            spec = dataclasses.replace(spec, dropout_seed=drawn_seed(query.device))
-        with transforms.without_autocast(query.device.type):
-            output, lse = dispatch.BACKENDS[name].run(spec, query, key, value)
+        if is_empty or name not in dispatch.WITH_OPERATOR:
+            # Second derivatives and forward mode would be wrong on some backends; operators refuse them too.
+            spec, query, key, value = differentiable_once(spec, query, key, value)
+        if is_empty:
+            output, lse = nothing(spec, query, key, value)
+        else:
+            with transforms.without_autocast(query.device.type):
+                output, lse = dispatch.BACKENDS[name].run(spec, query, key, value)
     if not spec.return_lse:
         return output
     assert lse is not None, f"{name} did not return the requested lse"
@@ -58,21 +64,13 @@ def scaled_by_sinks(output: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:
     return (output * share[..., None]).to(output.dtype)
 
 
-def runs_in_parts(name: str, spec: AttentionSpec[Tensor]) -> bool:
-    """Whether a backend computes a call as the parts of `merging.py`; with dropout all do, so that all drop the same weights."""
-    return spec.has_parts and (name not in dispatch.WITH_ALL_MASKS or spec.dropout_p > 0)
-
-
 def _attend_in_parts(
     spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, backend: str
-) -> Tensor | tuple[Tensor, Tensor]:
-    if spec.dropout_p > 0 and spec.dropout_seed is None:
-        spec = dataclasses.replace(spec, dropout_seed=drawn_seed(query.device))
+) -> tuple[Tensor, Tensor]:
     parts = merging.parts(spec, query, key, value)
     results = [attend(part.spec, part.query, part.key, part.value, backend) for part in parts]
     with transforms.without_autocast(query.device.type):
-        output, lse = merging.joined(spec, parts, [(result[0], result[1]) for result in results])
-    return (output, lse) if spec.return_lse else output
+        return merging.joined(spec, parts, [(result[0], result[1]) for result in results])
 
 
 def visits(
@@ -80,8 +78,9 @@ def visits(
 ) -> Visits | None:
     """`dispatch.visits` of the backend that runs, added up over parts."""
     given = key if value is None else value
-    name = dispatch.choose(backend, spec, query, key, given)
-    if 0 in (spec.batch, spec.query_len, spec.key_len) or not runs_in_parts(name, spec):
+    spec = without_sinks(spec)
+    name, off = dispatch.choose(backend, spec, query, key, given)
+    if 0 in (spec.batch, spec.query_len, spec.key_len) or not off:
         return dispatch.visits(name, spec, query, key, value)
     if value is None:  # values of equal norms are what the certificate then assumes
         given = torch.ones((), dtype=key.dtype, device=key.device).expand_as(key)
@@ -100,11 +99,3 @@ def visits(
         reach[:, heads] = torch.maximum(reach[:, heads], far)
         scores[:, heads] += found.scores.to(reach.device)
     return Visits(reach, scores)
-
-
-def _attend_with_sinks(
-    spec: AttentionSpec[Tensor], sink_logits: Tensor, query: Tensor, key: Tensor, value: Tensor, backend: str
-) -> Tensor | tuple[Tensor, Tensor]:
-    output, lse = attend(without_sinks(spec), query, key, value, backend)
-    output = scaled_by_sinks(output, lse, sink_logits)
-    return (output, lse) if spec.return_lse else output

@@ -10,10 +10,17 @@ import dataclasses
 from collections.abc import Callable
 from typing import TypeVar
 
+from alibi_attn.attention.call.reads import Reads
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.certificate.constants import TILE
 
 Array = TypeVar("Array")
+
+READS = Reads(
+    "invariant=True",
+    frozenset({"window", "key_mask", "query_segments", "key_segments", "return_lse"}),
+    instead="invariant=False",
+)
 
 
 def invariant_spec(
@@ -37,20 +44,7 @@ def invariant_spec(
             f"tolerance is {tolerance} but invariant=True computes every visible score, because what a block of queries skips "
             "depends on all of them; omit it"
         )
-    given = {
-        "causal=False": not spec.causal,
-        "window per head": spec.head_windows is not None,
-        "sinks": spec.sinks > 0,
-        "prefix_len": spec.prefix_len is not None,
-        "positions": spec.positions is not None,
-        "key_bias": spec.key_bias is not None,
-        "sink_logits": spec.sink_logits is not None,
-        "dropout_p": spec.dropout_p > 0,
-        "query_offset as an array": not isinstance(spec.query_offset, int),
-    }
-    names = ", ".join(name for name, is_given in given.items() if is_given)
-    if names:
-        raise ValueError(f"invariant=True does not support {names}; omit one")
+    READS.check(spec)
     assert isinstance(spec.query_offset, int)
     count = spec.query_offset % TILE
     return dataclasses.replace(

@@ -27,8 +27,8 @@ from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.call.visibility import distances, visible
 from alibi_attn.attention.certificate.bounds import Bounds, bounds
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.run.execution import runs_in_parts
 from alibi_attn.attention.run.merging import parts
+from alibi_attn.attention.run.splitting import SPLITS
 from alibi_lab import records
 
 WHERE = (
@@ -253,7 +253,7 @@ def _keys_of_parts(spec, query, key, value, numbers: torch.Tensor, key_len: int)
     kept = torch.zeros(spec.batch, spec.num_heads, spec.query_len, key_len, dtype=torch.bool)
     if spec.key_len == 0 or spec.query_len == 0:
         return kept
-    if not runs_in_parts("native", spec):
+    if not spec.used() & SPLITS.keys():
         kept[..., numbers[0, 0, :, 0].long()] = native_keys(spec, query, key, value)
         return kept
     for part, of in zip(parts(spec, query, key, value), parts(spec, query, key, numbers), strict=True):

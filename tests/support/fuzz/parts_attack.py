@@ -229,7 +229,7 @@ def _kept(part: merging.Part, numbered: merging.Part, key_len: int, backend: str
     """`numbered` has the number of each key in the whole call, from 1, in place of its value; 0 = none."""
     spec = part.spec
     kept = np.zeros((spec.num_heads, spec.query_len, key_len), bool)
-    if not attention.runs_in_parts(spec):
+    if not attention.splits(spec, backend):
         if 0 in (spec.query_len, spec.key_len):
             return kept
         numbers = np.asarray(numbered.value[0, :, 0, 0]).astype(int)

@@ -21,6 +21,7 @@ from alibi_attn.attention.backends.banded.masks import HeadMasks, Masks, key_vie
 from alibi_attn.attention.backends.banded.pieces import Piece
 from alibi_attn.attention.backends.banded.visited import allowed_shares, narrow, reach_and_scores
 from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall, Visits
+from alibi_attn.attention.call.reads import MASKS
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.transforms import surely, why_not_compiled
 from alibi_attn.attention.call.visibility import with_plain_offset
@@ -35,6 +36,7 @@ Spec = AttentionSpec[Tensor]
 Plans = list[list[list[Piece]]]  # [B][H]
 
 name = "banded"
+READS = MASKS
 
 # With fewer keys and fewer scores per head, the certificate costs more than it saves (see docs/backends.md).
 SHORT_KEYS, SHORT_SCORES = 4096, 768 * 768
@@ -46,17 +48,9 @@ _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 
 def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
-    """Needs a CPU; no dropout and no key bias."""
-    if spec.table is not None:
-        return "it has no table of distances"
+    """Needs a CPU."""
     if query.device.type != "cpu":
         return f"it runs on the CPU but query is on {query.device}"
-    if spec.dropout_p > 0:
-        return f"it has no dropout but dropout_p is {spec.dropout_p}"
-    if spec.key_bias is not None:
-        return "it has no key_bias"
-    if spec.positions is not None:
-        return "it has no key_bias, which expresses positions"
     return why_not_compiled()
 
 
@@ -181,7 +175,7 @@ def _empty_saved(arguments: Arguments) -> Saved:
     return Saved(visited, query.new_empty((query.shape[0], 0), dtype=torch.promote_types(query.dtype, torch.float32)))
 
 
-run = operator(on_finite_numbers("banded", _forward, _backward, _empty_saved))
+run = operator(on_finite_numbers("banded", _forward, _backward, _empty_saved), READS)
 
 
 def _forward_piece(

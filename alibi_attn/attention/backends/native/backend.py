@@ -18,6 +18,7 @@ from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall, Visits
 from alibi_attn.attention.call.bias import columns_of
 from alibi_attn.attention.call.checks import dtype_name
 from alibi_attn.attention.call.cuts import with_segments
+from alibi_attn.attention.call.reads import DROPOUT, GATES, MASKS
 from alibi_attn.attention.call.spec import AttentionSpec, dropout_numbers
 from alibi_attn.attention.call.transforms import constant_when_compiled, in_memory, surely, transforms, why_not_compiled
 from alibi_attn.attention.call.visibility import first_positions, with_plain_offset
@@ -30,6 +31,7 @@ Spec = AttentionSpec[Tensor]
 Arrays = dict[str, Tensor | None]  # by the names of `build.Call`
 
 name = "native"
+READS = MASKS | GATES | DROPOUT | {"table"}
 
 FEWEST_SCORES = 2**17  # of all heads together; with fewer, `dense` is faster (see docs/backends.md)
 WIDTH = 16  # numbers in the widest vector; head sizes are zero-padded to a multiple of it
@@ -192,7 +194,7 @@ def _empty_saved(arguments: Arguments) -> Saved:
     return _new_saved(arguments.query, arguments.key.shape[1] if shared else arguments.query.shape[1])
 
 
-run = operator(on_finite_numbers("native", _forward_between_cuts, _backward_between_cuts, _empty_saved))
+run = operator(on_finite_numbers("native", _forward_between_cuts, _backward_between_cuts, _empty_saved), READS)
 
 
 def _wide(x: Tensor) -> Tensor:

@@ -1,0 +1,38 @@
+"""Which fields of a call split off, so that a backend that does not read them computes its parts (`merging.py`).
+
+No framework is imported: JAX splits by the same rules.
+"""
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from alibi_attn.attention.call.reads import DROPOUT, MASKS, PARTS
+
+# The fields that can be split off, and those that the parts have instead. All parts return lse.
+SPLITS: Mapping[str, frozenset[str]] = {
+    "sink_logits": frozenset(),
+    "head_windows": frozenset({"window"}),
+    "sinks": frozenset({"window"}),
+    "prefix_len": frozenset({"key_mask"}),
+    "positions": frozenset({"key_bias", "query_bias"}),
+    "query_positions": frozenset({"key_bias", "query_bias"}),
+    "by_position": frozenset({"key_mask"}),
+}
+# A call with other fields has no parts, except that of its sink logits.
+READS = MASKS | PARTS | DROPOUT | {"key_bias", "sink_logits"}
+
+
+class Split(NamedTuple):
+    """How a consumer computes a call: the fields that are split off, and those that it cannot compute (then it must not)."""
+
+    off: frozenset[str]
+    unread: frozenset[str]
+
+
+def split(used: frozenset[str], reads: frozenset[str]) -> Split:
+    """How a call that uses these fields runs where these are read."""
+    off = (used - reads) & SPLITS.keys()
+    unread = (used - reads - off) | {name for name in off if not SPLITS[name] <= reads}
+    if off - {"sink_logits"}:
+        unread |= used - READS
+    return Split(off, unread)
