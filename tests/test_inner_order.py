@@ -31,7 +31,8 @@ ORDERS = {
         ("decoder_config", "encoder_config"),
         ("families",),
         ("checkpoint", "tokenizer_files"),
-        ("folder_check", "export"),
+        ("folder_check",),
+        ("export",),
         ("decoder", "encoder"),
     ),
     "alibi_lab.lab": (

@@ -102,11 +102,24 @@ def test_a_missing_unexpected_or_mismatched_weight_is_refused(family, folder_of)
     name = next(name for name in state if name.endswith(("h.0.mlp.dense_4h_to_h.weight", "0.ffn.down_proj.weight")))
     change_weights(folder, lambda state: state.pop(name))
     assert_refused(folder, name, "missing")
-    save_file({**state, "more.weight": torch.ones(2)}, folder / "model.safetensors", metadata={"format": "pt"})
-    assert_refused(folder, "more.weight", "unexpected")
+    more = "more.weight" if family == "own" else "transformer.more.weight"
+    save_file({**state, more: torch.ones(2)}, folder / "model.safetensors", metadata={"format": "pt"})
+    assert_refused(folder, more, "unexpected")
     cut = state[name][:, :5].clone()
     save_file({**state, name: cut}, folder / "model.safetensors", metadata={"format": "pt"})
     assert_refused(folder, f"{name} [48, 5]", f"[48, {state[name].shape[1]}]")
+
+
+@pytest.mark.parametrize("family", FAMILIES[:-1])
+def test_a_head_that_a_decoder_lacks_is_named_and_ignored(family, folder_of, caplog):
+    folder = folder_of(family)
+    expected = load_decoder(str(folder))[0].state_dict()
+    change_weights(folder, lambda state: state.update({"v_head.summary.weight": torch.ones(2)}))
+    found = load_decoder(str(folder))[0].state_dict()
+    assert found.keys() == expected.keys()
+    assert all(torch.equal(weight, expected[name]) for name, weight in found.items())
+    (line,) = [line for line in caplog.messages if "another head" in line]
+    assert "v_head.summary.weight" in line
 
 
 @pytest.mark.parametrize("family", FAMILIES)

@@ -3,10 +3,7 @@
 Read next: `folder_check.py`.
 """
 
-from pathlib import Path
-from typing import Any
-
-from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedModel, PreTrainedTokenizerBase
+from transformers import PreTrainedModel, PreTrainedTokenizerBase
 
 from alibi_attn.hf.patching.patching import patch
 from alibi_attn.hf.readers import checkpoint_files, folder_check, tokenizer_files
@@ -29,22 +26,9 @@ def load_decoder(folder_or_id: str) -> tuple[PreTrainedModel, PreTrainedTokenize
     checkpoint_files.check_weights(folder)
     tokenizer = tokenizer_files.load(folder)  # before the weights are read
     if about.get("model_type") in BUILT_BY_TRANSFORMERS:
-        model = _of_transformers(folder)
+        model = folder_check.load(folder)
         patch(model)
     else:
         model = ALiBiForCausalLM.from_pretrained(folder)
     model.config.name_or_path = folder_or_id
     return model, tokenizer
-
-
-def _of_transformers(folder: Path) -> PreTrainedModel:
-    with folder_check.one_sentence(folder):
-        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
-    folder_check.check_sizes(folder, config)
-    with folder_check.one_sentence(folder):
-        loaded: Any = AutoModelForCausalLM.from_pretrained(
-            folder, config=config, output_loading_info=True, trust_remote_code=False
-        )
-    model: PreTrainedModel = loaded[0]
-    folder_check.check_names(folder, loaded[1])
-    return model.eval()  # type: ignore[no-untyped-call]

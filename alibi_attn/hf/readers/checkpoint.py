@@ -207,6 +207,12 @@ def check_layers(folder: Path, config: PreTrainedConfig, counted: int) -> None:
         raise ValueError(f"{folder} has {counted} layers but its config says {config.num_hidden_layers}; {ONE_SOURCE}")
 
 
+def log_heads(folder: Path, names: Collection[str]) -> None:
+    """Logs the weights of a head that the class does not have."""
+    if names:
+        _LOG.warning("%s has weights of another head, which are ignored: %s", folder, listed(names))
+
+
 def listed(names: Iterable[str], most: int = 8) -> str:
     """The first names in sorted order, and the number of the remaining ones."""
     names = sorted(names)
@@ -242,8 +248,7 @@ def _check_names(wanted: set[str], state: State, *, new_head: bool) -> None:
         absent, extra = f"the weights {listed(missing)} are missing", f"it has unexpected weights {listed(unknown)}"
         reason = f"{absent}, and {extra}" if missing and unknown else absent if missing else extra
         raise ValueError(f"{state.folder} is not the {family.name} that its config describes: {reason}; {advice}")
-    if others:
-        _LOG.warning("%s has weights of another head, which are ignored: %s", state.folder, listed(others))
+    log_heads(state.folder, others)
 
 
 def _check_sizes(config: PreTrainedConfig, state: State) -> None:

@@ -24,17 +24,16 @@ import json
 import re
 from collections.abc import Mapping
 from pathlib import Path
-from typing import Any, Literal, TypeAlias, TypeVar, cast
+from typing import Literal, TypeAlias, TypeVar, cast
 
 import torch
-from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from tokenizers import Tokenizer
 from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM, PreTrainedModel
 from transformers.models.mpt.configuration_mpt import MptAttentionConfig
 
 from alibi_attn.files import new_folder
+from alibi_attn.hf.readers import folder_check
 from alibi_attn.hf.readers.checkpoint_files import check_new, read_config
 from alibi_attn.hf.readers.tokenizing import byte_tokenizer
 
@@ -238,19 +237,11 @@ def import_bloom(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
 
 
 def _loaded(folder: Path, family: type[_Model], wanted: str) -> _Model:
-    """The model with every weight from the folder; transformers would initialize missing ones at random."""
     kind = read_config(folder).get("model_type")
     assert family.config_class is not None  # every model with a head has one
     if kind != family.config_class.model_type:
         raise ValueError(f"{folder} holds a {kind} model but must hold {wanted}")
-    try:
-        loaded: Any = family.from_pretrained(folder, output_loading_info=True)
-    except (ValueError, TypeError, RuntimeError, ZeroDivisionError, SafetensorError, StrictDataclassError) as error:
-        raise ValueError(f"{folder} is damaged: {' '.join(str(error).split())}; download or export it again") from None
-    model, info = loaded
-    if missing := sorted(info["missing_keys"]):
-        raise ValueError(f"{folder} is damaged: weights {', '.join(missing)} are missing; download or export it again")
-    return cast("_Model", model)
+    return cast("_Model", folder_check.load(folder))
 
 
 def _exported(

@@ -1,4 +1,6 @@
-"""Checks of a folder that transformers loads: it draws missing weights at random and builds whatever the config describes.
+"""Loads a decoder that transformers builds, and checks its folder.
+
+transformers itself draws missing weights at random, ignores others, and builds whatever the config describes.
 
 `check_sizes` runs before the model is built, `check_names` afterwards. Checkpoints that we read ourselves have the same checks in
 `checkpoint.py`.
@@ -13,7 +15,7 @@ from typing import Any
 import torch
 from huggingface_hub.errors import StrictDataclassError
 from safetensors import SafetensorError
-from transformers import AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
+from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from alibi_attn.hf.readers import checkpoint, checkpoint_files
 
@@ -34,8 +36,29 @@ _ERRORS = (
 _NUMBERS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
+def load(folder: Path) -> PreTrainedModel:
+    """The model in evaluation mode, with its head. Code in the folder is never run.
+
+    Raises:
+        FileNotFoundError: there are no weights.
+        ValueError: a damaged or missing file, or weights that do not fit the config.
+    """
+    with _one_sentence(folder):
+        config = AutoConfig.from_pretrained(folder, trust_remote_code=False)
+    names = check_sizes(folder, config)
+    with _one_sentence(folder):
+        loaded: Any = AutoModelForCausalLM.from_pretrained(
+            folder, config=config, output_loading_info=True, trust_remote_code=False
+        )
+    model: PreTrainedModel = loaded[0]
+    prefix = f"{model.base_model_prefix}."
+    has_prefix = any(name.startswith(prefix) for name in names)
+    check_names(folder, loaded[1], prefix=prefix if has_prefix else "")
+    return model.eval()  # type: ignore[no-untyped-call]
+
+
 @contextlib.contextmanager
-def one_sentence(folder: Path) -> Iterator[None]:
+def _one_sentence(folder: Path) -> Iterator[None]:
     """Turns an exception of transformers into a ValueError that names the folder.
 
     Raises:
@@ -51,8 +74,8 @@ def one_sentence(folder: Path) -> Iterator[None]:
         raise ValueError(f"{folder} cannot be loaded: {reason[:300]}{advice}") from error
 
 
-def check_sizes(folder: Path, config: PreTrainedConfig) -> None:
-    """Compares a decoder's config with the weights, before memory is allocated for a model of its sizes.
+def check_sizes(folder: Path, config: PreTrainedConfig) -> Collection[str]:
+    """Compares a decoder's config with the weights, before memory is allocated for a model of its sizes. Returns their names.
 
     Raises:
         FileNotFoundError: there are no weights.
@@ -69,19 +92,23 @@ def check_sizes(folder: Path, config: PreTrainedConfig) -> None:
         raise ValueError(
             f"{where} has {config.num_attention_heads} heads, which must divide the width, {config.hidden_size}; correct it"
         )
-    with one_sentence(folder), torch.device("meta"):
+    with _one_sentence(folder), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
     _check_shapes(folder, model, shapes)
+    return shapes.keys()
 
 
-def check_names(folder: Path, info: Mapping[str, Collection[str]]) -> None:
-    """Raises ValueError if weights are missing or unexpected.
+def check_names(folder: Path, info: Mapping[str, Collection[str]], *, prefix: str = "") -> None:
+    """Raises ValueError if weights are missing or unexpected. Logs those of another head.
 
     Args:
         info: the second result of `from_pretrained(..., output_loading_info=True)`.
+        prefix: of all stored names of the model without its head, if they have one.
     """
-    for kind in ("missing", "unexpected"):
-        if wrong := info[f"{kind}_keys"]:
+    unexpected = {name for name in info["unexpected_keys"] if name.startswith(prefix)}
+    checkpoint.log_heads(folder, set(info["unexpected_keys"]) - unexpected)
+    for kind, wrong in (("missing", info["missing_keys"]), ("unexpected", unexpected)):
+        if wrong:
             raise ValueError(
                 f"{folder} has {_count(wrong, kind)}: {checkpoint.listed(wrong, 3)}; {checkpoint.ONE_SOURCE}"
             )
