@@ -37,6 +37,7 @@ LABORATORY = {
     **dict.fromkeys(("records", "position_methods"), 5),
     **dict.fromkeys(("lab", "report"), 6),
     "measure": 7,
+    "heads": 7,
     "recipes": 7.5,
     "cli": 8,
     "__main__": 9,

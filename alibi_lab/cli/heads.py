@@ -1,8 +1,8 @@
-"""`alibi heads`: the slopes for a number of heads, or where the heads of a trained model attend."""
+"""`alibi heads`: the slopes for a number of heads, and where the heads of a trained model attend, one command per question."""
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated, TypeAlias
 
 import typer
 from rich.table import Column
@@ -16,94 +16,229 @@ from alibi_lab.cli import checkpoints
 from alibi_lab.cli.options import documented
 from alibi_lab.report import rollouts
 from alibi_lab.report.series import numbers
-from alibi_lab.report.tables.heads import head_rows
+from alibi_lab.report.tables.heads import fraction, head_rows
+
+if TYPE_CHECKING:
+    from matplotlib.figure import Figure
+
+    from alibi_lab.heads.loading import Loaded
 
 MOST_HEADS, MOST_TOKENS = 4096, 2**20  # more would run for minutes
-DEFAULT_LENGTH = "twice the trained length, or 1024; with --rollout the trained length, or 512"
+Heads = Annotated[int, typer.Option("--heads", min=1, max=MOST_HEADS, help="Number of heads.")]
+Model = Annotated[
+    Path, typer.Argument(help="A lab checkpoint, a run's folder (or RUN:alibi), or a transformers folder.")
+]
+Text: TypeAlias = Annotated[
+    Path | None, typer.Argument(help="UTF-8 text for the model to read.", show_default="a checkpoint's validation text")
+]
+Length: TypeAlias = Annotated[int | None, typer.Option(min=2, max=MOST_TOKENS)]
+Out: TypeAlias = Annotated[Path | None, typer.Option(help="Folder for the record, which alibi report can draw.")]
+Picture: TypeAlias = Annotated[Path | None, typer.Option(help="Also write a picture, as .png or .svg.")]
+
+app = typer.Typer(help="Look into the heads of ALiBi and of trained models.", no_args_is_help=True)
 
 
+@app.command()
 @documented
-def heads(
-    model: Annotated[Path | None, typer.Argument()] = None,
-    text: Annotated[Path | None, typer.Option(show_default="a checkpoint's validation text")] = None,
-    method: checkpoints.Method = None,
-    length: Annotated[int | None, typer.Option(min=1, max=MOST_TOKENS, show_default=DEFAULT_LENGTH)] = None,
-    rollout: bool = False,
-    out: Path | None = None,
-    num_heads: Annotated[int, typer.Option("--heads", min=1, max=MOST_HEADS)] = 8,
-    picture: Path | None = None,
+def slopes(
+    num_heads: Heads = 8, length: Annotated[int, typer.Option(min=1, max=MOST_TOKENS)] = 1024, picture: Picture = None
 ) -> None:
-    """Show the slopes of ALiBi heads, or where the heads of a trained model attend.
+    """Show slope, half-life, and the distance from which a key's factor is below 1e-6, for a number of heads.
 
-    Without a model: slope, half-life, and the distance from which a key's factor is below 1e-6. A head multiplies the
-    weight of a key by the factor e^(−m·distance), so a head with a large slope m attends only to nearby keys.
+    A head multiplies the weight of a key by the factor e^(−m·distance), so a head with a large slope m attends only to nearby
+    keys.
 
-    [dim]alibi heads --heads 12 --picture heads.png[/]
-
-    With a model: the certified reach of each head, the share of its keys that carried weight, the mean distance of its
-    attention, the share that goes to the first token, and the share of its weights that are zero in bfloat16. The table has
-    one row per layer; the record has every head.
-
-    [dim]alibi heads MODEL --text novel.txt --picture heads.svg --out runs/heads[/]
-
-    With --rollout: the shares of the first token, of the first tenth and of the last tenth of a text in the attention that has
-    been accumulated over the layers. Without a model, every layer has the same attention.
-
-    [dim]alibi heads MODEL --rollout --text novel.txt --out runs/heads[/]
+    [dim]alibi heads slopes --heads 12 --picture heads.png[/]
 
     Args:
-        model: A trained model: a lab checkpoint, a run's folder (or RUN:alibi), or a transformers folder.
-        text: UTF-8 text file for the model to read.
-        length: With a model: tokens of the text to read. Without one: tokens that the picture spans.
-        rollout: Attention accumulated over the layers: of a model, or with equal scores under each mask.
-        out: With a model: folder for the record, which alibi report can draw.
-        num_heads: Without a model: number of heads.
-        picture: Also write a picture, as .png or .svg.
+        length: Tokens that the picture spans.
     """
-    for option, value in (("--text", text), ("--method", method), ("--out", out)):
-        if model is None and value is not None and not (rollout and option == "--out"):
-            raise typer.BadParameter(f"{option} is for a trained model; pass MODEL too")
+    _check(picture)
+    _print_table(("head", "slope m", "half-life", "below 1e-6 from"), head_rows(num_heads), "distances in tokens")
+    if picture is not None:
+        with needs("lab"):
+            from alibi_lab.report.plots import bias
+        _draw(bias.plot_alibi_bias(num_heads, length), picture)
+
+
+@app.command()
+@documented
+def summary(
+    model: Model,
+    text: Text = None,
+    method: checkpoints.Method = None,
+    length: Length = None,
+    out: Out = None,
+    picture: Picture = None,
+) -> None:
+    """Show where the heads of a trained model attend: one row per layer; the record has every head.
+
+    The certified reach of each head, the share of its keys that carried weight, the mean distance of its attention, the share
+    that goes to the first token, and the share of its weights that are zero in bfloat16.
+
+    [dim]alibi heads summary MODEL novel.txt --picture heads.svg --out runs/heads[/]
+
+    Args:
+        length: Tokens of the text to read; default twice the trained length, or 1024.
+    """
+    loaded, content = _opened(model, text, method, picture, out)
+    from alibi_lab.heads.summary import summary as measure
+    from alibi_lab.report.plots import head_maps, inline
+
+    record = measure(loaded, content, length=length)
+    _print_layers(record)
+    console.print(head_maps.sentence(record), soft_wrap=True)
+    if picture is not None:
+        _draw(inline.plot_heads(record), picture)
+    _save([record], out)
+
+
+@app.command()
+@documented
+def weights(
+    model: Model,
+    text: Text = None,
+    method: checkpoints.Method = None,
+    length: Length = None,
+    layer: Annotated[int, typer.Option(min=0)] = 0,
+    query: Annotated[int | None, typer.Option(min=0, show_default="the last token")] = None,
+    picture: Picture = None,
+) -> None:
+    """Show the keys that a token attends to most, for every head of a layer, as distance and weight.
+
+    [dim]alibi heads weights MODEL novel.txt --layer 1 --picture weights.png[/]
+
+    Args:
+        length: Tokens of the text to read; default 64.
+        layer: The layer, from 0.
+        query: The token that attends, from 0.
+    """
+    loaded, content = _opened(model, text, method, picture, None)
+    from alibi_lab.heads.weights import weights as measure
+
+    found = measure(loaded, content, layer=layer, length=length)
+    last = found.matrix.shape[1] - 1
+    if query is not None and query > last:
+        raise typer.BadParameter(
+            f"--query is {query} but the last token that is read is {last}; pass a larger --length"
+        )
+    at = last if query is None else query
+    rows = [
+        (str(head), fraction(slope), *(f"{distance:,} back: {weight:.1%}" for distance, weight in keys))
+        for head, (slope, keys) in enumerate(zip(found.slopes.tolist(), found.most(at), strict=True))
+    ]
+    _print_table(("head", "slope m", *["attends to"] * (len(rows[0]) - 2)), rows, f"token {at} of layer {layer}")
+    if picture is not None:
+        from alibi_lab.report.plots import head_maps
+
+        _draw(head_maps.weights_figure(found.matrix.numpy()), picture)
+
+
+@app.command()
+@documented
+def rollout(
+    model: Annotated[Path | None, typer.Argument(help="As of summary. Without one, layers of equal attention.")] = None,
+    text: Text = None,
+    method: checkpoints.Method = None,
+    length: Length = None,
+    num_heads: Heads = 8,
+    out: Out = None,
+    picture: Picture = None,
+) -> None:
+    """Show where attention ends that is accumulated over the layers: at the first token, the first tenth, or the last tenth.
+
+    Without a model, every layer has the same attention under each mask.
+
+    [dim]alibi heads rollout MODEL novel.txt --out runs/heads[/]
+
+    Args:
+        length: Tokens of each stretch of the text; default the trained length, or 512.
+    """
+    with needs("lab"):
+        from alibi_lab.heads.rollout import THEORY_LENGTH, rolled_out, stretches, theory
+        from alibi_lab.report.plots import rollouts as plots
+    if model is None:
+        _check(picture)
+        _check_out(out)
+        record = theory(length or THEORY_LENGTH, num_heads)
+    else:
+        loaded, content = _opened(model, text, method, picture, out)
+        from alibi_lab.heads.loading import config_of
+
+        tokens = stretches(loaded.encode(content), length or loaded.length or 512)
+        record = rolled_out(loaded.name, config_of(loaded, content), tokens, loaded.accumulate)
+    _print_depths(record)
+    if picture is not None:
+        _draw(plots.rollout_figure(record), picture)
+    _save([record], out)
+
+
+@app.command()
+@documented
+def reach(
+    model: Model,
+    text: Text = None,
+    method: checkpoints.Method = None,
+    length: Length = None,
+    out: Out = None,
+    picture: Picture = None,
+) -> None:
+    """Compare the certified reach of every head with the true one: the distance at which the dropped mass passes the tolerance.
+
+    [dim]alibi heads reach MODEL novel.txt --out runs/heads[/]
+
+    Args:
+        length: Tokens of the text to read; default twice the trained length, or 1024.
+    """
+    loaded, content = _opened(model, text, method, picture, out)
+    from alibi_lab.heads.reach import reach as measure
+    from alibi_lab.report.plots import trained_heads as plots
+
+    found = measure(loaded, content, length=length)
+    (drawn,) = plots.trained_heads(found)
+    _print_table(("layer", "slope", "certified", "true", "ratio"), plots.head_table(drawn), "distances in tokens")
+    if picture is not None:
+        _draw(plots.reach_figure(drawn), picture)
+    _save(found, out)
+
+
+def _opened(
+    model: Path, text: Path | None, method: str | None, picture: Path | None, out: Path | None
+) -> "tuple[Loaded, str]":
+    """The model and the text; first checks that the results can be written."""
+    _check(picture)
+    _check_out(out)
+    with needs("lab"), needs("hf"):
+        from alibi_attn.inspect import read_config
+        from alibi_lab.heads.loading import load
+    model = checkpoints.find(model)
+    if text is None and (model / "config.json").is_file() and "schema" not in read_config(model):
+        raise typer.BadParameter(f"{model} was not trained by alibi run, so it has no validation text; pass TEXT")
+    content = read_texts([text], lines=False)[0].text if text else checkpoints.validation_text(model, method)
+    return load(model, method), content
+
+
+def _check(picture: Path | None) -> None:
     if picture is not None:
         check_writable(picture)
         if picture.suffix not in (".png", ".svg"):
             raise typer.BadParameter(f"--picture is {picture} but must end in .png or .svg")
-    if model is None and not rollout:
-        _print_slopes(num_heads, length or 1024, picture)
-        return
-    if length == 1:
-        raise typer.BadParameter("--length is 1 but a model needs at least 2 tokens")
+
+
+def _check_out(out: Path | None) -> None:
     if out is not None:
         check_writable(out / "record")
-    record = _measured(model, text, method, length, rollout, num_heads)
-    with needs("lab"):
-        from alibi_lab.report.plots import drawing, head_maps, inline
-        from alibi_lab.report.plots import rollouts as plots
-    if rollout:
-        _print_depths(record)
-    else:
-        _print_layers(record)
-        console.print(head_maps.sentence(record), soft_wrap=True)
-    if picture is not None:
-        figure = plots.rollout_figure(record) if rollout else inline.plot_heads(record)
-        print_path("picture", replace_file(picture, drawing.file_of(figure, picture.suffix, "heads")))
-    if out is not None:
-        print_path("record ", records.save(record, out))
 
 
-def _measured(
-    model: Path | None, text: Path | None, method: str | None, length: int | None, rollout: bool, num_heads: int
-) -> records.Record:
-    with needs("lab"), needs("hf"):
-        from alibi_attn.inspect import read_config
-        from alibi_lab.measure.model_heads import model_heads, model_rollout
-        from alibi_lab.measure.rollout import THEORY_LENGTH, theory
-    if model is None:
-        return theory(length or THEORY_LENGTH, num_heads)
-    model = checkpoints.find(model)
-    if text is None and (model / "config.json").is_file() and "schema" not in read_config(model):
-        raise typer.BadParameter(f"{model} was not trained by alibi run, so it has no validation text; pass --text")
-    content = read_texts([text], lines=False)[0].text if text else checkpoints.validation_text(model, method)
-    return (model_rollout if rollout else model_heads)(model, content, length=length, method=method)
+def _draw(figure: "Figure", picture: Path) -> None:
+    from alibi_lab.report.plots import drawing
+
+    print_path("picture", replace_file(picture, drawing.file_of(figure, picture.suffix, "heads")))
+
+
+def _save(found: Sequence[records.Record], out: Path | None) -> None:
+    for record in found if out is not None else ():
+        print_path("record ", records.save(record, out))  # type: ignore[arg-type]
 
 
 def _print_depths(record: records.Record) -> None:
@@ -115,15 +250,6 @@ def _print_depths(record: records.Record) -> None:
             rows.append((way, f"{depth:.0f}", *(f"{cell:.1%}" for cell in cells)))
     columns = ("accumulated", "layers", *rollouts.SHARES.values())
     _print_table(columns, rows, "means of the second half of the queries")
-
-
-def _print_slopes(num_heads: int, length: int, picture: Path | None) -> None:
-    _print_table(("head", "slope m", "half-life", "below 1e-6 from"), head_rows(num_heads), "distances in tokens")
-    if picture is not None:
-        with needs("lab"):
-            from alibi_lab.report.plots import bias, drawing
-        figure = bias.plot_alibi_bias(num_heads, length)
-        print_path("picture", replace_file(picture, drawing.file_of(figure, picture.suffix, "bias")))
 
 
 def _print_layers(record: records.Record) -> None:

@@ -21,7 +21,7 @@ from torch.multiprocessing.spawn import spawn
 from alibi_attn import alibi_attention
 from alibi_attn.distributed import Traffic, context_parallel_attention
 from alibi_lab import records
-from alibi_lab.measure.harness import Columns, Config, Row, Say, attention_config, keep_by_length, number, whole_ms
+from alibi_lab.measure.harness import Columns, Config, Row, Rows, Say, keep, number, whole_ms
 
 LENGTHS = (16_384, 32_768, 65_536, 131_072)
 RANKS = (2, 4)
@@ -64,20 +64,23 @@ def context_parallel(
             raise ValueError(
                 f"{count} ranks cannot share {uneven} tokens evenly; pass two or more ranks, and lengths that they divide"
             )
-    config = attention_config((), lengths, heads=HEADS, kv_heads=HEADS, head_dim=HEAD_DIM, causal=True, backend="gloo")
+    config: Config = {
+        "lengths": list(lengths), "heads": HEADS, "kv_heads": HEADS, "head_dim": HEAD_DIM, "dtype": "float32",
+        "causal": True, "backend": "gloo", "peers": PEERS,
+    }  # fmt: skip
     configs: dict[str, Config] = {
-        f"ranks-{count}": {**config, "ranks": count, "threads_of_a_rank": _threads(count), "peers": PEERS}
+        f"context-parallel/ranks-{count}": {**config, "ranks": count, "threads_of_a_rank": _threads(count)}
         for count in ranks
     }
 
-    def measure(kind: str, length: int) -> Mapping[str, Row]:
-        count = int(kind.removeprefix("ranks-"))
+    def rows(count: int, length: int) -> Rows:
         with tempfile.TemporaryDirectory() as folder:
             spawn(_work, (count, length, Path(folder), repeats, seconds), nprocs=count)
-            rows: dict[str, Row] = json.loads((Path(folder) / "rows.json").read_text())
-            return rows
+            found: Rows = json.loads((Path(folder) / "rows.json").read_text())
+            return found
 
-    return keep_by_length(out, "context-parallel", configs, lengths=lengths, measure=measure, summary=_summary, say=say)
+    steps = ({f"context-parallel/ranks-{count}": rows(count, length)} for count in ranks for length in sorted(lengths))
+    return keep(out, configs, steps, summary=_summary, say=say)
 
 
 def _threads(ranks: int) -> int:

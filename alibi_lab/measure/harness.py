@@ -1,84 +1,174 @@
-"""The steps that all benchmarks share: check a peer against fp64, time the peers in turns, keep the rows as a record.
+"""The path that every benchmark takes: check a peer against the truth, time the peers in turns, keep the rows as a record.
 
-    inputs -> checked(peer, …) -> timed(candidates) -> rows by peer -> keep(…), which also prints them
+    case -> inputs -> truth in fp64 -> checked calls -> medians of turns -> rows by peer -> `keep`, which also prints them
 
-A record grows by one row per peer and length and is rewritten after each length, so an interrupted benchmark keeps its
-measurements.
+A record grows by one row per peer and case and is rewritten after each case, so an interrupted benchmark keeps its measurements.
 """
 
 import dataclasses
 import datetime
+import functools
+import importlib.util
+import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
 from alibi_lab import records
-from alibi_lab.measure.correctness import Reference, computed
-from alibi_lab.measure.peers import Attention, Peer, reason
-from alibi_lab.measure.timing import medians_ms, peak_memory_bytes
+from alibi_lab.measure.inputs import Case, Inputs, draw
+from alibi_lab.measure.peers import Peer, reason
+from alibi_lab.measure.timing import host_us, medians_ms, peak_memory_bytes, replayable
+from alibi_lab.measure.truth import Truth, results_of
 
-Row = dict[str, records.Json]
-Rows = Mapping[str, Mapping[str, records.Json]]  # by peer
+Row = Mapping[str, records.Json]
+Rows = Mapping[str, Row]  # by peer
 Columns = dict[str, dict[str, list[records.Json]]]  # the curves of a record: by peer, one list per column of its rows
 Config = Mapping[str, records.Json]
 Metrics = Mapping[str, float | None]
 Say = Callable[[str], None]
 
-WAYS = ("forward_ms", "backward_ms")
-MEMORY_LENGTHS = (8192, 16384, 32768, 65536)
+GRAPH = ", graph"  # ends the name of a call that a CUDA graph replays
 
 
-@dataclasses.dataclass(frozen=True)
-class Candidate:
-    """A peer that passed its check and can be timed, or one that is left out, with the reason in its row.
+@dataclasses.dataclass(kw_only=True)
+class Timed:
+    """The columns of a call of attention; None = not measured.
 
     Args:
-        forward, backward: the calls to time; None = not timed.
+        length, batch: keys per sequence, and sequences.
+        relative_error, gradient_error: see `truth.Errors`.
+        right: whether rounding explains the errors.
+        forward_ms: a call without gradients.
+        backward_ms: what a forward and a backward pass take beyond it.
+        host_us: on a GPU, microseconds until the host has launched a step.
+        peak_memory_bytes: of a step, with its inputs; on a CPU only for our call.
+        why_not: why it was not timed.
     """
 
-    row: Row
-    forward: Callable[[], object] | None = None
-    backward: Callable[[], object] | None = None
+    length: int
+    batch: int
+    relative_error: float | None = None
+    gradient_error: float | None = None
+    right: bool | None = None
+    forward_ms: float | None = None
+    backward_ms: float | None = None
+    host_us: float | None = None
+    peak_memory_bytes: int | None = None
+    why_not: str | None = None
 
 
-def checked(
-    peer: Peer, reference: Reference, query: Tensor, key: Tensor, value: Tensor, grad: Tensor | None, slopes: Tensor
-) -> Candidate:
-    """Prepares a peer for these inputs and compares it with fp64. Without `grad` only the forward pass is compared.
+class Call(NamedTuple):
+    """A peer that is prepared for a case.
 
-    Raises:
-        RuntimeError: the peer is wrong, or it is one of our calls and cannot run.
+    Args:
+        results: the output and the gradients, each [B, H, T, D].
+        forward: a call without gradients.
+        step: forward and backward; None = only the forward pass is measured.
     """
-    length = key.shape[2]
-    row: Row = {"length": length, "relative_error": None, "gradient_error": None, "why_not": None}
-    if length > peer.longest:
-        return Candidate({**row, "why_not": f"not tried beyond {peer.longest} tokens"})
-    query, key, value = (x if peer.dtype is None else x.to(peer.dtype) for x in (query, key, value))
-    grad = None if grad is None or length > peer.longest_backward else grad.to(query.dtype)
-    try:
-        attention = peer.prepare(query, key, value, slopes)
-        outputs = computed(attention, query, key, value, grad)
-    except (RuntimeError, ImportError) as refusal:
-        if peer.is_ours:
-            raise
-        return Candidate({**row, "why_not": reason(refusal)})
-    errors = reference.compare(peer, outputs)
-    if errors.wrong is not None:
-        raise RuntimeError(f"at {length} tokens {errors.wrong}")
-    row |= {"relative_error": errors.output, "gradient_error": errors.gradient}
-    return candidate(row, attention, (query, key, value), grad)
+
+    results: Callable[[], Sequence[Tensor]]
+    forward: Callable[[], object]
+    step: Callable[[], object] | None
 
 
-def candidate(row: Row, attention: Attention, inputs: Sequence[Tensor], grad: Tensor | None) -> Candidate:
-    """The calls to time: a forward pass without gradients and, if `grad` is given, the backward pass alone."""
-    forward = forward_pass(attention, inputs)
-    if grad is None:
-        return Candidate(row, forward)
-    leaves = [x.detach().requires_grad_() for x in inputs]
-    output = attention(*leaves)
-    return Candidate(row, forward, lambda: torch.autograd.grad(output, leaves, grad, retain_graph=True))
+@dataclasses.dataclass
+class Budget:
+    """How much may be measured.
+
+    Args:
+        repeats, seconds: most turns per call, and seconds of the turns of one case and direction; the median counts.
+        end: on `time.perf_counter`, after which nothing more is measured.
+        patience_s: a peer whose step would take longer, judged by the case before, is left out.
+        backward, memory: also measure the backward pass, and our peak memory in a fresh process.
+        graphs: also replay every call as a CUDA graph.
+    """
+
+    repeats: int = 5
+    seconds: float = 20.0
+    end: float = float("inf")
+    patience_s: float = float("inf")
+    backward: bool = True
+    memory: bool = False
+    graphs: bool = False
+    pace: dict[str, float] = dataclasses.field(default_factory=dict)  # seconds of a peer's step per score
+
+    def why_not(self, peer: Peer, case: Case) -> str | None:
+        """Why a peer is not measured, or None."""
+        expected = self.pace.get(peer.name, 0.0) * case.scores
+        if case.length > peer.longest:
+            return f"not tried beyond {peer.longest} tokens"
+        if time.perf_counter() > self.end:
+            return "no time was left"
+        if not peer.is_ours and expected > self.patience_s:
+            return f"a step would take {expected:.0f} s"
+        return None
+
+
+def measured(peers: Sequence[Peer], case: Case, budget: Budget, inputs: Inputs | None = None) -> dict[str, Timed]:
+    """A row per peer: each is compared with the truth, then the right ones are timed in turns."""
+    inputs = inputs or draw(case)
+    truths: dict[float, Truth] = {}
+    rows, calls = dict[str, Timed](), dict[str, Call]()
+    for peer in peers:
+        rows[peer.name] = row = Timed(length=case.length, batch=len(inputs.key), why_not=budget.why_not(peer, case))
+        if row.why_not is not None:
+            continue
+        if peer.dropout_p not in truths:
+            truths[peer.dropout_p] = Truth.of(inputs, dropout_p=peer.dropout_p)
+        try:
+            call = prepared(peer, inputs, backward=budget.backward and case.length <= peer.longest_backward)
+            errors = truths[peer.dropout_p].compare(peer, call.results())
+            row.relative_error, row.gradient_error = errors.output, errors.gradient
+            row.right, row.why_not = errors.wrong is None, errors.wrong
+            if row.right:
+                calls[peer.name] = call
+        except failures() as refusal:
+            row.right, row.why_not = (False if peer.is_ours else None), reason(refusal)
+    ways = {name: [name] for name in calls}
+    if budget.graphs:
+        for name in list(calls):
+            rows[name + GRAPH] = dataclasses.replace(rows[name])
+            calls[name + GRAPH] = _replayed(calls[name], case.device)
+            ways[name].append(name + GRAPH)
+    _time(rows, calls, case, budget)
+    if budget.memory and case.device.type == "cpu" and "ours" in calls:
+        ours = next(peer for peer in peers if peer.name == "ours")
+        rows["ours"].peak_memory_bytes = peak_memory_bytes(_once, ours, case, budget.backward)
+    return {way: rows[way] for name in rows for way in ways.get(name, [] if name.endswith(GRAPH) else [name])}
+
+
+@functools.cache
+def failures() -> tuple[type[Exception], ...]:
+    """What ends a peer and not the benchmark: its row has the reason. Time on a GPU is rare."""
+    known: list[type[Exception]] = [ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError]
+    known += [RuntimeError, TypeError, ValueError]
+    if importlib.util.find_spec("triton") is not None:
+        from triton.errors import TritonError  # of its compiler
+
+        known.append(TritonError)
+    return tuple(known)
+
+
+def prepared(peer: Peer, inputs: Inputs, *, backward: bool) -> Call:
+    """The calls of a peer on these inputs."""
+    inputs = inputs.converted(peer.dtype)
+    if peer.framework == "jax":
+        from alibi_lab.measure.jax_calls import jax_call
+
+        return jax_call(peer, inputs, backward=backward)
+    attention = peer.prepare(inputs)
+    leaves = [inputs.query, inputs.key, inputs.value]
+    if peer.gated and inputs.log_fgate is not None:
+        leaves.append(inputs.log_fgate)
+    grad = inputs.grad if backward else None
+    return Call(
+        functools.partial(results_of, attention, leaves, grad),
+        forward_pass(attention, leaves),
+        training_step(attention, leaves, inputs.grad) if backward else None,
+    )
 
 
 def forward_pass(attention: Callable[..., object], inputs: Sequence[Tensor]) -> Callable[[], object]:
@@ -89,52 +179,48 @@ def forward_pass(attention: Callable[..., object], inputs: Sequence[Tensor]) -> 
 def training_step(attention: Callable[..., Tensor], inputs: Sequence[Tensor], grad: Tensor) -> Callable[[], object]:
     """The call with gradients, forward and backward."""
     leaves = [x.detach().requires_grad_() for x in inputs]
-    return lambda: torch.autograd.grad(attention(*leaves), leaves, grad)
+    return torch.enable_grad()(lambda: torch.autograd.grad(attention(*leaves), leaves, grad))
 
 
-def measured(
-    peers: Iterable[Peer],
-    inputs: Sequence[Tensor],
-    slopes: Tensor,
-    *,
-    repeats: int,
-    seconds: float,
-    also: Mapping[str, Candidate] | None = None,
-) -> dict[str, Row]:
-    """Checks every peer and times them in turns, with other calls if given; returns their rows.
-
-    Args:
-        inputs: (query, key, value, gradient of the output).
-    """
-    query, key, value, grad = inputs
-    by_dropout = {
-        p: Reference.of(query, key, value, grad, slopes, dropout_p=p) for p in {peer.dropout_p for peer in peers}
-    }
-    candidates = {
-        peer.name: checked(peer, by_dropout[peer.dropout_p], query, key, value, grad, slopes) for peer in peers
-    }
-    return timed({**(also or {}), **candidates}, repeats=repeats, seconds=seconds)
+def _replayed(call: Call, device: torch.device) -> Call:
+    step = None if call.step is None else replayable(call.step, device)
+    return Call(call.results, replayable(call.forward, device), step)
 
 
-def timed(candidates: Mapping[str, Candidate], *, repeats: int, seconds: float) -> dict[str, Row]:
-    """The rows with `forward_ms` and `backward_ms`: medians of forward passes in turns, and then of backward passes in turns."""
-    rows = {name: {**each.row} for name, each in candidates.items()}
-    for way in ("forward", "backward"):
-        calls = {name: call for name, each in candidates.items() if (call := getattr(each, way)) is not None}
-        medians = medians_ms(calls, repeats=repeats, seconds=seconds)
-        for name, row in rows.items():
-            row[f"{way}_ms"] = medians.get(name)
-    return rows
+def _time(rows: Mapping[str, Timed], calls: Mapping[str, Call], case: Case, budget: Budget) -> None:
+    """Fills the times of the rows that have calls: forward passes in turns, and then steps in turns."""
+    turns = functools.partial(
+        medians_ms, repeats=budget.repeats, seconds=budget.seconds, device=case.device, end=budget.end
+    )
+    forward = turns({name: call.forward for name, call in calls.items()})
+    steps = turns({name: call.step for name, call in calls.items() if call.step is not None})
+    for name, ms in forward.items():
+        rows[name].forward_ms = ms
+        if name in steps:
+            rows[name].backward_ms = max(steps[name] - ms, 0.0)
+        if not name.endswith(GRAPH):
+            budget.pace[name] = steps.get(name, ms) / 1e3 / case.scores
+        if case.device.type == "cuda":
+            whole = calls[name].step or calls[name].forward
+            rows[name].host_us = host_us(whole, case.device)
+            torch.cuda.reset_peak_memory_stats()
+            whole()
+            rows[name].peak_memory_bytes = torch.cuda.max_memory_allocated()
+
+
+def _once(peer: Peer, case: Case, backward: bool) -> None:
+    call = prepared(peer, draw(case), backward=backward)
+    (call.step or call.forward)()
 
 
 def keep(
     out: Path,
     configs: Mapping[str, Config],
-    steps: Iterable[Mapping[str, Rows]],
+    steps: Iterable[Mapping[str, Mapping[str, Timed | Row]]],
     *,
     say: Say,
     summary: Callable[[Columns], Metrics] = lambda columns: {},
-    ours: Callable[[str, str], bool] = lambda name, peer: False,
+    ours: Callable[[str, str], bool] = lambda name, peer: peer.startswith("ours"),
 ) -> list[Path]:
     """Measures, prints and saves one benchmark record per config, rewritten after every step that has rows for it.
 
@@ -156,7 +242,8 @@ def keep(
     wrong: list[str] = []
     begun = datetime.datetime.now(datetime.UTC)
     for step in steps:
-        for name, rows in step.items():
+        for name, of_peers in step.items():
+            rows = {peer: dataclasses.asdict(row) if isinstance(row, Timed) else row for peer, row in of_peers.items()}
             report(name, rows, say)
             for peer, row in rows.items():
                 append(curves[name], peer, row)
@@ -177,70 +264,50 @@ def keep(
             say(f"{name}: {figures_of(figures)}")
     if wrong:
         raise RuntimeError("; ".join(wrong))
-    return [paths[name] for name in configs]
+    return [paths[name] for name in configs if name in paths]
 
 
-def keep_by_length(
-    out: Path,
-    name: str,
-    configs: Mapping[str, Config],
-    *,
-    lengths: Sequence[int],
-    measure: Callable[[str, int], Rows],
-    say: Say,
-    train_step: Callable[[str, int], None] | None = None,
-    summary: Callable[[Columns], Metrics] = lambda columns: {},
-) -> list[Path]:
-    """`keep` for one record "name/kind" per kind of input in `configs`, measured length by length.
+def table(
+    cases: Mapping[str, Sequence[Case]],
+    peers: Callable[[Case, Inputs], Sequence[Peer]],
+    budget: Budget,
+    more: Callable[[Case, Inputs, dict[str, Timed]], Rows] = lambda case, inputs, rows: {},
+) -> Iterator[dict[str, dict[str, Timed | Row]]]:
+    """The steps of `keep`: cases × peers, one record per entry of `cases`.
 
     Args:
-        measure: (kind, length) -> a row per peer.
-        train_step: (kind, length), run in a fresh process to measure its peak memory; None = not measured.
+        more: further rows of a case, from its inputs and the rows of its peers.
     """
-
-    def steps() -> Iterator[Mapping[str, Rows]]:
-        for kind in configs:
-            for length in sorted(lengths):
-                yield {f"{name}/{kind}": measure(kind, length)}
-            for length in [n for n in MEMORY_LENGTHS if n in lengths and train_step is not None]:
-                peak = peak_memory_bytes(train_step, kind, length)  # type: ignore[arg-type]
-                yield {f"{name}/{kind}": {"memory": {"length": length, "peak_memory_bytes": peak}}}
-
-    named = {f"{name}/{kind}": config for kind, config in configs.items()}
-    return keep(out, named, steps(), summary=summary, say=say)
+    for name, each in cases.items():
+        budget.pace.clear()
+        for case in each:
+            inputs = draw(case)
+            rows = measured(peers(case, inputs), case, budget, inputs)
+            yield {name: {**rows, **more(case, inputs, rows)}}
+            if case.device.type == "cuda":
+                torch.cuda.empty_cache()
 
 
-def attention_config(peers: Iterable[Peer], lengths: Sequence[int], **more: records.Json) -> Config:
-    """The config of a benchmark of attention; by default 8 heads × 64 in fp32."""
-    notes = {peer.name: peer.note for peer in peers}
-    sizes: Row = {"heads": 8, "head_dim": 64, "dtype": "float32"}
-    return {**sizes, "lengths": list(lengths), "peers": notes, **more}
-
-
-def append(columns: Columns, name: str, row: Mapping[str, records.Json]) -> None:
+def append(columns: Columns, name: str, row: Row) -> None:
     """Adds a row to the columns of one peer."""
     for column, figure in row.items():
         columns.setdefault(name, {}).setdefault(column, []).append(figure)
 
 
 def by_length(curves: Columns) -> Columns:
-    """The same with the rows of every peer in the order of their lengths; they may be measured in another order."""
+    """The same with the rows of every peer in the order of their lengths; columns without any number are left out."""
     found: Columns = {}
     for peer, columns in curves.items():
         order = torch.tensor(columns.get("length", [])).argsort(stable=True).tolist()
-        found[peer] = {name: [rows[i] for i in order] if order else rows for name, rows in columns.items()}
+        sorted_columns = {name: [rows[i] for i in order] if order else rows for name, rows in columns.items()}
+        kept = {name: rows for name, rows in sorted_columns.items() if any(x is not None for x in rows)}
+        found[peer] = kept if order else sorted_columns
     return found
 
 
-def whole_times(columns: Mapping[str, list[records.Json]]) -> dict[int, float]:
-    """By length, the milliseconds of forward and backward together, where both were measured."""
-    times = zip(*(columns.get(name, []) for name in ("length", *WAYS)), strict=False)
-    return {int(number(n)): number(f) + number(b) for n, f, b in times if f is not None and b is not None}
-
-
-def whole_ms(row: Mapping[str, records.Json]) -> float:
+def whole_ms(row: Row) -> float:
     """The milliseconds of forward and backward together."""
-    return sum(number(row[way]) for way in WAYS if row.get(way) is not None)
+    return sum(number(row[way]) for way in ("forward_ms", "backward_ms") if row.get(way) is not None)
 
 
 def number(value: records.Json) -> float:
@@ -254,14 +321,14 @@ def report(name: str, rows: Rows, say: Say) -> None:
     ours = rows.get("ours", {})
     for peer, row in rows.items():
         described = str(row["why_not"]) if row.get("why_not") else figures_of(row)
-        common = [way for way in WAYS if row.get(way) is not None and ours.get(way) is not None]
-        if common and peer != "ours":
-            ratio = sum(number(row[way]) for way in common) / sum(number(ours[way]) for way in common)
-            described += f", {ratio:.2f}× ours"
+        if peer != "ours" and row.get("forward_ms") is not None and ours.get("forward_ms") is not None:
+            both = row.get("backward_ms") is not None
+            base = whole_ms(ours) if both else number(ours["forward_ms"])
+            described += f", {whole_ms(row) / max(base, 1e-9):.2f}× ours"
         say(f"{name} {peer}: {described}")
 
 
-def figures_of(row: Mapping[str, records.Json]) -> str:
+def figures_of(row: Row) -> str:
     """The names and values of a row for the console."""
     return ", ".join(
         f"{name} {value:.4g}" if isinstance(value, float) else f"{name} {value}"

@@ -22,9 +22,9 @@ from torch.nn import functional
 
 from alibi_attn import KVCache, alibi_attention, forgetting_attention
 from alibi_lab.measure.absent_device import Launches, absent_device
-from alibi_lab.measure.gpu_decoding import layer_of
-from alibi_lab.measure.harness import Config, Row, Rows, Say, forward_pass, keep, training_step
-from alibi_lab.measure.inputs import published_slopes
+from alibi_lab.measure.decoding import layer_of
+from alibi_lab.measure.harness import Config, Rows, Say, forward_pass, keep, training_step
+from alibi_lab.measure.inputs import Inputs, published_slopes
 from alibi_lab.measure.peers.ours import ours_with_cache
 
 HEADS, TOKENS, HEAD_DIM, CACHED = 8, 256, 16, 2048  # so small that torch's own arithmetic takes no time
@@ -36,6 +36,7 @@ FREE = re.compile(
 )
 
 Step = Callable[[], object]
+Row = dict[str, float | int]
 
 
 def host(out: Path, *, label: str = "present", seconds: float = 1.0, say: Say = print) -> list[Path]:
@@ -75,7 +76,11 @@ def calls() -> dict[str, tuple[Step, Step | None]]:
         "plain": (alibi_attention, inputs, grad),
         "symmetric, masked": (functools.partial(alibi_attention, causal=False, key_mask=shown), inputs, grad),
         "gates": (forgetting_attention, [*inputs, gates], grad),
-        "decoding": (ours_with_cache("auto")(one, keys, values, published_slopes(HEADS)), [one, keys, values], None),
+        "decoding": (
+            ours_with_cache("auto")(Inputs(one, keys, values, one, published_slopes(HEADS))),
+            [one, keys, values],
+            None,
+        ),
         "SDPA": (functional.scaled_dot_product_attention, tiny[:3], tiny[3]),
     }
     layer = layer_of(one, one, one)

@@ -2,6 +2,7 @@
 
 import concurrent.futures.process
 import functools
+import math
 import multiprocessing
 import random
 import statistics
@@ -19,15 +20,28 @@ Result = TypeVar("Result")
 SPARE_BYTES = 2 << 30  # left free for weights, Python and other processes
 
 
-def medians_ms(calls: Mapping[str, Callable[[], object]], *, repeats: int, seconds: float) -> dict[str, float]:
-    """The median milliseconds of every call.
+def medians_ms(
+    calls: Mapping[str, Callable[[], object]],
+    *,
+    repeats: int,
+    seconds: float,
+    device: torch.device | None = None,
+    end: float = math.inf,
+) -> dict[str, float]:
+    """The median milliseconds of every call, on a GPU between events.
 
     The calls take turns, so that a slow moment of the machine affects all of them. The order changes from turn to turn (in the
     same way in every run), so that no call always runs after the same other call, with the caches in the same state.
     Every call is warmed up once and then runs `repeats` times or until `seconds` have passed, at least once.
+
+    Args:
+        end: on `time.perf_counter`; calls that are not warm by then are left out.
     """
-    timed = {name: functools.partial(elapsed_ms, call) for name, call in calls.items()}
-    return medians_of(timed, repeats=repeats, seconds=seconds)
+    timed = {
+        name: functools.partial(elapsed_ms if device is None or device.type == "cpu" else device_ms, call)
+        for name, call in calls.items()
+    }
+    return medians_of(timed, repeats=repeats, seconds=seconds, end=end)
 
 
 def elapsed_ms(call: Callable[[], object]) -> float:
@@ -37,16 +51,20 @@ def elapsed_ms(call: Callable[[], object]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
-def medians_of(calls: Mapping[str, Callable[[], float]], *, repeats: int, seconds: float) -> dict[str, float]:
+def medians_of(
+    calls: Mapping[str, Callable[[], float]], *, repeats: int, seconds: float, end: float = math.inf
+) -> dict[str, float]:
     """`medians_ms` for calls that return their own milliseconds, for example from another process."""
-    spent: dict[str, list[float]] = {name: [] for name in calls}
-    for call in calls.values():
-        call()
-    end, shuffle = time.perf_counter() + seconds, random.Random(0)
+    spent: dict[str, list[float]] = {}
+    for name, call in calls.items():
+        if time.perf_counter() < end:
+            call()
+            spent[name] = []
+    end, shuffle = min(time.perf_counter() + seconds, end), random.Random(0)
     for turn in range(repeats):
         if turn > 0 and time.perf_counter() > end:
             break
-        for name in shuffle.sample(sorted(calls), len(calls)):
+        for name in shuffle.sample(sorted(spent), len(spent)):
             spent[name].append(calls[name]())
     return {name: statistics.median(times) for name, times in spent.items()}
 
@@ -55,20 +73,11 @@ def medians_of(calls: Mapping[str, Callable[[], float]], *, repeats: int, second
 FILL_MS = 5.0
 
 
-def device_ms(call: Callable[[], object], device: torch.device, *, repeats: int = 7, seconds: float = 0.5) -> float:
-    """The median milliseconds of a call that is already warm. On CUDA it is measured between events, with calls back to back.
-
-    On CUDA there are `repeats` measurements, or as many as fit into `seconds`, at least one; on a CPU the call runs once.
-    """
-    if device.type != "cuda":
-        return elapsed_ms(call)
+def device_ms(call: Callable[[], object]) -> float:
+    """The milliseconds of a warm call on CUDA, between events, with calls back to back."""
     first = _between_events(call, 1)
     calls = max(1, min(50, int(FILL_MS / first)))
-    taken = [first] if calls == 1 else []
-    end = time.perf_counter() + seconds
-    while not taken or (len(taken) < repeats and time.perf_counter() < end):
-        taken.append(_between_events(call, calls))
-    return statistics.median(taken)
+    return first if calls == 1 else _between_events(call, calls)
 
 
 def host_us(call: Callable[[], object], device: torch.device, *, repeats: int = 7) -> float:
@@ -79,11 +88,6 @@ def host_us(call: Callable[[], object], device: torch.device, *, repeats: int = 
             torch.cuda.synchronize()
         taken.append(elapsed_ms(call) * 1e3)
     return statistics.median(taken)
-
-
-def step_times(forward_ms: float, step_ms: float, host_us: float) -> dict[str, float]:
-    """The columns of a training step; `backward_ms` is what it takes beyond a forward pass."""
-    return {"forward_ms": forward_ms, "backward_ms": max(step_ms - forward_ms, 0.0), "host_us": host_us}
 
 
 def replayable(call: Callable[[], Result], device: torch.device) -> Callable[[], Result]:

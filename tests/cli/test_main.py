@@ -217,7 +217,7 @@ def test_generate_and_eval_use_the_tokenizer_of_the_checkpoint(tmp_path: Path) -
 
 
 def test_heads_shows_slope_half_life_and_vanishing_distance() -> None:
-    result = RUNNER.invoke(app, ["heads", "--heads", "8"])
+    result = RUNNER.invoke(app, ["heads", "slopes", "--heads", "8"])
     rows = [line.split() for line in result.output.splitlines() if line.strip()[:1].isdigit()]
     assert len(rows) == 8
     assert rows[0] == ["1", "1/2", "1.4", "28"]
@@ -227,7 +227,7 @@ def test_heads_shows_slope_half_life_and_vanishing_distance() -> None:
 @pytest.mark.parametrize(("name", "start"), [("heads.png", b"\x89PNG"), ("heads.svg", b"<?xml")])
 def test_heads_writes_a_picture_of_the_format_that_its_name_says(name: str, start: bytes, tmp_path: Path) -> None:
     picture = tmp_path / "new" / name
-    done("heads", "--heads", "3", "--picture", picture, "--length", "32")
+    done("heads", "slopes", "--heads", "3", "--picture", picture, "--length", "32")
     assert picture.read_bytes().startswith(start)
     assert os.listdir(picture.parent) == [name]
 
@@ -245,9 +245,11 @@ def test_version_and_help_load_no_framework() -> None:
     assert result.returncode == 0, result.stderr
 
 
-@pytest.mark.parametrize("command", ["run", "recipes", "config", "report", "eval", "generate", "heads", "explain"])
+@pytest.mark.parametrize(
+    "command", ["run", "recipes", "config", "report", "eval", "generate", "heads slopes", "heads weights", "explain"]
+)
 def test_every_help_has_an_example(command: str) -> None:
-    output = done(command, "--help")
+    output = done(*command.split(), "--help")
     assert f"alibi {command} " in output.replace(f"Usage: alibi {command}", "").replace(f"Usage: root {command}", "")
 
 
@@ -268,13 +270,12 @@ def test_every_help_has_an_example(command: str) -> None:
         (["run", "--corpus", "pyton-source"], ["did you mean 'python-source'?"]),
         (["run", "--text", "a,b.txt"], ["has a comma in its name"]),
         (["run", "--text", "a.txt", "--corpus", "python-source"], ["are two texts to train on; pass one of them"]),
-        (["heads", "--heads", "0"], ["--heads"]),
-        (["heads", "--heads", "100000000"], ["--heads", "less than or equal to 4096"]),
-        (["heads", "--picture", "heads.jpg"], ["--picture is heads.jpg but must end in .png or .svg"]),
-        (["heads", "--text", "a.txt"], ["--text is for a trained model"]),
-        (["heads", "--out", "records"], ["--out is for a trained model"]),
+        (["heads", "slopes", "--heads", "0"], ["--heads"]),
+        (["heads", "slopes", "--heads", "100000000"], ["--heads", "less than or equal to 4096"]),
+        (["heads", "slopes", "--picture", "heads.jpg"], ["--picture is heads.jpg but must end in .png or .svg"]),
+        (["heads", "summary"], ["MODEL"]),
         (["explain", "--kv-heads", "0"], ["--kv-heads"]),
-        (["heads", "--length", "100000000"], ["--length", "less than or equal to 1048576"]),
+        (["heads", "slopes", "--length", "100000000"], ["--length", "less than or equal to 1048576"]),
         (["hedas"], ["hedas", "heads"]),
         (["report"], ["paths"]),
     ],
@@ -306,8 +307,8 @@ def test_bad_input_ends_with_1_and_one_sentence(tmp_path: Path) -> None:
         (["run", "--text", "missing.txt"], ValueError, "missing.txt does not exist"),
         (["run", "--text", "binary"], ValueError, "binary file"),
         (["run", "--text", "short.txt"], ValueError, "short"),
-        (["heads", "--picture", "folder"], OSError, "folder is a folder"),
-        (["heads", "folder", "--text", "latin"], ValueError, "latin is not UTF-8: byte 3 is invalid"),
+        (["heads", "slopes", "--picture", "folder"], OSError, "folder is a folder"),
+        (["heads", "summary", "folder", "latin"], ValueError, "latin is not UTF-8: byte 3 is invalid"),
         (["report", "bad", "--out", "x.html"], ValueError, "not JSON"),
         (["generate", "folder", "--prompt", "a"], ValueError, "holds no checkpoint"),
         (["explain", "--length", "8", "--device", "nowhere"], ValueError, "device is 'nowhere' but"),
@@ -345,7 +346,7 @@ def test_a_missing_extra_is_named() -> None:
 
 def test_an_unexpected_error_keeps_its_traceback() -> None:
     code = (
-        "import sys; sys.argv = ['alibi', 'heads']; from alibi_lab.cli import main; "
+        "import sys; sys.argv = ['alibi', 'heads', 'slopes']; from alibi_lab.cli import main; "
         "main.heads.head_rows = lambda heads: int('seven'); main.main()"
     )
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=False)

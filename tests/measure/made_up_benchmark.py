@@ -4,18 +4,19 @@ A test adds it to the table: one file with its own peer.
 """
 
 from collections.abc import Callable, Sequence
+from dataclasses import replace
 from pathlib import Path
 
 import torch
 from torch import Tensor
 
-from alibi_lab.measure.cpu import OURS
-from alibi_lab.measure.harness import keep_by_length, measured
-from alibi_lab.measure.inputs import Case, draw, published_slopes
+from alibi_lab.measure.harness import Budget, keep, table
+from alibi_lab.measure.inputs import Case, Inputs
 from alibi_lab.measure.peers import Attention, Peer
+from alibi_lab.measure.peers.ours import ours
 
 
-def by_query(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Attention:
+def by_query(inputs: Inputs) -> Attention:
     """A peer that computes one query at a time."""
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
@@ -23,15 +24,15 @@ def by_query(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Atten
         for i in range(q.shape[2]):
             distance = i - torch.arange(i + 1)
             scores = q[:, :, i : i + 1] @ k[:, :, : i + 1].mT * q.shape[-1] ** -0.5
-            rows.append((scores - slopes[:, None, None] * distance).softmax(-1) @ v[:, :, : i + 1])
+            rows.append((scores - inputs.slopes[:, None, None] * distance).softmax(-1) @ v[:, :, : i + 1])
         return torch.cat(rows, 2)
 
     return attention
 
 
-def shifted(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Attention:
+def shifted(inputs: Inputs) -> Attention:
     """A wrong peer: every head has the slope of another head."""
-    return by_query(query, key, value, slopes.roll(1))
+    return by_query(replace(inputs, slopes=inputs.slopes.roll(1)))
 
 
 def made_up(
@@ -43,16 +44,11 @@ def made_up(
         lengths: tokens, as in 8,16.
         peer: which loop.
     """
-    peers = [OURS, Peer("by query", by_query if peer == "by query" else shifted, "a loop over the queries")]
-    configs = {"noise": {"lengths": list(lengths), "peers": {peer.name: peer.note for peer in peers}}}
-    return keep_by_length(
-        out,
-        "made-up",
-        configs,
-        lengths=lengths,
-        say=say,
-        measure=lambda kind, n: measured(peers, draw(Case(kind, n)), published_slopes(8), repeats=1, seconds=1.0),
-    )
+    peers = [Peer("ours", ours("auto"), "backend='auto'")]
+    peers.append(Peer("by query", by_query if peer == "by query" else shifted, "a loop over the queries"))
+    cases = {"made-up/noise": [Case("noise", length) for length in lengths]}
+    configs = {"made-up/noise": {"lengths": list(lengths), "peers": {peer.name: peer.note for peer in peers}}}
+    return keep(out, configs, table(cases, lambda case, inputs: peers, Budget(repeats=1, seconds=1.0)), say=say)
 
 
 def typed(

@@ -2,6 +2,7 @@
 
 import ast
 import dataclasses
+import functools
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -10,25 +11,25 @@ import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
 
-from alibi_attn.slopes import alibi_slopes
+from alibi_lab.measure import decoding
 from alibi_lab.measure import peers as folder
-from alibi_lab.measure.correctness import Reference, computed
-from alibi_lab.measure.cpu import PEERS
-from alibi_lab.measure.decoding import peers_of_one_query
-from alibi_lab.measure.gpu import gpu_peers
-from alibi_lab.measure.peers import Attention, Peer
+from alibi_lab.measure.attention import PEERS
+from alibi_lab.measure.inputs import KINDS, Case, Inputs
+from alibi_lab.measure.inputs import draw as inputs_of
+from alibi_lab.measure.peers import Attention, Peer, sdpa, sdpa_dense_bias
 from alibi_lab.measure.peers.flex import flex
+from alibi_lab.measure.peers.ours import ours, ours_gated
 from alibi_lab.measure.peers.sdpa_dense_bias import dense_bias, with_mask
+from alibi_lab.measure.truth import Truth, results_of
 
 pytestmark = pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile")
 
 SHAPE = (2, 12, 70, 16)
 EPS = {torch.float32: 2.0**-23, torch.bfloat16: 2.0**-7}
-THEIRS = {
-    peer.name: peer
-    for peer in (*PEERS["float32"], *gpu_peers(compiled=False), *peers_of_one_query())
-    if not peer.is_ours
-}  # peers listed twice are equal functions; FlexAttention is the uncompiled one
+THEIRS = {peer.name: peer for peers in PEERS.values() for peer in peers}
+THEIRS["FlexAttention"] = dataclasses.replace(
+    THEIRS["FlexAttention"], prepare=functools.partial(flex, compiled=False), longest_backward=0
+)
 
 
 def definition(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Tensor:
@@ -43,21 +44,23 @@ def definition(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Ten
     return torch.stack(rows, 2)
 
 
-def draw(dtype: torch.dtype, *, queries: int = SHAPE[2]) -> tuple[list[Tensor], Tensor]:
-    generator = torch.Generator().manual_seed(0)
-    query, key, value, grad = (torch.randn(SHAPE, generator=generator).to(dtype) for _ in range(4))
-    slopes = torch.tensor(alibi_slopes(SHAPE[1]), dtype=torch.float32)
-    return [query[:, :, -queries:], key, value, grad[:, :, -queries:]], slopes
+def draw(dtype: torch.dtype, *, queries: int = 0) -> Inputs:
+    return inputs_of(Case("noise", SHAPE[2], SHAPE[0], SHAPE[1], SHAPE[3], queries, dtype))
+
+
+def computed(attention: Attention, x: Inputs) -> list[Tensor]:
+    return results_of(attention, [x.query, x.key, x.value], x.grad)
 
 
 @pytest.mark.parametrize("dtype", EPS, ids=str)
 @pytest.mark.parametrize("peer", [p for p in THEIRS.values() if "cuDNN" not in p.name], ids=lambda peer: peer.name)
 def test_a_peer_computes_the_definition_forward_and_backward(peer: Peer, dtype: torch.dtype) -> None:
-    (query, key, value, grad), slopes = draw(dtype)
+    x = draw(dtype)
+    query, key, value, grad, slopes = x.query, x.key, x.value, x.grad, x.slopes
     leaves = [x.double().requires_grad_() for x in (query, key, value)]
     true = definition(*leaves, slopes.double() * peer.biased)
     expected = [true, *torch.autograd.grad(true, leaves, grad.double())]
-    attention = peer.prepare(query, key, value, slopes)
+    attention = peer.prepare(x)
     trains = peer.name != "FlexAttention"  # which has no backward on a CPU
     given = [x.clone().requires_grad_(trains) for x in (query, key, value)]
     output = attention(*given)
@@ -65,16 +68,33 @@ def test_a_peer_computes_the_definition_forward_and_backward(peer: Peer, dtype: 
     outputs = [output, *(torch.autograd.grad(output, given, grad) if trains else ())]
     # A few roundings, plus four times the error of a weight from torch's exponential and the rank-2 trick's scores.
     allowed = 8 * EPS[dtype] + 4 * (2.0**-20 + 2 * peer.score_error * SHAPE[2] * float(slopes.max()))
-    for ours, exact in zip(outputs, expected, strict=False):
-        assert float((ours - exact).detach().abs().max()) < allowed * float(exact.detach().abs().max())
+    for found, exact in zip(outputs, expected, strict=False):
+        assert float((found - exact).detach().abs().max()) < allowed * float(exact.detach().abs().max())
 
 
-@pytest.mark.parametrize("peer", peers_of_one_query(), ids=lambda peer: peer.name)
+@pytest.mark.parametrize("peer", decoding._peers("auto"), ids=lambda peer: peer.name)
 def test_one_query_sees_all_keys(peer: Peer) -> None:
-    (query, key, value, _), slopes = draw(torch.float32, queries=1)
-    true = definition(*(x.double() for x in (query, key, value)), slopes.double() * peer.biased)
-    output = peer.prepare(query, key, value, slopes)(query, key, value)
+    x = draw(torch.float32, queries=1)
+    true = definition(*(x.double() for x in (x.query, x.key, x.value)), x.slopes.double() * peer.biased)
+    with torch.no_grad():
+        output = peer.prepare(x)(x.query, x.key, x.value)
     assert float((output - true).abs().max()) < 1e-6
+
+
+@pytest.mark.parametrize("kind", [kind for kind in KINDS if kind not in ("trained", "gates-12-U-16")])
+def test_the_truth_of_every_kind_accepts_our_call_and_a_dense_bias_and_no_other(kind: str) -> None:
+    x = inputs_of(Case(kind, 150, 2, 4, 16))
+    truth, leaves = Truth.of(x), [x.query, x.key, x.value]
+    gated = x.log_fgate is not None
+    mine = Peer("ours", ours_gated("auto") if gated else ours("auto"), "", gated=gated)
+    given = [*leaves, x.log_fgate] if gated else leaves
+    assert truth.compare(mine, results_of(mine.prepare(x), given, x.grad)).wrong is None
+    without = sdpa.PEER if x.causal else sdpa.MASKED
+    assert truth.compare(without, results_of(without.prepare(x), leaves, x.grad)).wrong is None
+    dense = sdpa_dense_bias.PEER
+    assert truth.compare(dense, results_of(dense.prepare(x), leaves, x.grad)).wrong is None
+    if kind != "gates-12-U-8":  # whose gates forget nothing
+        assert truth.compare(dense, results_of(without.prepare(x), leaves, x.grad)).wrong
 
 
 def assert_no_peer_is_ours(sources: dict[str, str]) -> None:
@@ -82,9 +102,8 @@ def assert_no_peer_is_ours(sources: dict[str, str]) -> None:
     for name, source in sources.items():
         for imported in _imported(source) if not name.startswith("ours") else ():
             own = imported.startswith("alibi_attn.")
-            assert not own or imported.startswith(("alibi_attn.alibi_slopes", "alibi_lab.measure.")), (
-                f"{name}: {imported}"
-            )
+            in_jax = name == "dot_product_attention.py" and imported == "alibi_attn.jax.alibi_attention"
+            assert not own or in_jax or imported == "alibi_attn.alibi_slopes", f"{name}: {imported}"
             assert not imported.startswith("alibi_lab.measure.peers.ours"), f"{name}: {imported}"
 
 
@@ -121,30 +140,30 @@ def test_flex_attention_is_compiled_once_per_shape(monkeypatch: pytest.MonkeyPat
 
     compile_for_real = torch.compile
     monkeypatch.setattr(torch, "compile", compile_)
-    (query, key, value, _), slopes = draw(torch.float32)
-    attention = flex(query, key, value, slopes)
+    x = draw(torch.float32)
+    attention = flex(x)
     for _ in range(2):
-        assert attention(query, key, value).shape == query.shape
+        assert attention(x.query, x.key, x.value).shape == x.query.shape
     assert compiled == [{"dynamic": False}]
 
 
 @pytest.mark.parametrize("dtype", EPS, ids=str)
 def test_wrong_results_are_distinguished_from_rounding(dtype: torch.dtype) -> None:
     """Slopes off by one head, a mask off by one key, and a missing bias, in every head or in the flattest one."""
-    (query, key, value, grad), slopes = draw(dtype)
-    reference = Reference.of(query, key, value, grad, slopes)
+    x = draw(dtype)
+    reference = Truth.of(x)
     dense, causal = THEIRS["SDPA + dense bias"], THEIRS["causal, no bias"]
 
     def compared(peer: Peer, attention: Attention) -> str | None:
-        return reference.compare(peer, computed(attention, query, key, value, grad)).wrong
+        return reference.compare(peer, computed(attention, x)).wrong
 
-    biased, bias = with_mask, dense_bias(query, key, slopes)
+    biased, bias = with_mask, dense_bias(x)
     assert compared(dense, biased(bias)) is None
-    assert compared(causal, causal.prepare(query, key, value, slopes)) is None
+    assert compared(causal, causal.prepare(x)) is None
     wrong = {
         "slopes": biased(bias.roll(1, 1)),
         "mask": biased(bias.roll(1, 3)),
-        "none": causal.prepare(query, key, value, slopes),
+        "none": causal.prepare(x),
         "NaN": biased(bias * torch.nan),
     }
     for what, attention in wrong.items():
@@ -155,7 +174,7 @@ def test_wrong_results_are_distinguished_from_rounding(dtype: torch.dtype) -> No
     assert compared(dense, biased(flattest))
 
     def backward_of_another(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-        right = dense.prepare(query, key, value, slopes)(q, k, v)
+        right = dense.prepare(x)(q, k, v)
         other = biased(bias.roll(1, 1))(q, k, v)
         return right.detach() + other - other.detach()
 
@@ -163,35 +182,33 @@ def test_wrong_results_are_distinguished_from_rounding(dtype: torch.dtype) -> No
 
 
 def test_a_bias_in_half_precision_is_inexact_and_its_error_is_known() -> None:
-    (query, key, value, grad), slopes = draw(torch.bfloat16)
-    reference = Reference.of(query, key, value, grad, slopes)
+    x = draw(torch.bfloat16)
+    reference = Truth.of(x)
     peer = THEIRS["SDPA + dense bias"]
-    errors = reference.compare(peer, computed(peer.prepare(query, key, value, slopes), query, key, value, grad))
+    errors = reference.compare(peer, computed(peer.prepare(x), x))
     assert errors.wrong is None
     assert 2.0**-12 < errors.output < 2.0**-5
     assert errors.gradient > 2.0**-12
 
 
 def test_the_last_rows_of_a_call_equal_those_of_the_last_queries_alone() -> None:
-    generator = torch.Generator().manual_seed(0)
-    query, key, value, grad = (torch.randn(1, 4, 150, 16, generator=generator) for _ in range(4))
-    slopes = torch.tensor(alibi_slopes(4), dtype=torch.float32)
-    reference = Reference.of(query, key, value, grad, slopes)
-    leaves = [x.double().requires_grad_() for x in (query, key, value)]
-    true = definition(*leaves, slopes.double())
-    whole = [true, *torch.autograd.grad(true, leaves, grad.double())]
+    x = inputs_of(Case("noise", 150, 1, 4, 16))
+    reference = Truth.of(x)
+    leaves = [each.double().requires_grad_() for each in (x.query, x.key, x.value)]
+    true = definition(*leaves, x.slopes.double())
+    whole = [true, *torch.autograd.grad(true, leaves, x.grad.double())]
     for rows, exact in zip(reference.rows[True], whole, strict=True):
         assert torch.allclose(rows, exact[:, :, -64:], rtol=0, atol=1e-12)
 
 
 def test_the_rank_two_trick_may_be_off_by_fp32_rounding_but_no_more() -> None:
-    (query, key, value, grad), slopes = draw(torch.float32)
-    reference = Reference.of(query, key, value, grad, slopes)
+    x = draw(torch.float32)
+    reference = Truth.of(x)
     trick = THEIRS["rank-2 trick"]
-    outputs = computed(trick.prepare(query, key, value, slopes), query, key, value, grad)
+    outputs = computed(trick.prepare(x), x)
     assert reference.compare(trick, outputs).wrong is None
-    off = [x + 1e-3 * x.abs().max() for x in outputs]
+    off = [each + 1e-3 * each.abs().max() for each in outputs]
     assert "is wrong" in str(reference.compare(trick, off).wrong)
     exact = dataclasses.replace(trick, score_error=0.0)
-    far = [x + 2e-5 * x.abs().max() for x in outputs]
+    far = [each + 2e-5 * each.abs().max() for each in outputs]
     assert "is wrong" in str(reference.compare(exact, far).wrong)

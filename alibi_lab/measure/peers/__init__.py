@@ -1,8 +1,8 @@
 """The peers: what users would run instead, one file per peer, each written the way its users write it.
 
-A peer is prepared once per shape: `prepare` builds what its users build once and keep (a bias, a mask, a compiled function)
-and returns a function (query, key, value) -> output. Only that function is timed. The T queries are the last T of the S
-positions. Each benchmark lists its peers as a literal; files whose names begin with `ours` hold our own calls.
+A peer is prepared once per case: `prepare` builds what its users build once and keep (a bias, a mask, a compiled function) and
+returns a function (query, key, value) -> output. Only that function is timed. The T queries are the last T of the S positions.
+Each benchmark lists its peers as a literal; files whose names begin with `ours` hold our own calls.
 """
 
 import dataclasses
@@ -11,23 +11,24 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import Any
 
 import torch
-from torch import Tensor
 
-Attention = Callable[[Tensor, Tensor, Tensor], Tensor]
+Attention = Callable[..., torch.Tensor]
 
 
 @dataclasses.dataclass(frozen=True)
 class Peer:
-    """One way to compute causal attention.
+    """One way to compute attention.
 
     Args:
-        prepare: (query, key, value, slopes) -> attention, for inputs of these shapes, dtype and device.
+        prepare: inputs -> attention, for inputs of these shapes, dtype and device.
         note: how it is written, for readers of the record. It is part of a record's identity.
-        biased: whether it computes ALiBi. If not, it is compared with attention without a bias.
+        biased: whether it computes ALiBi or the gates. If not, it is compared with attention without a bias.
         longest, longest_backward: the longest input to time; longer ones need too much memory or time. 0 = never timed.
         score_error: the error of its scores as a share of the largest bias, beyond the rounding of its inputs' dtype.
         dropout_p: its dropout probability, with our seeded mask.
-        dtype: dtype of its inputs, if it is not the benchmark's; they are converted before timing.
+        dtype: dtype of its inputs, if it is not the case's; they are converted before timing.
+        gated: the gates are its fourth argument and get gradients.
+        framework: "torch", or "jax" for a function of JAX arrays [B, T, H, D].
     """
 
     name: str
@@ -39,6 +40,8 @@ class Peer:
     score_error: float = 0.0
     dropout_p: float = 0.0
     dtype: torch.dtype | None = None
+    gated: bool = False
+    framework: str = "torch"
 
     @property
     def is_ours(self) -> bool:

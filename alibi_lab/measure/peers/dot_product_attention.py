@@ -7,24 +7,31 @@ from typing import Any
 import jax
 import jax.numpy as jnp
 
-from alibi_lab.measure.peers import Peer
+from alibi_attn.jax import alibi_attention
+from alibi_lab.measure.inputs import Inputs
 
 Attention = Callable[..., jax.Array]
 
 
-def dense(query: jax.Array, key: jax.Array, value: jax.Array, slopes: jax.Array) -> Attention:
+def ours(**options: Any) -> Callable[..., Attention]:
+    """Our JAX attention with these options, as a peer's `prepare`."""
+    return lambda inputs: bound(functools.partial(alibi_attention, **options))
+
+
+def dense(inputs: Inputs) -> Attention:
     """With the bias [1, H, n, n], built once."""
-    distance = jnp.arange(query.shape[1])[:, None] - jnp.arange(query.shape[1])
+    slopes, places = jnp.asarray(inputs.slopes.cpu().numpy()), jnp.arange(inputs.key.shape[2])
+    distance = places[:, None] - places
     bias = jnp.where(distance >= 0, -slopes[:, None, None] * distance, -jnp.inf)[None]
     return bound(jax.nn.dot_product_attention, bias=bias)
 
 
-def causal(query: jax.Array, key: jax.Array, value: jax.Array, slopes: jax.Array) -> Attention:
+def causal(inputs: Inputs) -> Attention:
     """Causal, without a bias."""
     return bound(_CAUSAL)
 
 
-def cudnn(query: jax.Array, key: jax.Array, value: jax.Array, slopes: jax.Array) -> Attention:
+def cudnn(inputs: Inputs) -> Attention:
     """Causal, without a bias, by cuDNN's kernel."""
     return bound(_CUDNN)
 
@@ -37,7 +44,3 @@ def bound(function: Callable[..., Any], **arrays: jax.Array) -> Attention:
 
 _CAUSAL = functools.partial(jax.nn.dot_product_attention, is_causal=True)
 _CUDNN = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
-DENSE = Peer("dense bias", dense, "dot_product_attention with a bias that is built once", longest=8192)
-CAUSAL = Peer(
-    "causal, no bias", causal, "dot_product_attention is_causal=True; no ALiBi at all", longest=8192, biased=False
-)

@@ -3,13 +3,14 @@
 import torch
 from torch import Tensor
 
+from alibi_lab.measure.inputs import Inputs
 from alibi_lab.measure.peers import Attention, Peer
 from alibi_lab.measure.peers.sdpa_dense_bias import dense_bias
 
 
-def eager(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Attention:
+def eager(inputs: Inputs) -> Attention:
     """Eager attention with the softmax in fp32, as in `transformers`."""
-    bias = dense_bias(query, key, slopes)
+    bias = dense_bias(inputs)
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         scores = q @ k.mT * q.shape[-1] ** -0.5 + bias

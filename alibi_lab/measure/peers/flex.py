@@ -5,17 +5,19 @@ from typing import Any
 import torch
 from torch import Tensor
 
+from alibi_lab.measure.inputs import Case, Inputs, draw
 from alibi_lab.measure.peers import Attention
 
 NAME = "FlexAttention"
 _MASK_COMPILED = 32768  # create_block_mask materializes T·S booleans unless it is compiled
 
 
-def flex(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, *, compiled: bool = True) -> Attention:
+def flex(inputs: Inputs, *, compiled: bool = True) -> Attention:
     """FlexAttention compiled for this shape; `compiled=False` runs the same code eagerly."""
     from torch.nn.attention.flex_attention import create_block_mask, flex_attention
 
-    t, s = query.shape[2], key.shape[2]
+    query, slopes = inputs.query, inputs.slopes
+    t, s = query.shape[2], inputs.key.shape[2]
     first = s - t
 
     def alibi(score: Tensor, b: Tensor, h: Tensor, q_idx: Tensor, kv_idx: Tensor) -> Tensor:
@@ -33,17 +35,15 @@ def flex(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, *, compiled:
     return lambda q, k, v: attention(q, k, v, score_mod=alibi, block_mask=mask)
 
 
-def compile_ahead(batch: int, heads: int, length: int, head_dim: int, dtype: torch.dtype) -> None:
-    """Compiles FlexAttention on CUDA for inputs of this shape into torch's caches on disk, for other processes.
+def compile_ahead(case: Case) -> None:
+    """Compiles FlexAttention for a case on CUDA into torch's caches on disk, for other processes.
 
     It starts no processes, because several of these calls run at a time, each in its own process.
     """
     import torch._inductor.config as inductor
 
     inductor.compile_threads = 1
-    query, key, value = (
-        torch.zeros(batch, heads, length, head_dim, dtype=dtype, device="cuda", requires_grad=True) for _ in range(3)
-    )
-    output = flex(query, key, value, torch.ones(heads, device="cuda"))(query, key, value)
-    torch.autograd.grad(output, (query, key, value), torch.zeros_like(output))
+    inputs = draw(case)
+    leaves = [x.requires_grad_() for x in (inputs.query, inputs.key, inputs.value)]
+    torch.autograd.grad(flex(inputs)(*leaves), leaves, inputs.grad)
     torch.cuda.synchronize()

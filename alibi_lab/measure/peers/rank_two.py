@@ -4,14 +4,16 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from alibi_lab.measure.inputs import Inputs
 from alibi_lab.measure.peers import Attention, Peer
 
 # The trick adds a number as large as the farthest key's bias to a score; the error is about four fp32 roundings of it.
 SCORE_ERROR = 4 * 2.0**-24
 
 
-def rank_two(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Attention:
+def rank_two(inputs: Inputs) -> Attention:
     """m·j as a product (m·i is equal for all keys). j is split into base-256 digits, which are exact even in bfloat16."""
+    query, key, slopes = inputs.query, inputs.key, inputs.slopes
     _, h, n, d = query.shape
     if key.shape[2] != n:
         raise ValueError(

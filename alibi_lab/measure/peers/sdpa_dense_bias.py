@@ -4,12 +4,13 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
+from alibi_lab.measure.inputs import Inputs
 from alibi_lab.measure.peers import Attention, Peer
 
 
-def dense(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor) -> Attention:
+def dense(inputs: Inputs) -> Attention:
     """SDPA with the bias as its mask."""
-    return with_mask(dense_bias(query, key, slopes))
+    return with_mask(dense_bias(inputs))
 
 
 def with_mask(bias: Tensor) -> Attention:
@@ -17,14 +18,22 @@ def with_mask(bias: Tensor) -> Attention:
     return lambda q, k, v: functional.scaled_dot_product_attention(q, k, v, attn_mask=bias)
 
 
-def dense_bias(query: Tensor, key: Tensor, slopes: Tensor) -> Tensor:
-    """[1, H, T, S] in the query's dtype; built head by head, so that building it needs little extra memory."""
-    t, s = query.shape[2], key.shape[2]
-    j = torch.arange(s, device=query.device)
-    bias = torch.empty(1, len(slopes), t, s, dtype=query.dtype, device=query.device)
+def dense_bias(inputs: Inputs) -> Tensor:
+    """[1 or B, H, T, S] in the query's dtype, with mask and gates; built head by head, so that building needs little memory."""
+    query, key, gates, mask = inputs.query, inputs.key, inputs.log_fgate, inputs.key_mask
+    t, s, device = query.shape[2], key.shape[2], query.device
+    j = torch.arange(s, device=device)
     distance = j[s - t :, None] - j
-    for h, slope in enumerate(slopes):
-        bias[0, h] = (-slope * distance).masked_fill_(distance < 0, -torch.inf)
+    batch = len(query) if gates is not None or mask is not None else 1
+    bias = torch.empty(batch, len(inputs.slopes), t, s, dtype=query.dtype, device=device)
+    for h, slope in enumerate(inputs.slopes):
+        row = -slope * (distance if inputs.causal else distance.abs())
+        if gates is not None:
+            c = gates[:, h].double().cumsum(-1)
+            row = (row + c[:, s - t :, None] - c[:, None]).float()
+        if inputs.causal:
+            row = row.masked_fill(distance < 0, -torch.inf)
+        bias[:, h] = row if mask is None else row.masked_fill(~mask[:, None], -torch.inf)
     return bias
 
 

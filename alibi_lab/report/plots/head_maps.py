@@ -2,20 +2,21 @@
 
 The certified reach, the share of its keys that carried mass (the measured reach), the mean distance of the attention, the
 attention to the first token, and the shares of weights that are zero in bfloat16 and in float16. Full color means the length of
-the text, or 100 %. `measure/model_heads.py` has the definitions.
+the text, or 100 %. `heads/summary.py` has the definitions.
 """
 
 import math
 
 import matplotlib
 import numpy as np
+from matplotlib import rc_context
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 
 from alibi_lab.records import MAX_COUNT, Record
 from alibi_lab.report.plots import drawing
 from alibi_lab.report.plots.drawing import Points
-from alibi_lab.report.series import numbers
+from alibi_lab.report.series import Array, numbers
 from alibi_lab.report.tables.heads import fraction
 
 _TITLES = {
@@ -113,3 +114,18 @@ def _grid(record: Record, column: str) -> Points | None:
         return None
     grid: Points = values.reshape(layers, heads)
     return grid
+
+
+def weights_figure(matrix: Array) -> Figure:
+    """The weights [H, n, n] of the heads of a layer, one square each, darker for more."""
+    heads = len(matrix)
+    columns = min(4, heads)
+    rows = -(-heads // columns)
+    with rc_context(drawing.STYLE):
+        figure = Figure(figsize=(1.7 * columns, 1.9 * rows), layout="constrained", facecolor="white")
+        for head, axes in enumerate(np.ravel(figure.subplots(rows, columns, squeeze=False))):
+            axes.set_axis_off()
+            if head < heads:
+                axes.imshow(matrix[head] ** 0.5, cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
+                axes.set_title(f"head {head}", fontsize=8)
+    return figure

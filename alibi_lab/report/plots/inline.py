@@ -51,14 +51,14 @@ def plot_heads(record: Record) -> Figure:
     """Maps of a model's heads by layer: certified reach, mean distance, share of the first token, weights that are zero in bf16.
 
     Args:
-        record: the result of `alibi_lab.measure.model_heads.model_heads(folder, text)`.
+        record: the result of `alibi_lab.heads.summary.summary(load(folder), text)`.
 
     Raises:
         ValueError: a record of another kind.
     """
     if not is_drawn(record):
         raise ValueError(
-            f"the record is of kind {record.kind!r} and has no heads; pass the result of model_heads(folder, text)"
+            f"the record is of kind {record.kind!r} and has no heads; pass the result of alibi_lab.heads.summary.summary"
         )
     figure = heads_figure(record)
     figure.set_facecolor("white")

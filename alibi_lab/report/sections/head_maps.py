@@ -1,4 +1,4 @@
-"""Where the heads of a trained model attend, as maps of layers by heads (records of `alibi heads MODEL`)."""
+"""Where the heads of a trained model attend, as maps of layers by heads (records of `alibi heads summary`)."""
 
 from markupsafe import Markup
 

@@ -1,4 +1,4 @@
-"""A long text read into a cache in files (records of `alibi bench long-texts`): its cost, and what opening it again costs."""
+"""A long text read into a cache in files (records of `alibi bench texts`): its cost, and what opening it again costs."""
 
 import math
 

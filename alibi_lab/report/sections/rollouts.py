@@ -1,4 +1,4 @@
-"""Attention accumulated over the layers: does the first token win with depth (records of `alibi heads --rollout`)?"""
+"""Attention accumulated over the layers: does the first token win with depth (records of `alibi heads rollout`)?"""
 
 from collections.abc import Sequence
 

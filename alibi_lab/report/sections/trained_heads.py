@@ -1,4 +1,4 @@
-"""The certified and true reach of the heads of a trained model (records of `alibi bench trained`)."""
+"""The certified and true reach of the heads of a trained model (records of `alibi heads reach`)."""
 
 from markupsafe import Markup
 

@@ -26,7 +26,7 @@ from alibi_attn.attention.certificate.bounds import bounds
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.tiles import key_tiles
 from alibi_lab import records
-from alibi_lab.measure.gpu import gpu
+from alibi_lab.measure.attention import attention
 from alibi_lab.report.plots.benchmark import is_drawn
 
 LONG = Case("long", batch=1, heads=2, query_len=333, key_len=333, slopes="steep")
@@ -299,23 +299,17 @@ def test_refusals_name_their_reason(interpreter: ProcessPoolExecutor) -> None:
 
 
 def test_the_benchmark_checks_measures_and_keeps_a_record(interpreter: ProcessPoolExecutor, tmp_path: Path) -> None:
-    record, steps = map(records.load, interpreter.submit(inside.smoke_of_the_benchmark, tmp_path).result())
-    assert record.metrics["worst_error_share"] <= 1
-    for done, besides in ((record, {"correctness"}), (steps, set())):
-        assert set(done.curves) == set(done.config["peers"]) | besides
-        for name in ("ours", "causal, no bias", "SDPA + dense bias", "eager"):
-            assert done.curves[name]["length"] == [64]
-            assert done.curves[name]["right"] == [True]
-    assert steps.name == "gpu-smoke/decoding-peaked-2x16"
-    assert steps.curves["ours, untold"]["right"] == [True]
-    assert record.curves["ours"]["plan_share"][0] > 0
-    read = steps.curves["ours"]
-    assert 0 < read["bytes_least"][0] <= read["bytes_read"][0] <= read["bytes_all"][0]
+    (record,) = map(records.load, interpreter.submit(inside.smoke_of_the_benchmark, tmp_path).result())
+    assert record.name == "attention/cpu-float32-peaked-2x16"
+    for name in ("ours", "causal, no bias", "SDPA + dense bias", "eager"):
+        assert record.curves[name]["length"] == [64]
+        assert record.curves[name]["right"] == [True]
+    assert record.curves["scores"]["ours"][0] > 0
+    assert any(name.startswith("ours: ") for name in record.curves), "the kernels of a step"
     assert is_drawn(record)
-    assert is_drawn(steps)
     if not torch.cuda.is_available():
-        with pytest.raises(ValueError, match="there is none"):
-            gpu(tmp_path)
+        with pytest.raises(ValueError, match="there is no CUDA device"):
+            attention(tmp_path, device="cuda")
 
 
 def test_tiles_divide_the_certificates_own() -> None:

@@ -1,4 +1,4 @@
-"""Fills Triton's cache with what `alibi bench gpu` and `alibi bench gpu-models` launch, on all cores, before they run.
+"""Fills Triton's cache with what `make gpu` measures, on all cores, before they run.
 
     python tests/support/interpreter/compile_ahead.py [SECONDS]
 
@@ -18,66 +18,38 @@ from collections.abc import Callable, Iterator
 from unittest import mock
 
 import torch
-from torch import Tensor, nn
-from torch.nn import functional
+from torch import Tensor
 
-from alibi_attn import ALiBiAttention, alibi_attention, forgetting_attention
-from alibi_attn.inspect import Norms, decode_with_norms
-from alibi_attn.nn import ReachCache, StaticKVCache
+from alibi_attn import alibi_attention
 from alibi_lab.measure.absent_device import absent_device
-from alibi_lab.measure.gpu import SHAPES
-from alibi_lab.measure.gpu_checks import CHECKED, arguments_of, end_at_once
-from alibi_lab.measure.gpu_decoding import DECODING, ROOM, Given
-from alibi_lab.measure.gpu_encoders import DOCUMENT, ENCODER, MIXED
-from alibi_lab.measure.gpu_kernels import OF_KERNELS
-from alibi_lab.measure.gpu_networks import BLOOM_STEP
-from alibi_lab.measure.gpu_parts import Case
-from alibi_lab.measure.gpu_rows import TOKENS
-from alibi_lab.measure.gpu_steps import GATED, PLAIN, WITH_MASK, padding
-from alibi_lab.measure.harness import training_step
-from alibi_lab.measure.inputs import published_slopes
+from alibi_lab.measure.attention import end_at_once
+from alibi_lab.measure.decoding import static_cache, static_reach
+from alibi_lab.measure.harness import prepared
+from alibi_lab.measure.inputs import BATCH_TOKENS, Case, draw
+from alibi_lab.measure.peers import Peer
+from alibi_lab.measure.peers.ours import ours, ours_gated, ours_with_cache
 
-LENGTHS = (2048, 8192, 16384, 512, 131072, 65536)
-CPU = torch.device("cpu")
+LENGTHS = (2048, 16384, 131072, 512, 8192, 65536)
 Step = Callable[[], object]
 Compile = Callable[..., object]
 
 
 def steps() -> Iterator[Step]:
-    """The calls of the benchmarks with uninitialized inputs of the same shapes, the most important first."""
-    of_lengths = [Case(max(1, TOKENS // n), n, *shape) for n in LENGTHS for shape in SHAPES]
-    plain = [*PLAIN.cases["full"], *OF_KERNELS.cases["full"], *of_lengths]
-    yield from (_training(alibi_attention, case) for case in plain)
-    for case in GATED.cases["full"]:
-        gates = functional.logsigmoid(torch.randn(case.batch, case.heads, case.length))
-        yield _training(forgetting_attention, case, gates)
-    for case in WITH_MASK.cases["full"]:
-        yield _training(functools.partial(alibi_attention, causal=False, key_mask=padding(case, CPU)), case)
-    for case in ENCODER.cases["full"]:
-        packed = Case(1, case.batch * case.length * 2 // 3 + 1, case.heads, case.head_dim) if case.batch > 1 else case
-        segments = torch.arange(packed.length)[None] // 400 if case.batch > 1 else None
-        yield _training(functools.partial(alibi_attention, causal=False, segment_ids=segments), packed)
-    for case in MIXED.cases["full"]:
-        shown = padding(case, CPU)
-        segments = shown.nonzero()[None, :, 0]
-        for dtype in (torch.bfloat16, torch.float16):
-            yield functools.partial(
-                _encoded, case._replace(batch=1, length=segments.shape[1]), dtype, segment_ids=segments
-            )
-        yield functools.partial(_encoded, case, torch.bfloat16, key_mask=shown)
-        yield functools.partial(_encoded, case._replace(batch=1, length=case.length - 1), torch.bfloat16)
-    for case in (*MIXED.cases["full"], *DOCUMENT.cases["full"]):
-        yield functools.partial(_encoded, case, torch.bfloat16)
-    yield functools.partial(_encoded, DOCUMENT.cases["full"][-1], torch.float32)
-    for case in BLOOM_STEP.cases["full"]:
-        yield functools.partial(_encoded, case, torch.bfloat16, causal=True)
-    for case in DECODING.cases["full"]:
-        yield functools.partial(_static, case)
-    for case in of_lengths:
-        yield functools.partial(_decoded, case)
-    for dtype in (torch.bfloat16, torch.float16, torch.float32):
-        for options in CHECKED:
-            yield functools.partial(_checked, dtype, options)
+    """Our calls of the benchmarks' cases on inputs of the same shapes, the most important first."""
+    shapes = [(kind, length, 16, 128) for kind, length in itertools.product(("noise",), LENGTHS[:3])]
+    shapes += [("gates-4-U-8", 8192, 16, 128), *(("masked", length, 12, 64) for length in (512, 2048, 8192))]
+    shapes += [("noise", length, 32, 64) for length in LENGTHS]
+    for kind, length, heads, head_dim in shapes:
+        case = Case(kind, length, max(1, BATCH_TOKENS // length), heads, head_dim, dtype=torch.bfloat16)
+        peer = Peer("ours", (ours_gated if kind.startswith("gates") else ours)("fused"), "", gated=True)
+        yield functools.partial(_measured, peer, case, backward=True)
+    for length in LENGTHS[:3]:
+        case = Case("noise", length, max(1, BATCH_TOKENS // length), 16, 128, queries=1, dtype=torch.bfloat16)
+        for prepare in (ours_with_cache("fused"), ours("fused"), static_cache, static_reach):
+            yield functools.partial(_measured, Peer("ours", prepare, ""), case, backward=False)
+    for length in (512, 8192):
+        for segments in (None, torch.arange(length)[None] // 400):
+            yield functools.partial(_encoded, length, segments)
 
 
 def compiled(
@@ -129,57 +101,19 @@ def main(seconds: float) -> int:
     return 0
 
 
-def _empty(case: Case, tokens: int, dtype: torch.dtype = torch.bfloat16) -> Tensor:
-    return torch.empty(case.batch, case.heads, tokens, case.head_dim, dtype=dtype)
+def _measured(peer: Peer, case: Case, *, backward: bool) -> None:
+    call = prepared(peer, draw(case), backward=backward)
+    call.forward()
+    if call.step is not None:
+        call.step()
 
 
-def _training(attention: Callable[..., Tensor], case: Case, *more: Tensor) -> Step:
-    def step() -> None:
-        *inputs, grad = (_empty(case, case.length) for _ in range(4))
-        training_step(functools.partial(attention, backend="fused"), [*inputs, *more], grad)()
-
-    return step
-
-
-def _encoded(case: Case, dtype: torch.dtype, *, causal: bool = False, **options: Tensor) -> None:
-    """The attention of a layer without gradients, whose queries, keys and values are columns of one matrix."""
-    joined = torch.empty(case.batch, case.length, 3 * case.heads * case.head_dim, dtype=dtype)
-    inputs = (x.unflatten(-1, (case.heads, -1)).transpose(1, 2) for x in joined.chunk(3, dim=-1))
+def _encoded(length: int, segments: Tensor | None) -> None:
+    """The attention of an encoder's layer, whose queries, keys and values are columns of one matrix."""
+    joined = torch.empty(1, length, 3 * 12 * 64, dtype=torch.bfloat16)
+    inputs = (x.unflatten(-1, (12, 64)).transpose(1, 2) for x in joined.chunk(3, dim=-1))
     with torch.no_grad():
-        alibi_attention(*inputs, causal=causal, backend="fused", **options)  # type: ignore[misc]
-
-
-def _decoded(case: Case) -> None:
-    """One query after the keys of a cache, with and without their norms."""
-    query, key, value = (_empty(case, tokens) for tokens in (1, case.length, case.length))
-    slopes, norms = (
-        published_slopes(case.heads),
-        (torch.ones(case.batch, case.heads, -(-case.length // 64)).double(),) * 2,
-    )
-    with torch.no_grad():
-        decode_with_norms(query, key, value, slopes, Norms(*norms), backend="fused")
-        alibi_attention(query, key, value, slopes, backend="fused")
-
-
-def _static(case: Case) -> None:
-    """One query with each static cache, and a prompt."""
-    layer = ALiBiAttention(case.heads * case.head_dim, case.heads).eval()
-    layer.out_proj = nn.Identity()  # type: ignore[assignment]
-    reach = layer.reach_cache(score_bound=15.0, tolerance=2.0**-12)
-    assert isinstance(reach, ReachCache)
-    caches = StaticKVCache(case.length + ROOM), reach.static(case.length + ROOM)
-    with torch.no_grad():
-        for tokens in (1, min(case.length - 1, 2047)):
-            for name in ("q_proj", "k_proj", "v_proj"):
-                setattr(layer, name, Given(_empty(case, tokens)))
-            for cache in caches[: 2 if tokens == 1 else 1]:
-                layer(torch.empty(1, tokens, layer.embed_dim, dtype=torch.bfloat16), cache=cache)
-
-
-def _checked(dtype: torch.dtype, options: dict[str, object]) -> None:
-    inputs, grad, named = arguments_of(dtype, options, CPU, 777)
-    slopes = published_slopes(4)
-    training_step(functools.partial(alibi_attention, backend="fused", **named), [*inputs, slopes], grad)()
+        alibi_attention(*inputs, causal=False, segment_ids=segments, backend="fused")
 
 
 if __name__ == "__main__":

@@ -4,7 +4,8 @@
     TRITON_INTERPRET=1 python tests/support/interpreter/everything_on_device.py runs/gpu --scale smoke    a rehearsal
 
 Options: --only PART … runs some parts; --seconds N shares N seconds among the parts in place of their own limits.
-It needs this source tree, torch, numpy and Triton, and nothing installed; the part "jax" needs JAX. Each part runs in its own
+It needs this source tree, torch, numpy and Triton, and nothing installed; the part "jax" needs JAX,
+the part "models" transformers. Each part runs in its own
 process, with a time limit, and leaves its records and `log.txt` in a folder such as `attack-1`. Started again, it repeats only
 the parts that did not pass, in new folders. The exit status is 1 if a part did not pass.
 
@@ -19,7 +20,7 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import NamedTuple
 
@@ -53,19 +54,19 @@ PARTS: Mapping[str, Mapping[str, Part]] = {
     "full": {
         "conformance": Part((CONFORMANCE, "--draws", "0", "--seconds", SECONDS), 110, 25),
         "compile": Part((COMPILE, SECONDS), 40, 3),
-        "bench": Part((__file__, "--measure", "bench", "--seconds", SECONDS), 100, 20),
+        "attention": Part((__file__, "--measure", "attention", "--seconds", SECONDS), 110, 20),
+        "decoding": Part((__file__, "--measure", "decoding", "--seconds", SECONDS), 35, 10),
         "models": Part((__file__, "--measure", "models", "--seconds", SECONDS), 60, 15),
         "jax": Part((__file__, "--measure", "jax", "--seconds", SECONDS), 45, 8),
-        "encoders": Part((__file__, "--measure", "encoders", "--seconds", SECONDS), 45, 12),
         "context": Part((CONTEXT, "--seconds", SECONDS), 20, 4),
         "attack": Part((CONFORMANCE, "--cases", "0", "--draws", "2000", "--seconds", SECONDS), 60, 20),
     },
     "smoke": {
         "conformance": Part((CONFORMANCE, "--draws", "0", "--cases", "1"), 600),
-        "bench": Part((__file__, "--measure", "bench", "--scale", "smoke"), 600),
+        "attention": Part((__file__, "--measure", "attention", "--scale", "smoke"), 600),
+        "decoding": Part((__file__, "--measure", "decoding", "--scale", "smoke"), 600),
         "models": Part((__file__, "--measure", "models", "--scale", "smoke"), 600),
         "jax": Part((__file__, "--measure", "jax", "--scale", "smoke"), 600),
-        "encoders": Part((__file__, "--measure", "encoders", "--scale", "smoke"), 600),
         "context": Part((CONTEXT, "--scale", "smoke"), 600),
         "attack": Part((CONFORMANCE, "--cases", "0", "--draws", "2"), 600),
     },
@@ -125,21 +126,71 @@ def run(part: Part, folder: Path) -> str:
 
 
 def measure(what: str, out: Path, scale: str, seconds: float) -> None:
-    """`alibi bench gpu` and `alibi bench gpu-models`, without their command line, which needs typer."""
-    from alibi_lab.measure.gpu import gpu
-    from alibi_lab.measure.gpu_models import ENCODERS, PARTS, gpu_models
-
+    """The benchmarks of `alibi bench` without their command line, which needs typer; each call has its share of the time."""
     if scale == "smoke":
         quick_interpreter.prepare()
-    if what == "encoders":
-        gpu_models(out, parts=[part.name for part in ENCODERS], scale=scale, seconds=seconds)
-    elif what in ("models", "jax"):
-        parts = [part.name for part in PARTS if part.name.startswith("jax") == (what == "jax")]
-        gpu_models(out, parts=parts, scale=scale, seconds=seconds)
-    elif scale == "smoke":
-        gpu(out, lengths=(64,), shapes=((2, 16),), kinds=("noise",), scale="smoke")
-    else:
-        gpu(out, lengths=LENGTHS, kinds=("noise",), seconds=seconds)
+    end, calls = time.perf_counter() + seconds, CALLS[what]
+    for number, (share, options) in enumerate(calls):
+        limit = (end - time.perf_counter()) * share / sum(share for share, _ in calls[number:])
+        given = {**options, **(REHEARSED[what] if scale == "smoke" else {"device": "cuda"})}
+        function = benchmark(what)
+        if function is None:
+            print(f"{what} is left out: transformers cannot be imported", flush=True)
+        elif what == "models":
+            function(out, **given, seconds=limit / 20)
+        else:
+            function(out, **given, seconds=0.5, repeats=7, limit=max(limit, 1.0))
+
+
+def benchmark(what: str) -> Callable[..., object] | None:
+    """The function of a benchmark; None if models need a package that is missing."""
+    from alibi_lab.measure.attention import attention
+    from alibi_lab.measure.decoding import decoding
+
+    if what != "models":
+        return decoding if what == "decoding" else attention
+    try:
+        from alibi_lab.measure.models import models
+    except ImportError:
+        return None
+    return models
+
+
+# Shares of the time and options of the calls of each part; the first ones matter most.
+CALLS: Mapping[str, Sequence[tuple[float, Mapping[str, object]]]] = {
+    "attention": (
+        (2.0, {"backend": "fused", "graphs": True, "kernels": True, "lengths": (2048, 16384, 131072)}),
+        (1.0, {"backend": "fused", "inputs": ("gates-4-U-8",), "lengths": (8192,), "graphs": True}),
+        (
+            1.0,
+            {
+                "backend": "fused",
+                "inputs": ("masked",),
+                "lengths": (512, 2048, 8192),
+                "shape": ((12, 64),),
+                "graphs": True,
+            },
+        ),
+        (1.0, {"backend": "fused", "lengths": LENGTHS, "shape": ((32, 64),)}),
+    ),
+    "decoding": ((1.0, {"backend": "fused", "lengths": (2048, 16384, 131072)}),),
+    "models": (
+        (
+            1.0,
+            {"models": ("bloom",), "parts": ("pass", "step"), "layers": 8, "width": 2048, "precisions": ("bfloat16",)},
+        ),
+        (1.0, {"models": ("encoder",), "precisions": ("bfloat16", "int8", "float8"), "lengths": (512, 8192)}),
+    ),
+    "jax": ((1.0, {"framework": "jax", "lengths": (2048, 16384, 131072)}),),
+}
+# What a rehearsal on a CPU, in Triton's interpreter, changes.
+TINY: Mapping[str, object] = {"device": "cpu", "dtype": "float32", "lengths": (70,), "shape": ((2, 16),)}
+REHEARSED: Mapping[str, Mapping[str, object]] = {
+    "attention": TINY,
+    "decoding": TINY,
+    "models": {"device": "cpu", "lengths": (70,), "layers": 1, "width": 64, "rounds": 1, "precisions": ("float32",)},
+    "jax": TINY,
+}
 
 
 if __name__ == "__main__":
@@ -148,7 +199,9 @@ if __name__ == "__main__":
     parser.add_argument("--scale", choices=PARTS, default="full")
     parser.add_argument("--only", nargs="+", choices=PARTS["full"], default=(), help="the parts to run")
     parser.add_argument("--seconds", type=float, help="shared among the parts")
-    parser.add_argument("--measure", choices=("bench", "models", "jax", "encoders"), help="only this, in this process")
+    parser.add_argument(
+        "--measure", choices=("attention", "decoding", "models", "jax"), help="only this, in this process"
+    )
     asked = parser.parse_args()
     if asked.measure:
         sys.exit(measure(asked.measure, asked.out, asked.scale, asked.seconds or 600.0))

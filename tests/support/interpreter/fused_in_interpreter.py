@@ -37,7 +37,7 @@ from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.certificate.tiles import Tiles
 from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.operators.schema import Arguments
-from alibi_lab.measure.gpu import gpu
+from alibi_lab.measure.attention import attention
 
 
 @contextlib.contextmanager
@@ -302,8 +302,16 @@ def decoding_equals_forward(case: Case) -> tuple[float, int]:
 
 
 def smoke_of_the_benchmark(folder: Path) -> list[Path]:
-    """Runs `alibi bench gpu` at trivial sizes."""
-    return gpu(folder, lengths=(64,), shapes=((2, 16),), kinds=("peaked",), scale="smoke", say=lambda line: None)
+    """Runs `alibi bench attention` at trivial sizes."""
+    return attention(
+        folder,
+        inputs=("peaked",),
+        lengths=(64,),
+        shape=((2, 16),),
+        backend="fused",
+        kernels=True,
+        say=lambda line: None,
+    )
 
 
 def refusal(dtype: str, head_dim: int) -> str | None:

@@ -22,7 +22,7 @@ from alibi_attn.inspect import decode_with_norms
 from alibi_attn.nn import KVCache
 from alibi_lab.measure import host
 from alibi_lab.measure.absent_device import Launches, absent_device
-from alibi_lab.measure.gpu_decoding import layer_of
+from alibi_lab.measure.decoding import layer_of
 
 ADDRESSES = 2**32  # larger numbers are addresses
 Call = Callable[..., Tensor]

@@ -1,0 +1,266 @@
+"""`alibi bench attention`: attention, forward and backward: ours and what users would run instead, on a CPU or a GPU, in PyTorch
+or JAX.
+"""
+
+import concurrent.futures
+import functools
+import math
+import multiprocessing
+import os
+import time
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import replace
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from alibi_attn import inspect
+from alibi_attn.inspect import TILE
+from alibi_lab.measure.harness import Budget, Columns, Rows, Say, Timed, keep, table
+from alibi_lab.measure.inputs import BATCH_TOKENS, Case, Inputs
+from alibi_lab.measure.kernels import kernel_rows
+from alibi_lab.measure.peers import Attention, Peer, eager, flash_attn, flex, rank_two, sdpa, sdpa_dense_bias
+from alibi_lab.measure.peers.ours import ours, ours_dropping, ours_gated
+
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
+LENGTHS = {"cpu": tuple(2**n for n in range(9, 17)), "cuda": (2048, 16384, 131072, 512, 1024, 4096, 8192, 32768, 65536)}
+SHAPES = {"cpu": (8, 64), "cuda": (16, 128)}
+PRUNED_AT = math.exp(-10)  # the ε of ACP's authors' code
+FLEX_NOTE = "score_mod and BlockMask, compiled for each length"
+
+DENSE, EAGER, RANK_TWO = sdpa_dense_bias.PEER, eager.PEER, rank_two.PEER
+FLEX = Peer(flex.NAME, flex.flex, FLEX_NOTE)
+# What users would run instead, by framework and device, with the longest inputs that fit.
+PEERS: Mapping[str, Sequence[Peer]] = {
+    "torch cpu": (
+        replace(sdpa.PEER, longest=32768),
+        replace(DENSE, longest=8192),
+        replace(RANK_TWO, longest=16384, longest_backward=8192),
+        replace(EAGER, longest=2048),
+        replace(FLEX, longest=4096, longest_backward=0),  # no backward on a CPU
+    ),
+    "torch cuda": (sdpa.PEER, sdpa.FLASH, sdpa.CUDNN, DENSE, RANK_TWO, EAGER, FLEX, *flash_attn.installed()),
+    "interpreter": (sdpa.PEER, sdpa.CUDNN, DENSE, RANK_TWO, EAGER),
+}
+
+
+def attention(
+    out: Path,
+    *,
+    inputs: Sequence[str] = ("noise",),
+    lengths: Sequence[int] = (),
+    batch: int = 0,
+    shape: Sequence[tuple[int, int]] = (),
+    device: str = "cpu",
+    dtype: str = "",
+    framework: str = "torch",
+    backend: str = "auto",
+    dropout: float = 0.0,
+    backward: bool = True,
+    memory: bool = False,
+    graphs: bool = False,
+    kernels: bool = False,
+    checkpoint: Path | None = None,
+    repeats: int = 5,
+    seconds: float = 20.0,
+    limit: float = 3600.0,
+    say: Say = print,
+) -> list[Path]:
+    """Measures, saves one record per kind of input and shape, and returns their paths.
+
+    Args:
+        inputs: kinds of input: noise, peaked (queries three times as long), sink (a first key ten times as long), masked
+            (symmetric, with padding), gates-LOGIT-U-BOUND (forget gates), trained; default noise.
+        lengths: sequence lengths in the order in which they are measured; default 512 … 65536, on a GPU to 131072.
+        batch: sequences per batch; default 1, on a GPU as many as have 16,384 tokens.
+        shape: numbers and sizes of heads; default 8x64, on a GPU 16x128.
+        device: "cpu" or "cuda".
+        dtype: "float32", "bfloat16" or "float16"; default float32, on a GPU bfloat16. On a CPU a half also runs ours in fp32.
+        framework: "torch" or "jax", which includes our PyTorch call.
+        backend: of our call.
+        dropout: also measure ours with this dropout probability, below 1; 0 = not measured.
+        backward: also measure forward and backward.
+        memory: also measure our peak memory on a CPU, each in its own process.
+        graphs: on a GPU, also replay every call as a CUDA graph.
+        kernels: on a GPU, also list the time of each kernel of a step.
+        checkpoint: for inputs of kind trained: a model of alibi run.
+        repeats: most turns per call; the median counts.
+        seconds: time limit in seconds per length and direction.
+        limit: time limit in seconds for all.
+
+    Raises:
+        RuntimeError: our result was wrong; the records are kept. A wrong peer is a row without times.
+    """
+    dtype = dtype or {"cpu": "float32", "cuda": "bfloat16"}.get(device, "")
+    _check(device, dtype, framework, dropout)
+    place, name = torch.device(device), f"{'jax-' if framework == 'jax' else ''}{device}-{dtype}"
+    end = time.perf_counter() + limit
+    budget = Budget(
+        repeats=repeats, seconds=seconds, end=end, patience_s=3.0 if device == "cuda" else math.inf,
+        backward=backward, memory=memory, graphs=graphs,
+    )  # fmt: skip
+    cases = {
+        f"attention/{name}-{kind}-{heads}x{size}{f'-batch-{batch}' if batch > 1 else ''}": [
+            Case(
+                kind, length, batch or (max(1, BATCH_TOKENS // length) if device == "cuda" else 1), heads, size,
+                dtype=DTYPES[dtype], device=place, path=checkpoint,
+            )
+            for length in lengths or LENGTHS[device]
+        ]
+        for kind in inputs
+        for heads, size in shape or [SHAPES[device]]
+    }  # fmt: skip
+    peers = functools.partial(peers_of, framework=framework, backend=backend, dropout=dropout)
+    configs = {
+        record: {
+            "kind": each[0].kind, "lengths": [case.length for case in each], "batch": batch, "dtype": dtype,
+            "heads": each[0].heads, "head_dim": each[0].head_dim, "device": device, "framework": framework,
+            "backend": backend, "dropout": dropout, "backward": backward, "threads": torch.get_num_threads(),
+            "checkpoint": None if checkpoint is None else checkpoint.name,
+        }
+        for record, each in cases.items()
+    }  # fmt: skip
+
+    def more(case: Case, given: Inputs, rows: dict[str, Timed]) -> Rows:
+        found = {"scores": scores(given, backend)} if framework == "torch" and given.causal else {}
+        return {**found, **(kernel_rows(case, given, backend) if kernels else {})}
+
+    if device == "cuda":
+        _compile_ahead([case for each in cases.values() for case in each if case.length <= 131072], budget)
+    return keep(out, configs, table(cases, peers, budget, more), say=say, summary=summary)
+
+
+def peers_of(case: Case, inputs: Inputs, *, framework: str, backend: str, dropout: float) -> list[Peer]:
+    """Ours, and what users would run instead, for one input."""
+    device = case.device.type
+    if framework == "jax":
+        return _jax_peers(backend)
+    causal = [sdpa.PEER, *([sdpa.CUDNN] if device == "cuda" else [])]
+    if inputs.log_fgate is not None:
+        gated = Peer("ours", ours_gated(backend), f"forgetting_attention, backend={backend!r}", gated=True)
+        plain = Peer("ours, fixed slopes", _fixed(backend), "alibi_attention with the published slopes", biased=False)
+        return [gated, *causal, replace(DENSE, longest=4096 if device == "cpu" else 16384), plain]
+    ourselves = Peer("ours", ours(backend), f"backend={backend!r}")
+    if not inputs.causal:
+        return [ourselves, sdpa.MASKED, replace(DENSE, longest=8192)]
+    half = case.dtype != torch.float32 and device == "cpu"
+    without = Peer("ours, no compiler", ours("banded"), "backend='banded', for machines without g++", longest=32768)
+    mine = [ourselves, *([ours_dropping(backend, dropout)] if dropout > 0 else [])]
+    if device == "cpu" and backend == "auto":
+        in_fp32 = replace(ourselves, name="ours, fp32", note="the same numbers in fp32", dtype=torch.float32)
+        mine.append(in_fp32 if half else without)
+    others = PEERS[f"torch {device}" if device == "cuda" or backend != "fused" else "interpreter"]
+    return [*mine, *(peer for peer in others if not (half and peer.name in (flex.NAME, RANK_TWO.name)))]
+
+
+def _fixed(backend: str) -> Callable[[Inputs], Attention]:
+    """Ours with slopes of 0 for gates: what a score costs without gates. Its truth is attention without a bias."""
+    return lambda inputs: ours(backend)(replace(inputs, log_fgate=None, slopes=0 * inputs.slopes))
+
+
+def _jax_peers(backend: str) -> list[Peer]:
+    import alibi_attn.jax  # noqa: F401, which names the extra if JAX is missing
+    from alibi_lab.measure.peers import dot_product_attention as theirs
+
+    named = {} if backend == "auto" else {"backend": backend}
+    listed = [
+        Peer("ours", theirs.ours(**named), "alibi_attention"),
+        Peer("ours, the loop", theirs.ours(backend="loop"), 'alibi_attention(backend="loop")', longest=8192),
+        Peer("ours, dense", theirs.ours(backend="dense"), 'alibi_attention(backend="dense")', longest=4096),
+        Peer("dense bias", theirs.dense, "dot_product_attention with a bias that is built once", longest=8192),
+        Peer("causal, no bias", theirs.causal, "dot_product_attention is_causal=True", longest=8192, biased=False),
+        Peer("no bias, cuDNN", theirs.cudnn, "dot_product_attention, cuDNN's kernel", biased=False),
+    ]
+    of_torch = Peer("PyTorch", ours("auto"), "alibi_attn.alibi_attention of tensors [B, H, T, D]")
+    return [*(replace(peer, framework="jax") for peer in listed), of_torch]
+
+
+def _check(device: str, dtype: str, framework: str, dropout: float) -> None:
+    allowed: dict[str, tuple[str, Iterable[str]]] = {
+        "device": (device, SHAPES),
+        "dtype": (dtype, DTYPES),
+        "framework": (framework, ("torch", "jax")),
+    }
+    for option, (value, values) in allowed.items():
+        if value not in (values := tuple(values)):
+            raise ValueError(f"{option} is {value!r} but must be one of {', '.join(values)}")
+    if device == "cuda" and not torch.cuda.is_available():
+        raise ValueError(
+            "there is no CUDA device; pass --device cpu, with TRITON_INTERPRET=1 and --backend fused for the Triton kernels"
+        )
+    if not 0.0 <= dropout < 1.0:
+        raise ValueError(f"dropout is {dropout} but must be a probability in [0, 1); pass 0 to leave dropout out")
+
+
+def scores(inputs: Inputs, backend: str) -> dict[str, float | int]:
+    """The scores of a causal call: all that are visible, and those that our kernels compute, also in backward.
+
+    With gates also those inside the boundary of Adaptive Computation Pruning (ACP; Lin et al. 2025, arXiv:2504.06949), in the
+    same blocks, at our tolerance and at that of its authors; `ours_at_acps` is ours at the latter.
+    """
+    query, key, value, slopes = inputs.query, inputs.key, inputs.value, inputs.slopes
+    batch, heads, length, _ = key.shape
+    bias = None if inputs.log_fgate is None else -inputs.log_fgate.double().cumsum(-1)
+    name = inspect.backend_of(query, key, value) if backend == "auto" else backend
+    count = functools.partial(inspect.computed_scores, query, key, value, slopes, backend=name, key_bias=bias)
+    found: dict[str, float | int] = {"length": length, "visible": batch * heads * length * (length + 1) // 2}
+    with torch.no_grad():
+        found |= {"ours": count(), "ours_in_backward": count(backward=True)}
+        if inputs.log_fgate is not None:
+            decay = inputs.log_fgate - slopes[:, None]
+            tolerance = inspect.default_tolerance(query, key, value)
+            found |= {"acp": pruned_scores(decay, query, key, tolerance), "tolerance": tolerance}
+            found |= {
+                "ours_at_acps": count(tolerance=PRUNED_AT),
+                "acp_at_acps": pruned_scores(decay, query, key, PRUNED_AT),
+            }
+    return found
+
+
+def pruned_scores(decay: Tensor, query: Tensor, key: Tensor, tolerance: float) -> int:
+    """The scores inside ACP's boundary, in blocks of TILE: a tile is left out once the decay to it is below δ, where
+    δ = −(2U + ln n) + ln ε with one bound U of q·k per head.
+    """
+    length = query.shape[2]
+    c = decay.double().cumsum(-1)
+    bound = query.double().norm(dim=-1).amax(-1) * key.double().norm(dim=-1).amax(-1) * query.shape[-1] ** -0.5
+    delta = -(2 * bound + math.log(length)) + math.log(tolerance)
+    starts = torch.arange(0, length, TILE)
+    ends = (starts + TILE).clamp(max=length)
+    # c decreases, so the skipped tiles are the first ones.
+    skipped = (c[..., None, ends - 1] > (c[..., starts] - delta[..., None])[..., None]).sum(-1) * TILE
+    return int(((ends - torch.minimum(skipped, starts)) * (ends - starts)).sum())
+
+
+def _compile_ahead(cases: Sequence[Case], budget: Budget) -> None:
+    """Compiles FlexAttention for these cases on idle cores, for at most a quarter of the time."""
+    processes = min(16, os.cpu_count() or 1)
+    executor = concurrent.futures.ProcessPoolExecutor(processes, mp_context=multiprocessing.get_context("spawn"))
+    # A case that cannot be compiled fails again in its measurement, whose row has the reason.
+    futures = [executor.submit(flex.compile_ahead, case) for case in cases if case.kind in ("noise", "peaked")]
+    concurrent.futures.wait(futures, timeout=max(budget.end - time.perf_counter(), 0.0) / 4)
+    end_at_once(executor)
+
+
+def end_at_once(executor: concurrent.futures.ProcessPoolExecutor) -> None:
+    """Ends an executor with all that its processes do: a compilation can take longer than all measurements may."""
+    processes = list((executor._processes or {}).values())
+    executor.shutdown(wait=False, cancel_futures=True)
+    for process in processes:
+        process.kill()
+        process.join()
+
+
+def summary(columns: Columns) -> dict[str, float | None]:
+    """How each peer's time grows: the slope of log time over log length, for the longer half of the lengths."""
+    growth: dict[str, float | None] = {}
+    for name, column in columns.items():
+        rows = zip(*(column.get(x, []) for x in ("length", "forward_ms", "backward_ms")), strict=False)
+        points = sorted((n, f + b) for n, f, b in rows if f is not None and b is not None and f + b > 0)
+        points = points[len(points) // 2 :] if len(points) > 3 else points
+        if len({n for n, _ in points}) >= 2:
+            lengths, times = np.log(np.array(points, dtype=float)).T
+            growth[f"growth of {name}"] = float(np.polyfit(lengths, times, 1)[0])
+    return growth

@@ -1,0 +1,220 @@
+"""The programs that run whole models, as one table: ours, `transformers`, and what users would run instead.
+
+A program is opened with the weights of one random model (seed 0); only the BERT has other layers. Read next: `models.py`.
+"""
+
+import dataclasses
+import functools
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import Any, Literal
+
+import torch
+from torch import Tensor, nn
+
+from alibi_attn.hf import ALiBiBertConfig, ALiBiBertModel, patch
+from alibi_attn.nn import quantized
+from alibi_lab.measure.peers import llama_encoder, onnx_runtime, programs
+from alibi_lab.measure.peers.bert import plain_bert
+from alibi_lab.measure.peers.dense_encoder import DenseEncoder, Sizes
+from alibi_lab.measure.peers.transformers_decoders import decoder
+
+ENCODER, DECODERS, T5 = "encoder", ("bloom", "mpt", "falcon"), "t5"
+MODELS = (*DECODERS, T5, ENCODER)
+FLOATS, ALL = ("float32", "bfloat16"), ("float32", "bfloat16", "int8", "float8")
+OURS, ORIGINAL, DENSE, EAGER = "ours", "transformers", "SDPA + dense bias", "original: dense bias, eager"
+LLAMA, FLASH = "llama.cpp", "llama.cpp, flash attention"
+ATTENTION = (
+    *("BloomAttention", "MptAttention", "FalconAttention", "T5Attention"),
+    *("ALiBiBertSelfAttention", "DenseSelfAttention", "BertSelfAttention"),
+)
+Run = Callable[
+    [Tensor, Tensor], Tensor
+]  # token ids and mask, both [B, T] -> the last logits [B, V], or states [B, T, E]
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Setting:
+    """What a program needs to open a model.
+
+    Args:
+        room: the longest text, and for `texts` of them at a time.
+        folder: for the files of other programs.
+    """
+
+    model: str
+    sizes: Sizes
+    precision: str = "float32"
+    device: str = "cpu"
+    room: int = 512
+    texts: int = 1
+    threads: int = 1
+    folder: Path = Path()
+
+    @property
+    def dtype(self) -> torch.dtype:
+        return torch.float32 if self.precision == "float32" else torch.bfloat16 if self.halves else torch.float32
+
+    @property
+    def linears(self) -> Literal["int8", "float8"] | None:
+        """The precision of linear layers, if it is not that of the rest."""
+        kinds: dict[str, Literal["int8", "float8"]] = {"int8": "int8", "float8": "float8"}
+        return kinds.get(self.precision)
+
+    @property
+    def halves(self) -> bool:
+        """Whether what is not quantized is in bf16: int8 on a CPU keeps fp32."""
+        return self.precision in ("bfloat16", "float8") or self.device == "cuda"
+
+
+@dataclasses.dataclass(frozen=True, kw_only=True)
+class Program:
+    """A way to run a model.
+
+    Args:
+        open: the model, ready to run.
+        models, precisions: that it has.
+        arrays: how many arrays of B·H·T² fp32 numbers it holds at its peak.
+        biased: whether it computes ALiBi, so that its outputs are compared.
+        most_error: in fp32, where the usual one is too small.
+        needs: packages.
+    """
+
+    open: Callable[[Setting], Run]
+    models: Sequence[str]
+    precisions: Sequence[str] = ("float32",)
+    arrays: float = 0.0
+    biased: bool = True
+    most_error: float = 0.0
+    needs: tuple[str, ...] = ()
+
+
+def our_encoder(sizes: Sizes, backend: str = "auto") -> ALiBiBertModel:
+    """An `ALiBiBertModel` with random weights (seed 0), ready for inference."""
+    torch.manual_seed(0)
+    fields = sizes.of_transformers | {"initializer_range": sizes.initializer_range}
+    return ALiBiBertModel(ALiBiBertConfig(**fields, pooler=False, backend=backend)).train(False)
+
+
+def ours(setting: Setting) -> Run:
+    """A patched decoder or T5 encoder, or an `ALiBiBertModel`, with its linear layers in the precision."""
+    kind = setting.linears
+    if setting.model == ENCODER:
+        encoder: nn.Module = our_encoder(setting.sizes)
+        encoder = encoder.to(setting.device, setting.dtype)
+        if kind is not None:
+            quantized.convert(encoder, kind=kind)
+        return States(encoder)
+    model = original_model(setting).to(setting.device, setting.dtype)
+    patch(model, linears=kind)
+    return Last(model)
+
+
+def original(setting: Setting) -> Run:
+    """The model of `transformers`."""
+    return Last(original_model(setting).to(setting.device, setting.dtype))
+
+
+def original_model(setting: Setting) -> Any:
+    sizes = setting.sizes
+    return decoder(
+        setting.model,
+        sizes.width,
+        max(setting.room, 512),
+        layers=sizes.layers,
+        heads=sizes.heads,
+        vocabulary=sizes.vocabulary,
+    )
+
+
+class States(nn.Module):
+    """A model as a function to hidden states."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        hidden: Tensor = self.model(ids, attention_mask=mask).last_hidden_state
+        return hidden
+
+
+class Last(nn.Module):
+    """A decoder as a function to the logits of the last token; the states of T5's encoder."""
+
+    def __init__(self, model: nn.Module) -> None:
+        super().__init__()
+        self.model = model
+
+    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
+        if type(self.model).__name__.startswith("T5"):
+            return self.model(ids)[0]
+        return self.model(ids, use_cache=False, logits_to_keep=1).logits[:, -1]
+
+
+def dense(setting: Setting, *, eager: bool) -> Run:
+    """The arithmetic of the remote code of encoders."""
+    peer = DenseEncoder(setting.sizes, setting.room, eager=eager).train(False)
+    peer.take(our_encoder(setting.sizes).state_dict())
+    return peer.to(setting.device, setting.dtype)
+
+
+def bert(setting: Setting) -> Run:
+    torch.manual_seed(0)
+    return States(plain_bert(setting.sizes, setting.room).to(setting.device, setting.dtype))
+
+
+def onnx(setting: Setting) -> Run:
+    path = setting.folder / f"{setting.precision}.onnx"
+    if not path.exists():
+        onnx_runtime.write(our_encoder(setting.sizes, "dense"), path, setting.precision)
+    return onnx_runtime.OnnxRuntime(path, threads=setting.threads)
+
+
+def llama(setting: Setting, *, flash: bool) -> Run:
+    path = setting.folder / f"{setting.precision}.gguf"
+    if not path.exists():
+        llama_encoder.write(our_encoder(setting.sizes), path, setting.precision)
+    room = setting.room * setting.texts
+    return llama_encoder.LlamaEncoder(path, room=room, texts=setting.texts, threads=setting.threads, flash=flash)
+
+
+def of_program(setting: Setting, *, name: str) -> Run:
+    """A BLOOM in llama.cpp or CTranslate2. The program stays open with the process."""
+    opening = programs.opened(
+        name, original_model(setting), room=setting.room, threads=setting.threads, precision=setting.precision
+    )
+    program = opening.__enter__()
+    return functools.partial(_logits, program, opening)
+
+
+def _logits(program: programs.Program, opening: object, ids: Tensor, mask: Tensor) -> Tensor:
+    return torch.from_numpy(program.logits(ids[0].tolist()))[None]
+
+
+_ONNX = ("onnx", "onnxscript", "onnxruntime")
+# llama.cpp's GELU is an approximation from a table of half-precision numbers.
+_LLAMA: dict[str, Any] = {
+    "models": (ENCODER,),
+    "precisions": ALL[:3],
+    "needs": ("llama_cpp", "gguf"),
+    "most_error": 1e-2,
+}
+PROGRAMS: Mapping[str, Program] = {
+    OURS: Program(open=ours, models=MODELS, precisions=ALL),
+    ORIGINAL: Program(open=original, models=(*DECODERS, T5), precisions=FLOATS, arrays=8),
+    EAGER: Program(open=functools.partial(dense, eager=True), models=(ENCODER,), precisions=FLOATS, arrays=5),
+    DENSE: Program(open=functools.partial(dense, eager=False), models=(ENCODER,), precisions=FLOATS, arrays=3),
+    "BERT, SDPA, no bias": Program(open=bert, models=(ENCODER,), precisions=FLOATS, biased=False),
+    "ONNX Runtime": Program(open=onnx, models=(ENCODER,), precisions=("float32", "int8"), arrays=4, needs=_ONNX),
+    LLAMA: Program(open=functools.partial(llama, flash=False), arrays=2, **_LLAMA),
+    FLASH: Program(open=functools.partial(llama, flash=True), **_LLAMA),
+    **{
+        f"{name}, BLOOM": Program(
+            open=functools.partial(of_program, name=name), models=("bloom",), needs=needs, arrays=2, most_error=1e-3
+        )
+        for name, needs in programs.PROGRAMS.items()
+    },
+}
+# What the others are compared with, in fp32, while it fits.
+TRUTH = {**dict.fromkeys((*DECODERS, T5), ORIGINAL), ENCODER: DENSE}

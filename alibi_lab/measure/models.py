@@ -1,0 +1,373 @@
+"""`alibi bench models`: whole models: a pass, a token with a long cache, or after a prompt: ours, transformers, other programs.
+
+Random weights. Logits or hidden states are compared before anything is timed: in fp32 with the original's, in other precisions
+with the same, so that `error` is what int8 or float8 costs. On a CPU every pass has its own process, to measure its memory.
+"""
+
+import dataclasses
+import functools
+import itertools
+import math
+import statistics
+import tempfile
+import time
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import Tensor, nn
+from transformers import StaticCache
+from transformers.cache_utils import DynamicCache
+
+from alibi_attn.hf import ALiBiCache, StaticALiBiCache, patch
+from alibi_lab.measure.harness import GRAPH, Config, Row, Rows, Say, figures_of, keep
+from alibi_lab.measure.model_programs import (
+    ALL,
+    ATTENTION,
+    ENCODER,
+    MODELS,
+    OURS,
+    PROGRAMS,
+    TRUTH,
+    Setting,
+    original_model,
+)
+from alibi_lab.measure.peers import missing, programs
+from alibi_lab.measure.peers.dense_encoder import Sizes
+from alibi_lab.measure.peers.llama_cpp import Crash
+from alibi_lab.measure.timing import (
+    in_fresh_process,
+    medians_ms,
+    medians_of,
+    peak_raised_by,
+    peak_rss_bytes,
+    replayable,
+    time_attention,
+    too_large,
+)
+
+PARTS = ("pass", "step", "prompt")
+# The largest error of outputs that is still their precision, as a share of the norm of the true ones.
+MOST_ERROR = {"float32": 1e-3, "bfloat16": 5e-2, "int8": 1e-1, "float8": 1e-1}
+WARM_UP = 256  # tokens, long enough to take the same code path
+ROOM = 1024  # tokens that a static cache holds beyond those before the measurement
+PADDING = 1 / 8  # padding positions per cached token
+
+
+@dataclasses.dataclass(kw_only=True)
+class ModelRow:
+    """The columns of a program.
+
+    Args:
+        length, tokens: of the longest text, and of all texts together.
+        error: of its outputs, as a share of the norm of the true ones.
+        forward_ms: a pass, or a token.
+        attention_share: the share of attention without its linear layers.
+        peak_memory_bytes: that the model and its pass add to a fresh process.
+    """
+
+    length: int
+    tokens: int
+    error: float | None = None
+    right: bool | None = None
+    forward_ms: float | None = None
+    attention_share: float | None = None
+    peak_memory_bytes: int | None = None
+    why_not: str | None = None
+
+    @property
+    def columns(self) -> Row:
+        return dataclasses.asdict(self)
+
+
+def models(
+    out: Path,
+    *,
+    models: Sequence[str] = ("bloom",),
+    parts: Sequence[str] = ("pass",),
+    precisions: Sequence[str] = ("float32", "bfloat16"),
+    lengths: Sequence[int] = (512, 2048, 8192),
+    texts: Sequence[int] = (),
+    layers: int = 0,
+    width: int = 0,
+    vocabulary: int = 0,
+    device: str = "cpu",
+    tokens: int = 32,
+    rounds: int = 3,
+    seconds: float = 10.0,
+    say: Say = print,
+) -> list[Path]:
+    """Measures, saves one record per model, part and precision, and returns their paths.
+
+    Args:
+        models: of bloom, mpt, falcon, t5, encoder (Jina's, base size); default bloom.
+        parts: of pass; step, a token with a cache of random keys; prompt, a token after a prompt. Default pass.
+        precisions: of float32, bfloat16, int8, float8; default float32,bfloat16.
+        lengths: lengths of texts, caches or prompts; default 512,2048,8192.
+        texts: instead, the lengths of the texts of one batch, which most programs pad to the longest.
+        layers: default 2, of the encoder 12.
+        width: default 1024, of the encoder 768; heads have size 64.
+        vocabulary: number of tokens; default 1000, of the encoder 30528.
+        device: "cpu" or "cuda", where graphs are measured too.
+        tokens: tokens per run of "prompt"; their mean is one measurement.
+        rounds: processes per program, in turns with those of the others; runs of a step.
+        seconds: time limit in seconds per process and length, after which no pass starts.
+
+    Raises:
+        RuntimeError: our outputs are wrong; the records are kept.
+    """
+    for option, given, allowed in (
+        ("models", models, MODELS),
+        ("parts", parts, PARTS),
+        ("precisions", precisions, ALL),
+    ):
+        if unknown := [name for name in given if name not in allowed]:
+            raise ValueError(f"{option} has {', '.join(unknown)} but must be of {', '.join(allowed)}")
+    batches = [tuple(texts)] if texts else [(length,) for length in sorted(lengths)]
+    jobs: dict[str, Callable[[], Iterator[Rows]]] = {}
+    configs: dict[str, Config] = {}
+    with tempfile.TemporaryDirectory(prefix="alibi-attn-") as folder:
+        for model, part, precision in itertools.product(models, parts, precisions):
+            if part != "pass" and model != "bloom":
+                raise ValueError(f"part {part} measures bloom, not {model}; pass --models bloom")
+            base = model == ENCODER
+            sizes = Sizes(
+                layers or (12 if base else 2), width := width or (768 if base else 1024), width // 64, 4 * width,
+                vocabulary or (30528 if base else 1000),
+            )  # fmt: skip
+            setting = Setting(
+                model=model, sizes=sizes, precision=precision, device=device, threads=torch.get_num_threads(),
+                folder=Path(folder),
+            )  # fmt: skip
+            name = f"models/{model}-{part}{'-mixed' if texts else ''}-{precision}{'' if device == 'cpu' else '-cuda'}"
+            jobs[name] = functools.partial(
+                _of_part, part, setting, batches, tokens=tokens, rounds=rounds, seconds=seconds, say=say
+            )
+            configs[name] = {
+                **dataclasses.asdict(sizes), "model": model, "part": part, "precision": precision, "device": device,
+                "lengths": list(lengths), "texts": list(texts), "tokens": tokens, "rounds": rounds,
+                "threads": torch.get_num_threads(),
+            }  # fmt: skip
+        steps = ({name: rows} for name, job in jobs.items() for rows in job())
+        return keep(out, configs, steps, say=say)
+
+
+def _of_part(
+    part: str, setting: Setting, batches: Sequence[Sequence[int]], *, tokens: int, rounds: int, seconds: float, say: Say
+) -> Iterator[Rows]:
+    for batch in batches:
+        here = dataclasses.replace(setting, room=max(batch), texts=len(batch))
+        if part == "pass":
+            yield passes(here, batch, rounds, seconds)
+        else:
+            with torch.inference_mode():
+                yield cached_steps(here, rounds, seconds) if part == "step" else after_prompt(here, tokens, rounds, say)
+
+
+def inputs(setting: Setting, batch: Sequence[int]) -> tuple[Tensor, Tensor]:
+    """(token ids, mask) of random texts of these lengths, padded on the right."""
+    generator = torch.Generator().manual_seed(sum(batch))
+    ids = torch.randint(1, setting.sizes.vocabulary, (len(batch), max(batch)), generator=generator)
+    mask = (torch.arange(max(batch)) < torch.tensor(batch)[:, None]).long()
+    return (ids * mask).to(setting.device), mask.to(setting.device)
+
+
+def passes(setting: Setting, batch: Sequence[int], rounds: int, seconds: float) -> Rows:
+    """A forward pass of every program over a batch: first compared, then timed in turns."""
+    true: Tensor | None = None
+    rows, times = dict[str, ModelRow](), dict[str, list[tuple[float, float]]]()
+    in_process = in_fresh_process if setting.device == "cpu" else lambda function, *arguments: function(*arguments)
+    exact = dataclasses.replace(setting, precision="float32")
+    numbers = len(batch) * setting.sizes.heads * max(batch) ** 2
+    truth = TRUTH[setting.model] if too_large(4 * PROGRAMS[TRUTH[setting.model]].arrays * numbers) is None else OURS
+    true, _, _ = in_process(run_pass, truth, exact, batch, 0.0)
+    for name, program in PROGRAMS.items():
+        if setting.model not in program.models or setting.precision not in program.precisions:
+            continue
+        rows[name] = row = ModelRow(length=max(batch), tokens=sum(batch))
+        row.why_not = missing(program.needs) or too_large(4 * program.arrays * numbers)
+        for _ in range(0 if row.why_not else rounds):
+            try:
+                output, peak, spent = in_process(run_pass, name, setting, batch, seconds)
+            except (RuntimeError, Crash) as refusal:
+                row.right, row.why_not = (False if name == OURS else None), str(refusal).splitlines()[0]
+                break
+            row.peak_memory_bytes = max(row.peak_memory_bytes or 0, peak)
+            times[name] = [*times.get(name, []), *spent]
+            if program.biased:
+                row.error = relative_error(output, true)
+                row.right = row.error <= max(MOST_ERROR[setting.precision], program.most_error)
+            if row.right is False:
+                row.why_not = f"it is off by {row.error:.1e} of the norm of the true outputs"
+                break
+        if row.why_not is None:
+            whole, part = (statistics.median(column) for column in zip(*times[name], strict=True))
+            row.forward_ms, row.attention_share = 1e3 * whole, part / whole if part else None
+    return {name: row.columns for name, row in rows.items()}
+
+
+def run_pass(
+    name: str, setting: Setting, batch: Sequence[int], seconds: float
+) -> tuple[Tensor, int, list[tuple[float, float]]]:
+    """(outputs of at most 512 tokens per text, added peak memory, seconds of each pass and of these in attention)."""
+    before, attention, spent = peak_rss_bytes(), [0.0], list[tuple[float, float]]()
+    on_gpu = setting.device == "cuda"
+    with torch.inference_mode():
+        run = PROGRAMS[name].open(setting)
+        if isinstance(run, nn.Module) and not on_gpu:
+            time_attention(run, ATTENTION, attention)
+        ids, mask = inputs(setting, batch)
+        run(*inputs(setting, [min(WARM_UP, max(batch))]))
+        end = time.perf_counter() + seconds
+        while not spent or (len(spent) < 3 and time.perf_counter() < end):
+            attention[0], start = 0.0, time.perf_counter()
+            output = run(ids, mask)
+            if on_gpu:
+                torch.cuda.synchronize()
+            spent.append((time.perf_counter() - start, attention[0]))
+    shown = output[mask.bool()] if output.ndim == 3 else output
+    return shown[:512].float().cpu(), peak_raised_by(before), spent
+
+
+def relative_error(output: Tensor, true: Tensor) -> float:
+    """The norm of the difference as a share of that of the true numbers."""
+    return float((output.double() - true.double()).norm() / true.double().norm())
+
+
+def cached_steps(setting: Setting, rounds: int, seconds: float) -> Rows:
+    """A token of a BLOOM whose cache holds random keys: with the caches of `transformers` and ours, also after padding.
+
+    The cache of `generate` copies all keys for each token; its StaticCache does not. The batch of two rows has no padding, the
+    same tokens after padding of an eighth of their length, or a mask that shows only the last quarter of one of them.
+    """
+    length, config = setting.room, setting.sizes
+    first = original_model(setting).to(setting.device, setting.dtype)
+    patched = original_model(setting).to(setting.device, setting.dtype)
+    patch(patched)
+    torch.manual_seed(1)
+    shape = 1, config.heads, length, config.width // config.heads
+    filling = [tuple(torch.randn(shape).to(setting.device, setting.dtype) for _ in "kv") for _ in range(config.layers)]
+    room = length + ROOM
+    static = StaticCache(config=first.config, max_cache_len=room)
+    whole = torch.ones(1, room, dtype=torch.long, device=setting.device)
+    one, two = (torch.tensor(rows, device=setting.device) for rows in ([[7]], [[7], [8]]))
+    calls = {
+        OURS: _step(patched, _filled(ALiBiCache(), filling), one),
+        "ours, static cache": _step(patched, _filled(StaticALiBiCache(room), filling), one),
+        "patched, DynamicCache": _step(patched, _filled(DynamicCache(), filling), one),
+        "transformers": _step(first, _filled(DynamicCache(), filling), one),
+        "transformers, StaticCache": _step(first, _filled(static, filling), one, whole),
+    }
+    padding = max(int(length * PADDING), 1)
+    rows = [tuple(torch.cat([x, x.flip(1)]) for x in part) for part in filling]
+    padded = [tuple(nn.functional.pad(x, (0, 0, padding, 0), value=9.0) for x in part) for part in rows]
+    at = torch.arange(padding + length + 1, device=setting.device)
+    uneven = torch.stack([at >= padding, at >= padding + length - length // 4]).long()
+    two_rows = {
+        "ours, two rows": _step(patched, _filled(ALiBiCache(), rows), two),
+        "ours, two padded rows": _step(
+            patched, _filled(ALiBiCache(), padded), two, torch.stack([at >= padding] * 2).long()
+        ),
+        "ours, one row a quarter as long": _step(patched, _filled(ALiBiCache(), padded), two, uneven),
+    }
+    calls |= two_rows if length <= 32768 else {}
+    truth = {name: "ours, two rows" if name in two_rows else "transformers" for name in calls}
+    outputs = {name: call() for name, call in calls.items()}
+    found = {}
+    for name, output in outputs.items():
+        row = found[name] = ModelRow(length=length, tokens=len(output))
+        compared = 1 if "quarter" in name else None
+        row.error = relative_error(output[:compared], outputs[truth[name]][:compared])
+        row.right = row.error <= MOST_ERROR[setting.precision]
+        row.why_not = None if row.right else f"it is off by {row.error:.1e}"
+    device = torch.device(setting.device)
+    if device.type == "cuda":
+        calls["ours, static cache" + GRAPH] = replayable(calls["ours, static cache"], device)
+        found["ours, static cache" + GRAPH] = dataclasses.replace(found["ours, static cache"])
+    right = {name: call for name, call in calls.items() if found[name].right}
+    for name, ms in medians_ms(right, repeats=3 * rounds, seconds=3 * seconds, device=device).items():
+        found[name].forward_ms = ms
+    return {name: row.columns for name, row in found.items()}
+
+
+def _filled(cache: Any, filling: Sequence[Sequence[Tensor]]) -> Any:
+    for layer, (key, value) in enumerate(filling):
+        cache.update(key, value, layer)
+    return cache
+
+
+def _step(model: nn.Module, cache: Any, token: Tensor, mask: Tensor | None = None) -> Callable[[], Tensor]:
+    """A call that decodes one token per row and removes it from the cache; static caches keep it and have room for all."""
+
+    def call() -> Tensor:
+        logits: Tensor = model(token, attention_mask=mask, past_key_values=cache).logits[:, -1]
+        if not isinstance(cache, StaticCache | StaticALiBiCache):
+            cache.crop(-1)
+        return logits
+
+    return call
+
+
+def after_prompt(setting: Setting, tokens: int, rounds: int, say: Say) -> Rows:
+    """The mean time of a token after a prompt, by program; all read the same prompt and then the same tokens."""
+    listed = inputs(setting, [setting.room])[0][0].cpu().tolist()
+    true = Prompted(dataclasses.replace(setting, precision="float32"), listed).logits()
+    ours = Prompted(setting, listed)
+    rows = {OURS: ModelRow(length=len(listed), tokens=tokens, error=relative_error(ours.logits(), true), right=True)}
+    calls: dict[str, Callable[[], float]] = {OURS: lambda: ours.several(tokens)}
+    original = original_model(dataclasses.replace(setting, precision="float32"))
+    opened = []
+    for name, needs in programs.PROGRAMS.items() if setting.device == "cpu" else ():
+        row = rows[name] = ModelRow(length=len(listed), tokens=tokens, why_not=missing(needs))
+        if row.why_not is not None:
+            continue
+        room = len(listed) + tokens + 1
+        try:
+            opened.append(
+                programs.opened(name, original, room=room, threads=setting.threads, precision=setting.precision)
+            )
+            program = opened[-1].__enter__()
+        except (Crash, ValueError) as refusal:  # CTranslate2 has no bf16 on a CPU
+            row.why_not = str(refusal)
+            continue
+        row.error = relative_error(torch.from_numpy(program.logits([*listed, listed[-1]])), true)
+        row.right = row.error <= MOST_ERROR[setting.precision]
+        if row.right:
+            calls[name] = program.several(listed, tokens)
+        else:
+            row.why_not = f"its logits are off by {row.error:.1e}, so its time is not comparable"
+    for name, seconds in medians_of(calls, repeats=rounds, seconds=math.inf).items():
+        rows[name].forward_ms = 1e3 * seconds
+    for opening in opened:
+        opening.__exit__(None, None, None)
+    say(figures_of({"prompt": len(listed), "precision": setting.precision}))
+    return {name: row.columns for name, row in rows.items()}
+
+
+class Prompted:
+    """Our model with the prompt in its cache."""
+
+    def __init__(self, setting: Setting, prompt: Sequence[int]) -> None:
+        self.model = original_model(setting).to(setting.device, setting.dtype)
+        patch(self.model, linears=setting.linears)
+        ids = torch.tensor([prompt], device=setting.device)
+        self.cache, self.last = ALiBiCache(), ids[:, -1:]
+        self.model(ids, past_key_values=self.cache, logits_to_keep=1)
+        self.logits()  # the first token may have to copy the prompt's keys
+
+    def logits(self) -> Tensor:
+        """The logits [V] of one more token, the prompt's last one again."""
+        logits: Tensor = self.model(self.last, past_key_values=self.cache).logits[0, -1].float().cpu()
+        self.cache.crop(-1)
+        return logits
+
+    def several(self, count: int) -> float:
+        """Mean seconds of a step."""
+        start = time.perf_counter()
+        for _ in range(count):
+            logits = self.model(self.last, past_key_values=self.cache).logits
+        logits.cpu()  # waits for a GPU
+        seconds = time.perf_counter() - start
+        self.cache.crop(-count)
+        return seconds / count

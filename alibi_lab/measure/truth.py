@@ -1,0 +1,159 @@
+"""The truth in fp64 on the device of a case, and how far a peer may be from it: the rounding of its dtype.
+
+Of causal attention the last queries of the first sequence are compared, for all heads. They see every key, and no other query
+sees the last keys, so their outputs and gradients, and the gradients of the last keys and values, equal those of a call with
+these queries alone, which is cheap at any length. Of symmetric attention one head of the last sequence is compared as a whole.
+"""
+
+import dataclasses
+import functools
+import math
+from collections.abc import Callable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from alibi_attn import alibi_attention, forgetting_attention
+from alibi_attn.inspect import attention_of_head
+from alibi_lab.measure.inputs import Inputs
+from alibi_lab.measure.peers import Peer
+
+ROWS = 64
+SEED = 0  # of dropout masks
+NAMES = ("output", "gradient of query", "gradient of key", "gradient of value", "gradient of the gates")
+EXPONENTIAL = 2.0**-20  # relative error of exp in torch's fused CPU kernels; GPU kernels keep 22 bits
+
+
+@dataclasses.dataclass(frozen=True)
+class Errors:
+    """The errors of a peer.
+
+    Args:
+        output: as a share of max‖v‖.
+        gradient: the largest one, each as a share of the largest gradient of the same tensor; None = no backward.
+        wrong: the error that rounding cannot explain; None = the peer is right.
+    """
+
+    output: float
+    gradient: float | None
+    wrong: str | None
+
+
+@dataclasses.dataclass(frozen=True)
+class Truth:
+    """The true rows, by whether they have the bias, and the errors of plain attention in the inputs' dtype.
+
+    Args:
+        rows: fp64, (output, gradients of query, key, value and gates).
+        units: the divisors of the errors, one per row.
+        plain: the errors of attention that materializes all weights, whose bias is in the inputs' dtype.
+        largest_bias: m·|i − j| for the farthest key.
+    """
+
+    rows: Mapping[bool, Sequence[Tensor]]
+    units: Mapping[bool, Sequence[float]]
+    plain: Mapping[bool, Sequence[float]]
+    largest_bias: float
+    eps: float
+    causal: bool
+
+    @classmethod
+    def of(cls, inputs: Inputs, *, dropout_p: float = 0.0) -> "Truth":
+        """The truth of attention with these inputs."""
+        longest_value = float(torch.linalg.vector_norm(inputs.value[:1].double(), dim=-1).max())
+        rows, units, plain = {}, {}, {}
+        for biased in (True, False):
+            call = functools.partial(_results, inputs, biased=biased, dropout_p=dropout_p)
+            rows[biased] = call(dtype=torch.float64, backend="reference")
+            units[biased] = [longest_value, *(max(_longest(x), 1e-30) for x in rows[biased][1:])]
+            plain[biased] = _relative(call(dtype=inputs.query.dtype, backend="dense"), rows[biased], units[biased])
+        largest = float(inputs.slopes.abs().max()) * inputs.key.shape[2]
+        return cls(rows, units, plain, largest, torch.finfo(inputs.query.dtype).eps, inputs.causal)
+
+    def compare(self, peer: Peer, results: Sequence[Tensor]) -> Errors:
+        """The errors of a peer's output and gradients.
+
+        The allowed error is the sum of three terms. The first is twice the error of plain attention in the same dtype, whose
+        bias is rounded like a dense bias. The second is two more roundings. The third is four times the error of a weight, from
+        an approximate exponential and from the peer's `score_error` (scores off by δ change a weight by a factor of at most
+        exp(2δ)). Four, because a gradient has three such weights and a difference of two.
+        """
+        true, units = self.rows[peer.biased], self.units[peer.biased]
+        errors = _relative([self.compared(x) for x in results], true, units)
+        excess = 4 * (EXPONENTIAL + math.expm1(min(2 * peer.score_error * self.largest_bias, 50.0)))
+        wrong = None
+        for what, error, plain, row, unit in zip(NAMES, errors, self.plain[peer.biased], true, units, strict=False):
+            allowed = 2 * plain + 2 * self.eps * _longest(row) / unit + excess
+            if wrong is None and not error <= allowed:
+                wrong = f"{peer.name} is wrong: its {what} is off by {error:.1e} but {allowed:.1e} is allowed"
+        return Errors(errors[0], max(errors[1:]) if len(errors) > 1 else None, wrong)
+
+    def compared(self, result: Tensor) -> Tensor:
+        """The part of an output or a gradient [B, H, T, …] that is compared."""
+        result = result.detach() if result.ndim == 4 else result.detach()[..., None]
+        return result[:1, :, -ROWS:] if self.causal else _middle(result)
+
+
+def results_of(attention: Callable[..., Tensor], leaves: Sequence[Tensor], grad: Tensor | None) -> list[Tensor]:
+    """The output of one call, and with `grad` the gradients of its leaves. Dropout is seeded with SEED."""
+    leaves = [x.detach().requires_grad_(grad is not None) for x in leaves]
+    with torch.set_grad_enabled(grad is not None), torch.random.fork_rng(devices=[]):
+        torch.manual_seed(SEED)
+        output = attention(*leaves)
+    return [output.detach(), *(() if grad is None else torch.autograd.grad(output, leaves, grad))]
+
+
+@torch.enable_grad()
+def _results(inputs: Inputs, *, biased: bool, dropout_p: float, dtype: torch.dtype, backend: str) -> list[Tensor]:
+    """The rows that are compared, (output, gradients), computed head by head to save memory."""
+    slopes, gates = inputs.slopes, inputs.log_fgate
+    if not inputs.causal:
+        at = slice(slopes.numel() // 2, slopes.numel() // 2 + 1)
+        leaves = [x[-1:, at].detach().to(dtype) for x in (inputs.query, inputs.key, inputs.value)]
+        mask = None if inputs.key_mask is None else inputs.key_mask[-1:]
+        call = functools.partial(
+            alibi_attention, slopes=slopes[at] * biased, causal=False, key_mask=mask, backend=backend
+        )
+        return results_of(call, leaves, inputs.grad[-1:, at].to(dtype))
+    heads = []
+    for head in range(len(slopes)):
+        at = slice(head, head + 1)
+        query, grad = (x[:1, at, -ROWS:].detach().to(dtype) for x in (inputs.query, inputs.grad))
+        near = [query] + [x[:1, at, -ROWS:].detach().to(dtype) for x in (inputs.key, inputs.value)]
+        far = [x[:1, at, :-ROWS].detach().to(dtype) for x in (inputs.key, inputs.value)]
+        if gates is None or not biased:
+            options = {"dropout_p": dropout_p, "seed": SEED, "head": head, "backend": backend}
+            run = _joined(functools.partial(attention_of_head, **options), far, slopes[at] * biased)  # type: ignore[arg-type]
+        else:
+            near.append(gates[:1, at, -ROWS:].detach())
+            run = _gated([*far, gates[:1, at, :-ROWS]], slopes[at], backend)
+        found = results_of(run, near, grad)
+        heads.append([x if x.ndim == 4 else x[..., None] for x in found])
+    return [torch.cat(rows, 1) for rows in zip(*heads, strict=True)]
+
+
+def _joined(attention: Callable[..., Tensor], far: Sequence[Tensor], slopes: Tensor) -> Callable[..., Tensor]:
+    """Attention of the last queries as a function of the last keys and values alone."""
+    return lambda q, k, v: attention(q, torch.cat([far[0], k], 2), torch.cat([far[1], v], 2), slopes)
+
+
+def _gated(far: Sequence[Tensor], slopes: Tensor, backend: str) -> Callable[..., Tensor]:
+    def attention(q: Tensor, *near: Tensor) -> Tensor:
+        key, value, gates = (torch.cat(parts, 2) for parts in zip(far, near, strict=True))
+        return forgetting_attention(q, key, value, gates.to(key.dtype), slopes, tolerance=0.0, backend=backend)
+
+    return attention
+
+
+def _middle(x: Tensor) -> Tensor:
+    """The middle head of the last sequence."""
+    at = x.shape[1] // 2
+    return x[-1:, at : at + 1]
+
+
+def _relative(results: Sequence[Tensor], true: Sequence[Tensor], units: Sequence[float]) -> list[float]:
+    return [_longest(x.double() - y) / unit for x, y, unit in zip(results, true, units, strict=False)]
+
+
+def _longest(rows: Tensor) -> float:
+    return float(rows.double().norm(dim=-1).max())
