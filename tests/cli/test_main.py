@@ -394,8 +394,7 @@ def test_explain_reports_what_ranks_would_exchange() -> None:
 
 
 def test_explain_reports_which_backends_can_run() -> None:
-    arguments = ["explain", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--length", "64"]
-    output = done(*arguments)
+    output = done(*(arguments := ["explain", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--length", "64"]))
     for backend in ("reference", "dense"):
         assert backend in output
     assert output == done(*arguments)

@@ -303,15 +303,8 @@ def decoding_equals_forward(case: Case) -> tuple[float, int]:
 
 def smoke_of_the_benchmark(folder: Path) -> list[Path]:
     """Runs `alibi bench attention` at trivial sizes."""
-    return attention(
-        folder,
-        inputs=("peaked",),
-        lengths=(64,),
-        shape=((2, 16),),
-        backend="fused",
-        kernels=True,
-        say=lambda line: None,
-    )
+    options = {"inputs": ("peaked",), "lengths": (64,), "shape": ((2, 16),), "backend": "fused", "kernels": True}
+    return attention(folder, **options, say=lambda line: None)
 
 
 def refusal(dtype: str, head_dim: int) -> str | None:
