@@ -26,7 +26,7 @@ LIBRARY = {
     **dict.fromkeys(("files", "processor", "strict_json"), -1),
     **dict.fromkeys(("slopes", "reach", "units", "lazy"), 0),
     "attention": 1,
-    "nn": 2,
+    **dict.fromkeys(("nn", "flash_attn"), 2),
     "distributed": 2.5,
     "hf": 3,
     **dict.fromkeys(("cli", "inspect"), 4),

@@ -85,6 +85,7 @@ def alibi_attention(
     prefix_len: Tensor | None = None,
     positions: Tensor | None = None,
     query_positions: Tensor | None = None,
+    registers: int = 0,
     key_mask: Tensor | None = None,
     segment_ids: SegmentIds | None = None,
     key_bias: Tensor | None = None,
@@ -130,6 +131,9 @@ def alibi_attention(
         positions, query_positions: [B, S] and [B, T], fp32 or fp64, not decreasing: the bias is −m·|p_i − p_j|. Masks and windows
             still count indices. Queries have the positions of the last T keys by default; given ones must not precede these, or,
             with causal=False, may be anywhere (without a window then). They exclude query_offset.
+            Or coordinates in the plane or in space, [B, S, 2] or [B, S, 3] and [B, T, 2 or 3], in any order, with causal=False:
+            the bias is −m·‖p_i − p_j‖.
+        registers: the first n tokens, such as a class token, have distance 0 to and from every token (causal=False only).
         key_mask: [B, S] bool, True = visible.
         segment_ids: [B, S] integers; attention stays within a segment. Or a pair ([B, T], [B, S]) for queries and keys.
         key_bias: b, fp32 or fp64, [B, H, S] or broadcastable to it, added to the score of each key; −inf hides the key.
@@ -178,6 +182,7 @@ def alibi_attention(
         prefix_len=prefix_len,
         positions=positions,
         query_positions=query_positions,
+        registers=registers,
         key_mask=key_mask,
         segment_ids=segment_ids,
         key_bias=key_bias,

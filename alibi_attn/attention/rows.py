@@ -9,7 +9,7 @@ from torch import Tensor
 from alibi_attn.attention.backends.reference import scores_of
 from alibi_attn.attention.call.bias import Slopes, unshifted_lse
 from alibi_attn.attention.call.hints import DEFAULTS, unknown_argument
-from alibi_attn.attention.call.reads import MASKS, PARTS, Reads
+from alibi_attn.attention.call.reads import MASKS, PARTS, SPACE, Reads
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.transforms import may_read
 from alibi_attn.attention.call.validation import AttentionOptions, autocast, check_tensor, make_spec
@@ -20,7 +20,7 @@ from alibi_attn.attention.run.execution import scaled_by_sinks
 
 Rows = Sequence[int] | slice | Tensor
 
-_READS = Reads("attention_rows", MASKS - {"return_lse"} | PARTS | {"key_bias", "sink_logits"})
+_READS = Reads("attention_rows", MASKS - {"return_lse"} | PARTS | SPACE | {"key_bias", "sink_logits"})
 _WITH_GATES = Reads(
     "attention_rows with log_fgate",
     frozenset({"window", "key_mask", "query_segments", "key_segments", "key_bias", "sink_logits"}),

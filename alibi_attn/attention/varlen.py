@@ -6,6 +6,7 @@ a packed row costs as much as its sequences, but only the overhead of one call.
 
 import dataclasses
 import itertools
+from collections.abc import Sequence
 from typing import Literal, Never, Unpack, overload
 
 import numpy as np
@@ -18,7 +19,7 @@ from alibi_attn.attention.call.dropout import drawn_seed
 from alibi_attn.attention.call.hints import hides_unknown, unknown_argument
 from alibi_attn.attention.call.reads import DROPOUT, Reads
 from alibi_attn.attention.call.spec import AttentionSpec
-from alibi_attn.attention.call.transforms import may_read
+from alibi_attn.attention.call.transforms import is_traced, may_read
 from alibi_attn.attention.call.validation import VarlenOptions, autocast, check_tensor, make_spec
 from alibi_attn.attention.run import dispatch
 from alibi_attn.attention.run.execution import attend
@@ -83,6 +84,7 @@ def alibi_attention_varlen(
     cu_seqlens: Tensor,
     slopes: Slopes | None = None,
     *,
+    cu_seqlens_k: Tensor | None = None,
     causal: bool = True,
     right_slopes: Slopes | None = None,
     window: int | None = None,
@@ -96,18 +98,21 @@ def alibi_attention_varlen(
     backend: str = "auto",
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """Self-attention within each packed sequence, softmax(scale·q·kᵀ − m·|i − j| + b_j)·v, [N, H, D] in query's dtype.
+    """Attention within each packed sequence, softmax(scale·q·kᵀ − m·|i − j| + b_j)·v, [N, H, D] in query's dtype.
 
     Exact up to rounding. Differentiable once in query, key, value, slopes and key_bias, and through lse. The packed row is read
     in place, without a copy.
 
     Args:
         query: [N, H, D], the N tokens of all sequences, one sequence after the other.
-        key, value: [N, K, D], K divides H.
+        key, value: [N, K, D], K divides H; [N_k, K, D] with cu_seqlens_k.
         cu_seqlens: int32 or int64 [B + 1], the start of each sequence and then N, as in flash-attn. A sequence may be empty. The
             values are checked on a CPU. On other devices they are never read on the host: wrong values give wrong segments.
+        cu_seqlens_k: the same for keys, if sequences have other numbers of queries and keys, T and S, aligned at the end:
+            query t is at position S − T + t. Its values are read on the host, also on a GPU, and sequences are separate calls;
+            not in compiled code, and without positions.
         slopes, right_slopes: [H], shared by all sequences.
-        key_bias: [H, N] or broadcastable to it, fp32 or fp64.
+        key_bias: [H, N_k] or broadcastable to it, fp32 or fp64.
         positions: [N], as for `alibi_attention`; those of each sequence are independent of the others'.
         causal, window, scale, sink_logits, dropout_p, tolerance, backend: as for `alibi_attention`. "dense" and "reference"
             compute one sequence at a time if cu_seqlens can be read for free, and a row of N × N scores otherwise.
@@ -127,14 +132,20 @@ def alibi_attention_varlen(
     """
     if unknown:
         raise unknown_argument("alibi_attention_varlen", unknown)
-    _check_packed(query, key, value)
-    bounds = _checked_bounds(cu_seqlens, query)
+    _check_packed(query, key, value, self_attention=cu_seqlens_k is None)
+    bounds = key_bounds = None
+    if cu_seqlens_k is None:
+        bounds = _checked_bounds("cu_seqlens", cu_seqlens, query)
+    else:
+        bounds, key_bounds = packed_bounds(cu_seqlens, cu_seqlens_k, query, key)
     for name, given in (("slopes", slopes), ("right_slopes", right_slopes)):
         _check_one_axis(name, given)
     if key_bias is not None:
-        _check_key_bias(key_bias, num_heads=query.shape[1], length=query.shape[0])
+        _check_key_bias(key_bias, num_heads=query.shape[1], length=key.shape[0])
     query, key, value = (x.transpose(0, 1)[None] for x in autocast(query, key, value))
-    segments = _segments(cu_seqlens, query.shape[2])
+    if cu_seqlens_k is not None and positions is not None:
+        raise ValueError("positions and cu_seqlens_k exclude one another; call alibi_attention for each sequence")
+    segments = _segments(cu_seqlens, query.shape[2]) if cu_seqlens_k is None else None
     spec = make_spec(
         query,
         key,
@@ -149,16 +160,22 @@ def alibi_attention_varlen(
         sink_logits=sink_logits,
         dropout_p=dropout_p,
         tolerance=tolerance,
-        positions=None if positions is None else _along_the_row(positions, segments),
+        positions=None if positions is None or segments is None else _along_the_row(positions, segments),
         return_lse=return_lse,
     )
     _READS.check(spec)
+    if bounds is not None and key_bounds is not None:
+        return _packed(attend_packed(spec, query, key, value, bounds, key_bounds, backend))
     name, off = dispatch.choose(backend, spec, query, key, value)
     scores = spec.num_heads * spec.query_len**2
     if bounds is not None and name in dispatch.WITHOUT_SKIPPING and scores > FEW_SCORES:
-        result = _one_by_one(spec, query, key, value, bounds, name)
+        result = attend_packed(spec, query, key, value, bounds, bounds, name)
     else:
         result = attend(spec, query, key, value, backend if off else name)
+    return _packed(result)
+
+
+def _packed(result: Tensor | tuple[Tensor, Tensor]) -> Tensor | tuple[Tensor, Tensor]:
     if isinstance(result, tuple):
         return result[0][0].transpose(0, 1), result[1][0]
     return result[0].transpose(0, 1)
@@ -186,37 +203,54 @@ def _along_the_row(positions: Tensor, segments: Tensor) -> Tensor:
     return own + torch.where(begins, before, 0.0).cumsum(1)
 
 
-def _one_by_one(
-    spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, bounds: list[int], name: str
+def attend_packed(
+    spec: AttentionSpec[Tensor],
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    bounds: Sequence[int],
+    key_bounds: Sequence[int],
+    backend: str,
+    slopes: Tensor | None = None,
 ) -> Tensor | tuple[Tensor, Tensor]:
-    """(output, lse) of the row [1, H, N, D], with one call per sequence: only its scores are in memory at a time."""
+    """The output of the packed row [1, H, N, D], or (output, lse), with one call per sequence, aligned at the end.
+
+    Args:
+        bounds, key_bounds: the start of each of B sequences, and then N and N_k.
+        slopes: [B, H], one row per sequence; None = those of the spec.
+    """
     outputs, lses = [], []
     seed = drawn_seed(query.device) if spec.dropout_p > 0 else None
-    for low, high in itertools.pairwise(bounds):
+    for at, ((low, high), (start, stop)) in enumerate(zip(*map(itertools.pairwise, (bounds, key_bounds)), strict=True)):
         if low == high:
             continue
         part = dataclasses.replace(
             spec,
             query_len=high - low,
-            key_len=high - low,
+            key_len=stop - start,
             query_segments=None,
             key_segments=None,
-            query_offset=0,
-            key_bias=None if spec.key_bias is None else spec.key_bias[:, :, low:high],
-            positions=None if spec.positions is None else spec.positions[:, low:high],
+            query_offset=stop - start - (high - low),
+            slopes=spec.slopes if slopes is None else slopes[at],
+            key_bias=None if spec.key_bias is None else spec.key_bias[:, :, start:stop],
+            positions=None if spec.positions is None else spec.positions[:, start:stop],
             query_positions=None if spec.query_positions is None else spec.query_positions[:, low:high],
-            dropout_seed=None if seed is None else seed + seed.new_tensor([0, 0, 0, low]),  # positions of the whole row
+            dropout_seed=None
+            if seed is None
+            else seed + seed.new_tensor([0, 0, 0, start]),  # positions of the whole row
         )
-        result = attend(part, query[:, :, low:high], key[:, :, low:high], value[:, :, low:high], name)
+        result = attend(part, query[:, :, low:high], key[:, :, start:stop], value[:, :, start:stop], backend)
         outputs.append(result[0] if isinstance(result, tuple) else result)
         if isinstance(result, tuple):
             lses.append(result[1])
+    if not outputs:
+        return attend(spec, query, key, value, backend)
     output = torch.cat(outputs, dim=2)
     return (output, torch.cat(lses, dim=2)) if lses else output
 
 
-def _check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
-    """Checks that each has three axes and the same number of tokens; `alibi_attention` checks the rest."""
+def _check_packed(query: Tensor, key: Tensor, value: Tensor, *, self_attention: bool) -> None:
+    """Checks that each has three axes and, in self-attention, the same number of tokens; `alibi_attention` checks the rest."""
     for name, tensor, shape in (
         ("query", query, "[N, H, D]"),
         ("key", key, "[N, K, D]"),
@@ -229,30 +263,52 @@ def _check_packed(query: Tensor, key: Tensor, value: Tensor) -> None:
                 f"{name} has shape {list(tensor.shape)} but must have three axes {shape}: the tokens of all sequences, packed; "
                 "for a batch use alibi_attention"
             )
-    if key.shape[0] != query.shape[0] or key.shape[2] != query.shape[2] or value.shape != key.shape:
+    if (
+        (self_attention and key.shape[0] != query.shape[0])
+        or key.shape[2] != query.shape[2]
+        or value.shape != key.shape
+    ):
         raise ValueError(
             f"query has shape {list(query.shape)}, key {list(key.shape)} and value {list(value.shape)} but must be [N, H, D], "
-            "[N, K, D] and [N, K, D]: every token has a query, a key and a value"
+            "[N, K, D] and [N, K, D]: every token has a query, a key and a value; other lengths of keys need cu_seqlens_k"
         )
 
 
-def _checked_bounds(cu_seqlens: Tensor, query: Tensor) -> list[int] | None:
-    """The values of cu_seqlens, validated; None if they cannot be read for free."""
-    check_tensor("cu_seqlens", cu_seqlens, query.device)
+def _checked_bounds(name: str, cu_seqlens: Tensor, query: Tensor, *, read: bool = False) -> list[int] | None:
+    """The values of cu_seqlens, validated; None if they cannot be read for free, unless they must be `read`."""
+    check_tensor(name, cu_seqlens, query.device)
     if cu_seqlens.dtype not in (torch.int32, torch.int64):
-        raise TypeError(f"cu_seqlens is {dtype_name(cu_seqlens.dtype)} but must be int32 or int64")
+        raise TypeError(f"{name} is {dtype_name(cu_seqlens.dtype)} but must be int32 or int64")
     if cu_seqlens.ndim != 1 or cu_seqlens.shape[0] < 1:
         raise ValueError(
-            f"cu_seqlens has shape {list(cu_seqlens.shape)} but must be [B + 1]: the start of each of B sequences, then N"
+            f"{name} has shape {list(cu_seqlens.shape)} but must be [B + 1]: the start of each of B sequences, then N"
         )
-    if not may_read(cu_seqlens):
+    if not read and not may_read(cu_seqlens):
         return None
     bounds: list[int] = cu_seqlens.tolist()
     length = query.shape[0]
     if bounds[0] != 0 or bounds[-1] != length or any(x > y for x, y in itertools.pairwise(bounds)):
         text = f"{bounds}" if len(bounds) <= 16 else f"[{', '.join(map(str, bounds[:8]))}, …, {bounds[-1]}]"
-        raise ValueError(f"cu_seqlens is {text} but must begin with 0, never decrease, and end with N = {length}")
+        raise ValueError(f"{name} is {text} but must begin with 0, never decrease, and end with N = {length}")
     return bounds
+
+
+def packed_bounds(cu_seqlens: Tensor, cu_seqlens_k: Tensor, query: Tensor, key: Tensor) -> tuple[list[int], list[int]]:
+    """The values of cu_seqlens and cu_seqlens_k, validated; both are read on the host."""
+    if is_traced():
+        raise ValueError(
+            "cu_seqlens_k is not supported in compiled or transformed code, because its values decide the shapes; call "
+            "alibi_attention_varlen outside"
+        )
+    bounds = _checked_bounds("cu_seqlens", cu_seqlens, query, read=True)
+    key_bounds = _checked_bounds("cu_seqlens_k", cu_seqlens_k, key, read=True)
+    assert bounds is not None
+    assert key_bounds is not None
+    if len(bounds) != len(key_bounds):
+        raise ValueError(
+            f"cu_seqlens has {len(bounds) - 1} sequences but cu_seqlens_k {len(key_bounds) - 1}; each has queries and keys"
+        )
+    return bounds, key_bounds
 
 
 def _check_one_axis(name: str, slopes: Slopes | None) -> None:

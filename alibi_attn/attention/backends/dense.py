@@ -10,7 +10,7 @@ from torch.nn import functional
 from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall
 from alibi_attn.attention.call.bias import score_bias, unshifted_lse
 from alibi_attn.attention.call.dropout import dropped
-from alibi_attn.attention.call.reads import DROPOUT, GATES, MASKS, PARTS
+from alibi_attn.attention.call.reads import DROPOUT, FLASH_ATTN, GATES, MASKS, PARTS, SPACE
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.transforms import is_traced, may_read, transforms
 from alibi_attn.attention.call.visibility import distances, may_see_nothing, per_query_head, visible
@@ -18,7 +18,7 @@ from alibi_attn.attention.certificate.norms import has_huge_scores
 from alibi_attn.attention.operators.finite_numbers import MODERATE_SCALE, are_moderate, without_bad_keys
 
 name = "dense"
-READS = MASKS | PARTS | GATES | DROPOUT | {"table"}
+READS = MASKS | PARTS | SPACE | FLASH_ATTN | GATES | DROPOUT | {"table"}
 
 FEW_KEYS = 8192  # keys of one head that are converted to fp32 at a time
 

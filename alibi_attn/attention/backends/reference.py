@@ -10,13 +10,13 @@ from torch import Tensor
 from alibi_attn.attention.backends.protocol import TooSmall
 from alibi_attn.attention.call.bias import score_bias, unshifted_lse
 from alibi_attn.attention.call.dropout import dropped
-from alibi_attn.attention.call.reads import DROPOUT, GATES, MASKS, PARTS
+from alibi_attn.attention.call.reads import DROPOUT, FLASH_ATTN, GATES, MASKS, PARTS, SPACE
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.visibility import distances, per_query_head, visible
 from alibi_attn.attention.operators.finite_numbers import without_bad_keys
 
 name = "reference"
-READS = MASKS | PARTS | GATES | DROPOUT | {"table"}
+READS = MASKS | PARTS | SPACE | FLASH_ATTN | GATES | DROPOUT | {"table"}
 
 
 def why_not(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> str | None:

@@ -1,5 +1,6 @@
 """The bias as a dense tensor: −m·|i − j|, and −inf for hidden keys (Press et al. 2022, sec. 3, arXiv:2108.12409)."""
 
+import functools
 import math
 from collections.abc import Sequence
 
@@ -230,11 +231,15 @@ def _bias_of_distance(spec: AttentionSpec[Tensor], distance: Tensor, dtype: torc
 
 def _of_slopes(spec: AttentionSpec[Tensor], distance: Tensor, dtype: torch.dtype) -> Tensor:
     """[B|1, H, T, S], a new tensor: −m·|i − j|."""
-    left = spec.slopes.to(dtype).reshape(-1, spec.num_heads, 1, 1)
+    left, at = spec.slopes.to(dtype).reshape(-1, spec.num_heads, 1, 1), distance[..., :1]  # the queries' indices
     if spec.positions is not None and spec.query_positions is not None:
         wide = widest(spec.positions)
         distance = spec.query_positions.to(wide)[:, :, None] - spec.positions.to(wide)[:, None]
-    away = distance.abs().to(dtype)[:, None]
+    away = _in_space(spec, spec.coordinates).to(dtype) if spec.coordinates is not None else distance.abs().to(dtype)
+    if spec.registers > 0:
+        is_register = (at < spec.registers) | (torch.arange(spec.key_len, device=away.device) < spec.registers)
+        away = away.masked_fill(is_register, 0.0)
+    away = away[:, None]
     bias = -left * away
     if spec.right_slopes is None:
         return bias
@@ -242,6 +247,15 @@ def _of_slopes(spec: AttentionSpec[Tensor], distance: Tensor, dtype: torch.dtype
     # An infinite slope forbids (see `visible`); as a factor it would make 0·inf, and a NaN gradient.
     right = right.masked_fill(right.isinf(), 0.0)
     return torch.where((distance < 0)[:, None], -right * away, bias)
+
+
+def _in_space(spec: AttentionSpec[Tensor], coordinates: Tensor) -> Tensor:
+    """[B, T, S]: ‖p_i − p_j‖, in fp64 if the device has it."""
+    assert spec.query_coordinates is not None
+    wide = widest(coordinates)
+    axes = zip(spec.query_coordinates.to(wide).unbind(-1), coordinates.to(wide).unbind(-1), strict=True)
+    squares = [(of_query[:, :, None] - of_key[:, None]).square() for of_query, of_key in axes]
+    return functools.reduce(torch.add, squares).sqrt_()
 
 
 def columns_of(spec: AttentionSpec[Tensor], table: Tensor, first: int, count: int) -> Tensor:

@@ -312,14 +312,18 @@ def check_prefix_len(prefix_len: ArrayLike, *, batch: int, causal: bool) -> None
         raise ValueError(f"prefix_len has shape {list(prefix_len.shape)} but must be [B] = [{batch}]")
 
 
-def check_positions(name: str, positions: ArrayLike, *, batch: int, length: int, axis: str) -> None:
-    """Positions are fp32 or fp64, [B, S] for keys and [B, T] for queries."""
+def check_positions(
+    name: str, positions: ArrayLike, *, batch: int, length: int, axis: str, dims: tuple[int, ...] = ()
+) -> None:
+    """Positions are fp32 or fp64, [B, S] for keys and [B, T] for queries; coordinates have one more axis of one of `dims`."""
     if dtype_name(positions.dtype) not in ("float32", "float64"):
         raise TypeError(
             f"{name} is {dtype_name(positions.dtype)} but must be float32 or float64; pass {name}.double() for large integers"
         )
-    if tuple(positions.shape) != (batch, length):
-        raise ValueError(f"{name} has shape {list(positions.shape)} but must be [B, {axis}] = [{batch}, {length}]")
+    shape = tuple(positions.shape)
+    if shape[:2] != (batch, length) or len(shape) != (3 if dims else 2) or (dims and shape[2] not in dims):
+        last = f", {' or '.join(map(str, dims))}" if dims else ""
+        raise ValueError(f"{name} has shape {list(shape)} but must be [B, {axis}{last}] = [{batch}, {length}{last}]")
 
 
 BIAS_RULE = "key_bias has NaN or +inf in it but must be finite, or −inf for a hidden key"

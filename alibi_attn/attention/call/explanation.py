@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alibi_attn.attention.call.checks import dtype_name
-from alibi_attn.attention.call.reads import MASKS, PARTS, Reads
+from alibi_attn.attention.call.reads import MASKS, PARTS, SPACE, Reads
 from alibi_attn.attention.call.spec import AttentionSpec
 
 Spec = AttentionSpec[Any]
@@ -21,6 +21,8 @@ WORDS: dict[str, Callable[[Spec], str]] = {
     "sinks": lambda spec: f"{spec.sinks} sinks",
     "prefix_len": lambda spec: "prefix",
     "positions": lambda spec: "positions",
+    "coordinates": lambda spec: "positions in the plane or in space",
+    "registers": lambda spec: f"{spec.registers} registers",
     "key_mask": lambda spec: "key mask",
     "key_segments": lambda spec: "segments",
     "key_bias": lambda spec: "key bias",
@@ -28,7 +30,7 @@ WORDS: dict[str, Callable[[Spec], str]] = {
     "dropout_p": lambda spec: f"dropout {spec.dropout_p}",
 }
 # The others go with one of these, or show in the numbers.
-READS = Reads("explain", frozenset(WORDS) | MASKS | PARTS | {"dropout_seed"})
+READS = Reads("explain", frozenset(WORDS) | MASKS | PARTS | SPACE | {"dropout_seed"})
 
 
 @dataclasses.dataclass(frozen=True, eq=False, repr=False, kw_only=True)

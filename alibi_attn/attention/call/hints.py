@@ -24,6 +24,7 @@ DEFAULTS: Mapping[str, Any] = {
     "prefix_len": None,
     "positions": None,
     "query_positions": None,
+    "registers": 0,
 }
 
 _MASK = "key_mask [B, S], True = visible"

@@ -8,7 +8,13 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from alibi_attn.attention.call.checks import Checked, check_positions, check_prefix_len, check_sinks, check_windows
+from alibi_attn.attention.call.checks import (
+    Checked,
+    check_positions,
+    check_prefix_len,
+    check_sinks,
+    check_windows,
+)
 from alibi_attn.attention.call.query_positions import WINDOW_RULE, check_inside_prefix, check_not_before, follow_indices
 from alibi_attn.attention.call.transforms import is_traced, may_read
 
@@ -23,6 +29,9 @@ class PartFields(TypedDict, total=False):
     positions: Tensor
     query_positions: Tensor
     by_position: bool
+    coordinates: Tensor
+    query_coordinates: Tensor
+    registers: int
 
 
 def windows_of_heads(window: Window | None, num_heads: int) -> tuple[int | None, tuple[int, ...] | None]:
@@ -61,7 +70,14 @@ def part_fields(given: Mapping[str, Any], sizes: Checked) -> PartFields:
         check_prefix_len(prefix_len, batch=sizes.batch, causal=given["causal"])
         check_prefix_values(prefix_len, sizes.key_len, "S")
         fields["prefix_len"] = prefix_len.to(torch.int64)
-    if positions is not None:
+    if (registers := given["registers"]) != 0:
+        check_registers(registers, causal=given["causal"])
+        if isinstance(given["query_offset"], Tensor):
+            raise ValueError("registers and a tensor as query_offset exclude one another; pass an int")
+        fields["registers"] = registers
+    if positions is not None and positions.ndim == 3:
+        fields["coordinates"], fields["query_coordinates"] = _coordinates(given, sizes)
+    elif positions is not None:
         fields["positions"] = positions
         fields["query_positions"] = _query_positions(given, sizes)
         own, causal = given["query_positions"], given["causal"]
@@ -77,6 +93,16 @@ def part_fields(given: Mapping[str, Any], sizes: Checked) -> PartFields:
     return fields
 
 
+def check_registers(registers: int, *, causal: bool) -> None:
+    """A number of tokens, not causal."""
+    if type(registers) is not int or registers < 0:
+        raise ValueError(
+            f"registers is {registers!r} but must be an int of at least 0: the first tokens without a bias"
+        )
+    if causal:
+        raise ValueError("registers are symmetric: the tokens before one attend to it too; pass causal=False")
+
+
 def check_prefix_values(prefix_len: Tensor, most: int, of: str) -> None:
     """A prefix has at most this many keys, the number of what `of` says; checked where reading is free."""
     if may_read(prefix_len) and prefix_len.numel():
@@ -87,14 +113,41 @@ def check_prefix_values(prefix_len: Tensor, most: int, of: str) -> None:
             )
 
 
-def check_sorted(name: str, positions: Tensor) -> None:
-    """Positions are finite and do not decrease, and need no gradient."""
+def check_sorted(name: str, positions: Tensor, *, decreasing: bool = False) -> None:
+    """Positions are finite and, unless they may be `decreasing`, do not decrease; they need no gradient."""
     if positions.requires_grad:
         raise ValueError(f"{name} receives no gradient; pass {name}.detach()")
     if not may_read(positions):
         return
-    if not bool(positions.isfinite().all()) or bool((positions[:, 1:] < positions[:, :-1]).any()):
+    if decreasing and not bool(positions.isfinite().all()):
+        raise ValueError(f"{name} must be finite")
+    if not decreasing and not bool((positions[:, 1:] >= positions[:, :-1]).all() & positions.isfinite().all()):
         raise ValueError(f"{name} must be finite and must not decrease along a row; sort the tokens by position")
+
+
+def _coordinates(given: Mapping[str, Any], sizes: Checked) -> tuple[Tensor, Tensor]:
+    """Of keys and queries, [B, S, C] and [B, T, C]; the same tensor in self-attention."""
+    positions: Tensor = given["positions"]
+    own: Tensor | None = given["query_positions"]
+    without = ("window", "prefix_len", "query_offset", "right_slopes")
+    refused = [name for name in without if given[name] is not None] + ["sinks"] * (given["sinks"] > 0)
+    if given["causal"]:
+        raise ValueError("positions [B, S, C] in the plane or in space have no left and right: pass causal=False")
+    if refused:
+        raise ValueError(f"positions [B, S, C] in the plane or in space exclude {', '.join(refused)}; omit them")
+    check_positions("positions", positions, batch=sizes.batch, length=sizes.key_len, axis="S", dims=(2, 3))
+    check_sorted("positions", positions, decreasing=True)
+    if own is not None:
+        dims = (positions.shape[2],)
+        check_positions("query_positions", own, batch=sizes.batch, length=sizes.query_len, axis="T", dims=dims)
+        check_sorted("query_positions", own, decreasing=True)
+        return positions, own
+    if sizes.query_len > sizes.key_len:
+        raise ValueError(
+            f"there are {sizes.query_len} queries and {sizes.key_len} keys, so not every query has a key's position; pass "
+            "query_positions [B, T, C]"
+        )
+    return positions, positions if sizes.query_len == sizes.key_len else positions[:, sizes.key_len - sizes.query_len :]
 
 
 def _query_positions(given: Mapping[str, Any], sizes: Checked) -> Tensor:

@@ -13,7 +13,9 @@ from alibi_attn.attention.call.spec import AttentionSpec
 MASKS = frozenset(
     {"causal", "right_slopes", "window", "query_offset", "key_mask", "query_segments", "key_segments", "return_lse"}
 )
-PARTS = frozenset({"head_windows", "sinks", "prefix_len", "positions", "query_positions", "by_position"})
+PARTS = frozenset({"head_windows", "sinks", "prefix_len", "positions", "query_positions", "by_position", "registers"})
+FLASH_ATTN = frozenset({"right_window"})  # what only flash-attn's functions have
+SPACE = frozenset({"coordinates", "query_coordinates"})
 GATES = frozenset({"key_bias", "query_bias", "query_start"})
 DROPOUT = frozenset({"dropout_p", "dropout_seed"})
 
@@ -23,6 +25,9 @@ ARGUMENTS = {
     "head_windows": "window per head",
     "query_positions": "positions",
     "by_position": "positions",
+    "coordinates": "positions in the plane or in space",
+    "query_coordinates": "positions in the plane or in space",
+    "right_window": "window_size",
     "query_offset": "query_offset as an array",
     "query_segments": "segment_ids",
     "key_segments": "segment_ids",

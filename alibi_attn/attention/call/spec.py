@@ -43,6 +43,10 @@ class AttentionSpec(Generic[Array]):
         prefix_len: [B] integers: keys before it are visible to every query, although the call is causal.
         positions, query_positions: [B, S] and [B, T], fp32 or fp64, both or neither: the bias is −m·|p_i − p_j|.
         by_position: the positions, not the indices, decide which keys are to the right of a query.
+        coordinates, query_coordinates: [B, S, C] and [B, T, C], C = 2 or 3, fp32 or fp64, both or neither, not causal: the bias
+            is −m·‖p_i − p_j‖. In self-attention both are the same array.
+        registers: the first tokens, whose distance to and from every token is 0.
+        right_window: the window of the keys to the right, if it differs from `window`, that of the keys to the left.
         key_mask: [B, S] bool, True = visible.
         query_segments, key_segments: [B, T] and [B, S] integers, both or neither: a query sees its own segment only.
         key_bias: [B, H, S], fp32 or fp64, added to the scores of each key; −inf hides the key.
@@ -79,6 +83,10 @@ class AttentionSpec(Generic[Array]):
     positions: Array | None = None
     query_positions: Array | None = None
     by_position: bool = False
+    coordinates: Array | None = None
+    query_coordinates: Array | None = None
+    registers: int = 0
+    right_window: int | None = None
     scale: float
     query_offset: int | Array
     key_mask: Array | None = None
@@ -130,6 +138,7 @@ class AttentionSpec(Generic[Array]):
             key_segments=cut(self.key_segments),
             key_bias=cut(self.key_bias),
             positions=cut(self.positions),
+            coordinates=None if self.coordinates is None else given.coordinates[:, start:stop],
             prefix_len=None if self.prefix_len is None else given.prefix_len - start,
             **fields,
         )

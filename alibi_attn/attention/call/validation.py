@@ -63,6 +63,7 @@ class VarlenOptions(SharedOptions, BiasOptions, DirectionOptions, total=False):
     """The keywords of `alibi_attention_varlen`."""
 
     positions: Tensor | None
+    cu_seqlens_k: Tensor | None
 
 
 class AttentionOptions(ScoreOptions, HiddenKeys, BiasOptions, DirectionOptions, total=False):
@@ -74,6 +75,7 @@ class AttentionOptions(ScoreOptions, HiddenKeys, BiasOptions, DirectionOptions, 
     prefix_len: Tensor | None
     positions: Tensor | None
     query_positions: Tensor | None
+    registers: int
 
 
 class SpecOptions(AttentionOptions, total=False):

@@ -10,7 +10,7 @@ from collections.abc import Iterator
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.spec import MAX_POSITION, AttentionSpec
 from alibi_attn.attention.call.transforms import surely
 
 Spec = AttentionSpec[Tensor]
@@ -52,7 +52,8 @@ def largest_distance(spec: Spec, device: torch.device) -> Tensor:
         most = torch.maximum(most, spec.key_len - first)
     if spec.prefix_len is not None:
         most = torch.maximum(most, spec.prefix_len - first)
-    return most.clamp(min=0, max=spec.window if spec.sinks == 0 else None)
+    windows = [x for x in (spec.window, spec.right_window) if x is not None]
+    return most.clamp(min=0, max=max(windows) if windows and spec.window is not None and spec.sinks == 0 else None)
 
 
 def largest_distances(spec: Spec, device: torch.device) -> Tensor:
@@ -72,8 +73,10 @@ def visible(spec: Spec, distance: Tensor) -> Tensor:
     keys = torch.arange(spec.key_len, device=distance.device)
     if spec.prefix_len is not None:
         seen = seen | (keys < spec.prefix_len[:, None])[:, None]
-    if spec.window is not None:
-        seen = seen & ((distance.abs() < spec.window) | (keys < spec.sinks))
+    if spec.window is not None or spec.right_window is not None:
+        most = (x for x in (spec.window, spec.window if spec.right_window is None else spec.right_window))
+        left, right = (MAX_POSITION if x is None else x for x in most)
+        seen = seen & (((distance < left) & (distance > -right)) | (keys < spec.sinks))
     if spec.query_segments is not None and spec.key_segments is not None:
         seen = seen & (spec.query_segments[:, :, None] == spec.key_segments[:, None, :])
     if spec.key_mask is not None:
@@ -174,20 +177,26 @@ def few_queries(spec: Spec, rows: int, device: torch.device) -> Iterator[tuple[S
     """The call in parts of at most `rows` queries, without their biases, and the distances of each part."""
     for start in range(0, spec.query_len, rows):
         count = min(rows, spec.query_len - start)
-        segments, first, positions = (
-            None if x is None else x[..., start : start + count]
-            for x in (spec.query_segments, spec.query_start, spec.query_positions)
-        )
-        part = dataclasses.replace(
-            spec,
-            query_len=count,
-            query_offset=spec.query_offset + start,
-            query_segments=segments,
-            query_start=first,
-            query_bias=None,
-            query_positions=positions,
-        )
+        part = dataclasses.replace(queries_of(spec, start, start + count), query_bias=None)
         yield part, distances(count, spec.key_len, part.query_offset, device)
+
+
+def queries_of(spec: Spec, start: int, stop: int) -> Spec:
+    """The call of queries [start, stop) only."""
+
+    def cut(x: Tensor | None, axis: int) -> Tensor | None:
+        return None if x is None else x.narrow(axis, start, stop - start)
+
+    return dataclasses.replace(
+        spec,
+        query_len=stop - start,
+        query_offset=spec.query_offset + start,
+        query_segments=cut(spec.query_segments, 1),
+        query_positions=cut(spec.query_positions, 1),
+        query_coordinates=cut(spec.query_coordinates, 1),
+        query_bias=cut(spec.query_bias, 2),
+        query_start=cut(spec.query_start, 2),
+    )
 
 
 def chosen_queries(spec: Spec, at: Tensor) -> tuple[Spec, Tensor]:
@@ -195,7 +204,8 @@ def chosen_queries(spec: Spec, at: Tensor) -> tuple[Spec, Tensor]:
 
     The part has no query_offset of its own: its positions are in the distances.
     """
-    segments, positions = (None if x is None else x[:, at] for x in (spec.query_segments, spec.query_positions))
+    of_query = spec.query_segments, spec.query_positions, spec.query_coordinates
+    segments, positions, coordinates = (None if x is None else x[:, at] for x in of_query)
     start, bias = (None if x is None else x[:, :, at] for x in (spec.query_start, spec.query_bias))
     part = dataclasses.replace(
         spec,
@@ -204,6 +214,7 @@ def chosen_queries(spec: Spec, at: Tensor) -> tuple[Spec, Tensor]:
         query_start=start,
         query_bias=bias,
         query_positions=positions,
+        query_coordinates=coordinates,
     )
     position = first_positions(spec, at.device)[:, None] + at
     return part, position[..., None] - torch.arange(spec.key_len, device=at.device)

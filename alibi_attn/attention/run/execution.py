@@ -9,14 +9,14 @@ from torch import Tensor
 from alibi_attn.attention.backends.protocol import Visits
 from alibi_attn.attention.call import transforms
 from alibi_attn.attention.call.dropout import drawn_seed
-from alibi_attn.attention.call.reads import DROPOUT, MASKS, PARTS
+from alibi_attn.attention.call.reads import DROPOUT, MASKS, PARTS, SPACE
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.visibility import largest_distances, nothing
 from alibi_attn.attention.operators.derivatives import differentiable_once, once
-from alibi_attn.attention.run import dispatch, merging
+from alibi_attn.attention.run import by_rows, dispatch, merging
 
 # The fields that `visits` reads, also those that do not change what is read.
-VISITS = MASKS | PARTS | DROPOUT | {"key_bias", "sink_logits"}
+VISITS = MASKS | PARTS | SPACE | DROPOUT | {"key_bias", "sink_logits"}
 
 
 def attend(
@@ -41,11 +41,21 @@ def attend(
             output, lse = nothing(spec, query, key, value)
         else:
             with transforms.without_autocast(query.device.type):
-                output, lse = dispatch.BACKENDS[name].run(spec, query, key, value)
+                output, lse = _computed(name, spec, query, key, value, in_chunks=backend == "auto")
     if not spec.return_lse:
         return output
     assert lse is not None, f"{name} did not return the requested lse"
     return output, lse
+
+
+def _computed(
+    name: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, *, in_chunks: bool
+) -> tuple[Tensor, Tensor | None]:
+    """(output, lse) by a backend that reads all fields of the call."""
+    run = dispatch.BACKENDS[name].run
+    if in_chunks and spec.coordinates is not None and by_rows.has_many_scores(spec):
+        return by_rows.run(spec, query, key, value, run)
+    return run(spec, query, key, value)
 
 
 def without_sinks(spec: AttentionSpec[Tensor]) -> AttentionSpec[Tensor]:

@@ -22,7 +22,7 @@ from torch import Tensor
 from alibi_attn.attention.call.bias import widest
 from alibi_attn.attention.call.spec import AttentionSpec, heads_by_window, index_of, key_heads
 from alibi_attn.attention.call.transforms import may_read, surely
-from alibi_attn.attention.call.visibility import lse_dtype
+from alibi_attn.attention.call.visibility import lse_dtype, queries_of
 
 Spec = AttentionSpec[Tensor]
 Result = tuple[Tensor, Tensor]
@@ -35,6 +35,7 @@ class Part(NamedTuple):
         heads: the query heads of the call; None = all.
         is_reversed: the sequences run backward, and distances are one too small.
         places: [B, T], where the queries of the call are among those of the part; None = they are the same.
+        queries: the part has all keys and the queries after those of the part before it.
     """
 
     spec: Spec
@@ -44,11 +45,14 @@ class Part(NamedTuple):
     heads: tuple[int, ...] | None = None
     is_reversed: bool = False
     places: Tensor | None = None
+    queries: bool = False
 
 
 def parts(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> list[Part]:
     """The parts of a call; those of several heads or sides may have parts again. A dropout seed must have been drawn."""
     spec = dataclasses.replace(spec, return_lse=True)
+    if spec.registers > 0:
+        return _registers_and_others(spec, query, key, value)
     if spec.head_windows is not None:
         return [
             _of_heads(spec, query, key, value, heads, window)
@@ -61,7 +65,7 @@ def parts(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> list[Part]:
     if spec.by_position:
         return [_on_one_axis(spec, query, key, value)]
     has_right = spec.prefix_len is not None or not spec.causal
-    if has_right and (spec.prefix_len is not None or spec.positions is not None):
+    if has_right and (spec.prefix_len is not None or spec.positions is not None or spec.right_window is not None):
         return _two_sides(spec, query, key, value)
     return [Part(_with_positions(spec), query, key, value)]
 
@@ -77,6 +81,9 @@ def joined(spec: Spec, of: Sequence[Part], results: Sequence[Result]) -> Result:
         at = of[0].places[:, None].expand(-1, spec.num_heads, -1)
         output, lse = results[0]
         return output.gather(2, at[..., None].expand(*at.shape, output.shape[-1])), lse.gather(2, at)
+    if of[0].queries:
+        output, lse = (torch.cat(x, 2) for x in zip(*results, strict=True))
+        return output, lse
     forward = [_in_order(part, result) for part, result in zip(of, results, strict=True)]
     output, lse = forward[0]
     for more, more_lse in forward[1:]:
@@ -120,6 +127,38 @@ def _of_heads(spec: Spec, query: Tensor, key: Tensor, value: Tensor, heads: tupl
     if spec.sinks == 0:
         part, key, value = _keys(part, key, value, _first_near(part), part.key_len)
     return Part(part, query, key, value, heads=heads)
+
+
+def _registers_and_others(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> list[Part]:
+    """The queries that are registers and all others; then the keys that are registers, which have no bias, and all others."""
+    assert isinstance(spec.query_offset, int)
+    count = min(max(spec.registers - spec.query_offset, 0), spec.query_len)
+    if count > 0:
+        first, rest = queries_of(spec, 0, count), queries_of(spec, count, spec.query_len)
+        return [
+            Part(_without_bias(first), query[:, :, :count], key, value, queries=True),
+            Part(rest, query[:, :, count:], key, value, queries=True),
+        ]
+    registers = min(spec.registers, spec.key_len)
+    of_registers = _keys(_without_bias(spec), key, value, 0, registers)
+    others = _keys(dataclasses.replace(spec, registers=0), key, value, registers, spec.key_len)
+    return [Part(part, query, keys, values) for part, keys, values in (others, of_registers)]
+
+
+def _without_bias(spec: Spec) -> Spec:
+    """The call with distances of 0; infinite right slopes still hide keys."""
+    right = None if spec.right_slopes is None else spec.right_slopes.detach()
+    return dataclasses.replace(
+        spec,
+        slopes=torch.zeros_like(spec.slopes).detach(),
+        right_slopes=None if right is None else right.masked_fill(right.isfinite(), 0.0),
+        registers=0,
+        positions=None,
+        query_positions=None,
+        coordinates=None,
+        query_coordinates=None,
+        by_position=False,
+    )
 
 
 def _sinks_and_others(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> list[Part]:
@@ -185,7 +224,11 @@ def _on_one_axis(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> Part:
 
 def _two_sides(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> list[Part]:
     """The keys up to each query, and those after it."""
-    left = Part(dataclasses.replace(spec, causal=True, right_slopes=None, prefix_len=None), query, key, value)
+    left = Part(
+        dataclasses.replace(spec, causal=True, right_slopes=None, prefix_len=None, right_window=None), query, key, value
+    )
+    if spec.right_window is not None:
+        spec = dataclasses.replace(spec, window=spec.right_window, right_window=None)
     after = 0 if isinstance(spec.query_offset, Tensor) else spec.query_offset + 1  # the first key after query 0
     stop = spec.key_len
     if spec.prefix_len is not None and may_read(spec.prefix_len) and not isinstance(spec.query_offset, Tensor):
@@ -201,8 +244,7 @@ def _two_sides(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> list[Pa
 
 def _first_queries(spec: Spec, count: int) -> Spec:
     """The call of the first queries only."""
-    segments, positions = (None if x is None else x[:, :count] for x in (spec.query_segments, spec.query_positions))
-    return dataclasses.replace(spec, query_len=count, query_segments=segments, query_positions=positions)
+    return queries_of(spec, 0, count)
 
 
 def _reversed(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> Part:

@@ -6,12 +6,14 @@ No framework is imported: JAX splits by the same rules.
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from alibi_attn.attention.call.reads import DROPOUT, MASKS, PARTS
+from alibi_attn.attention.call.reads import DROPOUT, FLASH_ATTN, MASKS, PARTS, SPACE
 
 # The fields that can be split off, and those that the parts have instead. All parts return lse.
 SPLITS: Mapping[str, frozenset[str]] = {
     "sink_logits": frozenset(),
+    "registers": frozenset(),
     "head_windows": frozenset({"window"}),
+    "right_window": frozenset({"window"}),
     "sinks": frozenset({"window"}),
     "prefix_len": frozenset({"key_mask"}),
     "positions": frozenset({"key_bias", "query_bias"}),
@@ -19,7 +21,7 @@ SPLITS: Mapping[str, frozenset[str]] = {
     "by_position": frozenset({"key_mask"}),
 }
 # A call with other fields has no parts, except that of its sink logits.
-READS = MASKS | PARTS | DROPOUT | {"key_bias", "sink_logits"}
+READS = MASKS | PARTS | SPACE | FLASH_ATTN | DROPOUT | {"key_bias", "sink_logits"}
 
 
 class Split(NamedTuple):

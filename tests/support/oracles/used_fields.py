@@ -1,5 +1,6 @@
 """For each field of a call's description a call in which it changes the result: what declares a field must compute it."""
 
+import dataclasses
 from collections.abc import Callable
 from typing import Any, NamedTuple
 
@@ -7,6 +8,8 @@ import torch
 from torch import Tensor
 
 from alibi_attn import alibi_attention, forgetting_attention, toeplitz_attention
+from alibi_attn.attention.run.execution import attend
+from alibi_attn.flash_attn import call_of
 
 B, H, K, T, S, D = 2, 4, 2, 70, 90, 16
 SLOPES = [0.5, 0.05, 0.01, 0.0]
@@ -33,6 +36,7 @@ _POSITIONS = {"positions": 3 * _row(S, 0).cumsum(1)}
 _GATES = {"log_fgate": torch.log(_row(H * S, 2).view(B, H, S)) / 9}
 _CUTS = {"log_fgate": _GATES["log_fgate"].masked_fill(torch.arange(S) == S - T // 2, -torch.inf)}
 _SYMMETRIC = {"causal": False}
+_PLANE = _SYMMETRIC | {"positions": torch.stack([9 * _row(S, 8), 9 * _row(S, 9)], -1)}
 _DROPOUT = Drawn({"dropout_p": 0.4})
 FIELDS = {
     "causal": Drawn(_SYMMETRIC),
@@ -50,6 +54,12 @@ FIELDS = {
     "by_position": Drawn(
         _SYMMETRIC | _POSITIONS | {"query_positions": 4 * _row(T, 1).cumsum(1)}, _SYMMETRIC | _POSITIONS
     ),
+    "coordinates": Drawn(_PLANE, _SYMMETRIC),
+    "query_coordinates": Drawn(
+        _PLANE | {"query_positions": torch.stack([9 * _row(T, 10), 9 * _row(T, 11)], -1)}, _PLANE
+    ),
+    "registers": Drawn(_SYMMETRIC | {"registers": 40}, _SYMMETRIC),
+    "right_window": Drawn({"window_size": (20, 5)}, {"window_size": (20, 20)}, "flash_attn_func"),
     "query_offset": Drawn({"query_offset": torch.tensor([3, 11])}),
     "key_mask": Drawn({"key_mask": _row(S, 3) < 0.8}),
     "query_segments": Drawn({"segment_ids": (_segments(T), _segments(S))}),
@@ -83,6 +93,10 @@ def result(function: str, options: dict[str, Any], backend: str) -> tuple[Tensor
         gates = options["log_fgate"]
         rest = {name: x for name, x in options.items() if name != "log_fgate"}
         given = forgetting_attention(*rows(), gates, SLOPES, backend=backend, **rest)
+    elif function == "flash_attn_func":  # whose functions have no argument `backend`
+        slopes = torch.tensor(SLOPES)
+        spec = call_of(*rows(), slopes, False, options["window_size"], None, 0.0, 0.0)
+        given = attend(dataclasses.replace(spec, return_lse=False), *rows(), backend)
     elif function == "toeplitz_attention":
         table = options["table"]
         rest = {name: x for name, x in options.items() if name != "table"}

@@ -1,0 +1,182 @@
+"""Positions in the plane and in space, and registers, against the definition in fp64 written with `torch.cdist`."""
+
+import random
+
+import pytest
+import torch
+from torch import Tensor
+
+from alibi_attn import alibi_attention, alibi_slopes, attention_rows, explain
+from alibi_attn.attention.run import by_rows
+from alibi_attn.attention.run.dispatch import BACKENDS
+
+DRAWS = 60
+KINDS = ("random", "grid", "one point", "line", "far", "duplicates")
+READS_SPACE = [name for name, backend in BACKENDS.items() if "coordinates" in backend.READS]
+ALLOWED = {torch.float64: 1e-11, torch.float32: 3e-5, torch.bfloat16: 3e-2}  # relative to the largest number
+
+
+def points(kind: str, batch: int, length: int, axes: int) -> Tensor:
+    p = torch.rand(batch, length, axes, dtype=torch.float64) * 50
+    if kind == "grid":
+        return p.round()
+    if kind == "one point":
+        return torch.zeros_like(p)
+    if kind == "line":
+        return p[..., :1].expand(-1, -1, axes).clone()
+    if kind == "far":
+        return p + 1e7
+    return p if kind == "random" else p[:, : 1 + length // 3].repeat(1, 4, 1)[:, :length]
+
+
+def definition(q, k, v, slopes, of_query, of_key, registers=0, key_mask=None, segments=None, key_bias=None):
+    """(output, lse) in fp64."""
+    distance = torch.cdist(of_query, of_key, compute_mode="donot_use_mm_for_euclid_dist")
+    if registers:
+        at_query = torch.arange(q.shape[2]) + k.shape[2] - q.shape[2]
+        distance[:, at_query < registers] = 0.0
+        distance[:, :, :registers] = 0.0
+    k, v = (x.repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
+    scores = q @ k.mT / q.shape[-1] ** 0.5 - slopes.reshape(-1, q.shape[1], 1, 1) * distance[:, None]
+    scores = scores if key_bias is None else scores + key_bias[:, :, None]
+    seen = torch.ones_like(scores, dtype=torch.bool)
+    if key_mask is not None:
+        seen = seen & key_mask[:, None, None]
+    if segments is not None:
+        seen = seen & (segments[:, None, -q.shape[2] :, None] == segments[:, None, None])
+    blind = ~seen.any(-1, keepdim=True)
+    scores = scores.masked_fill(~seen, -torch.inf)
+    weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
+    return weights @ v, scores.logsumexp(-1)
+
+
+def assert_near(found: Tensor, expected: Tensor, allowed: float) -> None:
+    if expected.numel() == 0:
+        return
+    largest = float(expected.detach().abs().max())
+    assert float((found.double() - expected).detach().abs().max()) <= allowed * max(largest, 1e-3)
+
+
+@pytest.mark.parametrize("seed", range(DRAWS))
+def test_outputs_and_gradients_agree_with_the_definition(seed):
+    choose = random.Random(seed)
+    torch.manual_seed(seed)
+    dtype = choose.choice(list(ALLOWED))
+    batch, heads = choose.choice([1, 2]), choose.choice([1, 4])
+    key_heads = choose.choice([1, heads])
+    axes, kind = choose.choice([2, 3]), choose.choice(KINDS)
+    is_self = choose.random() < 0.6
+    key_len = choose.choice([1, 7, 64, 130])
+    query_len = key_len if is_self else choose.choice([1, 5, 65])
+    q = torch.randn(batch, heads, query_len, 8, dtype=dtype)
+    k, v = torch.randn(2, batch, key_heads, key_len, 8, dtype=dtype)
+    of_key = points(kind, batch, key_len, axes)
+    of_query = of_key if is_self else points(kind, batch, query_len, axes)
+    shape = choose.choice([(heads,), (batch, heads)])
+    slopes = torch.rand(shape, dtype=torch.promote_types(dtype, torch.float32)) * choose.choice([0.02, 1.0])
+    others = {
+        "registers": choose.choice([0, 0, 2]) if key_len >= query_len else 0,
+        "key_mask": torch.rand(batch, key_len) < 0.7 if choose.random() < 0.4 else None,
+        "key_bias": torch.randn(batch, heads, key_len) if choose.random() < 0.2 else None,
+    }
+    segments = torch.randint(0, 3, (batch, key_len)) if is_self and choose.random() < 0.3 else None
+    backend = choose.choice(
+        ["dense", "reference", "auto"] if others["key_bias"] is not None else ["auto", *READS_SPACE]
+    )
+    inputs = [x.clone().requires_grad_() for x in (q, k, v, slopes)]
+    output, lse = alibi_attention(
+        *inputs,
+        causal=False,
+        positions=of_key,
+        query_positions=None if is_self else of_query,
+        segment_ids=segments,
+        return_lse=True,
+        backend=backend,
+        **others,
+    )
+    truths = [x.double().clone().requires_grad_() for x in (q, k, v, slopes)]
+    expected, expected_lse = definition(*truths, of_query, of_key, segments=segments, **others)
+    allowed = ALLOWED[dtype]
+    assert_near(output, expected, allowed)
+    sees = expected_lse.isfinite()
+    assert torch.equal(lse.isfinite(), sees)
+    assert_near(lse[sees], expected_lse[sees], max(allowed, 1e-6) if dtype != torch.float64 else 1e-6)
+    grad = torch.randn_like(output)
+    output.backward(grad)
+    expected.backward(grad.double())
+    scale = max(float(x.grad.abs().max()) for x in truths)
+    for found, true in zip(inputs, truths, strict=True):
+        # A gradient that is zero on paper is rounding of the others.
+        assert float((found.grad.double() - true.grad).abs().max()) <= 10 * allowed * max(scale, 1e-3)
+
+
+def test_rows_in_chunks_are_the_same_numbers_and_need_no_square(monkeypatch):
+    q, k, v = (torch.randn(1, 2, 90, 8, requires_grad=True) for _ in range(3))
+    slopes = torch.tensor([0.5, 0.1], requires_grad=True)
+    given = {"causal": False, "positions": points("random", 1, 90, 2), "key_bias": torch.randn(90)}
+
+    def results() -> list[Tensor]:
+        output, lse = alibi_attention(q, k, v, slopes, return_lse=True, **given)
+        return [output, lse, *torch.autograd.grad((output * output).sum() + lse.sum(), (q, k, v, slopes))]
+
+    whole = results()
+    monkeypatch.setattr(by_rows, "MOST_SCORES", 2 * 90 * 7)
+    for found, expected in zip(results(), whole, strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
+
+
+def test_dropout_is_that_of_one_dense_call(monkeypatch):
+    q, k, v = torch.randn(3, 1, 2, 70, 8)
+    given = {"causal": False, "positions": points("grid", 1, 70, 3), "dropout_p": 0.5}
+    torch.manual_seed(1)
+    whole = alibi_attention(q, k, v, [0.5, 0.1], backend="reference", **given)
+    monkeypatch.setattr(by_rows, "MOST_SCORES", 2 * 70 * 9)
+    torch.manual_seed(1)
+    torch.testing.assert_close(alibi_attention(q, k, v, [0.5, 0.1], **given), whole, rtol=1e-4, atol=1e-5)
+
+
+def test_weights_and_explanation_know_the_plane():
+    q = k = torch.randn(1, 2, 80, 8, dtype=torch.float64)
+    p = points("random", 1, 80, 2)
+    weights = attention_rows(q, k, [0.5, 0.1], rows=[3, -1], causal=False, positions=p, registers=1)
+    value = torch.randn(1, 2, 80, 8, dtype=torch.float64)
+    expected, _ = definition(q, k, value, torch.tensor([0.5, 0.1]).double(), p, p, 1)
+    torch.testing.assert_close(weights @ value, expected[:, :, [3, -1]], rtol=1e-6, atol=1e-6)
+    assert explain(q, k, value, causal=False, positions=p).share <= 1.0
+
+
+def test_registers_on_a_line_have_distance_zero_both_ways():
+    q, k, v = torch.randn(3, 1, 4, 300, 16, dtype=torch.float64)
+    slopes = torch.tensor(alibi_slopes(4))
+    index = torch.arange(300, dtype=torch.float64)[None, :, None]
+    expected, _ = definition(q, k, v, slopes, index, index, registers=10)
+    for backend in ("native", "dense", "reference"):
+        found = alibi_attention(q, k, v, slopes, causal=False, registers=10, backend=backend)
+        torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+    times = index[..., 0] * 2
+    expected, _ = definition(q, k, v, slopes, 2 * index, 2 * index, registers=10)
+    found = alibi_attention(q, k, v, slopes, causal=False, registers=10, positions=times)
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        ({"causal": True}, "have no left and right: pass causal=False"),
+        ({"window": 5}, "exclude window; omit them"),
+        ({"query_offset": 0}, "exclude query_offset"),
+        ({"right_slopes": [0.1, 0.2]}, "exclude right_slopes"),
+        ({"positions": torch.zeros(1, 9, 4)}, r"must be \[B, S, 2 or 3\] = \[1, 9, 2 or 3\]"),
+        ({"positions": torch.zeros(1, 9, 2).long()}, "must be float32 or float64"),
+        ({"positions": torch.full((1, 9, 2), torch.nan)}, "positions must be finite"),
+        ({"positions": torch.zeros(1, 9, 2, requires_grad=True)}, "receives no gradient"),
+        ({"query_positions": torch.zeros(1, 9, 3)}, r"must be \[B, T, 2\]"),
+        ({"registers": -1}, "registers is -1 but must be"),
+        ({"registers": 2, "positions": None, "causal": True}, "registers are symmetric"),
+    ],
+)
+def test_what_has_no_meaning_is_refused(change, words):
+    q = torch.randn(1, 2, 9, 8)
+    given = {"causal": False, "positions": torch.zeros(1, 9, 2)} | change
+    with pytest.raises((ValueError, TypeError), match=words):
+        alibi_attention(q, q, q, [0.5, 0.1], **given)
