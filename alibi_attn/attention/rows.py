@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.reference import scores_of
-from alibi_attn.attention.call.bias import Slopes, unshifted_lse
+from alibi_attn.attention.call.bias import Slopes, unshifted_lse, widest
 from alibi_attn.attention.call.hints import DEFAULTS, unknown_argument
 from alibi_attn.attention.call.reads import MASKS, PARTS, SPACE, Reads
 from alibi_attn.attention.call.spec import AttentionSpec
@@ -82,7 +82,7 @@ def attention_rows(
     seen = visible(part, distance)
     key, _, poison, _ = without_bad_keys(part, seen, key, key)
     scores, origin = scores_of(part, query, key, distance, seen)
-    weights = scores.softmax(-1).masked_fill(~seen, 0.0)
+    weights = scores.softmax(-1, dtype=widest(scores)).to(scores.dtype).masked_fill(~seen, 0.0)
     if part.sink_logits is not None:
         lse = unshifted_lse(part, scores.logsumexp(-1), origin).masked_fill(~seen.any(-1), -torch.inf)
         weights = scaled_by_sinks(weights, lse, part.sink_logits)

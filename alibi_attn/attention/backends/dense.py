@@ -20,7 +20,8 @@ from alibi_attn.attention.operators.finite_numbers import MODERATE_SCALE, are_mo
 name = "dense"
 READS = MASKS | PARTS | SPACE | FLASH_ATTN | GATES | DROPOUT | {"table"}
 
-FEW_KEYS = 8192  # keys of one head that are converted to fp32 at a time
+FEW_KEYS = 8192  # keys of one head that are converted to fp32 at a time, and that torch's fused function may add up
+PART = 256  # keys whose weighted values are added in fp32 at once
 
 
 def why_not(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -59,13 +60,14 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
         q, k, v = q.float(), k.float(), v.float()
 
     lse = None
-    if spec.return_lse or spec.dropout_p > 0 or "Vmap" in transforms() or not moderate or _has_huge_scores(spec, q, k):
+    if spec.return_lse or spec.dropout_p > 0 or _is_written_out(spec, q, k, moderate=moderate):
         work = torch.promote_types(q.dtype, torch.float32)
         k, v = per_query_head(spec, k), per_query_head(spec, v)
         scores = spec.scale * (q.to(work) @ k.to(work).mT)
         scores = (scores if moderate else scores.masked_fill(~seen, 0.0)) + bias
         weights = scores.softmax(-1)
-        output = dropped(spec, weights if moderate else weights.masked_fill(~seen, 0.0)) @ v.to(work)
+        of_keys = dropped(spec, weights if moderate else weights.masked_fill(~seen, 0.0))
+        output = _weighted(of_keys, v.to(work)) / weights.sum(-1, keepdim=True)
         lse = scores.logsumexp(-1) if spec.return_lse else None
     else:
         # The query heads of one key head become rows, so keys are not copied. Symbolic lengths cannot be folded.
@@ -88,6 +90,29 @@ def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) 
         output = output + poison[..., None].to(output.dtype)
         lse = None if lse is None else lse + poison
     return output.to(dtype), lse
+
+
+def _is_written_out(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, *, moderate: bool) -> bool:
+    """Whether torch's fused function would be wrong."""
+    many_keys = not is_traced() and spec.key_len > FEW_KEYS and query.device.type == "cpu"
+    return many_keys or "Vmap" in transforms() or not moderate or _has_huge_scores(spec, query, key)
+
+
+def _weighted(weights: Tensor, value: Tensor) -> Tensor:
+    """weights @ value, adding at most PART keys at a time: a sum in fp32 that has reached 1/2 drops weights below 3e-8.
+
+    For the same reason torch's softmax does not add up to 1 where one of many weights is large: divide by its sum.
+    """
+    keys = value.shape[-2]
+    if is_traced() or keys <= PART:  # a number of parts would be a guard
+        return weights @ value
+    if weights.device.type == "cpu" and weights.shape[-2] > FEW_QUERIES:
+        parts = zip(weights.split(PART, -1), value.split(PART, -2), strict=True)
+        return torch.stack([of_part @ values for of_part, values in parts]).sum(0)
+    whole = keys // PART * PART
+    of_parts = weights[..., :whole].unflatten(-1, (-1, PART)).movedim(-2, -3)
+    summed = (of_parts @ value[..., :whole, :].unflatten(-2, (-1, PART))).sum(-3)
+    return summed + weights[..., whole:] @ value[..., whole:, :]
 
 
 def _may_overflow(spec: AttentionSpec[Tensor], query: Tensor) -> bool:
@@ -131,7 +156,8 @@ def _written_out(
             return None
         scores.unflatten(2, (spec.group, -1)).add_(bias[:, heads])
         weights = scores.softmax(-1)
-        outputs.append(torch.stack([weights[..., part] @ value[:, heads, part].to(work) for part in parts]).sum(0))
+        of_parts = [_weighted(weights[..., part], value[:, heads, part].to(work)) for part in parts]
+        outputs.append(torch.stack(of_parts).sum(0) / weights.sum(-1, keepdim=True))
         if spec.return_lse:
             lses.append(scores.logsumexp(-1))
     output = torch.cat(outputs, 1).unflatten(2, (spec.group, -1)).flatten(1, 2)

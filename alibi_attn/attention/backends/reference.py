@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.protocol import TooSmall
-from alibi_attn.attention.call.bias import score_bias, unshifted_lse
+from alibi_attn.attention.call.bias import score_bias, unshifted_lse, widest
 from alibi_attn.attention.call.dropout import dropped
 from alibi_attn.attention.call.reads import DROPOUT, FLASH_ATTN, GATES, MASKS, PARTS, SPACE
 from alibi_attn.attention.call.spec import AttentionSpec
@@ -34,19 +34,20 @@ def visits(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tenso
 
 
 def run(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-    """(output, lse), computed in fp32 (fp64 for fp64) and rounded once."""
-    work = torch.promote_types(query.dtype, torch.float32)
+    """(output, lse): scores in fp32 (fp64 for fp64), sums in fp64 if the device has it, rounded once."""
     distance = distances(spec.query_len, spec.key_len, spec.query_offset, query.device)
     seen = visible(spec, distance)
     sees_any = seen.any(-1).expand(spec.batch, spec.num_heads, spec.query_len)
     key, value, poison, _ = without_bad_keys(spec, seen, key, value)
     scores, origin = scores_of(spec, query, key, distance, seen)
-    weights = dropped(spec, scores.softmax(-1).masked_fill(~seen, 0.0))
-    v = per_query_head(spec, value.to(work))
+    # In fp32 a sum that has reached 1 would drop weights below 3e-8, of which a million may follow.
+    wide = scores.to(widest(scores))
+    weights = dropped(spec, wide.softmax(-1).masked_fill(~seen, 0.0))
+    v = per_query_head(spec, value.to(wide.dtype))
     output = (weights @ v).masked_fill(~sees_any[..., None], 0.0)
     lse = None
     if spec.return_lse:
-        lse = unshifted_lse(spec, scores.logsumexp(-1), origin).masked_fill(~sees_any, float("-inf"))
+        lse = unshifted_lse(spec, wide.logsumexp(-1).to(scores.dtype), origin).masked_fill(~sees_any, float("-inf"))
     if poison is not None:
         output = output + poison[..., None]
         lse = None if lse is None else lse + poison

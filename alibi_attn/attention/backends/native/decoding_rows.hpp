@@ -15,6 +15,8 @@
 #include "decoding.hpp"
 #include "threads.hpp"
 
+constexpr int64_t TOGETHER = 16;  // tiles whose sums are added in fp32
+
 template <typename Stored>
 struct DecodingRow {
     const DecodingCall<Stored> &call;
@@ -22,6 +24,9 @@ struct DecodingRow {
     float slope, scale;
     std::vector<float> query, acc;
     float m_i = -INFINITY, l_i = 0;
+    std::vector<double> settled_acc;  // of earlier tiles, relative to settled_m: next to 1, fp32 drops what is below 6e-8
+    double settled_l = 0;
+    float settled_m = -INFINITY;
     float wrong = 0;  // NaN where a score or an output is not finite
     double rate = 0, longest_kept = 0;
     int64_t visited = 0, next_decision = 1;
@@ -30,7 +35,8 @@ struct DecodingRow {
     double skipped = 0, reference = 0;
 
     DecodingRow(const DecodingCall<Stored> &of, int64_t sequence, int64_t head, int64_t t)
-        : call(of), b(sequence), h(head), k(head / (of.H / of.K)), position(of.S - of.T + t), query(of.D), acc(of.D) {
+        : call(of), b(sequence), h(head), k(head / (of.H / of.K)), position(of.S - of.T + t), query(of.D), acc(of.D),
+          settled_acc(of.D) {
         low = call.start[b], high = std::min(call.stop[b], position + 1);
         if (call.window) low = std::max(low, position - call.window + 1);
         slope = call.slopes[b * call.H + h], scale = float(call.scale);
@@ -68,7 +74,16 @@ struct DecodingRow {
         for (int i = 0; i < VL<float>; i++) total += sum[i];
         m_i = most, l_i = l_i * kept + total;
         add_values<vectors>(from, count, scores, kept);
-        visited++;
+        if (++visited % TOGETHER == 0) settle();
+    }
+
+    double settled_share() const { return settled_m == m_i ? 1 : std::exp(double(settled_m) - double(m_i)); }
+
+    // Moves the sums of the last tiles to those in fp64.
+    void settle() {
+        const double share = settled_share();
+        settled_l = settled_l * share + l_i, l_i = 0, settled_m = m_i;
+        for (int64_t d = 0; d < call.D; d++) settled_acc[d] = settled_acc[d] * share + acc[d], acc[d] = 0;
     }
 
     template <int vectors>
@@ -115,7 +130,7 @@ struct DecodingRow {
     void decide(int64_t tile, double longest_key) {
         next_decision = 2 * visited;
         const int64_t known = std::min(call.N, tile), first = first_tile();
-        const double lambda = double(m_i) + std::log(double(l_i));
+        const double lambda = double(m_i) + std::log(settled_l * settled_share() + l_i);
         const double error = (call.D + SCORE_UNITS) * double(UNIT<float>);
         const double fixed = error * (1 + rate * longest_key + std::abs(lambda)) + LSE_NATS + double(call.S / 32) * UNIT<float>;
         const double base = std::log(-std::expm1(-BLOCK * double(slope)) / -std::expm1(-double(slope))) + fixed - lambda;
@@ -168,9 +183,9 @@ struct DecodingRow {
     bool write(int64_t t) {
         Stored *to = call.output.of(b, h, t);
         const bool blind = high <= low;
-        const float share = blind ? 0 : 1 / l_i;
+        settle();
         for (int64_t d = 0; d < call.D; d++) {
-            const float x = blind ? 0 : acc[d] * share;
+            const float x = blind ? 0 : float(settled_acc[d] / settled_l);
             wrong += x - x;
             to[d] = from_float<Stored>(x);
         }
