@@ -14,7 +14,7 @@ EXTRAS = {
     **dict.fromkeys(("attention", "nn", "distributed"), ("torch",)),
     "jax": ("jax",),
     "hf": ("hf", "embed", "index", "ray"),
-    "inspect.py": ("torch",),
+    **dict.fromkeys(("flash_attn.py", "inspect.py"), ("torch",)),
     "lab": ("lab", "track", "hub", "ray"),
     "recipes": ("lab", "hf"),
     "report": ("lab",),

@@ -249,7 +249,7 @@ def test_a_record_is_checked_when_it_is_made(record: Record, fields, words) -> N
         dataclasses.replace(record, **fields)
 
 
-def test_a_packed_file_has_a_line_per_record_in_the_same_order_whatever_was_packed_first(record, tmp_path) -> None:
+def test_a_packed_file_has_one_order_whatever_was_packed_first(record, tmp_path) -> None:
     every = [dataclasses.replace(record, name=f"quick/{name}") for name in "bcad"]
     paths = [records.save(one, tmp_path / "runs") for one in every]
     packed = tmp_path / "results" / "quick.jsonl"
