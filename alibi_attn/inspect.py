@@ -87,7 +87,7 @@ def certified_bounds(
     known_norms: Norms | None = None,
     **options: Unpack[AttentionOptions],
 ) -> Bounds:
-    """The keys that each block of TILE queries must visit, computed before any score.
+    """The keys that each block of TILE queries must visit in a call without gradients, computed before any score.
 
     Args:
         known_norms: norms of keys and values that a cache stores.
@@ -95,7 +95,7 @@ def certified_bounds(
     spec = make_spec(query, key, value, slopes, **options)
     Reads("certified_bounds", MASKS | DROPOUT | {"sink_logits"}).check(spec)
     tile_norms = None if known_norms is None else known_norms.tile_norms(key, value)
-    return certificate.bounds(spec, query, key, value, tile_norms=tile_norms)
+    return certificate.bounds(spec, query, key, value, tile_norms=tile_norms, for_gradients=False)
 
 
 def backend_of(

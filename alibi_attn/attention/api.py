@@ -234,8 +234,8 @@ def explain(
 ) -> Explanation:
     """Describes what `alibi_attention` would do with these arguments: which backend runs and why, and how far each head attends.
 
-    Arguments and errors are those of `alibi_attention`. It reads tensor values, so it does not work in compiled code. On a GPU
-    a short call without gradients skips nothing: for a training step pass tensors that require them.
+    Arguments and errors are those of `alibi_attention`. It reads tensor values, so it does not work in compiled code. Calls
+    without gradients read other keys than training: for a training step pass tensors that require them.
 
     Returns:
         An object to print, or to display in a notebook, with the attributes `backend`, `reaches`, `share` and more.
@@ -282,10 +282,11 @@ def certified_block_mask(
 ) -> "BlockMask":
     """A BlockMask of the tiles that matter, for your own FlexAttention call: a fraction of the scores, the same result.
 
-    The omitted blocks of keys hold at most `tolerance` of any query's softmax mass, provided that the `score_mod` is ALiBi's
-    −m·|i − j| (+ b_j with a key_bias) and the `scale` is the one given here. The mask's `mask_mod` covers causality, window, key
-    mask, segments, heads that never attend to the right, and biases of −inf, so the score_mod need not handle them. The values
-    are assumed to have similar norms. FlexAttention also multiplies hidden keys and values, so clear NaN and inf from them first.
+    The omitted blocks of keys hold at most `tolerance` of any query's softmax mass, and every key keeps its gradient, provided
+    that the `score_mod` is ALiBi's −m·|i − j| (+ b_j with a key_bias) and the `scale` is the one given here. The mask's
+    `mask_mod` covers causality, window, key mask, segments, heads that never attend to the right, and biases of −inf, so the
+    score_mod need not handle them. The values are assumed to have similar norms. FlexAttention also multiplies hidden keys and
+    values, so clear NaN and inf from them first.
 
     Args:
         block_size: queries and keys per block, a multiple of 64, or a pair (queries, keys) of such numbers. FlexAttention's

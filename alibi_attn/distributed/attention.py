@@ -21,6 +21,7 @@ from alibi_attn.attention.call.spec import GATE_FLOOR, AttentionSpec
 from alibi_attn.attention.call.validation import autocast
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.forgetting import check_gates, gate_sums, with_gates
+from alibi_attn.attention.operators.eager import requires_gradient
 from alibi_attn.attention.run.dispatch import check_name
 from alibi_attn.attention.run.execution import attend, scaled_by_sinks, without_sinks
 from alibi_attn.distributed.argument_check import (
@@ -204,9 +205,10 @@ class _Call:
             everything = torch.ones(spec.batch, spec.key_len, dtype=torch.bool, device=device)
             spec = dataclasses.replace(spec, key_mask=everything)
         spec = self._gated(spec, ranks)
+        for_gradients = torch.is_grad_enabled() and requires_gradient(spec, self.query, self.key, self.value)
         with torch.no_grad():
             start, steps = self._cuts(spec, ranks, lengths)
-            halo, reaches = self._planned(spec, ranks, lengths, steps)
+            halo, reaches = self._planned(spec, ranks, lengths, steps, for_gradients=for_gradients)
         rows = Transport(halo, ranks, self.traffic, counts_rows=True)
         flight = rows.begun((self.key, self.value), "keys and values")
         key, value = flight.own
@@ -259,7 +261,7 @@ class _Call:
         return start, steps
 
     def _planned(
-        self, spec: Spec, ranks: Ranks, lengths: tuple[int, ...], steps: Tensor | None
+        self, spec: Spec, ranks: Ranks, lengths: tuple[int, ...], steps: Tensor | None, *, for_gradients: bool
     ) -> tuple[Halo, list[Reach]]:
         """(the halo, the same on every rank; this rank's reach to the left and to the right, per key head)."""
         if steps is not None and spec.key_bias is not None:
@@ -287,7 +289,7 @@ class _Call:
         summary = RankSummary.of(
             spec, ranks.gathered(rank_summary(spec, self.key, self.value), "norms of keys and values")
         )
-        shard = Shard(spec, ranks.rank, lengths, summary, self.query, self.key, self.value)
+        shard = Shard(spec, ranks.rank, lengths, summary, self.query, self.key, self.value, for_gradients=for_gradients)
         if spec.key_bias is None:
             request = requested_rows(shard)
         else:

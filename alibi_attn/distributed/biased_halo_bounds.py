@@ -21,6 +21,7 @@ from alibi_attn.attention.call.visibility import first_positions
 from alibi_attn.attention.certificate.biased import ROUNDING, biased_numerator_parts
 from alibi_attn.attention.certificate.bounds import longer_values
 from alibi_attn.attention.certificate.constants import KEPT, TILE
+from alibi_attn.attention.certificate.key_rule import largest_share
 from alibi_attn.attention.certificate.lse_bound import biased_lower_bound
 from alibi_attn.attention.certificate.norms import in_tiles, norm_bound, tile_maxima
 from alibi_attn.distributed.halo_bounds import SIDES, Shard, no_request
@@ -117,6 +118,8 @@ def _neighboring_rows(
     away = side * m * torch.arange(spec.query_len, device=m.device)
     worst = constant - away + ROUNDING * (nats.shape[-1] + 64) * (size + away.abs())
     rooms = math.log(spec.tolerance if spec.causal else spec.tolerance / 2) - worst
+    if shard.for_gradients:
+        rooms = torch.minimum(rooms, largest_share(_farthest(shard, ranks, left=left), spec.tolerance).log() - worst)
     room = rooms.amin(-1, keepdim=True)
     count = torch.searchsorted(sums.contiguous(), room.contiguous(), right=True).masked_fill(~room.isfinite(), 0)
     edges = -begin if left else (end - spec.query_len).flip(0)  # rows up to a tile's far edge
@@ -128,6 +131,16 @@ def _neighboring_rows(
     )
     needed, reach = (x.amax(0).unflatten(0, (-1, spec.group)).amax(-1).long() for x in (needed, reaches.amax(-1)))
     return needed, reach.clamp(min=KEPT)
+
+
+def _farthest(shard: Shard, ranks: Tensor, *, left: bool) -> Tensor:
+    """[B, 1, T] fp64: how far each query is from the farthest visible key on these ranks, to one side; 0 if there is none."""
+    offsets = torch.tensor([0, *shard.lengths[:-1]], device=ranks.device).cumsum(0) - shard.start
+    known = shard.summary.first if left else shard.summary.last
+    seen = ranks[:, None] & known.isfinite() & (known >= 0)
+    row = torch.arange(shard.spec.query_len, device=ranks.device, dtype=torch.float64)
+    away = row - (known + offsets[:, None])[..., None] if left else (known + offsets[:, None])[..., None] - row
+    return torch.where(seen[..., None], away, 0.0).amax(0)[:, None]
 
 
 def _positions(tiles: TileSummary, shard: Shard) -> tuple[Tensor, Tensor]:

@@ -2,8 +2,9 @@
 
 Let a query at row t of its shard have scores of at most rate·κ with rows on other ranks, and a log-sum-exp of at least λ. It
 needs only the last w rows before the shard if all rows at distance ≥ t + w + 1 together weigh at most ε, that is, if
-w ≥ reach − t − 1, with the reach of `attention/certificate/bounds.py`. κ is the largest key norm on the ranks to that side; a few
-outlier tiles are treated separately. With key biases there is no reach; see `biased_halo_bounds.py`.
+w ≥ reach − t − 1, with the reach of `attention/certificate/bounds.py`: where gradients are needed, that of the key rule too. κ is
+the largest key norm on the ranks to that side; a few outlier tiles are treated separately. With key biases there is no reach; see
+`biased_halo_bounds.py`.
 """
 
 import dataclasses
@@ -97,6 +98,7 @@ class Shard:
         rank: this process's rank.
         lengths: rows of each rank, [R].
         summary: the summaries of all ranks.
+        for_gradients: whether keys must obey the key rule (`key_rule.py`).
     """
 
     spec: Spec
@@ -106,6 +108,7 @@ class Shard:
     query: Tensor
     key: Tensor
     value: Tensor
+    for_gradients: bool = True
 
     @property
     def start(self) -> int:
@@ -285,8 +288,9 @@ def _neighboring_rows(shard: Shard, rate: Tensor, constant: Tensor, kappa: Tenso
 def _reach(shard: Shard, rate: Tensor, constant: Tensor, kappa: Tensor, *, left: bool) -> Tensor:
     """The distance from which on the rows of other ranks, of norms up to κ [K], cannot matter to a query, [B, H, T] int64."""
     spec, m = shard.spec, shard.slopes(left=left)
-    nats = rate * kappa.repeat_interleave(spec.group)[:, None] + constant - torch.log(-torch.expm1(-m))
-    reach = reach_of_nats(nats, m, spec.tolerance if spec.causal else spec.tolerance / 2)
+    each = rate * kappa.repeat_interleave(spec.group)[:, None] + constant
+    together = each - torch.log(-torch.expm1(-m))
+    reach = reach_of_nats(spec, each, together, m, for_gradients=shard.for_gradients)
     return reach if spec.window is None else reach.clamp(max=spec.window)
 
 

@@ -10,6 +10,7 @@ from torch import Tensor
 from alibi_attn.attention.call.bias import Slopes
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.certificate.constants import TILE
+from alibi_attn.attention.operators.eager import requires_gradient
 from alibi_attn.distributed.argument_check import ShardOptions, shard_spec
 from alibi_attn.distributed.biased_halo_bounds import TileSummary, biased_requested_rows, tile_summary
 from alibi_attn.distributed.halo_bounds import RankSummary, Shard, halo_from_requests, rank_summary, requested_rows
@@ -29,6 +30,8 @@ def plan_halo(
     **options: Unpack[ShardOptions],
 ) -> Halo:
     """The rows that `context_parallel_attention` would send if this call were split over ranks.
+
+    Of tensors that require gradients it is the halo of training, which is wider.
 
     Args:
         query: [B, H, S, D], the whole sequence.
@@ -60,7 +63,11 @@ def planned_requests(
     summary = RankSummary.of(
         spec, torch.stack([rank_summary(one, k, v) for one, (_, k, v) in zip(specs, parts, strict=True)])
     )
-    cut = [Shard(one, rank, shards, summary, *part) for rank, (one, part) in enumerate(zip(specs, parts, strict=True))]
+    for_gradients = requires_gradient(spec, query, key, value)
+    cut = [
+        Shard(one, rank, shards, summary, q, k, v, for_gradients)
+        for rank, (one, (q, k, v)) in enumerate(zip(specs, parts, strict=True))
+    ]
     if spec.key_bias is None:
         requests = [requested_rows(shard) for shard in cut]
     else:

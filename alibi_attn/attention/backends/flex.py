@@ -22,6 +22,7 @@ from alibi_attn.attention.certificate.biased import biased_bounds
 from alibi_attn.attention.certificate.bounds import bounds
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.tiles import Tiles, key_tiles, reach_and_scores
+from alibi_attn.attention.operators.eager import requires_gradient
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask
@@ -63,9 +64,11 @@ def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
     """(output, lse); outside torch.compile it compiles FlexAttention, so the first call is slow."""
     from torch.nn.attention.flex_attention import AuxRequest, flex_attention
 
+    for_gradients = torch.is_grad_enabled() and requires_gradient(spec, query, key, value)
     with torch.no_grad():
         flags = _key_flags(spec, key, value)
-        mask = block_mask(spec, query.detach(), key.detach(), value.detach(), flags=flags)
+        rows = query.detach(), key.detach(), value.detach()
+        mask = block_mask(spec, *rows, flags=flags, for_gradients=for_gradients)
     origin = None if spec.key_bias is None else bias_that_matters(spec, spec.key_bias)
     unfit, biased = (flags != _FINE)[..., None], _biased(spec, flags, origin)
     attention: Any = flex_attention if torch.compiler.is_compiling() else _compiled
@@ -85,15 +88,24 @@ def too_small(spec: Spec) -> TooSmall | None:
 
 def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Visits:
     """What a call reads."""
-    return Visits(*reach_and_scores(spec, Tiles.of(*_rounded(plan(spec, query, key, value), BLOCK), BLOCK)))
+    found = plan(spec, query, key, value, for_gradients=requires_gradient(spec, query, key, value))
+    return Visits(*reach_and_scores(spec, Tiles.of(*_rounded(found, BLOCK), BLOCK)))
 
 
-def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, *, rows: int = BLOCK) -> Tiles:
+def plan(
+    spec: Spec,
+    query: Tensor,
+    key: Tensor,
+    value: Tensor | None,
+    *,
+    rows: int = BLOCK,
+    for_gradients: bool = True,
+) -> Tiles:
     """The certified tiles of every block of queries."""
     if spec.key_bias is None:
-        certified = bounds(spec, query, key, value)
+        certified = bounds(spec, query, key, value, for_gradients=for_gradients)
     else:
-        certified = biased_bounds(with_steps(spec), query, key, value)
+        certified = biased_bounds(with_steps(spec), query, key, value, for_gradients=for_gradients)
     return key_tiles(spec, certified, rows=rows)
 
 
@@ -105,18 +117,21 @@ def block_mask(
     *,
     flags: Tensor | None = None,
     block_size: tuple[int, int] = (BLOCK, BLOCK),
+    for_gradients: bool = True,
 ) -> "BlockMask":
     """The blocks of keys that matter to each block of queries, and a `mask_mod` of the keys that a query may see.
 
     Args:
         flags: flags of the keys, see `_key_flags`; None = the flags of the key mask.
         block_size: queries and keys per block, multiples of TILE.
+        for_gradients: every key keeps its gradient (`certificate/key_rule.py`).
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     with torch.no_grad():
         flags = _mask_flags(spec, query.device) if flags is None else flags
-        count, indices = key_blocks(spec, plan(spec, query, key, value, rows=block_size[0]), block_size[1])
+        found = plan(spec, query, key, value, rows=block_size[0], for_gradients=for_gradients)
+        count, indices = key_blocks(spec, found, block_size[1])
     return BlockMask.from_kv_blocks(
         count,
         indices,

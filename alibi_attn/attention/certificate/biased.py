@@ -28,8 +28,10 @@ from alibi_attn.attention.certificate.constants import (
     UNIT,
     WORTH_LEAVING_OUT,
 )
+from alibi_attn.attention.certificate.key_rule import largest_share
 from alibi_attn.attention.certificate.lse_bound import NEAR, biased_lower_bound
 from alibi_attn.attention.certificate.norms import in_tiles, norm_bound
+from alibi_attn.attention.certificate.tiles import allowed_keys
 from alibi_attn.reach import UNLIMITED
 
 Spec = AttentionSpec[Tensor]
@@ -38,11 +40,16 @@ Spec = AttentionSpec[Tensor]
 ROUNDING = 2.0**-50
 
 
-def biased_bounds(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Bounds:
+def biased_bounds(
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, *, for_gradients: bool = True
+) -> Bounds:
     """The keys with biases that every block of queries must visit; without `value` the values are assumed to have similar norms.
 
     `left` is relative to a block's first query, `right` to its last: all queries of the block may skip the keys beyond.
     If a number is not finite, nothing is skipped.
+
+    Args:
+        for_gradients: every key obeys the key rule too (`key_rule.py`), so that it keeps its gradient; the reach is wider.
     """
     device = query.device
     assert spec.key_bias is not None
@@ -70,7 +77,11 @@ def biased_bounds(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) 
         nats = nats.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).masked_fill(hidden, -math.inf)
         values.append((side, m, in_tiles(nats, -math.inf)))
     outlier_tiles = _outlier_tiles([nats.amax(-1) for _, _, nats in values], [side for side, _, _ in values])
-    reaches = [_reach(spec, nats, m, constant, outlier_tiles, first, side) for side, m, nats in values]
+    farthest = _farthest_keys(spec, shown, first) if for_gradients else (None, None)
+    reaches = [
+        _reach(spec, nats, m, constant, outlier_tiles, first, side, far)
+        for (side, m, nats), far in zip(values, farthest, strict=False)
+    ]
     return Bounds(reaches[0], reaches[-1], outlier_tiles)
 
 
@@ -113,7 +124,7 @@ def gated_bounds(
     nats = nats.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
     outlier_tiles = _outlier_tiles([nats], [1])
     with_all, left = (
-        _reach(spec, nats[..., None], m, constant, tiles, first, 1)
+        _reach(spec, nats[..., None], m, constant, tiles, first, 1, None)
         for tiles in (torch.full_like(outlier_tiles, -1), outlier_tiles)
     )
     # Each outlier tile is a separate call, which is worth its cost if it cuts the reach to less than half.
@@ -171,10 +182,32 @@ def _outlier_tiles(largest: list[Tensor], sides: list[int]) -> Tensor:
     return torch.cat(chosen, -1)
 
 
+def _farthest_keys(spec: Spec, shown: Tensor, first: Tensor) -> tuple[Tensor, Tensor]:
+    """[B, H or 1, N] each: the largest distance from a query of each block to a key that it may see on the left, on the right."""
+    start = first[:, None] + torch.arange(-(-spec.query_len // TILE), device=first.device) * TILE
+    end = torch.minimum(start + TILE, first[:, None] + spec.query_len)
+    low, high = (x[:, None] for x in allowed_keys(spec, start, end))
+    at = torch.arange(spec.key_len, device=first.device)
+    low = torch.maximum(low, torch.where(shown, at, spec.key_len).amin(-1, keepdim=True))
+    high = torch.minimum(high, torch.where(shown, at + 1, 0).amax(-1, keepdim=True))
+    return (end[:, None] - 1 - low).clamp(min=0), (high - 1 - start[:, None]).clamp(min=0)
+
+
 def _reach(
-    spec: Spec, nats: Tensor, m: Tensor, constant: Tensor, outlier_tiles: Tensor, first: Tensor, side: int
+    spec: Spec,
+    nats: Tensor,
+    m: Tensor,
+    constant: Tensor,
+    outlier_tiles: Tensor,
+    first: Tensor,
+    side: int,
+    farthest: Tensor | None,
 ) -> Tensor:
-    """[B, H, N] int64: the reach of a block to one side, from the exponents [B, H, tiles, TILE] of all keys."""
+    """[B, H, N] int64: the reach of a block to one side, from the exponents [B, H, tiles, TILE] of all keys.
+
+    Args:
+        farthest: [B, H or 1, N], the distance for which all keys together obey the key rule; None = they need not.
+    """
     tiles = nats.shape[2]
     left_out = (torch.arange(tiles, device=nats.device)[:, None] == outlier_tiles[:, :, None]).any(-1)
     weights = nats.logsumexp(-1).masked_fill(left_out, -math.inf)
@@ -189,6 +222,8 @@ def _reach(
     worst = in_tiles(worst, -math.inf)
     share = spec.tolerance if spec.causal else spec.tolerance / 2
     room = math.log(share) - worst.amax(-1)
+    if farthest is not None:
+        room = torch.minimum(room, largest_share(farthest.double(), spec.tolerance).log() - worst.amax(-1))
     count = torch.searchsorted(
         sums.contiguous(), room.contiguous(), right=True
     )  # tiles from the far end that may be skipped

@@ -28,6 +28,7 @@ from alibi_attn.attention.certificate.constants import (
     UNIT,
     VALUE_RATIO,
 )
+from alibi_attn.attention.certificate.key_rule import obeys_key_rule, reach_by_key_rule
 from alibi_attn.attention.certificate.lse_bound import NEAR, lower_bound
 from alibi_attn.attention.certificate.norms import in_tiles, norm_bound, tile_maxima
 from alibi_attn.reach import UNLIMITED
@@ -69,6 +70,7 @@ def bounds(
     outliers: Tensor | None = None,
     refine: bool | None = None,
     tile_norms: tuple[Tensor, Tensor] | None = None,
+    for_gradients: bool = True,
 ) -> Bounds:
     """The certified reach of every block of queries. Without `value` the values are assumed to have similar norms.
 
@@ -79,6 +81,7 @@ def bounds(
         refine: sum tails key by key, and compute λ from farther keys too; None = if there are at least `LONG` keys.
         tile_norms: upper bounds on the norms in each tile of keys and of values, [B, K, ⌈S / TILE⌉] fp64 each. Then only keys
             near the queries are read; for causal queries among the keys, without key mask and segments.
+        for_gradients: every key obeys the key rule too (`key_rule.py`), so that it keeps its gradient; the reach is wider.
     """
     refine = spec.key_len >= LONG and tile_norms is None if refine is None else refine
     device = query.device
@@ -98,7 +101,10 @@ def bounds(
         constant = constant.masked_fill(_blind(spec.key_mask, first, spec.query_len)[:, None], -math.inf)
     tails = _Tails.of(spec, rate, key_norms) if refine else None
     choices = OUTLIER_CHOICES if outliers is None or bool(outliers.any()) else OUTLIER_CHOICES[:1]
-    candidates = [_with_outliers(spec, rate, constant, tiles, tails, count, first) for count in choices]
+    candidates = [
+        _with_outliers(spec, rate, constant, tiles, tails, count, first, for_gradients=for_gradients)
+        for count in choices
+    ]
     left, right, outlier_tiles, cost = candidates[0]
     for wider_left, wider_right, more_tiles, more_cost in candidates[1:]:
         better = (more_cost < cost)[..., None]
@@ -223,14 +229,23 @@ class _Tails:
 
 
 def _with_outliers(
-    spec: Spec, rate: Tensor, constant: Tensor, tiles: Tensor, tails: _Tails | None, count: int, first: Tensor
+    spec: Spec,
+    rate: Tensor,
+    constant: Tensor,
+    tiles: Tensor,
+    tails: _Tails | None,
+    count: int,
+    first: Tensor,
+    *,
+    for_gradients: bool,
 ) -> tuple[Tensor, Tensor, Tensor, Tensor]:
     """(left, right, outlier_tiles, cost) if the `count` tiles with the largest norms are left out; outlier_tiles [B, H, P]."""
     count = min(count, tiles.shape[-1])
     chosen = tiles.topk(count, dim=-1).indices.sort(-1).values
     if tails is not None and count:
         tails = dataclasses.replace(tails, mass=tails.without(spec, chosen))
-    left, right = _sides(spec, rate, constant, tiles.scatter(-1, chosen, 0.0), tails, first)
+    kept = tiles.scatter(-1, chosen, 0.0)
+    left, right = _sides(spec, rate, constant, kept, tails, first, for_gradients=for_gradients)
     outlier_tiles = torch.nn.functional.pad(
         chosen.repeat_interleave(spec.group, 1), (0, OUTLIER_TILES - count), value=-1
     )
@@ -238,19 +253,28 @@ def _with_outliers(
 
 
 def _sides(
-    spec: Spec, rate: Tensor, constant: Tensor, tiles: Tensor, tails: _Tails | None, first: Tensor
+    spec: Spec,
+    rate: Tensor,
+    constant: Tensor,
+    tiles: Tensor,
+    tails: _Tails | None,
+    first: Tensor,
+    *,
+    for_gradients: bool,
 ) -> tuple[Tensor, Tensor]:
     """(left, right), each [B, H, N] int64, with the largest norm of every tile of keys in `tiles` [B, K, ⌈S / TILE⌉]."""
     n = -(-spec.query_len // TILE)
     start = first[:, None] + torch.arange(n, device=first.device) * TILE
     at = start + TILE - 1
     tail = None if tails is None else _tail_nats(spec, spec.slopes, tails, at)
-    left = _reach(spec, spec.slopes, rate, constant, tiles.cummax(-1).values, tail, at)
+    longest = tiles.cummax(-1).values
+    left = _reach(spec, spec.slopes, rate, constant, longest, tail, at, for_gradients=for_gradients)
     if spec.causal:
         return left, left
     slopes = spec.slopes if spec.right_slopes is None else spec.right_slopes
     tail = None if tails is None else _tail_nats(spec, slopes, tails, start, to_right=True)
-    right = _reach(spec, slopes, rate, constant, tiles.flip(-1).cummax(-1).values.flip(-1), tail, start)
+    longest = tiles.flip(-1).cummax(-1).values.flip(-1)
+    right = _reach(spec, slopes, rate, constant, longest, tail, start, for_gradients=for_gradients)
     return left, right
 
 
@@ -275,7 +299,15 @@ def _tail_nats(spec: Spec, slopes: Tensor, tails: _Tails, position: Tensor, *, t
 
 
 def _reach(
-    spec: Spec, slopes: Tensor, rate: Tensor, constant: Tensor, maxima: Tensor, tail: Tensor | None, position: Tensor
+    spec: Spec,
+    slopes: Tensor,
+    rate: Tensor,
+    constant: Tensor,
+    maxima: Tensor,
+    tail: Tensor | None,
+    position: Tensor,
+    *,
+    for_gradients: bool,
 ) -> Tensor:
     """[B, H, N] int64: ⌈numerator / m⌉ of the worst query of every block, with κ read from `maxima` at `position`."""
     tile = (position.clamp(min=0) // TILE).clamp(max=maxima.shape[-1] - 1)
@@ -284,19 +316,30 @@ def _reach(
     constant = in_tiles(constant, -math.inf)
     numerator = in_tiles(rate) * kappa + constant
     m = slopes.detach().double().reshape(-1, spec.num_heads, 1)
-    nats = _worst(numerator) - torch.log(-torch.expm1(-m))
+    each = _worst(numerator)
+    together = each - torch.log(-torch.expm1(-m))
     if tail is not None:
-        summed = tail + _worst(constant)
-        nats = torch.minimum(nats, summed.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf))
-    return reach_of_nats(nats, m, spec.tolerance if spec.causal else spec.tolerance / 2)
+        summed = (tail + _worst(constant)).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+        each, together = torch.minimum(each, summed), torch.minimum(together, summed)
+    return reach_of_nats(spec, each, together, m, for_gradients=for_gradients)
 
 
-def reach_of_nats(nats: Tensor, m: Tensor, tolerance: float) -> Tensor:
-    """int64: the reach if all keys at distance ≥ r weigh at most e^(nats − m·r); m is fp64, `tolerance` one side's."""
-    quotient = ((nats - math.log(tolerance)) / m).clamp(min=0.0)
+def reach_of_nats(spec: Spec, each: Tensor, together: Tensor, m: Tensor, *, for_gradients: bool) -> Tensor:
+    """int64: the reach if a key at distance d weighs at most e^(each − m·d), and all at distance ≥ r at most e^(together − m·r).
+
+    Args:
+        m: fp64, the slopes to that side.
+        for_gradients: whether every key must obey the key rule too (`key_rule.py`).
+    """
+    quotient = ((together - math.log(spec.tolerance if spec.causal else spec.tolerance / 2)) / m).clamp(min=0.0)
+    if for_gradients:
+        # NaN is kept by this order, and skips nothing.
+        quotient = torch.maximum(quotient, reach_by_key_rule(each, m, spec.tolerance))
     reach = (quotient + 1e-12 * quotient.abs()).ceil().nan_to_num(nan=UNLIMITED, posinf=UNLIMITED)
-    reach = reach.clamp(KEPT, UNLIMITED).to(torch.int64)
-    reach = reach.masked_fill(~(m > 0), UNLIMITED)
+    reach = reach.clamp(KEPT, UNLIMITED)
+    if for_gradients:  # the inequality itself, for the rounded number
+        reach = reach.masked_fill(~obeys_key_rule(each - m * reach, reach, spec.tolerance), UNLIMITED)
+    reach = reach.to(torch.int64).masked_fill(~(m > 0), UNLIMITED)
     return reach.masked_fill(m.isinf() & (m > 0), 1)
 
 

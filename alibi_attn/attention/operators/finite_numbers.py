@@ -21,19 +21,27 @@ MODERATE_SCALE = 256.0  # products of two moderate rows are finite even times th
 
 
 def on_finite_numbers(
-    name: str, forward: Forward, backward: Backward, empty_saved: Callable[[Arguments], Saved]
+    name: str,
+    forward: Forward,
+    backward: Backward,
+    empty_saved: Callable[[Arguments], Saved],
+    *,
+    infer: Forward | None = None,
 ) -> Kernels:
-    """Builds CPU kernels from two functions that support neither NaN nor fp16: they get finite tensors only.
+    """Builds CPU kernels from functions that support neither NaN nor fp16: they get finite tensors only.
 
     Args:
         forward: (spec, query, key, value) -> (output, lse, saved), all tensors finite and with a last stride of 1; lse without
             the query's bias, −inf if a query sees no key. output and lse in fp32 or better.
         backward: its inputs are finite too; a query that sees no key has lse 0, and its incoming gradients are 0.
+        infer: as forward, for a call without gradients; None = forward.
     """
 
-    def attend(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensors, bool]:
+    def attend(
+        spec: Spec, query: Tensor, key: Tensor, value: Tensor, compute: Forward = forward
+    ) -> tuple[Tensor, Tensor, Tensors, bool]:
         q, k, v, poison, moderate = without_bad_numbers(spec, query, key, value)
-        output, lse, saved = forward(spec, q, k, v)
+        output, lse, saved = compute(spec, q, k, v)
         if poison is not None:
             output += poison[..., None]
             lse += poison
@@ -60,8 +68,16 @@ def on_finite_numbers(
             ),
         )
 
+    def attend_without_gradients(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+        return attend(spec, query, key, value, infer or forward)[:2]
+
     return Kernels(
-        name, attend, differentiate, lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device), empty_saved
+        name,
+        attend,
+        differentiate,
+        lambda x: torch.empty(x.shape, dtype=x.dtype, device=x.device),
+        empty_saved,
+        infer=attend_without_gradients,
     )
 
 

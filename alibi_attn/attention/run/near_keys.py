@@ -69,7 +69,8 @@ def needed_keys(
 ) -> list[Row]:
     """The keys that each row must read: all visible ones if they are few, else those within its queries' certified reach.
 
-    The log-sum-exp is bounded by the last keys of a row alone, which are visible, and no norm includes hidden keys.
+    The log-sum-exp is bounded by the last keys of a row alone, which are visible, and no norm includes hidden keys. Only calls
+    without gradients come here, so the key rule does not apply.
     """
     rows = [Row(start, stop, [stop - start] * spec.num_kv_heads, [[]] * spec.num_kv_heads) for start, stop in visible]
     many = [b for b, row in enumerate(rows) if row.stop - row.start > FEW]
@@ -80,7 +81,7 @@ def needed_keys(
     if any(rows[b].stop == spec.key_len for b in many):
         if log_fgate is None:
             outliers = worth_leaving_out(norms[0], times=2, count=in_sight)
-            certified = bounds(spec, query, key, value, tile_norms=norms, outliers=outliers)
+            certified = bounds(spec, query, key, value, tile_norms=norms, outliers=outliers, for_gradients=False)
         else:
             certified = gated_bounds(spec, query, key, value, log_fgate, tile_norms=norms)
         # Keys that the first query needs, and those between it and the last.
@@ -124,7 +125,7 @@ def _after_last_visible_key(
         known = norms[0][..., : -(-stop // TILE)], norms[1][..., : -(-stop // TILE)]
         one = query[:, :, t : t + 1], key[:, :, :stop], value[:, :, :stop]
         at = one_query.changed(key_len=stop, query_offset=stop - 1)
-        certified = bounds(at, *one, tile_norms=known)
+        certified = bounds(at, *one, tile_norms=known, for_gradients=False)
         reach = _of_key_heads(spec, certified.left.amax(-1)).amax(-1)[0]
         needed = torch.maximum(needed, reach.clamp(max=stop) + row.stop - stop)
         outlier_tiles.append(_of_key_heads(spec, certified.outlier_tiles).flatten(2)[0])

@@ -7,6 +7,8 @@ import numpy as np
 import pytest
 import torch
 from certificate_attack import random_attack
+from halo_checks import scores
+from key_losses import LENGTH, SLOPE, TOLERANCE, growing_queries, largest_loss
 from measured_attack import banded_keys, left_out_by_backward
 
 from alibi_attn import alibi_attention, explain
@@ -29,18 +31,22 @@ def draw(t: int = 900, dtype: torch.dtype = torch.float32) -> list[torch.Tensor]
     return [3 * q, k, v]
 
 
-def test_what_backward_leaves_out_weighs_at_most_the_tolerance() -> None:
+def test_what_backward_leaves_out_weighs_at_most_a_small_part_of_the_tolerance(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Every section of 64 keys obeys the key rule; a query sums over sections."""
     skipping = careless = 0
-    for seed in range(60):
+    for seed in range(45):
         attack = dataclasses.replace(random_attack(seed), length=300 + 17 * seed)
         lost, share, off = left_out_by_backward(attack, keys=banded_keys)
         if off < 0.5:  # shares are those of the computed scores
-            assert lost <= attack.tolerance * math.exp(2 * off), attack
+            allowed = largest_loss(attack.tolerance, attack.length) / 64 * math.exp(2 * off)
+            assert lost <= allowed, attack
             skipping += share > 0
-            if share > 0 and attack.tolerance < 0.01:
-                careless += left_out_by_backward(attack, 30 * attack.tolerance, banded_keys)[0] > attack.tolerance
-    assert skipping >= 8, "an attack on nothing: too few draws leave out a key"
-    assert careless > 0, "thirty times the tolerance is not detected"
+            if share > 0:
+                with monkeypatch.context() as careless_rule:
+                    careless_rule.setattr(visited, "largest_share", lambda distance, tolerance: 10 * tolerance)
+                    careless += left_out_by_backward(attack, keys=banded_keys)[0] > allowed
+    assert skipping >= 6, "an attack on nothing: too few draws leave out a key"
+    assert careless > 0, "ten times the tolerance is not detected"
 
 
 @pytest.mark.parametrize("causal", [True, False])
@@ -61,7 +67,7 @@ def test_backward_computes_the_scores_that_explain_shows(
     found = explain(q, k, v, SLOPES, causal=causal, backend="banded")
     assert found.measured_scores is not None
     assert found.measured_reaches is not None
-    assert count == found.measured_scores.sum() < 0.95 * found.scores.sum()
+    assert count == found.measured_scores.sum() < 0.98 * found.scores.sum()
     assert (found.measured_reaches <= found.reaches).all()
     assert "measured: backward computes" in str(found)
 
@@ -69,7 +75,7 @@ def test_backward_computes_the_scores_that_explain_shows(
 @pytest.mark.parametrize("causal", [True, False])
 def test_gradients_lack_at_most_what_the_bound_says(any_length: None, causal: bool) -> None:
     """Steps 6 and 11 of docs/maths.md, in fp64 with a tolerance large enough to have an effect."""
-    tolerance = 1e-4
+    tolerance = 1e-2
     leaf = [x.requires_grad_() for x in draw(700, torch.float64)]
     slopes = torch.tensor(SLOPES, dtype=torch.float64)
     go = torch.randn(1, 4, 700, 16, dtype=torch.float64)
@@ -77,12 +83,39 @@ def test_gradients_lack_at_most_what_the_bound_says(any_length: None, causal: bo
         torch.autograd.grad(alibi_attention(*leaf, slopes, causal=causal, **options), leaf, go)
         for options in ({"backend": "reference"}, {"backend": "banded", "tolerance": tolerance})
     )
-    longest_k, longest_v = (x.detach().norm(dim=-1).max() for x in leaf[1:])
-    per_query = tolerance * go.norm(dim=-1) * longest_v * 16**-0.5 * longest_k
+    norms, (longest_k, longest_v) = go.norm(dim=-1), (x.detach().norm(dim=-1).max() for x in leaf[1:])
+    per_query = tolerance * norms * longest_v * 16**-0.5 * longest_k
     assert ((full[0] - ours[0]).norm(dim=-1) <= 8 * per_query).all()
+    spec = make_spec(*leaf, slopes, causal=causal)
+    weight = (scores(*leaf[:2], slopes, spec=spec).softmax(-1) * norms[..., None]).sum(2).detach()
     lacking = (full[2] - ours[2]).norm(dim=-1)
-    assert (lacking <= 2 * tolerance * go.norm(dim=-1).sum(-1)[..., None]).all()
+    assert (lacking <= largest_loss(tolerance, 700) * norms.max() + 2 * tolerance * weight).all()
     assert lacking.max() > 1e-8, "nothing was left out: the test sees nothing"
+
+
+def test_a_key_that_all_queries_may_leave_out_keeps_its_gradient(any_length: None) -> None:
+    """A limit per query lets key 0 lose 40 times what the key rule allows."""
+    query, key, value = growing_queries(0.1 * TOLERANCE, block=1)
+    go = torch.zeros_like(query)
+    go[..., 0] = 1.0  # then dv sums up weights
+    value.requires_grad_()
+    full, ours = (
+        torch.autograd.grad(alibi_attention(query, key, value, [SLOPE], scale=1.0, **options), value, go)[0]
+        for options in ({"backend": "reference"}, {"backend": "banded", "tolerance": TOLERANCE})
+    )
+    assert full[0, 0, 0, 0] > 40 * largest_loss(TOLERANCE, LENGTH)
+    assert (full - ours)[0, 0].norm(dim=-1).max() <= largest_loss(TOLERANCE, LENGTH)
+
+
+def test_a_call_without_gradients_reads_fewer_keys(any_length: None) -> None:
+    q, k, v = draw()
+    training, inference = (explain(x, k, v, SLOPES, backend="banded") for x in (q.clone().requires_grad_(), q))
+    assert (inference.scores <= training.scores).all()
+    assert inference.scores.sum() < 0.95 * training.scores.sum()
+    torch.testing.assert_close(
+        alibi_attention(q, k, v, SLOPES, backend="banded"),
+        alibi_attention(q.clone().requires_grad_(), k, v, SLOPES, backend="banded").detach(),
+    )
 
 
 def test_a_tolerance_of_zero_leaves_out_nothing(any_length: None) -> None:
@@ -102,11 +135,11 @@ def test_nan_and_unknown_shares_are_heavier_than_any_tolerance() -> None:
     def left(*shares: float | None) -> list[int]:
         full = [None if x is None else torch.full((1, 256), x) for x in shares]
         own = dataclasses.replace(kept, left=torch.full_like(kept.left, 1000))
-        visited.narrow(spec, own, 0, 0, pieces=row, shares=full, allowed=torch.full((4,), 0.1))
+        visited.narrow(spec, own, 0, 0, pieces=row, shares=full, tolerances=torch.full((4,), 100.0))
         return own.left[0, 0].tolist()
 
     assert left(None, 0.5, 0.05, 0.04) == [1, 1, 64, 128]  # keys from 128 on
-    assert left(None, 0.5, 0.08, 0.04) == [1, 64, 128, 192]  # 0.12 is too much: keys from 64 on
+    assert left(None, 0.5, 0.2, 0.04) == [1, 1, 64, 192]  # at a distance of 191 0.2 is too much: keys from 64 on
     assert left(None, 0.5, math.nan, 0.04) == left(None, 0.5, None, 0.04) == [1, 64, 128, 192]
     assert left(None, 0.01, 0.01, math.nan) == [64, 128, 192, 256]
 
@@ -114,9 +147,9 @@ def test_nan_and_unknown_shares_are_heavier_than_any_tolerance() -> None:
 def test_long_far_values_leave_less_room() -> None:
     q, k, v = draw(128)
     spec = make_spec(q, k, v, SLOPES)
-    usual = visited.allowed_shares(spec, v)
+    usual = visited.tile_tolerances(spec, v)
     np.testing.assert_allclose(usual.numpy(), 0.99 * spec.tolerance)
     v[:, 1, 0] *= 1e6
-    longer = visited.allowed_shares(spec, v)
+    longer = visited.tile_tolerances(spec, v)
     assert longer[0, 1].max() < 1e-4 * spec.tolerance
     assert torch.equal(longer[0, 0], usual[0, 0])

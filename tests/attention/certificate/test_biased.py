@@ -6,17 +6,29 @@ import math
 import pytest
 import torch
 from certificate_attack import dropped, random_attack
+from halo_checks import scores
+from key_losses import (
+    LENGTH,
+    TOLERANCE,
+    assert_keys_keep_their_weight,
+    gates,
+    growing_queries,
+    largest_loss,
+    lost_weight,
+)
 
 from alibi_attn import alibi_slopes
 from alibi_attn.attention.call.validation import make_spec
+from alibi_attn.attention.call.visibility import distances
 from alibi_attn.attention.certificate import biased
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.tiles import key_tiles
 
 
-def keys_of_tiles(spec, query, key, value) -> torch.Tensor:
+def keys_of_tiles(spec, query, key, value, *, for_gradients: bool = False) -> torch.Tensor:
     """[B, H, T, S] bool: the keys in the tiles that each query's block visits."""
-    tiles = key_tiles(spec, biased.biased_bounds(spec, query, key, value), rows=TILE)
+    found = biased.biased_bounds(spec, query, key, value, for_gradients=for_gradients)
+    tiles = key_tiles(spec, found, rows=TILE)
     at = torch.arange(-(-spec.key_len // TILE))
     first, last, _, _ = (x[..., None] for x in tiles.bands.unbind(-1))
     kept = ((at >= first) & (at < last)) | (at == tiles.beside[..., None]).any(-2)
@@ -138,3 +150,30 @@ def test_nothing_is_skipped_without_a_bound() -> None:
     hidden[:, 512 : 512 + 128] = -math.inf
     found = biased.biased_bounds(make_spec(q, k, v, [0.0] * 2, key_bias=hidden), q, k, v).left
     assert bool((found[0, :, 9] > 1024).all())
+
+
+def test_gates_leave_every_key_its_weight() -> None:
+    """A limit per query alone lets key 0 lose many times what the key rule allows."""
+    query, key, value = growing_queries(0.2 * TOLERANCE)
+    spec = make_spec(query, key, value, [0.0], scale=1.0, tolerance=TOLERANCE, key_bias=gates())
+    score, distance = scores(query, key, [0.0], spec=spec), distances(LENGTH, LENGTH, 0, None)
+    of_queries, of_keys = (keys_of_tiles(spec, query, key, value, for_gradients=x) for x in (False, True))
+    assert float(lost_weight(of_queries, score).max()) > 3 * largest_loss(TOLERANCE, LENGTH)
+    assert_keys_keep_their_weight(of_keys, score, distance, TOLERANCE)
+
+
+def test_the_limit_at_a_key_does_not_depend_on_padding_or_on_other_texts() -> None:
+    """Distances count from the first visible key of a query's text."""
+    query, key, value = torch.randn(3, 1, 2, 1024, 16, generator=torch.Generator().manual_seed(0)).unbind(0)
+    bias = 0.05 * torch.arange(1024, dtype=torch.float64)
+    tensors = query, key, value
+    alone = keys_of_tiles(make_spec(*tensors, [0.0] * 2, key_bias=bias), *tensors, for_gradients=True)
+    assert not alone[:, :, -1, 0].any()
+    tensors = [torch.nn.functional.pad(x, (0, 0, 640, 0)) for x in tensors]
+    bias, at = torch.nn.functional.pad(bias, (640, 0)), torch.arange(1664)[None]
+    padded = make_spec(*tensors, [0.0] * 2, key_bias=bias, key_mask=at >= 640)
+    assert torch.equal(keys_of_tiles(padded, *tensors, for_gradients=True)[:, :, 640:, 640:], alone)
+    second = make_spec(*tensors, [0.0] * 2, key_bias=bias, segment_ids=(at >= 640).long())
+    shown = torch.ones(1, 1, 1664, dtype=torch.bool)
+    left, _ = biased._farthest_keys(second, shown, torch.zeros(1, dtype=torch.int64))
+    assert left[0, 0].tolist() == [64 * n + 63 for n in (*range(10), *range(16))]

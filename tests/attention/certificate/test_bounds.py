@@ -74,7 +74,7 @@ def test_the_lost_mass_of_an_attack_equals_its_definition() -> None:
 
 def test_a_bound_that_is_too_small_is_detected(monkeypatch: pytest.MonkeyPatch) -> None:
     honest = bounds._reach
-    monkeypatch.setattr(bounds, "_reach", lambda *a: (honest(*a) - 4).clamp(min=1))
+    monkeypatch.setattr(bounds, "_reach", lambda *a, **k: (honest(*a, **k) - 4).clamp(min=1))
     broken = sum(lost > attack.tolerance for attack in map(random_attack, range(60)) for lost, _ in [dropped(attack)])
     assert broken > 0
 
@@ -196,11 +196,15 @@ def test_refined_bounds_are_tighter_and_never_wider() -> None:
     torch.manual_seed(0)
     query, key, value = (torch.randn(1, 8, 8192, 64) for _ in range(3))
     spec = make_spec(query, key, value)
-    plain, refined = (bounds.bounds(spec, query, key, value, refine=refine).left.double() for refine in (False, True))
+    plain, refined = (
+        bounds.bounds(spec, query, key, value, refine=refine, for_gradients=False).left.double()
+        for refine in (False, True)
+    )
     assert bool((refined <= plain).all())
     shares = (refined.mean(-1) / plain.mean(-1))[0]
     assert float(shares[-1]) < 0.9  # the flattest head reads a tenth less
-    assert torch.equal(bounds.bounds(spec, query, key, value).left.double(), refined)  # long inputs refine
+    found = bounds.bounds(spec, query, key, value, for_gradients=False).left
+    assert torch.equal(found.double(), refined)  # long inputs refine
 
 
 def test_lower_bounds_stay_below_the_log_sum_exp() -> None:
@@ -302,9 +306,14 @@ def test_tensors_and_plain_numbers_agree() -> None:
     """One query, one key: U, λ and the reach by hand."""
     query, key = torch.tensor([[[[3.0, 4.0]]]]), torch.tensor([[[[0.6, 0.8]]]])
     spec = make_spec(query, key, key, [0.25], tolerance=1e-6, scale=1.0)
-    found = int(bounds.bounds(spec, query, key, key).left)
+    found = int(bounds.bounds(spec, query, key, key, for_gradients=False).left)
     by_hand = reach(0.25, 5.0, 5.0, 1e-6)
     assert found in (by_hand, by_hand + 1)
+    # The key rule: exp(U − λ − m·r)·2·(r + 64) ≤ ε.
+    wider = int(bounds.bounds(spec, query, key, key).left)
+    excess = [math.exp(-0.25 * r) * 2 * (r + 64) / 1e-6 for r in (wider - 1, wider, wider + 1)]
+    assert excess[1] <= 1.0 < excess[0] * math.exp(0.25)
+    assert excess[2] < excess[1]
 
 
 @pytest.mark.parametrize("slope", [0.0, -0.5])

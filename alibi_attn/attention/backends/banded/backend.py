@@ -3,7 +3,8 @@
 It calls torch's fused CPU attention on strided views in which the blocks of one head are the batch. (Torch parallelizes over
 batch × heads, so one call per head would use one core only.) `bounds.py` computes how far a block must attend, `pieces.py`
 divides that into pieces, and this module runs them: forward merges pieces by their log-sum-exps, backward uses the final
-log-sum-exp, and leaves out what forward found to weigh nothing (`visited.py`).
+log-sum-exp, and leaves out what forward found to weigh nothing (`visited.py`). A call without gradients measures nothing, and
+reads fewer keys: only gradients need the key rule (`certificate/key_rule.py`), which costs more than 3 % of forward.
 
 A bias along the keys only, m·(j − r), is exact ALiBi to the left of the queries: the part that depends on i cancels in softmax
 and is added to lse afterwards.
@@ -11,7 +12,6 @@ and is added to lse afterwards.
 
 import dataclasses
 import math
-from collections.abc import Iterator
 
 import torch
 from torch import Tensor
@@ -19,7 +19,8 @@ from torch import Tensor
 from alibi_attn.attention.backends.banded import pieces as banded_pieces
 from alibi_attn.attention.backends.banded.masks import HeadMasks, Masks, key_view, query_view
 from alibi_attn.attention.backends.banded.pieces import Piece
-from alibi_attn.attention.backends.banded.visited import allowed_shares, narrow, reach_and_scores
+from alibi_attn.attention.backends.banded.plain import plain_backward, plain_forward
+from alibi_attn.attention.backends.banded.visited import narrow, reach_and_scores, tile_tolerances
 from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall, Visits
 from alibi_attn.attention.call.reads import MASKS
 from alibi_attn.attention.call.spec import AttentionSpec
@@ -28,6 +29,7 @@ from alibi_attn.attention.call.visibility import with_plain_offset
 from alibi_attn.attention.certificate.bounds import Bounds, bounds, worth_leaving_out
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 from alibi_attn.attention.certificate.norms import HUGE, has_huge_scores
+from alibi_attn.attention.operators.eager import requires_gradient
 from alibi_attn.attention.operators.finite_numbers import are_moderate, on_finite_numbers, without_bad_numbers
 from alibi_attn.attention.operators.operator import operator
 from alibi_attn.attention.operators.schema import Arguments, BackwardInputs, Gradients, Saved
@@ -41,7 +43,6 @@ READS = MASKS
 # With fewer keys and fewer scores per head, the certificate costs more than it saves (see docs/backends.md).
 SHORT_KEYS, SHORT_SCORES = 4096, 768 * 768
 FEW_SCORES = 2**16  # up to this many scores, dense is faster than the certificate, which reads all keys
-PLAIN_SCORES = 2**22  # materialized at a time, for a head whose scores are huge
 
 _fused = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu.default
 _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_backward.default
@@ -64,34 +65,56 @@ def too_small(spec: Spec) -> TooSmall | None:
     return TooSmall(f"few queries: T·S = {{}} ≤ {FEW_SCORES}", scores) if surely(scores <= FEW_SCORES) else None
 
 
-def plan(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Bounds, Plans]:
+def plan(
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, *, for_gradients: bool = True
+) -> tuple[Bounds, Plans]:
     """The bounds, and the pieces of every sequence and head."""
-    certified = bounds(spec, query, key, value, outliers=_outliers(spec, key))
-    return certified, banded_pieces.plan(spec, certified, threads=torch.get_num_threads(), measured=True)
+    certified = bounds(spec, query, key, value, outliers=_outliers(spec, key), for_gradients=for_gradients)
+    return certified, banded_pieces.plan(spec, certified, threads=torch.get_num_threads(), measured=for_gradients)
 
 
 def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Visits:
-    """What a call reads. If forward measures keys, this computes the attention."""
+    """What a call reads. If forward measures keys, this computes the attention.
+
+    If no tensor requires a gradient, the numbers of forward are those of the call without gradients.
+    """
     forward, backward = visited(spec, query, key, value)
-    numbers = reach_and_scores(spec, forward)
-    return Visits(*numbers) if forward is backward else Visits(*numbers, *reach_and_scores(spec, backward))
+    of_backward = () if forward is backward else reach_and_scores(spec, backward)
+    if not requires_gradient(spec, query, key, value):
+        spec, q, k, v = _finite_rows(spec, query, key, value)
+        forward = plan(spec, q, k, v, for_gradients=False)[1]
+    return Visits(*reach_and_scores(spec, forward), *of_backward)
 
 
 def visited(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> tuple[Plans, Plans]:
-    """The pieces of every sequence and head, of forward and of backward."""
-    spec = with_plain_offset(spec)
-    q, k, v, *_ = without_bad_numbers(spec, query, key, key if value is None else value)
-    _, plans = plan(spec, q, k, None if value is None else v)
+    """The pieces of every sequence and head, of forward and of backward, in a call with gradients."""
+    spec, q, k, v = _finite_rows(spec, query, key, value)
+    _, plans = plan(spec, q, k, v)
     if not any(piece.is_section for heads in plans for pieces in heads for piece in pieces):
         return plans, plans
-    saved = _forward(spec, q, k, v, has_values=value is not None)[2]
+    saved = _forward(spec, q, k, k if v is None else v, has_values=v is not None)[2]
     return plans, banded_pieces.plan(spec, _bounds(spec, saved), threads=torch.get_num_threads())
 
 
-def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, *, has_values: bool = True) -> tuple[Tensor, Tensor, Saved]:
+def _finite_rows(
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor | None
+) -> tuple[Spec, Tensor, Tensor, Tensor | None]:
+    """The call as `_forward` gets it."""
+    spec = with_plain_offset(spec)
+    q, k, v, *_ = without_bad_numbers(spec, query, key, key if value is None else value)
+    return spec, q, k, None if value is None else v
+
+
+def _infer(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
+    return _forward(spec, q, k, v, for_gradients=False)
+
+
+def _forward(
+    spec: Spec, q: Tensor, k: Tensor, v: Tensor, *, has_values: bool = True, for_gradients: bool = True
+) -> tuple[Tensor, Tensor, Saved]:
     spec, q, _ = _with_positive_scale(spec, q)
-    certified, plans = plan(spec, q, k, v if has_values else None)
-    kept, allowed = dataclasses.replace(certified, left=certified.left.clone(), right=certified.right.clone()), None
+    certified, plans = plan(spec, q, k, v if has_values else None, for_gradients=for_gradients)
+    kept, tolerances = dataclasses.replace(certified, left=certified.left.clone(), right=certified.right.clone()), None
     work = torch.promote_types(q.dtype, torch.float32)
     output = q.new_zeros(q.shape, dtype=work)
     lse = q.new_full(q.shape[:3], -math.inf, dtype=work)
@@ -103,14 +126,14 @@ def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, *, has_values: bool = 
             head, pieces = HeadMasks(spec, b, h, masks), plans[b][h]
             tensors = q[b, h], k[b, h // spec.group], v[b, h // spec.group]
             if head.is_extreme or (not moderate and not are_moderate(*tensors)):
-                _plain_forward(head, *tensors, output[b, h], lse[b, h])
+                plain_forward(head, *tensors, output[b, h], lse[b, h])
                 continue
             rows = output[b, h], lse[b, h], largest.clone()
             shares = [_forward_piece(head, piece, tensors, rows) for piece in pieces]
             lse[b, h] += rows[2]
             if any(piece.is_section for piece in pieces):
-                allowed = allowed_shares(spec, v if has_values else None) if allowed is None else allowed
-                narrow(spec, kept, b, h, pieces=pieces, shares=shares, allowed=allowed[b, h])
+                tolerances = tile_tolerances(spec, v if has_values else None) if tolerances is None else tolerances
+                narrow(spec, kept, b, h, pieces=pieces, shares=shares, tolerances=tolerances[b, h])
     visited = torch.cat([kept.left, kept.right, kept.outlier_tiles], -1).flatten(1)
     return output, lse, Saved(visited, output.new_empty(spec.batch, 0))
 
@@ -136,7 +159,7 @@ def _backward(spec: Spec, saved: Saved, inputs: BackwardInputs) -> Gradients:
                 or has_huge_scores(spec.scale, q[b, h], k[shared])
                 or _is_huge(lse[b, h])
             ):
-                dslope[:, b, h] = _plain_backward(head, tensors, None if grad_lse is None else grad_lse[b, h], *to)
+                dslope[:, b, h] = plain_backward(head, tensors, None if grad_lse is None else grad_lse[b, h], *to)
                 continue
             if inputs.slopes_wanted:
                 of_lse = None if grad_lse is None else grad_lse[b, h]
@@ -175,7 +198,7 @@ def _empty_saved(arguments: Arguments) -> Saved:
     return Saved(visited, query.new_empty((query.shape[0], 0), dtype=torch.promote_types(query.dtype, torch.float32)))
 
 
-run = operator(on_finite_numbers("banded", _forward, _backward, _empty_saved), READS)
+run = operator(on_finite_numbers("banded", _forward, _backward, _empty_saved, infer=_infer), READS)
 
 
 def _forward_piece(
@@ -303,69 +326,6 @@ def _scores(head: HeadMasks, piece: Piece, block: int, q: Tensor, k: Tensor) -> 
     query, key = query_view(q, piece, block)[0].to(head.dtype), key_view(k, piece, block)[0].to(head.dtype)
     score = (query @ key.T) * head.spec.scale - slope * distance.abs()
     return score.masked_fill(head.hidden(piece, distance[None], block)[0], -math.inf), distance
-
-
-def _plain_forward(head: HeadMasks, q: Tensor, k: Tensor, v: Tensor, output: Tensor, lse: Tensor) -> None:
-    """One head with numbers that torch's operator cannot handle: it adds −inf to hidden scores, which may be inf, and rounds
-    slopes times distances, which may overflow.
-    """
-    q, k, v = (x.to(output.dtype) for x in (q, k, v))
-    largest = torch.finfo(lse.dtype).max
-    for some, score, _, origin in _plain_scores(head, q, k):
-        output[some] = _plain_weights(score, origin) @ v
-        whole = score.logsumexp(-1).double() + origin
-        lse[some] = whole.clamp(-largest, largest).to(lse.dtype).masked_fill(origin == -math.inf, -math.inf)
-
-
-def _plain_backward(
-    head: HeadMasks, tensors: list[Tensor], grad_lse: Tensor | None, dq: Tensor, dk: Tensor, dv: Tensor
-) -> Tensor:
-    """Adds the gradients of one head to dq, dk and dv, and returns those of the slopes as `_slope_gradient` does.
-
-    Weights are recomputed by softmax, because the rounding of a huge lse alone would make exp(score − lse) wrong.
-    """
-    grad, q, k, v = (x.to(dq.dtype) for x in tensors[:4])
-    bad = tensors[4].isnan().any(-1, keepdim=True)  # queries that saw NaN, which was taken out of q, k and v
-    total = dq.new_zeros(2, dtype=torch.float64)
-    for some, score, distance, origin in _plain_scores(head, q, k):
-        weight = _plain_weights(score, origin)
-        moment = (grad[some] @ v.T).masked_fill_(weight == 0, 0.0)
-        moment = weight * (moment - (weight * moment).sum(-1, keepdim=True))
-        if grad_lse is not None:
-            moment = moment + weight * grad_lse[some, None]
-        moment = moment.masked_fill(bad[some] & (score > -math.inf), math.nan)
-        scaled = moment * head.spec.scale  # before the products, which may overflow although the gradient does not
-        dq[some] += scaled @ k
-        dk += scaled.T @ q[some]
-        dv += weight.T @ grad[some]
-        total[0] -= (moment.double() * distance.clamp(min=0)).sum()
-        total[1] += (moment.double() * distance.clamp(max=0)).sum()
-    return total
-
-
-def _plain_weights(score: Tensor, origin: Tensor) -> Tensor:
-    """Softmax, and zeros for queries that see no key; NaN if products overflow."""
-    return score.softmax(-1).masked_fill(origin[:, None] == -math.inf, 0.0)
-
-
-def _plain_scores(head: HeadMasks, q: Tensor, k: Tensor) -> Iterator[tuple[slice, Tensor, Tensor, Tensor]]:
-    """(queries, their scores with all keys, i − j, origin), a few whole rows at a time.
-
-    Scores are relative to the bias of the query's best visible key, its origin: fp64, −inf if it sees no key.
-    """
-    right_slope = 0.0 if math.isinf(head.right_slope) else head.right_slope
-    rows = max(1, PLAIN_SCORES // len(k))
-    for start in range(0, len(q), rows):
-        some = slice(start, start + rows)
-        piece = Piece(start, 1, len(q[some]), 0, 0, len(k), 0)
-        distance = head.distance(piece, 0)[0]
-        slope = q.new_full(distance.shape, -head.slope, dtype=torch.float64).masked_fill_(distance < 0, right_slope)
-        bias = distance * slope
-        bias = bias.masked_fill_(head.hidden(piece, distance[None], 0)[0], -math.inf)
-        origin = bias.amax(-1)
-        relative = (bias - origin.masked_fill(origin == -math.inf, 0.0)[:, None]).to(head.dtype)
-        products = (q[some].to(head.dtype) @ k.to(head.dtype).T) * head.spec.scale
-        yield some, (products + relative).masked_fill_(bias == -math.inf, -math.inf), distance, origin
 
 
 def _with_lse_column(tensors: list[Tensor], grad_lse: Tensor) -> list[Tensor]:

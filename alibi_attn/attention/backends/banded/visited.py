@@ -1,6 +1,7 @@
 """Which keys the pieces read, and which of them backward needs: not the sections that weigh nothing (docs/maths.md, step 11).
 
 The share of a piece in the softmax over all keys visited so far bounds its share over all keys, because the sum only grows.
+Backward leaves out a section if its share obeys the key rule for every query of a tile (`certificate/key_rule.py`).
 """
 
 import numpy as np
@@ -12,6 +13,7 @@ from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.visibility import first_positions
 from alibi_attn.attention.certificate.bounds import Bounds, longer_values
 from alibi_attn.attention.certificate.constants import TILE
+from alibi_attn.attention.certificate.key_rule import largest_share
 from alibi_attn.attention.certificate.norms import in_tiles
 
 Spec = AttentionSpec[Tensor]
@@ -38,35 +40,38 @@ def farthest(spec: Spec, pieces: list[Piece], first: int) -> int:
     return distance if spec.window is None else min(distance, spec.window)
 
 
-def allowed_shares(spec: Spec, value: Tensor | None) -> Tensor:
-    """[B, H, N] fp64: the share of a softmax that backward may leave out on each side, less if far values are long."""
-    share = 0.99 * spec.tolerance / (1 if spec.causal else 2)
+def tile_tolerances(spec: Spec, value: Tensor | None) -> Tensor:
+    """[B, H, N] fp64: the tolerance of the key rule for each tile of queries, less if far values are long."""
+    tolerance = 0.99 * spec.tolerance
     if value is None:
         blocks = -(-spec.query_len // TILE)
-        return torch.full((spec.batch, spec.num_heads, blocks), share, dtype=torch.float64)
+        return torch.full((spec.batch, spec.num_heads, blocks), tolerance, dtype=torch.float64)
     longer = longer_values(spec, value, first_positions(spec, value.device))
-    return in_tiles(longer).amax(-1).neg().exp() * share
+    return in_tiles(longer).amax(-1).neg().exp() * tolerance
 
 
 def narrow(
-    spec: Spec, kept: Bounds, b: int, h: int, *, pieces: list[Piece], shares: list[Tensor | None], allowed: Tensor
+    spec: Spec, kept: Bounds, b: int, h: int, *, pieces: list[Piece], shares: list[Tensor | None], tolerances: Tensor
 ) -> None:
     """Lowers the reach `kept` of head h of sequence b.
 
     Args:
         shares: of every piece, [count, rows] in the softmax of its queries; None = unknown.
-        allowed: [N] on each side.
+        tolerances: [N], of the key rule.
     """
     parts = [_in_tiles(*x) for x in zip(pieces, shares, strict=True) if not x[0].is_outlier]
     tile, low, high, share = (np.concatenate(x) for x in zip(*parts, strict=True))
-    left, right, most = kept.left[b, h], kept.right[b, h], allowed.numpy()
+    left, right, tolerance = kept.left[b, h], kept.right[b, h], tolerances.numpy()[tile]
     first = int(first_positions(spec, left.device).expand(spec.batch)[b])
     start = first + np.arange(len(left)) * TILE
     last = np.minimum(start + TILE, first + spec.query_len) - 1
-    to_left = last - _nearest_kept(tile, low, share, most) + 1
+    # The largest distance of a query and a key counts.
+    light = share <= largest_share((last[tile] - low).clip(0), tolerance)
+    to_left = last - _nearest_kept(tile, low, light, len(left)) + 1
     torch.minimum(left, torch.from_numpy(to_left.clip(1)), out=left)
     if not spec.causal:
-        to_right = -_nearest_kept(tile, -high, share, most) - start
+        light = share <= largest_share((high - 1 - start[tile]).clip(0), tolerance)
+        to_right = -_nearest_kept(tile, -high, light, len(left)) - start
         torch.minimum(right, torch.from_numpy(to_right.clip(1)), out=right)
 
 
@@ -91,14 +96,12 @@ def _largest_by_tile(share: Tensor, ahead: int) -> Tensor:
     return share.unflatten(1, (-1, TILE)).amax(-1)
 
 
-def _nearest_kept(tile: Array, begin: Array, share: Array, allowed: Array) -> Array:
-    """[N]: where the first part begins, in the order of `begin`, that a tile of queries needs."""
+def _nearest_kept(tile: Array, begin: Array, light: Array, tiles: int) -> Array:
+    """[tiles]: where the first part begins, in the order of `begin`, that is not light and that a tile of queries needs."""
     order = np.lexsort((begin, tile))
-    tile, begin, share = tile[order], begin[order], share[order]
+    tile, begin, light = tile[order], begin[order], light[order]
     rank = np.arange(len(tile)) - np.searchsorted(tile, tile)
-    shares = np.full((len(allowed), rank.max(initial=0) + 2), np.inf)
-    begins = np.zeros_like(shares, dtype=np.int64)
-    shares[tile, rank], begins[tile, rank] = share, begin
-    # NaN weighs more than any tolerance: no later sum is at most `allowed`.
-    needed = (shares.cumsum(1) <= allowed[:, None]).sum(1)
-    return begins[np.arange(len(allowed)), needed]
+    lights = np.zeros((tiles, rank.max(initial=0) + 2), dtype=bool)
+    begins = np.zeros_like(lights, dtype=np.int64)
+    lights[tile, rank], begins[tile, rank] = light, begin
+    return begins[np.arange(tiles), np.argmin(lights, 1)]
