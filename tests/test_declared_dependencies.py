@@ -18,6 +18,7 @@ EXTRAS = {
     "lab": ("lab", "track", "hub", "ray"),
     "recipes": ("lab", "hf"),
     "report": ("lab",),
+    "heads": ("torch", "hf", "lab"),
     "measure": ("torch", "jax", "hf", "lab"),
     "cli": ("torch", "jax", "hf", "lab", "ray"),
 }
