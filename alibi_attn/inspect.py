@@ -168,7 +168,7 @@ def device_plan(query: Tensor, key: Tensor, value: Tensor, slopes: Any = None) -
 def tiles_of_a_step(query: Tensor, key: Tensor, value: Tensor, slopes: Any = None) -> tuple[int, Bounds]:
     """(the number of tiles that a decoding step of the Triton kernels reads with known norms, the bounds they come from)."""
     spec, known_norms = make_spec(query, key, value, slopes), Norms.of(key, value)
-    tiles, bounds = planned(spec, query, key, value, rows=TILE, shared=True, known_norms=known_norms)
+    tiles, bounds = planned(spec, query, key, value, rows=TILE, shared=True, known_norms=known_norms, gradients=False)
     if reads_whole(spec, key):
         return spec.batch * spec.num_kv_heads * -(-spec.key_len // TILE), bounds
     return int(tiles.weight.sum()), bounds

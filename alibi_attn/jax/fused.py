@@ -205,6 +205,7 @@ def _planned(causal: bool, given: Numbers, arrays: Arrays) -> tuple[Array, ...]:
         CAUSAL=causal,
         HIDDEN=False,
         SHARED=False,
+        KEY_RULE=True,
     )
     return norms, of_heads, allowance, online, *planned
 

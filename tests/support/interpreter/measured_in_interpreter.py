@@ -92,7 +92,7 @@ def gradients_of_a_public_call(tolerance: float) -> list[tuple[Tensor, Tensor]]:
 def computed(tolerance: float, *, trains: bool = True) -> tuple[int, int]:
     """How many scores forward and backward compute, as `explain` counts them."""
     torch.manual_seed(0)
-    query, key, value = torch.randn(3, 1, 2, 500, 16, requires_grad=trains)
+    query, key, value = torch.randn(3, 1, 2, 700, 16, requires_grad=trains)
     peaked = 3.0 * query
     spec = make_spec(peaked, key, value, [0.1, 0.05], tolerance=tolerance)
     with torch.no_grad():

@@ -239,6 +239,7 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool)
         "VALUES": True,
         "HIDDEN": biased,
         "SHARED": False,
+        "KEY_RULE": True,
         "DESCRIBED": is_described,
         "FLOOR": -(2.0**20),
         "STEP": 2.0**10,

@@ -90,12 +90,14 @@ def too_small(spec: Spec) -> TooSmall | None:
 def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Visits:
     """What a call reads. Where forward measures what backward visits, this computes the attention.
 
-    If no tensor requires a gradient, it describes the call without gradients, which reads up to WHOLE_KEYS keys whole.
+    If no tensor requires a gradient, it describes the call without gradients, which reads up to WHOLE_KEYS keys whole, and
+    measures nothing.
     """
-    whole = spec.key_len <= WHOLE_KEYS and not requires_gradient(spec, query, key, value)
-    found = plan(spec, query, key, value, whole=whole)
+    gradients = requires_gradient(spec, query, key, value)
+    whole = spec.key_len <= WHOLE_KEYS and not gradients
+    found = plan(spec, query, key, value, whole=whole, gradients=gradients)
     numbers = reach_and_scores(spec, Tiles(found.bands, found.outlier_tiles, found.beside, found.weight, found.rows))
-    if whole or not measures(spec, query):
+    if not gradients or not measures(spec, query):
         return Visits(*numbers)
     q, k, v = in_rows(query, key, key if value is None else value)
     forward(spec, q, k, v, found)
@@ -104,7 +106,7 @@ def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Visi
 
 def plan(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, known_norms: Norms | None = None,
-    call: Argument | None = None, into: Tensor | None = None, whole: bool = False,
+    call: Argument | None = None, into: Tensor | None = None, whole: bool = False, gradients: bool = True,
 ) -> Plan:  # fmt: skip
     """The tiles that every block of queries will visit.
 
@@ -114,11 +116,13 @@ def plan(
         call: its `Call`, if it was prepared before.
         into: the plan's tensor, if it was allocated before.
         whole: visit all keys that the masks allow.
+        gradients: whether backward may follow, see `make_plan`.
     """
     certified = not whole and (spec.query_len > DECODE_QUERIES or known_norms is not None)
     return make_plan(
         spec, call_of(spec, query.device) if call is None else call, query, key, value, rows=plan_rows(spec.query_len),
-        shared=spec.query_len <= TILE, known_norms=known_norms, certified=certified, into=into,
+        shared=spec.query_len <= TILE, known_norms=known_norms, certified=certified,
+        gradients=gradients, into=into,
     )  # fmt: skip
 
 
@@ -192,7 +196,9 @@ def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, known_norms: N
     def launched(spec: Spec, *tensors: Tensor) -> None:
         query, key, value, keys, values, output, given_lse = tensors
         call = call_of(spec, query.device)
-        tiles = None if reads_whole(spec, key) else plan(spec, query, key, value, Norms(keys, values), call)
+        tiles = None
+        if not reads_whole(spec, key):
+            tiles = plan(spec, query, key, value, Norms(keys, values), call, gradients=False)
         into = output, scratch(given_lse.numel(), query.device, torch.float32)
         forward(spec, query, key, value, tiles, call=call, given_lse=given_lse, into=into)
 
@@ -330,7 +336,7 @@ def _launch_inference(spec: Spec, query: Tensor, key: Tensor, value: Tensor, out
     call = call_of(spec, query.device, planned=not hides)
     tiles = None
     if hides or spec.query_len > DECODE_QUERIES:
-        tiles = plan(spec, query, key, value, call=call, whole=spec.key_len <= WHOLE_KEYS)
+        tiles = plan(spec, query, key, value, call=call, whole=spec.key_len <= WHOLE_KEYS, gradients=False)
     lse = scratch((1 if spec.key_bias is None else 3) * given_lse.numel(), query.device, torch.float32)
     forward(spec, query, key, value, tiles, call=call, given_lse=given_lse, into=(output, lse), measured=False)
 

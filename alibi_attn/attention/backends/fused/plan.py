@@ -94,6 +94,7 @@ def planned(
     shared: bool = False,
     known_norms: Norms | None = None,
     certified: bool = True,
+    gradients: bool = True,
 ) -> tuple[Plan, Bounds]:
     """(the plan, the certificate that it comes from); arguments as for `make_plan`."""
     plan = make_plan(
@@ -106,6 +107,7 @@ def planned(
         shared=shared,
         known_norms=known_norms,
         certified=certified,
+        gradients=gradients,
         with_reach=True,
     )
     assert plan.scratch is not None
@@ -132,6 +134,7 @@ def make_plan(
     shared: bool = False,
     known_norms: Norms | None = None,
     certified: bool = True,
+    gradients: bool = True,
     with_reach: bool = False,
     into: Tensor | None = None,
 ) -> Plan:
@@ -143,6 +146,8 @@ def make_plan(
         shared: all query heads of a key head visit the same tiles, those of the widest; for at most TILE queries.
         known_norms: norms of keys and values; only the nearest of the keys that they cover are read.
         certified: False = visit all keys that the masks allow.
+        gradients: False = the key rule of `certificate/constants.py` does not apply: without gradients, the limit of a query is
+            enough, and up to an eighth fewer keys are visited.
         with_reach: also write the reach of every TILE queries into the scratch memory.
         into: the plan's tensor, of `empty_plan`; None = scratch memory.
     """
@@ -177,7 +182,10 @@ def make_plan(
     if is_certified:
         plan.norms = space.at(at.norms, torch.float32)
         plan.allowance, plan.online = space.at(at.allowance, torch.float32), space.at(at.online)
-        _certify(spec, call, query, key, value, known_norms, full_tiles, of_plan, space, shared=shared, rows=rows)
+        _certify(
+            spec, call, query, key, value, known_norms, full_tiles, of_plan, space,
+            shared=shared, rows=rows, gradients=gradients,
+        )  # fmt: skip
         return plan
     from alibi_attn.attention.backends.fused.kernels.plan import plan_kernel
 
@@ -241,6 +249,7 @@ def _certify(
     *,
     shared: bool,
     rows: int,
+    gradients: bool,
 ) -> None:
     """Fills the plan; with `known_norms` only the norms near the queries are measured."""
     from alibi_attn.attention.backends.fused.kernels.certificate import norms_kernel, survey_kernel
@@ -294,6 +303,7 @@ def _certify(
         CAUSAL=spec.causal,
         HIDDEN=hidden,
         SHARED=shared,
+        KEY_RULE=gradients,
     )
     keys, surveyed = rows_of(key), NONE
     launch(

@@ -33,6 +33,7 @@ FIXED_DIGITS = tl.constexpr(constants.FIXED_DIGITS)
 FIXED_HALF_DIGITS = tl.constexpr(constants.FIXED_HALF_DIGITS)
 _TINY = tl.constexpr(16.0 * constants.VANISHING["float32"])  # √256 entries whose squares vanish
 KEPT = tl.constexpr(constants.KEPT)
+KEY_RULE_TOKENS = tl.constexpr(constants.KEY_RULE_TOKENS)
 CERTAIN = tl.constexpr(1.0 - 2.0**-8)  # a sum in fp32 over up to 2¹⁶ tiles is certain up to this factor
 VALUE_RATIO = tl.constexpr(constants.VALUE_RATIO)
 UNLIMITED_REACH = tl.constexpr(2**29)  # the reach of a head that skips nothing

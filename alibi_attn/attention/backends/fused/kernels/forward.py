@@ -6,7 +6,7 @@ the partial tiles and the outlier tiles (those with the largest norms, see `cert
 
 The diagonal comes first, and full tiles from the nearest to the farthest, so that sums are early close to the final ones. A
 tile's part of a query's sum so far bounds its share of the softmax. The farthest tile with a share that matters ends the band
-that backward visits (`widened`).
+that backward visits (`widened`), by the key rule of `certificate/constants.py`.
 """
 
 # mypy: ignore-errors
@@ -24,6 +24,7 @@ from alibi_attn.attention.backends.fused.kernels.bands import (
     outward_full,
     outward_partial,
 )
+from alibi_attn.attention.backends.fused.kernels.certificate import KEY_RULE_TOKENS
 from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_weights
 from alibi_attn.attention.backends.fused.kernels.positions import (
     biased_lse_before_move,
@@ -166,13 +167,20 @@ def attend_partial(
 
 
 @triton.jit
-def widened(ends, tile, part, whole, least, CAUSAL: tl.constexpr):
+def widened(ends, tile, part, whole, rule, start, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
     """(first, last): for every query the outermost tiles that matter, after `tile`, which adds `part` to the sum of weights and
-    makes it `whole`. It matters unless its share is below `least`; NaN matters. None = nothing is measured.
+    makes it `whole`.
+
+    `rule` is a pair (allowance, tokens), and a tile d tokens from the block matters unless its share is below allowance /
+    (d + tokens); NaN matters. None = nothing is measured.
     """
     first, last = ends
-    if least is not None:
-        matters = ~(part < least * whole)
+    if rule is not None:
+        away = start - (tile * BN + BN - 1)
+        if not CAUSAL:
+            away = tl.maximum(away, tile * BN - (start + BM - 1))
+        tokens = tl.maximum(away, 0).to(tl.float32) + rule[1]
+        matters = ~(part * tokens < rule[0] * whole)
         first = tl.where(matters, tl.minimum(first, tile), first)
         if not CAUSAL:
             last = tl.where(matters, tl.maximum(last, tile), last)
@@ -303,7 +311,7 @@ def forward_kernel(
     block = b * visited.row + (h * blocks + n * BM // ROWS) * 4
     band = band_of(visited, block, of_sequence, start, head, S, BM, BN, ROWS, CAUSAL)
     # The nearest tile always stays in the band.
-    nearest, least = band.last - 1, None
+    nearest, rule = band.last - 1, None
     if not CAUSAL:
         nearest = tl.minimum(nearest, tl.maximum(start, 0) // BN)
     nearest = tl.maximum(nearest, band.first)
@@ -314,7 +322,10 @@ def forward_kernel(
         for other in tl.static_range(1, BM // TILE):
             more = n * BM // TILE + other < tl.cdiv(T, TILE)
             least = tl.minimum(least, tl.load(allowed + other, mask=more, other=float("inf")))
-        least = least / tl.maximum(band.last - band.first, 1).to(tl.float32)
+        # Backward visits the tiles of TILE queries, and the last of these are BM − TILE tokens farther away than the first. The
+        # parts of a tile of TILE keys share its allowance.
+        moved = tl.abs(distance_moved(call.query_offset, b, T, S)).to(tl.float32)
+        rule = least * (0.5 * BN / TILE), moved + (KEY_RULE_TOKENS + BM - TILE)
     rest = band
     if NORMS is not None:
         heads = call.B * (H // G)
@@ -323,7 +334,7 @@ def forward_kernel(
             m_i, l_i, acc, part = attend_full(
                 tile, queries, head, m_i, l_i, acc, K, V, S, BN, D, CAUSAL, True, False, PRECISION
             )
-            ends = widened(ends, tile, part, l_i, least, CAUSAL)
+            ends = widened(ends, tile, part, l_i, rule, start, BM, BN, CAUSAL)
             if COUNT is not None:
                 visits += 1
         rest = Band(band.first, band.last, band.low, diagonal, diagonal, diagonal)
@@ -339,7 +350,7 @@ def forward_kernel(
             tile, queries, head, m_i, l_i, acc, K, V, call.masks, S, BN, D, CAUSAL, PRECISION
         )
         # Outlier tiles are always visited.
-        ends = widened(ends, tl.where(x < partial, tile, nearest), part, l_i, least, CAUSAL)
+        ends = widened(ends, tl.where(x < partial, tile, nearest), part, l_i, rule, start, BM, BN, CAUSAL)
         if COUNT is not None:
             visits += 1
     online = full_count(band)
@@ -351,7 +362,7 @@ def forward_kernel(
             m_i, l_i, acc, part = attend_full(
                 tile, queries, head, m_i, l_i, acc, K, V, S, BN, D, CAUSAL, False, FIXED, PRECISION
             )
-            ends = widened(ends, tile, part, l_i, least, CAUSAL)
+            ends = widened(ends, tile, part, l_i, rule, start, BM, BN, CAUSAL)
             if COUNT is not None:
                 visits += 1
     if MEASURED is not None:

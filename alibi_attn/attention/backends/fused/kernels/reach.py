@@ -20,6 +20,7 @@ from alibi_attn.attention.backends.fused.kernels.certificate import (
     FIXED_DIGITS,
     FIXED_HALF_DIGITS,
     KEPT,
+    KEY_RULE_TOKENS,
     NATS,
     PRODUCTS,
     ROUNDING,
@@ -31,7 +32,13 @@ from alibi_attn.attention.backends.fused.kernels.certificate import (
     survey,
 )
 from alibi_attn.attention.backends.fused.kernels.plan import octave, order_heads, plan_group, plan_head
-from alibi_attn.attention.backends.fused.kernels.positions import load_first_key, load_offset, load_window
+from alibi_attn.attention.backends.fused.kernels.positions import (
+    LN2,
+    distance_moved,
+    load_first_key,
+    load_offset,
+    load_window,
+)
 from alibi_attn.attention.backends.fused.kernels.tiles import (
     LOG2E,
     OUTLIERS,
@@ -70,12 +77,13 @@ def load_nearest(X, first, count, D: tl.constexpr):
 
 @triton.jit
 def tiles_of_little(
-    norms, sums, bias, bk, tiles, from_tile, count, step, origin, slope, rate, worst, WIDTH: tl.constexpr
+    norms, sums, bias, bk, tiles, from_tile, count, step, origin, slope, rate, worst, rule, WIDTH: tl.constexpr
 ):
     """How many of `count` tiles, in the order `from_tile`, `from_tile` + `step` …, together weigh at most 2^(−worst).
 
     Everything is in log2 units. `rate` times a norm bounds a score. A tile's sum is relative to the position `origin`, from
-    which it loses slope·step·(origin − the first key). `bias` is the BlockBias.
+    which it loses slope·step·(origin − the first key). `bias` is the BlockBias. `rule` is a pair (factor, tokens), and each
+    tile d tokens from `origin` weighs at most 2^(−worst) / (factor·(d + tokens)) too; None = no such rule.
     """
     skippable, total = count, 0.0
     for start in range(0, count, WIDTH):
@@ -93,10 +101,24 @@ def tiles_of_little(
         weight = ((inner + base) - away) + bound + worst + rounded * (ROUNDING - 1.0)
         weight = tl.where(weight < 64.0, weight, 64.0)  # also if it is NaN
         weight = tl.where(some, tl.exp2(weight), 0.0)
-        sum_here = total + tl.cumsum(weight, 0)
-        skippable = tl.minimum(skippable, tl.min(tl.where(there & (sum_here > CERTAIN), place, count), 0))
+        matters = total + tl.cumsum(weight, 0) > CERTAIN
+        if rule is not None:
+            tokens = ((origin - tile * TILE) * step).to(tl.float32) + rule[1]
+            matters = matters | (weight * (rule[0] * tokens) > CERTAIN)
+        skippable = tl.minimum(skippable, tl.min(tl.where(there & matters, place, count), 0))
         total += tl.sum(weight, 0)
     return skippable
+
+
+@triton.jit
+def reach_of_key_rule(nats, slope, tokens, near):
+    """A distance r from which on exp(nats − slope·r)·(r + tokens) ≤ 1; `near` is a guess of r, and `slope` positive.
+
+    ln(r + tokens) lies below its tangent at every point, so r·slope ≥ nats + (the tangent) is enough. Where the tangent rises
+    less than slope·r, that also holds for every larger distance.
+    """
+    at = tl.maximum(near + tokens, 2.0 / slope)
+    return (nats + tl.log2(at) / LOG2E - 1.0 + tokens / at) / (slope - 1.0 / at) * ROUNDING + 1.0
 
 
 @triton.jit
@@ -135,6 +157,7 @@ def reach_kernel(
     CAUSAL: tl.constexpr,
     HIDDEN: tl.constexpr,
     SHARED: tl.constexpr,
+    KEY_RULE: tl.constexpr,
 ):
     """Program: one block of TILE queries of one head; writes the certificate, then `plan`.
 
@@ -147,6 +170,8 @@ def reach_kernel(
         ROWS: queries of a block of the plan. BIAS_ROWS: queries that share a reference, see KeyBias.
         HIDDEN: a key mask or bias may hide keys.
         SHARED: the heads of a group share their plan; there are at most TILE queries.
+        KEY_RULE: a query leaves out no key, and no tile with a key bias, of which it holds more than the key rule of
+            `certificate/constants.py` allows; for calls with gradients.
     """
     B, H, G, T, S, masks = call.B, call.H, call.G, call.T, call.S, call.masks
     blocks, tiles, kv_heads = tl.cdiv(T, TILE), tl.cdiv(S, TILE), H // G
@@ -272,6 +297,11 @@ def reach_kernel(
     allowance = tl.exp2(-less * LOG2E) * (CERTAIN if CAUSAL else 2.0 * CERTAIN)
     tl.store(certificate.allowance + bh * blocks + n, tl.where(most < float("inf"), allowance, 0.0))
     cost = outliers_in(choice).to(tl.int64) * (2 * TILE)
+    # `nats_of_tolerance` is that of one side, and the key rule halves the whole tolerance.
+    factor, rule, tokens = (2.0 if CAUSAL else 1.0), None, 0.0
+    if KEY_RULE:
+        tokens = tl.abs(distance_moved(call.query_offset, b, T, S)).to(tl.float32) + KEY_RULE_TOKENS
+        rule = factor, tokens
     for side in tl.static_range(1 if CAUSAL else 2):
         slope, longest, reachable = m, to_left, start + TILE
         if side == 1:
@@ -317,6 +347,7 @@ def reach_kernel(
                 slope * LOG2E,
                 most_rate,
                 worst,
+                rule,
                 WIDTH,
             )
             farthest = (from_tile + skippable * step) * TILE
@@ -333,6 +364,9 @@ def reach_kernel(
             # −ln(1 − e^(−m)) ≤ m/2 − ln m.
             tail = slope * 0.5 - tl.log2(slope) / LOG2E + nats_of_tolerance
             reach = tl.maximum((worst + tail) / slope * ROUNDING + 1.0, KEPT)
+            if KEY_RULE:
+                nats_of_rule = worst + nats_of_tolerance + LN2 * (factor - 1.0)
+                reach = tl.maximum(reach, reach_of_key_rule(nats_of_rule, slope, tokens, reach))
             reach = tl.where(slope > 0.0, tl.where(reach < UNLIMITED_REACH, reach, UNLIMITED_REACH), UNLIMITED_REACH)
             reach = tl.where(slope == float("inf"), 1.0, reach)
             if CAUSAL:
