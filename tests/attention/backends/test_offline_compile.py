@@ -28,7 +28,7 @@ MOST_INSTRUCTIONS = {
     "decode/D=128": 120,
     "forward, biased/D=64": 16,
     "query, biased/D=64": 18,
-    "key, biased/D=64": 19.5,
+    "key, biased/D=64": 18,
     "decode, biased/D=64": 155,
 }
 MOST_ONLINE = {"forward/D=64": 380, "forward/D=128": 450}  # instructions of the loop with online softmax
@@ -135,16 +135,14 @@ def test_a_bias_for_every_key_costs_no_pipeline(of_sm_90: dict[str, dict[str, in
     assert_biased_are_pipelined({name: row for name, row in of_sm_90.items() if "biased" in name})
 
 
-def assert_biased_are_pipelined(
-    found: dict[str, dict[str, int]], most: Mapping[str, float] = MOST_INSTRUCTIONS
-) -> None:
+def assert_biased_are_pipelined(found: dict[str, dict[str, int]]) -> None:
     assert len(found) == 6
     for name, row in found.items():
         if name in ("sm_90/reach, biased/D=64", "sm_90/labels, biased/D=64"):
             assert row["spilled"] == 0, f"{name} spills {row['spilled']} bytes: {row}"
             assert row["instructions"] < 7000, f"{name}: the certificate costs as much as attention: {row}"
         else:
-            assert_pipelined(name, row, most)
+            assert_pipelined(name, row)
 
 
 @pytest.mark.long
@@ -155,8 +153,7 @@ def test_the_oldest_triton_compiles_them_too(monkeypatch: pytest.MonkeyPatch) ->
     found = compiled("sm_90", "sm_90-wide", "sm_90-biased")
     assert recorded("3.6.0")
     assert_all_as_recorded({name: row for name, row in found.items() if "biased" not in name}, "3.6.0")
-    most = MOST_INSTRUCTIONS | {"key, biased/D=64": 20}
-    assert_biased_are_pipelined({name: row for name, row in found.items() if "biased" in name}, most)
+    assert_biased_are_pipelined({name: row for name, row in found.items() if "biased" in name})
 
 
 @pytest.mark.long

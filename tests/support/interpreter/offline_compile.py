@@ -70,7 +70,7 @@ BEFORE |= {"merge": merge_kernel, "labels": labels_kernel, "spread": spread_kern
 BEFORE |= {"split": split_kernel, "scan": scan_kernel, "suffix": suffix_kernel}  # of key biases and gates
 BEFORE |= {"append": append_kernel, "rings": append_to_rings_kernel}  # of static caches
 WITH_TILES = ("norms", "reach")  # the others hold small integers, for which every device has room
-ALONE = ("plan", "merge", "labels", "append", "rings")  # launched with one warp
+ALONE = ("plan", "merge", "labels", "append", "rings")  # launched with one warp, "labels" unless it splits a bias
 ITS_SHAPE = Shape(queries=64, keys=64, warps=4, stages=3)
 TARGETS = {
     "sm_90": GPUTarget("cuda", 90, 32),
@@ -125,7 +125,7 @@ CUOBJDUMP = Path(nvidia.__file__).parent / "bin" / "cuobjdump"
 
 def figures(kernel: str, target: str, head_dim: int, *, biased: bool = False) -> dict[str, int]:
     """Figures of one kernel: bf16, causal, no masks, gradients of slopes and lse; with `biased` also of a key bias."""
-    shape = ITS_SHAPE._replace(warps=1) if kernel in ALONE else ITS_SHAPE
+    shape = ITS_SHAPE._replace(warps=1) if kernel in ALONE and not biased else ITS_SHAPE
     if kernel in KERNELS:
         described, large = _is_described(kernel, target, head_dim, biased=biased), target in LARGE
         shape = tile_shape(kernel, torch.bfloat16, head_dim, large=large, described=described)
@@ -263,7 +263,6 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool)
         )
         types |= {
             "SUMS": "*fp32",
-            "SHIFTED": None,
             "NORMS": None,
             "ONLINE": None,
             "GIVEN_LSE": None,

@@ -250,8 +250,7 @@ def _launch_backward(
     b, h, k, s, t = spec.batch, spec.num_heads, spec.num_kv_heads, spec.key_len, spec.query_len
     call, key_tiles = call_of(spec, device), -(-s // TILE)
     rows = b * h * -(-t // tiles.rows) * tiles.rows
-    # fp32 would lose digits; the biases of keys need pairs of numbers anyway.
-    is_shifted = spec.causal and spec.key_bias is None and query.dtype != torch.float32
+    is_shifted = spec.causal and query.dtype != torch.float32  # which would lose digits
     at = starts(rows, rows if is_shifted else 0, 3 * b * h * key_tiles, b * h, b * k)
     space = Space(scratch(at[-1], device))
     delta, candidates, order = space.at(at[0], torch.float32), space.at(at[2]), space.at(at[3])

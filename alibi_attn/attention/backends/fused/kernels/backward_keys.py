@@ -206,6 +206,9 @@ def key_kernel(
             products = tl.dot(k, q.T, input_precision=PRECISION)  # [BN, BM]
             if SHIFTED is not None:
                 column = head.slope * (jj + (t * BN - offset - n * BM // TILE * TILE)).to(tl.float32)
+                if call.key_bias is not None:
+                    column += rest
+                    row -= base - tl.load(pair_rows(LSE_h, H, T)[0] + i)
                 column += tl.where(visited, 0.0, float("-inf"))
                 exponents = products * head.scale + column[:, None] - row[None, :]
             else:
