@@ -145,6 +145,7 @@ PICTURES = {
     "speed": Picture(
         "Milliseconds of attention against tokens: ours grows linearly, the others with the square.",
         lambda: times_by_length(of_peers(CPU.format("attention"), SHOWN)),
+        room=44,
     ),
     "encoders": Picture(
         "Milliseconds of a whole encoder against the length of its text.",
@@ -154,10 +155,12 @@ PICTURES = {
     "jax": Picture(
         "Milliseconds of attention in JAX, forward and backward, against tokens.",
         lambda: times_by_length(of_peers(JAX, {OURS: OURS, "dense bias": "jax.nn, dense bias"})),
+        room=44,
     ),
     "serving-bloom": Picture(
         "Milliseconds of a BLOOM of two layers against tokens, patched and as transformers has it.",
         lambda: times_by_length(record(SERVING.format("bloom"))),
+        room=52,
     ),
 }
 

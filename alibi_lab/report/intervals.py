@@ -24,15 +24,13 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
+from scipy.special import stdtrit  # type: ignore[import-untyped]
 
 from alibi_lab.records import Record
 from alibi_lab.report.series import Array, Mode, Series, column_by, numbers, section, seed_of, sequence
 
 Word = Literal["contradicted", "confirmed", "open"]
 
-# Student's t for two-sided 95 %, by degrees of freedom; between two entries the smaller number of degrees applies.
-_FROM_1_TO_10 = (12.706, 4.303, 3.182, 2.776, 2.571, 2.447, 2.365, 2.306, 2.262, 2.228)
-T_95 = dict(enumerate(_FROM_1_TO_10, start=1)) | {15: 2.131, 20: 2.086, 30: 2.042, 60: 2.0}
 LEAST_PARTS = 3
 _none = functools.partial(np.empty, 0)
 
@@ -192,7 +190,7 @@ def _mean_bounds(values: Array, weights: Array) -> tuple[float, float]:
     """Student's interval of the weighted mean of independent values."""
     count, mean = len(values), float(weights @ values)
     variance = count / (count - 1) * float(weights**2 @ (values - mean) ** 2)
-    half = T_95[max(degrees for degrees in T_95 if degrees < count)] * math.sqrt(variance)
+    half = float(stdtrit(count - 1, 0.975)) * math.sqrt(variance)
     return mean - half, mean + half
 
 

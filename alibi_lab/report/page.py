@@ -35,8 +35,9 @@ except ModuleNotFoundError as error:
     raise ImportError(f'a report needs {error.name}; install it with: pip install "alibi-attn[lab]"') from error
 
 from alibi_attn.files import replace_file
+from alibi_lab.position_methods import LOOKS
 from alibi_lab.records import Record
-from alibi_lab.report.tables.table import processor_text
+from alibi_lab.report.tables.table import processor_text, variable_of
 
 TITLE = "Train short, test long"
 QUESTION = "A language model is trained on short texts. Does it still predict well when it reads longer ones?"
@@ -91,9 +92,13 @@ def report_html(
         lstrip_blocks=True,
     )
     environment.tests["block_of"] = lambda block, kind: type(block).__name__ == kind
-    return environment.get_template("page.html").render(
+    own = {
+        variable_of("", series.look): series.look for study in archive.studies for series in study.series if series.look
+    }
+    own = {variable: look for variable, look in own.items() if look not in LOOKS.values()}
+    page = environment.get_template("page.html").render(
         title=title,
-        colors=drawing.css,
+        colors=lambda theme: f"{drawing.css(theme)} {drawing.css(theme, own)}".rstrip(),
         question=question or (QUESTION if archive.studies else ""),
         first=first,
         contents=list(contents.items()),
@@ -102,6 +107,10 @@ def report_html(
         sections=shown,
         count=len(archive.records),
     )
+    style, end, body = page.partition("</style>")
+    for variable, look in own.items():  # of methods from a file, whose figures have the colors of a light page
+        body = body.replace(look.light, f"var(--{variable})").replace(look.light.lower(), f"var(--{variable})")
+    return style + end + body
 
 
 def _distinguished(sections: Sequence[Section]) -> list[Section]:

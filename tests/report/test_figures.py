@@ -1,5 +1,7 @@
 """Figures show exactly the recorded numbers, and the SVG fits any page."""
 
+import html
+import json
 import math
 import re
 import subprocess
@@ -15,7 +17,6 @@ from alibi_lab.report import plot_alibi_bias
 from alibi_lab.report.plots import bias as heads
 from alibi_lab.report.plots import drawing
 from alibi_lab.report.plots import study as figures
-from alibi_lab.report.plots.drawing import End
 from alibi_lab.report.series import studies
 from alibi_lab.report.tables.heads import fraction, half_life
 from alibi_lab.report.tables.table import number
@@ -83,37 +84,30 @@ def test_a_figure_without_data_is_none(made_up) -> None:
     assert figures.training_curves(study) is not None
 
 
-def test_labels_at_the_ends_do_not_touch(made_up) -> None:
+def test_the_legend_lists_the_lines_in_the_order_of_their_ends(made_up) -> None:
     (study,) = studies(made_up(methods=("none", "sinusoidal", "rotary", "t5", "alibi")))
-    figure = figures.cost_by_length(study, "tokens_per_second")  # five equal curves
-    labels = {"no positions", "sinusoidal", "rotary", "T5 bias", "ALiBi"}
-    boxes = [text.get_window_extent() for text in figure.axes[0].texts if text.get_text() in labels]
-    assert len(boxes) == 5
-    for at, box in enumerate(boxes):
-        assert not any(box.overlaps(other) for other in boxes[at + 1 :])
+    axes = figures.perplexity_by_length(study, "nonoverlapping").axes[0]
+    names = [text.get_text() for text in axes.get_legend().get_texts()]
+    assert names == ["rotary", "sinusoidal", "no positions", "T5 bias", "ALiBi"]
+    assert axes.get_legend().get_texts()[-1].get_color() == drawing.color_of("alibi")
 
 
-def test_the_name_of_a_peer_that_stops_at_once_stays_in_the_picture() -> None:
-    figure, axes = drawing.plain_axes("milliseconds, log scale")
-    axes.set_xscale("log")
-    axes.plot([2048, 16384], [20.0, 100.0])
-    axes.plot([2048], [200.0])
-    drawing.name_lines(axes, [End("ours", "black", 16384, 100.0), End("SDPA + dense bias", "black", 2048, 200.0)])
-    figure.canvas.draw()
-    for text in axes.texts:
-        assert text.get_window_extent().x0 >= axes.get_window_extent().x0, text.get_text()
-
-
-@pytest.mark.parametrize("heights", [(2.0, 2.1, 2.2, 2.3, 12.0), (2.0, 11.7, 11.8, 11.9, 12.0)])
-def test_names_of_lines_that_end_together_stay_next_to_the_picture(heights: tuple[float, ...]) -> None:
-    """Also at its lower and upper edge, in the order of the lines and without overlap."""
+def test_of_many_lines_only_the_best_and_the_worst_and_alibi_have_a_color() -> None:
     _, axes = drawing.plain_axes("of no unit")
-    axes.set_ylim(2.0, 12.0)
-    drawing.name_lines(axes, [End(f"{height}", "black", 1.0, height) for height in heights])
-    places = [text.xy[1] for text in axes.texts]
-    assert [text.get_text() for text in axes.texts] == [f"{height}" for height in heights]
-    assert 0 <= places[0] < places[-1] <= 1
-    assert np.diff(places).min() > 0.06
+    for at in range(13):
+        color = drawing.color_of("alibi") if at == 6 else f"#{at:02x}00ff"
+        axes.plot([0, 1], [0, at], color=color, label=f"{at}")
+        axes.fill_between([0, 1], [0, at], [0, at + 1], color=color)
+    drawing.name_lines(axes)
+    gray = [line.get_label() for line in axes.get_lines() if line.get_color() == drawing.MUTED]
+    assert gray == ["5", "7"]
+    assert to_hex(axes.collections[5].get_facecolor()[0]) == drawing.MUTED
+    assert [text.get_text() for text in axes.get_legend().get_texts()] == [f"{n}" for n in range(12, -1, -1)]
+
+
+def test_memory_begins_at_zero(made_up) -> None:
+    (study,) = studies(made_up())
+    assert figures.cost_by_length(study, "peak_memory_bytes").axes[0].get_ylim()[0] == 0
 
 
 def test_svg_is_inline_and_takes_its_colors_from_the_page(made_up) -> None:
@@ -150,14 +144,15 @@ def test_values_can_be_read_at_every_point_of_a_line(made_up) -> None:
     (study,) = studies(made_up(methods=("alibi",)))
     figure = figures.perplexity_by_length(study, "nonoverlapping")
     text = drawing.svg(figure, "p", "")
-    circles = re.findall(r'<circle cx="([^"]*)" cy="([^"]*)" r="6"><title>([^<]*)</title></circle>', text)
-    assert [title for _, _, title in circles] == [
+    (given,) = re.findall(r"data-readings='([^']*)'", text)
+    readings = json.loads(html.unescape(given))
+    assert [title for _, _, title in readings] == [
         f"ALiBi: {math.exp(2.0 - 0.012 * doublings):.4g} at {128 * 2**doublings:,}" for doublings in range(5)
     ]
     markers = re.findall(r'<use xlink:href="#p-[^"]*" x="([^"]*)" y="([^"]*)" style="fill: var\(--alibi\)', text)
-    assert len(markers) == 5  # the circles lie on the markers that matplotlib drew
-    for (*place, _), marker in zip(circles, markers, strict=True):
-        assert list(map(float, place)) == pytest.approx(list(map(float, marker)), abs=0.1)
+    assert len(markers) == 6  # five points, at which the readings are, and the legend's
+    for (*place, _), marker in zip(readings, markers, strict=False):
+        assert place == pytest.approx(list(map(float, marker)), abs=0.1)
 
 
 def test_the_heads_picture_fades_with_the_bias() -> None:

@@ -133,7 +133,7 @@ def test_distant_seeds_leave_a_level_open() -> None:
     far = [evaluated("alibi", "mqar", (share, share), seed=seed) for seed, share in enumerate((1.0, 0.95))]
     (task,) = one_comparison(far)
     found = referee.measured(task, "alibi", 64)
-    assert found.interval.low == pytest.approx(0.975 - 12.706 * 0.025)  # Student's t with one degree of freedom
+    assert found.interval.low == pytest.approx(0.975 - 12.7062047 * 0.025)  # Student's t with one degree of freedom
     assert referee.level(found) == "open"
     near = [evaluated("alibi", "mqar", (share, share), seed=seed) for seed, share in enumerate((1.0, 0.99))]
     assert referee.level(referee.measured(one_comparison(near)[0], "alibi", 64)) == "solved"

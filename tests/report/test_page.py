@@ -63,7 +63,7 @@ def test_the_interval_of_a_change_is_students_over_paired_seeds(made_up) -> None
     for seed, at in enumerate((1, 3, 5)):
         nats = records[at].curves["by_length"]["nonoverlapping_nats"]
         records[at] = _retested(records[at], nonoverlapping_nats=[*nats[:-1], nats[-1] + 0.01 * seed])
-    low, high = (math.expm1(-0.038 + sign * 4.303 * 0.01 / math.sqrt(3)) for sign in (-1, 1))
+    low, high = (math.expm1(-0.038 + sign * 4.30265273 * 0.01 / math.sqrt(3)) for sign in (-1, 1))
     lengths, _, _, change, interval, seeds, _ = _changes(records)["ALiBi"]
     assert (lengths, change) == ("128 to 2,048", "−3.7 %")
     assert interval == f"{100 * low:+.1f} % to {100 * high:+.1f} %".replace("-", "−")
@@ -137,7 +137,7 @@ def test_a_page_that_asks_explains_its_words_and_an_empty_one_does_not(made_up) 
 
 def test_the_page_is_self_contained(made_up) -> None:
     page = report_html(made_up())
-    assert "<script" not in page
+    assert page.count("<script") == 1, "which shows the numbers of a point"
     assert not re.search(r'(src|href)="(?!#|data:|https://arxiv\.org)', page)
     assert "@import" not in page
     assert not re.search(r"url\((?!#|data:)", page)
@@ -173,7 +173,7 @@ def test_tags_are_balanced(made_up) -> None:
 def test_text_from_records_is_escaped() -> None:
     record = Record(kind="benchmark", name="<script>alert(1)</script>", config={}, metrics={"a_ms": 1.0, "b": None})
     page = report_html([record], title="<b>bold</b>")
-    assert "<script" not in page
+    assert "<script>alert" not in page
     assert "<b>bold" not in page
     assert "&lt;script&gt;" in page
 
@@ -227,3 +227,24 @@ def test_the_file_is_written_whole_or_not_at_all(made_up, tmp_path: Path, monkey
         write_report([], path)
     assert path.read_bytes() == before
     assert os.listdir(path.parent) == ["report.html"]
+
+
+def test_a_method_from_a_file_has_its_own_color_in_light_and_dark_in_pictures_and_cards(made_up, contrast) -> None:
+    look = {"label": "mine", "light": "#1d6b4c", "dark": "#7fe0b0", "marker": "o"}
+    own = [
+        dataclasses.replace(
+            record,
+            name=record.name.replace("alibi", "Mine"),
+            config={**record.config, "model": {"method": "mine.py:Mine"}, "method": look},
+        )
+        for record in made_up(methods=("alibi",))
+    ]
+    page = report_html([*made_up(), *own])
+    style, body = page.split("</style>", 1)
+    assert style.count("--own-1d6b4c: #1d6b4c;") == 2, "on the screen and in print"
+    assert "--own-1d6b4c: #7fe0b0;" in style
+    assert "#1d6b4c" not in body
+    assert body.count("var(--own-1d6b4c)") > 10
+    assert re.search(r'class="?cards.*?var\(--own-1d6b4c\)', body, flags=re.DOTALL)
+    dark = tuple(int(look["dark"][at : at + 2], 16) for at in (1, 3, 5))
+    assert contrast(dark, (0x15, 0x18, 0x1D)) > 4.5

@@ -108,9 +108,12 @@ def test_a_ratio_is_made_of_the_papers_numbers() -> None:
 def test_an_interval_over_seeds_is_students() -> None:
     empty = np.empty(0)
     found = interval(Paired(logs=np.array([0.1, 0.3]), parts=empty, weights=empty))
-    assert (found.low, found.high) == (pytest.approx(math.exp(0.2 - 1.2706)), pytest.approx(math.exp(0.2 + 1.2706)))
+    assert (found.low, found.high) == (
+        pytest.approx(math.exp(0.2 - 1.27062047)),
+        pytest.approx(math.exp(0.2 + 1.27062047)),
+    )
     three = interval(Paired(logs=np.array([1.0, 2.0, 3.0]), parts=empty, weights=empty))
-    assert math.log(three.high) - 2 == pytest.approx(4.303 / math.sqrt(3))
+    assert math.log(three.high) - 2 == pytest.approx(4.30265273 / math.sqrt(3))
     assert interval(Paired(logs=np.array([0.1]), parts=empty, weights=empty)) is None
 
 
@@ -118,8 +121,12 @@ def test_an_interval_over_text_grows_where_neighbors_are_alike() -> None:
     same = np.full(16, 1 / 16)
     alternating, in_runs = np.tile([1.0, -1.0], 8), np.repeat([1.0, -1.0, 1.0, -1.0], 4)
     narrow, wide = (interval(Paired(logs=np.zeros(1), parts=parts, weights=same)) for parts in (alternating, in_runs))
-    assert math.log(narrow.high) == pytest.approx(2.131 / math.sqrt(15))  # t of 15 degrees times s / √16, s² = 16 / 15
-    assert math.log(wide.high) == pytest.approx(3.182 / math.sqrt(3))  # four parts of four: t of 3 degrees, s² = 4 / 3
+    assert math.log(narrow.high) == pytest.approx(
+        2.13144955 / math.sqrt(15)
+    )  # t of 15 degrees times s / √16, s² = 16 / 15
+    assert math.log(wide.high) == pytest.approx(
+        3.18244631 / math.sqrt(3)
+    )  # four parts of four: t of 3 degrees, s² = 4 / 3
     assert narrow.over == "16 parts of the text"
 
 
@@ -127,7 +134,7 @@ def test_a_value_in_either_interval_is_possible() -> None:
     parts = np.full(16, 0.2)
     found = interval(Paired(logs=np.array([0.1, 0.3]), parts=parts, weights=np.full(16, 1 / 16)))
     assert found.over == "2 seeds and 16 parts of the text"
-    assert math.log(found.low) == pytest.approx(0.2 - 1.2706)
+    assert math.log(found.low) == pytest.approx(0.2 - 1.27062047)
 
 
 def test_intervals_have_the_stated_coverage() -> None:
@@ -283,7 +290,7 @@ def test_after_equal_time_is_when_the_training_of_alibi_ended() -> None:
     record, by_identity = _of_two_models("table-11", 90.0, found)
     verdict = _judged(record, by_identity, "after equal time a large ALiBi model, L = 1024")
     assert (verdict.word, verdict.seeds.over) == ("confirmed", "2 seeds")
-    assert verdict.seeds.low == pytest.approx(math.exp(-0.495 - 12.706 * 0.005))
+    assert verdict.seeds.low == pytest.approx(math.exp(-0.495 - 12.7062047 * 0.005))
 
 
 def test_definitions_are_compared_exactly() -> None:
@@ -308,7 +315,7 @@ def test_parts_shorter_than_the_context_are_joined() -> None:
 def test_six_parts_are_joined_too() -> None:
     alike = np.repeat([1.0, -1.0, 1.0], 2)
     found = interval(Paired(logs=np.zeros(1), parts=alike, weights=np.full(6, 1 / 6)))
-    assert math.log(found.high) == pytest.approx(1 / 3 + 4.303 * math.sqrt(4 / 3 / 3))  # t of 2 degrees, s² = 4/3
+    assert math.log(found.high) == pytest.approx(1 / 3 + 4.30265273 * math.sqrt(4 / 3 / 3))  # t of 2 degrees, s² = 4/3
 
 
 def test_contradictions_come_first() -> None:

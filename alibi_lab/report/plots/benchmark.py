@@ -13,7 +13,6 @@ from matplotlib.figure import Figure
 
 from alibi_lab.records import Record
 from alibi_lab.report.plots import drawing
-from alibi_lab.report.plots.drawing import End
 from alibi_lab.report.series import numbers
 from alibi_lab.report.tables.table import processor_text
 
@@ -62,7 +61,7 @@ def times_by_length(record: Record) -> Figure:
 
 
 def memory_by_length(record: Record) -> Figure | None:
-    """MiB against length, both logarithmic; None if no curve has memory by length."""
+    """MiB, from zero, against length; None if no curve has memory by length."""
     lines = {}
     for name, columns in record.curves.items():
         column = next((column for column in _MEMORY if column in columns), None)
@@ -73,7 +72,7 @@ def memory_by_length(record: Record) -> Figure | None:
         return None
     if len(lines) == 1:
         lines = {OURS: next(iter(lines.values()))}
-    return _by_length("MiB, log scale", dict(sorted(lines.items(), key=lambda line: line[0] != OURS)))
+    return _by_length("MiB", dict(sorted(lines.items(), key=lambda line: line[0] != OURS)))
 
 
 def _by_length(title: str, lines: Mapping[str, Mapping[int, float]]) -> Figure:
@@ -81,7 +80,6 @@ def _by_length(title: str, lines: Mapping[str, Mapping[int, float]]) -> Figure:
     figure, axes = drawing.plain_axes(title)
     lengths = sorted({length for points in lines.values() for length in points})
     others = [name for name in lines if name != OURS]
-    drawn = []
     for name, points in lines.items():
         if not points:
             continue
@@ -90,10 +88,12 @@ def _by_length(title: str, lines: Mapping[str, Mapping[int, float]]) -> Figure:
         color = drawing.color_of("alibi" if ours else _COLORS[others.index(name) % len(_COLORS)])
         marker, width = ("o", 2.4) if ours else (".", 1.5)
         axes.plot(x, y, color=color, marker=marker, linewidth=width, clip_on=False, label=name)
-        drawn.append(End(name, color, float(x[-1]), float(y[-1])))
-    drawing.log_axis(axes, np.array([y for points in lines.values() for y in points.values()]))
+    if title.endswith("log scale"):
+        drawing.log_axis(axes, np.array([y for points in lines.values() for y in points.values()]))
+    else:
+        axes.set_ylim(bottom=0)
     drawing.length_ticks(axes, lengths, "tokens")
-    drawing.name_lines(axes, drawn)
+    drawing.name_lines(axes)
     return figure
 
 

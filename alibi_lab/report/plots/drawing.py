@@ -1,14 +1,14 @@
-"""Axes in the page's style, names at the ends of lines, and figures as SVG with the page's colors.
+"""Axes in the page's style, legends, and figures as SVG with the page's colors.
 
 Figures are drawn in the colors of a light page. `svg` replaces each color by a CSS variable (`--ink`, `--alibi`, ...), so that
-the same picture works in light, in dark and in print. Hovering over a point of a labeled line shows the label and the numbers.
+the same picture works in light, in dark and in print. A script of the page shows the label and the numbers of the nearest point.
 """
 
 import io
-import itertools
+import json
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
 from typing import Any, NamedTuple
@@ -17,10 +17,10 @@ import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.axis import Axis
-from matplotlib.colors import to_rgb
+from matplotlib.colors import to_hex, to_rgb
 from matplotlib.figure import Figure
+from matplotlib.lines import Line2D
 from matplotlib.ticker import FixedFormatter, FixedLocator, MaxNLocator, NullLocator
-from matplotlib.transforms import Bbox
 from numpy.typing import NDArray
 
 from alibi_lab.position_methods import LOOKS, Look
@@ -30,19 +30,8 @@ Points = NDArray[np.float64]
 
 STYLE = matplotlib.rc_params_from_file(Path(__file__).with_name("page.mplstyle"), use_default_template=False)
 INK, MUTED, RULE = (str(STYLE[name]) for name in ("text.color", "axes.labelcolor", "grid.color"))
-_TEXT_GAP = 0.068  # between two labels at the ends of lines, as a share of the height of the axes
+COLORED = 5  # lines at either end that keep their color, where there are more than twice as many
 _TICK_GAP = 0.17  # between two labeled lengths, as a share of the axis: more than the width of "16,384"
-_READING_RADIUS = 6  # points; the area around a point of a line that shows its numbers
-
-
-class End(NamedTuple):
-    """A line's name, its color, and its last point."""
-
-    name: str
-    color: str
-    x: float
-    y: float
-    bold: bool = False
 
 
 class Plot(NamedTuple):
@@ -88,9 +77,9 @@ def tinted(strengths: Points) -> Points:
     return np.dstack([color, np.clip(strengths, 0, 1)])
 
 
-def css(theme: str) -> str:
+def css(theme: str, looks: Mapping[str, Look] = LOOKS) -> str:
     """CSS custom properties, one per method: `--alibi: #c63d0c;`. `theme` is "light" or "dark"."""
-    return " ".join(f"--{name}: {getattr(look, theme)};" for name, look in LOOKS.items())
+    return " ".join(f"--{name}: {getattr(look, theme)};" for name, look in looks.items())
 
 
 def short_number(value: float) -> str:
@@ -143,69 +132,47 @@ def ticks(axis: Axis, places: Sequence[float], name: Callable[[float], str] = "{
     axis.set_minor_locator(NullLocator())
 
 
-def name_lines(axes: Axes, ends: Sequence[End], *, column: bool = False) -> None:
-    """Write every line's name at its end, without overlaps.
+def name_lines(axes: Axes, names: Mapping[str, str] | None = None) -> None:
+    """A legend right of the axes with the labeled lines, the one that ends highest first; of many, only the ends are colored.
 
-    Lines that reach the right end are named in a column on the right, in the order of their ends; lines that stop earlier are
-    named next to their last point. `column`: name all lines in the column.
+    Args:
+        names: the labels to show, by the label of a line; lines without one are left out. Default: all labels.
     """
-    axes.autoscale_view()  # updates the limits that transData uses
-    furthest = max(end.x for end in ends)
-    inside = [end for end in ends if end.x < furthest and not column]
-    place_names(axes, inside, others=ends, curves=_along_lines(axes))
-    column_ends = [end for end in ends if end not in inside]
-    pixels = axes.transData.transform([(end.x, end.y) for end in column_ends])
-    heights = axes.transAxes.inverted().transform(pixels)[:, 1]
-    order = np.argsort(heights, kind="stable")
-    for height, at in zip(_spaced(heights[order].tolist(), _TEXT_GAP), order, strict=True):
-        end = column_ends[at]
-        size, weight = 8.5 if len(end.name) <= 15 else 7.5, "bold" if end.bold else "normal"
-        style = {"color": end.color, "fontsize": size, "fontweight": weight, "annotation_clip": False}
-        write(axes, end.name, (1, height), (7, 0), xycoords="axes fraction", va="center_baseline", **style)
+    lines = [line for line in axes.get_lines() if not str(line.get_label()).startswith("_")]
+    shown = [(names or {}).get(str(line.get_label()), str(line.get_label()) if names is None else "") for line in lines]
+    named = [(_last(line), line, name) for line, name in zip(lines, shown, strict=True) if name]
+    named = list({name: (last, line, name) for last, line, name in named}.values())
+    named.sort(key=lambda each: -each[0])
+    if len(named) > 2 * COLORED:
+        for _, line, _ in named[COLORED:-COLORED]:
+            _fade(axes, line)
+    size = 8.5 if all(len(name) <= 15 for *_, name in named) and len(named) <= 8 else 7
+    axes.legend(
+        [line for _, line, _ in named], [name for *_, name in named], loc="upper left", bbox_to_anchor=(1.0, 1.03),
+        frameon=False, fontsize=size, labelcolor="linecolor", handlelength=1.4, handletextpad=0.5, borderpad=0.1,
+        labelspacing=0.35,
+    )  # fmt: skip
+
+
+def _last(line: Line2D) -> float:
+    y = np.asarray(line.get_ydata(), dtype=np.float64)
+    return float(y[np.isfinite(y)][-1]) if np.isfinite(y).any() else -math.inf
+
+
+def _fade(axes: Axes, line: Line2D) -> None:
+    """Makes a line and the band of its color gray, unless it is ALiBi's."""
+    color = line.get_color()
+    if color == color_of("alibi"):
+        return
+    for band in axes.collections:
+        if to_hex(np.asarray(band.get_facecolor())[0]) == to_hex(str(color)):
+            band.set_facecolor(MUTED)
+    line.set(color=MUTED, linewidth=0.9, zorder=2)
 
 
 def write(axes: Axes, text: str, point: tuple[float, float], offset: tuple[float, float], **style: Any) -> None:
     """Writes a text at an offset, in points (1/72 inch), from a point of the data; `style` as for `Axes.annotate`."""
     axes.annotate(text, point, offset, textcoords="offset points", **style)
-
-
-def _along_lines(axes: Axes) -> Points:
-    """Points along all curves inside the axes, a few pixels from one to the next, in pixels: [points, 2]."""
-    stretches = [np.empty((0, 2))]
-    for line in axes.get_lines():
-        if line.get_transform() == axes.transData:  # else it is a mark across the axes
-            corners = axes.transData.transform(line.get_xydata())
-            for start, stop in itertools.pairwise(corners):
-                stretches.append(np.linspace(start, stop, 2 + int(np.hypot(*(stop - start)) / 8)))
-    along, window = np.concatenate(stretches), axes.get_window_extent()
-    # A logarithmic axis puts 0 very far below.
-    inside: Points = along[((along >= window.min) & (along <= window.max)).all(axis=1)]
-    return inside
-
-
-def place_names(axes: Axes, names: Sequence[End], *, others: Sequence[End] = (), curves: Points | None = None) -> None:
-    """Write the names next to their points, each on the first side where it overlaps no point and no other name.
-
-    Sizes are estimated from the number of letters. `others` are further points that names must not overlap, and `curves` points
-    that they cross as little as possible, in pixels.
-    """
-    points = [axes.transData.transform((end.x, end.y)) for end in (*names, *others)]
-    written: list[Bbox] = []
-    pixel, edge = axes.get_figure(root=True).dpi / 72, axes.get_window_extent().x0  # type: ignore[union-attr]
-    for end, (x, y) in zip(names, points, strict=False):  # those of the others follow
-        wide, high = 4.6 * len(end.name) * pixel, 9 * pixel
-        corners = {((0, up), "center"): (x - wide / 2, y + up * pixel) for up in (7, -15, 17, -25, 27, -35, 37, -45)}
-        corners |= {((8, -3), "left"): (x + 8, y - high / 2), ((-8, -3), "right"): (x - 8 - wide, y - high / 2)}
-        boxes = {side: Bbox.from_bounds(*corner, wide, high) for side, corner in corners.items() if corner[0] >= edge}
-        free = {
-            side: box
-            for side, box in boxes.items()
-            if not box.padded(6).count_contains(points) and not box.count_overlaps(written)
-        }
-        crossed = {side: box.padded(6).count_contains(() if curves is None else curves) for side, box in free.items()}
-        offset, align = min(free, key=lambda side: crossed[side], default=((4, 8), "left"))
-        written += [box for side, box in free.items() if side == (offset, align)]
-        write(axes, end.name, (end.x, end.y), offset, ha=align, color=end.color, fontsize=8)
 
 
 def svg(figure: Figure, name: str, description: str) -> str:
@@ -225,8 +192,8 @@ def svg(figure: Figure, name: str, description: str) -> str:
         text = text.replace(color, f"var(--{variable})")
     label = f'role="img" aria-labelledby="{name}-title"'
     head = re.sub(r'\s(width|height)="[^"]*"', "", text[: text.index(">")])
-    text = text.removesuffix("\n").removesuffix("</svg>") + f"{_readings(figure)}</svg>\n"
-    return f'{head} {label}><title id="{name}-title">{escape(description, quote=False)}</title>{text[text.index(">") + 1 :]}'
+    title = f'<title id="{name}-title">{escape(description, quote=False)}</title>'
+    return f"{head} {label}{_readings(figure)}>{title}{text[text.index('>') + 1 :]}"
 
 
 def file_of(figure: Figure, suffix: str, name: str, *, transparent: bool = False) -> bytes:
@@ -239,24 +206,21 @@ def file_of(figure: Figure, suffix: str, name: str, *, transparent: bool = False
 
 
 def _readings(figure: Figure) -> str:
-    """An invisible circle for every point of every labeled line, whose tooltip has the label and the numbers."""
-    height, to_points = 72 * figure.get_size_inches()[1], 72 / figure.dpi
-    found = []
+    """The points of all labeled lines, [x, y, text] in points, which the page's script shows; "" if there are none."""
+    height, to_points, found = 72 * figure.get_size_inches()[1], 72 / figure.dpi, list[tuple[float, float, str]]()
     for axes in figure.axes:
         box = axes.get_window_extent().padded(1)
         for line in axes.get_lines():
             label = str(line.get_label())
+            points = np.asarray(line.get_xydata(), dtype=np.float64)
             if label.startswith("_"):
                 continue
-            points = np.asarray(line.get_xydata(), dtype=np.float64)
             places = axes.transData.transform(points)
             for (x, y), (left, bottom) in zip(points.tolist(), places.tolist(), strict=True):
                 if math.isfinite(left + bottom) and box.contains(left, bottom):
-                    found.append(
-                        f'<circle cx="{left * to_points:.1f}" cy="{height - bottom * to_points:.1f}" r="{_READING_RADIUS}">'
-                        f"<title>{escape(label, quote=False)}: {_digits(y)} at {_digits(x)}</title></circle>"
-                    )
-    return f'<g class="readings" fill="none" pointer-events="all">{"".join(found)}</g>' if found else ""
+                    place = round(left * to_points, 1), round(height - bottom * to_points, 1)
+                    found.append((*place, f"{label}: {_digits(y)} at {_digits(x)}"))
+    return f" data-readings='{escape(json.dumps(found, ensure_ascii=False))}'" if found else ""
 
 
 def _digits(value: float) -> str:
@@ -274,19 +238,3 @@ def _round_numbers(low: float, high: float) -> list[float]:
         if len(ticks) <= 8:
             return ticks
     return ticks[:: math.ceil(len(ticks) / 6)]
-
-
-def _spaced(places: Sequence[float], gap: float) -> list[float]:
-    """Ascending places, from 0 to 1, moved as little as possible so that neighbors keep a gap (pool adjacent violators).
-
-    If they do not fit, they continue above 1.
-    """
-    pools: list[tuple[float, int]] = []  # mean of (place − index·gap), members
-    for index, place in enumerate(places):
-        pools.append((place - index * gap, 1))
-        while len(pools) > 1 and pools[-2][0] > pools[-1][0]:
-            (a, n), (b, m) = pools[-2:]
-            pools[-2:] = [((a * n + b * m) / (n + m), n + m)]
-    highest = max(0.0, 1.0 - (len(places) - 1) * gap)
-    flat = [min(max(mean, 0.0), highest) for mean, members in pools for _ in range(members)]
-    return [mean + index * gap for index, mean in enumerate(flat)]

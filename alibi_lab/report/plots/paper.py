@@ -15,7 +15,7 @@ from matplotlib.patches import Rectangle
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from alibi_lab.report.plots import drawing
-from alibi_lab.report.plots.drawing import End, Points
+from alibi_lab.report.plots.drawing import Points
 from alibi_lab.report.published import Number
 
 _MARKERS = ("o", "s", "^", "D", "v", "P", "X", "h")
@@ -64,7 +64,7 @@ def lines(panel: Panel) -> Figure:
     """The lines of a panel on a logarithmic y axis, each named at its end."""
     figure, axes = drawing.plain_axes(panel.y_label)
     axes.set_xlabel(panel.x_label)
-    ends = []
+    names: dict[str, str] = {}
     labels = list(dict.fromkeys(line.label for line in panel.lines))
     for line in panel.lines:
         some = np.isfinite(line.y) & np.isfinite(line.x)
@@ -78,8 +78,8 @@ def lines(panel: Panel) -> Figure:
         if np.isfinite(low).all():
             axes.fill_between(x, low, high, color=color, alpha=0.2, linewidth=0, zorder=2)
         if len(x) > 1 or line.base is None or line.base.label != line.label:  # a ratio to itself needs no name
-            ends.append(End(_end_name(line, panel), color, float(x[-1]), float(y[-1])))
-    if not ends:
+            names[reading(line)] = _end_name(line, panel)
+    if not names:
         return figure
     if panel.ratio:
         axes.axhline(1, color=drawing.MUTED, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
@@ -93,7 +93,7 @@ def lines(panel: Panel) -> Figure:
         axes.set_xlim(0, x_high * 1.02)
         axes.xaxis.set_major_locator(MaxNLocator(4, integer=all((line.x % 1 == 0).all() for line in panel.lines)))
         axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.4g}"))
-    drawing.name_lines(axes, ends)
+    drawing.name_lines(axes, names)
     return figure
 
 
@@ -132,8 +132,9 @@ def frontier(panel: Panel) -> Figure:
             axes.plot(line.x[:1], line.y[:1], linestyle="none", label=reading(line))
             if math.isfinite(line.low[0]):
                 axes.plot([line.x[0]] * 2, [line.low[0], line.high[0]], color=style["color"], linewidth=1.2)
-    ends = [End(_end_name(line, panel), drawing.color_of(line.method), line.x[0], line.y[0]) for line in points]
-    drawing.place_names(axes, ends)
+    for at, line in enumerate(sorted(points, key=lambda line: float(line.x[0]))):
+        style = {"color": drawing.color_of(line.method), "fontsize": 8, "ha": "center"}
+        drawing.write(axes, _end_name(line, panel), (line.x[0], line.y[0]), (0, (7, -14, 17, -24)[at % 4]), **style)
     return figure
 
 

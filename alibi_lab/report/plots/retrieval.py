@@ -11,7 +11,6 @@ from matplotlib.figure import Figure
 from matplotlib.patches import Rectangle
 
 from alibi_lab.report.plots import drawing
-from alibi_lab.report.plots.drawing import End
 from alibi_lab.report.series import Series, Study, numbers
 from alibi_lab.report.tables.table import NOTHING, Block, Cell, Table, variable_of
 
@@ -98,14 +97,12 @@ def _lines(lines: Sequence[tuple[Series, list[tuple[float, float]]]], title: str
     if not given:
         return None
     figure, axes = drawing.plain_axes(title)
-    ends = []
     for series, (x, y) in given:
         color, marker = (of(series.method, series.look) for of in (drawing.color_of, drawing.marker_of))
-        axes.plot(x, y, color=color, marker=marker, clip_on=False, label=series.label)
-        ends.append(End(series.short, color, float(x[-1]), float(y[-1])))
+        axes.plot(x, y, color=color, marker=marker, clip_on=False, label=series.short)
     axes.set_ylim(0, 1.03)
     drawing.length_ticks(axes, sorted({int(place) for _, (x, _) in given for place in x}), places)
-    drawing.name_lines(axes, ends)
+    drawing.name_lines(axes)
     return figure
 
 
@@ -119,7 +116,7 @@ def task_table(study: Study) -> Table | None:
             grid = shares(series, task)
             worst = [min((v for (at, _), v in grid.items() if at == length), default=math.nan) for length in lengths]
             if grid:
-                rows.append((series.label, variable_of(series.method), tuple(map(_percent, worst))))
+                rows.append((series.label, variable_of(series.method, series.look), tuple(map(_percent, worst))))
         if rows:
             blocks.append(Block(title, tuple(rows)))
     return Table(tuple(f"{length:,.0f}" for length in lengths), tuple(blocks)) if blocks else None

@@ -9,7 +9,6 @@ from matplotlib.ticker import MaxNLocator
 from alibi_lab.records import Record
 from alibi_lab.report import rollouts
 from alibi_lab.report.plots import drawing
-from alibi_lab.report.plots.drawing import End
 
 _STYLES = ("-", (0, (5, 2)), (0, (2, 2)), (0, (1, 1)), (0, (6, 2, 1, 2)))
 
@@ -45,7 +44,6 @@ def theory_figure(record: Record, share: str) -> Figure:
 def model_figure(models: rollouts.Models, way: str, share: str) -> Figure:
     """A share by depth of trained models: the mean of the seeds, and a band from the lowest to the highest."""
     figure, axes = drawing.plain_axes(f"share of the {rollouts.SHARES[share]}")
-    ends = []
     for name, members in models.items():
         method, label = rollouts.method_of(members[0]), rollouts.label_of(name, members[0])
         x = rollouts.depths(members[0], way)
@@ -53,9 +51,8 @@ def model_figure(models: rollouts.Models, way: str, share: str) -> Figure:
         color, y = drawing.color_of(method), values.mean(0)
         axes.fill_between(x, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
         axes.plot(x, y, color=color, marker=drawing.marker_of(method), label=label)
-        ends.append(End(label, color, float(x[-1]), float(y[-1]), bold=method == "alibi"))
     axes.set_ylim(0, 1.03)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.set_xlabel("layer")
-    drawing.name_lines(axes, ends)
+    drawing.name_lines(axes)
     return figure

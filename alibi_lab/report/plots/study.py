@@ -15,7 +15,7 @@ from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
 from alibi_lab.report.plots import drawing
-from alibi_lab.report.plots.drawing import MUTED, End, Points
+from alibi_lab.report.plots.drawing import MUTED, Points
 from alibi_lab.report.series import MODES, Mode, Series, Study
 
 Curves = Sequence[tuple[Series, Points, Points]]  # series, x, y of every seed
@@ -49,15 +49,18 @@ def validation_curves(study: Study, x: Literal["seconds", "step"]) -> Figure | N
     curves = [(s, *s.perplexities("validation", x, "nats")) for s in study.series]
     axis = functools.partial(_time_axis, name="seconds of training" if x == "seconds" else "training step")
     title = f"perplexity per {study.unit}, log scale"
-    return _figure(study, curves, title, axis, log=curves, markers=False, alone=x == "seconds", column=True)
+    return _figure(study, curves, title, axis, log=curves, markers=False, alone=x == "seconds")
 
 
 def cost_by_length(study: Study, measure: Measure) -> Figure | None:
-    """Speed or memory of the evaluation against length, both axes logarithmic."""
+    """Speed, on a logarithmic axis, or memory, from zero, of the evaluation against length."""
     speed = measure == "tokens_per_second"
-    title, unit = ("tokens per second", 1.0) if speed else ("peak memory in MiB", 2.0**20)
+    title, unit = (f"{study.unit}s per second, log scale", 1.0) if speed else ("peak memory in MiB", 2.0**20)
     curves = [(s, x, y / unit) for s in study.series for x, y in [s.curve("by_length", "length", measure)]]
-    return _figure(study, curves, f"{title}, log scale", _length_axis, log=curves)
+    figure = _figure(study, curves, title, _length_axis, log=curves if speed else ())
+    if figure is not None and not speed:
+        figure.axes[0].set_ylim(bottom=0)
+    return figure
 
 
 def _losses(study: Study, curve: str, x: str) -> tuple[str, Curves]:
@@ -75,21 +78,18 @@ def _figure(
     log: Curves = (),
     markers: bool = True,
     alone: bool = False,
-    column: bool = False,
 ) -> Figure | None:
     """A line per series with values, named at its end; None if there are none.
 
     Args:
         log: the y axis is logarithmic and has room for these curves.
         alone: draws each seed separately, because they do not share x.
-        column: seeds end at different x, so lines end at the mean of the last values and are all named in a column.
     """
     drawn = [curve for curve in curves if curve[2].size]
     if not drawn:
         return None
     figure, axes = drawing.plain_axes(title)
     stretches = ["none", *sorted({series.stretch for series, _, _ in drawn} - {"none"})]
-    ends = []
     for series, x, y in drawn:
         color, mean = drawing.color_of(series.method, series.look), np.nanmean(y, axis=0)
         dashes = _LINES[(study.trained.index(series.trained) + stretches.index(series.stretch)) % len(_LINES)]
@@ -104,13 +104,10 @@ def _figure(
             if len(y) > 1:
                 low, high = np.nanmin(y, axis=0), np.nanmax(y, axis=0)
                 axes.fill_between(x, low, high, color=color, alpha=0.22, linewidth=0, zorder=2)
-        last = y[np.isfinite(y[:, -1]), -1].mean() if column else mean[-1]
-        ours = series.method == "alibi" and series.stretch == "none"
-        ends.append(End(series.short, color, float(x[-1]), float(last), bold=ours))
     if log:
         drawing.log_axis(axes, np.concatenate([y.ravel() for _, _, y in log]))
     x_axis(axes, study, drawn)
-    drawing.name_lines(axes, ends, column=column)
+    drawing.name_lines(axes)
     return figure
 
 

@@ -24,7 +24,9 @@ def draw(studies: Sequence[Study], index: int, archive: Archive) -> Section:
     blocks: dict[str, list[Row]] = {}
     for study in studies:
         rows = blocks.setdefault(f"{study.recipe} on {study.corpus.get('name', 'its text')}", [])
-        rows += [(_label(series), variable_of(series.method), _cells(study, series)) for series in study.series]
+        rows += [
+            (_label(series), variable_of(series.method, series.look), _cells(study, series)) for series in study.series
+        ]
     table = Table(_COLUMNS, [Block(title, rows) for title, rows in blocks.items()])
     text = (
         "The figures above are computed from these records. Perplexities are for nonoverlapping windows, at the shortest and the "

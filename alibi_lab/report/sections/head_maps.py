@@ -4,8 +4,7 @@ from markupsafe import Markup
 
 from alibi_lab.records import Record
 from alibi_lab.report.plots import head_maps as plots
-from alibi_lab.report.plots.drawing import Plot
-from alibi_lab.report.section import Archive, Block, Numbers, Section, Text, code, pictures
+from alibi_lab.report.section import Archive, Block, Numbers, Section, Text, code
 from alibi_lab.report.tables.table import text_table
 
 _COLUMNS = ("layer", "head", "slope", "certified", "mean distance", "carried mass", "first token")
@@ -17,13 +16,11 @@ def find(archive: Archive) -> list[Record]:
 
 
 def draw(record: Record, number: int, archive: Archive) -> Section:
-    """Six maps, and the numbers of every head."""
+    """The numbers of every head; `alibi heads summary --picture` draws them."""
     name, title, sentence = f"m{number}", record.name.partition("/")[2] or record.name, plots.sentence(record)
-    description = f"{sentence} The table below has the numbers of every head."
     table = text_table((*_COLUMNS, *(f"zero, {name}" for name in ("fp32", "bf16", "fp16"))), plots.rows(record))
     blocks: list[Block] = [
         Text(sentence),
-        *pictures([Plot("", "", plots.heads_figure(record), description)], name),
         Numbers(table, label=f"Every head of {title}", tall=True),
         Text(Markup("Made with {}").format(code(record.command)), "note"),
     ]

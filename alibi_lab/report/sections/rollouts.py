@@ -6,10 +6,7 @@ import numpy as np
 
 from alibi_lab.records import Record
 from alibi_lab.report import rollouts
-from alibi_lab.report.answers import between
-from alibi_lab.report.plots import rollouts as plots
-from alibi_lab.report.plots.drawing import Plot
-from alibi_lab.report.section import Archive, Block, Numbers, Section, Text, count_of, panels
+from alibi_lab.report.section import Archive, Block, Numbers, Section, Text, count_of
 from alibi_lab.report.tables.table import text_table
 
 _WAYS = (rollouts.PLAIN, rollouts.RESIDUAL)
@@ -29,42 +26,16 @@ def find(archive: Archive) -> list[list[Record]]:
 
 
 def draw(records: Sequence[Record], number: int, archive: Archive) -> Section:
-    """Pictures of their setting and of trained models, and the shares by layer."""
-    models, shares = rollouts.models(records), ("first_token", "last_tenth")
-    theory = [record for record in records if record.name == rollouts.THEORY][:1]
-    drawn = [_of_theory(record, share) for record in theory for share in shares]
-    drawn += [_of_models(models, way, share) for way in _WAYS for share in shares if models]
-    blocks: list[Block] = [Text(_ABOUT), *panels(drawn, f"r{number}")]
+    """The shares at the last layer of trained models; `alibi heads rollout` draws them by layer."""
+    models = rollouts.models(records)
+    blocks: list[Block] = [Text(_ABOUT)]
     if models:
         names = rollouts.SHARES.values()
         table = text_table(("model", "layers", *names, *(f"{name}, residual" for name in names)), _rows(models))
         blocks.append(Numbers(table, label="Shares at the last layer; the mean of the seeds"))
     group, title = "Heads of trained models", "Attention through the layers"
     heading, about = "Attention accumulated over the layers", count_of(records)
-    found, lead = _finding(models), drawn[2 if theory and models else 0]
-    return Section("rollout", group, title, blocks, heading, about=about, records=records, finding=found, lead=lead)
-
-
-def _of_theory(record: Record, share: str) -> Plot:
-    length = record.config.get("length")
-    return Plot(
-        f"Their setting: the {rollouts.SHARES[share]}",
-        f"{length} tokens; the same attention in every layer, with scores of 0 (rotary: of equal tokens). Log scale.",
-        plots.theory_figure(record, share),
-        f"The share of the {rollouts.SHARES[share]} against the number of layers, one line per mask.",
-    )
-
-
-def _of_models(models: rollouts.Models, way: str, share: str) -> Plot:
-    counts = [len(members) for members in models.values()]
-    seeds = f"; the mean and range of {between(counts)} seeds" if max(counts) > 1 else ""
-    residual = ", half of every layer being its input" if way == rollouts.RESIDUAL else ""
-    return Plot(
-        f"Trained models: the {rollouts.SHARES[share]}{residual}",
-        f"By layer, on held-out text{seeds}.",
-        plots.model_figure(models, way, share),
-        f"The share of the {rollouts.SHARES[share]} by layer, one line per model.",
-    )
+    return Section("rollout", group, title, blocks, heading, about=about, records=records, finding=_finding(models))
 
 
 def _rows(models: rollouts.Models) -> list[tuple[str, ...]]:

@@ -97,7 +97,7 @@ def _perplexity(study: Study, parts: list[Study], name: str) -> list[Part]:
     blocks += drawn
     if table := tables.by_length(study):
         small = "; small: lowest and highest seed." if study.seeds > 1 else "."
-        blocks.append(Numbers(table, f"By length in tokens. The lowest of each column is bold{small}"))
+        blocks.append(Numbers(table, f"By length in {study.unit}s. The lowest of each column is bold{small}"))
     if others := tables.in_other_units(study):
         blocks.append(Folded("In other units", [Numbers(others, label="In other units")]))
     if changes := tables.changes(study):
@@ -125,7 +125,7 @@ def _losses(study: Study) -> Drawn:
 def _costs(study: Study, parts: list[Study], name: str) -> list[Part]:
     costs = (
         ("Cost of the trainings on this machine.", tables.training_cost(study)),
-        ("Cost of the evaluations on this machine, by length in tokens.", tables.evaluation_cost(study)),
+        (f"Cost of the evaluations on this machine, by length in {study.unit}s.", tables.evaluation_cost(study)),
     )
     found = [Numbers(table, caption) for caption, table in costs if table]
     if not found:
@@ -139,7 +139,7 @@ def _costs(study: Study, parts: list[Study], name: str) -> list[Part]:
 def _cost_plots(study: Study) -> Drawn:
     below = "by length, for every method; the table below has the numbers."
     speed, memory = (plots.cost_by_length(study, measure) for measure in ("tokens_per_second", "peak_memory_bytes"))
-    yield "Speed of the evaluation", "", speed, f"Tokens evaluated per second, {below}"
+    yield "Speed of the evaluation", "", speed, f"{study.unit.capitalize()}s evaluated per second, {below}"
     yield "Memory of the evaluation", "", memory, f"Peak memory of the evaluation, {below}"
 
 
@@ -152,7 +152,7 @@ def _tasks(study: Study, name: str) -> list[Part]:
         "These tasks cannot be solved without the context. A level perplexity shows that distant text does no harm; these tasks "
         "show whether it is used."
     )
-    numbers = Numbers(table, "By length in tokens, at the hardest depth or distance.")
+    numbers = Numbers(table, f"By length in {study.unit}s, at the hardest depth or distance.")
     return [Part("Finding distant information", [Text(text), *drawn, numbers])]
 
 
@@ -188,7 +188,9 @@ def _finding(study: Study) -> str:
     longest = max(study.lengths, default=0)
     means = [(mean(found), series.label) for series in study.series if (found := series.perplexity(longest))]
     lowest, label = min(means, key=lambda one: one[0], default=(0.0, ""))
-    return f"Lowest perplexity per {study.unit} at {longest:,} tokens: {label}, {rounded(lowest)}." if means else ""
+    return (
+        f"Lowest perplexity per {study.unit} at {longest:,} {study.unit}s: {label}, {rounded(lowest)}." if means else ""
+    )
 
 
 def _run_facts(study: Study) -> dict[str, str]:
@@ -227,7 +229,7 @@ def _plots(describe: Callable[[Study], Drawn], parts: list[Study]) -> Iterator[P
 def _ends(study: Study, mode: Mode = "nonoverlapping") -> str:
     """Where each line starts and ends, for readers who cannot see it."""
     return " ".join(
-        f"{series.label}: perplexity {mean(series.perplexity(first, mode)):.3g} at {first:,} tokens, "
+        f"{series.label}: perplexity {mean(series.perplexity(first, mode)):.3g} at {first:,} {study.unit}s, "
         f"{mean(series.perplexity(last, mode)):.3g} at {last:,}."
         for series, (first, last) in study.ended(mode)
     )

@@ -10,7 +10,7 @@ import numpy as np
 
 from alibi_attn.units import bits_per_byte, perplexity, word_perplexity
 from alibi_lab.records import Json, Record
-from alibi_lab.report.intervals import change, exp, first_worse, interval
+from alibi_lab.report.intervals import Interval, change, exp, first_worse, interval
 from alibi_lab.report.series import Mode, Series, Study, flat, numbers
 from alibi_lab.report.tables import table
 from alibi_lab.report.tables.table import NOTHING, Block, Cell, Table, mean, number, seeds_cell, series_row, signed
@@ -60,7 +60,9 @@ def cards(study: Study) -> list[tuple[str, str, str, str, str, str]]:
         before, to = (table.rounded(mean(series.perplexity(length))) for length in (trained, longest))
         pairs = change(series, "nonoverlapping")
         percent, start = _signed(pairs.logs.mean()) if pairs else "", f"{before} at {trained:,}"
-        rows.append((table.variable_of(series.method), series.label, to, f"at {longest:,}", percent, start))
+        rows.append(
+            (table.variable_of(series.method, series.look), series.label, to, f"at {longest:,}", percent, start)
+        )
     return rows
 
 
@@ -85,10 +87,16 @@ def _change_cells(series: Series, mode: Mode, trained: int, longest: int) -> Seq
         seeds_cell(series.perplexity(trained, mode), number),
         seeds_cell(series.perplexity(longest, mode), number),
         Cell(_signed(pairs.logs.mean()), spread=_worse_from(series, mode)) if pairs else NOTHING,
-        Cell(" to ".join(map(signed, percents)), spread=bounds.over.replace(" of the text", "")) if bounds else NOTHING,
+        Cell(" to ".join(map(signed, percents)), spread=_samples(bounds)) if bounds else NOTHING,
         NOTHING if math.isnan(spread) else Cell(f"{spread:.3f}", spread=_signed(spread)),
         NOTHING if math.isnan(other / here) else Cell(signed(100 * (here / other - 1))),
     )
+
+
+def _samples(bounds: Interval) -> str:
+    """What an interval of a ratio is over; two seeds that differ by a fifth or more say little, and it says so."""
+    few = bounds.over.startswith("2 seeds") and bounds.high > 1.2 * bounds.low
+    return bounds.over.replace(" of the text", "").replace("2 seeds", "two seeds: too few" if few else "2 seeds")
 
 
 def _worse_from(series: Series, mode: Mode) -> str:

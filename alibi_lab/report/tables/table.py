@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from alibi_lab.position_methods import LOOKS
+from alibi_lab.position_methods import LOOKS, Look
 from alibi_lab.records import Json
 from alibi_lab.report.series import Series
 
@@ -67,14 +67,14 @@ def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
 NOTHING = Cell("—")
 
 
-def variable_of(method: str) -> str:
-    """The CSS variable of a method's color; "ink" for other names."""
-    return method if method in LOOKS else "ink"
+def variable_of(method: str, look: Look | None = None) -> str:
+    """The CSS variable of a method's color; that of its own look if it is not built in, else "ink"."""
+    return method if method in LOOKS else f"own-{look.light[1:].lower()}" if look else "ink"
 
 
 def series_row(series: Series, cells: Sequence[Cell]) -> Row:
     """The row of a series, in the color of its method."""
-    return series.label, variable_of(series.method), cells
+    return series.label, variable_of(series.method, series.look), cells
 
 
 def seeds_cell(values: Sequence[float], show: Callable[[float], str]) -> Cell:
@@ -116,8 +116,10 @@ def rounded(value: float) -> str:
 
 
 def signed(percent: float) -> str:
-    """A change with its sign: "+32 %", "−4.7 %"."""
+    """A change with its sign: "+32 %", "−4.7 %", "+0.004 %"; as many digits as show that it is not 0."""
     digits = 0 if abs(percent) >= 10 else 1
+    if 0 < abs(percent) < 0.05:
+        digits = min(-math.floor(math.log10(abs(percent))), 4)
     return f"{percent:+,.{digits}f}\N{NO-BREAK SPACE}%".replace("-", "−")
 
 
