@@ -18,7 +18,7 @@ SLOPES = [2.0, 0.5, 0.1, 0.02]
 @pytest.mark.parametrize("biased", [False, True])
 def test_what_backward_leaves_out_weighs_at_most_the_tolerance(biased: bool) -> None:
     skipping = careless = 0
-    for seed in range(200):
+    for seed in range(120):
         attack = random_attack(seed, biased=biased)
         if seed % 10 == 0:
             attack = dataclasses.replace(attack, length=attack.length * 4)
@@ -28,7 +28,7 @@ def test_what_backward_leaves_out_weighs_at_most_the_tolerance(biased: bool) -> 
             skipping += share > 0
             if 0 < seed % 10 < 3 and attack.tolerance < 0.01:
                 careless += left_out_by_backward(attack, measured_at=30 * attack.tolerance)[0] > attack.tolerance
-    assert skipping >= 30, "an attack on nothing: too few draws leave out a key"
+    assert skipping >= 18, "an attack on nothing: too few draws leave out a key"
     assert careless > 0, "thirty times the tolerance is not detected"
 
 

@@ -206,18 +206,32 @@ def lost_share(spec, h: int, pair: tuple[torch.Tensor, ...], keys: tuple[torch.T
     """Largest share of softmax mass lost by a query; `pair`: query, key; `keys`: i − j, seen, skipped."""
     some = keys[2].any(-1)  # other queries lose nothing
     distance, seen, skipped = (x[some] for x in keys)
-    scores = spec.scale * (pair[0][some].double() @ pair[1].double().mT)
+    position = None if spec.positions is None else spec.query_positions[0][some]
+    shares = shares_of(spec, h, (pair[0][some], pair[1]), (distance, seen), position)
+    return float((shares * skipped).sum(-1).max())
+
+
+def shares_of(
+    spec,
+    h: int,
+    pair: tuple[torch.Tensor, ...],
+    keys: tuple[torch.Tensor, ...],
+    query_positions: torch.Tensor | None = None,
+) -> torch.Tensor:
+    """[T, S] float64: the softmax of head h over the keys that are seen; `pair`: query, key; `keys`: i − j, seen."""
+    distance, seen = keys
+    scores = spec.scale * (pair[0].double() @ pair[1].double().mT)
     slopes = spec.slopes[h].double()
     if spec.right_slopes is not None:
         slopes = torch.where(distance < 0, spec.right_slopes[h].double(), slopes)
-    if spec.positions is not None:
-        distance = (spec.query_positions[0][:, None] - spec.positions[0])[some]
+    if query_positions is not None:
+        distance = query_positions[:, None] - spec.positions[0]
     scores -= slopes * distance.abs()
     if spec.key_bias is not None:
         scores += spec.key_bias[0, h] - spec.key_bias[0, h].amax().clamp(min=-1e300)
     scores.masked_fill_(~seen, -math.inf)
-    weight = scores.sub_(scores.amax(-1, keepdim=True)).exp_()
-    return float(((weight * skipped).sum(-1) / weight.sum(-1)).max())
+    weight = scores.sub_(scores.amax(-1, keepdim=True).clamp(min=-1e300)).exp_()
+    return weight.div_(weight.sum(-1, keepdim=True).clamp(min=1e-300))
 
 
 def certified_keys(spec, found: Bounds, distance: torch.Tensor) -> torch.Tensor:

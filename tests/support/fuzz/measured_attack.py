@@ -6,6 +6,7 @@ python tests/support/fuzz/measured_attack.py 5000 results banded
 TRITON_INTERPRET=1 python tests/support/fuzz/measured_attack.py 700 results fused [biased]
 """
 
+import contextlib
 import dataclasses
 import datetime
 import math
@@ -34,9 +35,13 @@ def native_keys(spec, query: torch.Tensor, key: torch.Tensor, value: torch.Tenso
 
 def banded_keys(spec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
     """The same, with sections of 64 keys at every length."""
-    long = {"LONG": 0, "NARROWEST": 64, "NEAR_SECTIONS": 1}
-    with unittest.mock.patch.multiple(banded_pieces, **long):
+    with sections_at_every_length():
         return [read_keys(spec, pieces) > 0 for pieces in banded.visited(spec, query, key, value)]
+
+
+def sections_at_every_length() -> contextlib.AbstractContextManager[object]:
+    """In this context `banded` measures sections of 64 keys at every length."""
+    return unittest.mock.patch.multiple(banded_pieces, LONG=0, NARROWEST=64, NEAR_SECTIONS=1)
 
 
 def fused_keys(spec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
@@ -75,15 +80,19 @@ def left_out_by_backward(
     heads = [h for h in range(spec.num_heads) if skipped[0, h].any()]
     rows = ((h, (query[0, h], key[0, h // spec.group]), (distance[0], seen[0, h], skipped[0, h])) for h in heads)
     lost = max((lost_share(spec, *row) for row in rows), default=0.0)
-    unit = 2.0**-53 if attack.dtype == "float64" else 2.0**-24
+    return lost, float(skipped.sum() / seen.sum().clamp(min=1)), rounding(spec, query, key)
+
+
+def rounding(spec, query: torch.Tensor, key: torch.Tensor) -> float:
+    """The nats that a computed score may be off by."""
+    unit = 2.0**-53 if query.dtype == torch.float64 else 2.0**-24
     largest = abs(spec.scale) * float(query.double().norm(dim=-1).max() * key.double().norm(dim=-1).max())
     steepest = float(torch.stack([x.abs().max() for x in (spec.slopes, spec.right_slopes) if x is not None]).max())
-    biases = steepest * float(distance.abs().max())
+    biases = steepest * float(distances(spec.query_len, spec.key_len, spec.query_offset, None).abs().max())
     if spec.key_bias is not None:
         finite = spec.key_bias[spec.key_bias > -math.inf]
         biases += float(finite.amax() - finite.amin()) if len(finite) else 0.0
-    off = unit * ((spec.head_dim + SCORE_UNITS) * (1 + largest) + 8 * biases)
-    return lost, float(skipped.sum() / seen.sum().clamp(min=1)), off
+    return unit * ((spec.head_dim + SCORE_UNITS) * (1 + largest) + 8 * biases)
 
 
 def main(draws: int, out: Path, backend: str, *kinds: str) -> None:
