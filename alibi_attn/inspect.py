@@ -18,8 +18,9 @@ from alibi_attn.attention.backends.fused.split_keys import reads_whole
 from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.call.dropout import drawn_seed
+from alibi_attn.attention.call.options import AttentionOptions
 from alibi_attn.attention.call.reads import DROPOUT, MASKS, Reads
-from alibi_attn.attention.call.validation import AttentionOptions, make_spec
+from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate import bounds as certificate
 from alibi_attn.attention.certificate.bounds import Bounds
 from alibi_attn.attention.certificate.constants import TILE
@@ -85,7 +86,7 @@ def certified_bounds(
     slopes: Any = None,
     *,
     known_norms: Norms | None = None,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[AttentionOptions[Tensor]],
 ) -> Bounds:
     """The keys that each block of TILE queries must visit in a call without gradients, computed before any score.
 
@@ -99,7 +100,7 @@ def certified_bounds(
 
 
 def backend_of(
-    query: Tensor, key: Tensor, value: Tensor, slopes: Any = None, **options: Unpack[AttentionOptions]
+    query: Tensor, key: Tensor, value: Tensor, slopes: Any = None, **options: Unpack[AttentionOptions[Tensor]]
 ) -> str:
     """The name of the backend that "auto" picks for this call."""
     return dispatch.choose("auto", make_spec(query, key, value, slopes, **options), query, key, value).name
@@ -114,7 +115,7 @@ def computed_scores(
     *,
     backend: str,
     backward: bool = False,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[AttentionOptions[Tensor]],
 ) -> int:
     """The number of scores that a backend computes, over all sequences and heads, in forward or in backward."""
     spec = make_spec(query, key, value, slopes, **options)
@@ -128,7 +129,7 @@ def computed_scores(
 
 @torch.no_grad()
 def visited_reach(
-    query: Tensor, key: Tensor, value: Tensor, slopes: Any = None, **options: Unpack[AttentionOptions]
+    query: Tensor, key: Tensor, value: Tensor, slopes: Any = None, **options: Unpack[AttentionOptions[Tensor]]
 ) -> Tensor:
     """[B, H, N] int64: how far back each block of TILE queries read in the C++ kernels; S = to the first key.
 

@@ -64,6 +64,7 @@ PLAIN_MODULES = (
     ["attention", "call", "checks"],
     ["attention", "call", "explanation"],
     ["attention", "call", "hints"],
+    ["attention", "call", "options"],
     ["attention", "call", "query_positions"],
     ["attention", "call", "reads"],
     ["attention", "run"],

@@ -9,8 +9,8 @@ ROOT = Path(__file__).parent.parent
 # By folder: its modules and folders, lowest first. Those in one row do not import one another.
 ORDERS = {
     "alibi_attn.attention.call": (
-        ("spec", "hints", "query_positions", "transforms"),
-        ("checks", "reads"),
+        ("options", "query_positions", "spec", "transforms"),
+        ("checks", "hints", "reads"),
         ("explanation", "part_options", "visibility"),
         ("bias", "cuts", "dropout"),
         ("validation",),

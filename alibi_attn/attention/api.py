@@ -10,9 +10,10 @@ from alibi_attn.attention.backends import flex
 from alibi_attn.attention.call.bias import Slopes
 from alibi_attn.attention.call.explanation import Explanation, explanation
 from alibi_attn.attention.call.hints import hides_unknown, unknown_argument
+from alibi_attn.attention.call.options import AttentionOptions, SpecOptions
 from alibi_attn.attention.call.part_options import Window
 from alibi_attn.attention.call.reads import DROPOUT, MASKS, Reads
-from alibi_attn.attention.call.validation import AttentionOptions, SegmentIds, SpecOptions, autocast, make_spec
+from alibi_attn.attention.call.validation import SegmentIds, autocast, make_spec
 from alibi_attn.attention.call.visibility import largest_distances, visible_count
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.run import dispatch
@@ -37,7 +38,7 @@ def alibi_attention(
     return_lse: Literal[False] = ...,
     invariant: bool = ...,
     backend: str = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[AttentionOptions[Tensor]],
 ) -> Tensor: ...
 
 
@@ -51,7 +52,7 @@ def alibi_attention(
     return_lse: Literal[True],
     invariant: bool = ...,
     backend: str = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[AttentionOptions[Tensor]],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -65,7 +66,7 @@ def alibi_attention(
     return_lse: bool = ...,
     invariant: bool = ...,
     backend: str = ...,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[AttentionOptions[Tensor]],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
@@ -199,7 +200,12 @@ def alibi_attention(
 
 
 def head_reach(
-    query: Tensor, key: Tensor, slopes: Slopes | None = None, *, backend: str = "auto", **options: Unpack[SpecOptions]
+    query: Tensor,
+    key: Tensor,
+    slopes: Slopes | None = None,
+    *,
+    backend: str = "auto",
+    **options: Unpack[SpecOptions[Tensor]],
 ) -> Tensor:
     """How far each head attends in this call, [B, H] int64: no query of the head reads a key with |i − j| ≥ reach.
 
@@ -230,7 +236,7 @@ def explain(
     slopes: Slopes | None = None,
     *,
     backend: str = "auto",
-    **options: Unpack[SpecOptions],
+    **options: Unpack[SpecOptions[Tensor]],
 ) -> Explanation:
     """Describes what `alibi_attention` would do with these arguments: which backend runs and why, and how far each head attends.
 
@@ -278,7 +284,7 @@ def certified_block_mask(
     slopes: Slopes | None = None,
     *,
     block_size: int | tuple[int, int] = flex.BLOCK,
-    **options: Unpack[SpecOptions],
+    **options: Unpack[SpecOptions[Tensor]],
 ) -> "BlockMask":
     """A BlockMask of the tiles that matter, for your own FlexAttention call: a fraction of the scores, the same result.
 

@@ -12,10 +12,11 @@ from alibi_attn.attention.backends.fused.gates import gate_biases
 from alibi_attn.attention.call.bias import Slopes, widest
 from alibi_attn.attention.call.checks import GATES_RULE, check_log_fgate
 from alibi_attn.attention.call.hints import hides_unknown, unknown_argument
+from alibi_attn.attention.call.options import ForgettingOptions
 from alibi_attn.attention.call.reads import DROPOUT, Reads
 from alibi_attn.attention.call.spec import GATE_FLOOR, GATE_STEP, AttentionSpec
 from alibi_attn.attention.call.transforms import are_ordinary, may_read, transforms
-from alibi_attn.attention.call.validation import ForgettingOptions, SegmentIds, autocast, check_tensor, make_spec
+from alibi_attn.attention.call.validation import SegmentIds, autocast, check_tensor, make_spec
 from alibi_attn.attention.run import dispatch
 from alibi_attn.attention.run.execution import attend
 
@@ -36,7 +37,7 @@ def forgetting_attention(
     *,
     return_lse: Literal[False] = ...,
     backend: str = ...,
-    **options: Unpack[ForgettingOptions],
+    **options: Unpack[ForgettingOptions[Tensor]],
 ) -> Tensor: ...
 
 
@@ -50,7 +51,7 @@ def forgetting_attention(
     *,
     return_lse: Literal[True],
     backend: str = ...,
-    **options: Unpack[ForgettingOptions],
+    **options: Unpack[ForgettingOptions[Tensor]],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -64,7 +65,7 @@ def forgetting_attention(
     *,
     return_lse: bool = ...,
     backend: str = ...,
-    **options: Unpack[ForgettingOptions],
+    **options: Unpack[ForgettingOptions[Tensor]],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 

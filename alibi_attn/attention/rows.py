@@ -8,11 +8,12 @@ from torch import Tensor
 
 from alibi_attn.attention.backends.reference import scores_of
 from alibi_attn.attention.call.bias import Slopes, unshifted_lse, widest
-from alibi_attn.attention.call.hints import DEFAULTS, unknown_argument
+from alibi_attn.attention.call.hints import unknown_argument
+from alibi_attn.attention.call.options import DEFAULTS, AttentionOptions
 from alibi_attn.attention.call.reads import MASKS, PARTS, SPACE, Reads
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.transforms import may_read
-from alibi_attn.attention.call.validation import AttentionOptions, autocast, check_tensor, make_spec
+from alibi_attn.attention.call.validation import autocast, check_tensor, make_spec
 from alibi_attn.attention.call.visibility import chosen_queries, visible
 from alibi_attn.attention.forgetting import check_gates, gate_sums, with_gates
 from alibi_attn.attention.operators.finite_numbers import without_bad_keys
@@ -40,7 +41,7 @@ def attention_rows(
     *,
     rows: Rows,
     log_fgate: Tensor | None = None,
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[AttentionOptions[Tensor]],
 ) -> Tensor:
     """The exact attention weights of a few queries, [B, H, R, S] in fp32 (fp64 for fp64 input), in memory linear in S.
 

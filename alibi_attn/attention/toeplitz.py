@@ -9,10 +9,11 @@ from torch import Tensor
 
 from alibi_attn.attention.call.checks import dtype_name
 from alibi_attn.attention.call.hints import hides_unknown, unknown_argument
+from alibi_attn.attention.call.options import ToeplitzOptions
 from alibi_attn.attention.call.reads import DROPOUT, Reads
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.transforms import may_read
-from alibi_attn.attention.call.validation import SegmentIds, ToeplitzOptions, autocast, check_tensor, make_spec
+from alibi_attn.attention.call.validation import SegmentIds, autocast, check_tensor, make_spec
 from alibi_attn.attention.run.execution import attend
 
 # No offset as a tensor: it determines which distances the table must have.
@@ -30,7 +31,7 @@ def toeplitz_attention(
     *,
     return_lse: Literal[False] = ...,
     backend: str = ...,
-    **options: Unpack[ToeplitzOptions],
+    **options: Unpack[ToeplitzOptions[Tensor]],
 ) -> Tensor: ...
 
 
@@ -43,7 +44,7 @@ def toeplitz_attention(
     *,
     return_lse: Literal[True],
     backend: str = ...,
-    **options: Unpack[ToeplitzOptions],
+    **options: Unpack[ToeplitzOptions[Tensor]],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -56,7 +57,7 @@ def toeplitz_attention(
     *,
     return_lse: bool = ...,
     backend: str = ...,
-    **options: Unpack[ToeplitzOptions],
+    **options: Unpack[ToeplitzOptions[Tensor]],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 

@@ -17,10 +17,11 @@ from alibi_attn.attention.call.bias import Slopes
 from alibi_attn.attention.call.checks import check_positions, dtype_name
 from alibi_attn.attention.call.dropout import drawn_seed
 from alibi_attn.attention.call.hints import hides_unknown, unknown_argument
+from alibi_attn.attention.call.options import VarlenOptions
 from alibi_attn.attention.call.reads import DROPOUT, Reads
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.transforms import is_traced, may_read
-from alibi_attn.attention.call.validation import VarlenOptions, autocast, check_tensor, make_spec
+from alibi_attn.attention.call.validation import autocast, check_tensor, make_spec
 from alibi_attn.attention.run import dispatch
 from alibi_attn.attention.run.execution import attend
 
@@ -44,7 +45,7 @@ def alibi_attention_varlen(
     *,
     return_lse: Literal[False] = ...,
     backend: str = ...,
-    **options: Unpack[VarlenOptions],
+    **options: Unpack[VarlenOptions[Tensor]],
 ) -> Tensor: ...
 
 
@@ -58,7 +59,7 @@ def alibi_attention_varlen(
     *,
     return_lse: Literal[True],
     backend: str = ...,
-    **options: Unpack[VarlenOptions],
+    **options: Unpack[VarlenOptions[Tensor]],
 ) -> tuple[Tensor, Tensor]: ...
 
 
@@ -72,7 +73,7 @@ def alibi_attention_varlen(
     *,
     return_lse: bool = ...,
     backend: str = ...,
-    **options: Unpack[VarlenOptions],
+    **options: Unpack[VarlenOptions[Tensor]],
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 

@@ -13,9 +13,10 @@ from torch import Tensor
 
 from alibi_attn.attention.call.bias import Slopes
 from alibi_attn.attention.call.checks import dtype_name
+from alibi_attn.attention.call.options import BiasOptions, SharedOptions
 from alibi_attn.attention.call.reads import DROPOUT, Reads
 from alibi_attn.attention.call.spec import AttentionSpec
-from alibi_attn.attention.call.validation import BiasOptions, SharedOptions, make_spec
+from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.distributed.exchange import Ranks
 
 Spec = AttentionSpec[Tensor]
@@ -29,7 +30,7 @@ _READS = Reads(
 )
 
 
-class GatedShardOptions(SharedOptions, BiasOptions, total=False):
+class GatedShardOptions(SharedOptions, BiasOptions[Tensor], total=False):
     """The keyword arguments of a gated call that `make_spec` checks; as for `forgetting_attention`."""
 
     key_mask: Tensor | None

@@ -16,7 +16,6 @@ from jax.custom_derivatives import SymbolicZero
 from alibi_attn.attention.call.hints import hides_unknown
 from alibi_attn.attention.call.reads import arguments_of
 from alibi_attn.attention.call.spec import AttentionSpec
-from alibi_attn.attention.run import splitting
 from alibi_attn.attention.run.invariant import invariant_spec
 from alibi_attn.jax import dense, fused, loop, merging, native, xla
 from alibi_attn.jax.dropout import WHOLE, Origin
@@ -190,7 +189,7 @@ def splits(spec: AttentionSpec[Array], backend: Backend) -> bool:
     """Whether the parts of `merging.py` are computed; raises a ValueError for a backend that does not compute this call."""
     if backend not in get_args(Backend):
         raise ValueError(f"backend is {backend!r} but must be one of {', '.join(map(repr, get_args(Backend)))}")
-    off, unread = splitting.split(spec.used(), READS["native" if backend == "auto" else backend])
+    off, unread = merging.split(spec, READS["native" if backend == "auto" else backend])
     if unread:
         raise ValueError(_refusal(backend, f"it does not compute {arguments_of(unread)}"))
     return off != frozenset() and off != {"sink_logits"} and 0 not in (spec.batch, spec.query_len, spec.key_len)
@@ -198,7 +197,7 @@ def splits(spec: AttentionSpec[Array], backend: Backend) -> bool:
 
 def why_not(name: str, spec: AttentionSpec[Array], query: Array) -> str | None:
     """Why a backend cannot run a call; None = it runs."""
-    unread = splitting.split(spec.used(), READS[name]).unread
+    unread = merging.split(spec, READS[name]).unread
     if unread:
         return f"it does not compute {arguments_of(unread)}"
     if name == "native":
@@ -207,7 +206,8 @@ def why_not(name: str, spec: AttentionSpec[Array], query: Array) -> str | None:
 
 
 def _refusal(backend: str, reason: str) -> str:
-    return f"backend {backend!r} cannot run this: {reason}; backend='auto' picks one that can"
+    remedy = "no backend can" if backend == "auto" else "backend='auto' picks one that can"
+    return f"backend {backend!r} cannot run this: {reason}; {remedy}"
 
 
 def _attend_in_parts(part: merging.Part, dropout_key: Array | None, backend: Backend) -> merging.Result:

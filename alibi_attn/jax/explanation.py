@@ -9,13 +9,14 @@ from numpy.typing import NDArray
 
 from alibi_attn.attention.backends.native.visited import Visited
 from alibi_attn.attention.call.explanation import Explanation, explanation, verdict_on
+from alibi_attn.attention.call.options import LineOptions
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.jax import attention, merging, xla
 from alibi_attn.jax.attention import Backend
 from alibi_attn.jax.operands import operands
 from alibi_attn.jax.plan import Array, Plan
 from alibi_attn.jax.plan import Visited as VisitedTiles
-from alibi_attn.jax.validation import AttentionOptions, Slopes, make_spec
+from alibi_attn.jax.validation import Slopes, make_spec
 
 Spec = AttentionSpec[Array]
 ROWS = 256  # queries whose pairs are counted at a time
@@ -28,7 +29,7 @@ def explain(
     slopes: Slopes | None = None,
     *,
     backend: Backend = "auto",
-    **options: Unpack[AttentionOptions],
+    **options: Unpack[LineOptions[Array]],
 ) -> Explanation:
     """Describes what `alibi_attention` would do with these arguments: which backend runs and why, and how far each head attends.
 

@@ -23,10 +23,11 @@ except ModuleNotFoundError as error:
 
 from alibi_attn.attention.call.checks import check_layer, check_sinks, check_windows
 from alibi_attn.attention.call.hints import by_position, hides_unknown
+from alibi_attn.attention.call.options import LineOptions
 from alibi_attn.jax.attention import alibi_attention
 from alibi_attn.jax.forgetting import attend_gated
 from alibi_attn.jax.plan import Array
-from alibi_attn.jax.validation import AttentionOptions, Slopes, checked_dropout_key, make_spec
+from alibi_attn.jax.validation import Slopes, checked_dropout_key, make_spec
 from alibi_attn.jax.weights import converted_weights
 from alibi_attn.slopes import alibi_slopes
 
@@ -226,7 +227,7 @@ class ALiBiAttention(nnx.Module):
         dropout_p, dropout_key = 0.0, None
         if self.rngs is not None and not self.deterministic:
             dropout_p, dropout_key = self.dropout_p, self.rngs()
-        options: AttentionOptions = {
+        options: LineOptions[Array] = {
             "causal": self.causal,
             "window": self.window,
             "query_offset": first,

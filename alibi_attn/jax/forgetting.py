@@ -15,18 +15,12 @@ from jax import lax
 
 from alibi_attn.attention.call.checks import GATES_RULE, check_log_fgate
 from alibi_attn.attention.call.hints import unknown_argument
+from alibi_attn.attention.call.options import GatedOptions
 from alibi_attn.attention.call.reads import DROPOUT, Reads
 from alibi_attn.attention.call.spec import GATE_FLOOR, GATE_STEP, AttentionSpec
 from alibi_attn.jax.attention import Backend, attend
 from alibi_attn.jax.plan import Array, KeyBias, Pair, sum_of_two
-from alibi_attn.jax.validation import (
-    GatedOptions,
-    Slopes,
-    check_array,
-    checked_dropout_key,
-    make_spec,
-    readable_values,
-)
+from alibi_attn.jax.validation import Slopes, check_array, checked_dropout_key, make_spec, readable_values
 
 READS = Reads(
     "forgetting_attention",
@@ -45,7 +39,7 @@ def forgetting_attention(
     dropout_key: Array | None = None,
     return_lse: bool = False,
     backend: Backend = "auto",
-    **options: Unpack[GatedOptions],
+    **options: Unpack[GatedOptions[Array]],
 ) -> Array | tuple[Array, Array]:
     """Causal attention with forget gates, softmax(scale·q·kᵀ + Σ_{l=j+1..i} ln f_l − m·|i − j| + b_j)·v, [B, T, H, D].
 

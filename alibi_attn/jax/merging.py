@@ -20,11 +20,19 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
+from alibi_attn.attention.call.reads import DROPOUT, MASKS
 from alibi_attn.attention.call.spec import AttentionSpec, heads_by_window, key_heads
+from alibi_attn.attention.run import splitting
+from alibi_attn.attention.run.splitting import Split
 from alibi_attn.jax.dropout import WHOLE, Origin
 from alibi_attn.jax.plan import Array, Pair, sum_of_two
 
 Spec = AttentionSpec[Array]
+
+SPLITS = frozenset(
+    {"sink_logits", "head_windows", "sinks", "prefix_len", "positions", "query_positions", "by_position"}
+)
+READS = MASKS | DROPOUT | SPLITS | {"key_bias"}
 Result = tuple[Array, Pair]  # output and lse: with large key biases its low part decides how results merge
 
 
@@ -53,6 +61,11 @@ class Part(NamedTuple):
     def as_a_whole(self) -> "Part":
         """The same call, whose results need no reordering."""
         return Part(*self[:4], origin=self.origin)
+
+
+def split(spec: Spec, reads: frozenset[str]) -> Split:
+    """How a call runs where these fields are read."""
+    return splitting.split(spec.used(), reads, SPLITS, READS)
 
 
 def parts(whole: Part) -> list[Part]:

@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Any, TypedDict, Unpack, cast
+from typing import Any, Unpack, cast
 
 import jax
 import jax.numpy as jnp
@@ -20,6 +20,7 @@ from alibi_attn.attention.call.checks import (
     dtype_name,
 )
 from alibi_attn.attention.call.hints import with_defaults
+from alibi_attn.attention.call.options import SpecOptions, unchanged
 from alibi_attn.attention.call.query_positions import WINDOW_RULE, check_inside_prefix, check_not_before, follow_indices
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.jax.plan import MAX_INT32_POSITION, Array
@@ -30,42 +31,11 @@ Window = int | Sequence[int] | NDArray[np.integer] | Array
 SegmentIds = Array | tuple[Array, Array]
 
 
-class GatedOptions(TypedDict, total=False):
-    """Keyword arguments of `make_spec` that calls with forget gates share; `alibi_attention` documents them."""
-
-    window: Window | None
-    scale: float | None
-    key_mask: Array | None
-    segment_ids: SegmentIds | None
-    key_bias: Array | None
-    sink_logits: Array | None
-    dropout_p: float
-    tolerance: float | None
-
-
-class AttentionOptions(GatedOptions, total=False):
-    """All keyword arguments that `make_spec` shares with `alibi_attention`."""
-
-    causal: bool
-    right_slopes: Slopes | None
-    query_offset: int | Array | None
-    sinks: int
-    prefix_len: Array | None
-    positions: Array | None
-    query_positions: Array | None
-
-
-class SpecOptions(AttentionOptions, total=False):
-    """All keyword arguments of `make_spec`."""
-
-    return_lse: bool
-
-
 def make_spec(
-    query: Array, key: Array, value: Array, slopes: Slopes | None = None, **options: Unpack[SpecOptions]
+    query: Array, key: Array, value: Array, slopes: Slopes | None = None, **options: Unpack[SpecOptions[Array]]
 ) -> AttentionSpec[Array]:
     """The validated spec of a call; options and defaults are those of `alibi_attention`."""
-    given = cast(SpecOptions, with_defaults(options))
+    given = cast(SpecOptions[Array], with_defaults(options))
     _check_arrays(query, key, value, given)
     dtype = jax.dtypes.canonicalize_dtype(query.dtype)  # numpy's fp64 becomes fp32 unless x64 is enabled
     left = None if slopes is None else _given_slopes("slopes", slopes)
@@ -92,7 +62,6 @@ def make_spec(
         head_dim=d,
         slopes=jnp.asarray(alibi_slopes(h) if left is None else left, work),
         right_slopes=None if right is None else jnp.asarray(right, work),
-        causal=given["causal"],
         window=window,
         head_windows=head_windows,
         sinks=0 if given["window"] is None else given["sinks"],
@@ -102,20 +71,18 @@ def make_spec(
         by_position=by_position,
         scale=scale,
         query_offset=offset,
-        key_mask=given["key_mask"],
         query_segments=query_segments,
         key_segments=key_segments,
         key_bias=None
         if key_bias is None
         else jnp.broadcast_to(jnp.asarray(_below_inf(key_bias, BIAS_RULE)), (b, h, s)),
         sink_logits=None if sink_logits is None else jnp.asarray(_below_inf(sink_logits, SINKS_RULE)),
-        dropout_p=given["dropout_p"],
         tolerance=tolerance,
-        return_lse=given["return_lse"],
+        **unchanged(given),
     )
 
 
-def _check_arrays(query: Array, key: Array, value: Array, given: SpecOptions) -> None:
+def _check_arrays(query: Array, key: Array, value: Array, given: SpecOptions[Array]) -> None:
     """Checks that what must be an array is one."""
     for name, array in (("query", query), ("key", key), ("value", value)):
         check_array(name, array)
@@ -163,7 +130,7 @@ def _prefix(prefix_len: Array | None, *, causal: bool, batch: int, key_len: int)
 
 
 def _positions(
-    given: SpecOptions, *, batch: int, query_len: int, key_len: int
+    given: SpecOptions[Array], *, batch: int, query_len: int, key_len: int
 ) -> tuple[Array | None, Array | None, bool]:
     """([B, S], [B, T], whether they decide what is to the right), checked; those of queries are the last T by default."""
     positions: Any = given["positions"]

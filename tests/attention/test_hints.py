@@ -21,7 +21,8 @@ from alibi_attn import (
     forgetting_attention,
     toeplitz_attention,
 )
-from alibi_attn.attention.call.hints import DEFAULTS, OURS
+from alibi_attn.attention.call.hints import OURS
+from alibi_attn.attention.call.options import DEFAULTS
 from alibi_attn.lazy import OURS as NAMES
 
 X = torch.zeros(1, 2, 4, 8)

@@ -80,5 +80,5 @@ def test_functions_without_parts_refuse_them() -> None:
     packed = [x[0].transpose(0, 1) for x in (q, k, v)]
     with pytest.raises(ValueError, match="alibi_attention_varlen does not support window per head"):
         alibi_attention_varlen(*packed, torch.tensor([0, 90], dtype=torch.int32), window=WINDOWS)
-    with pytest.raises(TypeError, match=r"prefix_len.*only alibi_attention and its layers"):
+    with pytest.raises(TypeError, match=r"prefix_len.*alibi_attention has it, this function does not"):
         forgetting_attention(q, k, v, torch.zeros(2, 4, 90), prefix_len=torch.tensor([3, 4]))

@@ -12,7 +12,7 @@ import pytest
 from jax.sharding import PartitionSpec as P
 from jax_checks import assert_close, assert_own_gradient, draw, fixture_of_tiles
 
-from alibi_attn.attention.call.hints import DEFAULTS
+from alibi_attn.attention.call.options import DEFAULTS
 from alibi_attn.jax import alibi_attention, attention, explain
 
 B, T, H, D = 2, 24, 4, 8

@@ -1,31 +1,12 @@
-"""The options of a call, and argument names of other libraries: the TypeError for such a name has ours (docs/switching.md)."""
+"""Argument names of other libraries: the TypeError for such a name has ours (docs/switching.md)."""
 
 import inspect
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Any, TypeVar
 
-_Function = TypeVar("_Function", bound=Callable[..., object])
+from alibi_attn.attention.call.options import DEFAULTS
 
-# The options of `alibi_attention`, which explains them, and their defaults, in PyTorch and JAX.
-DEFAULTS: Mapping[str, Any] = {
-    "causal": True,
-    "right_slopes": None,
-    "window": None,
-    "scale": None,
-    "query_offset": None,
-    "key_mask": None,
-    "segment_ids": None,
-    "key_bias": None,
-    "sink_logits": None,
-    "dropout_p": 0.0,
-    "tolerance": None,
-    "return_lse": False,
-    "sinks": 0,
-    "prefix_len": None,
-    "positions": None,
-    "query_positions": None,
-    "registers": 0,
-}
+_Function = TypeVar("_Function", bound=Callable[..., object])
 
 _MASK = "key_mask [B, S], True = visible"
 _BIAS = "slopes for a bias by distance, key_bias for one per key, toeplitz_attention for a table by distance"
@@ -100,8 +81,8 @@ def unknown_argument(function: str, unknown: Iterable[str]) -> TypeError:
     """The error for an unknown argument: Python's message, and our name for the argument if there is one."""
     name = next(iter(unknown))
     ours = OURS.get(name)
-    if name in DEFAULTS:
-        ours = "leave it out: only alibi_attention and its layers support it"
+    if ours is None and name in DEFAULTS:
+        ours = "leave it out: alibi_attention has it, this function does not"
     hint = "" if ours is None else f"; {ours}" if ours.startswith("leave") else f"; here it is {ours}"
     return TypeError(f"{function}() got an unexpected keyword argument {name!r}{hint}")
 

@@ -31,7 +31,6 @@ class PartFields(TypedDict, total=False):
     by_position: bool
     coordinates: Tensor
     query_coordinates: Tensor
-    registers: int
 
 
 def windows_of_heads(window: Window | None, num_heads: int) -> tuple[int | None, tuple[int, ...] | None]:
@@ -74,7 +73,6 @@ def part_fields(given: Mapping[str, Any], sizes: Checked) -> PartFields:
         check_registers(registers, causal=given["causal"])
         if isinstance(given["query_offset"], Tensor):
             raise ValueError("registers and a tensor as query_offset exclude one another; pass an int")
-        fields["registers"] = registers
     if positions is not None and positions.ndim == 3:
         fields["coordinates"], fields["query_coordinates"] = _coordinates(given, sizes)
     elif positions is not None:

@@ -107,8 +107,11 @@ class AttentionSpec(Generic[Array]):
 
         Whatever consumes a call compares them with the fields that it reads, see `reads.py`.
         """
-        given = [(name, getattr(self, name), plain) for name, plain in self.PLAIN]
-        used = [name for name, value, plain in given if (value is not None if plain is None else value != plain)]
+        used = [
+            name
+            for name, plain in self.PLAIN
+            if (value := getattr(self, name)) is not plain and (plain is None or value != plain)
+        ]
         # The compiler supports no hasattr of a traced int.
         if not isinstance(self.query_offset, int) and hasattr(self.query_offset, "shape"):
             used.append("query_offset")

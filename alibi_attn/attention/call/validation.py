@@ -3,7 +3,7 @@
 `checks.py` checks shapes, dtypes and Python numbers; this module checks devices and values, and makes the spec."""
 
 import functools
-from typing import TypedDict, Unpack, cast
+from typing import Unpack, cast
 
 import numpy as np
 import torch
@@ -12,7 +12,8 @@ from torch import Tensor
 from alibi_attn.attention.call.bias import Slopes
 from alibi_attn.attention.call.checks import BIAS_RULE, SINKS_RULE, Checked, check_call, check_position, dtype_name
 from alibi_attn.attention.call.hints import with_defaults
-from alibi_attn.attention.call.part_options import Window, part_fields, windows_of_heads
+from alibi_attn.attention.call.options import SpecOptions, unchanged
+from alibi_attn.attention.call.part_options import part_fields, windows_of_heads
 from alibi_attn.attention.call.spec import MAX_POSITION, AttentionSpec
 from alibi_attn.attention.call.transforms import autocasts, constant_when_compiled, is_traced, may_read
 from alibi_attn.slopes import alibi_slopes
@@ -20,88 +21,11 @@ from alibi_attn.slopes import alibi_slopes
 SegmentIds = Tensor | tuple[Tensor, Tensor]
 
 
-class ScoreOptions(TypedDict, total=False):
-    """The keywords shared by all functions, except window, return_lse and backend."""
-
-    scale: float | None
-    dropout_p: float
-
-
-class SharedOptions(ScoreOptions, total=False):
-    """The keywords shared by the functions whose heads have one window."""
-
-    window: int | None
-
-
-class HiddenKeys(TypedDict, total=False):
-    """The keywords that hide keys of a sequence."""
-
-    key_mask: Tensor | None
-    segment_ids: SegmentIds | None
-
-
-class MaskOptions(SharedOptions, HiddenKeys, total=False):
-    """The keywords shared by the functions of a batch whose heads have one window."""
-
-
-class BiasOptions(TypedDict, total=False):
-    """The keywords of functions whose keys may have biases."""
-
-    key_bias: Tensor | None
-    sink_logits: Tensor | None
-    tolerance: float | None
-
-
-class DirectionOptions(TypedDict, total=False):
-    """The keywords for keys to the right."""
-
-    causal: bool
-    right_slopes: Slopes | None
-
-
-class VarlenOptions(SharedOptions, BiasOptions, DirectionOptions, total=False):
-    """The keywords of `alibi_attention_varlen`."""
-
-    positions: Tensor | None
-    cu_seqlens_k: Tensor | None
-
-
-class AttentionOptions(ScoreOptions, HiddenKeys, BiasOptions, DirectionOptions, total=False):
-    """The keywords of `alibi_attention`, which explains them."""
-
-    query_offset: int | Tensor | None
-    window: Window | None
-    sinks: int
-    prefix_len: Tensor | None
-    positions: Tensor | None
-    query_positions: Tensor | None
-    registers: int
-
-
-class SpecOptions(AttentionOptions, total=False):
-    """The keywords of `make_spec`, and of functions that describe a call without computing it."""
-
-    return_lse: bool
-
-
-class ForgettingOptions(MaskOptions, BiasOptions, total=False):
-    """The keywords of `forgetting_attention`."""
-
-    query_offset: int | None
-
-
-class ToeplitzOptions(MaskOptions, total=False):
-    """The keywords of `toeplitz_attention`."""
-
-    causal: bool
-    query_offset: int | None
-
-
 def make_spec(
-    query: Tensor, key: Tensor, value: Tensor, slopes: Slopes | None = None, **options: Unpack[SpecOptions]
+    query: Tensor, key: Tensor, value: Tensor, slopes: Slopes | None = None, **options: Unpack[SpecOptions[Tensor]]
 ) -> AttentionSpec[Tensor]:
     """The validated spec of a call; options and defaults are those of `alibi_attention`."""
-    given = cast(SpecOptions, with_defaults(options))
+    given = cast("SpecOptions[Tensor]", with_defaults(options))  # torch.compile traces no parametrized type
     _check_inputs(query, key, value)
     _check_tensors(given, query.device)
     left = None if slopes is None else _given_slopes("slopes", slopes, query)
@@ -126,20 +50,17 @@ def make_spec(
         head_dim=d,
         slopes=left,
         right_slopes=right,
-        causal=given["causal"],
         window=None if window is None else min(window, MAX_POSITION),
         head_windows=head_windows,
         scale=scale,
         query_offset=offset,
-        key_mask=given["key_mask"],
         query_segments=query_segments,
         key_segments=key_segments,
         key_bias=key_bias,
         sink_logits=sink_logits,
-        dropout_p=given["dropout_p"],
         tolerance=tolerance,
-        return_lse=given["return_lse"],
         **part_fields(given, sizes),
+        **unchanged(given),
     )
 
 
@@ -156,7 +77,7 @@ def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
         _check_device("value", value, device)
 
 
-def _check_tensors(given: SpecOptions, device: torch.device) -> None:
+def _check_tensors(given: SpecOptions[Tensor], device: torch.device) -> None:
     """Checks that the options that must be tensors are, on query's device."""
     for name, tensor in (
         ("key_mask", given["key_mask"]),

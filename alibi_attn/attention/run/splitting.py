@@ -31,10 +31,25 @@ class Split(NamedTuple):
     unread: frozenset[str]
 
 
-def split(used: frozenset[str], reads: frozenset[str]) -> Split:
-    """How a call that uses these fields runs where these are read."""
-    off = (used - reads) & SPLITS.keys()
+WHOLE = Split(frozenset(), frozenset())
+
+
+def split(
+    used: frozenset[str],
+    reads: frozenset[str],
+    splits: frozenset[str] = frozenset(SPLITS),
+    merges: frozenset[str] = READS,
+) -> Split:
+    """How a call that uses these fields runs where these are read.
+
+    Args:
+        splits: the fields that can be split off.
+        merges: those of calls that have parts.
+    """
+    if used <= reads:
+        return WHOLE
+    off = (used - reads) & splits
     unread = (used - reads - off) | {name for name in off if not SPLITS[name] <= reads}
     if off - {"sink_logits"}:
-        unread |= used - READS
+        unread |= used - merges
     return Split(off, unread)

@@ -22,7 +22,7 @@ import torch
 from alibi_attn.attention.backends.banded import pieces as banded_pieces
 from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.backends.native.visited import Visited
-from alibi_attn.attention.call.hints import DEFAULTS
+from alibi_attn.attention.call.options import DEFAULTS
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.call.visibility import distances, visible
 from alibi_attn.attention.certificate.bounds import Bounds, bounds

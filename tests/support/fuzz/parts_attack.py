@@ -27,7 +27,7 @@ from dropout_oracle import factors
 from parts_oracle import seen_and_bias
 
 from alibi_attn.attention.backends.native.visited import Visited
-from alibi_attn.attention.call.hints import DEFAULTS
+from alibi_attn.attention.call.options import DEFAULTS
 from alibi_attn.jax import alibi_attention, attention, merging
 from alibi_attn.jax.operands import operands
 from alibi_attn.jax.validation import make_spec
