@@ -140,7 +140,8 @@ def alibi_attention(
         key_bias: b, fp32 or fp64, [B, H, S] or broadcastable to it, added to the score of each key; −inf hides the key.
             However large the biases are, a score is off only by a rounding of their difference to the b of a key near the query.
         sink_logits: [H] floating point, a learned logit of attending to nothing: exp(sink) joins the softmax denominator of the
-            head, so output = o·σ(lse − sink). −inf = no sink. lse excludes it.
+            head, so output = o·σ(lse − sink). −inf = no sink. lse excludes it. Its gradient has its dtype: in fp32 it is
+            rounded to 10⁻⁷, next to fp64 queries too.
         dropout_p: share of the attention weights to drop, in [0, 1). Which ones depends on a seed from torch's generator, and on
             sequence, head and positions, so every backend drops the same weights.
         tolerance: the largest share of a query's softmax mass that may be skipped, in [0, 1). Default: eps / 32 of the dtype, far

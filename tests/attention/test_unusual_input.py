@@ -281,3 +281,39 @@ def test_a_query_of_nan_has_no_gradient_and_spoils_no_other(backend: str, dtype:
     is_bad = gradient.isnan().any(-1)
     assert bool(is_bad[0, 1, 5])
     assert int(is_bad.sum()) == 1
+
+
+@pytest.mark.parametrize("backend", BACKWARD)
+@pytest.mark.parametrize("largest", [1e19, 1e30])
+def test_gradients_that_should_be_0_are_rounded_at_most_by_their_products(backend: str, largest: float) -> None:
+    """With a single key dq is 0: a difference of two products with k, each of which fp32 holds."""
+    query, key, value, grad = torch.randn(4, 1, 2, 1, 16)
+    key *= largest
+    leaves = [x.clone().requires_grad_() for x in (query, key, value)]
+    dq, dk, dv = torch.autograd.grad(alibi_attention(*leaves, [1.0, 0.5], backend=backend), leaves, grad)
+    product = float(grad.norm(dim=-1).max() * value.norm(dim=-1).max())
+    assert float(dq.abs().max()) <= 1e-6 * product * float(key.double().norm(dim=-1).max())
+    assert float(dk.abs().max()) <= 1e-6 * product * float(query.norm(dim=-1).max())
+    torch.testing.assert_close(dv, grad)
+
+
+def test_sinks_in_fp32_next_to_fp64_queries_lose_one_rounding() -> None:
+    query, key, value, grad = torch.randn(4, 1, 2, 40, 8, dtype=torch.float64)
+    wide = torch.randn(2).double().requires_grad_()
+    narrow = wide.detach().float().requires_grad_()
+    found, true = (
+        torch.autograd.grad(alibi_attention(query, key, value, sink_logits=x), x, grad)[0] for x in (narrow, wide)
+    )
+    assert found.dtype == torch.float32
+    torch.testing.assert_close(found.double(), true, rtol=1.2e-7, atol=0.0)
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_compiled_dense_ignores_a_hidden_key_whose_scores_fp32_holds(causal: bool) -> None:
+    query, key, value = torch.randn(3, 1, 2, 20, 8)
+    key[:, :, 12] *= 1e30
+    options = {"causal": causal, "key_mask": None if causal else (torch.arange(20) != 12)[None]}
+    rows = slice(0, 12 if causal else 20)
+    compiled = torch.compile(lambda *x: alibi_attention(*x, backend="dense", **options), backend="eager")
+    true = alibi_attention(query, key, value, backend="reference", **options)
+    assert_close(compiled(query, key, value)[:, :, rows], true[:, :, rows])
