@@ -5,8 +5,7 @@ python examples/cuda_graph.py
 
 import torch
 
-from alibi_attn import ALiBiTransformerBlock
-from alibi_attn.nn import StaticKVCache
+from alibi_attn import ALiBiTransformerBlock, KVCache
 
 HEADS, WIDTH, TOKENS = 8, 512, 100
 
@@ -39,7 +38,7 @@ def main():
 
     # The cache holds its length in a tensor, so each replay writes and attends one token further.
     token, text, error = torch.zeros(1, 1, WIDTH), torch.randn(1, TOKENS, WIDTH), torch.zeros(())
-    cache = StaticKVCache(capacity=1024)
+    cache = KVCache(capacity=1024)
     with torch.no_grad():
         expected, (graph, output) = model(text), captured(lambda: model(token, cache=cache))
         cache.crop(0)  # forgets the steps before

@@ -52,6 +52,7 @@ ATTENTION_ROWS = (
     ("run",),
     ("api", "forgetting", "toeplitz", "varlen"),
     ("decoding", "rows"),
+    ("kept",),
 )
 ATTENTION = {name: row for row, names in enumerate(ATTENTION_ROWS) for name in names}
 KERNELS = ["attention", "backends", "fused", "kernels"]

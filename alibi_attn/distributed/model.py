@@ -1,12 +1,13 @@
 """`context_parallel`: makes a model's attention layers context parallel until `undo()`."""
 
 import functools
+from collections.abc import Sequence
 from typing import Any, Self
 
 from torch import Tensor, nn
 from torch import distributed as dist
 
-from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.kept import Kept, attend
 from alibi_attn.distributed.attention import (
     TIMEOUT,
     context_parallel_attention,
@@ -108,46 +109,41 @@ def context_parallel(
     changes = []
     for name, layer in layers.items():
         changes.append(replaced(layer, name, "attend", functools.partial(_attend, layer, given)))
-        if isinstance(layer, ALiBiAttention):
-            changes.append(replaced(layer, name, "attend_gated", functools.partial(_attend_gated, given)))
     return ContextParallel(tuple(layers), changes)
 
 
 def _is_ours(module: nn.Module) -> bool:
-    return getattr(type(module), "attend", None) is alibi_attention or SETTINGS_ATTRIBUTE in vars(module)
+    return getattr(type(module), "attend", None) is attend or SETTINGS_ATTRIBUTE in vars(module)
 
 
 def _attend(
     layer: nn.Module,
     given: dict[str, Any],
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    kept: Sequence[Kept],
     slopes: Tensor | None = None,
     *,
-    query_offset: int | Tensor | None = None,
     key_mask: Tensor | None = None,
     **options: Any,
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Replaces `alibi_attention`."""
-    _check(query, key, query_offset)
+) -> Tensor:
+    """Replaces `kept.attend`."""
+    [whole] = kept
+    key, value, options = whole.key, whole.value, {name: x for name, x in options.items() if x is not None}
+    if whole.first != 0 or key.shape[2] != query.shape[2]:
+        raise ValueError("context parallelism has no cache; pass whole shards and use_cache=False")
+    if whole.log_fgate is not None:
+        options = {name: x for name, x in options.items() if name not in ("causal", "sinks")}
+        mixed = context_parallel_forgetting_attention(
+            query, key, value, whole.log_fgate, slopes, key_mask=key_mask, **options, **given
+        )
+        assert isinstance(mixed, Tensor)
+        return mixed
     if SETTINGS_ATTRIBUTE in vars(layer) and not options.keys().isdisjoint(("segment_ids", "key_bias")):
         raise ValueError(
             "context parallelism supports one text per row and no holes in the mask of this model; call undo() on its handle"
         )
     if isinstance(layer, ALiBiAttention) and layer.q_norm is not None and key_mask is None:
         options["score_bound"] = layer.score_bound()
-    return context_parallel_attention(query, key, value, slopes, key_mask=key_mask, **options, **given)
-
-
-def _attend_gated(
-    given: dict[str, Any], query: Tensor, key: Tensor, value: Tensor, gates: Tensor, slopes: Tensor, **options: Any
-) -> Tensor | tuple[Tensor, Tensor]:
-    """Replaces `forgetting_attention`."""
-    _check(query, key, None)
-    return context_parallel_forgetting_attention(query, key, value, gates, slopes, **options, **given)
-
-
-def _check(query: Tensor, key: Tensor, query_offset: int | Tensor | None) -> None:
-    if isinstance(query_offset, Tensor) or query_offset not in (None, 0) or key.shape[2] != query.shape[2]:
-        raise ValueError("context parallelism has no cache; pass whole shards and use_cache=False")
+    mixed = context_parallel_attention(query, key, value, slopes, key_mask=key_mask, **options, **given)
+    assert isinstance(mixed, Tensor)
+    return mixed

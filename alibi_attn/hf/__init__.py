@@ -9,8 +9,6 @@ checkpoints), `patching/`, `embedding/`. Read `patching/patching.py` first, then
 
 try:
     from alibi_attn.hf.caches.cache import ALiBiCache
-    from alibi_attn.hf.caches.forgetting_cache import ForgettingCache
-    from alibi_attn.hf.caches.static_cache import StaticALiBiCache
     from alibi_attn.hf.embedding.late_chunking import LateChunks, late_chunks
     from alibi_attn.hf.embedding.sentence_encoder import sentence_transformer
     from alibi_attn.hf.patching.capture_qk import record_attention
@@ -42,10 +40,8 @@ __all__ = [
     "ALiBiCache",
     "ALiBiCausalLMConfig",
     "ALiBiForCausalLM",
-    "ForgettingCache",
     "LateChunks",
     "Patch",
-    "StaticALiBiCache",
     "late_chunks",
     "patch",
     "read",

@@ -9,10 +9,8 @@ try:
     from alibi_attn.nn.attention import ALiBiAttention
     from alibi_attn.nn.block import ALiBiTransformerBlock
     from alibi_attn.nn.cache import KVCache
-    from alibi_attn.nn.gated_cache import GatedReachCache
+    from alibi_attn.nn.cache.retention import by_gates, within_reach
     from alibi_attn.nn.positional import ALiBiPositionalBias
-    from alibi_attn.nn.reach_cache import ReachCache
-    from alibi_attn.nn.static_cache import StaticKVCache, StaticReachCache
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
@@ -22,11 +20,9 @@ __all__ = [
     "ALiBiAttention",
     "ALiBiPositionalBias",
     "ALiBiTransformerBlock",
-    "GatedReachCache",
     "KVCache",
-    "ReachCache",
-    "StaticKVCache",
-    "StaticReachCache",
+    "by_gates",
+    "within_reach",
 ]
 
 

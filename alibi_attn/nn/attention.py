@@ -1,12 +1,11 @@
 """ALiBiAttention: a self-attention layer, four linear layers around `alibi_attention`.
 
-Press et al. 2022, sec. 3 (arXiv:2108.12409). Next: `block.py`, `cache.py`, `reach_cache.py`.
+Press et al. 2022, sec. 3 (arXiv:2108.12409). Next: `block.py`, `cache/cache.py`.
 """
 
 import math
 import operator
 import sys
-from collections.abc import Sequence
 from typing import Any, Never
 
 import torch
@@ -16,26 +15,19 @@ from alibi_attn.attention.call.bias import Slopes
 from alibi_attn.attention.call.checks import check_layer, check_sinks, default_tolerance
 from alibi_attn.attention.call.hints import by_position, hides_unknown, unknown_argument
 from alibi_attn.attention.call.part_options import Window, windows_of_heads
-from alibi_attn.attention.call.spec import index_of
-from alibi_attn.attention.decoding import attend_groups, attend_near, reads_groups, reads_near
-from alibi_attn.attention.run.merging import merged
-from alibi_attn.attention.run.near_keys import visible_runs
-from alibi_attn.nn.attention_layer import AttentionLayer
+from alibi_attn.attention.kept import Kept, attend
 from alibi_attn.nn.cache import KVCache
+from alibi_attn.nn.cache.retention import by_gates, within_reach
 from alibi_attn.nn.constructor_arguments import checks_names
-from alibi_attn.nn.gated_cache import GatedReachCache
 from alibi_attn.nn.gates import ForgetGates
-from alibi_attn.nn.input_checks import Cache, check_inputs, check_memory
+from alibi_attn.nn.input_checks import check_embeddings, check_memory, check_options, check_weight
 from alibi_attn.nn.positional import HeadSlopes
-from alibi_attn.nn.reach_cache import ReachCache
-from alibi_attn.nn.static_attention import attend_static
-from alibi_attn.nn.static_cache import StaticKVCache, StaticReachCache
 from alibi_attn.reach import UNLIMITED, score_bound_of_norms, static_reach
 
 _QK_NORM_EPS = 1e-6  # only keeps a zero vector zero; the bound ‖q‖ ≤ √D·max|weight| holds for any eps ≥ 0
 
 
-class ALiBiAttention(AttentionLayer):
+class ALiBiAttention(nn.Module):
     """Self-attention with linear biases: x [B, T, embed_dim] → [B, T, embed_dim].
 
         softmax(q·kᵀ/√D − m·|i − j|)·v,   q, k, v = linear layers of x, one fixed slope m per head
@@ -79,6 +71,9 @@ class ALiBiAttention(AttentionLayer):
     2025 (arXiv:2503.02130), whose code also starts the bias at 0.
     """
 
+    # How a layer attends; `context_parallel` replaces it on an instance.
+    attend = staticmethod(attend)
+
     @checks_names()
     def __init__(
         self, embed_dim: int, num_heads: int, *, num_kv_heads: int | None = None, bias: bool = False, causal: bool = True,
@@ -118,7 +113,7 @@ class ALiBiAttention(AttentionLayer):
         self,
         x: Tensor,
         *more: Never,
-        cache: Cache | None = None,
+        cache: KVCache | None = None,
         key_mask: Tensor | None = None,
         segment_ids: Tensor | None = None,
         prefix_len: Tensor | None = None,
@@ -146,94 +141,44 @@ class ALiBiAttention(AttentionLayer):
             raise by_position("ALiBiAttention", more)
         if unknown:
             raise unknown_argument("ALiBiAttention", unknown)
-        of_keys: dict[str, Any] = {"key_mask": key_mask, "segment_ids": segment_ids, "positions": positions}
-        check_inputs(self, x, cache, prefix_len=prefix_len, **of_keys)
-        check_memory(self, x, memory, memory_mask, others=(cache, prefix_len, *of_keys.values()))
-        if isinstance(cache, KVCache) and cache.max_tokens is not None and x.shape[1] > 1:
+        given = {"key_mask": key_mask, "segment_ids": segment_ids, "prefix_len": prefix_len, "positions": positions}
+        self._check(x, cache, given, memory, memory_mask)
+        if cache is not None and cache.max_tokens is not None and x.shape[1] > 1:
             fits = max(cache.max_tokens - len(cache), 1)
             if x.shape[1] > fits:  # each further token replaces one in the cache
                 chunks = [x[:, :fits], *x[:, fits:].split(1, dim=1)]
                 return torch.cat([self.forward(chunk, cache=cache) for chunk in chunks], dim=1)
-        gates = None if self.gate_proj is None else self.gate_proj(x)
+        gates, slopes = None if self.gate_proj is None else self.gate_proj(x), self.slopes.values
         query = self._heads(self.q_proj(x))
         source = x if memory is None else memory
         key, value = self._heads(self.k_proj(source)), self._heads(self.v_proj(source))
         if self.q_norm is not None and self.k_norm is not None:
             query, key = _normed(self.q_norm, query), _normed(self.k_norm, key)
-        if memory is not None:
-            mixed = self._attended(query, key, value, key_mask=memory_mask, query_offset=0)
-        elif isinstance(cache, ReachCache | GatedReachCache):
-            mixed = self._attend_parts(query, key, value, gates, cache)
-        elif isinstance(cache, StaticKVCache | StaticReachCache):
-            mixed = attend_static(self, query, key, value, cache, key_mask=key_mask, segment_ids=segment_ids)
+        if cache is not None:
+            kept = cache.append(key, value, gates, layer=self, query=query, slopes=slopes)
         else:
-            if cache is not None:
-                key, value = cache.append(key, value, layer=self, log_fgate=gates)
-                gates = cache.log_fgate
-            prefix_len = None if x.shape[1] == 1 else prefix_len  # the last token has no key to its right
-            plain = all(given is None for given in (segment_ids, positions, prefix_len))
-            near = self._near(query, key, value, cache, key_mask) if cache is not None and plain else None
-            if near is None:
-                near = self._attended(query, key, value, gates, prefix_len=prefix_len, **of_keys)
-            mixed = near
+            kept = [Kept(key, value, log_fgate=gates)]
+        if memory is not None:
+            given["key_mask"] = memory_mask
+        if x.shape[1] == 1:  # the last token has no key to its right
+            given["prefix_len"] = None
+        mixed = self.attend(
+            query,
+            kept,
+            slopes,
+            causal=self.causal,
+            window=self.window,
+            sinks=self.sinks_of_window,
+            dropout_p=self.dropout_p if self.training else 0.0,
+            **given,
+        )
         output: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
         return output
 
-    def _near(
-        self, query: Tensor, key: Tensor, value: Tensor, cache: KVCache, key_mask: Tensor | None
-    ) -> Tensor | None:
-        """Attention over the keys within reach; None unless few queries and many cached keys make it faster."""
-        slopes, gates, masked = self.slopes.values, cache.log_fgate, key_mask is not None
-        whole = cache.max_tokens is None and not (self.training and self.dropout_p)
-        if isinstance(self.window, tuple) or self.sinks_of_window:
-            return None
-        if not (whole and reads_near(query, key, masked=masked, gated=gates is not None)):
-            return None
-        visible = None if key_mask is None else visible_runs(key_mask)
-        if masked and visible is None:
-            return None
-        return attend_near(query, key, value, slopes, cache.norms, visible=visible, log_fgate=gates, window=self.window)
-
-    def _attend_parts(
-        self, query: Tensor, key: Tensor, value: Tensor, gates: Tensor | None, cache: ReachCache | GatedReachCache
-    ) -> Tensor:
-        """Attention, [B, H, T, D], one call per group of heads, because groups keep different numbers of keys."""
-        cache.check_bound(query, key, self.head_dim**-0.5, self.slopes.values)
-        if isinstance(cache, GatedReachCache):
-            assert gates is not None
-            parts: Sequence[tuple[Tensor, ...]] = cache.append(key, value, gates, layer=self)
-        else:
-            parts = cache.append(key, value, layer=self)
-        if isinstance(cache, ReachCache) and self._is_one_call(query, cache):
-            assert not isinstance(self.window, tuple)
-            windows = (self.window,) * len(parts)
-            return attend_groups(query, parts, self.slopes.values, cache.runs, windows=windows)
-        if isinstance(cache, ReachCache) and cache.sinks:
-            mixed = [self._with_sinks(query, cache, group, part) for group, part in enumerate(parts)]
-        elif len(parts) == 1:
-            return self._attended(query, *parts[0])
-        else:
-            mixed = [
-                self._attended(query[:, index_of(heads)], *part, heads=heads)
-                for heads, part in zip(cache.query_heads, parts, strict=True)
-            ]
-        order = sorted(range(self.num_heads), key=[h for heads in cache.query_heads for h in heads].__getitem__)
-        return torch.cat(mixed, dim=1)[:, order]
-
-    def _is_one_call(self, query: Tensor, cache: ReachCache) -> bool:
-        """Whether the groups of heads of a cache are one call for the host."""
-        plain = not (cache.sinks or isinstance(self.window, tuple) or (self.training and self.dropout_p))
-        return plain and len(cache.runs) > 0 and reads_groups(query)
-
-    def _with_sinks(self, query: Tensor, cache: ReachCache, group: int, part: tuple[Tensor, ...]) -> Tensor:
-        """Attention, [B, heads, T, D], of a group of heads over its keys within reach and the first keys."""
-        heads = cache.query_heads[group]
-        slopes, window = self._of_heads(heads)
-        options: Any = {"dropout_p": self.dropout_p if self.training else 0.0, "return_lse": True}
-        near = self.attend(query[:, heads], part[0], part[1], slopes, window=window, **options)
-        offset = len(cache) - query.shape[2]
-        first = self.attend(query[:, heads], *cache.sinks_of(group), slopes, query_offset=offset, **options)
-        return merged(*near, *first)[0].to(query.dtype)
+    @property
+    def sinks_of_window(self) -> int:
+        """The first keys that a cache must keep; 0 without a window, which alone hides them."""
+        return 0 if self.window is None else self.sinks
 
     def score_bound(self) -> float:
         """U, an upper bound of every scaled score |q·k|/√D of this layer for any input; requires qk_norm=True.
@@ -252,12 +197,15 @@ class ALiBiAttention(AttentionLayer):
         return score_bound_of_norms(self.head_dim**-0.5, self.head_dim, of_query, of_key)
 
     def reach_cache(
-        self, *, tolerance: float | None = None, score_bound: float | None = None
-    ) -> ReachCache | GatedReachCache:
+        self, *, tolerance: float | None = None, score_bound: float | None = None, capacity: int | None = None
+    ) -> KVCache:
         """A cache that keeps only the keys this layer's heads can still need; arguments and errors as in `static_reach`.
 
-        Slopes determine these keys before any text exists. With forget gates they depend on the text
-        (`GatedReachCache`).
+        Slopes determine these keys before any text exists. With forget gates they depend on the text: keys are dropped once the
+        gates prove that no later query needs them.
+
+        Args:
+            capacity: of `KVCache`: for steps that a CUDA graph replays. Heads whose reach is shorter decode indefinitely.
 
         >>> layer = ALiBiAttention(64, 8, qk_norm=True)
         >>> with torch.no_grad():
@@ -269,14 +217,14 @@ class ALiBiAttention(AttentionLayer):
         if not self.causal:
             raise ValueError("reach_cache needs causal=True: a cache is for tokens that arrive in order")
         bound, tolerance = self._bound_and_tolerance(score_bound, tolerance)
+        options: Any = {"num_kv_heads": self.num_kv_heads, "tolerance": tolerance}
         slopes = self.slopes.values.tolist()
         if self.gate_proj is not None:
             bound += (self.head_dim + 16) * 2.0**-24 * bound  # scores and λ are computed in fp32
-            return GatedReachCache(slopes, score_bound=bound, tolerance=tolerance, num_kv_heads=self.num_kv_heads)
+            return KVCache(capacity=capacity, retention=by_gates(slopes, score_bound=bound, **options))
         reach = self.static_reach(tolerance=tolerance, score_bound=bound)
-        heads = self.num_kv_heads
-        options: Any = {"num_kv_heads": heads, "score_bound": bound, "tolerance": tolerance, "slopes": slopes}
-        return ReachCache(reach, sinks=self.sinks_of_window, **options)
+        retention = within_reach(reach, score_bound=bound, slopes=slopes, sinks=self.sinks_of_window, **options)
+        return KVCache(capacity=capacity, retention=retention)
 
     def static_reach(
         self, *, tolerance: float | None = None, score_bound: float | None = None, key_mask: Tensor | None = None
@@ -337,6 +285,35 @@ class ALiBiAttention(AttentionLayer):
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
             f"causal={self.causal}{options}"
         )
+
+    def _check(
+        self,
+        x: Tensor,
+        cache: KVCache | None,
+        given: dict[str, Tensor | None],
+        memory: Tensor | None,
+        memory_mask: Tensor | None,
+    ) -> None:
+        """The inputs fit the layer, its cache, and one another."""
+        check_embeddings(x, self.embed_dim)
+        check_weight(x, self.q_proj)
+        names, is_replaced = [name for name, option in given.items() if option is not None], "attend" in vars(self)
+        if cache is not None:
+            if not isinstance(cache, KVCache):
+                raise TypeError(f"cache is a {type(cache).__name__} but must be a KVCache() of this layer, or None")
+            if is_replaced:
+                raise ValueError(
+                    "the layer's attention is context parallel, which does not support a cache; call undo(), or pass no cache"
+                )
+            if not self.causal:
+                raise ValueError("cache needs causal=True: without it later keys would change outputs already returned")
+            needs = [*names, "no forget gates" if self.gate_proj is None else "forget gates"]
+            needs += ["sinks"] * bool(self.sinks_of_window) + ["a window per head"] * isinstance(self.window, tuple)
+            cache.check(needs, sinks=self.sinks_of_window)
+        others = cache is not None or bool(names) or is_replaced
+        check_memory(x, memory, memory_mask, kv_dim=self.kv_dim, others=others)
+        if self.kv_dim is None:
+            check_options(x, cache, given, causal=self.causal, gated=self.gate_proj is not None)
 
     def _heads(self, projected: Tensor) -> Tensor:
         """[B, T, heads·D] → [B, heads, T, D], without a copy."""

@@ -8,8 +8,9 @@ from alibi_attn.attention.call.bias import Slopes
 from alibi_attn.attention.call.hints import by_position, hides_unknown
 from alibi_attn.attention.call.part_options import Window
 from alibi_attn.nn.attention import ALiBiAttention
+from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.constructor_arguments import checks_names
-from alibi_attn.nn.input_checks import Cache, check_embeddings
+from alibi_attn.nn.input_checks import check_embeddings
 
 
 class AttentionOptions(TypedDict, total=False):
@@ -29,7 +30,7 @@ class AttentionOptions(TypedDict, total=False):
 class ForwardOptions(TypedDict, total=False):
     """The keyword arguments of `ALiBiAttention.forward`."""
 
-    cache: Cache | None
+    cache: KVCache | None
     key_mask: Tensor | None
     segment_ids: Tensor | None
     prefix_len: Tensor | None

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from alibi_attn import ALiBiAttention
 from alibi_attn.inspect import Norms, certified_bounds
-from alibi_attn.nn import ALiBiTransformerBlock, GatedReachCache, ReachCache, StaticKVCache
+from alibi_attn.nn import ALiBiTransformerBlock, KVCache
 from alibi_lab.measure.attention import DTYPES, SHAPES, _check
 from alibi_lab.measure.harness import Budget, Config, Rows, Say, Timed, keep, table
 from alibi_lab.measure.inputs import BATCH_TOKENS, Case, Inputs
@@ -84,9 +84,11 @@ def _peers(backend: str) -> list[Peer]:
     return [
         Peer("ours", ours_with_cache(backend), "the norms of keys and values are remembered, as a KVCache does"),
         Peer("ours, all keys", ours("dense" if backend == "auto" else backend), "alibi_attention of one query"),
-        Peer("ours, static", static_cache, "ALiBiAttention without its linear layers, StaticKVCache"),
+        Peer("ours, static", static_cache, "ALiBiAttention without its linear layers, KVCache(capacity=...)"),
         Peer(
-            "ours, static reach", static_reach, "the same with reach_cache().static(), bounded by the norms of the keys"
+            "ours, static reach",
+            static_reach,
+            "the same with reach_cache(capacity=...), bounded by the norms of the keys",
         ),
         replace(sdpa.PEER, note="SDPA of one query; no ALiBi at all"),
         replace(sdpa_dense_bias.PEER, note="attn_mask of one row, built once in the inputs' dtype"),
@@ -123,8 +125,8 @@ def layer_of(query: Tensor, key: Tensor, value: Tensor) -> ALiBiAttention:
 
 
 def static_cache(inputs: Inputs) -> Callable[..., Tensor]:
-    """A step of a layer with a `StaticKVCache` that already holds the earlier keys."""
-    return _static_step(inputs, lambda layer, room: StaticKVCache(room))
+    """A step of a layer with a cache of a fixed capacity that already holds the earlier keys."""
+    return _static_step(inputs, lambda layer, room: KVCache(capacity=room))
 
 
 def static_reach(inputs: Inputs) -> Callable[..., Tensor]:
@@ -134,11 +136,11 @@ def static_reach(inputs: Inputs) -> Callable[..., Tensor]:
     tolerance = torch.finfo(inputs.query.dtype).eps / 32
     return _static_step(
         inputs,
-        lambda layer, room: layer.reach_cache(score_bound=bound, tolerance=tolerance).static(room),  # type: ignore[union-attr]
+        lambda layer, room: layer.reach_cache(score_bound=bound, tolerance=tolerance, capacity=room),
     )
 
 
-def _static_step(inputs: Inputs, cache_of: Callable[[ALiBiAttention, int], object]) -> Callable[..., Tensor]:
+def _static_step(inputs: Inputs, cache_of: Callable[[ALiBiAttention, int], KVCache]) -> Callable[..., Tensor]:
     """A call that appends the last key and attends. The cache grows while it is timed, and begins anew when it is full."""
     query, key, value = inputs.query, inputs.key, inputs.value
     layer = layer_of(query, key[:, :, -1:], value[:, :, -1:]).to(query)
@@ -146,8 +148,8 @@ def _static_step(inputs: Inputs, cache_of: Callable[[ALiBiAttention, int], objec
 
     def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
         if steps[0] >= ROOM and not (q.is_cuda and torch.cuda.is_current_stream_capturing()):
-            cache.crop(0)  # type: ignore[attr-defined]
-            cache.append(k[:, :, :-1], v[:, :, :-1])  # type: ignore[attr-defined]
+            cache.crop(0)
+            cache.append(k[:, :, :-1], v[:, :, :-1])
             steps[0] = 0
         steps[0] += 1
         return layer(x, cache=cache).unflatten(-1, (q.shape[1], -1)).transpose(1, 2)
@@ -217,9 +219,7 @@ def _gated_block() -> ALiBiTransformerBlock:
     return block
 
 
-def _through(
-    blocks: list[ALiBiTransformerBlock], x: Tensor, caches: Sequence[ReachCache | GatedReachCache | None]
-) -> Tensor:
+def _through(blocks: list[ALiBiTransformerBlock], x: Tensor, caches: Sequence[KVCache | None]) -> Tensor:
     for block, cache in zip(blocks, caches, strict=True):
         x = block(x, cache=cache)
     return x

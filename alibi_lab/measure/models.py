@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from transformers import StaticCache
 from transformers.cache_utils import DynamicCache
 
-from alibi_attn.hf import ALiBiCache, StaticALiBiCache, patch
+from alibi_attn.hf import ALiBiCache, patch
 from alibi_lab.measure.harness import GRAPH, Config, Row, Rows, Say, figures_of, keep
 from alibi_lab.measure.model_programs import (
     ALL,
@@ -254,7 +254,7 @@ def cached_steps(setting: Setting, rounds: int, seconds: float) -> Rows:
     one, two = (torch.tensor(rows, device=setting.device) for rows in ([[7]], [[7], [8]]))
     calls = {
         OURS: _step(patched, _filled(ALiBiCache(), filling), one),
-        "ours, static cache": _step(patched, _filled(StaticALiBiCache(room), filling), one),
+        "ours, static cache": _step(patched, _filled(ALiBiCache(capacity=room), filling), one),
         "patched, DynamicCache": _step(patched, _filled(DynamicCache(), filling), one),
         "transformers": _step(first, _filled(DynamicCache(), filling), one),
         "transformers, StaticCache": _step(first, _filled(static, filling), one, whole),
@@ -302,7 +302,7 @@ def _step(model: nn.Module, cache: Any, token: Tensor, mask: Tensor | None = Non
 
     def call() -> Tensor:
         logits: Tensor = model(token, attention_mask=mask, past_key_values=cache).logits[:, -1]
-        if not isinstance(cache, StaticCache | StaticALiBiCache):
+        if cache.get_max_length() < 0:
             cache.crop(-1)
         return logits
 

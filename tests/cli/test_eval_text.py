@@ -11,7 +11,7 @@ from typer.testing import CliRunner
 
 from alibi_attn import files
 from alibi_attn.hf.patching import reading
-from alibi_attn.nn import cache_file
+from alibi_attn.nn.cache import file as cache_file
 from alibi_lab.cli.main import app
 
 

@@ -141,7 +141,7 @@ def test_norms_survive_the_caches_own_writes(mode, build, tokens, monkeypatch):
             counts.append(key.shape[2])
             return measured(key, value)
 
-        monkeypatch.setattr("alibi_attn.nn.kept_norms.measured_norms", counted)
+        monkeypatch.setattr("alibi_attn.nn.cache.storage.measured_norms", counted)
         for _ in range(70):
             model(ids[:, :1], past_key_values=cache)
         cache.crop(-30)

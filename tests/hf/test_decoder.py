@@ -14,8 +14,8 @@ from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, Generat
 from transformers_names import checkpoint_activations
 
 from alibi_attn.attention import decoding
+from alibi_attn.attention.decoding import attend_near
 from alibi_attn.hf import ALiBiCache, ALiBiCausalLMConfig, ALiBiForCausalLM
-from alibi_attn.hf.attention import patched_attention
 
 SIZES = {
     "vocab_size": 60,
@@ -141,10 +141,10 @@ def test_a_token_of_a_long_text_reads_what_is_near(lengths, load, monkeypatch):
 
     def counted(*args: object, **kwargs: object) -> Tensor:
         calls.append(args)
-        return decoding.attend_near(*args, **kwargs)
+        return attend_near(*args, **kwargs)
 
     monkeypatch.setattr(decoding, "LONG", 1)
-    monkeypatch.setattr(patched_attention, "attend_near", counted)
+    monkeypatch.setattr(decoding, "attend_near", counted)
     close(model(ids[:, 39:], attention_mask=mask, past_key_values=cache).logits, expected)
     assert len(calls) == 2  # one per layer
 

@@ -11,7 +11,7 @@ from encoder_oracle import write_folder
 from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM
 
-from alibi_attn.hf import ALiBiCache, ALiBiCausalLMConfig, ALiBiForCausalLM, ForgettingCache, patch
+from alibi_attn.hf import ALiBiCache, ALiBiCausalLMConfig, ALiBiForCausalLM, patch
 from alibi_attn.hf.readers.decoder.forgetting import score_bound
 
 PRO = {"qk_norm": True, "use_output_gate": True, "num_kv_heads": 3}
@@ -33,7 +33,7 @@ def assert_close(actual: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(actual, expected, rtol=0, atol=5e-6 * float(expected.abs().max()))
 
 
-def assert_forgot(cache: ForgettingCache, tokens: int, least: int) -> None:
+def assert_forgot(cache: ALiBiCache, tokens: int, least: int) -> None:
     """Every key head has dropped at least this many tokens, and holds the others."""
     assert cache.get_seq_length() == tokens
     for kept, forgotten in zip(cache.kept, cache.forgotten, strict=True):
@@ -43,20 +43,20 @@ def assert_forgot(cache: ForgettingCache, tokens: int, least: int) -> None:
 
 
 def test_generating_drops_keys_and_changes_no_logits(model: ALiBiForCausalLM) -> None:
-    ids, cache, full = texts(), ForgettingCache(), ALiBiCache()
+    ids, cache, full = texts(), ALiBiCache(forget=True), ALiBiCache()
     given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 70, **OPTIONS}
     found = model.generate(ids, past_key_values=cache, **given)
     expected = model.generate(ids, past_key_values=full, **given)
     assert torch.equal(found.sequences, expected.sequences)
     assert_close(torch.stack(found.logits), torch.stack(expected.logits))
     assert_forgot(cache, PROMPT + 69, least=60)
-    assert all(layer.store.forgotten == 0 for layer in full.layers)
+    assert all(not any(layer.store.forgotten) for layer in full.layers)
 
 
 @torch.no_grad()
 @pytest.mark.parametrize("chunks", [[100] * 4, [320, *[1] * 80]], ids=["chunks", "tokens"])
 def test_chunks_give_the_logits_of_one_pass(chunks: list[int], model: ALiBiForCausalLM) -> None:
-    ids, cache = texts(length=400), ForgettingCache()
+    ids, cache = texts(length=400), ALiBiCache(forget=True)
     parts = [model(part, past_key_values=cache).logits for part in ids.split(chunks, dim=1)]
     assert_close(torch.cat(parts, dim=1), model(ids).logits)
     assert_forgot(cache, 400, least=60)
@@ -69,7 +69,7 @@ def test_a_larger_tolerance_drops_more_and_is_noticed(model: ALiBiForCausalLM) -
     for layer in small.layers:
         for norm in (layer.attention.q_norm, layer.attention.k_norm):
             norm.weight.mul_(0.1)
-    ids, caches = texts(length=200), [ForgettingCache(), ForgettingCache(tolerance=0.5)]
+    ids, caches = texts(length=200), [ALiBiCache(forget=True), ALiBiCache(forget=True, tolerance=0.5)]
     logits = [[small(part, past_key_values=cache).logits for part in ids.split(100, dim=1)][1] for cache in caches]
     expected = small(ids).logits[:, 100:]
     assert_close(logits[0], expected)
@@ -84,7 +84,7 @@ def test_slopes_that_fp32_rounds_down_are_its_own() -> None:
     torch.manual_seed(0)
     sizes = {"hidden_size": 48, "num_hidden_layers": 1, "num_attention_heads": 12, "intermediate_size": 64}
     config = ALiBiCausalLMConfig(**sizes, vocab_size=40, forget_gate=True, head_norm_eps=1e-5)
-    ids, cache, ours = texts(1, 200), ForgettingCache(), ALiBiForCausalLM(config).eval()
+    ids, cache, ours = texts(1, 200), ALiBiCache(forget=True), ALiBiForCausalLM(config).eval()
     parts = [ours(part, past_key_values=cache).logits for part in ids.split(100, dim=1)]
     assert_close(torch.cat(parts, 1), ours(ids).logits)
     assert min(cache.forgotten[0]) > 0
@@ -92,7 +92,7 @@ def test_slopes_that_fp32_rounds_down_are_its_own() -> None:
 
 @torch.no_grad()
 def test_the_memory_of_dropped_keys_is_returned(model: ALiBiForCausalLM) -> None:
-    ids, cache, full = texts(length=1500), ForgettingCache(), ALiBiCache()
+    ids, cache, full = texts(length=1500), ALiBiCache(forget=True), ALiBiCache()
     for part in (ids, ids[:, :1]):
         model(part, past_key_values=cache)
         model(part, past_key_values=full)
@@ -105,7 +105,7 @@ def test_padding_on_the_left_is_dropped_first(model: ALiBiForCausalLM) -> None:
     ids = torch.stack([torch.nn.functional.pad(row, (PROMPT - len(row), 0)) for row in rows])
     mask = (torch.arange(PROMPT) >= hidden[:, None]).long()
     for chunk in (None, 16):  # with a chunk that is all padding
-        cache = ForgettingCache()
+        cache = ALiBiCache(forget=True)
         given = {"attention_mask": mask, "past_key_values": cache, "max_new_tokens": 70, **OPTIONS}
         found = model.generate(ids, prefill_chunk_size=chunk, **given)
         for at, row in enumerate(rows):
@@ -115,7 +115,7 @@ def test_padding_on_the_left_is_dropped_first(model: ALiBiForCausalLM) -> None:
         assert_forgot(cache, PROMPT + 69, least=60)
     padded = torch.nn.functional.pad(texts(1, 9), (200, 0))
     seen = (torch.arange(209) >= 200).long()[None]
-    cache = ForgettingCache(tolerance=0.0)  # only what is hidden
+    cache = ALiBiCache(forget=True, tolerance=0.0)  # only what is hidden
     model(padded, attention_mask=seen, past_key_values=cache)
     model(texts(1, 1), attention_mask=torch.nn.functional.pad(seen, (0, 1), value=1), past_key_values=cache)
     assert cache.forgotten == [(200,) * 3] * 2
@@ -124,7 +124,7 @@ def test_padding_on_the_left_is_dropped_first(model: ALiBiForCausalLM) -> None:
 def test_beams_copies_and_pickles_keep_what_was_dropped(model: ALiBiForCausalLM) -> None:
     ids = texts()
     given = {"attention_mask": torch.ones_like(ids), "num_beams": 3, "max_new_tokens": 70, "do_sample": False}
-    cache = ForgettingCache()
+    cache = ALiBiCache(forget=True)
     found = model.generate(ids, past_key_values=cache, pad_token_id=0, **given)
     assert torch.equal(found, model.generate(ids, pad_token_id=0, **given))
     assert_forgot(cache, PROMPT + 69, least=60)
@@ -158,21 +158,21 @@ def test_what_cannot_forget_is_refused(model: ALiBiForCausalLM, tmp_path: Path) 
     ids = texts(length=90)
     plain = ALiBiForCausalLM.from_pretrained(write_folder(tmp_path / "fox", *fox_oracle.checkpoint(3)))
     with pytest.raises(ValueError, match=r"needs normalized queries and keys \(qk_norm\)"):
-        plain(ids, past_key_values=ForgettingCache())
+        plain(ids, past_key_values=ALiBiCache(forget=True))
     bloom = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=1, n_head=4, vocab_size=50)).eval()
     for patched in (False, True):
         if patched:
             patch(bloom)
         with pytest.raises(ValueError, match="is for models with forget gates"):
-            bloom(ids, past_key_values=ForgettingCache())
+            bloom(ids, past_key_values=ALiBiCache(forget=True))
     with pytest.raises(ValueError, match="cannot return to fewer tokens, as assisted generation"):
-        model.generate(ids[:1], past_key_values=ForgettingCache(), prompt_lookup_num_tokens=3, max_new_tokens=5)
+        model.generate(ids[:1], past_key_values=ALiBiCache(forget=True), prompt_lookup_num_tokens=3, max_new_tokens=5)
     with pytest.raises(ValueError, match="holds one text per row"):
-        model(ids, segment_ids=torch.arange(90).expand(2, -1) // 50, past_key_values=ForgettingCache())
+        model(ids, segment_ids=torch.arange(90).expand(2, -1) // 50, past_key_values=ALiBiCache(forget=True))
     with pytest.raises(ValueError, match="prefix_len and positions do not exist"):
-        model(ids, prefix_len=torch.tensor([3, 4]), past_key_values=ForgettingCache())
+        model(ids, prefix_len=torch.tensor([3, 4]), past_key_values=ALiBiCache(forget=True))
     with pytest.raises(ValueError, match=r"tolerance is 1.0 but is a share of softmax mass in \[0, 1\)"):
-        ForgettingCache(tolerance=1.0)
+        ALiBiCache(forget=True, tolerance=1.0)
 
 
 @torch.no_grad()
@@ -180,7 +180,7 @@ def test_what_cannot_forget_is_refused(model: ALiBiForCausalLM, tmp_path: Path) 
 def test_masks_other_than_one_left_padding_are_refused(wrong: str, model: ALiBiForCausalLM) -> None:
     ids, mask = texts(length=90), torch.ones(2, 90, dtype=torch.int64)
     mask[1, :10] = 0
-    cache = ForgettingCache()
+    cache = ALiBiCache(forget=True)
     if wrong in ("changed", "shown"):
         model(ids[:, :80], attention_mask=mask[:, :80], past_key_values=cache)
         mask[1, :10] = 1
@@ -193,14 +193,22 @@ def test_masks_other_than_one_left_padding_are_refused(wrong: str, model: ALiBiF
 
 
 @torch.no_grad()
-def test_an_interrupted_pass_is_noticed(model: ALiBiForCausalLM) -> None:
-    ids, cache = texts(length=20), ForgettingCache()
+@pytest.mark.parametrize("held", [20, 200])
+def test_an_interrupted_pass_is_taken_back_or_noticed(held: int, model: ALiBiForCausalLM) -> None:
+    """Tokens that some layers hold are dropped, as long as no key has been forgotten for them."""
+    ids, more, cache = texts(length=held), texts(length=held + 20)[:, held:], ALiBiCache(forget=True)
     model(ids, past_key_values=cache)
     hook = model.layers[1].register_forward_pre_hook(lambda *_: 1 / 0)
     with pytest.raises(ZeroDivisionError):
-        model(ids, past_key_values=cache)
+        model(more, past_key_values=cache)
     hook.remove()
-    with pytest.raises(ValueError, match=r"the layers of this cache hold \[20, 40\] tokens"):
+    if held > 100:
+        assert any(cache.forgotten[0])
+        with pytest.raises(
+            ValueError, match=r"the layers of this cache hold \[200, 220\] tokens, because a forward pass was"
+        ):
+            model(more, past_key_values=cache)
+        cache.reset()
         model(ids, past_key_values=cache)
-    cache.reset()
-    assert_close(model(ids, past_key_values=cache).logits, model(ids).logits)
+    whole = model(torch.cat([ids, more], 1)).logits
+    assert_close(model(more, past_key_values=cache).logits, whole[:, held:])

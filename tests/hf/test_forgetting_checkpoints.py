@@ -12,7 +12,7 @@ from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
 from transformers import AutoModelForCausalLM, DynamicCache
 
-from alibi_attn.hf import ALiBiCache, ALiBiCausalLMConfig, ALiBiForCausalLM, ForgettingCache, record_attention
+from alibi_attn.hf import ALiBiCache, ALiBiCausalLMConfig, ALiBiForCausalLM, record_attention
 
 PLAIN = {}
 PRO = {"qk_norm": True, "use_output_gate": True, "qkv_bias": True, "num_kv_heads": 2}
@@ -169,8 +169,8 @@ def test_what_the_gates_do_not_support_is_refused(tmp_path: Path) -> None:
         with pytest.raises(ValueError, match=rf"{option} = {value!r} but only .* is supported"):
             model_of(tmp_path / option, {**AUTHORS, option: value})
     shifted, ids, _ = model_of(tmp_path / "shifted", AUTHORS_PRO)
-    with pytest.raises(ValueError, match="does not store keys before their shift; use an ALiBiCache"):
-        shifted(ids, past_key_values=ForgettingCache())
+    with pytest.raises(ValueError, match="does not store keys before their shift; use ALiBiCache"):
+        shifted(ids, past_key_values=ALiBiCache(forget=True))
     with pytest.raises(StrictDataclassError, match="key_shift is True but must be False without forget_gate"):
         ALiBiCausalLMConfig(key_shift=True)
 

@@ -14,6 +14,7 @@ from transformers import (
 )
 
 from alibi_attn import explain
+from alibi_attn.attention import kept
 from alibi_attn.attention.backends.native import build
 from alibi_attn.hf import (
     ALiBiBertConfig,
@@ -25,7 +26,6 @@ from alibi_attn.hf import (
     ALiBiForCausalLM,
     patch,
 )
-from alibi_attn.hf.attention import patched_attention
 
 LENGTHS = [37, 64, 5, 90]
 FAMILIES = ["bloom", "mpt", "falcon", "ours"]
@@ -250,13 +250,13 @@ def test_no_score_is_computed_across_texts(model, tokens, monkeypatch):
     """Texts that fill whole tiles: every layer computes as many scores as for each text alone."""
     lengths = [64, 192, 128]
     ids, counts = tokens(1, sum(lengths)), []
-    attend = patched_attention.alibi_attention
+    attend = kept.alibi_attention
 
     def counted(*args, **options):
         counts.append(int(explain(*args, **{**options, "backend": "native"}).scores.sum()))
         return attend(*args, **options)
 
-    monkeypatch.setattr(patched_attention, "alibi_attention", counted)
+    monkeypatch.setattr(kept, "alibi_attention", counted)
     model(ids, segment_ids=segments(lengths), use_cache=False)
     packed = counts[:]
     counts.clear()

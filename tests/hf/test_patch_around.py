@@ -7,8 +7,8 @@ from transformers import DynamicCache
 from transformers.models.bloom.modeling_bloom import BloomGelu
 
 from alibi_attn.attention import decoding
+from alibi_attn.attention.decoding import attend_near
 from alibi_attn.hf import ALiBiCache, patch
-from alibi_attn.hf.attention import patched_attention
 from alibi_attn.hf.patching import decoding_step
 from alibi_attn.nn import linear
 
@@ -95,9 +95,9 @@ def test_one_token_with_any_cache_goes_through_the_kernel(cache, build, tokens, 
 
     def counted(*args, **kwargs):
         lengths.append(args[1].shape[2])
-        return decoding.attend_near(*args, **kwargs)
+        return attend_near(*args, **kwargs)
 
-    monkeypatch.setattr(patched_attention, "attend_near", counted)
+    monkeypatch.setattr(decoding, "attend_near", counted)
     monkeypatch.setattr(decoding_step, "step", lambda *_: None)  # attention runs in its module
     model, ids = build("bloom", hidden_size=64, n_head=4), tokens(2, 70)
     with patch(model), torch.no_grad():

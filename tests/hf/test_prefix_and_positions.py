@@ -20,10 +20,10 @@ BOTH = {**PREFIX, **TIMES}
 every_family = pytest.mark.parametrize("model", FAMILIES, indirect=True)
 
 
-def by_definition(query, key, value, slopes, *, scale, dropout_p, backend, **options) -> Tensor:
-    query = query * (scale * query.shape[3] ** 0.5)
-    given = {name: x for name, x in options.items() if x is not None and name != "query_offset"}
-    return truth(query, key, value, slopes, **given)[0].to(query.dtype)
+def by_definition(query, kept, slopes, *, scale, dropout_p, backend, **options) -> Tensor:
+    [keys], query = kept, query * (scale * query.shape[3] ** 0.5)
+    given = {name: x for name, x in options.items() if x is not None}
+    return truth(query, keys.key, keys.value, slopes, **given)[0].to(query.dtype)
 
 
 @every_family

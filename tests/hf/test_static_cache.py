@@ -1,4 +1,4 @@
-"""StaticALiBiCache: steps of a patched model that a graph can replay."""
+"""ALiBiCache(capacity=...): steps of a patched model that a graph can replay."""
 
 import pytest
 import torch
@@ -7,11 +7,11 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import BloomConfig, BloomForCausalLM
 
 from alibi_attn import alibi_attention
+from alibi_attn.attention import decoding
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms, in_tiles
-from alibi_attn.hf import StaticALiBiCache, patch
-from alibi_attn.hf.attention import patched_attention
-from alibi_attn.nn import static_cache
+from alibi_attn.hf import ALiBiCache, patch
+from alibi_attn.nn.cache import fixed
 
 
 @pytest.fixture
@@ -25,7 +25,7 @@ def model() -> BloomForCausalLM:
 @torch.no_grad()
 def test_a_traced_step_replays_with_growing_length(model: BloomForCausalLM) -> None:
     """The graph holds the operations of one step on the cache's tensors; tracing fails if the host reads one."""
-    tokens, cache = torch.randint(50, (2, 20)), StaticALiBiCache(25)
+    tokens, cache = torch.randint(50, (2, 20)), ALiBiCache(capacity=25)
 
     def step(token: Tensor) -> Tensor:
         return model(token, past_key_values=cache).logits
@@ -41,7 +41,7 @@ def test_a_traced_step_replays_with_growing_length(model: BloomForCausalLM) -> N
 @torch.no_grad()
 def test_generate_gives_the_same_tokens(model: BloomForCausalLM) -> None:
     tokens, options = torch.randint(50, (2, 9)), {"max_new_tokens": 7, "pad_token_id": 0, "do_sample": False}
-    generated = model.generate(tokens, past_key_values=StaticALiBiCache(16), **options)
+    generated = model.generate(tokens, past_key_values=ALiBiCache(capacity=16), **options)
     assert torch.equal(generated, model.generate(tokens, **options))
 
 
@@ -49,13 +49,13 @@ def test_generate_gives_the_same_tokens(model: BloomForCausalLM) -> None:
 def test_a_left_padded_batch_generates_the_same_tokens(model: BloomForCausalLM) -> None:
     tokens, mask = torch.randint(50, (2, 9)), (torch.arange(9) >= torch.tensor([[0], [4]])).long()
     options = {"max_new_tokens": 7, "pad_token_id": 0, "do_sample": False, "attention_mask": mask}
-    generated = model.generate(tokens, past_key_values=StaticALiBiCache(16), **options)
+    generated = model.generate(tokens, past_key_values=ALiBiCache(capacity=16), **options)
     assert torch.equal(generated, model.generate(tokens, **options))
 
 
 @torch.no_grad()
 def test_logits_beyond_the_capacity_are_nan(model: BloomForCausalLM) -> None:
-    cache, tokens = StaticALiBiCache(4), torch.randint(50, (1, 5))
+    cache, tokens = ALiBiCache(capacity=4), torch.randint(50, (1, 5))
     assert model(tokens[:, :4], past_key_values=cache).logits.isfinite().all()
     assert model(tokens[:, 4:], past_key_values=cache).logits.isnan().all()
 
@@ -66,7 +66,15 @@ def test_a_device_reads_near_keys_by_the_norms(model: BloomForCausalLM, monkeypa
     positions = []
 
     def attend_at(
-        query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, norms: Norms, first: Tensor, *, scale: float
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        slopes: Tensor,
+        norms: Norms,
+        first: Tensor,
+        *,
+        window: None,
+        scale: float,
     ) -> Tensor:
         positions.append(int(first))
         for rows, bounds in ((key, norms.keys), (value, norms.values)):
@@ -75,20 +83,20 @@ def test_a_device_reads_near_keys_by_the_norms(model: BloomForCausalLM, monkeypa
         assert (norms.keys[..., last // TILE + 1 :] == 0).all()
         return alibi_attention(query, key, value, slopes, scale=scale, query_offset=first)
 
-    monkeypatch.setattr(static_cache, "skips_on_device", lambda key: True)
-    monkeypatch.setattr(patched_attention, "reads_near_at", lambda query: True)
-    monkeypatch.setattr(patched_attention, "attend_at", attend_at)
-    tokens, cache = torch.randint(50, (2, 70)), StaticALiBiCache(200)
+    monkeypatch.setattr(fixed, "skips_on_device", lambda key: True)
+    monkeypatch.setattr(decoding, "reads_near_at", lambda query: True)
+    monkeypatch.setattr(decoding, "attend_at", attend_at)
+    tokens, cache = torch.randint(50, (2, 70)), ALiBiCache(capacity=200)
     logits = [model(part, past_key_values=cache).logits for part in tokens.split([60, 2, 1, 1, 1, 5], dim=1)]
     torch.testing.assert_close(torch.cat(logits, 1), model(tokens).logits)
     assert positions == [0, 0, 60, 60, 62, 62, 63, 63, 64, 64, 65, 65]
     cache.reset()
-    norms = cache.norms(0)
+    norms = cache.layers[0].store.fixed.norms
     assert norms is not None
     assert norms.keys.sum() == 0
 
 
 def test_beams_are_refused(model: BloomForCausalLM) -> None:
     options = {"num_beams": 2, "max_new_tokens": 3, "pad_token_id": 0}
-    with pytest.raises(NotImplementedError, match=r"use ALiBiCache\(\)"):
-        model.generate(torch.ones(1, 3, dtype=torch.int64), past_key_values=StaticALiBiCache(9), **options)
+    with pytest.raises(ValueError, match="has no beams, whose rows would move; use a cache that grows"):
+        model.generate(torch.ones(1, 3, dtype=torch.int64), past_key_values=ALiBiCache(capacity=9), **options)

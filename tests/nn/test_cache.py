@@ -11,7 +11,9 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from alibi_attn import ALiBiAttention, ALiBiTransformerBlock, KVCache
+from alibi_attn.attention import decoding
 from alibi_attn.attention.decoding import attend_near
+from alibi_attn.nn.cache.storage import Growing
 
 WAYS = {
     "plain": {},
@@ -94,7 +96,7 @@ def test_a_padded_batch_decodes_from_the_keys_within_reach(way, monkeypatch):
     monkeypatch.setattr("alibi_attn.attention.decoding.LONG", 0)
     monkeypatch.setattr("alibi_attn.attention.run.near_keys.FEW", 32)
     near = []
-    monkeypatch.setattr("alibi_attn.nn.attention.attend_near", lambda *x, **y: near.append(y) or attend_near(*x, **y))
+    monkeypatch.setattr(decoding, "attend_near", lambda *x, **y: near.append(y) or attend_near(*x, **y))
     runs = [(0, 400), (37, 400), (300, 400), (395, 400), (10, 391)]
     layer, x = attention_layer(way), torch.randn(5, 400, 24)
     mask = torch.stack([(torch.arange(400) >= start) & (torch.arange(400) < stop) for start, stop in runs])
@@ -134,8 +136,8 @@ def test_decoding_runs_beyond_any_length_and_copies_rarely():
     with torch.no_grad():
         for step in range(1000):
             token = torch.full((1, 2, 1, 4), float(step))
-            key, value = cache.append(token, token)
-            addresses.add((key.data_ptr(), value.data_ptr()))
+            [kept] = cache.append(token, token)
+            addresses.add((kept.key.data_ptr(), kept.value.data_ptr()))
     assert len(addresses) <= 11  # the first append, then room for 4, 10, 22, ... keys
     assert cache.key[0, 0, :, 0].tolist() == cache.value[0, 1, :, 3].tolist() == list(range(1000))
 
@@ -144,7 +146,7 @@ def test_appending_never_writes_into_its_inputs_or_earlier_outputs():
     cache, first = KVCache(), torch.zeros(1, 1, 2, 4)
     with torch.no_grad():
         cache.append(first, first)
-        earlier, _ = cache.append(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4))
+        earlier = cache.append(torch.ones(1, 1, 1, 4), torch.ones(1, 1, 1, 4))[0].key
         before = earlier.clone()
         for _ in range(20):
             cache.append(torch.full((1, 1, 1, 4), 2.0), torch.full((1, 1, 1, 4), 2.0))
@@ -227,24 +229,24 @@ def test_a_pickle_holds_no_spare_capacity_and_no_layer():
     with torch.no_grad():
         for token in torch.randn(1, 100, 24).split(1, dim=1):
             layer(token, cache=cache)
-        cache.forget(40)
+        cache.crop(40)
     assert len(pickle.dumps(cache)) < 2 * 40 * 24 * 4 + 2000 < cache.nbytes
 
 
 @torch.no_grad()
 def test_forgotten_tokens_return_their_memory_once() -> None:
-    cache = KVCache()
+    held = Growing()
     key, value = torch.randn(2, 1, 2, 1000, 8)
-    cache.append(key, value)
-    before = cache.nbytes
-    cache.forget(600)
-    assert cache.nbytes == before  # a copy would cost more than it returns
-    cache.forget(100)
-    assert cache.nbytes < before / 8
-    place = cache.key.data_ptr()
-    cache.append(key[:, :, :50], value[:, :, :50])
-    assert cache.key.data_ptr() == place
-    assert torch.equal(cache.value, torch.cat([value[:, :, -100:], value[:, :, :50]], dim=2))
+    held.append((key, value))
+    before = held.tensors[0].shape[2]
+    held.drop(400)
+    assert held.tensors[0].shape[2] == before  # a copy would cost more than it returns
+    held.drop(500)
+    assert held.tensors[0].shape[2] < before / 8
+    place = held.filled()[0].data_ptr()
+    held.append((key[:, :, :50], value[:, :, :50]))
+    assert held.filled()[0].data_ptr() == place
+    assert torch.equal(held.filled()[1], torch.cat([value[:, :, -100:], value[:, :, :50]], dim=2))
 
 
 def test_a_fork_in_the_middle_of_a_graph_has_gradients():
@@ -339,7 +341,7 @@ def test_wrong_use_raises_errors_that_say_what_is_allowed():
     assert len(cache) == 4
     stream = KVCache(max_tokens=5)
     stream.append(torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 4, 8))
-    with pytest.raises(ValueError, match="forget gates or max_tokens"):
+    with pytest.raises(ValueError, match="forget gates, max_tokens or a capacity"):
         stream.save("never")
 
 
@@ -348,8 +350,8 @@ def test_a_prompt_is_copied_once_and_the_next_token_copies_nothing():
     both = torch.randn(2, 1, 3, 40, 8)
     cache = KVCache()
     with torch.no_grad():
-        key, _ = cache.append(*both)
+        key = cache.append(*both)[0].key
         assert key.untyped_storage().data_ptr() != both.untyped_storage().data_ptr()
-        longer, _ = cache.append(*torch.randn(2, 1, 3, 1, 8))
+        longer = cache.append(*torch.randn(2, 1, 3, 1, 8))[0].key
     assert longer.data_ptr() == key.data_ptr()
     assert torch.equal(longer[:, :, :40], both[0])

@@ -33,21 +33,6 @@ def test_norms_follow_writes_into_a_cache(monkeypatch):
     assert not torch.allclose(found, first, atol=1e-2)
 
 
-def test_assigned_tensors_replace_those_of_a_cache():
-    key, value = torch.randn(2, 1, 4, 80, 16)
-    cache = KVCache()
-    with torch.no_grad():
-        cache.append(key, value)
-        cache.assign(key[:, :, :30], value[:, :, :30])
-        assert len(cache) == 30
-        keys, _ = cache.append(key[:, :, :2], value[:, :, :2])
-    torch.testing.assert_close(keys, torch.cat([key[:, :, :30], key[:, :, :2]], 2))
-    with pytest.raises(ValueError, match="must be"):
-        cache.assign(key, value[:, :, 1:])
-    with pytest.raises(ValueError, match="can be assigned only to"):
-        KVCache(max_tokens=9).assign(key, value)
-
-
 def test_a_forgetting_cache_refuses_keys_beyond_its_bound():
     torch.manual_seed(0)
     layer = ALiBiAttention(64, 4, qk_norm=True)
@@ -55,8 +40,7 @@ def test_a_forgetting_cache_refuses_keys_beyond_its_bound():
     x = torch.randn(1, 600, 64)
     decoded(layer, x, cache)
     decoded(layer, x[:, :1], cache)
-    inner = cache._caches[-1]
-    inner.key[:, :, -3] *= 50
+    cache.groups[-1].filled()[0][:, :, -3] *= 50
     with pytest.raises(ValueError, match="scores may reach"):
         decoded(layer, x[:, :1], cache)
 
@@ -88,8 +72,8 @@ def test_a_gated_cache_refuses_changed_gates_once_tokens_are_forgotten():
     assert any(cache.forgotten)
     twin = copy.deepcopy(cache)
     decoded(layer, x[:, :1], twin)
-    for inner in cache._caches:
-        inner.log_fgate.zero_()
+    for group in cache.groups:
+        group.filled()[2].zero_()
     with pytest.raises(ValueError, match="changed after tokens had been forgotten"):
         decoded(layer, x[:, :1], cache)
 
@@ -101,7 +85,7 @@ def test_a_cache_in_a_file_refuses_writes(tmp_path):
         cache.append(key, value)
         cache.append(key[:, :, :3], value[:, :, :3])
         cache.value[:, :, 4] = 7.0
-        for use in (lambda: cache.norms, lambda: cache.append(key, value)):
+        for use in (cache.groups[0].norms, lambda: cache.append(key, value)):
             with pytest.raises(ValueError, match="changed in place"):
                 use()
         cache.crop(0)

@@ -8,7 +8,7 @@ import pytest
 import torch
 
 from alibi_attn import ALiBiAttention, KVCache
-from alibi_attn.nn import GatedReachCache
+from alibi_attn.nn import by_gates
 
 
 def layer(gate_bias: float = 3.0, **options: object) -> ALiBiAttention:
@@ -30,7 +30,6 @@ def layer(gate_bias: float = 3.0, **options: object) -> ALiBiAttention:
 def test_it_streams_as_one_pass(chunk: int, options: dict) -> None:
     attention, x = layer(**options), torch.randn(2, 700, 32)
     cache = attention.reach_cache(tolerance=1e-6)
-    assert isinstance(cache, GatedReachCache)
     parts = [attention(part, cache=cache) for part in x.split(chunk, dim=1)]
     torch.testing.assert_close(torch.cat(parts, 1), attention(x), rtol=0, atol=2e-5)
     assert len(cache) == 700
@@ -44,7 +43,7 @@ def test_dropped_keys_weigh_less_than_the_bound() -> None:
     """The mass of dropped keys for every later query, in fp64, with gates that close and open."""
     heads, dim, bound, tolerance = 2, 4, 1.0, 1e-2
     rng = torch.Generator().manual_seed(0)
-    cache = GatedReachCache([0.0, 0.01], score_bound=bound, tolerance=tolerance, num_kv_heads=1)
+    cache = KVCache(retention=by_gates([0.0, 0.01], score_bound=bound, tolerance=tolerance, num_kv_heads=1))
     keys = torch.nn.functional.normalize(torch.randn(1, 1, 3000, dim, generator=rng), dim=-1)
     queries = torch.nn.functional.normalize(torch.randn(1, heads, 3000, dim, generator=rng), dim=-1)
     gates = -torch.rand(1, heads, 3000, generator=rng).pow(8) * 0.6
@@ -68,11 +67,11 @@ def test_dropped_keys_weigh_less_than_the_bound() -> None:
 
 @torch.no_grad()
 def test_open_gates_forget_nothing() -> None:
-    cache = GatedReachCache([0.0], score_bound=1.0, tolerance=0.5, num_kv_heads=1)
+    cache = KVCache(retention=by_gates([0.0], score_bound=1.0, tolerance=0.5, num_kv_heads=1))
     for _ in range(5):
         cache.append(torch.zeros(1, 1, 64, 4), torch.zeros(1, 1, 64, 4), torch.zeros(1, 1, 64))
     assert (cache.kept, cache.forgotten) == ((320,), (0,))
-    never = GatedReachCache([5.0], score_bound=1.0, tolerance=0.0, num_kv_heads=1)
+    never = KVCache(retention=by_gates([5.0], score_bound=1.0, tolerance=0.0, num_kv_heads=1))
     for _ in range(5):
         never.append(torch.zeros(1, 1, 64, 4), torch.zeros(1, 1, 64, 4), torch.full((1, 1, 64), -9.0))
     assert never.kept == (320,)
@@ -98,18 +97,18 @@ def test_copies_pickles_and_beams_continue_equally() -> None:
 
 def test_invalid_arguments_are_refused() -> None:
     with pytest.raises(ValueError, match="would gain weight over time"):
-        GatedReachCache([0.1, -0.1], score_bound=1.0, tolerance=1e-6, num_kv_heads=2)
+        by_gates([0.1, -0.1], score_bound=1.0, tolerance=1e-6, num_kv_heads=2)
     with pytest.raises(ValueError, match="must divide"):
-        GatedReachCache([0.1, 0.1], score_bound=1.0, tolerance=1e-6, num_kv_heads=3)
-    cache = GatedReachCache([0.1, 0.1], score_bound=1.0, tolerance=1e-6, num_kv_heads=2)
+        by_gates([0.1, 0.1], score_bound=1.0, tolerance=1e-6, num_kv_heads=3)
+    cache = KVCache(retention=by_gates([0.1, 0.1], score_bound=1.0, tolerance=1e-6, num_kv_heads=2))
     with pytest.raises(ValueError, match=r"log_fgate has shape \[1, 1, 3\] but must be \[B, H, T\] = \[1, 2, 3\]"):
         cache.append(torch.zeros(1, 2, 3, 4), torch.zeros(1, 2, 3, 4), torch.zeros(1, 1, 3))
     plain = ALiBiAttention(32, 4, qk_norm=True)
-    with pytest.raises(ValueError, match="no gates and the cache is a GatedReachCache"):
+    with pytest.raises(ValueError, match="the layer has no gates and the cache forgets by gates"):
         plain(torch.randn(1, 3, 32), cache=layer().reach_cache())
-    with pytest.raises(ValueError, match="forget gates and the cache is a ReachCache"):
+    with pytest.raises(ValueError, match="the layer has forget gates and the cache forgets without them"):
         layer()(torch.randn(1, 3, 32), cache=plain.reach_cache())
-    with pytest.raises(ValueError, match="forget gates and the cache is a KVCache"):
+    with pytest.raises(ValueError, match="with forget gates needs KVCache"):
         layer()(torch.randn(1, 3, 32), cache=KVCache(max_tokens=8))
     with pytest.raises(ValueError, match="without qk_norm=True"):
         ALiBiAttention(32, 4, forget_gate=True).reach_cache()
@@ -117,4 +116,4 @@ def test_invalid_arguments_are_refused() -> None:
     cache = attention.reach_cache(score_bound=1e-3)
     with pytest.raises(ValueError, match="scores may reach"):
         attention(torch.randn(1, 3, 32), cache=cache)
-    assert math.isfinite(attention.reach_cache().score_bound)
+    assert math.isfinite(attention.reach_cache().retention.score_bound)

@@ -48,7 +48,9 @@ def test_a_token_reads_the_keys_that_gates_have_left(options: dict, monkeypatch:
     monkeypatch.setattr("alibi_attn.attention.decoding.LONG", 0)
     monkeypatch.setattr("alibi_attn.attention.run.near_keys.FEW", 32)
     near = []
-    monkeypatch.setattr("alibi_attn.nn.attention.attend_near", lambda *x, **y: near.append(y) or attend_near(*x, **y))
+    monkeypatch.setattr(
+        "alibi_attn.attention.decoding.attend_near", lambda *x, **y: near.append(y) or attend_near(*x, **y)
+    )
     attention, x = layer(**options), torch.randn(2, 400, 32)
     cuts = [350, 1, 16, 1, 32]
     with torch.no_grad():
@@ -121,6 +123,5 @@ def test_invalid_arguments_are_refused() -> None:
     assert len(cache) == 2
     gated = KVCache()
     gated.append(torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8), log_fgate=torch.zeros(1, 4, 2))
-    gated.forget(0)
     with pytest.raises(ValueError, match="for every token or for none"):
         gated.append(torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8))

@@ -9,7 +9,7 @@ import torch
 from parts_oracle import truth
 
 from alibi_attn import ALiBiAttention, ALiBiTransformerBlock, KVCache
-from alibi_attn.nn.reach_cache import ReachCache
+from alibi_attn.nn import within_reach
 
 WINDOWS = [4, 9, 60, 9]
 
@@ -71,7 +71,7 @@ def test_a_forgetting_cache_keeps_the_sinks(options: dict, chunks: list[int]) ->
     assert len(cache) == 70
     assert max(cache.kept) <= 60  # within the window; the sinks come on top
     if len(chunks) == 70 and "sinks" in options:
-        assert cache.sinks_of(0)[0].shape[2] == options["sinks"]
+        assert cache.first.length == options["sinks"]
 
 
 def test_a_forgetting_cache_with_sinks_can_be_cropped_reordered_and_copied() -> None:
@@ -132,7 +132,9 @@ def test_what_does_not_fit_is_refused_before_the_cache_grows() -> None:
         with pytest.raises(ValueError, match="has 6 sinks but this cache keeps 4"):
             layer_of(window=9, sinks=6)(x, cache=KVCache(max_tokens=8))
         with pytest.raises(ValueError, match="has 6 sinks but this cache keeps 0"):
-            layer_of(window=9, sinks=6)(x, cache=ReachCache([9] * 4, score_bound=1e9, tolerance=0.0, num_kv_heads=2))
+            layer_of(window=9, sinks=6)(
+                x, cache=KVCache(retention=within_reach([9] * 4, score_bound=1e9, tolerance=0.0, num_kv_heads=2))
+            )
         with pytest.raises(ValueError, match=r"cross-attention supports no .*prefix_len"):
             layer_of(kv_dim=6)(x, memory=torch.randn(2, 3, 6), prefix_len=torch.tensor([1, 2]))
     for options, message in (

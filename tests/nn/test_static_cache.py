@@ -5,7 +5,7 @@ import torch
 from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental.proxy_tensor import make_fx
 
-from alibi_attn.nn import ALiBiAttention, ALiBiTransformerBlock, ReachCache, StaticKVCache, StaticReachCache
+from alibi_attn.nn import ALiBiAttention, ALiBiTransformerBlock, KVCache
 
 HEADS, WIDTH, TOKENS = 4, 32, 90
 SLOPES = [2.0, 0.5, 1.9, 0.25]  # the first and the third head keep about as many keys
@@ -16,22 +16,19 @@ def layer_of(seed: int = 0, **options: object) -> ALiBiAttention:
     return ALiBiAttention(WIDTH, HEADS, **options).eval()  # type: ignore[arg-type]
 
 
-def reach_cache(layer: ALiBiAttention, capacity: int) -> StaticReachCache:
-    cache = layer.reach_cache(score_bound=4.0, tolerance=1e-6)
-    assert isinstance(cache, ReachCache)
-    return cache.static(capacity)
+def reach_cache(layer: ALiBiAttention, capacity: int) -> KVCache:
+    return layer.reach_cache(score_bound=4.0, tolerance=1e-6, capacity=capacity)
 
 
 @pytest.mark.parametrize("chunks", [[1] * 10, [60, *[1] * 30], [7, 40, 1, 1, 41]])
 @pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2, "window": 20}], ids=["plain", "groups, window"])
 @torch.no_grad()
 def test_chunks_equal_one_pass(options: dict[str, object], chunks: list[int]) -> None:
-    layer, cache = layer_of(**options), StaticKVCache(capacity=100)
+    layer, cache = layer_of(**options), KVCache(capacity=100)
     x = torch.randn(2, sum(chunks), WIDTH)
     outputs = [layer(part, cache=cache) for part in x.split(chunks, dim=1)]
     torch.testing.assert_close(torch.cat(outputs, 1), layer(x))
-    assert cache.length is not None
-    assert cache.length.item() == sum(chunks)
+    assert cache.fixed.length.item() == len(cache) == sum(chunks)
 
 
 @torch.no_grad()
@@ -42,9 +39,9 @@ def test_keys_within_reach_equal_all_keys() -> None:
     torch.testing.assert_close(torch.cat(outputs, 1), layer(x), atol=1e-5, rtol=1e-5)
 
 
-def static(kind: str) -> tuple[ALiBiAttention, StaticKVCache | StaticReachCache]:
+def static(kind: str) -> tuple[ALiBiAttention, KVCache]:
     layer = layer_of(qk_norm=kind == "reach", slopes=SLOPES)
-    return layer, StaticKVCache(100) if kind == "all" else reach_cache(layer, 100)
+    return layer, KVCache(capacity=100) if kind == "all" else reach_cache(layer, 100)
 
 
 @pytest.mark.parametrize("kind", ["all", "reach"])
@@ -81,7 +78,7 @@ def test_one_compiled_graph_serves_every_length(kind: str) -> None:
 @pytest.mark.parametrize("cached", [False, True], ids=["block", "step"])
 def test_reduce_overhead_compiles_without_a_break(cached: bool) -> None:
     block = ALiBiTransformerBlock(WIDTH, HEADS).eval()
-    x, cache = torch.randn(2, 10, WIDTH), StaticKVCache(30) if cached else None
+    x, cache = torch.randn(2, 10, WIDTH), KVCache(capacity=30) if cached else None
     with torch.set_grad_enabled(not cached):
         if cache is not None:
             block(x, cache=cache)
@@ -95,7 +92,7 @@ def test_reduce_overhead_compiles_without_a_break(cached: bool) -> None:
 @torch.no_grad()
 def test_outputs_beyond_the_capacity_are_nan(kind: str) -> None:
     layer = layer_of(qk_norm=kind == "reach", slopes=[2.0, 1.0, 0.5, 0.001])
-    cache = StaticKVCache(8) if kind == "all" else reach_cache(layer, 8)
+    cache = KVCache(capacity=8) if kind == "all" else reach_cache(layer, 8)
     x = torch.randn(1, 10, WIDTH)
     outputs = torch.cat([layer(x[:, i : i + 1], cache=cache) for i in range(10)], 1)
     assert outputs[:, :8].isfinite().all()
@@ -114,7 +111,7 @@ def test_short_reach_decodes_beyond_the_capacity() -> None:
 
 @torch.no_grad()
 def test_a_draft_is_taken_back_and_padding_is_hidden() -> None:
-    layer, cache = layer_of(), StaticKVCache(20)
+    layer, cache = layer_of(), KVCache(capacity=20)
     x, mask = torch.randn(2, 12, WIDTH), torch.ones(2, 20, dtype=torch.bool)
     mask[1, :3] = False
     layer(x[:, :6], cache=cache, key_mask=mask)
@@ -127,23 +124,23 @@ def test_a_draft_is_taken_back_and_padding_is_hidden() -> None:
 def test_wrong_calls_say_what_to_do() -> None:
     x = torch.randn(1, 4, WIDTH)
     with pytest.raises(ValueError, match="capacity is 0 but must be at least 1"):
-        StaticKVCache(0)
+        KVCache(capacity=0)
     with pytest.raises(ValueError, match=r"call the layer in torch.no_grad\(\)"):
-        layer_of()(x, cache=StaticKVCache(10))
+        layer_of()(x, cache=KVCache(capacity=10))
     with torch.no_grad():
         with pytest.raises(ValueError, match="4 tokens do not fit capacity=3"):
-            layer_of()(x, cache=StaticKVCache(3))
+            layer_of()(x, cache=KVCache(capacity=3))
         with pytest.raises(ValueError, match="forget gates"):
-            layer_of(forget_gate=True)(x, cache=StaticKVCache(10))
-        with pytest.raises(ValueError, match="no prefix_len, positions, sinks and windows per head"):
-            layer_of(window=[5, 6, 7, 8])(x, cache=StaticKVCache(10))
-        with pytest.raises(ValueError, match="no prefix_len, positions, sinks and windows per head"):
-            layer_of()(x, cache=StaticKVCache(10), prefix_len=torch.tensor([2]))
+            layer_of(forget_gate=True)(x, cache=KVCache(capacity=10))
+        with pytest.raises(ValueError, match="supports no prefix_len, positions, sinks and windows per head"):
+            layer_of(window=[5, 6, 7, 8])(x, cache=KVCache(capacity=10))
+        with pytest.raises(ValueError, match="supports no prefix_len, positions, sinks and windows per head"):
+            layer_of()(x, cache=KVCache(capacity=10), prefix_len=torch.tensor([2]))
         with pytest.raises(ValueError, match="needs causal=True"):
-            layer_of(causal=False)(x, cache=StaticKVCache(10))
+            layer_of(causal=False)(x, cache=KVCache(capacity=10))
         with pytest.raises(ValueError, match=r"key_mask has shape \[1, 4\]"):
-            layer_of()(x, cache=StaticKVCache(10), key_mask=torch.ones(1, 4, dtype=torch.bool))
-        cache, layer = StaticKVCache(10), layer_of()
+            layer_of()(x, cache=KVCache(capacity=10), key_mask=torch.ones(1, 4, dtype=torch.bool))
+        cache, layer = KVCache(capacity=10), layer_of()
         layer(x, cache=cache)
         with pytest.raises(ValueError, match="belongs to another attention layer"):
             layer_of(1)(x, cache=cache)
@@ -152,3 +149,45 @@ def test_wrong_calls_say_what_to_do() -> None:
             layer(x, cache=reach, key_mask=torch.ones(1, 4, dtype=torch.bool))
         with pytest.raises(ValueError, match=r"crop\(0\) empties it"):
             reach.crop(2)
+
+
+@torch.no_grad()
+def test_a_fixed_reach_refuses_scores_and_slopes_beyond_its_bound() -> None:
+    x = torch.randn(1, 40, WIDTH)
+    layer = layer_of(qk_norm=True, learn_slopes=True, slopes=[2.0, 1.0, 0.5, 0.25])
+    cache = layer.reach_cache(capacity=100)
+    layer(x, cache=cache)
+    layer.slopes.values[0] /= 2
+    with pytest.raises(ValueError, match="create a new one after slopes fall"):
+        layer(x[:, :1], cache=cache)
+    layer.slopes.values[0] *= 2
+    layer.k_norm.weight.mul_(3.0)
+    with pytest.raises(ValueError, match=r"scores may reach .* a new one after the weights change"):
+        layer(x[:, :1], cache=cache)
+    layer.k_norm.weight.div_(3.0)
+    assert len(cache) == 40, "a refused pass leaves the cache as it was"
+    torch.testing.assert_close(
+        layer(x[:, :1], cache=cache), layer(torch.cat([x, x[:, :1]], 1))[:, 40:], atol=1e-5, rtol=1e-5
+    )
+    plain = layer_of(slopes=[2.0, 1.0, 0.5, 0.25])
+    with pytest.raises(ValueError, match="create it with a larger score_bound"):
+        plain(x, cache=plain.reach_cache(score_bound=1e-3, capacity=100))
+
+
+@torch.no_grad()
+def test_a_crop_outside_the_tokens_is_refused() -> None:
+    layer, cache, x = layer_of(), KVCache(capacity=50), torch.randn(1, 12, WIDTH)
+    layer(x[:, :10], cache=cache)
+    for length in (30, -1, torch.tensor(11)):
+        with pytest.raises(ValueError, match=r"length is .* but the cache holds 10 positions"):
+            cache.crop(length)
+    torch.testing.assert_close(layer(x[:, 10:], cache=cache), layer(x)[:, 10:])
+
+
+@pytest.mark.parametrize("kind", ["all", "reach"])
+@torch.no_grad()
+def test_another_batch_size_is_refused_by_name(kind: str) -> None:
+    layer, cache = static(kind)
+    layer(torch.randn(2, 4, WIDTH), cache=cache)
+    with pytest.raises(ValueError, match=r"key is \[3, .* but the cache holds \[2, .* a new batch needs a new KVCache"):
+        layer(torch.randn(3, 1, WIDTH), cache=cache)

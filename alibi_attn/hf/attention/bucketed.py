@@ -16,11 +16,10 @@ from torch import Tensor, nn
 from transformers import EncoderDecoderCache, PreTrainedModel
 from transformers.cache_utils import Cache
 
-from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.call.transforms import may_read
-from alibi_attn.attention.toeplitz import toeplitz_attention
+from alibi_attn.attention.kept import Kept
 from alibi_attn.hf.attention import cached_pass, masks, packed_rows
-from alibi_attn.hf.attention.patched_attention import extended, merged
+from alibi_attn.hf.attention.patched_attention import appended, attention_of, merged
 
 BACKENDS = ("auto", "native", "fused", "dense", "reference")  # those that support tables
 _OUTPUTS = ("output_attentions", "output_hidden_states", "return_dict")
@@ -62,21 +61,20 @@ def attended(
         key, value = _of_memory(layer, memory, cache)
         return merged(_without_bias(layer, query, key, value, mask, dropout_p)), None
     new = _heads(layer, layer.k(hidden_states)), _heads(layer, layer.v(hidden_states))
-    key, value, first = extended(layer, _of_self(cache), *new)
+    [kept] = appended(_of_self(cache), layer, *new)
+    key, value, first = kept.key, kept.value, kept.first
     keys = masks.keys_of(mask, key.shape[2])
     if isinstance(first, Tensor) and may_read(first):
         first = int(first)
     if isinstance(first, Tensor):
         return _dense(layer, query, key, value, first, keys.seen, bias, dropout_p)
     table = _table(layer, key.shape[2]) if bias is None else bias
-    mixed = _attend(layer, toeplitz_attention)(
+    mixed = attention_of(layer)(
         query,
-        key,
-        value,
+        [Kept(key, value, first=first)],
         table=table,
         causal=layer.is_decoder,
         scale=layer.scaling,
-        query_offset=first,
         key_mask=keys.seen,
         segment_ids=keys.segments,
         dropout_p=dropout_p,
@@ -175,12 +173,6 @@ def _with_texts(mask: Tensor, packing: Mapping[str, Any], length: int) -> Tensor
     return mask if begins is None else torch.stack([seen, begins], 1)[:, :, None]
 
 
-def _attend(layer: nn.Module, own: Callable[..., Tensor]) -> Callable[..., Tensor]:
-    """The attention function of a layer, which an instance may override, as `record_attention` does."""
-    found: Callable[..., Tensor] = vars(layer).get("attend", own)
-    return found
-
-
 def _settings(layer: Any) -> TableSettings:
     found: TableSettings = layer.table_settings
     return found
@@ -207,14 +199,12 @@ def _of_memory(layer: Any, memory: Tensor, cache: Cache | None) -> tuple[Tensor,
 
 
 def _without_bias(layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout_p: float) -> Tensor:
-    return _attend(layer, alibi_attention)(
+    return attention_of(layer)(
         query,
-        key,
-        value,
-        [0.0] * layer.n_heads,
+        [Kept(key, value)],
+        query.new_zeros(layer.n_heads, dtype=torch.float32),
         causal=False,
         scale=layer.scaling,
-        query_offset=0,
         key_mask=masks.keys_of(mask, key.shape[2]).seen,
         dropout_p=dropout_p,
         backend=_settings(layer).backend,

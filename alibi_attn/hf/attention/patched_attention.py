@@ -12,13 +12,10 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.call.validation import slopes_beside
-from alibi_attn.attention.decoding import attend_at, attend_near, has_kernel, reads_near, reads_near_at
-from alibi_attn.attention.run.near_keys import visible_runs
+from alibi_attn.attention.kept import Kept, attend
 from alibi_attn.hf.attention.masks import Keys, keys_of
 from alibi_attn.hf.caches.cache import ALiBiCache
-from alibi_attn.hf.caches.static_cache import StaticALiBiCache
 
 Numerics = Literal["exact", "checkpoint"]
 
@@ -47,25 +44,36 @@ def settings_of(layer: nn.Module) -> AttentionSettings:
     return settings
 
 
-def extended(
-    layer: nn.Module, cache: Cache | None, key: Tensor, value: Tensor, **more: Tensor
-) -> tuple[Tensor, Tensor, int | Tensor]:
-    """Appends to the cache, with `log_fgate` if passed. Returns (key, value, the position of query 0), with cached keys first.
+def attention_of(layer: nn.Module) -> Callable[..., Tensor]:
+    """How a layer attends: `kept.attend`, unless `context_parallel` or `record_attention` have replaced it."""
+    found: Callable[..., Tensor] = vars(layer).get("attend", attend)
+    return found
 
-    A static cache returns its whole capacity, and its length is a tensor that the update changes in place.
+
+def appended(
+    cache: Cache | None, layer: nn.Module, key: Tensor, value: Tensor, log_fgate: Tensor | None = None, **more: Any
+) -> list[Kept]:
+    """The keys that new queries of a layer need: those kept by the cache, if there is one, and the new ones, which it keeps.
+
+    Args:
+        more: of `ALiBiCache.append`.
+
+    Raises:
+        ValueError: gates, which only an ALiBiCache stores.
     """
     if cache is None:
-        return key, value, 0
+        return [Kept(key, value, log_fgate=log_fgate)]
+    if isinstance(cache, ALiBiCache):
+        return cache.append(layer, key, value, log_fgate, **more)
+    if log_fgate is not None:
+        raise ValueError(
+            f"forget gates need an ALiBiCache, which stores them, but the cache is a {type(cache).__name__}"
+        )
     past: int | Tensor = cache.get_seq_length(layer.layer_idx)  # type: ignore[arg-type]
     if isinstance(past, Tensor):
-        past = past.clone()
-    elif isinstance(cache, StaticALiBiCache):
-        past = torch.zeros((), dtype=torch.int64, device=key.device)  # the first call
-    owner: dict[str, Any] = (
-        {"layer": layer} if isinstance(cache, ALiBiCache) and not torch.compiler.is_compiling() else {}
-    )
-    key, value = cache.update(key, value, layer.layer_idx, **owner, **more)  # type: ignore[arg-type]
-    return key, value, past
+        past = past.clone()  # a static cache changes it in place
+    key, value = cache.update(key, value, layer.layer_idx)  # type: ignore[arg-type]
+    return [Kept(key, value, first=past)]
 
 
 def cached_and_attended(
@@ -79,70 +87,41 @@ def cached_and_attended(
     dropout_p: float,
     rounded: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """`extended`, then `attended`; with numerics="checkpoint" `rounded(query, key, value, first, mask, dropout_p)` instead."""
+    """Appends, then `attended`; with numerics="checkpoint" `rounded(query, key, value, first, mask, dropout_p)` instead."""
     dropout_p = float(dropout_p) if layer.training else 0.0
-    key, value, first = extended(layer, cache, key, value)
+    kept = appended(cache, layer, key, value)
     if rounded is not None and settings_of(layer).numerics == "checkpoint":
-        return rounded(query, key, value, first, mask, dropout_p)
-    return attended(layer, query, key, value, cache=cache, first=first, mask=mask, dropout_p=dropout_p)
+        return rounded(query, kept[0].key, kept[0].value, kept[0].first, mask, dropout_p)
+    return attended(layer, query, kept, mask=mask, dropout_p=dropout_p)
 
 
-def attended(
-    layer: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    *,
-    cache: Cache | None,
-    first: int | Tensor,
-    mask: Tensor,
-    dropout_p: float,
-) -> Tensor:
+def attended(layer: nn.Module, query: Tensor, kept: list[Kept], *, mask: Tensor, dropout_p: float) -> Tensor:
     """[B, T, H·D]: exact attention with distances in fp32, heads concatenated.
 
     Args:
-        key, value, first: the result of `extended`.
+        kept: the result of `appended`.
         mask: that of `masks.of_layers`.
     """
-    settings = settings_of(layer)
+    settings, first = settings_of(layer), kept[0].first
     slopes = slopes_beside(settings.slopes, torch.float32, query)
-    keys = _of_last_text(keys_of(mask, key.shape[2]), first, query.shape[2])
-    seen, shift = keys.seen, keys.shift
-    # An instance may override this function, as `context_parallel` and `record_attention` do.
-    attend = vars(layer).get("attend", alibi_attention)
-    plain = dropout_p == 0 and settings.backend == "auto" and attend is alibi_attention
-    ours = cache if isinstance(cache, ALiBiCache) else None
-    is_whole = all(given is None for given in keys)
-    if plain and is_whole and isinstance(cache, StaticALiBiCache) and reads_near_at(query):
-        known = cache.norms(layer.layer_idx)  # type: ignore[arg-type]
-        if known is not None and isinstance(first, Tensor):
-            return merged(attend_at(query, key, value, slopes, known, first, scale=settings.scale))
-    # A static cache has unused capacity after the last query.
-    plain = plain and not isinstance(first, Tensor) and first + query.shape[2] == key.shape[2]
-    plain = plain and all(given is None for given in keys[1:])
-    if plain and reads_near(query, key, masked=seen is not None, remembered=ours is not None):
-        visible = None if seen is None else visible_runs(seen)
-        if seen is None or visible is not None:
-            norms = None if ours is None else ours.norms(layer.layer_idx)  # type: ignore[arg-type]
-            return merged(attend_near(query, key, value, slopes, norms, visible=visible, scale=settings.scale))
-    elif plain and ours is not None and not torch.is_grad_enabled() and has_kernel(query, key, value):
-        ours.norms(layer.layer_idx)  # type: ignore[arg-type]  # during the prompt, so that new tokens are fast
-    given = {"segment_ids": keys.segments, "prefix_len": keys.prefix_len, "positions": keys.positions}
-    more: dict[str, Any] = {name: x for name, x in given.items() if x is not None}
-    if keys.positions is None:
-        more["query_offset"] = first
-    if shift is not None:  # −m·(distance over the visible keys) = −m·|i − j| + m·(p_j − j), up to a number per query
-        more["key_bias"] = slopes[:, None] * shift[:, None]
-    mixed = attend(
+    keys = _of_last_text(keys_of(mask, kept[0].key.shape[2]), first, query.shape[2])
+    bias = None
+    if (
+        keys.shift is not None
+    ):  # −m·(distance over the visible keys) = −m·|i − j| + m·(p_j − j), up to a number per query
+        bias = slopes[:, None] * keys.shift[:, None]
+    mixed = attention_of(layer)(
         query,
-        key,
-        value,
+        kept,
         slopes,
         scale=settings.scale,
-        key_mask=seen,
+        key_mask=keys.seen,
+        segment_ids=keys.segments,
+        prefix_len=keys.prefix_len,
+        positions=keys.positions,
+        key_bias=bias,
         dropout_p=dropout_p,
         backend=settings.backend,
-        **more,
     )
     return merged(mixed)
 

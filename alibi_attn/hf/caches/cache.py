@@ -1,12 +1,12 @@
 """ALiBiCache: a cache for `generate` in which a new token of a patched model reads only the keys within reach.
 
 A `DynamicCache` of transformers copies all keys and values for every new token, and attention then scores all of them. This
-cache appends in place and stores norms of its keys and values: see `attention/decoding.py`.
+cache is a list of `KVCache`, one per layer, which append in place and store norms: see `nn/cache/cache.py`.
 """
 
 import os
 import weakref
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -14,15 +14,17 @@ import torch
 from torch import Tensor, nn
 from transformers.cache_utils import Cache
 
-from alibi_attn.attention.certificate.norms import Norms
+from alibi_attn.attention.call.transforms import may_read
+from alibi_attn.attention.kept import Kept
 from alibi_attn.hf.caches import cache_folder
 from alibi_attn.hf.caches.cache_folder import TokenIds
-from alibi_attn.hf.caches.cache_layer import NEEDS_PATCH, CacheLayer
+from alibi_attn.hf.caches.layer import FOR_GATES, NEEDS_PATCH, CacheLayer, cut_after_padding
 from alibi_attn.nn.cache import KVCache
-from alibi_attn.nn.cache_checks import check_format
-from alibi_attn.nn.cache_header import Mode, check_new
+from alibi_attn.nn.cache.header import Mode, check_new
+from alibi_attn.nn.cache.refusals import check_format, refuse
+from alibi_attn.nn.cache.storage import Growing
 
-FORMAT = 1  # of a pickle; the KVCaches inside have their own format number
+FORMAT, FORMAT_OF_CHOICES = 1, 2  # of pickles; the KVCaches inside have their own
 
 
 class ALiBiCache(Cache):
@@ -35,17 +37,30 @@ class ALiBiCache(Cache):
     any padding. On a CPU without a compiler, in fp64, or with a head size that is not a multiple of 16, all keys are
     scored below 2²³ cached elements per layer and sequence (8,192 tokens of 16 heads × 64).
 
-    It can be copied and pickled. A pickle names its format and contains no transformers classes, so it survives upgrades.
-
+    A pickle of it names its format and contains no transformers classes, so it survives upgrades.
     With a `path` it is a folder of memory-mapped files, on Linux and macOS: memory then follows the keys that queries read, and
     `ALiBiCache.open(path)` continues later, also after the process was killed (not after a power failure). This needs a patched
-    model or one of our models, on the CPU, without gradients. Copies and pickles of it are in memory.
-    See `docs/long-texts.md`.
+    model or one of our models, on the CPU, without gradients. Copies and pickles are in memory. See `docs/long-texts.md`.
+
+    With a `capacity` the length is a tensor, as in transformers' `StaticCache`, so that a CUDA graph replays a decoding step:
+    call the model once before capturing a step. After more than `capacity` tokens all outputs are NaN; `reset()` begins a new
+    text. With an attention mask, under torch.compile, or on a CPU, a step scores all keys up to its position.
+
+    With `forget=True` each key head of a Forgetting Transformer with normalized queries and keys (`qk_norm`) drops the keys that
+    its gates prove unnecessary for every later token (`docs/maths.md`, step 12). Logits are those of `ALiBiCache()` within the
+    tolerance. It supports left padding, beams and chunks, but cannot return to fewer tokens, as assisted generation does. Rows of
+    similar length and padding keep the fewest keys.
 
     MPT's config has `use_cache=False`: pass `use_cache=True` to `generate`.
 
     Args:
         path: a new folder; None = memory.
+        capacity: the largest number of tokens; None = the cache grows.
+        forget: drop keys that no later token needs.
+        tolerance: the largest share of a later query's softmax mass that is forgotten; None = eps / 32 of the dtype.
+
+    Raises:
+        ValueError: choices that exclude one another (`docs/caches.md`), or a tolerance outside [0, 1).
 
     >>> from transformers import BloomConfig, BloomForCausalLM
     >>> from alibi_attn.hf import patch
@@ -57,7 +72,20 @@ class ALiBiCache(Cache):
     11
     """
 
-    def __init__(self, path: str | os.PathLike[str] | None = None) -> None:
+    def __init__(
+        self,
+        path: str | os.PathLike[str] | None = None,
+        *,
+        capacity: int | None = None,
+        forget: bool = False,
+        tolerance: float | None = None,
+    ) -> None:
+        if tolerance is not None and not 0.0 <= tolerance < 1.0:
+            raise ValueError(f"tolerance is {tolerance} but is a share of softmax mass in [0, 1)")
+        choices = {"path": path is not None, "capacity": capacity is not None, "forgetting by gates": forget}
+        refuse(*(name for name, chosen in choices.items() if chosen))
+        KVCache(capacity=capacity)  # checks the number
+        self.capacity, self.forget, self.tolerance = capacity, forget, tolerance
         super().__init__(layer_class_to_replicate=CacheLayer)
         self.path = None if path is None else Path(path)
         self._about: dict[str, Any] | None = None  # description of the model; None before the first forward pass
@@ -84,7 +112,7 @@ class ALiBiCache(Cache):
         cache.path = Path(path)
         cache._about = cache_folder.read_description(cache.path)
         for index in range(cache._about["layers"]):
-            cache.layers.append(CacheLayer(store=cache_folder.open_layer(cache.path, cache._about, index, mode)))
+            cache.layers.append(CacheLayer(cache_folder.open_layer(cache.path, cache._about, index, mode)))
         tokens = cache_folder.token_path(cache.path)
         if mode == "r+":
             tokens.touch()
@@ -134,7 +162,7 @@ class ALiBiCache(Cache):
         """Called by patched and our own models before a forward pass: checks the model, records token ids [B, T]."""
         if torch.compiler.is_compiling():
             return
-        if self._model is None or self.get_seq_length() == 0:
+        if self._model is None or (self.capacity is None and self.get_seq_length() == 0):
             self._model = weakref.ref(model)
         if self.path is not None:
             if tokens is None or tokens.device.type != "cpu":
@@ -143,6 +171,8 @@ class ALiBiCache(Cache):
                 self._create(model)
             self.check_model(model)
         self.level()
+        if self.capacity is not None:
+            return
         if tokens is None or tokens.device.type != "cpu":
             self._ids.forget()
         else:
@@ -167,9 +197,9 @@ class ALiBiCache(Cache):
     def tokens(self) -> Tensor | None:
         """The ids of the cached tokens, [B, S] int64; None if they are unknown, also after keys or values were changed."""
         length = self.get_seq_length()
-        if length == 0 or any(layer.store.notice_changes() for layer in self._held):
+        if self.capacity is not None or length == 0 or sum(layer.store.notice_changes() for layer in self._held) > 0:
             return None
-        return self._ids.read(self._held[0].store.key.shape[0], length)
+        return self._ids.read(self._held[0].store.groups[0].tensors[0].shape[0], int(length))
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, None]]:
         """(keys, values, None) of each layer, as for a `DynamicCache`."""
@@ -177,70 +207,142 @@ class ALiBiCache(Cache):
             yield layer.keys, layer.values, None
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
-        """The number of tokens in a layer; None = in all layers, which differ after a forward pass was interrupted."""
+        """The number of tokens in a layer; None = in all layers, which differ after a forward pass was interrupted.
+
+        With a capacity it is a 0-d tensor, after the first pass.
+        """
         if layer_idx is not None:
-            return len(self._held[layer_idx].store) if layer_idx < len(self.layers) else 0
+            return self._held[layer_idx].get_seq_length() if layer_idx < len(self.layers) else 0
         model = None if self._model is None else self._model()
         if model is not None and len(self.layers) < model.config.num_hidden_layers:  # type: ignore[operator, union-attr]
             return 0
-        return min((len(layer.store) for layer in self._held), default=0)
+        lengths: list[Any] = [layer.get_seq_length() for layer in self._held]
+        readable = all(not isinstance(length, Tensor) or may_read(length) for length in lengths)
+        least: int = min(lengths, key=int, default=0) if readable else lengths[0]
+        return least
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.get_seq_length()
 
     def get_mask_sizes(self, query_length: int, layer_idx: int) -> tuple[int, int]:
+        if self.capacity is not None:
+            return self.capacity, 0  # also before the first pass, which creates the layers
         return self.get_seq_length() + query_length, 0
 
+    def get_max_length(self, layer_idx: int | None = None) -> int:
+        return -1 if self.capacity is None else self.capacity
+
     def level(self) -> None:
-        """Removes the tokens that only some layers hold, after a forward pass was interrupted."""
-        least = self.get_seq_length()
-        for layer in self._held:
-            if len(layer.store) > least:
+        """Removes the tokens that only some layers hold, after a forward pass was interrupted.
+
+        On a device, lengths of a cache with a capacity are not read.
+
+        Raises:
+            ValueError: some layers have forgotten too much to return.
+        """
+        lengths: list[Any] = [layer.get_seq_length() for layer in self._held]
+        if any(isinstance(length, Tensor) and not may_read(length) for length in lengths):
+            return
+        counts, least = [int(length) for length in lengths], int(self.get_seq_length())
+        for layer, count in zip(self._held, counts, strict=True):
+            if count > least and any(layer.store.forgotten):
+                raise ValueError(
+                    f"the layers of this cache hold {sorted(set(counts))} tokens, because a forward pass was interrupted, and "
+                    "have forgotten some; pass the text again with a new ALiBiCache(forget=True)"
+                )
+        for layer, count in zip(self._held, counts, strict=True):
+            if count > least:
                 layer.store.crop(least)
 
+    @property
+    def kept(self) -> list[tuple[int, ...]]:
+        """Tokens that each key head of each layer holds."""
+        return [layer.store.kept for layer in self._held]
+
+    @property
+    def forgotten(self) -> list[tuple[int, ...]]:
+        """Tokens that each key head of each layer has dropped."""
+        return [layer.store.forgotten for layer in self._held]
+
+    @property
+    def nbytes(self) -> int:
+        """Memory of the cached tensors, including spare capacity; of a cache in files, the bytes stored there."""
+        return sum(layer.store.nbytes for layer in self._held)
+
     def __repr__(self) -> str:
-        nbytes = sum(layer.store.nbytes for layer in self._held)
         place = "in memory" if self.path is None else f"in {self.path}"
-        return f"ALiBiCache({self.get_seq_length()} tokens, {len(self.layers)} layers, {nbytes} bytes {place})"
+        held = f"capacity={self.capacity}" if self.capacity is not None else f"{self.get_seq_length()} tokens"
+        forgot = f", which keep {self.kept}" if self.forget else ""
+        return f"ALiBiCache({held}, {len(self.layers)} layers{forgot}, {self.nbytes} bytes {place})"
 
     def __getstate__(self) -> dict[str, object]:
-        return {"format": FORMAT, "stores": [layer.store for layer in self._held]}
+        stores = [layer.store for layer in self._held]
+        if self.capacity is None and not self.forget:
+            return {"format": FORMAT, "stores": stores}
+        choices = {name: vars(self)[name] for name in ("capacity", "forget", "tolerance")}
+        padding = [layer.padding for layer in self._held]
+        return {"format": FORMAT_OF_CHOICES, "stores": stores, "choices": choices, "padding": padding}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
-        check_format("ALiBiCache", state, reads=FORMAT)
-        ALiBiCache.__init__(self)
-        self.layers = [CacheLayer(store=store) for store in state["stores"]]
-
-    def norms(self, layer_idx: int) -> Norms:
-        """Norms of the cached keys and values of one layer, which must not be empty."""
-        return self._held[layer_idx].store.norms
-
-    def log_fgate(self, layer_idx: int) -> Tensor:
-        """ln of the forget gates of one layer, [B, H, S]."""
-        gates = self._held[layer_idx].store.log_fgate
-        assert gates is not None
-        return gates
+        check_format("ALiBiCache", state, reads=(FORMAT, FORMAT_OF_CHOICES))
+        ALiBiCache.__init__(self, **state.get("choices", {}))
+        self.layers = [CacheLayer(store, forgets=self.forget) for store in state["stores"]]
+        for layer, padding in zip(self._held, state.get("padding", ()), strict=False):
+            layer.padding = padding
 
     def update(
         self, key_states: Tensor, value_states: Tensor, layer_idx: int, *args: Any, **kwargs: Any
     ) -> tuple[Tensor, Tensor]:
-        """Called by attention layers: appends keys and values; returns all keys and values of the layer.
+        """Called by layers of transformers: appends keys and values; returns all keys and values of the layer.
 
         Raises:
-            ValueError: the first pass of a model without `patch` was interrupted, and this layer has not seen its tokens.
+            ValueError: the first pass of a model without `patch` was interrupted, and this layer has not seen its tokens; or the
+                cache is in files or forgets, which needs our layers.
         """
-        while len(self.layers) <= layer_idx:
-            self.layers.append(self._new_layer())
-        if layer_idx == 0 and "layer" not in kwargs:  # else `begin` did
+        layer = self._layer(layer_idx)
+        if layer_idx == 0:
             self.level()
-        pair = super().update(key_states, value_states, layer_idx, *args, **kwargs)
-        first, length = len(self._held[0].store), len(self._held[layer_idx].store)
-        if first not in (0, length):
+        pair = layer.update(key_states, value_states)
+        if self.capacity is None and len(self._held[0].store) not in (0, len(layer.store)):
             raise ValueError(
-                f"layer 0 of this cache holds {first} tokens and layer {layer_idx} holds {length}, because an earlier pass was "
-                "interrupted; call reset() and pass the text again"
+                f"layer 0 of this cache holds {len(self._held[0].store)} tokens and layer {layer_idx} holds {len(layer.store)}, "
+                "because an earlier pass was interrupted; call reset() and pass the text again"
             )
         return pair
+
+    def append(
+        self,
+        layer: nn.Module,
+        key: Tensor,
+        value: Tensor,
+        log_fgate: Tensor | None = None,
+        *,
+        query: Tensor | None = None,
+        scale: float | None = None,
+        seen: Tensor | None = None,
+        make: Callable[[float | None], KVCache] | None = None,
+    ) -> list[Kept]:
+        """Called by patched and our own layers: as `KVCache.append`.
+
+        Args:
+            layer: the attention layer, with its `layer_idx`.
+            seen: [B, S] bool over the cached tokens and the new ones, for a cache that forgets; None = all are visible.
+            make: makes the layer's store that forgets, from the tolerance; None = it has no forget gates.
+        """
+        held = self._layer(cast("int", layer.layer_idx))
+        if not torch.compiler.is_compiling():
+            held.own(layer)
+        slopes = None
+        if self.forget:
+            if make is None or log_fgate is None:
+                raise ValueError(FOR_GATES)
+            if torch.compiler.is_compiling():
+                raise ValueError("ALiBiCache(forget=True) does not compile; use ALiBiCache()")
+            held.store = held.store if held.store.retention is not None else make(self.tolerance)
+            log_fgate = cut_after_padding(held, log_fgate, seen)
+            slopes = torch.tensor(layer.alibi_settings.slopes)  # type: ignore[union-attr]
+        held.lazy_initialization(key, value)
+        return held.store.append(key, value, log_fgate, query=query, slopes=slopes, scale=scale)
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         super().reorder_cache(beam_idx)  # type: ignore[arg-type]
@@ -254,9 +356,9 @@ class ALiBiCache(Cache):
         super().batch_select_indices(indices)
         self._forget_ids()
 
-    def appendable(self, owners: Sequence[nn.Module | None]) -> list[KVCache] | None:
-        """The caches of all layers if `KVCache.extend` may append to them for these attention layers; else None."""
-        if not self.layers or len(self.layers) != len(owners):
+    def appendable(self, owners: Sequence[nn.Module | None]) -> list[Growing] | None:
+        """The storages of all layers if `Growing.extend` may append to them for these attention layers; else None."""
+        if not self.layers or len(self.layers) != len(owners) or self.capacity is not None or self.forget:
             return None
         pairs = list(zip(self._held, owners, strict=True))
         if self.path is not None:  # `begin` has compared the model
@@ -264,16 +366,22 @@ class ALiBiCache(Cache):
                 layer.owner = weakref.ref(owner) if layer.owner is None and owner is not None else layer.owner
         if any(layer.owner is None or layer.owner() is not owner for layer, owner in pairs):
             return None
-        stores = [layer.store for layer in self._held]
-        lengths = {len(store) for store in stores}
-        return stores if len(lengths) == 1 and all(store.can_extend for store in stores) else None
+        storages = [group for layer in self._held for group in layer.store.groups]
+        lengths = {group.length for group in storages}
+        plain = all(len(group.tensors) == 2 and group.start == 0 for group in storages)
+        return storages if len(storages) == len(pairs) and len(lengths) == 1 and plain else None
 
-    def _new_layer(self) -> CacheLayer:
+    def _layer(self, layer_idx: int) -> CacheLayer:
+        while len(self.layers) <= layer_idx:
+            self.layers.append(CacheLayer(self._new_store(), forgets=self.forget))
+        return self._held[layer_idx]
+
+    def _new_store(self) -> KVCache:
         if self.path is None:
-            return CacheLayer()
+            return KVCache(capacity=self.capacity)
         if self._about is None:
             raise ValueError(NEEDS_PATCH)
-        return CacheLayer(store=cache_folder.open_layer(self.path, self._about, len(self.layers), "r+"))
+        return cache_folder.open_layer(self.path, self._about, len(self.layers), "r+")
 
     def _forget_ids(self) -> None:
         if self.path is None:  # else only calls that leave all rows in place are allowed

@@ -21,7 +21,7 @@ from torch import Tensor, nn
 
 from alibi_attn.files import new_folder
 from alibi_attn.nn.cache import KVCache
-from alibi_attn.nn.cache_header import Mode, exists, fingerprint
+from alibi_attn.nn.cache.header import Mode, exists, fingerprint
 
 FORMAT = 2
 _ABOUT = "cache.json"

@@ -12,10 +12,8 @@ from typing import Any
 import torch
 from torch import Tensor, nn
 
-from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.call.bias import Slopes
+from alibi_attn.attention.kept import Kept, attend
 from alibi_attn.attention.rows import Rows, attention_rows
-from alibi_attn.attention.toeplitz import toeplitz_attention
 from alibi_attn.hf.readers.encoder.layers import ALiBiBertSelfAttention
 from alibi_attn.nn.replacement import replaced, restore
 
@@ -69,7 +67,7 @@ def record_attention(
     chosen = {at % len(found) for at in wanted}
     attends = {at: functools.partial(_record_and_attend, passes, at, rows) for at in chosen}
     # All layers are replaced, because an encoder must not pack the rows of the others either.
-    with _replaced(model, found, [attends.get(at, _attended) for at in range(len(found))], "record_attention"):
+    with _replaced(model, found, [attends.get(at, _attend_as_before) for at in range(len(found))], "record_attention"):
         yield passes
 
 
@@ -126,40 +124,33 @@ def _replaced(
         restore(changes, f"{what}(model)")
 
 
+def _attend_as_before(query: Tensor, kept: Sequence[Kept], slopes: Tensor | None = None, **given: Any) -> Tensor:
+    """Another function than `attend`, so that layers see that they are watched."""
+    return attend(query, kept, slopes, **given)
+
+
 def _record_and_attend(
     passes: list[dict[int, Tensor]],
     number: int,
     rows: Rows,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    slopes: Slopes | None = None,
+    kept: Sequence[Kept],
+    slopes: Tensor | None = None,
     **given: Any,
 ) -> Tensor:
     if not passes or number in passes[-1]:
         passes.append({})
-    options = {name: x for name, x in given.items() if name not in ("table", "dropout_p", "backend")}
-    if "table" in given:
-        weights = _rows_with_table(query, key, given["table"], rows, **options)
-    else:
-        weights = attention_rows(query, key, slopes, rows=rows, **options)
-    passes[-1][number] = weights
-    return _attended(query, key, value, slopes, **given)
-
-
-def _attended(query: Tensor, key: Tensor, value: Tensor, slopes: Slopes | None = None, **given: Any) -> Tensor:
-    """The output of a layer: with a table by distance, or with slopes."""
-    mixed = (
-        toeplitz_attention(query, key, value, **given)
-        if "table" in given
-        else alibi_attention(query, key, value, slopes, **given)
-    )
-    assert isinstance(mixed, Tensor)
-    return mixed
+    [keys] = kept
+    options = {name: x for name, x in given.items() if x is not None and name not in ("dropout_p", "backend")}
+    if "positions" not in options:
+        options["query_offset"] = keys.first
+    recorded = _rows_with_table if "table" in options else functools.partial(attention_rows, slopes=slopes)
+    passes[-1][number] = recorded(query, keys.key, rows=rows, **options)
+    return attend(query, kept, slopes, **given)
 
 
 def _rows_with_table(
-    query: Tensor, key: Tensor, table: Tensor, rows: Rows, *, causal: bool, query_offset: int, **options: Any
+    query: Tensor, key: Tensor, *, table: Tensor, rows: Rows, causal: bool, query_offset: int, **options: Any
 ) -> Tensor:
     """`attention_rows` with t[h, i − j]: for one query, the table is a bias per key."""
     at = torch.arange(key.shape[2], device=key.device)
@@ -177,13 +168,13 @@ def _rows_with_table(
 
 
 def _call_and_attend(
-    see: See, number: int, query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, **given: Any
+    see: See, number: int, query: Tensor, kept: Sequence[Kept], slopes: Tensor, **given: Any
 ) -> Tensor:
-    if not given.keys().isdisjoint(("segment_ids", "key_bias", "prefix_len", "positions")):
+    if any(given.get(name) is not None for name in ("segment_ids", "key_bias", "prefix_len", "positions")):
         raise ValueError(
             "pass one text per row, no prefix, no positions and no holes in the mask: only queries, keys and slopes are "
             "watched"
         )
-    see(number, query, key, slopes, given["scale"])
-    mixed: Tensor = alibi_attention(query, key, value, slopes, **given)
-    return mixed
+    [keys] = kept
+    see(number, query, keys.key, slopes, given["scale"])
+    return attend(query, kept, slopes, **given)

@@ -70,8 +70,8 @@ class _Step:
         assert isinstance(blocks, nn.ModuleList)
         self.blocks = list(blocks._modules.values())
         self.batch, self.count = ids.shape
-        self.stores = _found(cache.appendable([_part(block, names.attention) for block in self.blocks]))
-        self.past = len(self.stores[0])
+        self.storages = _found(cache.appendable([_part(block, names.attention) for block in self.blocks]))
+        self.past = self.storages[0].length
         self.runs = self._visible(mask)
         _require(_is_unchanged(embedding, nn.Embedding))
         table = _found(embedding._parameters["weight"])  # type: ignore[union-attr]
@@ -84,7 +84,9 @@ class _Step:
 
     def run(self) -> Tensor | None:
         names, first = self.names, self.names.first_norm
-        norms = [store.norms for store in self.stores]  # of the keys before this step; they stay alive until it ends
+        norms = [
+            storage.norms() for storage in self.storages
+        ]  # of the keys before this step; they stay alive until it ends
         layers = (native.Layer * len(self.blocks))()
         for layer, block, known in zip(layers, self.blocks, norms, strict=True):
             self._fill(layer, block)
@@ -133,17 +135,17 @@ class _Step:
         """Runs the layers, which write the new keys and values. If they fail, the cache is as before."""
         done = False
         try:
-            for layer, store in zip(layers, self.stores, strict=True):
-                pair = store.extend(self.count)
+            for layer, storage in zip(layers, self.storages, strict=True):
+                pair = storage.extend(self.count)
                 layer.key, layer.value = (self._rows(x, (call.B, call.H, call.S, call.D)) for x in pair)
             done = native.run(self.dtype, call)
             if done:
-                for store in self.stores:
-                    store.commit()
+                for storage in self.storages:
+                    storage.commit()
         finally:
             if not done:
-                for store in self.stores:
-                    store.take_back(len(store) - self.past)
+                for storage in self.storages:
+                    storage.take_back(storage.length - self.past)
         return done
 
     def _rows(self, x: Tensor, shape: tuple[int, ...]) -> Rows:

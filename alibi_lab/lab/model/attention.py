@@ -40,15 +40,16 @@ class LayerCache:
             return LayerCache()
         keys, gates = KVCache(), self.keys.log_fgate
         gates = None if gates is None else gates[..., -count:].detach()
-        keys.append(self.keys.key[:, :, -count:].detach(), self.keys.value[:, :, -count:].detach(), log_fgate=gates)
+        keys.append(self.keys.key[:, :, -count:].detach(), self.keys.value[:, :, -count:].detach(), gates)
         return LayerCache(keys, None if self.key_bias is None else self.key_bias[..., -count:].detach())
 
     def append(self, k: Tensor, v: Tensor, bias: Bias, *, layer: nn.Module) -> tuple[Tensor, Tensor, Bias]:
         """Append keys, values and biases of new tokens, [B, H, T, D]; returns those of all S, and the bias for `attend`."""
         gates = bias.log_fgate if isinstance(bias, ForgetGates) else None
-        k, v = self.keys.append(k, v, layer=layer, log_fgate=gates)
-        if isinstance(bias, ForgetGates) and self.keys.log_fgate is not None:
-            bias = dataclasses.replace(bias, log_fgate=self.keys.log_fgate)
+        [kept] = self.keys.append(k, v, gates, layer=layer)
+        k, v = kept.key, kept.value
+        if isinstance(bias, ForgetGates) and kept.log_fgate is not None:
+            bias = dataclasses.replace(bias, log_fgate=kept.log_fgate)
         if isinstance(bias, ContentBias):
             new, old = bias.key_bias, self.key_bias
             self.key_bias = new if old is None else torch.cat([old, new], dim=-1)

@@ -51,7 +51,7 @@ def test_calls_share_compiled_kernels_unless_their_code_must_differ() -> None:
 
 def test_steps_launch_the_same_whatever_their_tensors_hold_and_the_host_reads_none() -> None:
     """So CUDA graphs can replay them: training, an encoder's call with a mask, gates, a table, and decoding at a position."""
-    kinds = "training", "encoder", "gates", "table", "decoding", "StaticKVCache", "StaticReachCache"
+    kinds = "training", "encoder", "gates", "table", "decoding", "capacity", "reach, capacity"
     assert ran("replayable.py") == dict.fromkeys(kinds, True)
 
 

@@ -7,7 +7,8 @@ from torch import Tensor
 
 from alibi_attn.attention import decoding
 from alibi_attn.attention.backends.fused import append as on_device
-from alibi_attn.nn import ALiBiAttention, ReachCache, StaticKVCache
+from alibi_attn.attention.kept import Kept
+from alibi_attn.nn import ALiBiAttention, KVCache
 
 
 def appends_as_torch_does(
@@ -24,7 +25,7 @@ def appends_as_torch_does(
     Raises an AssertionError unless rows and lengths are those that torch operations give, and norms at least those.
     """
     generator, launches = torch.Generator().manual_seed(0), 0
-    caches = by_kernel, by_torch = StaticKVCache(capacity), StaticKVCache(capacity)
+    caches = by_kernel, by_torch = KVCache(capacity=capacity), KVCache(capacity=capacity)
     with mock.patch.object(decoding, "_on_cpu", return_value=False):
         for step in steps:
             if isinstance(step, tuple):
@@ -38,25 +39,24 @@ def appends_as_torch_does(
             )
             new = key.transpose(1, 2), value.transpose(1, 2)
             with mock.patch.object(on_device, "append", wraps=on_device.append) as append:
-                found = by_kernel.append(*new)
+                [found] = by_kernel.append(*new)
             launches += append.call_count
             with mock.patch.object(on_device, "appends", return_value=False):
-                expected = by_torch.append(*new)
+                [expected] = by_torch.append(*new)
             _compare(by_kernel, by_torch, found, expected)
     return launches
 
 
 @torch.no_grad()
 def reach_decodes(steps: list[int], *, capacity: int, slopes: list[float]) -> tuple[Tensor, Tensor, int]:
-    """(a layer's outputs for steps through a StaticReachCache, 0 begins anew; those of one pass; launches of the kernel).
+    """(a layer's outputs for steps through a cache of a fixed reach, 0 begins anew; those of one pass; launches of the kernel).
 
     Raises an AssertionError unless the cache holds what torch operations write.
     """
     torch.manual_seed(0)
     layer, x = ALiBiAttention(64, 4, num_kv_heads=4, qk_norm=True, slopes=slopes).eval(), torch.randn(2, sum(steps), 64)
-    near, outputs, launches, at, fits = layer.reach_cache(score_bound=4.0, tolerance=1e-6), [], 0, 0, True
-    assert isinstance(near, ReachCache)
-    by_kernel, by_torch = near.static(capacity), near.static(capacity)
+    outputs, launches, at, fits = [], 0, 0, True
+    by_kernel, by_torch = (layer.reach_cache(score_bound=4.0, tolerance=1e-6, capacity=capacity) for _ in range(2))
     with mock.patch.object(decoding, "_on_cpu", return_value=False):
         for step in steps:
             if step == 0:
@@ -68,30 +68,23 @@ def reach_decodes(steps: list[int], *, capacity: int, slopes: list[float]) -> tu
             launches += append.call_count
             with mock.patch.object(on_device, "appends", return_value=False):
                 layer(part, cache=by_torch)
-            assert by_kernel._held is not None
-            assert by_torch._held is not None
-            assert int(by_kernel.length) == int(by_torch.length)  # type: ignore[arg-type]
-            fits = fits and int(by_kernel.length) <= capacity  # type: ignore[arg-type]
-            for own, other in zip(by_kernel._held, by_torch._held, strict=True):
-                assert not fits or torch.equal(own, other)
+            assert len(by_kernel) == len(by_torch)
+            fits = fits and len(by_kernel) <= capacity
+            for pairs in zip(by_kernel.fixed.tensors, by_torch.fixed.tensors, strict=True):
+                for own, other in zip(*pairs, strict=True):
+                    assert not fits or torch.equal(own, other)
     return torch.cat(outputs, 1), layer(x), launches
 
 
-def _compare(
-    by_kernel: StaticKVCache, by_torch: StaticKVCache, found: tuple[Tensor, ...], expected: tuple[Tensor, ...]
-) -> None:
-    assert by_kernel.norms is not None
-    assert by_torch.norms is not None
-    assert by_kernel.length is not None
-    assert by_torch.length is not None
-    assert int(by_kernel.length) == int(by_torch.length)
-    assert int(found[2]) == int(expected[2])
-    is_full = int(by_kernel.length) > by_kernel.capacity
-    torch.testing.assert_close(found[0], expected[0], rtol=0, atol=0, equal_nan=True)
-    if is_full:  # the keys are NaN, whatever the values are
-        assert bool(by_kernel.norms.keys[..., -1].isinf().all())
+def _compare(by_kernel: KVCache, by_torch: KVCache, found: Kept, expected: Kept) -> None:
+    assert len(by_kernel) == len(by_torch)
+    assert int(found.first) == int(expected.first)
+    of_kernel, of_torch = by_kernel.fixed.norms, by_torch.fixed.norms
+    torch.testing.assert_close(found.key, expected.key, rtol=0, atol=0, equal_nan=True)
+    if len(by_kernel) > by_kernel.capacity:  # the keys are NaN, whatever the values are
+        assert bool(of_kernel.keys[..., -1].isinf().all())
         return
-    torch.testing.assert_close(found[1], expected[1], rtol=0, atol=0)
-    for own, other in ((by_kernel.norms.keys, by_torch.norms.keys), (by_kernel.norms.values, by_torch.norms.values)):
+    torch.testing.assert_close(found.value, expected.value, rtol=0, atol=0)
+    for own, other in ((of_kernel.keys, of_torch.keys), (of_kernel.values, of_torch.values)):
         assert bool((own >= other).all())
         assert bool((own <= other * (1 + 2.0**-14) + 2.0**-56).all())

@@ -47,7 +47,7 @@ from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.bounds import Bounds
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.tiles import key_tiles
-from alibi_attn.nn import ALiBiAttention, ReachCache, StaticKVCache
+from alibi_attn.nn import ALiBiAttention, KVCache
 from alibi_lab import records
 
 DTYPES = {"bfloat16": 2.0**-12, "float16": 2.0**-15, "float32": 2.0**-28}  # dtypes and their tolerances, eps / 32
@@ -56,7 +56,7 @@ RACES = ((1, 1, 1, 64), (4, 16, 16, 32768), (32, 16, 4, 512), (64, 32, 4, 64), (
 Draw = tuple[int, float, float, float]  # what `attacked` finds
 # Random calls with a table that have masks, segments, windows, offsets, groups, few queries; and two long ones.
 TABLES: tuple[int | bool, ...] = (0, 10, 11, 17, 19, 27, 35, 41, 53, True, False)
-CACHES = "StaticReachCache", "StaticKVCache"
+CACHES = "reach, capacity", "capacity"
 TOGETHER = 10  # draws per task of a worker process
 NARROW, WIDE = 5, 64  # the head sizes of draws on a device: with all sizes, 2,000 draws compile 1,460 kernels, so 316
 
@@ -97,9 +97,8 @@ def conform_cache(kind: str, dtype: str, device: str) -> float:
     torch.manual_seed(0)
     layer = ALiBiAttention(64, 4, qk_norm=True, slopes=[4.0, 3.0, 1.5, 0.001]).eval().to(device, getattr(torch, dtype))
     x = torch.randn(2, 100, 64, device=device, dtype=getattr(torch, dtype))
-    near = layer.reach_cache(score_bound=9.0, tolerance=1e-6)
-    assert isinstance(near, ReachCache)
-    cache = StaticKVCache(128) if kind == "StaticKVCache" else near.static(128)
+    near = layer.reach_cache(score_bound=9.0, tolerance=1e-6, capacity=128)
+    cache = KVCache(capacity=128) if kind == "capacity" else near
     steps = [3, *[1] * 40, 30, *[1] * 27] if device != "cpu" else [3, 1, 1, 30, 1]
     parts = x[:, : sum(steps)].split(steps, dim=1)
     with contextlib.ExitStack() as stack:
@@ -109,7 +108,7 @@ def conform_cache(kind: str, dtype: str, device: str) -> float:
         found = torch.cat([layer(part, cache=cache) for part in parts], 1).double()
     whole = layer(x[:, : sum(steps)]).double()
     share = float((found - whole).abs().max() / (64 * 8 * DTYPES[dtype] * whole.abs().max()))
-    assert share <= 1, f"tokens through a {kind} differ from one pass by {share} of the allowed error"
+    assert share <= 1, f"tokens through a cache ({kind}) differ from one pass by {share} of the allowed error"
     return share
 
 

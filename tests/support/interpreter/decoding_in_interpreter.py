@@ -20,7 +20,7 @@ from alibi_attn.attention.backends.fused.plan import planned
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.nn import ALiBiAttention, KVCache, StaticKVCache, attention
+from alibi_attn.nn import ALiBiAttention, KVCache
 
 MANY = mock.patch.object(split_keys, "WHOLE_BYTES", 0)  # keys are so many that a step does not read all
 
@@ -74,15 +74,15 @@ def a_reach_cache_is_one_call() -> tuple[float, int]:
     """(the largest difference between a layer's steps and one pass, how many steps were one call)."""
     torch.manual_seed(0)
     layer = ALiBiAttention(64, 8, num_kv_heads=4, slopes=[2.0, 2.0, 1.0, 0.5, 0.3, 0.2, 0.1, 0.0])
-    x, calls, attend_groups = torch.randn(1, 140, 64), [], attention.attend_groups
+    x, calls, attend_groups = torch.randn(1, 140, 64), [], decoding.attend_groups
     cache = layer.reach_cache(score_bound=8.0)
 
     def counted(*arguments: Any, **options: Any) -> Tensor:
         calls.append(1)
         return attend_groups(*arguments, **options)
 
-    few = mock.patch.object(attention, "reads_groups", lambda query: query.shape[2] <= 8)
-    with torch.no_grad(), few, mock.patch.object(attention, "attend_groups", counted):
+    few = mock.patch.object(decoding, "reads_groups", lambda query: query.shape[2] <= 8)
+    with torch.no_grad(), few, mock.patch.object(decoding, "attend_groups", counted):
         parts = [layer(some, cache=cache) for some in x.split([130, 1, 8, 1], dim=1)]
         return float((torch.cat(parts, 1) - layer(x)).abs().max()), len(calls)
 
@@ -194,15 +194,15 @@ def static_steps_read_near(window: int | None) -> tuple[float, bool]:
     """(the largest difference between a layer with a static cache and one pass, whether it read no far key)."""
     torch.manual_seed(0)
     layer = ALiBiAttention(32, 4, num_kv_heads=2, slopes=[2.0, 1.5, 1.0, 0.8], window=window).eval()
-    x, cache, on_cpu = torch.randn(2, 573, 32), StaticKVCache(700), decoding._on_cpu
+    x, cache, on_cpu = torch.randn(2, 573, 32), KVCache(capacity=700), decoding._on_cpu
     try:
         decoding._on_cpu = lambda query: False
         with torch.no_grad():
             parts = [layer(chunk, cache=cache) for chunk in x[:, :571].split([500, 70, 1], dim=1)]
-            assert cache._tensors is not None
+            assert cache.fixed is not None
             with MANY:
                 parts += [layer(chunk, cache=cache) for chunk in x[:, 571:].split(1, dim=1)]
-                for held in cache._tensors:
+                for held in cache.fixed.tensors[0]:
                     held[:, :, :384] = torch.nan  # three tiles before the last
                 cache.crop(572)
                 again = layer(x[:, 572:], cache=cache)

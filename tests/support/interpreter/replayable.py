@@ -21,7 +21,7 @@ from torch import Tensor
 
 from alibi_attn import alibi_attention, forgetting_attention, toeplitz_attention
 from alibi_attn.attention.backends.fused import recording, split_keys
-from alibi_attn.nn import ALiBiAttention, ReachCache, StaticKVCache, StaticReachCache
+from alibi_attn.nn import ALiBiAttention, KVCache
 from alibi_lab.measure.absent_device import Launches, absent_device
 
 ADDRESSES = 2**32  # larger numbers are addresses, which are fixed by the graph's own memory
@@ -84,22 +84,21 @@ def main() -> dict[str, bool]:
             return alibi_attention(one, key, value, query_offset=position)
 
     layer = ALiBiAttention(64, 4, qk_norm=True, slopes=[4.0, 3.0, 2.0, 1.0]).to(torch.bfloat16).eval()
-    token, near = torch.randn(2, 1, 64).to(torch.bfloat16), layer.reach_cache()
-    assert isinstance(near, ReachCache)
-    caches = StaticKVCache(2048), near.static(500)
+    token = torch.randn(2, 1, 64).to(torch.bfloat16)
+    caches = {"capacity": KVCache(capacity=2048), "reach, capacity": layer.reach_cache(capacity=500)}
 
-    def cached(cache: StaticKVCache | StaticReachCache) -> object:
+    def cached(cache: KVCache) -> object:
         with torch.no_grad():
             return layer(token, cache=cache)
 
     kinds = {"training": training, "encoder": encoder, "gates": gated, "table": of_table, "decoding": decoding}
-    kinds |= {type(cache).__name__: functools.partial(cached, cache) for cache in caches}
+    kinds |= {name: functools.partial(cached, cache) for name, cache in caches.items()}
     with absent_device() as launches:
         for name, step in kinds.items():
             before = launched(step, launches)
-            if name == "StaticKVCache":
+            if name == "capacity":
                 assert [x.kernel for x in launches.all] == list(STEP)
-                caches[0].crop(1000)
+                caches["capacity"].fixed.length.fill_(1000)
                 # As for more keys.
                 with mock.patch.object(split_keys, "WHOLE_BYTES", 0), mock.patch.dict(recording._KNOWN, clear=True):
                     launched(step, launches)

@@ -143,12 +143,12 @@ def grouped(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, norms: No
 def replayed_steps() -> dict[str, list[bool]]:
     """For caches of a layer, whether of 64 tokens all but the first two of a tile, and the one that completes it, are replayed.
 
-    A `ReachCache` needs no norms, so nothing happens when a tile is whole.
+    A cache within reach needs no norms, so nothing happens when a tile is whole.
     """
     found, replay = {}, recording.Recording.replay
     heads = torch.randn(1, host.HEADS, 1, host.HEAD_DIM).to(torch.bfloat16)
     layer, x = layer_of(heads, heads, heads), heads.transpose(1, 2).flatten(2)
-    caches = {"KVCache": (KVCache(), 61), "ReachCache": (layer.reach_cache(score_bound=20.0, tolerance=1e-4), 62)}
+    caches = {"KVCache": (KVCache(), 61), "reach": (layer.reach_cache(score_bound=20.0, tolerance=1e-4), 62)}
     for name, (cache, most) in caches.items():
         prompt, replays = heads.expand(-1, -1, 2048, -1), []
 

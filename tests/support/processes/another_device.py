@@ -24,7 +24,7 @@ from torch.utils.backend_registration import _DummyBackendModule, _setup_private
 import alibi_attn
 from alibi_attn import alibi_attention
 from alibi_attn.attention.call import bias
-from alibi_attn.nn import ALiBiAttention, GatedReachCache, KVCache, ReachCache
+from alibi_attn.nn import ALiBiAttention, KVCache, by_gates, within_reach
 
 NAME = "another"
 DEVICE = f"{NAME}:0"
@@ -154,10 +154,10 @@ def check_layers() -> int:
     kinds: list[tuple[dict[str, bool], Callable[[ALiBiAttention], object]]] = [
         ({}, lambda layer: KVCache()),
         ({"forget_gate": True}, lambda layer: KVCache()),
-        ({"qk_norm": True}, lambda layer: ReachCache(layer.static_reach(), **bounds(layer))),
+        ({"qk_norm": True}, lambda layer: KVCache(retention=within_reach(layer.static_reach(), **bounds(layer)))),
         (
             {"qk_norm": True, "forget_gate": True},
-            lambda layer: GatedReachCache(layer.slopes.values.cpu(), num_kv_heads=4, **bounds(layer)),
+            lambda layer: KVCache(retention=by_gates(layer.slopes.values.cpu(), num_kv_heads=4, **bounds(layer))),
         ),
     ]
     x = torch.randn(2, 300, 64)

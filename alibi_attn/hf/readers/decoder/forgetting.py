@@ -1,19 +1,18 @@
 """The Forgetting Transformer's additions to attention: forget gates and norms per head. Read next: `shift.py`."""
 
-from typing import Any, cast
+import functools
+from typing import Any
 
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
-from alibi_attn.attention.call.checks import default_tolerance
-from alibi_attn.attention.forgetting import forgetting_attention
+from alibi_attn.attention.call.validation import slopes_beside
+from alibi_attn.attention.kept import attend
 from alibi_attn.hf.attention.masks import Keys, keys_of
-from alibi_attn.hf.attention.patched_attention import extended, merged, settings_of
+from alibi_attn.hf.attention.patched_attention import appended, merged, settings_of
 from alibi_attn.hf.caches.cache import ALiBiCache
-from alibi_attn.hf.caches.forgetting_cache import ForgettingCache
-from alibi_attn.nn.gated_cache import GatedReachCache
 from alibi_attn.reach import score_bound_of_norms
 
 
@@ -59,73 +58,25 @@ def attended(
         raise ValueError(
             "recording weights and context parallelism do not support forget gates; undo them for this model"
         )
-    if isinstance(cache, ForgettingCache):
-        keys = _checked(keys_of(mask, cache.get_seq_length(layer.layer_idx) + key.shape[2]))  # type: ignore[arg-type]
-        return _attended_by_head(layer, query, key, value, log_fgate, cache=cache, keys=keys, dropout_p=dropout_p)
-    first: int | Tensor = 0
-    if isinstance(cache, ALiBiCache):
-        key, value, first = extended(layer, cache, key, value, log_fgate=log_fgate)
-        key, value = (x[:, : layer.heads[1]] for x in (key, value))  # type: ignore[index]  # the others are unshifted
-        log_fgate = cache.log_fgate(layer.layer_idx)  # type: ignore[arg-type]
-    elif cache is not None:
-        raise ValueError(
-            f"forget gates need an ALiBiCache, which stores them, but the cache is a {type(cache).__name__}"
-        )
-    keys = _checked(keys_of(mask, key.shape[2]))
-    assert isinstance(first, int)
-    if keys.seen is not None:
-        log_fgate = log_fgate.masked_fill(~keys.seen[:, None], 0.0)
-    segments = None if keys.segments is None else (keys.segments[:, first : first + query.shape[2]], keys.segments)
-    settings = settings_of(layer)
-    mixed = forgetting_attention(
-        query,
-        key,
-        value,
-        log_fgate,
-        settings.slopes if any(settings.slopes) else None,
-        scale=settings.scale,
-        query_offset=first,
-        key_mask=keys.seen,
-        segment_ids=segments,
-        dropout_p=dropout_p,
-        backend=settings.backend,
-    )
-    return merged(mixed)
-
-
-def _attended_by_head(
-    layer: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_fgate: Tensor,
-    *,
-    cache: ForgettingCache,
-    keys: Keys,
-    dropout_p: float,
-) -> Tensor:
-    """`attended` with one call per key head, because each keeps another number of keys."""
-    if keys.segments is not None or torch.compiler.is_compiling():
-        raise ValueError("a ForgettingCache holds one text per row and does not compile; use an ALiBiCache")
-    settings, index = settings_of(layer), cast("int", layer.layer_idx)
-
-    def make() -> GatedReachCache:
-        return GatedReachCache(
-            settings.slopes,
-            score_bound=score_bound(layer, query.shape[3]),
-            tolerance=default_tolerance(query.dtype) if cache.tolerance is None else cache.tolerance,
-            num_kv_heads=key.shape[1],
-        )
-
-    held = cache.of_layer(index, make)
-    held.check_bound(query, key, settings.scale, torch.tensor(settings.slopes))
-    log_fgate = cache.cut(index, log_fgate, keys.seen)
-    options: Any = {"scale": settings.scale, "dropout_p": dropout_p, "backend": settings.backend}
-    mixed = []
-    for heads, part in zip(held.query_heads, held.append(key, value, log_fgate, layer=layer), strict=True):
-        slopes = [settings.slopes[head] for head in heads]
-        mixed.append(forgetting_attention(query[:, heads], *part, slopes if any(slopes) else None, **options))
-    return merged(torch.cat(mixed, dim=1))
+    settings, keys = settings_of(layer), _checked(keys_of(mask))
+    make = functools.partial(layer.reach_cache, query.dtype)  # type: ignore[arg-type, operator, misc]
+    forgets = isinstance(cache, ALiBiCache) and cache.forget
+    if forgets and keys.segments is not None:
+        raise ValueError("ALiBiCache(forget=True) holds one text per row; use ALiBiCache()")
+    more: dict[str, Any] = {"query": query, "scale": settings.scale, "seen": keys.seen, "make": make}
+    kept = appended(cache, layer, key, value, log_fgate, **more)
+    options: dict[str, Any] = {"scale": settings.scale, "dropout_p": dropout_p, "backend": settings.backend}
+    if not forgets:
+        options |= {"key_mask": keys.seen, "segment_ids": keys.segments}
+        [whole] = kept
+        heads: int = layer.heads[1]  # type: ignore[index, assignment]
+        if whole.key.shape[1] > heads:  # the others are unshifted
+            whole = whole._replace(key=whole.key[:, :heads], value=whole.value[:, :heads], norms=None)
+        if keys.seen is not None and whole.log_fgate is not None:  # a hidden token forgets nothing
+            whole = whole._replace(log_fgate=whole.log_fgate.masked_fill(~keys.seen[:, None], 0.0))
+        kept = [whole]
+    slopes = slopes_beside(settings.slopes, torch.float32, query) if any(settings.slopes) else None
+    return merged(attend(query, kept, slopes, **options))
 
 
 def score_bound(layer: nn.Module, head_dim: int) -> float:
@@ -133,8 +84,8 @@ def score_bound(layer: nn.Module, head_dim: int) -> float:
     norms = [norm.weight for norm in (layer.q_norm, layer.k_norm) if isinstance(norm, HeadNorm)]
     if not norms:
         raise ValueError(
-            "a ForgettingCache needs normalized queries and keys (qk_norm), which bound every later score; this model has "
-            "none, so use an ALiBiCache"
+            "ALiBiCache(forget=True) needs normalized queries and keys (qk_norm), which bound every later score; this model has "
+            "none, so use ALiBiCache()"
         )
     of_query, of_key = (float(weight.detach().abs().max()) for weight in norms)
     bound = score_bound_of_norms(settings_of(layer).scale, head_dim, of_query, of_key)

@@ -10,11 +10,19 @@ from transformers.activations import ACT2FN
 from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
+from alibi_attn.attention.call.checks import default_tolerance
 from alibi_attn.hf.attention import patched_attention
 from alibi_attn.hf.attention.patched_attention import AttentionSettings, Numerics
 from alibi_attn.hf.readers.decoder import forgetting, rounding, shift
 from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
+from alibi_attn.nn.cache import KVCache
+from alibi_attn.nn.cache.retention import by_gates
 from alibi_attn.nn.linear import RoundedLinear, mapped
+
+NEEDS_LENGTH = (
+    "alibi_scaling with train_seq_len needs the length of the text, which a static cache does not report; use an "
+    'ALiBiCache, a DynamicCache, or {"type": "linear", "factor": ...}'
+)
 
 
 class Block(GradientCheckpointingLayer):  # type: ignore[no-untyped-call]
@@ -102,33 +110,41 @@ class Attention(nn.Module):
         if self.forget_proj is not None:
             gates = forgetting.log_gates(mapped(self.forget_proj, x))
             return forgetting.attended(self, query, key, value, gates, cache=cache, mask=mask, dropout_p=dropout_p)
-        key, value, first = patched_attention.extended(self, cache, key, value)
+        kept = patched_attention.appended(cache, self, key, value)
+        first = kept[0].first
+        if self.config.scales_with_length and isinstance(first, Tensor):
+            raise ValueError(NEEDS_LENGTH)
+        key_len = first + query.shape[2] if isinstance(first, int) else 0
         if self.config.rounds:
             return rounding.attended(
                 self.config,
                 self.layer_idx,
                 query,
-                key,
-                value,
-                key_len=self._key_len(first, query.shape[2]),
+                kept[0].key,
+                kept[0].value,
+                key_len=key_len,
                 first=first,
                 mask=mask,
                 dropout_p=dropout_p,
             )
-        layer = self if not self.config.scales_with_length else self._stretched(first, query.shape[2])
-        return patched_attention.attended(
-            layer, query, key, value, cache=cache, first=first, mask=mask, dropout_p=dropout_p
+        layer = self if not self.config.scales_with_length else self._stretched(key_len)
+        return patched_attention.attended(layer, query, kept, mask=mask, dropout_p=dropout_p)
+
+    def reach_cache(self, dtype: torch.dtype, tolerance: float | None) -> KVCache:
+        """A cache that drops the keys that forget gates prove unnecessary; the layer needs normalized queries and keys."""
+        size = self.config.head_dim
+        retention = by_gates(
+            self.alibi_settings.slopes,
+            score_bound=forgetting.score_bound(self, size),
+            tolerance=default_tolerance(dtype) if tolerance is None else tolerance,
+            num_kv_heads=self.config.key_heads,
         )
+        return KVCache(retention=retention)
 
-    def _stretched(self, first: int | Tensor, query_len: int) -> nn.Module:
+    def _stretched(self, key_len: int) -> nn.Module:
         """A stand-in for this layer with the slopes of this length, for `patched_attention.attended`."""
-        slopes = self.config.slopes_at(self._key_len(first, query_len))
-        changed = dataclasses.replace(self.alibi_settings, slopes=slopes)
+        changed = dataclasses.replace(self.alibi_settings, slopes=self.config.slopes_at(key_len))
         return cast("nn.Module", SimpleNamespace(**{**vars(self), "alibi_settings": changed}))
-
-    def _key_len(self, first: int | Tensor, query_len: int) -> int:
-        """S; 0 with a static cache, which does not report it. The model refuses static caches if slopes depend on S."""
-        return first + query_len if isinstance(first, int) else 0
 
 
 def _by_head(x: Tensor, heads: int) -> Tensor:

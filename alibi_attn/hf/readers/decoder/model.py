@@ -23,7 +23,7 @@ from alibi_attn.hf.attention.patched_attention import Numerics
 from alibi_attn.hf.caches.cache import ALiBiCache
 from alibi_attn.hf.readers import checkpoint_files
 from alibi_attn.hf.readers.decoder import loading
-from alibi_attn.hf.readers.decoder.layers import Block, linear_class, norm
+from alibi_attn.hf.readers.decoder.layers import NEEDS_LENGTH, Block, linear_class, norm
 from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
 from alibi_attn.hf.readers.inputs import checked_input
 from alibi_attn.nn.allocator import memory_of_layers
@@ -178,10 +178,7 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         if past_key_values is None and use_cache:
             past_key_values = ALiBiCache()
         if config.scales_with_length and past_key_values is not None and past_key_values.is_compileable:
-            raise ValueError(
-                "alibi_scaling with train_seq_len needs the length of the text, which a static cache does not report; use an "
-                'ALiBiCache, a DynamicCache, or {"type": "linear", "factor": ...}'
-            )
+            raise ValueError(NEEDS_LENGTH)
         keep = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         with cached_pass.whole(self, past_key_values, use_cache=use_cache, new=x.shape[1]), memory_of_layers(x):
             if isinstance(past_key_values, ALiBiCache):

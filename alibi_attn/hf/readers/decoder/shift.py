@@ -14,8 +14,8 @@ from torch.nn import functional as F
 from transformers.cache_utils import Cache
 
 from alibi_attn.hf.attention.masks import keys_of
-from alibi_attn.hf.caches.cache_layer import CacheLayer
-from alibi_attn.hf.caches.forgetting_cache import ForgettingCache
+from alibi_attn.hf.caches.cache import ALiBiCache
+from alibi_attn.hf.caches.layer import CacheLayer
 from alibi_attn.nn.linear import mapped
 
 
@@ -49,8 +49,10 @@ def last_unshifted(cache: Cache | None, layer: int, heads: int) -> tuple[Tensor 
     Raises:
         ValueError: a cache that does not store them.
     """
-    if isinstance(cache, ForgettingCache):
-        raise ValueError("a ForgettingCache does not store keys before their shift; use an ALiBiCache for this model")
+    if isinstance(cache, ALiBiCache) and cache.forget:
+        raise ValueError(
+            "ALiBiCache(forget=True) does not store keys before their shift; use ALiBiCache() for this model"
+        )
     if cache is None or not cache.get_seq_length(layer):
         return None, None
     held = cast("CacheLayer", cache.layers[layer])

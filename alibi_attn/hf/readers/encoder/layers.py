@@ -10,7 +10,6 @@ Module names are those of MosaicBERT, so its state dicts load unmodified. Source
 """
 
 from collections.abc import Callable
-from typing import Any
 
 import torch
 from torch import Tensor, nn
@@ -18,8 +17,8 @@ from torch.nn import functional as F
 from transformers.activations import ACT2FN
 from transformers.modeling_layers import GradientCheckpointingLayer
 
-from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.call.transforms import is_traced
+from alibi_attn.attention.kept import Kept, attend
 from alibi_attn.hf.readers.encoder.packing import Packing
 from alibi_attn.hf.readers.encoder_config import ALiBiBertConfig
 from alibi_attn.nn.linear import mapped
@@ -59,7 +58,7 @@ class ALiBiBertSelfAttention(nn.Module):
     """Queries, keys and values from one matrix, and symmetric attention with the published slopes."""
 
     # An instance may override this function, as `context_parallel` and `record_attention` do.
-    attend = staticmethod(alibi_attention)
+    attend = staticmethod(attend)
 
     def __init__(self, config: ALiBiBertConfig) -> None:
         super().__init__()
@@ -74,14 +73,14 @@ class ALiBiBertSelfAttention(nn.Module):
         query, key, value = mapped(self.Wqkv, x).chunk(3, dim=-1)
         if self.layer_norm_q is not None and self.layer_norm_k is not None:
             query, key = self.layer_norm_q(query), self.layer_norm_k(key)
-        heads = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in (query, key, value))
-        by_position: dict[str, Any] = {} if packing.positions is None else {"positions": packing.positions}
-        attended: Tensor = self.attend(
-            *heads,
+        query, key, value = (y.unflatten(-1, (self.num_heads, -1)).transpose(1, 2) for y in (query, key, value))
+        attended = self.attend(
+            query,
+            [Kept(key, value)],
             causal=False,
             key_mask=packing.mask if packing.places is None else None,
             segment_ids=packing.segments,
-            **by_position,
+            positions=packing.positions,
             dropout_p=self.dropout_p if self.training else 0.0,
             backend=self.backend,
         )

@@ -1,4 +1,4 @@
-"""What identifies a cache file: its header, the fingerprint of the weights, and the lock. Read next: `cache_file.py`."""
+"""What identifies a cache file: its header, the fingerprint of the weights, and the lock. Read next: `file.py`."""
 
 import hashlib
 import json

@@ -2,7 +2,7 @@
 
 A file has these parts, little-endian:
 
-    header     JSON and its CRC-32 (`cache_header.py`); written once
+    header     JSON and its CRC-32 (`header.py`); written once
     state      two slots, written in turn: tokens, CRC-32 of the table and of the tokens after the last whole tile
     table      one record per whole tile: the norms of its keys and values, and the CRC-32 of its data
     keys       [B, K, capacity, D], so each key head has its own region; unwritten parts use no disk space
@@ -31,8 +31,8 @@ from alibi_attn import files
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.decoding import measured_norms
-from alibi_attn.nn import cache_header
-from alibi_attn.nn.cache_header import DTYPES, Descriptor, Mode
+from alibi_attn.nn.cache import header as cache_header
+from alibi_attn.nn.cache.header import DTYPES, Descriptor, Mode
 
 CAPACITY = 1 << 16  # tokens in a new file; doubled when it is full
 _SLOT = struct.Struct("<QQII")  # commits, tokens, CRC of the table, CRC of the tail; the slot's own CRC follows

@@ -1,0 +1,205 @@
+"""One layer of an ALiBiCache, with transformers' interface. Read before: `cache.py`."""
+
+import weakref
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from transformers.cache_utils import DynamicLayer
+
+from alibi_attn.nn.cache import KVCache
+from alibi_attn.nn.cache.storage import Growing
+
+NEEDS_PATCH = (
+    "a cache in files needs a model that reads only the keys within reach: call patch(model) first, or use ALiBiCache()"
+)
+FOR_GATES = (
+    "ALiBiCache(forget=True) is for models with forget gates, which tell what to drop, such as a Forgetting Transformer read by "
+    "ALiBiForCausalLM; use ALiBiCache()"
+)
+
+
+class CacheLayer(DynamicLayer):  # type: ignore[no-untyped-call]
+    """`store` holds the tensors; `keys` and `values` are views of it, or None where heads keep different tokens.
+
+    Args:
+        store: empty and plain for a cache that forgets, until the first layer with forget gates makes it.
+        forgets: only a layer with forget gates may append.
+    """
+
+    def __init__(self, store: KVCache, *, forgets: bool = False) -> None:
+        self._store = KVCache()  # which transformers' constructor empties
+        self._assigned: dict[str, Tensor | None] = {}  # keys or values that wait for the other
+        self.owner: weakref.ref[nn.Module] | None = None
+        self.padding: Tensor | None = None  # [B]: hidden tokens at the start of each row, of a cache that forgets
+        super().__init__()  # type: ignore[no-untyped-call]
+        self._store, self.forgets = store, forgets
+        self.is_croppable = store.capacity is None and not forgets
+        if (keys := self.keys) is not None:
+            self.lazy_initialization(keys, keys)
+
+    @property
+    def store(self) -> KVCache:
+        """The cache that holds the tensors."""
+        if self._assigned:
+            [(name, given)] = self._assigned.items()
+            received = "None" if given is None else given.shape[2]
+            raise ValueError(
+                f"only {name} of a layer of this ALiBiCache were assigned, with {received} instead of {len(self._store)} tokens; "
+                "assign both: layer.keys, layer.values = ..."
+            )
+        return self._store
+
+    @store.setter
+    def store(self, store: KVCache) -> None:
+        self._store = store
+
+    @property
+    def keys(self) -> Tensor | None:
+        """[B, K, S, D], or None. Another tensor may be assigned, together with `values` if its length differs."""
+        return self._side(0)
+
+    @keys.setter
+    def keys(self, keys: Tensor | None) -> None:
+        self._assign("keys", keys)
+
+    @property
+    def values(self) -> Tensor | None:
+        """[B, K, S, D], or None, as `keys`."""
+        return self._side(1)
+
+    @values.setter
+    def values(self, values: Tensor | None) -> None:
+        self._assign("values", values)
+
+    def _side(self, at: int) -> Tensor | None:
+        name, store = ("keys", "values")[at], self._store
+        if name in self._assigned:
+            return self._assigned[name]
+        if store.fixed is not None:
+            return store.fixed.tensors[0][at] if store.fixed.tensors else None
+        return store.groups[0].filled()[at] if store.retention is None and len(store) else None
+
+    def _assign(self, name: str, given: Tensor | None) -> None:
+        store = self._store
+        if store.path is not None or store.fixed is not None or store.retention is not None:
+            raise ValueError(
+                "keys and values of a cache in files, of a fixed capacity or that forgets cannot be assigned; use crop(), or "
+                "assign to a copy (copy.deepcopy)"
+            )
+        self._assigned[name] = given
+        keys, values = self._side(0), self._side(1)
+        if (keys is None) != (values is None):
+            return  # until the other is assigned, too
+        if keys is None or values is None:
+            self._store = KVCache()
+        elif keys.shape[:3] != values.shape[:3]:
+            return
+        else:
+            store.groups = [Growing((keys, values), changed=True)]
+            self.lazy_initialization(keys, values)
+        self._assigned.clear()
+
+    def own(self, layer: nn.Module) -> None:
+        """Raises ValueError if another layer has appended to the cache."""
+        owner = None if self.owner is None else self.owner()
+        if owner is not None and owner is not layer and self.get_seq_length():
+            raise ValueError(
+                "this ALiBiCache holds the keys of another model or layer; pass a new ALiBiCache(), or a copy "
+                "(copy.deepcopy) to continue with another model that has the same weights"
+            )
+        if owner is not layer:
+            self.owner = weakref.ref(layer)
+
+    def lazy_initialization(self, key_states: Tensor, value_states: Tensor) -> None:
+        self.dtype, self.device, self.is_initialized = key_states.dtype, key_states.device, True
+
+    def update(
+        self, key_states: Tensor, value_states: Tensor, *args: object, **kwargs: object
+    ) -> tuple[Tensor, Tensor]:
+        if self.forgets or self.store.path is not None:
+            raise ValueError(FOR_GATES if self.forgets else NEEDS_PATCH)
+        self.lazy_initialization(key_states, value_states)
+        [kept] = self.store.append(key_states, value_states)
+        return kept.key, kept.value
+
+    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
+        capacity = self.store.capacity
+        return (len(self.store) + query_length if capacity is None else capacity), 0
+
+    def get_seq_length(self) -> int:
+        """A 0-d tensor with a capacity, after the first pass."""
+        if self.store.fixed is None:
+            return len(self.store)
+        return 0 if self.store.fixed.length is None else cast("int", self.store.fixed.length)
+
+    def get_max_length(self) -> int:
+        return -1 if self._store.capacity is None else self._store.capacity
+
+    def reset(self) -> None:
+        self._assigned.clear()
+        self.is_initialized, self.padding = False, None
+        if self._store.path is not None or self._store.fixed is not None:
+            self._store.crop(0)
+        else:
+            self._store = KVCache()
+
+    def crop(self, tokens_to_remove: int) -> None:
+        """Remove −tokens_to_remove tokens; a positive number is the length to keep, as in older releases of transformers."""
+        length = len(self.store)
+        left = min(max(tokens_to_remove if tokens_to_remove > 0 else length + tokens_to_remove, 0), length)
+        if self.forgets and left not in (0, length):
+            raise ValueError(
+                "ALiBiCache(forget=True) cannot return to fewer tokens, as assisted generation and prompt lookup do: the gates "
+                "of the last tokens may have dropped keys; use ALiBiCache()"
+            )
+        self.store.crop(left)
+
+    def reorder_cache(self, beam_idx: Tensor) -> None:
+        if self.store.fixed is None and not len(self.store):
+            return
+        self.store.reorder(beam_idx)
+        if self.padding is not None:
+            self.padding = self.padding[beam_idx.to(self.padding.device)]
+
+    def batch_repeat_interleave(self, repeats: int) -> None:
+        self.reorder_cache(torch.arange(self._batch()).repeat_interleave(repeats))
+
+    def batch_select_indices(self, indices: Tensor) -> None:
+        self.reorder_cache(torch.arange(self._batch(), device=indices.device)[indices])
+
+    def offload(self) -> None:
+        raise NotImplementedError("an ALiBiCache cannot be offloaded; use DynamicCache(offloading=True)")
+
+    def _batch(self) -> int:
+        return self.store.groups[0].tensors[0].shape[0] if self.store.groups and len(self.store) else 0
+
+
+def cut_after_padding(layer: CacheLayer, log_fgate: Tensor, seen: Tensor | None) -> Tensor:
+    """The gates [B, H, T] of new tokens, with a cut at the first visible token of each row that begins with padding.
+
+    Args:
+        seen: [B, S] bool, over all tokens up to these; None = all are visible.
+
+    Raises:
+        ValueError: the mask hides other tokens than padding on the left, or differs from that of earlier calls.
+    """
+    batch, _, new = log_fgate.shape
+    first = layer.get_seq_length()
+    padding = log_fgate.new_zeros(batch, dtype=torch.int64)
+    if seen is not None:
+        padding = seen.logical_not().long().cumprod(1).sum(1)
+    before = torch.zeros_like(padding) if layer.padding is None else layer.padding
+    if padding.device.type == "cpu" and (
+        not torch.equal(padding.clamp(max=first), before.clamp(max=first))
+        or (seen is not None and not torch.equal(seen.sum(1) + padding, torch.full_like(padding, seen.shape[1])))
+    ):
+        raise ValueError(
+            "the attention mask hides tokens that are not padding on the left, or that earlier calls saw; "
+            "ALiBiCache(forget=True) has dropped keys for one mask. Pad on the left, or use ALiBiCache()"
+        )
+    layer.padding = padding
+    if seen is None:
+        return log_fgate
+    at = torch.arange(first, first + new, device=padding.device)
+    return log_fgate.masked_fill(((at == padding[:, None]) & (at > 0))[:, None], -torch.inf)

@@ -1,0 +1,160 @@
+"""What a cache cannot do, with a sentence for each; checks of the tensors and numbers it gets. Read next: `cache.py`."""
+
+import itertools
+import operator
+from collections.abc import Iterable, Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+_WHOLE = "a cache in a file keeps all tokens: pass path or {other}, not both"
+_IN_PLACE = (
+    "a cache in a file works without gradients, forget gates and torch.compile; use no_grad, or a cache in memory"
+)
+_FORGETS = (
+    "a cache that forgets supports no key_mask, segment_ids, prefix_len or positions; use KVCache(), which keeps all"
+)
+_FIXED = "a cache of a fixed capacity supports no prefix_len, positions, sinks and windows per head; use KVCache(), which does"
+_SUMS = (
+    "forget gates need the number of tokens on the host, which a cache of a fixed capacity never reads; use KVCache() or "
+    "reach_cache()"
+)
+_SAVED = "caches with forget gates, max_tokens or a capacity, or with forgotten tokens, cannot be saved to a file"
+_CREATED = "create it with the layer's reach_cache(), or use KVCache()"
+_OF_TOKENS = ("key_mask", "segment_ids", "prefix_len", "positions")
+
+# Two things that exclude one another: how a cache stores and forgets, and what a call or a layer needs.
+REFUSED: dict[tuple[str, str], str] = {
+    ("path", "max_tokens"): _WHOLE.format(other="max_tokens"),
+    ("path", "capacity"): _WHOLE.format(other="capacity"),
+    ("path", "reach"): _WHOLE.format(other="a reach") + "; new tokens read only the keys within reach in any case",
+    ("path", "forgetting by gates"): _IN_PLACE,
+    ("path", "forget gates"): _IN_PLACE,
+    ("path", "gradients"): _IN_PLACE,
+    ("path", "torch.compile"): _IN_PLACE,
+    (
+        "path",
+        "another order",
+    ): "a cache in a file cannot be reordered, which would copy the file; for beams pass copy.deepcopy(cache)",
+    (
+        "max_tokens",
+        "capacity",
+    ): "max_tokens moves tokens to other places, which a fixed capacity cannot; pass max_tokens or capacity",
+    (
+        "max_tokens",
+        "reach",
+    ): "max_tokens counts distances without the tokens in between, so no reach holds; pass one of them",
+    ("max_tokens", "forgetting by gates"): "max_tokens loses the gates between the tokens it keeps; pass one of them",
+    ("max_tokens", "forget gates"): (
+        "a cache with max_tokens would lose the gates between the tokens it keeps, so a layer with forget gates needs KVCache(), "
+        "which keeps all"
+    ),
+    ("reach", "forget gates"): f"the layer has forget gates and the cache forgets without them; {_CREATED}",
+    ("no forget gates", "forgetting by gates"): f"the layer has no gates and the cache forgets by gates; {_CREATED}",
+    ("capacity", "forgetting by gates"): _SUMS,
+    ("capacity", "forget gates"): _SUMS,
+    (
+        "capacity",
+        "gradients",
+    ): "a cache of a fixed capacity is written in place and has no gradients; call the layer in torch.no_grad()",
+    (
+        "capacity",
+        "another order",
+    ): "a cache of a fixed capacity has no beams, whose rows would move; use a cache that grows",
+    **{("capacity", what): _FIXED for what in ("prefix_len", "positions", "sinks", "a window per head")},
+    **{(how, what): _FORGETS for how in ("max_tokens", "reach", "forgetting by gates") for what in _OF_TOKENS},
+    **{(how, "saving"): _SAVED for how in ("max_tokens", "reach", "forgetting by gates", "forget gates", "capacity")},
+}
+
+
+def refuse(*traits: str) -> None:
+    """Raises ValueError with the sentence of the table if two of these exclude one another."""
+    for pair in itertools.combinations(traits, 2):
+        sentence = REFUSED.get(pair) or REFUSED.get(pair[::-1])
+        if sentence is not None:
+            raise ValueError(sentence)
+
+
+def check_pair(key: Tensor, value: Tensor, cached: Sequence[Tensor], length: int = 0) -> None:
+    """Raises ValueError unless key and value are [B, K, T, D] and continue the cached ones, `length` tokens."""
+    if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:
+        raise ValueError(f"key has shape {list(key.shape)} and value {list(value.shape)} but both must be [B, K, T, D]")
+    for name, new, old in zip(("key", "value"), (key, value), cached, strict=False):
+        fits = new.shape[:2] == old.shape[:2] and new.shape[3] == old.shape[3]
+        if not (fits and new.dtype == old.dtype and new.device == old.device):
+            raise ValueError(
+                f"{name} is {described(new)} but the cache holds {described(old, length)}: only the length may differ; a new "
+                "batch needs a new KVCache()"
+            )
+
+
+def check_gates(key: Tensor, log_fgate: Tensor | None, *, num_heads: int | None, gated: bool | None) -> None:
+    """Raises ValueError unless every cached token has gates or none has, and gates are [B, H, T] for these keys.
+
+    Args:
+        num_heads: H, if it is known.
+        gated: whether the cached tokens have gates; None = there are none.
+    """
+    if gated is not None and (log_fgate is None) == gated:
+        held = "gates" if gated else "no gates"
+        raise ValueError(f"the cache holds keys with {held}: pass log_fgate for every token or for none")
+    if log_fgate is None:
+        return
+    fits = log_fgate.ndim == 3 and log_fgate.shape[::2] == (key.shape[0], key.shape[2])
+    if not fits or num_heads not in (None, log_fgate.shape[1]):
+        raise ValueError(
+            f"log_fgate has shape {list(log_fgate.shape)} but must be [B, H, T] = [{key.shape[0]}, {num_heads or 'H'}, "
+            f"{key.shape[2]}] to match key's {list(key.shape)}"
+        )
+
+
+def checked_crop(length: int, *, held: int, forgotten: int) -> int:
+    """The length as an int, or ValueError if a cache that holds and has forgotten this many tokens cannot be cropped to it."""
+    length = operator.index(length)
+    if not 0 <= length <= held:
+        raise ValueError(f"length is {length} but the cache holds {held} positions: crop to 0 … {held}")
+    if forgotten and 0 < length < held:
+        raise ValueError(
+            f"the cache has forgotten {forgotten} tokens, so cropping to {length} would leave out some that a "
+            "cache of that length holds; crop(0) empties it"
+        )
+    return length
+
+
+def checked_rows(indices: Tensor | Sequence[int], key: Tensor) -> Tensor:
+    """The row numbers as a tensor on the key's device, or an error."""
+    rows = torch.as_tensor(indices, device=key.device)
+    if rows.dtype.is_floating_point or rows.dtype.is_complex or rows.dtype == torch.bool:
+        raise TypeError(f"indices are {rows.dtype} but must be integers: row b becomes row indices[b]")
+    batch = key.shape[0]
+    if rows.ndim != 1 or rows.numel() == 0:
+        raise ValueError(f"indices has shape {list(rows.shape)} but must be [B], one row number per new row")
+    if rows.device.type == "cpu" and not bool(((rows >= 0) & (rows < batch)).all()):
+        raise ValueError(f"indices are {rows.tolist()} but the cache has rows 0 … {batch - 1}")
+    return rows
+
+
+def described(tensor: Tensor, length: int | None = None) -> str:
+    """Shape, with this length if it is given, dtype and device."""
+    batch, heads, held, size = tensor.shape
+    return f"{[batch, heads, held if length is None else length, size]} {tensor.dtype} on {tensor.device}"
+
+
+def check_format(kind: str, state: Mapping[str, object], *, reads: Iterable[int]) -> None:
+    """Raises an error for a pickled cache that another version of the package wrote.
+
+    Args:
+        kind: the name of the class.
+        state: the unpickled state; its "format" is an int.
+        reads: the formats that this version reads.
+
+    Raises:
+        ValueError: another format, or none.
+    """
+    received = state.get("format")
+    if type(received) is not int or received not in reads:
+        words = "no format" if received is None else f"format {received!r}"
+        raise ValueError(
+            f"the pickled {kind} has {words} but this version of alibi-attn reads format {' and '.join(map(str, reads))}; "
+            f"unpickle it with the version that wrote it, or make a new {kind} and pass the text through the model again"
+        )

@@ -1,0 +1,207 @@
+"""Growing: tensors of tokens that grow, in memory or in a mapped file, and the norms of their keys and values.
+
+torch counts the writes to a tensor and to all views of it (`_version`), so that norms are dropped when someone else writes to the
+keys or values. Writes to an inference tensor, and those through `.data`, numpy or DLPack, are not counted. Read next: `cache.py`.
+"""
+
+import contextlib
+from collections.abc import Iterator, Sequence
+
+import torch
+from torch import Tensor
+
+from alibi_attn.attention.certificate.constants import TILE
+from alibi_attn.attention.certificate.norms import Norms
+from alibi_attn.attention.decoding import measured_norms
+from alibi_attn.nn.cache.file import CacheFile
+
+
+class Growing:
+    """Keys [B, K, S, D], values [B, K, S, D] and, for layers with gates, ln f [B, H, S, 1], of the same tokens.
+
+    Args:
+        tensors: used without a copy.
+        file: holds the keys and values instead of memory.
+        changed: whether they were written to or replaced from outside.
+
+    Attributes:
+        length: the number of tokens.
+    """
+
+    def __init__(self, tensors: Sequence[Tensor] = (), *, file: CacheFile | None = None, changed: bool = False) -> None:
+        self.tensors, self.file, self.changed = tuple(tensors), file, changed
+        self.start, self.length = 0, tensors[0].shape[2] if tensors else 0  # the tokens that count in the tensors
+        self._has_room = False  # the tensors were allocated here and may be written
+        self._norms: Norms | None = None
+        self._versions: tuple[int, ...] | None = None  # after the last write by the cache; None if they are unknown
+        if file is not None:
+            self._attach(file)
+        self._settle()
+
+    def filled(self) -> tuple[Tensor, ...]:
+        """The tensors without spare capacity."""
+        if self.start == 0 and self.tensors[0].shape[2] == self.length:
+            return self.tensors
+        tokens = slice(self.start, self.start + self.length)
+        return tuple(tensor[:, :, tokens] for tensor in self.tensors)
+
+    def append(self, new: tuple[Tensor, ...], *, with_room: bool = True) -> None:
+        """Adds tokens: in place if no gradients are needed, else in new tensors.
+
+        Args:
+            with_room: allocate more than is needed, so that later tokens need no copy.
+        """
+        self.notice()
+        if self.file is not None:
+            self.file.append(*new)
+            self._attach(self.file)
+            return
+        if not with_room or torch.is_grad_enabled() or (not self.length and torch.compiler.is_compiling()):
+            tensors = [torch.cat(pair, 2) for pair in zip(self.filled(), new, strict=True)] if self.length else new
+            self._replace(tensors, self.length + new[0].shape[2])
+        elif self.length:
+            held = self.length
+            for tensor, tokens in zip(self.extend(new[0].shape[2]), new, strict=True):
+                tensor[:, :, held:] = tokens
+        else:
+            # Otherwise the first token after a prompt would copy all of it, and the input may be a view of a larger tensor.
+            self.length = new[0].shape[2]
+            self._reserve(2 * self.length, new)
+        self._settle()
+
+    def extend(self, count: int) -> tuple[Tensor, ...]:
+        """Adds positions that the caller must write, without gradients, then `commit`; returns all tensors."""
+        self.notice()
+        if self.file is not None:
+            self.file.prepare(count)
+            self.tensors = self.file.key, self.file.value
+        elif not self._can_hold(self.start + self.length + count):
+            self._reserve(2 * (self.length + count), self.filled())
+        self.length += count
+        return self.filled()
+
+    def commit(self) -> None:
+        """Keeps the positions of `extend` in the file, after the caller wrote them."""
+        if self.file is not None:
+            self.file.commit(self.length - self.file.length)
+            self._attach(self.file)
+
+    def take_back(self, tokens: int) -> None:
+        """Drops the newest tokens."""
+        self.length -= tokens
+        if self.file is not None and tokens:
+            self.file.crop(self.length)
+        if self._norms is not None:
+            self._norms = self._norms.cropped(self.length)
+        if self.length == 0:
+            self.tensors, self.start, self.changed, self._norms, self._versions = (), 0, False, None, None
+
+    def drop(self, tokens: int) -> None:
+        """Drops the oldest tokens, and returns the memory of most."""
+        self.notice()
+        self.start, self.length, self._norms = self.start + tokens, self.length - tokens, None
+        if self._has_room and 4 * (self.length + 16) < self.tensors[0].shape[2]:
+            self._reserve(2 * (self.length + 16), self.filled())
+
+    def replace_oldest(self, sinks: int, new: tuple[Tensor, ...]) -> None:
+        """Adds tokens and drops as many, the oldest after the first `sinks`."""
+        first, self._norms = sinks + new[0].shape[2], None
+        pairs = zip(self.filled(), new, strict=True)
+        self._replace([torch.cat([old[:, :, :sinks], old[:, :, first:], x], 2) for old, x in pairs], self.length)
+        self._settle()
+
+    def reorder(self, rows: Tensor) -> None:
+        """Row b of the batch becomes the former row `rows[b]`."""
+        self.notice()
+        with normal_tensors():
+            self.tensors = tuple(tensor.index_select(0, rows) for tensor in self.tensors)
+        if self._norms is not None:
+            self._norms = self._norms.reordered(rows)
+        self._settle()
+
+    def notice(self) -> bool:
+        """Whether someone else has written to the tensors since they were empty; then their norms are dropped.
+
+        Raises:
+            ValueError: the tensors are in a file, whose checksums are then wrong.
+        """
+        if self._was_changed() and self.file is not None:
+            raise ValueError(
+                f"keys or values of {self.file.path} were changed in place, so its norms and checksums are wrong; change a copy "
+                "(copy.deepcopy) instead, and crop(0) or read the text again"
+            )
+        return self.changed
+
+    def norms(self) -> Norms:
+        """Upper bounds of the norms of keys and values in each whole tile, computed once."""
+        self.notice()
+        key, value, *_ = self.filled()
+        if self._norms is None:
+            self._norms = measured_norms(key, value)
+        elif key.shape[2] - self._norms.covered >= TILE:
+            self._norms = self._norms.extended(key, value, measured_norms)
+        return self._norms
+
+    def __deepcopy__(self, memo: dict[int, object]) -> "Growing":
+        """In memory, with gradients."""
+        tensors = self.filled() if self.length else ()
+        return Growing([tensor.clone() for tensor in tensors], changed=self._was_changed())
+
+    def _was_changed(self) -> bool:
+        if not torch.compiler.is_compiling() and self.tensors:
+            versions = _versions(self.tensors)
+            if versions is None or versions != self._versions:
+                self.changed = self.changed or (versions is not None and self._versions is not None)
+                self._norms, self._versions = None, versions
+        return self.changed
+
+    def _attach(self, file: CacheFile) -> None:
+        """Takes tensors, norms and length from the file."""
+        self.length = file.length
+        self.tensors = (file.key, file.value) if file.length else ()
+        self._norms = file.norms if file.length else None
+        self._settle()
+
+    def _replace(self, tensors: Sequence[Tensor], length: int) -> None:
+        self.tensors, self.start, self.length, self._has_room = tuple(tensors), 0, length, False
+
+    def _reserve(self, capacity: int, tensors: tuple[Tensor, ...]) -> None:
+        """Copies the tensors into new ones with room for `capacity` tokens."""
+        self._replace([_with_room(tensor, capacity) for tensor in tensors], self.length)
+        self._has_room = True
+        self._settle()
+
+    def _can_hold(self, length: int) -> bool:
+        if not self._has_room or length > self.tensors[0].shape[2]:
+            return False
+        # Inference mode cannot be queried while tracing; an inference tensor can be changed in inference mode only.
+        return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not self.tensors[0].is_inference()
+
+    def _settle(self) -> None:
+        """Takes the present versions as the cache's own, after one of its writes."""
+        self._versions = _versions(self.tensors) if self.tensors else None
+
+
+@contextlib.contextmanager
+def normal_tensors() -> Iterator[None]:
+    """Inside, new tensors are not inference tensors, even under `torch.inference_mode()`."""
+    if torch.compiler.is_compiling() or not torch.is_inference_mode_enabled():
+        yield
+        return
+    with torch.inference_mode(False), torch.no_grad():
+        yield
+
+
+def _with_room(source: Tensor, capacity: int) -> Tensor:
+    """A copy, [B, K, capacity, D], of a tensor [B, K, S, D] with S ≤ capacity; the rest is not initialized."""
+    with normal_tensors():
+        target = source.new_empty(*source.shape[:2], capacity, source.shape[3])
+    target[:, :, : source.shape[2]] = source
+    return target
+
+
+def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...] | None:
+    """How often each tensor was written to; None if torch does not count."""
+    if torch.compiler.is_compiling() or any(tensor.is_inference() for tensor in tensors):
+        return None
+    return tuple(tensor._version for tensor in tensors)

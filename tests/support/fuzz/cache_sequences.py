@@ -1,0 +1,236 @@
+"""Random sequences of everything that a cache can do, compared with one pass over plain tensors; a standalone program, too.
+
+    python tests/support/fuzz/cache_sequences.py 3000
+
+The truth holds keys, values and gates of all tokens as tensors that are concatenated, cut and indexed, and attends with the
+`reference` backend. A step that a cache refuses must leave it as it was.
+"""
+
+import copy
+import pickle
+import random
+import sys
+import tempfile
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import torch
+from torch import Tensor
+from torch.fx.experimental.proxy_tensor import make_fx
+
+from alibi_attn import ALiBiAttention, KVCache, alibi_attention, forgetting_attention
+from alibi_attn.attention import decoding
+
+WIDTH, HEADS, KEY_HEADS, ROWS, CAPACITY = 64, 4, 2, 2, 400
+SLOPES = [1.5, 0.4, 0.1, 0.0]
+Step = tuple[str, int]
+
+# How a cache stores × what it may forget, each with the options of its layer.
+KINDS: dict[str, tuple[dict[str, object], Callable[[ALiBiAttention, Path], KVCache]]] = {
+    "memory": ({}, lambda layer, path: KVCache()),
+    "memory, window": ({"window": 40}, lambda layer, path: KVCache()),
+    "memory, sinks": ({"window": 40, "sinks": 3}, lambda layer, path: KVCache()),
+    "memory, gates": ({"forget_gate": True}, lambda layer, path: KVCache()),
+    "file": ({}, lambda layer, path: KVCache(path)),
+    "stream": ({}, lambda layer, path: KVCache(max_tokens=30, sinks=2)),
+    "reach": ({"qk_norm": True}, lambda layer, path: layer.reach_cache(tolerance=1e-6)),
+    "reach, sinks": (
+        {"qk_norm": True, "window": 30, "sinks": 3},
+        lambda layer, path: layer.reach_cache(tolerance=1e-6),
+    ),
+    "gates": ({"qk_norm": True, "forget_gate": True}, lambda layer, path: layer.reach_cache(tolerance=1e-6)),
+    "capacity": ({}, lambda layer, path: KVCache(capacity=CAPACITY)),
+    "capacity, reach": (
+        {"qk_norm": True, "slopes": [1.5, 0.4, 0.8, 0.2]},
+        lambda layer, path: layer.reach_cache(tolerance=1e-6, capacity=CAPACITY),
+    ),
+}
+ACTIONS = (
+    "append",
+    "append",
+    "append",
+    "crop",
+    "reorder",
+    "repeat",
+    "copy",
+    "pickle",
+    "save",
+    "edit",
+    "replay",
+    "mask",
+)
+
+
+class Truth:
+    """All tokens as plain tensors: x [B, S, E], key and value [B, K, S, D], gates [B, H, S]."""
+
+    def __init__(self, layer: ALiBiAttention) -> None:
+        self.layer, self.hidden = layer, torch.zeros(ROWS, 0, dtype=torch.bool)
+        self.key = self.value = torch.zeros(ROWS, KEY_HEADS, 0, layer.head_dim)
+        self.gates = torch.zeros(ROWS, HEADS, 0)
+
+    def append(self, x: Tensor, stream: tuple[int, int] | None) -> Tensor:
+        """The outputs of new tokens [B, T, E]; with (max_tokens, sinks) one after another."""
+        if stream is not None:
+            return torch.cat([self._one(token, stream) for token in x.split(1, dim=1)], 1)
+        return self._one(x, None)
+
+    def _one(self, x: Tensor, stream: tuple[int, int] | None) -> Tensor:
+        layer = self.layer
+        query, key, value = (
+            part(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2)
+            for part in (layer.q_proj, layer.k_proj, layer.v_proj)
+        )
+        if layer.q_norm is not None and layer.k_norm is not None:
+            query, key = layer.q_norm(query), layer.k_norm(key)
+        self.key, self.value = torch.cat([self.key, key], 2), torch.cat([self.value, value], 2)
+        if layer.gate_proj is not None:
+            self.gates = torch.cat([self.gates, layer.gate_proj(x)], 2)
+        self.hidden = torch.cat([self.hidden, torch.zeros(len(x), x.shape[1], dtype=torch.bool)], 1)
+        if stream is not None and self.key.shape[2] > stream[0]:
+            kept = [at for at in range(self.key.shape[2]) if at != stream[1]]
+            self.take(lambda tensor: tensor[:, :, kept])
+        options = {"window": layer.window, "backend": "reference", "key_mask": ~self.hidden}
+        if layer.gate_proj is not None:
+            mixed = forgetting_attention(query, self.key, self.value, self.gates, layer.slopes.values, **options)
+        else:
+            sinks = layer.sinks_of_window
+            mixed = alibi_attention(query, self.key, self.value, layer.slopes.values, sinks=sinks, **options)
+        return layer.out_proj(mixed.transpose(1, 2).flatten(2))
+
+    def take(self, of: Callable[[Tensor], Tensor]) -> None:
+        """Keeps some tokens."""
+        self.key, self.value = of(self.key), of(self.value)
+        self.gates = of(self.gates) if self.layer.gate_proj is not None else self.gates
+        self.hidden = of(self.hidden[:, None])[:, 0]
+
+    def rows(self, rows: list[int]) -> None:
+        """Row b becomes the former row `rows[b]`."""
+        self.key, self.value, self.hidden = self.key[rows], self.value[rows], self.hidden[rows]
+        self.gates = self.gates[rows] if self.layer.gate_proj is not None else self.gates
+
+
+@torch.no_grad()
+def check(kind: str, steps: list[Step], *, near: bool) -> dict[str, int]:
+    """Raises an AssertionError unless every output is the truth's; returns how often each action was not refused.
+
+    Args:
+        near: decode by reading near keys only, however few there are.
+    """
+    torch.manual_seed(0)
+    options, make = KINDS[kind]
+    layer = ALiBiAttention(WIDTH, HEADS, num_kv_heads=KEY_HEADS, **{"slopes": SLOPES, **options}).eval()
+    if layer.gate_proj is not None:
+        torch.nn.init.constant_(layer.gate_proj.bias, 1.5)
+    generator, done = torch.Generator().manual_seed(1), dict.fromkeys(ACTIONS, 0)
+    with tempfile.TemporaryDirectory() as folder, mock.patch.object(decoding, "LONG", 0 if near else 2**60):
+        path, truth = Path(folder) / "cache", Truth(layer)
+        cache = make(layer, path)
+        for number, (action, size) in enumerate([*steps, ("append", 1)]):
+            batch, held = truth.key.shape[0], truth.key.shape[2]
+            if action in ("append", "mask", "replay"):
+                count = 1 if action == "replay" else 1 + size % (200 if size % 7 == 0 else 5)
+                if cache.capacity is not None and held + count > CAPACITY:
+                    continue
+                _append(cache, truth, torch.randn(batch, count, WIDTH, generator=generator), action)
+                done[action] += 1
+                continue
+            if not held or (action == "replay" and cache.capacity is None):
+                continue
+            before = len(cache), cache.kept
+            try:
+                cache = _changed(cache, truth, action, size, Path(folder) / f"{number}")
+                done[action] += 1
+            except ValueError:
+                assert (len(cache), cache.kept) == before, f"a refused {action} has changed the cache"
+    return done
+
+
+def _append(cache: KVCache, truth: Truth, x: Tensor, action: str) -> None:
+    layer, given = truth.layer, {}
+    held, count = truth.key.shape[2], x.shape[1]
+    masked = action == "mask" and cache.retention is None
+    if masked or bool(truth.hidden.any()):
+        truth.hidden[0, : max(held - 1, 0)] |= masked  # the first row is padding up to here
+        room = (cache.capacity or held + count) - held
+        given["key_mask"] = torch.cat([~truth.hidden, torch.ones(len(x), room, dtype=torch.bool)], 1)
+    step = torch.nn.Module.__call__
+    if action == "replay" and cache.fixed is not None and cache.fixed.length is not None and not given:
+        twin = copy.deepcopy(cache)
+        graph = make_fx(lambda token: layer(token, cache=twin))(x)  # traced on a copy, whose tensors it holds
+        twin.fixed.length.copy_(cache.fixed.length)
+        for own, other in zip(twin.fixed.tensors, cache.fixed.tensors, strict=True):
+            own[0].copy_(other[0]), own[1].copy_(other[1])
+        torch.testing.assert_close(graph(x), layer(x, cache=copy.deepcopy(cache)), rtol=0, atol=1e-6)
+    found = step(layer, x, cache=cache, **given)
+    latest = None if cache.max_tokens is None else (cache.max_tokens, cache.sinks)
+    torch.testing.assert_close(found, truth.append(x, latest), rtol=0, atol=3e-5)
+    assert len(cache) == truth.key.shape[2], "the cache has another length"
+
+
+def _changed(cache: KVCache, truth: Truth, action: str, size: int, path: Path) -> KVCache:
+    """The cache after an action, as the truth."""
+    held, batch = truth.key.shape[2], truth.key.shape[0]
+    if action == "crop":
+        length = max(held - size % 9, 0) if size % 5 else 0
+        cache.crop(length)
+        if cache.path is not None:
+            cache.verify()
+        truth.take(lambda tensor: tensor[:, :, :length])
+        if not length:
+            truth.__init__(truth.layer)
+    elif action in ("reorder", "repeat"):
+        rows = [size % batch] * batch if action == "repeat" else list(range(batch))[:: 1 - 2 * (size % 2)]
+        cache.reorder(rows)
+        truth.rows(rows)
+    elif action == "copy":
+        cache = copy.deepcopy(cache)
+    elif action == "pickle":
+        cache = pickle.loads(pickle.dumps(cache))
+    elif action == "save":
+        cache.save(path)
+        cache = KVCache.open(path, mode="c" if size % 2 else "r+")
+        cache.verify()
+    elif action == "edit":
+        _edit(cache, truth, held, size)
+    return cache
+
+
+def _edit(cache: KVCache, truth: Truth, held: int, size: int) -> None:
+    """Halves a key and negates a value of the last tokens, in place; a bound on scores still holds."""
+    if cache.path is not None or cache.fixed is not None or (cache.retention is not None and any(cache.forgotten)):
+        return
+    back = 1 + size % min(held, 20)
+    members = [[0, 1]] if len(cache.groups) == 1 else [list(x) for x in cache.retention.key_heads]
+    for heads, group in zip(members, cache.groups, strict=True):
+        if group.length < back or (cache.first is not None and held - back < cache.first.length):
+            continue
+        key, value, *_ = group.filled()
+        key[:, :, -back] *= 0.5
+        value[:, :, -back] *= -1.0
+        for head in heads:
+            truth.key[:, head, held - back] *= 0.5
+            truth.value[:, head, held - back] *= -1.0
+
+
+def drawn(rng: random.Random) -> list[Step]:
+    return [(rng.choice(ACTIONS), rng.randrange(1000)) for _ in range(rng.randrange(1, 14))]
+
+
+def main(count: int) -> None:
+    rng, total = random.Random(count), dict.fromkeys(ACTIONS, 0)
+    for number in range(count):
+        kind, steps, near = rng.choice(list(KINDS)), drawn(rng), rng.random() < 0.5
+        try:
+            for action, times in check(kind, steps, near=near).items():
+                total[action] += times
+        except BaseException:
+            print(f"sequence {number} fails: check({kind!r}, {steps}, near={near})")
+            raise
+    print(f"{count} sequences agree: {total}")
+
+
+if __name__ == "__main__":
+    torch.set_num_threads(1)
+    main(int(sys.argv[1]) if len(sys.argv) > 1 else 300)
