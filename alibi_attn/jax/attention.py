@@ -4,6 +4,7 @@ Press et al. 2022, sec. 3 (arXiv:2108.12409). The checks are in `attention/call/
 (its arrays) and then to `native.py` (the C++ kernels), `xla.py` (`loop.py` or `dense.py`) or `fused.py` (Triton kernels).
 """
 
+import dataclasses
 from collections.abc import Callable
 from functools import partial
 from typing import Literal, NamedTuple, Never, NoReturn, TypeVar, get_args
@@ -301,7 +302,7 @@ _Everything = tuple[Array, Array, Array | None, xla.Saved | fused.Saved | None, 
 
 @partial(jax.custom_vjp, nondiff_argnums=(0,))
 def _attend(plan: Plan, arrays: Arrays, rest: Rest) -> _Results:
-    return _forward(plan, arrays, rest)[:3]
+    return _forward(dataclasses.replace(plan, for_backward=False), arrays, rest)[:3]
 
 
 def _attend_forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[_Results, tuple[native.Wanted, _Kept]]:

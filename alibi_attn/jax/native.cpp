@@ -35,7 +35,7 @@ struct Kernels {
 } kernels = {};
 
 struct Settings {
-    int64_t causal, dropout_threshold;
+    int64_t causal, for_backward, dropout_threshold;
     double dropout_factor;
     int64_t dropout_head, dropout_key;  // the numbers of the first of each in the whole computation
     int threads;
@@ -101,7 +101,7 @@ struct Laid {
         call.dropout_threshold = settings.dropout_threshold, call.dropout_factor = settings.dropout_factor;
         const uint32_t *numbers = numbers_of<const uint32_t>(in[NUMBERS]);
         std::memcpy(&call.scale, numbers, 8), std::memcpy(&call.tolerance, numbers + 2, 8);
-        call.window = numbers[4], call.causal = settings.causal, call.has_values = 1, call.threads = settings.threads;
+        call.window = numbers[4], call.causal = settings.causal, call.has_values = 1, call.for_backward = settings.for_backward, call.threads = settings.threads;
     }
 
     template <typename Number>
@@ -242,14 +242,14 @@ ffi::Error call_of(
 }
 
 template <bool is_forward>
-ffi::Error handle(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t causal, int64_t threshold,
-                  double factor, int64_t head, int64_t key) {
-    return call_of(is_forward, pool, args, rets, {causal, threshold, factor, head, key, 1});
+ffi::Error handle(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingRets rets, int64_t causal, int64_t for_backward,
+                  int64_t threshold, double factor, int64_t head, int64_t key) {
+    return call_of(is_forward, pool, args, rets, {causal, for_backward, threshold, factor, head, key, 1});
 }
 
 auto binding() {
     return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attr<int64_t>("causal")
-        .Attr<int64_t>("dropout_threshold").Attr<double>("dropout_factor").Attr<int64_t>("dropout_head")
+        .Attr<int64_t>("for_backward").Attr<int64_t>("dropout_threshold").Attr<double>("dropout_factor").Attr<int64_t>("dropout_head")
         .Attr<int64_t>("dropout_key");
 }
 

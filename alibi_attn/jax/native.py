@@ -171,6 +171,7 @@ def _call(
     found: list[Array] = call(  # type: ignore[no-untyped-call]
         *operands,
         causal=int(plan.causal),
+        for_backward=int(plan.for_backward),
         dropout_threshold=threshold,
         dropout_factor=factor,
         dropout_head=plan.dropout_origin.head,

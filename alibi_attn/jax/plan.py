@@ -58,6 +58,7 @@ class Plan:
     elsewhere: bool = False  # the call may later be compiled for another device
     dropout_origin: Origin = WHOLE
     fused: Numbers | None = None  # the Triton kernels, on a GPU
+    for_backward: bool = True  # a backward pass may follow: the native kernels measure what it must visit
     lse_in_two: bool = False  # lse is a `Pair`, because it is as large as key biases and will be merged
 
 

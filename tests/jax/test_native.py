@@ -258,8 +258,9 @@ def test_the_reason_on_another_device_names_that_device() -> None:
 def test_a_binding_of_another_version_is_an_error_of_jax() -> None:
     assert native.why_not({"cpu"}) is None
     call = jax.ffi.ffi_call("alibi_xla_forward", [jax.ShapeDtypeStruct((1,), jnp.float32)])
+    numbers = dict.fromkeys(("causal", "for_backward", "dropout_threshold", "dropout_head", "dropout_key"), 0)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"called with 1 arrays for 1 results.*of different versions"):
-        call(jnp.ones(3), causal=1, dropout_threshold=0, dropout_factor=1.0, dropout_head=0, dropout_key=0)
+        call(jnp.ones(3), **numbers, dropout_factor=1.0)
 
 
 def test_export_names_the_unstable_target_and_takes_the_loop() -> None:

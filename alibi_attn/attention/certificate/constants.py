@@ -61,6 +61,7 @@ FOR_CPP: dict[str, float] = {
     "SCORE_UNITS": SCORE_UNITS,
     "LSE_NATS": LSE_NATS["native"],
     "MEASURED_SHARE": MEASURED_SHARE,
+    "KEY_RULE_TOKENS": KEY_RULE_TOKENS,
     "UNIT_FLOAT32": UNIT["float32"],
     "UNIT_FLOAT64": UNIT["float64"],
     "VANISHING_FLOAT32": VANISHING["float32"],

@@ -56,22 +56,28 @@ def counting(counting_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> 
 
 def test_the_scores_computed_are_those_of_the_certificate(counting: Callable[[], int]) -> None:
     q, k, v = draw(requires_grad=True)
+    with torch.no_grad():
+        q *= 2
     spec = make_spec(q, k, v, SLOPES)
     with torch.no_grad():
         found = bounds(spec, q, k, v)
         visits = native.visits(spec, q, k, v)
         scores, of_backward = int(visits.scores.sum()), int(visits.measured_scores.sum())
+        of_inference = int(native.visited(spec, q, k, v, for_backward=False).reach_and_scores(spec)[1].sum())
     counting()
     out = alibi_attention(q, k, v, SLOPES, backend="native")
     assert counting() == scores
     out.sum().backward()
     assert counting() == of_backward < 0.97 * scores
+    with torch.no_grad():
+        assert torch.equal(alibi_attention(q, k, v, SLOPES, backend="native"), out)
+    assert counting() == of_inference < 0.99 * scores
     assert f"scores computed: {scores:,} " in str(explain(q, k, v, SLOPES, backend="native"))
     # The keys that a block of 64 queries visits by the other backends' bounds, which do not use the log-sum-exp.
     start = torch.arange(0, 1500, TILE)
     rows = (1500 - start).clamp(max=TILE)
     asked = (torch.minimum(found.left[0] - 1, start) + rows) * rows
-    assert scores <= 1.02 * int(asked.sum())
+    assert of_inference <= 1.02 * int(asked.sum())
     assert scores < 0.5 * 4 * 1500 * 1501 / 2
 
 

@@ -245,9 +245,9 @@ def certified_keys(spec, found: Bounds, distance: torch.Tensor) -> torch.Tensor:
 
 
 def native_keys(spec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
-    """[B, H, T, S]: the keys that the CPU kernels visited for each query."""
+    """[B, H, T, S]: the keys that the CPU kernels visited for each query, without those that only gradients need."""
     with torch.no_grad():
-        return keys_of(native.visited(spec, query, key, value), spec)
+        return keys_of(native.visited(spec, query, key, value, for_backward=False), spec)
 
 
 def keys_of(visited: Visited, spec) -> torch.Tensor:

@@ -7,6 +7,7 @@ everywhere, is computed in fp32.
 """
 
 import ctypes
+import functools
 
 import torch
 from torch import Tensor
@@ -64,27 +65,35 @@ def too_small(spec: Spec) -> TooSmall | None:
 
 
 def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Visits:
-    """What a call reads. The kernels determine the reach while they run, so this computes the attention."""
+    """What a call reads if a backward pass follows; otherwise it reads no more.
+
+    The kernels determine the reach while they run, so this computes the attention.
+    """
     found = visited(spec, query, key, value)
     numbers = (*found.reach_and_scores(spec), *found.for_backward.reach_and_scores(spec))
     return Visits(*(torch.from_numpy(x) for x in numbers))
 
 
-def visited(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Visited:
-    """Which keys each block of queries visits; this computes the attention."""
+def visited(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, *, for_backward: bool = True) -> Visited:
+    """Which keys each block of queries visits, by default where a backward pass follows; this computes the attention."""
     spec = with_plain_offset(spec)
     q, k, v, *_ = without_bad_numbers(spec, query, key, key if value is None else value)
-    saved = _forward(spec, q, k, v, has_values=value is not None)[2]
+    saved = _forward(spec, q, k, v, has_values=value is not None, for_backward=for_backward)[2]
     return Visited.of(spec, first_positions(spec, q.device).numpy(), saved.visited.numpy())
 
 
-def _forward(spec: Spec, q: Tensor, k: Tensor, v: Tensor, *, has_values: bool = True) -> tuple[Tensor, Tensor, Saved]:
-    """(output, lse, tensors for backward); without values, the certificate assumes that all have the same norm."""
+def _forward(
+    spec: Spec, q: Tensor, k: Tensor, v: Tensor, *, has_values: bool = True, for_backward: bool = True
+) -> tuple[Tensor, Tensor, Saved]:
+    """(output, lse, tensors for backward); without values, the certificate assumes that all have the same norm.
+
+    With `for_backward` it also reads the keys that matter to gradients only, which changes no output.
+    """
     rows = {name: _wide(x) for name, x in (("query", q), ("key", k), ("value", v))}
     output = torch.empty_like(rows["query"], memory_format=torch.contiguous_format)
     saved, lse = _new_saved(q, spec.num_kv_heads), output.new_empty(q.shape[:3], dtype=torch.float64)
     arrays: Arrays = {"lse": lse, "rows": saved.rows, "visited": saved.visited}
-    _call("forward", spec, rows | {"output": output}, arrays, has_values=has_values)
+    _call("forward", spec, rows | {"output": output}, arrays, has_values=has_values, for_backward=for_backward)
     return _narrow(output, spec), lse, saved
 
 
@@ -118,12 +127,14 @@ def _backward(spec: Spec, saved: Saved, inputs: BackwardInputs) -> Gradients:
     return Gradients(dq, dk, dv, dslope, dkey_bias, dquery_bias, dtable)
 
 
-def _forward_between_cuts(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
+def _forward_between_cuts(
+    spec: Spec, q: Tensor, k: Tensor, v: Tensor, *, for_backward: bool = True
+) -> tuple[Tensor, Tensor, Saved]:
     """`_forward` with cuts as segments; whether or not heads become sequences, all results have the same shapes."""
     if spec.query_start is None:
-        return _forward(spec, q, k, v)
+        return _forward(spec, q, k, v, for_backward=for_backward)
     between, *rows = with_segments(spec, q, k, v)
-    output, lse, saved = _forward(between, *rows)
+    output, lse, saved = _forward(between, *rows, for_backward=for_backward)
     visited = saved.visited.reshape(spec.batch, _numbers_between_cuts(spec, between))
     most = numbers_of_visited(num_heads=spec.num_heads, num_kv_heads=spec.num_heads, query_len=spec.query_len)
     visited = functional.pad(visited, (0, most - visited.shape[1]))
@@ -194,7 +205,10 @@ def _empty_saved(arguments: Arguments) -> Saved:
     return _new_saved(arguments.query, arguments.key.shape[1] if shared else arguments.query.shape[1])
 
 
-run = operator(on_finite_numbers("native", _forward_between_cuts, _backward_between_cuts, _empty_saved), READS)
+_infer = functools.partial(_forward_between_cuts, for_backward=False)
+run = operator(
+    on_finite_numbers("native", _forward_between_cuts, _backward_between_cuts, _empty_saved, infer=_infer), READS
+)
 
 
 def _wide(x: Tensor) -> Tensor:
@@ -214,16 +228,24 @@ def _narrow(x: Tensor, spec: Spec) -> Tensor:
     return x if x.shape[-1] == spec.head_dim else x[..., : spec.head_dim].contiguous()
 
 
-def _call(function: str, spec: Spec, rows: dict[str, Tensor], arrays: Arrays, *, has_values: bool = True) -> None:
+def _call(
+    function: str,
+    spec: Spec,
+    rows: dict[str, Tensor],
+    arrays: Arrays,
+    *,
+    has_values: bool = True,
+    for_backward: bool = True,
+) -> None:
     """Fills a `build.Call` and runs it; the keys of `rows` and `arrays` are its fields."""
     if spec.batch == 0:
         return  # the kernels divide by the number of sequences
-    call, _alive = call_of(spec, rows, arrays, has_values=has_values)
+    call, _alive = call_of(spec, rows, arrays, has_values=has_values, for_backward=for_backward)
     getattr(build.library(), f"alibi_{function}_{dtype_name(_work(rows))}")(ctypes.byref(call))
 
 
 def call_of(
-    spec: Spec, rows: dict[str, Tensor], arrays: Arrays, *, has_values: bool = True
+    spec: Spec, rows: dict[str, Tensor], arrays: Arrays, *, has_values: bool = True, for_backward: bool = True
 ) -> tuple[build.Call, list[Tensor]]:
     """(the call, the tensors that must outlive it)."""
     work, heads = _work(rows), (spec.batch, spec.num_heads)
@@ -267,6 +289,7 @@ def call_of(
         dropout_runs=0 if spec.dropout_seed is None else len(spec.dropout_seed),
         dropout_threshold=threshold,
         dropout_factor=factor,
+        for_backward=for_backward,
         bf16=rows["query"].dtype == torch.bfloat16,
         distances=distances,
         table_first=table_first,

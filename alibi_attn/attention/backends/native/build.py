@@ -72,7 +72,7 @@ class Call(ctypes.Structure):
         *((name, ctypes.c_double) for name in ("scale", "tolerance")),
         *((name, ctypes.c_int64) for name in ("threads", "dropout_runs", "dropout_threshold")),
         ("dropout_factor", ctypes.c_double),
-        *((name, ctypes.c_int64) for name in ("distances", "table_first", "bf16")),
+        *((name, ctypes.c_int64) for name in ("distances", "table_first", "for_backward", "bf16")),
     ]
 
 

@@ -44,6 +44,7 @@ struct Call {
     int64_t threads, dropout_runs, dropout_threshold;  // R, and the bound below which a uint32 drops a weight
     double dropout_factor;                             // for the other weights
     int64_t distances, table_first;
+    int64_t for_backward;  // whether a backward pass follows: forward then measures what it must visit
     int64_t bf16;  // query, key, value, grad and output are bf16 in a Call<float>, with strides in bf16 numbers
 
     int64_t blocks() const { return (T + BLOCK - 1) / BLOCK; }

@@ -8,6 +8,9 @@
 //     exp(rate_i |k_j| - m |i - j|) <= exp(R |k_j| - m d_j) exp(-(R - rate_i) |k|_min - m (|i - j| - d_j)).
 // A few tiles with the longest keys may be left out of the sum; each is visited if it may matter. A bias of the key adds the same
 // number to the exponents of all queries; `tails.hpp` then bounds where the sum may start.
+//
+// A limit on what each query leaves out is enough for outputs, not for gradients: T queries might leave out the same key. So
+// backward leaves out a key only if its own term of the sum obeys the key rule too.
 
 #pragma once
 
@@ -20,7 +23,9 @@ struct Certificate {
     const Block<Real> &block;
     Real *memory;         // the norms of all key heads
     const double *tails;  // of all query heads, if keys have biases
-    Real *sums;           // [padded S / TAIL_GROUP + 1]: over the groups of keys beyond one, relative to exp(reference)
+    // [padded S / TAIL_GROUP + 1] each, over the groups of keys beyond one, relative to exp(reference): the sum of their weights,
+    // and what the key rule compares, see `Weights`.
+    Real *sums, *ruled;
     Norms<Real> norms = {};
     Real rate[BLOCK] = {}, fixed[BLOCK] = {};  // of each query; nats to be added to -lambda
     Real largest_rate = 0;
@@ -30,7 +35,7 @@ struct Certificate {
     double reference = 0, slope = 0;
     double span = 0;      // the largest distance of a key in the sums
     int64_t nearest = 0;  // position of the block's query that is nearest to the keys of this side, less `bias_origin`
-    int side = 1;         // 1: keys to the left; -1: to the right
+    int side = 0;         // 1: keys to the left; -1: to the right
     int64_t farthest = 0;       // distance visited so far
     double largest_lambda = 0;  // absolute value of the log-sum-exps so far
     double longer = 0;  // ln of how much longer than VALUE_RATIO the longest value is, compared with the nearest ones
@@ -38,7 +43,7 @@ struct Certificate {
     void begin() {
         const Call<Real> &call = block.call;
         // Extreme slopes alone need no certificate: their far keys weigh nothing, and few keys are near.
-        possible = call.tolerance > 0 && (block.key_bias || !block.origins_differ), farthest = 0;
+        possible = call.tolerance > 0 && (block.key_bias || !block.origins_differ), farthest = 0, side = 0;
         if (!possible) return;
         norms = norms_of(call, memory, block.b * call.K + block.k);
         const Real error = (call.D + SCORE_UNITS) * UNIT<Real>, scale = std::abs(block.scale_after);
@@ -63,6 +68,7 @@ struct Certificate {
 
     // Switches to the keys to the left (1) or to the right (-1).
     void turn(int towards) {
+        if (side == towards) return;
         side = towards, summed = false;
         slope = side > 0 ? block.slope : block.right_slope;
         nearest = (side > 0 ? block.position : block.position + block.rows - 1) - block.bias_origin;
@@ -92,9 +98,53 @@ struct Certificate {
 
     bool is_left_out(int tile) const { return tile < left_out[side > 0]; }
 
-    // The first key that must still be visited to the left of `key`, or the first that need not be visited to the right of it,
-    // after queries have visited what `m_i` and `l_i` hold; `limit` where nothing may be skipped. Keys beyond `limit` are hidden.
+    // The first key that outputs still need to the left of `key`, or the first that they do not need to the right of it, after
+    // queries have visited what `m_i` and `l_i` hold; `limit` where nothing may be skipped. Keys beyond `limit` are hidden.
     int64_t last_key(int64_t key, int64_t limit, const Real *m_i, const Real *l_i) {
+        return last_key(sums, share_of_sums(), key, limit, m_i, l_i);
+    }
+
+    // The same for gradients; with biases at the border of a tile, which is left out as a whole.
+    int64_t last_key_by_rule(int64_t key, int64_t limit, const Real *m_i, const Real *l_i) {
+        const int64_t last = last_key(ruled, 1 / share_of_side(), key, limit, m_i, l_i);
+        if (!block.key_bias) return last;
+        return side > 0 ? std::max(limit, last / BLOCK * BLOCK) : std::min(limit, (last + BLOCK - 1) / BLOCK * BLOCK);
+    }
+
+    // Whether outputs need keys [from, to) of an outlier tile, all on this side.
+    bool must_visit(int64_t from, int64_t to, const Real *m_i, const Real *l_i) {
+        return !(weigh_tile(from, to, m_i, l_i).sum <= Real(0.99 * 0.25 / OUTLIER_TILES));
+    }
+
+    // The same for gradients.
+    bool must_measure(int64_t from, int64_t to, const Real *m_i, const Real *l_i) {
+        return !(weigh_tile(from, to, m_i, l_i).ruled <= Real(0.99 / share_of_side()));
+    }
+
+   private:
+    // Of keys of one tile: the sum of their weights, and the largest weight times the `key_rule` of its key. A bias may make all
+    // keys of a tile light; then it is the sum of these products, as if the tile were one key.
+    struct Weights {
+        Real sum, ruled;
+    };
+
+    Weights together(const Weights &x, const Weights &y) const {
+        return {x.sum + y.sum, block.key_bias ? x.ruled + y.ruled : std::max(x.ruled, y.ruled)};
+    }
+
+    // Of keys [from, to), relative to the room.
+    Weights weigh_tile(int64_t from, int64_t to, const Real *m_i, const Real *l_i) {
+        const double room = may_skip() ? nats_of_room(m_i, l_i) : -INFINITY;
+        if (!std::isfinite(room)) return {INFINITY, INFINITY};
+        const double away = double(std::max(std::abs(nearest - from), std::abs(nearest - to)));
+        Weights all = {};
+        for (int64_t j = from / TAIL_GROUP * TAIL_GROUP; j < to; j += TAIL_GROUP)
+            all = together(all, weigh(j, room - rounding(room, away)));
+        return all;
+    }
+
+    // By one of the two arrays, which may be at most `share` of the room.
+    int64_t last_key(const Real *of, double share, int64_t key, int64_t limit, const Real *m_i, const Real *l_i) {
         if (!may_skip()) return limit;
         const double room = nats_of_room(m_i, l_i);
         if (!std::isfinite(room)) return limit;
@@ -102,32 +152,23 @@ struct Certificate {
         const int64_t groups = padded(block.call) / TAIL_GROUP;
         // The rounding of sums of this many terms; the part that vanished is subtracted below.
         const double certain = 1 - 4 * UNIT<Real> * double(groups + 64);
-        const double share = left_out[side > 0] ? 0.75 : 1.0;
         const double allowed = std::exp(room - reference - rounding(room, span)) * share * certain - 1e-25;
-        // `sums` fall from the queries outward: the first group from there that is small enough.
+        // They fall from the queries outward: the first group from there that is small enough.
         int64_t near = side > 0 ? (key + TAIL_GROUP - 1) / TAIL_GROUP : key / TAIL_GROUP;
         int64_t far = side > 0 ? limit / TAIL_GROUP : (limit + TAIL_GROUP - 1) / TAIL_GROUP;
-        if (sums[near] <= allowed) return key;
+        if (of[near] <= allowed) return key;
         while (std::abs(near - far) > 1) {
             const int64_t middle = (near + far) / 2;
-            (sums[middle] <= allowed ? far : near) = middle;
+            (of[middle] <= allowed ? far : near) = middle;
         }
-        if (!(sums[far] <= allowed)) return limit;
+        if (!(of[far] <= allowed)) return limit;
         return side > 0 ? std::max(limit, far * TAIL_GROUP) : std::min(limit, far * TAIL_GROUP);
     }
 
-    // Whether keys [from, to) of an outlier tile, all on this side, must be visited.
-    bool must_visit(int64_t from, int64_t to, const Real *m_i, const Real *l_i) {
-        if (!may_skip()) return true;
-        const double room = nats_of_room(m_i, l_i);
-        if (!std::isfinite(room)) return true;
-        const double away = double(std::max(std::abs(nearest - from), std::abs(nearest - to)));
-        Real sum = 0;
-        for (int64_t j = from / TAIL_GROUP * TAIL_GROUP; j < to; j += TAIL_GROUP) sum += weight(j, room - rounding(room, away));
-        return !(sum <= Real(0.99 * 0.25 / OUTLIER_TILES));
-    }
+    // Of the tolerance: for the keys of one side that the certificate leaves out; and of that, for those in the sums.
+    double share_of_side() const { return (block.call.causal ? 1.0 : 0.5) * (1 - MEASURED_SHARE); }
+    double share_of_sums() const { return left_out[side > 0] ? 0.75 : 1.0; }
 
-   private:
     // Without biases, no key is far for a slope of 0 or below.
     bool may_skip() const { return possible && (slope > 0 || block.key_bias); }
 
@@ -157,8 +198,7 @@ struct Certificate {
             if (!block.origins_differ) most = std::max(most, double(worst[i]));
             largest_lambda = std::max(largest_lambda, double(largest[i]));
         }
-        const double share = block.call.causal ? 1.0 : 0.5;
-        return std::log(share * (1 - MEASURED_SHARE) * block.call.tolerance) - most;
+        return std::log(share_of_side() * block.call.tolerance) - most;
     }
 
     // A lower bound close to ln x, for x >= 1: (e + f) ln 2 for x = 2^e (1 + f).
@@ -169,24 +209,25 @@ struct Certificate {
         return (__builtin_convertvector((raw >> bits) - (one >> bits), Reals<Real>) + part) * Real(0.693147);
     }
 
-    // Sum over the TAIL_GROUP keys from j on, relative to exp(reference).
-    Real weight(int64_t j, double from) const {
-        Real sum = 0;
+    // Of the TAIL_GROUP keys from j on, relative to exp(from).
+    Weights weigh(int64_t j, double from) const {
+        Reals<Real> sums = {}, ruled = {};
         Real biased[TAIL_GROUP];
         if (block.key_bias) weigh_biased(j, from, biased);
+        const Real nearest_by_rule = Real(KEY_RULE_TOKENS + std::abs(block.bias_origin));
         for (int v = 0; v < TAIL_GROUP; v += VL<Real>) {
-            if (block.key_bias) {
-                const Reals<Real> weights = exponential(load(biased + v));
-                for (int i = 0; i < VL<Real>; i++) sum += weights[i];
-                continue;
-            }
             const Reals<Real> distance = block.away(0, j + v - nearest) * Real(-side);
             Reals<Real> nats = load(norms.keys + j + v) * largest_rate - distance * Real(slope) - Real(from);
             nats = nats > CAP<Real> ? every(CAP<Real>) : nats;
-            const Reals<Real> weights = exponential(nats);
-            for (int i = 0; i < VL<Real>; i++) sum += weights[i];
+            const Reals<Real> weights = exponential(block.key_bias ? load(biased + v) : nats);
+            const Reals<Real> by_rule = weights * (distance + nearest_by_rule) * 2;
+            sums += weights;
+            if (block.key_bias) ruled += by_rule;
+            else ruled = by_rule > ruled ? by_rule : ruled;
         }
-        return sum;
+        Weights all = {};
+        for (int i = 0; i < VL<Real>; i++) all = together(all, {sums[i], ruled[i]});
+        return all;
     }
 
     // The exponents of those weights, computed in double: a bias and m times the distance may be large and cancel.
@@ -200,11 +241,11 @@ struct Certificate {
         }
     }
 
-    // The weight of a group in the sums; 0 if it is left out.
-    Real counted(int64_t group) const {
+    // The weights of a group in the sums; 0 if it is left out.
+    Weights counted(int64_t group) const {
         for (int p = 0; p < left_out[side > 0]; p++)
-            if (group * TAIL_GROUP / BLOCK == norms.tiles[p]) return 0;
-        return weight(group * TAIL_GROUP, reference);
+            if (group * TAIL_GROUP / BLOCK == norms.tiles[p]) return {};
+        return weigh(group * TAIL_GROUP, reference);
     }
 
     // The rounding error of an exponent, in nats.
@@ -221,12 +262,16 @@ struct Certificate {
         return 8 * double(UNIT<Real>) * (double(largest_rate) * norms.longest_without(0) + slope * distance + std::abs(room));
     }
 
-    // The distance from the block's nearest query at and beyond which all keys together weigh less than e^-10 of the room; NaN or
-    // more than the number of keys if there is none.
-    double distance_of_little(double room) const {
+    // The distance from the block's nearest query at and beyond which all keys together weigh less than e^-10 of the room, and
+    // each, if backward follows, less than e^-9 times its `key_rule`; NaN or more than `most_distant` if there is none.
+    double distance_of_little(double room, double most_distant) const {
+        const double origin = std::abs(double(block.bias_origin));
         if (!block.key_bias) {
+            // exp(-m d) (d + c) decreases from d = 1 / m - c on.
             const double longest = norms.longest_without(left_out[side > 0]);
-            return (largest_rate * longest - room - std::log(-std::expm1(-slope)) + 10) / slope;
+            const double little = (largest_rate * longest - room - std::log(-std::expm1(-slope)) + 10) / slope;
+            const double more = block.call.for_backward ? std::log(slope * key_rule(little + origin)) : 0.0;
+            return little + std::max(0.0, more) / slope;
         }
         const Tails of = tails_of(block.call, tails, block.b, block.h);
         if (!(largest_rate <= of.rate) || !std::isfinite(of.rate)) return INFINITY;
@@ -235,7 +280,8 @@ struct Certificate {
         const double away = slope * double(side * nearest);
         const double size = std::abs(room) + std::abs(block.key_bias_origin) + std::abs(away);
         // Less the rounding of the tails, which are as many sums of two as there are groups.
-        const double most = room - 10 + block.key_bias_origin + away - 4 * UNIT<double> * double(groups + 64) * size;
+        const double by_rule = block.call.for_backward ? std::log(key_rule(most_distant + origin)) : 0.0;
+        const double most = room - 10 - by_rule + block.key_bias_origin + away - 4 * UNIT<double> * double(groups + 64) * size;
         if (side > 0) {
             const int64_t little = std::upper_bound(of.left, of.left + groups + 1, most) - of.left - 1;
             return little <= 0 ? INFINITY : double(nearest - little * TAIL_GROUP + 1);
@@ -245,33 +291,42 @@ struct Certificate {
         return little > groups ? INFINITY : double(little * TAIL_GROUP - nearest);
     }
 
-    // Computes the sums over all groups from `key` to `limit`, starting at the farthest that can matter; those beyond it together
-    // weigh less than e^-10 of the room.
+    // Computes `sums` and `ruled` for all groups from `key` to `limit`, starting at the farthest that can matter.
     void add_up(double room, int64_t key, int64_t limit) {
-        const double enough = distance_of_little(room);
-        const bool is_far = enough < double(std::abs(nearest - limit));  // false for NaN too
+        const double most_distant = double(std::abs(nearest - limit)), enough = distance_of_little(room, most_distant);
+        const bool is_far = enough < most_distant;  // false for NaN too
         const int64_t farthest = is_far ? std::max<int64_t>(0, (int64_t)enough) : 0;
-        Real total = is_far ? Real(std::exp(-9.0)) : Real(0);
-        reference = room, summed = true, span = is_far ? double(farthest) : double(std::abs(nearest - limit));
+        const Real little = is_far ? Real(std::exp(-9.0)) : Real(0);
+        Weights total = {little, little}, of_tile = {};
+        int64_t tile = -1;
+        reference = room, summed = true, span = is_far ? double(farthest) : most_distant;
+        const auto keep = [&](int64_t group) { sums[group] = total.sum, ruled[group] = total.ruled; };
+        const auto add = [&](int64_t group) {
+            const Weights more = counted(group);
+            of_tile = together(tile == group * TAIL_GROUP / BLOCK ? of_tile : Weights{}, more);
+            tile = group * TAIL_GROUP / BLOCK;
+            total = {total.sum + more.sum, std::max(total.ruled, of_tile.ruled)};
+        };
         if (side > 0) {
             int64_t group = limit / TAIL_GROUP;
             const int64_t end = (key + TAIL_GROUP - 1) / TAIL_GROUP;
             const int64_t first = is_far ? std::max(group, std::min((nearest - farthest) / TAIL_GROUP, end)) : group;
-            std::fill(sums + group, sums + first, total);
-            for (group = first; group * TAIL_GROUP < key; group++) {
-                sums[group] = total;
-                total += counted(group);
+            for (; group < first; group++) keep(group);
+            for (; group * TAIL_GROUP < key; group++) {
+                keep(group);
+                add(group);
             }
-            sums[group] = total;
+            keep(group);
         } else {
             int64_t group = (limit + TAIL_GROUP - 1) / TAIL_GROUP;
             const int64_t enough_groups = std::max((nearest + farthest) / TAIL_GROUP + 1, key / TAIL_GROUP);
             const int64_t last = is_far ? std::min(group, enough_groups) : group;
-            std::fill(sums + last, sums + group + 1, total);
-            for (group = last; group > key / TAIL_GROUP; group--) {
-                total += counted(group - 1);
-                sums[group - 1] = total;
+            for (; group > last; group--) keep(group);
+            for (; group > key / TAIL_GROUP; group--) {
+                keep(group);
+                add(group - 1);
             }
+            keep(group);
         }
     }
 

@@ -34,7 +34,7 @@ struct Forward {
         block.scores_with(key, count, scores);
         certificate.visits(key, count);
         for (int v = 0; v < BLOCK; v += VL<Real>) store(top + v, largest_score(v, count));
-        if (measured.may_leave_out(count, block.rows, top, m_i, l_i) && !has_nan(count)) return;
+        if (measured.may_leave_out(scores, count, block.rows, top, m_i, l_i) && !has_nan(count)) return;
         if (dropping) dropout.draw(key, count);
         for (int v = 0; v < BLOCK; v += VL<Real>) {
             const Reals<Real> before = load(m_i + v), of_tile = load(top + v), most = of_tile > before ? of_tile : before;
@@ -97,53 +97,60 @@ struct Forward {
         return sums[0] + sums[1];
     }
 
-    // The band goes outward from here, in both directions.
-    int64_t band_start() const {
-        return std::max<int64_t>(block.range.low, std::min<int64_t>(block.range.high, block.position + block.rows));
+    // Moves outward to the left from key `near` down to `stop`, which next(near) may move after each visit(key, count).
+    template <typename Visit, typename Next>
+    static int64_t go_left(int64_t near, int64_t stop, const Visit &visit, const Next &next) {
+        while (near > stop) {
+            // Tiles begin at multiples of BLOCK, wherever the text ends, so that a query sums the same tiles if the text goes on.
+            const int64_t first = std::max(stop, (near - 1) / BLOCK * BLOCK);
+            visit(first, (int)(near - first));
+            near = first, stop = next(near);
+        }
+        return near;
+    }
+
+    template <typename Visit, typename Next>
+    static int64_t go_right(int64_t far, int64_t stop, const Visit &visit, const Next &next) {
+        while (far < stop) {
+            const int64_t end = std::min(stop, far + BLOCK);
+            visit(far, (int)(end - far));
+            far = end, stop = next(far);
+        }
+        return far;
     }
 
     void go_outward() {
         KeyRange &range = block.range;
-        const int64_t low = range.low, high = std::max<int64_t>(low, range.high), middle = band_start();
-        int64_t near = middle, far = middle;
+        const int64_t low = range.low, high = std::max<int64_t>(low, range.high);
+        const int64_t middle = std::max(low, std::min(high, block.position + block.rows));
+        const auto visit_into = [&](auto &tiles) {
+            return [&](int64_t key, int count) {
+                visit(key, count);
+                tiles.push_back({key, key + count, measured.share_of_tile()});
+            };
+        };
         certificate.turn(1);
         certificate.leave_out(middle - low);
-        for (int64_t stop = low; near > stop;) {
-            // Tiles begin at multiples of BLOCK, wherever the text ends, so that a query sums the same tiles if the text goes on.
-            const int64_t next = std::max(stop, (near - 1) / BLOCK * BLOCK);
-            visit(next, (int)(near - next));
-            measured.left.push_back(measured.share_of_tile());
-            near = next;
-            if (near == low) break;
+        range.first = (int32_t)go_left(middle, low, visit_into(measured.left), [&](int64_t near) {
+            if (near == low) return low;
             // The nearest keys are always visited.
             const int64_t last = std::min(certificate.last_key(near, low, m_i, l_i), block.position - KEPT + 1);
-            stop = std::min(near, std::max(low, last));
-        }
+            return std::min(near, std::max(low, last));
+        });
+        range.end = (int32_t)middle;
+        if (!block.looks_right) return;
         certificate.turn(-1);
         certificate.leave_out(high - middle);
-        for (int64_t stop = block.looks_right ? high : middle; far < stop;) {
-            const int64_t next = std::min(stop, far + BLOCK);
-            visit(far, (int)(next - far));
-            measured.right.push_back(measured.share_of_tile());
-            far = next;
-            if (far < high) stop = certificate.last_key(far, high, m_i, l_i);
-        }
-        range.first = (int32_t)near, range.end = (int32_t)far;
+        range.end = (int32_t)go_right(middle, high, visit_into(measured.right), [&](int64_t far) {
+            return far < high ? certificate.last_key(far, high, m_i, l_i) : high;
+        });
     }
 
     // Visits the tiles that were left out of the sums and may matter.
     void visit_outlier_tiles() {
-        int needed = 0;
-        for (int p = 0; certificate.possible && p < OUTLIER_TILES; p++) {
-            for_parts_of_tile(block, p, [&](int64_t from, int64_t to) {
-                certificate.turn(to <= block.range.first ? 1 : -1);
-                if (!certificate.is_left_out(p) || (certificate.side < 0 && !block.looks_right)) return;
-                if (certificate.must_visit(from, to, m_i, l_i)) needed |= 1 << p;
-            });
-        }
-        block.outlier_bits = needed;
+        block.outlier_bits = needed_tiles([&](int64_t from, int64_t to) { return certificate.must_visit(from, to, m_i, l_i); });
         for (int p = 0; p < OUTLIER_TILES; p++) {
-            if (!(needed >> p & 1)) continue;
+            if (!(block.outlier_bits >> p & 1)) continue;
             for_parts_of_tile(block, p, [&](int64_t low, int64_t high) {
                 for_keys(low, high, 0, [&](int64_t key, int count) {
                     visit(key, count);
@@ -153,12 +160,70 @@ struct Forward {
         }
     }
 
+    // Which of them are needed, as bits, given whether keys [from, to) are.
+    template <typename Needed>
+    int needed_tiles(const Needed &is_needed) {
+        int bits = 0;
+        for (int p = 0; certificate.possible && p < OUTLIER_TILES; p++) {
+            for_parts_of_tile(block, p, [&](int64_t from, int64_t to) {
+                certificate.turn(to <= block.range.first ? 1 : -1);
+                if (!certificate.is_left_out(p) || (certificate.side < 0 && !block.looks_right)) return;
+                if (is_needed(from, to)) bits |= 1 << p;
+            });
+        }
+        return bits;
+    }
+
+    // Reads on as far as gradients may need it, for the shares of further tiles only: outputs remain the same.
+    void look_farther() {
+        KeyRange &range = block.range;
+        const int64_t low = range.low, high = range.high;
+        const auto measure_into = [&](auto &tiles) {
+            return [&](int64_t key, int count) { tiles.push_back({key, key + count, bound_of_share(key, count)}); };
+        };
+        certificate.turn(1);
+        const int64_t first = range.first > low ? certificate.last_key_by_rule(range.first, low, m_i, l_i) : low;
+        const int64_t near = go_left(range.first, first, measure_into(measured.left), [&](int64_t) { return first; });
+        int64_t far = range.end;
+        if (block.looks_right && far < high) {
+            certificate.turn(-1);
+            const int64_t end = certificate.last_key_by_rule(far, high, m_i, l_i);
+            far = go_right(far, end, measure_into(measured.right), [&](int64_t) { return end; });
+        }
+        range.first = (int32_t)near, range.end = (int32_t)far;
+        const int visited = block.outlier_bits;
+        const int more = ~visited
+            & needed_tiles([&](int64_t from, int64_t to) { return certificate.must_measure(from, to, m_i, l_i); });
+        for (int p = 0; p < OUTLIER_TILES; p++) {
+            if (!(more >> p & 1)) continue;
+            for_parts_of_tile(block, p, [&](int64_t from, int64_t to) {
+                for_keys(from, to, 0, [&](int64_t key, int count) { measured.outliers[p] += bound_of_share(key, count); });
+            });
+        }
+        block.outlier_bits = visited | more;
+    }
+
+    // Of the largest share of keys [key, key + count).
+    Real bound_of_share(int64_t key, int count) {
+        for (int p = 0; p < OUTLIER_TILES; p++) {
+            const int64_t first = int64_t(block.outlier_tiles[p]) * BLOCK;
+            const bool is_known = block.outlier_bits >> p & 1 && first <= key && key + count <= first + BLOCK;
+            if (is_known) return measured.outliers[p];
+        }
+        block.scores_with(key, count, scores);
+        if (has_nan(count)) return INFINITY;
+        measured.add_bounds(scores, count, block.rows, m_i, l_i);
+        return measured.share_of_tile();
+    }
+
     void remember_visited() {
         const Visited<Real> visited = {block.call};
         const int64_t b = block.b, h = block.h, n = block.n;
-        visited.ranges(b, h)[n] = block.range, visited.outlier_bits(b, h)[n] = block.outlier_bits;
-        measured.remove(certificate.measured_share(), band_start(), block.range, block.outlier_bits,
-                        visited.kept_bands(b, h) + n, visited.kept_outlier_bits(b, h) + n);
+        KeptBand *band = visited.kept_bands(b, h) + n;
+        int32_t *kept_bits = visited.kept_outlier_bits(b, h) + n;
+        visited.ranges(b, h)[n] = block.range, *band = {block.range.first, block.range.end};
+        visited.outlier_bits(b, h)[n] = *kept_bits = block.outlier_bits;
+        if (block.call.for_backward) measured.remove(certificate.measured_share(), block, band, kept_bits);
     }
 
     void run(int64_t b, int64_t h, int64_t n) {
@@ -172,6 +237,7 @@ struct Forward {
         if (call.dropout_seed) dropout.begin(b, h, block.position);
         go_outward();
         visit_outlier_tiles();
+        if (call.for_backward) look_farther();
         remember_visited();
         for (int i = 0; i < block.rows; i++) {
             const bool blind = l_i[i] == 0;
@@ -211,9 +277,10 @@ void run(const Call<Real> &call) {
         }
         Real *memory = allocate<Real>((2 * BLOCK + 3 * D) * BLOCK + padded(call));
         Real *acc = memory + BLOCK * BLOCK, *queries = acc + BLOCK * D, *factors = queries + 2 * BLOCK * D;
+        Real *sums = factors + BLOCK * BLOCK;
         Pair *woven = reinterpret_cast<Pair *>(queries + BLOCK * D);
         Forward<Real> forward = {{call, queries, woven, best_keys}, memory, acc,
-                                 {forward.block, norms, tails.data(), factors + BLOCK * BLOCK}, {call, factors}};
+                                 {forward.block, norms, tails.data(), sums, sums + padded(call) / TAIL_GROUP + 1}, {call, factors}};
         member.for_each((int64_t)tasks.size(), [&](int64_t t) {
             for (int64_t n = tasks[t].block; n < tasks[t].last_block; n++) forward.run(tasks[t].b, tasks[t].h, n);
         });
