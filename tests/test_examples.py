@@ -187,3 +187,16 @@ def test_five_demonstrations(run, tmp_path):
     assert numbers(r"by ([\d.e+-]+) at most", printed)[0] < 1e-4
     assert "16,384; of its four linear layers: 16,384" in printed
     assert (tmp_path / "heads.png").read_bytes().startswith(b"\x89PNG")
+
+
+def test_slide(run):
+    printed = run("slide", "--patches", 300)
+    assert "for 300 patches" in printed
+    assert numbers(r"peak memory ([\d.]+)", printed)[0] > 0
+
+
+def test_speech_encoder(run):
+    printed = run("speech_encoder")
+    assert "output [2, 1510, 64]" in printed
+    assert all(numbers(r"(-?\d\.\de-\d\d)", printed))
+    assert numbers(r"changes it by (\S+)", printed)[0] < 1e-5

@@ -21,7 +21,7 @@ ORDERS = {
         ("operator",),
     ),
     "alibi_attn.attention.run": (
-        ("by_rows", "invariant", "merging", "near_keys", "splitting"),
+        ("by_rows", "invariant", "merging", "near_keys", "space", "splitting"),
         ("dispatch",),
         ("execution",),
     ),

@@ -55,6 +55,8 @@ class Arguments(NamedTuple):
     query_bias: Tensor | None
     query_start: Tensor | None
     table: Tensor | None
+    coordinates: Tensor | None
+    query_coordinates: Tensor | None
     dropout_seed: Tensor | None
     causal: bool
     window: int | None
@@ -82,6 +84,8 @@ class Arguments(NamedTuple):
             spec.query_bias,
             spec.query_start,
             spec.table,
+            spec.coordinates,
+            spec.query_coordinates,
             spec.dropout_seed,
             spec.causal,
             spec.window,

@@ -13,7 +13,7 @@ from alibi_attn.attention.call.reads import DROPOUT, MASKS, PARTS, SPACE
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.visibility import largest_distances, nothing
 from alibi_attn.attention.operators.derivatives import differentiable_once, once
-from alibi_attn.attention.run import by_rows, dispatch, merging
+from alibi_attn.attention.run import by_rows, dispatch, merging, space
 
 # The fields that `visits` reads, also those that do not change what is read.
 VISITS = MASKS | PARTS | SPACE | DROPOUT | {"key_bias", "sink_logits"}
@@ -51,9 +51,14 @@ def attend(
 def _computed(
     name: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, *, in_chunks: bool
 ) -> tuple[Tensor, Tensor | None]:
-    """(output, lse) by a backend that reads all fields of the call."""
+    """(output, lse) by a backend that reads all fields of the call; tokens in space come in an order that its tiles need."""
     run = dispatch.BACKENDS[name].run
-    if in_chunks and spec.coordinates is not None and by_rows.has_many_scores(spec):
+    if spec.coordinates is None:
+        return run(spec, query, key, value)
+    if name not in dispatch.WITHOUT_SKIPPING:
+        spec, query, key, value, places = space.sorted_in_space(spec, query, key, value)
+        return space.back_in_order(*run(spec, query, key, value), places)
+    if in_chunks and by_rows.has_many_scores(spec):
         return by_rows.run(spec, query, key, value, run)
     return run(spec, query, key, value)
 
@@ -91,6 +96,13 @@ def visits(
     spec = without_sinks(spec)
     name, off = dispatch.choose(backend, spec, query, key, given)
     if 0 in (spec.batch, spec.query_len, spec.key_len) or not off:
+        if (
+            spec.coordinates is not None
+            and name not in dispatch.WITHOUT_SKIPPING
+            and 0 not in (spec.query_len, spec.key_len)
+        ):
+            spec, query, key, given, _ = space.sorted_in_space(spec, query, key, given)
+            value = None if value is None else given
         return dispatch.visits(name, spec, query, key, value)
     if value is None:  # values of equal norms are what the certificate then assumes
         given = torch.ones((), dtype=key.dtype, device=key.device).expand_as(key)

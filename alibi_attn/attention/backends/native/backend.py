@@ -19,7 +19,7 @@ from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall, Visits
 from alibi_attn.attention.call.bias import columns_of
 from alibi_attn.attention.call.checks import dtype_name
 from alibi_attn.attention.call.cuts import with_segments
-from alibi_attn.attention.call.reads import DROPOUT, GATES, MASKS
+from alibi_attn.attention.call.reads import DROPOUT, GATES, MASKS, SPACE
 from alibi_attn.attention.call.spec import AttentionSpec, dropout_numbers
 from alibi_attn.attention.call.transforms import constant_when_compiled, in_memory, surely, transforms, why_not_compiled
 from alibi_attn.attention.call.visibility import first_positions, with_plain_offset
@@ -32,7 +32,7 @@ Spec = AttentionSpec[Tensor]
 Arrays = dict[str, Tensor | None]  # by the names of `build.Call`
 
 name = "native"
-READS = MASKS | GATES | DROPOUT | {"table"}
+READS = MASKS | SPACE | GATES | DROPOUT | {"table"}
 
 FEWEST_SCORES = 2**17  # of all heads together; with fewer, `dense` is faster (see docs/backends.md)
 WIDTH = 16  # numbers in the widest vector; head sizes are zero-padded to a multiple of it
@@ -47,6 +47,8 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
         return f"it runs on the CPU but query is on {query.device}"
     if spec.table is not None and transforms():
         return "it does not differentiate or map a table of distances in torch.func"
+    if spec.coordinates is not None and (spec.dropout_p > 0 or spec.key_bias is not None):
+        return "it computes positions in the plane or in space without dropout and key_bias"
     return why_not_compiled() or _is_built()
 
 
@@ -70,7 +72,9 @@ def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Visi
     The kernels determine the reach while they run, so this computes the attention.
     """
     found = visited(spec, query, key, value)
-    numbers = (*found.reach_and_scores(spec), *found.for_backward.reach_and_scores(spec))
+    numbers = list(found.reach_and_scores(spec))
+    if spec.coordinates is None:  # else backward decides anew
+        numbers += found.for_backward.reach_and_scores(spec)
     return Visits(*(torch.from_numpy(x) for x in numbers))
 
 
@@ -260,6 +264,7 @@ def call_of(
     if spec.table is not None:
         table_first, distances = _distances(spec)
         table = spec.table.detach().index_select(1, columns_of(spec, spec.table, table_first, distances))
+    points = _points(spec.coordinates)
     given = arrays | {
         "slopes": slopes,
         "right_slopes": right,
@@ -270,6 +275,8 @@ def call_of(
         "key_bias": None if spec.key_bias is None else spec.key_bias.detach().double(),
         "dropout_seed": spec.dropout_seed,
         "table": table,
+        "query_points": points if spec.query_coordinates is spec.coordinates else _points(spec.query_coordinates),
+        "key_points": points,
     }
     alive = {name: in_memory(x).contiguous() for name, x in given.items() if x is not None}
     threshold, factor = dropout_numbers(spec.dropout_p)
@@ -297,6 +304,13 @@ def call_of(
         **{name: x.data_ptr() for name, x in alive.items()},
     )
     return call, [*rows.values(), *alive.values()]
+
+
+def _points(coordinates: Tensor | None) -> Tensor | None:
+    """[B, N, 3] fp64: coordinates in the plane have a third one of 0."""
+    if coordinates is None:
+        return None
+    return functional.pad(coordinates.detach().double(), (0, 3 - coordinates.shape[-1]))
 
 
 def _distances(spec: Spec) -> tuple[int, int]:

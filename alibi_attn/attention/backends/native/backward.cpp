@@ -3,6 +3,7 @@
 // Gradients need no atomics. Tasks do not depend on the batch, or on the number of threads up to FEW_THREADS, and so neither do
 // the bits of gradients. The separate sums of tasks (see `BackwardTask`) are added at the end, in the order of the tasks.
 
+#include "certificate.hpp"
 #include "denormals.hpp"
 #include "diagonals.hpp"
 #include "dropout.hpp"
@@ -25,6 +26,7 @@ struct SlopeGradient {
     void begin() { std::fill_n(&sums[0][0][0], 2 * SUMS * BLOCK, 0.0); }
 
     void visit(const Block<Real> &block, int64_t key, int count, const Real *weights, const Real *moments) {
+        if (block.call.key_points) return visit_in_space(block, key, count, weights, moments);
         const int64_t ahead = block.position - key;  // from the tile's first key to query 0
         const bool some_left = ahead + block.rows > 0, some_right = ahead < count - 1 && block.looks_right;
         if (some_left) visit_side<0>(ahead, count, weights, moments, some_right);
@@ -43,6 +45,19 @@ struct SlopeGradient {
     }
 
    private:
+    OUTLINE void visit_in_space(const Block<Real> &block, int64_t key, int count, const Real *weights, const Real *moments) {
+        for (int v = 0; v < BLOCK; v += VL<Real>) {
+            Reals<Real> sum[SUMS] = {};
+            for (int j = 0; j < count; j++) {
+                const Reals<Real> p = load(weights + j * BLOCK + v), ds = load(moments + j * BLOCK + v);
+                const Reals<Real> away = block.distance_in_space(key + j, v);
+                sum[DS] += ds, sum[P] += p, sum[DS_AWAY] += ds * away, sum[P_AWAY] += p * away;
+            }
+            for (int i = 0; i < VL<Real>; i++)
+                for (int s = 0; s < SUMS; s++) sums[0][s][v + i] += double(sum[s][i]);
+        }
+    }
+
     // |i - j| = sign (ahead - beside) + sign (beside + i - j'), with j' from the tile's first key on.
     template <int side>
     void visit_side(int64_t ahead, int count, const Real *weights, const Real *moments, bool mixed) {
@@ -106,6 +121,9 @@ struct Backward {
     double *kept_biases;  // the same for biases, with the query heads of a group adjacent
     BiasGradient<Real> bias_grad;
     Dropout<Real> dropout;
+    const Boxes<Real> &boxes;
+    Certificate<Real> certificate;  // of a call in space
+    Real row_sum[BLOCK] = {};       // l_i
     double *table_grads = nullptr;  // of the current task and head
 
     // Where the gradients of the keys from `key` on, and of their values and biases, are summed.
@@ -218,12 +236,13 @@ struct Backward {
             }
         for (int i = 0; i < BLOCK; i++) {
             // A lane without a query has weights 0, whatever its scores are.
-            delta[i] = row_log_sum[i] = 0, row_max[i] = INFINITY;
+            delta[i] = row_log_sum[i] = 0, row_max[i] = INFINITY, row_sum[i] = 1;
             if (i >= block.rows) continue;
             delta[i] = grad_times_output(i);
             if (call.grad_lse) delta[i] -= call.grad_lse[block.row() + i];
             row_max[i] = call.row_max(block.b, h)[n * BLOCK + i];
             row_log_sum[i] = call.row_log_sum(block.b, h)[n * BLOCK + i];
+            row_sum[i] = std::exp(row_log_sum[i]);
         }
     }
 
@@ -255,6 +274,15 @@ struct Backward {
         std::fill(query_grad, query_grad + BLOCK * call.D, Real(0));
         if (slope_grads) slope_grad.begin();
         bias_grad.begin();
+        if (call.key_points) {
+            certificate.begin();
+            boxes.for_tiles(block, [&](const TileInSpace &tile) {
+                // By the final log-sum-exp, so all that forward left out is left out, and perhaps more.
+                if (!certificate.may_leave_out_tile(tile, row_max, row_sum))
+                    visit(task, tile.first, (int)(tile.end - tile.first), -1);
+            });
+            block.range.end = block.range.first;
+        }
         const auto visit_all = [&](int64_t low, int64_t high, int outlier) {
             // A task's own keys begin and end at borders, so that they are the same for any number of tasks.
             for_keys(low, high, call.first[task.b], [&](int64_t key, int count) { visit(task, key, count, outlier); });
@@ -340,6 +368,9 @@ template <typename Real>
 void run(const Call<Real> &call) {
     const BackwardPlan plan = backward_plan(call);
     const BestKeys<Real> best_keys(call);
+    const Boxes<Real> boxes(call);
+    const bool measures = call.key_points && call.tolerance > 0;
+    Real *norms = allocate<Real>(measures ? call.B * call.K * norms_size(call) : 0);
     const int64_t D = call.D, group = call.H / call.K, width = 512, parts = (call.S + width - 1) / width;
     std::vector<double> slope_grads(call.slope_grads ? plan.tasks.size() * group * 2 : 0, 0.0);
     std::vector<double> table_grads(call.table_grads ? plan.tasks.size() * group * call.distances : 0, 0.0);
@@ -349,13 +380,14 @@ void run(const Call<Real> &call) {
     in_parallel(call.threads, [&](Member &member) {
         const DenormalNumbers are_kept;
         const Tiles tiles(call.bf16);
+        if (measures) measure_all(call, norms, member);
         Real *memory = allocate<Real>((3 * BLOCK + 6 * D) * BLOCK);
         Real *panels = memory + 2 * BLOCK * BLOCK;
         const auto panel = [&](int64_t i) { return panels + i * D * BLOCK; };
         const auto woven = [&](int64_t i) { return reinterpret_cast<Pair *>(panel(i)); };
         const Block<Real> block = {call, panels, woven(3), best_keys};
         Backward<Real> backward = {block, memory, memory + BLOCK * BLOCK, panel(1), panel(2), woven(4), woven(5),
-                                   plan, kept, {}, {}, {}, {}, kept_biases, {}, {call, panel(6)}};
+                                   plan, kept, {}, {}, {}, {}, kept_biases, {}, {call, panel(6)}, boxes, {backward.block, norms, nullptr, nullptr, nullptr}};
         member.for_each((int64_t)plan.heaviest.size(), [&](int64_t i) {
             const int64_t t = plan.heaviest[i];
             backward.run(plan.tasks[t], call.slope_grads ? slope_grads.data() + t * group * 2 : nullptr,
@@ -367,6 +399,7 @@ void run(const Call<Real> &call) {
         });
         release(memory);
     });
+    release(norms);
     std::free(kept);
     std::free(kept_biases);
     if (call.slope_grads) add_slope_grads(call, plan, slope_grads);

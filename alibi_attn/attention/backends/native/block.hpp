@@ -9,6 +9,7 @@
 
 #include "allowed.hpp"
 #include "origins.hpp"
+#include "space.hpp"
 #include "tiles_bf16.hpp"
 
 #ifdef ALIBI_COUNT  // a build of the tests: how many scores were computed
@@ -47,6 +48,7 @@ struct Block {
     // to which its scores are relative. Lanes without a query are relative to infinity, so their weights are 0.
     bool origins_differ = false;
     double bias_of_row[BLOCK] = {}, nats_of_row[BLOCK] = {};
+    BlockPoints<Real> points = {};  // of a call in space
     KeyRange range = {};
     int outlier_bits = 0;
     const int32_t *outlier_tiles = nullptr;
@@ -67,6 +69,7 @@ struct Block {
         }
         outlier_tiles = visited.outlier_tiles(b, k);
         bias_origin = std::max<int64_t>(0, position - (range.high - 1)) + std::min<int64_t>(0, position + rows - 1 - range.low);
+        if (call.key_points) bias_origin = 0, points.begin(call.query_points + 3 * (b * call.T + n * BLOCK), rows);
         key_bias = call.key_bias ? call.key_bias + at * call.S : nullptr;
         key_bias_origin = 0, origins_differ = false;
         if (!best_keys.empty()) choose_origins();
@@ -269,6 +272,7 @@ struct Block {
 
     // scores = scale_after scores - m |i - j| + the bias of the key, or -inf where the query may not see the key.
     void add_bias(int64_t key, int count, Real *scores) const {
+        if (call.key_points) return add_distances(key, count, scores);
         const bool full = is_full(key, count);
         const double largest = std::numeric_limits<Real>::max();  // only for a key that no query of the block sees
         Real of_rows[BLOCK];
@@ -286,6 +290,25 @@ struct Block {
             } else {
                 add_bias_to_left(position - bias_origin - key - j, scores);
             }
+        }
+    }
+
+    // |p_i - p_j| of key j and VL queries.
+    Reals<Real> distance_in_space(int64_t key, int lane) const {
+        return points.distances(call.key_points + 3 * (b * call.S + key), lane);
+    }
+
+    OUTLINE void add_distances(int64_t key, int count, Real *scores) const {
+        const int32_t *segments = call.query_segments ? call.query_segments + b * call.T + n * BLOCK : nullptr;
+        for (int j = 0; j < count; j++, scores += BLOCK) {
+            if (call.key_mask && !call.key_mask[b * call.S + key + j]) {
+                std::fill_n(scores, +BLOCK, Real(-INFINITY));
+                continue;
+            }
+            for (int v = 0; v < BLOCK; v += VL<Real>)
+                store(scores + v, load(scores + v) * scale_after - distance_in_space(key + j, v) * slope);
+            for (int i = 0; segments && i < rows; i++)
+                if (segments[i] != call.key_segments[b * call.S + key + j]) scores[i] = -INFINITY;
         }
     }
 

@@ -37,6 +37,7 @@ struct Call {
     double *slope_grads;                           // [2, B, H], or null: for the slopes and the right slopes
     double *key_bias_grad, *query_bias_grad;       // [B, H, S], [B, H, T]: sums of ds over queries, over keys; or null
     int32_t *visited;                              // the keys that forward visited, see `Visited`
+    const double *query_points, *key_points;       // [B, T, 3], [B, S, 3] in space, or null; |p_i - p_j| replaces |i - j|
     const Real *table;                             // [H, distances]: by i - j from `table_first` on, or null; then slopes are 0
     double *table_grads;                           // [H, distances], or null
     int64_t window, causal, has_values;            // window 0 = none; without values all count as equally long

@@ -111,6 +111,25 @@ struct Certificate {
         return side > 0 ? std::max(limit, last / BLOCK * BLOCK) : std::min(limit, (last + BLOCK - 1) / BLOCK * BLOCK);
     }
 
+    // In space: whether a tile may be left out. By the key rule at the distance in the sequence, so that what a query leaves out
+    // adds up to the tolerance times ln(S) / TILE; `space.hpp`.
+    bool may_leave_out_tile(const TileInSpace &tile, const Real *m_i, const Real *l_i) {
+        if (!possible || !(block.slope > 0)) return false;
+        slope = 0;  // within the block, distances are not those along the sequence
+        const double room = nats_of_room(m_i, l_i);
+        if (!std::isfinite(room)) return false;
+        Real longest = -1;
+        for (int64_t j = tile.first; j < tile.end; j++) {
+            if (norms.keys[j] != norms.keys[j]) return false;
+            longest = std::max(longest, norms.keys[j]);
+        }
+        if (longest < 0) return true;  // all are hidden
+        const double nats = double(largest_rate) * longest, away = double(block.slope) * tile.apart;
+        const double errors = 8 * double(UNIT<Real>) * (nats + away + std::abs(room)) + double(block.slope) * tile.rounded;
+        const double rule = std::log(share_of_side() * key_rule(double(tile.tokens)));
+        return std::log(double(tile.end - tile.first)) + nats - away + errors <= room - std::max(0.0, rule);
+    }
+
     // Whether outputs need keys [from, to) of an outlier tile, all on this side.
     bool must_visit(int64_t from, int64_t to, const Real *m_i, const Real *l_i) {
         return !(weigh_tile(from, to, m_i, l_i).sum <= Real(0.99 * 0.25 / OUTLIER_TILES));
@@ -336,11 +355,15 @@ struct Certificate {
         const Real most = norms.longest_value();
         if (most == 0 || most <= Real(VALUE_RATIO) * norms.shortest_value()) return 0;
         Real kept = INFINITY;
+        // In space the first tile that is visited has the query's own key, if there is one.
+        const bool has_own = !call.key_points || call.key_points == call.query_points;
+        const int64_t nearby = call.key_points ? 1 : KEPT;
         for (int i = 0; i < block.rows; i++) {
             const int64_t own = block.position + i;
             Real nearest = norms.shortest_value();
-            const bool is_sure = own >= 0 && own < call.S && !call.key_segments && (!call.window || call.window >= KEPT);
-            for (int64_t j = std::max<int64_t>(0, own - KEPT + 1); is_sure && j <= own; j++)
+            const bool is_sure = has_own && own >= 0 && own < call.S && (nearby == 1 || !call.key_segments)
+                && (!call.window || call.window >= KEPT);
+            for (int64_t j = std::max<int64_t>(0, own - nearby + 1); is_sure && j <= own; j++)
                 if (!block.key_bias || block.key_bias[j] > -INFINITY) nearest = std::max(nearest, norms.values[j]);
             kept = std::min(kept, nearest);
         }

@@ -21,6 +21,8 @@ struct Forward {
     Real *scores, *acc;  // [BLOCK][BLOCK], [BLOCK][D]
     Certificate<Real> certificate;
     Dropout<Real> dropout;
+    const Boxes<Real> &boxes;
+    std::vector<TileInSpace> order = {};
     Measured<Real> measured = {};
     Real m_i[BLOCK] = {}, l_i[BLOCK] = {};  // the largest score so far, and the sum of exp(score - m_i)
 
@@ -216,6 +218,22 @@ struct Forward {
         return measured.share_of_tile();
     }
 
+    // In space: from the nearest box outward; of boxes that touch the block's, from the nearest in the sequence.
+    void visit_nearest_first() {
+        order.clear();
+        boxes.for_tiles(block, [&](const TileInSpace &tile) { order.push_back(tile); });
+        std::sort(order.begin(), order.end());
+        int64_t visited = 0;
+        for (const TileInSpace &tile : order) {
+            if (visited && certificate.may_leave_out_tile(tile, m_i, l_i)) continue;
+            visit(tile.first, (int)(tile.end - tile.first));
+            measured.share_of_tile();
+            visited += tile.end - tile.first;
+        }
+        block.range.first = block.range.low, block.range.end = block.range.high;
+        block.outlier_bits = (int)visited;  // `visited.py` counts the scores by it; backward tests each tile again
+    }
+
     void remember_visited() {
         const Visited<Real> visited = {block.call};
         const int64_t b = block.b, h = block.h, n = block.n;
@@ -223,7 +241,8 @@ struct Forward {
         int32_t *kept_bits = visited.kept_outlier_bits(b, h) + n;
         visited.ranges(b, h)[n] = block.range, *band = {block.range.first, block.range.end};
         visited.outlier_bits(b, h)[n] = *kept_bits = block.outlier_bits;
-        if (block.call.for_backward) measured.remove(certificate.measured_share(), block, band, kept_bits);
+        if (block.call.key_points) *kept_bits = 0;
+        else if (block.call.for_backward) measured.remove(certificate.measured_share(), block, band, kept_bits);
     }
 
     void run(int64_t b, int64_t h, int64_t n) {
@@ -235,8 +254,8 @@ struct Forward {
         certificate.begin();
         measured.begin(MEASURED_SHARE * certificate.measured_share());
         if (call.dropout_seed) dropout.begin(b, h, block.position);
-        go_outward();
-        visit_outlier_tiles();
+        if (call.key_points) visit_nearest_first();
+        else go_outward(), visit_outlier_tiles();
         if (call.for_backward) look_farther();
         remember_visited();
         for (int i = 0; i < block.rows; i++) {
@@ -258,7 +277,8 @@ void run(const Call<Real> &call) {
     allow(call);
     const std::vector<ForwardTask> tasks = forward_tasks(call);
     const BestKeys<Real> best_keys(call);
-    const int64_t D = call.D, heads = call.B * call.K, width = 512, parts = (padded(call) + width - 1) / width;
+    const Boxes<Real> boxes(call);
+    const int64_t D = call.D, heads = call.B * call.K;
     for (int64_t b = 0; b < call.B; b++) std::fill_n(Visited<Real>{call}.outlier_tiles(b, 0), call.K * OUTLIER_TILES, -1);
     Real *norms = allocate<Real>(call.tolerance > 0 ? heads * norms_size(call) : 0);
     std::vector<double> tails(call.tolerance > 0 && call.key_bias ? call.B * call.H * tails_size(call) : 0);
@@ -266,21 +286,16 @@ void run(const Call<Real> &call) {
         const DenormalNumbers are_kept;
         const Tiles tiles(call.bf16);
         if (call.tolerance > 0) {
-            member.for_each(heads * parts, [&](int64_t part) {
-                const int64_t from = part % parts * width;
-                measure(call, norms, part / parts, from, std::min(from + width, padded(call)));
-            });
-            member.for_each(heads, [&](int64_t head) {
-                summarize(call, norms, head);
-                if (call.key_bias) summarize_biased(call, norms, tails.data(), head);
-            });
+            measure_all(call, norms, member);
+            if (call.key_bias) member.for_each(heads, [&](int64_t head) { summarize_biased(call, norms, tails.data(), head); });
         }
         Real *memory = allocate<Real>((2 * BLOCK + 3 * D) * BLOCK + padded(call));
         Real *acc = memory + BLOCK * BLOCK, *queries = acc + BLOCK * D, *factors = queries + 2 * BLOCK * D;
         Real *sums = factors + BLOCK * BLOCK;
         Pair *woven = reinterpret_cast<Pair *>(queries + BLOCK * D);
         Forward<Real> forward = {{call, queries, woven, best_keys}, memory, acc,
-                                 {forward.block, norms, tails.data(), sums, sums + padded(call) / TAIL_GROUP + 1}, {call, factors}};
+                                 {forward.block, norms, tails.data(), sums, sums + padded(call) / TAIL_GROUP + 1}, {call, factors},
+                                 boxes};
         member.for_each((int64_t)tasks.size(), [&](int64_t t) {
             for (int64_t n = tasks[t].block; n < tasks[t].last_block; n++) forward.run(tasks[t].b, tasks[t].h, n);
         });

@@ -102,3 +102,14 @@ void summarize(const Call<Real> &call, Real *memory, int64_t head) {
     std::copy(rest, rest + 3, stats + OUTLIER_TILES + 1);
     std::copy(tiles, tiles + OUTLIER_TILES, Visited<Real>{call}.outlier_tiles(head / call.K, head % call.K));
 }
+
+// The norms, stats and outlier tiles of all key heads, by all members of a team.
+template <typename Real>
+void measure_all(const Call<Real> &call, Real *memory, Member &member) {
+    const int64_t heads = call.B * call.K, width = 512, parts = (padded(call) + width - 1) / width;
+    member.for_each(heads * parts, [&](int64_t part) {
+        const int64_t from = part % parts * width;
+        measure(call, memory, part / parts, from, std::min(from + width, padded(call)));
+    });
+    member.for_each(heads, [&](int64_t head) { summarize(call, memory, head); });
+}

@@ -49,7 +49,7 @@ struct BestKeys {
     std::vector<BestKey> of_tile, outward;
 
     explicit BestKeys(const Call<Real> &call) : tiles((call.S + BLOCK - 1) / BLOCK) {
-        if (!call.key_bias && !has_extreme_slopes(call)) return;
+        if (call.key_points || (!call.key_bias && !has_extreme_slopes(call))) return;
         const auto looks_right = [&](int64_t at) { return !call.causal && std::isfinite(call.right_slopes[at]); };
         of_tile.resize(2 * call.B * call.H * tiles);
         const auto find_in_tiles = [&](int64_t at) {

@@ -66,7 +66,14 @@ class Visited:
         return lows, np.maximum(lows, np.concatenate([far, np.minimum(stop, near), stop], -1))
 
     def reach_and_scores(self, spec: AttentionSpec[Any]) -> tuple[np.ndarray, np.ndarray]:
-        """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is visited, and the query-key pairs."""
+        """(reach, scores), each [B, H] int64: 1 + the largest |i − j| that is visited, and the query-key pairs.
+
+        In space the kernels write the number of visited keys in place of the outlier bits, and all indices may be far.
+        """
+        if spec.coordinates is not None:
+            rows = np.minimum(TILE, self.query_len - np.arange(self.keys.shape[2]) * TILE)
+            scores = (self.outlier_bits.astype(np.int64) * rows).sum(-1)
+            return np.full(scores.shape, max(spec.query_len, spec.key_len)), scores
         low, high = (x.astype(np.int64) for x in self.intervals)
         start = np.arange(self.keys.shape[2]) * TILE
         rows = np.minimum(TILE, self.query_len - start)
