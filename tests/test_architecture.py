@@ -18,6 +18,12 @@ import alibi_attn
 
 ROOT = Path(__file__).parent.parent
 MAX_LINES, MAX_COLUMNS = 400, 130
+# More lines than that are a question, which these answer.
+LONG_FILES = {
+    "alibi_attn/attention/backends/native/backward.cpp": "one loop makes the gradients of keys, values, slopes and biases",
+    "alibi_attn/attention/backends/native/block.hpp": "the scores of a block, with every kind of bias and mask",
+    "tests/attention/backends/test_native.py": "the results and sums of one backend, and machines without a compiler",
+}
 DRAWERS = {"utils", "util", "common", "helpers", "helper", "base", "core", "misc"}
 PLAIN = {*sys.stdlib_module_names, "numpy"}
 
@@ -164,10 +170,17 @@ def assert_files_are_short(root: Path) -> None:
         for path in sorted((root / folder).rglob("*.[pch]*")):
             if path.suffix not in (".py", ".cpp", ".hpp"):
                 continue
-            lines = path.read_text(encoding="utf-8").splitlines()
-            assert len(lines) <= MAX_LINES, f"{path.relative_to(root)} has {len(lines)} lines; {MAX_LINES} are allowed"
+            lines, name = path.read_text(encoding="utf-8").splitlines(), path.relative_to(root).as_posix()
+            if name in LONG_FILES:
+                assert len(lines) > MAX_LINES, (
+                    f"{name} has {len(lines)} lines; it needs no reason in LONG_FILES any more"
+                )
+            else:
+                assert len(lines) <= MAX_LINES, (
+                    f"{name} has {len(lines)} lines: split it, or give the reason in LONG_FILES"
+                )
             widest = max(map(len, lines), default=0) if path.suffix != ".py" else 0  # ruff checks Python files
-            assert widest <= MAX_COLUMNS, f"{path.relative_to(root)} has a line of {widest}; {MAX_COLUMNS} are allowed"
+            assert widest <= MAX_COLUMNS, f"{name} has a line of {widest}; {MAX_COLUMNS} are allowed"
 
 
 def assert_no_drawers(root: Path) -> None:

@@ -101,7 +101,8 @@ struct Laid {
         call.dropout_threshold = settings.dropout_threshold, call.dropout_factor = settings.dropout_factor;
         const uint32_t *numbers = numbers_of<const uint32_t>(in[NUMBERS]);
         std::memcpy(&call.scale, numbers, 8), std::memcpy(&call.tolerance, numbers + 2, 8);
-        call.window = numbers[4], call.causal = settings.causal, call.has_values = 1, call.for_backward = settings.for_backward, call.threads = settings.threads;
+        call.window = numbers[4], call.causal = settings.causal, call.has_values = 1;
+        call.for_backward = settings.for_backward, call.threads = settings.threads;
     }
 
     template <typename Number>
@@ -249,7 +250,8 @@ ffi::Error handle(ffi::ThreadPool pool, ffi::RemainingArgs args, ffi::RemainingR
 
 auto binding() {
     return ffi::Ffi::Bind().Ctx<ffi::ThreadPool>().RemainingArgs().RemainingRets().Attr<int64_t>("causal")
-        .Attr<int64_t>("for_backward").Attr<int64_t>("dropout_threshold").Attr<double>("dropout_factor").Attr<int64_t>("dropout_head")
+        .Attr<int64_t>("for_backward").Attr<int64_t>("dropout_threshold").Attr<double>("dropout_factor")
+        .Attr<int64_t>("dropout_head")
         .Attr<int64_t>("dropout_key");
 }
 

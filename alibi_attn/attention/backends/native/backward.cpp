@@ -387,7 +387,8 @@ void run(const Call<Real> &call) {
         const auto woven = [&](int64_t i) { return reinterpret_cast<Pair *>(panel(i)); };
         const Block<Real> block = {call, panels, woven(3), best_keys};
         Backward<Real> backward = {block, memory, memory + BLOCK * BLOCK, panel(1), panel(2), woven(4), woven(5),
-                                   plan, kept, {}, {}, {}, {}, kept_biases, {}, {call, panel(6)}, boxes, {backward.block, norms, nullptr, nullptr, nullptr}};
+                                   plan, kept, {}, {}, {}, {}, kept_biases, {}, {call, panel(6)}, boxes,
+                                   {backward.block, norms, nullptr, nullptr, nullptr}};
         member.for_each((int64_t)plan.heaviest.size(), [&](int64_t i) {
             const int64_t t = plan.heaviest[i];
             backward.run(plan.tasks[t], call.slope_grads ? slope_grads.data() + t * group * 2 : nullptr,

@@ -294,8 +294,8 @@ void run(const Call<Real> &call) {
         Real *sums = factors + BLOCK * BLOCK;
         Pair *woven = reinterpret_cast<Pair *>(queries + BLOCK * D);
         Forward<Real> forward = {{call, queries, woven, best_keys}, memory, acc,
-                                 {forward.block, norms, tails.data(), sums, sums + padded(call) / TAIL_GROUP + 1}, {call, factors},
-                                 boxes};
+                                 {forward.block, norms, tails.data(), sums, sums + padded(call) / TAIL_GROUP + 1},
+                                 {call, factors}, boxes};
         member.for_each((int64_t)tasks.size(), [&](int64_t t) {
             for (int64_t n = tasks[t].block; n < tasks[t].last_block; n++) forward.run(tasks[t].b, tasks[t].h, n);
         });

@@ -36,7 +36,8 @@ std::vector<ForwardTask> forward_tasks(const Call<Real> &call) {
     std::vector<ForwardTask> tasks;
     for (int64_t b = 0; b < call.B; b++) {
         for (int64_t h = 0; h < call.H; h++) {
-            const double slope = call.slopes[b * call.H + h], usual = slope > 0 && !call.key_points ? USUAL_NATS / slope : INFINITY;
+            const double slope = call.slopes[b * call.H + h];
+            const double usual = slope > 0 && !call.key_points ? USUAL_NATS / slope : INFINITY;
             const KeyRange *ranges = visited.ranges(b, h);
             for (int64_t block = 0; block < N; block += size) {
                 ForwardTask task = {b, h, block, std::min(block + size, N), 0.0};
