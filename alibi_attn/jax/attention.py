@@ -309,7 +309,7 @@ def _attend_forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[_Results, t
     """Every leaf is a `CustomVJPPrimal`, which shows whether its gradient is requested."""
     slopes, biases = (any(x.perturbed for x in jax.tree.leaves(part)) for part in (arrays[3:5], arrays[5:]))
     arrays, rest = jax.tree.map(lambda x: x.value, (arrays, rest))
-    output, lse, low, *saved = _forward(plan, arrays, rest)
+    output, lse, low, *saved = _forward(dataclasses.replace(plan, for_gradients=True), arrays, rest)
     return (output, lse, low), (native.Wanted(slopes, biases), _Kept(arrays, rest, output, *saved))
 
 

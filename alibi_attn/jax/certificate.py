@@ -5,14 +5,13 @@ far. The remaining tiles weigh at most exp(U − λ − m·r)/(1 − e^(−m)), 
 and r the distance to the nearest. When that is at most the tolerance, the loop ends.
 
 With a bias b_j for every key there is no geometric series: the weights of the remaining tiles are added up, one number per tile.
-That is valid for biases and slopes of any sign.
+That is valid for biases and slopes of any sign. Where a gradient is needed, the remaining keys obey `largest_share` too.
 
 In floating point: without x64 JAX has no fp64, so norms are computed from scaled rows (squares neither overflow nor vanish) and
 rounded up by more than their error; λ and U include the errors of their inputs. If numbers are not finite, nothing is skipped,
 because a comparison with NaN is False.
 
-The steps, in the order in which `loop.py` runs them: `key_norms` once per call, `certificate` once per block,
-`still_needed` after every tile.
+`loop.py` runs `key_norms` once per call, `certificate` once per block, and `still_needed` after every tile.
 """
 
 from typing import NamedTuple
@@ -23,6 +22,7 @@ import numpy as np
 from jax import lax
 
 from alibi_attn.attention.certificate.constants import (
+    KEY_RULE_TOKENS,
     LOOP_OUTLIER_SHARE,
     LOOP_OUTLIER_TILES,
     LSE_NATS,
@@ -80,6 +80,7 @@ class BiasedCertificate(NamedTuple):
     right: Array  # [n] the same for tiles to the right
     bias: Array  # [n] the largest b of each tile, −inf where the block may see no key
     size: Array  # [n] a bound on the biases and distances of a tile's keys, which are rounded
+    farthest: Array  # [n] the largest distance between a query and a key of each tile
     norms: BiasedTiles
 
 
@@ -131,6 +132,7 @@ def certificate(
         bias=bias,
         # A bias is relative to a reference that is at least as large as b − m·|i − j|.
         size=2 * jnp.maximum(jnp.abs(rule.left), jnp.abs(rule.right)) * farthest,
+        farthest=farthest,
         norms=tiles,
     )
 
@@ -143,8 +145,13 @@ def still_needed(
     return needed(plan, block, known, so_far, visited)  # type: ignore[arg-type]
 
 
+def largest_share(distance: Array, tolerance: Array) -> Array:
+    """The key rule (`attention/certificate/key_rule.py`): the share that a query may leave out at a key at this distance."""
+    return tolerance / (2.0 * (distance + KEY_RULE_TOKENS))
+
+
 def room(known: Certificate | BiasedCertificate, so_far: Softmax) -> Array:
-    """Scalar: the share of any query's softmax that backward may leave out, less if some values are long."""
+    """Scalar: the tolerance of the key rule for what backward leaves out, less if some values are long."""
     norms = known.norms
     kept = jnp.where(so_far.total == 0, jnp.inf, VALUE_RATIO * _norm(so_far.mixed) / so_far.total).min()
     longest = jnp.concatenate([norms.value_before, norms.value_after, norms.value_of_outlier]).max()
@@ -164,10 +171,14 @@ def _plain_needed(
 
     def excess(slope: Array, distance: Array, norm: Array, value_norm: Array, share: float) -> Array:
         """[t] nats by which the keys of at most this norm, at this distance and beyond, may weigh more than their share."""
-        numerator = known.rate * norm + error - lse - jnp.log(known.tolerance * share)
+        numerator = known.rate * norm + error - lse
         numerator += jnp.where(value_norm <= kept, 0.0, jnp.log(value_norm) - jnp.log(kept))
-        tail = -jnp.log(-jnp.expm1(-slope))
-        return jnp.where(distance >= 1, numerator + tail - slope * distance.astype(lse.dtype), jnp.inf)
+        tail, away = -jnp.log(-jnp.expm1(-slope)), distance.astype(lse.dtype)
+        nats = numerator + tail - slope * away - jnp.log(known.tolerance * share)
+        if plan.for_gradients:  # beyond this distance a key's share falls faster than its limit
+            away = jnp.maximum(away, 1.0 / slope - KEY_RULE_TOKENS)
+            nats = jnp.maximum(nats, numerator - slope * away - jnp.log(largest_share(away, known.tolerance)))
+        return jnp.where(distance >= 1, nats, jnp.inf)
 
     low, high = visited.first, visited.last
     kinds = [excess(rule.left, i - (low * tile - 1), norms.before[low], norms.value_before[low], share)]
@@ -225,21 +236,30 @@ def _biased_needed(
         least = (certain - longer + slope * farther).min() + jnp.log(known.tolerance * share)
         return least - 4 * eps * (jnp.abs(least) + jnp.abs(slope) * count)
 
+    def of_key(nats: Array, room: Array, share: float) -> Array:
+        """The nats by which each tile exceeds the key rule; −inf if no gradient is needed."""
+        rule = jnp.log(largest_share(known.farthest, jnp.full_like(room, 1.0 / share)))
+        return nats - room - rule if plan.for_gradients else jnp.full_like(nats, -jnp.inf)
+
     def is_needed(nats: Array, left_out: Array, room: Array) -> Array:
-        weights = jnp.where(left_out & (nats != -jnp.inf), jnp.exp(nats - room), 0.0)
-        return ~(weights.sum() <= 0.98)  # NaN certifies nothing
+        left_out &= nats != -jnp.inf
+        weights = jnp.where(left_out, jnp.exp(nats - room), 0.0)
+        return ~(weights.sum() <= 0.98) | (left_out & ~(of_key(nats, room, share) <= 0)).any()  # NaN certifies nothing
+
+    def excess(nats: Array, tile: Array, room: Array) -> Array:
+        return jnp.maximum(nats[tile] - room, of_key(nats, room, LOOP_OUTLIER_SHARE)[tile])
 
     low, high = visited.first, visited.last
     of_left, from_left = with_bias(known.left), (rule.left, lane)
     left = is_needed(of_left, (number < low) & ~is_outlier, room(*from_left, norms.value_before[low], share))
     right, excesses = left & False, []
     for tile, value_norm in zip(norms.outlier, norms.value_of_outlier, strict=True):
-        excesses.append(of_left[tile] - room(*from_left, value_norm, LOOP_OUTLIER_SHARE))
+        excesses.append(excess(of_left, tile, room(*from_left, value_norm, LOOP_OUTLIER_SHARE)))
     if not plan.causal:
         of_right, from_right = with_bias(known.right), (rule.right, lane[::-1])
         right = is_needed(of_right, (number > high) & ~is_outlier, room(*from_right, norms.value_after[high], share))
         for at, (tile, value_norm) in enumerate(zip(norms.outlier, norms.value_of_outlier, strict=True)):
-            to_right = of_right[tile] - room(*from_right, value_norm, LOOP_OUTLIER_SHARE)
+            to_right = excess(of_right, tile, room(*from_right, value_norm, LOOP_OUTLIER_SHARE))
             excesses[at] = jnp.where(of_right[tile] < jnp.inf, to_right, excesses[at])
     return left, right, [~(excess <= 0) for excess in excesses]
 

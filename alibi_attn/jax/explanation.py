@@ -1,5 +1,6 @@
 """`explain` for JAX arrays: which backend runs a call and why, how far each head attends, and the certified bound."""
 
+import dataclasses
 from typing import Unpack
 
 import jax
@@ -65,7 +66,10 @@ def explain(
 
 
 def _visited(part: merging.Part, backend: Backend) -> tuple[NDArray[np.int64], ...] | None:
-    """(reach, scores) [B, H] of a call, added up over its parts, or (…, …, both for backward) without parts; None = all keys."""
+    """(reach, scores) [B, H] of a call, added up over its parts, or (…, …, both for backward) without parts; None = all keys.
+
+    The loop reads fewer keys if no gradient is needed: forward's numbers are for such a call.
+    """
     spec = part.spec
     if attention.splits(spec, backend):
         return _of_parts(spec, merging.parts(part.as_a_whole()), backend)
@@ -81,8 +85,10 @@ def _visited(part: merging.Part, backend: Backend) -> tuple[NDArray[np.int64], .
         return *keys.reach_and_scores(spec), *keys.for_backward.reach_and_scores(spec)
     assert isinstance(of_xla, xla.Saved)
     assert of_xla.visited is not None
-    assert of_xla.needed is not None
-    return *_of_loop(spec, plan, first, of_xla.visited), *_of_loop(spec, plan, first, of_xla.needed)
+    trained = attention._forward(dataclasses.replace(plan, for_gradients=True), arrays, rest)[3]
+    assert isinstance(trained, xla.Saved)
+    assert trained.needed is not None
+    return *_of_loop(spec, plan, first, of_xla.visited), *_of_loop(spec, plan, first, trained.needed)
 
 
 def _of_parts(spec: Spec, parts: list[merging.Part], backend: Backend) -> tuple[NDArray[np.int64], NDArray[np.int64]]:

@@ -14,7 +14,15 @@ from jax import lax
 from alibi_attn.attention.call.reads import DROPOUT, MASKS
 from alibi_attn.attention.certificate.constants import LOOP_OUTLIER_TILES
 from alibi_attn.jax import tiles
-from alibi_attn.jax.certificate import BiasedCertificate, Certificate, certificate, key_norms, room, still_needed
+from alibi_attn.jax.certificate import (
+    BiasedCertificate,
+    Certificate,
+    certificate,
+    key_norms,
+    largest_share,
+    room,
+    still_needed,
+)
 from alibi_attn.jax.plan import (
     Array,
     Block,
@@ -88,7 +96,7 @@ def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array | None, Vis
         done = lax.while_loop(lambda step: step.tile >= 0, body, first)
         last = jnp.where(any_tile, done.visited.last, done.visited.first - 1)
         visited = done.visited._replace(last=last)
-        needed = _needed(plan, visited, nearest, done.shares, room(known, done.softmax))
+        needed = _needed(plan, block, visited, nearest, done.shares, room(known, done.softmax))
         return *tiles.finish(done.softmax, block.queries), visited, needed
 
     *results, visited, needed = lax.map(one, block_numbers(plan, inputs))
@@ -184,20 +192,21 @@ def _next(
     return tile, Visited(first, last, tuple(after))
 
 
-def _needed(plan: Plan, visited: Visited, nearest: Array, shares: Array, allowed: Array) -> Visited:
-    """The tiles that backward visits: the others have together at most the share `allowed` of any query's softmax."""
+def _needed(plan: Plan, block: Block, visited: Visited, nearest: Array, shares: Array, tolerance: Array) -> Visited:
+    """The tiles that backward visits: without those at both ends, and outliers, whose shares obey the key rule."""
     number = jnp.arange(len(shares), dtype=jnp.int32)
+    begin, first = number * plan.key_tile, block.queries.position
+    # The largest distance of a query and a key counts.
+    farthest = jnp.maximum(first + plan.query_block - 1 - begin, begin + plan.key_tile - 1 - first)
+    # NaN weighs more than any tolerance, and 0 leaves out nothing.
+    light = (shares <= largest_share(farthest.astype(shares.dtype), tolerance)) & (tolerance > 0)
     to_left = (number >= visited.first) & (number < nearest)
     to_right = (number > nearest) & (number <= visited.last)
-    from_left = jnp.cumsum(jnp.where(to_left, shares, 0.0))
-    from_right = jnp.cumsum(jnp.where(to_right, shares, 0.0)[::-1])[::-1]
-    of_side, of_outlier = (0.75 if plan.causal else 0.375) * allowed, 0.25 / LOOP_OUTLIER_TILES * allowed
-    # NaN weighs more than any tolerance, and 0 leaves out nothing.
     left, right = (
-        (side & (sums <= of_side) & (allowed > 0)).sum(dtype=jnp.int32)
-        for side, sums in ((to_left, from_left), (to_right, from_right))
+        (side & jnp.cumprod(of_side).astype(bool)[::step]).sum(dtype=jnp.int32)
+        for side, step, of_side in ((to_left, 1, light | ~to_left), (to_right, -1, (light | ~to_right)[::-1]))
     )
-    outliers = (jnp.where((shares[x] <= of_outlier) & (allowed > 0), -1, x) for x in visited.outliers)
+    outliers = (jnp.where(light[x], -1, x) for x in visited.outliers)
     return Visited(visited.first + left, visited.last - right, tuple(outliers))
 
 

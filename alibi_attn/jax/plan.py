@@ -60,6 +60,7 @@ class Plan:
     fused: Numbers | None = None  # the Triton kernels, on a GPU
     for_backward: bool = True  # a backward pass may follow: the native kernels measure what it must visit
     lse_in_two: bool = False  # lse is a `Pair`, because it is as large as key biases and will be merged
+    for_gradients: bool = False  # what the loop skips obeys the key rule too, so that every key keeps its gradient
 
 
 class KeyBias(NamedTuple):

@@ -24,10 +24,10 @@ def growing_queries(share: float, *, block: int = 64, norm: float = 1.0) -> list
     return [query, key, value]
 
 
-def gates() -> Tensor:
+def gates(tile: int = 64) -> Tensor:
     """[1, 1, S]: gates in place of the slope. Of the first tile only key 0 is visible, because certificates sum over tiles."""
     bias = SLOPE * torch.arange(LENGTH, dtype=torch.float64)
-    bias[1:64] = -math.inf
+    bias[1:tile] = -math.inf
     return bias[None, None]
 
 
