@@ -144,8 +144,9 @@ def alibi_attention(
             rounded to 10⁻⁷, next to fp64 queries too.
         dropout_p: share of the attention weights to drop, in [0, 1). Which ones depends on a seed from torch's generator, and on
             sequence, head and positions, so every backend drops the same weights.
-        tolerance: the largest share of a query's softmax mass that may be skipped, in [0, 1). Default: eps / 32 of the dtype, far
-            below its rounding. 0 skips masked keys only.
+        tolerance: the largest share of a query's softmax mass that may be skipped, in [0, 1). Default: eps / 32 of the dtype,
+            far below its rounding. 0 skips masked keys only. Gradients leave out a key at distance d only if its share of the
+            query is at most tolerance / (2·(d + 64)), so no key loses more than tolerance·(1 + ln(T / 64)) of one query's weight.
         return_lse: also return the natural log-sum-exp of the scores, [B, H, T] fp32 (fp64 if query or key_bias is fp64), −inf
             for a query that sees no key. With it, results over disjoint sets of keys merge exactly (apply a sink once, after
             merging).

@@ -92,7 +92,8 @@ def alibi_attention(
         dropout_key: from `jax.random.key`, required if dropout_p > 0. The dropped weights depend on the key, sequence, head and
             positions only: they are the same in every backend and chunk of queries, and in PyTorch.
         tolerance: the largest share of a query's softmax mass that may be skipped, in [0, 1). Default: eps / 32 of the dtype,
-            far below its rounding. 0 skips masked keys only.
+            far below its rounding. 0 skips masked keys only. Gradients leave out a key at distance d only if its share of the
+            query is at most tolerance / (2·(d + 64)), so no key loses more than tolerance·(1 + ln(T / 64)) of one query's weight.
         return_lse: also return the natural log-sum-exp of the scores, [B, H, T] fp32 (fp64 if query or key_bias is fp64), −inf
             for a query that sees no key.
         sinks: how many of the first keys of each sequence the window does not hide.
