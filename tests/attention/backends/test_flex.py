@@ -102,7 +102,7 @@ def test_refusals_name_their_reason() -> None:
     half, doubles = described(case, torch.float64)
     assert "float64" in flex.why_not(half, *doubles)
     assert "no lse on the CPU" in flex.why_not(described(case, return_lse=True)[0], *tensors)
-    assert "dropout_p is 0.5" in flex.why_not(described(case, dropout_p=0.5)[0], *tensors)
+    assert "dropout_p" not in flex.READS
     tensors[1].requires_grad_()
     assert "no backward on the CPU" in flex.why_not(spec, *tensors)
     with torch.no_grad():
