@@ -86,6 +86,7 @@ def test_the_traffic_is_that_of_the_planned_halo(ranks, name):
     drawn = case.drawn()
     options = {n: drawn[n] for n in ("key_mask", "segment_ids", "key_bias") if n in drawn} | case.options
     options.pop("dropout_p", None)  # has no effect on the halo
+    drawn["query"].requires_grad_()  # the halo of training is wider
     halo = planned(case, drawn, **options)
     traffic = [Traffic(**results["traffic"][name]) for results in ranks if name in results["traffic"]]
     assert [t.rows_received for t in traffic] == halo.rows.sum((1, 2)).tolist()
@@ -99,7 +100,8 @@ def test_the_traffic_is_that_of_the_planned_halo(ranks, name):
 def test_most_rows_stay_where_they_are(ranks):
     traffic = [Traffic(**results["traffic"]["outlier keys on rank 0"]) for results in ranks]
     case = CASES["outlier keys on rank 0"]
-    assert 0 < sum(t.rows_received for t in traffic) < sum(np.cumsum(case.lengths[:-1])) * case.kv_heads / 2
+    # Of training, whose halo also obeys the key rule; shards of 90 to 160 rows are short.
+    assert 0 < sum(t.rows_received for t in traffic) < 0.6 * sum(np.cumsum(case.lengths[:-1])) * case.kv_heads
     assert 0 < ranks[2]["traffic"]["score bound"]["rows_received"] < 150 * 2
 
 
