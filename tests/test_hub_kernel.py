@@ -115,7 +115,7 @@ def test_a_changed_module_gets_another_namespace(hub_kernel: ModuleType) -> None
         'from alibi_attn.slopes import a\n\n    from alibi_attn.attention.call.spec import b\nname = "alibi_attn::x"\n'
     )
     first, second = operators(source), operators(source + "\n")
-    assert first.startswith(b"from ..slopes import a\n\n    from ..attention.spec import b\n")
+    assert first.startswith(b"from ..slopes import a\n\n    from ..attention.call.spec import b\n")
     assert b"alibi_attn::" not in first.replace(b"_alibi_attn_cpu_", b"")
     assert first.splitlines()[-1] != second.splitlines()[-2]
 

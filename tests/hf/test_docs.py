@@ -15,7 +15,7 @@ def test_an_example_runs_and_prints_what_it_says(example, capsys):
     printed = capsys.readouterr().out
     for promised in re.findall(r"^print\(.*\)\s+# ([(\[t].+)$", example, re.MULTILINE):
         assert promised in printed
-    assert len(EXAMPLES) == 5
+    assert len(EXAMPLES) == 4
 
 
 def test_the_examples_of_the_encoders_run_one_after_another():

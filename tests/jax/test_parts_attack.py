@@ -28,7 +28,7 @@ def test_the_attack_notices_a_careless_certificate_and_wrong_numbers() -> None:
     attack = drawn(52)
     call = Call(attack)
     with pytest.raises(AssertionError, match="is dropped, more than"):
-        assert_mass(call, attack, "native", careless=30.0)
+        assert_mass(call, attack, "native", careless=1000.0)  # the key rule drops far less than a limit per query
     call.v = call.v + 1e-4 * np.abs(call.v).max()
     with pytest.raises(AssertionError, match="output is off by"):
         assert_results(call, attack, "native")

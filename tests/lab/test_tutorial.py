@@ -26,7 +26,8 @@ def test_your_own_method_in_ten_minutes(tmp_path: Path, monkeypatch: pytest.Monk
     assert trained.exit_code == 0, trained.output
     page = Path("runs/mine/report.html").read_text("utf-8")
     assert "square root" in page
-    assert "stroke: #7b1fa2" in page
+    assert "--own-7b1fa2: #7b1fa2" in page
+    assert "var(--own-7b1fa2)" in page
     names = {record.config["model"]["method"] for record in records.find(Path("runs/mine/records"))}
     assert names == {"alibi", "rotary", "mine.py:SquareRoot"}
     tested = CliRunner().invoke(app, [*evaluate, "--lengths", "16,32", "--tokens", "64"])

@@ -30,7 +30,7 @@ def test_every_system_is_trained_tested_and_drawn(tmp_path):
         look = imported_method(method).look
         assert look is not None
         assert look.label in page
-        assert f"stroke: {look.light}" in page
+        assert f"var(--own-{look.light[1:]})" in page
 
 
 def test_every_system_is_one_file_that_imports_no_other_part_of_the_lab():

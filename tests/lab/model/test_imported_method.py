@@ -130,9 +130,14 @@ def test_a_checkpoint_imports_nothing_that_the_caller_does_not_name(folder: Path
     evil = tmp_path / "evil.py"
     evil.write_text(f"open({str(tmp_path / 'ran')!r}, 'w')\n{MINE}")
     copy = copied(next(checkpoint.iterdir()), tmp_path / "copy", method=f"{evil}:MyBias")
-    for command in (["generate"], ["heads"], ["eval", "--text", str(folder / "a.txt")], ["export"]):
-        extra = ["--prompt", "a"] if command == ["generate"] else [str(tmp_path / "x")] if command == ["export"] else []
-        result = RUNNER.invoke(app, [command[0], str(copy), *command[1:], *extra])
+    model, text = str(copy), str(folder / "a.txt")
+    for command in (
+        ["generate", model, "--prompt", "a"],
+        ["heads", "summary", model],
+        ["eval", model, "--text", text],
+        ["export", model, str(tmp_path / "x")],
+    ):
+        result = RUNNER.invoke(app, command)
         assert "never imported" in str(result.exception), result.output
     assert not (tmp_path / "ran").exists()
 
@@ -222,11 +227,12 @@ def test_a_memory_in_training_equals_its_mask_and_has_no_gradient(folder: Path) 
 def test_the_report_draws_label_and_color_of_the_class(folder: Path) -> None:
     page = report_html(list(records.find(folder / "own" / "records", folder / "built-in" / "records")))
     assert "my own bias" in page
-    assert "stroke: #123456" in page
+    assert "--own-123456: #123456" in page
+    assert "var(--own-123456)" in page
     (record,) = records.find(folder / "own" / "records", kind="evaluation")
     for wrong in ({"light": "url(evil)"}, {"marker": "</svg>"}, {"light": 3}):
         config = {**record.config, "method": {**record.config["method"], **wrong}}
-        assert "stroke: url(evil)" not in report_html([dataclasses.replace(record, config=config)])
+        assert ": url(evil)" not in report_html([dataclasses.replace(record, config=config)])
 
 
 @pytest.mark.parametrize(

@@ -85,11 +85,11 @@ def arguments_of(command: str, model: Path, folder: Path) -> list[str]:
     options = {
         "embed": [str(text), "--out", str(folder / "v.npy")],
         "eval-text": [str(text)],
-        "heads": ["--text", str(text), "--length", "32"],
+        "heads": [str(text), "--length", "32"],
         "generate": ["--prompt", "to be", "--max-new-tokens", "4"],
         "export": [str(folder / "exported")],
     }
-    return [command, str(model), *options[command]]
+    return [*(["heads", "summary"] if command == "heads" else [command]), str(model), *options[command]]
 
 
 def ended(arguments: list[str]) -> tuple[int, str, str]:

@@ -6,8 +6,9 @@ import torch
 
 
 def seen_and_bias(q, k, slopes, *, causal=True, window=None, sinks=0, prefix_len=None, positions=None, query_positions=None,
-                  query_offset=None, key_mask=None, segment_ids=None, key_bias=None, right_slopes=None):  # fmt: skip
+                  query_offset=None, key_mask=None, segment_ids=None, key_bias=None, right_slopes=None, registers=0):  # fmt: skip
     """([B, H, T, S] bool, [B, H, T, S] fp64): what each query sees, and what is added to its scores."""
+    assert registers == 0
     (batch, heads, t, _), s = q.shape, k.shape[2]
     first = s - t if query_offset is None else query_offset
     index, j = torch.arange(t)[:, None] + first, torch.arange(s)
