@@ -229,7 +229,7 @@ def test_the_file_is_written_whole_or_not_at_all(made_up, tmp_path: Path, monkey
     assert os.listdir(path.parent) == ["report.html"]
 
 
-def test_a_method_from_a_file_has_its_own_color_in_light_and_dark_in_pictures_and_cards(made_up, contrast) -> None:
+def test_a_method_from_a_file_has_its_own_color_in_light_and_dark(made_up, contrast) -> None:
     look = {"label": "mine", "light": "#1d6b4c", "dark": "#7fe0b0", "marker": "o"}
     own = [
         dataclasses.replace(
