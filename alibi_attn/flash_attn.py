@@ -309,14 +309,13 @@ def call_of(
         )
     left, right = _window_sizes(window_size)
     causal = bool(causal) or right == 1
-    window = left
     spec = make_spec(
         query,
         key,
         value,
         [0.0] * query.shape[1] if alibi_slopes is None else alibi_slopes,
         causal=causal,
-        window=window,
+        window=left,
         scale=scale,
         dropout_p=dropout_p,
         key_mask=key_mask,

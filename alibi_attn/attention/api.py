@@ -134,7 +134,7 @@ def alibi_attention(
             with causal=False, may be anywhere (without a window then). They exclude query_offset.
             Or coordinates in the plane or in space, [B, S, 2] or [B, S, 3] and [B, T, 2 or 3], in any order, with causal=False:
             the bias is −m·‖p_i − p_j‖.
-        registers: the first n tokens, such as a class token, have distance 0 to and from every token (causal=False only).
+        registers: the first n tokens, such as a class token, get no bias, as queries or as keys (causal=False only).
         key_mask: [B, S] bool, True = visible.
         segment_ids: [B, S] integers; attention stays within a segment. Or a pair ([B, T], [B, S]) for queries and keys.
         key_bias: b, fp32 or fp64, [B, H, S] or broadcastable to it, added to the score of each key; −inf hides the key.

@@ -45,7 +45,7 @@ class AttentionSpec(Generic[Array]):
         by_position: the positions, not the indices, decide which keys are to the right of a query.
         coordinates, query_coordinates: [B, S, C] and [B, T, C], C = 2 or 3, fp32 or fp64, both or neither, not causal: the bias
             is −m·‖p_i − p_j‖. In self-attention both are the same array.
-        registers: the first tokens, whose distance to and from every token is 0.
+        registers: the number of first tokens without a bias, as queries and as keys.
         right_window: the window of the keys to the right, if it differs from `window`, that of the keys to the left.
         key_mask: [B, S] bool, True = visible.
         query_segments, key_segments: [B, T] and [B, S] integers, both or neither: a query sees its own segment only.

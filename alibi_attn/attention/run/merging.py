@@ -235,16 +235,11 @@ def _two_sides(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> list[Pa
         # Neither keys after the longest prefix nor their queries are needed.
         stop = min(max(int(spec.prefix_len.max()), 0), spec.key_len)
         count = min(max(stop - after, 0), spec.query_len)
-        query, spec = query[:, :, :count], _first_queries(spec, count)
+        query, spec = query[:, :, :count], queries_of(spec, 0, count)
     if spec.window == 1 or surely(stop == 0) or surely(after >= stop):
         return [left]
     part, key, value = _keys(spec, key, value, after if surely(after > 0) else 0, stop)
     return [left, _reversed(part, query, key, value)]
-
-
-def _first_queries(spec: Spec, count: int) -> Spec:
-    """The call of the first queries only."""
-    return queries_of(spec, 0, count)
 
 
 def _reversed(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> Part:
