@@ -12,7 +12,7 @@ ROOT = Path(__file__).parent.parent
 PUBLIC = ("alibi_attn", "alibi_attn.nn", "alibi_attn.hf", "alibi_attn.distributed", "alibi_attn.jax")
 FOR_TOOLS = (
     *(f"alibi_attn.{name}" for name in ("inspect", "files", "strict_json", "units", "processor")),
-    *(f"alibi_attn.nn.{name}" for name in ("linear", "quantized", "allocator")),
+    *(f"alibi_attn.nn.{name}" for name in ("linear.fastest", "linear.quantized", "allocator")),
     "alibi_attn.hf.readers.export",
     *(f"alibi_attn.hf.embedding.{name}" for name in ("sentence_encoder", "chunking", "late_chunking")),
 )

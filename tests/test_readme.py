@@ -16,7 +16,7 @@ from typer.core import TyperGroup
 from typer.main import get_command
 
 from alibi_attn import __version__
-from alibi_attn.nn import quantized
+from alibi_attn.nn.linear import quantized
 from alibi_lab.cli.main import app
 
 ROOT = Path(__file__).parent.parent

@@ -13,7 +13,7 @@ import torch
 from torch import Tensor, nn
 
 from alibi_attn.hf import ALiBiBertConfig, ALiBiBertModel, patch
-from alibi_attn.nn import quantized
+from alibi_attn.nn.linear import quantized
 from alibi_lab.measure.peers import llama_encoder, onnx_runtime, programs
 from alibi_lab.measure.peers.bert import plain_bert
 from alibi_lab.measure.peers.dense_encoder import DenseEncoder, Sizes

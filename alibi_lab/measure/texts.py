@@ -19,7 +19,7 @@ import torch
 
 from alibi_attn.hf import ALiBiBertModel
 from alibi_attn.hf.embedding.late_chunking import Document, Windows, computed
-from alibi_attn.nn import quantized
+from alibi_attn.nn.linear import quantized
 from alibi_lab.measure import cached_text
 from alibi_lab.measure.harness import Config, Row, Rows, Say, keep
 from alibi_lab.measure.model_programs import our_encoder

@@ -13,7 +13,7 @@ from collections.abc import Callable, Iterable, Sequence
 import torch
 from torch.autograd.profiler_util import FunctionEvent
 
-from alibi_attn.nn.linear import is_slow
+from alibi_attn.nn.linear.fastest import is_slow
 from alibi_lab.lab.config import Precision, RunConfig
 from alibi_lab.lab.training.flops import DTYPES, attention_flops, linear_flops
 from alibi_lab.measure.harness import Row

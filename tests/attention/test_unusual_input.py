@@ -24,7 +24,7 @@ from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.decoding import attend_near, measured_norms
 from alibi_attn.attention.run.dispatch import BACKENDS
 from alibi_attn.attention.toeplitz import toeplitz_attention
-from alibi_attn.nn.linear import linear
+from alibi_attn.nn.linear.fastest import linear
 
 BACKWARD = [name for name in BACKENDS if name not in ("fused", "flex") and (name != "native" or not build.why_not())]
 HUGE, HUGER = 2**70, 10**400

@@ -16,7 +16,7 @@ from transformers import DynamicCache
 from alibi_attn.attention.backends.native import build as kernels
 from alibi_attn.attention.backends.native import decoder_layers as native
 from alibi_attn.hf import ALiBiCache, patch
-from alibi_attn.nn import linear, quantized
+from alibi_attn.nn.linear import fastest, quantized
 
 if reason := kernels.why_not():
     pytest.skip(reason, allow_module_level=True)
@@ -253,7 +253,7 @@ def no_bias(model):
 
 def new_layer(model):
     layer = nn.Linear(64, 256)
-    layer.forward = functools.partial(linear.forward, layer)
+    layer.forward = functools.partial(fastest.forward, layer)
     blocks(model)[1].mlp.dense_h_to_4h = layer
 
 

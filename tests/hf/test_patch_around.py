@@ -10,7 +10,7 @@ from alibi_attn.attention import decoding
 from alibi_attn.attention.decoding import attend_near
 from alibi_attn.hf import ALiBiCache, patch
 from alibi_attn.hf.patching import decoding_step
-from alibi_attn.nn import linear
+from alibi_attn.nn.linear import fastest
 
 LINEARS = {
     "bloom": ("self_attention.query_key_value", "self_attention.dense", "mlp.dense_h_to_4h", "mlp.dense_4h_to_h"),
@@ -62,9 +62,9 @@ def test_maps_of_other_classes_or_with_another_forward_are_left_alone(build, tok
 
 def test_the_linear_maps_are_ours(build, tokens, monkeypatch):
     """One token uses the kernel for few rows, 9 use oneDNN if MKL is slow; with gradients torch computes everything."""
-    monkeypatch.setattr(linear, "mkl_is_slow", lambda: True)
-    rows, real = [], linear.quicker
-    monkeypatch.setattr(linear, "quicker", lambda x, *rest: rows.append(x.shape[1]) or real(x, *rest))
+    monkeypatch.setattr(fastest, "mkl_is_slow", lambda: True)
+    rows, real = [], fastest.quicker
+    monkeypatch.setattr(fastest, "quicker", lambda x, *rest: rows.append(x.shape[1]) or real(x, *rest))
     model, ids = build("bloom"), tokens(1, 9)
     expected = model(ids).logits
     with patch(model):

@@ -14,8 +14,8 @@ from torch.testing import assert_close
 from transformers import BloomConfig, BloomForCausalLM
 
 from alibi_attn.hf import late_chunks, patch, sentence_transformer
-from alibi_attn.nn import quantized
-from alibi_attn.nn.quantized import QuantizedLinear
+from alibi_attn.nn.linear import quantized
+from alibi_attn.nn.linear.quantized import QuantizedLinear
 
 try:
     quantized.check_supported()

@@ -11,7 +11,7 @@ from transformers import DynamicCache, EncoderDecoderCache, StaticCache
 from transformers_names import checkpoint_activations
 
 from alibi_attn.hf import ALiBiCache, patch, record_attention
-from alibi_attn.nn.quantized import check_supported
+from alibi_attn.nn.linear.quantized import check_supported
 
 KINDS = ("T5", "MT5", "UMT5")
 SIZES = {"vocab_size": 60, "d_model": 48, "d_kv": 8, "d_ff": 64, "num_layers": 2, "num_heads": 6}

@@ -17,9 +17,9 @@ from alibi_attn.hf.embedding import pooling_config
 from alibi_attn.hf.embedding.pooling_config import PoolingConfig
 from alibi_attn.hf.readers import checkpoint_files, tokenizer_files
 from alibi_attn.hf.readers.encoder.models import ALiBiBertModel
-from alibi_attn.nn import quantized
 from alibi_attn.nn.device import checked_device
-from alibi_attn.nn.quantized import Kind
+from alibi_attn.nn.linear import quantized
+from alibi_attn.nn.linear.quantized import Kind
 
 if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
@@ -56,7 +56,7 @@ def load(
 
     Args:
         max_seq_length: default: the folder's, else the tokenizer's, else 8,192.
-        dtype: as in `ALiBiBertModel.from_pretrained`; or "int8" or "float8" for linear layers (`nn/quantized.py`).
+        dtype: as in `ALiBiBertModel.from_pretrained`; or "int8" or "float8" for linear layers (`nn/linear/quantized.py`).
         device: where the model of an "int8" or "float8" dtype runs, which is converted there; the default is the CPU.
         hub: revision, cache_dir, token and local_files_only of `checkpoint_files.resolve`.
 

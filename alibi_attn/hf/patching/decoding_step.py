@@ -24,8 +24,8 @@ from alibi_attn.attention.run.near_keys import Runs, visible_runs
 from alibi_attn.hf.attention import patched_attention
 from alibi_attn.hf.caches.cache import ALiBiCache
 from alibi_attn.hf.readers.families.family import StepModules
-from alibi_attn.nn import linear
-from alibi_attn.nn.quantized import QuantizedLinear
+from alibi_attn.nn.linear import fastest
+from alibi_attn.nn.linear.quantized import QuantizedLinear
 
 _T = TypeVar("_T")
 _GIVEN = ("input_ids", "past_key_values", "attention_mask", "use_cache", "return_dict")
@@ -213,7 +213,7 @@ class _Step:
             return native.Linear(
                 layer.blocks, address, layer.scales.data_ptr(), layer.sums.data_ptr(), inputs, layer.out_features
             )
-        _require(_is_unchanged(layer, nn.Linear, linear.forward))
+        _require(_is_unchanged(layer, nn.Linear, fastest.forward))
         assert layer is not None
         weight, bias = _found(layer._parameters["weight"]), layer._parameters["bias"]
         _require(weight.dim() == 2)

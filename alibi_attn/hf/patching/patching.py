@@ -24,7 +24,7 @@ from alibi_attn.hf.caches.cache import ALiBiCache
 from alibi_attn.hf.patching import decoding_step, unsupported
 from alibi_attn.hf.readers.families import PATCHED
 from alibi_attn.hf.readers.families.family import PatchedFamily, StepModules
-from alibi_attn.nn import linear, quantized
+from alibi_attn.nn.linear import fastest, quantized
 from alibi_attn.nn.replacement import Replacement, forward_of, is_hooked, replaced, restore
 
 
@@ -37,7 +37,7 @@ class Patch:
 
     Attributes:
         layers: names of the patched attention layers.
-        linears: names of the linear layers that `nn/linear.py` computes; none with numerics="checkpoint".
+        linears: names of the linear layers that `nn/linear/fastest.py` computes; none with numerics="checkpoint".
         activations: names of the activations that run in one pass instead of several; none with numerics="checkpoint".
     """
 
@@ -93,7 +93,7 @@ def patch(
         softmax(q·kᵀ/√D − m·(i − j))·v  in place of the model's  softmax(q·kᵀ/√D + m·j)·v, which is equal for j ≤ i
 
     No n×n scores or masks are built any more. On a CPU the linear layers use the fastest kernel for the processor
-    (`alibi_attn/nn/linear.py`), and BLOOM's GELU makes one pass over memory instead of five.
+    (`alibi_attn/nn/linear/fastest.py`), and BLOOM's GELU makes one pass over memory instead of five.
 
     Padding on either side, every mode of `generate`, dynamic and static caches, gradients and `torch.compile` work. Weights,
     config, caches and saved files do not change, and `type(model)(model.config)` is an unpatched model. As before, logits at
@@ -114,7 +114,7 @@ def patch(
             attention, and rounds biases as in training (BLOOM's m·j in its dtype, Falcon's bf16 product), a few rows of scores at
             a time: linear memory, quadratic time.
         linears: "int8", or "float8" on a GPU, converts the linear layers, except the output's, for inference
-            (`nn/quantized.py`). Their original weights are freed, so this cannot be undone.
+            (`nn/linear/quantized.py`). Their original weights are freed, so this cannot be undone.
 
     Returns:
         A handle with the names of the replaced modules (`.layers`, `.linears`, `.activations`) and `.undo()`; also a context
@@ -241,7 +241,7 @@ def _around(
         if id(module) not in inside or ("forward" in vars(module) and not is_hooked(module)):
             continue
         if type(module) in family.linears:
-            yield "linears", name, module, linear.forward
+            yield "linears", name, module, fastest.forward
         elif type(module) in family.activations:
             yield "activations", name, module, family.activations[type(module)]
 

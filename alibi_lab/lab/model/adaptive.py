@@ -15,7 +15,7 @@ import torch
 import torch.nn.functional as F
 from torch import Tensor, nn
 
-from alibi_attn.nn.linear import Linear, linear
+from alibi_attn.nn.linear.fastest import Linear, linear
 from alibi_lab.lab.config import ConfigError
 
 FACTOR = 4  # each band is narrower than the previous one by this factor; Baevski and Auli 2019, sec. 4.2

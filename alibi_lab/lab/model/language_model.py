@@ -29,7 +29,7 @@ import torch.nn.functional as F
 from torch import Tensor, nn
 from torch.utils.checkpoint import checkpoint
 
-from alibi_attn.nn.linear import Linear, linear
+from alibi_attn.nn.linear.fastest import Linear, linear
 from alibi_lab.lab.config import Architecture, ConfigError, ModelConfig, Stretch
 from alibi_lab.lab.model.adaptive import AdaptiveInput, AdaptiveSoftmax
 from alibi_lab.lab.model.attention import LayerCache, attend

@@ -3,7 +3,7 @@
 import torch
 from torch import nn
 
-from alibi_attn.nn.quantized import Kind, QuantizedLinear
+from alibi_attn.nn.linear.quantized import Kind, QuantizedLinear
 
 
 def assert_rows_stay_apart(kind: Kind) -> None:

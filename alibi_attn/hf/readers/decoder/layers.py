@@ -17,7 +17,7 @@ from alibi_attn.hf.readers.decoder import forgetting, rounding, shift
 from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.cache.retention import by_gates
-from alibi_attn.nn.linear import RoundedLinear, mapped
+from alibi_attn.nn.linear.fastest import RoundedLinear, mapped
 
 NEEDS_LENGTH = (
     "alibi_scaling with train_seq_len needs the length of the text, which a static cache does not report; use an "

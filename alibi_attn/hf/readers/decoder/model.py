@@ -27,7 +27,7 @@ from alibi_attn.hf.readers.decoder.layers import NEEDS_LENGTH, Block, linear_cla
 from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
 from alibi_attn.hf.readers.inputs import checked_input
 from alibi_attn.nn.allocator import memory_of_layers
-from alibi_attn.nn.linear import linear, mapped
+from alibi_attn.nn.linear.fastest import linear, mapped
 
 ROWS = 8192  # rows of a head that are normalized at once
 

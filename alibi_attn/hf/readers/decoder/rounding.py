@@ -9,7 +9,7 @@ from torch import Tensor, nn
 
 from alibi_attn.hf.attention import masks, patched_attention
 from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
-from alibi_attn.nn.linear import matmul
+from alibi_attn.nn.linear.fastest import matmul
 
 
 def attended(

@@ -16,7 +16,7 @@ from transformers.cache_utils import Cache
 from alibi_attn.hf.attention.masks import keys_of
 from alibi_attn.hf.caches.cache import ALiBiCache
 from alibi_attn.hf.caches.layer import CacheLayer
-from alibi_attn.nn.linear import mapped
+from alibi_attn.nn.linear.fastest import mapped
 
 
 class Shift(nn.Module):

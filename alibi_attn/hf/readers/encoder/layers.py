@@ -21,7 +21,7 @@ from alibi_attn.attention.call.transforms import is_traced
 from alibi_attn.attention.kept import Kept, attend
 from alibi_attn.hf.readers.encoder.packing import Packing
 from alibi_attn.hf.readers.encoder_config import ALiBiBertConfig
-from alibi_attn.nn.linear import mapped
+from alibi_attn.nn.linear.fastest import mapped
 
 # Tokens whose feed-forward is in memory at once; a GPU needs more to be busy.
 ROWS, ROWS_ON_GPU = 4096, 32768

@@ -26,7 +26,7 @@ from alibi_attn.hf.readers.families.bert_config import OVERRIDES, WORDS
 from alibi_attn.hf.readers.families.mosaic import OWN
 from alibi_attn.hf.readers.inputs import check_kind, checked_input
 from alibi_attn.nn.allocator import memory_of_layers
-from alibi_attn.nn.quantized import QuantizedLinear
+from alibi_attn.nn.linear.quantized import QuantizedLinear
 
 
 class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call]

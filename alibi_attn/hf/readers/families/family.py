@@ -227,7 +227,7 @@ class PatchedFamily:
         counts_positions: positions are counted over the visible tokens; else they are indices.
         why_not: returns why a config cannot be patched, or None.
         unused: attributes of the model that patched layers do not need, and their replacements.
-        linears: classes of linear layers that `nn/linear.py` computes.
+        linears: classes of linear layers that `nn/linear/fastest.py` computes.
         activations: classes of activations, and their faster forward functions, which round differently.
         step: for `decoding_step.py`; None = a decoding step runs module by module.
         classes: how the names of remote classes begin, in lower case, that `instead`, a class of transformers, replaces.

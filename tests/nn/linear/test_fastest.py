@@ -8,7 +8,7 @@ from torch.utils.checkpoint import checkpoint
 from torch.utils.flop_counter import FlopCounterMode
 
 from alibi_attn import processor
-from alibi_attn.nn import linear
+from alibi_attn.nn.linear import fastest
 
 HALF = [torch.bfloat16, torch.float16]
 
@@ -17,14 +17,14 @@ HALF = [torch.bfloat16, torch.float16]
 def poor(request, monkeypatch) -> bool:
     """Whether to simulate a processor without half-precision products and with a slow MKL."""
     if request.param:
-        monkeypatch.setattr(linear, "is_slow", lambda dtype: dtype in HALF)
-        monkeypatch.setattr(linear, "mkl_is_slow", lambda: True)
+        monkeypatch.setattr(fastest, "is_slow", lambda dtype: dtype in HALF)
+        monkeypatch.setattr(fastest, "mkl_is_slow", lambda: True)
     return request.param
 
 
 @pytest.fixture
 def slow_half(monkeypatch) -> None:
-    monkeypatch.setattr(linear, "is_slow", lambda dtype: dtype in HALF)
+    monkeypatch.setattr(fastest, "is_slow", lambda dtype: dtype in HALF)
 
 
 def assert_is_the_product(got: Tensor, x: Tensor, weight: Tensor, bias: Tensor | None) -> None:
@@ -53,7 +53,7 @@ def test_the_comparison_fails_for_a_product_that_is_a_little_off(dtype, units):
 def test_it_is_the_product_to_rounding(dtype, rows, inputs, outputs, poor):
     x, weight, bias = (torch.randn(shape).to(dtype) for shape in ((1, rows, inputs), (outputs, inputs), (outputs,)))
     for b in (bias, None):
-        got = linear.quicker(x, weight, b)
+        got = fastest.quicker(x, weight, b)
         if got is None:
             assert rows <= 4 or not poor, "this is what it is for"
             continue
@@ -67,37 +67,37 @@ def test_rows_of_any_shape_and_stride(poor):
     for x in (torch.randn(8), torch.randn(2, 1, 2, 8), torch.randn(8, 3).mT, torch.randn(3, 5, 16)[..., ::2]):
         for dtype in (torch.float32, torch.bfloat16):
             narrow = (x.to(dtype), weight.to(dtype), bias.to(dtype))
-            assert_is_the_product(linear.linear(*narrow), *narrow)
+            assert_is_the_product(fastest.linear(*narrow), *narrow)
             turned = (x.to(dtype), weight.to(dtype).T.contiguous().T, bias.to(dtype))
-            assert_is_the_product(linear.linear(*turned), *turned)
+            assert_is_the_product(fastest.linear(*turned), *turned)
 
 
 @torch.no_grad()
 def test_weights_are_widened_some_at_a_time(slow_half, monkeypatch):
     x, weight, bias = (torch.randn(shape).bfloat16() for shape in ((2, 9, 12), (50, 12), (50,)))
     for at_once in (1, 12 * 7, 12 * 50):
-        monkeypatch.setattr(linear, "_WIDENED_AT_ONCE", at_once)
-        assert_is_the_product(linear.linear(x, weight, bias), x, weight, bias)
-        assert_is_the_product(linear.linear(x, weight), x, weight, None)
+        monkeypatch.setattr(fastest, "_WIDENED_AT_ONCE", at_once)
+        assert_is_the_product(fastest.linear(x, weight, bias), x, weight, bias)
+        assert_is_the_product(fastest.linear(x, weight), x, weight, None)
 
 
 @pytest.mark.parametrize("dtype", HALF)
 def test_gradients_of_widened_products(dtype, slow_half):
     tensors = [torch.randn(shape).to(dtype).requires_grad_() for shape in ((3, 20, 16), (24, 16), (24,))]
     upstream = torch.randn(3, 20, 24).to(dtype)
-    got = torch.autograd.grad(linear.linear(*tensors), tensors, upstream)
+    got = torch.autograd.grad(fastest.linear(*tensors), tensors, upstream)
     x, weight, _ = (tensor.detach() for tensor in tensors)
     rows = upstream.flatten(0, 1)
     assert_is_the_product(got[0], upstream, weight.T, None)
     assert_is_the_product(got[1], rows.T, x.flatten(0, 1).T, None)
     assert_is_the_product(got[2][None], torch.ones(1, 60).to(dtype), rows.T, None)
     assert [gradient.dtype for gradient in got] == [dtype] * 3
-    only = torch.autograd.grad(linear.linear(*tensors), tensors[1:2], upstream)  # one of three
+    only = torch.autograd.grad(fastest.linear(*tensors), tensors[1:2], upstream)  # one of three
     torch.testing.assert_close(only[0], got[1])
 
 
 def test_autocast_narrows_both_and_keeps_the_gradient_wide(slow_half):
-    layer, x = linear.Linear(16, 24), torch.randn(2, 9, 16)
+    layer, x = fastest.Linear(16, 24), torch.randn(2, 9, 16)
     with torch.autocast("cpu", torch.bfloat16):
         got = layer(x)
     expected = layer.bfloat16()(x.bfloat16())
@@ -114,7 +114,7 @@ def test_autocast_narrows_both_and_keeps_the_gradient_wide(slow_half):
 
 def test_a_training_in_bf16_is_the_same_with_widened_products(slow_half, monkeypatch):
     torch.manual_seed(0)
-    block, x = nn.Sequential(linear.Linear(32, 80), nn.GELU(), linear.Linear(80, 32)), torch.randn(2, 24, 32)
+    block, x = nn.Sequential(fastest.Linear(32, 80), nn.GELU(), fastest.Linear(80, 32)), torch.randn(2, 24, 32)
 
     def gradients(recompute: bool) -> list[Tensor]:
         with torch.autocast("cpu", torch.bfloat16):
@@ -122,7 +122,7 @@ def test_a_training_in_bf16_is_the_same_with_widened_products(slow_half, monkeyp
         return list(torch.autograd.grad(y.float().square().mean(), list(block.parameters())))
 
     ours, again = gradients(False), gradients(True)
-    monkeypatch.setattr(linear, "is_slow", lambda dtype: False)
+    monkeypatch.setattr(fastest, "is_slow", lambda dtype: False)
     for found, other, of_torch in zip(ours, again, gradients(False), strict=True):
         assert torch.equal(found, other)
         scale = float(of_torch.abs().max())
@@ -132,40 +132,40 @@ def test_a_training_in_bf16_is_the_same_with_widened_products(slow_half, monkeyp
 
 @torch.no_grad()
 def test_torch_computes_what_is_not_for_it(monkeypatch):
-    monkeypatch.setattr(linear, "mkl_is_slow", lambda: True)
+    monkeypatch.setattr(fastest, "mkl_is_slow", lambda: True)
     x, weight, bias = torch.randn(9, 8), torch.randn(6, 8), torch.randn(6)
-    assert linear.quicker(x, weight, bias) is not None
-    assert linear.quicker(x.double(), weight.double(), bias.double()) is None
-    assert linear.quicker(x.bfloat16(), weight, bias) is None
-    assert linear.quicker(x, weight, bias.double()) is None
-    assert linear.quicker(x, torch.randn(8, 6).mT, bias) is None
-    assert linear.quicker(x[:0], weight, bias) is None
-    assert linear.quicker(x.to("meta"), weight.to("meta"), bias.to("meta")) is None
+    assert fastest.quicker(x, weight, bias) is not None
+    assert fastest.quicker(x.double(), weight.double(), bias.double()) is None
+    assert fastest.quicker(x.bfloat16(), weight, bias) is None
+    assert fastest.quicker(x, weight, bias.double()) is None
+    assert fastest.quicker(x, torch.randn(8, 6).mT, bias) is None
+    assert fastest.quicker(x[:0], weight, bias) is None
+    assert fastest.quicker(x.to("meta"), weight.to("meta"), bias.to("meta")) is None
     with torch.enable_grad():
-        assert linear.quicker(x, weight, bias) is None
+        assert fastest.quicker(x, weight, bias) is None
     with torch.autocast("cpu"), monkeypatch.context() as quick:
-        quick.setattr(linear, "is_slow", lambda dtype: False)
-        assert linear.quicker(x, weight, bias) is None
+        quick.setattr(fastest, "is_slow", lambda dtype: False)
+        assert fastest.quicker(x, weight, bias) is None
     with FlopCounterMode(display=False):
-        assert linear.quicker(x, weight, bias) is None
+        assert fastest.quicker(x, weight, bias) is None
     monkeypatch.setattr(torch._C, "_get_mkldnn_enabled", lambda: False)  # as torch.backends.mkldnn.flags sets it
-    assert linear.quicker(x, weight, bias) is None
+    assert fastest.quicker(x, weight, bias) is None
 
 
 def test_the_processor_determines_which_dtypes_are_slow():
-    assert not linear.is_slow(torch.float32)
+    assert not fastest.is_slow(torch.float32)
     for dtype in HALF:
-        assert linear.is_slow(dtype) != getattr(torch.ops.mkldnn, linear._SUPPORTED[dtype])()
+        assert fastest.is_slow(dtype) != getattr(torch.ops.mkldnn, fastest._SUPPORTED[dtype])()
     if processor.is_intel():
-        assert not linear.mkl_is_slow()
+        assert not fastest.mkl_is_slow()
 
 
 def test_rounded_maps_are_torchs_but_for_what_the_processor_cannot(monkeypatch):
-    layer = linear.RoundedLinear(8, 6)
+    layer = fastest.RoundedLinear(8, 6)
     of_torch = nn.Linear(8, 6)
     of_torch.load_state_dict(layer.state_dict())
     for supported in (True, False):
-        monkeypatch.setattr(linear, "is_slow", lambda dtype, supported=supported: not supported and dtype in HALF)
+        monkeypatch.setattr(fastest, "is_slow", lambda dtype, supported=supported: not supported and dtype in HALF)
         for rows in (1, 9):
             x = torch.randn(rows, 8)
             assert torch.equal(layer.float()(x), of_torch.float()(x))
@@ -177,9 +177,9 @@ def test_rounded_maps_are_torchs_but_for_what_the_processor_cannot(monkeypatch):
         left, right = torch.randn(2, 3, 5, 7).half(), torch.randn(2, 3, 7, 4).half()
         expected = torch.matmul(left.double(), right.double())
         torch.testing.assert_close(
-            linear.matmul(left, right).double(), expected, rtol=2**-11, atol=1e-5 if supported else 1e-6
+            fastest.matmul(left, right).double(), expected, rtol=2**-11, atol=1e-5 if supported else 1e-6
         )
-        assert torch.equal(linear.matmul(left.float(), right.float()), left.float() @ right.float())
+        assert torch.equal(fastest.matmul(left.float(), right.float()), left.float() @ right.float())
 
 
 @torch.no_grad()
@@ -188,36 +188,36 @@ def test_layers_that_are_quantized_adapted_or_hooked_stay_torchs(slow_half, monk
         def forward(self, input: Tensor) -> Tensor:
             return super().forward(input) + 1
 
-    calls, real = [], linear.linear
-    monkeypatch.setattr(linear, "linear", lambda *given, **named: calls.append(1) or real(*given, **named))
+    calls, real = [], fastest.linear
+    monkeypatch.setattr(fastest, "linear", lambda *given, **named: calls.append(1) or real(*given, **named))
     layer, x = nn.Linear(8, 6), torch.randn(9, 8)
     expected = layer(x)
 
     def ours(module: nn.Module) -> bool:
         before = len(calls)
-        torch.testing.assert_close(linear.mapped(module, x), module(x))
+        torch.testing.assert_close(fastest.mapped(module, x), module(x))
         return len(calls) > before
 
     assert ours(layer)
     assert not ours(Adapted(8, 6))
     assert not ours(torch.nn.utils.parametrizations.weight_norm(nn.Linear(8, 6)))
     hook = layer.register_forward_hook(lambda module, given, output: output + 1)
-    torch.testing.assert_close(linear.mapped(layer, x), expected + 1)
+    torch.testing.assert_close(fastest.mapped(layer, x), expected + 1)
     hook.remove()
     every = torch.nn.modules.module.register_module_forward_pre_hook(lambda module, given: (given[0] * 0,))
-    torch.testing.assert_close(linear.mapped(layer, x), layer.bias.expand(9, 6))
+    torch.testing.assert_close(fastest.mapped(layer, x), layer.bias.expand(9, 6))
     every.remove()
     assert ours(layer)
     layer.forward = lambda input: input[:, :6]
-    assert torch.equal(linear.mapped(layer, x), x[:, :6])
+    assert torch.equal(fastest.mapped(layer, x), x[:, :6])
 
 
 @torch.no_grad()
 def test_in_the_place_of_a_forward(poor):
     layer, x = nn.Linear(8, 6), torch.randn(2, 3, 8)
-    ours = linear.Linear(8, 6)
+    ours = fastest.Linear(8, 6)
     ours.load_state_dict(layer.state_dict())
-    for forward in (ours, lambda x: linear.forward(layer, x)):
+    for forward in (ours, lambda x: fastest.forward(layer, x)):
         torch.testing.assert_close(forward(x), layer(x))
         with torch.enable_grad():
             assert forward(x).requires_grad
@@ -233,6 +233,6 @@ def test_torch_handles_a_bias_of_another_length(rows, poor):
     x, weight = torch.randn(rows, 8).bfloat16(), torch.randn(600, 8).bfloat16()
     for length in (300, 1200):
         with pytest.raises(RuntimeError, match="size"):
-            linear.linear(x, weight, torch.randn(length).bfloat16())
+            fastest.linear(x, weight, torch.randn(length).bfloat16())
     one = torch.randn(1).bfloat16()
-    assert_is_the_product(linear.linear(x, weight, one), x, weight, one)
+    assert_is_the_product(fastest.linear(x, weight, one), x, weight, one)

@@ -4,7 +4,7 @@ import pytest
 import torch
 from torch import nn
 
-from alibi_attn.nn import quantized
+from alibi_attn.nn.linear import quantized
 
 
 def test_a_processor_without_vnni_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:

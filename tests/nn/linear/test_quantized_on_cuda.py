@@ -8,8 +8,8 @@ import torch
 from quantized_checks import assert_rows_stay_apart
 from torch import Tensor, nn
 
-from alibi_attn.nn import quantized
-from alibi_attn.nn.quantized import Kind, QuantizedLinear
+from alibi_attn.nn.linear import quantized
+from alibi_attn.nn.linear.quantized import Kind, QuantizedLinear
 
 SHAPES = [(1, 24, 40), (5, 64, 48), (17, 7, 9), (40, 33, 16)]  # tokens, inputs, outputs
 
