@@ -20,7 +20,7 @@ from alibi_attn.attention.run.merging import merged
 from alibi_attn.attention.run.near_keys import visible_runs
 from alibi_attn.attention.toeplitz import toeplitz_attention
 
-_DEFAULTS = {"dropout_p": 0.0, "sinks": 0, "backend": "auto", "causal": True}
+_DEFAULTS = {"dropout_p": 0.0, "sinks": 0, "registers": 0, "backend": "auto", "causal": True}
 _NEAR = {"window", "scale", "key_mask"}  # options of a call that may read near keys only
 
 

@@ -132,7 +132,7 @@ def _attend(
     if whole.first != 0 or key.shape[2] != query.shape[2]:
         raise ValueError("context parallelism has no cache; pass whole shards and use_cache=False")
     if whole.log_fgate is not None:
-        options = {name: x for name, x in options.items() if name not in ("causal", "sinks")}
+        options = {name: x for name, x in options.items() if name not in ("causal", "sinks", "registers")}
         mixed = context_parallel_forgetting_attention(
             query, key, value, whole.log_fgate, slopes, key_mask=key_mask, **options, **given
         )

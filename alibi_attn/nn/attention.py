@@ -15,6 +15,7 @@ from alibi_attn.attention.call.bias import Slopes
 from alibi_attn.attention.call.checks import check_layer, check_sinks, default_tolerance
 from alibi_attn.attention.call.hints import by_position, hides_unknown, unknown_argument
 from alibi_attn.attention.call.part_options import Window, windows_of_heads
+from alibi_attn.attention.call.query_positions import check_registers
 from alibi_attn.attention.kept import Kept, attend
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.cache.retention import by_gates, within_reach
@@ -46,6 +47,7 @@ class ALiBiAttention(nn.Module):
         causal: False for encoders: the bias is symmetric.
         window: the number of keys a query may see, including itself; None is no limit. Or one number per head, [H].
         sinks: the number of first keys that the window never hides.
+        registers: the number of first tokens without a bias, such as a class token (causal=False only).
         dropout_p: of attention weights, in training only.
         slopes: [H]; default `alibi_slopes(num_heads)`. Kept in fp32 whatever dtype the module is cast to, and, unless
             learned, out of the state dict.
@@ -77,8 +79,9 @@ class ALiBiAttention(nn.Module):
     @checks_names()
     def __init__(
         self, embed_dim: int, num_heads: int, *, num_kv_heads: int | None = None, bias: bool = False, causal: bool = True,
-        window: Window | None = None, sinks: int = 0, dropout_p: float = 0.0, slopes: Slopes | None = None,
-        learn_slopes: bool = False, qk_norm: bool = False, forget_gate: bool = False, kv_dim: int | None = None,
+        window: Window | None = None, sinks: int = 0, registers: int = 0, dropout_p: float = 0.0,
+        slopes: Slopes | None = None, learn_slopes: bool = False, qk_norm: bool = False, forget_gate: bool = False,
+        kv_dim: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
@@ -87,19 +90,22 @@ class ALiBiAttention(nn.Module):
             embed_dim, num_heads, num_kv_heads, window=one_window, dropout_p=dropout_p, causal=causal, forget_gate=forget_gate
         )  # fmt: skip
         check_sinks(sinks)
+        if registers != 0:
+            check_registers(registers, causal=causal)
         if forget_gate and (sinks or windows is not None):
             raise ValueError("forget_gate supports one window for all heads and no sinks; omit one of them")
         if kv_dim is not None:
-            if operator.index(kv_dim) < 1 or window is not None or forget_gate:
+            if operator.index(kv_dim) < 1 or window is not None or forget_gate or registers:
                 raise ValueError(
-                    f"kv_dim is {kv_dim}, window {window} and forget_gate {forget_gate} but cross-attention needs kv_dim ≥ 1, no "
-                    "window and no gates, because source and target share no position axis"
+                    f"kv_dim is {kv_dim}, window {window}, registers {registers} and forget_gate {forget_gate} but "
+                    "cross-attention needs kv_dim ≥ 1, no window, no registers and no gates: source and target share no axis"
                 )
             causal, slopes = False, [0.0] * num_heads if slopes is None else slopes
         self.kv_dim = kv_dim
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim, kv_width = embed_dim // num_heads, num_kv_heads * (embed_dim // num_heads)
         self.causal, self.window, self.sinks, self.dropout_p = causal, windows or one_window, sinks, dropout_p
+        self.registers = registers
         self.slopes = HeadSlopes(num_heads, slopes, learned=learn_slopes)
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.k_proj = nn.Linear(embed_dim if kv_dim is None else kv_dim, kv_width, bias=bias)
@@ -133,7 +139,8 @@ class ALiBiAttention(nn.Module):
             segment_ids: [B, S] integers, the same S: attend within a segment only.
             prefix_len: [B] integers: every token sees the first ones, as for `alibi_attention`. With a cache, the first call
                 must hold the whole prefix.
-            positions: [B, S] fp32 or fp64, the same S: the bias is −m·|p_i − p_j|, as for `alibi_attention`.
+            positions: [B, S] fp32 or fp64, the same S: the bias is −m·|p_i − p_j|, as for `alibi_attention`. Or coordinates in
+                the plane or in space, [B, S, 2] or [B, S, 3], if the layer is not causal.
             memory, memory_mask: [B, S, kv_dim] and [B, S] bool, True = may be seen; for cross-attention layers, instead of the
                 other arguments.
         """
@@ -169,6 +176,7 @@ class ALiBiAttention(nn.Module):
             causal=self.causal,
             window=self.window,
             sinks=self.sinks_of_window,
+            registers=self.registers,
             dropout_p=self.dropout_p if self.training else 0.0,
             **given,
         )
@@ -278,7 +286,7 @@ class ALiBiAttention(nn.Module):
         return bound, tolerance
 
     def extra_repr(self) -> str:
-        optional = {name: getattr(self, name) for name in ("kv_dim", "window", "sinks", "dropout_p")}
+        optional = {name: getattr(self, name) for name in ("kv_dim", "window", "sinks", "registers", "dropout_p")}
         optional |= {"qk_norm": self.q_norm is not None, "forget_gate": self.gate_proj is not None}
         options = "".join(f", {name}={value}" for name, value in optional.items() if value)
         return (

@@ -21,6 +21,7 @@ class AttentionOptions(TypedDict, total=False):
     causal: bool
     window: Window | None
     sinks: int
+    registers: int
     slopes: Slopes | None
     learn_slopes: bool
     qk_norm: bool
@@ -46,8 +47,8 @@ class ALiBiTransformerBlock(nn.Module):
     Args:
         ffn_dim: width of the feed-forward network; default 4·embed_dim.
         dropout_p: of attention weights, activations and both branches, in training only.
-        attention: keyword arguments of `ALiBiAttention` (num_kv_heads, bias, causal, window, sinks, slopes, learn_slopes,
-            qk_norm, forget_gate); `bias` applies to all linear layers and norms.
+        attention: keyword arguments of `ALiBiAttention` (num_kv_heads, bias, causal, window, sinks, registers, slopes,
+            learn_slopes, qk_norm, forget_gate); `bias` applies to all linear layers and norms.
 
     >>> import torch
     >>> block = ALiBiTransformerBlock(embed_dim=64, num_heads=8, num_kv_heads=2)

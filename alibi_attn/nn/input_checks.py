@@ -6,7 +6,9 @@ import torch
 from torch import Tensor, nn
 
 from alibi_attn.attention.call.checks import check_key_mask, check_positions, check_prefix_len, check_segments
+from alibi_attn.attention.call.options import DEFAULTS
 from alibi_attn.attention.call.part_options import check_prefix_values, check_sorted
+from alibi_attn.attention.call.query_positions import check_coordinates
 from alibi_attn.attention.call.transforms import autocasts
 from alibi_attn.nn.cache import KVCache
 
@@ -75,6 +77,10 @@ def check_options(
         raise ValueError(
             "a layer with forget gates supports no prefix_len and no positions; its gates are its positions"
         )
+    if positions is not None and positions.ndim == 3:
+        of_call = {**DEFAULTS, "positions": positions, "prefix_len": prefix_len, "causal": causal}
+        check_coordinates(of_call, batch=batch, query_len=length, key_len=key_len)
+        positions = None
     for name, mask in (("key_mask", key_mask), ("segment_ids", segment_ids), ("positions", positions)):
         if mask is not None and list(mask.shape) != [batch, key_len]:
             covers = f"it covers the {cached} cached keys and the {length} new ones"

@@ -103,6 +103,47 @@ def test_training_through_them_reaches_the_slopes() -> None:
     assert bool((layer.slopes.values.grad != 0).all())
 
 
+@pytest.mark.parametrize("axes", [1, 2, 3])
+@pytest.mark.parametrize("registers", [0, 3])
+def test_a_layer_attends_by_distance_in_space(axes: int, registers: int) -> None:
+    layer = layer_of(causal=False, registers=registers, learn_slopes=True).double()
+    x, places = torch.randn(2, 50, 32, dtype=torch.float64), torch.rand(2, 50, axes, dtype=torch.float64) * 9
+    places = places.sort(1).values if axes == 1 else places
+    distance = torch.cdist(places, places)
+    distance[:, :registers] = distance[:, :, :registers] = 0.0
+    q, k, v = (
+        projection(x).unflatten(-1, (-1, 8)).transpose(1, 2)
+        for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
+    )
+    k, v = (rows.repeat_interleave(2, 1) for rows in (k, v))
+    slopes = layer.slopes.values.double()
+    weights = (q @ k.mT / 8**0.5 - slopes[:, None, None] * distance[:, None]).softmax(-1)
+    expected = layer.out_proj((weights @ v).transpose(1, 2).flatten(2))
+    found = layer(x, positions=places if axes > 1 else places[..., 0])
+    torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
+    own, truth_of = (torch.autograd.grad(y.square().sum(), layer.slopes.values)[0] for y in (found, expected))
+    torch.testing.assert_close(own, truth_of, rtol=1e-5, atol=1e-6)
+    block = ALiBiTransformerBlock(32, 4, causal=False, registers=registers).double()
+    assert (block(x, positions=places if axes > 1 else places[..., 0]) - block(x)).abs().max() > 1e-3
+    assert ("registers=3" in repr(layer)) == (registers == 3)
+
+
+@pytest.mark.parametrize(
+    ("options", "given", "words"),
+    [
+        ({}, {"positions": torch.zeros(2, 5, 2)}, "have no left and right: pass causal=False"),
+        ({"causal": False}, {"positions": torch.zeros(2, 4, 2)}, r"must be \[B, S, 2 or 3\] = \[2, 5, 2 or 3\]"),
+        ({"causal": False, "window": 3}, {"positions": torch.zeros(2, 5, 2)}, "exclude window"),
+        ({"registers": 2}, {}, "registers are symmetric"),
+        ({"causal": False, "registers": -1}, {}, "registers is -1 but must be"),
+        ({"kv_dim": 32, "causal": False, "registers": 2}, {}, "no registers and no gates"),
+    ],
+)
+def test_what_has_no_place_in_space_is_refused(options: dict, given: dict, words: str) -> None:
+    with pytest.raises(ValueError, match=words):
+        layer_of(**options)(torch.randn(2, 5, 32), **given)
+
+
 def test_what_does_not_fit_is_refused_before_the_cache_grows() -> None:
     x, cache = torch.randn(2, 5, 32), KVCache()
     layer, gated = layer_of(), layer_of(forget_gate=True)

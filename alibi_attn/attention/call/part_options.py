@@ -15,7 +15,14 @@ from alibi_attn.attention.call.checks import (
     check_sinks,
     check_windows,
 )
-from alibi_attn.attention.call.query_positions import WINDOW_RULE, check_inside_prefix, check_not_before, follow_indices
+from alibi_attn.attention.call.query_positions import (
+    WINDOW_RULE,
+    check_coordinates,
+    check_inside_prefix,
+    check_not_before,
+    check_registers,
+    follow_indices,
+)
 from alibi_attn.attention.call.transforms import is_traced, may_read
 
 Window = int | Sequence[int] | NDArray[np.integer] | Tensor
@@ -70,9 +77,7 @@ def part_fields(given: Mapping[str, Any], sizes: Checked) -> PartFields:
         check_prefix_values(prefix_len, sizes.key_len, "S")
         fields["prefix_len"] = prefix_len.to(torch.int64)
     if (registers := given["registers"]) != 0:
-        check_registers(registers, causal=given["causal"])
-        if isinstance(given["query_offset"], Tensor):
-            raise ValueError("registers and a tensor as query_offset exclude one another; pass an int")
+        check_registers(registers, causal=given["causal"], query_offset=given["query_offset"])
     if positions is not None and positions.ndim == 3:
         fields["coordinates"], fields["query_coordinates"] = _coordinates(given, sizes)
     elif positions is not None:
@@ -89,16 +94,6 @@ def part_fields(given: Mapping[str, Any], sizes: Checked) -> PartFields:
     elif given["query_positions"] is not None:
         raise ValueError("query_positions is given without positions [B, S], those of the keys; pass both")
     return fields
-
-
-def check_registers(registers: int, *, causal: bool) -> None:
-    """A number of tokens, not causal."""
-    if type(registers) is not int or registers < 0:
-        raise ValueError(
-            f"registers is {registers!r} but must be an int of at least 0: the first tokens without a bias"
-        )
-    if causal:
-        raise ValueError("registers are symmetric: the tokens before one attend to it too; pass causal=False")
 
 
 def check_prefix_values(prefix_len: Tensor, most: int, of: str) -> None:
@@ -127,24 +122,11 @@ def _coordinates(given: Mapping[str, Any], sizes: Checked) -> tuple[Tensor, Tens
     """Of keys and queries, [B, S, C] and [B, T, C]; the same tensor in self-attention."""
     positions: Tensor = given["positions"]
     own: Tensor | None = given["query_positions"]
-    without = ("window", "prefix_len", "query_offset", "right_slopes")
-    refused = [name for name in without if given[name] is not None] + ["sinks"] * (given["sinks"] > 0)
-    if given["causal"]:
-        raise ValueError("positions [B, S, C] in the plane or in space have no left and right: pass causal=False")
-    if refused:
-        raise ValueError(f"positions [B, S, C] in the plane or in space exclude {', '.join(refused)}; omit them")
-    check_positions("positions", positions, batch=sizes.batch, length=sizes.key_len, axis="S", dims=(2, 3))
+    check_coordinates(given, batch=sizes.batch, query_len=sizes.query_len, key_len=sizes.key_len)
     check_sorted("positions", positions, decreasing=True)
     if own is not None:
-        dims = (positions.shape[2],)
-        check_positions("query_positions", own, batch=sizes.batch, length=sizes.query_len, axis="T", dims=dims)
         check_sorted("query_positions", own, decreasing=True)
         return positions, own
-    if sizes.query_len > sizes.key_len:
-        raise ValueError(
-            f"there are {sizes.query_len} queries and {sizes.key_len} keys, so not every query has a key's position; pass "
-            "query_positions [B, T, C]"
-        )
     return positions, positions if sizes.query_len == sizes.key_len else positions[:, sizes.key_len - sizes.query_len :]
 
 
