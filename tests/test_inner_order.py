@@ -21,7 +21,8 @@ ORDERS = {
         ("operator",),
     ),
     "alibi_attn.attention.run": (
-        ("by_rows", "invariant", "merging", "near_keys", "space", "splitting"),
+        ("by_rows", "few_queries", "invariant", "merging", "near_keys", "space", "splitting"),
+        ("guards",),
         ("dispatch",),
         ("execution",),
     ),

@@ -7,7 +7,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.reference import scores_of
-from alibi_attn.attention.call.bias import Slopes, unshifted_lse, widest
+from alibi_attn.attention.call.bias import Slopes, score_bias, widest
 from alibi_attn.attention.call.hints import unknown_argument
 from alibi_attn.attention.call.options import DEFAULTS, AttentionOptions
 from alibi_attn.attention.call.reads import MASKS, PARTS, SPACE, Reads
@@ -16,8 +16,8 @@ from alibi_attn.attention.call.transforms import may_read
 from alibi_attn.attention.call.validation import autocast, check_tensor, make_spec
 from alibi_attn.attention.call.visibility import chosen_queries, visible
 from alibi_attn.attention.forgetting import check_gates, gate_sums, with_gates
-from alibi_attn.attention.operators.finite_numbers import without_bad_keys
 from alibi_attn.attention.run.execution import scaled_by_sinks
+from alibi_attn.attention.run.guards import guard
 
 Rows = Sequence[int] | slice | Tensor
 
@@ -81,13 +81,14 @@ def attention_rows(
     if 0 in (part.batch, part.query_len, part.key_len):  # an empty tensor that depends on its inputs
         return (query.sum() + key.sum()).expand(part.batch, part.num_heads, part.query_len, part.key_len)
     seen = visible(part, distance)
-    key, _, poison, _ = without_bad_keys(part, seen, key, key)
-    scores, origin = scores_of(part, query, key, distance, seen)
+    call = guard(part, query, key, key, seen, score_bias(part, distance, seen))
+    scores = scores_of(part, call.query, call.key, call.pairs)
     weights = scores.softmax(-1, dtype=widest(scores)).to(scores.dtype).masked_fill(~seen, 0.0)
     if part.sink_logits is not None:
-        lse = unshifted_lse(part, scores.logsumexp(-1), origin).masked_fill(~seen.any(-1), -torch.inf)
+        lse = call._replace(poison=None).result(part, weights, scores.logsumexp(-1))[1]
+        assert lse is not None
         weights = scaled_by_sinks(weights, lse, part.sink_logits)
-    return weights if poison is None else weights + poison[..., None]
+    return call.result(part, weights, None)[0]
 
 
 def _gated(

@@ -7,6 +7,7 @@ from torch import Tensor
 from alibi_attn.attention.call.spec import AttentionSpec
 
 Spec = AttentionSpec[Tensor]
+Result = tuple[Tensor, Tensor | None]
 
 FEW_QUERIES = 8  # up to this many queries, computing all scores with `dense` is fastest
 
@@ -37,8 +38,22 @@ class Visits(NamedTuple):
     measured_scores: Tensor | None = None
 
 
+class Pairs(NamedTuple):
+    """What a formula gets about every pair of a query and a key; `run/guards.py` makes it.
+
+    Args:
+        bias: [B|1, H, T, S]: the number that is added to the scaled score; −inf if the query may not see the key.
+        seen: [B|1, H|1, T, S] bool: the query may see the key.
+        are_finite: False if products of rows may overflow, so that hidden scores and weights must not be used as they are.
+    """
+
+    bias: Tensor
+    seen: Tensor
+    are_finite: bool
+
+
 class Backend(Protocol):
-    """One way to compute the same attention.
+    """One way to compute the same attention: a `Kernel` or a `Formula`.
 
     Args:
         READS: the fields of a spec that it computes, in addition to those that every call has; it gets no call with others. Sink
@@ -57,11 +72,22 @@ class Backend(Protocol):
         With symbolic lengths from torch.export, `dense` gets only calls that are certainly small; the others are right for all.
         """
 
-    def run(self, spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
-        """(output [B, H, T, D] in query's dtype, lse [B, H, T] in fp32 or better, or None if `spec.return_lse` is False)."""
-
     def visits(self, spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Visits | None:
         """What the call reads; None = everything.
 
         Without `value` the values are assumed to have similar norms.
         """
+
+
+class Kernel(Backend, Protocol):
+    """A backend that skips keys, and is right for all numbers."""
+
+    def run(self, spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> Result:
+        """(output [B, H, T, D] in query's dtype, lse [B, H, T] in fp32 or better, or None if `spec.return_lse` is False)."""
+
+
+class Formula(Backend, Protocol):
+    """A backend that computes every score. `run/guards.py` keeps bad numbers, and queries that see no key, away from it."""
+
+    def formula(self, spec: Spec, query: Tensor, key: Tensor, value: Tensor, pairs: Pairs) -> Result:
+        """(output [B, H, T, D], lse [B, H, T] with the given bias, or None if `spec.return_lse` is False)."""

@@ -81,39 +81,10 @@ def on_finite_numbers(
     )
 
 
-def without_bad_keys(
-    spec: Spec, seen: Tensor, key: Tensor, value: Tensor
-) -> tuple[Tensor, Tensor, Tensor | None, bool]:
-    """(key, value, poison, moderate): zeroes keys that no query sees, and keys with NaN or inf in them or in their values.
-
-    Matrix products touch every key, and 0·NaN is NaN: otherwise a NaN in a hidden key would reach every query.
-
-    Returns:
-        key, value: [B, K, S, D], finite.
-        poison: [B, H, T] fp32, NaN if the query sees NaN or inf and 0 otherwise, to be added to the result; None if no
-            key is bad, which is checked only if reading is free (see `transforms.may_read`).
-        moderate: False if keys that only some queries see hold numbers so large that products with them may overflow, also for
-            the other queries; checked only if reading is free.
-    """
-    readable = may_read(key, value)
-    if readable and are_moderate(key, value):
-        return key, value, None, True
-    # `vector_norm` is twenty times slower on a transposed view.
-    largest = [x.detach().abs().amax(-1) for x in (key, value)]
-    bad = ~(largest[0].isfinite() & largest[1].isfinite())
-    of_head = per_query_head(spec, bad)[..., None].to(torch.float32)
-    spoiled = (seen.to(torch.float32) @ of_head).squeeze(-1) > 0
-    poison = torch.zeros(spoiled.shape, device=key.device).masked_fill(spoiled, float("nan"))
-    used = seen.any(-2).expand(spec.batch, spec.num_heads, -1).unflatten(1, (-1, spec.group)).any(2)
-    unused = (bad | ~used)[..., None]
-    key, value = key.masked_fill(unused, 0.0), value.masked_fill(unused, 0.0)
-    return key, value, poison, not readable or are_moderate(key, value)
-
-
 def without_bad_numbers(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Tensor, Tensor, Tensor, Tensor | None, bool]:
-    """`without_bad_keys` with memory linear in the length, for CPU kernels: (query, key, value, poison, moderate), see `in_rows`.
+    """`guards.without_bad_keys` with memory linear in the length: (query, key, value, poison, moderate), see `in_rows`.
 
     NaN and inf in queries become zeros too. Large finite numbers stay, except in keys that no query sees. Moderate keys all
     stay: their norms may bound a reach, which must not depend on what else is in the batch.

@@ -14,21 +14,28 @@ from alibi_attn.attention.backends.banded import backend as banded
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.backends.native import build
-from alibi_attn.attention.backends.protocol import Backend, Visits
+from alibi_attn.attention.backends.protocol import Backend, Formula, Kernel, Visits
 from alibi_attn.attention.call.explanation import verdict_on
 from alibi_attn.attention.call.reads import arguments_of
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.run import splitting
+from alibi_attn.attention.run.guards import Run, guarded
 
-_ALL: tuple[Backend, ...] = (reference, dense, banded, native, fused, flex)
-BACKENDS = {backend.name: backend for backend in _ALL}
+_FORMULAS: tuple[Formula, ...] = (reference, dense)
+_KERNELS: tuple[Kernel, ...] = (banded, native, fused, flex)
+BACKENDS: dict[str, Backend] = {backend.name: backend for backend in (*_FORMULAS, *_KERNELS)}
 # Their `run` comes from `operator.py`, which refuses second derivatives itself.
 WITH_OPERATOR = frozenset({banded.name, native.name, fused.name})
 # They compute every score of a row, also those between segments.
-WITHOUT_SKIPPING = frozenset({reference.name, dense.name})
+WITHOUT_SKIPPING = frozenset(backend.name for backend in _FORMULAS)
 
 # In order of preference. `dense` runs on every device of torch, and other devices always get it.
 PREFERRED: dict[str, tuple[Backend, ...]] = {"cpu": (native, banded, dense), "cuda": (fused, flex, dense)}
+
+
+# How each runs: kernels unmodified, formulas without bad numbers.
+RUNS: dict[str, Run] = {kernel.name: kernel.run for kernel in _KERNELS}
+RUNS |= {backend.name: guarded(backend.formula, reads_few=backend is dense) for backend in _FORMULAS}
 
 
 class Choice(NamedTuple):

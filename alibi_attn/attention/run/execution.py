@@ -52,7 +52,7 @@ def _computed(
     name: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, *, in_chunks: bool
 ) -> tuple[Tensor, Tensor | None]:
     """(output, lse) by a backend that reads all fields of the call; tokens in space come in an order that its tiles need."""
-    run = dispatch.BACKENDS[name].run
+    run = dispatch.RUNS[name]
     if spec.coordinates is None:
         return run(spec, query, key, value)
     if name not in dispatch.WITHOUT_SKIPPING:

@@ -7,8 +7,8 @@ import torch
 from attention_checks import EPS
 
 from alibi_attn import alibi_attention, alibi_slopes
-from alibi_attn.attention.backends import dense
 from alibi_attn.attention.operators.finite_numbers import are_moderate
+from alibi_attn.attention.run import few_queries
 
 SLOPES = torch.tensor(alibi_slopes(6), dtype=torch.float32)
 ASKED = {
@@ -43,11 +43,11 @@ def test_few_queries_equal_the_definition(name: str, dtype: torch.dtype, monkeyp
     written = []
 
     def spied(*arguments):
-        written.append(_written_out(*arguments))
+        written.append(attend(*arguments))
         return written[-1]
 
-    _written_out = dense._written_out
-    monkeypatch.setattr(dense, "_written_out", spied)
+    attend = few_queries.attend
+    monkeypatch.setattr(few_queries, "attend", spied)
     for ours, true in zip(*both(*drawn(dtype), ASKED[name]), strict=True):
         assert ours.dtype in (dtype, torch.promote_types(dtype, torch.float32))
         torch.testing.assert_close(ours.double(), true, rtol=0, atol=32 * EPS[dtype])
@@ -121,7 +121,7 @@ def test_hidden_keys_whose_scores_overflow_have_no_effect(
 
 
 def test_inputs_that_require_gradients_take_the_other_path(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(dense, "_written_out", None)
+    monkeypatch.setattr(few_queries, "attend", None)
     query, key, value = drawn(torch.float32)
     alibi_attention(query, key, value, SLOPES, backend="dense")
     with torch.no_grad():

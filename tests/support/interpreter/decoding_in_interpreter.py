@@ -12,7 +12,6 @@ from torch.utils._python_dispatch import TorchDispatchMode
 
 from alibi_attn.attention import decoding
 from alibi_attn.attention.api import alibi_attention
-from alibi_attn.attention.backends import reference
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused import split_keys
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
@@ -20,6 +19,7 @@ from alibi_attn.attention.backends.fused.plan import planned
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
+from alibi_attn.attention.run.dispatch import RUNS
 from alibi_attn.nn import ALiBiAttention, KVCache
 
 MANY = mock.patch.object(split_keys, "WHOLE_BYTES", 0)  # keys are so many that a step does not read all
@@ -128,7 +128,7 @@ def decoding_with_remembered_norms(window: int | None) -> float:
     slopes = torch.tensor([0.25, 0.25, 0.5, 0.5, 0.3, 0.4, 1.0, 0.9])
     spec, known_norms = make_spec(query, key, value, slopes, window=window), Norms.of(key, value)
     whole, _ = fused.decode(spec, query, key, value, known_norms)
-    true, _ = reference.run(spec, query.double(), key.double(), value.double())
+    true, _ = RUNS["reference"](spec, query.double(), key.double(), value.double())
     with MANY:
         before, _ = fused.decode(spec, query, key, value, known_norms)
     # Only the last keys and those of outlier tiles are read; the others may have any value.

@@ -12,12 +12,12 @@ import torch
 from certificate_attack import random_attack
 from torch import Tensor
 
-from alibi_attn.attention.backends import reference
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused import plan
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.constants import FIXED_DIGITS, FIXED_HALF_DIGITS, TILE
+from alibi_attn.attention.run.dispatch import RUNS
 
 Call = tuple[AttentionSpec[Tensor], Tensor, Tensor, Tensor]
 EVERYWHERE = 2**29  # a distance up to which softmax is online
@@ -61,7 +61,7 @@ def error_beyond_the_nearest(
     """(distances, the largest error of output and lse against fp64)."""
     spec, *inputs = call = beyond_the_nearest(dtype, digits, slope, device)
     *found, distances = run(call)
-    true = reference.run(spec, *(x.double() for x in inputs))
+    true = RUNS["reference"](spec, *(x.double() for x in inputs))
     error = max(float((x.double() - y).abs().max()) for x, y in zip(found, true, strict=True))
     return distances.flatten().tolist(), error
 

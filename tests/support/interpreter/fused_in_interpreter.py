@@ -24,7 +24,6 @@ from attention_cases import Case
 from torch import Tensor
 
 from alibi_attn.attention.api import alibi_attention, head_reach
-from alibi_attn.attention.backends import reference
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused import split_keys
 from alibi_attn.attention.backends.fused.call import call_of
@@ -37,6 +36,7 @@ from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.certificate.tiles import Tiles
 from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.operators.schema import Arguments
+from alibi_attn.attention.run.dispatch import RUNS
 from alibi_lab.measure.attention import attention
 
 
@@ -88,7 +88,7 @@ def plan_skips_only_what_it_may(case: Case, tolerance: float) -> tuple[float, fl
     """Returns (largest share of a query's softmax mass on keys outside its tiles, share of computed scores)."""
     spec, query, key, value = _call(case, tolerance=tolerance)
     inside = _inside(spec, fused.plan(spec, query, key, value))
-    _, everything = reference.run(spec, query.double(), key.double(), value.double())
+    _, everything = RUNS["reference"](spec, query.double(), key.double(), value.double())
     _output, kept = _over_tiles(spec, inside, query.double(), key.double(), value.double(), spec.slopes.double())
     return float((1 - (kept - everything).exp()).max()), float(inside.double().mean())
 
