@@ -60,6 +60,15 @@ def test_logits_beyond_the_capacity_are_nan(model: BloomForCausalLM) -> None:
     assert model(tokens[:, 4:], past_key_values=cache).logits.isnan().all()
 
 
+@pytest.mark.parametrize("change", ["reorder_cache", "batch_select_indices", "batch_repeat_interleave"])
+@torch.no_grad()
+def test_beams_are_refused_with_a_sentence(change: str, model: BloomForCausalLM) -> None:
+    cache = ALiBiCache(capacity=4)
+    model(torch.randint(50, (2, 3)), past_key_values=cache)
+    with pytest.raises(ValueError, match="a cache of a fixed capacity has no beams"):
+        getattr(cache, change)(2 if change == "batch_repeat_interleave" else torch.tensor([1, 0]))
+
+
 @torch.no_grad()
 def test_a_device_reads_near_keys_by_the_norms(model: BloomForCausalLM, monkeypatch: pytest.MonkeyPatch) -> None:
     """As on a device with kernels that read near keys: they get the position, and bounds of all norms up to it."""

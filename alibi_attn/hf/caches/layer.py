@@ -172,7 +172,9 @@ class CacheLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         raise NotImplementedError("an ALiBiCache cannot be offloaded; use DynamicCache(offloading=True)")
 
     def _batch(self) -> int:
-        return self.store.groups[0].tensors[0].shape[0] if self.store.groups and len(self.store) else 0
+        store = self.store
+        tensors = [group.tensors for group in store.groups] if store.fixed is None else store.fixed.tensors
+        return tensors[0][0].shape[0] if tensors and tensors[0] else 0
 
 
 def cut_after_padding(layer: CacheLayer, log_fgate: Tensor, seen: Tensor | None) -> Tensor:

@@ -6,6 +6,7 @@ The truth holds keys, values and gates of all tokens as tensors that are concate
 `reference` backend. A step that a cache refuses must leave it as it was.
 """
 
+import contextlib
 import copy
 import pickle
 import random
@@ -21,6 +22,8 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from alibi_attn import ALiBiAttention, KVCache, alibi_attention, forgetting_attention
 from alibi_attn.attention import decoding
+from alibi_attn.attention.certificate.norms import Norms, in_tiles
+from alibi_attn.nn.cache import fixed
 
 WIDTH, HEADS, KEY_HEADS, ROWS, CAPACITY = 64, 4, 2, 2, 400
 SLOPES = [1.5, 0.4, 0.1, 0.0]
@@ -32,15 +35,24 @@ KINDS: dict[str, tuple[dict[str, object], Callable[[ALiBiAttention, Path], KVCac
     "memory, window": ({"window": 40}, lambda layer, path: KVCache()),
     "memory, sinks": ({"window": 40, "sinks": 3}, lambda layer, path: KVCache()),
     "memory, gates": ({"forget_gate": True}, lambda layer, path: KVCache()),
+    "memory, windows of heads": ({"window": [40, 5, 20, 60]}, lambda layer, path: KVCache()),
+    "memory, gates, window": ({"forget_gate": True, "window": 40}, lambda layer, path: KVCache()),
     "file": ({}, lambda layer, path: KVCache(path)),
+    "file, sinks": ({"window": 40, "sinks": 3}, lambda layer, path: KVCache(path)),
     "stream": ({}, lambda layer, path: KVCache(max_tokens=30, sinks=2)),
+    "stream, window": ({"window": 12, "sinks": 2}, lambda layer, path: KVCache(max_tokens=30, sinks=2)),
     "reach": ({"qk_norm": True}, lambda layer, path: layer.reach_cache(tolerance=1e-6)),
     "reach, sinks": (
         {"qk_norm": True, "window": 30, "sinks": 3},
         lambda layer, path: layer.reach_cache(tolerance=1e-6),
     ),
     "gates": ({"qk_norm": True, "forget_gate": True}, lambda layer, path: layer.reach_cache(tolerance=1e-6)),
+    "gates, window": (
+        {"qk_norm": True, "forget_gate": True, "window": 40},
+        lambda layer, path: layer.reach_cache(tolerance=1e-6),
+    ),
     "capacity": ({}, lambda layer, path: KVCache(capacity=CAPACITY)),
+    "capacity, window": ({"window": 40}, lambda layer, path: KVCache(capacity=CAPACITY)),
     "capacity, reach": (
         {"qk_norm": True, "slopes": [1.5, 0.4, 0.8, 0.2]},
         lambda layer, path: layer.reach_cache(tolerance=1e-6, capacity=CAPACITY),
@@ -59,6 +71,25 @@ ACTIONS = (
     "edit",
     "replay",
     "mask",
+)
+
+
+def attend_at(
+    query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, norms: Norms, first: Tensor, **options: object
+) -> Tensor:
+    """Stands for the kernel that reads the tiles within reach by their norms, and checks that these bound all keys."""
+    if type(first) is Tensor:  # not traced
+        written = torch.arange(key.shape[2]) < first + query.shape[2]
+        for rows, bounds in ((key, norms.keys), (value, norms.values)):
+            longest = in_tiles(rows.double().norm(dim=-1) * written).amax(-1)
+            assert bool((longest <= bounds).all()), "a norm is not a bound"
+    return alibi_attention(query, key, value, slopes, query_offset=first, **options)
+
+
+AS_ON_A_DEVICE = (
+    (fixed, "skips_on_device", lambda key: True),
+    (decoding, "reads_near_at", lambda query: True),
+    (decoding, "attend_at", attend_at),
 )
 
 
@@ -116,7 +147,7 @@ def check(kind: str, steps: list[Step], *, near: bool) -> dict[str, int]:
     """Raises an AssertionError unless every output is the truth's; returns how often each action was not refused.
 
     Args:
-        near: decode by reading near keys only, however few there are.
+        near: decode by reading near keys only, however few there are; with a capacity as on a device, by norms.
     """
     torch.manual_seed(0)
     options, make = KINDS[kind]
@@ -124,7 +155,12 @@ def check(kind: str, steps: list[Step], *, near: bool) -> dict[str, int]:
     if layer.gate_proj is not None:
         torch.nn.init.constant_(layer.gate_proj.bias, 1.5)
     generator, done = torch.Generator().manual_seed(1), dict.fromkeys(ACTIONS, 0)
-    with tempfile.TemporaryDirectory() as folder, mock.patch.object(decoding, "LONG", 0 if near else 2**60):
+    with contextlib.ExitStack() as stack:
+        folder = stack.enter_context(tempfile.TemporaryDirectory())
+        stack.enter_context(mock.patch.object(decoding, "LONG", 0 if near else 2**60))
+        if near and kind.startswith("capacity"):
+            for where, name, stand_in in AS_ON_A_DEVICE:
+                stack.enter_context(mock.patch.object(where, name, stand_in))
         path, truth = Path(folder) / "cache", Truth(layer)
         cache = make(layer, path)
         for number, (action, size) in enumerate([*steps, ("append", 1)]):
@@ -160,6 +196,8 @@ def _append(cache: KVCache, truth: Truth, x: Tensor, action: str) -> None:
         twin = copy.deepcopy(cache)
         graph = make_fx(lambda token: layer(token, cache=twin))(x)  # traced on a copy, whose tensors it holds
         twin.fixed.length.copy_(cache.fixed.length)
+        if cache.fixed.norms is not None:
+            twin.fixed.norms.keys.copy_(cache.fixed.norms.keys), twin.fixed.norms.values.copy_(cache.fixed.norms.values)
         for own, other in zip(twin.fixed.tensors, cache.fixed.tensors, strict=True):
             own[0].copy_(other[0]), own[1].copy_(other[1])
         torch.testing.assert_close(graph(x), layer(x, cache=copy.deepcopy(cache)), rtol=0, atol=1e-6)
