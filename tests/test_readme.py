@@ -111,14 +111,14 @@ def test_the_documents_are_short():
     counted = [path for path in DOCUMENTS if ROOT / "docs" / "log" not in (path.with_suffix(""), path.parent)]
     words = {path: len(path.read_text(encoding="utf-8").split()) for path in counted}
     assert words.pop(ROOT / "README.md") <= 750
-    assert sum(words.values()) <= 30_000
+    assert sum(words.values()) <= 29_500
     log = (ROOT / "docs" / "log.md").read_text(encoding="utf-8")
     assert sum(len(path.read_text(encoding="utf-8").split()) for path in {*DOCUMENTS} - {*counted}) <= 8_000
     assert "\n## 20" not in log, "an entry of the log belongs on top of its month's file in docs/log/"
 
 
 def test_the_changelog_fits_on_a_page():
-    assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split()) <= 800
+    assert len((ROOT / "CHANGELOG.md").read_text(encoding="utf-8").split()) <= 600
 
 
 def test_the_page_of_commands_lists_all_with_valid_options():
@@ -158,7 +158,7 @@ def test_a_broken_link_is_noticed(wrong, tmp_path):
 CITED = re.compile(r"`((?:[\w.]+/)+[\w.]+\.(?:py|hpp|cpp|css|json))`|`(\w+\.(?:hpp|cpp))`")
 
 
-@pytest.mark.parametrize("name", ["design", "glossary", "backends", "maths", "lab"])
+@pytest.mark.parametrize("name", ["design", "glossary", "backends", "certificate", "maths", "lab"])
 def test_files_that_a_page_cites_exist(name):
     cited = {
         path for found in CITED.findall((ROOT / "docs" / f"{name}.md").read_text("utf-8")) for path in found if path

@@ -1,4 +1,4 @@
-"""Which rows of other shards the queries of a shard need if keys have biases, such as forget gates (docs/maths.md, step 10).
+"""Which rows of other shards the queries of a shard need if keys have biases, such as gates (docs/certificate.md, step 10).
 
 Biased keys do not form a geometric series. Instead, every rank shares the largest norm and the largest bias of each of its
 tiles: two numbers per 64 rows of a head. With R the largest |scale|·‖q‖ of a shard's queries,

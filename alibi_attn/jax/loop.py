@@ -1,7 +1,7 @@
 """The loop: every block of queries visits tiles of keys outward from its diagonal until the certificate ends it.
 
 Heads and blocks are looped over, not vmapped: a batched `while_loop` runs until its slowest lane is done. Memory is linear in the
-length. Each block saves the tiles that it visited and found to matter (docs/maths.md, step 11), and backward visits those.
+length. Each block saves the tiles that it visited and found to matter (docs/certificate.md, step 11), and backward visits those.
 """
 
 from functools import partial

@@ -1,4 +1,4 @@
-"""The certificate for calls with a bias per key (docs/maths.md, step 10): certified bands from torch operations.
+"""The certificate for calls with a bias per key (docs/certificate.md, step 10): certified bands from torch operations.
 
 With biases, the weights of distant keys do not form a geometric series, but the actual keys can be summed. With R the
 largest |scale|·‖q‖ of a head, one running log-sum-exp per head gives the total weight of all keys before a tile, for

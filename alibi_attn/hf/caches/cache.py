@@ -47,9 +47,9 @@ class ALiBiCache(Cache):
     text. With an attention mask, under torch.compile, or on a CPU, a step scores all keys up to its position.
 
     With `forget=True` each key head of a Forgetting Transformer with normalized queries and keys (`qk_norm`) drops the keys that
-    its gates prove unnecessary for every later token (`docs/maths.md`, step 12). Logits are those of `ALiBiCache()` within the
-    tolerance. It supports left padding, beams and chunks, but cannot return to fewer tokens, as assisted generation does. Rows of
-    similar length and padding keep the fewest keys.
+    its gates prove unnecessary for every later token (`docs/certificate.md`, step 12). Logits are those of `ALiBiCache()` within
+    the tolerance. It supports left padding, beams and chunks, but cannot return to fewer tokens, as assisted generation does.
+    Rows of similar length and padding keep the fewest keys.
 
     MPT's config has `use_cache=False`: pass `use_cache=True` to `generate`.
 

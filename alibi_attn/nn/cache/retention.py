@@ -1,7 +1,7 @@
 """What a cache may forget: nothing (None), all but the latest tokens, keys out of reach, keys that forget gates have left.
 
-Slopes determine a static reach before any text exists; gates forget by content (`docs/maths.md`, step 12). The bound U on scores
-comes from QK-normalization or from the caller; see `ALiBiAttention.reach_cache`.
+Slopes determine a static reach before any text exists; gates forget by content (`docs/certificate.md`, step 12). The bound U on
+scores comes from QK-normalization or from the caller; see `ALiBiAttention.reach_cache`.
 """
 
 import dataclasses

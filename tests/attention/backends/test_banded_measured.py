@@ -74,7 +74,7 @@ def test_backward_computes_the_scores_that_explain_shows(
 
 @pytest.mark.parametrize("causal", [True, False])
 def test_gradients_lack_at_most_what_the_bound_says(any_length: None, causal: bool) -> None:
-    """Steps 6 and 11 of docs/maths.md, in fp64 with a tolerance large enough to have an effect."""
+    """Step 6 of docs/maths.md and 11 of docs/certificate.md, in fp64 with a tolerance large enough to have an effect."""
     tolerance = 1e-2
     leaf = [x.requires_grad_() for x in draw(700, torch.float64)]
     slopes = torch.tensor(SLOPES, dtype=torch.float64)

@@ -346,7 +346,7 @@ def test_a_norm_bound_is_never_short(power: int, dtype: torch.dtype) -> None:
 
 @pytest.mark.parametrize("far", [1.0, 1e-9])
 def test_dropped_keys_move_the_gradient_of_a_query_within_its_bound(far: float) -> None:
-    """docs/maths.md, steps 6 and 12: also if dropped keys are tiny, because the weights of the kept ones change too."""
+    """Steps 6 and 12 of the certificate: also if dropped keys are tiny, because the weights of the kept ones change too."""
     n, d, slope, most = 512, 16, 0.02, 0.2
     draws = torch.randn(4, 1, 1, n, d, dtype=torch.float64, generator=torch.Generator().manual_seed(0))
     query, key, value, grad = draws

@@ -1,4 +1,4 @@
-"""Which keys the pieces read, and which of them backward needs: not the sections that weigh nothing (docs/maths.md, step 11).
+"""Which keys the pieces read, and which of them backward needs: no sections that weigh nothing (docs/certificate.md, 11).
 
 The share of a piece in the softmax over all keys visited so far bounds its share over all keys, because the sum only grows.
 Backward leaves out a section if its share obeys the key rule for every query of a tile (`certificate/key_rule.py`).

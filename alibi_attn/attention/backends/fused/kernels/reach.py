@@ -123,7 +123,7 @@ def reach_of_key_rule(nats, slope, tokens, near):
 
 @triton.jit
 def online_reach(excess, slope, of_values, S, HALF: tl.constexpr):
-    """`online` of Certificate for one block; see step 13 of docs/maths.md.
+    """`online` of Certificate for one block; see step 13 of docs/certificate.md.
 
     At a distance, a score exceeds those of a query's nearest keys by `excess` − slope·distance nats at most; `of_values` is the
     largest norm of a value.
