@@ -59,6 +59,7 @@ def alibi_attention(
     prefix_len: Array | None = None,
     positions: Array | None = None,
     query_positions: Array | None = None,
+    registers: int = 0,
     invariant: bool = False,
     backend: Backend = "auto",
     **unknown: Never,
@@ -103,6 +104,9 @@ def alibi_attention(
             No gradient. Of a numpy array in fp64 without x64, the distances to the last are what is rounded to fp32.
         query_positions: [B, T], those of the queries, not before the last T keys; with causal=False anywhere, without a window.
             Default: the last T.
+            Or coordinates in the plane or in space, [B, S, 2 or 3] and [B, T, 2 or 3], in any order, with causal=False: the bias
+            is −m·‖p_i − p_j‖, by "dense" only. Of numpy arrays the distances to the first key's are what is rounded.
+        registers: the first n tokens, such as a class token, get no bias, as queries or as keys (causal=False only).
         invariant: output and lse of a query have the same bits in every call that shows it the same keys, its own among them:
             alone or in a batch, in a text that goes on, in a chunk or a single step. Causal, by `native`, which then skips
             nothing.
@@ -144,6 +148,7 @@ def alibi_attention(
         prefix_len=prefix_len,
         positions=positions,
         query_positions=query_positions,
+        registers=registers,
         **unknown,
     )
     if invariant:
@@ -191,10 +196,15 @@ def splits(spec: AttentionSpec[Array], backend: Backend) -> bool:
     """Whether the parts of `merging.py` are computed; raises a ValueError for a backend that does not compute this call."""
     if backend not in get_args(Backend):
         raise ValueError(f"backend is {backend!r} but must be one of {', '.join(map(repr, get_args(Backend)))}")
-    off, unread = merging.split(spec, READS["native" if backend == "auto" else backend])
+    off, unread = merging.split(spec, READS[_reader(spec) if backend == "auto" else backend])
     if unread:
         raise ValueError(_refusal(backend, f"it does not compute {arguments_of(unread)}"))
     return off != frozenset() and off != {"sink_logits"} and 0 not in (spec.batch, spec.query_len, spec.key_len)
+
+
+def _reader(spec: AttentionSpec[Array]) -> str:
+    """The backend whose fields "auto" reads: what the others do not compute is left to `dense`."""
+    return "dense" if merging.split(spec, READS["native"]).unread else "native"
 
 
 def why_not(name: str, spec: AttentionSpec[Array], query: Array) -> str | None:
@@ -255,7 +265,9 @@ def make_plan(
         native=kernels,
         # A traced call may later be compiled for another device.
         elsewhere=kernels and backend == "auto" and isinstance(query, jax.core.Tracer),
-        dense=backend == "dense" or empty or (backend == "auto" and _is_short(spec, on_gpu=on_gpu)),
+        dense=backend == "dense"
+        or empty
+        or (backend == "auto" and (_reader(spec) == "dense" or _is_short(spec, on_gpu=on_gpu))),
         query_block=_parted(spec.query_len, GPU_QUERY_BLOCK) if on_gpu else min(QUERY_BLOCK, spec.query_len),
         key_tile=KEY_TILE * _parted(-(-spec.key_len // KEY_TILE), GPU_KEY_TILE // KEY_TILE) if on_gpu else KEY_TILE,
         key_bias=spec.key_bias is not None,

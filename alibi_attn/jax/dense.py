@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from alibi_attn.attention.call.reads import DROPOUT, MASKS
+from alibi_attn.attention.call.reads import DROPOUT, MASKS, SPACE
 from alibi_attn.jax import tiles
 from alibi_attn.jax.dropout import HeadDropout, head_dropout
 from alibi_attn.jax.plan import Array, Inputs, KeyBias, Keys, Plan, Queries, Rule, head_rule, least_distance, with_bias
@@ -14,7 +14,7 @@ from alibi_attn.jax.tiles import Finished, Gradients
 
 Result = TypeVar("Result")
 
-READS = MASKS | DROPOUT | {"key_bias", "query_bias"}
+READS = MASKS | SPACE | DROPOUT | {"key_bias", "query_bias"}
 
 
 class _Head(NamedTuple):
@@ -60,6 +60,7 @@ def _over_heads(one: Callable[..., Result], plan: Plan, inputs: Inputs, known: F
     least = least_distance(inputs.offset, inputs.query.shape[2], inputs.key.shape[2])
     queries = Queries(_grouped(inputs.query, inputs), inputs.offset, least, inputs.query_segments, start=start)
     keys = Keys(inputs.key, inputs.value, inputs.veil, jnp.zeros_like(inputs.offset), inputs.key_segments)
+    queries, keys = queries._replace(points=inputs.query_points), keys._replace(points=inputs.key_points)
     number = _grouped(jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads), inputs)
     slopes = (_grouped(inputs.left, inputs), _grouped(inputs.right, inputs))
     bias = jax.tree.map(lambda x: _grouped(x, inputs), inputs.bias)
@@ -67,8 +68,8 @@ def _over_heads(one: Callable[..., Result], plan: Plan, inputs: Inputs, known: F
 
     # The axis of each array, in the order of the fields: for sequences, key heads, and query heads of a key head.
     by_head = _Head._make((Rule._make((0, 0, 0, 0, None, None, None)), 0, 0))
-    one_query, all_queries = Queries(0, None, None, None, start=0), Queries(0, 0, 0, 0, start=0)  # type: ignore[arg-type]
-    one_key, all_keys = Keys(0, 0, 0, None, None), Keys(0, 0, 0, 0, 0)  # type: ignore[arg-type]
+    one_query, all_queries = Queries(0, None, None, None, start=0), Queries(0, 0, 0, 0, start=0, points=0)  # type: ignore[arg-type]
+    one_key, all_keys = Keys(0, 0, 0, None, None), Keys(0, 0, 0, 0, 0, points=0)  # type: ignore[arg-type]
     a_query_head = jax.vmap(one, (one_query, None, by_head, 0))
     a_key_head = jax.vmap(a_query_head, (one_query, one_key, by_head, 0))
     a_sequence = jax.vmap(a_key_head, (all_queries, all_keys, by_head, 0))

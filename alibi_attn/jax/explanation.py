@@ -10,7 +10,7 @@ from numpy.typing import NDArray
 
 from alibi_attn.attention.backends.native.visited import Visited
 from alibi_attn.attention.call.explanation import Explanation, explanation, verdict_on
-from alibi_attn.attention.call.options import LineOptions
+from alibi_attn.attention.call.options import AttentionOptions
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.jax import attention, merging, xla
 from alibi_attn.jax.attention import Backend
@@ -30,7 +30,7 @@ def explain(
     slopes: Slopes | None = None,
     *,
     backend: Backend = "auto",
-    **options: Unpack[LineOptions[Array]],
+    **options: Unpack[AttentionOptions[Array]],
 ) -> Explanation:
     """Describes what `alibi_attention` would do with these arguments: which backend runs and why, and how far each head attends.
 

@@ -23,7 +23,8 @@ except ModuleNotFoundError as error:
 
 from alibi_attn.attention.call.checks import check_layer, check_sinks, check_windows
 from alibi_attn.attention.call.hints import by_position, hides_unknown
-from alibi_attn.attention.call.options import LineOptions
+from alibi_attn.attention.call.options import AttentionOptions
+from alibi_attn.attention.call.query_positions import check_registers
 from alibi_attn.jax.attention import alibi_attention
 from alibi_attn.jax.forgetting import attend_gated
 from alibi_attn.jax.plan import Array
@@ -47,6 +48,7 @@ class LayerOptions(TypedDict, total=False):
     causal: bool
     window: int | Sequence[int] | None
     sinks: int
+    registers: int
     slopes: Slopes | None
     learn_slopes: bool
     qk_norm: bool
@@ -114,6 +116,7 @@ class ALiBiAttention(nnx.Module):
         causal: False for encoders: the bias is symmetric.
         window: how many keys a query may see, including its own; or one number per head, [H].
         sinks: the number of first keys that the window never hides.
+        registers: the number of first tokens without a bias, such as a class token (causal=False only).
         dropout_p: dropout of attention weights, unless `deterministic` (which `eval()` sets).
         slopes: [H]; default `alibi_slopes(num_heads)`.
         learn_slopes: make the slopes a parameter.
@@ -144,6 +147,7 @@ class ALiBiAttention(nnx.Module):
         causal: bool = True,
         window: int | Sequence[int] | None = None,
         sinks: int = 0,
+        registers: int = 0,
         dropout_p: float = 0.0,
         slopes: Slopes | None = None,
         learn_slopes: bool = False,
@@ -155,6 +159,8 @@ class ALiBiAttention(nnx.Module):
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
         one_window, windows = check_windows(window, num_heads) if isinstance(window, Sequence) else (window, None)
         check_sinks(sinks)
+        if registers != 0:
+            check_registers(registers, causal=causal)
         if forget_gate and (sinks or windows is not None):
             raise ValueError("forget_gate supports one window for all heads and no sinks; omit one of them")
         check_layer(
@@ -168,7 +174,7 @@ class ALiBiAttention(nnx.Module):
         )
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
-        self.causal, self.window, self.sinks = causal, windows or one_window, sinks
+        self.causal, self.window, self.sinks, self.registers = causal, windows or one_window, sinks, registers
         self.dropout_p, self.deterministic = dropout_p, False
         values = _checked_slopes(slopes, num_heads)
         self.slopes = nnx.Param(jnp.asarray(values, jnp.float32)) if learn_slopes else values
@@ -227,7 +233,7 @@ class ALiBiAttention(nnx.Module):
         dropout_p, dropout_key = 0.0, None
         if self.rngs is not None and not self.deterministic:
             dropout_p, dropout_key = self.dropout_p, self.rngs()
-        options: LineOptions[Array] = {
+        options: AttentionOptions[Array] = {
             "causal": self.causal,
             "window": self.window,
             "query_offset": first,
@@ -236,7 +242,12 @@ class ALiBiAttention(nnx.Module):
             "dropout_p": dropout_p,
         }
         if gates is None:
-            options |= {"sinks": self.sinks, "prefix_len": prefix_len, "positions": positions}
+            options |= {
+                "sinks": self.sinks,
+                "registers": self.registers,
+                "prefix_len": prefix_len,
+                "positions": positions,
+            }
             mixed = alibi_attention(query, key, value, slopes, dropout_key=dropout_key, **options)
             assert isinstance(mixed, jax.Array)  # no lse was requested
         else:  # `forgetting_attention` with an offset that may be traced

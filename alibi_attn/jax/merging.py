@@ -1,5 +1,6 @@
 """Calls whose keys split into disjoint sets, each an ordinary call that every backend computes; the results merge by their lse.
 
+    registers             the queries and keys that are registers, without a bias, and all others
     windows per head      the heads that share a window
     sinks                 the first n keys, without the window, and all others, within it
     prefix_len, positions  the keys to the left of each query (and itself), and those to its right
@@ -20,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from alibi_attn.attention.call.reads import DROPOUT, MASKS
+from alibi_attn.attention.call.reads import DROPOUT, MASKS, SPACE
 from alibi_attn.attention.call.spec import AttentionSpec, heads_by_window, key_heads
 from alibi_attn.attention.run import splitting
 from alibi_attn.attention.run.splitting import Split
@@ -30,9 +31,9 @@ from alibi_attn.jax.plan import Array, Pair, sum_of_two
 Spec = AttentionSpec[Array]
 
 SPLITS = frozenset(
-    {"sink_logits", "head_windows", "sinks", "prefix_len", "positions", "query_positions", "by_position"}
+    {"sink_logits", "registers", "head_windows", "sinks", "prefix_len", "positions", "query_positions", "by_position"}
 )
-READS = MASKS | DROPOUT | SPLITS | {"key_bias"}
+READS = MASKS | DROPOUT | SPACE | SPLITS | {"key_bias"}
 Result = tuple[Array, Pair]  # output and lse: with large key biases its low part decides how results merge
 
 
@@ -43,6 +44,7 @@ class Part(NamedTuple):
         heads: the query heads of the call; None = all.
         is_reversed: the sequences run backward, and distances are one too small.
         places: [B, T], where the queries of the call are among those of the part; None = they are the same.
+        queries: the part has all keys and the queries after those of the part before it.
         origin: where dropout counts from.
         key_bias_low, query_bias_low: the low parts of the spec's biases, see `attention.attend`.
     """
@@ -54,6 +56,7 @@ class Part(NamedTuple):
     heads: tuple[int, ...] | None = None
     is_reversed: bool = False
     places: Array | None = None
+    queries: bool = False
     origin: Origin = WHOLE
     key_bias_low: Array | None = None
     query_bias_low: Array | None = None
@@ -71,6 +74,8 @@ def split(spec: Spec, reads: frozenset[str]) -> Split:
 def parts(whole: Part) -> list[Part]:
     """The parts of a call, itself given as a part of all; those of several heads, of sinks or of a side may have parts again."""
     spec = whole.spec
+    if spec.registers > 0:
+        return _registers_and_others(whole)
     if spec.head_windows is not None:
         return [
             _of_heads(whole, heads, window)
@@ -102,6 +107,10 @@ def joined(spec: Spec, of: Sequence[Part], results: Sequence[Result]) -> Result:
         at = of[0].places
         high, low = (jnp.take_along_axis(x, at[:, None], 2) for x in (high, low))
         return jnp.take_along_axis(output, at[..., None, None], 1), (high, low)
+    if of[0].queries:
+        outputs, lses = zip(*results, strict=True)
+        high, low = (jnp.concatenate(x, 2) for x in zip(*lses, strict=True))
+        return jnp.concatenate(outputs, 1), (high, low)
     forward = [_in_order(part, result) for part, result in zip(of, results, strict=True)]
     output, lse = forward[0]
     for more, more_lse in forward[1:]:
@@ -153,6 +162,40 @@ def _of_heads(whole: Part, heads: tuple[int, ...], window: int) -> Part:
     )
     rows = whole.query[:, :, of_heads], whole.key[:, :, owners], whole.value[:, :, owners]
     return Part(part, *rows, heads=heads, origin=whole.origin._replace(head=whole.origin.head + heads[0]))
+
+
+def _registers_and_others(whole: Part) -> list[Part]:
+    """The queries that are registers and all others; then the keys that are registers, which have no bias, and all others."""
+    spec = whole.spec
+    assert isinstance(spec.query_offset, int)
+    count = min(max(spec.registers - spec.query_offset, 0), spec.query_len)
+    if count > 0:
+        first, rest = _queries(whole, 0, count), _queries(whole, count, spec.query_len)
+        return [first._replace(spec=_without_bias(first.spec)), rest]
+    others = whole._replace(spec=dataclasses.replace(spec, registers=0))
+    registers, without = min(spec.registers, spec.key_len), whole._replace(spec=_without_bias(spec))
+    return [_keys(others, registers, spec.key_len), _keys(without, 0, registers)]
+
+
+def _queries(whole: Part, start: int, stop: int) -> Part:
+    """The call of queries [start, stop) only."""
+    return whole._replace(spec=whole.spec.on_queries(start, stop), query=whole.query[:, start:stop], queries=True)
+
+
+def _without_bias(spec: Spec) -> Spec:
+    """The call with distances of 0; infinite right slopes still hide keys."""
+    right = None if spec.right_slopes is None else jnp.where(jnp.isinf(spec.right_slopes), jnp.inf, 0.0)
+    return dataclasses.replace(
+        spec,
+        slopes=jnp.zeros_like(spec.slopes),
+        right_slopes=right,
+        registers=0,
+        positions=None,
+        query_positions=None,
+        coordinates=None,
+        query_coordinates=None,
+        by_position=False,
+    )
 
 
 def _sinks_and_others(whole: Part) -> list[Part]:

@@ -38,6 +38,8 @@ class Rest(NamedTuple):
     key_bias_low: Array | None = None  # [B, H, S]
     query_bias_low: Array | None = None  # [B, H, T]
     query_start: Array | None = None  # [B, H, T] int32
+    query_points: Array | None = None  # [B, T, 2 or 3]
+    key_points: Array | None = None  # [B, S, 2 or 3]
 
 
 def operands(
@@ -61,6 +63,8 @@ def operands(
         query_segments=spec.query_segments,
         key_segments=spec.key_segments,
         dropout_seed=None if dropout_key is None else seed_words(dropout_key),
+        query_points=spec.query_coordinates,
+        key_points=spec.coordinates,
     )
     return _varying_alike(arrays, rest)
 

@@ -95,6 +95,8 @@ class Inputs(NamedTuple):
     dropout_seed: Array | None  # [2] uint32
     bias: KeyBias | None = None  # [B, H, S], −inf for a hidden key
     query_start: Array | None = None  # [B, H, T] int32
+    query_points: Array | None = None  # [B, T, 2 or 3]
+    key_points: Array | None = None  # [B, S, 2 or 3]
 
 
 class Queries(NamedTuple):
@@ -106,6 +108,7 @@ class Queries(NamedTuple):
     segment: Array | None  # [t] int32
     reference: Array | None = None  # [t] that key biases are relative to; None without them
     start: Array | None = None  # [t] int32: the first key that each query may see
+    points: Array | None = None  # [t, 2 or 3]: coordinates
 
 
 class Keys(NamedTuple):
@@ -117,6 +120,7 @@ class Keys(NamedTuple):
     position: Array  # int32 scalar, of the first
     segment: Array | None  # [s] int32
     bias: KeyBias | None = None  # [s]
+    points: Array | None = None  # [s, 2 or 3]: coordinates
 
 
 class Rule(NamedTuple):

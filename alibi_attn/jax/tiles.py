@@ -72,7 +72,7 @@ def _nats_of(plan: Plan, queries: Queries, slope: Array, distance: Array) -> Arr
 
 
 def _sight(plan: Plan, rule: Rule, queries: Queries, keys: Keys) -> tuple[Array, Array, Array]:
-    """(whether the query may see the key, i − j, the slope for that side), [t, s] or a scalar."""
+    """(whether the query may see the key, i − j or ‖p_i − p_j‖, the slope for that side), [t, s] or a scalar."""
     shape = (len(queries.query), len(keys.key))
     apart = lax.broadcasted_iota(jnp.int32, shape, 0) - lax.broadcasted_iota(jnp.int32, shape, 1)
     distance = queries.position - keys.position + apart
@@ -83,6 +83,10 @@ def _sight(plan: Plan, rule: Rule, queries: Queries, keys: Keys) -> tuple[Array,
         seen &= keys.position + lax.broadcasted_iota(jnp.int32, shape, 1) >= queries.start[:, None]
     if plan.key_bias:  # a key may be hidden from some heads only, and products with it may overflow
         seen &= (keys.veil != -jnp.inf)[None, :]
+    if queries.points is not None and keys.points is not None:
+        axes = zip(queries.points.T, keys.points.T, strict=True)
+        squares = [jnp.square(of_query[:, None] - of_key) for of_query, of_key in axes]
+        return seen, jnp.sqrt(sum(squares[1:], squares[0])), rule.left
     slope = rule.left if plan.causal else jnp.where(distance < 0, -rule.right, rule.left)
     return seen, distance, slope
 

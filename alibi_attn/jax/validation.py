@@ -21,7 +21,14 @@ from alibi_attn.attention.call.checks import (
 )
 from alibi_attn.attention.call.hints import with_defaults
 from alibi_attn.attention.call.options import SpecOptions, unchanged
-from alibi_attn.attention.call.query_positions import WINDOW_RULE, check_inside_prefix, check_not_before, follow_indices
+from alibi_attn.attention.call.query_positions import (
+    WINDOW_RULE,
+    check_coordinates,
+    check_inside_prefix,
+    check_not_before,
+    check_registers,
+    follow_indices,
+)
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.jax.plan import MAX_INT32_POSITION, Array
 from alibi_attn.slopes import alibi_slopes
@@ -51,7 +58,15 @@ def make_spec(
     _check_values(left, right)
     check_sinks(given["sinks"])
     prefix_len = _prefix(given["prefix_len"], causal=given["causal"], batch=b, key_len=s)
-    positions, query_positions, by_position = _positions(given, batch=b, query_len=t, key_len=s)
+    if given["registers"] != 0:
+        check_registers(given["registers"], causal=given["causal"], query_offset=given["query_offset"])
+    positions = query_positions = coordinates = query_coordinates = None
+    by_position = False
+    if given["positions"] is not None and given["positions"].ndim == 3:
+        check_coordinates(given, batch=b, query_len=t, key_len=s)
+        coordinates, query_coordinates = _coordinates(given, query_len=t, key_len=s)
+    else:
+        positions, query_positions, by_position = _positions(given, batch=b, query_len=t, key_len=s)
     work = jnp.promote_types(dtype, jnp.float32)
     return AttentionSpec(
         batch=b,
@@ -69,6 +84,8 @@ def make_spec(
         positions=positions,
         query_positions=query_positions,
         by_position=by_position,
+        coordinates=coordinates,
+        query_coordinates=query_coordinates,
         scale=scale,
         query_offset=offset,
         query_segments=query_segments,
@@ -160,6 +177,22 @@ def _positions(
         last = positions[:, -1:]  # in numpy's fp64, which JAX may not have
         positions, own = positions - last, own - last
     return jnp.asarray(positions), jnp.asarray(own), by_position
+
+
+def _coordinates(given: SpecOptions[Array], *, query_len: int, key_len: int) -> tuple[Array, Array]:
+    """([B, S, C], [B, T, C]), checked; those of queries are the last T by default."""
+    positions: Any = given["positions"]
+    own: Any = given["query_positions"]
+    own = positions[:, key_len - query_len :] if own is None else own
+    for name, array in (("positions", positions), ("query_positions", own)):
+        check_array(name, array)
+        values = readable_values(array)
+        if values is not None and not np.isfinite(values).all():
+            raise ValueError(f"{name} must be finite")
+    if isinstance(positions, np.ndarray) and isinstance(own, np.ndarray) and key_len > 0:
+        first = positions[:, :1]  # in numpy's fp64, which JAX may not have
+        positions, own = positions - first, own - first
+    return jnp.asarray(positions), jnp.asarray(own)
 
 
 def _sorted_values(name: str, positions: Array, *, batch: int, length: int, axis: str) -> NDArray[Any] | None:

@@ -121,6 +121,8 @@ def _inputs(arrays: Arrays, rest: Rest) -> tuple[Inputs, Array]:
         rest.dropout_seed,
         bias,
         rest.query_start,
+        rest.query_points,
+        rest.key_points,
     )
     return inputs, spoiled
 

@@ -96,9 +96,3 @@ def test_a_made_up_field_is_refused(backend: Any, monkeypatch: pytest.MonkeyPatc
         explain(*ROWS, SLOPES, backend=backend)
     with pytest.raises(ValueError, match="forgetting_attention does not support logit_cap; use alibi_attention"):
         forgetting_attention(*ROWS, jnp.zeros((2, 4, 90)), backend=backend)
-
-
-@pytest.mark.parametrize("function", [explain, alibi_attention])
-def test_registers_of_the_torch_call_are_refused_not_ignored(function: Any) -> None:
-    with pytest.raises((ValueError, TypeError), match="registers"):
-        function(*ROWS, SLOPES, causal=False, registers=2)

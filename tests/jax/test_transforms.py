@@ -27,8 +27,7 @@ def test_the_function_has_the_defaults_of_pytorchs() -> None:
     defaults = {
         p.name: p.default for p in inspect.signature(alibi_attention).parameters.values() if p.kind is p.KEYWORD_ONLY
     }
-    in_jax = {name: default for name, default in DEFAULTS.items() if name != "registers"}  # PyTorch only
-    assert defaults == {**in_jax, "dropout_key": None, "invariant": False, "backend": "auto"}
+    assert defaults == {**DEFAULTS, "dropout_key": None, "invariant": False, "backend": "auto"}
 
 
 def loss(query, key, value, slopes, **kwargs) -> jax.Array:

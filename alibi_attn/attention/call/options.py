@@ -63,8 +63,8 @@ class VarlenOptions(SharedOptions, BiasOptions[Array], DirectionOptions[Array], 
     cu_seqlens_k: Array | None
 
 
-class LineOptions(ScoreOptions, HiddenKeys[Array], BiasOptions[Array], DirectionOptions[Array], total=False):
-    """The keywords of `alibi_attention` in JAX."""
+class AttentionOptions(ScoreOptions, HiddenKeys[Array], BiasOptions[Array], DirectionOptions[Array], total=False):
+    """The keywords of `alibi_attention`, which explains them."""
 
     query_offset: int | Array | None
     window: Window[Array] | None
@@ -72,11 +72,6 @@ class LineOptions(ScoreOptions, HiddenKeys[Array], BiasOptions[Array], Direction
     prefix_len: Array | None
     positions: Array | None
     query_positions: Array | None
-
-
-class AttentionOptions(LineOptions[Array], total=False):
-    """The keywords of `alibi_attention`, which explains them."""
-
     registers: int
 
 

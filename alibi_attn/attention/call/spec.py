@@ -146,6 +146,24 @@ class AttentionSpec(Generic[Array]):
             **fields,
         )
 
+    def on_queries(self, start: int, stop: int) -> "AttentionSpec[Array]":
+        """The call of queries [start, stop) only."""
+        given: Any = self
+
+        def cut(x: Any) -> Any:
+            return None if x is None else x[..., start:stop]
+
+        return dataclasses.replace(
+            self,
+            query_len=stop - start,
+            query_offset=given.query_offset + start,
+            query_segments=cut(self.query_segments),
+            query_positions=cut(self.query_positions),
+            query_coordinates=None if self.query_coordinates is None else given.query_coordinates[:, start:stop],
+            query_bias=cut(self.query_bias),
+            query_start=cut(self.query_start),
+        )
+
     def reversed(self, flip: Callable[[Any], Any], key_mask: Array | None, **fields: Any) -> "AttentionSpec[Array]":
         """The causal call that sees the keys after each query: key j becomes key S − 1 − j, and the queries are moved by one.
 

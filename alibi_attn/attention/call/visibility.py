@@ -177,26 +177,8 @@ def few_queries(spec: Spec, rows: int, device: torch.device) -> Iterator[tuple[S
     """The call in parts of at most `rows` queries, without their biases, and the distances of each part."""
     for start in range(0, spec.query_len, rows):
         count = min(rows, spec.query_len - start)
-        part = dataclasses.replace(queries_of(spec, start, start + count), query_bias=None)
+        part = dataclasses.replace(spec.on_queries(start, start + count), query_bias=None)
         yield part, distances(count, spec.key_len, part.query_offset, device)
-
-
-def queries_of(spec: Spec, start: int, stop: int) -> Spec:
-    """The call of queries [start, stop) only."""
-
-    def cut(x: Tensor | None, axis: int) -> Tensor | None:
-        return None if x is None else x.narrow(axis, start, stop - start)
-
-    return dataclasses.replace(
-        spec,
-        query_len=stop - start,
-        query_offset=spec.query_offset + start,
-        query_segments=cut(spec.query_segments, 1),
-        query_positions=cut(spec.query_positions, 1),
-        query_coordinates=cut(spec.query_coordinates, 1),
-        query_bias=cut(spec.query_bias, 2),
-        query_start=cut(spec.query_start, 2),
-    )
 
 
 def chosen_queries(spec: Spec, at: Tensor) -> tuple[Spec, Tensor]:

@@ -11,7 +11,6 @@ from torch import Tensor
 from torch.utils.checkpoint import checkpoint
 
 from alibi_attn.attention.call.spec import AttentionSpec
-from alibi_attn.attention.call.visibility import queries_of
 
 MOST_SCORES = 2**27  # of all sequences and heads together: 512 MiB in fp32
 
@@ -30,7 +29,7 @@ def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor, run_chunk: Run) -
     results = []
     for start in range(0, spec.query_len, step):
         stop = min(start + step, spec.query_len)
-        part = queries_of(spec, start, stop)
+        part = spec.on_queries(start, stop)
         results.append(
             checkpoint(
                 run_chunk, part, query[:, :, start:stop], key, value, use_reentrant=False, preserve_rng_state=False

@@ -22,7 +22,7 @@ from torch import Tensor
 from alibi_attn.attention.call.bias import widest
 from alibi_attn.attention.call.spec import AttentionSpec, heads_by_window, index_of, key_heads
 from alibi_attn.attention.call.transforms import may_read, surely
-from alibi_attn.attention.call.visibility import lse_dtype, queries_of
+from alibi_attn.attention.call.visibility import lse_dtype
 
 Spec = AttentionSpec[Tensor]
 Result = tuple[Tensor, Tensor]
@@ -134,7 +134,7 @@ def _registers_and_others(spec: Spec, query: Tensor, key: Tensor, value: Tensor)
     assert isinstance(spec.query_offset, int)
     count = min(max(spec.registers - spec.query_offset, 0), spec.query_len)
     if count > 0:
-        first, rest = queries_of(spec, 0, count), queries_of(spec, count, spec.query_len)
+        first, rest = spec.on_queries(0, count), spec.on_queries(count, spec.query_len)
         return [
             Part(_without_bias(first), query[:, :, :count], key, value, queries=True),
             Part(rest, query[:, :, count:], key, value, queries=True),
@@ -235,7 +235,7 @@ def _two_sides(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> list[Pa
         # Neither keys after the longest prefix nor their queries are needed.
         stop = min(max(int(spec.prefix_len.max()), 0), spec.key_len)
         count = min(max(stop - after, 0), spec.query_len)
-        query, spec = query[:, :, :count], queries_of(spec, 0, count)
+        query, spec = query[:, :, :count], spec.on_queries(0, count)
     if spec.window == 1 or surely(stop == 0) or surely(after >= stop):
         return [left]
     part, key, value = _keys(spec, key, value, after if surely(after > 0) else 0, stop)
