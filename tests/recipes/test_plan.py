@@ -1,7 +1,7 @@
 """The plan of a recipe: everything that it runs, what of it is recorded, and the time of the rest."""
 
 import dataclasses
-import functools
+import math
 import shutil
 from pathlib import Path
 from typing import Any
@@ -10,6 +10,7 @@ import pytest
 
 from alibi_lab.lab.config import EvalConfig, ModelConfig, RunConfig, TrainConfig
 from alibi_lab.lab.experiment import run
+from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.recipes import plan as plans
 from alibi_lab.recipes.index import RECIPES
 from alibi_lab.recipes.index import run as run_recipe
@@ -40,27 +41,31 @@ def missing(*arguments: Any, **options: Any) -> list[Planned]:
     return [one for one in plan(*arguments, **options) if one.missing]
 
 
-def test_times_follow_from_a_step(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_times_follow_from_a_rate(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     measured = []
-    monkeypatch.setattr(plans, "_seconds_per_step", lambda config: measured.append(config) or 0.5)
+    monkeypatch.setattr(plans, "flops_per_second", lambda config: measured.append(config) or training_flops(CONFIG) / 5)
     monkeypatch.setitem(RECIPES, "quick", dataclasses.replace(RECIPES["quick"], runs=lambda scale: (CONFIG,)))
     tests = 5 * evaluation_flops(CONFIG) / training_flops(CONFIG)
     (one,) = plan("quick", out=tmp_path)
-    assert one.seconds == pytest.approx(10 * 0.5 + tests)
+    assert one.seconds == pytest.approx(5 + tests)
     for in_bf16 in plan("quick", out=tmp_path, overrides={"train.precision": "bf16"}, seeds=(0, 1)):
-        assert in_bf16.seconds == pytest.approx(10 * 0.5 + 2 * tests), "tests are in fp32"
-    assert len(measured) == 2, "two seeds take the same time"
+        assert in_bf16.seconds == pytest.approx(5 + 2 * tests), "tests are in fp32"
+    assert len(measured) == 2, "two seeds share a rate, two precisions do not"
 
 
-def test_shards_divide_the_trainings(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "_seconds_per_step", lambda config: 0.5)
+def test_a_plan_makes_no_model(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "prepare", None)
+    monkeypatch.setattr(LanguageModel, "__init__", None)
+    assert all(0 < one.seconds < math.inf for one in plan("quick", out=tmp_path, scale="paper"))
+
+
+def test_shards_divide_the_trainings(tmp_path: Path) -> None:
     whole = [one.title for one in plan("quick", out=tmp_path, scale="smoke")]
     parts = [plan("quick", out=tmp_path, scale="smoke", shard=(index, 3)) for index in range(3)]
     assert [one.title for part in parts for one in part] == [whole[index] for index in (0, 3, 1, 2)]
 
 
-def test_everything_is_missing_at_first_and_nothing_at_the_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plans, "_seconds_per_step", functools.cache(plans._seconds_per_step))  # once per config
+def test_everything_is_missing_at_first_and_nothing_at_the_end(tmp_path: Path) -> None:
     first = plan("quick", out=tmp_path, scale="smoke")
     assert [one.title for one in first] == [
         f"quick/{method}-16/seed-0" for method in ("sinusoidal", "rotary", "t5", "alibi")
