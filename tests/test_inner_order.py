@@ -9,10 +9,10 @@ ROOT = Path(__file__).parent.parent
 # By folder: its modules and folders, lowest first. Those in one row do not import one another.
 ORDERS = {
     "alibi_attn.attention.call": (
-        ("options", "query_positions", "spec", "transforms"),
+        ("options", "spec", "transforms"),
         ("checks", "hints", "reads"),
-        ("explanation", "part_options", "visibility"),
-        ("bias", "cuts", "dropout"),
+        ("explanation", "query_positions", "visibility"),
+        ("bias", "cuts", "dropout", "part_options"),
         ("validation",),
     ),
     "alibi_attn.attention.operators": (
@@ -25,6 +25,20 @@ ORDERS = {
         ("guards",),
         ("dispatch",),
         ("execution",),
+    ),
+    "alibi_attn.jax": (
+        ("call",),
+        ("backends",),
+        ("attention",),
+        ("explanation", "forgetting", "multihead"),
+        ("flax",),
+    ),
+    "alibi_attn.jax.call": (("dropout",), ("plan",), ("merging", "operands", "validation")),
+    "alibi_attn.jax.backends": (
+        ("launching", "native", "tiles"),
+        ("certificate", "dense", "fused"),
+        ("loop",),
+        ("xla",),
     ),
     "alibi_attn.hf": (("caches",), ("attention",), ("readers",), ("patching",), ("embedding",)),
     "alibi_attn.hf.readers": (

@@ -14,15 +14,17 @@ import jax.numpy as jnp
 from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
+from alibi_attn.attention.call.explanation import refusal
 from alibi_attn.attention.call.hints import hides_unknown
 from alibi_attn.attention.call.reads import arguments_of
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.run.invariant import invariant_spec
-from alibi_attn.jax import dense, fused, loop, merging, native, xla
-from alibi_attn.jax.dropout import WHOLE, Origin
-from alibi_attn.jax.operands import Arrays, Rest, operands
-from alibi_attn.jax.plan import Array, Plan
-from alibi_attn.jax.validation import SegmentIds, Slopes, Window, checked_dropout_key, make_spec
+from alibi_attn.jax.backends import dense, fused, loop, native, xla
+from alibi_attn.jax.call import merging
+from alibi_attn.jax.call.dropout import WHOLE, Origin
+from alibi_attn.jax.call.operands import Arrays, Rest, operands
+from alibi_attn.jax.call.plan import Array, Plan
+from alibi_attn.jax.call.validation import SegmentIds, Slopes, Window, checked_dropout_key, make_spec
 
 Backend = Literal["auto", "native", "loop", "dense", "fused"]
 Result = TypeVar("Result")
@@ -198,7 +200,7 @@ def splits(spec: AttentionSpec[Array], backend: Backend) -> bool:
         raise ValueError(f"backend is {backend!r} but must be one of {', '.join(map(repr, get_args(Backend)))}")
     off, unread = merging.split(spec, READS[_reader(spec) if backend == "auto" else backend])
     if unread:
-        raise ValueError(_refusal(backend, f"it does not compute {arguments_of(unread)}"))
+        raise refusal(backend, f"it does not compute {arguments_of(unread)}")
     return off != frozenset() and off != {"sink_logits"} and 0 not in (spec.batch, spec.query_len, spec.key_len)
 
 
@@ -215,11 +217,6 @@ def why_not(name: str, spec: AttentionSpec[Array], query: Array) -> str | None:
     if name == "native":
         return native.why_not(platforms(query))
     return fused.why_not(spec, query, platforms(query)) if name == "fused" else None
-
-
-def _refusal(backend: str, reason: str) -> str:
-    remedy = "no backend can" if backend == "auto" else "backend='auto' picks one that can"
-    return f"backend {backend!r} cannot run this: {reason}; {remedy}"
 
 
 def _attend_in_parts(part: merging.Part, dropout_key: Array | None, backend: Backend) -> merging.Result:
@@ -255,7 +252,7 @@ def make_plan(
     empty = 0 in (spec.batch, spec.query_len, spec.key_len)
     reason = why_not("native" if backend == "auto" else backend, spec, query)
     if backend != "auto" and reason is not None:
-        raise ValueError(_refusal(backend, reason))
+        raise refusal(backend, reason)
     kernels = backend in ("auto", "native") and reason is None and not empty
     on_gpu = platforms(query) == {"gpu"}
     return Plan(

@@ -12,12 +12,14 @@ from alibi_attn.attention.backends.native.visited import Visited
 from alibi_attn.attention.call.explanation import Explanation, explanation, verdict_on
 from alibi_attn.attention.call.options import AttentionOptions
 from alibi_attn.attention.call.spec import AttentionSpec
-from alibi_attn.jax import attention, merging, xla
+from alibi_attn.jax import attention
 from alibi_attn.jax.attention import Backend
-from alibi_attn.jax.operands import operands
-from alibi_attn.jax.plan import Array, Plan
-from alibi_attn.jax.plan import Visited as VisitedTiles
-from alibi_attn.jax.validation import Slopes, make_spec
+from alibi_attn.jax.backends import xla
+from alibi_attn.jax.call import merging
+from alibi_attn.jax.call.operands import operands
+from alibi_attn.jax.call.plan import Array, Plan
+from alibi_attn.jax.call.plan import Visited as VisitedTiles
+from alibi_attn.jax.call.validation import Slopes, make_spec
 
 Spec = AttentionSpec[Array]
 ROWS = 256  # queries whose pairs are counted at a time

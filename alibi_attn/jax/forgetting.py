@@ -19,8 +19,8 @@ from alibi_attn.attention.call.options import GatedOptions
 from alibi_attn.attention.call.reads import DROPOUT, Reads
 from alibi_attn.attention.call.spec import GATE_FLOOR, GATE_STEP, AttentionSpec
 from alibi_attn.jax.attention import Backend, attend
-from alibi_attn.jax.plan import Array, KeyBias, Pair, sum_of_two
-from alibi_attn.jax.validation import Slopes, check_array, checked_dropout_key, make_spec, readable_values
+from alibi_attn.jax.call.plan import Array, KeyBias, Pair, sum_of_two
+from alibi_attn.jax.call.validation import Slopes, check_array, checked_dropout_key, make_spec, readable_values
 
 READS = Reads(
     "forgetting_attention",

@@ -15,8 +15,8 @@ from flax import linen, nnx
 from flax.typing import Dtype, PrecisionLike
 
 from alibi_attn.jax.attention import alibi_attention
-from alibi_attn.jax.plan import Array
-from alibi_attn.jax.validation import Slopes, checked_dropout_key, make_spec
+from alibi_attn.jax.call.plan import Array
+from alibi_attn.jax.call.validation import Slopes, checked_dropout_key, make_spec
 from alibi_attn.slopes import alibi_slopes
 
 

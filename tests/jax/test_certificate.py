@@ -21,10 +21,11 @@ from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.call.visibility import distances
 from alibi_attn.attention.certificate.constants import LOOP_OUTLIER_TILES
-from alibi_attn.jax import alibi_attention, attention, certificate, explain
-from alibi_attn.jax.certificate import norm_bound
-from alibi_attn.jax.operands import operands
-from alibi_attn.jax.plan import Plan
+from alibi_attn.jax import alibi_attention, attention, explain
+from alibi_attn.jax.backends import certificate
+from alibi_attn.jax.backends.certificate import norm_bound
+from alibi_attn.jax.call.operands import operands
+from alibi_attn.jax.call.plan import Plan
 from alibi_attn.reach import reach
 
 
@@ -235,7 +236,7 @@ def test_far_giants_tiny_and_huge_norms(where: str, log_giant: float, log_query:
 
 
 def test_the_attack_finds_a_bound_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alibi_attn.jax.certificate.norm_bound", lambda x: 0.3 * jnp.linalg.norm(x, axis=-1))
+    monkeypatch.setattr("alibi_attn.jax.backends.certificate.norm_bound", lambda x: 0.3 * jnp.linalg.norm(x, axis=-1))
     attack = Attack(
         seed=1,
         length=LENGTH - 1,

@@ -13,7 +13,7 @@ from jax_checks import BACKENDS, fixture_of_tiles
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.run.execution import attend
 from alibi_attn.jax import alibi_attention
-from alibi_attn.jax.dropout import philox, seed_words
+from alibi_attn.jax.call.dropout import philox, seed_words
 
 SEED = 2**33 + 12345
 P = 0.3

@@ -14,8 +14,9 @@ import numpy as np
 import pytest
 from fused_in_interpreter import interpreter
 
-from alibi_attn.jax import alibi_attention, attention, explain, fused
-from alibi_attn.jax.launching import Launch
+from alibi_attn.jax import alibi_attention, attention, explain
+from alibi_attn.jax.backends import fused
+from alibi_attn.jax.backends.launching import Launch
 
 ROOT = Path(__file__).parents[2]
 KERNELS = "norms", "survey", "reach", "forward", "visitors", "query", "key"

@@ -7,7 +7,7 @@ import pytest
 from jax_checks import assert_close, draw
 
 from alibi_attn.jax import alibi_attention, attention, explain
-from alibi_attn.jax.plan import Plan
+from alibi_attn.jax.call.plan import Plan
 
 
 @pytest.fixture(autouse=True)

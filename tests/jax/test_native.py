@@ -16,7 +16,8 @@ from jax.sharding import PartitionSpec as P
 
 from alibi_attn.attention import api
 from alibi_attn.attention.call.checks import dtype_name
-from alibi_attn.jax import alibi_attention, explain, native
+from alibi_attn.jax import alibi_attention, explain
+from alibi_attn.jax.backends import native
 
 B, T, S, H, K, D = 2, 150, 170, 4, 2, 20
 RNG = np.random.default_rng(0)

@@ -1,7 +1,7 @@
 """The checks of a call's shapes, dtypes and Python numbers, for arrays of any framework; no framework is imported.
 
 `check_call` runs all that `alibi_attention` needs, in PyTorch and JAX. The checks of devices and values need the framework and
-are in `validation.py` and `jax/validation.py`. Shapes are those of `spec.py`.
+are in `validation.py` and `jax/call/validation.py`. Shapes are those of `spec.py`.
 """
 
 import operator

@@ -7,8 +7,8 @@ with s₀ and s₁ the low and the high word of the seed, and everything modulo 
     (x, y) = φ(s₀; b, h)        (k, o) = φ(s₁; x, y)        (w₀, w₁) = φ(k; i + o, ⌊(j mod 2³²) / 2⌋)
 
 keep the weight if w_{j mod 2} ≥ threshold of `spec.dropout_numbers`, times its factor 1 / (1 − p). One call of φ serves two
-neighboring keys. No two heads share (k, o). Positions that differ by 2³² draw the same number. `jax/dropout.py` and the kernels
-implement the same rule.
+neighboring keys. No two heads share (k, o). Positions that differ by 2³² draw the same number. `jax/call/dropout.py` and the
+kernels implement the same rule.
 Source: Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1, 2, 3"; seven rounds are the fewest that
 pass BigCrush.
 """

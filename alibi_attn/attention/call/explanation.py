@@ -178,6 +178,12 @@ def explanation(
     )
 
 
+def refusal(backend: str, reason: str) -> ValueError:
+    """The error for a backend that cannot run a call."""
+    remedy = "no backend can" if backend == "auto" else "backend='auto' picks one that can"
+    return ValueError(f"backend {backend!r} cannot run this: {reason}; {remedy}")
+
+
 def verdict_on(name: str, runs: str, backend: str, reason: str | None, otherwise: str) -> str:
     """The verdict on a backend: `runs` runs, the caller's argument was `backend`, and `reason` is why this one cannot."""
     if name == runs:

@@ -15,7 +15,7 @@ from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.backends.protocol import Backend, Formula, Kernel, Visits
-from alibi_attn.attention.call.explanation import verdict_on
+from alibi_attn.attention.call.explanation import refusal, verdict_on
 from alibi_attn.attention.call.reads import arguments_of
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.run import splitting
@@ -65,8 +65,7 @@ def choose(backend: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor
         if (reason := _why_not(chosen, used, spec, query, key, value)) is None:
             break
     else:
-        remedy = "no backend can" if auto else "backend='auto' picks one that can"
-        raise ValueError(f"backend {backend!r} cannot run this: {reason}; {remedy}")
+        raise refusal(backend, str(reason))
     if auto and chosen.too_small(spec) is not None and not splitting.split(used, dense.READS).unread:
         chosen = dense
     return Choice(chosen.name, _split(chosen, used).off)

@@ -28,9 +28,10 @@ from parts_oracle import seen_and_bias
 
 from alibi_attn.attention.backends.native.visited import Visited
 from alibi_attn.attention.call.options import DEFAULTS
-from alibi_attn.jax import alibi_attention, attention, merging
-from alibi_attn.jax.operands import operands
-from alibi_attn.jax.validation import make_spec
+from alibi_attn.jax import alibi_attention, attention
+from alibi_attn.jax.call import merging
+from alibi_attn.jax.call.operands import operands
+from alibi_attn.jax.call.validation import make_spec
 from alibi_lab import records
 
 ROUGH = 0.3

@@ -17,8 +17,9 @@ import torch
 from jax_in_interpreter import launched_by
 
 from alibi_attn.attention.api import alibi_attention as in_torch
-from alibi_attn.jax import alibi_attention, launching
-from alibi_attn.jax.launching import Launch
+from alibi_attn.jax import alibi_attention
+from alibi_attn.jax.backends import launching
+from alibi_attn.jax.backends.launching import Launch
 from alibi_lab.measure.absent_device import absent_device
 
 SHAPE, KV_HEADS, WIDTHS = (2, 300, 4, 128), 2, {"i32": "u32", "i64": "u64", "fp32": "f32"}

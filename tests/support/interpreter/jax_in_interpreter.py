@@ -11,8 +11,9 @@ import numpy as np
 import torch
 
 from alibi_attn.attention.api import alibi_attention as in_torch
-from alibi_attn.jax import alibi_attention, attention, launching
-from alibi_attn.jax.launching import Changed, Fixed, Launch
+from alibi_attn.jax import alibi_attention, attention
+from alibi_attn.jax.backends import launching
+from alibi_attn.jax.backends.launching import Changed, Fixed, Launch
 
 OF = "query", "key", "value", "slopes", "right slopes"
 NAMES = "output", "lse", *(f"gradient of {name}" for name in OF)

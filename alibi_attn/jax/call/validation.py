@@ -30,7 +30,7 @@ from alibi_attn.attention.call.query_positions import (
     follow_indices,
 )
 from alibi_attn.attention.call.spec import AttentionSpec
-from alibi_attn.jax.plan import MAX_INT32_POSITION, Array
+from alibi_attn.jax.call.plan import MAX_INT32_POSITION, Array
 from alibi_attn.slopes import alibi_slopes
 
 Slopes = Sequence[float] | NDArray[np.floating] | Array

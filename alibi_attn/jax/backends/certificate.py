@@ -29,8 +29,8 @@ from alibi_attn.attention.certificate.constants import (
     VALUE_RATIO,
     WORTH_LEAVING_OUT,
 )
-from alibi_attn.jax.plan import Array, Block, KeyBias, Limits, Parts, Plan, Rule, Visited, split
-from alibi_attn.jax.tiles import Softmax, finite
+from alibi_attn.jax.backends.tiles import Softmax, finite
+from alibi_attn.jax.call.plan import Array, Block, KeyBias, Limits, Parts, Plan, Rule, Visited, split
 
 
 class KeyNorms(NamedTuple):

@@ -6,7 +6,7 @@ from typing import TypeAlias
 import numpy as np
 from numpy.typing import NDArray
 
-from alibi_attn.jax.plan import Array
+from alibi_attn.jax.call.plan import Array
 
 Weights: TypeAlias = "Mapping[str, Array | NDArray[np.generic] | Weights]"
 

@@ -20,8 +20,8 @@ from alibi_attn.attention.backends.native.compiling import BuildError
 from alibi_attn.attention.backends.native.visited import numbers_of_visited
 from alibi_attn.attention.call.reads import DROPOUT, MASKS
 from alibi_attn.attention.call.spec import dropout_numbers
-from alibi_attn.jax.operands import Arrays, Rest
-from alibi_attn.jax.plan import Array, Plan
+from alibi_attn.jax.call.operands import Arrays, Rest
+from alibi_attn.jax.call.plan import Array, Plan
 
 FOLDER = Path(__file__).parent
 SOURCES, HEADERS = ("native.cpp",), ("packed.hpp", "clean.hpp")

@@ -7,10 +7,21 @@ import jax
 import jax.numpy as jnp
 
 from alibi_attn.attention.call.reads import DROPOUT, MASKS, SPACE
-from alibi_attn.jax import tiles
-from alibi_attn.jax.dropout import HeadDropout, head_dropout
-from alibi_attn.jax.plan import Array, Inputs, KeyBias, Keys, Plan, Queries, Rule, head_rule, least_distance, with_bias
-from alibi_attn.jax.tiles import Finished, Gradients
+from alibi_attn.jax.backends import tiles
+from alibi_attn.jax.backends.tiles import Finished, Gradients
+from alibi_attn.jax.call.dropout import HeadDropout, head_dropout
+from alibi_attn.jax.call.plan import (
+    Array,
+    Inputs,
+    KeyBias,
+    Keys,
+    Plan,
+    Queries,
+    Rule,
+    head_rule,
+    least_distance,
+    with_bias,
+)
 
 Result = TypeVar("Result")
 

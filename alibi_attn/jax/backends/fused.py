@@ -22,10 +22,10 @@ from alibi_attn.attention.backends.fused.kernels import arguments as of_kernels
 from alibi_attn.attention.backends.fused.kernels.arguments import Call, Rows
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.certificate.constants import OUTLIER_CHOICES, OUTLIER_TILES, TILE
-from alibi_attn.jax import launching
-from alibi_attn.jax.launching import Changed, Fixed, empty
-from alibi_attn.jax.operands import Arrays
-from alibi_attn.jax.plan import Array, Numbers
+from alibi_attn.jax.backends import launching
+from alibi_attn.jax.backends.launching import Changed, Fixed, empty
+from alibi_attn.jax.call.operands import Arrays
+from alibi_attn.jax.call.plan import Array, Numbers
 
 READS = frozenset({"causal", "right_slopes", "window", "return_lse"})
 

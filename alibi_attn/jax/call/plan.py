@@ -12,7 +12,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from alibi_attn.jax.dropout import WHOLE, HeadDropout, Origin, head_dropout
+from alibi_attn.jax.call.dropout import WHOLE, HeadDropout, Origin, head_dropout
 
 Array = jax.Array
 Pair = tuple[Array, Array]  # x = high + low, low no larger than half a unit of high

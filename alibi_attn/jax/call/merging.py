@@ -25,8 +25,8 @@ from alibi_attn.attention.call.reads import DROPOUT, MASKS, SPACE
 from alibi_attn.attention.call.spec import AttentionSpec, heads_by_window, key_heads
 from alibi_attn.attention.run import splitting
 from alibi_attn.attention.run.splitting import Split
-from alibi_attn.jax.dropout import WHOLE, Origin
-from alibi_attn.jax.plan import Array, Pair, sum_of_two
+from alibi_attn.jax.call.dropout import WHOLE, Origin
+from alibi_attn.jax.call.plan import Array, Pair, sum_of_two
 
 Spec = AttentionSpec[Array]
 

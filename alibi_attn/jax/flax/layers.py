@@ -1,8 +1,4 @@
-"""ALiBi modules for Flax NNX: an attention layer, a transformer block and a cache, like those of `alibi_attn.nn`.
-
-Parameters have the names of PyTorch's: `converted_weights` turns a state dict into parameters, and back.
-Press et al. 2022, sec. 3 (arXiv:2108.12409).
-"""
+"""The attention layer, the transformer block and the cache for Flax NNX."""
 
 from collections.abc import Sequence
 from functools import partial
@@ -26,13 +22,10 @@ from alibi_attn.attention.call.hints import by_position, hides_unknown
 from alibi_attn.attention.call.options import AttentionOptions
 from alibi_attn.attention.call.query_positions import check_registers
 from alibi_attn.jax.attention import alibi_attention
+from alibi_attn.jax.call.plan import Array
+from alibi_attn.jax.call.validation import Slopes, checked_dropout_key, make_spec
 from alibi_attn.jax.forgetting import attend_gated
-from alibi_attn.jax.plan import Array
-from alibi_attn.jax.validation import Slopes, checked_dropout_key, make_spec
-from alibi_attn.jax.weights import converted_weights
 from alibi_attn.slopes import alibi_slopes
-
-__all__ = ["ALiBiAttention", "ALiBiTransformerBlock", "KVCache", "converted_weights"]
 
 QK_NORM_EPS = 1e-6  # as in alibi_attn.nn and torch.nn.LayerNorm
 LAYER_NORM_EPS = 1e-5

@@ -7,8 +7,8 @@ import jax.numpy as jnp
 import numpy as np
 
 from alibi_attn.attention.call.spec import AttentionSpec
-from alibi_attn.jax.dropout import seed_words
-from alibi_attn.jax.plan import NO_LIMIT, Array
+from alibi_attn.jax.call.dropout import seed_words
+from alibi_attn.jax.call.plan import NO_LIMIT, Array
 
 
 class Arrays(NamedTuple):

@@ -6,10 +6,10 @@ import jax
 import jax.numpy as jnp
 
 from alibi_attn.attention.certificate.constants import LOOP_OUTLIER_TILES
-from alibi_attn.jax import dense, loop
-from alibi_attn.jax.operands import Arrays, Rest
-from alibi_attn.jax.plan import Array, Inputs, KeyBias, Pair, Plan, Visited, sum_of_two
-from alibi_attn.jax.tiles import Finished
+from alibi_attn.jax.backends import dense, loop
+from alibi_attn.jax.backends.tiles import Finished
+from alibi_attn.jax.call.operands import Arrays, Rest
+from alibi_attn.jax.call.plan import Array, Inputs, KeyBias, Pair, Plan, Visited, sum_of_two
 
 
 class Saved(NamedTuple):

@@ -13,8 +13,8 @@ from jax import lax
 
 from alibi_attn.attention.call.reads import DROPOUT, MASKS
 from alibi_attn.attention.certificate.constants import LOOP_OUTLIER_TILES
-from alibi_attn.jax import tiles
-from alibi_attn.jax.certificate import (
+from alibi_attn.jax.backends import tiles
+from alibi_attn.jax.backends.certificate import (
     BiasedCertificate,
     Certificate,
     certificate,
@@ -23,7 +23,8 @@ from alibi_attn.jax.certificate import (
     room,
     still_needed,
 )
-from alibi_attn.jax.plan import (
+from alibi_attn.jax.backends.tiles import Finished, Gradients, Softmax
+from alibi_attn.jax.call.plan import (
     Array,
     Block,
     Inputs,
@@ -38,7 +39,6 @@ from alibi_attn.jax.plan import (
     rows,
     tile_at,
 )
-from alibi_attn.jax.tiles import Finished, Gradients, Softmax
 
 READS = MASKS | DROPOUT | {"key_bias", "query_bias"}
 

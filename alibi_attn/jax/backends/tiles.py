@@ -10,8 +10,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from alibi_attn.jax.dropout import HeadDropout, factors
-from alibi_attn.jax.plan import Array, KeyBias, Keys, Plan, Queries, Rule
+from alibi_attn.jax.call.dropout import HeadDropout, factors
+from alibi_attn.jax.call.plan import Array, KeyBias, Keys, Plan, Queries, Rule
 
 EDGE = 1 - 2**-11  # of the largest number: above it, floats are left for 2¹² distances
 

@@ -1,0 +1,1 @@
+"""A call in JAX: checked, planned, and split into parts."""
