@@ -71,6 +71,8 @@ def lazy_names(
         except ModuleNotFoundError as error:
             if error.name != module:
                 raise
-            raise ImportError(f'{name} needs {product}; install it with: pip install "alibi-attn[{extra}]"') from error
+            raise ImportError(
+                f'{name} needs {product}; install it with: pip install ".[{extra}]" in a clone'
+            ) from error
 
     return load, lambda: sorted({*vars(importlib.import_module(package)), *homes})

@@ -1,6 +1,6 @@
 """Which passages of many long documents answer a question, and where are they?
 
-pip install "alibi-attn[index]"
+pip install ".[index]" in a clone
 python examples/passages.py jinaai/jina-embeddings-v2-base-en "Who wrote the letter?" chapters/*.txt
 
 Every passage is embedded with its whole document in view (late chunking). LanceDB, a database that runs inside this process,

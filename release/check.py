@@ -109,7 +109,7 @@ def release_date(changelog: str, version: str) -> str | None:
 
 def _tool(name: str) -> str:
     found = shutil.which(name, path=str(Path(sys.executable).parent))
-    assert found, f"{name} is not installed; run pip install 'alibi-attn[wheels]'"
+    assert found, f"{name} is not installed; run pip install '.[wheels]' in a clone"
     return found
 
 

@@ -97,7 +97,7 @@ def test_every_command_names_the_extra_that_it_needs(missing, extras, tmp_path, 
     for command, (code, words) in _run_without(COMMANDS, missing, *asked).items():
         assert code == 1, command
         assert words.startswith("error: "), command
-        assert words.endswith(f'; install it with: pip install "alibi-attn[{asked[command]}]"\n'), (command, words)
+        assert words.endswith(f'; install it with: pip install ".[{asked[command]}]" in a clone\n'), (command, words)
         assert len(words.splitlines()) == 1, words
     assert not list(tmp_path.iterdir())
 
@@ -139,4 +139,4 @@ def test_every_subpackage_names_the_extra_that_it_needs(missing, extras):
             assert words is None, name
         else:
             assert words.startswith("ImportError: "), (name, words)
-            assert words.endswith(f'; install it with: pip install "alibi-attn[{extras[name]}]"'), (name, words)
+            assert words.endswith(f'; install it with: pip install ".[{extras[name]}]" in a clone'), (name, words)

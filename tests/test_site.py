@@ -12,7 +12,7 @@ import pytest
 ROOT = Path(__file__).parent.parent
 needs_sphinx = pytest.mark.skipif(
     any(importlib.util.find_spec(name) is None for name in ("sphinx", "myst_parser", "furo")),
-    reason='the site needs Sphinx, MyST and furo: pip install "alibi-attn[docs]"',
+    reason='the site needs Sphinx, MyST and furo: pip install ".[docs]" in a clone',
 )
 
 

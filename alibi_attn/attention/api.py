@@ -110,8 +110,8 @@ def alibi_attention(
     padding use `alibi_attention_varlen`, for gates that depend on the text `forgetting_attention`, for another bias by distance
     `toeplitz_attention`.
 
-    A common mistake: queries of [B, T, H, D], flash-attention's layout, are a valid call with T heads, and wrong. Pass
-    `alibi_slopes(H)`, and the number of heads is checked. Encoders need `causal=False`.
+    A common mistake: queries of [B, T, H, D], flash-attention's layout, run without an error, but T is taken as the number of
+    heads. Pass `alibi_slopes(H)`, and the number of heads is checked. Encoders need `causal=False`.
 
     Args:
         query: [B, H, T, D]; float16, bfloat16, float32 or float64.

@@ -71,7 +71,7 @@ def needs(extra: str) -> Iterator[None]:
     except ModuleNotFoundError as error:
         if error.name is None or error.name.split(".")[0] in ("alibi_attn", "alibi_lab"):
             raise
-        fail(f'this command needs {error.name.split(".")[0]}; install it with: pip install "alibi-attn[{extra}]"')
+        fail(f'this command needs {error.name.split(".")[0]}; install it with: pip install ".[{extra}]" in a clone')
 
 
 def sentence(error: Exception) -> str:

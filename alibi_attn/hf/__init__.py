@@ -28,7 +28,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name not in ("torch", "transformers"):
         raise
-    raise ImportError('alibi_attn.hf needs transformers; install it with: pip install "alibi-attn[hf]"') from error
+    raise ImportError('alibi_attn.hf needs transformers; install it with: pip install ".[hf]" in a clone') from error
 
 __all__ = [
     "ALiBiBertConfig",

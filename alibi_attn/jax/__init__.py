@@ -14,7 +14,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "jax":
         raise
-    raise ImportError('alibi_attn.jax needs JAX; install it with: pip install "alibi-attn[jax]"') from error
+    raise ImportError('alibi_attn.jax needs JAX; install it with: pip install ".[jax]" in a clone') from error
 
 from typing import TYPE_CHECKING
 

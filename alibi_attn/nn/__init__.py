@@ -14,7 +14,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "torch":
         raise
-    raise ImportError('alibi_attn.nn needs PyTorch; install it with: pip install "alibi-attn[torch]"') from error
+    raise ImportError('alibi_attn.nn needs PyTorch; install it with: pip install ".[torch]" in a clone') from error
 
 __all__ = [
     "ALiBiAttention",

@@ -64,7 +64,7 @@ def run(
     study, configs = recipe.study or recipe.name, configs_of(recipe, **selection)
     trainings = by_training(configs, shard)
     if track and importlib.util.find_spec(track) is None:
-        raise ExperimentError(f'tracking needs the {track} package; install it with: pip install "alibi-attn[track]"')
+        raise ExperimentError(f'tracking needs the {track} package; install it with: pip install ".[track]" in a clone')
     state = processes()
     if on_ray and state.num_processes > 1:
         raise ExperimentError(

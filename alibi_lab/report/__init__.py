@@ -24,4 +24,4 @@ def __getattr__(name: str) -> object:
     except ModuleNotFoundError as error:
         if error.name != "matplotlib":
             raise
-        raise ImportError(f'{name} needs matplotlib; install it with: pip install "alibi-attn[lab]"') from error
+        raise ImportError(f'{name} needs matplotlib; install it with: pip install ".[lab]" in a clone') from error

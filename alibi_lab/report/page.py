@@ -32,7 +32,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name not in ("jinja2", "matplotlib"):
         raise
-    raise ImportError(f'a report needs {error.name}; install it with: pip install "alibi-attn[lab]"') from error
+    raise ImportError(f'a report needs {error.name}; install it with: pip install ".[lab]" in a clone') from error
 
 from alibi_attn.files import replace_file
 from alibi_lab.position_methods import LOOKS

@@ -316,7 +316,8 @@ def test_explain_shows_which_backend_runs_and_why() -> None:
     words = str(explain(q, k, v))
     first = "native" if native.why_not(make_spec(q, k, v), q, k, v) is None else "banded"
     assert f"{first}     runs (picked by auto)" in words
-    assert "scores computed" in words
+    assert f"({'tiles round up; ' if explain(q, k, v).share > 0.5 else ''}the masks alone leave 50.0%)" in words
+    assert "(tiles round up; the masks alone leave 0.1%)" in str(explain(q, k, v, window=3))
     assert "certified" in words
     short = str(explain(q[:, :, :64], k[:, :, :64], v[:, :, :64]))
     assert "dense      runs (picked by auto)" in short

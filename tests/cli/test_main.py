@@ -340,7 +340,7 @@ def test_a_missing_extra_is_named() -> None:
     code = "import sys; sys.modules['accelerate'] = None; sys.argv[1:] = ['run']; from alibi_lab.cli.main import main; main()"
     result = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, env=ENVIRONMENT, check=False)
     _assert_one_sentence(
-        result, 'this command needs accelerate; install it with: pip install "alibi-attn[lab]"', code=1
+        result, 'this command needs accelerate; install it with: pip install ".[lab]" in a clone', code=1
     )
 
 

@@ -40,7 +40,7 @@ def test_the_first_token_of_exported_texts_depends_on_no_length_of_the_example()
 
 @pytest.mark.long
 @pytest.mark.filterwarnings("ignore::FutureWarning:copyreg", "ignore:# The axis name")  # raised inside torch.onnx
-@pytest.mark.skipif(not HAS_ONNX, reason='ONNX is not installed (pip install "alibi-attn[onnx]")')
+@pytest.mark.skipif(not HAS_ONNX, reason='ONNX is not installed (pip install ".[onnx]" in a clone)')
 @torch.no_grad()
 def test_onnx_runtime_computes_the_encoder_at_every_length(tmp_path):
     from onnxruntime import InferenceSession

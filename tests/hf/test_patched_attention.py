@@ -193,7 +193,7 @@ def test_the_error_for_an_unsupported_model_names_the_supported_ones(build):
 def test_a_missing_extra_is_named():
     program = "import sys; sys.modules['torch'] = None; import alibi_attn.hf"
     result = subprocess.run([sys.executable, "-c", program], capture_output=True, text=True, check=False)
-    assert 'alibi_attn.hf needs transformers; install it with: pip install "alibi-attn[hf]"' in result.stderr
+    assert 'alibi_attn.hf needs transformers; install it with: pip install ".[hf]" in a clone' in result.stderr
 
 
 def test_patched_twice_and_undone_twice(build):

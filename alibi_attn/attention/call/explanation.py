@@ -112,17 +112,19 @@ class Explanation:
         if self.visible is None:
             return [f"{self.backend} computes all {self.pairs:,} scores of every head and skips nothing"]
         computed = int(self.scores.sum())
+        allowed = self.visible / max(self.scores.size * self.pairs, 1)
         measured = (
             []
             if self.measured_scores is None
             else [
-                f"measured: backward computes {int(self.measured_scores.sum()) / max(computed, 1):.1%} of these; "
-                f"what it leaves out also weighs at most {self.tolerance:.2g}"
+                "measured: forward computes these scores, so backward knows them and may skip more (column measured: its "
+                f"reach): it computes {int(self.measured_scores.sum()) / max(computed, 1):.1%} of them; "
+                f"what it skips also weighs at most {self.tolerance:.2g}"
             ]
         )
         return [
-            f"scores computed: {computed:,} = {self.share:.1%} of T·S, "
-            f"{computed / max(self.visible, 1):.1%} of the visible ones",
+            f"scores computed: {computed:,} = {self.share:.1%} of T·S "
+            f"({'tiles round up; ' if computed > self.visible else ''}the masks alone leave {allowed:.1%})",
             f"certified: the skipped keys hold at most {self.tolerance:.2g} of any query's softmax mass, "
             f"so an output is off by at most {self.output_error:.2g}·max‖v‖ before rounding",
             *measured,

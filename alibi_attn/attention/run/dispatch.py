@@ -7,6 +7,7 @@ gets no call with a field that it does not read: `splitting.py` splits that off,
 import dataclasses
 from typing import Any, NamedTuple
 
+import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends import dense, flex, reference
@@ -115,4 +116,8 @@ def verdicts(
         words[name] = verdict_on(name, runs, backend, reason, otherwise)
     if runs == native.name:
         words[runs] += f": {build.instructions()}"
+        if query.dtype == torch.bfloat16 and build.instructions().startswith("AVX2,"):
+            words[runs] += (
+                "; without bf16 products, so prefer fp32: here it is torch's linear layers that bf16 slows down"
+            )
     return words

@@ -176,7 +176,7 @@ def sentence_transformer(
         if (error.name or "").partition(".")[0] != "sentence_transformers":
             raise
         raise ImportError(
-            'sentence_transformer needs sentence-transformers 6; install it with: pip install "alibi-attn[embed]"'
+            'sentence_transformer needs sentence-transformers 6; install it with: pip install ".[embed]" in a clone'
         ) from error
     if unknown := [name for name in ignored if name not in checkpoint_files.IGNORED]:
         raise unknown_argument("sentence_transformer", unknown)

@@ -15,7 +15,7 @@ try:
 except ModuleNotFoundError as error:
     if error.name != "flax":
         raise
-    raise ImportError('alibi_attn.jax.flax needs Flax; install it with: pip install "alibi-attn[jax]"') from error
+    raise ImportError('alibi_attn.jax.flax needs Flax; install it with: pip install ".[jax]" in a clone') from error
 
 from alibi_attn.attention.call.checks import check_layer, check_sinks, check_windows
 from alibi_attn.attention.call.hints import by_position, hides_unknown

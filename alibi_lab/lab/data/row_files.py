@@ -83,7 +83,9 @@ def _parquet(path: Path) -> Rows:
     try:
         from pyarrow import ArrowException, parquet
     except ModuleNotFoundError:
-        raise CorpusError(f'{path} needs the pyarrow package; install it with: pip install "alibi-attn[hub]"') from None
+        raise CorpusError(
+            f'{path} needs the pyarrow package; install it with: pip install ".[hub]" in a clone'
+        ) from None
     try:
         for batch in parquet.ParquetFile(path, page_checksum_verification=True).iter_batches(batch_size=1000):
             yield from batch.to_pylist()

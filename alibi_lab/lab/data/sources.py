@@ -201,7 +201,7 @@ def _split_hub(corpus: str, shares: Shares) -> Split:
     try:
         import datasets
     except ModuleNotFoundError:
-        advice = 'install it with: pip install "alibi-attn[hub]"'
+        advice = 'install it with: pip install ".[hub]" in a clone'
         raise CorpusError(f"{corpus} needs the datasets package; {advice}") from None
     name, _, subset = corpus.removeprefix("hub:").partition(":")
     try:

@@ -23,8 +23,8 @@ MOST_LINES = 9  # per picture; a study with more lines gets one picture per trai
 _ABOUT = "The same tokens are scored at every length; lower is better. All panels of one trained length share a scale."
 CHANGES = (
     "Change of perplexity from the trained length (or the shortest one) to the longest length that the method reaches. Without "
-    "an interval, or where it includes 0, the direction is open. Small, under it: the first tested "
-    "length whose whole interval is worse. Seeds: the largest difference between two seeds, in nats. Above sliding: how much "
+    "an interval, or where it includes 0, the direction is open. In small print: the length "
+    "from which it is reliably worse. Seeds: the largest difference between two seeds, in nats. Above sliding: how much "
     "worse nonoverlapping windows are than sliding ones at the first length, because their tokens have less context."
 )
 CAUTIONS = (

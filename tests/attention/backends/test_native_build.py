@@ -86,8 +86,12 @@ def kept(folder: Path) -> list[Path]:
     return sorted((folder / "cache" / "alibi-attn").iterdir())
 
 
-def test_a_compiled_library_is_found_again(compiler: Compiler, tmp_path: Path) -> None:
+def test_a_compiled_library_is_found_again(
+    compiler: Compiler, tmp_path: Path, capsys: pytest.CaptureFixture[str]
+) -> None:
     assert asked_anew() is None
+    [said] = capsys.readouterr().err.splitlines()
+    assert "compiling its kernels for this processor, once" in said
     (path,) = kept(tmp_path)
     assert stat.S_IMODE(path.parent.stat().st_mode) == 0o700
     before = path.stat().st_mtime_ns
@@ -95,6 +99,7 @@ def test_a_compiled_library_is_found_again(compiler: Compiler, tmp_path: Path) -
     assert path.stat().st_mtime_ns == before
     assert kept(tmp_path) == [path]
     assert len(compiler.calls) == 1
+    assert capsys.readouterr().err == ""
 
 
 @pytest.mark.parametrize("length", [0, 1, 100, 5000, -1])

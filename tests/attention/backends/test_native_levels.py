@@ -59,6 +59,8 @@ def test_every_level_answers_random_calls(level: Level) -> None:
 def test_explain_says_which_instructions_run(level: Level) -> None:
     tensors = torch.randn(3, 1, 8, 1500, 64)
     assert f"native     runs (picked by auto): {build.instructions()}\n" in str(explain(*tensors))
+    of_bf16 = explain(*(x.bfloat16() for x in tensors)).verdicts["native"]
+    assert ("prefer fp32" in of_bf16) == build.instructions().startswith("AVX2,")
     assert f"native     runs (named by the caller): {build.instructions()}\n" in str(
         explain(*tensors, backend="native")
     )

@@ -158,6 +158,7 @@ def _compiled(
     name: str,
     load: Callable[[Path], ctypes.CDLL],
 ) -> ctypes.CDLL:
+    print("alibi_attn: compiling its kernels for this processor, once; a wheel has them compiled", file=sys.stderr)
     try:
         with tempfile.TemporaryDirectory(prefix="alibi-attn-", ignore_cleanup_errors=True) as temporary:
             built = Path(temporary) / f"kernels{SUFFIX}"
