@@ -18,6 +18,7 @@ from pathlib import Path
 import numpy as np
 from matplotlib.figure import Figure
 
+from alibi_lab.lab.model.positions import METHODS
 from alibi_lab.position_methods import LOOKS
 from alibi_lab.recipes import quick
 from alibi_lab.records import Record, find, key
@@ -41,7 +42,7 @@ from alibi_lab.report.series import Mode, Study, numbers, studies
 from alibi_lab.report.verdicts import Verdict, all_verdicts
 
 ROOT = Path(__file__).parent.parent
-DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("performance", "gates", "paper", "lab-results")))
+DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("performance", "gates", "paper", "lab", "lab-results")))
 MARKED = re.compile(r"(<!-- from records: ([\w-]+) -->)\n.*?\n?(<!-- end -->)", re.DOTALL)
 # Records, as FILE#KEY in results/; on other processors than the first, the file is the processor's.
 CPU, BF16, BATCH = "{}#benchmark-cpu-noise-*", "{}#benchmark-cpu-bf16-noise-*", "{}#benchmark-cpu-batch-{}-noise-*"
@@ -426,6 +427,22 @@ def referee_tasks() -> list[Task]:
     return tasks
 
 
+def methods_of_the_lab() -> str:
+    """The built-in position methods, from their table and their classes."""
+    rows = [
+        [
+            f"`{name}`",
+            look.meaning.replace("|", "\\|"),
+            look.learned,
+            "yes" if METHODS[name].relative else "no",
+            ", ".join(f"`{stretch}`" for stretch in METHODS[name].stretches),
+        ]
+        for name, look in LOOKS.items()
+    ]
+    head = ["`model.method`", "where position enters", "learned", "several documents per row", "`eval.stretch`"]
+    return table(head, rows)
+
+
 def needles() -> str:
     """The verdict on DroPE's claim."""
     return dropped_beats_alibi(referee_tasks())
@@ -571,6 +588,7 @@ _OWN_NAMES = (front, cpu, processors, gpu, gpu_kernels, gpu_models, bf16, short,
               serving, serving_peers, generating, training, referee, needles, rollout, rollout_claims,
               gates, context_parallel, jax, longer_examples)  # fmt: skip
 TEXTS = {function.__name__.replace("_", "-"): function for function in _OWN_NAMES} | {
+    "methods": methods_of_the_lab,
     "quarter": functools.partial(extrapolation, *QUARTER),
     "quarter-256": functools.partial(extrapolation, "medium", 256),
     "quarter-768": functools.partial(extrapolation, "medium", 768),

@@ -29,7 +29,7 @@ def runs(scale: Scale) -> tuple[RunConfig, ...]:
 
 RECIPE = Recipe(
     name="methods",
-    question="Which of eighteen position methods works beyond its trained length, and does stretching at test time help?",
+    question="Which position methods work beyond their trained length, and does stretching at test time help?",
     paper="none: section 2.2's question, asked of later methods",
     cost="small: about ten minutes on two cores; smoke: seconds; paper: hours on one GPU (not measured)",
     expected=(

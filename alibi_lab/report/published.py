@@ -24,7 +24,7 @@ import json
 import re
 from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Any, Literal
 
 from alibi_lab.position_methods import LOOKS
 
@@ -134,12 +134,14 @@ def method_of(label: str) -> str:
     return PAPER_METHODS.get(name, name if name in LOOKS else "")
 
 
-def _load() -> tuple[Claim, ...]:
-    rows = json.loads(Path(__file__).with_name("claims.json").read_text(encoding="utf-8"))
-    sides = ({side: tuple(Number(*cell) for cell in row[side]) for side in ("over", "under")} for row in rows)
-    return tuple(Claim(**{**row, **cells}) for row, cells in zip(rows, sides, strict=True))
+def claim_of(row: Mapping[str, Any]) -> Claim:
+    """The claim in a row of `claims.json`."""
+    return Claim(**{**row, **{side: tuple(Number(*cell) for cell in row[side]) for side in ("over", "under")}})
 
 
-_ITEMS = json.loads(Path(__file__).with_name("published.json").read_text(encoding="utf-8"))
-PUBLISHED: Mapping[str, PublishedItem] = {name: PublishedItem(**item) for name, item in _ITEMS.items()}
-CLAIMS = _load()
+def _rows(name: str) -> Any:
+    return json.loads(Path(__file__).with_name(name).read_text(encoding="utf-8"))
+
+
+PUBLISHED: Mapping[str, PublishedItem] = {name: PublishedItem(**item) for name, item in _rows("published.json").items()}
+CLAIMS = tuple(map(claim_of, _rows("claims.json")))

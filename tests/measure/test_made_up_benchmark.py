@@ -1,9 +1,11 @@
 """A new benchmark needs one file and one table entry, a new peer one function and one entry; nothing else changes."""
 
+import dataclasses
 import importlib
 import inspect
 import re
 import sys
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import pytest
@@ -14,16 +16,43 @@ from alibi_lab.cli.bench import commands
 from alibi_lab.measure.benchmarks import BENCHMARKS, Benchmark
 from alibi_lab.report.page import report_html
 
-ROW = Benchmark("--lengths 8,16", function="made_up_benchmark:made_up")
-TYPED = Benchmark("--count 3", function="made_up_benchmark:typed")
+EXAMPLES = Path(__file__).parents[2] / "examples/extending"
+ROW = Benchmark("--lengths 8,16", function="benchmark:made_up")
+TYPED = Benchmark("--count 3", function=f"{__name__}:typed")
 APP = commands({**BENCHMARKS, "made-up": ROW, "typed": TYPED})
 RUNNER = CliRunner()
 
 
+def typed(
+    out: Path,
+    *,
+    count: int = 8,
+    share: float = 0.5,
+    folder: Path = Path("runs"),
+    texts: Sequence[Path] = (),
+    heads: Sequence[tuple[int, int]] = (),
+    flag: bool = False,
+    unlisted: str = "",
+    say: Callable[[str], None] = print,
+) -> list[Path]:
+    """Says its arguments.
+
+    Args:
+        count: a whole number.
+        share: a number.
+        folder: a path.
+        texts: paths.
+        heads: pairs.
+        flag: whether.
+    """
+    say(repr((count, share, folder, texts, heads, flag)))
+    return []
+
+
 @pytest.fixture(autouse=True)
 def _importable(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Makes the benchmark's file, which is next to this one, importable."""
-    monkeypatch.setattr(sys, "path", [str(Path(__file__).parent), *sys.path])
+    """Makes the example importable, and this file by its name."""
+    monkeypatch.setattr(sys, "path", [str(EXAMPLES), str(Path(__file__).parent), *sys.path])
 
 
 def test_a_file_and_a_table_entry_make_a_command_whose_records_are_drawn(tmp_path: Path) -> None:
@@ -73,9 +102,12 @@ def test_options_arrive_as_the_types_of_the_arguments(tmp_path: Path) -> None:
     assert RUNNER.invoke(APP, ["typed", "--unlisted", "x"]).exit_code == 2
 
 
-def test_a_wrong_peer_is_a_row_without_times(tmp_path: Path) -> None:
-    result = RUNNER.invoke(APP, ["made-up", "--peer", "shifted", "--out", str(tmp_path)])
-    assert result.exit_code == 0
+def test_a_wrong_peer_is_a_row_without_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    example = importlib.import_module("benchmark")
+    right = example.by_query
+    shifted = lambda inputs: right(dataclasses.replace(inputs, slopes=inputs.slopes.roll(1)))  # noqa: E731
+    monkeypatch.setattr(example, "by_query", shifted)
+    assert RUNNER.invoke(APP, ["made-up", "--out", str(tmp_path)]).exit_code == 0
     (record,) = records.find(tmp_path)
     assert record.curves["by query"]["right"] == [False]
     assert "is wrong: its output is off" in record.curves["by query"]["why_not"][0]

@@ -1,4 +1,4 @@
-"""A new position method needs a class and one row in each of two tables; it is then trained, evaluated and drawn."""
+"""A new position method needs a file and a row; it is then trained, evaluated and drawn."""
 
 import os
 import re
@@ -11,18 +11,10 @@ import pytest
 
 import alibi_lab
 from alibi_lab.lab.config import ConfigError, ModelConfig
-from alibi_lab.lab.model.positions import METHODS
-from alibi_lab.position_methods import LOOKS
 
 PACKAGE = Path(alibi_lab.__file__).parent
-CLASS = """
-class NearestFirst(PositionMethod):
-    \"\"\"−d²/1000: a bias that no method of the lab has.\"\"\"
-
-    def bias(self, at: Pass) -> Tensor | None:
-        distance = torch.arange(at.key_len)[-at.query_len :, None] - torch.arange(at.key_len)
-        return (-(distance**2) / 1000.0).masked_fill(distance < 0, -float("inf")).expand(2, -1, -1)
-"""
+EXAMPLE = Path(__file__).parents[2] / "examples/extending/distance_squared.py"
+ROW = re.search(r'^    "squared": Look\(.*\),\n', EXAMPLE.read_text(encoding="utf-8"), re.MULTILINE)
 PROGRAM = """
 import sys
 from pathlib import Path
@@ -34,8 +26,8 @@ from alibi_lab.recipes.methods import RECIPE
 from alibi_lab.report.page import report_html
 folder = Path(sys.argv[1])
 assert folder in Path(alibi_lab.__file__).parents
-(run,) = (run for run in RECIPE.runs("smoke") if run.model.method == "made-up")
-assert override(run, {"model.method": "made-up"}) == run
+(run,) = (run for run in RECIPE.runs("smoke") if run.model.method == "squared")
+assert override(run, {"model.method": "squared"}) == run
 recipe = type(RECIPE)(**{**vars(RECIPE), "runs": lambda scale: (run,)})
 index.RECIPES["m"] = recipe
 found = [records.load(path) for path in index.run("m", out=folder / "out", scale="smoke")]
@@ -45,22 +37,15 @@ assert all(nats > 0 for nats in found[1].curves["by_length"]["nonoverlapping_nat
 """
 
 
-def add(path: Path, before: str, text: str) -> None:
-    source = path.read_text(encoding="utf-8")
-    assert source.count(before) == 1
-    path.write_text(source.replace(before, text + before), encoding="utf-8")
-
-
 @pytest.fixture(scope="module")
 def page(tmp_path_factory: pytest.TempPathFactory) -> str:
-    """The report of a copy of the package that has one more method: a class, and a row in each of the two tables."""
+    """The report of a copy of the package that has one more method: a file and a row."""
     folder = tmp_path_factory.mktemp("made-up")
     shutil.copytree(PACKAGE, folder / "alibi_lab", ignore=shutil.ignore_patterns("__pycache__"))
-    table = "METHODS: dict[Method, type[PositionMethod]] = {\n"
-    positions, looks = folder / "alibi_lab/lab/model/positions.py", folder / "alibi_lab/position_methods.py"
-    add(positions, table, CLASS)
-    add(positions, '    "none": NoPositions,\n', '    "made-up": NearestFirst,\n')
-    add(looks, '    "none": ', '    "made-up": Look("a made-up method", "#123456", "#abcdef", "4"),\n')
+    shutil.copy(EXAMPLE, folder / "alibi_lab/lab/model")
+    table, row = folder / "alibi_lab/position_methods.py", "LOOKS = {\n"
+    assert ROW is not None
+    table.write_text(table.read_text(encoding="utf-8").replace(row, row + ROW[0], 1), encoding="utf-8")
     environment = {**os.environ, "PYTHONPATH": str(folder)}
     ran = subprocess.run(
         [sys.executable, "-c", PROGRAM, str(folder)], capture_output=True, text=True, env=environment, cwd=folder
@@ -69,19 +54,15 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     return (folder / "page.html").read_text(encoding="utf-8")
 
 
-def test_every_method_has_a_class_and_a_row() -> None:
-    assert list(METHODS) == list(LOOKS)
-
-
 def test_a_name_without_a_row_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model.method is 'made-up'.*pass one of none, sinusoidal"):
-        ModelConfig(method="made-up")
+    with pytest.raises(ConfigError, match=r"model.method is 'squared'.*pass one of none, sinusoidal"):
+        ModelConfig(method="squared")
 
 
-def test_a_method_of_two_files_is_trained_evaluated_and_drawn(page: str) -> None:
-    assert "--made-up: #123456;" in page
-    assert "--made-up: #abcdef;" in page
-    assert "stroke: var(--made-up)" in page
-    readings = re.findall(r"a made-up method: [\d.,]+ at (\d+)", page)
+def test_a_method_of_one_file_and_one_row_is_trained_evaluated_and_drawn(page: str) -> None:
+    assert "--squared: #0c5a7a;" in page
+    assert "--squared: #7fd0f0;" in page
+    assert "stroke: var(--squared)" in page
+    readings = re.findall(r"squared distances: [\d.,]+ at (\d+)", page)
     assert {"16", "64"} <= set(readings)
-    assert "<b>a made-up method</b><strong>" in page
+    assert "<b>squared distances</b><strong>" in page

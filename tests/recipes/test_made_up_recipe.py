@@ -1,31 +1,17 @@
 """A new recipe needs a file and a row in the table; it is then checked, trained, evaluated, recorded and drawn."""
 
+import runpy
 from pathlib import Path
 
 import pytest
 
 from alibi_lab import records
-from alibi_lab.lab.config import ConfigError, EvalConfig, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
+from alibi_lab.lab.config import ConfigError
 from alibi_lab.recipes import index
 from alibi_lab.recipes.index import RECIPES
 from alibi_lab.report.page import report_html
 
-
-def runs(scale: Scale) -> tuple[RunConfig, ...]:
-    model = ModelConfig(num_layers=1, num_heads=2, embed_dim=16, ffn_dim=24)
-    train = TrainConfig(length=16, steps=2, batch_tokens=64, warmup_steps=1, log_every=1, checkpoint_every=2)
-    evaluation = EvalConfig(lengths=(16, 32), tokens=32)
-    return (RunConfig(model=model, train=train, eval=evaluation),)
-
-
-RECIPE = Recipe(
-    runs=runs,
-    name="made-up",
-    question="Does a recipe need more than a file and a row?",
-    paper="none",
-    cost="seconds",
-    expected="no",
-)
+RECIPE = runpy.run_path(str(Path(__file__).parents[2] / "examples/extending/recipe.py"))["RECIPE"]
 
 
 @pytest.fixture
@@ -38,8 +24,7 @@ def test_a_recipe_of_one_file_and_one_row_is_run_and_drawn(tmp_path: Path) -> No
     paths = index.run("made-up", out=tmp_path, scale="smoke", overrides={"train.steps": "1"})
     written = [records.load(path) for path in paths]
     assert [(record.kind, record.name) for record in written] == [
-        ("training", "made-up/alibi-16/seed-0"),
-        ("evaluation", "made-up/alibi-16/seed-0"),
+        (kind, "made-up/alibi-16/seed-0") for kind in ("training", "evaluation") * 2
     ]
     assert "made-up" in report_html(written)
 

@@ -1,11 +1,12 @@
 """The built-in position methods; `position_method.py` documents their hooks.
 
-To add a method, write a class here, or in `distances.py` or `rotary.py`, name it in `METHODS`, and give its look a row in
-`alibi_lab/position_methods.py`; no other file lists methods: recipes name those that they compare. A method in your own file
-needs neither (`imported_method.py`). Shapes as in `attention/call/spec.py`; E is the width of the model. Next: `distances.py`.
+To add a method, write its class in a file of this folder and give it a row in `alibi_lab/position_methods.py`; no other file
+lists methods: recipes name those that they compare. A method in your own file needs no row (`imported_method.py`).
+Shapes as in `attention/call/spec.py`; E is the width of the model. Next: `distances.py`.
 """
 
 import dataclasses
+import importlib
 
 import torch
 import torch.nn.functional as F
@@ -13,10 +14,9 @@ from torch import Tensor, nn
 
 from alibi_attn import interpolate_slopes
 from alibi_lab.lab.config import ConfigError, Method, ModelConfig, Stretch
-from alibi_lab.lab.model.distances import ALiBiClamp, ALiBiLog, Fire, Kerple, Sandwich, T5Bias, Tisa
 from alibi_lab.lab.model.imported_method import imported_method
 from alibi_lab.lab.model.position_method import ForgetGates, Pass, PositionError, PositionMethod, published_slopes
-from alibi_lab.lab.model.rotary import DroPE, NopeWindow, Rotary
+from alibi_lab.position_methods import LOOKS
 
 WAVE_BASE = 10_000.0  # Vaswani et al. 2017, sec. 3.5
 
@@ -182,23 +182,10 @@ class ALiBiFox(Fox):
         return dataclasses.replace(super().bias(at), slopes=self.slopes)
 
 
-METHODS: dict[Method, type[PositionMethod]] = {
-    "none": NoPositions,
-    "sinusoidal": Sinusoidal,
-    "learned": Learned,
-    "rotary": Rotary,
-    "t5": T5Bias,
-    "alibi": ALiBi,
-    "alibi-learned": ALiBiLearned,
-    "alibi-half": ALiBiHalf,
-    "kerple": Kerple,
-    "alibi-log": ALiBiLog,
-    "alibi-clamp": ALiBiClamp,
-    "sandwich": Sandwich,
-    "tisa": Tisa,
-    "fire": Fire,
-    "nope-window": NopeWindow,
-    "drope": DroPE,
-    "fox": Fox,
-    "alibi-fox": ALiBiFox,
-}
+def _class(defined: str) -> type[PositionMethod]:
+    module, _, name = defined.partition(":")
+    found: type[PositionMethod] = getattr(importlib.import_module(f"alibi_lab.lab.model.{module}"), name)
+    return found
+
+
+METHODS: dict[Method, type[PositionMethod]] = {name: _class(look.defined) for name, look in LOOKS.items()}

@@ -1,6 +1,8 @@
 """Our own attention in PyTorch, as users call it."""
 
-from collections.abc import Callable
+import functools
+from collections.abc import Callable, Mapping
+from typing import Any
 
 from torch import Tensor
 
@@ -13,14 +15,12 @@ Prepare = Callable[[Inputs], Attention]
 
 
 def ours(backend: str, *, dropout_p: float = 0.0) -> Prepare:
-    """`alibi_attention` with the named backend."""
+    """`alibi_attention` with the named backend. It can be sent to another process."""
+    return functools.partial(_prepared, {"backend": backend, "dropout_p": dropout_p})
 
-    def prepare(x: Inputs) -> Attention:
-        return lambda q, k, v: alibi_attention(
-            q, k, v, x.slopes, causal=x.causal, key_mask=x.key_mask, backend=backend, dropout_p=dropout_p
-        )
 
-    return prepare
+def _prepared(options: Mapping[str, Any], x: Inputs) -> Attention:
+    return lambda q, k, v: alibi_attention(q, k, v, x.slopes, causal=x.causal, key_mask=x.key_mask, **options)
 
 
 def ours_gated(backend: str) -> Prepare:
