@@ -22,6 +22,7 @@ from torch.fx.experimental.proxy_tensor import make_fx
 
 from alibi_attn import ALiBiAttention, KVCache, alibi_attention, forgetting_attention
 from alibi_attn.attention import decoding
+from alibi_attn.attention.call.transforms import may_read
 from alibi_attn.attention.certificate.norms import Norms, in_tiles
 from alibi_attn.nn.cache import fixed
 
@@ -78,7 +79,7 @@ def attend_at(
     query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, norms: Norms, first: Tensor, **options: object
 ) -> Tensor:
     """Stands for the kernel that reads the tiles within reach by their norms, and checks that these bound all keys."""
-    if type(first) is Tensor:  # not traced
+    if may_read(first, key):  # not traced
         written = torch.arange(key.shape[2]) < first + query.shape[2]
         for rows, bounds in ((key, norms.keys), (value, norms.values)):
             longest = in_tiles(rows.double().norm(dim=-1) * written).amax(-1)
