@@ -73,6 +73,20 @@ def test_an_exported_program_is_right_for_all_sizes(backend: str, t: int, strict
         assert_close([program.module()(*inputs)], [truth])
 
 
+@pytest.mark.parametrize(("backend", "strict"), [("native", False), ("native", True), ("dense", False)])
+@pytest.mark.parametrize("sinks", [1, 4])
+def test_exported_sinks_are_right_for_lengths_from_two(sinks: int, backend: str, strict: bool) -> None:
+    """Also where all keys are sinks, or a single one is none."""
+    example, length = tuple(draw(t=9, requires_grad=False)[:3]), Dim("length", min=2, max=4096)
+    model = Attention(backend=backend, window=6, sinks=sinks)
+    program = export(model, example, dynamic_shapes=({2: length},) * 3, strict=strict)
+    assert runs_native(program) == (backend == "native")
+    for t in (2, 3, 4, 5, 6, 70, 300):
+        inputs = draw(t=t, requires_grad=False)[:3]
+        truth = alibi_attention(*inputs, window=6, sinks=sinks, backend="reference")
+        assert_close([program.module()(*inputs)], [truth])
+
+
 def test_an_exported_program_drops_at_every_length() -> None:
     example = tuple(draw(b=2, t=31, requires_grad=False)[:3])
     length = Dim("length", min=2, max=4096)

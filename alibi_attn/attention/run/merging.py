@@ -162,6 +162,12 @@ def _without_bias(spec: Spec) -> Spec:
 
 
 def _sinks_and_others(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> list[Part]:
+    if torch.compiler.is_exporting():  # keys are hidden instead: a slice would be a guard on the length
+        first = torch.arange(spec.key_len, device=key.device) < spec.sinks
+        masks = [x.expand(spec.batch, -1) if spec.key_mask is None else x & spec.key_mask for x in (~first, first)]
+        sides = zip(masks, (spec.window, None), strict=True)
+        specs = [dataclasses.replace(spec, sinks=0, key_mask=mask, window=window) for mask, window in sides]
+        return [Part(part, query, key, value) for part in specs]
     sinks = min(spec.sinks, spec.key_len)
     spec = dataclasses.replace(spec, sinks=0)
     of_sinks = _keys(dataclasses.replace(spec, window=None), key, value, 0, sinks)

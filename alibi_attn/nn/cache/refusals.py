@@ -7,71 +7,49 @@ from collections.abc import Iterable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-_WHOLE = "a cache in a file keeps all tokens: pass path or {other}, not both"
+_FORGETTING = ("max_tokens", "reach", "forgetting by gates")
 _IN_PLACE = (
     "a cache in a file works without gradients, forget gates and torch.compile; use no_grad, or a cache in memory"
 )
+_MOVED = "a cache in a file cannot be reordered, which would copy the file; for beams pass copy.deepcopy(cache)"
+_LOST = "a cache with max_tokens would lose the gates between the tokens it keeps, so a layer with forget gates needs KVCache()"
+_SUMS = "forget gates need the number of tokens on the host, which a fixed capacity never reads; use KVCache() or reach_cache()"
+_FIXED = "a cache of a fixed capacity supports no prefix_len, positions, sinks and windows per head; use KVCache(), which does"
+_BEAMS = "a cache of a fixed capacity has no beams, whose rows would move; use a cache that grows"
+_WRITTEN = "a cache of a fixed capacity is written in place and has no gradients; call the layer in torch.no_grad()"
 _FORGETS = (
     "a cache that forgets supports no key_mask, segment_ids, prefix_len or positions; use KVCache(), which keeps all"
 )
-_FIXED = "a cache of a fixed capacity supports no prefix_len, positions, sinks and windows per head; use KVCache(), which does"
-_SUMS = (
-    "forget gates need the number of tokens on the host, which a cache of a fixed capacity never reads; use KVCache() or "
-    "reach_cache()"
-)
 _SAVED = "caches with forget gates, max_tokens or a capacity, or with forgotten tokens, cannot be saved to a file"
-_CREATED = "create it with the layer's reach_cache(), or use KVCache()"
-_OF_TOKENS = ("key_mask", "segment_ids", "prefix_len", "positions")
+_GATED, _GATELESS = (
+    f"the layer has {layer} and the cache forgets {cache}; create it with the layer's reach_cache(), or use KVCache()"
+    for layer, cache in (("forget gates", "without them"), ("no gates", "by gates"))
+)
 
-# Two things that exclude one another: how a cache stores and forgets, and what a call or a layer needs.
-REFUSED: dict[tuple[str, str], str] = {
-    ("path", "max_tokens"): _WHOLE.format(other="max_tokens"),
-    ("path", "capacity"): _WHOLE.format(other="capacity"),
-    ("path", "reach"): _WHOLE.format(other="a reach") + "; new tokens read only the keys within reach in any case",
-    ("path", "forgetting by gates"): _IN_PLACE,
-    ("path", "forget gates"): _IN_PLACE,
-    ("path", "gradients"): _IN_PLACE,
-    ("path", "torch.compile"): _IN_PLACE,
-    (
-        "path",
-        "another order",
-    ): "a cache in a file cannot be reordered, which would copy the file; for beams pass copy.deepcopy(cache)",
-    (
-        "max_tokens",
-        "capacity",
-    ): "max_tokens moves tokens to other places, which a fixed capacity cannot; pass max_tokens or capacity",
-    (
-        "max_tokens",
-        "reach",
-    ): "max_tokens counts distances without the tokens in between, so no reach holds; pass one of them",
-    ("max_tokens", "forgetting by gates"): "max_tokens loses the gates between the tokens it keeps; pass one of them",
-    ("max_tokens", "forget gates"): (
-        "a cache with max_tokens would lose the gates between the tokens it keeps, so a layer with forget gates needs KVCache(), "
-        "which keeps all"
-    ),
-    ("reach", "forget gates"): f"the layer has forget gates and the cache forgets without them; {_CREATED}",
-    ("no forget gates", "forgetting by gates"): f"the layer has no gates and the cache forgets by gates; {_CREATED}",
-    ("capacity", "forgetting by gates"): _SUMS,
-    ("capacity", "forget gates"): _SUMS,
-    (
-        "capacity",
-        "gradients",
-    ): "a cache of a fixed capacity is written in place and has no gradients; call the layer in torch.no_grad()",
-    (
-        "capacity",
-        "another order",
-    ): "a cache of a fixed capacity has no beams, whose rows would move; use a cache that grows",
-    **{("capacity", what): _FIXED for what in ("prefix_len", "positions", "sinks", "a window per head")},
-    **{(how, what): _FORGETS for how in ("max_tokens", "reach", "forgetting by gates") for what in _OF_TOKENS},
-    **{(how, "saving"): _SAVED for how in ("max_tokens", "reach", "forgetting by gates", "forget gates", "capacity")},
-}
+# How a cache stores and forgets, what a call or a layer needs that excludes it, and the error; {} is the latter.
+_TABLE = (
+    (("path",), ("max_tokens", "capacity", "reach"), "a cache in a file keeps all tokens: pass path or {}, not both"),
+    (("path",), ("forgetting by gates", "forget gates", "gradients", "torch.compile"), _IN_PLACE),
+    (("path",), ("another order",), _MOVED),
+    (("max_tokens",), ("capacity",), "max_tokens moves tokens, which a fixed capacity cannot; pass one of them"),
+    (("max_tokens",), ("reach",), "max_tokens counts distances without the tokens in between; pass one of them"),
+    (("max_tokens",), ("forgetting by gates", "forget gates"), _LOST),
+    (("reach",), ("forget gates",), _GATED),
+    (("forgetting by gates",), ("no forget gates",), _GATELESS),
+    (("capacity",), ("forgetting by gates", "forget gates"), _SUMS),
+    (("capacity",), ("gradients",), _WRITTEN),
+    (("capacity",), ("another order",), _BEAMS),
+    (("capacity",), ("prefix_len", "positions", "sinks", "a window per head"), _FIXED),
+    (_FORGETTING, ("key_mask", "segment_ids", "prefix_len", "positions"), _FORGETS),
+    ((*_FORGETTING, "forget gates", "capacity"), ("saving",), _SAVED),
+)
+REFUSED = {frozenset((how, what)): text.format(what) for hows, whats, text in _TABLE for how in hows for what in whats}
 
 
 def refuse(*traits: str) -> None:
     """Raises ValueError with the sentence of the table if two of these exclude one another."""
     for pair in itertools.combinations(traits, 2):
-        sentence = REFUSED.get(pair) or REFUSED.get(pair[::-1])
-        if sentence is not None:
+        if (sentence := REFUSED.get(frozenset(pair))) is not None:
             raise ValueError(sentence)
 
 
