@@ -75,23 +75,25 @@ def toeplitz_attention(
     key_mask: Tensor | None = None,
     segment_ids: SegmentIds | None = None,
     dropout_p: float = 0.0,
+    tolerance: float | None = None,
     return_lse: bool = False,
     backend: str = "auto",
     **unknown: Never,
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with a bias by head and distance, softmax(scale·q·kᵀ + t[h, i − j])·v, [B, H, T, D] in query's dtype.
 
-    T5's buckets, KERPLE, Sandwich and TISA are such tables. `native` (CPU) and `fused` (CUDA) compute it with memory linear in
-    the length, forward and backward, over all pairs that the masks allow: a table gives no bound for far keys, so no key is
-    skipped. Where they cannot run, and inside torch.func, `dense` materializes the T × S bias. Differentiable once in all
-    tensors, and through lse.
+    T5's buckets, KERPLE, Sandwich, TISA and √-ALiBi are such tables. `native` (CPU) and `fused` (CUDA) compute it with memory
+    linear in the length, forward and backward. `native` skips far keys as for `alibi_attention`, unless the table needs a
+    gradient, which every pair contributes to; `fused` reads all that the masks allow. Where neither can run, and inside
+    torch.func, `dense` materializes the T × S bias. Differentiable once in all tensors, and through lse.
 
     Args:
         table: t, floating point and finite, used in fp32 (fp64 for fp64 input). Causal [H, N]: column d is for the distance
             d = i − j, 0 … N − 1. Not causal [H, 2·N − 1]: column N − 1 + d is for d, −(N − 1) … N − 1, keys to the right first.
             It must cover every distance that causality and the window allow; further columns are not used.
         query_offset: position of query 0, an int; S − T by default.
-        query, key, value, causal, window, scale, key_mask, segment_ids, dropout_p, return_lse: as for `alibi_attention`.
+        query, key, value, causal, window, scale, key_mask, segment_ids, dropout_p, tolerance, return_lse: as for
+            `alibi_attention`.
         backend: "auto", "native", "fused", "dense" or "reference"; the others do not support tables.
 
     Raises:
@@ -121,12 +123,14 @@ def toeplitz_attention(
         key_mask=key_mask,
         segment_ids=segment_ids,
         dropout_p=dropout_p,
-        tolerance=0.0,
+        tolerance=tolerance,
         return_lse=return_lse,
     )
     _READS.check(spec)
     check_tensor("table", table, query.device)
     _check_table(spec, table)
+    if table.requires_grad and torch.is_grad_enabled():
+        spec = dataclasses.replace(spec, tolerance=0.0)  # the gradient of a distance is a sum over all queries
     spec = dataclasses.replace(spec, table=table.to(spec.slopes.dtype))
     return attend(spec, query, key, value, backend)
 

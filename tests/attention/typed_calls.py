@@ -24,5 +24,5 @@ def typos_and_wrong_types_are_errors(x: Tensor) -> None:
     alibi_attention(x, x, x, window="4")  # type: ignore[arg-type]
     alibi_attention_varlen(x, x, x, x, key_mask=x)  # type: ignore[call-overload]
     forgetting_attention(x, x, x, x, causal=True)  # type: ignore[call-overload]
-    toeplitz_attention(x, x, x, x, tolerance=0.0)  # type: ignore[call-overload]
+    toeplitz_attention(x, x, x, x, sinks=1)  # type: ignore[call-overload]
     head_reach(x, x, toleranse=0.0)  # type: ignore[call-arg]

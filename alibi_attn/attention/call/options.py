@@ -95,6 +95,7 @@ class ToeplitzOptions(MaskOptions[Array], total=False):
     """The keywords of `toeplitz_attention`."""
 
     causal: bool
+    tolerance: float | None
     query_offset: int | None
 
 

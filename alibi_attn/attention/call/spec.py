@@ -55,7 +55,7 @@ class AttentionSpec(Generic[Array]):
         query_start: [B, H, T] int64, only with a query_bias: the first key that each query may see; the masks still apply.
             `cuts.py` translates it for kernels that do not read it.
         table: [H, N], in the slopes' dtype, added to the scores by head and distance i − j: column c is for the distance
-            table_first + c, and every distance that occurs has a column. Only with slopes of 0, and a tolerance of 0.
+            table_first + c, and every distance that occurs has a column. Only with slopes of 0.
         sink_logits: [H], exp(sink) joins the softmax denominator of a head. Backends compute the call without it;
             `execution.attend` scales their output.
         dropout_p: the share of the weights that are dropped; `dropout.py` defines which.

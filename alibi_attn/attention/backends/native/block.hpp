@@ -69,6 +69,7 @@ struct Block {
         }
         outlier_tiles = visited.outlier_tiles(b, k);
         bias_origin = std::max<int64_t>(0, position - (range.high - 1)) + std::min<int64_t>(0, position + rows - 1 - range.low);
+        if (call.table) bias_origin = 0;
         if (call.key_points) bias_origin = 0, points.begin(call.query_points + 3 * (b * call.T + n * BLOCK), rows);
         key_bias = call.key_bias ? call.key_bias + at * call.S : nullptr;
         key_bias_origin = 0, origins_differ = false;

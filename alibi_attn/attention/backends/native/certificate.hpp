@@ -7,7 +7,8 @@
 // computed key by key for the largest rate R of the block and its nearest query; the other queries follow:
 //     exp(rate_i |k_j| - m |i - j|) <= exp(R |k_j| - m d_j) exp(-(R - rate_i) |k|_min - m (|i - j| - d_j)).
 // A few tiles with the longest keys may be left out of the sum; each is visited if it may matter. A bias of the key adds the same
-// number to the exponents of all queries; `tails.hpp` then bounds where the sum may start.
+// number to the exponents of all queries; `tails.hpp` then bounds where the sum may start. A table by distance replaces -m d;
+// `distances.hpp`.
 //
 // A limit on what each query leaves out is enough for outputs, not for gradients: T queries might leave out the same key. So
 // backward leaves out a key only if its own term of the sum obeys the key rule too.
@@ -16,7 +17,7 @@
 
 #include <limits>
 
-#include "tails.hpp"
+#include "distances.hpp"
 
 template <typename Real>
 struct Certificate {
@@ -26,6 +27,7 @@ struct Certificate {
     // [padded S / TAIL_GROUP + 1] each, over the groups of keys beyond one, relative to exp(reference): the sum of their weights,
     // and what the key rule compares, see `Weights`.
     Real *sums, *ruled;
+    const DistanceBounds<Real> *distances = nullptr;  // of a table
     Norms<Real> norms = {};
     Real rate[BLOCK] = {}, fixed[BLOCK] = {};  // of each query; nats to be added to -lambda
     Real largest_rate = 0;
@@ -90,7 +92,9 @@ struct Certificate {
         for (int tiles = 1; possible && tiles <= OUTLIER_TILES && norms.tiles[tiles - 1] >= 0; tiles++) {
             // The keys saved, less the cost of the tiles; in a flat head, one long key matters less than the many others.
             const double nats = double(largest_rate) * (norms.longest_without(0) - norms.longest_without(tiles));
-            const double saved = (nats - std::max(0.0, -std::log(slope))) / slope;
+            const double saved = block.call.table
+                ? std::min(double(available), reach_in_table(0)) - std::min(double(available), reach_in_table(tiles))
+                : (nats - std::max(0.0, -std::log(slope))) / slope;
             const double gain = std::min(saved, double(available)) - 2.0 * BLOCK * tiles;
             if (gain > best) best = gain, chosen = tiles;
         }
@@ -189,7 +193,13 @@ struct Certificate {
     double share_of_sums() const { return left_out[side > 0] ? 0.75 : 1.0; }
 
     // Without biases, no key is far for a slope of 0 or below.
-    bool may_skip() const { return possible && (slope > 0 || block.key_bias); }
+    bool may_skip() const { return possible && (slope > 0 || block.key_bias || block.call.table); }
+
+    // About how far a block reads that leaves out this many tiles, if its queries' own keys score 0.
+    double reach_in_table(int tiles) const {
+        const double room = std::log(block.call.tolerance) + double(*distances->of(block.h));
+        return distances->distance_of_little(block.h, side, double(largest_rate) * norms.longest_without(tiles), room, false);
+    }
 
     // ln of the largest value that the sum, for the largest rate, may have.
     double nats_of_room(const Real *m_i, const Real *l_i) {
@@ -237,6 +247,7 @@ struct Certificate {
         for (int v = 0; v < TAIL_GROUP; v += VL<Real>) {
             const Reals<Real> distance = block.away(0, j + v - nearest) * Real(-side);
             Reals<Real> nats = load(norms.keys + j + v) * largest_rate - distance * Real(slope) - Real(from);
+            if (block.call.table) nats += load(distances->of(block.h) + j + v - nearest);
             nats = nats > CAP<Real> ? every(CAP<Real>) : nats;
             const Reals<Real> weights = exponential(block.key_bias ? load(biased + v) : nats);
             const Reals<Real> by_rule = weights * (distance + nearest_by_rule) * 2;
@@ -278,13 +289,20 @@ struct Certificate {
             const double wide = double(largest_rate) * norms.longest_without(0) + slope * distance + std::abs(room);
             return 8 * UNIT<double> * wide + 8 * double(UNIT<Real>) * (scores + slopes);
         }
-        return 8 * double(UNIT<Real>) * (double(largest_rate) * norms.longest_without(0) + slope * distance + std::abs(room));
+        // The entries of a table include their rounding here; among computed scores, those within CAP of lambda matter.
+        const double norm = double(largest_rate) * norms.longest_without(0);
+        const double biases = block.call.table ? norm + largest_lambda + 2 * CAP<Real> : slope * distance;
+        return 8 * double(UNIT<Real>) * (norm + biases + std::abs(room));
     }
 
     // The distance from the block's nearest query at and beyond which all keys together weigh less than e^-10 of the room, and
     // each, if backward follows, less than e^-9 times its `key_rule`; NaN or more than `most_distant` if there is none.
     double distance_of_little(double room, double most_distant) const {
         const double origin = std::abs(double(block.bias_origin));
+        if (block.call.table) {
+            const double nats = double(largest_rate) * norms.longest_without(left_out[side > 0]);
+            return distances->distance_of_little(block.h, side, nats, room - 10, block.call.for_backward);
+        }
         if (!block.key_bias) {
             // exp(-m d) (d + c) decreases from d = 1 / m - c on.
             const double longest = norms.longest_without(left_out[side > 0]);

@@ -281,6 +281,7 @@ void run(const Call<Real> &call) {
     const int64_t D = call.D, heads = call.B * call.K;
     for (int64_t b = 0; b < call.B; b++) std::fill_n(Visited<Real>{call}.outlier_tiles(b, 0), call.K * OUTLIER_TILES, -1);
     Real *norms = allocate<Real>(call.tolerance > 0 ? heads * norms_size(call) : 0);
+    DistanceBounds<Real> distances(call);
     std::vector<double> tails(call.tolerance > 0 && call.key_bias ? call.B * call.H * tails_size(call) : 0);
     in_parallel(call.threads, [&](Member &member) {
         const DenormalNumbers are_kept;
@@ -288,13 +289,14 @@ void run(const Call<Real> &call) {
         if (call.tolerance > 0) {
             measure_all(call, norms, member);
             if (call.key_bias) member.for_each(heads, [&](int64_t head) { summarize_biased(call, norms, tails.data(), head); });
+            if (call.table) member.for_each(call.H, [&](int64_t head) { distances.find(call, head); });
         }
         Real *memory = allocate<Real>((2 * BLOCK + 3 * D) * BLOCK + padded(call));
         Real *acc = memory + BLOCK * BLOCK, *queries = acc + BLOCK * D, *factors = queries + 2 * BLOCK * D;
         Real *sums = factors + BLOCK * BLOCK;
         Pair *woven = reinterpret_cast<Pair *>(queries + BLOCK * D);
         Forward<Real> forward = {{call, queries, woven, best_keys}, memory, acc,
-                                 {forward.block, norms, tails.data(), sums, sums + padded(call) / TAIL_GROUP + 1},
+                                 {forward.block, norms, tails.data(), sums, sums + padded(call) / TAIL_GROUP + 1, &distances},
                                  {call, factors}, boxes};
         member.for_each((int64_t)tasks.size(), [&](int64_t t) {
             for (int64_t n = tasks[t].block; n < tasks[t].last_block; n++) forward.run(tasks[t].b, tasks[t].h, n);
