@@ -11,7 +11,6 @@ from typing import TYPE_CHECKING, Any, Unpack
 import torch
 from torch import Tensor
 
-from alibi_attn.attention import decoding
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused.plan import planned
 from alibi_attn.attention.backends.fused.split_keys import reads_whole
@@ -25,7 +24,7 @@ from alibi_attn.attention.certificate import bounds as certificate
 from alibi_attn.attention.certificate.bounds import Bounds
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.attention.run import dispatch
+from alibi_attn.attention.run import decoding, dispatch
 from alibi_attn.attention.run.execution import VISITS, attend, visits
 from alibi_attn.lazy import lazy_names
 

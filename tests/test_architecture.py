@@ -58,8 +58,7 @@ ATTENTION_ROWS = (
     ("backends",),
     ("run",),
     ("api", "forgetting", "toeplitz", "varlen"),
-    ("decoding", "rows"),
-    ("kept",),
+    ("kept", "rows"),
 )
 ATTENTION = {name: row for row, names in enumerate(ATTENTION_ROWS) for name in names}
 KERNELS = ["attention", "backends", "fused", "kernels"]

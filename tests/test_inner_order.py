@@ -25,6 +25,7 @@ ORDERS = {
         ("guards",),
         ("dispatch",),
         ("execution",),
+        ("decoding",),
     ),
     "alibi_attn.jax": (
         ("call",),

@@ -1,7 +1,7 @@
 """The keys and values that heads attend to, and the one way to attend to them, with a cache or without.
 
-Few queries over many known keys read only what is near (`decoding.py`); all other calls are those of the public functions. Shapes
-are those of `call/spec.py`.
+Few queries over many known keys read only what is near (`run/decoding.py`); all other calls are those of the public functions.
+Shapes are those of `call/spec.py`.
 """
 
 import itertools
@@ -11,17 +11,15 @@ from typing import Any, NamedTuple
 import torch
 from torch import Tensor
 
-from alibi_attn.attention import decoding
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.call.spec import index_of
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.forgetting import forgetting_attention
+from alibi_attn.attention.run import decoding
 from alibi_attn.attention.run.merging import merged
-from alibi_attn.attention.run.near_keys import visible_runs
 from alibi_attn.attention.toeplitz import toeplitz_attention
 
 _DEFAULTS = {"dropout_p": 0.0, "sinks": 0, "registers": 0, "backend": "auto", "causal": True}
-_NEAR = {"window", "scale", "key_mask"}  # options of a call that may read near keys only
 
 
 class Kept(NamedTuple):
@@ -100,40 +98,15 @@ def _windows_of_one_call(query: Tensor, kept: Sequence[Kept], given: dict[str, A
 
 
 def _one(query: Tensor, kept: Kept, slopes: Tensor | None, given: dict[str, Any]) -> Tensor:
-    mixed: Tensor | tuple[Tensor, Tensor] | None = _near(query, kept, slopes, given)
+    mixed: Tensor | tuple[Tensor, Tensor] | None = None
+    if kept.exists is None:
+        mixed = decoding.attend_if_near(
+            query, kept.key, kept.value, slopes, kept.norms, kept.first, kept.log_fgate, given
+        )
     if mixed is None:
         mixed = _all(query, kept, slopes, given)
     assert isinstance(mixed, Tensor)
     return mixed
-
-
-def _near(query: Tensor, kept: Kept, slopes: Tensor | None, given: dict[str, Any]) -> Tensor | None:
-    """Attention over the keys within reach; None unless few queries and many known keys make it faster."""
-    key, value, first, gates = kept.key, kept.value, kept.first, kept.log_fgate
-    window, mask = given.get("window"), given.get("key_mask")
-    if slopes is None or not given.keys() <= _NEAR or isinstance(window, tuple | list) or kept.exists is not None:
-        return None
-    norms, numbers = kept.norms, {"window": window, "scale": given.get("scale")}
-    if isinstance(first, Tensor):
-        if norms is None or mask is not None or gates is not None or not decoding.reads_near_at(query):
-            return None
-        return decoding.attend_at(query, key, value, slopes, norms(), first, **numbers)
-    if norms is None and first == 0:  # a text without a cache
-        return None
-    near = decoding.reads_near(
-        query, key, masked=mask is not None, gated=gates is not None, remembered=norms is not None
-    )
-    if first + query.shape[2] != key.shape[2]:
-        return None
-    if not near:
-        if norms is not None and not torch.is_grad_enabled() and decoding.has_kernel(query, key, value):
-            norms()  # during the prompt, so that new tokens are fast
-        return None
-    visible = None if mask is None else visible_runs(mask)
-    if mask is not None and visible is None:
-        return None
-    known = None if norms is None else norms()
-    return decoding.attend_near(query, key, value, slopes, known, visible=visible, log_fgate=gates, **numbers)
 
 
 def _all(query: Tensor, kept: Kept, slopes: Tensor | None, given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:

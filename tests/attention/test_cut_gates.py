@@ -5,10 +5,13 @@ import math
 import pytest
 import torch
 from attention_checks import WITH_KEY_BIAS
+from torch import Tensor
 from torch.nn.functional import logsigmoid
 
 from alibi_attn import ALiBiAttention, KVCache, forgetting_attention
-from alibi_attn.attention.decoding import attend_near
+from alibi_attn.attention.certificate.norms import Norms
+from alibi_attn.attention.kept import Kept, attend
+from alibi_attn.attention.run.decoding import attend_near
 
 LENGTH, CUTS = 320, (64, 128, 256)
 CLOSED = [-math.inf, -3e38, -1e16, -1e9]
@@ -245,10 +248,17 @@ def test_a_sum_that_absorbs_later_gates_is_noticed() -> None:
 @pytest.mark.parametrize("queries", [1, 5])
 def test_decoding_stops_at_a_cut(closed: float, queries: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("alibi_attn.attention.run.near_keys.FEW", 32)
+    monkeypatch.setattr("alibi_attn.attention.run.decoding.LONG", 0)
+    near: list[Tensor] = []
+    monkeypatch.setattr(
+        "alibi_attn.attention.run.decoding.attend_near", lambda *x, **y: near.append(attend_near(*x, **y)) or near[-1]
+    )
     query, key, value, gates = draw()
     gates[..., [100, LENGTH - 3]] = closed
     expected = forgetting_attention(query, key, value, gates, backend="reference")[:, :, -queries:]
-    found = attend_near(query[:, :, -queries:], key, value, torch.zeros(4), None, log_fgate=gates)
+    kept = Kept(key, value, first=LENGTH - queries, norms=lambda: Norms.of(key, value), log_fgate=gates)
+    found = attend(query[:, :, -queries:], [kept], torch.zeros(4))
+    assert len(near) == (queries == 1), "a cut between the queries is no bias of keys"
     torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 

@@ -9,12 +9,11 @@ from attention_checks import EPS
 from certificate_attack import certified_keys, random_attack
 
 from alibi_attn import alibi_attention, alibi_slopes, forgetting_attention
-from alibi_attn.attention import decoding
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.call.visibility import distances, visible
 from alibi_attn.attention.certificate import bounds
 from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.attention.run import near_keys
+from alibi_attn.attention.run import decoding, near_keys
 from alibi_attn.attention.run.execution import attend
 
 SLOPES = torch.tensor(alibi_slopes(8), dtype=torch.float32)

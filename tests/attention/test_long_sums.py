@@ -7,8 +7,8 @@ import torch
 from torch import Tensor
 
 from alibi_attn import alibi_attention, attention_rows
-from alibi_attn.attention import decoding
 from alibi_attn.attention.certificate.norms import Norms
+from alibi_attn.attention.run import decoding
 
 NATS = (
     15.0,

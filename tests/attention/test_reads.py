@@ -30,9 +30,12 @@ from alibi_attn.attention.call import explanation
 from alibi_attn.attention.call.reads import Reads
 from alibi_attn.attention.call.spec import ARRAYS, AttentionSpec, plain_fields
 from alibi_attn.attention.call.validation import make_spec
+from alibi_attn.attention.certificate.norms import Norms
+from alibi_attn.attention.kept import Kept
+from alibi_attn.attention.kept import attend as attend_kept
 from alibi_attn.attention.operators import schema
 from alibi_attn.attention.operators.operator import operator
-from alibi_attn.attention.run import dispatch, invariant, splitting
+from alibi_attn.attention.run import decoding, dispatch, invariant, splitting
 from alibi_attn.attention.run.dispatch import BACKENDS
 from alibi_attn.attention.run.execution import attend
 from alibi_attn.distributed import argument_check
@@ -289,6 +292,24 @@ def test_parts_do_not_forget_a_made_up_field(monkeypatch: pytest.MonkeyPatch) ->
     attend(capped(*rows()), *rows(), "native")
     with pytest.raises(ValueError, match="'native' cannot run this: it does not compute logit_cap"):
         attend(capped(*rows(), window=[3, 4, 3, 4]), *rows(), "native")
+
+
+@torch.no_grad()
+def test_an_option_that_decoding_does_not_read_is_not_ignored(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Few queries over many known keys: with an option that is not in READS, `alibi_attention` computes the step."""
+    monkeypatch.setattr(decoding, "LONG", 0)
+    query, key, value = torch.randn(1, 2, 1, 16), torch.randn(1, 2, 3000, 16), torch.randn(1, 2, 3000, 16)
+    kept, slopes = [Kept(key, value, first=2999, norms=lambda: Norms.of(key, value))], torch.tensor([0.5, 0.1])
+    bias = torch.randn(2, 3000)
+    torch.testing.assert_close(
+        attend_kept(query, kept, slopes, key_bias=bias), alibi_attention(query, key, value, slopes, key_bias=bias)
+    )
+    with pytest.raises(TypeError, match="made_up"):
+        attend_kept(query, kept, slopes, made_up=1)
+    monkeypatch.setattr(decoding, "READS", decoding.READS | {"key_bias"})  # declared, but not computed
+    assert (
+        float((attend_kept(query, kept, slopes, key_bias=bias) - attend_kept(query, kept, slopes)).abs().max()) == 0.0
+    )
 
 
 # Calls of `make_spec` that dispatch sees, or that have no options.

@@ -6,13 +6,13 @@ import pytest
 import torch
 from attention_checks import ON_CPU, WITH_KEY_BIAS
 
-from alibi_attn.attention import decoding
 from alibi_attn.attention.api import alibi_attention, explain
 from alibi_attn.attention.call.dropout import drawn_seed, kept
 from alibi_attn.attention.call.spec import dropout_numbers
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.forgetting import forgetting_attention
+from alibi_attn.attention.run import decoding
 from alibi_attn.attention.run.execution import scaled_by_sinks
 from alibi_attn.attention.run.merging import merged
 from alibi_attn.attention.varlen import alibi_attention_varlen

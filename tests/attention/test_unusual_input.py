@@ -21,7 +21,7 @@ from alibi_attn import (
     interpolate_slopes,
 )
 from alibi_attn.attention.backends.native import build
-from alibi_attn.attention.decoding import attend_near, measured_norms
+from alibi_attn.attention.run.decoding import attend_near, measured_norms
 from alibi_attn.attention.run.dispatch import BACKENDS
 from alibi_attn.attention.toeplitz import toeplitz_attention
 from alibi_attn.nn.linear.fastest import linear

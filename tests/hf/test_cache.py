@@ -7,9 +7,8 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from alibi_attn.attention import decoding
-from alibi_attn.attention.decoding import attend_near
-from alibi_attn.attention.run import near_keys
+from alibi_attn.attention.run import decoding, near_keys
+from alibi_attn.attention.run.decoding import attend_near
 from alibi_attn.hf import ALiBiCache, patch
 
 FAMILIES = ["bloom", "mpt", "falcon", "falcon multi-query", "falcon new"]

@@ -6,8 +6,7 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from alibi_attn.attention import decoding
-from alibi_attn.attention.run import near_keys
+from alibi_attn.attention.run import decoding, near_keys
 from alibi_attn.hf import ALiBiCache, patch
 
 LENGTH = 330

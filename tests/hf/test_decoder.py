@@ -13,8 +13,8 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig, StaticCache
 from transformers_names import checkpoint_activations
 
-from alibi_attn.attention import decoding
-from alibi_attn.attention.decoding import attend_near
+from alibi_attn.attention.run import decoding
+from alibi_attn.attention.run.decoding import attend_near
 from alibi_attn.hf import ALiBiCache, ALiBiCausalLMConfig, ALiBiForCausalLM
 
 SIZES = {

@@ -6,8 +6,8 @@ from torch import nn
 from transformers import DynamicCache
 from transformers.models.bloom.modeling_bloom import BloomGelu
 
-from alibi_attn.attention import decoding
-from alibi_attn.attention.decoding import attend_near
+from alibi_attn.attention.run import decoding
+from alibi_attn.attention.run.decoding import attend_near
 from alibi_attn.hf import ALiBiCache, patch
 from alibi_attn.hf.patching import decoding_step
 from alibi_attn.nn.linear import fastest

@@ -7,8 +7,7 @@ import pytest
 import torch
 from kills import killed_at_random
 
-from alibi_attn.attention import decoding
-from alibi_attn.attention.run import near_keys
+from alibi_attn.attention.run import decoding, near_keys
 from alibi_attn.hf import ALiBiCache, ALiBiCausalLMConfig, ALiBiForCausalLM, patch, read
 from alibi_attn.hf.patching import reading
 

@@ -7,9 +7,9 @@ from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import BloomConfig, BloomForCausalLM
 
 from alibi_attn import alibi_attention
-from alibi_attn.attention import decoding
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms, in_tiles
+from alibi_attn.attention.run import decoding
 from alibi_attn.hf import ALiBiCache, patch
 from alibi_attn.nn.cache import fixed
 

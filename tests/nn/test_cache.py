@@ -11,8 +11,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from alibi_attn import ALiBiAttention, ALiBiTransformerBlock, KVCache
-from alibi_attn.attention import decoding
-from alibi_attn.attention.decoding import attend_near
+from alibi_attn.attention.run import decoding
+from alibi_attn.attention.run.decoding import attend_near
 from alibi_attn.nn.cache.storage import Growing
 
 WAYS = {
@@ -79,7 +79,7 @@ def test_reading_near_keys_equals_reading_all(way, steps):
                 x = torch.randn(2, number, 24, generator=generator)
                 outputs = []
                 for cache, least in zip(caches, (0, math.inf), strict=True):
-                    patch.setattr("alibi_attn.attention.decoding.LONG", least)
+                    patch.setattr("alibi_attn.attention.run.decoding.LONG", least)
                     outputs.append(layer(x, cache=cache))
                 torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
             elif len(caches[0]):
@@ -93,7 +93,7 @@ def test_reading_near_keys_equals_reading_all(way, steps):
 @pytest.mark.parametrize("way", ["plain", "grouped", "window", "qk_norm"])
 def test_a_padded_batch_decodes_from_the_keys_within_reach(way, monkeypatch):
     """Rows of very different lengths, one of which ends before the rest; a few tokens at a time, or one."""
-    monkeypatch.setattr("alibi_attn.attention.decoding.LONG", 0)
+    monkeypatch.setattr("alibi_attn.attention.run.decoding.LONG", 0)
     monkeypatch.setattr("alibi_attn.attention.run.near_keys.FEW", 32)
     near = []
     monkeypatch.setattr(decoding, "attend_near", lambda *x, **y: near.append(y) or attend_near(*x, **y))

@@ -5,7 +5,7 @@ import copy
 import pytest
 import torch
 
-from alibi_attn.attention import decoding
+from alibi_attn.attention.run import decoding
 from alibi_attn.nn import ALiBiAttention, KVCache
 
 

@@ -7,7 +7,6 @@ from torch import Tensor, nn
 
 from alibi_attn.attention.call.spec import index_of
 from alibi_attn.attention.call.transforms import may_read
-from alibi_attn.attention.decoding import skips_on_device
 from alibi_attn.attention.kept import Kept
 from alibi_attn.nn.cache import refusals
 from alibi_attn.nn.cache.file import CacheFile
@@ -67,7 +66,7 @@ def checked_scores(
     cache: "KVCache", retention: Certified, query: Tensor, key: Tensor, slopes: Tensor, scale: float | None
 ) -> float:
     """The norm of the longest key so far, compared with the bound where tensors can be read."""
-    if not query.numel() or not may_read(query, key, slopes) or (cache.fixed is not None and skips_on_device(key)):
+    if not query.numel() or not may_read(query, key, slopes):
         return cache._longest_key
     longest = cache._longest_key
     if cache.notice_changes():

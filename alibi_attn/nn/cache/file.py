@@ -30,7 +30,7 @@ from torch import Tensor
 from alibi_attn import files
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.attention.decoding import measured_norms
+from alibi_attn.attention.run.decoding import measured_norms
 from alibi_attn.nn.cache import header as cache_header
 from alibi_attn.nn.cache.header import DTYPES, Descriptor, Mode
 

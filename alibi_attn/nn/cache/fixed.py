@@ -14,8 +14,8 @@ from alibi_attn.attention.call.spec import index_of
 from alibi_attn.attention.call.transforms import may_read
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms, norm_bound
-from alibi_attn.attention.decoding import reads_groups, skips_on_device
 from alibi_attn.attention.kept import Kept
+from alibi_attn.attention.run.decoding import reads_groups, skips_on_device
 from alibi_attn.nn.cache.retention import Certified
 from alibi_attn.nn.cache.storage import normal_tensors
 

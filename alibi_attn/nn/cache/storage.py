@@ -12,7 +12,7 @@ from torch import Tensor
 
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.attention.decoding import measured_norms
+from alibi_attn.attention.run.decoding import measured_norms
 from alibi_attn.nn.cache.file import CacheFile
 
 

@@ -15,7 +15,7 @@ from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.call.visibility import distances, visible
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.attention.decoding import attend_near, measured_norms
+from alibi_attn.attention.run.decoding import attend_near, measured_norms
 
 pytestmark = pytest.mark.skipif(build.why_not() is not None, reason=f"no kernels: {build.why_not()}")
 

@@ -21,9 +21,9 @@ from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from alibi_attn import ALiBiAttention, KVCache, alibi_attention, forgetting_attention
-from alibi_attn.attention import decoding
 from alibi_attn.attention.call.transforms import may_read
 from alibi_attn.attention.certificate.norms import Norms, in_tiles
+from alibi_attn.attention.run import decoding
 from alibi_attn.nn.cache import fixed
 
 WIDTH, HEADS, KEY_HEADS, ROWS, CAPACITY = 64, 4, 2, 2, 400

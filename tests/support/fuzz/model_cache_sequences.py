@@ -20,7 +20,7 @@ from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import BloomConfig, BloomForCausalLM, DynamicCache
 
-from alibi_attn.attention import decoding
+from alibi_attn.attention.run import decoding
 from alibi_attn.hf import ALiBiCache, ALiBiCausalLMConfig, ALiBiForCausalLM, patch
 
 VOCABULARY, ROWS, CAPACITY, LAYERS = 50, 2, 400, 2

@@ -5,9 +5,9 @@ from unittest import mock
 import torch
 from torch import Tensor
 
-from alibi_attn.attention import decoding
 from alibi_attn.attention.backends.fused import append as on_device
 from alibi_attn.attention.kept import Kept
+from alibi_attn.attention.run import decoding
 from alibi_attn.nn import ALiBiAttention, KVCache
 
 

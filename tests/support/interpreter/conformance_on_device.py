@@ -37,7 +37,6 @@ from attention_checks import answer, assert_exact, without_gradients
 from certificate_attack import Attack, dropped, random_attack
 from torch import Tensor
 
-from alibi_attn.attention import decoding
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
 from alibi_attn.attention.backends.fused.plan import planned
@@ -47,6 +46,7 @@ from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.bounds import Bounds
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.tiles import key_tiles
+from alibi_attn.attention.run import decoding
 from alibi_attn.nn import ALiBiAttention, KVCache
 from alibi_lab import records
 

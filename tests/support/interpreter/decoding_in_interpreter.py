@@ -10,7 +10,6 @@ from attention_oracle import Answer
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
 
-from alibi_attn.attention import decoding
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused import split_keys
@@ -19,6 +18,7 @@ from alibi_attn.attention.backends.fused.plan import planned
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
+from alibi_attn.attention.run import decoding
 from alibi_attn.attention.run.dispatch import RUNS
 from alibi_attn.nn import ALiBiAttention, KVCache
 

@@ -17,7 +17,7 @@ from alibi_attn import alibi_attention, forgetting_attention, toeplitz_attention
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused import recording
 from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.attention.decoding import attend_groups
+from alibi_attn.attention.run.decoding import attend_groups
 from alibi_attn.inspect import decode_with_norms
 from alibi_attn.nn import KVCache
 from alibi_lab.measure import host

@@ -7,7 +7,8 @@ not finite, each head of each row attends to a slice instead (`near_keys.py`).
 """
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -23,10 +24,9 @@ from alibi_attn.attention.call.transforms import are_ordinary, autocasts
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.biased import sums_behind
 from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.run.execution import attend, scaled_by_sinks
 from alibi_attn.attention.run.merging import merged
-from alibi_attn.attention.run.near_keys import Runs, buckets, needed_keys
+from alibi_attn.attention.run.near_keys import Runs, buckets, needed_keys, visible_runs
 
 Spec = AttentionSpec[Tensor]
 
@@ -34,6 +34,52 @@ MAX_QUERIES = 16  # of the CPU kernel
 CHUNKS = 4  # for more than MAX_QUERIES queries, a CPU uses `attend_near` only with at least this many keys per query
 # Elements of the cached keys of a sequence, on a CPU without the kernel: with fewer, reading all is as fast.
 LONG = 2**23
+# The options of a call that may read near keys only; `alibi_attention` computes the others.
+READS = frozenset({"window", "scale", "key_mask"})
+
+
+def attend_if_near(
+    query: Tensor,
+    key: Tensor,
+    value: Tensor,
+    slopes: Tensor | None,
+    norms: Callable[[], Norms] | None,
+    first: int | Tensor,
+    log_fgate: Tensor | None,
+    options: Mapping[str, Any],
+) -> Tensor | None:
+    """Causal attention [B, H, T, D] over the keys within reach; None unless few queries and many known keys make it faster.
+
+    Args:
+        norms: returns the norms of the keys and values; None = unknown.
+        first: the index of query 0 among the keys, an int or a 0-d tensor, which is not read on the host.
+        log_fgate: as for `forgetting_attention`.
+        options: of `alibi_attention`, without defaults.
+    """
+    window, mask = options.get("window"), options.get("key_mask")
+    if slopes is None or not options.keys() <= READS or isinstance(window, tuple | list):
+        return None
+    numbers = {"window": window, "scale": options.get("scale")}
+    if isinstance(first, Tensor):
+        if norms is None or mask is not None or log_fgate is not None or not reads_near_at(query):
+            return None
+        return attend_at(query, key, value, slopes, norms(), first, **numbers)
+    if (norms is None and first == 0) or first + query.shape[2] != key.shape[2]:  # a text without a cache; not the last
+        return None
+    if not reads_near(query, key, masked=mask is not None, gated=log_fgate is not None, remembered=norms is not None):
+        if norms is not None and not torch.is_grad_enabled() and has_kernel(query, key, value):
+            norms()  # during the prompt, so that new tokens are fast
+        return None
+    visible = None if mask is None else visible_runs(mask)
+    if (mask is not None and visible is None) or (log_fgate is not None and _has_cut(query, log_fgate)):
+        return None
+    known = None if norms is None else norms()
+    return attend_near(query, key, value, slopes, known, visible=visible, log_fgate=log_fgate, **numbers)
+
+
+def _has_cut(query: Tensor, log_fgate: Tensor) -> bool:
+    """Whether a cut lies between the queries: biases of keys cannot express which queries it applies to."""
+    return bool((log_fgate[..., log_fgate.shape[2] - query.shape[2] + 1 :] < GATE_FLOOR).any())
 
 
 def reads_near(
@@ -156,7 +202,7 @@ def attend_near(
         sink_logits: as for `alibi_attention`; the CPU kernel, which returns no lse, is then not used.
         known_norms: norms of the keys and values, of all but the last few; None = unknown.
         visible: the keys that each row may see, CPU only; None = all.
-        log_fgate: [B, H, S] gates as for `forgetting_attention`, CPU only and with all keys visible.
+        log_fgate: [B, H, S] gates as for `forgetting_attention`, CPU only, with all keys visible and no cut between the queries.
     """
     few = query.shape[2] <= MAX_QUERIES
     if few and _on_cpu(query) and log_fgate is None and sink_logits is None and has_kernel(query, key, value):
@@ -175,21 +221,6 @@ def attend_near(
         )
         if output is not None:
             return output
-    if log_fgate is not None and bool((log_fgate[..., key.shape[2] - query.shape[2] + 1 :] < GATE_FLOOR).any()):
-        # A cut between the queries: biases of keys cannot express which queries it applies to.
-        output = forgetting_attention(
-            query,
-            key,
-            value,
-            log_fgate,
-            slopes,
-            window=window,
-            scale=scale,
-            tolerance=tolerance,
-            sink_logits=sink_logits,
-        )
-        assert isinstance(output, Tensor)
-        return output
     spec = make_spec(
         query, key, value, slopes, window=window, scale=scale, tolerance=tolerance, sink_logits=sink_logits
     )
