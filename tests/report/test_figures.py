@@ -1,5 +1,6 @@
 """Figures show exactly the recorded numbers, and the SVG fits any page."""
 
+import dataclasses
 import html
 import json
 import math
@@ -62,6 +63,20 @@ def test_nothing_is_smoothed_or_left_out(made_up) -> None:
     )
     line = _line(figures.loss_by_position(study), drawing.color_of("t5"))
     assert line.get_xdata().tolist() == [2**power for power in range(12)]
+
+
+def test_positions_with_few_tokens_are_joined(made_up) -> None:
+    """Of twelve positions the first three have 4, 12 and 20 tokens, and the last has too few to stand alone."""
+    (found,) = (record for record in made_up(methods=("t5",)) if record.kind == "evaluation")
+    curve = found.curves["by_position"]
+    counts = np.array([4, 12, 20] + [64] * 8 + [3])
+    joined = {**found.curves, "by_position": {**curve, "tokens": counts.tolist()}}
+    (study,) = studies([dataclasses.replace(found, curves=joined)])
+    line = _line(figures.loss_by_position(study), drawing.color_of("t5"))
+    at, losses = (np.array(curve[name]) for name in ("position", "loss_nats"))
+    parts = [slice(0, 3), *(slice(k, k + 1) for k in range(3, 10)), slice(10, 12)]
+    for values, drawn in ((at, line.get_xdata()), (losses / math.log(2), line.get_ydata())):
+        np.testing.assert_allclose(drawn, [np.average(values[part], weights=counts[part]) for part in parts])
 
 
 def test_losses_are_nats_where_a_token_is_no_byte(made_up) -> None:

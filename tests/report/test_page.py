@@ -72,7 +72,7 @@ def test_the_interval_of_a_change_is_students_over_paired_seeds(made_up) -> None
 
 def test_the_page_states_what_its_numbers_are_about(made_up) -> None:
     text = _text(report_html(made_up(methods=("learned", "alibi"), seeds=3)))
-    for words in ("configurations 2", "seeds of each 3", "weights 0.8 M", "training tokens 0.8 M", "0.020 +2.0"):
+    for words in ("configurations 2", "seeds of each 3", "weights 0.8 M", "training bytes 0.8 M", "0.020 +2.0"):
         assert words in text
     assert "nats at 2,048 tokens" in text  # what the flattest head subtracts from the score of the farthest key
     assert "8 nats" not in text
@@ -90,7 +90,7 @@ def test_a_seed_with_missing_values_leaves_the_numbers_whole(made_up) -> None:
         by_position = {**curves["by_position"], "tokens": counts}
         records[at] = dataclasses.replace(records[at], curves={**curves, "by_position": by_position})
     assert _changes(records)["ALiBi"][3:6:2] == ["−4.7 %", "0.020"]
-    assert "fewest tokens in a mean of the loss by position 20" in _text(report_html(records))
+    assert "fewest bytes at a position 20" in _text(report_html(records))
 
 
 def test_trainings_that_were_not_evaluated_have_no_changes(made_up) -> None:

@@ -146,7 +146,7 @@ def name_lines(axes: Axes, names: Mapping[str, str] | None = None) -> None:
     if len(named) > 2 * COLORED:
         for _, line, _ in named[COLORED:-COLORED]:
             _fade(axes, line)
-    size = 8.5 if all(len(name) <= 15 for *_, name in named) and len(named) <= 8 else 7
+    size = 8.5 if all(len(name) <= 13 for *_, name in named) and len(named) <= 8 else 7
     axes.legend(
         [line for _, line, _ in named], [name for *_, name in named], loc="upper left", bbox_to_anchor=(1.0, 1.03),
         frameon=False, fontsize=size, labelcolor="linecolor", handlelength=1.4, handletextpad=0.5, borderpad=0.1,

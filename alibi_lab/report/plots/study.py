@@ -21,6 +21,7 @@ from alibi_lab.report.series import MODES, Mode, Series, Study
 Curves = Sequence[tuple[Series, Points, Points]]  # series, x, y of every seed
 Measure = Literal["tokens_per_second", "peak_memory_bytes"]
 
+FEWEST = 32  # tokens in a mean of the loss by position
 _LINES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 2, 1, 2)))  # by trained length
 
 
@@ -32,9 +33,14 @@ def perplexity_by_length(study: Study, mode: Mode) -> Figure | None:
 
 
 def loss_by_position(study: Study) -> Figure | None:
-    """Mean loss of the tokens at each position of the longest sequence: in bits per byte if a token is a byte, else in nats."""
+    """Mean loss at each position of the longest sequence: in bits per byte if a token is a byte, else in nats.
+
+    Neighboring positions are joined until a mean is over FEWEST tokens.
+    """
     title, curves = _losses(study, "by_position", "position")
-    return _figure(study, curves, title, _position_axis, markers=False)
+    counts = [series.curve("by_position", "position", "tokens")[1] for series in study.series]
+    joined = [(one[0], *_joined(*one[1:], count)) for one, count in zip(curves, counts, strict=True)]
+    return _figure(study, joined, title, _position_axis, markers=False)
 
 
 def training_curves(study: Study) -> Figure | None:
@@ -59,8 +65,26 @@ def cost_by_length(study: Study, measure: Measure) -> Figure | None:
     curves = [(s, x, y / unit) for s in study.series for x, y in [s.curve("by_length", "length", measure)]]
     figure = _figure(study, curves, title, _length_axis, log=curves if speed else ())
     if figure is not None and not speed:
-        figure.axes[0].set_ylim(bottom=0)
+        figure.axes[0].set_ylim(0, 1.15 * figure.axes[0].get_ylim()[1])  # room above for "trained length"
     return figure
+
+
+def _joined(x: Points, y: Points, tokens: Points) -> tuple[Points, Points]:
+    """Points and the values of every seed, with neighbors joined until each is over FEWEST tokens."""
+    if not y.size or tokens.shape != y.shape:
+        return x, y
+    counts, starts, whole = np.nan_to_num(tokens), [0], 0.0
+    for place, count in enumerate(counts.min(axis=0)):
+        if whole >= FEWEST:
+            starts, whole = [*starts, place], 0.0
+        whole += count
+    if whole < FEWEST and len(starts) > 1:  # too few are left for a mean
+        starts.pop()
+    sums = np.add.reduceat(counts, starts, axis=1)
+    means = np.add.reduceat(np.where(counts > 0, y, 0.0) * counts, starts, axis=1) / np.where(sums > 0, sums, np.nan)
+    weights = counts.sum(axis=0)
+    at = np.add.reduceat(x * weights, starts) / np.maximum(np.add.reduceat(weights, starts), 1.0)
+    return at, means
 
 
 def _losses(study: Study, curve: str, x: str) -> tuple[str, Curves]:

@@ -112,7 +112,10 @@ def _by_mode(study: Study) -> Drawn:
 
 
 def _losses(study: Study) -> Drawn:
-    position = "At the longest length: how well the token at each position is predicted; not smoothed."
+    position = (
+        f"At the longest length: how well the {study.unit} at each position is predicted. Neighboring positions are joined until "
+        f"a mean has {plots.FEWEST} {study.unit}s."
+    )
     yield "Loss by position", position, plots.loss_by_position(study), f"Loss by position. {_ends(study)}"
     caption = "Loss on the training text, as logged, not smoothed."
     yield "Training", caption, plots.training_curves(study), "Training loss of every run by step."
@@ -201,8 +204,8 @@ def _run_facts(study: Study) -> dict[str, str]:
         "configurations": f"{len(study.series):,}",
         "seeds of each": seed_counts(study.series),
         "weights": weights,
-        "training tokens": tokens,
-        "fewest tokens in a mean of the loss by position": f"{min(counts):,.0f}" if counts else "",
+        f"training {study.unit}s": tokens,
+        f"fewest {study.unit}s at a position": f"{min(counts):,.0f}" if counts else "",
     }
 
 

@@ -50,7 +50,11 @@ def speeds(study: Study) -> str:
     """The GPU and the tokens per second of each training on it, as a sentence; "" if there was no GPU."""
     devices = dict.fromkeys(str(gpu) for record in study.records if (gpu := record.machine.get("gpu")))
     trained = [f"{s.label} {_whole(mean(found))}" for s in study.series if (found := s.metric("tokens_per_second"))]
-    return f"{', '.join(devices)}: {', '.join(trained)} tokens per second in training." if devices and trained else ""
+    return (
+        f"{', '.join(devices)}: {', '.join(trained)} {study.unit}s per second in training."
+        if devices and trained
+        else ""
+    )
 
 
 def cards(study: Study) -> list[tuple[str, str, str, str, str, str]]:
@@ -115,7 +119,7 @@ def training_cost(study: Study) -> Table | None:
     metrics: tuple[tuple[str, str, Show], ...] = (
         ("parameters", "parameters", _whole),
         ("seconds", "seconds", _whole),
-        ("tokens_per_second", "tokens/s", _whole),
+        ("tokens_per_second", f"{study.unit}s/s", _whole),
         ("peak_memory_bytes", "peak memory", _mebibytes),
         ("loss_nats", "last loss, nats", lambda value: f"{value:.3f}"),
     )
@@ -127,7 +131,7 @@ def training_cost(study: Study) -> Table | None:
 def evaluation_cost(study: Study) -> Table | None:
     """Speed and memory of the evaluation at every length."""
     speed, memory = (_by_length(study, column, float) for column in ("tokens_per_second", "peak_memory_bytes"))
-    speeds = _block(study, "Evaluated tokens per second", speed, _whole)
+    speeds = _block(study, f"Evaluated {study.unit}s per second", speed, _whole)
     return _table(study, [speeds, _block(study, "Peak memory of the evaluation", memory, _mebibytes)])
 
 

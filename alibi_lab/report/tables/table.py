@@ -116,7 +116,9 @@ def rounded(value: float) -> str:
 
 
 def signed(percent: float) -> str:
-    """A change with its sign: "+32 %", "−4.7 %", "+0.004 %"; as many digits as show that it is not 0."""
+    """A change with its sign: "+32 %", "−4.7 %", "+0.004 %"; as many digits as show that it is not 0, which is "0 %"."""
+    if abs(percent) < 5e-5:
+        return "0\N{NO-BREAK SPACE}%"
     digits = 0 if abs(percent) >= 10 else 1
     if 0 < abs(percent) < 0.05:
         digits = min(-math.floor(math.log10(abs(percent))), 4)
