@@ -5,14 +5,17 @@ from torch import Tensor
 
 from alibi_attn.attention.backends.dense import FEW_KEYS, weighted
 from alibi_attn.attention.backends.protocol import FEW_QUERIES, Result, Spec
+from alibi_attn.attention.call.reads import FLASH_ATTN, GATES, MASKS, PARTS, SPACE
 from alibi_attn.attention.call.transforms import is_traced, may_read
+
+READS = MASKS | PARTS | SPACE | FLASH_ATTN | GATES | {"table"}
 
 
 def are_few(spec: Spec, *tensors: Tensor) -> bool:
     """Few queries on a CPU that do not require gradients."""
     if torch.is_grad_enabled() or is_traced():
         return False  # before the lengths are read, which would add a guard
-    return spec.query_len <= FEW_QUERIES and spec.key_len > 0 and spec.dropout_p == 0 and may_read(*tensors)
+    return spec.query_len <= FEW_QUERIES and spec.key_len > 0 and may_read(*tensors)
 
 
 def attend(spec: Spec, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Result | None:

@@ -52,18 +52,18 @@ class Guarded(NamedTuple):
         return output, lse
 
 
-def guarded(formula: Formula, *, reads_few: bool = False) -> Run:
+def guarded(formula: Formula, *, slow: frozenset[str] | None = None) -> Run:
     """How a formula of `backends/protocol.py` runs.
 
     Args:
-        reads_few: compute few queries by `few_queries.py` if their numbers are finite.
+        slow: compute few queries by `few_queries.py` if their numbers are finite and the call uses none of these fields.
     """
 
     def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> Result:
         distance = distances(spec.query_len, spec.key_len, spec.query_offset, query.device)
         seen = visible(spec, distance)
         bias, origin = score_bias(spec, distance, seen)
-        if reads_few and few_queries.are_few(spec, query, key, value, bias):
+        if slow is not None and few_queries.are_few(spec, query, key, value, bias) and not spec.used() & slow:
             found = few_queries.attend(spec, query, key, value, bias)
             if found is not None:
                 output, lse = found

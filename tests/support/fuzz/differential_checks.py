@@ -109,10 +109,12 @@ def _answered(call: Call, numbers: Arrays, given: dict, attention) -> dict[str, 
     if call.through != "lse":
         outputs.append(output)
         grads.append(_grad_output(call, numbers))
-    if call.through != "output":
+    if call.through != "output" and set(leaves) != {"sink_logits"}:  # lse excludes the sinks
         outputs.append(lse)
         grads.append(beside(_wild(call, numbers, numbers.grad_lse), call.layout_masks, lse.dtype))
-    gradients = torch.autograd.grad(outputs, list(leaves.values()), grads, allow_unused=True)
+    gradients = [None] * len(leaves)
+    if outputs:
+        gradients = torch.autograd.grad(outputs, list(leaves.values()), grads, allow_unused=True)
     return results | {
         x: torch.zeros_like(leaves[x]) if g is None else g for x, g in zip(leaves, gradients, strict=True)
     }
