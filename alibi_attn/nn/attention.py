@@ -21,7 +21,7 @@ from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.cache.retention import by_gates, within_reach
 from alibi_attn.nn.constructor_arguments import checks_names
 from alibi_attn.nn.gates import ForgetGates
-from alibi_attn.nn.input_checks import check_embeddings, check_memory, check_options, check_weight
+from alibi_attn.nn.input_checks import check_call
 from alibi_attn.nn.positional import HeadSlopes
 from alibi_attn.reach import UNLIMITED, score_bound_of_norms, static_reach
 
@@ -149,7 +149,7 @@ class ALiBiAttention(nn.Module):
         if unknown:
             raise unknown_argument("ALiBiAttention", unknown)
         given = {"key_mask": key_mask, "segment_ids": segment_ids, "prefix_len": prefix_len, "positions": positions}
-        self._check(x, cache, given, memory, memory_mask)
+        check_call(self, x, cache, given, memory, memory_mask)
         if cache is not None and cache.max_tokens is not None and x.shape[1] > 1:
             fits = max(cache.max_tokens - len(cache), 1)
             if x.shape[1] > fits:  # each further token replaces one in the cache
@@ -293,35 +293,6 @@ class ALiBiAttention(nn.Module):
             f"embed_dim={self.embed_dim}, num_heads={self.num_heads}, num_kv_heads={self.num_kv_heads}, "
             f"causal={self.causal}{options}"
         )
-
-    def _check(
-        self,
-        x: Tensor,
-        cache: KVCache | None,
-        given: dict[str, Tensor | None],
-        memory: Tensor | None,
-        memory_mask: Tensor | None,
-    ) -> None:
-        """The inputs fit the layer, its cache, and one another."""
-        check_embeddings(x, self.embed_dim)
-        check_weight(x, self.q_proj)
-        names, is_replaced = [name for name, option in given.items() if option is not None], "attend" in vars(self)
-        if cache is not None:
-            if not isinstance(cache, KVCache):
-                raise TypeError(f"cache is a {type(cache).__name__} but must be a KVCache() of this layer, or None")
-            if is_replaced:
-                raise ValueError(
-                    "the layer's attention is context parallel, which does not support a cache; call undo(), or pass no cache"
-                )
-            if not self.causal:
-                raise ValueError("cache needs causal=True: without it later keys would change outputs already returned")
-            needs = [*names, "no forget gates" if self.gate_proj is None else "forget gates"]
-            needs += ["sinks"] * bool(self.sinks_of_window) + ["a window per head"] * isinstance(self.window, tuple)
-            cache.check(needs, sinks=self.sinks_of_window)
-        others = cache is not None or bool(names) or is_replaced
-        check_memory(x, memory, memory_mask, kv_dim=self.kv_dim, others=others)
-        if self.kv_dim is None:
-            check_options(x, cache, given, causal=self.causal, gated=self.gate_proj is not None)
 
     def _heads(self, projected: Tensor) -> Tensor:
         """[B, T, heads·D] → [B, heads, T, D], without a copy."""

@@ -1,6 +1,7 @@
 """Checks of the inputs of `ALiBiAttention.forward`: `alibi_attention` would check them too, but after the cache has grown."""
 
 from collections.abc import Mapping
+from typing import TYPE_CHECKING
 
 import torch
 from torch import Tensor, nn
@@ -11,6 +12,39 @@ from alibi_attn.attention.call.part_options import check_prefix_values, check_so
 from alibi_attn.attention.call.query_positions import check_coordinates
 from alibi_attn.attention.call.transforms import autocasts
 from alibi_attn.nn.cache import KVCache
+
+if TYPE_CHECKING:
+    from alibi_attn.nn.attention import ALiBiAttention
+
+
+def check_call(
+    layer: "ALiBiAttention",
+    x: Tensor,
+    cache: KVCache | None,
+    given: Mapping[str, Tensor | None],
+    memory: Tensor | None,
+    memory_mask: Tensor | None,
+) -> None:
+    """Raises a TypeError or ValueError unless the inputs fit the layer, its cache, and one another."""
+    check_embeddings(x, layer.embed_dim)
+    _check_weight(x, layer.q_proj)
+    names, is_replaced = [name for name, option in given.items() if option is not None], "attend" in vars(layer)
+    if cache is not None:
+        if not isinstance(cache, KVCache):
+            raise TypeError(f"cache is a {type(cache).__name__} but must be a KVCache() of this layer, or None")
+        if is_replaced:
+            raise ValueError(
+                "the layer's attention is context parallel, which does not support a cache; call undo(), or pass no cache"
+            )
+        if not layer.causal:
+            raise ValueError("cache needs causal=True: without it later keys would change outputs already returned")
+        needs = [*names, "no forget gates" if layer.gate_proj is None else "forget gates"]
+        needs += ["sinks"] * bool(layer.sinks_of_window) + ["a window per head"] * isinstance(layer.window, tuple)
+        cache.check(needs, sinks=layer.sinks_of_window)
+    others = cache is not None or bool(names) or is_replaced
+    _check_memory(x, memory, memory_mask, kv_dim=layer.kv_dim, others=others)
+    if layer.kv_dim is None:
+        _check_options(x, cache, given, causal=layer.causal, gated=layer.gate_proj is not None)
 
 
 def check_embeddings(x: Tensor, width: int) -> None:
@@ -23,7 +57,7 @@ def check_embeddings(x: Tensor, width: int) -> None:
         raise ValueError(f"x has shape {list(x.shape)} but must be [B, T, {width}] with T ≥ 1")
 
 
-def check_memory(
+def _check_memory(
     x: Tensor, memory: Tensor | None, memory_mask: Tensor | None, *, kv_dim: int | None, others: bool
 ) -> None:
     """Cross-attention layers, and only they, get a memory, and nothing else; `others`: other arguments are given."""
@@ -52,14 +86,14 @@ def check_memory(
         check_key_mask(memory_mask, batch=x.shape[0], key_len=memory.shape[1])
 
 
-def check_weight(x: Tensor, projection: nn.Module) -> None:
+def _check_weight(x: Tensor, projection: nn.Module) -> None:
     """Raises a TypeError unless the input has the dtype of a linear layer, outside autocast."""
     dtype = projection.weight.dtype if type(projection) is nn.Linear else x.dtype
     if dtype != x.dtype and dtype.is_floating_point and not autocasts(x.device.type):
         raise TypeError(f"x is {x.dtype} but the layer's weights are {dtype}; pass x.to({dtype}) or convert the layer")
 
 
-def check_options(
+def _check_options(
     x: Tensor, cache: KVCache | None, given: Mapping[str, Tensor | None], *, causal: bool, gated: bool
 ) -> None:
     """The options of a self-attention layer, by name, fit its input, its cache, and one another.

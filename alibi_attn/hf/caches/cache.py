@@ -197,7 +197,8 @@ class ALiBiCache(Cache):
     def tokens(self) -> Tensor | None:
         """The ids of the cached tokens, [B, S] int64; None if they are unknown, also after keys or values were changed."""
         length = self.get_seq_length()
-        if self.capacity is not None or length == 0 or sum(layer.store.notice_changes() for layer in self._held) > 0:
+        changed = sum(layer.store.notice_changes() or layer.moved for layer in self._held) > 0
+        if self.capacity is not None or length == 0 or changed:
             return None
         return self._ids.read(self._held[0].store.groups[0].tensors[0].shape[0], int(length))
 
@@ -344,18 +345,6 @@ class ALiBiCache(Cache):
         held.lazy_initialization(key, value)
         return held.store.append(key, value, log_fgate, query=query, slopes=slopes, scale=scale)
 
-    def reorder_cache(self, beam_idx: Tensor) -> None:
-        super().reorder_cache(beam_idx)  # type: ignore[arg-type]
-        self._forget_ids()
-
-    def batch_repeat_interleave(self, repeats: int) -> None:
-        super().batch_repeat_interleave(repeats)
-        self._forget_ids()
-
-    def batch_select_indices(self, indices: Tensor) -> None:
-        super().batch_select_indices(indices)
-        self._forget_ids()
-
     def appendable(self, owners: Sequence[nn.Module | None]) -> list[Growing] | None:
         """The storages of all layers if `Growing.extend` may append to them for these attention layers; else None."""
         if not self.layers or len(self.layers) != len(owners) or self.capacity is not None or self.forget:
@@ -382,10 +371,6 @@ class ALiBiCache(Cache):
         if self._about is None:
             raise ValueError(NEEDS_PATCH)
         return cache_folder.open_layer(self.path, self._about, len(self.layers), "r+")
-
-    def _forget_ids(self) -> None:
-        if self.path is None:  # else only calls that leave all rows in place are allowed
-            self._ids.forget()
 
     def _create(self, model: nn.Module) -> None:
         assert self.path is not None

@@ -28,11 +28,13 @@ class CacheLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     """
 
     def __init__(self, store: KVCache, *, forgets: bool = False) -> None:
-        self._store = KVCache()  # which transformers' constructor empties
+        self._store = KVCache()  # transformers' constructor assigns None to keys and values
         self._assigned: dict[str, Tensor | None] = {}  # keys or values that wait for the other
         self.owner: weakref.ref[nn.Module] | None = None
+        self.moved = False  # rows of the batch, since the layer was empty
         self.padding: Tensor | None = None  # [B]: hidden tokens at the start of each row, of a cache that forgets
         super().__init__()  # type: ignore[no-untyped-call]
+        self._assigned.clear()
         self._store, self.forgets = store, forgets
         self.is_croppable = store.capacity is None and not forgets
         if (keys := self.keys) is not None:
@@ -40,14 +42,21 @@ class CacheLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     @property
     def store(self) -> KVCache:
-        """The cache that holds the tensors."""
+        """The cache that holds the tensors, also those that were assigned to `keys` and `values`."""
         if self._assigned:
-            [(name, given)] = self._assigned.items()
-            received = "None" if given is None else given.shape[2]
-            raise ValueError(
-                f"only {name} of a layer of this ALiBiCache were assigned, with {received} instead of {len(self._store)} tokens; "
-                "assign both: layer.keys, layer.values = ..."
-            )
+            keys, values, name = self.keys, self.values, next(iter(self._assigned))
+            lengths = {side: None if x is None else x.shape[2] for side, x in (("keys", keys), ("values", values))}
+            if lengths["keys"] != lengths["values"]:
+                raise ValueError(
+                    f"only {name} of a layer of this ALiBiCache were assigned, with {lengths.pop(name)} instead of "
+                    f"{lengths.popitem()[1]} tokens; assign both: layer.keys, layer.values = ..."
+                )
+            self._assigned.clear()
+            if keys is None or values is None:
+                self._store = KVCache()
+            else:
+                self._store.groups = [Growing((keys, values), changed=True)]
+                self.lazy_initialization(keys, values)
         return self._store
 
     @store.setter
@@ -88,17 +97,6 @@ class CacheLayer(DynamicLayer):  # type: ignore[no-untyped-call]
                 "assign to a copy (copy.deepcopy)"
             )
         self._assigned[name] = given
-        keys, values = self._side(0), self._side(1)
-        if (keys is None) != (values is None):
-            return  # until the other is assigned, too
-        if keys is None or values is None:
-            self._store = KVCache()
-        elif keys.shape[:3] != values.shape[:3]:
-            return
-        else:
-            store.groups = [Growing((keys, values), changed=True)]
-            self.lazy_initialization(keys, values)
-        self._assigned.clear()
 
     def own(self, layer: nn.Module) -> None:
         """Raises ValueError if another layer has appended to the cache."""
@@ -123,26 +121,19 @@ class CacheLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         [kept] = self.store.append(key_states, value_states)
         return kept.key, kept.value
 
-    def get_mask_sizes(self, query_length: int) -> tuple[int, int]:
-        capacity = self.store.capacity
-        return (len(self.store) + query_length if capacity is None else capacity), 0
-
     def get_seq_length(self) -> int:
         """A 0-d tensor with a capacity, after the first pass."""
         if self.store.fixed is None:
             return len(self.store)
         return 0 if self.store.fixed.length is None else cast("int", self.store.fixed.length)
 
-    def get_max_length(self) -> int:
-        return -1 if self._store.capacity is None else self._store.capacity
-
     def reset(self) -> None:
         self._assigned.clear()
-        self.is_initialized, self.padding = False, None
-        if self._store.path is not None or self._store.fixed is not None:
-            self._store.crop(0)
-        else:
+        self.is_initialized, self.padding, self.moved = False, None, False
+        if self.forgets:  # the next text may have other weights, which bound its scores
             self._store = KVCache()
+        else:
+            self._store.crop(0)
 
     def crop(self, tokens_to_remove: int) -> None:
         """Remove −tokens_to_remove tokens; a positive number is the length to keep, as in older releases of transformers."""
@@ -154,11 +145,13 @@ class CacheLayer(DynamicLayer):  # type: ignore[no-untyped-call]
                 "of the last tokens may have dropped keys; use ALiBiCache()"
             )
         self.store.crop(left)
+        self.moved = self.moved and left > 0
 
     def reorder_cache(self, beam_idx: Tensor) -> None:
         if self.store.fixed is None and not len(self.store):
             return
         self.store.reorder(beam_idx)
+        self.moved = self.store.path is None  # in a file all rows are where they were
         if self.padding is not None:
             self.padding = self.padding[beam_idx.to(self.padding.device)]
 

@@ -12,7 +12,7 @@ from alibi_attn.nn.cache import refusals
 from alibi_attn.nn.cache.file import CacheFile
 from alibi_attn.nn.cache.header import check_new, fingerprint
 from alibi_attn.nn.cache.refusals import refuse
-from alibi_attn.nn.cache.retention import TOGETHER, Certified, Latest, drop_by_gates, drop_unreachable
+from alibi_attn.nn.cache.retention import TOGETHER, Certified, drop_by_gates, drop_unreachable
 from alibi_attn.nn.cache.storage import Growing
 
 if TYPE_CHECKING:
@@ -21,13 +21,9 @@ if TYPE_CHECKING:
 
 def traits(cache: "KVCache") -> list[str]:
     """How the cache stores and forgets, in the words of `refusals.REFUSED`."""
-    found = ["path"] if cache.path is not None else []
-    if cache.capacity is not None:
-        found.append("capacity")
-    if isinstance(cache.retention, Certified):
+    found = [name for name in ("path", "capacity", "max_tokens") if vars(cache)[name] is not None]
+    if cache.retention is not None:
         found.append("forgetting by gates" if cache.retention.limits is None else "reach")
-    elif cache.retention is not None:
-        found.append("max_tokens")
     return found
 
 
@@ -37,29 +33,16 @@ def check_append(
     compiling, grad = torch.compiler.is_compiling(), torch.is_grad_enabled()
     if not (layer is None or cache._layer is None or compiling or cache._layer() is layer):
         raise ValueError("this KVCache belongs to another attention layer; make one KVCache() for each layer")
-    if cache.path is not None or cache.capacity is not None or cache.retention is not None:
+    if (how := traits(cache)) != []:
         needs = ["gradients"] if grad and (cache.path is not None or key.requires_grad or value.requires_grad) else []
-        needs += ["torch.compile"] if compiling else []
-        refuse(*traits(cache), *needs, *([] if log_fgate is None else ["forget gates"]))
-    cached: tuple[Tensor, ...] = ()
-    length, retention = 0, cache.retention
-    if cache.fixed is not None:
-        cached = cache.fixed.tensors[0] if cache.fixed.tensors else ()
-    elif cache.groups:
-        cached, length = cache.groups[0].tensors, cache.groups[0].length
-    pair = key, value
-    if isinstance(retention, Certified):
-        refusals.check_pair(key, value, ())
-        heads = sum(map(len, retention.key_heads))
-        if key.shape[1] != heads:
-            raise ValueError(f"key has shape {list(key.shape)} but must be [B, K, T, D] with K = {heads}")
-        pair = key[:, : len(retention.key_heads[0])], value[:, : len(retention.key_heads[0])]
-        if retention.limits is None and log_fgate is None:
-            refuse("no forget gates", *traits(cache))
-    refusals.check_pair(*pair, cached, length)
-    num_heads = retention.num_heads if isinstance(retention, Certified) else None
-    gated = len(cached) > 2 if cached else None
-    refusals.check_gates(key, log_fgate, num_heads=num_heads, gated=gated if cache.fixed is None else None)
+        needs += ["torch.compile"] * compiling + ["no forget gates" if log_fgate is None else "forget gates"]
+        refuse(*how, *needs)
+    storages = cache.groups if cache.fixed is None else cache.fixed.tensors
+    cached = () if not storages else storages[0].tensors if isinstance(storages[0], Growing) else storages[0]
+    certified, length = cache.retention, cache.groups[0].length if cache.groups else 0
+    refusals.check_pair(key, value, cached, length, heads=None if certified is None else certified.num_kv_heads)
+    gated = len(cached) > 2 if cached and cache.fixed is None else None
+    refusals.check_gates(key, log_fgate, num_heads=None if certified is None else certified.num_heads, gated=gated)
 
 
 def checked_scores(
@@ -77,24 +60,24 @@ def checked_scores(
 
 def to_all(cache: "KVCache", new: tuple[Tensor, ...], layer: nn.Module | None) -> list[Kept]:
     """All heads keep the same tokens."""
-    count, latest = new[0].shape[2], cache.retention
+    count, most = new[0].shape[2], cache.max_tokens
     group = cache.groups[0] if cache.groups else Growing()
     if cache.path is not None:
         group = _to_file(cache, group, new, layer)
-    elif isinstance(latest, Latest) and group.length + count > latest.max_tokens:
+    elif most is not None and group.length + count > most:
         if count > 1:
             raise ValueError(
-                f"{count} tokens do not fit after {group.length} of at most {latest.max_tokens}: "
+                f"{count} tokens do not fit after {group.length} of at most {most}: "
                 "append those that fit, then one at a time"
             )
-        group.replace_oldest(latest.sinks, new)
+        group.replace_oldest(cache.sinks, new)
     else:
-        group.append(new, with_room=latest is None)
+        group.append(new, with_room=most is None)
     cache.groups = [group]
-    if latest is not None:
+    if most is not None:
         cache._seen += count
     key, value, *gates = group.filled()
-    norms = None if latest is not None else group.norms
+    norms = None if most is not None else group.norms
     log_fgate = gates[0][..., 0] if gates else None
     return [Kept(key, value, first=group.length - count, norms=norms, log_fgate=log_fgate)]
 
@@ -134,17 +117,15 @@ def to_groups(cache: "KVCache", retention: Certified, new: tuple[Tensor, ...]) -
         drop_by_gates(retention, cache.groups, cache._gone, cache._since)
         cache._since = 0
     cache._seen, cache._since = cache._seen + count, cache._since + count
-    if retention.sinks:
-        cache.first = Growing() if cache.first is None else cache.first
-        if (more := retention.sinks - cache.first.length) > 0:
-            cache.first.append(tuple(x[:, :, :more] for x in new))
+    if (more := retention.sinks - cache.first.length) > 0:
+        cache.first.append(tuple(x[:, :, :more] for x in new))
     kept = []
     for group, members, own in zip(cache.groups, retention.key_heads, heads, strict=True):
         some = [index_of(list(members)), index_of(list(members)), index_of(own)][: len(new)]
         group.append(new if len(heads) == 1 else tuple(x[:, index] for x, index in zip(new, some, strict=True)))
         key, value, *gates = group.filled()
         # The sinks among the keys of the group are counted once.
-        repeated = 0 if cache.first is None else max(cache.first.length - cache._seen + group.length, 0)
+        repeated = max(cache.first.length - cache._seen + group.length, 0)
         index, log_fgate = index_of(own), gates[0][..., 0] if gates else None
         near = Kept(
             key[:, :, repeated:],
@@ -155,7 +136,7 @@ def to_groups(cache: "KVCache", retention: Certified, new: tuple[Tensor, ...]) -
             select=index if isinstance(index, slice) else None,
         )
         kept.append(near)
-        if cache.first is not None:
+        if cache.first.length:
             first = [x[:, some[0]] for x in cache.first.filled()]
             kept.append(Kept(first[0], first[1], own, cache._seen - count, select=near.select))
     return kept

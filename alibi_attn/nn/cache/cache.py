@@ -23,7 +23,7 @@ from alibi_attn.nn.cache.file import CacheFile
 from alibi_attn.nn.cache.fixed import Fixed
 from alibi_attn.nn.cache.header import Mode, check_new, fingerprint
 from alibi_attn.nn.cache.refusals import refuse
-from alibi_attn.nn.cache.retention import Certified, Latest, Retention
+from alibi_attn.nn.cache.retention import Certified
 from alibi_attn.nn.cache.storage import Growing
 
 FORMAT, FORMAT_OF_PARTS = 1, 2  # format numbers of pickles: of one group of heads in memory, and of all other caches
@@ -84,17 +84,19 @@ class KVCache:
         capacity: int | None = None,
         retention: Certified | None = None,
     ) -> None:
-        self.max_tokens, self.sinks, self.capacity = max_tokens, sinks, capacity
+        if max_tokens is not None and not 0 <= operator.index(sinks) < operator.index(max_tokens):
+            raise ValueError(
+                f"max_tokens is {max_tokens} and sinks {sinks} but sinks must be from 0 to max_tokens − 1: the newest token "
+                "needs a place"
+            )
+        self.max_tokens, self.capacity, self.retention = max_tokens, capacity, retention
+        self.sinks = sinks if retention is None else retention.sinks
         self.path = None if path is None else Path(path)
         self.part = ""  # which part of a larger cache the file is
-        self.retention: Retention | None = retention
-        if max_tokens is not None:
-            refuse("max_tokens", *traits(self))
-            self.retention = Latest(max_tokens, sinks)
         refuse(*traits(self))
         self.groups: list[Growing] = []  # one per group of heads that keeps the same tokens; empty = no token
         self.fixed = None if capacity is None else Fixed(capacity, retention)
-        self.first: Growing | None = None  # the first keys of all heads, within a reach
+        self.first = Growing()  # the first keys of all heads, within a reach
         self._seen = 0  # tokens, of a cache that forgets
         self._gone: list[Tensor | None] = []  # ln of the weight of the keys that gates dropped
         self._since = 0  # tokens since gates dropped keys
@@ -155,14 +157,14 @@ class KVCache:
             if length is not None and not may_read(length):
                 raise ValueError("reading the length would synchronize the device; use cache.fixed.length, a tensor")
             return 0 if length is None else int(length)
-        if isinstance(self.retention, Certified):
+        if self.retention is not None:
             return self._seen
         return self.groups[0].length if self.groups else 0
 
     def __repr__(self) -> str:
         if self.fixed is not None:
             return f"KVCache(capacity={self.capacity}, {self.nbytes} bytes)"
-        if isinstance(self.retention, Certified):
+        if self.retention is not None:
             return (
                 f"KVCache(seen {self._seen} tokens; key heads keep {list(self.kept)}, forgot {list(self.forgotten)}; "
                 f"{self.nbytes} bytes; at most {self.retention.tolerance:.1e} of any query's softmax mass is forgotten)"
@@ -192,9 +194,9 @@ class KVCache:
     @property
     def kept(self) -> tuple[int, ...]:
         """Tokens that each key head holds for later queries, [K]; empty before the first token, where K is not known."""
-        if not isinstance(self.retention, Certified):
+        if self.retention is None:
             return (len(self),) * (self.groups[0].tensors[0].shape[1] if len(self) and self.groups else 0)
-        kept = dict.fromkeys(range(sum(map(len, self.retention.key_heads))), 0)
+        kept = dict.fromkeys(range(self.retention.num_kv_heads), 0)
         limits = self.retention.limits or (math.inf,) * len(self.groups)
         for members, group, limit in zip(self.retention.key_heads, self.groups, limits, strict=False):
             kept |= dict.fromkeys(members, int(min(group.length, limit - 1)))
@@ -203,7 +205,7 @@ class KVCache:
     @property
     def forgotten(self) -> tuple[int, ...]:
         """Tokens that each key head has dropped, [K]."""
-        seen = self._seen if self.retention is not None else len(self)
+        seen = len(self) if self.max_tokens is None else self._seen
         return tuple(seen - kept for kept in self.kept)
 
     @property
@@ -211,10 +213,8 @@ class KVCache:
         """Memory of the cached tensors, including spare capacity; of a cache in a file, the bytes stored there."""
         if self.groups and self.groups[0].file is not None:
             return self.groups[0].file.nbytes
-        storages = [*self.groups, *([] if self.first is None else [self.first])]
-        tensors = [x for storage in storages for x in storage.tensors]
-        if self.fixed is not None:
-            tensors += [x for pair in self.fixed.tensors for x in pair]
+        pairs = [x.tensors for x in (*self.groups, self.first)] if self.fixed is None else self.fixed.tensors
+        tensors = [x for pair in pairs for x in pair]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
     def notice_changes(self) -> bool:
@@ -229,8 +229,8 @@ class KVCache:
 
     def __getstate__(self) -> dict[str, object]:
         held = [tuple(x.detach().clone() for x in group.filled()) for group in self.groups if group.length]
-        if self.capacity is not None or isinstance(self.retention, Certified):
-            first = None if self.first is None else tuple(x.detach().clone() for x in self.first.filled())
+        if self.capacity is not None or self.retention is not None:
+            first = tuple(x.detach().clone() for x in self.first.filled()) or None
             numbers = {name: vars(self)[name] for name in ("_seen", "_gone", "_since", "_longest_key", "fixed")}
             return {"format": FORMAT_OF_PARTS, "retention": self.retention, "groups": held, "sinks": first, **numbers}
         key, value, *gates = held[0] if held else (None, None)
@@ -248,7 +248,7 @@ class KVCache:
             vars(self).update({name: x for name, x in state.items() if name.startswith("_") or name == "fixed"})
             self.capacity = None if self.fixed is None else self.fixed.capacity
             self.groups = [Growing(tensors) for tensors in state["groups"]]
-            self.first = None if state["sinks"] is None else Growing(state["sinks"])
+            self.first = Growing(state["sinks"] or ())
             return
         KVCache.__init__(self, max_tokens=state["max_tokens"], sinks=state["sinks"])
         if state["key"] is not None:
@@ -264,9 +264,9 @@ class KVCache:
             sinks: the number of first keys that the layer's window does not hide.
         """
         refuse(*traits(self), *given)
-        if self.retention is not None and self.retention.sinks < sinks:
+        if (self.retention is not None or self.max_tokens is not None) and self.sinks < sinks:
             raise ValueError(
-                f"the layer has {sinks} sinks but this cache keeps {self.retention.sinks} first keys; create it with the layer's "
+                f"the layer has {sinks} sinks but this cache keeps {self.sinks} first keys; create it with the layer's "
                 "reach_cache(), or KVCache(max_tokens=..., sinks=...)"
             )
 
@@ -294,12 +294,12 @@ class KVCache:
                 fell; or several tokens are appended to a full stream at once (`ALiBiAttention` appends them one at a time).
         """
         check_append(self, key, value, log_fgate, layer)
-        if query is not None and slopes is not None and isinstance(self.retention, Certified):
+        if query is not None and slopes is not None and self.retention is not None:
             self._longest_key = checked_scores(self, self.retention, query, key, slopes, scale)
         new = (key, value) if log_fgate is None else (key, value, log_fgate[..., None])
         if self.fixed is not None:
             kept = self.fixed.append(key, value)
-        elif isinstance(self.retention, Certified):
+        elif self.retention is not None:
             kept = to_groups(self, self.retention, new)
         else:
             kept = to_all(self, new, layer)
@@ -319,16 +319,14 @@ class KVCache:
         if self.fixed is not None:
             self.fixed.crop(length)
             return
-        certified = self.retention if isinstance(self.retention, Certified) else None
-        lost = 0 if certified is not None else self._seen - len(self) if self.retention is not None else 0
+        lost = 0 if self.max_tokens is None else self._seen - len(self)
         length = refusals.checked_crop(operator.index(length), held=len(self), forgotten=lost)
         back = len(self) - length
-        if certified is not None:
-            certified.check_crop(length, self._seen, self.groups)
+        if self.retention is not None:
+            self.retention.check_crop(length, self._seen, self.groups)
         for group in self.groups:
             group.take_back(group.length if length == 0 else min(back, group.length))
-        if self.first is not None:
-            self.first.take_back(max(self.first.length - length, 0))
+        self.first.take_back(max(self.first.length - length, 0))
         self._seen, self._since = length, min(self._since, length)
         if length == 0:
             self._gone, self._longest_key = [], 0.0
@@ -342,8 +340,7 @@ class KVCache:
         """
         if self.fixed is not None:
             refuse(*traits(self), "another order")
-        storages = [*self.groups, *([] if self.first is None else [self.first])]
-        filled = [storage for storage in storages if storage.tensors]
+        filled = [storage for storage in (*self.groups, self.first) if storage.tensors]
         if not len(self) or not filled:
             raise ValueError("the cache is empty and has no batch to reorder; append first")
         rows = refusals.checked_rows(indices, filled[0].tensors[0])

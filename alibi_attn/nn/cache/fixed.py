@@ -40,9 +40,7 @@ class Fixed:
         self.length: Tensor | None = None
         self.norms: Norms | None = None
         self.tensors: list[tuple[Tensor, Tensor]] = []
-        self._held: tuple[Tensor, Tensor] | None = (
-            None  # with a reach: all keys and all values, of which `tensors` are parts
-        )
+        self._held: tuple[Tensor, Tensor] | None = None  # all keys and values within a reach; `tensors` are parts
         self._rings: Tensor | None = None  # [K, 5] int64, the `Ring` of every key head
         self._arrived: Tensor | None = None  # of the kernels that append
         self._members: list[slice | Tensor] = []  # of each group: its key heads, and its query heads
@@ -69,7 +67,8 @@ class Fixed:
             first = on_device.append(key, value, self.tensors[0], self.norms, self.length, self._arrived)
         else:
             first = self._append_by_torch(key, value, self.length)
-        return [Kept(*self.tensors[0], first=first, norms=None if self.norms is None else self._known_norms)]
+        norms = self.norms
+        return [Kept(*self.tensors[0], first=first, norms=None if norms is None else lambda: norms)]
 
     def crop(self, length: int | Tensor) -> None:
         """Keeps the first `length` tokens, an int or an integer tensor; 0 begins a new text. On a device, where it is not
@@ -95,10 +94,6 @@ class Fixed:
             after = torch.arange(self.norms.keys.shape[2], device=self.length.device) * TILE >= self.length
             for norms in (self.norms.keys, self.norms.values):
                 norms.masked_fill_(after, 0.0)
-
-    def _known_norms(self) -> Norms:
-        assert self.norms is not None
-        return self.norms
 
     def _append_by_torch(self, key: Tensor, value: Tensor, length: Tensor) -> Tensor:
         """`fused.append.append`, as torch operations."""

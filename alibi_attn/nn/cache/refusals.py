@@ -53,12 +53,21 @@ def refuse(*traits: str) -> None:
             raise ValueError(sentence)
 
 
-def check_pair(key: Tensor, value: Tensor, cached: Sequence[Tensor], length: int = 0) -> None:
-    """Raises ValueError unless key and value are [B, K, T, D] and continue the cached ones, `length` tokens."""
-    if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3]:
-        raise ValueError(f"key has shape {list(key.shape)} and value {list(value.shape)} but both must be [B, K, T, D]")
+def check_pair(
+    key: Tensor, value: Tensor, cached: Sequence[Tensor], length: int = 0, *, heads: int | None = None
+) -> None:
+    """Raises ValueError unless key and value are [B, K, T, D] and continue the cached ones, `length` tokens.
+
+    Args:
+        heads: K, if the cached ones are those of some heads only.
+    """
+    if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3] or key.shape[1] != (heads or key.shape[1]):
+        wanted = "" if heads is None else f" with K = {heads}"
+        raise ValueError(
+            f"key has shape {list(key.shape)} and value {list(value.shape)} but both must be [B, K, T, D]{wanted}"
+        )
     for name, new, old in zip(("key", "value"), (key, value), cached, strict=False):
-        fits = new.shape[:2] == old.shape[:2] and new.shape[3] == old.shape[3]
+        fits = new.shape[0] == old.shape[0] and new.shape[3] == old.shape[3] and (heads or old.shape[1]) == new.shape[1]
         if not (fits and new.dtype == old.dtype and new.device == old.device):
             raise ValueError(
                 f"{name} is {described(new)} but the cache holds {described(old, length)}: only the length may differ; a new "

@@ -1,4 +1,4 @@
-"""What a cache may forget: nothing (None), all but the latest tokens, keys out of reach, keys that forget gates have left.
+"""What a cache may forget with a proof: keys out of reach, and keys that forget gates have left.
 
 Slopes determine a static reach before any text exists; gates forget by content (`docs/certificate.md`, step 12). The bound U on
 scores comes from QK-normalization or from the caller; see `ALiBiAttention.reach_cache`.
@@ -20,21 +20,6 @@ from alibi_attn.attention.certificate.biased import sums_behind
 from alibi_attn.nn.cache.storage import Growing
 
 TOGETHER = 64  # tokens between two computations of the keys that gates allow to forget
-
-
-@dataclasses.dataclass(frozen=True)
-class Latest:
-    """All but the first `sinks` and the latest tokens, `max_tokens` in all, are forgotten; distances are counted without them."""
-
-    max_tokens: int
-    sinks: int
-
-    def __post_init__(self) -> None:
-        if not 0 <= operator.index(self.sinks) < operator.index(self.max_tokens):
-            raise ValueError(
-                f"max_tokens is {self.max_tokens} and sinks {self.sinks} but sinks must be from 0 to max_tokens − 1: "
-                "the newest token needs a place"
-            )
 
 
 @dataclasses.dataclass(frozen=True)
@@ -60,9 +45,13 @@ class Certified:
     sinks: int = 0
 
     @functools.cached_property
+    def num_kv_heads(self) -> int:
+        return sum(map(len, self.key_heads))
+
+    @functools.cached_property
     def heads(self) -> list[list[int]]:
         """The query heads of each group."""
-        return [query_heads(members, self.num_heads // sum(map(len, self.key_heads))) for members in self.key_heads]
+        return [query_heads(members, self.num_heads // self.num_kv_heads) for members in self.key_heads]
 
     def check_scores(self, query: Tensor, key: Tensor, scale: float, slopes: Tensor, longest_key: float) -> float:
         """The norm of the longest key [B, K, T, D], or of earlier ones.
@@ -99,9 +88,6 @@ class Certified:
                 f"cropped to {length} of {seen} tokens the cache would need keys that it has forgotten; "
                 "undo drafts before the next append, or crop(0) to empty it"
             )
-
-
-Retention = Latest | Certified
 
 
 def within_reach(

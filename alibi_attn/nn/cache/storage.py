@@ -40,7 +40,7 @@ class Growing:
 
     def filled(self) -> tuple[Tensor, ...]:
         """The tensors without spare capacity."""
-        if self.start == 0 and self.tensors[0].shape[2] == self.length:
+        if not self.tensors or (self.start == 0 and self.tensors[0].shape[2] == self.length):
             return self.tensors
         tokens = slice(self.start, self.start + self.length)
         return tuple(tensor[:, :, tokens] for tensor in self.tensors)
@@ -144,8 +144,7 @@ class Growing:
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Growing":
         """In memory, with gradients."""
-        tensors = self.filled() if self.length else ()
-        return Growing([tensor.clone() for tensor in tensors], changed=self._was_changed())
+        return Growing([tensor.clone() for tensor in self.filled()], changed=self._was_changed())
 
     def _was_changed(self) -> bool:
         if not torch.compiler.is_compiling() and self.tensors:

@@ -187,7 +187,7 @@ def check(kind: str, steps: list[Step], *, near: bool) -> dict[str, int]:
 def _append(cache: KVCache, truth: Truth, x: Tensor, action: str) -> None:
     layer, given = truth.layer, {}
     held, count = truth.key.shape[2], x.shape[1]
-    masked = action == "mask" and cache.retention is None
+    masked = action == "mask" and cache.retention is None and cache.max_tokens is None
     if masked or bool(truth.hidden.any()):
         truth.hidden[0, : max(held - 1, 0)] |= masked  # the first row is padding up to here
         room = (cache.capacity or held + count) - held
@@ -238,12 +238,12 @@ def _changed(cache: KVCache, truth: Truth, action: str, size: int, path: Path) -
 
 def _edit(cache: KVCache, truth: Truth, held: int, size: int) -> None:
     """Halves a key and negates a value of the last tokens, in place; a bound on scores still holds."""
-    if cache.path is not None or cache.fixed is not None or (cache.retention is not None and any(cache.forgotten)):
+    if cache.path is not None or cache.fixed is not None or any(cache.forgotten):
         return
     back = 1 + size % min(held, 20)
     members = [[0, 1]] if len(cache.groups) == 1 else [list(x) for x in cache.retention.key_heads]
     for heads, group in zip(members, cache.groups, strict=True):
-        if group.length < back or (cache.first is not None and held - back < cache.first.length):
+        if group.length < back or held - back < cache.first.length:
             continue
         key, value, *_ = group.filled()
         key[:, :, -back] *= 0.5
