@@ -44,10 +44,16 @@ from alibi_lab.report.verdicts import Verdict, all_verdicts
 ROOT = Path(__file__).parent.parent
 DOCUMENTS = ("README.md", *(f"docs/{name}.md" for name in ("performance", "gates", "paper", "lab", "lab-results")))
 MARKED = re.compile(r"(<!-- from records: ([\w-]+) -->)\n.*?\n?(<!-- end -->)", re.DOTALL)
-# Records, as FILE#KEY in results/; on other processors than the first, the file is the processor's.
-CPU, BF16, BATCH = "{}#benchmark-cpu-noise-*", "{}#benchmark-cpu-bf16-noise-*", "{}#benchmark-cpu-batch-{}-noise-*"
-ENCODER, SERVING = "models#benchmark-embedding-{}-{}-*", "models#benchmark-serving-{}-*"
-JAX, BATCHES = "attention#benchmark-jax-cpu-noise-*", (16, 8)
+# Records, as FILE#KEY|KEY in results/: of a command of an earlier version, and of the present one; on other processors than the
+# first, the file is the processor's.
+HASH = "-" + "[0-9a-f]" * 12
+NOISE = "benchmark-attention-{}-noise-8x64"
+CPU = "{}#benchmark-cpu-noise-*|" + NOISE.format("cpu-float32") + HASH
+BF16 = "{}#benchmark-cpu-bf16-noise-*|" + NOISE.format("cpu-bfloat16") + HASH
+BATCH = "{0}#benchmark-cpu-batch-{1}-noise-*|" + NOISE.format("cpu-float32") + "-batch-{1}-*"
+ENCODER = "models#benchmark-embedding-{}-{}-*|benchmark-models-encoder-pass{}-{}" + HASH
+SERVING = "models#benchmark-serving-{}-*|benchmark-models-{}-pass-float32" + HASH
+JAX, BATCHES = "attention#benchmark-jax-cpu-noise-*|" + NOISE.format("jax-cpu-float32") + HASH, (16, 8)
 GPU, GPU_KERNELS = "attention#benchmark-gpu-noise-16x128-*", "models#benchmark-gpu-models-kernels-*"
 GPU_GRAPHS = "models#benchmark-gpu-models-graphs-*"
 ATTENTION = {"forward_kernel": "forward", "query_kernel": "queries", "key_kernel": "keys"}
@@ -59,7 +65,10 @@ MODELS = {
     "decoding": "one more token",
 }
 NEXT_TOKENS = "models#benchmark-next-tokens-bloom-*"
-TRAINING, GENERATING = "training#benchmark-training-medium-*", "models#benchmark-generating-bloom-*"
+TRAINING, GENERATING = (
+    "training#benchmark-training-medium-*",
+    "models#benchmark-generating-bloom-*|benchmark-models-bloom-step-float32-*",
+)
 # The processors whose attention was measured, by the file of their records.
 PROCESSORS = {"attention": "Zen 5", "amx": "Xeon", "zen4": "Zen 4", "avx2": "AVX2 only"}
 WITH_AVX_512 = [name for name in PROCESSORS if name != "avx2"]
@@ -89,10 +98,12 @@ def packed(file: str) -> Mapping[str, Record]:
 
 
 def record(pattern: str, **config: object) -> Record:
-    """The newest record that matches a pattern of FILE#KEY and has these entries in its config."""
+    """The newest record that matches a pattern of FILE#KEY|KEY and has no other value of these entries in its config."""
     file, _, keys = pattern.partition("#")
-    found = [one for name, one in packed(file).items() if fnmatch.fnmatchcase(name, keys)]
-    fitting = [one for one in found if config.items() <= one.config.items()]
+    found = [
+        one for name, one in packed(file).items() if any(fnmatch.fnmatchcase(name, key) for key in keys.split("|"))
+    ]
+    fitting = [one for one in found if all(one.config.get(name, value) == value for name, value in config.items())]
     if not fitting:
         raise SystemExit(f"none of the {len(found)} records {pattern} has {config}; pass values that one has")
     return max(fitting, key=lambda one: one.started)
@@ -100,7 +111,7 @@ def record(pattern: str, **config: object) -> Record:
 
 def of_peers(pattern: str, peers: Mapping[str, str]) -> Record:
     """A record with only these peers, renamed."""
-    whole = record(pattern)
+    whole = record(pattern, dropout=0.0)
     return dataclasses.replace(whole, curves={new: whole.curves[old] for old, new in peers.items()})
 
 
@@ -150,7 +161,7 @@ PICTURES = {
     ),
     "encoders": Picture(
         "Milliseconds of a whole encoder against the length of its text.",
-        lambda: times_by_length(of_peers(ENCODER.format("texts", "float32"), ENCODERS)),
+        lambda: times_by_length(of_peers(_encoder("texts", "float32"), ENCODERS)),
         room=52,
     ),
     "jax": Picture(
@@ -160,7 +171,7 @@ PICTURES = {
     ),
     "serving-bloom": Picture(
         "Milliseconds of a BLOOM of two layers against tokens, patched and as transformers has it.",
-        lambda: times_by_length(record(SERVING.format("bloom"))),
+        lambda: times_by_length(record(SERVING.format("bloom", "bloom"))),
         room=52,
     ),
 }
@@ -272,7 +283,8 @@ def short() -> str:
     rows = [
         [f"{batch} × {length:,.0f}", PROCESSORS[folder], _time(ms), *ratios]
         for batch in BATCHES
-        for folder in WITH_AVX_512
+        for folder in PROCESSORS
+        if any("-batch-" in name for name in packed(folder))
         for length, ms, ratios in _relative(record(BATCH.format(folder, batch)), OURS, peers)
     ]
     return table(["rows × tokens", "", OURS, *(CALLED.get(name, name) for name in peers)], rows)
@@ -335,7 +347,7 @@ def _whole(found: Record, name: str) -> dict[float, float]:
 
 def dropout() -> str:
     """How much longer attention with dropout takes."""
-    found = record("attention#benchmark-cpu-dropout-noise-*")
+    found = record(f"attention#benchmark-cpu-dropout-noise-*|{NOISE.format('cpu-float32')}{HASH}", dropout=0.1)
     return _relative_times(found, OURS, "tokens", ["ours, dropout", "causal, no bias"], CALLED)
 
 
@@ -352,11 +364,15 @@ def encoders() -> str:
     rows, peers = [], [name for name in ENCODERS if name != OURS]
     for precision, called in PRECISIONS.items():
         for texts in ("texts", "mixed"):
-            found = record(ENCODER.format(texts, precision))
+            found = record(_encoder(texts, precision))
             for length, _, ratios in _relative(found, OURS, peers):
                 text = f"{length:,.0f}" if texts == "texts" else texts
                 rows.append([called, text, _pass(found, OURS, length), *ratios])
     return table(["", "tokens", *ENCODERS.values()], rows)
+
+
+def _encoder(texts: str, precision: str) -> str:
+    return ENCODER.format(texts, precision, "-mixed" if texts == "mixed" else "", precision)
 
 
 def next_tokens() -> str:
@@ -375,20 +391,29 @@ def serving() -> str:
     """One forward pass of a decoder, patched and unmodified."""
     rows = []
     for family, called in FAMILIES.items():
-        found = record(SERVING.format(family))
-        ours, half, theirs = (_by_length(found, name, "forward_ms") for name in (OURS, "ours, bf16", "transformers"))
+        found = record(SERVING.format(family, family))
+        ours, theirs = (_by_length(found, name, "forward_ms") for name in (OURS, "transformers"))
+        half = _by_length(found, "ours, bf16", "forward_ms") if "ours, bf16" in found.curves else {}
         for length in ours:
-            speedups = [found.metrics.get(f"{of}speedup_{length:.0f}") for of in ("", "attention_")]
-            cells = [_pass(found, OURS, length), _time(half[length]), _pass(found, "transformers", length)]
-            if length not in theirs:
-                cells[2] = "–"
+            attention = [_attention_ms(found, name, length) for name in ("transformers", OURS)]
+            speedups = [theirs.get(length, math.nan) / ours[length], attention[0] / attention[1]]
+            cells = [_pass(found, OURS, length), _time(half[length]) if length in half else "–"]
+            cells.append(_pass(found, "transformers", length) if length in theirs else "–")
             rows.append([called, f"{length:,.0f}", *cells, *map(_ratio, speedups)])
     return table(["model", "tokens", "patched", "in bf16", "unmodified", "times", "times, attention alone"], rows)
 
 
+def _attention_ms(found: Record, name: str, length: float) -> float:
+    """The milliseconds of a pass that are attention without its linear layers."""
+    if "attention_seconds" in found.curves[name]:
+        return 1e3 * _by_length(found, name, "attention_seconds").get(length, math.nan)
+    ms, share = (_by_length(found, name, column).get(length, math.nan) for column in ("forward_ms", "attention_share"))
+    return ms * share
+
+
 def serving_peers() -> str:
     """One forward pass of a patched BLOOM, and its peers' times relative to it."""
-    return _relative_times(record(SERVING.format("bloom")), OURS, "tokens")
+    return _relative_times(record("models#benchmark-serving-bloom-*"), OURS, "tokens")
 
 
 def generating() -> str:
@@ -514,7 +539,9 @@ def gates() -> str:
     """Forget gates by how open they are: causal SDPA's time over ours, and our scores as a share of ACP's."""
     rows = []
     for logit in (2, 4, 6):
-        found = record(f"attention#benchmark-gates-logit-{logit}-U-8-*")
+        found = record(
+            f"attention#benchmark-gates-logit-{logit}-U-8-*|benchmark-attention-cpu-float32-gates-{logit}-U-8-8x64-*"
+        )
         ours, acp = (_by_length(found, "scores", name) for name in ("ours", "acp"))
         cells = [
             f"{ratios[0]}, {ours[length] / acp[length]:.2f}"

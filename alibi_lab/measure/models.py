@@ -21,6 +21,7 @@ from transformers import StaticCache
 from transformers.cache_utils import DynamicCache
 
 from alibi_attn.hf import ALiBiCache, patch
+from alibi_attn.nn.linear import quantized
 from alibi_lab.measure.harness import GRAPH, Config, Row, Rows, Say, figures_of, keep
 from alibi_lab.measure.model_programs import (
     ALL,
@@ -116,6 +117,7 @@ def models(
 
     Raises:
         RuntimeError: our outputs are wrong; the records are kept.
+        ValueError: this machine has no products in a precision; nothing is measured.
     """
     for option, given, allowed in (
         ("models", models, MODELS),
@@ -124,6 +126,9 @@ def models(
     ):
         if unknown := [name for name in given if name not in allowed]:
             raise ValueError(f"{option} has {', '.join(unknown)} but must be of {', '.join(allowed)}")
+    for kind in ("int8", "float8"):
+        if kind in precisions:
+            quantized.check_supported(kind, device)
     batches = [tuple(texts)] if texts else [(length,) for length in sorted(lengths)]
     jobs: dict[str, Callable[[], Iterator[Rows]]] = {}
     configs: dict[str, Config] = {}

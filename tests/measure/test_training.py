@@ -1,4 +1,4 @@
-"""`alibi bench training`: FLOPs equal torch's count, attention is recognized, and the record is complete."""
+"""`alibi bench training`: attention is recognized, and the record is complete."""
 
 import concurrent.futures
 import contextlib
@@ -9,53 +9,19 @@ from pathlib import Path
 
 import pytest
 import torch
-from torch.nn.attention import SDPBackend, sdpa_kernel
-from torch.utils.flop_counter import FlopCounterMode
 from typer.testing import CliRunner
 
 from alibi_attn.attention.api import alibi_attention
 from alibi_lab import records
 from alibi_lab.cli.main import app
-from alibi_lab.lab.config import Architecture, ConfigError, ModelConfig, RunConfig, Scale, TrainConfig
-from alibi_lab.lab.model.language_model import LanguageModel
+from alibi_lab.lab.config import ConfigError, ModelConfig, RunConfig, Scale, TrainConfig
 from alibi_lab.lab.training.flops import attention_flops, linear_flops, multiplying_parameters
 from alibi_lab.measure import training
 from alibi_lab.measure.utilization import expect_agreement, profiled_shares, time_shares, utilization_row
 from alibi_lab.recipes import quick
 
 LENGTH, ROWS = 16, 3
-
-
-def config_of(architecture: Architecture = "modern") -> RunConfig:
-    model = ModelConfig(
-        method="sinusoidal",
-        architecture=architecture,
-        num_layers=2,
-        num_heads=2,
-        embed_dim=32,
-        ffn_dim=48,
-        vocab_size=64,
-    )
-    return RunConfig(model=model, train=TrainConfig(length=LENGTH, batch_tokens=ROWS * LENGTH))
-
-
-@pytest.mark.parametrize("architecture", ["modern", "mpt", "baevski-auli"])
-def test_flops_are_those_that_torch_counts(architecture: Architecture) -> None:
-    """SDPA's math kernel computes attention as bmm, including hidden pairs; every linear layer is an mm or addmm."""
-    config = config_of(architecture)
-    model = LanguageModel(config.model, trained_length=LENGTH)
-    tokens = torch.arange(ROWS * (LENGTH + 1)).view(ROWS, -1) % 64
-    with FlopCounterMode(display=False) as counter, sdpa_kernel(SDPBackend.MATH):
-        model(tokens[:, :-1], targets=tokens[:, 1:]).sum().backward()
-    counted = {str(operator): flops for operator, flops in counter.get_flop_counts()["Global"].items()}
-    assert counted.pop("aten.mm") + counted.pop("aten.addmm", 0) == linear_flops(config)
-    assert counted.pop("aten.bmm") * (LENGTH + 1) == attention_flops(config) * 2 * LENGTH
-    assert not counted
-    assert multiplying_parameters(config.model) == sum(
-        parameter.numel()
-        for name, parameter in model.named_parameters()
-        if parameter.ndim == 2 and not name.startswith("position.")
-    )
+MODEL = ModelConfig(method="sinusoidal", num_layers=2, num_heads=2, embed_dim=32, ffn_dim=48, vocab_size=64)
 
 
 def test_medium_has_the_parameters_of_its_recipe() -> None:
@@ -78,7 +44,7 @@ def test_lengths_rise_and_each_has_every_method_once() -> None:
 
 
 def test_utilization_is_the_achieved_share_of_the_matrix_rate() -> None:
-    config = config_of()
+    config = RunConfig(model=MODEL, train=TrainConfig(length=LENGTH, batch_tokens=ROWS * LENGTH))
     flops = linear_flops(config) + attention_flops(config)
     row = utilization_row(config, step_ms=2.0, product_ms=2 * 2048**3 / 1e9)  # a rate of 1,000 GFLOP/s
     assert row["matrix_gflops"] == pytest.approx(1000)
