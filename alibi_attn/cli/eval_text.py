@@ -36,8 +36,8 @@ def eval_text(
 ) -> None:
     """Compute the exact perplexity of a whole text: every token sees all tokens before it, however long the text is.
 
-    The model is a BLOOM, MPT, Falcon with alibi=True, Baichuan-13B, BTLM, Jais, Replit, Refact, FoX, or a decoder saved by this
-    package. Losses are written as they are computed. To resume after an interruption, run the same command again.
+    The model is a BLOOM, MPT, Falcon with alibi=True, Baichuan-13B, BTLM, Jais, Replit, Refact, FoX, Step-1, or a decoder saved
+    by this package. Losses are written as they are computed. To resume after an interruption, run the same command again.
 
     [dim]alibi eval-text bigscience/bloom-560m book.txt[/]
     """

@@ -101,10 +101,8 @@ def context_parallel(
             raise ValueError(f"{name or 'the model'} is already context parallel; call undo() first")
         if getattr(vars(layer).get(SETTINGS_ATTRIBUTE), "numerics", "exact") != "exact":
             raise ValueError(f'{name} reproduces a checkpoint\'s rounding; patch the model with numerics="exact"')
-        if getattr(getattr(layer, "config", None), "scales_with_length", False):
-            raise ValueError(
-                f"{name} has slopes that depend on the length of the text, but each rank sees only its shard"
-            )
+        if getattr(getattr(layer, "config", None), "needs_length", False):
+            raise ValueError(f"{name} has a bias that needs the length of the text, but each rank sees only its shard")
     given: dict[str, Any] = {"group": group, "timeout": timeout, "traffic": traffic}
     changes = []
     for name, layer in layers.items():

@@ -1,6 +1,6 @@
 """ALiBi for `transformers`: `patch` for its own models (BLOOM, MPT, Falcon with alibi=True, T5, mT5, UMT5), a decoder
-(Baichuan-13B, BTLM, Jais, Replit, MPT, Refact, FoX) and encoders (MosaicBERT, DNABERT-2, Jina v2, Jina v2 code, Jina CLIP v1's
-text tower) that need no remote code, and checkpoint conversion.
+(Baichuan-13B, BTLM, Jais, Replit, MPT, Refact, FoX, Step-1) and encoders (MosaicBERT, DNABERT-2, Jina v2, Jina v2 code, Jina
+CLIP v1's text tower) that need no remote code, and checkpoint conversion.
 
 The folders, each of which imports only those before it: `caches/`, `attention/`, `readers/` (families, encoders, decoder,
 checkpoints), `patching/`, `embedding/`. Read `patching/patching.py` first, then one file of `readers/families/`.

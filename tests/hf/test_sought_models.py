@@ -111,13 +111,6 @@ def test_a_replit_whose_slopes_are_not_known_is_refused(tmp_path):
         ALiBiForCausalLM.from_pretrained(folder)
 
 
-def test_step_1_is_refused_because_its_bias_is_not_linear(tmp_path):
-    names = {"model.layers.0.self_attn.q_proj.weight": torch.ones(4, 4)}
-    folder = write_folder(tmp_path / "step", names, {"model_type": "step1", "num_attention_groups": 1})
-    with pytest.raises(ValueError, match=r"bias of Step-1 is −m·√\|i − j\|.*toeplitz_attention"):
-        ALiBiForCausalLM.from_pretrained(folder)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("name", ["DNABERT-S", "mRNABERT"])
 def test_encoders_of_nucleotides_load_as_mosaic_bert(name, tmp_path):

@@ -168,8 +168,10 @@ def _rows_with_table(
 
 
 def _call_and_attend(
-    see: See, number: int, query: Tensor, kept: Sequence[Kept], slopes: Tensor, **given: Any
+    see: See, number: int, query: Tensor, kept: Sequence[Kept], slopes: Tensor | None = None, **given: Any
 ) -> Tensor:
+    if slopes is None:
+        raise ValueError("the bias of this model is not ALiBi's: only queries, keys and slopes are watched")
     if any(given.get(name) is not None for name in ("segment_ids", "key_bias", "prefix_len", "positions")):
         raise ValueError(
             "pass one text per row, no prefix, no positions and no holes in the mask: only queries, keys and slopes are "

@@ -83,7 +83,8 @@ def read(
     Raises:
         ValueError: an unknown family, or an unsupported config.
     """
-    table = list(families)
+    kind = about.get("model_type")
+    table = [family for family in families if kind in family.model_types or not family.is_typed]
     if any("embeddings.position_embeddings." in name for name in tensors):
         raise ValueError(f"{folder} has position embeddings, so it does not use ALiBi; transformers may have its class")
     match = recognized(tensors.keys(), table)
@@ -93,7 +94,6 @@ def read(
             f"{', '.join(f'{family.layers}0.{family.marks[0]}' for family in table)}; the weights are {listed(tensors, 3)}"
         )
     family, weights = match.family, _renamed(tensors, match)
-    kind = about.get("model_type")
     if kind is not None and family.model_types and kind not in family.model_types:
         raise ValueError(
             f"the weights in {folder} have the names of {family.name}, whose model_type is {' or '.join(family.model_types)}, "

@@ -37,6 +37,7 @@ class ALiBiCausalLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         slopes: m for each of the H heads, as actually subtracted per token of distance; None for the published ones.
         alibi_scaling: None, {"type": "linear", "factor": s} to divide slopes by s, or {"type": "linear",
             "train_seq_len": L} to divide them by S/L with S > L keys (arXiv:2310.13017).
+        root_bias: scores lose m·√(i − j) in place of m·(i − j).
         embedding_scale, logit_scale: factors of the embeddings and of the logits.
         normalized_head: divide each row of the head by its length, in every forward pass.
         embedding_dropout, residual_dropout, attention_dropout: in training only.
@@ -80,6 +81,7 @@ class ALiBiCausalLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     scale_by_inverse_layer: bool = False
     slopes: list[float] | None = None
     alibi_scaling: dict[str, Any] | None = None
+    root_bias: bool = False
     embedding_scale: float = 1.0
     logit_scale: float = 1.0
     normalized_head: bool = False
@@ -116,6 +118,8 @@ class ALiBiCausalLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         for name in ("key_shift", "value_shift"):
             shift = getattr(self, name)
             check(name, shift, not shift or self.forget_gate, "False without forget_gate")
+        excluded = self.forget_gate or self.alibi_scaling is not None
+        check("root_bias", self.root_bias, not (self.root_bias and excluded), "False with forget_gate or alibi_scaling")
         self._check_scaling()
         super().validate_architecture()  # type: ignore[no-untyped-call]
 
@@ -161,6 +165,11 @@ class ALiBiCausalLMConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
     def scales_with_length(self) -> bool:
         """Whether slopes depend on the number of keys."""
         return self.alibi_scaling is not None and self.alibi_scaling.get("factor") is None
+
+    @property
+    def needs_length(self) -> bool:
+        """Whether attention needs the number of keys on the host."""
+        return self.scales_with_length or self.root_bias
 
     def _check_scaling(self) -> None:
         scaling = self.alibi_scaling

@@ -58,7 +58,7 @@ def attended(
         raise ValueError(
             "recording weights and context parallelism do not support forget gates; undo them for this model"
         )
-    settings, keys = settings_of(layer), _checked(keys_of(mask))
+    settings, keys = settings_of(layer), checked(keys_of(mask), "forget gates")
     make = functools.partial(layer.reach_cache, query.dtype)  # type: ignore[arg-type, operator, misc]
     forgets = isinstance(cache, ALiBiCache) and cache.forget
     if forgets and keys.segments is not None:
@@ -92,7 +92,8 @@ def score_bound(layer: nn.Module, head_dim: int) -> float:
     return bound + (head_dim + 16) * 2.0**-24 * bound  # scores and λ are computed in fp32
 
 
-def _checked(keys: Keys) -> Keys:
+def checked(keys: Keys, bias: str) -> Keys:
+    """The keys of a model with another bias than ALiBi's; raises ValueError for `prefix_len` and `positions`."""
     if keys.prefix_len is not None or keys.positions is not None:
-        raise ValueError("prefix_len and positions do not exist for a model with forget gates; omit them")
+        raise ValueError(f"prefix_len and positions do not exist for a model with {bias}; omit them")
     return keys

@@ -11,7 +11,10 @@ from transformers.cache_utils import Cache
 from transformers.modeling_layers import GradientCheckpointingLayer
 
 from alibi_attn.attention.call.checks import default_tolerance
+from alibi_attn.attention.call.validation import slopes_beside
+from alibi_attn.attention.kept import Kept
 from alibi_attn.hf.attention import patched_attention
+from alibi_attn.hf.attention.masks import keys_of
 from alibi_attn.hf.attention.patched_attention import AttentionSettings, Numerics
 from alibi_attn.hf.readers.decoder import forgetting, rounding, shift
 from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
@@ -20,8 +23,8 @@ from alibi_attn.nn.cache.retention import by_gates
 from alibi_attn.nn.linear.fastest import RoundedLinear, mapped
 
 NEEDS_LENGTH = (
-    "alibi_scaling with train_seq_len needs the length of the text, which a static cache does not report; use an "
-    'ALiBiCache, a DynamicCache, or {"type": "linear", "factor": ...}'
+    "the bias of this model (alibi_scaling with train_seq_len, or root_bias) needs the length of the text, which a static cache "
+    "does not report; use an ALiBiCache or a DynamicCache"
 )
 
 
@@ -112,8 +115,10 @@ class Attention(nn.Module):
             return forgetting.attended(self, query, key, value, gates, cache=cache, mask=mask, dropout_p=dropout_p)
         kept = patched_attention.appended(cache, self, key, value)
         first = kept[0].first
-        if self.config.scales_with_length and isinstance(first, Tensor):
+        if self.config.needs_length and isinstance(first, Tensor):
             raise ValueError(NEEDS_LENGTH)
+        if self.config.root_bias:
+            return self._by_root(query, kept, mask=mask, dropout_p=dropout_p)
         key_len = first + query.shape[2] if isinstance(first, int) else 0
         if self.config.rounds:
             return rounding.attended(
@@ -129,6 +134,25 @@ class Attention(nn.Module):
             )
         layer = self if not self.config.scales_with_length else self._stretched(key_len)
         return patched_attention.attended(layer, query, kept, mask=mask, dropout_p=dropout_p)
+
+    def _by_root(self, query: Tensor, kept: list[Kept], *, mask: Tensor, dropout_p: float) -> Tensor:
+        """[B, T, H·D] with the bias −m·√(i − j), as a table by distance."""
+        settings, length = self.alibi_settings, kept[0].key.shape[2]
+        keys = forgetting.checked(keys_of(mask, length), "a bias by the root of distances")
+        slopes = slopes_beside(settings.slopes, torch.promote_types(query.dtype, torch.float32), query)
+        distances = torch.arange(length, dtype=slopes.dtype, device=slopes.device)
+        mixed = patched_attention.attention_of(self)(
+            query,
+            kept,
+            table=-slopes[:, None] * distances.sqrt(),
+            causal=True,
+            scale=settings.scale,
+            key_mask=keys.seen,
+            segment_ids=keys.segments,
+            dropout_p=dropout_p,
+            backend=settings.backend,
+        )
+        return patched_attention.merged(mixed)
 
     def reach_cache(self, dtype: torch.dtype, tolerance: float | None) -> KVCache:
         """A cache that drops the keys that forget gates prove unnecessary; the layer needs normalized queries and keys."""

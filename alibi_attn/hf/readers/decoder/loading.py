@@ -18,8 +18,6 @@ from alibi_attn.hf.readers.families.family import Family
 
 BUILT_BY_TRANSFORMERS = ("bloom", "falcon")  # model types that transformers builds
 REFUSED = {
-    "step1": "the bias of Step-1 is −m·√|i − j|, not ALiBi's −m·|i − j|; alibi_attn.toeplitz_attention computes attention "
-    "with such a table",
     "gpt2": "GPT-2 has learned positions (its position_embedding_type is not alibi); load it with transformers, convert it with "
     "alibi_attn.hf.to_alibi and train it",
 }

@@ -34,7 +34,7 @@ ROWS = 8192  # rows of a head that are normalized at once
 
 class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-untyped-call]
     """A language model with ALiBi for the checkpoints of Baichuan-13B, Baichuan2-13B, BTLM-3B-8K, Jais, Refact-1.6B, Replit, MPT
-    (including grouped heads and `qk_ln`) and the Forgetting Transformer (FoX), without remote code.
+    (including grouped heads and `qk_ln`), the Forgetting Transformer (FoX) and Step-1, without remote code.
 
     It computes exact attention in linear memory with `alibi_attention`, and supports left or right padding, holes in the mask,
     every mode of `generate` (with an `ALiBiCache` by default), chunked prefill, gradients, activation checkpointing and
@@ -177,7 +177,7 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         use_cache = config.use_cache and not self.training if use_cache is None else use_cache
         if past_key_values is None and use_cache:
             past_key_values = ALiBiCache()
-        if config.scales_with_length and past_key_values is not None and past_key_values.is_compileable:
+        if config.needs_length and past_key_values is not None and past_key_values.is_compileable:
             raise ValueError(NEEDS_LENGTH)
         keep = config.output_hidden_states if output_hidden_states is None else output_hidden_states
         with cached_pass.whole(self, past_key_values, use_cache=use_cache, new=x.shape[1]), memory_of_layers(x):

@@ -19,11 +19,12 @@ from alibi_attn.hf.readers.families.mosaic import FAMILY as MOSAIC
 from alibi_attn.hf.readers.families.mpt import FAMILY as MPT
 from alibi_attn.hf.readers.families.refact import FAMILY as REFACT
 from alibi_attn.hf.readers.families.replit import FAMILY as REPLIT
+from alibi_attn.hf.readers.families.step1 import FAMILY as STEP1
 from alibi_attn.hf.readers.families.t5 import FAMILIES as T5
 
 # The keys are the values of `layout` for `save_pretrained`.
 ENCODERS: dict[str, Family] = {"mosaic": MOSAIC, "jina-code": JINA_CODE, "jina": JINA, "jina-clip": JINA_CLIP}
-DECODERS: tuple[Family, ...] = (BAICHUAN, CEREBRAS, REPLIT, LLM_FOUNDRY, REFACT, FORGETTING)
+DECODERS: tuple[Family, ...] = (BAICHUAN, CEREBRAS, REPLIT, LLM_FOUNDRY, REFACT, FORGETTING, STEP1)
 PATCHED: tuple[PatchedFamily, ...] = (BLOOM, MPT, FALCON, *T5)
 # The model_type of every supported decoder.
 DECODER_TYPES = {ALiBiCausalLMConfig.model_type}.union(

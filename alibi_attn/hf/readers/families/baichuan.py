@@ -45,7 +45,7 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
     )
 
 
-_PARTS = decoder_parts(
+PARTS = decoder_parts(
     "input_layernorm",
     "self_attn.W_pack",
     "self_attn.o_proj",
@@ -62,7 +62,7 @@ FAMILY = Family(
     layers="model.layers.",
     marks=("self_attn.W_pack.weight",),
     outside={"embed_tokens": Source(("model.embed_tokens",)), "norm": Source(("model.norm",))},
-    parts=lambda _: _PARTS,
+    parts=lambda _: PARTS,
     ignored=r"model\.future_mask",
     classes=("baichuan",),
     config=config,

@@ -122,6 +122,7 @@ class Family:
     Args:
         name: for error messages.
         model_types: the model_type values that its config.json may have; empty to accept any.
+        is_typed: its weights have the names of another architecture, so only these model_type values identify it.
         marks: names of weights of layer 0. Every checkpoint of the family has one of them; families earlier in the table do not.
         layers, own_layers: the prefix before a layer's number, in its names and in ours.
         wrappers: prefixes that a wrapper may have added to all names except the head's.
@@ -140,6 +141,7 @@ class Family:
 
     name: str
     model_types: tuple[str, ...]
+    is_typed: bool = False
     marks: tuple[str, ...]
     layers: str
     own_layers: str = "layers."

@@ -2,7 +2,8 @@
 
 The code model normalizes queries and keys, activates the second half of its gated layer, and has one more norm per layer.
 ColBERT v1 is a Jina v2 with another head. The text tower of CLIP v1 is a Jina v2 with the names of flash-attn's BERT; its
-config.json has no number of heads, which is 12 at the published width. Its own modelling code was not available to read.
+config.json has no number of heads, which is 12 at the published width. Of its code, a public copy of modeling_clip.py and
+hf_model.py confirms the names down to `text_model.transformer` and the config; that of the layers was not available to read.
 Sources: Günther et al. 2023, Jina Embeddings 2 (arXiv:2310.19923); Koukounas et al. 2024, Jina CLIP (arXiv:2405.20204);
 flash_attn/models/bert.py.
 """
