@@ -28,6 +28,14 @@ def progress() -> Progress:
     return Progress(*columns, console=errors, transient=True, disable=not errors.is_terminal)
 
 
+def quiet_loading() -> None:
+    """Turns off the bars that transformers draws while it loads, outside a terminal: they would fill a log."""
+    if not errors.is_terminal:
+        from transformers.utils import logging
+
+        logging.disable_progress_bar()  # type: ignore[no-untyped-call]
+
+
 def print_path(label: str, path: Path) -> None:
     """Prints the path of a file that was written, in one line."""
     console.print(f"{label}  {escape(str(path))}", soft_wrap=True)

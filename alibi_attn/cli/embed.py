@@ -14,7 +14,7 @@ import typer
 from rich.markup import escape
 
 from alibi_attn.cli.cluster import Ray
-from alibi_attn.cli.console import check_writable, console, interrupted, needs, progress
+from alibi_attn.cli.console import check_writable, console, errors, interrupted, needs, progress, quiet_loading
 from alibi_attn.cli.embed_on_cluster import check_cluster, embed_on_cluster
 from alibi_attn.cli.text_files import read_texts
 
@@ -140,6 +140,7 @@ def embed(
         sentence_encoder.checked_place(kind, device)
     else:
         checked_device(device)
+    quiet_loading()
     with claimed(out):
         longest = max_length if chunks is None else None
         sentences = sentence_encoder.load(model, max_seq_length=longest, dtype=dtype, device=device)
@@ -192,6 +193,11 @@ def _text_job(
             some = [rows[index] for index in indices]
             yield embedding.embed(encoder, some, pooling=pooling, normalize=normalize)
 
+    if cut:
+        errors.print(
+            f"warning: {len(cut):,} of {len(texts):,} texts have more than {sentences.max_seq_length:,} tokens and are cut; pass "
+            "--max-length, or --chunks for vectors of passages"
+        )
     shortened = f", {len(cut):,} cut to {sentences.max_seq_length:,}" if cut else ""
     identity = embedding.fingerprint(encoder, rows, [pooling, normalize])
     return _Job("texts", order, identity, batches, None, f"{sum(map(len, rows)):,} tokens{shortened}")

@@ -12,7 +12,7 @@ import typer
 from rich.markup import escape
 
 from alibi_attn import files
-from alibi_attn.cli.console import check_writable, console, interrupted, needs, progress
+from alibi_attn.cli.console import check_writable, console, interrupted, needs, progress, quiet_loading
 from alibi_attn.cli.text_files import read_texts
 from alibi_attn.units import bits_per_byte, perplexity
 
@@ -56,6 +56,7 @@ def eval_text(
         from alibi_attn.hf.patching import reading
         from alibi_attn.hf.patching.loading import load_decoder
         from alibi_attn.hf.readers.tokenizer_files import encode
+    quiet_loading()
     loaded, tokenizer = load_decoder(model)
     tokens = torch.tensor([encode(tokenizer, text, loaded)])
     if tokens.shape[1] < 2:
@@ -134,6 +135,10 @@ class _Losses:
 
 def _check_continues(losses: Path, cache: Path) -> None:
     if losses.exists() and losses.stat().st_size and not cache.exists():
+        if not _beside(losses).exists():
+            raise ValueError(
+                f"{losses} is complete, or was not written by this command; to compute it again, delete it or pass another --out"
+            )
         raise ValueError(f"{losses} exists and has no cache to continue from; pass another --out, or delete it")
 
 

@@ -41,7 +41,8 @@ def expected() -> np.ndarray:
     return torch.stack([pooled(random_state("jina"), "jina", text) for text in TEXTS]).numpy()
 
 
-def test_rows_are_the_files_or_lines_in_order(model, files, tmp_path):
+def test_rows_are_the_files_or_lines_in_order(model, files, tmp_path, monkeypatch):
+    monkeypatch.chdir(tmp_path)
     out = tmp_path / "new" / "vectors.npy"
     assert run(model, *files, "--out", out) == f"vectors {out} 4 × 48 (39 tokens)"
     vectors = np.load(out)
@@ -64,6 +65,13 @@ def test_rows_are_the_files_or_lines_in_order(model, files, tmp_path):
     units = expected() / np.linalg.norm(expected(), axis=1, keepdims=True)
     assert np.allclose(again, units[[0, 1, 2, 3, 0]], atol=3e-6)
 
+    with monkeypatch.context() as patched:
+        patched.setattr(embedding, "embed", lambda *_args, **_options: 1 / 0)  # the warning comes before the work
+        cut = CliRunner().invoke(app, ["embed", str(model), *map(str, files), "--max-length", "6", "--out", "never"])
+    assert isinstance(cut.exception, ZeroDivisionError)
+    assert "warning: 2 of 4 texts have more than 6 tokens and are cut; pass --max-length" in " ".join(
+        cut.stderr.split()
+    )
     message = run(model, *files, "--max-length", 6, "--dtype", "bfloat16", "--out", tmp_path / "cut")
     assert message.endswith("(20 tokens, 2 cut to 6)")
     assert np.allclose(np.load(tmp_path / "cut")[[0, 2]], expected()[[0, 2]], atol=0.1)

@@ -87,9 +87,9 @@ def test_logits_are_equal_and_the_decoder_comes_back(options, tmp_path):
     about = DecoderConfig(
         num_heads=options.get("num_heads", 4), trained_length=64, embedding_scale=options.get("scale", 1.0)
     )
-    folder = export_mpt(model.state_dict(), about, tmp_path / "mpt")
+    folder = export_mpt(model.state_dict(), about, str(tmp_path / "mpt"))
     assert_transformers_computes(folder, model, ids)
-    state, config = import_mpt(folder)
+    state, config = import_mpt(str(folder))
     assert config == DecoderConfig(num_heads=about.num_heads, trained_length=64)
     again = decoder(num_heads=about.num_heads)
     again.load_state_dict(state)

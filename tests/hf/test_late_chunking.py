@@ -73,6 +73,26 @@ def test_each_kind_of_chunk_has_the_spans_that_it_promises(folder):
     assert parts(1000) == [TEXT]
 
 
+def test_a_long_paragraph_is_split_at_its_lines_with_a_warning(folder, monkeypatch):
+    monkeypatch.setattr(chunking, "LONGEST", 12)
+    text = "a b c\nd e f\ng h i\n\nj k l\n\n" + "m" * 30
+    with pytest.warns(UserWarning, match="text 0 has a paragraph of 30 characters; paragraphs beyond 12 are split"):
+        (found,) = late_chunks(folder, [text], chunks="paragraphs")
+    parts = [text[start:end] for start, end in found.spans]
+    assert parts == ["a b c\nd e f", "g h i", "j k l", "m" * 12, "m" * 12, "m" * 6]
+
+
+def test_progress_counts_texts_and_a_result_has_a_short_repr(folder):
+    calls = []
+    found = late_chunks(
+        folder, ["a b c", TEXT, "d e"], chunks=2, batch_tokens=10, progress=lambda *at: calls.append(at)
+    )
+    assert calls[-1] == (3, 3)
+    assert calls == sorted(set(calls))
+    assert len(calls) > 1
+    assert repr(found[0]) == "<LateChunks: 2 vectors of 48 numbers>"
+
+
 def test_a_model_object_a_batch_and_normalization_change_nothing_else(folder):
     texts = ["a b c", TEXT, "d e f g h. i j", "a"]
     alone = [late_chunks(folder, [text], chunks=2)[0] for text in texts]

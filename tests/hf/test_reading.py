@@ -277,3 +277,34 @@ def test_a_missing_cache_is_one_sentence(tmp_path):
     for name, found in (("gone", "does not exist"), ("", r"holds no cache\.json"), ("file", "is a file")):
         with pytest.raises(FileNotFoundError, match=f"{found}; pass the folder of an ALiBiCache"):
             ALiBiCache.open(tmp_path / name)
+
+
+@pytest.mark.parametrize("ours", [False, True], ids=["patched", "our own"])
+def test_generating_with_the_cache_of_another_text_is_refused(ours, build, tokens):
+    sizes = {
+        "hidden_size": 48,
+        "num_hidden_layers": 2,
+        "num_attention_heads": 6,
+        "intermediate_size": 64,
+        "vocab_size": 100,
+    }
+    model = ALiBiForCausalLM(ALiBiCausalLMConfig(**sizes)).eval() if ours else build("bloom")
+    first, other = tokens(1, 20), tokens(1, 30) % 7
+    options = {"max_new_tokens": 2, "do_sample": False, "pad_token_id": 0}
+    handle = None if ours else patch(model)
+    cache = ALiBiCache()
+    text = model.generate(first, past_key_values=cache, **options)
+    held = cache.get_seq_length()
+    for wrong in (other, other[:, :5], other.expand(2, -1)):
+        with pytest.raises(ValueError, match=f"the cache holds {held} tokens of another text; use a new ALiBiCache"):
+            model.generate(wrong, past_key_values=cache, **options)
+    with pytest.raises(
+        ValueError, match=rf"the cache holds {held} tokens but the text has 20; call cache.crop\({19 - held}\)"
+    ):
+        model.generate(first, past_key_values=cache, **options)
+    assert cache.get_seq_length() == held
+    continued = model.generate(text, past_key_values=cache, **options)
+    assert torch.equal(continued, model.generate(text, **options))
+    if handle is not None:
+        handle.undo()
+        assert "generate" not in vars(model)

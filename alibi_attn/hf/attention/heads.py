@@ -8,11 +8,13 @@ import inspect
 from collections.abc import Callable, Iterator
 from typing import Any
 
+import torch
 from torch import Tensor, nn
-from transformers import PreTrainedModel
+from transformers import GenerationMixin, PreTrainedModel
 
 from alibi_attn.hf.attention import packed_rows
 from alibi_attn.hf.attention.packed_rows import PackedMask
+from alibi_attn.hf.caches.cache import ALiBiCache
 
 
 def around(model: nn.Module, body: nn.Module) -> Iterator[PreTrainedModel]:
@@ -66,3 +68,30 @@ def _forward(
             )
         given["attention_mask"] = PackedMask(given.get("attention_mask"), packing)
     return type(head).forward(head, *args, **given) if before is None else before(*args, **given)
+
+
+def checking_generate(head: GenerationMixin, before: Callable[..., object] | None) -> Callable[..., object]:
+    """The `generate` of a patched head: an `ALiBiCache` of another text is refused, where it would continue that text."""
+    return functools.partial(_generate, head, before)
+
+
+def _generate(head: GenerationMixin, before: Callable[..., object] | None, *args: object, **kwargs: object) -> object:
+    check_cache(*args, **kwargs)
+    own: Callable[..., object] = type(head).generate
+    return own(head, *args, **kwargs) if before is None else before(*args, **kwargs)
+
+
+def check_cache(inputs: object = None, *_: object, **options: object) -> None:
+    """Raises ValueError if an `ALiBiCache` among the arguments of `generate` holds another text than its token ids."""
+    cache, tokens = options.get("past_key_values"), options.get("input_ids", inputs)
+    if not isinstance(cache, ALiBiCache) or not isinstance(tokens, Tensor) or tokens.ndim != 2:
+        return
+    if (known := cache.tokens()) is None:
+        return
+    held, length = known.shape[1], tokens.shape[1]
+    if known.shape[0] != tokens.shape[0] or not torch.equal(known[:, :length], tokens[:, :held].cpu().long()):
+        raise ValueError(f"the cache holds {held} tokens of another text; use a new ALiBiCache()")
+    if held >= length:
+        raise ValueError(
+            f"the cache holds {held} tokens but the text has {length}; call cache.crop({length - 1 - held})"
+        )

@@ -6,6 +6,7 @@ Spans are [C, 2] int64, (start, end), in order and without overlaps; `tokens_of`
 
 import itertools
 import re
+import warnings
 from collections.abc import Callable, Iterable, Sequence
 from typing import Literal, TypeAlias
 
@@ -21,6 +22,7 @@ BORDERS = {
     "paragraphs": re.compile(r"\n[^\S\n]*\n"),
     "sentences": re.compile(r"\n[^\S\n]*\n|(?<=[.!?…])[\"')\]”’»]*\s+|(?<=[。！？])"),
 }
+LONGEST = 20_000  # characters of a paragraph; a longer one is split at its lines
 _NAMES = " or ".join(map(repr, BORDERS))
 
 
@@ -52,6 +54,8 @@ def spans_of(text: str, chunks: Chunks, offsets: Spans, *, number: int) -> tuple
     """
     if isinstance(chunks, int | str):
         spans = _of_tokens(offsets, chunks) if isinstance(chunks, int) else _between(text, BORDERS[chunks])
+        if chunks == "paragraphs":
+            spans = _split_long(spans, text, number)
         tokens = tokens_of(spans, offsets)
         some = tokens[:, 0] < tokens[:, 1]
         return spans[some], tokens[some]
@@ -87,6 +91,28 @@ def _between(text: str, border: re.Pattern[str]) -> Spans:
     parts = ((start, text[start:end]) for start, end in itertools.pairwise(edges))
     spans = [(start + len(x) - len(x.lstrip()), start + len(x.rstrip())) for start, x in parts if x.strip()]
     return np.array(spans, dtype=np.int64).reshape(-1, 2)
+
+
+def _split_long(spans: Spans, text: str, number: int) -> Spans:
+    """The spans, with each longer than LONGEST in parts of at most that many characters, cut at line ends where it has any."""
+    longest = int((spans[:, 1] - spans[:, 0]).max(initial=0))
+    if longest <= LONGEST:
+        return spans
+    warnings.warn(
+        f"text {number} has a paragraph of {longest:,} characters; paragraphs beyond {LONGEST:,} are split at their lines",
+        stacklevel=2,
+    )
+    parts = []
+    for start, end in spans.tolist():
+        while end - start > LONGEST:
+            cut = text.rfind("\n", start, start + LONGEST) + 1 or start + LONGEST
+            parts.append((start, cut))
+            start = cut
+        parts.append((start, end))
+    stripped = [
+        (a + len(x) - len(x.lstrip()), a + len(x.rstrip())) for a, x in ((a, text[a:b]) for a, b in parts) if x.strip()
+    ]
+    return np.array(stripped, dtype=np.int64)
 
 
 def _checked(given: Iterable[Sequence[int]], text: str, where: str) -> Spans:

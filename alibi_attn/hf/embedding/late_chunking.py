@@ -8,7 +8,7 @@ also be read in overlapping windows ("long late chunking", sec. 3.3). Read befor
 import dataclasses
 import itertools
 import os
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
@@ -26,7 +26,7 @@ if TYPE_CHECKING:
     from sentence_transformers import SentenceTransformer
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(frozen=True, repr=False)
 class LateChunks:
     """The chunks of one text.
 
@@ -37,6 +37,10 @@ class LateChunks:
 
     vectors: NDArray[np.float32]
     spans: Spans
+
+    def __repr__(self) -> str:
+        count, size = self.vectors.shape
+        return f"<LateChunks: {count:,} vectors of {size:,} numbers>"
 
 
 @dataclasses.dataclass(frozen=True)
@@ -106,6 +110,7 @@ def late_chunks(
     overlap: int = 512,
     normalize: bool = False,
     batch_tokens: int = 16384,
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[LateChunks]:
     """One vector per chunk of each text, computed with the whole text in view.
 
@@ -121,7 +126,8 @@ def late_chunks(
     Args:
         model: from `sentence_transformer`, or a folder or repository for it. Its pooling must be the mean.
         texts: each must have at least one token.
-        chunks: tokens per chunk; "sentences" (after . ! ? and white space) or "paragraphs" (at blank lines); a list of
+        chunks: tokens per chunk; "sentences" (after . ! ? and white space) or "paragraphs" (at blank lines; one longer than
+            20,000 characters is split at its lines, with a warning); a list of
             (start, end) spans in characters for each text; or a function from a text to such spans. Spans must not be empty, must
             be in order, and must not overlap; text outside of them is read but gets no vector.
         max_length: None reads each text in one exact pass, of any length, in linear memory. A number of tokens reads longer
@@ -129,6 +135,7 @@ def late_chunks(
         overlap: tokens that neighboring windows share.
         normalize: scale vectors to length 1; False leaves it to the model.
         batch_tokens: tokens per batch. A longer text is a separate batch.
+        progress: called after each batch with (finished texts, all texts).
 
     Returns:
         For each text its vectors [C, E] and spans [C, 2]; C depends on the text.
@@ -152,7 +159,12 @@ def late_chunks(
     windows = Windows(max_length, overlap)
     documents = prepared(encoder, texts, chunks, windows)
     vectors = vectors_of(
-        encoder.model, documents, windows, batch_tokens=batch_tokens, normalize=normalize or encoder.folder.normalize
+        encoder.model,
+        documents,
+        windows,
+        batch_tokens=batch_tokens,
+        normalize=normalize or encoder.folder.normalize,
+        progress=progress,
     )
     return [LateChunks(rows, document.spans) for rows, document in zip(vectors, documents, strict=True)]
 
@@ -193,12 +205,20 @@ def prepared(
 
 
 def vectors_of(
-    model: ALiBiBertModel, documents: Sequence[Document], windows: Windows, *, batch_tokens: int, normalize: bool
+    model: ALiBiBertModel,
+    documents: Sequence[Document],
+    windows: Windows,
+    *,
+    batch_tokens: int,
+    normalize: bool,
+    progress: Callable[[int, int], None] | None = None,
 ) -> list[NDArray[np.float32]]:
     """The vectors [C, E] of each document, in the order of the documents; arguments and errors as for `computed`."""
     found: dict[int, NDArray[np.float32]] = {}
     for indices, vectors in computed(model, documents, windows, batch_tokens=batch_tokens, normalize=normalize):
         found |= dict(zip(indices, vectors, strict=True))
+        if progress is not None:
+            progress(len(found), len(documents))
     return [found[at] for at in range(len(documents))]
 
 

@@ -214,6 +214,8 @@ def patched_as(
         for head in model.modules():
             if isinstance(head, GenerationMixin) and body in head.modules():
                 change(head, "create_masks_for_generate", masks.padded)
+                if family.around is None:
+                    change(head, "generate", heads.checking_generate(head, vars(head).get("generate")))
         if numerics == "exact":
             for kind, name, module, forward in _around(model, body, family):
                 change(module, forward_of(module), functools.partial(forward, module))

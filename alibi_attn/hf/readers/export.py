@@ -134,7 +134,7 @@ BLOOM = _Layout(
 _BLOOM_LENGTH = 2048  # of the published checkpoints; used if a config has no seq_length
 
 
-def export_mpt(state: State, config: DecoderConfig, folder: Path, *, tokenizer: Tokenizer | None = None) -> Path:
+def export_mpt(state: State, config: DecoderConfig, folder: str | Path, *, tokenizer: Tokenizer | None = None) -> Path:
     """Write the decoder as an MPT checkpoint that `AutoModelForCausalLM.from_pretrained(folder)` loads with equal logits.
 
     Shared key and value heads are repeated for each query head, and a narrower feed-forward is padded with zeros. The embeddings
@@ -148,6 +148,7 @@ def export_mpt(state: State, config: DecoderConfig, folder: Path, *, tokenizer: 
         ValueError: the state dict does not fit this family; the message names the entry.
         FileExistsError: the folder exists.
     """
+    folder = Path(folder)
     check_new(folder)
     num_layers, width = _layers_and_width(state, config, MPT)
     model = MptForCausalLM(
@@ -167,7 +168,7 @@ def export_mpt(state: State, config: DecoderConfig, folder: Path, *, tokenizer: 
     return _exported(model, scaled, config, MPT, folder, tokenizer)
 
 
-def import_mpt(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
+def import_mpt(folder: str | Path) -> tuple[dict[str, Tensor], DecoderConfig]:
     """The decoder's state dict and config from an MPT checkpoint on disk. It inverts `export_mpt`, except that repeated heads,
     padding and scaled embeddings are not undone.
 
@@ -193,12 +194,15 @@ def import_mpt(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
     return _imported(model, MPT), decoder
 
 
-def export_bloom(state: State, config: DecoderConfig, folder: Path, *, tokenizer: Tokenizer | None = None) -> Path:
+def export_bloom(
+    state: State, config: DecoderConfig, folder: str | Path, *, tokenizer: Tokenizer | None = None
+) -> Path:
     """Write the decoder as a BLOOM checkpoint that `AutoModelForCausalLM.from_pretrained(folder)` loads with equal logits.
 
     Arguments and errors are those of `export_mpt`. BLOOM has no `embedding_scale` (a norm follows the embeddings instead), and
     its `bias_max` is 8.
     """
+    folder = Path(folder)
     check_new(folder)
     num_layers, width = _layers_and_width(state, config, BLOOM)
     if config.embedding_scale != 1.0 or config.bias_max != 8:
@@ -219,7 +223,7 @@ def export_bloom(state: State, config: DecoderConfig, folder: Path, *, tokenizer
     return _exported(BloomForCausalLM(about), state, config, BLOOM, folder, tokenizer)
 
 
-def import_bloom(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
+def import_bloom(folder: str | Path) -> tuple[dict[str, Tensor], DecoderConfig]:
     """Like `import_mpt`, for a BLOOM checkpoint; its blocks are `ALiBiTransformerBlock`s with biases and tanh GELU."""
     model = _loaded(folder, BloomForCausalLM, "a BLOOM")
     config: BloomConfig = model.config
@@ -236,7 +240,8 @@ def import_bloom(folder: Path) -> tuple[dict[str, Tensor], DecoderConfig]:
     return _imported(model, BLOOM), decoder
 
 
-def _loaded(folder: Path, family: type[_Model], wanted: str) -> _Model:
+def _loaded(folder: str | Path, family: type[_Model], wanted: str) -> _Model:
+    folder = Path(folder)
     kind = read_config(folder).get("model_type")
     assert family.config_class is not None  # every model with a head has one
     if kind != family.config_class.model_type:

@@ -18,7 +18,7 @@ from transformers.cache_utils import Cache
 from transformers.modeling_outputs import CausalLMOutputWithPast
 from transformers.utils.generic import can_return_tuple
 
-from alibi_attn.hf.attention import cached_pass, masks, packed_rows
+from alibi_attn.hf.attention import cached_pass, heads, masks, packed_rows
 from alibi_attn.hf.attention.patched_attention import Numerics
 from alibi_attn.hf.caches.cache import ALiBiCache
 from alibi_attn.hf.readers import checkpoint_files
@@ -223,6 +223,11 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
         if self.config.rounds:
             return x * torch.tensor(factor, dtype=x.dtype, device=x.device)
         return x * factor
+
+    def generate(self, *args: Any, **kwargs: Any) -> Any:
+        """transformers' `generate`; a given `ALiBiCache` that holds another text raises a ValueError."""
+        heads.check_cache(*args, **kwargs)
+        return super().generate(*args, **kwargs)  # type: ignore[misc]
 
     def _prepare_cache_for_generation(
         self, generation_config: Any, model_kwargs: dict[str, Any], *args: Any, **kwargs: Any
