@@ -15,12 +15,14 @@ import json
 import re
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import TypeAlias
+from typing import TYPE_CHECKING, TypeAlias
 
 from alibi_attn import files
 from alibi_attn.strict_json import JsonError, is_sealed, parse, sealed
 from alibi_lab.provenance import command, commit, kernels, machine, versions
 
+if TYPE_CHECKING:
+    import pandas  # type: ignore[import-untyped]
 SCHEMA = 1
 PACKED = ".jsonl"  # the ending of files with many records
 _KEYED = re.compile(rb'\{"key": "([\w.-]+)", ')
@@ -247,6 +249,36 @@ def pack(paths: Iterable[Path], out: Path, *, replace: bool = False) -> int:
     lines = (b'{"key": "%s", %s\n' % (name.encode(), sealed(data)[1:]) for name, data in sorted(packed.items()))
     files.replace_file(out, b"".join(lines))
     return len(packed)
+
+
+def rows(*paths: Path, curve: str = "") -> list[dict[str, Json]]:
+    """One row per record of `find`: kind, name, started, seconds; config and metrics with dotted names ("config.train.steps").
+
+    Args:
+        curve: name of a curve; then one row for each of its rows, such as "by_length" for the losses at every length.
+    """
+    found = list[dict[str, Json]]()
+    for one in find(*map(Path, paths)):
+        row = {name: getattr(one, name) for name in ("kind", "name", "started", "seconds")}
+        row |= dict(_dotted({"config": one.config, "metrics": one.metrics}))
+        columns = one.curves.get(curve, {})
+        points = [dict(zip(columns, point, strict=True)) for point in zip(*columns.values(), strict=True)]
+        found += [row | point for point in points] if curve else [row]
+    return found
+
+
+def table(*paths: Path, curve: str = "") -> "pandas.DataFrame":
+    """The `rows` as a pandas frame. Raises ImportError without pandas, which is not installed with this package."""
+    try:
+        import pandas
+    except ModuleNotFoundError:
+        raise ImportError("records.table needs pandas; run pip install pandas, or use records.rows") from None
+    return pandas.DataFrame(rows(*paths, curve=curve))
+
+
+def _dotted(values: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str, Json]]:
+    for name, value in values.items():
+        yield from _dotted(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(prefix + name, value)]
 
 
 def finite(value: object) -> object:

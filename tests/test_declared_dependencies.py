@@ -23,6 +23,7 @@ EXTRAS = {
     "cli": ("torch", "jax", "hf", "lab", "ray"),
 }
 UNDECLARED = {
+    "pandas": "of users who want records as a frame; `records.rows` needs nothing",
     "triton": "comes with torch's builds for GPUs, the only ones that need it",
     **dict.fromkeys(
         ("flash_attn", "llama_cpp", "cyllama", "ctranslate2", "gguf", "onnxruntime"),
@@ -112,8 +113,8 @@ def made_up(root: Path, path: str, source: str) -> Path:
     [
         (
             "hf/a.py",
-            "def f():\n    import numpy, torch, pandas",
-            r"hf/a.py imports \['pandas'\]: .* an extra of hf, embed",
+            "def f():\n    import numpy, torch, polars",
+            r"hf/a.py imports \['polars'\]: .* an extra of hf, embed",
         ),
         ("nn/a.py", "from sentence_transformers.models import Pooling", r"nn/a.py imports \['sentence_transformers'\]"),
         ("slopes.py", "import torch.nn", r"slopes.py imports \['torch'\]: it must be declared in the core of"),

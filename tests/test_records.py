@@ -9,6 +9,7 @@ import random
 import re
 import sys
 from pathlib import Path
+from types import SimpleNamespace
 
 import pytest
 from damaged_json import DAMAGED
@@ -324,6 +325,28 @@ def test_find_reads_files_and_folders_and_filters_by_kind(record: Record, tmp_pa
     assert [r.kind for r in records.find(first, tmp_path / "b", kind="evaluation")] == ["evaluation"]
     with pytest.raises(FileNotFoundError, match="does not exist"):
         list(records.find(tmp_path / "c"))
+
+
+def test_records_are_rows_and_a_frame(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    curves = {"by_length": {"length": [64, 128], "nats": [2.5, None]}}
+    config = {"train": {"steps": 3, "lengths": [64]}}
+    records.save(records.make("evaluation", "a", config=config, metrics={"loss": 2.0}, curves=curves), tmp_path)
+    records.save(records.make("training", "b", config={}, metrics={}), tmp_path)
+    first, second = records.rows(tmp_path)
+    assert (first["name"], first["config.train.steps"], first["config.train.lengths"], first["metrics.loss"]) == (
+        "a",
+        3,
+        [64],
+        2.0,
+    )
+    assert list(second) == ["kind", "name", "started", "seconds"]
+    points = records.rows(tmp_path, curve="by_length")
+    assert [(one["name"], one["length"], one["nats"]) for one in points] == [("a", 64, 2.5), ("a", 128, None)]
+    monkeypatch.setitem(sys.modules, "pandas", SimpleNamespace(DataFrame=tuple))
+    assert records.table(tmp_path, curve="by_length") == tuple(points)
+    monkeypatch.setitem(sys.modules, "pandas", None)
+    with pytest.raises(ImportError, match="needs pandas; run pip install pandas"):
+        records.table(tmp_path)
 
 
 def test_a_record_of_speed_has_a_hash_of_the_kernels_outside_its_identity() -> None:

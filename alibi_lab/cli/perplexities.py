@@ -24,6 +24,11 @@ def print_perplexities(loaded: Sequence[records.Record]) -> None:
                 table.add_row(label, *(f"[bold]{cell.text}[/]" if cell.best else cell.text for cell in cells))
             console.print(f"\n[bold]{escape(block.title)}[/], by length in {study.unit}s", soft_wrap=True)
             console.print(table)
+        if study.lengths:
+            longest = f"{max(study.lengths):,}"
+            console.print(
+                f"[dim]the tokens that are scored depend on the largest length, {longest}: with another, other tokens[/]"
+            )
 
 
 def print_curves(curves: Mapping[str, Mapping[str, Sequence[records.Json]]]) -> None:

@@ -2,15 +2,17 @@
 
 from collections.abc import Sequence
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
 import typer
 from rich.markup import escape
+from rich.table import Column
+from rich.table import Table as RichTable
 
-from alibi_attn.cli.console import check_writable, console, needs, print_path
+from alibi_attn.cli.console import check_writable, console, errors, needs, print_path, progress
 from alibi_lab import records
 from alibi_lab.cli.options import documented
-from alibi_lab.report import answers, rollouts
+from alibi_lab.report import answers, exports, rollouts
 from alibi_lab.report import verdicts as claims
 from alibi_lab.report.intervals import Interval
 from alibi_lab.report.verdicts import counted, interval_text, ratio_text, why
@@ -22,6 +24,10 @@ def report(
     out: Path = Path("report.html"),
     title: str = "Train short, test long",
     verdicts: bool = False,
+    compare: str = "",
+    csv: bool = False,
+    latex: bool = False,
+    markdown: bool = False,
 ) -> None:
     """Write one self-contained HTML page with figures, tables and verdicts from records.
 
@@ -31,21 +37,40 @@ def report(
 
     [dim]alibi report runs/paper --verdicts[/]    one line per claim of the paper, with the reason
 
+    [dim]alibi report runs/mine --compare alibi,rotary[/]    which of two methods is better at each length, with intervals
+
+    [dim]alibi report runs/mine --csv > mine.csv[/]    perplexities as a table, also --latex and --markdown
+
     Args:
         paths: Record files (.json or .jsonl), or folders of runs.
         out: HTML page to write.
         title: Title of the page.
         verdicts: Print the paper's claims, contradicted, confirmed or open, instead of a page.
+        compare: Print the ratio of two methods' perplexities with intervals, instead of a page; as in alibi,rotary.
+        csv: Print one row per perplexity, instead of a page.
+        latex: Print tables for LaTeX, instead of a page.
+        markdown: Print tables in Markdown, instead of a page.
     """
-    if not verdicts:
+    chosen = [name for name, given in {"csv": csv, "latex": latex, "markdown": markdown}.items() if given]
+    printed = [*chosen, *(["verdicts"] if verdicts else []), *(["compare"] if compare else [])]
+    if len(printed) > 1:
+        raise typer.BadParameter(
+            f"{' and '.join(f'--{name}' for name in printed)} print different things; pass one of them"
+        )
+    if not printed:
         check_writable(out)
-    loaded = list(records.find(*(path / "records" if (path / "records").is_dir() else path for path in paths)))
+    with errors.status("reading records"):
+        loaded = list(records.find(*(path / "records" if (path / "records").is_dir() else path for path in paths)))
     if not loaded:
         raise ValueError(
             f"there are no records (.json, .jsonl) in {', '.join(map(str, paths))}; write some with alibi run or alibi bench"
         )
     if verdicts:
         print_verdicts(loaded)
+    elif compare:
+        print_comparison(loaded, compare)
+    elif chosen:
+        typer.echo(exports.exported(loaded, cast("exports.Form", chosen[0])), nl=False)
     else:
         write_report(loaded, out, title=title)
 
@@ -54,7 +79,31 @@ def write_report(loaded: Sequence[records.Record], path: Path, **title: str) -> 
     """Writes the page and prints its path."""
     with needs("lab"):
         from alibi_lab.report import page
-    print_path("report", page.write_report(loaded, path, **title))
+    with progress() as bar:
+        task = bar.add_task("drawing sections", total=None)
+        written = page.write_report(
+            loaded, path, **title, progress=lambda n, of: bar.update(task, completed=n, total=of)
+        )
+    print_path("report", written)
+
+
+def print_comparison(found: Sequence[records.Record], methods: str) -> None:
+    """One row per length and kind of window; the last column is the verdict."""
+    first, comma, second = (name.strip() for name in methods.partition(","))
+    if not (first and comma and second) or "," in second:
+        raise typer.BadParameter(f"--compare is {methods!r} but must be two methods, as in alibi,rotary")
+    table = RichTable("window", *(Column(name, justify="right") for name in ("length", "ratio", "95 %")), "", box=None)
+    place = None
+    for one in exports.compared(found, first, second):
+        if place != (one.study, one.trained):
+            place = one.study, one.trained
+            table.add_row(f"[bold]{escape(one.study)}, trained at {one.trained:,}[/]")
+        between = f"{one.bounds.low:.3f} to {one.bounds.high:.3f}" if one.bounds else "one seed"
+        table.add_row(one.window, f"{one.length:,}", f"{one.ratio:.3f}", between, one.word)
+    console.print(
+        escape(f"perplexity of {first} divided by that of {second}; 95 % over seeds and text"), soft_wrap=True
+    )
+    console.print(table)
 
 
 def print_verdicts(found: Sequence[records.Record]) -> None:

@@ -94,7 +94,6 @@ def run(
         listings.show_plan(recipe, **options)
         return
     check_writable(page)
-    _say_how_to_export(recipe, selection)
     if missing:
         listings.show_plan(recipe, only_missing=True, **options)
     with needs("lab"):
@@ -118,6 +117,7 @@ def _finish(
     if not items:
         print_perplexities(loaded)
     print_path("\nmodels", folder / "checkpoints")
+    _say_how_to_export(recipe, selection)
     if items and shard[1] > 1:
         console.print("for the results and the report, run the same command without --shard once all shards are done")
     elif page:

@@ -21,6 +21,8 @@ from alibi_lab.records import Json
 Place: TypeAlias = tuple[str, int]
 
 SECONDS_BETWEEN_LINES = 30  # if there is no terminal for a bar
+WIDE = 140  # columns of a terminal with room for everything
+_BEFORE_NAME = 47  # columns: "100,000/100,000", the bar, the time, "10.000 nats"
 
 
 @contextlib.contextmanager
@@ -33,18 +35,22 @@ def progress_shown(
         place: of the run in its experiment: "model 1 of 4" or "", and the number of tokens in later trainings.
         full_speed: tokens per second at a utilization (MFU) of 1; None if unknown.
     """
-    columns = (
-        TextColumn("[bold]{task.description}"),
-        BarColumn(bar_width=24),
-        MofNCompleteColumn(),
-        TextColumn("{task.fields[loss]:.3f} nats  {task.fields[speed]}"),
-        TimeRemainingColumn(),
-        TextColumn("{task.fields[all_models]}"),
-    )
     number, tokens_later = place
     name = f"{number}: {title}" if number else title
+    is_wide = (
+        console.width >= WIDE
+    )  # narrower terminals show the speed and the time of all models only in their last line
+    columns = (
+        MofNCompleteColumn(),
+        BarColumn(bar_width=24 if is_wide else 10),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TextColumn("[bold]{task.description}"),
+        TextColumn("{task.fields[speed]}"),
+    )
     with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
-        task = bar.add_task(name, total=steps, loss=float("nan"), speed="", all_models="")
+        room = console.width - _BEFORE_NAME
+        task = bar.add_task(name if is_wide else shortened(name, room), total=steps, loss="", speed="")
         last = time.monotonic()
         first: Progress | None = None
 
@@ -55,7 +61,8 @@ def progress_shown(
             left = (steps - progress.step) * batch_tokens / speed / 60
             in_all = f"{left + tokens_later / speed / 60:.0f} min for all models" if tokens_later else ""
             shown = f"{speed:,.0f} tokens/s" + (f", {speed / full_speed:.0%} MFU" if full_speed else "")
-            bar.update(task, completed=progress.step, loss=progress.loss_nats, speed=shown, all_models=in_all)
+            about = f"{shown}  {in_all}" if is_wide else ""
+            bar.update(task, completed=progress.step, loss=f"{progress.loss_nats:.3f} nats", speed=about)
             late = time.monotonic() - last >= SECONDS_BETWEEN_LINES
             if not console.is_terminal and (late or progress.step == steps):
                 last = time.monotonic()
@@ -97,3 +104,8 @@ def tokens_per_second(batch_tokens: int, progress: Progress, *, since: Progress 
     """The speed over the steps after `since`, such as those after a resumption; over all steps if there are none."""
     start = since if since and since.step < progress.step else Progress()
     return (progress.step - start.step) * batch_tokens / (progress.seconds - start.seconds)
+
+
+def shortened(name: str, room: int) -> str:
+    """The name in at most `room` characters, with its end, which tells runs apart."""
+    return name if len(name) <= room else "…" + name[len(name) + 1 - max(room, 9) :]

@@ -166,6 +166,17 @@ def change(series: Series, mode: Mode, *, to: int | None = None) -> Paired | Non
     return by_part([Term(1.0, by_seed, end), Term(-1.0, by_seed, start)], logs, column) if logs else None
 
 
+def between(one: Series, other: Series, mode: Mode, length: float) -> Paired | None:
+    """ln of the perplexity of one series divided by that of another at a length, paired by seed; None without a common seed."""
+    found = [{seed_of(record): record for record in series.evaluations} for series in (one, other)]
+    column, logs = f"{mode}_nats", dict[int, float]()
+    for seed in found[0].keys() & found[1].keys():
+        nats, others = (column_by(of[seed], "by_length", "length", column).get(length, math.nan) for of in found)
+        logs |= {seed: nats - others} if math.isfinite(nats - others) else {}
+    terms = [Term(sign, records, length) for sign, records in zip((1.0, -1.0), found, strict=True)]
+    return by_part(terms, dict(sorted(logs.items())), column) if logs else None
+
+
 def first_worse(series: Series, mode: Mode) -> tuple[int, int | None] | None:
     """(the last tested length that is not worse, the first that is), by the whole interval of the change from the trained
     length on the same tokens. The second is None if no length is worse; the pair is None if no change has an interval."""

@@ -52,17 +52,25 @@ _OF_SPEED = (long_texts, benchmark)
 SECTIONS: Sequence[tuple[Find, Draw]] = [(x.find, x.draw) for x in (*_OF_THE_PAPER, *_OF_MODELS, *_OF_SPEED)]
 
 
-def write_report(records: Sequence[Record], path: Path, *, title: str = TITLE, question: str | None = None) -> Path:
+def write_report(
+    records: Sequence[Record],
+    path: Path,
+    *,
+    title: str = TITLE,
+    question: str | None = None,
+    progress: Callable[[int, int], None] | None = None,
+) -> Path:
     """Write the report of the records to one HTML file, atomically, and return its path.
 
     Args:
         records: any kinds, in any order; without records the page explains how to make some.
         question: the sentence under the title; default a fixed one if there are language models.
+        progress: called after each section with (drawn sections, all sections).
 
     Raises:
         OSError: the file cannot be written.
     """
-    return replace_file(path, report_html(records, title=title, question=question).encode())
+    return replace_file(path, report_html(records, title=title, question=question, progress=progress).encode())
 
 
 def report_html(
@@ -71,10 +79,16 @@ def report_html(
     title: str = TITLE,
     question: str | None = None,
     sections: Sequence[tuple[Find, Draw]] = SECTIONS,
+    progress: Callable[[int, int], None] | None = None,
 ) -> str:
     """The HTML of `write_report`. Equal records give equal text; a record passed twice is drawn once."""
     archive = Archive(records)
-    shown = [draw(entry, number, archive) for find, draw in sections for number, entry in enumerate(find(archive))]
+    entries = [(draw, entry, number) for find, draw in sections for number, entry in enumerate(find(archive))]
+    shown = []
+    for draw, entry, number in entries:
+        shown.append(draw(entry, number, archive))
+        if progress is not None:
+            progress(len(shown), len(entries))
     shown += frame.other_records(archive, shown)
     listed = [section for section in shown if section.group]
     first = frame.landing(shown) if len(listed) > 1 else []

@@ -12,7 +12,7 @@ import pytest
 
 from alibi_lab.records import Record
 from alibi_lab.report.page import report_html, write_report
-from alibi_lab.report.sections.study import seed_counts
+from alibi_lab.report.sections.study import seed_counts, title_of
 from alibi_lab.report.series import studies
 from alibi_lab.report.tables import study as tables
 
@@ -248,3 +248,22 @@ def test_a_method_from_a_file_has_its_own_color_in_light_and_dark(made_up, contr
     assert re.search(r'class="?cards.*?var\(--own-1d6b4c\)', body, flags=re.DOTALL)
     dark = tuple(int(look["dark"][at : at + 2], 16) for at in (1, 3, 5))
     assert contrast(dark, (0x15, 0x18, 0x1D)) > 4.5
+
+
+def test_a_section_says_what_it_is_about(made_up) -> None:
+    [study] = studies(made_up(seeds=2))
+    title = title_of(study)
+    assert title.startswith(f"{study.recipe} on {study.corpus['name']} · ")
+    assert "2 seeds" in title
+    assert " steps · " in title
+    assert title.endswith("tested to 2,048")
+    named = [dataclasses.replace(one, config={**one.config, "data": {"text": "my/novels/"}, "corpus": {"name": "text"}})
+             for one in made_up()]  # fmt: skip
+    assert title_of(studies(named)[0]).startswith(f"{study.recipe} on novels · ")
+
+
+def test_progress_counts_the_sections(made_up) -> None:
+    calls: list[tuple[int, int]] = []
+    report_html(made_up(), progress=lambda *at: calls.append(at))
+    assert [at for at, _ in calls] == [*range(1, len(calls) + 1)]
+    assert calls[-1] == (len(calls), len(calls))

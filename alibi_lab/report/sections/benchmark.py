@@ -4,7 +4,25 @@ from alibi_lab.records import Record
 from alibi_lab.report.plots import benchmark as plots
 from alibi_lab.report.plots.drawing import Plot
 from alibi_lab.report.section import Archive, Block, Facts, Numbers, Section, Text, aged, code, panels
+from alibi_lab.report.series import sequence
 from alibi_lab.report.tables.table import text_table
+
+MEASURED = {  # the first part of a record's name
+    "cpu": "Attention on a CPU",
+    "jax": "Attention in JAX",
+    "gpu": "On a GPU",
+    "decoding": "Attention of one more token",
+    "next-tokens": "Tokens after a prompt",
+    "generating": "One more token of a model",
+    "gates": "Forget gates",
+    "embedding": "Encoders",
+    "late-chunking": "Vectors of passages",
+    "serving": "Patched models",
+    "streaming": "Caches that forget",
+    "context-parallel": "Context parallelism",
+    "host": "Time of the host",
+    "training": "Training steps",
+}
 
 
 def find(archive: Archive) -> list[Record]:
@@ -29,7 +47,25 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
         Facts([*plots.facts(record), ("command", code(record.command))]),
     ]
     found = plots.finding(record) if record is max(find(archive), key=plots.timings) else ""
-    group, name = "Benchmarks", record.name
-    return Section(
-        f"b{number}", group, name, blocks, f"Benchmark {name}", records=[record], finding=found, lead=drawn[0]
+    title = title_of(record)
+    return Section(f"b{number}", "Benchmarks", title, blocks, title, records=[record], finding=found, lead=drawn[0])
+
+
+def title_of(record: Record) -> str:
+    """What was measured: "Attention on a CPU: noise · 8 heads × 64 · float32 · to 65,536 tokens"."""
+    place, _, inputs = record.name.partition("/")
+    known = next((one for one in MEASURED if place == one or place.startswith(f"{one}-")), None)
+    if known is None:
+        return f"Benchmark {record.name}"
+    details = (
+        ", ".join(filter(None, (place.removeprefix(known).strip("-"), inputs))).replace("-", " ").replace("/", ", ")
     )
+    config = record.config
+    lengths = [length for length in sequence(config.get("lengths")) if isinstance(length, int)]
+    facts = [
+        f"{MEASURED[known]}: {details}" if details else MEASURED[known],
+        f"{config['heads']} heads × {config['head_dim']}" if {"heads", "head_dim"} <= config.keys() else "",
+        str(config.get("dtype", "")),
+        f"to {max(lengths):,} tokens" if lengths else "",
+    ]
+    return " · ".join(filter(None, facts))

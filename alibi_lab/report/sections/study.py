@@ -2,6 +2,7 @@
 
 import dataclasses
 from collections.abc import Callable, Iterator, Mapping, Sequence
+from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
@@ -13,14 +14,17 @@ from alibi_lab.report.plots import retrieval
 from alibi_lab.report.plots import study as plots
 from alibi_lab.report.plots.drawing import Plot
 from alibi_lab.report.section import Archive, Block, Cards, Facts, Folded, Items, Numbers, Part, Section, Text
-from alibi_lab.report.series import Mode, Series, Study
+from alibi_lab.report.series import Mode, Series, Study, field
 from alibi_lab.report.tables import study as tables
 from alibi_lab.report.tables.cost import model_sizes
 from alibi_lab.report.tables.table import mean, rounded, text_table
 
 Drawn: TypeAlias = Iterator[tuple[str, str, Figure | None, str]]  # heading, caption, figure, description
 MOST_LINES = 9  # per picture; a study with more lines gets one picture per trained length
-_ABOUT = "The same tokens are scored at every length; lower is better. All panels of one trained length share a scale."
+_ABOUT = (
+    "The same tokens are scored at every length; lower is better. They depend on the largest length: numbers of "
+    "studies that were tested to different lengths are not comparable. All panels of one trained length share a scale."
+)
 CHANGES = (
     "Change of perplexity from the trained length (or the shortest one) to the longest length that the method reaches. Without "
     "an interval, or where it includes 0, the direction is open. In small print: the length "
@@ -49,7 +53,7 @@ def find(archive: Archive) -> list[Study]:
 
 def draw(study: Study, number: int, archive: Archive) -> Section:
     """Perplexity with its changes and cautions, losses, tasks and costs, then the configuration."""
-    name, title = f"s{number}", f"{study.recipe} on {study.corpus.get('name', '')}"
+    name, title = f"s{number}", title_of(study)
     parts = drawable(study)
     cards = tables.cards(study) if len(parts) == 1 else []
     blocks: list[Block] = [Text(speeds)] if (speeds := tables.speeds(study)) else []
@@ -71,6 +75,24 @@ def draw(study: Study, number: int, archive: Archive) -> Section:
         finding=_finding(study),
         lead=next(_plots(_by_mode, parts), None),
     )
+
+
+def title_of(study: Study) -> str:
+    """What was trained and tested: "quick on novels · 0.8 M weights · 60 steps · 2 seeds · tested to 512"."""
+    record = study.records[0]
+    paths = field(record, "data", "text", "").split(",")
+    text = study.corpus.get("name", "its text")
+    text = ", ".join(Path(path).stem for path in paths) if text == "text" and paths != [""] else text
+    steps = answers.between([float(field(record, "train", "steps", 0)) for record in study.records])
+    seeds = seed_counts(study.series)
+    facts = [
+        f"{study.recipe} on {text}",
+        f"{weights} weights" if (weights := model_sizes(study.records)[0]) else "",
+        f"{steps} steps",
+        f"{seeds} seed{'' if seeds == '1' else 's'}",
+        f"tested to {max(study.lengths):,}" if study.lengths else "",
+    ]
+    return " · ".join(filter(None, facts))
 
 
 def drawable(study: Study) -> list[Study]:
