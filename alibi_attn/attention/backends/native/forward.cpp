@@ -15,6 +15,8 @@ EXPORT int64_t *alibi_counter() { return &alibi_counted; }
 
 namespace {
 
+constexpr int64_t KEYS_IN_FLOAT = 4096;  // keys whose weighted values are summed in float at a time
+
 template <typename Real>
 struct Forward {
     Block<Real> block;
@@ -24,7 +26,10 @@ struct Forward {
     const Boxes<Real> &boxes;
     std::vector<TileInSpace> order = {};
     Measured<Real> measured = {};
+    double *total;  // [BLOCK][D]: acc of earlier keys, at their m_i `total_m`; only if `has_total`
     Real m_i[BLOCK] = {}, l_i[BLOCK] = {};  // the largest score so far, and the sum of exp(score - m_i)
+    Real l_low[BLOCK] = {}, total_m[BLOCK] = {};  // the rounding error of l_i
+    bool has_total = false, acc_is_full = false;
 
     void visit(int64_t key, int count) {
         return block.call.dropout_seed ? visit<true>(key, count) : visit<false>(key, count);
@@ -32,6 +37,7 @@ struct Forward {
 
     template <bool dropping>
     void visit(int64_t key, int count) {
+        if (acc_is_full) add_to_total();
         Real top[BLOCK], factor[BLOCK];
         block.scores_with(key, count, scores);
         certificate.visits(key, count);
@@ -44,11 +50,26 @@ struct Forward {
             const Reals<Real> kept = exponential(before - reference);
             store(factor + v, kept);
             store(m_i + v, most);
-            const Reals<Real> all = load(l_i + v) * kept + sum;
+            const Reals<Real> old = load(l_i + v) * kept, all = old + sum, added = all - old;
             store(l_i + v, all);
+            store(l_low + v, load(l_low + v) * kept + ((old - (all - added)) + (sum - added)));
             measured.add(sum, all, Block<Real>::lanes() + v < block.rows);
         }
         block.template sum_over_keys<SCALE_AND_ADD>(block.call.value, key, count, scores, acc, factor);
+        acc_is_full = sizeof(Real) == 4 && key % KEYS_IN_FLOAT == 0;
+    }
+
+    // Moves acc into the total, so that a sum in float has few addends: of a million, it would drop those below half its unit.
+    OUTLINE void add_to_total() {
+        const int64_t D = block.call.D;
+        if (!has_total) std::fill(total, total + BLOCK * D, 0.0), std::copy(m_i, m_i + BLOCK, total_m), has_total = true;
+        for (int i = 0; i < BLOCK; i++) {
+            const double kept = total_m[i] == m_i[i] ? 1 : std::exp(double(total_m[i]) - double(m_i[i]));
+            for (int64_t d = 0; d < D; d++) total[i * D + d] = total[i * D + d] * kept + double(acc[i * D + d]);
+            total_m[i] = m_i[i];
+        }
+        std::fill(acc, acc + BLOCK * D, Real(0));
+        acc_is_full = false;
     }
 
     Reals<Real> largest_score(int v, int count) const {
@@ -250,6 +271,8 @@ struct Forward {
         block.begin(b, h, n);
         std::fill(acc, acc + BLOCK * call.D, Real(0));
         std::fill(l_i, l_i + BLOCK, Real(0));
+        std::fill(l_low, l_low + BLOCK, Real(0));
+        has_total = acc_is_full = false;
         std::fill(m_i, m_i + BLOCK, Real(-INFINITY));
         certificate.begin();
         measured.begin(MEASURED_SHARE * certificate.measured_share());
@@ -258,16 +281,21 @@ struct Forward {
         else go_outward(), visit_outlier_tiles();
         if (call.for_backward) look_farther();
         remember_visited();
+        if (has_total) {
+            add_to_total();
+            for (int64_t at = 0; at < BLOCK * call.D; at++) acc[at] = Real(total[at]);
+        }
         for (int i = 0; i < block.rows; i++) {
             const bool blind = l_i[i] == 0;
             // NaN if a query sees keys, but all their scores are below the range of `Real`.
             const double nothing = blind && block.sees_any(i) ? NAN : -INFINITY;
-            const double lse = double(m_i[i]) + std::log(double(l_i[i])) + block.left_out_of_scores(i);
+            const double l = double(l_i[i]) + double(l_low[i]);
+            const double lse = double(m_i[i]) + std::log(l) + block.left_out_of_scores(i);
             call.lse[block.row() + i] = blind ? nothing : lse;
             // A query that sees nothing has scores of -inf only, and any finite maximum gives them no weight.
             call.row_max(b, h)[n * BLOCK + i] = blind ? 0 : m_i[i];
-            call.row_log_sum(b, h)[n * BLOCK + i] = blind ? 0 : std::log(l_i[i]);
-            block.write_output(i, acc + i * call.D, std::isnan(nothing) ? Real(NAN) : blind ? 0 : 1 / l_i[i]);
+            call.row_log_sum(b, h)[n * BLOCK + i] = blind ? 0 : Real(std::log(l));
+            block.write_output(i, acc + i * call.D, std::isnan(nothing) ? Real(NAN) : blind ? 0 : Real(1 / l));
         }
     }
 };
@@ -292,15 +320,17 @@ void run(const Call<Real> &call) {
             if (call.table) member.for_each(call.H, [&](int64_t head) { distances.find(call, head); });
         }
         Real *memory = allocate<Real>((2 * BLOCK + 3 * D) * BLOCK + padded(call));
+        double *total = allocate<double>(D * BLOCK);
         Real *acc = memory + BLOCK * BLOCK, *queries = acc + BLOCK * D, *factors = queries + 2 * BLOCK * D;
         Real *sums = factors + BLOCK * BLOCK;
         Pair *woven = reinterpret_cast<Pair *>(queries + BLOCK * D);
         Forward<Real> forward = {{call, queries, woven, best_keys}, memory, acc,
                                  {forward.block, norms, tails.data(), sums, sums + padded(call) / TAIL_GROUP + 1, &distances},
-                                 {call, factors}, boxes};
+                                 {call, factors}, boxes, {}, {}, total};
         member.for_each((int64_t)tasks.size(), [&](int64_t t) {
             for (int64_t n = tasks[t].block; n < tasks[t].last_block; n++) forward.run(tasks[t].b, tasks[t].h, n);
         });
+        release(total);
         release(memory);
     });
     release(norms);
