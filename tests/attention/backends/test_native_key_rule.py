@@ -73,6 +73,15 @@ def queries_that_grow_with_the_distance() -> tuple:
     return q, k, v, options
 
 
+def queries_that_grow_past_gates() -> tuple:
+    """The same with gates of a forgetting attention, whose sums are biases of keys, in place of the slope."""
+    q, k, v, options = queries_that_grow_with_the_distance()
+    slope = options["slopes"][0]
+    gates = slope * torch.arange(k.shape[2], dtype=torch.float64)
+    gates[1:TILE] = -math.inf  # the rest of key 0's tile, because certificates sum over tiles
+    return q, k, v, options | {"slopes": [0.0], "key_bias": gates}
+
+
 CASES = [
     last_tile_of_one_key,
     many_keys_for_few_queries,
@@ -82,6 +91,7 @@ CASES = [
     small_sink,
     light_key_with_a_large_norm,
     queries_that_grow_with_the_distance,
+    queries_that_grow_past_gates,
 ]
 
 

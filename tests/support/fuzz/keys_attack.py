@@ -2,6 +2,7 @@
 
     python tests/support/fuzz/keys_attack.py --draws 20000 --backend native
     python tests/support/fuzz/keys_attack.py --draws 5000 --backend banded --first 20000 --out results
+    python tests/support/fuzz/keys_attack.py --draws 5000 --backend jax-loop
     TRITON_INTERPRET=1 python tests/support/fuzz/keys_attack.py --draws 300 --backend fused
     python tests/support/fuzz/keys_attack.py --draws 1 --first 4711 --backend native     # one draw, printed
 
@@ -24,8 +25,9 @@ import datetime
 import functools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Any
 
 sys.path.extend(map(str, Path(__file__).parents[1].iterdir()))  # the folders next to this one, as pytest's pythonpath
 
@@ -125,6 +127,7 @@ class Backend:
         gradient: computes the attack's gradient of the values, as `gradient_of_values`.
         block, tile: queries and keys that are left out together.
         lengths: the lengths to draw; any, if empty.
+        fixed: fields that all of its attacks share, so that less is compiled.
         biased: whether it computes biases of keys.
     """
 
@@ -134,6 +137,7 @@ class Backend:
     tile: int = TILE
     dtypes: tuple[str, ...] = DTYPES
     lengths: tuple[int, ...] = ()
+    fixed: Mapping[str, object] = dataclasses.field(default_factory=dict)
     biased: bool = True
 
 
@@ -225,7 +229,7 @@ def random_attack(seed: int, backend: Backend) -> KeyAttack:
     wanted = float(10.0 ** (rng.uniform(-1, 0.7) if rng.random() < 0.5 else rng.uniform(-6, 1)) / length)
     tolerance = default_tolerance(dtype) if rng.random() < 0.2 or length > 4000 else min(wanted, 0.1)
     small = kind == "uniform" or rng.random() < 0.5
-    return KeyAttack(
+    drawn = KeyAttack(
         seed=seed,
         length=length,
         head_dim=int(rng.integers(1, 9)),
@@ -243,6 +247,7 @@ def random_attack(seed: int, backend: Backend) -> KeyAttack:
         kind=kind,
         share=float(10.0 ** rng.uniform(-2, 0.3)),
     )
+    return dataclasses.replace(drawn, **backend.fixed)
 
 
 def default_tolerance(dtype: str) -> float:
@@ -264,6 +269,20 @@ def gradient_of_banded(attack: KeyAttack) -> torch.Tensor:
         return gradient_of_values("banded", attack)
 
 
+def keys_of_jax(backend: str, *call: Any) -> list[torch.Tensor]:
+    import jax_keys
+
+    return jax_keys.visited(backend, *call)
+
+
+def gradient_of_jax(backend: str, attack: KeyAttack) -> torch.Tensor:
+    import jax_keys
+
+    (*tensors, slopes), kwargs = attack.inputs()
+    spec = make_spec(*tensors, slopes, **kwargs)
+    return jax_keys.gradient_of_values(backend, spec, tensors, grad_norms(attack, spec.num_heads, spec.query_len))
+
+
 def untrue(attack: KeyAttack, found: Losses, gradient: torch.Tensor) -> float:
     """How much more the gradient of the values lacks than the keys that were left out weigh, as a share of what may be rounded.
 
@@ -279,6 +298,21 @@ def untrue(attack: KeyAttack, found: Losses, gradient: torch.Tensor) -> float:
 BACKENDS = {
     "native": Backend(native_keys, functools.partial(gradient_of_values, "native")),
     "banded": Backend(banded_keys, gradient_of_banded, biased=False),
+    "jax-native": Backend(
+        functools.partial(keys_of_jax, "native"),
+        functools.partial(gradient_of_jax, "native"),
+        lengths=(65, 129, 143, 321, 335, 705, 1217),
+        fixed={"head_dim": 4, "group": 2},
+    ),
+    "jax-loop": Backend(
+        functools.partial(keys_of_jax, "loop"),
+        functools.partial(gradient_of_jax, "loop"),
+        block=32,
+        tile=32,
+        dtypes=("float64", "float32", "bfloat16"),
+        lengths=(193, 271),
+        fixed={"head_dim": 4, "group": 2},
+    ),
     "fused": Backend(fused_keys, functools.partial(gradient_of_values, "fused"), dtypes=("float32", "float16")),
 }
 

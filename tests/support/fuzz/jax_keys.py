@@ -1,0 +1,81 @@
+"""The keys that JAX's backends visit, and their gradients of values, for `keys_attack.py`.
+
+Calls have masks, segments and windows that hide nothing where an attack has none, so that few shapes are compiled.
+"""
+
+import dataclasses
+import unittest.mock
+
+import jax
+import jax.numpy as jnp
+import numpy as np
+import torch
+from certificate_attack import keys_of
+
+from alibi_attn.attention.backends.native.visited import Visited
+from alibi_attn.jax import alibi_attention, attention
+from alibi_attn.jax.call.operands import operands
+
+BLOCK = 32  # queries and keys that the loop leaves out together
+ALL = 10_000  # a window that hides nothing
+SMALL_TILES = unittest.mock.patch.multiple(attention, QUERY_BLOCK=BLOCK, KEY_TILE=BLOCK)
+
+
+def arguments_of(spec, tensors: tuple[torch.Tensor, ...]) -> tuple[list[jax.Array], dict]:
+    """The arrays and options of a call in JAX."""
+    narrow = tensors[0].dtype == torch.bfloat16
+    rows = [x.transpose(1, 2).float() if narrow else x.transpose(1, 2) for x in tensors]
+    arrays = [jnp.asarray(x.numpy(), jnp.bfloat16 if narrow else None) for x in rows]
+    slopes = jnp.asarray(spec.slopes.numpy(), jnp.float64 if tensors[0].dtype == torch.float64 else jnp.float32)
+    segments = torch.zeros(1, spec.query_len), torch.zeros(1, spec.key_len)
+    if spec.key_segments is not None:
+        segments = spec.query_segments, spec.key_segments
+    seen = torch.ones(1, spec.key_len, dtype=torch.bool) if spec.key_mask is None else spec.key_mask
+    options = {
+        "causal": spec.causal,
+        "right_slopes": None if spec.right_slopes is None else jnp.asarray(spec.right_slopes.numpy()),
+        "window": ALL if spec.window is None else spec.window,
+        "key_mask": jnp.asarray(seen.numpy()),
+        "segment_ids": tuple(jnp.asarray(x.numpy().astype(np.int32)) for x in segments),
+        "query_offset": spec.query_offset,
+        "tolerance": spec.tolerance,
+    }
+    if spec.key_bias is not None:
+        options["key_bias"] = jnp.asarray(spec.key_bias.numpy())
+    return [*arrays, slopes], options
+
+
+def visited(backend: str, spec, query, key, value) -> list[torch.Tensor]:
+    """[B, H, T, S] each: the keys that forward visits, and those that backward visits."""
+    with jax.enable_x64(True), SMALL_TILES:
+        arrays, options = arguments_of(spec, (query, key, value))
+        described = attention.make_spec(*arrays, **options)
+        plan = dataclasses.replace(attention.make_plan(described, arrays[0], backend), for_gradients=True)
+        of_xla, of_native = attention._forward(plan, *operands(described, *arrays[:3], None))[3:]
+        if of_native is not None:
+            first = np.full(1, spec.query_offset, np.int64)
+            kept = Visited.of(spec, first, np.array(of_native.visited))
+            return [keys_of(x, spec) for x in (kept, kept.for_backward)]
+        return [_keys_of_tiles(plan, spec, x) for x in (of_xla.visited, of_xla.needed)]
+
+
+def _keys_of_tiles(plan, spec, of_blocks) -> torch.Tensor:
+    number = np.arange(-(-spec.key_len // plan.key_tile))
+    read = (number >= np.asarray(of_blocks.first)[:, None]) & (number <= np.asarray(of_blocks.last)[:, None])
+    for outlier in of_blocks.outliers:
+        read |= number == np.asarray(outlier)[:, None]
+    read = read.reshape(spec.num_heads, -1, len(number)).repeat(plan.key_tile, 2)[..., : spec.key_len]
+    return torch.from_numpy(read.repeat(plan.query_block, 1)[None, :, : spec.query_len])
+
+
+def gradient_of_values(backend: str, spec, tensors: tuple[torch.Tensor, ...], norms: torch.Tensor) -> torch.Tensor:
+    """[K, S] float64: the first column of dv, where that of do is `norms` [H, T] and the others are 0."""
+    with jax.enable_x64(True), SMALL_TILES:
+        (query, key, value, slopes), options = arguments_of(spec, tensors)
+        weights = jnp.asarray(norms.T.numpy(), query.dtype)
+
+        def loss(value: jax.Array) -> jax.Array:
+            output = alibi_attention(query, key, value, slopes, backend=backend, **options)
+            return (output[0, ..., 0] * weights).sum()
+
+        return torch.tensor(np.asarray(jax.grad(loss)(value)[0, :, :, 0].T, np.float64))
