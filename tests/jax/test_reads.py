@@ -10,11 +10,12 @@ import pytest
 import torch
 from used_fields import FIELDS, SLOPES, result, rows
 
+from alibi_attn.attention.call.reads import NUMBERED_DROPOUT
 from alibi_attn.attention.call.spec import AttentionSpec, plain_fields
 from alibi_attn.jax import alibi_attention, attention, explain, explanation, forgetting, forgetting_attention
 
 BACKENDS = [name for name in attention.READS if name != "fused"]  # needs a GPU
-PAIRS = [(name, field) for name in BACKENDS for field in sorted(attention.READS[name] - {"dropout_p", "dropout_seed"})]
+PAIRS = [(name, field) for name in BACKENDS for field in sorted(attention.READS[name] - NUMBERED_DROPOUT)]
 ROWS = [jnp.asarray(x.transpose(1, 2).numpy()) for x in rows()]
 
 

@@ -9,13 +9,13 @@ from torch.nn import functional
 
 from alibi_attn.attention.backends.protocol import FEW_QUERIES, Pairs, Result, Spec, TooSmall
 from alibi_attn.attention.call.dropout import dropped
-from alibi_attn.attention.call.reads import DROPOUT, FLASH_ATTN, GATES, MASKS, PARTS, SPACE
+from alibi_attn.attention.call.reads import FLASH_ATTN, GATES, MASKS, NUMBERED_DROPOUT, PARTS, SPACE
 from alibi_attn.attention.call.transforms import is_traced, may_read, transforms
 from alibi_attn.attention.call.visibility import per_query_head
 from alibi_attn.attention.certificate.norms import has_huge_scores
 
 name = "dense"
-READS = MASKS | PARTS | SPACE | FLASH_ATTN | GATES | DROPOUT | {"table"}
+READS = MASKS | PARTS | SPACE | FLASH_ATTN | GATES | NUMBERED_DROPOUT | {"table"}
 
 FEW_KEYS = 8192  # keys of one head that are converted to fp32 at a time, and that torch's fused function may add up
 PART = 256  # keys whose weighted values are added in fp32 at once

@@ -10,11 +10,11 @@ from torch import Tensor
 from alibi_attn.attention.backends.protocol import Pairs, Result, Spec, TooSmall
 from alibi_attn.attention.call.bias import widest
 from alibi_attn.attention.call.dropout import dropped
-from alibi_attn.attention.call.reads import DROPOUT, FLASH_ATTN, GATES, MASKS, PARTS, SPACE
+from alibi_attn.attention.call.reads import FLASH_ATTN, GATES, MASKS, NUMBERED_DROPOUT, PARTS, SPACE
 from alibi_attn.attention.call.visibility import per_query_head
 
 name = "reference"
-READS = MASKS | PARTS | SPACE | FLASH_ATTN | GATES | DROPOUT | {"table"}
+READS = MASKS | PARTS | SPACE | FLASH_ATTN | GATES | NUMBERED_DROPOUT | {"table"}
 
 
 def formula(spec: Spec, query: Tensor, key: Tensor, value: Tensor, pairs: Pairs) -> Result:

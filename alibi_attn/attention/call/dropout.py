@@ -13,6 +13,8 @@ Source: Salmon, Moraes, Dror, Shaw 2011, "Parallel random numbers: as easy as 1,
 pass BigCrush.
 """
 
+import dataclasses
+
 import torch
 from torch import Tensor
 from torch.nn import functional
@@ -46,22 +48,37 @@ def kept(spec: AttentionSpec[Tensor], device: torch.device) -> Tensor:
     assert spec.dropout_seed is not None, "dropout needs a seed"
     key, shift, first_key = head_keys(spec, spec.dropout_seed)  # [B, H], [B, H], [B]
     threshold = dropout_numbers(spec.dropout_p)[0]
-    i = first_positions(spec, device)[:, None] + torch.arange(spec.query_len, device=device)  # [B or 1, T]
-    i = (i + first_key[:, None])[:, None] + shift[..., None]  # [B, H, T]
-    keys = torch.arange(spec.key_len, device=device)
-    key, first_key = key[..., None].expand_as(i), first_key[:, None, None].expand_as(i)
+    i, j = (x + first_key[:, None] for x in numbers(spec, device))  # [B, T], [B, S]
+    i = i[:, None] + shift[..., None]  # [B, H, T]
+    key = key[..., None].expand_as(i)
 
-    def rows(key: Tensor, i: Tensor, first_key: Tensor) -> Tensor:
-        """[..., S] of key, i and first_key [...]."""
-        j = first_key[..., None] + keys
+    def rows(key: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        """[..., S] of key and i [...] and j [..., S]."""
         even, odd = philox(key[..., None] & WORD, i[..., None] & WORD, (j & WORD) >> 1)
         return torch.where(j & 1 == 0, even, odd) >= threshold
 
     if is_traced() or transforms():
-        return rows(key, i, first_key)  # lengths may be symbolic, and a compiler fuses it into one loop
+        return rows(key, i, j[:, None, None])  # lengths may be symbolic, and a compiler fuses it into one loop
     step = max(1, _AT_A_TIME // max(1, spec.key_len))
-    parts = zip(*(x.flatten().split(step) for x in (key, i, first_key)), strict=True)
-    return torch.cat([rows(*part) for part in parts]).view(*i.shape, -1)
+    b = torch.arange(spec.batch, device=device)[:, None, None].expand_as(i)
+    parts = zip(*(x.flatten().split(step) for x in (key, i, b)), strict=True)
+    return torch.cat([rows(key, i, j[b]) for key, i, b in parts]).view(*i.shape, -1)
+
+
+def numbers(spec: AttentionSpec[Tensor], device: torch.device) -> tuple[Tensor, Tensor]:
+    """(i [B, T], j [B, S]) int64, the numbers of queries and keys, relative to the first key."""
+    if spec.query_numbers is not None and spec.key_numbers is not None:
+        return spec.query_numbers, spec.key_numbers
+    i = first_positions(spec, device)[:, None] + torch.arange(spec.query_len, device=device)
+    return i.expand(spec.batch, -1), torch.arange(spec.key_len, device=device).expand(spec.batch, -1)
+
+
+def numbered(spec: AttentionSpec[Tensor], device: torch.device) -> AttentionSpec[Tensor]:
+    """The same call, whose queries and keys keep their numbers in dropout when they are moved."""
+    if spec.dropout_p == 0 or spec.key_numbers is not None:
+        return spec
+    i, j = numbers(spec, device)
+    return dataclasses.replace(spec, query_numbers=i, key_numbers=j)
 
 
 def head_keys(spec: AttentionSpec[Tensor], seed: Tensor) -> tuple[Tensor, Tensor, Tensor]:

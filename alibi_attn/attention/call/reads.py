@@ -18,6 +18,7 @@ FLASH_ATTN = frozenset({"right_window"})  # what only flash-attn's functions hav
 SPACE = frozenset({"coordinates", "query_coordinates"})
 GATES = frozenset({"key_bias", "query_bias", "query_start"})
 DROPOUT = frozenset({"dropout_p", "dropout_seed"})
+NUMBERED_DROPOUT = DROPOUT | {"query_numbers", "key_numbers"}  # also of parts, whose keys may be in another order
 
 # Fields that users know by another name.
 ARGUMENTS = {
@@ -34,6 +35,8 @@ ARGUMENTS = {
     "query_bias": "log_fgate",
     "query_start": "log_fgate",
     "dropout_seed": "dropout_p",
+    "query_numbers": "dropout_p",
+    "key_numbers": "dropout_p",
 }
 
 

@@ -62,6 +62,8 @@ class AttentionSpec(Generic[Array]):
         dropout_seed: [R, 4] int64, R divides B: a seed, and the indices of the call's first sequence, head and key in the whole
             computation that it is a part of. With R rows the batch is R groups of B / R sequences, and each group counts from its
             own row. None = not drawn yet; JAX has a key instead.
+        query_numbers, key_numbers: [B, T] and [B, S] integers, both or neither: the numbers i and j with which dropout counts
+            queries and keys that are not in their order, relative to the first key.
         tolerance: the largest share of a query's softmax mass that skipping may drop; 0 = skip masked keys only.
     """
 
@@ -99,6 +101,8 @@ class AttentionSpec(Generic[Array]):
     sink_logits: Array | None = None
     dropout_p: float = 0.0
     dropout_seed: Array | None = None
+    query_numbers: Array | None = None
+    key_numbers: Array | None = None
     tolerance: float
     return_lse: bool = False
 
@@ -140,6 +144,7 @@ class AttentionSpec(Generic[Array]):
             key_mask=cut(self.key_mask),
             key_segments=cut(self.key_segments),
             key_bias=cut(self.key_bias),
+            key_numbers=cut(self.key_numbers),
             positions=cut(self.positions),
             coordinates=None if self.coordinates is None else given.coordinates[:, start:stop],
             prefix_len=None if self.prefix_len is None else given.prefix_len - start,
@@ -162,6 +167,7 @@ class AttentionSpec(Generic[Array]):
             query_coordinates=None if self.query_coordinates is None else given.query_coordinates[:, start:stop],
             query_bias=cut(self.query_bias),
             query_start=cut(self.query_start),
+            query_numbers=cut(self.query_numbers),
         )
 
     def reversed(self, flip: Callable[[Any], Any], key_mask: Array | None, **fields: Any) -> "AttentionSpec[Array]":
@@ -194,6 +200,8 @@ class AttentionSpec(Generic[Array]):
             key_bias=turned(self.key_bias),
             positions=negative(self.positions),
             query_positions=negative(self.query_positions),
+            query_numbers=turned(self.query_numbers),
+            key_numbers=turned(self.key_numbers),
             **fields,
         )
 

@@ -58,6 +58,8 @@ class Arguments(NamedTuple):
     coordinates: Tensor | None
     query_coordinates: Tensor | None
     dropout_seed: Tensor | None
+    query_numbers: Tensor | None
+    key_numbers: Tensor | None
     causal: bool
     window: int | None
     scale: float
@@ -87,6 +89,8 @@ class Arguments(NamedTuple):
             spec.coordinates,
             spec.query_coordinates,
             spec.dropout_seed,
+            spec.query_numbers,
+            spec.key_numbers,
             spec.causal,
             spec.window,
             1.0 if on_cpu else spec.scale,

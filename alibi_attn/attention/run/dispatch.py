@@ -70,21 +70,14 @@ def choose(backend: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor
         raise refusal(backend, str(reason))
     if auto and chosen.too_small(spec) is not None and not splitting.split(used, dense.READS).unread:
         chosen = dense
-    return Choice(chosen.name, _split(chosen, used).off)
-
-
-def _split(backend: Backend, used: frozenset[str]) -> splitting.Split:
-    found = splitting.split(used, backend.READS)
-    if "dropout_p" in used:  # parts drop other weights than a whole, so every backend computes the same parts
-        found = found._replace(off=found.off | (used & splitting.SPLITS.keys()))
-    return found
+    return Choice(chosen.name, splitting.split(used, chosen.READS).off)
 
 
 def _why_not(
     backend: Backend, used: frozenset[str], spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor
 ) -> str | None:
     """Why a backend cannot run a call: a field that it does not read, and that cannot be split off, or its own reason."""
-    off, unread = _split(backend, used)
+    off, unread = splitting.split(used, backend.READS)
     if unread:
         return f"it does not compute {arguments_of(unread)}"
     return backend.why_not(_without(spec, off) if off else spec, query, key, value)

@@ -20,6 +20,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.call.bias import widest
+from alibi_attn.attention.call.dropout import numbered
 from alibi_attn.attention.call.spec import AttentionSpec, heads_by_window, index_of, key_heads
 from alibi_attn.attention.call.transforms import may_read, surely
 from alibi_attn.attention.call.visibility import lse_dtype
@@ -187,7 +188,8 @@ def _keys(spec: Spec, key: Tensor, value: Tensor, start: int, stop: int) -> tupl
     if start == 0 and stop == spec.key_len:
         return spec, key, value
     seed = spec.dropout_seed
-    seed = None if seed is None else torch.cat([seed[:, :3], seed[:, 3:] + start], 1)
+    if seed is not None and spec.key_numbers is None:
+        seed = torch.cat([seed[:, :3], seed[:, 3:] + start], 1)
     return spec.on_keys(start, stop, dropout_seed=seed), key[:, :, start:stop], value[:, :, start:stop]
 
 
@@ -210,6 +212,7 @@ def _on_one_axis(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> Part:
     def rows(x: Tensor, at: Tensor) -> Tensor:
         return placed(x.mT, at).mT
 
+    spec = numbered(spec, device)
     mask = torch.ones_like(positions, dtype=torch.bool) if spec.key_mask is None else spec.key_mask
     together = placed(positions, of_keys) + placed(own, of_queries)
     part = dataclasses.replace(
@@ -224,6 +227,8 @@ def _on_one_axis(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> Part:
         key_segments=None if spec.key_segments is None else placed(spec.key_segments, of_keys),
         query_segments=None if spec.query_segments is None else placed(spec.query_segments, of_queries),
         key_bias=None if spec.key_bias is None else placed(spec.key_bias, of_keys),
+        query_numbers=None if spec.query_numbers is None else placed(spec.query_numbers, of_queries),
+        key_numbers=None if spec.key_numbers is None else placed(spec.key_numbers, of_keys),
     )
     return Part(part, rows(query, of_queries), rows(key, of_keys), rows(value, of_keys), places=of_queries)
 
@@ -250,14 +255,11 @@ def _two_sides(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> list[Pa
 
 def _reversed(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> Part:
     """The keys after each query."""
-    mask, seed = spec.key_mask, spec.dropout_seed
+    mask = spec.key_mask
     if spec.prefix_len is not None:
         inside = torch.arange(spec.key_len, device=key.device) < spec.prefix_len[:, None]
         mask = inside if mask is None else inside & mask
-    if seed is not None:
-        # Dropout of query i and key j draws the number of query −i − 1 and key −j, which no other pair has.
-        seed = torch.cat([seed[:, :3], 1 - spec.key_len - seed[:, 3:]], 1)
-    part = spec.reversed(lambda x: x.flip(-1), mask, dropout_seed=seed)
+    part = numbered(spec, key.device).reversed(lambda x: x.flip(-1), mask)
     return Part(part, query.flip(2), key.flip(2), value.flip(2), is_reversed=True)
 
 

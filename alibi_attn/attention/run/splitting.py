@@ -6,7 +6,7 @@ No framework is imported: JAX splits by the same rules.
 from collections.abc import Mapping
 from typing import NamedTuple
 
-from alibi_attn.attention.call.reads import DROPOUT, FLASH_ATTN, MASKS, PARTS, SPACE
+from alibi_attn.attention.call.reads import FLASH_ATTN, MASKS, NUMBERED_DROPOUT, PARTS, SPACE
 
 # The fields that can be split off, and those that the parts have instead. All parts return lse.
 SPLITS: Mapping[str, frozenset[str]] = {
@@ -21,7 +21,7 @@ SPLITS: Mapping[str, frozenset[str]] = {
     "by_position": frozenset({"key_mask"}),
 }
 # A call with other fields has no parts, except that of its sink logits.
-READS = MASKS | PARTS | SPACE | FLASH_ATTN | DROPOUT | {"key_bias", "sink_logits"}
+READS = MASKS | PARTS | SPACE | FLASH_ATTN | NUMBERED_DROPOUT | {"key_bias", "sink_logits"}
 
 
 class Split(NamedTuple):

@@ -6,7 +6,7 @@ from typing import NamedTuple, TypeVar
 import jax
 import jax.numpy as jnp
 
-from alibi_attn.attention.call.reads import DROPOUT, MASKS, SPACE
+from alibi_attn.attention.call.reads import MASKS, NUMBERED_DROPOUT, SPACE
 from alibi_attn.jax.backends import tiles
 from alibi_attn.jax.backends.tiles import Finished, Gradients
 from alibi_attn.jax.call.dropout import HeadDropout, head_dropout
@@ -25,7 +25,7 @@ from alibi_attn.jax.call.plan import (
 
 Result = TypeVar("Result")
 
-READS = MASKS | SPACE | DROPOUT | {"key_bias", "query_bias"}
+READS = MASKS | SPACE | NUMBERED_DROPOUT | {"key_bias", "query_bias"}
 
 
 class _Head(NamedTuple):
@@ -69,8 +69,12 @@ def _over_heads(one: Callable[..., Result], plan: Plan, inputs: Inputs, known: F
     batch, heads = inputs.query.shape[:2]
     start = None if inputs.query_start is None else _grouped(inputs.query_start, inputs)
     least = least_distance(inputs.offset, inputs.query.shape[2], inputs.key.shape[2])
-    queries = Queries(_grouped(inputs.query, inputs), inputs.offset, least, inputs.query_segments, start=start)
-    keys = Keys(inputs.key, inputs.value, inputs.veil, jnp.zeros_like(inputs.offset), inputs.key_segments)
+    of_queries, of_keys = inputs.query_numbers, inputs.key_numbers
+    queries = Queries(
+        _grouped(inputs.query, inputs), inputs.offset, least, inputs.query_segments, start=start, number=of_queries
+    )
+    first = jnp.zeros_like(inputs.offset)
+    keys = Keys(inputs.key, inputs.value, inputs.veil, first, inputs.key_segments, number=of_keys)
     queries, keys = queries._replace(points=inputs.query_points), keys._replace(points=inputs.key_points)
     number = _grouped(jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads), inputs)
     slopes = (_grouped(inputs.left, inputs), _grouped(inputs.right, inputs))
@@ -79,8 +83,8 @@ def _over_heads(one: Callable[..., Result], plan: Plan, inputs: Inputs, known: F
 
     # The axis of each array, in the order of the fields: for sequences, key heads, and query heads of a key head.
     by_head = _Head._make((Rule._make((0, 0, 0, 0, None, None, None)), 0, 0))
-    one_query, all_queries = Queries(0, None, None, None, start=0), Queries(0, 0, 0, 0, start=0, points=0)  # type: ignore[arg-type]
-    one_key, all_keys = Keys(0, 0, 0, None, None), Keys(0, 0, 0, 0, 0, points=0)  # type: ignore[arg-type]
+    one_query, all_queries = Queries(0, None, None, None, start=0), Queries(0, 0, 0, 0, start=0, points=0, number=0)  # type: ignore[arg-type]
+    one_key, all_keys = Keys(0, 0, 0, None, None), Keys(0, 0, 0, 0, 0, points=0, number=0)  # type: ignore[arg-type]
     a_query_head = jax.vmap(one, (one_query, None, by_head, 0))
     a_key_head = jax.vmap(a_query_head, (one_query, one_key, by_head, 0))
     a_sequence = jax.vmap(a_key_head, (all_queries, all_keys, by_head, 0))

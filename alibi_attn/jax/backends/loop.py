@@ -11,7 +11,7 @@ import jax
 import jax.numpy as jnp
 from jax import lax
 
-from alibi_attn.attention.call.reads import DROPOUT, MASKS
+from alibi_attn.attention.call.reads import MASKS, NUMBERED_DROPOUT
 from alibi_attn.attention.certificate.constants import LOOP_OUTLIER_TILES
 from alibi_attn.jax.backends import tiles
 from alibi_attn.jax.backends.certificate import (
@@ -40,7 +40,7 @@ from alibi_attn.jax.call.plan import (
     tile_at,
 )
 
-READS = MASKS | DROPOUT | {"key_bias", "query_bias"}
+READS = MASKS | NUMBERED_DROPOUT | {"key_bias", "query_bias"}
 
 
 class _Step(NamedTuple):

@@ -19,7 +19,7 @@ namespace {
 // In the order of `native.py`.
 enum Operand {
     QUERY, KEY, VALUE, SLOPES, RIGHT_SLOPES, FIRST, KEY_MASK, QUERY_SEGMENTS, KEY_SEGMENTS, KEY_BIAS, KEY_BIAS_LOW, QUERY_BIAS,
-    QUERY_BIAS_LOW, DROPOUT_SEED, QUERY_START, NUMBERS, FORWARD_OPERANDS,
+    QUERY_BIAS_LOW, DROPOUT_SEED, QUERY_START, QUERY_NUMBERS, KEY_NUMBERS, NUMBERS, FORWARD_OPERANDS,
     OUTPUT = FORWARD_OPERANDS, GRAD, GRAD_LSE, ROWS, VISITED, BACKWARD_OPERANDS,
 };
 enum ForwardResult { OF_OUTPUT, OF_LSE, OF_ROWS, OF_VISITED, OF_LSE_LOW, FORWARD_RESULTS };
@@ -76,7 +76,7 @@ void narrow(const std::vector<double> &from, const ffi::AnyBuffer &to) {
 template <typename Real>
 struct Laid {
     Call<Real> call = {};
-    std::vector<int64_t> first, seeds;
+    std::vector<int64_t> first, seeds, query_numbers, key_numbers;
     std::vector<double> key_bias;
     std::vector<int32_t> segments;  // of queries, then of keys, if they were int64
     Sight<Real> sight;
@@ -98,6 +98,8 @@ struct Laid {
             seeds.insert(seeds.end(), {int64_t(seed), 0, settings.dropout_head, settings.dropout_key});
         }
         call.dropout_seed = seeds.empty() ? nullptr : seeds.data(), call.dropout_runs = words ? runs : 0;
+        call.query_numbers = widened(in[QUERY_NUMBERS], query_numbers);
+        call.key_numbers = widened(in[KEY_NUMBERS], key_numbers);
         call.dropout_threshold = settings.dropout_threshold, call.dropout_factor = settings.dropout_factor;
         const uint32_t *numbers = numbers_of<const uint32_t>(in[NUMBERS]);
         std::memcpy(&call.scale, numbers, 8), std::memcpy(&call.tolerance, numbers + 2, 8);
@@ -126,6 +128,13 @@ struct Laid {
         call.key = keys.template rows<const Real>(), call.value = values.template rows<const Real>();
         call.D = queries.width();
         return poisoned;
+    }
+
+    // An int32 array as int64, or null if the call has none.
+    const int64_t *widened(const ffi::AnyBuffer &array, std::vector<int64_t> &to) const {
+        const int32_t *numbers = numbers_of<const int32_t>(array);
+        if (numbers) to.assign(numbers, numbers + array.element_count());
+        return numbers ? to.data() : nullptr;
     }
 
     // Segments are only compared for equality, so int64 ones are replaced by their rank.

@@ -18,14 +18,14 @@ import jax.numpy as jnp
 from alibi_attn.attention.backends.native import build, compiling
 from alibi_attn.attention.backends.native.compiling import BuildError
 from alibi_attn.attention.backends.native.visited import numbers_of_visited
-from alibi_attn.attention.call.reads import DROPOUT, MASKS
+from alibi_attn.attention.call.reads import MASKS, NUMBERED_DROPOUT
 from alibi_attn.attention.call.spec import dropout_numbers
 from alibi_attn.jax.call.operands import Arrays, Rest
 from alibi_attn.jax.call.plan import Array, Plan
 
 FOLDER = Path(__file__).parent
 SOURCES, HEADERS = ("native.cpp",), ("packed.hpp", "clean.hpp")
-READS = MASKS | DROPOUT | {"key_bias", "query_bias"}
+READS = MASKS | NUMBERED_DROPOUT | {"key_bias", "query_bias"}
 TARGETS = ("alibi_xla_forward", "alibi_xla_backward")
 
 
@@ -195,6 +195,8 @@ def _operands(arrays: Arrays, rest: Rest) -> tuple[Array, ...]:
         rest.query_bias_low,
         seed,
         rest.query_start,
+        rest.query_numbers,
+        rest.key_numbers,
     )
     return (
         *(x.astype(_stored(arrays)) for x in arrays[:3]),

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from alibi_attn.jax.call.dropout import HeadDropout, factors
+from alibi_attn.jax.call.dropout import HeadDropout, factors, factors_of_numbers
 from alibi_attn.jax.call.plan import Array, KeyBias, Keys, Plan, Queries, Rule
 
 EDGE = 1 - 2**-11  # of the largest number: above it, floats are left for 2¹² distances
@@ -201,6 +201,8 @@ def _matmul(a: Array, b: Array) -> Array:
 def _kept(plan: Plan, dropout: HeadDropout, queries: Queries, keys: Keys, weight: Array) -> Array:
     """[t, s] 1/(1 − p) for kept weights, 0 for dropped ones; tiles begin at even keys."""
     shape = (weight.shape[0], weight.shape[1])
-    return factors(
-        dropout, plan.dropout_p, queries.position, keys.position, shape, weight.dtype, plan.dropout_origin.key
-    )
+    first_key = plan.dropout_origin.key
+    if queries.number is not None and keys.number is not None:
+        numbers = queries.number, keys.number
+        return factors_of_numbers(dropout, plan.dropout_p, *numbers, weight.dtype, first_key)
+    return factors(dropout, plan.dropout_p, queries.position, keys.position, shape, weight.dtype, first_key)

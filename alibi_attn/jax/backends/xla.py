@@ -123,6 +123,8 @@ def _inputs(arrays: Arrays, rest: Rest) -> tuple[Inputs, Array]:
         rest.query_start,
         rest.query_points,
         rest.key_points,
+        rest.query_numbers,
+        rest.key_numbers,
     )
     return inputs, spoiled
 

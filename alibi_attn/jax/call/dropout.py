@@ -72,6 +72,18 @@ def factors(
     return jnp.where(kept, jnp.asarray(factor, dtype), 0)
 
 
+def factors_of_numbers(
+    mine: HeadDropout, dropout_p: float, i: Array, j: Array, dtype: jnp.dtype, first_key: int
+) -> Array:
+    """The same for queries and keys with the numbers i [t] and j [s], int32, relative to the first key."""
+    first = np.uint32(first_key % 2**32)
+    row, key = i.astype(jnp.uint32)[:, None] + (first + mine.shift), j.astype(jnp.uint32)[None] + first
+    of_even, of_odd = philox(mine.key, row, key >> 1)
+    threshold, factor = dropout_numbers(dropout_p)
+    kept = jnp.where(key % 2 == 0, of_even, of_odd) >= np.uint32(threshold)
+    return jnp.where(kept, jnp.asarray(factor, dtype), 0)
+
+
 def philox(key: Array, x: Array, y: Array) -> tuple[Array, Array]:
     """Both words of Philox 2x32-7; arguments and results are uint32; shapes broadcast."""
     for _ in range(ROUNDS):

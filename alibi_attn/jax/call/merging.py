@@ -21,7 +21,7 @@ import numpy as np
 from jax import lax
 from jax.custom_derivatives import CustomVJPPrimal, SymbolicZero
 
-from alibi_attn.attention.call.reads import DROPOUT, MASKS, SPACE
+from alibi_attn.attention.call.reads import MASKS, NUMBERED_DROPOUT, SPACE
 from alibi_attn.attention.call.spec import AttentionSpec, heads_by_window, key_heads
 from alibi_attn.attention.run import splitting
 from alibi_attn.attention.run.splitting import Split
@@ -33,7 +33,7 @@ Spec = AttentionSpec[Array]
 SPLITS = frozenset(
     {"sink_logits", "registers", "head_windows", "sinks", "prefix_len", "positions", "query_positions", "by_position"}
 )
-READS = MASKS | DROPOUT | SPACE | SPLITS | {"key_bias"}
+READS = MASKS | NUMBERED_DROPOUT | SPACE | SPLITS | {"key_bias"}
 Result = tuple[Array, Pair]  # output and lse: with large key biases its low part decides how results merge
 
 
@@ -206,14 +206,15 @@ def _sinks_and_others(whole: Part) -> list[Part]:
 
 def _keys(whole: Part, start: int, stop: int) -> Part:
     """The call over keys [start, stop) only."""
-    origin = whole.origin._replace(key=whole.origin.key + start)
-    spec = whole.spec.on_keys(start, stop)
+    origin, spec = whole.origin, whole.spec.on_keys(start, stop)
+    if spec.key_numbers is None:
+        origin = origin._replace(key=origin.key + start)
     return Part(spec, whole.query, whole.key[:, start:stop], whole.value[:, start:stop], origin=origin)
 
 
 def _on_one_axis(whole: Part) -> Part:
     """Queries and keys sorted by position into one sequence of S + T; places without a key are hidden."""
-    spec = whole.spec
+    spec = _numbered(whole.spec)
     assert spec.positions is not None
     assert spec.query_positions is not None
     dtype = jnp.promote_types(spec.positions.dtype, spec.query_positions.dtype)
@@ -240,6 +241,8 @@ def _on_one_axis(whole: Part) -> Part:
         key_segments=None if spec.key_segments is None else placed(spec.key_segments, of_keys),
         query_segments=None if spec.query_segments is None else placed(spec.query_segments, of_queries),
         key_bias=None if spec.key_bias is None else placed(spec.key_bias.swapaxes(1, 2), of_keys).swapaxes(1, 2),
+        query_numbers=None if spec.query_numbers is None else placed(spec.query_numbers, of_queries),
+        key_numbers=None if spec.key_numbers is None else placed(spec.key_numbers, of_keys),
     )
     rows = placed(whole.query, of_queries), placed(whole.key, of_keys), placed(whole.value, of_keys)
     return Part(part, *rows, places=of_queries, origin=whole.origin)
@@ -251,11 +254,19 @@ def _reversed(whole: Part) -> Part:
     if spec.prefix_len is not None:
         inside = jnp.arange(spec.key_len) < spec.prefix_len[:, None]
         mask = inside if mask is None else inside & mask
-    part = spec.reversed(lambda x: jnp.flip(x, -1), mask)
-    # Dropout of query i and key j draws the number of query −i − 1 and key −j, which no other pair has.
-    origin = whole.origin._replace(key=1 - spec.key_len - whole.origin.key)
+    part = _numbered(spec).reversed(lambda x: jnp.flip(x, -1), mask)
     query, key, value = (jnp.flip(x, 1) for x in (whole.query, whole.key, whole.value))
-    return Part(part, query, key, value, is_reversed=True, origin=origin)
+    return Part(part, query, key, value, is_reversed=True, origin=whole.origin)
+
+
+def _numbered(spec: Spec) -> Spec:
+    """The same call, whose queries and keys keep their numbers in dropout when they are moved."""
+    if spec.dropout_p == 0 or spec.key_numbers is not None:
+        return spec
+    i = jnp.asarray(spec.query_offset, jnp.int32).reshape(-1, 1) + jnp.arange(spec.query_len, dtype=jnp.int32)
+    j = jnp.arange(spec.key_len, dtype=jnp.int32)
+    i, j = (jnp.broadcast_to(x, (spec.batch, x.shape[-1])) for x in (i, j))
+    return dataclasses.replace(spec, query_numbers=i, key_numbers=j)
 
 
 def _in_order(part: Part, result: Result) -> Result:

@@ -40,6 +40,8 @@ class Rest(NamedTuple):
     query_start: Array | None = None  # [B, H, T] int32
     query_points: Array | None = None  # [B, T, 2 or 3]
     key_points: Array | None = None  # [B, S, 2 or 3]
+    query_numbers: Array | None = None  # [B, T] int32
+    key_numbers: Array | None = None  # [B, S] int32
 
 
 def operands(
@@ -65,6 +67,8 @@ def operands(
         dropout_seed=None if dropout_key is None else seed_words(dropout_key),
         query_points=spec.query_coordinates,
         key_points=spec.coordinates,
+        query_numbers=spec.query_numbers,
+        key_numbers=spec.key_numbers,
     )
     return _varying_alike(arrays, rest)
 

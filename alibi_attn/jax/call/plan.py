@@ -97,6 +97,8 @@ class Inputs(NamedTuple):
     query_start: Array | None = None  # [B, H, T] int32
     query_points: Array | None = None  # [B, T, 2 or 3]
     key_points: Array | None = None  # [B, S, 2 or 3]
+    query_numbers: Array | None = None  # [B, T] int32, see `AttentionSpec`
+    key_numbers: Array | None = None  # [B, S] int32
 
 
 class Queries(NamedTuple):
@@ -109,6 +111,7 @@ class Queries(NamedTuple):
     reference: Array | None = None  # [t] that key biases are relative to; None without them
     start: Array | None = None  # [t] int32: the first key that each query may see
     points: Array | None = None  # [t, 2 or 3]: coordinates
+    number: Array | None = None  # [t] int32, for dropout
 
 
 class Keys(NamedTuple):
@@ -121,6 +124,7 @@ class Keys(NamedTuple):
     segment: Array | None  # [s] int32
     bias: KeyBias | None = None  # [s]
     points: Array | None = None  # [s, 2 or 3]: coordinates
+    number: Array | None = None  # [s] int32, for dropout
 
 
 class Rule(NamedTuple):
@@ -148,6 +152,7 @@ class Parts(NamedTuple):
     hidden: Array  # [B, 1 or K, tiles, s]
     segments: Array | None  # [B, tiles, s]
     bias: KeyBias | None  # [B, H, tiles, s]
+    numbers: Array | None  # [B, tiles, s]
 
 
 class Block(NamedTuple):
@@ -181,7 +186,7 @@ class Visited(NamedTuple):
 
 
 def cut(plan: Plan, inputs: Inputs) -> Parts:
-    size, segments, bias = plan.key_tile, inputs.key_segments, inputs.bias
+    size, segments, numbers, bias = plan.key_tile, inputs.key_segments, inputs.key_numbers, inputs.bias
     if bias is not None:
         low = None if bias.low is None else split(bias.low, size, 2, 0)
         bias = KeyBias(split(bias.high, size, 2, -jnp.inf), low)
@@ -194,6 +199,7 @@ def cut(plan: Plan, inputs: Inputs) -> Parts:
         hidden=split(inputs.hidden, size, 2, True),
         segments=None if segments is None else split(segments, size, 1, 0),
         bias=bias,
+        numbers=None if numbers is None else split(numbers, size, 1, 0),
     )
 
 
@@ -217,7 +223,7 @@ def block_at(plan: Plan, parts: Parts, number: Array) -> Block:
     count = -(-query_len // plan.query_block)
     sequence, head, block = number // (heads * count), number // count % heads, number % count
     row = jnp.minimum(block * plan.query_block, query_len - plan.query_block)
-    segments, position = inputs.query_segments, inputs.offset[sequence] + row
+    segments, numbers, position = inputs.query_segments, inputs.query_numbers, inputs.offset[sequence] + row
     left, right, look_left, look_right = (x[sequence, head] for x in parts.rule[:4])
     return Block(
         sequence,
@@ -231,6 +237,7 @@ def block_at(plan: Plan, parts: Parts, number: Array) -> Block:
             least=least_distance(position, plan.query_block, inputs.key.shape[2]),
             segment=None if segments is None else rows(plan, segments, sequence, row),
             start=None if inputs.query_start is None else rows(plan, inputs.query_start, sequence, head, row),
+            number=None if numbers is None else rows(plan, numbers, sequence, row),
         ),
         rule=Rule(left, right, look_left, look_right, *parts.rule[4:]),
         dropout=head_dropout(inputs.dropout_seed, sequence, head + plan.dropout_origin.head),
@@ -240,9 +247,9 @@ def block_at(plan: Plan, parts: Parts, number: Array) -> Block:
 def tile_at(plan: Plan, parts: Parts, block: Block, tile: Array) -> Keys:
     """The keys of a tile, as the head of the block sees them."""
     key, value, veil = (x[block.sequence, block.key_head, tile] for x in (parts.key, parts.value, parts.veil))
-    segment = None if parts.segments is None else parts.segments[block.sequence, tile]
+    segment, number = (None if x is None else x[block.sequence, tile] for x in (parts.segments, parts.numbers))
     bias = jax.tree.map(lambda x: x[block.sequence, block.head, tile], parts.bias)
-    return with_bias(Keys(key, value, veil, tile * plan.key_tile, segment), bias)
+    return with_bias(Keys(key, value, veil, tile * plan.key_tile, segment, number=number), bias)
 
 
 def with_bias(keys: Keys, bias: KeyBias | None) -> Keys:

@@ -6,7 +6,7 @@ import dropout_in_interpreter as dropout
 import pytest
 import torch
 from attention_cases import CASES, KEY_BIASES, SHORT_INSIDE
-from dropout_oracle import PUBLISHED
+from dropout_oracle import PARTS, PUBLISHED
 
 
 def test_dropout_is_the_same_in_backward(interpreter: ProcessPoolExecutor) -> None:
@@ -44,6 +44,17 @@ def test_dropout_is_that_of_the_definition(interpreter: ProcessPoolExecutor, nam
     assert_near(ours.lse.nan_to_num(neginf=0.0), true.lse.nan_to_num(neginf=0.0))
     for leaf, gradient in true.gradients.items():
         assert_near(ours.gradients[leaf], gradient)
+
+
+@pytest.mark.parametrize("kind", PARTS)
+def test_parts_have_the_mask_of_the_definition(interpreter: ProcessPoolExecutor, kind: str) -> None:
+    assert interpreter.submit(dropout.same_masks_of_part, kind).result()
+
+
+@pytest.mark.parametrize("kind", ["prefix", "queries anywhere"])
+def test_gradients_of_parts_have_that_mask_too(interpreter: ProcessPoolExecutor, kind: str) -> None:
+    for ours, true in interpreter.submit(dropout.gradients_of_part, kind).result():
+        assert_near(ours, true)
 
 
 def assert_near(ours: torch.Tensor, true: torch.Tensor) -> None:

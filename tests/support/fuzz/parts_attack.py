@@ -73,7 +73,6 @@ class Call:
             at = given["positions"].double().numpy()
             own = np.sort(rng.uniform(at.min() - 3, at.max() + 3, tensors[0].shape[2]))[None]
             given |= {"query_positions": torch.tensor(own).to(given["positions"].dtype), "window": None, "sinks": 0}
-            self.dropout_p = 0.0  # its numbers are places among queries and keys; tests/jax/test_dropout.py has it
         self.tensors, self.given = tensors, given
         self.work = 2.0**-53 if wide else 2.0**-24
         self.stored = 2.0**-9 if attack.dtype == "bfloat16" else self.work
@@ -139,18 +138,11 @@ class Call:
         return found
 
     def _factors(self) -> np.ndarray:
-        """[H, T, S]; keys to the right count backward from 0."""
+        """[H, T, S]."""
         heads, t, s = self.p.shape
         first = s - t if self.given["query_offset"] is None else self.given["query_offset"]
         i, sizes = first + np.arange(t), {"batch": 1, "heads": heads, "key_len": s}
-        left = factors(self.seed(), self.dropout_p, positions=i[None], **sizes)[0]
-        # Key −j, for j from s − 1 to 0, is the key j' of a sequence whose first key has the number 1 − s.
-        right = factors(self.seed(), self.dropout_p, positions=(s - 2 - i)[None], origin=(0, 0, 1 - s), **sizes)[0]
-        is_left = i[:, None] >= np.arange(s)
-        right = right.flip(-1)
-        if not self.given["causal"] and self.given["positions"] is None:  # one call, not parts for both sides
-            return left.numpy()
-        return np.where(is_left, left.numpy(), right.numpy())
+        return factors(self.seed(), self.dropout_p, positions=i[None], **sizes)[0].numpy()
 
     def seed(self) -> int:
         return 2**33 + 17

@@ -6,7 +6,7 @@ from typing import Any
 import torch
 from attention_cases import Case
 from attention_oracle import Answer
-from dropout_oracle import PUBLISHED, factors
+from dropout_oracle import PARTS, PUBLISHED, factors, masks_of_part
 from torch import Tensor
 
 from alibi_attn.attention.api import alibi_attention
@@ -73,6 +73,24 @@ def answer_with_dropout(case: Case) -> tuple[Answer, Answer]:
         answer(case, torch.float32, attention, backend="fused"),
         answer(case, torch.float64, attention, backend="reference"),
     )
+
+
+def same_masks_of_part(kind: str) -> bool:
+    return torch.equal(*masks_of_part(kind, "fused"))
+
+
+def gradients_of_part(kind: str) -> list[tuple[Tensor, Tensor]]:
+    """(ours in fp32, `dense`'s): output and gradients of a call in parts, with dropout."""
+    t, options = PARTS[kind]
+    given = {name: torch.from_numpy(x) if hasattr(x, "dtype") else x for name, x in options.items()}
+    torch.manual_seed(3)
+    leaves = [torch.randn(2, n, length, 16, requires_grad=True) for n, length in ((2, t), (1, 75), (1, 75))]
+    found = []
+    for backend in ("fused", "dense"):
+        torch.manual_seed(4)
+        output = alibi_attention(*leaves, [0.1, 0.0], dropout_p=0.3, backend=backend, **given)
+        found.append([output.detach(), *torch.autograd.grad(output.sin().sum(), leaves)])
+    return list(zip(*found, strict=True))
 
 
 def known_random_numbers() -> list[list[int]]:

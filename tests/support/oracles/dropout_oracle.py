@@ -1,8 +1,13 @@
-"""The weights that dropout keeps, by the formula of docs/maths.md in plain Python, independent of the package."""
+"""The weights that dropout keeps, by the formula of docs/maths.md in plain Python, and masks of calls in parts to compare."""
+
+import dataclasses
 
 import numpy as np
 import torch
 from torch import Tensor
+
+from alibi_attn.attention.call.validation import make_spec
+from alibi_attn.attention.run.execution import attend
 
 # Random123's vectors of Philox 2x32 with seven rounds: (key, counter, words), for 0 bits, 1 bits and digits of π.
 PUBLISHED = (
@@ -57,3 +62,30 @@ def factors(
             even, odd = words(key, i[:, None].astype(np.uint64), (j // 2)[None].astype(np.uint64))
             found[b, h] = np.where(j % 2 == 0, even, odd) >= threshold
     return torch.from_numpy(found * (2**32 / (2**32 - threshold)))
+
+
+_TIMES = np.random.default_rng(2).random((2, 75)).cumsum(-1)
+# Calls that `merging.py` splits: the number of queries, and options.
+PARTS = {
+    "prefix": (75, {"prefix_len": np.array([50, 75])}),
+    "prefix, few queries, window, sinks": (40, {"prefix_len": np.array([43, 70]), "window": [9, 50], "sinks": 3}),
+    "prefix, an offset a sequence": (40, {"prefix_len": np.array([50, 75]), "query_offset": np.array([3, 30])}),
+    "positions": (40, {"positions": _TIMES}),
+    "positions on both sides": (40, {"positions": _TIMES, "causal": False, "right_slopes": [0.0, np.inf]}),
+    "queries anywhere": (40, {"positions": _TIMES, "query_positions": 1.4 * _TIMES[:, :40], "causal": False}),
+}
+
+
+def masks_of_part(kind: str, backend: str, seed: int = 2**61 + 12345) -> tuple[Tensor, Tensor]:
+    """[B, H, T, S] bool: the weights that a backend keeps in a call of `PARTS`, read with one-hot values, and the formula's."""
+    (t, options), s, p = PARTS[kind], _TIMES.shape[1], 0.3
+    given = {name: torch.from_numpy(x) if isinstance(x, np.ndarray) else x for name, x in options.items()}
+    query, key = torch.zeros(2, 2, t, s), torch.zeros(2, 1, s, s)
+    plain = make_spec(query, key, key, [0.0, 0.0], **given)
+    origin = (3, 1, -5)
+    spec = dataclasses.replace(plain, dropout_p=p, dropout_seed=torch.tensor([[seed, *origin]]))
+    value = torch.eye(s).expand_as(key)
+    seen, found = (attend(x, query, key, value, backend) != 0 for x in (plain, spec))
+    first = np.reshape(options.get("query_offset", s - t), (-1, 1)) * np.ones((2, 1), int)
+    kept = factors(seed, p, batch=2, heads=2, positions=first + np.arange(t), key_len=s, origin=origin) != 0
+    return found, kept & seen

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn import alibi_attention, forgetting_attention, toeplitz_attention
+from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.run.execution import attend
 from alibi_attn.flash_attn import call_of
 
@@ -38,6 +39,7 @@ _CUTS = {"log_fgate": _GATES["log_fgate"].masked_fill(torch.arange(S) == S - T /
 _SYMMETRIC = {"causal": False}
 _PLANE = _SYMMETRIC | {"positions": torch.stack([9 * _row(S, 8), 9 * _row(S, 9)], -1)}
 _DROPOUT = Drawn({"dropout_p": 0.4})
+_NUMBERED = Drawn({"numbered": True}, {"numbered": False}, "with dropout")
 FIELDS = {
     "causal": Drawn(_SYMMETRIC),
     "right_slopes": Drawn(_SYMMETRIC | {"right_slopes": [0.0, 0.2, torch.inf, 0.1]}, _SYMMETRIC),
@@ -73,6 +75,8 @@ FIELDS = {
     "sink_logits": Drawn({"sink_logits": torch.tensor([2.0, 0.0, 3.0, 1.0])}),
     "dropout_p": _DROPOUT,
     "dropout_seed": _DROPOUT,
+    "query_numbers": _NUMBERED,
+    "key_numbers": _NUMBERED,
     "return_lse": Drawn({"return_lse": True}),
 }
 
@@ -97,6 +101,11 @@ def result(function: str, options: dict[str, Any], backend: str) -> tuple[Tensor
         slopes = torch.tensor(SLOPES)
         spec = call_of(*rows(), slopes, False, options["window_size"], None, 0.0, 0.0)
         given = attend(dataclasses.replace(spec, return_lse=False), *rows(), backend)
+    elif function == "with dropout":  # of keys that are in another order than they were
+        spec = make_spec(*rows(), SLOPES, dropout_p=0.4)
+        at = torch.arange(S).flip(0).expand(B, -1)
+        more = {"query_numbers": at[:, :T] + 7, "key_numbers": at} if options["numbered"] else {}
+        given = attend(dataclasses.replace(spec, dropout_seed=torch.tensor([[5, 0, 0, 0]]), **more), *rows(), backend)
     elif function == "toeplitz_attention":
         table = options["table"]
         rest = {name: x for name, x in options.items() if name != "table"}

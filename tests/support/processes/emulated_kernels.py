@@ -64,6 +64,8 @@ ARRAYS = {
     "query_segments": ("BT", 4),
     "key_segments": ("BS", 4),
     "key_bias": ("BHS", 8),
+    "query_numbers": ("BT", 8),
+    "key_numbers": ("BS", 8),
     "lse": ("BHT", 8),
     "grad_lse": ("BHT", 0),
     "key_bias_grad": ("BHS", 8),

@@ -44,7 +44,7 @@ from alibi_attn.attention.backends.fused.recording import replayed_call
 from alibi_attn.attention.backends.fused.space import Layout, Plan, Space, starts
 from alibi_attn.attention.backends.fused.split_keys import forward_in_parts, is_split, reads_whole
 from alibi_attn.attention.backends.protocol import TooSmall, Visits
-from alibi_attn.attention.call.reads import DROPOUT, GATES, MASKS
+from alibi_attn.attention.call.reads import GATES, MASKS, NUMBERED_DROPOUT
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.transforms import in_memory, transforms, why_not_compiled
 from alibi_attn.attention.certificate.constants import TILE
@@ -57,7 +57,7 @@ from alibi_attn.attention.operators.schema import Arguments, BackwardInputs, Gra
 Spec = AttentionSpec[Tensor]
 
 name = "fused"
-READS = MASKS | GATES | DROPOUT | {"table"}
+READS = MASKS | GATES | NUMBERED_DROPOUT | {"table"}
 
 
 def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:

@@ -42,6 +42,8 @@ FIELDS: dict[str, Callable[[Tensor], Tensor]] = {
     "query_start": lambda start: start.long().contiguous(),
     "table": Tensor.contiguous,
     "dropout_seed": Tensor.contiguous,
+    "query_numbers": Tensor.contiguous,
+    "key_numbers": Tensor.contiguous,
 }
 
 
@@ -99,7 +101,15 @@ def _masks(spec: Spec) -> Argument:
 
 def _dropout(spec: Spec, seed: Tensor) -> Argument:
     threshold, factor = dropout_numbers(spec.dropout_p)
-    return grouped(Dropout, number(threshold), real(factor), pointer(seed), number(spec.batch // len(seed)))
+    return grouped(
+        Dropout,
+        number(threshold),
+        real(factor),
+        pointer(seed),
+        number(spec.batch // len(seed)),
+        pointer(spec.query_numbers),
+        pointer(spec.key_numbers),
+    )
 
 
 def _slopes(spec: Spec, slopes: Tensor) -> Argument:

@@ -19,7 +19,7 @@ from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall, Visits
 from alibi_attn.attention.call.bias import columns_of
 from alibi_attn.attention.call.checks import dtype_name
 from alibi_attn.attention.call.cuts import with_segments
-from alibi_attn.attention.call.reads import DROPOUT, GATES, MASKS, SPACE
+from alibi_attn.attention.call.reads import GATES, MASKS, NUMBERED_DROPOUT, SPACE
 from alibi_attn.attention.call.spec import AttentionSpec, dropout_numbers
 from alibi_attn.attention.call.transforms import constant_when_compiled, in_memory, surely, transforms, why_not_compiled
 from alibi_attn.attention.call.visibility import first_positions, with_plain_offset
@@ -32,7 +32,7 @@ Spec = AttentionSpec[Tensor]
 Arrays = dict[str, Tensor | None]  # by the names of `build.Call`
 
 name = "native"
-READS = MASKS | SPACE | GATES | DROPOUT | {"table"}
+READS = MASKS | SPACE | GATES | NUMBERED_DROPOUT | {"table"}
 
 FEWEST_SCORES = 2**17  # of all heads together; with fewer, `dense` is faster (see docs/backends.md)
 WIDTH = 16  # numbers in the widest vector; head sizes are zero-padded to a multiple of it
@@ -274,6 +274,8 @@ def call_of(
         "key_segments": key_segments,
         "key_bias": None if spec.key_bias is None else spec.key_bias.detach().double(),
         "dropout_seed": spec.dropout_seed,
+        "query_numbers": spec.query_numbers,
+        "key_numbers": spec.key_numbers,
         "table": table,
         "query_points": points if spec.query_coordinates is spec.coordinates else _points(spec.query_coordinates),
         "key_points": points,

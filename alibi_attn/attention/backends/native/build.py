@@ -61,9 +61,9 @@ class Call(ctypes.Structure):
 
     ROWS = ("query", "key", "value", "grad", "output", "query_grad", "key_grad", "value_grad")
     ARRAYS = (
-        "slopes", "right_slopes", "first", "key_mask", "query_segments", "key_segments", "key_bias", "dropout_seed", "lse",
-        "rows", "grad_lse", "slope_grads", "key_bias_grad", "query_bias_grad", "visited", "query_points",
-        "key_points", "table", "table_grads",
+        "slopes", "right_slopes", "first", "key_mask", "query_segments", "key_segments", "key_bias", "dropout_seed",
+        "query_numbers", "key_numbers", "lse", "rows", "grad_lse", "slope_grads", "key_bias_grad", "query_bias_grad", "visited",
+        "query_points", "key_points", "table", "table_grads",
     )  # fmt: skip
     _fields_ = [
         *((name, ctypes.c_int64) for name in "BHKTSD"),

@@ -31,6 +31,7 @@ struct Call {
     const int32_t *query_segments, *key_segments;  // [B, T], [B, S], or null
     const double *key_bias;                        // [B, H, S], or null; -inf = may not be seen
     const int64_t *dropout_seed;                   // [R, 4] as in `spec.py`, or null: nothing is dropped
+    const int64_t *query_numbers, *key_numbers;    // [B, T], [B, S] as in `spec.py`, or null
     double *lse;                                   // [B, H, T]: the result
     Real *rows;                                    // [B, 2, H, T]: m_i and ln l_i, written by forward; see `bias_origin`
     const Real *grad_lse;                          // [B, H, T], or null

@@ -4,6 +4,8 @@
 
 #pragma once
 
+#include <algorithm>
+
 #include "call.hpp"
 #include "vectors.hpp"
 
@@ -51,6 +53,7 @@ struct Dropout {
     uint64_t round_keys[PHILOX_ROUNDS] = {};
     Wide first_round[BLOCK / WIDE] = {};  // the product of every query's first round
     int64_t key_origin = 0;
+    const int64_t *key_numbers = nullptr;  // [S], or null: keys count from 0
 
     // Prepares for the block of queries that starts at `position`.
     void begin(int64_t b, int64_t h, int64_t position) {
@@ -60,13 +63,19 @@ struct Dropout {
         philox(uint32_t(seed[0] >> 32), x, y);
         for (int r = 0; r < PHILOX_ROUNDS; r++, x += PHILOX_WEYL) round_keys[r] = x;
         key_origin = seed[3];
+        key_numbers = call.key_numbers ? call.key_numbers + b * call.S : nullptr;
+        const int64_t row = position - call.first[b];
         for (int v = 0; v < BLOCK / WIDE; v++)
-            for (int i = 0; i < WIDE; i++)
-                first_round[v][i] = uint64_t(uint32_t(position + key_origin + v * WIDE + i + y)) * PHILOX_MULTIPLIER;
+            for (int i = 0; i < WIDE; i++) {
+                int64_t number = position + v * WIDE + i;
+                if (key_numbers) number = call.query_numbers[b * call.T + std::min(row + v * WIDE + i, call.T - 1)];
+                first_round[v][i] = uint64_t(uint32_t(number + key_origin + y)) * PHILOX_MULTIPLIER;
+            }
     }
 
     // The factors of `count` keys from `key` on.
     void draw(int64_t key, int count) {
+        if (key_numbers) return draw_numbered(key_numbers + key, count);
         const int64_t first = key + key_origin, last = first + count - 1;
         for (int64_t pair = first >> 1; pair <= last >> 1; pair++) {
             const int64_t even = 2 * pair - first;  // its row; that of the odd key is the next
@@ -77,6 +86,18 @@ struct Dropout {
     }
 
    private:
+    void draw_numbered(const int64_t *numbers, int count) {
+        for (int at = 0; at < count;) {
+            const int64_t number = numbers[at] + key_origin;
+            const bool both = at + 1 < count && (number ^ (numbers[at + 1] + key_origin)) == 1;  // the keys of a pair
+            Real *rows[2] = {};
+            rows[number & 1] = factors + at * BLOCK;
+            if (both) rows[~number & 1] = factors + (at + 1) * BLOCK;
+            draw_pair(uint32_t(number >> 1) & UINT32_MAX >> 1, rows);
+            at += 1 + both;
+        }
+    }
+
     static void philox(uint32_t key, uint32_t &x, uint32_t &y) {
         for (int r = 0; r < PHILOX_ROUNDS; r++, key += PHILOX_WEYL) {
             const uint64_t product = uint64_t(x) * PHILOX_MULTIPLIER;

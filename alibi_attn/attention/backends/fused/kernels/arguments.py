@@ -50,12 +50,15 @@ class Dropout(NamedTuple):
         threshold, factor: of `spec.dropout_numbers`.
         seed: a pointer to [R, 4] int64, `AttentionSpec.dropout_seed`.
         alike: the number of sequences that share a row of it, B / R.
+        query_numbers, key_numbers: pointers to [B, T] and [B, S] int64, see `AttentionSpec`; None = queries and keys in order.
     """
 
     threshold: object
     factor: object
     seed: object
     alike: object
+    query_numbers: object
+    key_numbers: object
 
 
 class HeadDropout(NamedTuple):
@@ -72,6 +75,21 @@ class HeadDropout(NamedTuple):
     key: object
     shift: object
     first_key: object
+
+
+class Numbers(NamedTuple):
+    """Inside a kernel: the numbers with which dropout counts the queries and keys of a sequence, where they are not in order.
+
+    Args:
+        queries: a pointer to the number of the query at position 0.
+        keys: a pointer to that of key 0.
+        stop, S: the position after the last query, and the number of keys.
+    """
+
+    queries: object
+    keys: object
+    stop: object
+    S: object
 
 
 class KeyBias(NamedTuple):
@@ -274,6 +292,7 @@ class Head(NamedTuple):
         window: as in `Call`.
         dropout: None = every weight is kept.
         bias: the biases of its keys, for one block of queries; None = no biases.
+        numbers: None = queries and keys are in order.
     """
 
     number: object
@@ -283,6 +302,7 @@ class Head(NamedTuple):
     window: object
     dropout: HeadDropout | None
     bias: BlockBias | None = None
+    numbers: Numbers | None = None
 
 
 class Queries(NamedTuple):

@@ -26,7 +26,7 @@ from alibi_attn.attention.backends.fused.kernels.bands import (
     partial_tile,
     uniform_outlier_count,
 )
-from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_weights
+from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_weights, numbers_of
 from alibi_attn.attention.backends.fused.kernels.positions import (
     distance_moved,
     load_first_key,
@@ -74,7 +74,7 @@ def query_full(
     p = tl.exp2(scores - (lse + slope * (row + (queries.start - near).to(tl.float32)))[:, None])
     dp = tl.dot(do, v.T, input_precision=PRECISION)
     if head.dropout is not None:
-        dp = dp * kept_weights(head.dropout, queries.position, tile * BN, BN)
+        dp = dp * kept_weights(head.dropout, head.numbers, queries.position, tile * BN, BN)
     ds = p * (dp - delta[:, None])
     if SLOPES_WANTED:
         # Σ ds·(position − least − j), counted from the key nearest to the queries.
@@ -144,7 +144,7 @@ def query_partial(
     v = load_rows(V, tile * BN, here, BN, D)  # [BN, DP]
     dp = tl.dot(do, v.T, input_precision=PRECISION)
     if head.dropout is not None:
-        dp = dp * kept_weights(head.dropout, queries.position, tile * BN, BN)
+        dp = dp * kept_weights(head.dropout, head.numbers, queries.position, tile * BN, BN)
     ds = p * (dp - delta[:, None])
     if CAREFUL:
         ds = tl.where(p == 0.0, 0.0, ds)
@@ -231,15 +231,18 @@ def query_kernel(
     right, dropout, segments = call.right_slopes, call.dropout, call.masks.query_segments
     if right is not None:
         right = load_slope(right, b, h)
+    numbers = None
     if dropout is not None:
-        dropout = head_dropout(dropout, b, h, distance_moved(call.query_offset, b, T, S))
+        dropout = head_dropout(call, b, h)
+        if call.dropout.key_numbers is not None:
+            numbers = numbers_of(call, b)
     window = call.window
     if window is not None:
         window = load_window(call, b)
     bias = call.key_bias
     if bias is not None:
         bias = bias_for(bias, bh, bh * tl.cdiv(T, ROWS) + n * BM // ROWS, tl.cdiv(S, TILE), S)
-    head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, window, dropout, bias)
+    head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, window, dropout, bias, numbers)
 
     rows = tl.arange(0, BM)
     i = n * BM + rows

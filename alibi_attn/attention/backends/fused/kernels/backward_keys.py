@@ -12,9 +12,8 @@ import triton.language as tl
 from alibi_attn.attention.backends.fused.kernels.arguments import Head
 from alibi_attn.attention.backends.fused.kernels.backward import of_each_query
 from alibi_attn.attention.backends.fused.kernels.bands import blocks_of, full_count, full_tile, partial_tile
-from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_by_keys
+from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_by_keys, numbers_of
 from alibi_attn.attention.backends.fused.kernels.positions import (
-    distance_moved,
     load_first_key,
     load_offset,
     load_window,
@@ -112,7 +111,7 @@ def after_queries(
     """
     weights = p
     if head.dropout is not None:
-        kept = kept_by_keys(head.dropout, position, j)
+        kept = kept_by_keys(head.dropout, head.numbers, position, j)
         weights = p * kept
     dv = tl.dot(weights.to(do.dtype), do, dv, input_precision=PRECISION)
     dp = tl.dot(v, do.T, input_precision=PRECISION)  # [BN, BM]
@@ -171,9 +170,12 @@ def key_kernel(
         right, dropout = call.right_slopes, call.dropout
         if right is not None:
             right = load_slope(right, b, h)
+        numbers = None
         if dropout is not None:
-            dropout = head_dropout(dropout, b, h, distance_moved(call.query_offset, b, T, S))
-        head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, window, dropout)
+            dropout = head_dropout(call, b, h)
+            if call.dropout.key_numbers is not None:
+                numbers = numbers_of(call, b)
+        head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, window, dropout, None, numbers)
         first, last, bands = visitors_of(visitors, b, bh, h, key_tile, tiles, blocks)
         first = first * (UNIT // BM)
         last = tl.maximum(tl.minimum(last * (UNIT // BM), tl.cdiv(T, BM)), first)

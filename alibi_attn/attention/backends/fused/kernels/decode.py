@@ -12,12 +12,11 @@ import triton.language as tl
 
 from alibi_attn.attention.backends.fused.kernels.arguments import BlockBias, Head, Queries
 from alibi_attn.attention.backends.fused.kernels.bands import outlier_count, outlier_tile
-from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout
+from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, numbers_of
 from alibi_attn.attention.backends.fused.kernels.forward import attend_partial
 from alibi_attn.attention.backends.fused.kernels.plan import seen_keys
 from alibi_attn.attention.backends.fused.kernels.positions import (
     biased_lse_before_move,
-    distance_moved,
     load_first_key,
     load_offset,
     load_window,
@@ -77,8 +76,11 @@ def decode_kernel(
     right, dropout, segments = call.right_slopes, call.dropout, call.masks.query_segments
     if right is not None:
         right = load_slope(right, b, h, real)[:, None]
+    numbers = None
     if dropout is not None:
-        dropout = head_dropout(dropout, b, h[:, None], distance_moved(call.query_offset, b, T, S))
+        dropout = head_dropout(call, b, h[:, None])
+        if call.dropout.key_numbers is not None:
+            numbers = numbers_of(call, b)
     slope = load_slope(call.slopes, b, h, real)[:, None]
     window = call.window
     if window is not None:
@@ -88,7 +90,7 @@ def decode_kernel(
         bh = tl.where(real, b * H + h, b * H + kv * G)
         bias = bias_for(bias, bh, bh, tl.cdiv(S, TILE), S)
         bias = BlockBias(bias.rest[:, None], bias.pairs[:, None], bias.bases, bias.reference)
-    head = Head((b * H + h)[:, None], slope, right, call.scale * LOG2E, window, dropout, bias)
+    head = Head((b * H + h)[:, None], slope, right, call.scale * LOG2E, window, dropout, bias, numbers)
     if segments is not None:
         segments = tl.load(segments + b * T + i, mask=real, other=0)
     at = Q.pointer + b * Q.batch + h.to(tl.int64)[:, None] * Q.head + i[:, None] * Q.row

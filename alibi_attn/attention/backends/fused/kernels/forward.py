@@ -25,7 +25,7 @@ from alibi_attn.attention.backends.fused.kernels.bands import (
     outward_partial,
 )
 from alibi_attn.attention.backends.fused.kernels.certificate import KEY_RULE_TOKENS
-from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_weights
+from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_weights, numbers_of
 from alibi_attn.attention.backends.fused.kernels.positions import (
     biased_lse_before_move,
     distance_moved,
@@ -119,7 +119,7 @@ def attend_full(
     part = tl.sum(p, 1)
     l_i += part
     if head.dropout is not None:
-        p = p * kept_weights(head.dropout, queries.position, tile * BN, BN)
+        p = p * kept_weights(head.dropout, head.numbers, queries.position, tile * BN, BN)
     if DIAGONAL:
         v = load_rows(V, tile * BN, j < S, BN, D)
     else:
@@ -162,7 +162,7 @@ def attend_partial(
     part = tl.sum(p, 1)
     l_i = l_i * shrink + part + tl.where(hurt > 0.0, float("nan"), 0.0)
     if head.dropout is not None:
-        p = p * kept_weights(head.dropout, queries.position, tile * BN, BN)
+        p = p * kept_weights(head.dropout, head.numbers, queries.position, tile * BN, BN)
     return m_i, l_i, tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION), part
 
 
@@ -280,15 +280,18 @@ def forward_kernel(
     right, dropout, segments = call.right_slopes, call.dropout, call.masks.query_segments
     if right is not None:
         right = load_slope(right, b, h)
+    numbers = None
     if dropout is not None:
-        dropout = head_dropout(dropout, b, h, distance_moved(call.query_offset, b, T, S))
+        dropout = head_dropout(call, b, h)
+        if call.dropout.key_numbers is not None:
+            numbers = numbers_of(call, b)
     window = call.window
     if window is not None:
         window = load_window(call, b)
     bias = call.key_bias
     if bias is not None:
         bias = bias_for(bias, bh, bh * tl.cdiv(T, ROWS) + n * BM // ROWS, tl.cdiv(S, TILE), S)
-    head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, window, dropout, bias)
+    head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, window, dropout, bias, numbers)
 
     rows = tl.arange(0, BM)
     i = n * BM + rows

@@ -109,7 +109,7 @@ def attend(
         hurt = tl.max(tl.where(scores == float("-inf"), 0.0, tl.where(sound, 0.0, 1.0)[None, :]), 1)
         l_i += tl.where(hurt > 0.0, float("nan"), 0.0)
     if head.dropout is not None:
-        p = p * kept_weights(head.dropout, queries.position, tile * BN, BN)
+        p = p * kept_weights(head.dropout, head.numbers, queries.position, tile * BN, BN)
     return new, l_i, tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
 
 
@@ -146,7 +146,7 @@ def table_forward_kernel(
     K, V = of_head(K, b, (h // G).to(tl.int64)), of_head(V, b, (h // G).to(tl.int64))
     dropout, window, segments = call.dropout, call.window, call.masks.query_segments
     if dropout is not None:
-        dropout = head_dropout(dropout, b, h, distance_moved(call.query_offset, b, T, S))
+        dropout = head_dropout(call, b, h)
     if window is not None:
         window = load_window(call, b)
     head = Head(bh, 0.0, None, call.scale, window, dropout)

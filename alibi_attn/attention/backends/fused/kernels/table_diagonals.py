@@ -11,7 +11,7 @@ import triton
 import triton.language as tl
 
 from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_weights
-from alibi_attn.attention.backends.fused.kernels.positions import distance_moved, given_offset, load_offset, load_window
+from alibi_attn.attention.backends.fused.kernels.positions import given_offset, load_offset, load_window
 from alibi_attn.attention.backends.fused.kernels.table import nats, numbers_of
 from alibi_attn.attention.backends.fused.kernels.table_gradients import load_lse
 from alibi_attn.attention.backends.fused.kernels.tiles import load_rows, of_head, shown_keys
@@ -49,7 +49,7 @@ def diagonal_kernel(
     K, V = of_head(K, b, (h // G).to(tl.int64)), of_head(V, b, (h // G).to(tl.int64))
     dropout, window, masks = call.dropout, call.window, call.masks
     if dropout is not None:
-        dropout = head_dropout(dropout, b, h, distance_moved(call.query_offset, b, T, S))
+        dropout = head_dropout(call, b, h)
 
     ahead = g - (tiles - 1)  # of a block of queries over its tile of keys
     row, column = tl.arange(0, N), tl.arange(0, N)
@@ -73,7 +73,7 @@ def diagonal_kernel(
         p = nats(tl.dot(q, k.T, input_precision=PRECISION) * call.scale + bias - lse[:, None])  # [N, N]
         dp = tl.dot(do, v.T, input_precision=PRECISION)
         if dropout is not None:
-            dp = dp * kept_weights(dropout, i + offset, t * N, N)
+            dp = dp * kept_weights(dropout, None, i + offset, t * N, N)
         shown = here[None, :]
         if masks.key_segments is not None:
             of_queries = tl.load(masks.query_segments + b * T + i, mask=i < T, other=0)

@@ -12,7 +12,7 @@ import triton.language as tl
 from alibi_attn.attention.backends.fused.kernels.arguments import Head, Queries
 from alibi_attn.attention.backends.fused.kernels.bands import band_of, blocks_of, full_count, full_tile, partial_tile
 from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_by_keys, kept_weights
-from alibi_attn.attention.backends.fused.kernels.positions import distance_moved, load_offset, load_window
+from alibi_attn.attention.backends.fused.kernels.positions import load_offset, load_window
 from alibi_attn.attention.backends.fused.kernels.table import nats, numbers_of, table_scores
 from alibi_attn.attention.backends.fused.kernels.tiles import (
     TILE,
@@ -66,7 +66,7 @@ def query_tile(
     p = nats(scores - lse[:, None])  # [BM, BN]
     dp = tl.dot(do, v.T, input_precision=PRECISION)
     if head.dropout is not None:
-        dp = dp * kept_weights(head.dropout, queries.position, tile * BN, BN)
+        dp = dp * kept_weights(head.dropout, head.numbers, queries.position, tile * BN, BN)
     ds = p * (dp - delta[:, None])
     if not FULL:
         ds = tl.where(scores == float("-inf"), 0.0, ds)
@@ -103,7 +103,7 @@ def table_query_kernel(
     K, V = of_head(K, b, (h // G).to(tl.int64)), of_head(V, b, (h // G).to(tl.int64))
     dropout, window, segments = call.dropout, call.window, call.masks.query_segments
     if dropout is not None:
-        dropout = head_dropout(dropout, b, h, distance_moved(call.query_offset, b, T, S))
+        dropout = head_dropout(call, b, h)
     if window is not None:
         window = load_window(call, b)
     head = Head(bh, 0.0, None, call.scale, window, dropout)
@@ -188,7 +188,7 @@ def key_tile(
     dp = tl.dot(v, do.T, input_precision=PRECISION)
     kept = p
     if head.dropout is not None:
-        factor = kept_by_keys(head.dropout, i + offset, j)
+        factor = kept_by_keys(head.dropout, head.numbers, i + offset, j)
         dp, kept = dp * factor, p * factor
     dv = tl.dot(kept.to(do.dtype), do, dv, input_precision=PRECISION)
     ds = p * (dp - delta[None, :])
@@ -251,7 +251,7 @@ def table_key_kernel(
         h = kv.to(tl.int32) * G + g
         bh, dropout = b * H + h, call.dropout
         if dropout is not None:
-            dropout = head_dropout(dropout, b, h, distance_moved(call.query_offset, b, T, S))
+            dropout = head_dropout(call, b, h)
         head = Head(bh, 0.0, None, call.scale, window, dropout)
         numbers = numbers_of(table, call, b, h)
         candidates = visitors.candidates + (bh * tiles + own) * 3
