@@ -87,7 +87,12 @@ def test_iterating_and_half_an_assignment(build, tokens):
             torch.testing.assert_close(values, their_values)
         layer = actual.layers[0]
         layer.keys = layer.keys[:, :, :5]
-        with pytest.raises(ValueError, match=r"only keys .* with 5 instead of 9 tokens; assign both"):
+        with pytest.raises(
+            ValueError, match=r"keys \[2, 6, 5\] and values \[2, 6, 9\] of a layer .* differ; assign both"
+        ):
+            model(ids[:, :1], past_key_values=actual)
+        layer.values = layer.values[:, :, :7]
+        with pytest.raises(ValueError, match=r"keys \[2, 6, 5\] and values \[2, 6, 7\] of a layer"):
             model(ids[:, :1], past_key_values=actual)
         layer.values = layer.values[:, :, :5]
         assert layer.get_seq_length() == 5

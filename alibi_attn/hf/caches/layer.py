@@ -44,12 +44,12 @@ class CacheLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def store(self) -> KVCache:
         """The cache that holds the tensors, also those that were assigned to `keys` and `values`."""
         if self._assigned:
-            keys, values, name = self.keys, self.values, next(iter(self._assigned))
-            lengths = {side: None if x is None else x.shape[2] for side, x in (("keys", keys), ("values", values))}
-            if lengths["keys"] != lengths["values"]:
+            keys, values = self.keys, self.values
+            of_keys, of_values = (None if x is None else list(x.shape[:3]) for x in (keys, values))
+            if of_keys != of_values:
                 raise ValueError(
-                    f"only {name} of a layer of this ALiBiCache were assigned, with {lengths.pop(name)} instead of "
-                    f"{lengths.popitem()[1]} tokens; assign both: layer.keys, layer.values = ..."
+                    f"keys {of_keys} and values {of_values} of a layer of this ALiBiCache, [B, K, S], differ; assign both: "
+                    "layer.keys, layer.values = ..."
                 )
             self._assigned.clear()
             if keys is None or values is None:
