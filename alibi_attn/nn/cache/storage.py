@@ -51,18 +51,20 @@ class Growing:
         Args:
             with_room: allocate more than is needed, so that later tokens need no copy.
         """
+        if self.length and with_room and self.file is None and not torch.is_grad_enabled():
+            held = self.length
+            for tensor, tokens in zip(self.extend(new[0].shape[2]), new, strict=True):
+                tensor[:, :, held:] = tokens
+            self._settle()
+            return
         self.notice()
         if self.file is not None:
             self.file.append(*new)
             self._attach(self.file)
             return
-        if not with_room or torch.is_grad_enabled() or (not self.length and torch.compiler.is_compiling()):
+        if not with_room or torch.is_grad_enabled() or torch.compiler.is_compiling():
             tensors = [torch.cat(pair, 2) for pair in zip(self.filled(), new, strict=True)] if self.length else new
             self._replace(tensors, self.length + new[0].shape[2])
-        elif self.length:
-            held = self.length
-            for tensor, tokens in zip(self.extend(new[0].shape[2]), new, strict=True):
-                tensor[:, :, held:] = tokens
         else:
             # Otherwise the first token after a prompt would copy all of it, and the input may be a view of a larger tensor.
             self.length = new[0].shape[2]
@@ -201,6 +203,7 @@ def _with_room(source: Tensor, capacity: int) -> Tensor:
 
 def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...] | None:
     """How often each tensor was written to; None if torch does not count."""
-    if torch.compiler.is_compiling() or any(tensor.is_inference() for tensor in tensors):
+    if torch.compiler.is_compiling():
         return None
-    return tuple(tensor._version for tensor in tensors)
+    found = [None if tensor.is_inference() else tensor._version for tensor in tensors]
+    return None if None in found else tuple(found)  # type: ignore[arg-type]
