@@ -1,17 +1,27 @@
 """`make gpu`: its parts, what it leaves, and a rehearsal in Triton's interpreter."""
 
+import dataclasses
+import importlib
 import json
 import os
 import re
 import subprocess
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import everything_on_device as command
 import pytest
+import torch
 from everything_on_device import PARTS, Part, chosen, everything
 
+from alibi_attn.nn.linear import quantized
 from alibi_lab import records
+from alibi_lab.measure.inputs import Case, draw
+
+attention, decoding, models = (
+    importlib.import_module(f"alibi_lab.measure.{x}") for x in ("attention", "decoding", "models")
+)
 
 # What a machine with a GPU may not have.
 ABSENT = ("hypothesis", "matplotlib", "pytest", "rich", "safetensors", "scipy", "transformers", "typer")
@@ -56,6 +66,37 @@ def test_the_parts_end_within_eight_minutes_with_conformance_first() -> None:
     assert list(PARTS["smoke"]) == [
         name for name in PARTS["full"] if name != "compile"
     ]  # an interpreter compiles nothing
+
+
+@pytest.mark.parametrize("what", command.CALLS)
+def test_every_measurement_of_a_gpu_has_its_cases_and_peers(
+    what: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Without a GPU: the cases of every call are made, and their peers, from small inputs on the CPU."""
+    configs, peers = list[str](), list[list[str]]()
+
+    def keep(out: Path, named: dict[str, object], steps: object, **options: object) -> list[Path]:
+        configs.extend(named)
+        return []
+
+    def table(cases: dict[str, list[Case]], of: Callable, budget: object, more: object = None) -> None:
+        for case in (case for each in cases.values() for case in each):
+            assert case.device.type == "cuda"
+            small = draw(dataclasses.replace(case, length=70, batch=1, device=torch.device("cpu")))
+            peers.append([peer.name for peer in of(case, small)])
+
+    for module in (attention, decoding, models):
+        monkeypatch.setattr(module, "keep", keep)
+        monkeypatch.setattr(module, "table", table, raising=module is not models)
+    monkeypatch.setattr(attention, "_compile_ahead", lambda cases, budget: None)
+    monkeypatch.setattr(torch.cuda, "is_available", lambda: True)
+    monkeypatch.setattr(quantized, "check_supported", lambda kind, device: None)
+    for _, options in command.CALLS[what]:
+        command.benchmark(what)(tmp_path, **options, device="cuda")
+    assert len(configs) >= len(command.CALLS[what])
+    assert all("ours" in names and len(names) > 2 for names in peers)
+    if what != "models":
+        assert len(peers) == sum(len(options["lengths"]) for _, options in command.CALLS[what])
 
 
 def test_some_parts_share_the_given_seconds() -> None:
