@@ -45,6 +45,11 @@ def test_split_keys_give_one_result(interpreter: ProcessPoolExecutor, causal: bo
     assert error < 1e-5
 
 
+@pytest.mark.parametrize("causal", [True, False])
+def test_no_tolerance_skips_a_key(interpreter: ProcessPoolExecutor, causal: bool) -> None:
+    assert interpreter.submit(inside.same_with_any_tolerance, causal=causal).result()
+
+
 def test_memory_is_linear(interpreter: ProcessPoolExecutor) -> None:
     short, long = interpreter.submit(inside.memory).result()
     for one, two in zip(short, long, strict=True):

@@ -165,7 +165,7 @@ def make_plan(
         full_tiles = FullTiles(spec, call, device, sums)
         full_tiles.spread(plan)
     allowed = NONE if full_tiles is None else full_tiles.allowed_keys
-    is_certified = certified and spec.tolerance > 0 and spec.key_len > 0
+    is_certified = certified and spec.table is None and spec.tolerance > 0 and spec.key_len > 0
     if is_certified and not shared:
         plan.order = space.at(at.order)
     of_plan = grouped(
