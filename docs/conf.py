@@ -33,7 +33,7 @@ add_module_names = False
 toc_object_entries_show_parents = "hide"
 # Signatures contain types of other packages, whose inventories are on the web, and the TypedDicts of `Unpack`. All other names
 # of this package must have a page, except internal ones that the signatures of `api/tools.md` contain.
-_INTERNAL = r"alibi_attn\.(attention\.spec|hf\.embedding\.pooling_config|nn\.replacement)\..*"
+_INTERNAL = r"alibi_attn\.(attention\.call\.spec|hf\.embedding\.pooling_config|nn\.replacement|nn\.cache\.\w+)\..*"
 nitpick_ignore_regex = [("py:.*", rf"(?!alibi_(attn|lab)\b).*|alibi_attn\..*Options|{_INTERNAL}")]
 autosummary_generate = False  # the pages of the API are written by hand
 

@@ -68,7 +68,7 @@ def draw(study: Study, number: int, archive: Archive) -> Section:
         "Studies",
         title,
         blocks,
-        heading=title if len(find(archive)) > 1 else "",
+        heading=title,
         about=section.count_of(study.records),
         records=study.records,
         css="recipe",

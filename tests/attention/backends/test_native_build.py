@@ -89,6 +89,7 @@ def kept(folder: Path) -> list[Path]:
 def test_a_compiled_library_is_found_again(
     compiler: Compiler, tmp_path: Path, capsys: pytest.CaptureFixture[str]
 ) -> None:
+    compiling._announce.cache_clear()
     assert asked_anew() is None
     [said] = capsys.readouterr().err.splitlines()
     assert "compiling its kernels for this processor, once" in said

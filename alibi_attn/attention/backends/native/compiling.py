@@ -7,6 +7,7 @@ the others wait. If the cache cannot be used, each process compiles its own copy
 
 import contextlib
 import ctypes
+import functools
 import hashlib
 import os
 import shlex
@@ -158,7 +159,7 @@ def _compiled(
     name: str,
     load: Callable[[Path], ctypes.CDLL],
 ) -> ctypes.CDLL:
-    print("alibi_attn: compiling its kernels for this processor, once; a wheel has them compiled", file=sys.stderr)
+    _announce()
     try:
         with tempfile.TemporaryDirectory(prefix="alibi-attn-", ignore_cleanup_errors=True) as temporary:
             built = Path(temporary) / f"kernels{SUFFIX}"
@@ -168,6 +169,11 @@ def _compiled(
         raise BuildError(
             f"the temporary folder cannot be used: {error}; set TMPDIR to a folder with free space"
         ) from None
+
+
+@functools.cache  # one line per process, also for several libraries
+def _announce() -> None:
+    print("alibi_attn: compiling its kernels for this processor, once; a wheel has them compiled", file=sys.stderr)
 
 
 def _keep(built: Path, folder: Path | None, name: str) -> Path | None:
