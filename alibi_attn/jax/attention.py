@@ -215,7 +215,7 @@ def why_not(name: str, spec: AttentionSpec[Array], query: Array) -> str | None:
     if unread:
         return f"it does not compute {arguments_of(unread)}"
     if name == "native":
-        return native.why_not(platforms(query))
+        return native.why_not(platforms(query), spec.slopes.dtype if query.dtype != jnp.bfloat16 else query.dtype)
     return fused.why_not(spec, query, platforms(query)) if name == "fused" else None
 
 

@@ -210,7 +210,7 @@ def test_explain_gives_the_text_that_it_gives_for_tensors() -> None:
 
 
 def test_explain_of_the_loop_counts_its_tiles(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_registered", lambda: "there is no C++ compiler 'g++'")
+    monkeypatch.setattr(native, "_bound", lambda _: "there is no C++ compiler 'g++'")
     rows = [RNG.standard_normal((1, 900, 4, 16)).astype(np.float32) for _ in range(3)]
     said = str(explain(*rows, np.float32([4.0, 4.0, 0.0, 0.0]))).splitlines()
     assert said[1:3] == ["  native     cannot: there is no C++ compiler 'g++'", "  loop       runs (picked by auto)"]
@@ -244,7 +244,7 @@ def test_torch_keeps_denormal_numbers_even_if_its_thread_flushes_them() -> None:
 
 
 def test_without_a_compiler_native_raises_and_auto_takes_another_backend(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(native, "_registered", lambda: "there is no C++ compiler 'g++'")
+    monkeypatch.setattr(native, "_bound", lambda _: "there is no C++ compiler 'g++'")
     with pytest.raises(
         ValueError, match="'native' cannot run this: there is no C\\+\\+ compiler 'g\\+\\+'; backend='auto'"
     ):
@@ -253,11 +253,11 @@ def test_without_a_compiler_native_raises_and_auto_takes_another_backend(monkeyp
 
 
 def test_the_reason_on_another_device_names_that_device() -> None:
-    assert native.why_not({"gpu"}) == "it runs on the CPU but query is on gpu"
+    assert native.why_not({"gpu"}, jnp.float32) == "it runs on the CPU but query is on gpu"
 
 
 def test_a_binding_of_another_version_is_an_error_of_jax() -> None:
-    assert native.why_not({"cpu"}) is None
+    assert native.why_not({"cpu"}, jnp.float32) is None
     call = jax.ffi.ffi_call("alibi_xla_forward", [jax.ShapeDtypeStruct((1,), jnp.float32)])
     numbers = dict.fromkeys(("causal", "for_backward", "dropout_threshold", "dropout_head", "dropout_key"), 0)
     with pytest.raises(jax.errors.JaxRuntimeError, match=r"called with 1 arrays for 1 results.*of different versions"):

@@ -27,12 +27,18 @@ enum BackwardResult { OF_QUERY, OF_KEY, OF_VALUE, OF_SLOPES, OF_RIGHT_SLOPES, OF
 
 enum { FEW_BLOCKS = 2 };  // so few blocks read their keys only once or twice
 
-// The functions of the kernels' library that this one calls, in the order of `native.py`.
-struct Kernels {
-    void (*run[4])(const void *);  // forward and backward in float, then in double
+// The functions of the kernels' libraries that this one calls, in the order of `native.py`.
+struct Threads {
     void (*run_team)(int64_t, void (*)(void *), void *);
-    int64_t (*most_threads)();
-} kernels = {};
+    int64_t (*most)();
+} threads = {};
+struct Kernels {
+    void (*forward)(const void *), (*backward)(const void *);
+} parts[3] = {};  // for float, double and products of bf16; those that a call has needed
+
+// The kernels for numbers of a type, computed in `Real`.
+template <typename Real, typename Number>
+const Kernels &kernels = parts[sizeof(Real) == 8 ? 1 : sizeof(Number) == 2 ? 2 : 0];
 
 struct Settings {
     int64_t causal, for_backward, dropout_threshold;
@@ -168,7 +174,7 @@ void forward(const Buffers &in, const Buffers &out, const Settings &settings) {
     std::vector<double> lse(call.B * call.H * call.T);
     call.output = output.template rows<Real>(), call.lse = lse.data();
     call.rows = numbers_of<Real>(out[OF_ROWS]), call.visited = numbers_of<int32_t>(out[OF_VISITED]);
-    kernels.run[sizeof(Real) == 8 ? 2 : 0](&call);
+    kernels<Real, Number>.forward(&call);
     const std::vector<double> of_queries = sum_of_two(in[QUERY_BIAS], in[QUERY_BIAS_LOW]);
     const bool is_wide = out[OF_LSE].element_type() == ffi::DataType::F64;
     const double largest = is_wide ? std::numeric_limits<double>::max() : std::numeric_limits<float>::max();
@@ -221,7 +227,7 @@ void backward(const Buffers &in, const Buffers &out, const Settings &settings) {
     std::vector<double> of_keys(out[OF_KEY_BIAS].element_count()), of_queries(of_keys.empty() ? 0 : heads * call.T);
     if (!slopes.empty()) call.slope_grads = slopes.data();
     if (!of_keys.empty()) call.key_bias_grad = of_keys.data(), call.query_bias_grad = of_queries.data();
-    kernels.run[sizeof(Real) == 8 ? 3 : 1](&call);
+    kernels<Real, Number>.backward(&call);
     for_all(&Packed<Real>::write, {&query_grad, &key_grad, &value_grad});
     if (!of_keys.empty()) narrow(of_keys, out[OF_KEY_BIAS]);
     if (out[OF_QUERY_BIAS].element_count()) narrow(of_queries, out[OF_QUERY_BIAS]);
@@ -242,7 +248,7 @@ ffi::Error call_of(
     for (size_t n = 0; n < operands; n++) in.push_back(*args.get<ffi::AnyBuffer>(n));
     for (size_t n = 0; n < results; n++) out.push_back(**rets.get<ffi::AnyBuffer>(n));
     // As many threads as XLA's own, or fewer if OpenMP's settings say so.
-    settings.threads = int(std::max<int64_t>(1, std::min<int64_t>(pool.num_threads(), kernels.most_threads())));
+    settings.threads = int(std::max<int64_t>(1, std::min<int64_t>(pool.num_threads(), threads.most())));
     const DenormalNumbers are_kept;
     const ffi::DataType dtype = in[QUERY].element_type();
     if (dtype == ffi::DataType::F64) is_forward ? forward<double>(in, out, settings) : backward<double>(in, out, settings);
@@ -271,10 +277,11 @@ XLA_FFI_DEFINE_HANDLER_SYMBOL(alibi_xla_forward, handle<true>, binding());
 XLA_FFI_DEFINE_HANDLER_SYMBOL(alibi_xla_backward, handle<false>, binding());
 #pragma GCC visibility pop
 
-void alibi_run_team(int64_t threads, void (*work)(void *), void *context) { kernels.run_team(threads, work, context); }
+void alibi_run_team(int64_t threads, void (*work)(void *), void *context) { ::threads.run_team(threads, work, context); }
 
-// Sets the addresses of `Kernels`; returns the size of a `Call`.
-EXPORT int64_t alibi_xla_bind(void *const *addresses) {
-    std::memcpy(&kernels, addresses, sizeof kernels);
+// Sets the addresses of `Threads` and of one of `Kernels`; returns the size of a `Call`.
+EXPORT int64_t alibi_xla_bind(int64_t part, void *const *of_threads, void *const *of_part) {
+    std::memcpy(&threads, of_threads, sizeof threads);
+    std::memcpy(&parts[part], of_part, sizeof parts[part]);
     return sizeof(Call<float>);
 }

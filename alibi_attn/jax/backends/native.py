@@ -18,6 +18,7 @@ import jax.numpy as jnp
 from alibi_attn.attention.backends.native import build, compiling
 from alibi_attn.attention.backends.native.compiling import BuildError
 from alibi_attn.attention.backends.native.visited import numbers_of_visited
+from alibi_attn.attention.call.checks import dtype_name
 from alibi_attn.attention.call.reads import MASKS, NUMBERED_DROPOUT
 from alibi_attn.attention.call.spec import dropout_numbers
 from alibi_attn.jax.call.operands import Arrays, Rest
@@ -45,42 +46,46 @@ class Wanted:
     biases: bool
 
 
-def why_not(platforms: set[str]) -> str | None:
-    """Why the kernels cannot run on these platforms; on a CPU, compiles them if needed."""
+def why_not(platforms: set[str], dtype: jnp.dtype) -> str | None:
+    """Why the kernels cannot run on these platforms for inputs of a dtype; on a CPU, compiles them if needed."""
     if platforms != {"cpu"}:
         return f"it runs on the CPU but query is on {', '.join(sorted(platforms))}"
-    return _registered()
+    return _bound(build.part_of(dtype_name(dtype)))
 
 
 @functools.cache
-def _registered() -> str | None:
-    """Registers the targets with XLA, once per process; returns the reason if that fails."""
+def _bound(part: str) -> str | None:
+    """Binds a part of the kernels to the targets, once per process; returns the reason if that fails."""
     try:
-        kernels, binding = build.library(), _binding()
+        kernels, threads, binding = build.library(part=part), build.library(part="threads"), _registered()
     except BuildError as error:
         return str(error)
-    addresses = (ctypes.c_void_p * len(_IN_ORDER))(*(_address(kernels, name) for name in _IN_ORDER))
-    size = binding.alibi_xla_bind(addresses)
+    work = "float64" if part == "float64" else "float32"
+    of_threads = _addresses(threads, "alibi_run_team", "alibi_most_threads")
+    of_part = _addresses(kernels, f"alibi_forward_{work}", f"alibi_backward_{work}")
+    size = binding.alibi_xla_bind(_PARTS.index(part), of_threads, of_part)
     if size != ctypes.sizeof(build.Call):
         return f"the binding to XLA was built for calls of {size} bytes, not {ctypes.sizeof(build.Call)}"
-    for target in TARGETS:
-        capsule = jax.ffi.pycapsule(getattr(binding, target))  # type: ignore[no-untyped-call]
-        jax.ffi.register_ffi_target(target, capsule, platform="cpu")
     return None
 
 
-_IN_ORDER = (
-    "alibi_forward_float32",
-    "alibi_backward_float32",
-    "alibi_forward_float64",
-    "alibi_backward_float64",
-    "alibi_run_team",
-    "alibi_most_threads",
-)
+_PARTS = ("float32", "float64", "bfloat16")  # in the order of `native.cpp`
 
 
-def _address(library: ctypes.CDLL, function: str) -> int | None:
-    return ctypes.cast(getattr(library, function), ctypes.c_void_p).value
+@functools.cache
+def _registered() -> ctypes.CDLL:
+    """The binding, whose targets are registered with XLA once per process."""
+    binding = _binding()
+    for target in TARGETS:
+        capsule = jax.ffi.pycapsule(getattr(binding, target))  # type: ignore[no-untyped-call]
+        jax.ffi.register_ffi_target(target, capsule, platform="cpu")
+    return binding
+
+
+def _addresses(library: ctypes.CDLL, *functions: str) -> ctypes.Array[ctypes.c_void_p]:
+    return (ctypes.c_void_p * len(functions))(
+        *(ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in functions)
+    )
 
 
 def _binding() -> ctypes.CDLL:
@@ -99,7 +104,7 @@ def _load(path: Path) -> ctypes.CDLL:
         bind = loaded.alibi_xla_bind
     except (OSError, AttributeError) as error:
         raise BuildError(f"the compiled binding cannot be loaded: {error}") from None
-    bind.argtypes, bind.restype = [ctypes.c_void_p], ctypes.c_int64
+    bind.argtypes, bind.restype = [ctypes.c_int64, ctypes.c_void_p, ctypes.c_void_p], ctypes.c_int64
     return loaded
 
 
@@ -164,6 +169,8 @@ def _numbers_of_visited(arrays: Arrays) -> int:
 def _call(
     target: str, plan: Plan, operands: tuple[Array, ...], results: tuple[tuple[tuple[int, ...], jnp.dtype], ...]
 ) -> list[Array]:
+    if reason := _bound(build.part_of(dtype_name(operands[0].dtype))):
+        raise BuildError(reason)
     # Created from an operand, so that inside `shard_map` they vary over the same mesh axes.
     like = jax.eval_shape(lambda x: [jnp.zeros_like(x, dtype, shape=shape) for shape, dtype in results], operands[0])
     threshold, factor = dropout_numbers(plan.dropout_p)

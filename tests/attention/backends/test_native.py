@@ -44,7 +44,7 @@ def counting_library(tmp_path_factory: pytest.TempPathFactory) -> ctypes.CDLL:
 @pytest.fixture
 def counting(counting_library: ctypes.CDLL, monkeypatch: pytest.MonkeyPatch) -> Callable[[], int]:
     """Runs slow kernels that count; returns the scores computed since the previous call."""
-    monkeypatch.setattr(build, "library", lambda: counting_library)
+    monkeypatch.setattr(build, "library", lambda **_: counting_library)
     counter = counting_library.alibi_counter()
 
     def counted() -> int:
@@ -222,7 +222,11 @@ def test_many_cores_get_work_and_long_texts_keep_linear_memory(
         spec, dict(zip(("query", "key", "value"), tensors, strict=True)), {"visited": visited}
     )
     tasks, kept = np.zeros((4096, 6), np.int64), ctypes.c_int64()
-    count = build.library().alibi_backward_tasks(ctypes.byref(call), tasks.ctypes.data, len(tasks), ctypes.byref(kept))
+    divide = build.library().alibi_backward_tasks
+    divide.restype = ctypes.c_int64
+    count = divide(
+        ctypes.byref(call), ctypes.c_void_p(tasks.ctypes.data), ctypes.c_int64(len(tasks)), ctypes.byref(kept)
+    )
     assert kept.value <= most
     assert (64 if length == 2048 else 24) <= count <= len(tasks)
     covered, blocks = np.zeros((8, length), np.int64), np.zeros((8, length // TILE), np.int64)
@@ -376,7 +380,7 @@ def test_the_name_in_the_cache_depends_on_every_source() -> None:
 
 def loaded_again() -> ctypes.CDLL:
     """Loads the kernels of this process again, which repeats the check of their constants."""
-    return build._load(Path(build.library()._name))
+    return build._load(Path(build.library()._name), functions=())
 
 
 def test_constants_that_differ_are_refused(monkeypatch: pytest.MonkeyPatch) -> None:

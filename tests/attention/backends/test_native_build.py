@@ -23,8 +23,8 @@ def small(tmp_path_factory: pytest.TempPathFactory) -> Callable[..., bytes]:
     """small(*names) -> a shared library with empty functions of these names, and the checks that every library has."""
     folder = tmp_path_factory.mktemp("small")
     constants = "".join(f"ALIBI_{name}={value!r} " for name, value in build.FOR_CPP.items())
-    answers = f'"{constants}"', '"few"', str(ctypes.sizeof(build.Call)), "0", "0"
-    asked = zip(("const char *", "const char *", "long ", "long ", "long "), build.QUESTIONS, answers, strict=True)
+    answers = f'"{constants}"', '"few"', str(ctypes.sizeof(build.Call)), "0"
+    asked = zip(("const char *", "const char *", "long ", "long "), build.QUESTIONS, answers, strict=True)
     questions = "".join(f'extern "C" {kind}{name}() {{ return {answer}; }}\n' for kind, name, answer in asked)
 
     def compiled(*names: str) -> bytes:
@@ -59,7 +59,7 @@ class Compiler:
 @pytest.fixture
 def compiler(tmp_path: Path, small: Callable[..., bytes], monkeypatch: pytest.MonkeyPatch) -> Iterator[Compiler]:
     """The compiler of this test; cache, home and temporary files are folders of this test."""
-    mine = Compiler(tmp_path / "bin", small(*build.FUNCTIONS))
+    mine = Compiler(tmp_path / "bin", small("alibi_run_team"))
     monkeypatch.setenv("CXX", shlex.quote(str(mine.path)))
     monkeypatch.setenv("XDG_CACHE_HOME", str(tmp_path / "cache"))
     monkeypatch.setenv("HOME", str(tmp_path / "home"))
@@ -73,7 +73,7 @@ def compiler(tmp_path: Path, small: Callable[..., bytes], monkeypatch: pytest.Mo
 
 def asked_anew() -> str | None:
     build._found.cache_clear()
-    return build.why_not()
+    return build.why_not("threads")
 
 
 def replace(path: Path, data: bytes) -> None:
@@ -131,7 +131,7 @@ def test_a_library_without_one_function_is_rebuilt(
 ) -> None:
     assert asked_anew() is None
     (path,) = kept(tmp_path)
-    lacking = small(*build.FUNCTIONS[1:])
+    lacking = small()
     path.unlink()
     name = path.stem.rpartition("-")[0]
     (path.parent / f"{name}-{compiling.digest(lacking)}.so").write_bytes(lacking)
@@ -143,16 +143,19 @@ def test_a_library_without_one_function_is_rebuilt(
 def test_a_compiler_with_wrong_output_is_reported(
     tmp_path: Path, small: Callable[..., bytes], compiler: Compiler, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    other = Compiler(tmp_path / "other", small(*build.FUNCTIONS[1:]))
+    other = Compiler(tmp_path / "other", small())
     monkeypatch.setenv("CXX", shlex.quote(str(other.path)))
     assert "cannot be loaded: " in str(asked_anew())
-    assert "alibi_forward_float32" in str(asked_anew())
+    assert "alibi_run_team" in str(asked_anew())
     empty = Compiler(tmp_path / "empty", b"")
     monkeypatch.setenv("CXX", shlex.quote(str(empty.path)))
     assert "the compiled kernels cannot be loaded: " in str(asked_anew())
 
 
-CODE = "from alibi_attn.attention.backends.native import build; print(build.why_not(), build.library()._name)"
+CODE = """
+from alibi_attn.attention.backends.native import build
+print(build.why_not("threads"), build.library(part="threads")._name)
+"""
 
 
 # Replaces the system's locks by those of a file system that has none.

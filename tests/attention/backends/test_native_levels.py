@@ -76,12 +76,16 @@ COMPILERS = [
 
 @pytest.mark.parametrize(("compiler", "level"), COMPILERS)
 def test_compilers_have_no_warnings_about_the_sources(compiler: str, level: Level, tmp_path: Path) -> None:
-    """The short list parses only; the long one optimizes, since the optimizer has warnings too."""
+    """The short list parses only, each part; the long one optimizes all of them, since the optimizer has warnings too."""
     if shutil.which(compiler) is None:
         pytest.skip(f"there is no {compiler}; Debian's is in the package {compiler.rstrip('+')}")
     warnings = "-fsyntax-only" if level is NATIVE else "-O3", "-Wall", "-Wextra", "-Wpedantic", "-Werror"
-    for source in build.SOURCES:
-        command = [compiler, *build.FLAGS, *level.flags, *warnings, "-c", str(build.FOLDER / source), "-o", os.devnull]
+    parts = [(0, source) for source in build.SOURCES]
+    if level is NATIVE:
+        parts += [(part.number, source) for part in build.PARTS.values() for source in (*part.sources, "library.cpp")]
+    for number, source in parts:
+        flags = *build.FLAGS, *level.flags, *warnings, f"-DALIBI_PART={number}"
+        command = [compiler, *flags, "-c", str(build.FOLDER / source), "-o", os.devnull]
         done = subprocess.run(command, capture_output=True, text=True, check=False)
         assert (done.returncode, done.stderr) == (0, "")
 
@@ -123,7 +127,7 @@ class Wheel:
 
     def add(self, level: Level, *flags: str, tile: int = build.FOR_CPP["TILE"], more: str = "") -> None:
         constants = "".join(f"ALIBI_{name}={value!r} " for name, value in (build.FOR_CPP | {"TILE": tile}).items())
-        functions = "".join(f"void {name}(void *) {{}}\n" for name in (*build.FUNCTIONS, "alibi_backward_tasks"))
+        functions = "".join(f"void {name}(void *) {{}}\n" for name in build.FUNCTIONS)
         functions += "long alibi_multiplies_bf16() { return 0; }\n"
         bytes_of_call = f"long alibi_call_bytes() {{ return {ctypes.sizeof(build.Call)}; }}"
         source = self.folder / "small.cpp"
@@ -209,7 +213,7 @@ def test_without_cpuinfo_the_kernels_of_a_wheel_report_the_processor(
 
 @pytest.mark.skipif(not LONG_LIST, reason="only x86-64 has features that differ between processors of a wheel")
 def test_the_processor_reports_the_features_that_linux_lists(request: pytest.FixtureRequest) -> None:
-    listing = build.library().alibi_processor_features
+    listing = build.library(part="threads").alibi_processor_features
     listing.restype = ctypes.c_char_p
     if request.config.option.processor:
         pytest.skip("--processor hides features from Linux's list, not from the processor's")

@@ -38,7 +38,10 @@ FEWEST_SCORES = 2**17  # of all heads together; with fewer, `dense` is faster (s
 WIDTH = 16  # numbers in the widest vector; head sizes are zero-padded to a multiple of it
 NO_WINDOW = 0
 
-_is_built = constant_when_compiled(build.why_not)
+
+@constant_when_compiled
+def _why_not_built(dtype: str) -> str | None:
+    return build.why_not(build.part_of(dtype))
 
 
 def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
@@ -49,7 +52,7 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
         return "it does not differentiate or map a table of distances in torch.func"
     if spec.coordinates is not None and (spec.dropout_p > 0 or spec.key_bias is not None):
         return "it computes positions in the plane or in space without dropout and key_bias"
-    return why_not_compiled() or _is_built()
+    return why_not_compiled() or _why_not_built(dtype_name(query.dtype))
 
 
 def too_small(spec: Spec) -> TooSmall | None:
@@ -245,7 +248,8 @@ def _call(
     if spec.batch == 0:
         return  # the kernels divide by the number of sequences
     call, _alive = call_of(spec, rows, arrays, has_values=has_values, for_backward=for_backward)
-    getattr(build.library(), f"alibi_{function}_{dtype_name(_work(rows))}")(ctypes.byref(call))
+    library = build.library(part=build.part_of(dtype_name(rows["query"].dtype)))
+    getattr(library, f"alibi_{function}_{dtype_name(_work(rows))}")(ctypes.byref(call))
 
 
 def call_of(

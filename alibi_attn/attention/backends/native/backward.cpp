@@ -409,8 +409,11 @@ void run(const Call<Real> &call) {
 
 }  // namespace
 
-EXPORT void alibi_backward_float32(const Call<float> *call) { run(*call); }
+#if ALIBI_FLOAT64
 EXPORT void alibi_backward_float64(const Call<double> *call) { run(*call); }
+#endif
+#if ALIBI_FLOAT32
+EXPORT void alibi_backward_float32(const Call<float> *call) { run(*call); }
 
 // For a forward call's visited keys: writes at most `most` tasks, [count, 6] (sequence, key head, first and last block, first and
 // last own key); returns the number of tasks, and in `kept` the number of rows of their separate sums.
@@ -424,3 +427,4 @@ EXPORT int64_t alibi_backward_tasks(const Call<float> *call, int64_t *tasks, int
     *kept = plan.kept;
     return (int64_t)plan.tasks.size();
 }
+#endif

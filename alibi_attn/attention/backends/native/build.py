@@ -1,8 +1,8 @@
 """The library of kernels: its sources, flags, functions and structures, and which copy of it is loaded.
 
 A wheel contains them for several instruction levels (`levels.py`), and the best one that this processor supports is loaded.
-Otherwise (source tree, editable install, wheel built without a compiler) the first call compiles them for this processor, which
-costs some seconds, and keeps them in the user's cache (`compiling.py`).
+Otherwise (source tree, editable install, wheel built without a compiler) they are compiled for this processor, each of `PARTS`
+when it is first needed, which costs some seconds, and kept in the user's cache (`compiling.py`).
 """
 
 import ctypes
@@ -11,6 +11,7 @@ import os
 import tempfile
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 from alibi_attn.attention.backends.native import compiling
 from alibi_attn.attention.backends.native.compiling import SUFFIX, BuildError
@@ -26,6 +27,7 @@ SOURCES = (  # those that take longest to compile first
     "backward.cpp",
     "decoding.cpp",
     "linear.cpp",
+    "library.cpp",
     "threads.cpp",
     PROCESSOR,
 )
@@ -45,9 +47,39 @@ QUESTIONS = (
     "alibi_built_with",
     "alibi_instructions",
     "alibi_call_bytes",
-    "alibi_backward_tasks",
     "alibi_multiplies_bf16",
 )
+
+
+class Part(NamedTuple):
+    """A library that is compiled when a call first needs it.
+
+    Attributes:
+        number: its `ALIBI_PART` in C++.
+        sources: besides `library.cpp`.
+        functions: the first letters of those of `FUNCTIONS` that it has.
+    """
+
+    number: int
+    sources: tuple[str, ...]
+    functions: tuple[str, ...] = ()
+
+
+PARTS = {
+    "threads": Part(1, ("threads.cpp", PROCESSOR)),  # of all other parts
+    "float32": Part(
+        32,
+        ("forward.cpp", "backward.cpp"),
+        ("alibi_forward_float32", "alibi_backward_float32"),
+    ),
+    "bfloat16": Part(16, ("forward.cpp", "backward.cpp"), ("alibi_forward_float32", "alibi_backward_float32")),
+    "float64": Part(64, ("forward.cpp", "backward.cpp"), ("alibi_forward_float64", "alibi_backward_float64")),
+    "decoding": Part(
+        8,
+        ("decoder_layers.cpp", "decoding.cpp", "linear.cpp"),
+        ("alibi_layers", "alibi_decod", "alibi_linear", "alibi_norms"),
+    ),
+}
 
 
 class Rows(ctypes.Structure):
@@ -77,23 +109,23 @@ class Call(ctypes.Structure):
     ]
 
 
-def why_not() -> str | None:
-    """Why the kernels cannot run on this machine, or None; the first call may compile them."""
+def why_not(part: str = "float32") -> str | None:
+    """Why a part of the kernels cannot run on this machine, or None; the first call may compile it."""
     try:
-        library()
+        library(part=part)
     except BuildError as error:
         return str(error)
     return None
 
 
-def library(level: Level | None = None) -> ctypes.CDLL:
-    """The loaded library, from the wheel or compiled here, for `level` or for the best level of this processor.
+def library(level: Level | None = None, *, part: str = "float32") -> ctypes.CDLL:
+    """The library with a part of the kernels, from the wheel or compiled here, for `level` or the best level of this processor.
 
     Raises:
         BuildError: there is no compiler, it fails, or the processor does not support the level; the message names the
             fix.
     """
-    loaded = _found(level, *map(os.environ.get, ("CXX", "XDG_CACHE_HOME", "HOME")))
+    loaded = _found(level, part, *map(os.environ.get, ("CXX", "XDG_CACHE_HOME", "HOME")))
     if isinstance(loaded, str):
         raise BuildError(loaded)
     return loaded
@@ -101,7 +133,7 @@ def library(level: Level | None = None) -> ctypes.CDLL:
 
 def instructions() -> str:
     """Which instructions the kernels use, and their origin: "AVX2, from the wheel"."""
-    loaded = library()
+    loaded = library(part="threads")
     origin = "from the wheel" if Path(loaded._name).parent == FOLDER else "compiled here"
     amx = " and AMX" if loaded.alibi_multiplies_bf16() == 2 else ""
     return f"{loaded.alibi_instructions().decode()}{amx}, {origin}"
@@ -131,11 +163,20 @@ def compile_for_wheel(
 
 def multiplies_bf16() -> bool:
     """Whether the kernels read bf16; otherwise it must be widened to fp32."""
-    return bool(library().alibi_multiplies_bf16())
+    return bool(library(part="threads").alibi_multiplies_bf16())
+
+
+def part_of(dtype: str) -> str:
+    """The part that computes attention for inputs of a dtype."""
+    if dtype == "bfloat16" and multiplies_bf16():
+        return dtype
+    return "float64" if dtype == "float64" else "float32"
 
 
 @functools.cache
-def _found(level: Level | None, compiler: str | None, cache: str | None, home: str | None) -> ctypes.CDLL | str:
+def _found(
+    level: Level | None, part: str, compiler: str | None, cache: str | None, home: str | None
+) -> ctypes.CDLL | str:
     """The library, or why it cannot be loaded; determined once per process and environment."""
     try:
         if level is not None and level.missing:
@@ -145,11 +186,26 @@ def _found(level: Level | None, compiler: str | None, cache: str | None, home: s
         for candidate in LEVELS if level is None else (level,):
             if shipped(candidate).exists() and _runs_here(candidate):
                 return _load(shipped(candidate))
-        level = level or NATIVE
-        sources, headers = ([FOLDER / name for name in names] for names in (SOURCES, HEADERS))
-        return compiling.cached(f"kernels-{level.name}", sources, headers, (*FLAGS, *level.flags), _load)
+        if part == "threads":
+            return _compiled(level, part)
+        threads = _found(level, "threads", compiler, cache, home)
+        if isinstance(threads, str):
+            return threads
+        loaded = _compiled(level, part)
+        loaded.alibi_use_team(ctypes.cast(threads.alibi_run_team, ctypes.c_void_p))
+        return loaded
     except BuildError as error:
         return str(error)
+
+
+def _compiled(level: Level | None, part: str) -> ctypes.CDLL:
+    """A part of the kernels, compiled now or kept by an earlier process."""
+    name, (number, sources, functions) = (level or NATIVE).name, PARTS[part]
+    flags = (*FLAGS, *(level or NATIVE).flags, f"-DALIBI_PART={number}")
+    has = [function for function in FUNCTIONS if function.startswith(functions)]
+    load = functools.partial(_load, functions=[*has, "alibi_run_team" if part == "threads" else "alibi_use_team"])
+    files, headers = ([FOLDER / name for name in names] for names in ((*sources, "library.cpp"), HEADERS))
+    return compiling.cached(f"kernels-{name}-{part}", files, headers, flags, load)
 
 
 def _runs_here(level: Level) -> bool:
@@ -161,18 +217,17 @@ def _runs_here(level: Level) -> bool:
     return level.needs <= set(listing().decode().split())
 
 
-def _load(path: Path) -> ctypes.CDLL:
+def _load(path: Path, functions: Sequence[str] = FUNCTIONS) -> ctypes.CDLL:
     try:
         loaded = ctypes.CDLL(str(path))
-        functions = [getattr(loaded, name) for name in FUNCTIONS]
-        built_with, words, call_bytes, tasks, multiplies_bf16 = (getattr(loaded, name) for name in QUESTIONS)
+        found = [getattr(loaded, name) for name in functions]
+        built_with, words, call_bytes, multiplies_bf16 = (getattr(loaded, name) for name in QUESTIONS)
     except (OSError, AttributeError) as error:
         raise BuildError(f"the compiled kernels cannot be loaded: {error}") from None
-    for function in functions:
+    for function in found:
         function.argtypes, function.restype = [ctypes.c_void_p], None
     built_with.restype = words.restype = ctypes.c_char_p
-    call_bytes.restype = tasks.restype = multiplies_bf16.restype = ctypes.c_int64
-    tasks.argtypes = [ctypes.c_void_p, ctypes.c_void_p, ctypes.c_int64, ctypes.c_void_p]
+    call_bytes.restype = multiplies_bf16.restype = ctypes.c_int64
     constants = f"{built_with().decode()}call_bytes={call_bytes()}"
     expected = "".join(f"ALIBI_{name}={value!r} " for name, value in FOR_CPP.items())
     expected += f"call_bytes={ctypes.sizeof(Call)}"

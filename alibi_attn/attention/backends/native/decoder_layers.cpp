@@ -19,7 +19,6 @@
 namespace {
 
 enum {
-    WIDE = 64,    // outputs of a block
     SHIFT = 128,  // added to the codes of activations, which are unsigned
     LARGEST = 127,
 };
@@ -30,14 +29,13 @@ float rounded(float x) {
 }
 
 // Rows in fp32, and for int8 weights their codes: one scale per row.
-template <int rows>
 struct Inputs {
     std::vector<float> numbers;
     std::vector<uint8_t> codes;
-    float scales[rows];
+    float scales[MOST_ROWS];
 
     // Whether every number is finite.
-    bool quantize(int64_t size) {
+    bool quantize(int rows, int64_t size) {
         codes.resize(rows * size);
         for (int r = 0; r < rows; r++) {
             const float *x = numbers.data() + r * size;
@@ -70,9 +68,17 @@ __attribute__((target("avx512f,avx512vnni"))) void code_products(
     for (int r = 0; r < rows; r++)
         for (int v = 0; v < 4; v++) _mm512_storeu_si512((void *)(totals + r * WIDE + v * 16), sum[r][v]);
 }
+
+void code_products(int rows, const int8_t *weight, const uint8_t *codes, int64_t inputs, int32_t *totals) {
+    switch (rows) {
+        case 1: return code_products<1>(weight, codes, inputs, totals);
+        case 2: return code_products<2>(weight, codes, inputs, totals);
+        case 3: return code_products<3>(weight, codes, inputs, totals);
+        default: return code_products<MOST_ROWS>(weight, codes, inputs, totals);
+    }
+}
 #else
-template <int rows>
-void code_products(const int8_t *weight, const uint8_t *codes, int64_t inputs, int32_t *totals) {
+void code_products(int rows, const int8_t *weight, const uint8_t *codes, int64_t inputs, int32_t *totals) {
     std::fill(totals, totals + rows * WIDE, 0);
     for (int64_t i = 0; i < inputs; i++)
         for (int r = 0; r < rows; r++)
@@ -88,13 +94,14 @@ INLINE Reals<float> tanh_gelu(Reals<float> x) {
     return x * (two_u > 0 ? every(1.0f) : decay) / (1.0f + decay);
 }
 
-template <int rows, typename Stored>
+template <typename Stored>
 class Run {
     typedef LayersCall<Stored> Call;
     const Call &call;
+    const int rows = int(call.B * call.T);
     const int64_t E = call.E, T = call.T, D = call.D, attended_size = call.H * call.D;
-    std::vector<float> x;               // the residual stream
-    Inputs<rows> normed, mixed, inner;  // the inputs of linear maps
+    std::vector<float> x;         // the residual stream
+    Inputs normed, mixed, inner;  // the inputs of linear maps
     std::vector<Stored> query, attended;
     std::atomic<bool> fine{true};
 
@@ -186,15 +193,15 @@ class Run {
         return total;
     }
 
-    void prepare(Inputs<rows> &inputs, const LayerLinear &linear) {
-        if (linear.scales && !inputs.quantize(linear.inputs)) fine = false;
+    void prepare(Inputs &inputs, const LayerLinear &linear) {
+        if (linear.scales && !inputs.quantize(rows, linear.inputs)) fine = false;
     }
 
     // finish(row, first output, values [WIDE], their number) for every block of outputs.
     template <typename Finish>
-    void linear(Member &member, const LayerLinear &linear, const Inputs<rows> &inputs, const Finish &finish) {
+    void linear(Member &member, const LayerLinear &linear, const Inputs &inputs, const Finish &finish) {
         member.for_ranges(linear.outputs, WIDE, [&](int64_t from, int64_t to) {
-            float y[rows][WIDE] = {};
+            float y[MOST_ROWS][WIDE] = {};
             if (linear.scales)
                 from_codes(linear, inputs, from, y);
             else
@@ -203,20 +210,19 @@ class Run {
         });
     }
 
-    void from_numbers(const LayerLinear &linear, const Inputs<rows> &inputs, int64_t from, int64_t to, float (*y)[WIDE]) {
+    void from_numbers(const LayerLinear &linear, const Inputs &inputs, int64_t from, int64_t to, float (*y)[WIDE]) {
         const Stored *weight = static_cast<const Stored *>(linear.weight), *bias = static_cast<const Stored *>(linear.bias);
-        for (int64_t o = from; o < to; o++) {
-            float totals[rows];
-            products_of<rows>(weight + o * linear.inputs, inputs.numbers.data(), linear.inputs, totals);
-            for (int r = 0; r < rows; r++) y[r][o - from] = rounded<Stored>(totals[r] + (bias ? as_float(bias[o]) : 0.0f));
-        }
+        products_of_block(rows, weight + from * linear.inputs, inputs.numbers.data(), linear.inputs, to - from, y);
+        for (int r = 0; r < rows; r++)
+            for (int64_t o = from; o < to; o++)
+                y[r][o - from] = rounded<Stored>(y[r][o - from] + (bias ? as_float(bias[o]) : 0.0f));
     }
 
-    void from_codes(const LayerLinear &linear, const Inputs<rows> &inputs, int64_t from, float (*y)[WIDE]) {
+    void from_codes(const LayerLinear &linear, const Inputs &inputs, int64_t from, float (*y)[WIDE]) {
         if (!fine) return;  // there are no codes
-        int32_t totals[rows * WIDE];
+        int32_t totals[MOST_ROWS * WIDE];
         const int8_t *weight = static_cast<const int8_t *>(linear.weight) + from * linear.inputs;
-        code_products<rows>(weight, inputs.codes.data(), linear.inputs, totals);
+        code_products(rows, weight, inputs.codes.data(), linear.inputs, totals);
         const float *bias = static_cast<const float *>(linear.bias);
         for (int r = 0; r < rows; r++)
             for (int64_t i = 0; i < WIDE; i++) {
@@ -245,12 +251,7 @@ class Run {
 
 template <typename Stored>
 void run(const LayersCall<Stored> &call) {
-    switch (call.B * call.T) {
-        case 1: *call.fine = Run<1, Stored>(call).all_layers(); break;
-        case 2: *call.fine = Run<2, Stored>(call).all_layers(); break;
-        case 3: *call.fine = Run<3, Stored>(call).all_layers(); break;
-        default: *call.fine = Run<4, Stored>(call).all_layers();
-    }
+    *call.fine = Run<Stored>(call).all_layers();
 }
 
 }  // namespace

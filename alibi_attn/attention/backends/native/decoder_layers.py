@@ -47,7 +47,7 @@ class LayersCall(ctypes.Structure):
     """`LayersCall` of `decoder_layers.hpp`."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("B", "H", "T", "S", "D", "E", "layers")),
+        *((name, ctypes.c_int64) for name in ("B", "H", "T", "S", "D", "E", "decoding")),
         *((name, ctypes.c_void_p) for name in "xy"),
         *((name, Norm) for name in ("first_norm", "last_norm")),
         ("layer", ctypes.POINTER(Layer)),
@@ -76,9 +76,9 @@ def run(dtype: torch.dtype, call: LayersCall) -> bool:
 @functools.cache
 def _library() -> ctypes.CDLL | None:
     """The kernels, with call structures equal to those above; None if they cannot be built."""
-    if build.why_not():
+    if build.why_not("decoding"):
         return None
-    library = build.library()
+    library = build.library(part="decoding")
     expected = ctypes.sizeof(LayersCall), ctypes.sizeof(Layer)
     sizes = (ctypes.c_int64 * len(expected))()
     library.alibi_layers_bytes(sizes)

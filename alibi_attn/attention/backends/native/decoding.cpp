@@ -31,6 +31,10 @@ void measure(const NormsCall<Stored> &call) {
 
 }  // namespace
 
+template bool run_decoding_rows_of(std::vector<DecodingRow<float>> &, int64_t);
+template bool run_decoding_rows_of(std::vector<DecodingRow<BFloat16>> &, int64_t);
+template bool run_decoding_rows_of(std::vector<DecodingRow<Float16>> &, int64_t);
+
 EXPORT void alibi_decode_float32(const DecodingCall<float> *call) { run(*call); }
 EXPORT void alibi_decode_bfloat16(const DecodingCall<BFloat16> *call) { run(*call); }
 EXPORT void alibi_decode_float16(const DecodingCall<Float16> *call) { run(*call); }

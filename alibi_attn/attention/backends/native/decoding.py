@@ -169,9 +169,9 @@ def _library() -> ctypes.CDLL | None:
 
     Cached because a decoding step uses it twenty times.
     """
-    if build.why_not():
+    if build.why_not("decoding"):
         return None
-    library = build.library()
+    library = build.library(part="decoding")
     expected = tuple(ctypes.sizeof(call) for call in (_DecodingCall, _NormsCall, _LinearCall))
     sizes = (ctypes.c_int64 * len(expected))()
     library.alibi_decoding_bytes(sizes)

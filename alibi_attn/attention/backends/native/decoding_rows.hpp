@@ -252,6 +252,11 @@ bool run_decoding_rows_of(std::vector<DecodingRow<Stored>> &rows, int64_t D) {
     }
 }
 
+// Compiled once, in `decoding.cpp`.
+extern template bool run_decoding_rows_of(std::vector<DecodingRow<float>> &, int64_t);
+extern template bool run_decoding_rows_of(std::vector<DecodingRow<BFloat16>> &, int64_t);
+extern template bool run_decoding_rows_of(std::vector<DecodingRow<Float16>> &, int64_t);
+
 // The rows of a call, divided into independent tasks.
 template <typename Stored>
 class DecodingTasks {

@@ -338,28 +338,9 @@ void run(const Call<Real> &call) {
 
 }  // namespace
 
+#if ALIBI_FLOAT32
 EXPORT void alibi_forward_float32(const Call<float> *call) { run(*call); }
-EXPORT void alibi_forward_float64(const Call<double> *call) { run(*call); }
-EXPORT const char *alibi_built_with() { return ALIBI_BUILT_WITH; }
-EXPORT int64_t alibi_call_bytes() { return sizeof(Call<float>); }
-// Whether a Call<float> may have bf16 rows: 0 no, 1 yes, 2 yes and tiles multiply them.
-EXPORT int64_t alibi_multiplies_bf16() { return InPairs<float>::EXIST + Tiles::usable(); }
-
-// The words of a level in `levels.py`, or those of a compiler's own choice of instructions.
-EXPORT const char *alibi_instructions() {
-#if defined(__AVX512BF16__)
-    return "AVX512-BF16";
-#elif defined(__AVX512F__)
-    return "AVX-512";
-#elif defined(__AVX2__)
-    return "AVX2";
-#elif defined(__SSE2__)
-    return "SSE2";
-#elif defined(__ARM_FEATURE_BF16_VECTOR_ARITHMETIC)
-    return "NEON-BF16";
-#elif defined(__ARM_NEON)
-    return "NEON";
-#else
-    return "no vector instructions";
 #endif
-}
+#if ALIBI_FLOAT64
+EXPORT void alibi_forward_float64(const Call<double> *call) { run(*call); }
+#endif

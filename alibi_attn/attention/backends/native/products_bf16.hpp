@@ -30,7 +30,7 @@ struct PairProduct {
 };
 
 // For types and processors without such products; the instructions are a parameter because there they have no functions.
-template <typename Real, typename Instructions = Bf16Instructions, bool = Instructions::EXIST>
+template <typename Real, typename Instructions = Bf16Instructions, bool = Instructions::EXIST && ALIBI_BF16_PRODUCTS>
 struct InPairs {
     static constexpr bool EXIST = false;
 };

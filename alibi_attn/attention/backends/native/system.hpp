@@ -5,6 +5,14 @@
 #include <cstdint>
 #include <cstdlib>
 
+// Which part of the kernels a library has, by the numbers of `build.PARTS`; 0: all of them, as in a wheel.
+#ifndef ALIBI_PART
+#define ALIBI_PART 0
+#endif
+#define ALIBI_FLOAT32 (ALIBI_PART != 64)
+#define ALIBI_FLOAT64 (ALIBI_PART == 0 || ALIBI_PART == 64)
+#define ALIBI_BF16_PRODUCTS (ALIBI_PART == 0 || ALIBI_PART == 16)
+
 #ifdef _WIN32
 #include <malloc.h>
 #define EXPORT extern "C" __attribute__((dllexport))
