@@ -43,7 +43,7 @@ def check_call(
         cache.check(needs, sinks=layer.sinks_of_window)
     others = cache is not None or bool(names) or is_replaced
     _check_memory(x, memory, memory_mask, kv_dim=layer.kv_dim, others=others)
-    if layer.kv_dim is None:
+    if names and layer.kv_dim is None:
         _check_options(x, cache, given, causal=layer.causal, gated=layer.gate_proj is not None)
 
 

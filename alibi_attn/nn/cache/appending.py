@@ -33,7 +33,7 @@ def check_append(
     compiling, grad = torch.compiler.is_compiling(), torch.is_grad_enabled()
     if not (layer is None or cache._layer is None or compiling or cache._layer() is layer):
         raise ValueError("this KVCache belongs to another attention layer; make one KVCache() for each layer")
-    if (how := traits(cache)) != []:
+    if how := traits(cache):
         needs = ["gradients"] if grad and (cache.path is not None or key.requires_grad or value.requires_grad) else []
         needs += ["torch.compile"] * compiling + ["no forget gates" if log_fgate is None else "forget gates"]
         refuse(*how, *needs)
@@ -62,6 +62,7 @@ def to_all(cache: "KVCache", new: tuple[Tensor, ...], layer: nn.Module | None) -
     """All heads keep the same tokens."""
     count, most = new[0].shape[2], cache.max_tokens
     group = cache.groups[0] if cache.groups else Growing()
+    filled: tuple[Tensor, ...] = ()
     if cache.path is not None:
         group = _to_file(cache, group, new, layer)
     elif most is not None and group.length + count > most:
@@ -72,11 +73,11 @@ def to_all(cache: "KVCache", new: tuple[Tensor, ...], layer: nn.Module | None) -
             )
         group.replace_oldest(cache.sinks, new)
     else:
-        group.append(new, with_room=most is None)
+        filled = group.append(new, with_room=most is None)
     cache.groups = [group]
     if most is not None:
         cache._seen += count
-    key, value, *gates = group.filled()
+    key, value, *gates = filled or group.filled()
     norms = None if most is not None else group.norms
     log_fgate = gates[0][..., 0] if gates else None
     return [Kept(key, value, first=group.length - count, norms=norms, log_fgate=log_fgate)]

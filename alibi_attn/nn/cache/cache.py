@@ -263,7 +263,8 @@ class KVCache:
             given: what a call or layer needs, in the words of `refusals.REFUSED`.
             sinks: the number of first keys that the layer's window does not hide.
         """
-        refuse(*traits(self), *given)
+        if how := traits(self):
+            refuse(*how, *given)
         if (self.retention is not None or self.max_tokens is not None) and self.sinks < sinks:
             raise ValueError(
                 f"the layer has {sinks} sinks but this cache keeps {self.sinks} first keys; create it with the layer's "

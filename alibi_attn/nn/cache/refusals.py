@@ -61,13 +61,14 @@ def check_pair(
     Args:
         heads: K, if the cached ones are those of some heads only.
     """
-    if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3] or key.shape[1] != (heads or key.shape[1]):
+    if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3] or heads not in (None, key.shape[1]):
         wanted = "" if heads is None else f" with K = {heads}"
         raise ValueError(
             f"key has shape {list(key.shape)} and value {list(value.shape)} but both must be [B, K, T, D]{wanted}"
         )
     for name, new, old in zip(("key", "value"), (key, value), cached, strict=False):
-        fits = new.shape[0] == old.shape[0] and new.shape[3] == old.shape[3] and (heads or old.shape[1]) == new.shape[1]
+        (batch, of_new, _, size), (of_batch, of_old, _, of_size) = new.shape, old.shape
+        fits = batch == of_batch and size == of_size and of_new == (heads or of_old)
         if not (fits and new.dtype == old.dtype and new.device == old.device):
             raise ValueError(
                 f"{name} is {described(new)} but the cache holds {described(old, length)}: only the length may differ; a new "

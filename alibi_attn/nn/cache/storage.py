@@ -45,23 +45,23 @@ class Growing:
         tokens = slice(self.start, self.start + self.length)
         return tuple(tensor[:, :, tokens] for tensor in self.tensors)
 
-    def append(self, new: tuple[Tensor, ...], *, with_room: bool = True) -> None:
-        """Adds tokens: in place if no gradients are needed, else in new tensors.
+    def append(self, new: tuple[Tensor, ...], *, with_room: bool = True) -> tuple[Tensor, ...]:
+        """Adds tokens: in place if no gradients are needed, else in new tensors. Returns all tensors, as `filled`.
 
         Args:
             with_room: allocate more than is needed, so that later tokens need no copy.
         """
         if self.length and with_room and self.file is None and not torch.is_grad_enabled():
-            held = self.length
-            for tensor, tokens in zip(self.extend(new[0].shape[2]), new, strict=True):
+            held, filled = self.length, self.extend(new[0].shape[2])
+            for tensor, tokens in zip(filled, new, strict=True):
                 tensor[:, :, held:] = tokens
             self._settle()
-            return
+            return filled
         self.notice()
         if self.file is not None:
             self.file.append(*new)
             self._attach(self.file)
-            return
+            return self.filled()
         if not with_room or torch.is_grad_enabled() or torch.compiler.is_compiling():
             tensors = [torch.cat(pair, 2) for pair in zip(self.filled(), new, strict=True)] if self.length else new
             self._replace(tensors, self.length + new[0].shape[2])
@@ -70,6 +70,7 @@ class Growing:
             self.length = new[0].shape[2]
             self._reserve(2 * self.length, new)
         self._settle()
+        return self.filled()
 
     def extend(self, count: int) -> tuple[Tensor, ...]:
         """Adds positions that the caller must write, without gradients, then `commit`; returns all tensors."""
@@ -137,11 +138,10 @@ class Growing:
     def norms(self) -> Norms:
         """Upper bounds of the norms of keys and values in each whole tile, computed once."""
         self.notice()
-        key, value, *_ = self.filled()
-        if self._norms is None:
-            self._norms = measured_norms(key, value)
-        elif key.shape[2] - self._norms.covered >= TILE:
-            self._norms = self._norms.extended(key, value, measured_norms)
+        if self._norms is None or self.length - self._norms.covered >= TILE:
+            key, value, *_ = self.filled()
+            known = self._norms
+            self._norms = measured_norms(key, value) if known is None else known.extended(key, value, measured_norms)
         return self._norms
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Growing":
