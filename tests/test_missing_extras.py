@@ -7,6 +7,9 @@ import sys
 
 import pytest
 
+from alibi_lab.measure.benchmarks import BENCHMARKS
+
+OF_MODELS = [f"bench {name}" for name, each in BENCHMARKS.items() if each.extra == "hf"]
 MISSING = """
 import importlib, json, sys
 MISSING = sys.argv[1]
@@ -61,18 +64,9 @@ def _run_without(program: str, *arguments: str) -> dict[str, object]:
         (
             "torch",
             {
-                **dict.fromkeys(
-                    (
-                        "bench attention",
-                        "bench decoding",
-                        "bench host",
-                        "bench context-parallel",
-                        "explain",
-                    ),
-                    "torch",
-                ),
-                **dict.fromkeys(("bench models", "bench texts", "embed x FILE --out y"), "hf"),
-                "bench training": "lab",
+                **{f"bench {name}": each.extra for name, each in BENCHMARKS.items()},
+                "explain": "torch",
+                "embed x FILE --out y": "hf",
                 "run quick --scale smoke": "lab",
                 "eval x --text y": "lab",
                 "generate x --prompt y": "lab",
@@ -81,7 +75,7 @@ def _run_without(program: str, *arguments: str) -> dict[str, object]:
         ),
         (
             "transformers",
-            dict.fromkeys(("bench models", "bench texts", "export x y", "embed x FILE --out y"), "hf"),
+            dict.fromkeys((*OF_MODELS, "export x y", "embed x FILE --out y"), "hf"),
         ),
         ("ray", dict.fromkeys(("embed x FILE --out y --ray local", "run quick --scale smoke --ray local"), "ray")),
         ("jax", {"bench attention --framework jax": "jax"}),
