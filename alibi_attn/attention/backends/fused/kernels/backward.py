@@ -63,7 +63,9 @@ def query_full(
     """The same as `query_partial`, for a tile of keys that every query sees in full."""
     slope, near = linear_bias(tile, queries.start, head, BN, CAUSAL)
     j = tile * BN + tl.arange(0, BN)
+    # Load keys and values.
     k, v = load_tile(K, tile, BN, D), load_tile(V, tile, BN, D)  # [BN, DP]
+    # Scores, their bias, and the weights.
     products = tl.dot(queries.q, k.T, input_precision=PRECISION)  # [BM, BN]
     column = slope * (j - near).to(tl.float32)
     if head.bias is not None:
@@ -72,10 +74,12 @@ def query_full(
     scores = products * head.scale + column[None, :]
     row = (queries.position - queries.start).to(tl.float32)  # [BM]
     p = tl.exp2(scores - (lse + slope * (row + (queries.start - near).to(tl.float32)))[:, None])
+    # Gradient of the scores.
     dp = tl.dot(do, v.T, input_precision=PRECISION)
     if head.dropout is not None:
         dp = dp * kept_weights(head.dropout, head.numbers, queries.position, tile * BN, BN)
     ds = p * (dp - delta[:, None])
+    # Gradients of slopes and biases, and of the queries.
     if SLOPES_WANTED:
         # Σ ds·(position − least − j), counted from the key nearest to the queries.
         away = row + (queries.start - least - near).to(tl.float32)
@@ -136,18 +140,21 @@ def query_partial(
     """
     LEAN: tl.constexpr = CAUSAL and head.bias is None
     j = tile * BN + tl.arange(0, BN)
+    # Keys, masks, scores, their bias, and the weights.
     if LEAN:
         p, k, here = causal_weights(tile, queries, head, lse, K, masks, S, BN, D, PRECISION)
     else:
         scores, seen, k, here, _ = partial_scores(tile, queries, head, K, masks, S, origin, BN, D, CAUSAL, PRECISION)
         p = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)  # [BM, BN]
     v = load_rows(V, tile * BN, here, BN, D)  # [BN, DP]
+    # Gradient of the scores.
     dp = tl.dot(do, v.T, input_precision=PRECISION)
     if head.dropout is not None:
         dp = dp * kept_weights(head.dropout, head.numbers, queries.position, tile * BN, BN)
     ds = p * (dp - delta[:, None])
     if CAREFUL:
         ds = tl.where(p == 0.0, 0.0, ds)
+    # Gradients of slopes and biases, and of the queries.
     if SLOPES_WANTED:
         distance = queries.position[:, None] - j[None, :]
         moment = ds * (distance - least).to(tl.float32)
@@ -283,14 +290,14 @@ def query_kernel(
     outliers = visited.beside + b * visited.row + (h * blocks + n * BM // ROWS) * OUTLIERS
     dq, to_left, to_right, sums = over_tiles(
         queries, head, do, lse, origin, delta, K, V, call.masks, band, outliers, least, S, BN, D, CAUSAL, DSLOPES is not None,
-        SUMS is not None, PRECISION, not DESCRIBED, None,
+        SUMS is not None, PRECISION=PRECISION, CAREFUL=not DESCRIBED, STAGES=None,
     )  # fmt: skip
     if DESCRIBED:
         is_finite = tl.min(all_finite(dq).to(tl.int32), 0) != 0
         if not is_finite:
             dq, to_left, to_right, sums = over_tiles(
                 queries, head, do, lse, origin, delta, K, V, call.masks, band, outliers, least, S, BN, D, CAUSAL,
-                DSLOPES is not None, SUMS is not None, PRECISION, True, 1,
+                DSLOPES is not None, SUMS is not None, PRECISION=PRECISION, CAREFUL=True, STAGES=1,
             )  # fmt: skip
 
     # Loaded once more, so that no register holds the addresses of results during the loop.

@@ -109,11 +109,13 @@ def after_queries(
 
     `seen` None: every weight counts.
     """
+    # Gradient of the values.
     weights = p
     if head.dropout is not None:
         kept = kept_by_keys(head.dropout, head.numbers, position, j)
         weights = p * kept
     dv = tl.dot(weights.to(do.dtype), do, dv, input_precision=PRECISION)
+    # Gradients of the scores and of the keys.
     dp = tl.dot(v, do.T, input_precision=PRECISION)  # [BN, BM]
     if head.dropout is not None:
         dp = dp * kept
@@ -198,13 +200,13 @@ def key_kernel(
         for x in tl.range(0, full_count(band)):
             n = band.after + x  # if causal, no block before the keys sees them
             if not CAUSAL:
-                n = full_tile(x, band, False)
+                n = full_tile(x, band, CAUSAL=False)
             i = n * BM + rows
             visited = is_visited(bands + n * BM // UNIT * 4, key_tile)
             if SHIFTED is not None:
                 row = tl.load(SHIFTED + (at + n * BM) + rows)
-            q = block_of(Q, b, h, n, T, BM, D, DESCRIBED, True)
-            do = block_of(DOUT, b, h, n, T, BM, D, DESCRIBED, True)
+            q = block_of(Q, b, h, n, T, BM, D, DESCRIBED, WHOLE=True)
+            do = block_of(DOUT, b, h, n, T, BM, D, DESCRIBED, WHOLE=True)
             products = tl.dot(k, q.T, input_precision=PRECISION)  # [BN, BM]
             if SHIFTED is not None:
                 column = head.slope * (jj + (t * BN - offset - n * BM // TILE * TILE)).to(tl.float32)
@@ -225,13 +227,13 @@ def key_kernel(
                 p, None, q, do, v, DELTA + (at + n * BM), i + offset, j, head, dk, dv, sums, SUMS is not None, PRECISION
             )
         for x in tl.range(0, last - first - full_count(band)):
-            n = partial_tile(x, band, False)
+            n = partial_tile(x, band, CAUSAL=False)
             i = n * BM + rows
             visited = is_visited(bands + n * BM // UNIT * 4, key_tile)
             lse = in_log2(tl.load(LSE_h + i, mask=i < T, other=float("-inf")), call.key_bias)
             lse = tl.where(lse != float("-inf"), lse, float("inf"))
-            q = block_of(Q, b, h, n, T, BM, D, DESCRIBED, False)
-            do = block_of(DOUT, b, h, n, T, BM, D, DESCRIBED, False)
+            q = block_of(Q, b, h, n, T, BM, D, DESCRIBED, WHOLE=False)
+            do = block_of(DOUT, b, h, n, T, BM, D, DESCRIBED, WHOLE=False)
             shown = (shown_here & visited)[:, None]
             if segments is not None:
                 theirs = tl.load(call.masks.query_segments + b * T + i, mask=i < T, other=0)

@@ -106,7 +106,7 @@ def decode_kernel(
 
     visits = 0
     if visited.bands is None:
-        low, high = seen_keys(None, 0, start, start + T, True, S, window, CAUSAL)
+        low, high = seen_keys(None, 0, start, start + T, there=True, S=S, window=window, CAUSAL=CAUSAL)
         first, last = low // BN, tl.cdiv(high, BN)
     else:
         leader = b * visited.row + kv * G * 4
@@ -197,6 +197,6 @@ def merge_kernel(OUTS, LSES, OUT, LSE, GIVEN_LSE, call, parts, rows, SLOTS: tl.c
             given = lse_before_move(merged, call, row // T // H, row // T % H)
         else:
             given = biased_lse_before_move(
-                merged, origin[0], origin[1], call, GIVEN_LSE, row // T // H, row // T, row % T, True
+                merged, origin[0], origin[1], call, GIVEN_LSE, row // T // H, row // T, row % T, there=True
             )
         tl.store(GIVEN_LSE + row, given)

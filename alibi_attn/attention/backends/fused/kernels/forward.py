@@ -88,11 +88,13 @@ def attend_full(
     """
     slope, near = linear_bias(tile, queries.start, head, BN, CAUSAL)
     j = tile * BN + tl.arange(0, BN)
+    # Load the keys.
     if DIAGONAL:
         k = load_rows(K, tile * BN, j < S, BN, D)  # [BN, DP]
     else:
         k = load_tile(K, tile, BN, D)
-    products = tl.dot(queries.q, k.T, input_precision=PRECISION) * head.scale  # [BM, BN]
+    # Scores, [BM, BN], and their bias.
+    products = tl.dot(queries.q, k.T, input_precision=PRECISION) * head.scale
     column, row = (j - near).to(tl.float32), (queries.position - near).to(tl.float32)  # [BN], [BM]
     base = None
     if DIAGONAL:
@@ -110,6 +112,7 @@ def attend_full(
         row = slope * row
         if head.bias is not None:
             base = base_of(head.bias, tile, BN), 0.0
+    # Online softmax: a new maximum shrinks the sums.
     if FIXED:
         known = m_i[0]
     else:
@@ -120,6 +123,7 @@ def attend_full(
     l_i += part
     if head.dropout is not None:
         p = p * kept_weights(head.dropout, head.numbers, queries.position, tile * BN, BN)
+    # Values.
     if DIAGONAL:
         v = load_rows(V, tile * BN, j < S, BN, D)
     else:
@@ -148,13 +152,16 @@ def attend_partial(
 
     A value with NaN or inf is zeroed (0·NaN is NaN), and the queries that see it get NaN.
     """
+    # Keys, masks, scores and their bias.
     scores, seen, _k, here, origin = partial_scores(tile, queries, head, K, masks, S, None, BN, D, CAUSAL, PRECISION)
     base = None
     if head.bias is not None:
         base = origin
     scores = tl.where(seen, scores, float("-inf"))  # [BM, BN]
+    # Online softmax.
     m_i, known, shrink = raised(m_i, tl.max(scores, 1), base)
     p = tl.exp2(scores - known[:, None])
+    # Values.
     v = load_rows(V, tile * BN, here, BN, D)  # [BN, DP]
     sound = all_finite(v)
     v = tl.where(sound[:, None], v, 0.0).to(v.dtype)
@@ -335,8 +342,8 @@ def forward_kernel(
         diagonal = until_finite(NORMS, b * (H // G) + kv, heads, band.high, band.last, S, BN)
         for tile in tl.range(band.high, diagonal):
             m_i, l_i, acc, part = attend_full(
-                tile, queries, head, m_i, l_i, acc, K, V, S, BN, D, CAUSAL, True, False, PRECISION
-            )
+                tile, queries, head, m_i, l_i, acc, K, V, S, BN, D, CAUSAL, DIAGONAL=True, FIXED=False, PRECISION=PRECISION,
+            )  # fmt: skip
             ends = widened(ends, tile, part, l_i, rule, start, BM, BN, CAUSAL)
             if COUNT is not None:
                 visits += 1
@@ -363,8 +370,8 @@ def forward_kernel(
         for x in tl.range(online if FIXED else 0, full_count(band) if FIXED else online):
             tile = outward_full(x, band, CAUSAL)
             m_i, l_i, acc, part = attend_full(
-                tile, queries, head, m_i, l_i, acc, K, V, S, BN, D, CAUSAL, False, FIXED, PRECISION
-            )
+                tile, queries, head, m_i, l_i, acc, K, V, S, BN, D, CAUSAL, DIAGONAL=False, FIXED=FIXED, PRECISION=PRECISION,
+            )  # fmt: skip
             ends = widened(ends, tile, part, l_i, rule, start, BM, BN, CAUSAL)
             if COUNT is not None:
                 visits += 1

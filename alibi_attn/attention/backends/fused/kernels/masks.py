@@ -239,7 +239,9 @@ def spread_kernel(
         tl.store(FIRST_SEEN + r, first_seen)
     count = tl.cdiv(blocks, PARTS)
     if FULL_BLOCKS is not None:
-        low, high = full_run(queries, b, keys, r, at, count, blocks, tiles, tiles, offset, PARTS, 1, False, OF_WIDTH)
+        low, high = full_run(
+            queries, b, keys, r, at, count, blocks, tiles, tiles, offset, PARTS, 1, KEYS=False, OF_WIDTH=OF_WIDTH
+        )
         if call.query_start is not None:
             last = tl.minimum((at + 1) * PARTS * TILE, T) - 1
             low = tl.maximum(low, tl.cdiv(load_first_key(call, r, last, at < count), TILE))
@@ -247,7 +249,9 @@ def spread_kernel(
         tl.store(out, low, mask=at < count)
         tl.store(out + 1, high, mask=at < count)
     if FULL_TILES is not None:
-        low, high = full_run(keys, r, queries, b, at, tiles, tiles, count, blocks, offset, 1, PARTS, True, OF_WIDTH)
+        low, high = full_run(
+            keys, r, queries, b, at, tiles, tiles, count, blocks, offset, 1, PARTS, KEYS=True, OF_WIDTH=OF_WIDTH
+        )
         if call.query_start is not None:
             high = tl.minimum(high, blocks_until_cut(call, r, at, count, PARTS, OF_WIDTH))
         out = FULL_TILES + b * row + (h * tiles + at) * 2

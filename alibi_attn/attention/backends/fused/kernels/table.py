@@ -94,12 +94,15 @@ def attend(
 
     A value with NaN or inf in a tile that is not FULL is zeroed (0·NaN is NaN), and the queries that see it get NaN.
     """
+    # Keys, scores and their bias.
     scores, _k, here = table_scores(tile, queries, head, numbers, K, call, BN, D, CAUSAL, FULL, PRECISION)
+    # Online softmax.
     new = tl.maximum(m_i, tl.max(scores, 1))
     known = tl.where(new == float("-inf"), 0.0, new)
     shrink = nats(m_i - known)  # [BM]
     p = nats(scores - known[:, None])  # [BM, BN]
     l_i = l_i * shrink + tl.sum(p, 1)
+    # Values.
     if FULL:
         v = load_tile(V, tile, BN, D)  # [BN, DP]
     else:
@@ -169,25 +172,14 @@ def table_forward_kernel(
     band = band_of(visited, block, b * visited.row + n * BM // ROWS * 2, start, head, S, BM, BN, ROWS, CAUSAL)
     for x in tl.range(part, full_count(band), parts):
         m_i, l_i, acc = attend(
-            full_tile(x, band, CAUSAL),
-            queries,
-            head,
-            numbers,
-            m_i,
-            l_i,
-            acc,
-            K,
-            V,
-            call,
-            BN,
-            D,
-            CAUSAL,
-            True,
-            PRECISION,
-        )
+            full_tile(x, band, CAUSAL), queries, head, numbers, m_i, l_i, acc, K, V, call, BN, D, CAUSAL, FULL=True,
+            PRECISION=PRECISION,
+        )  # fmt: skip
     for x in tl.range(part, tl.maximum(band.last - band.first, 0) - full_count(band), parts, num_stages=1):
         tile = partial_tile(x, band, CAUSAL)
-        m_i, l_i, acc = attend(tile, queries, head, numbers, m_i, l_i, acc, K, V, call, BN, D, CAUSAL, False, PRECISION)
+        m_i, l_i, acc = attend(
+            tile, queries, head, numbers, m_i, l_i, acc, K, V, call, BN, D, CAUSAL, FULL=False, PRECISION=PRECISION
+        )
 
     sequence = part.to(tl.int64) * call.B + b
     store_rows(of_head(OUT, sequence, h), n * BM, normalized(acc, l_i), i < T, BM, D)

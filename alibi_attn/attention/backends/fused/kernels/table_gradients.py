@@ -56,13 +56,16 @@ def query_tile(
     PRECISION: tl.constexpr,
 ):
     """dq / scale after a tile."""
+    # Keys, scores and their bias.
     scores, k, here = table_scores(tile, queries, head, numbers, K, call, BN, D, CAUSAL, FULL, PRECISION)
+    # Values.
     if FULL:
         v = load_tile(V, tile, BN, D)  # [BN, DP]
     else:
         v = load_rows(V, tile * BN, here, BN, D)
         # 0·NaN is NaN: zero the bad keys. The queries that see one have a ds of NaN already.
         k = tl.where(all_finite(k)[:, None], k, 0.0).to(k.dtype)
+    # Weights, and the gradient of scores.
     p = nats(scores - lse[:, None])  # [BM, BN]
     dp = tl.dot(do, v.T, input_precision=PRECISION)
     if head.dropout is not None:
@@ -132,10 +135,14 @@ def table_query_kernel(
     band = band_of(visited, block, b * visited.row + n * BM // ROWS * 2, start, head, S, BM, BN, ROWS, CAUSAL)
     for x in tl.range(0, full_count(band)):
         tile = full_tile(x, band, CAUSAL)
-        dq = query_tile(tile, queries, head, numbers, do, lse, delta, dq, K, V, call, BN, D, CAUSAL, True, PRECISION)
+        dq = query_tile(
+            tile, queries, head, numbers, do, lse, delta, dq, K, V, call, BN, D, CAUSAL, FULL=True, PRECISION=PRECISION
+        )
     for x in tl.range(0, tl.maximum(band.last - band.first, 0) - full_count(band), num_stages=1):
         tile = partial_tile(x, band, CAUSAL)
-        dq = query_tile(tile, queries, head, numbers, do, lse, delta, dq, K, V, call, BN, D, CAUSAL, False, PRECISION)
+        dq = query_tile(
+            tile, queries, head, numbers, do, lse, delta, dq, K, V, call, BN, D, CAUSAL, FULL=False, PRECISION=PRECISION
+        )
     store_rows(of_head(DQ, b, h), n * BM, dq * call.scale, i < T, BM, D)
 
 
@@ -167,12 +174,14 @@ def key_tile(
     """(dk / scale, dv) after a block of queries; FULL: none of the keys is hidden from any of them."""
     T = call.T
     i = n * BM + tl.arange(0, BM)
+    # Load the queries, and the gradients of their outputs.
     if FULL:  # and every query sees a key
         lse, delta = tl.load(LSE + i), tl.load(DELTA + i)  # [BM]
         q, do = load_tile(Q, n, BM, D), load_tile(DOUT, n, BM, D)  # [BM, DP]
     else:
         lse, delta = load_lse(LSE, i, T), tl.load(DELTA + i, mask=i < T, other=0.0)
         q, do = load_rows(Q, n * BM, i < T, BM, D), load_rows(DOUT, n * BM, i < T, BM, D)
+    # Scores and their bias, and the weights.
     distance = (i + offset)[None, :] - j[:, None]  # [BN, BM]
     products = tl.dot(k, q.T, input_precision=PRECISION)
     if FULL:
@@ -185,6 +194,7 @@ def key_tile(
         scores, seen = biased_scores(products, distance, shown, head, CAUSAL)
         scores += tl.load(numbers + distance, mask=seen, other=0.0)
         p = tl.where(seen, nats(scores - lse[None, :]), 0.0)
+    # Gradients of values, of scores and of keys.
     dp = tl.dot(v, do.T, input_precision=PRECISION)
     kept = p
     if head.dropout is not None:
@@ -260,56 +270,16 @@ def table_key_kernel(
         band = blocks_of(first, last, full_first, full_last, t * BN, offset, head, T, BM, BN, CAUSAL)
         Q_h, DO_h, LSE_h, DELTA_h = of_head(Q, b, h), of_head(DOUT, b, h), LSE + bh * T, DELTA + bh * T
         for x in tl.range(0, full_count(band)):
-            n = full_tile(x, band, False)
+            n = full_tile(x, band, CAUSAL=False)
             dk, dv = key_tile(
-                n,
-                k,
-                v,
-                j,
-                here,
-                segments,
-                head,
-                offset,
-                numbers,
-                dk,
-                dv,
-                Q_h,
-                DO_h,
-                LSE_h,
-                DELTA_h,
-                call,
-                b,
-                BM,
-                D,
-                CAUSAL,
-                True,
-                PRECISION,
-            )
+                n, k, v, j, here, segments, head, offset, numbers, dk, dv, Q_h, DO_h, LSE_h, DELTA_h, call, b, BM, D, CAUSAL,
+                FULL=True, PRECISION=PRECISION,
+            )  # fmt: skip
         for x in tl.range(0, last - first - full_count(band), num_stages=1):
-            n = partial_tile(x, band, False)
+            n = partial_tile(x, band, CAUSAL=False)
             dk, dv = key_tile(
-                n,
-                k,
-                v,
-                j,
-                here,
-                segments,
-                head,
-                offset,
-                numbers,
-                dk,
-                dv,
-                Q_h,
-                DO_h,
-                LSE_h,
-                DELTA_h,
-                call,
-                b,
-                BM,
-                D,
-                CAUSAL,
-                False,
-                PRECISION,
-            )
+                n, k, v, j, here, segments, head, offset, numbers, dk, dv, Q_h, DO_h, LSE_h, DELTA_h, call, b, BM, D, CAUSAL,
+                FULL=False, PRECISION=PRECISION,
+            )  # fmt: skip
     store_rows(of_head(DK, b, kv), t * BN, dk * call.scale, j < S, BN, D)
     store_rows(of_head(DV, b, kv), t * BN, dv, j < S, BN, D)
