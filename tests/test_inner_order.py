@@ -21,8 +21,8 @@ ORDERS = {
         ("operator",),
     ),
     "alibi_attn.attention.run": (
-        ("by_rows", "few_queries", "invariant", "merging", "near_keys", "space", "splitting"),
-        ("guards",),
+        ("by_rows", "few_queries", "invariant", "near_keys", "space", "splitting"),
+        ("guards", "merging"),
         ("dispatch",),
         ("execution",),
         ("decoding",),

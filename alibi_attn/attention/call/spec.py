@@ -205,6 +205,66 @@ class AttentionSpec(Generic[Array]):
             **fields,
         )
 
+    def of_heads(self, heads: Sequence[int], taken: Callable[[Any, int], Any], **fields: Any) -> "AttentionSpec[Array]":
+        """The call of some query heads only, also changed in these fields.
+
+        Args:
+            taken: (array, axis) -> its entries of these heads.
+        """
+
+        def of(x: Any, axis: int) -> Any:
+            return None if x is None else taken(x, axis)
+
+        return dataclasses.replace(
+            self,
+            num_heads=len(heads),
+            num_kv_heads=len(key_heads(heads, self.group)),
+            slopes=of(self.slopes, -1),
+            right_slopes=of(self.right_slopes, -1),
+            key_bias=of(self.key_bias, 1),
+            head_windows=None,
+            **fields,
+        )
+
+    def without_bias(self, zeros: Callable[[Any], Any]) -> "AttentionSpec[Array]":
+        """The call with distances of 0.
+
+        Args:
+            zeros: slopes -> zeros without a gradient, but inf, which hides keys, stays.
+        """
+        return dataclasses.replace(
+            self,
+            slopes=zeros(self.slopes),
+            right_slopes=None if self.right_slopes is None else zeros(self.right_slopes),
+            registers=0,
+            positions=None,
+            query_positions=None,
+            coordinates=None,
+            query_coordinates=None,
+            by_position=False,
+        )
+
+    def on_one_axis(
+        self, positions: Array, of_keys: Callable[[Any], Any], of_queries: Callable[[Any], Any], **fields: Any
+    ) -> "AttentionSpec[Array]":
+        """The call of S + T queries and keys at these positions, [B, S + T], also changed in these fields.
+
+        Args:
+            of_keys, of_queries: place an array [B, S] or [B, T] on that axis.
+        """
+        return dataclasses.replace(
+            self,
+            query_len=self.query_len + self.key_len,
+            key_len=self.query_len + self.key_len,
+            query_offset=0,
+            by_position=False,
+            positions=positions,
+            query_positions=positions,
+            key_segments=None if self.key_segments is None else of_keys(self.key_segments),
+            query_segments=None if self.query_segments is None else of_queries(self.query_segments),
+            **fields,
+        )
+
     @property
     def group(self) -> int:
         """Query heads that share one key/value head, H / K."""

@@ -24,6 +24,7 @@ from alibi_attn.attention.call.dropout import numbered
 from alibi_attn.attention.call.spec import AttentionSpec, heads_by_window, index_of, key_heads
 from alibi_attn.attention.call.transforms import may_read, surely
 from alibi_attn.attention.call.visibility import lse_dtype
+from alibi_attn.attention.run.splitting import first_split, register_queries
 
 Spec = AttentionSpec[Tensor]
 Result = tuple[Tensor, Tensor]
@@ -52,21 +53,19 @@ class Part(NamedTuple):
 def parts(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> list[Part]:
     """The parts of a call; those of several heads or sides may have parts again. A dropout seed must have been drawn."""
     spec = dataclasses.replace(spec, return_lse=True)
-    if spec.registers > 0:
+    split = first_split(spec)
+    if split == "registers":
         return _registers_and_others(spec, query, key, value)
-    if spec.head_windows is not None:
-        return [
-            _of_heads(spec, query, key, value, heads, window)
-            for heads, window in heads_by_window(spec.head_windows, runs=spec.dropout_p > 0)
-        ]
+    if split == "heads":
+        windows = heads_by_window(spec.head_windows or (), runs=spec.dropout_p > 0)
+        return [_of_heads(spec, query, key, value, heads, window) for heads, window in windows]
     if spec.key_bias is not None:  # lse has its dtype, and merging compares lse, which are as large as the biases
         spec = dataclasses.replace(spec, key_bias=spec.key_bias.to(widest(spec.key_bias)))
-    if spec.sinks > 0:
+    if split == "sinks":
         return _sinks_and_others(spec, query, key, value)
-    if spec.by_position:
+    if split == "one axis":
         return [_on_one_axis(spec, query, key, value)]
-    has_right = spec.prefix_len is not None or not spec.causal
-    if has_right and (spec.prefix_len is not None or spec.positions is not None or spec.right_window is not None):
+    if split == "sides":
         return _two_sides(spec, query, key, value)
     return [Part(_with_positions(spec), query, key, value)]
 
@@ -113,17 +112,7 @@ def _of_heads(spec: Spec, query: Tensor, key: Tensor, value: Tensor, heads: tupl
     seed = spec.dropout_seed
     if seed is not None:
         seed = torch.cat([seed[:, :2], seed[:, 2:3] + heads[0], seed[:, 3:]], 1)
-    part = dataclasses.replace(
-        spec,
-        num_heads=len(heads),
-        num_kv_heads=len(owners),
-        slopes=_taken(spec.slopes, of_heads, -1),
-        right_slopes=None if spec.right_slopes is None else _taken(spec.right_slopes, of_heads, -1),
-        key_bias=None if spec.key_bias is None else _taken(spec.key_bias, of_heads, 1),
-        dropout_seed=seed,
-        window=window,
-        head_windows=None,
-    )
+    part = spec.of_heads(heads, lambda x, axis: _taken(x, of_heads, axis), dropout_seed=seed, window=window)
     query, key, value = _taken(query, of_heads, 1), _taken(key, owners, 1), _taken(value, owners, 1)
     if spec.sinks == 0:
         part, key, value = _keys(part, key, value, _first_near(part), part.key_len)
@@ -132,34 +121,21 @@ def _of_heads(spec: Spec, query: Tensor, key: Tensor, value: Tensor, heads: tupl
 
 def _registers_and_others(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> list[Part]:
     """The queries that are registers and all others; then the keys that are registers, which have no bias, and all others."""
-    assert isinstance(spec.query_offset, int)
-    count = min(max(spec.registers - spec.query_offset, 0), spec.query_len)
+    count = register_queries(spec)
     if count > 0:
         first, rest = spec.on_queries(0, count), spec.on_queries(count, spec.query_len)
         return [
-            Part(_without_bias(first), query[:, :, :count], key, value, queries=True),
+            Part(first.without_bias(_flat), query[:, :, :count], key, value, queries=True),
             Part(rest, query[:, :, count:], key, value, queries=True),
         ]
     registers = min(spec.registers, spec.key_len)
-    of_registers = _keys(_without_bias(spec), key, value, 0, registers)
+    of_registers = _keys(spec.without_bias(_flat), key, value, 0, registers)
     others = _keys(dataclasses.replace(spec, registers=0), key, value, registers, spec.key_len)
     return [Part(part, query, keys, values) for part, keys, values in (others, of_registers)]
 
 
-def _without_bias(spec: Spec) -> Spec:
-    """The call with distances of 0; infinite right slopes still hide keys."""
-    right = None if spec.right_slopes is None else spec.right_slopes.detach()
-    return dataclasses.replace(
-        spec,
-        slopes=torch.zeros_like(spec.slopes).detach(),
-        right_slopes=None if right is None else right.masked_fill(right.isfinite(), 0.0),
-        registers=0,
-        positions=None,
-        query_positions=None,
-        coordinates=None,
-        query_coordinates=None,
-        by_position=False,
-    )
+def _flat(slopes: Tensor) -> Tensor:
+    return slopes.detach().masked_fill(~slopes.isinf(), 0.0)
 
 
 def _sinks_and_others(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> list[Part]:
@@ -215,17 +191,11 @@ def _on_one_axis(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> Part:
     spec = numbered(spec, device)
     mask = torch.ones_like(positions, dtype=torch.bool) if spec.key_mask is None else spec.key_mask
     together = placed(positions, of_keys) + placed(own, of_queries)
-    part = dataclasses.replace(
-        spec,
-        query_len=length,
-        key_len=length,
-        query_offset=0,
-        by_position=False,
-        positions=together,
-        query_positions=together,
+    part = spec.on_one_axis(
+        together,
+        lambda x: placed(x, of_keys),
+        lambda x: placed(x, of_queries),
         key_mask=placed(mask, of_keys),
-        key_segments=None if spec.key_segments is None else placed(spec.key_segments, of_keys),
-        query_segments=None if spec.query_segments is None else placed(spec.query_segments, of_queries),
         key_bias=None if spec.key_bias is None else placed(spec.key_bias, of_keys),
         query_numbers=None if spec.query_numbers is None else placed(spec.query_numbers, of_queries),
         key_numbers=None if spec.key_numbers is None else placed(spec.key_numbers, of_keys),

@@ -4,9 +4,10 @@ No framework is imported: JAX splits by the same rules.
 """
 
 from collections.abc import Mapping
-from typing import NamedTuple
+from typing import Any, Literal, NamedTuple
 
 from alibi_attn.attention.call.reads import FLASH_ATTN, MASKS, NUMBERED_DROPOUT, PARTS, SPACE
+from alibi_attn.attention.call.spec import AttentionSpec
 
 # The fields that can be split off, and those that the parts have instead. All parts return lse.
 SPLITS: Mapping[str, frozenset[str]] = {
@@ -53,3 +54,22 @@ def split(
     if off - {"sink_logits"}:
         unread |= used - merges
     return Split(off, unread)
+
+
+def first_split(spec: AttentionSpec[Any]) -> Literal["registers", "heads", "sinks", "one axis", "sides", "positions"]:
+    """By what a call that has parts splits first; its parts may have parts again."""
+    if spec.registers > 0:
+        return "registers"
+    if spec.head_windows is not None:
+        return "heads"
+    if spec.sinks > 0:
+        return "sinks"
+    if spec.by_position:
+        return "one axis"
+    return "positions" if spec.causal and spec.prefix_len is None else "sides"
+
+
+def register_queries(spec: AttentionSpec[Any]) -> int:
+    """How many queries are registers; they are the first ones."""
+    assert isinstance(spec.query_offset, int)
+    return min(max(spec.registers - spec.query_offset, 0), spec.query_len)

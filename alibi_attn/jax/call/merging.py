@@ -74,18 +74,17 @@ def split(spec: Spec, reads: frozenset[str]) -> Split:
 def parts(whole: Part) -> list[Part]:
     """The parts of a call, itself given as a part of all; those of several heads, of sinks or of a side may have parts again."""
     spec = whole.spec
-    if spec.registers > 0:
+    by = splitting.first_split(spec)
+    if by == "registers":
         return _registers_and_others(whole)
-    if spec.head_windows is not None:
-        return [
-            _of_heads(whole, heads, window)
-            for heads, window in heads_by_window(spec.head_windows, runs=spec.dropout_p > 0)
-        ]
-    if spec.sinks > 0:
+    if by == "heads":
+        windows = heads_by_window(spec.head_windows or (), runs=spec.dropout_p > 0)
+        return [_of_heads(whole, heads, window) for heads, window in windows]
+    if by == "sinks":
         return _sinks_and_others(whole)
-    if spec.by_position:
+    if by == "one axis":
         return [_on_one_axis(whole)]
-    if spec.causal and spec.prefix_len is None:
+    if by == "positions":
         return [_with_positions(whole)]
     left = whole._replace(spec=dataclasses.replace(spec, causal=True, right_slopes=None, prefix_len=None))
     # The first key after query 0; a traced offset may be anywhere.
@@ -150,16 +149,7 @@ def _of_heads(whole: Part, heads: tuple[int, ...], window: int) -> Part:
     """These heads, which have the same window."""
     spec = whole.spec
     of_heads, owners = np.array(heads), np.array(key_heads(list(heads), spec.group))
-    part = dataclasses.replace(
-        spec,
-        num_heads=len(heads),
-        num_kv_heads=len(owners),
-        slopes=spec.slopes[..., of_heads],
-        right_slopes=None if spec.right_slopes is None else spec.right_slopes[..., of_heads],
-        key_bias=None if spec.key_bias is None else spec.key_bias[:, of_heads],
-        window=window,
-        head_windows=None,
-    )
+    part = spec.of_heads(heads, lambda x, axis: jnp.take(x, of_heads, axis), window=window)
     rows = whole.query[:, :, of_heads], whole.key[:, :, owners], whole.value[:, :, owners]
     return Part(part, *rows, heads=heads, origin=whole.origin._replace(head=whole.origin.head + heads[0]))
 
@@ -167,13 +157,12 @@ def _of_heads(whole: Part, heads: tuple[int, ...], window: int) -> Part:
 def _registers_and_others(whole: Part) -> list[Part]:
     """The queries that are registers and all others; then the keys that are registers, which have no bias, and all others."""
     spec = whole.spec
-    assert isinstance(spec.query_offset, int)
-    count = min(max(spec.registers - spec.query_offset, 0), spec.query_len)
+    count = splitting.register_queries(spec)
     if count > 0:
         first, rest = _queries(whole, 0, count), _queries(whole, count, spec.query_len)
-        return [first._replace(spec=_without_bias(first.spec)), rest]
+        return [first._replace(spec=first.spec.without_bias(_flat)), rest]
     others = whole._replace(spec=dataclasses.replace(spec, registers=0))
-    registers, without = min(spec.registers, spec.key_len), whole._replace(spec=_without_bias(spec))
+    registers, without = min(spec.registers, spec.key_len), whole._replace(spec=spec.without_bias(_flat))
     return [_keys(others, registers, spec.key_len), _keys(without, 0, registers)]
 
 
@@ -182,20 +171,8 @@ def _queries(whole: Part, start: int, stop: int) -> Part:
     return whole._replace(spec=whole.spec.on_queries(start, stop), query=whole.query[:, start:stop], queries=True)
 
 
-def _without_bias(spec: Spec) -> Spec:
-    """The call with distances of 0; infinite right slopes still hide keys."""
-    right = None if spec.right_slopes is None else jnp.where(jnp.isinf(spec.right_slopes), jnp.inf, 0.0)
-    return dataclasses.replace(
-        spec,
-        slopes=jnp.zeros_like(spec.slopes),
-        right_slopes=right,
-        registers=0,
-        positions=None,
-        query_positions=None,
-        coordinates=None,
-        query_coordinates=None,
-        by_position=False,
-    )
+def _flat(slopes: Array) -> Array:
+    return lax.stop_gradient(jnp.where(jnp.isinf(slopes), slopes, 0.0))
 
 
 def _sinks_and_others(whole: Part) -> list[Part]:
@@ -229,17 +206,11 @@ def _on_one_axis(whole: Part) -> Part:
 
     mask = jnp.ones_like(positions, bool) if spec.key_mask is None else jnp.asarray(spec.key_mask)
     together = placed(positions, of_keys) + placed(own, of_queries)
-    part = dataclasses.replace(
-        spec,
-        query_len=together.shape[1],
-        key_len=together.shape[1],
-        query_offset=0,
-        by_position=False,
-        positions=together,
-        query_positions=together,
+    part = spec.on_one_axis(
+        together,
+        lambda x: placed(x, of_keys),
+        lambda x: placed(x, of_queries),
         key_mask=placed(mask, of_keys),
-        key_segments=None if spec.key_segments is None else placed(spec.key_segments, of_keys),
-        query_segments=None if spec.query_segments is None else placed(spec.query_segments, of_queries),
         key_bias=None if spec.key_bias is None else placed(spec.key_bias.swapaxes(1, 2), of_keys).swapaxes(1, 2),
         query_numbers=None if spec.query_numbers is None else placed(spec.query_numbers, of_queries),
         key_numbers=None if spec.key_numbers is None else placed(spec.key_numbers, of_keys),
