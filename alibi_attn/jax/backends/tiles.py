@@ -6,13 +6,15 @@ The formulas are Press et al. 2022, sec. 3 (arXiv:2108.12409), and Dao 2023 (arX
 
 from typing import NamedTuple
 
+import jax
 import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
 from alibi_attn.jax.call.dropout import HeadDropout, factors, factors_of_numbers
-from alibi_attn.jax.call.plan import Array, KeyBias, Keys, Plan, Queries, Rule
+from alibi_attn.jax.call.plan import Array, KeyBias, Keys, Pair, Plan, Queries, Rule, sum_of_two
 
+PART = 128  # keys whose weighted values are added in one product
 EDGE = 1 - 2**-11  # of the largest number: above it, floats are left for 2¹² distances
 
 
@@ -23,6 +25,10 @@ class Softmax(NamedTuple):
     top: Array  # [t] the largest score
     total: Array  # [t] Σ exp(score − top)
     mixed: Array  # [t, D] Σ exp(score − top)·value
+    total_low: (
+        Array  # [t] the rounding error of the sum over tiles, which would drop many small weights next to a large one
+    )
+    mixed_low: Array  # [t, D]
 
 
 class Finished(NamedTuple):
@@ -95,7 +101,8 @@ def start(queries: Queries, bias_dtype: jnp.dtype | None) -> Softmax:
     """The softmax over no keys; `bias_dtype` is that of the key biases, None without them."""
     mixed = jnp.zeros_like(queries.query, dtype=jnp.promote_types(queries.query.dtype, jnp.float32))
     nothing = jnp.full_like(mixed[:, 0], -jnp.inf)
-    return Softmax(None if bias_dtype is None else nothing.astype(bias_dtype), nothing, mixed[:, 0], mixed)
+    reference = None if bias_dtype is None else nothing.astype(bias_dtype)
+    return Softmax(reference, nothing, mixed[:, 0], mixed, mixed[:, 0], mixed)
 
 
 def add(
@@ -113,11 +120,28 @@ def add(
     weight = jnp.exp(score - reference[:, None])
     shrink = jnp.exp(so_far.top - reference)
     of_tile = weight.sum(-1)
-    total = so_far.total * shrink + of_tile
+    total, total_low = _added(so_far.total, so_far.total_low, shrink, of_tile)
     share = jnp.where(total == 0, 0.0, of_tile / total).max(initial=0.0)
     kept = weight if dropout is None else weight * _kept(plan, dropout, queries, keys, weight)
-    mixed = so_far.mixed * shrink[:, None] + _matmul(kept.astype(_operand(keys.value.dtype)), keys.value)
-    return Softmax(so_far.reference, top, total, mixed), share
+    values = _weighted(kept.astype(_operand(keys.value.dtype)), keys.value)
+    mixed, mixed_low = _added(so_far.mixed, so_far.mixed_low, shrink[:, None], values)
+    return Softmax(so_far.reference, top, total, mixed, total_low, mixed_low), share
+
+
+def _weighted(weights: Array, value: Array) -> Array:
+    """weights·value, adding at most `PART` keys at a time: a sum in fp32 that has reached 1 drops weights below 6e-8."""
+    keys = len(value)
+    if keys <= PART:
+        return _matmul(weights, value)
+    more = ((0, -keys % PART), (0, 0))
+    of_parts = jnp.pad(weights.T, more).reshape(-1, PART, len(weights)).swapaxes(1, 2)
+    return jax.vmap(_matmul)(of_parts, jnp.pad(value, more).reshape(-1, PART, value.shape[1])).sum(0)
+
+
+def _added(high: Array, low: Array, shrink: Array, more: Array) -> Pair:
+    """(high + low)·shrink + more, as a sum and its rounding error."""
+    total, rest = sum_of_two(high * shrink, more)
+    return total, low * shrink + jnp.where(jnp.isfinite(rest), rest, 0.0)
 
 
 def _largest_bias(plan: Plan, rule: Rule, queries: Queries, keys: Keys, bias: KeyBias) -> Array:
@@ -140,8 +164,9 @@ def finite(reference: Array) -> Array:
 def finish(result: Softmax, queries: Queries) -> tuple[Array, Array, Array | None]:
     """(output [t, D] in query's dtype, lse [t], the reference [t] of lse): zeros and −inf for a query that sees no key."""
     blind = result.total == 0
-    output = result.mixed / jnp.where(blind, 1.0, result.total)[:, None]
-    lse = jnp.where(blind, -jnp.inf, result.top + jnp.log(jnp.where(blind, 1.0, result.total)))
+    total = jnp.where(blind, 1.0, result.total + result.total_low)
+    output = (result.mixed + result.mixed_low) / total[:, None]
+    lse = jnp.where(blind, -jnp.inf, result.top + jnp.log(total))
     reference = None if result.reference is None else finite(result.reference)
     return output.astype(queries.query.dtype), lse, reference
 
