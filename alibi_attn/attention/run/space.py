@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.transforms import is_traced
 
 BITS = 16  # of each coordinate along the curve
 
@@ -26,9 +27,6 @@ def sorted_in_space(
     of_queries = of_keys if is_self else _order(spec, spec.query_coordinates, spec.query_segments)
     coordinates = _in_order(spec.coordinates, of_keys)
 
-    def rows(x: Tensor, order: Tensor) -> Tensor:
-        return x.gather(2, order[:, None, :, None].expand(-1, x.shape[1], -1, x.shape[3]))
-
     part = dataclasses.replace(
         spec,
         coordinates=coordinates,
@@ -39,14 +37,12 @@ def sorted_in_space(
     )
     places = torch.empty_like(of_queries)
     places.scatter_(1, of_queries, torch.arange(spec.query_len, device=query.device).expand_as(of_queries))
-    return part, rows(query, of_queries), rows(key, of_keys), rows(value, of_keys), places
+    return part, _rows(query, of_queries), _rows(key, of_keys), _rows(value, of_keys), places
 
 
 def back_in_order(output: Tensor, lse: Tensor | None, places: Tensor) -> tuple[Tensor, Tensor | None]:
     """(output, lse) of the sorted call, in the order of the queries of the call."""
-    at = places[:, None].expand(-1, output.shape[1], -1)
-    output = output.gather(2, at[..., None].expand_as(output))
-    return output, None if lse is None else lse.gather(2, at)
+    return _rows(output, places), None if lse is None else _rows(lse, places)
 
 
 def hilbert_index(points: Tensor) -> Tensor:
@@ -87,6 +83,14 @@ def _order(spec: Spec, points: Tensor | None, segments: Tensor | None) -> Tensor
     if segments is None:
         return order.expand(spec.batch, -1)
     return order.gather(1, segments.gather(1, order).argsort(dim=-1, stable=True))
+
+
+def _rows(x: Tensor, order: Tensor) -> Tensor:
+    """[B, H, N, …] in the given order; copying whole rows takes a third of the time of `gather`, forward and backward."""
+    if is_traced() or x.shape[0] == 0:  # a list of sequences would fix their number
+        at = order[:, None] if x.ndim == 3 else order[:, None, :, None]
+        return x.gather(2, at.expand(-1, x.shape[1], -1, *x.shape[3:]))
+    return torch.stack([rows.index_select(1, at) for rows, at in zip(x.unbind(), order.unbind(), strict=True)])
 
 
 def _in_order(x: Tensor | None, order: Tensor) -> Tensor | None:

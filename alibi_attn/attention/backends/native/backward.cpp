@@ -46,16 +46,18 @@ struct SlopeGradient {
 
    private:
     OUTLINE void visit_in_space(const Block<Real> &block, int64_t key, int count, const Real *weights, const Real *moments) {
-        for (int v = 0; v < BLOCK; v += VL<Real>) {
-            Reals<Real> sum[SUMS] = {};
-            for (int j = 0; j < count; j++) {
-                const Reals<Real> p = load(weights + j * BLOCK + v), ds = load(moments + j * BLOCK + v);
-                const Reals<Real> away = block.distance_in_space(key + j, v);
-                sum[DS] += ds, sum[P] += p, sum[DS_AWAY] += ds * away, sum[P_AWAY] += p * away;
+        block.in_space(key, count, [&](const auto &distance) {
+            for (int v = 0; v < BLOCK; v += VL<Real>) {
+                Reals<Real> sum[SUMS] = {};
+                for (int j = 0; j < count; j++) {
+                    const Reals<Real> p = load(weights + j * BLOCK + v), ds = load(moments + j * BLOCK + v);
+                    const Reals<Real> away = distance(j, v);
+                    sum[DS] += ds, sum[P] += p, sum[DS_AWAY] += ds * away, sum[P_AWAY] += p * away;
+                }
+                for (int i = 0; i < VL<Real>; i++)
+                    for (int s = 0; s < SUMS; s++) sums[0][s][v + i] += double(sum[s][i]);
             }
-            for (int i = 0; i < VL<Real>; i++)
-                for (int s = 0; s < SUMS; s++) sums[0][s][v + i] += double(sum[s][i]);
-        }
+        });
     }
 
     // |i - j| = sign (ahead - beside) + sign (beside + i - j'), with j' from the tile's first key on.

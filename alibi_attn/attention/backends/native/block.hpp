@@ -70,7 +70,7 @@ struct Block {
         outlier_tiles = visited.outlier_tiles(b, k);
         bias_origin = std::max<int64_t>(0, position - (range.high - 1)) + std::min<int64_t>(0, position + rows - 1 - range.low);
         if (call.table) bias_origin = 0;
-        if (call.key_points) bias_origin = 0, points.begin(call.query_points + 3 * (b * call.T + n * BLOCK), rows);
+        if (call.key_points) bias_origin = 0, points.begin(call.query_points + AXES * (b * call.T + n * BLOCK), rows, slope);
         key_bias = call.key_bias ? call.key_bias + at * call.S : nullptr;
         key_bias_origin = 0, origins_differ = false;
         if (!best_keys.empty()) choose_origins();
@@ -294,22 +294,35 @@ struct Block {
         }
     }
 
-    // |p_i - p_j| of key j and VL queries.
-    Reals<Real> distance_in_space(int64_t key, int lane) const {
-        return points.distances(call.key_points + 3 * (b * call.S + key), lane);
+    // act(distance) for keys from `key` on, where distance(j, v) is |p_i - p_j| of the j-th key and VL queries.
+    template <typename Act>
+    INLINE void in_space(int64_t key, int count, const Act &act) const {
+        const double *from = call.key_points + AXES * (b * call.S + key);
+        if (points.is_wide) return act([&](int j, int v) { return points.exact_distances(from + AXES * j, v); });
+        Real places[BLOCK][AXES];
+        bool in_plane = points.in_plane;
+        for (int j = 0; j < count; j++) {
+            for (int a = 0; a < AXES; a++) places[j][a] = Real(from[AXES * j + a] - points.origin[a]);
+            in_plane &= places[j][AXES - 1] == 0;
+        }
+        if (in_plane) return act([&](int j, int v) { return points.template distances<AXES - 1>(places[j], v); });
+        act([&](int j, int v) { return points.template distances<AXES>(places[j], v); });
     }
 
     OUTLINE void add_distances(int64_t key, int count, Real *scores) const {
+        in_space(key, count, [&](const auto &distance) {
+            for (int j = 0; j < count; j++)
+                for (int v = 0; v < BLOCK; v += VL<Real>) {
+                    Real *at = scores + j * BLOCK + v;
+                    store(at, load(at) * scale_after - distance(j, v) * slope);
+                }
+        });
         const int32_t *segments = call.query_segments ? call.query_segments + b * call.T + n * BLOCK : nullptr;
-        for (int j = 0; j < count; j++, scores += BLOCK) {
-            if (call.key_mask && !call.key_mask[b * call.S + key + j]) {
-                std::fill_n(scores, +BLOCK, Real(-INFINITY));
-                continue;
-            }
-            for (int v = 0; v < BLOCK; v += VL<Real>)
-                store(scores + v, load(scores + v) * scale_after - distance_in_space(key + j, v) * slope);
-            for (int i = 0; segments && i < rows; i++)
-                if (segments[i] != call.key_segments[b * call.S + key + j]) scores[i] = -INFINITY;
+        for (int j = 0; j < count && (segments || call.key_mask); j++, scores += BLOCK) {
+            const bool hidden = call.key_mask && !call.key_mask[b * call.S + key + j];
+            for (int i = 0; i < BLOCK; i++)
+                if (hidden || (segments && i < rows && segments[i] != call.key_segments[b * call.S + key + j]))
+                    scores[i] = -INFINITY;
         }
     }
 

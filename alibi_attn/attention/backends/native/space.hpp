@@ -19,6 +19,7 @@
 #include "vectors.hpp"
 
 enum { AXES = 3 };
+constexpr double MOST_ROUNDED = 1.0 / (1 << 20);  // nats that a bias may be off because of its block's extent
 
 INLINE Reals<float> square_root(Reals<float> x) {
 #if defined(__AVX512F__)
@@ -84,23 +85,43 @@ struct BlockPoints {
     double origin[AXES] = {};
     Real at[AXES][BLOCK] = {};
     Box box = {};
+    bool in_plane = true;           // the third coordinates are equal
+    bool is_wide = false;           // relative to the first query, coordinates would lose digits that matter
+    const double *exact = nullptr;  // [queries][AXES]
+    int queries = 0;
 
-    void begin(const double *points, int rows) {
-        box = {};
+    void begin(const double *points, int rows, Real slope) {
+        box = {}, in_plane = true, exact = points, queries = rows;
         std::copy_n(points, +AXES, origin);
         for (int i = 0; i < BLOCK; i++)
             for (int a = 0; a < AXES; a++) at[a][i] = i < rows ? Real(points[i * AXES + a] - origin[a]) : Real(0);
-        for (int i = 0; i < rows; i++) box.add(points + i * AXES);
+        for (int i = 0; i < rows; i++) box.add(points + i * AXES), in_plane &= at[AXES - 1][i] == 0;
+        is_wide = std::abs(double(slope)) * box.extent(origin) * double(UNIT<Real>) > MOST_ROUNDED;
     }
 
-    // From VL queries to a point.
-    Reals<Real> distances(const double *point, int lane) const {
+    // From VL queries to a point relative to the first query, by some of its axes.
+    template <int axes>
+    INLINE Reals<Real> distances(const Real *point, int lane) const {
         Reals<Real> squares = {};
-        for (int a = 0; a < AXES; a++) {
-            const Reals<Real> apart = load(at[a] + lane) - Real(point[a] - origin[a]);
+        for (int a = 0; a < axes; a++) {
+            const Reals<Real> apart = load(at[a] + lane) - point[a];
             squares += apart * apart;
         }
         return square_root(squares);
+    }
+
+    // The same in double, to a point in its own coordinates.
+    Reals<Real> exact_distances(const double *point, int lane) const {
+        Reals<Real> apart = {};
+        for (int i = 0; i < VL<Real> && lane + i < queries; i++) {
+            double squares = 0;
+            for (int a = 0; a < AXES; a++) {
+                const double gap = exact[(lane + i) * AXES + a] - point[a];
+                squares += gap * gap;
+            }
+            apart[i] = Real(std::sqrt(squares));
+        }
+        return apart;
     }
 };
 
