@@ -15,11 +15,12 @@ from torch import Tensor
 from alibi_attn.attention.backends.protocol import TooSmall, Visits
 from alibi_attn.attention.call.bias import bias_that_matters, unshifted_lse
 from alibi_attn.attention.call.cuts import with_steps
-from alibi_attn.attention.call.reads import GATES, MASKS
+from alibi_attn.attention.call.reads import GATES, MASKS, SPACE
 from alibi_attn.attention.call.spec import AttentionSpec
-from alibi_attn.attention.call.visibility import first_positions
+from alibi_attn.attention.call.visibility import first_positions, largest_distances
 from alibi_attn.attention.certificate.biased import biased_bounds
 from alibi_attn.attention.certificate.bounds import bounds
+from alibi_attn.attention.certificate.boxes import blocks_in_space
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.tiles import Tiles, key_tiles, reach_and_scores
 from alibi_attn.attention.operators.eager import requires_gradient
@@ -30,7 +31,7 @@ if TYPE_CHECKING:
 Spec = AttentionSpec[Tensor]
 
 name = "flex"
-READS = MASKS | GATES
+READS = MASKS | SPACE | GATES
 
 _FINE, _HIDDEN, _BAD = 0, 1, 2
 _MOST_SHAPES = 1024  # more shapes raise an error
@@ -46,6 +47,8 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
         return "it computes in float16, bfloat16 and float32 but query is float64"
     if spec.head_dim < 16 and device == "cuda":
         return f"FlexAttention needs heads of at least 16 but D is {spec.head_dim}"
+    if spec.coordinates is not None and spec.key_bias is not None:
+        return "it computes positions in the plane or in space without key_bias"
     if device == "cpu" and spec.return_lse:
         return "FlexAttention has no lse on the CPU"
     if not torch.is_grad_enabled():
@@ -88,6 +91,13 @@ def too_small(spec: Spec) -> TooSmall | None:
 
 def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Visits:
     """What a call reads."""
+    if spec.coordinates is not None:
+        needed = blocks_in_space(spec, query, key, value, BLOCK)
+        rows, columns = (
+            (length - torch.arange(0, length, BLOCK, device=needed.device)).clamp(max=BLOCK)
+            for length in (spec.query_len, spec.key_len)
+        )
+        return Visits(largest_distances(spec, query.device), (needed * rows[:, None] * columns).sum((-1, -2)))
     found = plan(spec, query, key, value, for_gradients=requires_gradient(spec, query, key, value))
     return Visits(*reach_and_scores(spec, Tiles.of(*_rounded(found, BLOCK), BLOCK)))
 
@@ -130,8 +140,11 @@ def block_mask(
 
     with torch.no_grad():
         flags = _mask_flags(spec, query.device) if flags is None else flags
-        found = plan(spec, query, key, value, rows=block_size[0], for_gradients=for_gradients)
-        count, indices = key_blocks(spec, found, block_size[1])
+        if spec.coordinates is not None:
+            count, indices = _first_true(blocks_in_space(spec, query, key, value, BLOCK))
+        else:
+            found = plan(spec, query, key, value, rows=block_size[0], for_gradients=for_gradients)
+            count, indices = key_blocks(spec, found, block_size[1])
     return BlockMask.from_kv_blocks(
         count,
         indices,
@@ -150,6 +163,11 @@ def key_blocks(spec: Spec, tiles: Tiles, keys: int) -> tuple[Tensor, Tensor]:
     inside = (at >= first) & (at < last)
     for tile in beside.unbind(-1):
         inside = inside | ((at == tile[..., None, None]) & (at >= low) & (at < high))
+    return _first_true(inside)
+
+
+def _first_true(inside: Tensor) -> tuple[Tensor, Tensor]:
+    """(the number of true entries, the indices of all, the true ones first), int32."""
     order = torch.argsort((~inside).to(torch.int8), dim=-1, stable=True)
     return inside.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
@@ -210,7 +228,7 @@ def _visible(spec: Spec, flags: Tensor) -> Callable[[Tensor, Tensor, Tensor, Ten
 def _biased(
     spec: Spec, flags: Tensor, origin: Tensor | None
 ) -> Callable[[Tensor, Tensor, Tensor, Tensor, Tensor], Tensor]:
-    """FlexAttention's score_mod: −m·|i − j| + b_j, also to the right; NaN for a bad key that is seen.
+    """FlexAttention's score_mod: −m·|i − j| + b_j, also to the right, or −m·‖p_i − p_j‖; NaN for a bad key that is seen.
 
     Key biases are relative to `origin` [B, H, T], the bias of the best key that the query sees.
     """
@@ -218,17 +236,34 @@ def _biased(
     slopes = spec.slopes.resolve_neg().expand(spec.batch, -1).contiguous()
     right = slopes if spec.right_slopes is None else spec.right_slopes.expand(spec.batch, -1).contiguous()
     right = right.masked_fill(right.isinf(), 0.0)
-    group, causal, relative = spec.group, spec.causal, _relative_key_bias(spec, origin)
+    group, causal, relative, apart = spec.group, spec.causal, _relative_key_bias(spec, origin), _apart(spec)
 
     def biased(score: Tensor, b: Tensor, h: Tensor, i: Tensor, j: Tensor) -> Tensor:
         distance = i + first[b] - j
         slope = slopes[b, h] if causal else torch.where(distance < 0, right[b, h], slopes[b, h])
-        shifted = score - slope * distance.abs().to(torch.float32)
+        shifted = score - slope * (distance.abs().to(torch.float32) if apart is None else apart(b, i, j))
         if relative is not None:
             shifted = shifted + relative(b, h, i, j)
         return torch.where(flags[b, h // group, j] == _BAD, torch.nan, shifted)
 
     return biased
+
+
+def _apart(spec: Spec) -> Callable[[Tensor, Tensor, Tensor], Tensor] | None:
+    """‖p_i − p_j‖ in fp32; coordinates in fp64 are sums of two numbers, so that each difference is rounded once."""
+    if spec.coordinates is None or spec.query_coordinates is None:
+        return None
+    parts = 2 if torch.float64 in (spec.coordinates.dtype, spec.query_coordinates.dtype) else 1
+    axes = [[_in_two(x)[:parts] for x in p.unbind(-1)] for p in (spec.query_coordinates, spec.coordinates)]
+
+    def apart(b: Tensor, i: Tensor, j: Tensor) -> Tensor:
+        squares = []
+        for pair in zip(*axes, strict=True):
+            gaps = [of_query[b, i] - of_key[b, j] for of_query, of_key in zip(*pair, strict=True)]
+            squares.append(functools.reduce(torch.add, gaps).square())
+        return functools.reduce(torch.add, squares).sqrt()
+
+    return apart
 
 
 def _relative_key_bias(spec: Spec, origin: Tensor | None) -> Callable[[Tensor, Tensor, Tensor, Tensor], Tensor] | None:
