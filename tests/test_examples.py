@@ -191,7 +191,7 @@ def test_five_demonstrations(run, tmp_path):
 
 def test_slide(run):
     printed = run("slide", "--patches", 300)
-    assert "for 300 patches" in printed
+    assert "forward of 300 patches" in printed
     assert numbers(r"peak memory ([\d.]+)", printed)[0] > 0
 
 
