@@ -4,7 +4,7 @@ PYTHON ?= python3
 BIN := $(VENV)/bin
 OWNER := $(BIN)/python tests/support/processes/environment_owner.py $(VENV) $(CURDIR)
 
-.PHONY: help setup ready demo test tests sources test-all gpu test-lesser test-levels sanitize wheels release-check check docs format clean
+.PHONY: help setup ready demo quick test tests sources test-all gpu test-lesser test-levels sanitize wheels release-check check docs format clean
 
 help: ## Show this list
 	@grep -E '^[a-z-]+:.*##' $(MAKEFILE_LIST) | sed -E 's/:.*## /\t/' | expand -t 10
@@ -31,6 +31,15 @@ $(VENV)/installed: pyproject.toml constraints.txt
 
 demo: ready ## Train four position methods short, test them long, write a report (five minutes on two cores)
 	$(BIN)/alibi run quick --out runs/quick
+
+# Each of these files takes a few seconds of a processor or less, and together they call most of the library.
+QUICK := $(addprefix tests/, test_reach.py test_units.py $(addprefix attention/, test_spec.py test_hints.py test_key_bias.py \
+    test_varlen.py test_certified_block_mask.py test_sink_logits.py test_space.py \
+    certificate/test_key_rule.py backends/test_dense.py backends/test_native_decoding.py) $(addprefix nn/, test_attention.py \
+    test_block.py test_cache.py test_cross_attention.py test_gates.py test_gated_cache.py test_parts.py))
+
+quick: ready ## Run the library's fast tests (90 seconds of one core)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(QUICK)
 
 test: ready ## Check formatting, lint, types and architecture, and run the tests
 	@$(MAKE) --no-print-directory -j 2 sources tests

@@ -1,11 +1,14 @@
 """Random calls of the whole contract; `differential_arrays.py` has their numbers, `differential_fuzz.py` runs them.
 
+`draw` makes a call, and `plainer` is the strategy by which hypothesis shrinks one that fails.
 Nothing here is imported from the package: a call is described in the contract's terms.
 """
 
 import dataclasses
+from collections.abc import Callable
 
 import numpy as np
+from hypothesis import strategies as st
 
 BITS = {"float16": 10, "bfloat16": 7, "float32": 23, "float64": 52}
 
@@ -138,6 +141,25 @@ def wanted(call: Call) -> tuple[str, ...]:
              "log_fgate": call.gates is not None, "sink_logits": call.sinks is not None,
              "right_slopes": call.right is not None and call.slopes_as != "list", "value": not call.value_is_key}  # fmt: skip
     return tuple(x for x in WANTED[call.wanted] if given.get(x, True))
+
+
+@st.composite
+def plainer(draw: Callable[[st.SearchStrategy], float], call: Call) -> Call:
+    """Calls that differ from this one in fields that are at their default, and in smaller numbers."""
+
+    def between(plain: object, value: object) -> object:
+        if value == plain:
+            return value
+        steps = [plain]
+        if type(value) is int:  # then also halves of it, and its neighbor
+            steps += [part for n in range(value.bit_length(), 0, -1) if (part := int(value / 2**n)) and part != plain]
+            steps += [value - (value > 0) + (value < 0)]
+        return draw(st.sampled_from([*steps, *[value] * len(steps)]))
+
+    names = [field.name for field in dataclasses.fields(call) if field.name not in ("seed", "heads", "kv_heads")]
+    changes = {name: between(getattr(Call, name), getattr(call, name)) for name in names}
+    kv_heads, group = between(1, call.kv_heads), between(1, call.group)
+    return settled(dataclasses.replace(call, **changes, kv_heads=kv_heads, heads=kv_heads * group))
 
 
 def draw(seed: int) -> Call:

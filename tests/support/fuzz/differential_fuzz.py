@@ -17,6 +17,7 @@ import datetime
 import functools
 import multiprocessing
 import os
+import random
 import sys
 import warnings
 from collections.abc import Callable, Generator, Iterator, Sequence
@@ -27,8 +28,10 @@ from pathlib import Path
 sys.path.extend(map(str, Path(__file__).parents[1].iterdir()))  # the folders next to this one, as pytest's pythonpath
 
 import torch
-from differential_calls import Call, draw, settled
+from differential_calls import Call, draw, plainer, settled
 from differential_checks import Question, answerable, assert_agrees, assert_right
+from hypothesis import HealthCheck, find, settings
+from hypothesis.errors import NoSuchExample
 
 from alibi_lab import records
 
@@ -166,38 +169,16 @@ def plainest(call: Call, backend: str) -> Call:
         return None
 
     first = kind(call)
-    return call if first is None else shrunk(call, lambda plainer: kind(plainer) is first)
+    return call if first is None else shrunk(call, lambda simpler: kind(simpler) is first)
 
 
 def shrunk(call: Call, fails: Callable[[Call], bool]) -> Call:
-    """A simpler call that still fails: resets fields to their defaults and reduces numbers, one at a time."""
-    again = fails(call)
-    while again:
-        again = False
-        for plainer in _plainer(call):
-            if fails(plainer):
-                call, again = plainer, True
-                break
-    return call
-
-
-def _plainer(call: Call) -> Iterator[Call]:
-    for field in dataclasses.fields(call):
-        value = getattr(call, field.name)
-        if field.name == "seed" or value == field.default:
-            continue
-        changes: dict[str, object] = {field.name: field.default}
-        if field.name == "heads":
-            changes["kv_heads"] = 1
-        if field.name == "kv_heads":
-            changes["heads"] = call.group
-        if field.name == "return_lse" or (field.name == "through" and value == "output"):
-            continue
-        yield dataclasses.replace(call, **changes)
-        if isinstance(value, int) and not isinstance(value, bool) and abs(value) > 2 and field.name != "kv_heads":
-            for less in (value // 2, value - 1 if value > 0 else value + 1):
-                if field.name != "heads":
-                    yield dataclasses.replace(call, **{field.name: less})
+    """The simplest call that hypothesis finds between the defaults and this one and that still fails."""
+    quietly = settings(max_examples=2000, database=None, deadline=None, suppress_health_check=[*HealthCheck])
+    try:
+        return find(plainer(call), fails, settings=quietly, random=random.Random(0))
+    except NoSuchExample:
+        return call
 
 
 def main(arguments: list[str]) -> int:
