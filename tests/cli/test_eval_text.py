@@ -7,6 +7,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
+from transformers.utils import logging
 from typer.testing import CliRunner
 
 from alibi_attn import files
@@ -83,6 +84,19 @@ def test_a_folder_without_weights_is_named(folder, tmp_path):
     result = CliRunner().invoke(app, ["eval-text", str(folder), str(tmp_path / "a.txt")])
     assert isinstance(result.exception, FileNotFoundError)
     assert f"{folder} has no weights" in str(result.exception)
+
+
+def test_bars_of_loading_stay_out_of_logs(folder, tmp_path):
+    text = tmp_path / "book.txt"
+    text.write_text("w1 w2 w3")
+    logging.enable_progress_bar()
+    try:
+        result = CliRunner().invoke(app, ["eval-text", str(folder), str(text)])
+        assert not logging.is_progress_bar_enabled()
+    finally:
+        logging.enable_progress_bar()
+    assert result.exit_code == 0, result.output
+    assert "it/s" not in result.stderr
 
 
 def test_the_folder_of_the_losses_is_made(folder, tmp_path):
