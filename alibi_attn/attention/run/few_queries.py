@@ -12,10 +12,10 @@ READS = MASKS | PARTS | SPACE | FLASH_ATTN | GATES | {"table"}
 
 
 def are_few(spec: Spec, *tensors: Tensor) -> bool:
-    """Few queries on a CPU that do not require gradients."""
+    """Few queries on a CPU that do not require gradients, without dropout."""
     if torch.is_grad_enabled() or is_traced():
         return False  # before the lengths are read, which would add a guard
-    return spec.query_len <= FEW_QUERIES and spec.key_len > 0 and may_read(*tensors)
+    return spec.query_len <= FEW_QUERIES and spec.key_len > 0 and spec.dropout_p == 0 and may_read(*tensors)
 
 
 def attend(spec: Spec, query: Tensor, key: Tensor, value: Tensor, bias: Tensor) -> Result | None:

@@ -63,7 +63,8 @@ def guarded(formula: Formula, *, slow: frozenset[str] | None = None) -> Run:
         distance = distances(spec.query_len, spec.key_len, spec.query_offset, query.device)
         seen = visible(spec, distance)
         bias, origin = score_bias(spec, distance, seen)
-        if slow is not None and few_queries.are_few(spec, query, key, value, bias) and not spec.used() & slow:
+        few = slow is not None and few_queries.are_few(spec, query, key, value, bias)
+        if few and not (slow and spec.used() & slow):
             found = few_queries.attend(spec, query, key, value, bias)
             if found is not None:
                 output, lse = found
