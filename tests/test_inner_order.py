@@ -67,7 +67,7 @@ ORDERS = {
         ("method_comparison", "rollouts"),
         ("verdicts",),
         ("tables",),
-        ("plots",),
+        ("exports", "plots"),
         ("section",),
         ("sections",),
         ("page",),

@@ -9,8 +9,8 @@ from typing import Any
 
 ROW: dict[str, Any] = {
     "item": "figure-1",
-    "says": "ALiBi, L = 512, is better at 6 L than at 2 L",
-    "over": [["ALiBi, L = 512", 3012]],
+    "says": "ALiBi, L = 512, is better at 30 L than at 2 L",
+    "over": [["ALiBi, L = 512", 15512]],
     "under": [["ALiBi, L = 512", 1012]],
     "relation": "below",
 }
