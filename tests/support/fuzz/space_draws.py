@@ -3,7 +3,8 @@
     python tests/support/fuzz/space_draws.py --draws 2000
 
 fp64 must agree to 1e-11; in fp32 and bf16 the error may be twice that of `dense` on the same call, plus a few roundings of the
-largest number, for slopes one rounding of the terms that are added. Prints each draw that fails, and the worst errors.
+largest number; for slopes one rounding of the terms that are added, for lse the tolerance. Prints each draw that fails, and the
+worst errors.
 """
 
 import argparse
@@ -124,6 +125,7 @@ def assert_near(drawn: Drawn) -> tuple[dict[str, float], list[str]]:
             eps = torch.finfo(torch.float32 if name == "lse" else dtype).eps
             limit += ROUNDINGS * eps * largest[name]
             limit += eps * _terms_of_slopes(drawn) if name == "dslopes" else 0.0
+            limit += torch.finfo(dtype).eps / 32 if name == "lse" else 0.0  # the tolerance: a share that may be skipped
         shares[name] = found[name] / limit if limit > 0 else float(found[name] > 0)
         if not shares[name] <= 1.0:
             raise AssertionError(f"{name} is off by {found[name]:.2e}, dense by {plain[name]:.2e}; allowed {limit:.2e}")
