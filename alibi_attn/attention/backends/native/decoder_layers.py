@@ -47,7 +47,7 @@ class LayersCall(ctypes.Structure):
     """`LayersCall` of `decoder_layers.hpp`."""
 
     _fields_ = [
-        *((name, ctypes.c_int64) for name in ("B", "H", "T", "S", "D", "E", "decoding")),
+        *((name, ctypes.c_int64) for name in ("B", "H", "T", "S", "D", "E", "layers")),
         *((name, ctypes.c_void_p) for name in "xy"),
         *((name, Norm) for name in ("first_norm", "last_norm")),
         ("layer", ctypes.POINTER(Layer)),
