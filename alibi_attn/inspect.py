@@ -114,11 +114,16 @@ def computed_scores(
     *,
     backend: str,
     backward: bool = False,
+    table: Tensor | None = None,
     **options: Unpack[AttentionOptions[Tensor]],
 ) -> int:
-    """The number of scores that a backend computes, over all sequences and heads, in forward or in backward."""
-    spec = make_spec(query, key, value, slopes, **options)
-    Reads("computed_scores", VISITS).check(spec)
+    """The number of scores that a backend computes, over all sequences and heads, in forward or in backward.
+
+    Args:
+        table: that of `toeplitz_attention`, whose slopes are 0.
+    """
+    spec = dataclasses.replace(make_spec(query, key, value, slopes, **options), table=table)
+    Reads("computed_scores", VISITS | {"table"}).check(spec)
     found = visits(spec, query, key, value, backend)
     if found is None:
         return query.shape[:3].numel() * key.shape[2]

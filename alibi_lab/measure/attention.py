@@ -71,8 +71,8 @@ def attention(
     """Measures, saves one record per kind of input and shape, and returns their paths.
 
     Args:
-        inputs: kinds of input: noise, peaked (queries three times as long), sink (a first key ten times as long), masked
-            (symmetric, with padding), gates-LOGIT-U-BOUND (forget gates), trained; default noise.
+        inputs: kinds of input: noise, peaked (queries three times as long), sink (a first key ten times as long),
+            root-distance (√-ALiBi), masked (symmetric, with padding), gates-LOGIT-U-BOUND (forget gates), trained; default noise.
         lengths: sequence lengths in the order in which they are measured; default 512 … 65536, on a GPU to 131072.
         batch: sequences per batch; default 1, on a GPU as many as have 16,384 tokens.
         shape: numbers and sizes of heads; default 8x64, on a GPU 16x128.
@@ -143,6 +143,9 @@ def peers_of(case: Case, inputs: Inputs, *, framework: str, backend: str, dropou
         plain = Peer("ours, fixed slopes", _fixed(backend), "alibi_attention with the published slopes", biased=False)
         return [gated, *causal, replace(DENSE, longest=4096 if device == "cpu" else 16384), plain]
     ourselves = Peer("ours", ours(backend), f"backend={backend!r}")
+    if inputs.table is not None:
+        all_keys = Peer("ours, all keys", ours(backend, tolerance=0.0), "tolerance=0.0")
+        return [ourselves, all_keys, replace(DENSE, longest=4096 if device == "cpu" else 8192)]
     if not inputs.causal:
         return [ourselves, sdpa.MASKED, replace(DENSE, longest=8192)]
     half = case.dtype != torch.float32 and device == "cpu"
@@ -203,8 +206,10 @@ def scores(inputs: Inputs, backend: str) -> dict[str, float | int]:
     query, key, value, slopes = inputs.query, inputs.key, inputs.value, inputs.slopes
     batch, heads, length, _ = key.shape
     bias = None if inputs.log_fgate is None else -inputs.log_fgate.double().cumsum(-1)
-    name = inspect.backend_of(query, key, value) if backend == "auto" else backend
-    count = functools.partial(inspect.computed_scores, query, key, value, slopes, backend=name, key_bias=bias)
+    name = inspect.backend_of(query, key, value) if backend == "auto" and inputs.table is None else backend
+    count = functools.partial(
+        inspect.computed_scores, query, key, value, slopes, backend=name, key_bias=bias, table=inputs.table
+    )
     found: dict[str, float | int] = {"length": length, "visible": batch * heads * length * (length + 1) // 2}
     with torch.no_grad():
         found |= {"ours": count(), "ours_in_backward": count(backward=True)}

@@ -1,4 +1,4 @@
-"""Cases of attention, and their inputs: noise, noise with a sink, masks, forget gates, and what a trained model computes."""
+"""Cases of attention, and their inputs: noise, noise with a sink, a table, masks, gates, and what a trained model computes."""
 
 import dataclasses
 import functools
@@ -51,6 +51,7 @@ class Inputs:
         slopes: [H] fp32; 0 where gates replace them.
         log_fgate: ln of the forget gates, [B, H, S]; None = no gates.
         key_mask: [B, S], True = visible, of symmetric attention; None = causal attention without a mask.
+        table: [H, S] fp32, the bias by distance, in place of slopes, which are 0; None = no table.
     """
 
     query: Tensor
@@ -60,13 +61,14 @@ class Inputs:
     slopes: Tensor
     log_fgate: Tensor | None = None
     key_mask: Tensor | None = None
+    table: Tensor | None = None
 
     @property
     def causal(self) -> bool:
         return self.key_mask is None
 
     def converted(self, dtype: torch.dtype | None) -> "Inputs":
-        """The same numbers in another dtype; slopes and gates stay in fp32."""
+        """The same numbers in another dtype; slopes, gates and table stay in fp32."""
         if dtype is None or dtype == self.query.dtype:
             return self
         names = ("query", "key", "value", "grad")
@@ -94,6 +96,13 @@ def noise(case: Case, *, queries: float = 1.0, first_key: float = 1.0) -> Inputs
     query, grad = (x[:, :, -(case.queries or case.length) :] for x in (query, grad))
     key[:, :, 0] *= first_key
     return Inputs(query * queries, key, value, grad, published_slopes(case.heads, case.device))
+
+
+def root_distance(case: Case) -> Inputs:
+    """√-ALiBi, as in Step-1: the bias is −m·√(i − j)."""
+    plain = noise(case)
+    distance = torch.arange(case.length, dtype=torch.float32, device=case.device)
+    return dataclasses.replace(plain, slopes=0 * plain.slopes, table=-plain.slopes[:, None] * distance.sqrt())
 
 
 def masked(case: Case) -> Inputs:
@@ -156,6 +165,7 @@ KINDS: Mapping[str, Callable[[Case], Inputs]] = {
     "noise": noise,
     "peaked": functools.partial(noise, queries=3.0),
     "sink": functools.partial(noise, first_key=10.0),
+    "root-distance": root_distance,
     "masked": masked,
     "trained": trained,
     **GATES,

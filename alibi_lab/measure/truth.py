@@ -13,7 +13,7 @@ from collections.abc import Callable, Mapping, Sequence
 import torch
 from torch import Tensor
 
-from alibi_attn import alibi_attention, forgetting_attention
+from alibi_attn import alibi_attention, forgetting_attention, toeplitz_attention
 from alibi_attn.inspect import attention_of_head
 from alibi_lab.measure.inputs import Inputs
 from alibi_lab.measure.peers import Peer
@@ -121,7 +121,10 @@ def _results(inputs: Inputs, *, biased: bool, dropout_p: float, dtype: torch.dty
         query, grad = (x[:1, at, -ROWS:].detach().to(dtype) for x in (inputs.query, inputs.grad))
         near = [query] + [x[:1, at, -ROWS:].detach().to(dtype) for x in (inputs.key, inputs.value)]
         far = [x[:1, at, :-ROWS].detach().to(dtype) for x in (inputs.key, inputs.value)]
-        if gates is None or not biased:
+        if inputs.table is not None and biased:
+            call = functools.partial(toeplitz_attention, tolerance=0.0, backend=backend)
+            run = _joined(call, far, inputs.table[at])
+        elif gates is None or not biased:
             options = {"dropout_p": dropout_p, "seed": SEED, "head": head, "backend": backend}
             run = _joined(functools.partial(attention_of_head, **options), far, slopes[at] * biased)  # type: ignore[arg-type]
         else:
@@ -132,9 +135,9 @@ def _results(inputs: Inputs, *, biased: bool, dropout_p: float, dtype: torch.dty
     return [torch.cat(rows, 1) for rows in zip(*heads, strict=True)]
 
 
-def _joined(attention: Callable[..., Tensor], far: Sequence[Tensor], slopes: Tensor) -> Callable[..., Tensor]:
+def _joined(attention: Callable[..., Tensor], far: Sequence[Tensor], bias: Tensor) -> Callable[..., Tensor]:
     """Attention of the last queries as a function of the last keys and values alone."""
-    return lambda q, k, v: attention(q, torch.cat([far[0], k], 2), torch.cat([far[1], v], 2), slopes)
+    return lambda q, k, v: attention(q, torch.cat([far[0], k], 2), torch.cat([far[1], v], 2), bias)
 
 
 def _gated(far: Sequence[Tensor], slopes: Tensor, backend: str) -> Callable[..., Tensor]:

@@ -1,6 +1,7 @@
 """`alibi bench attention` and `decoding`: every kind of input makes a record; what is wrong, late or too long is not timed."""
 
 import dataclasses
+import functools
 import math
 import time
 from pathlib import Path
@@ -9,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from alibi_attn import inspect
 from alibi_lab import records
 from alibi_lab.measure import attention as module
 from alibi_lab.measure.attention import attention, pruned_scores, scores
@@ -57,6 +59,25 @@ def test_every_kind_of_input_is_a_record_with_the_peers_that_fit(tmp_path: Path)
     assert found["noise"].curves["scores"]["visible"] == [2 * n * (n + 1) // 2 for n in (64, 96)]
     with pytest.raises(FileExistsError):
         attention(tmp_path, inputs=kinds, lengths=(96, 64), shape=((2, 16),), dropout=0.1, **QUICK)
+
+
+def test_a_table_by_distance_is_timed_with_and_without_skipping_and_its_scores_are_counted(tmp_path: Path) -> None:
+    options = {"inputs": ["root-distance"], "lengths": (128, 4160), "shape": ((16, 16),), "backend": "native", **QUICK}
+    (record,) = map(records.load, attention(tmp_path, backward=False, **options))
+    assert record.name == "attention/cpu-float32-root-distance-16x16"
+    assert set(record.curves) == {"ours", "ours, all keys", "SDPA + dense bias", "scores"}
+    for name in ("ours", "ours, all keys"):
+        assert record.curves[name]["right"] == [True, True], name
+        assert all(ms > 0 for ms in record.curves[name]["forward_ms"]), name
+    assert record.curves["SDPA + dense bias"]["right"] == [True, None]
+    assert record.curves["SDPA + dense bias"]["why_not"][1] == "not tried beyond 4096 tokens"
+    computed, visible = (record.curves["scores"][name][1] for name in ("ours", "visible"))
+    inputs = draw(Case("root-distance", 4160, heads=16, head_dim=16))
+    count = functools.partial(inspect.computed_scores, inputs.query, inputs.key, inputs.value, inputs.slopes)
+    assert count(backend="native", table=inputs.table) == computed
+    every = count(backend="native", table=inputs.table, tolerance=0.0)
+    assert every >= visible, "whole tiles"
+    assert computed < every
 
 
 def test_bf16_is_compared_with_ours_in_fp32_and_jax_with_our_pytorch_call(tmp_path: Path) -> None:

@@ -6,7 +6,7 @@ from typing import Any
 
 from torch import Tensor
 
-from alibi_attn import alibi_attention, forgetting_attention
+from alibi_attn import alibi_attention, forgetting_attention, toeplitz_attention
 from alibi_attn.inspect import Norms, decode_with_norms
 from alibi_lab.measure.inputs import Inputs
 from alibi_lab.measure.peers import Attention, Peer
@@ -14,12 +14,14 @@ from alibi_lab.measure.peers import Attention, Peer
 Prepare = Callable[[Inputs], Attention]
 
 
-def ours(backend: str, *, dropout_p: float = 0.0) -> Prepare:
-    """`alibi_attention` with the named backend. It can be sent to another process."""
-    return functools.partial(_prepared, {"backend": backend, "dropout_p": dropout_p})
+def ours(backend: str, **options: float) -> Prepare:
+    """`alibi_attention`, or `toeplitz_attention` of a table, with the named backend. It can be sent to another process."""
+    return functools.partial(_prepared, {"backend": backend, **options})
 
 
 def _prepared(options: Mapping[str, Any], x: Inputs) -> Attention:
+    if (table := x.table) is not None:
+        return lambda q, k, v: toeplitz_attention(q, k, v, table, **options)
     return lambda q, k, v: alibi_attention(q, k, v, x.slopes, causal=x.causal, key_mask=x.key_mask, **options)
 
 

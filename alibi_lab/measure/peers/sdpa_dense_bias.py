@@ -19,7 +19,7 @@ def with_mask(bias: Tensor) -> Attention:
 
 
 def dense_bias(inputs: Inputs) -> Tensor:
-    """[1 or B, H, T, S] in the query's dtype, with mask and gates; built head by head, so that building needs little memory."""
+    """[1 or B, H, T, S] in the query's dtype, with mask, table and gates; built head by head, which needs little memory."""
     query, key, gates, mask = inputs.query, inputs.key, inputs.log_fgate, inputs.key_mask
     t, s, device = query.shape[2], key.shape[2], query.device
     j = torch.arange(s, device=device)
@@ -28,6 +28,8 @@ def dense_bias(inputs: Inputs) -> Tensor:
     bias = torch.empty(batch, len(inputs.slopes), t, s, dtype=query.dtype, device=device)
     for h, slope in enumerate(inputs.slopes):
         row = -slope * (distance if inputs.causal else distance.abs())
+        if inputs.table is not None:
+            row = inputs.table[h, distance.clamp(min=0)]
         if gates is not None:
             c = gates[:, h].double().cumsum(-1)
             row = (row + c[:, s - t :, None] - c[:, None]).float()
