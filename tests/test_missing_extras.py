@@ -125,6 +125,7 @@ def test_every_command_names_the_extra_that_it_needs(missing, extras, tmp_path, 
             {"alibi_lab.report:plot_alibi_bias": "lab", "alibi_lab.report.page": "lab", "alibi_lab.report": None},
         ),
         ("jinja2", {"alibi_lab.report.page": "lab", "alibi_lab.report.tables": None}),
+        ("scipy", {"alibi_lab.cli.main": None, "alibi_lab.report.page": None}),
     ],
 )
 def test_every_subpackage_names_the_extra_that_it_needs(missing, extras):

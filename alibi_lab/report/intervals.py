@@ -24,7 +24,6 @@ from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple
 
 import numpy as np
-from scipy.special import stdtrit  # type: ignore[import-untyped]
 
 from alibi_lab.records import Record
 from alibi_lab.report.series import Array, Mode, Series, column_by, numbers, section, seed_of, sequence
@@ -199,6 +198,8 @@ def _interval(samples: list[tuple[Array, Array]], over: str) -> Interval | None:
 
 def _mean_bounds(values: Array, weights: Array) -> tuple[float, float]:
     """Student's interval of the weighted mean of independent values."""
+    from scipy.special import stdtrit  # type: ignore[import-untyped]  # most commands need no SciPy
+
     count, mean = len(values), float(weights @ values)
     variance = count / (count - 1) * float(weights**2 @ (values - mean) ** 2)
     half = float(stdtrit(count - 1, 0.975)) * math.sqrt(variance)
