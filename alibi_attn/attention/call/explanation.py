@@ -117,16 +117,15 @@ class Explanation:
             []
             if self.measured_scores is None
             else [
-                "measured: forward computes these scores, so backward knows them and may skip more (column measured: its "
-                f"reach): it computes {int(self.measured_scores.sum()) / max(computed, 1):.1%} of them; "
-                f"what it skips also weighs at most {self.tolerance:.2g}"
+                "measured: backward knows these scores, so its reach may be shorter (column measured); it computes "
+                f"{int(self.measured_scores.sum()) / max(computed, 1):.1%} of them, with the same bound"
             ]
         )
         return [
             f"scores computed: {computed:,} = {self.share:.1%} of T·S "
             f"({'tiles round up; ' if computed > self.visible else ''}the masks alone leave {allowed:.1%})",
             f"certified: the skipped keys hold at most {self.tolerance:.2g} of any query's softmax mass, "
-            f"so an output is off by at most {self.output_error:.2g}·max‖v‖ before rounding",
+            f"so an output changes by at most {self.output_error:.2g}·max‖v‖ before rounding",
             *measured,
         ]
 
