@@ -144,7 +144,7 @@ class Picture:
 PICTURES = {
     "heads": Picture(
         "The biases of eight heads as triangles: the steepest head attends to the nearest tokens, the flattest to all.",
-        lambda: plot_alibi_bias(8, 48),
+        lambda: plot_alibi_bias(8, 256),
     ),
     "train-short-test-long": Picture(
         "Perplexity against the length a model is tested at: ALiBi stays level; sinusoidal, rotary and T5 bias rise.",
@@ -224,19 +224,20 @@ def front() -> str:
     assert beats_rotary.interval is not None
     assert beats_rotary.interval.low < 1 < beats_rotary.interval.high
     return (
-        f"* **It reads on.** At {times:.0f} times the trained length, the perplexity of rotary positions is\n"
-        f"  {rise:.1f} times as high. That of ALiBi does not rise ([details](docs/paper.md#figure-1-at-a-quarter)).\n"
+        f"* **It reads on.** At {times:.0f} times the trained length, rotary positions have {rise:.1f} times the perplexity "
+        "that they\n"
+        "  have at the trained length. That of ALiBi does not rise ([details](docs/paper.md#figure-1-at-a-quarter)).\n"
         "* **It is fast on a CPU.** PyTorch's attention *without any bias* takes at least\n"
-        f"  {slowest:.1f} times as long at 8,192 tokens, forward and backward ([every processor](docs/performance.md)).\n"
+        f"  {slowest:.1f} times as long at 8,192 tokens in fp32, on [every processor measured](docs/performance.md).\n"
         "* **It is fast on a GPU.** On an H200, cuDNN's kernels *without any bias* take\n"
         f"  {cudnn[long] / ours[long]:.1f} times as long at {long:,} tokens in bf16 ([GPU](docs/performance.md#on-a-gpu)).\n"
-        "* **It is exact.** 100,000 random calls and their gradients agree with float64, and [a proof](docs/maths.md)\n"
-        "  limits what is skipped.\n\n"
+        "* **It is exact.** [100,000 random calls](docs/design.md#correctness) and their gradients agree with float64, and\n"
+        "  [a proof](docs/maths.md) limits what is skipped.\n\n"
         "**Use something else** for existing models with rotary positions (Llama, Qwen, Mistral): positions cannot be\n"
         "exchanged without training. Prefer rotary positions also in a new model that never reads beyond its trained\n"
         "length: more software supports them, and whether ALiBi is better there is\n"
         "[open](docs/paper.md#figure-1-at-a-quarter). Short texts gain little on a GPU: for\n"
-        f"8 × {short:,} tokens cuDNN takes {cudnn[short] / ours[short]:.1f} times as long."
+        f"8 × {short:,} tokens cuDNN without a bias takes only {cudnn[short] / ours[short]:.1f} times as long."
     )
 
 
