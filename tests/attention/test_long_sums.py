@@ -39,7 +39,7 @@ def assert_adds_all(output: Tensor, expected: Tensor) -> None:
 @pytest.mark.parametrize("nats", NATS)
 @pytest.mark.parametrize(
     ("backend", "queries", "keys"),
-    [("reference", 1, 2**20), ("dense", 1, 2**20), ("dense", 9, 2**17), ("native", 9, 2**20)],
+    [("reference", 1, 2**20), ("dense", 1, 2**20), ("dense", 9, 2**17), ("native", 9, 2**20), ("banded", 9, 2**18)],
 )
 @pytest.mark.parametrize("return_lse", [False, True])
 def test_backends_add_all(backend: str, queries: int, keys: int, nats: float, return_lse: bool) -> None:

@@ -70,7 +70,10 @@ def plan(
 ) -> tuple[Bounds, Plans]:
     """The bounds, and the pieces of every sequence and head."""
     certified = bounds(spec, query, key, value, outliers=_outliers(spec, key), for_gradients=for_gradients)
-    return certified, banded_pieces.plan(spec, certified, threads=torch.get_num_threads(), measured=for_gradients)
+    most_keys = banded_pieces.PART if query.dtype == torch.float32 else banded_pieces.MAX_KEYS
+    threads = torch.get_num_threads()
+    pieces = banded_pieces.plan(spec, certified, threads=threads, measured=for_gradients, most_keys=most_keys)
+    return certified, pieces
 
 
 def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Visits:

@@ -32,6 +32,7 @@ BLOCKS = ((768, 128), (97, 64), (0, 32))
 RUN = 8192  # queries of a piece that slides; all of its blocks get the widest band among them
 UNEVEN = 1.5  # bands whose widths differ by more are separate pieces: one query must not widen its neighbors' bands
 MAX_KEYS = 4608  # keys per block; wider bands are cut and merged (keys and values of a call should stay in the cache)
+PART = 256  # keys whose weighted values torch may add in fp32: a sum that has reached 1/2 drops weights below 3e-8
 # From LONG keys on, forward computes far keys in sections, an eighth of a band each, so that backward need not read all of them.
 # The nearest three are one: backward nearly always needs them.
 SECTIONS, NEAR_SECTIONS, NARROWEST = 8, 3, 2 * TILE
@@ -93,6 +94,7 @@ class _Head:
         plain: causal, every query has a key at its position, no mask, and a bias small enough to be applied along the keys.
         threads: the number of cores.
         measured: whether to cut far keys into sections.
+        most_keys: keys per block of a piece.
     """
 
     spec: Spec
@@ -104,13 +106,17 @@ class _Head:
     plain: bool
     threads: int
     measured: bool
+    most_keys: int
 
 
-def plan(spec: Spec, bounds: Bounds, *, threads: int, measured: bool = False) -> list[list[list[Piece]]]:
+def plan(
+    spec: Spec, bounds: Bounds, *, threads: int, measured: bool = False, most_keys: int = MAX_KEYS
+) -> list[list[list[Piece]]]:
     """The pieces of every sequence and head, [B][H]; reads the bounds on the host.
 
     Args:
         measured: cut the far keys of wide bands into sections, whose weights forward measures.
+        most_keys: keys per block of a piece.
     """
     first, slopes = _first(spec), spec.slopes.detach().reshape(-1, spec.num_heads).expand(spec.batch, -1)
     low, high = (x.numpy() for x in _reachable_tiles(spec))
@@ -131,6 +137,7 @@ def plan(spec: Spec, bounds: Bounds, *, threads: int, measured: bool = False) ->
                 plain=plain and inside and is_flat,
                 threads=threads,
                 measured=measured,
+                most_keys=most_keys,
             )
             for h, is_flat in enumerate(flat.tolist())
         ]
@@ -168,7 +175,9 @@ def _pieces(head: _Head, outlier_tiles: list[int]) -> list[Piece]:
     if head.measured and spec.key_len >= LONG and np.median(head.left) <= 2 * spec.key_len:
         width = max(NARROWEST, -(-widest // SECTIONS // TILE) * TILE)
         pieces = [section for piece in pieces for section in _sections(head, piece, width)]
-    return [part for piece in pieces for cut in _cut(piece) for part in _spread(spec, cut, head.threads)]
+    return [
+        part for piece in pieces for cut in _cut(piece, head.most_keys) for part in _spread(spec, cut, head.threads)
+    ]
 
 
 def _without_band(spec: Spec, query: int, met: list[_Block]) -> Iterator[_Block]:
@@ -353,9 +362,9 @@ def _sections(head: _Head, piece: Piece, width: int) -> Iterator[Piece]:
         yield dataclasses.replace(piece, key=piece.key + begin, keys=keys, merge=merge, is_section=keys <= width)
 
 
-def _cut(piece: Piece) -> Iterator[Piece]:
-    """The piece in parts of at most MAX_KEYS keys per block, nearest keys first."""
-    parts = 1 if piece.kind == "diagonal" else -(-piece.keys // MAX_KEYS)
+def _cut(piece: Piece, most_keys: int) -> Iterator[Piece]:
+    """The piece in parts of at most `most_keys` keys per block, nearest keys first."""
+    parts = 1 if piece.kind == "diagonal" else -(-piece.keys // most_keys)
     size = -(-piece.keys // parts)
     for part in reversed(range(parts)):
         keys = min(size, piece.keys - part * size)
