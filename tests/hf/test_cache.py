@@ -40,6 +40,14 @@ def test_generations_are_those_of_a_dynamic_cache(family, near, build, tokens):
     assert near == [length for length in range(31, 42) for _ in range(2)]
 
 
+@pytest.mark.parametrize(("family", "options"), [("mpt", {}), ("bloom", {"use_cache": False})])
+def test_a_text_that_the_cache_holds_is_not_read_again(family, options, build, tokens):
+    """An MPT's config has use_cache=False: `generate` then passes the whole text for every token, also with a cache."""
+    model = build(family)
+    with patch(model), pytest.raises(ValueError, match="holds 20 tokens, but use_cache is False"):
+        model.generate(tokens(1, 20), past_key_values=ALiBiCache(), max_new_tokens=3, **options)
+
+
 @pytest.mark.parametrize("family", ["bloom", "falcon new"])
 def test_beams_and_assisted_generation_work(family, near, build, tokens):
     model, ids = build(family), tokens(2, 20)

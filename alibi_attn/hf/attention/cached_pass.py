@@ -25,7 +25,8 @@ def whole(model: nn.Module, cache: Cache | None, *, use_cache: bool | None, new:
 
     Raises:
         TypeError: `cache` is no cache of transformers.
-        ValueError: a cache is needed while layers checkpoint gradients, or a layer did not append to its cache.
+        ValueError: a cache is needed while layers checkpoint gradients, a layer did not append to its cache, or the whole text
+            is passed again although the cache holds it, as `generate` does with use_cache=False.
     """
     if cache is not None and not isinstance(cache, Cache):
         raise TypeError(
@@ -33,6 +34,11 @@ def whole(model: nn.Module, cache: Cache | None, *, use_cache: bool | None, new:
             "keys and values were accepted by earlier releases of transformers only"
         )
     before = 0 if cache is None else cache.get_seq_length()
+    if use_cache is False and isinstance(before, int) and 0 < before < new:
+        raise ValueError(
+            f"the cache holds {before} tokens, but use_cache is False, so generate passes all {new} tokens again; "
+            "pass use_cache=True"
+        )
     checkpointing = _checkpointing(model) if model.training else []
     if checkpointing and torch.is_grad_enabled():
         if cache is not None or use_cache:
