@@ -26,7 +26,7 @@ def print_perplexities(loaded: Sequence[records.Record]) -> None:
             console.print(table)
         if study.lengths:
             longest = f"{max(study.lengths):,}"
-            console.print(f"[dim]the scored tokens depend on the largest length ({longest}): another, other tokens[/]")
+            console.print(f"[dim]all lengths score the same tokens; compare only with runs tested up to {longest}[/]")
 
 
 def print_curves(curves: Mapping[str, Mapping[str, Sequence[records.Json]]]) -> None:

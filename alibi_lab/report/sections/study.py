@@ -22,8 +22,8 @@ from alibi_lab.report.tables.table import mean, rounded, text_table
 Drawn: TypeAlias = Iterator[tuple[str, str, Figure | None, str]]  # heading, caption, figure, description
 MOST_LINES = 9  # per picture; a study with more lines gets one picture per trained length
 _ABOUT = (
-    "The same tokens are scored at every length; lower is better. They depend on the largest length: numbers of "
-    "studies that were tested to different lengths are not comparable. All panels of one trained length share a scale."
+    "Lower is better. The same tokens are scored at every length. Which ones depends on the largest length, so compare "
+    "only studies with the same largest length. All panels of one trained length share a scale."
 )
 CHANGES = (
     "Change of perplexity from the trained length (or the shortest one) to the longest length that the method reaches. Without "
