@@ -48,6 +48,15 @@ def test_a_text_that_the_cache_holds_is_not_read_again(family, options, build, t
         model.generate(tokens(1, 20), past_key_values=ALiBiCache(), max_new_tokens=3, **options)
 
 
+@pytest.mark.parametrize("model", ["ours", "mpt"], indirect=True)
+def test_a_long_chunk_continues_a_short_one_in_training_mode(model, tokens):
+    ids, cache = tokens(1, 30), ALiBiCache()
+    with torch.no_grad():
+        expected = model.train()(ids).logits
+        parts = [model(part, past_key_values=cache).logits for part in ids.split([5, 25], dim=1)]
+    torch.testing.assert_close(torch.cat(parts, dim=1), expected, rtol=1e-4, atol=1e-5)
+
+
 @pytest.mark.parametrize("family", ["bloom", "falcon new"])
 def test_beams_and_assisted_generation_work(family, near, build, tokens):
     model, ids = build(family), tokens(2, 20)

@@ -174,13 +174,14 @@ class ALiBiForCausalLM(PreTrainedModel, GenerationMixin):  # type: ignore[no-unt
             )
         given = checked_input(input_ids, inputs_embeds, width=config.hidden_size)
         x = self.embed_tokens(given) if inputs_embeds is None else given
+        asked = use_cache
         use_cache = config.use_cache and not self.training if use_cache is None else use_cache
         if past_key_values is None and use_cache:
             past_key_values = ALiBiCache()
         if config.needs_length and past_key_values is not None and past_key_values.is_compileable:
             raise ValueError(NEEDS_LENGTH)
         keep = config.output_hidden_states if output_hidden_states is None else output_hidden_states
-        with cached_pass.whole(self, past_key_values, use_cache=use_cache, new=x.shape[1]), memory_of_layers(x):
+        with cached_pass.whole(self, past_key_values, use_cache=asked, new=x.shape[1]), memory_of_layers(x):
             if isinstance(past_key_values, ALiBiCache):
                 past_key_values.begin(self, input_ids)
             mask = masks.of_layers(masks.INDEXED, config, x, attention_mask, past_key_values, packing)
