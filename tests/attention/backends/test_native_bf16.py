@@ -13,7 +13,7 @@ import torch
 from attention_cases import CASES, KEY_BIASES, Case
 from attention_checks import answer, assert_exact
 from certificate_attack import dropped, native_keys, random_attack
-from emulated_kernels import ARM_BF16, emulating, why_not
+from emulated_kernels import ARM_BF16, arrays_of, emulating, why_not
 from torch.nn import functional
 
 from alibi_attn import alibi_attention, alibi_slopes
@@ -263,3 +263,15 @@ def test_the_checker_of_both_ways_fails_on_another_question(in_bf16: None) -> No
     wrong = answer(dataclasses.replace(case, window=4), BF16, backend="native")
     with pytest.raises(AssertionError):
         assert_exact(case, BF16, wrong, tolerance=TOLERANCE)
+
+
+def test_the_driver_of_emulated_kernels_has_a_size_for_every_array() -> None:
+    """It runs only where zig and qemu are installed, so a new array of a call would be missed."""
+    call = build.Call(**dict.fromkeys("BHKTSD", 1), dropout_runs=1, distances=1)
+    for name in build.Call.ROWS:
+        setattr(call, name, build.Rows(at=1))
+    for name in build.Call.ARRAYS:
+        setattr(call, name, 1)
+    sizes = {array.name: array.size for array in arrays_of(call, 4, 4)}
+    assert sizes.keys() == {*build.Call.ROWS, *build.Call.ARRAYS}
+    assert min(sizes.values()) > 0

@@ -84,14 +84,25 @@ def test_emulated_layers_give_the_logits_of_a_whole_pass(dtype: torch.dtype, emu
     assert error <= STEP_ERRORS[dtype], error
 
 
-def test_emulated_dropout_keeps_the_same_weights_as_here(emulated: Emulated) -> None:
+@pytest.mark.parametrize(
+    "options",
+    [
+        {"dropout_p": 0.5},
+        {"dropout_p": 0.5, "prefix_len": torch.tensor([100])},  # parts, with the numbers of their queries and keys
+        {"positions": torch.rand(1, 300, 2, generator=torch.Generator().manual_seed(2)) * 50, "causal": False},
+    ],
+    ids=["dropout", "dropout in parts", "plane"],
+)
+def test_emulated_kernels_weigh_keys_as_here(options: dict, emulated: Emulated) -> None:
     def gradient() -> torch.Tensor:
-        """Gradient of the summed outputs by the values: one number per key, from the kept weights."""
+        """Gradient of the summed outputs by the values: one number per key, from its weights."""
         torch.manual_seed(1)
         query, key, value = (torch.randn(1, 2, 300, 16).requires_grad_() for _ in range(3))
-        return torch.autograd.grad(alibi_attention(query, key, value, dropout_p=0.5, backend="native").sum(), value)[0]
+        return torch.autograd.grad(alibi_attention(query, key, value, backend="native", **options).sum(), value)[0]
 
+    before = emulated.calls
     there = gradient()
+    assert emulated.calls > before
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(build, "library", LIBRARY)
         here = gradient()

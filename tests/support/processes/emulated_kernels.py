@@ -66,6 +66,8 @@ ARRAYS = {
     "key_bias": ("BHS", 8),
     "query_numbers": ("BT", 8),
     "key_numbers": ("BS", 8),
+    "query_points": ("BT", 24),
+    "key_points": ("BS", 24),
     "lse": ("BHT", 8),
     "grad_lse": ("BHT", 0),
     "key_bias_grad": ("BHS", 8),
