@@ -25,7 +25,7 @@ import datetime
 import functools
 import math
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 from pathlib import Path
 from typing import Any
 
@@ -34,6 +34,7 @@ sys.path.extend(map(str, Path(__file__).parents[1].iterdir()))  # the folders ne
 import numpy as np
 import torch
 from certificate_attack import BIASES, WHERE, Attack, shares_of
+from compiled_calls import Compiled, compiled
 from measured_attack import banded_keys, fused_keys, native_keys, rounding, sections_at_every_length
 
 from alibi_attn import alibi_attention
@@ -66,6 +67,7 @@ class KeyAttack(Attack):
 
     kind: str = "uniform"
     share: float = 1.0  # of a light key in a row of average length, in units of the tolerance
+    few: int | None = None  # how many "few queries" are; None = by the seed
 
     def inputs(self) -> tuple[list[torch.Tensor], dict]:
         plain = {"left padding": "none", "texts": "none", "texts and mask": "random mask", "few queries": "none"}
@@ -75,7 +77,8 @@ class KeyAttack(Attack):
         q, k, v = (x.double() for x in (q, k, v))
         rng = np.random.default_rng([self.seed, 3])
         if self.mask == "few queries":
-            q = q[:, :, -int(rng.choice([1, 16, 64, 65])) :]
+            drawn = int(rng.choice([1, 16, 64, 65]))
+            q = q[:, :, -(self.few or drawn) :]
         border = min(self.length - 1, int(rng.choice([63, 64, 65, self.length // 2])))
         at = torch.arange(self.length)
         if self.mask in ("left padding", "right padding"):
@@ -126,8 +129,7 @@ class Backend:
         keys: returns the keys [B, H, T, S] that forward and backward visit.
         gradient: computes the attack's gradient of the values, as `gradient_of_values`.
         block, tile: queries and keys that are left out together.
-        lengths: the lengths to draw; any, if empty.
-        fixed: fields that all of its attacks share, so that less is compiled.
+        compiled: the calls that it is compiled for, one after the other; any, if empty.
         biased: whether it computes biases of keys.
     """
 
@@ -136,8 +138,7 @@ class Backend:
     block: int = TILE
     tile: int = TILE
     dtypes: tuple[str, ...] = DTYPES
-    lengths: tuple[int, ...] = ()
-    fixed: Mapping[str, object] = dataclasses.field(default_factory=dict)
+    compiled: tuple[Compiled, ...] = ()
     biased: bool = True
 
 
@@ -217,10 +218,14 @@ def random_attack(seed: int, backend: Backend) -> KeyAttack:
     """
     rng = np.random.default_rng([seed, 5])
     pick = lambda options: options[int(rng.integers(len(options)))]  # noqa: E731
-    kind, dtype = pick(KINDS if backend.biased else KINDS[:-2]), pick(backend.dtypes)
+    of = backend.compiled[seed % len(backend.compiled)] if backend.compiled else None
+    kinds = KINDS if backend.biased else KINDS[:-2]
+    if of is not None:
+        kinds = KINDS[-2:] if of.biased else KINDS[:-2]
+    kind, dtype = pick(kinds), pick(backend.dtypes)
     length = 64 * int(rng.integers(1, 24 if seed % 10 == 0 else 8)) + pick((1, 15, 0, int(rng.integers(0, 64))))
-    if backend.lengths:
-        length = pick(backend.lengths)
+    if of is not None:
+        length, dtype = of.length, of.dtype
     elif seed % 250 == 0:  # so long that limits per query add up to a key, in bf16
         length, dtype = (
             64 * int(rng.integers(64, 70)) + pick((1, 15)),
@@ -236,7 +241,7 @@ def random_attack(seed: int, backend: Backend) -> KeyAttack:
         slope=float(pick((0.0, 0.0, 2.0**-11, 2.0 ** rng.uniform(-10, -3), 2.0 ** rng.uniform(-4, 0)))),
         tolerance=tolerance,
         where="nothing" if kind != "noise" else pick(WHERE),
-        mask=pick(MASKS),
+        mask=pick(MASKS if of is None else of.masks),
         causal=bool(rng.random() < 0.5),
         group=int(rng.integers(1, 4)),
         log_query=-1.7 if small else float(rng.uniform(-1, 0.5)),
@@ -247,7 +252,7 @@ def random_attack(seed: int, backend: Backend) -> KeyAttack:
         kind=kind,
         share=float(10.0 ** rng.uniform(-2, 0.3)),
     )
-    return dataclasses.replace(drawn, **backend.fixed)
+    return drawn if of is None else dataclasses.replace(drawn, causal=of.causal, few=of.few, head_dim=4, group=2)
 
 
 def default_tolerance(dtype: str) -> float:
@@ -301,17 +306,14 @@ BACKENDS = {
     "jax-native": Backend(
         functools.partial(keys_of_jax, "native"),
         functools.partial(gradient_of_jax, "native"),
-        lengths=(65, 129, 143, 321, 335, 705, 1217),
-        fixed={"head_dim": 4, "group": 2},
+        compiled=compiled(DTYPES, MASKS, (65, 129, 143, 321, 335, 705, 1217)),
     ),
     "jax-loop": Backend(
         functools.partial(keys_of_jax, "loop"),
         functools.partial(gradient_of_jax, "loop"),
         block=32,
         tile=32,
-        dtypes=("float64", "float32", "bfloat16"),
-        lengths=(193, 271),
-        fixed={"head_dim": 4, "group": 2},
+        compiled=compiled(("float64", "float32", "bfloat16"), MASKS, (193, 271)),
     ),
     "fused": Backend(fused_keys, functools.partial(gradient_of_values, "fused"), dtypes=("float32", "float16")),
 }
