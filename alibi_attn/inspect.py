@@ -67,6 +67,7 @@ _HOMES = {
 __getattr__, __dir__ = lazy_names(__name__, _HOMES, ("transformers", "transformers", "hf"))
 
 
+@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # it reads files and cannot be traced
 def compiled_kernels() -> bool:
     """Whether the C++ kernels of the `native` backend can run here."""
     return build.why_not() is None

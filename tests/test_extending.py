@@ -17,7 +17,7 @@ EXAMPLES = sorted((ROOT / "examples/extending").glob("*.py"))
 
 
 @pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_runs_and_the_guide_names_it(path: Path, tmp_path: Path, monkeypatch, capsys) -> None:
+def test_an_example_runs_and_the_guide_names_it(path: Path, tmp_path: Path, monkeypatch, capfd) -> None:
     assert f"`{path.relative_to(ROOT)}`" in (ROOT / "CONTRIBUTING.md").read_text(encoding="utf-8")
     assert f"python {path.relative_to(ROOT)}" in path.read_text(encoding="utf-8")
     page = tmp_path / "page.html"
@@ -26,4 +26,4 @@ def test_an_example_runs_and_the_guide_names_it(path: Path, tmp_path: Path, monk
         for table in tables:  # an example adds its row to a copy
             monkeypatch.setattr(place, table, copy.copy(getattr(place, table)))
     runpy.run_path(str(path), run_name="__main__")
-    assert capsys.readouterr().out or page.stat().st_size > 0
+    assert capfd.readouterr().out or page.stat().st_size > 0

@@ -37,9 +37,7 @@ def progress_shown(
     """
     number, tokens_later = place
     name = f"{number}: {title}" if number else title
-    is_wide = (
-        console.width >= WIDE
-    )  # narrower terminals show the speed and the time of all models only in their last line
+    is_wide = console.width >= WIDE
     columns = (
         MofNCompleteColumn(),
         BarColumn(bar_width=24 if is_wide else 10),
@@ -61,7 +59,8 @@ def progress_shown(
             left = (steps - progress.step) * batch_tokens / speed / 60
             in_all = f"{left + tokens_later / speed / 60:.0f} min for all models" if tokens_later else ""
             shown = f"{speed:,.0f} tokens/s" + (f", {speed / full_speed:.0%} MFU" if full_speed else "")
-            about = f"{shown}  {in_all}" if is_wide else ""
+            fits = len(name) + len(shown) < room
+            about = f"{shown}  {in_all}" if is_wide else shown if fits else ""
             bar.update(task, completed=progress.step, loss=f"{progress.loss_nats:.3f} nats", speed=about)
             late = time.monotonic() - last >= SECONDS_BETWEEN_LINES
             if not console.is_terminal and (late or progress.step == steps):

@@ -330,7 +330,7 @@ def test_attention_within_documents_counts_targets_of_the_same_document_only(tin
 
 def test_tracking_without_tensorboard_says_what_to_install(recipe, tmp_path, monkeypatch):
     monkeypatch.setattr("importlib.util.find_spec", lambda name: None)
-    with pytest.raises(ExperimentError, match=r'pip install "alibi-attn\[track\]"'):
+    with pytest.raises(ExperimentError, match=r'pip install "\.\[track\]"'):
         run(recipe, out=tmp_path, track="tensorboard")
 
 

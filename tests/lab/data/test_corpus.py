@@ -229,7 +229,7 @@ def test_missing_files_and_empty_folders_are_refused(tmp_path):
 
 def test_the_hub_without_its_package_names_the_extra(monkeypatch):
     monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(CorpusError, match=r'pip install "alibi-attn\[hub\]"'):
+    with pytest.raises(CorpusError, match=r'pip install "\.\[hub\]"'):
         load_corpus(DataConfig(corpus="hub:some/name"))
 
 
