@@ -9,14 +9,13 @@ The truth holds keys, values and gates of all tokens as tensors that are concate
 import contextlib
 import copy
 import pickle
-import random
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import torch
+from sequences import Step, run
 from torch import Tensor
 from torch.fx.experimental.proxy_tensor import make_fx
 
@@ -28,7 +27,6 @@ from alibi_attn.nn.cache import fixed
 
 WIDTH, HEADS, KEY_HEADS, ROWS, CAPACITY = 64, 4, 2, 2, 400
 SLOPES = [1.5, 0.4, 0.1, 0.0]
-Step = tuple[str, int]
 
 # How a cache stores × what it may forget, each with the options of its layer.
 KINDS: dict[str, tuple[dict[str, object], Callable[[ALiBiAttention, Path], KVCache]]] = {
@@ -253,23 +251,5 @@ def _edit(cache: KVCache, truth: Truth, held: int, size: int) -> None:
             truth.value[:, head, held - back] *= -1.0
 
 
-def drawn(rng: random.Random) -> list[Step]:
-    return [(rng.choice(ACTIONS), rng.randrange(1000)) for _ in range(rng.randrange(1, 14))]
-
-
-def main(count: int) -> None:
-    rng, total = random.Random(count), dict.fromkeys(ACTIONS, 0)
-    for number in range(count):
-        kind, steps, near = rng.choice(list(KINDS)), drawn(rng), rng.random() < 0.5
-        try:
-            for action, times in check(kind, steps, near=near).items():
-                total[action] += times
-        except BaseException:
-            print(f"sequence {number} fails: check({kind!r}, {steps}, near={near})")
-            raise
-    print(f"{count} sequences agree: {total}")
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 300)
+    run(check, KINDS, ACTIONS)

@@ -8,14 +8,13 @@ it is one pass without a cache. A step that a cache refuses must leave it as it 
 
 import copy
 import pickle
-import random
-import sys
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
 import torch
+from sequences import Step, run
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import BloomConfig, BloomForCausalLM, DynamicCache
@@ -47,10 +46,9 @@ ACTIONS = (
     "interrupt",
     "reset",
 )
-Step = tuple[str, int]
 
 
-class InterruptedError(Exception):
+class InterruptedPassError(Exception):
     """Ctrl-C in the middle of a pass."""
 
 
@@ -160,7 +158,7 @@ def _interrupted(model: nn.Module, cache: ALiBiCache, truth: Truth, ids: Tensor)
     """A pass that ends before the second layer; returns whether it could be taken back."""
 
     def stop(*_: object) -> None:
-        raise InterruptedError
+        raise InterruptedPassError
 
     layer = model.transformer.h[1] if hasattr(model, "transformer") else model.layers[1]
     kept = copy.deepcopy(cache) if cache.forget else None
@@ -169,7 +167,7 @@ def _interrupted(model: nn.Module, cache: ALiBiCache, truth: Truth, ids: Tensor)
         model(
             ids, past_key_values=cache, use_cache=True, attention_mask=torch.cat([truth.seen, torch.ones_like(ids)], 1)
         )
-    except InterruptedError:
+    except InterruptedPassError:
         pass
     finally:
         hook.remove()
@@ -221,23 +219,5 @@ def _changed(model: nn.Module, cache: ALiBiCache, truth: Truth, action: str, siz
     return cache
 
 
-def drawn(rng: random.Random) -> list[Step]:
-    return [(rng.choice(ACTIONS), rng.randrange(1000)) for _ in range(rng.randrange(1, 14))]
-
-
-def main(count: int) -> None:
-    rng, total = random.Random(count), dict.fromkeys(ACTIONS, 0)
-    for number in range(count):
-        kind, steps, near = rng.choice(list(KINDS)), drawn(rng), rng.random() < 0.5
-        try:
-            for action, times in check(kind, steps, near=near).items():
-                total[action] += times
-        except BaseException:
-            print(f"sequence {number} fails: check({kind!r}, {steps}, near={near})")
-            raise
-    print(f"{count} sequences agree: {total}")
-
-
 if __name__ == "__main__":
-    torch.set_num_threads(1)
-    main(int(sys.argv[1]) if len(sys.argv) > 1 else 300)
+    run(check, KINDS, ACTIONS)
