@@ -248,9 +248,8 @@ def _in_slices(
 ) -> Tensor:
     """One call of `attend` per group of key heads that need about as many keys."""
     inside = 0.0
-    if (
-        spec.query_len > MAX_QUERIES
-    ):  # many queries skip again inside their slice, so each step gets half of the tolerance
+    if spec.query_len > MAX_QUERIES:
+        # Many queries skip again inside their slice, so each step gets half of the tolerance.
         inside = usable_tolerance(spec.tolerance / 2)
         spec = spec.changed(tolerance=inside)
     runs = [(0, spec.key_len)] * spec.batch if visible is None else visible

@@ -53,14 +53,17 @@ def _computed(
 ) -> tuple[Tensor, Tensor | None]:
     """(output, lse) by a backend that reads all fields of the call; tokens in space come in an order that its tiles need."""
     run = dispatch.RUNS[name]
-    if spec.coordinates is None:
-        return run(spec, query, key, value)
-    if name not in dispatch.WITHOUT_SKIPPING:
+    if _needs_order(name, spec):
         spec, query, key, value, places = space.sorted_in_space(spec, query, key, value)
         return space.back_in_order(*run(spec, query, key, value), places)
-    if in_chunks and by_rows.has_many_scores(spec):
+    if spec.coordinates is not None and in_chunks and by_rows.has_many_scores(spec):
         return by_rows.run(spec, query, key, value, run)
     return run(spec, query, key, value)
+
+
+def _needs_order(name: str, spec: AttentionSpec[Tensor]) -> bool:
+    """Whether a backend skips tiles of tokens in space, which are small boxes only along a curve."""
+    return spec.coordinates is not None and name not in dispatch.WITHOUT_SKIPPING
 
 
 def without_sinks(spec: AttentionSpec[Tensor]) -> AttentionSpec[Tensor]:
@@ -95,14 +98,11 @@ def visits(
     given = key if value is None else value
     spec = without_sinks(spec)
     name, off = dispatch.choose(backend, spec, query, key, given)
-    if 0 in (spec.batch, spec.query_len, spec.key_len) or not off:
-        if (
-            spec.coordinates is not None
-            and name not in dispatch.WITHOUT_SKIPPING
-            and 0 not in (spec.query_len, spec.key_len)
-        ):
-            spec, query, key, given, _ = space.sorted_in_space(spec, query, key, given)
-            value = None if value is None else given
+    is_empty = 0 in (spec.batch, spec.query_len, spec.key_len)
+    if not is_empty and not off and _needs_order(name, spec):
+        spec, query, key, given, _ = space.sorted_in_space(spec, query, key, given)
+        value = None if value is None else given
+    if is_empty or not off:
         return dispatch.visits(name, spec, query, key, value)
     if value is None:  # values of equal norms are what the certificate then assumes
         given = torch.ones((), dtype=key.dtype, device=key.device).expand_as(key)

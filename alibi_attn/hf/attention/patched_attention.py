@@ -106,9 +106,8 @@ def attended(layer: nn.Module, query: Tensor, kept: list[Kept], *, mask: Tensor,
     slopes = slopes_beside(settings.slopes, torch.float32, query)
     keys = _of_last_text(keys_of(mask, kept[0].key.shape[2]), first, query.shape[2])
     bias = None
-    if (
-        keys.shift is not None
-    ):  # −m·(distance over the visible keys) = −m·|i − j| + m·(p_j − j), up to a number per query
+    if keys.shift is not None:
+        # −m·(distance over the visible keys) = −m·|i − j| + m·(p_j − j), up to a number per query
         bias = slopes[:, None] * keys.shift[:, None]
     mixed = attention_of(layer)(
         query,
