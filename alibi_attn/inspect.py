@@ -19,6 +19,7 @@ from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.call.dropout import drawn_seed
 from alibi_attn.attention.call.options import AttentionOptions
 from alibi_attn.attention.call.reads import DROPOUT, MASKS, Reads
+from alibi_attn.attention.call.transforms import constant_when_compiled
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate import bounds as certificate
 from alibi_attn.attention.certificate.bounds import Bounds
@@ -67,7 +68,7 @@ _HOMES = {
 __getattr__, __dir__ = lazy_names(__name__, _HOMES, ("transformers", "transformers", "hf"))
 
 
-@torch.compiler.assume_constant_result  # type: ignore[untyped-decorator]  # it reads files and cannot be traced
+@constant_when_compiled  # it reads files
 def compiled_kernels() -> bool:
     """Whether the C++ kernels of the `native` backend can run here."""
     return build.why_not() is None

@@ -70,7 +70,7 @@ def test_backward_computes_the_scores_that_explain_shows(
     assert count == found.measured_scores.sum() < 0.98 * found.scores.sum()
     assert (found.measured_reaches <= found.reaches).all()
     share = found.measured_scores.sum() / found.scores.sum()
-    assert f"it computes {share:.1%} of them; what it skips also weighs at most" in str(found)
+    assert f"it computes {share:.1%} of them, with the same bound" in str(found)
 
 
 @pytest.mark.parametrize("causal", [True, False])
