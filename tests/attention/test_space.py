@@ -93,14 +93,32 @@ def test_rows_in_chunks_are_the_same_numbers_and_need_no_square(monkeypatch):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
-def test_dropout_is_that_of_one_dense_call(monkeypatch):
+def test_dropout_of_rows_in_chunks_is_that_of_one_call(monkeypatch):
     q, k, v = torch.randn(3, 1, 2, 70, 8)
-    given = {"causal": False, "positions": points("grid", 1, 70, 3), "dropout_p": 0.5}
+    given = {"causal": False, "positions": points("grid", 1, 70, 3), "dropout_p": 0.5, "key_bias": torch.randn(70)}
     torch.manual_seed(1)
     whole = alibi_attention(q, k, v, [0.5, 0.1], backend="reference", **given)
     monkeypatch.setattr(by_rows, "MOST_SCORES", 2 * 70 * 9)
     torch.manual_seed(1)
     torch.testing.assert_close(alibi_attention(q, k, v, [0.5, 0.1], **given), whole, rtol=1e-4, atol=1e-5)
+
+
+@pytest.mark.parametrize("registers", [0, 5])
+@pytest.mark.parametrize("is_self", [True, False])
+def test_tokens_keep_their_dropout_when_they_are_sorted(registers, is_self):
+    q, k, v = torch.randn(2, 3, 150 if is_self else 90, 8), *torch.randn(2, 2, 3, 150, 8)
+    q, k, v = (x.double().requires_grad_() for x in (q, k, v))
+    places = points("random", 2, 150, 2)
+    given = {"causal": False, "positions": places, "registers": registers, "dropout_p": 0.3}
+    given |= {} if is_self else {"query_positions": places[:, -90:] + 0.5}
+
+    def results(backend: str) -> list[Tensor]:
+        torch.manual_seed(1)
+        output = alibi_attention(q, k, v, [2.0, 0.5, 0.1], backend=backend, **given)
+        return [output, *torch.autograd.grad((output * output).sum(), (q, k, v))]
+
+    for found, expected in zip(results("native"), results("reference"), strict=True):
+        torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
 
 
 def test_weights_and_explanation_know_the_plane():

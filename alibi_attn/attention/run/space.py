@@ -10,6 +10,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
+from alibi_attn.attention.call.dropout import numbered
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.transforms import is_traced
 
@@ -22,6 +23,7 @@ def sorted_in_space(
     spec: Spec, query: Tensor, key: Tensor, value: Tensor
 ) -> tuple[Spec, Tensor, Tensor, Tensor, Tensor]:
     """(spec, query, key, value, places): the same call in sorted order, and where each query of the call is in it, [B, T]."""
+    spec = numbered(spec, query.device)
     of_keys = _order(spec, spec.coordinates, spec.key_segments)
     is_self = spec.query_coordinates is spec.coordinates
     of_queries = of_keys if is_self else _order(spec, spec.query_coordinates, spec.query_segments)
@@ -34,6 +36,8 @@ def sorted_in_space(
         key_mask=_in_order(spec.key_mask, of_keys),
         key_segments=_in_order(spec.key_segments, of_keys),
         query_segments=_in_order(spec.query_segments, of_queries),
+        query_numbers=_in_order(spec.query_numbers, of_queries),
+        key_numbers=_in_order(spec.key_numbers, of_keys),
     )
     places = torch.empty_like(of_queries)
     places.scatter_(1, of_queries, torch.arange(spec.query_len, device=query.device).expand_as(of_queries))

@@ -50,8 +50,8 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
         return f"it runs on the CPU but query is on {query.device}"
     if spec.table is not None and transforms():
         return "it does not differentiate or map a table of distances in torch.func"
-    if spec.coordinates is not None and (spec.dropout_p > 0 or spec.key_bias is not None):
-        return "it computes positions in the plane or in space without dropout and key_bias"
+    if spec.coordinates is not None and spec.key_bias is not None:
+        return "it computes positions in the plane or in space without key_bias"
     return why_not_compiled() or _why_not_built(dtype_name(query.dtype))
 
 
