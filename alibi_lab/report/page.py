@@ -10,11 +10,9 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 try:
-    import jinja2
-
     from alibi_lab.report import answers
     from alibi_lab.report.plots import drawing
-    from alibi_lab.report.section import Archive, Section
+    from alibi_lab.report.section import TEMPLATES, Archive, Section
     from alibi_lab.report.sections import (
         alibi_heads,
         benchmark,
@@ -98,19 +96,11 @@ def report_html(
         shown.append(frame.record_list(archive, shown))
         for section in _distinguished(listed):
             contents.setdefault(section.group, []).append(section)
-    environment = jinja2.Environment(
-        loader=jinja2.FileSystemLoader(Path(__file__).parent),
-        autoescape=True,
-        undefined=jinja2.StrictUndefined,
-        trim_blocks=True,
-        lstrip_blocks=True,
-    )
-    environment.tests["block_of"] = lambda block, kind: type(block).__name__ == kind
     own = {
         variable_of("", series.look): series.look for study in archive.studies for series in study.series if series.look
     }
     own = {variable: look for variable, look in own.items() if look not in LOOKS.values()}
-    page = environment.get_template("page.html").render(
+    page = TEMPLATES.get_template("page.html").render(
         title=title,
         colors=lambda theme: f"{drawing.css(theme)} {drawing.css(theme, own)}".rstrip(),
         question=question or (QUESTION if archive.studies else ""),

@@ -1,23 +1,36 @@
-"""The sections of the page, as data. `blocks.html` renders them to HTML; `page.py` lists the sections.
+"""A section of the page: what the contents and the first screen say about it, and its HTML, from a macro of `sections.html`.
 
 To add a section, write a file in `sections/` with two functions and add it to `SECTIONS` in `page.py`:
 
     find(archive)                the entries to draw, one per section of the page; an empty list if there are none
     draw(entry, number, archive) the Section of one entry; `number` is the entry's index and keeps anchors unique
+
+`html("numbers", table=...)` draws a table, `html("panels", plots=..., prefix=...)` figures, `html("facts", rows=...)` a list of
+names with values; a section of another form has its own macro.
 """
 
 import dataclasses
 import functools
 from collections.abc import Iterable, Sequence
-from typing import NamedTuple, TypeAlias
+from pathlib import Path
 
+import jinja2
 from markupsafe import Markup
 
 from alibi_lab.records import Record, age, identity
 from alibi_lab.report import series
 from alibi_lab.report.plots.drawing import Plot, svg
 from alibi_lab.report.series import Study
-from alibi_lab.report.tables.table import Table
+
+TEMPLATES = jinja2.Environment(
+    loader=jinja2.FileSystemLoader(Path(__file__).parent),
+    autoescape=True,
+    undefined=jinja2.StrictUndefined,
+    trim_blocks=True,
+    lstrip_blocks=True,
+)
+TEMPLATES.globals["svg"] = svg
+TEMPLATES.filters["age"] = age
 
 
 class Archive:
@@ -33,87 +46,6 @@ class Archive:
         return series.studies(self.records)
 
 
-class Text(NamedTuple):
-    """A paragraph; `css` is its class."""
-
-    text: str
-    css: str = ""
-
-
-class Picture(NamedTuple):
-    """A figure as SVG with its heading and caption."""
-
-    heading: str
-    caption: str
-    image: Markup
-
-
-class Numbers(NamedTuple):
-    """A table in a box that scrolls.
-
-    Args:
-        caption: a sentence above the table.
-        label: a name of the table, if it has no caption.
-        css: classes of the table.
-        tall: whether the box also scrolls vertically.
-    """
-
-    table: Table
-    caption: str = ""
-    label: str = ""
-    css: str = ""
-    tall: bool = False
-
-
-class Facts(NamedTuple):
-    """Names with their values, a text or several; names without a value are left out."""
-
-    rows: Iterable[tuple[str, str | Sequence[str]]]
-
-
-class Items(NamedTuple):
-    """A bulleted list."""
-
-    items: Sequence[str]
-
-
-class Cards(NamedTuple):
-    """Each series with its perplexities in large type, the rows of `tables.study.cards`."""
-
-    cards: Sequence[tuple[str, str, str, str, str, str]]
-
-
-class Findings(NamedTuple):
-    """The findings of the sections of a page: the name, anchor, result and picture (SVG, "" for none) of each."""
-
-    findings: Sequence[tuple[str, str, str, Markup]]
-
-
-class Group(NamedTuple):
-    """Blocks in a `div` with a class."""
-
-    css: str
-    blocks: "Sequence[Block]"
-
-
-class Part(NamedTuple):
-    """Blocks under a heading, part of a section."""
-
-    title: str
-    blocks: "Sequence[Block]"
-    level: int = 2
-
-
-class Folded(NamedTuple):
-    """Blocks that are hidden until a click."""
-
-    summary: str
-    blocks: "Sequence[Block]"
-
-
-Block: TypeAlias = Text | Picture | Numbers | Facts | Items | Cards | Findings | Group | Part | Folded
-
-
 @dataclasses.dataclass(frozen=True)
 class Section:
     """One part of the page.
@@ -122,7 +54,7 @@ class Section:
         anchor: its id, unique in the page.
         group: the heading under which the contents list it; "" leaves it out of the contents.
         title: its name in the contents.
-        blocks: its content.
+        body: its content.
         heading: its heading; "" for none.
         about: a few words after the title in the contents.
         records: the records that it draws, so that the list of all records can link to it.
@@ -134,7 +66,7 @@ class Section:
     anchor: str
     group: str
     title: str
-    blocks: Sequence[Block]
+    body: Markup
     heading: str = ""
     about: str = ""
     records: Sequence[Record] = ()
@@ -143,24 +75,9 @@ class Section:
     lead: Plot | None = None
 
 
-def pictures(plots: Iterable[Plot], prefix: str) -> list[Picture]:
-    """The plots as pictures of the page; `prefix` begins the ids inside their SVG and must be unique."""
-    return [
-        Picture(plot.heading, plot.caption, Markup(svg(plot.figure, f"{prefix}-{number}", plot.description)))
-        for number, plot in enumerate(plots)
-    ]
-
-
-def panels(plots: Iterable[Plot], prefix: str, css: str = "panels") -> list[Group]:
-    """The plots side by side if there is room; an empty list if there are none."""
-    drawn = pictures(plots, prefix)
-    return [Group(css, drawn)] if drawn else []
-
-
-def aged(records: Iterable[Record]) -> list[Text]:
-    """A note if speeds were measured with other kernels than the present ones; an empty list if not."""
-    reasons = [reason for record in records if (reason := age(record))]
-    return [Text(f"Older than the code: {reason}.", "note aged") for reason in dict.fromkeys(reasons)]
+def html(macro: str, **values: object) -> Markup:
+    """What a macro of `sections.html` makes of the values."""
+    return Markup(getattr(TEMPLATES.get_template("sections.html").module, macro)(**values))
 
 
 def code(text: str) -> Markup:

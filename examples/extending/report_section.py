@@ -8,8 +8,10 @@ writes a page that has it. To add it for good, copy this file without its last p
     (report_section.find, report_section.draw),
 """
 
+from markupsafe import Markup
+
 from alibi_lab.records import Record
-from alibi_lab.report.section import Archive, Numbers, Section, Text
+from alibi_lab.report.section import Archive, Section, html
 from alibi_lab.report.tables.table import text_table
 
 
@@ -26,7 +28,7 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
         group="Weather",
         title=record.name,
         heading=f"Rain in {record.name}",
-        blocks=[Text("Measured <daily>."), Numbers(table, label="Rain")],
+        body=Markup("<p>{}</p>").format("Measured <daily>.") + html("numbers", table=table, label="Rain"),
         records=[record],
     )
 

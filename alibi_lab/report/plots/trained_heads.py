@@ -21,6 +21,7 @@ from alibi_lab.report.series import numbers
 from alibi_lab.report.tables.heads import fraction
 
 _COLUMNS = 2
+COLUMNS = ("layer", "slope", "certified", "true", "ratio")
 _HEIGHT = 2.0  # inches per layer
 
 

@@ -4,7 +4,7 @@ from markupsafe import Markup
 
 from alibi_attn import alibi_slopes
 from alibi_lab.report.plots import bias
-from alibi_lab.report.section import Archive, Block, Group, Numbers, Section, Text, pictures
+from alibi_lab.report.section import Archive, Section, html
 from alibi_lab.report.series import flat
 from alibi_lab.report.tables.heads import head_rows
 from alibi_lab.report.tables.table import text_table
@@ -27,14 +27,9 @@ def find(archive: Archive) -> list[tuple[int, int]]:
 def draw(heads: tuple[int, int], number: int, archive: Archive) -> Section:
     """The bias and the factor of every head, and the slopes in a table."""
     count, length = heads
-    text = Markup(
-        "Each head subtracts its slope <i>m</i> times the distance from the score of a key. ALiBi does nothing else and "
-        "has no parameters. A head with a large slope attends only to nearby keys, one with a small slope also to distant keys."
-    )
-    grid, factors = pictures(bias.pictures(count, length, length), f"heads{count}")
     biases = [f"{slope * length:.3g}" for slope in alibi_slopes(count).tolist()]
     rows = [(*row, nats) for row, nats in zip(head_rows(count), biases, strict=True)]
-    table = Numbers(text_table((*_COLUMNS, f"nats at {length:,} tokens"), rows), label="Slopes")
+    table = text_table((*_COLUMNS, f"nats at {length:,} tokens"), rows)
     several = f": {count}" if len(find(archive)) > 1 else ""
-    blocks: list[Block] = [Text(text), Group("panels heads", [Group("", [grid, table]), factors])]
-    return Section(f"heads{count}", "", "", blocks, heading=f"The heads of ALiBi{several}")
+    body = html("alibi_heads", name=f"heads{count}", plots=bias.pictures(count, length, length), table=table)
+    return Section(f"heads{count}", "", "", body, heading=f"The heads of ALiBi{several}")

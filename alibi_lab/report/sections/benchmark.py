@@ -3,7 +3,7 @@
 from alibi_lab.records import Record
 from alibi_lab.report.plots import benchmark as plots
 from alibi_lab.report.plots.drawing import Plot
-from alibi_lab.report.section import Archive, Block, Facts, Numbers, Section, Text, aged, code, panels
+from alibi_lab.report.section import Archive, Section, code, html
 from alibi_lab.report.series import sequence
 from alibi_lab.report.tables.table import text_table
 
@@ -39,16 +39,11 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
     memory = plots.memory_by_length(record)
     drawn += [Plot("", "Peak memory.", memory, "Peak memory against length.")] if memory else []
     table = text_table(("time relative to ours", *lengths), [(label, *cells) for label, cells in rows])
-    blocks: list[Block] = [
-        Text("Times are forward plus backward if both were measured."),
-        *aged([record]),
-        *panels(drawn, f"b{number}"),
-        Numbers(table, label=f"Ratios of benchmark {record.name}"),
-        Facts([*plots.facts(record), ("command", code(record.command))]),
-    ]
+    name, facts = f"b{number}", [*plots.facts(record), ("command", code(record.command))]
+    body = html("benchmark", name=name, record=record, plots=drawn, table=table, rows=facts)
     found = plots.finding(record) if record is max(find(archive), key=plots.timings) else ""
     title = title_of(record)
-    return Section(f"b{number}", "Benchmarks", title, blocks, title, records=[record], finding=found, lead=drawn[0])
+    return Section(name, "Benchmarks", title, body, title, records=[record], finding=found, lead=drawn[0])
 
 
 def title_of(record: Record) -> str:

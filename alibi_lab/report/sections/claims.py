@@ -9,7 +9,7 @@ from alibi_lab.records import Record
 from alibi_lab.report import answers, rollouts, verdicts
 from alibi_lab.report.intervals import Interval
 from alibi_lab.report.plots import paper_items
-from alibi_lab.report.section import Archive, Block, Numbers, Section, Text
+from alibi_lab.report.section import Archive, Section, html
 from alibi_lab.report.sections import paper_item
 from alibi_lab.report.tables.cost import model_sizes
 from alibi_lab.report.tables.table import Block as Rows
@@ -31,55 +31,38 @@ def draw(judged: Sequence[tuple[Record, Verdict]], number: int, archive: Archive
     for record, verdict in judged:
         by_scale.setdefault(answers.scale_of(record) or "of unknown size", []).append((record, verdict))
     anchors = {id(record): paper_item.anchor(place) for place, record in enumerate(paper_item.find(archive))}
-    introduction = Text(
-        Markup(
-            "Each claim is about a ratio, usually of two perplexities, where below 1 is better. It is <b>contradicted</b> if "
-            "the whole 95 % interval is on the wrong side of the threshold, <b>confirmed</b> if all of it is on the claim's "
-            "side, and <b>open</b> otherwise, for the reason given. "
-            "What explains a contradiction is our judgment. An interval over <i>seeds</i> is about other trainings; an "
-            "interval over <i>parts of the text</i> is about the same models on other text. A claim that compares trainings "
-            "needs several seeds. A verdict holds for models of the given size on their text, not for larger ones. Intervals "
-            "are not corrected for multiple comparisons: of twenty decided claims, one may be wrong by chance."
-        )
-    )
     counts = {scale: counted([verdict for _, verdict in members]) for scale, members in by_scale.items()}
-    blocks: list[Block] = [introduction]
-    for scale, members in by_scale.items():
-        caption = Markup("<h3>At scale {}</h3>{}.{}").format(scale, counts[scale], _size(members, archive))
-        blocks.append(_table([_row(*one, anchors) for one in members], caption, f"The paper's claims at scale {scale}"))
-    blocks += _of_others(archive.records)
+    scales = [
+        (scale, counts[scale], *_sizes(members, archive), _table([_row(*one, anchors) for one in members]))
+        for scale, members in by_scale.items()
+    ]
+    body = html("claims", scales=scales, others=_of_others(archive.records))
     rows = (paper_items.pictures(record, archive.by_identity) for record in paper_item.find(archive))
     lead = next((plot for several in rows for row in several for plot in row), None)
     found = "; ".join(f"at scale {scale}: {count}" for scale, count in counts.items())
     found, title = f"Of the paper's claims, {found}." if found else "", "The paper's claims"
     about = "each contradicted, confirmed or open"
-    return Section("claims", paper_item.GROUP, title, blocks, heading=title, about=about, finding=found, lead=lead)
+    return Section("claims", paper_item.GROUP, title, body, heading=title, about=about, finding=found, lead=lead)
 
 
-def _of_others(records: Sequence[Record]) -> list[Numbers]:
-    """The table of the claims of `rollouts.py`; an empty list if none was measured."""
+def _of_others(records: Sequence[Record]) -> Table | None:
+    """The table of the claims of `rollouts.py`; None if none was measured."""
     rows: list[Row] = []
     for claim in rollouts.claims(records):
         label = Markup('<a href="#rollout">Wu et al.</a> {}').format(claim.says)
         reason = f"over {claim.bounds.over}" if claim.bounds else "no interval"
         rows.append((label, "", _cells(claim.word, claim.ours, claim.bounds, math.nan, claim.condition, reason)))
-    caption = Markup(
-        "<h3>Position bias through the layers</h3>Claims of Wu, Wang, Jegelka and Jadbabaie 2025 (arXiv:2502.01951), as ratios "
-        "of shares of accumulated attention in trained models."
-    )
-    return [_table(rows, caption, "Claims about position bias")] if rows else []
+    return _table(rows) if rows else None
 
 
-def _table(rows: Sequence[Row], caption: str, label: str) -> Numbers:
-    return Numbers(Table(_COLUMNS, [Rows("", rows)], corner="claim"), caption, label, css="text claims")
+def _table(rows: Sequence[Row]) -> Table:
+    return Table(_COLUMNS, [Rows("", rows)], corner="claim")
 
 
-def _size(members: Sequence[tuple[Record, Verdict]], archive: Archive) -> str:
+def _sizes(members: Sequence[tuple[Record, Verdict]], archive: Archive) -> tuple[str, str]:
     """The sizes of the models and trainings that the verdicts are based on, in words."""
     answers_ = {id(record): record for record, _ in members}.values()
-    found = [one for record in answers_ for one in answers.Sources(record, archive.by_identity).records]
-    weights, tokens = model_sizes(found)
-    return f" Models of {weights} weights{f', trained on {tokens} tokens' if tokens else ''}." if weights else ""
+    return model_sizes([one for record in answers_ for one in answers.Sources(record, archive.by_identity).records])
 
 
 def _row(record: Record, verdict: Verdict, anchors: dict[int, str]) -> Row:

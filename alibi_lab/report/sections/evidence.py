@@ -4,7 +4,7 @@ import math
 from collections.abc import Sequence
 
 from alibi_lab.report import answers
-from alibi_lab.report.section import Archive, Group, Numbers, Section, Text, count_of
+from alibi_lab.report.section import Archive, Section, count_of, html
 from alibi_lab.report.series import Series, Study
 from alibi_lab.report.tables.cost import duration
 from alibi_lab.report.tables.table import NOTHING, Block, Cell, Row, Table, mean, number, variable_of
@@ -28,16 +28,12 @@ def draw(studies: Sequence[Study], index: int, archive: Archive) -> Section:
             (_label(series), variable_of(series.method, series.look), _cells(study, series)) for series in study.series
         ]
     table = Table(_COLUMNS, [Block(title, rows) for title, rows in blocks.items()])
-    text = (
-        "The figures above are computed from these records. Perplexities are for nonoverlapping windows, at the shortest and the "
-        "longest length of each test."
-    )
     # A training is in the study of each of its tests.
     records = list({id(record): record for study in studies for record in study.records}.values())
-    numbers = Group("evidence", [Numbers(table, "One row per configuration and test.")])
     group, title = "Sources of the paper's items", "Trainings and tests"
     heading, about = f"{title} used for the paper's items", count_of(records)
-    return Section("evidence", group, title, [Text(text), numbers], heading=heading, about=about, records=records)
+    body = html("evidence", table=table)
+    return Section("evidence", group, title, body, heading=heading, about=about, records=records)
 
 
 def _label(series: Series) -> str:

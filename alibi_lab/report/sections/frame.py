@@ -10,7 +10,7 @@ from markupsafe import Markup
 
 from alibi_lab.records import Record
 from alibi_lab.report.plots.drawing import svg
-from alibi_lab.report.section import Archive, Facts, Findings, Numbers, Section, Text, code, count_of
+from alibi_lab.report.section import Archive, Section, code, count_of, html
 from alibi_lab.report.tables.cost import cost_table
 from alibi_lab.report.tables.table import machine_text, number, text_table
 
@@ -26,7 +26,7 @@ def landing(sections: Sequence[Section]) -> list[Section]:
     if len(chosen) < 2:
         return []
     rows = [(one.title, one.anchor, one.finding, _image(one, f"landing-{place}")) for place, one in enumerate(chosen)]
-    return [Section("found", "", "", [Findings(rows)], heading="What was found")]
+    return [Section("found", "", "", html("findings", rows=rows), heading="What was found")]
 
 
 def other_records(archive: Archive, sections: Sequence[Section]) -> list[Section]:
@@ -36,10 +36,9 @@ def other_records(archive: Archive, sections: Sequence[Section]) -> list[Section
     if not others:
         return []
     rows = [(record.kind, record.name, _metrics(record), code(key)) for key, record in others.items()]
-    table = Numbers(text_table(("kind", "name", "metrics", "identity"), rows), label="Other records", css="text")
-    text = Text("This page has no figures for these kinds of records, so it lists their numbers.")
+    body = html("others", table=text_table(("kind", "name", "metrics", "identity"), rows))
     title, records = "Other records", list(others.values())
-    return [Section("others", "Other", title, [text, table], heading=title, about=count_of(records), records=records)]
+    return [Section("others", "Other", title, body, heading=title, about=count_of(records), records=records)]
 
 
 def costs(archive: Archive) -> list[Section]:
@@ -47,14 +46,8 @@ def costs(archive: Archive) -> list[Section]:
     table = cost_table(archive.studies)
     if table is None:
         return []
-    machines = _machines(archive.records)
-    same_machine = f" All on {machines[0]}." if len(machines) == 1 else ""
-    text = (
-        "Sums over the records of each study. Time is that of the whole machine. Power was not measured, so there is no figure "
-        "for energy."
-    )
-    numbers = Numbers(table, f"A training that several studies share counts once.{same_machine}")
-    return [Section("cost", "", "", [Text(text), numbers], heading="Cost")]
+    body = html("cost", table=table, machines=_machines(archive.records))
+    return [Section("cost", "", "", body, heading="Cost")]
 
 
 def provenance(archive: Archive) -> list[Section]:
@@ -72,7 +65,7 @@ def provenance(archive: Archive) -> list[Section]:
         "run on": " to ".join(dict.fromkeys(days[:1] + days[-1:])),
         "time": f"{sum(r.seconds for r in records):,.0f} s in {len(records)} records",
     }
-    return [Section("provenance", "", "", [Facts(facts.items())], heading="Provenance")]
+    return [Section("provenance", "", "", html("facts", rows=facts.items()), heading="Provenance")]
 
 
 def record_list(archive: Archive, sections: Sequence[Section]) -> Section:
@@ -84,8 +77,8 @@ def record_list(archive: Archive, sections: Sequence[Section]) -> Section:
         name = Markup('<a href="#{}">{}</a>').format(anchor, record.name) if anchor else record.name
         rows.append((record.kind, name, code(key), record.started[:10], f"{record.seconds:,.0f}"))
     table = text_table(("kind", "name", "identity", "day", "seconds"), rows)
-    numbers = Numbers(table, label="All records", css="text list", tall=True)
-    return Section("records", "", "", [numbers], heading="All records")
+    body = html("numbers", table=table, label="All records", css="text list", tall=True)
+    return Section("records", "", "", body, heading="All records")
 
 
 def _machines(records: Sequence[Record]) -> list[str]:

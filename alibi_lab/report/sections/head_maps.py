@@ -1,10 +1,8 @@
 """Where the heads of a trained model attend, as maps of layers by heads (records of `alibi heads summary`)."""
 
-from markupsafe import Markup
-
 from alibi_lab.records import Record
 from alibi_lab.report.plots import head_maps as plots
-from alibi_lab.report.section import Archive, Block, Numbers, Section, Text, code
+from alibi_lab.report.section import Archive, Section, html
 from alibi_lab.report.tables.table import text_table
 
 _COLUMNS = ("layer", "head", "slope", "certified", "mean distance", "carried mass", "first token")
@@ -17,12 +15,8 @@ def find(archive: Archive) -> list[Record]:
 
 def draw(record: Record, number: int, archive: Archive) -> Section:
     """The numbers of every head; `alibi heads summary --picture` draws them."""
-    name, title, sentence = f"m{number}", record.name.partition("/")[2] or record.name, plots.sentence(record)
+    title = record.name.partition("/")[2] or record.name
     table = text_table((*_COLUMNS, *(f"zero, {name}" for name in ("fp32", "bf16", "fp16"))), plots.rows(record))
-    blocks: list[Block] = [
-        Text(sentence),
-        Numbers(table, label=f"Every head of {title}", tall=True),
-        Text(Markup("Made with {}").format(code(record.command)), "note"),
-    ]
+    body = html("head_maps", sentence=plots.sentence(record), table=table, title=title, record=record)
     group, heading = "Heads of trained models", f"Where the heads attend: {title}"
-    return Section(name, group, title, blocks, heading=heading, records=[record])
+    return Section(f"m{number}", group, title, body, heading=heading, records=[record])

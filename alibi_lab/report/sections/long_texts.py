@@ -9,7 +9,7 @@ from alibi_lab.records import Record
 from alibi_lab.report.plots import drawing
 from alibi_lab.report.plots.benchmark import processor
 from alibi_lab.report.plots.drawing import Plot
-from alibi_lab.report.section import Archive, Block, Facts, Numbers, Section, Text, aged, code, panels
+from alibi_lab.report.section import Archive, Section, code, html
 from alibi_lab.report.series import Array, numbers
 from alibi_lab.report.tables.table import Table, text_table
 
@@ -44,15 +44,11 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
         "saved cache."
     )
     found = found if number == 0 and math.isfinite(share + added) else ""
-    blocks: list[Block] = [
-        Text("A model reads the text once, into a cache in files. Other processes open the cache and continue."),
-        *aged([record]),
-        *panels([time, memory], name),
-        Numbers(_continuing(record), label=f"Continuing after {length} tokens"),
-        Facts([*_facts(record), ("machine", processor(record)), ("command", code(record.command))]),
-    ]
+    facts = [*_facts(record), ("machine", processor(record)), ("command", code(record.command))]
+    values = {"name": name, "record": record, "length": length, "table": _continuing(record), "rows": facts}
+    body = html("long_text", plots=[time, memory], **values)
     title, heading = f"{length} tokens", f"A text of {length} tokens"
-    return Section(name, "Long texts", title, blocks, heading=heading, records=[record], finding=found, lead=time)
+    return Section(name, "Long texts", title, body, heading=heading, records=[record], finding=found, lead=time)
 
 
 def _tenths(record: Record) -> list[tuple[float, float, float]]:

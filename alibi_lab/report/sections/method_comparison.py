@@ -9,16 +9,12 @@ from alibi_lab.report.method_comparison import Task, measured, rank, score_text
 from alibi_lab.report.plots import retrieval
 from alibi_lab.report.plots import study as study_plots
 from alibi_lab.report.plots.drawing import Plot
-from alibi_lab.report.section import Archive, Block, Facts, Folded, Numbers, Part, Section, Text, count_of
-from alibi_lab.report.sections.study import CHANGES, configuration, seed_counts
+from alibi_lab.report.section import Archive, Section, count_of, html
+from alibi_lab.report.sections.study import configuration, seed_counts
 from alibi_lab.report.tables import study as tables
 from alibi_lab.report.tables.cost import model_sizes
 from alibi_lab.report.tables.table import NOTHING, Cell, Table, series_row
 from alibi_lab.report.tables.table import Block as Rows
-
-_ABOUT = (
-    "All runs differ only in the position method. The numbers are about models of this size, not about larger ones."
-)
 
 
 def find(archive: Archive) -> list[list[Task]]:
@@ -33,34 +29,35 @@ def draw(tasks: Sequence[Task], number: int, archive: Archive) -> Section:
     trained, longest = tasks[0].lengths
     title = f"{len(comparison.methods(tasks))} position methods at {trained:,} and at {longest:,} tokens"
     records = comparison.records(tasks)
-    blocks: list[Block] = [
-        Text(_ABOUT),
-        _facts(tasks),
-        _heat_map(tasks, learned),
-        *(Text(claim) for claim in [comparison.dropped_beats_alibi(tasks)] if claim),
-        *(Text(_why_not(task), "note") for task in tasks if task not in learned),
+    weights, tokens = model_sizes(records)
+    seeds = seed_counts([series for task in tasks for series in task.study.series])
+    by_length = [
+        (task.title, retrieval.task_table(task.study) if task.name else tables.by_length(task.study)) for task in tasks
     ]
     changes = [(task.title, table) for task in tasks if not task.name and (table := tables.changes(task.study))]
-    blocks += [Numbers(table, f"{text}. {CHANGES}") for text, table in changes]
-    if learned:
-        caption = (
-            "From one plus the number of significantly better methods to the number of methods that are not significantly "
-            "worse. Two methods differ significantly if the 95 % interval of their difference, paired by seed and part, "
-            "excludes zero; it is not corrected for multiple comparisons. Small: a task is solved if the whole interval of the "
-            "share is at 90 % or above, not solved if all of it is below, and open otherwise."
-        )
-        blocks.append(Part("Rank by task", [Numbers(_ranks(tasks, learned), caption)]))
-    lengths = [
-        Folded(task.title, [Numbers(table, f"{task.title}, by length in tokens; means over seeds.")])
-        for task in tasks
-        if (table := retrieval.task_table(task.study) if task.name else tables.by_length(task.study))
-    ]
-    blocks.append(Part("Every length", [*lengths, Folded("Configuration", [configuration(tasks[0].study)])]))
+    body = html(
+        "method_comparison",
+        sizes=[
+            ("weights", weights),
+            ("training tokens each", tokens),
+            ("seeds", seeds),
+            ("trained at", f"{trained:,} tokens"),
+        ],
+        trained=f"{trained:,}",
+        longest=f"{longest:,}",
+        heat=_heat_map(tasks, learned),
+        claim=comparison.dropped_beats_alibi(tasks),
+        left_out=[(task.title, _best(task)) for task in tasks if task not in learned],
+        changes=changes,
+        ranks=_ranks(tasks, learned) if learned else None,
+        lengths=[(name, table) for name, table in by_length if table],
+        config=configuration(tasks[0].study),
+    )
     return Section(
         f"r{number}",
         "Position methods",
         title,
-        blocks,
+        body,
         heading=f"What each method is good for: {title}",
         about=count_of(records),
         records=records,
@@ -77,19 +74,12 @@ def _lead(task: Task) -> Plot | None:
     return Plot("", "", figure, text) if figure else None
 
 
-def _heat_map(tasks: Sequence[Task], learned: Sequence[Task]) -> Numbers:
-    methods, (trained, longest) = comparison.methods(tasks), tasks[0].lengths
+def _heat_map(tasks: Sequence[Task], learned: Sequence[Task]) -> Table:
+    trained, longest = tasks[0].lengths
     places = [(task, at) for task in learned for at in task.lengths]
-    rows = [series_row(one, [_cell(task, one.method, at) for task, at in places]) for one in methods]
+    rows = [series_row(one, [_cell(task, one.method, at) for task, at in places]) for one in comparison.methods(tasks)]
     columns = [f"{trained:,}", f"{longest:,}"] * len(learned)
-    table = Table(columns, [Rows("", rows)], groups=[(task.title, _legend(task)) for task in learned])
-    caption = (
-        f"{trained:,} tokens, the trained length L, and {longest:,}; small: 95 %, over seeds and over parts of the documents "
-        "(with one seed, over these alone). Stronger color is better: from chance to all correct, and for text from twice the "
-        "lowest perplexity to the lowest (sliding window). Bold: no other method is significantly better. Grey: the interval "
-        "reaches from chance to solved, or there is none."
-    )
-    return Numbers(table, caption, label="Methods by task", css="heat")
+    return Table(columns, [Rows("", rows)], groups=[(task.title, _legend(task)) for task in learned])
 
 
 def _cell(task: Task, method: str, length: int) -> Cell:
@@ -122,18 +112,7 @@ def _legend(task: Task) -> str:
     return f"% correct; chance {100 * task.chance:.0f}" if task.name else "perplexity / lowest at L"
 
 
-def _why_not(task: Task) -> str:
+def _best(task: Task) -> str:
+    """The method with the most correct answers at the trained length."""
     label, share = comparison.best_at_trained(task)
-    best = f"the best, {label}, has {100 * share:.0f} %" if math.isfinite(share) else "nothing was measured there"
-    return (
-        f"Left out: {task.title}. No method has {100 * comparison.SOLVED:.0f} % correct answers at the trained length of "
-        f"{task.lengths[0]:,} tokens ({best}), so longer lengths say nothing."
-    )
-
-
-def _facts(tasks: Sequence[Task]) -> Facts:
-    """The size of the models and trainings, which all runs share."""
-    weights, tokens = model_sizes(comparison.records(tasks))
-    seeds = seed_counts([series for task in tasks for series in task.study.series])
-    trained = f"{tasks[0].lengths[0]:,} tokens"
-    return Facts([("weights", weights), ("training tokens each", tokens), ("seeds", seeds), ("trained at", trained)])
+    return f"the best, {label}, has {100 * share:.0f} %" if math.isfinite(share) else "nothing was measured there"

@@ -5,7 +5,7 @@ from markupsafe import Markup
 from alibi_lab.records import Record
 from alibi_lab.report import answers, verdicts
 from alibi_lab.report.plots import paper_items
-from alibi_lab.report.section import Archive, Block, Facts, Folded, Numbers, Section, Text, aged, code, panels
+from alibi_lab.report.section import Archive, Section, html
 from alibi_lab.report.tables import paper as tables
 from alibi_lab.report.tables.cost import model_sizes
 
@@ -30,33 +30,21 @@ def item_title(record: Record) -> str:
 def draw(record: Record, number: int, archive: Archive) -> Section:
     """Pictures, changes, numbers and the paper's notes."""
     item, title, scale = answers.item_of(record), item_title(record), answers.scale_of(record)
-    blocks: list[Block] = [Facts(facts)] if (facts := answers.facts(record)) else []
-    judged = verdicts.verdicts(record, archive.by_identity)
     evidence = answers.Sources(record, archive.by_identity).records
-    if judged:
-        weights, tokens = model_sizes(evidence)
-        trained = f", trained on {tokens} tokens each" if tokens else ""
-        size = f" ({weights} weights{trained})" if weights else ""
-        start = f"The paper's claims about it, at this size{size}: "
-        blocks.append(Text(Markup('{}<a href="#claims">{}</a>.').format(start, verdicts.counted(judged))))
-    blocks += aged(evidence)
-    for place, row in enumerate(paper_items.pictures(record, archive.by_identity)):
-        blocks += panels(row, f"{anchor(number)}-{place}")
-    change, table = tables.change_table(record), tables.pair_table(record)
-    if change:
-        caption = "The same change in our results and in the paper, at equal multiples of the trained length."
-        blocks.append(Numbers(change, caption))
-    if table:
-        caption = (
-            "Ours and the paper's. If a column has two lengths, ours comes first. The best value of each column is bold, "
-            "separately for ours and the paper's."
-        )
-        numbers = Numbers(table, caption)
-        blocks.append(numbers if item.source == title.lower() else Folded("The numbers", [numbers]))
-    if item.notes:
-        blocks.append(Text(f"Notes on the paper's numbers: {item.notes}", "note"))
-    if record.command:
-        blocks.append(Text(Markup("Made with {}").format(code(record.command)), "note"))
+    body = html(
+        "paper_item",
+        name=anchor(number),
+        facts_=answers.facts(record),
+        size=model_sizes(evidence),
+        counted=verdicts.counted(verdicts.verdicts(record, archive.by_identity)),
+        evidence=evidence,
+        rows=paper_items.pictures(record, archive.by_identity),
+        change=tables.change_table(record),
+        table=tables.pair_table(record),
+        is_table=item.source == title.lower(),
+        notes=item.notes,
+        record=record,
+    )
     small = Markup(" <small>{}</small>").format(scale) if scale else ""
     heading, about = Markup("{}: {}{}").format(title, item.title, small), item.title
-    return Section(anchor(number), GROUP, title, blocks, heading=heading, about=about, records=[record], css="item")
+    return Section(anchor(number), GROUP, title, body, heading=heading, about=about, records=[record], css="item")

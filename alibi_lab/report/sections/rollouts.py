@@ -6,17 +6,10 @@ import numpy as np
 
 from alibi_lab.records import Record
 from alibi_lab.report import rollouts
-from alibi_lab.report.section import Archive, Block, Numbers, Section, Text, count_of
+from alibi_lab.report.section import Archive, Section, count_of, html
 from alibi_lab.report.tables.table import text_table
 
 _WAYS = (rollouts.PLAIN, rollouts.RESIDUAL)
-_ABOUT = (
-    "Each layer's attention, averaged over its heads, is multiplied by that of the layers below: from which tokens an output "
-    "would come if values were only mixed. Shares are averaged over the queries of the second half of a text; a tenth is that of "
-    "the tokens a query sees. Wu, Wang, Jegelka and Jadbabaie (2025, arXiv:2502.01951) prove that under a causal mask with "
-    "bounded scores all of it ends at the first token, and that a bias −m·d works against that. With scores of 0 a layer moves "
-    "back by 1/(e^m − 1) tokens on average, so the first token wins after about n·(e^m − 1) layers."
-)
 
 
 def find(archive: Archive) -> list[list[Record]]:
@@ -28,14 +21,12 @@ def find(archive: Archive) -> list[list[Record]]:
 def draw(records: Sequence[Record], number: int, archive: Archive) -> Section:
     """The shares at the last layer of trained models; `alibi heads rollout` draws them by layer."""
     models = rollouts.models(records)
-    blocks: list[Block] = [Text(_ABOUT)]
-    if models:
-        names = rollouts.SHARES.values()
-        table = text_table(("model", "layers", *names, *(f"{name}, residual" for name in names)), _rows(models))
-        blocks.append(Numbers(table, label="Shares at the last layer; the mean of the seeds"))
+    names = rollouts.SHARES.values()
+    table = text_table(("model", "layers", *names, *(f"{name}, residual" for name in names)), _rows(models))
+    body = html("rollout", table=table if models else None)
     group, title = "Heads of trained models", "Attention through the layers"
     heading, about = "Attention accumulated over the layers", count_of(records)
-    return Section("rollout", group, title, blocks, heading, about=about, records=records, finding=_finding(models))
+    return Section("rollout", group, title, body, heading, about=about, records=records, finding=_finding(models))
 
 
 def _rows(models: rollouts.Models) -> list[tuple[str, ...]]:

@@ -1,43 +1,26 @@
 """A study: pictures and tables, with intervals, and what the numbers cannot show."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
 import numpy as np
-from markupsafe import Markup
 from matplotlib.figure import Figure
 
-from alibi_lab.report import answers, method_comparison, section
+from alibi_lab.report import answers, method_comparison
 from alibi_lab.report.plots import retrieval
 from alibi_lab.report.plots import study as plots
 from alibi_lab.report.plots.drawing import Plot
-from alibi_lab.report.section import Archive, Block, Cards, Facts, Folded, Items, Numbers, Part, Section, Text
+from alibi_lab.report.section import Archive, Section, code, count_of, html
 from alibi_lab.report.series import Mode, Series, Study, field
 from alibi_lab.report.tables import study as tables
 from alibi_lab.report.tables.cost import model_sizes
-from alibi_lab.report.tables.table import mean, rounded, text_table
+from alibi_lab.report.tables.table import Table, mean, rounded, text_table
 
 Drawn: TypeAlias = Iterator[tuple[str, str, Figure | None, str]]  # heading, caption, figure, description
 MOST_LINES = 9  # per picture; a study with more lines gets one picture per trained length
-_ABOUT = (
-    "Lower is better. The same tokens are scored at every length. Which ones depends on the largest length, so compare "
-    "only studies with the same largest length. All panels of one trained length share a scale."
-)
-CHANGES = (
-    "Change of perplexity from the trained length (or the shortest one) to the longest length that the method reaches. Without "
-    "an interval, or where it includes 0, the direction is open. In small print: the length "
-    "from which it is reliably worse. Seeds: the largest difference between two seeds, in nats. Above sliding: how much "
-    "worse nonoverlapping windows are than sliding ones at the first length, because their tokens have less context."
-)
-CAUTIONS = (
-    "An interval over parts of the text is about these models; only one over seeds is about other trainings.",
-    "Longer nonoverlapping windows are easier, because fewer of their tokens have little context: compare with sliding windows.",
-    "A perplexity that does not rise shows that distant text does no harm, not that it is used.",
-    "Other sizes, texts and lengths may behave differently. Speed and memory are of this code on this machine.",
-)
-_MODES: Mapping[Mode, str] = {
+_MODES: dict[Mode, str] = {
     "nonoverlapping": "The text is split into segments; each is read without earlier context.",
     "sliding": "Windows overlap, and only their last tokens are scored, so each scored token has a long context.",
     "windowed": "A control: no token sees more context than in training.",
@@ -53,27 +36,34 @@ def find(archive: Archive) -> list[Study]:
 
 def draw(study: Study, number: int, archive: Archive) -> Section:
     """Perplexity with its changes and cautions, losses, tasks and costs, then the configuration."""
-    name, title = f"s{number}", title_of(study)
-    parts = drawable(study)
-    cards = tables.cards(study) if len(parts) == 1 else []
-    blocks: list[Block] = [Text(speeds)] if (speeds := tables.speeds(study)) else []
-    blocks += [Cards(cards)] if cards else []
-    blocks += [] if study.lengths else [Text("These models are not evaluated yet.", "note")]
-    blocks += _perplexity(study, parts, name)
-    losses = section.panels(_plots(_losses, parts), f"{name}-losses")
-    blocks += [Part("Loss by position and during training", losses)] if losses else []
-    blocks += [*_tasks(study, name), *_costs(study, parts, name), _what_was_run(study)]
+    name, title, parts = f"s{number}", title_of(study), drawable(study)
+    perplexity = _plots(_by_mode, parts)
+    body = html(
+        "study",
+        name=name,
+        study=study,
+        tables=tables,
+        cards=tables.cards(study) if len(parts) == 1 else [],
+        perplexity=perplexity,
+        losses=_plots(_losses, parts),
+        tasks=_plots(_tasks, [study]),
+        by_task=retrieval.task_table(study),
+        costs=_plots(_costs, parts),
+        has_memory=any("peak_memory_bytes" in record.curves.get("by_length", {}) for record in study.records),
+        about=_about(study),
+        config=configuration(study),
+    )
     return Section(
         name,
         "Studies",
         title,
-        blocks,
+        body,
         heading=title,
-        about=section.count_of(study.records),
+        about=count_of(study.records),
         records=study.records,
         css="recipe",
         finding=_finding(study),
-        lead=next(_plots(_by_mode, parts), None),
+        lead=next(iter(perplexity), None),
     )
 
 
@@ -103,30 +93,6 @@ def drawable(study: Study) -> list[Study]:
     return [dataclasses.replace(study, series=series) for series in by_length]
 
 
-def _perplexity(study: Study, parts: list[Study], name: str) -> list[Part]:
-    drawn = section.panels(_plots(_by_mode, parts), f"{name}-perplexity")
-    if not drawn:
-        return []
-    seeds = " Lines are the mean over seeds; bands span the lowest to the highest seed." if study.seeds > 1 else ""
-    blocks: list[Block] = [Text(_ABOUT + seeds)]
-    if any(series.stretch != "none" for series in study.series):
-        stretched = (
-            "Beyond the trained length, PI divides the positions of rotary, or the slopes of ALiBi, by length / trained "
-            "length. NTK scales slow channels and flat heads more than others. YaRN leaves fast channels unchanged. The "
-            "weights are the same."
-        )
-        blocks.append(Text(stretched, "note"))
-    blocks += drawn
-    if table := tables.by_length(study):
-        small = "; small: lowest and highest seed." if study.seeds > 1 else "."
-        blocks.append(Numbers(table, f"By length in {study.unit}s. The lowest of each column is bold{small}"))
-    if others := tables.in_other_units(study):
-        blocks.append(Folded("In other units", [Numbers(others, label="In other units")]))
-    if changes := tables.changes(study):
-        blocks += [Numbers(changes, CHANGES), Items(CAUTIONS)]
-    return [Part("Perplexity against length", blocks)]
-
-
 def _by_mode(study: Study) -> Drawn:
     for mode, caption in _MODES.items():
         description = f"Perplexity by length, {tables.WINDOWS[mode]}. {_ends(study, mode)}"
@@ -147,41 +113,14 @@ def _losses(study: Study) -> Drawn:
     yield "Validation by step", "The same by training step.", by_step, "Perplexity during training, by step."
 
 
-def _costs(study: Study, parts: list[Study], name: str) -> list[Part]:
-    costs = (
-        ("Cost of the trainings on this machine.", tables.training_cost(study)),
-        (f"Cost of the evaluations on this machine, by length in {study.unit}s.", tables.evaluation_cost(study)),
-    )
-    found = [Numbers(table, caption) for caption, table in costs if table]
-    if not found:
-        return []
-    blocks: list[Block] = [*section.panels(_plots(_cost_plots, parts), f"{name}-costs"), *found]
-    if not any("peak_memory_bytes" in record.curves.get("by_length", {}) for record in study.records):
-        blocks.append(Text("The evaluation's memory was not measured on this machine.", "note"))
-    return [Part("Speed and memory", blocks)]
-
-
-def _cost_plots(study: Study) -> Drawn:
+def _costs(study: Study) -> Drawn:
     below = "by length, for every method; the table below has the numbers."
     speed, memory = (plots.cost_by_length(study, measure) for measure in ("tokens_per_second", "peak_memory_bytes"))
     yield "Speed of the evaluation", "", speed, f"{study.unit.capitalize()}s evaluated per second, {below}"
     yield "Memory of the evaluation", "", memory, f"Peak memory of the evaluation, {below}"
 
 
-def _tasks(study: Study, name: str) -> list[Part]:
-    drawn = section.panels(_plots(_task_plots, [study]), f"{name}-tasks", "panels top")
-    table = retrieval.task_table(study)
-    if not drawn or table is None:
-        return []
-    text = (
-        "These tasks cannot be solved without the context. A level perplexity shows that distant text does no harm; these tasks "
-        "show whether it is used."
-    )
-    numbers = Numbers(table, f"By length in {study.unit}s, at the hardest depth or distance.")
-    return [Part("Finding distant information", [Text(text), *drawn, numbers])]
-
-
-def _task_plots(study: Study) -> Drawn:
+def _tasks(study: Study) -> Drawn:
     caption = (
         "A number is hidden in filler text, at a depth from 0 (the start) to 1 (the end). Percentage of numbers found; "
         "length runs to the right, depth down."
@@ -200,14 +139,6 @@ def _task_plots(study: Study) -> Drawn:
         yield name, caption, figure, f"{title}. {retrieval.describe(study, task)}"
 
 
-def _what_was_run(study: Study) -> Part:
-    corpus = {f"corpus {name}": value for name, value in tables.corpus_facts(study)}
-    corpus |= {name: section.code(value) for name, value in corpus.items() if name == "corpus sha256"}
-    caption = Markup("Every field, with its name for {}; all values if the runs differ.").format(section.code("--set"))
-    facts = Facts((_run_facts(study) | corpus).items())
-    return Part("Configuration and data", [facts, configuration(study, caption)])
-
-
 def _finding(study: Study) -> str:
     """The lowest perplexity at the longest length, in a fixed form."""
     longest = max(study.lengths, default=0)
@@ -218,17 +149,18 @@ def _finding(study: Study) -> str:
     )
 
 
-def _run_facts(study: Study) -> dict[str, str]:
-    """How much was trained and tested: what the numbers are about."""
+def _about(study: Study) -> list[tuple[str, str]]:
+    """How much was trained and tested, and on what text."""
     counts = [np.nanmin(y) for s in study.series for _, y in [s.curve("by_position", "position", "tokens")] if y.size]
     weights, tokens = model_sizes(study.records)
-    return {
-        "configurations": f"{len(study.series):,}",
-        "seeds of each": seed_counts(study.series),
-        "weights": weights,
-        f"training {study.unit}s": tokens,
-        f"fewest {study.unit}s at a position": f"{min(counts):,.0f}" if counts else "",
-    }
+    return [
+        ("configurations", f"{len(study.series):,}"),
+        ("seeds of each", seed_counts(study.series)),
+        ("weights", weights),
+        (f"training {study.unit}s", tokens),
+        (f"fewest {study.unit}s at a position", f"{min(counts):,.0f}" if counts else ""),
+        *((f"corpus {name}", code(value) if name == "sha256" else value) for name, value in tables.corpus_facts(study)),
+    ]
 
 
 def seed_counts(series: Sequence[Series]) -> str:
@@ -236,19 +168,19 @@ def seed_counts(series: Sequence[Series]) -> str:
     return answers.between([one.seeds for one in series])
 
 
-def configuration(study: Study, caption: str = "") -> Numbers:
+def configuration(study: Study) -> Table:
     """Every field of the configs with its values."""
-    table = text_table((), [(section.code(name), value) for name, value in tables.fields(study)])
-    return Numbers(table, caption, label="Configuration", css="text")
+    return text_table((), [(code(name), value) for name, value in tables.fields(study)])
 
 
-def _plots(describe: Callable[[Study], Drawn], parts: list[Study]) -> Iterator[Plot]:
+def _plots(describe: Callable[[Study], Drawn], parts: list[Study]) -> list[Plot]:
     """The plots with a figure that `describe` yields for each part; headings name the trained length if there are several."""
-    for part in parts:
-        which = f", trained at {part.trained[0]:,}" if len(parts) > 1 else ""
-        for heading, caption, figure, description in describe(part):
-            if figure is not None:
-                yield Plot(heading + which, caption, figure, description)
+    return [
+        Plot(f"{heading}, trained at {part.trained[0]:,}" if len(parts) > 1 else heading, caption, figure, description)
+        for part in parts
+        for heading, caption, figure, description in describe(part)
+        if figure is not None
+    ]
 
 
 def _ends(study: Study, mode: Mode = "nonoverlapping") -> str:
