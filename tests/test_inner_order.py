@@ -21,7 +21,7 @@ ORDERS = {
         ("operator",),
     ),
     "alibi_attn.attention.run": (
-        ("by_rows", "few_queries", "invariant", "near_keys", "space", "splitting"),
+        ("few_queries", "invariant", "near_keys", "space", "splitting"),
         ("guards", "merging"),
         ("dispatch",),
         ("execution",),

@@ -5,12 +5,13 @@ import dataclasses
 from collections.abc import Callable
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import pytest
 import torch
 from torch import Tensor
 from torch.nn.attention.flex_attention import flex_attention
-from used_fields import FIELDS, SLOPES, D, H, S, T, assert_computes, result, rows
+from used_fields import FIELDS, PLANE, SLOPES, D, H, S, T, assert_computes, result, rows
 
 import alibi_attn
 from alibi_attn import (
@@ -35,7 +36,7 @@ from alibi_attn.attention.kept import Kept
 from alibi_attn.attention.kept import attend as attend_kept
 from alibi_attn.attention.operators import schema
 from alibi_attn.attention.operators.operator import operator
-from alibi_attn.attention.run import decoding, dispatch, invariant, splitting
+from alibi_attn.attention.run import decoding, dispatch, invariant, space, splitting
 from alibi_attn.attention.run.dispatch import BACKENDS
 from alibi_attn.attention.run.execution import attend
 from alibi_attn.distributed import argument_check
@@ -220,6 +221,24 @@ def _assert_rows_with_gates(field: str) -> None:
     torch.testing.assert_close(weights.float() @ value.repeat_interleave(2, 1), expected, rtol=1e-4, atol=1e-4)
 
 
+def _assert_computed_in_the_plane(field: str, backend: str) -> None:
+    """The result is the definition's, and another one than that of the plain call in the plane."""
+    options = PLANE | FIELDS[field].options
+    (output, lse), (expected, expected_lse) = (result("alibi_attention", options, x) for x in (backend, "reference"))
+    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+    if expected_lse is not None:
+        torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+    plain = {} if field in ("causal", "coordinates") else PLANE
+    changed = expected - result("alibi_attention", plain, "reference")[0]
+    assert field == "return_lse" or float(changed.abs().max()) > 0.01, f"{field} changes nothing in its call"
+
+
+def _assert_computed_by_rows(field: str) -> None:
+    few, no_kernel = mock.patch.object(space, "MOST_SCORES", 2 * H * S * 9), mock.patch.dict(dispatch.PREFERRED, cpu=())
+    with few, no_kernel:
+        _assert_computed_in_the_plane(field, "auto")
+
+
 # By function: where its READS are, and a check that it computes a field.
 FUNCTIONS: dict[str, tuple[Any, str, Callable[[str], None]]] = {
     "forgetting_attention": (forgetting, "_READS", lambda field: _assert_computed(field, "forgetting_attention")),
@@ -231,6 +250,8 @@ FUNCTIONS: dict[str, tuple[Any, str, Callable[[str], None]]] = {
     "certified_block_mask": (api, "_BLOCK_MASK", _assert_block_mask_is_certified),
     "explain": (explanation, "READS", _assert_explained),
     "invariant=True": (invariant, "READS", _assert_invariant),
+    "tokens in space, sorted": (space, "SORTED", lambda field: _assert_computed_in_the_plane(field, "native")),
+    "tokens in space, by rows": (space, "BY_ROWS", _assert_computed_by_rows),
 }
 DECLARED = [
     (name, field) for name, (module, reads, _) in FUNCTIONS.items() for field in sorted(getattr(module, reads).fields)

@@ -8,7 +8,7 @@ from space_oracle import KINDS, definition, points
 from torch import Tensor
 
 from alibi_attn import alibi_attention, alibi_slopes, attention_rows, explain
-from alibi_attn.attention.run import by_rows
+from alibi_attn.attention.run import space
 from alibi_attn.attention.run.dispatch import BACKENDS
 
 DRAWS = 60
@@ -88,7 +88,7 @@ def test_rows_in_chunks_are_the_same_numbers_and_need_no_square(monkeypatch):
         return [output, lse, *torch.autograd.grad((output * output).sum() + lse.sum(), (q, k, v, slopes))]
 
     whole = results()
-    monkeypatch.setattr(by_rows, "MOST_SCORES", 2 * 90 * 7)
+    monkeypatch.setattr(space, "MOST_SCORES", 2 * 90 * 7)
     for found, expected in zip(results(), whole, strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
@@ -98,7 +98,7 @@ def test_dropout_of_rows_in_chunks_is_that_of_one_call(monkeypatch):
     given = {"causal": False, "positions": points("grid", 1, 70, 3), "dropout_p": 0.5, "key_bias": torch.randn(70)}
     torch.manual_seed(1)
     whole = alibi_attention(q, k, v, [0.5, 0.1], backend="reference", **given)
-    monkeypatch.setattr(by_rows, "MOST_SCORES", 2 * 70 * 9)
+    monkeypatch.setattr(space, "MOST_SCORES", 2 * 70 * 9)
     torch.manual_seed(1)
     torch.testing.assert_close(alibi_attention(q, k, v, [0.5, 0.1], **given), whole, rtol=1e-4, atol=1e-5)
 

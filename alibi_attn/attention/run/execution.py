@@ -1,6 +1,7 @@
 """Runs a validated call: picks the backend, runs parts, allows one derivative, handles empty inputs."""
 
 import dataclasses
+import functools
 import math
 
 import torch
@@ -13,7 +14,7 @@ from alibi_attn.attention.call.reads import DROPOUT, MASKS, PARTS, SPACE
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.visibility import largest_distances, nothing
 from alibi_attn.attention.operators.derivatives import differentiable_once, once
-from alibi_attn.attention.run import by_rows, dispatch, merging, space
+from alibi_attn.attention.run import dispatch, merging, space
 
 # The fields that `visits` reads, also those that do not change what is read.
 VISITS = MASKS | PARTS | SPACE | DROPOUT | {"key_bias", "sink_logits"}
@@ -40,30 +41,16 @@ def attend(
         if is_empty:
             output, lse = nothing(spec, query, key, value)
         else:
+            run = dispatch.RUNS[name]
+            if spec.coordinates is not None:
+                skips = name not in dispatch.WITHOUT_SKIPPING
+                run = functools.partial(space.attend, run, skips=skips, in_chunks=backend == "auto")
             with transforms.without_autocast(query.device.type):
-                output, lse = _computed(name, spec, query, key, value, in_chunks=backend == "auto")
+                output, lse = run(spec, query, key, value)
     if not spec.return_lse:
         return output
     assert lse is not None, f"{name} did not return the requested lse"
     return output, lse
-
-
-def _computed(
-    name: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, *, in_chunks: bool
-) -> tuple[Tensor, Tensor | None]:
-    """(output, lse) by a backend that reads all fields of the call; tokens in space come in an order that its tiles need."""
-    run = dispatch.RUNS[name]
-    if _needs_order(name, spec):
-        spec, query, key, value, places = space.sorted_in_space(spec, query, key, value)
-        return space.back_in_order(*run(spec, query, key, value), places)
-    if spec.coordinates is not None and in_chunks and by_rows.has_many_scores(spec):
-        return by_rows.run(spec, query, key, value, run)
-    return run(spec, query, key, value)
-
-
-def _needs_order(name: str, spec: AttentionSpec[Tensor]) -> bool:
-    """Whether a backend skips tiles of tokens in space, which are small boxes only along a curve."""
-    return spec.coordinates is not None and name not in dispatch.WITHOUT_SKIPPING
 
 
 def without_sinks(spec: AttentionSpec[Tensor]) -> AttentionSpec[Tensor]:
@@ -99,7 +86,7 @@ def visits(
     spec = without_sinks(spec)
     name, off = dispatch.choose(backend, spec, query, key, given)
     is_empty = 0 in (spec.batch, spec.query_len, spec.key_len)
-    if not is_empty and not off and _needs_order(name, spec):
+    if not is_empty and not off and spec.coordinates is not None and name not in dispatch.WITHOUT_SKIPPING:
         spec, query, key, given, _ = space.sorted_in_space(spec, query, key, given)
         value = None if value is None else given
     if is_empty or not off:

@@ -13,7 +13,7 @@ from alibi_attn import alibi_attention, explain
 from alibi_attn.attention.backends import flex
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.boxes import blocks_in_space
-from alibi_attn.attention.run import by_rows, dispatch
+from alibi_attn.attention.run import dispatch, space
 from alibi_attn.attention.run.space import sorted_in_space
 
 N = 700
@@ -115,7 +115,7 @@ def test_on_cuda_it_is_chosen_and_what_it_cannot_goes_by_rows(change, monkeypatc
         spec = make_spec(*rows, **options)
         assert dispatch.choose("auto", spec, *rows[:3]).name == ("flex" if change == "nothing" else "dense")
     monkeypatch.setattr(flex, "_compiled", attention)
-    monkeypatch.setattr(by_rows, "MOST_SCORES", 2 * N * 100)
+    monkeypatch.setattr(space, "MOST_SCORES", 2 * N * 100)
     monkeypatch.setitem(dispatch.PREFERRED, "cpu", dispatch.PREFERRED["cuda"])
     rows, options = given("cpu")
     with Largest() as largest:

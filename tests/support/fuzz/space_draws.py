@@ -21,7 +21,7 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "oracles"))
 from space_oracle import KINDS, definition, points, weights_of
 
 from alibi_attn import alibi_attention, explain
-from alibi_attn.attention.run import by_rows
+from alibi_attn.attention.run import space
 
 BACKENDS = ("native", "native", "native", "native", "dense", "reference", "by rows")
 DTYPES = {torch.float64: 1e-11, torch.float32: None, torch.bfloat16: None}
@@ -149,11 +149,11 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    counts, failures, skipping, above, most = Counter(), 0, 0, Counter(), by_rows.MOST_SCORES
+    counts, failures, skipping, above, most = Counter(), 0, 0, Counter(), space.MOST_SCORES
     worst: dict[str, float] = {}
     for seed in range(given.first, given.first + given.draws):
         drawn = draw(seed)
-        by_rows.MOST_SCORES = 3000 if drawn.backend == "by rows" else most
+        space.MOST_SCORES = 3000 if drawn.backend == "by rows" else most
         try:
             shares, doubled = assert_near(drawn)
         except Exception as error:

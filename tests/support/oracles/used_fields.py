@@ -37,7 +37,7 @@ _POSITIONS = {"positions": 3 * _row(S, 0).cumsum(1)}
 _GATES = {"log_fgate": torch.log(_row(H * S, 2).view(B, H, S)) / 9}
 _CUTS = {"log_fgate": _GATES["log_fgate"].masked_fill(torch.arange(S) == S - T // 2, -torch.inf)}
 _SYMMETRIC = {"causal": False}
-_PLANE = _SYMMETRIC | {"positions": torch.stack([9 * _row(S, 8), 9 * _row(S, 9)], -1)}
+PLANE = _SYMMETRIC | {"positions": torch.stack([9 * _row(S, 8), 9 * _row(S, 9)], -1)}
 _DROPOUT = Drawn({"dropout_p": 0.4})
 _NUMBERED = Drawn({"numbered": True}, {"numbered": False}, "with dropout")
 FIELDS = {
@@ -56,10 +56,8 @@ FIELDS = {
     "by_position": Drawn(
         _SYMMETRIC | _POSITIONS | {"query_positions": 4 * _row(T, 1).cumsum(1)}, _SYMMETRIC | _POSITIONS
     ),
-    "coordinates": Drawn(_PLANE, _SYMMETRIC),
-    "query_coordinates": Drawn(
-        _PLANE | {"query_positions": torch.stack([9 * _row(T, 10), 9 * _row(T, 11)], -1)}, _PLANE
-    ),
+    "coordinates": Drawn(PLANE, _SYMMETRIC),
+    "query_coordinates": Drawn(PLANE | {"query_positions": torch.stack([9 * _row(T, 10), 9 * _row(T, 11)], -1)}, PLANE),
     "registers": Drawn(_SYMMETRIC | {"registers": 40}, _SYMMETRIC),
     "right_window": Drawn({"window_size": (20, 5)}, {"window_size": (20, 20)}, "flash_attn_func"),
     "query_offset": Drawn({"query_offset": torch.tensor([3, 11])}),
