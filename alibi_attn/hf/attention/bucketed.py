@@ -5,35 +5,26 @@ in encoders), and its gradient flows back to `relative_attention_bias`. Cross-at
 Read next: `families/t5.py`.
 """
 
-import dataclasses
 import functools
-import inspect
 from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
 from torch import Tensor, nn
-from transformers import EncoderDecoderCache, PreTrainedModel
+from transformers import EncoderDecoderCache
 from transformers.cache_utils import Cache
 
 from alibi_attn.attention.call.transforms import may_read
 from alibi_attn.attention.kept import Kept
 from alibi_attn.hf.attention import cached_pass, masks, packed_rows
-from alibi_attn.hf.attention.patched_attention import appended, attention_of, merged
+from alibi_attn.hf.attention.patched_attention import appended, attention_of, by_head, merged
 
 BACKENDS = ("auto", "native", "fused", "dense", "reference")  # those that support tables
 _OUTPUTS = ("output_attentions", "output_hidden_states", "return_dict")
 
 
-@dataclasses.dataclass(frozen=True)
-class TableSettings:
-    """Settings of one layer whose bias is a table: the `backend` of `patch`."""
-
-    backend: str
-
-
-def settings(_: object, *, backend: str, numerics: str) -> TableSettings:
-    """The settings of every T5; raises ValueError for options of `patch` that they do not support."""
+def settings(_: object, *, backend: str, numerics: str) -> str:
+    """The settings of every T5, its backend; raises ValueError for options of `patch` that they do not support."""
     if numerics != "exact":
         raise ValueError(f'numerics is {numerics!r} but T5 models support only "exact"; omit it')
     if backend not in BACKENDS:
@@ -41,7 +32,7 @@ def settings(_: object, *, backend: str, numerics: str) -> TableSettings:
             f"backend is {backend!r} but must be one of {', '.join(map(repr, BACKENDS))} for T5 models: the others do not "
             "support tables"
         )
-    return TableSettings(backend)
+    return backend
 
 
 def attended(
@@ -52,60 +43,48 @@ def attended(
     Args:
         layer: a T5Attention, or one of mT5 or UMT5.
         memory: [B, S, E], the encoder's output, for cross-attention; else None.
-        mask: [B, 1, 1, S | 0] bool, from `forward_of_stack`.
+        mask: [B, 1, 1, S | 0] bool, from `stack_forward`.
         bias: the previous layer's result, None for the first: a table, or [1, H, T, S] in compiled code with a static cache.
     """
-    query = _heads(layer, layer.q(hidden_states))
+    query = by_head(layer.q(hidden_states), layer.n_heads)
     dropout_p = float(layer.dropout) if layer.training else 0.0
+    options = {"scale": layer.scaling, "dropout_p": dropout_p, "backend": layer.table_settings}
     if memory is not None:
-        key, value = _of_memory(layer, memory, cache)
-        return merged(_without_bias(layer, query, key, value, mask, dropout_p)), None
-    new = _heads(layer, layer.k(hidden_states)), _heads(layer, layer.v(hidden_states))
+        kept = Kept(*_of_memory(layer, memory, cache))
+        keys, none = masks.keys_of(mask, kept.key.shape[2]), query.new_zeros(layer.n_heads, dtype=torch.float32)
+        mixed = attention_of(layer)(query, [kept], none, causal=False, key_mask=keys.seen, **options)
+        return merged(mixed), None
+    new = by_head(layer.k(hidden_states), layer.n_heads), by_head(layer.v(hidden_states), layer.n_heads)
     [kept] = appended(_of_self(cache), layer, *new)
-    key, value, first = kept.key, kept.value, kept.first
-    keys = masks.keys_of(mask, key.shape[2])
+    keys, first = masks.keys_of(mask, kept.key.shape[2]), kept.first
     if isinstance(first, Tensor) and may_read(first):
         first = int(first)
+    kept = Kept(kept.key, kept.value, first=first)
     if isinstance(first, Tensor):
-        return _dense(layer, query, key, value, first, keys.seen, bias, dropout_p)
-    table = _table(layer, key.shape[2]) if bias is None else bias
-    mixed = attention_of(layer)(
-        query,
-        [Kept(key, value, first=first)],
-        table=table,
-        causal=layer.is_decoder,
-        scale=layer.scaling,
-        key_mask=keys.seen,
-        segment_ids=keys.segments,
-        dropout_p=dropout_p,
-        backend=_settings(layer).backend,
-    )
-    return merged(mixed), table
+        return _dense(layer, query, kept, keys.seen, bias, dropout_p)
+    table = _table(layer, kept.key.shape[2]) if bias is None else bias
+    options |= {"table": table, "key_mask": keys.seen, "segment_ids": keys.segments}
+    return merged(attention_of(layer)(query, [kept], causal=layer.is_decoder, **options)), table
 
 
-def forward_of_stack(stack: PreTrainedModel, before: Callable[..., object] | None) -> Callable[..., object]:
-    """The patched forward of an encoder or decoder stack, with the signature of the original.
+def stack_forward(
+    stack: Any, before: Callable[..., object] | None, names: tuple[str, ...], *args: object, **kwargs: object
+) -> object:
+    """Replaces the forward of an encoder or decoder stack: refuses what it cannot return, then runs it with masks of keys.
 
     Args:
         before: the forward that an instance had, such as accelerate's; None = its class's.
+        names: the arguments of its class's forward.
     """
-    own = type(stack).forward
-    return functools.update_wrapper(functools.partial(_stack_forward, stack, before), own, assigned=())
-
-
-def _stack_forward(stack: Any, before: Callable[..., object] | None, *args: object, **kwargs: object) -> object:
-    """Refuses what a patched model cannot return, then runs the stack with masks of keys instead of n×n ones."""
-    own = type(stack).forward
-    names = tuple(inspect.signature(own).parameters)[1:]
-    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-    packing = _packing(stack, given, names)
-    run = functools.partial(own, stack) if before is None else before
-    tokens = given.get("input_ids")
-    tokens = given.get("inputs_embeds") if tokens is None else tokens
-    if not isinstance(tokens, Tensor):
+    given, packing, tokens = cached_pass.arguments(stack, (*names, *_OUTPUTS), args, kwargs)
+    if refused := packing if stack.is_decoder else packing.keys() & set(packed_rows.OF_ROWS):
+        raise ValueError(
+            f"{type(stack).__name__} got {', '.join(refused)}, which {'decoders' if stack.is_decoder else 'encoders'} of T5 do "
+            "not support; several texts per row are for an encoder alone, such as T5EncoderModel"
+        )
+    run = functools.partial(type(stack).forward, stack) if before is None else before
+    if tokens is None:
         return run(**given)
-    if tokens.ndim < 2 or tokens.shape[1] == 0:
-        raise ValueError(f"the input has shape {list(tokens.shape)} but must be [B, T] with T ≥ 1 tokens")
     cache, memory = given.get("past_key_values"), given.get("encoder_hidden_states")
     cache = cache if stack.is_decoder else None
     if memory is not None:
@@ -123,25 +102,6 @@ def _stack_forward(stack: Any, before: Callable[..., object] | None, *args: obje
         given["attention_mask"] = _with_texts(_symmetric(mask, tokens), packing, tokens.shape[1])
     with cached_pass.whole(stack, cache, use_cache=given.get("use_cache"), new=tokens.shape[1]):
         return run(**given)
-
-
-def _packing(stack: Any, given: dict[str, Any], names: tuple[str, ...]) -> dict[str, Any]:
-    """Removes the arguments that tell texts in one row apart and returns them; refuses what a patched T5 does not support."""
-    kind = type(stack).__name__
-    packing = packed_rows.split(given, known=(*names, *_OUTPUTS), where=kind)
-    refused = packing if stack.is_decoder else packing.keys() & set(packed_rows.OF_ROWS)
-    if refused:
-        raise ValueError(
-            f"{kind} got {', '.join(refused)}, which {'decoders' if stack.is_decoder else 'encoders'} of T5 do not support; "
-            "several texts per row are for an encoder alone, such as T5EncoderModel"
-        )
-    wanted = given.get("output_attentions")
-    if wanted or (wanted is None and stack.config.output_attentions):
-        raise ValueError(
-            "output_attentions requests the T×S weights, which a patched model never builds; alibi_attn.hf.record_attention("
-            "model, rows=[...]) records those of a few queries; for all of them call undo() on the patch"
-        )
-    return packing
 
 
 def _check_axes(mask: Tensor | None) -> None:
@@ -173,16 +133,6 @@ def _with_texts(mask: Tensor, packing: Mapping[str, Any], length: int) -> Tensor
     return mask if begins is None else torch.stack([seen, begins], 1)[:, :, None]
 
 
-def _settings(layer: Any) -> TableSettings:
-    found: TableSettings = layer.table_settings
-    return found
-
-
-def _heads(layer: Any, x: Tensor) -> Tensor:
-    """[B, T, H·D] -> [B, H, T, D]"""
-    return x.unflatten(-1, (layer.n_heads, layer.key_value_proj_dim)).transpose(1, 2)
-
-
 def _of_self(cache: Cache | None) -> Cache | None:
     return cache.self_attention_cache if isinstance(cache, EncoderDecoderCache) else cache
 
@@ -194,21 +144,8 @@ def _of_memory(layer: Any, memory: Tensor, cache: Cache | None) -> tuple[Tensor,
         if cache.is_updated.get(index):
             return held.layers[index].keys, held.layers[index].values
         cache.is_updated[index] = True
-        return held.update(_heads(layer, layer.k(memory)), _heads(layer, layer.v(memory)), index)
-    return _heads(layer, layer.k(memory)), _heads(layer, layer.v(memory))
-
-
-def _without_bias(layer: Any, query: Tensor, key: Tensor, value: Tensor, mask: Tensor, dropout_p: float) -> Tensor:
-    return attention_of(layer)(
-        query,
-        [Kept(key, value)],
-        query.new_zeros(layer.n_heads, dtype=torch.float32),
-        causal=False,
-        scale=layer.scaling,
-        key_mask=masks.keys_of(mask, key.shape[2]).seen,
-        dropout_p=dropout_p,
-        backend=_settings(layer).backend,
-    )
+        return held.update(by_head(layer.k(memory), layer.n_heads), by_head(layer.v(memory), layer.n_heads), index)
+    return by_head(layer.k(memory), layer.n_heads), by_head(layer.v(memory), layer.n_heads)
 
 
 def _table(layer: nn.Module, key_len: int) -> Tensor:
@@ -219,25 +156,20 @@ def _table(layer: nn.Module, key_len: int) -> Tensor:
 
 
 def _dense(
-    layer: Any,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    first: Tensor,
-    seen: Tensor | None,
-    bias: Tensor | None,
-    dropout_p: float,
+    layer: Any, query: Tensor, kept: Kept, seen: Tensor | None, bias: Tensor | None, dropout_p: float
 ) -> tuple[Tensor, Tensor]:
     """The original arithmetic, for a static cache whose length cannot be read: in compiled code and on a GPU."""
     if "attend" in vars(layer):
         raise ValueError("record_attention cannot read the length of a static cache here; pass a cache that grows")
     if bias is None:
-        bias = layer.compute_bias(query.shape[2], key.shape[2], past_seen_tokens=first)
-    at = torch.arange(query.shape[2], device=query.device)[:, None] + first
-    visible = torch.arange(key.shape[2], device=query.device) <= at
+        bias = layer.compute_bias(query.shape[2], kept.key.shape[2], past_seen_tokens=kept.first)
+    at = torch.arange(query.shape[2], device=query.device)[:, None] + kept.first
+    visible = torch.arange(kept.key.shape[2], device=query.device) <= at
     if seen is not None:
         visible = visible & seen[:, None, None]
-    scores = query @ key.mT * layer.scaling + bias
-    weights = torch.softmax(scores.masked_fill(~visible, torch.finfo(scores.dtype).min).float(), dim=-1).to(value.dtype)
-    mixed = nn.functional.dropout(weights, dropout_p) @ value
+    scores = query @ kept.key.mT * layer.scaling + bias
+    weights = torch.softmax(scores.masked_fill(~visible, torch.finfo(scores.dtype).min).float(), dim=-1).to(
+        kept.value.dtype
+    )
+    mixed = nn.functional.dropout(weights, dropout_p) @ kept.value
     return merged(mixed), bias

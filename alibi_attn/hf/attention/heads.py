@@ -70,12 +70,10 @@ def _forward(
     return type(head).forward(head, *args, **given) if before is None else before(*args, **given)
 
 
-def checking_generate(head: GenerationMixin, before: Callable[..., object] | None) -> Callable[..., object]:
+def checked_generate(
+    head: GenerationMixin, before: Callable[..., object] | None, *args: object, **kwargs: object
+) -> object:
     """The `generate` of a patched head: an `ALiBiCache` of another text is refused, where it would continue that text."""
-    return functools.partial(_generate, head, before)
-
-
-def _generate(head: GenerationMixin, before: Callable[..., object] | None, *args: object, **kwargs: object) -> object:
     check_cache(*args, **kwargs)
     own: Callable[..., object] = type(head).generate
     return own(head, *args, **kwargs) if before is None else before(*args, **kwargs)

@@ -6,14 +6,13 @@ next row says which keys are in the prefix; plus 64 rows with the bits of positi
 transformers passes such masks on unmodified. Read next: `patching.py`.
 """
 
-from collections.abc import Callable, Mapping
+from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
-from transformers import AttentionMaskInterface, PreTrainedConfig
+from transformers import PreTrainedConfig
 from transformers.cache_utils import Cache
-from transformers.masking_utils import causal_mask_function, create_causal_mask
 
 from alibi_attn.attention.call.checks import check_positions, check_prefix_len
 from alibi_attn.attention.call.part_options import check_prefix_values, check_sorted
@@ -22,8 +21,7 @@ from alibi_attn.hf.attention import packed_rows
 from alibi_attn.hf.attention.packed_rows import PackedMask
 
 # How a family counts the distances of a mask with holes: by index, or over the visible tokens.
-INDEXED = "alibi_attn"  # also the name of the function below in transformers' table
-COUNTED = "alibi_attn_counted"
+INDEXED, COUNTED = "indexed", "counted"
 
 _BITS = 64  # of a position
 
@@ -93,7 +91,9 @@ def of_layers(
             that is not causal.
     """
     if not getattr(config, "is_causal", True):
-        raise ValueError(_CAUSAL)
+        raise ValueError(
+            "a patched model is causal with one sequence per row; call undo() on the patch for other masks"
+        )
     if isinstance(attention_mask, PackedMask):
         packing = {**packing, **attention_mask.packing}
         attention_mask = attention_mask.attention_mask
@@ -104,12 +104,12 @@ def of_layers(
         packing = {**packing, "blocks": blocks}
     if attention_mask is not None:
         check(attention_mask, tokens.shape[0])
-    sizes = torch.empty(*tokens.shape[:2], 0, device=tokens.device)  # transformers reads the shape only
-    seen = create_causal_mask(_CONFIG, sizes, attention_mask, past_key_values=cache)
-    assert isinstance(seen, Tensor)  # built by `indexed_mask`
+    # S, with the whole capacity of a static cache.
+    capacity = tokens.shape[1] if cache is None else int(cache.get_mask_sizes(tokens.shape[1], 0)[0])
+    seen = _seen(attention_mask, tokens, past, capacity)
     begins = prefix = positions = None
     if packing:
-        whole = seen if seen.shape[1] else seen.new_ones(len(seen), _capacity(cache, tokens.shape[1]))
+        whole = seen if seen.shape[1] else seen.new_ones(len(seen), capacity)
         begins = packed_rows.starts(packing, whole, query_len=tokens.shape[1], past=past)
         prefix = _prefix(packing.get("prefix_len"), whole, query_len=tokens.shape[1], past=past)
         positions = _bits(packing.get("positions"), whole, past=past)
@@ -162,11 +162,6 @@ def _of_bits(bits: Tensor) -> Tensor:
     return (bits.long() << at).sum(1).view(torch.float64)
 
 
-def _capacity(cache: Cache | None, query_len: int) -> int:
-    """S, with the whole capacity of a static cache."""
-    return query_len if cache is None else int(cache.get_mask_sizes(query_len, 0)[0])
-
-
 def _may_have_holes(seen: Tensor) -> bool:
     """Whether some row has a hidden key between visible ones; True on a GPU and in compiled code, where reading would wait."""
     if not may_read(seen):
@@ -200,40 +195,21 @@ def padded(*, attention_mask: Tensor | None, past_key_values: Cache, **_: object
     return torch.nn.functional.pad(attention_mask, (0, max(room, 0)))
 
 
-def indexed_mask(
-    batch_size: int,
-    q_length: int,
-    kv_length: int,
-    q_offset: int | Tensor = 0,
-    *,
-    mask_function: Callable[..., object] = causal_mask_function,
-    attention_mask: Tensor | None = None,
-    device: torch.device | str = "cpu",
-    config: PreTrainedConfig | None = None,
-    **_: object,
-) -> Tensor:
-    """[B, S | 0] bool, True = visible, in the signature of transformers' mask functions."""
-    if mask_function is not causal_mask_function:
-        raise ValueError(_CAUSAL)
+def _seen(attention_mask: Tensor | None, tokens: Tensor, past: int | Tensor, capacity: int) -> Tensor:
+    """[B, S | 0] bool, True = visible."""
     if attention_mask is None or attention_mask.shape[1] == 0:
-        return torch.ones(batch_size, 0, dtype=torch.bool, device=device)
-    length = attention_mask.shape[1]
-    if torch.compiler.is_compiling() or (isinstance(q_offset, Tensor) and q_offset.device.type != "cpu"):
-        needed = q_length  # q_offset may be on a GPU and is not read, which would synchronize
+        return torch.ones(len(tokens), 0, dtype=torch.bool, device=tokens.device)
+    length, query_len = attention_mask.shape[1], tokens.shape[1]
+    if torch.compiler.is_compiling() or (isinstance(past, Tensor) and past.device.type != "cpu"):
+        needed = query_len  # the cached length may be on a GPU and is not read, which would synchronize
     else:
-        needed = int(q_offset) + q_length
+        needed = int(past) + query_len
     if length < needed:
         raise ValueError(
             f"attention_mask covers {length} positions but must cover {needed}: "
-            f"the cached tokens and the {q_length} new ones"
+            f"the cached tokens and the {query_len} new ones"
         )
-    seen = attention_mask.to(torch.bool)
+    seen = attention_mask.to(tokens.device, torch.bool)
     if seen.device.type == "cpu" and not torch.compiler.is_compiling() and bool(seen.all()):
         return seen[:, :0]
-    return torch.nn.functional.pad(seen, (0, max(kv_length - length, 0)))
-
-
-AttentionMaskInterface.register(INDEXED, indexed_mask)
-
-_CAUSAL = "a patched model is causal with one sequence per row; call undo() on the patch for other masks"
-_CONFIG = PreTrainedConfig(attn_implementation=INDEXED)  # type: ignore[call-arg]
+    return torch.nn.functional.pad(seen, (0, max(capacity - length, 0)))

@@ -18,18 +18,10 @@ from torch import Tensor
 
 from alibi_attn.attention.call.transforms import is_traced, may_read
 
-NAMES = (
-    "segment_ids",
-    "seq_idx",
-    "cu_seq_lens_q",
-    "cu_seq_lens_k",
-    "max_length_q",
-    "max_length_k",
-    "position_ids",
-    "prefix_len",
-    "positions",
-)
-OF_ROWS = NAMES[-2:]  # those that do not tell texts apart
+_IDS = ("segment_ids", "seq_idx")
+_LENGTHS = ("cu_seq_lens_q", "cu_seq_lens_k", "max_length_q", "max_length_k")
+OF_ROWS = ("prefix_len", "positions")  # those that do not tell texts apart
+NAMES = (*_IDS, *_LENGTHS, "position_ids", *OF_ROWS)
 # Arguments of a forward pass that change nothing in these models: those of losses, which the heads use, and one that MusicGen's
 # `generate` also passes to its text encoder.
 WITHOUT_EFFECT = ("num_items_in_batch", "shift_labels", "ignore_index", "guidance_scale")
@@ -72,10 +64,10 @@ def starts(packing: Mapping[str, Any], seen: Tensor, *, query_len: int, past: in
         ValueError: wrong shapes or values, or arguments that contradict one another.
     """
     found = {}
-    for name in ("segment_ids", "seq_idx"):
+    for name in _IDS:
         if name in packing:
             found[name] = _of_ids(name, packing[name], seen, query_len=query_len, past=past)
-    lengths = {name: packing[name] for name in NAMES[2:6] if name in packing}
+    lengths = {name: packing[name] for name in _LENGTHS if name in packing}
     if lengths:
         found["cu_seq_lens_q"] = _of_bounds(lengths, seen, query_len=query_len, past=past)
     if "blocks" in packing:

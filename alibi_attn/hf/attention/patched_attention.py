@@ -87,32 +87,41 @@ def cached_and_attended(
     dropout_p: float,
     rounded: Callable[..., Tensor] | None = None,
 ) -> Tensor:
-    """Appends, then `attended`; with numerics="checkpoint" `rounded(query, key, value, first, mask, dropout_p)` instead."""
+    """Appends, then `attended`; with numerics="checkpoint" `rounded(query, kept, mask, dropout_p)` instead."""
     dropout_p = float(dropout_p) if layer.training else 0.0
     kept = appended(cache, layer, key, value)
     if rounded is not None and settings_of(layer).numerics == "checkpoint":
-        return rounded(query, kept[0].key, kept[0].value, kept[0].first, mask, dropout_p)
+        return rounded(query, kept[0], mask, dropout_p)
     return attended(layer, query, kept, mask=mask, dropout_p=dropout_p)
 
 
-def attended(layer: nn.Module, query: Tensor, kept: list[Kept], *, mask: Tensor, dropout_p: float) -> Tensor:
+def attended(
+    layer: nn.Module,
+    query: Tensor,
+    kept: list[Kept],
+    *,
+    mask: Tensor,
+    dropout_p: float,
+    slopes: tuple[float, ...] | None = None,
+) -> Tensor:
     """[B, T, H·D]: exact attention with distances in fp32, heads concatenated.
 
     Args:
         kept: the result of `appended`.
         mask: that of `masks.of_layers`.
+        slopes: None = those of the layer's settings.
     """
     settings, first = settings_of(layer), kept[0].first
-    slopes = slopes_beside(settings.slopes, torch.float32, query)
+    m = slopes_beside(settings.slopes if slopes is None else slopes, torch.float32, query)
     keys = _of_last_text(keys_of(mask, kept[0].key.shape[2]), first, query.shape[2])
     bias = None
     if keys.shift is not None:
         # −m·(distance over the visible keys) = −m·|i − j| + m·(p_j − j), up to a number per query
-        bias = slopes[:, None] * keys.shift[:, None]
+        bias = m[:, None] * keys.shift[:, None]
     mixed = attention_of(layer)(
         query,
         kept,
-        slopes,
+        m,
         scale=settings.scale,
         key_mask=keys.seen,
         segment_ids=keys.segments,
@@ -123,6 +132,11 @@ def attended(layer: nn.Module, query: Tensor, kept: list[Kept], *, mask: Tensor,
         backend=settings.backend,
     )
     return merged(mixed)
+
+
+def by_head(x: Tensor, heads: int) -> Tensor:
+    """[B, T, H·D] -> [B, H, T, D]"""
+    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 def merged(heads: Tensor) -> Tensor:
@@ -139,14 +153,13 @@ def _of_last_text(keys: Keys, first: int | Tensor, query_len: int) -> Keys:
     return keys._replace(seen=same if keys.seen is None else same & keys.seen, segments=None)
 
 
-def by_rows(
-    attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, key_len: int, first: int | Tensor, mask: Tensor
-) -> Tensor:
+def by_rows(attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, kept: Kept, mask: Tensor) -> Tensor:
     """[B, T, H·D], from a few queries at a time, so that memory stays linear in the length.
 
     Args:
         attend: returns [B, H, rows, D] for (queries [B, H, rows, D], their positions [rows], hidden keys [B|1, 1, rows, S]).
     """
+    key_len, first = kept.key.shape[2], kept.first
     seen, segments, _, *others = keys_of(mask, key_len)
     if any(given is not None for given in others):
         raise ValueError(
@@ -173,13 +186,10 @@ def rounded_bias(build: Callable[..., Tensor], mask: Tensor, heads: int, key: Te
         dtype: of the hidden states.
     """
     batch, _, key_len, _ = key.shape
-    of_text = build(torch.ones(1, key_len, dtype=torch.long, device=key.device), heads, dtype=dtype).view(
-        1, heads, 1, key_len
-    )
+    of_text = build(torch.ones(1, key_len, dtype=torch.long, device=key.device), heads, dtype=dtype)
+    of_text = of_text.view(1, heads, 1, key_len).expand(batch, -1, -1, -1)
     at = counted_positions(keys_of(mask, key_len))
-    if at is None:
-        return of_text.expand(batch, -1, -1, -1)
-    return of_text.expand(batch, -1, -1, -1).gather(3, at[:, None, None].expand(-1, heads, -1, -1))
+    return of_text if at is None else of_text.gather(3, at[:, None, None].expand(-1, heads, -1, -1))
 
 
 def counted_positions(keys: Keys) -> Tensor | None:

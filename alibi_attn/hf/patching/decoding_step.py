@@ -23,7 +23,7 @@ from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.run.near_keys import Runs, visible_runs
 from alibi_attn.hf.attention import patched_attention
 from alibi_attn.hf.caches.cache import ALiBiCache
-from alibi_attn.hf.readers.families.family import StepModules
+from alibi_attn.hf.readers.families.family import PatchedFamily
 from alibi_attn.nn.linear import fastest
 from alibi_attn.nn.linear.quantized import QuantizedLinear
 
@@ -35,16 +35,16 @@ class _NotSupported(Exception):
     """The modules must compute this step."""
 
 
-def step(body: nn.Module, names: StepModules | None, given: Mapping[str, Any]) -> Tensor | None:
+def step(body: nn.Module, family: PatchedFamily, given: Mapping[str, Any]) -> Tensor | None:
     """The last hidden states [B, T, E] of new tokens, which are appended to the cache; None if the modules must run.
 
     Args:
         body: a patched model without its head.
-        names: where its modules are; None = the step does not support its family.
+        family: its family; without `step`, modules run.
         given: the arguments of its forward function by name.
     """
     ids, cache = given.get("input_ids"), given.get("past_key_values")
-    if names is None or type(cache) is not ALiBiCache or type(ids) is not Tensor or ids.ndim != 2:
+    if family.step is None or type(cache) is not ALiBiCache or type(ids) is not Tensor or ids.ndim != 2:
         return None
     if not 0 < ids.numel() <= native.MAX_ROWS:
         return None
@@ -55,24 +55,23 @@ def step(body: nn.Module, names: StepModules | None, given: Mapping[str, Any]) -
     if torch.is_autocast_enabled("cpu") or torch.nn.modules.module._has_any_global_hook():
         return None
     try:
-        return _Step(body, names, ids, cache, given.get("attention_mask")).run()
+        return _Step(body, family, given).run()
     except _NotSupported:
         return None
 
 
 class _Step:
-    def __init__(
-        self, body: nn.Module, names: StepModules, ids: Tensor, cache: ALiBiCache, mask: Tensor | None
-    ) -> None:
+    def __init__(self, body: nn.Module, family: PatchedFamily, given: Mapping[str, Any]) -> None:
         _require(not body.training and not body.config.output_hidden_states)  # type: ignore[union-attr]
-        self.names, self.cache = names, cache
+        names, ids, cache = _found(family.step), given["input_ids"], given["past_key_values"]
+        self.family, self.names = family, names
         blocks, embedding = body._modules[names.blocks], body._modules[names.embedding]
         assert isinstance(blocks, nn.ModuleList)
         self.blocks = list(blocks._modules.values())
         self.batch, self.count = ids.shape
         self.storages = _found(cache.appendable([_part(block, names.attention) for block in self.blocks]))
         self.past = self.storages[0].length
-        self.runs = self._visible(mask)
+        self.runs = self._visible(given.get("attention_mask"))
         _require(_is_unchanged(embedding, nn.Embedding))
         table = _found(embedding._parameters["weight"])  # type: ignore[union-attr]
         _require(native.supports(table.dtype) and may_read(ids, table))
@@ -170,7 +169,7 @@ class _Step:
         attention, ffn = _part(block, names.attention), _part(block, names.ffn)
         own = vars(attention)
         settings = own["alibi_settings"]
-        _require(getattr(own["forward"], "func", None) is names.forward and "attend" not in own)
+        _require(getattr(own["forward"], "func", None) is self.family.forward and "attend" not in own)
         _require(_has_no_hooks(attention) and _is_unchanged(ffn, names.ffn_kind))
         # In training there is dropout.
         _require(not block.training and not any(part.training for part in block.children()))
@@ -179,8 +178,9 @@ class _Step:
         _require(settings == self.settings and self._has_residual_after_norm(block) == self.residual_after_norm)
         _require(not getattr(attention if names.unsupported[0] == "attention" else ffn, names.unsupported[1]))
         activation = ffn._modules[names.activation]
-        _require(_is_unchanged(activation, names.activation_kind, names.gelu))
-        _require(names.gelu is not None or getattr(activation, "approximate", "") == "none")
+        gelu = self.family.activations.get(names.activation_kind)
+        _require(_is_unchanged(activation, names.activation_kind, gelu))
+        _require(gelu is not None or getattr(activation, "approximate", "") == "none")
         _require(self.width % (len(settings.slopes) * WIDTH) == 0)
         layer.attention_norm, layer.ffn_norm = (self._norm(block._modules[name]) for name in names.norms)
         layer.qkv = self._linear(attention._modules[names.qkv], self.width, 3 * self.width)

@@ -10,7 +10,7 @@ import dataclasses
 import functools
 import inspect
 from collections.abc import Callable, Iterator, Sequence
-from typing import Any, Self
+from typing import Self
 
 import torch
 from torch import Tensor, nn
@@ -18,12 +18,12 @@ from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
 from alibi_attn.attention.run.dispatch import BACKENDS
-from alibi_attn.hf.attention import cached_pass, heads, masks, packed_rows
+from alibi_attn.hf.attention import cached_pass, heads, masks
 from alibi_attn.hf.attention.patched_attention import Numerics
 from alibi_attn.hf.caches.cache import ALiBiCache
 from alibi_attn.hf.patching import decoding_step, unsupported
 from alibi_attn.hf.readers.families import PATCHED
-from alibi_attn.hf.readers.families.family import PatchedFamily, StepModules
+from alibi_attn.hf.readers.families.family import PatchedFamily
 from alibi_attn.nn.linear import fastest, quantized
 from alibi_attn.nn.replacement import Replacement, forward_of, is_hooked, replaced, restore
 
@@ -162,7 +162,12 @@ def patched_as(
     if (reason := unsupported.why_not(model)) is not None:
         raise ValueError(reason)
     supported = ", ".join(family.name for family in families)
-    bodies = list(_bodies(model, families))
+    bodies = [
+        (name, module, family)
+        for name, module in model.named_modules()
+        for family in families
+        if isinstance(module, family.model)
+    ]
     if not bodies:
         raise ValueError(
             unsupported.needs_none(model)
@@ -203,19 +208,20 @@ def patched_as(
             layers.append(name)
         # With numerics="checkpoint" the bias is built by the model itself, also for masks with holes.
         mask = masks.COUNTED if family.counts_positions and numerics == "exact" else masks.INDEXED
-        if family.around is None:
-            change(body, forward_of(body), _with_our_mask(body, mask, family.step))
-            for whole in heads.around(model, body):
-                change(whole, forward_of(whole), heads.packing_forward(whole, vars(whole).get(forward_of(whole))))
-        else:
-            change(body, forward_of(body), family.around(body, vars(body).get(forward_of(body))))
+        around_body = family.around or functools.partial(_forward, _mask=mask, _family=family)
+        names_of_body = tuple(inspect.signature(type(body).forward).parameters)[1:]
+        whole_pass = functools.partial(around_body, body, vars(body).get(forward_of(body)), names_of_body)
+        change(body, forward_of(body), functools.update_wrapper(whole_pass, type(body).forward, assigned=()))
+        for whole in heads.around(model, body) if family.around is None else ():
+            change(whole, forward_of(whole), heads.packing_forward(whole, vars(whole).get(forward_of(whole))))
         for name, value in family.unused.items():
             change(body, name, value)
         for head in model.modules():
             if isinstance(head, GenerationMixin) and body in head.modules():
                 change(head, "create_masks_for_generate", masks.padded)
                 if family.around is None:
-                    change(head, "generate", heads.checking_generate(head, vars(head).get("generate")))
+                    before = vars(head).get("generate")
+                    change(head, "generate", functools.partial(heads.checked_generate, head, before))
         if numerics == "exact":
             for kind, name, module, forward in _around(model, body, family):
                 change(module, forward_of(module), functools.partial(forward, module))
@@ -248,16 +254,6 @@ def _around(
             yield "activations", name, module, family.activations[type(module)]
 
 
-def _bodies(
-    model: nn.Module, families: Sequence[PatchedFamily]
-) -> Iterator[tuple[str, PreTrainedModel, PatchedFamily]]:
-    """(name, model without head, family)"""
-    for name, module in model.named_modules():
-        for family in families:
-            if isinstance(module, family.model):
-                yield name, module, family
-
-
 def _layers(body: nn.Module, family: PatchedFamily, prefix: str = "") -> Iterator[tuple[str, nn.Module]]:
     """(name, attention layer)"""
     yield from ((name, x) for name, x in body.named_modules(prefix=prefix) if isinstance(x, family.layer))
@@ -275,55 +271,33 @@ def _check_layers(name: str, body: PreTrainedModel, family: PatchedFamily) -> No
             )
 
 
-def _with_our_mask(body: PreTrainedModel, mask_name: str, step: StepModules | None) -> Callable[..., object]:
-    """The patched forward of a model without head, with the signature of the original."""
-    own = type(body).forward
-    names = tuple(inspect.signature(own).parameters)[1:]
-    forward = functools.partial(_forward, body, vars(body).get(forward_of(body)), names, mask_name, _step=step)
-    return functools.update_wrapper(forward, own, assigned=())
-
-
 def _forward(
     body: PreTrainedModel,
     before: Callable[..., object] | None,
     names: tuple[str, ...],
-    mask_name: str,
     *args: object,
-    _step: StepModules | None = None,
+    _mask: str,
+    _family: PatchedFamily,
     **kwargs: object,
 ) -> object:
-    """Raises an error for outputs that a patched model cannot return, then runs the model's forward with our mask."""
-    own = type(body).forward
-    given: dict[str, Any] = {**dict(zip(names, args, strict=False)), **kwargs}
-    packing = packed_rows.split(given, known=names, where=type(body).__name__)
+    """Replaces the forward of a model without head: refuses what it cannot return, then runs it with our mask."""
+    given, packing, tokens = cached_pass.arguments(body, names, args, kwargs)
+    run = functools.partial(type(body).forward, body) if before is None else before
     if given.get("position_ids") is not None:  # Falcon has this argument
         packing["position_ids"] = given["position_ids"]
-    wanted = given.get("output_attentions")
-    if wanted or (wanted is None and body.config.output_attentions):
-        raise ValueError(
-            "output_attentions requests the T×S weights, which a patched model never builds; alibi_attn.hf.record_attention("
-            "model, rows=[...]) records those of a few queries; for all of them call undo() on the patch"
-        )
-    tokens = given.get("input_ids")
-    tokens = given.get("inputs_embeds") if tokens is None else tokens
-    if isinstance(tokens, Tensor):
-        if tokens.ndim < 2 or tokens.shape[1] == 0:
-            raise ValueError(f"the input has shape {list(tokens.shape)} but must be [B, T] with T ≥ 1 tokens")
-        cache = given.get("past_key_values")
-        with cached_pass.whole(body, cache, use_cache=given.get("use_cache"), new=tokens.shape[1]):
-            if isinstance(cache, ALiBiCache):
-                cache.begin(body, given.get("input_ids"))
-                alone = tokens.shape[1] == 1 and packing.keys() <= {
-                    "prefix_len"
-                }  # a prefix is no news to a single token
-                one_text = before is None and (alone or not packing)
-                if one_text and (hidden := decoding_step.step(body, _step, given)) is not None:
-                    wanted = given.get("return_dict")
-                    as_dict = body.config.return_dict if wanted is None else wanted
-                    output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden, past_key_values=cache)
-                    return output if as_dict else (hidden, cache)
-            given["attention_mask"] = masks.of_layers(
-                mask_name, body.config, tokens, given.get("attention_mask"), cache, packing
-            )
-            return own(body, **given) if before is None else before(**given)
-    return own(body, **given) if before is None else before(**given)
+    if tokens is None:
+        return run(**given)
+    cache = given.get("past_key_values")
+    with cached_pass.whole(body, cache, use_cache=given.get("use_cache"), new=tokens.shape[1]):
+        if isinstance(cache, ALiBiCache):
+            cache.begin(body, given.get("input_ids"))
+            alone = tokens.shape[1] == 1 and packing.keys() <= {"prefix_len"}  # a prefix is no news to a single token
+            one_text = before is None and (alone or not packing)
+            if one_text and (hidden := decoding_step.step(body, _family, given)) is not None:
+                wanted = given.get("return_dict")
+                as_dict = body.config.return_dict if wanted is None else wanted
+                output = BaseModelOutputWithPastAndCrossAttentions(last_hidden_state=hidden, past_key_values=cache)
+                return output if as_dict else (hidden, cache)
+        mask = given.get("attention_mask")
+        given["attention_mask"] = masks.of_layers(_mask, body.config, tokens, mask, cache, packing)
+        return run(**given)

@@ -8,7 +8,6 @@ Source: Press et al. 2022, sec. 3 (arXiv:2108.12409); the idea of converting a p
 
 import copy
 import dataclasses
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import torch
@@ -18,7 +17,6 @@ from transformers import (
     BertForSequenceClassification,
     BertModel,
     GPT2LMHeadModel,
-    PreTrainedConfig,
     PreTrainedModel,
     RobertaForMaskedLM,
     RobertaForSequenceClassification,
@@ -32,8 +30,8 @@ from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
 from alibi_attn.hf.readers.encoder.heads import ALiBiBertForMaskedLM, ALiBiBertForSequenceClassification
 from alibi_attn.hf.readers.encoder.models import ALiBiBertModel
 from alibi_attn.hf.readers.encoder_config import ALiBiBertConfig
-from alibi_attn.hf.readers.families import cerebras, mosaic
-from alibi_attn.hf.readers.families.family import Family, Source
+from alibi_attn.hf.readers.families import bert_config, cerebras, jina, mosaic
+from alibi_attn.hf.readers.families.family import Options, Source
 
 POSITIONS = ("transformer.wpe.", "embeddings.position_embeddings.")
 
@@ -59,12 +57,13 @@ def to_alibi(model: PreTrainedModel) -> ALiBiForCausalLM | ALiBiBertModel:
     >>> to_alibi(model)(torch.ones(1, 100, dtype=torch.long)).logits.shape
     torch.Size([1, 100, 50])
     """
-    surgery = _surgery_for(model)
-    state = _state(model, surgery)
-    config = surgery.config(model)
+    _check(model)
+    state, result = _state(model), _RESULTS[type(model)]
+    is_decoder = result is ALiBiForCausalLM
+    family = _GPT2 if is_decoder else _BERT
     with torch.device("meta"):
-        new = surgery.result(config)
-    tensors = checkpoint.State(state, surgery.family, surgery.family.parts(()), Path(type(model).__name__))
+        new = result(_decoder_config(model) if is_decoder else _encoder_config(model))
+    tensors = checkpoint.State(state, family, family.parts(()), Path(type(model).__name__))
     new.load_state_dict(checkpoint.converted(new, tensors, copies=True), assign=True)
     new.tie_weights()
     if new.can_generate():
@@ -72,11 +71,11 @@ def to_alibi(model: PreTrainedModel) -> ALiBiForCausalLM | ALiBiBertModel:
     return new.train(model.training)
 
 
-def _surgery_for(model: PreTrainedModel) -> "_Surgery":
-    surgery = _SURGERIES.get(type(model))
-    if surgery is None:
+def _check(model: PreTrainedModel) -> None:
+    """Raises TypeError or ValueError unless the model can be converted."""
+    if type(model) not in _RESULTS:
         reason = unsupported.needs_none(model) or unsupported.why_not(model)
-        known = ", ".join(kind.__name__ for kind in _SURGERIES)
+        known = ", ".join(kind.__name__ for kind in _RESULTS)
         raise TypeError(
             f"to_alibi got a {type(model).__name__}; " + (reason or f"load the checkpoint as one of {known}")
         )
@@ -87,10 +86,9 @@ def _surgery_for(model: PreTrainedModel) -> "_Surgery":
             raise ValueError(
                 f"the config has {name}=True, but only plain decoders (GPT-2) and encoders can be converted"
             )
-    return surgery
 
 
-def _state(model: PreTrainedModel, surgery: "_Surgery") -> dict[str, Tensor]:
+def _state(model: PreTrainedModel) -> dict[str, Tensor]:
     """The weights by the names of BERT or GPT-2, without the position embeddings."""
     state = model.state_dict()
     with torch.device("meta"):
@@ -107,63 +105,39 @@ def _state(model: PreTrainedModel, surgery: "_Surgery") -> dict[str, Tensor]:
         raise ValueError(
             f"the weights are on {' and '.join(sorted(devices))} but must be on one device; load the model without device_map"
         )
-    renamed = {_renamed(name, surgery.renames): x for name, x in state.items()}
+    renamed = {_renamed(name): x for name, x in state.items()}
     return {name: x for name, x in renamed.items() if not name.startswith(POSITIONS) and name not in _BIASES}
 
 
-def _renamed(name: str, renames: Mapping[str, str]) -> str:
-    for prefix, ours in renames.items():
+def _renamed(name: str) -> str:
+    for prefix, ours in _RENAMES.items():
         if name.startswith(prefix):
             return ours + name.removeprefix(prefix)
     return name
 
 
-def _decoder_config(model: PreTrainedModel) -> PreTrainedConfig:
+def _decoder_config(model: PreTrainedModel) -> ALiBiCausalLMConfig:
     config = model.config
     return ALiBiCausalLMConfig(
-        vocab_size=config.vocab_size,
-        hidden_size=config.n_embd,
-        num_hidden_layers=config.n_layer,
-        num_attention_heads=config.n_head,
-        intermediate_size=4 * config.n_embd if config.n_inner is None else config.n_inner,
-        hidden_act=config.activation_function,
-        gated=False,
-        norm="layer",
-        norm_bias=True,
-        norm_eps=config.layer_norm_epsilon,
-        attention_bias=True,
-        output_bias=True,
-        ffn_bias=True,
-        attention_scale=None if config.scale_attn_weights else 1.0,
-        scale_by_inverse_layer=config.scale_attn_by_inverse_layer_idx,
-        embedding_dropout=float(config.embd_pdrop),
-        residual_dropout=float(config.resid_pdrop),
-        attention_dropout=float(config.attn_pdrop),
-        trained_length=config.n_positions,
-        source="GPT-2",
+        **cerebras.gpt2_fields(Options(config.to_dict(), type(model).__name__)),
         initializer_range=config.initializer_range,
         use_cache=config.use_cache,
-        bos_token_id=config.bos_token_id,
-        eos_token_id=config.eos_token_id,
-        pad_token_id=config.pad_token_id,
+        attention_scale=None if config.scale_attn_weights else 1.0,
+        source="GPT-2",
         tie_word_embeddings=_is_tied(model),
     )
 
 
-def _encoder_config(model: PreTrainedModel) -> PreTrainedConfig:
+def _encoder_config(model: PreTrainedModel) -> ALiBiBertConfig:
     config = model.config
     is_roberta = config.model_type == "roberta"
-    fields = {name: getattr(config, name) for name in _SHARED}
-    return ALiBiBertConfig(
-        **fields,
-        hidden_act="gelu" if is_roberta else config.hidden_act,  # of the head, which RoBERTa does not configure
-        gated=False,
-        gate_act=config.hidden_act,
-        pooler=any(name.endswith("pooler.dense.weight") for name in model.state_dict()),
-        # RoBERTa's positions start after the index of its padding token.
-        max_position_embeddings=config.max_position_embeddings - (config.pad_token_id + 1 if is_roberta else 0),
-        tie_word_embeddings=_is_tied(model),
-    )
+    fields = {name: getattr(config, name) for name in (*bert_config.FIELDS, "id2label", "label2id")}
+    fields |= {"gated": False, "gate_act": config.hidden_act, "tie_word_embeddings": _is_tied(model)}
+    fields["pooler"] = any(name.endswith("pooler.dense.weight") for name in model.state_dict())
+    if is_roberta:
+        fields["hidden_act"] = "gelu"  # of the head, which RoBERTa does not configure
+        fields["max_position_embeddings"] -= config.pad_token_id + 1  # where its positions start
+    return ALiBiBertConfig(**fields)
 
 
 def _is_tied(model: PreTrainedModel) -> bool:
@@ -174,39 +148,21 @@ def _is_tied(model: PreTrainedModel) -> bool:
     return bool(model.config.tie_word_embeddings)
 
 
-_SHARED = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "type_vocab_size",
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "classifier_dropout",
-    "layer_norm_eps",
-    "initializer_range",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "id2label",
-    "label2id",
-    "problem_type",
-)
 _BIASES = ("cls.predictions.bias", "lm_head.bias")  # unused copies of the decoders' biases
 _GPT2 = dataclasses.replace(cerebras.FAMILY, name="GPT-2", model_types=("gpt2",))
 _BERT = dataclasses.replace(
     mosaic.FAMILY,
     name="BERT",
     parts=lambda _: {
-        "attention.self.Wqkv": Source(tuple(f"attention.self.{part}" for part in ("query", "key", "value"))),
+        **jina.QKV,
         "mlp.wi": Source(("intermediate.dense",)),
         "mlp.wo": Source(("output.dense",)),
         "mlp.layernorm": Source(("output.LayerNorm",)),
     },
 )
-_BERT_NAMES = {"bert.": ""}
-_ROBERTA_NAMES = {
+# Prefixes of the names of BERT's and RoBERTa's weights -> ours.
+_RENAMES = {
+    "bert.": "",
     "roberta.": "",
     "lm_head.dense.": "cls.predictions.transform.dense.",
     "lm_head.layer_norm.": "cls.predictions.transform.LayerNorm.",
@@ -214,33 +170,12 @@ _ROBERTA_NAMES = {
     "classifier.dense.": "pooler.dense.",
     "classifier.out_proj.": "classifier.",
 }
-
-
-@dataclasses.dataclass(frozen=True)
-class _Surgery:
-    """How to convert one class of transformers.
-
-    Args:
-        result: the class to build.
-        family: the names of the weights.
-        renames: prefixes of its names -> those of the family.
-        config: builds our config.
-    """
-
-    result: type
-    family: Family
-    renames: Mapping[str, str]
-    config: Callable[[PreTrainedModel], PreTrainedConfig]
-
-
-_SURGERIES: dict[type, _Surgery] = {
-    GPT2LMHeadModel: _Surgery(ALiBiForCausalLM, _GPT2, {}, _decoder_config),
-    BertModel: _Surgery(ALiBiBertModel, _BERT, _BERT_NAMES, _encoder_config),
-    BertForMaskedLM: _Surgery(ALiBiBertForMaskedLM, _BERT, _BERT_NAMES, _encoder_config),
-    BertForSequenceClassification: _Surgery(ALiBiBertForSequenceClassification, _BERT, _BERT_NAMES, _encoder_config),
-    RobertaModel: _Surgery(ALiBiBertModel, _BERT, _ROBERTA_NAMES, _encoder_config),
-    RobertaForMaskedLM: _Surgery(ALiBiBertForMaskedLM, _BERT, _ROBERTA_NAMES, _encoder_config),
-    RobertaForSequenceClassification: _Surgery(
-        ALiBiBertForSequenceClassification, _BERT, _ROBERTA_NAMES, _encoder_config
-    ),
+_RESULTS: dict[type, type] = {
+    GPT2LMHeadModel: ALiBiForCausalLM,
+    BertModel: ALiBiBertModel,
+    BertForMaskedLM: ALiBiBertForMaskedLM,
+    BertForSequenceClassification: ALiBiBertForSequenceClassification,
+    RobertaModel: ALiBiBertModel,
+    RobertaForMaskedLM: ALiBiBertForMaskedLM,
+    RobertaForSequenceClassification: ALiBiBertForSequenceClassification,
 }

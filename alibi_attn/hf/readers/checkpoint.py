@@ -104,7 +104,7 @@ def read(
             raise ValueError(f"{folder} holds {name} as {tensor.dtype}: quantized weights are not supported")
     options = Options(about, str(folder / checkpoint_files.CONFIG))
     try:
-        config = family.config(Checkpoint(folder, options, weights, changes or {}))
+        config = family.config(Checkpoint(folder, options, weights, changes or {}, family))
     except StrictDataclassError as error:
         raise ValueError(f"{options.where} is invalid: {cause(error)}; correct it, or download it again") from error
     state = State(weights, family, family.parts(weights.keys()), folder, match.heads)

@@ -35,6 +35,8 @@ from transformers.models.mpt.configuration_mpt import MptAttentionConfig
 from alibi_attn.files import new_folder
 from alibi_attn.hf.readers import folder_check
 from alibi_attn.hf.readers.checkpoint_files import check_new, read_config
+from alibi_attn.hf.readers.families import bloom, mpt
+from alibi_attn.hf.readers.families.family import PatchedFamily, StepModules
 from alibi_attn.hf.readers.tokenizing import byte_tokenizer
 
 _Model = TypeVar("_Model", MptForCausalLM, BloomForCausalLM)
@@ -81,53 +83,44 @@ class _Layout:
     """How a family of transformers stores a decoder.
 
     Args:
-        name: of the family.
+        family: its row in `families/`.
         kinds: the tensors of its linear layers and norms.
-        outside: our module -> theirs, for modules outside the blocks; an embedding has no bias.
-        blocks: the prefix before the number of a block.
-        parts: its norms and linear layers in the order of `PARTS`, with queries, keys and values fused.
-        by_head: whether queries, keys and values alternate head by head.
         advice: the parts that an exported decoder must have, for errors.
     """
 
-    name: str
+    family: PatchedFamily
     kinds: tuple[Kind, ...]
-    outside: dict[str, str]
-    blocks: str
-    parts: tuple[str, ...]
-    by_head: bool
     advice: str
 
+    @property
+    def step(self) -> StepModules:
+        """The names of its modules."""
+        assert self.family.step is not None
+        return self.family.step
+
     def outside_names(self) -> dict[str, str]:
-        """Our weight -> theirs."""
-        kinds = {module: ("weight",) if module == "embedding" else self.kinds for module in self.outside}
-        return {f"{ours}.{kind}": f"{their}.{kind}" for ours, their in self.outside.items() for kind in kinds[ours]}
+        """Our weight -> theirs, outside the blocks; an embedding has no bias."""
+        modules = {"embedding_norm": self.step.first_norm, "norm": self.step.last_norm}
+        norms = {f"{ours}.{kind}": f"{their}.{kind}" for ours, their in modules.items() if their for kind in self.kinds}
+        return {"embedding.weight": f"{self.step.embedding}.weight", **norms}
+
+    def block_names(self, n: int, kind: Kind) -> list[str]:
+        """Norms and linear layers of a block in the order of `PARTS`, with queries, keys and values fused."""
+        step, (first, second) = self.step, self.step.norms
+        of_attention = [f"{step.attention}.{name}" for name in (step.qkv, step.out)]
+        of_ffn = [f"{step.ffn}.{name}" for name in (step.up, step.down)]
+        return [f"{step.blocks}.{n}.{name}.{kind}" for name in (first, *of_attention, second, *of_ffn)]
 
 
 MPT = _Layout(
-    "MPT",
+    mpt.FAMILY,
     ("weight",),
-    {"embedding": "wte", "norm": "norm_f"},
-    "blocks.",
-    ("norm_1", "attn.Wqkv", "attn.out_proj", "norm_2", "ffn.up_proj", "ffn.down_proj"),
-    False,
     "embedding, ALiBiTransformerBlocks without biases, QK-norm or learned slopes, and a norm (LayerNorm and GELU: MPT has no "
     "gated feed-forward and no RMS norm)",
 )
 BLOOM = _Layout(
-    "BLOOM",
+    bloom.FAMILY,
     ("weight", "bias"),
-    {"embedding": "word_embeddings", "embedding_norm": "word_embeddings_layernorm", "norm": "ln_f"},
-    "h.",
-    (
-        "input_layernorm",
-        "self_attention.query_key_value",
-        "self_attention.dense",
-        "post_attention_layernorm",
-        "mlp.dense_h_to_4h",
-        "mlp.dense_4h_to_h",
-    ),
-    True,
     "embedding, embedding_norm, ALiBiTransformerBlocks with bias=True and without QK-norm or learned slopes, and a norm "
     "(LayerNorms, and GELU approximated with tanh)",
 )
@@ -253,15 +246,15 @@ def _exported(
     model: _Model, state: State, config: DecoderConfig, layout: _Layout, folder: Path, tokenizer: Tokenizer | None
 ) -> Path:
     """Fills the model with the decoder's weights, keeps their dtype, and saves it with a tokenizer for `AutoTokenizer`."""
-    width, groups = model.config.hidden_size, config.num_heads if layout.by_head else 1
+    width, groups = model.config.hidden_size, config.num_heads if layout.step.by_head else 1
     head_dim = width // config.num_heads
     weights = {their: state[ours] for ours, their in layout.outside_names().items()}
     for n in range(model.config.num_hidden_layers):
         for kind in layout.kinds:
             norm, *qkv, out, norm_2, up, down = _widened(state, n, kind, width=width, head_dim=head_dim)
             mixed = torch.stack([x.unflatten(0, (groups, -1)) for x in qkv], dim=1).flatten(0, 2)
-            parts = zip(layout.parts, (norm, mixed, out, norm_2, up, down), strict=True)
-            weights |= {f"{layout.blocks}{n}.{part}.{kind}": x for part, x in parts}
+            parts = (norm, mixed, out, norm_2, up, down)
+            weights |= dict(zip(layout.block_names(n, kind), parts, strict=True))
     theirs = {f"transformer.{name}": tensor for name, tensor in weights.items()}
     model.load_state_dict({**theirs, "lm_head.weight": state["embedding.weight"]}, assign=True)
     model.tie_weights()
@@ -280,29 +273,30 @@ def _imported(model: PreTrainedModel, layout: _Layout) -> dict[str, Tensor]:
     """The inverse of `_exported`."""
     theirs = model.get_submodule("transformer").state_dict()
     weights = {ours: theirs[their] for ours, their in layout.outside_names().items()}
-    groups = model.config.num_attention_heads if layout.by_head else 1
+    groups = model.config.num_attention_heads if layout.step.by_head else 1
     for n in range(model.config.num_hidden_layers):
         for kind in layout.kinds:
-            norm, mixed, *others = (theirs[f"{layout.blocks}{n}.{part}.{kind}"] for part in layout.parts)
+            norm, mixed, *others = (theirs[name] for name in layout.block_names(n, kind))
             qkv = (x.flatten(0, 1) for x in mixed.unflatten(0, (groups, 3, -1)).unbind(1))
             weights |= {f"blocks.{n}.{part}.{kind}": x for part, x in zip(PARTS, (norm, *qkv, *others), strict=True)}
     return {name: tensor.detach().clone() for name, tensor in weights.items()}
 
 
-def _layers_and_width(state: State, config: DecoderConfig, family: _Layout) -> tuple[int, int]:
+def _layers_and_width(state: State, config: DecoderConfig, layout: _Layout) -> tuple[int, int]:
     """(layers, E) of a decoder that this family can represent.
 
     Raises:
         ValueError: it cannot; the message names the entry.
     """
     numbers = {int(match[1]) for name in state if (match := _BLOCK.fullmatch(name))}
-    blocks = {f"blocks.{n}.{part}.{kind}" for n in range(len(numbers)) for part in PARTS for kind in family.kinds}
-    wanted = blocks | family.outside_names().keys()
+    blocks = {f"blocks.{n}.{part}.{kind}" for n in range(len(numbers)) for part in PARTS for kind in layout.kinds}
+    wanted = blocks | layout.outside_names().keys()
     missing, foreign = sorted(wanted - state.keys()), sorted(state.keys() - wanted)
+    family = layout.family.name
     if foreign or missing or not numbers:
         raise ValueError(
-            f"the state dict cannot be exported as {family.name}: unexpected {', '.join(foreign[:3]) or 'nothing'}, missing "
-            f"{', '.join(missing[:3]) or 'nothing'}; {family.name} is {family.advice}"
+            f"the state dict cannot be exported as {family}: unexpected {', '.join(foreign[:3]) or 'nothing'}, missing "
+            f"{', '.join(missing[:3]) or 'nothing'}; {family} is {layout.advice}"
         )
     width = state["embedding.weight"].shape[1]
     if config.num_heads < 1 or width % config.num_heads:
@@ -311,7 +305,7 @@ def _layers_and_width(state: State, config: DecoderConfig, family: _Layout) -> t
         hidden = state[f"blocks.{n}.ffn.0.weight"].shape[0]
         if hidden > 4 * width:
             raise ValueError(
-                f"blocks.{n}.ffn is {hidden} wide but must be at most 4·{width} = {4 * width}, the width of {family.name}"
+                f"blocks.{n}.ffn is {hidden} wide but must be at most 4·{width} = {4 * width}, the width of {family}"
             )
         rows = state[f"blocks.{n}.attention.k_proj.weight"].shape[0]
         if width % rows or rows % (width // config.num_heads):

@@ -1,7 +1,5 @@
 """The layers of the decoder: pre-norm blocks of attention with ALiBi and a feed-forward. Read next: `rounding.py`."""
 
-import dataclasses
-from types import SimpleNamespace
 from typing import cast
 
 import torch
@@ -16,7 +14,7 @@ from alibi_attn.attention.kept import Kept
 from alibi_attn.hf.attention import patched_attention
 from alibi_attn.hf.attention.masks import keys_of
 from alibi_attn.hf.attention.patched_attention import AttentionSettings, Numerics
-from alibi_attn.hf.readers.decoder import forgetting, rounding, shift
+from alibi_attn.hf.readers.decoder import forgetting, rounding
 from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.cache.retention import by_gates
@@ -55,19 +53,19 @@ class Attention(nn.Module):
         self.alibi_settings = AttentionSettings(
             config.slopes_at(0), config.scale(layer), config.backend, cast("Numerics", config.numerics)
         )
-        self.qkv_proj = linear_class(config)(config.hidden_size, sum(self.sizes), bias=config.attention_bias)
-        self.q_norm, self.k_norm = (_qk_norm(config, heads) for heads in self.heads[:2])
         maps = linear_class(config)
+        self.qkv_proj = maps(config.hidden_size, sum(self.sizes), bias=config.attention_bias)
+        self.q_norm, self.k_norm = (_qk_norm(config, heads) for heads in self.heads[:2])
         self.forget_proj = maps(config.hidden_size, config.num_attention_heads) if config.forget_gate else None
         self.key_shift, self.value_shift = (
-            shift.Shift(maps(config.hidden_size, config.key_heads, bias=False)) if is_shifted else None
+            forgetting.Shift(maps(config.hidden_size, config.key_heads, bias=False)) if is_shifted else None
             for is_shifted in (config.key_shift, config.value_shift)
         )
         self.output_norm = (
             forgetting.HeadNorm(self.heads[0], config.hidden_size, config.norm_eps) if config.output_norm else None
         )
         self.gate_proj = maps(config.hidden_size, config.hidden_size, bias=False) if config.output_gate else None
-        self.out_proj = linear_class(config)(config.hidden_size, config.hidden_size, bias=config.output_bias)
+        self.out_proj = maps(config.hidden_size, config.hidden_size, bias=config.output_bias)
 
     def forward(self, x: Tensor, mask: Tensor, cache: Cache | None) -> Tensor:
         qkv: Tensor = mapped(self.qkv_proj, x)
@@ -79,9 +77,9 @@ class Attention(nn.Module):
             unshifted = (key, value)
             key, value = self._shifted(x, key, value, mask=mask, cache=cache)
         parts = zip((self.q_norm(query), self.k_norm(key), value), self.heads, strict=True)
-        query, key, value = (_by_head(part, heads) for part, heads in parts)
+        query, key, value = (patched_attention.by_head(part, heads) for part, heads in parts)
         if unshifted and cache is not None:
-            more = (_by_head(part, self.heads[1]) for part in unshifted)
+            more = (patched_attention.by_head(part, self.heads[1]) for part in unshifted)
             key, value = (torch.cat(pair, dim=1) for pair in zip((key, value), more, strict=True))
         mixed = self._mixed(x, query, key, value, mask=mask, cache=cache)
         if self.output_norm is not None:
@@ -96,8 +94,8 @@ class Attention(nn.Module):
     ) -> tuple[Tensor, Tensor]:
         """Keys and values [B, T, K·D] after their shifts."""
         heads, past = self.heads[1], 0 if cache is None else cache.get_seq_length(self.layer_idx)
-        last = shift.last_unshifted(cache, self.layer_idx, heads)
-        follows = shift.follows(mask, past, x.shape[1])
+        last = forgetting.last_unshifted(cache, self.layer_idx, heads)
+        follows = forgetting.follows(mask, past, x.shape[1])
         shifts = (self.key_shift, self.value_shift)
         key, value = (
             y if one is None else one(x, y.unflatten(-1, (heads, -1)), before, follows).flatten(2)
@@ -122,18 +120,10 @@ class Attention(nn.Module):
         key_len = first + query.shape[2] if isinstance(first, int) else 0
         if self.config.rounds:
             return rounding.attended(
-                self.config,
-                self.layer_idx,
-                query,
-                kept[0].key,
-                kept[0].value,
-                key_len=key_len,
-                first=first,
-                mask=mask,
-                dropout_p=dropout_p,
+                self.config, self.layer_idx, query, kept[0], key_len=key_len, mask=mask, dropout_p=dropout_p
             )
-        layer = self if not self.config.scales_with_length else self._stretched(key_len)
-        return patched_attention.attended(layer, query, kept, mask=mask, dropout_p=dropout_p)
+        slopes = self.config.slopes_at(key_len) if self.config.scales_with_length else None
+        return patched_attention.attended(self, query, kept, mask=mask, dropout_p=dropout_p, slopes=slopes)
 
     def _by_root(self, query: Tensor, kept: list[Kept], *, mask: Tensor, dropout_p: float) -> Tensor:
         """[B, T, H·D] with the bias −m·√(i − j), as a table by distance."""
@@ -164,16 +154,6 @@ class Attention(nn.Module):
             num_kv_heads=self.config.key_heads,
         )
         return KVCache(retention=retention)
-
-    def _stretched(self, key_len: int) -> nn.Module:
-        """A stand-in for this layer with the slopes of this length, for `patched_attention.attended`."""
-        changed = dataclasses.replace(self.alibi_settings, slopes=self.config.slopes_at(key_len))
-        return cast("nn.Module", SimpleNamespace(**{**vars(self), "alibi_settings": changed}))
-
-
-def _by_head(x: Tensor, heads: int) -> Tensor:
-    """[B, T, H·D] -> [B, H, T, D]"""
-    return x.unflatten(-1, (heads, -1)).transpose(1, 2)
 
 
 class FeedForward(nn.Module):

@@ -58,12 +58,6 @@ def read(
     assert isinstance(config, ALiBiCausalLMConfig)
     if changes and state.family is not baichuan.FAMILY:
         raise ValueError(f"normalized_head is only for Baichuan but {folder} is {state.family.name}; omit it")
-    try:
-        for name in ("bos_token_id", "eos_token_id", "pad_token_id"):
-            setattr(config, name, about.get(name))
-    except StrictDataclassError as error:
-        where = folder / checkpoint_files.CONFIG
-        raise ValueError(f"{where} is invalid: {checkpoint.cause(error)}; correct it, or download it again") from error
     return config, state
 
 

@@ -7,6 +7,7 @@ slopes in the model's dtype (BTLM, Jais). Sources: the modeling code named in `d
 import torch
 from torch import Tensor, nn
 
+from alibi_attn.attention.kept import Kept
 from alibi_attn.hf.attention import masks, patched_attention
 from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
 from alibi_attn.nn.linear.fastest import matmul
@@ -16,26 +17,23 @@ def attended(
     config: ALiBiCausalLMConfig,
     layer: int,
     query: Tensor,
-    key: Tensor,
-    value: Tensor,
+    kept: Kept,
     *,
     key_len: int,
-    first: int | Tensor,
     mask: Tensor,
     dropout_p: float,
 ) -> Tensor:
     """[B, T, H·D] of one layer.
 
     Args:
-        query, key, value: [B, H, T, D] and [B, K, S, D].
+        query: [B, H, T, D].
+        kept: keys and values [B, K, S, D].
         key_len: the number of keys in use, for slopes that depend on it; 0 with a static cache.
-        first: the position of query 0.
         mask: from `masks.of_layers`.
     """
     lowest = torch.finfo(query.dtype).min
-    keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (key, value))
-
-    positions = _positions(masks.keys_of(mask).segments, key)
+    keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (kept.key, kept.value))
+    positions = _positions(masks.keys_of(mask).segments, kept.key)
 
     def attend(queries: Tensor, at: Tensor, hidden: Tensor) -> Tensor:
         bias = _bias(config, at, positions, config.stretch(key_len), query.dtype)
@@ -43,7 +41,7 @@ def attended(
         weights = nn.functional.softmax(scores.masked_fill(hidden, lowest), dim=-1)
         return matmul(nn.functional.dropout(weights, dropout_p), values)
 
-    return patched_attention.by_rows(attend, query, key.shape[2], first, mask)
+    return patched_attention.by_rows(attend, query, kept, mask)
 
 
 def _scaled(config: ALiBiCausalLMConfig, layer: int, query: Tensor, key: Tensor) -> Tensor:

@@ -7,7 +7,7 @@ Sources: modeling_baichuan.py of both; Baichuan 2: arXiv:2309.10305.
 """
 
 from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
-from alibi_attn.hf.readers.families.family import Checkpoint, Family, Source, decoder_parts
+from alibi_attn.hf.readers.families.family import SIZES, Checkpoint, Family, Source, decoder_parts
 
 VOCABULARIES = {64000: False, 125696: True}  # of the published models: whether the head is normalized
 ROTARY_WIDTH = 4096  # of the 7B models
@@ -20,7 +20,8 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
         raise ValueError(
             f"{checkpoint.folder} is a 7B Baichuan, with rotary positions instead of ALiBi; use a 13B model"
         )
-    vocabulary = about.integer("vocab_size")
+    sizes = about.shared(*SIZES)
+    vocabulary = sizes["vocab_size"]
     normalized = checkpoint.changes.get("normalized_head")
     if normalized is None:
         if vocabulary not in VOCABULARIES:
@@ -30,10 +31,7 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
             )
         normalized = VOCABULARIES[vocabulary]
     return ALiBiCausalLMConfig(
-        vocab_size=vocabulary,
-        hidden_size=about.integer("hidden_size"),
-        num_hidden_layers=about.integer("num_hidden_layers"),
-        num_attention_heads=about.integer("num_attention_heads"),
+        **sizes,
         intermediate_size=about.integer("intermediate_size"),
         hidden_act=about.text("hidden_act", "silu"),
         norm_eps=about.number("rms_norm_eps", 1e-6),

@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from huggingface_hub.errors import StrictDataclassError
-from transformers import PreTrainedConfig, PreTrainedModel
+from transformers import PreTrainedModel
 
 from alibi_attn.hf.readers.encoder_config import ALiBiBertConfig
 from alibi_attn.hf.readers.families.family import Checkpoint, Options
@@ -17,37 +17,23 @@ WORDS, TYPES = "embeddings.word_embeddings.weight", "embeddings.token_type_embed
 PREFIXES = ("", "bert.", "model.")
 HEADS = r"(cls|classifier|pooler|qa_outputs)\..*"
 BUFFERS = r"embeddings\.(position_ids|token_type_ids)|encoder\.alibi"  # saved by some versions of the originals
+PLAIN: dict[str, Any] = {"gate": "first", "qk_norm": False, "extra_norm": False}  # all families but Jina's code model
 ALIASES = {"cls.predictions.decoder.bias": "cls.predictions.bias"}
+_TRAINING = (
+    "hidden_dropout_prob",
+    "attention_probs_dropout_prob",
+    "classifier_dropout",
+    "initializer_range",
+    "problem_type",
+)
 # Fields that `from_pretrained` may change.
-OVERRIDES = (
-    "num_labels",
-    "id2label",
-    "label2id",
-    "problem_type",
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "classifier_dropout",
-    "output_hidden_states",
-    "return_dict",
-    "initializer_range",
-)
-# Fields that the originals have under the same name.
-_SHARED = (
-    "num_attention_heads",
-    "hidden_act",
-    "hidden_dropout_prob",
-    "attention_probs_dropout_prob",
-    "classifier_dropout",
-    "layer_norm_eps",
-    "initializer_range",
-    "max_position_embeddings",
-    "pad_token_id",
-    "bos_token_id",
-    "eos_token_id",
-    "tie_word_embeddings",
-    "problem_type",
-)
+OVERRIDES = (*_TRAINING, "num_labels", "id2label", "label2id", "output_hidden_states", "return_dict")
+_IDS = ("pad_token_id", "bos_token_id", "eos_token_id")
 _SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "intermediate_size", "type_vocab_size")
+_OTHERS = ("num_attention_heads", "hidden_act", "layer_norm_eps", "max_position_embeddings", "tie_word_embeddings")
+# Fields that the originals have under the same name.
+_SHARED = (*_OTHERS, *_TRAINING, *_IDS)
+FIELDS = (*_SHARED, *_SIZES)
 # Our own fields. Others are ignored: some make transformers load code or files that the config names (attn_implementation,
 # auto_map, transformers_weights).
 _OWN = (*OVERRIDES, *(name for name in ALiBiBertConfig.__annotations__ if name != "model_type"))
@@ -69,14 +55,11 @@ def own_config(checkpoint: Checkpoint) -> ALiBiBertConfig:
     return config
 
 
-def translated(
-    checkpoint: Checkpoint, *, gated: str, gate_act: str, qkv_bias: bool, **fields: object
-) -> ALiBiBertConfig:
+def translated(checkpoint: Checkpoint, *, gate_act: str, **fields: object) -> ALiBiBertConfig:
     """Our config for an original.
 
     Args:
-        gated: name of the gated layer of layer 0, whose shape gives the width of the feed-forward.
-        gate_act, qkv_bias, fields: of `ALiBiBertConfig`.
+        gate_act, fields: of `ALiBiBertConfig`.
 
     Raises:
         ValueError: not an encoder of these families, or sizes that contradict the tensors.
@@ -90,41 +73,44 @@ def translated(
     about.must_be("alibi_scaling", 1, 1.0)
     if not about.has("num_attention_heads"):
         raise ValueError(f"{about.where} has no num_attention_heads, which the tensors do not determine; add it")
-    sizes = _sizes(checkpoint, gated)
+    sizes = _sizes(checkpoint)
     _check_sizes(about, sizes)
     config = {name: about.values[name] for name in (*_SHARED, *OVERRIDES, "emb_pooler") if about.has(name)}
+    qkv_bias = checkpoint.stored("encoder.layer.0.attention.self.Wqkv.bias") in checkpoint.state
     config |= sizes | {"gate_act": gate_act, "qkv_bias": qkv_bias, "pooler": _has_pooler(checkpoint)} | fields
     return _built(about, {**config, **_labels(checkpoint), **checkpoint.changes})
 
 
-def written(model: PreTrainedModel, prefix: str) -> dict[str, Any]:
+def written(model: PreTrainedModel, prefix: str, layout: str, **choices: object) -> dict[str, Any]:
     """The part of an original's config.json that all families share.
 
     Args:
         prefix: of its class names.
+        layout: its name, for errors.
+        choices: what the model's config must have.
+
+    Raises:
+        ValueError: the layout cannot store this model.
     """
     config, head = model.config, type(model).__name__.removeprefix("ALiBiBert")
-    fields = {name: getattr(config, name) for name in (*_SHARED, *_SIZES)}
+    wanted = {**choices, "qkv_bias": True, "gated": True}
+    if any(getattr(config, name) != value for name, value in wanted.items()):
+        has = ", ".join(f"{name}={getattr(config, name)!r}" for name in wanted)
+        raise ValueError(f"layout {layout!r} has no names for a model with {has}; pass layout='own'")
+    fields = {name: getattr(config, name) for name in FIELDS}
     if hasattr(model, "classifier"):
         fields |= {"id2label": config.id2label, "label2id": config.label2id}
     dtype = str(model.dtype).removeprefix("torch.")
     return {**fields, "model_type": "bert", "torch_dtype": dtype, "architectures": [f"{prefix}{head}"]}
 
 
-def check_can_be_written(config: PreTrainedConfig, layout: str, **fields: object) -> None:
-    """Raises ValueError unless the model has the given choices."""
-    wanted = {**fields, "qkv_bias": True, "gated": True}
-    if any(getattr(config, name) != value for name, value in wanted.items()):
-        has = ", ".join(f"{name}={getattr(config, name)!r}" for name in wanted)
-        raise ValueError(f"layout {layout!r} has no names for a model with {has}; pass layout='own'")
-
-
 def _has_pooler(checkpoint: Checkpoint) -> bool:
     return any(name.startswith("pooler.") for name in checkpoint.state)
 
 
-def _sizes(checkpoint: Checkpoint, gated: str) -> dict[str, int]:
+def _sizes(checkpoint: Checkpoint) -> dict[str, int]:
     """The sizes given by the tensors' shapes."""
+    gated = checkpoint.stored("encoder.layer.0.mlp.gated_layers.weight")
     shapes = []
     for name in (WORDS, TYPES, gated):
         if name not in checkpoint.state:

@@ -21,6 +21,7 @@ from transformers.models.bloom.modeling_bloom import (
     dropout_add,
 )
 
+from alibi_attn.attention.kept import Kept
 from alibi_attn.hf.attention import patched_attention
 from alibi_attn.hf.attention.patched_attention import AttentionSettings, Numerics
 from alibi_attn.hf.readers.families.family import PatchedFamily, StepModules
@@ -51,11 +52,9 @@ def forward(
     self: BloomAttention,
     hidden_states: Tensor,
     residual: Tensor,
-    alibi: Tensor,
+    *,
     attention_mask: Tensor,
     layer_past: Cache | None = None,
-    use_cache: bool = False,
-    output_attentions: bool = False,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Replaces `BloomAttention.forward`."""
@@ -75,19 +74,12 @@ def forward(
 
 
 def _rounded(
-    scale: float,
-    bias_dtype: torch.dtype,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    first: int | Tensor,
-    mask: Tensor,
-    dropout_p: float,
+    scale: float, bias_dtype: torch.dtype, query: Tensor, kept: Kept, mask: Tensor, dropout_p: float
 ) -> Tensor:
     """The eager path of transformers with the same roundings, a few rows at a time."""
-    heads, key_len, dtype = query.shape[1], key.shape[2], query.dtype
-    bias = patched_attention.rounded_bias(build_alibi_tensor, mask, heads, key, bias_dtype).flatten(0, 1)
-    keys, values = key.flatten(0, 1).mT, value.flatten(0, 1)
+    heads, dtype = query.shape[1], query.dtype
+    bias = patched_attention.rounded_bias(build_alibi_tensor, mask, heads, kept.key, bias_dtype).flatten(0, 1)
+    keys, values = kept.key.flatten(0, 1).mT, kept.value.flatten(0, 1)
 
     def attend(queries: Tensor, _: Tensor, hidden: Tensor) -> Tensor:
         scores = bias.baddbmm(queries.flatten(0, 1), keys, beta=1.0, alpha=scale).unflatten(0, (-1, heads))
@@ -95,7 +87,7 @@ def _rounded(
         weights = nn.functional.softmax(scores, dim=-1, dtype=torch.float32).to(dtype)
         return torch.bmm(nn.functional.dropout(weights, dropout_p).flatten(0, 1), values).unflatten(0, (-1, heads))
 
-    return patched_attention.by_rows(attend, query, key_len, first, mask)
+    return patched_attention.by_rows(attend, query, kept, mask)
 
 
 FAMILY = PatchedFamily(
@@ -121,9 +113,7 @@ FAMILY = PatchedFamily(
         up="dense_h_to_4h",
         activation="gelu_impl",
         down="dense_4h_to_h",
-        forward=forward,
         activation_kind=BloomGelu,
-        gelu=fused_gelu,
         by_head=True,
         erf_gelu=False,
         unsupported=("ffn", "slow_but_exact"),

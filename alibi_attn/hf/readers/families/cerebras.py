@@ -8,12 +8,32 @@ JAIS code in transformers' pull request 32436; the layers and converters of Cere
 arXiv:2308.16149; alibi_scaling: arXiv:2310.13017.
 """
 
+from typing import Any
+
 import torch
 
 from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
-from alibi_attn.hf.readers.families.family import Checkpoint, Family, Source, decoder_parts
+from alibi_attn.hf.readers.families.family import Checkpoint, Family, Options, Source, decoder_parts
 
 SLOPES = "transformer.relative_pe.slopes"
+_DROPOUTS = {"embedding_dropout": "embd_pdrop", "residual_dropout": "resid_pdrop", "attention_dropout": "attn_pdrop"}
+
+
+def gpt2_fields(about: Options) -> dict[str, Any]:
+    """The fields that a config shares with GPT-2's, in our names."""
+    sizes = about.shared("vocab_size", "n_embd", "n_layer", "n_head")
+    return {
+        **sizes,
+        **dict.fromkeys(("norm_bias", "attention_bias", "output_bias", "ffn_bias"), True),
+        **{ours: about.number(theirs, 0.1) for ours, theirs in _DROPOUTS.items()},
+        "intermediate_size": about.integer("n_inner", 4 * sizes["hidden_size"]),
+        "hidden_act": about.text("activation_function", "gelu_new"),
+        "gated": False,
+        "norm": "layer",
+        "norm_eps": about.number("layer_norm_epsilon", 1e-5),
+        "scale_by_inverse_layer": about.flag("scale_attn_by_inverse_layer_idx", False),
+        "trained_length": about.integer("n_positions", 1024),
+    }
 
 
 def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
@@ -22,8 +42,10 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
     about.must_be("position_embedding_type", "alibi")
     about.must_be("scale_attn_weights", True)
     about.must_be("add_cross_attention", False)
-    width, heads = about.integer("n_embd"), about.integer("n_head")
-    swiglu = about.text("activation_function", "gelu_new") == "swiglu"
+    fields = gpt2_fields(about)
+    width, heads = fields["hidden_size"], fields["num_attention_heads"]
+    if fields["hidden_act"] == "swiglu":
+        fields |= {"hidden_act": "silu", "gated": True}
     # Early Jais has other names for the muP factors, and one factor of the logits instead of two.
     early = not any(name.startswith("mup_") for name in about.values)
     mup = about.flag("scale_qk_dot_by_d" if early else "mup_scale_qk_dot_by_d", False)
@@ -32,31 +54,14 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
     else:
         logit_scale = about.number("mup_output_alpha", 1.0) * about.number("mup_width_scale", 1.0)
     return ALiBiCausalLMConfig(
-        vocab_size=about.integer("vocab_size"),
-        hidden_size=width,
-        num_hidden_layers=about.integer("n_layer"),
-        num_attention_heads=heads,
-        intermediate_size=about.integer("n_inner", 4 * width),
-        hidden_act="silu" if swiglu else about.text("activation_function", "gelu_new"),
-        gated=swiglu,
-        norm="layer",
-        norm_bias=True,
-        norm_eps=about.number("layer_norm_epsilon", 1e-5),
-        attention_bias=True,
-        output_bias=True,
-        ffn_bias=True,
+        **fields,
         attention_scale=heads / width if mup and width else None,
-        scale_by_inverse_layer=about.flag("scale_attn_by_inverse_layer_idx", False),
         slopes=_slopes(checkpoint, heads),
         alibi_scaling=dict(about.section("alibi_scaling").values) or None,
         embedding_scale=about.number("embeddings_scale" if early else "mup_embeddings_scale", 1.0),
         logit_scale=logit_scale,
-        embedding_dropout=about.number("embd_pdrop", 0.1),
-        residual_dropout=about.number("resid_pdrop", 0.1),
-        attention_dropout=about.number("attn_pdrop", 0.1),
         tie_word_embeddings=about.flag("tie_word_embeddings", True),
         checkpoint_rounding="distances",
-        trained_length=about.integer("n_positions", 1024),
         source="BTLM or Jais",
     )
 

@@ -14,6 +14,7 @@ from transformers import FalconConfig
 from transformers.cache_utils import Cache
 from transformers.models.falcon.modeling_falcon import FalconAttention, FalconLinear, FalconModel, build_alibi_tensor
 
+from alibi_attn.attention.kept import Kept
 from alibi_attn.hf.attention import patched_attention
 from alibi_attn.hf.attention.patched_attention import AttentionSettings, Numerics
 from alibi_attn.hf.readers.families.family import PatchedFamily
@@ -35,13 +36,9 @@ def settings(config: FalconConfig, *, backend: str, numerics: Numerics) -> Atten
 def forward(
     self: FalconAttention,
     hidden_states: Tensor,
-    alibi: Tensor | None,
+    *,
     attention_mask: Tensor,
-    position_ids: Tensor | None = None,
     layer_past: Cache | None = None,
-    use_cache: bool = False,
-    output_attentions: bool = False,
-    position_embeddings: tuple[Tensor, Tensor] | None = None,
     **_: object,
 ) -> tuple[Tensor, None]:
     """Replaces `FalconAttention.forward`."""
@@ -61,26 +58,18 @@ def forward(
     return output, None
 
 
-def _rounded(
-    bias_dtype: torch.dtype,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    first: int | Tensor,
-    mask: Tensor,
-    dropout_p: float,
-) -> Tensor:
+def _rounded(bias_dtype: torch.dtype, query: Tensor, kept: Kept, mask: Tensor, dropout_p: float) -> Tensor:
     """The sdpa path of transformers with the same roundings, a few rows at a time."""
     heads, lowest = query.shape[1], torch.finfo(query.dtype).min
-    bias = patched_attention.rounded_bias(build_alibi_tensor, mask, heads, key, bias_dtype)
+    bias = patched_attention.rounded_bias(build_alibi_tensor, mask, heads, kept.key, bias_dtype)
     bias = bias / math.sqrt(query.shape[3])
-    key, value = (x.expand(-1, heads, -1, -1) for x in (key, value))
+    key, value = (x.expand(-1, heads, -1, -1) for x in (kept.key, kept.value))
 
     def attend(queries: Tensor, _: Tensor, hidden: Tensor) -> Tensor:
         seen = bias.masked_fill(hidden, lowest)
         return nn.functional.scaled_dot_product_attention(queries, key, value, attn_mask=seen, dropout_p=dropout_p)
 
-    return patched_attention.by_rows(attend, query, key.shape[2], first, mask)
+    return patched_attention.by_rows(attend, query, kept, mask)
 
 
 FAMILY = PatchedFamily(

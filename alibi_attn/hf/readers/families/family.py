@@ -32,6 +32,8 @@ class Source:
 
 Parts: TypeAlias = Mapping[str, Source]
 
+# The sizes that every config has, in our names.
+SIZES = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 DECODER_PARTS = (
     "attention_norm",
     "attention.qkv_proj",
@@ -58,6 +60,11 @@ class Options:
 
     def integer(self, name: str, default: object = _MISSING) -> int:
         return cast("int", self._value(name, default, "an integer", int))
+
+    def shared(self, *names: str) -> dict[str, Any]:
+        """The four `SIZES`, from the fields of these names, and the ids of special tokens."""
+        ids = {f"{name}_token_id": self.values.get(f"{name}_token_id") for name in ("bos", "eos", "pad")}
+        return {**ids, **dict(zip(SIZES, map(self.integer, names), strict=True))}
 
     def number(self, name: str, default: object = _MISSING) -> float:
         return float(cast("float", self._value(name, default, "a number", int, float)))
@@ -86,10 +93,11 @@ class Options:
             raise self._wrong(name, value, " or ".join(repr(one) for one in allowed))
 
     def _value(self, name: str, default: object, wanted: str, *types: type) -> object:
-        value = self.values.get(name, default)
-        value = default if value is None else value
-        if value is _MISSING:
-            raise ValueError(f"{self.where} has no {name}; download the checkpoint again")
+        value = self.values.get(name)
+        if value is None:
+            if default is _MISSING:
+                raise ValueError(f"{self.where} has no {name}; download the checkpoint again")
+            return default
         if type(value) not in types:
             raise self._wrong(name, value, wanted)
         return value
@@ -107,12 +115,18 @@ class Checkpoint:
         about: its config.json.
         state: the weights by the family's names, without wrapper prefixes; the function removes those that it consumes.
         changes: fields of the config that the caller passed to `from_pretrained`.
+        family: the family itself.
     """
 
     folder: Path
     about: Options
     state: dict[str, Tensor]
     changes: Mapping[str, Any]
+    family: "Family"
+
+    def stored(self, name: str) -> str:
+        """The name of one of our weights in the checkpoint; of several, the first."""
+        return self.family.places(name, self.family.parts(self.state))[1][0]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -183,7 +197,6 @@ class StepModules:
         attention, ffn, norms: of a block; the norms before attention and before the feed-forward part.
         qkv, out: of the attention layer.
         up, activation, down: of the feed-forward part.
-        forward, gelu: the replacements of the forward functions of attention layers, and of activations (None = not replaced).
         activation_kind: the class of the activation.
         by_head: whether the outputs of qkv are [H, 3, D]; else [3, H, D].
         erf_gelu: whether the activation is GELU by erf; else its tanh form.
@@ -205,13 +218,15 @@ class StepModules:
     up: str
     activation: str
     down: str
-    forward: Callable[..., tuple[Tensor, None]]
     activation_kind: type[nn.Module]
-    gelu: Callable[..., Tensor] | None = None
     by_head: bool
     erf_gelu: bool
     unsupported: tuple[str, str]
     residual_after_norm: str = ""
+
+
+def _no_reason(_: object) -> None:  # not a lambda: patched models, which hold their family, are pickled
+    pass
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -225,7 +240,8 @@ class PatchedFamily:
         settings: returns slopes, scale and options of a layer, from (config, backend=, numerics=).
         forward: replaces the forward of each layer.
         mark: the attribute of a patched layer that holds its settings.
-        around: (model, the forward that it had or None) -> its forward, for biases that are not ALiBi's; else `patch` builds it.
+        around: replaces the model's forward, after (model, the forward that it had or None, names of its arguments), for biases
+            that are not ALiBi's.
         counts_positions: positions are counted over the visible tokens; else they are indices.
         why_not: returns why a config cannot be patched, or None.
         unused: attributes of the model that patched layers do not need, and their replacements.
@@ -241,9 +257,9 @@ class PatchedFamily:
     settings: Callable[..., object]
     forward: Callable[..., tuple[Tensor | None, ...]]
     mark: str = "alibi_settings"
-    around: Callable[..., Callable[..., object]] | None = None
+    around: Callable[..., object] | None = None
     counts_positions: bool = True
-    why_not: Callable[[Any], str | None] = lambda _: None
+    why_not: Callable[[Any], str | None] = _no_reason
     unused: Mapping[str, object] = dataclasses.field(default_factory=dict)
     linears: tuple[type[nn.Linear], ...] = (nn.Linear,)
     activations: Mapping[type[nn.Module], Callable[..., Tensor]] = dataclasses.field(default_factory=dict)

@@ -20,8 +20,8 @@ HEAD_NORM_EPS = 1e-5
 def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
     """Absent fields have the original's defaults. The width of the feed-forward may be computed from hidden_ratio."""
     about = checkpoint.about
-    width, heads = about.integer("hidden_size"), about.integer("num_heads")
-    inner = int(width * about.number("hidden_ratio", 4.0) * 2 / 3)
+    sizes = about.shared("vocab_size", "hidden_size", "num_hidden_layers", "num_heads")
+    heads, inner = sizes["num_attention_heads"], int(sizes["hidden_size"] * about.number("hidden_ratio", 4.0) * 2 / 3)
     about.must_be("window_size", None)
     about.must_be("hidden_act", "swish", "silu")
     about.must_be("use_rope", False)
@@ -31,10 +31,7 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
         for name in [name for name in checkpoint.state if name.endswith(("attn.q_norm.weight", "attn.k_norm.weight"))]:
             checkpoint.state[name] = checkpoint.state[name].repeat(heads)
     return ALiBiCausalLMConfig(
-        vocab_size=about.integer("vocab_size"),
-        hidden_size=width,
-        num_hidden_layers=about.integer("num_hidden_layers"),
-        num_attention_heads=heads,
+        **sizes,
         num_key_value_heads=about.integer("num_kv_heads", heads),
         intermediate_size=about.integer("intermediate_size", MULTIPLE * -(-inner // MULTIPLE)),
         norm_eps=about.number("norm_eps", 1e-6),

@@ -19,11 +19,10 @@ from alibi_attn.hf.readers.families import bert_config, mosaic
 from alibi_attn.hf.readers.families.family import Checkpoint, Options, Source
 
 GATES = {"geglu": "gelu", "reglu": "relu"}  # feed_forward_type of the config -> gate_act
-CODE = {"gate": "second", "qk_norm": True, "extra_norm": True}
-PLAIN = {"gate": "first", "qk_norm": False, "extra_norm": False}
-_QKV = {"attention.self.Wqkv": Source(tuple(f"attention.self.{part}" for part in ("query", "key", "value")))}
+CODE: dict[str, Any] = {"gate": "second", "qk_norm": True, "extra_norm": True}
+QKV = {"attention.self.Wqkv": Source(tuple(f"attention.self.{part}" for part in ("query", "key", "value")))}
 _CODE_PARTS = {
-    **_QKV,
+    **QKV,
     "mlp.gated_layers": Source(("mlp.up_gated_layer",)),
     "mlp.wo": Source(("mlp.down_layer",)),
     "mlp.layernorm": Source(("layer_norm_2",)),
@@ -37,66 +36,57 @@ _CLIP_PARTS = {
 _CLIP_SIZE = (768, 12)  # width and heads of the published model
 
 
-def config(checkpoint: Checkpoint, *, is_code: bool) -> ALiBiBertConfig:
+def config(checkpoint: Checkpoint, **fields: object) -> ALiBiBertConfig:
     """Raises ValueError for a gated unit that is neither of the two."""
     kind = checkpoint.about.values.get("feed_forward_type")
     if not isinstance(kind, str) or kind not in GATES:
         raise ValueError(f"{checkpoint.about.where} has feed_forward_type {kind!r} but must have 'geglu' or 'reglu'")
-    gated = f"encoder.layer.0.mlp.{'up_gated_layer' if is_code else 'gated_layers'}.weight"
-    qkv_bias = "encoder.layer.0.attention.self.query.bias" in checkpoint.state
-    fields = CODE if is_code else PLAIN
-    return bert_config.translated(checkpoint, gated=gated, gate_act=GATES[kind], qkv_bias=qkv_bias, **fields)
+    return bert_config.translated(checkpoint, gate_act=GATES[kind], **fields)
 
 
 def clip_config(checkpoint: Checkpoint) -> ALiBiBertConfig:
     """Reads the config of a CLIP, or of its text tower alone."""
-    about, first = checkpoint.about, "encoder.layers.0"
+    about = checkpoint.about
     if about.has("text_config"):
         about = about.section("text_config").section("hf_model_config_kwargs")
     width = checkpoint.state[bert_config.WORDS].shape[-1] if bert_config.WORDS in checkpoint.state else 0
     heads = {"num_attention_heads": _CLIP_SIZE[1]} if width == _CLIP_SIZE[0] else {}
-    return bert_config.translated(
-        dataclasses.replace(checkpoint, about=Options({**heads, **about.values}, about.where)),
-        gated=f"{first}.mlp.gated_layers.weight",
-        gate_act=about.text("hidden_act", "gelu"),
-        qkv_bias=f"{first}.mixer.Wqkv.bias" in checkpoint.state,
-    )
+    read = dataclasses.replace(checkpoint, about=Options({**heads, **about.values}, about.where))
+    return bert_config.translated(read, gate_act=about.text("hidden_act", "gelu"))
 
 
 def clip_written(model: PreTrainedModel) -> dict[str, Any]:
     """Raises ValueError if the layout cannot store this model."""
-    act = model.config.hidden_act
-    bert_config.check_can_be_written(model.config, "jina-clip", **PLAIN, gate_act=act)
-    return {**bert_config.written(model, "Bert"), "mlp_type": "glu", "emb_pooler": model.config.emb_pooler}
+    choices = {**bert_config.PLAIN, "gate_act": model.config.hidden_act}
+    about = bert_config.written(model, "Bert", "jina-clip", **choices)
+    return {**about, "mlp_type": "glu", "emb_pooler": model.config.emb_pooler}
 
 
-def written(model: PreTrainedModel, *, is_code: bool) -> dict[str, Any]:
+def written(model: PreTrainedModel, *, layout: str, **choices: object) -> dict[str, Any]:
     """Raises ValueError if the layout cannot store this model."""
-    config = model.config
-    bert_config.check_can_be_written(config, "jina-code" if is_code else "jina", **(CODE if is_code else PLAIN))
+    config, about = model.config, bert_config.written(model, "JinaBert", layout, **choices)
     kind = next(kind for kind, activation in GATES.items() if activation == config.gate_act)
-    own = {"position_embedding_type": "alibi", "feed_forward_type": kind, "emb_pooler": config.emb_pooler}
-    return {**bert_config.written(model, "JinaBert"), **own}
+    return {**about, "position_embedding_type": "alibi", "feed_forward_type": kind, "emb_pooler": config.emb_pooler}
 
 
 FAMILY = dataclasses.replace(
     mosaic.FAMILY,
     name="Jina v2",
     marks=("mlp.gated_layers.weight",),
-    parts=lambda _: _QKV,
+    parts=lambda _: QKV,
     repositories=("jina-bert", "jina-embeddings-v2", "jina-reranker-v1", "jina-colbert-v1"),
     classes=("jinabert",),
     signs={"position_embedding_type": ("alibi",), "feed_forward_type": tuple(GATES)},
-    config=functools.partial(config, is_code=False),
-    written=functools.partial(written, is_code=False),
+    config=functools.partial(config, **bert_config.PLAIN),
+    written=functools.partial(written, layout="jina", **bert_config.PLAIN),
 )
 CODE_FAMILY = dataclasses.replace(
     FAMILY,
     name="Jina v2 code",
     marks=("mlp.up_gated_layer.weight",),
     parts=lambda _: _CODE_PARTS,
-    config=functools.partial(config, is_code=True),
-    written=functools.partial(written, is_code=True),
+    config=functools.partial(config, **CODE),
+    written=functools.partial(written, layout="jina-code", **CODE),
 )
 CLIP_FAMILY = dataclasses.replace(
     mosaic.FAMILY,

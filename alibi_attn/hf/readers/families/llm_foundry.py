@@ -29,7 +29,8 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
     about = checkpoint.about
     attention, feed_forward = about.section("attn_config"), about.section("ffn_config")
     _refuse_the_rest(about, attention, feed_forward)
-    width, heads = about.integer("d_model"), about.integer("n_heads")
+    sizes = about.shared("vocab_size", "d_model", "n_layers", "n_heads")
+    width, heads = sizes["hidden_size"], sizes["num_attention_heads"]
     if heads < 1 or width % heads:
         raise ValueError(f"{about.where} has n_heads = {heads} but it must divide d_model = {width}")
     kind = attention.text("attn_type", "multihead_attention")
@@ -41,10 +42,7 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
     norm = NORMS[about.text("norm_type", "low_precision_layernorm")]
     ratio = about.number("expansion_ratio", 4)
     return ALiBiCausalLMConfig(
-        vocab_size=about.integer("vocab_size"),
-        hidden_size=width,
-        num_hidden_layers=about.integer("n_layers"),
-        num_attention_heads=heads,
+        **sizes,
         num_key_value_heads=key_heads,
         intermediate_size=feed_forward.integer("ffn_hidden_size", int(width * ratio)),
         hidden_act=_activation(feed_forward),

@@ -6,32 +6,24 @@ Source: Portes et al. 2023, MosaicBERT (arXiv:2312.17482); Zhou et al. 2023, DNA
 """
 
 import dataclasses
+import functools
 from typing import Any
 
 from transformers import PreTrainedModel
 
 from alibi_attn.hf.readers.encoder_config import ALiBiBertConfig
 from alibi_attn.hf.readers.families import bert_config
-from alibi_attn.hf.readers.families.family import Checkpoint, Family
-
-
-def config(checkpoint: Checkpoint) -> ALiBiBertConfig:
-    return bert_config.translated(
-        checkpoint,
-        gated="encoder.layer.0.mlp.gated_layers.weight",
-        gate_act="gelu",
-        qkv_bias="encoder.layer.0.attention.self.Wqkv.bias" in checkpoint.state,
-    )
+from alibi_attn.hf.readers.families.family import Family
 
 
 def written(model: PreTrainedModel) -> dict[str, Any]:
     """Raises ValueError if the layout cannot store this model."""
-    bert_config.check_can_be_written(model.config, "mosaic", gate="first", qk_norm=False, extra_norm=False)
+    about = bert_config.written(model, "Bert", "mosaic", **bert_config.PLAIN)
     if model.config.gate_act != "gelu":
         raise ValueError(
             f"layout 'mosaic' has GELU in its gates but gate_act is {model.config.gate_act!r}; pass layout='jina'"
         )
-    return {**bert_config.written(model, "Bert"), "alibi_starting_size": model.config.max_position_embeddings}
+    return {**about, "alibi_starting_size": model.config.max_position_embeddings}
 
 
 FAMILY = Family(
@@ -49,7 +41,7 @@ FAMILY = Family(
     repositories=("bert_layers", "mosaic-bert", "mosaicbert", "dnabert"),
     classes=("bertunpad",),
     signs={"alibi_starting_size": ()},
-    config=config,
+    config=functools.partial(bert_config.translated, gate_act="gelu"),
     written=written,
 )
 # Folders written by `save_pretrained` have the same names.

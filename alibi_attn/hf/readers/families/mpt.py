@@ -42,7 +42,7 @@ def settings(config: MptConfig, *, backend: str, numerics: Numerics) -> Attentio
 def forward(
     self: MptAttention,
     hidden_states: Tensor,
-    position_bias: Tensor,
+    *,
     past_key_values: Cache | None = None,
     attention_mask: Tensor | None = None,
     **_: object,
@@ -51,7 +51,7 @@ def forward(
     qkv: Tensor = self.Wqkv(hidden_states)
     if self.clip_qkv:
         qkv = qkv.clamp(min=-self.clip_qkv, max=self.clip_qkv)
-    query, key, value = (x.unflatten(-1, (self.n_heads, self.head_dim)).transpose(1, 2) for x in qkv.chunk(3, dim=2))
+    query, key, value = (patched_attention.by_head(x, self.n_heads) for x in qkv.chunk(3, dim=2))
     assert attention_mask is not None  # MptModel always builds one
     mixed = patched_attention.cached_and_attended(
         self, query, key, value, cache=past_key_values, mask=attention_mask, dropout_p=self.attn_dropout_p
@@ -88,7 +88,6 @@ FAMILY = PatchedFamily(
         up="up_proj",
         activation="act",
         down="down_proj",
-        forward=forward,
         activation_kind=nn.GELU,
         by_head=False,
         erf_gelu=True,

@@ -18,15 +18,12 @@ MULTIPLE = 256  # of the feed-forward's width
 def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
     """The width of the feed-forward is computed from n_inner."""
     about = checkpoint.about
-    width = about.integer("n_embd")
-    inner = int(2 * about.integer("n_inner", 4 * width) / 3)
+    sizes = about.shared("vocab_size", "n_embd", "n_layer", "n_head")
+    inner = int(2 * about.integer("n_inner", 4 * sizes["hidden_size"]) / 3)
     about.must_be("scale_attn_weights", True)
     about.must_be("add_cross_attention", False)
     return ALiBiCausalLMConfig(
-        vocab_size=about.integer("vocab_size"),
-        hidden_size=width,
-        num_hidden_layers=about.integer("n_layer"),
-        num_attention_heads=about.integer("n_head"),
+        **sizes,
         num_key_value_heads=1,
         intermediate_size=MULTIPLE * -(-inner // MULTIPLE),
         norm="layer",

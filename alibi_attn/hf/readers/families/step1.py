@@ -9,7 +9,7 @@ import dataclasses
 
 from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
 from alibi_attn.hf.readers.families import baichuan
-from alibi_attn.hf.readers.families.family import Checkpoint, Source
+from alibi_attn.hf.readers.families.family import SIZES, Checkpoint, Source
 
 
 def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
@@ -17,10 +17,7 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
     about = checkpoint.about
     biased = about.flag("attention_bias", False)
     return ALiBiCausalLMConfig(
-        vocab_size=about.integer("vocab_size"),
-        hidden_size=about.integer("hidden_size"),
-        num_hidden_layers=about.integer("num_hidden_layers"),
-        num_attention_heads=about.integer("num_attention_heads"),
+        **about.shared(*SIZES),
         num_key_value_heads=about.integer("num_attention_groups"),
         intermediate_size=about.integer("intermediate_size"),
         norm_eps=about.number("rms_norm_eps", 1e-5),

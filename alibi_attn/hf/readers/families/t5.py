@@ -52,7 +52,7 @@ FAMILIES = tuple(
         settings=bucketed.settings,
         forward=replacement,
         mark="table_settings",
-        around=bucketed.forward_of_stack,
+        around=bucketed.stack_forward,
     )
     for name, stack, layer, replacement in (
         ("T5", T5Stack, T5Attention, forward),
