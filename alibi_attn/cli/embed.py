@@ -1,51 +1,27 @@
 """`alibi embed`: embeds files or lines of text into a NumPy array, or the passages of files into a Parquet table.
 
-With --ray the workers of a cluster embed them into a folder of Parquet files (`embed_on_cluster.py`).
+With --ray the workers of a cluster embed them into a folder of Parquet files (`hf/embedding/ray_embedding.py`).
 """
 
 import contextlib
-import dataclasses
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING, Annotated, Any, Literal, cast
+from typing import TYPE_CHECKING, Annotated, Literal, cast
 
 import typer
 from rich.markup import escape
 
-from alibi_attn.cli.cluster import Ray
+from alibi_attn.cli.cluster import Ray, cluster
 from alibi_attn.cli.console import check_writable, console, errors, interrupted, needs, progress, quiet_loading
-from alibi_attn.cli.embed_on_cluster import check_cluster, embed_on_cluster
-from alibi_attn.cli.text_files import read_texts
+from alibi_attn.cli.text_files import Text, read_texts
 
 if TYPE_CHECKING:
-    from alibi_attn.hf.embedding.late_chunking import Windows
+    from alibi_attn.hf.embedding.job import Settings
     from alibi_attn.hf.embedding.resumable_output import PartialVectors
-    from alibi_attn.hf.embedding.sentence_encoder import Sentences
 
 BATCH_TOKENS = 16384
 OVERLAP = 512  # of the windows that read a long text
-
-
-@dataclasses.dataclass(frozen=True)
-class _Job:
-    """The rows of an output.
-
-    Args:
-        unit: the name of a row's unit, for messages.
-        order: the rows, in the order of computation.
-        identity: a hash of model, texts and settings.
-        batches: given the number of finished rows, yields vectors of the next ones.
-        write: as for `PartialVectors.finish`.
-        about: the end of the command's message.
-    """
-
-    unit: str
-    order: Sequence[int]
-    identity: str
-    batches: Callable[[int], Iterator[Any]]
-    write: Callable[[Path, Any], None] | None
-    about: str
 
 
 def embed(
@@ -112,135 +88,105 @@ def embed(
         )
     overlap = OVERLAP if overlap is None else overlap
     _check_platform()
-    if ray is not None:
-        check_cluster(out, device)
-        rule = None if chunks is None else _chunk_rule(chunks, lines=lines)
-        found = read_texts(files, lines=lines)
-        with needs("ray"):
-            from alibi_attn.hf.embedding.ray_embedding import Settings
-        place = str(Path(model).absolute()) if Path(model).exists() else model
-        shared = Settings(place, rule, max_length, overlap, batch_tokens, normalize, dtype, device)
-        embed_on_cluster(found, shared, out, ray, workers)
-        return
-    if workers is not None:
+    if ray is None and workers is not None:
         raise ValueError("--workers is for --ray; omit it, or pass --ray local")
-    check_writable(out)
-    _check_chunks(chunks, out, lines=lines)
-    found = read_texts(files, lines=lines)
-    names, texts = [one.name for one in found], [one.text for one in found]
-    with needs("hf"):
-        from alibi_attn.hf.embedding import embedding, sentence_encoder
-        from alibi_attn.hf.embedding.late_chunking import Windows
-        from alibi_attn.hf.embedding.resumable_output import PartialVectors, claimed
-        from alibi_attn.nn.device import checked_device
-    if chunks is not None:
-        with needs("index"):
-            from alibi_attn.hf.embedding import chunk_table  # noqa: F401
-    if kind := sentence_encoder.quantized_kind(dtype):
-        sentence_encoder.checked_place(kind, device)
+    if ray is not None:
+        _check_cluster(out, device)
     else:
-        checked_device(device)
+        check_writable(out)
+    rule = None if chunks is None else _chunk_rule(chunks, lines=lines)
+    if ray is None:
+        _check_name(chunks, out)
+    found = read_texts(files, lines=lines)
+    with needs("hf" if ray is None else "ray"):
+        from alibi_attn.hf.embedding.job import Settings
+
+        if ray is not None:
+            from alibi_attn.hf.embedding import ray_embedding  # noqa: F401
+    if ray is not None:
+        model = str(Path(model).absolute()) if Path(model).exists() else model
+    settings = Settings(model, rule, max_length, overlap, batch_tokens, normalize, dtype, device)
+    if ray is not None:
+        _embed_on_cluster(found, settings, out, ray, workers)
+    else:
+        _embed(found, settings, out)
+
+
+def _embed(found: Sequence[Text], settings: "Settings", out: Path) -> None:
+    """Embeds the texts on this machine, and prints what was written."""
+    from alibi_attn.hf.embedding import embedding, job, sentence_encoder
+    from alibi_attn.hf.embedding.resumable_output import PartialVectors, claimed
+    from alibi_attn.nn.device import checked_device
+
+    names, texts = [one.name for one in found], [one.text for one in found]
+    if settings.chunks is not None:
+        with needs("index"):
+            from alibi_attn.hf.embedding import chunk_table
+    if kind := sentence_encoder.quantized_kind(settings.dtype):
+        sentence_encoder.checked_place(kind, settings.device)
+    else:
+        checked_device(settings.device)
     quiet_loading()
     with claimed(out):
-        longest = max_length if chunks is None else None
-        sentences = sentence_encoder.load(model, max_seq_length=longest, dtype=dtype, device=device)
-        settings = sentences.folder
-        embedding.check_plain(settings, model)
-        normalize = normalize or settings.normalize
-        if chunks is None:
-            job = _text_job(sentences, names, texts, device, batch_tokens=batch_tokens, normalize=normalize)
-        else:
-            windows = Windows(max_length, overlap)
-            job = _chunk_job(
-                sentences, names, texts, device, chunks, windows, batch_tokens=batch_tokens, normalize=normalize
+        sentences = settings.loaded()
+        made = job.of(sentences, settings, texts, names)
+        tokens, longest = f"{sum(made.lengths):,} tokens", sentences.max_seq_length
+        unit, about = "chunks", f"{len(texts):,} files, {tokens}"
+        if settings.chunks is None:
+            _check_lengths(names, made.lengths, settings.batch_tokens)
+            unit, about = "texts", f"{tokens}, {made.cut:,} cut to {longest:,}" if made.cut else tokens
+        if made.cut:
+            errors.print(
+                f"warning: {made.cut:,} of {len(texts):,} texts have more than {longest:,} tokens and are cut; pass "
+                "--max-length, or --chunks for vectors of passages"
             )
-        partial, count = (
-            PartialVectors.open(out, job.identity, job.order, sentences.model.config.hidden_size),
-            len(job.order),
-        )
+        embedding.move(sentences.model, settings.device)
+        identity, count = embedding.fingerprint(sentences.model, *made.identity), len(made.order)
+        partial = PartialVectors.open(out, identity, made.order, sentences.model.config.hidden_size)
         if partial.done:
-            console.print(f"resuming: {count - partial.done:,} of {count:,} {job.unit} are left")
+            console.print(f"resuming: {count - partial.done:,} of {count:,} {unit} are left")
         with progress() as bar, _kept_on_error(partial):
-            task = bar.add_task(job.unit, total=count, completed=partial.done)
-            for vectors in job.batches(partial.done):
+            task = bar.add_task(unit, total=count, completed=partial.done)
+            for vectors in made.batches(partial.done):
                 partial.put(vectors)
                 bar.update(task, completed=partial.done)
-        path = partial.finish(job.write)
-    shape = partial.vectors.shape
-    console.print(f"vectors  {escape(str(path))}  {shape[0]:,} × {shape[1]:,}  ({job.about})", soft_wrap=True)
-
-
-def _text_job(
-    sentences: "Sentences",
-    names: Sequence[str],
-    texts: Sequence[str],
-    device: str,
-    *,
-    batch_tokens: int,
-    normalize: bool,
-) -> _Job:
-    """One row per text."""
-    from alibi_attn.hf.embedding import embedding
-
-    rows, cut = embedding.tokenize(sentences.tokenizer, texts, sentences.max_seq_length)
-    _check_rows(names, [len(row) for row in rows], batch_tokens)
-    embedding.move(sentences.model, device)
-    encoder, pooling = sentences.model, sentences.folder.pooling
-    order = embedding.longest_first(rows)
-
-    def batches(done: int) -> Iterator[Any]:
-        for indices in embedding.batches(rows, order[done:], batch_tokens):
-            some = [rows[index] for index in indices]
-            yield embedding.embed(encoder, some, pooling=pooling, normalize=normalize)
-
-    if cut:
-        errors.print(
-            f"warning: {len(cut):,} of {len(texts):,} texts have more than {sentences.max_seq_length:,} tokens and are cut; pass "
-            "--max-length, or --chunks for vectors of passages"
+        path = partial.finish(
+            None if settings.chunks is None else lambda file, x: chunk_table.write(file, names, texts, made.spans, x)
         )
-    shortened = f", {len(cut):,} cut to {sentences.max_seq_length:,}" if cut else ""
-    identity = embedding.fingerprint(encoder, rows, [pooling, normalize])
-    return _Job("texts", order, identity, batches, None, f"{sum(map(len, rows)):,} tokens{shortened}")
+    _print_shape(path, count, sentences.model.config.hidden_size, about)
 
 
-def _chunk_job(
-    sentences: "Sentences",
-    names: Sequence[str],
-    texts: Sequence[str],
-    device: str,
-    chunks: str,
-    windows: "Windows",
-    *,
-    batch_tokens: int,
-    normalize: bool,
-) -> _Job:
-    """One row per chunk, in the order of the files and inside them."""
-    import numpy as np
+def _embed_on_cluster(
+    found: Sequence[Text], settings: "Settings", out: Path, address: str, workers: int | None
+) -> None:
+    """Embeds the texts with the workers of a Ray cluster, and prints what was written."""
+    from alibi_attn.hf.embedding import ray_embedding
 
-    from alibi_attn.hf.embedding import chunk_table, embedding, late_chunking
+    def resume(done: int, shards: int) -> None:
+        if done:
+            console.print(f"resuming: {shards - done:,} of {shards:,} shards are left")
 
-    rule = _chunk_rule(chunks, lines=False)
-    documents = late_chunking.prepared(sentences, texts, rule, windows, names=names)
-    embedding.move(sentences.model, device)
-    counts = [len(document.spans) for document in documents]
-    first = [0, *np.cumsum(counts).tolist()]
-    order = embedding.longest_first(documents)
+    texts = ray_embedding.Texts([one.file for one in found], [one.start for one in found], [one.text for one in found])
+    with cluster(address), progress() as bar:
+        task = bar.add_task("shards")
+        try:
+            made = ray_embedding.embed(
+                texts,
+                settings,
+                out,
+                workers=workers,
+                on_resume=resume,
+                on_shard=lambda done, shards: bar.update(task, completed=done, total=shards),
+            )
+        except KeyboardInterrupt:
+            interrupted("run the same command again to resume")
+    cut = f", {made.cut:,} cut" if made.cut else ""
+    about = f"{len(made.parts):,} files, {made.tokens:,} tokens computed{cut}"
+    _print_shape(out, made.rows, made.width, about)
 
-    def batches(done: int) -> Iterator[Any]:
-        skipped = int(np.searchsorted(np.cumsum([counts[at] for at in order]), done, "right")) if done else 0
-        for _, vectors in late_chunking.computed(
-            sentences.model, documents, windows, batch_tokens=batch_tokens, normalize=normalize, order=order[skipped:]
-        ):
-            yield np.concatenate(vectors)
 
-    spans = [document.spans for document in documents]
-    arrays = [array for document in documents for array in (document.ids, document.spans.astype(np.int32).ravel())]
-    identity = embedding.fingerprint(sentences.model, arrays, ["chunks", chunks, windows, normalize])
-    about = f"{len(documents):,} files, {sum(map(len, documents)):,} tokens"
-    rows = [row for at in order for row in range(first[at], first[at + 1])]
-    return _Job(
-        "chunks", rows, identity, batches, lambda path, x: chunk_table.write(path, names, texts, spans, x), about
-    )
+def _print_shape(path: Path, rows: int, width: int, about: str) -> None:
+    console.print(f"vectors  {escape(str(path))}  {rows:,} × {width:,}  ({about})", soft_wrap=True)
 
 
 def _check_platform() -> None:
@@ -252,18 +198,24 @@ def _check_platform() -> None:
         )
 
 
-def _check_chunks(chunks: str | None, out: Path, *, lines: bool) -> None:
-    if chunks is None:
-        if out.suffix == ".parquet":
-            raise ValueError(f"{out} is a Parquet table, which needs --chunks; pass it, or a name that ends in .npy")
-        if out.suffix not in ("", ".npy"):
-            raise ValueError(
-                f"vectors are written in NumPy's format; pass a name that ends in .npy instead of {out.name}"
-            )
-        return
-    _chunk_rule(chunks, lines=lines)
-    if out.suffix != ".parquet":
+def _check_cluster(out: Path, device: str) -> None:
+    """Raises an error if a cluster cannot write there, or has no such device."""
+    if out.suffix in (".npy", ".parquet"):
+        raise ValueError(
+            f"--ray writes a folder of Parquet files; pass a name without {out.suffix} instead of {out.name}"
+        )
+    if device not in ("cpu", "cuda"):
+        raise ValueError(f"device is {device!r} but Ray gives each worker a device; pass --device cpu or --device cuda")
+    check_writable(out / "part")
+
+
+def _check_name(chunks: str | None, out: Path) -> None:
+    if chunks is not None and out.suffix != ".parquet":
         raise ValueError(f"--chunks writes a Parquet table; pass a name that ends in .parquet instead of {out.name}")
+    if chunks is None and out.suffix == ".parquet":
+        raise ValueError(f"{out} is a Parquet table, which needs --chunks; pass it, or a name that ends in .npy")
+    if chunks is None and out.suffix not in ("", ".npy"):
+        raise ValueError(f"vectors are written in NumPy's format; pass a name that ends in .npy instead of {out.name}")
 
 
 def _chunk_rule(chunks: str, *, lines: bool) -> int | Literal["sentences", "paragraphs"]:
@@ -274,11 +226,9 @@ def _chunk_rule(chunks: str, *, lines: bool) -> int | Literal["sentences", "para
     return int(chunks) if chunks.isdecimal() else cast("Literal['sentences', 'paragraphs']", chunks)
 
 
-def _check_rows(names: Sequence[str], lengths: Sequence[int], batch_tokens: int) -> None:
-    """Raises a ValueError if a text has no tokens or does not fit into a batch."""
+def _check_lengths(names: Sequence[str], lengths: Sequence[int], batch_tokens: int) -> None:
+    """Raises a ValueError if a text does not fit into a batch."""
     for name, length in zip(names, lengths, strict=True):
-        if length == 0:
-            raise ValueError(f"{name} has no tokens with this tokenizer; leave it out")
         if length > batch_tokens:
             raise ValueError(
                 f"{name} has {length:,} tokens but a batch holds {batch_tokens:,}; raise --batch-tokens if there is enough "

@@ -37,7 +37,7 @@ def cluster() -> Iterator[None]:
 
 @pytest.fixture
 def settings(model):
-    from alibi_attn.hf.embedding.ray_embedding import Settings
+    from alibi_attn.hf.embedding.job import Settings
 
     return Settings(str(model), None, None, 512, 16384, False, "float32", "cpu")
 

@@ -87,10 +87,14 @@ def _of_tokens(offsets: Spans, size: int) -> Spans:
 
 def _between(text: str, border: re.Pattern[str]) -> Spans:
     """The spans between borders, without white space around them."""
-    edges = [0, *(match.end() for match in border.finditer(text)), len(text)]
-    parts = ((start, text[start:end]) for start, end in itertools.pairwise(edges))
-    spans = [(start + len(x) - len(x.lstrip()), start + len(x.rstrip())) for start, x in parts if x.strip()]
-    return np.array(spans, dtype=np.int64).reshape(-1, 2)
+    return _stripped(text, itertools.pairwise([0, *(match.end() for match in border.finditer(text)), len(text)]))
+
+
+def _stripped(text: str, spans: Iterable[tuple[int, int]]) -> Spans:
+    """The spans without white space around them; those of white space alone are left out."""
+    parts = ((start, text[start:end]) for start, end in spans)
+    inner = [(start + len(x) - len(x.lstrip()), start + len(x.rstrip())) for start, x in parts if x.strip()]
+    return np.array(inner, dtype=np.int64).reshape(-1, 2)
 
 
 def _split_long(spans: Spans, text: str, number: int) -> Spans:
@@ -109,10 +113,7 @@ def _split_long(spans: Spans, text: str, number: int) -> Spans:
             parts.append((start, cut))
             start = cut
         parts.append((start, end))
-    stripped = [
-        (a + len(x) - len(x.lstrip()), a + len(x.rstrip())) for a, x in ((a, text[a:b]) for a, b in parts) if x.strip()
-    ]
-    return np.array(stripped, dtype=np.int64)
+    return _stripped(text, parts)
 
 
 def _checked(given: Iterable[Sequence[int]], text: str, where: str) -> Spans:

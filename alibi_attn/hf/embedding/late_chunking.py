@@ -158,15 +158,13 @@ def late_chunks(
     encoder = sentence_encoder.unpacked(model)
     windows = Windows(max_length, overlap)
     documents = prepared(encoder, texts, chunks, windows)
-    vectors = vectors_of(
-        encoder.model,
-        documents,
-        windows,
-        batch_tokens=batch_tokens,
-        normalize=normalize or encoder.folder.normalize,
-        progress=progress,
-    )
-    return [LateChunks(rows, document.spans) for rows, document in zip(vectors, documents, strict=True)]
+    normalize = normalize or encoder.folder.normalize
+    found: dict[int, NDArray[np.float32]] = {}
+    for indices, vectors in computed(encoder.model, documents, windows, batch_tokens=batch_tokens, normalize=normalize):
+        found |= dict(zip(indices, vectors, strict=True))
+        if progress is not None:
+            progress(len(found), len(documents))
+    return [LateChunks(found[at], document.spans) for at, document in enumerate(documents)]
 
 
 def prepared(
@@ -202,24 +200,6 @@ def prepared(
         _document(tokenizer, text, chunks, number, f"text {number}" if names is None else names[number])
         for number, text in enumerate(texts)
     ]
-
-
-def vectors_of(
-    model: ALiBiBertModel,
-    documents: Sequence[Document],
-    windows: Windows,
-    *,
-    batch_tokens: int,
-    normalize: bool,
-    progress: Callable[[int, int], None] | None = None,
-) -> list[NDArray[np.float32]]:
-    """The vectors [C, E] of each document, in the order of the documents; arguments and errors as for `computed`."""
-    found: dict[int, NDArray[np.float32]] = {}
-    for indices, vectors in computed(model, documents, windows, batch_tokens=batch_tokens, normalize=normalize):
-        found |= dict(zip(indices, vectors, strict=True))
-        if progress is not None:
-            progress(len(found), len(documents))
-    return [found[at] for at in range(len(documents))]
 
 
 def computed(

@@ -82,8 +82,8 @@ def read(folder: Path) -> PoolingConfig:
         normalize=normalize,
         max_seq_length=_positive(options, "max_seq_length"),
         prompts={name: prompts.text(name, "") for name in prompts.values} if settings.has("prompts") else None,
-        default_prompt_name=_text(settings, "default_prompt_name"),
-        similarity=_text(settings, "similarity_fn_name"),
+        default_prompt_name=settings.text("default_prompt_name", None),
+        similarity=settings.text("similarity_fn_name", None),
         truncate_dim=_positive(settings, "truncate_dim"),
         **_pooling(_options(pooling / "config.json")),
     )
@@ -139,10 +139,6 @@ def _positive(options: Options, name: str) -> int | None:
     if options.has(name) and options.integer(name) < 1:
         raise ValueError(f"{options.where} has {name} {options.values[name]!r} but it must be a positive integer")
     return options.integer(name) if options.has(name) else None
-
-
-def _text(options: Options, name: str) -> str | None:
-    return options.text(name) if options.has(name) else None
 
 
 def _options(path: Path) -> Options:

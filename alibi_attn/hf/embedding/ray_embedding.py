@@ -2,7 +2,7 @@
 
 A shard is a run of consecutive texts. Each worker is an actor that holds the model; it returns a shard's table as a Parquet file,
 which this process writes atomically. A file names the model, texts and settings that made it, so a second run skips the files
-that exist. If a worker dies, Ray starts another one and repeats its shards. Read before: `embedding.py`, `late_chunking.py`.
+that exist. If a worker dies, Ray starts another one and repeats its shards. Read before: `job.py`.
 """
 
 import collections
@@ -16,7 +16,7 @@ import re
 import socket
 from collections.abc import Callable, Iterator, Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any
 
 import numpy as np
 import pyarrow.parquet as pq
@@ -27,35 +27,13 @@ from numpy.typing import NDArray
 from ray.exceptions import RayError
 
 from alibi_attn.files import locked, replace_file
-from alibi_attn.hf.embedding import chunk_table, embedding, late_chunking, resumable_output, sentence_encoder
-from alibi_attn.hf.embedding.chunking import Spans
+from alibi_attn.hf.embedding import chunk_table, embedding, job, resumable_output, sentence_encoder
+from alibi_attn.hf.embedding.job import Settings
 
 SHARD_CHARACTERS = 2**20  # about 250,000 tokens
 ATTEMPTS = 4  # of a shard whose workers die
 _IDENTITY = b"alibi_attn.identity"
 _PART = re.compile(r"part-(\d{6})\.parquet")
-
-
-@dataclasses.dataclass(frozen=True)
-class Settings:
-    """The settings of all shards.
-
-    Args:
-        model: a folder that exists on every machine, or a repository on the Hugging Face Hub.
-        chunks: tokens per passage, "sentences" or "paragraphs"; None embeds whole texts.
-        max_length, overlap, batch_tokens, normalize: as for `late_chunks`; without `chunks`, longer texts are cut.
-        dtype: name of a torch dtype, or "int8" or "float8".
-        device: "cpu" or "cuda".
-    """
-
-    model: str
-    chunks: int | Literal["sentences", "paragraphs"] | None
-    max_length: int | None
-    overlap: int
-    batch_tokens: int
-    normalize: bool
-    dtype: str
-    device: str
 
 
 @dataclasses.dataclass(frozen=True)
@@ -242,19 +220,14 @@ class _Worker:
         if not error:
             some = Texts(list(batch["files"][0]), list(map(int, batch["starts"][0])), list(batch["texts"][0]))
             try:
-                spans, vectors, tokens, cut = _vectors(self.sentences, some, self.settings)
-                part = _part(some, spans, vectors, identity)
+                part, tokens, cut = _computed_part(self.sentences, some, self.settings, identity)
             except ValueError as found:
                 error = str(found)
         return {"number": [number], "part": [part], "tokens": [tokens], "cut": [cut], "error": [error]}
 
 
 def _loaded(settings: Settings) -> sentence_encoder.Sentences:
-    longest = settings.max_length if settings.chunks is None else None
-    sentences = sentence_encoder.load(
-        settings.model, max_seq_length=longest, dtype=settings.dtype, device=settings.device
-    )
-    embedding.check_plain(sentences.folder, settings.model)
+    sentences = settings.loaded()
     if settings.chunks is None and sentences.max_seq_length > settings.batch_tokens:
         raise ValueError(
             f"a text may have {sentences.max_seq_length:,} tokens but a batch holds {settings.batch_tokens:,}; raise the tokens "
@@ -263,45 +236,19 @@ def _loaded(settings: Settings) -> sentence_encoder.Sentences:
     return sentences
 
 
-def _vectors(
-    sentences: sentence_encoder.Sentences, some: Texts, settings: Settings
-) -> tuple[list[Spans], NDArray[np.float32], int, int]:
-    """The spans of each text, all vectors, the number of tokens, and the number of texts that were cut."""
-    normalize = settings.normalize or sentences.folder.normalize
-    if settings.chunks is not None:
-        windows = late_chunking.Windows(settings.max_length, settings.overlap)
-        documents = late_chunking.prepared(sentences, some.texts, settings.chunks, windows, names=some.files)
-        found = late_chunking.vectors_of(
-            sentences.model, documents, windows, batch_tokens=settings.batch_tokens, normalize=normalize
-        )
-        return [document.spans for document in documents], np.concatenate(found), sum(map(len, documents)), 0
-    tokens, cut = embedding.tokenize(sentences.tokenizer, some.texts, sentences.max_seq_length)
-    for file, row in zip(some.files, tokens, strict=True):
-        if not len(row):
-            raise ValueError(f"a text of {file} has no tokens with this tokenizer; leave it out")
-    vectors = np.empty((len(tokens), sentences.model.config.hidden_size), np.float32)
-    for indices in embedding.batches(tokens, embedding.longest_first(tokens), settings.batch_tokens):
-        batch = [tokens[at] for at in indices]
-        vectors[indices] = embedding.embed(
-            sentences.model, batch, pooling=sentences.folder.pooling, normalize=normalize
-        )
-    spans = [np.array([[0, len(text)]], dtype=np.int64) for text in some.texts]
-    return spans, vectors, sum(map(len, tokens)), len(cut)
-
-
-def _part(some: Texts, spans: Sequence[Spans], vectors: NDArray[np.float32], identity: str) -> bytes:
-    """A shard's Parquet file."""
-    file = io.BytesIO()
-    chunk_table.write(
-        file,
-        some.files,
-        some.texts,
-        spans,
-        vectors,
-        first_characters=some.starts,
-        metadata={_IDENTITY: identity.encode()},
-    )
-    return file.getvalue()
+def _computed_part(
+    sentences: sentence_encoder.Sentences, some: Texts, settings: Settings, identity: str
+) -> tuple[bytes, int, int]:
+    """A shard's Parquet file, the number of its tokens, and the number of texts that were cut."""
+    names = [f"a text of {file}" for file in some.files] if settings.chunks is None else some.files
+    made = job.of(sentences, settings, some.texts, names)
+    vectors, done = np.empty((len(made.order), sentences.model.config.hidden_size), np.float32), 0
+    for rows in made.batches(0):
+        vectors[made.order[done : done + len(rows)]] = rows
+        done += len(rows)
+    file, about = io.BytesIO(), {_IDENTITY: identity.encode()}
+    chunk_table.write(file, some.files, some.texts, made.spans, vectors, first_characters=some.starts, metadata=about)
+    return file.getvalue(), sum(made.lengths), made.cut
 
 
 def _identity(sentences: sentence_encoder.Sentences, settings: Settings) -> str:
