@@ -23,7 +23,7 @@ def load_decoder(folder_or_id: str) -> tuple[PreTrainedModel, PreTrainedTokenize
     """
     folder = checkpoint_files.resolve(folder_or_id)
     about = checkpoint_files.read_config(folder)
-    checkpoint_files.check_weights(folder)
+    checkpoint_files.weights(folder)  # which must exist
     tokenizer = tokenizer_files.load(folder)  # before the weights are read
     if about.get("model_type") in BUILT_BY_TRANSFORMERS:
         model = folder_check.load(folder)

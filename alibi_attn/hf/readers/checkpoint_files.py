@@ -22,7 +22,7 @@ from torch import Tensor
 from alibi_attn.strict_json import JsonError, parse
 
 CONFIG = "config.json"
-SAFE, PICKLED = "model.safetensors", "pytorch_model.bin"
+SAFE, PICKLED, _INDEX = "model.safetensors", "pytorch_model.bin", ".index.json"
 # Files to download: configs, tokenizers, and weights in the top folder (not those in onnx/ and the like). Never *.py.
 _DESCRIPTIONS = ("*.json", "*.txt", "tokenizer*", "*.model")
 _SAFE_FILES, _PICKLED_FILES = "model*.safetensors", "pytorch_model*.bin"
@@ -32,7 +32,7 @@ IGNORED = ("trust_remote_code", "use_safetensors", "weights_only")
 _STEP = re.compile(r"step-\d{8,}")  # the folder of a model of the lab
 _HUB_ID = re.compile(r"[\w][\w.-]*(/[\w][\w.-]*)?", re.ASCII)
 # Every exception that torch's restricted unpickler was seen to raise on damaged bytes, and their base classes.
-_READ_ERRORS = (
+READ_ERRORS = (
     ArithmeticError,
     AssertionError,
     AttributeError,
@@ -160,19 +160,20 @@ def read_state(folder: Path, *, data: bool = True) -> dict[str, Tensor]:
         FileNotFoundError: none of the four exists.
         ValueError: a file or shard is damaged, is missing, holds no tensors, or contradicts its index.
     """
-    for name in (SAFE, PICKLED):
-        device = "cpu" if data or name == SAFE else "meta"
-        if (file := folder / name).exists():
-            return _tensors(file, device)
-        if (index := folder / f"{name}.index.json").exists():
-            return _shards(index, file.suffix, device)
-    raise _without_weights(folder)
+    path = weights(folder)
+    suffix = Path(path.name.removesuffix(_INDEX)).suffix
+    device = "cpu" if data or suffix == ".safetensors" else "meta"
+    return _tensors(path, device) if path.suffix == suffix else _shards(path, suffix, device)
 
 
-def check_weights(folder: Path) -> None:
-    """Raises FileNotFoundError unless there is a file of weights, or an index of several."""
-    if not any((folder / f"{name}{end}").exists() for name in (SAFE, PICKLED) for end in ("", ".index.json")):
-        raise _without_weights(folder)
+def weights(folder: Path) -> Path:
+    """The file of weights, or the index of several; raises FileNotFoundError if there is neither."""
+    for name in (SAFE, f"{SAFE}{_INDEX}", PICKLED, f"{PICKLED}{_INDEX}"):
+        if (path := folder / name).exists():
+            return path
+    raise FileNotFoundError(
+        f"{folder} has no weights: neither {SAFE} nor {PICKLED}, nor an index of either; download the checkpoint again"
+    )
 
 
 def check_new(folder: Path) -> None:
@@ -187,12 +188,6 @@ def _is_of_the_lab(folder: Path) -> bool:
         return "schema" in read_config(folder)
     run = folder if folder.is_dir() else Path(str(folder).rpartition(":")[0])
     return any(run.glob(f"checkpoints/**/step-*/{CONFIG}")) or any(folder.glob(f"step-*/{CONFIG}"))
-
-
-def _without_weights(folder: Path) -> FileNotFoundError:
-    return FileNotFoundError(
-        f"{folder} has no weights: neither {SAFE} nor {PICKLED}, nor an index of either; download the checkpoint again"
-    )
 
 
 def _shards(index: Path, suffix: str, device: str) -> dict[str, Tensor]:
@@ -232,7 +227,7 @@ def _tensors(path: Path, device: str) -> dict[str, Tensor]:
             loaded = load_file(path)
         else:
             loaded = torch.load(path, map_location=device, weights_only=True)
-    except _READ_ERRORS as error:
+    except READ_ERRORS as error:
         if isinstance(error, pickle.UnpicklingError) and "GLOBAL" in str(error):
             reason = "it holds objects other than tensors, which could execute code and are never read"
         else:

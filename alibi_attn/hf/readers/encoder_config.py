@@ -72,16 +72,17 @@ class ALiBiBertConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
 
     def __post_init__(self, **kwargs: Any) -> None:
         super().__post_init__(**kwargs)  # type: ignore[no-untyped-call]
-        for name in _SIZES:
-            size = getattr(self, name)
-            check(name, size, type(size) is int and size >= 1, "a positive integer")
-        for name in _SHARES:
-            share = getattr(self, name)
-            unset = name == "classifier_dropout" and share is None
-            check(name, share, unset or (type(share) in (int, float) and 0 <= share < 1), "a probability in [0, 1)")
-        for name in ("layer_norm_eps", "initializer_range"):
-            number = getattr(self, name)
-            check(name, number, type(number) in (int, float) and number >= 0, "a number ≥ 0")
+        for name, kind in ALiBiBertConfig.__annotations__.items():
+            value = getattr(self, name)
+            if kind is int:
+                check(name, value, type(value) is int and value >= 1, "a positive integer")
+            elif kind is bool:
+                check_choice(name, value, (False, True))
+            elif name.endswith(("_prob", "_dropout")):
+                unset = name == "classifier_dropout" and value is None
+                check(name, value, unset or (type(value) in (int, float) and 0 <= value < 1), "a probability in [0, 1)")
+            elif kind is float:
+                check(name, value, type(value) in (int, float) and value >= 0, "a number ≥ 0")
         layout = self.original_layout
         check("original_layout", layout, isinstance(layout, str | None), "the name of a family, or None")
         for name, choices in _CHOICES.items():
@@ -97,23 +98,8 @@ class ALiBiBertConfig(PreTrainedConfig):  # type: ignore[no-untyped-call]
         return self.hidden_size // self.num_attention_heads
 
 
-_SIZES = (
-    "vocab_size",
-    "hidden_size",
-    "num_hidden_layers",
-    "num_attention_heads",
-    "intermediate_size",
-    "type_vocab_size",
-    "max_position_embeddings",
-)
-_SHARES = ("hidden_dropout_prob", "attention_probs_dropout_prob", "classifier_dropout")
 _CHOICES: dict[str, tuple[object, ...]] = {
-    "gated": (False, True),
     "gate": ("first", "second"),
-    "qk_norm": (False, True),
-    "extra_norm": (False, True),
-    "qkv_bias": (False, True),
-    "pooler": (False, True),
     "emb_pooler": ("mean", None),
     "backend": ("auto", *BACKENDS),
     "problem_type": (None, "regression", "single_label_classification", "multi_label_classification"),

@@ -14,25 +14,12 @@ from typing import Any
 
 import torch
 from huggingface_hub.errors import StrictDataclassError
-from safetensors import SafetensorError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from alibi_attn.hf.readers import checkpoint, checkpoint_files
 
 # Every exception that transformers was seen to raise on wrong content of a config or file, and their base classes.
-_ERRORS = (
-    ArithmeticError,
-    AttributeError,
-    ImportError,
-    LookupError,
-    MemoryError,
-    OSError,
-    RuntimeError,
-    TypeError,
-    ValueError,
-    SafetensorError,
-    StrictDataclassError,
-)
+_ERRORS = (*checkpoint_files.READ_ERRORS, ImportError, StrictDataclassError)
 _NUMBERS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 

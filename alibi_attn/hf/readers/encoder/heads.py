@@ -3,10 +3,13 @@
 The names of their weights are those of BERT's and Jina's heads.
 """
 
+import functools
+from collections.abc import Callable
 from typing import ClassVar
 
 import torch
 from torch import Tensor, nn
+from torch.nn import functional as F
 from transformers import (
     AutoModelForMaskedLM,
     AutoModelForQuestionAnswering,
@@ -23,9 +26,10 @@ from transformers.modeling_outputs import (
 from transformers.utils.generic import can_return_tuple
 
 from alibi_attn.hf.readers.encoder.layers import ALiBiBertPredictions
-from alibi_attn.hf.readers.encoder.losses import answer_loss, classification_loss, token_loss
 from alibi_attn.hf.readers.encoder.models import ALiBiBertModel, ALiBiBertPreTrainedModel
 from alibi_attn.hf.readers.encoder_config import ALiBiBertConfig
+
+IGNORED = -100  # a label without loss
 
 
 class ALiBiBertHead(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
@@ -80,7 +84,7 @@ class ALiBiBertHead(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
 
     def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
         """The loss of each head but that of texts."""
-        return token_loss(logits, labels, num_items)
+        return _token_loss(logits, labels, num_items)
 
 
 class ALiBiBertForMaskedLM(ALiBiBertHead):  # type: ignore[no-untyped-call]
@@ -131,7 +135,7 @@ class ALiBiBertForSequenceClassification(ALiBiBertHead):  # type: ignore[no-unty
         return logits
 
     def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
-        return classification_loss(logits, labels, self.config, num_items)
+        return _classification_loss(logits, labels, self.config, num_items)
 
 
 class ALiBiBertForTokenClassification(ALiBiBertHead):  # type: ignore[no-untyped-call]
@@ -200,10 +204,61 @@ class ALiBiBertForQuestionAnswering(ALiBiBertPreTrainedModel):  # type: ignore[n
         start_logits, end_logits = logits.unbind(-1)
         loss = None
         if start_positions is not None and end_positions is not None:
-            loss = (answer_loss(start_logits, start_positions) + answer_loss(end_logits, end_positions)) / 2
+            loss = (_answer_loss(start_logits, start_positions) + _answer_loss(end_logits, end_positions)) / 2
         return QuestionAnsweringModelOutput(
             loss=loss, start_logits=start_logits, end_logits=end_logits, hidden_states=encoded.hidden_states
         )
+
+
+def _answer_loss(logits: Tensor, at: Tensor) -> Tensor:
+    """Nats per row: logits [B, T] of where an answer starts or ends, and the true positions [B]; outside [0, T) = no loss."""
+    at = at.to(logits.device).flatten()
+    scores = logits if logits.dtype == torch.float64 else logits.float()
+    inside = (at >= 0) & (at < logits.shape[1])
+    losses = F.cross_entropy(scores, at.masked_fill(~inside, IGNORED), ignore_index=IGNORED, reduction="sum")
+    return losses / inside.sum().clamp(min=1)
+
+
+def _token_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
+    """Nats per label: logits [B, T, V], labels [B, T] with −100 = no loss."""
+    scores = logits if logits.dtype == torch.float64 else logits.float()
+    labels = labels.to(logits.device).flatten()
+    return _mean(functools.partial(F.cross_entropy, scores.flatten(0, 1), labels, ignore_index=IGNORED), num_items)
+
+
+def _classification_loss(
+    logits: Tensor, labels: Tensor, config: ALiBiBertConfig, num_items: Tensor | int | None
+) -> Tensor:
+    """Cross-entropy, binary cross-entropy or squared error of logits [B, num_labels].
+
+    `config.problem_type` selects it. If it is None, one label is "regression", integers are "single_label_classification" and
+    other labels "multi_label_classification", as in transformers; the config then keeps it.
+    """
+    labels = labels.to(logits.device)
+    if config.problem_type is None:
+        is_index = labels.dtype in (torch.int64, torch.int32)
+        config.problem_type = "single_label_classification" if is_index else "multi_label_classification"
+        if logits.shape[-1] == 1:
+            config.problem_type = "regression"
+    if config.problem_type == "single_label_classification":
+        loss = functools.partial(F.cross_entropy, logits, labels.flatten(), ignore_index=IGNORED)
+    elif config.problem_type == "regression":
+        loss = functools.partial(F.mse_loss, logits, labels.reshape(logits.shape).to(logits.dtype))
+    else:
+        loss = functools.partial(F.binary_cross_entropy_with_logits, logits, labels.to(logits.dtype))
+    return _mean(loss, num_items)
+
+
+def _mean(loss: Callable[..., Tensor], num_items: Tensor | int | None) -> Tensor:
+    """The mean loss; or with the number of labels in all batches of one step, the sum divided by it.
+
+    transformers' Trainer passes that number and then does not divide by the number of batches, so accumulated gradients are
+    those of one large batch.
+    """
+    if num_items is None:
+        return loss(reduction="mean")
+    total = loss(reduction="sum")
+    return total / (num_items.to(total.device) if isinstance(num_items, Tensor) else num_items)
 
 
 def _classifier(config: ALiBiBertConfig) -> tuple[nn.Dropout, nn.Linear]:

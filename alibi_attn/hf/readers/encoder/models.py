@@ -11,7 +11,7 @@ from pathlib import Path
 from typing import Any, ClassVar, cast
 
 import torch
-from torch import Tensor, nn
+from torch import Tensor
 from transformers import AutoConfig, AutoModel, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPooling
 from transformers.utils.generic import can_return_tuple
@@ -35,6 +35,7 @@ class ALiBiBertPreTrainedModel(PreTrainedModel):  # type: ignore[no-untyped-call
     config_class = ALiBiBertConfig
     base_model_prefix = "bert"
     supports_gradient_checkpointing = True
+    _input_embed_layer = "word_embeddings"  # of `embeddings`, for transformers
     accepts_loss_kwargs = True  # tells the Trainer to pass num_items_in_batch
     _no_split_modules: ClassVar[list[str]] = [  # type: ignore[misc]
         "ALiBiBertEmbeddings",
@@ -165,13 +166,6 @@ class ALiBiBertModel(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
         has_pooler = config.pooler if add_pooling_layer is None else add_pooling_layer
         self.pooler = ALiBiBertPooler(config) if has_pooler else None
         self.post_init()  # type: ignore[no-untyped-call]
-
-    def get_input_embeddings(self) -> nn.Module:
-        return self.embeddings.word_embeddings
-
-    def set_input_embeddings(self, value: nn.Module) -> None:
-        assert isinstance(value, nn.Embedding)
-        self.embeddings.word_embeddings = value
 
     @can_return_tuple  # type: ignore[untyped-decorator]
     def forward(
