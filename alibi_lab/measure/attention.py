@@ -72,7 +72,8 @@ def attention(
 
     Args:
         inputs: kinds of input: noise, peaked (queries three times as long), sink (a first key ten times as long),
-            root-distance (√-ALiBi), masked (symmetric, with padding), gates-LOGIT-U-BOUND (forget gates), trained; default noise.
+            root-distance (√-ALiBi), plane (patches of an image), masked (symmetric, with padding), gates-LOGIT-U-BOUND (forget
+            gates), trained; default noise.
         lengths: sequence lengths in the order in which they are measured; default 512 … 65536, on a GPU to 131072.
         batch: sequences per batch; default 1, on a GPU as many as have 16,384 tokens.
         shape: numbers and sizes of heads; default 8x64, on a GPU 16x128.
@@ -124,7 +125,8 @@ def attention(
     }  # fmt: skip
 
     def more(case: Case, given: Inputs, rows: dict[str, Timed]) -> Rows:
-        found = {"scores": scores(given, backend)} if framework == "torch" and given.causal else {}
+        counted = framework == "torch" and (given.causal or given.points is not None)
+        found = {"scores": scores(given, backend)} if counted else {}
         return {**found, **(kernel_rows(case, given, backend) if kernels else {})}
 
     if device == "cuda":
@@ -146,6 +148,8 @@ def peers_of(case: Case, inputs: Inputs, *, framework: str, backend: str, dropou
     if inputs.table is not None:
         all_keys = Peer("ours, all keys", ours(backend, tolerance=0.0), "tolerance=0.0")
         return [ourselves, all_keys, replace(DENSE, longest=4096 if device == "cpu" else 8192)]
+    if inputs.points is not None:
+        return [ourselves, sdpa.PLAIN, replace(DENSE, longest=8192)]
     if not inputs.causal:
         return [ourselves, sdpa.MASKED, replace(DENSE, longest=8192)]
     half = case.dtype != torch.float32 and device == "cpu"
@@ -198,7 +202,7 @@ def _check(device: str, dtype: str, framework: str, dropout: float) -> None:
 
 
 def scores(inputs: Inputs, backend: str) -> dict[str, float | int]:
-    """The scores of a causal call: all that are visible, and those that our kernels compute, also in backward.
+    """The scores of a call: all that are visible, and those that our kernels compute, on a line also in backward.
 
     With gates also those inside the boundary of Adaptive Computation Pruning (ACP; Lin et al. 2025, arXiv:2504.06949), in the
     same blocks, at our tolerance and at that of its authors; `ours_at_acps` is ours at the latter.
@@ -208,11 +212,14 @@ def scores(inputs: Inputs, backend: str) -> dict[str, float | int]:
     bias = None if inputs.log_fgate is None else -inputs.log_fgate.double().cumsum(-1)
     name = inspect.backend_of(query, key, value) if backend == "auto" and inputs.table is None else backend
     count = functools.partial(
-        inspect.computed_scores, query, key, value, slopes, backend=name, key_bias=bias, table=inputs.table
-    )
-    found: dict[str, float | int] = {"length": length, "visible": batch * heads * length * (length + 1) // 2}
+        inspect.computed_scores, query, key, value, slopes, backend=name, key_bias=bias, table=inputs.table,
+        causal=inputs.causal, positions=inputs.points,
+    )  # fmt: skip
+    visible = batch * heads * length * (length + 1) // 2 if inputs.causal else batch * heads * length**2
+    found: dict[str, float | int] = {"length": length, "visible": visible}
     with torch.no_grad():
-        found |= {"ours": count(), "ours_in_backward": count(backward=True)}
+        found |= {"ours": count()}
+        found |= {} if inputs.points is not None else {"ours_in_backward": count(backward=True)}
         if inputs.log_fgate is not None:
             decay = inputs.log_fgate - slopes[:, None]
             tolerance = inspect.default_tolerance(query, key, value)

@@ -1,7 +1,8 @@
-"""Cases of attention, and their inputs: noise, noise with a sink, a table, masks, gates, and what a trained model computes."""
+"""Cases of attention and their inputs: noise, with a sink, a table, the plane, masks, gates, and those of a trained model."""
 
 import dataclasses
 import functools
+import math
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
@@ -52,6 +53,7 @@ class Inputs:
         log_fgate: ln of the forget gates, [B, H, S]; None = no gates.
         key_mask: [B, S], True = visible, of symmetric attention; None = causal attention without a mask.
         table: [H, S] fp32, the bias by distance, in place of slopes, which are 0; None = no table.
+        points: [B, S, 2] fp32, where the tokens of symmetric attention lie in the plane; None = on a line.
     """
 
     query: Tensor
@@ -62,10 +64,11 @@ class Inputs:
     log_fgate: Tensor | None = None
     key_mask: Tensor | None = None
     table: Tensor | None = None
+    points: Tensor | None = None
 
     @property
     def causal(self) -> bool:
-        return self.key_mask is None
+        return self.key_mask is None and self.points is None
 
     def converted(self, dtype: torch.dtype | None) -> "Inputs":
         """The same numbers in another dtype; slopes, gates and table stay in fp32."""
@@ -103,6 +106,17 @@ def root_distance(case: Case) -> Inputs:
     plain = noise(case)
     distance = torch.arange(case.length, dtype=torch.float32, device=case.device)
     return dataclasses.replace(plain, slopes=0 * plain.slopes, table=-plain.slopes[:, None] * distance.sqrt())
+
+
+def plane(case: Case) -> Inputs:
+    """Symmetric, for patches of an image, row by row; coordinates count patches."""
+    side = math.ceil(case.length**0.5)
+    rows, columns = (
+        torch.arange(case.length, device=case.device) // side,
+        torch.arange(case.length, device=case.device) % side,
+    )
+    points = torch.stack([rows, columns], -1).float().expand(case.batch, -1, -1)
+    return dataclasses.replace(noise(case), points=points)
 
 
 def masked(case: Case) -> Inputs:
@@ -166,6 +180,7 @@ KINDS: Mapping[str, Callable[[Case], Inputs]] = {
     "peaked": functools.partial(noise, queries=3.0),
     "sink": functools.partial(noise, first_key=10.0),
     "root-distance": root_distance,
+    "plane": plane,
     "masked": masked,
     "trained": trained,
     **GATES,

@@ -111,8 +111,9 @@ def _results(inputs: Inputs, *, biased: bool, dropout_p: float, dtype: torch.dty
         at = slice(slopes.numel() // 2, slopes.numel() // 2 + 1)
         leaves = [x[-1:, at].detach().to(dtype) for x in (inputs.query, inputs.key, inputs.value)]
         mask = None if inputs.key_mask is None else inputs.key_mask[-1:]
+        places = None if inputs.points is None else inputs.points[-1:]
         call = functools.partial(
-            alibi_attention, slopes=slopes[at] * biased, causal=False, key_mask=mask, backend=backend
+            alibi_attention, slopes=slopes[at] * biased, causal=False, key_mask=mask, positions=places, backend=backend
         )
         return results_of(call, leaves, inputs.grad[-1:, at].to(dtype))
     heads = []

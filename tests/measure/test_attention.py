@@ -33,7 +33,7 @@ def _without_a_compiler(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 def test_every_kind_of_input_is_a_record_with_the_peers_that_fit(tmp_path: Path) -> None:
-    kinds = ["noise", "sink", "masked", "gates-4-U-8"]
+    kinds = ["noise", "sink", "masked", "plane", "gates-4-U-8"]
     paths = attention(tmp_path, inputs=kinds, lengths=(96, 64), shape=((2, 16),), dropout=0.1, **QUICK)
     found = {record.config["kind"]: record for record in map(records.load, paths)}
     assert list(found) == kinds
@@ -49,6 +49,8 @@ def test_every_kind_of_input_is_a_record_with_the_peers_that_fit(tmp_path: Path)
     ]
     assert set(found["noise"].curves) == {*plain, "scores"}
     assert set(found["masked"].curves) == {"ours", "SDPA + mask, no bias", "SDPA + dense bias"}
+    assert set(found["plane"].curves) == {"ours", "SDPA, no bias", "SDPA + dense bias", "scores"}
+    assert found["plane"].curves["scores"]["visible"] == [2 * n * n for n in (64, 96)]
     assert {"acp", "ours_at_acps"} <= found["gates-4-U-8"].curves["scores"].keys()
     for record in found.values():
         assert is_drawn(record)

@@ -22,7 +22,8 @@ def ours(backend: str, **options: float) -> Prepare:
 def _prepared(options: Mapping[str, Any], x: Inputs) -> Attention:
     if (table := x.table) is not None:
         return lambda q, k, v: toeplitz_attention(q, k, v, table, **options)
-    return lambda q, k, v: alibi_attention(q, k, v, x.slopes, causal=x.causal, key_mask=x.key_mask, **options)
+    given = {"causal": x.causal, "key_mask": x.key_mask, "positions": x.points, **options}
+    return lambda q, k, v: alibi_attention(q, k, v, x.slopes, **given)
 
 
 def ours_gated(backend: str) -> Prepare:

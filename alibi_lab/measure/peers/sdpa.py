@@ -45,4 +45,5 @@ FLASH = Peer(
 CUDNN = Peer(
     "causal, no bias, cuDNN", causal_by(SDPBackend.CUDNN_ATTENTION), f"{PEER.note}; cuDNN's kernel", biased=False
 )
+PLAIN = Peer("SDPA, no bias", lambda inputs: functional.scaled_dot_product_attention, "no ALiBi at all", biased=False)
 MASKED = Peer("SDPA + mask, no bias", masked, "attn_mask [B, 1, 1, S]; no ALiBi at all", biased=False)

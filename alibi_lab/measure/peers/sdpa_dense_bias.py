@@ -24,7 +24,9 @@ def dense_bias(inputs: Inputs) -> Tensor:
     t, s, device = query.shape[2], key.shape[2], query.device
     j = torch.arange(s, device=device)
     distance = j[s - t :, None] - j
-    batch = len(query) if gates is not None or mask is not None else 1
+    if inputs.points is not None:
+        distance = torch.cdist(inputs.points[:, s - t :], inputs.points)
+    batch = len(query) if gates is not None or mask is not None or inputs.points is not None else 1
     bias = torch.empty(batch, len(inputs.slopes), t, s, dtype=query.dtype, device=device)
     for h, slope in enumerate(inputs.slopes):
         row = -slope * (distance if inputs.causal else distance.abs())
