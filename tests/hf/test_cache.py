@@ -1,7 +1,6 @@
 """ALiBiCache gives the results of DynamicCache while reading only the keys within reach."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -160,30 +159,6 @@ def test_holes_and_a_gradient_score_all_keys(near, build, tokens):
         assert not near
 
 
-def test_batch_operations_equal_those_of_a_dynamic_cache(build, tokens):
-    model, ids = build("bloom"), tokens(3, 7)
-    caches = [DynamicCache(), ALiBiCache()]
-    with torch.no_grad():
-        for cache in caches:
-            model(ids, past_key_values=cache)
-            cache.batch_repeat_interleave(2)
-            cache.batch_select_indices(torch.tensor([5, 0, 3]))
-            cache.reorder_cache(torch.tensor([2, 1, 0]))
-            cache.crop(-2)
-        twin = copy.deepcopy(caches[1])
-        results = [model(tokens(3, 1), past_key_values=cache).logits for cache in (*caches, twin)]
-    torch.testing.assert_close(results[1], results[0])
-    assert torch.equal(results[2], results[1])
-    assert caches[1].get_seq_length() == 6
-    for layer, mine in zip(caches[0].layers, caches[1].layers, strict=True):
-        torch.testing.assert_close(mine.keys, layer.keys)
-        assert mine.values.shape == layer.values.shape
-    caches[1].reset()
-    assert caches[1].get_seq_length() == 0
-    with torch.no_grad():
-        torch.testing.assert_close(model(ids, past_key_values=caches[1]).logits, model(ids).logits)
-
-
 @pytest.mark.parametrize(("received", "described"), [(3, "format 3"), (None, "no format"), ("1", "format '1'")])
 def test_a_pickle_of_another_format_is_refused_by_name(received, described, build, tokens):
     cache = ALiBiCache()
@@ -196,24 +171,6 @@ def test_a_pickle_of_another_format_is_refused_by_name(received, described, buil
         ValueError, match=f"pickled ALiBiCache has {described} but .* reads format 1 and 2; .* a new ALiBiCache"
     ):
         unpickled.__setstate__({**state, "format": received})
-
-
-@pytest.mark.parametrize("copied", [copy.deepcopy, lambda cache: pickle.loads(pickle.dumps(cache))])
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_a_copied_or_pickled_cache_decodes_on(copied, mode, build, tokens):
-    model, ids = build("bloom"), tokens(2, 9)
-    with patch(model), mode():
-        copied(ALiBiCache())
-        cache = ALiBiCache()
-        for part in ids.split(3, dim=1):
-            model(part, past_key_values=cache)
-        twin = copied(cache)
-        for layer, of_twin in zip(cache.layers, twin.layers, strict=True):
-            assert torch.equal(of_twin.keys, layer.keys)
-            assert of_twin.keys.data_ptr() == of_twin.store.key.data_ptr() != layer.keys.data_ptr()
-        for token in tokens(2, 3, seed=2).split(1, dim=1):
-            assert torch.equal(model(token, past_key_values=twin).logits, model(token, past_key_values=cache).logits)
-        assert twin.get_seq_length() == 12
 
 
 def test_positive_crops_are_lengths_and_offloading_is_refused(build, tokens):

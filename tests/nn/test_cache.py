@@ -1,7 +1,6 @@
 """Cached decoding equals the full pass for any split; the cache crops, reorders, grows and supports autograd."""
 
 import copy
-import math
 import pickle
 
 import pytest
@@ -59,35 +58,6 @@ def test_cached_pass_equals_full_pass_however_the_sequence_is_cut(way, cuts, wit
         masks["segment_ids"] = torch.randint(0, 2, (2, length), generator=generator).cumsum(1)
     with torch.no_grad():
         torch.testing.assert_close(in_chunks(layer, x, cuts, masks), layer(x, **masks), rtol=1e-5, atol=1e-6)
-
-
-STEPS = st.one_of(
-    st.tuples(st.just("append"), st.integers(1, 90)),
-    st.tuples(st.sampled_from(["crop", "swap"]), st.integers(0, 200)),
-)
-
-
-@given(way=st.sampled_from(list(WAYS)), steps=st.lists(STEPS, min_size=1, max_size=12))
-@settings(max_examples=40, deadline=None)
-def test_reading_near_keys_equals_reading_all(way, steps):
-    """The norms that a cache stores stay right through appending, cropping and reordering."""
-    layer, caches = attention_layer(way), [KVCache(), KVCache()]
-    generator = torch.Generator().manual_seed(len(steps))
-    with torch.no_grad(), pytest.MonkeyPatch.context() as patch:
-        for action, number in [*steps, ("append", 1)]:
-            if action == "append":
-                x = torch.randn(2, number, 24, generator=generator)
-                outputs = []
-                for cache, least in zip(caches, (0, math.inf), strict=True):
-                    patch.setattr("alibi_attn.attention.run.decoding.LONG", least)
-                    outputs.append(layer(x, cache=cache))
-                torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-6)
-            elif len(caches[0]):
-                for cache in caches:
-                    if action == "crop":
-                        cache.crop(min(number, len(cache)))
-                    else:
-                        cache.reorder([1, 0])
 
 
 @pytest.mark.parametrize("way", ["plain", "grouped", "window", "qk_norm"])
@@ -152,76 +122,6 @@ def test_appending_never_writes_into_its_inputs_or_earlier_outputs():
             cache.append(torch.full((1, 1, 1, 4), 2.0), torch.full((1, 1, 1, 4), 2.0))
     assert torch.equal(earlier, before)
     assert torch.equal(first, torch.zeros(1, 1, 2, 4))
-
-
-@pytest.mark.parametrize("length", [0, 1, 5, 9])
-def test_crop_removes_a_draft(length):
-    layer, x = attention_layer("grouped"), torch.randn(2, 9, 24)
-    with torch.no_grad():
-        cache = KVCache()
-        for token in torch.randn(2, 9, 24).split(1, dim=1):  # a draft unrelated to x
-            layer(token, cache=cache)
-        cache.crop(0)
-        layer(x, cache=cache)
-        cache.crop(length)
-        assert len(cache) == length
-        again = layer(x[:, length:], cache=cache) if length < 9 else x[:, 9:]
-        torch.testing.assert_close(again, layer(x)[:, length:], rtol=1e-5, atol=1e-6)
-
-
-def test_reorder_follows_the_beams():
-    layer, x, beams = attention_layer("grouped"), torch.randn(3, 6, 24), [2, 0, 0, 1]
-    with torch.no_grad():
-        cache = KVCache()
-        layer(x[:, :4], cache=cache)
-        layer(x[:, 4:5], cache=cache)
-        cache.reorder(torch.tensor(beams))
-        step = layer(x[beams, 5:], cache=cache)
-        torch.testing.assert_close(step, layer(x[beams])[:, 5:], rtol=1e-5, atol=1e-6)
-
-
-def test_a_copy_of_a_cache_is_a_fork():
-    layer, x = attention_layer(), torch.randn(1, 6, 24)
-    with torch.no_grad():
-        cache = KVCache()
-        layer(x[:, :3], cache=cache)
-        layer(x[:, 3:4], cache=cache)
-        fork = copy.deepcopy(cache)
-        layer(torch.randn(1, 2, 24), cache=fork)
-        torch.testing.assert_close(layer(x[:, 4:], cache=cache), layer(x)[:, 4:], rtol=1e-5, atol=1e-6)
-        assert (len(cache), len(fork)) == (6, 6)
-
-
-COPIES = {"deepcopy": copy.deepcopy, "pickle": lambda cache: pickle.loads(pickle.dumps(cache))}
-CACHES = {
-    "all": lambda layer: KVCache(),
-    "stream": lambda layer: KVCache(max_tokens=5, sinks=2),
-    "reach": lambda layer: layer.reach_cache(tolerance=0.1),
-}
-
-
-@pytest.mark.parametrize("copied", COPIES)
-@pytest.mark.parametrize("kind", CACHES)
-@pytest.mark.parametrize("mode", [torch.enable_grad, torch.no_grad, torch.inference_mode])
-def test_a_copied_or_pickled_cache_decodes_on(copied, kind, mode):
-    layer, x = attention_layer("qk_norm", slopes=[0.0, 0.1, 1.0, 1.0, 3.0, 9.0]), torch.randn(2, 20, 24)
-    of_the_copy = copy.deepcopy(layer)  # a loaded cache meets a loaded layer
-    fresh = COPIES[copied](CACHES[kind](layer))
-    with mode():
-        cache = CACHES[kind](layer)
-        for token in x[:, :12].split(3, dim=1):
-            layer(token, cache=cache)
-        if kind == "reach":
-            assert any(cache.forgotten)
-        twin = COPIES[copied](cache)
-        expected = [layer(token, cache=cache) for token in x[:, 12:].split(1, dim=1)]
-        for token, wanted in zip(x[:, 12:].split(1, dim=1), expected, strict=True):
-            assert torch.equal(of_the_copy(token, cache=twin), wanted)
-        assert len(twin) == len(cache)
-        with pytest.raises(ValueError, match="belongs to another attention layer"):
-            layer(x[:, :1], cache=twin)
-        layer(x[:, :3], cache=fresh)
-        assert len(fresh) == 3
 
 
 def test_a_pickle_holds_no_spare_capacity_and_no_layer():

@@ -6,7 +6,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from alibi_attn import ALiBiAttention, ALiBiTransformerBlock, KVCache, alibi_attention
+from alibi_attn import ALiBiAttention, ALiBiTransformerBlock, KVCache
 from alibi_attn.nn import within_reach
 
 
@@ -23,35 +23,6 @@ def layer_with(**options: object) -> ALiBiAttention:
 
 def decoded(layer: torch.nn.Module, x: Tensor, cache: KVCache, cuts: list[int]) -> Tensor:
     return torch.cat([layer(chunk, cache=cache) for chunk in x.split(cuts, dim=1)], dim=1)
-
-
-def streamed_by_hand(layer: ALiBiAttention, x: Tensor, max_tokens: int, sinks: int) -> Tensor:
-    """Token by token: the sinks and the last tokens, as if they were adjacent."""
-    key, value, query = (
-        getattr(layer, f"{name}_proj")(x).unflatten(-1, (-1, layer.head_dim)).transpose(1, 2) for name in "kvq"
-    )
-    query, key = layer.q_norm(query), layer.k_norm(key)
-    outputs = []
-    for i in range(x.shape[1]):
-        held = list(range(i + 1))
-        if len(held) > max_tokens:
-            held = held[:sinks] + held[len(held) - (max_tokens - sinks) :]
-        seen = key[:, :, held], value[:, :, held]
-        outputs.append(alibi_attention(query[:, :, i : i + 1], *seen, layer.slopes.values, backend="reference"))
-    return layer.out_proj(torch.cat(outputs, dim=2).transpose(1, 2).flatten(2))
-
-
-@pytest.mark.parametrize(("max_tokens", "sinks"), [(8, 4), (8, 0), (5, 1), (1, 0)])
-@pytest.mark.parametrize("cuts", [[1] * 30, [30], [3, 10, 1, 1, 15]])
-def test_a_stream_holds_the_sinks_and_the_last_tokens_side_by_side(max_tokens, sinks, cuts):
-    layer, x = layer_with(num_kv_heads=2), torch.randn(2, 30, 32)
-    cache = KVCache(max_tokens=max_tokens, sinks=sinks)
-    actual = decoded(layer, x, cache, cuts)
-    torch.testing.assert_close(actual, streamed_by_hand(layer, x, max_tokens, sinks), rtol=1e-4, atol=1e-6)
-    assert (len(cache), set(cache.forgotten)) == (max_tokens, {30 - max_tokens})
-    if sinks:
-        with pytest.raises(AssertionError, match="not close"):
-            torch.testing.assert_close(actual, streamed_by_hand(layer, x, max_tokens, 0), rtol=1e-4, atol=1e-6)
 
 
 def test_a_stream_stays_small_and_is_whole_until_it_is_full():

@@ -1,7 +1,6 @@
 """Layers with forget gates: their results, equal decoding, and gates in full precision."""
 
 import copy
-import pickle
 
 import pytest
 import torch
@@ -69,23 +68,6 @@ def test_a_token_reads_the_keys_that_gates_have_left(options: dict, monkeypatch:
         seen[0, :70] = False
         attention(x[:, :1], cache=cache, key_mask=seen)
         assert len(near) == 4, "with a mask and gates all keys are scored"
-
-
-def test_a_cache_is_cropped_reordered_copied_and_pickled_with_its_gates() -> None:
-    attention, x, more = layer(), torch.randn(2, 30, 32), torch.randn(2, 4, 32)
-    with torch.no_grad():
-        cache = KVCache()
-        attention(x, cache=cache)
-        fresh = KVCache()
-        attention(x[[1, 0], :21], cache=fresh)
-        right = attention(more, cache=fresh)
-        for other in (copy.deepcopy(cache), pickle.loads(pickle.dumps(cache)), cache):
-            other.crop(21)
-            other.reorder([1, 0])
-            torch.testing.assert_close(attention(more, cache=other), right, rtol=1e-5, atol=1e-5)
-        cache.crop(0)
-        assert cache.log_fgate is None
-        torch.testing.assert_close(attention(x, cache=cache), attention(x), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])

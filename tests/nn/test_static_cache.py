@@ -20,25 +20,6 @@ def reach_cache(layer: ALiBiAttention, capacity: int) -> KVCache:
     return layer.reach_cache(score_bound=4.0, tolerance=1e-6, capacity=capacity)
 
 
-@pytest.mark.parametrize("chunks", [[1] * 10, [60, *[1] * 30], [7, 40, 1, 1, 41]])
-@pytest.mark.parametrize("options", [{}, {"num_kv_heads": 2, "window": 20}], ids=["plain", "groups, window"])
-@torch.no_grad()
-def test_chunks_equal_one_pass(options: dict[str, object], chunks: list[int]) -> None:
-    layer, cache = layer_of(**options), KVCache(capacity=100)
-    x = torch.randn(2, sum(chunks), WIDTH)
-    outputs = [layer(part, cache=cache) for part in x.split(chunks, dim=1)]
-    torch.testing.assert_close(torch.cat(outputs, 1), layer(x))
-    assert cache.fixed.length.item() == len(cache) == sum(chunks)
-
-
-@torch.no_grad()
-def test_keys_within_reach_equal_all_keys() -> None:
-    layer = layer_of(qk_norm=True, slopes=[2.0, 1.0, 0.25, 0.3], num_kv_heads=2)
-    cache, x = reach_cache(layer, 100), torch.randn(2, TOKENS, WIDTH)
-    outputs = [layer(part, cache=cache) for part in x.split([5, *[1] * 85], dim=1)]
-    torch.testing.assert_close(torch.cat(outputs, 1), layer(x), atol=1e-5, rtol=1e-5)
-
-
 def static(kind: str) -> tuple[ALiBiAttention, KVCache]:
     layer = layer_of(qk_norm=kind == "reach", slopes=SLOPES)
     return layer, KVCache(capacity=100) if kind == "all" else reach_cache(layer, 100)
