@@ -39,7 +39,7 @@ QUICK := $(addprefix tests/, test_reach.py test_units.py $(addprefix attention/,
     test_block.py test_cache.py test_cross_attention.py test_gates.py test_gated_cache.py test_parts.py))
 
 quick: ready ## Run the library's fast tests (90 seconds of one core)
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile --no-loadscope-reorder $(QUICK)
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -q -n 2 --dist loadfile $(QUICK)
 
 test: ready ## Check formatting, lint, types and architecture, and run the tests
 	@$(MAKE) --no-print-directory -j 2 sources tests
@@ -47,12 +47,12 @@ test: ready ## Check formatting, lint, types and architecture, and run the tests
 test-all: ready check ## The same with full case lists, long fuzzes, the built wheel and sdist, and `test-lesser` (an hour on two cores)
 	$(BIN)/python -m pip install --quiet --constraint constraints.txt --editable '.[index,notebooks,onnx,ray,wheels,docs]'
 	$(BIN)/python -m pip install --quiet --no-deps --upgrade --target build/triton-3.6.0 triton==3.6.0
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder -m "long or not long" --timeout 1800
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile -m "long or not long" --timeout 1800
 	@$(MAKE) --no-print-directory test-lesser
 
 test-lesser: ready ## Run the tests with features of this processor hidden: AVX2 only, then AVX-512 without bf16 and VNNI
 	for level in avx2 avx512; do \
-	    OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder --processor $$level || exit 1; \
+	    OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --processor $$level || exit 1; \
 	done
 
 test-levels: ready ## Test the C++ kernels compiled for every instruction level of this processor (minutes)
@@ -77,7 +77,7 @@ release-check: wheels ## Check everything a release needs: version, CHANGELOG, w
 
 # `tests` includes the architecture test. Both run at the same time in `make test`, because mypy alone leaves a core idle.
 tests: ready
-	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile --no-loadscope-reorder
+	OMP_NUM_THREADS=1 $(BIN)/python -m pytest -n auto --dist loadfile
 
 sources: ready
 	$(BIN)/ruff format --check .

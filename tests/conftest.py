@@ -17,51 +17,6 @@ from processor_time import ProcessorTime
 
 QUICK_XLA = "--xla_backend_optimization_level=0"
 QUICKER_XLA = "--xla_cpu_use_fusion_emitters=false --xla_cpu_parallel_codegen_split_count=1"
-# More than about eight seconds of a processor each, slowest first.
-SLOWEST_FILES = (
-    "test_fused.py",
-    "test_examples.py",
-    "test_differential_fuzz.py",
-    "test_conformance.py",
-    "test_api.py",
-    "test_fused_key_bias.py",
-    "test_language_model.py",
-    "test_main.py",
-    "test_native.py",
-    "test_torch_graphs.py",
-    "test_missing_extras.py",
-    "test_readme.py",
-    "test_strict_cuts.py",
-    "test_transforms.py",
-    "test_forgetting_attention.py",
-    "test_certificate.py",
-    "test_offline_compile.py",
-    "test_torch_surroundings.py",
-    "test_paper.py",
-    "test_context_parallel.py",
-    "test_train.py",
-    "test_attention.py",
-    "test_experiment.py",
-    "test_bounds.py",
-    "test_launchers.py",
-    "test_long_texts.py",
-    "test_forgetting.py",
-    "test_cache_file.py",
-    "test_cpu.py",
-    "test_damaged.py",
-    "test_decoding.py",
-    "test_patched_attention.py",
-    "test_reading.py",
-    "test_extreme_biases.py",
-    "test_modules.py",
-    "test_lab_pictures.py",
-    "test_cut_gates.py",
-    "test_browser.py",
-    "test_notebooks.py",
-    "test_native_levels.py",
-    "test_evaluate.py",
-    "test_dropout.py",
-)
 
 settings.register_profile("alibi-attn", deadline=None, derandomize=True, print_blob=True)
 settings.load_profile("alibi-attn")
@@ -86,13 +41,6 @@ def pytest_configure(config: pytest.Config) -> None:
     os.environ["TORCHINDUCTOR_COMPILE_THREADS"] = "1"  # by default, processes that each import torch
     if sys.version_info >= (3, 14):  # a false alarm of hypothesis 6.170 about its own generator, in its first test
         config.addinivalue_line("filterwarnings", "ignore:It looks like `register_random`")
-
-
-def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    """Puts the slowest files first, so that no worker starts one when the others have nothing left to do."""
-    items.sort(
-        key=lambda item: SLOWEST_FILES.index(item.path.name) if item.path.name in SLOWEST_FILES else len(SLOWEST_FILES)
-    )
 
 
 def pytest_collection_finish() -> None:
