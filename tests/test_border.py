@@ -1,6 +1,9 @@
 """The border between the library and the laboratory: the first stands alone, the second uses its public names only."""
 
 import ast
+import re
+import sys
+import tomllib
 from pathlib import Path
 
 import pytest
@@ -16,6 +19,9 @@ FOR_TOOLS = (
     "alibi_attn.hf.readers.export",
     *(f"alibi_attn.hf.embedding.{name}" for name in ("sentence_encoder", "chunking", "late_chunking")),
 )
+
+# triton comes with torch's builds for GPUs; records become a frame where a user has pandas; the rest are measured peers.
+UNDECLARED = {"triton", "pandas", "flash_attn", "llama_cpp", "cyllama", "ctranslate2", "gguf", "onnxruntime"}
 
 
 def literal_names(path: Path) -> list[str]:
@@ -60,6 +66,18 @@ def test_the_packages_keep_their_border(rule):
 def test_modules_for_tools_are_documented():
     pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
     assert not [name for name in FOR_TOOLS if name not in pages]
+
+
+def test_every_import_is_declared():
+    told = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [*told["dependencies"], *(line for extra in told["optional-dependencies"].values() for line in extra)]
+    declared = {re.match(r"[\w-]+", line)[0].lower().replace("-", "_") for line in lines}
+    nodes = [node for _, source in modules(ROOT) for node in import_statements(source)]
+    names = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported = {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"alibi_attn", "alibi_lab"}
+    assert imported <= declared | UNDECLARED
+    assert imported >= UNDECLARED, "a peer that nothing imports any more"
 
 
 WRONG = [
