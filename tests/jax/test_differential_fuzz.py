@@ -48,6 +48,24 @@ def test_calls_that_once_failed_stay_right(backend: str, call: Call) -> None:
     assert_right(Question(call, numbers), jax_answer(call, numbers, backend))
 
 
+# What draws contain rarely, in the shape of each backend: extreme biases and gates, hidden keys, cuts, and sinks.
+RARE = (
+    Call(seed=1, gates="isolated", key_bias="isolated", mask="random", segments="sorted", window=60),
+    Call(seed=2, causal=False, key_bias="isolated", window=40, mask="random", segments="sorted", segments_as="pair"),
+    Call(seed=3, causal=False, key_bias="hidden", bad="unseen", slopes="published"),
+    Call(seed=4, gates="both", sinks="some none"),
+    Call(seed=6, key_bias="wide", sinks="noise"),
+)
+
+
+@pytest.mark.parametrize("call", RARE, ids=repr)
+@pytest.mark.parametrize("backend", SHAPES)
+def test_rare_calls_are_answered_as_the_truth_has_it(backend: str, call: Call) -> None:
+    call = dataclasses.replace(call, **SHAPES[backend])
+    numbers = arrays(call)
+    assert_right(Question(call, numbers), jax_answer(call, numbers, backend))
+
+
 @pytest.mark.parametrize(("backend", "seeds"), DRAWS)
 def test_random_calls_are_answered_as_the_truth_has_it(backend: str, seeds: range) -> None:
     tally = fuzz([backend], seeds)[backend]

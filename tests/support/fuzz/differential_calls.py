@@ -321,12 +321,6 @@ def settled(call: Call) -> Call:
             call, causal=True, right=None, query_len=query_len, offset=call.offset if inside else None, offset_as="int",
             asks_reach=False,
         )  # fmt: skip
-        if call.gates in ("cuts", "both"):
-            # In `fused` and JAX a cut becomes a gate of −2²⁰: that hides earlier keys only while scores stay much smaller.
-            call = dataclasses.replace(
-                call, bad=None, key_bias=None, mask=None, segments=None, outlier_key=min(call.outlier_key, 10.0), size_query=1.0,
-                size_key=1.0, peaked=max(-4.0, min(4.0, call.peaked)),
-            )  # fmt: skip
     else:
         changes |= {"gates_as": "float32", "gates_shape": "BHS", "layout_gates": "contiguous"}
     if call.segments_as == "one" and call.segments is not None:

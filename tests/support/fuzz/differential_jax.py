@@ -38,6 +38,10 @@ def of_shape(call: Call, backend: str) -> Call:
     }
     if call.offset is not None and abs(call.offset) > MAX_POSITION:  # JAX rejects it: positions are int32
         changes["offset"] = call.offset % MAX_POSITION
+    if call.gates in ("cuts", "both"):
+        # A cut of a single head becomes a gate of −2²⁰ in JAX: it hides earlier keys only while scores stay much smaller.
+        changes |= dict.fromkeys(("bad", "key_bias", "mask", "segments")) | {"size_query": 1.0, "size_key": 1.0}
+        changes |= {"outlier_key": min(call.outlier_key, 10.0), "peaked": max(-4.0, min(4.0, call.peaked))}
     if call.slopes == "extreme" and call.key_bias == "isolated" and backend != "jax-native":
         # Scores and biases beyond 10³⁰ each: XLA has no fp64 for the order of keys whose scores overflow fp32.
         changes["slopes"] = "huge"
