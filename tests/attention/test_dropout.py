@@ -9,9 +9,7 @@ import numpy as np
 import pytest
 import torch
 from attention_calls import assert_close, assert_equal, draw
-from attention_cases import CASES, KEY_BIASES, Case
-from attention_checks import WITH_KEY_BIAS, answer, plain_attention
-from attention_oracle import Answer, positions
+from attention_checks import WITH_KEY_BIAS
 from certificate_attack import native_keys, random_attack
 from dropout_attack import off
 from dropout_oracle import PUBLISHED, factors, keeps, words
@@ -19,7 +17,7 @@ from torch import Tensor
 from torch.func import vmap
 from torch.utils.checkpoint import checkpoint
 
-from alibi_attn import alibi_attention, explain, forgetting_attention, head_reach
+from alibi_attn import alibi_attention, explain, head_reach
 from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.call.dropout import kept, philox
 from alibi_attn.attention.call.spec import AttentionSpec, dropout_numbers
@@ -146,69 +144,6 @@ def test_kept_weights_make_up_for_dropped_ones_exactly(p: float, numbers: tuple[
 
 
 # Outputs and gradients.
-
-DROPPED = (
-    "grouped-query",
-    "one query",
-    "queries at the end of longer keys",
-    "more queries than keys",
-    "symmetric, more keys",
-    "right slopes a batch",
-    "window",
-    "offset partly before",
-    "an offset a sequence, window",
-    "packed segments, symmetric, mask",
-    "NaN in masked keys, inf in their values",
-    "slopes negative",
-    "everything",
-    "steep, long, sink, peaked",
-    "steep, long, window and mask",
-    "key bias, hidden keys",
-    "key bias, long, gates",
-    "key bias, long, segments",
-)
-
-
-def with_mask(case: Case, dtype: torch.dtype) -> Answer:
-    """Handwritten attention, with the factors of the definition."""
-    at = positions(case, case.draw())
-    of_weights = factors(
-        SEED, P, batch=case.batch, heads=case.heads, positions=at, key_len=case.key_len, origin=(2, 1, -5)
-    )
-    return answer(case, dtype, plain_attention, kept=of_weights.to(dtype))
-
-
-def ours(case: Case, dtype: torch.dtype, backend: str) -> Answer:
-    def attention(*args: Tensor, return_lse: bool, **options) -> tuple[Tensor, Tensor]:
-        spec = described(*args, origin=(2, 1, -5), **options, return_lse=return_lse)
-        return attend(spec, *args[:3], backend)
-
-    return answer(case, dtype, attention)
-
-
-@every_backend
-@pytest.mark.parametrize("case", [case for case in (*CASES, *KEY_BIASES) if case.name in DROPPED], ids=str)
-def test_outputs_and_gradients_are_those_of_attention_with_that_mask(case: Case, backend: str) -> None:
-    true, by_hand = with_mask(case, torch.float64), with_mask(case, torch.float32)
-    for dtype, unit in ((torch.float64, 2.0**-52), (torch.float32, 2.0**-23)):
-        got = ours(case, dtype, backend)
-        named = {"output": (got.output, true.output, by_hand.output), "lse": (got.lse, true.lse, by_hand.lse)}
-        named |= {n: (got.gradients[n], true.gradients[n], by_hand.gradients[n]) for n in true.gradients}
-        for name, (x, exact, eager) in named.items():
-            x, exact, eager = (y.double().nan_to_num(0, 0, 0) for y in (x, exact, eager))
-            rounding = 3 * (eager - exact).abs().max() * unit / 2.0**-23 + 30 * unit * exact.abs().max()
-            assert float((x - exact).abs().max()) <= rounding, (name, dtype)
-
-
-def test_gates_may_have_dropout() -> None:
-    q, k, v, _ = draw(t=300, requires_grad=False)
-    log_fgate = torch.nn.functional.logsigmoid(torch.randn(2, 4, 300) + 2).requires_grad_()
-    found = []
-    for backend in ("native", "reference"):
-        torch.manual_seed(5)
-        output = forgetting_attention(q, k, v, log_fgate, dropout_p=P, backend=backend)
-        found.append((output, *torch.autograd.grad(output.sin().sum(), log_fgate)))
-    assert_close(found[0], found[1])
 
 
 # Parts of a whole.

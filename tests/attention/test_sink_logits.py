@@ -4,14 +4,10 @@ import math
 
 import pytest
 import torch
-from attention_checks import ON_CPU, WITH_KEY_BIAS
+from attention_checks import ON_CPU
 
 from alibi_attn.attention.api import alibi_attention, explain
-from alibi_attn.attention.call.dropout import drawn_seed, kept
-from alibi_attn.attention.call.spec import dropout_numbers
-from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.run import decoding
 from alibi_attn.attention.run.execution import scaled_by_sinks
 from alibi_attn.attention.run.merging import merged
@@ -21,7 +17,7 @@ SINKS = [0.0, 3.0, -4.0, -math.inf]
 SLOPES = [0.5, 0.25, 0.1, 0.02]
 
 
-def oracle(q, k, v, slopes, sinks, *, causal=True, key_mask=None, log_fgate=None, factors=None):
+def oracle(q, k, v, slopes, sinks, *, causal=True, key_mask=None, log_fgate=None):
     """Softmax over the keys and one more column in fp64: (output, lse of the keys alone)."""
     group, (t, s) = q.shape[1] // k.shape[1], (q.shape[2], k.shape[2])
     k, v = (x.repeat_interleave(group, 1) for x in (k, v))
@@ -38,7 +34,7 @@ def oracle(q, k, v, slopes, sinks, *, causal=True, key_mask=None, log_fgate=None
     blind = (scores == -math.inf).all(-1, keepdim=True)
     # A query without keys has only the sink; without a sink too, softmax would be NaN.
     weights = torch.cat([scores, sink.masked_fill(blind, 0.0)], -1).softmax(-1)[..., :-1].masked_fill(blind, 0.0)
-    return (weights if factors is None else weights * factors) @ v, scores.logsumexp(-1)
+    return weights @ v, scores.logsumexp(-1)
 
 
 def drawn(t=70, s=90, *, dtype=torch.float32, heads=4, kv_heads=2, d=16):
@@ -110,32 +106,6 @@ def test_a_sink_of_minus_infinity_changes_no_bit() -> None:
     q, k, v, m, _ = drawn(200, 200)
     none = torch.full((4,), -math.inf)
     assert torch.equal(alibi_attention(q, k, v, m, sink_logits=none), alibi_attention(q, k, v, m, return_lse=True)[0])
-
-
-@pytest.mark.parametrize("backend", WITH_KEY_BIAS)
-def test_gates_with_sinks_equal_an_extra_column(backend: str) -> None:
-    gates = torch.nn.functional.logsigmoid(torch.randn(2, 4, 90, generator=torch.Generator().manual_seed(2)) + 3)
-
-    def ours(q, k, v, m, sinks, gates):
-        return forgetting_attention(q, k, v, gates, m, sink_logits=sinks, return_lse=True, backend=backend)
-
-    def exact(q, k, v, m, sinks, gates):
-        return oracle(q, k, v, m, sinks, log_fgate=gates)
-
-    assert_equal_to_oracle(ours, exact, (*drawn(70, 90), gates), units=3e-6)
-
-
-@pytest.mark.parametrize("backend", WITH_KEY_BIAS)
-def test_dropout_drops_the_same_weights_with_sinks(backend: str) -> None:
-    q, k, v, m, sinks = drawn()
-    torch.manual_seed(5)
-    got = alibi_attention(q, k, v, m, sink_logits=sinks, dropout_p=0.4, backend=backend)
-    torch.manual_seed(5)
-    spec = make_spec(q, k, v, m, dropout_p=0.4)
-    object.__setattr__(spec, "dropout_seed", drawn_seed(q.device))
-    factors = kept(spec, q.device).double() * dropout_numbers(0.4)[1]
-    exact, _ = oracle(*(x.double() for x in (q, k, v, m, sinks)), factors=factors)
-    torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["auto", "dense"])

@@ -1,10 +1,7 @@
 """The CPU backends: the keys they read, the memory they use, and pitfalls of torch's operator under `banded`."""
 
-import math
-
 import pytest
 import torch
-from attention_checks import EPS
 
 from alibi_attn import alibi_attention, explain, head_reach
 from alibi_attn.attention.backends.banded import backend as banded
@@ -124,18 +121,6 @@ def test_left_out_gradients_stay_within_their_bounds(backend: str) -> None:
 
 
 @both
-@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.float16, torch.float64])
-def test_every_dtype_is_right_on_a_band(dtype: torch.dtype, backend: str) -> None:
-    """torch's operator gives garbage for fp64 inputs with an fp32 mask; fp16 is computed in fp32."""
-    q, k, v = (x.to(dtype) for x in draw(t=700))
-    slopes = [2.0, 0.5, 0.1, 0.02]
-    exact = alibi_attention(*(x.double() for x in (q, k, v)), slopes, backend="reference")
-    got = alibi_attention(q, k, v, slopes, backend=backend)
-    assert got.dtype == dtype
-    assert float((got.double() - exact).abs().max()) <= 8 * EPS[dtype] * float(v.norm(dim=-1).max())
-
-
-@both
 @pytest.mark.parametrize("size", [1.0, 1e160])
 def test_float64_keeps_its_digits_when_values_are_huge(size: float, backend: str) -> None:
     """Values too large for torch's operator take another path, which must not round slopes to fp32."""
@@ -145,22 +130,6 @@ def test_float64_keeps_its_digits_when_values_are_huge(size: float, backend: str
         results.append([out / size, *(x / size for x in torch.autograd.grad(out.sum(), [q, k]))])
     for exact, ours in zip(*results, strict=True):
         torch.testing.assert_close(ours, exact, rtol=1e-12, atol=1e-12)
-
-
-@both
-def test_queries_that_see_nothing_stay_out_of_the_gradients(backend: str) -> None:
-    """torch's operator returns lse 0 for a row that sees nothing, and leaks NaN from masked keys."""
-    q, k, v = draw(t=300)
-    mask = torch.arange(300)[None] >= 100
-    for x in (q, k, v):
-        x[:, :, :100] = math.nan
-        x.requires_grad_()
-    out, lse = alibi_attention(q, k, v, key_mask=mask, return_lse=True, backend=backend)
-    assert torch.equal(out[:, :, :100], torch.zeros_like(out[:, :, :100]))
-    assert bool((lse[:, :, :100] == -math.inf).all())
-    for gradient in torch.autograd.grad(out.sum(), [q, k, v]):
-        assert bool(gradient.isfinite().all())
-        assert torch.equal(gradient[:, :, :100], torch.zeros_like(gradient[:, :, :100]))
 
 
 @both
@@ -189,22 +158,6 @@ def test_bands_that_are_cut_into_parts_give_the_same(monkeypatch: pytest.MonkeyP
         monkeypatch.undo()
         for whole, parts in zip(*results, strict=True):
             torch.testing.assert_close(parts, whole)
-
-
-@both
-@pytest.mark.parametrize("scale", [-0.2, 0.0])
-def test_scales_that_are_not_positive(backend: str, scale: float) -> None:
-    """torch's operator under `banded` masks keys before scaling; −inf times a scale ≤ 0 is inf or NaN."""
-    q, k, v = draw(h=2, t=1024, d=32, requires_grad=True)
-    go = torch.randn_like(q)
-    results = []
-    for dtype, name in ((torch.float64, "reference"), (torch.float32, backend)):
-        out, lse = alibi_attention(
-            *(x.to(dtype) for x in (q, k, v)), [0.5, 0.001], scale=scale, return_lse=True, backend=name
-        )
-        results.append([out, lse, *torch.autograd.grad(out, [q, k, v], go.to(dtype))])
-    for exact, ours in zip(*results, strict=True):
-        torch.testing.assert_close(ours, exact.to(ours.dtype), rtol=1e-5, atol=1e-5)
 
 
 @pytest.mark.parametrize("backend", ["dense", "banded", "native"])

@@ -96,9 +96,11 @@ def test_fp16_equals_the_definition(interpreter: ProcessPoolExecutor, case: Case
 
 def test_random_calls_equal_the_definition(interpreter: ProcessPoolExecutor) -> None:
     """The random calls of `test_differential_fuzz`; in call 12 the gradient of lse has a negative bit, with key biases.
-    In call 38 slopes are so steep that they are finite only in natural units."""
-    for seeds in (range(8), range(12, 13), range(38, 39)):
-        assert not interpreter.submit(differential_fuzz.fuzz, ["fused"], seeds).result()["fused"].failures
+    In call 38 slopes are so steep that they are finite only in natural units. The last ones have extreme biases and gates."""
+    for seed in (*range(8), 12, 38, 44, 59, 72, 96):
+        assert (
+            not interpreter.submit(differential_fuzz.fuzz, ["fused"], range(seed, seed + 1)).result()["fused"].failures
+        )
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)

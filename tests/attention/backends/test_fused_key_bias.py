@@ -56,11 +56,6 @@ def test_large_numbers_cost_the_rounding_of_their_differences(interpreter: Proce
     assert of_lse < 5e-6
 
 
-@pytest.mark.parametrize("seed", [*range(8), *(pytest.param(seed, marks=pytest.mark.long) for seed in range(8, 60))])
-def test_an_extreme_costs_no_query_its_digits(interpreter: ProcessPoolExecutor, seed: int) -> None:
-    interpreter.submit(biased.takes_extremes, seed).result()
-
-
 @pytest.mark.parametrize(("dtype", "share"), [("float32", 2e-6), pytest.param("float16", 2e-3, marks=pytest.mark.long)])
 def test_a_gate_has_its_gradient(interpreter: ProcessPoolExecutor, dtype: str, share: float) -> None:
     error, largest = interpreter.submit(biased.gradient_of_gates, dtype).result()

@@ -7,7 +7,6 @@ from collections.abc import Sequence
 import device_arithmetic
 import torch
 from certificate_attack import dropped, native_keys, random_attack
-from extreme_biases import assert_right, random_call
 from fused_in_interpreter import _inside
 from torch import Tensor
 
@@ -60,13 +59,6 @@ def cost_of_large_numbers(query_len: int) -> tuple[float, float]:
         == torch.float32
     )
     return float((far - output).abs().max()), float((far_lse - 2.0**20 - lse).abs().max())
-
-
-def takes_extremes(seed: int) -> None:
-    """Checks forward and backward of a random call with isolated extreme biases."""
-    call = random_call(seed, plain=True, most=150)
-    if "key_bias" in call.options:
-        assert_right(call, "fused", torch.float32)
 
 
 def gradient_of_gates(dtype: str) -> tuple[float, float]:
