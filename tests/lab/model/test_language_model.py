@@ -7,6 +7,7 @@ import torch.nn.functional as F
 from alibi_lab.lab.config import ConfigError
 from alibi_lab.lab.model.attention import LayerCache
 from alibi_lab.lab.model.generation import generate
+from alibi_lab.lab.model.imported_method import imported_method
 from alibi_lab.lab.model.position_method import PositionError
 from alibi_lab.lab.model.positions import METHODS
 
@@ -19,18 +20,28 @@ ARCHITECTURES = {
 }
 BEYOND = [method for method in METHODS if method != "learned"]
 RELATIVE = [method for method in METHODS if METHODS[method].relative]
+NAMES = ("shaw:Shaw", "transformer_xl:RelativeSinusoids", "da_transformer:DATransformer", "longformer:Longformer")
+SYSTEMS = [f"alibi_lab.lab.systems.{name}" for name in NAMES]
 every_method = pytest.mark.parametrize("method", METHODS)
 beyond_methods = pytest.mark.parametrize("method", BEYOND)
-relative_methods = pytest.mark.parametrize("method", RELATIVE)
 every_architecture = pytest.mark.parametrize("fields", ARCHITECTURES.values(), ids=ARCHITECTURES)
+
+
+def pairs(methods: list[str], systems: list[str] = ()) -> pytest.MarkDecorator:
+    """The methods in every architecture, most of them but in the modern one by `make test-all`, and systems in that one."""
+    cases = []
+    for name, fields in ARCHITECTURES.items():
+        for method in [*methods, *(systems if name == "modern" else ())]:
+            rare = name != "modern" and method not in ("alibi", "alibi-fox")
+            cases.append(pytest.param(method, fields, id=f"{method}-{name}", marks=[pytest.mark.long] * rare))
+    return pytest.mark.parametrize(("method", "fields"), cases)
 
 
 def some_tokens(length: int, batch: int = 2) -> torch.Tensor:
     return torch.randint(64, (batch, length), generator=torch.Generator().manual_seed(length))
 
 
-@every_method
-@every_architecture
+@pairs([*METHODS])
 def test_a_token_changes_nothing_before_it(tiny_model, method, fields):
     model, tokens = tiny_model(method, **fields), some_tokens(12)
     changed = tokens.clone()
@@ -41,19 +52,18 @@ def test_a_token_changes_nothing_before_it(tiny_model, method, fields):
     assert ((before[:, 7:] - after[:, 7:]).abs().amax(-1) > 1e-4).all()
 
 
-@every_method
-@every_architecture
-@pytest.mark.parametrize("chunks", [(1,) * 16, (5, 1, 1, 7, 2)])
+@pairs([*METHODS], SYSTEMS)
+@pytest.mark.parametrize("chunks", [(), (5, 1, 1, 7)])
 def test_cached_pass_equals_full_pass_however_it_is_cut(tiny_model, method, fields, chunks):
-    model, tokens = tiny_model(method, **fields), some_tokens(16)
-    caches = [LayerCache() for _ in model.blocks]
+    length = TRAINED_LENGTH if method == "learned" else TRAINED_LENGTH + 8
+    model, tokens = tiny_model(method, **fields), some_tokens(length)
+    caches, chunks = [LayerCache() for _ in model.blocks], (*chunks, length - sum(chunks)) if chunks else 1
     with torch.no_grad():
         parts = [model(part, caches=caches) for part in tokens.split(chunks, dim=1)]
         torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), rtol=1e-4, atol=1e-5)
 
 
-@every_method
-@every_architecture
+@pairs([*METHODS])
 def test_methods_of_one_seed_start_from_the_same_weights(tiny_model, method, fields):
     mine = dict(tiny_model(method, **fields).named_parameters())
     for name, weight in tiny_model("none", **fields).named_parameters():
@@ -69,8 +79,7 @@ def test_methods_differ(tiny_model, method):
         assert not torch.allclose(model(tokens), tiny_model("none")(tokens), atol=1e-3)
 
 
-@beyond_methods
-@every_architecture
+@pairs(BEYOND, SYSTEMS)
 def test_greedy_generation_takes_the_likeliest_token_also_beyond_the_trained_length(tiny_model, method, fields):
     model = tiny_model(method, **fields)
     text = [1, 2, 3]
@@ -125,8 +134,7 @@ def test_generation_refuses_unsupported_arguments(tiny_model, prompt, arguments)
         generate(tiny_model("alibi"), prompt, **{"max_new_tokens": 5, **arguments})
 
 
-@every_method
-@every_architecture
+@pairs([*METHODS])
 def test_every_parameter_gets_a_gradient(tiny_model, method, fields):
     model, tokens = tiny_model(method, **fields), torch.arange(64).view(4, 16)  # tokens of every band
     model(tokens[:, :-1], targets=tokens[:, 1:]).mean().backward()
@@ -157,8 +165,7 @@ def test_losses_of_some_rows_at_a_time_are_those_of_all_at_once(tiny_model, monk
         assert torch.equal(some, whole)
 
 
-@relative_methods
-@every_architecture
+@pairs(RELATIVE)
 def test_a_window_is_a_text_cut_short_for_one_layer(tiny_model, method, fields):
     model, tokens = tiny_model(method, num_layers=1, **fields), some_tokens(12, batch=1)
     with torch.no_grad():
@@ -177,8 +184,7 @@ def test_cached_windows_are_windows(tiny_model, method):
         torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens, window=6), rtol=1e-4, atol=1e-5)
 
 
-@relative_methods
-@every_architecture
+@pairs(RELATIVE, [system for system in SYSTEMS if imported_method(system).relative])
 def test_documents_in_one_row_are_as_if_alone(tiny_model, method, fields):
     model, tokens = tiny_model(method, **fields), some_tokens(12)
     documents = torch.tensor([[0] * 5 + [1] * 7, [7] * 11 + [3]])

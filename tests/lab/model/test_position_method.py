@@ -10,7 +10,6 @@ from torch import Tensor, nn
 
 from alibi_lab.lab.data.corpus import load_corpus
 from alibi_lab.lab.model.attention import LayerCache, attend
-from alibi_lab.lab.model.generation import generate
 from alibi_lab.lab.model.position_method import ContentBias, Pass, PositionError, PositionMethod, Wrapping
 from alibi_lab.lab.model.positions import METHODS, ALiBi
 from alibi_lab.lab.training.checkpoint import load_checkpoint
@@ -144,22 +143,6 @@ def test_numbers_keep_their_digits_and_half_precision_is_refused(forgetting, mon
             return
         model(tokens, caches=caches)
     assert not cached or all(cache.key_bias.dtype == dtype for cache in caches)
-
-
-def test_generation_with_cached_numbers_is_the_full_pass(forgetting):
-    model, text = forgetting(), [1, 2, 3]
-    for token in generate(model, text, max_new_tokens=20, temperature=0):
-        with torch.no_grad():
-            assert token == int(model(torch.tensor([text]))[0, -1].argmax())
-        text.append(token)
-
-
-def test_documents_in_one_row_are_as_if_alone(forgetting):
-    model, tokens = forgetting(), some_tokens(12)
-    with torch.no_grad():
-        together = model(tokens, segment_ids=torch.tensor([[0] * 5 + [1] * 7] * 2))
-        alone = torch.cat([model(part) for part in tokens.split((5, 7), dim=1)], dim=1)
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("checkpointing", [False, True])

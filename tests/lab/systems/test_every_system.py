@@ -6,9 +6,7 @@ from torch import Tensor
 
 from alibi_lab.lab.config import ConfigError, EvalConfig
 from alibi_lab.lab.data.corpus import Corpus
-from alibi_lab.lab.model.attention import LayerCache
 from alibi_lab.lab.model.generation import generate
-from alibi_lab.lab.model.imported_method import imported_method
 
 FOLDER = "alibi_lab.lab.systems"
 WHOLE = [
@@ -19,7 +17,6 @@ WHOLE = [
 ]
 SEGMENTED = [f"{FOLDER}.transformer_xl:TransformerXL", f"{FOLDER}.shortformer:Shortformer"]
 every_system = pytest.mark.parametrize("method", WHOLE + SEGMENTED)
-whole_texts = pytest.mark.parametrize("method", WHOLE)
 in_segments = pytest.mark.parametrize("method", SEGMENTED)
 
 
@@ -37,25 +34,6 @@ def test_a_token_changes_what_follows_and_nothing_before_it(tiny_model, method, 
         before, after = model(tokens), model(changed)
     torch.testing.assert_close(before[:, :30], after[:, :30], rtol=0, atol=1e-6)
     assert ((before[:, 30:34] - after[:, 30:34]).abs().amax(-1) > 1e-4).all()
-
-
-@whole_texts
-@pytest.mark.parametrize("chunks", [(1,) * 24, (5, 1, 1, 15, 2)])
-def test_a_cached_pass_equals_the_whole_pass_beyond_the_trained_length(tiny_model, method, chunks):
-    model, tokens = tiny_model(method), some_tokens(24)
-    caches = [LayerCache() for _ in model.blocks]
-    with torch.no_grad():
-        parts = [model(part, caches=caches) for part in tokens.split(chunks, dim=1)]
-        torch.testing.assert_close(torch.cat(parts, dim=1), model(tokens), rtol=1e-4, atol=1e-5)
-
-
-@whole_texts
-def test_generation_is_the_whole_pass_token_by_token(tiny_model, method):
-    model, text = tiny_model(method), [1, 2, 3]
-    for token in generate(model, text, max_new_tokens=20, temperature=0):
-        with torch.no_grad():
-            assert token == int(model(torch.tensor([text]))[0, -1].argmax())
-        text.append(token)
 
 
 @in_segments
@@ -106,15 +84,6 @@ def test_every_layer_s_own_parameters_get_a_gradient(tiny_model, method):
         assert parameter.grad.isfinite().all(), name
         by_layer = parameter.grad.flatten(1) if parameter.ndim > 2 else parameter.grad.flatten()[None]
         assert (by_layer != 0).any(1).all(), name
-
-
-@pytest.mark.parametrize("method", [method for method in WHOLE if imported_method(method).relative])
-def test_documents_in_one_row_are_as_if_alone(tiny_model, method):
-    model, tokens = tiny_model(method), some_tokens(12)
-    with torch.no_grad():
-        together = model(tokens, segment_ids=torch.tensor([[0] * 5 + [1] * 7] * 2))
-        alone = torch.cat([model(part) for part in tokens.split((5, 7), dim=1)], dim=1)
-    torch.testing.assert_close(together, alone, rtol=1e-4, atol=1e-5)
 
 
 @every_system
