@@ -74,12 +74,15 @@ def write_published(folder: Path) -> None:
 
 @pytest.mark.filterwarnings("ignore:flex_attention called without torch.compile:UserWarning")
 @pytest.mark.parametrize("document", WITH_BLOCKS, ids=named)
-def test_python_in_documents_runs(document, tmp_path, monkeypatch):
+def test_python_in_documents_runs_and_prints_what_it_says(document, tmp_path, monkeypatch, capsys):
     monkeypatch.chdir(tmp_path)
     if document.name == "README.md":
         write_published(tmp_path)
     torch.manual_seed(0)
-    assert_blocks_run(document.read_text(encoding="utf-8"), str(document))
+    text = document.read_text(encoding="utf-8")
+    assert_blocks_run(text, str(document))
+    printed = capsys.readouterr().out
+    assert all(said in printed for said in re.findall(r"^print\(.*\)  # ([\[(].+|True)$", text, re.MULTILINE))
 
 
 @pytest.mark.parametrize("path", WITH_EXAMPLES, ids=named)

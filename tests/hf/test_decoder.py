@@ -3,8 +3,6 @@
 import copy
 import functools
 import pickle
-import re
-from pathlib import Path
 
 import pytest
 import torch
@@ -276,10 +274,3 @@ def test_it_is_built_without_memory_on_the_meta_device():
 def test_a_config_that_no_decoder_has_is_refused(options, message):
     with pytest.raises(Exception, match=message):
         ALiBiCausalLMConfig(**{**SIZES, **options})
-
-
-def test_the_example_of_the_page_runs_and_prints_what_it_says(capsys):
-    text = (Path(__file__).parent.parent.parent / "docs" / "decoders.md").read_text(encoding="utf-8")
-    (example,) = re.findall(r"^```python\n(.+?)^```", text, re.DOTALL | re.MULTILINE)
-    exec(compile(example, "docs/decoders.md", "exec"), {"__name__": "example"})
-    assert capsys.readouterr().out.splitlines()[-2:] == re.findall(r"^print\(.*\)  # (.+)$", example, re.MULTILINE)
