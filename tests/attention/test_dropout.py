@@ -23,7 +23,7 @@ from alibi_attn.attention.call.dropout import kept, philox
 from alibi_attn.attention.call.spec import AttentionSpec, dropout_numbers
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.run.execution import attend
-from alibi_attn.nn import ALiBiAttention, ALiBiTransformerBlock
+from alibi_attn.nn import ALiBiTransformerBlock
 
 SEED = 2**61 + 2**33 + 12345
 P = 0.3
@@ -141,9 +141,6 @@ def test_kept_weights_make_up_for_dropped_ones_exactly(p: float, numbers: tuple[
     assert threshold == numbers[0]
     assert factor * (1 - threshold / 2**32) == pytest.approx(1, rel=1e-15)
     assert numbers[1] is None or factor == numbers[1]
-
-
-# Outputs and gradients.
 
 
 # Parts of a whole.
@@ -282,13 +279,6 @@ def test_the_kernels_are_picked_at_every_length() -> None:
         assert "native     runs (picked by auto)" in str(explain(q, k, v, m, dropout_p=0.1))
     assert "banded     cannot: it does not compute dropout_p" in str(explain(q, k, v, m, dropout_p=0.1))
     assert native.too_small(make_spec(q, k, v, m, dropout_p=0.1)) is None
-
-
-def test_a_layer_drops_in_training_only() -> None:
-    layer, x = ALiBiAttention(32, 4, dropout_p=0.5), torch.randn(1, 40, 32)
-    assert not torch.equal(layer(x), layer(x))
-    layer.eval()
-    assert torch.equal(layer(x), layer(x))
 
 
 MEMORY = """

@@ -35,24 +35,6 @@ def unpatched(build: Callable[..., nn.Module]) -> nn.Module:
     return build("bloom", n_layer=3)
 
 
-@pytest.mark.parametrize("model", ["bloom", "ours"], indirect=True)
-@pytest.mark.parametrize("in_files", [False, True])
-@pytest.mark.parametrize("held", [0, 20])
-@torch.no_grad()
-def test_generating_goes_on_as_if_the_pass_had_not_begun(model, in_files, held, tokens, tmp_path):
-    ids, cache = tokens(1, 30), ALiBiCache(tmp_path / "cache" if in_files else None)
-    options = {"max_new_tokens": 6, "min_new_tokens": 6, "do_sample": False, "use_cache": True, "output_logits": True}
-    wanted = model.generate(ids, return_dict_in_generate=True, **options)
-    if held:
-        model(ids[:, :held], past_key_values=cache, use_cache=True)
-    interrupted(model, second_layer(model), ids[:, held : held + 5], cache)
-    assert cache.get_seq_length() == held
-    found = model.generate(ids, past_key_values=cache, return_dict_in_generate=True, **options)
-    assert torch.equal(found.sequences, wanted.sequences)
-    torch.testing.assert_close(found.logits, wanted.logits, rtol=1e-4, atol=1e-4)
-    assert {len(layer.store) for layer in cache.layers} == {35}
-
-
 @torch.no_grad()
 def test_an_unpatched_model_goes_on_too(unpatched, tokens):
     model, ids, cache = unpatched, tokens(1, 30), ALiBiCache()

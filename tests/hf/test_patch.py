@@ -7,7 +7,7 @@ import io
 import pytest
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, DynamicCache, StaticCache
+from transformers import AutoModelForCausalLM
 from transformers.models.bloom.modeling_bloom import BloomAttention
 from transformers.models.falcon.modeling_falcon import FalconAttention
 from transformers.models.mpt.modeling_mpt import MptAttention
@@ -164,22 +164,6 @@ def test_sampling_follows_the_seed(family, build, tokens):
         first = model.generate(ids, max_new_tokens=8, do_sample=True)
         torch.manual_seed(5)
         assert torch.equal(model.generate(ids, max_new_tokens=8, do_sample=True), first)
-
-
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("numerics", ["exact", "checkpoint"])
-@pytest.mark.parametrize("static", [False, True], ids=["dynamic", "static"])
-def test_a_cache_filled_in_chunks_gives_the_full_pass(family, numerics, static, build, tokens):
-    model = build(family)
-    ids, mask = padded(tokens(3, 30), "left")
-    with patch(model, numerics=numerics):
-        expected = model(ids, attention_mask=mask).logits
-        cache = StaticCache(config=model.config, max_cache_len=37) if static else DynamicCache(config=model.config)
-        found = []
-        for start, end in ((0, 11), (11, 12), (12, 13), (13, 29), (29, 30)):
-            step = model(ids[:, start:end], attention_mask=mask[:, :end], past_key_values=cache, use_cache=True)
-            found.append(step.logits)
-    assert_same(torch.cat(found, dim=1)[mask.bool()], expected[mask.bool()])
 
 
 @pytest.mark.parametrize("family", FAMILIES)

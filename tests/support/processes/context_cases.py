@@ -10,7 +10,6 @@ from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.distributed import Halo, plan_halo
 
 SLOPES = (2.0, 1.0, 0.45, 0.4)
-PER_ROW = ("query", "key", "value", "key_mask", "segment_ids", "key_bias", "log_fgate")
 
 
 @dataclasses.dataclass(frozen=True)
@@ -111,7 +110,6 @@ CASES = {
     "float32": Case((300, 320), dtype=torch.float32, dim=16),
     "bfloat16": Case((120, 60, 90), dtype=torch.bfloat16, kv_heads=2),
 }
-OUTPUTS = ("output", "lse")
 
 
 def shard(case: Case, rank: int, drawn: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
