@@ -35,26 +35,32 @@ GRAPH = ", graph"  # ends the name of a call that a CUDA graph replays
 
 @dataclasses.dataclass(kw_only=True)
 class Timed:
-    """The columns of a call of attention; None = not measured.
+    """The columns of a call of attention, or of a whole model; None = not measured.
 
     Args:
-        length, batch: keys per sequence, and sequences.
+        length, batch: keys per sequence, and sequences. Of a model: the longest text.
+        tokens: of a model: of all texts together.
         relative_error, gradient_error: see `truth.Errors`.
+        error: of a model's outputs, as a share of the norm of the true ones.
         right: whether rounding explains the errors.
-        forward_ms: a call without gradients.
+        forward_ms: a call without gradients; a pass, or a token, of a model.
         backward_ms: what a forward and a backward pass take beyond it.
+        attention_share: of a model's time, the share of attention without its linear layers.
         host_us: on a GPU, microseconds until the host has launched a step.
-        peak_memory_bytes: of a step, with its inputs; on a CPU only for our call.
+        peak_memory_bytes: of a step, with its inputs; on a CPU only for our call. What a model adds to a fresh process.
         why_not: why it was not timed.
     """
 
     length: int
-    batch: int
+    batch: int | None = None
+    tokens: int | None = None
     relative_error: float | None = None
     gradient_error: float | None = None
+    error: float | None = None
     right: bool | None = None
     forward_ms: float | None = None
     backward_ms: float | None = None
+    attention_share: float | None = None
     host_us: float | None = None
     peak_memory_bytes: int | None = None
     why_not: str | None = None

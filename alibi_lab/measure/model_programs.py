@@ -14,9 +14,11 @@ from torch import Tensor, nn
 
 from alibi_attn.hf import ALiBiBertConfig, ALiBiBertModel, patch
 from alibi_attn.nn.linear import quantized
-from alibi_lab.measure.peers import llama_encoder, onnx_runtime, programs
+from alibi_lab.measure.peers import llama_encoder, onnx_runtime
 from alibi_lab.measure.peers.bert import plain_bert
+from alibi_lab.measure.peers.ctranslate2 import CTranslate2
 from alibi_lab.measure.peers.dense_encoder import DenseEncoder, Sizes
+from alibi_lab.measure.peers.llama_cpp import LlamaCpp
 from alibi_lab.measure.peers.transformers_decoders import decoder
 
 ENCODER, DECODERS, T5 = "encoder", ("bloom", "mpt", "falcon"), "t5"
@@ -53,18 +55,15 @@ class Setting:
 
     @property
     def dtype(self) -> torch.dtype:
-        return torch.float32 if self.precision == "float32" else torch.bfloat16 if self.halves else torch.float32
+        """Of what is not quantized; int8 on a CPU keeps fp32."""
+        halved = self.precision in ("bfloat16", "float8") or (self.precision == "int8" and self.device == "cuda")
+        return torch.bfloat16 if halved else torch.float32
 
     @property
     def linears(self) -> Literal["int8", "float8"] | None:
         """The precision of linear layers, if it is not that of the rest."""
         kinds: dict[str, Literal["int8", "float8"]] = {"int8": "int8", "float8": "float8"}
         return kinds.get(self.precision)
-
-    @property
-    def halves(self) -> bool:
-        """Whether what is not quantized is in bf16: int8 on a CPU keeps fp32."""
-        return self.precision in ("bfloat16", "float8") or self.device == "cuda"
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
@@ -104,52 +103,35 @@ def ours(setting: Setting) -> Run:
         encoder = encoder.to(setting.device, setting.dtype)
         if kind is not None:
             quantized.convert(encoder, kind=kind)
-        return States(encoder)
+        return Ready(encoder)
     model = original_model(setting).to(setting.device, setting.dtype)
     patch(model, linears=kind)
-    return Last(model)
+    return Ready(model)
 
 
 def original(setting: Setting) -> Run:
     """The model of `transformers`."""
-    return Last(original_model(setting).to(setting.device, setting.dtype))
+    return Ready(original_model(setting).to(setting.device, setting.dtype))
 
 
 def original_model(setting: Setting) -> Any:
     sizes = setting.sizes
-    return decoder(
-        setting.model,
-        sizes.width,
-        max(setting.room, 512),
-        layers=sizes.layers,
-        heads=sizes.heads,
-        vocabulary=sizes.vocabulary,
-    )
+    shape = {"layers": sizes.layers, "heads": sizes.heads, "vocabulary": sizes.vocabulary}
+    return decoder(setting.model, sizes.width, max(setting.room, 512), **shape)
 
 
-class States(nn.Module):
-    """A model as a function to hidden states."""
+class Ready(nn.Module):
+    """A model as a function of tokens and mask to its hidden states, or of a decoder to the logits of the last token."""
 
     def __init__(self, model: nn.Module) -> None:
         super().__init__()
         self.model = model
 
     def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        hidden: Tensor = self.model(ids, attention_mask=mask).last_hidden_state
-        return hidden
-
-
-class Last(nn.Module):
-    """A decoder as a function to the logits of the last token; the states of T5's encoder."""
-
-    def __init__(self, model: nn.Module) -> None:
-        super().__init__()
-        self.model = model
-
-    def forward(self, ids: Tensor, mask: Tensor) -> Tensor:
-        if type(self.model).__name__.startswith("T5"):
-            return self.model(ids)[0]
-        return self.model(ids, use_cache=False, logits_to_keep=1).logits[:, -1]
+        kind = type(self.model).__name__
+        if kind.endswith("ForCausalLM"):
+            return self.model(ids, use_cache=False, logits_to_keep=1).logits[:, -1]
+        return self.model(ids, attention_mask=None if kind.startswith("T5") else mask).last_hidden_state
 
 
 def dense(setting: Setting, *, eager: bool) -> Run:
@@ -161,7 +143,7 @@ def dense(setting: Setting, *, eager: bool) -> Run:
 
 def bert(setting: Setting) -> Run:
     torch.manual_seed(0)
-    return States(plain_bert(setting.sizes, setting.room).to(setting.device, setting.dtype))
+    return Ready(plain_bert(setting.sizes, setting.room).to(setting.device, setting.dtype))
 
 
 def onnx(setting: Setting) -> Run:
@@ -180,26 +162,26 @@ def llama(setting: Setting, *, flash: bool) -> Run:
 
 
 def of_program(setting: Setting, *, name: str) -> Run:
-    """A BLOOM in llama.cpp or CTranslate2. The program stays open with the process."""
-    opening = programs.opened(
-        name, original_model(setting), room=setting.room, threads=setting.threads, precision=setting.precision
-    )
-    program = opening.__enter__()
-    return functools.partial(_logits, program, opening)
+    """A BLOOM in llama.cpp or CTranslate2."""
+    program = opened(name, setting)
+    return lambda ids, mask: torch.from_numpy(program.logits(ids[0].tolist()))[None]
 
 
-def _logits(program: programs.Program, opening: object, ids: Tensor, mask: Tensor) -> Tensor:
-    return torch.from_numpy(program.logits(ids[0].tolist()))[None]
+def opened(name: str, setting: Setting) -> LlamaCpp | CTranslate2:
+    """One of `BLOOMS` with the weights of the model, written to the folder in the program's format."""
+    model = original_model(setting)
+    options: Any = {"threads": setting.threads, "precision": setting.precision}
+    if name == "CTranslate2":
+        return CTranslate2(model, setting.folder, **options)
+    return LlamaCpp(model, setting.folder, room=setting.room, flash="flash" in name, **options)
 
 
 _ONNX = ("onnx", "onnxscript", "onnxruntime")
+_GGUF = ("llama_cpp", "gguf")
+# Other programs that run a whole BLOOM, called the way their users do, and the packages that they need.
+BLOOMS = {"llama.cpp": _GGUF, "llama.cpp, flash attention": _GGUF, "CTranslate2": ("ctranslate2",)}
 # llama.cpp's GELU is an approximation from a table of half-precision numbers.
-_LLAMA: dict[str, Any] = {
-    "models": (ENCODER,),
-    "precisions": ALL[:3],
-    "needs": ("llama_cpp", "gguf"),
-    "most_error": 1e-2,
-}
+_LLAMA: dict[str, Any] = {"models": (ENCODER,), "precisions": ALL[:3], "needs": _GGUF, "most_error": 1e-2}
 PROGRAMS: Mapping[str, Program] = {
     OURS: Program(open=ours, models=MODELS, precisions=ALL),
     ORIGINAL: Program(open=original, models=(*DECODERS, T5), precisions=FLOATS, arrays=8),
@@ -213,7 +195,7 @@ PROGRAMS: Mapping[str, Program] = {
         f"{name}, BLOOM": Program(
             open=functools.partial(of_program, name=name), models=("bloom",), needs=needs, arrays=2, most_error=1e-3
         )
-        for name, needs in programs.PROGRAMS.items()
+        for name, needs in BLOOMS.items()
     },
 }
 # What the others are compared with, in fp32, while it fits.

@@ -5,16 +5,16 @@ with the same, so that `error` is what int8 or float8 costs. On a CPU every pass
 """
 
 import dataclasses
-import functools
 import itertools
 import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor, nn
 from transformers import StaticCache
@@ -22,19 +22,21 @@ from transformers.cache_utils import DynamicCache
 
 from alibi_attn.hf import ALiBiCache, patch
 from alibi_attn.nn.linear import quantized
-from alibi_lab.measure.harness import GRAPH, Config, Row, Rows, Say, figures_of, keep
+from alibi_lab.measure.harness import GRAPH, Config, Say, Timed, keep
 from alibi_lab.measure.model_programs import (
     ALL,
     ATTENTION,
+    BLOOMS,
     ENCODER,
     MODELS,
     OURS,
     PROGRAMS,
     TRUTH,
     Setting,
+    opened,
     original_model,
 )
-from alibi_lab.measure.peers import missing, programs
+from alibi_lab.measure.peers import missing
 from alibi_lab.measure.peers.dense_encoder import Sizes
 from alibi_lab.measure.peers.llama_cpp import Crash
 from alibi_lab.measure.timing import (
@@ -54,32 +56,6 @@ MOST_ERROR = {"float32": 1e-3, "bfloat16": 5e-2, "int8": 1e-1, "float8": 1e-1}
 WARM_UP = 256  # tokens, long enough to take the same code path
 ROOM = 1024  # tokens that a static cache holds beyond those before the measurement
 PADDING = 1 / 8  # padding positions per cached token
-
-
-@dataclasses.dataclass(kw_only=True)
-class ModelRow:
-    """The columns of a program.
-
-    Args:
-        length, tokens: of the longest text, and of all texts together.
-        error: of its outputs, as a share of the norm of the true ones.
-        forward_ms: a pass, or a token.
-        attention_share: the share of attention without its linear layers.
-        peak_memory_bytes: that the model and its pass add to a fresh process.
-    """
-
-    length: int
-    tokens: int
-    error: float | None = None
-    right: bool | None = None
-    forward_ms: float | None = None
-    attention_share: float | None = None
-    peak_memory_bytes: int | None = None
-    why_not: str | None = None
-
-    @property
-    def columns(self) -> Row:
-        return dataclasses.asdict(self)
 
 
 def models(
@@ -130,7 +106,7 @@ def models(
         if kind in precisions:
             quantized.check_supported(kind, device)
     batches = [tuple(texts)] if texts else [(length,) for length in sorted(lengths)]
-    jobs: dict[str, Callable[[], Iterator[Rows]]] = {}
+    settings: dict[str, tuple[str, Setting]] = {}
     configs: dict[str, Config] = {}
     with tempfile.TemporaryDirectory(prefix="alibi-attn-") as folder:
         for model, part, precision in itertools.product(models, parts, precisions):
@@ -141,33 +117,31 @@ def models(
                 layers or (12 if base else 2), width := width or (768 if base else 1024), width // 64, 4 * width,
                 vocabulary or (30528 if base else 1000),
             )  # fmt: skip
-            setting = Setting(
+            name = f"models/{model}-{part}{'-mixed' if texts else ''}-{precision}{'' if device == 'cpu' else '-cuda'}"
+            settings[name] = part, Setting(
                 model=model, sizes=sizes, precision=precision, device=device, threads=torch.get_num_threads(),
                 folder=Path(folder),
             )  # fmt: skip
-            name = f"models/{model}-{part}{'-mixed' if texts else ''}-{precision}{'' if device == 'cpu' else '-cuda'}"
-            jobs[name] = functools.partial(
-                _of_part, part, setting, batches, tokens=tokens, rounds=rounds, seconds=seconds, say=say
-            )
             configs[name] = {
                 **dataclasses.asdict(sizes), "model": model, "part": part, "precision": precision, "device": device,
                 "lengths": list(lengths), "texts": list(texts), "tokens": tokens, "rounds": rounds,
                 "threads": torch.get_num_threads(),
             }  # fmt: skip
-        steps = ({name: rows} for name, job in jobs.items() for rows in job())
-        return keep(out, configs, steps, say=say)
 
+        def steps() -> Iterator[Mapping[str, Mapping[str, Timed]]]:
+            for (name, (part, setting)), batch in itertools.product(settings.items(), batches):
+                here = dataclasses.replace(setting, room=max(batch), texts=len(batch))
+                if part == "pass":
+                    yield {name: passes(here, batch, rounds, seconds)}
+                else:
+                    with torch.inference_mode():
+                        yield {
+                            name: cached_steps(here, rounds, seconds)
+                            if part == "step"
+                            else after_prompt(here, tokens, rounds)
+                        }
 
-def _of_part(
-    part: str, setting: Setting, batches: Sequence[Sequence[int]], *, tokens: int, rounds: int, seconds: float, say: Say
-) -> Iterator[Rows]:
-    for batch in batches:
-        here = dataclasses.replace(setting, room=max(batch), texts=len(batch))
-        if part == "pass":
-            yield passes(here, batch, rounds, seconds)
-        else:
-            with torch.inference_mode():
-                yield cached_steps(here, rounds, seconds) if part == "step" else after_prompt(here, tokens, rounds, say)
+        return keep(out, configs, steps(), say=say)
 
 
 def inputs(setting: Setting, batch: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -178,10 +152,9 @@ def inputs(setting: Setting, batch: Sequence[int]) -> tuple[Tensor, Tensor]:
     return (ids * mask).to(setting.device), mask.to(setting.device)
 
 
-def passes(setting: Setting, batch: Sequence[int], rounds: int, seconds: float) -> Rows:
+def passes(setting: Setting, batch: Sequence[int], rounds: int, seconds: float) -> dict[str, Timed]:
     """A forward pass of every program over a batch: first compared, then timed in turns."""
-    true: Tensor | None = None
-    rows, times = dict[str, ModelRow](), dict[str, list[tuple[float, float]]]()
+    rows, times = dict[str, Timed](), dict[str, list[tuple[float, float]]]()
     in_process = in_fresh_process if setting.device == "cpu" else lambda function, *arguments: function(*arguments)
     exact = dataclasses.replace(setting, precision="float32")
     numbers = len(batch) * setting.sizes.heads * max(batch) ** 2
@@ -190,7 +163,7 @@ def passes(setting: Setting, batch: Sequence[int], rounds: int, seconds: float) 
     for name, program in PROGRAMS.items():
         if setting.model not in program.models or setting.precision not in program.precisions:
             continue
-        rows[name] = row = ModelRow(length=max(batch), tokens=sum(batch))
+        rows[name] = row = Timed(length=max(batch), tokens=sum(batch))
         row.why_not = missing(program.needs) or too_large(4 * program.arrays * numbers)
         for _ in range(0 if row.why_not else rounds):
             try:
@@ -209,7 +182,7 @@ def passes(setting: Setting, batch: Sequence[int], rounds: int, seconds: float) 
         if row.why_not is None:
             whole, part = (statistics.median(column) for column in zip(*times[name], strict=True))
             row.forward_ms, row.attention_share = 1e3 * whole, part / whole if part else None
-    return {name: row.columns for name, row in rows.items()}
+    return rows
 
 
 def run_pass(
@@ -240,7 +213,7 @@ def relative_error(output: Tensor, true: Tensor) -> float:
     return float((output.double() - true.double()).norm() / true.double().norm())
 
 
-def cached_steps(setting: Setting, rounds: int, seconds: float) -> Rows:
+def cached_steps(setting: Setting, rounds: int, seconds: float) -> dict[str, Timed]:
     """A token of a BLOOM whose cache holds random keys: with the caches of `transformers` and ours, also after padding.
 
     The cache of `generate` copies all keys for each token; its StaticCache does not. The batch of two rows has no padding, the
@@ -281,7 +254,7 @@ def cached_steps(setting: Setting, rounds: int, seconds: float) -> Rows:
     outputs = {name: call() for name, call in calls.items()}
     found = {}
     for name, output in outputs.items():
-        row = found[name] = ModelRow(length=length, tokens=len(output))
+        row = found[name] = Timed(length=length, tokens=len(output))
         compared = 1 if "quarter" in name else None
         row.error = relative_error(output[:compared], outputs[truth[name]][:compared])
         row.right = row.error <= MOST_ERROR[setting.precision]
@@ -293,7 +266,7 @@ def cached_steps(setting: Setting, rounds: int, seconds: float) -> Rows:
     right = {name: call for name, call in calls.items() if found[name].right}
     for name, ms in medians_ms(right, repeats=3 * rounds, seconds=3 * seconds, device=device).items():
         found[name].forward_ms = ms
-    return {name: row.columns for name, row in found.items()}
+    return found
 
 
 def _filled(cache: Any, filling: Sequence[Sequence[Tensor]]) -> Any:
@@ -314,29 +287,23 @@ def _step(model: nn.Module, cache: Any, token: Tensor, mask: Tensor | None = Non
     return call
 
 
-def after_prompt(setting: Setting, tokens: int, rounds: int, say: Say) -> Rows:
+def after_prompt(setting: Setting, tokens: int, rounds: int) -> dict[str, Timed]:
     """The mean time of a token after a prompt, by program; all read the same prompt and then the same tokens."""
     listed = inputs(setting, [setting.room])[0][0].cpu().tolist()
-    true = Prompted(dataclasses.replace(setting, precision="float32"), listed).logits()
-    ours = Prompted(setting, listed)
-    rows = {OURS: ModelRow(length=len(listed), tokens=tokens, error=relative_error(ours.logits(), true), right=True)}
-    calls: dict[str, Callable[[], float]] = {OURS: lambda: ours.several(tokens)}
-    original = original_model(dataclasses.replace(setting, precision="float32"))
-    opened = []
-    for name, needs in programs.PROGRAMS.items() if setting.device == "cpu" else ():
-        row = rows[name] = ModelRow(length=len(listed), tokens=tokens, why_not=missing(needs))
+    again = [*listed, listed[-1]]
+    true = Patched(dataclasses.replace(setting, precision="float32")).logits(again)
+    rows, calls = dict[str, Timed](), dict[str, Callable[[], float]]()
+    for name, needs in {OURS: (), **(BLOOMS if setting.device == "cpu" else {})}.items():
+        row = rows[name] = Timed(length=len(listed), tokens=tokens, why_not=missing(needs))
         if row.why_not is not None:
             continue
-        room = len(listed) + tokens + 1
         try:
-            opened.append(
-                programs.opened(name, original, room=room, threads=setting.threads, precision=setting.precision)
-            )
-            program = opened[-1].__enter__()
+            room = len(again) + tokens
+            program = Patched(setting) if name == OURS else opened(name, dataclasses.replace(setting, room=room))
         except (Crash, ValueError) as refusal:  # CTranslate2 has no bf16 on a CPU
             row.why_not = str(refusal)
             continue
-        row.error = relative_error(torch.from_numpy(program.logits([*listed, listed[-1]])), true)
+        row.error = relative_error(torch.from_numpy(program.logits(again)), torch.from_numpy(true))
         row.right = row.error <= MOST_ERROR[setting.precision]
         if row.right:
             calls[name] = program.several(listed, tokens)
@@ -344,35 +311,35 @@ def after_prompt(setting: Setting, tokens: int, rounds: int, say: Say) -> Rows:
             row.why_not = f"its logits are off by {row.error:.1e}, so its time is not comparable"
     for name, seconds in medians_of(calls, repeats=rounds, seconds=math.inf).items():
         rows[name].forward_ms = 1e3 * seconds
-    for opening in opened:
-        opening.__exit__(None, None, None)
-    say(figures_of({"prompt": len(listed), "precision": setting.precision}))
-    return {name: row.columns for name, row in rows.items()}
+    return rows
 
 
-class Prompted:
-    """Our model with the prompt in its cache."""
+class Patched:
+    """Our BLOOM, as the other programs that run one."""
 
-    def __init__(self, setting: Setting, prompt: Sequence[int]) -> None:
+    def __init__(self, setting: Setting) -> None:
         self.model = original_model(setting).to(setting.device, setting.dtype)
         patch(self.model, linears=setting.linears)
-        ids = torch.tensor([prompt], device=setting.device)
-        self.cache, self.last = ALiBiCache(), ids[:, -1:]
-        self.model(ids, past_key_values=self.cache, logits_to_keep=1)
-        self.logits()  # the first token may have to copy the prompt's keys
 
-    def logits(self) -> Tensor:
-        """The logits [V] of one more token, the prompt's last one again."""
+    def logits(self, tokens: Sequence[int]) -> np.ndarray:
+        """The logits [V] of the last token; the others stay in the cache."""
+        ids = torch.tensor([tokens], device=self.model.device)
+        self.cache, self.last = ALiBiCache(), ids[:, -1:]
+        self.model(ids[:, :-1], past_key_values=self.cache, logits_to_keep=1)
         logits: Tensor = self.model(self.last, past_key_values=self.cache).logits[0, -1].float().cpu()
         self.cache.crop(-1)
-        return logits
+        return logits.numpy()
 
-    def several(self, count: int) -> float:
-        """Mean seconds of a step."""
-        start = time.perf_counter()
-        for _ in range(count):
-            logits = self.model(self.last, past_key_values=self.cache).logits
-        logits.cpu()  # waits for a GPU
-        seconds = time.perf_counter() - start
-        self.cache.crop(-count)
-        return seconds / count
+    def several(self, tokens: Sequence[int], count: int) -> Callable[[], float]:
+        """Mean seconds of a step after these tokens, which `logits` has left in the cache."""
+
+        def call() -> float:
+            start = time.perf_counter()
+            for _ in range(count):
+                logits = self.model(self.last, past_key_values=self.cache).logits
+            logits.cpu()  # waits for a GPU
+            seconds = time.perf_counter() - start
+            self.cache.crop(-count)
+            return seconds / count
+
+        return call

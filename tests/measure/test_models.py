@@ -60,11 +60,11 @@ def test_cached_steps_equal_those_of_transformers_also_after_padding(tmp_path: P
 def test_tokens_after_a_prompt_name_the_programs_that_are_missing(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    def opened(name: str, *_: object, precision: str, **__: object) -> object:
+    def opened(name: str, setting: Setting) -> object:
         raise llama_cpp.Crash("it ended its process")
 
-    monkeypatch.setattr(module.programs, "opened", opened)
-    monkeypatch.setattr(module.programs, "PROGRAMS", {"made up": (), "other": ("no_such_package",)})
+    monkeypatch.setattr(module, "opened", opened)
+    monkeypatch.setattr(module, "BLOOMS", {"made up": (), "other": ("no_such_package",)})
     (path,) = models(tmp_path, parts=["prompt"], precisions=["bfloat16"], lengths=(48,), tokens=2, **TINY)
     rows = records.load(path).curves
     assert rows[OURS]["forward_ms"][0] > 0
@@ -83,7 +83,7 @@ def test_wrong_outputs_are_not_timed_and_ours_are_an_error(tmp_path: Path, monke
     peers = {**PROGRAMS, "wrong": Program(open=off, models=("encoder",))}
     monkeypatch.setattr(module, "PROGRAMS", peers)
     rows = module.passes(SETTING, (40,), 1, 0.1)
-    assert (rows[OURS]["right"], rows["wrong"]["right"], rows["wrong"]["forward_ms"]) == (True, False, None)
+    assert (rows[OURS].right, rows["wrong"].right, rows["wrong"].forward_ms) == (True, False, None)
     monkeypatch.setattr(module, "PROGRAMS", {**PROGRAMS, OURS: dataclasses.replace(PROGRAMS[OURS], open=off)})
     with pytest.raises(RuntimeError, match="encoder-pass-float32, ours: at 40 tokens it is off by"):
         models(tmp_path, models=["encoder"], precisions=["float32"], lengths=(40,), **TINY)
@@ -92,9 +92,9 @@ def test_wrong_outputs_are_not_timed_and_ours_are_an_error(tmp_path: Path, monke
 def test_a_program_that_needs_more_memory_than_there_is_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module, "too_large", lambda needed: "it may need too much" if needed > 0 else None)
     rows = module.passes(SETTING, (40,), 1, 0.1)
-    assert rows["original: dense bias, eager"]["why_not"] == "it may need too much"
-    assert rows[OURS]["forward_ms"] is not None
-    assert rows[OURS]["error"] == 0, "nothing else is left to compare with"
+    assert rows["original: dense bias, eager"].why_not == "it may need too much"
+    assert rows[OURS].forward_ms is not None
+    assert rows[OURS].error == 0, "nothing else is left to compare with"
 
 
 @pytest.mark.parametrize(
@@ -117,6 +117,6 @@ def test_linear_layers_in_int8_cost_an_error_that_the_row_has() -> None:
         rows = module.passes(dataclasses.replace(SETTING, precision="int8"), (40,), 1, 0.1)
     except ValueError as refusal:
         pytest.skip(str(refusal))
-    if rows[OURS]["right"] is None or torch.isnan(torch.tensor(float(rows[OURS]["error"] or 0))):
-        pytest.skip(str(rows[OURS]["why_not"]))
-    assert 1e-4 < rows[OURS]["error"] < 1e-1
+    if rows[OURS].right is None or torch.isnan(torch.tensor(float(rows[OURS].error or 0))):
+        pytest.skip(str(rows[OURS].why_not))
+    assert 1e-4 < rows[OURS].error < 1e-1

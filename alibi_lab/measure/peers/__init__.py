@@ -7,7 +7,7 @@ Each benchmark lists its peers as a literal; files whose names begin with `ours`
 
 import dataclasses
 import importlib.util
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable
 from typing import Any
 
 import torch
@@ -52,14 +52,6 @@ def missing(packages: Iterable[str]) -> str | None:
     """Why a peer that needs these packages cannot run; None if all of them are installed."""
     absent = [package for package in packages if importlib.util.find_spec(package) is None]
     return f"{' and '.join(absent)} cannot be imported" if absent else None
-
-
-def installed(reasons: Mapping[str, str | None], say: Callable[[str], None]) -> list[str]:
-    """The peers without a reason to be left out; reports the others with theirs."""
-    for name, why_not in reasons.items():
-        if why_not is not None:
-            say(f"{name} is left out: {why_not}")
-    return [name for name, why_not in reasons.items() if why_not is None]
 
 
 def reason(refusal: Exception) -> str:

@@ -14,8 +14,11 @@ class CTranslate2:
     def __init__(self, model: BloomForCausalLM, folder: Path, *, threads: int, precision: str = "float32") -> None:
         import ctranslate2
 
-        write_ctranslate2(model, folder)
-        self._generator = ctranslate2.Generator(str(folder), compute_type=precision, intra_threads=threads)
+        place = folder / "ctranslate2"
+        if not place.exists():
+            place.mkdir()
+            write_ctranslate2(model, place)
+        self._generator = ctranslate2.Generator(str(place), compute_type=precision, intra_threads=threads)
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         return np.array(self._generator.forward_batch([[_word(token) for token in tokens]]))[0, -1]

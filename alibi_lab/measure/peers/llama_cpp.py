@@ -26,8 +26,9 @@ class LlamaCpp:
     ) -> None:
         import llama_cpp
 
-        path = folder / "bloom.gguf"
-        write_gguf(model, path, precision)
+        path = folder / f"bloom-{precision}.gguf"
+        if not path.exists():
+            write_gguf(model, path, precision)
         if precision == "int8":
             require_that_it_survives(path)
         kept = llama_cpp.GGML_TYPE_F32 if precision == "float32" else llama_cpp.GGML_TYPE_F16
