@@ -15,12 +15,13 @@ from pathlib import Path
 import numpy as np
 import torch
 from torch import Tensor
+from torch.autograd import DeviceType  # type: ignore[attr-defined]
+from torch.profiler import ProfilerActivity, profile
 
 from alibi_attn import inspect
 from alibi_attn.inspect import TILE
-from alibi_lab.measure.harness import Budget, Columns, Rows, Say, Timed, keep, table
+from alibi_lab.measure.harness import Budget, Columns, Row, Rows, Say, Timed, keep, prepared, table
 from alibi_lab.measure.inputs import BATCH_TOKENS, Case, Inputs
-from alibi_lab.measure.kernels import kernel_rows
 from alibi_lab.measure.peers import Attention, Peer, eager, flash_attn, flex, rank_two, sdpa, sdpa_dense_bias
 from alibi_lab.measure.peers.ours import ours, ours_dropping, ours_gated
 
@@ -29,6 +30,11 @@ LENGTHS = {"cpu": tuple(2**n for n in range(9, 17)), "cuda": (2048, 16384, 13107
 SHAPES = {"cpu": (8, 64), "cuda": (16, 128)}
 PRUNED_AT = math.exp(-10)  # the ε of ACP's authors' code
 FLEX_NOTE = "score_mod and BlockMask, compiled for each length"
+PROFILED_STEPS = 5
+KERNELS = 16  # at most this many rows of a step
+# Multiply-adds per score and number of a head: two, three and four products of matrices.
+PRODUCTS = {"forward_kernel": 2, "query_kernel": 3, "key_kernel": 4}
+LONGEST_PEER = 16384  # cuDNN's kernels take half a second at 131,072 tokens
 
 DENSE, EAGER, RANK_TWO = sdpa_dense_bias.PEER, eager.PEER, rank_two.PEER
 FLEX = Peer(flex.NAME, flex.flex, FLEX_NOTE)
@@ -94,8 +100,7 @@ def attention(
     Raises:
         RuntimeError: our result was wrong; the records are kept. A wrong peer is a row without times.
     """
-    dtype = dtype or {"cpu": "float32", "cuda": "bfloat16"}.get(device, "")
-    _check(device, dtype, framework, dropout)
+    dtype = checked_dtype(device, dtype, framework, dropout)
     place, name = torch.device(device), f"{'jax-' if framework == 'jax' else ''}{device}-{dtype}"
     end = time.perf_counter() + limit
     budget = Budget(
@@ -184,7 +189,9 @@ def _jax_peers(backend: str) -> list[Peer]:
     return [*(replace(peer, framework="jax") for peer in listed), of_torch]
 
 
-def _check(device: str, dtype: str, framework: str, dropout: float) -> None:
+def checked_dtype(device: str, dtype: str, framework: str = "torch", dropout: float = 0.0) -> str:
+    """The dtype, by default that of the device; raises ValueError if an option is invalid."""
+    dtype = dtype or {"cpu": "float32", "cuda": "bfloat16"}.get(device, "")
     allowed: dict[str, tuple[str, Iterable[str]]] = {
         "device": (device, SHAPES),
         "dtype": (dtype, DTYPES),
@@ -199,6 +206,7 @@ def _check(device: str, dtype: str, framework: str, dropout: float) -> None:
         )
     if not 0.0 <= dropout < 1.0:
         raise ValueError(f"dropout is {dropout} but must be a probability in [0, 1); pass 0 to leave dropout out")
+    return dtype
 
 
 def scores(inputs: Inputs, backend: str) -> dict[str, float | int]:
@@ -244,6 +252,49 @@ def pruned_scores(decay: Tensor, query: Tensor, key: Tensor, tolerance: float) -
     # c decreases, so the skipped tiles are the first ones.
     skipped = (c[..., None, ends - 1] > (c[..., starts] - delta[..., None])[..., None]).sum(-1) * TILE
     return int(((ends - torch.minimum(skipped, starts)) * (ends - starts)).sum())
+
+
+def kernel_rows(case: Case, inputs: Inputs, backend: str) -> dict[str, Row]:
+    """A row per kernel of a step, ours and cuDNN's; on a CPU the rows are torch's operations."""
+    peers = {"ours": Peer("ours", ours(backend), "")}
+    if case.length <= LONGEST_PEER and case.device.type == "cuda":
+        peers["cuDNN"] = sdpa.CUDNN
+    rows: dict[str, Row] = {}
+    for way, peer in peers.items():
+        step = prepared(peer, inputs, backward=True).step
+        assert step is not None
+        for name, (ms, calls) in of_step(step, case.device).items():
+            row: dict[str, float | int] = {"length": case.length, "batch": case.batch, "ms": ms, "calls": calls}
+            if way == "ours" and name in PRODUCTS:
+                backward = name != "forward_kernel"
+                count = inspect.computed_scores(
+                    inputs.query, inputs.key, inputs.value, inputs.slopes, backend="fused", backward=backward
+                )
+                row |= {"scores": count, "tflops": 2 * PRODUCTS[name] * case.head_dim * count / ms / 1e9}
+            rows[f"{way}: {name}"] = row
+    return rows
+
+
+@torch.enable_grad()
+def of_step(step: Callable[[], object], device: torch.device) -> dict[str, tuple[float, float]]:
+    """(milliseconds, launches) of each kernel in one step, the slowest first."""
+    on_gpu = device.type == "cuda"
+    step(), step()
+    with profile(activities=[ProfilerActivity.CUDA if on_gpu else ProfilerActivity.CPU]) as profiled:
+        for _ in range(PROFILED_STEPS):
+            step()
+        if on_gpu:
+            torch.cuda.synchronize()
+    found = {
+        event.key[:80]: (
+            (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / PROFILED_STEPS / 1e3,
+            event.count / PROFILED_STEPS,
+        )
+        for event in profiled.key_averages()
+        if event.device_type == (DeviceType.CUDA if on_gpu else DeviceType.CPU)
+    }
+    slowest = sorted(found, key=lambda name: -found[name][0])
+    return {name: found[name] for name in slowest[:KERNELS] if found[name][0] > 0}
 
 
 def _compile_ahead(cases: Sequence[Case], budget: Budget) -> None:

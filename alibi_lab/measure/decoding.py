@@ -1,7 +1,6 @@
 """`alibi bench decoding`: one more token after many: attention with a cache, static caches and CUDA graphs, and a long stream."""
 
 import contextlib
-import dataclasses
 import time
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
@@ -13,7 +12,7 @@ from torch import Tensor, nn
 from alibi_attn import ALiBiAttention
 from alibi_attn.inspect import Norms, certified_bounds
 from alibi_attn.nn import ALiBiTransformerBlock, KVCache
-from alibi_lab.measure.attention import DTYPES, SHAPES, _check
+from alibi_lab.measure.attention import DTYPES, SHAPES, checked_dtype
 from alibi_lab.measure.harness import Budget, Config, Rows, Say, Timed, keep, table
 from alibi_lab.measure.inputs import BATCH_TOKENS, Case, Inputs
 from alibi_lab.measure.peers import Peer, eager, flash_attn, sdpa, sdpa_dense_bias
@@ -55,8 +54,7 @@ def decoding(
     """
     if stream:
         return streaming(out, stream, say)
-    dtype = dtype or {"cpu": "float32", "cuda": "bfloat16"}.get(device, "")
-    _check(device, dtype, "torch", 0.0)
+    dtype = checked_dtype(device, dtype)
     place = torch.device(device)
     cases = {
         f"decoding/{device}-{dtype}-{heads}x{size}": [
@@ -157,15 +155,6 @@ def _static_step(inputs: Inputs, cache_of: Callable[[ALiBiAttention, int], KVCac
     return attention
 
 
-@dataclasses.dataclass(frozen=True, kw_only=True)
-class Streamed:
-    """One point of a stream: tokens so far, milliseconds per token since the point before, and the bytes of all caches."""
-
-    length: int
-    forward_ms: float
-    cache_bytes: int
-
-
 def streaming(out: Path, tokens: int, say: Say, *, chunk: int = 16, windows: int = 20) -> list[Path]:
     """Streams tokens through a model with QK-norm, whose caches drop keys with a certificate, and compares with a full pass.
 
@@ -174,7 +163,10 @@ def streaming(out: Path, tokens: int, say: Say, *, chunk: int = 16, windows: int
     """
     if tokens < 1000:
         raise ValueError(f"stream is {tokens} but must be at least 1000 tokens")
-    kinds = {"decoding/stream-reach": _plain_block, "decoding/stream-gated-reach": _gated_block}
+    kinds: dict[str, Callable[[], ALiBiTransformerBlock]] = {
+        "decoding/stream-reach": lambda: ALiBiTransformerBlock(64, 4, qk_norm=True),
+        "decoding/stream-gated-reach": _gated_block,
+    }
     tolerance, errors = 2.0**-28, dict[str, float | None]()
     config: Config = {
         "tokens": tokens, "chunk": chunk, "windows": windows, "tolerance": tolerance, "layers": 2, "width": 64,
@@ -192,22 +184,15 @@ def streaming(out: Path, tokens: int, say: Say, *, chunk: int = 16, windows: int
                 start = time.perf_counter()
                 outputs += [_through(blocks, part, caches) for part in window.split(chunk, dim=1)]
                 ms = (time.perf_counter() - start) / window.shape[1] * 1e3
-                size = sum(cache.nbytes for cache in caches)
-                point = Streamed(length=len(caches[0]), forward_ms=ms, cache_bytes=size)
-                yield {name: {"ours": dataclasses.asdict(point)}}
+                sizes = {"length": len(caches[0]), "cache_bytes": sum(cache.nbytes for cache in caches)}
+                yield {name: {"ours": {**sizes, "forward_ms": ms}}}
             whole = _through(blocks, x, [None] * len(blocks))
         error = (torch.cat(outputs, dim=1) - whole).norm(dim=-1).max() / whole.norm(dim=-1).max()
         errors["error_of_longest_output"] = float(error)
         yield {name: {}}
 
-    def kept(name: str) -> list[Path]:
-        return keep(out, {name: config}, steps(name), summary=lambda columns: dict(errors), say=say)
-
-    return [path for name in kinds for path in kept(name)]
-
-
-def _plain_block() -> ALiBiTransformerBlock:
-    return ALiBiTransformerBlock(64, 4, qk_norm=True)
+    kept = (keep(out, {name: config}, steps(name), summary=lambda columns: dict(errors), say=say) for name in kinds)
+    return [path for paths in kept for path in paths]
 
 
 def _gated_block() -> ALiBiTransformerBlock:

@@ -133,17 +133,15 @@ def measured(peers: Sequence[Peer], case: Case, budget: Budget, inputs: Inputs |
                 calls[peer.name] = call
         except failures() as refusal:
             row.right, row.why_not = (False if peer.is_ours else None), reason(refusal)
-    ways = {name: [name] for name in calls}
-    if budget.graphs:
-        for name in list(calls):
-            rows[name + GRAPH] = dataclasses.replace(rows[name])
-            calls[name + GRAPH] = _replayed(calls[name], case.device)
-            ways[name].append(name + GRAPH)
+    for name, call in list(calls.items()) if budget.graphs else ():
+        step = None if call.step is None else replayable(call.step, case.device)
+        calls[name + GRAPH] = Call(call.results, replayable(call.forward, case.device), step)
+        rows[name + GRAPH] = dataclasses.replace(rows[name])
     _time(rows, calls, case, budget)
     if budget.memory and case.device.type == "cpu" and "ours" in calls:
         ours = next(peer for peer in peers if peer.name == "ours")
         rows["ours"].peak_memory_bytes = peak_memory_bytes(_once, ours, case, budget.backward)
-    return {way: rows[way] for name in rows for way in ways.get(name, [] if name.endswith(GRAPH) else [name])}
+    return {way: rows[way] for peer in peers for way in (peer.name, peer.name + GRAPH) if way in rows}
 
 
 @functools.cache
@@ -162,7 +160,7 @@ def prepared(peer: Peer, inputs: Inputs, *, backward: bool) -> Call:
     """The calls of a peer on these inputs."""
     inputs = inputs.converted(peer.dtype)
     if peer.framework == "jax":
-        from alibi_lab.measure.jax_calls import jax_call
+        from alibi_lab.measure.peers.dot_product_attention import jax_call
 
         return jax_call(peer, inputs, backward=backward)
     attention = peer.prepare(inputs)
@@ -186,11 +184,6 @@ def training_step(attention: Callable[..., Tensor], inputs: Sequence[Tensor], gr
     """The call with gradients, forward and backward."""
     leaves = [x.detach().requires_grad_() for x in inputs]
     return torch.enable_grad()(lambda: torch.autograd.grad(attention(*leaves), leaves, grad))
-
-
-def _replayed(call: Call, device: torch.device) -> Call:
-    step = None if call.step is None else replayable(call.step, device)
-    return Call(call.results, replayable(call.forward, device), step)
 
 
 def _time(rows: Mapping[str, Timed], calls: Mapping[str, Call], case: Case, budget: Budget) -> None:
@@ -252,7 +245,8 @@ def keep(
             rows = {peer: dataclasses.asdict(row) if isinstance(row, Timed) else row for peer, row in of_peers.items()}
             report(name, rows, say)
             for peer, row in rows.items():
-                append(curves[name], peer, row)
+                for column, figure in row.items():
+                    curves[name].setdefault(peer, {}).setdefault(column, []).append(figure)
                 if row.get("right") is False and ours(name, peer):
                     wrong.append(f"{name}, {peer}: at {row['length']} tokens {row['why_not']}")
             record = records.make(
@@ -294,20 +288,13 @@ def table(
                 torch.cuda.empty_cache()
 
 
-def append(columns: Columns, name: str, row: Row) -> None:
-    """Adds a row to the columns of one peer."""
-    for column, figure in row.items():
-        columns.setdefault(name, {}).setdefault(column, []).append(figure)
-
-
 def by_length(curves: Columns) -> Columns:
     """The same with the rows of every peer in the order of their lengths; columns without any number are left out."""
     found: Columns = {}
     for peer, columns in curves.items():
-        order = torch.tensor(columns.get("length", [])).argsort(stable=True).tolist()
-        sorted_columns = {name: [rows[i] for i in order] if order else rows for name, rows in columns.items()}
-        kept = {name: rows for name, rows in sorted_columns.items() if any(x is not None for x in rows)}
-        found[peer] = kept if order else sorted_columns
+        order = torch.tensor(columns["length"]).argsort(stable=True).tolist()
+        used = {name: rows for name, rows in columns.items() if any(x is not None for x in rows)}
+        found[peer] = {name: [rows[i] for i in order] for name, rows in used.items()}
     return found
 
 

@@ -15,6 +15,8 @@ from typing import TypeVar
 import torch
 from torch import nn
 
+from alibi_attn.nn import allocator
+
 Result = TypeVar("Result")
 
 SPARE_BYTES = 2 << 30  # left free for weights, Python and other processes
@@ -160,7 +162,7 @@ def peak_rss_bytes() -> int:
         import psutil
 
         return psutil.Process().memory_info().peak_wset
-    peak = _kernel_bytes("self/status", "VmHWM")
+    peak = allocator.peak_memory_bytes(torch.device("cpu"))
     if peak is not None:
         return peak
     import resource  # macOS: it counts bytes there, and child processes inherit the peak; Windows does not have it
@@ -170,13 +172,8 @@ def peak_rss_bytes() -> int:
 
 def available_bytes() -> int | None:
     """The available memory; None if it is unknown (not Linux)."""
-    return _kernel_bytes("meminfo", "MemAvailable")
-
-
-def _kernel_bytes(file: str, field: str) -> int | None:
-    """A field of a file in /proc; None where there is no such file (not Linux)."""
     try:
-        return int(Path("/proc", file).read_text(encoding="utf-8").split(f"{field}:")[1].split()[0]) * 1024
+        return int(Path("/proc/meminfo").read_text(encoding="utf-8").split("MemAvailable:")[1].split()[0]) * 1024
     except OSError:
         return None
 
@@ -189,21 +186,18 @@ def too_large(needed: float) -> str | None:
     return f"it may need {needed / 2**30:.0f} GiB but {available / 2**30:.0f} GiB are available"
 
 
-def in_fresh_process(function: Callable[..., Result], *arguments: object, threads: int | None = None) -> Result:
+def in_fresh_process(function: Callable[..., Result], *arguments: object) -> Result:
     """Runs the call in its own process and returns its result.
-
-    Args:
-        threads: torch's number of threads there; None = its default.
 
     Raises:
         RuntimeError: the process died.
     """
-    with fresh_process(threads) as process:
+    with fresh_process() as process:
         return result(process.submit(function, *arguments), f"{function.__name__}{arguments}", "pass shorter lengths")
 
 
-def fresh_process(threads: int | None) -> concurrent.futures.process.ProcessPoolExecutor:
-    """An executor with one new process."""
+def fresh_process(threads: int | None = None) -> concurrent.futures.process.ProcessPoolExecutor:
+    """An executor with one new process; `threads` is torch's number of threads there, None its default."""
     context = multiprocessing.get_context("spawn")
     set_threads = None if threads is None else functools.partial(torch.set_num_threads, threads)
     return concurrent.futures.process.ProcessPoolExecutor(1, mp_context=context, initializer=set_threads)

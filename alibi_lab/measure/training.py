@@ -1,10 +1,16 @@
 """`alibi bench training`: the share of the processor's matrix rate that training reaches (MFU), in fp32 and bf16, and where the
 time is spent.
 
-Model FLOPs utilization is defined in `utilization.py`. The steps are whole training steps: batch, forward, loss, backward,
-clipping, optimizer. Model, batch and training are those of the recipe `quick` at the same scale, and its four methods are the
-default. Speed does not depend on the text, so the tokens are random. accelerate supports one precision per process, so each
-precision has its own process; the two take turns, and one waits while the other computes.
+    utilization = FLOPs of the model in a step / seconds of the step / rate of a large matrix product     (MFU)
+
+(Chowdhery et al. 2022, PaLM, appendix B, arXiv:2204.02311). The rate is not from a data sheet: it is that of
+`torch.mm`, measured in the same run with the same threads and dtype. A step's products would reach it if they were
+large and ran alone.
+
+The steps are whole training steps: batch, forward, loss, backward, clipping, optimizer. Model, batch and training are those of
+the recipe `quick` at the same scale, and its four methods are the default. Speed does not depend on the text, so the tokens are
+random. accelerate supports one precision per process, so each precision has its own process; the two take turns, and one waits
+while the other computes.
 
 Cost: medium, a few minutes on one core; small, half a minute; smoke, seconds.
 Expected: a larger share in fp32, where matrix products dominate a step, than in bf16, where they are a smaller part of it.
@@ -14,23 +20,32 @@ import contextlib
 import dataclasses
 import functools
 import itertools
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
 
 import torch
+from torch.autograd.profiler_util import FunctionEvent
 
+from alibi_attn.nn.linear.fastest import is_slow
 from alibi_lab.lab.config import Method, ModelConfig, Precision, RunConfig, TrainConfig, check_choice
 from alibi_lab.lab.data.corpus import Corpus
 from alibi_lab.lab.model.method_trial import try_imported_methods
-from alibi_lab.lab.training.flops import multiplying_parameters
+from alibi_lab.lab.training.flops import DTYPES, attention_flops, linear_flops, multiplying_parameters
 from alibi_lab.lab.training.parallel import prepare
 from alibi_lab.lab.training.train import Step
 from alibi_lab.lab.training.train import steps as train_steps
-from alibi_lab.measure import utilization
 from alibi_lab.measure.harness import Config, Row, Rows, Say, keep
-from alibi_lab.measure.timing import MATRIX_SIZE, Result, elapsed_ms, fresh_process, medians_of, result
-from alibi_lab.measure.utilization import expect_agreement, product_in, profiled_shares, utilization_row
+from alibi_lab.measure.timing import (
+    MATRIX_SIZE,
+    Result,
+    elapsed_ms,
+    fresh_process,
+    matrix_product,
+    matrix_rate_gflops,
+    medians_of,
+    result,
+)
 
 COMPARED: tuple[Method, ...] = ("alibi", "sinusoidal", "rotary", "t5")
 # Model and training of the recipe `quick` at the scales that fit on one CPU; a test compares them.
@@ -46,6 +61,15 @@ TRAININGS: Mapping[str, tuple[ModelConfig, TrainConfig]] = {
     ),
 }
 PRECISIONS: Mapping[Precision, str] = {"no": "fp32", "bf16": "bf16"}  # and their names in a record
+MATRIX_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
+# Forward and backward of torch's attention; ours as an autograd.Function (`attention/operators/operator.py`), and as operators.
+ATTENTION = ("aten::scaled_dot_product", "aten::_scaled_dot_product", "_Attention", "alibi_attn::")
+# Rounding a logit to bf16 costs at most 2⁻⁸ of it, and a loss is the difference of two such numbers; the rounding of earlier
+# layers cancels in the mean over thousands of tokens.
+LOSS_TOLERANCE = 2.0**-7
+# A norm sums millions of gradients, each off by a few 2⁻⁸ in either direction; a missing or doubled gradient changes it by far
+# more.
+NORM_TOLERANCE = 2.0**-4
 FIRST_STEPS = 2  # whose losses and gradients are compared; the second one follows an update
 
 
@@ -95,7 +119,11 @@ def training(
     def steps() -> Iterator[Mapping[str, Rows]]:
         with contextlib.ExitStack() as stack:
             pools = {precision: stack.enter_context(fresh_process(threads)) for precision in PRECISIONS}
-            losses = _first_losses(pools, configs)
+            losses: dict[str, float] = {}
+            for config in configs:
+                first = {precision: _call(pool, _first, _at(config, precision)) for precision, pool in pools.items()}
+                expect_agreement(_name(config), *first.values())
+                losses |= {_name(config, precision): steps[0][0] for precision, steps in first.items()}
             calls: dict[str, Callable[[], float]] = {}
             for precision, pool in pools.items():
                 calls[f"matrix product, {precision}"] = functools.partial(_call, pool, _product_ms, precision)
@@ -145,18 +173,8 @@ def _config(configs: Sequence[RunConfig], scale: str, threads: int) -> Config:
         "precisions": list(PRECISIONS.values()),
         "threads": threads,
         "matrix_size": MATRIX_SIZE,
-        "tolerances": {"loss": utilization.LOSS_TOLERANCE, "gradient_norm": utilization.NORM_TOLERANCE},
+        "tolerances": {"loss": LOSS_TOLERANCE, "gradient_norm": NORM_TOLERANCE},
     }
-
-
-def _first_losses(pools: Mapping[Precision, Executor], configs: Sequence[RunConfig]) -> dict[str, float]:
-    """The loss of every training's first step, by `_name`; raises RuntimeError if the precisions disagree."""
-    losses: dict[str, float] = {}
-    for config in configs:
-        by_precision = {precision: _call(pool, _first, _at(config, precision)) for precision, pool in pools.items()}
-        expect_agreement(_name(config), by_precision["no"], by_precision["bf16"])
-        losses |= {_name(config, precision): steps[0][0] for precision, steps in by_precision.items()}
-    return losses
 
 
 def _at(config: RunConfig, precision: Precision) -> RunConfig:
@@ -171,6 +189,71 @@ def _name(config: RunConfig, precision: Precision | None = None) -> str:
 def _call(pool: Executor, function: Callable[..., Result], *arguments: object) -> Result:
     """Runs the function in the pool's process."""
     return result(pool.submit(function, *arguments), "a training process", "pass a smaller --scale")
+
+
+@functools.cache
+def product_in(precision: Precision) -> Callable[[], object]:
+    """A matrix product in the dtype in which a training multiplies: fp32 if this CPU has no instructions for the other dtype."""
+    dtype = DTYPES[precision]
+    return matrix_product(torch.float32 if is_slow(dtype) else dtype)
+
+
+def utilization_row(config: RunConfig, step_ms: float, product_ms: float) -> Row:
+    """The columns of one config, from the times of its step and of a matrix product."""
+    linear, attention = linear_flops(config), attention_flops(config)
+    achieved, rate = (linear + attention) / step_ms / 1e6, matrix_rate_gflops(product_ms)
+    return {
+        "length": config.train.length,
+        "step_ms": step_ms,
+        "tokens_per_second": config.train.batch_tokens / step_ms * 1e3,
+        "linear_flops": linear,
+        "attention_flops": attention,
+        "achieved_gflops": achieved,
+        "matrix_gflops": rate,
+        "utilization": achieved / rate,
+    }
+
+
+def expect_agreement(name: str, wide: Sequence[tuple[float, float]], half: Sequence[tuple[float, float]]) -> None:
+    """Compares the first steps of a training in bf16 with those in fp32; a step is (loss, gradient norm).
+
+    Raises:
+        RuntimeError: they differ by more than the rounding of bf16.
+    """
+    allowed = (("loss", LOSS_TOLERANCE), ("gradient's norm", NORM_TOLERANCE))
+    for step, (expected, half_step) in enumerate(zip(wide, half, strict=True), start=1):
+        for (what, most), true, ours in zip(allowed, expected, half_step, strict=True):
+            if not abs(ours - true) <= most * abs(true):
+                raise RuntimeError(
+                    f"{name} is wrong: at step {step} the {what} is {true:.6g} in fp32 and {ours:.6g} in bf16 but may "
+                    f"differ by at most {most:.2g} of it"
+                )
+
+
+def profiled_shares(step: Callable[[], object]) -> Row:
+    """The shares of a profiled step's time. Profiling slightly slows down everything except matrix products."""
+    activities = [torch.profiler.ProfilerActivity.CPU]
+    # The self time of "step" is Python's, between the operators.
+    with torch.profiler.profile(activities=activities) as profile, torch.profiler.record_function("step"):
+        step()
+    return time_shares(profile.events())
+
+
+def time_shares(events: Iterable[FunctionEvent]) -> Row:
+    """The shares of time of matrix products, of attention and of everything else.
+
+    Attention is the operators of ATTENTION and everything they call. Matrix products are MATRIX_PRODUCTS outside of it.
+    Attention that is computed by ordinary operators (short calls, dense biases) counts as matrix products and everything else.
+    """
+    spent = {"matrix_time_share": 0.0, "attention_time_share": 0.0, "other_time_share": 0.0}
+    for event in events:
+        above: FunctionEvent | None = event
+        while above is not None and not above.name.startswith(ATTENTION):
+            above = above.cpu_parent
+        kind = "attention" if above is not None else "matrix" if event.name in MATRIX_PRODUCTS else "other"
+        spent[f"{kind}_time_share"] += event.self_cpu_time_total
+    whole = sum(spent.values())
+    return {name: time / whole for name, time in spent.items()}
 
 
 # The functions below run in the process of one precision. The caches keep its trainings between calls.

@@ -17,7 +17,7 @@ from alibi_lab.cli.main import app
 from alibi_lab.lab.config import ConfigError, ModelConfig, RunConfig, Scale, TrainConfig
 from alibi_lab.lab.training.flops import attention_flops, linear_flops, multiplying_parameters
 from alibi_lab.measure import training
-from alibi_lab.measure.utilization import expect_agreement, profiled_shares, time_shares, utilization_row
+from alibi_lab.measure.training import expect_agreement, profiled_shares, time_shares, utilization_row
 from alibi_lab.recipes import quick
 
 LENGTH, ROWS = 16, 3

@@ -2,7 +2,7 @@
 
     utilization = FLOPs of the model per token · tokens per second / rate of a large matrix product
 
-(Chowdhery et al. 2022, PaLM, appendix B, arXiv:2204.02311). `measure/utilization.py` measures it on a CPU.
+(Chowdhery et al. 2022, PaLM, appendix B, arXiv:2204.02311). `measure/training.py` measures it on a CPU.
 """
 
 from collections.abc import Mapping

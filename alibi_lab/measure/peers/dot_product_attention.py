@@ -1,14 +1,25 @@
-"""`jax.nn.dot_product_attention`, with a dense bias and without a bias. Arrays are [B, T, H, D]."""
+"""`jax.nn.dot_product_attention`, with a dense bias and without a bias, and how peers in JAX are called.
+
+Arrays are [B, T, H, D]. Calls are compiled functions that wait for their results, because JAX dispatches asynchronously.
+"""
 
 import functools
-from collections.abc import Callable
+import os
+from collections.abc import Callable, Sequence
 from typing import Any
+
+import torch
+from torch import Tensor
+
+os.environ.setdefault("XLA_PYTHON_CLIENT_PREALLOCATE", "false")  # PyTorch computes the truth on the same device
 
 import jax
 import jax.numpy as jnp
 
 from alibi_attn.jax import alibi_attention
+from alibi_lab.measure.harness import Call
 from alibi_lab.measure.inputs import Inputs
+from alibi_lab.measure.peers import Peer
 
 Attention = Callable[..., jax.Array]
 
@@ -44,3 +55,32 @@ def bound(function: Callable[..., Any], **arrays: jax.Array) -> Attention:
 
 _CAUSAL = functools.partial(jax.nn.dot_product_attention, is_causal=True)
 _CUDNN = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
+
+
+def jax_call(peer: Peer, inputs: Inputs, *, backward: bool) -> Call:
+    """The peer on these inputs, in JAX's layout [B, T, H, D]. A step is compiled as a whole, forward and backward."""
+    *arrays, grad = (
+        jnp.from_dlpack(x.transpose(1, 2).contiguous()) for x in (inputs.query, inputs.key, inputs.value, inputs.grad)
+    )
+    attention = peer.prepare(inputs)
+    of_forward = functools.partial(_finished, jax.jit(_forward), attention, *arrays)
+    of_step = functools.partial(_finished, jax.jit(_step), attention, grad, *arrays)
+
+    def results() -> Sequence[Tensor]:
+        found = jax.tree.leaves(of_step() if backward else of_forward())
+        return [torch.utils.dlpack.from_dlpack(x).transpose(1, 2) for x in found]
+
+    return Call(results, of_forward, of_step if backward else None)
+
+
+def _finished(function: Callable[..., object], *arguments: object) -> object:
+    return jax.block_until_ready(function(*arguments))  # type: ignore[no-untyped-call]
+
+
+def _forward(attention: Attention, *arrays: jax.Array) -> jax.Array:
+    return attention(*arrays)
+
+
+def _step(attention: Attention, grad: jax.Array, *arrays: jax.Array) -> tuple[object, object]:
+    output, pull = jax.vjp(attention, *arrays)
+    return output, pull(grad)
