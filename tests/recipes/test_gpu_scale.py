@@ -22,7 +22,7 @@ from alibi_lab.lab.training import parallel
 from alibi_lab.lab.training.flops import attention_flops, full_tokens_per_second, linear_flops, matrix_flops_per_second
 from alibi_lab.lab.training.train import train
 from alibi_lab.recipes import index, plan
-from alibi_lab.recipes.paper import wikitext
+from alibi_lab.recipes.paper import studies
 from alibi_lab.recipes.paper.cells import select
 from alibi_lab.recipes.paper.items import ITEMS
 from alibi_lab.report.published import CLAIMS
@@ -48,7 +48,7 @@ RATE = 1e9  # FLOPs per second of a made-up GPU
 def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, str]]:
     """Overrides for a tiny model on a short text, tested at two lengths; layers are traced but not made into C++."""
     monkeypatch.setattr(parallel, "COMPILER", "aot_eager")
-    monkeypatch.setitem(wikitext._STEPS, "gpu", (0, 100))
+    monkeypatch.setitem(studies._STEPS, "gpu", (0, 100))
     text = tmp_path / "a.txt"
     text.write_text("to be or not to be, that is the question. " * 1000)
     AcceleratorState._reset_state()  # accelerate keeps one precision per process
@@ -57,14 +57,14 @@ def tiny(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, 
 
 
 def test_the_model_is_half_of_the_papers() -> None:
-    ours, theirs = (wikitext.training("alibi", 512, scale).model for scale in ("gpu", "paper"))
+    ours, theirs = (studies.wikitext("alibi", 512, scale).model for scale in ("gpu", "paper"))
     assert (ours.num_layers, theirs.num_layers) == (8, 16)
     same = ("architecture", "num_heads", "embed_dim", "ffn_dim")
     assert all(getattr(ours, name) == getattr(theirs, name) for name in same)
 
 
 def test_a_training_is_planned_for_ten_minutes_at_35_percent_of_an_h100() -> None:
-    run = wikitext.training("alibi", 512, "gpu")
+    run = studies.wikitext("alibi", 512, "gpu")
     matrices = 8 * (4 * 1024 * 1024 + 2 * 1024 * 4096) + 8192 * 1024  # q, k, v, output; ReLU; the vocabulary
     assert linear_flops(run) == 6 * matrices * 32_768
     pairs = 64 * (512 * 513 // 2)  # of 64 examples
@@ -163,9 +163,9 @@ def test_compiled_layers_have_the_losses_of_eager_ones(tiny, tmp_path, monkeypat
 
 
 def test_without_the_field_a_config_keeps_its_identity() -> None:
-    eager = wikitext.training("alibi", 512, "medium")
+    eager = studies.wikitext("alibi", 512, "medium")
     assert "compile" not in to_json(eager)["train"]
-    compiled = wikitext.training("alibi", 512, "gpu")
+    compiled = studies.wikitext("alibi", 512, "gpu")
     assert from_json(to_json(compiled)) == compiled
 
 

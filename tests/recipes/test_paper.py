@@ -16,9 +16,9 @@ from alibi_lab import records
 from alibi_lab.lab.config import ConfigError
 from alibi_lab.lab.training import train
 from alibi_lab.recipes.index import RECIPES
-from alibi_lab.recipes.paper import drawings
+from alibi_lab.recipes.paper import answers as answered
+from alibi_lab.recipes.paper.answers import Evidence, MissingEvidenceError
 from alibi_lab.recipes.paper.cells import scaled, select
-from alibi_lab.recipes.paper.evidence import Evidence, MissingEvidenceError
 from alibi_lab.recipes.paper.items import ITEMS, PAPER
 from alibi_lab.recipes.paper.run_items import run_items
 from alibi_lab.report.answers import Sources, recorded, way_of
@@ -262,7 +262,7 @@ def test_figure_10_is_the_papers_drawing(answers):
             assert ours[column] == list(values), (label, column)
         assert all(2 < nats < 8 for nats in ours["loss_nats"])
     assert answers["figure-10"].curves["Sliding window"]["pass"][-1] == 5
-    assert len(drawings.WORDS) == 8
+    assert len(answered.WORDS) == 8
 
 
 @pytest.mark.parametrize("name", ["figure-2", "figure-7", "table-1"])

@@ -4,18 +4,81 @@ Perplexities are per token of our tokenizer, `exp` of the mean loss; if the text
 perplexity per word. Repeated seeds are averaged in nats, their speeds by the geometric mean; "low" and "high" are their
 minimum and maximum. Where the paper evaluates one way only, nonoverlapping or with a sliding window (appendix B), the
 other way is given as well.
+
+`Evidence` finds the records of an item by config: the same model, data, training and evaluation. Only seeds may differ: runs that
+are equal except for the seed are repetitions of one number. Two figures compare no models: the biases that ALiBi adds (figure 3),
+and how a text is divided (figure 10).
 """
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
-from typing import cast
+from typing import Literal, TypeAlias, cast
 
-from alibi_attn import units
+from alibi_attn import alibi_slopes, units
+from alibi_lab.lab.config import EvalConfig, RunConfig
+from alibi_lab.lab.config_io import to_json
 from alibi_lab.recipes.paper.cells import Cell, Curves, Way
-from alibi_lab.recipes.paper.evidence import Evidence, at_length, metric
-from alibi_lab.records import Json
+from alibi_lab.records import Json, Record, RecordError, identity
 
+Kind: TypeAlias = Literal["training", "evaluation", "speed"]
+
+_TRAINED = ("model", "data", "train")
+_SECTIONS = {"training": _TRAINED, "evaluation": (*_TRAINED, "eval"), "speed": (*_TRAINED, "eval")}
+WORDS = ("The", "big", "gray", "cat", "sat", "on", "the", "mat")  # figure 10
+WINDOW = 4
+AS_DRAWN = EvalConfig(lengths=(WINDOW,), stride=1, tokens=8192)  # figure 10 on a trained model
 _OTHER: dict[Way, Way] = {"nonoverlapping": "sliding", "sliding": "nonoverlapping"}
+
+
+class MissingEvidenceError(ValueError):
+    """An answer needs a run that is not recorded."""
+
+
+class Evidence:
+    """The records of the given runs only.
+
+    Args:
+        records: all records, by file name.
+        runs: the runs whose records to use, with their seeds.
+    """
+
+    def __init__(self, records: Mapping[str, Record], runs: Iterable[RunConfig]) -> None:
+        keys = {_key(kind, to_json(run)) for run in runs for kind in _SECTIONS}
+        self.files: list[str] = []
+        self._found: dict[str, list[Record]] = {}
+        for name, record in sorted(records.items()):
+            sections = [record.config.get(section) for section in _SECTIONS.get(record.kind, ())]
+            if not all(isinstance(section, Mapping) for section in sections):
+                raise RecordError(f"{name} is damaged: a section is missing from its config; delete it and run again")
+            if record.kind in _SECTIONS and _key(record.kind, record.config) in keys:
+                self.files.append(name)
+                self._found.setdefault(_key(record.kind, record.config, seed=False), []).append(record)
+
+    def matching(self, kind: Kind, config: RunConfig) -> list[Record]:
+        """The records of one kind of a config, sorted by the training's seed."""
+        found = self._found.get(_key(kind, to_json(config), seed=False), [])
+        if not found:
+            raise MissingEvidenceError(
+                f"there is no {kind} of {config.model.method} at {config.train.length} tokens among the records; run the item"
+            )
+        return sorted(found, key=_seed)
+
+
+def metric(record: Record, name: str) -> float | None:
+    """A metric of a record; raises MissingEvidenceError if the record does not have it."""
+    if name not in record.metrics:
+        raise _missing(record, f"metric {name}")
+    return record.metrics[name]
+
+
+def at_length(record: Record, length: int, column: str) -> float | None:
+    """A column of an evaluation at one length; raises MissingEvidenceError if the record does not have it."""
+    curve = record.curves.get("by_length", {})
+    lengths = list(curve.get("length", ()))
+    if length not in lengths or column not in curve:
+        raise _missing(record, f"{column} at {length} tokens")
+    return cast("float | None", curve[column][lengths.index(length)])
 
 
 def by_length(cells: Sequence[Cell], evidence: Evidence) -> Curves:
@@ -101,6 +164,37 @@ def speeds(cells: Sequence[Cell], evidence: Evidence) -> Curves:
     return _rows(rows)
 
 
+def slopes(cells: Sequence[Cell], evidence: Evidence) -> Curves:
+    """Each head's slope, and the bias it adds to keys 0, 1, 2, 3 and 4 tokens back, for 8 and for 16 heads."""
+    curves: Curves = {}
+    for heads in (8, 16):
+        values = alibi_slopes(heads).tolist()
+        biases = {f"bias_{distance}": [0.0 - slope * distance for slope in values] for distance in range(5)}
+        curves[f"ALiBi, {heads} heads"] = {"head": list(range(1, heads + 1)), "slope": values, **biases}
+    return curves
+
+
+def windows(cells: Sequence[Cell], evidence: Evidence) -> Curves:
+    """For each of eight words: the pass that scores it, its context length, and a trained model's loss at that length."""
+    curves: Curves = {}
+    for cell in cells:
+        stride = WINDOW if cell.way == "nonoverlapping" else 1
+        passes = [max(0, -(-(token + 1 - WINDOW) // stride)) for token in range(len(WORDS))]
+        contexts = [token - number * stride + 1 for token, number in enumerate(passes)]
+        record = evidence.matching("evaluation", cell.config)[0]
+        position = record.curves["by_position"]
+        loss = dict(zip(position["position"], position["loss_nats"], strict=True))
+        curves[cell.label] = {
+            "token": list(range(1, len(WORDS) + 1)),
+            "word": list(WORDS),
+            "context": list(contexts),
+            "pass": [number + 1 for number in passes],
+            "loss_nats": [loss[context] for context in contexts],
+            "whole_text_nats": [record.curves["by_length"][f"{cell.way}_nats"][0]] * len(WORDS),
+        }
+    return curves
+
+
 def _tested(cell: Cell, evidence: Evidence) -> dict[str, Json]:
     evaluations = evidence.matching("evaluation", cell.config)
 
@@ -171,3 +265,22 @@ def _training_speed(cell: Cell, evidence: Evidence) -> float | None:
 
 def _hours(seconds: Json) -> float | None:
     return None if seconds is None else cast("float", seconds) / 3600
+
+
+def _missing(record: Record, what: str) -> MissingEvidenceError:
+    digits = identity(record.kind, record.name, record.config)
+    return MissingEvidenceError(
+        f"the record of {record.kind} {record.name} ({digits}) has no {what}; delete the file and run the item again"
+    )
+
+
+def _key(kind: str, config: Mapping[str, Json], *, seed: bool = True) -> str:
+    sections = {section: dict(cast("Mapping[str, Json]", config[section])) for section in _SECTIONS[kind]}
+    if not seed:
+        del sections["train"]["seed"]
+    return json.dumps([kind, sections], sort_keys=True)
+
+
+def _seed(record: Record) -> int:
+    train = cast("Mapping[str, Json]", record.config["train"])
+    return cast("int", train["seed"])

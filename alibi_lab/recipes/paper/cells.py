@@ -1,7 +1,7 @@
 """The cells of an item of the paper: each is one number of a figure or table, with the run that produces it.
 
 An item's runs are the runs of its cells. Its answer is read from the records of exactly these configs, so that data of another
-item cannot answer it. Read next: `wikitext.py`.
+item cannot answer it. Read next: `studies.py`.
 """
 
 import dataclasses
@@ -14,7 +14,7 @@ from alibi_lab.recipes.scales import changed
 from alibi_lab.records import Json
 
 if TYPE_CHECKING:
-    from alibi_lab.recipes.paper.evidence import Evidence
+    from alibi_lab.recipes.paper.answers import Evidence
 
 Way: TypeAlias = Literal["nonoverlapping", "sliding"]
 Curves: TypeAlias = dict[str, dict[str, list[Json]]]

@@ -22,7 +22,7 @@ from alibi_lab.lab.evaluation.evaluate import evaluate
 from alibi_lab.lab.training.checkpoint import load_checkpoint
 from alibi_lab.lab.training.train import train
 from alibi_lab.measure.timing import in_fresh_process
-from alibi_lab.recipes.paper.speed import WARM_STEPS
+from alibi_lab.recipes.paper.studies import WARM_STEPS
 from alibi_lab.records import Json
 
 

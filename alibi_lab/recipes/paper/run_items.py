@@ -20,8 +20,8 @@ from alibi_lab.lab import experiment
 from alibi_lab.lab.config import Recipe, RunConfig, Scale, Selection
 from alibi_lab.lab.config_io import to_json
 from alibi_lab.recipes.paper import measure_speed
+from alibi_lab.recipes.paper.answers import Evidence, metric
 from alibi_lab.recipes.paper.cells import Item, SelectedItem, by_study, select
-from alibi_lab.recipes.paper.evidence import Evidence, metric
 from alibi_lab.recipes.paper.items import PAPER
 
 
