@@ -28,9 +28,9 @@ ORDERS = {
     "alibi_lab.lab": (
         ("clock", "config", "sealed_folder"),
         ("config_io", "data", "model"),
-        ("evaluation", "folder_lock", "planning"),
+        ("evaluation", "planning"),
         ("systems", "training"),
-        ("progress", "tracker"),
+        ("progress",),
         ("run",),
         ("ray_trainings",),
         ("experiment",),

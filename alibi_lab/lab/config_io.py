@@ -9,7 +9,7 @@ import types
 import typing
 from collections.abc import Callable, Mapping
 from pathlib import Path
-from typing import Literal, TypeVar
+from typing import TypeVar
 
 from alibi_lab.lab.config import TASK_CORPUS, ConfigError, RunConfig, SymbolTask, check_choice, described, nearest
 from alibi_lab.records import Json
@@ -143,18 +143,16 @@ def _section(name: str, kind: Callable[..., _Config], data: object) -> _Config:
 
 
 def _parse(name: str, text: str, kind: object) -> object:
-    origin, options = typing.get_origin(kind), typing.get_args(kind)
-    if origin is Literal:
-        check_choice(name, text, options)
-    if origin is tuple:
+    options = typing.get_args(kind)
+    if typing.get_origin(kind) is tuple:
         return tuple(_parse(name, item.strip(), options[0]) for item in text.split(",") if item.strip())
     if isinstance(kind, types.UnionType):
         return None if text.lower() == "none" else _parse(name, text, options[0])
-    if kind is str or origin is Literal:
-        return text
     if kind is bool:
         check_choice(name, text.lower(), ("true", "false"))
         return text.lower() == "true"
+    if kind not in (int, float):
+        return text
     with contextlib.suppress(ValueError, OverflowError):  # not a number, or an integer beyond all floats
         value = int(text) if kind is int else float(text)
         if math.isfinite(value):

@@ -7,6 +7,7 @@ import functools
 import hashlib
 import itertools
 import math
+import mmap
 import os
 import re
 import sysconfig
@@ -267,19 +268,9 @@ def _ends_of_file(file: TextFile, shares: Shares) -> dict[Part, list[TextFile]]:
 
 def _line_start(file: TextFile, place: int) -> int:
     """The start of the line that contains `place`; in a file of one line, the start of the character."""
-    with file.path.open("rb") as stream:
-        end = place
-        while end:
-            begin = max(0, end - CHUNK_BYTES)
-            stream.seek(begin)
-            if newline := stream.read(end - begin).rfind(b"\n") + 1:
-                return begin + newline
-            end = begin
-        if place == file.num_bytes:
-            return place
-        before = min(3, place)
-        stream.seek(place - before)
-        return place - before + _character(stream.read(before + 1), before)
+    with file.path.open("rb") as stream, mmap.mmap(stream.fileno(), 0, access=mmap.ACCESS_READ) as content:
+        newline = content.rfind(b"\n", 0, place) + 1
+        return newline or (place if place == file.num_bytes else _character(content, place))
 
 
 def _cut(pending: bytes) -> int:
@@ -289,7 +280,7 @@ def _cut(pending: bytes) -> int:
     return 0 if len(pending) < LINE_BYTES else pending.rfind(b" ") + 1 or _character(pending, len(pending) - 1)
 
 
-def _character(content: bytes, place: int) -> int:
+def _character(content: bytes | mmap.mmap, place: int) -> int:
     """The first byte of the character at `place`; continuation bytes are 10xxxxxx."""
     while place and content[place] & 0xC0 == 0x80:
         place -= 1

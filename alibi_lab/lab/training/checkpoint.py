@@ -3,10 +3,13 @@
     <run>/step-00000200/model.safetensors    the weights
     <run>/step-00000200/config.json          schema, the run's config, its progress and curves so far, all hashes
     <run>/step-00000200/tokenizer.json       the tokenizer
-    <run>/step-00000200/state/               the other state for exact resumption (`state.py`); none when finished
+    <run>/step-00000200/state/               the other state for exact resumption; none when finished
 
 Older folders are removed only after the new one is complete (`alibi_attn/files.py`). Every file is verified before it
 is used, including config.json (`lab/sealed_folder.py`).
+
+The other state of one process or DDP is that of the optimizer, `optimizer.pt`. FSDP writes the shards of weights and optimizer
+as a distributed checkpoint, one file per process, which any number of processes can read.
 """
 
 import contextlib
@@ -14,10 +17,13 @@ import dataclasses
 import re
 import shutil
 import warnings
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
+from pickle import UnpicklingError
 from typing import Any, TypeAlias
+from zipfile import BadZipFile
 
+import torch
 from accelerate.utils import broadcast_object_list
 from safetensors import SafetensorError
 from safetensors.torch import load_file, save_file
@@ -33,7 +39,6 @@ from alibi_lab.lab.model.imported_method import source_facts
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.model.method_trial import try_method
 from alibi_lab.lab.training.parallel import Training
-from alibi_lab.lab.training.state import READ_ERRORS, load_state, save_state
 from alibi_lab.position_methods import LOOKS
 from alibi_lab.records import finite
 
@@ -42,6 +47,7 @@ Curve: TypeAlias = Mapping[str, Sequence[float]]
 SCHEMA = 3
 
 _STEP = re.compile(r"step-\d{8,}")
+_READ_ERRORS = (OSError, EOFError, KeyError, RuntimeError, ValueError, SafetensorError, UnpicklingError, BadZipFile)
 
 
 class CheckpointError(ValueError):
@@ -246,11 +252,63 @@ def resume(folder: Path, training: Training) -> None:
         CheckpointError: the checkpoint is damaged.
     """
     files = _manifest(folder)["files"]
-    with _undamaged(folder, "state", *READ_ERRORS):
+    with _undamaged(folder, "state", *_READ_ERRORS):
         if not any(name.startswith("state/") for name in files):
             raise FileNotFoundError("it holds a finished model only")
         _verify(folder, *files)
         load_state(folder / "state", folder / "model.safetensors", training)
+
+
+def save_state(folder: Path, training: Training) -> None:
+    """Write the state into an existing folder; every process must call this.
+
+    Raises:
+        OSError, RuntimeError: the state cannot be written.
+    """
+    if training.sharded:
+        from torch.distributed.checkpoint.state_dict_saver import save  # takes a second, and only FSDP needs it
+
+        _with_shards(folder, training, save)
+    elif training.accelerator.is_main_process:
+        scaler = training.accelerator.scaler  # for half precision
+        state = {"optimizer": training.optimizer.state_dict(), "scaler": scaler.state_dict() if scaler else None}
+        with (folder / "optimizer.pt").open("wb") as file:
+            torch.save(state, file)
+
+
+def load_state(folder: Path, weights: Path, training: Training) -> None:
+    """Restore the state that `save_state` wrote, and the weights: from the shards, or from the file `weights`.
+
+    Raises:
+        _READ_ERRORS: the state cannot be read, or belongs to another model.
+    """
+    if training.sharded:
+        from torch.distributed.checkpoint.state_dict import set_state_dict
+        from torch.distributed.checkpoint.state_dict_loader import load
+
+        found = _with_shards(folder, training, load)
+        parts = {"model_state_dict": found["model"], "optim_state_dict": found["optimizer"]}
+        set_state_dict(training.model, training.optimizer, **parts)
+        return
+    training.model.load_state_dict(load_file(weights))
+    state = torch.load(folder / "optimizer.pt", map_location="cpu", weights_only=True)
+    training.optimizer.load_state_dict(state["optimizer"])
+    if training.accelerator.scaler is not None:
+        training.accelerator.scaler.load_state_dict(state["scaler"])
+
+
+def _with_shards(folder: Path, training: Training, transfer: Callable[..., object]) -> dict[str, Any]:
+    """The state of the sharded model and optimizer, after it was written to the folder or read from it."""
+    from torch.distributed.checkpoint.api import CheckpointException
+    from torch.distributed.checkpoint.state_dict import get_state_dict
+
+    state = dict(zip(("model", "optimizer"), get_state_dict(training.model, training.optimizer), strict=True))
+    try:
+        transfer(state, checkpoint_id=folder)
+    except CheckpointException as error:
+        first = next((failure[0] for failure in error.failures.values()), error)
+        raise first if isinstance(first, OSError) else OSError(str(first).strip().splitlines()[-1]) from None
+    return state
 
 
 def _manifest(folder: Path) -> dict[str, Any]:

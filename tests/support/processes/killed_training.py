@@ -18,7 +18,7 @@ from alibi_attn import files
 from alibi_lab.lab import sealed_folder
 from alibi_lab.lab.config_io import from_json
 from alibi_lab.lab.data.corpus import load_corpus
-from alibi_lab.lab.training import checkpoint, state
+from alibi_lab.lab.training import checkpoint
 from alibi_lab.lab.training.checkpoint import load_checkpoint, newest
 from alibi_lab.lab.training.train import train
 
@@ -33,7 +33,7 @@ POINTS = [
         (files, "_flush", 8),  # the run's folder, after the new one was renamed
         (os, "rename", 1),
         (checkpoint.shutil, "rmtree", 2),  # an older step, after the new one is complete
-        (state.torch, "save", 3),
+        (checkpoint.torch, "save", 3),
     )
     for after in (False, True)
 ]
