@@ -29,7 +29,7 @@ from torch.autograd.profiler_util import FunctionEvent
 
 from alibi_attn.nn.linear.fastest import is_slow
 from alibi_lab.lab.config import Method, ModelConfig, Precision, RunConfig, TrainConfig, check_choice
-from alibi_lab.lab.data.corpus import Corpus
+from alibi_lab.lab.data.corpus import random_corpus
 from alibi_lab.lab.model.method_trial import try_imported_methods
 from alibi_lab.lab.training.flops import DTYPES, attention_flops, linear_flops, multiplying_parameters
 from alibi_lab.lab.training.parallel import prepare
@@ -261,10 +261,7 @@ def time_shares(events: Iterable[FunctionEvent]) -> Row:
 
 @functools.cache
 def _training(config: RunConfig) -> Iterator[Step]:
-    count, rng = 4 * config.train.batch_tokens + 1, torch.Generator().manual_seed(0)
-    tokens = torch.randint(config.model.vocab_size, (count,), generator=rng).to(torch.int32)
-    corpus = Corpus(train=tokens, valid=tokens[:0], facts={"name": "random"})
-    return train_steps(prepare(config), corpus)
+    return train_steps(prepare(config), random_corpus(config.model.vocab_size, 4 * config.train.batch_tokens + 1))
 
 
 def _first(config: RunConfig) -> list[tuple[float, float]]:

@@ -16,7 +16,7 @@ from torch.nn import functional
 
 from alibi_attn.nn.linear.fastest import linear
 from alibi_lab.lab.config import DataConfig, RunConfig, Scale, Selection
-from alibi_lab.lab.data.corpus import Corpus, load_corpus
+from alibi_lab.lab.data.corpus import Corpus, load_corpus, random_corpus
 from alibi_lab.lab.evaluation.evaluate import stride_at
 from alibi_lab.lab.experiment import processes
 from alibi_lab.lab.planning import by_training, configs_of
@@ -165,9 +165,7 @@ def _missing(study: str, run: RunConfig, out: Path, scale: Scale, corpora: dict[
 
 def _seconds_per_step(config: RunConfig) -> float:
     with torch.random.fork_rng():
-        length = config.train.batch_tokens + 1
-        tokens = torch.randint(config.model.vocab_size, (length,), dtype=torch.int32)
-        corpus = Corpus(tokens, tokens, {}, starts={"train": torch.tensor([0])})
+        corpus = random_corpus(config.model.vocab_size, config.train.batch_tokens + 1)
         taken = steps(prepare(config), corpus)
         seconds = [one.seconds for one in itertools.islice(taken, _STEPS)]
         del taken  # ends it

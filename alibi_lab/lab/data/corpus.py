@@ -60,6 +60,12 @@ def whole_text(paths: Sequence[Path], tokenizer: Tokenizer | None = None, text_f
     return Corpus(ids[:0], ids, facts, tokenizer=tokenizer, starts={"valid": _tensor(starts, torch.int64)})
 
 
+def random_corpus(vocab_size: int, tokens: int) -> Corpus:
+    """A text of random tokens, equal for equal arguments: to measure speed, which does not depend on the text."""
+    drawn = torch.randint(vocab_size, (tokens,), generator=torch.Generator().manual_seed(0)).to(torch.int32)
+    return Corpus(train=drawn, valid=drawn, facts={"name": "random"}, starts={"train": torch.tensor([0])})
+
+
 def batches(tokens: Tensor, *, length: int, batch_size: int, seed: int, start: int = 0) -> Iterator[Tensor]:
     """Endless batches [batch_size, length + 1] of inputs and their next tokens, from step `start` on.
 

@@ -16,7 +16,9 @@ from alibi_lab.lab.model.language_model import LanguageModel
 
 Say: TypeAlias = Callable[[str], None]
 Window: TypeAlias = tuple[int, int, int]  # inputs tokens[begin:stop], of which the last `scored` predictions count
-Read: TypeAlias = Callable[[Tensor], tuple[Tensor, ...]]  # rows of tokens -> results of each row
+Read: TypeAlias = Callable[
+    [Tensor, Tensor], tuple[Tensor, ...]
+]  # rows of tokens, and which ones -> results of each row
 Column: TypeAlias = list[float | None]
 
 MOST_PARTS = 32  # parts of a test whose means are recorded: enough to estimate a variance
@@ -78,11 +80,11 @@ def token_losses(
     targets, positions, losses = list[Tensor](), list[Tensor](), list[Tensor]()
     for (length, scored), begins in shapes.items():
 
-        def nats(rows: Tensor, scored: int = scored) -> tuple[Tensor, ...]:
+        def nats(rows: Tensor, which: Tensor, scored: int = scored) -> tuple[Tensor, ...]:
             return (model(rows[:, :-1], targets=rows[:, -scored:], window=attention_window),)
 
         first, places = torch.tensor(begins), torch.arange(length + 1 - scored, length + 1)
-        losses += _in_batches(model, tokens.unfold(0, length + 1, 1), first, nats, batch_tokens=batch_tokens, say=say)
+        losses += in_batches(model, tokens.unfold(0, length + 1, 1), nats, first, batch_tokens=batch_tokens, say=say)
         targets.append(first[:, None] + places)
         positions.append(places.expand(len(begins), -1))
     target, position, loss = (torch.cat([x.flatten() for x in found]) for found in (targets, positions, losses))
@@ -101,27 +103,37 @@ def answers(
         EvaluationError: one row does not fit in memory.
     """
 
-    def nats_and_hits(some: Tensor) -> tuple[Tensor, ...]:
+    def nats_and_hits(some: Tensor, which: Tensor) -> tuple[Tensor, ...]:
         logits, targets = model(some[:, :-1])[:, -scored:].float(), some[:, -scored:]
         nats = nn.functional.cross_entropy(logits.flatten(0, 1), targets.flatten(), reduction="none").view_as(targets)
         return nats, logits.argmax(-1) == targets
 
-    every = torch.arange(len(rows))
-    nats, hits = _in_batches(model, rows, every, nats_and_hits, batch_tokens=batch_tokens, say=say)
+    nats, hits = in_batches(model, rows, nats_and_hits, batch_tokens=batch_tokens, say=say)
     return nats, hits
 
 
-def _in_batches(
-    model: LanguageModel, rows: Tensor, which: Tensor, read: Read, *, batch_tokens: int, say: Say | None
+def in_batches(
+    model: LanguageModel,
+    rows: Tensor,
+    read: Read,
+    which: Tensor | None = None,
+    *,
+    batch_tokens: int,
+    say: Say | None = None,
 ) -> list[Tensor]:
-    """What `read` returns for these rows, `batch_tokens` at a time; after a batch that does not fit in memory, half of it."""
+    """What `read` returns for the rows, or some of them, `batch_tokens` at a time; after a batch that does not fit, half of it.
+
+    Raises:
+        EvaluationError: one row does not fit in memory.
+    """
     length, found = rows.shape[1] - 1, []
+    which = torch.arange(len(rows)) if which is None else which
     size, start = max(1, batch_tokens // length), 0
     while start < len(which):
         part = which[start : start + size]
         try:
             with testing(model):
-                found.append([result.cpu() for result in read(rows[part].to(model.device).long())])
+                found.append([result.cpu() for result in read(rows[part].to(model.device).long(), part)])
             start += len(part)
             continue
         except (RuntimeError, MemoryError) as error:  # torch raises RuntimeErrors, on CPUs too

@@ -8,7 +8,7 @@ import dataclasses
 import inspect
 import math
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from pathlib import Path
 from typing import NoReturn
 
@@ -19,7 +19,7 @@ from alibi_lab.lab.config import Stretch
 from alibi_lab.lab.model import position_method as results
 from alibi_lab.lab.model.position_method import Attention, Bias, Pass, PositionError, PositionMethod
 from alibi_lab.position_methods import Look
-from alibi_lab.records import Json
+from alibi_lab.records import Curves
 
 
 def check_signatures(kind: type[PositionMethod]) -> None:
@@ -143,7 +143,7 @@ class Hooks:
         _fail(type(self.method), hook, message)
 
 
-def checked_curves(kind: type[PositionMethod], result: object) -> Mapping[str, Mapping[str, Sequence[Json]]]:
+def checked_curves(kind: type[PositionMethod], result: object) -> Curves:
     """The result of `curves`, checked."""
     if not isinstance(result, Mapping) or not all(map(_is_curve, result, result.values())):
         wanted = (

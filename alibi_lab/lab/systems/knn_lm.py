@@ -22,7 +22,7 @@ from torch import Tensor
 from alibi_attn.units import perplexity
 from alibi_lab.lab.config import EvalConfig
 from alibi_lab.lab.data.corpus import Corpus, CorpusError
-from alibi_lab.lab.evaluation.losses import columns, testing
+from alibi_lab.lab.evaluation.losses import columns, in_batches
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.model.position_method import PositionMethod
 from alibi_lab.records import Curves
@@ -95,20 +95,16 @@ def contexts(model: LanguageModel, text: Tensor, *, most: int, batch_tokens: int
     if count * step > most:
         begins = torch.linspace(0, count - 1, max(1, most // step)).long()
     rows = text[step * begins[:, None] + torch.arange(length + 1)]
-    parts = [_read(model, some, step) for some in rows.split(max(1, batch_tokens // length))]
-    return Contexts(*(torch.cat(columns) for columns in zip(*parts, strict=True)))
 
+    def read(some: Tensor, which: Tensor) -> tuple[Tensor, ...]:
+        found: list[Tensor] = []
+        norm = model.blocks[-1].get_submodule("ffn_norm")
+        with norm.register_forward_hook(lambda module, given, output: found.append(output)):
+            nats = model(some[:, :-1], targets=some[:, -step:])
+        keys = torch.cat(found, dim=1)[:, -step:]  # several if the method reads in segments
+        return keys.flatten(0, 1).float(), some[:, -step:].flatten(), nats.flatten()
 
-def _read(model: LanguageModel, rows: Tensor, step: int) -> tuple[Tensor, Tensor, Tensor]:
-    """(keys, tokens, losses) of the last `step` tokens of each row."""
-    found: list[Tensor] = []
-    rows = rows.to(model.device).long()
-    norm = model.blocks[-1].get_submodule("ffn_norm")
-    watched = norm.register_forward_hook(lambda module, given, output: found.append(output))
-    with testing(model), watched:
-        nats = model(rows[:, :-1], targets=rows[:, -step:])
-    keys = torch.cat(found, dim=1)[:, -step:]  # several if the method reads in segments
-    return keys.flatten(0, 1).float().cpu(), rows[:, -step:].flatten().cpu(), nats.flatten().cpu()
+    return Contexts(*in_batches(model, rows, read, batch_tokens=batch_tokens))
 
 
 def nearest(store: Contexts, queries: Tensor, k: int) -> tuple[Tensor, Tensor]:

@@ -22,7 +22,7 @@ from alibi_lab.lab.config import EvalConfig
 from alibi_lab.lab.data.corpus import Corpus
 from alibi_lab.lab.data.tasks import ASKED, SEGMENT, recall_rows
 from alibi_lab.lab.evaluation.context_use import Rows, table
-from alibi_lab.lab.evaluation.losses import testing
+from alibi_lab.lab.evaluation.losses import in_batches
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.model.position_method import Attention, Pass, PositionMethod, Wrapping
 from alibi_lab.records import Curves
@@ -108,23 +108,22 @@ def answers(
     Args:
         share: [N, DOCUMENTS], what Attn shall be proportional to.
     """
-    method, hits, seen = model.position, [], []
+    method = model.position
     watch = Watched(method, edges.to(model.device)) if method.segment is None else None
+
+    def read(some: Tensor, which: Tensor) -> tuple[Tensor, ...]:
+        if watch:
+            watch.seen.clear()
+            watch.share = None if share is None else share[which].to(model.device)
+        hits = model(some[:, :-1])[:, -ASKED:].argmax(-1) == some[:, -ASKED:]
+        return (hits, torch.stack(watch.seen).mean(0)) if watch else (hits,)
+
     try:
         model.position = watch or method
-        for part in torch.arange(len(rows)).split(max(1, batch_tokens // (rows.shape[1] - 1))):
-            if watch and share is not None:
-                watch.share = share[part].to(model.device)
-            some = rows[part].to(model.device).long()
-            with testing(model):
-                logits = model(some[:, :-1])[:, -ASKED:]
-                hits.append((logits.argmax(-1) == some[:, -ASKED:]).cpu())
-            if watch:
-                seen.append(torch.stack(watch.seen).mean(0).cpu())
-                watch.seen.clear()
+        hits, *seen = in_batches(model, rows, read, batch_tokens=batch_tokens)
     finally:
         model.position = method
-    return torch.cat(hits), torch.cat(seen) if seen else None
+    return hits, seen[0] if seen else None
 
 
 class Watched(Wrapping):

@@ -23,15 +23,14 @@ from torch import Tensor
 
 from alibi_lab.lab.config import EvalConfig
 from alibi_lab.lab.data.corpus import Corpus
-from alibi_lab.lab.data.tasks import SEGMENT, recall_distances, recall_rows
+from alibi_lab.lab.data.tasks import ASKED, recall_distances, recall_rows
 from alibi_lab.lab.evaluation.context_use import has_positions
 from alibi_lab.lab.evaluation.losses import answers, columns
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.model.position_method import PositionMethod
-from alibi_lab.records import Json
+from alibi_lab.records import Curves, Json
 
 STEPS, TEXTS, LEARNING_RATE = 200, 8, 5e-4  # TEXTS per distance and step
-ASKED = SEGMENT - 1  # the first token of the segment is the cue
 COLUMNS = ("length", "distance", "favorable", "tokens", "accuracy", "distilled_accuracy", "labels_accuracy")
 
 
@@ -39,9 +38,7 @@ class Pos2Distill(PositionMethod):
     """A test for models of any method; as a method to train with, it has no positions."""
 
     @classmethod
-    def curves(
-        cls, model: LanguageModel, corpus: Corpus, config: EvalConfig
-    ) -> Mapping[str, Mapping[str, Sequence[Json]]]:
+    def curves(cls, model: LanguageModel, corpus: Corpus, config: EvalConfig) -> Curves:
         """One row per length and distance: the share of right tokens before, after distillation, and after training on labels.
 
         Values are None for lengths without positions.
@@ -90,9 +87,8 @@ def divergences(
 ) -> Tensor:
     """The student's mean KL to the teacher's answers to the favorable texts, or its loss on the labels, per distance."""
     rows = torch.cat(list(texts)).to(student.device)
-    found = (
-        student(rows[:, :-1])[:, -ASKED:].log_softmax(-1).unflatten(0, (len(texts), -1))
-    )  # [distances, TEXTS, ASKED, V]
+    # [distances, TEXTS, ASKED, V]
+    found = student(rows[:, :-1])[:, -ASKED:].log_softmax(-1).unflatten(0, (len(texts), -1))
     if labels:
         asked = rows[:, -ASKED:].unflatten(0, (len(texts), -1))
         return -found.gather(-1, asked[..., None]).mean((1, 2, 3))

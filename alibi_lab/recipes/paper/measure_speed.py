@@ -17,7 +17,7 @@ from alibi_attn.nn.allocator import peak_memory_bytes, reset_peak_memory
 from alibi_lab import records
 from alibi_lab.lab.config import RunConfig, Scale
 from alibi_lab.lab.config_io import from_json, to_json
-from alibi_lab.lab.data.corpus import Corpus
+from alibi_lab.lab.data.corpus import random_corpus
 from alibi_lab.lab.evaluation.evaluate import evaluate
 from alibi_lab.lab.training.checkpoint import load_checkpoint
 from alibi_lab.lab.training.train import train
@@ -50,7 +50,8 @@ def measure(config_json: Mapping[str, Json]) -> dict[str, float | None]:
     """Tokens per second in training (median over steps) and in evaluation, and the peak memory of the training."""
     config = from_json(config_json)
     device = torch.accelerator.current_accelerator(check_available=True) or torch.device("cpu")
-    corpus = _random_corpus(config)
+    count = 2 * max(config.train.batch_tokens, config.eval.tokens) + 2 * config.train.length
+    corpus = random_corpus(min(config.model.vocab_size, 256), count)
     idle = peak_memory_bytes(device) if reset_peak_memory(device) else None
     ends: list[float] = []  # in seconds of training
     with tempfile.TemporaryDirectory() as folder:
@@ -63,10 +64,3 @@ def measure(config_json: Mapping[str, Json]) -> dict[str, float | None]:
         "memory_bytes": peak,
         "memory_above_idle_bytes": None if peak is None or idle is None else peak - idle,
     }
-
-
-def _random_corpus(config: RunConfig) -> Corpus:
-    count = 2 * max(config.train.batch_tokens, config.eval.tokens) + 2 * config.train.length
-    drawn = torch.randint(min(config.model.vocab_size, 256), (count,), generator=torch.Generator().manual_seed(0))
-    tokens = drawn.to(torch.uint8)
-    return Corpus(train=tokens, valid=tokens, facts={"name": "random"})
