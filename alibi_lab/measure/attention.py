@@ -316,14 +316,14 @@ def end_at_once(executor: concurrent.futures.ProcessPoolExecutor) -> None:
         process.join()
 
 
-def summary(columns: Columns) -> dict[str, float | None]:
+def summary(name: str, columns: Columns) -> dict[str, float | None]:
     """How each peer's time grows: the slope of log time over log length, for the longer half of the lengths."""
     growth: dict[str, float | None] = {}
-    for name, column in columns.items():
+    for peer, column in columns.items():
         rows = zip(*(column.get(x, []) for x in ("length", "forward_ms", "backward_ms")), strict=False)
         points = sorted((n, f + b) for n, f, b in rows if f is not None and b is not None and f + b > 0)
         points = points[len(points) // 2 :] if len(points) > 3 else points
         if len({n for n, _ in points}) >= 2:
             lengths, times = np.log(np.array(points, dtype=float)).T
-            growth[f"growth of {name}"] = float(np.polyfit(lengths, times, 1)[0])
+            growth[f"growth of {peer}"] = float(np.polyfit(lengths, times, 1)[0])
     return growth

@@ -110,7 +110,8 @@ def _measured(rank: int, count: int, length: int, repeats: int, seconds: float) 
         GATHER: lambda: alibi_attention(query, gathered(key), gathered(value), query_offset=rank * query.shape[2]),
     }
     results = [_once(call, leaves, grad)[0] for call in calls.values()]
-    error = max(_difference(ours, gather) for ours, gather in zip(*results, strict=True))
+    # The norm of the largest row difference, as a share of the largest row norm.
+    error = max(float((x - y).norm(dim=-1).max() / y.norm(dim=-1).max()) for x, y in zip(*results, strict=True))
     numbers = torch.tensor([error, traffic.rows_received, traffic.bytes_received], dtype=torch.float64)
     everywhere = torch.stack(_of_all(numbers))
     error = float(everywhere[:, 0].max())
@@ -126,11 +127,6 @@ def _measured(rank: int, count: int, length: int, repeats: int, seconds: float) 
     }
     columns = ("length", "relative_error", "forward_ms", "backward_ms", "rows_received", "bytes_received")
     return {name: dict(zip(columns, (length, error, *times[name], *received[name]), strict=True)) for name in calls}
-
-
-def _difference(ours: Tensor, other: Tensor) -> float:
-    """The norm of the largest row difference, as a share of the largest row norm."""
-    return float((ours - other).norm(dim=-1).max() / other.norm(dim=-1).max())
 
 
 def _times(
@@ -182,9 +178,9 @@ class _Gathered(torch.autograd.Function):
         return own
 
 
-def _summary(columns: Columns) -> dict[str, float | None]:
+def _summary(name: str, columns: Columns) -> dict[str, float | None]:
     """The ratio of an all-gather to ours at the longest length, in time and in rows."""
-    ours, gather = ({name: column[-1] for name, column in columns[peer].items()} for peer in (OURS, GATHER))
+    ours, gather = ({key: column[-1] for key, column in columns[peer].items()} for peer in (OURS, GATHER))
     return {
         "time of an all-gather over ours": whole_ms(gather) / whole_ms(ours),
         "rows of an all-gather over ours": number(gather["rows_received"]) / number(ours["rows_received"]),

@@ -13,12 +13,13 @@ from alibi_attn import ALiBiAttention
 from alibi_attn.inspect import Norms, certified_bounds
 from alibi_attn.nn import ALiBiTransformerBlock, KVCache
 from alibi_lab.measure.attention import DTYPES, SHAPES, checked_dtype
-from alibi_lab.measure.harness import Budget, Config, Rows, Say, Timed, keep, table
+from alibi_lab.measure.harness import Budget, Config, Metrics, Rows, Say, Timed, keep, table
 from alibi_lab.measure.inputs import BATCH_TOKENS, Case, Inputs
 from alibi_lab.measure.peers import Peer, eager, flash_attn, sdpa, sdpa_dense_bias
 from alibi_lab.measure.peers.ours import ours, ours_with_cache
 
 LENGTHS = (2048, 4096, 8192, 16384, 32768, 65536, 131072)
+CHUNK, WINDOWS = 16, 20  # tokens of a step of a stream, and points of its curve
 ROOM = 1024  # tokens that a static cache holds beyond those before the measurement
 
 
@@ -155,7 +156,7 @@ def _static_step(inputs: Inputs, cache_of: Callable[[ALiBiAttention, int], KVCac
     return attention
 
 
-def streaming(out: Path, tokens: int, say: Say, *, chunk: int = 16, windows: int = 20) -> list[Path]:
+def streaming(out: Path, tokens: int, say: Say) -> list[Path]:
     """Streams tokens through a model with QK-norm, whose caches drop keys with a certificate, and compares with a full pass.
 
     Two blocks of width 64 with four heads, random weights, fp32, one thread. Time per token and memory must stop growing once
@@ -167,9 +168,9 @@ def streaming(out: Path, tokens: int, say: Say, *, chunk: int = 16, windows: int
         "decoding/stream-reach": lambda: ALiBiTransformerBlock(64, 4, qk_norm=True),
         "decoding/stream-gated-reach": _gated_block,
     }
-    tolerance, errors = 2.0**-28, dict[str, float | None]()
+    tolerance, errors = 2.0**-28, dict[str, Metrics]()
     config: Config = {
-        "tokens": tokens, "chunk": chunk, "windows": windows, "tolerance": tolerance, "layers": 2, "width": 64,
+        "tokens": tokens, "chunk": CHUNK, "windows": WINDOWS, "tolerance": tolerance, "layers": 2, "width": 64,
         "heads": 4, "dtype": "float32", "threads": 1,
     }  # fmt: skip
 
@@ -180,19 +181,19 @@ def streaming(out: Path, tokens: int, say: Say, *, chunk: int = 16, windows: int
         with torch.inference_mode(), contextlib.ExitStack() as stack:
             stack.callback(torch.set_num_threads, torch.get_num_threads())
             torch.set_num_threads(1)
-            for window in x.split(-(-tokens // windows), dim=1):
+            for window in x.split(-(-tokens // WINDOWS), dim=1):
                 start = time.perf_counter()
-                outputs += [_through(blocks, part, caches) for part in window.split(chunk, dim=1)]
+                outputs += [_through(blocks, part, caches) for part in window.split(CHUNK, dim=1)]
                 ms = (time.perf_counter() - start) / window.shape[1] * 1e3
                 sizes = {"length": len(caches[0]), "cache_bytes": sum(cache.nbytes for cache in caches)}
                 yield {name: {"ours": {**sizes, "forward_ms": ms}}}
             whole = _through(blocks, x, [None] * len(blocks))
         error = (torch.cat(outputs, dim=1) - whole).norm(dim=-1).max() / whole.norm(dim=-1).max()
-        errors["error_of_longest_output"] = float(error)
+        errors[name] = {"error_of_longest_output": float(error)}
         yield {name: {}}
 
-    kept = (keep(out, {name: config}, steps(name), summary=lambda columns: dict(errors), say=say) for name in kinds)
-    return [path for paths in kept for path in paths]
+    every = (step for name in kinds for step in steps(name))
+    return keep(out, dict.fromkeys(kinds, config), every, summary=lambda name, columns: errors.get(name, {}), say=say)
 
 
 def _gated_block() -> ALiBiTransformerBlock:

@@ -218,20 +218,18 @@ def keep(
     steps: Iterable[Mapping[str, Mapping[str, Timed | Row]]],
     *,
     say: Say,
-    summary: Callable[[Columns], Metrics] = lambda columns: {},
-    ours: Callable[[str, str], bool] = lambda name, peer: peer.startswith("ours"),
+    summary: Callable[[str, Columns], Metrics] = lambda name, columns: {},
 ) -> list[Path]:
     """Measures, prints and saves one benchmark record per config, rewritten after every step that has rows for it.
 
     Args:
         configs: by record name.
         steps: rows by record and peer. An iterator: each step is measured when it is read.
-        summary: the metrics of a record from its curves.
-        ours: (record, peer) -> whether a wrong result of the peer, a row with `right` False, is an error.
+        summary: the metrics of a record from its name and its curves.
 
     Raises:
         FileExistsError: one of the records already exists; nothing is measured.
-        RuntimeError: one of our results was wrong; the records are kept.
+        RuntimeError: one of our results was wrong, a row of "ours…" with `right` False; the records are kept.
     """
     for name, config in configs.items():
         records.expect_new(out, "benchmark", name, config)
@@ -247,20 +245,20 @@ def keep(
             for peer, row in rows.items():
                 for column, figure in row.items():
                     curves[name].setdefault(peer, {}).setdefault(column, []).append(figure)
-                if row.get("right") is False and ours(name, peer):
+                if row.get("right") is False and peer.startswith("ours"):
                     wrong.append(f"{name}, {peer}: at {row['length']} tokens {row['why_not']}")
             record = records.make(
                 "benchmark",
                 name,
                 config=configs[name],
-                metrics=summary(curves[name]),
+                metrics=summary(name, curves[name]),
                 curves=by_length(curves[name]),
                 started=started.setdefault(name, begun),
             )
             paths[name] = records.grow(record, out)
         begun = datetime.datetime.now(datetime.UTC)
     for name in paths:
-        if figures := summary(curves[name]):
+        if figures := summary(name, curves[name]):
             say(f"{name}: {figures_of(figures)}")
     if wrong:
         raise RuntimeError("; ".join(wrong))
@@ -296,6 +294,13 @@ def by_length(curves: Columns) -> Columns:
         used = {name: rows for name, rows in columns.items() if any(x is not None for x in rows)}
         found[peer] = {name: [rows[i] for i in order] for name, rows in used.items()}
     return found
+
+
+def check_names(**options: tuple[Sequence[str], Sequence[str]]) -> None:
+    """Raises ValueError if an option, given as (names, allowed ones), has a name that is not allowed."""
+    for option, (given, allowed) in options.items():
+        if unknown := [name for name in given if name not in allowed]:
+            raise ValueError(f"{option} has {', '.join(unknown)} but must be of {', '.join(allowed)}")
 
 
 def whole_ms(row: Row) -> float:

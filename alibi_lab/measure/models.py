@@ -10,7 +10,7 @@ import math
 import statistics
 import tempfile
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -22,7 +22,7 @@ from transformers.cache_utils import DynamicCache
 
 from alibi_attn.hf import ALiBiCache, patch
 from alibi_attn.nn.linear import quantized
-from alibi_lab.measure.harness import GRAPH, Config, Say, Timed, keep
+from alibi_lab.measure.harness import GRAPH, Config, Say, Timed, check_names, keep
 from alibi_lab.measure.model_programs import (
     ALL,
     ATTENTION,
@@ -95,13 +95,7 @@ def models(
         RuntimeError: our outputs are wrong; the records are kept.
         ValueError: this machine has no products in a precision; nothing is measured.
     """
-    for option, given, allowed in (
-        ("models", models, MODELS),
-        ("parts", parts, PARTS),
-        ("precisions", precisions, ALL),
-    ):
-        if unknown := [name for name in given if name not in allowed]:
-            raise ValueError(f"{option} has {', '.join(unknown)} but must be of {', '.join(allowed)}")
+    check_names(models=(models, MODELS), parts=(parts, PARTS), precisions=(precisions, ALL))
     for kind in ("int8", "float8"):
         if kind in precisions:
             quantized.check_supported(kind, device)
@@ -128,20 +122,17 @@ def models(
                 "threads": torch.get_num_threads(),
             }  # fmt: skip
 
-        def steps() -> Iterator[Mapping[str, Mapping[str, Timed]]]:
-            for (name, (part, setting)), batch in itertools.product(settings.items(), batches):
-                here = dataclasses.replace(setting, room=max(batch), texts=len(batch))
-                if part == "pass":
-                    yield {name: passes(here, batch, rounds, seconds)}
-                else:
-                    with torch.inference_mode():
-                        yield {
-                            name: cached_steps(here, rounds, seconds)
-                            if part == "step"
-                            else after_prompt(here, tokens, rounds)
-                        }
-
-        return keep(out, configs, steps(), say=say)
+        of_part: dict[str, Callable[[Setting, Sequence[int]], dict[str, Timed]]] = {
+            "pass": lambda setting, batch: passes(setting, batch, rounds, seconds),
+            "step": lambda setting, batch: cached_steps(setting, rounds, seconds),
+            "prompt": lambda setting, batch: after_prompt(setting, tokens, rounds),
+        }
+        steps = (
+            {name: of_part[part](dataclasses.replace(setting, room=max(batch), texts=len(batch)), batch)}
+            for name, (part, setting) in settings.items()
+            for batch in batches
+        )
+        return keep(out, configs, steps, say=say)
 
 
 def inputs(setting: Setting, batch: Sequence[int]) -> tuple[Tensor, Tensor]:
@@ -174,10 +165,8 @@ def passes(setting: Setting, batch: Sequence[int], rounds: int, seconds: float) 
             row.peak_memory_bytes = max(row.peak_memory_bytes or 0, peak)
             times[name] = [*times.get(name, []), *spent]
             if program.biased:
-                row.error = relative_error(output, true)
-                row.right = row.error <= max(MOST_ERROR[setting.precision], program.most_error)
-            if row.right is False:
-                row.why_not = f"it is off by {row.error:.1e} of the norm of the true outputs"
+                compare(row, output, true, max(MOST_ERROR[setting.precision], program.most_error))
+            if row.why_not is not None:
                 break
         if row.why_not is None:
             whole, part = (statistics.median(column) for column in zip(*times[name], strict=True))
@@ -213,6 +202,15 @@ def relative_error(output: Tensor, true: Tensor) -> float:
     return float((output.double() - true.double()).norm() / true.double().norm())
 
 
+def compare(row: Timed, output: Tensor, true: Tensor, most: float) -> None:
+    """Fills the error of a row, and why it is not timed if the error is larger than this."""
+    row.error = relative_error(output, true)
+    row.right = row.error <= most
+    if not row.right:
+        row.why_not = f"it is off by {row.error:.1e} of the norm of the true outputs"
+
+
+@torch.inference_mode()
 def cached_steps(setting: Setting, rounds: int, seconds: float) -> dict[str, Timed]:
     """A token of a BLOOM whose cache holds random keys: with the caches of `transformers` and ours, also after padding.
 
@@ -256,9 +254,7 @@ def cached_steps(setting: Setting, rounds: int, seconds: float) -> dict[str, Tim
     for name, output in outputs.items():
         row = found[name] = Timed(length=length, tokens=len(output))
         compared = 1 if "quarter" in name else None
-        row.error = relative_error(output[:compared], outputs[truth[name]][:compared])
-        row.right = row.error <= MOST_ERROR[setting.precision]
-        row.why_not = None if row.right else f"it is off by {row.error:.1e}"
+        compare(row, output[:compared], outputs[truth[name]][:compared], MOST_ERROR[setting.precision])
     device = torch.device(setting.device)
     if device.type == "cuda":
         calls["ours, static cache" + GRAPH] = replayable(calls["ours, static cache"], device)
@@ -287,6 +283,7 @@ def _step(model: nn.Module, cache: Any, token: Tensor, mask: Tensor | None = Non
     return call
 
 
+@torch.inference_mode()
 def after_prompt(setting: Setting, tokens: int, rounds: int) -> dict[str, Timed]:
     """The mean time of a token after a prompt, by program; all read the same prompt and then the same tokens."""
     listed = inputs(setting, [setting.room])[0][0].cpu().tolist()
@@ -303,12 +300,9 @@ def after_prompt(setting: Setting, tokens: int, rounds: int) -> dict[str, Timed]
         except (Crash, ValueError) as refusal:  # CTranslate2 has no bf16 on a CPU
             row.why_not = str(refusal)
             continue
-        row.error = relative_error(torch.from_numpy(program.logits(again)), torch.from_numpy(true))
-        row.right = row.error <= MOST_ERROR[setting.precision]
+        compare(row, torch.from_numpy(program.logits(again)), torch.from_numpy(true), MOST_ERROR[setting.precision])
         if row.right:
             calls[name] = program.several(listed, tokens)
-        else:
-            row.why_not = f"its logits are off by {row.error:.1e}, so its time is not comparable"
     for name, seconds in medians_of(calls, repeats=rounds, seconds=math.inf).items():
         rows[name].forward_ms = 1e3 * seconds
     return rows

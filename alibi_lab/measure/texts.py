@@ -21,7 +21,7 @@ from alibi_attn.hf import ALiBiBertModel
 from alibi_attn.hf.embedding.late_chunking import Document, Windows, computed
 from alibi_attn.nn.linear import quantized
 from alibi_lab.measure import cached_text
-from alibi_lab.measure.harness import Config, Row, Rows, Say, keep
+from alibi_lab.measure.harness import Config, Row, Rows, Say, check_names, keep
 from alibi_lab.measure.model_programs import our_encoder
 from alibi_lab.measure.models import relative_error
 from alibi_lab.measure.peers.dense_encoder import Sizes
@@ -60,12 +60,12 @@ def texts(
     Raises:
         RuntimeError: losses or vectors differ; nothing is timed.
     """
-    if unknown := [part for part in parts if part not in PARTS]:
-        raise ValueError(f"parts has {', '.join(unknown)} but must be of {', '.join(PARTS)}")
+    check_names(parts=(parts, PARTS))
     if dtype not in MOST_ERROR:
         raise ValueError(f"dtype is {dtype!r} but must be {' or '.join(map(repr, MOST_ERROR))}")
     run: Config = {"tokens": tokens, "threads": torch.get_num_threads()}
-    jobs: dict[str, tuple[Config, Iterator[Rows], dict[str, float | None]]] = {}
+    configs, rows = dict[str, Config](), dict[str, Iterator[Rows]]()
+    metrics: dict[str, float | None] = {}  # of the part cache
     if "cache" in parts:
         if sys.platform != "linux":
             raise NotImplementedError("the part cache counts bytes in /proc, which only Linux has; use Linux or WSL")
@@ -75,31 +75,21 @@ def texts(
             )
         sizes = {"layers": layers or 2, "width": width or 1024}
         folder = Path(cache or out / f"cache-{sizes['width']}x{sizes['layers']}-{tokens}")
-        metrics: dict[str, float | None] = {}
-        config = {
-            **run,
-            **sizes,
-            "processes": processes,
-            "vocabulary": cached_text.VOCABULARY,
+        configs["texts/cache"] = {
+            **run, **sizes, "processes": processes, "vocabulary": cached_text.VOCABULARY,
             "file_system": cached_text.file_system(folder),
-        }
-        jobs["texts/cache"] = config, cached_text.cached(folder, tokens, processes, metrics, say, **sizes), metrics
+        }  # fmt: skip
+        rows["texts/cache"] = cached_text.cached(folder, tokens, processes, metrics, say, **sizes)
     encoder = Sizes(layers or 12, width or 768, (width or 768) // 64, 4 * (width or 768))
     shape = {**dataclasses.asdict(encoder), "dtype": dtype, "chunk": CHUNK}
     if "document" in parts:
-        jobs["texts/document"] = {**run, **shape, "checked": checked}, _document(tokens, checked, encoder, dtype), {}
+        configs["texts/document"] = {**run, **shape, "checked": checked}
+        rows["texts/document"] = _document(tokens, checked, encoder, dtype)
     if "passages" in parts:
-        windows = [list(each) for each in WINDOWS]
-        jobs["texts/passages"] = (
-            {**shape, "tokens": checked, "windows": windows},
-            _passages(checked, encoder, dtype),
-            {},
-        )
-    paths: list[Path] = []
-    for name, (about, rows, metrics) in jobs.items():
-        steps = ({name: each} for each in rows)
-        paths += keep(out, {name: about}, steps, summary=lambda _, found=metrics: dict(found), say=say)  # type: ignore[misc]
-    return paths
+        configs["texts/passages"] = {**shape, "tokens": checked, "windows": [list(each) for each in WINDOWS]}
+        rows["texts/passages"] = _passages(checked, encoder, dtype)
+    steps = ({name: each} for name, of_part in rows.items() for each in of_part)
+    return keep(out, configs, steps, summary=lambda name, columns: metrics if name == "texts/cache" else {}, say=say)
 
 
 PARTS = ("cache", "document", "passages")
@@ -118,7 +108,7 @@ def _document(tokens: int, checked: int, sizes: Sizes, dtype: str) -> Iterator[R
 def _passages(tokens: int, sizes: Sizes, dtype: str) -> Iterator[Rows]:
     """How close the vectors of passages are to those of one pass in fp32: read in windows, in int8, or alone."""
     document = random_document(tokens, sizes.vocabulary)
-    model, started = our_encoder(sizes).to(getattr(torch, dtype)), time.perf_counter()
+    model = our_encoder(sizes).to(getattr(torch, dtype))
     true = vectors(our_encoder(sizes), document)
     ways: dict[str, tuple[ALiBiBertModel, Windows]] = {"one pass": (model, Windows())}
     ways |= {f"windows of {size}, {shared} shared": (model, Windows(size, shared)) for size, shared in WINDOWS}
@@ -134,12 +124,8 @@ def _passages(tokens: int, sizes: Sizes, dtype: str) -> Iterator[Rows]:
         found = vectors(encoder, document, windows)
         cosines = (found * true).sum(1) / np.linalg.norm(found, axis=1) / np.linalg.norm(true, axis=1)
         ms = (time.perf_counter() - started) * 1e3
-        rows[name] = {
-            "length": tokens,
-            "forward_ms": ms,
-            "cosine": float(cosines.mean()),
-            "worst_cosine": float(cosines.min()),
-        }
+        closeness = {"cosine": float(cosines.mean()), "worst_cosine": float(cosines.min())}
+        rows[name] = {"length": tokens, "forward_ms": ms, **closeness}
     yield rows
 
 

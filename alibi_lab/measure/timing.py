@@ -82,10 +82,10 @@ def device_ms(call: Callable[[], object]) -> float:
     return first if calls == 1 else _between_events(call, calls)
 
 
-def host_us(call: Callable[[], object], device: torch.device, *, repeats: int = 7) -> float:
+def host_us(call: Callable[[], object], device: torch.device) -> float:
     """The median microseconds until a warm call returns, with an idle device; on CUDA its kernels may still be running."""
     taken = []
-    for _ in range(repeats if device.type == "cuda" else 1):
+    for _ in range(7 if device.type == "cuda" else 1):
         if device.type == "cuda":
             torch.cuda.synchronize()
         taken.append(elapsed_ms(call) * 1e3)

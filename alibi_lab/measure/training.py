@@ -141,7 +141,7 @@ def training(
                     rows[f"{config.model.method}, {PRECISIONS[precision]}"] = {**row, "loss_nats": losses[label]}
                 yield {name: rows}
 
-    return keep(out, {name: _config(configs, scale, threads)}, steps(), summary=lambda columns: metrics, say=say)
+    return keep(out, {name: _config(configs, scale, threads)}, steps(), summary=lambda name, columns: metrics, say=say)
 
 
 def _configs(scale: str, methods: Sequence[str], lengths: Sequence[int], least_steps: int) -> list[RunConfig]:
