@@ -15,7 +15,7 @@ import importlib.util
 import itertools
 import re
 import shutil
-from collections.abc import Iterator, Sequence, Set
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -87,7 +87,14 @@ def run(
             from alibi_lab.lab import ray_trainings
 
             ray_trainings.run_all(study, list(filter(None, left)), out=out, console=console, track=track)
-        paths = _in_turn(models, set(itertools.chain(*left)), console, track)
+        settings = [None if group[0].recorded()[0] else group[0].config.train for group in models]
+        tokens = [train.steps * train.batch_tokens if train else 0 for train in settings]
+        paths: list[Path] = []
+        for number, group in enumerate(models, 1):
+            place = f"model {number} of {len(models)}" if len(models) > 1 else "", sum(tokens[number:])
+            for one in group:  # what was made on Ray is recorded
+                quiet = one.config in itertools.chain(*left)
+                paths += run_once(one, Console(quiet=True) if quiet else console, track, place)
         for other in runs.values() if state.is_main_process else ():  # those of other shards
             training, evaluation = other.recorded()
             if training and evaluation:
@@ -158,22 +165,6 @@ def _with_their_texts(study: str, configs: Sequence[RunConfig], out: Path, conso
         with PartialState().main_process_first():
             corpora[data] = load_corpus(data, out / "tokens")
     return {config: make_run(study, config, corpora[config.data], out) for config in configs}
-
-
-def _in_turn(models: Sequence[Sequence[Run]], done: Set[RunConfig], console: Console, track: str) -> list[Path]:
-    """Trains and tests what is not recorded, and returns all records; each list holds the runs of one training.
-
-    Args:
-        done: the runs that were made on Ray.
-    """
-    settings = [None if runs[0].recorded()[0] else runs[0].config.train for runs in models]
-    tokens = [train.steps * train.batch_tokens if train else 0 for train in settings]
-    paths: list[Path] = []
-    for number, runs in enumerate(models, 1):
-        place = f"model {number} of {len(models)}" if len(models) > 1 else "", sum(tokens[number:])
-        for one in runs:
-            paths += run_once(one, Console(quiet=True) if one.config in done else console, track, place)
-    return paths
 
 
 def processes() -> PartialState:

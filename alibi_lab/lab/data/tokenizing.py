@@ -148,9 +148,18 @@ def make_tokenizer(name: str, chunks: Callable[[], Iterator[bytes]], num_bytes: 
     if name == "bytes":
         return ByteTokenizer()
     if name == "words":
-        return WordTokenizer(_frequent_words(chunks()))
+        counts = collections.Counter({EOS: 0, UNK: 0})
+        for chunk in chunks():
+            counts.update(_words(chunk.decode()))
+        return WordTokenizer(sorted(counts, key=lambda word: (-counts[word], word)))
     if not name.startswith("bpe:"):
-        return _tokenizer_file(name)
+        path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
+        try:
+            return BpeTokenizer(name, path.read_text(encoding="utf-8"))
+        except Exception as error:  # tokenizers raises nothing more specific
+            reason = error.strerror if isinstance(error, OSError) else error
+            found = f"{path} is not a tokenizer that can be read ({reason})"
+            raise CorpusError(f"data.tokenizer is {name!r} but {found}") from None
     size = int(name.removeprefix("bpe:"))
     if size < 256:
         found = f"data.tokenizer is {name!r} but byte-level BPE begins with 256 tokens, one per byte"
@@ -160,16 +169,6 @@ def make_tokenizer(name: str, chunks: Callable[[], Iterator[bytes]], num_bytes: 
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, show_progress=False, initial_alphabet=_byte_characters())
     tokenizer.train_from_iterator((chunk.decode() for chunk in _sample(chunks(), num_bytes)), trainer)
     return BpeTokenizer(name, tokenizer.to_str())
-
-
-def _tokenizer_file(name: str) -> "BpeTokenizer":
-    path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
-    try:
-        return BpeTokenizer(name, path.read_text(encoding="utf-8"))
-    except Exception as error:  # tokenizers raises nothing more specific
-        reason = error.strerror if isinstance(error, OSError) else error
-        found = f"{path} is not a tokenizer that can be read ({reason})"
-        raise CorpusError(f"data.tokenizer is {name!r} but {found}") from None
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -204,13 +203,6 @@ def load_tokenizer(path: Path) -> Tokenizer:
 def token_dtype(vocab_size: int) -> torch.dtype:
     """The smallest of uint8, uint16 and int32 that holds every token."""
     return torch.uint8 if vocab_size <= 1 << 8 else torch.uint16 if vocab_size <= 1 << 16 else torch.int32
-
-
-def _frequent_words(chunks: Iterable[bytes]) -> list[str]:
-    counts = collections.Counter({EOS: 0, UNK: 0})
-    for chunk in chunks:
-        counts.update(_words(chunk.decode()))
-    return sorted(counts, key=lambda word: (-counts[word], word))
 
 
 def _words(text: str) -> list[str]:

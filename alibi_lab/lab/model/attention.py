@@ -77,17 +77,12 @@ def attend(q: Tensor, k: Tensor, v: Tensor, bias: Bias, at: Pass | None = None, 
                 "the model's position method has a bias per pair of tokens, which train.context_parallel does not support: pass "
                 "a method whose bias is linear in the distance, or train.context_parallel=1"
             )
-        given: Any = {
-            "window": window,
-            "segment_ids": at.segment_ids,
-            "group": context.group,
-            "timeout": context.timeout,
-        }
         over = distributed.context_parallel_attention, distributed.context_parallel_forgetting_attention
-        return _linear_attention(q, k, v, bias, over, **given)
+        others = {"group": context.group, "timeout": context.timeout}
+        return _linear_attention(q, k, v, bias, over, window=window, segment_ids=at.segment_ids, **others)
     window = None if window is not None and window >= key_len else window
     masked = window is not None or at.segment_ids is not None
-    given = {"window": window, "segment_ids": at.segment_ids, "dropout_p": dropout_p}
+    given: Any = {"window": window, "segment_ids": at.segment_ids, "dropout_p": dropout_p}
     if isinstance(bias, ByDistance) and (query_len > 1 or masked):
         return toeplitz_attention(q, k, v, bias.table, **given)
     if not pairwise and (bias is not None or masked or _has_kernels(q)):

@@ -41,17 +41,13 @@ def source_facts(method: str) -> dict[str, Json]:
     if not IMPORT_PATH.fullmatch(method):
         return {}
     look = imported_method(method).look or Look(method.rpartition(":")[2], "#111827", "#f3f4f6", "*")
-    source = Path(str(_module(method).__file__)).read_bytes()
-    return {"path": method, "sha256": _hash(source), **dataclasses.asdict(look)}
-
-
-def _hash(source: bytes) -> str:
-    """A hash of what the source does: of its syntax tree without imports, comments, layout and the module's docstring."""
-    tree = ast.parse(source)
+    # The hash is of the syntax tree without imports, comments, layout and the module's docstring.
+    tree = ast.parse(Path(str(_module(method).__file__)).read_bytes())
     if ast.get_docstring(tree) is not None:
         del tree.body[0]
     tree.body = [node for node in tree.body if not isinstance(node, ast.Import | ast.ImportFrom)]
-    return hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
+    digest = hashlib.sha256(ast.unparse(tree).encode()).hexdigest()
+    return {"path": method, "sha256": digest, **dataclasses.asdict(look)}
 
 
 def _module(path: str) -> ModuleType:

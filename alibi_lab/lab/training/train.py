@@ -223,9 +223,8 @@ def _step(training: Training, parts: Sequence[Batch], step: int, interrupted: Fl
 def _validated(progress: Progress, model: LanguageModel, tokens: Tensor, config: TrainConfig) -> Progress:
     """The progress with one more validation point; every process computes it all, because shards need every process."""
     length = config.validate_length or config.length
-    nats, scored = validation_nats(
-        model, tokens, length=length, tokens_to_score=config.validate_tokens, batch_tokens=EvalConfig.batch_tokens
-    )
+    sizes = {"tokens_to_score": config.validate_tokens, "batch_tokens": EvalConfig.batch_tokens}
+    nats, scored = validation_nats(model, tokens, length=length, **sizes)
     point = {"step": progress.step, "seconds": progress.seconds, "nats": nats, "tokens": scored}
     return dataclasses.replace(progress, validation=_with_point(progress.validation, point))
 

@@ -12,21 +12,16 @@ import typing
 from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
 from pathlib import Path
-from typing import Any, Protocol
+from typing import Any
 
-from alibi_lab.lab.config import Method, Recipe, RunConfig, Scale, Split
+from alibi_lab.lab.config import Recipe, RunConfig, Scale, Split
 from alibi_lab.recipes.paper import answers, studies
 from alibi_lab.recipes.paper.answers import Evidence
 from alibi_lab.recipes.paper.cells import Cell, Curves, Item, Way, configs, scaled, tested
 from alibi_lab.report.published import PAPER_METHODS
 
 Cells = Iterator[Cell]
-
-
-class Training(Protocol):
-    """`studies.wikitext` or `studies.books`."""
-
-    def __call__(self, method: Method, paper_length: int, scale: Scale, *, staged: bool = False) -> RunConfig: ...
+Training = Callable[..., RunConfig]  # `studies.wikitext` or `studies.books`
 
 
 _STAGED = "Staged Training (Press et al., 2021)"

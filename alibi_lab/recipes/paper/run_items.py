@@ -17,7 +17,7 @@ from rich.markup import escape
 
 from alibi_lab import records
 from alibi_lab.lab import experiment
-from alibi_lab.lab.config import Recipe, RunConfig, Scale, Selection
+from alibi_lab.lab.config import RunConfig, Scale, Selection
 from alibi_lab.lab.config_io import to_json
 from alibi_lab.recipes.paper import measure_speed
 from alibi_lab.recipes.paper.answers import Evidence, metric
@@ -63,7 +63,8 @@ def run_items(
         if study == "speed":
             paths += _measured(distinct, out / "records", scale, console)
         elif distinct:
-            recipe = _study(study, distinct)
+            runs = dict.fromkeys(typing.get_args(Scale), distinct)
+            recipe = dataclasses.replace(PAPER, name=study, scales=typing.get_args(Scale), runs=runs.__getitem__)
             paths += experiment.run(
                 recipe, out=out, scale=scale, shard=shard, on_ray=on_ray, console=console, track=track
             )
@@ -74,10 +75,6 @@ def run_items(
         return paths
     by_file = {f"{records.key(one)}.json": one for one in map(records.load, paths)}
     return paths + [_answered(one, by_file, out / "records", scale) for one in selected]
-
-
-def _study(name: str, runs: tuple[RunConfig, ...]) -> Recipe:
-    return dataclasses.replace(PAPER, name=name, scales=typing.get_args(Scale), runs=lambda scale: runs)
 
 
 def _measured(runs: Sequence[RunConfig], folder: Path, scale: Scale, console: Console) -> list[Path]:
