@@ -27,7 +27,7 @@ from rich.markup import escape
 
 from alibi_lab.lab.config import ConfigError, DataConfig, Recipe, RunConfig, Selection
 from alibi_lab.lab.data.corpus import Corpus, CorpusError, load_corpus
-from alibi_lab.lab.data.symbol_tasks import TaskError
+from alibi_lab.lab.data.tasks import TaskError
 from alibi_lab.lab.model.method_trial import try_imported_methods
 from alibi_lab.lab.planning import by_training, configs_of
 from alibi_lab.lab.run import Run, make_run, run_once

@@ -23,8 +23,8 @@ from alibi_attn.nn.allocator import resident_bytes
 from alibi_lab.measure.harness import Row, Rows, Say, number
 from alibi_lab.measure.models import MOST_ERROR, relative_error
 from alibi_lab.measure.peers import missing
-from alibi_lab.measure.peers.llama_state import NEEDS, LlamaState
-from alibi_lab.measure.peers.transformers_decoders import bloom
+from alibi_lab.measure.peers.llama_cpp import STATE_NEEDS, LlamaState
+from alibi_lab.measure.peers.transformers_models import bloom
 from alibi_lab.measure.timing import elapsed_ms
 
 VOCABULARY = 1024
@@ -48,7 +48,7 @@ def cached(
     metrics["peak_added_bytes"] = max(number(row["added_bytes"]) for row in rows)
     one_token(model, folder)  # brings the pages into memory
     metrics.update(opened(folder, lambda: one_token(model, folder)) | sharing(model, folder, processes))
-    if tokens <= PEER_LONGEST and missing(NEEDS) is None:
+    if tokens <= PEER_LONGEST and missing(STATE_NEEDS) is None:
         metrics.update(saved_state(model, text, folder))
     yield {}
 

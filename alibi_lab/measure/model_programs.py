@@ -14,12 +14,11 @@ from torch import Tensor, nn
 
 from alibi_attn.hf import ALiBiBertConfig, ALiBiBertModel, patch
 from alibi_attn.nn.linear import quantized
-from alibi_lab.measure.peers import llama_encoder, onnx_runtime
-from alibi_lab.measure.peers.bert import plain_bert
+from alibi_lab.measure.peers import onnx_runtime
 from alibi_lab.measure.peers.ctranslate2 import CTranslate2
 from alibi_lab.measure.peers.dense_encoder import DenseEncoder, Sizes
-from alibi_lab.measure.peers.llama_cpp import LlamaCpp
-from alibi_lab.measure.peers.transformers_decoders import decoder
+from alibi_lab.measure.peers.llama_cpp import LlamaCpp, LlamaEncoder, write_encoder
+from alibi_lab.measure.peers.transformers_models import decoder, plain_bert
 
 ENCODER, DECODERS, T5 = "encoder", ("bloom", "mpt", "falcon"), "t5"
 MODELS = (*DECODERS, T5, ENCODER)
@@ -156,9 +155,9 @@ def onnx(setting: Setting) -> Run:
 def llama(setting: Setting, *, flash: bool) -> Run:
     path = setting.folder / f"{setting.precision}.gguf"
     if not path.exists():
-        llama_encoder.write(our_encoder(setting.sizes), path, setting.precision)
+        write_encoder(our_encoder(setting.sizes), path, setting.precision)
     room = setting.room * setting.texts
-    return llama_encoder.LlamaEncoder(path, room=room, texts=setting.texts, threads=setting.threads, flash=flash)
+    return LlamaEncoder(path, room=room, texts=setting.texts, threads=setting.threads, flash=flash)
 
 
 def of_program(setting: Setting, *, name: str) -> Run:

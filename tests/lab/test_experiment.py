@@ -18,7 +18,7 @@ from alibi_lab.lab import run as one_run
 from alibi_lab.lab.config import ConfigError, DataConfig, EvalConfig, ModelConfig, Recipe, RunConfig, TrainConfig
 from alibi_lab.lab.config_io import to_json
 from alibi_lab.lab.data.corpus import CorpusError, load_corpus, packed_batches
-from alibi_lab.lab.data.symbol_tasks import TaskError
+from alibi_lab.lab.data.tasks import TaskError
 from alibi_lab.lab.experiment import ExperimentError, run
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.training import train as loop

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 from alibi_lab import records
-from alibi_lab.lab.data import symbol_tasks
+from alibi_lab.lab.data import tasks
 from alibi_lab.records import Record
 from alibi_lab.report import method_comparison as referee
 from alibi_lab.report.method_comparison import Measured, Task, comparisons
@@ -89,7 +89,7 @@ def four() -> list[Record]:
 
 
 def test_chance_is_what_the_laboratory_says() -> None:
-    assert referee.CHANCE == symbol_tasks.CHANCE
+    assert referee.CHANCE == tasks.CHANCE
     assert referee.TITLES.keys() == referee.CHANCE.keys()
 
 

@@ -10,8 +10,18 @@ import torch
 from torch import Tensor
 
 from alibi_lab.lab.config import EvalConfig, SymbolTask
-from alibi_lab.lab.data.symbol_tasks import SYMBOLS, TaskError, shortest, symbol_documents
-from alibi_lab.lab.data.tasks import ASKED, Encode, passkey_rows, recall_distances, recall_rows, shortest_passkey
+from alibi_lab.lab.data.tasks import (
+    ASKED,
+    SYMBOLS,
+    Encode,
+    TaskError,
+    passkey_rows,
+    recall_distances,
+    recall_rows,
+    shortest,
+    shortest_passkey,
+    symbol_documents,
+)
 from alibi_lab.lab.evaluation.losses import MOST_PARTS, Column, Say, answers, columns
 from alibi_lab.lab.model.language_model import LanguageModel
 

@@ -1,8 +1,11 @@
-"""A BLOOM in llama.cpp, called through llama-cpp-python.
+"""llama.cpp: a BLOOM and an encoder (its model type jina-bert-v2) through llama-cpp-python, and saved states through cyllama.
 
-Its GELU is a half-precision lookup table, so its logits are off by about 1e-5.
+A BLOOM's GELU is a half-precision lookup table, so its logits are off by about 1e-5. An encoder's is the approximation by tanh,
+from such a table, so hidden states are off by about 1e-3. `llama-cli --prompt-cache` writes and reads saved states.
 """
 
+import functools
+import statistics
 import subprocess
 import sys
 import time
@@ -11,9 +14,15 @@ from pathlib import Path
 from typing import Any
 
 import numpy as np
+import torch
 from torch import Tensor
-from transformers import BloomForCausalLM, PreTrainedConfig
+from transformers import BloomForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from alibi_lab.measure.timing import elapsed_ms
+
+LONGEST = 2**20  # tokens of an encoder; the model has no limit, but the file format requires one
+WARM = 9  # tokens after the first one after a saved state; their median is a warm token
+STATE_NEEDS = ("cyllama", "gguf")  # packages of `LlamaState`
 BATCH = 2048  # most tokens per call and per matrix product
 READS = "import llama_cpp, sys; llama_cpp.Llama(sys.argv[1], n_ctx=64, verbose=False).eval([0] * 64)"
 
@@ -133,3 +142,135 @@ def write_file(
     writer.write_kv_data_to_file()
     writer.write_tensors_to_file()
     writer.close()
+
+
+class LlamaEncoder:
+    """The encoder with or without llama.cpp's flash attention. Texts of a batch are sequences, without padding.
+
+    Args:
+        room: most tokens of a batch, all of them computed at once.
+        texts: most texts of a batch.
+    """
+
+    def __init__(self, path: Path, *, room: int, texts: int, threads: int, flash: bool) -> None:
+        import llama_cpp
+
+        self._library = llama_cpp
+        sizes = {"n_batch": room, "n_ubatch": room, "n_seq_max": texts}
+        pooling = {"embedding": True, "pooling_type": llama_cpp.LLAMA_POOLING_TYPE_NONE}
+        self._llama = opened(path, room=room, threads=threads, flash=flash, **sizes, **pooling)
+        self._batch = llama_cpp.llama_batch_init(room, 0, texts)
+
+    def __call__(self, ids: Tensor, mask: Tensor) -> Tensor:
+        """Token ids [B, T] and their mask, padded on the right -> hidden states [B, T, E], 0 at padding."""
+        count = 0
+        for text, (row, length) in enumerate(zip(ids.tolist(), mask.sum(1).tolist(), strict=True)):
+            for position in range(length):
+                self._batch.token[count], self._batch.pos[count] = row[position], position
+                self._batch.n_seq_id[count], self._batch.seq_id[count][0] = 1, text
+                self._batch.logits[count] = True
+                count += 1
+        self._batch.n_tokens = count
+        context = self._llama._ctx.ctx
+        failed = self._library.llama_encode(context, self._batch)
+        if failed:
+            raise RuntimeError(f"llama.cpp returned {failed} for a batch of {count} tokens")
+        width = self._llama.n_embd()
+        found = np.ctypeslib.as_array(self._library.llama_get_embeddings(context), shape=(count, width))
+        states = torch.zeros(*ids.shape, width)
+        states[mask.bool()] = torch.from_numpy(found.copy())
+        return states
+
+
+def write_encoder(model: PreTrainedModel, path: Path, precision: str) -> None:
+    """Writes the weights with the names of llama.cpp's converter, without a tokenizer; vectors are in fp32."""
+    import gguf
+
+    config = model.config
+    settings: dict[str, object] = {
+        "context_length": LONGEST,
+        "feed_forward_length": config.intermediate_size,
+        "layer_norm_eps": config.layer_norm_eps,
+        "causal_attention": False,
+        "pooling_type": gguf.PoolingType.NONE,
+        "token_type_count": 2,
+        "tokenizer_model": "none",
+    }
+    write_file(path, gguf.MODEL_ARCH.JINA_BERT_V2, config, settings, encoder_tensors(model), precision)
+
+
+def encoder_tensors(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
+    """llama.cpp's names and the weights. Queries, keys and values are three tensors there, with or without biases."""
+    found: list[tuple[str, Tensor]] = []
+    for name, tensor in model.state_dict().items():
+        module, _, kind = name.rpartition(".")
+        parts = module.split(".")
+        inside = ".".join(parts[3:]) if parts[0] == "encoder" else module
+        block = f"blk.{parts[2]}." if parts[0] == "encoder" else ""
+        if inside == "attention.self.Wqkv":
+            thirds = tensor.chunk(3)
+            found += [(f"{block}attn_{part}.{kind}", third) for part, third in zip("qkv", thirds, strict=True)]
+        else:
+            found.append((f"{block}{ENCODER_NAMES[inside]}.{kind}", tensor))
+    return found
+
+
+ENCODER_NAMES = {
+    "embeddings.word_embeddings": "token_embd",
+    "embeddings.token_type_embeddings": "token_types",
+    "embeddings.LayerNorm": "token_embd_norm",
+    "attention.output.dense": "attn_output",
+    "attention.output.LayerNorm": "attn_output_norm",
+    "mlp.gated_layers": "ffn_up",
+    "mlp.wo": "ffn_down",
+    "mlp.layernorm": "layer_output_norm",
+}
+
+
+class LlamaState:
+    """A BLOOM with weights and cache in fp32 and flash attention.
+
+    Args:
+        room: the most tokens in the cache.
+    """
+
+    def __init__(self, model: BloomForCausalLM, folder: Path, *, room: int, threads: int) -> None:
+        from cyllama.llama import llama_cpp
+
+        path = folder / "bloom.gguf"
+        write_gguf(model, path)
+        self._library, self._vocabulary = llama_cpp, model.config.vocab_size
+        params = llama_cpp.LlamaContextParams()
+        params.n_ctx, params.n_batch, params.n_ubatch = room, BATCH, BATCH
+        params.n_threads = params.n_threads_batch = threads
+        params.type_k = params.type_v = 0  # ggml's number of fp32
+        params.flash_attn_type = 1
+        llama_cpp.disable_logging()
+        # cyllama 0.2.18 reads n_vocab for logits.
+        named = type("Named", (llama_cpp.LlamaModel,), {"n_vocab": self._vocabulary})
+        self._context = llama_cpp.LlamaContext(named(str(path), llama_cpp.LlamaModelParams()), params)
+
+    def read(self, tokens: Sequence[int]) -> None:
+        """Passes the tokens through the model, into an empty cache."""
+        self._context.kv_cache_clear()
+        for start in range(0, len(tokens), BATCH):
+            self._decode(tokens[start : start + BATCH], start)
+
+    def save(self, path: Path, tokens: Sequence[int]) -> None:
+        """Saves the state after these tokens, which were read before."""
+        if not self._context.save_state_file(str(path), list(tokens)):
+            raise RuntimeError(f"llama.cpp cannot save its state to {path}")
+
+    def load(self, path: Path, token: int) -> tuple[np.ndarray, float, float]:
+        """(A saved state's logits after a token, milliseconds with loading, median milliseconds of a token after it)."""
+        self._context.kv_cache_clear()
+        start = time.perf_counter()
+        length = len(self._context.load_state_file(str(path), self._context.n_ctx))
+        logits = self._decode([token], length)
+        first = (time.perf_counter() - start) * 1e3
+        decodings = (functools.partial(self._decode, [token], length + 1 + at) for at in range(WARM))
+        return logits, first, statistics.median(map(elapsed_ms, decodings))
+
+    def _decode(self, tokens: Sequence[int], start: int) -> np.ndarray:
+        self._context.decode(self._library.llama_batch_get_one(list(tokens), start))
+        return np.array(self._context.get_logits(), np.float32)  # of the last token, the only one requested

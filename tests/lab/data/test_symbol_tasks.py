@@ -8,7 +8,7 @@ from copier import Copier
 
 from alibi_lab.lab.config import DataConfig, EvalConfig, SymbolTask
 from alibi_lab.lab.data.corpus import load_corpus
-from alibi_lab.lab.data.symbol_tasks import CHANCE, TaskError, shortest, symbol_documents
+from alibi_lab.lab.data.tasks import CHANCE, TaskError, shortest, symbol_documents
 from alibi_lab.lab.evaluation.context_use import symbols
 
 TASKS = typing.get_args(SymbolTask)

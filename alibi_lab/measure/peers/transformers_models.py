@@ -1,13 +1,16 @@
-"""Models that `patch` supports, of `transformers` and with random weights: BLOOM, MPT, Falcon-RW and T5's encoder."""
+"""Models of `transformers` with random weights: those that `patch` supports, and a BERT, with learned positions and no bias."""
 
 from collections.abc import Callable
 from typing import Any
 
 import torch
 import transformers
-from transformers import BloomForCausalLM, PreTrainedModel
+from torch import nn
+from transformers import BertConfig, BertModel, BloomForCausalLM, PreTrainedModel
 from transformers.models.t5.configuration_t5 import T5Config
 from transformers.models.t5.modeling_t5 import T5EncoderModel
+
+from alibi_lab.measure.peers.dense_encoder import Sizes
 
 
 def bloom(width: int, *, layers: int, heads: int, vocabulary: int) -> BloomForCausalLM:
@@ -34,3 +37,10 @@ def decoder(family: str, width: int, longest: int, *, layers: int, heads: int, v
         "t5": lambda: T5EncoderModel(T5Config(vocab_size=vocabulary, **of_t5)),
     }
     return made[family]().requires_grad_(False).train(False)
+
+
+def plain_bert(sizes: Sizes, longest: int) -> nn.Module:
+    """A BERT of these sizes, without a gate in the feed-forward part."""
+    options = {"attn_implementation": "sdpa", "initializer_range": sizes.initializer_range}
+    config = BertConfig(**(sizes.of_transformers | options), max_position_embeddings=longest)
+    return BertModel(config, add_pooling_layer=False).train(False)
