@@ -7,6 +7,7 @@ with the same, so that `error` is what int8 or float8 costs. On a CPU every pass
 import dataclasses
 import itertools
 import math
+import operator
 import statistics
 import tempfile
 import time
@@ -22,6 +23,7 @@ from transformers.cache_utils import DynamicCache
 
 from alibi_attn.hf import ALiBiCache, patch
 from alibi_attn.nn.linear import quantized
+from alibi_lab.measure import timing
 from alibi_lab.measure.harness import GRAPH, Config, Say, Timed, check_names, keep
 from alibi_lab.measure.model_programs import (
     ALL,
@@ -39,16 +41,6 @@ from alibi_lab.measure.model_programs import (
 from alibi_lab.measure.peers import missing
 from alibi_lab.measure.peers.dense_encoder import Sizes
 from alibi_lab.measure.peers.llama_cpp import Crash
-from alibi_lab.measure.timing import (
-    in_fresh_process,
-    medians_ms,
-    medians_of,
-    peak_raised_by,
-    peak_rss_bytes,
-    replayable,
-    time_attention,
-    too_large,
-)
 
 PARTS = ("pass", "step", "prompt")
 # The largest error of outputs that is still their precision, as a share of the norm of the true ones.
@@ -146,16 +138,18 @@ def inputs(setting: Setting, batch: Sequence[int]) -> tuple[Tensor, Tensor]:
 def passes(setting: Setting, batch: Sequence[int], rounds: int, seconds: float) -> dict[str, Timed]:
     """A forward pass of every program over a batch: first compared, then timed in turns."""
     rows, times = dict[str, Timed](), dict[str, list[tuple[float, float]]]()
-    in_process = in_fresh_process if setting.device == "cpu" else lambda function, *arguments: function(*arguments)
+    in_process: Callable[..., Any] = timing.in_fresh_process if setting.device == "cpu" else operator.call
     exact = dataclasses.replace(setting, precision="float32")
     numbers = len(batch) * setting.sizes.heads * max(batch) ** 2
-    truth = TRUTH[setting.model] if too_large(4 * PROGRAMS[TRUTH[setting.model]].arrays * numbers) is None else OURS
+    truth = (
+        TRUTH[setting.model] if timing.too_large(4 * PROGRAMS[TRUTH[setting.model]].arrays * numbers) is None else OURS
+    )
     true, _, _ = in_process(run_pass, truth, exact, batch, 0.0)
     for name, program in PROGRAMS.items():
         if setting.model not in program.models or setting.precision not in program.precisions:
             continue
         rows[name] = row = Timed(length=max(batch), tokens=sum(batch))
-        row.why_not = missing(program.needs) or too_large(4 * program.arrays * numbers)
+        row.why_not = missing(program.needs) or timing.too_large(4 * program.arrays * numbers)
         for _ in range(0 if row.why_not else rounds):
             try:
                 output, peak, spent = in_process(run_pass, name, setting, batch, seconds)
@@ -178,12 +172,12 @@ def run_pass(
     name: str, setting: Setting, batch: Sequence[int], seconds: float
 ) -> tuple[Tensor, int, list[tuple[float, float]]]:
     """(outputs of at most 512 tokens per text, added peak memory, seconds of each pass and of these in attention)."""
-    before, attention, spent = peak_rss_bytes(), [0.0], list[tuple[float, float]]()
+    before, attention, spent = timing.peak_rss_bytes(), [0.0], list[tuple[float, float]]()
     on_gpu = setting.device == "cuda"
     with torch.inference_mode():
         run = PROGRAMS[name].open(setting)
         if isinstance(run, nn.Module) and not on_gpu:
-            time_attention(run, ATTENTION, attention)
+            timing.time_attention(run, ATTENTION, attention)
         ids, mask = inputs(setting, batch)
         run(*inputs(setting, [min(WARM_UP, max(batch))]))
         end = time.perf_counter() + seconds
@@ -194,7 +188,7 @@ def run_pass(
                 torch.cuda.synchronize()
             spent.append((time.perf_counter() - start, attention[0]))
     shown = output[mask.bool()] if output.ndim == 3 else output
-    return shown[:512].float().cpu(), peak_raised_by(before), spent
+    return shown[:512].float().cpu(), timing.peak_raised_by(before), spent
 
 
 def relative_error(output: Tensor, true: Tensor) -> float:
@@ -257,10 +251,10 @@ def cached_steps(setting: Setting, rounds: int, seconds: float) -> dict[str, Tim
         compare(row, output[:compared], outputs[truth[name]][:compared], MOST_ERROR[setting.precision])
     device = torch.device(setting.device)
     if device.type == "cuda":
-        calls["ours, static cache" + GRAPH] = replayable(calls["ours, static cache"], device)
+        calls["ours, static cache" + GRAPH] = timing.replayable(calls["ours, static cache"], device)
         found["ours, static cache" + GRAPH] = dataclasses.replace(found["ours, static cache"])
     right = {name: call for name, call in calls.items() if found[name].right}
-    for name, ms in medians_ms(right, repeats=3 * rounds, seconds=3 * seconds, device=device).items():
+    for name, ms in timing.medians_ms(right, repeats=3 * rounds, seconds=3 * seconds, device=device).items():
         found[name].forward_ms = ms
     return found
 
@@ -303,7 +297,7 @@ def after_prompt(setting: Setting, tokens: int, rounds: int) -> dict[str, Timed]
         compare(row, torch.from_numpy(program.logits(again)), torch.from_numpy(true), MOST_ERROR[setting.precision])
         if row.right:
             calls[name] = program.several(listed, tokens)
-    for name, seconds in medians_of(calls, repeats=rounds, seconds=math.inf).items():
+    for name, seconds in timing.medians_of(calls, repeats=rounds, seconds=math.inf).items():
         rows[name].forward_ms = 1e3 * seconds
     return rows
 

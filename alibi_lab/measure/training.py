@@ -35,17 +35,8 @@ from alibi_lab.lab.training.flops import DTYPES, attention_flops, linear_flops, 
 from alibi_lab.lab.training.parallel import prepare
 from alibi_lab.lab.training.train import Step
 from alibi_lab.lab.training.train import steps as train_steps
+from alibi_lab.measure import timing
 from alibi_lab.measure.harness import Config, Row, Rows, Say, keep
-from alibi_lab.measure.timing import (
-    MATRIX_SIZE,
-    Result,
-    elapsed_ms,
-    fresh_process,
-    matrix_product,
-    matrix_rate_gflops,
-    medians_of,
-    result,
-)
 
 COMPARED: tuple[Method, ...] = ("alibi", "sinusoidal", "rotary", "t5")
 # Model and training of the recipe `quick` at the scales that fit on one CPU; a test compares them.
@@ -118,7 +109,7 @@ def training(
 
     def steps() -> Iterator[Mapping[str, Rows]]:
         with contextlib.ExitStack() as stack:
-            pools = {precision: stack.enter_context(fresh_process(threads)) for precision in PRECISIONS}
+            pools = {precision: stack.enter_context(timing.fresh_process(threads)) for precision in PRECISIONS}
             losses: dict[str, float] = {}
             for config in configs:
                 first = {precision: _call(pool, _first, _at(config, precision)) for precision, pool in pools.items()}
@@ -128,9 +119,9 @@ def training(
             for precision, pool in pools.items():
                 calls[f"matrix product, {precision}"] = functools.partial(_call, pool, _product_ms, precision)
                 for config in configs:
-                    step_ms = functools.partial(_call, pool, _of_step, elapsed_ms, _at(config, precision))
+                    step_ms = functools.partial(_call, pool, _of_step, timing.elapsed_ms, _at(config, precision))
                     calls[_name(config, precision)] = step_ms
-            times = medians_of(calls, repeats=repeats, seconds=seconds)
+            times = timing.medians_of(calls, repeats=repeats, seconds=seconds)
             for config in configs:
                 metrics[f"{_name(config)}, fp32 / bf16"] = times[_name(config, "no")] / times[_name(config, "bf16")]
                 rows: dict[str, Row] = {}
@@ -172,7 +163,7 @@ def _config(configs: Sequence[RunConfig], scale: str, threads: int) -> Config:
         "parameters": multiplying_parameters(configs[0].model),
         "precisions": list(PRECISIONS.values()),
         "threads": threads,
-        "matrix_size": MATRIX_SIZE,
+        "matrix_size": timing.MATRIX_SIZE,
         "tolerances": {"loss": LOSS_TOLERANCE, "gradient_norm": NORM_TOLERANCE},
     }
 
@@ -186,22 +177,22 @@ def _name(config: RunConfig, precision: Precision | None = None) -> str:
     return name if precision is None else f"{name}, {PRECISIONS[precision]}"
 
 
-def _call(pool: Executor, function: Callable[..., Result], *arguments: object) -> Result:
+def _call(pool: Executor, function: Callable[..., timing.Result], *arguments: object) -> timing.Result:
     """Runs the function in the pool's process."""
-    return result(pool.submit(function, *arguments), "a training process", "pass a smaller --scale")
+    return timing.result(pool.submit(function, *arguments), "a training process", "pass a smaller --scale")
 
 
 @functools.cache
 def product_in(precision: Precision) -> Callable[[], object]:
     """A matrix product in the dtype in which a training multiplies: fp32 if this CPU has no instructions for the other dtype."""
     dtype = DTYPES[precision]
-    return matrix_product(torch.float32 if is_slow(dtype) else dtype)
+    return timing.matrix_product(torch.float32 if is_slow(dtype) else dtype)
 
 
 def utilization_row(config: RunConfig, step_ms: float, product_ms: float) -> Row:
     """The columns of one config, from the times of its step and of a matrix product."""
     linear, attention = linear_flops(config), attention_flops(config)
-    achieved, rate = (linear + attention) / step_ms / 1e6, matrix_rate_gflops(product_ms)
+    achieved, rate = (linear + attention) / step_ms / 1e6, timing.matrix_rate_gflops(product_ms)
     return {
         "length": config.train.length,
         "step_ms": step_ms,
@@ -269,9 +260,9 @@ def _first(config: RunConfig) -> list[tuple[float, float]]:
     return [(step.loss_nats, step.gradient_norm) for step in itertools.islice(_training(config), FIRST_STEPS)]
 
 
-def _of_step(measure: Callable[[Callable[[], object]], Result], config: RunConfig) -> Result:
+def _of_step(measure: Callable[[Callable[[], object]], timing.Result], config: RunConfig) -> timing.Result:
     return measure(functools.partial(next, _training(config)))
 
 
 def _product_ms(precision: Precision) -> float:
-    return elapsed_ms(product_in(precision))
+    return timing.elapsed_ms(product_in(precision))

@@ -19,7 +19,7 @@ SETTING = Setting(model="encoder", sizes=Sizes(1, 64, 2, 96, 40), room=40)
 
 @pytest.fixture(autouse=True)
 def _in_this_process(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "in_fresh_process", lambda function, *arguments: function(*arguments))
+    monkeypatch.setattr(module.timing, "in_fresh_process", lambda function, *arguments: function(*arguments))
 
 
 def test_decoders_and_encoders_pass_and_equal_the_originals(tmp_path: Path) -> None:
@@ -90,7 +90,7 @@ def test_wrong_outputs_are_not_timed_and_ours_are_an_error(tmp_path: Path, monke
 
 
 def test_a_program_that_needs_more_memory_than_there_is_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(module, "too_large", lambda needed: "it may need too much" if needed > 0 else None)
+    monkeypatch.setattr(module.timing, "too_large", lambda needed: "it may need too much" if needed > 0 else None)
     rows = module.passes(SETTING, (40,), 1, 0.1)
     assert rows["original: dense bias, eager"].why_not == "it may need too much"
     assert rows[OURS].forward_ms is not None

@@ -112,7 +112,7 @@ def in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
         return dataclasses.replace(config, train=dataclasses.replace(config.train, checkpoint_every=every))
 
     monkeypatch.setattr(training, "_at", at)
-    monkeypatch.setattr(training, "fresh_process", lambda threads: contextlib.nullcontext(HerePool()))
+    monkeypatch.setattr(training.timing, "fresh_process", lambda threads: contextlib.nullcontext(HerePool()))
     monkeypatch.setattr("alibi_lab.measure.timing.MATRIX_SIZE", 64)  # its cost does not matter here
     for cached in (training._training, training.product_in):
         cached.cache_clear()

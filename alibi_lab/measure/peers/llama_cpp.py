@@ -99,7 +99,7 @@ def write_gguf(model: BloomForCausalLM, path: Path, precision: str = "float32") 
     """Writes the weights with the names and order of llama.cpp's converter, without a tokenizer."""
     import gguf
 
-    config, arch = model.config, gguf.MODEL_ARCH.BLOOM
+    config = model.config
     settings = {
         "context_length": BATCH,
         "feed_forward_length": 4 * config.hidden_size,
@@ -107,13 +107,11 @@ def write_gguf(model: BloomForCausalLM, path: Path, precision: str = "float32") 
         "layer_norm_eps": config.layer_norm_epsilon,
         "tokenizer_model": "no_vocab",
     }
-    names = gguf.get_tensor_name_map(arch, config.n_layer)
-    tensors = []
-    for name, tensor in model.transformer.state_dict().items():
-        if "query_key_value" in name:  # per head here; llama.cpp has all queries first, then all keys, then all values
-            tensor = tensor.unflatten(0, (config.n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
-        tensors.append((names.get_name(name, try_suffixes=(".weight", ".bias")), tensor))
-    write_file(path, arch, config, settings, tensors, precision)
+    tensors = model.transformer.state_dict()
+    for name in [name for name in tensors if "query_key_value" in name]:
+        # Per head here; llama.cpp has all queries first, then all keys, then all values.
+        tensors[name] = tensors[name].unflatten(0, (config.n_head, 3, -1)).transpose(0, 1).flatten(0, 2)
+    write_file(path, gguf.MODEL_ARCH.BLOOM, config, settings, tensors.items(), precision)
 
 
 def write_file(
@@ -122,7 +120,7 @@ def write_file(
     """Writes a GGUF file; vectors and the types of tokens are in fp32.
 
     Args:
-        arch: gguf's number of the model type.
+        arch: gguf's number of the model type, which has llama.cpp's names of the tensors.
         config: the model's, of which the sizes are written.
         settings: further values by the name of the writer's `add_` function.
     """
@@ -133,7 +131,9 @@ def write_file(
     layers = {"block_count": config.num_hidden_layers, "head_count": config.num_attention_heads}
     for setting, value in (sizes | layers | settings).items():
         getattr(writer, f"add_{setting}")(value)
-    for name, tensor in tensors:
+    names = gguf.get_tensor_name_map(arch, config.num_hidden_layers)
+    for original, tensor in tensors:
+        name = names.get_name(original, try_suffixes=(".weight", ".bias"))
         is_matrix = tensor.ndim == 2 and name != "token_types.weight"
         stored = gguf.GGMLQuantizationType[TYPES[precision] if is_matrix else "F32"]
         array = gguf.quants.quantize(tensor.float().contiguous().numpy(), stored)
@@ -196,35 +196,11 @@ def write_encoder(model: PreTrainedModel, path: Path, precision: str) -> None:
         "token_type_count": 2,
         "tokenizer_model": "none",
     }
-    write_file(path, gguf.MODEL_ARCH.JINA_BERT_V2, config, settings, encoder_tensors(model), precision)
-
-
-def encoder_tensors(model: PreTrainedModel) -> list[tuple[str, Tensor]]:
-    """llama.cpp's names and the weights. Queries, keys and values are three tensors there, with or without biases."""
-    found: list[tuple[str, Tensor]] = []
-    for name, tensor in model.state_dict().items():
-        module, _, kind = name.rpartition(".")
-        parts = module.split(".")
-        inside = ".".join(parts[3:]) if parts[0] == "encoder" else module
-        block = f"blk.{parts[2]}." if parts[0] == "encoder" else ""
-        if inside == "attention.self.Wqkv":
-            thirds = tensor.chunk(3)
-            found += [(f"{block}attn_{part}.{kind}", third) for part, third in zip("qkv", thirds, strict=True)]
-        else:
-            found.append((f"{block}{ENCODER_NAMES[inside]}.{kind}", tensor))
-    return found
-
-
-ENCODER_NAMES = {
-    "embeddings.word_embeddings": "token_embd",
-    "embeddings.token_type_embeddings": "token_types",
-    "embeddings.LayerNorm": "token_embd_norm",
-    "attention.output.dense": "attn_output",
-    "attention.output.LayerNorm": "attn_output_norm",
-    "mlp.gated_layers": "ffn_up",
-    "mlp.wo": "ffn_down",
-    "mlp.layernorm": "layer_output_norm",
-}
+    tensors: list[tuple[str, Tensor]] = []
+    for name, tensor in model.state_dict().items():  # queries, keys and values are three tensors there
+        parts = zip(("query", "key", "value"), tensor.chunk(3), strict=True) if "Wqkv" in name else [("", tensor)]
+        tensors += [(name.replace("Wqkv", part), rows) for part, rows in parts]
+    write_file(path, gguf.MODEL_ARCH.JINA_BERT_V2, config, settings, tensors, precision)
 
 
 class LlamaState:
