@@ -67,7 +67,7 @@ def _remote(model: nn.Module, instead: str) -> str:
 
 def _head(kind: type) -> str:
     """The end of the name of our class with the same head."""
-    heads = (head.__name__.removeprefix("ALiBiBert") for head in HEADS)
+    heads = (head.__name__.removeprefix("ALiBiBert") for head in HEADS.values())
     return next((head for head in heads if kind.__name__.endswith(head)), "Model")
 
 

@@ -5,7 +5,7 @@ The names of their weights are those of BERT's and Jina's heads.
 
 import functools
 from collections.abc import Callable
-from typing import ClassVar
+from typing import Any, ClassVar
 
 import torch
 from torch import Tensor, nn
@@ -115,7 +115,24 @@ class ALiBiBertForMaskedLM(ALiBiBertHead):  # type: ignore[no-untyped-call]
         return logits
 
 
-class ALiBiBertForSequenceClassification(ALiBiBertHead):  # type: ignore[no-untyped-call]
+class ALiBiBertClassifier(ALiBiBertHead):  # type: ignore[no-untyped-call]
+    """The encoder with dropout and a linear map to `num_labels` logits, of every token or of the pooled first one."""
+
+    def __init__(self, config: ALiBiBertConfig) -> None:
+        super().__init__(config)
+        self.bert = ALiBiBertModel(config, add_pooling_layer=not self.per_token)
+        dropout = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
+        self.dropout = nn.Dropout(dropout)
+        self.classifier = nn.Linear(config.hidden_size, len(config.id2label or ()))
+        self.post_init()  # type: ignore[no-untyped-call]
+
+    def logits(self, encoded: BaseModelOutputWithPooling) -> Tensor:
+        states = encoded.last_hidden_state if self.per_token else encoded.pooler_output
+        logits: Tensor = self.classifier(self.dropout(states))
+        return logits
+
+
+class ALiBiBertForSequenceClassification(ALiBiBertClassifier):  # type: ignore[no-untyped-call]
     """The encoder with logits [B, num_labels] of the pooled first token: classifiers, and Jina's rerankers (one label).
 
     Arguments: those of `ALiBiBertModel`, and labels, [B] integers, or numbers [B] or [B, num_labels]. `config.problem_type`
@@ -124,37 +141,17 @@ class ALiBiBertForSequenceClassification(ALiBiBertHead):  # type: ignore[no-unty
 
     per_token, output = False, SequenceClassifierOutput
 
-    def __init__(self, config: ALiBiBertConfig) -> None:
-        super().__init__(config)
-        self.bert = ALiBiBertModel(config, add_pooling_layer=True)
-        self.dropout, self.classifier = _classifier(config)
-        self.post_init()  # type: ignore[no-untyped-call]
-
-    def logits(self, encoded: BaseModelOutputWithPooling) -> Tensor:
-        logits: Tensor = self.classifier(self.dropout(encoded.pooler_output))
-        return logits
-
     def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
         return _classification_loss(logits, labels, self.config, num_items)
 
 
-class ALiBiBertForTokenClassification(ALiBiBertHead):  # type: ignore[no-untyped-call]
+class ALiBiBertForTokenClassification(ALiBiBertClassifier):  # type: ignore[no-untyped-call]
     """The encoder with logits [B, T, num_labels] of every token.
 
     Arguments: those of `ALiBiBertModel`, and labels [B, T], −100 = no loss.
     """
 
     output = TokenClassifierOutput
-
-    def __init__(self, config: ALiBiBertConfig) -> None:
-        super().__init__(config)
-        self.bert = ALiBiBertModel(config, add_pooling_layer=False)
-        self.dropout, self.classifier = _classifier(config)
-        self.post_init()  # type: ignore[no-untyped-call]
-
-    def logits(self, encoded: BaseModelOutputWithPooling) -> Tensor:
-        logits: Tensor = self.classifier(self.dropout(encoded.last_hidden_state))
-        return logits
 
 
 class ALiBiBertForQuestionAnswering(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
@@ -261,19 +258,11 @@ def _mean(loss: Callable[..., Tensor], num_items: Tensor | int | None) -> Tensor
     return total / (num_items.to(total.device) if isinstance(num_items, Tensor) else num_items)
 
 
-def _classifier(config: ALiBiBertConfig) -> tuple[nn.Dropout, nn.Linear]:
-    """Dropout and the map to `num_labels` logits."""
-    dropout = config.hidden_dropout_prob if config.classifier_dropout is None else config.classifier_dropout
-    return nn.Dropout(dropout), nn.Linear(config.hidden_size, len(config.id2label or ()))
-
-
-AutoModelForMaskedLM.register(ALiBiBertConfig, ALiBiBertForMaskedLM)
-AutoModelForSequenceClassification.register(ALiBiBertConfig, ALiBiBertForSequenceClassification)
-AutoModelForTokenClassification.register(ALiBiBertConfig, ALiBiBertForTokenClassification)
-AutoModelForQuestionAnswering.register(ALiBiBertConfig, ALiBiBertForQuestionAnswering)
-HEADS: tuple[type[ALiBiBertPreTrainedModel], ...] = (
-    ALiBiBertForMaskedLM,
-    ALiBiBertForSequenceClassification,
-    ALiBiBertForTokenClassification,
-    ALiBiBertForQuestionAnswering,
-)
+HEADS: dict[Any, type[ALiBiBertPreTrainedModel]] = {  # of transformers -> ours
+    AutoModelForMaskedLM: ALiBiBertForMaskedLM,
+    AutoModelForSequenceClassification: ALiBiBertForSequenceClassification,
+    AutoModelForTokenClassification: ALiBiBertForTokenClassification,
+    AutoModelForQuestionAnswering: ALiBiBertForQuestionAnswering,
+}
+for auto, head in HEADS.items():
+    auto.register(ALiBiBertConfig, head)
