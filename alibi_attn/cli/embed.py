@@ -87,7 +87,11 @@ def embed(
             "--overlap is for the windows of --chunks, but texts are embedded whole; omit it, or pass --chunks"
         )
     overlap = OVERLAP if overlap is None else overlap
-    _check_platform()
+    if sys.platform == "win32":  # `hf/embedding/resumable_output.py` needs other systems' files
+        raise NotImplementedError(
+            "`alibi embed` renames and removes files that are locked and mapped, which Windows does not allow; "
+            "use sentence_transformer in Python, or WSL"
+        )
     if ray is None and workers is not None:
         raise ValueError("--workers is for --ray; omit it, or pass --ray local")
     if ray is not None:
@@ -187,15 +191,6 @@ def _embed_on_cluster(
 
 def _print_shape(path: Path, rows: int, width: int, about: str) -> None:
     console.print(f"vectors  {escape(str(path))}  {rows:,} × {width:,}  ({about})", soft_wrap=True)
-
-
-def _check_platform() -> None:
-    """Raises an error on platforms where files cannot be handled as `hf/embedding/resumable_output.py` needs."""
-    if sys.platform == "win32":
-        raise NotImplementedError(
-            "`alibi embed` renames and removes files that are locked and mapped, which Windows does not allow; "
-            "use sentence_transformer in Python, or WSL"
-        )
 
 
 def _check_cluster(out: Path, device: str) -> None:

@@ -115,13 +115,11 @@ def _check_axes(mask: Tensor | None) -> None:
 def _symmetric(mask: Tensor | None, of: Tensor) -> Tensor:
     """[B, 1, 1, S | 0] bool from a mask [B, S] of these tokens [B, S, …]."""
     _check_axes(mask)
-    if mask is None:
-        return torch.ones(len(of), 1, 1, 0, dtype=torch.bool, device=of.device)
-    masks.check(mask, len(of))
-    if mask.shape[1] != of.shape[1]:
-        raise ValueError(f"the attention mask covers {mask.shape[1]} tokens but the encoder has {of.shape[1]}")
-    seen = mask.to(of.device, torch.bool)[:, None, None]
-    return seen[..., :0] if may_read(seen) and bool(seen.all()) else seen
+    if mask is not None:
+        masks.check(mask, len(of))
+        if mask.shape[1] != of.shape[1]:
+            raise ValueError(f"the attention mask covers {mask.shape[1]} tokens but the encoder has {of.shape[1]}")
+    return masks.visible(mask, of)[:, None, None]
 
 
 def _with_texts(mask: Tensor, packing: Mapping[str, Any], length: int) -> Tensor:

@@ -20,11 +20,7 @@ from alibi_attn.hf.caches.cache import ALiBiCache
 def around(model: nn.Module, body: nn.Module) -> Iterator[PreTrainedModel]:
     """The models of transformers that contain this one."""
     for module in model.modules():
-        if (
-            isinstance(module, PreTrainedModel)
-            and module is not body
-            and any(part is body for part in module.modules())
-        ):
+        if isinstance(module, PreTrainedModel) and module is not body and body in module.modules():
             yield module
 
 

@@ -106,7 +106,7 @@ def of_layers(
         check(attention_mask, tokens.shape[0])
     # S, with the whole capacity of a static cache.
     capacity = tokens.shape[1] if cache is None else int(cache.get_mask_sizes(tokens.shape[1], 0)[0])
-    seen = _seen(attention_mask, tokens, past, capacity)
+    seen = visible(attention_mask, tokens, past, capacity)
     begins = prefix = positions = None
     if packing:
         whole = seen if seen.shape[1] else seen.new_ones(len(seen), capacity)
@@ -195,8 +195,8 @@ def padded(*, attention_mask: Tensor | None, past_key_values: Cache, **_: object
     return torch.nn.functional.pad(attention_mask, (0, max(room, 0)))
 
 
-def _seen(attention_mask: Tensor | None, tokens: Tensor, past: int | Tensor, capacity: int) -> Tensor:
-    """[B, S | 0] bool, True = visible."""
+def visible(attention_mask: Tensor | None, tokens: Tensor, past: int | Tensor = 0, capacity: int = 0) -> Tensor:
+    """[B, S | 0] bool, True = visible, from a mask over the cached tokens and these, padded to the capacity of a cache."""
     if attention_mask is None or attention_mask.shape[1] == 0:
         return torch.ones(len(tokens), 0, dtype=torch.bool, device=tokens.device)
     length, query_len = attention_mask.shape[1], tokens.shape[1]
@@ -210,6 +210,6 @@ def _seen(attention_mask: Tensor | None, tokens: Tensor, past: int | Tensor, cap
             f"the cached tokens and the {query_len} new ones"
         )
     seen = attention_mask.to(tokens.device, torch.bool)
-    if seen.device.type == "cpu" and not torch.compiler.is_compiling() and bool(seen.all()):
+    if may_read(seen) and bool(seen.all()):
         return seen[:, :0]
     return torch.nn.functional.pad(seen, (0, max(capacity - length, 0)))

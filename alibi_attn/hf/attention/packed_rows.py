@@ -194,11 +194,7 @@ def _of_positions(positions: Tensor, seen: Tensor, *, query_len: int, past: int 
         raise TypeError("position_ids must be an integer tensor [B, T]")
     if positions.ndim == 1:
         positions = positions[None]
-    if (
-        positions.ndim != 2
-        or not (len(positions) == 1 or len(positions) == len(seen))
-        or positions.shape[1] != query_len
-    ):
+    if positions.ndim != 2 or len(positions) not in (1, len(seen)) or positions.shape[1] != query_len:
         raise ValueError(
             f"position_ids has shape {list(positions.shape)} but must be [B, T] = [{seen.shape[0]}, {query_len}], those of the "
             "new tokens"

@@ -188,14 +188,15 @@ def rounded_bias(build: Callable[..., Tensor], mask: Tensor, heads: int, key: Te
     batch, _, key_len, _ = key.shape
     of_text = build(torch.ones(1, key_len, dtype=torch.long, device=key.device), heads, dtype=dtype)
     of_text = of_text.view(1, heads, 1, key_len).expand(batch, -1, -1, -1)
-    at = counted_positions(keys_of(mask, key_len))
-    return of_text if at is None else of_text.gather(3, at[:, None, None].expand(-1, heads, -1, -1))
-
-
-def counted_positions(keys: Keys) -> Tensor | None:
-    """[B, S]: the position of each visible key, counted over those of its text; None if all keys are visible, in one text."""
+    keys = keys_of(mask, key_len)
     if keys.seen is None:
-        return None
+        return of_text
+    return of_text.gather(3, counted_positions(keys)[:, None, None].expand(-1, heads, -1, -1))
+
+
+def counted_positions(keys: Keys) -> Tensor:
+    """[B, S]: the position of each visible key, counted over those of its text; `keys.seen` is not None."""
+    assert keys.seen is not None
     count = keys.seen.cumsum(1)
     if keys.segments is not None:
         begins = torch.nn.functional.pad(keys.segments[:, 1:] != keys.segments[:, :-1], (1, 0))

@@ -67,7 +67,8 @@ def record_attention(
     chosen = {at % len(found) for at in wanted}
     attends = {at: functools.partial(_record_and_attend, passes, at, rows) for at in chosen}
     # All layers are replaced, because an encoder must not pack the rows of the others either.
-    with _replaced(model, found, [attends.get(at, _attend_as_before) for at in range(len(found))], "record_attention"):
+    as_before = functools.partial(attend)  # another function than `attend`, so that layers see that they are watched
+    with _replaced(model, found, [attends.get(at, as_before) for at in range(len(found))], "record_attention"):
         yield passes
 
 
@@ -122,11 +123,6 @@ def _replaced(
         yield
     finally:
         restore(changes, f"{what}(model)")
-
-
-def _attend_as_before(query: Tensor, kept: Sequence[Kept], slopes: Tensor | None = None, **given: Any) -> Tensor:
-    """Another function than `attend`, so that layers see that they are watched."""
-    return attend(query, kept, slopes, **given)
 
 
 def _record_and_attend(

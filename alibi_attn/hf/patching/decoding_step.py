@@ -16,7 +16,7 @@ from torch import Tensor, nn
 from alibi_attn.attention.backends.native import decoder_layers as native
 from alibi_attn.attention.backends.native.backend import WIDTH
 from alibi_attn.attention.backends.native.build import Rows
-from alibi_attn.attention.call.checks import check_numbers, dtype_name
+from alibi_attn.attention.call.checks import default_tolerance
 from alibi_attn.attention.call.transforms import is_traced, may_read, transforms
 from alibi_attn.attention.call.validation import slopes_beside
 from alibi_attn.attention.certificate.norms import Norms
@@ -83,25 +83,14 @@ class _Step:
 
     def run(self) -> Tensor | None:
         names, first = self.names, self.names.first_norm
-        norms = [
-            storage.norms() for storage in self.storages
-        ]  # of the keys before this step; they stay alive until it ends
+        # Of the keys before this step; they stay alive until it ends.
+        norms = [storage.norms() for storage in self.storages]
         layers = (native.Layer * len(self.blocks))()
         for layer, block, known in zip(layers, self.blocks, norms, strict=True):
             self._fill(layer, block)
             self._fill_norms(layer, known)
         settings = self.settings
         heads = len(settings.slopes)
-        scale, tolerance = check_numbers(
-            causal=True,
-            has_right_slopes=False,
-            window=None,
-            scale=settings.scale,
-            dropout_p=0.0,
-            tolerance=None,
-            head_dim=self.width // heads,
-            dtype=dtype_name(self.dtype),
-        )
         slopes = slopes_beside(settings.slopes, torch.float32, self.x).expand(self.batch, heads).contiguous()
         output = torch.empty_like(self.x)
         of_rows = ctypes.c_int64 * self.batch
@@ -122,9 +111,9 @@ class _Step:
             slopes=slopes.data_ptr(),
             start=of_rows(*(start for start, _ in self.runs)),
             stop=of_rows(*(stop for _, stop in self.runs)),
-            scale=scale,
-            tolerance=tolerance,
-            erf_gelu=names.erf_gelu,
+            scale=settings.scale,
+            tolerance=default_tolerance(self.dtype),
+            erf_gelu=names.activation_kind not in self.family.activations,
             residual_after_norm=self.residual_after_norm,
             threads=torch.get_num_threads(),
         )

@@ -92,9 +92,9 @@ def _state(model: PreTrainedModel) -> dict[str, Tensor]:
     """The weights by the names of BERT or GPT-2, without the position embeddings."""
     state = model.state_dict()
     with torch.device("meta"):
-        expected = {name: x.shape for name, x in type(model)(model.config).state_dict().items()}
-    different = {name for name in {*state, *expected} if name not in expected or name not in state}
-    different |= {name for name in expected.keys() & state if state[name].shape != expected[name]}
+        expected = type(model)(model.config).state_dict()
+    shapes, wanted = ({name: x.shape for name, x in tensors.items()} for tensors in (state, expected))
+    different = {name for name in {*shapes, *wanted} if shapes.get(name) != wanted.get(name)}
     if different:
         raise ValueError(
             f"this {type(model).__name__} has other weights than its class and config: {checkpoint.listed(different, 3)}; merge "

@@ -141,9 +141,7 @@ def export_mpt(state: State, config: DecoderConfig, folder: str | Path, *, token
         ValueError: the state dict does not fit this family; the message names the entry.
         FileExistsError: the folder exists.
     """
-    folder = Path(folder)
-    check_new(folder)
-    num_layers, width = _layers_and_width(state, config, MPT)
+    num_layers, width = _checked(state, config, Path(folder), MPT)
     model = MptForCausalLM(
         MptConfig(
             d_model=width,
@@ -158,7 +156,7 @@ def export_mpt(state: State, config: DecoderConfig, folder: str | Path, *, token
     )
     embedding, norm = state["embedding.weight"] * config.embedding_scale, state["norm.weight"] / config.embedding_scale
     scaled = {**state, "embedding.weight": embedding, "norm.weight": norm}
-    return _exported(model, scaled, config, MPT, folder, tokenizer)
+    return _exported(model, scaled, config, MPT, Path(folder), tokenizer)
 
 
 def import_mpt(folder: str | Path) -> tuple[dict[str, Tensor], DecoderConfig]:
@@ -195,9 +193,7 @@ def export_bloom(
     Arguments and errors are those of `export_mpt`. BLOOM has no `embedding_scale` (a norm follows the embeddings instead), and
     its `bias_max` is 8.
     """
-    folder = Path(folder)
-    check_new(folder)
-    num_layers, width = _layers_and_width(state, config, BLOOM)
+    num_layers, width = _checked(state, config, Path(folder), BLOOM)
     if config.embedding_scale != 1.0 or config.bias_max != 8:
         raise ValueError(
             f"embedding_scale is {config.embedding_scale} and bias_max {config.bias_max} but a BLOOM has 1.0 and 8: "
@@ -213,7 +209,7 @@ def export_bloom(
         eos_token_id=None,
     )
     about.seq_length = config.trained_length  # the field in published checkpoints
-    return _exported(BloomForCausalLM(about), state, config, BLOOM, folder, tokenizer)
+    return _exported(BloomForCausalLM(about), state, config, BLOOM, Path(folder), tokenizer)
 
 
 def import_bloom(folder: str | Path) -> tuple[dict[str, Tensor], DecoderConfig]:
@@ -282,12 +278,14 @@ def _imported(model: PreTrainedModel, layout: _Layout) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in weights.items()}
 
 
-def _layers_and_width(state: State, config: DecoderConfig, layout: _Layout) -> tuple[int, int]:
-    """(layers, E) of a decoder that this family can represent.
+def _checked(state: State, config: DecoderConfig, folder: Path, layout: _Layout) -> tuple[int, int]:
+    """(layers, E) of a decoder that this family can represent, in a new folder.
 
     Raises:
         ValueError: it cannot; the message names the entry.
+        FileExistsError: the folder exists.
     """
+    check_new(folder)
     numbers = {int(match[1]) for name in state if (match := _BLOCK.fullmatch(name))}
     blocks = {f"blocks.{n}.{part}.{kind}" for n in range(len(numbers)) for part in PARTS for kind in layout.kinds}
     wanted = blocks | layout.outside_names().keys()

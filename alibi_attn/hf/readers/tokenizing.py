@@ -1,6 +1,7 @@
 """Converts the lab's tokenizers to the format of the `tokenizers` library, which transformers loads."""
 
 from tokenizers import Tokenizer, decoders, models, normalizers, pre_tokenizers
+from transformers.convert_slow_tokenizer import bytes_to_unicode
 
 from alibi_attn.strict_json import JsonError, parse
 
@@ -15,10 +16,7 @@ def byte_tokenizer() -> Tokenizer:
     >>> byte_tokenizer().encode("añ").ids
     [97, 195, 177]
     """
-    # Byte-level tokenizers write each byte as a printable character: itself if printable, else one from 256 on.
-    printable = [*range(0x21, 0x7F), *range(0xA1, 0xAD), *range(0xAE, 0x100)]
-    others = [byte for byte in range(256) if byte not in printable]
-    vocabulary = {chr(b): b for b in printable} | {chr(256 + at): byte for at, byte in enumerate(others)}
+    vocabulary = {word: byte for byte, word in bytes_to_unicode().items()}  # type: ignore[no-untyped-call]
     tokenizer = Tokenizer(models.BPE(vocab=vocabulary, merges=[]))
     tokenizer.pre_tokenizer = pre_tokenizers.ByteLevel(add_prefix_space=False, use_regex=False)
     tokenizer.decoder = decoders.ByteLevel()

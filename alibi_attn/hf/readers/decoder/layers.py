@@ -86,8 +86,7 @@ class Attention(nn.Module):
             mixed = self.output_norm(mixed)
         if self.gate_proj is not None:
             mixed = mixed * mapped(self.gate_proj, x).sigmoid()
-        output: Tensor = mapped(self.out_proj, mixed)
-        return output
+        return mapped(self.out_proj, mixed)
 
     def _shifted(
         self, x: Tensor, key: Tensor, value: Tensor, *, mask: Tensor, cache: Cache | None
@@ -169,12 +168,9 @@ class FeedForward(nn.Module):
         self.act = ACT2FN[config.hidden_act]
 
     def forward(self, x: Tensor) -> Tensor:
-        if self.gate_proj is None:
-            x = self.act(mapped(self.up_proj, x))
-        else:
-            x = self.act(mapped(self.gate_proj, x)) * mapped(self.up_proj, x)
-        output: Tensor = mapped(self.down_proj, x)
-        return output
+        up = mapped(self.up_proj, x)
+        hidden: Tensor = self.act(up) if self.gate_proj is None else self.act(mapped(self.gate_proj, x)) * up
+        return mapped(self.down_proj, hidden)
 
 
 class RoundedRMSNorm(nn.RMSNorm):

@@ -1,7 +1,7 @@
 """Loads the decoder: originals through `hf/readers/checkpoint.py`, folders written by `save_pretrained` through transformers."""
 
 import os
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Any
 
@@ -14,19 +14,14 @@ from alibi_attn.hf.readers import checkpoint, checkpoint_files, folder_check
 from alibi_attn.hf.readers.checkpoint import State
 from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
 from alibi_attn.hf.readers.families import DECODERS, ENCODERS, baichuan
-from alibi_attn.hf.readers.families.family import Family
 
 BUILT_BY_TRANSFORMERS = ("bloom", "falcon")  # model types that transformers builds
-REFUSED = {
-    "gpt2": "GPT-2 has learned positions (its position_embedding_type is not alibi); load it with transformers, convert it with "
-    "alibi_attn.hf.to_alibi and train it",
-}
 GENERATION = "generation_config.json"
 _OTHER_WEIGHTS = {"state_dict", "variant", "subfolder", "gguf_file"}  # arguments that replace the weights of the folder
 
 
 def read(
-    folder: Path, about: Mapping[str, object], *, normalized_head: bool | None, families: Iterable[Family] = DECODERS
+    folder: Path, about: Mapping[str, object], *, normalized_head: bool | None
 ) -> tuple[ALiBiCausalLMConfig, State]:
     """Config and weights of an original.
 
@@ -44,18 +39,22 @@ def read(
             f"{folder} holds a {kind} model, which transformers supports: load it with AutoModelForCausalLM, then call "
             "alibi_attn.hf.patch(model)"
         )
-    if isinstance(kind, str) and kind in REFUSED and about.get("position_embedding_type") != "alibi":
-        raise ValueError(f"{folder} is not supported: {REFUSED[kind]}")
+    if kind == "gpt2" and about.get("position_embedding_type") != "alibi":
+        raise ValueError(
+            f"{folder} is not supported: GPT-2 has learned positions (its position_embedding_type is not alibi); load it with "
+            "transformers, convert it with alibi_attn.hf.to_alibi and train it"
+        )
     tensors = checkpoint_files.read_state(folder)
     encoder = checkpoint.recognized(tensors.keys(), ENCODERS.values())
-    if encoder is not None and checkpoint.recognized(tensors.keys(), families) is None:
+    if encoder is not None and checkpoint.recognized(tensors.keys(), DECODERS) is None:
         raise ValueError(
             f"{folder} holds an encoder ({encoder.family.name}), which predicts no next tokens; embed texts with it: alibi "
             "embed, or alibi_attn.hf.ALiBiBertModel"
         )
     changes = {} if normalized_head is None else {"normalized_head": normalized_head}
-    config, state = checkpoint.read(folder, about, tensors, families, changes=changes)
+    config, state = checkpoint.read(folder, about, tensors, DECODERS, changes=changes)
     assert isinstance(config, ALiBiCausalLMConfig)
+    config.source = config.source or state.family.name
     if changes and state.family is not baichuan.FAMILY:
         raise ValueError(f"normalized_head is only for Baichuan but {folder} is {state.family.name}; omit it")
     return config, state

@@ -33,7 +33,10 @@ def attended(
     """
     lowest = torch.finfo(query.dtype).min
     keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (kept.key, kept.value))
-    positions = _positions(masks.keys_of(mask).segments, kept.key)
+    segments, positions = masks.keys_of(mask).segments, torch.arange(kept.key.shape[2], device=query.device)
+    if segments is not None:  # [B, 1, 1, S]: positions restart with each text, and count hidden tokens too
+        every = masks.Keys(torch.ones_like(segments, dtype=torch.bool), segments)
+        positions = patched_attention.counted_positions(every)[:, None, None]
 
     def attend(queries: Tensor, at: Tensor, hidden: Tensor) -> Tensor:
         bias = _bias(config, at, positions, config.stretch(key_len), query.dtype)
@@ -54,15 +57,6 @@ def _scaled(config: ALiBiCausalLMConfig, layer: int, query: Tensor, key: Tensor)
         return scores / (1 / scale)
     scores = scores / torch.tensor(1 / scale, dtype=scores.dtype, device=scores.device)
     return scores / float(layer + 1) if config.scale_by_inverse_layer else scores
-
-
-def _positions(segments: Tensor | None, key: Tensor) -> Tensor:
-    """[S], or [B, 1, 1, S] with several texts in a row: the position of each key in its text."""
-    at = torch.arange(key.shape[2], device=key.device)
-    if segments is None:
-        return at
-    begins = nn.functional.pad(segments[:, 1:] != segments[:, :-1], (1, 0))
-    return (at - torch.where(begins, at, 0).cummax(1).values)[:, None, None]
 
 
 def _bias(config: ALiBiCausalLMConfig, at: Tensor, positions: Tensor, stretch: float, dtype: torch.dtype) -> Tensor:

@@ -70,7 +70,7 @@ def translated(checkpoint: Checkpoint, *, gate_act: str, **fields: object) -> AL
     for name in ("is_decoder", "add_cross_attention"):
         if about.values.get(name):
             raise ValueError(f"{about.where} has {name}, but only plain encoders are supported")
-    about.must_be("alibi_scaling", 1, 1.0)
+    about.must_be(alibi_scaling=(1, 1.0))
     if not about.has("num_attention_heads"):
         raise ValueError(f"{about.where} has no num_attention_heads, which the tensors do not determine; add it")
     sizes = _sizes(checkpoint)

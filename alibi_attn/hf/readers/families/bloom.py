@@ -115,7 +115,6 @@ FAMILY = PatchedFamily(
         down="dense_4h_to_h",
         activation_kind=BloomGelu,
         by_head=True,
-        erf_gelu=False,
         unsupported=("ffn", "slow_but_exact"),
         residual_after_norm="apply_residual_connection_post_layernorm",
     ),

@@ -39,9 +39,7 @@ def gpt2_fields(about: Options) -> dict[str, Any]:
 def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
     """Removes the slopes from the state."""
     about = checkpoint.about
-    about.must_be("position_embedding_type", "alibi")
-    about.must_be("scale_attn_weights", True)
-    about.must_be("add_cross_attention", False)
+    about.must_be(position_embedding_type="alibi", scale_attn_weights=True, add_cross_attention=False)
     fields = gpt2_fields(about)
     width, heads = fields["hidden_size"], fields["num_attention_heads"]
     if fields["hidden_act"] == "swiglu":
@@ -62,7 +60,6 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
         logit_scale=logit_scale,
         tie_word_embeddings=about.flag("tie_word_embeddings", True),
         checkpoint_rounding="distances",
-        source="BTLM or Jais",
     )
 
 

@@ -86,11 +86,12 @@ class Options:
         """Whether the field is present and not null."""
         return self.values.get(name) is not None
 
-    def must_be(self, name: str, *allowed: object) -> None:
-        """Raises ValueError unless the value is allowed; an absent or null field counts as the first allowed value."""
-        value = self.values.get(name)
-        if value is not None and not any(value == one and type(value) is type(one) for one in allowed):
-            raise self._wrong(name, value, " or ".join(repr(one) for one in allowed))
+    def must_be(self, **allowed: object) -> None:
+        """Raises ValueError unless each field has its allowed value, or one of a tuple; an absent or null field does."""
+        for name, values in allowed.items():
+            value, choices = self.values.get(name), values if isinstance(values, tuple) else (values,)
+            if value is not None and not any(value == one and type(value) is type(one) for one in choices):
+                raise self._wrong(name, value, " or ".join(map(repr, choices)))
 
     def _value(self, name: str, default: object, wanted: str, *types: type) -> object:
         value = self.values.get(name)
@@ -197,9 +198,8 @@ class StepModules:
         attention, ffn, norms: of a block; the norms before attention and before the feed-forward part.
         qkv, out: of the attention layer.
         up, activation, down: of the feed-forward part.
-        activation_kind: the class of the activation.
+        activation_kind: the class of the activation: GELU by erf, or if the family replaces it, in its tanh form.
         by_head: whether the outputs of qkv are [H, 3, D]; else [3, H, D].
-        erf_gelu: whether the activation is GELU by erf; else its tanh form.
         unsupported: ("attention" or "ffn", an attribute of that part): if it is true, modules run.
         residual_after_norm: an attribute of a block: whether its residual is its normalized input; "" = never.
     """
@@ -220,7 +220,6 @@ class StepModules:
     down: str
     activation_kind: type[nn.Module]
     by_head: bool
-    erf_gelu: bool
     unsupported: tuple[str, str]
     residual_after_norm: str = ""
 

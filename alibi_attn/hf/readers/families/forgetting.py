@@ -22,11 +22,8 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
     about = checkpoint.about
     sizes = about.shared("vocab_size", "hidden_size", "num_hidden_layers", "num_heads")
     heads, inner = sizes["num_attention_heads"], int(sizes["hidden_size"] * about.number("hidden_ratio", 4.0) * 2 / 3)
-    about.must_be("window_size", None)
-    about.must_be("hidden_act", "swish", "silu")
-    about.must_be("use_rope", False)
-    about.must_be("fgate_type", "full")
-    about.must_be("ogate_act", "sigmoid")
+    about.must_be(window_size=None, hidden_act=("swish", "silu"), use_rope=False)
+    about.must_be(fgate_type="full", ogate_act="sigmoid")
     if about.flag("qk_norm_share_param_across_head", False):
         for name in [name for name in checkpoint.state if name.endswith(("attn.q_norm.weight", "attn.k_norm.weight"))]:
             checkpoint.state[name] = checkpoint.state[name].repeat(heads)
@@ -44,7 +41,6 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
         output_norm=about.flag("use_output_norm", False),
         slopes=[0.0] * heads,
         tie_word_embeddings=about.flag("tie_word_embeddings", False),
-        source="FoX",
     )
 
 

@@ -63,27 +63,21 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
         attention_dropout=attention.number("attn_pdrop", 0.0),
         tie_word_embeddings=about.flag("tie_word_embeddings", True),
         trained_length=about.integer("max_seq_len", 2048),
-        source="MPT",
     )
 
 
 def _refuse_the_rest(about: Options, attention: Options, feed_forward: Options) -> None:
     if not attention.flag("alibi", _is_of_transformers(about)):
         raise ValueError(f"{attention.where} has alibi = false but only an MPT with ALiBi is supported")
-    attention.must_be("attn_type", "multihead_attention", "grouped_query_attention", "multiquery_attention")
-    for name in ("rope", "prefix_lm", "attn_uses_sequence_id", "qk_gn", "nope"):
-        attention.must_be(name, False)
-    attention.must_be("sliding_window_size", -1)
-    for name in ("attn_logit_softcapping", "kv_dim"):
-        attention.must_be(name, None)
-    attention.section("attn_temperature_tuning").must_be("attn_scale", 0.0, 0)
-    feed_forward.must_be("ffn_type", "mptmlp", "mptglu")
-    about.must_be("norm_type", *NORMS)
-    about.must_be("embedding_fraction", 1.0, 1)
+    attention.must_be(attn_type=("multihead_attention", "grouped_query_attention", "multiquery_attention"))
+    attention.must_be(rope=False, prefix_lm=False, attn_uses_sequence_id=False, qk_gn=False, nope=False)
+    attention.must_be(sliding_window_size=-1, attn_logit_softcapping=None, kv_dim=None)
+    attention.section("attn_temperature_tuning").must_be(attn_scale=(0.0, 0))
+    feed_forward.must_be(ffn_type=("mptmlp", "mptglu"))
+    about.must_be(norm_type=tuple(NORMS), embedding_fraction=(1.0, 1))
     if about.has("head_dim") and about.integer("head_dim") * about.integer("n_heads") != about.integer("d_model"):
         raise ValueError(f"{about.where} has a head_dim that is not d_model / n_heads, which is not supported")
-    for name in ("block_overrides", "final_logit_softcapping"):
-        about.must_be(name, None)
+    about.must_be(block_overrides=None, final_logit_softcapping=None)
 
 
 def _is_of_transformers(about: Options) -> bool:

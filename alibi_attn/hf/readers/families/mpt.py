@@ -90,7 +90,6 @@ FAMILY = PatchedFamily(
         down="down_proj",
         activation_kind=nn.GELU,
         by_head=False,
-        erf_gelu=True,
         unsupported=("attention", "clip_qkv"),
     ),
 )

@@ -20,8 +20,7 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
     about = checkpoint.about
     sizes = about.shared("vocab_size", "n_embd", "n_layer", "n_head")
     inner = int(2 * about.integer("n_inner", 4 * sizes["hidden_size"]) / 3)
-    about.must_be("scale_attn_weights", True)
-    about.must_be("add_cross_attention", False)
+    about.must_be(scale_attn_weights=True, add_cross_attention=False)
     return ALiBiCausalLMConfig(
         **sizes,
         num_key_value_heads=1,
@@ -30,7 +29,6 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
         norm_eps=about.number("layer_norm_epsilon", 1e-5),
         checkpoint_rounding="counts",
         trained_length=about.integer("n_positions", 1024),
-        source="Refact",
     )
 
 

@@ -13,15 +13,11 @@ from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
 from alibi_attn.hf.readers.families import llm_foundry
 from alibi_attn.hf.readers.families.family import Checkpoint, Options, Source, decoder_parts
 
+_SAME = ("alibi", "alibi_bias_max", "attn_pdrop", "attn_uses_sequence_id", "prefix_lm", "softmax_scale")
 _ATTENTION = {  # our name in attn_config -> Replit's
-    "alibi": "alibi",
-    "alibi_bias_max": "alibi_bias_max",
-    "attn_pdrop": "attn_pdrop",
+    **{name: name for name in _SAME},
     "clip_qkv": "attn_clip_qkv",
     "qk_ln": "attn_qk_ln",
-    "attn_uses_sequence_id": "attn_uses_sequence_id",
-    "prefix_lm": "prefix_lm",
-    "softmax_scale": "softmax_scale",
 }
 
 
@@ -38,9 +34,7 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
         "attn_config": {ours: values[theirs] for ours, theirs in _ATTENTION.items() if theirs in values},
         "expansion_ratio": values.get("mlp_ratio", 4),
     }
-    config = llm_foundry.config(dataclasses.replace(checkpoint, about=Options(translated, where)))
-    config.source = "Replit"
-    return config
+    return llm_foundry.config(dataclasses.replace(checkpoint, about=Options(translated, where)))
 
 
 _PARTS = decoder_parts("ln_1", "attn.Wqkv", "attn.out_proj", "ln_2", "", "mlp.mlp_up", "mlp.mlp_down")

@@ -27,7 +27,6 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
         root_bias=True,
         tie_word_embeddings=about.flag("tie_word_embeddings", "lm_head.weight" not in checkpoint.state),
         trained_length=about.integer("max_seq_len", 4096),
-        source="Step-1",
     )
 
 
