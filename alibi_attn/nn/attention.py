@@ -18,6 +18,7 @@ from alibi_attn.attention.call.part_options import Window, windows_of_heads
 from alibi_attn.attention.call.query_positions import check_registers
 from alibi_attn.attention.kept import Kept, attend
 from alibi_attn.nn.cache import KVCache
+from alibi_attn.nn.cache.appending import pieces
 from alibi_attn.nn.cache.retention import by_gates, within_reach
 from alibi_attn.nn.constructor_arguments import checks_names
 from alibi_attn.nn.gates import ForgetGates
@@ -150,11 +151,9 @@ class ALiBiAttention(nn.Module):
             raise unknown_argument("ALiBiAttention", unknown)
         given = {"key_mask": key_mask, "segment_ids": segment_ids, "prefix_len": prefix_len, "positions": positions}
         check_call(self, x, cache, given, memory, memory_mask)
-        if cache is not None and cache.max_tokens is not None and x.shape[1] > 1:
-            fits = max(cache.max_tokens - len(cache), 1)
-            if x.shape[1] > fits:  # each further token replaces one in the cache
-                chunks = [x[:, :fits], *x[:, fits:].split(1, dim=1)]
-                return torch.cat([self.forward(chunk, cache=cache) for chunk in chunks], dim=1)
+        sizes = [] if cache is None else pieces(cache, x.shape[1])
+        if len(sizes) > 1:
+            return torch.cat([self.forward(chunk, cache=cache) for chunk in x.split(sizes, dim=1)], dim=1)
         gates, slopes = None if self.gate_proj is None else self.gate_proj(x), self.slopes.values
         query = self._heads(self.q_proj(x))
         source = x if memory is None else memory

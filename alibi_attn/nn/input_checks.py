@@ -12,6 +12,7 @@ from alibi_attn.attention.call.part_options import check_prefix_values, check_so
 from alibi_attn.attention.call.query_positions import check_coordinates
 from alibi_attn.attention.call.transforms import autocasts
 from alibi_attn.nn.cache import KVCache
+from alibi_attn.nn.cache.appending import masked_keys
 
 if TYPE_CHECKING:
     from alibi_attn.nn.attention import ALiBiAttention
@@ -102,8 +103,8 @@ def _check_options(
         causal, gated: whether the layer is causal, and has forget gates.
     """
     batch, length = x.shape[0], x.shape[1]
-    cached = 0 if cache is None or cache.capacity is not None else len(cache)
-    key_len = cached + length if cache is None or cache.capacity is None else cache.capacity
+    key_len, covered = masked_keys(cache, length)
+    cached = key_len - length
     key_mask, segment_ids, prefix_len, positions = (
         given[name] for name in ("key_mask", "segment_ids", "prefix_len", "positions")
     )
@@ -117,9 +118,7 @@ def _check_options(
         positions = None
     for name, mask in (("key_mask", key_mask), ("segment_ids", segment_ids), ("positions", positions)):
         if mask is not None and list(mask.shape) != [batch, key_len]:
-            covers = f"it covers the {cached} cached keys and the {length} new ones"
-            if cache is not None and cache.capacity is not None:
-                covers = "it covers the capacity of the cache"
+            covers = "it covers " + covered.format(cached, length)
             raise ValueError(f"{name} has shape {list(mask.shape)} but must be [B, S] = [{batch}, {key_len}]: {covers}")
     if key_mask is not None:
         check_key_mask(key_mask, batch=batch, key_len=key_len)

@@ -88,7 +88,7 @@ def test_copies_pickles_and_beams_continue_equally() -> None:
     for other in (pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache), cache):
         torch.testing.assert_close(attention(more, cache=other), back, rtol=0, atol=1e-5)
     attention(more, cache=cache)
-    with pytest.raises(ValueError, match="as later gates allowed"):
+    with pytest.raises(ValueError, match=r"has forgotten \d+ tokens"):
         cache.crop(len(cache) - 3)
     cache.crop(0)
     assert len(cache) == sum(cache.kept) == 0

@@ -5,7 +5,6 @@ tokens, the latest, those within reach, those that gates have left). `refusals.p
 """
 
 import copy
-import math
 import operator
 import weakref
 from collections.abc import Sequence
@@ -18,7 +17,7 @@ from torch import Tensor, nn
 from alibi_attn.attention.call.transforms import may_read
 from alibi_attn.attention.kept import Kept
 from alibi_attn.nn.cache import refusals
-from alibi_attn.nn.cache.appending import check_append, checked_scores, to_all, to_groups, traits
+from alibi_attn.nn.cache.appending import check_append, checked_crop, checked_scores, held, to_all, to_groups, traits
 from alibi_attn.nn.cache.file import CacheFile
 from alibi_attn.nn.cache.fixed import Fixed
 from alibi_attn.nn.cache.header import Mode, check_new, fingerprint
@@ -97,12 +96,10 @@ class KVCache:
         self.groups: list[Growing] = []  # one per group of heads that keeps the same tokens; empty = no token
         self.fixed = None if capacity is None else Fixed(capacity, retention)
         self.first = Growing()  # the first keys of all heads, within a reach
-        self._seen = 0  # tokens, of a cache that forgets
         self._gone: list[Tensor | None] = []  # ln of the weight of the keys that gates dropped
         self._since = 0  # tokens since gates dropped keys
         self._longest_key = 0.0
         self._layer: weakref.ref[nn.Module] | None = None
-        self._weights: str | None = None  # fingerprint of the layer that writes to the file
         if self.path is not None:
             check_new(self.path)
 
@@ -134,10 +131,9 @@ class KVCache:
         gates = [] if self.log_fgate is None else ["forget gates"]
         refuse("saving", *(trait for trait in traits(self) if trait != "path"), *gates)
         layer, file = None if self._layer is None else self._layer(), self.groups[0].file if self.groups else None
-        weights, release = ("", None) if file is None else (file.fingerprint, file.release)
-        weights = weights if layer is None else fingerprint(layer)
+        weights = fingerprint(layer) if layer is not None else file.fingerprint if file is not None else ""
         check_new(Path(path))
-        CacheFile.write(Path(path), self.key, self.value, fingerprint=weights, part=part, release=release)
+        CacheFile.write(Path(path), self.key, self.value, fingerprint=weights, part=part, source=file)
 
     def verify(self) -> None:
         """Compares all keys and values in the file with their checksums, which `open` does not read.
@@ -157,16 +153,16 @@ class KVCache:
             if length is not None and not may_read(length):
                 raise ValueError("reading the length would synchronize the device; use cache.fixed.length, a tensor")
             return 0 if length is None else int(length)
-        if self.retention is not None:
-            return self._seen
-        return self.groups[0].length if self.groups else 0
+        if not self.groups:
+            return 0
+        return self.groups[0].length if self.retention is None else self.groups[0].seen
 
     def __repr__(self) -> str:
         if self.fixed is not None:
             return f"KVCache(capacity={self.capacity}, {self.nbytes} bytes)"
         if self.retention is not None:
             return (
-                f"KVCache(seen {self._seen} tokens; key heads keep {list(self.kept)}, forgot {list(self.forgotten)}; "
+                f"KVCache(seen {len(self)} tokens; key heads keep {list(self.kept)}, forgot {list(self.forgotten)}; "
                 f"{self.nbytes} bytes; at most {self.retention.tolerance:.1e} of any query's softmax mass is forgotten)"
             )
         if not len(self):
@@ -194,18 +190,18 @@ class KVCache:
     @property
     def kept(self) -> tuple[int, ...]:
         """Tokens that each key head holds for later queries, [K]; empty before the first token, where K is not known."""
-        if self.retention is None:
-            return (len(self),) * (self.groups[0].tensors[0].shape[1] if len(self) and self.groups else 0)
-        kept = dict.fromkeys(range(self.retention.num_kv_heads), 0)
-        limits = self.retention.limits or (math.inf,) * len(self.groups)
-        for members, group, limit in zip(self.retention.key_heads, self.groups, limits, strict=False):
-            kept |= dict.fromkeys(members, int(min(group.length, limit - 1)))
-        return tuple(kept.values())
+        tokens, retention = len(self), self.retention
+        if retention is None:
+            return (tokens,) * (held(self)[0][0].shape[1] if tokens else 0)
+        counts = [group.length for group in self.groups] or [0] * len(retention.key_heads)
+        counts = counts if retention.limits is None else [min(tokens, limit - 1) for limit in retention.limits]
+        of_heads = {k: n for members, n in zip(retention.key_heads, counts, strict=True) for k in members}
+        return tuple(of_heads[head] for head in range(retention.num_kv_heads))
 
     @property
     def forgotten(self) -> tuple[int, ...]:
         """Tokens that each key head has dropped, [K]."""
-        seen = len(self) if self.max_tokens is None else self._seen
+        seen = len(self) if self.max_tokens is None else sum(group.seen for group in self.groups)
         return tuple(seen - kept for kept in self.kept)
 
     @property
@@ -213,8 +209,7 @@ class KVCache:
         """Memory of the cached tensors, including spare capacity; of a cache in a file, the bytes stored there."""
         if self.groups and self.groups[0].file is not None:
             return self.groups[0].file.nbytes
-        pairs = [x.tensors for x in (*self.groups, self.first)] if self.fixed is None else self.fixed.tensors
-        tensors = [x for pair in pairs for x in pair]
+        tensors = [x for pair in (*held(self), self.first.tensors) for x in pair]
         return sum({x.untyped_storage().data_ptr(): x.untyped_storage().nbytes() for x in tensors}.values())
 
     def notice_changes(self) -> bool:
@@ -224,37 +219,40 @@ class KVCache:
     def __deepcopy__(self, memo: dict[int, object]) -> Self:
         twin = type(self).__new__(type(self))
         own = {name: copy.deepcopy(vars(self)[name], memo) for name in ("groups", "fixed", "first", "_gone")}
-        vars(twin).update(vars(self) | own | {"_layer": None, "path": None, "part": "", "_weights": None})
+        vars(twin).update(vars(self) | own | {"_layer": None, "path": None, "part": ""})
         return twin
 
     def __getstate__(self) -> dict[str, object]:
-        held = [tuple(x.detach().clone() for x in group.filled()) for group in self.groups if group.length]
+        groups = [tuple(x.detach().clone() for x in group.filled()) for group in self.groups]
         if self.capacity is not None or self.retention is not None:
             first = tuple(x.detach().clone() for x in self.first.filled()) or None
-            numbers = {name: vars(self)[name] for name in ("_seen", "_gone", "_since", "_longest_key", "fixed")}
-            return {"format": FORMAT_OF_PARTS, "retention": self.retention, "groups": held, "sinks": first, **numbers}
-        key, value, *gates = held[0] if held else (None, None)
+            numbers = {name: vars(self)[name] for name in ("_gone", "_since", "_longest_key", "fixed")}
+            counts = {"_seen": self.groups[0].seen if self.groups else 0, **numbers}
+            return {"format": FORMAT_OF_PARTS, "retention": self.retention, "groups": groups, "sinks": first, **counts}
+        key, value, *gates = (groups and groups[0]) or (None, None)
         of_gates = None
         if gates:
             of_gates = KVCache()
             of_gates.groups = [Growing((gates[0], gates[0][..., :0]))]
-        settings = {"max_tokens": self.max_tokens, "sinks": self.sinks, "forgotten": self.forgotten[0] if held else 0}
+        forgotten = self.groups[0].dropped if groups else 0
+        settings = {"max_tokens": self.max_tokens, "sinks": self.sinks, "forgotten": forgotten}
         return {"format": FORMAT, **settings, "key": key, "value": value, "gates": of_gates}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         refusals.check_format("KVCache", state, reads=(FORMAT, FORMAT_OF_PARTS))
         if state["format"] == FORMAT_OF_PARTS:
             KVCache.__init__(self, retention=state["retention"])
-            vars(self).update({name: x for name, x in state.items() if name.startswith("_") or name == "fixed"})
+            vars(self).update({name: state[name] for name in ("_gone", "_since", "_longest_key", "fixed")})
             self.capacity = None if self.fixed is None else self.fixed.capacity
-            self.groups = [Growing(tensors) for tensors in state["groups"]]
-            self.first = Growing(state["sinks"] or ())
-            return
-        KVCache.__init__(self, max_tokens=state["max_tokens"], sinks=state["sinks"])
-        if state["key"] is not None:
+            self.first, groups, seen = Growing(state["sinks"] or ()), state["groups"], state["_seen"]
+        else:
+            KVCache.__init__(self, max_tokens=state["max_tokens"], sinks=state["sinks"])
             gates = () if state["gates"] is None else (state["gates"].key,)
-            self.groups = [Growing((state["key"], state["value"], *gates))]
-            self._seen = state["forgotten"] + len(self)
+            groups = [] if state["key"] is None else [(state["key"], state["value"], *gates)]
+            seen = state["forgotten"] + (0 if state["key"] is None else state["key"].shape[2])
+        self.groups = [Growing(tensors) for tensors in groups]
+        for group in self.groups:
+            group.dropped = seen - group.length
 
     def check(self, given: Sequence[str], *, sinks: int = 0) -> None:
         """Raises ValueError unless the cache supports a call.
@@ -320,15 +318,12 @@ class KVCache:
         if self.fixed is not None:
             self.fixed.crop(length)
             return
-        lost = 0 if self.max_tokens is None else self._seen - len(self)
-        length = refusals.checked_crop(operator.index(length), held=len(self), forgotten=lost)
+        length = checked_crop(self, length)
         back = len(self) - length
-        if self.retention is not None:
-            self.retention.check_crop(length, self._seen, self.groups)
         for group in self.groups:
-            group.take_back(group.length if length == 0 else min(back, group.length))
+            group.take_back(back if length else group.seen)
         self.first.take_back(max(self.first.length - length, 0))
-        self._seen, self._since = length, min(self._since, length)
+        self._since = min(self._since, length)
         if length == 0:
             self._gone, self._longest_key = [], 0.0
 

@@ -13,13 +13,13 @@ at most its last call, and a full disk loses nothing. Power failures are not cov
 Read next: `cache.py`.
 """
 
+import itertools
 import math
 import mmap
 import os
 import struct
 import tempfile
 import zlib
-from collections.abc import Callable
 from pathlib import Path
 from typing import IO, Any, Self
 
@@ -42,7 +42,7 @@ _RELEASE = 1024  # tokens appended between two releases of memory, and reserved 
 
 
 class CacheFile:
-    """An open file. `key` and `value` are [B, K, capacity, D] over the mapping; `norms` covers the whole tiles.
+    """An open file. `tensors` are the keys and values, [B, K, capacity, D], over the mapping; `norms` covers the whole tiles.
 
     Args:
         file: open for reading and writing, or for reading only with mode "c".
@@ -60,12 +60,9 @@ class CacheFile:
         self.capacity, self.fingerprint, self.part = header["capacity"], header["fingerprint"], header["part"]
         self.length = self._commits = self._table_crc = self._tail_crc = self._appended = 0
         self._reserved = self._clean = 0
-        batch, heads = header["batch"], header["heads"]
-        self._record = np.dtype([("norms", "<f8", (2, batch, heads)), ("crc", "<u4")])
-        dtype, tiles = DTYPES[header["dtype"]], self.capacity // TILE
-        start = _TABLE + _whole(tiles * self._record.itemsize)
-        self._regions: list[tuple[int, int]] = []  # (first byte, bytes per token) of each key head
-        flags = mmap.MAP_SHARED if mode == "r+" else mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+        batch, heads, dtype, tiles = header["batch"], header["heads"], DTYPES[header["dtype"]], self.capacity // TILE
+        record = np.dtype([("norms", "<f8", (2, batch, heads)), ("crc", "<u4")])
+        start = _TABLE + _whole(tiles * record.itemsize)
         shapes = [(batch, heads, self.capacity, d) for d in header["head_dims"]]
         size = start + sum(_whole(math.prod(shape) * dtype.itemsize) for shape in shapes)
         if new:
@@ -73,18 +70,19 @@ class CacheFile:
             files.reserve(file.number, _SLOTS[0], 2 * cache_header.SIZE)
         elif os.fstat(file.number).st_size < size:
             raise ValueError(f"{path} is damaged: it is shorter than its header says; read the text again")
-        self._map = mmap.mmap(file.number, size, flags=flags, prot=mmap.PROT_READ | mmap.PROT_WRITE)
-        tensors = []
-        for shape in shapes:
-            count = math.prod(shape)
-            with torch.inference_mode(False):
-                tensors.append(torch.frombuffer(self._map, dtype=dtype, count=count, offset=start).view(shape))
-            row = shape[-1] * dtype.itemsize
-            self._regions += [(start + i * self.capacity * row, row) for i in range(batch * heads)]
-            start += _whole(count * dtype.itemsize)
-        self.key, self.value = tensors
+        flags = mmap.MAP_SHARED if mode == "r+" else mmap.MAP_PRIVATE | getattr(mmap, "MAP_NORESERVE", 0)
+        self._map = mmap.mmap(file.number, size, flags=flags)
+        self._table = np.frombuffer(self._map, record, tiles, _TABLE)
+        self._regions: list[tuple[int, int]] = []  # (first byte, bytes per token) of each key head
+        self.tensors: tuple[Tensor, ...] = ()
         with torch.inference_mode(False):
             self._norms = torch.empty(2, batch, heads, tiles, dtype=torch.float64, device="cpu")
+            for shape in shapes:
+                flat = torch.frombuffer(self._map, dtype=dtype, count=math.prod(shape), offset=start)
+                self.tensors += (flat.view(shape),)
+                row = shape[-1] * dtype.itemsize
+                self._regions += [(start + i * self.capacity * row, row) for i in range(batch * heads)]
+                start += _whole(flat.nbytes)
 
     @classmethod
     def write(
@@ -95,36 +93,37 @@ class CacheFile:
         *,
         fingerprint: str,
         part: str,
+        source: "CacheFile | None" = None,
         capacity: int | None = None,
-        folder: Path | None = None,
-        release: Callable[[], None] | None = None,
-        replace: bool = False,
     ) -> Self:
         """A file with these keys and values, copied a few at a time, which appears under its path when it is complete.
 
         Args:
-            path: None = a temporary file in the folder, which has no name.
+            path: None = a temporary file in the folder of the source, which has no name.
             part: which part of a larger cache it is.
-            release: frees the memory of the source.
-            replace: an existing file is replaced; otherwise it is an error.
+            source: the file that holds the tensors, whose memory is released on the way.
+            capacity: of a file that replaces an existing one; None = there is none, or it is an error.
 
         Raises:
             OSError: the disk is full; no file remains, and an existing one is unchanged.
             ValueError: the path exists, perhaps since another process has just written it.
         """
         cache_header.check_platform()
-        capacity = _whole(max(CAPACITY, capacity or 2 * key.shape[2]), TILE * 256)
-        header = cache_header.header_for(key, value, capacity=capacity, fingerprint=fingerprint, part=part)
+        room = _whole(max(CAPACITY, capacity or 2 * key.shape[2]), TILE * 256)
+        header = cache_header.header_for(key, value, capacity=room, fingerprint=fingerprint, part=part)
         try:
-            with _without_name(folder) if path is None else files.new_file(path, replace=replace) as file:
-                cache_header.write(file.fileno(), header)
+            with _nameless(source) if path is None else files.new_file(path, replace=capacity is not None) as file:
+                os.pwrite(file.fileno(), cache_header.encoded(header), 0)
                 made = cls(Descriptor(os.dup(file.fileno())), path, header, "r+", new=True)
                 made._commit()
-                for start in range(0, key.shape[2], _RELEASE):
-                    some = slice(start, start + _RELEASE)
-                    made.append(key[:, :, some].detach(), value[:, :, some].detach())
-                    if release is not None:
-                        release()
+                for pair in zip(key.detach().split(_RELEASE, 2), value.detach().split(_RELEASE, 2), strict=True):
+                    stop = made.length + pair[0].shape[2]
+                    made.prepare(stop - made.length)
+                    for tensor, tokens in zip(made.tensors, pair, strict=True):
+                        tensor[:, :, made.length : stop] = tokens
+                    made.commit(stop - made.length)
+                    if source is not None:
+                        source.release()
                 made._commit()  # both states have all tokens
             return made
         except FileExistsError:
@@ -141,7 +140,7 @@ class CacheFile:
         """
         cache_header.check_platform()
         file = cache_header.open_locked(path, mode)
-        opened = cls(file, path, cache_header.read(file.number, path), mode)
+        opened = cls(file, path, cache_header.decoded(os.pread(file.number, cache_header.SIZE, 0), path), mode)
         opened._read_state()
         return opened
 
@@ -156,30 +155,23 @@ class CacheFile:
         """Bytes of the cached keys and values."""
         return sum(row for _, row in self._regions) * self.length
 
-    def append(self, key: Tensor, value: Tensor) -> None:
-        """Writes key and value, [B, K, T, D], after the others, and commits them."""
-        for name, new, held in (("key", key, self.key), ("value", value, self.value)):
-            if (*new.shape[:2], new.shape[3]) != (*held.shape[:2], held.shape[3]) or new.dtype != held.dtype:
-                raise ValueError(
-                    f"{name} is {list(new.shape)} {new.dtype} but the file holds {list(held.shape)} {held.dtype}"
-                )
-        if key.shape[2] == 0:
-            return
-        self.prepare(key.shape[2])
-        added = slice(self.length, self.length + key.shape[2])
-        self.key[:, :, added], self.value[:, :, added] = key, value
-        self.commit(key.shape[2])
-
     def prepare(self, count: int) -> None:
-        """Makes room for `count` tokens, which the caller then writes after the others.
+        """Makes room, and reserves disk space, for `count` tokens, which the caller then writes after the others.
 
         Raises:
-            OSError: the disk is full; nothing has changed.
+            OSError: the disk is full; nothing has changed, where a write would end in a signal.
         """
         stop = self.length + count
         if stop > self.capacity:
             self._grow(2 * stop)
-        self._reserve(stop)
+        if self.mode == "c" or stop <= self._reserved:
+            return
+        until = min(_whole(stop, _RELEASE), self.capacity)
+        first, last = (_TABLE + tokens // TILE * self._table.itemsize for tokens in (self._reserved, until))
+        files.reserve(self.file.number, first, last - first)
+        for start, row in self._regions:
+            files.reserve(self.file.number, start + self._reserved * row, (until - self._reserved) * row)
+        self._reserved = until
 
     def commit(self, count: int) -> None:
         """Adds the `count` tokens that were written after the others since `prepare`."""
@@ -187,10 +179,12 @@ class CacheFile:
         first, tiles = self.length // TILE, stop // TILE
         checksums = self._checksums(self.length, stop, self._tail_crc)
         if tiles > first:
-            whole = slice(first * TILE, tiles * TILE)
-            norms = measured_norms(self.key[:, :, whole], self.value[:, :, whole])
+            norms = measured_norms(*(x[:, :, first * TILE : tiles * TILE] for x in self.tensors))
             self._norms[..., first:tiles] = torch.stack([norms.keys, norms.values])
-            self._write_table(first, checksums[: tiles - first])
+            table = self._table[first:tiles]
+            table["norms"] = self._norms[..., first:tiles].permute(3, 0, 1, 2).numpy()
+            table["crc"] = checksums[: tiles - first]
+            self._table_crc = zlib.crc32(table.tobytes(), self._table_crc)
         self._tail_crc = checksums[-1] if stop % TILE else 0
         self._appended += count
         self.length = stop
@@ -198,19 +192,12 @@ class CacheFile:
         if self._appended >= _RELEASE:
             self.release()
 
-    def check_weights(self, weights: str) -> None:
-        """Raises an error if other weights wrote the file; an empty fingerprint matches any weights."""
-        if weights and self.fingerprint and weights != self.fingerprint:
-            raise ValueError(
-                f"{self.path} was written with other weights or settings; pass the layer that wrote it, or a new cache"
-            )
-
     def crop(self, length: int) -> None:
         """Keeps the first `length` tokens."""
         start = length // TILE * TILE
         self.length, self._clean = length, min(self._clean, length)
-        self._tail_crc = self._checksums(start, length, 0)[-1] if length > start else 0
-        self._table_crc = zlib.crc32(self._table_bytes(length // TILE))
+        self._tail_crc = self._checksums(start, length, 0)[-1]
+        self._table_crc = zlib.crc32(self._table[: length // TILE].tobytes())
         self._commit()
 
     def release(self) -> None:
@@ -234,7 +221,10 @@ class CacheFile:
         Raises:
             ValueError: some tile differs; the message names its tokens.
         """
-        wanted = [*self._table(self.length // TILE)["crc"].tolist(), *([self._tail_crc] if self.length % TILE else [])]
+        wanted = [
+            *self._table["crc"][: self.length // TILE].tolist(),
+            *([self._tail_crc] if self.length % TILE else []),
+        ]
         for tile, crc in enumerate(wanted):
             start = tile * TILE
             if self._checksums(start, min(start + TILE, self.length), 0)[0] != crc:
@@ -246,28 +236,11 @@ class CacheFile:
 
     def _checksums(self, start: int, stop: int, crc: int) -> list[int]:
         """CRC-32 of each tile in tokens [start, stop), the last maybe partial; `crc` covers the tokens before start."""
-        rows = [x[:, :, start:stop].permute(2, 0, 1, 3).flatten(1).view(torch.uint8) for x in (self.key, self.value)]
-        data, checksums = torch.cat(rows, dim=1).numpy(), []
-        at = 0
-        while at < stop - start:
-            end = min(at + TILE - (start + at) % TILE, stop - start)
-            checksums.append(zlib.crc32(data[at:end].data, crc))
-            at, crc = end, 0
-        return checksums
-
-    def _write_table(self, first: int, checksums: list[int]) -> None:
-        table = np.zeros(len(checksums), self._record)
-        table["norms"] = self._norms[..., first : first + len(table)].permute(3, 0, 1, 2).numpy()
-        table["crc"] = checksums
-        self._table_crc = zlib.crc32(table.tobytes(), self._table_crc)
-        at = _TABLE + first * self._record.itemsize
-        self._map[at : at + table.nbytes] = table.tobytes()
-
-    def _table_bytes(self, tiles: int) -> bytes:
-        return self._map[_TABLE : _TABLE + tiles * self._record.itemsize]
-
-    def _table(self, tiles: int) -> Any:
-        return np.frombuffer(self._table_bytes(tiles), self._record)
+        rows = [x[:, :, start:stop].permute(2, 0, 1, 3).flatten(1).view(torch.uint8) for x in self.tensors]
+        data = torch.cat(rows, dim=1).numpy()
+        edges = [start, *range((start // TILE + 1) * TILE, stop, TILE), stop]
+        pairs = itertools.pairwise(edges)
+        return [zlib.crc32(data[a - start : b - start].data, crc if a == start else 0) for a, b in pairs]
 
     def _commit(self) -> None:
         self._commits += 1
@@ -286,43 +259,24 @@ class CacheFile:
                 f"{self.path} is damaged: neither of its two states matches its checksum; read the text again"
             )
         self._commits, self.length, self._table_crc, self._tail_crc = max(slots)
-        tiles = self.length // TILE
-        if self.length > self.capacity or zlib.crc32(self._table_bytes(tiles)) != self._table_crc:
+        table = self._table[: self.length // TILE]
+        if self.length > self.capacity or zlib.crc32(table.tobytes()) != self._table_crc:
             raise ValueError(f"{self.path} is damaged: its norms do not match their checksum; read the text again")
-        self._norms[..., :tiles] = torch.from_numpy(self._table(tiles)["norms"].copy()).permute(1, 2, 3, 0)
+        self._norms[..., : len(table)] = torch.from_numpy(table["norms"].copy()).permute(1, 2, 3, 0)
         self._clean = self._reserved = self.length
-
-    def _reserve(self, stop: int) -> None:
-        """Reserves disk space for tokens before `stop`, so that a full disk raises an error here and not a signal later."""
-        if self.mode == "c" or stop <= self._reserved:
-            return
-        until = min(_whole(stop, _RELEASE), self.capacity)
-        records = [tokens // TILE * self._record.itemsize for tokens in (self._reserved, until)]
-        files.reserve(self.file.number, _TABLE + records[0], records[1] - records[0])
-        for start, row in self._regions:
-            files.reserve(self.file.number, start + self._reserved * row, (until - self._reserved) * row)
-        self._reserved = until
 
     def _grow(self, capacity: int) -> None:
         """Continues in a file with more capacity, which replaces the old one; with private changes, in a temporary file."""
-        path = self.path if self.mode == "r+" else None
-        larger = type(self).write(
-            path,
-            self.key[:, :, : self.length],
-            self.value[:, :, : self.length],
-            fingerprint=self.fingerprint,
-            part=self.part,
-            capacity=capacity,
-            folder=self.folder,
-            release=self.release,
-            replace=True,
-        )
-        vars(self).update(vars(larger), folder=self.folder)
+        path, folder = self.path if self.mode == "r+" else None, self.folder
+        tensors = [x[:, :, : self.length] for x in self.tensors]
+        about = {"fingerprint": self.fingerprint, "part": self.part}
+        larger = type(self).write(path, *tensors, **about, source=self, capacity=capacity)
+        vars(self).update(vars(larger), folder=folder)
 
 
-def _without_name(folder: Path | None) -> IO[bytes]:
+def _nameless(source: CacheFile | None) -> IO[bytes]:
     """A temporary file that the system removes when it is closed."""
-    return tempfile.TemporaryFile(dir=folder)
+    return tempfile.TemporaryFile(dir=None if source is None else source.folder)
 
 
 def _whole(size: int, unit: int = _TABLE) -> int:

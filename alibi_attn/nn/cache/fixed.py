@@ -33,6 +33,11 @@ class Fixed:
         tensors: the keys and values of each group.
     """
 
+    # Of rings: all keys and values, of which `tensors` are parts, and [K, 5] int64, the `Ring` of every key head.
+    _held: tuple[Tensor, Tensor]
+    _rings: Tensor
+    _arrived: Tensor  # of the kernels that append
+
     def __init__(self, capacity: int, retention: Certified | None) -> None:
         if operator.index(capacity) < 1:
             raise ValueError(f"capacity is {capacity} but must be at least 1, the largest number of tokens")
@@ -40,9 +45,6 @@ class Fixed:
         self.length: Tensor | None = None
         self.norms: Norms | None = None
         self.tensors: list[tuple[Tensor, Tensor]] = []
-        self._held: tuple[Tensor, Tensor] | None = None  # all keys and values within a reach; `tensors` are parts
-        self._rings: Tensor | None = None  # [K, 5] int64, the `Ring` of every key head
-        self._arrived: Tensor | None = None  # of the kernels that append
         self._members: list[slice | Tensor] = []  # of each group: its key heads, and its query heads
         self._queries: list[slice | Tensor] = []
 
@@ -52,22 +54,18 @@ class Fixed:
         Raises:
             ValueError: T exceeds the capacity, and all tokens are kept.
         """
-        limits = None if self.retention is None else self.retention.limits
-        if limits is None and key.shape[2] > self.capacity:
+        if self.retention is None and key.shape[2] > self.capacity:
             raise ValueError(
                 f"{key.shape[2]} tokens do not fit capacity={self.capacity}; create a KVCache that is larger"
             )
-        if self.length is None:
-            self._allocate(key, value)
-        assert self.length is not None
-        assert self._arrived is not None
-        if limits is not None:
-            return self._append_to_rings(key, value, self.length, limits)
-        if self.norms is not None and on_device.appends(key, value):
-            first = on_device.append(key, value, self.tensors[0], self.norms, self.length, self._arrived)
-        else:
-            first = self._append_by_torch(key, value, self.length)
+        length = self._allocate(key, value) if self.length is None else self.length
+        if self.retention is not None:
+            return self._append_to_rings(key, value, length, self.retention)
         norms = self.norms
+        if norms is not None and on_device.appends(key, value):
+            first = on_device.append(key, value, self.tensors[0], norms, length, self._arrived)
+        else:
+            first = self._append_by_torch(key, value, length)
         return [Kept(*self.tensors[0], first=first, norms=None if norms is None else lambda: norms)]
 
     def crop(self, length: int | Tensor) -> None:
@@ -110,23 +108,19 @@ class Fixed:
         length.add_(count)
         return first
 
-    def _append_to_rings(self, key: Tensor, value: Tensor, length: Tensor, limits: tuple[int, ...]) -> list[Kept]:
+    def _append_to_rings(self, key: Tensor, value: Tensor, length: Tensor, retention: Certified) -> list[Kept]:
         """One token by one kernel, if the groups are runs of heads; else, for each group, copies with the new tokens last."""
-        count, kept, groups = key.shape[2], [], list(zip(self._members, limits, self.tensors, strict=True))
-        heads = [None] * len(groups) if self.retention is None else self.retention.heads
+        count, kept = key.shape[2], []
+        of_groups = retention.heads, retention.limits or (), self._members, self._queries, self.tensors
+        groups = list(zip(*of_groups, strict=True))
         in_runs = all(isinstance(index, slice) for index in self._queries)
         if count == 1 and in_runs and reads_groups(key) and on_device.appends(key, value):
-            assert self._held is not None
-            assert self._rings is not None
-            assert self._arrived is not None
             firsts = on_device.append_to_rings(key, value, self._held, self._rings, len(groups), length, self._arrived)
-            for group, (_, limit, held) in enumerate(groups):
+            for first, (heads, limit, _, select, held) in zip(firsts, groups, strict=True):
                 window = None if limit > self.capacity else limit
-                kept.append(
-                    Kept(*held, heads[group], firsts[group], window=window, select=self._queries[group], firsts=firsts)
-                )
+                kept.append(Kept(*held, heads, first, window=window, select=select, firsts=firsts))
             return kept
-        for group, (members, limit, held) in enumerate(groups):
+        for heads, limit, members, select, held in groups:
             ring, again = min(limit, self.capacity), limit <= self.capacity
             new = key[:, members], value[:, members]
             if not again:
@@ -135,7 +129,7 @@ class Fixed:
             both = (torch.cat([x.index_select(2, before), y], 2) for x, y in zip(held, new, strict=True))
             exists = torch.arange(ring - 1 + count, device=key.device) >= ring - 1 - length
             shown = exists.expand(key.shape[0], -1)
-            kept.append(Kept(next(both), next(both), heads[group], ring - 1, exists=shown, select=self._queries[group]))
+            kept.append(Kept(next(both), next(both), heads, ring - 1, exists=shown, select=select))
             skipped = max(count - ring, 0)
             place = (length + torch.arange(skipped, count, device=key.device)).remainder(ring)
             for old, x in zip(held, new, strict=True):
@@ -145,29 +139,28 @@ class Fixed:
         length.add_(count)
         return kept
 
-    def _allocate(self, key: Tensor, value: Tensor) -> None:
-        """Tensors, and indices of heads on the device: a list would be copied there at every step."""
+    def _allocate(self, key: Tensor, value: Tensor) -> Tensor:
+        """Tensors, and indices of heads on the device: a list would be copied there at every step. Returns the length."""
         with normal_tensors():
             self.length = torch.zeros((), dtype=torch.int64, device=key.device)
             self._arrived = key.new_zeros((), dtype=torch.int32)
-            if self.retention is None:
-                zeros = (x.new_zeros(*x.shape[:2], self.capacity, x.shape[3]) for x in (key, value))
-                self.tensors = [tuple(zeros)]  # type: ignore[list-item]
-                if skips_on_device(key):
-                    shape = *key.shape[:2], -(-self.capacity // TILE)
-                    self.norms = Norms(*(key.new_zeros(shape, dtype=torch.float64) for _ in range(2)))
-            else:
+            if self.retention is not None:
                 self._allocate_rings(key, value, self.retention)
+                return self.length
+            self.tensors = [tuple(x.new_zeros(*x.shape[:2], self.capacity, x.shape[3]) for x in (key, value))]  # type: ignore[list-item]
+            if skips_on_device(key):
+                shape = *key.shape[:2], -(-self.capacity // TILE)
+                self.norms = Norms(*(key.new_zeros(shape, dtype=torch.float64) for _ in range(2)))
+        return self.length
 
     def _allocate_rings(self, key: Tensor, value: Tensor, retention: Certified) -> None:
-        assert retention.limits is not None
         indices = [[index_of(list(x)) for x in groups] for groups in (retention.key_heads, retention.heads)]
         self._members, self._queries = (
             [torch.tensor(x, device=key.device) if isinstance(x, list) else x for x in found] for found in indices
         )
         rings: dict[int, on_device.Ring] = {}
         begins, start, batch = [], 0, key.shape[0]
-        for group, (members, limit) in enumerate(zip(retention.key_heads, retention.limits, strict=True)):
+        for group, (members, limit) in enumerate(zip(retention.key_heads, retention.limits or (), strict=True)):
             kept, again = min(limit, self.capacity), limit <= self.capacity
             size = kept * (1 + again)
             for at, head in enumerate(members):

@@ -45,44 +45,37 @@ def header_for(key: Tensor, value: Tensor, *, capacity: int, fingerprint: str, p
             )
     if key.dtype != value.dtype:
         raise ValueError(f"key is {key.dtype} and value {value.dtype} but a cache in a file has one dtype")
-    return {
-        "format": FORMAT,
-        "dtype": str(key.dtype),
-        "batch": key.shape[0],
-        "heads": key.shape[1],
-        "head_dims": [key.shape[3], value.shape[3]],
-        "capacity": capacity,
-        "fingerprint": fingerprint,
-        "part": part,
-    }
-
-
-def write(number: int, header: dict[str, Any]) -> None:
-    """Writes it to the beginning of an open file."""
-    text = json.dumps(header).encode()
-    text += b"\n%08x\n" % zlib.crc32(text)
-    if len(text) > SIZE:
+    sizes = {"batch": key.shape[0], "heads": key.shape[1], "head_dims": [key.shape[3], value.shape[3]]}
+    about = {"format": FORMAT, "dtype": str(key.dtype), **sizes, "capacity": capacity}
+    about |= {"fingerprint": fingerprint, "part": part}
+    if len(encoded(about)) > SIZE:
         raise ValueError("the header of a cache does not fit; pass a shorter fingerprint")
-    os.pwrite(number, text, 0)
+    return about
 
 
-def read(number: int, path: Path) -> dict[str, Any]:
-    """The header of an open file.
+def encoded(about: dict[str, Any]) -> bytes:
+    """A line of JSON, and one with its CRC-32."""
+    text = json.dumps(about).encode()
+    return text + b"\n%08x\n" % zlib.crc32(text)
+
+
+def decoded(data: bytes, path: Path) -> dict[str, Any]:
+    """What `encoded` wrote at the beginning of a file.
 
     Raises:
         ValueError: it is damaged, or of another format.
     """
-    text, _, rest = os.pread(number, SIZE, 0).partition(b"\n")
+    text, _, rest = data.partition(b"\n")
     if rest[:8] != b"%08x" % zlib.crc32(text):
         raise ValueError(
             f"{path} is damaged or not a cache: its header does not match its checksum; read the text again"
         )
-    header: dict[str, Any] = json.loads(text)
-    if header["format"] != FORMAT:
+    about: dict[str, Any] = json.loads(text)
+    if about["format"] != FORMAT:
         raise ValueError(
-            f"{path} has format {header['format']} but this version of alibi-attn reads {FORMAT}; read the text again"
+            f"{path} has format {about['format']} but this version of alibi-attn reads {FORMAT}; read the text again"
         )
-    return header
+    return about
 
 
 def open_locked(path: Path, mode: Mode) -> Descriptor:

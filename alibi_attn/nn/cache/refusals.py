@@ -1,11 +1,12 @@
 """What a cache cannot do, with a sentence for each; checks of the tensors and numbers it gets. Read next: `cache.py`."""
 
 import itertools
-import operator
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
+
+from alibi_attn.nn.cache.retention import Certified
 
 _FORGETTING = ("max_tokens", "reach", "forgetting by gates")
 _IN_PLACE = (
@@ -53,14 +54,22 @@ def refuse(*traits: str) -> None:
             raise ValueError(sentence)
 
 
-def check_pair(
-    key: Tensor, value: Tensor, cached: Sequence[Tensor], length: int = 0, *, heads: int | None = None
+def check_tensors(
+    key: Tensor,
+    value: Tensor,
+    log_fgate: Tensor | None,
+    *,
+    cached: Sequence[Tensor],
+    length: int,
+    of_heads: Certified | None,
 ) -> None:
-    """Raises ValueError unless key and value are [B, K, T, D] and continue the cached ones, `length` tokens.
+    """Raises ValueError unless key and value are [B, K, T, D], gates [B, H, T], and they continue the cached ones.
 
     Args:
-        heads: K, if the cached ones are those of some heads only.
+        cached: of all heads or of a group, keys, values and gates of `length` tokens; empty = none.
+        of_heads: whose groups they are; None = all heads.
     """
+    heads, queries = (None, None) if of_heads is None else (of_heads.num_kv_heads, of_heads.num_heads)
     if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3] or heads not in (None, key.shape[1]):
         wanted = "" if heads is None else f" with K = {heads}"
         raise ValueError(
@@ -74,39 +83,15 @@ def check_pair(
                 f"{name} is {described(new)} but the cache holds {described(old, length)}: only the length may differ; a new "
                 "batch needs a new KVCache()"
             )
-
-
-def check_gates(key: Tensor, log_fgate: Tensor | None, *, num_heads: int | None, gated: bool | None) -> None:
-    """Raises ValueError unless every cached token has gates or none has, and gates are [B, H, T] for these keys.
-
-    Args:
-        num_heads: H, if it is known.
-        gated: whether the cached tokens have gates; None = there are none.
-    """
-    if gated is not None and (log_fgate is None) == gated:
-        held = "gates" if gated else "no gates"
-        raise ValueError(f"the cache holds keys with {held}: pass log_fgate for every token or for none")
-    if log_fgate is None:
-        return
-    fits = log_fgate.ndim == 3 and log_fgate.shape[::2] == (key.shape[0], key.shape[2])
-    if not fits or num_heads not in (None, log_fgate.shape[1]):
+    if cached and (log_fgate is None) == (len(cached) > 2):
+        with_gates = "gates" if len(cached) > 2 else "no gates"
+        raise ValueError(f"the cache holds keys with {with_gates}: pass log_fgate for every token or for none")
+    fits = log_fgate is None or (log_fgate.ndim == 3 and log_fgate.shape[::2] == (key.shape[0], key.shape[2]))
+    if log_fgate is not None and not (fits and queries in (None, log_fgate.shape[1])):
         raise ValueError(
-            f"log_fgate has shape {list(log_fgate.shape)} but must be [B, H, T] = [{key.shape[0]}, {num_heads or 'H'}, "
+            f"log_fgate has shape {list(log_fgate.shape)} but must be [B, H, T] = [{key.shape[0]}, {queries or 'H'}, "
             f"{key.shape[2]}] to match key's {list(key.shape)}"
         )
-
-
-def checked_crop(length: int, *, held: int, forgotten: int) -> int:
-    """The length as an int, or ValueError if a cache that holds and has forgotten this many tokens cannot be cropped to it."""
-    length = operator.index(length)
-    if not 0 <= length <= held:
-        raise ValueError(f"length is {length} but the cache holds {held} positions: crop to 0 … {held}")
-    if forgotten and 0 < length < held:
-        raise ValueError(
-            f"the cache has forgotten {forgotten} tokens, so cropping to {length} would leave out some that a "
-            "cache of that length holds; crop(0) empties it"
-        )
-    return length
 
 
 def checked_rows(indices: Tensor | Sequence[int], key: Tensor) -> Tensor:

@@ -53,42 +53,6 @@ class Certified:
         """The query heads of each group."""
         return [query_heads(members, self.num_heads // self.num_kv_heads) for members in self.key_heads]
 
-    def check_scores(self, query: Tensor, key: Tensor, scale: float, slopes: Tensor, longest_key: float) -> float:
-        """The norm of the longest key [B, K, T, D], or of earlier ones.
-
-        Raises:
-            ValueError: a query [B, H, T, D] and a key could score above the bound, or slopes [H] fell.
-        """
-        if self.slopes and any(now < then for now, then in zip(slopes.tolist(), self.slopes, strict=True)):
-            raise ValueError(
-                f"the slopes are {slopes.tolist()} but this cache forgot keys for {list(self.slopes)}; create a new one after "
-                "slopes fall"
-            )
-        longest_query, longest = (float(x.detach().float().norm(dim=-1).max()) for x in (query, key))
-        longest = max(longest, longest_key)  # NaN stays NaN in this order
-        largest = abs(scale) * longest_query * longest
-        if not largest <= self.score_bound:
-            raise ValueError(
-                f"scores may reach {largest:.6g} but this cache forgot keys for scores up to {self.score_bound:.6g}; "
-                "create it with a larger score_bound, and a new one after the weights change"
-            )
-        return longest
-
-    def check_crop(self, length: int, seen: int, groups: Sequence[Growing]) -> None:
-        """Raises ValueError if the first `length` of the tokens seen need keys that were forgotten."""
-        forgotten = [seen - group.length for group in groups]
-        if self.limits is None and 0 < length < seen and any(forgotten):
-            raise ValueError(
-                f"the cache has forgotten {forgotten} tokens, as later gates allowed, and cannot return to fewer; "
-                "crop(0) empties it"
-            )
-        back, held = seen - length, zip(groups, self.limits or (), strict=self.limits is not None)
-        if length and any(max(group.length - back, 0) < min(length, limit - 1) for group, limit in held):
-            raise ValueError(
-                f"cropped to {length} of {seen} tokens the cache would need keys that it has forgotten; "
-                "undo drafts before the next append, or crop(0) to empty it"
-            )
-
 
 def within_reach(
     reach: Sequence[int] | Tensor,
@@ -145,13 +109,6 @@ def by_gates(slopes: Sequence[float] | Tensor, *, score_bound: float, tolerance:
     return Certified(own, score_bound, tolerance, tuple((k,) for k in range(heads)), len(own))
 
 
-def drop_unreachable(groups: Sequence[Growing], limits: Sequence[int]) -> None:
-    """Drops what the next query does not need; of several new queries, the first needs the most keys."""
-    for group, limit in zip(groups, limits, strict=True):
-        if group.length >= limit:
-            group.drop(group.length - limit + 1)
-
-
 @torch.no_grad()
 def drop_by_gates(retention: Certified, groups: Sequence[Growing], gone: list[Tensor | None], since: int) -> None:
     """Drops the oldest keys that may be dropped, and updates the weight of those dropped before.
@@ -162,6 +119,7 @@ def drop_by_gates(retention: Certified, groups: Sequence[Growing], gone: list[Te
     """
     room = math.log(retention.tolerance) - 2 * retention.score_bound if retention.tolerance > 0 else -math.inf
     for k, (group, heads) in enumerate(zip(groups, retention.heads, strict=True)):
+        group.changed = False  # what is dropped now follows from the tensors as they are
         gates = group.filled()[2][..., 0]
         gates = gates if widest(gates) == torch.float64 else gates.cpu()
         slopes = torch.tensor([retention.slopes[h] for h in heads], dtype=torch.float64, device=gates.device)

@@ -26,17 +26,21 @@ class Growing:
 
     Attributes:
         length: the number of tokens.
+        dropped: how many older ones were dropped.
     """
 
     def __init__(self, tensors: Sequence[Tensor] = (), *, file: CacheFile | None = None, changed: bool = False) -> None:
-        self.tensors, self.file, self.changed = tuple(tensors), file, changed
-        self.start, self.length = 0, tensors[0].shape[2] if tensors else 0  # the tokens that count in the tensors
+        self.tensors, self.file, self.changed = tuple(tensors) if file is None else file.tensors, file, changed
+        self.start, self.dropped = 0, 0
+        self.length = file.length if file is not None else tensors[0].shape[2] if tensors else 0
         self._has_room = False  # the tensors were allocated here and may be written
-        self._norms: Norms | None = None
-        self._versions: tuple[int, ...] | None = None  # after the last write by the cache; None if they are unknown
-        if file is not None:
-            self._attach(file)
-        self._settle()
+        self._norms: Norms | None = None if file is None else file.norms
+        self._versions = _versions(self.tensors)  # after the last write by the cache; None if they are unknown
+
+    @property
+    def seen(self) -> int:
+        """The number of tokens since it was empty."""
+        return self.dropped + self.length
 
     def filled(self) -> tuple[Tensor, ...]:
         """The tensors without spare capacity."""
@@ -51,67 +55,69 @@ class Growing:
         Args:
             with_room: allocate more than is needed, so that later tokens need no copy.
         """
-        if self.length and with_room and self.file is None and not torch.is_grad_enabled():
-            held, filled = self.length, self.extend(new[0].shape[2])
-            for tensor, tokens in zip(filled, new, strict=True):
-                tensor[:, :, held:] = tokens
-            self._settle()
-            return filled
-        self.notice()
-        if self.file is not None:
-            self.file.append(*new)
-            self._attach(self.file)
-            return self.filled()
-        if not with_room or torch.is_grad_enabled() or torch.compiler.is_compiling():
-            tensors = [torch.cat(pair, 2) for pair in zip(self.filled(), new, strict=True)] if self.length else new
-            self._replace(tensors, self.length + new[0].shape[2])
-        else:
-            # Otherwise the first token after a prompt would copy all of it, and the input may be a view of a larger tensor.
-            self.length = new[0].shape[2]
-            self._reserve(2 * self.length, new)
-        self._settle()
-        return self.filled()
+        count = new[0].shape[2]
+        if self.file is None and not (self.length and with_room and not torch.is_grad_enabled()):
+            self.notice()
+            if not with_room or torch.is_grad_enabled() or torch.compiler.is_compiling():
+                pairs = zip(self.filled(), new, strict=True)
+                self._replace([torch.cat(pair, 2) for pair in pairs] if self.length else new)
+                self.length += count
+                return self.tensors
+            # `extend` copies it: the input may be a view of a larger tensor, and the next token needs room.
+            self._replace([x[:, :, :0] for x in new])
+        filled = self.extend(count)
+        for tensor, tokens in zip(filled, new, strict=True):
+            tensor[:, :, self.length - count :] = tokens
+        self.commit()
+        return filled
 
     def extend(self, count: int) -> tuple[Tensor, ...]:
         """Adds positions that the caller must write, without gradients, then `commit`; returns all tensors."""
         self.notice()
         if self.file is not None:
+            self.length = self.file.length  # less if a call was interrupted before `commit`
             self.file.prepare(count)
-            self.tensors = self.file.key, self.file.value
+            self.tensors = self.file.tensors
         elif not self._can_hold(self.start + self.length + count):
-            self._reserve(2 * (self.length + count), self.filled())
+            self._reserve(2 * (self.length + count))
         self.length += count
         return self.filled()
 
     def commit(self) -> None:
-        """Keeps the positions of `extend` in the file, after the caller wrote them."""
+        """Keeps the positions of `extend`, after the caller wrote them."""
         if self.file is not None:
             self.file.commit(self.length - self.file.length)
-            self._attach(self.file)
+            self._norms = self.file.norms
+        self._versions = _versions(self.tensors)
 
     def take_back(self, tokens: int) -> None:
         """Drops the newest tokens."""
-        self.length -= tokens
-        if self.file is not None and tokens:
-            self.file.crop(self.length)
+        seen = self.seen - tokens
+        self.dropped = min(self.dropped, seen)
+        self.length = seen - self.dropped
         if self._norms is not None:
             self._norms = self._norms.cropped(self.length)
         if self.length == 0:
-            self.tensors, self.start, self.changed, self._norms, self._versions = (), 0, False, None, None
+            self.start, self.changed, self._norms, self._versions = 0, False, None, None
+            self.tensors = () if self.file is None else self.tensors
+        if self.file is not None and tokens:
+            self.file.crop(self.length)
 
     def drop(self, tokens: int) -> None:
         """Drops the oldest tokens, and returns the memory of most."""
         self.notice()
         self.start, self.length, self._norms = self.start + tokens, self.length - tokens, None
+        self.dropped += tokens
         if self._has_room and 4 * (self.length + 16) < self.tensors[0].shape[2]:
-            self._reserve(2 * (self.length + 16), self.filled())
+            self._reserve(2 * (self.length + 16))
 
-    def replace_oldest(self, sinks: int, new: tuple[Tensor, ...]) -> None:
-        """Adds tokens and drops as many, the oldest after the first `sinks`."""
+    def replace_oldest(self, sinks: int, new: tuple[Tensor, ...]) -> tuple[Tensor, ...]:
+        """Adds tokens and drops as many, the oldest after the first `sinks`; returns all tensors."""
         first, self._norms = sinks + new[0].shape[2], None
         pairs = zip(self.filled(), new, strict=True)
-        self._replace([torch.cat([old[:, :, :sinks], old[:, :, first:], x], 2) for old, x in pairs], self.length)
-        self._settle()
+        self._replace([torch.cat([old[:, :, :sinks], old[:, :, first:], x], 2) for old, x in pairs])
+        self.dropped += new[0].shape[2]
+        return self.tensors
 
     def reorder(self, rows: Tensor) -> None:
         """Row b of the batch becomes the former row `rows[b]`."""
@@ -120,7 +126,7 @@ class Growing:
             self.tensors = tuple(tensor.index_select(0, rows) for tensor in self.tensors)
         if self._norms is not None:
             self._norms = self._norms.reordered(rows)
-        self._settle()
+        self._versions = _versions(self.tensors)
 
     def notice(self) -> bool:
         """Whether someone else has written to the tensors since they were empty; then their norms are dropped.
@@ -146,7 +152,9 @@ class Growing:
 
     def __deepcopy__(self, memo: dict[int, object]) -> "Growing":
         """In memory, with gradients."""
-        return Growing([tensor.clone() for tensor in self.filled()], changed=self._was_changed())
+        twin = Growing([tensor.clone() for tensor in self.filled()], changed=self._was_changed())
+        twin.dropped = self.dropped
+        return twin
 
     def _was_changed(self) -> bool:
         if not torch.compiler.is_compiling() and self.tensors:
@@ -156,31 +164,24 @@ class Growing:
                 self._norms, self._versions = None, versions
         return self.changed
 
-    def _attach(self, file: CacheFile) -> None:
-        """Takes tensors, norms and length from the file."""
-        self.length = file.length
-        self.tensors = (file.key, file.value) if file.length else ()
-        self._norms = file.norms if file.length else None
-        self._settle()
+    def _replace(self, tensors: Sequence[Tensor], *, has_room: bool = False) -> None:
+        self.tensors, self.start, self._has_room = tuple(tensors), 0, has_room
+        self._versions = _versions(self.tensors)
 
-    def _replace(self, tensors: Sequence[Tensor], length: int) -> None:
-        self.tensors, self.start, self.length, self._has_room = tuple(tensors), 0, length, False
-
-    def _reserve(self, capacity: int, tensors: tuple[Tensor, ...]) -> None:
-        """Copies the tensors into new ones with room for `capacity` tokens."""
-        self._replace([_with_room(tensor, capacity) for tensor in tensors], self.length)
-        self._has_room = True
-        self._settle()
+    def _reserve(self, capacity: int) -> None:
+        """Copies the tensors into new ones with room for `capacity` tokens, of which the rest is not initialized."""
+        filled = self.filled()
+        with normal_tensors():
+            larger = [x.new_empty(*x.shape[:2], capacity, x.shape[3]) for x in filled]
+        for target, source in zip(larger, filled, strict=True):
+            target[:, :, : source.shape[2]] = source
+        self._replace(larger, has_room=True)
 
     def _can_hold(self, length: int) -> bool:
         if not self._has_room or length > self.tensors[0].shape[2]:
             return False
         # Inference mode cannot be queried while tracing; an inference tensor can be changed in inference mode only.
         return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not self.tensors[0].is_inference()
-
-    def _settle(self) -> None:
-        """Takes the present versions as the cache's own, after one of its writes."""
-        self._versions = _versions(self.tensors) if self.tensors else None
 
 
 @contextlib.contextmanager
@@ -193,17 +194,9 @@ def normal_tensors() -> Iterator[None]:
         yield
 
 
-def _with_room(source: Tensor, capacity: int) -> Tensor:
-    """A copy, [B, K, capacity, D], of a tensor [B, K, S, D] with S ≤ capacity; the rest is not initialized."""
-    with normal_tensors():
-        target = source.new_empty(*source.shape[:2], capacity, source.shape[3])
-    target[:, :, : source.shape[2]] = source
-    return target
-
-
 def _versions(tensors: tuple[Tensor, ...]) -> tuple[int, ...] | None:
-    """How often each tensor was written to; None if torch does not count."""
-    if torch.compiler.is_compiling():
+    """How often each tensor was written to; None if torch does not count, and for no tensors."""
+    if torch.compiler.is_compiling() or not tensors:
         return None
     found = [None if tensor.is_inference() else tensor._version for tensor in tensors]
     return None if None in found else tuple(found)  # type: ignore[arg-type]
