@@ -138,8 +138,7 @@ class ALiBiCache(Cache):
                 "only a cache whose model and token ids are known can be saved: one that a patched model or an "
                 "ALiBiForCausalLM filled from input_ids, and that was not copied, reordered or changed since"
             )
-        about = cache_folder.identified(about)
-        with cache_folder.created(target, about) as folder:
+        with cache_folder.created(target, about) as (folder, about):
             TokenIds(cache_folder.token_path(folder), identity=about["id"]).write(0, tokens)
             for index, layer in enumerate(self._held):
                 layer.store.save(cache_folder.layer_path(folder, index), part=cache_folder.part(about, index))
@@ -217,10 +216,14 @@ class ALiBiCache(Cache):
         model = None if self._model is None else self._model()
         if model is not None and len(self.layers) < model.config.num_hidden_layers:  # type: ignore[operator, union-attr]
             return 0
+        lengths = self._lengths()
+        return self._held[0].get_seq_length() if lengths is None else min(lengths, key=int, default=0)
+
+    def _lengths(self) -> list[Any] | None:
+        """The tokens in each layer; None if a device would have to be read."""
         lengths: list[Any] = [layer.get_seq_length() for layer in self._held]
-        readable = all(not isinstance(length, Tensor) or may_read(length) for length in lengths)
-        least: int = min(lengths, key=int, default=0) if readable else lengths[0]
-        return least
+        unread = any(isinstance(length, Tensor) and not may_read(length) for length in lengths)
+        return None if unread else lengths
 
     def get_query_offset(self, layer_idx: int = 0) -> int:
         return self.get_seq_length()
@@ -241,19 +244,15 @@ class ALiBiCache(Cache):
         Raises:
             ValueError: some layers have forgotten too much to return.
         """
-        lengths: list[Any] = [layer.get_seq_length() for layer in self._held]
-        if any(isinstance(length, Tensor) and not may_read(length) for length in lengths):
-            return
-        counts, least = [int(length) for length in lengths], int(self.get_seq_length())
-        for layer, count in zip(self._held, counts, strict=True):
-            if count > least and any(layer.store.forgotten):
-                raise ValueError(
-                    f"the layers of this cache hold {sorted(set(counts))} tokens, because a forward pass was interrupted, and "
-                    "have forgotten some; pass the text again with a new ALiBiCache(forget=True)"
-                )
-        for layer, count in zip(self._held, counts, strict=True):
-            if count > least:
-                layer.store.crop(least)
+        lengths, least = self._lengths() or [], self.get_seq_length()
+        longer = [layer.store for layer, length in zip(self._held, lengths, strict=False) if length > least]
+        if any(any(store.forgotten) for store in longer):
+            raise ValueError(
+                f"the layers of this cache hold {sorted(set(map(int, lengths)))} tokens, because a forward pass was interrupted, "
+                "and have forgotten some; pass the text again with a new ALiBiCache(forget=True)"
+            )
+        for store in longer:
+            store.crop(int(least))
 
     @property
     def kept(self) -> list[tuple[int, ...]]:
@@ -374,8 +373,7 @@ class ALiBiCache(Cache):
 
     def _create(self, model: nn.Module) -> None:
         assert self.path is not None
-        about = cache_folder.identified(cache_folder.describe(model))
-        with cache_folder.created(self.path, about):
+        with cache_folder.created(self.path, cache_folder.describe(model)) as (_, about):
             pass
         self._ids = TokenIds(cache_folder.token_path(self.path), identity=about["id"])
         self._about, self._checked = about, (weakref.ref(model), cache_folder.writes(model))

@@ -8,7 +8,6 @@ Ids are written before the keys of a call, so the files agree on a prefix whenev
 
 import contextlib
 import io
-import json
 import secrets
 import zlib
 from collections.abc import Iterator
@@ -21,9 +20,8 @@ from torch import Tensor, nn
 
 from alibi_attn.files import new_folder
 from alibi_attn.nn.cache import KVCache
-from alibi_attn.nn.cache.header import Mode, exists, fingerprint
+from alibi_attn.nn.cache.header import FORMAT, Mode, decoded, encoded, exists, fingerprint
 
-FORMAT = 2
 _ABOUT = "cache.json"
 MOST_LATER = 256  # calls whose token ids wait to be encoded
 
@@ -43,28 +41,22 @@ class TokenIds:
 
     def write(self, at: int, tokens: Tensor) -> None:
         """Sets the ids of the positions from `at` on, tokens [B, T]; drops them if earlier ids are unknown."""
-        if self.memory is None:
-            self._write(at, tokens)
-            return
         self._later.append((at, tokens.detach().clone()))
-        if len(self._later) > MOST_LATER:
-            self._write_later()
+        if self.memory is None or len(self._later) > MOST_LATER:
+            self._encode()
 
-    def _write_later(self) -> None:
-        for at, tokens in self._later:
-            self._write(at, tokens)
-        self._later.clear()
-
-    def _write(self, at: int, tokens: Tensor) -> None:
-        ids = tokens.detach().long().t().contiguous().numpy()
-        records = np.zeros(len(ids), _record(tokens.shape[0]))
-        records["ids"], records["crc"] = ids, [zlib.crc32(row, self._crc) for row in ids]
-        start = at * records.itemsize
-        with self._file() as file:
-            if file.seek(0, io.SEEK_END) >= start:
-                file.seek(start)
-                file.write(records.tobytes())
-                file.truncate()
+    def _encode(self) -> None:
+        later, self._later = self._later, []
+        for at, tokens in later:
+            ids = tokens.long().t().contiguous().numpy()
+            records = np.zeros(len(ids), _record(tokens.shape[0]))
+            records["ids"], records["crc"] = ids, [zlib.crc32(row, self._crc) for row in ids]
+            start = at * records.itemsize
+            with self._file() as file:
+                if file.seek(0, io.SEEK_END) >= start:
+                    file.seek(start)
+                    file.write(records.tobytes())
+                    file.truncate()
 
     def read(self, batch: int, length: int) -> Tensor | None:
         """The ids of the first `length` positions, [B, length]; None if they are unknown.
@@ -73,7 +65,7 @@ class TokenIds:
             ValueError: they do not match their checksums.
         """
         record = _record(batch)
-        self._write_later()
+        self._encode()
         with self._file() as file:
             file.seek(0)
             data = file.read(length * record.itemsize)
@@ -113,24 +105,21 @@ def writes(model: nn.Module) -> int:
     return sum(weight._version for weight in weights if not weight.is_inference())
 
 
-def identified(about: dict[str, Any]) -> dict[str, Any]:
-    """The description of a new cache, with an identity that all its files get, so that files of two caches are not mixed."""
-    return {**about, "id": secrets.token_hex(8)}
-
-
 @contextlib.contextmanager
-def created(path: Path, about: dict[str, Any]) -> Iterator[Path]:
+def created(path: Path, about: dict[str, Any]) -> Iterator[tuple[Path, dict[str, Any]]]:
     """The folder of a cache without layers, under a temporary name; at the end of the block it becomes `path`.
+
+    Yields its description, too, with an identity that all its files get, so that files of two caches are not mixed.
 
     Raises:
         ValueError: the path exists, perhaps since another process has just written it.
     """
+    about = {**about, "id": secrets.token_hex(8)}
     try:
         with new_folder(path) as folder:
-            text = json.dumps(about)
-            (folder / _ABOUT).write_text(f"{text}\n{zlib.crc32(text.encode()):08x}\n")
+            (folder / _ABOUT).write_bytes(encoded(about))
             token_path(folder).touch()
-            yield folder
+            yield folder, about
     except FileExistsError:
         raise exists(path) from None
 
@@ -155,15 +144,7 @@ def read_description(folder: Path) -> dict[str, Any]:
         raise FileNotFoundError(
             f"{folder} {found}; pass the folder of an ALiBiCache, or make a new one: ALiBiCache(folder)"
         )
-    text, _, crc = (folder / _ABOUT).read_bytes().partition(b"\n")
-    if crc.strip() != b"%08x" % zlib.crc32(text):
-        raise ValueError(f"{folder / _ABOUT} is damaged: it does not match its checksum; read the text again")
-    about: dict[str, Any] = json.loads(text)
-    if about["format"] != FORMAT:
-        raise ValueError(
-            f"{folder} has format {about['format']} but this version of alibi-attn reads {FORMAT}; read the text again"
-        )
-    return about
+    return decoded((folder / _ABOUT).read_bytes(), folder / _ABOUT)
 
 
 def part(about: dict[str, Any], layer: int) -> str:

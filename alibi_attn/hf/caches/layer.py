@@ -1,13 +1,14 @@
 """One layer of an ALiBiCache, with transformers' interface. Read before: `cache.py`."""
 
 import weakref
-from typing import cast
+from typing import Literal, cast
 
 import torch
 from torch import Tensor, nn
 from transformers.cache_utils import DynamicLayer
 
 from alibi_attn.nn.cache import KVCache
+from alibi_attn.nn.cache.appending import held, traits
 from alibi_attn.nn.cache.storage import Growing
 
 NEEDS_PATCH = (
@@ -17,6 +18,28 @@ FOR_GATES = (
     "ALiBiCache(forget=True) is for models with forget gates, which tell what to drop, such as a Forgetting Transformer read by "
     "ALiBiForCausalLM; use ALiBiCache()"
 )
+
+
+def _side(name: Literal["keys", "values"]) -> property:
+    """[B, K, S, D], or None. Another tensor may be assigned, together with the other side if its length differs."""
+
+    def side(layer: "CacheLayer") -> Tensor | None:
+        store, at = layer._store, 0 if name == "keys" else 1
+        if name in layer._assigned:
+            return layer._assigned[name]
+        if store.fixed is not None:
+            return store.fixed.tensors[0][at] if store.fixed.tensors else None
+        return store.groups[0].filled()[at] if store.retention is None and len(store) else None
+
+    def assign(layer: "CacheLayer", given: Tensor | None) -> None:
+        if traits(layer._store):
+            raise ValueError(
+                "keys and values of a cache in files, of a fixed capacity or that forgets cannot be assigned; use crop(), or "
+                "assign to a copy (copy.deepcopy)"
+            )
+        layer._assigned[name] = given
+
+    return property(side, assign)
 
 
 class CacheLayer(DynamicLayer):  # type: ignore[no-untyped-call]
@@ -63,40 +86,8 @@ class CacheLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     def store(self, store: KVCache) -> None:
         self._store = store
 
-    @property
-    def keys(self) -> Tensor | None:
-        """[B, K, S, D], or None. Another tensor may be assigned, together with `values` if its length differs."""
-        return self._side(0)
-
-    @keys.setter
-    def keys(self, keys: Tensor | None) -> None:
-        self._assign("keys", keys)
-
-    @property
-    def values(self) -> Tensor | None:
-        """[B, K, S, D], or None, as `keys`."""
-        return self._side(1)
-
-    @values.setter
-    def values(self, values: Tensor | None) -> None:
-        self._assign("values", values)
-
-    def _side(self, at: int) -> Tensor | None:
-        name, store = ("keys", "values")[at], self._store
-        if name in self._assigned:
-            return self._assigned[name]
-        if store.fixed is not None:
-            return store.fixed.tensors[0][at] if store.fixed.tensors else None
-        return store.groups[0].filled()[at] if store.retention is None and len(store) else None
-
-    def _assign(self, name: str, given: Tensor | None) -> None:
-        store = self._store
-        if store.path is not None or store.fixed is not None or store.retention is not None:
-            raise ValueError(
-                "keys and values of a cache in files, of a fixed capacity or that forgets cannot be assigned; use crop(), or "
-                "assign to a copy (copy.deepcopy)"
-            )
-        self._assigned[name] = given
+    keys = _side("keys")
+    values = _side("values")
 
     def own(self, layer: nn.Module) -> None:
         """Raises ValueError if another layer has appended to the cache."""
@@ -165,8 +156,7 @@ class CacheLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         raise NotImplementedError("an ALiBiCache cannot be offloaded; use DynamicCache(offloading=True)")
 
     def _batch(self) -> int:
-        store = self.store
-        tensors = [group.tensors for group in store.groups] if store.fixed is None else store.fixed.tensors
+        tensors = held(self.store)
         return tensors[0][0].shape[0] if tensors and tensors[0] else 0
 
 
