@@ -87,6 +87,17 @@ def test_exported_sinks_are_right_for_lengths_from_two(sinks: int, backend: str,
         assert_close([program.module()(*inputs)], [truth])
 
 
+@pytest.mark.parametrize("registers", [1, 4])
+def test_exported_registers_are_right_for_lengths_from_two_more(registers: int) -> None:
+    example, length = tuple(draw(t=9, requires_grad=False)[:3]), Dim("length", min=registers + 2, max=4096)
+    model = Attention(causal=False, registers=registers)
+    program = export(model, example, dynamic_shapes=({2: length},) * 3, strict=False)
+    for t in (registers + 2, 9, 70, 300):
+        inputs = draw(t=t, requires_grad=False)[:3]
+        truth = alibi_attention(*inputs, causal=False, registers=registers, backend="reference")
+        assert_close([program.module()(*inputs)], [truth])
+
+
 def test_an_exported_program_drops_at_every_length() -> None:
     example = tuple(draw(b=2, t=31, requires_grad=False)[:3])
     length = Dim("length", min=2, max=4096)

@@ -70,6 +70,6 @@ def first_split(spec: AttentionSpec[Any]) -> Literal["registers", "heads", "sink
 
 
 def register_queries(spec: AttentionSpec[Any]) -> int:
-    """How many queries are registers; they are the first ones."""
-    assert isinstance(spec.query_offset, int)
-    return min(max(spec.registers - spec.query_offset, 0), spec.query_len)
+    """How many queries are registers; they are the first ones. In an exported call `min` of a symbolic length stays symbolic."""
+    count = max(spec.registers - int(spec.query_offset), 0)
+    return count if count < spec.query_len else spec.query_len

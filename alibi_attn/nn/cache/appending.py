@@ -58,6 +58,12 @@ def check_append(
         needs += ["torch.compile"] * compiling + ["no forget gates" if log_fgate is None else "forget gates"]
         refuse(*how, *needs)
     groups = held(cache)
+    traced = torch.compiler.is_exporting() and groups and groups[0]
+    if traced and (cache._layer is not None or type(groups[0][0]) is Tensor is not type(key)):
+        raise ValueError(
+            "torch.export does not record writes to a cache that held tokens before; make the cache inside the exported "
+            "function, or replay steps by torch.compile or a CUDA graph"
+        )
     length = cache.groups[0].length if cache.groups else 0
     check_tensors(key, value, log_fgate, cached=groups[0] if groups else (), length=length, of_heads=cache.retention)
 
