@@ -7,7 +7,7 @@ Press et al. 2022, sec. 3 (arXiv:2108.12409). The checks are in `attention/call/
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Literal, NamedTuple, Never, NoReturn, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, Never, NoReturn, TypeVar, get_args
 
 import jax
 import jax.numpy as jnp
@@ -326,11 +326,13 @@ def _attend_forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[_Results, t
 def _attend_backward(
     plan: Plan, kept: tuple[native.Wanted, _Kept], grads: tuple[Array | SymbolicZero, ...]
 ) -> tuple[Arrays, None]:
-    like = kept[1].output
-    given = [jnp.zeros_like(like, g.dtype, shape=g.shape) if isinstance(g, SymbolicZero) else g for g in grads[:2]]
-    if plan.fused is not None:
-        return _backward_of_fused(plan, *kept, given[0], None if isinstance(grads[1], SymbolicZero) else given[1]), None
-    return _backward(plan, *kept, *given), None
+    def filled(gradient: Array | SymbolicZero) -> Array:
+        if isinstance(gradient, SymbolicZero):
+            return jnp.zeros_like(kept[1].output, gradient.dtype, shape=gradient.shape)
+        return gradient
+
+    no_lse = plan.fused is not None and isinstance(grads[1], SymbolicZero)
+    return _backward(plan, *kept, filled(grads[0]), None if no_lse else filled(grads[1])), None
 
 
 _attend.defvjp(_attend_forward, _attend_backward, symbolic_zeros=True)
@@ -344,12 +346,17 @@ def _forward(plan: Plan, arrays: Arrays, rest: Rest) -> _Everything:
         output, lse, kept = fused.forward(plan.causal, plan.fused, arrays)
         return output, lse, None, kept, None
 
+    def nothing_saved(forward: Callable[..., Any]) -> Any:
+        """Zeros in the shapes that the other path saves; they vary over devices like the arrays."""
+        saved = jax.eval_shape(partial(forward, plan), arrays, rest)[3]
+        return jax.tree.map(lambda x: jnp.zeros_like(arrays.left, x.dtype, shape=x.shape), saved)
+
     def on_cpu(arrays: Arrays, rest: Rest) -> _Everything:
         output, lse, low, saved = native.forward(plan, arrays, rest)
-        return output, lse, low, xla.nothing_saved(plan, arrays) if plan.elsewhere else None, saved
+        return output, lse, low, nothing_saved(xla.forward) if plan.elsewhere else None, saved
 
     def anywhere(arrays: Arrays, rest: Rest) -> _Everything:
-        return *xla.forward(plan, arrays, rest), native.nothing_saved(arrays) if plan.elsewhere else None
+        return *xla.forward(plan, arrays, rest), nothing_saved(native.forward) if plan.elsewhere else None
 
     return _on_platform(plan, on_cpu, anywhere, arrays, rest)
 
@@ -363,7 +370,12 @@ def _on_platform(plan: Plan, on_cpu: Callable[..., Result], anywhere: Callable[.
 
 @partial(jax.custom_jvp, nondiff_argnums=(0, 1))
 @partial(jax.jit, static_argnums=(0, 1))
-def _backward(plan: Plan, wanted: native.Wanted, kept: _Kept, grad_output: Array, grad_lse: Array) -> Arrays:
+def _backward(plan: Plan, wanted: native.Wanted, kept: _Kept, grad_output: Array, grad_lse: Array | None) -> Arrays:
+    if plan.fused is not None:
+        assert isinstance(kept.of_xla, fused.Saved)
+        grads = kept.output, grad_output, grad_lse
+        return fused.backward(plan.causal, plan.fused, kept.arrays, kept.of_xla, *grads, slopes_wanted=wanted.slopes)
+
     def on_cpu(kept: _Kept, grad_output: Array, grad_lse: Array) -> Arrays:
         assert kept.of_native is not None
         return native.backward(plan, wanted, *kept[:2], kept.of_native, kept.output, grad_output, grad_lse)
@@ -373,17 +385,6 @@ def _backward(plan: Plan, wanted: native.Wanted, kept: _Kept, grad_output: Array
         return xla.backward(plan, *kept[:2], kept.of_xla, kept.output, grad_output, grad_lse)
 
     return _on_platform(plan, on_cpu, anywhere, kept, grad_output, grad_lse)
-
-
-@partial(jax.custom_jvp, nondiff_argnums=(0, 1))
-@partial(jax.jit, static_argnums=(0, 1))
-def _backward_of_fused(
-    plan: Plan, wanted: native.Wanted, kept: _Kept, grad_output: Array, grad_lse: Array | None
-) -> Arrays:
-    assert plan.fused is not None
-    assert isinstance(kept.of_xla, fused.Saved)
-    grads = kept.output, grad_output, grad_lse
-    return fused.backward(plan.causal, plan.fused, kept.arrays, kept.of_xla, *grads, slopes_wanted=wanted.slopes)
 
 
 def _no_second_derivative(*given: object) -> NoReturn:
@@ -405,5 +406,5 @@ def _once(x: Array) -> Array:
 
 
 _once.defvjp(lambda x: (x, None), lambda _, gradient: (_last_gradient(gradient),))
-for _function in (_forward, _backward, _backward_of_fused, _last_gradient):
+for _function in (_forward, _backward, _last_gradient):
     _function.defjvp(_no_second_derivative)

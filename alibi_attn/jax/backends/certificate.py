@@ -96,7 +96,7 @@ def key_norms(plan: Plan, parts: Parts) -> KeyNorms | BiasedTiles:
     shortest = jnp.where(jnp.isfinite(shortest), shortest, 0.0)
     group = inputs.query.shape[1] // inputs.key.shape[1]
     norm, value, shortest = (jnp.repeat(x, group, axis=1) for x in (*of_tiles, shortest))
-    largest_rate = score_bounds(inputs.query, inputs.scale).max(-1)
+    largest_rate = score_bounds(inputs.query, inputs.rest.scale).max(-1)
     return biased_tiles(plan, parts.rule, parts.bias, largest_rate, norm, shortest, value)
 
 
@@ -104,7 +104,7 @@ def certificate(
     plan: Plan, parts: Parts, norms: KeyNorms | BiasedTiles, block: Block, limits: Limits
 ) -> Certificate | BiasedCertificate:
     """The certificate of one block, which visits the tiles within its limits only."""
-    rate, tolerance = score_bounds(block.queries.query, block.rule.scale), parts.inputs.tolerance
+    rate, tolerance = score_bounds(block.queries.query, block.rule.scale), parts.inputs.rest.tolerance
     if isinstance(norms, KeyNorms):
         mine: KeyNorms = jax.tree.map(lambda x: x[block.sequence, block.key_head], norms)
         largest = mine.so_far[limits.highest] if plan.causal else mine.overall

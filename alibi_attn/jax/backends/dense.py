@@ -67,19 +67,22 @@ def backward(plan: Plan, inputs: Inputs, known: Finished) -> Gradients:
 def _over_heads(one: Callable[..., Result], plan: Plan, inputs: Inputs, known: Finished | None) -> Result:
     """`one(queries, keys, head, known)` for all heads: results are [B, K, group, ...]."""
     batch, heads = inputs.query.shape[:2]
-    start = None if inputs.query_start is None else _grouped(inputs.query_start, inputs)
-    least = least_distance(inputs.offset, inputs.query.shape[2], inputs.key.shape[2])
-    of_queries, of_keys = inputs.query_numbers, inputs.key_numbers
+    rest, start = inputs.rest, jax.tree.map(lambda x: _grouped(x, inputs), inputs.rest.query_start)
     queries = Queries(
-        _grouped(inputs.query, inputs), inputs.offset, least, inputs.query_segments, start=start, number=of_queries
+        _grouped(inputs.query, inputs),
+        rest.offset,
+        least_distance(rest.offset, inputs.query.shape[2], inputs.key.shape[2]),
+        rest.query_segments,
+        start=start,
+        points=rest.query_points,
+        number=rest.query_numbers,
     )
-    first = jnp.zeros_like(inputs.offset)
-    keys = Keys(inputs.key, inputs.value, inputs.veil, first, inputs.key_segments, number=of_keys)
-    queries, keys = queries._replace(points=inputs.query_points), keys._replace(points=inputs.key_points)
+    first, points, numbers = jnp.zeros_like(rest.offset), rest.key_points, rest.key_numbers
+    keys = Keys(inputs.key, inputs.value, inputs.veil, first, rest.key_segments, points=points, number=numbers)
     number = _grouped(jnp.arange(batch * heads, dtype=jnp.int32).reshape(batch, heads), inputs)
     slopes = (_grouped(inputs.left, inputs), _grouped(inputs.right, inputs))
     bias = jax.tree.map(lambda x: _grouped(x, inputs), inputs.bias)
-    head = _Head(head_rule(plan, *slopes, inputs.scale, inputs.window), number, bias)
+    head = _Head(head_rule(plan, *slopes, rest.scale, rest.window), number, bias)
 
     # The axis of each array, in the order of the fields: for sequences, key heads, and query heads of a key head.
     by_head = _Head._make((Rule._make((0, 0, 0, 0, None, None, None)), 0, 0))
@@ -104,4 +107,4 @@ def _joined(x: Array, inputs: Inputs) -> Array:
 
 def _dropout(plan: Plan, inputs: Inputs, head: _Head) -> HeadDropout | None:
     heads = inputs.query.shape[1]
-    return head_dropout(inputs.dropout_seed, head.number // heads, head.number % heads + plan.dropout_origin.head)
+    return head_dropout(inputs.rest.dropout_seed, head.number // heads, head.number % heads + plan.dropout_origin.head)

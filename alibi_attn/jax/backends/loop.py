@@ -41,6 +41,9 @@ from alibi_attn.jax.call.plan import (
 )
 
 READS = MASKS | NUMBERED_DROPOUT | {"key_bias", "query_bias"}
+_Sums = tuple[
+    Array, Array, Array | None
+]  # gradients of key, value and key_bias from all blocks so far, in tiles as in `Parts`
 
 
 class _Step(NamedTuple):
@@ -50,25 +53,6 @@ class _Step(NamedTuple):
     visited: Visited
     softmax: Softmax
     shares: Array  # [tiles] the largest share of a query's softmax over the keys up to then, of each visited tile
-
-
-class _Turn(NamedTuple):
-    """The state of the backward loop of one block."""
-
-    number: Array
-    query: Array  # [t, D]
-    left: Array  # scalar
-    right: Array  # scalar
-    query_bias: Array | None  # [t]
-    sums: "_Sums"
-
-
-class _Sums(NamedTuple):
-    """Gradients of keys, from all blocks so far."""
-
-    key: Array  # [B, K, tiles, s, D]
-    value: Array
-    key_bias: Array | None  # [B, H, tiles, s]
 
 
 def forward(plan: Plan, inputs: Inputs) -> tuple[Array, Array, Array | None, Visited, Visited]:
@@ -118,38 +102,34 @@ def backward(plan: Plan, inputs: Inputs, known: Finished, visited: Visited) -> G
         )
         total = mine.last - mine.first + 1 + sum((tile >= 0).astype(jnp.int32) for tile in mine.outliers)
 
-        def body(so_far: _Turn) -> _Turn:
-            tile = _tile_of_turn(mine, so_far.number)
+        def body(turn: tuple[Array, Gradients]) -> tuple[Array, Gradients]:
+            number, so_far = turn
+            tile = _tile_of_turn(mine, number)
             keys = tile_at(plan, parts, block, tile)
             of_tile = tiles.gradients(plan, block.rule, block.queries, keys, here, block.dropout)
-            where, sums = (block.sequence, block.key_head, tile), so_far.sums
+            where = (block.sequence, block.key_head, tile)
             of_head = partial(_added, where=(block.sequence, block.head, tile))
-            return _Turn(
-                so_far.number + 1,
-                so_far.query + of_tile.query,
-                so_far.left + of_tile.left,
-                so_far.right + of_tile.right,
-                jax.tree.map(jnp.add, so_far.query_bias, of_tile.query_bias),
-                _Sums(
-                    _added(sums.key, of_tile.key, where),
-                    _added(sums.value, of_tile.value, where),
-                    jax.tree.map(of_head, sums.key_bias, of_tile.key_bias),
-                ),
+            return number + 1, Gradients(
+                query=so_far.query + of_tile.query,
+                key=_added(so_far.key, of_tile.key, where),
+                value=_added(so_far.value, of_tile.value, where),
+                left=so_far.left + of_tile.left,
+                right=so_far.right + of_tile.right,
+                key_bias=jax.tree.map(of_head, so_far.key_bias, of_tile.key_bias),
+                query_bias=jax.tree.map(jnp.add, so_far.query_bias, of_tile.query_bias),
             )
 
         nothing = jnp.zeros_like(block.queries.query, dtype=known.lse.dtype)
         zero = jnp.zeros_like(block.rule.left)
         no_row = jnp.zeros_like(here.lse) if plan.query_bias else None
-        begin = _Turn(jnp.zeros_like(total), nothing, zero, zero, no_row, sums)
-        done = lax.while_loop(lambda so_far: so_far.number < total, body, begin)
+        begin = Gradients(nothing, *sums[:2], zero, zero, sums[2], no_row)
+        done = lax.while_loop(lambda turn: turn[0] < total, body, (jnp.zeros_like(total), begin))[1]
         slopes = tiles.slope_gradients(done.left, done.right, block.queries.least, here.grad_lse)
-        return done.sums, (done.query, *slopes, done.query_bias)
+        return (done.key, done.value, done.key_bias), (done.query, *slopes, done.query_bias)
 
     nothing = jnp.zeros_like(parts.key, dtype=known.lse.dtype)
     biases = None if parts.bias is None else jnp.zeros_like(parts.bias.high, dtype=known.lse.dtype)
-    sums, (of_query, of_left, of_right, of_row) = lax.scan(
-        one, _Sums(nothing, nothing, biases), block_numbers(plan, inputs)
-    )
+    sums, (of_query, of_left, of_right, of_row) = lax.scan(one, (nothing, nothing, biases), block_numbers(plan, inputs))
     key_len = inputs.key.shape[2]
     of_key, of_value = (x.reshape(*x.shape[:2], -1, x.shape[-1])[:, :, :key_len] for x in sums[:2])
     of_left, of_right = (x.reshape(*inputs.left.shape, -1).sum(-1) for x in (of_left, of_right))
@@ -159,7 +139,7 @@ def backward(plan: Plan, inputs: Inputs, known: Finished, visited: Visited) -> G
         value=of_value,
         left=of_left,
         right=of_right,
-        key_bias=jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1)[:, :, :key_len], sums.key_bias),
+        key_bias=jax.tree.map(lambda x: x.reshape(*x.shape[:2], -1)[:, :, :key_len], sums[2]),
         query_bias=jax.tree.map(lambda x: joined(x, inputs), of_row),
     )
 

@@ -146,15 +146,6 @@ def backward(
     return Arrays(*(dx.astype(arrays.query.dtype) for dx in grads[:3]), *rest_grads)
 
 
-def nothing_saved(arrays: Arrays) -> Saved:
-    """Zeros in the shapes that `forward` saves, for when another path ran; they vary over devices like the arrays."""
-    batch, query_len, heads, _ = arrays.query.shape
-    return Saved(
-        jnp.zeros_like(arrays.left, shape=(batch, 2, heads, query_len)),
-        jnp.zeros_like(arrays.left, jnp.int32, shape=(batch, _numbers_of_visited(arrays))),
-    )
-
-
 def _stored(arrays: Arrays) -> jnp.dtype:
     """The dtype in which the kernels read queries, keys and values."""
     dtype: jnp.dtype = arrays.query.dtype

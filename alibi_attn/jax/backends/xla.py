@@ -5,7 +5,6 @@ from typing import NamedTuple
 import jax
 import jax.numpy as jnp
 
-from alibi_attn.attention.certificate.constants import LOOP_OUTLIER_TILES
 from alibi_attn.jax.backends import dense, loop
 from alibi_attn.jax.backends.tiles import Finished
 from alibi_attn.jax.call.operands import Arrays, Rest
@@ -74,20 +73,6 @@ def backward(
     return Arrays(query, key, value, gradients.left, gradients.right, *biases)
 
 
-def nothing_saved(plan: Plan, arrays: Arrays) -> Saved:
-    """Zeros in the shapes that `forward` saves, for when another path ran; they vary over devices like the arrays."""
-    batch, query_len, heads, _ = arrays.query.shape
-    of_query, blocks = (batch, heads, query_len), batch * heads * -(-query_len // plan.query_block)
-    visited = reference = None
-    if not plan.dense:
-        tile = jnp.zeros_like(arrays.left, jnp.int32, shape=(blocks,))
-        visited = Visited(tile, tile, (tile,) * LOOP_OUTLIER_TILES)
-    if arrays.key_bias is not None:
-        of_bias = jnp.promote_types(arrays.key_bias.dtype, arrays.left.dtype)
-        reference = jnp.zeros_like(arrays.left, of_bias, shape=of_query)
-    return Saved(jnp.zeros_like(arrays.left, shape=of_query), reference, visited, visited)
-
-
 def _inputs(arrays: Arrays, rest: Rest) -> tuple[Inputs, Array]:
     """(arrays with heads first, hidden keys and non-finite queries zeroed; [B, H, T]: which queries are not finite)."""
     query, key, value = (x.swapaxes(1, 2) for x in arrays[:3])
@@ -104,29 +89,7 @@ def _inputs(arrays: Arrays, rest: Rest) -> tuple[Inputs, Array]:
         group = high.shape[1] // key.shape[1]
         hidden = (high == -jnp.inf).reshape(*key.shape[:2], group, key.shape[2]).all(2)
     key, value, veil = clean_keys(key, value, hidden)
-    inputs = Inputs(
-        query,
-        key,
-        value,
-        veil,
-        hidden,
-        arrays.left,
-        arrays.right,
-        rest.scale,
-        rest.tolerance,
-        rest.window,
-        rest.offset,
-        rest.query_segments,
-        rest.key_segments,
-        rest.dropout_seed,
-        bias,
-        rest.query_start,
-        rest.query_points,
-        rest.key_points,
-        rest.query_numbers,
-        rest.key_numbers,
-    )
-    return inputs, spoiled
+    return Inputs(query, key, value, veil, hidden, arrays.left, arrays.right, bias, rest), spoiled
 
 
 def clean_keys(key: Array, value: Array, hidden: Array) -> tuple[Array, Array, Array]:

@@ -7,8 +7,9 @@ import jax.numpy as jnp
 import numpy as np
 
 from alibi_attn.attention.call.spec import AttentionSpec
-from alibi_attn.jax.call.dropout import seed_words
-from alibi_attn.jax.call.plan import NO_LIMIT, Array
+from alibi_attn.jax.call.dropout import Array, seed_words
+
+NO_LIMIT = 2**29  # of a window: int32 holds every sum and difference of it and two positions
 
 
 class Arrays(NamedTuple):

@@ -13,12 +13,10 @@ import numpy as np
 from jax import lax
 
 from alibi_attn.jax.call.dropout import WHOLE, HeadDropout, Origin, head_dropout
+from alibi_attn.jax.call.operands import NO_LIMIT, Rest
 
 Array = jax.Array
 Pair = tuple[Array, Array]  # x = high + low, low no larger than half a unit of high
-
-MAX_INT32_POSITION = 2**28  # positions lie within ± this, so that int32 holds every sum and difference of two limits
-NO_LIMIT = 2**29
 
 
 class Numbers(NamedTuple):
@@ -77,7 +75,7 @@ class KeyBias(NamedTuple):
 
 
 class Inputs(NamedTuple):
-    """The arrays of one call, batch and heads first; everything that is not None is an array."""
+    """The differentiable arrays of one call with heads first and clean rows, and the others as they are."""
 
     query: Array  # [B, H, T, D]
     key: Array  # [B, K, S, D], clean
@@ -86,19 +84,8 @@ class Inputs(NamedTuple):
     hidden: Array  # [B, 1 or K, S] bool
     left: Array  # [B, H]
     right: Array  # [B, H]
-    scale: Array  # scalar
-    tolerance: Array  # scalar
-    window: Array | None  # int32 scalar
-    offset: Array  # [B] int32
-    query_segments: Array | None  # [B, T] int32
-    key_segments: Array | None  # [B, S] int32
-    dropout_seed: Array | None  # [2] uint32
-    bias: KeyBias | None = None  # [B, H, S], −inf for a hidden key
-    query_start: Array | None = None  # [B, H, T] int32
-    query_points: Array | None = None  # [B, T, 2 or 3]
-    key_points: Array | None = None  # [B, S, 2 or 3]
-    query_numbers: Array | None = None  # [B, T] int32, see `AttentionSpec`
-    key_numbers: Array | None = None  # [B, S] int32
+    bias: KeyBias | None  # [B, H, S], −inf for a hidden key
+    rest: Rest
 
 
 class Queries(NamedTuple):
@@ -186,13 +173,14 @@ class Visited(NamedTuple):
 
 
 def cut(plan: Plan, inputs: Inputs) -> Parts:
-    size, segments, numbers, bias = plan.key_tile, inputs.key_segments, inputs.key_numbers, inputs.bias
+    size, rest, bias = plan.key_tile, inputs.rest, inputs.bias
+    segments, numbers = rest.key_segments, rest.key_numbers
     if bias is not None:
         low = None if bias.low is None else split(bias.low, size, 2, 0)
         bias = KeyBias(split(bias.high, size, 2, -jnp.inf), low)
     return Parts(
         inputs=inputs,
-        rule=head_rule(plan, inputs.left, inputs.right, inputs.scale, inputs.window),
+        rule=head_rule(plan, inputs.left, inputs.right, rest.scale, rest.window),
         key=split(inputs.key, size, 2, 0),
         value=split(inputs.value, size, 2, 0),
         veil=split(inputs.veil, size, 2, -jnp.inf),
@@ -218,12 +206,12 @@ def block_numbers(plan: Plan, inputs: Inputs) -> Array:
 
 
 def block_at(plan: Plan, parts: Parts, number: Array) -> Block:
-    inputs = parts.inputs
+    inputs, rest = parts.inputs, parts.inputs.rest
     heads, query_len = inputs.query.shape[1:3]
     count = -(-query_len // plan.query_block)
     sequence, head, block = number // (heads * count), number // count % heads, number % count
     row = jnp.minimum(block * plan.query_block, query_len - plan.query_block)
-    segments, numbers, position = inputs.query_segments, inputs.query_numbers, inputs.offset[sequence] + row
+    segments, numbers, position = rest.query_segments, rest.query_numbers, rest.offset[sequence] + row
     left, right, look_left, look_right = (x[sequence, head] for x in parts.rule[:4])
     return Block(
         sequence,
@@ -236,11 +224,11 @@ def block_at(plan: Plan, parts: Parts, number: Array) -> Block:
             position=position,
             least=least_distance(position, plan.query_block, inputs.key.shape[2]),
             segment=None if segments is None else rows(plan, segments, sequence, row),
-            start=None if inputs.query_start is None else rows(plan, inputs.query_start, sequence, head, row),
+            start=None if rest.query_start is None else rows(plan, rest.query_start, sequence, head, row),
             number=None if numbers is None else rows(plan, numbers, sequence, row),
         ),
         rule=Rule(left, right, look_left, look_right, *parts.rule[4:]),
-        dropout=head_dropout(inputs.dropout_seed, sequence, head + plan.dropout_origin.head),
+        dropout=head_dropout(rest.dropout_seed, sequence, head + plan.dropout_origin.head),
     )
 
 

@@ -30,8 +30,10 @@ from alibi_attn.attention.call.query_positions import (
     follow_indices,
 )
 from alibi_attn.attention.call.spec import AttentionSpec
-from alibi_attn.jax.call.plan import MAX_INT32_POSITION, Array
+from alibi_attn.jax.call.plan import Array
 from alibi_attn.slopes import alibi_slopes
+
+MAX_INT32_POSITION = 2**28  # positions lie within ± this, so that int32 holds every sum and difference of two limits
 
 Slopes = Sequence[float] | NDArray[np.floating] | Array
 Window = int | Sequence[int] | NDArray[np.integer] | Array
