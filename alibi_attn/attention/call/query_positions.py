@@ -1,15 +1,107 @@
-"""Where queries with their own positions may be; on readable arrays of numpy or tensors alike, so that JAX shares it.
+"""Validates sinks, prefixes, positions and registers, which split a call into parts, for arrays of any framework.
 
 `own` is [B, T], the positions of the queries, and `positions` [B, S] those of the keys; neither decreases along a row.
-Coordinates have one more axis and any order.
+Coordinates have one more axis and any order. What depends on values is checked where reading them is free.
 """
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from typing import Any
 
-from alibi_attn.attention.call.checks import check_positions
+import numpy as np
+from numpy.typing import NDArray
 
-WINDOW_RULE = "window counts indices, but query_positions are not those of keys; omit window"
+from alibi_attn.attention.call.checks import Checked, check_positions, check_prefix_len, check_sinks
+
+
+def part_fields(
+    given: Mapping[str, Any], sizes: Checked, values: Callable[[Any], NDArray[Any] | None]
+) -> dict[str, Any]:
+    """The fields of a call's spec that come from these arguments, as they were given; empty for most calls.
+
+    Args:
+        given: all options of `alibi_attention`.
+        values: array -> its values, or None if reading them is not free.
+
+    Raises:
+        ValueError, TypeError: wrong shapes, dtypes or values, or arguments that exclude one another.
+    """
+    fields: dict[str, Any] = {}
+    causal, prefix_len, positions = given["causal"], given["prefix_len"], given["positions"]
+    check_sinks(given["sinks"])
+    if given["sinks"] > 0 and given["window"] is not None:
+        fields["sinks"] = given["sinks"]
+    if prefix_len is not None:
+        check_prefix_len(prefix_len, batch=sizes.batch, causal=causal)
+        check_prefix_values(values(prefix_len), sizes.key_len, "S")
+        fields["prefix_len"] = prefix_len
+    if given["registers"] != 0:
+        check_registers(given["registers"], causal=causal, query_offset=given["query_offset"])
+    if positions is not None:
+        fields.update(_positions(given, sizes, values))
+    elif given["query_positions"] is not None:
+        raise ValueError("query_positions is given without positions [B, S], those of the keys; pass both")
+    return fields
+
+
+def _positions(
+    given: Mapping[str, Any], sizes: Checked, values: Callable[[Any], NDArray[Any] | None]
+) -> dict[str, Any]:
+    """The positions or coordinates of keys and of queries, which are the last T keys' by default."""
+    positions, own, query_len, key_len = given["positions"], given["query_positions"], sizes.query_len, sizes.key_len
+    in_space = positions.ndim == 3
+    if in_space:
+        check_coordinates(given, batch=sizes.batch, query_len=query_len, key_len=key_len)
+    else:
+        if given["query_offset"] is not None:
+            raise ValueError("positions and query_offset exclude one another: pass query_positions [B, T] instead")
+        check_positions("positions", positions, batch=sizes.batch, length=key_len, axis="S")
+        if own is not None:
+            check_positions("query_positions", own, batch=sizes.batch, length=query_len, axis="T")
+        elif query_len > key_len:
+            raise ValueError(
+                f"there are {query_len} queries and {key_len} keys, so not every query has a key's position; pass "
+                "query_positions [B, T]"
+            )
+    of_keys, of_queries = (None if x is None else values(x) for x in (positions, own))
+    for name, numbers in (("positions", of_keys), ("query_positions", of_queries)):
+        if numbers is not None:
+            check_order(name, numbers, decreasing=in_space)
+    # The same array in self-attention in space; elsewhere comparing lengths would be a guard of exported programs.
+    last = positions if in_space and query_len == key_len else positions[:, key_len - query_len :]
+    both = {"positions": positions, "query_positions": last if own is None else own}
+    if in_space:
+        return {"coordinates": both["positions"], "query_coordinates": both["query_positions"]}
+    if own is None:
+        return both
+    known = of_keys is not None and of_queries is not None
+    if known and given["causal"]:
+        check_not_before(of_queries, of_keys)
+        prefix_len = None if given["prefix_len"] is None else values(given["prefix_len"])
+        if prefix_len is not None:
+            check_inside_prefix(of_queries, of_keys, np.arange(key_len) < prefix_len[:, None])
+    if given["causal"] or (known and follow_indices(of_queries, of_keys)):
+        return both
+    if given["window"] is not None:
+        raise ValueError("window counts indices, but query_positions are not those of keys; omit window")
+    return {**both, "by_position": True}
+
+
+def check_prefix_values(prefix_len: NDArray[Any] | None, most: int, of: str) -> None:
+    """A prefix has at most this many keys, the number of what `of` says; None = the lengths cannot be read."""
+    if prefix_len is not None and prefix_len.size:
+        low, high = int(prefix_len.min()), int(prefix_len.max())
+        if low < 0 or high > most:
+            raise ValueError(
+                f"prefix_len is {low if low < 0 else high} for a sequence but must be from 0 to {most}, {of}"
+            )
+
+
+def check_order(name: str, positions: NDArray[Any], *, decreasing: bool = False) -> None:
+    """Positions are finite and, unless they may be `decreasing`, do not decrease."""
+    if decreasing and not np.isfinite(positions).all():
+        raise ValueError(f"{name} must be finite")
+    if not decreasing and not ((positions[:, 1:] >= positions[:, :-1]).all() and np.isfinite(positions).all()):
+        raise ValueError(f"{name} must be finite and must not decrease along a row; sort the tokens by position")
 
 
 def check_not_before(own: Any, positions: Any) -> None:

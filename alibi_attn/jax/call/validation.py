@@ -1,6 +1,6 @@
 """Validates a call in JAX once, when it is traced, with the checks of `attention/call/checks.py`."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, Unpack, cast
 
@@ -12,23 +12,14 @@ from numpy.typing import NDArray
 from alibi_attn.attention.call.checks import (
     BIAS_RULE,
     SINKS_RULE,
+    Checked,
     check_call,
-    check_positions,
-    check_prefix_len,
-    check_sinks,
     check_windows,
     dtype_name,
 )
 from alibi_attn.attention.call.hints import with_defaults
 from alibi_attn.attention.call.options import SpecOptions, unchanged
-from alibi_attn.attention.call.query_positions import (
-    WINDOW_RULE,
-    check_coordinates,
-    check_inside_prefix,
-    check_not_before,
-    check_registers,
-    follow_indices,
-)
+from alibi_attn.attention.call.query_positions import part_fields
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.jax.call.plan import Array
 from alibi_attn.slopes import alibi_slopes
@@ -51,24 +42,12 @@ def make_spec(
     right = None if given["right_slopes"] is None else _given_slopes("right_slopes", given["right_slopes"])
     window, head_windows = _windows(given["window"], query.shape[2] if query.ndim == 4 else 0)
     options_of_all = {**given, "window": window}
-    b, h, k, t, s, d, scale, tolerance = check_call(
-        query, key, value, options_of_all, slopes=left, right_slopes=right, layout="BTHD", dtype=dtype
-    )
+    sizes = check_call(query, key, value, options_of_all, slopes=left, right_slopes=right, layout="BTHD", dtype=dtype)
+    b, h, k, t, s, d, scale, tolerance = sizes
     key_bias, sink_logits = given["key_bias"], given["sink_logits"]
     offset = _offset(given["query_offset"], query_len=t, key_len=s)
     query_segments, key_segments = _segments(given["segment_ids"], offset, query_len=t, key_len=s)
     _check_values(left, right)
-    check_sinks(given["sinks"])
-    prefix_len = _prefix(given["prefix_len"], causal=given["causal"], batch=b, key_len=s)
-    if given["registers"] != 0:
-        check_registers(given["registers"], causal=given["causal"], query_offset=given["query_offset"])
-    positions = query_positions = coordinates = query_coordinates = None
-    by_position = False
-    if given["positions"] is not None and given["positions"].ndim == 3:
-        check_coordinates(given, batch=b, query_len=t, key_len=s)
-        coordinates, query_coordinates = _coordinates(given, query_len=t, key_len=s)
-    else:
-        positions, query_positions, by_position = _positions(given, batch=b, query_len=t, key_len=s)
     work = jnp.promote_types(dtype, jnp.float32)
     return AttentionSpec(
         batch=b,
@@ -81,13 +60,6 @@ def make_spec(
         right_slopes=None if right is None else jnp.asarray(right, work),
         window=window,
         head_windows=head_windows,
-        sinks=0 if given["window"] is None else given["sinks"],
-        prefix_len=prefix_len,
-        positions=positions,
-        query_positions=query_positions,
-        by_position=by_position,
-        coordinates=coordinates,
-        query_coordinates=query_coordinates,
         scale=scale,
         query_offset=offset,
         query_segments=query_segments,
@@ -97,18 +69,19 @@ def make_spec(
         else jnp.broadcast_to(jnp.asarray(_below_inf(key_bias, BIAS_RULE)), (b, h, s)),
         sink_logits=None if sink_logits is None else jnp.asarray(_below_inf(sink_logits, SINKS_RULE)),
         tolerance=tolerance,
+        **_part_fields(given, sizes),
         **unchanged(given),
     )
 
 
 def _check_arrays(query: Array, key: Array, value: Array, given: SpecOptions[Array]) -> None:
     """Checks that what must be an array is one."""
+    options: Mapping[str, Any] = given
     for name, array in (("query", query), ("key", key), ("value", value)):
         check_array(name, array)
-    masks = ("key_mask", given["key_mask"]), ("key_bias", given["key_bias"]), ("sink_logits", given["sink_logits"])
-    for name, mask in masks:
-        if mask is not None:
-            check_array(name, mask)
+    for name in ("key_mask", "key_bias", "sink_logits", "prefix_len", "positions", "query_positions"):
+        if options[name] is not None:
+            check_array(name, options[name])
     segment_ids = given["segment_ids"]
     if isinstance(segment_ids, tuple | list):
         if len(segment_ids) != 2:
@@ -135,76 +108,17 @@ def _windows(window: Window | None, num_heads: int) -> tuple[int | None, tuple[i
     return check_windows(window, num_heads)
 
 
-def _prefix(prefix_len: Array | None, *, causal: bool, batch: int, key_len: int) -> Array | None:
-    """[B] int32, checked."""
-    if prefix_len is None:
-        return None
-    check_array("prefix_len", prefix_len)
-    check_prefix_len(prefix_len, batch=batch, causal=causal)
-    values = readable_values(prefix_len)
-    if values is not None and values.size and not 0 <= values.min() <= values.max() <= key_len:
-        wrong = values.min() if values.min() < 0 else values.max()
-        raise ValueError(f"prefix_len is {wrong} for a sequence but must be from 0 to {key_len}, S")
-    return jnp.asarray(prefix_len, jnp.int32)
-
-
-def _positions(
-    given: SpecOptions[Array], *, batch: int, query_len: int, key_len: int
-) -> tuple[Array | None, Array | None, bool]:
-    """([B, S], [B, T], whether they decide what is to the right), checked; those of queries are the last T by default."""
-    positions: Any = given["positions"]
-    own: Any = given["query_positions"]
-    if positions is None:
-        if own is not None:
-            raise ValueError("query_positions is given without positions [B, S], those of the keys; pass both")
-        return None, None, False
-    if given["query_offset"] is not None:
-        raise ValueError("positions and query_offset exclude one another: pass query_positions [B, T] instead")
-    values = _sorted_values("positions", positions, batch=batch, length=key_len, axis="S")
-    if own is None:
-        if query_len > key_len:
-            raise ValueError(f"there are {query_len} queries and {key_len} keys; pass query_positions [B, T]")
-        own = positions[:, key_len - query_len :]
-    of_queries = _sorted_values("query_positions", own, batch=batch, length=query_len, axis="T")
-    pair = None if values is None or of_queries is None else (of_queries, values)
-    by_position = not given["causal"] and given["query_positions"] is not None and not (pair and follow_indices(*pair))
-    if by_position and given["window"] is not None:
-        raise ValueError(WINDOW_RULE)
-    if pair is not None and given["causal"]:
-        check_not_before(*pair)
-        prefix_len = None if given["prefix_len"] is None else readable_values(given["prefix_len"])
-        if prefix_len is not None:
-            check_inside_prefix(*pair, np.arange(key_len) < prefix_len[:, None])
-    if isinstance(positions, np.ndarray) and isinstance(own, np.ndarray) and key_len > 0:
-        last = positions[:, -1:]  # in numpy's fp64, which JAX may not have
-        positions, own = positions - last, own - last
-    return jnp.asarray(positions), jnp.asarray(own), by_position
-
-
-def _coordinates(given: SpecOptions[Array], *, query_len: int, key_len: int) -> tuple[Array, Array]:
-    """([B, S, C], [B, T, C]), checked; those of queries are the last T by default."""
-    positions: Any = given["positions"]
-    own: Any = given["query_positions"]
-    own = positions[:, key_len - query_len :] if own is None else own
-    for name, array in (("positions", positions), ("query_positions", own)):
-        check_array(name, array)
-        values = readable_values(array)
-        if values is not None and not np.isfinite(values).all():
-            raise ValueError(f"{name} must be finite")
-    if isinstance(positions, np.ndarray) and isinstance(own, np.ndarray) and key_len > 0:
-        first = positions[:, :1]  # in numpy's fp64, which JAX may not have
-        positions, own = positions - first, own - first
-    return jnp.asarray(positions), jnp.asarray(own)
-
-
-def _sorted_values(name: str, positions: Array, *, batch: int, length: int, axis: str) -> NDArray[Any] | None:
-    """The values if they can be read; raises an error for wrong ones."""
-    check_array(name, positions)
-    check_positions(name, positions, batch=batch, length=length, axis=axis)
-    values = readable_values(positions)
-    if values is not None and not (np.isfinite(values).all() and (values[:, 1:] >= values[:, :-1]).all()):
-        raise ValueError(f"{name} must be finite and must not decrease along a row; sort the tokens by position")
-    return values
+def _part_fields(given: SpecOptions[Array], sizes: Checked) -> dict[str, Any]:
+    """`query_positions.part_fields` as arrays. In numpy's fp64, which JAX may not have, positions are relative to one of them."""
+    fields = part_fields(given, sizes, readable_values)
+    for kind, reference in (("positions", slice(-1, None)), ("coordinates", slice(1))):
+        pair = {name: fields[name] for name in (kind, f"query_{kind}") if name in fields}
+        if pair and all(isinstance(x, np.ndarray) for x in pair.values()) and sizes.key_len > 0:
+            pair = {name: x - fields[kind][:, reference] for name, x in pair.items()}
+        fields |= {name: jnp.asarray(x) for name, x in pair.items()}
+    if "prefix_len" in fields:
+        fields["prefix_len"] = jnp.asarray(fields["prefix_len"], jnp.int32)
+    return fields
 
 
 def checked_dropout_key(dropout_p: float, dropout_key: Array | None) -> Array | None:
