@@ -5,6 +5,7 @@ Every rank takes part, even if its own arguments are invalid: otherwise the othe
 
 import json
 import math
+import operator
 from collections.abc import Callable
 from typing import Any, NamedTuple, Unpack
 
@@ -89,8 +90,8 @@ def _checksum(x: Tensor, device: torch.device) -> Tensor:
     return ((mixed ^ (mixed >> 29)) * (2 * torch.arange(bits.numel(), device=device) + 1)).sum()
 
 
-def _given(x: Tensor | None) -> str | None:
-    return None if x is None else "given"
+def _given(field: str) -> Callable[[_Arguments], str | None]:
+    return lambda x: None if getattr(x.spec, field) is None else "given"
 
 
 def _dtype_of(tensor: Tensor | None) -> str | None:
@@ -101,37 +102,22 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
     return torch.is_grad_enabled() and any(x is not None and x.requires_grad for x in tensors)
 
 
+# Tensors of numbers, which are compared by their checksums.
+NUMBERS = ("slopes", "right_slopes", "sink_logits")
+_SIZES = ("batch", "num_heads", "num_kv_heads", "head_dim", "causal", "window", "scale", "tolerance", "dropout_p")
 # Arguments that must be equal on all ranks, as errors name and display them.
 FIELDS: dict[str, Callable[[_Arguments], str | float | None]] = {
     "function": lambda x: f"context_parallel_{'attention' if x.log_fgate is None else 'forgetting_attention'}",
     "dtype": lambda x: _dtype_of(x.key),
-    "batch": lambda x: x.spec.batch,
-    "num_heads": lambda x: x.spec.num_heads,
-    "num_kv_heads": lambda x: x.spec.num_kv_heads,
-    "head_dim": lambda x: x.spec.head_dim,
-    "causal": lambda x: x.spec.causal,
-    "window": lambda x: x.spec.window,
-    "scale": lambda x: x.spec.scale,
-    "tolerance": lambda x: float(x.spec.tolerance),
-    "dropout_p": lambda x: float(x.spec.dropout_p),
-    "slopes": lambda x: _given(x.spec.slopes),
-    "right_slopes": lambda x: _given(x.spec.right_slopes),
-    "sink_logits": lambda x: _given(x.spec.sink_logits),
-    "segment_ids": lambda x: _given(x.spec.key_segments),
+    **{name: operator.attrgetter(f"spec.{name}") for name in _SIZES},
+    **{name: _given(name) for name in NUMBERS},
+    "segment_ids": _given("key_segments"),
     "the dtype of key_bias": lambda x: _dtype_of(x.spec.key_bias),
     "the dtype of log_fgate": lambda x: _dtype_of(x.log_fgate),
     "score_bound": lambda x: None if x.score_bound is None else float(x.score_bound),
     "whether key or value needs a gradient": lambda x: _needs_grad(x.key, x.value),
     "whether key_bias needs a gradient": lambda x: _needs_grad(x.spec.key_bias),
     "whether log_fgate needs a gradient": lambda x: _needs_grad(x.log_fgate),
-}
-
-
-# Those of the fields that are tensors of numbers, which are compared by their checksums.
-NUMBERS: dict[str, Callable[[Spec], Tensor | None]] = {
-    "slopes": lambda spec: spec.slopes,
-    "right_slopes": lambda spec: spec.right_slopes,
-    "sink_logits": lambda spec: spec.sink_logits,
 }
 
 
@@ -171,7 +157,7 @@ def check_arguments(
         own = (spec.query_len, spec.key_mask is not None, seed)  # may differ between ranks
         given = [own, {name: value_of(arguments) for name, value_of in FIELDS.items()}]
     message = bytearray(json.dumps(given).encode().ljust(MOST_BYTES))
-    tensors = [None if spec is None else of_spec(spec) for of_spec in NUMBERS.values()]
+    tensors = [None if spec is None else getattr(spec, name) for name in NUMBERS]
     none = torch.zeros((), dtype=torch.int64, device=device)
     checksums = torch.stack([none if x is None else _checksum(x, device) for x in tensors])
     numbers = torch.cat(

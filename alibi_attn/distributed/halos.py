@@ -6,9 +6,9 @@ together weigh no more than the tolerance. `halo_bounds.py` computes a halo from
 and a bound on the scores.
 """
 
-import bisect
 import dataclasses
 import functools
+import itertools
 import math
 from collections.abc import Sequence
 
@@ -89,19 +89,10 @@ class Halo:
     def rows(self) -> Rows:
         """The rows received, [R, R, K], indexed by receiving rank, owning rank and key head."""
         counts = np.zeros((self.num_ranks, self.num_ranks, self.num_kv_heads), dtype=np.int64)
-        for rank in range(self.num_ranks):
-            for head in range(self.num_kv_heads):
-                for start, stop in self.spans(rank, head):
-                    for owner in self._owners(start, stop):
-                        begin = self.offsets[owner]
-                        counts[rank, owner, head] += min(stop, begin + self.lengths[owner]) - max(start, begin)
+        for rank, owner in itertools.permutations(range(self.num_ranks), 2):
+            for head, _, (low, high) in self.pieces(rank, owner):
+                counts[rank, owner, head] += high - low
         return counts
-
-    def _owners(self, start: int, stop: int) -> range:
-        """The range of ranks that hold rows of the span; empty shards in between are included."""
-        if start >= stop:
-            return range(0)
-        return range(bisect.bisect_right(self.offsets, start) - 1, bisect.bisect_left(self.offsets, stop))
 
     @property
     def all_gather_rows(self) -> Rows:

@@ -8,12 +8,12 @@ tile is a separate call. Dropout gets the indices of these sequences, heads and 
 
 import dataclasses
 from collections.abc import Callable
+from typing import Any
 
 import torch
 from torch import Tensor
 
 from alibi_attn.attention.call.spec import AttentionSpec, index_of, query_heads
-from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.run.execution import attend
 from alibi_attn.attention.run.merging import merged
@@ -69,6 +69,11 @@ class Received:
     value: Pieces
     bias: Pieces | None
     marks: Pieces | None
+
+    def of(self, heads: Callable[[Pieces], list[Tensor]]) -> dict[str, Any]:
+        """key, value and bias of a `KeySpan`; `heads` takes those of its heads from the pieces."""
+        parts = {"key": self.key, "value": self.value, "bias": self.bias}
+        return {name: None if x is None else torch.cat(heads(x), 1) for name, x in parts.items()}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -167,9 +172,6 @@ def _near(inputs: RankInputs, rows: Received, side: int, heads: list[int]) -> Ke
     widths, reach = [_widths(inputs, side)[head] for head in heads], max(inputs.reaches[head][side] for head in heads)
     width, count = max(widths), min(spec.query_len, reach - 1)
 
-    def received(pieces: Pieces) -> Tensor:
-        return torch.cat([_widened(pieces[head][side], width, in_front=side == BEFORE) for head in heads], 1)
-
     marks = requested = None
     if rows.marks is not None:
         of_side = rows.marks[0][side][:, 0]
@@ -183,9 +185,7 @@ def _near(inputs: RankInputs, rows: Received, side: int, heads: list[int]) -> Ke
     return KeySpan(
         heads=heads,
         first=inputs.offset - width if side == BEFORE else inputs.offset + spec.query_len,
-        key=received(rows.key),
-        value=received(rows.value),
-        bias=None if rows.bias is None else received(rows.bias),
+        **rows.of(lambda x: [_widened(x[head][side], width, in_front=side == BEFORE) for head in heads]),
         marks=marks,
         queries=(0, count) if side == BEFORE else (spec.query_len - count, spec.query_len),
         window=window,
@@ -203,9 +203,6 @@ def _outlier(inputs: RankInputs, rows: Received, span: Span, heads: list[int]) -
     """A span of outlier tiles, for the heads that requested it."""
     places = [FAR + inputs.halo.outliers[inputs.rank][head].index(span) for head in heads]
 
-    def received(pieces: Pieces) -> Tensor:
-        return torch.cat([pieces[head][at] for head, at in zip(heads, places, strict=True)], 1)
-
     marks = None
     if rows.marks is not None:
         at = FAR + inputs.halo.widest().outliers[inputs.rank][0].index(span)
@@ -213,9 +210,7 @@ def _outlier(inputs: RankInputs, rows: Received, span: Span, heads: list[int]) -
     return KeySpan(
         heads=heads,
         first=span[0],
-        key=received(rows.key),
-        value=received(rows.value),
-        bias=None if rows.bias is None else received(rows.bias),
+        **rows.of(lambda x: [x[head][at] for head, at in zip(heads, places, strict=True)]),
         marks=marks,
         queries=(0, inputs.spec.query_len),
         window=inputs.spec.window,
@@ -257,71 +252,75 @@ def _call(inputs: RankInputs, span: KeySpan, needs_lse: bool) -> tuple[Tensor, T
     """Attends to one span: (output [B, n·H / K, queries, D], lse)."""
     spec, heads = inputs.spec, query_heads(span.heads, inputs.spec.group)
     begin, stop = span.queries
-
-    def of_heads(x: Tensor | None, axis: int = 1) -> Tensor | None:
-        return None if x is None else _taken(x, heads, axis)
-
-    def of_queries(x: Tensor | None, axis: int = 2) -> Tensor | None:
-        return x if x is None or stop - begin == spec.query_len else x.narrow(axis, begin, stop - begin)
-
-    seen = segments = None
-    if span.marks is not None:
-        seen = span.marks[..., 0].bool() if spec.key_mask is not None else None
-        segments = span.marks[..., 1] if spec.key_segments is not None else None
     # Masks are per sequence: heads with different masks become sequences of a batch. With dropout, so do heads that are not
     # adjacent, because dropout counts heads from the first one.
     scattered = spec.dropout_p > 0 and not isinstance(index_of(heads), slice)
     count = len(span.heads) if span.requested is not None or scattered else 1
+    seen = segments = None
+    if span.marks is not None:
+        seen = span.marks[..., 0].bool() if spec.key_mask is not None else None
+        segments = span.marks[..., 1] if spec.key_segments is not None else None
     if span.requested is not None:
         seen = span.requested.expand(spec.batch, -1, -1) if seen is None else span.requested & seen[:, None]
-        seen = seen.flatten(0, 1)
-    elif seen is not None:
-        seen = seen.repeat_interleave(count, 0)
 
-    def split(x: Tensor | None) -> Tensor | None:
-        """[B, n·m, …] -> [B·n, m, …]"""
-        return x if x is None or count == 1 else x.unflatten(1, (count, -1)).flatten(0, 1)
-
-    def split_slopes(x: Tensor | None) -> Tensor | None:
-        return x if x is None or count == 1 else split(x.expand(spec.batch, -1))
-
-    def repeated(x: Tensor | None) -> Tensor | None:
-        return x if x is None else x.repeat_interleave(count, 0)
-
-    query, key, value = split(of_queries(of_heads(inputs.query))), split(span.key), split(span.value)
-    of_query, of_key = repeated(of_queries(spec.query_segments, 1)), repeated(segments)
-    assert query is not None
-    assert key is not None
-    assert value is not None
-    part = make_spec(
-        query,
-        key,
-        value,
-        split_slopes(of_heads(spec.slopes, -1)),
-        causal=spec.causal,
-        window=span.window,
-        scale=spec.scale,
-        right_slopes=split_slopes(of_heads(spec.right_slopes, -1)),
+    part = dataclasses.replace(spec, key_bias=None).of_heads(
+        heads,
+        lambda x, axis: _taken(x, heads, axis),
+        query_bias=None if spec.query_bias is None else _taken(spec.query_bias, heads, 1),
+        query_start=None if inputs.start is None else (_taken(inputs.start, heads, 1) - span.first).clamp(min=0),
+    )
+    part = dataclasses.replace(
+        part.on_queries(begin, stop),
+        key_len=span.key.shape[2],
         query_offset=inputs.offset + begin - span.first,
+        window=span.window,
         key_mask=seen,
-        segment_ids=None if of_query is None or of_key is None else (of_query, of_key),
-        key_bias=split(span.bias),
-        dropout_p=spec.dropout_p,
-        tolerance=spec.tolerance,
+        key_segments=segments,
+        key_bias=span.bias,
+        dropout_seed=_dropout_seed(inputs, span, count),
         return_lse=needs_lse,
     )
-    seed = _dropout_seed(inputs, span, count)
-    start = split(of_queries(of_heads(inputs.start)))
-    if start is not None:
-        start = (start - span.first).clamp(min=0)
-    query_bias = split(of_queries(of_heads(spec.query_bias)))
-    part = dataclasses.replace(part, query_bias=query_bias, query_start=start, dropout_seed=seed)
+    query, key, value = _taken(inputs.query, heads, 1)[:, :, begin:stop], span.key, span.value
+    if count > 1:
+        part = _as_sequences(part, count)
+        query, key, value = (_split(x, count) for x in (query, key, value))
     outputs = attend(part, query, key, value, inputs.backend)
     output, lse = outputs if isinstance(outputs, tuple) else (outputs, None)
     if count == 1:
         return output, lse
     together = output.unflatten(0, (-1, count)).flatten(1, 2)
     return together, None if lse is None else lse.unflatten(0, (-1, count)).flatten(1, 2)
+
+
+def _as_sequences(spec: Spec, count: int) -> Spec:
+    """The call whose key heads, `count` of them, are sequences of the batch; its key mask may be [B, count, W]."""
+
+    def split(x: Tensor | None) -> Tensor | None:
+        return None if x is None else _split(x, count)
+
+    def repeated(x: Tensor | None) -> Tensor | None:
+        return None if x is None else x.repeat_interleave(count, 0)
+
+    mask, right = spec.key_mask, spec.right_slopes
+    return dataclasses.replace(
+        spec,
+        batch=spec.batch * count,
+        num_heads=spec.group,
+        num_kv_heads=1,
+        slopes=_split(spec.slopes.expand(spec.batch, -1), count),
+        right_slopes=None if right is None else _split(right.expand(spec.batch, -1), count),
+        query_segments=repeated(spec.query_segments),
+        key_segments=repeated(spec.key_segments),
+        key_mask=mask.flatten(0, 1) if mask is not None and mask.ndim == 3 else repeated(mask),
+        key_bias=split(spec.key_bias),
+        query_bias=split(spec.query_bias),
+        query_start=split(spec.query_start),
+    )
+
+
+def _split(x: Tensor, count: int) -> Tensor:
+    """[B, n·m, …] -> [B·n, m, …]"""
+    return x.unflatten(1, (count, -1)).flatten(0, 1)
 
 
 def _dropout_seed(inputs: RankInputs, span: KeySpan, count: int) -> Tensor | None:
