@@ -19,6 +19,7 @@ from alibi_attn.attention.call.options import GatedOptions
 from alibi_attn.attention.call.reads import DROPOUT, Reads
 from alibi_attn.attention.call.spec import GATE_FLOOR, GATE_STEP, AttentionSpec
 from alibi_attn.jax.attention import Backend, attend
+from alibi_attn.jax.call.merging import lse_dtype
 from alibi_attn.jax.call.plan import Array, KeyBias, Pair, sum_of_two
 from alibi_attn.jax.call.validation import Slopes, check_array, checked_dropout_key, make_spec, readable_values
 
@@ -105,8 +106,7 @@ def forgetting_attention(
     )
     if not return_lse:
         return output
-    wide = jnp.float64 in (output.dtype, None if spec.key_bias is None else spec.key_bias.dtype)
-    return output, lse.astype(jnp.float64 if wide else jnp.float32)
+    return output, lse.astype(lse_dtype(spec, output))
 
 
 def attend_gated(

@@ -129,3 +129,19 @@ _CHANGED = frozenset(
 def unchanged(given: Mapping[str, Any]) -> dict[str, Any]:
     """The options that are fields of the description, as they were given: a new one is among them until it is changed."""
     return {name: value for name, value in given.items() if name not in _CHANGED}
+
+
+def named_arrays(options: Mapping[str, Any], kind: str) -> list[tuple[str, Any]]:
+    """(name, what was given) of the options that must be arrays; `kind` is what the framework calls one."""
+    names = ("key_mask", "key_bias", "sink_logits", "prefix_len", "positions", "query_positions")
+    given = [(name, options[name]) for name in names if options[name] is not None]
+    segment_ids = options["segment_ids"]
+    if isinstance(segment_ids, tuple | list):
+        if len(segment_ids) != 2:
+            raise ValueError(
+                f"segment_ids has {len(segment_ids)} parts but must be one {kind} [B, S] or a pair ([B, T], [B, S])"
+            )
+        given += [("segment_ids[0]", segment_ids[0]), ("segment_ids[1]", segment_ids[1])]
+    elif segment_ids is not None:
+        given.append(("segment_ids", segment_ids))
+    return given

@@ -10,9 +10,16 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.call.bias import Slopes
-from alibi_attn.attention.call.checks import BIAS_RULE, SINKS_RULE, Checked, check_call, check_position, dtype_name
+from alibi_attn.attention.call.checks import (
+    BIAS_RULE,
+    SINKS_RULE,
+    Checked,
+    check_call,
+    check_position,
+    dtype_name,
+)
 from alibi_attn.attention.call.hints import with_defaults
-from alibi_attn.attention.call.options import SpecOptions, unchanged
+from alibi_attn.attention.call.options import SpecOptions, named_arrays, unchanged
 from alibi_attn.attention.call.part_options import part_fields, windows_of_heads
 from alibi_attn.attention.call.spec import MAX_POSITION, AttentionSpec
 from alibi_attn.attention.call.transforms import autocasts, constant_when_compiled, is_traced, may_read
@@ -27,7 +34,10 @@ def make_spec(
     """The validated spec of a call; options and defaults are those of `alibi_attention`."""
     given = cast("SpecOptions[Tensor]", with_defaults(options))  # torch.compile traces no parametrized type
     _check_inputs(query, key, value)
-    _check_tensors(given, query.device)
+    for name, tensor in named_arrays(given, "tensor"):
+        check_tensor(name, tensor, query.device)
+    if isinstance(given["query_offset"], Tensor):
+        _check_device("query_offset", given["query_offset"], query.device)
     left = None if slopes is None else _given_slopes("slopes", slopes, query)
     right = None if given["right_slopes"] is None else _given_slopes("right_slopes", given["right_slopes"], query)
     window, head_windows = windows_of_heads(given["window"], query.shape[1] if query.ndim == 4 else 0)
@@ -75,32 +85,6 @@ def _check_inputs(query: Tensor, key: Tensor, value: Tensor) -> None:
     if key.device != device or value.device != device:
         _check_device("key", key, device)
         _check_device("value", value, device)
-
-
-def _check_tensors(given: SpecOptions[Tensor], device: torch.device) -> None:
-    """Checks that the options that must be tensors are, on query's device."""
-    for name, tensor in (
-        ("key_mask", given["key_mask"]),
-        ("key_bias", given["key_bias"]),
-        ("sink_logits", given["sink_logits"]),
-        ("prefix_len", given["prefix_len"]),
-        ("positions", given["positions"]),
-        ("query_positions", given["query_positions"]),
-    ):
-        if tensor is not None:
-            check_tensor(name, tensor, device)
-    segment_ids, query_offset = given["segment_ids"], given["query_offset"]
-    if isinstance(query_offset, Tensor):
-        _check_device("query_offset", query_offset, device)
-    if isinstance(segment_ids, tuple | list):
-        if len(segment_ids) != 2:
-            raise ValueError(
-                f"segment_ids has {len(segment_ids)} parts but must be one tensor [B, S] or a pair ([B, T], [B, S])"
-            )
-        for number, tensor in enumerate(segment_ids):
-            check_tensor(f"segment_ids[{number}]", tensor, device)
-    elif segment_ids is not None:
-        check_tensor("segment_ids", segment_ids, device)
 
 
 def _check_values(

@@ -1,6 +1,6 @@
 """Validates a call in JAX once, when it is traced, with the checks of `attention/call/checks.py`."""
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import partial
 from typing import Any, Unpack, cast
 
@@ -18,7 +18,7 @@ from alibi_attn.attention.call.checks import (
     dtype_name,
 )
 from alibi_attn.attention.call.hints import with_defaults
-from alibi_attn.attention.call.options import SpecOptions, unchanged
+from alibi_attn.attention.call.options import SpecOptions, named_arrays, unchanged
 from alibi_attn.attention.call.query_positions import part_fields
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.jax.call.plan import Array
@@ -36,62 +36,34 @@ def make_spec(
 ) -> AttentionSpec[Array]:
     """The validated spec of a call; options and defaults are those of `alibi_attention`."""
     given = cast(SpecOptions[Array], with_defaults(options))
-    _check_arrays(query, key, value, given)
+    for name, array in (("query", query), ("key", key), ("value", value), *named_arrays(given, "array")):
+        check_array(name, array)
     dtype = jax.dtypes.canonicalize_dtype(query.dtype)  # numpy's fp64 becomes fp32 unless x64 is enabled
     left = None if slopes is None else _given_slopes("slopes", slopes)
     right = None if given["right_slopes"] is None else _given_slopes("right_slopes", given["right_slopes"])
     window, head_windows = _windows(given["window"], query.shape[2] if query.ndim == 4 else 0)
     options_of_all = {**given, "window": window}
     sizes = check_call(query, key, value, options_of_all, slopes=left, right_slopes=right, layout="BTHD", dtype=dtype)
-    b, h, k, t, s, d, scale, tolerance = sizes
-    key_bias, sink_logits = given["key_bias"], given["sink_logits"]
-    offset = _offset(given["query_offset"], query_len=t, key_len=s)
-    query_segments, key_segments = _segments(given["segment_ids"], offset, query_len=t, key_len=s)
-    _check_values(left, right)
+    offset = _offset(given["query_offset"], sizes)
+    query_segments, key_segments = _segments(given["segment_ids"], offset, sizes)
     work = jnp.promote_types(dtype, jnp.float32)
+    key_bias, sink_logits = given["key_bias"], given["sink_logits"]
+    if key_bias is not None:
+        of_keys = sizes.batch, sizes.num_heads, sizes.key_len
+        key_bias = jnp.broadcast_to(jnp.asarray(_below_inf(key_bias, BIAS_RULE)), of_keys)
+    fields: dict[str, Any] = {**sizes._asdict(), **_part_fields(given, sizes), **unchanged(given)}
     return AttentionSpec(
-        batch=b,
-        num_heads=h,
-        num_kv_heads=k,
-        query_len=t,
-        key_len=s,
-        head_dim=d,
-        slopes=jnp.asarray(alibi_slopes(h) if left is None else left, work),
+        slopes=jnp.asarray(alibi_slopes(sizes.num_heads) if left is None else left, work),
         right_slopes=None if right is None else jnp.asarray(right, work),
         window=window,
         head_windows=head_windows,
-        scale=scale,
         query_offset=offset,
         query_segments=query_segments,
         key_segments=key_segments,
-        key_bias=None
-        if key_bias is None
-        else jnp.broadcast_to(jnp.asarray(_below_inf(key_bias, BIAS_RULE)), (b, h, s)),
+        key_bias=key_bias,
         sink_logits=None if sink_logits is None else jnp.asarray(_below_inf(sink_logits, SINKS_RULE)),
-        tolerance=tolerance,
-        **_part_fields(given, sizes),
-        **unchanged(given),
+        **fields,
     )
-
-
-def _check_arrays(query: Array, key: Array, value: Array, given: SpecOptions[Array]) -> None:
-    """Checks that what must be an array is one."""
-    options: Mapping[str, Any] = given
-    for name, array in (("query", query), ("key", key), ("value", value)):
-        check_array(name, array)
-    for name in ("key_mask", "key_bias", "sink_logits", "prefix_len", "positions", "query_positions"):
-        if options[name] is not None:
-            check_array(name, options[name])
-    segment_ids = given["segment_ids"]
-    if isinstance(segment_ids, tuple | list):
-        if len(segment_ids) != 2:
-            raise ValueError(
-                f"segment_ids has {len(segment_ids)} parts but must be one array [B, S] or a pair ([B, T], [B, S])"
-            )
-        for number, array in enumerate(segment_ids):
-            check_array(f"segment_ids[{number}]", array)
-    elif segment_ids is not None:
-        check_array("segment_ids", segment_ids)
 
 
 def _windows(window: Window | None, num_heads: int) -> tuple[int | None, tuple[int, ...] | None]:
@@ -142,33 +114,25 @@ def _given_slopes(name: str, slopes: Slopes) -> Array | NDArray[np.floating]:
     array = slopes if isinstance(slopes, jax.Array) else np.asarray(slopes)
     if not (jnp.issubdtype(array.dtype, jnp.floating) or jnp.issubdtype(array.dtype, jnp.integer)):
         raise TypeError(f"{name} is {dtype_name(array.dtype)} but must hold real numbers")
+    values, may_be_inf = readable_values(array), name == "right_slopes"
+    if values is not None and not (np.isfinite(values) | ((values == np.inf) & may_be_inf)).all():
+        rule = "finite, or inf for a head that never attends to the right" if may_be_inf else "finite"
+        raise ValueError(f"{name} must be {rule} but is {values.tolist()}")
     return array
 
 
-def _check_values(left: Array | NDArray[np.floating] | None, right: Array | NDArray[np.floating] | None) -> None:
-    """Checks the values of slopes, if they can be read."""
-    for name, array in (("slopes", left), ("right_slopes", right)):
-        values = None if array is None else readable_values(array)
-        if values is None:
-            continue
-        allowed = np.isfinite(values) | ((values == np.inf) & (name == "right_slopes"))
-        if not allowed.all():
-            rule = "finite, or inf for a head that never attends to the right" if name == "right_slopes" else "finite"
-            raise ValueError(f"{name} must be {rule} but is {values.tolist()}")
-
-
-def _offset(query_offset: int | Array | None, *, query_len: int, key_len: int) -> int | Array:
+def _offset(query_offset: int | Array | None, sizes: Checked) -> int | Array:
     if query_offset is None:
-        return key_len - query_len
+        return sizes.key_len - sizes.query_len
     if isinstance(query_offset, jax.Array | np.ndarray | np.integer):
         values = readable_values(query_offset) if isinstance(query_offset, jax.Array) else np.asarray(query_offset)
         if values is not None:
             for value in values.reshape(-1).tolist():
-                _check_position(int(value), query_len + key_len)
+                _check_position(int(value), sizes.query_len + sizes.key_len)
         return jnp.asarray(query_offset, jnp.int32)
     if isinstance(query_offset, bool) or not isinstance(query_offset, int):
         raise TypeError(f"query_offset must be an int or an integer array but is {query_offset!r}")
-    _check_position(query_offset, query_len + key_len)
+    _check_position(query_offset, sizes.query_len + sizes.key_len)
     return query_offset
 
 
@@ -178,9 +142,7 @@ def _check_position(query_offset: int, length: int) -> None:
         raise ValueError(f"query_offset is {query_offset} but positions must lie between −2^28 and 2^28")
 
 
-def _segments(
-    segment_ids: SegmentIds | None, offset: int | Array, *, query_len: int, key_len: int
-) -> tuple[Array | None, Array | None]:
+def _segments(segment_ids: SegmentIds | None, offset: int | Array, sizes: Checked) -> tuple[Array | None, Array | None]:
     """(query's [B, T], key's [B, S]); given one array, each query must be at a key's position, and has its segment."""
     if segment_ids is None:
         return None, None
@@ -188,6 +150,7 @@ def _segments(
         of_query, of_key = _small_numbers(*segment_ids)
         return of_query, of_key
     (of_key,) = _small_numbers(segment_ids)
+    query_len, key_len = sizes.query_len, sizes.key_len
     first = readable_values(offset) if isinstance(offset, jax.Array) else np.asarray(offset)
     if first is not None and first.size and (first.min() < 0 or first.max() + query_len > key_len):
         raise ValueError(
