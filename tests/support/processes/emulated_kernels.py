@@ -122,15 +122,12 @@ def emulating(target: Target, folder: Path) -> Iterator["Emulated"]:
     """Inside it every call of the native backend in this process runs on the other system; the program goes into `folder`."""
     kernels = Emulated(target, compiled(target, folder))
     assert kernels.alibi_instructions().decode() == target.words
-    cached = (decoding._library, decoder_layers._library)
     try:
         with unittest.mock.patch.object(build, "library", return_value=kernels):
-            for library in cached:
-                library.cache_clear()
+            decoding.library_with.cache_clear()
             yield kernels
     finally:
-        for library in cached:
-            library.cache_clear()
+        decoding.library_with.cache_clear()
         kernels.close()
 
 

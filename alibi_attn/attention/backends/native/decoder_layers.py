@@ -5,13 +5,11 @@ module holds the structures of the call; `hf/patching/decoding_step.py` fills th
 """
 
 import ctypes
-import functools
 
 import torch
 
-from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.backends.native.build import Rows
-from alibi_attn.attention.backends.native.decoding import DTYPES, MAX_ROWS
+from alibi_attn.attention.backends.native.decoding import DTYPES, MAX_ROWS, library_with
 
 __all__ = ["MAX_ROWS", "Layer", "LayersCall", "Linear", "Norm", "run", "supports"]
 
@@ -73,16 +71,5 @@ def run(dtype: torch.dtype, call: LayersCall) -> bool:
     return bool(fine.value)
 
 
-@functools.cache
 def _library() -> ctypes.CDLL | None:
-    """The kernels, with call structures equal to those above; None if they cannot be built."""
-    if build.why_not("decoding"):
-        return None
-    library = build.library(part="decoding")
-    expected = ctypes.sizeof(LayersCall), ctypes.sizeof(Layer)
-    sizes = (ctypes.c_int64 * len(expected))()
-    library.alibi_layers_bytes(sizes)
-    assert tuple(sizes) == expected, (
-        f"the kernels' calls have {tuple(sizes)} bytes, but the Python structures {expected}"
-    )
-    return library
+    return library_with("alibi_layers_bytes", LayersCall, Layer)

@@ -164,18 +164,25 @@ def _run(function: str, dtype: torch.dtype, call: ctypes.Structure) -> None:
 
 
 @functools.cache
-def _library() -> ctypes.CDLL | None:
-    """The kernels, with call structures equal to those above; None if they cannot be built (see `build.why_not`).
+def library_with(sizes_of: str, *calls: type[ctypes.Structure]) -> ctypes.CDLL | None:
+    """The kernels, whose structures are equal to these; None if they cannot be built (see `build.why_not`).
 
     Cached because a decoding step uses it twenty times.
+
+    Args:
+        sizes_of: their function that writes the sizes of `calls`.
     """
     if build.why_not("decoding"):
         return None
     library = build.library(part="decoding")
-    expected = tuple(ctypes.sizeof(call) for call in (_DecodingCall, _NormsCall, _LinearCall))
+    expected = tuple(map(ctypes.sizeof, calls))
     sizes = (ctypes.c_int64 * len(expected))()
-    library.alibi_decoding_bytes(sizes)
+    getattr(library, sizes_of)(sizes)
     assert tuple(sizes) == expected, (
         f"the kernels' calls have {tuple(sizes)} bytes, but the Python structures {expected}"
     )
     return library
+
+
+def _library() -> ctypes.CDLL | None:
+    return library_with("alibi_decoding_bytes", _DecodingCall, _NormsCall, _LinearCall)

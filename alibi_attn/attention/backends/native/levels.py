@@ -16,18 +16,8 @@ V2 = frozenset({"cx16", "lahf_lm", "pni", "popcnt", "sse4_1", "sse4_2", "ssse3"}
 V3 = V2 | {"abm", "avx", "avx2", "bmi1", "bmi2", "f16c", "fma", "movbe", "xsave"}
 V4 = V3 | {"avx512bw", "avx512cd", "avx512dq", "avx512f", "avx512vl"}
 # The same as -march=x86-64-v3 and -v4, names that zig's clang does not know.
-_AVX2 = (
-    "-mavx2",
-    "-mfma",
-    "-mf16c",
-    "-mbmi",
-    "-mbmi2",
-    "-mlzcnt",
-    "-mmovbe",
-    "-mpopcnt",
-    "-mxsave",
-    "-mcx16",
-    "-msahf",
+_AVX2 = tuple(
+    f"-m{x}" for x in ["avx2", "fma", "f16c", "bmi", "bmi2", "lzcnt", "movbe", "popcnt", "xsave", "cx16", "sahf"]
 )
 _AVX512 = (*_AVX2, "-mavx512f", "-mavx512bw", "-mavx512cd", "-mavx512dq", "-mavx512vl")
 
