@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.fused import backend as fused
-from alibi_attn.attention.backends.fused.plan import planned
+from alibi_attn.attention.backends.fused.plan import How, planned
 from alibi_attn.attention.backends.fused.split_keys import reads_whole
 from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.backends.native import build
@@ -175,7 +175,7 @@ def device_plan(query: Tensor, key: Tensor, value: Tensor, slopes: Any = None) -
 def tiles_of_a_step(query: Tensor, key: Tensor, value: Tensor, slopes: Any = None) -> tuple[int, Bounds]:
     """(the number of tiles that a decoding step of the Triton kernels reads with known norms, the bounds they come from)."""
     spec, known_norms = make_spec(query, key, value, slopes), Norms.of(key, value)
-    tiles, bounds = planned(spec, query, key, value, rows=TILE, shared=True, known_norms=known_norms, gradients=False)
+    tiles, bounds = planned(spec, query, key, value, How(TILE, shared=True, known_norms=known_norms, gradients=False))
     if reads_whole(spec, key):
         return spec.batch * spec.num_kv_heads * -(-spec.key_len // TILE), bounds
     return int(tiles.weight.sum()), bounds

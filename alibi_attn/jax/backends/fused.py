@@ -5,7 +5,7 @@ tiles that each block of queries visits, and forward; for gradients visitors, qu
 """
 
 import math
-from typing import Any, NamedTuple, cast
+from typing import NamedTuple, cast
 
 import jax.numpy as jnp
 
@@ -126,8 +126,9 @@ def forward(causal: bool, given: Numbers, arrays: Arrays) -> tuple[Array, Array,
             measured,
             None if measured is None else allowance,
             online if causal and may_fix(arrays.query.dtype, size.head_dim) else None,
+            _tiling(size, shape, causal),
         ),
-        **_constants(size, shape, causal),
+        **_options(shape),
     )
     return output, given_lse, Saved(lse, measured_bands[0] if measured_bands else bands, outliers, beside, weight)
 
@@ -259,8 +260,9 @@ def backward(
             call,
             of_kernels.Visited(saved.bands, saved.beside, None, size.row),
             order,
+            _tiling(size, shape, causal, unit),
         ),
-        **_constants(size, shape, causal, UNIT=unit, DESCRIBED=False),
+        **_options(shape),
     )
     shape = _shape("key", arrays, given)
     dk, dv = launching.launch(
@@ -278,8 +280,9 @@ def backward(
             call,
             of_kernels.Visitors(saved.bands, candidates, None, size.row),
             key_order,
+            _tiling(size, shape, causal, unit),
         ),
-        **_constants(size, shape, causal, UNIT=unit, DESCRIBED=False),
+        **_options(shape),
     )
     of_slopes = more[-1].sum(-1) if slopes_wanted else jnp.zeros((2, b, h), arrays.left.dtype)
     return Arrays(dq, dk, dv, of_slopes[0], of_slopes[1], None, None)
@@ -355,17 +358,10 @@ def _measures(forward: Shape) -> bool:
     return forward.queries >= TILE
 
 
-def _constants(size: _Sizes, shape: Shape, causal: bool, **more: Any) -> dict[str, Any]:
-    unit = {name: more.pop(name) for name in ("UNIT",) if name in more}
-    return {
-        "D": size.head_dim,
-        "BM": shape.queries,
-        "BN": shape.keys,
-        "ROWS": PLAN_ROWS,
-        **unit,
-        "CAUSAL": causal,
-        "PRECISION": _PRECISION,
-        **more,
-        "num_warps": shape.warps,
-        "num_stages": shape.stages,
-    }
+def _tiling(size: _Sizes, shape: Shape, causal: bool, unit: int = PLAN_ROWS) -> of_kernels.Tiling:
+    known = of_kernels.Tiling.of(size.head_dim, *shape[:2], PLAN_ROWS, unit, causal, _PRECISION, False)
+    return of_kernels.Tiling(*map(Fixed, known))
+
+
+def _options(shape: Shape) -> dict[str, int]:
+    return {"num_warps": shape.warps, "num_stages": shape.stages}

@@ -37,9 +37,9 @@ class Changed:
 
 @dataclasses.dataclass(frozen=True)
 class Fixed:
-    """A number that is compiled in."""
+    """A number that is compiled in; also Triton's `constexpr` of one."""
 
-    number: int
+    number: Any
 
 
 class Source(NamedTuple):

@@ -13,6 +13,7 @@ import differential_fuzz
 import far_in_interpreter as far
 import fused_in_interpreter as inside
 import numpy as np
+import plan_in_interpreter as plans
 import pytest
 import torch
 from attention_cases import CASES, INSIDE, ONE_FAR_KEY, SHORT_INSIDE, Case
@@ -198,7 +199,7 @@ def test_nothing_is_hidden_in_full_tiles_and_everything_outside_the_allowed(
     interpreter: ProcessPoolExecutor, case: Case
 ) -> None:
     """Checked pair by pair."""
-    hidden, allowed, full = interpreter.submit(inside.full_tiles_of, case).result()
+    hidden, allowed, full = interpreter.submit(plans.full_tiles_of, case).result()
     for b, pairs in enumerate(hidden):
         for n, (low, high) in enumerate(allowed[b]):
             seen = np.flatnonzero(~pairs[n * TILE : (n + 1) * TILE].all(0))
@@ -216,7 +217,7 @@ def test_nothing_is_hidden_in_full_tiles_and_everything_outside_the_allowed(
 
 def test_full_tiles_of_long_documents_are_found(interpreter: ProcessPoolExecutor) -> None:
     """512 tokens of padding, then documents of 512, 1,024 and 512: all tiles are full except those at a border."""
-    to_blocks, to_tiles, allowed = interpreter.submit(inside.full_tiles_of_long_documents).result()
+    to_blocks, to_tiles, allowed = interpreter.submit(plans.full_tiles_of_long_documents).result()
     assert to_blocks[:4] == [[0, 0]] * 4  # hidden by the mask
     assert to_blocks[5:8] == [[8, 16]] * 3
     assert to_blocks[9:16] == [[16, 32]] * 7

@@ -7,6 +7,7 @@ import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 import decoding_in_interpreter as decoding
 import far_in_interpreter as far
@@ -15,7 +16,8 @@ import plan_in_interpreter as plans
 import pytest
 import torch
 
-from alibi_attn.attention.backends.fused import plan, recording
+from alibi_attn.attention.backends.fused import plan, recording, space
+from alibi_attn.attention.backends.fused.call import call_of
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.constants import OUTLIER_CHOICES, OUTLIER_TILES
 
@@ -72,9 +74,18 @@ def test_the_memory_of_a_plan_depends_on_the_number_of_tiles_only() -> None:
     """So that a call with a few keys more can be replayed."""
 
     def memory(key_len: int) -> tuple[int, ...]:
-        key = torch.empty(1, 2, key_len, 16)
-        spec = make_spec(key[:, :, :3], key, key)
-        return *plan._Scratch.of(spec), *plan.empty_plan(spec, 64, key.device).shape
+        words, key = [], torch.empty(1, 2, key_len, 16)
+        query, spec = key[:, :, :3], make_spec(key[:, :, :3], key, key)
+
+        def allocated(size: int, device: torch.device) -> torch.Tensor:
+            words.append(size)
+            return torch.empty(size, dtype=torch.int32, device=device)
+
+        into = plan.empty_plan(spec, 64, key.device)
+        with mock.patch.object(plan, "launch"), mock.patch.object(space, "scratch", allocated):
+            plan.make_plan(spec, call_of(spec, key.device), query, key, key, plan.How(64, shared=True), into=into)
+        assert len(words) == 2
+        return *words, *into.shape
 
     assert len({memory(key_len) for key_len in range(129, 193)}) == 1
     assert memory(193) != memory(192)

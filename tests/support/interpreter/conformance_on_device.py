@@ -39,7 +39,7 @@ from torch import Tensor
 
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
-from alibi_attn.attention.backends.fused.plan import planned
+from alibi_attn.attention.backends.fused.plan import How, planned
 from alibi_attn.attention.backends.fused.space import Plan
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.validation import make_spec
@@ -166,7 +166,7 @@ def certificate(spec: AttentionSpec[Tensor], *tensors: Tensor, device: str = "cp
         for field in dataclasses.fields(spec)
         if isinstance(value := getattr(spec, field.name), Tensor)
     }
-    _, found = planned(dataclasses.replace(spec, **moved), *(x.to(device) for x in tensors), rows=PLAN_ROWS)
+    _, found = planned(dataclasses.replace(spec, **moved), *(x.to(device) for x in tensors), How(PLAN_ROWS))
     return Bounds(found.left.cpu(), found.right.cpu(), found.outlier_tiles.cpu())
 
 

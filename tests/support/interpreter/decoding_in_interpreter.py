@@ -14,7 +14,7 @@ from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused import split_keys
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
-from alibi_attn.attention.backends.fused.plan import planned
+from alibi_attn.attention.backends.fused.plan import How, planned
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
@@ -93,7 +93,7 @@ def operations_of_plain_calls() -> dict[str, int]:
     counted = {}
     spec = make_spec(query, key, value)
     with _Counting() as counting:
-        tiles, _ = planned(spec, query, key, value, rows=PLAN_ROWS)
+        tiles, _ = planned(spec, query, key, value, How(PLAN_ROWS))
     counted["certificate"] = len(counting.names)
     with _Counting() as counting:
         output, lse = fused.forward(spec, query, key, value, tiles)
@@ -105,7 +105,7 @@ def operations_of_plain_calls() -> dict[str, int]:
         query, key, value, key_mask=torch.ones(1, 130, dtype=torch.bool), segment_ids=torch.zeros(1, 130).long()
     )
     with _Counting() as counting:
-        tiles, _ = planned(masked, query, key, value, rows=PLAN_ROWS)
+        tiles, _ = planned(masked, query, key, value, How(PLAN_ROWS))
         output, lse = fused.forward(masked, query, key, value, tiles)
         fused.backward(masked, query, key, value, output, lse, output, None, tiles, slopes_wanted=False)
     counted["masked"] = len(counting.names)

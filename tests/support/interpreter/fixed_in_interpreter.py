@@ -13,7 +13,6 @@ from certificate_attack import random_attack
 from torch import Tensor
 
 from alibi_attn.attention.backends.fused import backend as fused
-from alibi_attn.attention.backends.fused import plan
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.constants import FIXED_DIGITS, FIXED_HALF_DIGITS, TILE
@@ -32,7 +31,7 @@ def run(call: Call, online: int | None = None) -> tuple[Tensor, Tensor, Tensor]:
     spec, *inputs = call
     tiles = fused.plan(spec, *inputs)
     shape = spec.batch, spec.num_heads, -(-spec.query_len // TILE)
-    distances = tiles.scratch[plan._Scratch.of(spec).online :][: math.prod(shape)].view(shape)
+    distances = tiles.online.value[: math.prod(shape)].view(shape)
     if online is not None:
         distances.fill_(online)
     with unittest.mock.patch.object(fused, "may_fix", return_value=True):

@@ -26,9 +26,7 @@ from torch import Tensor
 from alibi_attn.attention.api import alibi_attention, head_reach
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused import split_keys
-from alibi_attn.attention.backends.fused.call import call_of
 from alibi_attn.attention.backends.fused.configs import tile_shape
-from alibi_attn.attention.backends.fused.full_tiles import FullTiles
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.constants import TILE
@@ -91,32 +89,6 @@ def plan_skips_only_what_it_may(case: Case, tolerance: float) -> tuple[float, fl
     _, everything = RUNS["reference"](spec, query.double(), key.double(), value.double())
     _output, kept = _over_tiles(spec, inside, query.double(), key.double(), value.double(), spec.slopes.double())
     return float((1 - (kept - everything).exp()).max()), float(inside.double().mean())
-
-
-def full_tiles_of(case: Case) -> tuple[np.ndarray, list, dict[int, tuple[list, list]]]:
-    """Returns (hidden pairs [B, T, S], keys allowed to each TILE queries, full tiles and full blocks by rows)."""
-    from attention_checks import arguments
-
-    (query, key, value, slopes), options = arguments(case, torch.float32)
-    spec = make_spec(query, key, value, slopes, **options)
-    hidden = torch.zeros(spec.batch, spec.query_len, spec.key_len, dtype=torch.bool)
-    if spec.key_mask is not None:
-        hidden |= ~spec.key_mask[:, None]
-    if spec.query_segments is not None:
-        hidden |= spec.query_segments[:, :, None] != spec.key_segments[:, None]
-    full_tiles = FullTiles.of(spec, call_of(spec, query.device), query.device)
-    full = {rows: (full_tiles.of_blocks(rows).tolist(), full_tiles.of_tiles(rows).tolist()) for rows in (64, 128)}
-    return hidden.numpy(), full_tiles.allowed().tolist(), full
-
-
-def full_tiles_of_long_documents() -> tuple[list, list, list]:
-    """Returns the full tiles for blocks of 128 queries, those for tiles, and the keys that 64 queries may see."""
-    x = torch.zeros(1, 1, 2560, 8)
-    of = torch.tensor([9, 0, 1, 1, 2]).repeat_interleave(512)[None]
-    spec = make_spec(x, x, x, segment_ids=of, key_mask=(torch.arange(2560) >= 512)[None])
-    full_tiles = FullTiles.of(spec, call_of(spec, x.device), x.device)
-    found = full_tiles.of_blocks(128), full_tiles.of_tiles(128), full_tiles.allowed()
-    return tuple(x[0].tolist() for x in found)
 
 
 def tiles_behind_padding() -> list[int]:

@@ -11,6 +11,8 @@ import numpy as np
 import torch
 
 from alibi_attn.attention.api import alibi_attention as in_torch
+from alibi_attn.attention.backends.fused import launch as in_pytorch
+from alibi_attn.attention.backends.fused.kernels.arguments import Tiling
 from alibi_attn.jax import alibi_attention, attention
 from alibi_attn.jax.backends import launching
 from alibi_attn.jax.backends.launching import Changed, Fixed, Launch
@@ -51,6 +53,8 @@ def interpreted(
 
 def _filled(argument: Any, tensors: Iterator[torch.Tensor]) -> Any:
     """The argument for the interpreter, with the next tensors in place of arrays."""
+    if isinstance(argument, Tiling):
+        return in_pytorch.interpreted(Tiling(*[x.number for x in argument]))
     if isinstance(argument, tuple):
         return type(argument)(*[_filled(x, tensors) for x in argument])
     if isinstance(argument, Changed):

@@ -12,7 +12,7 @@ from torch import Tensor
 
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.backends.fused import backend as fused
-from alibi_attn.attention.backends.fused.plan import planned
+from alibi_attn.attention.backends.fused.plan import How, planned
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.constants import TILE
@@ -112,7 +112,7 @@ def attacked(seeds: Sequence[int], *, forgetful: bool = False) -> list[tuple[flo
     def visited(spec: AttentionSpec[Tensor], *tensors: Tensor) -> Tensor:
         """[B, H, T, S]: the keys in the tiles that the certificate keeps for each TILE queries."""
         bias = spec.key_bias.masked_fill(spec.key_bias > -math.inf, 0.0) if forgetful else spec.key_bias
-        return _inside(spec, planned(dataclasses.replace(spec, key_bias=bias), *tensors, rows=TILE)[0])
+        return _inside(spec, planned(dataclasses.replace(spec, key_bias=bias), *tensors, How(TILE))[0])
 
     found = []
     for seed in seeds:

@@ -36,6 +36,7 @@ from alibi_attn.attention.backends.fused.kernels.arguments import (
     Slopes,
     Survey,
     Table,
+    Tiling,
     Visited,
     Visitors,
 )
@@ -219,14 +220,13 @@ def _is_described(kernel: str, target: str, head_dim: int, *, biased: bool) -> b
 def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool) -> ASTSource:
     function = (KERNELS | OF_TABLES | BEFORE)[kernel]
     is_described = _is_described(kernel, target, head_dim, biased=biased)
+    precision = "tf32x3" if TARGETS[target].backend == "cuda" else "ieee"
+    unit = TILE if kernel in ("query", "key") else PLAN_ROWS
+    tiling = Tiling(head_dim, shape.queries, shape.keys, PLAN_ROWS, unit, True, precision, is_described)
     constants = {
-        **dict.fromkeys(("D",) if kernel in KERNELS | OF_TABLES else ("D", "DK", "DV"), head_dim),
-        "BM": shape.queries,
-        "BN": shape.keys,
+        **dict.fromkeys(("D", "DK", "DV"), head_dim),
         "ROWS": PLAN_ROWS,
-        "UNIT": TILE,
         "CAUSAL": True,
-        "PRECISION": "tf32x3" if TARGETS[target].backend == "cuda" else "ieee",
         "WIDTH": 16 if kernel in ("spread", "visitors") else 64,
         "SPAN": 64,
         "BOTH_SIDES": False,
@@ -240,7 +240,6 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool)
         "HIDDEN": biased,
         "SHARED": False,
         "KEY_RULE": True,
-        "DESCRIBED": is_described,
         "FLOOR": -(2.0**20),
         "STEP": 2.0**10,
     }
@@ -254,7 +253,7 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool)
     if kernel == "rings":
         types |= dict.fromkeys(("KEYS", "VALUES"), "*bf16")
     if kernel in OF_TABLES:
-        constants["N"], types["SUMS"] = shape.keys, "*fp32"
+        types["SUMS"] = "*fp32"
     if biased:
         types["call"] = TYPES["call"]._replace(key_bias=KeyBias("*fp32", "*fp32", "*fp32", "*fp32"))
         types["visited"], types["visitors"] = (
@@ -290,7 +289,10 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool)
         return asked
 
     for at, name in enumerate(function.arg_names):
-        if name in constants:
+        if name == "C":
+            signature[name] = Tiling(*["constexpr"] * len(tiling))
+            places |= {(at, place): value for place, value in enumerate(tiling)}
+        elif name in constants:
             signature[name], places[at,] = "constexpr", constants[name]
         else:
             signature[name] = described(types.get(name, "i32"), (at,), False)

@@ -14,7 +14,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.fused import backend as fused
-from alibi_attn.attention.backends.fused import launch, plan, table
+from alibi_attn.attention.backends.fused import launch, plan, space, table
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.operators.schema import Arguments
 from alibi_attn.attention.run import dispatch
@@ -81,7 +81,7 @@ def memory() -> list[tuple[int, int]]:
             return x
 
         with contextlib.ExitStack() as stack:
-            for module in (fused, plan, table):
+            for module in (fused, plan, space):
                 stack.enter_context(mock.patch.object(module, "scratch", counted))
             stack.enter_context(torch.autograd.graph.saved_tensors_hooks(packed, lambda x: x))
             toeplitz_attention(*leaves, causal=False, backend="fused").sum().backward()

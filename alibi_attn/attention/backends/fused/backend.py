@@ -34,14 +34,15 @@ from alibi_attn.attention.backends.fused.launch import (
     is_describable,
     launch,
     number,
+    of_shape,
     pointer,
     rows_of,
     scratch,
-    tile_constants,
+    tiling,
 )
-from alibi_attn.attention.backends.fused.plan import empty_plan, find_visitors, make_plan, measured_tiles, plan_in
+from alibi_attn.attention.backends.fused.plan import How, empty_plan, find_visitors, make_plan, measured_tiles, plan_in
 from alibi_attn.attention.backends.fused.recording import replayed_call
-from alibi_attn.attention.backends.fused.space import Layout, Plan, Space, starts
+from alibi_attn.attention.backends.fused.space import Layout, Plan, allotted
 from alibi_attn.attention.backends.fused.split_keys import forward_in_parts, is_split, reads_whole
 from alibi_attn.attention.backends.protocol import TooSmall, Visits
 from alibi_attn.attention.call.reads import GATES, MASKS, NUMBERED_DROPOUT
@@ -116,14 +117,11 @@ def plan(
         call: its `Call`, if it was prepared before.
         into: the plan's tensor, if it was allocated before.
         whole: visit all keys that the masks allow.
-        gradients: whether backward may follow, see `make_plan`.
+        gradients: whether backward may follow, see `How`.
     """
     certified = not whole and (spec.query_len > DECODE_QUERIES or known_norms is not None)
-    return make_plan(
-        spec, call_of(spec, query.device) if call is None else call, query, key, value, rows=plan_rows(spec.query_len),
-        shared=spec.query_len <= TILE, known_norms=known_norms, certified=certified,
-        gradients=gradients, into=into,
-    )  # fmt: skip
+    how = How(plan_rows(spec.query_len), spec.query_len <= TILE, known_norms, certified, gradients)
+    return make_plan(spec, call_of(spec, query.device) if call is None else call, query, key, value, how, into=into)
 
 
 def plan_rows(query_len: int) -> int:
@@ -159,11 +157,12 @@ def forward(
     is_plain = spec.causal and not tiles.masked
     launch(
         query.device, forward_kernel, (spec.batch * spec.num_heads * -(-spec.query_len // shape.queries), 1, 1),
-        tile_constants(spec.head_dim, shape, spec.causal, tiles.rows), rows_of(query), rows_of(key), rows_of(value),
+        of_shape(shape), rows_of(query), rows_of(key), rows_of(value),
         rows_of(output), pointer(lse), pointer(given_lse), call, _visited(tiles),
         tiles.norms if is_plain else NONE, tiles.order, pointer(counts),
         *((tiles.space.at(tiles.layout.measured), tiles.allowance) if measured and measures(spec, query) else (NONE, NONE)),
         tiles.online if is_plain and spec.dropout_p == 0 and may_fix(query.dtype, spec.head_dim) else NONE,
+        tiling(spec.head_dim, spec.causal, shape[:2], tiles.rows),
     )  # fmt: skip
     return output, lse
 
@@ -251,11 +250,12 @@ def _launch_backward(
     call, key_tiles = call_of(spec, device), -(-s // TILE)
     rows = b * h * -(-t // tiles.rows) * tiles.rows
     is_shifted = spec.causal and query.dtype != torch.float32  # which would lose digits
-    at = starts(rows, rows if is_shifted else 0, 3 * b * h * key_tiles, b * h, b * k)
-    space = Space(scratch(at[-1], device))
-    delta, candidates, order = space.at(at[0], torch.float32), space.at(at[2]), space.at(at[3])
-    shifted = space.at(at[1], torch.float32) if is_shifted else NONE
-    key_order = order if spec.group == 1 else space.at(at[4])
+    delta, shifted, candidates, order, key_order = allotted(
+        device, (rows, torch.float32), (rows if is_shifted else 0, torch.float32), (3 * b * h * key_tiles, torch.int32),
+        (b * h, torch.int32), (b * k, torch.int32),
+    )  # fmt: skip
+    shifted = shifted if is_shifted else NONE
+    key_order = order if spec.group == 1 else key_order
     queries, keys, values, grads = rows_of(query), rows_of(key), rows_of(value), rows_of(grad_output)
     lses, layout, of_plan = pointer(lse), tiles.layout, tiles.space.at
     full = of_plan(layout.full_tiles) if tiles.masked else NONE
@@ -265,8 +265,8 @@ def _launch_backward(
     find_visitors(spec, tiles, bands, unit, order, candidates, key_order if spec.group > 1 else NONE)
     if spec.table is not None:
         inputs, gradients = (queries, keys, values, rows_of(output), grads), (rows_of(dq), rows_of(dk), rows_of(dv))
-        between = table.Between(lses, pointer(grad_lse), delta, call, _visited(tiles), visitors)
-        table.backward(spec, inputs, gradients, between, tiles.rows, table.widths(query), of_table)
+        of_each, visits = (lses, pointer(grad_lse), delta), (_visited(tiles), visitors)
+        table.backward(spec, inputs, gradients, of_each, call, visits, tiles.rows, table.widths(query), of_table)
         return
     may, width = may_describe(query.dtype, spec.head_dim, large=large), 1 << (spec.head_dim - 1).bit_length()
     known = may and is_hopper(device) and spec.key_bias is None and all(map(is_describable, (key, value)))
@@ -274,9 +274,9 @@ def _launch_backward(
     fetched = (described(x, shape.keys, width) for x in (key, value)) if known else (keys, values)
     launch(
         device, query_kernel, (b * h * -(-t // shape.queries), 1, 1),
-        tile_constants(spec.head_dim, shape, spec.causal, tiles.rows, unit, described=known), queries, *fetched, rows_of(output),
-        grads, rows_of(dq), lses, pointer(grad_lse), delta, shifted, pointer(dslopes), pointer(of_queries), call,
-        _visited(tiles, bands=bands), order,
+        of_shape(shape), queries, *fetched, rows_of(output), grads, rows_of(dq), lses, pointer(grad_lse), delta, shifted,
+        pointer(dslopes), pointer(of_queries), call,
+        _visited(tiles, bands=bands), order, tiling(spec.head_dim, spec.causal, shape[:2], tiles.rows, unit, described=known),
     )  # fmt: skip
     known = may and all(map(is_describable, (query, grad_output)))
     shape = tile_shape("key", query.dtype, spec.head_dim, large=large, described=known)
@@ -284,8 +284,8 @@ def _launch_backward(
         queries, grads = (described(x, shape.queries, width) for x in (query, grad_output))
     launch(
         device, key_kernel, (b * k * -(-s // shape.keys), 1, 1),
-        tile_constants(spec.head_dim, shape, spec.causal, tiles.rows, unit, described=known),
-        queries, keys, values, grads, rows_of(dk), rows_of(dv), lses, shifted, delta, pointer(of_keys), call, visitors, key_order,
+        of_shape(shape), queries, keys, values, grads, rows_of(dk), rows_of(dv), lses, shifted, delta, pointer(of_keys), call,
+        visitors, key_order, tiling(spec.head_dim, spec.causal, shape[:2], tiles.rows, unit, described=known),
     )  # fmt: skip
 
 

@@ -11,8 +11,8 @@ from torch import Tensor
 
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
 from alibi_attn.attention.backends.fused.kernels.arguments import KeyBias
-from alibi_attn.attention.backends.fused.launch import Argument, constants, grouped, launch, number, scratch, strided
-from alibi_attn.attention.backends.fused.space import Space, starts
+from alibi_attn.attention.backends.fused.launch import Argument, constants, grouped, launch, number, strided
+from alibi_attn.attention.backends.fused.space import allotted
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.certificate.constants import TILE
 
@@ -22,9 +22,8 @@ Spec = AttentionSpec[Tensor]
 def parts_of(spec: Spec, device: torch.device) -> Argument:
     """Memory for a `KeyBias`; `FullTiles` fills it."""
     b, h, s, tiles = spec.batch, spec.num_heads, spec.key_len, -(-spec.key_len // TILE)
-    at = starts(b * h * s, 2 * b * h * s, b * h * tiles, b * h * -(-spec.query_len // PLAN_ROWS))
-    space = Space(scratch(at[-1], device))
-    return grouped(KeyBias, *(space.at(word, torch.float32) for word in at[:-1]))
+    sizes = b * h * s, 2 * b * h * s, b * h * tiles, b * h * -(-spec.query_len // PLAN_ROWS)
+    return grouped(KeyBias, *allotted(device, *((size, torch.float32) for size in sizes)))
 
 
 def split(spec: Spec, key_bias: Tensor) -> Argument:
@@ -33,14 +32,6 @@ def split(spec: Spec, key_bias: Tensor) -> Argument:
 
     parts, programs = parts_of(spec, key_bias.device), spec.batch * spec.num_heads * -(-spec.key_len // TILE)
     if programs > 0:
-        launch(
-            key_bias.device,
-            split_kernel,
-            (programs, 1, 1),
-            constants(num_warps=4),
-            strided(key_bias),
-            parts,
-            number(spec.num_heads),
-            number(spec.key_len),
-        )
+        numbers = number(spec.num_heads), number(spec.key_len)
+        launch(key_bias.device, split_kernel, (programs, 1, 1), constants(), strided(key_bias), parts, *numbers)
     return parts

@@ -10,6 +10,7 @@ import contextlib
 import enum
 import functools
 import threading
+import types
 from collections.abc import Iterator
 from typing import Any, NamedTuple
 
@@ -17,7 +18,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, Shape
-from alibi_attn.attention.backends.fused.kernels.arguments import Rows
+from alibi_attn.attention.backends.fused.kernels.arguments import Rows, Tiling
 from alibi_attn.attention.call.transforms import in_memory
 
 MAX_ROW_STRIDE = 2**31 // PLAN_ROWS  # elements from one row to the next; no tile has more rows than PLAN_ROWS
@@ -72,22 +73,34 @@ def constants(*, num_warps: int = 4, num_stages: int = 3, **named: Any) -> Const
 
 
 @functools.cache
-def tile_constants(
+def tiling(
     head_dim: int,
-    shape: Shape,
     causal: bool,
+    tile: tuple[int, int],
     rows: int | None,
     unit: int | None = None,
     *,
-    described: bool | None = None,
-) -> Constants:
-    """The compile-time constants of an attention kernel; `rows` as in `Plan`, None for decoding; `unit` for backward."""
-    of_plan = {name: value for name, value in (("ROWS", rows), ("UNIT", unit)) if value is not None}
-    of_keys = {} if described is None else {"DESCRIBED": described}
-    return constants(
-        D=head_dim, BM=shape.queries, BN=shape.keys, **of_plan, CAUSAL=causal, PRECISION=precision(), **of_keys,
-        num_warps=shape.warps, num_stages=shape.stages,
-    )  # fmt: skip
+    described: bool = False,
+) -> Argument:
+    """The `Tiling` of an attention kernel.
+
+    Args:
+        tile: its queries and keys.
+        rows: as in `Plan`; None = decoding.
+        unit: queries of a block of the bands; None = rows.
+    """
+    known = Tiling.of(head_dim, *tile, rows, unit or rows, causal, precision(), described)
+    return Argument(known, known)
+
+
+def interpreted(known: Tiling) -> types.SimpleNamespace:
+    """A `Tiling` for Triton's interpreter, which makes tensors of the numbers in a tuple."""
+    return types.SimpleNamespace(**{name: x.value for name, x in known._asdict().items()})
+
+
+def of_shape(shape: Shape) -> Constants:
+    """The compiler's options for a tile of this shape."""
+    return constants(num_warps=shape.warps, num_stages=shape.stages)
 
 
 _COMPILED: dict[tuple[Any, ...], Any] = {}
@@ -99,6 +112,7 @@ def launch(
     """Launches a kernel on a device, or interprets it on a CPU."""
     values = [argument.value for argument in arguments]
     if device.type == "cpu":
+        values = [interpreted(x) if isinstance(x, Tiling) else x for x in values]
         options = {name: constants.options[name] for name in ("num_warps", "num_stages")}
         kernel[grid](*values, **constants.named, **options)
         return

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from alibi_attn.attention.backends.fused.call import call_of
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, width_for
-from alibi_attn.attention.backends.fused.full_tiles import FullTiles, heads_of_masks
+from alibi_attn.attention.backends.fused.full_tiles import Hidden, find_full_tiles, heads_of_masks
 from alibi_attn.attention.backends.fused.kernels import arguments
 from alibi_attn.attention.backends.fused.launch import (
     NONE,
@@ -27,7 +27,7 @@ from alibi_attn.attention.backends.fused.launch import (
     rows_of,
     scratch,
 )
-from alibi_attn.attention.backends.fused.space import Plan, Space, layout_of, starts
+from alibi_attn.attention.backends.fused.space import Plan, allotted, layout_of
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.certificate.bounds import Bounds
 from alibi_attn.attention.certificate.constants import OUTLIER_CHOICES, OUTLIER_TILES, TILE
@@ -39,81 +39,30 @@ Spec = AttentionSpec[Tensor]
 _CHOICES = len(OUTLIER_CHOICES)
 
 
-class _Scratch(NamedTuple):
-    """The first word of each part of a plan's scratch memory, in fp32 or int32; see `arguments.py`."""
+class How(NamedTuple):
+    """How to plan.
 
-    norms: int
-    each_value: int
-    sums: int
-    reach: int
-    outliers: int
-    arrived: int
-    order: int
-    plan_reach: int
-    allowance: int
-    longest: int
-    latest: int
-    key_outliers: int
-    of_values: int
-    costs: int
-    online: int
-    end: int
+    Args:
+        rows: queries that visit the same tiles.
+        shared: all query heads of a key head visit the same tiles, those of the widest; for at most TILE queries.
+        known_norms: norms of keys and values; only the nearest of the keys that they cover are read.
+        certified: False = visit all keys that the masks allow.
+        gradients: False = the key rule of `certificate/constants.py` does not apply: without gradients, the limit of a query is
+            enough, and up to an eighth fewer keys are visited.
+    """
 
-    @classmethod
-    def of(cls, spec: Spec) -> "_Scratch":
-        b, h, k, sides = spec.batch, spec.num_heads, spec.num_kv_heads, 1 if spec.causal else 2
-        tiles, blocks = -(-spec.key_len // TILE), -(-spec.query_len // TILE)
-        return cls(
-            *starts(
-                3 * b * k * tiles,
-                b * k * tiles * TILE,
-                0 if spec.key_bias is None else sides * b * h * tiles,
-                sides * _CHOICES * b * h * blocks,
-                b * h * OUTLIER_TILES,
-                b * h + 1,
-                b * h,
-                2 * b * h * blocks,
-                b * h * blocks,
-                sides * _CHOICES * b * k * tiles,
-                b * k * tiles,
-                b * k * OUTLIER_TILES,
-                2 * b * k,
-                2 * b * h * _CHOICES,
-                b * h * blocks,
-            )
-        )
+    rows: int
+    shared: bool = False
+    known_norms: Norms | None = None
+    certified: bool = True
+    gradients: bool = True
 
 
-def planned(
-    spec: Spec,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    *,
-    rows: int,
-    shared: bool = False,
-    known_norms: Norms | None = None,
-    certified: bool = True,
-    gradients: bool = True,
-) -> tuple[Plan, Bounds]:
+def planned(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None, how: How) -> tuple[Plan, Bounds]:
     """(the plan, the certificate that it comes from); arguments as for `make_plan`."""
-    plan = make_plan(
-        spec,
-        call_of(spec, query.device),
-        query,
-        key,
-        value,
-        rows=rows,
-        shared=shared,
-        known_norms=known_norms,
-        certified=certified,
-        gradients=gradients,
-        with_reach=True,
-    )
-    assert plan.scratch is not None
-    at, blocks = _Scratch.of(spec).plan_reach, -(-spec.query_len // TILE)
-    count = spec.batch * spec.num_heads * blocks
-    reach = plan.scratch[at : at + 2 * count].view(2, spec.batch, spec.num_heads, blocks)
+    shape = 2, spec.batch, spec.num_heads, -(-spec.query_len // TILE)
+    reach = torch.empty(shape, dtype=torch.int32, device=query.device)
+    plan = make_plan(spec, call_of(spec, query.device), query, key, value, how, reach=reach)
     return plan, Bounds(reach[0], reach[1], plan.outlier_tiles)
 
 
@@ -124,76 +73,43 @@ def empty_plan(spec: Spec, rows: int, device: torch.device) -> Tensor:
 
 
 def make_plan(
-    spec: Spec,
-    call: Argument,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    *,
-    rows: int,
-    shared: bool = False,
-    known_norms: Norms | None = None,
-    certified: bool = True,
-    gradients: bool = True,
-    with_reach: bool = False,
-    into: Tensor | None = None,
-) -> Plan:
-    """The tiles that every `rows` queries visit.
+    spec: Spec, call: Argument, query: Tensor, key: Tensor, value: Tensor | None, how: How, *, into: Tensor | None = None,
+    reach: Tensor | None = None,
+) -> Plan:  # fmt: skip
+    """The tiles that every `how.rows` queries visit.
 
     Args:
         call: its `Call`.
         value: None = the values are assumed to have equal norms.
-        shared: all query heads of a key head visit the same tiles, those of the widest; for at most TILE queries.
-        known_norms: norms of keys and values; only the nearest of the keys that they cover are read.
-        certified: False = visit all keys that the masks allow.
-        gradients: False = the key rule of `certificate/constants.py` does not apply: without gradients, the limit of a query is
-            enough, and up to an eighth fewer keys are visited.
-        with_reach: also write the reach of every TILE queries into the scratch memory.
         into: the plan's tensor, of `empty_plan`; None = scratch memory.
+        reach: [2, B, H, ⌈T / TILE⌉] int32; gets the reach of every TILE queries.
     """
-    device, at, heads = query.device, _Scratch.of(spec), heads_of_masks(spec)
-    memory = scratch(at.end, device)
-    space = Space(memory)
-    layout = layout_of(spec.num_heads, -(-spec.query_len // rows), spec.key_len, heads)
-    tensor = scratch((spec.batch, layout.row), device) if into is None else into
-    plan = Plan(tensor, layout, spec.num_heads, rows, scratch=memory)
-    if spec.query_len == 0:
-        return plan
-    full_tiles = None
-    if heads > 0:
-        sums = NONE if spec.key_bias is None else space.at(at.sums, torch.float32)
-        full_tiles = FullTiles(spec, call, device, sums)
-        full_tiles.spread(plan)
-    allowed = NONE if full_tiles is None else full_tiles.allowed_keys
-    is_certified = certified and spec.table is None and spec.tolerance > 0 and spec.key_len > 0
-    if is_certified and not shared:
-        plan.order = space.at(at.order)
-    of_plan = grouped(
-        arguments.Plan,
-        plan.space.at(layout.bands),
-        plan.space.at(layout.outliers),
-        plan.space.at(layout.beside),
-        plan.space.at(layout.weight),
-        number(layout.row),
-        space.at(at.plan_reach) if with_reach else NONE,
-        plan.order,
-        space.at(at.arrived),
-    )
-    if is_certified:
-        plan.norms = space.at(at.norms, torch.float32)
-        plan.allowance, plan.online = space.at(at.allowance, torch.float32), space.at(at.online)
-        _certify(
-            spec, call, query, key, value, known_norms, full_tiles, of_plan, space,
-            shared=shared, rows=rows, gradients=gradients,
-        )  # fmt: skip
-        return plan
     from alibi_attn.attention.backends.fused.kernels.plan import plan_kernel
 
-    programs = spec.batch * (spec.num_kv_heads if shared else spec.num_heads)
+    device, heads, rows = query.device, heads_of_masks(spec), how.rows
+    layout = layout_of(spec.num_heads, -(-spec.query_len // rows), spec.key_len, heads)
+    plan = Plan(scratch((spec.batch, layout.row), device) if into is None else into, layout, spec.num_heads, rows)
+    if spec.query_len == 0:
+        return plan
+    hidden = find_full_tiles(spec, call, plan) if heads > 0 else Hidden()
+    is_certified = how.certified and spec.table is None and spec.tolerance > 0 and spec.key_len > 0
+    count = spec.batch * spec.num_heads
+    arrived, order = allotted(device, (count + 1, torch.int32), (count, torch.int32))
+    if is_certified and not how.shared:
+        plan.order = order
+    at = plan.space.at
+    of_plan = grouped(
+        arguments.Plan, at(layout.bands), at(layout.outliers), at(layout.beside), at(layout.weight), number(layout.row),
+        pointer(reach), plan.order, arrived,
+    )  # fmt: skip
+    if is_certified:
+        plan.norms, plan.allowance, plan.online = _certify(spec, call, query, key, value, how, hidden, of_plan, arrived)
+        return plan
+    programs = spec.batch * (spec.num_kv_heads if how.shared else spec.num_heads)
     of_kernel = constants(
-        ROWS=rows, WIDTH=width_for(-(-spec.query_len // rows)), CAUSAL=spec.causal, SHARED=shared, num_warps=1
+        ROWS=rows, WIDTH=width_for(-(-spec.query_len // rows)), CAUSAL=spec.causal, SHARED=how.shared, num_warps=1
     )
-    launch(device, plan_kernel, (programs, 1, 1), of_kernel, allowed, of_plan, call)
+    launch(device, plan_kernel, (programs, 1, 1), of_kernel, hidden.allowed_keys, of_plan, call)
     return plan
 
 
@@ -219,15 +135,7 @@ def find_visitors(
     at, layout, key_tiles = tiles.space.at, tiles.layout, -(-spec.key_len // TILE)
     blocks = -(-spec.query_len // tiles.rows) * (tiles.rows // unit)
     plan = grouped(
-        arguments.Plan,
-        bands,
-        at(layout.outliers),
-        NONE,
-        at(layout.weight),
-        number(layout.row),
-        NONE,
-        order,
-        NONE,
+        arguments.Plan, bands, at(layout.outliers), NONE, at(layout.weight), number(layout.row), NONE, order, NONE
     )
     launch(
         tiles.space.tensor.device, visitors_kernel, (spec.batch * spec.num_heads * -(-key_tiles // 16), 1, 1),
@@ -237,49 +145,28 @@ def find_visitors(
 
 
 def _certify(
-    spec: Spec,
-    call: Argument,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor | None,
-    known_norms: Norms | None,
-    full_tiles: FullTiles | None,
-    plan: Argument,
-    space: Space,
-    *,
-    shared: bool,
-    rows: int,
-    gradients: bool,
-) -> None:
-    """Fills the plan; with `known_norms` only the norms near the queries are measured."""
+    spec: Spec, call: Argument, query: Tensor, key: Tensor, value: Tensor | None, how: How, hidden: Hidden, plan: Argument,
+    arrived: Argument,
+) -> tuple[Argument, Argument, Argument]:  # fmt: skip
+    """Fills the plan; with known norms only the norms near the queries are measured. Returns `norms`, `allowance`, `online`."""
     from alibi_attn.attention.backends.fused.kernels.certificate import norms_kernel, survey_kernel
     from alibi_attn.attention.backends.fused.kernels.reach import reach_kernel
 
-    b, kv, at = spec.batch, spec.num_kv_heads, _Scratch.of(spec)
-    query, key, *values = in_rows(query, key, *([] if value is None else [value]))
+    device, real_numbers, whole = query.device, torch.float32, torch.int32
+    sides, of_keys, of_heads = (1 if spec.causal else 2), spec.batch * spec.num_kv_heads, spec.batch * spec.num_heads
     tiles, blocks = -(-spec.key_len // TILE), -(-spec.query_len // TILE)
-    known = 0 if known_norms is None else known_norms.keys.shape[-1]
-    known_keys = known_values = NONE
-    if known_norms is not None and known > 0:
-        known_keys = pointer(known_norms.keys.contiguous())
-        known_values = NONE if value is None else pointer(known_norms.values.contiguous())
-    norms = grouped(
-        arguments.Norms,
-        space.at(at.norms, torch.float32),
-        space.at(at.each_value, torch.float32),
-        known_keys,
-        known_values,
-        number(known),
-        NONE if spec.key_bias is None else space.at(at.sums, torch.float32),
-    )
-    certificate = grouped(
-        arguments.Certificate,
-        space.at(at.reach),
-        space.at(at.outliers),
-        space.at(at.allowance, torch.float32),
-        space.at(at.costs, torch.int64),
-        space.at(at.online),
-    )
+    of_tiles, each_value, reach, outliers, allowance, costs, online, *survey = allotted(
+        device, (3 * of_keys * tiles, real_numbers), (of_keys * tiles * TILE, real_numbers),
+        (sides * _CHOICES * of_heads * blocks, whole), (of_heads * OUTLIER_TILES, whole), (of_heads * blocks, real_numbers),
+        (of_heads * _CHOICES, torch.int64), (of_heads * blocks, whole), (sides * _CHOICES * of_keys * tiles, real_numbers),
+        (of_keys * tiles, whole), (of_keys * OUTLIER_TILES, whole), (2 * of_keys, real_numbers),
+    )  # fmt: skip
+    query, key, *values = in_rows(query, key, *([] if value is None else [value]))
+    keys, known, known_keys, known_values = rows_of(key), 0, NONE, NONE
+    if how.known_norms is not None and how.known_norms.keys.shape[-1] > 0:
+        known, known_keys = how.known_norms.keys.shape[-1], pointer(how.known_norms.keys.contiguous())
+        known_values = NONE if value is None else pointer(how.known_norms.values.contiguous())
+    norms = grouped(arguments.Norms, of_tiles, each_value, known_keys, known_values, number(known), hidden.sums)
     # The nearest values are measured one by one, even if their tile's norm is known. Some tile is always measured: its program
     # also clears counters.
     begin = 0
@@ -288,65 +175,34 @@ def _certify(
     # If a tensor has the position, but all norms are known, the kernel finds the tiles near the queries.
     is_near = isinstance(spec.query_offset, Tensor) and spec.key_mask is None and known == tiles
     measured = min(tiles, blocks + 3) if is_near else tiles - begin
-    hidden = spec.key_mask is not None or spec.key_bias is not None
-    first_seen = full_tiles.first_seen if full_tiles is not None and hidden else NONE
-    allowed = NONE if full_tiles is None else full_tiles.allowed_keys
-    tolerance = spec.tolerance if spec.causal else spec.tolerance / 2
-    width = width_for(tiles, most=1024)
-    of_norms = constants(D=spec.head_dim, VALUES=value is not None, NEAR=is_near)
-    of_reach = constants(
-        D=spec.head_dim,
-        ROWS=rows,
-        BIAS_ROWS=PLAN_ROWS,
-        WIDTH=width if shared or spec.key_bias is not None else 16,  # otherwise unused
-        PLAN_WIDTH=width_for(-(-spec.query_len // rows)),
-        CAUSAL=spec.causal,
-        HIDDEN=hidden,
-        SHARED=shared,
-        KEY_RULE=gradients,
-    )
-    keys, surveyed = rows_of(key), NONE
-    launch(
-        query.device,
-        norms_kernel,
-        (b * kv * measured, 1, 1),
-        of_norms,
-        keys,
-        rows_of(values[0]) if values else keys,
-        call,
-        norms,
-        space.at(at.arrived),
-        space.at(at.costs, torch.int64),
-        number(begin),
-        number(measured),
-    )
-    if not shared:
-        surveyed = grouped(
-            arguments.Survey,
-            space.at(at.longest, torch.float32),
-            space.at(at.latest),
-            space.at(at.key_outliers),
-            space.at(at.of_values, torch.float32),
-        )
-        span = min(width, 64)
-        of_survey, grid = (
+    of_kernel = constants(D=spec.head_dim, VALUES=value is not None, NEAR=is_near)
+    inputs = keys, rows_of(values[0]) if values else keys, call, norms, arrived, costs, number(begin), number(measured)
+    launch(device, norms_kernel, (of_keys * measured, 1, 1), of_kernel, *inputs)
+    width, surveyed = width_for(tiles, most=1024), NONE
+    if not how.shared:
+        surveyed, span = grouped(arguments.Survey, *survey), min(width, 64)
+        grid, of_kernel = (
+            (of_keys * -(-tiles // span), 1, 1),
             constants(WIDTH=width, SPAN=span, BOTH_SIDES=not spec.causal),
-            (b * kv * -(-tiles // span), 1, 1),
         )
-        launch(query.device, survey_kernel, grid, of_survey, norms, surveyed, number(b * kv), number(tiles))
-    launch(
-        query.device,
-        reach_kernel,
-        (b * spec.num_heads * blocks, 1, 1),
-        of_reach,
-        rows_of(query),
-        keys,
-        call,
-        norms,
-        surveyed,
-        first_seen,
-        allowed,
-        certificate,
-        plan,
-        real(-math.log(tolerance)),
+        launch(device, survey_kernel, grid, of_kernel, norms, surveyed, number(of_keys), number(tiles))
+    is_biased = spec.key_bias is not None
+    hides = is_biased or spec.key_mask is not None
+    of_kernel = constants(
+        D=spec.head_dim,
+        ROWS=how.rows,
+        BIAS_ROWS=PLAN_ROWS,
+        WIDTH=width if how.shared or is_biased else 16,  # otherwise unused
+        PLAN_WIDTH=width_for(-(-spec.query_len // how.rows)),
+        CAUSAL=spec.causal,
+        HIDDEN=hides,
+        SHARED=how.shared,
+        KEY_RULE=how.gradients,
     )
+    launch(
+        device, reach_kernel, (of_heads * blocks, 1, 1), of_kernel, rows_of(query), keys, call, norms, surveyed,
+        hidden.first_seen if hides else NONE, hidden.allowed_keys,
+        grouped(arguments.Certificate, reach, outliers, allowance, costs, online), plan,
+        real(-math.log(spec.tolerance if spec.causal else spec.tolerance / 2)),
+    )  # fmt: skip
+    return of_tiles, allowance, online

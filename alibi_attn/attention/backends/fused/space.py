@@ -8,7 +8,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
-from alibi_attn.attention.backends.fused.launch import NONE, Argument, pointer_kind
+from alibi_attn.attention.backends.fused.launch import NONE, Argument, pointer_kind, scratch
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 
 
@@ -30,6 +30,13 @@ class Space:
 def layout_of(heads: int, blocks: int, key_len: int, heads_of_masks: int) -> "Layout":
     """`Layout.of`, for numbers that are known."""
     return Layout.of(heads, blocks, key_len, heads_of_masks)
+
+
+def allotted(device: torch.device, *parts: tuple[int, torch.dtype]) -> list[Argument]:
+    """Scratch memory in one allocation: for each part, how many numbers of which dtype."""
+    at = starts(*(count * dtype.itemsize // 4 for count, dtype in parts))
+    space = Space(scratch(at[-1], device))
+    return [space.at(word, dtype) for word, (_, dtype) in zip(at, parts, strict=False)]
 
 
 def starts(*words: int) -> list[int]:
@@ -76,23 +83,12 @@ class Plan:
         tensor: [B, row] int32.
         rows: queries per block.
         order: the heads of all sequences, the heaviest first; None = as they are.
-        norms: `norms` of `Tiles`.
-        scratch: holds `order`, `norms`, `allowance` and `online`.
-        allowance, online: those of the certificate; None = there is none.
+        norms, allowance, online: those of the certificate; None = there is none.
     """
 
-    def __init__(
-        self,
-        tensor: Tensor,
-        layout: Layout,
-        heads: int,
-        rows: int,
-        order: Argument = NONE,
-        norms: Argument = NONE,
-        scratch: Tensor | None = None,
-    ) -> None:
+    def __init__(self, tensor: Tensor, layout: Layout, heads: int, rows: int) -> None:
         self.space, self.layout, self.heads, self.rows = Space(tensor), layout, heads, rows
-        self.order, self.norms, self.scratch, self.allowance, self.online = order, norms, scratch, NONE, NONE
+        self.order = self.norms = self.allowance = self.online = NONE
 
     @property
     def masked(self) -> bool:

@@ -10,12 +10,12 @@ from alibi_attn.attention.backends.fused.launch import (
     constants,
     launch,
     number,
+    of_shape,
     pointer,
     rows_of,
-    scratch,
-    tile_constants,
+    tiling,
 )
-from alibi_attn.attention.backends.fused.space import Space, starts
+from alibi_attn.attention.backends.fused.space import allotted
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.certificate.constants import TILE
 
@@ -62,18 +62,15 @@ def forward_in_parts(
     chunks = -(-spec.group * spec.query_len // shape.queries)
     outputs, lses = memory_of_parts(parts, query, lse)
     launch(
-        device, decode_kernel, (spec.batch * spec.num_kv_heads, chunks, parts),
-        tile_constants(spec.head_dim, shape, spec.causal, None), rows_of(query), rows_of(key), rows_of(value), outputs, lses,
-        call, visited, pointer(counts),
+        device, decode_kernel, (spec.batch * spec.num_kv_heads, chunks, parts), of_shape(shape), rows_of(query), rows_of(key),
+        rows_of(value), outputs, lses, call, visited, pointer(counts), tiling(spec.head_dim, spec.causal, shape[:2], None),
     )  # fmt: skip
     merge(call, query, parts, outputs, lses, (rows_of(output), pointer(lse), pointer(given_lse)))
 
 
-def memory_of_parts(parts: int, query: Tensor, lse: Tensor) -> tuple[Argument, Argument]:
+def memory_of_parts(parts: int, query: Tensor, lse: Tensor) -> list[Argument]:
     """Scratch memory for the outputs and lse of all parts, fp32."""
-    at = starts(parts * query.numel(), parts * lse.numel())
-    space = Space(scratch(at[-1], query.device))
-    return space.at(at[0], torch.float32), space.at(at[1], torch.float32)
+    return allotted(query.device, *((parts * x.numel(), torch.float32) for x in (query, lse)))
 
 
 def merge(

@@ -1,6 +1,6 @@
 """Launches the kernels of calls with a table (`kernels/table.py`); `backend.py` plans the tiles that they visit."""
 
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -10,17 +10,15 @@ from alibi_attn.attention.backends.fused.kernels.arguments import Rows, Table
 from alibi_attn.attention.backends.fused.launch import (
     NONE,
     Argument,
-    Constants,
     constants,
     grouped,
     launch,
     number,
     pointer,
-    precision,
     rows_of,
-    scratch,
+    tiling,
 )
-from alibi_attn.attention.backends.fused.space import Space
+from alibi_attn.attention.backends.fused.space import allotted
 from alibi_attn.attention.backends.fused.split_keys import memory_of_parts, merge
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.certificate.constants import TILE
@@ -29,22 +27,6 @@ Spec = AttentionSpec[Tensor]
 
 FEWEST_QUERIES = 16  # of a tile: matrix units multiply no fewer rows
 COLUMNS = 256  # of a table's gradient per program
-
-
-class Between(NamedTuple):
-    """What all kernels of a backward pass share: [B, H, T] fp32, and the arguments of the same names in `kernels/`.
-
-    Args:
-        grad_lse: may be None.
-        delta: memory for the δ of every query.
-    """
-
-    lse: Argument
-    grad_lse: Argument
-    delta: Argument
-    call: Argument
-    visited: Argument
-    visitors: Argument
 
 
 class Widths(NamedTuple):
@@ -89,26 +71,20 @@ def forward(
     if parts > 1:
         outputs, lses = memory_of_parts(parts, query, lse)
         into = grouped(Rows, outputs, number(h * t * d), number(t * d), number(d)), lses, NONE
-    launch(
-        device,
-        table_forward_kernel,
-        (b * h * -(-t // queries), parts, 1),
-        _constants(spec, rows, queries, keys),
-        *(rows_of(x) for x in (query, key, value)),
-        *into,
-        _table(spec),
-        call,
-        visited,
-    )
+    grid, arguments = (b * h * -(-t // queries), parts, 1), (*map(rows_of, (query, key, value)), *into)
+    of_kernel = _tiling(spec, (queries, keys), rows)
+    launch(device, table_forward_kernel, grid, _CONSTANTS, *arguments, _table(spec), call, visited, of_kernel)
     if parts > 1:
         merge(call, query, parts, outputs, lses, given)
 
 
 def backward(
     spec: Spec,
-    rows: tuple[Argument, ...],
+    inputs: tuple[Argument, ...],
     gradients: tuple[Argument, ...],
-    between: Between,
+    of_queries: tuple[Argument, Argument, Argument],
+    call: Argument,
+    tiles: tuple[Argument, Argument],
     plan_rows: int,
     tile: Widths,
     dtable: Tensor | None,
@@ -116,43 +92,40 @@ def backward(
     """Fills the gradients.
 
     Args:
-        rows: of query, key, value, output and the output's gradient.
+        inputs: rows of query, key, value, output and the output's gradient.
         gradients: rows of the gradients of query, key and value.
+        of_queries: [B, H, T] fp32: lse, its gradient (may be None), and memory for the δ of every query.
+        tiles: `Visited` and `Visitors`.
         plan_rows: queries that share one plan.
         tile: its widths.
         dtable: gets the gradient of the table; None = not wanted.
     """
+    from alibi_attn.attention.backends.fused.kernels.table_diagonals import diagonal_kernel, total_kernel
     from alibi_attn.attention.backends.fused.kernels.table_gradients import table_key_kernel, table_query_kernel
 
-    device, (query, key, value, output, grads), (dq, dk, dv) = spec.slopes.device, rows, gradients
-    lse, grad_lse, delta, call, visited, visitors = between
-    table, heads = _table(spec), spec.batch * spec.num_heads
-    (queries, keys), inputs = tile.rows, (query, key, value)
-    programs, of_kernel = heads * -(-spec.query_len // queries), _constants(spec, plan_rows, queries, keys)
-    arguments = *inputs, output, grads, dq, grad_lse, lse, delta, table, call, visited
-    launch(device, table_query_kernel, (programs, 1, 1), of_kernel, *arguments)
-    queries, keys = tile.keys
-    programs = spec.batch * spec.num_kv_heads * -(-spec.key_len // keys)
-    of_kernel = _constants(spec, plan_rows, queries, keys)
-    launch(
-        device, table_key_kernel, (programs, 1, 1), of_kernel, *inputs, grads, dk, dv, lse, delta, table, call, visitors
-    )
-    if dtable is not None:
-        _launch_diagonals(spec, (*inputs, grads), (lse, delta, table, call), tile.diagonal, dtable)
+    device, table, heads = spec.slopes.device, _table(spec), spec.batch * spec.num_heads
+    (query, key, value, output, grads), (dq, dk, dv), (lse, grad_lse, delta) = inputs, gradients, of_queries
+    visited, visitors = tiles
 
+    def run(kernel: Any, programs: int, shape: tuple[int, int], *arguments: Argument) -> None:
+        launch(device, kernel, (programs, 1, 1), _CONSTANTS, *arguments, _tiling(spec, shape, plan_rows))
 
-def _launch_diagonals(
-    spec: Spec, rows: tuple[Argument, ...], shared: tuple[Argument, ...], side: int, dtable: Tensor
-) -> None:
-    from alibi_attn.attention.backends.fused.kernels.table_diagonals import diagonal_kernel, total_kernel
-
-    device, heads = dtable.device, spec.batch * spec.num_heads
+    of_query, of_key = (dq, grad_lse, lse, delta, table, call, visited), (dk, dv, lse, delta, table, call, visitors)
+    programs = heads * -(-spec.query_len // tile.rows[0])
+    run(table_query_kernel, programs, tile.rows, query, key, value, output, grads, *of_query)
+    programs = spec.batch * spec.num_kv_heads * -(-spec.key_len // tile.keys[1])
+    run(table_key_kernel, programs, tile.keys, query, key, value, grads, *of_key)
+    if dtable is None:
+        return
+    side = tile.diagonal
     programs = heads * (-(-spec.query_len // side) - (-spec.key_len // side) - 1)
-    sums = Space(scratch(programs * 2 * side, device)).at(0, torch.float32)
-    of_kernel = constants(D=spec.head_dim, N=side, CAUSAL=spec.causal, PRECISION=precision(), num_stages=2)
-    launch(device, diagonal_kernel, (programs, 1, 1), of_kernel, *rows, sums, *shared)
-    programs = spec.num_heads * -(-dtable.shape[1] // COLUMNS)
-    launch(device, total_kernel, (programs, 1, 1), constants(N=side, WIDTH=COLUMNS), sums, pointer(dtable), *shared[2:])
+    (sums,) = allotted(device, (programs * 2 * side, torch.float32))
+    run(diagonal_kernel, programs, (side, side), query, key, value, grads, sums, lse, delta, table, call)
+    programs, of_kernel = spec.num_heads * -(-dtable.shape[1] // COLUMNS), constants(N=side, WIDTH=COLUMNS)
+    launch(device, total_kernel, (programs, 1, 1), of_kernel, sums, pointer(dtable), table, call)
+
+
+_CONSTANTS = constants(num_stages=2)
 
 
 def _table(spec: Spec) -> Argument:
@@ -160,7 +133,5 @@ def _table(spec: Spec) -> Argument:
     return grouped(Table, pointer(spec.table), number(spec.table.shape[1]), number(spec.table_first))
 
 
-def _constants(spec: Spec, rows: int, queries: int, keys: int) -> Constants:
-    return constants(
-        D=spec.head_dim, BM=queries, BN=keys, ROWS=rows, CAUSAL=spec.causal, PRECISION=precision(), num_stages=2
-    )
+def _tiling(spec: Spec, shape: tuple[int, int], rows: int) -> Argument:
+    return tiling(spec.head_dim, spec.causal, shape, rows)

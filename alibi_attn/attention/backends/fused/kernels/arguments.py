@@ -163,6 +163,34 @@ class Call(NamedTuple):
     query_start: object = None
 
 
+class Tiling(NamedTuple):
+    """What the code of a kernel depends on, `C` in the kernels; known at compile time.
+
+    Args:
+        D: numbers per row.
+        BM, BN: queries and keys of a tile.
+        ROWS: queries of a block of the plan; None in decoding.
+        UNIT: queries of a block of its bands, which in backward may be fewer.
+        PRECISION: of products in fp32.
+        DESCRIBED: rows of the other side are loaded by descriptors; only in backward.
+    """
+
+    D: object
+    BM: object
+    BN: object
+    ROWS: object
+    UNIT: object
+    CAUSAL: object
+    PRECISION: object
+    DESCRIBED: object
+
+    @classmethod
+    def of(cls, *known: object) -> "Tiling":
+        from triton.language import constexpr
+
+        return cls(*map(constexpr, known))
+
+
 class Visited(NamedTuple):
     """The tiles of keys that the blocks of a plan visit; int32.
 
@@ -303,6 +331,22 @@ class Head(NamedTuple):
     dropout: HeadDropout | None
     bias: BlockBias | None = None
     numbers: Numbers | None = None
+
+
+class Outputs(NamedTuple):
+    """Inside a kernel: what backward gets for the outputs of a block of queries.
+
+    Args:
+        do: [BM, DP] their gradient.
+        lse: [BM] in log2 units; +inf if a query sees no key.
+        origin: the pair of [BM] that it is relative to; None without key biases.
+        delta: [BM] δ.
+    """
+
+    do: object
+    lse: object
+    origin: object
+    delta: object
 
 
 class Queries(NamedTuple):

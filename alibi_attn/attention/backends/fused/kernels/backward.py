@@ -17,7 +17,7 @@ tile by tile without loss: a gate's gradient is a sum of their differences.
 import triton
 import triton.language as tl
 
-from alibi_attn.attention.backends.fused.kernels.arguments import Head, Queries, Rows
+from alibi_attn.attention.backends.fused.kernels.arguments import Head, Outputs, Queries, Rows
 from alibi_attn.attention.backends.fused.kernels.bands import (
     band_of,
     full_count,
@@ -57,34 +57,34 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
 
 @triton.jit
 def query_full(
-    tile, queries, head, do, lse, origin, delta, dq, to_left, to_right, sums, K, V, least, BN: tl.constexpr, D: tl.constexpr,
-    CAUSAL: tl.constexpr, SLOPES_WANTED: tl.constexpr, SUMS_WANTED: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+    tile, queries, head, outputs, found, K, V, least, C, SLOPES_WANTED: tl.constexpr, SUMS_WANTED: tl.constexpr
+):
     """The same as `query_partial`, for a tile of keys that every query sees in full."""
-    slope, near = linear_bias(tile, queries.start, head, BN, CAUSAL)
-    j = tile * BN + tl.arange(0, BN)
+    (dq, to_left, to_right, sums), lse = found, outputs.lse
+    slope, near = linear_bias(tile, queries.start, head, C.BN, C.CAUSAL)
+    j = tile * C.BN + tl.arange(0, C.BN)
     # Load keys and values.
-    k, v = load_tile(K, tile, BN, D), load_tile(V, tile, BN, D)  # [BN, DP]
+    k, v = load_tile(K, tile, C.BN, C.D), load_tile(V, tile, C.BN, C.D)  # [BN, DP]
     # Scores, their bias, and the weights.
-    products = tl.dot(queries.q, k.T, input_precision=PRECISION)  # [BM, BN]
+    products = tl.dot(queries.q, k.T, input_precision=C.PRECISION)  # [BM, BN]
     column = slope * (j - near).to(tl.float32)
     if head.bias is not None:
         column += tl.load(head.bias.rest + j)
-        lse -= base_of(head.bias, tile, BN) - origin[0]
+        lse -= base_of(head.bias, tile, C.BN) - outputs.origin[0]
     scores = products * head.scale + column[None, :]
     row = (queries.position - queries.start).to(tl.float32)  # [BM]
     p = tl.exp2(scores - (lse + slope * (row + (queries.start - near).to(tl.float32)))[:, None])
     # Gradient of the scores.
-    dp = tl.dot(do, v.T, input_precision=PRECISION)
+    dp = tl.dot(outputs.do, v.T, input_precision=C.PRECISION)
     if head.dropout is not None:
-        dp = dp * kept_weights(head.dropout, head.numbers, queries.position, tile * BN, BN)
-    ds = p * (dp - delta[:, None])
+        dp = dp * kept_weights(head.dropout, head.numbers, queries.position, tile * C.BN, C.BN)
+    ds = p * (dp - outputs.delta[:, None])
     # Gradients of slopes and biases, and of the queries.
     if SLOPES_WANTED:
         # Σ ds·(position − least − j), counted from the key nearest to the queries.
         away = row + (queries.start - least - near).to(tl.float32)
         moment = tl.sum(ds * (near - j).to(tl.float32)[None, :], 1) + away * tl.sum(ds, 1)
-        if CAUSAL:
+        if C.CAUSAL:
             to_left -= moment
         else:
             is_left = near <= queries.start
@@ -95,26 +95,24 @@ def query_full(
                 to_left -= tl.where(is_left, moment, -moment)
     if SUMS_WANTED:
         sums = add_exactly(sums[0], sums[1], tl.sum(ds, 1))
-    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=C.PRECISION)
     return dq, to_left, to_right, sums
 
 
 @triton.jit
-def causal_weights(
-    tile, queries, head, lse, K, masks, S, BN: tl.constexpr, D: tl.constexpr, PRECISION: tl.constexpr,
-):  # fmt: skip
+def causal_weights(tile, queries, head, lse, K, masks, S, C):
     """(p, k, the keys that are read) of a tile in which some keys are hidden from some queries, without key biases.
 
     Takes few instructions: hidden keys are at a distance of −inf, and a minimum makes p 0 where the distance is negative. NaN
     is not a minimum: it becomes inf if the key is seen.
     """
-    jj = tl.arange(0, BN)
-    j = tile * BN + jj
+    jj = tl.arange(0, C.BN)
+    j = tile * C.BN + jj
     here = shown_keys(masks, queries.sequence, j, j < S, S)
-    k = load_rows(K, tile * BN, here, BN, D)  # [BN, DP]
-    products = tl.dot(queries.q, k.T, input_precision=PRECISION)  # [BM, BN]
+    k = load_rows(K, tile * C.BN, here, C.BN, C.D)  # [BN, DP]
+    products = tl.dot(queries.q, k.T, input_precision=C.PRECISION)  # [BM, BN]
     column = tl.where(here, jj.to(tl.float32), float("inf"))
-    distance = (queries.position - tile * BN).to(tl.float32)[:, None] - column[None, :]
+    distance = (queries.position - tile * C.BN).to(tl.float32)[:, None] - column[None, :]
     exponents = products * head.scale - (head.slope * distance + lse[:, None])
     p = tl.exp2(tl.minimum(exponents, distance * 1e30 + 1e29))
     if head.window is not None:
@@ -129,8 +127,7 @@ def causal_weights(
 
 @triton.jit
 def query_partial(
-    tile, queries, head, do, lse, origin, delta, dq, to_left, to_right, sums, K, V, masks, least, S, BN: tl.constexpr,
-    D: tl.constexpr, CAUSAL: tl.constexpr, SLOPES_WANTED: tl.constexpr, SUMS_WANTED: tl.constexpr, PRECISION: tl.constexpr,
+    tile, queries, head, outputs, found, K, V, masks, least, S, C, SLOPES_WANTED: tl.constexpr, SUMS_WANTED: tl.constexpr,
     CAREFUL: tl.constexpr,
 ):  # fmt: skip
     """(dq / scale, −Σ ds·|i − j − least| to the left, to the right, Σ ds and its rounding error) after a tile in which some keys
@@ -138,20 +135,21 @@ def query_partial(
 
     Unless CAREFUL, a key or value that is not finite also makes dq of the queries from which it is hidden NaN.
     """
-    LEAN: tl.constexpr = CAUSAL and head.bias is None
-    j = tile * BN + tl.arange(0, BN)
+    LEAN: tl.constexpr = C.CAUSAL and head.bias is None
+    dq, to_left, to_right, sums = found
+    j = tile * C.BN + tl.arange(0, C.BN)
     # Keys, masks, scores, their bias, and the weights.
     if LEAN:
-        p, k, here = causal_weights(tile, queries, head, lse, K, masks, S, BN, D, PRECISION)
+        p, k, here = causal_weights(tile, queries, head, outputs.lse, K, masks, S, C)
     else:
-        scores, seen, k, here, _ = partial_scores(tile, queries, head, K, masks, S, origin, BN, D, CAUSAL, PRECISION)
-        p = tl.where(seen, tl.exp2(scores - lse[:, None]), 0.0)  # [BM, BN]
-    v = load_rows(V, tile * BN, here, BN, D)  # [BN, DP]
+        scores, seen, k, here, _ = partial_scores(tile, queries, head, K, masks, S, outputs.origin, C)
+        p = tl.where(seen, tl.exp2(scores - outputs.lse[:, None]), 0.0)  # [BM, BN]
+    v = load_rows(V, tile * C.BN, here, C.BN, C.D)  # [BN, DP]
     # Gradient of the scores.
-    dp = tl.dot(do, v.T, input_precision=PRECISION)
+    dp = tl.dot(outputs.do, v.T, input_precision=C.PRECISION)
     if head.dropout is not None:
-        dp = dp * kept_weights(head.dropout, head.numbers, queries.position, tile * BN, BN)
-    ds = p * (dp - delta[:, None])
+        dp = dp * kept_weights(head.dropout, head.numbers, queries.position, tile * C.BN, C.BN)
+    ds = p * (dp - outputs.delta[:, None])
     if CAREFUL:
         ds = tl.where(p == 0.0, 0.0, ds)
     # Gradients of slopes and biases, and of the queries.
@@ -159,13 +157,13 @@ def query_partial(
         distance = queries.position[:, None] - j[None, :]
         moment = ds * (distance - least).to(tl.float32)
         if LEAN:
-            first = tile * BN
+            first = tile * C.BN
             away = (queries.position - first - least).to(tl.float32)
             to_left += tl.sum(ds * (j - first).to(tl.float32)[None, :], 1) - away * tl.sum(ds, 1)
         elif head.right is not None:
             to_left -= tl.sum(tl.where(distance > 0, moment, 0.0), 1)
             to_right += tl.sum(tl.where(distance < 0, moment, 0.0), 1)
-        elif CAUSAL:
+        elif C.CAUSAL:
             to_left -= tl.sum(moment, 1)
         else:
             to_left -= tl.sum(tl.where(distance > 0, moment, -moment), 1)
@@ -174,48 +172,40 @@ def query_partial(
     if CAREFUL:
         # 0·NaN is NaN: zero the bad keys. The queries that see one have a ds of NaN already.
         k = tl.where(all_finite(k)[:, None], k, 0.0).to(k.dtype)
-    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    dq = tl.dot(ds.to(k.dtype), k, dq, input_precision=C.PRECISION)
     return dq, to_left, to_right, sums
 
 
 @triton.jit
 def over_tiles(
-    queries, head, do, lse, origin, delta, K, V, masks, band, outliers, least, S, BN: tl.constexpr, D: tl.constexpr,
-    CAUSAL: tl.constexpr, SLOPES_WANTED: tl.constexpr, SUMS_WANTED: tl.constexpr, PRECISION: tl.constexpr, CAREFUL: tl.constexpr,
-    STAGES: tl.constexpr,
+    queries, head, outputs, K, V, masks, band, outliers, least, S, C, SLOPES_WANTED: tl.constexpr, SUMS_WANTED: tl.constexpr,
+    CAREFUL: tl.constexpr, STAGES: tl.constexpr,
 ):  # fmt: skip
     """The results of `query_partial` after all tiles of a block of queries; STAGES of both loops, None = the kernel's."""
     zero = tl.zeros([queries.q.shape[0]], tl.float32)
-    dq, to_left, to_right, sums = tl.zeros(queries.q.shape, tl.float32), zero, zero, (zero, zero)
+    found = tl.zeros(queries.q.shape, tl.float32), zero, zero, (zero, zero)
     for x in tl.range(0, full_count(band), num_stages=STAGES):
-        dq, to_left, to_right, sums = query_full(
-            full_tile(x, band, CAUSAL), queries, head, do, lse, origin, delta, dq, to_left, to_right, sums, K, V, least, BN, D,
-            CAUSAL, SLOPES_WANTED, SUMS_WANTED, PRECISION,
-        )  # fmt: skip
+        tile = full_tile(x, band, C.CAUSAL)
+        found = query_full(tile, queries, head, outputs, found, K, V, least, C, SLOPES_WANTED, SUMS_WANTED)
     partial = tl.maximum(band.last - band.first, 0) - full_count(band)
-    for x in tl.range(0, partial + uniform_outlier_count(outliers) * (TILE // BN), num_stages=STAGES):
+    for x in tl.range(0, partial + uniform_outlier_count(outliers) * (TILE // C.BN), num_stages=STAGES):
         tile = tl.where(
-            x < partial, partial_tile(x, band, CAUSAL), outlier_tile(tl.maximum(x - partial, 0), outliers, BN)
+            x < partial, partial_tile(x, band, C.CAUSAL), outlier_tile(tl.maximum(x - partial, 0), outliers, C.BN)
         )
-        dq, to_left, to_right, sums = query_partial(
-            tile, queries, head, do, lse, origin, delta, dq, to_left, to_right, sums, K, V, masks, least, S, BN, D, CAUSAL,
-            SLOPES_WANTED, SUMS_WANTED, PRECISION, CAREFUL,
-        )  # fmt: skip
-    return dq, to_left, to_right, sums
+        found = query_partial(
+            tile, queries, head, outputs, found, K, V, masks, least, S, C, SLOPES_WANTED, SUMS_WANTED, CAREFUL
+        )
+    return found
 
 
 @triton.jit
-def of_each_query(bh, T, ROWS: tl.constexpr):
+def of_each_query(bh, T, C):
     """Where the numbers of a head begin that `query_kernel` leaves to `key_kernel`, one per query of all blocks of the plan."""
-    return bh * (tl.cdiv(T, ROWS) * ROWS)
+    return bh * (tl.cdiv(T, C.ROWS) * C.ROWS)
 
 
 @triton.jit
-def query_kernel(
-    Q, K, V, OUT, DOUT, DQ, LSE, DLSE, DELTA, SHIFTED, DSLOPES, SUMS, call, visited, ORDER,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
-):  # fmt: skip
+def query_kernel(Q, K, V, OUT, DOUT, DQ, LSE, DLSE, DELTA, SHIFTED, DSLOPES, SUMS, call, visited, ORDER, C):
     """Program: one block of BM queries of one head, as in forward; a block of the plan has ROWS, one of `bands` UNIT.
 
     Args:
@@ -226,12 +216,12 @@ def query_kernel(
         SUMS: [2, B, H, T] fp32: Σ ds over keys, and its rounding error; None = not wanted.
     """
     H, G, T, S = call.H, call.G, call.T, call.S
-    programs = tl.cdiv(T, BM)
+    programs = tl.cdiv(T, C.BM)
     bh = tl.load(ORDER + tl.program_id(0) // programs).to(tl.int64)
     n = programs - 1 - tl.program_id(0) % programs
     b, h = bh // H, (bh % H).to(tl.int32)
     kv = (h // G).to(tl.int64)
-    if DESCRIBED:
+    if C.DESCRIBED:
         K, V = Rows(K, b.to(tl.int32), kv.to(tl.int32), None), Rows(V, b.to(tl.int32), kv.to(tl.int32), None)
     else:
         K, V = of_head(K, b, kv), of_head(V, b, kv)
@@ -248,11 +238,11 @@ def query_kernel(
         window = load_window(call, b)
     bias = call.key_bias
     if bias is not None:
-        bias = bias_for(bias, bh, bh * tl.cdiv(T, ROWS) + n * BM // ROWS, tl.cdiv(S, TILE), S)
+        bias = bias_for(bias, bh, bh * tl.cdiv(T, C.ROWS) + n * C.BM // C.ROWS, tl.cdiv(S, TILE), S)
     head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, window, dropout, bias, numbers)
 
-    rows = tl.arange(0, BM)
-    i = n * BM + rows
+    rows = tl.arange(0, C.BM)
+    i = n * C.BM + rows
     # A query that sees no key is never used, whatever it contains: an infinite lse makes its weights 0.
     LSE, origin = lse_rows(LSE, bh, b, H, T, call.key_bias), None
     lse = in_log2(tl.load(LSE + i, mask=i < T, other=float("-inf")), call.key_bias)
@@ -261,48 +251,49 @@ def query_kernel(
         high, low = pair_rows(LSE, H, T)
         origin = tl.load(high + i, mask=i < T, other=0.0), tl.load(low + i, mask=i < T, other=0.0)
     used = (i < T) & (lse != float("inf"))
-    q = load_rows(of_head(Q, b, h), n * BM, used, BM, D)  # [BM, DP]
-    do = load_rows(of_head(DOUT, b, h), n * BM, used, BM, D)
-    out = load_rows(of_head(OUT, b, h), n * BM, used, BM, D)
+    q = load_rows(of_head(Q, b, h), n * C.BM, used, C.BM, C.D)  # [BM, DP]
+    do = load_rows(of_head(DOUT, b, h), n * C.BM, used, C.BM, C.D)
+    out = load_rows(of_head(OUT, b, h), n * C.BM, used, C.BM, C.D)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
     if DLSE is not None:
         delta -= tl.load(DLSE + bh * T + i, mask=used, other=0.0)
-    at = of_each_query(bh, T, ROWS)
+    at = of_each_query(bh, T, C)
     tl.store(DELTA + at + i, delta)
     if SHIFTED is not None:
         tl.store(SHIFTED + at + i, lse + head.slope * (i % TILE).to(tl.float32))
     if segments is not None:
         segments = tl.load(segments + b * T + i, mask=i < T, other=0)
-    start = n * BM + load_offset(call.query_offset, b, T, S)
+    start = n * C.BM + load_offset(call.query_offset, b, T, S)
     first_key = call.query_start
     if first_key is not None:
         first_key = load_first_key(call, bh, i, i < T)
     queries = Queries(q, i, start + rows, start, segments, b, first_key)
     # If a whole block lies beyond the keys, a constant is left out of its distances, because a row of ds adds up to dlse.
     # Otherwise the rounding of products with distances of 10⁶ would exceed their sum.
-    least = tl.maximum(start - (S - 1), 0) + tl.minimum(start + BM - 1, 0)
-    blocks = tl.cdiv(T, ROWS)
-    of_sequence = b * visited.row + n * BM // ROWS * 2
+    least = tl.maximum(start - (S - 1), 0) + tl.minimum(start + C.BM - 1, 0)
+    blocks = tl.cdiv(T, C.ROWS)
+    of_sequence = b * visited.row + n * C.BM // C.ROWS * 2
     if head.bias is not None:
         of_sequence += h * blocks * 2  # each head hides other keys
-    block = b * visited.row + (h * blocks * (ROWS // UNIT) + n * BM // UNIT) * 4
-    band = band_of(visited, block, of_sequence, start, head, S, BM, BN, UNIT, CAUSAL)
-    outliers = visited.beside + b * visited.row + (h * blocks + n * BM // ROWS) * OUTLIERS
+    block = b * visited.row + (h * blocks * (C.ROWS // C.UNIT) + n * C.BM // C.UNIT) * 4
+    band = band_of(visited, block, of_sequence, start, head, S, C)
+    outliers = visited.beside + b * visited.row + (h * blocks + n * C.BM // C.ROWS) * OUTLIERS
+    outputs = Outputs(do, lse, origin, delta)
     dq, to_left, to_right, sums = over_tiles(
-        queries, head, do, lse, origin, delta, K, V, call.masks, band, outliers, least, S, BN, D, CAUSAL, DSLOPES is not None,
-        SUMS is not None, PRECISION=PRECISION, CAREFUL=not DESCRIBED, STAGES=None,
+        queries, head, outputs, K, V, call.masks, band, outliers, least, S, C, DSLOPES is not None, SUMS is not None,
+        CAREFUL=not C.DESCRIBED, STAGES=None,
     )  # fmt: skip
-    if DESCRIBED:
+    if C.DESCRIBED:
         is_finite = tl.min(all_finite(dq).to(tl.int32), 0) != 0
         if not is_finite:
             dq, to_left, to_right, sums = over_tiles(
-                queries, head, do, lse, origin, delta, K, V, call.masks, band, outliers, least, S, BN, D, CAUSAL,
-                DSLOPES is not None, SUMS is not None, PRECISION=PRECISION, CAREFUL=True, STAGES=1,
+                queries, head, outputs, K, V, call.masks, band, outliers, least, S, C, DSLOPES is not None, SUMS is not None,
+                CAREFUL=True, STAGES=1,
             )  # fmt: skip
 
     # Loaded once more, so that no register holds the addresses of results during the loop.
     bh = tl.load(ORDER + tl.program_id(0) // programs, volatile=True).to(tl.int64)
-    store_rows(of_head(DQ, bh // H, bh % H), n * BM, dq * call.scale, i < T, BM, D)
+    store_rows(of_head(DQ, bh // H, bh % H), n * C.BM, dq * call.scale, i < T, C.BM, C.D)
     if DSLOPES is not None:
         if DLSE is not None:
             due = tl.load(DLSE + bh * T + i, mask=used, other=0.0)

@@ -57,36 +57,33 @@ def visitors_of(visitors, b, bh, h, key_tile, tiles, blocks):
 
 
 @triton.jit
-def last_repeated(X, j, S, D: tl.constexpr):
+def last_repeated(X, j, S, C):
     """Rows j of a head, and the last one for rows past it: a mask would occupy registers. Their gradients are not stored."""
-    at = X.pointer + tl.minimum(j, S - 1).to(tl.int64)[:, None] * X.row + tl.arange(0, padded(D))[None, :]
-    if padded(D) == D:
+    at = X.pointer + tl.minimum(j, S - 1).to(tl.int64)[:, None] * X.row + tl.arange(0, padded(C.D))[None, :]
+    if padded(C.D) == C.D:
         rows = tl.load(at)
     else:
-        rows = tl.load(at, mask=(tl.arange(0, padded(D)) < D)[None, :], other=0.0)
+        rows = tl.load(at, mask=(tl.arange(0, padded(C.D)) < C.D)[None, :], other=0.0)
     return rows
 
 
 @triton.jit
-def block_of(X, b, h, n, T, BM: tl.constexpr, D: tl.constexpr, DESCRIBED: tl.constexpr, WHOLE: tl.constexpr):
+def block_of(X, b, h, n, T, C, WHOLE: tl.constexpr):
     """Block n of BM queries of a head, [BM, DP]; zeros past the last. X: Rows, or a descriptor of their tensor."""
-    if DESCRIBED:
-        rows = load_described(X, b, h, n * BM, BM, D)
+    if C.DESCRIBED:
+        rows = load_described(X, b, h, n * C.BM, C.BM, C.D)
     elif WHOLE:
-        rows = load_tile(of_head(X, b, h), n, BM, D)
+        rows = load_tile(of_head(X, b, h), n, C.BM, C.D)
     else:
-        rows = load_rows(of_head(X, b, h), n * BM, n * BM + tl.arange(0, BM) < T, BM, D)
+        rows = load_rows(of_head(X, b, h), n * C.BM, n * C.BM + tl.arange(0, C.BM) < T, C.BM, C.D)
     return rows
 
 
 @triton.jit
-def full_exponents(
-    n, i, j, products, head, lse, band, tile_start, offset, visited, rest, BM: tl.constexpr, BN: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):  # fmt: skip
+def full_exponents(n, i, j, products, head, lse, band, tile_start, offset, visited, rest, C):
     """score − lse, keys by queries, of a block of queries that sees the keys in full; −∞ if it does not visit them."""
-    slope, near = head.slope, tile_start + BN - 1
-    if not CAUSAL:
+    slope, near = head.slope, tile_start + C.BN - 1
+    if not C.CAUSAL:
         away = head.slope
         if head.right is not None:
             away = head.right
@@ -102,9 +99,7 @@ def full_exponents(
 
 
 @triton.jit
-def after_queries(
-    p, seen, q, do, v, DELTA, position, j, head, dk, dv, sums, SUMS_WANTED: tl.constexpr, PRECISION: tl.constexpr
-):
+def after_queries(p, seen, q, do, v, DELTA, position, j, head, dk, dv, sums, C, SUMS_WANTED: tl.constexpr):
     """(dk / scale, dv, Σ ds and its rounding error) after a block of queries with these weights, keys by queries.
 
     `seen` None: every weight counts.
@@ -114,9 +109,9 @@ def after_queries(
     if head.dropout is not None:
         kept = kept_by_keys(head.dropout, head.numbers, position, j)
         weights = p * kept
-    dv = tl.dot(weights.to(do.dtype), do, dv, input_precision=PRECISION)
+    dv = tl.dot(weights.to(do.dtype), do, dv, input_precision=C.PRECISION)
     # Gradients of the scores and of the keys.
-    dp = tl.dot(v, do.T, input_precision=PRECISION)  # [BN, BM]
+    dp = tl.dot(v, do.T, input_precision=C.PRECISION)  # [BN, BM]
     if head.dropout is not None:
         dp = dp * kept
     ds = p * (dp - tl.load(DELTA + tl.arange(0, p.shape[1]))[None, :])
@@ -124,15 +119,11 @@ def after_queries(
         ds = tl.where(seen, ds, 0.0)
     if SUMS_WANTED:
         sums = add_exactly(sums[0], sums[1], tl.sum(ds, 1))
-    return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv, sums
+    return tl.dot(ds.to(q.dtype), q, dk, input_precision=C.PRECISION), dv, sums
 
 
 @triton.jit
-def key_kernel(
-    Q, K, V, DOUT, DK, DV, LSE, SHIFTED, DELTA, SUMS, call, visitors, ORDER,
-    D: tl.constexpr, BM: tl.constexpr, BN: tl.constexpr, ROWS: tl.constexpr, UNIT: tl.constexpr, CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr, DESCRIBED: tl.constexpr,
-):  # fmt: skip
+def key_kernel(Q, K, V, DOUT, DK, DV, LSE, SHIFTED, DELTA, SUMS, call, visitors, ORDER, C):
     """Program: BN keys of one key head, and all its query heads one after another; ORDER [B·K] int32. BN divides TILE.
     A block of the plan has ROWS queries, one of `visitors` UNIT, a multiple of BM.
 
@@ -142,7 +133,7 @@ def key_kernel(
     Queries that see no key, and their output gradients, must be zeros (masking their loads would spill registers).
     """
     H, G, T, S = call.H, call.G, call.T, call.S
-    programs = tl.cdiv(S, BN)
+    programs = tl.cdiv(S, C.BN)
     bk = tl.load(ORDER + tl.program_id(0) // programs).to(tl.int64)
     t = tl.program_id(0) % programs
     kv_heads = H // G
@@ -151,20 +142,20 @@ def key_kernel(
     window = call.window
     if window is not None:
         window = load_window(call, b)
-    tiles, blocks = tl.cdiv(S, TILE), tl.cdiv(T, ROWS) * (ROWS // UNIT)
-    key_tile = t * BN // TILE
+    tiles, blocks = tl.cdiv(S, TILE), tl.cdiv(T, C.ROWS) * (C.ROWS // C.UNIT)
+    key_tile = t * C.BN // TILE
 
-    rows = tl.arange(0, BM)
-    jj = tl.arange(0, BN)
-    j = t * BN + jj
-    k = last_repeated(of_head(K, b, kv), j, S, D)  # [BN, DP]
-    v = last_repeated(of_head(V, b, kv), j, S, D)
+    rows = tl.arange(0, C.BM)
+    jj = tl.arange(0, C.BN)
+    j = t * C.BN + jj
+    k = last_repeated(of_head(K, b, kv), j, S, C)  # [BN, DP]
+    v = last_repeated(of_head(V, b, kv), j, S, C)
     here = shown_keys(call.masks, b, j, j < S, S)
     segments = call.masks.key_segments
     if segments is not None:
         segments = tl.load(segments + b * S + j, mask=j < S, other=0)
-    dk = tl.zeros([BN, padded(D)], tl.float32)
-    dv = tl.zeros([BN, padded(D)], tl.float32)
+    dk = tl.zeros([C.BN, padded(C.D)], tl.float32)
+    dv = tl.zeros([C.BN, padded(C.D)], tl.float32)
 
     for g in range(G):
         h = kv.to(tl.int32) * G + g
@@ -179,37 +170,37 @@ def key_kernel(
                 numbers = numbers_of(call, b)
         head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, window, dropout, None, numbers)
         first, last, bands = visitors_of(visitors, b, bh, h, key_tile, tiles, blocks)
-        first = first * (UNIT // BM)
-        last = tl.maximum(tl.minimum(last * (UNIT // BM), tl.cdiv(T, BM)), first)
+        first = first * (C.UNIT // C.BM)
+        last = tl.maximum(tl.minimum(last * (C.UNIT // C.BM), tl.cdiv(T, C.BM)), first)
         shown_here, of_sequence, rest = here, b * visitors.row, None
         if call.key_bias is not None:
             of_sequence += h * tiles * 2
             rest = tl.load(call.key_bias.rest + bh * S + j, mask=here, other=float("-inf"))  # [BN]
             shown_here = here & (rest > float("-inf"))
             base = tl.load(call.key_bias.bases + bh * tiles + key_tile)
-        LSE_h, at = lse_rows(LSE, bh, b, H, T, call.key_bias), of_each_query(bh, T, ROWS)
-        sums = tl.zeros([BN], tl.float32), tl.zeros([BN], tl.float32)
+        LSE_h, at = lse_rows(LSE, bh, b, H, T, call.key_bias), of_each_query(bh, T, C)
+        sums = tl.zeros([C.BN], tl.float32), tl.zeros([C.BN], tl.float32)
         full_first, full_last = first, last
         if visitors.full is not None:
             full = visitors.full + of_sequence + key_tile * 2
-            full_first, full_last = tl.load(full) * (ROWS // BM), tl.load(full + 1) * (ROWS // BM)
+            full_first, full_last = tl.load(full) * (C.ROWS // C.BM), tl.load(full + 1) * (C.ROWS // C.BM)
         if SHIFTED is not None:
             # The shift would cost digits: a tile or two are within reach of such a head.
             full_last = tl.where(tl.abs(head.slope) <= STEEPEST, full_last, 0)
-        band = blocks_of(first, last, full_first, full_last, t * BN, offset, head, T, BM, BN, CAUSAL)
+        band = blocks_of(first, last, full_first, full_last, t * C.BN, offset, head, T, C)
         for x in tl.range(0, full_count(band)):
             n = band.after + x  # if causal, no block before the keys sees them
-            if not CAUSAL:
+            if not C.CAUSAL:
                 n = full_tile(x, band, CAUSAL=False)
-            i = n * BM + rows
-            visited = is_visited(bands + n * BM // UNIT * 4, key_tile)
+            i = n * C.BM + rows
+            visited = is_visited(bands + n * C.BM // C.UNIT * 4, key_tile)
             if SHIFTED is not None:
-                row = tl.load(SHIFTED + (at + n * BM) + rows)
-            q = block_of(Q, b, h, n, T, BM, D, DESCRIBED, WHOLE=True)
-            do = block_of(DOUT, b, h, n, T, BM, D, DESCRIBED, WHOLE=True)
-            products = tl.dot(k, q.T, input_precision=PRECISION)  # [BN, BM]
+                row = tl.load(SHIFTED + (at + n * C.BM) + rows)
+            q = block_of(Q, b, h, n, T, C, WHOLE=True)
+            do = block_of(DOUT, b, h, n, T, C, WHOLE=True)
+            products = tl.dot(k, q.T, input_precision=C.PRECISION)  # [BN, BM]
             if SHIFTED is not None:
-                column = head.slope * (jj + (t * BN - offset - n * BM // TILE * TILE)).to(tl.float32)
+                column = head.slope * (jj + (t * C.BN - offset - n * C.BM // TILE * TILE)).to(tl.float32)
                 if call.key_bias is not None:
                     column += rest
                     row -= base - tl.load(pair_rows(LSE_h, H, T)[0] + i)
@@ -219,29 +210,27 @@ def key_kernel(
                 lse = in_log2(tl.load(LSE_h + i), call.key_bias)  # [BM]
                 if call.key_bias is not None:
                     lse -= base - tl.load(pair_rows(LSE_h, H, T)[0] + i)
-                exponents = full_exponents(
-                    n, i, j, products, head, lse, band, t * BN, offset, visited, rest, BM, BN, CAUSAL
-                )
+                exponents = full_exponents(n, i, j, products, head, lse, band, t * C.BN, offset, visited, rest, C)
             p = tl.exp2(exponents)
             dk, dv, sums = after_queries(
-                p, None, q, do, v, DELTA + (at + n * BM), i + offset, j, head, dk, dv, sums, SUMS is not None, PRECISION
+                p, None, q, do, v, DELTA + (at + n * C.BM), i + offset, j, head, dk, dv, sums, C, SUMS is not None
             )
         for x in tl.range(0, last - first - full_count(band)):
             n = partial_tile(x, band, CAUSAL=False)
-            i = n * BM + rows
-            visited = is_visited(bands + n * BM // UNIT * 4, key_tile)
+            i = n * C.BM + rows
+            visited = is_visited(bands + n * C.BM // C.UNIT * 4, key_tile)
             lse = in_log2(tl.load(LSE_h + i, mask=i < T, other=float("-inf")), call.key_bias)
             lse = tl.where(lse != float("-inf"), lse, float("inf"))
-            q = block_of(Q, b, h, n, T, BM, D, DESCRIBED, WHOLE=False)
-            do = block_of(DOUT, b, h, n, T, BM, D, DESCRIBED, WHOLE=False)
+            q = block_of(Q, b, h, n, T, C, WHOLE=False)
+            do = block_of(DOUT, b, h, n, T, C, WHOLE=False)
             shown = (shown_here & visited)[:, None]
             if segments is not None:
                 theirs = tl.load(call.masks.query_segments + b * T + i, mask=i < T, other=0)
                 shown = shown & (segments[:, None] == theirs[None, :])
             if call.query_start is not None:
                 shown = shown & (j[:, None] >= load_first_key(call, bh, i, i < T)[None, :])
-            products = tl.dot(k, q.T, input_precision=PRECISION)
-            scores, seen = biased_scores(products, i[None, :] - (j - offset)[:, None], shown, head, CAUSAL)
+            products = tl.dot(k, q.T, input_precision=C.PRECISION)
+            scores, seen = biased_scores(products, i[None, :] - (j - offset)[:, None], shown, head, C.CAUSAL)
             if call.key_bias is not None:
                 # Loaded each time, or they would occupy registers in both loops.
                 pairs = call.key_bias.pairs + bh * 2 * S + j
@@ -252,7 +241,7 @@ def key_kernel(
             seen = seen & (lse < float("inf"))[None, :]
             p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
             dk, dv, sums = after_queries(
-                p, seen, q, do, v, DELTA + (at + n * BM), i + offset, j, head, dk, dv, sums, SUMS is not None, PRECISION
+                p, seen, q, do, v, DELTA + (at + n * C.BM), i + offset, j, head, dk, dv, sums, C, SUMS is not None
             )
         if SUMS is not None:
             every = tl.num_programs(0).to(tl.int64) // programs * G * S
@@ -262,5 +251,5 @@ def key_kernel(
     # Loaded once more, so that no register holds the addresses of results during the loop.
     bk = tl.load(ORDER + tl.program_id(0) // programs, volatile=True).to(tl.int64)
     b, kv = bk // kv_heads, bk % kv_heads
-    store_rows(of_head(DK, b, kv), t * BN, dk * call.scale, j < S, BN, D)
-    store_rows(of_head(DV, b, kv), t * BN, dv, j < S, BN, D)
+    store_rows(of_head(DK, b, kv), t * C.BN, dk * call.scale, j < S, C.BN, C.D)
+    store_rows(of_head(DV, b, kv), t * C.BN, dv, j < S, C.BN, C.D)

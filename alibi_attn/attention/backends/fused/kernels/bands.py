@@ -11,44 +11,33 @@ from alibi_attn.attention.backends.fused.kernels.tiles import OUTLIERS, TILE
 
 
 @triton.jit
-def band_of(
-    visited,
-    block,
-    of_sequence,
-    start,
-    head,
-    S,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    UNIT: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
+def band_of(visited, block, of_sequence, start, head, S, C):
     """The Band, in tiles of BN keys, of the BM queries from position `start` on. `bands` of `visited` has one for UNIT queries.
 
     `block` is the place of the first in `bands`, `of_sequence` that in `full`.
     """
     first, last = tl.load(visited.bands + block), tl.load(visited.bands + block + 1)
-    for part in tl.static_range(1, BM // UNIT):
+    for part in tl.static_range(1, C.BM // C.UNIT):
         first = tl.minimum(first, tl.load(visited.bands + block + 4 * part))
         last = tl.maximum(last, tl.load(visited.bands + block + 4 * part + 1))
-    first, last = first * (TILE // BN), tl.minimum(last * (TILE // BN), tl.cdiv(S, BN))
-    if CAUSAL:
-        last = tl.minimum(last, tl.cdiv(tl.maximum(start + BM, 0), BN))
-    low, until = first, tl.minimum(last, S // BN)
+    first, last = first * (TILE // C.BN), tl.minimum(last * (TILE // C.BN), tl.cdiv(S, C.BN))
+    if C.CAUSAL:
+        last = tl.minimum(last, tl.cdiv(tl.maximum(start + C.BM, 0), C.BN))
+    low, until = first, tl.minimum(last, S // C.BN)
     if visited.full is not None:
-        low = tl.maximum(low, tl.load(visited.full + of_sequence) * (TILE // BN))
-        until = tl.minimum(until, tl.load(visited.full + of_sequence + 1) * (TILE // BN))
-    end = start + BM - 1
+        low = tl.maximum(low, tl.load(visited.full + of_sequence) * (TILE // C.BN))
+        until = tl.minimum(until, tl.load(visited.full + of_sequence + 1) * (TILE // C.BN))
+    end = start + C.BM - 1
     if head.window is not None:
-        low = tl.maximum(low, tl.maximum(end - head.window + BN, 0) // BN)
-    high = tl.maximum(tl.minimum(tl.maximum(start + 1, 0) // BN, until), low)
+        low = tl.maximum(low, tl.maximum(end - head.window + C.BN, 0) // C.BN)
+    high = tl.maximum(tl.minimum(tl.maximum(start + 1, 0) // C.BN, until), low)
     after = high
-    if CAUSAL:
+    if C.CAUSAL:
         until = high
     else:
-        after = tl.maximum(after, tl.cdiv(tl.maximum(end, 0), BN))
+        after = tl.maximum(after, tl.cdiv(tl.maximum(end, 0), C.BN))
         if head.window is not None:
-            until = tl.minimum(until, tl.maximum(start + head.window, 0) // BN)
+            until = tl.minimum(until, tl.maximum(start + head.window, 0) // C.BN)
         until = tl.maximum(until, after)
         if head.right is not None:
             until = tl.where(head.right < float("inf"), until, after)  # an infinite slope hides them
@@ -56,36 +45,24 @@ def band_of(
 
 
 @triton.jit
-def blocks_of(
-    first,
-    last,
-    full_first,
-    full_last,
-    tile_start,
-    query_offset,
-    head,
-    T,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    CAUSAL: tl.constexpr,
-):
+def blocks_of(first, last, full_first, full_last, tile_start, query_offset, head, T, C):
     """The Band of BN keys from `tile_start` on: the blocks of BM queries in [first, last), and those that see the keys in full,
     before and after the keys, within [full_first, full_last).
     """
-    tile_end = tile_start + BN - 1 - query_offset  # positions relative to the first query
+    tile_end = tile_start + C.BN - 1 - query_offset  # positions relative to the first query
     tile_start = tile_start - query_offset
     low = tl.maximum(first, full_first)
-    until = tl.minimum(tl.minimum(last, full_last), T // BM)
+    until = tl.minimum(tl.minimum(last, full_last), T // C.BM)
     high = low
-    if not CAUSAL:
+    if not C.CAUSAL:
         if head.window is not None:
-            low = tl.maximum(low, tl.maximum(tile_end - head.window + BM, 0) // BM)
-        high = tl.maximum(tl.minimum(tl.maximum(tile_start + 1, 0) // BM, until), low)
+            low = tl.maximum(low, tl.maximum(tile_end - head.window + C.BM, 0) // C.BM)
+        high = tl.maximum(tl.minimum(tl.maximum(tile_start + 1, 0) // C.BM, until), low)
         if head.right is not None:
             high = tl.where(head.right < float("inf"), high, low)
-    after = tl.maximum(high, tl.cdiv(tl.maximum(tile_end, 0), BM))
+    after = tl.maximum(high, tl.cdiv(tl.maximum(tile_end, 0), C.BM))
     if head.window is not None:
-        until = tl.minimum(until, tl.maximum(tile_start + head.window, 0) // BM)
+        until = tl.minimum(until, tl.maximum(tile_start + head.window, 0) // C.BM)
     return Band(first, last, low, high, after, tl.maximum(until, after))
 
 

@@ -41,21 +41,7 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
 
 
 @triton.jit
-def decode_kernel(
-    Q,
-    K,
-    V,
-    OUTS,
-    LSES,
-    call,
-    visited,
-    COUNT,
-    D: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def decode_kernel(Q, K, V, OUTS, LSES, call, visited, COUNT, C):
     """Program: (key head, chunk of BM packed rows, part of the keys); row g·T + t is query t of the group's head g.
 
     `visited.bands` is None if all keys are visited that the queries may see; Triton 3.6 cannot ask a tuple whether it is None.
@@ -67,8 +53,8 @@ def decode_kernel(
     bk, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
     kv_heads = H // G
     b, kv = bk // kv_heads, bk % kv_heads
-    rows = tl.program_id(1) * BM + tl.arange(0, BM)
-    d = tl.arange(0, padded(D))
+    rows = tl.program_id(1) * C.BM + tl.arange(0, C.BM)
+    d = tl.arange(0, padded(C.D))
     real = rows < G * T
     h = kv.to(tl.int32) * G + rows // T  # [BM]
     i = rows % T
@@ -94,51 +80,35 @@ def decode_kernel(
     if segments is not None:
         segments = tl.load(segments + b * T + i, mask=real, other=0)
     at = Q.pointer + b * Q.batch + h.to(tl.int64)[:, None] * Q.head + i[:, None] * Q.row
-    q = tl.load(at + d[None, :], mask=inside(real, D), other=0.0)  # [BM, DP]
+    q = tl.load(at + d[None, :], mask=inside(real, C.D), other=0.0)  # [BM, DP]
     start = load_offset(call.query_offset, b, T, S)
     first_key = call.query_start
     if first_key is not None:
         first_key = load_first_key(call, b * H + h, i, real)
     queries = Queries(q, i, i + start, start, segments, b, first_key)
-    m_i = no_maximum(BM)
-    l_i = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, padded(D)], tl.float32)
+    m_i = no_maximum(C.BM)
+    l_i = tl.zeros([C.BM], tl.float32)
+    acc = tl.zeros([C.BM, padded(C.D)], tl.float32)
 
     visits = 0
     if visited.bands is None:
-        low, high = seen_keys(None, 0, start, start + T, there=True, S=S, window=window, CAUSAL=CAUSAL)
-        first, last = low // BN, tl.cdiv(high, BN)
+        low, high = seen_keys(None, 0, start, start + T, there=True, S=S, window=window, CAUSAL=C.CAUSAL)
+        first, last = low // C.BN, tl.cdiv(high, C.BN)
     else:
         leader = b * visited.row + kv * G * 4
-        first = tl.load(visited.bands + leader) * (TILE // BN)
-        last = tl.minimum(tl.load(visited.bands + leader + 1) * (TILE // BN), tl.cdiv(S, BN))
+        first = tl.load(visited.bands + leader) * (TILE // C.BN)
+        last = tl.minimum(tl.load(visited.bands + leader + 1) * (TILE // C.BN), tl.cdiv(S, C.BN))
     share = tl.cdiv(tl.maximum(last - first, 0), tl.num_programs(2))
     begin = first + part * share
     for tile in tl.range(begin, tl.minimum(begin + share, last)):
-        m_i, l_i, acc, _weight = attend_partial(
-            tile, queries, head, m_i, l_i, acc, K, V, call.masks, S, BN, D, CAUSAL, PRECISION
-        )
+        m_i, l_i, acc, _weight = attend_partial(tile, queries, head, m_i, l_i, acc, K, V, call.masks, S, C)
         if COUNT is not None:
             visits += 1
     if visited.bands is not None:
         outliers = visited.beside + b * visited.row + kv * G * OUTLIERS
-        for x in tl.range(part, outlier_count(outliers) * (TILE // BN), tl.num_programs(2), num_stages=1):
-            m_i, l_i, acc, _weight = attend_partial(
-                outlier_tile(x, outliers, BN),
-                queries,
-                head,
-                m_i,
-                l_i,
-                acc,
-                K,
-                V,
-                call.masks,
-                S,
-                BN,
-                D,
-                CAUSAL,
-                PRECISION,
-            )
+        for x in tl.range(part, outlier_count(outliers) * (TILE // C.BN), tl.num_programs(2), num_stages=1):
+            tile = outlier_tile(x, outliers, C.BN)
+            m_i, l_i, acc, _weight = attend_partial(tile, queries, head, m_i, l_i, acc, K, V, call.masks, S, C)
             if COUNT is not None:
                 visits += 1
     if COUNT is not None:
@@ -146,7 +116,7 @@ def decode_kernel(
 
     sequence = part.to(tl.int64) * tl.num_programs(0) // kv_heads + b
     row = (sequence * H + h) * T + i
-    tl.store(OUTS + row[:, None] * D + d[None, :], normalized(acc, l_i), mask=inside(real, D))
+    tl.store(OUTS + row[:, None] * C.D + d[None, :], normalized(acc, l_i), mask=inside(real, C.D))
     LSES = lse_rows(LSES, sequence * H + h, sequence, H, T, call.key_bias)
     tl.store(LSES + i, kept_lse(m_i[0], l_i, call.key_bias), mask=real)
     if call.key_bias is not None:

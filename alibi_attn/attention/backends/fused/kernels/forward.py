@@ -62,23 +62,7 @@ NO_TILE = tl.constexpr(constants.NO_TILE)
 
 
 @triton.jit
-def attend_full(
-    tile,
-    queries,
-    head,
-    m_i,
-    l_i,
-    acc,
-    K,
-    V,
-    S,
-    BN: tl.constexpr,
-    D: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    DIAGONAL: tl.constexpr,
-    FIXED: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def attend_full(tile, queries, head, m_i, l_i, acc, K, V, S, C, DIAGONAL: tl.constexpr, FIXED: tl.constexpr):
     """(m_i, l_i, acc, part) after a tile that every query sees in full, where the bias is one number per key and one per query;
     `part` is its part of l_i.
 
@@ -86,15 +70,15 @@ def attend_full(
     of causal attention, which has the nearest keys, the distance is computed first, exactly. If it is FIXED, m_i stays, because
     no score exceeds it by more than fp32 holds.
     """
-    slope, near = linear_bias(tile, queries.start, head, BN, CAUSAL)
-    j = tile * BN + tl.arange(0, BN)
+    slope, near = linear_bias(tile, queries.start, head, C.BN, C.CAUSAL)
+    j = tile * C.BN + tl.arange(0, C.BN)
     # Load the keys.
     if DIAGONAL:
-        k = load_rows(K, tile * BN, j < S, BN, D)  # [BN, DP]
+        k = load_rows(K, tile * C.BN, j < S, C.BN, C.D)  # [BN, DP]
     else:
-        k = load_tile(K, tile, BN, D)
+        k = load_tile(K, tile, C.BN, C.D)
     # Scores, [BM, BN], and their bias.
-    products = tl.dot(queries.q, k.T, input_precision=PRECISION) * head.scale
+    products = tl.dot(queries.q, k.T, input_precision=C.PRECISION) * head.scale
     column, row = (j - near).to(tl.float32), (queries.position - near).to(tl.float32)  # [BN], [BM]
     base = None
     if DIAGONAL:
@@ -111,7 +95,7 @@ def attend_full(
         scores = products + column[None, :]
         row = slope * row
         if head.bias is not None:
-            base = base_of(head.bias, tile, BN), 0.0
+            base = base_of(head.bias, tile, C.BN), 0.0
     # Online softmax: a new maximum shrinks the sums.
     if FIXED:
         known = m_i[0]
@@ -122,38 +106,23 @@ def attend_full(
     part = tl.sum(p, 1)
     l_i += part
     if head.dropout is not None:
-        p = p * kept_weights(head.dropout, head.numbers, queries.position, tile * BN, BN)
+        p = p * kept_weights(head.dropout, head.numbers, queries.position, tile * C.BN, C.BN)
     # Values.
     if DIAGONAL:
-        v = load_rows(V, tile * BN, j < S, BN, D)
+        v = load_rows(V, tile * C.BN, j < S, C.BN, C.D)
     else:
-        v = load_tile(V, tile, BN, D)
-    return m_i, l_i, tl.dot(p.to(v.dtype), v, acc, input_precision=PRECISION), part
+        v = load_tile(V, tile, C.BN, C.D)
+    return m_i, l_i, tl.dot(p.to(v.dtype), v, acc, input_precision=C.PRECISION), part
 
 
 @triton.jit
-def attend_partial(
-    tile,
-    queries,
-    head,
-    m_i,
-    l_i,
-    acc,
-    K,
-    V,
-    masks,
-    S,
-    BN: tl.constexpr,
-    D: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def attend_partial(tile, queries, head, m_i, l_i, acc, K, V, masks, S, C):
     """The same after a tile in which some keys are hidden from some queries.
 
     A value with NaN or inf is zeroed (0·NaN is NaN), and the queries that see it get NaN.
     """
     # Keys, masks, scores and their bias.
-    scores, seen, _k, here, origin = partial_scores(tile, queries, head, K, masks, S, None, BN, D, CAUSAL, PRECISION)
+    scores, seen, _k, here, origin = partial_scores(tile, queries, head, K, masks, S, None, C)
     base = None
     if head.bias is not None:
         base = origin
@@ -162,19 +131,19 @@ def attend_partial(
     m_i, known, shrink = raised(m_i, tl.max(scores, 1), base)
     p = tl.exp2(scores - known[:, None])
     # Values.
-    v = load_rows(V, tile * BN, here, BN, D)  # [BN, DP]
+    v = load_rows(V, tile * C.BN, here, C.BN, C.D)  # [BN, DP]
     sound = all_finite(v)
     v = tl.where(sound[:, None], v, 0.0).to(v.dtype)
     hurt = tl.max(tl.where(scores == float("-inf"), 0.0, tl.where(sound, 0.0, 1.0)[None, :]), 1)
     part = tl.sum(p, 1)
     l_i = l_i * shrink + part + tl.where(hurt > 0.0, float("nan"), 0.0)
     if head.dropout is not None:
-        p = p * kept_weights(head.dropout, head.numbers, queries.position, tile * BN, BN)
-    return m_i, l_i, tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION), part
+        p = p * kept_weights(head.dropout, head.numbers, queries.position, tile * C.BN, C.BN)
+    return m_i, l_i, tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=C.PRECISION), part
 
 
 @triton.jit
-def widened(ends, tile, part, whole, rule, start, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr):
+def widened(ends, tile, part, whole, rule, start, C):
     """(first, last): for every query the outermost tiles that matter, after `tile`, which adds `part` to the sum of weights and
     makes it `whole`.
 
@@ -183,87 +152,64 @@ def widened(ends, tile, part, whole, rule, start, BM: tl.constexpr, BN: tl.const
     """
     first, last = ends
     if rule is not None:
-        away = start - (tile * BN + BN - 1)
-        if not CAUSAL:
-            away = tl.maximum(away, tile * BN - (start + BM - 1))
+        away = start - (tile * C.BN + C.BN - 1)
+        if not C.CAUSAL:
+            away = tl.maximum(away, tile * C.BN - (start + C.BM - 1))
         tokens = tl.maximum(away, 0).to(tl.float32) + rule[1]
         matters = ~(part * tokens < rule[0] * whole)
         first = tl.where(matters, tl.minimum(first, tile), first)
-        if not CAUSAL:
+        if not C.CAUSAL:
             last = tl.where(matters, tl.maximum(last, tile), last)
     return first, last  # [BM]
 
 
 @triton.jit
-def write_measured(
-    MEASURED, ends, sees, start, last, count, low, high, BM: tl.constexpr, BN: tl.constexpr, CAUSAL: tl.constexpr
-):
+def write_measured(MEASURED, ends, sees, start, last, count, low, high, C):
     """Writes `measured` of a plan, for every TILE of BM queries, or the first `count` of these: the band that backward visits,
     and [low, high), which the masks allow.
 
     `sees`: which queries see a key; `last`: the end of the band of all of them, in tiles of BN keys.
     """
-    of = tl.arange(0, BM) // TILE
-    for part in tl.static_range(BM // TILE + 1):  # one more, of a block that may follow the last one
+    of = tl.arange(0, C.BM) // TILE
+    for part in tl.static_range(C.BM // TILE + 1):  # one more, of a block that may follow the last one
         mine = sees & (of == part)
         first = tl.min(tl.where(mine, ends[0], NO_TILE), 0)
-        if CAUSAL:
-            end = tl.minimum(last, tl.cdiv(tl.maximum(start + (part + 1) * TILE, 0), BN))
+        if C.CAUSAL:
+            end = tl.minimum(last, tl.cdiv(tl.maximum(start + (part + 1) * TILE, 0), C.BN))
         else:
             end = tl.minimum(last, tl.max(tl.where(mine, ends[1] + 1, 0), 0))
         some, at = first < end, MEASURED + 4 * part
-        tl.store(at, tl.where(some, first // (TILE // BN), NO_TILE), mask=part < count)
-        tl.store(at + 1, tl.where(some, tl.cdiv(end, TILE // BN), 0), mask=part < count)
+        tl.store(at, tl.where(some, first // (TILE // C.BN), NO_TILE), mask=part < count)
+        tl.store(at + 1, tl.where(some, tl.cdiv(end, TILE // C.BN), 0), mask=part < count)
         tl.store(at + 2, low, mask=part < count)
         tl.store(at + 3, high, mask=part < count)
 
 
 @triton.jit
-def until_finite(norms, of_head, heads, high, last, S, BN: tl.constexpr):
+def until_finite(norms, of_head, heads, high, last, S, C):
     """`last` if the norms show that every key and value is finite in the few tiles from `high` on; else `high`."""
-    tile = high * BN // TILE + tl.arange(0, 4)
+    tile = high * C.BN // TILE + tl.arange(0, 4)
     tiles = tl.cdiv(S, TILE)
     at = norms + of_head * tiles + tile
-    there = tile < tl.cdiv(last * BN, TILE)
+    there = tile < tl.cdiv(last * C.BN, TILE)
     largest = tl.load(at, mask=there, other=0.0) + tl.load(at + heads * tiles, mask=there, other=0.0)
     return tl.where(tl.max(largest, 0) < float("inf"), tl.maximum(last, high), high)
 
 
 @triton.jit
-def online_count(ONLINE, n, band, start, T, BM: tl.constexpr, BN: tl.constexpr):
+def online_count(ONLINE, n, band, start, T, C):
     """How many full tiles of a causal band, from the nearest on, need online softmax in block n, given a head's ONLINE."""
-    at = n * BM // TILE
+    at = n * C.BM // TILE
     distance = tl.load(ONLINE + at)
-    for part in tl.static_range(1, BM // TILE):
+    for part in tl.static_range(1, C.BM // TILE):
         there = at + part < tl.cdiv(T, TILE)
         distance = tl.maximum(distance, tl.load(ONLINE + at + part, mask=there, other=0))
-    nearer = tl.cdiv(tl.maximum(distance - 1 - (start - band.high * BN), 0), BN)
+    nearer = tl.cdiv(tl.maximum(distance - 1 - (start - band.high * C.BN), 0), C.BN)
     return tl.minimum(nearer, full_count(band))
 
 
 @triton.jit
-def forward_kernel(
-    Q,
-    K,
-    V,
-    OUT,
-    LSE,
-    GIVEN_LSE,
-    call,
-    visited,
-    NORMS,
-    ORDER,
-    COUNT,
-    MEASURED,
-    ALLOWANCE,
-    ONLINE,
-    D: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    ROWS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def forward_kernel(Q, K, V, OUT, LSE, GIVEN_LSE, call, visited, NORMS, ORDER, COUNT, MEASURED, ALLOWANCE, ONLINE, C):
     """Program: one block of BM queries of one head; the heaviest heads, and in them the last blocks, come first.
 
     Args:
@@ -276,7 +222,7 @@ def forward_kernel(
         ALLOWANCE, ONLINE: `allowance` and `online` of Certificate; ONLINE=None: online softmax everywhere.
     """
     H, G, T, S = call.H, call.G, call.T, call.S
-    programs = tl.cdiv(T, BM)
+    programs = tl.cdiv(T, C.BM)
     bh = (tl.program_id(0) // programs).to(tl.int64)
     if ORDER is not None:
         bh = tl.load(ORDER + bh).to(tl.int64)
@@ -297,94 +243,92 @@ def forward_kernel(
         window = load_window(call, b)
     bias = call.key_bias
     if bias is not None:
-        bias = bias_for(bias, bh, bh * tl.cdiv(T, ROWS) + n * BM // ROWS, tl.cdiv(S, TILE), S)
+        bias = bias_for(bias, bh, bh * tl.cdiv(T, C.ROWS) + n * C.BM // C.ROWS, tl.cdiv(S, TILE), S)
     head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, window, dropout, bias, numbers)
 
-    rows = tl.arange(0, BM)
-    i = n * BM + rows
+    rows = tl.arange(0, C.BM)
+    i = n * C.BM + rows
     if segments is not None:
         segments = tl.load(segments + b * T + i, mask=i < T, other=0)
-    start = n * BM + load_offset(call.query_offset, b, T, S)
-    q = load_rows(Q, n * BM, i < T, BM, D)
+    start = n * C.BM + load_offset(call.query_offset, b, T, S)
+    q = load_rows(Q, n * C.BM, i < T, C.BM, C.D)
     first_key = call.query_start
     if first_key is not None:
         first_key = load_first_key(call, bh, i, i < T)
     queries = Queries(q, i, start + rows, start, segments, b, first_key)
-    m_i = no_maximum(BM)
-    l_i = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, padded(D)], tl.float32)
+    m_i = no_maximum(C.BM)
+    l_i = tl.zeros([C.BM], tl.float32)
+    acc = tl.zeros([C.BM, padded(C.D)], tl.float32)
 
-    blocks, visits = tl.cdiv(T, ROWS), 0
-    of_sequence = b * visited.row + n * BM // ROWS * 2
+    blocks, visits = tl.cdiv(T, C.ROWS), 0
+    of_sequence = b * visited.row + n * C.BM // C.ROWS * 2
     if head.bias is not None:
         of_sequence += h * blocks * 2  # each head hides other keys
-    block = b * visited.row + (h * blocks + n * BM // ROWS) * 4
-    band = band_of(visited, block, of_sequence, start, head, S, BM, BN, ROWS, CAUSAL)
+    block = b * visited.row + (h * blocks + n * C.BM // C.ROWS) * 4
+    band = band_of(visited, block, of_sequence, start, head, S, C)
     # The nearest tile always stays in the band.
     nearest, rule = band.last - 1, None
-    if not CAUSAL:
-        nearest = tl.minimum(nearest, tl.maximum(start, 0) // BN)
+    if not C.CAUSAL:
+        nearest = tl.minimum(nearest, tl.maximum(start, 0) // C.BN)
     nearest = tl.maximum(nearest, band.first)
-    ends = tl.zeros([BM], tl.int32) + nearest, tl.zeros([BM], tl.int32) + nearest
+    ends = tl.zeros([C.BM], tl.int32) + nearest, tl.zeros([C.BM], tl.int32) + nearest
     if MEASURED is not None:
-        allowed = ALLOWANCE + bh * tl.cdiv(T, TILE) + n * BM // TILE
+        allowed = ALLOWANCE + bh * tl.cdiv(T, TILE) + n * C.BM // TILE
         least = tl.load(allowed)
-        for other in tl.static_range(1, BM // TILE):
-            more = n * BM // TILE + other < tl.cdiv(T, TILE)
+        for other in tl.static_range(1, C.BM // TILE):
+            more = n * C.BM // TILE + other < tl.cdiv(T, TILE)
             least = tl.minimum(least, tl.load(allowed + other, mask=more, other=float("inf")))
         # Backward visits the tiles of TILE queries, and the last of these are BM − TILE tokens farther away than the first. The
         # parts of a tile of TILE keys share its allowance.
         moved = tl.abs(distance_moved(call.query_offset, b, T, S)).to(tl.float32)
-        rule = least * (0.5 * BN / TILE), moved + (KEY_RULE_TOKENS + BM - TILE)
+        rule = least * (0.5 * C.BN / TILE), moved + (KEY_RULE_TOKENS + C.BM - TILE)
     rest = band
     if NORMS is not None:
         heads = call.B * (H // G)
-        diagonal = until_finite(NORMS, b * (H // G) + kv, heads, band.high, band.last, S, BN)
+        diagonal = until_finite(NORMS, b * (H // G) + kv, heads, band.high, band.last, S, C)
         for tile in tl.range(band.high, diagonal):
             m_i, l_i, acc, part = attend_full(
-                tile, queries, head, m_i, l_i, acc, K, V, S, BN, D, CAUSAL, DIAGONAL=True, FIXED=False, PRECISION=PRECISION,
-            )  # fmt: skip
-            ends = widened(ends, tile, part, l_i, rule, start, BM, BN, CAUSAL)
+                tile, queries, head, m_i, l_i, acc, K, V, S, C, DIAGONAL=True, FIXED=False
+            )
+            ends = widened(ends, tile, part, l_i, rule, start, C)
             if COUNT is not None:
                 visits += 1
         rest = Band(band.first, band.last, band.low, diagonal, diagonal, diagonal)
-    outliers = visited.beside + b * visited.row + (h * blocks + n * BM // ROWS) * OUTLIERS
+    outliers = visited.beside + b * visited.row + (h * blocks + n * C.BM // C.ROWS) * OUTLIERS
     partial = tl.maximum(rest.last - rest.first, 0) - full_count(rest)
-    for x in tl.range(0, partial + outlier_count(outliers) * (TILE // BN), num_stages=1):
+    for x in tl.range(0, partial + outlier_count(outliers) * (TILE // C.BN), num_stages=1):
         tile = tl.where(
             x < partial,
-            outward_partial(x, partial, rest, CAUSAL),
-            outlier_tile(tl.maximum(x - partial, 0), outliers, BN),
+            outward_partial(x, partial, rest, C.CAUSAL),
+            outlier_tile(tl.maximum(x - partial, 0), outliers, C.BN),
         )
-        m_i, l_i, acc, part = attend_partial(
-            tile, queries, head, m_i, l_i, acc, K, V, call.masks, S, BN, D, CAUSAL, PRECISION
-        )
+        m_i, l_i, acc, part = attend_partial(tile, queries, head, m_i, l_i, acc, K, V, call.masks, S, C)
         # Outlier tiles are always visited.
-        ends = widened(ends, tl.where(x < partial, tile, nearest), part, l_i, rule, start, BM, BN, CAUSAL)
+        ends = widened(ends, tl.where(x < partial, tile, nearest), part, l_i, rule, start, C)
         if COUNT is not None:
             visits += 1
     online = full_count(band)
     if ONLINE is not None:
-        online = online_count(ONLINE + bh * tl.cdiv(T, TILE), n, band, start, T, BM, BN)
+        online = online_count(ONLINE + bh * tl.cdiv(T, TILE), n, band, start, T, C)
     for FIXED in tl.static_range(1 if ONLINE is None else 2):
         for x in tl.range(online if FIXED else 0, full_count(band) if FIXED else online):
-            tile = outward_full(x, band, CAUSAL)
+            tile = outward_full(x, band, C.CAUSAL)
             m_i, l_i, acc, part = attend_full(
-                tile, queries, head, m_i, l_i, acc, K, V, S, BN, D, CAUSAL, DIAGONAL=False, FIXED=FIXED, PRECISION=PRECISION,
-            )  # fmt: skip
-            ends = widened(ends, tile, part, l_i, rule, start, BM, BN, CAUSAL)
+                tile, queries, head, m_i, l_i, acc, K, V, S, C, DIAGONAL=False, FIXED=FIXED
+            )
+            ends = widened(ends, tile, part, l_i, rule, start, C)
             if COUNT is not None:
                 visits += 1
     if MEASURED is not None:
-        parts, at = blocks * (ROWS // TILE), n * BM // TILE
-        count = tl.where(n == programs - 1, parts - at, BM // TILE)
+        parts, at = blocks * (C.ROWS // TILE), n * C.BM // TILE
+        count = tl.where(n == programs - 1, parts - at, C.BM // TILE)
         low, high = tl.load(visited.bands + block + 2), tl.load(visited.bands + block + 3)
         at = MEASURED + b * visited.row + (h * parts + at) * 4
-        write_measured(at, ends, (i < T) & (l_i != 0.0), start, band.last, count, low, high, BM, BN, CAUSAL)
+        write_measured(at, ends, (i < T) & (l_i != 0.0), start, band.last, count, low, high, C)
     if COUNT is not None:
         tl.store(COUNT + bh * programs + n, visits)
 
-    store_rows(OUT, n * BM, normalized(acc, l_i), i < T, BM, D)
+    store_rows(OUT, n * C.BM, normalized(acc, l_i), i < T, C.BM, C.D)
     LSE = lse_rows(LSE, bh, b, H, T, call.key_bias)
     lse = kept_lse(m_i[0], l_i, call.key_bias)
     tl.store(LSE + i, lse, mask=i < T)

@@ -43,59 +43,29 @@ def nats(x):
 
 
 @triton.jit
-def table_scores(
-    tile,
-    queries,
-    head,
-    numbers,
-    K,
-    call,
-    BN: tl.constexpr,
-    D: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    FULL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def table_scores(tile, queries, head, numbers, K, call, C, FULL: tl.constexpr):
     """(scores, k, here) of a tile: −inf where a key is hidden; `here` are the keys that are read. FULL: none is hidden."""
-    j = tile * BN + tl.arange(0, BN)
+    j = tile * C.BN + tl.arange(0, C.BN)
     distance = queries.position[:, None] - j[None, :]  # [BM, BN]
     if FULL:
         here = j < call.S
-        k = load_tile(K, tile, BN, D)  # [BN, DP]
-        scores = tl.dot(queries.q, k.T, input_precision=PRECISION) * head.scale + tl.load(numbers + distance)
+        k = load_tile(K, tile, C.BN, C.D)  # [BN, DP]
+        scores = tl.dot(queries.q, k.T, input_precision=C.PRECISION) * head.scale + tl.load(numbers + distance)
     else:
-        scores, seen, k, here, _ = partial_scores(
-            tile, queries, head, K, call.masks, call.S, None, BN, D, CAUSAL, PRECISION
-        )
+        scores, seen, k, here, _ = partial_scores(tile, queries, head, K, call.masks, call.S, None, C)
         bias = tl.load(numbers + distance, mask=seen, other=0.0)
         scores = tl.where(seen, scores + bias, float("-inf"))
     return scores, k, here
 
 
 @triton.jit
-def attend(
-    tile,
-    queries,
-    head,
-    numbers,
-    m_i,
-    l_i,
-    acc,
-    K,
-    V,
-    call,
-    BN: tl.constexpr,
-    D: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    FULL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def attend(tile, queries, head, numbers, m_i, l_i, acc, K, V, call, C, FULL: tl.constexpr):
     """(m_i, l_i, acc) after a tile.
 
     A value with NaN or inf in a tile that is not FULL is zeroed (0·NaN is NaN), and the queries that see it get NaN.
     """
     # Keys, scores and their bias.
-    scores, _k, here = table_scores(tile, queries, head, numbers, K, call, BN, D, CAUSAL, FULL, PRECISION)
+    scores, _k, here = table_scores(tile, queries, head, numbers, K, call, C, FULL)
     # Online softmax.
     new = tl.maximum(m_i, tl.max(scores, 1))
     known = tl.where(new == float("-inf"), 0.0, new)
@@ -104,36 +74,20 @@ def attend(
     l_i = l_i * shrink + tl.sum(p, 1)
     # Values.
     if FULL:
-        v = load_tile(V, tile, BN, D)  # [BN, DP]
+        v = load_tile(V, tile, C.BN, C.D)  # [BN, DP]
     else:
-        v = load_rows(V, tile * BN, here, BN, D)
+        v = load_rows(V, tile * C.BN, here, C.BN, C.D)
         sound = all_finite(v)
         v = tl.where(sound[:, None], v, 0.0).to(v.dtype)
         hurt = tl.max(tl.where(scores == float("-inf"), 0.0, tl.where(sound, 0.0, 1.0)[None, :]), 1)
         l_i += tl.where(hurt > 0.0, float("nan"), 0.0)
     if head.dropout is not None:
-        p = p * kept_weights(head.dropout, head.numbers, queries.position, tile * BN, BN)
-    return new, l_i, tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=PRECISION)
+        p = p * kept_weights(head.dropout, head.numbers, queries.position, tile * C.BN, C.BN)
+    return new, l_i, tl.dot(p.to(v.dtype), v, acc * shrink[:, None], input_precision=C.PRECISION)
 
 
 @triton.jit
-def table_forward_kernel(
-    Q,
-    K,
-    V,
-    OUT,
-    LSE,
-    GIVEN_LSE,
-    table,
-    call,
-    visited,
-    D: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    ROWS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def table_forward_kernel(Q, K, V, OUT, LSE, GIVEN_LSE, table, call, visited, C):
     """Program: (one block of BM queries of one head, part of its keys); the last blocks of a head come first.
 
     Args:
@@ -141,7 +95,7 @@ def table_forward_kernel(
         GIVEN_LSE: a copy of LSE; None = not wanted.
     """
     H, G, T, S = call.H, call.G, call.T, call.S
-    blocks = tl.cdiv(T, BM)
+    blocks = tl.cdiv(T, C.BM)
     bh = (tl.program_id(0) // blocks).to(tl.int64)
     n = blocks - 1 - tl.program_id(0) % blocks
     part, parts = tl.program_id(1), tl.num_programs(1)
@@ -155,34 +109,30 @@ def table_forward_kernel(
     head = Head(bh, 0.0, None, call.scale, window, dropout)
     numbers = numbers_of(table, call, b, h)
 
-    rows = tl.arange(0, BM)
-    i = n * BM + rows
+    rows = tl.arange(0, C.BM)
+    i = n * C.BM + rows
     if segments is not None:
         segments = tl.load(segments + b * T + i, mask=i < T, other=0)
-    start = n * BM + load_offset(call.query_offset, b, T, S)
+    start = n * C.BM + load_offset(call.query_offset, b, T, S)
     # The table has no numbers for queries past the last one.
-    position = tl.minimum(start + rows, start + (T - 1 - n * BM))
-    queries = Queries(load_rows(of_head(Q, b, h), n * BM, i < T, BM, D), i, position, start, segments, b, None)
-    m_i = tl.zeros([BM], tl.float32) + float("-inf")
-    l_i = tl.zeros([BM], tl.float32)
-    acc = tl.zeros([BM, padded(D)], tl.float32)
+    position = tl.minimum(start + rows, start + (T - 1 - n * C.BM))
+    queries = Queries(load_rows(of_head(Q, b, h), n * C.BM, i < T, C.BM, C.D), i, position, start, segments, b, None)
+    m_i = tl.zeros([C.BM], tl.float32) + float("-inf")
+    l_i = tl.zeros([C.BM], tl.float32)
+    acc = tl.zeros([C.BM, padded(C.D)], tl.float32)
 
-    N = tl.cdiv(T, ROWS)
-    block = b * visited.row + (h * N + n * BM // ROWS) * 4
-    band = band_of(visited, block, b * visited.row + n * BM // ROWS * 2, start, head, S, BM, BN, ROWS, CAUSAL)
+    N = tl.cdiv(T, C.ROWS)
+    block = b * visited.row + (h * N + n * C.BM // C.ROWS) * 4
+    band = band_of(visited, block, b * visited.row + n * C.BM // C.ROWS * 2, start, head, S, C)
     for x in tl.range(part, full_count(band), parts):
-        m_i, l_i, acc = attend(
-            full_tile(x, band, CAUSAL), queries, head, numbers, m_i, l_i, acc, K, V, call, BN, D, CAUSAL, FULL=True,
-            PRECISION=PRECISION,
-        )  # fmt: skip
+        tile = full_tile(x, band, C.CAUSAL)
+        m_i, l_i, acc = attend(tile, queries, head, numbers, m_i, l_i, acc, K, V, call, C, FULL=True)
     for x in tl.range(part, tl.maximum(band.last - band.first, 0) - full_count(band), parts, num_stages=1):
-        tile = partial_tile(x, band, CAUSAL)
-        m_i, l_i, acc = attend(
-            tile, queries, head, numbers, m_i, l_i, acc, K, V, call, BN, D, CAUSAL, FULL=False, PRECISION=PRECISION
-        )
+        tile = partial_tile(x, band, C.CAUSAL)
+        m_i, l_i, acc = attend(tile, queries, head, numbers, m_i, l_i, acc, K, V, call, C, FULL=False)
 
     sequence = part.to(tl.int64) * call.B + b
-    store_rows(of_head(OUT, sequence, h), n * BM, normalized(acc, l_i), i < T, BM, D)
+    store_rows(of_head(OUT, sequence, h), n * C.BM, normalized(acc, l_i), i < T, C.BM, C.D)
     lse = m_i + tl.log2(l_i) / LOG2E
     tl.store(LSE + (sequence * H + h) * T + i, lse, mask=i < T)
     if GIVEN_LSE is not None:

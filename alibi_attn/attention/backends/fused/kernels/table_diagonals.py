@@ -18,27 +18,14 @@ from alibi_attn.attention.backends.fused.kernels.tiles import load_rows, of_head
 
 
 @triton.jit
-def diagonal_kernel(
-    Q,
-    K,
-    V,
-    DOUT,
-    SUMS,
-    LSE,
-    DELTA,
-    table,
-    call,
-    D: tl.constexpr,
-    N: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """Program: the tiles of N queries and N keys on one diagonal, of one head; the longest diagonals come first.
+def diagonal_kernel(Q, K, V, DOUT, SUMS, LSE, DELTA, table, call, C):
+    """Program: the tiles of N = BM = BN queries and keys on one diagonal, of one head; the longest diagonals come first.
 
     SUMS [B, H, diagonals, 2·N] fp32: number x of diagonal g is Σ ds over the pairs with i − j = N·(g − ⌈S / N⌉) + offset + 1 + x.
     Queries that see no key, and their output gradients, must be zeros.
     """
     H, G, T, S = call.H, call.G, call.T, call.S
+    N: tl.constexpr = C.BN
     blocks, tiles = tl.cdiv(T, N), tl.cdiv(S, N)
     diagonals, heads = blocks + tiles - 1, call.B * H
     bh = (tl.program_id(0) % heads).to(tl.int64)
@@ -55,7 +42,7 @@ def diagonal_kernel(
     row, column = tl.arange(0, N), tl.arange(0, N)
     distance = ahead * N + offset + row[:, None] - column[None, :]  # [N, N]
     seen = (distance <= offset + T - 1) & (distance >= offset - (S - 1))  # those that occur
-    if CAUSAL:
+    if C.CAUSAL:
         seen = seen & (distance >= 0)
     if window is not None:
         seen = seen & (tl.abs(distance) < load_window(call, b))
@@ -68,10 +55,10 @@ def diagonal_kernel(
         i, j = n * N + row, t * N + column
         lse, delta = load_lse(LSE, i, T), tl.load(DELTA + i, mask=i < T, other=0.0)
         here = shown_keys(masks, b, j, j < S, S)
-        q, do = load_rows(Q, n * N, i < T, N, D), load_rows(DOUT, n * N, i < T, N, D)  # [N, DP]
-        k, v = load_rows(K, t * N, here, N, D), load_rows(V, t * N, here, N, D)
-        p = nats(tl.dot(q, k.T, input_precision=PRECISION) * call.scale + bias - lse[:, None])  # [N, N]
-        dp = tl.dot(do, v.T, input_precision=PRECISION)
+        q, do = load_rows(Q, n * N, i < T, N, C.D), load_rows(DOUT, n * N, i < T, N, C.D)  # [N, DP]
+        k, v = load_rows(K, t * N, here, N, C.D), load_rows(V, t * N, here, N, C.D)
+        p = nats(tl.dot(q, k.T, input_precision=C.PRECISION) * call.scale + bias - lse[:, None])  # [N, N]
+        dp = tl.dot(do, v.T, input_precision=C.PRECISION)
         if dropout is not None:
             dp = dp * kept_weights(dropout, None, i + offset, t * N, N)
         shown = here[None, :]

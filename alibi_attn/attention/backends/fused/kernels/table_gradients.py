@@ -37,69 +37,33 @@ def load_lse(LSE, i, T):
 
 
 @triton.jit
-def query_tile(
-    tile,
-    queries,
-    head,
-    numbers,
-    do,
-    lse,
-    delta,
-    dq,
-    K,
-    V,
-    call,
-    BN: tl.constexpr,
-    D: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    FULL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def query_tile(tile, queries, head, numbers, do, lse, delta, dq, K, V, call, C, FULL: tl.constexpr):
     """dq / scale after a tile."""
     # Keys, scores and their bias.
-    scores, k, here = table_scores(tile, queries, head, numbers, K, call, BN, D, CAUSAL, FULL, PRECISION)
+    scores, k, here = table_scores(tile, queries, head, numbers, K, call, C, FULL)
     # Values.
     if FULL:
-        v = load_tile(V, tile, BN, D)  # [BN, DP]
+        v = load_tile(V, tile, C.BN, C.D)  # [BN, DP]
     else:
-        v = load_rows(V, tile * BN, here, BN, D)
+        v = load_rows(V, tile * C.BN, here, C.BN, C.D)
         # 0·NaN is NaN: zero the bad keys. The queries that see one have a ds of NaN already.
         k = tl.where(all_finite(k)[:, None], k, 0.0).to(k.dtype)
     # Weights, and the gradient of scores.
     p = nats(scores - lse[:, None])  # [BM, BN]
-    dp = tl.dot(do, v.T, input_precision=PRECISION)
+    dp = tl.dot(do, v.T, input_precision=C.PRECISION)
     if head.dropout is not None:
-        dp = dp * kept_weights(head.dropout, head.numbers, queries.position, tile * BN, BN)
+        dp = dp * kept_weights(head.dropout, head.numbers, queries.position, tile * C.BN, C.BN)
     ds = p * (dp - delta[:, None])
     if not FULL:
         ds = tl.where(scores == float("-inf"), 0.0, ds)
-    return tl.dot(ds.to(k.dtype), k, dq, input_precision=PRECISION)
+    return tl.dot(ds.to(k.dtype), k, dq, input_precision=C.PRECISION)
 
 
 @triton.jit
-def table_query_kernel(
-    Q,
-    K,
-    V,
-    OUT,
-    DOUT,
-    DQ,
-    DLSE,
-    LSE,
-    DELTA,
-    table,
-    call,
-    visited,
-    D: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    ROWS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def table_query_kernel(Q, K, V, OUT, DOUT, DQ, DLSE, LSE, DELTA, table, call, visited, C):
     """Program: one block of BM queries of one head, as in forward. LSE, DELTA, DLSE (may be None): [B, H, T] fp32."""
     H, G, T, S = call.H, call.G, call.T, call.S
-    blocks = tl.cdiv(T, BM)
+    blocks = tl.cdiv(T, C.BM)
     bh = (tl.program_id(0) // blocks).to(tl.int64)
     n = blocks - 1 - tl.program_id(0) % blocks
     b, h = bh // H, (bh % H).to(tl.int32)
@@ -112,78 +76,57 @@ def table_query_kernel(
     head = Head(bh, 0.0, None, call.scale, window, dropout)
     numbers = numbers_of(table, call, b, h)
 
-    rows = tl.arange(0, BM)
-    i = n * BM + rows
+    rows = tl.arange(0, C.BM)
+    i = n * C.BM + rows
     lse = load_lse(LSE + bh * T, i, T)
     used = (i < T) & (lse != float("inf"))  # others are never used, whatever they contain
-    q = load_rows(of_head(Q, b, h), n * BM, used, BM, D)  # [BM, DP]
-    do = load_rows(of_head(DOUT, b, h), n * BM, used, BM, D)
-    out = load_rows(of_head(OUT, b, h), n * BM, used, BM, D)
+    q = load_rows(of_head(Q, b, h), n * C.BM, used, C.BM, C.D)  # [BM, DP]
+    do = load_rows(of_head(DOUT, b, h), n * C.BM, used, C.BM, C.D)
+    out = load_rows(of_head(OUT, b, h), n * C.BM, used, C.BM, C.D)
     delta = tl.sum(do.to(tl.float32) * out.to(tl.float32), 1)
     if DLSE is not None:
         delta -= tl.load(DLSE + bh * T + i, mask=used, other=0.0)
     tl.store(DELTA + bh * T + i, delta, mask=i < T)
     if segments is not None:
         segments = tl.load(segments + b * T + i, mask=i < T, other=0)
-    start = n * BM + load_offset(call.query_offset, b, T, S)
-    position = tl.minimum(start + rows, start + (T - 1 - n * BM))
+    start = n * C.BM + load_offset(call.query_offset, b, T, S)
+    position = tl.minimum(start + rows, start + (T - 1 - n * C.BM))
     queries = Queries(q, i, position, start, segments, b, None)
-    dq = tl.zeros([BM, padded(D)], tl.float32)
+    dq = tl.zeros([C.BM, padded(C.D)], tl.float32)
 
-    N = tl.cdiv(T, ROWS)
-    block = b * visited.row + (h * N + n * BM // ROWS) * 4
-    band = band_of(visited, block, b * visited.row + n * BM // ROWS * 2, start, head, S, BM, BN, ROWS, CAUSAL)
+    N = tl.cdiv(T, C.ROWS)
+    block = b * visited.row + (h * N + n * C.BM // C.ROWS) * 4
+    band = band_of(visited, block, b * visited.row + n * C.BM // C.ROWS * 2, start, head, S, C)
     for x in tl.range(0, full_count(band)):
-        tile = full_tile(x, band, CAUSAL)
-        dq = query_tile(
-            tile, queries, head, numbers, do, lse, delta, dq, K, V, call, BN, D, CAUSAL, FULL=True, PRECISION=PRECISION
-        )
+        tile = full_tile(x, band, C.CAUSAL)
+        dq = query_tile(tile, queries, head, numbers, do, lse, delta, dq, K, V, call, C, FULL=True)
     for x in tl.range(0, tl.maximum(band.last - band.first, 0) - full_count(band), num_stages=1):
-        tile = partial_tile(x, band, CAUSAL)
-        dq = query_tile(
-            tile, queries, head, numbers, do, lse, delta, dq, K, V, call, BN, D, CAUSAL, FULL=False, PRECISION=PRECISION
-        )
-    store_rows(of_head(DQ, b, h), n * BM, dq * call.scale, i < T, BM, D)
+        tile = partial_tile(x, band, C.CAUSAL)
+        dq = query_tile(tile, queries, head, numbers, do, lse, delta, dq, K, V, call, C, FULL=False)
+    store_rows(of_head(DQ, b, h), n * C.BM, dq * call.scale, i < T, C.BM, C.D)
 
 
 @triton.jit
-def key_tile(
-    n,
-    k,
-    v,
-    j,
-    here,
-    segments,
-    head,
-    offset,
-    numbers,
-    dk,
-    dv,
-    Q,
-    DOUT,
-    LSE,
-    DELTA,
-    call,
-    b,
-    BM: tl.constexpr,
-    D: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    FULL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
-    """(dk / scale, dv) after a block of queries; FULL: none of the keys is hidden from any of them."""
-    T = call.T
-    i = n * BM + tl.arange(0, BM)
+def key_tile(n, keys, segments, rows, head, offset, numbers, found, call, b, C, FULL: tl.constexpr):
+    """(dk / scale, dv) after a block of queries; FULL: none of the keys is hidden from any of them.
+
+    Args:
+        keys: (k, v, their indices, those that are read).
+        rows: of the queries and of their outputs' gradients, and the addresses of lse and δ, of one head.
+        found: the result so far.
+    """
+    (k, v, j, here), (Q, DOUT, LSE, DELTA), (dk, dv), T = keys, rows, found, call.T
+    i = n * C.BM + tl.arange(0, C.BM)
     # Load the queries, and the gradients of their outputs.
     if FULL:  # and every query sees a key
         lse, delta = tl.load(LSE + i), tl.load(DELTA + i)  # [BM]
-        q, do = load_tile(Q, n, BM, D), load_tile(DOUT, n, BM, D)  # [BM, DP]
+        q, do = load_tile(Q, n, C.BM, C.D), load_tile(DOUT, n, C.BM, C.D)  # [BM, DP]
     else:
         lse, delta = load_lse(LSE, i, T), tl.load(DELTA + i, mask=i < T, other=0.0)
-        q, do = load_rows(Q, n * BM, i < T, BM, D), load_rows(DOUT, n * BM, i < T, BM, D)
+        q, do = load_rows(Q, n * C.BM, i < T, C.BM, C.D), load_rows(DOUT, n * C.BM, i < T, C.BM, C.D)
     # Scores and their bias, and the weights.
     distance = (i + offset)[None, :] - j[:, None]  # [BN, BM]
-    products = tl.dot(k, q.T, input_precision=PRECISION)
+    products = tl.dot(k, q.T, input_precision=C.PRECISION)
     if FULL:
         p = nats(products * head.scale + tl.load(numbers + distance) - lse[None, :])
     else:
@@ -191,48 +134,30 @@ def key_tile(
         if segments is not None:
             theirs = tl.load(call.masks.query_segments + b * T + i, mask=i < T, other=0)
             shown = shown & (segments[:, None] == theirs[None, :])
-        scores, seen = biased_scores(products, distance, shown, head, CAUSAL)
+        scores, seen = biased_scores(products, distance, shown, head, C.CAUSAL)
         scores += tl.load(numbers + distance, mask=seen, other=0.0)
         p = tl.where(seen, nats(scores - lse[None, :]), 0.0)
     # Gradients of values, of scores and of keys.
-    dp = tl.dot(v, do.T, input_precision=PRECISION)
+    dp = tl.dot(v, do.T, input_precision=C.PRECISION)
     kept = p
     if head.dropout is not None:
         factor = kept_by_keys(head.dropout, head.numbers, i + offset, j)
         dp, kept = dp * factor, p * factor
-    dv = tl.dot(kept.to(do.dtype), do, dv, input_precision=PRECISION)
+    dv = tl.dot(kept.to(do.dtype), do, dv, input_precision=C.PRECISION)
     ds = p * (dp - delta[None, :])
     if not FULL:
         ds = tl.where(seen, ds, 0.0)
-    return tl.dot(ds.to(q.dtype), q, dk, input_precision=PRECISION), dv
+    return tl.dot(ds.to(q.dtype), q, dk, input_precision=C.PRECISION), dv
 
 
 @triton.jit
-def table_key_kernel(
-    Q,
-    K,
-    V,
-    DOUT,
-    DK,
-    DV,
-    LSE,
-    DELTA,
-    table,
-    call,
-    visitors,
-    D: tl.constexpr,
-    BM: tl.constexpr,
-    BN: tl.constexpr,
-    ROWS: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def table_key_kernel(Q, K, V, DOUT, DK, DV, LSE, DELTA, table, call, visitors, C):
     """Program: BN keys of one key head, and all its query heads one after another. BN divides TILE.
 
     Queries that see no key, and their output gradients, must be zeros.
     """
     H, G, T, S = call.H, call.G, call.T, call.S
-    programs, tiles = tl.cdiv(S, BN), tl.cdiv(S, TILE)
+    programs, tiles = tl.cdiv(S, C.BN), tl.cdiv(S, TILE)
     bk = (tl.program_id(0) // programs).to(tl.int64)
     t = tl.program_id(0) % programs
     b, kv = bk // (H // G), bk % (H // G)
@@ -240,22 +165,22 @@ def table_key_kernel(
     window = call.window
     if window is not None:
         window = load_window(call, b)
-    j = t * BN + tl.arange(0, BN)
-    k = load_rows(of_head(K, b, kv), t * BN, j < S, BN, D)  # [BN, DP]
-    v = load_rows(of_head(V, b, kv), t * BN, j < S, BN, D)
+    j = t * C.BN + tl.arange(0, C.BN)
+    k = load_rows(of_head(K, b, kv), t * C.BN, j < S, C.BN, C.D)  # [BN, DP]
+    v = load_rows(of_head(V, b, kv), t * C.BN, j < S, C.BN, C.D)
     here = shown_keys(call.masks, b, j, j < S, S)
     segments = call.masks.key_segments
     if segments is not None:
         segments = tl.load(segments + b * S + j, mask=j < S, other=0)
-    dk = tl.zeros([BN, padded(D)], tl.float32)
-    dv = tl.zeros([BN, padded(D)], tl.float32)
-    own = t * BN // TILE
+    keys = k, v, j, here
+    found = tl.zeros([C.BN, padded(C.D)], tl.float32), tl.zeros([C.BN, padded(C.D)], tl.float32)
+    own = t * C.BN // TILE
     full_first = 0
-    full_last = tl.where(t * BN + BN > S, 0, NO_BLOCK)  # the table has no numbers for keys past the last one
+    full_last = tl.where(t * C.BN + C.BN > S, 0, NO_BLOCK)  # the table has no numbers for keys past the last one
     if visitors.full is not None:
         full = visitors.full + b * visitors.row + own * 2
-        full_first = tl.load(full) * (ROWS // BM)
-        full_last = tl.minimum(full_last, tl.load(full + 1) * (ROWS // BM))
+        full_first = tl.load(full) * (C.ROWS // C.BM)
+        full_last = tl.minimum(full_last, tl.load(full + 1) * (C.ROWS // C.BM))
 
     for g in range(G):
         h = kv.to(tl.int32) * G + g
@@ -265,21 +190,15 @@ def table_key_kernel(
         head = Head(bh, 0.0, None, call.scale, window, dropout)
         numbers = numbers_of(table, call, b, h)
         candidates = visitors.candidates + (bh * tiles + own) * 3
-        first = tl.load(candidates) * (ROWS // BM)
-        last = tl.maximum(tl.minimum(tl.load(candidates + 1) * (ROWS // BM), tl.cdiv(T, BM)), first)
-        band = blocks_of(first, last, full_first, full_last, t * BN, offset, head, T, BM, BN, CAUSAL)
-        Q_h, DO_h, LSE_h, DELTA_h = of_head(Q, b, h), of_head(DOUT, b, h), LSE + bh * T, DELTA + bh * T
+        first = tl.load(candidates) * (C.ROWS // C.BM)
+        last = tl.maximum(tl.minimum(tl.load(candidates + 1) * (C.ROWS // C.BM), tl.cdiv(T, C.BM)), first)
+        band = blocks_of(first, last, full_first, full_last, t * C.BN, offset, head, T, C)
+        rows = of_head(Q, b, h), of_head(DOUT, b, h), LSE + bh * T, DELTA + bh * T
         for x in tl.range(0, full_count(band)):
             n = full_tile(x, band, CAUSAL=False)
-            dk, dv = key_tile(
-                n, k, v, j, here, segments, head, offset, numbers, dk, dv, Q_h, DO_h, LSE_h, DELTA_h, call, b, BM, D, CAUSAL,
-                FULL=True, PRECISION=PRECISION,
-            )  # fmt: skip
+            found = key_tile(n, keys, segments, rows, head, offset, numbers, found, call, b, C, FULL=True)
         for x in tl.range(0, last - first - full_count(band), num_stages=1):
             n = partial_tile(x, band, CAUSAL=False)
-            dk, dv = key_tile(
-                n, k, v, j, here, segments, head, offset, numbers, dk, dv, Q_h, DO_h, LSE_h, DELTA_h, call, b, BM, D, CAUSAL,
-                FULL=False, PRECISION=PRECISION,
-            )  # fmt: skip
-    store_rows(of_head(DK, b, kv), t * BN, dk * call.scale, j < S, BN, D)
-    store_rows(of_head(DV, b, kv), t * BN, dv, j < S, BN, D)
+            found = key_tile(n, keys, segments, rows, head, offset, numbers, found, call, b, C, FULL=False)
+    store_rows(of_head(DK, b, kv), t * C.BN, found[0] * call.scale, j < S, C.BN, C.D)
+    store_rows(of_head(DV, b, kv), t * C.BN, found[1], j < S, C.BN, C.D)

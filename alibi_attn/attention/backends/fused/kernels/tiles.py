@@ -174,19 +174,7 @@ def biased_scores(products, distance, shown, head, CAUSAL: tl.constexpr):
 
 
 @triton.jit
-def partial_scores(
-    tile,
-    queries,
-    head,
-    K,
-    masks,
-    S,
-    origin,
-    BN: tl.constexpr,
-    D: tl.constexpr,
-    CAUSAL: tl.constexpr,
-    PRECISION: tl.constexpr,
-):
+def partial_scores(tile, queries, head, K, masks, S, origin, C):
     """(scores, seen, k, here, origin) of a tile in which some keys are hidden from some queries; `here` are the keys that
     are read.
 
@@ -194,22 +182,22 @@ def partial_scores(
     number is 0 below 2^31, so it need not be read for tiles that are seen in full, which have smaller bases. Without key biases
     it is a pair of 0.
     """
-    jj = tl.arange(0, BN)
-    j = tile * BN + jj
+    jj = tl.arange(0, C.BN)
+    j = tile * C.BN + jj
     here = shown_keys(masks, queries.sequence, j, j < S, S)
     own = None
     if head.bias is not None:
         own = tl.load(head.bias.pairs + j[None, :], mask=here[None, :], other=float("-inf"))  # [1 or BM, BN]
         here = here & (tl.max(own, 0) > float("-inf"))
-    k = load_rows(K, tile * BN, here, BN, D)  # [BN, DP]
+    k = load_rows(K, tile * C.BN, here, C.BN, C.D)  # [BN, DP]
     shown = here[None, :]
     if masks.key_segments is not None:
         segments = tl.load(masks.key_segments + queries.sequence * S + j, mask=here, other=0)
         shown = shown & (queries.segments[:, None] == segments[None, :])
     if queries.first_key is not None:
         shown = shown & (j[None, :] >= queries.first_key[:, None])
-    products = tl.dot(queries.q, k.T, input_precision=PRECISION)  # [BM, BN]
-    scores, seen = biased_scores(products, queries.position[:, None] - j[None, :], shown, head, CAUSAL)
+    products = tl.dot(queries.q, k.T, input_precision=C.PRECISION)  # [BM, BN]
+    scores, seen = biased_scores(products, queries.position[:, None] - j[None, :], shown, head, C.CAUSAL)
     if own is None:
         origin = 0.0, 0.0
     else:
