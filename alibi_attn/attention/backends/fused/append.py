@@ -41,31 +41,19 @@ def append(
     return first
 
 
-def _launch(
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    key_norms: Tensor,
-    value_norms: Tensor,
-    length: Tensor,
-    first: Tensor,
-    arrived: Tensor,
-) -> None:
+def _launch(*tensors: Tensor) -> None:
     from alibi_attn.attention.backends.fused.kernels.append import append_kernel
 
-    b, heads, count, d = key.shape
+    (b, heads, count, d), value, keys = tensors[0].shape, tensors[1], tensors[2]
     parts = (count + TILE - 2) // TILE + 1
     rows = min(TILE, 1 << (count - 1).bit_length())
-    launch(
-        key.device,
-        append_kernel,
-        (b * heads * parts, 1, 1),
-        constants(N=rows, DK=d, DV=value.shape[3], num_warps=1 if rows < 8 else 4),
-        *map(rows_of, (key, value, keys, values)),
-        *map(pointer, (key_norms, value_norms, length, first, arrived)),
+    of_kernel = constants(N=rows, DK=d, DV=value.shape[3], num_warps=1 if rows < 8 else 4)
+    arguments = (
+        *map(rows_of, tensors[:4]),
+        *map(pointer, tensors[4:]),
         *map(number, (count, heads, keys.shape[2], parts)),
     )
+    launch(value.device, append_kernel, (b * heads * parts, 1, 1), of_kernel, *arguments)
 
 
 class Ring(NamedTuple):
@@ -106,25 +94,10 @@ def append_to_rings(
     return first
 
 
-def _launch_rings(
-    key: Tensor,
-    value: Tensor,
-    keys: Tensor,
-    values: Tensor,
-    rings: Tensor,
-    length: Tensor,
-    first: Tensor,
-    arrived: Tensor,
-) -> None:
+def _launch_rings(*tensors: Tensor) -> None:
     from alibi_attn.attention.backends.fused.kernels.append import append_to_rings_kernel
 
-    b, heads = key.shape[:2]
-    launch(
-        key.device,
-        append_to_rings_kernel,
-        (b * heads, 1, 1),
-        constants(DK=key.shape[3], DV=value.shape[3], num_warps=1),
-        *map(rows_of, (key, value)),
-        *map(pointer, (keys, values, rings, length, first, arrived)),
-        *map(number, (heads, rings.shape[1])),
-    )
+    (b, heads, _, d), value, rings = tensors[0].shape, tensors[1], tensors[4]
+    of_kernel = constants(DK=d, DV=value.shape[3], num_warps=1)
+    arguments = *map(rows_of, tensors[:2]), *map(pointer, tensors[2:]), *map(number, (heads, rings.shape[1]))
+    launch(value.device, append_to_rings_kernel, (b * heads, 1, 1), of_kernel, *arguments)

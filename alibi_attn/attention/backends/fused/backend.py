@@ -148,10 +148,10 @@ def forward(
     call = call_of(spec, query.device) if call is None else call
     if tiles is None or (spec.table is None and is_split(spec, query)):
         visited = _EVERYTHING if tiles is None else _visited(tiles, with_masks=False)
-        forward_in_parts(spec, call, query, key, value, visited, output, lse, counts, given_lse)
+        forward_in_parts(spec, call, (query, key, value), visited, (output, lse, given_lse), counts)
         return output, lse
     if spec.table is not None:
-        table.forward(spec, call, query, key, value, _visited(tiles), tiles.rows, output, lse, given_lse)
+        table.forward(spec, call, (query, key, value), _visited(tiles), tiles.rows, (output, lse, given_lse))
         return output, lse
     shape = tile_shape("forward", query.dtype, spec.head_dim, large=is_large(query.device))
     is_plain = spec.causal and not tiles.masked
@@ -202,9 +202,8 @@ def decode(spec: Spec, query: Tensor, key: Tensor, value: Tensor, known_norms: N
         forward(spec, query, key, value, tiles, call=call, given_lse=given_lse, into=into)
 
     norms = known_norms.keys.contiguous(), known_norms.values.contiguous()
-    replayed_call(
-        "decode", in_place(spec), (query, key, value, *norms, output, given_lse), launched, made=2, caches=(1, 2)
-    )
+    tensors = query, key, value, *norms, output, given_lse
+    replayed_call("decode", in_place(spec), tensors, launched, made=2, caches=(1, 2))
     return output, given_lse
 
 
@@ -300,14 +299,8 @@ def _attend(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tens
     query, key, value = in_rows(query, key, value)
     output, lse, given_lse = torch.empty_like(query), _empty_lse(spec, query), _empty_given_lse(spec, query)
     plan = empty_plan(spec, plan_rows(spec.query_len), query.device)
-    replayed_call(
-        "forward",
-        in_place(spec),
-        (query, key, value, output, lse, given_lse, plan),
-        _launch_forward,
-        made=4,
-        caches=(1, 2),
-    )
+    tensors = query, key, value, output, lse, given_lse, plan
+    replayed_call("forward", in_place(spec), tensors, _launch_forward, made=4, caches=(1, 2))
     return output, given_lse, _Saved(plan, lse), False
 
 

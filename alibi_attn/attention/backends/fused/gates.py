@@ -38,22 +38,10 @@ class _GateBiases(torch.autograd.Function):
         query_bias = torch.empty((b, num_heads, query_len), dtype=torch.float64, device=device)
         start = torch.empty((b, num_heads, query_len), dtype=torch.int64, device=device)
         if bias.numel() > 0:
-            launch(
-                device,
-                scan_kernel,
-                (b * rows, 1, 1),
-                constants(WIDTH=width_for(s, most=1024), FLOOR=GATE_FLOOR, STEP=GATE_STEP),
-                strided(log_fgate),
-                NONE if key_bias is None else strided(key_bias),
-                pointer(bias),
-                pointer(query_bias),
-                pointer(start),
-                number(first),
-                number(rows),
-                number(num_heads),
-                number(query_len),
-                number(s),
-            )
+            of_kernel = constants(WIDTH=width_for(s, most=1024), FLOOR=GATE_FLOOR, STEP=GATE_STEP)
+            own = NONE if key_bias is None else strided(key_bias)
+            arguments = *map(pointer, (bias, query_bias, start)), *map(number, (first, rows, num_heads, query_len, s))
+            launch(device, scan_kernel, (b * rows, 1, 1), of_kernel, strided(log_fgate), own, *arguments)
         ctx.save_for_backward(log_fgate)
         ctx.first, ctx.own_dtype = first, None if key_bias is None else key_bias.dtype
         ctx.mark_non_differentiable(start)
@@ -75,21 +63,10 @@ class _GateBiases(torch.autograd.Function):
         dkey, dquery = (None if x is None else in_memory(x).contiguous() for x in (dkey, dquery))
         query_len = 0 if dquery is None else dquery.shape[2]
         if dgates.numel() > 0:
-            launch(
-                log_fgate.device,
-                suffix_kernel,
-                (b * rows, 1, 1),
-                constants(WIDTH=width_for(s, most=1024), FLOOR=GATE_FLOOR),
-                strided(log_fgate),
-                pointer(dkey),
-                pointer(dquery),
-                pointer(dgates),
-                number(ctx.first),
-                number(rows),
-                number(given.shape[1]),
-                number(query_len),
-                number(s),
-            )
+            of_kernel, device = constants(WIDTH=width_for(s, most=1024), FLOOR=GATE_FLOOR), log_fgate.device
+            numbers = ctx.first, rows, given.shape[1], query_len, s
+            arguments = *map(pointer, (dkey, dquery, dgates)), *map(number, numbers)
+            launch(device, suffix_kernel, (b * rows, 1, 1), of_kernel, strided(log_fgate), *arguments)
         return dgates, of_own, None, None, None
 
 

@@ -20,6 +20,8 @@ from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.certificate.constants import TILE
 
 Spec = AttentionSpec[Tensor]
+Inputs = tuple[Tensor, Tensor, Tensor]  # query, key, value
+Into = tuple[Tensor, Tensor, Tensor | None]  # output, lse, given lse
 
 
 def is_split(spec: Spec, query: Tensor) -> bool:
@@ -43,20 +45,12 @@ def decode_parts(spec: Spec, query: Tensor) -> int:
 
 
 def forward_in_parts(
-    spec: Spec,
-    call: Argument,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visited: Argument,
-    output: Tensor,
-    lse: Tensor,
-    counts: Tensor | None,
-    given_lse: Tensor | None,
+    spec: Spec, call: Argument, inputs: Inputs, visited: Argument, into: Into, counts: Tensor | None
 ) -> None:
-    """Fills output and lse (see `backend.forward`): parts of the keys, and then their sum."""
+    """Fills `into`, see `backend.forward`: parts of the keys, and then their sum."""
     from alibi_attn.attention.backends.fused.kernels.decode import decode_kernel
 
+    (query, key, value), (output, lse, given_lse) = inputs, into
     device, parts = query.device, decode_parts(spec, query)
     shape = tile_shape("decode", query.dtype, spec.head_dim, large=is_large(device))
     chunks = -(-spec.group * spec.query_len // shape.queries)

@@ -19,7 +19,7 @@ from alibi_attn.attention.backends.fused.launch import (
     tiling,
 )
 from alibi_attn.attention.backends.fused.space import allotted
-from alibi_attn.attention.backends.fused.split_keys import memory_of_parts, merge
+from alibi_attn.attention.backends.fused.split_keys import Inputs, Into, memory_of_parts, merge
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.certificate.constants import TILE
 
@@ -47,33 +47,23 @@ def widths(query: Tensor) -> Widths:
     return Widths((side, side), (side, side), side)
 
 
-def forward(
-    spec: Spec,
-    call: Argument,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    visited: Argument,
-    rows: int,
-    output: Tensor,
-    lse: Tensor,
-    given_lse: Tensor | None,
-) -> None:
+def forward(spec: Spec, call: Argument, inputs: Inputs, visited: Argument, rows: int, into: Into) -> None:
     """Fills output and the natural lse, twice; `rows` queries share one plan. Few programs split the keys of few queries."""
     from alibi_attn.attention.backends.fused.kernels.table import table_forward_kernel
 
+    query, (output, lse, given_lse) = inputs[0], into
     (b, h, t, d), device, (queries, keys) = query.shape, query.device, widths(query).rows
     queries = FEWEST_QUERIES if t <= FEWEST_QUERIES else queries
     most = 2 * processors(device) if t <= TILE else 0
     parts = max(1, min(most // (b * h), -(-spec.key_len // (4 * TILE)), 64))
     given = rows_of(output), pointer(lse), pointer(given_lse)
-    into, outputs, lses = given, NONE, NONE
+    written, outputs, lses = given, NONE, NONE
     if parts > 1:
         outputs, lses = memory_of_parts(parts, query, lse)
-        into = grouped(Rows, outputs, number(h * t * d), number(t * d), number(d)), lses, NONE
-    grid, arguments = (b * h * -(-t // queries), parts, 1), (*map(rows_of, (query, key, value)), *into)
-    of_kernel = _tiling(spec, (queries, keys), rows)
-    launch(device, table_forward_kernel, grid, _CONSTANTS, *arguments, _table(spec), call, visited, of_kernel)
+        written = grouped(Rows, outputs, number(h * t * d), number(t * d), number(d)), lses, NONE
+    grid, of_kernel = (b * h * -(-t // queries), parts, 1), _tiling(spec, (queries, keys), rows)
+    arguments = *map(rows_of, inputs), *written, _table(spec), call, visited, of_kernel
+    launch(device, table_forward_kernel, grid, _CONSTANTS, *arguments)
     if parts > 1:
         merge(call, query, parts, outputs, lses, given)
 

@@ -44,6 +44,7 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     in_log2,
     linear_bias,
     load_rows,
+    load_segments,
     load_slope,
     load_tile,
     lse_rows,
@@ -225,20 +226,11 @@ def query_kernel(Q, K, V, OUT, DOUT, DQ, LSE, DLSE, DELTA, SHIFTED, DSLOPES, SUM
         K, V = Rows(K, b.to(tl.int32), kv.to(tl.int32), None), Rows(V, b.to(tl.int32), kv.to(tl.int32), None)
     else:
         K, V = of_head(K, b, kv), of_head(V, b, kv)
-    right, dropout, segments = call.right_slopes, call.dropout, call.masks.query_segments
-    if right is not None:
-        right = load_slope(right, b, h)
-    numbers = None
-    if dropout is not None:
-        dropout = head_dropout(call, b, h)
-        if call.dropout.key_numbers is not None:
-            numbers = numbers_of(call, b)
-    window = call.window
-    if window is not None:
-        window = load_window(call, b)
-    bias = call.key_bias
-    if bias is not None:
-        bias = bias_for(bias, bh, bh * tl.cdiv(T, C.ROWS) + n * C.BM // C.ROWS, tl.cdiv(S, TILE), S)
+    right = load_slope(call.right_slopes, b, h)
+    dropout = head_dropout(call, b, h)
+    numbers = numbers_of(call, b)
+    window = load_window(call, b)
+    bias = bias_for(call.key_bias, bh, bh * tl.cdiv(T, C.ROWS) + n * C.BM // C.ROWS, tl.cdiv(S, TILE), S)
     head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, window, dropout, bias, numbers)
 
     rows = tl.arange(0, C.BM)
@@ -261,12 +253,9 @@ def query_kernel(Q, K, V, OUT, DOUT, DQ, LSE, DLSE, DELTA, SHIFTED, DSLOPES, SUM
     tl.store(DELTA + at + i, delta)
     if SHIFTED is not None:
         tl.store(SHIFTED + at + i, lse + head.slope * (i % TILE).to(tl.float32))
-    if segments is not None:
-        segments = tl.load(segments + b * T + i, mask=i < T, other=0)
+    segments = load_segments(call.masks.query_segments, b, i, i < T, T)
     start = n * C.BM + load_offset(call.query_offset, b, T, S)
-    first_key = call.query_start
-    if first_key is not None:
-        first_key = load_first_key(call, bh, i, i < T)
+    first_key = load_first_key(call, bh, i, i < T)
     queries = Queries(q, i, start + rows, start, segments, b, first_key)
     # If a whole block lies beyond the keys, a constant is left out of its distances, because a row of ds adds up to dlse.
     # Otherwise the rounding of products with distances of 10⁶ would exceed their sum.

@@ -26,6 +26,7 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     in_log2,
     load_described,
     load_rows,
+    load_segments,
     load_slope,
     load_tile,
     lse_rows,
@@ -139,9 +140,7 @@ def key_kernel(Q, K, V, DOUT, DK, DV, LSE, SHIFTED, DELTA, SUMS, call, visitors,
     kv_heads = H // G
     b, kv = bk // kv_heads, bk % kv_heads
     offset = load_offset(call.query_offset, b, T, S)
-    window = call.window
-    if window is not None:
-        window = load_window(call, b)
+    window = load_window(call, b)
     tiles, blocks = tl.cdiv(S, TILE), tl.cdiv(T, C.ROWS) * (C.ROWS // C.UNIT)
     key_tile = t * C.BN // TILE
 
@@ -151,23 +150,16 @@ def key_kernel(Q, K, V, DOUT, DK, DV, LSE, SHIFTED, DELTA, SUMS, call, visitors,
     k = last_repeated(of_head(K, b, kv), j, S, C)  # [BN, DP]
     v = last_repeated(of_head(V, b, kv), j, S, C)
     here = shown_keys(call.masks, b, j, j < S, S)
-    segments = call.masks.key_segments
-    if segments is not None:
-        segments = tl.load(segments + b * S + j, mask=j < S, other=0)
+    segments = load_segments(call.masks.key_segments, b, j, j < S, S)
     dk = tl.zeros([C.BN, padded(C.D)], tl.float32)
     dv = tl.zeros([C.BN, padded(C.D)], tl.float32)
 
     for g in range(G):
         h = kv.to(tl.int32) * G + g
         bh = b * H + h
-        right, dropout = call.right_slopes, call.dropout
-        if right is not None:
-            right = load_slope(right, b, h)
-        numbers = None
-        if dropout is not None:
-            dropout = head_dropout(call, b, h)
-            if call.dropout.key_numbers is not None:
-                numbers = numbers_of(call, b)
+        right = load_slope(call.right_slopes, b, h)
+        dropout = head_dropout(call, b, h)
+        numbers = numbers_of(call, b)
         head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, window, dropout, None, numbers)
         first, last, bands = visitors_of(visitors, b, bh, h, key_tile, tiles, blocks)
         first = first * (C.UNIT // C.BM)

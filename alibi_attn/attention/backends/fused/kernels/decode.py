@@ -30,6 +30,7 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     bias_for,
     inside,
     kept_lse,
+    load_segments,
     load_slope,
     lse_rows,
     no_maximum,
@@ -59,32 +60,24 @@ def decode_kernel(Q, K, V, OUTS, LSES, call, visited, COUNT, C):
     h = kv.to(tl.int32) * G + rows // T  # [BM]
     i = rows % T
     K, V = of_head(K, b, kv), of_head(V, b, kv)
-    right, dropout, segments = call.right_slopes, call.dropout, call.masks.query_segments
+    right = load_slope(call.right_slopes, b, h, real)
     if right is not None:
-        right = load_slope(right, b, h, real)[:, None]
-    numbers = None
-    if dropout is not None:
-        dropout = head_dropout(call, b, h[:, None])
-        if call.dropout.key_numbers is not None:
-            numbers = numbers_of(call, b)
+        right = right[:, None]
+    dropout = head_dropout(call, b, h[:, None])
+    numbers = numbers_of(call, b)
     slope = load_slope(call.slopes, b, h, real)[:, None]
-    window = call.window
-    if window is not None:
-        window = load_window(call, b)
+    window = load_window(call, b)
     bias = call.key_bias
     if bias is not None:
         bh = tl.where(real, b * H + h, b * H + kv * G)
         bias = bias_for(bias, bh, bh, tl.cdiv(S, TILE), S)
         bias = BlockBias(bias.rest[:, None], bias.pairs[:, None], bias.bases, bias.reference)
     head = Head((b * H + h)[:, None], slope, right, call.scale * LOG2E, window, dropout, bias, numbers)
-    if segments is not None:
-        segments = tl.load(segments + b * T + i, mask=real, other=0)
+    segments = load_segments(call.masks.query_segments, b, i, real, T)
     at = Q.pointer + b * Q.batch + h.to(tl.int64)[:, None] * Q.head + i[:, None] * Q.row
     q = tl.load(at + d[None, :], mask=inside(real, C.D), other=0.0)  # [BM, DP]
     start = load_offset(call.query_offset, b, T, S)
-    first_key = call.query_start
-    if first_key is not None:
-        first_key = load_first_key(call, b * H + h, i, real)
+    first_key = load_first_key(call, b * H + h, i, real)
     queries = Queries(q, i, i + start, start, segments, b, first_key)
     m_i = no_maximum(C.BM)
     l_i = tl.zeros([C.BM], tl.float32)

@@ -6,6 +6,8 @@ because sharing them would need an exchange between threads.
 """
 
 # mypy: ignore-errors
+# ruff: noqa: RET503
+# A missing part of a call is None: Triton 3.6 returns that only implicitly.
 # Triton compiles these functions and accepts only its own type annotations.
 
 import triton
@@ -21,25 +23,28 @@ _ROUNDS = tl.constexpr(7)
 
 @triton.jit
 def head_dropout(call, b, h):
-    """The `HeadDropout` of sequence b and head h, or of heads of any shape."""
+    """The `HeadDropout` of sequence b and head h, or of heads of any shape; None = every weight is kept."""
     dropout = call.dropout
-    seed = dropout.seed + b // dropout.alike * 4
-    high = tl.load(seed)
-    sequence, h = (b % dropout.alike + tl.load(seed + 1)).to(tl.uint32), (h + tl.load(seed + 2)).to(tl.uint32)
-    x, y = drawn_words(high.to(tl.uint32), sequence, h)
-    key, shift = drawn_words((high >> 32).to(tl.uint32), x, y)
-    if dropout.key_numbers is None:
-        moved = distance_moved(call.query_offset, b, call.T, call.S)
-        shift = tl.add(shift, moved.to(tl.uint32), sanitize_overflow=False)
-    return HeadDropout(dropout.threshold, dropout.factor, key, shift, tl.load(seed + 3).to(tl.uint32))
+    if dropout is not None:
+        seed = dropout.seed + b // dropout.alike * 4
+        high = tl.load(seed)
+        sequence, h = (b % dropout.alike + tl.load(seed + 1)).to(tl.uint32), (h + tl.load(seed + 2)).to(tl.uint32)
+        x, y = drawn_words(high.to(tl.uint32), sequence, h)
+        key, shift = drawn_words((high >> 32).to(tl.uint32), x, y)
+        if dropout.key_numbers is None:
+            moved = distance_moved(call.query_offset, b, call.T, call.S)
+            shift = tl.add(shift, moved.to(tl.uint32), sanitize_overflow=False)
+        return HeadDropout(dropout.threshold, dropout.factor, key, shift, tl.load(seed + 3).to(tl.uint32))
 
 
 @triton.jit
 def numbers_of(call, b):
-    """The `Numbers` of sequence b."""
-    start = load_offset(call.query_offset, b, call.T, call.S)
-    queries = call.dropout.query_numbers + (b * call.T - start)
-    return Numbers(queries, call.dropout.key_numbers + b * call.S, start + call.T, call.S)
+    """The `Numbers` of sequence b; None = queries and keys are in order."""
+    if call.dropout is not None:  # noqa: SIM102
+        if call.dropout.key_numbers is not None:
+            start = load_offset(call.query_offset, b, call.T, call.S)
+            queries = call.dropout.query_numbers + (b * call.T - start)
+            return Numbers(queries, call.dropout.key_numbers + b * call.S, start + call.T, call.S)
 
 
 @triton.jit

@@ -44,6 +44,7 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     kept_lse,
     linear_bias,
     load_rows,
+    load_segments,
     load_slope,
     load_tile,
     lse_rows,
@@ -230,31 +231,19 @@ def forward_kernel(Q, K, V, OUT, LSE, GIVEN_LSE, call, visited, NORMS, ORDER, CO
     b, h = bh // H, (bh % H).to(tl.int32)
     kv = (h // G).to(tl.int64)
     Q, K, V, OUT = of_head(Q, b, h), of_head(K, b, kv), of_head(V, b, kv), of_head(OUT, b, h)
-    right, dropout, segments = call.right_slopes, call.dropout, call.masks.query_segments
-    if right is not None:
-        right = load_slope(right, b, h)
-    numbers = None
-    if dropout is not None:
-        dropout = head_dropout(call, b, h)
-        if call.dropout.key_numbers is not None:
-            numbers = numbers_of(call, b)
-    window = call.window
-    if window is not None:
-        window = load_window(call, b)
-    bias = call.key_bias
-    if bias is not None:
-        bias = bias_for(bias, bh, bh * tl.cdiv(T, C.ROWS) + n * C.BM // C.ROWS, tl.cdiv(S, TILE), S)
+    right = load_slope(call.right_slopes, b, h)
+    dropout = head_dropout(call, b, h)
+    numbers = numbers_of(call, b)
+    window = load_window(call, b)
+    bias = bias_for(call.key_bias, bh, bh * tl.cdiv(T, C.ROWS) + n * C.BM // C.ROWS, tl.cdiv(S, TILE), S)
     head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, window, dropout, bias, numbers)
 
     rows = tl.arange(0, C.BM)
     i = n * C.BM + rows
-    if segments is not None:
-        segments = tl.load(segments + b * T + i, mask=i < T, other=0)
+    segments = load_segments(call.masks.query_segments, b, i, i < T, T)
     start = n * C.BM + load_offset(call.query_offset, b, T, S)
     q = load_rows(Q, n * C.BM, i < T, C.BM, C.D)
-    first_key = call.query_start
-    if first_key is not None:
-        first_key = load_first_key(call, bh, i, i < T)
+    first_key = load_first_key(call, bh, i, i < T)
     queries = Queries(q, i, start + rows, start, segments, b, first_key)
     m_i = no_maximum(C.BM)
     l_i = tl.zeros([C.BM], tl.float32)

@@ -16,9 +16,8 @@ from alibi_attn.attention.backends.fused.kernels.key_bias import load_tile, spli
 from alibi_attn.attention.backends.fused.kernels.positions import load_first_key, load_offset
 from alibi_attn.attention.backends.fused.kernels.tiles import TILE
 
-NARROW = tl.constexpr(
-    128.0
-)  # binary digits by which biases may differ from their tile's base, and bases of a pair of tiles
+# Binary digits by which biases may differ from their tile's base, and bases of a pair of tiles.
+NARROW = tl.constexpr(128.0)
 MOST_BASE = tl.constexpr(2.0**30)  # of narrow tiles; `partial_scores` relies on it
 
 
@@ -85,8 +84,12 @@ def is_narrow(base, other, rest):
 
 
 @triton.jit
-def label_of(labels, b, at, count, tiles, PARTS: tl.constexpr):
-    """(label, uniform) of block `at` of `count` blocks of PARTS tiles; outside of them it is not uniform."""
+def label_of(side, at, PARTS: tl.constexpr):
+    """(label, uniform) of block `at` of PARTS tiles; outside of all blocks it is not uniform.
+
+    `side` is (Labels, their row, the number of blocks, the number of tiles), of queries or of keys.
+    """
+    labels, b, count, tiles = side
     there = (at >= 0) & (at < count)
     label = tl.load(labels.least + b * tiles + at * PARTS, mask=there, other=0)
     uniform = there
@@ -100,13 +103,14 @@ def label_of(labels, b, at, count, tiles, PARTS: tl.constexpr):
 
 
 @triton.jit
-def run_around(place, labels, b, count, tiles, PARTS: tl.constexpr, WIDTH: tl.constexpr):
-    """For each block in `place`, the half-open run of uniform blocks with its label, among `count` blocks of PARTS tiles."""
+def run_around(place, side, PARTS: tl.constexpr, WIDTH: tl.constexpr):
+    """For each block in `place`, the half-open run of uniform blocks with its label, among the blocks of PARTS tiles."""
+    count = side[2]
     low, high = place * 0, place * 0 + count
     for start in range(0, count, WIDTH):
         at = start + tl.arange(0, WIDTH)
-        label, uniform = label_of(labels, b, at, count, tiles, PARTS)
-        before, as_well = label_of(labels, b, at - 1, count, tiles, PARTS)
+        label, uniform = label_of(side, at, PARTS)
+        before, as_well = label_of(side, at - 1, PARTS)
         begins = ((at < count) & ~(uniform & as_well & (label == before)))[None, :]
         is_later = at[None, :] > place[:, None]
         low = tl.maximum(low, tl.max(tl.where(begins & ~is_later, at[None, :], 0), 1))
@@ -116,25 +120,12 @@ def run_around(place, labels, b, count, tiles, PARTS: tl.constexpr, WIDTH: tl.co
 
 @triton.jit
 def full_run(
-    own,
-    r,
-    labels,
-    b,
-    at,
-    count,
-    tiles,
-    of_count,
-    of_tiles,
-    offset,
-    PARTS: tl.constexpr,
-    OF_PARTS: tl.constexpr,
-    KEYS: tl.constexpr,
-    OF_WIDTH: tl.constexpr,
+    at, own, other, offset, PARTS: tl.constexpr, OF_PARTS: tl.constexpr, KEYS: tl.constexpr, OF_WIDTH: tl.constexpr
 ):
-    """For each of the blocks `at` (PARTS tiles each), the nearest run of blocks of the other kind (`labels`, OF_PARTS tiles each)
-    from which it hides nothing; KEYS: the blocks are keys, the others queries.
+    """For each of the blocks `at` (PARTS tiles each), the nearest run of blocks of the other side (OF_PARTS tiles each) from
+    which it hides nothing; KEYS: the blocks are keys, the others queries. Sides as for `label_of`.
     """
-    label, uniform = label_of(own, r, at, count, tiles, PARTS)
+    label, uniform = label_of(own, at, PARTS)
     size, other_size = PARTS * TILE, OF_PARTS * TILE
     start = at * size + offset
     if KEYS:
@@ -149,9 +140,9 @@ def full_run(
         place = far
         if choice == 1:
             place = near
-        of_label, of_uniform = label_of(labels, b, place, of_count, of_tiles, OF_PARTS)
+        of_label, of_uniform = label_of(other, place, OF_PARTS)
         fits = uniform & of_uniform & (label == of_label)
-        first, last = run_around(place, labels, b, of_count, of_tiles, OF_PARTS, OF_WIDTH)
+        first, last = run_around(place, other, OF_PARTS, OF_WIDTH)
         low, high = tl.where(fits, first, low), tl.where(fits, last, high)
     return low, high
 
@@ -239,9 +230,8 @@ def spread_kernel(
         tl.store(FIRST_SEEN + r, first_seen)
     count = tl.cdiv(blocks, PARTS)
     if FULL_BLOCKS is not None:
-        low, high = full_run(
-            queries, b, keys, r, at, count, blocks, tiles, tiles, offset, PARTS, 1, KEYS=False, OF_WIDTH=OF_WIDTH
-        )
+        of_queries, of_keys = (queries, b, count, blocks), (keys, r, tiles, tiles)
+        low, high = full_run(at, of_queries, of_keys, offset, PARTS, 1, KEYS=False, OF_WIDTH=OF_WIDTH)
         if call.query_start is not None:
             last = tl.minimum((at + 1) * PARTS * TILE, T) - 1
             low = tl.maximum(low, tl.cdiv(load_first_key(call, r, last, at < count), TILE))
@@ -249,9 +239,8 @@ def spread_kernel(
         tl.store(out, low, mask=at < count)
         tl.store(out + 1, high, mask=at < count)
     if FULL_TILES is not None:
-        low, high = full_run(
-            keys, r, queries, b, at, tiles, tiles, count, blocks, offset, 1, PARTS, KEYS=True, OF_WIDTH=OF_WIDTH
-        )
+        of_queries, of_keys = (queries, b, count, blocks), (keys, r, tiles, tiles)
+        low, high = full_run(at, of_keys, of_queries, offset, 1, PARTS, KEYS=True, OF_WIDTH=OF_WIDTH)
         if call.query_start is not None:
             high = tl.minimum(high, blocks_until_cut(call, r, at, count, PARTS, OF_WIDTH))
         out = FULL_TILES + b * row + (h * tiles + at) * 2

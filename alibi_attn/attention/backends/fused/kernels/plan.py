@@ -61,9 +61,8 @@ def plan_head(certificate, ALLOWED, plan, call, bh, ROWS: tl.constexpr, WIDTH: t
     b, h = (bh.to(tl.int32) // H).to(tl.int64), bh.to(tl.int32) % H
     N, blocks, offset = tl.cdiv(T, ROWS), tl.cdiv(T, TILE), load_offset(call.query_offset, b, T, S)
     heads = (bh * 0 + call.B) * H * blocks
-    moved, window = distance_moved(call.query_offset, b, T, S), call.window
-    if window is not None:
-        window = load_window(call, b)
+    moved = distance_moved(call.query_offset, b, T, S)
+    window = load_window(call, b)
     best, slots = 0, tl.arange(0, OUTLIERS)
     outliers = tl.full([OUTLIERS], -1, tl.int32)
     if certificate is not None:
@@ -129,9 +128,8 @@ def plan_group(certificate, ALLOWED, plan, call, bk, CAUSAL: tl.constexpr):
     b, kv = bk // (H // G), bk % (H // G)
     offset, leader = load_offset(call.query_offset, b, T, S), b * H + kv * G
     heads = (bk * 0 + call.B) * H
-    moved, window = distance_moved(call.query_offset, b, T, S), call.window
-    if window is not None:
-        window = load_window(call, b)
+    moved = distance_moved(call.query_offset, b, T, S)
+    window = load_window(call, b)
     slots = tl.arange(0, OUTLIERS)
     row = tl.zeros([1], tl.int32)
     start, there = row + offset, row == 0

@@ -6,6 +6,8 @@ compensate for it.
 """
 
 # mypy: ignore-errors
+# ruff: noqa: RET503
+# A missing part of a call is None: Triton 3.6 returns that only implicitly.
 # Triton compiles these functions and accepts only its own type annotations.
 
 import triton
@@ -41,9 +43,10 @@ def distance_moved(query_offset, b, T, S):
 
 @triton.jit
 def load_window(call, b):
-    """The window after the move; 0 hides all keys."""
-    moved = distance_moved(call.query_offset, b, call.T, call.S)
-    return tl.minimum(tl.maximum(call.window - tl.abs(moved), 0), 2**30).to(tl.int32)
+    """The window after the move; 0 hides all keys, and None = all are inside."""
+    if call.window is not None:
+        moved = distance_moved(call.query_offset, b, call.T, call.S)
+        return tl.minimum(tl.maximum(call.window - tl.abs(moved), 0), 2**30).to(tl.int32)
 
 
 @triton.jit
@@ -81,8 +84,9 @@ def biased_lse_before_move(lse, high, low, call, GIVEN_LSE, b, bh, i, there):
 
 @triton.jit
 def load_first_key(call, bh, i, there):
-    """The first key that the queries i of a head may see."""
-    return tl.load(call.query_start + bh * call.T + i, mask=there, other=0).to(tl.int32)
+    """The first key that the queries i of a head may see; None = all before them."""
+    if call.query_start is not None:
+        return tl.load(call.query_start + bh * call.T + i, mask=there, other=0).to(tl.int32)
 
 
 @triton.jit

@@ -46,6 +46,7 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     bias_for,
     biased_scores,
     load_rows,
+    load_segments,
     load_slope,
     natural_lse,
     of_head,
@@ -76,15 +77,20 @@ def load_nearest(X, first, count, D: tl.constexpr):
 
 
 @triton.jit
-def tiles_of_little(
-    norms, sums, bias, bk, tiles, from_tile, count, step, origin, slope, rate, worst, rule, WIDTH: tl.constexpr
-):
-    """How many of `count` tiles, in the order `from_tile`, `from_tile` + `step` …, together weigh at most 2^(−worst).
+def tiles_of_little(norms, sums, bias, bk, tiles, walk, weights, rule, WIDTH: tl.constexpr):
+    """How many tiles of a walk together weigh at most 2^(−worst).
 
-    Everything is in log2 units. `rate` times a norm bounds a score. A tile's sum is relative to the position `origin`, from
-    which it loses slope·step·(origin − the first key). `bias` is the BlockBias. `rule` is a pair (factor, tokens), and each
-    tile d tokens from `origin` weighs at most 2^(−worst) / (factor·(d + tokens)) too; None = no such rule.
+    Everything is in log2 units.
+
+    Args:
+        bias: the BlockBias.
+        walk: (from_tile, count, step, origin): `count` tiles, in the order `from_tile`, `from_tile` + `step` …; a tile's sum is
+            relative to the position `origin`, from which it loses slope·step·(origin − the first key).
+        weights: (slope, rate, worst); `rate` times a norm bounds a score.
+        rule: a pair (factor, tokens), and each tile d tokens from `origin` weighs at most 2^(−worst) / (factor·(d + tokens)) too;
+            None = no such rule.
     """
+    (from_tile, count, step, origin), (slope, rate, worst) = walk, weights
     skippable, total = count, 0.0
     for start in range(0, count, WIDTH):
         place = start + tl.arange(0, WIDTH)
@@ -182,32 +188,21 @@ def reach_kernel(
     i = n * TILE + x
     start = n * TILE + load_offset(call.query_offset, b, T, S)
     position = start + x
-    right = call.right_slopes
-    if right is not None:
-        right = load_slope(right, b, h)
-    window = call.window
-    if window is not None:
-        window = load_window(call, b)
+    right = load_slope(call.right_slopes, b, h)
+    window = load_window(call, b)
     head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, window, None)
     m = tl.load(call.slopes.pointer + b * call.slopes.batch + h)
     K = of_head(K, b, (h // G).to(tl.int64))
     q = load_nearest(of_head(Q, b, h), n * TILE, T, D)  # [TILE, DP]; rows from T on count for nothing
-    segments = masks.query_segments
-    if segments is not None:
-        segments = tl.load(segments + b * T + i, mask=i < T, other=0)
-
-    first_key = call.query_start
-    if first_key is not None:
-        first_key = load_first_key(call, bh, i, i < T)
+    segments = load_segments(masks.query_segments, b, i, i < T, T)
+    first_key = load_first_key(call, bh, i, i < T)
 
     m_i = tl.full([TILE], float("-inf"), tl.float32)
     l_i = tl.zeros([TILE], tl.float32)
     nearest = m_i  # the largest score of keys from `start` on, if no tile that the block sees in full has one of them
     # The keys at the block's positions, the same number before it, and after it if visible. Queries may lie outside the
     # keys.
-    bias = call.key_bias
-    if bias is not None:
-        bias = bias_for(bias, bh, bh * tl.cdiv(T, BIAS_ROWS) + n * TILE // BIAS_ROWS, tiles, S)
+    bias = bias_for(call.key_bias, bh, bh * tl.cdiv(T, BIAS_ROWS) + n * TILE // BIAS_ROWS, tiles, S)
     last = tl.maximum(tl.minimum(start, S - TILE), 0)
     every, heads, choice = (bh * 0 + B) * kv_heads * tiles, (bh * 0 + B) * H * blocks, tl.arange(0, CHOICES)
     to_left = tl.minimum(tl.maximum(start + TILE - 1, 0), S - 1) // TILE
@@ -334,22 +329,8 @@ def reach_kernel(
             else:
                 from_tile, origin, step = tl.cdiv(high, TILE) - 1, tail, -1
                 count = tl.maximum(from_tile + 1 - tl.cdiv(tl.maximum(tail + KEPT, 0), TILE), 0)
-            skippable = tiles_of_little(
-                norms.tiles,
-                sums,
-                bias,
-                bk,
-                tiles,
-                from_tile,
-                count,
-                step,
-                origin,
-                slope * LOG2E,
-                most_rate,
-                worst,
-                rule,
-                WIDTH,
-            )
+            walk, weights = (from_tile, count, step, origin), (slope * LOG2E, most_rate, worst)
+            skippable = tiles_of_little(norms.tiles, sums, bias, bk, tiles, walk, weights, rule, WIDTH)
             farthest = (from_tile + skippable * step) * TILE
             reach = start - farthest + 1
             if side == 1:

@@ -19,6 +19,7 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     LOG2E,
     all_finite,
     load_rows,
+    load_segments,
     load_tile,
     normalized,
     of_head,
@@ -101,18 +102,14 @@ def table_forward_kernel(Q, K, V, OUT, LSE, GIVEN_LSE, table, call, visited, C):
     part, parts = tl.program_id(1), tl.num_programs(1)
     b, h = bh // H, (bh % H).to(tl.int32)
     K, V = of_head(K, b, (h // G).to(tl.int64)), of_head(V, b, (h // G).to(tl.int64))
-    dropout, window, segments = call.dropout, call.window, call.masks.query_segments
-    if dropout is not None:
-        dropout = head_dropout(call, b, h)
-    if window is not None:
-        window = load_window(call, b)
+    dropout = head_dropout(call, b, h)
+    window = load_window(call, b)
     head = Head(bh, 0.0, None, call.scale, window, dropout)
     numbers = numbers_of(table, call, b, h)
 
     rows = tl.arange(0, C.BM)
     i = n * C.BM + rows
-    if segments is not None:
-        segments = tl.load(segments + b * T + i, mask=i < T, other=0)
+    segments = load_segments(call.masks.query_segments, b, i, i < T, T)
     start = n * C.BM + load_offset(call.query_offset, b, T, S)
     # The table has no numbers for queries past the last one.
     position = tl.minimum(start + rows, start + (T - 1 - n * C.BM))

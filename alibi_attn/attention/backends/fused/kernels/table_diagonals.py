@@ -34,9 +34,7 @@ def diagonal_kernel(Q, K, V, DOUT, SUMS, LSE, DELTA, table, call, C):
     offset = load_offset(call.query_offset, b, T, S)
     Q, DOUT, LSE, DELTA = of_head(Q, b, h), of_head(DOUT, b, h), LSE + bh * T, DELTA + bh * T
     K, V = of_head(K, b, (h // G).to(tl.int64)), of_head(V, b, (h // G).to(tl.int64))
-    dropout, window, masks = call.dropout, call.window, call.masks
-    if dropout is not None:
-        dropout = head_dropout(call, b, h)
+    masks, dropout = call.masks, head_dropout(call, b, h)
 
     ahead = g - (tiles - 1)  # of a block of queries over its tile of keys
     row, column = tl.arange(0, N), tl.arange(0, N)
@@ -44,7 +42,7 @@ def diagonal_kernel(Q, K, V, DOUT, SUMS, LSE, DELTA, table, call, C):
     seen = (distance <= offset + T - 1) & (distance >= offset - (S - 1))  # those that occur
     if C.CAUSAL:
         seen = seen & (distance >= 0)
-    if window is not None:
+    if call.window is not None:
         seen = seen & (tl.abs(distance) < load_window(call, b))
     first, last = tl.maximum(ahead, 0), tl.minimum(blocks, tiles + ahead)
     last = tl.where(tl.max(tl.max(seen.to(tl.int32), 1), 0) > 0, last, first)

@@ -19,6 +19,7 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     all_finite,
     biased_scores,
     load_rows,
+    load_segments,
     load_tile,
     of_head,
     padded,
@@ -68,11 +69,8 @@ def table_query_kernel(Q, K, V, OUT, DOUT, DQ, DLSE, LSE, DELTA, table, call, vi
     n = blocks - 1 - tl.program_id(0) % blocks
     b, h = bh // H, (bh % H).to(tl.int32)
     K, V = of_head(K, b, (h // G).to(tl.int64)), of_head(V, b, (h // G).to(tl.int64))
-    dropout, window, segments = call.dropout, call.window, call.masks.query_segments
-    if dropout is not None:
-        dropout = head_dropout(call, b, h)
-    if window is not None:
-        window = load_window(call, b)
+    dropout = head_dropout(call, b, h)
+    window = load_window(call, b)
     head = Head(bh, 0.0, None, call.scale, window, dropout)
     numbers = numbers_of(table, call, b, h)
 
@@ -87,8 +85,7 @@ def table_query_kernel(Q, K, V, OUT, DOUT, DQ, DLSE, LSE, DELTA, table, call, vi
     if DLSE is not None:
         delta -= tl.load(DLSE + bh * T + i, mask=used, other=0.0)
     tl.store(DELTA + bh * T + i, delta, mask=i < T)
-    if segments is not None:
-        segments = tl.load(segments + b * T + i, mask=i < T, other=0)
+    segments = load_segments(call.masks.query_segments, b, i, i < T, T)
     start = n * C.BM + load_offset(call.query_offset, b, T, S)
     position = tl.minimum(start + rows, start + (T - 1 - n * C.BM))
     queries = Queries(q, i, position, start, segments, b, None)
@@ -132,7 +129,7 @@ def key_tile(n, keys, segments, rows, head, offset, numbers, found, call, b, C, 
     else:
         shown = here[:, None] & ((i < T) & (lse != float("inf")))[None, :]
         if segments is not None:
-            theirs = tl.load(call.masks.query_segments + b * T + i, mask=i < T, other=0)
+            theirs = load_segments(call.masks.query_segments, b, i, i < T, T)
             shown = shown & (segments[:, None] == theirs[None, :])
         scores, seen = biased_scores(products, distance, shown, head, C.CAUSAL)
         scores += tl.load(numbers + distance, mask=seen, other=0.0)
@@ -162,16 +159,12 @@ def table_key_kernel(Q, K, V, DOUT, DK, DV, LSE, DELTA, table, call, visitors, C
     t = tl.program_id(0) % programs
     b, kv = bk // (H // G), bk % (H // G)
     offset = load_offset(call.query_offset, b, T, S)
-    window = call.window
-    if window is not None:
-        window = load_window(call, b)
+    window = load_window(call, b)
     j = t * C.BN + tl.arange(0, C.BN)
     k = load_rows(of_head(K, b, kv), t * C.BN, j < S, C.BN, C.D)  # [BN, DP]
     v = load_rows(of_head(V, b, kv), t * C.BN, j < S, C.BN, C.D)
     here = shown_keys(call.masks, b, j, j < S, S)
-    segments = call.masks.key_segments
-    if segments is not None:
-        segments = tl.load(segments + b * S + j, mask=j < S, other=0)
+    segments = load_segments(call.masks.key_segments, b, j, j < S, S)
     keys = k, v, j, here
     found = tl.zeros([C.BN, padded(C.D)], tl.float32), tl.zeros([C.BN, padded(C.D)], tl.float32)
     own = t * C.BN // TILE
@@ -184,10 +177,8 @@ def table_key_kernel(Q, K, V, DOUT, DK, DV, LSE, DELTA, table, call, visitors, C
 
     for g in range(G):
         h = kv.to(tl.int32) * G + g
-        bh, dropout = b * H + h, call.dropout
-        if dropout is not None:
-            dropout = head_dropout(call, b, h)
-        head = Head(bh, 0.0, None, call.scale, window, dropout)
+        bh = b * H + h
+        head = Head(bh, 0.0, None, call.scale, window, head_dropout(call, b, h))
         numbers = numbers_of(table, call, b, h)
         candidates = visitors.candidates + (bh * tiles + own) * 3
         first = tl.load(candidates) * (C.ROWS // C.BM)

@@ -5,6 +5,8 @@ distances, relative to the tile.
 """
 
 # mypy: ignore-errors
+# ruff: noqa: RET503
+# A missing part of a call is None: Triton 3.6 returns that only implicitly.
 # Triton compiles these functions and accepts only its own type annotations.
 
 import triton
@@ -88,13 +90,24 @@ def all_finite(rows):
 
 @triton.jit
 def load_slope(slopes, b, h, there=None):
-    """The slopes of some heads, in log2 units per token; 0 past the last head. Only an infinite slope is infinite in them."""
-    at = slopes.pointer + b * slopes.batch + h
-    if there is None:
-        m = tl.load(at)
-    else:
-        m = tl.load(at, mask=there, other=0.0)
-    return m * tl.where(tl.abs(m) < 2.3e38, LOG2E, 1.0)
+    """The slopes of some heads, in log2 units per token; 0 past the last head. Only an infinite slope is infinite in them.
+
+    Like all that loads a part of a call: None if the call does not have it.
+    """
+    if slopes is not None:
+        at = slopes.pointer + b * slopes.batch + h
+        if there is None:
+            m = tl.load(at)
+        else:
+            m = tl.load(at, mask=there, other=0.0)
+        return m * tl.where(tl.abs(m) < 2.3e38, LOG2E, 1.0)
+
+
+@triton.jit
+def load_segments(segments, b, i, there, count):
+    """The segments of queries, or keys, i of sequence b, of which there are `count`; None if there are no segments."""
+    if segments is not None:
+        return tl.load(segments + b * count + i, mask=there, other=0)
 
 
 @triton.jit
@@ -108,8 +121,9 @@ def shown_keys(masks, sequence, j, here, S):
 @triton.jit
 def bias_for(key_bias, bh, block, tiles, S):
     """The BlockBias of a head for a block of the plan, numbered over all heads; everything broadcasts."""
-    reference = tl.load(key_bias.references + block)
-    return BlockBias(key_bias.rest + bh * S, key_bias.pairs + bh * 2 * S, key_bias.bases + bh * tiles, reference)
+    if key_bias is not None:
+        reference = tl.load(key_bias.references + block)
+        return BlockBias(key_bias.rest + bh * S, key_bias.pairs + bh * 2 * S, key_bias.bases + bh * tiles, reference)
 
 
 @triton.jit
