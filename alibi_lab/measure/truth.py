@@ -9,6 +9,7 @@ import dataclasses
 import functools
 import math
 from collections.abc import Callable, Mapping, Sequence
+from typing import Any
 
 import torch
 from torch import Tensor
@@ -89,9 +90,9 @@ class Truth:
         return Errors(errors[0], max(errors[1:]) if len(errors) > 1 else None, wrong)
 
     def compared(self, result: Tensor) -> Tensor:
-        """The part of an output or a gradient [B, H, T, …] that is compared."""
-        result = result.detach() if result.ndim == 4 else result.detach()[..., None]
-        return result[:1, :, -ROWS:] if self.causal else _middle(result)
+        """The part of an output or a gradient [B, H, T, …] that is compared; not causal, the middle head of the last sequence."""
+        result, heads = result.detach() if result.ndim == 4 else result.detach()[..., None], result.shape[1]
+        return result[:1, :, -ROWS:] if self.causal else result[-1:, heads // 2 : heads // 2 + 1]
 
 
 def results_of(attention: Callable[..., Tensor], leaves: Sequence[Tensor], grad: Tensor | None) -> list[Tensor]:
@@ -112,7 +113,7 @@ def _results(inputs: Inputs, *, biased: bool, dropout_p: float, dtype: torch.dty
         leaves = [x[-1:, at].detach().to(dtype) for x in (inputs.query, inputs.key, inputs.value)]
         mask = None if inputs.key_mask is None else inputs.key_mask[-1:]
         places = None if inputs.points is None else inputs.points[-1:]
-        call = functools.partial(
+        call: Callable[..., Tensor] = functools.partial(
             alibi_attention, slopes=slopes[at] * biased, causal=False, key_mask=mask, positions=places, backend=backend
         )
         return results_of(call, leaves, inputs.grad[-1:, at].to(dtype))
@@ -122,37 +123,29 @@ def _results(inputs: Inputs, *, biased: bool, dropout_p: float, dtype: torch.dty
         query, grad = (x[:1, at, -ROWS:].detach().to(dtype) for x in (inputs.query, inputs.grad))
         near = [query] + [x[:1, at, -ROWS:].detach().to(dtype) for x in (inputs.key, inputs.value)]
         far = [x[:1, at, :-ROWS].detach().to(dtype) for x in (inputs.key, inputs.value)]
+        exact: Any = {"tolerance": 0.0, "backend": backend}
+        bias = slopes[at] * biased
         if inputs.table is not None and biased:
-            call = functools.partial(toeplitz_attention, tolerance=0.0, backend=backend)
-            run = _joined(call, far, inputs.table[at])
+            call, bias = functools.partial(toeplitz_attention, **exact), inputs.table[at]
         elif gates is None or not biased:
-            options = {"dropout_p": dropout_p, "seed": SEED, "head": head, "backend": backend}
-            run = _joined(functools.partial(attention_of_head, **options), far, slopes[at] * biased)  # type: ignore[arg-type]
+            options: Any = {"dropout_p": dropout_p, "seed": SEED, "head": head, "backend": backend}
+            call = functools.partial(attention_of_head, **options)
         else:
             near.append(gates[:1, at, -ROWS:].detach())
-            run = _gated([*far, gates[:1, at, :-ROWS]], slopes[at], backend)
-        found = results_of(run, near, grad)
+            far.append(gates[:1, at, :-ROWS])
+            call = functools.partial(_forgetting, **exact)
+        found = results_of(_joined(call, far, bias), near, grad)
         heads.append([x if x.ndim == 4 else x[..., None] for x in found])
     return [torch.cat(rows, 1) for rows in zip(*heads, strict=True)]
 
 
+def _forgetting(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, slopes: Tensor, **exact: Any) -> Tensor:
+    return forgetting_attention(q, k, v, gates.to(k.dtype), slopes, **exact)
+
+
 def _joined(attention: Callable[..., Tensor], far: Sequence[Tensor], bias: Tensor) -> Callable[..., Tensor]:
-    """Attention of the last queries as a function of the last keys and values alone."""
-    return lambda q, k, v: attention(q, torch.cat([far[0], k], 2), torch.cat([far[1], v], 2), bias)
-
-
-def _gated(far: Sequence[Tensor], slopes: Tensor, backend: str) -> Callable[..., Tensor]:
-    def attention(q: Tensor, *near: Tensor) -> Tensor:
-        key, value, gates = (torch.cat(parts, 2) for parts in zip(far, near, strict=True))
-        return forgetting_attention(q, key, value, gates.to(key.dtype), slopes, tolerance=0.0, backend=backend)
-
-    return attention
-
-
-def _middle(x: Tensor) -> Tensor:
-    """The middle head of the last sequence."""
-    at = x.shape[1] // 2
-    return x[-1:, at : at + 1]
+    """Attention of the last queries as a function of the last keys, values and gates alone."""
+    return lambda q, *near: attention(q, *(torch.cat(parts, 2) for parts in zip(far, near, strict=True)), bias)
 
 
 def _relative(results: Sequence[Tensor], true: Sequence[Tensor], units: Sequence[float]) -> list[float]:

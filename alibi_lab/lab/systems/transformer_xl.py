@@ -10,6 +10,7 @@ the memory from one training step to the next; here a memory starts empty with e
 
 import copy
 import math
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING
 
 import torch
@@ -19,7 +20,7 @@ from torch import Tensor, nn
 from alibi_lab.lab.config import EvalConfig, ModelConfig
 from alibi_lab.lab.model.position_method import Attention, Pass, PositionMethod
 from alibi_lab.position_methods import Look
-from alibi_lab.records import Curves
+from alibi_lab.records import Json
 
 if TYPE_CHECKING:
     from alibi_lab.lab.data.corpus import Corpus
@@ -67,7 +68,9 @@ class TransformerXL(RelativeSinusoids):
         self.memory = self.segment
 
     @classmethod
-    def curves(cls, model: "LanguageModel", corpus: "Corpus", config: EvalConfig) -> Curves:
+    def curves(
+        cls, model: "LanguageModel", corpus: "Corpus", config: EvalConfig
+    ) -> Mapping[str, Mapping[str, Sequence[Json]]]:
         """The loss by the length of the memory at test time: the second halves of rows of the longest length."""
         position, length = model.position, config.lengths[-1]
         if not isinstance(position, cls) or position.segment is None:
