@@ -27,7 +27,7 @@ ORDERS = {
     "alibi_attn.hf": (("caches",), ("attention",), ("readers",), ("patching",), ("embedding",)),
     "alibi_lab.lab": (
         ("clock", "config", "sealed_folder"),
-        ("config_io", "data", "model"),
+        ("config_io", "data", "model", "scales"),
         ("evaluation", "planning"),
         ("systems", "training"),
         ("progress",),

@@ -28,9 +28,10 @@ import torch
 from torch.autograd.profiler_util import FunctionEvent
 
 from alibi_attn.nn.linear.fastest import is_slow
-from alibi_lab.lab.config import Method, ModelConfig, Precision, RunConfig, TrainConfig, check_choice
+from alibi_lab.lab.config import Method, Precision, RunConfig, check_choice
 from alibi_lab.lab.data.corpus import random_corpus
 from alibi_lab.lab.model.method_trial import try_imported_methods
+from alibi_lab.lab.scales import MEDIUM, SMALL, SMOKE
 from alibi_lab.lab.training.flops import DTYPES, attention_flops, linear_flops, multiplying_parameters
 from alibi_lab.lab.training.parallel import prepare
 from alibi_lab.lab.training.train import Step
@@ -39,18 +40,8 @@ from alibi_lab.measure import timing
 from alibi_lab.measure.harness import Config, Row, Rows, Say, keep
 
 COMPARED: tuple[Method, ...] = ("alibi", "sinusoidal", "rotary", "t5")
-# Model and training of the recipe `quick` at the scales that fit on one CPU; a test compares them.
-TRAININGS: Mapping[str, tuple[ModelConfig, TrainConfig]] = {
-    "smoke": (
-        ModelConfig(num_layers=2, num_heads=2, embed_dim=32, ffn_dim=88),
-        TrainConfig(length=16, steps=8, batch_tokens=256, warmup_steps=2, log_every=2, checkpoint_every=4),
-    ),
-    "small": (ModelConfig(), TrainConfig(batch_tokens=2048, learning_rate=3e-3)),
-    "medium": (
-        ModelConfig(num_layers=4, num_heads=8, embed_dim=256, ffn_dim=688, vocab_size=2048),
-        TrainConfig(steps=2200, batch_tokens=4608, learning_rate=2e-3, warmup_steps=220, precision="bf16"),
-    ),
-}
+# The scales of the recipe `quick` that fit on one CPU.
+TRAININGS: Mapping[str, RunConfig] = {"smoke": SMOKE, "small": SMALL, "medium": MEDIUM}
 PRECISIONS: Mapping[Precision, str] = {"no": "fp32", "bf16": "bf16"}  # and their names in a record
 MATRIX_PRODUCTS = ("aten::mm", "aten::addmm", "aten::bmm", "aten::baddbmm")
 # Forward and backward of torch's attention; ours as an autograd.Function (`attention/operators/operator.py`), and as operators.
@@ -141,7 +132,7 @@ def _configs(scale: str, methods: Sequence[str], lengths: Sequence[int], least_s
     Raises:
         ConfigError: an unknown method, or a length that does not divide the batch.
     """
-    model, train = TRAININGS[scale]
+    model, train = TRAININGS[scale].model, TRAININGS[scale].train
     train = dataclasses.replace(train, steps=max(train.steps, least_steps))
     return [
         RunConfig(model=dataclasses.replace(model, method=method), train=dataclasses.replace(train, length=length))

@@ -5,7 +5,7 @@ sinusoidal positions; ALiBi needs no new positions when the length changes, so t
 """
 
 from alibi_lab.lab.config import Method, Recipe, RunConfig, Scale
-from alibi_lab.recipes.scales import LARGE, MEDIUM, SMALL, TINY, by_method, changed, trained_at
+from alibi_lab.lab.scales import LARGE, MEDIUM, SMALL, TINY, by_method, changed, trained_at
 
 COMPARED: tuple[Method, ...] = ("sinusoidal", "alibi")
 FIRST_SHARES = (0.5, 0.75)  # of the steps, at a quarter of the length

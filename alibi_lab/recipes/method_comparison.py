@@ -8,7 +8,7 @@ task's documents are as long as its training examples.
 import dataclasses
 
 from alibi_lab.lab.config import DataConfig, Method, Recipe, RunConfig, Scale, SymbolTask
-from alibi_lab.recipes.scales import LARGE, MEDIUM, SMALLER, TWO_STEPS, changed, trained_at
+from alibi_lab.lab.scales import LARGE, MEDIUM, SMALLER, TWO_STEPS, changed, trained_at
 
 _NAMES = (
     "none sinusoidal rotary t5 alibi alibi-half kerple alibi-log sandwich tisa fire nope-window drope fox alibi-fox"

@@ -6,8 +6,8 @@ with its context limited to the trained length, the baseline that a stretch has 
 """
 
 from alibi_lab.lab.config import Method, Recipe, RunConfig, Scale, Stretch
+from alibi_lab.lab.scales import LARGE, MEDIUM, SMALL, TINY, by_method, changed, trained_at
 from alibi_lab.position_methods import LOOKS
-from alibi_lab.recipes.scales import LARGE, MEDIUM, SMALL, TINY, by_method, changed, trained_at
 
 STRETCHES: dict[Method, tuple[Stretch, ...]] = {"rotary": ("linear", "ntk", "yarn"), "alibi": ("linear", "ntk")}
 _RUNS: dict[Scale, RunConfig] = {

@@ -4,17 +4,13 @@ Paper: figure 1 and section 2.2 (Press et al. 2022) at a small scale: bytes inst
 library instead of WikiText-103, 0.8 million parameters instead of 247 million, a thirtieth of an epoch instead of 205 epochs.
 """
 
-from alibi_lab.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunConfig, Scale, TrainConfig
-from alibi_lab.recipes.scales import LARGE, MEDIUM, SMALL, by_method, trained_at
+from alibi_lab.lab.config import Method, Recipe, RunConfig, Scale
+from alibi_lab.lab.scales import LARGE, MEDIUM, SMALL, SMOKE, by_method, trained_at
 
 COMPARED: tuple[Method, ...] = ("sinusoidal", "rotary", "t5", "alibi")
 _LENGTHS = (128, 256, 512, 1024, 2048)
 _RUNS: dict[Scale, RunConfig] = {
-    "smoke": RunConfig(
-        model=ModelConfig(num_layers=2, num_heads=2, embed_dim=32, ffn_dim=88),
-        train=TrainConfig(length=16, steps=8, batch_tokens=256, warmup_steps=2, log_every=2, checkpoint_every=4),
-        eval=EvalConfig(lengths=(16, 32, 64), tokens=256, batch_tokens=256),
-    ),
+    "smoke": SMOKE,
     "small": trained_at(SMALL, _LENGTHS),
     "medium": trained_at(MEDIUM, (*_LENGTHS, 4096)),
     "paper": trained_at(LARGE, _LENGTHS),

@@ -8,7 +8,7 @@ at every distance in longer texts. It distinguishes methods that use a longer co
 from dataclasses import replace
 
 from alibi_lab.lab.config import DataConfig, Method, Recipe, RunConfig, Scale
-from alibi_lab.recipes.scales import LARGE, MEDIUM, SMALLER, TINY, by_method, changed, trained_at
+from alibi_lab.lab.scales import LARGE, MEDIUM, SMALLER, TINY, by_method, changed, trained_at
 
 _NAMES = "none sinusoidal rotary t5 alibi alibi-half kerple fox alibi-fox"
 COMPARED: tuple[Method, ...] = tuple(_NAMES.split())

@@ -5,7 +5,7 @@ model, steps and order, with three seeds.
 """
 
 from alibi_lab.lab.config import Method, Recipe, RunConfig, Scale
-from alibi_lab.recipes.scales import LARGE, MEDIUM, SMALLER, TWO_STEPS, changed, trained_at
+from alibi_lab.lab.scales import LARGE, MEDIUM, SMALLER, TWO_STEPS, changed, trained_at
 
 SETS = ("Flattest4", "Flattest16", "Flattest4096", "Flattest65536", "AboveOne", "Uniform", "Exponential")
 _MODULE = "alibi_lab.lab.systems.slope_range"

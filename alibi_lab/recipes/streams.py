@@ -6,7 +6,7 @@ Here any trained model is tested, and each way of reading scores the same tokens
 """
 
 from alibi_lab.lab.config import Method, Recipe, RunConfig, Scale
-from alibi_lab.recipes.scales import LARGE, MEDIUM, SMALLER, TINY, by_method, changed, trained_at
+from alibi_lab.lab.scales import LARGE, MEDIUM, SMALLER, TINY, by_method, changed, trained_at
 
 COMPARED: tuple[Method, ...] = ("sinusoidal", "rotary", "alibi")
 _SMALL = changed(SMALLER, model={"num_layers": 4}, train={"steps": 1000, "warmup_steps": 100})

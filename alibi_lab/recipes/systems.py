@@ -6,7 +6,7 @@ of memory (the curve "memory").
 """
 
 from alibi_lab.lab.config import Method, Recipe, RunConfig, Scale
-from alibi_lab.recipes.scales import LARGE, MEDIUM, SMALLER, TWO_STEPS, by_method, changed, trained_at
+from alibi_lab.lab.scales import LARGE, MEDIUM, SMALLER, TWO_STEPS, by_method, changed, trained_at
 
 _SYSTEMS = (
     "shaw:Shaw transformer_xl:RelativeSinusoids transformer_xl:TransformerXL da_transformer:DATransformer "

@@ -10,7 +10,7 @@ from typing import TYPE_CHECKING, Any, Literal, TypeAlias
 
 from alibi_lab.lab.config import ConfigError, Recipe, RunConfig, Scale, check_scale
 from alibi_lab.lab.config_io import field_names, override
-from alibi_lab.recipes.scales import changed
+from alibi_lab.lab.scales import changed
 from alibi_lab.records import Json
 
 if TYPE_CHECKING:

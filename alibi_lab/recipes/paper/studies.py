@@ -9,8 +9,8 @@ from typing import Any
 
 from alibi_lab.lab.config import Method, RunConfig, Scale
 from alibi_lab.lab.config_io import from_json, to_json
+from alibi_lab.lab.scales import MEDIUM, changed, trained_at
 from alibi_lab.recipes.paper.cells import scaled, tested
-from alibi_lab.recipes.scales import MEDIUM, changed, trained_at
 
 LENGTHS = (64, 128, 256, 512, 1024, 1536, 2048, 3072)  # L, table 5
 LONGEST = 3072

@@ -1,4 +1,4 @@
-"""The models and trainings that recipes share at each scale, and how a recipe varies its runs.
+"""The models and trainings that recipes and the benchmark of trainings share, and how a recipe varies its runs.
 
 medium: 3.7 million parameters, 10 million tokens, two cores. A training costs at most half an hour on one core with bf16
 instructions (`results/medium.jsonl`), an hour on one with AVX2 only. paper: about 0.1 billion parameters, 1.3 billion tokens.
@@ -10,6 +10,11 @@ from typing import Any
 
 from alibi_lab.lab.config import DataConfig, EvalConfig, Method, ModelConfig, RunConfig, TrainConfig
 
+SMOKE = RunConfig(
+    model=ModelConfig(num_layers=2, num_heads=2, embed_dim=32, ffn_dim=88),
+    train=TrainConfig(length=16, steps=8, batch_tokens=256, warmup_steps=2, log_every=2, checkpoint_every=4),
+    eval=EvalConfig(lengths=(16, 32, 64), tokens=256, batch_tokens=256),
+)
 TINY = RunConfig(
     model=ModelConfig(num_layers=1, num_heads=2, embed_dim=16, ffn_dim=24),
     train=TrainConfig(steps=4, batch_tokens=128, warmup_steps=1, log_every=2, checkpoint_every=4),
