@@ -72,7 +72,7 @@ def call_of(spec: Spec, device: torch.device, *, planned: bool = True) -> Argume
         _slopes(spec, spec.slopes),
         NONE if spec.right_slopes is None else _slopes(spec, spec.right_slopes),
         _offset(spec),
-        _masks(spec),
+        grouped(Masks, pointer(spec.key_mask, torch.int8), pointer(spec.query_segments), pointer(spec.key_segments)),
         real(spec.scale),
         NONE if spec.window is None else number(spec.window),
         NONE if spec.dropout_seed is None else _dropout(spec, spec.dropout_seed),
@@ -93,10 +93,6 @@ def _offset(spec: Spec) -> Argument:
     if not isinstance(first, Tensor):
         return grouped(QueryOffset, NONE, number(0), varying(first, Varying.QUERY_OFFSET))
     return grouped(QueryOffset, pointer(first), number(0 if first.numel() == 1 else 1), number(0))
-
-
-def _masks(spec: Spec) -> Argument:
-    return grouped(Masks, pointer(spec.key_mask, torch.int8), pointer(spec.query_segments), pointer(spec.key_segments))
 
 
 def _dropout(spec: Spec, seed: Tensor) -> Argument:

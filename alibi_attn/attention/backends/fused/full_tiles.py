@@ -7,7 +7,7 @@ from torch import Tensor
 
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, width_for
 from alibi_attn.attention.backends.fused.kernels.arguments import Labels
-from alibi_attn.attention.backends.fused.launch import NONE, Argument, constants, grouped, launch, number, strided
+from alibi_attn.attention.backends.fused.launch import NONE, Argument, constants, grouped, launch, number, rows_of
 from alibi_attn.attention.backends.fused.space import Plan, allotted
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.transforms import in_memory
@@ -52,7 +52,7 @@ def find_full_tiles(spec: Spec, call: Argument, plan: Plan) -> Hidden:
     found = Hidden(allowed, first_seen, sums if is_biased else NONE)
     keys, queries = grouped(Labels, least, most, uniform, edges), grouped(Labels, *of_queries, NONE)
     if (programs := r * tiles + b * blocks) > 0:
-        bias = NONE if spec.key_bias is None else strided(in_memory(spec.key_bias))
+        bias = NONE if spec.key_bias is None else rows_of(in_memory(spec.key_bias))
         of_kernel = constants(CAUSAL=spec.causal, num_warps=4 if is_biased else 1)
         launch(device, labels_kernel, (programs, 1, 1), of_kernel, call, keys, queries, bias, found.sums)
     most_tiles, layout = max(tiles, blocks), plan.layout

@@ -7,7 +7,7 @@ from torch import Tensor
 from torch.autograd.function import once_differentiable
 
 from alibi_attn.attention.backends.fused.configs import width_for
-from alibi_attn.attention.backends.fused.launch import NONE, constants, launch, number, pointer, strided
+from alibi_attn.attention.backends.fused.launch import NONE, constants, launch, number, pointer, rows_of
 from alibi_attn.attention.call.spec import GATE_FLOOR, GATE_STEP
 from alibi_attn.attention.call.transforms import in_memory
 
@@ -39,9 +39,9 @@ class _GateBiases(torch.autograd.Function):
         start = torch.empty((b, num_heads, query_len), dtype=torch.int64, device=device)
         if bias.numel() > 0:
             of_kernel = constants(WIDTH=width_for(s, most=1024), FLOOR=GATE_FLOOR, STEP=GATE_STEP)
-            own = NONE if key_bias is None else strided(key_bias)
+            own = NONE if key_bias is None else rows_of(key_bias)
             arguments = *map(pointer, (bias, query_bias, start)), *map(number, (first, rows, num_heads, query_len, s))
-            launch(device, scan_kernel, (b * rows, 1, 1), of_kernel, strided(log_fgate), own, *arguments)
+            launch(device, scan_kernel, (b * rows, 1, 1), of_kernel, rows_of(log_fgate), own, *arguments)
         ctx.save_for_backward(log_fgate)
         ctx.first, ctx.own_dtype = first, None if key_bias is None else key_bias.dtype
         ctx.mark_non_differentiable(start)
@@ -66,7 +66,7 @@ class _GateBiases(torch.autograd.Function):
             of_kernel, device = constants(WIDTH=width_for(s, most=1024), FLOOR=GATE_FLOOR), log_fgate.device
             numbers = ctx.first, rows, given.shape[1], query_len, s
             arguments = *map(pointer, (dkey, dquery, dgates)), *map(number, numbers)
-            launch(device, suffix_kernel, (b * rows, 1, 1), of_kernel, strided(log_fgate), *arguments)
+            launch(device, suffix_kernel, (b * rows, 1, 1), of_kernel, rows_of(log_fgate), *arguments)
         return dgates, of_own, None, None, None
 
 

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
 from alibi_attn.attention.backends.fused.kernels.arguments import KeyBias
-from alibi_attn.attention.backends.fused.launch import Argument, constants, grouped, launch, number, strided
+from alibi_attn.attention.backends.fused.launch import Argument, constants, grouped, launch, number, rows_of
 from alibi_attn.attention.backends.fused.space import allotted
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.certificate.constants import TILE
@@ -33,5 +33,5 @@ def split(spec: Spec, key_bias: Tensor) -> Argument:
     parts, programs = parts_of(spec, key_bias.device), spec.batch * spec.num_heads * -(-spec.key_len // TILE)
     if programs > 0:
         numbers = number(spec.num_heads), number(spec.key_len)
-        launch(key_bias.device, split_kernel, (programs, 1, 1), constants(), strided(key_bias), parts, *numbers)
+        launch(key_bias.device, split_kernel, (programs, 1, 1), constants(), rows_of(key_bias), parts, *numbers)
     return parts

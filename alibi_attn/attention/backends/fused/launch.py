@@ -199,14 +199,13 @@ def in_rows(*tensors: Tensor) -> Iterator[Tensor]:
 
 
 def rows_of(tensor: Tensor) -> Argument:
-    """The `Rows` of a tensor [B, heads, rows, D] with a last stride of 1."""
-    batch, head, row, _ = tensor.stride()
+    """The `Rows` of a tensor [B, heads, rows, D] with a last stride of 1, or of single numbers, [B, heads, rows]."""
+    strides = tensor.stride()[:3]
     if tensor.device.type == "cpu":
-        return Argument(Rows(tensor, batch, head, row), None)
-    address = tensor.data_ptr()
-    numbers = batch | head | row
-    kind = _rows_kind(tensor.dtype, (address | numbers) & 15 == 0, numbers >> 31 > 0)
-    return Argument(Rows(address, batch, head, row), kind, tensor)
+        return Argument(Rows(tensor, *strides), None)
+    address, numbers = tensor.data_ptr(), strides[0] | strides[1] | strides[2]
+    kind = _rows_kind(tensor.dtype, tensor.ndim == 4 and (address | numbers) & 15 == 0, numbers >> 31 > 0)
+    return Argument(Rows(address, *strides), kind, tensor)
 
 
 class Described(NamedTuple):
@@ -265,15 +264,6 @@ def _descriptor(kind: Any, address: int, sizes: tuple[int, ...], strides: tuple[
     from triton.tools.tensor_descriptor import TensorDescriptor
 
     return TensorDescriptor(Pointer(kind.base.dtype, address), list(sizes), list(strides), kind.block_shape)
-
-
-def strided(tensor: Tensor) -> Argument:
-    """The `Rows` of a tensor [B, heads, rows] of single numbers."""
-    if tensor.device.type == "cpu":
-        return Argument(Rows(tensor, *tensor.stride()), None)
-    batch, head, row = tensor.stride()
-    kind = _rows_kind(tensor.dtype, False, (batch | head | row) >> 31 > 0)
-    return Argument(Rows(tensor.data_ptr(), batch, head, row), kind, tensor)
 
 
 def pointer(tensor: Tensor | None, dtype: torch.dtype | None = None) -> Argument:

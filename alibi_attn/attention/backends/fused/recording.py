@@ -8,6 +8,7 @@ A cache grows with every token. So a decoding call is of the same kind as the on
 also fills in the number of keys and the position of its first query, and all else that kernels get depends on the tiles only.
 """
 
+import dataclasses
 import itertools
 import operator
 import threading
@@ -29,6 +30,7 @@ MOST = 512  # kinds of calls that are kept
 ALIGNMENT = 32  # words; every part of the scratch memory begins at a multiple of 128 bytes
 
 Body = Callable[..., None]
+Picked = Callable[[Sequence[Any]], Any]  # what stands at some places of a list
 
 
 def replayed(
@@ -146,6 +148,7 @@ def _recorded(tensors: Sequence[Tensor | None], body: Body, *, varying: int) -> 
     return recorder.recording()
 
 
+@dataclasses.dataclass(frozen=True)
 class Recording:
     """The launches of a kind of call. Their arguments are built from one list of values: addresses, numbers, and groups of these.
 
@@ -153,32 +156,26 @@ class Recording:
         words: of scratch memory.
         addresses: (which of the tensors, which come before the scratch memory; offset in bytes).
         constants: the numbers.
-        groups, runs: for each tuple of arguments, and for each launch, the places of its members in the list. The list begins
+        groups, runs: for each tuple of arguments, and for each launch, what picks its members from the list. The list begins
             with the numbers of `Varying`, if these vary.
     """
 
-    def __init__(
-        self,
-        words: int,
-        addresses: list[tuple[int, int]],
-        constants: list[Any],
-        groups: list[list[int]],
-        runs: list[tuple[Any, list[int]]],
-    ) -> None:
-        self._words, self._addresses, self._constants = words, addresses, constants
-        self._groups = [operator.itemgetter(*places) for places in groups]
-        self._runs = [(run, operator.itemgetter(*places)) for run, places in runs]
+    words: int
+    addresses: list[tuple[int, int]]
+    constants: list[Any]
+    groups: list[Picked]
+    runs: list[tuple[Any, Picked]]
 
     def replay(self, device: torch.device, tensors: Sequence[Tensor | None], varying: tuple[int, ...] = ()) -> None:
         """Launches the kernels on other tensors of the same kind; the device is the current one."""
         bases = [0 if x is None else x.data_ptr() for x in tensors]
-        if self._words:
-            scratch = torch.empty(self._words, dtype=torch.int32, device=device)  # lives until all are launched
+        if self.words:
+            scratch = torch.empty(self.words, dtype=torch.int32, device=device)  # lives until all are launched
             bases.append(scratch.data_ptr())
-        values = [*varying, *[bases[tensor] + offset for tensor, offset in self._addresses], *self._constants]
-        for group in self._groups:
+        values = [*varying, *[bases[tensor] + offset for tensor, offset in self.addresses], *self.constants]
+        for group in self.groups:
             values.append(group(values))
-        for run, arguments in self._runs:
+        for run, arguments in self.runs:
             run(*arguments(values))
 
 
@@ -221,12 +218,12 @@ class _Recorder:
         counts = self._varying, len(self._addresses), len(self._constants)
         begin = [0, *itertools.accumulate(counts)]
 
-        def flat(places: list[Place]) -> list[int]:
-            return [begin[kind] + n for kind, n in places]
+        def picked(places: list[Place]) -> Picked:
+            return operator.itemgetter(*[begin[kind] + n for kind, n in places])
 
-        groups = [flat(places) for places in self._groups]
+        groups = [picked(places) for places in self._groups]
         return Recording(
-            self._words, self._addresses, self._constants, groups, [(run, flat(places)) for run, places in runs]
+            self._words, self._addresses, self._constants, groups, [(run, picked(places)) for run, places in runs]
         )
 
     def _place(self, argument: Argument) -> Place:
