@@ -11,6 +11,7 @@ and is added to lse afterwards.
 """
 
 import dataclasses
+import functools
 import math
 
 import torch
@@ -108,10 +109,6 @@ def _finite_rows(
     return spec, q, k, None if value is None else v
 
 
-def _infer(spec: Spec, q: Tensor, k: Tensor, v: Tensor) -> tuple[Tensor, Tensor, Saved]:
-    return _forward(spec, q, k, v, for_gradients=False)
-
-
 def _forward(
     spec: Spec, q: Tensor, k: Tensor, v: Tensor, *, has_values: bool = True, for_gradients: bool = True
 ) -> tuple[Tensor, Tensor, Saved]:
@@ -201,7 +198,12 @@ def _empty_saved(arguments: Arguments) -> Saved:
     return Saved(visited, query.new_empty((query.shape[0], 0), dtype=torch.promote_types(query.dtype, torch.float32)))
 
 
-run = operator(on_finite_numbers("banded", _forward, _backward, _empty_saved, infer=_infer), READS)
+run = operator(
+    on_finite_numbers(
+        "banded", _forward, _backward, _empty_saved, infer=functools.partial(_forward, for_gradients=False)
+    ),
+    READS,
+)
 
 
 def _forward_piece(
@@ -251,18 +253,10 @@ def _backward_piece(
     mass = query_view(lse, piece)
     if shift is not None:
         mass = mass + shift
-    gradients = _fused_backward(
-        query_view(grad, piece)[:, None],
-        query_view(q, piece)[:, None],
-        key_view(k, piece)[:, None],
-        key_view(v, piece)[:, None],
-        query_view(out, piece)[:, None],
-        mass[:, None].contiguous(),
-        0.0,
-        piece.kind == "diagonal",
-        attn_mask=mask,
-        scale=head.spec.scale,
-    )
+    grad, q, out = (query_view(x, piece)[:, None] for x in (grad, q, out))
+    k, v = (key_view(x, piece)[:, None] for x in (k, v))
+    rest = mass[:, None].contiguous(), 0.0, piece.kind == "diagonal"
+    gradients = _fused_backward(grad, q, k, v, out, *rest, attn_mask=mask, scale=head.spec.scale)
     gq, gk, gv = (x[:, 0] for x in gradients)
     d = dq.shape[-1]
     query_view(dq, piece).add_(gq[..., :d])

@@ -92,9 +92,6 @@ class _Head:
         left, right: [N] the certified reach of every tile of queries.
         low, high: [N] in keys: outside of them the mask and segments hide every key from the tile of queries.
         plain: causal, every query has a key at its position, no mask, and a bias small enough to be applied along the keys.
-        threads: the number of cores.
-        measured: whether to cut far keys into sections.
-        most_keys: keys per block of a piece.
     """
 
     spec: Spec
@@ -104,9 +101,6 @@ class _Head:
     low: np.ndarray
     high: np.ndarray
     plain: bool
-    threads: int
-    measured: bool
-    most_keys: int
 
 
 def plan(
@@ -115,6 +109,7 @@ def plan(
     """The pieces of every sequence and head, [B][H]; reads the bounds on the host.
 
     Args:
+        threads: the number of cores.
         measured: cut the far keys of wide bands into sections, whose weights forward measures.
         most_keys: keys per block of a piece.
     """
@@ -122,26 +117,16 @@ def plan(
     low, high = (x.numpy() for x in _reachable_tiles(spec))
     left, right = bounds.left.numpy(), bounds.right.numpy()  # ten times as fast as small tensors
     plain = spec.causal and spec.window is None and spec.key_mask is None and spec.key_segments is None
-    pieces_of = []
+    pieces_of: list[list[list[Piece]]] = []
     for b in range(spec.batch):
         inside = first[b] >= 0 and first[b] + spec.query_len <= spec.key_len
         flat = (slopes[b] * ROWS >= 0) & (slopes[b] * ROWS <= 2 * MAX_BIAS)
-        heads = [
-            _Head(
-                spec,
-                first[b],
-                left[b, h],
-                right[b, h],
-                low[b],
-                high[b],
-                plain=plain and inside and is_flat,
-                threads=threads,
-                measured=measured,
-                most_keys=most_keys,
-            )
-            for h, is_flat in enumerate(flat.tolist())
-        ]
-        pieces_of.append([_pieces(head, bounds.outlier_tiles[b, h].tolist()) for h, head in enumerate(heads)])
+        pieces_of.append([])
+        for h, is_flat in enumerate(flat.tolist()):
+            head = _Head(spec, first[b], left[b, h], right[b, h], low[b], high[b], plain and inside and is_flat)
+            whole = _pieces(head, bounds.outlier_tiles[b, h].tolist(), measured=measured)
+            cut = (part for piece in whole for part in _cut(piece, most_keys))
+            pieces_of[b].append([part for piece in cut for part in _spread(spec, piece, threads)])
     return pieces_of
 
 
@@ -158,7 +143,7 @@ def _reachable_tiles(spec: Spec) -> tuple[Tensor, Tensor]:
     return low // TILE * TILE, (-(-high // TILE) * TILE).clamp(max=spec.key_len)
 
 
-def _pieces(head: _Head, outlier_tiles: list[int]) -> list[Piece]:
+def _pieces(head: _Head, outlier_tiles: list[int], *, measured: bool) -> list[Piece]:
     spec = head.spec
     widest = min(int(head.left.max()), spec.window or spec.key_len, spec.key_len)
     edge = 0
@@ -172,12 +157,10 @@ def _pieces(head: _Head, outlier_tiles: list[int]) -> list[Piece]:
     for tile in outlier_tiles:
         pieces += _outlier_pieces(spec, met, tile) if tile >= 0 else ()
     # A head whose certified reach is far beyond the keys needs most of them.
-    if head.measured and spec.key_len >= LONG and np.median(head.left) <= 2 * spec.key_len:
+    if measured and spec.key_len >= LONG and np.median(head.left) <= 2 * spec.key_len:
         width = max(NARROWEST, -(-widest // SECTIONS // TILE) * TILE)
         pieces = [section for piece in pieces for section in _sections(head, piece, width)]
-    return [
-        part for piece in pieces for cut in _cut(piece, head.most_keys) for part in _spread(spec, cut, head.threads)
-    ]
+    return pieces
 
 
 def _without_band(spec: Spec, query: int, met: list[_Block]) -> Iterator[_Block]:

@@ -235,19 +235,11 @@ def _narrow(x: Tensor, spec: Spec) -> Tensor:
     return x if x.shape[-1] == spec.head_dim else x[..., : spec.head_dim].contiguous()
 
 
-def _call(
-    function: str,
-    spec: Spec,
-    rows: dict[str, Tensor],
-    arrays: Arrays,
-    *,
-    has_values: bool = True,
-    for_backward: bool = True,
-) -> None:
+def _call(function: str, spec: Spec, rows: dict[str, Tensor], arrays: Arrays, **flags: bool) -> None:
     """Fills a `build.Call` and runs it; the keys of `rows` and `arrays` are its fields."""
     if spec.batch == 0:
         return  # the kernels divide by the number of sequences
-    call, _alive = call_of(spec, rows, arrays, has_values=has_values, for_backward=for_backward)
+    call, _alive = call_of(spec, rows, arrays, **flags)
     library = build.library(part=build.part_of(dtype_name(rows["query"].dtype)))
     getattr(library, f"alibi_{function}_{dtype_name(_work(rows))}")(ctypes.byref(call))
 
