@@ -87,7 +87,7 @@ TYPES |= dict.fromkeys(
     ("LSE", "DLSE", "DELTA", "SHIFTED", "DSLOPES", "NORMS", "OUTS", "LSES", "GIVEN_LSE", "ALLOWANCE"), "*fp32"
 )
 TYPES |= dict.fromkeys(("ARRIVED", "CANDIDATES", "ORDER", "FULL_BLOCKS", "FULL_TILES", "MEASURED", "ONLINE"), "*i32")
-TYPES |= dict.fromkeys(("COUNT", "SUMS", "FIRST_SEEN", "KEY_ORDER"), None)
+TYPES |= dict.fromkeys(("SUMS", "FIRST_SEEN", "KEY_ORDER"), None)
 TYPES |= dict.fromkeys(("queries", "keys"), LABELS)
 TYPES |= dict.fromkeys(("BIAS", "GATES", "OWN"), Rows("*fp32", "i32", "i32", "i32"))
 TYPES |= dict.fromkeys(("KEY_BIAS", "QUERY_BIAS", "DKEY", "DQUERY"), "*fp64")

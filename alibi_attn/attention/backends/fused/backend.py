@@ -130,14 +130,14 @@ def plan_rows(query_len: int) -> int:
 
 
 def forward(
-    spec: Spec, query: Tensor, key: Tensor, value: Tensor, tiles: Plan | None, *, counts: Tensor | None = None,
-    call: Argument | None = None, given_lse: Tensor | None = None, into: tuple[Tensor, Tensor] | None = None,
+    spec: Spec, query: Tensor, key: Tensor, value: Tensor, tiles: Plan | None, *, call: Argument | None = None,
+    given_lse: Tensor | None = None, into: tuple[Tensor, Tensor] | None = None,
     measured: bool = True,
 ) -> tuple[Tensor, Tensor]:  # fmt: skip
-    """(output, lse) over the tiles of a plan; `counts` [B, H, ⌈T / tile⌉] int32 gets the tiles that each tile of queries visits.
+    """(output, lse) over the tiles of a plan.
 
     Without a plan, up to DECODE_QUERIES queries visit all keys that they may see; there are no masks and biases of keys.
-    If keys are split, `counts` is [B, K, parts] with the parts of `decode_parts`. With a key bias lse is [B, 3, H, T]: in units
+    With a key bias lse is [B, 3, H, T]: in units
     of log2, followed by the pair that each is relative to. Queries that are all beyond the keys are moved next to them, and lse
     is that of the moved ones; `given_lse` [B, H, T] gets the natural lse at the given positions. `into` gets the result.
     `measured`: which tiles matter is written to the plan, if `measures` says so.
@@ -148,7 +148,7 @@ def forward(
     call = call_of(spec, query.device) if call is None else call
     if tiles is None or (spec.table is None and is_split(spec, query)):
         visited = _EVERYTHING if tiles is None else _visited(tiles, with_masks=False)
-        forward_in_parts(spec, call, (query, key, value), visited, (output, lse, given_lse), counts)
+        forward_in_parts(spec, call, (query, key, value), visited, (output, lse, given_lse))
         return output, lse
     if spec.table is not None:
         table.forward(spec, call, (query, key, value), _visited(tiles), tiles.rows, (output, lse, given_lse))
@@ -159,7 +159,7 @@ def forward(
         query.device, forward_kernel, (spec.batch * spec.num_heads * -(-spec.query_len // shape.queries), 1, 1),
         of_shape(shape), rows_of(query), rows_of(key), rows_of(value),
         rows_of(output), pointer(lse), pointer(given_lse), call, _visited(tiles),
-        tiles.norms if is_plain else NONE, tiles.order, pointer(counts),
+        tiles.norms if is_plain else NONE, tiles.order,
         *((tiles.space.at(tiles.layout.measured), tiles.allowance) if measured and measures(spec, query) else (NONE, NONE)),
         tiles.online if is_plain and spec.dropout_p == 0 and may_fix(query.dtype, spec.head_dim) else NONE,
         tiling(spec.head_dim, spec.causal, shape[:2], tiles.rows),

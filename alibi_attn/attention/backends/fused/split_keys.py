@@ -44,9 +44,7 @@ def decode_parts(spec: Spec, query: Tensor) -> int:
     return max(1, min(programs // (spec.batch * spec.num_kv_heads), -(-spec.key_len // (4 * TILE)), 64))
 
 
-def forward_in_parts(
-    spec: Spec, call: Argument, inputs: Inputs, visited: Argument, into: Into, counts: Tensor | None
-) -> None:
+def forward_in_parts(spec: Spec, call: Argument, inputs: Inputs, visited: Argument, into: Into) -> None:
     """Fills `into`, see `backend.forward`: parts of the keys, and then their sum."""
     from alibi_attn.attention.backends.fused.kernels.decode import decode_kernel
 
@@ -57,7 +55,7 @@ def forward_in_parts(
     outputs, lses = memory_of_parts(parts, query, lse)
     launch(
         device, decode_kernel, (spec.batch * spec.num_kv_heads, chunks, parts), of_shape(shape), rows_of(query), rows_of(key),
-        rows_of(value), outputs, lses, call, visited, pointer(counts), tiling(spec.head_dim, spec.causal, shape[:2], None),
+        rows_of(value), outputs, lses, call, visited, tiling(spec.head_dim, spec.causal, shape[:2], None),
     )  # fmt: skip
     merge(call, query, parts, outputs, lses, (rows_of(output), pointer(lse), pointer(given_lse)))
 

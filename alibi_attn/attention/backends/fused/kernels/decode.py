@@ -42,13 +42,13 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
 
 
 @triton.jit
-def decode_kernel(Q, K, V, OUTS, LSES, call, visited, COUNT, C):
+def decode_kernel(Q, K, V, OUTS, LSES, call, visited, C):
     """Program: (key head, chunk of BM packed rows, part of the keys); row g·T + t is query t of the group's head g.
 
     `visited.bands` is None if all keys are visited that the queries may see; Triton 3.6 cannot ask a tuple whether it is None.
 
-    OUTS is [parts, B, H, T, D] and LSES [parts, B, H, T] (see `lse_rows`), both fp32; COUNT [B, K, parts] or None, as in
-    forward. The heads of a group share one plan.
+    OUTS is [parts, B, H, T, D] and LSES [parts, B, H, T] (see `lse_rows`), both fp32. The heads of a group
+    share one plan.
     """
     H, G, T, S = call.H, call.G, call.T, call.S
     bk, part = tl.program_id(0).to(tl.int64), tl.program_id(2)
@@ -83,7 +83,6 @@ def decode_kernel(Q, K, V, OUTS, LSES, call, visited, COUNT, C):
     l_i = tl.zeros([C.BM], tl.float32)
     acc = tl.zeros([C.BM, padded(C.D)], tl.float32)
 
-    visits = 0
     if visited.bands is None:
         low, high = seen_keys(None, 0, start, start + T, there=True, S=S, window=window, CAUSAL=C.CAUSAL)
         first, last = low // C.BN, tl.cdiv(high, C.BN)
@@ -95,17 +94,11 @@ def decode_kernel(Q, K, V, OUTS, LSES, call, visited, COUNT, C):
     begin = first + part * share
     for tile in tl.range(begin, tl.minimum(begin + share, last)):
         m_i, l_i, acc, _weight = attend_partial(tile, queries, head, m_i, l_i, acc, K, V, call.masks, S, C)
-        if COUNT is not None:
-            visits += 1
     if visited.bands is not None:
         outliers = visited.beside + b * visited.row + kv * G * OUTLIERS
         for x in tl.range(part, outlier_count(outliers) * (TILE // C.BN), tl.num_programs(2), num_stages=1):
             tile = outlier_tile(x, outliers, C.BN)
             m_i, l_i, acc, _weight = attend_partial(tile, queries, head, m_i, l_i, acc, K, V, call.masks, S, C)
-            if COUNT is not None:
-                visits += 1
-    if COUNT is not None:
-        tl.store(COUNT + bk * tl.num_programs(2) + part, visits)
 
     sequence = part.to(tl.int64) * tl.num_programs(0) // kv_heads + b
     row = (sequence * H + h) * T + i

@@ -210,7 +210,7 @@ def online_count(ONLINE, n, band, start, T, C):
 
 
 @triton.jit
-def forward_kernel(Q, K, V, OUT, LSE, GIVEN_LSE, call, visited, NORMS, ORDER, COUNT, MEASURED, ALLOWANCE, ONLINE, C):
+def forward_kernel(Q, K, V, OUT, LSE, GIVEN_LSE, call, visited, NORMS, ORDER, MEASURED, ALLOWANCE, ONLINE, C):
     """Program: one block of BM queries of one head; the heaviest heads, and in them the last blocks, come first.
 
     Args:
@@ -218,7 +218,6 @@ def forward_kernel(Q, K, V, OUT, LSE, GIVEN_LSE, call, visited, NORMS, ORDER, CO
         ORDER: [B·H] int32, the heaviest head first; None = as they are.
         GIVEN_LSE: [B, H, T] fp32, or with a key bias fp64, see `lse_before_move`; None = not wanted.
         NORMS: [2, B, K, tiles] fp32, the largest norms of keys and of values; None if they are unknown, or with a key bias.
-        COUNT: [B, H, ⌈T / BM⌉] int32, the number of visited tiles; None = not counted.
         MEASURED: `measured` of Plan, with `row` numbers per sequence, if TILE divides BM; None = not wanted.
         ALLOWANCE, ONLINE: `allowance` and `online` of Certificate; ONLINE=None: online softmax everywhere.
     """
@@ -249,7 +248,7 @@ def forward_kernel(Q, K, V, OUT, LSE, GIVEN_LSE, call, visited, NORMS, ORDER, CO
     l_i = tl.zeros([C.BM], tl.float32)
     acc = tl.zeros([C.BM, padded(C.D)], tl.float32)
 
-    blocks, visits = tl.cdiv(T, C.ROWS), 0
+    blocks = tl.cdiv(T, C.ROWS)
     of_sequence = b * visited.row + n * C.BM // C.ROWS * 2
     if head.bias is not None:
         of_sequence += h * blocks * 2  # each head hides other keys
@@ -280,8 +279,6 @@ def forward_kernel(Q, K, V, OUT, LSE, GIVEN_LSE, call, visited, NORMS, ORDER, CO
                 tile, queries, head, m_i, l_i, acc, K, V, S, C, DIAGONAL=True, FIXED=False
             )
             ends = widened(ends, tile, part, l_i, rule, start, C)
-            if COUNT is not None:
-                visits += 1
         rest = Band(band.first, band.last, band.low, diagonal, diagonal, diagonal)
     outliers = visited.beside + b * visited.row + (h * blocks + n * C.BM // C.ROWS) * OUTLIERS
     partial = tl.maximum(rest.last - rest.first, 0) - full_count(rest)
@@ -294,8 +291,6 @@ def forward_kernel(Q, K, V, OUT, LSE, GIVEN_LSE, call, visited, NORMS, ORDER, CO
         m_i, l_i, acc, part = attend_partial(tile, queries, head, m_i, l_i, acc, K, V, call.masks, S, C)
         # Outlier tiles are always visited.
         ends = widened(ends, tl.where(x < partial, tile, nearest), part, l_i, rule, start, C)
-        if COUNT is not None:
-            visits += 1
     online = full_count(band)
     if ONLINE is not None:
         online = online_count(ONLINE + bh * tl.cdiv(T, TILE), n, band, start, T, C)
@@ -306,16 +301,12 @@ def forward_kernel(Q, K, V, OUT, LSE, GIVEN_LSE, call, visited, NORMS, ORDER, CO
                 tile, queries, head, m_i, l_i, acc, K, V, S, C, DIAGONAL=False, FIXED=FIXED
             )
             ends = widened(ends, tile, part, l_i, rule, start, C)
-            if COUNT is not None:
-                visits += 1
     if MEASURED is not None:
         parts, at = blocks * (C.ROWS // TILE), n * C.BM // TILE
         count = tl.where(n == programs - 1, parts - at, C.BM // TILE)
         low, high = tl.load(visited.bands + block + 2), tl.load(visited.bands + block + 3)
         at = MEASURED + b * visited.row + (h * parts + at) * 4
         write_measured(at, ends, (i < T) & (l_i != 0.0), start, band.last, count, low, high, C)
-    if COUNT is not None:
-        tl.store(COUNT + bh * programs + n, visits)
 
     store_rows(OUT, n * C.BM, normalized(acc, l_i), i < T, C.BM, C.D)
     LSE = lse_rows(LSE, bh, b, H, T, call.key_bias)
