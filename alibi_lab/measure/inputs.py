@@ -111,26 +111,18 @@ def root_distance(case: Case) -> Inputs:
 def plane(case: Case) -> Inputs:
     """Symmetric, for patches of an image, row by row; coordinates count patches."""
     side = math.ceil(case.length**0.5)
-    rows, columns = (
-        torch.arange(case.length, device=case.device) // side,
-        torch.arange(case.length, device=case.device) % side,
-    )
-    points = torch.stack([rows, columns], -1).float().expand(case.batch, -1, -1)
+    patch = torch.arange(case.length, device=case.device)
+    points = torch.stack([patch // side, patch % side], -1).float().expand(case.batch, -1, -1)
     return dataclasses.replace(noise(case), points=points)
 
 
 def masked(case: Case) -> Inputs:
     """Symmetric, with padding: texts of a third of the length or more, one of them as long as the batch."""
-    return dataclasses.replace(noise(case), key_mask=padding(case))
-
-
-def padding(case: Case) -> Tensor:
-    """[B, S] bool, True = a token of its text."""
-    lengths = torch.randint(
-        case.length // 3, case.length + 1, (case.batch,), generator=torch.Generator().manual_seed(2)
-    )
+    generator = torch.Generator().manual_seed(2)
+    lengths = torch.randint(case.length // 3, case.length + 1, (case.batch,), generator=generator)
     lengths[0] = case.length if case.batch > 1 else lengths[0]
-    return (torch.arange(case.length) < lengths[:, None]).to(case.device)
+    key_mask = (torch.arange(case.length) < lengths[:, None]).to(case.device)
+    return dataclasses.replace(noise(case), key_mask=key_mask)
 
 
 def gates(case: Case, *, logit: float, bound: float) -> Inputs:

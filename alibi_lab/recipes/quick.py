@@ -17,11 +17,6 @@ _RUNS: dict[Scale, RunConfig] = {
 }
 
 
-def runs(scale: Scale) -> tuple[RunConfig, ...]:
-    """The same model, data, order and seed for every method."""
-    return by_method(_RUNS[scale], COMPARED)
-
-
 RECIPE = Recipe(
     name="quick",
     question="Trained at 128 tokens, which position methods still predict well at 256, 512, 1,024 and 2,048?",
@@ -31,5 +26,5 @@ RECIPE = Recipe(
         "ALiBi's perplexity does not rise beyond 128 tokens; sinusoidal and rotary rise steeply; "
         "T5 bias rises less: examples this short barely train its distant buckets"
     ),
-    runs=runs,
+    runs=lambda scale: by_method(_RUNS[scale], COMPARED),  # the same model, data, order and seed for every method
 )

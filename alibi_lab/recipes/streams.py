@@ -10,17 +10,12 @@ from alibi_lab.lab.scales import LARGE, MEDIUM, SMALLER, TINY, by_method, change
 
 COMPARED: tuple[Method, ...] = ("sinusoidal", "rotary", "alibi")
 _SMALL = changed(SMALLER, model={"num_layers": 4}, train={"steps": 1000, "warmup_steps": 100})
-_RUNS: dict[Scale, RunConfig] = {
+_RUNS: dict[Scale, RunConfig] = {  # memories of L and 4 L tokens, with 0 and 4 sinks
     "smoke": trained_at(TINY, (16, 64), memory=(16,), sinks=(0, 4)),
     "small": trained_at(_SMALL, (64, 128, 256, 512), tokens=8192, memory=(64, 256), sinks=(0, 4)),
     "medium": trained_at(MEDIUM, (128, 256, 512, 1024), tokens=16_384, memory=(128, 512), sinks=(0, 4)),
     "paper": trained_at(LARGE, (512, 1024, 2048), memory=(512, 1024), sinks=(0, 4)),
 }
-
-
-def runs(scale: Scale) -> tuple[RunConfig, ...]:
-    """The same model, data, order and seed for every method; memories of L and 4 L tokens, with 0 and 4 sinks."""
-    return by_method(_RUNS[scale], COMPARED)
 
 
 RECIPE = Recipe(
@@ -33,5 +28,5 @@ RECIPE = Recipe(
         "sliding window in one pass over the text; rotary and sinusoidal get worse at the distances that a memory adds; a "
         "rolling window is within 1 % of the sliding one with four sinks or none: this small model does not rely on first tokens"
     ),
-    runs=runs,
+    runs=lambda scale: by_method(_RUNS[scale], COMPARED),  # the same model, data, order and seed for every method
 )

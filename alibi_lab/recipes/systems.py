@@ -23,11 +23,6 @@ _RUNS: dict[Scale, RunConfig] = {
 }
 
 
-def runs(scale: Scale) -> tuple[RunConfig, ...]:
-    """The built-in methods first, then every system."""
-    return by_method(_RUNS[scale], (*BUILT_IN, *SYSTEMS))
-
-
 RECIPE = Recipe(
     name="systems",
     question="Which attention systems of other papers work beyond their trained length, and which beat ALiBi within it?",
@@ -37,5 +32,5 @@ RECIPE = Recipe(
         "clipped distances, windows, segments with a memory and sinusoids of the distance keep their perplexity at eight times "
         "the trained length, as ALiBi does; absolute sinusoids and rotary positions do not (docs/lab-results.md)"
     ),
-    runs=runs,
+    runs=lambda scale: by_method(_RUNS[scale], (*BUILT_IN, *SYSTEMS)),
 )

@@ -33,7 +33,7 @@ def test_medium_has_the_parameters_of_its_recipe() -> None:
 @pytest.mark.parametrize("scale", training.TRAININGS)
 def test_the_trainings_are_those_of_the_recipe_quick(scale: Scale) -> None:
     model, train = training.TRAININGS[scale].model, training.TRAININGS[scale].train
-    run = next(run for run in quick.runs(scale) if run.model.method == "alibi")
+    run = next(run for run in quick.RECIPE.runs(scale) if run.model.method == "alibi")
     assert (run.model, run.train) == (dataclasses.replace(model, method="alibi"), train)
 
 
