@@ -31,7 +31,7 @@ from alibi_attn.hf.readers.encoder.heads import ALiBiBertForMaskedLM, ALiBiBertF
 from alibi_attn.hf.readers.encoder.models import ALiBiBertModel
 from alibi_attn.hf.readers.encoder_config import ALiBiBertConfig
 from alibi_attn.hf.readers.families import bert_config, cerebras, jina, mosaic
-from alibi_attn.hf.readers.families.family import Options, Source
+from alibi_attn.hf.readers.families.family import Checkpoint, Options, Source
 
 POSITIONS = ("transformer.wpe.", "embeddings.position_embeddings.")
 
@@ -63,8 +63,8 @@ def to_alibi(model: PreTrainedModel) -> ALiBiForCausalLM | ALiBiBertModel:
     family = _GPT2 if is_decoder else _BERT
     with torch.device("meta"):
         new = result(_decoder_config(model) if is_decoder else _encoder_config(model))
-    tensors = checkpoint.State(state, family, family.parts(()), Path(type(model).__name__))
-    new.load_state_dict(checkpoint.converted(new, tensors, copies=True), assign=True)
+    stored = Checkpoint(Path(type(model).__name__), Options({}, ""), state, family, family.parts(()))
+    new.load_state_dict(checkpoint.converted(new, stored, copies=True), assign=True)
     new.tie_weights()
     if new.can_generate():
         new.generation_config = copy.deepcopy(model.generation_config)

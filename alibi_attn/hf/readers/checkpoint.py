@@ -21,7 +21,7 @@ from transformers import PreTrainedConfig, PreTrainedModel
 
 from alibi_attn.files import new_folder
 from alibi_attn.hf.readers import checkpoint_files
-from alibi_attn.hf.readers.families.family import Checkpoint, Family, Options, Parts
+from alibi_attn.hf.readers.families.family import Checkpoint, Family, Options, Source
 
 ONE_SOURCE = "its config.json and weights must come from one checkpoint"
 _LOG = logging.getLogger(__name__)
@@ -41,29 +41,6 @@ class Match:
     heads: frozenset[str] | None
 
 
-@dataclasses.dataclass(frozen=True)
-class State:
-    """The weights of a checkpoint, by the names of its family, without wrapper prefixes.
-
-    Args:
-        tensors: consumed by `converted`.
-        parts: how the modules of a layer are stored.
-        folder: for errors.
-        heads: as in `Match`.
-    """
-
-    tensors: dict[str, Tensor]
-    family: Family
-    parts: Parts
-    folder: Path
-    heads: frozenset[str] | None = None
-
-    def dtype_of(self, name: str) -> torch.dtype | None:
-        """The dtype of one of our weights in the checkpoint; None if it is missing."""
-        (their,) = self.family.places(name, self.parts)[1]
-        return self.tensors[their].dtype if their in self.tensors else None
-
-
 def read(
     folder: Path,
     about: Mapping[str, object],
@@ -71,7 +48,7 @@ def read(
     families: Iterable[Family],
     *,
     changes: Mapping[str, Any] | None = None,
-) -> tuple[PreTrainedConfig, State]:
+) -> tuple[PreTrainedConfig, Checkpoint]:
     """Our config for a checkpoint, and its weights.
 
     Args:
@@ -93,7 +70,10 @@ def read(
             f"{folder} does not hold a checkpoint of {', '.join(family.name for family in table)}: no weight is called "
             f"{', '.join(f'{family.layers}0.{family.marks[0]}' for family in table)}; the weights are {listed(tensors, 3)}"
         )
-    family, weights = match.family, _renamed(tensors, match)
+    family, weights = match.family, {name: tensors[stored] for stored, name in match.names.items()}
+    for name, alias in family.aliases.items():
+        if alias in weights:
+            weights.setdefault(name, weights.pop(alias))
     if kind is not None and family.model_types and kind not in family.model_types:
         raise ValueError(
             f"the weights in {folder} have the names of {family.name}, whose model_type is {' or '.join(family.model_types)}, "
@@ -103,11 +83,11 @@ def read(
         if not (tensor.is_floating_point() or name in (match.heads or ()) or re.fullmatch(family.ignored, name)):
             raise ValueError(f"{folder} holds {name} as {tensor.dtype}: quantized weights are not supported")
     options = Options(about, str(folder / checkpoint_files.CONFIG))
+    state = Checkpoint(folder, options, weights, family, family.parts(weights.keys()), changes or {}, match.heads)
     try:
-        config = family.config(Checkpoint(folder, options, weights, changes or {}, family))
+        config = family.config(state)
     except StrictDataclassError as error:
         raise ValueError(f"{options.where} is invalid: {cause(error)}; correct it, or download it again") from error
-    state = State(weights, family, family.parts(weights.keys()), folder, match.heads)
     _check_sizes(config, state)
     return config, state
 
@@ -130,7 +110,7 @@ def recognized(names: Collection[str], families: Iterable[Family]) -> Match | No
 
 def converted(
     model: PreTrainedModel,
-    state: State,
+    state: Checkpoint,
     *,
     dtype: torch.dtype | None = None,
     new_head: bool = False,
@@ -160,7 +140,7 @@ def converted(
         missing = any(their not in state.tensors for their in theirs)
         if missing or (new_head and name.startswith("classifier.") and state.tensors[theirs[0]].shape != like.shape):
             continue  # part of a new head; `_check_names` raises an error for all others
-        tensor = _taken(state, theirs, like.shape, transposed=source.transposed, half=source.half).to(dtype)
+        tensor = _taken(state, source, theirs, like.shape).to(dtype)
         weights[name] = tensor.clone() if copies and len(theirs) == 1 else tensor
         for their in theirs:
             if source.half != 0:  # the second half is still needed
@@ -219,16 +199,7 @@ def listed(names: Iterable[str], most: int = 8) -> str:
     return ", ".join(names[:most]) + (f" and {len(names) - most} more" if len(names) > most else "")
 
 
-def _renamed(tensors: Mapping[str, Tensor], match: Match) -> dict[str, Tensor]:
-    """The weights by the names of their family."""
-    state = {name: tensors[stored] for stored, name in match.names.items()}
-    for name, alias in match.family.aliases.items():
-        if alias in state:
-            state.setdefault(name, state.pop(alias))
-    return state
-
-
-def _check_names(wanted: set[str], state: State, *, new_head: bool) -> None:
+def _check_names(wanted: set[str], state: Checkpoint, *, new_head: bool) -> None:
     """Raises ValueError if weights are missing, or unexpected in the body. Logs the heads that the class does not have."""
     family = state.family
 
@@ -251,7 +222,7 @@ def _check_names(wanted: set[str], state: State, *, new_head: bool) -> None:
     log_heads(state.folder, others)
 
 
-def _check_sizes(config: PreTrainedConfig, state: State) -> None:
+def _check_sizes(config: PreTrainedConfig, state: Checkpoint) -> None:
     """Compares the config's sizes with the weights, before a model of these sizes is built."""
     layers = re.compile(re.escape(state.family.layers) + r"(\d+)\.")
     counted = len({match[1] for name in state.tensors if (match := layers.match(name))})
@@ -262,7 +233,7 @@ def _check_sizes(config: PreTrainedConfig, state: State) -> None:
             raise ValueError(f"{state.folder} has {name} {size} in its config but no weight that long; {ONE_SOURCE}")
 
 
-def _check_tied(state: State, head: str, embedding: str) -> None:
+def _check_tied(state: Checkpoint, head: str, embedding: str) -> None:
     """Checks a head that is stored although the config ties it to the embeddings: both must be equal."""
     (name,), (other,) = (state.family.places(ours, state.parts)[1] for ours in (head, embedding))
     stored, shared = state.tensors.pop(name, None), state.tensors.get(other)
@@ -274,21 +245,21 @@ def _check_tied(state: State, head: str, embedding: str) -> None:
     )
 
 
-def _taken(state: State, theirs: tuple[str, ...], shape: torch.Size, *, transposed: bool, half: int | None) -> Tensor:
+def _taken(state: Checkpoint, source: Source, theirs: tuple[str, ...], shape: torch.Size) -> Tensor:
     """One of our tensors; a view of the stored one if the layout is the same."""
     parts = [state.tensors[their] for their in theirs]
     fits = all(part.ndim == len(shape) for part in parts)
-    if fits and transposed:
+    if fits and source.transposed:
         parts = [part.mT if part.ndim == 2 else part for part in parts]
-    if fits and half is not None:
+    if fits and (half := source.half) is not None:
         rows = parts[0].shape[0] // 2
         fits = parts[0].shape[0] == 2 * rows
         parts = [parts[0][half * rows : (half + 1) * rows]]
     size = [sum(part.shape[0] for part in parts), *parts[0].shape[1:]] if fits else None
     if size != list(shape) or any(part.shape[1:] != parts[0].shape[1:] for part in parts):
         had = ", ".join(f"{their} {list(state.tensors[their].shape)}" for their in theirs)
-        needed = [*reversed(shape)] if transposed else [*shape]
-        needed = [2 * needed[0], *needed[1:]] if half is not None else needed
+        needed = [*reversed(shape)] if source.transposed else [*shape]
+        needed = [2 * needed[0], *needed[1:]] if source.half is not None else needed
         raise ValueError(
             f"{state.folder} has {had} where its config needs {needed}{' in all' * (len(theirs) > 1)}; {ONE_SOURCE}"
         )

@@ -11,9 +11,9 @@ from safetensors import SafetensorError
 from transformers import GenerationConfig, PreTrainedModel
 
 from alibi_attn.hf.readers import checkpoint, checkpoint_files, folder_check
-from alibi_attn.hf.readers.checkpoint import State
 from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
 from alibi_attn.hf.readers.families import DECODERS, ENCODERS, baichuan
+from alibi_attn.hf.readers.families.family import Checkpoint
 
 BUILT_BY_TRANSFORMERS = ("bloom", "falcon")  # model types that transformers builds
 GENERATION = "generation_config.json"
@@ -22,7 +22,7 @@ _OTHER_WEIGHTS = {"state_dict", "variant", "subfolder", "gguf_file"}  # argument
 
 def read(
     folder: Path, about: Mapping[str, object], *, normalized_head: bool | None
-) -> tuple[ALiBiCausalLMConfig, State]:
+) -> tuple[ALiBiCausalLMConfig, Checkpoint]:
     """Config and weights of an original.
 
     Args:
@@ -60,7 +60,7 @@ def read(
     return config, state
 
 
-def fill(model: PreTrainedModel, state: State, dtype: torch.dtype | str | None) -> None:
+def fill(model: PreTrainedModel, state: Checkpoint, dtype: torch.dtype | str | None) -> None:
     """Put the weights into a model on the meta device.
 
     Args:

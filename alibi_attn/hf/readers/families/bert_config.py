@@ -76,7 +76,7 @@ def translated(checkpoint: Checkpoint, *, gate_act: str, **fields: object) -> AL
     sizes = _sizes(checkpoint)
     _check_sizes(about, sizes)
     config = {name: about.values[name] for name in (*_SHARED, *OVERRIDES, "emb_pooler") if about.has(name)}
-    qkv_bias = checkpoint.stored("encoder.layer.0.attention.self.Wqkv.bias") in checkpoint.state
+    qkv_bias = checkpoint.stored("encoder.layer.0.attention.self.Wqkv.bias") in checkpoint.tensors
     config |= sizes | {"gate_act": gate_act, "qkv_bias": qkv_bias, "pooler": _has_pooler(checkpoint)} | fields
     return _built(about, {**config, **_labels(checkpoint), **checkpoint.changes})
 
@@ -105,7 +105,7 @@ def written(model: PreTrainedModel, prefix: str, layout: str, **choices: object)
 
 
 def _has_pooler(checkpoint: Checkpoint) -> bool:
-    return any(name.startswith("pooler.") for name in checkpoint.state)
+    return any(name.startswith("pooler.") for name in checkpoint.tensors)
 
 
 def _sizes(checkpoint: Checkpoint) -> dict[str, int]:
@@ -113,12 +113,12 @@ def _sizes(checkpoint: Checkpoint) -> dict[str, int]:
     gated = checkpoint.stored("encoder.layer.0.mlp.gated_layers.weight")
     shapes = []
     for name in (WORDS, TYPES, gated):
-        if name not in checkpoint.state:
+        if name not in checkpoint.tensors:
             raise ValueError(f"{checkpoint.folder}: the weights {name} are missing; download the checkpoint again")
-        shapes.append(list(checkpoint.state[name].shape))
+        shapes.append(list(checkpoint.tensors[name].shape))
         if len(shapes[-1]) != 2:
             raise ValueError(f"{checkpoint.folder} has {name} of shape {shapes[-1]} but it must have two axes")
-    layers = {name.split(".")[2] for name in checkpoint.state if name.startswith(gated.partition("0.")[0])}
+    layers = {name.split(".")[2] for name in checkpoint.tensors if name.startswith(gated.partition("0.")[0])}
     (vocabulary, width), (types, _), (rows, _) = shapes
     return dict(zip(_SIZES, (vocabulary, width, len(layers), rows // 2, types), strict=True))
 
@@ -133,7 +133,7 @@ def _check_sizes(about: Options, sizes: Mapping[str, int]) -> None:
 
 def _labels(checkpoint: Checkpoint) -> dict[str, object]:
     """num_labels of a classifier whose config.json does not name its labels."""
-    weight, names = checkpoint.state.get("classifier.weight"), checkpoint.about.values.get("id2label")
+    weight, names = checkpoint.tensors.get("classifier.weight"), checkpoint.about.values.get("id2label")
     if weight is None or not {"num_labels", "id2label"}.isdisjoint(checkpoint.changes):
         return {}
     rows = len(weight) if weight.ndim else 0

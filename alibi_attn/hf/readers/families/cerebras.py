@@ -65,7 +65,7 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
 
 def _slopes(checkpoint: Checkpoint, heads: int) -> list[float]:
     """m of each head, as stored."""
-    slopes = checkpoint.state.pop(SLOPES, None)
+    slopes = checkpoint.tensors.pop(SLOPES, None)
     if slopes is None:
         raise ValueError(f"{checkpoint.folder}: the weights {SLOPES}, the slopes, are missing; download it again")
     if slopes.numel() != heads or slopes.shape[0] != heads or not bool(torch.isfinite(slopes).all()):

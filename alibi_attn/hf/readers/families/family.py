@@ -9,6 +9,7 @@ from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Any, TypeAlias, cast
 
+import torch
 from torch import Tensor, nn
 from transformers import PreTrainedConfig, PreTrainedModel
 
@@ -109,25 +110,34 @@ class Options:
 
 @dataclasses.dataclass(frozen=True)
 class Checkpoint:
-    """The input of a family's `config` function.
+    """A checkpoint, as a family's `config` function reads it.
 
     Args:
-        folder: the folder of the checkpoint.
+        folder: the folder of the checkpoint, for errors.
         about: its config.json.
-        state: the weights by the family's names, without wrapper prefixes; the function removes those that it consumes.
+        tensors: the weights by the family's names, without wrapper prefixes; `config` and `checkpoint.converted` remove those
+            that they consume.
+        family, parts: the family, and how the modules of a layer are stored.
         changes: fields of the config that the caller passed to `from_pretrained`.
-        family: the family itself.
+        heads: the family's names of weights outside the prefix that all stored names of the body have; None without a prefix.
     """
 
     folder: Path
     about: Options
-    state: dict[str, Tensor]
-    changes: Mapping[str, Any]
+    tensors: dict[str, Tensor]
     family: "Family"
+    parts: Parts
+    changes: Mapping[str, Any] = dataclasses.field(default_factory=dict)
+    heads: frozenset[str] | None = None
 
     def stored(self, name: str) -> str:
         """The name of one of our weights in the checkpoint; of several, the first."""
-        return self.family.places(name, self.family.parts(self.state))[1][0]
+        return self.family.places(name, self.parts)[1][0]
+
+    def dtype_of(self, name: str) -> torch.dtype | None:
+        """The dtype of one of our weights in the checkpoint; None if it is missing."""
+        tensor = self.tensors.get(self.stored(name))
+        return None if tensor is None else tensor.dtype
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)

@@ -25,8 +25,9 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
     about.must_be(window_size=None, hidden_act=("swish", "silu"), use_rope=False)
     about.must_be(fgate_type="full", ogate_act="sigmoid")
     if about.flag("qk_norm_share_param_across_head", False):
-        for name in [name for name in checkpoint.state if name.endswith(("attn.q_norm.weight", "attn.k_norm.weight"))]:
-            checkpoint.state[name] = checkpoint.state[name].repeat(heads)
+        for name, weight in checkpoint.tensors.items():
+            if name.endswith(("attn.q_norm.weight", "attn.k_norm.weight")):
+                checkpoint.tensors[name] = weight.repeat(heads)
     return ALiBiCausalLMConfig(
         **sizes,
         num_key_value_heads=about.integer("num_kv_heads", heads),

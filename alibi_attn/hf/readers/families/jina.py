@@ -49,7 +49,7 @@ def clip_config(checkpoint: Checkpoint) -> ALiBiBertConfig:
     about = checkpoint.about
     if about.has("text_config"):
         about = about.section("text_config").section("hf_model_config_kwargs")
-    width = checkpoint.state[bert_config.WORDS].shape[-1] if bert_config.WORDS in checkpoint.state else 0
+    width = checkpoint.tensors[bert_config.WORDS].shape[-1] if bert_config.WORDS in checkpoint.tensors else 0
     heads = {"num_attention_heads": _CLIP_SIZE[1]} if width == _CLIP_SIZE[0] else {}
     read = dataclasses.replace(checkpoint, about=Options({**heads, **about.values}, about.where))
     return bert_config.translated(read, gate_act=about.text("hidden_act", "gelu"))

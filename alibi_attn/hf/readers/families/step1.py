@@ -25,7 +25,7 @@ def config(checkpoint: Checkpoint) -> ALiBiCausalLMConfig:
         output_bias=biased,
         ffn_bias=about.flag("mlp_bias", False),
         root_bias=True,
-        tie_word_embeddings=about.flag("tie_word_embeddings", "lm_head.weight" not in checkpoint.state),
+        tie_word_embeddings=about.flag("tie_word_embeddings", "lm_head.weight" not in checkpoint.tensors),
         trained_length=about.integer("max_seq_len", 4096),
     )
 
