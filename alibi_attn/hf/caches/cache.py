@@ -167,7 +167,10 @@ class ALiBiCache(Cache):
             if tokens is None or tokens.device.type != "cpu":
                 raise ValueError("a cache in files stores token ids; pass input_ids on the CPU, not inputs_embeds")
             if self._about is None:
-                self._create(model)
+                with cache_folder.created(self.path, cache_folder.describe(model)) as (_, about):
+                    pass
+                self._about = about
+                self._ids = TokenIds(cache_folder.token_path(self.path), identity=about["id"])
             self.check_model(model)
         self.level()
         if self.capacity is not None:
@@ -179,10 +182,8 @@ class ALiBiCache(Cache):
 
     def check_model(self, model: nn.Module) -> None:
         """Raises ValueError if a model with other weights wrote the files; `model` is the model without its head."""
-        writes = cache_folder.writes(model)
-        if self._about is None or (
-            self._checked is not None and self._checked[0]() is model and self._checked[1] == writes
-        ):
+        compared = weakref.ref(model), cache_folder.writes(model)
+        if self._about is None or self._checked == compared:
             return
         about = {**self._about, **cache_folder.describe(model)}
         if self._about != about:
@@ -191,7 +192,7 @@ class ALiBiCache(Cache):
                 f"fingerprint {self._about['fingerprint'][:12]}) than this one ({about['layers']}, {about['fingerprint'][:12]}); "
                 "pass the model that wrote it, or read the text into a new cache"
             )
-        self._checked = weakref.ref(model), writes
+        self._checked = compared
 
     def tokens(self) -> Tensor | None:
         """The ids of the cached tokens, [B, S] int64; None if they are unknown, also after keys or values were changed."""
@@ -355,28 +356,20 @@ class ALiBiCache(Cache):
         if any(layer.owner is None or layer.owner() is not owner for layer, owner in pairs):
             return None
         storages = [group for layer in self._held for group in layer.store.groups]
-        lengths = {group.length for group in storages}
-        plain = all(len(group.tensors) == 2 and group.start == 0 for group in storages)
-        return storages if len(storages) == len(pairs) and len(lengths) == 1 and plain else None
+        plain = all(len(group.tensors) == 2 and group.start == 0 and group.length for group in storages)
+        equal = len(storages) == len(pairs) and len({group.length for group in storages}) == 1
+        return storages if plain and equal else None
 
     def _layer(self, layer_idx: int) -> CacheLayer:
         while len(self.layers) <= layer_idx:
-            self.layers.append(CacheLayer(self._new_store(), forgets=self.forget))
+            if self.path is None:
+                store = KVCache(capacity=self.capacity)
+            elif self._about is None:
+                raise ValueError(NEEDS_PATCH)
+            else:
+                store = cache_folder.open_layer(self.path, self._about, len(self.layers), "r+")
+            self.layers.append(CacheLayer(store, forgets=self.forget))
         return self._held[layer_idx]
-
-    def _new_store(self) -> KVCache:
-        if self.path is None:
-            return KVCache(capacity=self.capacity)
-        if self._about is None:
-            raise ValueError(NEEDS_PATCH)
-        return cache_folder.open_layer(self.path, self._about, len(self.layers), "r+")
-
-    def _create(self, model: nn.Module) -> None:
-        assert self.path is not None
-        with cache_folder.created(self.path, cache_folder.describe(model)) as (_, about):
-            pass
-        self._ids = TokenIds(cache_folder.token_path(self.path), identity=about["id"])
-        self._about, self._checked = about, (weakref.ref(model), cache_folder.writes(model))
 
     @property
     def _held(self) -> list[CacheLayer]:

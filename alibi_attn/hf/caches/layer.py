@@ -171,9 +171,8 @@ def cut_after_padding(layer: CacheLayer, log_fgate: Tensor, seen: Tensor | None)
     """
     batch, _, new = log_fgate.shape
     first = layer.get_seq_length()
-    padding = log_fgate.new_zeros(batch, dtype=torch.int64)
-    if seen is not None:
-        padding = seen.logical_not().long().cumprod(1).sum(1)
+    hidden = torch.zeros(batch, 0, device=log_fgate.device) if seen is None else seen.logical_not()
+    padding = hidden.long().cumprod(1).sum(1)
     before = torch.zeros_like(padding) if layer.padding is None else layer.padding
     if padding.device.type == "cpu" and (
         not torch.equal(padding.clamp(max=first), before.clamp(max=first))

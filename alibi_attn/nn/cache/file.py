@@ -108,7 +108,6 @@ class CacheFile:
             OSError: the disk is full; no file remains, and an existing one is unchanged.
             ValueError: the path exists, perhaps since another process has just written it.
         """
-        cache_header.check_platform()
         room = _whole(max(CAPACITY, capacity or 2 * key.shape[2]), TILE * 256)
         header = cache_header.header_for(key, value, capacity=room, fingerprint=fingerprint, part=part)
         try:
@@ -141,7 +140,19 @@ class CacheFile:
         cache_header.check_platform()
         file = cache_header.open_locked(path, mode)
         opened = cls(file, path, cache_header.decoded(os.pread(file.number, cache_header.SIZE, 0), path), mode)
-        opened._read_state()
+        slots = []
+        for at in _SLOTS:
+            state = opened._map[at : at + _SLOT.size + 4]
+            if state[_SLOT.size :] == struct.pack("<I", zlib.crc32(state[: _SLOT.size])):
+                slots.append(_SLOT.unpack(state[: _SLOT.size]))
+        if not slots:
+            raise ValueError(f"{path} is damaged: neither of its two states matches its checksum; read the text again")
+        opened._commits, opened.length, opened._table_crc, opened._tail_crc = max(slots)
+        table = opened._table[: opened.length // TILE]
+        if opened.length > opened.capacity or zlib.crc32(table.tobytes()) != opened._table_crc:
+            raise ValueError(f"{path} is damaged: its norms do not match their checksum; read the text again")
+        opened._norms[..., : len(table)] = torch.from_numpy(table["norms"].copy()).permute(1, 2, 3, 0)
+        opened._clean = opened._reserved = opened.length
         return opened
 
     @property
@@ -247,23 +258,6 @@ class CacheFile:
         state = _SLOT.pack(self._commits, self.length, self._table_crc, self._tail_crc)
         at, state = _SLOTS[self._commits % 2], state + struct.pack("<I", zlib.crc32(state))
         self._map[at : at + len(state)] = state
-
-    def _read_state(self) -> None:
-        slots = []
-        for at in _SLOTS:
-            state = self._map[at : at + _SLOT.size + 4]
-            if state[_SLOT.size :] == struct.pack("<I", zlib.crc32(state[: _SLOT.size])):
-                slots.append(_SLOT.unpack(state[: _SLOT.size]))
-        if not slots:
-            raise ValueError(
-                f"{self.path} is damaged: neither of its two states matches its checksum; read the text again"
-            )
-        self._commits, self.length, self._table_crc, self._tail_crc = max(slots)
-        table = self._table[: self.length // TILE]
-        if self.length > self.capacity or zlib.crc32(table.tobytes()) != self._table_crc:
-            raise ValueError(f"{self.path} is damaged: its norms do not match their checksum; read the text again")
-        self._norms[..., : len(table)] = torch.from_numpy(table["norms"].copy()).permute(1, 2, 3, 0)
-        self._clean = self._reserved = self.length
 
     def _grow(self, capacity: int) -> None:
         """Continues in a file with more capacity, which replaces the old one; with private changes, in a temporary file."""
