@@ -69,7 +69,7 @@ def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, 
 
     for_gradients = torch.is_grad_enabled() and requires_gradient(spec, query, key, value)
     with torch.no_grad():
-        flags = _flags(spec, ~(key.isfinite().all(-1) & value.isfinite().all(-1)))
+        flags = _key_flags(spec, key, value)
         rows = query.detach(), key.detach(), value.detach()
         mask = block_mask(spec, *rows, flags=flags, for_gradients=for_gradients)
     origin = None if spec.key_bias is None else bias_that_matters(spec, spec.key_bias)
@@ -132,15 +132,14 @@ def block_mask(
     """The blocks of keys that matter to each block of queries, and a `mask_mod` of the keys that a query may see.
 
     Args:
-        flags: flags of the keys, see `_flags`; None = the flags of the key mask.
+        flags: flags of the keys, see `_key_flags`; None = the flags of the key mask.
         block_size: queries and keys per block, multiples of TILE.
         for_gradients: every key keeps its gradient (`certificate/key_rule.py`).
     """
     from torch.nn.attention.flex_attention import BlockMask
 
     with torch.no_grad():
-        if flags is None:
-            flags = _flags(spec, torch.zeros(key.shape[:3], dtype=torch.bool, device=key.device))
+        flags = _key_flags(spec) if flags is None else flags
         if spec.coordinates is not None:
             count, indices = _first_true(blocks_in_space(spec, query, key, value, BLOCK))
         else:
@@ -173,9 +172,12 @@ def _first_true(inside: Tensor) -> tuple[Tensor, Tensor]:
     return inside.sum(-1, dtype=torch.int32), order.to(torch.int32)
 
 
-def _flags(spec: Spec, bad: Tensor) -> Tensor:
-    """[B, K, S] int8: _HIDDEN by the key mask; _BAD where `bad`: visible, with NaN or inf in the key or its value; else _FINE."""
-    flags = bad.to(torch.int8) * _BAD
+def _key_flags(spec: Spec, *rows: Tensor) -> Tensor:
+    """[B, K, S] int8: _HIDDEN by the key mask; _BAD: visible, with NaN or inf in one of the rows (keys, values); else _FINE."""
+    shape = spec.batch, spec.num_kv_heads, spec.key_len
+    flags = torch.zeros(shape, dtype=torch.int8, device=spec.slopes.device)
+    for x in rows:
+        flags = flags.masked_fill(~x.isfinite().all(-1), _BAD)
     return flags if spec.key_mask is None else flags.masked_fill(~spec.key_mask[:, None], _HIDDEN)
 
 
