@@ -261,11 +261,7 @@ def query_kernel(Q, K, V, OUT, DOUT, DQ, LSE, DLSE, DELTA, SHIFTED, DSLOPES, SUM
     # Otherwise the rounding of products with distances of 10⁶ would exceed their sum.
     least = tl.maximum(start - (S - 1), 0) + tl.minimum(start + C.BM - 1, 0)
     blocks = tl.cdiv(T, C.ROWS)
-    of_sequence = b * visited.row + n * C.BM // C.ROWS * 2
-    if head.bias is not None:
-        of_sequence += h * blocks * 2  # each head hides other keys
-    block = b * visited.row + (h * blocks * (C.ROWS // C.UNIT) + n * C.BM // C.UNIT) * 4
-    band = band_of(visited, block, of_sequence, start, head, S, C)
+    band = band_of(visited, b, h, n, start, head, T, S, C)
     outliers = visited.beside + b * visited.row + (h * blocks + n * C.BM // C.ROWS) * OUTLIERS
     outputs = Outputs(do, lse, origin, delta)
     dq, to_left, to_right, sums = over_tiles(

@@ -11,11 +11,16 @@ from alibi_attn.attention.backends.fused.kernels.tiles import OUTLIERS, TILE
 
 
 @triton.jit
-def band_of(visited, block, of_sequence, start, head, S, C):
-    """The Band, in tiles of BN keys, of the BM queries from position `start` on. `bands` of `visited` has one for UNIT queries.
+def band_of(visited, b, h, n, start, head, T, S, C):
+    """The Band, in tiles of BN keys, of block n of BM queries, the first of which is at `start`.
 
-    `block` is the place of the first in `bands`, `of_sequence` that in `full`.
+    `bands` of `visited` has one for UNIT queries, and `full` one for ROWS.
     """
+    blocks = tl.cdiv(T, C.ROWS)
+    of_sequence = b * visited.row + n * C.BM // C.ROWS * 2
+    if head.bias is not None:
+        of_sequence += h * blocks * 2  # each head hides other keys
+    block = b * visited.row + (h * blocks * (C.ROWS // C.UNIT) + n * C.BM // C.UNIT) * 4
     first, last = tl.load(visited.bands + block), tl.load(visited.bands + block + 1)
     for part in tl.static_range(1, C.BM // C.UNIT):
         first = tl.minimum(first, tl.load(visited.bands + block + 4 * part))

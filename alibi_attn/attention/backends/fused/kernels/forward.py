@@ -249,11 +249,7 @@ def forward_kernel(Q, K, V, OUT, LSE, GIVEN_LSE, call, visited, NORMS, ORDER, ME
     acc = tl.zeros([C.BM, padded(C.D)], tl.float32)
 
     blocks = tl.cdiv(T, C.ROWS)
-    of_sequence = b * visited.row + n * C.BM // C.ROWS * 2
-    if head.bias is not None:
-        of_sequence += h * blocks * 2  # each head hides other keys
-    block = b * visited.row + (h * blocks + n * C.BM // C.ROWS) * 4
-    band = band_of(visited, block, of_sequence, start, head, S, C)
+    band = band_of(visited, b, h, n, start, head, T, S, C)
     # The nearest tile always stays in the band.
     nearest, rule = band.last - 1, None
     if not C.CAUSAL:
@@ -304,6 +300,7 @@ def forward_kernel(Q, K, V, OUT, LSE, GIVEN_LSE, call, visited, NORMS, ORDER, ME
     if MEASURED is not None:
         parts, at = blocks * (C.ROWS // TILE), n * C.BM // TILE
         count = tl.where(n == programs - 1, parts - at, C.BM // TILE)
+        block = b * visited.row + (h * blocks + n * C.BM // C.ROWS) * 4
         low, high = tl.load(visited.bands + block + 2), tl.load(visited.bands + block + 3)
         at = MEASURED + b * visited.row + (h * parts + at) * 4
         write_measured(at, ends, (i < T) & (l_i != 0.0), start, band.last, count, low, high, C)

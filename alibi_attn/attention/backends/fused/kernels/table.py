@@ -118,9 +118,7 @@ def table_forward_kernel(Q, K, V, OUT, LSE, GIVEN_LSE, table, call, visited, C):
     l_i = tl.zeros([C.BM], tl.float32)
     acc = tl.zeros([C.BM, padded(C.D)], tl.float32)
 
-    N = tl.cdiv(T, C.ROWS)
-    block = b * visited.row + (h * N + n * C.BM // C.ROWS) * 4
-    band = band_of(visited, block, b * visited.row + n * C.BM // C.ROWS * 2, start, head, S, C)
+    band = band_of(visited, b, h, n, start, head, T, S, C)
     for x in tl.range(part, full_count(band), parts):
         tile = full_tile(x, band, C.CAUSAL)
         m_i, l_i, acc = attend(tile, queries, head, numbers, m_i, l_i, acc, K, V, call, C, FULL=True)

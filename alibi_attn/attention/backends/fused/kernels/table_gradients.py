@@ -91,9 +91,7 @@ def table_query_kernel(Q, K, V, OUT, DOUT, DQ, DLSE, LSE, DELTA, table, call, vi
     queries = Queries(q, i, position, start, segments, b, None)
     dq = tl.zeros([C.BM, padded(C.D)], tl.float32)
 
-    N = tl.cdiv(T, C.ROWS)
-    block = b * visited.row + (h * N + n * C.BM // C.ROWS) * 4
-    band = band_of(visited, block, b * visited.row + n * C.BM // C.ROWS * 2, start, head, S, C)
+    band = band_of(visited, b, h, n, start, head, T, S, C)
     for x in tl.range(0, full_count(band)):
         tile = full_tile(x, band, C.CAUSAL)
         dq = query_tile(tile, queries, head, numbers, do, lse, delta, dq, K, V, call, C, FULL=True)
