@@ -70,11 +70,7 @@ class HeadMasks:
     def hidden(self, piece: Piece, distance: Tensor, block: int | None = None) -> Tensor:
         """The keys that are hidden from a query of the piece, [count|1, rows, keys] bool."""
         spec = self.spec
-        hidden = (
-            distance < 0
-            if spec.causal or math.isinf(self.right_slope)
-            else torch.zeros_like(distance, dtype=torch.bool)
-        )
+        hidden = (distance < 0) & (spec.causal or math.isinf(self.right_slope))
         if spec.window is not None:
             hidden = hidden | (distance.abs() >= spec.window)
         if spec.key_mask is not None:

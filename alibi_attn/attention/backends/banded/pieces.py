@@ -313,18 +313,13 @@ def _outlier_pieces(spec: Spec, blocks: list[_Block], tile: int) -> Iterator[Pie
         for low, high in parts:
             if low >= high:
                 continue
-            if (
-                pending is not None
-                and pending.count * pending.rows < RUN
-                and (pending.key, pending.keys) == (low, high - low)
-            ):
-                end = pending.query + pending.count * pending.stride
-                if end == block.query and pending.rows == block.rows:
-                    pending = dataclasses.replace(pending, count=pending.count + 1)
-                    continue
+            piece = Piece(block.query, 1, block.rows, block.rows, low, high - low, 0, merge=True, is_outlier=True)
+            if pending is not None and pending.count * pending.rows < RUN and piece == _at(pending, pending.count, 1):
+                pending = dataclasses.replace(pending, count=pending.count + 1)
+                continue
             if pending is not None:
                 yield pending
-            pending = Piece(block.query, 1, block.rows, block.rows, low, high - low, 0, merge=True, is_outlier=True)
+            pending = piece
     if pending is not None:
         yield pending
 
