@@ -230,17 +230,22 @@ def test_positions_after_cached_tokens(model, tokens):
         model(ids[:, 15:16], past_key_values=cache, use_cache=True, position_ids=torch.tensor([[17]]))
 
 
+COMPILED = [  # each family and each way; `make test-all` compiles all pairs
+    pytest.param(family, way, marks=[pytest.mark.long] * (number % 3 != row % 3))
+    for row, family in enumerate(FAMILIES)
+    for number, way in enumerate(("segment_ids", "position_ids", "cu_seq_lens"))
+]
+
+
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
-@every_family
+@pytest.mark.parametrize(("model", "way"), COMPILED, indirect=["model"])
 @torch.no_grad()
-def test_compiled_code_reads_segments(model, tokens):
-    ids = tokens(1, sum(LENGTHS))
+def test_compiled_code_reads_segments(model, way, tokens):
+    ids, options = tokens(1, sum(LENGTHS)), WAYS[way]()
     torch._dynamo.reset()
     compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    for way in ("segment_ids", "position_ids", "cu_seq_lens"):
-        options = WAYS[way]()
-        expected = model(ids, use_cache=False, **options).logits
-        torch.testing.assert_close(compiled(ids, use_cache=False, **options).logits, expected, rtol=1e-4, atol=1e-4)
+    expected = model(ids, use_cache=False, **options).logits
+    torch.testing.assert_close(compiled(ids, use_cache=False, **options).logits, expected, rtol=1e-4, atol=1e-4)
 
 
 @pytest.mark.skipif(build.why_not() is not None, reason=f"counts scores of the native backend: {build.why_not()}")
