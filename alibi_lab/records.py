@@ -260,7 +260,7 @@ def rows(*paths: Path, curve: str = "") -> list[dict[str, Json]]:
     found = list[dict[str, Json]]()
     for one in find(*map(Path, paths)):
         row = {name: getattr(one, name) for name in ("kind", "name", "started", "seconds")}
-        row |= dict(_dotted({"config": one.config, "metrics": one.metrics}))
+        row |= flat({"config": one.config, "metrics": one.metrics})
         columns = one.curves.get(curve, {})
         points = [dict(zip(columns, point, strict=True)) for point in zip(*columns.values(), strict=True)]
         found += [row | point for point in points] if curve else [row]
@@ -276,9 +276,12 @@ def table(*paths: Path, curve: str = "") -> "pandas.DataFrame":
     return pandas.DataFrame(rows(*paths, curve=curve))
 
 
-def _dotted(values: Mapping[str, Json], prefix: str = "") -> Iterator[tuple[str, Json]]:
-    for name, value in values.items():
-        yield from _dotted(value, f"{prefix}{name}.") if isinstance(value, Mapping) else [(prefix + name, value)]
+def flat(config: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
+    """A nested config as a flat one with dotted names, as for `--set`: {"train.steps": 200}."""
+    found: dict[str, Json] = {}
+    for key, value in config.items():
+        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
+    return found
 
 
 def finite(value: object) -> object:

@@ -35,9 +35,9 @@ from alibi_lab.report.method_comparison import (
 )
 from alibi_lab.report.plots import drawing
 from alibi_lab.report.plots import study as figures
-from alibi_lab.report.plots.benchmark import OURS, peer_times, times_by_length
 from alibi_lab.report.plots.drawing import css
 from alibi_lab.report.section import Archive
+from alibi_lab.report.sections.benchmark import OURS, peer_times, times_by_length
 from alibi_lab.report.series import Mode, Study, numbers, studies
 from alibi_lab.report.verdicts import Verdict, all_verdicts
 

@@ -83,13 +83,13 @@ def summary(
     """
     loaded, content = _opened(model, text, method, picture, out)
     from alibi_lab.heads.summary import summary as measure
-    from alibi_lab.report.plots import head_maps, inline
+    from alibi_lab.report.sections import head_maps
 
     record = measure(loaded, content, length=length)
     _print_layers(record)
     console.print(head_maps.sentence(record), soft_wrap=True)
     if picture is not None:
-        _draw(inline.plot_heads(record), picture)
+        _draw(head_maps.plot_heads(record), picture)
     _save([record], out)
 
 
@@ -129,7 +129,7 @@ def weights(
     ]
     _print_table(("head", "slope m", *["attends to"] * (len(rows[0]) - 2)), rows, f"token {at} of layer {layer}")
     if picture is not None:
-        from alibi_lab.report.plots import head_maps
+        from alibi_lab.report.sections import head_maps
 
         _draw(head_maps.weights_figure(found.matrix.numpy()), picture)
 
@@ -156,10 +156,9 @@ def rollout(
     """
     with needs("lab"):
         from alibi_lab.heads.rollout import THEORY_LENGTH, rolled_out, stretches, theory
-        from alibi_lab.report.plots import rollouts as plots
+        from alibi_lab.report.sections import rollouts as plots
     if model is None:
-        _check(picture)
-        _check_out(out)
+        _check(picture, out)
         record = theory(length or THEORY_LENGTH, num_heads)
     else:
         loaded, content = _opened(model, text, method, picture, out)
@@ -192,11 +191,11 @@ def reach(
     """
     loaded, content = _opened(model, text, method, picture, out)
     from alibi_lab.heads.reach import reach as measure
-    from alibi_lab.report.plots import trained_heads as plots
+    from alibi_lab.report.sections import trained_heads as plots
 
     found = measure(loaded, content, length=length)
     (drawn,) = plots.trained_heads(found)
-    _print_table(("layer", "slope", "certified", "true", "ratio"), plots.head_table(drawn), "distances in tokens")
+    _print_table(plots.COLUMNS, plots.head_table(drawn), "distances in tokens")
     if picture is not None:
         _draw(plots.reach_figure(drawn), picture)
     _save(found, out)
@@ -206,8 +205,7 @@ def _opened(
     model: Path, text: Path | None, method: str | None, picture: Path | None, out: Path | None
 ) -> "tuple[Loaded, str]":
     """The model and the text; first checks that the results can be written."""
-    _check(picture)
-    _check_out(out)
+    _check(picture, out)
     with needs("lab"), needs("hf"):
         from alibi_attn.inspect import read_config
         from alibi_lab.heads.loading import load
@@ -218,14 +216,11 @@ def _opened(
     return load(model, method), content
 
 
-def _check(picture: Path | None) -> None:
+def _check(picture: Path | None, out: Path | None = None) -> None:
     if picture is not None:
         check_writable(picture)
         if picture.suffix not in (".png", ".svg"):
             raise typer.BadParameter(f"--picture is {picture} but must end in .png or .svg")
-
-
-def _check_out(out: Path | None) -> None:
     if out is not None:
         check_writable(out / "record")
 

@@ -9,19 +9,20 @@ from typing import TYPE_CHECKING
 
 if TYPE_CHECKING:
     from alibi_lab.report.plots.bias import plot_alibi_bias
-    from alibi_lab.report.plots.inline import plot_heads, plot_run
+    from alibi_lab.report.plots.study import plot_run
+    from alibi_lab.report.sections.head_maps import plot_heads
 
 __all__ = ["plot_alibi_bias", "plot_heads", "plot_run"]
 
-_MODULES = {"plot_alibi_bias": "bias", "plot_heads": "inline", "plot_run": "inline"}
+_MODULES = {"plot_alibi_bias": "plots.bias", "plot_heads": "sections.head_maps", "plot_run": "plots.study"}
 
 
 def __getattr__(name: str) -> object:
     if name not in _MODULES:
         raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
     try:
-        return getattr(importlib.import_module(f"alibi_lab.report.plots.{_MODULES[name]}"), name)
+        return getattr(importlib.import_module(f"alibi_lab.report.{_MODULES[name]}"), name)
     except ModuleNotFoundError as error:
-        if error.name != "matplotlib":
+        if error.name not in ("jinja2", "matplotlib"):
             raise
-        raise ImportError(f'{name} needs matplotlib; install it with: pip install ".[lab]" in a clone') from error
+        raise ImportError(f'{name} needs {error.name}; install it with: pip install ".[lab]" in a clone') from error

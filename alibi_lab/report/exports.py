@@ -6,7 +6,7 @@ Before: `series.py`, which groups records into studies, and `intervals.py`, whic
 import csv
 import io
 import re
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from alibi_lab.records import Record
@@ -123,18 +123,9 @@ def _of_study(study: Study, first: str, second: str) -> Iterator[Comparison]:
                 yield Comparison(study.recipe, one.trained, mode, int(length), ratio, bounds, word)
 
 
-def _text(cell: Cell) -> str:
-    return f"{cell.text} ({cell.spread.replace(' – ', '–')})" if cell.spread else cell.text
-
-
 def _markdown(study: Study, table: Table) -> str:
     lines = [f"{study.recipe} on {study.corpus.get('name', '')}\n"]
-    for block in table.blocks:
-        head = [block.title, *table.columns]
-        body = [
-            [label, *(f"**{_text(cell)}**" if cell.best else _text(cell) for cell in cells)]
-            for label, _, cells in block.rows
-        ]
+    for head, *body in _rows_of(table, "**{}**", str):
         lines += ["|" + "|".join(row) + "|" for row in (head, ["---"] * len(head), *body)]
         lines.append("")
     return "\n".join(lines)
@@ -142,21 +133,24 @@ def _markdown(study: Study, table: Table) -> str:
 
 def _latex(study: Study, table: Table) -> str:
     lines = [f"% {study.recipe} on {study.corpus.get('name', '')}; \\usepackage{{booktabs}}"]
-    for block in table.blocks:
-        body = [
-            [_escaped(label), *(f"\\textbf{{{_text(cell)}}}" if cell.best else _text(cell) for cell in cells)]
-            for label, _, cells in block.rows
-        ]
-        head = [_escaped(block.title), *table.columns]
-        lines += [
-            f"\\begin{{tabular}}{{l{'r' * len(table.columns)}}}",
-            "\\toprule",
-            f"{' & '.join(head)} \\\\",
-            "\\midrule",
-        ]
-        lines += [f"{' & '.join(row)} \\\\" for row in body]
+    for rows_ in _rows_of(table, "\\textbf{{{}}}", _escaped):
+        head, *body = (f"{' & '.join(row)} \\\\" for row in rows_)
+        columns = f"l{'r' * len(table.columns)}"
+        lines += [f"\\begin{{tabular}}{{{columns}}}", "\\toprule", head, "\\midrule", *body]
         lines += ["\\bottomrule", "\\end{tabular}", ""]
     return "\n".join(lines)
+
+
+def _rows_of(table: Table, bold: str, escaped: Callable[[str], str]) -> Iterator[list[list[str]]]:
+    """The rows of every block as text, its head first; the best values are bold."""
+
+    def text(cell: Cell) -> str:
+        plain = f"{cell.text} ({cell.spread.replace(' – ', '–')})" if cell.spread else cell.text
+        return bold.format(plain) if cell.best else plain
+
+    for block in table.blocks:
+        rows_of = [[escaped(label), *map(text, cells)] for label, _, cells in block.rows]
+        yield [[escaped(block.title), *table.columns], *rows_of]
 
 
 def _escaped(text: str) -> str:

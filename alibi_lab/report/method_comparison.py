@@ -18,9 +18,9 @@ from typing import Literal
 
 import numpy as np
 
-from alibi_lab.records import Record
+from alibi_lab.records import Record, flat
 from alibi_lab.report.intervals import Interval, Paired, as_ratio, exp, mean_interval, word_of
-from alibi_lab.report.series import Array, Series, Study, column_by, flat, numbers, seed_of, sequence
+from alibi_lab.report.series import Array, Series, Study, column_by, numbers, seed_of, sequence
 
 RECIPE = "referee"
 SOLVED = 0.9

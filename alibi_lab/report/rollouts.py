@@ -2,7 +2,7 @@
 
 The claims are those of Wu, Wang, Jegelka and Jadbabaie 2025 (arXiv:2502.01951), measured on models trained without positions and
 with ALiBi. Both compare shares of the first token at two depths or of two methods, paired by seed and by text; like the claims
-of Press et al. (`verdicts.py`) they need an interval over seeds. Next: `plots/rollouts.py`.
+of Press et al. (`verdicts.py`) they need an interval over seeds. Next: `sections/rollouts.py`.
 """
 
 import dataclasses

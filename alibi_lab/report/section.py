@@ -20,7 +20,10 @@ from markupsafe import Markup
 from alibi_lab.records import Record, age, identity
 from alibi_lab.report import series
 from alibi_lab.report.plots.drawing import Plot, svg
+from alibi_lab.report.plots.retrieval import TITLES
+from alibi_lab.report.plots.study import FEWEST
 from alibi_lab.report.series import Study
+from alibi_lab.report.verdicts import interval_text, ratio_text
 
 TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent),
@@ -29,8 +32,8 @@ TEMPLATES = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-TEMPLATES.globals["svg"] = svg
-TEMPLATES.filters["age"] = age
+TEMPLATES.globals |= {"svg": svg, "titles": TITLES, "fewest": FEWEST}
+TEMPLATES.filters |= {"age": age, "interval": interval_text, "ratio": ratio_text}
 
 
 class Archive:

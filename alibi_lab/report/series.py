@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 
 from alibi_attn import units
 from alibi_lab.position_methods import LOOKS, Look, look_of
-from alibi_lab.records import LARGEST, MAX_COUNT, Json, Record, identity
+from alibi_lab.records import LARGEST, MAX_COUNT, Json, Record, flat, identity
 
 Array = NDArray[np.float64]
 Mode = Literal["nonoverlapping", "sliding", "windowed"]
@@ -203,14 +203,6 @@ def floats(columns: Mapping[str, Sequence[Json]], name: str) -> list[float]:
     """A column as floats, NaN for null. A missing one is all NaN."""
     values: Sequence[Json] = columns.get(name) or [None] * max(map(len, columns.values()), default=0)
     return [float(value) if isinstance(value, int | float) else math.nan for value in values]
-
-
-def flat(config: Mapping[str, Json], prefix: str = "") -> dict[str, Json]:
-    """A nested config as a flat one with dotted names, as for `--set`: {"train.steps": 200}."""
-    found: dict[str, Json] = {}
-    for key, value in config.items():
-        found |= flat(value, f"{prefix}{key}.") if isinstance(value, Mapping) else {prefix + key: value}
-    return found
 
 
 def _study(recipe: str, runs: Mapping[tuple[str, str], Sequence[Record]]) -> Study:

@@ -26,7 +26,7 @@ from alibi_lab.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunCon
 from alibi_lab.lab.model.layer_outputs import attention_inputs
 from alibi_lab.lab.training.checkpoint import load_checkpoint
 from alibi_lab.report.page import report_html
-from alibi_lab.report.plots.head_maps import heads_figure, is_drawn
+from alibi_lab.report.sections.head_maps import is_drawn, plot_heads
 
 TEXT = "the cat sat on the mat and the dog sat on the cat " * 12
 
@@ -241,7 +241,7 @@ def test_the_other_commands_show_what_they_measure(bloom: Path, tmp_path: Path) 
 
 def test_maps_have_one_row_per_layer_and_one_column_per_head(bloom: Path) -> None:
     record = summary(load(bloom), TEXT, length=50)
-    axes = heads_figure(record).axes
+    axes = plot_heads(record).axes
     assert len(axes) == 6
     for place, column in ((1, "carried"), (3, "first_token")):
         shares = axes[place].images[0].get_array()[..., 3]

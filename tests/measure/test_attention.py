@@ -19,7 +19,7 @@ from alibi_lab.measure.harness import Budget, measured
 from alibi_lab.measure.inputs import Case, draw
 from alibi_lab.measure.peers import Peer, sdpa
 from alibi_lab.measure.peers.ours import ours
-from alibi_lab.report.plots.benchmark import is_drawn
+from alibi_lab.report.sections.benchmark import is_drawn
 
 QUICK = {"repeats": 1, "seconds": 0.1, "say": lambda line: None}
 OURS = Peer("ours", ours("auto"), "")

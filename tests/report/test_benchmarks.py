@@ -2,7 +2,7 @@
 
 from alibi_lab.records import Record
 from alibi_lab.report.page import report_html
-from alibi_lab.report.plots.benchmark import facts, memory_by_length, ratio_table, times_by_length
+from alibi_lab.report.sections.benchmark import facts, memory_by_length, ratio_table, times_by_length
 
 OURS = {"length": [1024, 2048], "forward_ms": [10.0, 20.0], "peak_memory_bytes": [2**20, 2**21]}
 THEIRS = {"length": [1024, 2048], "forward_ms": [30.0, None], "peak_memory_bytes": [2**22, None]}

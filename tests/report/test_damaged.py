@@ -12,11 +12,11 @@ from alibi_lab import records
 from alibi_lab.cli.main import app
 from alibi_lab.records import Record, RecordError
 from alibi_lab.report.page import report_html
-from alibi_lab.report.plots import benchmark as benchmarks
 from alibi_lab.report.plots import paper_items as paper
 from alibi_lab.report.plots import study as figures
-from alibi_lab.report.plots import trained_heads as certificates
 from alibi_lab.report.published import PUBLISHED
+from alibi_lab.report.sections import benchmark as benchmarks
+from alibi_lab.report.sections import trained_heads as certificates
 from alibi_lab.report.series import studies
 from alibi_lab.report.tables import study as tables
 

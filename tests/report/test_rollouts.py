@@ -12,9 +12,9 @@ from alibi_lab.heads import rollout
 from alibi_lab.records import Record, save
 from alibi_lab.report import rollouts
 from alibi_lab.report.page import report_html
-from alibi_lab.report.plots.rollouts import model_figure, theory_figure
 from alibi_lab.report.section import Archive
 from alibi_lab.report.sections import rollouts as section
+from alibi_lab.report.sections.rollouts import model_figure, theory_figure
 
 
 def made_up(method: str, seed: int, shares: Sequence[Sequence[float]]) -> Record:

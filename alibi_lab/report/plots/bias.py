@@ -53,17 +53,17 @@ def pictures(num_heads: int, seq_len: int, furthest: int) -> tuple[Plot, Plot]:
         _draw_factors(factors.add_axes((0.1, 0.155, 0.86, 0.745)), slopes, furthest)
     return (
         Plot(
+            biases,
+            f"The causal biases of {num_heads} heads over {seq_len:,} tokens: from a thin diagonal to a full triangle.",
             "The bias of each head",
             f"Queries run down and keys to the right, {seq_len:,} each. Full color is no penalty; no color is a factor of one "
             "in a million or less.",
-            biases,
-            f"The causal biases of {num_heads} heads over {seq_len:,} tokens: from a thin diagonal to a full triangle.",
         ),
         Plot(
-            "How fast each head forgets",
-            "The factor by which the bias multiplies the weight of a key. Dots mark the half-life, labeled with the slope.",
             factors,
             f"The factor of a key by distance, for each of {num_heads} heads: steep heads forget within a few tokens.",
+            "How fast each head forgets",
+            "The factor by which the bias multiplies the weight of a key. Dots mark the half-life, labeled with the slope.",
         ),
     )
 

@@ -38,14 +38,14 @@ class Plot(NamedTuple):
     """A figure with its texts.
 
     Args:
-        heading, caption: shown above it.
         description: a description of the picture, for readers who cannot see it.
+        heading, caption: shown above it.
     """
 
-    heading: str
-    caption: str
     figure: Figure
     description: str
+    heading: str = ""
+    caption: str = ""
 
 
 def plain_axes(title: str) -> tuple[Figure, Axes]:

@@ -202,7 +202,7 @@ def _picture(panel: Panel, figure: Figure) -> Plot:
         if some.any():
             ends.append(f"{line.name} from {line.y[some][0]:,.4g} to {line.y[some][-1]:,.4g}")
     description = f"{panel.heading}: {panel.y_label.removesuffix(', log scale')}. {'; '.join(ends)}."
-    return Plot(panel.heading, panel.caption, figure, description)
+    return Plot(figure, description, panel.heading, panel.caption)
 
 
 def _window_pictures(record: Record, item: PublishedItem) -> list[list[Plot]]:
@@ -215,7 +215,7 @@ def _window_pictures(record: Record, item: PublishedItem) -> list[list[Plot]]:
                 caption = "Filled: scored in this pass. Pale: read again, for context."
                 text = f"{label} over {len(token)} tokens takes {passes.max():.0f} forward passes."
                 figure = paper_figures.windows(token, context, passes)
-                row.append(Plot(f"{label}: {who.lower()}", caption, figure, text))
+                row.append(Plot(figure, text, f"{label}: {who.lower()}", caption))
         rows.append(row)
     measured = _window_losses(record, item)
     return [*rows, [measured]] if measured else rows

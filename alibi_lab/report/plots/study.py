@@ -7,19 +7,23 @@ method has the same color and marker in every figure. `drawing.py` has the axes.
 import functools
 import math
 from collections.abc import Callable, Sequence
+from pathlib import Path
 from typing import Any, Literal
 
+import matplotlib
 import numpy as np
 from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
+from alibi_lab.records import find
 from alibi_lab.report.plots import drawing
-from alibi_lab.report.plots.drawing import MUTED, Points
-from alibi_lab.report.series import MODES, Mode, Series, Study
+from alibi_lab.report.plots.drawing import MUTED, STYLE, Points
+from alibi_lab.report.series import MODES, Mode, Series, Study, studies
 
 Curves = Sequence[tuple[Series, Points, Points]]  # series, x, y of every seed
 Measure = Literal["tokens_per_second", "peak_memory_bytes"]
+Curve = Literal["nonoverlapping", "sliding", "position", "training"]
 
 FEWEST = 32  # tokens in a mean of the loss by position
 _LINES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 2, 1, 2)))  # by trained length
@@ -66,6 +70,31 @@ def cost_by_length(study: Study, measure: Measure) -> Figure | None:
     figure = _figure(study, curves, title, _length_axis, log=curves if speed else ())
     if figure is not None and not speed:
         figure.axes[0].set_ylim(0, 1.15 * figure.axes[0].get_ylim()[1])  # room above for "trained length"
+    return figure
+
+
+def plot_run(folder: str | Path, curve: Curve = "nonoverlapping") -> Figure:
+    """The curves of the models that `alibi run` recorded in a folder (`--out`), one per model.
+
+    Args:
+        folder: the `--out` of a run, or its folder of records.
+        curve: perplexity against tested length ("nonoverlapping" or "sliding"), loss by "position", or loss in "training".
+
+    Raises:
+        ValueError: another curve, or a folder without records of it.
+    """
+    if curve not in _CURVES:
+        raise ValueError(f"curve is {curve!r}; pass one of {', '.join(map(repr, _CURVES))}")
+    places = [place for place in (Path(folder) / "records", Path(folder)) if place.exists()]
+    loaded = list(find(*places[:1]))
+    found = max(studies(loaded), key=lambda study: len(study.series), default=None)
+    with matplotlib.rc_context({**STYLE, "figure.facecolor": "white"}):
+        figure = None if found is None else _CURVES[curve](found)
+    if figure is None:
+        raise ValueError(
+            f"{folder} has {len(loaded)} records and none with the curve {curve!r}; pass the --out of a run"
+        )
+    figure.set_facecolor("white")
     return figure
 
 
@@ -161,3 +190,11 @@ def _mark_trained(axes: Axes, study: Study) -> None:
         axes.axvline(length, color=MUTED, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
         text, place = "trained length" if len(study.trained) == 1 else f"{length:,}", ("data", "axes fraction")
         drawing.write(axes, text, (length, 1), (3, -2), xycoords=place, va="top", fontsize=8, color=MUTED)
+
+
+_CURVES: dict[Curve, Callable[[Study], Figure | None]] = {
+    "nonoverlapping": lambda study: perplexity_by_length(study, "nonoverlapping"),
+    "sliding": lambda study: perplexity_by_length(study, "sliding"),
+    "position": loss_by_position,
+    "training": training_curves,
+}

@@ -3,9 +3,9 @@
 from markupsafe import Markup
 
 from alibi_attn import alibi_slopes
+from alibi_lab.records import flat
 from alibi_lab.report.plots import bias
 from alibi_lab.report.section import Archive, Section, html
-from alibi_lab.report.series import flat
 from alibi_lab.report.tables.heads import head_rows
 from alibi_lab.report.tables.table import text_table
 

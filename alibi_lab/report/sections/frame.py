@@ -9,7 +9,6 @@ from collections.abc import Sequence
 from markupsafe import Markup
 
 from alibi_lab.records import Record
-from alibi_lab.report.plots.drawing import svg
 from alibi_lab.report.section import Archive, Section, code, count_of, html
 from alibi_lab.report.tables.cost import cost_table
 from alibi_lab.report.tables.table import machine_text, number, text_table
@@ -25,8 +24,7 @@ def landing(sections: Sequence[Section]) -> list[Section]:
     chosen = sorted((found[at] for at in in_turns[:MAX_FINDINGS]), key=sections.index)
     if len(chosen) < 2:
         return []
-    rows = [(one.title, one.anchor, one.finding, _image(one, f"landing-{place}")) for place, one in enumerate(chosen)]
-    return [Section("found", "", "", html("findings", rows=rows), heading="What was found")]
+    return [Section("found", "", "", html("findings", sections=chosen), heading="What was found")]
 
 
 def other_records(archive: Archive, sections: Sequence[Section]) -> list[Section]:
@@ -87,8 +85,3 @@ def _machines(records: Sequence[Record]) -> list[str]:
 
 def _metrics(record: Record) -> str:
     return ", ".join(f"{name} {'—' if value is None else number(value)}" for name, value in record.metrics.items())
-
-
-def _image(section: Section, prefix: str) -> Markup:
-    lead = section.lead
-    return Markup(svg(lead.figure, prefix, lead.description)) if lead else Markup()

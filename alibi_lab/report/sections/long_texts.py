@@ -7,9 +7,9 @@ from matplotlib.figure import Figure
 
 from alibi_lab.records import Record
 from alibi_lab.report.plots import drawing
-from alibi_lab.report.plots.benchmark import processor
 from alibi_lab.report.plots.drawing import Plot
-from alibi_lab.report.section import Archive, Section, code, html
+from alibi_lab.report.section import Archive, Section, html
+from alibi_lab.report.sections.benchmark import processor
 from alibi_lab.report.series import Array, numbers
 from alibi_lab.report.tables.table import Table, text_table
 
@@ -26,27 +26,21 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
     """Time per token and memory along the text, and a table of what a process needs to continue."""
     at, seconds, sizes = np.array(_tenths(record)).T
     length, share, name = f"{at[-1]:,.0f}", _share(record, ""), f"l{number}"
-    time = Plot(
-        "Processor time per token",
-        "In each tenth of the text, in milliseconds.",
-        _figure("ms per token", at, seconds * 1e3),
-        "Time per token along the text.",
-    )
-    memory = Plot(
-        "Memory",
-        "Resident memory beyond the model's, in MiB.",
-        _figure("MiB", at, sizes / 2**20),
-        "Memory along the text.",
-    )
+    time = Plot(_figure("ms per token", at, seconds * 1e3), "Time per token along the text.")
+    values = {
+        "name": name,
+        "record": record,
+        "length": length,
+        "table": _continuing(record),
+        "machine": processor(record),
+    }
+    body = html("long_text", time=time, memory=_figure("MiB", at, sizes / 2**20), **values)
     added = _metric(record, "peak_added_bytes") / 2**20
     found = (
         f"Reading {length} tokens adds at most {added:,.0f} MiB of memory; a process that continues reads {share:.1%} of the "
         "saved cache."
     )
     found = found if number == 0 and math.isfinite(share + added) else ""
-    facts = [*_facts(record), ("machine", processor(record)), ("command", code(record.command))]
-    values = {"name": name, "record": record, "length": length, "table": _continuing(record), "rows": facts}
-    body = html("long_text", plots=[time, memory], **values)
     title, heading = f"{length} tokens", f"A text of {length} tokens"
     return Section(name, "Long texts", title, body, heading=heading, records=[record], finding=found, lead=time)
 
@@ -81,19 +75,6 @@ def _continuing(record: Record) -> Table:
         part = f"{read:,.0f} of {stored:,.0f} MiB" if math.isfinite(_share(record, prefix)) else "–"
         rows.append((label, *(f"{ms:,.0f} ms" if math.isfinite(ms) else "–" for ms in times), part))
     return text_table(columns, rows)
-
-
-def _facts(record: Record) -> list[tuple[str, str]]:
-    alone, together = (_metric(record, f"pss_of_{who}_bytes") / 2**20 for who in ("one", "all"))
-    facts = {
-        f"{record.config.get('processes')} processes that share the cache": f"{together:,.0f} MiB of it in memory; one process "
-        f"{alone:,.0f} MiB",
-        "the last tenth relative to the second": f"{_metric(record, 'last_to_second_tenth'):.2f} times the time per token",
-        "page faults per warm token": f"{_metric(record, 'warm_token_page_faults'):,.3g}",
-        "losses compared with a cache in memory": f"the first {_metric(record, 'compared_tokens'):,.0f}; largest difference "
-        f"{_metric(record, 'largest_loss_difference'):.3g} nats",
-    }
-    return [(name, text) for name, text in facts.items() if "nan" not in text]
 
 
 def _share(record: Record, prefix: str) -> float:

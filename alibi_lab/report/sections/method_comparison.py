@@ -71,7 +71,7 @@ def _lead(task: Task) -> Plot | None:
     """The perplexity with a sliding window, for a text."""
     figure = None if task.name else study_plots.perplexity_by_length(task.study, "sliding")
     text = f"Perplexity of every method on {task.title} by length, with a sliding window."
-    return Plot("", "", figure, text) if figure else None
+    return Plot(figure, text) if figure else None
 
 
 def _heat_map(tasks: Sequence[Task], learned: Sequence[Task]) -> Table:

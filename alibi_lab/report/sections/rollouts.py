@@ -1,14 +1,19 @@
 """Attention accumulated over the layers: does the first token win with depth (records of `alibi heads rollout`)?"""
 
+import itertools
 from collections.abc import Sequence
 
 import numpy as np
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator
 
 from alibi_lab.records import Record
 from alibi_lab.report import rollouts
+from alibi_lab.report.plots import drawing
 from alibi_lab.report.section import Archive, Section, count_of, html
 from alibi_lab.report.tables.table import text_table
 
+_STYLES = ("-", (0, (5, 2)), (0, (2, 2)), (0, (1, 1)), (0, (6, 2, 1, 2)))
 _WAYS = (rollouts.PLAIN, rollouts.RESIDUAL)
 
 
@@ -51,3 +56,48 @@ def _finding(models: rollouts.Models) -> str:
     }
     found = ", ".join(f"{label} {end:.0%}" for label, end in ends.items())
     return f"Share of the first token in the attention accumulated over all layers: {found}." if found else ""
+
+
+def rollout_figure(record: Record) -> Figure:
+    """The share of the first token by depth, of their setting or of one model."""
+    theory, share = record.name == rollouts.THEORY, "first_token"
+    models = rollouts.models([record])
+    figure = theory_figure(record, share) if theory else model_figure(models, rollouts.PLAIN, share)
+    figure.set_facecolor("white")
+    return figure
+
+
+def theory_figure(record: Record, share: str) -> Figure:
+    """A share by depth for each mask of their setting; the lines of one method differ by their dashes."""
+    figure, axes = drawing.plain_axes(f"share of the {rollouts.SHARES[share]}")
+    styles, longest = itertools.cycle(_STYLES), 1.0
+    for way in rollouts.ways(record):
+        if "random" in way:
+            continue
+        method = {"causal mask": "none", "rotary": "rotary"}.get(way, "alibi" if way.startswith("ALiBi") else "")
+        x, y = rollouts.depths(record, way), rollouts.by_depth(record, way, share)
+        color = drawing.color_of(method) if method else drawing.MUTED
+        dashes = next(styles) if method == "alibi" else "-" if method else ":"
+        axes.plot(x, y, color=color, linestyle=dashes, linewidth=1.4, label=way)
+        longest = max(longest, float(x[-1]))
+    axes.set_ylim(0, 1.03)
+    drawing.length_ticks(axes, [2**power for power in range(0, int(np.log2(longest)) + 1, 2)], "layers")
+    axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=7.5, handlelength=1.7)
+    return figure
+
+
+def model_figure(models: rollouts.Models, way: str, share: str) -> Figure:
+    """A share by depth of trained models: the mean of the seeds, and a band from the lowest to the highest."""
+    figure, axes = drawing.plain_axes(f"share of the {rollouts.SHARES[share]}")
+    for name, members in models.items():
+        method, label = rollouts.method_of(members[0]), rollouts.label_of(name, members[0])
+        x = rollouts.depths(members[0], way)
+        values = np.array([rollouts.by_depth(record, way, share) for record in members])
+        color, y = drawing.color_of(method), values.mean(0)
+        axes.fill_between(x, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
+        axes.plot(x, y, color=color, marker=drawing.marker_of(method), label=label)
+    axes.set_ylim(0, 1.03)
+    axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
+    axes.set_xlabel("layer")
+    drawing.name_lines(axes)
+    return figure

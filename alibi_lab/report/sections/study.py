@@ -1,7 +1,7 @@
 """A study: pictures and tables, with intervals, and what the numbers cannot show."""
 
 import dataclasses
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -18,13 +18,9 @@ from alibi_lab.report.tables import study as tables
 from alibi_lab.report.tables.cost import model_sizes
 from alibi_lab.report.tables.table import Table, mean, rounded, text_table
 
-Drawn: TypeAlias = Iterator[tuple[str, str, Figure | None, str]]  # heading, caption, figure, description
+# Kind, figure, description; `sections.html` has the headings and captions of all kinds.
+Drawn: TypeAlias = Iterator[tuple[str, Figure | None, str]]
 MOST_LINES = 9  # per picture; a study with more lines gets one picture per trained length
-_MODES: dict[Mode, str] = {
-    "nonoverlapping": "The text is split into segments; each is read without earlier context.",
-    "sliding": "Windows overlap, and only their last tokens are scored, so each scored token has a long context.",
-    "windowed": "A control: no token sees more context than in training.",
-}
 
 
 def find(archive: Archive) -> list[Study]:
@@ -37,18 +33,21 @@ def find(archive: Archive) -> list[Study]:
 def draw(study: Study, number: int, archive: Archive) -> Section:
     """Perplexity with its changes and cautions, losses, tasks and costs, then the configuration."""
     name, title, parts = f"s{number}", title_of(study), drawable(study)
-    perplexity = _plots(_by_mode, parts)
+    figures = [
+        (kind, f", trained at {part.trained[0]:,}" if len(parts) > 1 else "", figure, description)
+        for part in parts
+        for kind, figure, description in _figures(part)
+        if figure is not None
+    ]
     body = html(
         "study",
         name=name,
         study=study,
         tables=tables,
         cards=tables.cards(study) if len(parts) == 1 else [],
-        perplexity=perplexity,
-        losses=_plots(_losses, parts),
-        tasks=_plots(_tasks, [study]),
+        figures=figures,
+        tasks=[(kind, "", figure, text) for kind, figure, text in _task_figures(study) if figure is not None],
         by_task=retrieval.task_table(study),
-        costs=_plots(_costs, parts),
         has_memory=any("peak_memory_bytes" in record.curves.get("by_length", {}) for record in study.records),
         about=_about(study),
         config=configuration(study),
@@ -63,7 +62,7 @@ def draw(study: Study, number: int, archive: Archive) -> Section:
         records=study.records,
         css="recipe",
         finding=_finding(study),
-        lead=next(iter(perplexity), None),
+        lead=next((Plot(figure, text) for kind, _, figure, text in figures if kind in tables.WINDOWS), None),
     )
 
 
@@ -93,50 +92,24 @@ def drawable(study: Study) -> list[Study]:
     return [dataclasses.replace(study, series=series) for series in by_length]
 
 
-def _by_mode(study: Study) -> Drawn:
-    for mode, caption in _MODES.items():
-        description = f"Perplexity by length, {tables.WINDOWS[mode]}. {_ends(study, mode)}"
-        yield tables.WINDOWS[mode].capitalize(), caption, plots.perplexity_by_length(study, mode), description
-
-
-def _losses(study: Study) -> Drawn:
-    position = (
-        f"At the longest length: how well the {study.unit} at each position is predicted. Neighboring positions are joined until "
-        f"a mean has {plots.FEWEST} {study.unit}s."
-    )
-    yield "Loss by position", position, plots.loss_by_position(study), f"Loss by position. {_ends(study)}"
-    caption = "Loss on the training text, as logged, not smoothed."
-    yield "Training", caption, plots.training_curves(study), "Training loss of every run by step."
-    by_time, by_step = plots.validation_curves(study, "seconds"), plots.validation_curves(study, "step")
-    caption = "Perplexity on held-out text; one line per seed."
-    yield "Validation by time", caption, by_time, "Perplexity during training, by seconds."
-    yield "Validation by step", "The same by training step.", by_step, "Perplexity during training, by step."
-
-
-def _costs(study: Study) -> Drawn:
+def _figures(study: Study) -> Drawn:
     below = "by length, for every method; the table below has the numbers."
+    for mode, words in tables.WINDOWS.items():
+        yield mode, plots.perplexity_by_length(study, mode), f"Perplexity by length, {words}. {_ends(study, mode)}"
+    yield "position", plots.loss_by_position(study), f"Loss by position. {_ends(study)}"
+    yield "training", plots.training_curves(study), "Training loss of every run by step."
+    yield "seconds", plots.validation_curves(study, "seconds"), "Perplexity during training, by seconds."
+    yield "step", plots.validation_curves(study, "step"), "Perplexity during training, by step."
     speed, memory = (plots.cost_by_length(study, measure) for measure in ("tokens_per_second", "peak_memory_bytes"))
-    yield "Speed of the evaluation", "", speed, f"{study.unit.capitalize()}s evaluated per second, {below}"
-    yield "Memory of the evaluation", "", memory, f"Peak memory of the evaluation, {below}"
+    yield "speed", speed, f"{study.unit.capitalize()}s evaluated per second, {below}"
+    yield "memory", memory, f"Peak memory of the evaluation, {below}"
 
 
-def _tasks(study: Study) -> Drawn:
-    caption = (
-        "A number is hidden in filler text, at a depth from 0 (the start) to 1 (the end). Percentage of numbers found; "
-        "length runs to the right, depth down."
-    )
-    found = retrieval.describe(study, "passkey")
-    yield "Passkey", caption, retrieval.passkey_grid(study), f"Passkey by length and depth. {found}"
-    caption = (
-        "Random tokens are repeated; accuracy at the longest length of each method, by the distance to their first "
-        "occurrence."
-    )
-    found = retrieval.describe(study, "recall")
-    yield "Recall", caption, retrieval.recall_by_distance(study), f"Recall by distance. {found}"
-    for task, figure in retrieval.symbols_by_length(study):
-        name, title = "Associative recall" if task == "mqar" else task.capitalize(), retrieval.TITLES[task]
-        caption = f"{title}. The queried symbol is as far back as the length allows."
-        yield name, caption, figure, f"{title}. {retrieval.describe(study, task)}"
+def _task_figures(study: Study) -> Drawn:
+    titles = {"passkey": "Passkey by length and depth", "recall": "Recall by distance"}
+    drawn = {"passkey": retrieval.passkey_grid(study), "recall": retrieval.recall_by_distance(study)}
+    for task, figure in {**drawn, **dict(retrieval.symbols_by_length(study))}.items():
+        yield task, figure, f"{titles.get(task, retrieval.TITLES[task])}. {retrieval.describe(study, task)}"
 
 
 def _finding(study: Study) -> str:
@@ -171,16 +144,6 @@ def seed_counts(series: Sequence[Series]) -> str:
 def configuration(study: Study) -> Table:
     """Every field of the configs with its values."""
     return text_table((), [(code(name), value) for name, value in tables.fields(study)])
-
-
-def _plots(describe: Callable[[Study], Drawn], parts: list[Study]) -> list[Plot]:
-    """The plots with a figure that `describe` yields for each part; headings name the trained length if there are several."""
-    return [
-        Plot(f"{heading}, trained at {part.trained[0]:,}" if len(parts) > 1 else heading, caption, figure, description)
-        for part in parts
-        for heading, caption, figure, description in describe(part)
-        if figure is not None
-    ]
 
 
 def _ends(study: Study, mode: Mode = "nonoverlapping") -> str:

@@ -9,9 +9,9 @@ from functools import partial
 import numpy as np
 
 from alibi_attn.units import bits_per_byte, perplexity, word_perplexity
-from alibi_lab.records import Json, Record
+from alibi_lab.records import Json, Record, flat
 from alibi_lab.report.intervals import Interval, change, exp, first_worse, interval
-from alibi_lab.report.series import Mode, Series, Study, flat, numbers
+from alibi_lab.report.series import Mode, Series, Study, numbers
 from alibi_lab.report.tables import table
 from alibi_lab.report.tables.table import NOTHING, Block, Cell, Table, mean, number, seeds_cell, series_row, signed
 

@@ -28,7 +28,7 @@ from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.tiles import key_tiles
 from alibi_lab import records
 from alibi_lab.measure.attention import attention
-from alibi_lab.report.plots.benchmark import is_drawn
+from alibi_lab.report.sections.benchmark import is_drawn
 
 LONG = Case("long", batch=1, heads=2, query_len=333, key_len=333, slopes="steep")
 SINK = dataclasses.replace(LONG, name="sink", sink=200.0)
