@@ -23,6 +23,7 @@ from alibi_lab.report.plots.drawing import Plot, svg
 from alibi_lab.report.plots.retrieval import TITLES
 from alibi_lab.report.plots.study import FEWEST
 from alibi_lab.report.series import Study
+from alibi_lab.report.tables.table import number
 from alibi_lab.report.verdicts import interval_text, ratio_text
 
 TEMPLATES = jinja2.Environment(
@@ -33,7 +34,7 @@ TEMPLATES = jinja2.Environment(
     lstrip_blocks=True,
 )
 TEMPLATES.globals |= {"svg": svg, "titles": TITLES, "fewest": FEWEST}
-TEMPLATES.filters |= {"age": age, "interval": interval_text, "ratio": ratio_text}
+TEMPLATES.filters |= {"age": age, "interval": interval_text, "number": number, "ratio": ratio_text}
 
 
 class Archive:

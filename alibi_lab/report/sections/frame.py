@@ -6,12 +6,10 @@ costs, machines and dates, and the list of all records.
 
 from collections.abc import Sequence
 
-from markupsafe import Markup
-
 from alibi_lab.records import Record
 from alibi_lab.report.section import Archive, Section, code, count_of, html
 from alibi_lab.report.tables.cost import cost_table
-from alibi_lab.report.tables.table import machine_text, number, text_table
+from alibi_lab.report.tables.table import machine_text
 
 MAX_FINDINGS = 5
 
@@ -33,9 +31,8 @@ def other_records(archive: Archive, sections: Sequence[Section]) -> list[Section
     others = {key: record for key, record in archive.by_identity.items() if id(record) not in drawn}
     if not others:
         return []
-    rows = [(record.kind, record.name, _metrics(record), code(key)) for key, record in others.items()]
-    body = html("others", table=text_table(("kind", "name", "metrics", "identity"), rows))
     title, records = "Other records", list(others.values())
+    body = html("others", records=others)
     return [Section("others", "Other", title, body, heading=title, about=count_of(records), records=records)]
 
 
@@ -68,20 +65,11 @@ def provenance(archive: Archive) -> list[Section]:
 
 def record_list(archive: Archive, sections: Sequence[Section]) -> Section:
     """Every record once, with a link to the first section that draws it."""
-    anchors = {id(record): section.anchor for section in reversed(sections) for record in section.records}
-    rows = []
-    for key, record in sorted(archive.by_identity.items(), key=lambda one: (one[1].kind, one[1].name, one[0])):
-        anchor = anchors.get(id(record))
-        name = Markup('<a href="#{}">{}</a>').format(anchor, record.name) if anchor else record.name
-        rows.append((record.kind, name, code(key), record.started[:10], f"{record.seconds:,.0f}"))
-    table = text_table(("kind", "name", "identity", "day", "seconds"), rows)
-    body = html("numbers", table=table, label="All records", css="text list", tall=True)
-    return Section("records", "", "", body, heading="All records")
+    first = {id(record): section.anchor for section in reversed(sections) for record in section.records}
+    anchors = {key: first[id(record)] for key, record in archive.by_identity.items() if id(record) in first}
+    ordered = sorted(archive.by_identity.items(), key=lambda one: (one[1].kind, one[1].name, one[0]))
+    return Section("records", "", "", html("record_list", records=ordered, anchors=anchors), heading="All records")
 
 
 def _machines(records: Sequence[Record]) -> list[str]:
     return list(dict.fromkeys(machine_text(record.machine) for record in records if record.machine))
-
-
-def _metrics(record: Record) -> str:
-    return ", ".join(f"{name} {'—' if value is None else number(value)}" for name, value in record.metrics.items())

@@ -11,9 +11,6 @@ from alibi_lab.report.plots.drawing import Plot
 from alibi_lab.report.section import Archive, Section, html
 from alibi_lab.report.sections.benchmark import processor
 from alibi_lab.report.series import Array, numbers
-from alibi_lab.report.tables.table import Table, text_table
-
-_PEER = "llama_cpp_"
 
 
 def find(archive: Archive) -> list[Record]:
@@ -25,22 +22,17 @@ def find(archive: Archive) -> list[Record]:
 def draw(record: Record, number: int, archive: Archive) -> Section:
     """Time per token and memory along the text, and a table of what a process needs to continue."""
     at, seconds, sizes = np.array(_tenths(record)).T
-    length, share, name = f"{at[-1]:,.0f}", _share(record, ""), f"l{number}"
+    length, name = f"{at[-1]:,.0f}", f"l{number}"
     time = Plot(_figure("ms per token", at, seconds * 1e3), "Time per token along the text.")
-    values = {
-        "name": name,
-        "record": record,
-        "length": length,
-        "table": _continuing(record),
-        "machine": processor(record),
-    }
-    body = html("long_text", time=time, memory=_figure("MiB", at, sizes / 2**20), **values)
-    added = _metric(record, "peak_added_bytes") / 2**20
-    found = (
-        f"Reading {length} tokens adds at most {added:,.0f} MiB of memory; a process that continues reads {share:.1%} of the "
-        "saved cache."
-    )
-    found = found if number == 0 and math.isfinite(share + added) else ""
+    memory, machine = _figure("MiB", at, sizes / 2**20), processor(record)
+    body = html("long_text", name=name, record=record, length=length, time=time, memory=memory, machine=machine)
+    added, read, stored = (_metric(record, name) for name in ("peak_added_bytes", "cold_bytes_read", "stored_bytes"))
+    found = ""
+    if number == 0 and stored > 0 and math.isfinite(added + read):
+        found = (
+            f"Reading {length} tokens adds at most {added / 2**20:,.0f} MiB of memory; a process that continues reads "
+            f"{read / stored:.1%} of the saved cache."
+        )
     title, heading = f"{length} tokens", f"A text of {length} tokens"
     return Section(name, "Long texts", title, body, heading=heading, records=[record], finding=found, lead=time)
 
@@ -61,26 +53,6 @@ def _figure(title: str, at: Array, values: Array) -> Figure:
     drawing.ticks(axes.xaxis, [at[-1] * share for share in (0, 0.5, 1)], drawing.short_number)
     axes.set_xlabel("tokens read")
     return figure
-
-
-def _continuing(record: Record) -> Table:
-    """Ours and, if it was measured, llama.cpp: loading with a token, a warm token, and the bytes read from the disk."""
-    names = ("open_and_first_token_ms", "warm_token_ms", "cold_open_and_first_token_ms")
-    columns = ("", "open and first token", "a warm token", "open from a cold disk", "read from the disk")
-    peers = {"llama.cpp, saved state": _PEER} if f"{_PEER}stored_bytes" in record.metrics else {}
-    rows = []
-    for label, prefix in {"ours": "", **peers}.items():
-        times = (_metric(record, prefix + name) for name in names)
-        read, stored = (_metric(record, prefix + name) / 2**20 for name in ("cold_bytes_read", "stored_bytes"))
-        part = f"{read:,.0f} of {stored:,.0f} MiB" if math.isfinite(_share(record, prefix)) else "–"
-        rows.append((label, *(f"{ms:,.0f} ms" if math.isfinite(ms) else "–" for ms in times), part))
-    return text_table(columns, rows)
-
-
-def _share(record: Record, prefix: str) -> float:
-    """The share of the stored bytes that opening reads from a cold disk; NaN if unknown."""
-    stored = _metric(record, prefix + "stored_bytes")
-    return _metric(record, prefix + "cold_bytes_read") / stored if stored > 0 else math.nan
 
 
 def _metric(record: Record, name: str) -> float:

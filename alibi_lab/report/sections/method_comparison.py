@@ -10,7 +10,7 @@ from alibi_lab.report.plots import retrieval
 from alibi_lab.report.plots import study as study_plots
 from alibi_lab.report.plots.drawing import Plot
 from alibi_lab.report.section import Archive, Section, count_of, html
-from alibi_lab.report.sections.study import configuration, seed_counts
+from alibi_lab.report.sections.study import seed_counts
 from alibi_lab.report.tables import study as tables
 from alibi_lab.report.tables.cost import model_sizes
 from alibi_lab.report.tables.table import NOTHING, Cell, Table, series_row
@@ -29,20 +29,14 @@ def draw(tasks: Sequence[Task], number: int, archive: Archive) -> Section:
     trained, longest = tasks[0].lengths
     title = f"{len(comparison.methods(tasks))} position methods at {trained:,} and at {longest:,} tokens"
     records = comparison.records(tasks)
-    weights, tokens = model_sizes(records)
-    seeds = seed_counts([series for task in tasks for series in task.study.series])
     by_length = [
         (task.title, retrieval.task_table(task.study) if task.name else tables.by_length(task.study)) for task in tasks
     ]
     changes = [(task.title, table) for task in tasks if not task.name and (table := tables.changes(task.study))]
     body = html(
         "method_comparison",
-        sizes=[
-            ("weights", weights),
-            ("training tokens each", tokens),
-            ("seeds", seeds),
-            ("trained at", f"{trained:,} tokens"),
-        ],
+        sizes=model_sizes(records),
+        seeds=seed_counts([series for task in tasks for series in task.study.series]),
         trained=f"{trained:,}",
         longest=f"{longest:,}",
         heat=_heat_map(tasks, learned),
@@ -51,7 +45,7 @@ def draw(tasks: Sequence[Task], number: int, archive: Archive) -> Section:
         changes=changes,
         ranks=_ranks(tasks, learned) if learned else None,
         lengths=[(name, table) for name, table in by_length if table],
-        config=configuration(tasks[0].study),
+        fields=tables.fields(tasks[0].study),
     )
     return Section(
         f"r{number}",

@@ -12,11 +12,11 @@ from alibi_lab.report import answers, method_comparison
 from alibi_lab.report.plots import retrieval
 from alibi_lab.report.plots import study as plots
 from alibi_lab.report.plots.drawing import Plot
-from alibi_lab.report.section import Archive, Section, code, count_of, html
+from alibi_lab.report.section import Archive, Section, count_of, html
 from alibi_lab.report.series import Mode, Series, Study, field
 from alibi_lab.report.tables import study as tables
 from alibi_lab.report.tables.cost import model_sizes
-from alibi_lab.report.tables.table import Table, mean, rounded, text_table
+from alibi_lab.report.tables.table import mean, rounded
 
 # Kind, figure, description; `sections.html` has the headings and captions of all kinds.
 Drawn: TypeAlias = Iterator[tuple[str, Figure | None, str]]
@@ -49,8 +49,9 @@ def draw(study: Study, number: int, archive: Archive) -> Section:
         tasks=[(kind, "", figure, text) for kind, figure, text in _task_figures(study) if figure is not None],
         by_task=retrieval.task_table(study),
         has_memory=any("peak_memory_bytes" in record.curves.get("by_length", {}) for record in study.records),
-        about=_about(study),
-        config=configuration(study),
+        sizes=model_sizes(study.records),
+        seeds=seed_counts(study.series),
+        fewest_tokens=_fewest(study),
     )
     return Section(
         name,
@@ -122,28 +123,15 @@ def _finding(study: Study) -> str:
     )
 
 
-def _about(study: Study) -> list[tuple[str, str]]:
-    """How much was trained and tested, and on what text."""
+def _fewest(study: Study) -> float:
+    """The smallest number of tokens that a position was tested with; 0 if it was not recorded."""
     counts = [np.nanmin(y) for s in study.series for _, y in [s.curve("by_position", "position", "tokens")] if y.size]
-    weights, tokens = model_sizes(study.records)
-    return [
-        ("configurations", f"{len(study.series):,}"),
-        ("seeds of each", seed_counts(study.series)),
-        ("weights", weights),
-        (f"training {study.unit}s", tokens),
-        (f"fewest {study.unit}s at a position", f"{min(counts):,.0f}" if counts else ""),
-        *((f"corpus {name}", code(value) if name == "sha256" else value) for name, value in tables.corpus_facts(study)),
-    ]
+    return float(min(counts, default=0.0))
 
 
 def seed_counts(series: Sequence[Series]) -> str:
     """The number of seeds of each series: "2", or "1 to 3" if they differ."""
     return answers.between([one.seeds for one in series])
-
-
-def configuration(study: Study) -> Table:
-    """Every field of the configs with its values."""
-    return text_table((), [(code(name), value) for name, value in tables.fields(study)])
 
 
 def _ends(study: Study, mode: Mode = "nonoverlapping") -> str:
