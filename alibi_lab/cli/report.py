@@ -51,8 +51,8 @@ def report(
         latex: Print tables for LaTeX, instead of a page.
         markdown: Print tables in Markdown, instead of a page.
     """
-    chosen = [name for name, given in {"csv": csv, "latex": latex, "markdown": markdown}.items() if given]
-    printed = [*chosen, *(["verdicts"] if verdicts else []), *(["compare"] if compare else [])]
+    forms = {"csv": csv, "latex": latex, "markdown": markdown, "verdicts": verdicts, "compare": compare}
+    printed = [name for name, given in forms.items() if given]
     if len(printed) > 1:
         raise typer.BadParameter(
             f"{' and '.join(f'--{name}' for name in printed)} print different things; pass one of them"
@@ -69,8 +69,8 @@ def report(
         print_verdicts(loaded)
     elif compare:
         print_comparison(loaded, compare)
-    elif chosen:
-        typer.echo(exports.exported(loaded, cast("exports.Form", chosen[0])), nl=False)
+    elif printed:
+        typer.echo(exports.exported(loaded, cast("exports.Form", printed[0])), nl=False)
     else:
         write_report(loaded, out, title=title)
 

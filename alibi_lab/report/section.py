@@ -5,8 +5,8 @@ To add a section, write a file in `sections/` with two functions and add it to `
     find(archive)                the entries to draw, one per section of the page; an empty list if there are none
     draw(entry, number, archive) the Section of one entry; `number` is the entry's index and keeps anchors unique
 
-`html("numbers", table=...)` draws a table, `html("panels", plots=..., prefix=...)` figures, `html("facts", rows=...)` a list of
-names with values; a section of another form has its own macro.
+`html` calls a macro of `sections.html`: "numbers" draws a table, "texts" one of text, "panels" figures, "facts" a list of names
+with values; a section of another form has its own macro.
 """
 
 import dataclasses
@@ -26,6 +26,12 @@ from alibi_lab.report.series import Study
 from alibi_lab.report.tables.table import number
 from alibi_lab.report.verdicts import interval_text, ratio_text
 
+
+def code(text: str) -> Markup:
+    """The text as code."""
+    return Markup("<code>{}</code>").format(text)
+
+
 TEMPLATES = jinja2.Environment(
     loader=jinja2.FileSystemLoader(Path(__file__).parent),
     autoescape=True,
@@ -34,7 +40,7 @@ TEMPLATES = jinja2.Environment(
     lstrip_blocks=True,
 )
 TEMPLATES.globals |= {"svg": svg, "titles": TITLES, "fewest": FEWEST}
-TEMPLATES.filters |= {"age": age, "interval": interval_text, "number": number, "ratio": ratio_text}
+TEMPLATES.filters |= {"age": age, "code": code, "interval": interval_text, "number": number, "ratio": ratio_text}
 
 
 class Archive:
@@ -82,11 +88,6 @@ class Section:
 def html(macro: str, **values: object) -> Markup:
     """What a macro of `sections.html` makes of the values."""
     return Markup(getattr(TEMPLATES.get_template("sections.html").module, macro)(**values))
-
-
-def code(text: str) -> Markup:
-    """The text as code."""
-    return Markup("<code>{}</code>").format(text)
 
 
 def count_of(records: Sequence[Record]) -> str:

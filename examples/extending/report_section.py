@@ -12,7 +12,6 @@ from markupsafe import Markup
 
 from alibi_lab.records import Record
 from alibi_lab.report.section import Archive, Section, html
-from alibi_lab.report.tables.table import text_table
 
 
 def find(archive: Archive) -> list[Record]:
@@ -22,13 +21,14 @@ def find(archive: Archive) -> list[Record]:
 
 def draw(record: Record, number: int, archive: Archive) -> Section:
     """The section of one entry."""
-    table = text_table(("day", "rain"), [("Monday", f"{record.metrics['rain_mm']:g} mm")])
+    rows = [("Monday", f"{record.metrics['rain_mm']:g} mm")]
     return Section(
         anchor=f"w{number}",
         group="Weather",
         title=record.name,
         heading=f"Rain in {record.name}",
-        body=Markup("<p>{}</p>").format("Measured <daily>.") + html("numbers", table=table, label="Rain"),
+        body=Markup("<p>{}</p>").format("Measured <daily>.")
+        + html("texts", columns=("day", "rain"), rows=rows, label="Rain"),
         records=[record],
     )
 

@@ -1,16 +1,12 @@
 """The biases of ALiBi, drawn once for each number of heads in the records."""
 
-from markupsafe import Markup
-
 from alibi_attn import alibi_slopes
 from alibi_lab.records import flat
 from alibi_lab.report.plots import bias
 from alibi_lab.report.section import Archive, Section, html
 from alibi_lab.report.tables.heads import head_rows
-from alibi_lab.report.tables.table import text_table
 
 _MOST_HEADS = 1024  # models with more heads are not drawn
-_COLUMNS = ("head", Markup("slope <i>m</i>"), "half-life, tokens", "below 10⁻⁶ from")
 
 
 def find(archive: Archive) -> list[tuple[int, int]]:
@@ -29,7 +25,8 @@ def draw(heads: tuple[int, int], number: int, archive: Archive) -> Section:
     count, length = heads
     biases = [f"{slope * length:.3g}" for slope in alibi_slopes(count).tolist()]
     rows = [(*row, nats) for row, nats in zip(head_rows(count), biases, strict=True)]
-    table = text_table((*_COLUMNS, f"nats at {length:,} tokens"), rows)
     several = f": {count}" if len(find(archive)) > 1 else ""
-    body = html("alibi_heads", name=f"heads{count}", plots=bias.pictures(count, length, length), table=table)
+    body = html(
+        "alibi_heads", name=f"heads{count}", plots=bias.pictures(count, length, length), rows=rows, length=length
+    )
     return Section(f"heads{count}", "", "", body, heading=f"The heads of ALiBi{several}")

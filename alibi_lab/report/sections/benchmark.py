@@ -14,9 +14,9 @@ from matplotlib.figure import Figure
 from alibi_lab.records import Record
 from alibi_lab.report.plots import drawing
 from alibi_lab.report.plots.drawing import Plot
-from alibi_lab.report.section import Archive, Section, code, html
+from alibi_lab.report.section import Archive, Section, html
 from alibi_lab.report.series import numbers, sequence
-from alibi_lab.report.tables.table import processor_text, text_table
+from alibi_lab.report.tables.table import processor_text
 
 OURS = "ours"
 _MEMORY = ("peak_memory_bytes", "cache_bytes")
@@ -57,9 +57,9 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
     lengths, rows = ratio_table(record)
     description = f"Time against length of {', '.join(label for label, _ in rows)}; the table below has the ratios."
     times, memory = Plot(times_by_length(record), description), memory_by_length(record)
-    table = text_table(("time relative to ours", *lengths), [(label, *cells) for label, cells in rows])
-    name, about = f"b{number}", [*facts(record), ("command", code(record.command))]
-    body = html("benchmark", name=name, record=record, times=times, memory=memory, table=table, rows=about)
+    columns, ratios = ("time relative to ours", *lengths), [(label, *cells) for label, cells in rows]
+    name, values = f"b{number}", {"columns": columns, "ratios": ratios, "about": facts(record)}
+    body = html("benchmark", name=name, record=record, times=times, memory=memory, **values)
     found = finding(record) if record is max(find(archive), key=timings) else ""
     title = title_of(record)
     return Section(name, "Benchmarks", title, body, title, records=[record], finding=found, lead=times)

@@ -7,7 +7,7 @@ costs, machines and dates, and the list of all records.
 from collections.abc import Sequence
 
 from alibi_lab.records import Record
-from alibi_lab.report.section import Archive, Section, code, count_of, html
+from alibi_lab.report.section import Archive, Section, count_of, html
 from alibi_lab.report.tables.cost import cost_table
 from alibi_lab.report.tables.table import machine_text
 
@@ -52,15 +52,14 @@ def provenance(archive: Archive) -> list[Section]:
         return []
     packages = (", ".join(f"{name} {version}" for name, version in sorted(r.versions.items())) for r in records)
     days = sorted({record.started[:10] for record in records if record.started})
-    facts: dict[str, str | Sequence[str]] = {
-        "machine": _machines(records),
-        "versions": [text for text in dict.fromkeys(packages) if text],
-        "commit": [code(text) for text in dict.fromkeys(r.commit for r in records if r.commit)],
-        "command": [code(text) for text in dict.fromkeys(r.command for r in records if r.command)],
-        "run on": " to ".join(dict.fromkeys(days[:1] + days[-1:])),
-        "time": f"{sum(r.seconds for r in records):,.0f} s in {len(records)} records",
-    }
-    return [Section("provenance", "", "", html("facts", rows=facts.items()), heading="Provenance")]
+    body = html(
+        "provenance",
+        records=records,
+        machines=_machines(records),
+        packages=list(dict.fromkeys(packages)),
+        days=dict.fromkeys(days[:1] + days[-1:]),
+    )
+    return [Section("provenance", "", "", body, heading="Provenance")]
 
 
 def record_list(archive: Archive, sections: Sequence[Section]) -> Section:

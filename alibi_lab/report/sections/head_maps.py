@@ -18,7 +18,6 @@ from alibi_lab.report.plots.drawing import Points
 from alibi_lab.report.section import Archive, Section, html
 from alibi_lab.report.series import Array, numbers
 from alibi_lab.report.tables.heads import fraction
-from alibi_lab.report.tables.table import text_table
 
 _TITLES = {
     "certified": "certified reach in tokens, log scale; full color: {:,}",
@@ -28,7 +27,6 @@ _TITLES = {
     "zero_bfloat16": "weights that are zero in bfloat16; full color: 100 %",
     "zero_float16": "weights that are zero in float16; full color: 100 %",
 }
-_COLUMNS = ("layer", "head", "slope", "certified", "mean distance", "carried mass", "first token")
 _WIDTH = 8.4  # inches; two maps side by side
 _MOST_NUMBERS = 10  # with more heads per row, the numbers do not fit into the cells
 
@@ -41,8 +39,7 @@ def find(archive: Archive) -> list[Record]:
 def draw(record: Record, number: int, archive: Archive) -> Section:
     """The numbers of every head; `alibi heads summary --picture` draws them."""
     title = record.name.partition("/")[2] or record.name
-    table = text_table((*_COLUMNS, *(f"zero, {name}" for name in ("fp32", "bf16", "fp16"))), rows(record))
-    body = html("head_maps", sentence=sentence(record), table=table, title=title, record=record)
+    body = html("head_maps", sentence=sentence(record), rows=rows(record), title=title, record=record)
     group, heading = "Heads of trained models", f"Where the heads attend: {title}"
     return Section(f"m{number}", group, title, body, heading=heading, records=[record])
 

@@ -11,7 +11,6 @@ from alibi_lab.records import Record
 from alibi_lab.report import rollouts
 from alibi_lab.report.plots import drawing
 from alibi_lab.report.section import Archive, Section, count_of, html
-from alibi_lab.report.tables.table import text_table
 
 _STYLES = ("-", (0, (5, 2)), (0, (2, 2)), (0, (1, 1)), (0, (6, 2, 1, 2)))
 _WAYS = (rollouts.PLAIN, rollouts.RESIDUAL)
@@ -27,8 +26,8 @@ def draw(records: Sequence[Record], number: int, archive: Archive) -> Section:
     """The shares at the last layer of trained models; `alibi heads rollout` draws them by layer."""
     models = rollouts.models(records)
     names = rollouts.SHARES.values()
-    table = text_table(("model", "layers", *names, *(f"{name}, residual" for name in names)), _rows(models))
-    body = html("rollout", table=table if models else None)
+    columns = ("model", "layers", *names, *(f"{name}, residual" for name in names))
+    body = html("rollout", columns=columns, rows=_rows(models))
     group, title = "Heads of trained models", "Attention through the layers"
     heading, about = "Attention accumulated over the layers", count_of(records)
     return Section("rollout", group, title, body, heading, about=about, records=records, finding=_finding(models))

@@ -20,7 +20,6 @@ from alibi_lab.report.plots.drawing import INK, MUTED, color_of
 from alibi_lab.report.section import Archive, Section, count_of, html
 from alibi_lab.report.series import numbers
 from alibi_lab.report.tables.heads import fraction
-from alibi_lab.report.tables.table import text_table
 
 _COLUMNS = 2
 COLUMNS = ("layer", "slope", "certified", "true", "ratio")
@@ -45,8 +44,9 @@ def find(archive: Archive) -> list[TrainedHeads]:
 def draw(model: TrainedHeads, number: int, archive: Archive) -> Section:
     """Reach and attention of every head of every layer."""
     name, reach, mass = f"h{number}", reach_figure(model), mass_figure(model)
-    table = text_table(COLUMNS, head_table(model))
-    body = html("trained_heads", name=name, model=model, reach=reach, mass=mass, table=table)
+    body = html(
+        "trained_heads", name=name, model=model, reach=reach, mass=mass, columns=COLUMNS, rows=head_table(model)
+    )
     group, heading, about = "Heads of trained models", f"Reach of trained heads: {model.title}", count_of(model.records)
     return Section(name, group, model.title, body, heading=heading, about=about, records=model.records)
 

@@ -48,20 +48,12 @@ class Table:
     """Blocks under common columns.
 
     Args:
-        corner: the heading of the rows' labels.
         groups: a title and a legend above every two columns.
     """
 
     columns: Sequence[str]
     blocks: Sequence[Block]
-    corner: str = ""
     groups: Sequence[tuple[str, str]] = ()
-
-
-def text_table(columns: Sequence[str], rows: Sequence[Sequence[str]]) -> Table:
-    """A table of text; the first column holds the labels. Without columns it has no header."""
-    lines = [(label, "", [*map(Cell, cells)]) for label, *cells in rows]
-    return Table(columns[1:], [Block("", lines)], corner=columns[0] if columns else "")
 
 
 NOTHING = Cell("—")
