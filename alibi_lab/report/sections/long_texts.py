@@ -26,7 +26,8 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
     time = Plot(_figure("ms per token", at, seconds * 1e3), "Time per token along the text.")
     memory, machine = _figure("MiB", at, sizes / 2**20), processor(record)
     body = html("long_text", name=name, record=record, length=length, time=time, memory=memory, machine=machine)
-    added, read, stored = (_metric(record, name) for name in ("peak_added_bytes", "cold_bytes_read", "stored_bytes"))
+    metrics = map(record.metrics.get, ("peak_added_bytes", "cold_bytes_read", "stored_bytes"))
+    added, read, stored = (math.nan if value is None else value for value in metrics)
     found = ""
     if number == 0 and stored > 0 and math.isfinite(added + read):
         found = (
@@ -53,8 +54,3 @@ def _figure(title: str, at: Array, values: Array) -> Figure:
     drawing.ticks(axes.xaxis, [at[-1] * share for share in (0, 0.5, 1)], drawing.short_number)
     axes.set_xlabel("tokens read")
     return figure
-
-
-def _metric(record: Record, name: str) -> float:
-    value = record.metrics.get(name)
-    return math.nan if value is None else float(value)

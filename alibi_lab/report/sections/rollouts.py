@@ -24,37 +24,24 @@ def find(archive: Archive) -> list[list[Record]]:
 
 def draw(records: Sequence[Record], number: int, archive: Archive) -> Section:
     """The shares at the last layer of trained models; `alibi heads rollout` draws them by layer."""
-    models = rollouts.models(records)
+    rows, first = [], {}
+    for name, members in rollouts.models(records).items():
+        label, layers = rollouts.label_of(name, members[0]), rollouts.depths(members[0], rollouts.PLAIN)[-1]
+        ends = [_at_the_end(members, way, share) for way in _WAYS for share in rollouts.SHARES]
+        rows.append((label, f"{layers:.0f}", *map("{:.1%}".format, ends)))
+        first[label] = f"{label} {ends[0]:.0%}"
     names = rollouts.SHARES.values()
-    columns = ("model", "layers", *names, *(f"{name}, residual" for name in names))
-    body = html("rollout", columns=columns, rows=_rows(models))
+    body = html("rollout", columns=("model", "layers", *names, *(f"{name}, residual" for name in names)), rows=rows)
+    found = f"Share of the first token in the attention accumulated over all layers: {', '.join(first.values())}."
     group, title = "Heads of trained models", "Attention through the layers"
     heading, about = "Attention accumulated over the layers", count_of(records)
-    return Section("rollout", group, title, body, heading, about=about, records=records, finding=_finding(models))
-
-
-def _rows(models: rollouts.Models) -> list[tuple[str, ...]]:
-    rows = []
-    for name, members in models.items():
-        layers = f"{rollouts.depths(members[0], rollouts.PLAIN)[-1]:.0f}"
-        ends = [f"{_at_the_end(members, way, share):.1%}" for way in _WAYS for share in rollouts.SHARES]
-        rows.append((rollouts.label_of(name, members[0]), layers, *ends))
-    return rows
+    finding = found if first else ""
+    return Section("rollout", group, title, body, heading, about=about, records=records, finding=finding)
 
 
 def _at_the_end(members: Sequence[Record], way: str, share: str) -> float:
     """A share at the last layer, averaged over the seeds."""
     return float(np.mean([rollouts.by_depth(record, way, share)[-1] for record in members]))
-
-
-def _finding(models: rollouts.Models) -> str:
-    """The first token's share at the last layer, by model."""
-    ends = {
-        rollouts.label_of(name, members[0]): _at_the_end(members, rollouts.PLAIN, "first_token")
-        for name, members in models.items()
-    }
-    found = ", ".join(f"{label} {end:.0%}" for label, end in ends.items())
-    return f"Share of the first token in the attention accumulated over all layers: {found}." if found else ""
 
 
 def rollout_figure(record: Record) -> Figure:
