@@ -96,10 +96,8 @@ def report_html(
         shown.append(frame.record_list(archive, shown))
         for section in _distinguished(listed):
             contents.setdefault(section.group, []).append(section)
-    own = {
-        variable_of("", series.look): series.look for study in archive.studies for series in study.series if series.look
-    }
-    own = {variable: look for variable, look in own.items() if look not in LOOKS.values()}
+    shown_in = [series for study in archive.studies for series in study.series]
+    own = {variable_of(one): one.look for one in shown_in if one.look and one.look not in LOOKS.values()}
     page = TEMPLATES.get_template("page.html").render(
         title=title,
         colors=lambda theme: f"{drawing.css(theme)} {drawing.css(theme, own)}".rstrip(),

@@ -11,6 +11,7 @@ with values; a section of another form has its own macro.
 
 import dataclasses
 import functools
+import math
 from collections.abc import Iterable, Sequence
 from pathlib import Path
 
@@ -19,11 +20,13 @@ from markupsafe import Markup
 
 from alibi_lab.records import Record, age, identity
 from alibi_lab.report import series
+from alibi_lab.report.answers import between
 from alibi_lab.report.plots.drawing import Plot, svg
 from alibi_lab.report.plots.retrieval import TITLES
 from alibi_lab.report.plots.study import FEWEST
 from alibi_lab.report.series import Study
-from alibi_lab.report.tables.table import number
+from alibi_lab.report.tables.cost import duration
+from alibi_lab.report.tables.table import mean, number, variable_of
 from alibi_lab.report.verdicts import interval_text, ratio_text
 
 
@@ -40,7 +43,8 @@ TEMPLATES = jinja2.Environment(
     lstrip_blocks=True,
 )
 TEMPLATES.globals |= {"svg": svg, "titles": TITLES, "fewest": FEWEST}
-TEMPLATES.filters |= {"age": age, "code": code, "interval": interval_text, "number": number, "ratio": ratio_text}
+TEMPLATES.filters |= {one.__name__: one for one in (age, between, code, duration, math.isfinite, mean, number)}
+TEMPLATES.filters |= {"interval": interval_text, "ratio": ratio_text, "variable": variable_of}
 
 
 class Archive:

@@ -12,7 +12,7 @@ from matplotlib.patches import Rectangle
 
 from alibi_lab.report.plots import drawing
 from alibi_lab.report.series import Series, Study, numbers
-from alibi_lab.report.tables.table import NOTHING, Block, Cell, Table, variable_of
+from alibi_lab.report.tables.table import NOTHING, Block, Cell, Table, series_row
 
 _COLUMNS = 2
 TITLES = {  # in tables, with the quantity that is counted
@@ -116,7 +116,7 @@ def task_table(study: Study) -> Table | None:
             grid = shares(series, task)
             worst = [min((v for (at, _), v in grid.items() if at == length), default=math.nan) for length in lengths]
             if grid:
-                rows.append((series.label, variable_of(series.method, series.look), tuple(map(_percent, worst))))
+                rows.append(series_row(series, tuple(map(_percent, worst))))
         if rows:
             blocks.append(Block(title, tuple(rows)))
     return Table(tuple(f"{length:,.0f}" for length in lengths), tuple(blocks)) if blocks else None

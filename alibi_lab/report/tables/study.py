@@ -64,9 +64,7 @@ def cards(study: Study) -> list[tuple[str, str, str, str, str, str]]:
         before, to = (table.rounded(mean(series.perplexity(length))) for length in (trained, longest))
         pairs = change(series, "nonoverlapping")
         percent, start = _signed(pairs.logs.mean()) if pairs else "", f"{before} at {trained:,}"
-        rows.append(
-            (table.variable_of(series.method, series.look), series.label, to, f"at {longest:,}", percent, start)
-        )
+        rows.append((table.variable_of(series), series.label, to, f"at {longest:,}", percent, start))
     return rows
 
 

@@ -4,7 +4,7 @@ import math
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from alibi_lab.position_methods import LOOKS, Look
+from alibi_lab.position_methods import LOOKS
 from alibi_lab.records import Json
 from alibi_lab.report.series import Series
 
@@ -59,14 +59,16 @@ class Table:
 NOTHING = Cell("—")
 
 
-def variable_of(method: str, look: Look | None = None) -> str:
-    """The CSS variable of a method's color; that of its own look if it is not built in, else "ink"."""
-    return method if method in LOOKS else f"own-{look.light[1:].lower()}" if look else "ink"
+def variable_of(series: Series) -> str:
+    """The CSS variable of its method's color; that of its own look if it is not built in, else "ink"."""
+    if series.method in LOOKS:
+        return series.method
+    return f"own-{series.look.light[1:].lower()}" if series.look else "ink"
 
 
 def series_row(series: Series, cells: Sequence[Cell]) -> Row:
     """The row of a series, in the color of its method."""
-    return series.label, variable_of(series.method, series.look), cells
+    return series.label, variable_of(series), cells
 
 
 def seeds_cell(values: Sequence[float], show: Callable[[float], str]) -> Cell:
