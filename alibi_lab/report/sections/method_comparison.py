@@ -13,8 +13,7 @@ from alibi_lab.report.section import Archive, Section, count_of, html
 from alibi_lab.report.sections.study import seed_counts
 from alibi_lab.report.tables import study as tables
 from alibi_lab.report.tables.cost import model_sizes
-from alibi_lab.report.tables.table import NOTHING, Cell, Table, series_row
-from alibi_lab.report.tables.table import Block as Rows
+from alibi_lab.report.tables.table import NOTHING, Cell, series_row
 
 
 def find(archive: Archive) -> list[list[Task]]:
@@ -26,25 +25,23 @@ def find(archive: Archive) -> list[list[Task]]:
 def draw(tasks: Sequence[Task], number: int, archive: Archive) -> Section:
     """All methods on all tasks that at least one method has learned."""
     learned = [task for task in tasks if comparison.is_learned(task)]
-    trained, longest = tasks[0].lengths
-    title = f"{len(comparison.methods(tasks))} position methods at {trained:,} and at {longest:,} tokens"
-    records = comparison.records(tasks)
-    by_length = [
-        (task.title, retrieval.task_table(task.study) if task.name else tables.by_length(task.study)) for task in tasks
-    ]
+    (trained, longest), methods, records = tasks[0].lengths, comparison.methods(tasks), comparison.records(tasks)
+    title = f"{len(methods)} position methods at {trained:,} and at {longest:,} tokens"
+    places = [(task, at) for task in learned for at in task.lengths]
+    tables_of = [retrieval.task_table(one.study) if one.name else tables.by_length(one.study) for one in tasks]
     changes = [(task.title, table) for task in tasks if not task.name and (table := tables.changes(task.study))]
     body = html(
         "method_comparison",
         sizes=model_sizes(records),
         seeds=seed_counts([series for task in tasks for series in task.study.series]),
-        trained=f"{trained:,}",
-        longest=f"{longest:,}",
-        heat=_heat_map(tasks, learned),
+        lengths=tasks[0].lengths,
+        learned=learned,
+        heat=[series_row(one, [_cell(task, one.method, at) for task, at in places]) for one in methods],
         claim=comparison.dropped_beats_alibi(tasks),
-        left_out=[(task.title, _best(task)) for task in tasks if task not in learned],
+        left_out=[(task.title, *comparison.best_at_trained(task)) for task in tasks if task not in learned],
         changes=changes,
-        ranks=_ranks(tasks, learned) if learned else None,
-        lengths=[(name, table) for name, table in by_length if table],
+        ranks=[series_row(one, [_rank_cell(task, one.method) for task in learned]) for one in methods],
+        by_length=[(task.title, table) for task, table in zip(tasks, tables_of, strict=True)],
         fields=tables.fields(tasks[0].study),
     )
     return Section(
@@ -68,14 +65,6 @@ def _lead(task: Task) -> Plot | None:
     return Plot(figure, text) if figure else None
 
 
-def _heat_map(tasks: Sequence[Task], learned: Sequence[Task]) -> Table:
-    trained, longest = tasks[0].lengths
-    places = [(task, at) for task in learned for at in task.lengths]
-    rows = [series_row(one, [_cell(task, one.method, at) for task, at in places]) for one in comparison.methods(tasks)]
-    columns = [f"{trained:,}", f"{longest:,}"] * len(learned)
-    return Table(columns, [Rows("", rows)], groups=[(task.title, _legend(task)) for task in learned])
-
-
 def _cell(task: Task, method: str, length: int) -> Cell:
     found, place = measured(task, method, length), rank(task, method, length)
     share = (found.value - task.chance) / (1 - task.chance) if task.name else 2 - found.value
@@ -87,12 +76,6 @@ def _cell(task: Task, method: str, length: int) -> Cell:
     return Cell(text, spread=spread, heat=heat, best=place is not None and place[0] == 1)
 
 
-def _ranks(tasks: Sequence[Task], learned: Sequence[Task]) -> Table:
-    methods = comparison.methods(tasks)
-    rows = [series_row(one, [_rank_cell(task, one.method) for task in learned]) for one in methods]
-    return Table([task.title for task in learned], [Rows(f"Rank at {tasks[0].lengths[1]:,} tokens", rows)])
-
-
 def _rank_cell(task: Task, method: str) -> Cell:
     longest = task.lengths[1]
     place = rank(task, method, longest)
@@ -100,13 +83,3 @@ def _rank_cell(task: Task, method: str) -> Cell:
         return NOTHING
     level = comparison.level(measured(task, method, longest)) if task.name else ""
     return Cell(" – ".join(map(str, dict.fromkeys(place))), spread=level)
-
-
-def _legend(task: Task) -> str:
-    return f"% correct; chance {100 * task.chance:.0f}" if task.name else "perplexity / lowest at L"
-
-
-def _best(task: Task) -> str:
-    """The method with the most correct answers at the trained length."""
-    label, share = comparison.best_at_trained(task)
-    return f"the best, {label}, has {100 * share:.0f} %" if math.isfinite(share) else "nothing was measured there"

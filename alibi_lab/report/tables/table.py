@@ -45,15 +45,10 @@ class Block:
 
 @dataclass(frozen=True)
 class Table:
-    """Blocks under common columns.
-
-    Args:
-        groups: a title and a legend above every two columns.
-    """
+    """Blocks under common columns."""
 
     columns: Sequence[str]
     blocks: Sequence[Block]
-    groups: Sequence[tuple[str, str]] = ()
 
 
 NOTHING = Cell("—")
