@@ -26,7 +26,8 @@ from alibi_lab.report.plots.retrieval import TITLES
 from alibi_lab.report.plots.study import FEWEST
 from alibi_lab.report.series import Study
 from alibi_lab.report.tables.cost import duration
-from alibi_lab.report.tables.table import mean, number, variable_of
+from alibi_lab.report.tables.heads import fraction
+from alibi_lab.report.tables.table import mean, number, rounded, variable_of
 from alibi_lab.report.verdicts import interval_text, ratio_text
 
 
@@ -43,7 +44,9 @@ TEMPLATES = jinja2.Environment(
     lstrip_blocks=True,
 )
 TEMPLATES.globals |= {"svg": svg, "titles": TITLES, "fewest": FEWEST}
-TEMPLATES.filters |= {one.__name__: one for one in (age, between, code, duration, math.isfinite, mean, number)}
+TEMPLATES.filters |= {
+    one.__name__: one for one in (age, between, code, duration, fraction, math.isfinite, mean, number, rounded)
+}
 TEMPLATES.filters |= {"interval": interval_text, "ratio": ratio_text, "variable": variable_of}
 
 

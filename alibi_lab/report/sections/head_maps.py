@@ -17,7 +17,6 @@ from alibi_lab.report.plots import drawing
 from alibi_lab.report.plots.drawing import Points
 from alibi_lab.report.section import Archive, Section, html
 from alibi_lab.report.series import Array, numbers
-from alibi_lab.report.tables.heads import fraction
 
 _TITLES = {
     "certified": "certified reach in tokens, log scale; full color: {:,}",
@@ -27,6 +26,8 @@ _TITLES = {
     "zero_bfloat16": "weights that are zero in bfloat16; full color: 100 %",
     "zero_float16": "weights that are zero in float16; full color: 100 %",
 }
+_COLUMNS = ("layer", "head", "slope", "certified", "mean_distance", "carried", "first_token",
+            "zero_float32", "zero_bfloat16", "zero_float16")  # fmt: skip
 _WIDTH = 8.4  # inches; two maps side by side
 _MOST_NUMBERS = 10  # with more heads per row, the numbers do not fit into the cells
 
@@ -39,7 +40,8 @@ def find(archive: Archive) -> list[Record]:
 def draw(record: Record, number: int, archive: Archive) -> Section:
     """The numbers of every head; `alibi heads summary --picture` draws them."""
     title = record.name.partition("/")[2] or record.name
-    body = html("head_maps", sentence=sentence(record), rows=rows(record), title=title, record=record)
+    rows = list(zip(*(numbers(record, "heads", name) for name in _COLUMNS), strict=True))
+    body = html("head_maps", sentence=sentence(record), rows=rows, title=title, record=record)
     group, heading = "Heads of trained models", f"Where the heads attend: {title}"
     return Section(f"m{number}", group, title, body, heading=heading, records=[record])
 
@@ -89,19 +91,6 @@ def sentence(record: Record) -> str:
     if dtypes and isinstance(blind, float):
         parts.append(f"blind, with {blind:.0%} or more of their weights zero once rounded: {', '.join(dtypes)}")
     return "; ".join(parts) + "."
-
-
-def rows(record: Record) -> list[tuple[str, ...]]:
-    """Layer, head, slope, certified reach, mean distance; shares that carried mass, of the first token, of zeros by dtype."""
-    shares = ("carried", "first_token", "zero_float32", "zero_bfloat16", "zero_float16")
-    columns = [
-        numbers(record, "heads", name) for name in ("layer", "head", "slope", "certified", "mean_distance", *shares)
-    ]
-    found = []
-    for layer, head, slope, certified, distance, *values in zip(*columns, strict=True):
-        cells = [f"{value:.1%}" if math.isfinite(value) else "—" for value in values]
-        found.append((f"{layer:.0f}", f"{head:.0f}", fraction(slope), f"{certified:,.0f}", f"{distance:,.1f}", *cells))
-    return found
 
 
 def _draw(axes: Axes, column: str, values: Points, length: int) -> None:

@@ -44,7 +44,7 @@ def draw(study: Study, number: int, archive: Archive) -> Section:
         name=name,
         study=study,
         tables=tables,
-        cards=tables.cards(study) if len(parts) == 1 else [],
+        has_cards=len(parts) == 1,
         figures=figures,
         tasks=[(kind, "", figure, text) for kind, figure, text in _task_figures(study) if figure is not None],
         by_task=retrieval.task_table(study),

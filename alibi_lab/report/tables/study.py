@@ -46,26 +46,10 @@ def in_other_units(study: Study) -> Table | None:
     return _table(study, blocks)
 
 
-def speeds(study: Study) -> str:
-    """The GPU and the tokens per second of each training on it, as a sentence; "" if there was no GPU."""
-    devices = dict.fromkeys(str(gpu) for record in study.records if (gpu := record.machine.get("gpu")))
-    trained = [f"{s.label} {_whole(mean(found))}" for s in study.series if (found := s.metric("tokens_per_second"))]
-    return (
-        f"{', '.join(devices)}: {', '.join(trained)} {study.unit}s per second in training."
-        if devices and trained
-        else ""
-    )
-
-
-def cards(study: Study) -> list[tuple[str, str, str, str, str, str]]:
-    """(method, label, perplexity at the longest length, that length, the change, from what) of every series, as text."""
-    rows = []
-    for series, (trained, longest) in study.ended():
-        before, to = (table.rounded(mean(series.perplexity(length))) for length in (trained, longest))
-        pairs = change(series, "nonoverlapping")
-        percent, start = _signed(pairs.logs.mean()) if pairs else "", f"{before} at {trained:,}"
-        rows.append((table.variable_of(series), series.label, to, f"at {longest:,}", percent, start))
-    return rows
+def change_text(series: Series) -> str:
+    """How its perplexity changes from the trained to the longest length, with nonoverlapping windows; "" for one length."""
+    pairs = change(series, "nonoverlapping")
+    return _signed(pairs.logs.mean()) if pairs else ""
 
 
 def changes(study: Study) -> Table | None:
