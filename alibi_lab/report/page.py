@@ -111,7 +111,7 @@ def report_html(
     )
     style, end, body = page.partition("</style>")
     for variable, look in own.items():  # of methods from a file, whose figures have the colors of a light page
-        body = body.replace(look.light, f"var(--{variable})").replace(look.light.lower(), f"var(--{variable})")
+        body = body.replace(f": {look.light.lower()}", f": var(--{variable})")  # not where a config names the color
     return style + end + body
 
 

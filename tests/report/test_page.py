@@ -243,7 +243,7 @@ def test_a_method_from_a_file_has_its_own_color_in_light_and_dark(made_up, contr
     style, body = page.split("</style>", 1)
     assert style.count("--own-1d6b4c: #1d6b4c;") == 2, "on the screen and in print"
     assert "--own-1d6b4c: #7fe0b0;" in style
-    assert "#1d6b4c" not in body
+    assert re.findall(r".{4}#1d6b4c", body) == ["<td>#1d6b4c"], "only the config names it"
     assert body.count("var(--own-1d6b4c)") > 10
     assert re.search(r'class="?cards.*?var\(--own-1d6b4c\)', body, flags=re.DOTALL)
     dark = tuple(int(look["dark"][at : at + 2], 16) for at in (1, 3, 5))
