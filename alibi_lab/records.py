@@ -179,7 +179,7 @@ def save(record: Record, folder: Path) -> Path:
         FileExistsError: the folder already has a record of this identity; records are never overwritten.
     """
     expect_new(folder, record.kind, record.name, record.config)
-    path = _path(record, folder)
+    path = folder / f"{key(record)}.json"
     try:
         with files.new_file(path) as file:
             file.write(_text(record))
@@ -194,7 +194,7 @@ def grow(record: Record, folder: Path) -> Path:
     Raises:
         FileExistsError: the existing record is of another run, with another start time.
     """
-    path = _path(record, folder)
+    path = folder / f"{key(record)}.json"
     if not path.exists():
         return save(record, folder)
     if load(path).started != record.started:
@@ -367,10 +367,6 @@ def _record(data: Mapping[str, object], place: str | Path) -> Record:
     if "#" in str(place) and not str(place).endswith(f"{PACKED}#{key(record)}"):
         raise RecordError(f"{place} is damaged: the key of this record is {key(record)}")
     return record
-
-
-def _path(record: Record, folder: Path) -> Path:
-    return folder / f"{key(record)}.json"
 
 
 def _text(record: Record) -> bytes:
