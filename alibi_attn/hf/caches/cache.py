@@ -72,6 +72,8 @@ class ALiBiCache(Cache):
     11
     """
 
+    layers: list[CacheLayer]  # type: ignore[assignment]
+
     def __init__(
         self,
         path: str | os.PathLike[str] | None = None,
@@ -140,7 +142,7 @@ class ALiBiCache(Cache):
             )
         with cache_folder.created(target, about) as (folder, about):
             TokenIds(cache_folder.token_path(folder), identity=about["id"]).write(0, tokens)
-            for index, layer in enumerate(self._held):
+            for index, layer in enumerate(self.layers):
                 layer.store.save(cache_folder.layer_path(folder, index), part=cache_folder.part(about, index))
 
     def verify(self) -> None:
@@ -154,7 +156,7 @@ class ALiBiCache(Cache):
         if self.get_seq_length() > 0 and self.tokens() is None:
             tokens = cache_folder.token_path(self.path)
             raise ValueError(f"the token ids of the cache are damaged: {tokens} is too short; read the text again")
-        for layer in self._held:
+        for layer in self.layers:
             layer.store.verify()
 
     def begin(self, model: nn.Module, tokens: Tensor | None) -> None:
@@ -197,14 +199,14 @@ class ALiBiCache(Cache):
     def tokens(self) -> Tensor | None:
         """The ids of the cached tokens, [B, S] int64; None if they are unknown, also after keys or values were changed."""
         length = self.get_seq_length()
-        changed = sum(layer.store.notice_changes() or layer.moved for layer in self._held) > 0
+        changed = sum(layer.store.notice_changes() or layer.moved for layer in self.layers) > 0
         if self.capacity is not None or length == 0 or changed:
             return None
-        return self._ids.read(self._held[0].store.groups[0].tensors[0].shape[0], int(length))
+        return self._ids.read(self.layers[0].store.groups[0].tensors[0].shape[0], int(length))
 
     def __iter__(self) -> Iterator[tuple[Tensor | None, Tensor | None, None]]:
         """(keys, values, None) of each layer, as for a `DynamicCache`."""
-        for layer in self._held:
+        for layer in self.layers:
             yield layer.keys, layer.values, None
 
     def get_seq_length(self, layer_idx: int | None = None) -> int:
@@ -213,16 +215,16 @@ class ALiBiCache(Cache):
         With a capacity it is a 0-d tensor, after the first pass.
         """
         if layer_idx is not None:
-            return self._held[layer_idx].get_seq_length() if layer_idx < len(self.layers) else 0
+            return self.layers[layer_idx].get_seq_length() if layer_idx < len(self.layers) else 0
         model = None if self._model is None else self._model()
         if model is not None and len(self.layers) < model.config.num_hidden_layers:  # type: ignore[operator, union-attr]
             return 0
         lengths = self._lengths()
-        return self._held[0].get_seq_length() if lengths is None else min(lengths, key=int, default=0)
+        return self.layers[0].get_seq_length() if lengths is None else min(lengths, key=int, default=0)
 
     def _lengths(self) -> list[Any] | None:
         """The tokens in each layer; None if a device would have to be read."""
-        lengths: list[Any] = [layer.get_seq_length() for layer in self._held]
+        lengths: list[Any] = [layer.get_seq_length() for layer in self.layers]
         unread = any(isinstance(length, Tensor) and not may_read(length) for length in lengths)
         return None if unread else lengths
 
@@ -246,7 +248,7 @@ class ALiBiCache(Cache):
             ValueError: some layers have forgotten too much to return.
         """
         lengths, least = self._lengths() or [], self.get_seq_length()
-        longer = [layer.store for layer, length in zip(self._held, lengths, strict=False) if length > least]
+        longer = [layer.store for layer, length in zip(self.layers, lengths, strict=False) if length > least]
         if any(any(store.forgotten) for store in longer):
             raise ValueError(
                 f"the layers of this cache hold {sorted(set(map(int, lengths)))} tokens, because a forward pass was interrupted, "
@@ -258,17 +260,17 @@ class ALiBiCache(Cache):
     @property
     def kept(self) -> list[tuple[int, ...]]:
         """Tokens that each key head of each layer holds."""
-        return [layer.store.kept for layer in self._held]
+        return [layer.store.kept for layer in self.layers]
 
     @property
     def forgotten(self) -> list[tuple[int, ...]]:
         """Tokens that each key head of each layer has dropped."""
-        return [layer.store.forgotten for layer in self._held]
+        return [layer.store.forgotten for layer in self.layers]
 
     @property
     def nbytes(self) -> int:
         """Memory of the cached tensors, including spare capacity; of a cache in files, the bytes stored there."""
-        return sum(layer.store.nbytes for layer in self._held)
+        return sum(layer.store.nbytes for layer in self.layers)
 
     def __repr__(self) -> str:
         place = "in memory" if self.path is None else f"in {self.path}"
@@ -277,18 +279,18 @@ class ALiBiCache(Cache):
         return f"ALiBiCache({held}, {len(self.layers)} layers{forgot}, {self.nbytes} bytes {place})"
 
     def __getstate__(self) -> dict[str, object]:
-        stores = [layer.store for layer in self._held]
+        stores = [layer.store for layer in self.layers]
         if self.capacity is None and not self.forget:
             return {"format": FORMAT, "stores": stores}
         choices = {name: vars(self)[name] for name in ("capacity", "forget", "tolerance")}
-        padding = [layer.padding for layer in self._held]
+        padding = [layer.padding for layer in self.layers]
         return {"format": FORMAT_OF_CHOICES, "stores": stores, "choices": choices, "padding": padding}
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         check_format("ALiBiCache", state, reads=(FORMAT, FORMAT_OF_CHOICES))
         ALiBiCache.__init__(self, **state.get("choices", {}))
         self.layers = [CacheLayer(store, forgets=self.forget) for store in state["stores"]]
-        for layer, padding in zip(self._held, state.get("padding", ()), strict=False):
+        for layer, padding in zip(self.layers, state.get("padding", ()), strict=False):
             layer.padding = padding
 
     def update(
@@ -304,9 +306,9 @@ class ALiBiCache(Cache):
         if layer_idx == 0:
             self.level()
         pair = layer.update(key_states, value_states)
-        if self.capacity is None and len(self._held[0].store) not in (0, len(layer.store)):
+        if self.capacity is None and len(self.layers[0].store) not in (0, len(layer.store)):
             raise ValueError(
-                f"layer 0 of this cache holds {len(self._held[0].store)} tokens and layer {layer_idx} holds {len(layer.store)}, "
+                f"layer 0 of this cache holds {len(self.layers[0].store)} tokens and layer {layer_idx} holds {len(layer.store)}, "
                 "because an earlier pass was interrupted; call reset() and pass the text again"
             )
         return pair
@@ -349,13 +351,13 @@ class ALiBiCache(Cache):
         """The storages of all layers if `Growing.extend` may append to them for these attention layers; else None."""
         if not self.layers or len(self.layers) != len(owners) or self.capacity is not None or self.forget:
             return None
-        pairs = list(zip(self._held, owners, strict=True))
+        pairs = list(zip(self.layers, owners, strict=True))
         if self.path is not None:  # `begin` has compared the model
             for layer, owner in pairs:
                 layer.owner = weakref.ref(owner) if layer.owner is None and owner is not None else layer.owner
         if any(layer.owner is None or layer.owner() is not owner for layer, owner in pairs):
             return None
-        storages = [group for layer in self._held for group in layer.store.groups]
+        storages = [group for layer in self.layers for group in layer.store.groups]
         plain = all(len(group.tensors) == 2 and group.start == 0 and group.length for group in storages)
         equal = len(storages) == len(pairs) and len({group.length for group in storages}) == 1
         return storages if plain and equal else None
@@ -369,8 +371,4 @@ class ALiBiCache(Cache):
             else:
                 store = cache_folder.open_layer(self.path, self._about, len(self.layers), "r+")
             self.layers.append(CacheLayer(store, forgets=self.forget))
-        return self._held[layer_idx]
-
-    @property
-    def _held(self) -> list[CacheLayer]:
-        return cast("list[CacheLayer]", self.layers)
+        return self.layers[layer_idx]

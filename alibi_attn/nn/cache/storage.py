@@ -78,8 +78,12 @@ class Growing:
             self.length = self.file.length  # less if a call was interrupted before `commit`
             self.file.prepare(count)
             self.tensors = self.file.tensors
-        elif not self._can_hold(self.start + self.length + count):
-            self._reserve(2 * (self.length + count))
+        else:
+            fits = self._has_room and self.start + self.length + count <= self.tensors[0].shape[2]
+            # Inference mode cannot be queried while tracing; an inference tensor can be changed in inference mode only.
+            any_tensor = torch.compiler.is_compiling() or torch.is_inference_mode_enabled()
+            if not fits or (not any_tensor and self.tensors[0].is_inference()):
+                self._reserve(2 * (self.length + count))
         self.length += count
         return self.filled()
 
@@ -176,12 +180,6 @@ class Growing:
         for target, source in zip(larger, filled, strict=True):
             target[:, :, : source.shape[2]] = source
         self._replace(larger, has_room=True)
-
-    def _can_hold(self, length: int) -> bool:
-        if not self._has_room or length > self.tensors[0].shape[2]:
-            return False
-        # Inference mode cannot be queried while tracing; an inference tensor can be changed in inference mode only.
-        return torch.compiler.is_compiling() or torch.is_inference_mode_enabled() or not self.tensors[0].is_inference()
 
 
 @contextlib.contextmanager
