@@ -19,8 +19,8 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.call.spec import MAX_POSITION, AttentionSpec
-from alibi_attn.attention.call.transforms import may_read
-from alibi_attn.attention.call.validation import autocast, make_spec
+from alibi_attn.attention.call.transforms import autocast, may_read
+from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.run.execution import attend
 from alibi_attn.attention.varlen import attend_packed, packed_bounds
 

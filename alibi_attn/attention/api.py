@@ -1,6 +1,6 @@
 """`alibi_attention` and the functions that describe a call: validate the arguments, build an `AttentionSpec`, run a backend."""
 
-from typing import TYPE_CHECKING, Literal, Never, Unpack, overload
+from typing import TYPE_CHECKING, Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -9,11 +9,11 @@ from torch.nn.functional import pad
 from alibi_attn.attention.backends import flex
 from alibi_attn.attention.call.bias import Slopes
 from alibi_attn.attention.call.explanation import Explanation, explanation
-from alibi_attn.attention.call.hints import hides_unknown, unknown_argument
+from alibi_attn.attention.call.hints import shows
 from alibi_attn.attention.call.options import AttentionOptions, SpecOptions
-from alibi_attn.attention.call.part_options import Window
 from alibi_attn.attention.call.reads import DROPOUT, MASKS, Reads
-from alibi_attn.attention.call.validation import SegmentIds, autocast, make_spec
+from alibi_attn.attention.call.transforms import autocast
+from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.call.visibility import largest_distances, visible_count
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.run import dispatch
@@ -70,33 +70,17 @@ def alibi_attention(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
-@hides_unknown
+@shows(AttentionOptions[Tensor])
 def alibi_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     slopes: Slopes | None = None,
     *,
-    causal: bool = True,
-    right_slopes: Slopes | None = None,
-    window: Window | None = None,
-    sinks: int = 0,
-    scale: float | None = None,
-    query_offset: int | Tensor | None = None,
-    prefix_len: Tensor | None = None,
-    positions: Tensor | None = None,
-    query_positions: Tensor | None = None,
-    registers: int = 0,
-    key_mask: Tensor | None = None,
-    segment_ids: SegmentIds | None = None,
-    key_bias: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-    dropout_p: float = 0.0,
-    tolerance: float | None = None,
     return_lse: bool = False,
     invariant: bool = False,
     backend: str = "auto",
-    **unknown: Never,
+    **options: Unpack[AttentionOptions[Tensor]],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with linear biases (ALiBi), exact up to rounding, [B, H, T, D] in query's dtype.
 
@@ -168,34 +152,10 @@ def alibi_attention(
 
     Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
     """
-    if unknown:
-        raise unknown_argument("alibi_attention", unknown)
     query, key, value = autocast(query, key, value)
-    spec = make_spec(
-        query,
-        key,
-        value,
-        slopes,
-        causal=causal,
-        right_slopes=right_slopes,
-        window=window,
-        sinks=sinks,
-        scale=scale,
-        query_offset=query_offset,
-        prefix_len=prefix_len,
-        positions=positions,
-        query_positions=query_positions,
-        registers=registers,
-        key_mask=key_mask,
-        segment_ids=segment_ids,
-        key_bias=key_bias,
-        sink_logits=sink_logits,
-        dropout_p=dropout_p,
-        tolerance=tolerance,
-        return_lse=return_lse,
-    )
+    spec = make_spec(query, key, value, slopes, return_lse=return_lse, **options)
     if invariant:
-        spec, before = invariant_spec(spec, tolerance, backend, lambda x, count: pad(x, (count, 0)))
+        spec, before = invariant_spec(spec, options.get("tolerance"), backend, lambda x, count: pad(x, (count, 0)))
         found = attend(spec, pad(query, (0, 0, before, 0)), key, value, "native")
         return found[:, :, before:] if isinstance(found, Tensor) else (found[0][:, :, before:], found[1][:, :, before:])
     return attend(spec, query, key, value, backend)

@@ -2,7 +2,7 @@
 
 import dataclasses
 import math
-from typing import Literal, Never, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor
@@ -11,12 +11,12 @@ from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.fused.gates import gate_biases
 from alibi_attn.attention.call.bias import Slopes, widest
 from alibi_attn.attention.call.checks import GATES_RULE, check_log_fgate
-from alibi_attn.attention.call.hints import hides_unknown, unknown_argument
+from alibi_attn.attention.call.hints import check_known, shows
 from alibi_attn.attention.call.options import ForgettingOptions
 from alibi_attn.attention.call.reads import DROPOUT, Reads
 from alibi_attn.attention.call.spec import GATE_FLOOR, GATE_STEP, AttentionSpec
-from alibi_attn.attention.call.transforms import are_ordinary, may_read, transforms
-from alibi_attn.attention.call.validation import SegmentIds, autocast, check_tensor, make_spec
+from alibi_attn.attention.call.transforms import are_ordinary, autocast, may_read, transforms
+from alibi_attn.attention.call.validation import check_tensor, make_spec
 from alibi_attn.attention.run import dispatch
 from alibi_attn.attention.run.execution import attend
 
@@ -25,6 +25,7 @@ _READS = Reads(
     "forgetting_attention",
     DROPOUT | {"window", "key_mask", "query_segments", "key_segments", "key_bias", "sink_logits", "return_lse"},
 )
+_OPTIONS = ForgettingOptions.__optional_keys__
 
 
 @overload
@@ -69,7 +70,7 @@ def forgetting_attention(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
-@hides_unknown
+@shows(ForgettingOptions[Tensor])
 def forgetting_attention(
     query: Tensor,
     key: Tensor,
@@ -77,18 +78,9 @@ def forgetting_attention(
     log_fgate: Tensor,
     slopes: Slopes | None = None,
     *,
-    window: int | None = None,
-    scale: float | None = None,
-    query_offset: int | None = None,
-    key_mask: Tensor | None = None,
-    segment_ids: SegmentIds | None = None,
-    key_bias: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-    dropout_p: float = 0.0,
-    tolerance: float | None = None,
     return_lse: bool = False,
     backend: str = "auto",
-    **unknown: Never,
+    **options: Unpack[ForgettingOptions[Tensor]],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Causal attention in which each token decides how much of everything before it is kept, [B, H, T, D] in query's dtype.
 
@@ -130,28 +122,13 @@ def forgetting_attention(
 
     Source: Lin et al. 2025, Forgetting Transformer (arXiv:2503.02130), eq. 9 to 12.
     """
-    if unknown:
-        raise unknown_argument("forgetting_attention", unknown)
+    check_known("forgetting_attention", options, _OPTIONS)
     query, key, value = autocast(query, key, value)
     h = query.shape[1] if isinstance(query, Tensor) and query.ndim == 4 else 0
-    spec = make_spec(
-        query,
-        key,
-        value,
-        [0.0] * h if slopes is None else slopes,
-        window=window,
-        scale=scale,
-        query_offset=query_offset,
-        key_mask=key_mask,
-        segment_ids=segment_ids,
-        key_bias=key_bias,
-        sink_logits=sink_logits,
-        dropout_p=dropout_p,
-        tolerance=tolerance,
-        return_lse=return_lse,
-    )
+    slopes = [0.0] * h if slopes is None else slopes
+    spec = make_spec(query, key, value, slopes, return_lse=return_lse, **options)
     _READS.check(spec)
-    first = check_gates(spec, log_fgate, query, query_offset)
+    first = check_gates(spec, log_fgate, query, options.get("query_offset"))
     name = dispatch.choose(backend, spec, query, key, value).name
     if name == fused.name and are_ordinary(log_fgate, query, key, value) and not transforms():
         spec = _with_fused_gates(spec, log_fgate, first)
@@ -160,6 +137,7 @@ def forgetting_attention(
     result = attend(spec, query, key, value, backend)
     if not isinstance(result, tuple):
         return result
+    key_bias = options.get("key_bias")
     wide = torch.float64 in (query.dtype, None if key_bias is None else key_bias.dtype)
     return result[0], result[1].to(torch.float64 if wide else torch.float32)
 

@@ -12,8 +12,8 @@ from alibi_attn.attention.call.hints import unknown_argument
 from alibi_attn.attention.call.options import DEFAULTS, AttentionOptions
 from alibi_attn.attention.call.reads import MASKS, PARTS, SPACE, Reads
 from alibi_attn.attention.call.spec import AttentionSpec
-from alibi_attn.attention.call.transforms import may_read
-from alibi_attn.attention.call.validation import autocast, check_tensor, make_spec
+from alibi_attn.attention.call.transforms import autocast, may_read
+from alibi_attn.attention.call.validation import check_tensor, make_spec
 from alibi_attn.attention.call.visibility import chosen_queries, visible
 from alibi_attn.attention.forgetting import check_gates, gate_sums, with_gates
 from alibi_attn.attention.run.execution import scaled_by_sinks

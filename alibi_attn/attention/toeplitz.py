@@ -2,24 +2,25 @@
 
 import dataclasses
 import math
-from typing import Literal, Never, Unpack, overload
+from typing import Literal, Unpack, overload
 
 import torch
 from torch import Tensor
 
 from alibi_attn.attention.call.checks import dtype_name
-from alibi_attn.attention.call.hints import hides_unknown, unknown_argument
+from alibi_attn.attention.call.hints import check_known, shows
 from alibi_attn.attention.call.options import ToeplitzOptions
 from alibi_attn.attention.call.reads import DROPOUT, Reads
 from alibi_attn.attention.call.spec import AttentionSpec
-from alibi_attn.attention.call.transforms import may_read
-from alibi_attn.attention.call.validation import SegmentIds, autocast, check_tensor, make_spec
+from alibi_attn.attention.call.transforms import autocast, may_read
+from alibi_attn.attention.call.validation import check_tensor, make_spec
 from alibi_attn.attention.run.execution import attend
 
 # No offset as a tensor: it determines which distances the table must have.
 _READS = Reads(
     "toeplitz_attention", DROPOUT | {"causal", "window", "key_mask", "query_segments", "key_segments", "return_lse"}
 )
+_OPTIONS = ToeplitzOptions.__optional_keys__
 
 
 @overload
@@ -61,24 +62,16 @@ def toeplitz_attention(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
-@hides_unknown
+@shows(ToeplitzOptions[Tensor])
 def toeplitz_attention(
     query: Tensor,
     key: Tensor,
     value: Tensor,
     table: Tensor,
     *,
-    causal: bool = True,
-    window: int | None = None,
-    scale: float | None = None,
-    query_offset: int | None = None,
-    key_mask: Tensor | None = None,
-    segment_ids: SegmentIds | None = None,
-    dropout_p: float = 0.0,
-    tolerance: float | None = None,
     return_lse: bool = False,
     backend: str = "auto",
-    **unknown: Never,
+    **options: Unpack[ToeplitzOptions[Tensor]],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention with a bias by head and distance, softmax(scale·q·kᵀ + t[h, i − j])·v, [B, H, T, D] in query's dtype.
 
@@ -107,25 +100,10 @@ def toeplitz_attention(
 
     Source: Raffel et al. 2020, sec. 2.1 (arXiv:1910.10683), for a table of learned numbers.
     """
-    if unknown:
-        raise unknown_argument("toeplitz_attention", unknown)
+    check_known("toeplitz_attention", options, _OPTIONS)
     query, key, value = autocast(query, key, value)
     heads = query.shape[1] if isinstance(query, Tensor) and query.ndim == 4 else 0
-    spec = make_spec(
-        query,
-        key,
-        value,
-        [0.0] * heads,
-        causal=causal,
-        window=window,
-        scale=scale,
-        query_offset=query_offset,
-        key_mask=key_mask,
-        segment_ids=segment_ids,
-        dropout_p=dropout_p,
-        tolerance=tolerance,
-        return_lse=return_lse,
-    )
+    spec = make_spec(query, key, value, [0.0] * heads, return_lse=return_lse, **options)
     _READS.check(spec)
     check_tensor("table", table, query.device)
     _check_table(spec, table)

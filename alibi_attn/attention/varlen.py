@@ -7,7 +7,7 @@ a packed row costs as much as its sequences, but only the overhead of one call.
 import dataclasses
 import itertools
 from collections.abc import Sequence
-from typing import Literal, Never, Unpack, overload
+from typing import Any, Literal, Unpack, overload
 
 import numpy as np
 import torch
@@ -16,12 +16,12 @@ from torch import Tensor
 from alibi_attn.attention.call.bias import Slopes
 from alibi_attn.attention.call.checks import check_positions, dtype_name
 from alibi_attn.attention.call.dropout import drawn_seed
-from alibi_attn.attention.call.hints import hides_unknown, unknown_argument
+from alibi_attn.attention.call.hints import check_known, shows
 from alibi_attn.attention.call.options import VarlenOptions
 from alibi_attn.attention.call.reads import DROPOUT, Reads
 from alibi_attn.attention.call.spec import AttentionSpec
-from alibi_attn.attention.call.transforms import is_traced, may_read
-from alibi_attn.attention.call.validation import autocast, check_tensor, make_spec
+from alibi_attn.attention.call.transforms import autocast, is_traced, may_read
+from alibi_attn.attention.call.validation import check_tensor, make_spec
 from alibi_attn.attention.run import dispatch
 from alibi_attn.attention.run.execution import attend
 
@@ -33,6 +33,7 @@ _READS = Reads(
 )
 # Scores of all heads of a packed row: up to this many, computing the whole row is faster than one call per sequence.
 FEW_SCORES = 2**19
+_OPTIONS = VarlenOptions.__optional_keys__
 
 
 @overload
@@ -77,7 +78,7 @@ def alibi_attention_varlen(
 ) -> Tensor | tuple[Tensor, Tensor]: ...
 
 
-@hides_unknown
+@shows(VarlenOptions[Tensor])
 def alibi_attention_varlen(
     query: Tensor,
     key: Tensor,
@@ -85,19 +86,9 @@ def alibi_attention_varlen(
     cu_seqlens: Tensor,
     slopes: Slopes | None = None,
     *,
-    cu_seqlens_k: Tensor | None = None,
-    causal: bool = True,
-    right_slopes: Slopes | None = None,
-    window: int | None = None,
-    scale: float | None = None,
-    key_bias: Tensor | None = None,
-    sink_logits: Tensor | None = None,
-    dropout_p: float = 0.0,
-    tolerance: float | None = None,
-    positions: Tensor | None = None,
     return_lse: bool = False,
     backend: str = "auto",
-    **unknown: Never,
+    **options: Unpack[VarlenOptions[Tensor]],
 ) -> Tensor | tuple[Tensor, Tensor]:
     """Attention within each packed sequence, softmax(scale·q·kᵀ − m·|i − j| + b_j)·v, [N, H, D] in query's dtype.
 
@@ -131,39 +122,27 @@ def alibi_attention_varlen(
 
     Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
     """
-    if unknown:
-        raise unknown_argument("alibi_attention_varlen", unknown)
+    check_known("alibi_attention_varlen", options, _OPTIONS)
+    given: dict[str, Any] = {**options}
+    cu_seqlens_k, positions = given.pop("cu_seqlens_k", None), given.get("positions")
+    key_bias = given.get("key_bias")
     _check_packed(query, key, value, self_attention=cu_seqlens_k is None)
     bounds = key_bounds = None
     if cu_seqlens_k is None:
         bounds = _checked_bounds("cu_seqlens", cu_seqlens, query)
     else:
         bounds, key_bounds = packed_bounds(cu_seqlens, cu_seqlens_k, query, key)
-    for name, given in (("slopes", slopes), ("right_slopes", right_slopes)):
-        _check_one_axis(name, given)
+    for name, of_heads in (("slopes", slopes), ("right_slopes", given.get("right_slopes"))):
+        _check_one_axis(name, of_heads)
     if key_bias is not None:
         _check_key_bias(key_bias, num_heads=query.shape[1], length=key.shape[0])
     query, key, value = (x.transpose(0, 1)[None] for x in autocast(query, key, value))
     if cu_seqlens_k is not None and positions is not None:
         raise ValueError("positions and cu_seqlens_k exclude one another; call alibi_attention for each sequence")
     segments = _segments(cu_seqlens, query.shape[2]) if cu_seqlens_k is None else None
-    spec = make_spec(
-        query,
-        key,
-        value,
-        slopes,
-        causal=causal,
-        right_slopes=right_slopes,
-        window=window,
-        scale=scale,
-        segment_ids=segments,
-        key_bias=key_bias,
-        sink_logits=sink_logits,
-        dropout_p=dropout_p,
-        tolerance=tolerance,
-        positions=None if positions is None or segments is None else _along_the_row(positions, segments),
-        return_lse=return_lse,
-    )
+    if positions is not None and segments is not None:
+        given["positions"] = _along_the_row(positions, segments)
+    spec = make_spec(query, key, value, slopes, segment_ids=segments, return_lse=return_lse, **given)
     _READS.check(spec)
     if bounds is not None and key_bounds is not None:
         return _packed(attend_packed(spec, query, key, value, bounds, key_bounds, backend))

@@ -18,10 +18,10 @@ from alibi_attn.attention.call.bias import Slopes
 from alibi_attn.attention.call.checks import dtype_name
 from alibi_attn.attention.call.dropout import drawn_seed
 from alibi_attn.attention.call.spec import GATE_FLOOR, AttentionSpec
-from alibi_attn.attention.call.validation import autocast
+from alibi_attn.attention.call.transforms import autocast
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.forgetting import check_gates, gate_sums, with_gates
-from alibi_attn.attention.operators.eager import requires_gradient
+from alibi_attn.attention.operators.operator import requires_gradient
 from alibi_attn.attention.run.dispatch import check_name
 from alibi_attn.attention.run.execution import attend, scaled_by_sinks, without_sinks
 from alibi_attn.distributed.argument_check import (

@@ -10,7 +10,7 @@ from torch import Tensor
 from alibi_attn.attention.call.bias import Slopes
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.certificate.constants import TILE
-from alibi_attn.attention.operators.eager import requires_gradient
+from alibi_attn.attention.operators.operator import requires_gradient
 from alibi_attn.distributed.argument_check import ShardOptions, shard_spec
 from alibi_attn.distributed.biased_halo_bounds import TileSummary, biased_requested_rows, tile_summary
 from alibi_attn.distributed.halo_bounds import RankSummary, Shard, halo_from_requests, rank_summary, requested_rows

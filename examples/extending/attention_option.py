@@ -18,8 +18,6 @@ FIELD = ("call/spec.py", "    tolerance: float\n", "{}    logit_cap: float = 0.0
 OPTION = [
     ("call/options.py", "    registers: int\n", "{}    logit_cap: float\n"),
     ("call/options.py", '    "registers": 0,\n', '{}    "logit_cap": 0.0,\n'),
-    ("api.py", "    registers: int = 0,\n", "{}    logit_cap: float = 0.0,\n"),
-    ("api.py", "        registers=registers,\n", "{}        logit_cap=logit_cap,\n"),
 ]
 CHECK = (
     "call/checks.py",

@@ -23,7 +23,7 @@ from alibi_attn.attention.certificate.bounds import bounds
 from alibi_attn.attention.certificate.boxes import blocks_in_space
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.tiles import Tiles, key_tiles, reach_and_scores
-from alibi_attn.attention.operators.eager import requires_gradient
+from alibi_attn.attention.operators.operator import requires_gradient
 
 if TYPE_CHECKING:
     from torch.nn.attention.flex_attention import BlockMask

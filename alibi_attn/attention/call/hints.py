@@ -1,8 +1,10 @@
 """Argument names of other libraries: the TypeError for such a name has ours (docs/switching.md)."""
 
+import functools
 import inspect
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any, TypeVar
+import operator
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from typing import Any, TypeVar, get_args, get_type_hints
 
 from alibi_attn.attention.call.options import DEFAULTS
 
@@ -77,6 +79,32 @@ def hides_unknown(function: _Function) -> _Function:
     return function
 
 
+def shows(options: Any) -> Callable[[_Function], _Function]:
+    """Shows options with their defaults, instead of `**options`, in `inspect.signature` and `help`.
+
+    Args:
+        options: a TypedDict of `options.py`, of a kind of array.
+    """
+    types = get_type_hints(options.__origin__)
+    for name, kinds in types.items():
+        if getattr(kinds, "__parameters__", ()):  # written as users write it: int | Tensor | None
+            types[name] = functools.reduce(operator.or_, get_args(kinds[options.__args__]))
+    names = [*(types.keys() - DEFAULTS.keys()), *(name for name in DEFAULTS if name in types)]
+    listed = [
+        inspect.Parameter(x, inspect.Parameter.KEYWORD_ONLY, default=DEFAULTS.get(x), annotation=types[x])
+        for x in names
+    ]
+
+    def decorate(function: _Function) -> _Function:
+        signature = inspect.signature(function)
+        own = [p for p in signature.parameters.values() if p.kind is not p.VAR_KEYWORD]
+        before, after = ([p for p in own if (p.kind is p.KEYWORD_ONLY) == keyword] for keyword in (False, True))
+        function.__signature__ = signature.replace(parameters=[*before, *listed, *after])  # type: ignore[attr-defined]
+        return function
+
+    return decorate
+
+
 def unknown_argument(function: str, unknown: Iterable[str]) -> TypeError:
     """The error for an unknown argument: Python's message, and our name for the argument if there is one."""
     name = next(iter(unknown))
@@ -95,9 +123,13 @@ def by_position(layer: str, more: Sequence[object]) -> TypeError:
     )
 
 
+def check_known(function: str, options: Mapping[str, Any], known: Collection[str] = DEFAULTS) -> None:
+    """Raises a TypeError for an option that is not among the known ones."""
+    if unknown := [name for name in options if name not in known]:
+        raise unknown_argument(function, unknown)
+
+
 def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
     """All options of a call; raises a TypeError for an unknown one."""
-    unknown = [name for name in options if name not in DEFAULTS]
-    if unknown:
-        raise unknown_argument("alibi_attention", unknown)
+    check_known("alibi_attention", options)
     return {**DEFAULTS, **options}

@@ -99,13 +99,18 @@ class ToeplitzOptions(MaskOptions[Array], total=False):
     query_offset: int | None
 
 
-# Those of SpecOptions.
+# Those of SpecOptions, in the order in which signatures show them.
 DEFAULTS: Mapping[str, Any] = {
     "causal": True,
     "right_slopes": None,
     "window": None,
+    "sinks": 0,
     "scale": None,
     "query_offset": None,
+    "prefix_len": None,
+    "positions": None,
+    "query_positions": None,
+    "registers": 0,
     "key_mask": None,
     "segment_ids": None,
     "key_bias": None,
@@ -113,22 +118,14 @@ DEFAULTS: Mapping[str, Any] = {
     "dropout_p": 0.0,
     "tolerance": None,
     "return_lse": False,
-    "sinks": 0,
-    "prefix_len": None,
-    "positions": None,
-    "query_positions": None,
-    "registers": 0,
 }
-# The options that are validated and then change; the others reach the description as they are.
+# The options that are validated and then change; the others reach the description as they were given: a new one is among them
+# until it is changed.
 _CHANGED = frozenset(
     {"right_slopes", "window", "scale", "query_offset", "segment_ids", "key_bias", "sink_logits", "tolerance"}
     | {"sinks", "prefix_len", "positions", "query_positions"}
 )
-
-
-def unchanged(given: Mapping[str, Any]) -> dict[str, Any]:
-    """The options that are fields of the description, as they were given: a new one is among them until it is changed."""
-    return {name: value for name, value in given.items() if name not in _CHANGED}
+UNCHANGED = tuple(name for name in DEFAULTS if name not in _CHANGED)
 
 
 def named_arrays(options: Mapping[str, Any], kind: str) -> list[tuple[str, Any]]:

@@ -35,6 +35,15 @@ def autocasts(device: str) -> bool:
     return _has_autocast(device) and torch.is_autocast_enabled(device)
 
 
+def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
+    """Casts as torch.autocast does for scaled_dot_product_attention: fp16, bf16 and fp32 become the autocast dtype."""
+    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
+    if not autocasts(device):
+        return tensors
+    low = torch.get_autocast_dtype(device)
+    return tuple(x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
+
+
 def without_autocast(device: str) -> contextlib.AbstractContextManager[Any]:
     """Turns torch.autocast off, if it is active for the type of device."""
     if autocasts(device):

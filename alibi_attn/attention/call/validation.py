@@ -3,26 +3,19 @@
 `checks.py` checks shapes, dtypes and Python numbers; this module checks devices and values, and makes the spec."""
 
 import functools
-from typing import Unpack, cast
+from typing import Any, Unpack
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from alibi_attn.attention.call.bias import Slopes
-from alibi_attn.attention.call.checks import (
-    BIAS_RULE,
-    SINKS_RULE,
-    Checked,
-    check_call,
-    check_position,
-    dtype_name,
-)
-from alibi_attn.attention.call.hints import with_defaults
-from alibi_attn.attention.call.options import SpecOptions, named_arrays, unchanged
+from alibi_attn.attention.call.checks import BIAS_RULE, SINKS_RULE, Checked, check_call, check_position, dtype_name
+from alibi_attn.attention.call.hints import check_known
+from alibi_attn.attention.call.options import DEFAULTS, UNCHANGED, SpecOptions, named_arrays
 from alibi_attn.attention.call.part_options import part_fields, windows_of_heads
 from alibi_attn.attention.call.spec import MAX_POSITION, AttentionSpec
-from alibi_attn.attention.call.transforms import autocasts, constant_when_compiled, is_traced, may_read
+from alibi_attn.attention.call.transforms import constant_when_compiled, is_traced, may_read
 from alibi_attn.slopes import alibi_slopes
 
 SegmentIds = Tensor | tuple[Tensor, Tensor]
@@ -32,45 +25,46 @@ def make_spec(
     query: Tensor, key: Tensor, value: Tensor, slopes: Slopes | None = None, **options: Unpack[SpecOptions[Tensor]]
 ) -> AttentionSpec[Tensor]:
     """The validated spec of a call; options and defaults are those of `alibi_attention`."""
-    given = cast("SpecOptions[Tensor]", with_defaults(options))  # torch.compile traces no parametrized type
+    given: Any = {**DEFAULTS, **options}
+    if len(given) != len(DEFAULTS):
+        check_known("alibi_attention", options)
+    is_plain = all(x is DEFAULTS[name] for name, x in options.items())
     _check_inputs(query, key, value)
-    for name, tensor in named_arrays(given, "tensor"):
-        check_tensor(name, tensor, query.device)
-    if isinstance(given["query_offset"], Tensor):
-        _check_device("query_offset", given["query_offset"], query.device)
-    left = None if slopes is None else _given_slopes("slopes", slopes, query)
-    right = None if given["right_slopes"] is None else _given_slopes("right_slopes", given["right_slopes"], query)
-    window, head_windows = windows_of_heads(given["window"], query.shape[1] if query.ndim == 4 else 0)
-    sizes = check_call(query, key, value, {**given, "window": window}, slopes=left, right_slopes=right)
-    b, h, k, t, s, d, scale, tolerance = sizes
-    offset = _offset(given["query_offset"], sizes)
-    query_segments, key_segments = _segments(given["segment_ids"], offset, sizes)
-    key_bias, sink_logits = given["key_bias"], given["sink_logits"]
-    _check_values(left, right, offset, key_bias, sink_logits)
-    if left is None:
-        left = _default_slopes(query)
+    left = right = head_windows = query_segments = key_segments = None
+    window, offset, key_bias = given["window"], given["query_offset"], given["key_bias"]
+    if not is_plain:
+        for name, tensor in named_arrays(given, "tensor"):
+            check_tensor(name, tensor, query.device)
+        if isinstance(offset, Tensor):
+            _check_device("query_offset", offset, query.device)
+        if given["right_slopes"] is not None:
+            right = _given_slopes("right_slopes", given["right_slopes"], query)
+        window, head_windows = windows_of_heads(window, query.shape[1] if query.ndim == 4 else 0)
+    if slopes is not None:
+        left = _given_slopes("slopes", slopes, query)
+    published = _default_slopes(query) if slopes is None and query.ndim == 4 and query.shape[1] > 0 else None
+    unchanged = {name: given[name] for name in UNCHANGED}
+    sizes = check_call(query, key, value, given | {"window": window}, slopes=left, right_slopes=right)
+    offset = sizes.key_len - sizes.query_len if offset is None else _offset(offset)
+    if given["segment_ids"] is not None:
+        query_segments, key_segments = _segments(given["segment_ids"], offset, sizes)
+    if slopes is not None or not is_plain:
+        _check_values(left, right, offset, key_bias, given["sink_logits"])
     if key_bias is not None:
-        key_bias = key_bias.expand(b, h, s)
+        key_bias = key_bias.expand(sizes.batch, sizes.num_heads, sizes.key_len)
     return AttentionSpec(
-        batch=b,
-        num_heads=h,
-        num_kv_heads=k,
-        query_len=t,
-        key_len=s,
-        head_dim=d,
-        slopes=left,
+        slopes=published if left is None else left,
         right_slopes=right,
         window=None if window is None else min(window, MAX_POSITION),
         head_windows=head_windows,
-        scale=scale,
         query_offset=offset,
         query_segments=query_segments,
         key_segments=key_segments,
         key_bias=key_bias,
-        sink_logits=sink_logits,
-        tolerance=tolerance,
-        **part_fields(given, sizes),
-        **unchanged(given),
+        sink_logits=given["sink_logits"],
+        **sizes._asdict(),
+        **({} if is_plain else part_fields(given, sizes)),
+        **unchanged,
     )
 
 
@@ -114,15 +108,6 @@ def _given_slopes(name: str, slopes: Slopes, query: Tensor) -> Tensor:
     return slopes.to(work)
 
 
-def autocast(*tensors: Tensor) -> tuple[Tensor, ...]:
-    """Casts as torch.autocast does for scaled_dot_product_attention: fp16, bf16 and fp32 become the autocast dtype."""
-    device = tensors[0].device.type if isinstance(tensors[0], Tensor) else "cpu"
-    if not autocasts(device):
-        return tensors
-    low = torch.get_autocast_dtype(device)
-    return tuple(x.to(low) if x.is_floating_point() and x.dtype != torch.float64 else x for x in tensors)
-
-
 def _default_slopes(query: Tensor) -> Tensor:
     work = torch.float64 if query.dtype == torch.float64 else torch.float32
     if _may_keep_constants(query):
@@ -156,10 +141,12 @@ def _published_constant(num_heads: int, dtype: torch.dtype, device: torch.device
 def _may_keep_constants(query: Tensor) -> bool:
     """Whether a constant may be kept and used in calls like this one.
 
-    Not with subclasses of Tensor, which may have no data and cannot be mixed with real tensors, nor inside torch.func, whose
-    tensors must not leave it. In a fake mode the constant is no plain Tensor.
+    Not with subclasses of Tensor, which may have no data and cannot be mixed with real tensors, nor where a graph is made, nor
+    inside torch.func, whose tensors must not leave it. In a fake mode the constant is no plain Tensor.
     """
-    if type(query) not in (Tensor, torch.nn.Parameter) or is_traced():
+    if type(query) not in (Tensor, torch.nn.Parameter) or torch.compiler.is_compiling():
+        return False
+    if torch._C._get_dispatch_mode(torch._C._TorchDispatchModeKey.PROXY) is not None:
         return False
     return not torch._C._are_functorch_transforms_active()
 
@@ -195,9 +182,7 @@ def _constant(data: bytes, shape: tuple[int, ...], dtype: torch.dtype, device: t
         return torch.tensor(np.frombuffer(data).reshape(shape), dtype=dtype, device=device)
 
 
-def _offset(query_offset: int | Tensor | None, sizes: Checked) -> int | Tensor:
-    if query_offset is None:
-        return sizes.key_len - sizes.query_len
+def _offset(query_offset: int | Tensor) -> int | Tensor:
     if isinstance(query_offset, Tensor):
         return query_offset.to(torch.int64)
     if isinstance(query_offset, bool) or not isinstance(query_offset, int | torch.SymInt):
@@ -207,12 +192,8 @@ def _offset(query_offset: int | Tensor | None, sizes: Checked) -> int | Tensor:
     return query_offset
 
 
-def _segments(
-    segment_ids: SegmentIds | None, offset: int | Tensor, sizes: Checked
-) -> tuple[Tensor | None, Tensor | None]:
+def _segments(segment_ids: SegmentIds, offset: int | Tensor, sizes: Checked) -> tuple[Tensor, Tensor]:
     """(query's [B, T], key's [B, S]). Given one tensor, a query has the segment of its position, which must be that of a key."""
-    if segment_ids is None:
-        return None, None
     if isinstance(segment_ids, tuple | list):
         return segment_ids[0].to(torch.int64), segment_ids[1].to(torch.int64)
     of_key, query_len, key_len = segment_ids.to(torch.int64), sizes.query_len, sizes.key_len

@@ -97,23 +97,6 @@ def visible(spec: Spec, distance: Tensor) -> Tensor:
     return seen
 
 
-def lse_dtype(spec: Spec, dtype: torch.dtype) -> torch.dtype:
-    """fp64 if queries of this dtype or the key bias are, else fp32."""
-    work = torch.promote_types(dtype, torch.float32)
-    return work if spec.key_bias is None else torch.promote_types(work, spec.key_bias.dtype)
-
-
-def nothing(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
-    """(output, lse) without queries or without keys: zeros, and lse −inf."""
-    everywhere = torch.ones((), dtype=torch.bool, device=query.device)
-    given = key, value, spec.slopes, spec.right_slopes, spec.key_bias, spec.query_bias, spec.table
-    inputs = [x for x in given if x is not None]
-    # The output depends on all inputs, so that each gets a gradient of zeros.
-    zero = torch.stack([x.masked_fill(everywhere, 0.0).sum().to(query.dtype) for x in inputs]).sum()
-    output = query.masked_fill(everywhere, 0.0) + zero
-    return output, output.sum(-1).to(lse_dtype(spec, query.dtype)) - math.inf
-
-
 def keys_within_sight(spec: Spec, device: torch.device) -> Tensor:
     """[B, 1 or K, S] bool: False only if positions, biases, mask and segments show that no query sees the key."""
     first = first_positions(spec, device).expand(spec.batch)[:, None]

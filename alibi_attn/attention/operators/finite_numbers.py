@@ -10,8 +10,7 @@ from collections.abc import Callable
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.call.transforms import may_read
-from alibi_attn.attention.call.visibility import keys_within_sight, lse_dtype, per_query_head, rows_that_see
+from alibi_attn.attention.call.visibility import keys_within_sight, per_query_head, rows_that_see
 from alibi_attn.attention.operators.schema import Arguments, BackwardInputs, Gradients, Kernels, Saved, Spec, Tensors
 
 Forward = Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor, Saved]]
@@ -41,13 +40,19 @@ def on_finite_numbers(
         spec: Spec, query: Tensor, key: Tensor, value: Tensor, compute: Forward = forward
     ) -> tuple[Tensor, Tensor, Tensors, bool]:
         q, k, v, poison, moderate = without_bad_numbers(spec, query, key, value)
+        dtype = lse_dtype(spec, query.dtype)
         output, lse, saved = compute(spec, q, k, v)
         if poison is not None:
             output += poison[..., None]
             lse += poison
         if spec.query_bias is not None:
             lse = lse + spec.query_bias
-        return output.to(query.dtype), _rounded(lse, lse_dtype(spec, query.dtype)), saved, moderate
+        rounded = lse.to(dtype)
+        if dtype != lse.dtype and not math.isfinite(rounded.sum()):
+            # Overflowing numbers become the dtype's largest ones, because −inf means that a query sees no key.
+            largest = torch.finfo(dtype).max
+            rounded = lse.clamp(-largest, largest).to(dtype).masked_fill(lse == -math.inf, -math.inf)
+        return output.to(query.dtype), rounded, saved, moderate
 
     def differentiate(spec: Spec, saved: Tensors, inputs: BackwardInputs) -> Gradients:
         query, key, value = inputs[:3]
@@ -79,6 +84,12 @@ def on_finite_numbers(
         empty_saved,
         infer=attend_without_gradients,
     )
+
+
+def lse_dtype(spec: Spec, dtype: torch.dtype) -> torch.dtype:
+    """fp64 if queries of this dtype or the key bias are, else fp32."""
+    work = torch.promote_types(dtype, torch.float32)
+    return work if spec.key_bias is None else torch.promote_types(work, spec.key_bias.dtype)
 
 
 def without_bad_numbers(
@@ -146,12 +157,3 @@ def _moderate_rows(x: Tensor) -> Tensor:
 def _moderate_norm(dtype: torch.dtype) -> float:
     most: float = torch.finfo(torch.promote_types(dtype, torch.float32)).max
     return (most / MODERATE_SCALE) ** 0.5
-
-
-def _rounded(lse: Tensor, dtype: torch.dtype) -> Tensor:
-    """lse in a dtype. Overflowing numbers become the dtype's largest ones, because −inf means that a query sees no key."""
-    rounded = lse.to(dtype)
-    if dtype == lse.dtype or (may_read(rounded) and math.isfinite(rounded.sum())):
-        return rounded
-    largest = torch.finfo(dtype).max
-    return lse.clamp(-largest, largest).to(dtype).masked_fill(lse == -math.inf, -math.inf)

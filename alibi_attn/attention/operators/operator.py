@@ -1,8 +1,8 @@
 """Wraps a backend as a torch operator that works with autograd, torch.func, torch.compile, torch.export and vmap.
 
 A backend provides `Kernels`: a forward and a backward over a spec. `Arguments` (`schema.py`) is the schema of the resulting
-operator: arguments, gradients and mapped axes are always accessed by name. Ordinary tensors in eager code skip the operator
-(`eager.py`).
+operator: arguments, gradients and mapped axes are always accessed by name. Eager calls of ordinary tensors skip the operator: an
+autograd.Function calls the same kernels with less overhead.
 """
 
 import functools
@@ -12,10 +12,12 @@ from typing import Any, get_type_hints
 import torch
 from torch import Tensor
 from torch._library.custom_ops import CustomOpDef
+from torch.autograd import forward_ad
 
-from alibi_attn.attention.call.spec import DIFFERENTIABLE
-from alibi_attn.attention.operators.derivatives import differentiable_once, transformable
-from alibi_attn.attention.operators.eager import attend_eagerly, is_eager
+from alibi_attn.attention.call.spec import ARRAYS, DIFFERENTIABLE
+from alibi_attn.attention.call.transforms import are_ordinary
+from alibi_attn.attention.call.visibility import may_see_nothing, with_plain_offset
+from alibi_attn.attention.operators.derivatives import differentiable_once, last_gradients, transformable
 from alibi_attn.attention.operators.schema import (
     READS,
     Arguments,
@@ -30,6 +32,7 @@ from alibi_attn.attention.operators.schema import (
 from alibi_attn.attention.operators.vmap import map_backward, map_forward
 
 Run = Callable[[Spec, Tensor, Tensor, Tensor], tuple[Tensor, Tensor | None]]
+TracedGradients = Callable[[Spec, Tensors, BackwardInputs], InputGradients]
 
 _SCHEMA_TYPES = {Tensor: "Tensor", Tensor | None: "Tensor?", bool: "bool", int | None: "SymInt?", float: "float"}
 _TENSORS = [name for name, kind in get_type_hints(Arguments).items() if kind in (Tensor, Tensor | None)]
@@ -53,11 +56,11 @@ def operator(kernels: Kernels, reads: frozenset[str]) -> Run:
 
     def run(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor | None]:
         """(output, lse), with None for lse unless it is requested."""
-        if is_eager(spec, query, key, value):
-            output, lse = attend_eagerly(kernels, traced_gradients, spec, query, key, value)
-        else:
+        found = _attend_eagerly(kernels, traced_gradients, spec, query, key, value)
+        if found is None:
             spec, query, key, value = differentiable_once(spec, query, key, value)
-            output, lse, *_ = attention(*Arguments.of(spec, query, key, value))
+            found = attention(*Arguments.of(spec, query, key, value))[:2]
+        output, lse = found
         return output, lse if spec.return_lse else None
 
     return run
@@ -177,3 +180,97 @@ def _with_none(arguments: Arguments, returned: tuple[Tensor, ...], *, slopes_wan
 
 def _schema(fields: type[tuple[Any, ...]]) -> str:
     return ", ".join(f"{_SCHEMA_TYPES[kind]} {name}" for name, kind in get_type_hints(fields).items())
+
+
+def _attend_eagerly(
+    kernels: Kernels, traced_gradients: TracedGradients, spec: Spec, query: Tensor, key: Tensor, value: Tensor
+) -> tuple[Tensor, Tensor] | None:
+    """(output, lse); None unless all inputs are ordinary tensors without tangents, and nothing traces, transforms or profiles.
+
+    Args:
+        traced_gradients: computes the gradients if compiled autograd traces them.
+    """
+    tensors = query, key, value, *_tensors(spec).values()
+    with_gradients = torch.is_grad_enabled() and any(x.requires_grad for x in tensors)
+    if not are_ordinary(*tensors):
+        return None
+    if torch._C._len_torch_dispatch_stack() or torch._C._are_functorch_transforms_active():
+        return None
+    if forward_ad._current_level >= 0 and any(forward_ad.unpack_dual(x).tangent is not None for x in tensors):
+        return None
+    if query.is_cpu and isinstance(spec.query_offset, Tensor):
+        spec = with_plain_offset(spec)
+    if with_gradients:
+        return _attend_with_gradients(
+            kernels, traced_gradients, spec, query, key, value, *(getattr(spec, x) for x in DIFFERENTIABLE)
+        )
+    if kernels.infer is not None:
+        return kernels.infer(spec, query, key, value)
+    return kernels.forward(spec, query, key, value)[:2]
+
+
+def requires_gradient(spec: Spec, *tensors: Tensor | None) -> bool:
+    """Whether one of these tensors or of the spec's requires a gradient."""
+    return any(x is not None and x.requires_grad for x in (*tensors, *(getattr(spec, x) for x in DIFFERENTIABLE)))
+
+
+def _tensors(spec: Spec) -> dict[str, Tensor]:
+    fields = vars(spec)
+    return {name: x for name in ARRAYS if (x := fields[name]) is not None and isinstance(x, Tensor)}
+
+
+class _EagerAttention(torch.autograd.Function):
+    @staticmethod
+    def forward(
+        ctx: Any,
+        kernels: Kernels,
+        traced_gradients: TracedGradients,
+        spec: Spec,
+        query: Tensor,
+        key: Tensor,
+        value: Tensor,
+        *biases: Tensor | None,
+    ) -> tuple[Tensor, Tensor]:
+        output, lse, saved, ctx.moderate = kernels.forward(spec, query, key, value)
+        # Only autograd holds tensors: it detects in-place changes and frees them in time.
+        tensors = _tensors(spec)
+        ctx.kernels, ctx.traced_gradients, ctx.names = kernels, traced_gradients, list(tensors)
+        ctx.spec = spec.changed(**dict.fromkeys(tensors))
+        ctx.save_for_backward(query, key, value, output, lse, *tensors.values(), *saved)
+        ctx.set_materialize_grads(False)
+        return output, lse
+
+    @staticmethod
+    def backward(ctx: Any, grad_output: Tensor | None, grad_lse: Tensor | None) -> tuple[Tensor | None, ...]:
+        saved = ctx.saved_tensors  # only once: every access may run hooks
+        if not torch.is_grad_enabled():
+            return None, None, None, *_eager_gradients(ctx, saved, grad_output, grad_lse)
+        with torch.no_grad():
+            gradients = _eager_gradients(ctx, saved, grad_output, grad_lse)
+        return None, None, None, *last_gradients(gradients, (grad_output, grad_lse, *saved[: 5 + len(ctx.names)]))
+
+
+def _eager_gradients(ctx: Any, saved: Tensors, grad_output: Tensor | None, grad_lse: Tensor | None) -> InputGradients:
+    query, key, value, output, lse, *rest = saved
+    spec = ctx.spec.changed(**dict(zip(ctx.names, rest, strict=False)))
+    visited = tuple(rest[len(ctx.names) :])
+    *_, slopes, right_slopes, key_bias, query_bias, table = ctx.needs_input_grad
+    inputs = BackwardInputs(
+        query,
+        key,
+        value,
+        output,
+        lse,
+        torch.zeros_like(output) if grad_output is None else grad_output,
+        grad_lse,
+        slopes or right_slopes,
+        key_bias or query_bias or table,
+        may_see_nothing(spec),
+        ctx.moderate,
+    )
+    if are_ordinary(output, visited[0]):
+        return InputGradients.of(spec, inputs, ctx.kernels.backward(spec, visited, inputs))
+    return ctx.traced_gradients(spec, visited, inputs)
+
+
+_attend_with_gradients: Callable[..., tuple[Tensor, Tensor]] = _EagerAttention.apply

@@ -15,10 +15,11 @@ from alibi_attn.attention.backends.banded import backend as banded
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.backends.native import build
-from alibi_attn.attention.backends.protocol import Backend, Formula, Kernel, Visits
+from alibi_attn.attention.backends.protocol import Backend, Formula, Kernel, TooSmall, Visits
 from alibi_attn.attention.call.explanation import refusal, verdict_on
 from alibi_attn.attention.call.reads import NUMBERED_DROPOUT, arguments_of
 from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.transforms import why_not_compiled
 from alibi_attn.attention.run import few_queries, splitting
 from alibi_attn.attention.run.guards import Run, guarded
 
@@ -38,6 +39,9 @@ PREFERRED: dict[str, tuple[Backend, ...]] = {"cpu": (native, banded, dense), "cu
 RUNS: dict[str, Run] = {kernel.name: kernel.run for kernel in _KERNELS}
 RUNS |= {backend.name: guarded(backend.formula) for backend in _FORMULAS}
 RUNS[dense.name] = guarded(dense.formula, slow=dense.READS - few_queries.READS - NUMBERED_DROPOUT)
+
+
+NOTHING: frozenset[str] = frozenset()
 
 
 class Choice(NamedTuple):
@@ -61,26 +65,47 @@ def choose(backend: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor
         ValueError: an unknown name, or a named backend that cannot run this call (with its reason).
     """
     check_name(backend)
-    used, auto = spec.used(), backend == "auto"
+    auto = backend == "auto"
     candidates = (*PREFERRED.get(query.device.type, ()), dense) if auto else (BACKENDS[backend],)
     for chosen in candidates:
-        if (reason := _why_not(chosen, used, spec, query, key, value)) is None:
+        off, reason, small = _judged(chosen, spec, query, key, value)
+        if reason is None:
             break
     else:
         raise refusal(backend, str(reason))
-    if auto and chosen.too_small(spec) is not None and not splitting.split(used, dense.READS).unread:
-        chosen = dense
-    return Choice(chosen.name, splitting.split(used, chosen.READS).off)
+    if auto and small is not None:
+        of_dense = splitting.split(spec.used(), dense.READS)
+        if not of_dense.unread:
+            return Choice(dense.name, of_dense.off)
+    return Choice(chosen.name, off)
 
 
-def _why_not(
-    backend: Backend, used: frozenset[str], spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor
-) -> str | None:
-    """Why a backend cannot run a call: a field that it does not read, and that cannot be split off, or its own reason."""
-    off, unread = splitting.split(used, backend.READS)
-    if unread:
-        return f"it does not compute {arguments_of(unread)}"
-    return backend.why_not(_without(spec, off) if off else spec, query, key, value)
+class _Judged(NamedTuple):
+    """Whether a backend runs a call.
+
+    Args:
+        off: the fields that are split off before.
+        reason: why it cannot: a field that it does not read, and that cannot be split off, or its own reason.
+        small: why "auto" prefers `dense`.
+    """
+
+    off: frozenset[str]
+    reason: str | None
+    small: TooSmall | None
+
+
+def _judged(backend: Backend, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> _Judged:
+    used, off = spec.used(), NOTHING
+    small = backend.too_small(spec)
+    if not used <= backend.READS:
+        off, unread = splitting.split(used, backend.READS)
+        if unread:
+            return _Judged(off, f"it does not compute {arguments_of(unread)}", small)
+        spec = _without(spec, off)
+    reason = None
+    if torch.compiler.is_compiling() and backend.name in WITH_OPERATOR:
+        reason = why_not_compiled()
+    return _Judged(off, reason or backend.why_not(spec, query, key, value), small)
 
 
 def _without(spec: AttentionSpec[Tensor], off: frozenset[str]) -> AttentionSpec[Tensor]:
@@ -102,11 +127,10 @@ def verdicts(
     preferred = PREFERRED.get(query.device.type, (dense,))
     words = {}
     for name, candidate in BACKENDS.items():
-        too_small = candidate.too_small(spec)
-        otherwise = "can run" if too_small is None else f"can run; auto takes dense instead: {too_small}"
+        _, reason, small = _judged(candidate, spec, query, key, value)
+        otherwise = "can run" if small is None else f"can run; auto takes dense instead: {small}"
         if candidate not in preferred:
             otherwise = "can run; auto does not pick it on this device"
-        reason = _why_not(candidate, spec.used(), spec, query, key, value)
         words[name] = verdict_on(name, runs, backend, reason, otherwise)
     if runs == native.name:
         words[runs] += f": {build.instructions()}"

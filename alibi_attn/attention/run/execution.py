@@ -12,8 +12,9 @@ from alibi_attn.attention.call import transforms
 from alibi_attn.attention.call.dropout import drawn_seed
 from alibi_attn.attention.call.reads import DROPOUT, MASKS, PARTS, SPACE
 from alibi_attn.attention.call.spec import AttentionSpec
-from alibi_attn.attention.call.visibility import largest_distances, nothing
+from alibi_attn.attention.call.visibility import largest_distances
 from alibi_attn.attention.operators.derivatives import differentiable_once, once
+from alibi_attn.attention.operators.finite_numbers import lse_dtype
 from alibi_attn.attention.run import dispatch, merging, space
 
 # The fields that `visits` reads, also those that do not change what is read.
@@ -39,7 +40,7 @@ def attend(
             # Second derivatives and forward mode would be wrong on some backends; operators refuse them too.
             spec, query, key, value = differentiable_once(spec, query, key, value)
         if is_empty:
-            output, lse = nothing(spec, query, key, value)
+            output, lse = _nothing(spec, query, key, value)
         else:
             run = dispatch.RUNS[name]
             if spec.coordinates is not None:
@@ -51,6 +52,17 @@ def attend(
         return output
     assert lse is not None, f"{name} did not return the requested lse"
     return output, lse
+
+
+def _nothing(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor]:
+    """(output, lse) without queries or without keys: zeros, and lse −inf."""
+    everywhere = torch.ones((), dtype=torch.bool, device=query.device)
+    given = key, value, spec.slopes, spec.right_slopes, spec.key_bias, spec.query_bias, spec.table
+    inputs = [x for x in given if x is not None]
+    # The output depends on all inputs, so that each gets a gradient of zeros.
+    zero = torch.stack([x.masked_fill(everywhere, 0.0).sum().to(query.dtype) for x in inputs]).sum()
+    output = query.masked_fill(everywhere, 0.0) + zero
+    return output, output.sum(-1).to(lse_dtype(spec, query.dtype)) - math.inf
 
 
 def without_sinks(spec: AttentionSpec[Tensor]) -> AttentionSpec[Tensor]:

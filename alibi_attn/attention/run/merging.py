@@ -23,7 +23,7 @@ from alibi_attn.attention.call.bias import widest
 from alibi_attn.attention.call.dropout import numbered
 from alibi_attn.attention.call.spec import AttentionSpec, heads_by_window, index_of, key_heads
 from alibi_attn.attention.call.transforms import may_read, surely
-from alibi_attn.attention.call.visibility import lse_dtype
+from alibi_attn.attention.operators.finite_numbers import lse_dtype
 from alibi_attn.attention.run.splitting import first_split, register_queries
 
 Spec = AttentionSpec[Tensor]

@@ -18,7 +18,7 @@ from alibi_attn.attention.call.checks import (
     dtype_name,
 )
 from alibi_attn.attention.call.hints import with_defaults
-from alibi_attn.attention.call.options import SpecOptions, named_arrays, unchanged
+from alibi_attn.attention.call.options import UNCHANGED, SpecOptions, named_arrays
 from alibi_attn.attention.call.query_positions import part_fields
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.jax.call.plan import Array
@@ -51,7 +51,8 @@ def make_spec(
     if key_bias is not None:
         of_keys = sizes.batch, sizes.num_heads, sizes.key_len
         key_bias = jnp.broadcast_to(jnp.asarray(_below_inf(key_bias, BIAS_RULE)), of_keys)
-    fields: dict[str, Any] = {**sizes._asdict(), **_part_fields(given, sizes), **unchanged(given)}
+    unchanged = {name: x for name, x in given.items() if name in UNCHANGED}
+    fields: dict[str, Any] = {**sizes._asdict(), **_part_fields(given, sizes), **unchanged}
     return AttentionSpec(
         slopes=jnp.asarray(alibi_slopes(sizes.num_heads) if left is None else left, work),
         right_slopes=None if right is None else jnp.asarray(right, work),

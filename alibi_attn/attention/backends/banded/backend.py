@@ -25,14 +25,13 @@ from alibi_attn.attention.backends.banded.visited import narrow, reach_and_score
 from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall, Visits
 from alibi_attn.attention.call.reads import MASKS
 from alibi_attn.attention.call.spec import AttentionSpec
-from alibi_attn.attention.call.transforms import surely, why_not_compiled
+from alibi_attn.attention.call.transforms import surely
 from alibi_attn.attention.call.visibility import with_plain_offset
 from alibi_attn.attention.certificate.bounds import Bounds, bounds, worth_leaving_out
 from alibi_attn.attention.certificate.constants import OUTLIER_TILES, TILE
 from alibi_attn.attention.certificate.norms import HUGE, has_huge_scores
-from alibi_attn.attention.operators.eager import requires_gradient
 from alibi_attn.attention.operators.finite_numbers import are_moderate, on_finite_numbers, without_bad_numbers
-from alibi_attn.attention.operators.operator import operator
+from alibi_attn.attention.operators.operator import operator, requires_gradient
 from alibi_attn.attention.operators.schema import Arguments, BackwardInputs, Gradients, Saved
 
 Spec = AttentionSpec[Tensor]
@@ -51,9 +50,7 @@ _fused_backward = torch.ops.aten._scaled_dot_product_flash_attention_for_cpu_bac
 
 def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None:
     """Needs a CPU."""
-    if query.device.type != "cpu":
-        return f"it runs on the CPU but query is on {query.device}"
-    return why_not_compiled()
+    return None if query.device.type == "cpu" else f"it runs on the CPU but query is on {query.device}"
 
 
 def too_small(spec: Spec) -> TooSmall | None:

@@ -51,8 +51,7 @@ from alibi_attn.attention.call.transforms import in_memory, transforms, why_not_
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.certificate.tiles import Tiles, reach_and_scores
-from alibi_attn.attention.operators.eager import requires_gradient
-from alibi_attn.attention.operators.operator import operator
+from alibi_attn.attention.operators.operator import operator, requires_gradient
 from alibi_attn.attention.operators.schema import Arguments, BackwardInputs, Gradients, Kernels
 
 Spec = AttentionSpec[Tensor]

@@ -17,11 +17,11 @@ from alibi_attn.attention.backends.native import build
 from alibi_attn.attention.backends.native.visited import Visited, numbers_of_visited
 from alibi_attn.attention.backends.protocol import FEW_QUERIES, TooSmall, Visits
 from alibi_attn.attention.call.bias import columns_of
-from alibi_attn.attention.call.checks import dtype_name
+from alibi_attn.attention.call.checks import EPS
 from alibi_attn.attention.call.cuts import with_segments
 from alibi_attn.attention.call.reads import GATES, MASKS, NUMBERED_DROPOUT, SPACE
 from alibi_attn.attention.call.spec import AttentionSpec, dropout_numbers
-from alibi_attn.attention.call.transforms import constant_when_compiled, in_memory, surely, transforms, why_not_compiled
+from alibi_attn.attention.call.transforms import constant_when_compiled, in_memory, surely, transforms
 from alibi_attn.attention.call.visibility import first_positions, with_plain_offset
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.operators.finite_numbers import on_finite_numbers, without_bad_numbers
@@ -37,6 +37,7 @@ READS = MASKS | SPACE | GATES | NUMBERED_DROPOUT | {"table"}
 FEWEST_SCORES = 2**17  # of all heads together; with fewer, `dense` is faster (see docs/backends.md)
 WIDTH = 16  # numbers in the widest vector; head sizes are zero-padded to a multiple of it
 NO_WINDOW = 0
+_NAMES = {getattr(torch, dtype): dtype for dtype in EPS}
 
 
 @constant_when_compiled
@@ -52,21 +53,22 @@ def why_not(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> str | None
         return "it does not differentiate or map a table of distances in torch.func"
     if spec.coordinates is not None and spec.key_bias is not None:
         return "it computes positions in the plane or in space without key_bias"
-    return why_not_compiled() or _why_not_built(dtype_name(query.dtype))
+    return _why_not_built(_NAMES[query.dtype])
 
 
 def too_small(spec: Spec) -> TooSmall | None:
     """A few queries, or short input; never with dropout, because materializing its mask costs more than a call."""
     if spec.dropout_p > 0:
         return None
-    if surely(spec.query_len <= FEW_QUERIES):
+    certain = surely if torch.compiler.is_exporting() else bool
+    if certain(spec.query_len <= FEW_QUERIES):
         return TooSmall(
             f"T ≤ {FEW_QUERIES}: dense scores all keys in less time than the certificate needs to read them"
         )
     scores = spec.batch * spec.num_heads * spec.query_len * spec.key_len
-    return (
-        TooSmall(f"short input: B·H·T·S = {{}} < {FEWEST_SCORES}", scores) if surely(scores < FEWEST_SCORES) else None
-    )
+    if certain(scores < FEWEST_SCORES):
+        return TooSmall(f"short input: B·H·T·S = {{}} < {FEWEST_SCORES}", scores)
+    return None
 
 
 def visits(spec: Spec, query: Tensor, key: Tensor, value: Tensor | None) -> Visits:
@@ -101,7 +103,7 @@ def _forward(
     saved, lse = _new_saved(q, spec.num_kv_heads), output.new_empty(q.shape[:3], dtype=torch.float64)
     arrays: Arrays = {"lse": lse, "rows": saved.rows, "visited": saved.visited}
     _call("forward", spec, rows | {"output": output}, arrays, has_values=has_values, for_backward=for_backward)
-    return _narrow(output, spec), lse, saved
+    return output if output.shape[-1] == spec.head_dim else _narrow(output, spec), lse, saved
 
 
 def _backward(spec: Spec, saved: Saved, inputs: BackwardInputs) -> Gradients:
@@ -220,7 +222,8 @@ run = operator(
 
 def _wide(x: Tensor) -> Tensor:
     """[..., D] in a dtype that the kernels read, with D a multiple of WIDTH; the same tensor if it already is."""
-    x = in_memory(x)
+    if x.is_neg() or x._is_zerotensor():
+        x = in_memory(x)
     if x.dtype == torch.float16 or (x.dtype == torch.bfloat16 and not build.multiplies_bf16()):
         x = x.float()
     return functional.pad(x, (0, -x.shape[-1] % WIDTH)) if x.shape[-1] % WIDTH else x
@@ -240,8 +243,9 @@ def _call(function: str, spec: Spec, rows: dict[str, Tensor], arrays: Arrays, **
     if spec.batch == 0:
         return  # the kernels divide by the number of sequences
     call, _alive = call_of(spec, rows, arrays, **flags)
-    library = build.library(part=build.part_of(dtype_name(rows["query"].dtype)))
-    getattr(library, f"alibi_{function}_{dtype_name(_work(rows))}")(ctypes.byref(call))
+    name = f"alibi_{function}_{_NAMES[_work(rows)]}"
+    library = build.library(part=build.part_of(_NAMES[rows["query"].dtype]))
+    getattr(library, name)(ctypes.byref(call))
 
 
 def call_of(
@@ -273,8 +277,9 @@ def call_of(
         "query_points": points if spec.query_coordinates is spec.coordinates else _points(spec.query_coordinates),
         "key_points": points,
     }
-    alive = {name: in_memory(x).contiguous() for name, x in given.items() if x is not None}
-    threshold, factor = dropout_numbers(spec.dropout_p)
+    alive = {name: x.contiguous() for name, x in given.items() if x is not None}
+    alive |= {name: in_memory(x).contiguous() for name, x in alive.items() if x.is_neg() or x._is_zerotensor()}
+    threshold, factor = dropout_numbers(spec.dropout_p) if spec.dropout_p > 0 else (0, 1.0)
     call = build.Call(
         B=spec.batch,
         H=spec.num_heads,
