@@ -23,6 +23,19 @@ Array = TypeVar("Array")
 MAX_POSITION = 2**60  # the largest |position| and window; sums of two stay within int64
 # The fields of a spec that receive gradients, in the order in which backward returns them.
 DIFFERENTIABLE = ("slopes", "right_slopes", "key_bias", "query_bias", "table")
+# The axes of the fields that are arrays, by the letters of the legend; slopes may lack the batch. N and C are other axes.
+AXES = {
+    **dict.fromkeys(("slopes", "right_slopes"), "BH"),
+    "sink_logits": "H",
+    "table": "HN",
+    "prefix_len": "B",
+    **dict.fromkeys(("positions", "key_mask", "key_segments", "key_numbers"), "BS"),
+    **dict.fromkeys(("query_positions", "query_segments", "query_numbers"), "BT"),
+    "coordinates": "BSC",
+    "query_coordinates": "BTC",
+    "key_bias": "BHS",
+    **dict.fromkeys(("query_bias", "query_start"), "BHT"),
+}
 # A gate below e^(−2²⁰) counts as e^(−2²⁰): no weight passes it in any dtype. Whole multiples of GATE_STEP are summed separately,
 # without rounding; the total of n such gates still has only the digits that its dtype has at n·2²⁰.
 GATE_FLOOR, GATE_STEP = -(2.0**20), 2.0**10
@@ -130,79 +143,55 @@ class AttentionSpec(Generic[Array]):
         changed.__dict__.update(self.__dict__, **fields)
         return changed
 
+    def along(self, axis: str, change: Callable[[Any, int], Any]) -> dict[str, Any]:
+        """The arrays that have an axis, a letter of `AXES`, changed.
+
+        Args:
+            change: (array, axis, counted from the end) -> the changed array.
+        """
+        given = [
+            (name, getattr(self, name), axes.find(axis) - len(axes)) for name, axes in AXES.items() if axis in axes
+        ]
+        return {name: change(x, at) for name, x, at in given if x is not None}
+
     def on_keys(self, start: int, stop: int, **fields: Any) -> "AttentionSpec[Array]":
         """The call over keys [start, stop) only, also changed in these fields."""
         given: Any = self
-
-        def cut(x: Any) -> Any:
-            return None if x is None else x[..., start:stop]
-
         return dataclasses.replace(
             self,
             key_len=stop - start,
             query_offset=given.query_offset - start,
-            key_mask=cut(self.key_mask),
-            key_segments=cut(self.key_segments),
-            key_bias=cut(self.key_bias),
-            key_numbers=cut(self.key_numbers),
-            positions=cut(self.positions),
-            coordinates=None if self.coordinates is None else given.coordinates[:, start:stop],
             prefix_len=None if self.prefix_len is None else given.prefix_len - start,
+            **self.along("S", lambda x, axis: _cut(x, axis, start, stop)),
             **fields,
         )
 
     def on_queries(self, start: int, stop: int) -> "AttentionSpec[Array]":
         """The call of queries [start, stop) only."""
         given: Any = self
+        cut = self.along("T", lambda x, axis: _cut(x, axis, start, stop))
+        return dataclasses.replace(self, query_len=stop - start, query_offset=given.query_offset + start, **cut)
 
-        def cut(x: Any) -> Any:
-            return None if x is None else x[..., start:stop]
-
-        return dataclasses.replace(
-            self,
-            query_len=stop - start,
-            query_offset=given.query_offset + start,
-            query_segments=cut(self.query_segments),
-            query_positions=cut(self.query_positions),
-            query_coordinates=None if self.query_coordinates is None else given.query_coordinates[:, start:stop],
-            query_bias=cut(self.query_bias),
-            query_start=cut(self.query_start),
-            query_numbers=cut(self.query_numbers),
-        )
-
-    def reversed(self, flip: Callable[[Any], Any], key_mask: Array | None, **fields: Any) -> "AttentionSpec[Array]":
+    def reversed(self, flip: Callable[[Any, int], Any], key_mask: Array | None) -> "AttentionSpec[Array]":
         """The causal call that sees the keys after each query: key j becomes key S − 1 − j, and the queries are moved by one.
 
         Args:
-            flip: reverses the last axis of an array.
+            flip: (array, axis) -> the array in reverse.
             key_mask: of the keys in their old order, instead of the spec's.
-            fields: other changes.
         """
         given: Any = self
-
-        def turned(x: Any) -> Any:
-            return None if x is None else flip(x)
-
-        def negative(x: Any) -> Any:
-            return None if x is None else -flip(x)
-
+        masked = dataclasses.replace(self, key_mask=key_mask)
+        arrays = masked.along("S", flip) | masked.along("T", flip)
+        arrays |= {name: -arrays[name] for name in ("positions", "query_positions") if name in arrays}
         return dataclasses.replace(
-            self,
+            masked,
             causal=True,
             slopes=self.slopes if self.right_slopes is None else self.right_slopes,
             right_slopes=None,
             prefix_len=None,
             window=None if self.window is None else self.window - 1,
             query_offset=self.key_len - self.query_len - 1 - given.query_offset,
-            key_mask=turned(key_mask),
-            query_segments=turned(self.query_segments),
-            key_segments=turned(self.key_segments),
-            key_bias=turned(self.key_bias),
-            positions=negative(self.positions),
-            query_positions=negative(self.query_positions),
-            query_numbers=turned(self.query_numbers),
-            key_numbers=turned(self.key_numbers),
-            **fields,
+            **arrays,
         )
 
     def of_heads(self, heads: Sequence[int], taken: Callable[[Any, int], Any], **fields: Any) -> "AttentionSpec[Array]":
@@ -211,18 +200,12 @@ class AttentionSpec(Generic[Array]):
         Args:
             taken: (array, axis) -> its entries of these heads.
         """
-
-        def of(x: Any, axis: int) -> Any:
-            return None if x is None else taken(x, axis)
-
         return dataclasses.replace(
             self,
             num_heads=len(heads),
             num_kv_heads=len(key_heads(heads, self.group)),
-            slopes=of(self.slopes, -1),
-            right_slopes=of(self.right_slopes, -1),
-            key_bias=of(self.key_bias, 1),
             head_windows=None,
+            **self.along("H", taken),
             **fields,
         )
 
@@ -290,6 +273,11 @@ def plain_fields(kind: type[AttentionSpec[Any]]) -> tuple[tuple[str, Any], ...]:
 AttentionSpec.PLAIN = plain_fields(AttentionSpec)
 # The fields that may be arrays.
 ARRAYS = tuple(x.name for x in dataclasses.fields(AttentionSpec) if Array in getattr(x.type, "__args__", (x.type,)))
+
+
+def _cut(x: Any, axis: int, start: int, stop: int) -> Any:
+    """[start, stop) of an axis, counted from the end."""
+    return x[(..., slice(start, stop), *[slice(None)] * (-1 - axis))]
 
 
 def dropout_numbers(dropout_p: float) -> tuple[int, float]:

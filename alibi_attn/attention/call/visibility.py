@@ -169,17 +169,6 @@ def chosen_queries(spec: Spec, at: Tensor) -> tuple[Spec, Tensor]:
 
     The part has no query_offset of its own: its positions are in the distances.
     """
-    of_query = spec.query_segments, spec.query_positions, spec.query_coordinates
-    segments, positions, coordinates = (None if x is None else x[:, at] for x in of_query)
-    start, bias = (None if x is None else x[:, :, at] for x in (spec.query_start, spec.query_bias))
-    part = dataclasses.replace(
-        spec,
-        query_len=len(at),
-        query_segments=segments,
-        query_start=start,
-        query_bias=bias,
-        query_positions=positions,
-        query_coordinates=coordinates,
-    )
+    part = dataclasses.replace(spec, query_len=len(at), **spec.along("T", lambda x, axis: x.index_select(axis, at)))
     position = first_positions(spec, at.device)[:, None] + at
     return part, position[..., None] - torch.arange(spec.key_len, device=at.device)

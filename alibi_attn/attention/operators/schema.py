@@ -71,33 +71,16 @@ class Arguments(NamedTuple):
     @classmethod
     def of(cls, spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> "Arguments":
         on_cpu = query.device.type == "cpu"
+        fields: dict[str, Any] = {name: getattr(spec, name) for name in _SHARED}
         return cls(
-            query,
-            key,
-            value,
-            spec.slopes,
-            spec.right_slopes,
-            first_positions(spec, query.device),
-            torch.ones((), dtype=torch.float64, device=query.device) * spec.scale if on_cpu else None,
-            spec.key_mask,
-            spec.query_segments,
-            spec.key_segments,
-            spec.key_bias,
-            spec.query_bias,
-            spec.query_start,
-            spec.table,
-            spec.coordinates,
-            spec.query_coordinates,
-            spec.dropout_seed,
-            spec.query_numbers,
-            spec.key_numbers,
-            spec.causal,
-            spec.window,
-            1.0 if on_cpu else spec.scale,
-            spec.tolerance,
-            spec.dropout_p,
-            may_see_nothing(spec),
-            spec.return_lse,
+            query=query,
+            key=key,
+            value=value,
+            first=first_positions(spec, query.device),
+            cpu_scale=torch.ones((), dtype=torch.float64, device=query.device) * spec.scale if on_cpu else None,
+            scale=1.0 if on_cpu else spec.scale,
+            may_see_nothing=may_see_nothing(spec),
+            **fields,
         )
 
     def spec(self) -> Spec:

@@ -229,7 +229,7 @@ def _reversed(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> Part:
     if spec.prefix_len is not None:
         inside = torch.arange(spec.key_len, device=key.device) < spec.prefix_len[:, None]
         mask = inside if mask is None else inside & mask
-    part = numbered(spec, key.device).reversed(lambda x: x.flip(-1), mask)
+    part = numbered(spec, key.device).reversed(lambda x, axis: x.flip(axis), mask)
     return Part(part, query.flip(2), key.flip(2), value.flip(2), is_reversed=True)
 
 

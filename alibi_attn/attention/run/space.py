@@ -59,18 +59,12 @@ def sorted_in_space(
     of_keys = _order(spec, spec.coordinates, spec.key_segments)
     is_self = spec.query_coordinates is spec.coordinates
     of_queries = of_keys if is_self else _order(spec, spec.query_coordinates, spec.query_segments)
-    coordinates = _in_order(spec.coordinates, of_keys)
-
-    part = dataclasses.replace(
-        spec,
-        coordinates=coordinates,
-        query_coordinates=coordinates if is_self else _in_order(spec.query_coordinates, of_queries),
-        key_mask=_in_order(spec.key_mask, of_keys),
-        key_segments=_in_order(spec.key_segments, of_keys),
-        query_segments=_in_order(spec.query_segments, of_queries),
-        query_numbers=_in_order(spec.query_numbers, of_queries),
-        key_numbers=_in_order(spec.key_numbers, of_keys),
+    arrays = spec.along("S", lambda x, _: _in_order(x, of_keys)) | spec.along(
+        "T", lambda x, _: _in_order(x, of_queries)
     )
+    if is_self:
+        arrays["query_coordinates"] = arrays["coordinates"]
+    part = dataclasses.replace(spec, **arrays)
     places = torch.empty_like(of_queries)
     places.scatter_(1, of_queries, torch.arange(spec.query_len, device=query.device).expand_as(of_queries))
     return part, _rows(query, of_queries), _rows(key, of_keys), _rows(value, of_keys), places
@@ -142,8 +136,6 @@ def _rows(x: Tensor, order: Tensor) -> Tensor:
     return torch.stack([rows.index_select(1, at) for rows, at in zip(x.unbind(), order.unbind(), strict=True)])
 
 
-def _in_order(x: Tensor | None, order: Tensor) -> Tensor | None:
+def _in_order(x: Tensor, order: Tensor) -> Tensor:
     """[B, N] or [B, N, C] in the given order."""
-    if x is None:
-        return None
     return x.gather(1, order if x.ndim == 2 else order[..., None].expand_as(x))

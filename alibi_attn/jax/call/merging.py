@@ -225,7 +225,7 @@ def _reversed(whole: Part) -> Part:
     if spec.prefix_len is not None:
         inside = jnp.arange(spec.key_len) < spec.prefix_len[:, None]
         mask = inside if mask is None else inside & mask
-    part = _numbered(spec).reversed(lambda x: jnp.flip(x, -1), mask)
+    part = _numbered(spec).reversed(jnp.flip, mask)
     query, key, value = (jnp.flip(x, 1) for x in (whole.query, whole.key, whole.value))
     return Part(part, query, key, value, is_reversed=True, origin=whole.origin)
 
