@@ -10,7 +10,7 @@ from torch import Tensor
 
 from alibi_attn.attention.call import query_positions
 from alibi_attn.attention.call.checks import Checked, check_windows
-from alibi_attn.attention.call.transforms import is_traced, may_read
+from alibi_attn.attention.call.transforms import in_memory, is_traced, may_read
 
 Window = int | Sequence[int] | NDArray[np.integer] | Tensor
 
@@ -65,4 +65,5 @@ def check_no_gradient(name: str, positions: Tensor) -> None:
 
 
 def _values(x: Tensor) -> NDArray[Any] | None:
-    return x.resolve_neg().numpy() if may_read(x) else None
+    # Inside torch.func, `numpy` would read a wrapper without memory.
+    return np.from_dlpack(in_memory(x)) if may_read(x) else None
