@@ -61,7 +61,8 @@ def query_full(
     tile, queries, head, outputs, found, K, V, least, C, SLOPES_WANTED: tl.constexpr, SUMS_WANTED: tl.constexpr
 ):
     """The same as `query_partial`, for a tile of keys that every query sees in full."""
-    (dq, to_left, to_right, sums), lse = found, outputs.lse
+    dq, to_left, to_right, sums = found
+    lse = outputs.lse
     slope, near = linear_bias(tile, queries.start, head, C.BN, C.CAUSAL)
     j = tile * C.BN + tl.arange(0, C.BN)
     # Load keys and values.

@@ -90,7 +90,8 @@ def tiles_of_little(norms, sums, bias, bk, tiles, walk, weights, rule, WIDTH: tl
         rule: a pair (factor, tokens), and each tile d tokens from `origin` weighs at most 2^(−worst) / (factor·(d + tokens)) too;
             None = no such rule.
     """
-    (from_tile, count, step, origin), (slope, rate, worst) = walk, weights
+    from_tile, count, step, origin = walk
+    slope, rate, worst = weights
     skippable, total = count, 0.0
     for start in range(0, count, WIDTH):
         place = start + tl.arange(0, WIDTH)

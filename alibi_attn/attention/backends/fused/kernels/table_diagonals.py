@@ -34,7 +34,8 @@ def diagonal_kernel(Q, K, V, DOUT, SUMS, LSE, DELTA, table, call, C):
     offset = load_offset(call.query_offset, b, T, S)
     Q, DOUT, LSE, DELTA = of_head(Q, b, h), of_head(DOUT, b, h), LSE + bh * T, DELTA + bh * T
     K, V = of_head(K, b, (h // G).to(tl.int64)), of_head(V, b, (h // G).to(tl.int64))
-    masks, dropout = call.masks, head_dropout(call, b, h)
+    masks = call.masks
+    dropout = head_dropout(call, b, h)
 
     ahead = g - (tiles - 1)  # of a block of queries over its tile of keys
     row, column = tl.arange(0, N), tl.arange(0, N)

@@ -110,7 +110,10 @@ def key_tile(n, keys, segments, rows, head, offset, numbers, found, call, b, C, 
         rows: of the queries and of their outputs' gradients, and the addresses of lse and δ, of one head.
         found: the result so far.
     """
-    (k, v, j, here), (Q, DOUT, LSE, DELTA), (dk, dv), T = keys, rows, found, call.T
+    k, v, j, here = keys
+    Q, DOUT, LSE, DELTA = rows
+    dk, dv = found
+    T = call.T
     i = n * C.BM + tl.arange(0, C.BM)
     # Load the queries, and the gradients of their outputs.
     if FULL:  # and every query sees a key
