@@ -71,7 +71,8 @@ def whole(model: nn.Module, cache: Cache | None, *, use_cache: bool | None, new:
             f"the cache holds {before} tokens, but use_cache is False, so generate passes all {new} tokens again; "
             "pass use_cache=True"
         )
-    checkpointing = [module for module in model.modules() if model.training and getattr(module, _FLAG, False)]
+    modules = model.modules() if model.training else ()  # walking them costs more than a small model's decoding step
+    checkpointing = [module for module in modules if getattr(module, _FLAG, False)]
     if checkpointing and torch.is_grad_enabled():
         if cache is not None or use_cache:
             raise ValueError(
