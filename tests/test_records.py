@@ -12,7 +12,6 @@ from pathlib import Path
 from types import SimpleNamespace
 
 import pytest
-from damaged_json import DAMAGED
 
 import alibi_attn
 from alibi_attn import files
@@ -143,12 +142,12 @@ def test_a_damaged_record_is_refused_with_its_path(damage, words, record: Record
     assert str(path) in str(caught.value)
 
 
-@pytest.mark.parametrize("name", DAMAGED)
-def test_invalid_json_is_refused_with_its_path_and_the_reason(name: str, tmp_path: Path) -> None:
-    content, reason = DAMAGED[name]
+def test_invalid_json_is_refused_with_its_path_and_the_reason(tmp_path: Path) -> None:
     path = tmp_path / "x.json"
-    path.write_bytes(content)
-    with pytest.raises(RecordError, match=rf"{path} is not JSON \({reason}.*\); a record is written by"):
+    path.write_bytes(b'{"schema": 1, "schema": 2}')
+    with pytest.raises(
+        RecordError, match=rf"{path} is not JSON \(the name 'schema' comes twice.*\); a record is written by"
+    ):
         records.load(path)
 
 

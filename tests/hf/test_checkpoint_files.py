@@ -5,7 +5,6 @@ import os
 
 import pytest
 import torch
-from damaged_json import DAMAGED
 from huggingface_hub.errors import LocalEntryNotFoundError
 from safetensors.torch import save_file
 
@@ -69,11 +68,12 @@ def test_a_folder_without_weights_or_config_says_so(tmp_path):
         read_config(tmp_path)
 
 
-@pytest.mark.parametrize(("content", "message"), DAMAGED.values(), ids=list(DAMAGED))
-def test_a_damaged_config_or_index_is_named(content, message, tmp_path):
+def test_a_damaged_config_or_index_is_named(tmp_path):
     for name, reader in (("config.json", read_config), (SAFE_INDEX, read_state)):
-        (tmp_path / name).write_bytes(content)
-        with pytest.raises(ValueError, match=rf"{name} is damaged: .*{message}.*; download or save"):
+        (tmp_path / name).write_bytes(b'{"schema": 1, "schema": 2}')
+        with pytest.raises(
+            ValueError, match=rf"{name} is damaged: .*the name 'schema' comes twice.*; download or save"
+        ):
             reader(tmp_path)
 
 

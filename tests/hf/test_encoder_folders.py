@@ -4,7 +4,6 @@ import json
 
 import pytest
 import torch
-from damaged_json import DAMAGED
 from encoder_oracle import LAYERS, LAYOUTS, WIDTH, WORDS, config, encode, random_state, write_folder
 from safetensors.torch import load_file
 from transformers import (
@@ -256,10 +255,9 @@ def test_damaged_folders_are_one_sentence(own, tmp_path):
         with pytest.raises(ValueError, match=r"model\.safetensors is damaged"):
             ALiBiBertModel.from_pretrained(folder)
     (folder / "model.safetensors").write_bytes(whole)
-    for content, message in DAMAGED.values():
-        (folder / "config.json").write_bytes(content)
-        with pytest.raises(ValueError, match=rf"config\.json is damaged: .*{message}"):
-            ALiBiBertModel.from_pretrained(folder)
+    (folder / "config.json").write_bytes(b'{"schema": 1, "schema": 2}')
+    with pytest.raises(ValueError, match=r"config\.json is damaged: .*the name 'schema' comes twice"):
+        ALiBiBertModel.from_pretrained(folder)
     for said in ({"model_type": "alibi-bert", "gate": 3}, {"model_type": "alibi-bert", "hidden_size": "wide"}):
         (folder / "config.json").write_text(json.dumps(said))
         with pytest.raises(ValueError, match=r"is invalid|does not hold a checkpoint of ALiBiBert|missing"):

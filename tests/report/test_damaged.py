@@ -5,7 +5,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import pytest
-from damaged_json import DAMAGED
 from typer.testing import CliRunner
 
 from alibi_lab import records
@@ -144,12 +143,12 @@ def test_windows_that_cannot_be_are_not_drawn(column, value, changed) -> None:
     assert drawn[1] == drawn[0] - 1
 
 
-@pytest.mark.parametrize("name", ["cut", "deep lists", "many digits", "NaN"])
-def test_one_damaged_record_stops_the_report_and_is_named(name: str, made_up, tmp_path: Path) -> None:
+@pytest.mark.parametrize("content", [b'{"schema": 1, ', b'{"schema": NaN}'])
+def test_one_damaged_record_stops_the_report_and_is_named(content: bytes, made_up, tmp_path: Path) -> None:
     for record in made_up():
         records.save(record, tmp_path / "records")
     bad = tmp_path / "records" / "evaluation-damaged.json"
-    bad.write_bytes(DAMAGED[name][0])
+    bad.write_bytes(content)
     result = CliRunner().invoke(app, ["report", str(tmp_path), "--out", str(tmp_path / "page.html")])
     assert isinstance(result.exception, RecordError)
     assert str(result.exception).startswith(f"{bad} is not JSON (")

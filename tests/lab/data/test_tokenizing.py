@@ -6,7 +6,6 @@ import numpy as np
 import pytest
 import tokenizers
 import torch
-from damaged_json import DAMAGED
 
 from alibi_lab.lab.config import RunConfig
 from alibi_lab.lab.config_io import override
@@ -127,12 +126,10 @@ def test_invalid_tokenizers_are_refused(tmp_path, content, message):
         load_tokenizer(path)
 
 
-@pytest.mark.parametrize("name", DAMAGED)
-def test_invalid_json_is_refused_with_its_path_and_the_reason(tmp_path, name):
-    content, reason = DAMAGED[name]
+def test_invalid_json_is_refused_with_its_path_and_the_reason(tmp_path):
     path = tmp_path / "tokenizer.json"
-    path.write_bytes(content)
-    with pytest.raises(CorpusError, match=rf"{path} is not a tokenizer, or damaged; .*\({reason}"):
+    path.write_bytes(b'{"schema": 1, "schema": 2}')
+    with pytest.raises(CorpusError, match=rf"{path} is not a tokenizer, or damaged; .*\(the name 'schema' comes twice"):
         load_tokenizer(path)
 
 

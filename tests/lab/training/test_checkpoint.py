@@ -8,7 +8,6 @@ import signal
 
 import pytest
 import torch
-from damaged_json import DAMAGED
 
 from alibi_attn.strict_json import sealed
 from alibi_lab.lab.data.corpus import load_corpus
@@ -96,15 +95,13 @@ def test_a_damaged_checkpoint_is_refused(trained, name, content, message):
         load_checkpoint(trained[0])
 
 
-@pytest.mark.parametrize("name", DAMAGED)
-def test_invalid_json_is_refused_with_its_path_and_the_reason(name, tmp_path):
-    content, reason = DAMAGED[name]
+def test_invalid_json_is_refused_with_its_path_and_the_reason(tmp_path):
     path = tmp_path / "config.json"
-    path.write_bytes(content)
+    path.write_bytes(b'{"schema": 1, "schema": 2}')
     for read in (load_checkpoint, load_checkpoint_tokenizer):
         with pytest.raises(
             CheckpointError,
-            match=rf"{path} is damaged or incomplete \(is not JSON: {reason}.*\); delete {tmp_path} and",
+            match=rf"{path} is damaged or incomplete \(is not JSON: the name 'schema' comes twice.*\); delete {tmp_path} and",
         ):
             read(tmp_path)
 
