@@ -267,7 +267,6 @@ def make_plan(
         or (backend == "auto" and (_reader(spec) == "dense" or _is_short(spec, on_gpu=on_gpu))),
         query_block=_parted(spec.query_len, GPU_QUERY_BLOCK) if on_gpu else min(QUERY_BLOCK, spec.query_len),
         key_tile=KEY_TILE * _parted(-(-spec.key_len // KEY_TILE), GPU_KEY_TILE // KEY_TILE) if on_gpu else KEY_TILE,
-        key_bias=spec.key_bias is not None,
         query_bias=spec.query_bias is not None,
         fused=fused.numbers(spec) if backend == "fused" else None,
         lse_in_two=is_part and spec.key_bias is not None,

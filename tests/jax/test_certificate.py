@@ -45,7 +45,6 @@ def visited_tiles(
         dense=False,
         query_block=block,
         key_tile=tile,
-        key_bias=spec.key_bias is not None,
         for_gradients=for_gradients,
     )
     saved = attention._forward(plan, *operands(spec, query, key, value, None))[3]

@@ -87,7 +87,7 @@ def _sight(plan: Plan, rule: Rule, queries: Queries, keys: Keys) -> tuple[Array,
         seen &= queries.segment[:, None] == keys.segment[None, :]
     if queries.start is not None:
         seen &= keys.position + lax.broadcasted_iota(jnp.int32, shape, 1) >= queries.start[:, None]
-    if plan.key_bias:  # a key may be hidden from some heads only, and products with it may overflow
+    if keys.bias is not None:  # a key may be hidden from some heads only, and products with it may overflow
         seen &= (keys.veil != -jnp.inf)[None, :]
     if queries.points is not None and keys.points is not None:
         axes = zip(queries.points.T, keys.points.T, strict=True)
@@ -199,7 +199,7 @@ def gradients(
         value=_matmul(kept.astype(operand).T, known.grad_output),
         left=-(pull if plan.causal else jnp.where(distance > 0, pull, 0.0)).sum(),
         right=jnp.zeros_like(rule.right) if plan.causal else jnp.where(distance < 0, pull, 0.0).sum(),
-        key_bias=grad_score.sum(0) if plan.key_bias else None,
+        key_bias=None if keys.bias is None else grad_score.sum(0),
         query_bias=grad_score.sum(1) if plan.query_bias else None,
     )
 

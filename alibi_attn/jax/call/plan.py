@@ -50,7 +50,6 @@ class Plan:
     dense: bool  # compute all scores at once, unless the native kernels run
     query_block: int  # queries per block
     key_tile: int  # keys per tile
-    key_bias: bool = False
     query_bias: bool = False
     native: bool = False  # the C++ kernels, on a CPU
     elsewhere: bool = False  # the call may later be compiled for another device
