@@ -74,9 +74,10 @@ def alibi_dot_product_attention(
     shape = query.shape
     query, key, value = (x.reshape(math.prod(x.shape[:-3]), *x.shape[-3:]) for x in (query, key, value))
     dropout_rate = 0.0 if deterministic else dropout_rate
-    per_query = (len(query), query.shape[2], query.shape[1], key.shape[1])
     bias, mask = (None if x is None else _flat(x, shape[:-3]) for x in (bias, mask))
-    key_mask = _key_mask(mask, per_query)
+    key_mask = None
+    if mask is not None and mask.shape[1:3] == (1, 1):  # its shape shows that it is the same for all heads and queries
+        key_mask = jnp.broadcast_to(mask[:, 0, 0] != 0, (len(query), key.shape[1]))
     if query_offset is None and shape[-3] == 1 and key_mask is not None:
         last = key_mask.shape[1] - 1 - jnp.argmax(key_mask[:, ::-1], axis=1)
         query_offset = last.astype(jnp.int32)
@@ -166,10 +167,3 @@ def _flat(x: Array, batch: tuple[int, ...]) -> Array:
     x = jnp.asarray(x)
     inner = (1,) * max(0, 3 - x.ndim) + x.shape[-3:]
     return jnp.broadcast_to(x, (*batch, *inner)).reshape(math.prod(batch), *inner)
-
-
-def _key_mask(mask: Array | None, shape: tuple[int, int, int, int]) -> Array | None:
-    """[B, S] if the mask's shape shows that it is the same for all heads and queries; else None."""
-    if mask is None or mask.shape[1] != 1 or mask.shape[2] != 1:
-        return None
-    return jnp.broadcast_to(mask[:, 0, 0] != 0, (shape[0], shape[3]))

@@ -112,16 +112,17 @@ def forward(plan: Plan, arrays: Arrays, rest: Rest) -> tuple[Array, Array, Array
     """(output [B, T, H, D] in query's dtype, lse [B, H, T] with the biases of queries, its low part, arrays for backward)."""
     work = arrays.left.dtype
     batch, query_len, heads, _ = arrays.query.shape
+    visited = numbers_of_visited(num_heads=heads, num_kv_heads=arrays.key.shape[2], query_len=query_len)
     lse_dtype = work if arrays.key_bias is None else jnp.promote_types(work, arrays.key_bias.dtype)
     results = (
         (arrays.query.shape, _stored(arrays)),
         ((batch, heads, query_len), lse_dtype),
         ((batch, 2, heads, query_len), work),
-        ((batch, _numbers_of_visited(arrays)), jnp.int32),
+        ((batch, visited), jnp.int32),
         ((batch, heads, query_len) if plan.lse_in_two else (0,), lse_dtype),
     )
-    output, lse, rows, visited, low = _call("alibi_xla_forward", plan, _operands(arrays, rest), results)
-    return output.astype(arrays.query.dtype), lse, low if plan.lse_in_two else None, Saved(rows, visited)
+    output, lse, rows, keys, low = _call("alibi_xla_forward", plan, _operands(arrays, rest), results)
+    return output.astype(arrays.query.dtype), lse, low if plan.lse_in_two else None, Saved(rows, keys)
 
 
 def backward(
@@ -150,11 +151,6 @@ def _stored(arrays: Arrays) -> jnp.dtype:
     """The dtype in which the kernels read queries, keys and values."""
     dtype: jnp.dtype = arrays.query.dtype
     return dtype if dtype == jnp.bfloat16 and build.multiplies_bf16() else arrays.left.dtype
-
-
-def _numbers_of_visited(arrays: Arrays) -> int:
-    _, query_len, heads, _ = arrays.query.shape
-    return numbers_of_visited(num_heads=heads, num_kv_heads=arrays.key.shape[2], query_len=query_len)
 
 
 def _call(

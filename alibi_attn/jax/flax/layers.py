@@ -295,9 +295,10 @@ class ALiBiTransformerBlock(nnx.Module):
     ) -> None:
         ffn_dim = 4 * embed_dim if ffn_dim is None else ffn_dim
         bias, dtype = attention.get("bias", False), attention.get("dtype")
-        self.attention_norm = _layer_norm(embed_dim, bias, dtype, rngs)
+        norm = partial(nnx.LayerNorm, epsilon=LAYER_NORM_EPS, use_bias=bias, use_fast_variance=False, dtype=dtype)
+        self.attention_norm = norm(embed_dim, rngs=rngs)
         self.attention = ALiBiAttention(embed_dim, num_heads, dropout_p=dropout_p, rngs=rngs, **attention)
-        self.ffn_norm = _layer_norm(embed_dim, bias, dtype, rngs)
+        self.ffn_norm = norm(embed_dim, rngs=rngs)
         self.ffn_in = nnx.Linear(embed_dim, ffn_dim, use_bias=bias, dtype=dtype, rngs=rngs)
         self.ffn_out = nnx.Linear(ffn_dim, embed_dim, use_bias=bias, dtype=dtype, rngs=rngs)
         self.dropout = nnx.Dropout(dropout_p, rngs=rngs)
@@ -328,12 +329,6 @@ class ALiBiTransformerBlock(nnx.Module):
         hidden = self.dropout(jax.nn.gelu(self.ffn_in(self.ffn_norm(x)), approximate=False))
         output: Array = x + self.dropout(self.ffn_out(hidden))
         return output
-
-
-def _layer_norm(embed_dim: int, bias: bool, dtype: Dtype | None, rngs: nnx.Rngs) -> nnx.LayerNorm:
-    return nnx.LayerNorm(
-        embed_dim, epsilon=LAYER_NORM_EPS, use_bias=bias, use_fast_variance=False, dtype=dtype, rngs=rngs
-    )
 
 
 def _appended(cached: Array, new: Array, length: Array, *, axis: int = 1) -> Array:
