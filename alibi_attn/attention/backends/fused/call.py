@@ -97,15 +97,8 @@ def _offset(spec: Spec) -> Argument:
 
 def _dropout(spec: Spec, seed: Tensor) -> Argument:
     threshold, factor = dropout_numbers(spec.dropout_p)
-    return grouped(
-        Dropout,
-        number(threshold),
-        real(factor),
-        pointer(seed),
-        number(spec.batch // len(seed)),
-        pointer(spec.query_numbers),
-        pointer(spec.key_numbers),
-    )
+    alike, numbers = number(spec.batch // len(seed)), map(pointer, (spec.query_numbers, spec.key_numbers))
+    return grouped(Dropout, number(threshold), real(factor), pointer(seed), alike, *numbers)
 
 
 def _slopes(spec: Spec, slopes: Tensor) -> Argument:
