@@ -256,7 +256,10 @@ def call_of(
     slopes = spec.slopes.detach().to(work).expand(heads).contiguous()
     right = slopes if spec.right_slopes is None else spec.right_slopes.detach().to(work).expand(heads)
     query_segments, key_segments = _small_numbers(spec)
-    first = first_positions(spec, slopes.device).to(torch.int64).expand(spec.batch)
+    if isinstance(spec.query_offset, Tensor):
+        first = spec.query_offset.long().reshape(-1).expand(spec.batch)
+    else:
+        first = torch.full((spec.batch,), spec.query_offset, device=slopes.device)
     table_first, distances, table = 0, 0, None
     if spec.table is not None:
         table_first, distances = _distances(spec)
