@@ -45,15 +45,15 @@ def check_call(
     others = cache is not None or bool(names) or is_replaced
     _check_memory(x, memory, memory_mask, kv_dim=layer.kv_dim, others=others)
     if names and layer.kv_dim is None:
-        _check_options(x, cache, given, causal=layer.causal, gated=layer.gate_proj is not None)
+        _check_options(layer, x, cache, given)
 
 
 def check_embeddings(x: Tensor, width: int) -> None:
     """Raises a TypeError or ValueError unless x is [B, T, width] and floating point."""
-    if isinstance(x, Tensor) and not x.is_floating_point():
-        raise TypeError(f"x is {x.dtype} but must be floating point: pass embeddings, not token numbers")
     if not isinstance(x, Tensor):
         raise TypeError(f"x is a {type(x).__name__} but must be a tensor [B, T, {width}]")
+    if not x.is_floating_point():
+        raise TypeError(f"x is {x.dtype} but must be floating point: pass embeddings, not token numbers")
     if x.ndim != 3 or x.shape[-1] != width or x.shape[1] == 0:
         raise ValueError(f"x has shape {list(x.shape)} but must be [B, T, {width}] with T ≥ 1")
 
@@ -95,25 +95,21 @@ def _check_weight(x: Tensor, projection: nn.Module) -> None:
 
 
 def _check_options(
-    x: Tensor, cache: KVCache | None, given: Mapping[str, Tensor | None], *, causal: bool, gated: bool
+    layer: "ALiBiAttention", x: Tensor, cache: KVCache | None, given: Mapping[str, Tensor | None]
 ) -> None:
-    """The options of a self-attention layer, by name, fit its input, its cache, and one another.
-
-    Args:
-        causal, gated: whether the layer is causal, and has forget gates.
-    """
+    """The options of a self-attention layer, by name, fit the layer, its input, its cache, and one another."""
     batch, length = x.shape[0], x.shape[1]
     key_len, covered = masked_keys(cache, length)
     cached = key_len - length
     key_mask, segment_ids, prefix_len, positions = (
         given[name] for name in ("key_mask", "segment_ids", "prefix_len", "positions")
     )
-    if gated and not (prefix_len is None and positions is None):
+    if layer.gate_proj is not None and not (prefix_len is None and positions is None):
         raise ValueError(
             "a layer with forget gates supports no prefix_len and no positions; its gates are its positions"
         )
     if positions is not None and positions.ndim == 3:
-        of_call = {**DEFAULTS, "positions": positions, "prefix_len": prefix_len, "causal": causal}
+        of_call = {**DEFAULTS, "positions": positions, "prefix_len": prefix_len, "causal": layer.causal}
         check_coordinates(of_call, batch=batch, query_len=length, key_len=key_len)
         positions = None
     for name, mask in (("key_mask", key_mask), ("segment_ids", segment_ids), ("positions", positions)):
@@ -128,6 +124,6 @@ def _check_options(
         check_positions("positions", positions, batch=batch, length=key_len, axis="S")
         check_sorted("positions", positions)
     if prefix_len is not None:
-        check_prefix_len(prefix_len, batch=batch, causal=causal)
+        check_prefix_len(prefix_len, batch=batch, causal=layer.causal)
         most, of = (cached, "the cached tokens, which must hold the prefix") if cached else (length, "S")
         check_prefix_values(prefix_len, most, of)
