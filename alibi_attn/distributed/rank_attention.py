@@ -266,7 +266,6 @@ def _call(inputs: RankInputs, span: KeySpan, needs_lse: bool) -> tuple[Tensor, T
     part = dataclasses.replace(spec, key_bias=None).of_heads(
         heads,
         lambda x, axis: _taken(x, heads, axis),
-        query_bias=None if spec.query_bias is None else _taken(spec.query_bias, heads, 1),
         query_start=None if inputs.start is None else (_taken(inputs.start, heads, 1) - span.first).clamp(min=0),
     )
     part = dataclasses.replace(
