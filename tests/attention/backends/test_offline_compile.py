@@ -198,7 +198,7 @@ def test_the_oldest_triton_launches_compiled_kernels_too(monkeypatch: pytest.Mon
 
 
 def assert_calls_compile() -> None:
-    calls = "71 heads over one key head", "inside, segments on both sides", "gates", "table"
+    calls = "71 heads over one key head", "inside, segments on both sides", "gates", "dropout", "table"
     asked = ran(AS_ON_A_DEVICE, "sm_90", "bfloat16", *calls)
     kernels = "forward", "decode", "merge", "query", "key", "visitors"
     before = "norms", "survey", "reach", "plan", "labels", "spread"

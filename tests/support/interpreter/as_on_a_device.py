@@ -20,6 +20,7 @@ from attention_cases import CASES, INSIDE, KEY_BIASES, Case
 from attention_checks import arguments
 from torch import Tensor
 
+from alibi_attn import alibi_attention
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.validation import make_spec
@@ -53,6 +54,17 @@ def compiled_with_gates(target: str, dtype: torch.dtype) -> dict[str, int]:
     with absent_device(capability=divmod(int(target.removeprefix("sm_")), 10), compiles=True) as launches:
         output = forgetting_attention(query, key, value, gates, key_mask=torch.ones(2, 200, dtype=torch.bool))
         torch.autograd.grad(output, [query, key, value, gates], output)
+    return launches.by_kernel()
+
+
+def compiled_with_dropout(target: str, dtype: torch.dtype) -> dict[str, int]:
+    """`compiled`, with dropout through the public function: of keys in order, and of parts that keep their numbers."""
+    query, key, value = (torch.randn(2, h, 200, 64).to(dtype).requires_grad_() for h in (4, 2, 2))
+    moved = {"causal": False, "positions": torch.arange(200.0).expand(2, -1)}
+    with absent_device(capability=divmod(int(target.removeprefix("sm_")), 10), compiles=True) as launches:
+        for options in ({}, moved):
+            output = alibi_attention(query, key, value, dropout_p=0.2, **options)
+            torch.autograd.grad(output, [query, key, value], output)
     return launches.by_kernel()
 
 
@@ -92,10 +104,11 @@ def _call(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor
 if __name__ == "__main__":
     assert "TRITON_INTERPRET" not in os.environ, "a process that interprets cannot compile"
     every = {case.name: case for case in (*CASES, *INSIDE, *KEY_BIASES)}
-    names = sys.argv[3:] or [*every, "gates", "table"]
+    others = {"gates": compiled_with_gates, "dropout": compiled_with_dropout, "table": compiled_with_table}
+    names = sys.argv[3:] or [*every, *others]
     target, dtype = sys.argv[1], getattr(torch, sys.argv[2])
     found = compiled(target, dtype, [every[name] for name in names if name in every])
-    for name, others in (("gates", compiled_with_gates), ("table", compiled_with_table)):
-        for kernel, launches in (others(target, dtype) if name in names else {}).items():
+    for name, compile_them in others.items():
+        for kernel, launches in (compile_them(target, dtype) if name in names else {}).items():
             found[kernel] = found.get(kernel, 0) + launches
     print(json.dumps(found))

@@ -84,6 +84,8 @@ def call_of(spec: Spec, device: torch.device, *, planned: bool = True) -> Argume
         varying(spec.key_len, Varying.KEY_LEN),
         pointer(spec.query_bias),
         pointer(spec.query_start),
+        pointer(spec.query_numbers),
+        pointer(spec.key_numbers),
     )
 
 
@@ -97,8 +99,7 @@ def _offset(spec: Spec) -> Argument:
 
 def _dropout(spec: Spec, seed: Tensor) -> Argument:
     threshold, factor = dropout_numbers(spec.dropout_p)
-    alike, numbers = number(spec.batch // len(seed)), map(pointer, (spec.query_numbers, spec.key_numbers))
-    return grouped(Dropout, number(threshold), real(factor), pointer(seed), alike, *numbers)
+    return grouped(Dropout, number(threshold), real(factor), pointer(seed), number(spec.batch // len(seed)))
 
 
 def _slopes(spec: Spec, slopes: Tensor) -> Argument:

@@ -1,7 +1,8 @@
 """The arguments of kernels as named tuples: tensors and numbers on the host, pointers and numbers inside a kernel.
 
 Elements that are None are known at compile time, and the code that would read them is left out. In Triton 3.6 a function cannot
-return a tuple that contains None, so each kernel builds its own Head and Queries; and fields cannot be called `values` or `type`,
+return a tuple that contains None, so each kernel builds its own Head and Queries; a tuple that contains None cannot be compared
+with None; and fields cannot be called `values` or `type`,
 which are attributes of Triton's tuples.
 """
 
@@ -50,15 +51,12 @@ class Dropout(NamedTuple):
         threshold, factor: of `spec.dropout_numbers`.
         seed: a pointer to [R, 4] int64, `AttentionSpec.dropout_seed`.
         alike: the number of sequences that share a row of it, B / R.
-        query_numbers, key_numbers: pointers to [B, T] and [B, S] int64, see `AttentionSpec`; None = queries and keys in order.
     """
 
     threshold: object
     factor: object
     seed: object
     alike: object
-    query_numbers: object
-    key_numbers: object
 
 
 class HeadDropout(NamedTuple):
@@ -144,6 +142,7 @@ class Call(NamedTuple):
         query_bias: [B, H, T] fp64, only with a key bias; None = 0.
         query_start: [B, H, T] int64, only with a key bias: the first key that each query may see, never less than that of the
             query before; None = 0.
+        query_numbers, key_numbers: [B, T] and [B, S] int64, with which dropout counts; None = queries and keys in order.
     """
 
     slopes: Slopes
@@ -161,6 +160,8 @@ class Call(NamedTuple):
     S: object
     query_bias: object = None
     query_start: object = None
+    query_numbers: object = None
+    key_numbers: object = None
 
 
 class Tiling(NamedTuple):

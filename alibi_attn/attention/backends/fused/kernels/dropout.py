@@ -31,7 +31,7 @@ def head_dropout(call, b, h):
         sequence, h = (b % dropout.alike + tl.load(seed + 1)).to(tl.uint32), (h + tl.load(seed + 2)).to(tl.uint32)
         x, y = drawn_words(high.to(tl.uint32), sequence, h)
         key, shift = drawn_words((high >> 32).to(tl.uint32), x, y)
-        if dropout.key_numbers is None:
+        if call.key_numbers is None:
             moved = distance_moved(call.query_offset, b, call.T, call.S)
             shift = tl.add(shift, moved.to(tl.uint32), sanitize_overflow=False)
         return HeadDropout(dropout.threshold, dropout.factor, key, shift, tl.load(seed + 3).to(tl.uint32))
@@ -40,11 +40,10 @@ def head_dropout(call, b, h):
 @triton.jit
 def numbers_of(call, b):
     """The `Numbers` of sequence b; None = queries and keys are in order."""
-    if call.dropout is not None:  # noqa: SIM102
-        if call.dropout.key_numbers is not None:
-            start = load_offset(call.query_offset, b, call.T, call.S)
-            queries = call.dropout.query_numbers + (b * call.T - start)
-            return Numbers(queries, call.dropout.key_numbers + b * call.S, start + call.T, call.S)
+    if call.key_numbers is not None:
+        start = load_offset(call.query_offset, b, call.T, call.S)
+        queries = call.query_numbers + (b * call.T - start)
+        return Numbers(queries, call.key_numbers + b * call.S, start + call.T, call.S)
 
 
 @triton.jit
