@@ -219,7 +219,7 @@ def _tensors(spec: Spec) -> dict[str, Tensor]:
     return {name: x for name in ARRAYS if (x := fields[name]) is not None and isinstance(x, Tensor)}
 
 
-class _EagerAttention(torch.autograd.Function):
+class _Attention(torch.autograd.Function):
     @staticmethod
     def forward(
         ctx: Any,
@@ -273,4 +273,4 @@ def _eager_gradients(ctx: Any, saved: Tensors, grad_output: Tensor | None, grad_
     return ctx.traced_gradients(spec, visited, inputs)
 
 
-_attend_with_gradients: Callable[..., tuple[Tensor, Tensor]] = _EagerAttention.apply
+_attend_with_gradients: Callable[..., tuple[Tensor, Tensor]] = _Attention.apply

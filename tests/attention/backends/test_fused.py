@@ -23,6 +23,7 @@ from attention_oracle import Answer
 from alibi_attn.attention.backends.fused import configs
 from alibi_attn.attention.backends.fused.configs import PLAN_ROWS, tile_shape
 from alibi_attn.attention.backends.fused.launch import MAX_ROW_STRIDE, in_rows
+from alibi_attn.attention.backends.fused.plan import How
 from alibi_attn.attention.certificate.bounds import bounds
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.tiles import key_tiles
@@ -271,17 +272,17 @@ def test_plans_that_read_too_early_are_noticed(interpreter: ProcessPoolExecutor)
     assert interpreter.submit(device.plans_that_differ, (1, 2, 1, 70), "cpu", 1).result() == 0
     found: list[Any] = []
 
-    def by_torch(spec: Any, query: Any, key: Any, value: None, *, rows: int, shared: bool) -> Any:
+    def by_torch(spec: Any, query: Any, key: Any, value: None, how: How) -> Any:
         certified = bounds(spec, query, key, key)
-        found.append((key_tiles(spec, certified, rows=rows), certified))
+        found.append((key_tiles(spec, certified, rows=how.rows), certified))
         return found[-1]
 
-    def early(*call: Any, **options: Any) -> Any:
-        by_torch(*call, **options)
+    def early(*call: Any) -> Any:
+        by_torch(*call)
         return found[-2]  # that of the call before
 
-    def in_the_end(*call: Any, **options: Any) -> Any:
-        return (early if len(found) > 6 else by_torch)(*call, **options)
+    def in_the_end(*call: Any) -> Any:
+        return (early if len(found) > 6 else by_torch)(*call)
 
     assert device.plans_that_differ((1, 4, 4, 500), "cpu", 2, by_torch) == 0
     assert device.plans_that_differ((1, 4, 4, 500), "cpu", 2, in_the_end) == 1

@@ -127,7 +127,7 @@ def plans_that_differ(
     for repeat in range(2 * repeats):
         of_call = calls[repeat % 2]
         spec = make_spec(*of_call, of_call[1])
-        found, bounds = plan(spec, *of_call, None, rows=rows, shared=rows == TILE)
+        found, bounds = plan(spec, *of_call, None, How(rows, shared=rows == TILE))
         tensor = torch.cat([found.bands.flatten(), found.outlier_tiles.flatten(), found.weight.flatten()])
         known = tensor if (one := first[repeat % 2]) is None else one
         first[repeat % 2] = known

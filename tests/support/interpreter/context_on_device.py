@@ -211,7 +211,7 @@ def timed(rank: Rank, length: int) -> dict[str, Row]:
     rank.attend(query, key, value, traffic=traffic)
     received = int(rank.agreed(traffic.rows_received))
     call, spec = rank.call(query, key, value), shard_spec(query, key, value, None)
-    halo, _ = call._planned(spec, rank.ranks, lengths, None)
+    halo, _ = call._planned(spec, rank.ranks, lengths, None, for_gradients=True)
 
     def own() -> Tensor:
         output = alibi_attention(query, key, value, backend=rank.backend)
@@ -232,7 +232,7 @@ def timed(rank: Rank, length: int) -> dict[str, Row]:
         "own keys only": row(own),
         "plan": {
             "length": length,
-            "forward_ms": median_ms(rank, lambda: call._planned(spec, rank.ranks, lengths, None)),
+            "forward_ms": median_ms(rank, lambda: call._planned(spec, rank.ranks, lengths, None, for_gradients=True)),
         },
         "exchange": {"length": length, "forward_ms": median_ms(rank, exchange)},
     }
