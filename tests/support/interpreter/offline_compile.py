@@ -224,7 +224,7 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool)
     unit = TILE if kernel in ("query", "key") else PLAN_ROWS
     tiling = Tiling(head_dim, shape.queries, shape.keys, PLAN_ROWS, unit, True, precision, is_described)
     constants = {
-        **dict.fromkeys(("D", "DK", "DV"), head_dim),
+        **dict.fromkeys(() if kernel in KERNELS | OF_TABLES else ("D", "DK", "DV"), head_dim),
         "ROWS": PLAN_ROWS,
         "CAUSAL": True,
         "WIDTH": 16 if kernel in ("spread", "visitors") else 64,
