@@ -23,7 +23,7 @@ from alibi_attn import __version__
 ROOT = Path(__file__).parent.parent
 TOOLS = "twine", "auditwheel", "check-wheel-contents"
 # The README's blocks of Python, with tiny models in place of those of the hub.
-README_USES = "tests/test_readme.py::test_python_in_documents_runs[README.md]"
+README_USES = "tests/test_readme.py::test_python_in_documents_runs_and_prints_what_it_says[README.md]"
 FROM_THE_WHEEL = """
 import torch
 from alibi_attn import alibi_attention, explain

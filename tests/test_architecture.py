@@ -1,18 +1,16 @@
-"""Architecture rules, checked with `ast`: allowed imports, lengths and names of files, and public names.
+"""Architecture rules, checked with `ast`: allowed imports, lengths of files, and public names.
 
 Every rule is an `assert_*` function over a folder that holds the library, `alibi_attn/`, and the laboratory, `alibi_lab/`; a
 test at the end breaks each rule in a made-up tree and expects to be caught.
 """
 
-import ast
 import re
 import subprocess
 import sys
-from collections.abc import Iterator
 from pathlib import Path
 
 import pytest
-from import_graph import edges, modules, parts
+from import_graph import edges, parts
 
 import alibi_attn
 
@@ -24,7 +22,6 @@ LONG_FILES = {
     "alibi_attn/attention/backends/native/block.hpp": "the scores of a block, with every kind of bias and mask",
     "alibi_attn/jax/attention.py": "the public function, half of it the explanation of its options, and its custom gradient",
 }
-DRAWERS = {"utils", "util", "common", "helpers", "helper", "base", "core", "misc"}
 PLAIN = {*sys.stdlib_module_names, "numpy"}
 
 # Layers, lowest first. A module imports only from lower layers and its own folder; `jax` is next to layers 1 and 2.
@@ -156,24 +153,8 @@ def assert_files_are_short(root: Path) -> None:
             assert widest <= MAX_COLUMNS, f"{name} has a line of {widest}; {MAX_COLUMNS} are allowed"
 
 
-def assert_no_drawers(root: Path) -> None:
-    for path in [*root.glob("alibi_*/**/*"), *(root / "tests").rglob("*")]:
-        name = path.stem.removeprefix("test_").strip("_")
-        assert name not in DRAWERS, f"{path.relative_to(root)} is a drawer; a function lives with its meaning"
-
-
-def assert_no_module_hides_a_name(root: Path) -> None:
-    """Importing a.b sets the attribute b of a, over any function b that a's __init__ offers."""
-    for module, source in modules(root):
-        if module.endswith(".__init__"):
-            folder = root.joinpath(*module.split(".")[:-1])
-            neighbors = {p.stem for p in folder.iterdir() if p.suffix == ".py" or (p / "__init__.py").exists()}
-            hidden = neighbors & set(_offered(ast.parse(source)))
-            assert not hidden, f"{module} offers {sorted(hidden)}, which are also names of modules in its folder"
-
-
 def assert_loads_no_framework(statement: str, *frameworks: str) -> None:
-    loaded = f"import sys\n{statement}\nprint(*sorted({{name.split('.')[0] for name in sys.modules}}))"
+    loaded = f"import sys\n{statement}\nprint(*sys.modules)"
     result = subprocess.run([sys.executable, "-c", loaded], capture_output=True, text=True, check=True, cwd=ROOT)
     found = set(result.stdout.split()) & set(frameworks)
     assert not found, f"`{statement}` loads {', '.join(sorted(found))}"
@@ -185,25 +166,12 @@ def assert_public_names_are_documented(page: str, public: list[str]) -> None:
     assert sorted(listed) == sorted(public), f"docs/api.md lists {sorted(listed)} but __all__ is {sorted(public)}"
 
 
-def _offered(tree: ast.Module) -> Iterator[str]:
-    """The public functions and classes of an __init__: defined there, imported there, or listed in a literal."""
-    for node in tree.body:
-        if isinstance(node, ast.FunctionDef | ast.ClassDef):
-            yield node.name
-        elif isinstance(node, ast.ImportFrom):
-            yield from (alias.asname or alias.name for alias in node.names)
-        elif isinstance(node, ast.Assign) and isinstance(node.value, ast.List | ast.Dict):
-            yield from (leaf.value for leaf in ast.walk(node.value) if isinstance(leaf, ast.Constant))
-
-
 TREE_RULES = [
     assert_layers,
     assert_backends_are_apart,
     assert_kernels_are_triton_source,
     assert_frameworks_stay_outside,
     assert_files_are_short,
-    assert_no_drawers,
-    assert_no_module_hides_a_name,
 ]
 
 
@@ -223,7 +191,9 @@ def test_compiling_a_wheels_kernels_loads_no_package():
 
 
 def test_a_report_loads_no_framework():
-    assert_loads_no_framework("import alibi_lab.report", "torch", "jax")
+    assert_loads_no_framework("import alibi_lab.report.published", "torch", "jax", "matplotlib", "jinja2")
+    pages = "import alibi_lab.report.page, alibi_lab.report.plots.bias"
+    assert_loads_no_framework(pages, "torch", "jax", "matplotlib.pyplot")
 
 
 def test_public_names_are_what_the_documents_say():
@@ -234,11 +204,6 @@ def test_public_names_are_what_the_documents_say():
 def test_every_public_name_is_there_and_says_what_it_is(name):
     assert getattr(alibi_attn, name).__doc__.strip()
     assert name in dir(alibi_attn)
-
-
-def test_an_unknown_name_is_an_attribute_error():
-    with pytest.raises(AttributeError, match="no attribute 'alibi_atention'"):
-        _ = alibi_attn.alibi_atention
 
 
 WRONG = [
@@ -263,8 +228,6 @@ WRONG = [
     (assert_frameworks_stay_outside, "nn/a.py", "import jax.numpy as jnp", "JAX lives in"),
     (assert_files_are_short, "nn/a.py", "x = 1\n" * 401, "has 401 lines"),
     (assert_files_are_short, "nn/a.cpp", "//" + 200 * "x", "has a line of 202"),
-    (assert_no_drawers, "nn/utils.py", "", "is a drawer"),
-    (assert_no_module_hides_a_name, "nn/__init__.py", "from alibi_attn.nn.cache import cache", "offers"),
 ]
 
 

@@ -69,29 +69,16 @@ def test_every_folder_keeps_its_order(folder):
     assert_inner_order(ROOT, folder)
 
 
-@pytest.mark.parametrize("folder", ORDERS)
-def test_an_import_of_a_later_part_is_noticed(folder, tmp_path):
-    lowest, highest = ORDERS[folder][0][0], ORDERS[folder][-1][0]
-    for name, source in ((lowest, f"import {folder}.{highest}.a"), (highest, "")):
-        path = tmp_path.joinpath(*folder.split("."), name, "a.py")
-        path.parent.mkdir(parents=True)
-        path.write_text(source, encoding="utf-8")
-    with pytest.raises(AssertionError, match="does not come before it"):
-        assert_inner_order(tmp_path, folder)
-
-
 @pytest.mark.parametrize(
-    ("source", "message"),
+    ("name", "source", "message"),
     [
-        ("import alibi_lab.lab.data.tokens", "does not come before"),
-        ("import alibi_lab.lab", "imports the folder"),
+        ("config", "import alibi_lab.lab.data.tokens", "does not come before"),
+        ("config", "import alibi_lab.lab", "imports the folder"),
+        ("new", "import alibi_lab.lab.config", "no place in the order"),
     ],
 )
-def test_a_wrong_import_inside_the_laboratory_is_noticed(source, message, tmp_path):
-    for name, content in (("config.py", source), ("new.py", "import alibi_lab.lab.config")):
-        (tmp_path / "alibi_lab/lab").mkdir(parents=True, exist_ok=True)
-        (tmp_path / "alibi_lab/lab" / name).write_text(content, encoding="utf-8")
-        expected = message if name == "config.py" else "no place in the order"
-        with pytest.raises(AssertionError, match=expected):
-            assert_inner_order(tmp_path, "alibi_lab.lab")
-        (tmp_path / "alibi_lab/lab" / name).unlink()
+def test_a_wrong_import_is_noticed(name, source, message, tmp_path):
+    (tmp_path / "alibi_lab/lab").mkdir(parents=True)
+    (tmp_path / "alibi_lab/lab" / f"{name}.py").write_text(source, encoding="utf-8")
+    with pytest.raises(AssertionError, match=message):
+        assert_inner_order(tmp_path, "alibi_lab.lab")

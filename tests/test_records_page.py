@@ -1,4 +1,4 @@
-"""Every record is listed in results/README.md, and every figure and table of the documents matches the records."""
+"""Every figure, table and link of the documents matches the records."""
 
 import fnmatch
 import importlib.util
@@ -12,15 +12,7 @@ from alibi_lab.records import find, key
 from alibi_lab.report.verdicts import CONTRADICTED_BECAUSE
 
 ROOT = Path(__file__).parent.parent
-LISTED = re.compile(r"`([\w*-]+\.jsonl(?:#[\w*-]+)?)`")
 LETTERS = re.compile(r"<text.*?>(.*?)</text>", re.DOTALL)
-
-
-def patterns() -> list[str]:
-    """The records listed in results/README.md's table, as FILE or FILE#KEY."""
-    rows = (ROOT / "results" / "README.md").read_text(encoding="utf-8").split("## Which are here")[1]
-    return [f"{name}#*" if name.endswith(".jsonl") else name for row in rows.split("\n") if row.startswith("|")
-            for name in LISTED.findall(row.split("|")[1])]  # fmt: skip
 
 
 def places() -> list[str]:
@@ -29,29 +21,12 @@ def places() -> list[str]:
     return [f"{file.name}#{key(one)}" for file in files for one in find(file)]
 
 
-def assert_listed(places: list[str], listed: list[str]) -> None:
-    unlisted = [name for name in places if sum(fnmatch.fnmatchcase(name, pattern) for pattern in listed) != 1]
-    assert not unlisted, f"results/README.md must list once: {unlisted}"
-    empty = [pattern for pattern in listed if not any(fnmatch.fnmatchcase(name, pattern) for name in places)]
-    assert not empty, f"results/README.md lists records that do not exist: {empty}"
-
-
 @pytest.fixture(scope="module")
 def from_records() -> ModuleType:
     spec = importlib.util.spec_from_file_location("from_records", ROOT / "docs" / "from_records.py")
     module = importlib.util.module_from_spec(spec)
     spec.loader.exec_module(module)
     return module
-
-
-def test_every_record_is_packed_and_listed_once_and_nothing_else():
-    assert len(list((ROOT / "results").iterdir())) <= 80
-    assert {path.suffix for path in (ROOT / "results").iterdir()} == {".jsonl", ".md"}
-    found = places()
-    assert_listed(found, patterns())
-    for wrong in ([*found, "attention.jsonl#benchmark-new-0"], [name for name in found if "jax" not in name]):
-        with pytest.raises(AssertionError, match=r"results/README\.md"):
-            assert_listed(wrong, patterns())
 
 
 def test_every_link_to_a_record_finds_it():

@@ -2,7 +2,6 @@
 
 import importlib.util
 import re
-import shutil
 import subprocess
 import sys
 from pathlib import Path
@@ -43,24 +42,3 @@ def test_the_site_builds_without_a_warning_and_loads_nothing_from_elsewhere(tmp_
         assert not [address for address in loaded if "//" in address], page
     attention = (tmp_path / "site" / "api" / "attention.html").read_text(encoding="utf-8")
     assert 'id="alibi_attn.alibi_attention"' in attention
-
-
-@pytest.mark.long
-@needs_sphinx
-@pytest.mark.parametrize(
-    "wrong",
-    [
-        "[a page](gone.md)",
-        "[a heading](#gone)",
-        "![a picture](gone.svg)",
-        "```{eval-rst}\n.. autofunction:: alibi_attn.gone\n```",
-        "```{eval-rst}\n:py:func:`alibi_attn.gone`\n```",
-    ],
-)
-def test_a_page_that_leads_nowhere_fails(wrong, tmp_path):
-    shutil.copytree(ROOT / "docs", tmp_path / "docs", ignore=lambda _, names: [n for n in names if n.endswith(".md")])
-    (tmp_path / "docs" / "index.md").write_text("# A page\n\n[here](#a-page)\n", encoding="utf-8")
-    done = build(tmp_path / "docs", tmp_path / "site")
-    assert done.returncode == 0, done.stderr
-    (tmp_path / "docs" / "index.md").write_text(f"# A page\n\n{wrong}\n", encoding="utf-8")
-    assert build(tmp_path / "docs", tmp_path / "other").returncode != 0

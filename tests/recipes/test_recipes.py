@@ -48,6 +48,10 @@ def test_the_runs_of_quick_differ_only_in_the_method(scale):
     assert len(same) == 1
 
 
+def test_every_row_of_the_table_is_named_after_its_recipe():
+    assert {name: recipe.name for name, recipe in RECIPES.items()} == {name: name for name in RECIPES}
+
+
 def test_quick_trains_at_128_and_tests_up_to_2048():
     config = RECIPES["quick"].runs("small")[0]
     assert config.train.length == 128
