@@ -94,16 +94,6 @@ def left_padded(ids, lengths):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_left_padded_batch_generates_the_same_from_near_keys(family, near, build, tokens):
-    model, (ids, mask) = build(family), left_padded(tokens(4, 60), [60, 48, 9, 1])
-    options = {"max_new_tokens": 9, "min_new_tokens": 9, "do_sample": False, "use_cache": True, "attention_mask": mask}
-    expected = model.generate(ids, past_key_values=DynamicCache(), **options)
-    with patch(model):
-        assert torch.equal(model.generate(ids, past_key_values=ALiBiCache(), **options), expected)
-    assert near == [length for length in range(61, 69) for _ in range(2)]
-
-
-@pytest.mark.parametrize("family", FAMILIES)
 def test_logits_of_a_padded_batch_are_those_of_its_rows_alone(family, near, build, tokens, monkeypatch):
     """With certified reaches (short rows are read whole), in small chunks, and with a row that ends before the rest."""
     monkeypatch.setattr(near_keys, "FEW", 32)

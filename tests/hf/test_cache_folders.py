@@ -107,33 +107,6 @@ def test_a_saved_cache_survives_the_damage_of_either_state(slot, two):
     assert ALiBiCache.open(folder / "saved 0").get_seq_length() == 100
 
 
-@pytest.mark.parametrize("family", ["bloom", "mpt", "falcon new"])
-@torch.no_grad()
-def test_single_tokens_have_the_bits_of_a_cache_in_memory(family, build_patched, tokens, tmp_path):
-    """Also past the end of a tile, after cropping, and right after the files were opened."""
-    model, ids = build_patched(family), tokens(1, 170)
-    memory, files = ALiBiCache(), ALiBiCache(tmp_path / "cache")
-
-    def assert_equal_steps(start: int) -> None:
-        for at in range(start, 170):
-            both = [model(ids[:, at : at + 1], past_key_values=x, use_cache=True).logits for x in (memory, files)]
-            assert torch.equal(*both)
-        for ours, theirs in zip(memory.layers, files.layers, strict=True):
-            assert torch.equal(ours.keys, theirs.keys)
-            assert torch.equal(ours.values, theirs.values)
-            assert torch.equal(ours.store.groups[0].norms().keys, theirs.store.groups[0].norms().keys)
-        files.verify()
-
-    for cache in (memory, files):
-        model(ids[:, :100], past_key_values=cache, use_cache=True)
-    assert_equal_steps(100)
-    for cache in (memory, files):
-        cache.crop(-30)
-    del cache, files
-    files = ALiBiCache.open(tmp_path / "cache")
-    assert_equal_steps(140)
-
-
 @pytest.mark.parametrize("batch", [1, 2])
 @torch.no_grad()
 def test_a_cache_of_one_token_has_its_ids(batch, build_patched, tokens, tmp_path):

@@ -1,7 +1,6 @@
 """A Forgetting Transformer that drops keys while it generates: the logits of a full cache, from fewer keys."""
 
 import copy
-import pickle
 from pathlib import Path
 
 import fox_oracle
@@ -119,24 +118,6 @@ def test_padding_on_the_left_is_dropped_first(model: ALiBiForCausalLM) -> None:
     model(padded, attention_mask=seen, past_key_values=cache)
     model(texts(1, 1), attention_mask=torch.nn.functional.pad(seen, (0, 1), value=1), past_key_values=cache)
     assert cache.forgotten == [(200,) * 3] * 2
-
-
-def test_beams_copies_and_pickles_keep_what_was_dropped(model: ALiBiForCausalLM) -> None:
-    ids = texts()
-    given = {"attention_mask": torch.ones_like(ids), "num_beams": 3, "max_new_tokens": 70, "do_sample": False}
-    cache = ALiBiCache(forget=True)
-    found = model.generate(ids, past_key_values=cache, pad_token_id=0, **given)
-    assert torch.equal(found, model.generate(ids, pad_token_id=0, **given))
-    assert_forgot(cache, PROMPT + 69, least=60)
-    with torch.no_grad():
-        more = texts(batch=6, length=80)
-        expected = model(more, past_key_values=copy.deepcopy(cache)).logits
-        assert_close(model(more, past_key_values=pickle.loads(pickle.dumps(cache))).logits, expected)
-        rows = torch.tensor([3, 0, 5])
-        cache.batch_select_indices(rows)
-        cache.batch_repeat_interleave(2)
-        twice = rows.repeat_interleave(2)
-        assert_close(model(more[twice], past_key_values=cache).logits, expected[twice])
 
 
 @torch.no_grad()

@@ -1,8 +1,6 @@
 """A cache that drops keys by content: equal to the full pass for any gates, always within the bound."""
 
-import copy
 import math
-import pickle
 
 import pytest
 import torch
@@ -75,24 +73,6 @@ def test_open_gates_forget_nothing() -> None:
     for _ in range(5):
         never.append(torch.zeros(1, 1, 64, 4), torch.zeros(1, 1, 64, 4), torch.full((1, 1, 64), -9.0))
     assert never.kept == (320,)
-
-
-@torch.no_grad()
-def test_copies_pickles_and_beams_continue_equally() -> None:
-    attention, x, more = layer(), torch.randn(2, 600, 32), torch.randn(2, 90, 32)
-    cache = attention.reach_cache()
-    attention(x, cache=cache)
-    swapped = copy.deepcopy(cache)
-    swapped.reorder([1, 0])
-    back = attention(more[[1, 0]], cache=swapped)[[1, 0]]
-    for other in (pickle.loads(pickle.dumps(cache)), copy.deepcopy(cache), cache):
-        torch.testing.assert_close(attention(more, cache=other), back, rtol=0, atol=1e-5)
-    attention(more, cache=cache)
-    with pytest.raises(ValueError, match=r"has forgotten \d+ tokens"):
-        cache.crop(len(cache) - 3)
-    cache.crop(0)
-    assert len(cache) == sum(cache.kept) == 0
-    torch.testing.assert_close(attention(x, cache=cache), attention(x), rtol=0, atol=1e-5)
 
 
 def test_invalid_arguments_are_refused() -> None:

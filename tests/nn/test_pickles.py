@@ -92,24 +92,6 @@ def test_another_format_is_refused_and_the_error_says_what_to_do(received, descr
         pickle.loads(data)
 
 
-def test_a_pickle_from_before_formats_is_refused_by_name(monkeypatch):
-    """Such a pickle held every attribute, including bounds of norms that the current certificate may not accept."""
-    monkeypatch.setattr(KVCache, "__getstate__", lambda self: {**vars(self), "_layer": None})
-    data = pickle.dumps(KVCache())
-    with pytest.raises(ValueError, match="the pickled KVCache has no format"):
-        pickle.loads(data)
-
-
-def test_a_pickled_stream_keeps_its_count_of_forgotten_tokens():
-    cache = KVCache(max_tokens=4, sinks=1)
-    with torch.no_grad():
-        for step in range(9):
-            cache.append(*torch.full((2, 1, 1, 1, 4), float(step)))
-    twin = pickle.loads(pickle.dumps(cache))
-    assert (len(twin), twin.forgotten, twin.max_tokens, twin.sinks) == (4, (5,), 4, 1)
-    assert twin.key[0, 0, :, 0].tolist() == cache.key[0, 0, :, 0].tolist() == [0, 6, 7, 8]
-
-
 def old(kind: str) -> bytes:
     return zlib.decompress(base64.b85decode(OLD[kind]))
 

@@ -90,18 +90,6 @@ def test_short_reach_decodes_beyond_the_capacity() -> None:
     torch.testing.assert_close(torch.cat(outputs, 1), layer(x), atol=1e-5, rtol=1e-5)
 
 
-@torch.no_grad()
-def test_a_draft_is_taken_back_and_padding_is_hidden() -> None:
-    layer, cache = layer_of(), KVCache(capacity=20)
-    x, mask = torch.randn(2, 12, WIDTH), torch.ones(2, 20, dtype=torch.bool)
-    mask[1, :3] = False
-    layer(x[:, :6], cache=cache, key_mask=mask)
-    layer(x.flip(1)[:, :4], cache=cache, key_mask=mask)
-    cache.crop(torch.tensor(6))
-    outputs = layer(x[:, 6:], cache=cache, key_mask=mask)
-    torch.testing.assert_close(outputs, layer(x, key_mask=mask[:, :12])[:, 6:])
-
-
 def test_wrong_calls_say_what_to_do() -> None:
     x = torch.randn(1, 4, WIDTH)
     with pytest.raises(ValueError, match="capacity is 0 but must be at least 1"):
