@@ -27,6 +27,11 @@ def falcon(**changes: object) -> nn.Module:
     return FalconForCausalLM(FalconConfig(**{**sizes, **PLAIN_FALCON, **changes}))
 
 
+def ours(**changes: object) -> nn.Module:
+    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 64}
+    return ALiBiForCausalLM(ALiBiCausalLMConfig(**{**sizes, "vocab_size": VOCABULARY, **changes}))
+
+
 _SHARED = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
 BUILDERS = {
     "bloom": bloom,
@@ -36,6 +41,7 @@ BUILDERS = {
     "falcon new": lambda **changes: falcon(
         new_decoder_architecture=True, num_kv_heads=2, parallel_attn=True, **changes
     ),
+    "ours": ours,
 }
 
 
@@ -55,34 +61,19 @@ def build() -> Callable[..., nn.Module]:
 
 
 @pytest.fixture
-def model(request, build) -> nn.Module:
+def model(request, build_patched) -> nn.Module:
     """A patched model of a family of transformers, or "ours", an `ALiBiForCausalLM`."""
-    if request.param != "ours":
-        model = build(request.param, **({"max_seq_len": 512} if request.param == "mpt" else {}))
-        patch(model)
-        return model
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 6,
-        "intermediate_size": 64,
-        "vocab_size": VOCABULARY,
-    }
-    model = ALiBiForCausalLM(ALiBiCausalLMConfig(**sizes)).eval()
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter.normal_(0.0, 0.2)
-    return model
+    return build_patched(request.param, **({"max_seq_len": 512} if request.param == "mpt" else {}))
 
 
 @pytest.fixture
 def build_patched(build) -> Callable[..., nn.Module]:
-    """The same, patched."""
+    """The same, patched where it is a model of transformers."""
 
     def builder(family: str, **options: object) -> nn.Module:
         model = build(family, **options)
-        patch(model)
+        if family != "ours":
+            patch(model)
         return model
 
     return builder

@@ -1,8 +1,6 @@
 """ALiBiForCausalLM in transformers: caches, padding, chunks, generation, training, compiling, copies, folders."""
 
-import copy
 import functools
-import pickle
 
 import pytest
 import torch
@@ -11,8 +9,6 @@ from torch import Tensor
 from transformers import AutoConfig, AutoModelForCausalLM, DynamicCache, GenerationConfig, StaticCache
 from transformers_names import checkpoint_activations
 
-from alibi_attn.attention.run import decoding
-from alibi_attn.attention.run.decoding import attend_near
 from alibi_attn.hf import ALiBiCache, ALiBiCausalLMConfig, ALiBiForCausalLM
 
 SIZES = {
@@ -83,16 +79,6 @@ def test_left_padding_equals_none(name, load):
 
 
 @torch.no_grad()
-def test_a_prompt_in_chunks_equals_one_pass(load):
-    model, ids = load("mpt-grouped"), draw(2, 33)
-    cache = ALiBiCache()
-    parts = [model(part, past_key_values=cache).logits for part in ids.split(8, dim=1)]
-    close(torch.cat(parts, dim=1), model(ids).logits)
-    options = {"max_new_tokens": 5, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    assert torch.equal(model.generate(ids, prefill_chunk_size=8, **options), model.generate(ids, **options))
-
-
-@torch.no_grad()
 def test_generation_is_the_argmax_of_full_passes(load):
     model, ids = load("btlm"), draw(2, 9)
     expected = ids
@@ -104,47 +90,6 @@ def test_generation_is_the_argmax_of_full_passes(load):
     assert isinstance(output.past_key_values, ALiBiCache)
     for other in ({"cache_implementation": "static"}, {"cache_implementation": "dynamic"}, {"use_cache": False}):
         assert torch.equal(model.generate(ids, do_sample=False, **other, **options), expected)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("ways", [{"num_beams": 3}, {"do_sample": True, "top_k": 9}])
-def test_every_cache_generates_the_same(ways, load):
-    model = load("baichuan2")
-    ids, mask, _ = left_padded([7, 12])
-
-    def tokens(**cache: object) -> Tensor:
-        torch.manual_seed(3)
-        return model.generate(
-            ids, attention_mask=mask, max_new_tokens=4, eos_token_id=None, pad_token_id=0, **ways, **cache
-        )
-
-    assert torch.equal(tokens(), tokens(cache_implementation="dynamic"))
-
-
-@torch.no_grad()
-def test_an_assistant_changes_nothing(load):
-    model, assistant, ids = load("mpt-biases"), ALiBiForCausalLM(ALiBiCausalLMConfig(**SIZES)).eval(), draw(1, 9)
-    options = {"max_new_tokens": 8, "do_sample": False, "eos_token_id": None, "pad_token_id": 0}
-    expected = model.generate(ids, **options)
-    assert torch.equal(model.generate(ids, assistant_model=assistant, **options), expected)
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("lengths", [[40], [40, 7, 25]], ids=["alone", "padded"])
-def test_a_token_of_a_long_text_reads_what_is_near(lengths, load, monkeypatch):
-    model, calls = load("mpt-grouped"), []
-    ids, mask, _ = left_padded(lengths)
-    cache = model(ids[:, :39], attention_mask=mask[:, :39]).past_key_values
-    expected = model(ids[:, 39:], attention_mask=mask, past_key_values=copy.deepcopy(cache)).logits
-
-    def counted(*args: object, **kwargs: object) -> Tensor:
-        calls.append(args)
-        return attend_near(*args, **kwargs)
-
-    monkeypatch.setattr(decoding, "LONG", 1)
-    monkeypatch.setattr(decoding, "attend_near", counted)
-    close(model(ids[:, 39:], attention_mask=mask, past_key_values=cache).logits, expected)
-    assert len(calls) == 2  # one per layer
 
 
 def test_embeddings_in_the_place_of_tokens_and_the_last_logits_only(load):
@@ -205,16 +150,6 @@ def test_dropout_is_for_training_only():
 
 
 @torch.no_grad()
-def test_it_compiles_without_a_break(load):
-    model, ids = load("mpt-grouped"), draw(2, 12)
-    mask = torch.ones_like(ids)
-    mask[1, :3] = 0
-    compiled = torch.compile(model, fullgraph=True, backend="aot_eager")
-    actual = compiled(ids, attention_mask=mask, use_cache=False).logits
-    close(actual[mask.bool()], model(ids, attention_mask=mask).logits[mask.bool()])
-
-
-@torch.no_grad()
 @pytest.mark.parametrize("name", ["jais", "baichuan2"])
 def test_a_saved_folder_loads_here_and_by_auto_classes(name, load, tmp_path):
     model, ids = load(name, numerics="checkpoint"), draw(2, 12)
@@ -232,14 +167,6 @@ def test_a_saved_folder_loads_here_and_by_auto_classes(name, load, tmp_path):
     assert half.dtype == torch.bfloat16
     assert half.layers[0].attention.alibi_settings.numerics == "exact"
     assert half.layers[0].attention.alibi_settings.backend == "dense"
-
-
-@torch.no_grad()
-def test_copies_and_pickles_compute_the_same(load):
-    model, ids = load("btlm"), draw(2, 12)
-    expected = model(ids).logits
-    for again in (copy.deepcopy(model), pickle.loads(pickle.dumps(model))):
-        assert torch.equal(again(ids).logits, expected)
 
 
 @torch.no_grad()

@@ -7,9 +7,9 @@ from transformers import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers_names import checkpoint_activations
 
-from alibi_attn.hf import ALiBiCache, ALiBiCausalLMConfig, ALiBiForCausalLM, patch
+from alibi_attn.hf import ALiBiCache, patch
 
-FAMILIES = ("bloom", "mpt", "falcon", "own")
+FAMILIES = ("bloom", "mpt", "falcon", "ours")
 
 
 @pytest.fixture
@@ -17,12 +17,8 @@ def checkpointed(build):
     """A model that trains with gradient checkpointing."""
 
     def builder(family, **options):
-        torch.manual_seed(0)
-        if family == "own":
-            sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 96}
-            model = ALiBiForCausalLM(ALiBiCausalLMConfig(vocab_size=60, initializer_range=0.15, **sizes, **options))
-        else:
-            model = build(family)
+        model = build(family, **(options if family == "ours" else {}))
+        if family != "ours":
             patch(model, **options)
         checkpoint_activations(model)
         return model.train()

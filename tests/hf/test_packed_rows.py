@@ -22,8 +22,6 @@ from alibi_attn.hf import (
     ALiBiBertForSequenceClassification,
     ALiBiBertModel,
     ALiBiCache,
-    ALiBiCausalLMConfig,
-    ALiBiForCausalLM,
     patch,
 )
 
@@ -151,17 +149,9 @@ def test_the_checkpoints_numbers_restart_with_each_text(family, build, tokens):
 
 @pytest.mark.parametrize("rounding", ["positions", "counts", "distances"])
 @torch.no_grad()
-def test_our_decoder_rounds_each_text_as_alone(rounding, tokens):
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 6,
-        "intermediate_size": 64,
-        "vocab_size": 60,
-    }
-    config = ALiBiCausalLMConfig(**sizes, numerics="checkpoint", checkpoint_rounding=rounding)
-    model, ids = ALiBiForCausalLM(config).eval().bfloat16(), tokens(1, sum(LENGTHS))
+def test_our_decoder_rounds_each_text_as_alone(rounding, build, tokens):
+    model = build("ours", numerics="checkpoint", checkpoint_rounding=rounding).bfloat16()
+    ids = tokens(1, sum(LENGTHS))
     expected = torch.cat([model(part, use_cache=False).logits for part in ids.split(LENGTHS, 1)], 1)
     found = model(ids, position_ids=positions(), use_cache=False).logits
     assert (found - expected).abs().max() <= 2**-7 * expected.abs().max()
