@@ -2,7 +2,6 @@
 
 import pytest
 import torch
-from peft import LoraConfig, get_peft_model
 from torch import Tensor, nn
 from transformers import (
     Blip2Config,
@@ -14,7 +13,6 @@ from transformers import (
     MusicgenDecoderConfig,
     MusicgenForConditionalGeneration,
     T5Config,
-    T5ForConditionalGeneration,
 )
 
 from alibi_attn.hf import patch
@@ -122,35 +120,3 @@ def test_blip_2_with_each_language_model(name):
         assert all(layer.startswith("language_model.") for layer in handle.layers)
         close(model(**given).logits, logits)
         assert torch.equal(model.generate(**prompt, **options), text_tokens)
-
-
-class Forecaster(nn.Module):
-    """As Chronos does: scaled values in bins are the tokens of a T5, whose samples are values again."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.inner = nn.ModuleDict({"model": T5ForConditionalGeneration(T5_CONFIG)})
-        self.register_buffer("edges", torch.linspace(-3, 3, WORDS - 4))
-
-    def forward(self, series: Tensor, steps: int) -> Tensor:
-        scale = series.abs().mean(-1, keepdim=True)
-        ids = torch.bucketize(series / scale, self.edges) + 2
-        options = {"max_new_tokens": steps, "min_new_tokens": steps, "do_sample": False, "eos_token_id": None}
-        tokens = self.inner["model"].generate(input_ids=ids, attention_mask=torch.ones_like(ids), **options)[:, 1:]
-        return self.edges[(tokens - 2).clamp(0, len(self.edges) - 1)] * scale
-
-
-@torch.no_grad()
-@pytest.mark.parametrize("adapted", [False, True], ids=["alone", "with-adapter"])
-def test_a_forecaster_on_t5_with_and_without_an_adapter(adapted):
-    model = drawn(Forecaster())
-    if adapted:
-        settings = LoraConfig(r=2, target_modules=["q", "v"], init_lora_weights=False)
-        model.inner["model"] = get_peft_model(model.inner["model"], settings).eval()
-    series = torch.randn(3, 64).cumsum(-1)
-    wanted = model(series, 8)
-    with patch(model) as handle:
-        assert len(handle.layers) == 6
-        assert torch.equal(model(series, 8), wanted)
-    assert torch.equal(model(series, 8), wanted)
-    assert len(wanted.unique()) > 3

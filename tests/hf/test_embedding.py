@@ -238,14 +238,3 @@ def test_a_process_killed_while_it_notes_its_progress_leaves_nothing_for_good(tm
     partial.put(np.ones((2, 3), np.float32))
     partial.finish()
     assert [path.name for path in tmp_path.iterdir()] == ["vectors.npy"]
-
-
-def test_partial_vectors_with_a_damaged_header_are_refused(tmp_path):
-    out, partial = tmp_path / "o.npy", tmp_path / "o.npy.partial"
-    started = PartialVectors.open(out, "one", range(4), 3)
-    started.put(np.ones((1, 3), np.float32))
-    started.keep()
-    sound = partial.read_bytes()
-    partial.write_bytes(sound[:10] + b"{" + sound[10:])
-    with pytest.raises(ValueError, match=r"o\.npy\.partial is damaged; delete"):
-        PartialVectors.open(out, "one", range(4), 3)

@@ -8,12 +8,12 @@ import pytest
 import torch
 from safetensors.torch import load, save
 from torch import Tensor, nn
-from transformers import AutoModelForCausalLM, AutoTokenizer
+from transformers import AutoModelForCausalLM
 
 from alibi_attn import ALiBiTransformerBlock
 from alibi_attn.hf import patch
 from alibi_attn.hf.readers.export import DecoderConfig, export_bloom, export_mpt, import_bloom, import_mpt
-from alibi_attn.hf.readers.tokenizing import byte_tokenizer, saved_tokenizer
+from alibi_attn.hf.readers.tokenizing import saved_tokenizer
 from alibi_lab.lab.data.tokenizing import make_tokenizer
 
 ABOUT = DecoderConfig(num_heads=4, trained_length=64)
@@ -123,14 +123,6 @@ def test_a_bloom_that_was_made_elsewhere_becomes_a_decoder(tmp_path, build, toke
     torch.testing.assert_close(ours(ids), bloom(ids).logits, rtol=1e-4, atol=1e-5)
     assert config.trained_length == 2048  # the default: its config has no length
     assert (ours.norm.eps, config.norm_eps) == (1e-5, 1e-5)
-
-
-def test_a_model_of_bytes_brings_its_tokenizer(tmp_path):
-    folder = export_mpt(decoder(vocabulary=256).state_dict(), ABOUT, tmp_path / "mpt")
-    tokenizer, text = AutoTokenizer.from_pretrained(folder), "naïve  \n\tЖ 🙂\x00"
-    assert tokenizer(text)["input_ids"] == list(text.encode())
-    assert tokenizer.decode(list(text.encode())) == text
-    assert byte_tokenizer().get_vocab_size() == 256
 
 
 @pytest.mark.parametrize("name", ["bytes", "words", "bpe:300"])

@@ -8,7 +8,7 @@ from encoder_oracle import HEADS, WIDTH, WORDS, config, encode, random_state, wr
 from safetensors.torch import load_file
 from torch.nn import functional as F
 
-from alibi_attn.hf import ALiBiBertForSequenceClassification, ALiBiBertModel, sentence_transformer
+from alibi_attn.hf import ALiBiBertModel, sentence_transformer
 
 IDS = torch.arange(36).reshape(3, 12) % WORDS
 MASK = torch.tensor([[1] * 12, [1] * 7 + [0] * 5, [0] * 4 + [1] * 8])
@@ -117,23 +117,6 @@ def colbert(folder, **more):
     return write_tokenizer(write_folder(folder, state, about)), {
         name.removeprefix("bert."): x for name, x in state.items()
     }
-
-
-@torch.no_grad()
-def test_vectors_of_a_colbert_are_mapped_hidden_states_of_length_one(tmp_path):
-    folder, state = colbert(tmp_path / "colbert", **{"dense.weight": (3, WIDTH)})
-    states = ALiBiBertModel.from_pretrained(folder, dtype=torch.float64)(IDS, MASK).last_hidden_state
-    linear = load_file(folder / "model.safetensors")["linear.weight"].double()
-    truth = encode(state, "jina", IDS, MASK) @ state["linear.weight"].double().T
-    truth = truth[MASK.bool()] / truth[MASK.bool()].square().sum(-1, keepdim=True).sqrt()
-    close(F.normalize(states @ linear.T, dim=-1)[MASK.bool()], truth)
-
-
-def test_a_colbert_lacks_the_heads_of_other_classes(tmp_path):
-    folder, _ = colbert(tmp_path / "colbert")
-    with pytest.raises(ValueError, match=r"classifier\.weight.* are missing; pass new_head=True"):
-        ALiBiBertForSequenceClassification.from_pretrained(folder)
-    assert ALiBiBertForSequenceClassification.from_pretrained(folder, new_head=True)(IDS).logits.shape == (3, 2)
 
 
 @torch.no_grad()

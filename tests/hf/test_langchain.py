@@ -42,11 +42,3 @@ def test_a_vector_store_finds_texts_by_the_vectors_of_encode(folder):
     assert not np.array_equal(encoder.embed_query("z"), model.encode("z"))
     store = InMemoryVectorStore.from_texts(["a a b c", "a a d e f g h"], encoder)
     assert [found.page_content for found in store.similarity_search("d e f g h", k=1)] == ["a a d e f g h"]
-
-
-def test_texts_are_cut_at_the_length_of_the_folder_unless_another_is_passed(folder):
-    same_start = ["a b c d e f", "a b c d h g"]
-    cut = embeddings(sentence_transformer(folder, device="cpu")).embed_documents(same_start)
-    assert cut[0] == cut[1]
-    whole = embeddings(sentence_transformer(folder, max_seq_length=64, device="cpu")).embed_documents(same_start)
-    assert whole[0] != whole[1]

@@ -14,7 +14,6 @@ from alibi_attn.hf.embedding.sentence_encoder import load
 from alibi_attn.hf.readers.encoder import layers
 
 TEXT = "a b c. d e  f!\n\n g h? i j k l m\n \nn o p a b c d e f g h i j k l m n o p"
-LETTERS = "abcdefghijklmnop"
 
 
 @pytest.fixture
@@ -104,14 +103,6 @@ def test_a_model_object_a_batch_and_normalization_change_nothing_else(folder):
     for one, other in zip(alone, late_chunks(model, texts, chunks=2, normalize=True), strict=True):
         assert np.allclose(other.vectors, one.vectors / np.linalg.norm(one.vectors, axis=1, keepdims=True), atol=3e-6)
     assert late_chunks(model, []) == []
-
-
-def test_blocks_of_tokens_change_nothing(folder, monkeypatch):
-    (whole,) = late_chunks(folder, [TEXT], chunks=4)
-    for rows in (1, 5, 16):
-        monkeypatch.setattr(layers, "ROWS", rows)
-        (blocks,) = late_chunks(folder, [TEXT, "a b"], chunks=4)[:1]
-        assert_close(blocks.vectors, whole.vectors)
 
 
 def test_blocks_keep_hidden_states_and_gradients_of_every_family(monkeypatch):

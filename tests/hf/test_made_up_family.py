@@ -178,15 +178,3 @@ def test_a_row_in_the_table_is_all_that_an_encoder_family_needs(tmp_path, monkey
         again = ALiBiBertModel.from_pretrained(tmp_path / folder)
         assert again.config.original_layout == "made-up"
         assert torch.equal(again(IDS).last_hidden_state, model(IDS).last_hidden_state)
-
-
-@torch.no_grad()
-def test_a_made_up_encoder_family_is_written_and_read_back(tmp_path):
-    model = ALiBiBertModel(ALiBiBertConfig(**SIZES, pooler=False)).eval()
-    checkpoint.write(model, tmp_path / "theirs", ENCODER)
-    names = read_state(tmp_path / "theirs").keys()
-    assert {"words.weight", "blocks.1.mix.wk.bias", "blocks.0.mlp.wo.weight"} <= names
-    again = loaded(tmp_path / "theirs", ALiBiBertModel, [*ENCODERS.values(), ENCODER])
-    assert torch.equal(again(IDS).last_hidden_state, model(IDS).last_hidden_state)
-    with pytest.raises(ValueError, match="whose model_type is made-up-bert, but its config says 'bert'"):
-        checkpoint.read(tmp_path / "theirs", {"model_type": "bert"}, read_state(tmp_path / "theirs"), [ENCODER])

@@ -173,13 +173,6 @@ def test_arguments_without_effect_are_accepted_and_others_refused(tmp_path):
         sentence_transformer(folder, max_seq_len=8)
 
 
-def test_a_device_that_this_machine_lacks_is_refused_before_loading(tmp_path):
-    with pytest.raises(ValueError, match="device is 'gpu' but must be a device of torch"):
-        sentence_transformer(tmp_path, device="gpu")
-    with pytest.raises(ValueError, match="device is 'privateuseone' but it cannot be used here"):
-        sentence_transformer(tmp_path, device="privateuseone")
-
-
 def test_the_missing_extra_is_named(tmp_path, monkeypatch):
     monkeypatch.setitem(sys.modules, "sentence_transformers", None)
     with pytest.raises(ImportError, match=r'install it with: pip install "\.\[embed\]"'):

@@ -135,17 +135,6 @@ def test_it_generates_trains_saves_and_records(folder: Path, tmp_path: Path) -> 
     torch.testing.assert_close(passes[0][0].sum(-1), torch.ones(2, 6, 1))
 
 
-def test_heads_of_other_classes_are_ignored_and_missing_weights_are_named(tmp_path: Path) -> None:
-    more = {"score.weight": torch.ones(2, 48)}
-    model = ALiBiForCausalLM.from_pretrained(write_folder(tmp_path / "more", weights() | more, ABOUT))
-    whole = ALiBiForCausalLM.from_pretrained(write_folder(tmp_path / "whole", weights(), ABOUT))
-    assert torch.equal(model(IDS).logits, whole(IDS).logits)
-    less = {name: x for name, x in weights().items() if name != "model.layers.1.mlp.up_proj.weight"}
-    for n, state in enumerate((less, less | more)):
-        with pytest.raises(ValueError, match=r"model\.layers\.1\.mlp\.up_proj\.weight"):
-            ALiBiForCausalLM.from_pretrained(write_folder(tmp_path / f"less{n}", state, ABOUT))
-
-
 def test_llama_with_the_same_names_is_not_taken_for_it(tmp_path: Path) -> None:
     folder = write_folder(tmp_path / "llama", weights(), ABOUT | {"model_type": "llama"})
     with pytest.raises(ValueError, match="does not hold a checkpoint of Baichuan-13B"):

@@ -201,13 +201,6 @@ def test_nothing_square_is_built(kind, t5, tokens):
         assert largest(lambda: model(input_ids=ids[:, :300], decoder_input_ids=answers[:, :300])) >= 300 * 300
 
 
-@torch.no_grad()
-def test_an_encoder_of_8192_tokens(t5, tokens):
-    model, ids = t5("T5", "EncoderModel", num_layers=1, num_heads=1), tokens(1, 8192)
-    with patch(model):
-        assert largest(lambda: model(ids)) <= 8192 * 64
-
-
 @pytest.mark.parametrize("kind", KINDS)
 def test_undo_restores_the_same_bits_and_leaves_nothing(kind, t5, texts):
     model = t5(kind)
