@@ -78,14 +78,6 @@ def test_an_empty_text_and_a_missing_model_are_refused(folder, tmp_path):
     assert isinstance(missing.exception, (OSError, ValueError))
 
 
-def test_a_folder_without_weights_is_named(folder, tmp_path):
-    (folder / "model.safetensors").unlink()
-    (tmp_path / "a.txt").write_text("w1 w2 w3")
-    result = CliRunner().invoke(app, ["eval-text", str(folder), str(tmp_path / "a.txt")])
-    assert isinstance(result.exception, FileNotFoundError)
-    assert f"{folder} has no weights" in str(result.exception)
-
-
 def test_bars_of_loading_stay_out_of_logs(folder, tmp_path):
     text = tmp_path / "book.txt"
     text.write_text("w1 w2 w3")

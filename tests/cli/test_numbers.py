@@ -1,7 +1,6 @@
 """Numbers and paths that make no sense end a command at once, with one sentence; commands of the documents are valid."""
 
 import os
-import re
 from pathlib import Path
 
 import pytest
@@ -11,11 +10,10 @@ from alibi_attn.cli.console import check_writable
 from alibi_attn.cli.explain import explain
 from alibi_attn.files import replace_file
 from alibi_lab.cli.main import app
-from alibi_lab.lab.config import ConfigError, EvalConfig, ModelConfig, TrainConfig
+from alibi_lab.lab.config import ConfigError, ModelConfig, TrainConfig
 from alibi_lab.lab.model.generation import generate
 from alibi_lab.lab.model.language_model import LanguageModel
 
-ROOT = Path(__file__).parents[2]
 HUGE = str(10**22)
 
 
@@ -73,13 +71,3 @@ def test_a_pipe_is_no_file_to_write(tmp_path: Path) -> None:
     with pytest.raises(FileExistsError, match="pipe is not a regular file"):
         replace_file(tmp_path / "pipe", b"")
     assert (tmp_path / "pipe").is_fifo()
-
-
-def test_documented_evaluations_have_valid_lengths() -> None:
-    texts = [path.read_text(encoding="utf-8") for path in (ROOT / "docs").rglob("*.md")]
-    texts.append((ROOT / "alibi_lab" / "cli" / "evaluation.py").read_text(encoding="utf-8"))
-    found = re.findall(r"alibi eval [^`\n]*--lengths ([\d,]+) (--(?:memory|sinks)[^`\n\[]*)", "\n".join(texts))
-    assert len(found) >= 2
-    for lengths, rest in found:
-        kept = {name: (int(number),) for name, number in re.findall(r"--(memory|sinks) (\d+)", rest)}
-        EvalConfig(lengths=tuple(map(int, lengths.split(","))), **kept)
