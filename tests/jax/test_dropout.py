@@ -95,14 +95,3 @@ def test_parts_drop_the_weights_that_pytorch_drops(backend: str, words: str) -> 
     tensors = [torch.from_numpy(x).transpose(1, 2) for x in arrays]
     spec = dataclasses.replace(make_spec(*tensors, dropout_p=P, **given), dropout_seed=torch.tensor([[SEED, 0, 0, 0]]))
     np.testing.assert_allclose(output, attend(spec, *tensors, "dense").transpose(1, 2), atol=3e-6)
-
-
-@pytest.mark.long
-def test_chunks_have_the_mask_of_the_whole() -> None:
-    rng = np.random.default_rng(1)
-    q, k, v = (rng.standard_normal((1, 70, 2, 8)).astype(np.float32) for _ in range(3))
-
-    def run(queries: np.ndarray, offset: int) -> jax.Array:
-        return alibi_attention(queries, k, v, query_offset=offset, dropout_p=P, dropout_key=key_of(3), backend="loop")
-
-    np.testing.assert_allclose(jnp.concatenate([run(q[:, :31], 0), run(q[:, 31:], 31)], 1), run(q, 0), atol=2e-6)

@@ -6,7 +6,7 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import pytest
-from jax_checks import BACKENDS, assert_close, assert_own_gradient, draw, fixture_of_tiles
+from jax_checks import BACKENDS, assert_close, draw, fixture_of_tiles
 
 from alibi_attn.jax import alibi_attention
 
@@ -75,19 +75,3 @@ def test_a_soft_mask_of_a_huge_number_costs_the_others_no_digit(backend: str, so
         for b in (bias, np.where(mask, BIAS, -np.inf))
     )
     assert_close(soft_answer, hard_answer)
-
-
-@pytest.mark.long
-def test_vmap_equals_a_loop() -> None:
-    many = tuple(jnp.stack([x, 2 * x]) for x in (*QKV, BIAS))
-    mapped = jax.vmap(ANSWER["loop"])(*many)
-    for n in range(2):
-        assert_close(jax.tree.map(lambda x, n=n: x[n], mapped), ANSWER["loop"](*(x[n] for x in many)))
-
-
-@pytest.mark.long
-def test_dropout_has_its_own_gradient() -> None:
-    with jax.enable_x64(True):
-        args = tuple(jnp.asarray(x, jnp.float64) for x in (*QKV, BIAS))
-        call = partial(loss, backend="loop", dropout_p=0.4, dropout_key=jax.random.key(7), window=30)
-        assert_own_gradient(jax.value_and_grad(call, argnums=ALL), *args)

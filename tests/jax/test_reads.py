@@ -62,15 +62,6 @@ def test_a_backend_drops_the_weights_that_all_drop(backend: str) -> None:
     assert np.abs(np.asarray(expected - plain)).max() > 0.01
 
 
-@pytest.mark.parametrize(("backend", "field"), PAIRS)
-def test_a_backend_that_no_longer_declares_a_field_refuses_it(
-    backend: str, field: str, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    monkeypatch.setitem(attention.READS, backend, attention.READS[backend] - {field})
-    with pytest.raises(ValueError, match=f"backend '{backend}' cannot run this: it does not compute"):
-        answered(field, backend)
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Capped(AttentionSpec[jax.Array]):
     """A description with a field that nothing computes."""

@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from jax_checks import assert_close, assert_own_gradient, draw, fixture_of_tiles
+from jax_checks import assert_close, draw, fixture_of_tiles
 
 from alibi_attn.attention.call.options import DEFAULTS
 from alibi_attn.jax import alibi_attention, attention, explain
@@ -88,44 +88,6 @@ def test_a_traced_offset_is_not_recompiled(backend: str) -> None:
     assert traced._cache_size() == 1
     for offset, output in zip((3, 20), outputs, strict=True):
         assert_close(output, alibi_attention(*QKV, backend=backend)[:, offset : offset + 4])
-
-
-@pytest.mark.parametrize("backend", ["native", "dense"])
-def test_parts_merge_exactly_by_lse(backend: str) -> None:
-    query, key, value = QKV
-
-    def whole(query, key, value, slopes) -> jax.Array:
-        return jnp.sin(alibi_attention(query, key, value, slopes, backend=backend)).sum()
-
-    def merged(query, key, value, slopes) -> jax.Array:
-        attend = partial(alibi_attention, query, slopes=slopes, return_lse=True, backend=backend)
-        near, of_near = attend(key=key[:, 8:], value=value[:, 8:], query_offset=-8)
-        far, of_far = attend(key=key[:, :8], value=value[:, :8], query_offset=0)
-        share = jax.nn.sigmoid(of_near - of_far).swapaxes(1, 2)[..., None]
-        return jnp.sin(share * near + (1 - share) * far).sum()
-
-    args = (query, key, value, SLOPES)
-    assert_close(*(jax.jit(jax.grad(f, argnums=ALL))(*args) for f in (merged, whole)))
-
-
-@pytest.mark.parametrize("backend", ["native", "dense", "loop"])
-def test_dropout_has_its_own_gradient(backend: str) -> None:
-    with jax.enable_x64(True):
-        args = (*(jnp.asarray(x, jnp.float64) for x in QKV), jnp.asarray(SLOPES, jnp.float64))
-        f = jax.jit(jax.value_and_grad(partial(loss, backend=backend, dropout_p=0.4), argnums=ALL))
-        key, other = jax.random.split(jax.random.key(7))
-        assert_own_gradient(partial(f, dropout_key=key), *args)
-        value = f(*args, dropout_key=key)[0]
-        assert f(*args, dropout_key=key)[0] == value
-        assert f(*args, dropout_key=other)[0] != value
-
-
-def test_dropout_keeps_the_mean() -> None:
-    query, key, value = QKV
-    keys = jax.random.split(jax.random.key(0), 400)
-    one = partial(alibi_attention, query, key, jnp.ones_like(value), backend="dense", dropout_p=0.3)
-    mean = jax.jit(jax.vmap(lambda k: one(dropout_key=k)))(keys).mean(0)
-    np.testing.assert_allclose(mean[:, 8:], 1.0, atol=0.2)
 
 
 @pytest.mark.parametrize("backend", ["native", "auto", "dense"])
@@ -210,9 +172,6 @@ def test_memory_is_linear(monkeypatch: pytest.MonkeyPatch) -> None:
     assert sizes[1] <= 12 * 65536 * 8 * 64 * 4  # a dozen arrays as large as the query
 
 
-def test_nothing_imports_torch_and_a_missing_jax_is_named() -> None:
+def test_nothing_imports_torch() -> None:
     loads = "import sys, alibi_attn.jax.attention, alibi_attn.jax.multihead; sys.exit('torch' in sys.modules)"
     assert subprocess.run([sys.executable, "-c", loads]).returncode == 0
-    without = "import sys; sys.modules['jax'] = None; import alibi_attn.jax"
-    failed = subprocess.run([sys.executable, "-c", without], capture_output=True, text=True)
-    assert 'alibi_attn.jax needs JAX; install it with: pip install ".[jax]" in a clone' in failed.stderr

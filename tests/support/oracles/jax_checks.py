@@ -4,7 +4,6 @@ Also the inputs, small tiles and comparisons that several test files of JAX shar
 """
 
 import dataclasses
-from collections.abc import Callable
 
 import jax
 import jax.numpy as jnp
@@ -40,14 +39,6 @@ def draw(*shape: int, seed: int = 0) -> np.ndarray:
 def assert_close(got: object, expected: object) -> None:
     for one, other in zip(jax.tree.leaves(got), jax.tree.leaves(expected), strict=True):
         np.testing.assert_allclose(one, other, rtol=2e-5, atol=2e-5)
-
-
-def assert_own_gradient(f: Callable[..., tuple[jax.Array, tuple[jax.Array, ...]]], *args: jax.Array) -> None:
-    """Asserts that the gradients that f returns with its value are its slope along one direction; args in float64."""
-    step = tuple(np.random.default_rng(0).standard_normal(x.shape) * 1e-5 for x in args)
-    after, before = (f(*(x + sign * d for x, d in zip(args, step, strict=True)))[0] for sign in (1, -1))
-    along = sum((g * d).sum() for g, d in zip(f(*args)[1], step, strict=True))
-    np.testing.assert_allclose((after - before) / 2, along, rtol=1e-6)
 
 
 @dataclasses.dataclass(frozen=True)
