@@ -36,17 +36,6 @@ def test_memory_that_was_measured_separately_is_ours() -> None:
     assert "Peak memory" in report_html([apart])
 
 
-def test_without_memory_nothing_is_drawn() -> None:
-    plain = record(ours={"length": [512], "forward_ms": [1.0]})
-    assert memory_by_length(plain) is None
-    assert "Peak memory" not in report_html([plain])
-
-
-def test_a_record_that_comes_twice_is_drawn_once() -> None:
-    both = record(transformers=THEIRS, ours=OURS)
-    assert report_html([both, both]) == report_html([both])
-
-
 def test_errors_are_reported_and_why_a_peer_was_not_run() -> None:
     theirs = {
         "length": [1024, 2048, 4096],

@@ -108,29 +108,6 @@ def test_a_phone_scrolls_only_inside_tables(browser, page: Path) -> None:
     assert browser.execute_script(smallest) > 8
 
 
-@pytest.mark.parametrize("dark", [False, True])
-def test_items_of_the_paper_fit_a_phone(browser, made_up, tmp_path: Path, dark: bool) -> None:
-    series = {
-        "length": [64, 128],
-        "paper_length": [512, 1024],
-        "perplexity": [5.0, 4.0],
-        "sliding_perplexity": [4.5, 4.4],
-    }
-    item = Record(kind="paper-item", name="figure-1", config={}, metrics={}, curves={"ALiBi, L = 512": series})
-    wide = Record(kind="paper-item", name="table-7", config={}, metrics={})
-    path = write_report([item, wide, *made_up(methods=("alibi",))], tmp_path / "report.html")
-    _open(browser, path, width=390, dark=dark)
-    assert browser.execute_script("return document.documentElement.scrollWidth") == 390
-    assert browser.execute_script(OVERFLOWING) == []
-    browser.execute_script("document.querySelector('nav a[href=\"#p1\"]').click()")
-    assert abs(browser.execute_script("return document.getElementById('p1').getBoundingClientRect().top")) < 2
-
-
-def test_paper_is_wide_enough(browser, page: Path) -> None:
-    _open(browser, page, width=680, media="print")  # A4 less its margins, in CSS pixels
-    assert browser.execute_script("return document.documentElement.scrollWidth") == 680
-
-
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A comparison of every method on five tasks, the widest page."""

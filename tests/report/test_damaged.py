@@ -15,38 +15,13 @@ from alibi_lab.report.plots import paper_items as paper
 from alibi_lab.report.plots import study as figures
 from alibi_lab.report.published import PUBLISHED
 from alibi_lab.report.sections import benchmark as benchmarks
-from alibi_lab.report.sections import trained_heads as certificates
 from alibi_lab.report.series import studies
-from alibi_lab.report.tables import study as tables
 
 
 @pytest.fixture
 def evaluation(made_up: Callable[..., list[Record]]) -> Record:
     (found,) = (record for record in made_up(methods=("alibi",)) if record.kind == "evaluation")
     return found
-
-
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        (("curves", "by_length", "nonoverlapping_nats", 0), 2000.0),  # its perplexity is not a finite float
-        (("curves", "by_length", "sliding_nats"), [2000.0] * 5),
-        (("curves", "by_length", "nonoverlapping_nats", 4), None),  # no model has reached the longest length
-        (("curves", "by_length", "tokens_per_second", 0), 0),
-        (("curves", "by_length", "tokens_per_second"), [0] * 5),
-        (("curves", "by_length", "peak_memory_bytes", 4), 0),
-        (("curves", "by_length", "length", 4), 2**53),
-        (("curves", "by_position", "loss_nats", 0), 1e100),
-        (("curves", "by_position", "position", 11), 2**53),
-        (("config", "model", "num_heads"), 0),
-        (("config", "model", "num_heads"), [4]),
-        (("config", "model", "num_heads"), 10**19),
-        (("config", "train", "length"), 10**19),
-        (("config", "train"), "long"),
-    ],
-)
-def test_a_study_is_drawn_without_what_cannot_be_drawn(place, value, evaluation: Record, changed) -> None:
-    assert "</html>" in report_html([changed(evaluation, place, value)])
 
 
 def test_a_perplexity_that_is_no_float_is_left_out_and_the_others_stay(evaluation: Record, changed) -> None:
@@ -57,38 +32,16 @@ def test_a_perplexity_that_is_no_float_is_left_out_and_the_others_stay(evaluatio
     assert line.get_ydata()[0] == pytest.approx(math.exp(first))
 
 
-def test_a_change_ends_at_the_longest_length_that_was_reached(evaluation: Record, changed) -> None:
-    (study,) = studies([changed(evaluation, ("curves", "by_length", "nonoverlapping_nats", 4), None)])
-    ((_, _, cells),) = tables.changes(study).blocks[0].rows
-    assert cells[0].text == "128 to 1,024"
-
-
-BENCHMARK = Record(
-    kind="benchmark",
-    name="cpu/noise",
-    config={},
-    metrics={},
-    curves={
-        "ours": {"length": [512, 1024], "forward_ms": [1.0, 2.0], "peak_memory_bytes": [2**20, 2**21]},
-        "theirs": {"length": [512, 1024], "forward_ms": [1.0, 2.0], "peak_memory_bytes": [2**20, 2**21]},
-    },
-)
-
-
 @pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        (("ours", "forward_ms", 0), 0),
-        (("ours", "forward_ms", 0), 1e-320),
-        (("ours", "forward_ms"), [0, 0]),
-        (("theirs", "forward_ms", 0), 1e100),
-        (("theirs", "length", 0), None),
-        (("ours", "length"), [None, None]),
-        (("ours", "peak_memory_bytes"), [0, None]),
-    ],
+    ("column", "values"), [("forward_ms", [0, 0]), ("length", [None, 1024]), ("peak_memory_bytes", [0, None])]
 )
-def test_a_benchmark_is_drawn_without_what_cannot_be_drawn(place, value, changed) -> None:
-    assert "cpu/noise" in report_html([changed(BENCHMARK, ("curves", *place), value)])
+def test_a_benchmark_is_drawn_without_what_cannot_be_drawn(column, values) -> None:
+    """The random damage of test_damaged_records.py rarely damages a length."""
+    whole = {"length": [512, 1024], "forward_ms": [1.0, 2.0], "peak_memory_bytes": [2**20, 2**21]}
+    curves = {"ours": whole, "theirs": {**whole, column: values}}
+    assert "cpu/noise" in report_html(
+        [Record(kind="benchmark", name="cpu/noise", config={}, metrics={}, curves=curves)]
+    )
 
 
 def test_a_benchmark_without_a_time_is_listed_and_not_drawn() -> None:
@@ -96,39 +49,6 @@ def test_a_benchmark_without_a_time_is_listed_and_not_drawn() -> None:
     record = Record(kind="benchmark", name="cpu/noise", config={}, metrics={}, curves={"ours": nothing})
     assert not benchmarks.is_drawn(record)
     assert "cpu/noise" in report_html([record])
-
-
-CERTIFICATE = Record(
-    kind="certificate",
-    name="trained/layer-0",
-    config={"layer": "layer-0", "length": 64},
-    metrics={},
-    curves={
-        "heads": {"slope": [0.5, 0.25], "certified": [20, 40], "true": [10, 20]},
-        "mass": {"head": [0, 0, 1, 1], "distance": [1, 2, 1, 2], "share": [0.5, 1.0, 0.4, 0.8]},
-    },
-)
-
-
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        (("config", "length"), -1),
-        (("config", "length"), 1),
-        (("config", "length"), 10**30),
-        (("config",), {}),
-        (("curves", "heads", "slope", 0), 1e-320),
-        (("curves", "heads", "certified", 0), None),
-        (("curves", "heads", "certified"), [None, None]),
-        (("curves", "heads", "true", 0), 0),
-        (("curves", "mass", "head", 0), None),
-        (("curves", "mass", "head"), [7, 7, 7, 7]),
-        (("curves", "mass", "distance", 0), None),
-    ],
-)
-def test_a_certificate_is_drawn_without_what_cannot_be_drawn(place, value, changed) -> None:
-    assert certificates.is_drawn(CERTIFICATE)
-    assert "trained" in report_html([changed(CERTIFICATE, place, value)])
 
 
 @pytest.mark.parametrize(

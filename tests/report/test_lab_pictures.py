@@ -54,18 +54,6 @@ def test_stretched_positions_are_series_of_the_same_study(made_up) -> None:
     assert len(set(drawn)) == 3  # solid, and two kinds of dashes
 
 
-def test_staged_training_is_named(made_up) -> None:
-    found = made_up(methods=("alibi",))
-    staged = [
-        dataclasses.replace(
-            r, config={**r.config, "train": {**r.config["train"], "first_length": 32, "first_steps": 10}}
-        )
-        for r in found
-    ]
-    (study,) = studies([*found, *staged])
-    assert sorted(s.label for s in study.series) == ["ALiBi", "ALiBi (staged from 32)"]
-
-
 def test_the_windowed_control_is_a_third_panel_and_block(made_up) -> None:
     def cut(record: Record) -> Record:
         if record.kind == "training":

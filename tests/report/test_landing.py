@@ -2,7 +2,7 @@
 
 import dataclasses
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 
 import pytest
@@ -27,11 +27,6 @@ def page_of(sections: Sequence[Section], found: Sequence[Record] = ()) -> str:
     return report_html(found, sections=((lambda archive: sections, lambda entry, number, archive: entry),))
 
 
-def measured(name: str, processor: str, day: str) -> Record:
-    record = records.make("benchmark", name, config={"on": processor, "day": day}, metrics={})
-    return dataclasses.replace(record, machine={"processor": processor}, started=f"{day}T00:00:00+00:00")
-
-
 def test_the_first_screen_names_findings_of_every_group_with_links() -> None:
     sections = [named(n, "A", f"finding {n}") for n in range(6)] + [named(6, "B", "finding 6"), named(7, "C")]
     (first,) = landing(sections)
@@ -42,39 +37,11 @@ def test_the_first_screen_names_findings_of_every_group_with_links() -> None:
     assert '<a href="#x6">Section 6</a></h3><p>finding 6</p>' in page
 
 
-def test_nothing_was_found_without_findings() -> None:
-    assert landing([named(0), named(1)]) == []
-    assert "What was found" not in page_of([named(0), named(1)])
-
-
 @pytest.mark.parametrize("count", [MOST_OPEN, MOST_OPEN + 1])
 def test_sections_of_a_long_page_are_folded_and_still_have_their_anchors(count: int) -> None:
     page = page_of([named(n) for n in range(count)])
     assert ("<summary><h2>Section 3</h2></summary>" in page) == (count > MOST_OPEN)
     assert page.count('id="x3"') == 1
-
-
-def test_contents_that_read_the_same_get_their_machine_or_day() -> None:
-    made = (("Xeon", "2026-01-01"), ("EPYC", "2026-01-01"), ("EPYC", "2026-01-02"))
-    found = [measured("cpu", processor, day) for processor, day in made]
-    sections = [dataclasses.replace(named(n), title="cpu", records=[record]) for n, record in enumerate(found)]
-    entries = re.findall(r"<li><a href=\"#x.\">(.*?)</li>", page_of([*sections, named(3)], found))
-    assert entries == [
-        "cpu</a> <span>Xeon</span>",
-        "cpu</a> <span>EPYC, 2026-01-01</span>",
-        "cpu</a> <span>EPYC, 2026-01-02</span>",
-        "Section 3</a>",
-    ]
-
-
-def test_every_table_has_a_caption(made_up: Callable[..., list[Record]]) -> None:
-    page = report_html(made_up())
-    tables = re.findall(
-        r"(<figcaption>(?:(?!<figure).)*?)?<div class=\"scroll[^>]*>\s*<table[^>]*>\s*(<caption>)?", page, re.DOTALL
-    )
-    assert len(tables) > 3
-    assert all(figcaption or caption for figcaption, caption in tables)
-    assert "<caption>" in page
 
 
 def test_the_contrast_of_black_and_white_is_21(contrast) -> None:

@@ -194,32 +194,6 @@ def test_the_contents_list_it_with_other_studies(four, made_up) -> None:
     assert 'id="s1"' not in page
 
 
-def test_an_empty_cell_is_a_dash_and_one_record_makes_a_page() -> None:
-    page = report_html([evaluated("learned", "mqar", (0.95, None))])
-    heat = page[page.index('<table class="heat">') :]
-    assert heat[: heat.index("</table>")].count(">—</td>") == 1
-
-
-@pytest.mark.parametrize(
-    ("place", "value"),
-    [
-        (("config", "eval", "trials"), "many"),
-        (("config", "eval", "trials"), 0),
-        (("config", "eval", "tasks"), [["mqar"], 3]),
-        (("config", "eval", "tasks"), "mqar"),
-        (("config", "train", "seed"), "first"),
-        (("curves", "mqar", "accuracy"), [None, None]),
-        (("curves", "mqar_by_part", "accuracy", 3), None),
-        (("curves", "mqar_by_part", "answers"), [0] * 64),
-        (("curves", "mqar_by_part"), {}),
-        (("curves", "by_length", "length"), [None, None]),
-    ],
-)
-def test_a_damaged_record_leaves_the_page_whole(place, value, changed) -> None:
-    broken = changed(evaluated("alibi", "mqar", (1.0, 0.5)), place, value)
-    assert "</html>" in report_html([broken, evaluated("rotary", "mqar", (1.0, 0.5))])
-
-
 def test_perplexities_are_compared_part_by_part_of_the_text() -> None:
     """Parts differ by e, equally for both methods, so their ratio is known precisely."""
     (task,) = one_comparison(

@@ -1,7 +1,6 @@
 """The paper's items: our numbers and the paper's appear side by side and are never mixed."""
 
 import dataclasses
-import math
 import re
 
 import numpy as np
@@ -118,16 +117,6 @@ def test_figures_show_the_papers_numbers_and_ours() -> None:
     assert _drawn(sliding, "ALiBi, the paper").get_ydata().tolist() == [17.98, 17.92, 18.2, 18.28, 18.3]
 
 
-def test_a_single_series_fills_its_axes() -> None:
-    record = answer("figure-1")
-    flat = {**record.curves["ALiBi, L = 512"], **dict.fromkeys(("perplexity", "low", "high"), [5.0] * 34 + [5.2])}
-    record = dataclasses.replace(record, curves={"ALiBi, L = 512": flat})
-    together, ours = (paper.pictures(record, {})[row][0].figure.axes[0] for row in (0, 1))
-    height, together_height = (math.log(high / low) for low, high in (ours.get_ylim(), together.get_ylim()))
-    assert height < 0.1 < together_height
-    assert [tick.get_text() for tick in ours.get_xticklabels()][:3] == ["L", "2 L", "4 L"]
-
-
 def test_a_page_has_tokens_seeds_units_and_scale() -> None:
     record = answer("figure-4")
     assert dict(answers.facts(record)) == {
@@ -183,17 +172,6 @@ def test_the_change_with_length_is_computed_for_both() -> None:
     assert paper_tables.change_table(answer("figure-8")) is None
 
 
-def test_a_wide_table_has_our_lengths_next_to_the_papers() -> None:
-    record = answer("table-2")
-    kept = {
-        label: {name: [values[0], values[15], values[-1]] for name, values in columns.items()}
-        for label, columns in record.curves.items()
-    }
-    table = paper_tables.pair_table(dataclasses.replace(record, curves=kept))
-    assert table.columns == ("64 (512)", "126 (1,012)", "1,939 (15,512)")
-    assert _cells(table, "The paper: perplexity", "ALiBi, L = 512") == ["19.73", "18.73", "18.31"]
-
-
 def test_curves_through_training_are_minutes_and_end_in_the_table() -> None:
     record = answer("figure-5")
     through = {"hours": [0.1, 0.2], "updates": [10, 20], "perplexity": [9.0, 5.0]}
@@ -216,13 +194,6 @@ def test_the_frontier_names_every_point_once() -> None:
     assert ours.figure.axes[0].get_xscale() == "log"
     boxes = [text.get_window_extent() for text in ours.figure.axes[0].texts]
     assert not any(box.overlaps(other) for i, box in enumerate(boxes) for other in boxes[i + 1 :])
-
-
-def test_a_frontier_of_one_point_without_seeds_is_drawn() -> None:
-    record = answer("figure-8")
-    alone = {"train_tokens_per_second": [100.0], "perplexity": [5.0]}
-    ((ours, _),) = paper.pictures(dataclasses.replace(record, curves={"ALiBi, L = 512": alone}), {})
-    assert _drawn(ours, "ALiBi 512").get_xydata().tolist() == [[100.0, 5.0]]
 
 
 def test_slopes_that_differ_are_counted() -> None:

@@ -1,8 +1,6 @@
 """The paper's numbers, typed again from its tables; the figures agree with the tables that they draw."""
 
 import math
-import subprocess
-import sys
 
 import pytest
 
@@ -104,11 +102,6 @@ def test_slopes_are_of_the_papers_sentence() -> None:
     assert sixteen == pytest.approx(alibi_slopes(16).tolist())
 
 
-def test_windows_of_four_need_two_and_five_passes() -> None:
-    passes = {label: columns["pass"][-1] for label, columns in PUBLISHED["figure-10"].series.items()}
-    assert passes == {"Nonoverlapping": 2, "Sliding window": 5}
-
-
 def test_every_series_has_the_columns_of_its_item_equally_long() -> None:
     for item in PUBLISHED.values():
         for columns in item.series.values():
@@ -133,9 +126,3 @@ def test_labels_say_method_and_length() -> None:
     assert trained_length("ALiBi, L = 512, L_valid = 3072") == 512
     assert trained_length("Sinusoidal, L = L_valid") is None
     assert method_of("kNN-LM (Khandelwal et al., 2020)") == ""
-
-
-def test_the_numbers_need_neither_torch_nor_matplotlib() -> None:
-    code = "import sys, alibi_lab.report.published; print(sorted({'torch', 'jax', 'matplotlib', 'jinja2'} & set(sys.modules)))"
-    found = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True, timeout=60)
-    assert found.stdout.strip() == "[]"

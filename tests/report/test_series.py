@@ -4,6 +4,7 @@ import dataclasses
 import math
 
 import numpy as np
+import pytest
 
 from alibi_lab.records import Record
 from alibi_lab.report.series import studies
@@ -33,11 +34,21 @@ def test_labels_distinguish_trained_lengths(made_up) -> None:
     assert [s.label for s in study.series] == ["ALiBi 128", "ALiBi 1,024"]
 
 
-def test_labels_distinguish_other_differences(made_up) -> None:
+@pytest.mark.parametrize(
+    ("train", "labels"),
+    [
+        ({"steps": 80}, ["ALiBi (steps 40)", "ALiBi (steps 80)"]),
+        ({"first_length": 32, "first_steps": 10}, ["ALiBi", "ALiBi (staged from 32)"]),
+    ],
+)
+def test_labels_distinguish_other_differences(train, labels, made_up) -> None:
     records = made_up(methods=("alibi",))
-    longer = [_changed(record, steps=80) for record in records]
-    (study,) = studies([*records, *longer])
-    assert [s.label for s in study.series] == ["ALiBi (steps 40)", "ALiBi (steps 80)"]
+    others = [
+        dataclasses.replace(record, config={**record.config, "train": {**record.config["train"], **train}})
+        for record in records
+    ]
+    (study,) = studies([*records, *others])
+    assert sorted(s.label for s in study.series) == labels
 
 
 def test_evaluations_on_other_texts_are_other_studies(made_up) -> None:
@@ -79,7 +90,3 @@ def test_other_kinds_stay_separate() -> None:
     benchmark = Record(kind="benchmark", name="banded/8192", config={}, metrics={"forward_ms": 1.5})
     nameless = Record(kind="training", name="odd", config={}, metrics={})
     assert studies([benchmark, nameless]) == []
-
-
-def _changed(record: Record, **train: int) -> Record:
-    return dataclasses.replace(record, config={**record.config, "train": {**record.config["train"], **train}})
