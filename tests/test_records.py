@@ -14,7 +14,6 @@ from types import SimpleNamespace
 import pytest
 
 import alibi_attn
-from alibi_attn import files
 from alibi_lab import provenance, records
 from alibi_lab.records import Record, RecordError
 
@@ -36,15 +35,6 @@ def test_a_loaded_model_equals_the_saved_one(record: Record, tmp_path: Path) -> 
     path = records.save(record, tmp_path / "deep" / "records")
     assert records.load(path) == record
     assert path.name.startswith("training-quick-alibi-128-seed-0-")
-
-
-def test_a_record_is_short_when_printed_and_loads_from_a_name(record: Record, tmp_path: Path) -> None:
-    path = records.save(record, tmp_path)
-    loaded = records.load(str(path))
-    assert loaded == record
-    assert repr(loaded) == (
-        f"Record({record.kind} {record.name}, metrics={list(record.metrics)}, curves={list(record.curves)}, {record.started})"
-    )
 
 
 def test_a_record_says_where_with_what_and_when(record: Record) -> None:
@@ -82,20 +72,6 @@ def test_a_record_grows_with_its_measurement_and_no_other(record: Record, tmp_pa
     assert os.listdir(tmp_path) == [path.name]
 
 
-def test_nothing_half_written_is_left_when_the_disk_fails(
-    record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_space(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(OSError, match="No space left"):
-        records.save(record, tmp_path)
-    with pytest.raises(OSError, match="No space left"):
-        files.replace_file(tmp_path / "page.html", b"page")
-    assert os.listdir(tmp_path) == []
-
-
 def test_nan_and_infinity_become_null(record: Record, tmp_path: Path) -> None:
     odd = dataclasses.replace(
         record, metrics={"loss_nats": math.nan}, curves={"training": {"step": (1, 2), "loss_nats": [math.inf, 1.0]}}
@@ -122,8 +98,6 @@ def test_identity_is_of_the_question_and_not_of_the_answer() -> None:
     ("damage", "words"),
     [
         (lambda text: text[: len(text) // 2], "is not JSON"),
-        (lambda text: "", "is not JSON"),
-        (lambda text: "[1, 2]", "not a record"),
         (lambda text: '{"a": 1}', "it has no schema"),
         (
             lambda text: text.replace('"schema": 1', '"schema": 99'),
@@ -132,6 +106,14 @@ def test_identity_is_of_the_question_and_not_of_the_answer() -> None:
         (lambda text: text.replace('"metrics"', '"metrix"'), "has no metrics"),
         (lambda text: text.replace("1.25,", '"low",', 1), "damaged: metrics has loss_nats = 'low'|columns"),
         (lambda text: text.replace('"kind": "training"', '"kind": 7'), "damaged: kind is 7 but must be text"),
+        (
+            lambda text: '{"schema": 1, "schema": 2}',
+            "is not JSON .the name 'schema' comes twice.*; a record is written by",
+        ),
+        (
+            lambda text: text.replace("1.25", "1.24"),
+            "is not what was written: .*edited.*; restore it, or measure it again",
+        ),
     ],
 )
 def test_a_damaged_record_is_refused_with_its_path(damage, words, record: Record, tmp_path: Path) -> None:
@@ -140,15 +122,6 @@ def test_a_damaged_record_is_refused_with_its_path(damage, words, record: Record
     with pytest.raises(RecordError, match=words) as caught:
         records.load(path)
     assert str(path) in str(caught.value)
-
-
-def test_invalid_json_is_refused_with_its_path_and_the_reason(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_bytes(b'{"schema": 1, "schema": 2}')
-    with pytest.raises(
-        RecordError, match=rf"{path} is not JSON \(the name 'schema' comes twice.*\); a record is written by"
-    ):
-        records.load(path)
 
 
 BY_LENGTH = {
@@ -163,23 +136,14 @@ BY_LENGTH = {
     ("place", "value", "words"),
     [
         (("seconds",), "long", "seconds is 'long' but must be a number of seconds"),
-        (("seconds",), None, "seconds is None but must be"),
         (("seconds",), 1e300, r"seconds is 1e\+300 but must be"),
         (("commit",), 7, "commit is 7 but must be text or None"),
         (("metrics", "loss_nats"), -1, "metrics.loss_nats has -1 but must be null or a number from 0"),
         (("metrics", "other"), -1e308, "metrics.other has -1e\\+308, more than can be measured"),
-        (
-            ("curves", "by_length", "length", 0),
-            -1,
-            "curves.by_length.length has -1 but must be null or a number from 1",
-        ),
         (("curves", "by_length", "length", 0), 0, "curves.by_length.length has 0 but must be null or a number from 1"),
-        (("curves", "by_length", "length", 0), 2**60, "curves.by_length.length has 1152921504606846976"),
         (("curves", "by_length", "length", 0), "128", "curves.by_length.length has '128' but must be null or a number"),
         (("curves", "by_length", "nonoverlapping_nats", 1), 1e308, r"nonoverlapping_nats has 1e\+308"),
-        (("curves", "by_length", "tokens_per_second", 0), -1, "tokens_per_second has -1 but must be null or a number"),
         (("curves", "by_length", "tokens_per_second", 0), [1], r"tokens_per_second has \[1\] but a column holds"),
-        (("curves", "by_length", "word", 0), {}, "word has {} but a column holds numbers, texts and null"),
     ],
 )
 def test_impossible_measurements_are_refused_with_their_path(place, value, words, record, tmp_path) -> None:
@@ -205,15 +169,6 @@ def test_a_flipped_bit_changes_no_figure_in_silence(record: Record, tmp_path: Pa
             assert records.load(path) == record  # the flip is in white space
 
 
-def test_an_edited_record_is_refused_with_what_to_do(record: Record, tmp_path: Path) -> None:
-    path = records.save(record, tmp_path)
-    path.write_text(path.read_text().replace("1.25", "1.24"))
-    with pytest.raises(
-        RecordError, match=rf"{path} is not what was written: .*edited.*; restore it, or measure it again"
-    ):
-        records.load(path)
-
-
 def test_every_committed_record_is_what_was_written() -> None:
     assert sum(1 for _ in records.find(Path(__file__).parent.parent / "results")) > 1400
 
@@ -221,18 +176,6 @@ def test_every_committed_record_is_what_was_written() -> None:
 def test_records_too_large_to_be_read_are_not_written(record: Record, tmp_path: Path) -> None:
     path = records.save(dataclasses.replace(record, metrics={"perplexity": 1e200}), tmp_path)
     assert records.load(path).metrics == {"perplexity": None}
-
-
-def test_a_folder_is_no_record_whatever_its_name(record: Record, tmp_path: Path) -> None:
-    records.save(record, tmp_path / "old.json")
-    assert [r.name for r in records.find(tmp_path)] == [record.name]
-
-
-def test_a_binary_file_is_no_record(tmp_path: Path) -> None:
-    path = tmp_path / "x.json"
-    path.write_bytes(b"\xff\xfe\x00\x01")
-    with pytest.raises(RecordError, match="is not JSON"):
-        records.load(path)
 
 
 @pytest.mark.parametrize(
