@@ -10,7 +10,7 @@ from alibi_lab.lab.config import (
     RunConfig,
     TrainConfig,
 )
-from alibi_lab.lab.config_io import field_names, from_json, override, to_json
+from alibi_lab.lab.config_io import from_json, override, to_json
 
 
 @pytest.mark.parametrize(
@@ -145,11 +145,6 @@ def test_a_value_of_another_type_is_refused():
     data = to_json(RunConfig())
     with pytest.raises(ConfigError, match=r"train.steps is '200' but must be a whole number"):
         from_json({**data, "train": {**data["train"], "steps": "200"}})
-
-
-def test_every_field_has_a_name():
-    assert {"model.method", "data.corpus", "train.length", "eval.lengths"} <= set(field_names())
-    assert len(field_names()) == len(set(field_names()))
 
 
 def test_the_vocabulary_follows_a_tokenizer_of_known_size_unless_it_is_set():

@@ -360,19 +360,6 @@ def test_small_pairs_the_seeds_of_figure_1_and_keeps_the_data_order():
     )
 
 
-def test_medium_repeats_a_few_trainings():
-    """All items that share a training repeat it equally often."""
-    seeds: dict[tuple[str, int], set[int]] = {}
-    for name in ("figure-1", "figure-4", "figure-11", "table-3", "table-6", "table-14"):
-        for run in ITEMS[name].recipe.runs("medium"):
-            seeds.setdefault((run.model.method, run.train.length), set()).add(run.train.seed)
-        found = {key: max(of) for key, of in seeds.items()}
-        assert all(of == set(range(found[key] + 1)) for key, of in seeds.items())
-    assert {key for key, last in found.items() if last == 2} == {("alibi", 128), ("sinusoidal", 128)}
-    assert {key for key, last in found.items() if last == 0} == {("t5", 256), ("rotary", 768)}
-    assert {run.train.seed for run in ITEMS["figure-4"].recipe.runs("small")} == {0}
-
-
 def test_the_paper_scale_is_the_published_training():
     """The published command.
 

@@ -1,18 +1,9 @@
 """The recall recipe: trained and tested on one task, with documents of the trained length."""
 
-import pytest
-
 from alibi_lab import records
-from alibi_lab.lab.data.tasks import parse_corpus, recall_distances
+from alibi_lab.lab.data.tasks import recall_distances
 from alibi_lab.lab.experiment import run
 from alibi_lab.recipes.recall import COMPARED, RECIPE
-
-
-@pytest.mark.parametrize("scale", RECIPE.scales)
-def test_every_training_example_is_one_document(scale):
-    for config in RECIPE.runs(scale):
-        assert parse_corpus(config.data.corpus) == ("recall", config.train.length)
-        assert config.eval.lengths[0] == config.train.length
 
 
 def test_recall_runs_at_smoke_scale_and_records_every_distance(tmp_path):

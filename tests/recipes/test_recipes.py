@@ -52,13 +52,6 @@ def test_every_row_of_the_table_is_named_after_its_recipe():
     assert {name: recipe.name for name, recipe in RECIPES.items()} == {name: name for name in RECIPES}
 
 
-def test_quick_trains_at_128_and_tests_up_to_2048():
-    config = RECIPES["quick"].runs("small")[0]
-    assert config.train.length == 128
-    assert config.eval.lengths == (128, 256, 512, 1024, 2048)
-    assert config.data.corpus == "python-source"
-
-
 def test_methods_stretches_without_new_trainings():
     runs = RECIPES["methods"].runs("small")
     trainings = {(run.model, run.data, run.train) for run in runs}

@@ -36,16 +36,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_a_folder_is_split_by_whole_files(folder):
-    corpus = load_corpus(DataConfig(text=(str(folder),), valid_share=0.2))
-    train, valid = decoded(corpus.train), decoded(corpus.valid)
-    for number in range(40):
-        counts = (train.count(f"<{number}>"), valid.count(f"<{number}>"))
-        assert counts in {(20, 0), (0, 20)}
-    assert corpus.facts["train_parts"] + corpus.facts["valid_parts"] == 40
-    assert 0.1 < len(valid) / (len(train) + len(valid)) <= 0.2
-
-
 def test_the_split_is_the_same_each_time_and_its_hash_follows_the_text(folder):
     first, again = (load_corpus(DataConfig(text=(str(folder),))) for _ in range(2))
     assert torch.equal(first.valid, again.valid)
@@ -59,14 +49,6 @@ def test_two_files_are_split_by_whole_files_too(tmp_path):
     (tmp_path / "b.txt").write_text("b" * 60)
     corpus = load_corpus(DataConfig(text=(str(tmp_path / "a.txt"), str(tmp_path / "b.txt"))))
     assert (decoded(corpus.train), decoded(corpus.valid)) == ("a" * 100, "b" * 60)
-
-
-def test_a_single_file_gives_its_end_cut_at_a_line(text_file):
-    corpus = load_corpus(DataConfig(text=(str(text_file),), valid_share=0.1))
-    assert decoded(corpus.train) + decoded(corpus.valid) == text_file.read_text()
-    assert decoded(corpus.train).endswith("\n")
-    assert 0.1 <= len(corpus.valid) / text_file.stat().st_size < 0.11
-    assert corpus.facts["split"] == "the end of the only file"
 
 
 def test_a_test_text_is_split_off_by_whole_files(folder):
@@ -170,13 +152,6 @@ def test_python_source_is_the_library_without_its_tests(tmp_path, monkeypatch):
     monkeypatch.setattr(sysconfig, "get_path", lambda name: str(tmp_path))
     corpus = load_corpus(DataConfig())
     assert sorted((decoded(corpus.train) + decoded(corpus.valid)).splitlines()) == ["# json/decoder.py", "# os.py"]
-
-
-def test_python_source_of_this_python_is_megabytes():
-    facts = load_corpus(DataConfig()).facts
-    assert facts["train_tokens"] > 5_000_000
-    assert 0.03 < facts["valid_tokens"] / facts["train_tokens"] < 0.06
-    assert facts["bytes_per_token"] == 1
 
 
 @pytest.mark.parametrize(

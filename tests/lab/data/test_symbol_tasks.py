@@ -6,8 +6,7 @@ import pytest
 import torch
 from copier import Copier
 
-from alibi_lab.lab.config import DataConfig, EvalConfig, SymbolTask
-from alibi_lab.lab.data.corpus import load_corpus
+from alibi_lab.lab.config import EvalConfig, SymbolTask
 from alibi_lab.lab.data.tasks import CHANCE, TaskError, shortest, symbol_documents
 from alibi_lab.lab.evaluation.context_use import symbols
 
@@ -126,13 +125,3 @@ def test_chance_is_what_a_guess_gets():
 def test_the_tasks_stand_for_no_other_text(tiny_model):
     with pytest.raises(TaskError, match=r"mqar has its own 64 tokens; test it on data\.corpus=task:mqar"):
         symbols(tiny_model("alibi"), "mqar", torch.arange(65), EvalConfig(lengths=(40,)))
-
-
-@pytest.mark.parametrize("task", TASKS)
-def test_a_corpus_is_documents_of_the_task(task):
-    corpus = load_corpus(DataConfig(corpus=f"task:{task}:64"))
-    again, _ = symbol_documents(task, 2, 64, torch.Generator().manual_seed(0), varied=True)
-    assert corpus.facts["name"] == f"task:{task}:64"
-    assert corpus.starts["train"][:2].tolist() == [0, 64]
-    assert int(corpus.train.max()) < 64
-    assert again.shape == (2, 64)

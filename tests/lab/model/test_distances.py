@@ -7,6 +7,7 @@ import torch
 
 from alibi_lab.lab.config import ModelConfig
 from alibi_lab.lab.model.attention import attend
+from alibi_lab.lab.model.distances import t5_bucket
 from alibi_lab.lab.model.position_method import ByDistance, LayerInput, Pass
 from alibi_lab.lab.model.positions import METHODS
 
@@ -21,6 +22,11 @@ def _tisa(made):
     return lambda head, d: sum(a[head][s] * math.exp(-abs(b[head][s]) * (d - c[head][s]) ** 2) for s in range(5))
 
 
+def _kerple(made):
+    r1, r2 = made.log_r1.exp().tolist(), made.log_r2.exp().tolist()
+    return lambda head, d: -r1[head] * math.log(1 + r2[head] * d)
+
+
 # Each bias by its paper's formula, for one head and distance.
 FORMULAS = {
     "alibi-log": lambda made: lambda head, d: -SLOPES[head] * math.log(1 + d),
@@ -29,6 +35,8 @@ FORMULAS = {
         lambda head, d: (sum(math.cos(d / 10_000 ** (2 * c / 128)) for c in range(1, 65)) - 64) / (4 * (head + 1))
     ),
     "tisa": _tisa,
+    "t5": lambda made: lambda head, d: made.weight[head, t5_bucket(torch.tensor([d]))[0]].item(),
+    "kerple": _kerple,
 }
 
 

@@ -20,7 +20,13 @@ ARCHITECTURES = {
 }
 BEYOND = [method for method in METHODS if method != "learned"]
 RELATIVE = [method for method in METHODS if METHODS[method].relative]
-NAMES = ("shaw:Shaw", "transformer_xl:RelativeSinusoids", "da_transformer:DATransformer", "longformer:Longformer")
+NAMES = (
+    "shaw:Shaw",
+    "transformer_xl:RelativeSinusoids",
+    "da_transformer:DATransformer",
+    "longformer:Longformer",
+    "landmark:Landmark",
+)
 SYSTEMS = [f"alibi_lab.lab.systems.{name}" for name in NAMES]
 every_method = pytest.mark.parametrize("method", METHODS)
 beyond_methods = pytest.mark.parametrize("method", BEYOND)

@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from alibi_lab.lab.config import ModelConfig
-from alibi_lab.lab.model.attention import LayerCache
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.model.position_method import Pass
 from alibi_lab.lab.systems.landmark import Landmark, grouped_weights
@@ -70,16 +69,6 @@ def test_weights_are_a_grouped_softmax(query_len, key_len, retrieved, window):
 def model() -> LanguageModel:
     config = ModelConfig(method=METHOD, vocab_size=64, num_layers=2, num_heads=2, embed_dim=16, ffn_dim=24)
     return LanguageModel(config, trained_length=16).eval()
-
-
-def test_a_model_reads_no_later_token_and_decodes_with_a_cache(model):
-    tokens = torch.randint(64, (2, 23), generator=torch.Generator().manual_seed(0))
-    with torch.no_grad():
-        whole = model(tokens)
-        torch.testing.assert_close(model(tokens[:, :11]), whole[:, :11], rtol=1e-5, atol=1e-5)
-        caches = [LayerCache() for _ in model.blocks]
-        parts = [model(part, caches=caches) for part in tokens.split((9, 1, 1, 5, 7), 1)]
-    torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-4, atol=1e-5)
 
 
 def test_tests_read_few_blocks_and_training_reads_all_with_gradients(model, monkeypatch):

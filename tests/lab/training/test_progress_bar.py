@@ -5,7 +5,7 @@ import re
 
 from rich.console import Console
 
-from alibi_lab.lab.progress import progress_shown, shortened
+from alibi_lab.lab.progress import progress_shown
 from alibi_lab.lab.training.checkpoint import Progress
 
 NAME = "a-long-recipe/a-very-long-position-method-128/seed-11"
@@ -38,8 +38,3 @@ def test_a_wide_terminal_also_shows_speed_and_the_time_of_all_models() -> None:
     assert "tokens/s" in last
     assert "min for all models" in last
     assert f"model 1 of 4: {NAME}" in last
-
-
-def test_a_name_is_shortened_to_its_end() -> None:
-    assert shortened("abcdefghijkl", 12) == "abcdefghijkl"
-    assert shortened("abcdefghijkl", 10) == "…defghijkl"
