@@ -20,7 +20,6 @@ MAX_LINES, MAX_COLUMNS = 400, 130
 LONG_FILES = {
     "alibi_attn/attention/backends/native/backward.cpp": "one loop makes the gradients of keys, values, slopes and biases",
     "alibi_attn/attention/backends/native/block.hpp": "the scores of a block, with every kind of bias and mask",
-    "alibi_attn/jax/attention.py": "the public function, half of it the explanation of its options, and its custom gradient",
 }
 PLAIN = {*sys.stdlib_module_names, "numpy"}
 

@@ -7,7 +7,7 @@ Press et al. 2022, sec. 3 (arXiv:2108.12409). The checks are in `attention/call/
 import dataclasses
 from collections.abc import Callable
 from functools import partial
-from typing import Any, Literal, NamedTuple, Never, NoReturn, TypeVar, get_args
+from typing import Any, Literal, NamedTuple, NoReturn, TypeVar, Unpack, get_args
 
 import jax
 import jax.numpy as jnp
@@ -15,7 +15,8 @@ from jax import lax
 from jax.custom_derivatives import SymbolicZero
 
 from alibi_attn.attention.call.explanation import refusal
-from alibi_attn.attention.call.hints import hides_unknown
+from alibi_attn.attention.call.hints import shows
+from alibi_attn.attention.call.options import AttentionOptions
 from alibi_attn.attention.call.reads import arguments_of
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.run.invariant import invariant_spec
@@ -24,7 +25,7 @@ from alibi_attn.jax.call import merging
 from alibi_attn.jax.call.dropout import WHOLE, Origin
 from alibi_attn.jax.call.operands import Arrays, Rest, operands
 from alibi_attn.jax.call.plan import Array, Plan
-from alibi_attn.jax.call.validation import SegmentIds, Slopes, Window, checked_dropout_key, make_spec
+from alibi_attn.jax.call.validation import Slopes, checked_dropout_key, make_spec
 
 Backend = Literal["auto", "native", "loop", "dense", "fused"]
 Result = TypeVar("Result")
@@ -37,34 +38,18 @@ GPU_QUERY_BLOCK, GPU_KEY_TILE = 1024, 4096
 GPU_DENSE_SCORES = 2**29  # B·H·T·S; 2 GiB in fp32, of which forward holds two and backward four
 
 
-@hides_unknown
+@shows(AttentionOptions[Array])
 def alibi_attention(
     query: Array,
     key: Array,
     value: Array,
     slopes: Slopes | None = None,
     *,
-    causal: bool = True,
-    right_slopes: Slopes | None = None,
-    window: Window | None = None,
-    scale: float | None = None,
-    query_offset: int | Array | None = None,
-    key_mask: Array | None = None,
-    segment_ids: SegmentIds | None = None,
-    key_bias: Array | None = None,
-    sink_logits: Array | None = None,
-    dropout_p: float = 0.0,
     dropout_key: Array | None = None,
-    tolerance: float | None = None,
     return_lse: bool = False,
-    sinks: int = 0,
-    prefix_len: Array | None = None,
-    positions: Array | None = None,
-    query_positions: Array | None = None,
-    registers: int = 0,
     invariant: bool = False,
     backend: Backend = "auto",
-    **unknown: Never,
+    **options: Unpack[AttentionOptions[Array]],
 ) -> Array | tuple[Array, Array]:
     """Attention with linear biases, softmax(scale·q·kᵀ − m·|i − j| + b_j)·v, [B, T, H, D] in query's dtype.
 
@@ -129,37 +114,16 @@ def alibi_attention(
 
     Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
     """
-    spec = make_spec(
-        query,
-        key,
-        value,
-        slopes,
-        causal=causal,
-        right_slopes=right_slopes,
-        window=window,
-        scale=scale,
-        query_offset=query_offset,
-        key_mask=key_mask,
-        segment_ids=segment_ids,
-        key_bias=key_bias,
-        sink_logits=sink_logits,
-        dropout_p=dropout_p,
-        tolerance=tolerance,
-        return_lse=return_lse,
-        sinks=sinks,
-        prefix_len=prefix_len,
-        positions=positions,
-        query_positions=query_positions,
-        registers=registers,
-        **unknown,
-    )
+    spec = make_spec(query, key, value, slopes, return_lse=return_lse, **options)
     if invariant:
-        spec, before = invariant_spec(spec, tolerance, backend, lambda x, count: jnp.pad(x, ((0, 0), (count, 0))))
+        spec, before = invariant_spec(
+            spec, options.get("tolerance"), backend, lambda x, count: jnp.pad(x, ((0, 0), (count, 0)))
+        )
         query = jnp.pad(query, ((0, 0), (before, 0), (0, 0), (0, 0)))
         output, lse = attend(spec, query, key, value, None, "native")
         output, lse = output[:, before:], lse[:, :, before:]
     else:
-        output, lse = attend(spec, query, key, value, checked_dropout_key(dropout_p, dropout_key), backend)
+        output, lse = attend(spec, query, key, value, checked_dropout_key(spec.dropout_p, dropout_key), backend)
     return (output, lse) if return_lse else output
 
 
