@@ -205,19 +205,13 @@ def attend_packed(
         if low == high:
             continue
         part = dataclasses.replace(
-            spec,
-            query_len=high - low,
-            key_len=stop - start,
+            spec.on_queries(low, high).on_keys(start, stop),
             query_segments=None,
             key_segments=None,
             query_offset=stop - start - (high - low),
             slopes=spec.slopes if slopes is None else slopes[at],
-            key_bias=None if spec.key_bias is None else spec.key_bias[:, :, start:stop],
-            positions=None if spec.positions is None else spec.positions[:, start:stop],
-            query_positions=None if spec.query_positions is None else spec.query_positions[:, low:high],
-            dropout_seed=None
-            if seed is None
-            else seed + seed.new_tensor([0, 0, 0, start]),  # positions of the whole row
+            # Positions of the whole row.
+            dropout_seed=None if seed is None else seed + seed.new_tensor([0, 0, 0, start]),
         )
         result = attend(part, query[:, :, low:high], key[:, :, start:stop], value[:, :, start:stop], backend)
         outputs.append(result[0] if isinstance(result, tuple) else result)

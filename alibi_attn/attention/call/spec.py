@@ -228,24 +228,24 @@ class AttentionSpec(Generic[Array]):
         )
 
     def on_one_axis(
-        self, positions: Array, of_keys: Callable[[Any], Any], of_queries: Callable[[Any], Any], **fields: Any
+        self,
+        positions: Array,
+        key_mask: Array,
+        of_keys: Callable[[Any, int], Any],
+        of_queries: Callable[[Any, int], Any],
     ) -> "AttentionSpec[Array]":
-        """The call of S + T queries and keys at these positions, [B, S + T], also changed in these fields.
+        """The call of S + T queries and keys at these positions, [B, S + T].
 
         Args:
-            of_keys, of_queries: place an array [B, S] or [B, T] on that axis.
+            key_mask: of the keys, instead of the spec's.
+            of_keys, of_queries: (array, axis) -> the array with the axis of keys, or of queries, placed on that axis.
         """
+        masked = dataclasses.replace(self, key_mask=key_mask, positions=None, query_positions=None)
+        length = self.query_len + self.key_len
+        arrays = masked.along("S", of_keys) | masked.along("T", of_queries)
+        arrays |= {"positions": positions, "query_positions": positions}
         return dataclasses.replace(
-            self,
-            query_len=self.query_len + self.key_len,
-            key_len=self.query_len + self.key_len,
-            query_offset=0,
-            by_position=False,
-            positions=positions,
-            query_positions=positions,
-            key_segments=None if self.key_segments is None else of_keys(self.key_segments),
-            query_segments=None if self.query_segments is None else of_queries(self.query_segments),
-            **fields,
+            masked, query_len=length, key_len=length, query_offset=0, by_position=False, **arrays
         )
 
     @property

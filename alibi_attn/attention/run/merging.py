@@ -191,15 +191,7 @@ def _on_one_axis(spec: Spec, query: Tensor, key: Tensor, value: Tensor) -> Part:
     spec = numbered(spec, device)
     mask = torch.ones_like(positions, dtype=torch.bool) if spec.key_mask is None else spec.key_mask
     together = placed(positions, of_keys) + placed(own, of_queries)
-    part = spec.on_one_axis(
-        together,
-        lambda x: placed(x, of_keys),
-        lambda x: placed(x, of_queries),
-        key_mask=placed(mask, of_keys),
-        key_bias=None if spec.key_bias is None else placed(spec.key_bias, of_keys),
-        query_numbers=None if spec.query_numbers is None else placed(spec.query_numbers, of_queries),
-        key_numbers=None if spec.key_numbers is None else placed(spec.key_numbers, of_keys),
-    )
+    part = spec.on_one_axis(together, mask, lambda x, _: placed(x, of_keys), lambda x, _: placed(x, of_queries))
     return Part(part, rows(query, of_queries), rows(key, of_keys), rows(value, of_keys), places=of_queries)
 
 

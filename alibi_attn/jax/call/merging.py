@@ -204,16 +204,14 @@ def _on_one_axis(whole: Part) -> Part:
         nothing = jnp.zeros_like(x, shape=(spec.batch, spec.key_len + spec.query_len, *x.shape[2:]))
         return jax.vmap(lambda to, at, x: to.at[at].set(x, unique_indices=True))(nothing, at, x)
 
+    def along(x: Array, at: Array, axis: int) -> Array:
+        """The same for another axis than the second, counted from the end."""
+        return jnp.moveaxis(placed(jnp.moveaxis(x, axis, 1), at), 1, axis)
+
     mask = jnp.ones_like(positions, bool) if spec.key_mask is None else jnp.asarray(spec.key_mask)
     together = placed(positions, of_keys) + placed(own, of_queries)
     part = spec.on_one_axis(
-        together,
-        lambda x: placed(x, of_keys),
-        lambda x: placed(x, of_queries),
-        key_mask=placed(mask, of_keys),
-        key_bias=None if spec.key_bias is None else placed(spec.key_bias.swapaxes(1, 2), of_keys).swapaxes(1, 2),
-        query_numbers=None if spec.query_numbers is None else placed(spec.query_numbers, of_queries),
-        key_numbers=None if spec.key_numbers is None else placed(spec.key_numbers, of_keys),
+        together, mask, lambda x, axis: along(x, of_keys, axis), lambda x, axis: along(x, of_queries, axis)
     )
     rows = placed(whole.query, of_queries), placed(whole.key, of_keys), placed(whole.value, of_keys)
     return Part(part, *rows, places=of_queries, origin=whole.origin)
