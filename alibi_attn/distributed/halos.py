@@ -16,6 +16,7 @@ import numpy as np
 import numpy.typing as npt
 
 from alibi_attn.attention.call.checks import EPS, check_numbers
+from alibi_attn.attention.call.options import DEFAULTS
 from alibi_attn.attention.certificate.constants import UNIT
 from alibi_attn.reach import static_reach
 from alibi_attn.slopes import alibi_slopes
@@ -176,16 +177,8 @@ def static_halo(
     """
     if dtype not in EPS:
         raise TypeError(f"dtype is {dtype!r} but must be one of {', '.join(EPS)}")
-    _, tolerance = check_numbers(
-        causal=causal,
-        has_right_slopes=right_slopes is not None,
-        window=window,
-        scale=None,
-        dropout_p=0.0,
-        tolerance=tolerance,
-        head_dim=head_dim,
-        dtype=dtype,
-    )
+    given = {"causal": causal, "right_slopes": right_slopes, "window": window, "tolerance": tolerance}
+    _, tolerance = check_numbers({**DEFAULTS, **given}, head_dim=head_dim, dtype=dtype)
     shards, of_heads = _lengths(lengths), [float(m) for m in slopes]
     heads = len(of_heads) if num_kv_heads is None else num_kv_heads
     if heads < 1 or not of_heads or len(of_heads) % heads:

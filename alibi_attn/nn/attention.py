@@ -14,8 +14,9 @@ from torch import Tensor, nn
 from alibi_attn.attention.call.bias import Slopes
 from alibi_attn.attention.call.checks import check_layer, check_sinks, default_tolerance
 from alibi_attn.attention.call.hints import by_position, hides_unknown, unknown_argument
-from alibi_attn.attention.call.part_options import Window, windows_of_heads
-from alibi_attn.attention.call.query_positions import check_registers
+from alibi_attn.attention.call.options import Window
+from alibi_attn.attention.call.part_options import free_values
+from alibi_attn.attention.call.query_positions import check_registers, windows_of_heads
 from alibi_attn.attention.kept import Kept, attend
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.cache.appending import pieces
@@ -80,13 +81,13 @@ class ALiBiAttention(nn.Module):
     @checks_names()
     def __init__(
         self, embed_dim: int, num_heads: int, *, num_kv_heads: int | None = None, bias: bool = False, causal: bool = True,
-        window: Window | None = None, sinks: int = 0, registers: int = 0, dropout_p: float = 0.0,
+        window: Window[Tensor] | None = None, sinks: int = 0, registers: int = 0, dropout_p: float = 0.0,
         slopes: Slopes | None = None, learn_slopes: bool = False, qk_norm: bool = False, forget_gate: bool = False,
         kv_dim: int | None = None,
     ) -> None:  # fmt: skip
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        one_window, windows = windows_of_heads(window, num_heads)
+        one_window, windows = windows_of_heads(window, num_heads, free_values)
         check_layer(
             embed_dim, num_heads, num_kv_heads, window=one_window, dropout_p=dropout_p, causal=causal, forget_gate=forget_gate
         )  # fmt: skip

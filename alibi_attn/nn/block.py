@@ -6,7 +6,7 @@ from torch import Tensor, nn
 
 from alibi_attn.attention.call.bias import Slopes
 from alibi_attn.attention.call.hints import by_position, hides_unknown
-from alibi_attn.attention.call.part_options import Window
+from alibi_attn.attention.call.options import Window
 from alibi_attn.nn.attention import ALiBiAttention
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.constructor_arguments import checks_names
@@ -19,7 +19,7 @@ class AttentionOptions(TypedDict, total=False):
     num_kv_heads: int | None
     bias: bool
     causal: bool
-    window: Window | None
+    window: Window[Tensor] | None
     sinks: int
     registers: int
     slopes: Slopes | None

@@ -7,7 +7,7 @@ are in `validation.py` and `jax/call/validation.py`. Shapes are those of `spec.p
 import operator
 import sys
 from collections.abc import Mapping, Sequence
-from typing import Any, NamedTuple, Protocol, SupportsIndex
+from typing import Any, NamedTuple, Protocol
 
 from alibi_attn.attention.call.spec import MAX_POSITION
 
@@ -57,16 +57,8 @@ def check_call(
         dtype: that of the computation, if it is not query's.
     """
     b, h, _, t, s, d = sizes = check_shapes(query, key, value, layout=layout)
-    scale, tolerance = check_numbers(
-        causal=options["causal"],
-        has_right_slopes=options["right_slopes"] is not None,
-        window=options["window"],
-        scale=options["scale"],
-        dropout_p=options["dropout_p"],
-        tolerance=options["tolerance"],
-        head_dim=d,
-        dtype=dtype_name(query.dtype if dtype is None else dtype),
-    )
+    name = dtype_name(query.dtype if dtype is None else dtype)
+    scale, tolerance = check_numbers(options, head_dim=d, dtype=name)
     for name, array in (("slopes", slopes), ("right_slopes", right_slopes)):
         if array is not None:
             check_slopes(name, array.shape, batch=b, num_heads=h, query_len=t)
@@ -137,21 +129,13 @@ def dtype_name(dtype: object) -> str:
     return str(name).removeprefix("torch.")
 
 
-def check_numbers(
-    *,
-    causal: bool,
-    has_right_slopes: bool,
-    window: int | None,
-    scale: float | None,
-    dropout_p: float,
-    tolerance: float | None,
-    head_dim: int,
-    dtype: str,
-) -> tuple[float, float]:
-    """(scale, tolerance) with their defaults, after validating Python numbers and flags."""
+def check_numbers(options: Mapping[str, Any], *, head_dim: int, dtype: str) -> tuple[float, float]:
+    """(scale, tolerance) with their defaults, after validating Python numbers and flags of all options."""
+    causal, window, scale = options["causal"], options["window"], options["scale"]
+    dropout_p, tolerance = options["dropout_p"], options["tolerance"]
     if not isinstance(causal, bool):
         raise TypeError(f"causal must be True or False but is {causal!r}")
-    if has_right_slopes and causal:
+    if options["right_slopes"] is not None and causal:
         raise ValueError("right_slopes is for keys to the right, which causal attention never sees; pass causal=False")
     if window is not None:
         if isinstance(window, bool) or not isinstance(window, int):
@@ -278,19 +262,6 @@ def check_sink_logits(sink_logits: ArrayLike, *, num_heads: int) -> None:
         raise ValueError(
             f"sink_logits has shape {list(sink_logits.shape)} but must be [H] = [{num_heads}], one logit per query head"
         )
-
-
-def check_windows(windows: object, num_heads: int) -> tuple[int | None, tuple[int, ...] | None]:
-    """(the window of all heads, None), or (None, one per head); a single integer is checked elsewhere."""
-    if not isinstance(windows, Sequence):
-        raise TypeError(f"window must be an integer, one integer per head, or None but is {windows!r}")
-    given = [x for x in windows if isinstance(x, SupportsIndex) and not isinstance(x, bool)]
-    if len(given) != len(windows) or len(given) != num_heads:
-        raise ValueError(f"window is {list(windows)} but must be an integer, or [H] = {num_heads} integers")
-    numbers = [min(operator.index(x), MAX_POSITION) for x in given]
-    if min(numbers) < 1:
-        raise ValueError(f"window is {numbers} but counts the query itself, so each must be at least 1")
-    return (numbers[0], None) if len(set(numbers)) == 1 else (None, tuple(numbers))
 
 
 def check_sinks(sinks: object) -> None:

@@ -1,16 +1,47 @@
-"""Validates sinks, prefixes, positions and registers, which split a call into parts, for arrays of any framework.
+"""Validates windows per head, sinks, prefixes, positions and registers, which split a call, for arrays of any framework.
 
 `own` is [B, T], the positions of the queries, and `positions` [B, S] those of the keys; neither decreases along a row.
 Coordinates have one more axis and any order. What depends on values is checked where reading them is free.
 """
 
-from collections.abc import Callable, Mapping
-from typing import Any
+import operator
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, SupportsIndex
 
 import numpy as np
 from numpy.typing import NDArray
 
-from alibi_attn.attention.call.checks import Checked, check_positions, check_prefix_len, check_sinks
+from alibi_attn.attention.call.checks import Checked, check_positions, check_prefix_len, check_sinks, dtype_name
+from alibi_attn.attention.call.spec import MAX_POSITION
+
+
+def windows_of_heads(
+    window: Any, num_heads: int, values: Callable[[Any], NDArray[Any] | None]
+) -> tuple[int | None, tuple[int, ...] | None]:
+    """(the window of all heads, None), or (None, one per head); a single integer is checked elsewhere.
+
+    Args:
+        values: array -> its values, or None if reading them is not free.
+    """
+    if window is None or isinstance(window, int):
+        return window, None
+    windows = window
+    if hasattr(window, "dtype"):
+        if not dtype_name(window.dtype).startswith(("int", "uint")):
+            raise TypeError(f"window is {dtype_name(window.dtype)} but must hold integers, one window per head")
+        array = window if isinstance(window, np.ndarray | np.generic) else values(window)
+        if array is None:
+            raise TypeError("window is an array that is traced or on another device; pass a list of integers")
+        windows = array.tolist()
+    if not isinstance(windows, Sequence):
+        raise TypeError(f"window must be an integer, one integer per head, or None but is {window!r}")
+    given = [x for x in windows if isinstance(x, SupportsIndex) and not isinstance(x, bool)]
+    if len(given) != len(windows) or len(given) != num_heads:
+        raise ValueError(f"window is {list(windows)} but must be an integer, or [H] = {num_heads} integers")
+    numbers = [min(operator.index(x), MAX_POSITION) for x in given]
+    if min(numbers) < 1:
+        raise ValueError(f"window is {numbers} but counts the query itself, so each must be at least 1")
+    return (numbers[0], None) if len(set(numbers)) == 1 else (None, tuple(numbers))
 
 
 def part_fields(

@@ -13,7 +13,8 @@ from alibi_attn.attention.call.bias import Slopes
 from alibi_attn.attention.call.checks import BIAS_RULE, SINKS_RULE, Checked, check_call, check_position, dtype_name
 from alibi_attn.attention.call.hints import check_known
 from alibi_attn.attention.call.options import DEFAULTS, UNCHANGED, SpecOptions, named_arrays
-from alibi_attn.attention.call.part_options import part_fields, windows_of_heads
+from alibi_attn.attention.call.part_options import free_values, part_fields
+from alibi_attn.attention.call.query_positions import windows_of_heads
 from alibi_attn.attention.call.spec import MAX_POSITION, AttentionSpec
 from alibi_attn.attention.call.transforms import constant_when_compiled, is_traced, may_read
 from alibi_attn.slopes import alibi_slopes
@@ -39,12 +40,13 @@ def make_spec(
             _check_device("query_offset", offset, query.device)
         if given["right_slopes"] is not None:
             right = _given_slopes("right_slopes", given["right_slopes"], query)
-        window, head_windows = windows_of_heads(window, query.shape[1] if query.ndim == 4 else 0)
+        window, head_windows = windows_of_heads(window, query.shape[1] if query.ndim == 4 else 0, free_values)
     if slopes is not None:
         left = _given_slopes("slopes", slopes, query)
     published = _default_slopes(query) if slopes is None and query.ndim == 4 and query.shape[1] > 0 else None
     unchanged = {name: given[name] for name in UNCHANGED}
-    sizes = check_call(query, key, value, given | {"window": window}, slopes=left, right_slopes=right)
+    checked = given if window is given["window"] else given | {"window": window}
+    sizes = check_call(query, key, value, checked, slopes=left, right_slopes=right)
     offset = sizes.key_len - sizes.query_len if offset is None else _offset(offset)
     if given["segment_ids"] is not None:
         query_segments, key_segments = _segments(given["segment_ids"], offset, sizes)

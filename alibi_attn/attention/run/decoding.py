@@ -19,6 +19,7 @@ from alibi_attn.attention.backends.fused.configs import DECODE_QUERIES
 from alibi_attn.attention.backends.native import decoding as native
 from alibi_attn.attention.backends.native.backend import WIDTH
 from alibi_attn.attention.call.checks import GATES_RULE, check_numbers, dtype_name, usable_tolerance
+from alibi_attn.attention.call.options import DEFAULTS
 from alibi_attn.attention.call.spec import GATE_FLOOR, AttentionSpec, index_of, query_heads
 from alibi_attn.attention.call.transforms import are_ordinary, autocasts
 from alibi_attn.attention.call.validation import make_spec
@@ -206,16 +207,8 @@ def attend_near(
     """
     few = query.shape[2] <= MAX_QUERIES
     if few and _on_cpu(query) and log_fgate is None and sink_logits is None and has_kernel(query, key, value):
-        factor, share = check_numbers(
-            causal=True,
-            has_right_slopes=False,
-            window=window,
-            scale=scale,
-            dropout_p=0.0,
-            tolerance=tolerance,
-            head_dim=query.shape[3],
-            dtype=dtype_name(query.dtype),
-        )
+        numbers = {**DEFAULTS, "window": window, "scale": scale, "tolerance": tolerance}
+        factor, share = check_numbers(numbers, head_dim=query.shape[3], dtype=dtype_name(query.dtype))
         output = native.decode(
             query, key, value, slopes, norms=known_norms, visible=visible, window=window, scale=factor, tolerance=share
         )

@@ -9,17 +9,10 @@ import jax.numpy as jnp
 import numpy as np
 from numpy.typing import NDArray
 
-from alibi_attn.attention.call.checks import (
-    BIAS_RULE,
-    SINKS_RULE,
-    Checked,
-    check_call,
-    check_windows,
-    dtype_name,
-)
+from alibi_attn.attention.call.checks import BIAS_RULE, SINKS_RULE, Checked, check_call, dtype_name
 from alibi_attn.attention.call.hints import with_defaults
 from alibi_attn.attention.call.options import UNCHANGED, SpecOptions, named_arrays
-from alibi_attn.attention.call.query_positions import part_fields
+from alibi_attn.attention.call.query_positions import part_fields, windows_of_heads
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.jax.call.plan import Array
 from alibi_attn.slopes import alibi_slopes
@@ -27,7 +20,6 @@ from alibi_attn.slopes import alibi_slopes
 MAX_INT32_POSITION = 2**28  # positions lie within ± this, so that int32 holds every sum and difference of two limits
 
 Slopes = Sequence[float] | NDArray[np.floating] | Array
-Window = int | Sequence[int] | NDArray[np.integer] | Array
 SegmentIds = Array | tuple[Array, Array]
 
 
@@ -41,7 +33,7 @@ def make_spec(
     dtype = jax.dtypes.canonicalize_dtype(query.dtype)  # numpy's fp64 becomes fp32 unless x64 is enabled
     left = None if slopes is None else _given_slopes("slopes", slopes)
     right = None if given["right_slopes"] is None else _given_slopes("right_slopes", given["right_slopes"])
-    window, head_windows = _windows(given["window"], query.shape[2] if query.ndim == 4 else 0)
+    window, head_windows = windows_of_heads(given["window"], query.shape[2] if query.ndim == 4 else 0, readable_values)
     options_of_all = {**given, "window": window}
     sizes = check_call(query, key, value, options_of_all, slopes=left, right_slopes=right, layout="BTHD", dtype=dtype)
     offset = _offset(given["query_offset"], sizes)
@@ -65,20 +57,6 @@ def make_spec(
         sink_logits=None if sink_logits is None else jnp.asarray(_below_inf(sink_logits, SINKS_RULE)),
         **fields,
     )
-
-
-def _windows(window: Window | None, num_heads: int) -> tuple[int | None, tuple[int, ...] | None]:
-    """(the window of all heads, None), or (None, one per head)."""
-    if window is None or isinstance(window, int):
-        return window, None
-    if isinstance(window, jax.Array | np.ndarray):
-        values = readable_values(window)
-        if values is None:
-            raise TypeError("window is an array that is traced or on another device; pass a list of integers")
-        if not np.issubdtype(values.dtype, np.integer):
-            raise TypeError(f"window is {dtype_name(values.dtype)} but must hold integers, one window per head")
-        window = values.tolist()
-    return check_windows(window, num_heads)
 
 
 def _part_fields(given: SpecOptions[Array], sizes: Checked) -> dict[str, Any]:

@@ -17,13 +17,13 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError('alibi_attn.jax.flax needs Flax; install it with: pip install ".[jax]" in a clone') from error
 
-from alibi_attn.attention.call.checks import check_layer, check_sinks, check_windows
+from alibi_attn.attention.call.checks import check_layer, check_sinks
 from alibi_attn.attention.call.hints import by_position, hides_unknown
 from alibi_attn.attention.call.options import AttentionOptions
-from alibi_attn.attention.call.query_positions import check_registers
+from alibi_attn.attention.call.query_positions import check_registers, windows_of_heads
 from alibi_attn.jax.attention import alibi_attention
 from alibi_attn.jax.call.plan import Array
-from alibi_attn.jax.call.validation import Slopes, checked_dropout_key, make_spec
+from alibi_attn.jax.call.validation import Slopes, checked_dropout_key, make_spec, readable_values
 from alibi_attn.jax.forgetting import attend_gated
 from alibi_attn.slopes import alibi_slopes
 
@@ -150,7 +150,7 @@ class ALiBiAttention(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        one_window, windows = check_windows(window, num_heads) if isinstance(window, Sequence) else (window, None)
+        one_window, windows = windows_of_heads(window, num_heads, readable_values)
         check_sinks(sinks)
         if registers != 0:
             check_registers(registers, causal=causal)
