@@ -140,11 +140,11 @@ def test_a_packed_row_computes_the_scores_of_its_sequences() -> None:
     q, k, v = (x.transpose(0, 1)[None] for x in draw(sum(lengths)))
     of_tokens = torch.repeat_interleave(torch.arange(12), torch.tensor(lengths))[None]
     for causal in (True, False):
-        row = dispatch.visits("native", make_spec(q, k, v, segment_ids=of_tokens, causal=causal), q, k, v)
+        row = dispatch.BACKENDS["native"].visits(make_spec(q, k, v, segment_ids=of_tokens, causal=causal), q, k, v)
         one_by_one, at = 0, 0
         for n in lengths:
             own = [x[:, :, at : at + n] for x in (q, k, v)]
-            one_by_one += int(dispatch.visits("native", make_spec(*own, causal=causal), *own)[1].sum())
+            one_by_one += int(dispatch.BACKENDS["native"].visits(make_spec(*own, causal=causal), *own)[1].sum())
             at += n
         at_borders = 4 * 64 * sum(a + b for a, b in itertools.pairwise(lengths))
         assert one_by_one <= int(row[1].sum()) <= one_by_one + at_borders

@@ -57,8 +57,8 @@ def _fits_torch(spec: Spec, query: Tensor, key: Tensor) -> bool:
     many_keys = not is_traced() and spec.key_len > FEW_KEYS and query.device.type == "cpu"
     if many_keys or "Vmap" in transforms():
         return False
-    reads = torch.is_grad_enabled() and may_read(query, key) and (query.requires_grad or key.requires_grad)
-    return not (reads and has_huge_scores(spec.scale, query, key))
+    has_gradients = torch.is_grad_enabled() and (query.requires_grad or key.requires_grad)
+    return not (has_gradients and may_read(query, key) and has_huge_scores(spec.scale, query, key))
 
 
 def weighted(weights: Tensor, value: Tensor) -> Tensor:

@@ -15,7 +15,7 @@ from alibi_attn.attention.backends.banded import backend as banded
 from alibi_attn.attention.backends.fused import backend as fused
 from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.backends.native import build
-from alibi_attn.attention.backends.protocol import Backend, Formula, Kernel, TooSmall, Visits
+from alibi_attn.attention.backends.protocol import Backend, Formula, Kernel, TooSmall
 from alibi_attn.attention.call.explanation import refusal, verdict_on
 from alibi_attn.attention.call.reads import NUMBERED_DROPOUT, arguments_of
 from alibi_attn.attention.call.spec import AttentionSpec
@@ -51,13 +51,6 @@ class Choice(NamedTuple):
     off: frozenset[str]
 
 
-def visits(name: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor | None) -> Visits | None:
-    """What the call reads; None = everything."""
-    if 0 in (spec.batch, spec.query_len, spec.key_len):
-        return None
-    return BACKENDS[name].visits(spec, query, key, value)
-
-
 def choose(backend: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> Choice:
     """The backend that runs: the named one, or for "auto" the device's first that can; `dense` for small calls.
 
@@ -67,14 +60,15 @@ def choose(backend: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor
     check_name(backend)
     auto = backend == "auto"
     candidates = (*PREFERRED.get(query.device.type, ()), dense) if auto else (BACKENDS[backend],)
+    used = spec.used()
     for chosen in candidates:
-        off, reason, small = _judged(chosen, spec, query, key, value)
+        off, reason, small = _judged(chosen, used, spec, query, key, value)
         if reason is None:
             break
     else:
         raise refusal(backend, str(reason))
     if auto and small is not None:
-        of_dense = splitting.split(spec.used(), dense.READS)
+        of_dense = splitting.split(used, dense.READS)
         if not of_dense.unread:
             return Choice(dense.name, of_dense.off)
     return Choice(chosen.name, off)
@@ -94,9 +88,10 @@ class _Judged(NamedTuple):
     small: TooSmall | None
 
 
-def _judged(backend: Backend, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> _Judged:
-    used, off = spec.used(), NOTHING
-    small = backend.too_small(spec)
+def _judged(
+    backend: Backend, used: frozenset[str], spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor
+) -> _Judged:
+    off, small = NOTHING, backend.too_small(spec)
     if not used <= backend.READS:
         off, unread = splitting.split(used, backend.READS)
         if unread:
@@ -125,9 +120,9 @@ def verdicts(
 ) -> dict[str, str]:
     """The verdict on each backend, for `explain`; `runs` runs, and `backend` is the caller's argument."""
     preferred = PREFERRED.get(query.device.type, (dense,))
-    words = {}
+    words, used = {}, spec.used()
     for name, candidate in BACKENDS.items():
-        _, reason, small = _judged(candidate, spec, query, key, value)
+        _, reason, small = _judged(candidate, used, spec, query, key, value)
         otherwise = "can run" if small is None else f"can run; auto takes dense instead: {small}"
         if candidate not in preferred:
             otherwise = "can run; auto does not pick it on this device"

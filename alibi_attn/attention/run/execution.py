@@ -93,16 +93,17 @@ def _attend_in_parts(
 def visits(
     spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor | None, backend: str
 ) -> Visits | None:
-    """`dispatch.visits` of the backend that runs, added up over parts."""
+    """What the backend that runs reads, added up over parts; None = everything."""
     given = key if value is None else value
     spec = without_sinks(spec)
     name, off = dispatch.choose(backend, spec, query, key, given)
-    is_empty = 0 in (spec.batch, spec.query_len, spec.key_len)
-    if not is_empty and not off and spec.coordinates is not None and name not in dispatch.WITHOUT_SKIPPING:
+    if 0 in (spec.batch, spec.query_len, spec.key_len):
+        return None
+    if not off and spec.coordinates is not None and name not in dispatch.WITHOUT_SKIPPING:
         spec, query, key, given, _ = space.sorted_in_space(spec, query, key, given)
         value = None if value is None else given
-    if is_empty or not off:
-        return dispatch.visits(name, spec, query, key, value)
+    if not off:
+        return dispatch.BACKENDS[name].visits(spec, query, key, value)
     if value is None:  # values of equal norms are what the certificate then assumes
         given = torch.ones((), dtype=key.dtype, device=key.device).expand_as(key)
     if spec.dropout_p > 0:

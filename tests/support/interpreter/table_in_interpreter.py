@@ -96,7 +96,7 @@ def visited() -> list[list[int]]:
     found = []
     for options in ({"causal": False}, {"causal": True}, {"causal": False, "window": 9}, {"segment_ids": documents}):
         spec = make_spec(query, key, value, [0.0] * 4, tolerance=0.0, **options).changed(table=numbers)
-        visits = dispatch.visits("fused", spec, query, key, value)
+        visits = dispatch.BACKENDS["fused"].visits(spec, query, key, value)
         assert visits is not None
         found.append(visits.scores[0].tolist())
     return found
