@@ -7,7 +7,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from alibi_attn import alibi_attention_varlen, flash_attn
+from alibi_attn import alibi_attention_varlen
 from alibi_attn.flash_attn import (
     flash_attn_func,
     flash_attn_kvpacked_func,
@@ -212,7 +212,3 @@ def test_the_cache_refuses_rotations_pages_and_too_many_keys():
         flash_attn_with_kvcache(q, cache, cache, block_table=torch.zeros(1, 1))
     with pytest.raises(ValueError, match="room for 4 keys but k reaches position 4"):
         flash_attn_with_kvcache(q, cache, cache, q, q, cache_seqlens=3)
-
-
-def test_all_names_are_flash_attns():
-    assert len(flash_attn.__all__) == 7

@@ -118,17 +118,3 @@ def test_a_changed_module_gets_another_namespace(hub_kernel: ModuleType) -> None
     assert first.startswith(b"from ..slopes import a\n\n    from ..attention.call.spec import b\n")
     assert b"alibi_attn::" not in first.replace(b"_alibi_attn_cpu_", b"")
     assert first.splitlines()[-1] != second.splitlines()[-2]
-
-
-@pytest.mark.skipif(importlib.util.find_spec("kernels") is None, reason="Hugging Face's kernels is not installed")
-def test_kernels_itself_loads_the_folder(folder: Path) -> None:
-    code = """
-import os, sys
-os.environ["HF_HUB_OFFLINE"] = "1"
-from pathlib import Path
-import kernels, torch
-attention = kernels.get_local_kernel(Path(sys.argv[1]))
-query = torch.randn(1, 4, 300, 16)
-print(attention.alibi_attention(query, query, query).shape, kernels.get_loaded_kernels()[0].metadata.id)
-"""
-    assert "[1, 4, 300, 16]) _alibi_attn_cpu_" in run(folder, code=code)

@@ -14,7 +14,6 @@ from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
 from alibi_attn import alibi_attention
-from alibi_lab import records
 
 CALLS = 6
 
@@ -139,15 +138,3 @@ def test_native_computes_without_threads_that_the_system_refuses(tmp_path: Path)
     command = [sys.executable, "-W", "ignore", "-c", WITHOUT_THREADS]
     done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=200)
     assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
-
-
-@pytest.mark.long
-def test_alibi_run_under_accelerate_launch_records_every_run_once(tmp_path: Path) -> None:
-    # --multi_gpu starts both processes on a CPU too; --cpu starts only one.
-    launch = [sys.executable, "-m", "accelerate.commands.launch", "--num_processes", "2", "--multi_gpu", "-m"]
-    command = [*launch, "alibi_lab", "run", "quick", "--scale", "smoke", "--no-report", "--out", tmp_path]
-    environment = os.environ | {"OMP_NUM_THREADS": "1"}
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False)
-    assert done.returncode == 0, done.stderr[-2000:]
-    found = [record.kind for record in records.find(tmp_path / "records")]
-    assert sorted(found) == ["evaluation"] * 4 + ["training"] * 4

@@ -8,7 +8,7 @@ import pytest
 import torch
 from tokenizers import Tokenizer, models, pre_tokenizers
 from torch import Tensor
-from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM, PreTrainedTokenizerFast
+from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
 from typer.testing import CliRunner
 
 from alibi_attn import head_reach
@@ -143,14 +143,6 @@ def test_a_patched_bloom_agrees_with_the_attentions_of_transformers(bloom: Path)
     assert all(1 <= reach <= 60 for reach in heads["certified"])
 
 
-def test_an_mpt_is_supported_too(tmp_path: Path) -> None:
-    torch.manual_seed(1)
-    model = MptForCausalLM(MptConfig(vocab_size=20, d_model=16, n_layers=1, n_heads=2, max_seq_len=64))
-    record = summary(load(_saved(model, tmp_path / "mpt")), TEXT, length=40)
-    assert record.metrics["heads"] == 2
-    assert record.curves["heads"]["slope"] == alibi_slopes(2).tolist()
-
-
 def test_watching_leaves_logits_unchanged_and_ends_with_its_block(bloom: Path) -> None:
     model = BloomForCausalLM.from_pretrained(bloom).eval()
     with (
@@ -272,9 +264,3 @@ def test_a_text_that_is_too_short_is_refused(bloom: Path) -> None:
         summary(load(bloom), "the cat sat", length=60)
     with pytest.raises(FileNotFoundError, match="is not a folder"):
         summary(load(bloom / "gone"), TEXT)
-
-
-def test_a_folder_without_weights_is_refused(bloom: Path, tmp_path: Path) -> None:
-    (tmp_path / "config.json").write_bytes((bloom / "config.json").read_bytes())
-    with pytest.raises(FileNotFoundError, match="has no weights: neither"):
-        summary(load(tmp_path), TEXT)

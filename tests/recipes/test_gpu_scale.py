@@ -15,7 +15,7 @@ from alibi_lab import records
 from alibi_lab.cli.main import app
 from alibi_lab.lab import run as one_run
 from alibi_lab.lab.config import ConfigError, ModelConfig
-from alibi_lab.lab.config_io import from_json, to_json
+from alibi_lab.lab.config_io import from_json
 from alibi_lab.lab.data.corpus import load_corpus
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.training import parallel
@@ -142,13 +142,6 @@ def test_compiled_layers_have_the_losses_of_eager_ones(tiny, tmp_path, monkeypat
             (config,) = (run for run in runs if run.model.method == method)
             losses[compiled] = train(config, load_corpus(config.data), tmp_path / method / compiled).loss_nats
         assert losses["true"] == pytest.approx(losses["false"], rel=1e-5)
-
-
-def test_without_the_field_a_config_keeps_its_identity() -> None:
-    eager = studies.wikitext("alibi", 512, "medium")
-    assert "compile" not in to_json(eager)["train"]
-    compiled = studies.wikitext("alibi", 512, "gpu")
-    assert from_json(to_json(compiled)) == compiled
 
 
 def test_without_a_gpu_the_command_refuses(monkeypatch: pytest.MonkeyPatch) -> None:

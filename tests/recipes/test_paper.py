@@ -19,10 +19,10 @@ from alibi_lab.recipes.index import RECIPES
 from alibi_lab.recipes.paper import answers as answered
 from alibi_lab.recipes.paper.answers import Evidence, MissingEvidenceError
 from alibi_lab.recipes.paper.cells import scaled, select
-from alibi_lab.recipes.paper.items import ITEMS, PAPER
+from alibi_lab.recipes.paper.items import ITEMS
 from alibi_lab.recipes.paper.run_items import run_items
 from alibi_lab.report.answers import Sources, recorded, way_of
-from alibi_lab.report.published import CLAIMS, PAPER_METHODS, PUBLISHED, method_of, trained_length
+from alibi_lab.report.published import CLAIMS, PUBLISHED, method_of, trained_length
 from alibi_lab.report.verdicts import _ratio, paired
 
 NAMES = [f"figure-{number}" for number in range(1, 12)] + [f"table-{number}" for number in range(1, 16)]
@@ -330,12 +330,6 @@ def test_running_again_adds_nothing(folder):
     assert {path: path.stat().st_mtime_ns for path in folder.iterdir()} == before
 
 
-def test_items_share_trainings(found):
-    trained = [record for record in found.values() if record.kind == "training"]
-    kinds = {study: sum(one.name.startswith(f"{study}/") for one in trained) for study in ("wikitext", "books", "web")}
-    assert kinds == {"wikitext": 23, "books": 7, "web": 6}  # 8 + 8 + 3 + 3 and one staged; 3 + 3 and one staged; 3 + 3
-
-
 def test_fields_that_an_item_varies_cannot_be_changed():
     with pytest.raises(
         ConfigError, match=re.escape("figure-1 compares several values of model.method; it cannot be set")
@@ -346,18 +340,6 @@ def test_fields_that_an_item_varies_cannot_be_changed():
     changed = select(ITEMS["table-15"], scale="smoke", overrides={"train.steps": "7"}, seeds=(3, 5))
     assert {run.train.seed for run in changed.runs} == {3, 5}
     assert {run.train.steps for run in changed.runs} == {7}
-
-
-def test_small_pairs_the_seeds_of_figure_1_and_keeps_the_data_order():
-    runs = ITEMS["figure-1"].recipe.runs("small")
-    for length in (64, 128):
-        pairs = {(run.model.method, run.train.seed) for run in runs if run.train.length == length}
-        assert pairs == {(method, seed) for method in PAPER_METHODS.values() for seed in (0, 1)}
-        same = {dataclasses.replace(run.train, seed=0) for run in runs if run.train.length == length}
-        assert len(same) == 1
-    assert (
-        len({run.train.batch_tokens for run in PAPER.runs("small") if run.model.vocab_size == 2048} - {2304, 1920}) == 1
-    )
 
 
 def test_the_paper_scale_is_the_published_training():

@@ -6,10 +6,13 @@ import pytest
 
 from alibi_lab import records
 from alibi_lab.lab.config import ConfigError
+from alibi_lab.lab.config_io import from_json
 from alibi_lab.lab.experiment import run
+from alibi_lab.lab.model.imported_method import imported_method
 from alibi_lab.lab.planning import configs_of
 from alibi_lab.position_methods import LOOKS
 from alibi_lab.recipes.index import RECIPES
+from alibi_lab.report.page import report_html
 
 every_recipe = pytest.mark.parametrize("name", RECIPES)
 
@@ -66,27 +69,22 @@ def test_curriculum_trains_on_equal_numbers_of_tokens():
     assert [run.train.first_length for run in runs] == [None, 64, 64] * 2
 
 
-@pytest.mark.parametrize("name", ["methods", "curriculum"])
-def test_recipes_beyond_the_paper_run_at_smoke_scale(name, tmp_path):
-    written = [records.load(path) for path in run(RECIPES[name], out=tmp_path, scale="smoke")]
-    evaluations = [record for record in written if record.kind == "evaluation"]
-    assert len(evaluations) == len(RECIPES[name].runs("smoke"))
-    assert len({record.name for record in written if record.kind == "training"}) == len({r.name for r in evaluations})
-    nats = {
-        (record.config["model"]["method"], record.config["eval"]["stretch"]): record.curves["by_length"]["sliding_nats"]
-        for record in evaluations
-    }
-    if name == "methods":
-        assert nats["rotary", "none"][0] == nats["rotary", "yarn"][0]  # a stretch changes nothing at the trained length
-        assert nats["rotary", "none"][1] != nats["rotary", "yarn"][1]
-        assert nats["learned", "none"][1] is None
-
-
-def test_quick_runs_at_smoke_scale_on_real_text(tmp_path):
-    written = [records.load(path) for path in run(RECIPES["quick"], out=tmp_path, scale="smoke")]
-    evaluations = [record for record in written if record.kind == "evaluation"]
-    assert [record.config["model"]["method"] for record in evaluations] == ["sinusoidal", "rotary", "t5", "alibi"]
-    assert len({record.config["corpus"]["sha256"] for record in written}) == 1
-    for record in evaluations:
-        assert all(3 < nats < 6 for nats in record.curves["by_length"]["nonoverlapping_nats"])
-        assert all(3 < nats < 6 for nats in record.curves["by_length"]["sliding_nats"])
+@pytest.mark.parametrize("name", ["quick", "methods", "curriculum", "recall", "streams", "systems"])
+def test_a_recipe_runs_at_smoke_scale_and_is_drawn(name, tmp_path):
+    """The curves of each way to test are compared with loops in tests/lab/evaluation."""
+    found = [records.load(path) for path in run(RECIPES[name], out=tmp_path, scale="smoke")]
+    evaluations = [record for record in found if record.kind == "evaluation"]
+    tested = [from_json(record.config) for record in evaluations]
+    assert {*tested} == {*RECIPES[name].runs("smoke")}
+    assert len({record.config["corpus"]["sha256"] for record in found}) == 1
+    for record, config in zip(evaluations, tested, strict=True):
+        for nats in record.curves["by_length"]["nonoverlapping_nats"]:
+            assert 3 < nats < 7 if nats is not None else config.model.method == "learned"
+        asked = [config.eval.tasks, config.eval.memory or config.eval.sinks]
+        assert [bool(record.curves.keys() & {"recall", "passkey"}), "streams" in record.curves] == list(
+            map(bool, asked)
+        )
+    page = report_html(found)
+    assert "Other records" not in page
+    for method in {config.model.method for config in tested if ":" in config.model.method}:
+        assert f"var(--own-{imported_method(method).look.light[1:]})" in page

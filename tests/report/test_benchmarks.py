@@ -54,12 +54,6 @@ def test_errors_are_reported_and_why_a_peer_was_not_run() -> None:
     assert ratio_table(both)[1][2][1] == ["–", "–", "–"]
 
 
-def test_nine_peers_have_nine_colors() -> None:
-    peers = {f"peer {at}": {"length": [8, 16], "forward_ms": [1.0 + at, 2.0 + at]} for at in range(9)}
-    drawn = times_by_length(record(ours=OURS, **peers)).axes[0].lines
-    assert len({line.get_color() for line in drawn}) == 10
-
-
 def test_a_training_says_what_share_of_the_matrix_rate_it_reaches() -> None:
     steps = {"length": [128, 768, None], "step_ms": [800.0, 900.0, 1.0], "utilization": [0.584, 0.512, 0.1]}
     assert facts(record(alibi=steps))[1:] == [

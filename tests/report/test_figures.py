@@ -11,7 +11,6 @@ import pytest
 from matplotlib.colors import to_hex
 
 from alibi_attn.slopes import alibi_slopes
-from alibi_lab.position_methods import LOOKS
 from alibi_lab.report import plot_alibi_bias
 from alibi_lab.report.plots import bias as heads
 from alibi_lab.report.plots import drawing
@@ -84,27 +83,6 @@ def test_losses_are_nats_where_a_token_is_no_byte(made_up) -> None:
     assert _line(figure, drawing.color_of("t5")).get_ydata()[0] == pytest.approx(1.93 + 6)
 
 
-def test_the_legend_lists_the_lines_in_the_order_of_their_ends(made_up) -> None:
-    (study,) = studies(made_up(methods=("none", "sinusoidal", "rotary", "t5", "alibi")))
-    axes = figures.perplexity_by_length(study, "nonoverlapping").axes[0]
-    names = [text.get_text() for text in axes.get_legend().get_texts()]
-    assert names == ["rotary", "sinusoidal", "no positions", "T5 bias", "ALiBi"]
-    assert axes.get_legend().get_texts()[-1].get_color() == drawing.color_of("alibi")
-
-
-def test_of_many_lines_only_the_best_and_the_worst_and_alibi_have_a_color() -> None:
-    _, axes = drawing.plain_axes("of no unit")
-    for at in range(13):
-        color = drawing.color_of("alibi") if at == 6 else f"#{at:02x}00ff"
-        axes.plot([0, 1], [0, at], color=color, label=f"{at}")
-        axes.fill_between([0, 1], [0, at], [0, at + 1], color=color)
-    drawing.name_lines(axes)
-    gray = [line.get_label() for line in axes.get_lines() if line.get_color() == drawing.MUTED]
-    assert gray == ["5", "7"]
-    assert to_hex(axes.collections[5].get_facecolor()[0]) == drawing.MUTED
-    assert [text.get_text() for text in axes.get_legend().get_texts()] == [f"{n}" for n in range(12, -1, -1)]
-
-
 def test_memory_begins_at_zero(made_up) -> None:
     (study,) = studies(made_up())
     assert figures.cost_by_length(study, "peak_memory_bytes").axes[0].get_ylim()[0] == 0
@@ -125,13 +103,6 @@ def test_svg_is_inline_and_takes_its_colors_from_the_page(made_up) -> None:
     assert all(name.startswith("p-") for name in ids)
     used = set(re.findall(r'(?:href="#|url\(#)([^")]*)', text))
     assert used <= set(ids)
-
-
-def test_methods_have_distinct_colors_and_markers() -> None:
-    assert len({look.marker for look in LOOKS.values()}) == len(LOOKS)
-    assert len({look.dark for look in LOOKS.values()}) == len(LOOKS)
-    used = {*(look.light for look in LOOKS.values()), drawing.INK, drawing.MUTED, drawing.RULE}
-    assert len(used) == len(LOOKS) + 3
 
 
 def test_values_can_be_read_at_every_point_of_a_line(made_up) -> None:

@@ -11,7 +11,7 @@ from markupsafe import Markup
 from alibi_lab import records
 from alibi_lab.position_methods import LOOKS
 from alibi_lab.records import Record
-from alibi_lab.report.page import MOST_OPEN, report_html
+from alibi_lab.report.page import report_html
 from alibi_lab.report.section import Section
 from alibi_lab.report.sections.frame import MAX_FINDINGS, landing
 
@@ -35,13 +35,6 @@ def test_the_first_screen_names_findings_of_every_group_with_links() -> None:
     page = page_of(sections)
     assert page.index("What was found") < page.index("On this page") < page.index("text 0")
     assert '<a href="#x6">Section 6</a></h3><p>finding 6</p>' in page
-
-
-@pytest.mark.parametrize("count", [MOST_OPEN, MOST_OPEN + 1])
-def test_sections_of_a_long_page_are_folded_and_still_have_their_anchors(count: int) -> None:
-    page = page_of([named(n) for n in range(count)])
-    assert ("<summary><h2>Section 3</h2></summary>" in page) == (count > MOST_OPEN)
-    assert page.count('id="x3"') == 1
 
 
 def test_the_contrast_of_black_and_white_is_21(contrast) -> None:

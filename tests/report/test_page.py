@@ -10,7 +10,6 @@ import pytest
 
 from alibi_lab.records import Record
 from alibi_lab.report.page import report_html
-from alibi_lab.report.sections.study import seed_counts
 from alibi_lab.report.series import studies
 from alibi_lab.report.tables import study as tables
 
@@ -68,16 +67,6 @@ def test_the_interval_of_a_change_is_students_over_paired_seeds(made_up) -> None
     assert seeds == "0.040"
 
 
-def test_the_page_states_what_its_numbers_are_about(made_up) -> None:
-    text = _text(report_html(made_up(methods=("learned", "alibi"), seeds=3)))
-    for words in ("configurations 2", "seeds of each 3", "weights 0.8 M", "training bytes 0.8 M", "0.020 +2.0"):
-        assert words in text
-    assert "nats at 2,048 tokens" in text  # what the flattest head subtracts from the score of the farthest key
-    assert "8 nats" not in text
-    (study,) = studies([*made_up(methods=("alibi",), seeds=2), *made_up(methods=("rotary",))])
-    assert seed_counts(study.series) == "1 to 2"
-
-
 def test_a_seed_with_missing_values_leaves_the_numbers_whole(made_up) -> None:
     """The second of three seeds was not evaluated at the longest length, or at the last position."""
     records = made_up(methods=("alibi",), seeds=3)
@@ -89,13 +78,6 @@ def test_a_seed_with_missing_values_leaves_the_numbers_whole(made_up) -> None:
         records[at] = dataclasses.replace(records[at], curves={**curves, "by_position": by_position})
     assert _changes(records)["ALiBi"][3:6:2] == ["−4.7 %", "0.020"]
     assert "fewest bytes at a position 20" in _text(report_html(records))
-
-
-def test_positions_that_do_not_exist_are_dashes(made_up) -> None:
-    (study,) = studies(made_up(methods=("learned", "alibi")))
-    label, _, cells = tables.by_length(study).blocks[0].rows[0]
-    assert label == "learned"
-    assert [cell.text for cell in cells] == ["9.025", "—", "—", "—", "—"]
 
 
 def test_the_lowest_of_each_column_is_marked(made_up) -> None:

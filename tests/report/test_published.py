@@ -5,7 +5,7 @@ import math
 import pytest
 
 from alibi_attn.slopes import alibi_slopes
-from alibi_lab.report.published import PUBLISHED, method_of, trained_length
+from alibi_lab.report.published import PUBLISHED
 
 
 def _at(item: str, label: str, column: str, **place: float) -> float | None:
@@ -110,19 +110,3 @@ def test_every_series_has_the_columns_of_its_item_equally_long() -> None:
             assert all(value is None or math.isfinite(value) for values in columns.values() for value in values)
         assert sorted(label for panel in item.panels for label in panel) == sorted(item.series)
         assert set(item.cited) <= set(item.series)
-
-
-def test_only_other_peoples_rows_are_cited() -> None:
-    cited = {label for item in PUBLISHED.values() for label in item.cited}
-    assert len(cited) == 9
-    assert not any(method_of(label) for label in cited)
-    for item in PUBLISHED.values():
-        if item.corpus and item.cited:
-            assert all(method_of(label) for label in item.series if label not in item.cited)
-
-
-def test_labels_say_method_and_length() -> None:
-    assert (method_of("T5 Bias, L = 1024"), trained_length("T5 Bias, L = 1024")) == ("t5", 1024)
-    assert trained_length("ALiBi, L = 512, L_valid = 3072") == 512
-    assert trained_length("Sinusoidal, L = L_valid") is None
-    assert method_of("kNN-LM (Khandelwal et al., 2020)") == ""

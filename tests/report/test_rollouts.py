@@ -5,11 +5,9 @@ from collections.abc import Sequence
 
 import numpy as np
 import pytest
-from typer.testing import CliRunner
 
-from alibi_lab.cli.main import app
 from alibi_lab.heads import rollout
-from alibi_lab.records import Record, save
+from alibi_lab.records import Record
 from alibi_lab.report import rollouts
 from alibi_lab.report.page import report_html
 from alibi_lab.report.section import Archive
@@ -90,16 +88,6 @@ def test_the_page_has_numbers_and_claims_and_leaves_pictures_to_the_command() ->
     assert (
         finding == "Share of the first token in the attention accumulated over all layers: no positions 50%, ALiBi 12%."
     )
-
-
-def test_the_command_prints_both_verdicts(tmp_path) -> None:
-    for record in (*PLAIN, *ALIBI):
-        save(record, tmp_path)
-    result = CliRunner().invoke(app, ["report", str(tmp_path), "--verdicts"])
-    assert result.exit_code == 0, result.output
-    first, second = result.output.splitlines()
-    assert first.startswith("confirmed     Wu et al. 2025: under a causal mask alone")
-    assert second.endswith("], holds if below 1")
 
 
 def test_figures_draw_the_means_of_the_seeds() -> None:

@@ -6,7 +6,6 @@ import math
 import numpy as np
 import pytest
 
-from alibi_lab.records import Record
 from alibi_lab.report.series import studies
 
 
@@ -16,17 +15,6 @@ def test_seeds_of_one_configuration_make_one_series(made_up) -> None:
     assert [s.seeds for s in study.series] == [3, 3]
     assert study.unit == "byte"
     assert study.lengths == [128, 256, 512, 1024, 2048]
-
-
-def test_the_order_of_records_does_not_matter(made_up) -> None:
-    records = made_up(seeds=2)
-    assert studies(records) == studies(records[::-1])
-
-
-def test_a_record_that_is_passed_twice_counts_once(made_up) -> None:
-    records = made_up(seeds=1)
-    (study,) = studies([*records, *records])
-    assert study.seeds == 1
 
 
 def test_labels_distinguish_trained_lengths(made_up) -> None:
@@ -60,13 +48,6 @@ def test_evaluations_on_other_texts_are_other_studies(made_up) -> None:
     assert [study.corpus["name"] for study in studies([*records, *elsewhere])] == ["made-up", "other"]
 
 
-def test_a_training_without_evaluation_is_a_separate_study(made_up) -> None:
-    trainings = [record for record in made_up() if record.kind == "training"]
-    (study,) = studies(trainings)
-    assert study.lengths == []
-    assert study.seeds == 1
-
-
 def test_curves_keep_seeds_separate_and_omit_missing_values(made_up) -> None:
     (study,) = studies(made_up(methods=("learned",), seeds=2))
     x, y = study.series[0].curve("by_length", "length", "nonoverlapping_nats")
@@ -84,9 +65,3 @@ def test_a_seed_without_a_length_is_nan_there(made_up) -> None:
     _, y = study.series[0].curve("by_length", "length", "nonoverlapping_nats")
     assert math.isnan(y[1, 2])
     assert not math.isnan(y[0, 2])
-
-
-def test_other_kinds_stay_separate() -> None:
-    benchmark = Record(kind="benchmark", name="banded/8192", config={}, metrics={"forward_ms": 1.5})
-    nameless = Record(kind="training", name="odd", config={}, metrics={})
-    assert studies([benchmark, nameless]) == []

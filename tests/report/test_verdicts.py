@@ -80,12 +80,6 @@ def _judged(record: Record, by_identity: Mapping[str, Record], says: str) -> ver
     return next(one for one in verdicts.verdicts(record, by_identity) if says in one.claim.says)
 
 
-def _of_two_models(name: str, sinusoidal: float, evidence: list[Record]) -> Answer:
-    """An item with the perplexities at 2,048 of ALiBi, 54.6, and of sinusoidal positions; and its evidence."""
-    perplexities = {"ALiBi, L = 1024": 54.6, "Sinusoidal, L = 2048": sinusoidal}
-    return item(name, {label: {"perplexity_2048": [value]} for label, value in perplexities.items()}, evidence)
-
-
 SINUSOIDAL, ALIBI = "sinusoidal, L = 512, is worse at about 2 L", "ALiBi, L = 512, gains from reading about 2 L"
 
 
@@ -161,13 +155,6 @@ def test_one_seed_is_decided_by_its_text(further: float, noise: float, word: str
     assert why(verdict) == "over 16 parts of the text, one training" + (
         ": the interval includes the threshold" if word == "open" else ""
     )
-
-
-def test_without_parts_one_seed_decides_nothing_at_any_distance() -> None:
-    found = [evaluation("sinusoidal", 64, {64: 4.0, 127: 9.0}, noise=None)]
-    verdict = _judged(*answer(found, sinusoidal=(54.6, 8103.0)), SINUSOIDAL)
-    assert (verdict.word, verdict.interval) == ("open", None)
-    assert why(verdict) == "no interval: one seed, and the evaluations keep no losses by part of the text"
 
 
 def test_seeds_are_paired() -> None:
@@ -255,43 +242,6 @@ def test_a_claim_about_training_needs_seeds_however_long_the_text() -> None:
         verdict = _judged(*judged, label)
         assert (verdict.word, verdict.text is not None) == (word, True)
         assert (verdict.seeds is None) == ("needs two seeds" in why(verdict))
-
-
-def test_the_length_of_a_number_may_be_in_its_column() -> None:
-    """Table 12 names it there, and our result has no lengths."""
-    found = [
-        evaluation(method, trained, {trained: 5.0, 256: nats}, noise=0.0, tokens_per_part=256, seed=seed)
-        for seed in (0, 1)
-        for method, trained, nats in (("alibi", 128, 4.0 + 0.01 * seed), ("sinusoidal", 256, 4.2 + 0.0101 * seed))
-    ]
-    record, by_identity = _of_two_models("table-12", 66.7, found)
-    evidence = Sources(record, by_identity)
-    over, under = (Number(label, None, "perplexity_2048") for label in record.curves)
-    assert (evidence.our_length(over), over.tested) == (256, 2048)
-    pair = paired(evidence, [over], [under], way="nonoverlapping")
-    np.testing.assert_allclose(pair.logs, [-0.2, -0.2001])
-
-
-def test_after_equal_time_is_when_the_training_of_alibi_ended() -> None:
-    """The sinusoidal model's last validation comes later and does not count."""
-    found = [
-        records.make(
-            "training",
-            f"web/{method}/{seed}",
-            metrics={"seconds": seconds[-1]},
-            config={"model": {"method": method}, "train": {"length": trained, "seed": seed}},
-            curves={"validation": {"seconds": seconds, "nats": nats}},
-        )
-        for seed in (0, 1)
-        for method, trained, seconds, nats in (
-            ("alibi", 128, [10.0, 20.0], [5.0, 4.0 + 0.01 * seed]),
-            ("sinusoidal", 256, [12.0, 19.0, 26.0], [5.0, 4.5, 3.0]),
-        )
-    ]
-    record, by_identity = _of_two_models("table-11", 90.0, found)
-    verdict = _judged(record, by_identity, "after equal time a large ALiBi model, L = 1024")
-    assert (verdict.word, verdict.seeds.over) == ("confirmed", "2 seeds")
-    assert verdict.seeds.low == pytest.approx(math.exp(-0.495 - 12.7062047 * 0.005))
 
 
 def test_definitions_are_compared_exactly() -> None:

@@ -44,13 +44,6 @@ def test_the_split_is_the_same_each_time_and_its_hash_follows_the_text(folder):
     assert load_corpus(DataConfig(text=(str(folder),))).facts["sha256"] != first.facts["sha256"]
 
 
-def test_two_files_are_split_by_whole_files_too(tmp_path):
-    (tmp_path / "a.txt").write_text("a" * 100)
-    (tmp_path / "b.txt").write_text("b" * 60)
-    corpus = load_corpus(DataConfig(text=(str(tmp_path / "a.txt"), str(tmp_path / "b.txt"))))
-    assert (decoded(corpus.train), decoded(corpus.valid)) == ("a" * 100, "b" * 60)
-
-
 def test_a_test_text_is_split_off_by_whole_files(folder):
     corpus = load_corpus(DataConfig(text=(str(folder),), valid_share=0.2, test_share=0.1))
     texts = [decoded(part) for part in (corpus.train, corpus.valid, corpus.test)]
@@ -173,16 +166,6 @@ def test_files_that_are_not_text_are_refused(tmp_path, content, message):
         load_corpus(DataConfig(text=(str(path),)))
 
 
-def test_text_can_be_read_whole(folder, text_file):
-    assert decoded(whole_text([text_file]).valid) == text_file.read_text()
-    assert (
-        len(whole_text([folder / "part0", text_file]).valid)
-        == len(whole_text([folder / "part0"]).valid) + text_file.stat().st_size
-    )
-    with pytest.raises(CorpusError, match="does not exist"):
-        whole_text([folder / "absent"])
-
-
 def test_a_whole_text_has_the_facts_that_convert_losses(tmp_path):
     (tmp_path / "a.txt").write_text("the cat sat\non the mat\n")
     (tmp_path / "b.txt").write_text("the end")
@@ -193,19 +176,6 @@ def test_a_whole_text_has_the_facts_that_convert_losses(tmp_path):
     assert (facts["valid_tokens"], facts["valid_words"], facts["valid_lines"], facts["vocab_size"]) == (11, 8, 2, 4)
     assert facts["words_per_token"] == 8 / 11
     assert facts["bytes_per_token"] == 30 / 11
-
-
-def test_missing_files_and_empty_folders_are_refused(tmp_path):
-    with pytest.raises(CorpusError, match=r"absent.txt does not exist; pass text files"):
-        load_corpus(DataConfig(text=(str(tmp_path / "absent.txt"),)))
-    with pytest.raises(CorpusError, match="folder without files"):
-        load_corpus(DataConfig(text=(str(tmp_path),)))
-
-
-def test_the_hub_without_its_package_names_the_extra(monkeypatch):
-    monkeypatch.setitem(sys.modules, "datasets", None)
-    with pytest.raises(CorpusError, match=r'pip install "\.\[hub\]"'):
-        load_corpus(DataConfig(corpus="hub:some/name"))
 
 
 class Rows:
@@ -240,17 +210,10 @@ def hub(monkeypatch):
     return install
 
 
-def test_the_hub_gives_its_own_split(hub):
-    calls = hub({"train": Rows(text=["one", "two"]), "validation": Rows(text=["three"])})
-    corpus = load_corpus(DataConfig(corpus="hub:some/name:part"))
-    assert calls == [("some/name", "part")]
-    assert (decoded(corpus.train), decoded(corpus.valid)) == ("one\ntwo", "three")
-    assert corpus.facts["name"] == "hub:some/name:part"
-
-
 def test_the_hub_gives_its_test_text_and_one_line_end_a_row(hub):
-    hub({name: Rows(text=[" = One = \n", "", name]) for name in ("train", "validation", "test")})
-    corpus = load_corpus(DataConfig(corpus="hub:some/name", tokenizer="words"))
+    calls = hub({name: Rows(text=[" = One = \n", "", name]) for name in ("train", "validation", "test")})
+    corpus = load_corpus(DataConfig(corpus="hub:some/name:part", tokenizer="words"))
+    assert (calls, corpus.facts["name"]) == ([("some/name", "part")], "hub:some/name:part")
     assert decoded(torch.tensor(list(corpus.tokenizer.decode(corpus.train)))) == "= One =\n\ntrain\n"
     assert corpus.facts["train_parts"] == 3
     assert corpus.starts["train"].tolist() == [0, 4, 5]
@@ -291,13 +254,6 @@ def test_every_epoch_reads_every_piece_once_in_a_new_order():
     assert rows[:10] != rows[10:]
     other = next(batches(tokens, length=4, batch_size=5, seed=1)).tolist()
     assert other != rows[:5]
-
-
-def test_batches_start_at_the_given_position():
-    tokens = torch.arange(41, dtype=torch.uint8)
-    uncut = list(itertools.islice(batches(tokens, length=4, batch_size=3, seed=7), 9))
-    resumed = list(itertools.islice(batches(tokens, length=4, batch_size=3, seed=7, start=5), 4))
-    assert all(torch.equal(a, b) for a, b in zip(uncut[5:], resumed, strict=True))
 
 
 def test_starts_are_where_documents_begin(folder):
@@ -353,3 +309,16 @@ def test_a_text_shorter_than_one_example_is_refused():
         CorpusError, match=r"has 16 tokens but one training example has 17; pass more text or a smaller train.length"
     ):
         batches(torch.zeros(16, dtype=torch.uint8), length=16, batch_size=1, seed=0)
+
+
+def test_missing_files_and_empty_folders_are_refused(tmp_path):
+    with pytest.raises(CorpusError, match=r"absent.txt does not exist; pass text files"):
+        load_corpus(DataConfig(text=(str(tmp_path / "absent.txt"),)))
+    with pytest.raises(CorpusError, match="folder without files"):
+        load_corpus(DataConfig(text=(str(tmp_path),)))
+
+
+def test_the_hub_without_its_package_names_the_extra(monkeypatch):
+    monkeypatch.setitem(sys.modules, "datasets", None)
+    with pytest.raises(CorpusError, match=r'pip install "\.\[hub\]"'):
+        load_corpus(DataConfig(corpus="hub:some/name"))

@@ -5,7 +5,7 @@ import itertools
 import pytest
 import torch
 
-from alibi_lab.lab.config import ConfigError, EvalConfig
+from alibi_lab.lab.config import EvalConfig
 from alibi_lab.lab.data.corpus import CorpusError
 from alibi_lab.lab.evaluation.evaluate import (
     evaluate,
@@ -15,7 +15,6 @@ from alibi_lab.lab.evaluation.evaluate import (
     nonoverlapping,
     scored_stretches,
     sliding,
-    stride_at,
     validation_nats,
 )
 from alibi_lab.lab.evaluation.losses import TokenLosses
@@ -180,11 +179,6 @@ def test_a_text_shorter_than_one_window_is_refused(tiny_model):
         evaluate(tiny_model("alibi"), TEXT, EvalConfig(lengths=(10, 100)))
 
 
-def test_the_default_stride_is_a_quarter():
-    assert [stride_at(length, None) for length in (1, 4, 128, 2048)] == [1, 1, 32, 512]
-    assert [stride_at(length, 64) for length in (16, 128)] == [16, 64]
-
-
 @pytest.mark.parametrize("method", ["none", "t5", "alibi", "rotary", "kerple"])
 def test_windowed_is_the_truncated_context_in_a_model_of_one_layer(tiny_model, method):
     model = tiny_model(method, num_layers=1, seed=3)
@@ -238,11 +232,6 @@ def test_a_stretch_changes_what_is_beyond_the_trained_length_and_nothing_else(ti
         batch_tokens=64,
     )
     assert stretched["nonoverlapping_nats"][2] == pytest.approx(mean_nats(losses))
-
-
-def test_a_stretch_that_the_method_has_not_is_refused(tiny_model):
-    with pytest.raises(ConfigError, match=r"eval\.stretch is 'yarn'"):
-        evaluate(tiny_model("alibi"), TEXT, EvalConfig(lengths=(8, 32), tokens=32, stretch="yarn"))
 
 
 def test_lengths_that_do_not_divide_the_longest_fill_their_batches(tiny_model, monkeypatch):

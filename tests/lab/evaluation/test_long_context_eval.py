@@ -119,6 +119,8 @@ def test_unsupported_inputs_are_reported() -> None:
         cached_segments(model, TEXT, STRETCHES, length=10, memory=40)
     with pytest.raises(ConfigError, match="sinks from 0 to window"):
         attention_sinks(model, TEXT, STRETCHES, window=4)
+    with pytest.raises(ConfigError, match="whose positions are limited"):
+        cached_segments(made("learned"), TEXT, STRETCHES, length=10, memory=10)
     with pytest.raises(ConfigError, match="needs the start of a row"):
         cached_segments(made("fire"), TEXT, STRETCHES, length=10, memory=10)
 
@@ -150,8 +152,3 @@ def test_a_way_that_a_method_cannot_be_read_in_is_empty() -> None:
     assert [nats is None for nats in curve["nats"]] == [False, True, True]
     assert [nats is None for nats in streams(made("fire"), TEXT, config)["nats"]] == [True] * 3
     assert [nats is None for nats in streams(made("learned"), TEXT, config)["nats"]] == [True] * 3
-
-
-def test_positions_that_end_are_refused_in_segments() -> None:
-    with pytest.raises(ConfigError, match="whose positions are limited"):
-        cached_segments(made("learned"), TEXT, STRETCHES, length=10, memory=10)

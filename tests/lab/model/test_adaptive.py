@@ -88,26 +88,6 @@ def test_tied_gradients_are_those_of_the_input_and_of_the_output_together(parts)
         torch.testing.assert_close(weight.grad, expected)
 
 
-def test_a_tied_model_holds_each_number_once(tiny_model):
-    model = tiny_model("alibi", architecture="baevski-auli", cutoffs=(8, 24))
-    names = [name for name in model.state_dict() if name.startswith(("embedding.", "softmax."))]
-    assert names == [
-        *(f"embedding.tables.{n}.weight" for n in range(3)),
-        *(f"embedding.widen.{n}.weight" for n in range(3)),
-        "softmax.classes.weight",
-    ]
-    assert len({weight.data_ptr() for weight in model.state_dict().values()}) == len(model.state_dict())
-
-
-def test_bands_without_a_token_have_gradients_of_zero(parts):
-    bands, softmax, _, _ = parts
-    tokens = torch.arange(10)
-    softmax.loss(bands(tokens), tokens, bands).mean().backward()
-    assert not bands.tables[2].weight.grad.any()
-    assert not bands.widen[1].weight.grad.any()
-    assert bands.tables[0].weight.grad.any()
-
-
 def test_dropout_hides_inputs_and_what_is_narrowed(parts):
     bands, _, x, targets = parts
     half = AdaptiveSoftmax(WIDTH, CUTOFFS, dropout=0.5)

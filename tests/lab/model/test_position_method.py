@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from alibi_lab.lab.data.corpus import load_corpus
 from alibi_lab.lab.model.attention import LayerCache, attend
-from alibi_lab.lab.model.position_method import ContentBias, Pass, PositionError, PositionMethod, Wrapping
+from alibi_lab.lab.model.position_method import ContentBias, Pass, PositionError, PositionMethod
 from alibi_lab.lab.model.positions import METHODS, ALiBi
 from alibi_lab.lab.training.checkpoint import load_checkpoint
 from alibi_lab.lab.training.train import train
@@ -181,17 +181,6 @@ def test_training_tells_how_far_it_is_and_leaves_a_checkpoint(forgetting, tiny_r
     assert model.progress == 1.0
     start = type(model)(config.model, trained_length=16, seed=config.train.seed).position.weight
     assert ((model.position.weight - start).abs().amax((1, 2)) > 0).all()
-
-
-def test_a_subclass_of_wrapping_replaces_any_hook(tiny_model):
-    class Blind(Wrapping):
-        def bias(self, at: Pass) -> None:
-            return None
-
-    method, at = ALiBi(tiny_model("alibi").config, 32), Pass(8, 8)
-    assert method.bias(at) is not None
-    assert Blind(method).bias(at) is None
-    assert Wrapping(method).bias(at) is method.bias(at)
 
 
 def test_a_hook_that_is_called_once_has_no_layer(tiny_model, monkeypatch):

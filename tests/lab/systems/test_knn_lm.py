@@ -62,18 +62,6 @@ def test_losses_equal_a_brute_force_loop(tiny_model, method, monkeypatch):
         assert by_loop(*by_hand, k=1, share=0.5) == pytest.approx(by_loop(*by_hand, k=2, share=0.5), rel=1e-4)
 
 
-def test_the_search_finds_the_nearest_in_any_batches_and_order(monkeypatch):
-    generator = torch.Generator().manual_seed(0)
-    keys, queries = torch.randn(500, 8, generator=generator), torch.randn(70, 8, generator=generator)
-    store = knn_lm.Contexts(keys, torch.arange(500), torch.zeros(500))
-    expected = torch.cdist(queries.double(), keys.double()).square().sort(1)
-    for at_once in (7, 64, 10_000):
-        monkeypatch.setattr(knn_lm, "_KEYS_AT_ONCE", at_once)
-        distances, tokens = nearest(store, queries, 30)
-        assert torch.equal(tokens, expected.indices[:, :30])
-        torch.testing.assert_close(distances.double(), expected.values[:, :30], rtol=1e-5, atol=1e-6)
-
-
 def test_k_and_the_share_are_chosen_on_the_first_half_and_the_second_is_reported(tiny_model):
     model, (train, valid) = tiny_model("alibi"), texts()
     curves = KnnLM.curves(model, Corpus(train, valid, {}), EvalConfig(lengths=(16,), tokens=1000))

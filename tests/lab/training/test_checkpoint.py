@@ -130,18 +130,6 @@ def test_a_checkpoint_of_the_schema_before_is_read(trained):
     load_checkpoint_tokenizer(trained[0])
 
 
-@pytest.mark.parametrize("name", ["config.json", "model.safetensors", "tokenizer.json"])
-def test_a_folder_in_the_place_of_a_file_is_refused(name, trained):
-    path = newest(trained[0]) / name
-    path.unlink()
-    path.mkdir()
-    read = load_checkpoint_tokenizer if name == "tokenizer.json" else load_checkpoint
-    with pytest.raises(
-        CheckpointError, match=rf"{name} is damaged or incomplete \(.*(Is a directory|bytes instead of)"
-    ):
-        read(trained[0])
-
-
 @pytest.mark.parametrize(
     ("fields", "message"),
     [

@@ -87,13 +87,6 @@ def test_a_finished_training_is_not_trained_again(tiny_run, tmp_path):
     assert train(config, corpus, tmp_path, on_step=cut_at(1, PowerCut())) == progress
 
 
-def test_signals_mean_what_they_meant_before_once_training_is_over(tiny_run, tmp_path):
-    before = [signal.getsignal(number) for number in SIGNALS]
-    config = tiny_run(steps=2)
-    train(config, load_corpus(config.data), tmp_path)
-    assert [signal.getsignal(number) for number in SIGNALS] == before
-
-
 @pytest.mark.parametrize("cut", [3, 4])
 def test_a_signal_during_the_last_step_or_its_checkpoint_is_not_lost(tiny_run, tmp_path, cut):
     config = tiny_run(steps=4)
@@ -201,13 +194,6 @@ def test_a_training_that_is_killed_again_and_again_ends_as_the_uncut_one(tiny_ru
     assert [path.name for path in (tmp_path / "cut").iterdir()] == ["step-00000040"]
 
 
-def test_a_text_that_repeats_is_learned(tiny_run, tmp_path):
-    config = tiny_run(steps=150, batch_tokens=512, learning_rate=1e-2)
-    progress = train(config, load_corpus(config.data), tmp_path)
-    assert progress.curve["loss_nats"][0] > 4
-    assert progress.loss_nats < 1.5
-
-
 @pytest.mark.filterwarnings("ignore:overflow")
 def test_a_loss_of_nan_stops_training_and_keeps_the_last_good_checkpoint(tiny_run, tmp_path):
     config = tiny_run(steps=50, learning_rate=1e30, clip_norm=1e30, checkpoint_every=1)
@@ -230,3 +216,17 @@ def test_a_damaged_state_is_refused(tiny_run, tmp_path):
     shutil.rmtree(newest(tmp_path / "run") / "state")
     with pytest.raises(CheckpointError, match=r"optimizer.pt is damaged or incomplete"):
         train(config, corpus, tmp_path / "run")
+
+
+def test_signals_mean_what_they_meant_before_once_training_is_over(tiny_run, tmp_path):
+    before = [signal.getsignal(number) for number in SIGNALS]
+    config = tiny_run(steps=2)
+    train(config, load_corpus(config.data), tmp_path)
+    assert [signal.getsignal(number) for number in SIGNALS] == before
+
+
+def test_a_text_that_repeats_is_learned(tiny_run, tmp_path):
+    config = tiny_run(steps=150, batch_tokens=512, learning_rate=1e-2)
+    progress = train(config, load_corpus(config.data), tmp_path)
+    assert progress.curve["loss_nats"][0] > 4
+    assert progress.loss_nats < 1.5
