@@ -5,8 +5,8 @@ import re
 import numpy as np
 import pytest
 import torch
-from tokenizers import Tokenizer, models, pre_tokenizers
-from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
+from damaged_models import write_decoder
+from transformers import BloomForCausalLM
 from transformers.utils import logging
 from typer.testing import CliRunner
 
@@ -15,23 +15,19 @@ from alibi_attn.hf.patching import reading
 from alibi_attn.nn.cache import file as cache_file
 from alibi_lab.cli.main import app
 
+WORDS = [chr(98 + index % 25) for index in range(150)]
+
 
 @pytest.fixture
 def folder(tmp_path):
-    torch.manual_seed(0)
-    model = BloomForCausalLM(BloomConfig(hidden_size=32, n_layer=2, n_head=4, vocab_size=50)).eval()
-    model.save_pretrained(tmp_path / "model")
-    words = Tokenizer(models.WordLevel({f"w{index}": index for index in range(50)}, unk_token="w0"))
-    words.pre_tokenizer = pre_tokenizers.WhitespaceSplit()
-    PreTrainedTokenizerFast(tokenizer_object=words).save_pretrained(tmp_path / "model")
-    return tmp_path / "model"
+    return write_decoder(tmp_path / "model")
 
 
 def test_the_perplexity_of_a_text_is_that_of_one_pass(folder, tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "_CHUNK", 32)
-    ids = torch.randint(1, 50, (1, 200), generator=torch.Generator().manual_seed(2))
+    ids = torch.randint(1, 26, (1, 200), generator=torch.Generator().manual_seed(2))
     text = tmp_path / "book.txt"
-    text.write_text(" ".join(f"w{index}" for index in ids[0].tolist()))
+    text.write_text(" ".join(chr(97 + index) for index in ids[0].tolist()))
     with torch.no_grad():
         logits = BloomForCausalLM.from_pretrained(folder)(ids).logits
     expected = torch.nn.functional.cross_entropy(logits[0, :-1], ids[0, 1:], reduction="none")
@@ -67,20 +63,20 @@ def test_the_perplexity_of_a_text_is_that_of_one_pass(folder, tmp_path, monkeypa
 
 
 def test_an_empty_text_and_a_missing_model_are_refused(folder, tmp_path):
-    (tmp_path / "short.txt").write_text("w1")
+    (tmp_path / "short.txt").write_text("b")
     short = CliRunner().invoke(app, ["eval-text", str(folder), str(tmp_path / "short.txt")])
     assert "needs at least 2" in str(short.exception)
     text = str(tmp_path / "short.txt")
     same = CliRunner().invoke(app, ["eval-text", str(folder), text, "--out", text])
     assert "is the text itself" in str(same.exception)
-    assert (tmp_path / "short.txt").read_text() == "w1"
+    assert (tmp_path / "short.txt").read_text() == "b"
     missing = CliRunner().invoke(app, ["eval-text", str(tmp_path / "none"), str(tmp_path / "short.txt")])
     assert isinstance(missing.exception, (OSError, ValueError))
 
 
 def test_bars_of_loading_stay_out_of_logs(folder, tmp_path):
     text = tmp_path / "book.txt"
-    text.write_text("w1 w2 w3")
+    text.write_text("b c d")
     logging.enable_progress_bar()
     try:
         result = CliRunner().invoke(app, ["eval-text", str(folder), str(text)])
@@ -92,7 +88,7 @@ def test_bars_of_loading_stay_out_of_logs(folder, tmp_path):
 
 
 def test_the_folder_of_the_losses_is_made(folder, tmp_path):
-    (tmp_path / "a.txt").write_text("w1 w2 w3")
+    (tmp_path / "a.txt").write_text("b c d")
     out = tmp_path / "new" / "a.losses"
     result = CliRunner().invoke(app, ["eval-text", str(folder), str(tmp_path / "a.txt"), "--out", str(out)])
     assert result.exit_code == 0, result.output
@@ -117,8 +113,7 @@ def content(place):
 def test_a_refused_command_leaves_the_cache_and_the_losses(changed, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(cache_file, "CAPACITY", 1)  # small files
     text, cache, losses = tmp_path / "a.txt", tmp_path / "cache", tmp_path / "a.losses"
-    words = [f"w{index % 49 + 1}" for index in range(150)]
-    text.write_text(" ".join(words))
+    text.write_text(" ".join(WORDS))
     assert run(folder, text, "--cache", cache, "--out", losses).exit_code == 0
     before, numbers = content(cache), losses.read_bytes()
     if changed == "model":
@@ -127,7 +122,7 @@ def test_a_refused_command_leaves_the_cache_and_the_losses(changed, folder, tmp_
             model.transformer.h[1].mlp.dense_h_to_4h.weight.mul_(1.5)
             model.save_pretrained(folder)
     else:
-        text.write_text(" ".join(words[:100] if changed == "shorter" else ["w3", *words[1:]]))
+        text.write_text(" ".join(WORDS[:100] if changed == "shorter" else ["d", *WORDS[1:]]))
     message = {
         "model": "was written by a model with other weights",
         "text": "holds another text",
@@ -142,9 +137,8 @@ def test_a_refused_command_leaves_the_cache_and_the_losses(changed, folder, tmp_
 
 def test_a_longer_text_continues_and_losses_that_were_deleted_are_computed_again(folder, tmp_path):
     text, cache, losses = tmp_path / "a.txt", tmp_path / "cache", tmp_path / "a.txt.losses"
-    words = [f"w{index % 49 + 1}" for index in range(150)]
     for count in (100, 150):
-        text.write_text(" ".join(words[:count]))
+        text.write_text(" ".join(WORDS[:count]))
         assert run(folder, text, "--cache", cache).exit_code == 0
     numbers = np.fromfile(losses, "float32")
     losses.unlink()
@@ -157,10 +151,9 @@ def test_a_longer_text_continues_and_losses_that_were_deleted_are_computed_again
 def test_what_an_earlier_run_left_is_verified_before_it_is_continued(damaged, folder, tmp_path, monkeypatch):
     monkeypatch.setattr(cache_file, "CAPACITY", 1)  # small files
     text, cache = tmp_path / "a.txt", tmp_path / "cache"
-    words = [f"w{index % 49 + 1}" for index in range(150)]
-    text.write_text(" ".join(words[:100]))
+    text.write_text(" ".join(WORDS[:100]))
     assert run(folder, text, "--cache", cache).exit_code == 0
-    text.write_text(" ".join(words))
+    text.write_text(" ".join(WORDS))
     content = bytearray((tmp_path / damaged).read_bytes())
     at = content.rindex(bytes([next(byte for byte in reversed(content) if byte)]))  # of the last number
     content[at] ^= 1
@@ -173,7 +166,7 @@ def test_a_loss_beyond_floating_point_is_infinite_perplexity(folder, tmp_path):
         model = BloomForCausalLM.from_pretrained(folder)
         model.transformer.ln_f.weight.mul_(1e6)
         model.save_pretrained(folder)
-    (tmp_path / "a.txt").write_text("w1 w2 w3 w4")
+    (tmp_path / "a.txt").write_text("b c d e")
     result = run(folder, tmp_path / "a.txt")
     assert result.exit_code == 0, result.exception
     mean = np.fromfile(tmp_path / "a.txt.losses", "float32").astype(float).mean()
@@ -183,7 +176,7 @@ def test_a_loss_beyond_floating_point_is_infinite_perplexity(folder, tmp_path):
 
 def test_two_processes_do_not_write_the_same_losses(folder, tmp_path):
     text, losses = tmp_path / "a.txt", tmp_path / "a.txt.losses"
-    text.write_text("w1 w2 w3 w4")
+    text.write_text("b c d e")
     with files.locked(losses, "free"):
         assert "another process is writing" in str(run(folder, text).exception)
     assert run(folder, text).exit_code == 0

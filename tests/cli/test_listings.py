@@ -13,9 +13,8 @@ from typer.testing import CliRunner
 from alibi_attn.cli.console import console
 from alibi_lab.cli.main import app
 from alibi_lab.lab import experiment
-from alibi_lab.lab.config_io import field_meanings, field_names
+from alibi_lab.lab.config_io import field_names
 from alibi_lab.recipes import plan
-from alibi_lab.recipes.index import RECIPES
 from alibi_lab.recipes.paper import measure_speed
 
 RUNNER = CliRunner()
@@ -41,33 +40,12 @@ def text(tmp_path: Path) -> Path:
     return path
 
 
-@pytest.mark.parametrize("width", [80, 250])
-def test_recipes_are_one_line_each(width: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(console, "width", width)
-    result = RUNNER.invoke(app, ["recipes"])
-    lines = [line for line in result.output.splitlines()[1:] if line.strip()]
-    assert [line.split()[0] for line in lines] == list(RECIPES)
-    assert lines[0].split()[-2:] == ["4", "1,638,400"]
-
-
-def test_a_recipes_details_have_its_question_cost_and_trainings() -> None:
-    output = done("recipes", "quick")
-    assert "which position methods still predict well" in output
-    assert "4, 1,638,400 tokens at scale small" in output
-
-
 def test_config_shows_every_field_with_its_value_and_a_meaning() -> None:
     output = done("config", "quick")
     rows = {line.split()[0]: line for line in output.splitlines() if "." in line.split()[0]}
     assert set(rows) == set(field_names())
     assert "sinusoidal, rotary, t5, alibi" in rows["model.method"]
     assert re.search(r"200 +updates of the weights", rows["train.steps"])
-    unexplained = {name for name, meaning in field_meanings().items() if not meaning}
-    assert unexplained == {
-        "model.method", "model.architecture", "model.num_layers", "model.num_heads", "model.embed_dim",
-        "model.attention_dropout", "train.optimizer", "train.learning_rate", "train.warmup_steps", "train.clip_norm",
-        "train.precision", "train.activation_checkpointing",
-    }  # fmt: skip  # the names say it
 
 
 def test_a_dry_run_lists_the_trainings_and_what_is_recorded_and_writes_nothing(text: Path, tmp_path: Path) -> None:

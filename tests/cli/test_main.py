@@ -63,6 +63,13 @@ def checkpoint(smoke: Path) -> Path:
     return next((smoke / "checkpoints" / "quick" / "alibi-16").iterdir())
 
 
+@pytest.fixture
+def text(tmp_path: Path) -> Path:
+    path = tmp_path / "a.txt"
+    path.write_text("def f(x):\n    return x + 1\n" * 30)
+    return path
+
+
 def test_running_quick_writes_records_and_a_report_of_the_same_numbers(smoke: Path) -> None:
     loaded = list(records.find(smoke / "records"))
     assert sorted({record.config["model"]["method"] for record in loaded}) == ["alibi", "rotary", "sinusoidal", "t5"]
@@ -112,9 +119,7 @@ def test_report_reads_run_folders_and_record_files(smoke: Path, tmp_path: Path) 
     assert "comes from 1 record." in page.read_text()
 
 
-def test_eval_agrees_with_the_run(smoke: Path, checkpoint: Path, tmp_path: Path) -> None:
-    text = tmp_path / "a.txt"
-    text.write_text("def f(x):\n    return x + 1\n" * 30)
+def test_eval_agrees_with_the_run(checkpoint: Path, text: Path, tmp_path: Path) -> None:
     arguments = ["eval", str(checkpoint), "--text", str(text), "--lengths", "16,64", "--tokens", "64"]
     output = done(*arguments, "--out", tmp_path / "records")
     (record,) = records.find(tmp_path / "records")
@@ -138,10 +143,8 @@ def test_eval_agrees_with_the_run(smoke: Path, checkpoint: Path, tmp_path: Path)
     ],
 )
 def test_errors_of_eval_name_its_options(
-    options: list[str], code: int, words: str, checkpoint: Path, tmp_path: Path
+    options: list[str], code: int, words: str, checkpoint: Path, text: Path
 ) -> None:
-    text = tmp_path / "a.txt"
-    text.write_text("def f(x):\n    return x + 1\n" * 30)
     result = RUNNER.invoke(app, ["eval", str(checkpoint), "--text", str(text), *options], env={"COLUMNS": "200"})
     assert result.exit_code == code
     message = re.sub(r"[│\s]+", " ", result.output) if code == 2 else str(result.exception)
@@ -149,9 +152,7 @@ def test_errors_of_eval_name_its_options(
     assert "eval." not in message
 
 
-def test_eval_reads_in_segments_with_a_memory(checkpoint: Path, tmp_path: Path) -> None:
-    text = tmp_path / "a.txt"
-    text.write_text("def f(x):\n    return x + 1\n" * 30)
+def test_eval_reads_in_segments_with_a_memory(checkpoint: Path, text: Path, tmp_path: Path) -> None:
     arguments = ["eval", str(checkpoint), "--text", str(text), "--lengths", "16,64", "--tokens", "64", "--memory", "16"]
     output = done(*arguments, "--out", tmp_path / "records")
     (record,) = records.find(tmp_path / "records")
@@ -162,15 +163,14 @@ def test_eval_reads_in_segments_with_a_memory(checkpoint: Path, tmp_path: Path) 
     assert (record.config["eval"]["memory"], "sinks" in record.config["eval"]) == ([16], False)
 
 
-def test_text_replaces_any_corpus(tmp_path: Path) -> None:
-    text = tmp_path / "a.txt"
-    text.write_text("def f(x):\n    return x + 1\n" * 200)
+def test_text_replaces_any_corpus(text: Path, tmp_path: Path) -> None:
     smaller = [
         word
         for change in ("train.steps=2", "eval.lengths=8,16", "eval.tokens=16", "eval.tasks=")
         for word in ("--set", change)
     ]
     arguments = ["run", "recall", "--scale", "smoke", "--set", "model.method=alibi", *smaller, "--no-report"]
+    text.write_text(text.read_text() * 7)
     done(*arguments, "--out", tmp_path / "run")
     (folder,) = {path.parent for path in (tmp_path / "run" / "checkpoints").rglob("model.safetensors")}
     done("eval", folder, "--text", text, "--lengths", "8,16", "--tokens", "16")

@@ -1,9 +1,8 @@
 """`watched` passes on the queries and keys of every layer, or raises an error."""
 
-import pytest
 import torch
 
-from alibi_attn.hf import ALiBiCausalLMConfig, ALiBiForCausalLM, patch
+from alibi_attn.hf import ALiBiCausalLMConfig, ALiBiForCausalLM
 from alibi_attn.hf.patching.capture_qk import watched
 
 
@@ -18,13 +17,3 @@ def test_slopes_that_depend_on_the_length_are_those_of_this_length(tokens):
     assert [layer for layer, _ in seen] == [0, 1]
     for _, slopes in seen:
         torch.testing.assert_close(slopes, torch.tensor(model.config.unstretched) / (20 / 8))
-
-
-def test_a_model_that_reproduces_a_checkpoints_rounding_is_refused(build):
-    model = build("bloom")
-    patch(model, numerics="checkpoint")
-    with (
-        pytest.raises(ValueError, match=r'does not compute its attention .*; use numerics="exact"'),
-        watched(model, print),
-    ):
-        pass

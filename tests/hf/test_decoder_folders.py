@@ -1,5 +1,6 @@
 """Reading published checkpoints: families by names, prefixes and layouts; other folders raise a clear error."""
 
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -123,50 +124,36 @@ def test_both_baichuans_are_distinguished_by_their_vocabulary(tmp_path):
     assert_refused(files.write(tmp_path / "7b"), "7B Baichuan, with rotary positions")
 
 
+def lost(name: str) -> Callable[[dict[str, torch.Tensor]], object]:
+    return lambda weights: weights.pop(name)
+
+
+def put(name: str, tensor: torch.Tensor) -> Callable[[dict[str, torch.Tensor]], object]:
+    return lambda weights: weights.update({name: tensor})
+
+
+JAIS, BLOCK, SLOPES = "transformer.h.", "transformer.blocks.0.attn.", "transformer.relative_pe.slopes"
+WTE = "transformer.wte.weight"
 WEIGHTS = [
-    ("jais", lambda w: w.pop("transformer.h.1.ln_2.bias"), r"the weights transformer\.h\.1\.ln_2\.bias"),
-    ("jais", lambda w: w.pop("transformer.relative_pe.slopes"), r"the weights transformer\.relative_pe\.slopes"),
-    (
-        "jais",
-        lambda w: w.update({"transformer.wpe.weight": torch.ones(4, 48)}),
-        r"unexpected weights transformer\.wpe\.weight",
-    ),
-    (
-        "jais",
-        lambda w: w.update({"transformer.relative_pe.slopes": torch.ones(5, 1)}),
-        r"slopes of shape \[5, 1\] but its 6 heads need finite numbers \[6, 1\]",
-    ),
-    (
-        "jais",
-        lambda w: w.update({"transformer.relative_pe.slopes": torch.full((6, 1), torch.nan)}),
-        r"need finite numbers \[6, 1\]",
-    ),
-    (
-        "jais",
-        lambda w: w.update({"transformer.h.0.mlp.c_fc.weight": torch.ones(53, 48)}),
-        r"has transformer\.h\.0\.mlp\.c_fc\.weight \[53, 48\] where its config needs \[48, 53\]",
-    ),
-    (
-        "jais",
-        lambda w: w.update({"lm_head.weight": torch.ones(60, 48)}),
-        r"has tie_word_embeddings but lm_head\.weight is not transformer\.wte\.weight",
-    ),
+    ("jais", lost(f"{JAIS}1.ln_2.bias"), r"the weights transformer\.h\.1\.ln_2\.bias"),
+    ("jais", lost(SLOPES), r"the weights transformer\.relative_pe\.slopes"),
+    ("jais", put("transformer.wpe.weight", torch.ones(4, 48)), r"unexpected weights transformer\.wpe\.weight"),
+    ("jais", put(SLOPES, torch.ones(5, 1)), r"slopes of shape \[5, 1\] but its 6 heads need finite numbers \[6, 1\]"),
+    ("jais", put(SLOPES, torch.full((6, 1), torch.nan)), r"need finite numbers \[6, 1\]"),
+    ("jais", put(f"{JAIS}0.mlp.c_fc.weight", torch.ones(53, 48)), r"\.c_fc\.weight \[53, 48\] .* needs \[48, 53\]"),
+    ("jais", put("lm_head.weight", torch.ones(60, 48)), r"tie_word_embeddings but lm_head\.weight is not transformer"),
     (
         "refact",
-        lambda w: w.update({"transformer.h.0.attn.k.weight": torch.ones(5, 24)}),
-        r"attn\.q\.weight \[24, 24\], .*attn\.k\.weight \[5, 24\].* where its config needs \[32, 24\] in all",
+        put(f"{JAIS}0.attn.k.weight", torch.ones(5, 24)),
+        r"q\.weight \[24, 24\], .*k\.weight \[5, 24\].* \[32, 24\] in",
     ),
+    ("mpt-grouped", lost(f"{BLOCK}q_ln.weight"), r"the weights .*attn\.q_ln\.weight"),
     (
         "mpt-grouped",
-        lambda w: w.pop("transformer.blocks.0.attn.q_ln.weight"),
-        r"the weights .*attn\.q_ln\.weight",
+        put(WTE, torch.ones(60, 48, dtype=torch.int8)),
+        r"holds transformer\.wte\.weight as torch\.int8: quant",
     ),
-    (
-        "mpt-grouped",
-        lambda w: w.update({"transformer.wte.weight": torch.ones(60, 48, dtype=torch.int8)}),
-        r"holds transformer\.wte\.weight as torch\.int8: quantized weights are not supported",
-    ),
-    ("mpt-grouped", lambda w: w.update({"transformer.norm_f.weight": torch.ones(())}), r"norm_f\.weight \[\] where"),
+    ("mpt-grouped", put("transformer.norm_f.weight", torch.ones(())), r"norm_f\.weight \[\] where"),
 ]
 
 
@@ -179,11 +166,7 @@ def test_weights_that_do_not_fit_are_named(name, damage, message, tmp_path):
 
 MPT, TUNING = original("mpt-grouped").config["attn_config"], {"attn_scale": 0.1}
 CONFIGS = [
-    (
-        "jais",
-        {"model_type": "llama"},
-        "names of BTLM or Jais, whose model_type is btlm or jais, but .* 'llama'",
-    ),
+    ("jais", {"model_type": "llama"}, "names of BTLM or Jais, whose model_type is btlm or jais, but .* 'llama'"),
     ("jais", {"model_type": ["jais"]}, r"config.json is damaged: model_type is \['jais'\] but must be text"),
     ("jais", {"n_head": 5}, "num_attention_heads is 5 but must be a divisor of 48|its 5 heads need"),
     ("jais", {"n_head": "6"}, "config.json has n_head = '6' but only an integer is supported"),

@@ -41,17 +41,6 @@ def assert_forgot(cache: ALiBiCache, tokens: int, least: int) -> None:
         assert min(forgotten) >= least
 
 
-def test_generating_drops_keys_and_changes_no_logits(model: ALiBiForCausalLM) -> None:
-    ids, cache, full = texts(), ALiBiCache(forget=True), ALiBiCache()
-    given = {"attention_mask": torch.ones_like(ids), "max_new_tokens": 70, **OPTIONS}
-    found = model.generate(ids, past_key_values=cache, **given)
-    expected = model.generate(ids, past_key_values=full, **given)
-    assert torch.equal(found.sequences, expected.sequences)
-    assert_close(torch.stack(found.logits), torch.stack(expected.logits))
-    assert_forgot(cache, PROMPT + 69, least=60)
-    assert all(not any(layer.store.forgotten) for layer in full.layers)
-
-
 @torch.no_grad()
 @pytest.mark.parametrize("chunks", [[100] * 4, [320, *[1] * 80]], ids=["chunks", "tokens"])
 def test_chunks_give_the_logits_of_one_pass(chunks: list[int], model: ALiBiForCausalLM) -> None:

@@ -130,18 +130,6 @@ def test_generation_with_a_static_cache_is_that_with_a_dynamic_one(family, with_
         assert torch.equal(model.generate(ids, cache_implementation="static", **asked), expected)
 
 
-@pytest.mark.parametrize("family", FAMILIES)
-@pytest.mark.parametrize("dtype", [torch.bfloat16, torch.float16])
-def test_half_precision_stays_near_fp32(family, dtype, build, tokens):
-    model, ids = build(family), tokens(2, 60)
-    expected = model(ids).logits
-    model = model.to(dtype)
-    with patch(model):
-        actual = model(ids).logits
-    assert actual.dtype == dtype
-    assert_same(actual.float(), expected, rtol=0.1 if dtype == torch.bfloat16 else 0.02)
-
-
 def unpickled(saved: object) -> object:
     """Through a file that torch.save wrote, as whole objects."""
     file = io.BytesIO()

@@ -17,35 +17,12 @@ QKV = draw(B, N, H, D, seed=1), draw(B, N, K, D, seed=2), draw(B, N, K, D, seed=
 BIAS = draw(B, H, N, seed=4)
 
 
-def loss(query, key, value, key_bias, **kwargs) -> jax.Array:
-    output, lse = alibi_attention(query, key, value, key_bias=key_bias, return_lse=True, **kwargs)
-    return (jnp.sin(output) * output).sum() + jnp.where(lse > -jnp.inf, jnp.cos(lse), 0.0).sum()
-
-
-ALL = (0, 1, 2, 3)
-# Not under jit, and symmetric everywhere, so that all tests share the compiled functions.
-ANSWER = {name: jax.value_and_grad(partial(loss, backend=name, causal=False), argnums=ALL) for name in BACKENDS}
-
-
-def test_biases_that_broadcast_are_equal() -> None:
-    for given in (BIAS, BIAS[:1], BIAS[:, :1], BIAS[0], BIAS[0, :1], BIAS[0, 0]):
-        _, (*_, found) = ANSWER["dense"](*QKV, given)
-        _, (*_, whole) = ANSWER["dense"](*QKV, np.broadcast_to(given, BIAS.shape))
-        assert found.shape == given.shape
-        axes = tuple(range(3 - given.ndim)) + tuple(3 - given.ndim + a for a, n in enumerate(given.shape) if n == 1)
-        np.testing.assert_allclose(found.ravel(), whole.sum(axes).ravel(), rtol=1e-4, atol=1e-5)
-
-
 @pytest.mark.parametrize(
     ("bias", "error", "said"),
     [
         (BIAS[..., :-1], ValueError, r"key_bias has shape \[2, 4, 39\] but must be \[B, H, S\] = \[2, 4, 40\]"),
-        (BIAS[None], ValueError, "broadcastable to it"),
-        (BIAS[..., :1], ValueError, "key_bias has shape"),
         (BIAS.astype(np.float16), TypeError, "float16 but must be float32 or float64"),
-        (BIAS.astype(int), TypeError, "int64 but must be float32 or float64"),
         (np.full(N, np.nan), ValueError, "NaN or \\+inf"),
-        (np.full(N, np.inf), ValueError, "−inf for a hidden key"),
         ([0.0] * N, TypeError, "key_bias must be a jax.Array or numpy array but is list"),
     ],
 )

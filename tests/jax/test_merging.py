@@ -209,28 +209,18 @@ def test_explain_says_of_parts_what_it_says_of_tensors(options: dict) -> None:
 
 REFUSED = [
     ({"prefix_len": np.int32([3, 61])}, ValueError, "prefix_len is 61 .* from 0 to 60, S"),
-    ({"prefix_len": np.int32([3])}, ValueError, r"prefix_len has shape \[1\] but must be \[B\] = \[2\]"),
-    ({"prefix_len": np.float32([3, 4])}, TypeError, "prefix_len is float32 but must hold integers"),
     ({"prefix_len": 3}, TypeError, "prefix_len must be a jax.Array or numpy array but is int"),
-    ({"prefix_len": PREFIX, "causal": False}, ValueError, "prefix_len is for causal attention"),
     ({"positions": STAMPS[:, 1:]}, ValueError, r"positions has shape \[2, 59\] but must be \[B, S\] = \[2, 60\]"),
-    ({"positions": STAMPS.astype(int)}, TypeError, "positions is int64 but must be float32 or float64"),
     ({"positions": -STAMPS}, ValueError, "positions must be finite and must not decrease"),
-    ({"positions": STAMPS, "query_offset": 0}, ValueError, "positions and query_offset exclude one another"),
-    ({"query_positions": STAMPS[:, 20:]}, ValueError, "query_positions is given without positions"),
     ({"positions": STAMPS, "query_positions": STAMPS[:, :40]}, ValueError, "query_positions must not precede"),
-    ({"positions": STAMPS, "query_positions": GRID, "causal": False, "window": 9}, ValueError, "window counts indices"),
     (
         {"positions": STAMPS, "query_positions": STAMPS[:, 20:] + 9, "prefix_len": PREFIX},
         ValueError,
         "after the next key",
     ),
-    ({"window": [3, 4]}, ValueError, r"window is \[3, 4\] but must be an integer, or \[H\] = 4 integers"),
-    ({"window": [3, 4, 0, 5]}, ValueError, r"window is \[3, 4, 0, 5\] .* at least 1"),
     ({"window": np.ones(4)}, TypeError, "window is float64 but must hold integers"),
     ({"window": {3}}, TypeError, r"window must be an integer, one integer per head, or None but is \{3\}"),
     ({"window": 4, "sinks": -1}, ValueError, "sinks is -1"),
-    ({"window": 4, "sinks": np.ones(4)}, TypeError, "sinks is a tensor .* learned logits are sink_logits"),
 ]
 
 

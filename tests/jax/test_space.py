@@ -110,11 +110,8 @@ def test_a_layer_passes_them_on(axes):
     ("change", "words"),
     [
         ({"causal": True}, "have no left and right: pass causal=False"),
-        ({"window": 5}, "exclude window"),
         ({"positions": np.zeros((1, 9, 4))}, r"must be \[B, S, 2 or 3\]"),
         ({"positions": np.full((1, 9, 2), np.nan)}, "positions must be finite"),
-        ({"registers": -1}, "registers is -1"),
-        ({"registers": 2, "positions": None, "causal": True}, "registers are symmetric"),
         ({"registers": 2, "positions": None, "query_offset": jnp.zeros((), jnp.int32)}, "pass an int"),
     ],
 )

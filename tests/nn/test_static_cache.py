@@ -6,6 +6,7 @@ from torch._dynamo.testing import CompileCounter
 from torch.fx.experimental.proxy_tensor import make_fx
 
 from alibi_attn.nn import ALiBiAttention, ALiBiTransformerBlock, KVCache
+from alibi_attn.nn.cache import fixed
 
 HEADS, WIDTH, TOKENS = 4, 32, 90
 SLOPES = [2.0, 0.5, 1.9, 0.25]  # the first and the third head keep about as many keys
@@ -151,6 +152,17 @@ def test_a_crop_outside_the_tokens_is_refused() -> None:
         with pytest.raises(ValueError, match=r"length is .* but the cache holds 10 positions"):
             cache.crop(length)
     torch.testing.assert_close(layer(x[:, 10:], cache=cache), layer(x)[:, 10:])
+
+
+@torch.no_grad()
+def test_a_crop_clears_the_norms_of_keys_that_are_gone(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A device would read their tiles."""
+    monkeypatch.setattr(fixed, "skips_on_device", lambda key: True)
+    cache = KVCache(capacity=200)
+    cache.append(*torch.randn(2, 1, HEADS, 150, 8))
+    cache.crop(70)
+    norms = cache.fixed.norms
+    assert all((x > 0).flatten(0, -2).all(0).tolist() == [True, True, False, False] for x in (norms.keys, norms.values))
 
 
 @pytest.mark.parametrize("kind", ["all", "reach"])
