@@ -31,36 +31,39 @@ def encoder(tmp_path):
     return write_tokenizer(write_folder(tmp_path / "jina", random_state("jina"), config("jina")))
 
 
-def test_a_type_of_model_that_is_no_text_is_one_sentence(encoder, tmp_path):
-    path = encoder / "config.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), "model_type": {"a": 1}}))
-    (tmp_path / "a.txt").write_text("a b c")
-    code, _, error = ended(["embed", str(encoder), str(tmp_path / "a.txt"), "--out", str(tmp_path / "v.npy")])
-    assert code == 1
-    assert f"error: {path} is damaged: model_type is {{'a': 1}} but must be text; " in error
-
-
-@pytest.mark.parametrize("part", ["model", "post_processor", "pre_tokenizer"])
-@pytest.mark.parametrize("command", ["embed", "eval-text"])
-def test_a_tokenizer_that_does_not_load_is_one_sentence(part, command, encoder, tmp_path):
-    model = encoder if command == "embed" else write_decoder(tmp_path / "bloom")
-    path = model / "tokenizer.json"
-    path.write_text(json.dumps({**json.loads(path.read_text()), part: {"type": "Unknown"}}))
-    (tmp_path / "a.txt").write_text("a b c")
-    code, _, error = ended([command, str(model), str(tmp_path / "a.txt"), "--out", str(tmp_path / "v.npy")])
-    assert code == 1
-    assert f"error: {model} has no tokenizer that transformers can load (data did not match" in error
-
-
-def test_a_tokenizer_that_cannot_encode_is_one_sentence(encoder, tmp_path):
-    path = encoder / "tokenizer.json"
-    content = json.loads(path.read_text())
-    content["model"]["unk_token"] = "missing"
+def change(path, *names, to):
+    """Replaces the value at a path of names in a JSON file."""
+    content = inner = json.loads(path.read_text())
+    for name in names[:-1]:
+        inner = inner[name]
+    inner[names[-1]] = to
     path.write_text(json.dumps(content))
+
+
+UNKNOWN, NO_TOKENIZER = {"type": "Unknown"}, "{} has no tokenizer that transformers can load (data did not match"
+WRONG = [
+    (
+        "config.json",
+        ("model_type",),
+        {"a": 1},
+        "{}/config.json is damaged: model_type is {{'a': 1}} but must be text; ",
+    ),
+    ("tokenizer.json", ("model",), UNKNOWN, NO_TOKENIZER),
+    ("tokenizer.json", ("post_processor",), UNKNOWN, NO_TOKENIZER),
+    ("tokenizer.json", ("pre_tokenizer",), UNKNOWN, NO_TOKENIZER),
+    ("tokenizer.json", ("model", "unk_token"), "missing", "the tokenizer of {} cannot encode a text ("),
+]
+
+
+@pytest.mark.parametrize(("name", "place", "value", "message"), WRONG)
+def test_a_wrong_value_in_a_file_is_one_sentence(name, place, value, message, encoder, tmp_path):
     (tmp_path / "a.txt").write_text("a words b")
-    code, _, error = ended(["embed", str(encoder), str(tmp_path / "a.txt"), "--out", str(tmp_path / "v.npy")])
-    assert code == 1
-    assert f"error: the tokenizer of {encoder} cannot encode a text (" in error
+    models = {"embed": encoder} | ({"eval-text": write_decoder(tmp_path / "bloom")} if value is UNKNOWN else {})
+    for command, model in models.items():
+        change(model / name, *place, to=value)
+        code, _, error = ended([command, str(model), str(tmp_path / "a.txt"), "--out", str(tmp_path / "v.npy")])
+        assert code == 1
+        assert f"error: {message.format(model)}" in error
 
 
 def test_vectors_that_are_not_finite_leave_no_file(encoder, tmp_path):

@@ -107,17 +107,6 @@ def test_rows_that_are_kept_are_there_after_an_interruption(tmp_path, monkeypatc
         PartialVectors.open(out, "question", [2, 0, 1, 3], 3)
 
 
-def test_partial_results_of_another_job_are_refused_and_stay(tmp_path):
-    out = tmp_path / "vectors.npy"
-    begun = PartialVectors.open(out, "question", [2, 0, 1, 3], 3)
-    PartialVectors.open(out, "another", range(4), 3)  # of which nothing was done
-    begun.put(ROWS[:1])
-    before = {path: path.read_bytes() for path in tmp_path.iterdir()}
-    with pytest.raises(FileExistsError, match="was started with another model, other texts or other settings"):
-        PartialVectors.open(out, "another", range(4), 3)
-    assert before == {path: path.read_bytes() for path in tmp_path.iterdir()}
-
-
 @pytest.mark.parametrize(
     ("name", "content"),
     [
@@ -179,25 +168,6 @@ def test_an_output_that_came_meanwhile_is_not_overwritten(tmp_path):
     with pytest.raises(FileExistsError, match="never overwritten"):
         begun.finish()
     assert (tmp_path / "v").read_text() == "theirs"
-
-
-def test_an_output_is_claimed_by_one_writer_at_a_time(tmp_path):
-    out = tmp_path / "v"
-    with claimed(out):
-        with (
-            pytest.raises(FileExistsError, match=r"another process is writing .*v \(v\.partial is locked\)"),
-            claimed(out),
-        ):
-            pass
-        begun = PartialVectors.open(out, "q", range(4), 3)
-        begun.put(ROWS[:1])
-    with claimed(out):  # partial results are continued
-        resumed = PartialVectors.open(out, "q", range(4), 3)
-        resumed.put(ROWS[1:])
-        resumed.finish()
-    assert [path.name for path in tmp_path.iterdir()] == ["v"]
-    with pytest.raises(FileExistsError, match="never overwritten"), claimed(out):
-        pass
 
 
 @pytest.mark.parametrize("left", [("v.partial", "v.partial.json"), ("v.partial",)])

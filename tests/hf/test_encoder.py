@@ -101,19 +101,6 @@ def test_hidden_states_are_those_of_the_original_modelling_codes(name, layout, t
     assert_within(encode(state, layout, ids, mask), theirs, 3e-6)
 
 
-@pytest.mark.parametrize("layout", LAYOUTS)
-@torch.no_grad()
-def test_a_text_alone_equals_itself_in_a_padded_batch(layout, load):
-    model, _ = load(layout)
-    ids = tokens(5, 12)
-    together = model(ids, MASK, output_hidden_states=True)
-    assert len(together.hidden_states) == 3
-    assert torch.equal(together.hidden_states[-1], together.last_hidden_state)
-    for row, mask, state in zip(ids, MASK.bool(), together.last_hidden_state, strict=True):
-        assert_within(state[mask], model(row[mask][None]).last_hidden_state[0], 1e-13)
-        assert not state[~mask].any()
-
-
 @torch.no_grad()
 def test_a_batch_of_padding_alone_is_zeros(load):
     model, _ = load("mosaic")
@@ -331,6 +318,9 @@ def test_word_embeddings_may_be_given(load):
         given = model(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=MASK).last_hidden_state
         assert torch.equal(given, model(ids, MASK).last_hidden_state)
         assert torch.equal(model(ids, return_dict=False)[0], model(ids).last_hidden_state)
+        states = model(ids, MASK, output_hidden_states=True).hidden_states
+        assert len(states) == 3
+        assert torch.equal(states[-1], given)
 
 
 @pytest.mark.parametrize(

@@ -7,30 +7,20 @@ from transformers import MptConfig, MptForCausalLM
 
 from alibi_attn.hf import ALiBiForCausalLM, patch
 
+SIZES = {"d_model": 48, "n_heads": 4, "n_layers": 2, "mlp_ratio": 4, "max_seq_len": 2048, "vocab_size": 60}
+ON = ("no_bias", "alibi", "low_precision_layernorm")
+OFF = ("attn_qk_ln", "attn_uses_sequence_id", "prefix_lm")
 REPLIT = {
     "model_type": "replit_lm",
     "architectures": ["ReplitLM"],
-    "d_model": 48,
-    "n_heads": 4,
-    "n_layers": 2,
-    "mlp_ratio": 4,
-    "max_seq_len": 2048,
-    "vocab_size": 60,
-    "no_bias": True,
-    "alibi": True,
+    **SIZES,
     "alibi_bias_max": 8,
-    "attn_clip_qkv": None,
     "attn_impl": "torch",
-    "attn_pdrop": 0,
-    "attn_qk_ln": False,
-    "attn_uses_sequence_id": False,
     "embedding_fraction": 1.0,
-    "low_precision_layernorm": True,
-    "prefix_lm": False,
-    "resid_pdrop": 0,
-    "emb_pdrop": 0,
-    "softmax_scale": None,
-    "logit_scale": None,
+    **dict.fromkeys(ON, True),
+    **dict.fromkeys(OFF, False),
+    **dict.fromkeys(("attn_pdrop", "resid_pdrop", "emb_pdrop"), 0),
+    **dict.fromkeys(("attn_clip_qkv", "softmax_scale", "logit_scale"), None),
 }
 RENAMED = {
     ".norm_1.": ".ln_1.",

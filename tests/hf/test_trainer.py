@@ -142,23 +142,6 @@ def test_an_epoch_is_evaluated_and_what_it_saves_loads(kind, make, tmp_path):
     assert torch.equal(logits(again, kind), logits(model, kind))
 
 
-REENTRANT = [pytest.param(False, id="non-reentrant"), pytest.param(True, id="reentrant")]
-
-
-@pytest.mark.parametrize("reentrant", REENTRANT)
-@pytest.mark.parametrize("kind", kinds("masked", "bloom"))
-def test_gradient_checkpointing_trains_the_same_weights(kind, reentrant, make, tmp_path):
-    model = make(kind)
-    if kind in PATCHED:
-        patch(model)
-    other = copy.deepcopy(model)
-    training = trainer(model, kind, tmp_path, eval_strategy="epoch", **checkpointing_arguments(reentrant))
-    training.train()
-    trainer(other, kind, tmp_path).train()
-    for weight, expected in zip(model.parameters(), other.parameters(), strict=True):
-        torch.testing.assert_close(weight, expected, rtol=1e-4, atol=1e-6)
-
-
 def adapted(model, kind):
     torch.manual_seed(5)
     settings = LoraConfig(r=4, target_modules=[MAPS.get(kind, "Wqkv")], init_lora_weights=False)
