@@ -73,7 +73,7 @@ MOST_BYTES = 2048  # of the values below as JSON; every rank sends this many, an
 _ODD = -7046029254386353131  # 2⁶⁴/φ, which spreads the bits of a number
 
 
-class _Arguments(NamedTuple):
+class Arguments(NamedTuple):
     """The arguments of one rank's call."""
 
     spec: Spec
@@ -90,7 +90,7 @@ def _checksum(x: Tensor, device: torch.device) -> Tensor:
     return ((mixed ^ (mixed >> 29)) * (2 * torch.arange(bits.numel(), device=device) + 1)).sum()
 
 
-def _given(field: str) -> Callable[[_Arguments], str | None]:
+def _given(field: str) -> Callable[[Arguments], str | None]:
     return lambda x: None if getattr(x.spec, field) is None else "given"
 
 
@@ -106,7 +106,7 @@ def _needs_grad(*tensors: Tensor | None) -> bool:
 NUMBERS = ("slopes", "right_slopes", "sink_logits")
 _SIZES = ("batch", "num_heads", "num_kv_heads", "head_dim", "causal", "window", "scale", "tolerance", "dropout_p")
 # Arguments that must be equal on all ranks, as errors name and display them.
-FIELDS: dict[str, Callable[[_Arguments], str | float | None]] = {
+FIELDS: dict[str, Callable[[Arguments], str | float | None]] = {
     "function": lambda x: f"context_parallel_{'attention' if x.log_fgate is None else 'forgetting_attention'}",
     "dtype": lambda x: _dtype_of(x.key),
     **{name: operator.attrgetter(f"spec.{name}") for name in _SIZES},
@@ -135,36 +135,26 @@ class GroupArguments(NamedTuple):
     seed: int
 
 
-def check_arguments(
-    ranks: Ranks,
-    spec: Spec | None,
-    device: torch.device,
-    *,
-    key: Tensor | None = None,
-    value: Tensor | None = None,
-    log_fgate: Tensor | None = None,
-    score_bound: float | None = None,
-) -> GroupArguments:
-    """Compares the arguments of all ranks. A rank whose own arguments are invalid passes no spec.
+def check_arguments(ranks: Ranks, given: Arguments | None, device: torch.device) -> GroupArguments:
+    """Compares the arguments of all ranks. A rank whose own arguments are invalid passes None.
 
     Raises:
         ValueError: ranks differ (with the same message on every rank), or another rank's arguments are invalid.
     """
-    given = None
-    if spec is not None and key is not None and value is not None:
-        arguments = _Arguments(spec, key, value, log_fgate, score_bound)
-        seed = 0 if spec.dropout_seed is None else int(spec.dropout_seed[0, 0])
-        own = (spec.query_len, spec.key_mask is not None, seed)  # may differ between ranks
-        given = [own, {name: value_of(arguments) for name, value_of in FIELDS.items()}]
-    message = bytearray(json.dumps(given).encode().ljust(MOST_BYTES))
-    tensors = [None if spec is None else getattr(spec, name) for name in NUMBERS]
+    sent = None
+    if given is not None:
+        seed = 0 if given.spec.dropout_seed is None else int(given.spec.dropout_seed[0, 0])
+        own = (given.spec.query_len, given.spec.key_mask is not None, seed)  # may differ between ranks
+        sent = [own, {name: value_of(given) for name, value_of in FIELDS.items()}]
+    message = bytearray(json.dumps(sent).encode().ljust(MOST_BYTES))
+    tensors = [None if given is None else getattr(given.spec, name) for name in NUMBERS]
     none = torch.zeros((), dtype=torch.int64, device=device)
     checksums = torch.stack([none if x is None else _checksum(x, device) for x in tensors])
     numbers = torch.cat(
         [torch.frombuffer(message, dtype=torch.uint8).to(device, non_blocking=True), checksums.view(torch.uint8)]
     )
     rows = [_read(row) for row in ranks.gathered(numbers, "arguments").cpu()]
-    if spec is None:
+    if given is None:
         return GroupArguments((), masked=False, seed=0)
     if None in rows:
         raise ValueError(

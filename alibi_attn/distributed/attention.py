@@ -25,6 +25,7 @@ from alibi_attn.attention.operators.operator import requires_gradient
 from alibi_attn.attention.run.dispatch import check_name
 from alibi_attn.attention.run.execution import attend, scaled_by_sinks, without_sinks
 from alibi_attn.distributed.argument_check import (
+    Arguments,
     GatedShardOptions,
     ShardOptions,
     check_arguments,
@@ -196,9 +197,8 @@ class _Call:
 
     def _together(self, spec: Spec, ranks: Ranks) -> tuple[Tensor, Tensor | None]:
         device = self.query.device
-        lengths, masked, seed = check_arguments(
-            ranks, spec, device, key=self.key, value=self.value, log_fgate=self.log_fgate, score_bound=self.score_bound
-        )
+        given = Arguments(spec, self.key, self.value, self.log_fgate, self.score_bound)
+        lengths, masked, seed = check_arguments(ranks, given, device)
         if spec.dropout_seed is not None:
             spec = dataclasses.replace(spec, dropout_seed=spec.dropout_seed.new_tensor([[seed, 0, 0, 0]]))
         if masked and spec.key_mask is None:

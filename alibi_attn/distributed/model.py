@@ -1,5 +1,6 @@
 """`context_parallel`: makes a model's attention layers context parallel until `undo()`."""
 
+import dataclasses
 import functools
 from collections.abc import Sequence
 from typing import Any, Self
@@ -21,6 +22,7 @@ from alibi_attn.nn.replacement import Replacement, replaced, restore
 SETTINGS_ATTRIBUTE = "alibi_settings"  # the attribute that `alibi_attn.hf.patch` sets on a layer
 
 
+@dataclasses.dataclass(eq=False, repr=False)
 class ContextParallel:
     """The handle of a context-parallel model. As a context manager it calls `undo()` at the end of the block.
 
@@ -29,10 +31,7 @@ class ContextParallel:
     """
 
     layers: tuple[str, ...]
-
-    def __init__(self, layers: tuple[str, ...], changes: list[Replacement]) -> None:
-        self.layers = layers
-        self._changes = changes
+    _changes: list[Replacement]
 
     def undo(self) -> None:
         """Restores the layers: every process attends to its own rows only.
@@ -104,9 +103,9 @@ def context_parallel(
         if getattr(getattr(layer, "config", None), "needs_length", False):
             raise ValueError(f"{name} has a bias that needs the length of the text, but each rank sees only its shard")
     given: dict[str, Any] = {"group": group, "timeout": timeout, "traffic": traffic}
-    changes = []
-    for name, layer in layers.items():
-        changes.append(replaced(layer, name, "attend", functools.partial(_attend, layer, given)))
+    changes = [
+        replaced(layer, name, "attend", functools.partial(_attend, layer, given)) for name, layer in layers.items()
+    ]
     return ContextParallel(tuple(layers), changes)
 
 
