@@ -83,8 +83,10 @@ class ALiBiBertHead(ALiBiBertPreTrainedModel):  # type: ignore[no-untyped-call]
         raise NotImplementedError
 
     def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
-        """The loss of each head but that of texts."""
-        return _token_loss(logits, labels, num_items)
+        """Nats per label, for logits [B, T, V] and labels [B, T] with −100 = no loss: all heads but that of texts."""
+        scores = logits if logits.dtype == torch.float64 else logits.float()
+        labels = labels.to(logits.device).flatten()
+        return _mean(functools.partial(F.cross_entropy, scores.flatten(0, 1), labels, ignore_index=IGNORED), num_items)
 
 
 class ALiBiBertForMaskedLM(ALiBiBertHead):  # type: ignore[no-untyped-call]
@@ -142,7 +144,24 @@ class ALiBiBertForSequenceClassification(ALiBiBertClassifier):  # type: ignore[n
     per_token, output = False, SequenceClassifierOutput
 
     def loss(self, logits: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
-        return _classification_loss(logits, labels, self.config, num_items)
+        """Cross-entropy, binary cross-entropy or squared error of logits [B, num_labels].
+
+        `config.problem_type` selects it. If it is None, one label is "regression", integers are "single_label_classification" and
+        other labels "multi_label_classification", as in transformers; the config then keeps it.
+        """
+        labels, config = labels.to(logits.device), self.config
+        if config.problem_type is None:
+            is_index = labels.dtype in (torch.int64, torch.int32)
+            config.problem_type = "single_label_classification" if is_index else "multi_label_classification"
+            if logits.shape[-1] == 1:
+                config.problem_type = "regression"
+        if config.problem_type == "single_label_classification":
+            loss = functools.partial(F.cross_entropy, logits, labels.flatten(), ignore_index=IGNORED)
+        elif config.problem_type == "regression":
+            loss = functools.partial(F.mse_loss, logits, labels.reshape(logits.shape).to(logits.dtype))
+        else:
+            loss = functools.partial(F.binary_cross_entropy_with_logits, logits, labels.to(logits.dtype))
+        return _mean(loss, num_items)
 
 
 class ALiBiBertForTokenClassification(ALiBiBertClassifier):  # type: ignore[no-untyped-call]
@@ -214,36 +233,6 @@ def _answer_loss(logits: Tensor, at: Tensor) -> Tensor:
     inside = (at >= 0) & (at < logits.shape[1])
     losses = F.cross_entropy(scores, at.masked_fill(~inside, IGNORED), ignore_index=IGNORED, reduction="sum")
     return losses / inside.sum().clamp(min=1)
-
-
-def _token_loss(logits: Tensor, labels: Tensor, num_items: Tensor | int | None) -> Tensor:
-    """Nats per label: logits [B, T, V], labels [B, T] with −100 = no loss."""
-    scores = logits if logits.dtype == torch.float64 else logits.float()
-    labels = labels.to(logits.device).flatten()
-    return _mean(functools.partial(F.cross_entropy, scores.flatten(0, 1), labels, ignore_index=IGNORED), num_items)
-
-
-def _classification_loss(
-    logits: Tensor, labels: Tensor, config: ALiBiBertConfig, num_items: Tensor | int | None
-) -> Tensor:
-    """Cross-entropy, binary cross-entropy or squared error of logits [B, num_labels].
-
-    `config.problem_type` selects it. If it is None, one label is "regression", integers are "single_label_classification" and
-    other labels "multi_label_classification", as in transformers; the config then keeps it.
-    """
-    labels = labels.to(logits.device)
-    if config.problem_type is None:
-        is_index = labels.dtype in (torch.int64, torch.int32)
-        config.problem_type = "single_label_classification" if is_index else "multi_label_classification"
-        if logits.shape[-1] == 1:
-            config.problem_type = "regression"
-    if config.problem_type == "single_label_classification":
-        loss = functools.partial(F.cross_entropy, logits, labels.flatten(), ignore_index=IGNORED)
-    elif config.problem_type == "regression":
-        loss = functools.partial(F.mse_loss, logits, labels.reshape(logits.shape).to(logits.dtype))
-    else:
-        loss = functools.partial(F.binary_cross_entropy_with_logits, logits, labels.to(logits.dtype))
-    return _mean(loss, num_items)
 
 
 def _mean(loss: Callable[..., Tensor], num_items: Tensor | int | None) -> Tensor:
