@@ -157,7 +157,6 @@ def write(model: PreTrainedModel, folder: Path, family: Family) -> None:
     """
     assert family.written is not None
     about = family.written(model)
-    checkpoint_files.check_new(folder)
     tied = (model._tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():

@@ -176,12 +176,6 @@ def weights(folder: Path) -> Path:
     )
 
 
-def check_new(folder: Path) -> None:
-    """Raises FileExistsError if the folder exists."""
-    if folder.exists():
-        raise FileExistsError(f"{folder} exists, and checkpoints are never overwritten; pass a new folder")
-
-
 def _is_of_the_lab(folder: Path) -> bool:
     """Whether this is a run of the lab, RUN:MODEL, the folder of a model, or one of its steps."""
     if (folder / CONFIG).exists():
