@@ -341,7 +341,8 @@ class ALiBiCache(Cache):
                 raise ValueError(FOR_GATES)
             if torch.compiler.is_compiling():
                 raise ValueError("ALiBiCache(forget=True) does not compile; use ALiBiCache()")
-            held.store = held.store if held.store.retention is not None else make(self.tolerance)
+            if held.store.retention is None:
+                held._store = make(self.tolerance)
             log_fgate = cut_after_padding(held, log_fgate, seen)
             slopes = torch.tensor(layer.alibi_settings.slopes)  # type: ignore[union-attr]
         held.lazy_initialization(key, value)

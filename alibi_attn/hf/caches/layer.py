@@ -1,7 +1,7 @@
 """One layer of an ALiBiCache, with transformers' interface. Read before: `cache.py`."""
 
 import weakref
-from typing import Literal, cast
+from typing import cast
 
 import torch
 from torch import Tensor, nn
@@ -20,13 +20,13 @@ FOR_GATES = (
 )
 
 
-def _side(name: Literal["keys", "values"]) -> property:
-    """[B, K, S, D], or None. Another tensor may be assigned, together with the other side if its length differs."""
+def _side(at: int) -> property:
+    """Keys (0) or values (1), [B, K, S, D], or None; tensors may be assigned, both sides if the length differs."""
 
     def side(layer: "CacheLayer") -> Tensor | None:
-        store, at = layer._store, 0 if name == "keys" else 1
-        if name in layer._assigned:
-            return layer._assigned[name]
+        store = layer._store
+        if layer._assigned is not None:
+            return layer._assigned[at]
         if store.fixed is not None:
             return store.fixed.tensors[0][at] if store.fixed.tensors else None
         return store.groups[0].filled()[at] if store.retention is None and len(store) else None
@@ -37,7 +37,7 @@ def _side(name: Literal["keys", "values"]) -> property:
                 "keys and values of a cache in files, of a fixed capacity or that forgets cannot be assigned; use crop(), or "
                 "assign to a copy (copy.deepcopy)"
             )
-        layer._assigned[name] = given
+        layer._assigned = (given, layer.values) if at == 0 else (layer.keys, given)
 
     return property(side, assign)
 
@@ -52,13 +52,12 @@ class CacheLayer(DynamicLayer):  # type: ignore[no-untyped-call]
 
     def __init__(self, store: KVCache, *, forgets: bool = False) -> None:
         self._store = KVCache()  # transformers' constructor assigns None to keys and values
-        self._assigned: dict[str, Tensor | None] = {}  # keys or values that wait for the other
+        self._assigned: tuple[Tensor | None, Tensor | None] | None = None  # keys and values until `store` is read
         self.owner: weakref.ref[nn.Module] | None = None
         self.moved = False  # rows of the batch, since the layer was empty
         self.padding: Tensor | None = None  # [B]: hidden tokens at the start of each row, of a cache that forgets
         super().__init__()  # type: ignore[no-untyped-call]
-        self._assigned.clear()
-        self._store, self.forgets = store, forgets
+        self._store, self._assigned, self.forgets = store, None, forgets
         self.is_croppable = store.capacity is None and not forgets
         if (keys := self.keys) is not None:
             self.lazy_initialization(keys, keys)
@@ -66,15 +65,15 @@ class CacheLayer(DynamicLayer):  # type: ignore[no-untyped-call]
     @property
     def store(self) -> KVCache:
         """The cache that holds the tensors, also those that were assigned to `keys` and `values`."""
-        if self._assigned:
-            keys, values = self.keys, self.values
+        if self._assigned is not None:
+            keys, values = self._assigned
             of_keys, of_values = (None if x is None else list(x.shape[:3]) for x in (keys, values))
             if of_keys != of_values:
                 raise ValueError(
                     f"keys {of_keys} and values {of_values} of a layer of this ALiBiCache, [B, K, S], differ; assign both: "
                     "layer.keys, layer.values = ..."
                 )
-            self._assigned.clear()
+            self._assigned = None
             if keys is None or values is None:
                 self._store = KVCache()
             else:
@@ -82,12 +81,7 @@ class CacheLayer(DynamicLayer):  # type: ignore[no-untyped-call]
                 self.lazy_initialization(keys, values)
         return self._store
 
-    @store.setter
-    def store(self, store: KVCache) -> None:
-        self._store = store
-
-    keys = _side("keys")
-    values = _side("values")
+    keys, values = _side(0), _side(1)
 
     def own(self, layer: nn.Module) -> None:
         """Raises ValueError if another layer has appended to the cache."""
@@ -119,8 +113,7 @@ class CacheLayer(DynamicLayer):  # type: ignore[no-untyped-call]
         return 0 if self.store.fixed.length is None else cast("int", self.store.fixed.length)
 
     def reset(self) -> None:
-        self._assigned.clear()
-        self.is_initialized, self.padding, self.moved = False, None, False
+        self.is_initialized, self._assigned, self.padding, self.moved = False, None, None, False
         if self.forgets:  # the next text may have other weights, which bound its scores
             self._store = KVCache()
         else:
