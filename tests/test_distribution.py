@@ -11,7 +11,6 @@ import shutil
 import subprocess
 import sys
 import sysconfig
-import tarfile
 import venv
 import zipfile
 from importlib import metadata
@@ -26,29 +25,11 @@ from alibi_attn.attention.backends.native.levels import LEVELS
 
 ROOT = Path(__file__).parent.parent
 NAME = f"alibi_attn-{__version__}"
-BESIDE = {
-    "LICENSE",
-    "README.md",
-    "CHANGELOG.md",
-    "CITATION.cff",
-    "MANIFEST.in",
-    "pyproject.toml",
-    "setup.cfg",
-    "setup.py",
-    "PKG-INFO",
-}
 MOST_BYTES = 2_000_000  # of a package of text; not twice the current size
 MOST_KERNEL_BYTES = 800_000  # of one library in a wheel, which has one per level; twice the current size
 COMPILES = (platform.system(), platform.machine()) == ("Linux", "x86_64") and shutil.which("g++") is not None
 KERNELS = {f"alibi_attn/attention/backends/native/kernels-{level.name}.so" for level in LEVELS} if COMPILES else set()
 PLATFORM = "linux_x86_64" if COMPILES else "any"
-OF_THE_SYSTEM = {
-    "libc.so.6",
-    "libm.so.6",
-    "libstdc++.so.6",
-    "libgcc_s.so.1",
-    "ld-linux-x86-64.so.2",
-}  # torch needs it too
 HERE = Path(sysconfig.get_path("purelib"))
 NO_COMPILER = {"PATH": "/nowhere", "CXX": ""}
 PIP = [sys.executable, "-m", "pip", "--disable-pip-version-check"]
@@ -199,25 +180,6 @@ def test_a_wheel_holds_the_package_its_license_and_kernels_for_every_level(kind:
     assert wheel.stat().st_size < MOST_BYTES + len(kernels) * MOST_KERNEL_BYTES
     assert f"Root-Is-Purelib: {str(not kernels).lower()}" in told
     assert [line for line in told if line.startswith("Tag:")] == [f"Tag: py3-none-{PLATFORM if kernels else 'any'}"]
-
-
-@pytest.mark.skipif(not KERNELS, reason="a wheel that is made here has no kernels")
-def test_the_kernels_of_a_wheel_need_nothing_that_torch_does_not_need(built: Built, tmp_path: Path) -> None:
-    """No OpenMP, which would be a second runtime; the listed libraries exist on every manylinux system."""
-    with zipfile.ZipFile(built.wheel) as archive:
-        for name in KERNELS:
-            told = run(["readelf", "--dynamic", archive.extract(name, tmp_path)], tmp_path)
-            needed = set(re.findall(r"\(NEEDED\).*\[(.*)\]", told))
-            assert needed <= OF_THE_SYSTEM, name
-            assert not re.search(r"\((RPATH|RUNPATH)\)", told)
-
-
-def test_an_sdist_holds_what_a_wheel_is_built_from(built: Built) -> None:
-    with tarfile.open(built.sdist) as archive:
-        names = {name.removeprefix(f"{NAME}/") for name in archive.getnames() if archive.getmember(name).isfile()}
-    about = {name for name in names if name.startswith("alibi_attn.egg-info/")}
-    assert names - about == package_files() | BESIDE
-    assert built.sdist.stat().st_size < MOST_BYTES
 
 
 @pytest.mark.skipif(not KERNELS, reason="a wheel that is made here has no kernels")

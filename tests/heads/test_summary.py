@@ -26,7 +26,7 @@ from alibi_lab.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunCon
 from alibi_lab.lab.model.layer_outputs import attention_inputs
 from alibi_lab.lab.training.checkpoint import load_checkpoint
 from alibi_lab.report.page import report_html
-from alibi_lab.report.sections.head_maps import is_drawn, plot_heads
+from alibi_lab.report.sections.head_maps import is_drawn
 
 TEXT = "the cat sat on the mat and the dog sat on the cat " * 12
 
@@ -229,17 +229,6 @@ def test_the_other_commands_show_what_they_measure(bloom: Path, tmp_path: Path) 
     slopes = CliRunner().invoke(app, ["heads", "slopes", "--heads", "12"])
     assert slopes.exit_code == 0
     assert len([line for line in slopes.output.splitlines() if line.strip()]) == 14
-
-
-def test_maps_have_one_row_per_layer_and_one_column_per_head(bloom: Path) -> None:
-    record = summary(load(bloom), TEXT, length=50)
-    axes = plot_heads(record).axes
-    assert len(axes) == 6
-    for place, column in ((1, "carried"), (3, "first_token")):
-        shares = axes[place].images[0].get_array()[..., 3]
-        expected = torch.tensor(record.curves["heads"][column]).view(2, 4)
-        torch.testing.assert_close(torch.tensor(shares.tolist()), expected)
-    assert "".join(text.get_text() for text in axes[0].texts)  # few heads: the cells show their numbers
 
 
 @pytest.mark.parametrize(

@@ -12,7 +12,6 @@ from rich.console import Console
 
 from alibi_lab import records
 from alibi_lab.lab import experiment
-from alibi_lab.lab import progress as shown
 from alibi_lab.lab import run as one_run
 from alibi_lab.lab.config import ConfigError, DataConfig, EvalConfig, ModelConfig, Recipe, RunConfig, TrainConfig
 from alibi_lab.lab.config_io import to_json
@@ -23,7 +22,6 @@ from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.training import train as loop
 from alibi_lab.lab.training.checkpoint import (
     CheckpointError,
-    Progress,
     load_checkpoint,
     load_checkpoint_tokenizer,
     load_progress,
@@ -335,24 +333,6 @@ def test_tracking_shows_every_point_of_the_curves_in_tensorboard(recipe, tmp_pat
         points = seen.Scalars(f"{name}/{column}")
         assert [point.step for point in points] == training.curves[name]["step"]
         assert [point.value for point in points] == pytest.approx(training.curves[name][column])
-
-
-def test_a_resumed_training_tells_its_task_and_the_speed_of_the_steps_since_then(tiny_run, tmp_path, monkeypatch):
-    """Five steps took a thousand seconds each; the resumed training takes one second per step."""
-    of_a_task = dataclasses.replace(tiny_run("alibi", steps=8), data=DataConfig(corpus="task:copy:16"))
-    recipe = Recipe(name="tiny", **TEXTS, runs=lambda scale: (of_a_task,))
-
-    def resumed(config, corpus, folder, *, on_step):
-        for step in (5, 6, 7):
-            on_step(Progress(step=step, seconds=5000.0 + step - 5, loss_nats=1.0))
-        raise KeyboardInterrupt
-
-    monkeypatch.setattr(shown, "SECONDS_BETWEEN_LINES", 0)
-    monkeypatch.setattr(one_run, "train", resumed)
-    with (tmp_path / "log").open("w") as file, pytest.raises(KeyboardInterrupt):
-        run(recipe, out=tmp_path / "out", console=Console(file=file, width=80))
-    said = f"tiny/alibi-16/seed-0 on task:copy:16: step 7 of 8, 1.000 nats, {of_a_task.train.batch_tokens:,.0f} tokens/s, 0 min"
-    assert said in (tmp_path / "log").read_text()
 
 
 def test_tracking_without_tensorboard_says_what_to_install(recipe, tmp_path, monkeypatch):

@@ -9,7 +9,6 @@ from alibi_lab import records
 from alibi_lab.lab.config_io import override
 from alibi_lab.lab.data.tasks import parse_corpus
 from alibi_lab.lab.experiment import run
-from alibi_lab.lab.planning import by_training
 from alibi_lab.position_methods import LOOKS
 from alibi_lab.recipes.method_comparison import COMPARED, RECIPE, TASKS
 from alibi_lab.report.page import report_html
@@ -40,12 +39,6 @@ def test_runs_differ_in_method_task_and_seed_and_every_task_has_all_methods():
     }
     assert len(same) == len(TASKS)
     assert len({(config.model, config.train) for config in same}) == 1
-
-
-def test_each_of_two_shards_has_one_seed_of_every_training():
-    configs = list(RECIPE.runs("small"))
-    for index in (0, 1):
-        assert {config.train.seed for runs in by_training(configs, (index, 2)) for config in runs} == {index}
 
 
 def test_another_text_applies_to_the_language_models_only():

@@ -15,10 +15,12 @@ from alibi_lab.cli.main import app
 from alibi_lab.records import Record
 from alibi_lab.report import verdicts
 from alibi_lab.report.answers import Sources, published
-from alibi_lab.report.intervals import Paired, interval
+from alibi_lab.report.intervals import Paired, first_worse, interval
 from alibi_lab.report.page import report_html
 from alibi_lab.report.published import CLAIMS, PUBLISHED, Claim, Number
 from alibi_lab.report.section import Archive
+from alibi_lab.report.series import studies
+from alibi_lab.report.tables.study import changes
 from alibi_lab.report.verdicts import counted, paired, why
 
 Answer = tuple[Record, Mapping[str, Record]]  # with its evidence by identity
@@ -314,3 +316,28 @@ def test_the_command_prints_a_line_per_claim_and_the_counts(tmp_path: Path) -> N
     assert os.listdir(tmp_path) == ["records"]  # no page
     nothing = CliRunner().invoke(app, ["report", str(records.save(found[0], tmp_path / "other")), "--verdicts"])
     assert "no answer to a figure or table of the paper" in str(nothing.exception)
+
+
+@pytest.mark.parametrize(
+    ("nats", "found"),
+    [
+        ({64: 4.0, 96: 3.9, 128: 4.01, 192: 4.2, 256: 4.5}, (128, 192)),  # at 128 the interval over text includes 0
+        ({64: 4.0, 96: 4.2, 128: 3.9, 192: 4.2}, (64, 96)),
+        ({64: 4.0, 96: 3.9, 128: 3.8}, (128, None)),
+    ],
+)
+def test_a_method_fails_where_the_whole_interval_is_worse(
+    nats: dict[int, float], found: tuple[int, int | None]
+) -> None:
+    (study,) = studies([evaluation("rotary", 64, nats, noise=0.05)])
+    assert first_worse(study.series[0], "nonoverlapping") == found
+    ((_, _, cells),) = changes(study).blocks[0].rows
+    assert cells[3].spread == (f"from {found[1]}" if found[1] else "")
+    (study,) = studies([evaluation("rotary", 64, nats, noise=None)])
+    assert first_worse(study.series[0], "nonoverlapping") is None
+
+
+def test_a_change_to_almost_nothing_is_all_of_the_perplexity() -> None:
+    (study,) = studies([evaluation("rotary", 64, {64: 2000.0, 256: 4.0}, noise=0.05)])
+    ((_, _, cells),) = changes(study).blocks[0].rows
+    assert [cell.text.replace("\N{NO-BREAK SPACE}", " ") for cell in cells[3:5]] == ["−100 %", "−100 % to −100 %"]

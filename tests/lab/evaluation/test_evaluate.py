@@ -234,20 +234,6 @@ def test_a_stretch_changes_what_is_beyond_the_trained_length_and_nothing_else(ti
     assert stretched["nonoverlapping_nats"][2] == pytest.approx(mean_nats(losses))
 
 
-def test_lengths_that_do_not_divide_the_longest_fill_their_batches(tiny_model, monkeypatch):
-    model, shapes = tiny_model("none"), []
-    forward = model.forward
-
-    def seen(tokens, **options):
-        shapes.append(tuple(tokens.shape))
-        return forward(tokens, **options)
-
-    monkeypatch.setattr(model, "forward", seen)
-    losses = nonoverlapping(model, TEXT, STRETCHES, length=12, batch_tokens=64)
-    assert sorted(shapes) == [(2, 8), (2, 12)]
-    assert losses.target.tolist() == [*STRETCHES[0], *STRETCHES[1]]
-
-
 def test_an_adaptive_softmax_is_scored_like_the_vocabulary_that_it_spans(tiny_model):
     model = tiny_model("sinusoidal", architecture="baevski-auli", cutoffs=(16, 32))
     losses = nonoverlapping(model, TEXT, STRETCHES, length=10, batch_tokens=30)

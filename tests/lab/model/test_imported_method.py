@@ -14,7 +14,6 @@ from alibi_lab import records
 from alibi_lab.cli.main import app, main
 from alibi_lab.lab.config import ConfigError, ModelConfig
 from alibi_lab.lab.model.imported_method import imported_method, source_facts
-from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.model.position_method import Pass
 from alibi_lab.lab.model.positions import ALiBi
 from alibi_lab.lab.training.checkpoint import CheckpointError, load_checkpoint
@@ -23,6 +22,7 @@ RUNNER = CliRunner()
 MINE = '''
 import torch
 from alibi_lab.lab.model.position_method import PositionMethod
+from alibi_lab.lab.model.position_method import Pass
 from alibi_lab.lab.model.positions import ALiBi
 from alibi_lab.position_methods import Look
 
@@ -83,11 +83,6 @@ def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
         result = RUNNER.invoke(app, [*command, "--set", f"model.method={method}"])
         assert result.exit_code == 0, result.output
     return path
-
-
-def tiny(method: str, seed: int = 0) -> LanguageModel:
-    sizes = {"vocab_size": 64, "num_layers": 2, "num_heads": 2, "embed_dim": 16, "ffn_dim": 24}
-    return LanguageModel(ModelConfig(method=method, **sizes), trained_length=16, seed=seed)
 
 
 def copied(step: Path, folder: Path, *, method: str) -> Path:
@@ -197,11 +192,10 @@ def test_a_test_from_a_file_runs_on_a_built_in_model(folder: Path, tmp_path: Pat
     assert "was trained with alibi" in refused.output
 
 
-def test_a_memory_in_training_equals_its_mask_and_has_no_gradient(folder: Path) -> None:
+def test_a_memory_in_training_equals_its_mask_and_has_no_gradient(tiny_model, folder: Path) -> None:
     """With one layer, a segment's tokens see itself and 3 earlier tokens: the same as a full pass with that mask."""
-    model = tiny(str(folder / "mine.py:Remembers")).train()
-    one_layer = LanguageModel(ModelConfig(**{**vars(model.config), "num_layers": 1}), trained_length=16).train()
-    full = LanguageModel(ModelConfig(**{**vars(one_layer.config), "method": "none"}), trained_length=16).train()
+    one_layer = tiny_model(str(folder / "mine.py:Remembers"), num_layers=1).train()
+    full = tiny_model("none", num_layers=1).train()
     full.load_state_dict(one_layer.state_dict())
     tokens = torch.randint(64, (2, 14), generator=torch.Generator().manual_seed(0))
     at = torch.arange(13)
@@ -212,14 +206,12 @@ def test_a_memory_in_training_equals_its_mask_and_has_no_gradient(folder: Path) 
     full.position.bias = lambda _: bias.masked_fill(hidden, -torch.inf)
     ours = one_layer(tokens[:, :-1], targets=tokens[:, 1:])
     torch.testing.assert_close(ours, full(tokens[:, :-1], targets=tokens[:, 1:]), rtol=1e-5, atol=1e-5)
-    tokens = torch.arange(8)[None]
     for segment, reaches in ((4, False), (8, True)):
-        hidden = model._hidden_in_segments(tokens, Pass(8, 8), segment)[:, 4:]
-        (gradient,) = torch.autograd.grad(hidden.square().sum(), model.embedding.weight)
+        hidden = one_layer._hidden_in_segments(torch.arange(8)[None], Pass(8, 8), segment)[:, 4:]
+        (gradient,) = torch.autograd.grad(hidden.square().sum(), one_layer.embedding.weight)
         assert bool((gradient[:4] != 0).any()) is reaches
-        assert (gradient[4:8] != 0).any(1).all()
     with pytest.raises(ConfigError, match="reads texts in segments of 4 tokens"):
-        model(tokens, segment_ids=torch.zeros_like(tokens))
+        one_layer(tokens, segment_ids=torch.zeros_like(tokens))
 
 
 @pytest.mark.parametrize(

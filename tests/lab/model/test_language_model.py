@@ -77,14 +77,6 @@ def test_methods_of_one_seed_start_from_the_same_weights(tiny_model, method, fie
     assert not torch.equal(mine["blocks.0.q.weight"], tiny_model(method, seed=1, **fields).blocks[0].q.weight)
 
 
-@every_method
-def test_methods_differ(tiny_model, method):
-    if method != "none":
-        model, tokens = tiny_model(method), some_tokens(12)
-        model.progress = 0.0  # of the training; a method may be off at its end
-        assert not torch.allclose(model(tokens), tiny_model("none")(tokens), atol=1e-3)
-
-
 @pairs(BEYOND, SYSTEMS)
 def test_greedy_generation_takes_the_likeliest_token_also_beyond_the_trained_length(tiny_model, method, fields):
     model = tiny_model(method, **fields)
@@ -226,14 +218,6 @@ def test_a_stretched_model_has_the_same_weights_and_other_positions(tiny_model, 
     assert twin.blocks is model.blocks
     assert twin.embedding is model.embedding
     assert all(torch.equal(weight, before[name]) for name, weight in model.state_dict().items())
-
-
-@every_method
-def test_up_to_the_trained_length_nothing_is_stretched(tiny_model, method):
-    model = tiny_model(method)
-    for stretch in ("none", *METHODS[method].stretches):
-        assert model.stretched(stretch, TRAINED_LENGTH) is model
-        assert model.stretched("none", 10 * TRAINED_LENGTH) is model
 
 
 @pytest.mark.parametrize("fields", [{"architecture": "modern"}, ARCHITECTURES["adaptive"]], ids=["modern", "adaptive"])

@@ -21,6 +21,9 @@ from alibi_lab.lab.training.checkpoint import CheckpointError, load_checkpoint
 from alibi_lab.lab.training.train import train
 
 SMALL = {"vocab_size": 64, "num_layers": 2, "num_heads": 2, "embed_dim": 16, "ffn_dim": 24}
+FIELDS = {f"train.{name}": value for name, value in (("steps", "90"), ("length", "16"), ("batch_tokens", "16"))}
+FIELDS |= {"eval.lengths": "16", "eval.tokens": "16", "model.num_layers": "1", "model.embed_dim": "16"}
+FIELDS |= {"model.num_heads": "2", "model.ffn_dim": "16"}
 HEAD = f"""import torch
 from torch import nn
 from {PositionMethod.__module__} import ByDistance, ContentBias, ForgetGates, PositionMethod, Windowed
@@ -200,9 +203,7 @@ def test_a_method_that_exits_is_an_error(
         "    pass\n" + how if hook == "module" else f"{attend}        {condition}{how}\n        return default(q, k, v)"
     )
     written(tmp_path, body, monkeypatch)
-    fields = {"train.steps": 90, "train.length": 16, "train.batch_tokens": 16, "eval.lengths": 16, "eval.tokens": 16}
-    fields |= {"model.num_layers": 1, "model.embed_dim": 16, "model.num_heads": 2, "model.ffn_dim": 16}
-    changes = [word for name, value in fields.items() for word in ("--set", f"{name}={value}")]
+    changes = [word for name, value in FIELDS.items() for word in ("--set", f"{name}={value}")]
     (tmp_path / "a.txt").write_text("to be or not to be, that is the question. " * 50)
     monkeypatch.setattr(
         "sys.argv", ["alibi", "run", "--text", "a.txt", "--methods", "mine.py:A", "--out", "out", *changes]
@@ -218,9 +219,7 @@ def test_a_checkpoint_and_a_benchmark_refuse_code_that_sees_the_future(
 ) -> None:
     written(tmp_path, "    pass", monkeypatch)
     (tmp_path / "a.txt").write_text("to be or not to be, that is the question. " * 50)
-    fields = {"train.steps": 1, "train.length": 16, "train.batch_tokens": 16, "eval.lengths": 16, "eval.tokens": 16}
-    fields |= {"model.num_layers": 1, "model.embed_dim": 16, "model.num_heads": 2, "model.ffn_dim": 16}
-    config = override(RunConfig(), {name: str(value) for name, value in fields.items()} | {"model.method": "mine.py:A"})
+    config = override(RunConfig(), FIELDS | {"train.steps": "1", "model.method": "mine.py:A"})
     corpus = whole_text([tmp_path / "a.txt"], ByteTokenizer())
     train(config, dataclasses.replace(corpus, train=corpus.valid), tmp_path / "run")
     assert load_checkpoint(tmp_path / "run", method="mine.py:A")[0].num_parameters() > 0

@@ -145,17 +145,6 @@ def test_numbers_keep_their_digits_and_half_precision_is_refused(forgetting, mon
     assert not cached or all(cache.key_bias.dtype == dtype for cache in caches)
 
 
-@pytest.mark.parametrize("checkpointing", [False, True])
-def test_every_layer_s_own_parameters_get_a_gradient(forgetting, checkpointing):
-    model, tokens = forgetting().train(), some_tokens(16)
-    model.activation_checkpointing = checkpointing
-    model(tokens[:, :-1], targets=tokens[:, 1:]).mean().backward()
-    assert (model.position.weight.grad.abs().amax((1, 2)) > 0).all()
-    model.activation_checkpointing = False
-    (plain,) = torch.autograd.grad(model(tokens[:, :-1], targets=tokens[:, 1:]).mean(), model.position.weight)
-    assert torch.equal(model.position.weight.grad, plain)
-
-
 def test_training_tells_how_far_it_is_and_leaves_a_checkpoint(forgetting, tiny_run, tmp_path, monkeypatch):
     config = tiny_run("kerple", steps=4, checkpoint_every=2, validate_every=2, validate_tokens=32)
     config = dataclasses.replace(config, model=dataclasses.replace(config.model, num_layers=2))
