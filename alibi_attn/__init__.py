@@ -38,21 +38,14 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ALiBiAttention": "alibi_attn.nn",
-    "ALiBiPositionalBias": "alibi_attn.nn",
-    "ALiBiTransformerBlock": "alibi_attn.nn",
-    "KVCache": "alibi_attn.nn",
-    "alibi_attention": "alibi_attn.attention.api",
-    "alibi_attention_varlen": "alibi_attn.attention.varlen",
-    "alibi_bias": "alibi_attn.attention.call.bias",
-    "alibi_slopes": "alibi_attn.slopes",
-    "attention_rows": "alibi_attn.attention.rows",
-    "certified_block_mask": "alibi_attn.attention.api",
-    "explain": "alibi_attn.attention.api",
-    "forgetting_attention": "alibi_attn.attention.forgetting",
-    "head_reach": "alibi_attn.attention.api",
-    "interpolate_slopes": "alibi_attn.slopes",
-    "toeplitz_attention": "alibi_attn.attention.toeplitz",
+    "alibi_attn.attention.api": ("alibi_attention", "certified_block_mask", "explain", "head_reach"),
+    "alibi_attn.attention.call.bias": ("alibi_bias",),
+    "alibi_attn.attention.forgetting": ("forgetting_attention",),
+    "alibi_attn.attention.rows": ("attention_rows",),
+    "alibi_attn.attention.toeplitz": ("toeplitz_attention",),
+    "alibi_attn.attention.varlen": ("alibi_attention_varlen",),
+    "alibi_attn.nn": ("ALiBiAttention", "ALiBiPositionalBias", "ALiBiTransformerBlock", "KVCache"),
+    "alibi_attn.slopes": ("alibi_slopes", "interpolate_slopes"),
 }
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES, ("torch", "PyTorch", "torch"))

@@ -59,11 +59,11 @@ __all__ = [
 
 # Readers of models, which need transformers.
 _HOMES = {
-    "encode": "alibi_attn.hf.readers.tokenizer_files",
-    "load_decoder": "alibi_attn.hf.patching.loading",
-    "read_config": "alibi_attn.hf.readers.checkpoint_files",
-    "saved_tokenizer": "alibi_attn.hf.readers.tokenizing",
-    "watched": "alibi_attn.hf.patching.capture_qk",
+    "alibi_attn.hf.patching.capture_qk": ("watched",),
+    "alibi_attn.hf.patching.loading": ("load_decoder",),
+    "alibi_attn.hf.readers.checkpoint_files": ("read_config",),
+    "alibi_attn.hf.readers.tokenizer_files": ("encode",),
+    "alibi_attn.hf.readers.tokenizing": ("saved_tokenizer",),
 }
 __getattr__, __dir__ = lazy_names(__name__, _HOMES, ("transformers", "transformers", "hf"))
 

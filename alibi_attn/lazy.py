@@ -53,21 +53,22 @@ def _public_names(package: str) -> list[str]:
 
 
 def lazy_names(
-    package: str, homes: Mapping[str, str], needs: tuple[str, str, str]
+    package: str, homes: Mapping[str, tuple[str, ...]], needs: tuple[str, str, str]
 ) -> tuple[Callable[[str], object], Callable[[], list[str]]]:
     """The `__getattr__` and `__dir__` of a package.
 
     Args:
-        homes: the module of every name.
+        homes: the names of every module.
         needs: a module that the names may need, its product's name, and the extra that installs it.
     """
     module, product, extra = needs
+    home_of = {name: home for home, names in homes.items() for name in names}
 
     def load(name: str) -> object:
-        if name not in homes:
+        if name not in home_of:
             raise missing(package, name)
         try:
-            return getattr(importlib.import_module(homes[name]), name)
+            return getattr(importlib.import_module(home_of[name]), name)
         except ModuleNotFoundError as error:
             if error.name != module:
                 raise
@@ -75,4 +76,4 @@ def lazy_names(
                 f'{name} needs {product}; install it with: pip install ".[{extra}]" in a clone'
             ) from error
 
-    return load, lambda: sorted({*vars(importlib.import_module(package)), *homes})
+    return load, lambda: sorted({*vars(importlib.import_module(package)), *home_of})

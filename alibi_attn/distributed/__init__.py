@@ -29,15 +29,11 @@ __all__ = [
 ]
 
 _HOMES = {
-    "ContextParallel": "alibi_attn.distributed.model",
-    "Halo": "alibi_attn.distributed.halos",
-    "Traffic": "alibi_attn.distributed.exchange",
-    "context_parallel": "alibi_attn.distributed.model",
-    "context_parallel_attention": "alibi_attn.distributed.attention",
-    "context_parallel_forgetting_attention": "alibi_attn.distributed.attention",
-    "even_lengths": "alibi_attn.distributed.halos",
-    "plan_halo": "alibi_attn.distributed.simulation",
-    "static_halo": "alibi_attn.distributed.halos",
+    "alibi_attn.distributed.attention": ("context_parallel_attention", "context_parallel_forgetting_attention"),
+    "alibi_attn.distributed.exchange": ("Traffic",),
+    "alibi_attn.distributed.halos": ("Halo", "even_lengths", "static_halo"),
+    "alibi_attn.distributed.model": ("ContextParallel", "context_parallel"),
+    "alibi_attn.distributed.simulation": ("plan_halo",),
 }
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES, ("torch", "PyTorch", "torch"))

@@ -29,11 +29,10 @@ if TYPE_CHECKING:
 __all__ = ["alibi_attention", "alibi_dot_product_attention", "explain", "forgetting_attention", "mha_alibi"]
 
 _HOMES = {
-    "alibi_attention": "alibi_attn.jax.attention",
-    "alibi_dot_product_attention": "alibi_attn.jax.multihead",
-    "explain": "alibi_attn.jax.explanation",
-    "forgetting_attention": "alibi_attn.jax.forgetting",
-    "mha_alibi": "alibi_attn.jax.multihead",
+    "alibi_attn.jax.attention": ("alibi_attention",),
+    "alibi_attn.jax.explanation": ("explain",),
+    "alibi_attn.jax.forgetting": ("forgetting_attention",),
+    "alibi_attn.jax.multihead": ("alibi_dot_product_attention", "mha_alibi"),
 }
 
 __getattr__, __dir__ = lazy_names(__name__, _HOMES, ("flax", "Flax", "jax"))
