@@ -121,9 +121,11 @@ class Pending:
             self.work.wait(datetime.timedelta(seconds=self.ranks.timeout))
 
 
-@dataclasses.dataclass(frozen=True)
+@dataclasses.dataclass(eq=False)
 class Transport:
-    """Exchanges the rows of a halo, for tensors [B, heads, rows of the shard, …].
+    """One exchange of the rows of a halo, for tensors [B, heads, rows of the shard, …], and in backward of their gradients.
+
+    It holds no tensor of the graph, because the graph holds it.
 
     Args:
         halo: the rows to send. A tensor may have a multiple of its key heads; all heads of a group go with their key head.
@@ -135,6 +137,10 @@ class Transport:
     ranks: Ranks
     traffic: Traffic | None = None
     counts_rows: bool = False
+    _what: str = ""  # names what is under way, in errors
+    _row_size: int = 0  # the number of values in a row of a key head
+    _pending: Pending | None = None
+    _gradients: Tensor | None = None
 
     @functools.cached_property
     def outgoing(self) -> list[list[Piece]]:
@@ -148,9 +154,10 @@ class Transport:
 
     def begun(self, tensors: Sequence[Tensor], what: str) -> "Flight":
         """Starts to send the rows of the tensors, and to receive those of other ranks."""
-        exchange = _Exchange(self, what, sum(math.prod(_piece_shape(tensor, self.halo, 1)) for tensor in tensors))
-        *own, flat = _Begin.apply(exchange, *tensors)  # type: ignore[no-untyped-call]
-        return Flight(exchange, own, flat)
+        self._what = what
+        self._row_size = sum(math.prod(_piece_shape(tensor, self.halo, 1)) for tensor in tensors)
+        *own, flat = _Begin.apply(self, *tensors)  # type: ignore[no-untyped-call]
+        return Flight(self, own, flat)
 
     def sent(self, tensors: Sequence[Tensor]) -> Tensor:
         """The rows for all ranks, flattened, by rank, piece and tensor."""
@@ -199,28 +206,16 @@ class Transport:
                     at += rows.numel()
         return [total.to(x.dtype) for total, x in zip(sums, gradients, strict=True)]
 
-
-class _Exchange:
-    """What forward and backward of one exchange share; `row_size` is the number of values in a row of a key head.
-
-    It holds no tensor of the graph, because the graph holds it.
-    """
-
-    def __init__(self, transport: Transport, what: str, row_size: int) -> None:
-        self.transport, self.what, self._row_size = transport, what, row_size
-        self._pending: Pending | None = None
-        self._gradients: Tensor | None = None
-
     def send(self, flat: Tensor) -> Tensor:
         """Starts to send rows; returns the buffer for those of other ranks."""
-        received, self._pending = self._exchanged(flat, self.transport.outgoing, self.transport.incoming, self.what)
+        received, self._pending = self._exchanged(flat, self.outgoing, self.incoming, self._what)
         return received
 
     def send_back(self, gradient: Tensor) -> None:
         """Starts to send the gradient of the received rows to their owners, unless that has been done."""
         if self._gradients is None:
             self._gradients, self._pending = self._exchanged(
-                gradient.contiguous(), self.transport.incoming, self.transport.outgoing, f"gradients of {self.what}"
+                gradient.contiguous(), self.incoming, self.outgoing, f"gradients of {self._what}"
             )
 
     def wait(self) -> None:
@@ -242,14 +237,13 @@ class _Exchange:
         sent_to, received_from = (
             [_count_rows([of_rank]) * self._row_size for of_rank in pieces] for pieces in (to, from_)
         )
-        traffic = self.transport.traffic
-        if traffic is not None:
-            traffic.bytes_sent += sum(sent_to) * flat.element_size()
-            traffic.bytes_received += sum(received_from) * flat.element_size()
+        if self.traffic is not None:
+            self.traffic.bytes_sent += sum(sent_to) * flat.element_size()
+            self.traffic.bytes_received += sum(received_from) * flat.element_size()
         received = flat.new_empty(sum(received_from))
-        if self.transport.halo.is_empty:
+        if self.halo.is_empty:
             return received, None  # every rank has the same halo, so all of them skip the exchange
-        return received, self.transport.ranks.all_to_all(received, flat, received_from, sent_to, what)
+        return received, self.ranks.all_to_all(received, flat, received_from, sent_to, what)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -261,45 +255,45 @@ class Flight:
     back, computes those of `own`, and only then waits for the other ranks.
     """
 
-    exchange: _Exchange
+    transport: Transport
     own: list[Tensor]
     flat: Tensor
 
     def pieces(self) -> list[Pieces]:
         """The pieces received for each of the tensors."""
-        flat = _Finish.apply(self.exchange, self.flat)  # type: ignore[no-untyped-call]
-        return self.exchange.transport.unpacked(flat, self.own)
+        flat = _Finish.apply(self.transport, self.flat)  # type: ignore[no-untyped-call]
+        return self.transport.unpacked(flat, self.own)
 
 
 class _Begin(torch.autograd.Function):
     """(*tensors unmodified, the buffer for the values from other ranks). Backward waits for gradients and adds them."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: _Exchange, *tensors: Tensor) -> tuple[Tensor, ...]:
-        ctx.exchange = exchange
-        flat = exchange.send(exchange.transport.sent([tensor.detach() for tensor in tensors]))
+    def forward(ctx: Any, transport: Transport, *tensors: Tensor) -> tuple[Tensor, ...]:
+        ctx.transport = transport
+        flat = transport.send(transport.sent([tensor.detach() for tensor in tensors]))
         return *(tensor.view_as(tensor) for tensor in tensors), flat
 
     @staticmethod
     def backward(ctx: Any, *gradients: Tensor) -> tuple[Tensor | None, ...]:
         *own, flat = gradients
-        exchange: _Exchange = ctx.exchange
-        exchange.send_back(flat)  # `_Finish` has done so, except on a rank that received no rows
-        return None, *exchange.transport.added(exchange.gradients(), own)
+        transport: Transport = ctx.transport
+        transport.send_back(flat)  # `_Finish` has done so, except on a rank that received no rows
+        return None, *transport.added(transport.gradients(), own)
 
 
 class _Finish(torch.autograd.Function):
     """The values from other ranks. Backward starts to send their gradients back."""
 
     @staticmethod
-    def forward(ctx: Any, exchange: _Exchange, flat: Tensor) -> Tensor:
-        ctx.exchange = exchange
-        exchange.wait()
+    def forward(ctx: Any, transport: Transport, flat: Tensor) -> Tensor:
+        ctx.transport = transport
+        transport.wait()
         return flat.view_as(flat)
 
     @staticmethod
     def backward(ctx: Any, gradient: Tensor) -> tuple[None, Tensor]:
-        ctx.exchange.send_back(gradient)
+        ctx.transport.send_back(gradient)
         return None, gradient
 
 
