@@ -92,28 +92,26 @@ def embed(
             "`alibi embed` renames and removes files that are locked and mapped, which Windows does not allow; "
             "use sentence_transformer in Python, or WSL"
         )
-    if ray is None and workers is not None:
-        raise ValueError("--workers is for --ray; omit it, or pass --ray local")
-    if ray is not None:
-        _check_cluster(out, device)
-    else:
-        check_writable(out)
     rule = None if chunks is None else _chunk_rule(chunks, lines=lines)
     if ray is None:
+        if workers is not None:
+            raise ValueError("--workers is for --ray; omit it, or pass --ray local")
+        check_writable(out)
         _check_name(chunks, out)
+    else:
+        _check_cluster(out, device)
+        model = str(Path(model).absolute()) if Path(model).exists() else model
     found = read_texts(files, lines=lines)
     with needs("hf" if ray is None else "ray"):
         from alibi_attn.hf.embedding.job import Settings
 
         if ray is not None:
             from alibi_attn.hf.embedding import ray_embedding  # noqa: F401
-    if ray is not None:
-        model = str(Path(model).absolute()) if Path(model).exists() else model
     settings = Settings(model, rule, max_length, overlap, batch_tokens, normalize, dtype, device)
-    if ray is not None:
-        _embed_on_cluster(found, settings, out, ray, workers)
-    else:
+    if ray is None:
         _embed(found, settings, out)
+    else:
+        _embed_on_cluster(found, settings, out, ray, workers)
 
 
 def _embed(found: Sequence[Text], settings: "Settings", out: Path) -> None:

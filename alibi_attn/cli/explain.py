@@ -55,10 +55,11 @@ def explain(
         from alibi_attn.attention import api
         from alibi_attn.distributed import halos
         from alibi_attn.nn.device import checked_device
+    kv_heads = num_kv_heads or num_heads
     if ranks is not None:
-        if ranks**2 * (num_kv_heads or num_heads) > MOST_ROWS:
+        if ranks**2 * kv_heads > MOST_ROWS:
             raise ValueError(
-                f"--ranks is {ranks} with {num_kv_heads or num_heads} key/value heads, but at most {MOST_ROWS} numbers, one per "
+                f"--ranks is {ranks} with {kv_heads} key/value heads, but at most {MOST_ROWS} numbers, one per "
                 "head and pair of ranks, are computed; pass fewer ranks or heads"
             )
         halo = halos.static_halo(
@@ -68,7 +69,7 @@ def explain(
             causal=causal,
             window=window,
             tolerance=tolerance,
-            num_kv_heads=num_kv_heads,
+            num_kv_heads=kv_heads,
             head_dim=head_dim,
             batch=batch,
             dtype=dtype,
@@ -79,9 +80,7 @@ def explain(
         )
         return
     generator = torch.Generator().manual_seed(seed)
-    shapes = [
-        (batch, count, length, head_dim) for count in (num_heads, num_kv_heads or num_heads, num_kv_heads or num_heads)
-    ]
+    shapes = [(batch, count, length, head_dim) for count in (num_heads, kv_heads, kv_heads)]
     place = checked_device(device)
     try:
         query, key, value = (
