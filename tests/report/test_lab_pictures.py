@@ -136,28 +136,6 @@ def test_tasks_are_means_over_seeds_and_worst_places(made_up) -> None:
     assert retrieval.passkey_grid(studies(made_up())[0]) is None
 
 
-def test_tasks_of_symbols_are_drawn_by_length(made_up) -> None:
-    def tasked(record: Record) -> Record:
-        columns = {
-            "length": [128, 256, 512],
-            "accuracy": [1.0, 0.75, None],
-            "whole": [1.0, 0.5, None],
-            "answers": [256, 256, None],
-        }
-        return record if record.kind == "training" else _curves(record, mqar=columns, copy=columns)
-
-    found = [tasked(r) for r in made_up(methods=("alibi",), seeds=2)]
-    (study,) = studies(found)
-    drawn = dict(retrieval.symbols_by_length(study))
-    assert list(drawn) == ["mqar", "copy"]
-    line = drawn["mqar"].axes[0].lines[0]
-    assert (line.get_xdata().tolist(), line.get_ydata().tolist()) == ([128, 256], [1.0, 0.75])
-    assert [cell.text for cell in retrieval.task_table(study).blocks[0].rows[0][2]] == ["100 %", "75 %"]
-    page = report_html(found)
-    assert "Associative recall" in page
-    assert "chance is 6 %" in page
-
-
 def _heads(layer: int, certified: list[int]) -> Record:
     curves = {"heads": {"slope": [0.5, 0.0625, 1 / 256], "certified": certified, "true": [30, 300, 4096]}}
     config = {"scale": "small", "layer": f"layer-{layer}", "length": 4096, "trained": 512}

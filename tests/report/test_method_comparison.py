@@ -10,7 +10,7 @@ from alibi_lab import records
 from alibi_lab.lab.data import tasks
 from alibi_lab.records import Record
 from alibi_lab.report import method_comparison as referee
-from alibi_lab.report.method_comparison import Measured, Task, comparisons
+from alibi_lab.report.method_comparison import Task, comparisons
 from alibi_lab.report.page import report_html
 from alibi_lab.report.series import studies
 
@@ -136,15 +136,6 @@ def test_distant_seeds_leave_a_level_open() -> None:
     assert referee.level(found) == "open"
     near = [evaluated("alibi", "mqar", (share, share), seed=seed) for seed, share in enumerate((1.0, 0.99))]
     assert referee.level(referee.measured(one_comparison(near)[0], "alibi", 64)) == "solved"
-
-
-def test_levels_need_an_interval() -> None:
-    assert referee.level(Measured(1.0, None)) == "open"
-    record = evaluated("alibi", "mqar", (1.0, 1.0))
-    curves = {name: record.curves[name] for name in ("mqar", "by_length")}
-    bare = records.make("evaluation", record.name, config=record.config, metrics={}, curves=curves)
-    (task,) = one_comparison([bare])
-    assert referee.measured(task, "alibi", 64) == Measured(1.0, None)
 
 
 def test_ranks_are_as_wide_as_the_intervals_of_differences() -> None:

@@ -101,22 +101,6 @@ def test_figures_show_the_papers_numbers_and_ours() -> None:
     assert _drawn(sliding, "ALiBi, the paper").get_ydata().tolist() == [17.98, 17.92, 18.2, 18.28, 18.3]
 
 
-def test_a_page_has_tokens_seeds_units_and_scale() -> None:
-    record = answer("figure-4")
-    assert dict(answers.facts(record)) == {
-        "the paper's lengths / ours": "8",
-        "perplexity per": "byte of novels; the paper's: token of WikiText-103, word level",
-        "tokens per number": "4,096",
-        "seeds per number": "2",
-    }
-    split = {"valid_perplexity": [5.0], "valid_tokens": [4096], "test_tokens": [8192]}
-    both = dataclasses.replace(record, curves={"a": {**split, "seeds": [3]}, "b": {**split, "seeds": [1]}})
-    facts = dict(answers.facts(both))
-    assert (facts["tokens per number"], facts["seeds per number"]) == ("4,096 to 8,192", "1 to 3")
-    speed = dict(answers.facts(answer("figure-2")))
-    assert (speed["the paper's machine"], "perplexity per" in speed) == ("batched, one V100", False)
-
-
 def test_rows_that_the_paper_cites_are_never_ours() -> None:
     table = paper_tables.pair_table(answer("table-7"))
     assert _cells(table, "Ours", "Transformer-XL (Dai et al., 2019)")[0] == paper_tables.CITED
@@ -165,14 +149,6 @@ def test_slopes_that_differ_are_counted() -> None:
     eight = {**wrong.curves["ALiBi, 8 heads"], "slope": [0.4] + [2.0**-n for n in range(2, 9)]}
     wrong = dataclasses.replace(wrong, curves={**wrong.curves, "ALiBi, 8 heads": eight})
     assert dict(answers.facts(wrong))[name] == "23 of 24"
-
-
-def test_windows_are_drawn_pass_by_pass() -> None:
-    rows = paper.pictures(answer("figure-10"), {})
-    assert [len(row) for row in rows] == [2, 2]
-    nonoverlapping, sliding = (row[0].figure.axes[0] for row in rows)
-    assert len(nonoverlapping.patches) == 8
-    assert len(sliding.patches) == 20  # five passes over four tokens
 
 
 def test_a_label_that_the_paper_does_not_have_is_left_out() -> None:

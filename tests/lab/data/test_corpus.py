@@ -4,7 +4,6 @@ import itertools
 import sys
 import sysconfig
 import tracemalloc
-import types
 
 import pytest
 import torch
@@ -178,40 +177,8 @@ def test_a_whole_text_has_the_facts_that_convert_losses(tmp_path):
     assert facts["bytes_per_token"] == 30 / 11
 
 
-class Rows:
-    """The subset of datasets.Dataset that is used: read in batches, never as a whole."""
-
-    def __init__(self, **columns):
-        self.columns = columns
-        self.column_names = list(columns)
-
-    def __len__(self):
-        return len(next(iter(self.columns.values())))
-
-    def iter(self, batch_size):
-        for begin in range(0, len(self), batch_size):
-            yield {name: column[begin : begin + batch_size] for name, column in self.columns.items()}
-
-
-@pytest.fixture
-def hub(monkeypatch):
-    calls = []
-
-    def install(answer):
-        def load_dataset(*arguments):
-            calls.append(arguments)
-            if isinstance(answer, Exception):
-                raise answer
-            return answer
-
-        monkeypatch.setitem(sys.modules, "datasets", types.SimpleNamespace(load_dataset=load_dataset))
-        return calls
-
-    return install
-
-
 def test_the_hub_gives_its_test_text_and_one_line_end_a_row(hub):
-    calls = hub({name: Rows(text=[" = One = \n", "", name]) for name in ("train", "validation", "test")})
+    calls = hub({name: {"text": [" = One = \n", "", name]} for name in ("train", "validation", "test")})
     corpus = load_corpus(DataConfig(corpus="hub:some/name:part", tokenizer="words"))
     assert (calls, corpus.facts["name"]) == ([("some/name", "part")], "hub:some/name:part")
     assert decoded(torch.tensor(list(corpus.tokenizer.decode(corpus.train)))) == "= One =\n\ntrain\n"
@@ -221,7 +188,7 @@ def test_the_hub_gives_its_test_text_and_one_line_end_a_row(hub):
 
 
 def test_the_hub_without_a_split_gives_its_last_rows(hub):
-    hub({"train": Rows(text=[str(number) for number in range(10)])})
+    hub({"train": {"text": [str(number) for number in range(10)]}})
     corpus = load_corpus(DataConfig(corpus="hub:some/name", valid_share=0.2))
     assert (decoded(corpus.train), decoded(corpus.valid)) == ("0\n1\n2\n3\n4\n5\n6\n7", "8\n9")
 
@@ -238,7 +205,7 @@ def test_a_hub_that_does_not_answer_is_an_error_of_one_sentence(hub, error):
 
 
 def test_a_hub_set_without_text_is_refused(hub):
-    hub({"train": Rows(image=[1])})
+    hub({"train": {"image": [1]}})
     with pytest.raises(CorpusError, match='no split "train" with a column "text"'):
         load_corpus(DataConfig(corpus="hub:some/name"))
 

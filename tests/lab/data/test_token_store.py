@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import threading
-import types
 from pathlib import Path
 
 import pytest
@@ -97,19 +96,8 @@ def test_a_changed_text_another_tokenizer_and_another_split_are_other_folders(fo
     assert_equal_corpora(load_corpus(asked(folder), store), second)
 
 
-def test_a_corpus_of_the_hub_is_needed_once(store, monkeypatch):
-    class Rows:
-        column_names = ("text",)
-
-        def __len__(self):
-            return 5000
-
-        def iter(self, batch_size):
-            for begin in range(0, 5000, batch_size):
-                yield {"text": [f"row {number}" for number in range(begin, begin + batch_size)]}
-
-    module = types.SimpleNamespace(load_dataset=lambda *_: {"train": Rows()})
-    monkeypatch.setitem(sys.modules, "datasets", module)
+def test_a_corpus_of_the_hub_is_needed_once(hub, store, monkeypatch):
+    hub({"train": {"text": [f"row {number}" for number in range(5000)]}})
     config = DataConfig(corpus="hub:some/name", tokenizer="words")
     first = load_corpus(config, store)
     assert first.facts["train_parts"] == 4750

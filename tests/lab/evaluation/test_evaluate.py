@@ -114,11 +114,11 @@ def test_learned_positions_have_no_result_beyond_the_trained_length(tiny_model):
 
 
 def test_curves_are_the_means_of_the_token_losses(tiny_model):
-    model, config = tiny_model("alibi"), EvalConfig(lengths=(8, 32), tokens=64, stride=2, batch_tokens=64)
+    model, config = tiny_model("alibi"), EvalConfig(lengths=(8, 32), tokens=64, batch_tokens=64)
     curves = evaluate(model, TEXT, config)
     stretches = scored_stretches(len(TEXT), config.lengths[-1], config.tokens)
     straight = nonoverlapping(model, TEXT, stretches, length=32, batch_tokens=64)
-    slid = sliding(model, TEXT, stretches, length=8, stride=2, batch_tokens=64)
+    slid = sliding(model, TEXT, stretches, length=8, stride=8 // 4, batch_tokens=64)
     assert curves["by_length"]["nonoverlapping_nats"][1] == pytest.approx(float(straight.loss_nats.mean()), rel=1e-6)
     assert curves["by_length"]["sliding_nats"][0] == pytest.approx(float(slid.loss_nats.mean()), rel=1e-6)
     assert curves["by_position"] == loss_by_position(straight)

@@ -32,90 +32,76 @@ from {ALiBi.__module__} import ALiBi
 class A(PositionMethod):
 """
 INIT = "    def __init__(self, config, trained_length):\n        "
-WRONG = {
-    "attend broadcasts": (
-        "    def attend(self, q, k, v, at, default): return default(q, k, v)[:, :, :1]",
-        r"line 7: A.attend returned a tensor of shape \[1, 2, 1, 8\].*must return a tensor of shape \[1, 2, 16, 8\]",
+# A body of the class, or a hook; and what is said about it.
+WRONG = [
+    (
+        "attend(self, q, k, v, at, default): return default(q, k, v)[:, :, :1]",
+        r"A.attend returned a tensor of shape \[1, 2, 1, 8\].*must return a tensor of shape \[1, 2, 16, 8\]",
     ),
-    "attend in another dtype": (
-        "    def attend(self, q, k, v, at, default): return default(q, k, v).double()",
-        r"line 7: A.attend returned .*torch.float64 .*must return .*torch.float32",
+    (
+        "attend(self, q, k, v, at, default): return default(q, k, v).double()",
+        "A.attend returned .*torch.float64 .*must return .*torch.float32",
     ),
-    "attend with NaN": (
-        "    def attend(self, q, k, v, at, default): return default(q, k, v) * float('nan')",
-        r"line 7: A.attend returned NaN",
+    ("attend(self, q, k, v, at, default): return default(q, k, v) * float('nan')", "A.attend returned NaN"),
+    (
+        "attend(self, q, k, v, at, default): return default(q, k, v if self.training else v.roll(-1, 2))",
+        "A sees the future",
     ),
-    "attend to the next token, in tests only": (
-        "    def attend(self, q, k, v, at, default): return default(q, k, v if self.training else v.roll(-1, 2))",
-        r"line 7: A sees the future",
-    ),
-    "state between passes": (
+    (
         "    steps = 0\n    def add(self, x, positions): self.steps += 1; return x * (1 + self.steps / 10)",
-        r"line 8: A gives other logits when the same tokens are read again",
+        "A gives other logits when the same tokens are read again",
     ),
-    "add with a list": (
-        "    def add(self, x, positions): return x.tolist()",
-        r"line 7: A.add returned a list; it must return a tensor of shape \[1, 16, 16\]",
+    (
+        "add(self, x, positions): return x.tolist()",
+        r"A.add returned a list; it must return a tensor of shape \[1, 16, 16\]",
     ),
-    "rotate of q alone": ("    def rotate(self, q, k, positions, at): return q", r"line 7: A.rotate returned a tensor"),
-    "bias with a list": (
-        "    def bias(self, at): return [0.5, 0.25]",
-        r"line 7: A.bias returned a list; it must return slopes \[H\]",
+    ("rotate(self, q, k, positions, at): return q", "A.rotate returned a tensor"),
+    ("bias(self, at): return [0.5, 0.25]", r"A.bias returned a list; it must return slopes \[H\]"),
+    (
+        "bias(self, at): return torch.ones(3)",
+        r"A.bias returned a tensor of shape \[3\].*must be floating, \[2\] or \[2, 16, 16\]",
     ),
-    "bias of other heads": (
-        "    def bias(self, at): return torch.ones(3)",
-        r"line 7: A.bias returned a tensor of shape \[3\].*must be floating, \[2\] or \[2, 16, 16\]",
+    ("bias(self, at): return torch.full((2,), float('nan'))", r"A.bias returned a tensor with NaN or \+inf"),
+    (
+        "bias(self, at): return ByDistance(torch.zeros(2, 5))",
+        r"A.bias returned the table of ByDistance of shape \[2, 5\]",
     ),
-    "bias with NaN": (
-        "    def bias(self, at): return torch.full((2,), float('nan'))",
-        r"line 7: A.bias returned a tensor with NaN or \+inf",
-    ),
-    "a short table": (
-        "    def bias(self, at): return ByDistance(torch.zeros(2, 5))",
-        r"line 7: A.bias returned the table of ByDistance of shape \[2, 5\]",
-    ),
-    "key_bias with a list": (
+    (
         "    per_layer = True\n    def bias(self, at): return ContentBias([1.0])",
-        r"line 8: A.bias returned key_bias of type list",
+        "A.bias returned key_bias of type list",
     ),
-    "an empty window": ("    def bias(self, at): return Windowed(0)", r"line 7: A.bias returned Windowed\(window=0\)"),
-    "no super().__init__": (
-        f"{INIT}self.own = 1",
-        r"line 7: A.__init__ does not call super\(\).__init__\(config, trained_length\)",
+    ("bias(self, at): return Windowed(0)", r"A.bias returned Windowed\(window=0\)"),
+    (f"{INIT}self.own = 1", r"A.__init__ does not call super\(\).__init__\(config, trained_length\)"),
+    (
+        "__init__(self): super().__init__(None, 1)",
+        r"A.__init__ must accept the arguments \(config, trained_length\): too many positional",
     ),
-    "__init__ without arguments": (
-        "    def __init__(self): super().__init__(None, 1)",
-        r"line 7: A.__init__ must accept the arguments \(config, trained_length\): too many positional",
-    ),
-    "bias without at": ("    def bias(self): return None", r"line 7: A.bias must accept the arguments \(self, at\)"),
-    "bias that is no method": ("    bias = None", r"line 6: A has bias = None; it must be a method"),
-    "curves of an instance": (
-        "    def curves(self, model, corpus, config): return {}",
-        r"line 7: A.curves must accept .*make it a class method",
-    ),
-    "look of text": ("    look = 'red'", r"line 6: A has look = 'red'; it must be None or a Look"),
-    "segment of text": ("    segment = '4'", r"line 6: A has segment = '4'; it must be None or a whole number"),
-    "memory below 0": ("    segment, memory = 4, -1", r"line 6: A has memory = -1"),
-    "stretches of text": ("    stretches = 'linear'", r"line 6: A has stretches = 'linear'; it must be a tuple"),
-    "an integer parameter": (
+    ("bias(self): return None", r"A.bias must accept the arguments \(self, at\)"),
+    ("    bias = None", "A has bias = None; it must be a method"),
+    ("curves(self, model, corpus, config): return {}", "A.curves must accept .*make it a class method"),
+    ("    look = 'red'", "A has look = 'red'; it must be None or a Look"),
+    ("    segment = '4'", "A has segment = '4'; it must be None or a whole number"),
+    ("    segment, memory = 4, -1", "A has memory = -1"),
+    ("    stretches = 'linear'", "A has stretches = 'linear'; it must be a tuple"),
+    (
         f"{INIT}super().__init__(config, trained_length)\n"
         "        self.p = nn.Parameter(torch.ones(3, dtype=torch.long), requires_grad=False)",
-        r"line 6: A has a parameter p of shape \[3\] and torch.int64; parameters are floating",
+        r"A has a parameter p of shape \[3\] and torch.int64; parameters are floating",
     ),
-    "an empty parameter": (
+    (
         f"{INIT}super().__init__(config, trained_length)\n        self.p = nn.Parameter(torch.ones(3, 0))",
-        r"line 6: A has a parameter p of shape \[3, 0\]",
+        r"A has a parameter p of shape \[3, 0\]",
     ),
-    "a gradient that is NaN": (
+    (
         f"{INIT}super().__init__(config, trained_length)\n        self.p = nn.Parameter(torch.zeros(2))\n"
         "    def bias(self, at): return ByDistance(-(self.p[:, None] * torch.arange(at.key_len)).sqrt())",
-        r"line 6: A gives position.p a gradient with NaN or infinite numbers",
+        "A gives position.p a gradient with NaN or infinite numbers",
     ),
-    "no gradient": (
+    (
         "    def rotate(self, q, k, positions, at):\n        q = q.exp()\n        q.add_(1)\n        return q, k",
-        r"line 6: A has no gradients",
+        "A has no gradients",
     ),
-}
+]
 
 
 def written(path: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> ModelConfig:
@@ -124,11 +110,13 @@ def written(path: Path, body: str, monkeypatch: pytest.MonkeyPatch) -> ModelConf
     return ModelConfig(method="mine.py:A", **SMALL)
 
 
-@pytest.mark.parametrize("name", WRONG)
-def test_a_wrong_method_is_refused_with_its_line(name: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    body, message = WRONG[name]
-    config = written(tmp_path, body, monkeypatch)
-    with pytest.raises(PositionError, match=rf"^mine.py, {message}"):
+@pytest.mark.parametrize(("wrong", "message"), WRONG)
+def test_a_wrong_method_is_refused_with_its_line(
+    wrong: str, message: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    hook = not wrong.startswith(" ")
+    config = written(tmp_path, f"    def {wrong}" if hook else wrong, monkeypatch)
+    with pytest.raises(PositionError, match=rf"^mine.py, line {7 if hook else '[678]'}: {message}"):
         try_method(config, 16)
 
 
