@@ -12,7 +12,6 @@ import torch
 from encoder_oracle import config, random_state, write_folder, write_tokenizer
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
-MAX_LINES = 60
 Run = Callable[..., str]
 
 
@@ -31,14 +30,6 @@ def run(capsys, monkeypatch, tmp_path) -> Run:
 
 def numbers(pattern: str, printed: str) -> list[float]:
     return [float(found.replace(",", "")) for found in re.findall(pattern, printed)]
-
-
-@pytest.mark.parametrize("path", EXAMPLES, ids=lambda path: path.stem)
-def test_an_example_is_short_asks_one_question_and_is_tested(path):
-    lines = path.read_text(encoding="utf-8").splitlines()
-    assert len(lines) <= MAX_LINES
-    assert f"python examples/{path.name}" in "\n".join(lines[:6])
-    assert f"def test_{path.stem}" in Path(__file__).read_text(encoding="utf-8")
 
 
 def test_train(run):

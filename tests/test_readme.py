@@ -149,20 +149,3 @@ def test_a_broken_link_is_noticed(wrong, tmp_path):
     document.write_text(f"## On disk\n{wrong}\n", encoding="utf-8")
     with pytest.raises(AssertionError, match="links to"):
         assert_links_have_targets(document)
-
-
-CITED = re.compile(r"`((?:[\w.]+/)+[\w.]+\.(?:py|hpp|cpp|css|json))`|`(\w+\.(?:hpp|cpp))`")
-
-
-def test_files_that_pages_cite_exist():
-    known = [path.as_posix() for path in ROOT.rglob("*.[pchj]*") if ".venv" not in path.parts]
-    cited = {
-        (page.name, path)
-        for page in (ROOT / "docs").glob("*.md")
-        if page.name != "log.md"  # which tells of files that are gone
-        for found in CITED.findall(page.read_text("utf-8"))
-        for path in found
-        if path and not path.startswith("path/")
-    }
-    assert {"design.md", "certificate.md", "lab.md"} <= {page for page, _ in cited}
-    assert not sorted((page, path) for page, path in cited if not any(there.endswith(f"/{path}") for there in known))

@@ -35,14 +35,6 @@ def folder(tmp_path):
     return tmp_path
 
 
-def test_the_split_is_the_same_each_time_and_its_hash_follows_the_text(folder):
-    first, again = (load_corpus(DataConfig(text=(str(folder),))) for _ in range(2))
-    assert torch.equal(first.valid, again.valid)
-    assert first.facts == again.facts
-    (folder / "part0" / "0.txt").write_text("<0>" * 19 + "<1>")
-    assert load_corpus(DataConfig(text=(str(folder),))).facts["sha256"] != first.facts["sha256"]
-
-
 def test_a_test_text_is_split_off_by_whole_files(folder):
     corpus = load_corpus(DataConfig(text=(str(folder),), valid_share=0.2, test_share=0.1))
     texts = [decoded(part) for part in (corpus.train, corpus.valid, corpus.test)]
@@ -221,15 +213,6 @@ def test_every_epoch_reads_every_piece_once_in_a_new_order():
     assert rows[:10] != rows[10:]
     other = next(batches(tokens, length=4, batch_size=5, seed=1)).tolist()
     assert other != rows[:5]
-
-
-def test_starts_are_where_documents_begin(folder):
-    corpus = load_corpus(DataConfig(text=(str(folder),), valid_share=0.2))
-    train, starts = decoded(corpus.train), corpus.starts["train"].tolist()
-    assert len(starts) == corpus.facts["train_parts"]
-    for begin, end in itertools.pairwise([*starts, len(train)]):
-        assert len(set(train[begin:end].removesuffix(">").split(">"))) == 1  # "<7><7>…": one file, whole
-        assert train[begin:end].count("<") == 20
 
 
 def test_the_order_of_an_epoch_takes_the_memory_of_its_tensor_alone():

@@ -70,15 +70,6 @@ def test_bpe_finds_the_most_frequent_merges():
     assert [tokenizer.decode([index]) for index in tokenizer.encode("ababx")] == [b"abab", b"x"]
 
 
-def test_bpe_sees_an_even_sample_of_a_long_text(monkeypatch):
-    monkeypatch.setattr(tokenizing, "SAMPLE_BYTES", 1000)
-    chunks = [bytes([65 + index]) * 100 for index in range(50)]
-    seen = list(tokenizing._sample(chunks, 5000))
-    assert len(seen) == 10
-    assert [chunk[0] - 65 for chunk in seen] == list(range(0, 50, 5))
-    assert list(tokenizing._sample(chunks, 900)) == chunks
-
-
 def test_a_vocabulary_smaller_than_the_bytes_is_refused():
     with pytest.raises(CorpusError, match=r"'bpe:100' but byte-level BPE begins with 256 tokens.*pass bpe:256 or more"):
         made("bpe:100")

@@ -28,6 +28,7 @@ NAMES = (
     "landmark:Landmark",
 )
 SYSTEMS = [f"alibi_lab.lab.systems.{name}" for name in NAMES]
+SEGMENTED = [f"alibi_lab.lab.systems.{name}" for name in ("transformer_xl:TransformerXL", "shortformer:Shortformer")]
 every_method = pytest.mark.parametrize("method", METHODS)
 beyond_methods = pytest.mark.parametrize("method", BEYOND)
 every_architecture = pytest.mark.parametrize("fields", ARCHITECTURES.values(), ids=ARCHITECTURES)
@@ -47,8 +48,8 @@ def some_tokens(length: int, batch: int = 2) -> torch.Tensor:
     return torch.randint(64, (batch, length), generator=torch.Generator().manual_seed(length))
 
 
-@pairs([*METHODS])
-def test_a_token_changes_nothing_before_it(tiny_model, method, fields):
+@pairs([*METHODS], [*SYSTEMS, *SEGMENTED])
+def test_a_token_changes_what_follows_and_nothing_before_it(tiny_model, method, fields):
     model, tokens = tiny_model(method, **fields), some_tokens(12)
     changed = tokens.clone()
     changed[:, 7] = (changed[:, 7] + 1) % 64

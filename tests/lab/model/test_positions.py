@@ -12,13 +12,12 @@ from alibi_attn.slopes import alibi_slopes
 from alibi_lab.lab.config import ConfigError, ModelConfig
 from alibi_lab.lab.model.attention import attend
 from alibi_lab.lab.model.distances import Kerple, t5_bucket
-from alibi_lab.lab.model.position_method import LayerInput, Pass, PositionError
+from alibi_lab.lab.model.position_method import LayerInput, Pass
 from alibi_lab.lab.model.positions import (
     METHODS,
     ALiBi,
     ALiBiHalf,
     ALiBiLearned,
-    Learned,
     NoPositions,
     Sinusoidal,
     check_stretch,
@@ -70,14 +69,6 @@ def test_rotary_multiplies_complex_numbers_by_the_angle_of_their_position():
                 math.cos(p * 10000 ** (-2 * c / 8)), math.sin(p * 10000 ** (-2 * c / 8))
             )
             assert complex(turned[0, 0, row, c], turned[0, 0, row, c + 4]) == pytest.approx(number, abs=1e-4)
-
-
-def test_rotary_scores_depend_on_the_distance_only(qkv):
-    q, k, _ = qkv(6, 6)
-    rotary = Rotary(CONFIG, 8)
-    near, far = (rotary.rotate(q, k, torch.arange(6) + shift, AT) for shift in (0, 500))
-    torch.testing.assert_close(near[0] @ near[1].mT, far[0] @ far[1].mT, rtol=0, atol=2e-3)
-    assert not torch.allclose(near[0] @ near[1].mT, q @ k.mT, atol=0.1)
 
 
 def test_t5_buckets_are_those_of_transformers():
@@ -223,17 +214,6 @@ def test_the_checker_fails_on_a_wrong_bias(qkv):
         assert_attention_is(
             out[:, :, 1:], q[:, :, 1:], k[:, :, 1:], v[:, :, 1:], lambda head, d: -[0.5, 0.25][head] * d
         )
-
-
-def test_learned_positions_end_at_the_trained_length():
-    method = Learned(CONFIG, 8)
-    torch.nn.init.normal_(method.table)
-    x = torch.zeros(1, 8, 16)
-    assert torch.equal(method.add(x, torch.arange(8))[0], method.table)
-    with pytest.raises(
-        PositionError, match="position 9 does not exist: learned positions end at the trained length, 8"
-    ):
-        method.add(x, torch.arange(1, 9))
 
 
 @pytest.mark.parametrize("method", METHODS)
