@@ -50,17 +50,8 @@ def test_rows_are_the_files_or_lines_in_order(model, files, tmp_path, monkeypatc
     assert np.abs(vectors - expected()).max() <= 3e-6 * np.abs(expected()).max()
 
     (tmp_path / "lines.txt").write_bytes("\ufeff".encode() + "\r\n".join(TEXTS).encode())
-    run(
-        model,
-        tmp_path / "lines.txt",
-        files[0],
-        "--lines",
-        "--normalize",
-        "--batch-tokens",
-        20,
-        "--out",
-        tmp_path / "lines",
-    )
+    options = ["--lines", "--normalize", "--batch-tokens", 20, "--out", tmp_path / "lines"]
+    run(model, tmp_path / "lines.txt", files[0], *options)
     again = np.load(tmp_path / "lines")
     units = expected() / np.linalg.norm(expected(), axis=1, keepdims=True)
     assert np.allclose(again, units[[0, 1, 2, 3, 0]], atol=3e-6)

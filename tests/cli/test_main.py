@@ -341,20 +341,9 @@ def test_an_unexpected_error_keeps_its_traceback() -> None:
 
 @pytest.mark.skipif(sys.platform == "win32", reason="Windows has no SIGINT for a child process")
 def test_an_interrupted_run_exits_with_130_and_keeps_a_checkpoint(tmp_path: Path) -> None:
-    arguments = [
-        "run",
-        "--scale",
-        "smoke",
-        "--out",
-        str(tmp_path),
-        "--set",
-        "train.steps=100000",
-        "--set",
-        "model.method=alibi",
-    ]
-    process = subprocess.Popen(
-        [*ALIBI, *arguments], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT
-    )
+    changes = ["--set", "train.steps=100000", "--set", "model.method=alibi"]
+    command = [*ALIBI, "run", "--scale", "smoke", "--out", str(tmp_path), *changes]
+    process = subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, env=ENVIRONMENT)
     deadline = time.monotonic() + 60
     while not list(tmp_path.glob("checkpoints/*/*/*/step-*")):
         assert process.poll() is None, process.stderr.read()

@@ -4,7 +4,7 @@ import json
 
 import pytest
 import torch
-from encoder_oracle import LAYERS, LAYOUTS, WIDTH, WORDS, config, encode, random_state, write_folder
+from encoder_oracle import LAYERS, LAYOUTS, WIDTH, WORDS, config, encode, random_state, small_encoder, write_folder
 from safetensors.torch import load_file
 from transformers import (
     AutoConfig,
@@ -17,7 +17,6 @@ from transformers import (
 )
 
 from alibi_attn.hf import (
-    ALiBiBertConfig,
     ALiBiBertForMaskedLM,
     ALiBiBertForQuestionAnswering,
     ALiBiBertForSequenceClassification,
@@ -29,12 +28,6 @@ from alibi_attn.hf.readers import checkpoint_files
 
 IDS = torch.arange(24).reshape(2, 12) % WORDS
 QUERY = "encoder.layer.0.attention.self.query.weight"
-
-
-def small(kind: type = ALiBiBertModel, **fields: object) -> torch.nn.Module:
-    torch.manual_seed(0)
-    sizes = {"vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": 2, "num_attention_heads": 6}
-    return kind(ALiBiBertConfig(**{**sizes, "intermediate_size": 40, **fields})).eval()
 
 
 CODE = {"gate": "second", "qk_norm": True, "extra_norm": True, "original_layout": "jina-code"}
@@ -77,7 +70,7 @@ def test_saved_models_load_in_both_layouts_and_through_auto_classes(layout, kind
         "jina": {"gate_act": "relu", "original_layout": "jina"},
         "mosaic": {"original_layout": "mosaic"},
     }
-    model = small(kind, num_labels=3, emb_pooler="mean" if layout != "mosaic" else None, **kinds[layout])
+    model = small_encoder(kind, num_labels=3, emb_pooler="mean" if layout != "mosaic" else None, **kinds[layout])
     for parameter in model.parameters():
         parameter.normal_(0.1, 0.2)
     truth = model(IDS)[0]
@@ -115,7 +108,7 @@ def test_a_folder_in_a_family_s_names_holds_its_weights_unchanged(tmp_path):
 
 
 def test_a_bare_model_ignores_a_heads_weights_and_a_missing_head_is_drawn_on_request(tmp_path):
-    model = small()
+    model = small_encoder()
     model.save_pretrained(tmp_path / "bare")
     fresh = ALiBiBertForSequenceClassification.from_pretrained(tmp_path / "bare", new_head=True, num_labels=5)
     assert fresh.classifier.weight.shape == (5, WIDTH)
@@ -126,13 +119,13 @@ def test_a_bare_model_ignores_a_heads_weights_and_a_missing_head_is_drawn_on_req
     assert other.classifier.weight.shape == (2, WIDTH)
     with pytest.raises(ValueError, match=r"has classifier\.weight \[5, 48\] where its config needs \[2, 48\]"):
         ALiBiBertForSequenceClassification.from_pretrained(tmp_path / "classifier", num_labels=2)
-    small(pooler=False).save_pretrained(tmp_path / "without pooler")
+    small_encoder(pooler=False).save_pretrained(tmp_path / "without pooler")
     with pytest.raises(ValueError, match=r"the weights classifier\.bias, .*pooler\.dense\.weight are missing"):
         ALiBiBertForSequenceClassification.from_pretrained(tmp_path / "without pooler")
 
 
 def test_the_encoder_of_a_masked_language_model_loads_alone(tmp_path):
-    model = small(ALiBiBertForMaskedLM)
+    model = small_encoder(ALiBiBertForMaskedLM)
     model.save_pretrained(tmp_path)
     for alone in (
         ALiBiBertModel.from_pretrained(tmp_path),
@@ -159,6 +152,10 @@ def _says(**fields):
     return lambda state, said: said.update(fields)
 
 
+def _integers(state, said):
+    state[QUERY] = state[QUERY].long()
+
+
 def _plain_bert(state, said):
     state.clear()
     from transformers import BertConfig
@@ -167,30 +164,20 @@ def _plain_bert(state, said):
     state.update(BertModel(BertConfig(vocab_size=WORDS, **sizes)).state_dict())
 
 
+EMBEDDED, TYPES = "embeddings.word_embeddings.weight", "embeddings.token_type_embeddings.weight"
+NO_ALIBI = "position embeddings, so it does not use ALiBi"
 BROKEN = [
     (_without(QUERY), rf"the weights {QUERY} are missing; its config.json and weights must come from one checkpoint$"),
-    (_without("embeddings.word_embeddings.weight"), "the weights embeddings.word_embeddings.weight are missing"),
-    (
-        _without("embeddings.token_type_embeddings.weight"),
-        "the weights embeddings.token_type_embeddings.weight are missing",
-    ),
+    (_without(EMBEDDED), f"the weights {EMBEDDED} are missing"),
+    (_without(TYPES), f"the weights {TYPES} are missing"),
     (_with("encoder.layer.1.mlp.more.weight", 3), "it has unexpected weights encoder.layer.1.mlp.more.weight"),
-    (
-        _with("adapter.weight", 3),
-        r"it has unexpected weights adapter\.weight; if they are a head, remove them: without a",
-    ),
+    (_with("adapter.weight", 3), r"unexpected weights adapter\.weight; if they are a head, remove them: without a"),
     (_with("encoder.layer.3.mlp.wo.bias", WIDTH), "has num_hidden_layers 2 but the tensors have 3"),
-    (
-        _with("bert.embeddings.word_embeddings.weight", WORDS, WIDTH),
-        "it has unexpected weights bert.embeddings.word_embeddings.weight",
-    ),
+    (_with(f"bert.{EMBEDDED}", WORDS, WIDTH), f"it has unexpected weights bert.{EMBEDDED}"),
     (_with(QUERY, WIDTH, 7), rf"has {QUERY} \[48, 7\], .* where its config needs \[144, 48\] in all"),
-    (
-        lambda state, said: state.update({QUERY: state[QUERY].long()}),
-        rf"holds {QUERY} as torch.int64: quantized weights are not supported",
-    ),
-    (_with("embeddings.position_embeddings.weight", 16, WIDTH), "position embeddings, so it does not use ALiBi"),
-    (_plain_bert, "position embeddings, so it does not use ALiBi"),
+    (_integers, rf"holds {QUERY} as torch.int64: quantized weights are not supported"),
+    (_with("embeddings.position_embeddings.weight", 16, WIDTH), NO_ALIBI),
+    (_plain_bert, NO_ALIBI),
     (_says(hidden_size=96), "config.json has hidden_size 96 but the tensors have 48"),
     (_says(num_hidden_layers=12), "config.json has num_hidden_layers 12 but the tensors have 2"),
     (_says(vocab_size=WORDS + 8), f"config.json has vocab_size {WORDS + 8} but the tensors have {WORDS}"),
@@ -242,7 +229,7 @@ def test_tied_words_must_be_equal(tmp_path):
 @pytest.mark.parametrize("own", [True, False])
 def test_damaged_folders_are_one_sentence(own, tmp_path):
     folder = tmp_path / "model"
-    small().save_pretrained(folder)
+    small_encoder().save_pretrained(folder)
     if not own:
         write_folder(folder, random_state("jina"), config("jina"))
     whole = (folder / "model.safetensors").read_bytes()
@@ -264,7 +251,7 @@ def test_damaged_folders_are_one_sentence(own, tmp_path):
 
 
 def test_a_config_cannot_change_how_transformers_loads(tmp_path):
-    small().save_pretrained(tmp_path)
+    small_encoder().save_pretrained(tmp_path)
     said = json.loads((tmp_path / "config.json").read_text())
     said |= {
         "attn_implementation": "owner/kernel",
@@ -305,12 +292,12 @@ def test_originals_in_half_precision_become_single_unless_asked(tmp_path):
     assert ALiBiBertModel.from_pretrained(folder).dtype == torch.float32
     assert ALiBiBertModel.from_pretrained(folder, dtype="auto").dtype == torch.float16
     assert ALiBiBertModel.from_pretrained(folder, dtype=torch.bfloat16).dtype == torch.bfloat16
-    small().bfloat16().save_pretrained(tmp_path / "own")
+    small_encoder().bfloat16().save_pretrained(tmp_path / "own")
     assert ALiBiBertModel.from_pretrained(tmp_path / "own").dtype == torch.bfloat16
 
 
 def test_a_model_goes_back_into_the_folder_that_it_came_from(tmp_path):
-    model = small()
+    model = small_encoder()
     model.save_pretrained(tmp_path)
     again = ALiBiBertModel.from_pretrained(tmp_path)
     again.save_pretrained(tmp_path)
@@ -330,5 +317,5 @@ def test_a_model_goes_back_into_the_folder_that_it_came_from(tmp_path):
 )
 def test_a_layout_that_cannot_hold_the_model_is_refused_and_nothing_written(fields, layout, message, tmp_path):
     with pytest.raises(ValueError, match=message):
-        small(**fields).save_pretrained(tmp_path / "new", layout=layout)
+        small_encoder(**fields).save_pretrained(tmp_path / "new", layout=layout)
     assert not list(tmp_path.iterdir())

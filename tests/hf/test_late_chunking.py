@@ -3,11 +3,11 @@
 import numpy as np
 import pytest
 import torch
-from encoder_oracle import config, encode, random_state, write_folder, write_tokenizer
+from encoder_oracle import config, encode, random_state, small_encoder, write_folder, write_tokenizer
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from alibi_attn.hf import ALiBiBertConfig, ALiBiBertModel, late_chunks, sentence_transformer
+from alibi_attn.hf import late_chunks, sentence_transformer
 from alibi_attn.hf.embedding import chunking
 from alibi_attn.hf.embedding.late_chunking import Document, Windows
 from alibi_attn.hf.embedding.sentence_encoder import load
@@ -108,9 +108,7 @@ def test_a_model_object_a_batch_and_normalization_change_nothing_else(folder):
 def test_blocks_keep_hidden_states_and_gradients_of_every_family(monkeypatch):
     ids = torch.randint(50, (2, 37), generator=torch.Generator().manual_seed(0))
     for options in ({}, {"gate": "second", "qk_norm": True, "extra_norm": True}):
-        sizes = {"hidden_size": 32, "num_hidden_layers": 2, "num_attention_heads": 4, "intermediate_size": 40}
-        torch.manual_seed(0)
-        model = ALiBiBertModel(ALiBiBertConfig(**sizes, vocab_size=50, **options)).eval()
+        model = small_encoder(vocab_size=50, **options)
         expected = model(ids).last_hidden_state
         monkeypatch.setattr(layers, "ROWS", 9)
         with torch.no_grad():

@@ -5,6 +5,7 @@ import pickle
 
 import pytest
 import torch
+from encoder_oracle import small_encoder
 from torch import Tensor
 from transformers import (
     BloomForSequenceClassification,
@@ -17,7 +18,6 @@ from alibi_attn import explain
 from alibi_attn.attention import kept
 from alibi_attn.attention.backends.native import build
 from alibi_attn.hf import (
-    ALiBiBertConfig,
     ALiBiBertForMaskedLM,
     ALiBiBertForSequenceClassification,
     ALiBiBertModel,
@@ -268,20 +268,12 @@ def test_no_score_is_computed_across_texts(model, tokens, monkeypatch):
 @pytest.mark.parametrize("with_mask", [False, True])
 @torch.no_grad()
 def test_encoders_keep_texts_of_a_row_apart(with_mask, tokens):
-    torch.manual_seed(0)
-    sizes = {
-        "hidden_size": 48,
-        "num_hidden_layers": 2,
-        "num_attention_heads": 6,
-        "intermediate_size": 64,
-        "vocab_size": 60,
-    }
     ids, numbers, mask = tokens(2, 50), torch.tensor([[4] * 20 + [4 - 9] * 30, [7] * 35 + [8] * 15]), None
     if with_mask:
         mask = torch.ones(2, 50, dtype=torch.long)
         mask[0, 40:], mask[1, :3] = 0, 0
     for kind, name in ((ALiBiBertModel, "last_hidden_state"), (ALiBiBertForMaskedLM, "logits")):
-        model = kind(ALiBiBertConfig(**sizes)).eval()
+        model = small_encoder(kind, vocab_size=60)
         found = model(ids, mask, segment_ids=numbers)[name]
         for row in range(2):
             seen = torch.ones(50).bool() if mask is None else mask[row].bool()
@@ -292,7 +284,7 @@ def test_encoders_keep_texts_of_a_row_apart(with_mask, tokens):
         with pytest.raises(ValueError, match=r"segment_ids has shape \[2, 49\]"):
             model(ids, mask, segment_ids=numbers[:, :49])
     with pytest.raises(ValueError, match="segment_ids has no meaning for a classifier"):
-        ALiBiBertForSequenceClassification(ALiBiBertConfig(**sizes, pooler=True))(ids, segment_ids=numbers)
+        small_encoder(ALiBiBertForSequenceClassification, vocab_size=60)(ids, segment_ids=numbers)
 
 
 def test_other_heads(build, tokens):

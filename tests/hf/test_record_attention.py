@@ -4,11 +4,10 @@ import math
 
 import pytest
 import torch
+from encoder_oracle import small_encoder
 
 from alibi_attn import alibi_slopes
 from alibi_attn.hf import (
-    ALiBiBertConfig,
-    ALiBiBertModel,
     ALiBiCache,
     ALiBiCausalLMConfig,
     ALiBiForCausalLM,
@@ -25,12 +24,6 @@ def decoder(**changes: object) -> ALiBiForCausalLM:
     sizes = {"vocab_size": 60, "hidden_size": 48, "num_hidden_layers": 3, "num_attention_heads": 6}
     torch.manual_seed(0)
     return ALiBiForCausalLM(ALiBiCausalLMConfig(**sizes, num_key_value_heads=2, **changes)).eval()
-
-
-def encoder() -> ALiBiBertModel:
-    sizes = {"vocab_size": 60, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6}
-    torch.manual_seed(0)
-    return ALiBiBertModel(ALiBiBertConfig(**sizes, intermediate_size=64)).eval()
 
 
 @torch.no_grad()
@@ -69,7 +62,7 @@ def test_falcon_attends_by_its_formula(family, build, tokens):
 @pytest.mark.parametrize("mask", [None, LEFT], ids=["no mask", "left padding"])
 def test_an_encoder_attends_by_its_formula(mask, tokens):
     """Rows count in the padded batch, although the encoder packs it otherwise."""
-    model, ids, seen = encoder(), tokens(2, 20), []
+    model, ids, seen = small_encoder(vocab_size=60), tokens(2, 20), []
     without = model(ids, mask).last_hidden_state
     model.encoder.layer[1].attention.self.Wqkv.register_forward_hook(lambda _, given, output: seen.append(output))
     with record_attention(model, rows=slice(5, 8)) as passes:

@@ -211,21 +211,9 @@ def test_the_attack_finds_a_bound_that_ignores_the_bias(monkeypatch: pytest.Monk
 
 def test_the_attack_finds_a_bound_that_is_too_small(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr("alibi_attn.jax.backends.certificate.norm_bound", lambda x: 0.3 * jnp.linalg.norm(x, axis=-1))
-    attack = Attack(
-        seed=1,
-        length=LENGTH - 1,
-        head_dim=4,
-        slope=0.5,
-        tolerance=1e-6,
-        where="far key",
-        mask="none",
-        causal=True,
-        group=2,
-        log_query=0.5,
-        log_key=0.5,
-        log_giant=1.0,
-    )
-    attacks = [dataclasses.replace(attack, seed=seed) for seed in range(10)]
+    far = {"mask": "none", "where": "far key", "causal": True, "bias": None, "slope": 0.5, "tolerance": 1e-6}
+    sizes = {"length": LENGTH - 1, "log_query": 0.5, "log_key": 0.5, "log_giant": 1.0}
+    attacks = [narrow(random_attack(seed), **far, **sizes) for seed in range(10)]
     assert any(dropped_share(attack)[0] > attack.tolerance for attack in attacks)
 
 

@@ -10,7 +10,9 @@ from pathlib import Path
 import torch
 from safetensors.torch import save_file
 from tokenizers import Tokenizer, models, pre_tokenizers, processors
-from torch import Tensor
+from torch import Tensor, nn
+
+from alibi_attn.hf import ALiBiBertConfig, ALiBiBertModel
 
 LAYOUTS = ("mosaic", "jina", "jina-code")
 WIDTH, HEADS, INNER, LAYERS, WORDS, TYPES = 48, 6, 40, 2, 40, 2
@@ -186,6 +188,13 @@ def write_folder(folder: Path, state: dict[str, Tensor], said: dict[str, object]
 
 
 SPECIAL = ("[PAD]", "[UNK]", "[CLS]", "[SEP]", "[MASK]")
+
+
+def small_encoder(kind: type[nn.Module] = ALiBiBertModel, **fields: object) -> nn.Module:
+    """One of our classes with random weights."""
+    torch.manual_seed(0)
+    sizes = {"vocab_size": WORDS, "hidden_size": WIDTH, "num_hidden_layers": LAYERS, "num_attention_heads": HEADS}
+    return kind(ALiBiBertConfig(**{**sizes, "intermediate_size": INNER, **fields})).eval()
 
 
 def write_tokenizer(folder: Path, **said: object) -> Path:
