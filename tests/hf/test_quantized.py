@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 import torch
 from encoder_oracle import config, random_state, write_folder, write_tokenizer
-from quantized_checks import assert_rows_stay_apart
+from quantized_checks import assert_rows_stay_apart, by_the_formula
 from torch import nn
 from torch.testing import assert_close
 from transformers import BloomConfig, BloomForCausalLM
@@ -23,24 +23,13 @@ except ValueError as error:
     pytest.skip(str(error), allow_module_level=True)
 
 
-def by_the_formula(layer, x):
-    """Codes of weights and tokens, multiplied as integers in fp64, a loop over outputs."""
-    weight, rows = layer.weight.detach().double(), x.double()
-    outputs = []
-    for at, row in enumerate(weight):
-        row_scale, scales = row.abs().max() / 127, rows.abs().amax(-1) / 127
-        sums = ((rows / scales[..., None]).round() * (row / row_scale).round()).sum(-1)
-        outputs.append(sums * row_scale * scales + (0 if layer.bias is None else layer.bias[at].double()))
-    return torch.stack(outputs, dim=-1)
-
-
 @pytest.mark.parametrize("bias", [True, False])
 @pytest.mark.parametrize("shape", [(1, 24), (5, 24), (2, 300, 24)])
 def test_outputs_are_those_of_the_formula(bias, shape):
     torch.manual_seed(0)
     layer, x = nn.Linear(24, 40, bias=bias), torch.randn(*shape)
     with torch.no_grad():
-        actual, expected = QuantizedLinear(layer)(x), by_the_formula(layer, x)
+        actual, expected = QuantizedLinear(layer)(x), by_the_formula(layer, x, "int8")
         # Where fp32 and fp64 divide to different sides of a half, a code is off by one: at most one step of one product.
         assert (actual - expected).abs().max() <= 0.01 * expected.abs().max()
         assert (actual - expected).abs().median() <= 1e-5 * expected.abs().max()

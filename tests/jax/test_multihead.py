@@ -68,12 +68,6 @@ def test_masks_mean_what_they_mean_in_flax(kind: str) -> None:
     assert_close(apply(ours(), x, mask=mask), apply(biased(typed_bias(7, 7)), x, mask=mask))
 
 
-def test_causal_by_argument_equals_causal_by_mask() -> None:
-    x = draw(2, 7, D_IN)
-    mask = linen.make_causal_mask(jnp.ones((2, 7)))
-    assert_close(apply(ours(causal=True), x), apply(ours(), x, mask=mask))
-
-
 @pytest.mark.parametrize("first", [0, None], ids=["from zero", "the last of the positions"])
 def test_cross_attention(first: int | None) -> None:
     x, memory = draw(2, 5, D_IN), draw(2, 9, D_IN, seed=1)

@@ -5,7 +5,7 @@ from typing import Any
 
 import pytest
 import torch
-from quantized_checks import assert_rows_stay_apart
+from quantized_checks import assert_rows_stay_apart, by_the_formula
 from torch import Tensor, nn
 
 from alibi_attn.nn.linear import quantized
@@ -50,20 +50,6 @@ def _as_on_cuda(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(quantized, "check_supported", lambda *_: None)
     monkeypatch.setattr(torch, "_int_mm", int_mm)
     monkeypatch.setattr(torch, "_scaled_mm", scaled_mm)
-
-
-def by_the_formula(layer: nn.Linear, x: Tensor, kind: Kind) -> Tensor:
-    """One output and one token at a time, in fp64 but for the codes."""
-    largest = {"int8": 127, "float8": 448}[kind]
-
-    def code(row: Tensor) -> tuple[Tensor, Tensor]:
-        scale = row.abs().max() / largest
-        codes = (row / scale).round() if kind == "int8" else (row / scale).to(torch.float8_e4m3fn)
-        return codes.double(), scale.double()
-
-    weights, tokens = [code(row) for row in layer.weight.detach()], [code(row) for row in x]
-    products = [[(q * w).sum() * of_q * of_w for w, of_w in weights] for q, of_q in tokens]
-    return torch.tensor(products, dtype=torch.float64) + (0 if layer.bias is None else layer.bias.detach().double())
 
 
 @pytest.mark.parametrize("kind", ["int8", "float8"])
