@@ -18,7 +18,6 @@ from alibi_attn.attention.run.execution import attend
 
 SLOPES = torch.tensor(alibi_slopes(8), dtype=torch.float32)
 CASES = ["noise", "sink", "giant far key of one head", "giant far value", "tiny near values", "no value"]
-ATTACKS = pytest.mark.parametrize("start", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (200, 400))])
 SIZES = [(1, 1500, None), (5, 1503, None), (1, 1472, 300), (16, 90, None), (3, 3, 2)]  # queries, keys, window
 
 
@@ -49,6 +48,13 @@ def spoiled(case: str, key: torch.Tensor, value: torch.Tensor) -> None:
         value.zero_()
 
 
+def assert_as_exact_as_dense(got: torch.Tensor, dense: torch.Tensor, exact: torch.Tensor) -> None:
+    """Errors are relative to each query's output: giant values must not hide small ones."""
+    scale = exact.abs().amax(-1, keepdim=True).clamp(min=1e-30)
+    off, theirs = (float(((x.double() - exact).abs() / scale).max()) for x in (got, dense))
+    assert off <= 2 * theirs + 16 * EPS[torch.float32]
+
+
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("case", CASES)
 @pytest.mark.parametrize(("queries", "keys", "window"), SIZES)
@@ -61,11 +67,7 @@ def test_it_gives_what_full_attention_gives(case: str, queries: int, keys: int, 
     )
     dense = alibi_attention(query, key, value, SLOPES, window=window, backend="dense")
     got = decoding.attend_near(query, key, value, SLOPES, Norms.of(key, value), window=window)
-    scale = (
-        exact.abs().amax(-1, keepdim=True).clamp(min=1e-30)
-    )  # of each query: giant values must not hide small outputs
-    off, theirs = (float(((x.double() - exact).abs() / scale).max()) for x in (got, dense))
-    assert off <= 2 * theirs + 16 * EPS[torch.float32]
+    assert_as_exact_as_dense(got, dense, exact)
 
 
 @pytest.mark.usefixtures("way")
@@ -162,56 +164,6 @@ def test_gates_that_are_no_gates_are_refused() -> None:
         decoding.attend_near(query, key, value, SLOPES, Norms.of(key, value), log_fgate=gates)
 
 
-@ATTACKS
-def test_dropped_mass_never_exceeds_the_tolerance(start: int) -> None:
-    skipping = 0
-    for seed in range(start, start + 200):
-        attack = random_attack(seed)
-        (query, key, value, slopes), kwargs = attack.inputs()
-        count = min(1 + seed % 16, query.shape[2], key.shape[2])
-        query = query[:, :, -count:]
-        spec = make_spec(query, key, value, slopes, window=kwargs.get("window"), tolerance=attack.tolerance)
-        found = bounds.bounds(spec, query, key, value, tile_norms=Norms.of(key, value).tile_norms(key, value))
-        distance = distances(count, key.shape[2], spec.query_offset, None)
-        seen = visible(spec, distance).expand(1, spec.num_heads, -1, -1)
-        scores = spec.scale * query.double() @ key.double().repeat_interleave(spec.group, 1).mT
-        scores = scores - spec.slopes.double().reshape(-1, 1, 1) * distance.abs()
-        weight = scores.masked_fill(~seen, -math.inf).softmax(-1)
-        skipped = seen & ~certified_keys(spec, found, distance)
-        assert float((weight * skipped).sum(-1).max()) <= attack.tolerance, attack
-        skipping += int(skipped.any())
-    assert skipping >= 20, "an attack on nothing: too few draws skip a key"
-
-
-@ATTACKS
-def test_dropped_mass_never_exceeds_the_tolerance_under_padding(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(near_keys, "FEW", 32)
-    skipping = 0
-    for seed in range(start, start + 200):
-        attack = random_attack(seed)
-        (query, key, value, slopes), kwargs = attack.inputs()
-        length, count = key.shape[2], min(1 + seed % 16, query.shape[2], key.shape[2])
-        query, window = query[:, :, -count:], kwargs.get("window")
-        rng = random.Random(seed)
-        low = rng.randrange(length // 2 + 1)
-        run = (low, length if seed % 3 else rng.randrange(low, length) + 1)
-        spec = make_spec(query, key, value, slopes, window=window, tolerance=attack.tolerance)
-        (row,) = near_keys.needed_keys(spec, query, key, value, Norms.of(key, value), [run])
-        read = torch.zeros(1, spec.num_heads, 1, length, dtype=torch.bool)
-        for h in range(spec.num_heads):
-            for first, behind in row.spans(row.needed[h // spec.group], [h // spec.group]):
-                assert run[0] <= first <= behind <= run[1]
-                read[:, h, :, first:behind] = True
-        distance = distances(count, length, spec.query_offset, None)
-        seen = visible(spec, distance).expand(1, spec.num_heads, -1, -1) & masked([run], length)
-        scores = spec.scale * query.double() @ key.double().repeat_interleave(spec.group, 1).mT
-        scores = scores - spec.slopes.double().reshape(-1, 1, 1) * distance.abs()
-        weight = scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0.0)
-        assert float((weight * (seen & ~read)).sum(-1).max()) <= attack.tolerance, (attack, run)
-        skipping += int((seen & ~read).any())
-    assert skipping >= 20, "an attack on nothing: too few draws skip a key"
-
-
 def gates_of(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
     """Gates that let far keys fade, slowly or quickly; some are fully open, some almost closed."""
     generator = torch.Generator().manual_seed(seed)
@@ -220,35 +172,45 @@ def gates_of(seed: int, shape: tuple[int, ...]) -> torch.Tensor:
     return gates.masked_fill(kind < 0.1, 0.0).masked_fill(kind > 0.999, -60.0)
 
 
-@ATTACKS
-def test_dropped_mass_never_exceeds_the_tolerance_with_gates(start: int, monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.mark.parametrize("start", [0, *(pytest.param(n, marks=pytest.mark.long) for n in (200, 400))])
+@pytest.mark.parametrize("kind", ["tiles", "padding", "gates"])
+def test_dropped_mass_never_exceeds_the_tolerance(kind: str, start: int, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(near_keys, "FEW", 32)
     skipping = outliers = 0
     for seed in range(start, start + 200):
-        attack = random_attack(seed)
+        attack, rng = random_attack(seed), random.Random(seed)
         (query, key, value, slopes), kwargs = attack.inputs()
         length, count = key.shape[2], min(1 + seed % 16, query.shape[2], key.shape[2])
-        query, window = query[:, :, -count:], kwargs.get("window")
-        slopes = torch.as_tensor(slopes, dtype=torch.float32) * (0.0, 0.01, -0.01)[seed % 3]
-        gates = gates_of(seed, (1, query.shape[1], length))
-        spec = make_spec(query, key, value, slopes, window=window, tolerance=attack.tolerance)
-        (row,) = near_keys.needed_keys(spec, query, key, value, Norms.of(key, value), [(0, length)], gates)
-        read = torch.zeros(1, spec.num_heads, 1, length, dtype=torch.bool)
-        for h in range(spec.num_heads):
-            spans = row.spans(row.needed[h // spec.group], [h // spec.group])
-            outliers += len(spans) > 1
-            for first, behind in spans:
-                read[:, h, :, first:behind] = True
-        distance = distances(count, length, spec.query_offset, None)
-        seen = visible(spec, distance).expand(1, spec.num_heads, -1, -1)
+        query, run, gates = query[:, :, -count:], (0, length), None
+        if kind == "padding":
+            run = (low := rng.randrange(length // 2 + 1), length if seed % 3 else rng.randrange(low, length) + 1)
+        if kind == "gates":
+            slopes = slopes * (0.0, 0.01, -0.01)[seed % 3]
+            gates = gates_of(seed, (1, query.shape[1], length))
+        spec = make_spec(query, key, value, slopes, window=kwargs.get("window"), tolerance=attack.tolerance)
+        norms, distance = Norms.of(key, value), distances(count, length, spec.query_offset, None)
+        if kind == "tiles":
+            read = certified_keys(
+                spec, bounds.bounds(spec, query, key, value, tile_norms=norms.tile_norms(key, value)), distance
+            )
+        else:
+            read = torch.zeros(1, spec.num_heads, 1, length, dtype=torch.bool)
+            (row,) = near_keys.needed_keys(spec, query, key, value, norms, [run], gates)
+            for h in range(spec.num_heads):
+                spans = row.spans(row.needed[h // spec.group], [h // spec.group])
+                outliers += len(spans) > 1
+                for first, behind in spans:
+                    assert run[0] <= first <= behind <= run[1]
+                    read[:, h, :, first:behind] = True
+        seen = visible(spec, distance).expand(1, spec.num_heads, -1, -1) & masked([run], length)
         scores = spec.scale * query.double() @ key.double().repeat_interleave(spec.group, 1).mT
-        kept = gates.double().cumsum(-1)
-        scores = scores - spec.slopes.double().reshape(-1, 1, 1) * distance.abs() - kept[:, :, None]
-        weight = scores.masked_fill(~seen, -math.inf).softmax(-1)
-        assert float((weight * (seen & ~read)).sum(-1).max()) <= attack.tolerance, attack
+        scores = scores - spec.slopes.double().reshape(-1, 1, 1) * distance.abs()
+        scores = scores if gates is None else scores - gates.double().cumsum(-1)[:, :, None]
+        weight = scores.masked_fill(~seen, -math.inf).softmax(-1).nan_to_num(0.0)
+        assert float((weight * (seen & ~read)).sum(-1).max()) <= attack.tolerance, (attack, run)
         skipping += int((seen & ~read).any())
     assert skipping >= 20, "an attack on nothing: too few draws skip a key"
-    assert outliers >= 1, "no draw has an outlier tile"
+    assert outliers >= (kind == "gates"), "no draw has an outlier tile"
 
 
 @pytest.mark.parametrize("queries", [1, 7, 16])
@@ -263,9 +225,7 @@ def test_gates_give_what_full_attention_gives(case: str, queries: int, monkeypat
         exact = forgetting_attention(*wide, m.double(), tolerance=0.0, backend="reference")
         dense = forgetting_attention(query, key, value, gates, m, backend="dense")
         got = decoding.attend_near(query, key, value, m, Norms.of(key, value), log_fgate=gates)
-        scale = exact.abs().amax(-1, keepdim=True).clamp(min=1e-30)
-        off, theirs = (float(((x.double() - exact).abs() / scale).max()) for x in (got, dense))
-        assert off <= 2 * theirs + 16 * EPS[torch.float32]
+        assert_as_exact_as_dense(got, dense, exact)
 
 
 def test_keys_that_gates_let_fade_are_not_read() -> None:
@@ -343,9 +303,7 @@ def test_padded_rows_get_what_full_attention_gives_under_a_mask(case: str, queri
     )
     dense = alibi_attention(query, key, value, SLOPES, **options, backend="dense")
     got = decoding.attend_near(query, key, value, SLOPES, Norms.of(key, value), visible=RUNS, window=window)
-    scale = exact.abs().amax(-1, keepdim=True).clamp(min=1e-30)
-    off, theirs = (float(((x.double() - exact).abs() / scale).max()) for x in (got, dense))
-    assert off <= 2 * theirs + 16 * EPS[torch.float32]
+    assert_as_exact_as_dense(got, dense, exact)
     assert bool((got[-1] == 0).all())
 
 

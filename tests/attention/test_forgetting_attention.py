@@ -4,10 +4,9 @@ import math
 
 import pytest
 import torch
-from attention_checks import WITH_KEY_BIAS
 from torch.nn.functional import logsigmoid
 
-from alibi_attn import alibi_attention, alibi_slopes, forgetting_attention, head_reach
+from alibi_attn import forgetting_attention, head_reach
 
 
 def draw(
@@ -20,88 +19,12 @@ def draw(
     return [*inputs, logsigmoid(gates + gate_bias)]
 
 
-def by_hand(query, key, value, log_fgate, slopes=None, *, window=None, key_mask=None, segment_ids=None, key_bias=None):
-    """The paper's formula, gate by gate, in fp64: (output, lse)."""
-    group, (h, t), s = query.shape[1] // key.shape[1], query.shape[1:3], key.shape[2]
-    query, key, value, gates = (x.double() for x in (query, key, value, log_fgate))
-    gates = gates.repeat_interleave(h // gates.shape[1], 1)
-    bias = torch.zeros(*gates.shape[:2], t, s, dtype=torch.float64)
-    seen = torch.zeros(query.shape[0], 1, t, s, dtype=torch.bool)
-    for at in range(t):
-        i = s - t + at
-        for j in range(i + 1):
-            bias[:, :, at, j] = gates[:, :, j + 1 : i + 1].sum(-1)
-            if slopes is not None:
-                bias[:, :, at, j] -= slopes * (i - j)
-            may = torch.ones(query.shape[0], dtype=torch.bool)
-            if window is not None and i - j >= window:
-                may[:] = False
-            if key_mask is not None:
-                may &= key_mask[:, j]
-            if segment_ids is not None:
-                may &= segment_ids[:, j] == segment_ids[:, i]
-            seen[:, 0, at, j] = may
-    if key_bias is not None:
-        bias = bias + key_bias.double()[:, :, None]
-    scores = query @ key.repeat_interleave(group, 1).mT * query.shape[-1] ** -0.5 + bias
-    scores = scores.masked_fill(~seen, -math.inf)
-    blind = ~seen.any(-1, keepdim=True)
-    weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(blind, 0.0)
-    return weights @ value.repeat_interleave(group, 1), scores.logsumexp(-1)
-
-
-@pytest.mark.parametrize("backend", WITH_KEY_BIAS)
-@pytest.mark.parametrize(
-    ("shape", "options"),
-    [
-        ({}, {}),
-        ({"t": 20, "s": 45}, {"slopes": True, "key_bias": True}),
-        ({"gates_of": 2}, {"window": 9}),
-        ({"t": 40}, {"key_mask": True}),
-        ({"t": 60}, {"segment_ids": True, "slopes": True}),
-    ],
-)
-def test_it_is_the_papers_formula(backend: str, shape: dict, options: dict) -> None:
-    inputs = draw(**shape)
-    batch, h, s = 2, inputs[0].shape[1], inputs[1].shape[2]
-    rng = torch.Generator().manual_seed(5)
-    made = {
-        "slopes": torch.tensor(alibi_slopes(h)),
-        "window": 9,
-        "key_bias": torch.randn(batch, h, s, generator=rng),
-        "key_mask": torch.rand(batch, s, generator=rng) < 0.6,
-        "segment_ids": torch.randint(0, 3, (batch, s), generator=rng).sort(-1)[0],
-    }
-    given = {name: made[name] if on is True else on for name, on in options.items()}
-    found = []
-    for attention, extra in ((forgetting_attention, {"backend": backend, "return_lse": True}), (by_hand, {})):
-        leaves = [x.clone().requires_grad_() for x in inputs]
-        out, lse = attention(*leaves, **given, **extra)
-        total = (out * torch.linspace(-1, 1, 16)).sum() + lse.masked_fill(lse == -math.inf, 0.0).square().sum()
-        found.append((out, lse, *torch.autograd.grad(total, leaves)))
-    for ours, right in zip(*found, strict=True):
-        torch.testing.assert_close(ours.double(), right.double(), rtol=2e-5, atol=2e-5)
-
-
 def test_four_tokens_say_which_gate_lies_where() -> None:
     f = torch.tensor([0.1, 0.5, 0.25, 0.2], dtype=torch.float64)
     q, v = torch.zeros(1, 1, 4, 4, dtype=torch.float64), torch.eye(4, dtype=torch.float64)[None, None]
     weights = forgetting_attention(q, q, v, f.log()[None, None])[0, 0]
     through = torch.tensor([f[1] * f[2] * f[3], f[2] * f[3], f[3], 1.0], dtype=torch.float64)
     torch.testing.assert_close(weights[3], through / through.sum())
-
-
-@pytest.mark.parametrize("backend", WITH_KEY_BIAS)
-def test_a_constant_gate_is_alibi(backend: str) -> None:
-    q, k, v, _ = draw(300)
-    slopes = torch.tensor(alibi_slopes(4))
-    gates = -slopes[None, :, None].expand(2, 4, 300)
-    for dtype, digits in ((torch.float64, 1e-9), (torch.float32, 2e-5)):
-        inputs = [x.to(dtype) for x in (q, k, v)]
-        ours = forgetting_attention(*inputs, gates.to(torch.float64), return_lse=True, backend=backend)
-        plain = alibi_attention(*inputs, slopes, return_lse=True, backend="reference", tolerance=0.0)
-        for x, y in zip(ours, plain, strict=True):
-            torch.testing.assert_close(x, y, rtol=digits, atol=digits)
 
 
 def test_great_length_costs_no_digits() -> None:

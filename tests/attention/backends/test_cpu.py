@@ -160,19 +160,6 @@ def test_bands_that_are_cut_into_parts_give_the_same(monkeypatch: pytest.MonkeyP
             torch.testing.assert_close(parts, whole)
 
 
-@pytest.mark.parametrize("backend", ["dense", "banded", "native"])
-@pytest.mark.parametrize("causal", [True, False])
-def test_gradients_of_huge_scores_are_finite(backend: str, causal: bool) -> None:
-    """Backward recomputes scores; at 10³⁰ their rounding error alone overflows exp."""
-    q, k, v = draw(h=1, t=300, d=8)
-    q, k = (q * 1e15).requires_grad_(), (k * 1e15).requires_grad_()
-    out, lse = alibi_attention(q, k, v, [0.5], causal=causal, return_lse=True, backend=backend)
-    plain = alibi_attention(q, k, v, [0.5], causal=causal, backend=backend)
-    for result in (out, lse, *torch.autograd.grad(out.sum() + plain.sum(), [q, k])):
-        assert bool(result.isfinite().all())
-    torch.testing.assert_close(plain, out)
-
-
 @pytest.mark.parametrize("backend", ["dense", "banded", "native", "reference"])
 def test_the_reach_is_true_of_queries_beyond_the_keys(backend: str) -> None:
     """`reach` is a distance that no pair reaches, even if the nearest key is far away."""
