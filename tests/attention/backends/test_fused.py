@@ -12,11 +12,12 @@ import device_arithmetic
 import differential_fuzz
 import far_in_interpreter as far
 import fused_in_interpreter as inside
+import key_bias_in_interpreter as biased
 import numpy as np
 import plan_in_interpreter as plans
 import pytest
 import torch
-from attention_cases import CASES, INSIDE, ONE_FAR_KEY, SHORT_INSIDE, Case
+from attention_cases import CASES, INSIDE, KEY_BIASES, ONE_FAR_KEY, SHORT_INSIDE, Case
 from attention_checks import assert_exact, assert_one_far_key
 from attention_oracle import Answer
 
@@ -59,10 +60,12 @@ def test_one_far_key_gives_the_slope_no_gradient_but_through_lse(interpreter: Pr
     assert_one_far_key(case, _answer(interpreter, case, "float32"))
 
 
-# fp16 and bf16 run the cases of SOME, too.
+# fp16 and bf16 run the cases of SOME, too. Of long cases with a key bias one is enough in the short list.
+LATER = {case.name for case in (*CASES, *SHORT_INSIDE)[1::2]}
+LATER |= {case.name for case in KEY_BIASES if "long" in case.name and "rising" not in case.name}
 FP32 = [
-    pytest.param(case, id=str(case), marks=() if n % 2 == 0 else pytest.mark.long)
-    for n, case in enumerate((*CASES, *SHORT_INSIDE))
+    pytest.param(case, id=str(case), marks=pytest.mark.long if case.name in LATER else ())
+    for case in (*CASES, *SHORT_INSIDE, *KEY_BIASES)
 ]
 
 
@@ -88,18 +91,19 @@ FP16_INSIDE = {"inside", "inside, right slopes", "inside, segments on both sides
 FP16 = [
     pytest.param(case, id=str(case), marks=() if case in SOME or case.name in FP16_INSIDE else pytest.mark.long)
     for case in (*CASES, *INSIDE)
-]
+] + [case for case in KEY_BIASES if case.name in ("key bias, gates", "key bias, hidden keys")]
 
 
-@pytest.mark.parametrize("case", FP16)
+@pytest.mark.parametrize("case", FP16, ids=str)
 def test_fp16_equals_the_definition(interpreter: ProcessPoolExecutor, case: Case) -> None:
     assert_exact(case, torch.float16, _answer(interpreter, case, "float16"), tolerance=2.0**-15)
 
 
 def test_random_calls_equal_the_definition(interpreter: ProcessPoolExecutor) -> None:
     """The random calls of `test_differential_fuzz`; in call 12 the gradient of lse has a negative bit, with key biases.
-    In call 38 slopes are so steep that they are finite only in natural units. The last ones have extreme biases and gates."""
-    for seed in (*range(8), 12, 38, 44, 59, 72, 96):
+    In call 38 slopes are so steep that they are finite only in natural units. From 44 on biases and gates are extreme, from 115
+    on there are also NaN and huge numbers in hidden keys, with many queries and with few, in both dtypes."""
+    for seed in (*range(8), 12, 38, 44, 59, 72, 96, 115, 130, 137, 232, 273, 312, 467, 740, 766, 900, 995, 1187):
         assert (
             not interpreter.submit(differential_fuzz.fuzz, ["fused"], range(seed, seed + 1)).result()["fused"].failures
         )
@@ -140,16 +144,26 @@ def test_a_kernel_that_visits_every_tile_is_detected() -> None:
         assert_visits(np.full((1, 1, 2), 6), np.full((1, 1, 2), 6), 12)
 
 
-def test_no_attack_breaks_the_kernels_certificate(interpreter: ProcessPoolExecutor) -> None:
+@pytest.mark.parametrize("biased", [False, True])
+def test_no_attack_breaks_the_kernels_certificate(interpreter: ProcessPoolExecutor, biased: bool) -> None:
     """Every approximate function errs by its largest error, in the direction that shortens the reach."""
-    found = interpreter.submit(device.attacked, range(40), "cpu").result()
+    found = interpreter.submit(device.attacked, range(16 if biased else 40), "cpu", biased=biased).result()
     worst = max(lost for _, lost, _, _ in found)
     assert worst <= 1, f"{worst} of the tolerance is dropped"
     ours, theirs = (sum(draw[at] for draw in found) / len(found) for at in (2, 3))
-    assert sum(share > 0 for _, _, share, _ in found) >= 10, "an attack on nothing: too few draws skip a key"
-    assert ours >= 0.95 * theirs, (
-        f"the kernels skip {ours:.3f} of the keys, the bounds of torch operations {theirs:.3f}"
+    assert sum(share > 0 for _, _, share, _ in found) >= (5 if biased else 10), (
+        "an attack on nothing: few draws skip a key"
     )
+    assert ours >= (0.5 if biased else 0.95) * theirs, (
+        f"the kernels skip {ours:.3f} of the keys, other bounds {theirs:.3f}"
+    )
+
+
+def test_a_certificate_that_ignores_the_bias_is_detected(interpreter: ProcessPoolExecutor) -> None:
+    for seed in (42, 45, 67, 68):
+        attack = range(seed, seed + 1)
+        ((_, lost, _, _),) = interpreter.submit(device.attacked, attack, "cpu", biased=True, forgetful=True).result()
+        assert lost > 1
 
 
 def test_attacks_on_a_device_have_two_head_sizes_so_that_few_kernels_are_compiled() -> None:
@@ -172,23 +186,6 @@ def test_queries_in_padding_have_no_wider_reach_than_others(interpreter: Process
     certified, every = interpreter.submit(inside.tiles_behind_padding).result()
     assert certified <= 2  # a block spans 64 distances
     assert every == 4
-
-
-@pytest.mark.parametrize("case", [LONG, SINK, CHUNK, BOTH], ids=str)
-def test_skipped_keys_weigh_less_than_the_tolerance(interpreter: ProcessPoolExecutor, case: Case) -> None:
-    share, computed = interpreter.submit(inside.plan_skips_only_what_it_may, case, 1e-6).result()
-    assert share <= 1e-6
-    assert computed < 0.75
-
-
-@pytest.mark.parametrize("case", [LONG, SINK, CHUNK, BOTH], ids=str)
-def test_backward_visits_what_forward_visited(interpreter: ProcessPoolExecutor, case: Case) -> None:
-    errors = interpreter.submit(inside.gradient_of_the_truncated_function, case, 0.2).result()
-    assert max(errors.values()) < 2e-5, errors
-
-
-def test_unseen_numbers_change_nothing(interpreter: ProcessPoolExecutor) -> None:
-    interpreter.submit(inside.unseen_numbers_change_nothing).result()
 
 
 def test_bad_numbers_affect_only_queries_that_see_them(interpreter: ProcessPoolExecutor) -> None:
@@ -248,10 +245,6 @@ def test_addresses_beyond_int32_are_right(interpreter: ProcessPoolExecutor) -> N
         assert rows.stride(-2) == copied
 
 
-def test_layouts_agree(interpreter: ProcessPoolExecutor) -> None:
-    interpreter.submit(inside.layouts_agree).result()
-
-
 def test_eager_calls_skip_the_operator_and_a_dispatch_mode_changes_no_bit(interpreter: ProcessPoolExecutor) -> None:
     for node, operators in interpreter.submit(inside.operator_changes_no_bit).result():
         assert "fused" not in node
@@ -265,6 +258,15 @@ def test_compile_autocast_checkpointing_and_library_checks(interpreter: ProcessP
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 def test_transforms_of_torch_func_are_right_or_refused(interpreter: ProcessPoolExecutor) -> None:
     interpreter.submit(inside.transformed_is_a_loop).result()
+
+
+def test_gates_shorten_the_reach(interpreter: ProcessPoolExecutor) -> None:
+    most, every = interpreter.submit(biased.tiles_of_gates, 1500).result()
+    assert most <= 5 < every
+
+
+def test_transforms_and_graphs_carry_key_biases(interpreter: ProcessPoolExecutor) -> None:
+    interpreter.submit(biased.transformed_and_checked).result()
 
 
 def test_plans_that_read_too_early_are_noticed(interpreter: ProcessPoolExecutor) -> None:

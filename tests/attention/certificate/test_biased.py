@@ -5,7 +5,7 @@ import math
 
 import pytest
 import torch
-from certificate_attack import dropped, random_attack
+from certificate_attack import dropped, keys_in_tiles, random_attack
 from halo_checks import scores
 from key_losses import (
     LENGTH,
@@ -27,13 +27,9 @@ from alibi_attn.attention.certificate.tiles import key_tiles
 
 def keys_of_tiles(spec, query, key, value, *, for_gradients: bool = False) -> torch.Tensor:
     """[B, H, T, S] bool: the keys in the tiles that each query's block visits."""
-    found = biased.biased_bounds(spec, query, key, value, for_gradients=for_gradients)
-    tiles = key_tiles(spec, found, rows=TILE)
-    at = torch.arange(-(-spec.key_len // TILE))
-    first, last, _, _ = (x[..., None] for x in tiles.bands.unbind(-1))
-    kept = ((at >= first) & (at < last)) | (at == tiles.beside[..., None]).any(-2)
-    of_keys = kept.repeat_interleave(TILE, -1)[..., : spec.key_len]
-    return of_keys.repeat_interleave(TILE, 2)[:, :, : spec.query_len]
+    return keys_in_tiles(
+        spec, key_tiles(spec, biased.biased_bounds(spec, query, key, value, for_gradients=for_gradients), rows=TILE)
+    )
 
 
 def share_visited(key_bias: torch.Tensor, slopes: list[float], **options: object) -> float:

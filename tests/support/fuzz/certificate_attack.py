@@ -244,6 +244,19 @@ def certified_keys(spec, found: Bounds, distance: torch.Tensor) -> torch.Tensor:
     return ((distance[:, None] < left) & (-distance[:, None] < right)) | outlier[:, :, None]
 
 
+def keys_in_tiles(spec, tiles) -> torch.Tensor:
+    """[B, H, T, S]: the keys in the tiles that each block of queries visits."""
+    tile = torch.arange(-(-spec.key_len // TILE))
+    inside = (tile >= tiles.bands[..., :1]) & (tile < tiles.bands[..., 1:2])
+    return spread(spec, inside | (tiles.beside[..., None] == tile).any(-2), tiles.rows)
+
+
+def spread(spec, of_tiles: torch.Tensor, rows: int) -> torch.Tensor:
+    """[B, H, T, S] of blocks of this many queries and tiles of keys."""
+    of_rows = of_tiles.repeat_interleave(rows, 2)[:, :, : spec.query_len]
+    return of_rows.repeat_interleave(TILE, 3)[..., : spec.key_len]
+
+
 def native_keys(spec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> torch.Tensor:
     """[B, H, T, S]: the keys that the CPU kernels visited for each query, without those that only gradients need."""
     with torch.no_grad():

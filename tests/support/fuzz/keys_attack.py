@@ -25,7 +25,7 @@ import datetime
 import functools
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -343,7 +343,7 @@ class Tally:
             self.broken.append(attack.seed)
 
 
-def run(backend: str, seeds: range, *, say: Callable[[str], None] = print) -> dict[str, Tally]:
+def run(backend: str, seeds: Sequence[int], *, say: Callable[[str], None] = print) -> dict[str, Tally]:
     """Attacks a backend with these draws; the tallies are by dtype."""
     one, tallies = BACKENDS[backend], collections.defaultdict(Tally)
     for number, seed in enumerate(seeds):

@@ -15,6 +15,8 @@ import concurrent.futures
 import contextlib
 import dataclasses
 import datetime
+import functools
+import math
 import multiprocessing
 import os
 import sys
@@ -34,7 +36,7 @@ import toeplitz_calls
 import torch
 from attention_cases import CASES, INSIDE, KEY_BIASES, Case
 from attention_checks import answer, assert_exact, without_gradients
-from certificate_attack import Attack, dropped, random_attack
+from certificate_attack import Attack, dropped, keys_in_tiles, native_keys, random_attack
 from torch import Tensor
 
 from alibi_attn.attention.backends.fused import backend as fused
@@ -136,21 +138,26 @@ def plans_that_differ(
     return wrong
 
 
-def attacked(seeds: range, device: str) -> list[Draw]:
-    """For every draw: (seed, dropped mass / tolerance, share of skipped keys, the same share by `bounds`)."""
+def attacked(seeds: range, device: str, *, biased: bool = False, forgetful: bool = False) -> list[Draw]:
+    """For every draw: (seed, dropped mass / tolerance, share of skipped keys, the same share by torch or the C++ kernels).
+
+    Args:
+        biased: with biases of keys, whose certificate is compared with that of the C++ kernels.
+        forgetful: the certificate ignores them.
+    """
     found = []
     for seed in seeds:
-        attack = drawn(seed, device)
-        theirs = dropped(attack)[1]
+        attack = drawn(seed, device, biased=biased)
+        theirs = dropped(attack, native_keys if biased else None)[1]
         with _arithmetic(device, against_us=True, dtype=attack.dtype):
-            lost, share = dropped(attack, lambda *call: certificate(*call, device=device))
+            lost, share = dropped(attack, functools.partial(certificate, device=device, forgetful=forgetful))
         found.append((seed, lost / attack.tolerance, share, theirs))
     return found
 
 
-def drawn(seed: int, device: str) -> Attack:
+def drawn(seed: int, device: str, *, biased: bool = False) -> Attack:
     """An attack in a dtype that the kernels support; every fourth has wide heads."""
-    attack, wide = random_attack(seed), seed % 4 == 0
+    attack, wide = random_attack(seed, biased=biased), seed % 4 == 0
     return dataclasses.replace(
         attack,
         dtype="float16" if attack.dtype == "float64" else attack.dtype,
@@ -159,14 +166,22 @@ def drawn(seed: int, device: str) -> Attack:
     )
 
 
-def certificate(spec: AttentionSpec[Tensor], *tensors: Tensor, device: str = "cpu") -> Bounds:
-    """The bounds that the kernels compute on a device, in whole keys, copied to the host."""
+def certificate(
+    spec: AttentionSpec[Tensor], *tensors: Tensor, device: str = "cpu", forgetful: bool = False
+) -> Bounds | Tensor:
+    """The bounds that the kernels compute on a device, in whole keys, copied to the host; with biases the keys in their tiles."""
+    if spec.key_bias is not None:
+        bias = spec.key_bias.masked_fill(spec.key_bias > -math.inf, 0.0) if forgetful else spec.key_bias
+        spec = dataclasses.replace(spec, key_bias=bias)
     moved = {
         field.name: value.to(device)
         for field in dataclasses.fields(spec)
         if isinstance(value := getattr(spec, field.name), Tensor)
     }
-    _, found = planned(dataclasses.replace(spec, **moved), *(x.to(device) for x in tensors), How(PLAN_ROWS))
+    rows = PLAN_ROWS if spec.key_bias is None else TILE
+    plan, found = planned(dataclasses.replace(spec, **moved), *(x.to(device) for x in tensors), How(rows))
+    if spec.key_bias is not None:
+        return keys_in_tiles(spec, plan)
     return Bounds(found.left.cpu(), found.right.cpu(), found.outlier_tiles.cpu())
 
 

@@ -24,6 +24,8 @@ import quick_interpreter
 import torch
 from attention_calls import Watched, assert_close, draw, loss
 from attention_cases import Case
+from attention_checks import answer, arguments
+from certificate_attack import keys_in_tiles
 from torch import Tensor
 
 from alibi_attn.attention.api import alibi_attention, head_reach
@@ -34,10 +36,8 @@ from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.attention.certificate.tiles import Tiles
 from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.operators.schema import Arguments
-from alibi_attn.attention.run.dispatch import RUNS
 from alibi_lab.measure.attention import attention
 
 
@@ -56,8 +56,6 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
 
 def case_answer(case: Case, dtype: str) -> dict[str, np.ndarray]:
     """Output, lse and gradients of one case, by name."""
-    from attention_checks import answer
-
     quick_interpreter.check_overflow(on=dtype == "float32")
     got = answer(case, getattr(torch, dtype), backend="fused")
     quick_interpreter.check_overflow(on=False)
@@ -69,12 +67,12 @@ def visits_and_certificate(case: Case, tolerance: float) -> tuple[np.ndarray, np
     from alibi_attn.attention.backends.fused.kernels import decode as of_decode
     from alibi_attn.attention.backends.fused.kernels import forward as of_forward
 
-    spec, query, key, value = _call(case, tolerance=tolerance)
+    spec, query, key, value = call_of(case, tolerance=tolerance)
     decoding = split_keys.is_split(spec, query)
     tiles = fused.plan(spec, query, key, value, Norms.of(key, value) if decoding else None)
     shape = tile_shape("decode" if decoding else "forward", query.dtype, spec.head_dim, large=True)
     # The keys of every block are whole tiles, except at the end of the keys.
-    asked = _inside(spec, tiles)[:, :, :: TILE if decoding else shape.queries]
+    asked = keys_in_tiles(spec, tiles)[:, :, :: TILE if decoding else shape.queries]
     if not decoding and spec.causal:  # a block visits no tile after its last query
         ends = spec.query_offset + torch.arange(shape.queries, spec.query_len + shape.queries, shape.queries)
         asked &= torch.arange(spec.key_len) < -(-ends[:, None] // shape.keys) * shape.keys
@@ -105,15 +103,6 @@ def visits_and_certificate(case: Case, tolerance: float) -> tuple[np.ndarray, np
     return np.array(counts).reshape(asked.shape), asked.numpy(), every
 
 
-def plan_skips_only_what_it_may(case: Case, tolerance: float) -> tuple[float, float]:
-    """Returns (largest share of a query's softmax mass on keys outside its tiles, share of computed scores)."""
-    spec, query, key, value = _call(case, tolerance=tolerance)
-    inside = _inside(spec, fused.plan(spec, query, key, value))
-    _, everything = RUNS["reference"](spec, query.double(), key.double(), value.double())
-    _output, kept = _over_tiles(spec, inside, query.double(), key.double(), value.double(), spec.slopes.double())
-    return float((1 - (kept - everything).exp()).max()), float(inside.double().mean())
-
-
 def tiles_behind_padding() -> list[int]:
     """Number of tiles that a block far after the last visible key visits, with and without a tolerance."""
     query, key, value = (torch.randn(1, 1, 640, 16) for _ in range(3))
@@ -124,62 +113,6 @@ def tiles_behind_padding() -> list[int]:
         first, last = fused.plan(spec, query, key, value).bands[0, 0, -1, :2].tolist()
         found.append(last - first)
     return found
-
-
-def gradient_of_the_truncated_function(case: Case, tolerance: float) -> dict[str, float]:
-    """Relative errors against autograd through attention over exactly the plan's tiles, at a large tolerance.
-
-    Nothing is measured.
-    """
-    spec, query, key, value = _call(case, tolerance=tolerance)
-    tiles = fused.plan(spec, query, key, value)
-    spec = dataclasses.replace(spec, tolerance=0.0)
-    leaf = [x.double().requires_grad_() for x in (query, key, value, spec.slopes)]
-    output, lse = _over_tiles(spec, _inside(spec, tiles), *leaf)
-    drawn = case.draw()
-    grads = [torch.tensor(drawn["grad_output"]), torch.tensor(drawn["grad_lse"])]
-    true = (output, lse, *torch.autograd.grad([output, lse], leaf, grads))
-    ours, ours_lse = fused.forward(spec, query, key, value, tiles)
-    dq, dk, dv, dm, *_ = fused.backward(
-        spec, query, key, value, ours, ours_lse, grads[0].float(), grads[1].float(), tiles, slopes_wanted=True
-    )
-    names = ("output", "lse", "query", "key", "value", "slopes")
-    pairs = zip(names, true, (ours, ours_lse, dq, dk, dv, dm.sum((0, 1))), strict=True)
-    return {name: float((a - b).abs().max() / a.abs().max()) for name, a, b in pairs}
-
-
-def unseen_numbers_change_nothing() -> None:
-    """Checks that huge numbers outside the tiles, NaN in future keys and NaN in a blind query have no effect."""
-    case = Case("far", batch=1, heads=2, query_len=200, key_len=200, slopes="steep")
-    spec, query, key, value = _call(case, tolerance=1e-6)
-    tiles = fused.plan(spec, query, key, value)
-    before, _ = fused.forward(spec, query, key, value, tiles)
-    key[:, :, :64], value[:, :, :64] = 1e20, 1e20
-    after, _ = fused.forward(spec, query, key, value, tiles)
-    assert bool((before[:, :, 128:] == after[:, :, 128:]).all()), "a block read keys outside its tiles"
-    assert not bool((before[:, :, :128] == after[:, :, :128]).all()), "those numbers should matter to the first blocks"
-
-    for dtype, size in ((torch.float32, 8), (torch.half, 40)):  # the second with descriptors of keys
-        _hidden_numbers_change_nothing(*(torch.randn(1, 2, n, size).to(dtype) for n in (15, 20, 20)))
-
-
-def _hidden_numbers_change_nothing(q: Tensor, k: Tensor, v: Tensor) -> None:
-    mask = torch.ones(1, 20, dtype=torch.bool)
-    mask[:, :3] = False
-    hurt = [x.clone() for x in (q, k, v)]
-    hurt[0][:, :, 1] = torch.nan  # sees nothing
-    hurt[1][:, :, 15], hurt[2][:, :, 16] = torch.nan, torch.inf  # after every query, in the tile of the last one
-    found = []
-    for tensors in ([q, k, v], hurt):
-        leaf = [x.requires_grad_() for x in tensors]
-        output = alibi_attention(*leaf, key_mask=mask, query_offset=0, backend="fused")
-        found.append((output, *torch.autograd.grad(output.sum(), leaf)))
-    for name, clean, spoiled in zip(("output", "dq", "dk", "dv"), *found, strict=True):
-        assert torch.equal(clean, spoiled), name
-    assert float(found[1][0][:, :, :3].detach().abs().max()) == 0.0
-    seeing = alibi_attention(*hurt, key_mask=mask, query_offset=5, backend="fused")
-    assert bool(seeing[:, :, 10:].isnan().all()), "a query that sees NaN must say so"
-    assert bool(seeing[:, :, 2:10].isfinite().all())
 
 
 def bad_numbers_reach_only_those_who_see_them() -> None:
@@ -193,18 +126,6 @@ def bad_numbers_reach_only_those_who_see_them() -> None:
         torch.testing.assert_close(output[:, 1, :at], before[:, 1, :at])
         torch.testing.assert_close(output[:, 0], before[:, 0])
         assert not bool(output[0, 1, at:].isfinite().all(-1).any()), f"{bad} at {at} left no trace"
-
-
-def layouts_agree() -> None:
-    """Checks that transposed, expanded and strided inputs, and expanded gradients, give identical bits."""
-    wide = [torch.randn(2, 21, 4, 8) for _ in range(3)]
-    results = []
-    for change in (lambda x: x.transpose(1, 2), lambda x: x.transpose(1, 2).contiguous(), _last_stride_two):
-        leaf = [change(x).detach().requires_grad_() for x in wide]
-        output = alibi_attention(*leaf, backend="fused")
-        results.append((output, *torch.autograd.grad(output.sum(), leaf)))
-    for other in results[1:]:
-        assert all(torch.equal(a, b) for a, b in zip(results[0], other, strict=True))
 
 
 def operator_changes_no_bit() -> list[tuple[str, set[str]]]:
@@ -285,7 +206,7 @@ def transformed_is_a_loop() -> None:
 
 def decoding_equals_forward(case: Case) -> tuple[float, int]:
     """Returns (largest difference between the split decoding kernel and a full pass's last rows, number of parts)."""
-    spec, query, key, value = _call(case, tolerance=2.0**-28)
+    spec, query, key, value = call_of(case, tolerance=2.0**-28)
     assert split_keys.is_split(spec, query)
     decoded, lse = fused.forward(spec, query, key, value, fused.plan(spec, query, key, value))
     more = TILE + 1
@@ -305,8 +226,7 @@ def smoke_of_the_benchmark(folder: Path) -> list[Path]:
 def refusal(dtype: str, head_dim: int) -> str | None:
     """The reason why `fused` rejects a call in the interpreter, or None."""
     x = torch.zeros(1, 1, 9, head_dim, dtype=getattr(torch, dtype))
-    spec = _spec(x, x, x, Case("refused"), tolerance=None)
-    return fused.why_not(spec, x, x, x)
+    return fused.why_not(make_spec(x, x, x, return_lse=True), x, x, x)
 
 
 def product(a: int, b: int) -> int:
@@ -333,59 +253,6 @@ def _prepare() -> None:
     atexit.register(gc.unfreeze)
 
 
-def _call(case: Case, *, tolerance: float) -> tuple[AttentionSpec[Tensor], Tensor, Tensor, Tensor]:
-    drawn = case.draw()
-    query, key, value = (torch.tensor(drawn[name], dtype=torch.float32) for name in ("query", "key", "value"))
-    return _spec(query, key, value, case, tolerance), query, key, value
-
-
-def _spec(query: Tensor, key: Tensor, value: Tensor, case: Case, tolerance: float | None) -> AttentionSpec[Tensor]:
-    drawn = case.draw()
-    slopes = torch.tensor(drawn["slopes"]) if query.shape[1] == case.heads else None
-    offset = case.first_position if query.shape[2] == case.query_len else None
-    return make_spec(
-        query,
-        key,
-        value,
-        slopes,
-        causal=case.causal,
-        right_slopes=None,
-        window=case.window,
-        scale=case.scale,
-        query_offset=offset,
-        key_mask=None if drawn["key_mask"] is None else torch.tensor(drawn["key_mask"]),
-        segment_ids=None,
-        dropout_p=0.0,
-        tolerance=tolerance,
-        return_lse=True,
-    )
-
-
-def _inside(spec: AttentionSpec[Tensor], tiles: Tiles) -> Tensor:
-    """[B, H, T, S] bool: pairs in visited tiles, read from the plan one tile at a time."""
-    inside = torch.zeros(spec.batch, spec.num_heads, spec.query_len, spec.key_len, dtype=torch.bool)
-    for b in range(spec.batch):
-        for h in range(spec.num_heads):
-            for n in range(tiles.bands.shape[2]):
-                first, last = tiles.bands[b, h, n, :2].tolist()
-                for tile in [*range(first, last), *(tile for tile in tiles.beside[b, h, n].tolist() if tile >= 0)]:
-                    inside[b, h, n * tiles.rows : (n + 1) * tiles.rows, tile * TILE : (tile + 1) * TILE] = True
-    return inside
-
-
-def _over_tiles(
-    spec: AttentionSpec[Tensor], inside: Tensor, query: Tensor, key: Tensor, value: Tensor, slopes: Tensor
-) -> tuple[Tensor, Tensor]:
-    """Attention over the given pairs only, written out in float64."""
-    i = torch.arange(spec.query_len)[:, None] + spec.query_offset
-    distance = i - torch.arange(spec.key_len)
-    hide = ~inside | (distance < 0) if spec.causal else ~inside
-    key, value = (x.repeat_interleave(spec.group, 1) for x in (key, value))
-    scores = spec.scale * (query @ key.mT) - slopes.reshape(-1, 1, 1) * distance.abs()
-    scores = scores.masked_fill(hide, -torch.inf)
-    return scores.softmax(-1) @ value, scores.logsumexp(-1)
-
-
-def _last_stride_two(x: Tensor) -> Tensor:
-    """[B, T, H, D] -> a [B, H, T, D] view whose last stride is 2."""
-    return torch.stack([x.transpose(1, 2)] * 2, -1)[..., 0]
+def call_of(case: Case, *, tolerance: float) -> tuple[AttentionSpec[Tensor], Tensor, Tensor, Tensor]:
+    (query, key, value, slopes), options = arguments(case, torch.float32)
+    return make_spec(query, key, value, slopes, **options, tolerance=tolerance, return_lse=True), query, key, value

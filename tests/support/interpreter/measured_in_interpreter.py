@@ -5,8 +5,8 @@ import math
 
 import torch
 from attention_cases import Case
-from certificate_attack import random_attack
-from fused_in_interpreter import _call
+from certificate_attack import keys_in_tiles, random_attack, spread
+from fused_in_interpreter import call_of
 from measured_attack import fused_keys, left_out_by_backward
 from torch import Tensor
 
@@ -23,7 +23,7 @@ from alibi_attn.attention.certificate.tiles import Tiles
 def visited(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor) -> tuple[Tensor, Tensor, Tensor]:
     """[B, H, T, S] bool: the keys that forward visits, those of the query kernel, and those of the key kernel."""
     tiles = fused.plan(spec, query, key, value)
-    ours = _in_tiles(spec, Tiles(tiles.bands, tiles.outlier_tiles, tiles.beside, tiles.weight, tiles.rows))
+    ours = keys_in_tiles(spec, Tiles(tiles.bands, tiles.outlier_tiles, tiles.beside, tiles.weight, tiles.rows))
     if not fused.measures(spec, query):
         return ours, ours, ours
     fused.forward(spec, query, key, value, tiles)
@@ -32,25 +32,14 @@ def visited(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tens
     low, high = measured.bands[..., 2:3], measured.bands[..., 3:4]
     tile = torch.arange(outliers.shape[-1])
     allowed = outliers.any(-2) & (tile >= low) & (tile < high)
-    return ours, _in_tiles(spec, measured), _in_tiles(spec, measured) | _spread(spec, allowed, TILE)
-
-
-def _in_tiles(spec: AttentionSpec[Tensor], tiles: Tiles) -> Tensor:
-    tile = torch.arange(-(-spec.key_len // TILE))
-    inside = (tile >= tiles.bands[..., :1]) & (tile < tiles.bands[..., 1:2])
-    return _spread(spec, inside | (tiles.beside[..., None] == tile).any(-2), tiles.rows)
-
-
-def _spread(spec: AttentionSpec[Tensor], of_tiles: Tensor, rows: int) -> Tensor:
-    of_rows = of_tiles.repeat_interleave(rows, 2)[:, :, : spec.query_len]
-    return of_rows.repeat_interleave(TILE, 3)[..., : spec.key_len]
+    return ours, keys_in_tiles(spec, measured), keys_in_tiles(spec, measured) | spread(spec, allowed, TILE)
 
 
 def gradient_over_measured_tiles(case: Case, tolerance: float) -> tuple[dict[str, float], tuple[int, int, int]]:
     """(relative errors of the gradients against fp64 sums over exactly the pairs that each kernel should visit; how many pairs
     forward visits, the query kernel, and the key kernel).
     """
-    spec, query, key, value = _call(case, tolerance=tolerance)
+    spec, query, key, value = call_of(case, tolerance=tolerance)
     seen = visible(spec, distances(spec.query_len, spec.key_len, spec.query_offset, None))
     ours, of_queries, of_keys = (x & seen for x in visited(spec, query, key, value))
     drawn = case.draw()

@@ -139,17 +139,6 @@ def hidden_keys_are_never_used() -> None:
     assert bool(seeing[:, :, 42:].isnan().all()), "a query that sees NaN must say so"
 
 
-def error_with_dropout() -> float:
-    """The largest difference from `dense` with the same seed, of outputs and gradients."""
-    found = []
-    for backend in ("fused", "dense"):
-        torch.manual_seed(7)
-        leaves = inputs(100, 100)
-        output = toeplitz_attention(*leaves, dropout_p=0.3, backend=backend)
-        found.append((output, *torch.autograd.grad(output.square().sum(), leaves)))
-    return max(float((x - y).abs().max() / y.abs().max()) for x, y in zip(*found, strict=True))
-
-
 def errors_of_t5() -> dict[str, float]:
     """Relative errors of a patched T5 on these kernels: logits, greedy tokens, and the gradient of its bias."""
     from transformers import T5Config, T5ForConditionalGeneration

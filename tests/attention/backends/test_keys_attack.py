@@ -2,6 +2,7 @@
 
 import dataclasses
 import math
+from concurrent.futures import ProcessPoolExecutor
 
 import pytest
 import torch
@@ -11,10 +12,12 @@ from keys_attack import (
     MEASURED,
     Backend,
     KeyAttack,
+    Tally,
     grad_norms,
     losses,
     nearest_distances,
     random_attack,
+    run,
     shares_of,
     untrue,
 )
@@ -85,16 +88,64 @@ def test_what_the_rule_allows_passes_and_is_little() -> None:
     assert 0.01 < max(shares) <= 1
 
 
+# Draws in which keys lose weight by the certificate, by measured reach, or both, of every kind and dtype; the first are short.
+LOSING = (
+    28,
+    62,
+    115,
+    123,
+    169,
+    174,
+    182,
+    188,
+    386,
+    486,
+    504,
+    533,
+    575,
+    595,
+    627,
+    682,
+    723,
+    837,
+    212,
+    214,
+    223,
+    255,
+    263,
+    265,
+)
+LOSING += (315, 332, 362, 373, 376, 458, 502, 542, 607, 655, 676, 703, 717, 753, 765, 796, 829)
+
+
 @pytest.mark.parametrize("backend", ["native", "banded"])
-def test_the_gradients_lack_what_the_attack_says(backend: str) -> None:
-    """So what a backend reports as visited is what its backward visits."""
+def test_no_key_loses_more_than_the_rule_allows(backend: str) -> None:
+    assert_none_is_broken(run(backend, LOSING), least=12)
+
+
+def test_no_key_loses_more_in_the_triton_kernels(interpreter: ProcessPoolExecutor) -> None:
+    assert_none_is_broken(interpreter.submit(run, "fused", LOSING[:18]).result(), least=8)
+
+
+def assert_none_is_broken(tallies: dict[str, Tally], *, least: int) -> None:
+    assert not [seed for tally in tallies.values() for seed in tally.broken]
+    losing = sum(tally.numbers[f"lose by {by}"] for tally in tallies.values() for by in (CERTIFIED, MEASURED))
+    assert losing >= least, f"an attack on nothing: only {losing} times keys lost anything"
+
+
+def test_a_thousand_times_the_tolerance_is_detected() -> None:
+    one, found = BACKENDS["native"], 0
+    for attack in (random_attack(seed, one) for seed in LOSING):
+        careless = losses(attack, one, min(0.5, 1000 * attack.tolerance))
+        found += max(careless.of_limit(CERTIFIED), careless.of_limit(MEASURED)) > 1
+    assert found >= 5
+
+
+@pytest.mark.parametrize("backend", ["native", "banded"])
+def test_keys_that_backward_is_said_to_have_left_out_are_missed(backend: str) -> None:
+    """So what a backend reports as visited is what its backward visits: `run` compares its gradients with it."""
     one, wrong = BACKENDS[backend], 0
-    assert one.gradient is not None
-    for seed in range(1, 13):
-        attack = random_attack(seed, one)
-        found, gradient = losses(attack, one), one.gradient(attack)
-        if found.off < 0.5:
-            assert untrue(attack, found, gradient) <= 1, attack
-            pretended = losses(attack, Backend(all_but_the_last))
-            wrong += untrue(attack, pretended, gradient) > 1
+    for attack in (random_attack(seed, one) for seed in range(1, 13)):
+        pretended = losses(attack, Backend(all_but_the_last))
+        wrong += pretended.off < 0.5 and untrue(attack, pretended, one.gradient(attack)) > 1
     assert wrong > 1
