@@ -144,35 +144,6 @@ def test_kept_weights_make_up_for_dropped_ones_exactly(p: float, numbers: tuple[
 # Parts of a whole.
 
 
-@every_backend
-def test_chunks_have_the_mask_of_the_whole(backend: str) -> None:
-    q, k, v, m = draw(t=333, requires_grad=False)
-
-    def run(queries: Tensor, offset: int) -> Tensor:
-        torch.manual_seed(11)
-        return alibi_attention(queries, k, v, m, query_offset=offset, dropout_p=P, backend=backend)
-
-    whole = run(q, 0)
-    assert_close([torch.cat([run(q[:, :, a:b], a) for a, b in ((0, 51), (51, 200), (200, 333))], 2)], [whole])
-    assert float((run(q[:, :, 51:], 50) - whole[:, :, 51:]).abs().max()) > 0.1, "one off is another mask"
-
-
-def test_ranks_have_the_masks_of_the_whole() -> None:
-    """Sequences, heads and keys divided among four ranks, with origins; keys merge by log-sum-exp."""
-    q, k, v, m = draw(k=4, t=301, requires_grad=False)
-    whole, _ = attend(described(q, k, v, m, return_lse=True), q, k, v, "native")
-    for b in range(2):
-        for h in (0, 2):
-            parts = []
-            for j in (slice(0, 133), slice(133, 301)):
-                qs, ks, vs = q[b : b + 1, h : h + 2], k[b : b + 1, h : h + 2, j], v[b : b + 1, h : h + 2, j]
-                options = {"query_offset": -j.start, "return_lse": True, "origin": (b, h, j.start)}
-                parts.append(attend(described(qs, ks, vs, m[h : h + 2], **options), qs, ks, vs, "native"))
-            outputs, lses = (torch.stack(x) for x in zip(*parts, strict=True))
-            merged = (outputs * lses.softmax(0)[..., None]).sum(0)
-            assert_close([merged], [whole[b : b + 1, h : h + 2]])
-
-
 def test_the_same_keys_are_visited_and_the_output_keeps_its_bound() -> None:
     """‖o − õ‖ ≤ 2R·max‖v‖ / (1 − p), where R, unaffected by dropout, is within the tolerance."""
     q, k, v, _ = draw(h=2, k=2, t=1500, requires_grad=False)

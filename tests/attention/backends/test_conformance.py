@@ -4,8 +4,8 @@ import dataclasses
 
 import pytest
 import torch
-from attention_cases import CASES, KEY_BIASES, Case
-from attention_checks import answer, assert_exact
+from attention_cases import CASES, KEY_BIASES, ONE_FAR_KEY, Case
+from attention_checks import answer, assert_exact, assert_one_far_key
 
 from alibi_attn.attention.run.dispatch import BACKENDS
 
@@ -68,6 +68,12 @@ def test_a_bias_per_key_equals_the_definition(backend: str, case: Case) -> None:
         return
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
         assert_exact(case, dtype, answer(case, dtype, backend=backend), tolerance=TOLERANCE[dtype])
+
+
+@pytest.mark.parametrize("case", ONE_FAR_KEY, ids=str)
+@pytest.mark.parametrize("backend", ["dense", "banded", "native"])
+def test_one_far_key_has_no_gradient_of_the_slope_but_through_lse(backend: str, case: Case) -> None:
+    assert_one_far_key(case, answer(case, torch.float32, backend=backend))
 
 
 def _wrong(case: Case, **changes: object) -> None:

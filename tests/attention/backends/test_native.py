@@ -161,20 +161,9 @@ def test_windows_may_be_as_wide_as_positions_are_far(
     offset: int, window: int, causal: bool, dtype: torch.dtype
 ) -> None:
     q, k, v = draw(h=1, k=1, t=100, dtype=dtype)
-    key_mask = torch.arange(100)[None] != 3
+    options = {"causal": causal, "window": window, "query_offset": offset, "key_mask": torch.arange(100)[None] != 3}
     ours, truth = (
-        alibi_attention(
-            q,
-            k,
-            v,
-            [0.0],
-            causal=causal,
-            window=window,
-            query_offset=offset,
-            key_mask=key_mask,
-            return_lse=True,
-            backend=backend,
-        )
+        alibi_attention(q, k, v, [0.0], **options, return_lse=True, backend=backend)
         for backend in ("native", "reference")
     )
     for x, y in zip(ours, truth, strict=True):

@@ -4,12 +4,9 @@ from collections.abc import Iterator
 
 import pytest
 import torch
-from attention_cases import CASES, KEY_BIASES
-from attention_checks import answer, assert_exact
-from certificate_attack import dropped, native_keys, random_attack
+from conformance_emulated import WRONG, attacks_of, cases_of, draws_of
 from decoder_oracle import STEP_ERRORS
-from differential_fuzz import fuzz
-from emulated_kernels import TARGETS, TOLERANCE, Emulated, Target, emulating, why_not
+from emulated_kernels import TARGETS, Emulated, Target, emulating, why_not
 from transformers import BloomConfig, BloomForCausalLM
 
 from alibi_attn import alibi_attention
@@ -35,17 +32,13 @@ def emulated(target: Target, tmp_path_factory: pytest.TempPathFactory) -> Iterat
         yield kernels
 
 
-@pytest.mark.parametrize("dtype", TOLERANCE, ids=str)
-def test_emulated_kernels_give_the_definition(dtype: torch.dtype, emulated: Emulated) -> None:
+def test_emulated_kernels_give_the_definition_and_no_attack_breaks_their_certificate(
+    emulated: Emulated, target: Target
+) -> None:
     before = emulated.calls
-    for case in (*CASES, *KEY_BIASES):
-        assert_exact(case, dtype, answer(case, dtype, backend="native"), tolerance=TOLERANCE[dtype])
-    assert emulated.calls >= before + 2 * len(CASES), "the cases did not reach the emulated kernels"
-
-
-def test_emulated_kernels_answer_random_calls(emulated: Emulated, target: Target) -> None:
-    failures = fuzz(["native"], range(500), target.dtype)["native"].failures
-    assert not failures, "\n".join(words for _, words in failures)
+    found = cases_of() | draws_of(500, target) | attacks_of(500, target)
+    assert not any(found[name] for name in WRONG), found
+    assert emulated.calls >= before + 2 * found["cases"], "the cases did not reach the emulated kernels"
 
 
 @pytest.mark.parametrize("dtype", decoding.DTYPES, ids=str)
@@ -107,11 +100,6 @@ def test_emulated_kernels_weigh_keys_as_here(options: dict, emulated: Emulated) 
         patch.setattr(build, "library", LIBRARY)
         here = gradient()
     torch.testing.assert_close(there, here, atol=1e-5, rtol=1e-5)
-
-
-def test_no_attack_breaks_the_emulated_certificate(emulated: Emulated, target: Target) -> None:
-    attacks = [random_attack(seed, bf16=target.dtype == "bfloat16") for seed in range(500)]
-    assert max(dropped(attack, native_keys)[0] / attack.tolerance for attack in attacks) <= 1
 
 
 LIBRARY = build.library

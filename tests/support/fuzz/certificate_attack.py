@@ -7,9 +7,7 @@ python tests/support/fuzz/certificate_attack.py 100000 results native parts   # 
 python tests/support/fuzz/certificate_attack.py 100000 results native bf16   # in bf16, which some processors multiply natively
 """
 
-import collections
 import dataclasses
-import datetime
 import functools
 import math
 import sys
@@ -18,6 +16,7 @@ from pathlib import Path
 
 import numpy as np
 import torch
+from attack_records import Found, attack_all
 
 from alibi_attn.attention.backends.banded import pieces as banded_pieces
 from alibi_attn.attention.backends.native import backend as native
@@ -29,7 +28,6 @@ from alibi_attn.attention.certificate.bounds import Bounds, bounds
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.run.merging import parts
 from alibi_attn.attention.run.splitting import SPLITS
-from alibi_lab import records
 
 WHERE = (
     "nothing",
@@ -341,44 +339,19 @@ KINDS = "biased", "bf16", "parts"
 
 
 def main(draws: int, out: Path, backend: str = "", *kinds: str) -> None:
-    """Runs `draws` attacks and saves a record, with the number of draws of each kind and how many skipped keys."""
     if not set(kinds) <= set(KINDS):
         raise SystemExit(f"the kinds are {' '.join(kinds)} but must be of {', '.join(KINDS)}")
-    torch.set_num_threads(1)
-    started = datetime.datetime.now(datetime.UTC)
-    worst, shares = 0.0, 0.0
-    counts: dict[str, collections.Counter[str]] = {x: collections.Counter() for x in ("draws", "skipping", "broken")}
-    for seed in range(draws):
+
+    def found(seed: int) -> Found:
         attack = random_attack(seed, **dict.fromkeys(kinds, True))
         if backend and seed % 20 == 0:  # several different blocks of queries, and keys far beyond the reach
             attack = dataclasses.replace(attack, length=attack.length * 6)
         certify = native_keys_of_parts if attack.part else native_keys
         lost, share = dropped(attack, certify if backend else None)
-        worst, shares = max(worst, lost / attack.tolerance), shares + share
-        of = "all", f"keys: {attack.where}", f"mask: {attack.mask}", f"bias: {attack.bias}", f"part: {attack.part}"
-        for count, holds in (("draws", True), ("skipping", share > 0), ("broken", not lost <= attack.tolerance)):
-            counts[count].update(of if holds else ())
-        if seed % 5000 == 4999:
-            skipping, broken = counts["skipping"]["all"], counts["broken"]["all"]
-            print(
-                f"{seed + 1} draws, {skipping} that skip, worst {worst:.3g} of the tolerance, {broken} broken",
-                flush=True,
-            )
-    drawn = sorted(counts["draws"])
-    record = records.make(
-        "certificate",
-        "/".join(filter(None, ("attack", backend, *kinds))),
-        config={"draws": draws, "first_seed": 0},
-        metrics={
-            "broken": counts["broken"]["all"],
-            "draws_that_skip": counts["skipping"]["all"],
-            "worst_share_of_tolerance": worst,
-            "mean_skipped_share": shares / draws,
-        },
-        curves={"kinds": {"kind": drawn} | {name: [of[kind] for kind in drawn] for name, of in counts.items()}},
-        started=started,
-    )
-    print(records.save(record, out))
+        names = f"keys: {attack.where}", f"mask: {attack.mask}", f"bias: {attack.bias}", f"part: {attack.part}"
+        return lost / attack.tolerance, share, names
+
+    attack_all("/".join(filter(None, ("attack", backend, *kinds))), draws, out, found)
 
 
 if __name__ == "__main__":

@@ -1,20 +1,15 @@
 """Damages folders of models at random. A command must give a result, or end with one sentence that names the folder.
 
-python tests/support/fuzz/damaged_models.py --draws 500 --seed 0 --command embed
-
 Commands run in this process, through the door of the command line. Only weights may change a result in silence: safetensors has
 no checksum. Checkpoints of the lab are sealed, so their commands must give the same result or refuse.
 """
 
-import argparse
-import collections
 import contextlib
 import io
 import json
 import random
 import shutil
 import signal
-import tempfile
 import warnings
 from collections.abc import Iterator
 from pathlib import Path
@@ -219,26 +214,3 @@ class Attack:
             shutil.rmtree(path) if path.is_dir() else path.unlink()
         assert code == 0 or not written, f"{[path.name for path in written]} are left although {error[-300:]}"
         return code, out, contents, error
-
-
-def main() -> None:
-    """Makes the draws, counts the outcomes, and prints each unexpected one with its seed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--draws", type=int, default=200)
-    parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--command", nargs="*", default=["embed", "eval-text", "heads", "generate", "export"])
-    options = parser.parse_args()
-    for command in options.command:
-        with tempfile.TemporaryDirectory() as folder:
-            attack, outcomes = Attack(command, Path(folder)), collections.Counter()
-            for seed in range(options.seed, options.seed + options.draws):
-                try:
-                    outcomes[attack.draw(seed)] += 1
-                except Exception as error:
-                    outcomes["unexpected"] += 1
-                    print(f"{command}, seed {seed}: {type(error).__name__}: {str(error)[:300]}", flush=True)
-            print(command, dict(outcomes), flush=True)
-
-
-if __name__ == "__main__":
-    main()

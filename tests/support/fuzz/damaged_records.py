@@ -1,15 +1,10 @@
-"""Damages recorded results at random. Loading must raise an error that names the file, or the page must be drawn.
+"""Damages recorded results at random. Loading must raise an error that names the file, or the page must be drawn."""
 
-python tests/support/fuzz/damaged_records.py --draws 3000 --seed 0
-"""
-
-import argparse
 import copy
 import fnmatch
 import functools
 import json
 import random
-import tempfile
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
@@ -158,24 +153,3 @@ def _places(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str
     elif isinstance(value, list):
         for index in range(min(len(value), 6)):
             yield from _places(value[index], (*place, index))
-
-
-def main() -> None:
-    """Runs the draws and counts the outcomes; the first unexpected error stops the run and names the seed."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--draws", type=int, default=1000)
-    parser.add_argument("--seed", type=int, default=0)
-    options = parser.parse_args()
-    drawn = 0
-    with tempfile.TemporaryDirectory() as folder:
-        for seed in range(options.seed, options.seed + options.draws):
-            try:
-                drawn += draw(seed, Path(folder))
-            except BaseException:
-                print(f"seed {seed}: {places()[seed % len(places())]}")
-                raise
-    print(f"{options.draws} draws: {drawn} pages, {options.draws - drawn} files refused by name")
-
-
-if __name__ == "__main__":
-    main()

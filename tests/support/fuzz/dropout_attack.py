@@ -4,11 +4,11 @@ python tests/support/fuzz/dropout_attack.py 100000 results    # many draws, save
 """
 
 import dataclasses
-import datetime
 import sys
 from pathlib import Path
 
 import torch
+from attack_records import Found, attack_all
 from certificate_attack import Attack, native_keys, random_attack
 
 from alibi_attn.attention.call.bias import score_bias
@@ -16,7 +16,6 @@ from alibi_attn.attention.call.dropout import kept
 from alibi_attn.attention.call.spec import dropout_numbers
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.call.visibility import distances, visible
-from alibi_lab import records
 
 SHARES = (0.1, 0.5, 0.9)
 
@@ -54,34 +53,13 @@ def off(attack: Attack, read_keys=native_keys) -> tuple[float, float]:
 
 
 def main(draws: int, out: Path) -> None:
-    """Runs `draws` attacks and saves a record."""
-    torch.set_num_threads(1)
-    started = datetime.datetime.now(datetime.UTC)
-    worst, broken, skipping, shares = 0.0, 0, 0, 0.0
-    for seed in range(draws):
+    def found(seed: int) -> Found:
         attack = random_attack(seed)
         if seed % 20 == 0:  # several different blocks of queries, and keys far beyond the reach
             attack = dataclasses.replace(attack, length=attack.length * 6)
-        error, share = off(attack)
-        worst, broken = max(worst, error), broken + (not error <= 1)
-        skipping, shares = skipping + (share > 0), shares + share
-        if seed % 5000 == 4999:
-            print(
-                f"{seed + 1} draws, {skipping} that skip, worst {worst:.3g} of the bound, {broken} broken", flush=True
-            )
-    record = records.make(
-        "certificate",
-        "attack/native/dropout",
-        config={"draws": draws, "first_seed": 0, "dropout_p": list(SHARES)},
-        metrics={
-            "broken": broken,
-            "draws_that_skip": skipping,
-            "worst_share_of_bound": worst,
-            "mean_skipped_share": shares / draws,
-        },
-        started=started,
-    )
-    print(records.save(record, out))
+        return *off(attack), ()
+
+    attack_all("attack/native/dropout", draws, out, found, limit="bound", dropout_p=list(SHARES))
 
 
 if __name__ == "__main__":

@@ -8,7 +8,6 @@ TRITON_INTERPRET=1 python tests/support/fuzz/measured_attack.py 700 results fuse
 
 import contextlib
 import dataclasses
-import datetime
 import math
 import sys
 import unittest.mock
@@ -16,6 +15,7 @@ from collections.abc import Callable
 from pathlib import Path
 
 import torch
+from attack_records import Found, attack_all
 from certificate_attack import Attack, keys_of, lost_share, random_attack, read_keys
 
 from alibi_attn.attention.backends.banded import backend as banded
@@ -24,7 +24,6 @@ from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.call.visibility import distances, visible
 from alibi_attn.attention.certificate.constants import SCORE_UNITS
-from alibi_lab import records
 
 
 def native_keys(spec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor) -> list[torch.Tensor]:
@@ -95,40 +94,21 @@ def rounding(spec, query: torch.Tensor, key: torch.Tensor) -> float:
     return unit * ((spec.head_dim + SCORE_UNITS) * (1 + largest) + 8 * biases)
 
 
-def main(draws: int, out: Path, backend: str, *kinds: str) -> None:
-    """Runs `draws` attacks and saves a record. Draws whose scores may be off by half a nat are counted but prove nothing."""
+def main(draws: int, out: Path, backend: str = "native", *kinds: str) -> None:
     if backend == "fused":
         sys.path.extend(map(str, Path(__file__).parents[1].iterdir()))  # as pytest's pythonpath
         import quick_interpreter
 
         quick_interpreter.prepare()
-    torch.set_num_threads(1)
-    started = datetime.datetime.now(datetime.UTC)
-    worst, broken, skipping, rounded = 0.0, 0, 0, 0
-    for seed in range(draws):
+
+    def found(seed: int) -> Found | None:
         attack = random_attack(seed, biased="biased" in kinds)
         if seed % 10 == 0:
             attack = dataclasses.replace(attack, length=attack.length * 4)
         lost, share, off = left_out_by_backward(attack, keys=KEYS[backend])
-        if off >= 0.5:
-            rounded += 1
-            continue
-        of_tolerance = lost / (attack.tolerance * math.exp(2 * off))
-        worst, broken, skipping = max(worst, of_tolerance), broken + (not of_tolerance <= 1), skipping + (share > 0)
-        if seed % 5000 == 4999:
-            print(
-                f"{seed + 1} draws, {skipping} that skip, worst {worst:.3g} of the tolerance, {broken} broken",
-                flush=True,
-            )
-    metrics = {
-        "broken": broken,
-        "draws_that_skip": skipping,
-        "draws_with_rounded_scores": rounded,
-        "worst_share_of_tolerance": worst,
-    }
-    config = {"draws": draws, "first_seed": 0}
-    name = "/".join(("measured", backend, *kinds))
-    print(records.save(records.make("certificate", name, config=config, metrics=metrics, started=started), out))
+        return None if off >= 0.5 else (lost / (attack.tolerance * math.exp(2 * off)), share, ())
+
+    attack_all("/".join(("measured", backend, *kinds)), draws, out, found)
 
 
 if __name__ == "__main__":

@@ -1,22 +1,13 @@
 """Attacks calls in parts in JAX: the mass that they drop, and outputs and gradients against float64.
 
-python tests/support/fuzz/parts_attack.py 2000 results          # the CPU kernels; saved as a record
-python tests/support/fuzz/parts_attack.py 500 results loop      # the loop over tiles, in one shape
-
 The draws are those of `certificate_attack.py` with its `parts`, and queries anywhere, key biases and dropout in some of them. The
 allowed errors are a forward error analysis as in `differential_truth.py`: a score is off by e nats, so a weight by a factor of
 exp(±e), and every sum is off by a few units of the sum of its terms' magnitudes. Where e exceeds `ROUGH`, only the dropped mass
 is checked.
 """
 
-import collections
 import dataclasses
-import datetime
-import sys
-from pathlib import Path
 from typing import Any
-
-sys.path.extend(map(str, Path(__file__).parents[1].iterdir()))  # the folders next to this one, as pytest's pythonpath
 
 import jax
 import jax.numpy as jnp
@@ -32,7 +23,6 @@ from alibi_attn.jax import alibi_attention, attention
 from alibi_attn.jax.call import merging
 from alibi_attn.jax.call.operands import operands
 from alibi_attn.jax.call.validation import make_spec
-from alibi_lab import records
 
 ROUGH = 0.3
 EXPONENTIAL = {True: 2.0**-51, False: 2.0**-22}  # relative error in fp64 and fp32
@@ -308,34 +298,3 @@ def run(attack: Attack, backend: str) -> tuple[float, float, dict[str, float]]:
     with jax.enable_x64(attack.dtype == "float64"):
         call = Call(attack)
         return *assert_mass(call, attack, backend), {} if call.is_rough() else assert_results(call, attack, backend)
-
-
-def main(draws: int, out: Path, backend: str = "native") -> None:
-    started, worst, errors = datetime.datetime.now(datetime.UTC), 0.0, collections.Counter()
-    counts, failures = collections.Counter(), []
-    if backend == "loop":
-        attention.QUERY_BLOCK = attention.KEY_TILE = LOOP["tile"]
-    for seed in range(draws):
-        attack = drawn(seed, loop=backend == "loop")
-        try:
-            share, skipped, shares = run(attack, backend)
-        except AssertionError as error:
-            failures.append(seed)
-            print(f"seed {seed}: {error}", flush=True)
-            continue
-        worst = max(worst, share)
-        errors |= shares
-        counts.update({"skipping": skipped > 0, "with results": bool(shares), f"part: {attack.part}": 1})
-        if seed % 10 == 9:
-            jax.clear_caches()  # compiled code takes one mapping of memory each, and the system allows only so many
-            print(f"{seed + 1} draws, worst {worst:.3g}, {dict(errors)}, {dict(counts)}, failed {failures}", flush=True)
-    metrics = {"broken": len(failures), "draws_that_skip": counts["skipping"], "worst_share_of_tolerance": worst}
-    metrics |= {"draws_with_results": counts["with results"]} | {f"worst_{x}": y for x, y in errors.items()}
-    record = records.make(
-        "certificate", f"attack/jax-{backend}/parts", config={"draws": draws, "first_seed": 0}, metrics=metrics, started=started
-    )  # fmt: skip
-    print(records.save(record, out))
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

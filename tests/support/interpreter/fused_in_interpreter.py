@@ -10,7 +10,9 @@ import contextlib
 import dataclasses
 import functools
 import gc
+import importlib.util
 import os
+import types
 import unittest.mock
 from collections.abc import Callable, Iterator
 from concurrent.futures import ProcessPoolExecutor
@@ -52,6 +54,20 @@ def interpreter() -> Iterator[ProcessPoolExecutor]:
         finally:
             del os.environ["TRITON_INTERPRET"]
         yield executor
+
+
+def run_test(path: str, name: str, arguments: dict[str, Any]) -> None:
+    """Runs one test of a file, which the process loads once."""
+    torch.manual_seed(0)
+    getattr(_loaded(path), name)(**arguments)
+
+
+@functools.cache
+def _loaded(path: str) -> types.ModuleType:
+    spec = importlib.util.spec_from_file_location(Path(path).stem, path)
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
 
 
 def case_answer(case: Case, dtype: str) -> dict[str, np.ndarray]:

@@ -26,6 +26,8 @@ from emulated_kernels import TARGETS, TOLERANCE, Target, emulating, runner, why_
 from alibi_attn.attention.call.checks import dtype_name
 from alibi_lab import records
 
+WRONG = "cases_wrong", "draws_wrong", "attacks_broken"
+
 
 def main(name: str, out: Path, draws: int) -> int:
     target = next(target for target in TARGETS if target.name == name)
@@ -40,7 +42,7 @@ def main(name: str, out: Path, draws: int) -> int:
             "conformance", f"native/{target.name}", config=_config(target, draws), metrics=metrics, started=started
         )
     print(metrics, records.save(record, out), sep="\n")
-    return int(any(metrics[name] for name in ("cases_wrong", "draws_wrong", "attacks_broken")))
+    return int(any(metrics[name] for name in WRONG))
 
 
 def cases_of() -> dict[str, float | None]:
