@@ -56,6 +56,23 @@ def _what_modules_before_left_stays() -> None:
     gc.freeze()
 
 
+@pytest.fixture
+def near(monkeypatch: pytest.MonkeyPatch) -> list[dict[str, object]]:
+    """Decoding reads near keys only, however few there are. The options of every such call, and "length": its keys."""
+    from alibi_attn.attention.run import decoding, near_keys
+
+    calls, attend_near = [], decoding.attend_near
+
+    def recorded(query, key, *given, **options):
+        calls.append({"length": key.shape[2], **options})
+        return attend_near(query, key, *given, **options)
+
+    monkeypatch.setattr(decoding, "LONG", 0)
+    monkeypatch.setattr(decoding, "attend_near", recorded)
+    monkeypatch.setattr(near_keys, "FEW", 32)
+    return calls
+
+
 def pytest_unconfigure() -> None:
     """Unfreezes at the end, or extensions would report leaks."""
     gc.unfreeze()

@@ -6,25 +6,9 @@ import pytest
 import torch
 from transformers.cache_utils import DynamicCache
 
-from alibi_attn.attention.run import decoding, near_keys
-from alibi_attn.attention.run.decoding import attend_near
 from alibi_attn.hf import ALiBiCache, patch
 
 FAMILIES = ["bloom", "mpt", "falcon", "falcon multi-query", "falcon new"]
-
-
-@pytest.fixture
-def near(monkeypatch):
-    """Every decoding step reads near keys only, however few there are; counts them."""
-    calls = []
-
-    def counted(*args, **kwargs):
-        calls.append(args[1].shape[2])
-        return attend_near(*args, **kwargs)
-
-    monkeypatch.setattr(decoding, "LONG", 0)
-    monkeypatch.setattr(decoding, "attend_near", counted)
-    return calls
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -36,7 +20,7 @@ def test_generations_are_those_of_a_dynamic_cache(family, near, build, tokens):
     assert not near, "an unpatched model scores all keys"
     with patch(model):
         assert torch.equal(model.generate(ids, past_key_values=ALiBiCache(), **options), expected)
-    assert near == [length for length in range(31, 42) for _ in range(2)]
+    assert [call["length"] for call in near] == [length for length in range(31, 42) for _ in range(2)]
 
 
 @pytest.mark.parametrize(("family", "options"), [("mpt", {}), ("bloom", {"use_cache": False})])
@@ -78,9 +62,8 @@ def left_padded(ids, lengths):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_logits_of_a_padded_batch_are_those_of_its_rows_alone(family, near, build, tokens, monkeypatch):
+def test_logits_of_a_padded_batch_are_those_of_its_rows_alone(family, near, build, tokens):
     """With certified reaches (short rows are read whole), in small chunks, and with a row that ends before the rest."""
-    monkeypatch.setattr(near_keys, "FEW", 32)
     lengths, last, model = [400, 300, 77, 20], 7, build(family)
     ids, mask = left_padded(tokens(4, 400), lengths)
     mask[1, -last:] = 0  # finished: its further tokens are ignored

@@ -10,8 +10,6 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from alibi_attn import ALiBiAttention, ALiBiTransformerBlock, KVCache
-from alibi_attn.attention.run import decoding
-from alibi_attn.attention.run.decoding import attend_near
 from alibi_attn.nn.cache.storage import Growing
 
 WAYS = {
@@ -61,12 +59,8 @@ def test_cached_pass_equals_full_pass_however_the_sequence_is_cut(way, cuts, wit
 
 
 @pytest.mark.parametrize("way", ["plain", "grouped", "window", "qk_norm"])
-def test_a_padded_batch_decodes_from_the_keys_within_reach(way, monkeypatch):
+def test_a_padded_batch_decodes_from_the_keys_within_reach(way, near):
     """Rows of very different lengths, one of which ends before the rest; a few tokens at a time, or one."""
-    monkeypatch.setattr("alibi_attn.attention.run.decoding.LONG", 0)
-    monkeypatch.setattr("alibi_attn.attention.run.near_keys.FEW", 32)
-    near = []
-    monkeypatch.setattr(decoding, "attend_near", lambda *x, **y: near.append(y) or attend_near(*x, **y))
     runs = [(0, 400), (37, 400), (300, 400), (395, 400), (10, 391)]
     layer, x = attention_layer(way), torch.randn(5, 400, 24)
     mask = torch.stack([(torch.arange(400) >= start) & (torch.arange(400) < stop) for start, stop in runs])

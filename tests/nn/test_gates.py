@@ -6,7 +6,6 @@ import pytest
 import torch
 
 from alibi_attn import ALiBiAttention, ALiBiTransformerBlock, KVCache, forgetting_attention
-from alibi_attn.attention.run.decoding import attend_near
 
 
 def layer(**options: object) -> ALiBiAttention:
@@ -43,13 +42,7 @@ def test_chunks_are_one_pass(options: dict, grad: bool) -> None:
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 50}, {"num_kv_heads": 2, "slopes": [0.0] * 4}])
-def test_a_token_reads_the_keys_that_gates_have_left(options: dict, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("alibi_attn.attention.run.decoding.LONG", 0)
-    monkeypatch.setattr("alibi_attn.attention.run.near_keys.FEW", 32)
-    near = []
-    monkeypatch.setattr(
-        "alibi_attn.attention.run.decoding.attend_near", lambda *x, **y: near.append(y) or attend_near(*x, **y)
-    )
+def test_a_token_reads_the_keys_that_gates_have_left(options: dict, near: list[dict]) -> None:
     attention, x = layer(**options), torch.randn(2, 400, 32)
     cuts = [350, 1, 16, 1, 32]
     with torch.no_grad():

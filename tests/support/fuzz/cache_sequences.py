@@ -194,6 +194,7 @@ def _append(cache: KVCache, truth: Truth, x: Tensor, action: str) -> None:
     if action == "replay" and cache.fixed is not None and cache.fixed.length is not None and not given:
         twin = copy.deepcopy(cache)
         graph = make_fx(lambda token: layer(token, cache=twin))(x)  # traced on a copy, whose tensors it holds
+        assert "lift_fresh" not in graph.code, "a device would fetch a constant from the host"
         twin.fixed.length.copy_(cache.fixed.length)
         if cache.fixed.norms is not None:
             twin.fixed.norms.keys.copy_(cache.fixed.norms.keys), twin.fixed.norms.values.copy_(cache.fixed.norms.values)
