@@ -63,12 +63,11 @@ def options(choose: random.Random, batch: int, heads: int):
     return window, slopes, choose.random() < 0.5, choose.choice([None, 0.3])
 
 
-def assert_close(found: Tensor, expected: Tensor):
-    torch.testing.assert_close(found.double(), expected, rtol=1e-5, atol=2e-6)
-
-
-def of_sequence(slopes: Tensor | None, b: int) -> Tensor | None:
-    return slopes if slopes is None or slopes.ndim == 1 else slopes[b]
+def assert_agrees(found: tuple[Tensor, Tensor], q: Tensor, k: Tensor, v: Tensor, slopes: Tensor | None, b: int, *given):
+    """Compares (out, lse) of sequence b with the truth; `given` is causal, the window and the scale."""
+    of_sequence = slopes if slopes is None or slopes.ndim == 1 else slopes[b]
+    for ours, expected in zip(found, truth(q, k, v, of_sequence, *given), strict=True):
+        torch.testing.assert_close(ours.double(), expected, rtol=1e-5, atol=2e-6)
 
 
 @pytest.mark.parametrize("seed", range(DRAWS))
@@ -90,9 +89,7 @@ def test_a_batch_agrees_with_the_documentation(seed):
         out, lse, nothing = flash_attn_func(q, k, v, *given)
     assert nothing is None
     for b in range(batch):
-        expected = truth(q[b], k[b], v[b], of_sequence(slopes, b), causal, window, scale or size**-0.5)
-        assert_close(out[b], expected[0])
-        assert_close(lse[b], expected[1])
+        assert_agrees((out[b], lse[b]), q[b], k[b], v[b], slopes, b, causal, window, scale or size**-0.5)
 
 
 @pytest.mark.parametrize("seed", range(DRAWS))
@@ -115,9 +112,8 @@ def test_packed_sequences_agree_with_the_documentation(seed):
         out, lse, _ = flash_attn_varlen_func(q, k, v, cu_q, cu_k, 9, 12, *given)
     for b in range(len(lengths)):
         queries, keys = slice(cu_q[b], cu_q[b + 1]), slice(cu_k[b], cu_k[b + 1])
-        expected = truth(q[queries], k[keys], v[keys], of_sequence(slopes, b), causal, window, scale or size**-0.5)
-        assert_close(out[queries], expected[0])
-        assert_close(lse[:, queries], expected[1])
+        found, given = (out[queries], lse[:, queries]), (causal, window, scale or size**-0.5)
+        assert_agrees(found, q[queries], k[keys], v[keys], slopes, b, *given)
 
 
 @pytest.mark.parametrize("seed", range(DRAWS))
@@ -154,11 +150,8 @@ def test_a_cache_agrees_with_the_documentation(seed):
             keys, values = torch.cat([keys, new[0, b]]), torch.cat([values, new[1, b]])
             assert torch.equal(k_cache[row, : len(keys)], keys)
             assert torch.equal(v_cache[row, len(values) :], before[1][row, len(values) :])
-        expected = truth(
-            q[b], keys[first:], values[first:], of_sequence(slopes, b), causal, window, scale or size**-0.5
-        )
-        assert_close(out[b], expected[0])
-        assert_close(lse[b], expected[1])
+        given = causal, window, scale or size**-0.5
+        assert_agrees((out[b], lse[b]), q[b], keys[first:], values[first:], slopes, b, *given)
 
 
 def test_gradients_reach_queries_keys_values_and_slopes():

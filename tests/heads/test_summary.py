@@ -122,27 +122,6 @@ def bloom(tmp_path_factory: pytest.TempPathFactory) -> Path:
     return _saved(model, tmp_path_factory.mktemp("models") / "bloom")
 
 
-def test_a_patched_bloom_agrees_with_the_attentions_of_transformers(bloom: Path) -> None:
-    """The attentions of transformers' eager path, which a patched model no longer builds, give the same means."""
-    record = summary(load(bloom), TEXT, length=60)
-    heads = record.curves["heads"]
-    assert [heads[name] for name in ("layer", "head")] == [[0] * 4 + [1] * 4, [0, 1, 2, 3] * 2]
-    assert heads["slope"] == alibi_slopes(4).tolist() * 2
-    tokens = torch.tensor([load(bloom).encode(TEXT)[:60]])
-    model = BloomForCausalLM.from_pretrained(bloom, attn_implementation="eager").eval()
-    with torch.no_grad():
-        attentions = model(tokens, output_attentions=True).attentions
-    distance = torch.arange(60)[:, None] - torch.arange(60)
-    weights = torch.cat(attentions).double().flatten(0, 1)  # [layers and heads, 60, 60]
-    torch.testing.assert_close(
-        torch.tensor(heads["mean_distance"]), (weights * distance).sum(-1).mean(-1).float(), rtol=1e-4, atol=1e-4
-    )
-    torch.testing.assert_close(
-        torch.tensor(heads["first_token"]), weights[:, 1:, 0].mean(-1).float(), rtol=1e-4, atol=1e-5
-    )
-    assert all(1 <= reach <= 60 for reach in heads["certified"])
-
-
 def test_watching_leaves_logits_unchanged_and_ends_with_its_block(bloom: Path) -> None:
     model = BloomForCausalLM.from_pretrained(bloom).eval()
     with (

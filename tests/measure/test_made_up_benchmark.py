@@ -1,6 +1,5 @@
 """A new benchmark needs one file and one table entry, a new peer one function and one entry; nothing else changes."""
 
-import dataclasses
 import importlib
 import inspect
 import re
@@ -101,19 +100,6 @@ def test_options_arrive_as_the_types_of_the_arguments(tmp_path: Path) -> None:
     assert "16y128" in str(RUNNER.invoke(APP, ["typed", "--heads", "16y128", *out]).exception)
     assert RUNNER.invoke(APP, ["typed", "--count", "0"]).exit_code == 2
     assert RUNNER.invoke(APP, ["typed", "--unlisted", "x"]).exit_code == 2
-
-
-def test_a_wrong_peer_is_a_row_without_times(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    example = importlib.import_module("benchmark")
-    right = example.by_query
-    shifted = lambda inputs: right(dataclasses.replace(inputs, slopes=inputs.slopes.roll(1)))  # noqa: E731
-    monkeypatch.setattr(example, "by_query", shifted)
-    assert RUNNER.invoke(APP, ["made-up", "--out", str(tmp_path)]).exit_code == 0
-    (record,) = records.find(tmp_path)
-    assert record.curves["by query"]["right"] == [False]
-    assert "is wrong: its output is off" in record.curves["by query"]["why_not"][0]
-    assert "forward_ms" not in record.curves["by query"], "nothing is timed before it is checked"
-    assert record.curves["ours"]["forward_ms"][0] > 0
 
 
 def test_a_folder_that_cannot_be_written_is_refused_before_anything_is_measured() -> None:

@@ -7,21 +7,10 @@ import pytest
 
 from alibi_lab import records
 from alibi_lab.lab.config_io import override
-from alibi_lab.lab.data.tasks import parse_corpus
 from alibi_lab.lab.experiment import run
 from alibi_lab.position_methods import LOOKS
 from alibi_lab.recipes.method_comparison import COMPARED, RECIPE, TASKS
 from alibi_lab.report.page import report_html
-
-
-@pytest.mark.parametrize("scale", RECIPE.scales)
-def test_every_training_of_a_task_is_on_documents_of_the_trained_length(scale):
-    for config in RECIPE.runs(scale):
-        task = parse_corpus(config.data.corpus)
-        assert config.eval.tasks == (() if task is None else (task[0],))
-        assert task is None or task[1] == config.train.length
-        assert config.eval.lengths[0] == config.train.length
-        assert scale == "smoke" or config.eval.lengths[-1] == 16 * config.train.length
 
 
 def test_runs_differ_in_method_task_and_seed_and_every_task_has_all_methods():

@@ -34,13 +34,6 @@ def test_perplexity_is_exp_of_the_recorded_loss(made_up) -> None:
         np.testing.assert_allclose(line.get_ydata(), expected)
 
 
-def test_both_panels_share_their_scale(made_up) -> None:
-    (study,) = studies(made_up())
-    left, right = (figures.perplexity_by_length(study, mode).axes[0] for mode in ("nonoverlapping", "sliding"))
-    assert left.get_ylim() == right.get_ylim()
-    assert left.get_yscale() == "log"
-
-
 def test_several_seeds_are_drawn_as_mean_and_full_band(made_up) -> None:
     (study,) = studies(made_up(methods=("alibi",), seeds=3))
     figure = figures.perplexity_by_length(study, "nonoverlapping")

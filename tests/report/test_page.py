@@ -80,14 +80,6 @@ def test_a_seed_with_missing_values_leaves_the_numbers_whole(made_up) -> None:
     assert "fewest bytes at a position 20" in _text(report_html(records))
 
 
-def test_the_lowest_of_each_column_is_marked(made_up) -> None:
-    (study,) = studies(made_up())
-    best = {label: [cell.best for cell in cells] for label, _, cells in tables.by_length(study).blocks[0].rows}
-    assert best["rotary"] == [True, False, False, False, False]
-    assert best["ALiBi"] == [False, True, True, True, True] or best["T5 bias"][1]
-    assert not any(best["sinusoidal"])
-
-
 def test_bits_per_byte_are_of_bytes(made_up) -> None:
     (study,) = studies(made_up(methods=("alibi",), bytes_per_token=4.0))
     found = (*tables.by_length(study).blocks, *tables.in_other_units(study).blocks)

@@ -67,7 +67,6 @@ def test_a_folder_may_mix_tables_and_plain_text(tmp_path: Path) -> None:
         ("a.json", '[{"body": 3}]', "body", "row 1 of .* has int in the field 'body', not text"),
         ("a.json", '["only text"]', "", "has no field 'text', but no fields"),
         ("a.json", '{"body": ', "body", "a.json is not JSON in UTF-8"),
-        ("a.jsonl", '{"body": ' + "9" * 5000 + "}", "body", "a.jsonl is not JSONL in UTF-8"),
         ("a.jsonl", '{"body": ' + "[" * 100_000 + "]" * 100_000 + "}", "body", "a.jsonl is not JSONL in UTF-8"),
         ("a.jsonl", '{"body": "\\ud800"}', "body", r"row 1 of .*a.jsonl has \\ud800, half of a surrogate pair"),
         ("a.csv", "id,body\n1,x\n", "txt", "has no field 'txt', but id, body"),
