@@ -94,10 +94,3 @@ def test_missing_runs_are_listed_by_a_launched_group(text: Path, tmp_path: Path)
     result = subprocess.run(command, capture_output=True, text=True, timeout=100)
     assert result.returncode == 0, result.stderr
     assert result.stdout.count("1 of 1 trainings left") == 1
-
-
-def test_progress_names_the_model_and_the_time_of_all(text: Path, tmp_path: Path) -> None:
-    command = ["run", "--scale", "smoke", "--text", str(text), "--out", str(tmp_path / "out"), *SMALLER]
-    result = RUNNER.invoke(app, [*command, "--methods", "alibi,t5"])
-    assert re.search(r"model 1 of 2: quick/alibi-16/seed-0: step 4 of 4.* 0 min for all models", result.output)
-    assert re.search(r"model 2 of 2: quick/t5-16/seed-0: step 4 of 4.* 0 min left$", result.output, re.MULTILINE)

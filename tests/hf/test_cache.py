@@ -166,3 +166,49 @@ def test_a_cache_belongs_to_one_layer_of_one_model(build, tokens):
     second.layer_idx = first.layer_idx
     with pytest.raises(ValueError, match="of another model or layer"):
         model(ids, past_key_values=ALiBiCache())
+
+
+@torch.no_grad()
+def test_a_fixed_capacity_has_no_beams_and_logits_beyond_it_are_nan(build_patched, tokens):
+    model, ids, cache = build_patched("bloom"), tokens(2, 5), ALiBiCache(capacity=4)
+    assert model(ids[:, :4], past_key_values=cache).logits.isfinite().all()
+    rows = torch.tensor([1, 0])
+    for change, given in (("reorder_cache", rows), ("batch_select_indices", rows), ("batch_repeat_interleave", 2)):
+        with pytest.raises(ValueError, match="a cache of a fixed capacity has no beams"):
+            getattr(cache, change)(given)
+    assert model(ids[:, 4:], past_key_values=cache).logits.isnan().all()
+
+
+def interrupted(model, ids, cache):
+    """A pass over more tokens that ends before the second layer appends, as Ctrl-C does."""
+    hook = model.transformer.h[1].register_forward_pre_hook(lambda *_: 1 / 0)
+    with pytest.raises(ZeroDivisionError):
+        model(ids, past_key_values=cache, use_cache=True)
+    hook.remove()
+
+
+@torch.no_grad()
+def test_an_unpatched_model_goes_on_after_an_interrupted_pass(build, tokens):
+    model, ids, cache = build("bloom", n_layer=3), tokens(1, 30), ALiBiCache()
+    model(ids[:, :20], past_key_values=cache)
+    interrupted(model, ids[:, 20:25], cache)
+    assert (cache.get_seq_length(), cache.get_seq_length(0), cache.get_seq_length(1)) == (20, 25, 20)
+    expected = model(ids).logits
+    torch.testing.assert_close(model(ids[:, 20:], past_key_values=cache).logits, expected[:, 20:])
+    cache = ALiBiCache()  # without `patch` it does not know how many layers the model has
+    interrupted(model, ids[:, :20], cache)
+    with pytest.raises(ValueError, match=r"layer 0 .* holds 30 tokens and layer 1 holds 10"):
+        model(ids[:, 20:], past_key_values=cache)
+    cache.reset()
+    torch.testing.assert_close(model(ids, past_key_values=cache).logits, expected)
+
+
+@pytest.mark.parametrize("model", ["bloom", "mpt", "ours"], indirect=True)
+def test_keys_and_values_as_tuples_get_a_sentence(model, tokens):
+    """transformers took tuples of (keys, values) in earlier releases."""
+    ids, message = (
+        tokens(1, 3),
+        r"past_key_values is a tuple but must be a cache of transformers, such as ALiBiCache\(\)",
+    )
+    with pytest.raises(TypeError, match=message):
+        model(ids, past_key_values=((ids, ids),) * 2)

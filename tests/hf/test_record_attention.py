@@ -14,6 +14,7 @@ from alibi_attn.hf import (
     patch,
     record_attention,
 )
+from alibi_attn.hf.patching.capture_qk import watched
 
 LEFT = torch.tensor([[0, 0, 0] + [1] * 17, [1] * 20])
 HOLE = torch.tensor([[1] * 5 + [0, 0] + [1] * 13, [1] * 20])
@@ -142,3 +143,14 @@ def test_what_cannot_be_recorded_is_refused(build, tokens):
     model.train()
     model.transformer.gradient_checkpointing = True
     assert_refused(model, "checkpointing computes layers again")
+
+
+@torch.no_grad()
+def test_slopes_that_depend_on_the_length_are_those_of_this_length(tokens):
+    model = decoder(alibi_scaling={"type": "linear", "train_seq_len": 8})
+    seen = []
+    with watched(model, lambda layer, query, key, slopes, scale: seen.append((layer, slopes))):
+        model(tokens(1, 20))
+    assert [layer for layer, _ in seen] == [0, 1, 2]
+    for _, slopes in seen:
+        torch.testing.assert_close(slopes, torch.tensor(model.config.unstretched) / (20 / 8))

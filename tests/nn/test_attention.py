@@ -92,12 +92,9 @@ def test_alibi_adds_no_parameters_and_the_state_dict_reads_well():
     "cast",
     [
         lambda m: m.half(),
-        lambda m: m.bfloat16(),
         lambda m: m.double(),
-        lambda m: m.to(torch.bfloat16),
         lambda m: m.to("cpu", torch.float16),
         lambda m: m.to(torch.zeros((), dtype=torch.bfloat16)),
-        lambda m: m.type(torch.bfloat16),
         lambda m: m.half().float(),
         lambda m: torch.nn.Sequential(m).half()[0],
     ],
