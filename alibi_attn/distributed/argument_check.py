@@ -121,22 +121,13 @@ FIELDS: dict[str, Callable[[Arguments], str | float | None]] = {
 }
 
 
-class GroupArguments(NamedTuple):
-    """The arguments that a rank gets from the other ranks.
+def check_arguments(ranks: Ranks, given: Arguments | None, device: torch.device) -> tuple[tuple[int, ...], bool, int]:
+    """Compares the arguments of all ranks. A rank whose own arguments are invalid passes None.
 
-    Args:
+    Returns:
         lengths: rows of each rank's shard.
         masked: whether any rank has a key mask.
         seed: the first rank's dropout seed, which all ranks use; 0 without dropout.
-    """
-
-    lengths: tuple[int, ...]
-    masked: bool
-    seed: int
-
-
-def check_arguments(ranks: Ranks, given: Arguments | None, device: torch.device) -> GroupArguments:
-    """Compares the arguments of all ranks. A rank whose own arguments are invalid passes None.
 
     Raises:
         ValueError: ranks differ (with the same message on every rank), or another rank's arguments are invalid.
@@ -155,7 +146,7 @@ def check_arguments(ranks: Ranks, given: Arguments | None, device: torch.device)
     )
     rows = [_read(row) for row in ranks.gathered(numbers, "arguments").cpu()]
     if given is None:
-        return GroupArguments((), masked=False, seed=0)
+        return (), False, 0
     if None in rows:
         raise ValueError(
             f"rank {rows.index(None)} of {ranks.count} rejected its arguments, so no rank computes; see the error on that rank"
@@ -169,7 +160,7 @@ def check_arguments(ranks: Ranks, given: Arguments | None, device: torch.device)
                     f"{name} = {first[name]}: except for their shards, all ranks must pass the same arguments"
                 )
     lengths, masked, seeds = zip(*(own for own, _ in rows), strict=True)
-    return GroupArguments(lengths, any(masked), seeds[0])
+    return lengths, any(masked), seeds[0]
 
 
 def _read(row: Tensor) -> Any:

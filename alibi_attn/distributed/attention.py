@@ -19,7 +19,6 @@ from alibi_attn.attention.call.checks import dtype_name
 from alibi_attn.attention.call.dropout import drawn_seed
 from alibi_attn.attention.call.spec import GATE_FLOOR, AttentionSpec
 from alibi_attn.attention.call.transforms import autocast
-from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.forgetting import check_gates, gate_sums, with_gates
 from alibi_attn.attention.operators.operator import requires_gradient
 from alibi_attn.attention.run.dispatch import check_name
@@ -32,7 +31,7 @@ from alibi_attn.distributed.argument_check import (
     check_score_bound,
     shard_spec,
 )
-from alibi_attn.distributed.biased_halo_bounds import TileSummary, biased_requested_rows, tile_summary
+from alibi_attn.distributed.biased_halo_bounds import biased_requested_rows, tile_summary
 from alibi_attn.distributed.exchange import Ranks, ScannedSums, Traffic, Transport
 from alibi_attn.distributed.halo_bounds import (
     SIDES,
@@ -293,9 +292,7 @@ class _Call:
         if spec.key_bias is None:
             request = requested_rows(shard)
         else:
-            numbers = tile_summary(spec, self.key, -(-max(lengths) // TILE))
-            tiles = TileSummary.of(spec, ranks.gathered(numbers, "biases of tiles"))
-            request = biased_requested_rows(shard, tiles)
+            request = biased_requested_rows(shard, ranks.gathered(tile_summary(shard), "biases of tiles"))
         # The one number that the host must read is how much to send and to receive.
         requests = ranks.gathered(request.flatten(), "requests for rows").unflatten(1, request.shape).tolist()
         reaches = [(head[SIDES], head[SIDES + 1]) for head in requests[ranks.rank]]

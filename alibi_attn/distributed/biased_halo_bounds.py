@@ -49,8 +49,9 @@ class TileSummary:
         return cls(*parts.split([spec.num_kv_heads, spec.num_heads], dim=2))
 
 
-def tile_summary(spec: Spec, key: Tensor, tiles: int) -> Tensor:
-    """This rank's part of `TileSummary`, [n] fp64, padded to the given number of tiles."""
+def tile_summary(shard: Shard) -> Tensor:
+    """This rank's part of `TileSummary`, [n] fp64."""
+    spec, key, tiles = shard.spec, shard.key, -(-max(shard.lengths) // TILE)
     assert spec.key_bias is not None
     hidden = torch.zeros((), dtype=torch.bool, device=key.device)
     if spec.key_mask is not None:
@@ -63,9 +64,14 @@ def tile_summary(spec: Spec, key: Tensor, tiles: int) -> Tensor:
     return torch.cat([tile_maxima(pad(norms, (0, rows))), biases], 1).flatten()
 
 
-def biased_requested_rows(shard: Shard, tiles: TileSummary) -> Tensor:
-    """The request of this rank, [K, FIELDS] int64, as in `halo_bounds.requested_rows`."""
+def biased_requested_rows(shard: Shard, numbers: Tensor) -> Tensor:
+    """The request of this rank, [K, FIELDS] int64, as in `halo_bounds.requested_rows`.
+
+    Args:
+        numbers: `tile_summary` of all ranks, [R, n].
+    """
     spec, request = shard.spec, no_request(shard.spec, shard.query.device)
+    tiles = TileSummary.of(spec, numbers)
     if spec.query_len == 0:
         return request
     rate, constant = _numerator(shard)

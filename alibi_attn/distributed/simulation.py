@@ -9,10 +9,9 @@ from torch import Tensor
 
 from alibi_attn.attention.call.bias import Slopes
 from alibi_attn.attention.call.spec import AttentionSpec
-from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.operators.operator import requires_gradient
 from alibi_attn.distributed.argument_check import ShardOptions, shard_spec
-from alibi_attn.distributed.biased_halo_bounds import TileSummary, biased_requested_rows, tile_summary
+from alibi_attn.distributed.biased_halo_bounds import biased_requested_rows, tile_summary
 from alibi_attn.distributed.halo_bounds import RankSummary, Shard, halo_from_requests, rank_summary, requested_rows
 from alibi_attn.distributed.halos import Halo
 
@@ -71,9 +70,8 @@ def planned_requests(
     if spec.key_bias is None:
         requests = [requested_rows(shard) for shard in cut]
     else:
-        count = -(-max(shards) // TILE)
-        tiles = TileSummary.of(spec, torch.stack([tile_summary(shard.spec, shard.key, count) for shard in cut]))
-        requests = [biased_requested_rows(shard, tiles) for shard in cut]
+        numbers = torch.stack([tile_summary(shard) for shard in cut])
+        requests = [biased_requested_rows(shard, numbers) for shard in cut]
     return [request.tolist() for request in requests], shards
 
 
