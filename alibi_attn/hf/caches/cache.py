@@ -6,7 +6,7 @@ cache is a list of `KVCache`, one per layer, which append in place and store nor
 
 import os
 import weakref
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 from typing import Any, Self, cast
 
@@ -321,32 +321,31 @@ class ALiBiCache(Cache):
         log_fgate: Tensor | None = None,
         *,
         query: Tensor | None = None,
-        scale: float | None = None,
         seen: Tensor | None = None,
-        make: Callable[[float | None], KVCache] | None = None,
     ) -> list[Kept]:
         """Called by patched and our own layers: as `KVCache.append`.
 
         Args:
-            layer: the attention layer, with its `layer_idx`.
+            layer: the attention layer, with its `layer_idx`; one with forget gates makes the store that forgets.
+            query: [B, H, T, D], for a cache that forgets.
             seen: [B, S] bool over the cached tokens and the new ones, for a cache that forgets; None = all are visible.
-            make: makes the layer's store that forgets, from the tolerance; None = it has no forget gates.
         """
         held = self._layer(cast("int", layer.layer_idx))
         if not torch.compiler.is_compiling():
             held.own(layer)
-        slopes = None
+        bounded: dict[str, Any] = {}
         if self.forget:
-            if make is None or log_fgate is None:
+            if query is None or log_fgate is None:
                 raise ValueError(FOR_GATES)
             if torch.compiler.is_compiling():
                 raise ValueError("ALiBiCache(forget=True) does not compile; use ALiBiCache()")
             if held.store.retention is None:
-                held._store = make(self.tolerance)
+                held._store = layer.reach_cache(query.dtype, self.tolerance)  # type: ignore[operator]
             log_fgate = cut_after_padding(held, log_fgate, seen)
-            slopes = torch.tensor(layer.alibi_settings.slopes)  # type: ignore[union-attr]
+            settings: Any = layer.alibi_settings
+            bounded = {"query": query, "slopes": torch.tensor(settings.slopes), "scale": settings.scale}
         held.lazy_initialization(key, value)
-        return held.store.append(key, value, log_fgate, query=query, slopes=slopes, scale=scale)
+        return held.store.append(key, value, log_fgate, **bounded)
 
     def appendable(self, owners: Sequence[nn.Module | None]) -> list[Growing] | None:
         """The storages of all layers if `Growing.extend` may append to them for these attention layers; else None."""

@@ -8,7 +8,6 @@ y_{t−1} is 0 at the start of a text and after a hidden token. A cache stores y
 cropping, reordering and copying keep both. Source: ShiftLinear of the authors' code; Lin et al. 2025 (arXiv:2503.02130).
 """
 
-import functools
 from typing import Any, cast
 
 import torch
@@ -45,19 +44,12 @@ def log_gates(logits: Tensor) -> Tensor:
 
 
 def attended(
-    layer: nn.Module,
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    log_fgate: Tensor,
-    *,
-    cache: Cache | None,
-    mask: Tensor,
-    dropout_p: float,
+    layer: Any, query: Tensor, key: Tensor, value: Tensor, log_fgate: Tensor, *, cache: Cache | None, mask: Tensor
 ) -> Tensor:
     """[B, T, H·D]: attention over the cached tokens and these, which are appended. A hidden token forgets nothing.
 
     Args:
+        layer: an `Attention` of `layers.py`.
         log_fgate: [B, H, T], of these tokens.
         mask: that of `masks.of_layers`.
 
@@ -69,17 +61,15 @@ def attended(
             "recording weights and context parallelism do not support forget gates; undo them for this model"
         )
     settings, keys = settings_of(layer), checked(keys_of(mask), "forget gates")
-    make = functools.partial(layer.reach_cache, query.dtype)  # type: ignore[arg-type, operator, misc]
     forgets = isinstance(cache, ALiBiCache) and cache.forget
     if forgets and keys.segments is not None:
         raise ValueError("ALiBiCache(forget=True) holds one text per row; use ALiBiCache()")
-    more: dict[str, Any] = {"query": query, "scale": settings.scale, "seen": keys.seen, "make": make}
-    kept = appended(cache, layer, key, value, log_fgate, **more)
-    options: dict[str, Any] = {"scale": settings.scale, "dropout_p": dropout_p, "backend": settings.backend}
+    kept = appended(cache, layer, key, value, log_fgate, query=query, seen=keys.seen)
+    options: dict[str, Any] = {"scale": settings.scale, "dropout_p": layer.dropout_p, "backend": settings.backend}
     if not forgets:
         options |= {"key_mask": keys.seen, "segment_ids": keys.segments}
         [whole] = kept
-        heads: int = layer.heads[1]  # type: ignore[index, assignment]
+        heads: int = layer.heads[1]
         if whole.key.shape[1] > heads:  # the others are unshifted
             whole = whole._replace(key=whole.key[:, :heads], value=whole.value[:, :heads], norms=None)
         if keys.seen is not None and whole.log_fgate is not None:  # a hidden token forgets nothing

@@ -106,25 +106,27 @@ class Attention(nn.Module):
         self, x: Tensor, query: Tensor, key: Tensor, value: Tensor, *, mask: Tensor, cache: Cache | None
     ) -> Tensor:
         """[B, T, H·D], appended to the cache."""
-        dropout_p = self.config.attention_dropout if self.training else 0.0
         if self.forget_proj is not None:
             gates = forgetting.log_gates(mapped(self.forget_proj, x))
-            return forgetting.attended(self, query, key, value, gates, cache=cache, mask=mask, dropout_p=dropout_p)
+            return forgetting.attended(self, query, key, value, gates, cache=cache, mask=mask)
         kept = patched_attention.appended(cache, self, key, value)
         first = kept[0].first
         if self.config.needs_length and isinstance(first, Tensor):
             raise ValueError(NEEDS_LENGTH)
         if self.config.root_bias:
-            return self._by_root(query, kept, mask=mask, dropout_p=dropout_p)
+            return self._by_root(query, kept, mask)
         key_len = first + query.shape[2] if isinstance(first, int) else 0
         if self.config.rounds:
-            return rounding.attended(
-                self.config, self.layer_idx, query, kept[0], key_len=key_len, mask=mask, dropout_p=dropout_p
-            )
+            return rounding.attended(self, query, kept[0], key_len=key_len, mask=mask)
         slopes = self.config.slopes_at(key_len) if self.config.scales_with_length else None
-        return patched_attention.attended(self, query, kept, mask=mask, dropout_p=dropout_p, slopes=slopes)
+        return patched_attention.attended(self, query, kept, mask=mask, dropout_p=self.dropout_p, slopes=slopes)
 
-    def _by_root(self, query: Tensor, kept: list[Kept], *, mask: Tensor, dropout_p: float) -> Tensor:
+    @property
+    def dropout_p(self) -> float:
+        """The share of attention weights that are dropped now."""
+        return self.config.attention_dropout if self.training else 0.0
+
+    def _by_root(self, query: Tensor, kept: list[Kept], mask: Tensor) -> Tensor:
         """[B, T, H·D] with the bias −m·√(i − j), as a table by distance."""
         settings, length = self.alibi_settings, kept[0].key.shape[2]
         keys = forgetting.checked(keys_of(mask, length), "a bias by the root of distances")
@@ -138,7 +140,7 @@ class Attention(nn.Module):
             scale=settings.scale,
             key_mask=keys.seen,
             segment_ids=keys.segments,
-            dropout_p=dropout_p,
+            dropout_p=self.dropout_p,
             backend=settings.backend,
         )
         return patched_attention.merged(mixed)

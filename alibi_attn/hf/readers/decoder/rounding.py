@@ -4,6 +4,8 @@ Memory is linear, time quadratic. The families' biases are m·j (Baichuan, at in
 slopes in the model's dtype (BTLM, Jais). Sources: the modeling code named in `docs/decoders.md`.
 """
 
+from typing import Any
+
 import torch
 from torch import Tensor, nn
 
@@ -13,25 +15,17 @@ from alibi_attn.hf.readers.decoder_config import ALiBiCausalLMConfig
 from alibi_attn.nn.linear.fastest import matmul
 
 
-def attended(
-    config: ALiBiCausalLMConfig,
-    layer: int,
-    query: Tensor,
-    kept: Kept,
-    *,
-    key_len: int,
-    mask: Tensor,
-    dropout_p: float,
-) -> Tensor:
+def attended(layer: Any, query: Tensor, kept: Kept, *, key_len: int, mask: Tensor) -> Tensor:
     """[B, T, H·D] of one layer.
 
     Args:
+        layer: an `Attention` of `layers.py`.
         query: [B, H, T, D].
         kept: keys and values [B, K, S, D].
         key_len: the number of keys in use, for slopes that depend on it; 0 with a static cache.
         mask: from `masks.of_layers`.
     """
-    lowest = torch.finfo(query.dtype).min
+    config, lowest = layer.config, torch.finfo(query.dtype).min
     keys, values = (x.repeat_interleave(query.shape[1] // x.shape[1], dim=1) for x in (kept.key, kept.value))
     segments, positions = masks.keys_of(mask).segments, torch.arange(kept.key.shape[2], device=query.device)
     if segments is not None:  # [B, 1, 1, S]: positions restart with each text, and count hidden tokens too
@@ -40,9 +34,9 @@ def attended(
 
     def attend(queries: Tensor, at: Tensor, hidden: Tensor) -> Tensor:
         bias = _bias(config, at, positions, config.stretch(key_len), query.dtype)
-        scores = _scaled(config, layer, queries, keys) + bias
+        scores = _scaled(config, layer.layer_idx, queries, keys) + bias
         weights = nn.functional.softmax(scores.masked_fill(hidden, lowest), dim=-1)
-        return matmul(nn.functional.dropout(weights, dropout_p), values)
+        return matmul(nn.functional.dropout(weights, layer.dropout_p), values)
 
     return patched_attention.by_rows(attend, query, kept, mask)
 
