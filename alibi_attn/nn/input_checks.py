@@ -39,9 +39,8 @@ def check_call(
             )
         if not layer.causal:
             raise ValueError("cache needs causal=True: without it later keys would change outputs already returned")
-        needs = [*names, "no forget gates" if layer.gate_proj is None else "forget gates"]
-        needs += ["sinks"] * bool(layer.sinks_of_window) + ["a window per head"] * isinstance(layer.window, tuple)
-        cache.check(needs, sinks=layer.sinks_of_window)
+        of_window = ["sinks"] * bool(layer.sinks_of_window) + ["a window per head"] * isinstance(layer.window, tuple)
+        cache.check([*names, *of_window], sinks=layer.sinks_of_window)
     others = cache is not None or bool(names) or is_replaced
     _check_memory(x, memory, memory_mask, kv_dim=layer.kv_dim, others=others)
     if names and layer.kv_dim is None:

@@ -11,7 +11,7 @@ from alibi_attn.attention.call.transforms import may_read
 from alibi_attn.attention.kept import Kept
 from alibi_attn.nn.cache.file import CacheFile
 from alibi_attn.nn.cache.header import check_new, fingerprint
-from alibi_attn.nn.cache.refusals import check_tensors, refuse
+from alibi_attn.nn.cache.refusals import described, refuse
 from alibi_attn.nn.cache.retention import TOGETHER, Certified, drop_by_gates
 from alibi_attn.nn.cache.storage import Growing
 
@@ -64,8 +64,36 @@ def check_append(
             "torch.export does not record writes to a cache that held tokens before; make the cache inside the exported "
             "function, or replay steps by torch.compile or a CUDA graph"
         )
+    check_tensors(cache, key, value, log_fgate)
+
+
+def check_tensors(cache: "KVCache", key: Tensor, value: Tensor, log_fgate: Tensor | None) -> None:
+    """Raises ValueError unless key and value are [B, K, T, D], gates [B, H, T], and they continue the cached ones."""
+    retention, (cached, *_) = cache.retention, (*held(cache), ())
     length = cache.groups[0].length if cache.groups else 0
-    check_tensors(key, value, log_fgate, cached=groups[0] if groups else (), length=length, of_heads=cache.retention)
+    heads, queries = (None, None) if retention is None else (retention.num_kv_heads, retention.num_heads)
+    if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3] or heads not in (None, key.shape[1]):
+        wanted = "" if heads is None else f" with K = {heads}"
+        raise ValueError(
+            f"key has shape {list(key.shape)} and value {list(value.shape)} but both must be [B, K, T, D]{wanted}"
+        )
+    for name, new, old in zip(("key", "value"), (key, value), cached, strict=False):
+        (batch, of_new, _, size), (of_batch, of_old, _, of_size) = new.shape, old.shape
+        fits = batch == of_batch and size == of_size and of_new == (heads or of_old)
+        if not (fits and new.dtype == old.dtype and new.device == old.device):
+            raise ValueError(
+                f"{name} is {described(new)} but the cache holds {described(old, length)}: only the length may differ; a new "
+                "batch needs a new KVCache()"
+            )
+    if cached and (log_fgate is None) == (len(cached) > 2):
+        with_gates = "gates" if len(cached) > 2 else "no gates"
+        raise ValueError(f"the cache holds keys with {with_gates}: pass log_fgate for every token or for none")
+    fits = log_fgate is None or (log_fgate.ndim == 3 and log_fgate.shape[::2] == (key.shape[0], key.shape[2]))
+    if log_fgate is not None and not (fits and queries in (None, log_fgate.shape[1])):
+        raise ValueError(
+            f"log_fgate has shape {list(log_fgate.shape)} but must be [B, H, T] = [{key.shape[0]}, {queries or 'H'}, "
+            f"{key.shape[2]}] to match key's {list(key.shape)}"
+        )
 
 
 def checked_scores(

@@ -1,12 +1,10 @@
-"""What a cache cannot do, with a sentence for each; checks of the tensors and numbers it gets. Read next: `cache.py`."""
+"""What a cache cannot do, with a sentence for each; checks of row numbers and of pickles. Read next: `cache.py`."""
 
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 
 import torch
 from torch import Tensor
-
-from alibi_attn.nn.cache.retention import Certified
 
 _FORGETTING = ("max_tokens", "reach", "forgetting by gates")
 _IN_PLACE = (
@@ -52,46 +50,6 @@ def refuse(*traits: str) -> None:
     for pair in itertools.combinations(traits, 2):
         if (sentence := REFUSED.get(frozenset(pair))) is not None:
             raise ValueError(sentence)
-
-
-def check_tensors(
-    key: Tensor,
-    value: Tensor,
-    log_fgate: Tensor | None,
-    *,
-    cached: Sequence[Tensor],
-    length: int,
-    of_heads: Certified | None,
-) -> None:
-    """Raises ValueError unless key and value are [B, K, T, D], gates [B, H, T], and they continue the cached ones.
-
-    Args:
-        cached: of all heads or of a group, keys, values and gates of `length` tokens; empty = none.
-        of_heads: whose groups they are; None = all heads.
-    """
-    heads, queries = (None, None) if of_heads is None else (of_heads.num_kv_heads, of_heads.num_heads)
-    if key.ndim != 4 or value.ndim != 4 or key.shape[:3] != value.shape[:3] or heads not in (None, key.shape[1]):
-        wanted = "" if heads is None else f" with K = {heads}"
-        raise ValueError(
-            f"key has shape {list(key.shape)} and value {list(value.shape)} but both must be [B, K, T, D]{wanted}"
-        )
-    for name, new, old in zip(("key", "value"), (key, value), cached, strict=False):
-        (batch, of_new, _, size), (of_batch, of_old, _, of_size) = new.shape, old.shape
-        fits = batch == of_batch and size == of_size and of_new == (heads or of_old)
-        if not (fits and new.dtype == old.dtype and new.device == old.device):
-            raise ValueError(
-                f"{name} is {described(new)} but the cache holds {described(old, length)}: only the length may differ; a new "
-                "batch needs a new KVCache()"
-            )
-    if cached and (log_fgate is None) == (len(cached) > 2):
-        with_gates = "gates" if len(cached) > 2 else "no gates"
-        raise ValueError(f"the cache holds keys with {with_gates}: pass log_fgate for every token or for none")
-    fits = log_fgate is None or (log_fgate.ndim == 3 and log_fgate.shape[::2] == (key.shape[0], key.shape[2]))
-    if log_fgate is not None and not (fits and queries in (None, log_fgate.shape[1])):
-        raise ValueError(
-            f"log_fgate has shape {list(log_fgate.shape)} but must be [B, H, T] = [{key.shape[0]}, {queries or 'H'}, "
-            f"{key.shape[2]}] to match key's {list(key.shape)}"
-        )
 
 
 def checked_rows(indices: Tensor | Sequence[int], key: Tensor) -> Tensor:
