@@ -73,10 +73,9 @@ def of(sentences: sentence_encoder.Sentences, settings: Settings, texts: Sequenc
     Raises:
         ValueError: a text without tokens, or as for `late_chunking.prepared`.
     """
-    normalize = settings.normalize or sentences.folder.normalize
-    options: dict[str, Any] = {"batch_tokens": settings.batch_tokens, "normalize": normalize}
     if settings.chunks is None:
-        return _of_texts(sentences, texts, names, **options)
+        return _of_texts(sentences, settings, texts, names)
+    batch_tokens, normalize = settings.batch_tokens, settings.normalize or sentences.folder.normalize
     windows = late_chunking.Windows(settings.max_length, settings.overlap)
     documents = late_chunking.prepared(sentences, texts, settings.chunks, windows, names=names)
     counts = [len(document.spans) for document in documents]
@@ -84,8 +83,8 @@ def of(sentences: sentence_encoder.Sentences, settings: Settings, texts: Sequenc
 
     def batches(done: int) -> Iterator[NDArray[np.float32]]:
         skipped = int(np.searchsorted(np.cumsum([counts[at] for at in order]), done, "right")) if done else 0
-        rest = late_chunking.computed(sentences.model, documents, windows, order=order[skipped:], **options)
-        for _, vectors in rest:
+        rest: Any = {"order": order[skipped:], "batch_tokens": batch_tokens, "normalize": normalize}
+        for _, vectors in late_chunking.computed(sentences.model, documents, windows, **rest):
             yield np.concatenate(vectors)
 
     spans = [document.spans for document in documents]
@@ -96,21 +95,17 @@ def of(sentences: sentence_encoder.Sentences, settings: Settings, texts: Sequenc
 
 
 def _of_texts(
-    sentences: sentence_encoder.Sentences,
-    texts: Sequence[str],
-    names: Sequence[str],
-    *,
-    batch_tokens: int,
-    normalize: bool,
+    sentences: sentence_encoder.Sentences, settings: Settings, texts: Sequence[str], names: Sequence[str]
 ) -> Job:
     rows, cut = embedding.tokenize(sentences.tokenizer, texts, sentences.max_seq_length)
     for name, row in zip(names, rows, strict=True):
         if not len(row):
             raise ValueError(f"{name} has no tokens with this tokenizer; leave it out")
     order, pooling = embedding.longest_first(rows), sentences.folder.pooling
+    normalize = settings.normalize or sentences.folder.normalize
 
     def batches(done: int) -> Iterator[NDArray[np.float32]]:
-        for indices in embedding.batches(rows, order[done:], batch_tokens):
+        for indices in embedding.batches(rows, order[done:], settings.batch_tokens):
             some = [rows[index] for index in indices]
             yield embedding.embed(sentences.model, some, pooling=pooling, normalize=normalize)
 

@@ -104,9 +104,10 @@ def embed(
         identities = [_shard_identity(identity, shard) for shard in shards]
         _check_parts(out, names, identities)
         missing = [number for number, path in enumerate(names) if not path.exists()]
+        work = [{"number": n, "identity": identities[n], **dataclasses.asdict(shards[n])} for n in missing]
         done, tokens, cut = len(names) - len(missing), 0, 0
         on_resume(done, len(names))
-        for row in _computed(shards, missing, identity, identities, settings, workers):
+        for row in _computed(work, identity, settings, workers):
             replace_file(names[row["number"]], row["part"])
             tokens, cut, done = tokens + row["tokens"], cut + row["cut"], done + 1
             on_shard(done, len(names))
@@ -127,27 +128,19 @@ def split(texts: Texts, characters: int = SHARD_CHARACTERS) -> list[Texts]:
 
 
 def _computed(
-    shards: Sequence[Texts],
-    missing: Sequence[int],
-    identity: str,
-    identities: Sequence[str],
-    settings: Settings,
-    workers: int | None,
+    work: list[dict[str, Any]], identity: str, settings: Settings, workers: int | None
 ) -> Iterator[dict[str, Any]]:
-    """The missing shards, in the order in which they finish."""
-    if not missing:
+    """The results of these shards, in the order in which they finish."""
+    if not work:
         return
     count, threads = _resources(settings, workers)
     context = ray.data.DataContext.get_current()
     context.enable_progress_bars = False
     logging.getLogger("ray.data").setLevel(logging.ERROR)
-    items = [
-        {"number": number, "identity": identities[number], **dataclasses.asdict(shards[number])} for number in missing
-    ]
-    data = ray.data.from_items(items, override_num_blocks=len(items)).map_batches(
+    data = ray.data.from_items(work, override_num_blocks=len(work)).map_batches(
         _Worker,
         batch_size=1,
-        compute=ray.data.ActorPoolStrategy(size=min(count, len(items)), max_tasks_in_flight_per_actor=2),
+        compute=ray.data.ActorPoolStrategy(size=min(count, len(work)), max_tasks_in_flight_per_actor=2),
         fn_constructor_args=(settings, identity, threads, ray.remote(num_cpus=0)(_Attempts).remote()),
         **({"num_gpus": 1} if settings.device == "cuda" else {"num_cpus": threads}),
     )

@@ -110,10 +110,7 @@ def _state(model: PreTrainedModel) -> dict[str, Tensor]:
 
 
 def _renamed(name: str) -> str:
-    for prefix, ours in _RENAMES.items():
-        if name.startswith(prefix):
-            return ours + name.removeprefix(prefix)
-    return name
+    return next((ours + name.removeprefix(old) for old, ours in _RENAMES.items() if name.startswith(old)), name)
 
 
 def _decoder_config(model: PreTrainedModel) -> ALiBiCausalLMConfig:

@@ -87,21 +87,13 @@ def resolve(
             f"folder {name} does not exist; pass the folder of a checkpoint, or a repository of the hub (owner/name)"
         )
 
-    def download(weights: str) -> Path:
-        return Path(
-            snapshot_download(
-                name,
-                allow_patterns=[*_DESCRIPTIONS, weights],
-                revision=revision,
-                cache_dir=cache_dir,
-                token=token,
-                local_files_only=local_files_only,
-            )
-        )
-
+    hub: Any = {"revision": revision, "cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
     try:
-        downloaded = download(_SAFE_FILES)
-        return downloaded if any(downloaded.glob(_SAFE_FILES)) else download(_PICKLED_FILES)
+        for files in (_SAFE_FILES, _PICKLED_FILES):
+            downloaded = Path(snapshot_download(name, allow_patterns=[*_DESCRIPTIONS, files], **hub))
+            if any(downloaded.glob(files)):
+                break
+        return downloaded
     except (HfHubHTTPError, HFValidationError, LocalEntryNotFoundError, OSError) as error:
         raise OSError(
             f"folder {name} does not exist, and downloading that repository failed ({type(error).__name__}: {_line(error)}); "
