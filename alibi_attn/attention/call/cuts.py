@@ -10,7 +10,7 @@ import dataclasses
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.call.spec import GATE_FLOOR, AttentionSpec
+from alibi_attn.attention.call.spec import AXES, GATE_FLOOR, AttentionSpec
 from alibi_attn.attention.call.visibility import per_query_head
 
 Spec = AttentionSpec[Tensor]
@@ -55,31 +55,17 @@ def _last_cuts(start: Tensor, key_len: int) -> Tensor:
 
 
 def _heads_as_sequences(spec: Spec) -> Spec:
-    """The call with [B·H, 1, …] in place of [B, H, …]; its query_start does not change."""
-    heads = spec.batch, spec.num_heads
-
-    def flat(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.flatten(0, 1)[:, None]
-
-    def repeated(x: Tensor | None) -> Tensor | None:
-        return None if x is None else x.repeat_interleave(spec.num_heads, 0)
-
+    """The call with [B·H, 1, …] in place of [B, H, …]."""
+    arrays = spec.along("B", lambda x, _: x) | {"slopes": spec.slopes.expand(spec.batch, -1)}
+    arrays = {
+        name: x.flatten(0, 1)[:, None] if "H" in AXES[name] else x.repeat_interleave(spec.num_heads, 0)
+        for name, x in arrays.items()
+    }
     seed = spec.dropout_seed
     if seed is not None:
         rows = seed.repeat_interleave(spec.batch // len(seed), 0).repeat_interleave(spec.num_heads, 0)
         at = torch.arange(len(rows), device=rows.device)
         sequence, head = at // spec.num_heads % (spec.batch // len(seed)), at % spec.num_heads
         seed = rows + torch.stack([0 * at, sequence, head, 0 * at], -1)
-    return dataclasses.replace(
-        spec,
-        batch=spec.batch * spec.num_heads,
-        num_heads=1,
-        num_kv_heads=1,
-        slopes=spec.slopes.expand(heads).reshape(-1, 1),
-        key_mask=repeated(spec.key_mask),
-        query_segments=repeated(spec.query_segments),
-        key_segments=repeated(spec.key_segments),
-        key_bias=flat(spec.key_bias),
-        query_bias=flat(spec.query_bias),
-        dropout_seed=seed,
-    )
+    arrays |= {"batch": spec.batch * spec.num_heads, "num_heads": 1, "num_kv_heads": 1, "dropout_seed": seed}
+    return dataclasses.replace(spec, **arrays)

@@ -15,7 +15,7 @@ Source: Press et al. 2022, sec. 3 (arXiv:2108.12409).
 """
 
 import dataclasses
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Collection, Sequence
 from typing import Any, ClassVar, Generic, TypeVar
 
 Array = TypeVar("Array")
@@ -36,6 +36,8 @@ AXES = {
     "key_bias": "BHS",
     **dict.fromkeys(("query_bias", "query_start"), "BHT"),
 }
+# The fields that decide how far apart a query and a key are, except their indices.
+DISTANCES = frozenset({"positions", "query_positions", "by_position", "coordinates", "query_coordinates", "registers"})
 # A gate below e^(−2²⁰) counts as e^(−2²⁰): no weight passes it in any dtype. Whole multiples of GATE_STEP are summed separately,
 # without rounding; the total of n such gates still has only the digits that its dtype has at n·2²⁰.
 GATE_FLOOR, GATE_STEP = -(2.0**20), 2.0**10
@@ -215,17 +217,13 @@ class AttentionSpec(Generic[Array]):
         Args:
             zeros: slopes -> zeros without a gradient, but inf, which hides keys, stays.
         """
-        return dataclasses.replace(
-            self,
-            slopes=zeros(self.slopes),
-            right_slopes=None if self.right_slopes is None else zeros(self.right_slopes),
-            registers=0,
-            positions=None,
-            query_positions=None,
-            coordinates=None,
-            query_coordinates=None,
-            by_position=False,
-        )
+        slopes = {name: zeros(m) for name in ("slopes", "right_slopes") if (m := getattr(self, name)) is not None}
+        return dataclasses.replace(self, **slopes, **self.defaults(DISTANCES))
+
+    @classmethod
+    def defaults(cls, names: Collection[str]) -> dict[str, Any]:
+        """The values with which these fields change nothing."""
+        return {name: plain for name, plain in cls.PLAIN if name in names}
 
     def on_one_axis(
         self,

@@ -18,16 +18,9 @@ from torch import Tensor
 
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.visibility import first_positions, shown_keys
+from alibi_attn.attention.certificate import constants
 from alibi_attn.attention.certificate.bounds import Bounds, longer_far_values, longer_values
-from alibi_attn.attention.certificate.constants import (
-    KEPT,
-    OUTLIER_TILES,
-    REDUCED_PRODUCTS,
-    SCORE_UNITS,
-    TILE,
-    UNIT,
-    WORTH_LEAVING_OUT,
-)
+from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.key_rule import largest_share
 from alibi_attn.attention.certificate.lse_bound import NEAR, biased_lower_bound
 from alibi_attn.attention.certificate.norms import in_tiles, norm_bound
@@ -149,9 +142,9 @@ def biased_numerator_parts(
     `shortest` bound the norms of all visible keys, [B, H, 1].
     """
     wide = query.dtype == torch.float64
-    error = (spec.head_dim + SCORE_UNITS) * UNIT["float64" if wide else "float32"]
+    error = (spec.head_dim + constants.SCORE_UNITS) * constants.UNIT["float64" if wide else "float32"]
     rate = abs(spec.scale) * (1.0 + error) * norm_bound(query)
-    products = error if wide else error + REDUCED_PRODUCTS
+    products = error if wide else error + constants.REDUCED_PRODUCTS
     constant = products * rate * longest + 2.0**-48 * lower.abs() - lower
     if longer is not None:
         constant = constant + longer
@@ -167,7 +160,7 @@ def _outlier_tiles(largest: list[Tensor], sides: list[int]) -> Tensor:
     One spike would keep every later block from skipping the keys before it. Gates, whose biases only rise, have no spikes.
     """
     chosen = []
-    for _ in range(OUTLIER_TILES):
+    for _ in range(constants.OUTLIER_TILES):
         lengths = torch.zeros_like(largest[0])
         for values, side in zip(largest, sides, strict=True):
             leader = (values if side > 0 else values.flip(-1)).cummax(-1)
@@ -175,7 +168,7 @@ def _outlier_tiles(largest: list[Tensor], sides: list[int]) -> Tensor:
             length = torch.zeros_like(lengths).scatter_add(-1, leader.indices, ones)
             lengths = torch.maximum(lengths, length if side > 0 else length.flip(-1))
         most = lengths.max(-1, keepdim=True)
-        tile = torch.where(most.values >= WORTH_LEAVING_OUT, most.indices, -1)
+        tile = torch.where(most.values >= constants.WORTH_LEAVING_OUT, most.indices, -1)
         chosen.append(tile)
         at = torch.arange(lengths.shape[-1], device=lengths.device)
         largest = [values.masked_fill(at == tile, -math.inf) for values in largest]
@@ -233,5 +226,5 @@ def _reach(
         reach = start + 1 - count * TILE
     else:
         reach = (tiles - count) * TILE - torch.minimum(start + TILE, first[:, None, None] + spec.query_len) + 1
-    reach = torch.where(count > 0, reach, UNLIMITED).clamp(KEPT, UNLIMITED)
+    reach = torch.where(count > 0, reach, UNLIMITED).clamp(constants.KEPT, UNLIMITED)
     return reach if side > 0 else reach.masked_fill(m.isinf(), 1)

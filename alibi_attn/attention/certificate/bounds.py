@@ -18,16 +18,8 @@ from torch import Tensor
 
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.visibility import first_positions, shown_keys
-from alibi_attn.attention.certificate.constants import (
-    KEPT,
-    OUTLIER_CHOICES,
-    OUTLIER_TILES,
-    REDUCED_PRODUCTS,
-    SCORE_UNITS,
-    TILE,
-    UNIT,
-    VALUE_RATIO,
-)
+from alibi_attn.attention.certificate import constants
+from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.key_rule import obeys_key_rule, reach_by_key_rule
 from alibi_attn.attention.certificate.lse_bound import NEAR, lower_bound
 from alibi_attn.attention.certificate.norms import in_tiles, norm_bound, tile_maxima
@@ -58,7 +50,7 @@ class Bounds:
         """Bounds that skip nothing."""
         heads = spec.batch, spec.num_heads
         reach = torch.full((*heads, -(-spec.query_len // TILE)), UNLIMITED, device=device)
-        return cls(reach, reach, torch.full((*heads, OUTLIER_TILES), -1, device=device))
+        return cls(reach, reach, torch.full((*heads, constants.OUTLIER_TILES), -1, device=device))
 
 
 def bounds(
@@ -100,11 +92,9 @@ def bounds(
     if spec.key_mask is not None and spec.causal and spec.query_segments is None:
         constant = constant.masked_fill(_blind(spec.key_mask, first, spec.query_len)[:, None], -math.inf)
     tails = _Tails.of(spec, rate, key_norms) if refine else None
-    choices = OUTLIER_CHOICES if outliers is None or bool(outliers.any()) else OUTLIER_CHOICES[:1]
-    candidates = [
-        _with_outliers(spec, rate, constant, tiles, tails, count, first, for_gradients=for_gradients)
-        for count in choices
-    ]
+    choices = constants.OUTLIER_CHOICES if outliers is None or bool(outliers.any()) else constants.OUTLIER_CHOICES[:1]
+    blocks = _Blocks(spec, rate, constant, first, for_gradients)
+    candidates = [blocks.with_outliers(tiles, tails, count) for count in choices]
     left, right, outlier_tiles, cost = candidates[0]
     for wider_left, wider_right, more_tiles, more_cost in candidates[1:]:
         better = (more_cost < cost)[..., None]
@@ -133,11 +123,11 @@ def numerator_parts(
     `constant` is −λ (λ is `lower`, [B, H, T]), plus its possible rounding error (from the `largest` norm of a key, [B, K]), plus
     the nats that `longer` values cost [B, H, T]; inf if nothing may be skipped.
     """
-    unit = UNIT["float64" if query.dtype == torch.float64 else "float32"]
-    error = (spec.head_dim + SCORE_UNITS) * unit
+    unit = constants.UNIT["float64" if query.dtype == torch.float64 else "float32"]
+    error = (spec.head_dim + constants.SCORE_UNITS) * unit
     rate = abs(spec.scale) * (1.0 + error) * norm_bound(query)
     largest = largest.repeat_interleave(spec.group, 1)[..., None]
-    products = error if query.dtype == torch.float64 else error + REDUCED_PRODUCTS
+    products = error if query.dtype == torch.float64 else error + constants.REDUCED_PRODUCTS
     constant = products * rate * largest + error * (1.0 + lower.abs()) - lower
     if longer is not None:
         constant = constant + longer
@@ -170,9 +160,9 @@ def longer_values(spec: Spec, value: Tensor, first: Tensor, elsewhere: tuple[Ten
     if elsewhere is not None:
         more, less = (x.repeat_interleave(length.shape[1] // spec.num_kv_heads)[:, None] for x in elsewhere)
         kept, longest = torch.minimum(kept, less), torch.maximum(longest, more)
-    if spec.query_segments is None and (spec.window is None or spec.window >= KEPT):
+    if spec.query_segments is None and (spec.window is None or spec.window >= constants.KEPT):
         nearest = seen
-        for back in range(1, KEPT):
+        for back in range(1, constants.KEPT):
             nearest = torch.maximum(nearest, torch.nn.functional.pad(seen, (back, 0))[..., : spec.key_len])
         at = first[:, None] + torch.arange(spec.query_len, device=value.device)
         inside = ((at >= 0) & (at < spec.key_len)).expand(spec.batch, -1)[:, None]
@@ -185,14 +175,14 @@ def longer_values(spec: Spec, value: Tensor, first: Tensor, elsewhere: tuple[Ten
 def longer_far_values(spec: Spec, value: Tensor, tiles: Tensor) -> Tensor:
     """The same as `longer_values`, from the largest norms of every tile of values and the last few values."""
     assert isinstance(spec.query_offset, int)
-    before = min(spec.query_offset, KEPT - 1 if spec.window is None or spec.window >= KEPT else 0)
+    before = min(spec.query_offset, constants.KEPT - 1 if spec.window is None or spec.window >= constants.KEPT else 0)
     near = norm_bound(value[:, :, spec.query_offset - before : spec.query_offset + spec.query_len])
     kept = near.unfold(-1, before + 1, 1).amax(-1)
     return _nats_of_longer(tiles.amax(-1, keepdim=True), kept).repeat_interleave(spec.group, 1)
 
 
 def _nats_of_longer(longest: Tensor, kept: Tensor) -> Tensor:
-    return (longest / (VALUE_RATIO * kept)).log().clamp(min=0.0).masked_fill(longest == 0, 0.0)
+    return (longest / (constants.VALUE_RATIO * kept)).log().clamp(min=0.0).masked_fill(longest == 0, 0.0)
 
 
 @dataclasses.dataclass(frozen=True)
@@ -228,54 +218,67 @@ class _Tails:
         return self.mass.masked_fill(hidden.repeat_interleave(spec.group, 1)[:, :, None], -math.inf)
 
 
-def _with_outliers(
-    spec: Spec,
-    rate: Tensor,
-    constant: Tensor,
-    tiles: Tensor,
-    tails: _Tails | None,
-    count: int,
-    first: Tensor,
-    *,
-    for_gradients: bool,
-) -> tuple[Tensor, Tensor, Tensor, Tensor]:
-    """(left, right, outlier_tiles, cost) if the `count` tiles with the largest norms are left out; outlier_tiles [B, H, P]."""
-    count = min(count, tiles.shape[-1])
-    chosen = tiles.topk(count, dim=-1).indices.sort(-1).values
-    if tails is not None and count:
-        tails = dataclasses.replace(tails, mass=tails.without(spec, chosen))
-    kept = tiles.scatter(-1, chosen, 0.0)
-    left, right = _sides(spec, rate, constant, kept, tails, first, for_gradients=for_gradients)
-    outlier_tiles = torch.nn.functional.pad(
-        chosen.repeat_interleave(spec.group, 1), (0, OUTLIER_TILES - count), value=-1
-    )
-    return left, right, outlier_tiles, _cost(spec, left, right, outliers=count, first=first)
+@dataclasses.dataclass(frozen=True)
+class _Blocks:
+    """All blocks of queries: the call, its numerator's parts [B, H, T], and the position of query 0."""
 
+    spec: Spec
+    rate: Tensor
+    constant: Tensor
+    first: Tensor
+    for_gradients: bool
 
-def _sides(
-    spec: Spec,
-    rate: Tensor,
-    constant: Tensor,
-    tiles: Tensor,
-    tails: _Tails | None,
-    first: Tensor,
-    *,
-    for_gradients: bool,
-) -> tuple[Tensor, Tensor]:
-    """(left, right), each [B, H, N] int64, with the largest norm of every tile of keys in `tiles` [B, K, ⌈S / TILE⌉]."""
-    n = -(-spec.query_len // TILE)
-    start = first[:, None] + torch.arange(n, device=first.device) * TILE
-    at = start + TILE - 1
-    tail = None if tails is None else _tail_nats(spec, spec.slopes, tails, at)
-    longest = tiles.cummax(-1).values
-    left = _reach(spec, spec.slopes, rate, constant, longest, tail, at, for_gradients=for_gradients)
-    if spec.causal:
-        return left, left
-    slopes = spec.slopes if spec.right_slopes is None else spec.right_slopes
-    tail = None if tails is None else _tail_nats(spec, slopes, tails, start, to_right=True)
-    longest = tiles.flip(-1).cummax(-1).values.flip(-1)
-    right = _reach(spec, slopes, rate, constant, longest, tail, start, for_gradients=for_gradients)
-    return left, right
+    def with_outliers(self, tiles: Tensor, tails: _Tails | None, count: int) -> tuple[Tensor, Tensor, Tensor, Tensor]:
+        """(left, right, outlier_tiles [B, H, P], cost) if the `count` tiles with the largest norms are left out."""
+        spec, count = self.spec, min(count, tiles.shape[-1])
+        chosen = tiles.topk(count, dim=-1).indices.sort(-1).values
+        if tails is not None and count:
+            tails = dataclasses.replace(tails, mass=tails.without(spec, chosen))
+        left, right = self._sides(tiles.scatter(-1, chosen, 0.0), tails)
+        outlier_tiles = torch.nn.functional.pad(
+            chosen.repeat_interleave(spec.group, 1), (0, constants.OUTLIER_TILES - count), value=-1
+        )
+        return left, right, outlier_tiles, self._cost(left, right, count)
+
+    def _sides(self, tiles: Tensor, tails: _Tails | None) -> tuple[Tensor, Tensor]:
+        """(left, right), each [B, H, N] int64, with the largest norm of every tile of keys in `tiles` [B, K, ⌈S / TILE⌉]."""
+        spec = self.spec
+        n = -(-spec.query_len // TILE)
+        start = self.first[:, None] + torch.arange(n, device=self.first.device) * TILE
+        at = start + TILE - 1
+        tail = None if tails is None else _tail_nats(spec, spec.slopes, tails, at)
+        left = self._reach(spec.slopes, tiles.cummax(-1).values, tail, at)
+        if spec.causal:
+            return left, left
+        slopes = spec.slopes if spec.right_slopes is None else spec.right_slopes
+        tail = None if tails is None else _tail_nats(spec, slopes, tails, start, to_right=True)
+        return left, self._reach(slopes, tiles.flip(-1).cummax(-1).values.flip(-1), tail, start)
+
+    def _reach(self, slopes: Tensor, maxima: Tensor, tail: Tensor | None, position: Tensor) -> Tensor:
+        """[B, H, N] int64: ⌈numerator / m⌉ of the worst query of every block, with κ read from `maxima` at `position`."""
+        spec = self.spec
+        tile = (position.clamp(min=0) // TILE).clamp(max=maxima.shape[-1] - 1)
+        kappa = maxima.gather(2, tile.expand(spec.batch, -1)[:, None].expand(-1, spec.num_kv_heads, -1))
+        kappa = kappa.repeat_interleave(spec.group, 1)[..., None]
+        constant = in_tiles(self.constant, -math.inf)
+        numerator = in_tiles(self.rate) * kappa + constant
+        m = slopes.detach().double().reshape(-1, spec.num_heads, 1)
+        each = _worst(numerator)
+        together = each - torch.log(-torch.expm1(-m))
+        if tail is not None:
+            summed = (tail + _worst(constant)).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
+            each, together = torch.minimum(each, summed), torch.minimum(together, summed)
+        return reach_of_nats(spec, each, together, m, for_gradients=self.for_gradients)
+
+    def _cost(self, left: Tensor, right: Tensor, outliers: int) -> Tensor:
+        """[B, H]: keys that a query of every block visits, summed over the blocks, outlier tiles included."""
+        spec, blocks = self.spec, left.shape[-1]
+        start = (self.first[:, None] + torch.arange(blocks, device=self.first.device) * TILE)[:, None]
+        visited = torch.minimum(left, (start + TILE).clamp(0, spec.key_len))
+        if not spec.causal:
+            visited = visited + torch.minimum(right, (spec.key_len - start).clamp(0, spec.key_len))
+        # A separate tile costs about twice its width: one more call, and one more merge.
+        return visited.sum(-1) + outliers * (2 * TILE) * blocks
 
 
 def _tail_nats(spec: Spec, slopes: Tensor, tails: _Tails, position: Tensor, *, to_right: bool = False) -> Tensor:
@@ -298,32 +301,6 @@ def _tail_nats(spec: Spec, slopes: Tensor, tails: _Tails, position: Tensor, *, t
     return nats.gather(-1, at).gather(2, tails.level[:, :, None])[:, :, 0]
 
 
-def _reach(
-    spec: Spec,
-    slopes: Tensor,
-    rate: Tensor,
-    constant: Tensor,
-    maxima: Tensor,
-    tail: Tensor | None,
-    position: Tensor,
-    *,
-    for_gradients: bool,
-) -> Tensor:
-    """[B, H, N] int64: ⌈numerator / m⌉ of the worst query of every block, with κ read from `maxima` at `position`."""
-    tile = (position.clamp(min=0) // TILE).clamp(max=maxima.shape[-1] - 1)
-    kappa = maxima.gather(2, tile.expand(spec.batch, -1)[:, None].expand(-1, spec.num_kv_heads, -1))
-    kappa = kappa.repeat_interleave(spec.group, 1)[..., None]
-    constant = in_tiles(constant, -math.inf)
-    numerator = in_tiles(rate) * kappa + constant
-    m = slopes.detach().double().reshape(-1, spec.num_heads, 1)
-    each = _worst(numerator)
-    together = each - torch.log(-torch.expm1(-m))
-    if tail is not None:
-        summed = (tail + _worst(constant)).nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf)
-        each, together = torch.minimum(each, summed), torch.minimum(together, summed)
-    return reach_of_nats(spec, each, together, m, for_gradients=for_gradients)
-
-
 def reach_of_nats(spec: Spec, each: Tensor, together: Tensor, m: Tensor, *, for_gradients: bool) -> Tensor:
     """int64: the reach if a key at distance d weighs at most e^(each − m·d), and all at distance ≥ r at most e^(together − m·r).
 
@@ -336,7 +313,7 @@ def reach_of_nats(spec: Spec, each: Tensor, together: Tensor, m: Tensor, *, for_
         # NaN is kept by this order, and skips nothing.
         quotient = torch.maximum(quotient, reach_by_key_rule(each, m, spec.tolerance))
     reach = (quotient + 1e-12 * quotient.abs()).ceil().nan_to_num(nan=UNLIMITED, posinf=UNLIMITED)
-    reach = reach.clamp(KEPT, UNLIMITED)
+    reach = reach.clamp(constants.KEPT, UNLIMITED)
     if for_gradients:  # the inequality itself, for the rounded number
         reach = reach.masked_fill(~obeys_key_rule(each - m * reach, reach, spec.tolerance), UNLIMITED)
     reach = reach.to(torch.int64).masked_fill(~(m > 0), UNLIMITED)
@@ -346,13 +323,3 @@ def reach_of_nats(spec: Spec, each: Tensor, together: Tensor, m: Tensor, *, for_
 def _worst(numerator: Tensor) -> Tensor:
     """The largest number of every block: inf in place of NaN (inf · 0), −inf for a block whose queries see no key."""
     return numerator.nan_to_num(nan=math.inf, posinf=math.inf, neginf=-math.inf).amax(-1)
-
-
-def _cost(spec: Spec, left: Tensor, right: Tensor, *, outliers: int, first: Tensor) -> Tensor:
-    """[B, H]: keys that a query of every block visits, summed over the blocks, outlier tiles included."""
-    start = (first[:, None] + torch.arange(left.shape[-1], device=first.device) * TILE)[:, None]
-    visited = torch.minimum(left, (start + TILE).clamp(0, spec.key_len))
-    if not spec.causal:
-        visited = visited + torch.minimum(right, (spec.key_len - start).clamp(0, spec.key_len))
-    # A separate tile costs about twice its width: one more call, and one more merge.
-    return visited.sum(-1) + outliers * (2 * TILE) * left.shape[-1]

@@ -64,20 +64,17 @@ def _one_key_head_at_a_time(
     mass = torch.full(query.shape[:3], -math.inf, dtype=torch.float64, device=query.device)
     first = first.expand(spec.batch)
     for b in range(spec.batch):
+
+        def of_sequence(x: Tensor, axis: int, b: int = b) -> Tensor:
+            return x[b : b + 1] if x.ndim == -axis else x  # slopes may lack the batch
+
+        rows = spec.along("B", of_sequence)
+        offset = first[b : b + 1] if isinstance(spec.query_offset, Tensor) else spec.query_offset
         for k in range(spec.num_kv_heads):
             heads = slice(k * spec.group, (k + 1) * spec.group)
-            one = dataclasses.replace(
-                spec,
-                batch=1,
-                num_heads=spec.group,
-                num_kv_heads=1,
-                slopes=_of_heads(spec.slopes, b, heads),
-                right_slopes=None if spec.right_slopes is None else _of_heads(spec.right_slopes, b, heads),
-                query_offset=first[b : b + 1] if isinstance(spec.query_offset, Tensor) else spec.query_offset,
-                key_mask=None if spec.key_mask is None else spec.key_mask[b : b + 1],
-                query_segments=None if spec.query_segments is None else spec.query_segments[b : b + 1],
-                key_segments=None if spec.key_segments is None else spec.key_segments[b : b + 1],
-            )
+            slopes = {name: rows[name][..., heads] for name in ("slopes", "right_slopes") if name in rows}
+            sizes = {"batch": 1, "num_heads": spec.group, "num_kv_heads": 1, "query_offset": offset}
+            one = dataclasses.replace(spec, **(rows | slopes | sizes))
             steepest = max(float(m.max()) for m in (one.slopes, one.right_slopes) if m is not None)
             if steepest * text_len <= -math.log(spec.tolerance):
                 continue  # the text ends before the reach, whatever λ is
@@ -85,10 +82,6 @@ def _one_key_head_at_a_time(
             flat = stretches and float(one.slopes.min()) < FLAT
             mass[b, heads] = _mass(one, q, k_head, first[b : b + 1], flat)[0]
     return mass
-
-
-def _of_heads(slopes: Tensor, b: int, heads: slice) -> Tensor:
-    return slopes[heads] if slopes.ndim == 1 else slopes[b : b + 1, heads]
 
 
 def _mass(spec: Spec, query: Tensor, key: Tensor, first: Tensor, stretches: bool) -> Tensor:

@@ -5,7 +5,7 @@ gets no call with a field that it does not read: `splitting.py` splits that off,
 """
 
 import dataclasses
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
@@ -74,39 +74,28 @@ def choose(backend: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor
     return Choice(chosen.name, off)
 
 
-class _Judged(NamedTuple):
-    """Whether a backend runs a call.
-
-    Args:
-        off: the fields that are split off before.
-        reason: why it cannot: a field that it does not read, and that cannot be split off, or its own reason.
-        small: why "auto" prefers `dense`.
-    """
-
-    off: frozenset[str]
-    reason: str | None
-    small: TooSmall | None
-
-
 def _judged(
     backend: Backend, used: frozenset[str], spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor
-) -> _Judged:
+) -> tuple[frozenset[str], str | None, TooSmall | None]:
+    """(the fields that are split off before, why the backend cannot run the call, why "auto" prefers `dense`).
+
+    A reason is a field that it does not read, and that cannot be split off, or its own.
+    """
     off, small = NOTHING, backend.too_small(spec)
     if not used <= backend.READS:
         off, unread = splitting.split(used, backend.READS)
         if unread:
-            return _Judged(off, f"it does not compute {arguments_of(unread)}", small)
+            return off, f"it does not compute {arguments_of(unread)}", small
         spec = _without(spec, off)
     reason = None
     if torch.compiler.is_compiling() and backend.name in WITH_OPERATOR:
         reason = why_not_compiled()
-    return _Judged(off, reason or backend.why_not(spec, query, key, value), small)
+    return off, reason or backend.why_not(spec, query, key, value), small
 
 
 def _without(spec: AttentionSpec[Tensor], off: frozenset[str]) -> AttentionSpec[Tensor]:
     """A call like the parts of this one."""
-    plain: dict[str, Any] = {name: default for name, default in spec.PLAIN if name in off}
-    return dataclasses.replace(spec, return_lse=True, **plain)
+    return dataclasses.replace(spec, **(spec.defaults(off) | {"return_lse": True}))
 
 
 def check_name(backend: str) -> None:

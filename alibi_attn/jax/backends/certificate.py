@@ -21,14 +21,8 @@ import jax.numpy as jnp
 import numpy as np
 from jax import lax
 
-from alibi_attn.attention.certificate.constants import (
-    KEY_RULE_TOKENS,
-    LOOP_OUTLIER_SHARE,
-    LOOP_OUTLIER_TILES,
-    LSE_NATS,
-    VALUE_RATIO,
-    WORTH_LEAVING_OUT,
-)
+from alibi_attn.attention.certificate import constants
+from alibi_attn.attention.certificate.constants import LOOP_OUTLIER_TILES
 from alibi_attn.jax.backends.tiles import Softmax, finite
 from alibi_attn.jax.call.plan import Array, Block, KeyBias, Limits, Parts, Plan, Rule, Visited, split
 
@@ -147,13 +141,13 @@ def still_needed(
 
 def largest_share(distance: Array, tolerance: Array) -> Array:
     """The key rule (`attention/certificate/key_rule.py`): the share that a query may leave out at a key at this distance."""
-    return tolerance / (2.0 * (distance + KEY_RULE_TOKENS))
+    return tolerance / (2.0 * (distance + constants.KEY_RULE_TOKENS))
 
 
 def room(known: Certificate | BiasedCertificate, so_far: Softmax) -> Array:
     """Scalar: the tolerance of the key rule for what backward leaves out, less if some values are long."""
     norms = known.norms
-    kept = jnp.where(so_far.total == 0, jnp.inf, VALUE_RATIO * _norm(so_far.mixed) / so_far.total).min()
+    kept = jnp.where(so_far.total == 0, jnp.inf, constants.VALUE_RATIO * _norm(so_far.mixed) / so_far.total).min()
     longest = jnp.concatenate([norms.value_before, norms.value_after, norms.value_of_outlier]).max()
     return 0.99 * known.tolerance * jnp.where(longest <= kept, 1.0, kept / longest)
 
@@ -164,10 +158,10 @@ def _plain_needed(
     tile, norms, rule = plan.key_tile, known.norms, block.rule
     i = block.queries.position + jnp.arange(plan.query_block, dtype=jnp.int32)
     lse = so_far.top + jnp.log(so_far.total)
-    error = _error(so_far.mixed.shape[-1], lse.dtype) * (known.largest_score + jnp.abs(lse)) + LSE_NATS["jax"]
+    error = _error(so_far.mixed.shape[-1], lse.dtype) * (known.largest_score + jnp.abs(lse)) + constants.LSE_NATS["jax"]
     # The output so far is a mean of the kept values: one of them is at least as long.
-    kept = VALUE_RATIO * _norm(so_far.mixed) / so_far.total
-    share = (1.0 - LOOP_OUTLIER_TILES * LOOP_OUTLIER_SHARE) / (1 if plan.causal else 2)
+    kept = constants.VALUE_RATIO * _norm(so_far.mixed) / so_far.total
+    share = (1.0 - LOOP_OUTLIER_TILES * constants.LOOP_OUTLIER_SHARE) / (1 if plan.causal else 2)
 
     def excess(slope: Array, distance: Array, norm: Array, value_norm: Array, share: float) -> Array:
         """[t] nats by which the keys of at most this norm, at this distance and beyond, may weigh more than their share."""
@@ -176,7 +170,7 @@ def _plain_needed(
         tail, away = -jnp.log(-jnp.expm1(-slope)), distance.astype(lse.dtype)
         nats = numerator + tail - slope * away - jnp.log(known.tolerance * share)
         if plan.for_gradients:  # beyond this distance a key's share falls faster than its limit
-            away = jnp.maximum(away, 1.0 / slope - KEY_RULE_TOKENS)
+            away = jnp.maximum(away, 1.0 / slope - constants.KEY_RULE_TOKENS)
             nats = jnp.maximum(nats, numerator - slope * away - jnp.log(largest_share(away, known.tolerance)))
         return jnp.where(distance >= 1, nats, jnp.inf)
 
@@ -186,9 +180,9 @@ def _plain_needed(
         kinds.append(excess(rule.right, (high + 1) * tile - i, norms.after[high], norms.value_after[high], share))
     for number in range(LOOP_OUTLIER_TILES):
         begin, of_tile = norms.outlier[number] * tile, (norms.of_outlier[number], norms.value_of_outlier[number])
-        kind = excess(rule.left, i - (begin + tile - 1), *of_tile, LOOP_OUTLIER_SHARE)
+        kind = excess(rule.left, i - (begin + tile - 1), *of_tile, constants.LOOP_OUTLIER_SHARE)
         if not plan.causal:
-            kind = jnp.minimum(kind, excess(rule.right, begin - i, *of_tile, LOOP_OUTLIER_SHARE))
+            kind = jnp.minimum(kind, excess(rule.right, begin - i, *of_tile, constants.LOOP_OUTLIER_SHARE))
         kinds.append(kind)
     needed = ~(jnp.stack(kinds).max(-1) <= 0)  # NaN certifies nothing
     outliers = [needed[number - LOOP_OUTLIER_TILES] for number in range(LOOP_OUTLIER_TILES)]
@@ -216,12 +210,14 @@ def _biased_needed(
     eps = float(np.finfo(so_far.top.dtype).eps)
     above = (finite(so_far.reference) - smallest).astype(so_far.top.dtype)
     lse = so_far.top + jnp.log(so_far.total) + above
-    error = _error(so_far.mixed.shape[-1], lse.dtype) * (known.largest_score + jnp.abs(lse)) + 2 * LSE_NATS["jax"]
+    error = (
+        _error(so_far.mixed.shape[-1], lse.dtype) * (known.largest_score + jnp.abs(lse)) + 2 * constants.LSE_NATS["jax"]
+    )
     error += 4 * eps * jnp.abs(above)
     # For keys with weight, a negative bias is at most as large as the rest of the score.
     error += 8 * eps * jnp.where(is_visited, known.size, 0.0).max()
-    kept = VALUE_RATIO * _norm(so_far.mixed) / so_far.total
-    share = (1.0 - LOOP_OUTLIER_TILES * LOOP_OUTLIER_SHARE) / (1 if plan.causal else 2)
+    kept = constants.VALUE_RATIO * _norm(so_far.mixed) / so_far.total
+    share = (1.0 - LOOP_OUTLIER_TILES * constants.LOOP_OUTLIER_SHARE) / (1 if plan.causal else 2)
     lane = jnp.arange(count, dtype=lse.dtype)
     certain = lse - error + (known.rate.max() - known.rate) * norms.shortest
     beyond = (known.bias - smallest).astype(lse.dtype)
@@ -247,19 +243,19 @@ def _biased_needed(
         return ~(weights.sum() <= 0.98) | (left_out & ~(of_key(nats, room, share) <= 0)).any()  # NaN certifies nothing
 
     def excess(nats: Array, tile: Array, room: Array) -> Array:
-        return jnp.maximum(nats[tile] - room, of_key(nats, room, LOOP_OUTLIER_SHARE)[tile])
+        return jnp.maximum(nats[tile] - room, of_key(nats, room, constants.LOOP_OUTLIER_SHARE)[tile])
 
     low, high = visited.first, visited.last
     of_left, from_left = with_bias(known.left), (rule.left, lane)
     left = is_needed(of_left, (number < low) & ~is_outlier, room(*from_left, norms.value_before[low], share))
     right, excesses = left & False, []
     for tile, value_norm in zip(norms.outlier, norms.value_of_outlier, strict=True):
-        excesses.append(excess(of_left, tile, room(*from_left, value_norm, LOOP_OUTLIER_SHARE)))
+        excesses.append(excess(of_left, tile, room(*from_left, value_norm, constants.LOOP_OUTLIER_SHARE)))
     if not plan.causal:
         of_right, from_right = with_bias(known.right), (rule.right, lane[::-1])
         right = is_needed(of_right, (number > high) & ~is_outlier, room(*from_right, norms.value_after[high], share))
         for at, (tile, value_norm) in enumerate(zip(norms.outlier, norms.value_of_outlier, strict=True)):
-            to_right = excess(of_right, tile, room(*from_right, value_norm, LOOP_OUTLIER_SHARE))
+            to_right = excess(of_right, tile, room(*from_right, value_norm, constants.LOOP_OUTLIER_SHARE))
             excesses[at] = jnp.where(of_right[tile] < jnp.inf, to_right, excesses[at])
     return left, right, [~(excess <= 0) for excess in excesses]
 
@@ -302,7 +298,7 @@ def biased_tiles(
     relative = bias.relative_to(jnp.where(largest > -jnp.inf, largest, 0.0)[..., None]).astype(work)
 
     def within(slope: Array, away: Array) -> Array:
-        rounded = 4 * size * float(np.finfo(work).eps) * jnp.abs(slope[..., None]) + LSE_NATS["jax"]
+        rounded = 4 * size * float(np.finfo(work).eps) * jnp.abs(slope[..., None]) + constants.LSE_NATS["jax"]
         return jax.nn.logsumexp(relative - slope[..., None, None] * away, axis=-1) + rounded
 
     # Any choice of outliers is sound: each of them is certified separately.
@@ -347,7 +343,7 @@ def _longest_the_largest(sides: list[Array]) -> Array:
             length = jnp.where(is_record, next_record - number, 0)
             lengths = jnp.maximum(lengths, jnp.flip(length, -1) if flipped else length)
         best = jnp.argmax(lengths, -1).astype(jnp.int32)
-        chosen.append(jnp.where(lengths.max(-1) >= WORTH_LEAVING_OUT, best, -1))
+        chosen.append(jnp.where(lengths.max(-1) >= constants.WORTH_LEAVING_OUT, best, -1))
         sides = [jnp.where(number == best[..., None], -jnp.inf, nats) for nats in sides]
     return jnp.stack(chosen, -1)
 
