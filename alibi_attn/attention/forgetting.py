@@ -149,15 +149,7 @@ def check_gates(spec: AttentionSpec[Tensor], log_fgate: Tensor, query: Tensor, q
         ValueError, TypeError: gates have another shape, dtype or device, or are not logarithms of gates.
     """
     check_tensor("log_fgate", log_fgate, query.device)
-    first = check_log_fgate(
-        log_fgate,
-        batch=spec.batch,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        key_len=spec.key_len,
-        query_len=spec.query_len,
-        query_offset=query_offset,
-    )
+    first = check_log_fgate(log_fgate, spec, query_offset)
     if may_read(log_fgate) and not bool((log_fgate <= 0).all()):
         raise ValueError(GATES_RULE)
     return first

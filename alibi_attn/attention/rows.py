@@ -11,7 +11,6 @@ from alibi_attn.attention.call.bias import Slopes, score_bias, widest
 from alibi_attn.attention.call.hints import unknown_argument
 from alibi_attn.attention.call.options import DEFAULTS, AttentionOptions
 from alibi_attn.attention.call.reads import MASKS, PARTS, SPACE, Reads
-from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.attention.call.transforms import autocast, may_read
 from alibi_attn.attention.call.validation import check_tensor, make_spec
 from alibi_attn.attention.call.visibility import chosen_queries, visible
@@ -74,7 +73,10 @@ def attention_rows(
     spec = make_spec(query, key, key, slopes, **options)
     _READS.check(spec)
     if log_fgate is not None:
-        spec = _gated(spec, log_fgate, query, options.get("query_offset"))
+        _WITH_GATES.check(spec)
+        offset = options.get("query_offset")
+        assert not isinstance(offset, Tensor)
+        spec = with_gates(spec, gate_sums(log_fgate), check_gates(spec, log_fgate, query, offset), log_fgate)
     at = _indices(rows, spec.query_len, query.device)
     part, distance = chosen_queries(spec, at)
     query = query.index_select(2, at)
@@ -89,15 +91,6 @@ def attention_rows(
         assert lse is not None
         weights = scaled_by_sinks(weights, lse, part.sink_logits)
     return call.result(part, weights, None)[0]
-
-
-def _gated(
-    spec: AttentionSpec[Tensor], log_fgate: Tensor, query: Tensor, query_offset: int | Tensor | None
-) -> AttentionSpec[Tensor]:
-    _WITH_GATES.check(spec)
-    assert not isinstance(query_offset, Tensor)
-    first = check_gates(spec, log_fgate, query, query_offset)
-    return with_gates(spec, gate_sums(log_fgate), first, log_fgate)
 
 
 def _indices(rows: Rows, query_len: int, device: torch.device) -> Tensor:

@@ -76,28 +76,11 @@ def forgetting_attention(
     if unknown:
         raise unknown_argument("forgetting_attention", unknown)
     heads = query.shape[2] if getattr(query, "ndim", 0) == 4 else 0
-    spec = make_spec(
-        query,
-        key,
-        value,
-        [0.0] * heads if slopes is None else slopes,
-        causal=True,
-        right_slopes=None,
-        query_offset=query_offset,
-        return_lse=return_lse,
-        **options,
-    )
+    slopes = [0.0] * heads if slopes is None else slopes
+    spec = make_spec(query, key, value, slopes, query_offset=query_offset, return_lse=return_lse, **options)
     READS.check(spec)
     check_array("log_fgate", log_fgate)
-    first = check_log_fgate(
-        log_fgate,
-        batch=spec.batch,
-        num_heads=spec.num_heads,
-        num_kv_heads=spec.num_kv_heads,
-        key_len=spec.key_len,
-        query_len=spec.query_len,
-        query_offset=query_offset,
-    )
+    first = check_log_fgate(log_fgate, spec, query_offset)
     values = readable_values(log_fgate)
     if values is not None and not (values <= 0).all():
         raise ValueError(GATES_RULE)

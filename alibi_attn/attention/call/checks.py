@@ -9,7 +9,7 @@ import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
 
-from alibi_attn.attention.call.spec import MAX_POSITION
+from alibi_attn.attention.call.spec import MAX_POSITION, AttentionSpec
 
 # Of the supported dtypes.
 EPS = {"float16": 2.0**-10, "bfloat16": 2.0**-7, "float32": 2.0**-23, "float64": 2.0**-52}
@@ -304,17 +304,9 @@ SINKS_RULE = (
 )
 
 
-def check_log_fgate(
-    log_fgate: ArrayLike,
-    *,
-    batch: int,
-    num_heads: int,
-    num_kv_heads: int,
-    key_len: int,
-    query_len: int,
-    query_offset: int | None,
-) -> int:
+def check_log_fgate(log_fgate: ArrayLike, spec: AttentionSpec[Any], query_offset: int | None) -> int:
     """Gates are fp32 or fp64, [B, H, S] or [B, K, S], and all queries are among the keys. Returns the position of query 0."""
+    batch, num_heads, num_kv_heads, key_len = spec.batch, spec.num_heads, spec.num_kv_heads, spec.key_len
     if dtype_name(log_fgate.dtype) not in ("float32", "float64"):
         raise TypeError(
             f"log_fgate is {dtype_name(log_fgate.dtype)} but must be float32 or float64: it is summed over the sequence"
@@ -327,10 +319,10 @@ def check_log_fgate(
             f"log_fgate has shape {list(shape)} but must be [B, H, S] = [{batch}, {num_heads}, {key_len}], the logarithm of one "
             f"gate per query head and key position, or [B, K, S] with K = {num_kv_heads}"
         )
-    first = key_len - query_len if query_offset is None else query_offset
-    if first < 0 or first + query_len > key_len:
+    first = key_len - spec.query_len if query_offset is None else query_offset
+    if first < 0 or first + spec.query_len > key_len:
         raise ValueError(
-            f"the queries are at positions {first} to {first + query_len - 1} but log_fgate has the gates of 0 to "
+            f"the queries are at positions {first} to {first + spec.query_len - 1} but log_fgate has the gates of 0 to "
             f"{key_len - 1}: every query must be among the keys"
         )
     return first
