@@ -308,12 +308,12 @@ def test_padded_rows_get_what_full_attention_gives_under_a_mask(case: str, queri
 
 
 def test_queries_that_see_no_key_return_zeros(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Queries of padded positions, or with all visible keys outside the window; merged with outlier tiles or sinks."""
+    """Queries of padded positions, or with all visible keys outside the window; merged with outlier tiles."""
     monkeypatch.setattr(decoding, "has_kernel", lambda *tensors: False)
     query, key, value = draw(5, 2600, batch=2)
     key[:, :, 1000] *= 30
     runs = [(900, 2600), (2597, 2600)]
-    for options in ({}, {"sink_logits": torch.zeros(8)}, {"sink_logits": torch.zeros(8), "window": 2}):
+    for options in ({}, {"window": 2}):
         got = decoding.attend_near(query, key, value, SLOPES, Norms.of(key, value), visible=runs, **options)
         assert bool(got.isfinite().all())
         assert bool((got[1, :, :2] == 0).all())
@@ -326,7 +326,6 @@ def test_queries_that_see_no_key_return_zeros(monkeypatch: pytest.MonkeyPatch) -
         Norms.of(key, value),
         visible=[(0, 2598), (10, 1500)],
         window=4,
-        sink_logits=torch.zeros(8),
     )
     assert bool(hidden_at_the_end.isfinite().all())
     assert bool((hidden_at_the_end[1] == 0).all())

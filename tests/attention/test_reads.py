@@ -345,7 +345,7 @@ UNCHECKED = (
     "attend_at",
     "attend_near",
     "attend_groups",
-    "spec_of",
+    "launched",
     "call_of",
     "_call",  # of one rank, whose shard was checked
 )

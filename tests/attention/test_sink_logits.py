@@ -6,9 +6,6 @@ import pytest
 import torch
 
 from alibi_attn.attention.api import alibi_attention, explain
-from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.attention.forgetting import forgetting_attention
-from alibi_attn.attention.run import decoding
 from alibi_attn.attention.run.execution import scaled_by_sinks
 from alibi_attn.attention.run.merging import merged
 from alibi_attn.attention.varlen import alibi_attention_varlen
@@ -39,20 +36,6 @@ def test_packed_sequences_with_sinks_equal_single_ones(backend: str) -> None:
         q_one, k_one, v_one = (x[low:high].transpose(0, 1)[None] for x in (q, k, v))
         alone = alibi_attention(q_one, k_one, v_one, m, sink_logits=sinks, backend=backend)
         torch.testing.assert_close(packed[low:high], alone[0].transpose(0, 1), rtol=1e-5, atol=1e-5)
-
-
-@pytest.mark.parametrize("gated", [False, True])
-def test_decoding_with_sinks_equals_the_definition(*, gated: bool) -> None:
-    g = torch.Generator().manual_seed(0)
-    q, k, v = (torch.randn(1, h, n, 16, generator=g) for h, n in ((4, 2), (2, 3000), (2, 3000)))
-    k[:, :, 5] *= 20  # an outlier tile, whose result is merged
-    m, sinks = torch.tensor(SLOPES), torch.tensor(SINKS)
-    gates = torch.nn.functional.logsigmoid(torch.randn(1, 4, 3000, generator=g) + 5) if gated else None
-    with torch.no_grad():
-        got = decoding.attend_near(q, k, v, m, Norms.of(k, v), log_fgate=gates, sink_logits=sinks)
-    wide, options = [x.double() for x in (q, k, v)], {"sink_logits": sinks, "backend": "reference"}
-    exact = forgetting_attention(*wide, gates.double(), m, **options) if gated else alibi_attention(*wide, m, **options)
-    torch.testing.assert_close(got.double(), exact, rtol=1e-5, atol=1e-5)
 
 
 def test_results_over_parts_of_the_keys_merge_and_get_the_sink_once() -> None:

@@ -7,7 +7,7 @@ not finite, each head of each row attends to a slice instead (`near_keys.py`).
 """
 
 import functools
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any
 
 import torch
@@ -25,7 +25,7 @@ from alibi_attn.attention.call.transforms import are_ordinary, autocasts
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.biased import sums_behind
 from alibi_attn.attention.certificate.norms import Norms
-from alibi_attn.attention.run.execution import attend, scaled_by_sinks
+from alibi_attn.attention.run.execution import attend
 from alibi_attn.attention.run.merging import merged
 from alibi_attn.attention.run.near_keys import Runs, buckets, needed_keys, visible_runs
 
@@ -138,36 +138,13 @@ def attend_at(
     return fused.decode(spec, query, key, value, known_norms)[0]
 
 
+attend_groups = groups.attend_groups
+
+
 def reads_groups(query: Tensor) -> bool:
     """Whether `attend_groups` supports these queries."""
     few = query.shape[2] <= DECODE_QUERIES and query.numel() > 0
     return few and reads_near_at(query) and are_ordinary(query) and not autocasts(query.device.type)
-
-
-@torch.no_grad()
-def attend_groups(
-    query: Tensor,
-    cached: Sequence[tuple[Tensor, ...]],
-    slopes: Tensor,
-    heads: groups.Heads,
-    *,
-    windows: tuple[int | None, ...],
-    offsets: Tensor | None = None,
-) -> Tensor:
-    """`alibi_attention` of the last T positions, [B, H, T, D], if `reads_groups` allows it.
-
-    Args:
-        cached: the keys and values of each group of consecutive heads, [B, members, S, D], where S differs.
-        slopes: [H] fp32.
-        heads: of each group, its first query head and the one after its last.
-        windows: of each group.
-        offsets: [groups] int64: the position of the first query in each group; None = the queries are the last.
-    """
-
-    def spec_of(group: int, *tensors: Tensor) -> Spec:
-        return make_spec(*tensors, window=windows[group])
-
-    return groups.decode_groups(query, slopes, cached, heads, windows, spec_of, offsets)
 
 
 def has_kernel(*tensors: Tensor) -> bool:
@@ -194,19 +171,17 @@ def attend_near(
     window: int | None = None,
     scale: float | None = None,
     tolerance: float | None = None,
-    sink_logits: Tensor | None = None,
 ) -> Tensor:
     """Causal attention of the last T positions, [B, H, T, D], if `reads_near` allows it; on a CPU reads the reach on the host.
 
     Args:
         query, key, value, slopes, window, scale, tolerance: as for `alibi_attention`.
-        sink_logits: as for `alibi_attention`; the CPU kernel, which returns no lse, is then not used.
         known_norms: norms of the keys and values, of all but the last few; None = unknown.
         visible: the keys that each row may see, CPU only; None = all.
         log_fgate: [B, H, S] gates as for `forgetting_attention`, CPU only, with all keys visible and no cut between the queries.
     """
     few = query.shape[2] <= MAX_QUERIES
-    if few and _on_cpu(query) and log_fgate is None and sink_logits is None and has_kernel(query, key, value):
+    if few and _on_cpu(query) and log_fgate is None and has_kernel(query, key, value):
         numbers = {**DEFAULTS, "window": window, "scale": scale, "tolerance": tolerance}
         factor, share = check_numbers(numbers, head_dim=query.shape[3], dtype=dtype_name(query.dtype))
         output = native.decode(
@@ -214,16 +189,13 @@ def attend_near(
         )
         if output is not None:
             return output
-    spec = make_spec(
-        query, key, value, slopes, window=window, scale=scale, tolerance=tolerance, sink_logits=sink_logits
-    )
+    spec = make_spec(query, key, value, slopes, window=window, scale=scale, tolerance=tolerance)
     with torch.no_grad():
         known_norms = Norms.of(key, value) if known_norms is None else known_norms
         if _on_cpu(query):
             return _in_slices(spec, query, key, value, known_norms, visible, log_fgate)
         assert visible is None and log_fgate is None, "reads_near excludes key masks and gates here"  # noqa: PT018
-        output, lse = fused.decode(spec, query, key, value, known_norms)
-        return output if sink_logits is None else scaled_by_sinks(output, lse, sink_logits)
+        return fused.decode(spec, query, key, value, known_norms)[0]
 
 
 def _on_cpu(query: Tensor) -> bool:
@@ -261,7 +233,6 @@ def _in_slices(
                 num_kv_heads=len(members),
                 tolerance=inside,
                 slopes=spec.slopes[heads] if spec.slopes.ndim == 1 else spec.slopes[one, heads],
-                sink_logits=None if spec.sink_logits is None else spec.sink_logits[heads],
             )
             gates = None if log_fgate is None else log_fgate[one, heads]
             output[one, heads] = _attend(
@@ -294,20 +265,13 @@ def _attend(
             key_len=high - low,
             query_offset=spec.key_len - spec.query_len - low,
             key_bias=bias,
-            sink_logits=None,
             return_lse=return_lse,
         )
         return attend(span, query, keys, values, "auto")
 
-    if len(spans) == 1 and spec.sink_logits is None:
+    if len(spans) == 1:
         output = attended(*spans[0], return_lse=False)
         assert isinstance(output, Tensor)
         return output
     parts = ((output, lse) for output, lse in (attended(*span, return_lse=True) for span in spans))
-    output, whole = functools.reduce(lambda one, other: merged(*one, *other), parts)
-    output = output.to(query.dtype)
-    if spec.sink_logits is None:
-        return output
-    if log_fgate is not None:  # the gates after a query, up to the last position
-        whole = whole - sums_behind(log_fgate[..., spec.key_len - spec.query_len :])
-    return scaled_by_sinks(output, whole, spec.sink_logits)
+    return functools.reduce(lambda one, other: merged(*one, *other), parts)[0].to(query.dtype)

@@ -1,6 +1,6 @@
 """Decoding with groups of heads that keep different numbers of keys: for the host, all groups together are one call."""
 
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -10,28 +10,29 @@ from alibi_attn.attention.backends.fused.call import call_of
 from alibi_attn.attention.backends.fused.launch import begin, in_rows, part_of, scratch
 from alibi_attn.attention.backends.fused.recording import replayed
 from alibi_attn.attention.backends.fused.split_keys import reads_whole
-from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate.constants import TILE
 
-Heads = tuple[tuple[int, int], ...]  # the first of each group, and the one after its last
 
-
-def decode_groups(
+@torch.no_grad()
+def attend_groups(
     query: Tensor,
-    slopes: Tensor,
     cached: Sequence[tuple[Tensor, ...]],
-    heads: Heads,
-    options: tuple[object, ...],
-    spec_of: Callable[..., AttentionSpec[Tensor]],
+    slopes: Tensor,
+    heads: tuple[tuple[int, int], ...],
+    *,
+    windows: tuple[int | None, ...],
     offsets: Tensor | None = None,
 ) -> Tensor:
-    """Causal attention of up to DECODE_QUERIES positions, by default the last.
+    """`alibi_attention` of the last T ≤ DECODE_QUERIES positions, [B, H, T, D], if `decoding.reads_groups` allows it.
 
     Args:
-        cached: the keys and values of each group.
-        options: what `spec_of` depends on, except for tensors.
-        spec_of: makes the spec of a group from its number, queries, keys, values and slopes; without masks and biases of keys.
-        offsets: [groups] int64: the position of the first query in each group, and then lengths do not change.
+        cached: the keys and values of each group of consecutive heads, [B, members, S, D], where S differs.
+        slopes: [H] fp32.
+        heads: of each group, its first query head and the one after its last.
+        windows: of each group.
+        offsets: [groups] int64: the position of the first query in each group, and then lengths do not change; None = the
+            queries are the last.
     """
     query, *pairs = in_rows(query, *(x for pair in cached for x in pair))
     output, queries = torch.empty_like(query), query.shape[2]
@@ -42,7 +43,7 @@ def decode_groups(
             begin(group)
             some, into, own = (part_of(x, slice(first, end)) for x in (query, output, slopes))
             key, value = pairs[2 * group : 2 * group + 2]
-            spec = spec_of(group, some, key, value, own)
+            spec = make_spec(some, key, value, own, window=windows[group])
             if offsets is not None:
                 spec = spec.changed(query_offset=part_of(offsets, slice(group, group + 1)))
             call, rows = call_of(spec, query.device), some.shape[:3].numel()
@@ -52,9 +53,9 @@ def decode_groups(
 
     tensors = query, slopes, output, offsets, *pairs
     if offsets is not None:
-        replayed(("groups", heads, options), tensors, launched)
+        replayed(("groups", heads, windows), tensors, launched)
         return output
-    kind = "groups", heads, options, *(-(-length // TILE) for length in lengths)
+    kind = "groups", heads, windows, *(-(-length // TILE) for length in lengths)
     varying = [x for length in lengths for x in (length, length - queries)]
     replayed(kind, tensors, launched, tuple(varying), range(4, 4 + len(pairs)))
     return output
