@@ -216,10 +216,7 @@ def explain(
     """
     query, key, value = autocast(query, key, value)
     spec = make_spec(query, key, value, slopes, **options)
-    if query.is_meta:
-        raise ValueError(
-            "query is on the meta device, which holds no values, but explain reads them; pass real tensors"
-        )
+    _check_has_values(query, "explain reads them")
     name = dispatch.choose(backend, spec, query, key, value).name
     with torch.no_grad():
         found = visits(spec, query, key, value, backend)
@@ -283,12 +280,14 @@ def certified_block_mask(
     query, key = autocast(query, key)
     spec = make_spec(query, key, key, slopes, **options)
     _BLOCK_MASK.check(spec)
-    if query.is_meta:
-        raise ValueError(
-            "query is on the meta device, which holds no values, but a BlockMask needs them; pass real tensors"
-        )
+    _check_has_values(query, "a BlockMask needs them")
     if spec.query_len == 0 or spec.key_len == 0:
         raise ValueError(
             f"there are {spec.query_len} queries and {spec.key_len} keys but a BlockMask needs at least one of each"
         )
     return flex.block_mask(spec, query.detach(), key.detach(), None, block_size=blocks)
+
+
+def _check_has_values(query: Tensor, why: str) -> None:
+    if query.is_meta:
+        raise ValueError(f"query is on the meta device, which holds no values, but {why}; pass real tensors")

@@ -34,7 +34,10 @@ def attend(
         output, lse = attend(without_sinks(spec), query, key, value, backend)
         output = scaled_by_sinks(output, lse, spec.sink_logits)
     elif off and not is_empty:
-        output, lse = _attend_in_parts(spec, query, key, value, backend)
+        parts = merging.parts(spec, query, key, value)
+        results = [attend(part.spec, part.query, part.key, part.value, backend) for part in parts]
+        with transforms.without_autocast(query.device.type):
+            output, lse = merging.joined(spec, parts, [(result[0], result[1]) for result in results])
     else:
         if is_empty or name not in dispatch.WITH_OPERATOR:
             # Second derivatives and forward mode would be wrong on some backends; operators refuse them too.
@@ -79,15 +82,6 @@ def scaled_by_sinks(output: Tensor, lse: Tensor, sink_logits: Tensor) -> Tensor:
     (sink_logits,) = once(sink_logits)
     share = torch.sigmoid(lse.masked_fill(blind, 0.0) - sink_logits.to(lse.dtype)[:, None]).masked_fill(blind, 0.0)
     return (output * share[..., None]).to(output.dtype)
-
-
-def _attend_in_parts(
-    spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, backend: str
-) -> tuple[Tensor, Tensor]:
-    parts = merging.parts(spec, query, key, value)
-    results = [attend(part.spec, part.query, part.key, part.value, backend) for part in parts]
-    with transforms.without_autocast(query.device.type):
-        return merging.joined(spec, parts, [(result[0], result[1]) for result in results])
 
 
 def visits(

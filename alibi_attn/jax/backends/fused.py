@@ -149,7 +149,7 @@ def _planned(causal: bool, given: Numbers, arrays: Arrays) -> tuple[Array, ...]:
             call,
             of_kernels.Norms(empty((3, b, k, tiles)), empty((b, k, tiles * TILE)), None, None, 0),
             empty((b * h + 1,), whole),
-            _wide((b, h, _CHOICES)),
+            Changed(jnp.zeros((b, h, _CHOICES, 2), jnp.int32), "*i64"),  # JAX may not have int64
             0,
             tiles,
         ),
@@ -341,11 +341,6 @@ def _rows(x: Array | Changed) -> Rows:
     """The `Rows` of an array [B, T, H, D]."""
     _, t, h, d = (x.array if isinstance(x, Changed) else x).shape
     return Rows(x, t * h * d, d, h * d)
-
-
-def _wide(shape: tuple[int, ...]) -> Changed:
-    """An array for a kernel to fill with int64, which JAX sees as pairs of int32."""
-    return Changed(jnp.zeros((*shape, 2), jnp.int32), "*i64")
 
 
 def _shape(kernel: Kernel, arrays: Arrays, given: Numbers) -> Shape:

@@ -305,21 +305,15 @@ def _written_out(
 ) -> tuple[Tensor, Tensor, Tensor]:
     """(p, ds, i − j) of one block of a piece, [rows, keys], the first two fp64; `inner` is Σ grad·out − grad_lse per query."""
     grad, q, k, v, _ = tensors
-    work = lse.dtype
-    score, distance = _scores(head, piece, block, q, k)
-    go, mass, rest = (query_view(x, piece, block)[0].to(work) for x in (grad, lse, inner))
-    weight = (score - mass[:, None]).clamp(max=0.0).exp().double()  # above 0 is rounding
-    return weight, weight * (go @ key_view(v, piece, block)[0].to(work).T - rest[:, None]).double(), distance
-
-
-def _scores(head: HeadMasks, piece: Piece, block: int, q: Tensor, k: Tensor) -> tuple[Tensor, Tensor]:
-    """(scores with the bias, −inf for hidden keys; i − j) of one block of a piece, [rows, keys]."""
-    right_slope = 0.0 if math.isinf(head.right_slope) else head.right_slope
+    work, right_slope = lse.dtype, 0.0 if math.isinf(head.right_slope) else head.right_slope
     distance = head.distance(piece, block)[0]
     slope = q.new_full(distance.shape, head.slope, dtype=head.dtype).masked_fill(distance < 0, right_slope)
     query, key = query_view(q, piece, block)[0].to(head.dtype), key_view(k, piece, block)[0].to(head.dtype)
     score = (query @ key.T) * head.spec.scale - slope * distance.abs()
-    return score.masked_fill(head.hidden(piece, distance[None], block)[0], -math.inf), distance
+    score = score.masked_fill(head.hidden(piece, distance[None], block)[0], -math.inf)
+    go, mass, rest = (query_view(x, piece, block)[0].to(work) for x in (grad, lse, inner))
+    weight = (score - mass[:, None]).clamp(max=0.0).exp().double()  # above 0 is rounding
+    return weight, weight * (go @ key_view(v, piece, block)[0].to(work).T - rest[:, None]).double(), distance
 
 
 def _with_lse_column(tensors: list[Tensor], grad_lse: Tensor) -> list[Tensor]:
