@@ -202,7 +202,7 @@ def assert_calls_compile() -> None:
     asked = ran(AS_ON_A_DEVICE, "sm_90", "bfloat16", *calls)
     kernels = "forward", "decode", "merge", "query", "key", "visitors"
     before = "norms", "survey", "reach", "plan", "labels", "spread"
-    biased, of_tables = ("split", "scan", "suffix"), ("diagonal", "total", "table_forward", "table_query", "table_key")
+    biased, of_tables = ("split", "scan", "suffix"), ("diagonal", "total", "table_forward")
     assert set(asked) == {f"{name}_kernel" for name in (*kernels, *before, *biased, *of_tables)}
 
 

@@ -44,22 +44,20 @@ from alibi_attn.attention.backends.fused.kernels.backward import query_kernel
 from alibi_attn.attention.backends.fused.kernels.backward_keys import key_kernel
 from alibi_attn.attention.backends.fused.kernels.certificate import norms_kernel, survey_kernel
 from alibi_attn.attention.backends.fused.kernels.decode import decode_kernel, merge_kernel
-from alibi_attn.attention.backends.fused.kernels.forward import forward_kernel
+from alibi_attn.attention.backends.fused.kernels.forward import forward_kernel, table_forward_kernel
 from alibi_attn.attention.backends.fused.kernels.gates import scan_kernel, suffix_kernel
 from alibi_attn.attention.backends.fused.kernels.key_bias import split_kernel
 from alibi_attn.attention.backends.fused.kernels.masks import labels_kernel, spread_kernel
 from alibi_attn.attention.backends.fused.kernels.plan import plan_kernel, visitors_kernel
 from alibi_attn.attention.backends.fused.kernels.reach import reach_kernel
-from alibi_attn.attention.backends.fused.kernels.table import table_forward_kernel
 from alibi_attn.attention.backends.fused.kernels.table_diagonals import diagonal_kernel
-from alibi_attn.attention.backends.fused.kernels.table_gradients import table_key_kernel, table_query_kernel
 from alibi_attn.attention.backends.fused.table import widths
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_lab import records
 
 KERNELS = {"forward": forward_kernel, "query": query_kernel, "key": key_kernel, "decode": decode_kernel}
-OF_TABLES = {"forward": table_forward_kernel, "query": table_query_kernel, "key": table_key_kernel}
-OF_TABLES = {f"{name}, table": kernel for name, kernel in (*OF_TABLES.items(), ("diagonal", diagonal_kernel))}
+OF_TABLES = {"forward": table_forward_kernel, "query": query_kernel, "key": key_kernel, "diagonal": diagonal_kernel}
+OF_TABLES = {f"{name}, table": kernel for name, kernel in OF_TABLES.items()}
 BEFORE = {
     "norms": norms_kernel,
     "survey": survey_kernel,
@@ -95,7 +93,6 @@ TYPES |= dict.fromkeys(("KEYS", "VALUES"), ROWS) | dict.fromkeys(("KEY_NORMS", "
 TYPES |= dict.fromkeys(("LENGTH", "FIRST", "RINGS"), "*i64")
 TYPES |= {"QUERY_START": "*i64", "DGATES": "*fp32", "split": KeyBias("*fp32", "*fp32", "*fp32", "*fp32")}
 TYPES |= {
-    "table": Table("*fp32", "i32", "i32"),
     "ALLOWED": None,
     "COSTS": "*i64",
     "nats_of_tolerance": "fp32",
@@ -253,7 +250,8 @@ def _source(kernel: str, target: str, head_dim: int, shape: Shape, biased: bool)
     if kernel == "rings":
         types |= dict.fromkeys(("KEYS", "VALUES"), "*bf16")
     if kernel in OF_TABLES:
-        types["SUMS"] = "*fp32"
+        types |= {"SUMS": "*fp32" if kernel.startswith("diagonal") else None, "DSLOPES": None, "SHIFTED": None}
+        types["call"] = TYPES["call"]._replace(table=Table("*fp32", "i32", "i32"))
     if biased:
         types["call"] = TYPES["call"]._replace(key_bias=KeyBias("*fp32", "*fp32", "*fp32", "*fp32"))
         types["visited"], types["visitors"] = (

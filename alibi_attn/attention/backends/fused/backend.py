@@ -19,6 +19,8 @@ from alibi_attn.attention.backends.fused.configs import (
     MAX_HEAD_DIM,
     PLAN_ROWS,
     WHOLE_KEYS,
+    Kernel,
+    Shape,
     may_describe,
     may_fix,
     tile_shape,
@@ -239,7 +241,7 @@ def _launch_backward(
     grad_lse: Tensor | None, saved_plan: Tensor, dq: Tensor, dk: Tensor, dv: Tensor, dslopes: Tensor | None,
     of_keys: Tensor | None, of_queries: Tensor | None, of_table: Tensor | None,
 ) -> None:  # fmt: skip
-    """Three kernels: those that fill the gradients of queries and of keys, and before them the one that finds visitors."""
+    """The kernels that find visitors, fill the gradients of queries, of keys, and of a table."""
     from alibi_attn.attention.backends.fused.kernels.backward import query_kernel
     from alibi_attn.attention.backends.fused.kernels.backward_keys import key_kernel
 
@@ -247,7 +249,7 @@ def _launch_backward(
     b, h, k, s, t = spec.batch, spec.num_heads, spec.num_kv_heads, spec.key_len, spec.query_len
     call, key_tiles = call_of(spec, device), -(-s // TILE)
     rows = b * h * -(-t // tiles.rows) * tiles.rows
-    is_shifted = spec.causal and query.dtype != torch.float32  # which would lose digits
+    is_shifted = spec.causal and query.dtype != torch.float32 and spec.table is None  # fp32 would lose digits
     delta, shifted, candidates, order, key_order = allotted(
         device, (rows, torch.float32), (rows if is_shifted else 0, torch.float32), (3 * b * h * key_tiles, torch.int32),
         (b * h, torch.int32), (b * k, torch.int32),
@@ -261,14 +263,10 @@ def _launch_backward(
     bands, unit = of_plan(layout.measured if is_measured else layout.bands), TILE if is_measured else tiles.rows
     visitors = grouped(Visitors, bands, candidates, full, number(layout.row))
     find_visitors(spec, tiles, bands, unit, order, candidates, key_order if spec.group > 1 else NONE)
-    if spec.table is not None:
-        inputs, gradients = (queries, keys, values, rows_of(output), grads), (rows_of(dq), rows_of(dk), rows_of(dv))
-        of_each, visits = (lses, pointer(grad_lse), delta), (_visited(tiles), visitors)
-        table.backward(spec, inputs, gradients, of_each, call, visits, tiles.rows, table.widths(query), of_table)
-        return
-    may, width = may_describe(query.dtype, spec.head_dim, large=large), 1 << (spec.head_dim - 1).bit_length()
+    may = spec.table is None and may_describe(query.dtype, spec.head_dim, large=large)
+    width = 1 << (spec.head_dim - 1).bit_length()
     known = may and is_hopper(device) and spec.key_bias is None and all(map(is_describable, (key, value)))
-    shape = tile_shape("query", query.dtype, spec.head_dim, large=large, described=known)
+    shape = _shape("query", spec, query, described=known)
     fetched = (described(x, shape.keys, width) for x in (key, value)) if known else (keys, values)
     launch(
         device, query_kernel, (b * h * -(-t // shape.queries), 1, 1),
@@ -277,7 +275,7 @@ def _launch_backward(
         _visited(tiles, bands=bands), order, tiling(spec.head_dim, spec.causal, shape[:2], tiles.rows, unit, described=known),
     )  # fmt: skip
     known = may and all(map(is_describable, (query, grad_output)))
-    shape = tile_shape("key", query.dtype, spec.head_dim, large=large, described=known)
+    shape = _shape("key", spec, query, described=known)
     if known:
         queries, grads = (described(x, shape.queries, width) for x in (query, grad_output))
     launch(
@@ -285,6 +283,16 @@ def _launch_backward(
         of_shape(shape), queries, keys, values, grads, rows_of(dk), rows_of(dv), lses, shifted, delta, pointer(of_keys), call,
         visitors, key_order, tiling(spec.head_dim, spec.causal, shape[:2], tiles.rows, unit, described=known),
     )  # fmt: skip
+    if of_table is not None:
+        inputs = queries, keys, values, grads
+        table.add_up(spec, inputs, (lses, delta), call, tiles.rows, table.widths(query).diagonal, of_table)
+
+
+def _shape(kernel: Kernel, spec: Spec, query: Tensor, *, described: bool) -> Shape:
+    """The tile of a kernel of backward."""
+    if spec.table is not None:
+        return table.shape_in_backward(kernel, query)
+    return tile_shape(kernel, query.dtype, spec.head_dim, large=is_large(query.device), described=described)
 
 
 class _Saved(NamedTuple):

@@ -11,6 +11,7 @@ from alibi_attn.attention.backends.fused.kernels.arguments import (
     Masks,
     QueryOffset,
     Slopes,
+    Table,
 )
 from alibi_attn.attention.backends.fused.key_bias import parts_of, split
 from alibi_attn.attention.backends.fused.launch import (
@@ -31,19 +32,12 @@ Spec = AttentionSpec[Tensor]
 
 # The fields of a spec that may be tensors here, and what makes them fit for kernels; each returns what fits as it is.
 FIELDS: dict[str, Callable[[Tensor], Tensor]] = {
-    "slopes": Tensor.contiguous,
-    "right_slopes": Tensor.contiguous,
+    **dict.fromkeys(("slopes", "right_slopes", "key_mask", "query_segments", "key_segments"), Tensor.contiguous),
+    **dict.fromkeys(("table", "dropout_seed", "query_numbers", "key_numbers"), Tensor.contiguous),
     "query_offset": lambda first: first.contiguous() if first.ndim == 1 else first.reshape(1),
-    "key_mask": Tensor.contiguous,
-    "query_segments": Tensor.contiguous,
-    "key_segments": Tensor.contiguous,
     "key_bias": lambda bias: bias,
     "query_bias": lambda bias: bias.double().contiguous(),
     "query_start": lambda start: start.long().contiguous(),
-    "table": Tensor.contiguous,
-    "dropout_seed": Tensor.contiguous,
-    "query_numbers": Tensor.contiguous,
-    "key_numbers": Tensor.contiguous,
 }
 
 
@@ -86,6 +80,7 @@ def call_of(spec: Spec, device: torch.device, *, planned: bool = True) -> Argume
         pointer(spec.query_start),
         pointer(spec.query_numbers),
         pointer(spec.key_numbers),
+        NONE if spec.table is None else _table(spec, spec.table),
     )
 
 
@@ -100,6 +95,10 @@ def _offset(spec: Spec) -> Argument:
 def _dropout(spec: Spec, seed: Tensor) -> Argument:
     threshold, factor = dropout_numbers(spec.dropout_p)
     return grouped(Dropout, number(threshold), real(factor), pointer(seed), number(spec.batch // len(seed)))
+
+
+def _table(spec: Spec, table: Tensor) -> Argument:
+    return grouped(Table, pointer(table), number(table.shape[1]), number(spec.table_first))
 
 
 def _slopes(spec: Spec, slopes: Tensor) -> Argument:

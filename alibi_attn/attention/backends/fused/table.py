@@ -1,12 +1,13 @@
-"""Launches the kernels of calls with a table (`kernels/table.py`); `backend.py` plans the tiles that they visit."""
+"""Launches the kernels that only calls with a table have; `backend.py` plans the tiles that they visit."""
 
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import torch
 from torch import Tensor
 
+from alibi_attn.attention.backends.fused.configs import Kernel, Shape
 from alibi_attn.attention.backends.fused.devices import is_large, processors
-from alibi_attn.attention.backends.fused.kernels.arguments import Rows, Table
+from alibi_attn.attention.backends.fused.kernels.arguments import Rows
 from alibi_attn.attention.backends.fused.launch import (
     NONE,
     Argument,
@@ -49,7 +50,7 @@ def widths(query: Tensor) -> Widths:
 
 def forward(spec: Spec, call: Argument, inputs: Inputs, visited: Argument, rows: int, into: Into) -> None:
     """Fills output and the natural lse, twice; `rows` queries share one plan. Few programs split the keys of few queries."""
-    from alibi_attn.attention.backends.fused.kernels.table import table_forward_kernel
+    from alibi_attn.attention.backends.fused.kernels.forward import table_forward_kernel
 
     query, (output, lse, given_lse) = inputs[0], into
     (b, h, t, d), device, (queries, keys) = query.shape, query.device, widths(query).rows
@@ -61,67 +62,45 @@ def forward(spec: Spec, call: Argument, inputs: Inputs, visited: Argument, rows:
     if parts > 1:
         outputs, lses = memory_of_parts(parts, query, lse)
         written = grouped(Rows, outputs, number(h * t * d), number(t * d), number(d)), lses, NONE
-    grid, of_kernel = (b * h * -(-t // queries), parts, 1), _tiling(spec, (queries, keys), rows)
-    arguments = *map(rows_of, inputs), *written, _table(spec), call, visited, of_kernel
+    grid, of_kernel = (b * h * -(-t // queries), parts, 1), tiling(spec.head_dim, spec.causal, (queries, keys), rows)
+    arguments = *map(rows_of, inputs), *written, call, visited, of_kernel
     launch(device, table_forward_kernel, grid, _CONSTANTS, *arguments)
     if parts > 1:
         merge(call, query, parts, outputs, lses, given)
 
 
-def backward(
+def shape_in_backward(kernel: Kernel, query: Tensor) -> Shape:
+    """The tile of the kernel for queries or for keys, which are those of calls without a table."""
+    found = widths(query)
+    return Shape(*(found.rows if kernel == "query" else found.keys), warps=4, stages=2)
+
+
+def add_up(
     spec: Spec,
-    inputs: tuple[Argument, ...],
-    gradients: tuple[Argument, ...],
-    of_queries: tuple[Argument, Argument, Argument],
+    rows: tuple[Argument, ...],
+    of_queries: tuple[Argument, Argument],
     call: Argument,
-    tiles: tuple[Argument, Argument],
     plan_rows: int,
-    tile: Widths,
-    dtable: Tensor | None,
+    side: int,
+    dtable: Tensor,
 ) -> None:
-    """Fills the gradients.
+    """Fills the gradient of the table.
 
     Args:
-        inputs: rows of query, key, value, output and the output's gradient.
-        gradients: rows of the gradients of query, key and value.
-        of_queries: [B, H, T] fp32: lse, its gradient (may be None), and memory for the δ of every query.
-        tiles: `Visited` and `Visitors`.
+        rows: of query, key, value and the output's gradient.
+        of_queries: lse and δ of every query, as backward has them.
         plan_rows: queries that share one plan.
-        tile: its widths.
-        dtable: gets the gradient of the table; None = not wanted.
+        side: queries and keys of a tile.
     """
     from alibi_attn.attention.backends.fused.kernels.table_diagonals import diagonal_kernel, total_kernel
-    from alibi_attn.attention.backends.fused.kernels.table_gradients import table_key_kernel, table_query_kernel
 
-    device, table, heads = spec.slopes.device, _table(spec), spec.batch * spec.num_heads
-    (query, key, value, output, grads), (dq, dk, dv), (lse, grad_lse, delta) = inputs, gradients, of_queries
-    visited, visitors = tiles
-
-    def run(kernel: Any, programs: int, shape: tuple[int, int], *arguments: Argument) -> None:
-        launch(device, kernel, (programs, 1, 1), _CONSTANTS, *arguments, _tiling(spec, shape, plan_rows))
-
-    of_query, of_key = (dq, grad_lse, lse, delta, table, call, visited), (dk, dv, lse, delta, table, call, visitors)
-    programs = heads * -(-spec.query_len // tile.rows[0])
-    run(table_query_kernel, programs, tile.rows, query, key, value, output, grads, *of_query)
-    programs = spec.batch * spec.num_kv_heads * -(-spec.key_len // tile.keys[1])
-    run(table_key_kernel, programs, tile.keys, query, key, value, grads, *of_key)
-    if dtable is None:
-        return
-    side = tile.diagonal
+    device, heads = spec.slopes.device, spec.batch * spec.num_heads
     programs = heads * (-(-spec.query_len // side) - (-spec.key_len // side) - 1)
     (sums,) = allotted(device, (programs * 2 * side, torch.float32))
-    run(diagonal_kernel, programs, (side, side), query, key, value, grads, sums, lse, delta, table, call)
-    programs, of_kernel = spec.num_heads * -(-dtable.shape[1] // COLUMNS), constants(N=side, WIDTH=COLUMNS)
-    launch(device, total_kernel, (programs, 1, 1), of_kernel, sums, pointer(dtable), table, call)
+    of_kernel = tiling(spec.head_dim, spec.causal, (side, side), plan_rows)
+    launch(device, diagonal_kernel, (programs, 1, 1), _CONSTANTS, *rows, sums, *of_queries, call, of_kernel)
+    programs, named = spec.num_heads * -(-dtable.shape[1] // COLUMNS), constants(N=side, WIDTH=COLUMNS)
+    launch(device, total_kernel, (programs, 1, 1), named, sums, pointer(dtable), call)
 
 
 _CONSTANTS = constants(num_stages=2)
-
-
-def _table(spec: Spec) -> Argument:
-    assert spec.table is not None
-    return grouped(Table, pointer(spec.table), number(spec.table.shape[1]), number(spec.table_first))
-
-
-def _tiling(spec: Spec, shape: tuple[int, int], rows: int) -> Argument:
-    return tiling(spec.head_dim, spec.causal, shape, rows)

@@ -143,6 +143,7 @@ class Call(NamedTuple):
         query_start: [B, H, T] int64, only with a key bias: the first key that each query may see, never less than that of the
             query before; None = 0.
         query_numbers, key_numbers: [B, T] and [B, S] int64, with which dropout counts; None = queries and keys in order.
+        table: None = no table; with one, all slopes are 0.
     """
 
     slopes: Slopes
@@ -162,6 +163,7 @@ class Call(NamedTuple):
     query_start: object = None
     query_numbers: object = None
     key_numbers: object = None
+    table: Table | None = None
 
 
 class Tiling(NamedTuple):
@@ -314,6 +316,7 @@ class Survey(NamedTuple):
 
 class Head(NamedTuple):
     """Inside a kernel: the numbers that the scores of a head depend on, in log2 units; in decoding some are columns, one per row.
+    With a table everything is in natural units, because a finite number of it may overflow in units of log2.
 
     Args:
         number: b·H + h.
@@ -322,6 +325,7 @@ class Head(NamedTuple):
         dropout: None = every weight is kept.
         bias: the biases of its keys, for one block of queries; None = no biases.
         numbers: None = queries and keys are in order.
+        table: the address of the table's number for distance 0; None = no table.
     """
 
     number: object
@@ -332,6 +336,7 @@ class Head(NamedTuple):
     dropout: HeadDropout | None
     bias: BlockBias | None = None
     numbers: Numbers | None = None
+    table: object = None
 
 
 class Outputs(NamedTuple):

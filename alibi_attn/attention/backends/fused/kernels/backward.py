@@ -32,6 +32,7 @@ from alibi_attn.attention.backends.fused.kernels.positions import (
     load_first_key,
     load_offset,
     load_window,
+    table_of,
 )
 from alibi_attn.attention.backends.fused.kernels.tiles import (
     LOG2E,
@@ -51,6 +52,7 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     of_head,
     pair_rows,
     partial_scores,
+    power,
     shown_keys,
     store_rows,
 )
@@ -69,13 +71,17 @@ def query_full(
     k, v = load_tile(K, tile, C.BN, C.D), load_tile(V, tile, C.BN, C.D)  # [BN, DP]
     # Scores, their bias, and the weights.
     products = tl.dot(queries.q, k.T, input_precision=C.PRECISION)  # [BM, BN]
-    column = slope * (j - near).to(tl.float32)
-    if head.bias is not None:
-        column += tl.load(head.bias.rest + j)
-        lse -= base_of(head.bias, tile, C.BN) - outputs.origin[0]
-    scores = products * head.scale + column[None, :]
     row = (queries.position - queries.start).to(tl.float32)  # [BM]
-    p = tl.exp2(scores - (lse + slope * (row + (queries.start - near).to(tl.float32)))[:, None])
+    if head.table is not None:
+        scores = products * head.scale + tl.load(head.table + (queries.position[:, None] - j[None, :]))
+        p = power(scores - lse[:, None], head.table)
+    else:
+        column = slope * (j - near).to(tl.float32)
+        if head.bias is not None:
+            column += tl.load(head.bias.rest + j)
+            lse -= base_of(head.bias, tile, C.BN) - outputs.origin[0]
+        scores = products * head.scale + column[None, :]
+        p = tl.exp2(scores - (lse + slope * (row + (queries.start - near).to(tl.float32)))[:, None])
     # Gradient of the scores.
     dp = tl.dot(outputs.do, v.T, input_precision=C.PRECISION)
     if head.dropout is not None:
@@ -137,7 +143,7 @@ def query_partial(
 
     Unless CAREFUL, a key or value that is not finite also makes dq of the queries from which it is hidden NaN.
     """
-    LEAN: tl.constexpr = C.CAUSAL and head.bias is None
+    LEAN: tl.constexpr = C.CAUSAL and head.bias is None and head.table is None
     dq, to_left, to_right, sums = found
     j = tile * C.BN + tl.arange(0, C.BN)
     # Keys, masks, scores, their bias, and the weights.
@@ -145,7 +151,7 @@ def query_partial(
         p, k, here = causal_weights(tile, queries, head, outputs.lse, K, masks, S, C)
     else:
         scores, seen, k, here, _ = partial_scores(tile, queries, head, K, masks, S, outputs.origin, C)
-        p = tl.where(seen, tl.exp2(scores - outputs.lse[:, None]), 0.0)  # [BM, BN]
+        p = tl.where(seen, power(scores - outputs.lse[:, None], head.table), 0.0)  # [BM, BN]
     v = load_rows(V, tile * C.BN, here, C.BN, C.D)  # [BN, DP]
     # Gradient of the scores.
     dp = tl.dot(outputs.do, v.T, input_precision=C.PRECISION)
@@ -232,13 +238,15 @@ def query_kernel(Q, K, V, OUT, DOUT, DQ, LSE, DLSE, DELTA, SHIFTED, DSLOPES, SUM
     numbers = numbers_of(call, b)
     window = load_window(call, b)
     bias = bias_for(call.key_bias, bh, bh * tl.cdiv(T, C.ROWS) + n * C.BM // C.ROWS, tl.cdiv(S, TILE), S)
-    head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, window, dropout, bias, numbers)
+    unit: tl.constexpr = LOG2E if call.table is None else 1.0
+    table = table_of(call, b, h)
+    head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * unit, window, dropout, bias, numbers, table)
 
     rows = tl.arange(0, C.BM)
     i = n * C.BM + rows
     # A query that sees no key is never used, whatever it contains: an infinite lse makes its weights 0.
     LSE, origin = lse_rows(LSE, bh, b, H, T, call.key_bias), None
-    lse = in_log2(tl.load(LSE + i, mask=i < T, other=float("-inf")), call.key_bias)
+    lse = in_log2(tl.load(LSE + i, mask=i < T, other=float("-inf")), call)
     lse = tl.where(lse == float("-inf"), float("inf"), lse)  # [BM]
     if call.key_bias is not None:
         high, low = pair_rows(LSE, H, T)
@@ -257,7 +265,10 @@ def query_kernel(Q, K, V, OUT, DOUT, DQ, LSE, DLSE, DELTA, SHIFTED, DSLOPES, SUM
     segments = load_segments(call.masks.query_segments, b, i, i < T, T)
     start = n * C.BM + load_offset(call.query_offset, b, T, S)
     first_key = load_first_key(call, bh, i, i < T)
-    queries = Queries(q, i, start + rows, start, segments, b, first_key)
+    position = start + rows
+    if call.table is not None:  # it has no numbers for queries past the last one
+        position = tl.minimum(position, start + (T - 1 - n * C.BM))
+    queries = Queries(q, i, position, start, segments, b, first_key)
     # If a whole block lies beyond the keys, a constant is left out of its distances, because a row of ds adds up to dlse.
     # Otherwise the rounding of products with distances of 10⁶ would exceed their sum.
     least = tl.maximum(start - (S - 1), 0) + tl.minimum(start + C.BM - 1, 0)

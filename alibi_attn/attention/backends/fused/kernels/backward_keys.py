@@ -17,6 +17,7 @@ from alibi_attn.attention.backends.fused.kernels.positions import (
     load_first_key,
     load_offset,
     load_window,
+    table_of,
 )
 from alibi_attn.attention.backends.fused.kernels.tiles import (
     LOG2E,
@@ -33,6 +34,7 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     of_head,
     padded,
     pair_rows,
+    power,
     shown_keys,
     store_rows,
 )
@@ -134,6 +136,7 @@ def key_kernel(Q, K, V, DOUT, DK, DV, LSE, SHIFTED, DELTA, SUMS, call, visitors,
     Queries that see no key, and their output gradients, must be zeros (masking their loads would spill registers).
     """
     H, G, T, S = call.H, call.G, call.T, call.S
+    unit: tl.constexpr = LOG2E if call.table is None else 1.0
     programs = tl.cdiv(S, C.BN)
     bk = tl.load(ORDER + tl.program_id(0) // programs).to(tl.int64)
     t = tl.program_id(0) % programs
@@ -160,7 +163,8 @@ def key_kernel(Q, K, V, DOUT, DK, DV, LSE, SHIFTED, DELTA, SUMS, call, visitors,
         right = load_slope(call.right_slopes, b, h)
         dropout = head_dropout(call, b, h)
         numbers = numbers_of(call, b)
-        head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * LOG2E, window, dropout, None, numbers)
+        table = table_of(call, b, h)
+        head = Head(bh, load_slope(call.slopes, b, h), right, call.scale * unit, window, dropout, None, numbers, table)
         first, last, bands = visitors_of(visitors, b, bh, h, key_tile, tiles, blocks)
         first = first * (C.UNIT // C.BM)
         last = tl.maximum(tl.minimum(last * (C.UNIT // C.BM), tl.cdiv(T, C.BM)), first)
@@ -179,6 +183,8 @@ def key_kernel(Q, K, V, DOUT, DK, DV, LSE, SHIFTED, DELTA, SUMS, call, visitors,
         if SHIFTED is not None:
             # The shift would cost digits: a tile or two are within reach of such a head.
             full_last = tl.where(tl.abs(head.slope) <= STEEPEST, full_last, 0)
+        if call.table is not None:  # it has no numbers for keys past the last one
+            full_last = tl.where(t * C.BN + C.BN > S, 0, full_last)
         band = blocks_of(first, last, full_first, full_last, t * C.BN, offset, head, T, C)
         for x in tl.range(0, full_count(band)):
             n = band.after + x  # if causal, no block before the keys sees them
@@ -199,11 +205,15 @@ def key_kernel(Q, K, V, DOUT, DK, DV, LSE, SHIFTED, DELTA, SUMS, call, visitors,
                 column += tl.where(visited, 0.0, float("-inf"))
                 exponents = products * head.scale + column[:, None] - row[None, :]
             else:
-                lse = in_log2(tl.load(LSE_h + i), call.key_bias)  # [BM]
+                lse = in_log2(tl.load(LSE_h + i), call)  # [BM]
                 if call.key_bias is not None:
                     lse -= base - tl.load(pair_rows(LSE_h, H, T)[0] + i)
-                exponents = full_exponents(n, i, j, products, head, lse, band, t * C.BN, offset, visited, rest, C)
-            p = tl.exp2(exponents)
+                if call.table is not None:
+                    distance = (i + offset)[None, :] - j[:, None]
+                    exponents = products * head.scale + tl.load(head.table + distance) - lse[None, :]
+                else:
+                    exponents = full_exponents(n, i, j, products, head, lse, band, t * C.BN, offset, visited, rest, C)
+            p = power(exponents, head.table)
             dk, dv, sums = after_queries(
                 p, None, q, do, v, DELTA + (at + n * C.BM), i + offset, j, head, dk, dv, sums, C, SUMS is not None
             )
@@ -211,7 +221,7 @@ def key_kernel(Q, K, V, DOUT, DK, DV, LSE, SHIFTED, DELTA, SUMS, call, visitors,
             n = partial_tile(x, band, CAUSAL=False)
             i = n * C.BM + rows
             visited = is_visited(bands + n * C.BM // C.UNIT * 4, key_tile)
-            lse = in_log2(tl.load(LSE_h + i, mask=i < T, other=float("-inf")), call.key_bias)
+            lse = in_log2(tl.load(LSE_h + i, mask=i < T, other=float("-inf")), call)
             lse = tl.where(lse != float("-inf"), lse, float("inf"))
             q = block_of(Q, b, h, n, T, C, WHOLE=False)
             do = block_of(DOUT, b, h, n, T, C, WHOLE=False)
@@ -230,8 +240,12 @@ def key_kernel(Q, K, V, DOUT, DK, DV, LSE, SHIFTED, DELTA, SUMS, call, visitors,
                 high, low = pair_rows(LSE_h, H, T)
                 high, low = tl.load(high + i, mask=i < T, other=0.0), tl.load(low + i, mask=i < T, other=0.0)
                 scores += (own_high[:, None] - high[None, :]) + (own_low[:, None] - low[None, :])
-            seen = seen & (lse < float("inf"))[None, :]
-            p = tl.where(seen, tl.exp2(scores - lse[None, :]), 0.0)
+            if call.table is not None:
+                seen = (seen & (lse != float("inf"))[None, :]) != 0  # in the interpreter a mask must be bool
+                scores += tl.load(head.table + ((i + offset)[None, :] - j[:, None]), mask=seen, other=0.0)
+            else:
+                seen = seen & (lse < float("inf"))[None, :]
+            p = tl.where(seen, power(scores - lse[None, :], head.table), 0.0)
             dk, dv, sums = after_queries(
                 p, seen, q, do, v, DELTA + (at + n * C.BM), i + offset, j, head, dk, dv, sums, C, SUMS is not None
             )

@@ -19,10 +19,12 @@ from alibi_attn.attention.backends.fused.kernels.arguments import Band, Head, Qu
 from alibi_attn.attention.backends.fused.kernels.bands import (
     band_of,
     full_count,
+    full_tile,
     outlier_count,
     outlier_tile,
     outward_full,
     outward_partial,
+    partial_tile,
 )
 from alibi_attn.attention.backends.fused.kernels.certificate import KEY_RULE_TOKENS
 from alibi_attn.attention.backends.fused.kernels.dropout import head_dropout, kept_weights, numbers_of
@@ -33,6 +35,7 @@ from alibi_attn.attention.backends.fused.kernels.positions import (
     load_offset,
     load_window,
     lse_before_move,
+    table_of,
 )
 from alibi_attn.attention.backends.fused.kernels.tiles import (
     LOG2E,
@@ -54,6 +57,7 @@ from alibi_attn.attention.backends.fused.kernels.tiles import (
     padded,
     pair_rows,
     partial_scores,
+    power,
     raised,
     store_rows,
 )
@@ -82,7 +86,10 @@ def attend_full(tile, queries, head, m_i, l_i, acc, K, V, S, C, DIAGONAL: tl.con
     products = tl.dot(queries.q, k.T, input_precision=C.PRECISION) * head.scale
     column, row = (j - near).to(tl.float32), (queries.position - near).to(tl.float32)  # [BN], [BM]
     base = None
-    if DIAGONAL:
+    if head.table is not None:
+        scores = products + tl.load(head.table + (queries.position[:, None] - j[None, :]))
+        row = tl.zeros_like(row)
+    elif DIAGONAL:
         distance = row[:, None] - tl.where(j < S, column, float("inf"))[None, :]
         seen = distance >= 0.0
         if head.window is not None:
@@ -101,9 +108,9 @@ def attend_full(tile, queries, head, m_i, l_i, acc, K, V, S, C, DIAGONAL: tl.con
     if FIXED:
         known = m_i[0]
     else:
-        m_i, known, shrink = raised(m_i, tl.max(scores, 1) - row, base)
+        m_i, known, shrink = raised(m_i, tl.max(scores, 1) - row, base, head.table)
         l_i, acc = l_i * shrink, acc * shrink[:, None]
-    p = tl.exp2(scores - (known + row)[:, None])  # [BM, BN]
+    p = power(scores - (known + row)[:, None], head.table)  # [BM, BN]
     part = tl.sum(p, 1)
     l_i += part
     if head.dropout is not None:
@@ -129,8 +136,8 @@ def attend_partial(tile, queries, head, m_i, l_i, acc, K, V, masks, S, C):
         base = origin
     scores = tl.where(seen, scores, float("-inf"))  # [BM, BN]
     # Online softmax.
-    m_i, known, shrink = raised(m_i, tl.max(scores, 1), base)
-    p = tl.exp2(scores - known[:, None])
+    m_i, known, shrink = raised(m_i, tl.max(scores, 1), base, head.table)
+    p = power(scores - known[:, None], head.table)
     # Values.
     v = load_rows(V, tile * C.BN, here, C.BN, C.D)  # [BN, DP]
     sound = all_finite(v)
@@ -319,3 +326,51 @@ def forward_kernel(Q, K, V, OUT, LSE, GIVEN_LSE, call, visited, NORMS, ORDER, ME
         high, low = pair_rows(LSE, H, T)
         tl.store(high + i, m_i[1], mask=i < T)
         tl.store(low + i, m_i[2], mask=i < T)
+
+
+@triton.jit
+def table_forward_kernel(Q, K, V, OUT, LSE, GIVEN_LSE, call, visited, C):
+    """Forward with a table. It gives no bound for far keys, so all tiles are visited that the masks allow.
+
+    Program: (one block of BM queries of one head, part of its keys); the last blocks of a head come first.
+
+    Args:
+        OUT, LSE: Rows and [B, H, T] fp32; of every part, one after another, if the keys are split.
+        GIVEN_LSE: a copy of LSE; None = not wanted.
+    """
+    H, G, T, S = call.H, call.G, call.T, call.S
+    blocks = tl.cdiv(T, C.BM)
+    bh = (tl.program_id(0) // blocks).to(tl.int64)
+    n = blocks - 1 - tl.program_id(0) % blocks
+    part, parts = tl.program_id(1), tl.num_programs(1)
+    b, h = bh // H, (bh % H).to(tl.int32)
+    K, V = of_head(K, b, (h // G).to(tl.int64)), of_head(V, b, (h // G).to(tl.int64))
+    dropout = head_dropout(call, b, h)
+    window = load_window(call, b)
+    head = Head(bh, 0.0, None, call.scale, window, dropout, None, None, table_of(call, b, h))
+
+    rows = tl.arange(0, C.BM)
+    i = n * C.BM + rows
+    segments = load_segments(call.masks.query_segments, b, i, i < T, T)
+    start = n * C.BM + load_offset(call.query_offset, b, T, S)
+    # The table has no numbers for queries past the last one.
+    position = tl.minimum(start + rows, start + (T - 1 - n * C.BM))
+    queries = Queries(load_rows(of_head(Q, b, h), n * C.BM, i < T, C.BM, C.D), i, position, start, segments, b, None)
+    m_i = no_maximum(C.BM)
+    l_i = tl.zeros([C.BM], tl.float32)
+    acc = tl.zeros([C.BM, padded(C.D)], tl.float32)
+
+    band = band_of(visited, b, h, n, start, head, T, S, C)
+    for x in tl.range(part, full_count(band), parts):
+        tile = full_tile(x, band, C.CAUSAL)
+        m_i, l_i, acc, _part = attend_full(tile, queries, head, m_i, l_i, acc, K, V, S, C, DIAGONAL=False, FIXED=False)
+    for x in tl.range(part, tl.maximum(band.last - band.first, 0) - full_count(band), parts, num_stages=1):
+        tile = partial_tile(x, band, C.CAUSAL)
+        m_i, l_i, acc, _part = attend_partial(tile, queries, head, m_i, l_i, acc, K, V, call.masks, S, C)
+
+    sequence = part.to(tl.int64) * call.B + b
+    store_rows(of_head(OUT, sequence, h), n * C.BM, normalized(acc, l_i), i < T, C.BM, C.D)
+    lse = m_i[0] + tl.log2(l_i) / LOG2E
+    tl.store(LSE + (sequence * H + h) * T + i, lse, mask=i < T)
+    if GIVEN_LSE is not None:
+        tl.store(GIVEN_LSE + bh * T + i, lse, mask=i < T)

@@ -175,7 +175,7 @@ def spread_kernel(
     WIDTH: tl.constexpr,
     OF_WIDTH: tl.constexpr,
 ):
-    """Program: WIDTH blocks of queries, and WIDTH tiles of keys, of one row. Every output but `ALLOWED` may be None.
+    """Program: WIDTH blocks of queries, and WIDTH tiles of keys, of one row.
 
     Args:
         ALLOWED: [R, ⌈T / TILE⌉, 2] int32: TILE queries see no key outside this interval.
@@ -226,23 +226,19 @@ def spread_kernel(
         low = tl.maximum(low, load_first_key(call, r, at * TILE, at < blocks))
     tl.store(ALLOWED + (r * blocks + at) * 2, low, mask=at < blocks)
     tl.store(ALLOWED + (r * blocks + at) * 2 + 1, high, mask=at < blocks)
-    if FIRST_SEEN is not None:
-        tl.store(FIRST_SEEN + r, first_seen)
+    tl.store(FIRST_SEEN + r, first_seen)
     count = tl.cdiv(blocks, PARTS)
-    if FULL_BLOCKS is not None:
-        of_queries, of_keys = (queries, b, count, blocks), (keys, r, tiles, tiles)
-        low, high = full_run(at, of_queries, of_keys, offset, PARTS, 1, KEYS=False, OF_WIDTH=OF_WIDTH)
-        if call.query_start is not None:
-            last = tl.minimum((at + 1) * PARTS * TILE, T) - 1
-            low = tl.maximum(low, tl.cdiv(load_first_key(call, r, last, at < count), TILE))
-        out = FULL_BLOCKS + b * row + (h * count + at) * 2
-        tl.store(out, low, mask=at < count)
-        tl.store(out + 1, high, mask=at < count)
-    if FULL_TILES is not None:
-        of_queries, of_keys = (queries, b, count, blocks), (keys, r, tiles, tiles)
-        low, high = full_run(at, of_keys, of_queries, offset, 1, PARTS, KEYS=True, OF_WIDTH=OF_WIDTH)
-        if call.query_start is not None:
-            high = tl.minimum(high, blocks_until_cut(call, r, at, count, PARTS, OF_WIDTH))
-        out = FULL_TILES + b * row + (h * tiles + at) * 2
-        tl.store(out, low, mask=at < tiles)
-        tl.store(out + 1, high, mask=at < tiles)
+    of_queries, of_keys = (queries, b, count, blocks), (keys, r, tiles, tiles)
+    low, high = full_run(at, of_queries, of_keys, offset, PARTS, 1, KEYS=False, OF_WIDTH=OF_WIDTH)
+    if call.query_start is not None:
+        last = tl.minimum((at + 1) * PARTS * TILE, T) - 1
+        low = tl.maximum(low, tl.cdiv(load_first_key(call, r, last, at < count), TILE))
+    out = FULL_BLOCKS + b * row + (h * count + at) * 2
+    tl.store(out, low, mask=at < count)
+    tl.store(out + 1, high, mask=at < count)
+    low, high = full_run(at, of_keys, of_queries, offset, 1, PARTS, KEYS=True, OF_WIDTH=OF_WIDTH)
+    if call.query_start is not None:
+        high = tl.minimum(high, blocks_until_cut(call, r, at, count, PARTS, OF_WIDTH))
+    out = FULL_TILES + b * row + (h * tiles + at) * 2
+    tl.store(out, low, mask=at < tiles)
+    tl.store(out + 1, high, mask=at < tiles)

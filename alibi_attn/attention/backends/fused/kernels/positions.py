@@ -90,6 +90,15 @@ def load_first_key(call, bh, i, there):
 
 
 @triton.jit
+def table_of(call, b, h):
+    """The address of a head's number of the table for distance 0, after the move; None = no table."""
+    if call.table is not None:
+        moved = distance_moved(call.query_offset, b, call.T, call.S)
+        column = tl.minimum(tl.maximum(moved - call.table.first, -(2**30)), 2**30)  # beyond, no key is seen
+        return call.table.numbers + h.to(tl.int64) * call.table.columns + column
+
+
+@triton.jit
 def reach_before_move(reach, moved):
     """The reach at the given positions; `moved` is the distance that the keys came nearer, and negative for the other side's."""
     return tl.minimum(reach + tl.maximum(moved, 0), 2**31 - 1).to(tl.int32)

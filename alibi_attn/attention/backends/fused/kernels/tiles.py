@@ -224,6 +224,8 @@ def partial_scores(tile, queries, head, K, masks, S, origin, C):
             is_huge = (tl.abs(most) >= 2147483648.0) & (most > float("-inf"))
             origin = tl.where(most > float("-inf"), most, 0.0), tl.where(is_huge, rest, 0.0)
         scores += (own - origin[0][:, None]) + (low - origin[1][:, None])
+    if head.table is not None:
+        scores += tl.load(head.table + (queries.position[:, None] - j[None, :]), mask=seen, other=0.0)
     return scores, seen, k, here, origin
 
 
@@ -235,12 +237,13 @@ def no_maximum(BM: tl.constexpr):
 
 
 @triton.jit
-def raised(m_i, largest, base):
+def raised(m_i, largest, base, table):
     """(m_i, the number to subtract from this tile's scores, the factor for earlier sums) after a tile with these largest scores.
 
     Args:
         m_i: the largest score, and the pair that it is relative to if keys have biases: (value, high, low), each [BM].
         base: the pair that the tile's scores are relative to; rows whose own pair is far below adopt it. None without biases.
+        table: of Head.
     """
     value, high, low = m_i
     if base is not None:
@@ -251,18 +254,26 @@ def raised(m_i, largest, base):
         high, low = tl.where(moves, base[0], high), tl.where(moves, base[1], low)
         ahead = tl.where(moves, 0.0, ahead)
         largest += ahead
-    value, known, shrink = raised_maximum(value, largest)
+    value, known, shrink = raised_maximum(value, largest, table)
     if base is not None:
         known -= ahead
     return (value, high, low), known, shrink
 
 
 @triton.jit
-def raised_maximum(m_i, largest):
+def raised_maximum(m_i, largest, table=None):
     """(m_i, the number to subtract from scores, the factor for earlier sums) after scores with this `largest` one."""
     new = tl.maximum(m_i, largest)
     known = tl.where(new == float("-inf"), 0.0, new)
-    return new, known, tl.exp2(m_i - known)  # [BM]
+    return new, known, power(m_i - known, table)  # [BM]
+
+
+@triton.jit
+def power(x, table):
+    """2 to a number in units of log2; with a table, e to a natural one."""
+    if table is not None:
+        x = x * LOG2E
+    return tl.exp2(x)
 
 
 @triton.jit
@@ -286,9 +297,9 @@ def kept_lse(m_i, l_i, key_bias):
 
 
 @triton.jit
-def in_log2(kept, key_bias):
-    """A result of `kept_lse`, in log2 units."""
-    if key_bias is None:
+def in_log2(kept, call):
+    """A result of `kept_lse`, in log2 units; with a table unchanged."""
+    if call.key_bias is None and call.table is None:
         kept = kept * LOG2E
     return kept
 
