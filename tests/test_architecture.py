@@ -1,16 +1,18 @@
-"""Architecture rules, checked with `ast`: allowed imports, lengths of files, and public names.
+"""Architecture rules, checked with `ast`: allowed imports, the border, lengths of files, and public names.
 
 Every rule is an `assert_*` function over a folder that holds the library, `alibi_attn/`, and the laboratory, `alibi_lab/`; a
 test at the end breaks each rule in a made-up tree and expects to be caught.
 """
 
+import ast
 import re
 import subprocess
 import sys
+import tomllib
 from pathlib import Path
 
 import pytest
-from import_graph import edges, parts
+from import_graph import edges, import_statements, modules, parts
 
 import alibi_attn
 
@@ -71,13 +73,26 @@ PLAIN_MODULES = (
     ["attention", "backends", "fused", "configs"],
 )
 
+# What the laboratory may import of the library: public names, `inspect`, and the modules of docs/api. Its commands also
+# share the library's command line.
+PUBLIC = ("alibi_attn", "alibi_attn.nn", "alibi_attn.hf", "alibi_attn.distributed", "alibi_attn.jax")
+FOR_TOOLS = (
+    *(f"alibi_attn.{name}" for name in ("inspect", "files", "strict_json", "units", "processor")),
+    *(f"alibi_attn.nn.{name}" for name in ("linear.fastest", "linear.quantized", "allocator")),
+    "alibi_attn.hf.readers.export",
+    *(f"alibi_attn.hf.embedding.{name}" for name in ("sentence_encoder", "chunking", "late_chunking")),
+)
+
+# triton comes with torch's builds for GPUs; records become a frame where a user has pandas; the rest are measured peers.
+UNDECLARED = {"triton", "pandas", "flash_attn", "llama_cpp", "cyllama", "ctranslate2", "gguf", "onnxruntime"}
+
 
 def assert_layers(root: Path) -> None:
     for module, imported in edges(root):
         package, other = module.split(".")[0], imported.split(".")[0]
         here, there = parts(module), parts(imported)
         if other not in LAYERS or not here or (package, other) == ("alibi_lab", "alibi_attn"):
-            continue  # tests/test_border.py
+            continue  # assert_the_laboratory_uses_public_names
         if not there:
             assert here[0] == "cli", f"{module} imports the package's root; import names from where they are defined"
             continue
@@ -134,6 +149,27 @@ def assert_frameworks_stay_outside(root: Path) -> None:
             assert package not in ("jax", "flax"), f"{module} imports {imported}; JAX lives in alibi_attn/jax"
 
 
+def assert_the_library_stands_alone(root: Path) -> None:
+    for module, imported in edges(root):
+        if module.startswith("alibi_attn."):
+            assert imported.split(".")[0] != "alibi_lab", f"{module} imports {imported}; the library stands without it"
+
+
+def assert_the_laboratory_uses_public_names(root: Path) -> None:
+    for module, source in modules(root):
+        for node in import_statements(source) if module.startswith("alibi_lab.") else ():
+            names = [alias.name for alias in node.names]
+            if isinstance(node, ast.Import):
+                used = [name for name in names if name.split(".")[0] == "alibi_attn"]
+                assert set(used) <= {*PUBLIC, *FOR_TOOLS}, f"{module} imports {used}, which are not for tools"
+            elif node.module.split(".")[0] == "alibi_attn" and node.module not in FOR_TOOLS:
+                if node.module.startswith("alibi_attn.cli") and module.startswith("alibi_lab.cli."):
+                    continue
+                offered = PUBLIC_NAMES.get(node.module, ())
+                hidden = [x for x in names if x not in offered and f"{node.module}.{x}" not in (*PUBLIC, *FOR_TOOLS)]
+                assert not hidden, f"{module} imports {hidden} of {node.module}, which are not public"
+
+
 def assert_files_are_short(root: Path) -> None:
     for folder in ("alibi_attn", "alibi_lab", "tests", "examples"):
         for path in sorted((root / folder).rglob("*.[pch]*")):
@@ -150,6 +186,19 @@ def assert_files_are_short(root: Path) -> None:
                 )
             widest = max(map(len, lines), default=0) if path.suffix != ".py" else 0  # ruff checks Python files
             assert widest <= MAX_COLUMNS, f"{name} has a line of {widest}; {MAX_COLUMNS} are allowed"
+
+
+def literal_names(path: Path) -> list[str]:
+    """The list `__all__` of a module."""
+    for node in ast.parse(path.read_text(encoding="utf-8")).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__":
+            return ast.literal_eval(node.value)
+    raise AssertionError(f"{path} has no __all__")
+
+
+PUBLIC_NAMES = {
+    package: [*literal_names(ROOT.joinpath(*package.split("."), "__init__.py")), "__version__"] for package in PUBLIC
+}
 
 
 def assert_loads_no_framework(statement: str, *frameworks: str) -> None:
@@ -170,6 +219,8 @@ TREE_RULES = [
     assert_backends_are_apart,
     assert_kernels_are_triton_source,
     assert_frameworks_stay_outside,
+    assert_the_library_stands_alone,
+    assert_the_laboratory_uses_public_names,
     assert_files_are_short,
 ]
 
@@ -177,6 +228,23 @@ TREE_RULES = [
 @pytest.mark.parametrize("rule", TREE_RULES)
 def test_the_house_follows_its_plan(rule):
     rule(ROOT)
+
+
+def test_modules_for_tools_are_documented():
+    pages = "".join(path.read_text(encoding="utf-8") for path in (ROOT / "docs" / "api").glob("*.md"))
+    assert not [name for name in FOR_TOOLS if name not in pages]
+
+
+def test_every_import_is_declared():
+    told = tomllib.loads((ROOT / "pyproject.toml").read_text(encoding="utf-8"))["project"]
+    lines = [*told["dependencies"], *(line for extra in told["optional-dependencies"].values() for line in extra)]
+    declared = {re.match(r"[\w-]+", line)[0].lower().replace("-", "_") for line in lines}
+    nodes = [node for _, source in modules(ROOT) for node in import_statements(source)]
+    names = {node.module for node in nodes if isinstance(node, ast.ImportFrom)}
+    names |= {alias.name for node in nodes if isinstance(node, ast.Import) for alias in node.names}
+    imported = {name.split(".")[0] for name in names} - sys.stdlib_module_names - {"alibi_attn", "alibi_lab"}
+    assert imported <= declared | UNDECLARED
+    assert imported >= UNDECLARED, "a peer that nothing imports any more"
 
 
 def test_importing_the_package_loads_no_framework():
@@ -227,19 +295,29 @@ WRONG = [
     (assert_frameworks_stay_outside, "nn/a.py", "import jax.numpy as jnp", "JAX lives in"),
     (assert_files_are_short, "nn/a.py", "x = 1\n" * 401, "has 401 lines"),
     (assert_files_are_short, "nn/a.cpp", "//" + 200 * "x", "has a line of 202"),
+    (
+        assert_the_laboratory_uses_public_names,
+        "alibi_lab/lab/a.py",
+        "from alibi_attn.attention.call import spec",
+        "public",
+    ),
+    (assert_the_laboratory_uses_public_names, "alibi_lab/report/a.py", "from alibi_attn.cli import console", "public"),
+    (assert_the_library_stands_alone, "hf/bloom.py", "def f():\n    import alibi_lab.measure.timing", "without it"),
+    (assert_the_laboratory_uses_public_names, "alibi_lab/lab/a.py", "from alibi_attn import attention", "public"),
+    (assert_the_laboratory_uses_public_names, "alibi_lab/cli/a.py", "import alibi_attn.nn.cache", "for tools"),
 ]
 
 
 @pytest.mark.parametrize(("rule", "path", "source", "message"), WRONG)
 def test_every_rule_catches_a_tree_that_breaks_it(rule, path, source, message, tmp_path):
-    for name in ("slopes.py", "strict_json.py", "nn/cache.py", "jax/__init__.py"):
+    for name in ("slopes.py", "strict_json.py", "nn/cache.py", "jax/__init__.py", "cli/console.py"):
         _write(tmp_path / "alibi_attn" / name, "import math")
     for name in ("records.py", "report/page.py", "lab/config.py", "lab/model/language_model.py", "recipes/index.py"):
         _write(tmp_path / "alibi_lab" / name, "import math")
-    for name in ("api.py", "backends/a.py", "backends/b/d.py", "backends/fused/kernels/forward.py"):
+    for name in ("api.py", "call/spec.py", "backends/a.py", "backends/b/d.py", "backends/fused/kernels/forward.py"):
         _write(tmp_path / "alibi_attn" / "attention" / name, "")
     rule(tmp_path)
-    _write(tmp_path / "alibi_attn" / path, source)
+    _write(tmp_path / (path if path.startswith("alibi_lab") else f"alibi_attn/{path}"), source)
     with pytest.raises(AssertionError, match=message):
         rule(tmp_path)
 
