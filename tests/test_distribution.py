@@ -236,23 +236,6 @@ def files_of(tree: Path) -> set[Path]:
     return {path for path in tree.rglob("*") if not re.search(r"egg-info|__pycache__", str(path))}
 
 
-@pytest.mark.skipif(not KERNELS, reason="a wheel that is made here has no kernels")
-@pytest.mark.parametrize(
-    ("compiler", "said"),
-    [
-        ("no-such-compiler", "CXX names the C++ compiler 'no-such-compiler', which is not installed"),
-        ("false", "false could not compile it: exit status 1"),
-    ],
-)
-def test_a_compiler_that_is_named_and_fails_ends_the_build(
-    compiler: str, said: str, built: Built, tmp_path: Path
-) -> None:
-    done = ended([*PIP, "wheel", *OFFLINE, str(built.sdist)], tmp_path, CXX=compiler)
-    assert done.returncode != 0
-    assert said in done.stdout + done.stderr
-    assert not list(tmp_path.glob("*.whl"))
-
-
 def test_an_installed_wheel_needs_no_more_than_it_declares(built: Built, tmp_path: Path) -> None:
     """The kernels do not need torch either, when JAX calls them."""
     visible = tmp_path / "declared"

@@ -31,33 +31,22 @@ from alibi_lab.report.sections.head_maps import is_drawn
 TEXT = "the cat sat on the mat and the dog sat on the cat " * 12
 
 
-def loop(query: Tensor, key: Tensor, slope: float, scale: float) -> tuple[float, float, dict[str, float]]:
-    """Mean distance, mean share of the first token, zero weights by dtype, of one head [n, D], pair by pair."""
-    n = len(query)
-    distance = first = 0.0
+def loop(query: Tensor, key: Tensor, slope: float, scale: float) -> tuple[float, float, float, dict[str, float]]:
+    """Mean distance, mean share of the first token, share of the keys within reach that weigh more than fp32's tolerance,
+    and zero weights by dtype, of one head [n, D], pair by pair."""
+    n, heavy, distance, first = len(query), [], 0.0, 0.0
+    reach = int(head_reach(query[None, None], key[None, None], torch.tensor([slope]), scale=scale))
+    tolerance = default_tolerance(query[None, None], key[None, None], key[None, None])
     zeros = dict.fromkeys(("float32", "bfloat16", "float16"), 0)
     for i in range(n):
         scores = [scale * float(query[i].double() @ key[j].double()) - slope * (i - j) for j in range(i + 1)]
-        most = max(scores)
-        total = math.fsum(math.exp(score - most) for score in scores)
-        weights = [math.exp(score - most) / total for score in scores]
-        distance += math.fsum(weight * (i - j) for j, weight in enumerate(weights)) / n
-        first += weights[0] / (n - 1) if i else 0.0
-        for name in zeros:
-            dtype = getattr(torch, name)
-            zeros[name] += int((torch.tensor(weights, dtype=torch.float64).to(dtype) == 0).sum())
-    return distance, first, {name: count / (n * (n + 1) / 2) for name, count in zeros.items()}
-
-
-def carried(query: Tensor, key: Tensor, slope: float, scale: float) -> float:
-    """The share of the keys within reach, pair by pair, that weigh more than the tolerance of fp32."""
-    reach = int(head_reach(query[None, None], key[None, None], torch.tensor([slope]), scale=scale))
-    tolerance, heavy = default_tolerance(query[None, None], key[None, None], key[None, None]), []
-    for i in range(len(query)):
-        scores = [scale * float(query[i].double() @ key[j].double()) - slope * (i - j) for j in range(i + 1)]
         weights = torch.tensor(scores, dtype=torch.float64).softmax(0)
-        heavy += [weights[j] > tolerance for j in range(max(0, i - reach + 1), i + 1)]
-    return float(torch.stack(heavy).double().mean())
+        distance += float(weights @ (i - torch.arange(i + 1.0, dtype=torch.float64))) / n
+        first += float(weights[0]) / (n - 1) if i else 0.0
+        heavy += [float(weights[j]) > tolerance for j in range(max(0, i - reach + 1), i + 1)]
+        for name in zeros:
+            zeros[name] += int((weights.to(getattr(torch, name)) == 0).sum())
+    return distance, first, sum(heavy) / len(heavy), {name: count / (n * (n + 1) / 2) for name, count in zeros.items()}
 
 
 def test_the_columns_equal_a_loop_with_shared_key_heads() -> None:
@@ -67,10 +56,10 @@ def test_the_columns_equal_a_loop_with_shared_key_heads() -> None:
     rows = list(measured(query, key, slopes, 0.3))
     columns = {name: [row[name] for row in rows] for name in rows[0]}
     for head, slope in enumerate(slopes.tolist()):
-        distance, first, zeros = loop(query[0, head], key[0, head // 2], slope, 0.3)
+        distance, first, carried, zeros = loop(query[0, head], key[0, head // 2], slope, 0.3)
         assert columns["mean_distance"][head] == pytest.approx(distance, rel=1e-9)
         assert columns["first_token"][head] == pytest.approx(first, rel=1e-9)
-        assert columns["carried"][head] == pytest.approx(carried(query[0, head], key[0, head // 2], slope, 0.3))
+        assert columns["carried"][head] == pytest.approx(carried)
         assert {name: columns[f"zero_{name}"][head] for name in zeros} == pytest.approx(zeros)
     assert columns["certified"] == head_reach(query, key, slopes, scale=0.3)[0].tolist()
     assert columns["zero_bfloat16"][0] > 0.4  # slope 2: zero beyond about 46 tokens
@@ -157,7 +146,7 @@ def test_a_model_of_the_lab_agrees_with_the_captured_tensors(tmp_path: Path) -> 
     query, key, _, (slopes, gates) = attention_inputs(model, tokens)
     assert (slopes.tolist(), gates) == (pytest.approx(alibi_slopes(4).tolist()), None)
     for at, (layer, head) in enumerate(zip(heads["layer"], heads["head"], strict=True)):
-        distance, first, _ = loop(query[layer, head], key[layer, head], float(slopes[head]), query.shape[-1] ** -0.5)
+        distance, first, *_ = loop(query[layer, head], key[layer, head], float(slopes[head]), query.shape[-1] ** -0.5)
         assert heads["mean_distance"][at] == pytest.approx(distance, rel=1e-6)
         assert heads["first_token"][at] == pytest.approx(first, rel=1e-6)
     matrix = weights(load(folder), TEXT, layer=1, length=20).matrix
