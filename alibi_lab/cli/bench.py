@@ -92,7 +92,7 @@ def _command(name: str, benchmark: Benchmark) -> Callable[..., None]:
     kinds, options = dict[str, str](), [_parameter("out", Out, Path("results"))]
     for argument, kind, default, text in _documented(source, function):
         kinds[argument] = kind
-        least = benchmark.least.get(argument, 1) if kind == "int" else None
+        least = benchmark.least.get(argument, 0 if default == 0 else 1) if kind == "int" else None
         options.append(_parameter(argument, Annotated[TYPES[kind], typer.Option(help=text, min=least)], default))
 
     def command(out: Path, **values: Any) -> None:

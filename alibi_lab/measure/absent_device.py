@@ -5,7 +5,6 @@ real; Triton's compiler, its last call into the driver, and the kernels are left
 Use it in a process of its own: constants that are cached for the device stay.
 """
 
-import collections
 import contextlib
 import functools
 import types
@@ -34,25 +33,8 @@ class Launch(NamedTuple):
         return _count(self.arguments)
 
 
-class Launches:
-    """The launches since `clear`."""
-
-    def __init__(self) -> None:
-        self.all: list[Launch] = []
-
-    def clear(self) -> None:
-        self.all.clear()
-
-    def record(self, kernel: str, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
-        assert 0 not in grid, f"{kernel} is launched with a grid of {grid}"
-        self.all.append(Launch(kernel, grid, arguments))
-
-    def by_kernel(self) -> dict[str, int]:
-        return dict(collections.Counter(launch.kernel for launch in self.all))
-
-
 @contextlib.contextmanager
-def absent_device(*, capability: tuple[int, int] = (9, 0), compiles: bool = False) -> Iterator[Launches]:
+def absent_device(*, capability: tuple[int, int] = (9, 0), compiles: bool = False) -> Iterator[list[Launch]]:
     """Inside, every CPU tensor says that it is on `DEVICE`. Yields the launches.
 
     Args:
@@ -62,7 +44,7 @@ def absent_device(*, capability: tuple[int, int] = (9, 0), compiles: bool = Fals
     from triton import compiler
     from triton.runtime import driver
 
-    launches, before = Launches(), driver.active if driver._active is not None else None
+    launches, before = list[Launch](), driver.active if driver._active is not None else None
     driver.set_active(_driver(launches, capability))
     factories: dict[str, Any] = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
     try:
@@ -86,7 +68,7 @@ def absent_device(*, capability: tuple[int, int] = (9, 0), compiles: bool = Fals
         driver.set_active(before)
 
 
-def _driver(launches: Launches, capability: tuple[int, int]) -> types.SimpleNamespace:
+def _driver(launches: list[Launch], capability: tuple[int, int]) -> types.SimpleNamespace:
     """In place of Triton's driver: it loads no code, and its launcher records the launch."""
     from triton.backends.compiler import GPUTarget
 
@@ -97,7 +79,7 @@ def _driver(launches: Launches, capability: tuple[int, int]) -> types.SimpleName
             assert len(rest[4:]) == expected, (
                 f"{metadata.name} has {expected} parameters but got {len(rest[4:])} arguments"
             )
-            launches.record(metadata.name, (x, y, z), rest[4:])
+            record(launches, metadata.name, (x, y, z), rest[4:])
 
         return run
 
@@ -120,17 +102,23 @@ class _Kernel:
     function = 0
     packed_metadata = ()
 
-    def __init__(self, launches: Launches, source: Any, **options: Any) -> None:
+    def __init__(self, launches: list[Launch], source: Any, **options: Any) -> None:
         self.launches, self.name = launches, source.fn.__name__
 
     def launch_metadata(self, grid: tuple[int, ...], stream: int, *arguments: Any) -> None:
         return None
 
     def run(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
-        self.launches.record(self.name, (x, y, z), rest[4:])
+        record(self.launches, self.name, (x, y, z), rest[4:])
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:
-        return lambda *arguments, stream=None: self.launches.record(self.name, grid, arguments)
+        return lambda *arguments, stream=None: record(self.launches, self.name, grid, arguments)
+
+
+def record(launches: list[Launch], kernel: str, grid: tuple[int, ...], arguments: tuple[Any, ...]) -> None:
+    """Adds a launch."""
+    assert 0 not in grid, f"{kernel} is launched with a grid of {grid}"
+    launches.append(Launch(kernel, grid, arguments))
 
 
 def _on_cpu(factory: Callable[..., Tensor]) -> Callable[..., Tensor]:

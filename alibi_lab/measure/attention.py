@@ -8,7 +8,7 @@ import math
 import multiprocessing
 import os
 import time
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 
@@ -20,12 +20,11 @@ from torch.profiler import ProfilerActivity, profile
 
 from alibi_attn import inspect
 from alibi_attn.inspect import TILE
-from alibi_lab.measure.harness import Budget, Columns, Row, Rows, Say, Timed, keep, prepared, table
-from alibi_lab.measure.inputs import BATCH_TOKENS, Case, Inputs
+from alibi_lab.measure.harness import Budget, Columns, Row, Rows, Say, Timed, check_names, keep, prepared, table
+from alibi_lab.measure.inputs import DTYPES, Case, Inputs, cases_of
 from alibi_lab.measure.peers import Attention, Peer, eager, flash_attn, flex, rank_two, sdpa, sdpa_dense_bias
-from alibi_lab.measure.peers.ours import ours, ours_dropping, ours_gated
+from alibi_lab.measure.peers.ours import ours, ours_gated
 
-DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 LENGTHS = {"cpu": tuple(2**n for n in range(9, 17)), "cuda": (2048, 16384, 131072, 512, 1024, 4096, 8192, 32768, 65536)}
 SHAPES = {"cpu": (8, 64), "cuda": (16, 128)}
 PRUNED_AT = math.exp(-10)  # the ε of ACP's authors' code
@@ -101,20 +100,17 @@ def attention(
         RuntimeError: our result was wrong; the records are kept. A wrong peer is a row without times.
     """
     dtype = checked_dtype(device, dtype, framework, dropout)
-    place, name = torch.device(device), f"{'jax-' if framework == 'jax' else ''}{device}-{dtype}"
+    name = f"{'jax-' if framework == 'jax' else ''}{device}-{dtype}"
     end = time.perf_counter() + limit
     budget = Budget(
         repeats=repeats, seconds=seconds, end=end, patience_s=3.0 if device == "cuda" else math.inf,
         backward=backward, memory=memory, graphs=graphs,
     )  # fmt: skip
     cases = {
-        f"attention/{name}-{kind}-{heads}x{size}{f'-batch-{batch}' if batch > 1 else ''}": [
-            Case(
-                kind, length, batch or (max(1, BATCH_TOKENS // length) if device == "cuda" else 1), heads, size,
-                dtype=DTYPES[dtype], device=place, path=checkpoint,
-            )
-            for length in lengths or LENGTHS[device]
-        ]
+        f"attention/{name}-{kind}-{heads}x{size}{f'-batch-{batch}' if batch > 1 else ''}": cases_of(
+            lengths or LENGTHS[device], kind=kind, heads=heads, head_dim=size, batch=batch, dtype=dtype, device=device,
+            path=checkpoint,
+        )
         for kind in inputs
         for heads, size in shape or [SHAPES[device]]
     }  # fmt: skip
@@ -159,7 +155,10 @@ def peers_of(case: Case, inputs: Inputs, *, framework: str, backend: str, dropou
         return [ourselves, sdpa.MASKED, replace(DENSE, longest=8192)]
     half = case.dtype != torch.float32 and device == "cpu"
     without = Peer("ours, no compiler", ours("banded"), "backend='banded', for machines without g++", longest=32768)
-    mine = [ourselves, *([ours_dropping(backend, dropout)] if dropout > 0 else [])]
+    mine = [ourselves]
+    if dropout > 0:
+        note = f"{ourselves.note}, dropout_p={dropout}"
+        mine.append(Peer("ours, dropout", ours(backend, dropout_p=dropout), note, dropout_p=dropout))
     if device == "cpu" and backend == "auto":
         in_fp32 = replace(ourselves, name="ours, fp32", note="the same numbers in fp32", dtype=torch.float32)
         mine.append(in_fp32 if half else without)
@@ -182,8 +181,13 @@ def _jax_peers(backend: str) -> list[Peer]:
         Peer("ours, the loop", theirs.ours(backend="loop"), 'alibi_attention(backend="loop")', longest=8192),
         Peer("ours, dense", theirs.ours(backend="dense"), 'alibi_attention(backend="dense")', longest=4096),
         Peer("dense bias", theirs.dense, "dot_product_attention with a bias that is built once", longest=8192),
-        Peer("causal, no bias", theirs.causal, "dot_product_attention is_causal=True", longest=8192, biased=False),
-        Peer("no bias, cuDNN", theirs.cudnn, "dot_product_attention, cuDNN's kernel", biased=False),
+        Peer("causal, no bias", theirs.causal(), "dot_product_attention is_causal=True", longest=8192, biased=False),
+        Peer(
+            "no bias, cuDNN",
+            theirs.causal(implementation="cudnn"),
+            "dot_product_attention, cuDNN's kernel",
+            biased=False,
+        ),
     ]
     of_torch = Peer("PyTorch", ours("auto"), "alibi_attn.alibi_attention of tensors [B, H, T, D]")
     return [*(replace(peer, framework="jax") for peer in listed), of_torch]
@@ -192,14 +196,7 @@ def _jax_peers(backend: str) -> list[Peer]:
 def checked_dtype(device: str, dtype: str, framework: str = "torch", dropout: float = 0.0) -> str:
     """The dtype, by default that of the device; raises ValueError if an option is invalid."""
     dtype = dtype or {"cpu": "float32", "cuda": "bfloat16"}.get(device, "")
-    allowed: dict[str, tuple[str, Iterable[str]]] = {
-        "device": (device, SHAPES),
-        "dtype": (dtype, DTYPES),
-        "framework": (framework, ("torch", "jax")),
-    }
-    for option, (value, values) in allowed.items():
-        if value not in (values := tuple(values)):
-            raise ValueError(f"{option} is {value!r} but must be one of {', '.join(values)}")
+    check_names(device=([device], SHAPES), dtype=([dtype], DTYPES), framework=([framework], ("torch", "jax")))
     if device == "cuda" and not torch.cuda.is_available():
         raise ValueError(
             "there is no CUDA device; pass --device cpu, with TRITON_INTERPRET=1 and --backend fused for the Triton kernels"

@@ -16,7 +16,7 @@ class Benchmark:
     Args:
         example: options of a command line.
         extra: the extra of this package to install.
-        least: the smallest values of whole numbers, by option; 1 where nothing is said.
+        least: the smallest values of whole numbers, by option; by default 1, or 0 if that is the option's default.
         function: "module:function"; by default both have the command's name, in this folder.
     """
 
@@ -27,13 +27,11 @@ class Benchmark:
 
 
 BENCHMARKS: Mapping[str, Benchmark] = {
-    "attention": Benchmark("--lengths 1024,2048", least={"batch": 0}),
-    "decoding": Benchmark("--lengths 4096,65536", least={"stream": 0}),
-    "models": Benchmark("--models bloom,mpt --lengths 1024", "hf", dict.fromkeys(("layers", "width", "vocabulary"), 0)),
+    "attention": Benchmark("--lengths 1024,2048"),
+    "decoding": Benchmark("--lengths 4096,65536"),
+    "models": Benchmark("--models bloom,mpt --lengths 1024", "hf"),
     "texts": Benchmark(
-        "--parts document --tokens 20000 --layers 2",
-        "hf",
-        {"tokens": 512, "checked": 512, "processes": 2, "layers": 0, "width": 0},
+        "--parts document --tokens 20000 --layers 2", "hf", {"tokens": 512, "checked": 512, "processes": 2}
     ),
     "training": Benchmark("--scale small --methods alibi", "lab"),
     "host": Benchmark("--label before"),

@@ -37,7 +37,8 @@ def cached(
     folder: Path, tokens: int, processes: int, metrics: dict[str, float | None], say: Say, *, layers: int, width: int
 ) -> Iterator[Rows]:
     """Reads a text into a cache in files, opens it again and shares it; fills the metrics."""
-    model = random_bloom(width, layers)
+    model = bloom(width, layers=layers, heads=width // 64, vocabulary=VOCABULARY)
+    patch(model)
     text = torch.randint(3, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(1))
     before = resident_bytes()
     metrics.update(compared_losses(model, text[:, :COMPARED], folder))
@@ -51,13 +52,6 @@ def cached(
     if tokens <= PEER_LONGEST and missing(STATE_NEEDS) is None:
         metrics.update(saved_state(model, text, folder))
     yield {}
-
-
-def random_bloom(width: int, layers: int) -> BloomForCausalLM:
-    """A patched BLOOM with the same random weights in every call."""
-    model = bloom(width, layers=layers, heads=width // 64, vocabulary=VOCABULARY)
-    patch(model)
-    return model
 
 
 def compared_losses(model: BloomForCausalLM, text: Tensor, folder: Path) -> dict[str, float | None]:

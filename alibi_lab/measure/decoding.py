@@ -12,9 +12,9 @@ from torch import Tensor, nn
 from alibi_attn import ALiBiAttention
 from alibi_attn.inspect import Norms, certified_bounds
 from alibi_attn.nn import ALiBiTransformerBlock, KVCache
-from alibi_lab.measure.attention import DTYPES, SHAPES, checked_dtype
+from alibi_lab.measure.attention import SHAPES, checked_dtype
 from alibi_lab.measure.harness import Budget, Config, Metrics, Rows, Say, Timed, keep, table
-from alibi_lab.measure.inputs import BATCH_TOKENS, Case, Inputs
+from alibi_lab.measure.inputs import Case, Inputs, cases_of
 from alibi_lab.measure.peers import Peer, eager, flash_attn, sdpa, sdpa_dense_bias
 from alibi_lab.measure.peers.ours import ours, ours_with_cache
 
@@ -56,15 +56,10 @@ def decoding(
     if stream:
         return streaming(out, stream, say)
     dtype = checked_dtype(device, dtype)
-    place = torch.device(device)
     cases = {
-        f"decoding/{device}-{dtype}-{heads}x{size}": [
-            Case(
-                "noise", n, max(1, BATCH_TOKENS // n) if device == "cuda" else 1, heads, size, queries=1,
-                dtype=DTYPES[dtype], device=place,
-            )
-            for n in lengths
-        ]
+        f"decoding/{device}-{dtype}-{heads}x{size}": cases_of(
+            lengths, heads=heads, head_dim=size, queries=1, dtype=dtype, device=device
+        )
         for heads, size in shape or [(16, SHAPES[device][1])]
     }  # fmt: skip
     configs: dict[str, Config] = {

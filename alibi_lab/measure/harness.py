@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 
 from alibi_lab import records
+from alibi_lab.lab.config import check_choice
 from alibi_lab.measure.inputs import Case, Inputs, draw
 from alibi_lab.measure.peers import Peer, reason
 from alibi_lab.measure.timing import host_us, medians_ms, peak_memory_bytes, replayable
@@ -201,7 +202,7 @@ def _time(rows: Mapping[str, Timed], calls: Mapping[str, Call], case: Case, budg
             budget.pace[name] = steps.get(name, ms) / 1e3 / case.scores
         if case.device.type == "cuda":
             whole = calls[name].step or calls[name].forward
-            rows[name].host_us = host_us(whole, case.device)
+            rows[name].host_us = host_us(whole)
             torch.cuda.reset_peak_memory_stats()
             whole()
             rows[name].peak_memory_bytes = torch.cuda.max_memory_allocated()
@@ -296,11 +297,11 @@ def by_length(curves: Columns) -> Columns:
     return found
 
 
-def check_names(**options: tuple[Sequence[str], Sequence[str]]) -> None:
+def check_names(**options: tuple[Sequence[str], Iterable[str]]) -> None:
     """Raises ValueError if an option, given as (names, allowed ones), has a name that is not allowed."""
     for option, (given, allowed) in options.items():
-        if unknown := [name for name in given if name not in allowed]:
-            raise ValueError(f"{option} has {', '.join(unknown)} but must be of {', '.join(allowed)}")
+        for name in given:
+            check_choice(option, name, tuple(allowed))
 
 
 def whole_ms(row: Row) -> float:

@@ -21,7 +21,7 @@ from torch import Tensor
 from torch.nn import functional
 
 from alibi_attn import KVCache, alibi_attention, forgetting_attention
-from alibi_lab.measure.absent_device import Launches, absent_device
+from alibi_lab.measure.absent_device import Launch, absent_device
 from alibi_lab.measure.decoding import layer_of
 from alibi_lab.measure.harness import Config, Rows, Say, forward_pass, keep, training_step
 from alibi_lab.measure.inputs import Inputs, published_slopes
@@ -96,20 +96,20 @@ def calls() -> dict[str, tuple[Step, Step | None]]:
     }
 
 
-def measured(step: Step, launches: Launches, seconds: float) -> Row:
+def measured(step: Step, launches: list[Launch], seconds: float) -> Row:
     """Milliseconds, launches of our kernels and their arguments, torch's operations, and allocations of one call."""
     for _ in range(3):
         step()
     launches.clear()
     step()
-    row: Row = {"launches": len(launches.all), "arguments": sum(launch.size for launch in launches.all)}
+    row: Row = {"launches": len(launches), "arguments": sum(launch.size for launch in launches)}
     row |= counted(step)
     timer = timeit.Timer(step, functools.partial(_begin, launches), time.process_time)
     count = max(1, int(seconds / BLOCKS / max(timer.timeit(1), 1e-6)))
     return row | {"ms": statistics.median(timer.repeat(BLOCKS, count)) / count * 1e3}
 
 
-def _begin(launches: Launches) -> None:
+def _begin(launches: list[Launch]) -> None:
     """Before each block of calls; timeit turns off garbage collection, which is part of their time."""
     launches.clear()
     gc.enable()

@@ -3,16 +3,19 @@
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
+from typing import Any
 
 import torch
 from torch import Tensor
 from torch.nn import functional
 
 from alibi_attn import alibi_slopes
+from alibi_lab.lab.config import check_choice
 
 BATCH_TOKENS = 16384  # of a batch on a GPU, at least one sequence
+DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float16": torch.float16}
 
 
 @dataclasses.dataclass(frozen=True)
@@ -40,6 +43,15 @@ class Case:
         """The number of scores of a causal call."""
         rows = self.queries or self.length
         return self.batch * self.heads * (rows * self.length - rows * (rows - 1) // 2)
+
+
+def cases_of(
+    lengths: Sequence[int], *, dtype: str, device: str, kind: str = "noise", batch: int = 0, **fields: Any
+) -> list[Case]:
+    """A case per length, with further fields of `Case`; a batch of 0 is 1, or on a GPU as many as have BATCH_TOKENS."""
+    fields |= {"kind": kind, "dtype": DTYPES[dtype], "device": torch.device(device)}
+    most = BATCH_TOKENS if device == "cuda" else 1
+    return [Case(length=n, batch=batch or max(1, most // n), **fields) for n in lengths]
 
 
 @dataclasses.dataclass(frozen=True)
@@ -85,8 +97,7 @@ def published_slopes(num_heads: int, device: torch.device | None = None) -> Tens
 
 def draw(case: Case) -> Inputs:
     """The inputs of a case, the same ones in every run."""
-    if case.kind not in KINDS:
-        raise ValueError(f"the kind of input is {case.kind!r} but must be one of {', '.join(KINDS)}")
+    check_choice("inputs", case.kind, tuple(KINDS))
     return KINDS[case.kind](case)
 
 

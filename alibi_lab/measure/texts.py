@@ -60,9 +60,7 @@ def texts(
     Raises:
         RuntimeError: losses or vectors differ; nothing is timed.
     """
-    check_names(parts=(parts, PARTS))
-    if dtype not in MOST_ERROR:
-        raise ValueError(f"dtype is {dtype!r} but must be {' or '.join(map(repr, MOST_ERROR))}")
+    check_names(parts=(parts, PARTS), dtype=([dtype], MOST_ERROR))
     run: Config = {"tokens": tokens, "threads": torch.get_num_threads()}
     configs, rows = dict[str, Config](), dict[str, Iterator[Rows]]()
     metrics: dict[str, float | None] = {}  # of the part cache

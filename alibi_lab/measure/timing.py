@@ -16,6 +16,7 @@ import torch
 from torch import nn
 
 from alibi_attn.nn import allocator
+from alibi_lab.lab.clock import cuda_ms
 
 Result = TypeVar("Result")
 
@@ -77,17 +78,16 @@ FILL_MS = 5.0
 
 def device_ms(call: Callable[[], object]) -> float:
     """The milliseconds of a warm call on CUDA, between events, with calls back to back."""
-    first = _between_events(call, 1)
+    first = cuda_ms(call, 1)
     calls = max(1, min(50, int(FILL_MS / first)))
-    return first if calls == 1 else _between_events(call, calls)
+    return first if calls == 1 else cuda_ms(call, calls)
 
 
-def host_us(call: Callable[[], object], device: torch.device) -> float:
-    """The median microseconds until a warm call returns, with an idle device; on CUDA its kernels may still be running."""
+def host_us(call: Callable[[], object]) -> float:
+    """The median microseconds until a warm call on CUDA returns, with an idle device; its kernels may still be running."""
     taken = []
-    for _ in range(7 if device.type == "cuda" else 1):
-        if device.type == "cuda":
-            torch.cuda.synchronize()
+    for _ in range(7):
+        torch.cuda.synchronize()
         taken.append(elapsed_ms(call) * 1e3)
     return statistics.median(taken)
 
@@ -114,30 +114,6 @@ def replayable(call: Callable[[], Result], device: torch.device) -> Callable[[],
         return output
 
     return replay
-
-
-def _between_events(call: Callable[[], object], calls: int) -> float:
-    before, after = torch.cuda.Event(enable_timing=True), torch.cuda.Event(enable_timing=True)
-    before.record()
-    for _ in range(calls):
-        call()
-    after.record()
-    torch.cuda.synchronize()
-    return before.elapsed_time(after) / calls
-
-
-MATRIX_SIZE = 2048
-
-
-def matrix_product(dtype: torch.dtype = torch.float32) -> Callable[[], object]:
-    """A call that multiplies two matrices of MATRIX_SIZE². Timed in turn with others, it measures the machine's current speed."""
-    a, b = torch.randn(2, MATRIX_SIZE, MATRIX_SIZE).to(dtype)
-    return lambda: a @ b
-
-
-def matrix_rate_gflops(milliseconds: float) -> float:
-    """The rate of a `matrix_product` of this duration."""
-    return 2 * MATRIX_SIZE**3 / milliseconds / 1e6
 
 
 def peak_memory_bytes(function: Callable[..., object], *arguments: object) -> int:
@@ -170,18 +146,14 @@ def peak_rss_bytes() -> int:
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
 
 
-def available_bytes() -> int | None:
-    """The available memory; None if it is unknown (not Linux)."""
-    try:
-        return int(Path("/proc/meminfo").read_text(encoding="utf-8").split("MemAvailable:")[1].split()[0]) * 1024
-    except OSError:
-        return None
-
-
 def too_large(needed: float) -> str | None:
     """Why a measurement that may need this many bytes is skipped; None if it fits or the available memory is unknown."""
-    available = available_bytes()
-    if available is None or needed < available - SPARE_BYTES:
+    try:
+        memory = Path("/proc/meminfo").read_text(encoding="utf-8")
+    except OSError:  # not Linux
+        return None
+    available = int(memory.split("MemAvailable:")[1].split()[0]) * 1024
+    if needed < available - SPARE_BYTES:
         return None
     return f"it may need {needed / 2**30:.0f} GiB but {available / 2**30:.0f} GiB are available"
 

@@ -52,6 +52,7 @@ LOSS_TOLERANCE = 2.0**-7
 # A norm sums millions of gradients, each off by a few 2⁻⁸ in either direction; a missing or doubled gradient changes it by far
 # more.
 NORM_TOLERANCE = 2.0**-4
+MATRIX_SIZE = 2048
 FIRST_STEPS = 2  # whose losses and gradients are compared; the second one follows an update
 
 
@@ -154,7 +155,7 @@ def _config(configs: Sequence[RunConfig], scale: str, threads: int) -> Config:
         "parameters": multiplying_parameters(configs[0].model),
         "precisions": list(PRECISIONS.values()),
         "threads": threads,
-        "matrix_size": timing.MATRIX_SIZE,
+        "matrix_size": MATRIX_SIZE,
         "tolerances": {"loss": LOSS_TOLERANCE, "gradient_norm": NORM_TOLERANCE},
     }
 
@@ -175,15 +176,19 @@ def _call(pool: Executor, function: Callable[..., timing.Result], *arguments: ob
 
 @functools.cache
 def product_in(precision: Precision) -> Callable[[], object]:
-    """A matrix product in the dtype in which a training multiplies: fp32 if this CPU has no instructions for the other dtype."""
+    """A matrix product, which measures the machine's current speed when it is timed in turn with a training.
+
+    It has the dtype in which the training multiplies: fp32 if this CPU has no instructions for the other dtype.
+    """
     dtype = DTYPES[precision]
-    return timing.matrix_product(torch.float32 if is_slow(dtype) else dtype)
+    a, b = torch.randn(2, MATRIX_SIZE, MATRIX_SIZE).to(torch.float32 if is_slow(dtype) else dtype)
+    return lambda: a @ b
 
 
 def utilization_row(config: RunConfig, step_ms: float, product_ms: float) -> Row:
     """The columns of one config, from the times of its step and of a matrix product."""
     linear, attention = linear_flops(config), attention_flops(config)
-    achieved, rate = (linear + attention) / step_ms / 1e6, timing.matrix_rate_gflops(product_ms)
+    achieved, rate = (linear + attention) / step_ms / 1e6, 2 * MATRIX_SIZE**3 / product_ms / 1e6
     return {
         "length": config.train.length,
         "step_ms": step_ms,

@@ -52,7 +52,7 @@ vectors = module.vectors
 
 def test_wrong_options_are_refused(tmp_path):
     for options, words in (
-        ({"parts": ["pages"]}, "parts has pages but must be of cache"),
+        ({"parts": ["pages"]}, "parts is 'pages'.*; pass one of cache"),
         ({"dtype": "float64"}, "dtype is 'float64'"),
         ({"parts": ["cache"], "tokens": 100}, "reads at least 20000"),
     ):

@@ -107,7 +107,7 @@ def in_fp32(monkeypatch: pytest.MonkeyPatch) -> None:
 
     monkeypatch.setattr(training, "_at", at)
     monkeypatch.setattr(training.timing, "fresh_process", lambda threads: contextlib.nullcontext(HerePool()))
-    monkeypatch.setattr("alibi_lab.measure.timing.MATRIX_SIZE", 64)  # its cost does not matter here
+    monkeypatch.setattr(training, "MATRIX_SIZE", 64)  # its cost does not matter here
     for cached in (training._training, training.product_in):
         cached.cache_clear()
 

@@ -9,6 +9,7 @@ from collections.abc import Mapping
 
 import torch
 
+from alibi_lab.lab.clock import cuda_ms
 from alibi_lab.lab.config import ModelConfig, Precision, RunConfig
 
 DTYPES: Mapping[Precision, torch.dtype] = {"no": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
@@ -51,14 +52,8 @@ def matrix_flops_per_second(device: torch.device, precision: Precision) -> float
     if device.type != "cuda":
         return None
     matrix = torch.randn(_MATRIX_SIZE, _MATRIX_SIZE, device=device, dtype=DTYPES[precision])
-    before, after = (torch.cuda.Event(enable_timing=True) for _ in range(2))
     torch.mm(matrix, matrix)  # warm-up
-    before.record()
-    for _ in range(_PRODUCTS):
-        torch.mm(matrix, matrix)
-    after.record()
-    after.synchronize()
-    return _PRODUCTS * 2 * _MATRIX_SIZE**3 / (before.elapsed_time(after) / 1e3)
+    return 2 * _MATRIX_SIZE**3 / (cuda_ms(lambda: matrix @ matrix, _PRODUCTS) / 1e3)
 
 
 def full_tokens_per_second(config: RunConfig, matrix_rate: float) -> float:

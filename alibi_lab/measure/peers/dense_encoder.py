@@ -7,7 +7,7 @@ et al. 2023 (arXiv:2312.17482), for evaluation only.
 
 import dataclasses
 import math
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 
 import torch
@@ -99,9 +99,6 @@ class DenseEncoder(nn.Module):
         self.types = nn.Embedding(2, sizes.width)
         self.norm = nn.LayerNorm(sizes.width, eps=1e-12)
         self.layers = nn.ModuleList(DenseLayer(sizes, eager=eager) for _ in range(sizes.layers))
-        for module in self.modules():
-            if isinstance(module, nn.Linear | nn.Embedding):
-                nn.init.normal_(module.weight, std=sizes.initializer_range)
         places = torch.arange(longest)
         distances = (places[:, None] - places).abs()
         bias = torch.empty(1, sizes.heads, longest, longest)
@@ -124,15 +121,18 @@ class DenseEncoder(nn.Module):
     def take(self, state: Mapping[str, Tensor]) -> None:
         """Loads the weights of our encoder, which has query, key and value in one matrix."""
         own: dict[str, Tensor] = {}
-        for name, tensor in state.items():
+        for name, tensor in separated(state):
             for ours, here in _NAMES.items():
                 name = name.replace(ours, here)
-            if ".Wqkv." in name:
-                parts = zip(("query", "key", "value"), tensor.chunk(3), strict=True)
-                own |= {name.replace("Wqkv", part): rows for part, rows in parts}
-            elif not name.startswith("pooler."):
-                own[name] = tensor
+            own[name] = tensor
         self.load_state_dict(own)
+
+
+def separated(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
+    """The weights of our encoder with query, key and value as three matrices, as other programs have them."""
+    for name, tensor in state.items():
+        parts = zip(("query", "key", "value"), tensor.chunk(3), strict=True) if "Wqkv" in name else [("", tensor)]
+        yield from ((name.replace("Wqkv", part), rows) for part, rows in parts)
 
 
 _NAMES = {

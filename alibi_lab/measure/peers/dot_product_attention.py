@@ -4,6 +4,7 @@ Arrays are [B, T, H, D]. Calls are compiled functions that wait for their result
 """
 
 import functools
+import operator
 import os
 from collections.abc import Callable, Sequence
 from typing import Any
@@ -29,6 +30,11 @@ def ours(**options: Any) -> Callable[..., Attention]:
     return lambda inputs: bound(functools.partial(alibi_attention, **options))
 
 
+def causal(**options: Any) -> Callable[..., Attention]:
+    """`dot_product_attention`, causal and without a bias, with these options, as a peer's `prepare`."""
+    return lambda inputs: bound(functools.partial(jax.nn.dot_product_attention, is_causal=True, **options))
+
+
 def dense(inputs: Inputs) -> Attention:
     """With the bias [1, H, n, n], built once."""
     slopes, places = jnp.asarray(inputs.slopes.cpu().numpy()), jnp.arange(inputs.key.shape[2])
@@ -37,24 +43,10 @@ def dense(inputs: Inputs) -> Attention:
     return bound(jax.nn.dot_product_attention, bias=bias)
 
 
-def causal(inputs: Inputs) -> Attention:
-    """Causal, without a bias."""
-    return bound(_CAUSAL)
-
-
-def cudnn(inputs: Inputs) -> Attention:
-    """Causal, without a bias, by cuDNN's kernel."""
-    return bound(_CUDNN)
-
-
 def bound(function: Callable[..., Any], **arrays: jax.Array) -> Attention:
     """The function with these arrays bound. Passed to a jitted function, they are traced and not constants."""
     partial: Attention = jax.tree_util.Partial(function, **arrays)  # type: ignore[no-untyped-call]
     return partial
-
-
-_CAUSAL = functools.partial(jax.nn.dot_product_attention, is_causal=True)
-_CUDNN = functools.partial(jax.nn.dot_product_attention, is_causal=True, implementation="cudnn")
 
 
 def jax_call(peer: Peer, inputs: Inputs, *, backward: bool) -> Call:
@@ -63,7 +55,7 @@ def jax_call(peer: Peer, inputs: Inputs, *, backward: bool) -> Call:
         jnp.from_dlpack(x.transpose(1, 2).contiguous()) for x in (inputs.query, inputs.key, inputs.value, inputs.grad)
     )
     attention = peer.prepare(inputs)
-    of_forward = functools.partial(_finished, jax.jit(_forward), attention, *arrays)
+    of_forward = functools.partial(_finished, jax.jit(operator.call), attention, *arrays)
     of_step = functools.partial(_finished, jax.jit(_step), attention, grad, *arrays)
 
     def results() -> Sequence[Tensor]:
@@ -75,10 +67,6 @@ def jax_call(peer: Peer, inputs: Inputs, *, backward: bool) -> Call:
 
 def _finished(function: Callable[..., object], *arguments: object) -> object:
     return jax.block_until_ready(function(*arguments))  # type: ignore[no-untyped-call]
-
-
-def _forward(attention: Attention, *arrays: jax.Array) -> jax.Array:
-    return attention(*arrays)
 
 
 def _step(attention: Attention, grad: jax.Array, *arrays: jax.Array) -> tuple[object, object]:

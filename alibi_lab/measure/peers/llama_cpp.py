@@ -18,6 +18,7 @@ import torch
 from torch import Tensor
 from transformers import BloomForCausalLM, PreTrainedConfig, PreTrainedModel
 
+from alibi_lab.measure.peers.dense_encoder import separated
 from alibi_lab.measure.timing import elapsed_ms
 
 LONGEST = 2**20  # tokens of an encoder; the model has no limit, but the file format requires one
@@ -196,11 +197,7 @@ def write_encoder(model: PreTrainedModel, path: Path, precision: str) -> None:
         "token_type_count": 2,
         "tokenizer_model": "none",
     }
-    tensors: list[tuple[str, Tensor]] = []
-    for name, tensor in model.state_dict().items():  # queries, keys and values are three tensors there
-        parts = zip(("query", "key", "value"), tensor.chunk(3), strict=True) if "Wqkv" in name else [("", tensor)]
-        tensors += [(name.replace("Wqkv", part), rows) for part, rows in parts]
-    write_file(path, gguf.MODEL_ARCH.JINA_BERT_V2, config, settings, tensors, precision)
+    write_file(path, gguf.MODEL_ARCH.JINA_BERT_V2, config, settings, separated(model.state_dict()), precision)
 
 
 class LlamaState:

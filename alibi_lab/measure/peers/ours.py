@@ -9,7 +9,7 @@ from torch import Tensor
 from alibi_attn import alibi_attention, forgetting_attention, toeplitz_attention
 from alibi_attn.inspect import Norms, decode_with_norms
 from alibi_lab.measure.inputs import Inputs
-from alibi_lab.measure.peers import Attention, Peer
+from alibi_lab.measure.peers import Attention
 
 Prepare = Callable[[Inputs], Attention]
 
@@ -44,9 +44,3 @@ def ours_with_cache(backend: str) -> Prepare:
         return attention
 
     return prepare
-
-
-def ours_dropping(backend: str, dropout_p: float) -> Peer:
-    """Our attention with dropout, as in training."""
-    note = f"backend={backend!r}, dropout_p={dropout_p}"
-    return Peer("ours, dropout", ours(backend, dropout_p=dropout_p), note, dropout_p=dropout_p)

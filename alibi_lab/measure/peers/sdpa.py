@@ -2,7 +2,6 @@
 
 from collections.abc import Callable
 
-from torch import Tensor
 from torch.nn import functional
 from torch.nn.attention import SDPBackend, sdpa_kernel
 
@@ -18,17 +17,7 @@ def causal(inputs: Inputs) -> Attention:
 
 def causal_by(kernel: SDPBackend) -> Callable[[Inputs], Attention]:
     """SDPA without a bias, restricted to one of its kernels."""
-
-    def prepare(inputs: Inputs) -> Attention:
-        run = causal(inputs)
-
-        def attention(q: Tensor, k: Tensor, v: Tensor) -> Tensor:
-            with sdpa_kernel(kernel):
-                return run(q, k, v)
-
-        return attention
-
-    return prepare
+    return lambda inputs: sdpa_kernel(kernel)(causal(inputs))
 
 
 def masked(inputs: Inputs) -> Attention:

@@ -42,8 +42,8 @@ def compiled(target: str, dtype: torch.dtype, cases: Sequence[Case]) -> dict[str
             at_the_end = isinstance(spec.query_offset, int) and spec.query_offset == spec.key_len - spec.query_len
             if spec.causal and not spec.hides_keys and at_the_end:
                 _call(spec, *args[:3], Norms.of(*args[1:3]))
-            counts.update(launches.by_kernel())
-            print(f"{case}: {len(launches.all)} launches", file=sys.stderr, flush=True)
+            counts.update(x.kernel for x in launches)
+            print(f"{case}: {len(launches)} launches", file=sys.stderr, flush=True)
     return dict(counts)
 
 
@@ -54,7 +54,7 @@ def compiled_with_gates(target: str, dtype: torch.dtype) -> dict[str, int]:
     with absent_device(capability=divmod(int(target.removeprefix("sm_")), 10), compiles=True) as launches:
         output = forgetting_attention(query, key, value, gates, key_mask=torch.ones(2, 200, dtype=torch.bool))
         torch.autograd.grad(output, [query, key, value, gates], output)
-    return launches.by_kernel()
+    return dict(collections.Counter(x.kernel for x in launches))
 
 
 def compiled_with_dropout(target: str, dtype: torch.dtype) -> dict[str, int]:
@@ -65,7 +65,7 @@ def compiled_with_dropout(target: str, dtype: torch.dtype) -> dict[str, int]:
         for options in ({}, moved):
             output = alibi_attention(query, key, value, dropout_p=0.2, **options)
             torch.autograd.grad(output, [query, key, value], output)
-    return launches.by_kernel()
+    return dict(collections.Counter(x.kernel for x in launches))
 
 
 def compiled_with_table(target: str, dtype: torch.dtype) -> dict[str, int]:
@@ -77,7 +77,7 @@ def compiled_with_table(target: str, dtype: torch.dtype) -> dict[str, int]:
             leaves = [*(torch.randn(shape).to(dtype).requires_grad_() for shape in shapes), table]
             output = toeplitz_attention(*leaves, causal=False, key_mask=mask)
             torch.autograd.grad(output, leaves, output)
-    return launches.by_kernel()
+    return dict(collections.Counter(x.kernel for x in launches))
 
 
 def _call(spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor, known_norms: Norms | None) -> None:

@@ -66,7 +66,7 @@ def in_pytorch(**options: Any) -> dict[str, tuple[Any, int]]:
             slopes = torch.ones(b, h, requires_grad=True)
             output = in_torch(*rows, slopes, backend="fused", **options)
             torch.autograd.grad(output, [*rows, slopes], torch.zeros_like(output))
-        grids = {x.kernel: x.grid[0] for x in launches.all}
+        grids = {x.kernel: x.grid[0] for x in launches}
     return {name: (source, grids[name]) for name, source in sources.items()}
 
 

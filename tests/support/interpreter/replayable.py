@@ -22,7 +22,7 @@ from torch import Tensor
 from alibi_attn import alibi_attention, forgetting_attention, toeplitz_attention
 from alibi_attn.attention.backends.fused import recording, split_keys
 from alibi_attn.nn import ALiBiAttention, KVCache
-from alibi_lab.measure.absent_device import Launches, absent_device
+from alibi_lab.measure.absent_device import Launch, absent_device
 
 ADDRESSES = 2**32  # larger numbers are addresses, which are fixed by the graph's own memory
 STEP = "append_kernel", "decode_kernel", "merge_kernel"
@@ -30,13 +30,13 @@ LONG_STEP = "append_kernel", "norms_kernel", "reach_kernel", "decode_kernel", "m
 READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 
 
-def launched(step: Callable[[], object], launches: Launches) -> list[tuple[object, ...]]:
+def launched(step: Callable[[], object], launches: list[Launch]) -> list[tuple[object, ...]]:
     """The launches of a step, without addresses; raises if the host reads a tensor."""
     step()
     launches.clear()
     with nothing_read():
         step()
-    return [(launch.kernel, launch.grid, numbers(launch.arguments)) for launch in launches.all]
+    return [(launch.kernel, launch.grid, numbers(launch.arguments)) for launch in launches]
 
 
 def numbers(arguments: tuple[object, ...]) -> list[object]:
@@ -97,13 +97,13 @@ def main() -> dict[str, bool]:
         for name, step in kinds.items():
             before = launched(step, launches)
             if name == "capacity":
-                assert [x.kernel for x in launches.all] == list(STEP)
+                assert [x.kernel for x in launches] == list(STEP)
                 caches["capacity"].fixed.length.fill_(1000)
                 # As for more keys.
                 with mock.patch.object(split_keys, "WHOLE_BYTES", 0), mock.patch.dict(recording._KNOWN, clear=True):
                     launched(step, launches)
-                assert [x.kernel for x in launches.all] == list(LONG_STEP)
-                assert launches.all[1].grid == (8 * 4, 1, 1)  # the tiles near the query instead of all 32
+                assert [x.kernel for x in launches] == list(LONG_STEP)
+                assert launches[1].grid == (8 * 4, 1, 1)  # the tiles near the query instead of all 32
             with torch.no_grad():
                 query.mul_(3), key.mul_(2), table.mul_(2)
                 shown[:, 100:], gates[:, :, 50] = False, -torch.inf

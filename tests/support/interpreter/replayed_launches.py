@@ -21,7 +21,7 @@ from alibi_attn.attention.run.decoding import attend_groups
 from alibi_attn.inspect import decode_with_norms
 from alibi_attn.nn import KVCache
 from alibi_lab.measure import host
-from alibi_lab.measure.absent_device import Launches, absent_device
+from alibi_lab.measure.absent_device import Launch, absent_device
 from alibi_lab.measure.decoding import layer_of
 
 ADDRESSES = 2**32  # larger numbers are addresses
@@ -52,7 +52,7 @@ def kinds() -> dict[str, tuple[Call, list[tuple[int, ...]]]]:
     }
 
 
-def launched(step: Callable[[], object], inputs: list[Tensor], launches: Launches) -> list[object]:
+def launched(step: Callable[[], object], inputs: list[Tensor], launches: list[Launch]) -> list[object]:
     """The launches of a step: numbers, which input an address lies in, and in which order other addresses occur."""
     alive, empty = [], torch.empty
     labels: dict[int, int] = {}
@@ -76,7 +76,7 @@ def launched(step: Callable[[], object], inputs: list[Tensor], launches: Launche
     launches.clear()
     with mock.patch.object(torch, "empty", kept):
         step()
-    return [(x.kernel, x.grid, label(x.arguments)) for x in launches.all]
+    return [(x.kernel, x.grid, label(x.arguments)) for x in launches]
 
 
 def steps(call: Call, shapes: list[tuple[int, ...]]) -> Iterator[tuple[Callable[[], object], list[Tensor]]]:
@@ -106,7 +106,7 @@ def decoding() -> Iterator[tuple[Callable[[], object], list[Tensor]]]:
         yield step, [query, key, value, slopes, norms.keys, norms.values]
 
 
-def growing(call: Call, launches: Launches, *, queries: int = 1) -> tuple[bool, bool]:
+def growing(call: Call, launches: list[Launch], *, queries: int = 1) -> tuple[bool, bool]:
     """(whether steps with a growing cache launch what they launch unrecorded, whether all but two for each tile are replayed).
 
     The cache grows token by token, and has five tiles first and eight at last.
@@ -168,7 +168,7 @@ def replayed_steps() -> dict[str, list[bool]]:
     return found
 
 
-def differing(launches: Launches) -> dict[str, bool]:
+def differing(launches: list[Launch]) -> dict[str, bool]:
     """For each option, whether a call with another value launches something else than the calls before it."""
     query, key, value = inputs = [torch.randn(1, 2, 200, 16).to(torch.bfloat16) for _ in range(3)]
     offset = torch.tensor(1)
