@@ -3,29 +3,24 @@
 Next: `experiment.py`, which runs them.
 """
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
+from typing import Unpack
 
-from alibi_lab.lab.config import ConfigError, Recipe, RunConfig, Scale, check_scale
+from alibi_lab.lab.config import ConfigError, Recipe, RunConfig, Selection, check_scale
 from alibi_lab.lab.config_io import override
 from alibi_lab.lab.model.positions import check_segments, check_stretch, stretches_of
 
 
-def configs_of(
-    recipe: Recipe,
-    *,
-    scale: Scale = "small",
-    overrides: Mapping[str, str] | None = None,
-    seeds: Sequence[int] = (),
-    methods: Sequence[str] = (),
-) -> list[RunConfig]:
+def configs_of(recipe: Recipe, **selection: Unpack[Selection]) -> list[RunConfig]:
     """All runs of the recipe, with the changes of a `Selection`. A given method runs those stretches of the recipe that it has.
 
     Raises:
         ConfigError: an invalid field or value, a scale that the recipe does not have, or a position method that does not
             support the run.
     """
+    scale, overrides = selection.get("scale", "small"), selection.get("overrides", {})
+    seeds, methods = selection.get("seeds", ()), selection.get("methods", ())
     check_scale(recipe.name, scale, recipe.scales)
-    overrides = overrides or {}
     configs = [override(config, overrides) for config in recipe.runs(scale)]
     if methods:
         configs = [override(config, {"model.method": method}) for method in methods for config in configs]

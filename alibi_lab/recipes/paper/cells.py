@@ -5,10 +5,10 @@ item cannot answer it. Read next: `studies.py`.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import TYPE_CHECKING, Any, Literal, TypeAlias
+from collections.abc import Callable, Iterable, Sequence
+from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack
 
-from alibi_lab.lab.config import ConfigError, Recipe, RunConfig, Scale, check_scale
+from alibi_lab.lab.config import ConfigError, Recipe, RunConfig, Scale, Selection, check_scale
 from alibi_lab.lab.config_io import field_names, override
 from alibi_lab.lab.scales import changed
 from alibi_lab.records import Json
@@ -97,22 +97,17 @@ def by_study(selected: Sequence[SelectedItem], shard: tuple[int, int] = (0, 1)) 
     return {study: tuple(distinct) for study, distinct in runs.items()}
 
 
-def select(
-    item: Item,
-    *,
-    scale: Scale = "small",
-    overrides: Mapping[str, str] | None = None,
-    seeds: Sequence[int] = (),
-    methods: Sequence[str] = (),
-) -> SelectedItem:
+def select(item: Item, **selection: Unpack[Selection]) -> SelectedItem:
     """The item with a selection applied: overrides, seeds, and position methods instead of the paper's.
 
     Raises:
         ConfigError: an unknown field, an invalid value, a scale that the item does not have, a field that it varies, or methods
             that it cannot compare.
     """
+    scale, overrides = selection.get("scale", "small"), selection.get("overrides", {})
+    seeds, methods = selection.get("seeds", ()), selection.get("methods", ())
     check_scale(item.recipe.name, scale, item.recipe.scales)
-    cells, overrides = item.cells(scale), overrides or {}
+    cells = item.cells(scale)
     cells = _of_methods(item, cells, methods) if methods else cells
     for name in overrides:
         section, _, field = name.partition(".")
