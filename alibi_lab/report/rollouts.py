@@ -22,8 +22,6 @@ THEORY = "theory"
 PLAIN, RESIDUAL = "attention", "with residual"
 SHARES = {"first_token": "first token", "first_tenth": "first tenth", "last_tenth": "last tenth"}
 
-Models = Mapping[str, Sequence[Record]]
-
 
 @dataclasses.dataclass(frozen=True)
 class Claim:

@@ -12,7 +12,7 @@ from alibi_lab.report import rollouts
 from alibi_lab.report.page import report_html
 from alibi_lab.report.section import Archive
 from alibi_lab.report.sections import rollouts as section
-from alibi_lab.report.sections.rollouts import model_figure, theory_figure
+from alibi_lab.report.sections.rollouts import rollout_figure
 
 
 def made_up(method: str, seed: int, shares: Sequence[Sequence[float]]) -> Record:
@@ -90,15 +90,12 @@ def test_the_page_has_numbers_and_claims_and_leaves_pictures_to_the_command() ->
     )
 
 
-def test_figures_draw_the_means_of_the_seeds() -> None:
-    found = rollouts.models([*ALIBI, *PLAIN])
-    (axes,) = model_figure(found, "attention", "first_token").axes
-    drawn = {line.get_label(): line.get_ydata().tolist() for line in axes.get_lines()}
-    assert drawn == {
-        "no positions": pytest.approx([0.01, 0.5]),
-        "ALiBi": pytest.approx([0.001, 0.35 / 3]),
-    }
-    (axes,) = theory_figure(rollout.theory(16), "first_token").axes
+def test_figures_draw_the_share_of_the_first_token() -> None:
+    (axes,) = rollout_figure(ALIBI[0]).axes
+    (line,) = axes.get_lines()
+    assert (line.get_label(), line.get_xdata().tolist()) == ("ALiBi", [1, 2])
+    assert line.get_ydata().tolist() == pytest.approx([0.001, 0.1])
+    (axes,) = rollout_figure(rollout.theory(16)).axes
     labels = {line.get_label() for line in axes.get_lines()}
     assert labels == {
         "no mask",

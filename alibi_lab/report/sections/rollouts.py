@@ -4,6 +4,7 @@ import itertools
 from collections.abc import Sequence
 
 import numpy as np
+from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import MaxNLocator
 
@@ -27,7 +28,8 @@ def draw(records: Sequence[Record], number: int, archive: Archive) -> Section:
     rows, first = [], {}
     for name, members in rollouts.models(records).items():
         label, layers = rollouts.label_of(name, members[0]), rollouts.depths(members[0], rollouts.PLAIN)[-1]
-        ends = [_at_the_end(members, way, share) for way in _WAYS for share in rollouts.SHARES]
+        shares = [(way, share) for way in _WAYS for share in rollouts.SHARES]
+        ends = [np.mean([rollouts.by_depth(record, *one)[-1] for record in members]) for one in shares]
         rows.append((label, f"{layers:.0f}", *map("{:.1%}".format, ends)))
         first[label] = f"{label} {ends[0]:.0%}"
     names = rollouts.SHARES.values()
@@ -39,51 +41,35 @@ def draw(records: Sequence[Record], number: int, archive: Archive) -> Section:
     return Section("rollout", group, title, body, heading, about=about, records=records, finding=finding)
 
 
-def _at_the_end(members: Sequence[Record], way: str, share: str) -> float:
-    """A share at the last layer, averaged over the seeds."""
-    return float(np.mean([rollouts.by_depth(record, way, share)[-1] for record in members]))
-
-
 def rollout_figure(record: Record) -> Figure:
     """The share of the first token by depth, of their setting or of one model."""
-    theory, share = record.name == rollouts.THEORY, "first_token"
-    models = rollouts.models([record])
-    figure = theory_figure(record, share) if theory else model_figure(models, rollouts.PLAIN, share)
+    figure, axes = drawing.plain_axes("share of the first token")
     figure.set_facecolor("white")
+    axes.set_ylim(0, 1.03)
+    (_draw_theory if record.name == rollouts.THEORY else _draw_model)(axes, record)
     return figure
 
 
-def theory_figure(record: Record, share: str) -> Figure:
-    """A share by depth for each mask of their setting; the lines of one method differ by their dashes."""
-    figure, axes = drawing.plain_axes(f"share of the {rollouts.SHARES[share]}")
+def _draw_theory(axes: Axes, record: Record) -> None:
+    """A line for each mask of their setting; the lines of one method differ by their dashes."""
     styles, longest = itertools.cycle(_STYLES), 1.0
     for way in rollouts.ways(record):
         if "random" in way:
             continue
         method = {"causal mask": "none", "rotary": "rotary"}.get(way, "alibi" if way.startswith("ALiBi") else "")
-        x, y = rollouts.depths(record, way), rollouts.by_depth(record, way, share)
+        x, y = rollouts.depths(record, way), rollouts.by_depth(record, way, "first_token")
         color = drawing.color_of(method) if method else drawing.MUTED
         dashes = next(styles) if method == "alibi" else "-" if method else ":"
         axes.plot(x, y, color=color, linestyle=dashes, linewidth=1.4, label=way)
         longest = max(longest, float(x[-1]))
-    axes.set_ylim(0, 1.03)
     drawing.length_ticks(axes, [2**power for power in range(0, int(np.log2(longest)) + 1, 2)], "layers")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=7.5, handlelength=1.7)
-    return figure
 
 
-def model_figure(models: rollouts.Models, way: str, share: str) -> Figure:
-    """A share by depth of trained models: the mean of the seeds, and a band from the lowest to the highest."""
-    figure, axes = drawing.plain_axes(f"share of the {rollouts.SHARES[share]}")
-    for name, members in models.items():
-        method, label = rollouts.method_of(members[0]), rollouts.label_of(name, members[0])
-        x = rollouts.depths(members[0], way)
-        values = np.array([rollouts.by_depth(record, way, share) for record in members])
-        color, y = drawing.color_of(method), values.mean(0)
-        axes.fill_between(x, values.min(0), values.max(0), color=color, alpha=0.15, linewidth=0)
-        axes.plot(x, y, color=color, marker=drawing.marker_of(method), label=label)
-    axes.set_ylim(0, 1.03)
+def _draw_model(axes: Axes, record: Record) -> None:
+    method, label = rollouts.method_of(record), rollouts.label_of(record.name, record)
+    x, y = rollouts.depths(record, rollouts.PLAIN), rollouts.by_depth(record, rollouts.PLAIN, "first_token")
+    axes.plot(x, y, color=drawing.color_of(method), marker=drawing.marker_of(method), label=label)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.set_xlabel("layer")
     drawing.name_lines(axes)
-    return figure
