@@ -209,9 +209,8 @@ def load(path: str | Path) -> Record:
         RecordError: not JSON, not a record, another schema, numbers out of range, or not what was written.
     """
     file, mark, name = str(path).partition(f"{PACKED}#")
-    if mark:
-        return _record(_parsed(_line(Path(f"{file}{PACKED}"), name), path), path)
-    return _record(_parsed(Path(path).read_bytes(), path), path)
+    text = _line(Path(f"{file}{PACKED}"), name) if mark else Path(path).read_bytes()
+    return _record(_parsed(text, path), path)
 
 
 def find(*paths: Path, kind: str | None = None) -> Iterator[Record]:

@@ -103,11 +103,6 @@ class Claim:
         return f"{'equal to' if self.relation == 'equal' else self.relation} {self.threshold:.6g}"
 
     @property
-    def is_exact(self) -> bool:
-        """Whether its numbers are defined, not measured."""
-        return self.over[0].column in ("slope", "pass")
-
-    @property
     def about_training(self) -> bool:
         """Whether it compares different trainings, or speeds, so that a single seed cannot decide it."""
         cells = (*self.over, *self.under)

@@ -153,7 +153,8 @@ def studies(records: Iterable[Record]) -> list[Study]:
 
     An evaluation with stretched positions is a separate series in the same study, because the weights are the same.
     """
-    unique = {identity(r.kind, r.name, r.config): r for r in records if _is_of_a_model(r)}  # one may be passed twice
+    of_models = (r for r in records if r.kind in ("training", "evaluation") and _method(r) and _trained(r) > 0)
+    unique = {identity(r.kind, r.name, r.config): r for r in of_models}  # one may be passed twice
     runs: dict[tuple[str, str], list[Record]] = {}
     for record in unique.values():
         runs.setdefault(_key(record), []).append(record)
@@ -239,10 +240,6 @@ def _difference(config: Mapping[str, Json], names: Sequence[str]) -> str:
     if config.get("train.first_length") is not None and "train.first_length" in names:
         parts.append(f"staged from {_plain(config['train.first_length'])}")
     return f" ({', '.join(parts)})" if parts else ""
-
-
-def _is_of_a_model(record: Record) -> bool:
-    return record.kind in ("training", "evaluation") and bool(_method(record)) and _trained(record) > 0
 
 
 def _method(record: Record) -> str:

@@ -129,7 +129,7 @@ def _verdict(claim: Claim, sources: Sources) -> Verdict:
     verdict = functools.partial(Verdict, claim=claim, paper=paper, ours=ours, aged=_age(claim, sources))
     if not math.isfinite(ours):
         return verdict(word="open")
-    if claim.is_exact:
+    if claim.over[0].column in ("slope", "pass"):  # defined, not measured
         exact = Interval(low=ours, high=ours, over="its definition")
         return verdict(word=_word(claim, exact), text=exact)
     found = paired(sources, claim.over, claim.under, way=answers.way_of(item))

@@ -60,7 +60,8 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
     columns, ratios = ("time relative to ours", *lengths), [(label, *cells) for label, cells in rows]
     name, values = f"b{number}", {"columns": columns, "ratios": ratios, "about": facts(record)}
     body = html("benchmark", name=name, record=record, times=times, memory=memory, **values)
-    found = finding(record) if record is max(find(archive), key=timings) else ""
+    most = max(find(archive), key=lambda one: sum(len(peer.times) for peer in peer_times(one)))
+    found = finding(record) if record is most else ""
     title = title_of(record)
     return Section(name, "Benchmarks", title, body, title, records=[record], finding=found, lead=times)
 
@@ -183,11 +184,6 @@ def finding(record: Record) -> str:
     time, name = min((time, name) for length, time, name in times if length == longest)
     start = f"At {longest:,} tokens ours takes {_milliseconds(ours[longest])}"
     return f"{start}; {name}, the fastest alternative, takes {time / ours[longest]:.2g} times as long."
-
-
-def timings(record: Record) -> int:
-    """The number of times of a record."""
-    return sum(len(peer.times) for peer in peer_times(record))
 
 
 def _ratio(time: float, base: float) -> str:
