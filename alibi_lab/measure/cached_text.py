@@ -23,8 +23,9 @@ from alibi_attn.nn.allocator import resident_bytes
 from alibi_lab.measure.harness import Row, Rows, Say, number
 from alibi_lab.measure.models import MOST_ERROR, relative_error
 from alibi_lab.measure.peers import missing
+from alibi_lab.measure.peers.dense_encoder import Sizes
 from alibi_lab.measure.peers.llama_cpp import STATE_NEEDS, LlamaState
-from alibi_lab.measure.peers.transformers_models import bloom
+from alibi_lab.measure.peers.transformers_models import decoder
 from alibi_lab.measure.timing import elapsed_ms
 
 VOCABULARY = 1024
@@ -37,7 +38,7 @@ def cached(
     folder: Path, tokens: int, processes: int, metrics: dict[str, float | None], say: Say, *, layers: int, width: int
 ) -> Iterator[Rows]:
     """Reads a text into a cache in files, opens it again and shares it; fills the metrics."""
-    model = bloom(width, layers=layers, heads=width // 64, vocabulary=VOCABULARY)
+    model = decoder("bloom", Sizes(layers, width, width // 64, 4 * width, VOCABULARY))
     patch(model)
     text = torch.randint(3, VOCABULARY, (1, tokens), generator=torch.Generator().manual_seed(1))
     before = resident_bytes()

@@ -76,8 +76,7 @@ def context_parallel(
     def rows(count: int, length: int) -> Rows:
         with tempfile.TemporaryDirectory() as folder:
             spawn(_work, (count, length, Path(folder), repeats, seconds), nprocs=count)
-            found: Rows = json.loads((Path(folder) / "rows.json").read_text())
-            return found
+            return json.loads((Path(folder) / "rows.json").read_text())
 
     steps = ({f"context-parallel/ranks-{count}": rows(count, length)} for count in ranks for length in sorted(lengths))
     return keep(out, configs, steps, summary=_summary, say=say)

@@ -114,9 +114,7 @@ def original(setting: Setting) -> Run:
 
 
 def original_model(setting: Setting) -> Any:
-    sizes = setting.sizes
-    shape = {"layers": sizes.layers, "heads": sizes.heads, "vocabulary": sizes.vocabulary}
-    return decoder(setting.model, sizes.width, max(setting.room, 512), **shape)
+    return decoder(setting.model, setting.sizes, max(setting.room, 512))
 
 
 class Ready(nn.Module):

@@ -45,8 +45,7 @@ def dense(inputs: Inputs) -> Attention:
 
 def bound(function: Callable[..., Any], **arrays: jax.Array) -> Attention:
     """The function with these arrays bound. Passed to a jitted function, they are traced and not constants."""
-    partial: Attention = jax.tree_util.Partial(function, **arrays)  # type: ignore[no-untyped-call]
-    return partial
+    return jax.tree_util.Partial(function, **arrays)  # type: ignore[no-untyped-call]
 
 
 def jax_call(peer: Peer, inputs: Inputs, *, backward: bool) -> Call:
