@@ -184,8 +184,7 @@ class ALiBiFox(Fox):
 
 def _class(defined: str) -> type[PositionMethod]:
     module, _, name = defined.partition(":")
-    found: type[PositionMethod] = getattr(importlib.import_module(f"alibi_lab.lab.model.{module}"), name)
-    return found
+    return getattr(importlib.import_module(f"alibi_lab.lab.model.{module}"), name)
 
 
 METHODS: dict[Method, type[PositionMethod]] = {name: _class(look.defined) for name, look in LOOKS.items()}

@@ -5,7 +5,7 @@ item cannot answer it. Read next: `studies.py`.
 """
 
 import dataclasses
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Literal, TypeAlias, Unpack
 
 from alibi_lab.lab.config import ConfigError, Recipe, RunConfig, Scale, Selection, check_scale
@@ -108,7 +108,7 @@ def select(item: Item, **selection: Unpack[Selection]) -> SelectedItem:
     seeds, methods = selection.get("seeds", ()), selection.get("methods", ())
     check_scale(item.recipe.name, scale, item.recipe.scales)
     cells = item.cells(scale)
-    cells = _of_methods(item, cells, methods) if methods else cells
+    cells = tuple(_of_methods(item, cells, methods)) if methods else cells
     for name in overrides:
         section, _, field = name.partition(".")
         if name in field_names() and len({getattr(getattr(cell.config, section), field) for cell in cells}) > 1:
@@ -120,8 +120,8 @@ def select(item: Item, **selection: Unpack[Selection]) -> SelectedItem:
     return SelectedItem(item=item, cells=overridden, runs=runs)
 
 
-def _of_methods(item: Item, cells: Sequence[Cell], methods: Sequence[str]) -> tuple[Cell, ...]:
-    """The cells of these methods. A method that the paper does not have gets those of ALiBi, labeled with its name."""
+def _of_methods(item: Item, cells: Sequence[Cell], methods: Sequence[str]) -> Iterator[Cell]:
+    """Yields the cells of these methods. A method that the paper does not have gets those of ALiBi, labeled with its name."""
     of_paper = {str(cell.config.model.method) for cell in cells}
     if len(of_paper) < 2:
         raise ConfigError(
@@ -134,11 +134,9 @@ def _of_methods(item: Item, cells: Sequence[Cell], methods: Sequence[str]) -> tu
     names = [method.rpartition(":")[2] for method in methods]
     if len(set(names)) < len(names):
         raise ConfigError(f"--methods has two methods of one name: {', '.join(methods)}; rename one")
-    found = []
     for name, method in zip(names, methods, strict=True):
         for cell in cells:
             if cell.config.model.method == (method if method in of_paper else _COMPARED):
                 label = cell.label if method in of_paper else cell.label.replace("ALiBi", name)
                 config = override(cell.config, {"model.method": method})
-                found.append(dataclasses.replace(cell, label=label, config=config))
-    return tuple(found)
+                yield dataclasses.replace(cell, label=label, config=config)

@@ -8,7 +8,7 @@ records.
 import dataclasses
 import datetime
 import typing
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Unpack
 
@@ -77,16 +77,14 @@ def run_items(
     return paths + [_answered(one, by_file, out / "records", scale) for one in selected]
 
 
-def _measured(runs: Sequence[RunConfig], folder: Path, scale: Scale, console: Console) -> list[Path]:
-    paths = []
+def _measured(runs: Sequence[RunConfig], folder: Path, scale: Scale, console: Console) -> Iterator[Path]:
     for config in runs:
         old = measure_speed.recorded(config, folder, scale=scale)
         path = old or measure_speed.record_speed(config, folder, scale=scale)
         record = records.load(path)
         rate = f"{metric(record, 'train_tokens_per_second'):,.0f} tokens/s in training"
         console.print(f"[bold]{escape(record.name)}[/] {'is recorded already' if old else rate}")
-        paths.append(path)
-    return paths
+        yield path
 
 
 def _answered(selected: SelectedItem, by_file: Mapping[str, records.Record], folder: Path, scale: Scale) -> Path:

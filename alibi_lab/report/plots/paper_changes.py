@@ -11,7 +11,7 @@ Our lines have bands: of ratios per seed, or over test text if there is one seed
 
 import dataclasses
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 
 import numpy as np
 
@@ -40,10 +40,10 @@ def change(
     if x == "hours" or len({line.ours for line in lines}) < 2:
         return None
     if x == "speed":
-        drawn = _frontier(lines)
+        drawn = list(_frontier(lines))
         texts = "speed of training / sinusoidal's", "perplexity / sinusoidal's, both at L = 3,072"
     elif x == "trained":
-        drawn = _against_sinusoidal(lines)
+        drawn = list(_against_sinusoidal(lines))
         texts = "L of the paper, log scale", "times that of sinusoidal at the same L"
     elif y != "perplexity":
         drawn, texts = _from_shortest(lines, [line.label for line in lines])
@@ -95,28 +95,24 @@ def _from_shortest(lines: Sequence[Line], labels: Sequence[str]) -> tuple[list[L
     return found, (f"multiples of L = {shortest:,.0f} of the paper", f"L = {shortest:,.0f}")
 
 
-def _against_sinusoidal(lines: Sequence[Line]) -> list[Line]:
+def _against_sinusoidal(lines: Sequence[Line]) -> Iterator[Line]:
     """Each method divided by sinusoidal of the same source at the same trained length."""
     bases = {line.ours: line for line in reversed(lines) if line.method == "sinusoidal"}
-    found = []
     for line in lines:
         if line.ours in bases and line.method != "sinusoidal":
             base = bases[line.ours]
             at = dict(zip(base.paper_length.tolist(), base.y.tolist(), strict=True))
             under = np.array([at.get(length, math.nan) for length in line.paper_length.tolist()])
-            found.append(dataclasses.replace(line, x=line.paper_length, y=line.y / under))
-    return found
+            yield dataclasses.replace(line, x=line.paper_length, y=line.y / under)
 
 
-def _frontier(lines: Sequence[Line]) -> list[Line]:
+def _frontier(lines: Sequence[Line]) -> Iterator[Line]:
     """Points divided by the reference point of the same source."""
     points = {line.ours: (line.x[0], line.y[0]) for line in reversed(lines) if line.label == _REFERENCE}
-    found = []
     for line in lines:
         if line.ours in points:
             x, y = points[line.ours]
-            found.append(dataclasses.replace(line, x=line.x / x, y=line.y / y, low=line.low / y, high=line.high / y))
-    return found
+            yield dataclasses.replace(line, x=line.x / x, y=line.y / y, low=line.low / y, high=line.high / y)
 
 
 def _with_bands(lines: Sequence[Line], sources: Sources, way: str) -> tuple[list[Line], str]:

@@ -7,7 +7,7 @@ separate scales. `paper_changes.py` computes the ratios, `paper.py` draws.
 
 import dataclasses
 import math
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from typing import NamedTuple
 
 import numpy as np
@@ -93,7 +93,7 @@ def _rows(
 ) -> list[list[Plot]]:
     """The changes on one axis, one picture per evaluation mode, and below them the levels."""
     labels = [label for label in labels if label not in item.cited]
-    drawn = [(source, _lines(source, labels, x, y)) for source in _sources(record, item, x, y)]
+    drawn = [(source, tuple(_lines(source, labels, x, y))) for source in _sources(record, item, x, y)]
     draw = paper_figures.frontier if x == "speed" else paper_figures.lines
     together = []
     for way in dict.fromkeys(source.way for source, _ in drawn):
@@ -132,22 +132,20 @@ def _other_published(name: str, item: PublishedItem) -> PublishedItem | None:
     return dataclasses.replace(item, series=series, source=source, evaluation=tables[0].evaluation)
 
 
-def _lines(source: _Source, labels: Sequence[str], x: str, y: str) -> tuple[Line, ...]:
-    """One line per label with such numbers; if x is "trained", one line per method with a point per trained length."""
+def _lines(source: _Source, labels: Sequence[str], x: str, y: str) -> Iterator[Line]:
+    """Yields one line per label with such numbers; if x is "trained", one line per method with a point per trained length."""
     several_lengths, several_methods = (len(set(map(of, labels))) > 1 for of in (trained_length, method_of))
     together: dict[str, list[str]] = {}  # the labels of one line
     for label in labels:
         if np.isfinite(source.column(label, f"{source.prefix}{y}")).any():
             together.setdefault(label.split(",", 1)[0] if x == "trained" else label, []).append(label)
-    lines = []
     for label, *others in together.values():
         points = np.concatenate([_points(source, one, x, y) for one in (label, *others)], axis=1)
         length, name = trained_length(label), label.split(",", 1)[0]
         if x != "trained" and several_lengths and length:
             at = f"{length / source.factor:,.0f}"
             name = f"{name} {at}" if several_methods else f"L = {at}"
-        lines.append(Line(name, label, method_of(label), source.ours, *points))
-    return tuple(lines)
+        yield Line(name, label, method_of(label), source.ours, *points)
 
 
 def _points(source: _Source, label: str, x: str, y: str) -> Points:

@@ -125,8 +125,7 @@ def _grid(record: Record, column: str) -> Points | None:
     layers, heads = (int(last) + 1 for last in places.max(axis=1))
     if layers * heads != values.size or not (places == np.indices((layers, heads)).reshape(2, -1)).all():
         return None
-    grid: Points = values.reshape(layers, heads)
-    return grid
+    return values.reshape(layers, heads)
 
 
 def weights_figure(matrix: Array) -> Figure:

@@ -10,11 +10,10 @@ NEGLIGIBLE = 1e-6  # a key with a smaller factor is negligible and is drawn with
 
 def head_rows(num_heads: int) -> list[tuple[str, str, str, str]]:
     """Head, slope, half-life and the distance from which the factor is below 1e-6, for every head."""
-    rows = []
-    for head, slope in enumerate(alibi_slopes(num_heads).tolist(), start=1):
-        distance = math.floor(-math.log(NEGLIGIBLE) / slope) + 1
-        rows.append((f"{head}", fraction(slope), f"{half_life(slope):,.1f}", f"{distance:,}"))
-    return rows
+    return [
+        (f"{head}", fraction(m), f"{half_life(m):,.1f}", f"{math.floor(-math.log(NEGLIGIBLE) / m) + 1:,}")
+        for head, m in enumerate(alibi_slopes(num_heads).tolist(), start=1)
+    ]
 
 
 def half_life(slope: float) -> float:
