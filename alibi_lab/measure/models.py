@@ -99,10 +99,10 @@ def models(
             if part != "pass" and model != "bloom":
                 raise ValueError(f"part {part} measures bloom, not {model}; pass --models bloom")
             base = model == ENCODER
+            wide = width or (768 if base else 1024)
             sizes = Sizes(
-                layers or (12 if base else 2), width := width or (768 if base else 1024), width // 64, 4 * width,
-                vocabulary or (30528 if base else 1000),
-            )  # fmt: skip
+                layers or (12 if base else 2), wide, wide // 64, 4 * wide, vocabulary or (30528 if base else 1000)
+            )
             name = f"models/{model}-{part}{'-mixed' if texts else ''}-{precision}{'' if device == 'cpu' else '-cuda'}"
             settings[name] = part, Setting(
                 model=model, sizes=sizes, precision=precision, device=device, threads=torch.get_num_threads(),

@@ -89,6 +89,15 @@ def test_wrong_outputs_are_not_timed_and_ours_are_an_error(tmp_path: Path, monke
         models(tmp_path, models=["encoder"], precisions=["float32"], lengths=(40,), **TINY)
 
 
+def test_every_model_has_its_own_default_sizes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(module, "keep", lambda out, configs, steps, say: configs)
+    configs = models(tmp_path, models=["bloom", "encoder"], precisions=["float32"])
+    assert [(one["width"], one["heads"], one["inner"]) for one in configs.values()] == [
+        (1024, 16, 4096),
+        (768, 12, 3072),
+    ]
+
+
 def test_a_program_that_needs_more_memory_than_there_is_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.timing, "too_large", lambda needed: "it may need too much" if needed > 0 else None)
     rows = module.passes(SETTING, (40,), 1, 0.1)
