@@ -6,6 +6,7 @@ import math
 
 import pytest
 import torch
+from closeness import assert_within
 from decoder_checkpoints import NAMES, choices, loaded, original, seen
 from decoder_oracle import logits as formula
 
@@ -14,10 +15,8 @@ from alibi_attn.hf import ALiBiForCausalLM
 ROUNDED = [name for name in NAMES if not name.startswith("mpt")]
 
 
-def assert_close(actual: torch.Tensor, expected: torch.Tensor) -> None:
-    """fp32 against fp64 or another order of fp32: two layers, each a few hundred roundings of 6e-8."""
-    worst = float((actual.double() - expected.double()).abs().max() / expected.abs().max())
-    assert worst < 3e-6, f"off by {worst:.1e} of the largest"
+# fp32 against fp64 or another order of fp32: two layers, each a few hundred roundings of 6e-8.
+assert_close = functools.partial(assert_within, share=3e-6)
 
 
 @pytest.fixture

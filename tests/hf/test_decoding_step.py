@@ -9,6 +9,7 @@ import weakref
 
 import pytest
 import torch
+from closeness import assert_within
 from decoder_oracle import STEP_ERRORS
 from torch import nn
 from transformers import DynamicCache
@@ -71,12 +72,6 @@ def decoded(model, ids, *, at_once=1, cache=None, mask=None):
     return torch.cat(logits, 1), cache
 
 
-def assert_close(actual, expected, tolerance):
-    assert actual.shape == expected.shape
-    error = float((actual.float() - expected.float()).abs().max() / expected.float().abs().max())
-    assert error <= tolerance, error
-
-
 @pytest.mark.parametrize("dtype", STEP_ERRORS)
 @pytest.mark.parametrize("family", FAMILIES)
 def test_a_step_gives_the_logits_of_a_whole_pass(family, dtype, model, tokens, steps):
@@ -86,7 +81,7 @@ def test_a_step_gives_the_logits_of_a_whole_pass(family, dtype, model, tokens, s
     patch(original)
     actual, _ = decoded(original.to(dtype), ids)
     assert steps == [True] * 66
-    assert_close(actual, expected, STEP_ERRORS[dtype])
+    assert_within(actual, expected, STEP_ERRORS[dtype])
 
 
 @pytest.mark.parametrize(("batch", "at_once"), [(1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1)])
@@ -98,7 +93,7 @@ def test_a_few_rows_give_the_logits_of_a_whole_pass(family, batch, at_once, mode
     patch(original)
     actual, cache = decoded(original, ids, at_once=at_once)
     assert steps == [True] * (12 // at_once)
-    assert_close(actual, expected, 2e-6)
+    assert_within(actual, expected, 2e-6)
     assert cache.get_seq_length() == PROMPT + 12
 
 
@@ -112,7 +107,7 @@ def test_padding_on_the_left_changes_nothing(family, patched_model, tokens, step
     with torch.no_grad():
         alone = patched(ids[:1, 9:], use_cache=False).logits[:, PROMPT - 9 :]
         other = patched(ids[1:], use_cache=False).logits[:, PROMPT:]
-    assert_close(actual, torch.cat([alone, other]), 2e-6)
+    assert_within(actual, torch.cat([alone, other]), 2e-6)
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -129,9 +124,9 @@ def test_a_step_in_int8_is_that_of_the_modules(family, model, tokens, steps):
     expected, other = decoded(patched, ids)
     assert len(steps) == 9
     # An activation on the border between two codes may round to the other one; most do not.
-    assert_close(actual, expected, 5e-3)
+    assert_within(actual, expected, 5e-3)
     assert float((actual - expected).abs().median()) <= 1e-6 * float(expected.abs().max())
-    assert_close(cache.layers[0].keys, other.layers[0].keys, 2e-6)
+    assert_within(cache.layers[0].keys, other.layers[0].keys, 2e-6)
 
 
 def test_changed_weights_are_used_and_a_wrong_one_is_noticed(patched_model, tokens):
@@ -144,8 +139,8 @@ def test_changed_weights_are_used_and_a_wrong_one_is_noticed(patched_model, toke
             expected = patched(ids, use_cache=False).logits[:, PROMPT:]
         if "query_key_value" not in name:  # a value's last number changes little
             with pytest.raises(AssertionError):
-                assert_close(before, expected, 2e-6)
-        assert_close(decoded(patched, ids)[0], expected, 2e-6)
+                assert_within(before, expected, 2e-6)
+        assert_within(decoded(patched, ids)[0], expected, 2e-6)
         weight.data = kept
 
 
@@ -198,7 +193,7 @@ def test_a_changed_model_runs_module_by_module(change, used, patched_model, toke
     actual, cache = decoded(patched, ids)
     assert steps == [True, True] * used
     with torch.no_grad():
-        assert_close(actual, patched(ids, use_cache=False).logits[:, PROMPT:], 2e-6)
+        assert_within(actual, patched(ids, use_cache=False).logits[:, PROMPT:], 2e-6)
     assert cache.get_seq_length() == PROMPT + 2
 
 
@@ -247,7 +242,7 @@ def test_what_changed_since_the_last_step_is_used(change, patched_model, tokens,
     MORE_CHANGES[change](patched)
     actual, _ = decoded(patched, ids)
     assert steps == [True] * 4
-    assert_close(actual, patched(ids, use_cache=False).logits[:, PROMPT:], 2e-6)
+    assert_within(actual, patched(ids, use_cache=False).logits[:, PROMPT:], 2e-6)
     assert torch.equal(actual, before) == (change == "elsewhere in memory")
 
 
@@ -267,12 +262,12 @@ def test_other_calls_run_module_by_module(patched_model, tokens, steps):
     patched, ids = patched_model(), tokens(1, PROMPT + 1)
     expected, _ = decoded(patched, ids)
     assert steps == [True]
-    assert_close(decoded(patched, ids, cache=DynamicCache())[0], expected, 2e-6)
+    assert_within(decoded(patched, ids, cache=DynamicCache())[0], expected, 2e-6)
     cache = ALiBiCache()
     with torch.no_grad():
         patched(ids[:, :PROMPT], past_key_values=cache)
         embedded = patched.transformer.word_embeddings(ids[:, PROMPT:])
-        assert_close(patched(inputs_embeds=embedded, past_key_values=cache).logits, expected, 2e-6)
+        assert_within(patched(inputs_embeds=embedded, past_key_values=cache).logits, expected, 2e-6)
         cache.crop(-1)
         with torch.autocast("cpu", torch.bfloat16):
             decoded(patched, ids)
@@ -316,7 +311,7 @@ def test_copies_and_pickles_use_their_own_weights(twin, patched_model, tokens, s
     expected, _ = decoded(patched, ids)
     for weight in patched.parameters():
         weight.data.zero_()
-    assert_close(decoded(other, ids)[0], expected, 2e-6)
+    assert_within(decoded(other, ids)[0], expected, 2e-6)
     assert steps == [True] * 4
 
 
@@ -334,4 +329,4 @@ def test_an_interrupted_step_leaves_the_cache_as_it_was(patched_model, tokens, m
             with pytest.raises(KeyboardInterrupt):
                 patched(ids[:, PROMPT:], past_key_values=cache)
         assert cache.get_seq_length() == PROMPT
-        assert_close(patched(ids[:, PROMPT:], past_key_values=cache).logits, expected, 2e-6)
+        assert_within(patched(ids[:, PROMPT:], past_key_values=cache).logits, expected, 2e-6)

@@ -5,6 +5,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from closeness import assert_within
 from encoder_oracle import HEADS, LAYOUTS, WIDTH, WORDS, config, encode, random_state, write_folder
 from safetensors import safe_open
 from torch import Tensor
@@ -37,12 +38,6 @@ def load(tmp_path):
 
 def tokens(batch: int, length: int, seed: int = 1) -> Tensor:
     return torch.randint(WORDS, (batch, length), generator=torch.Generator().manual_seed(seed))
-
-
-def assert_within(found: Tensor, truth: Tensor, share: float) -> None:
-    """The largest difference is at most a share of the largest entry."""
-    error = (found.detach().double() - truth.detach().double()).abs().max() / truth.abs().max()
-    assert error <= share, f"off by {error:.2g} of the largest entry, and {share:.2g} is allowed"
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)

@@ -7,6 +7,7 @@ from pathlib import Path
 import fox_oracle
 import pytest
 import torch
+from closeness import assert_within
 from encoder_oracle import write_folder
 from huggingface_hub.errors import StrictDataclassError
 from torch import Tensor
@@ -44,10 +45,8 @@ def ids_and_logits(items: tuple[tuple[str, object], ...]) -> tuple[Tensor, Tenso
     return ids, torch.stack([fox_oracle.logits(weights, said, row) for row in ids])
 
 
-def assert_close(actual: Tensor, expected: Tensor) -> None:
-    """fp32 against fp64: two layers, each a few hundred roundings of 6e-8."""
-    worst = float((actual.double() - expected).abs().max() / expected.abs().max())
-    assert worst < 5e-6, f"off by {worst:.1e} of the largest"
+# fp32 against fp64: two layers, each a few hundred roundings of 6e-8.
+assert_close = functools.partial(assert_within, share=5e-6)
 
 
 @torch.no_grad()

@@ -2,10 +2,12 @@
 
 import copy
 import dataclasses
+import functools
 import io
 
 import pytest
 import torch
+from closeness import assert_within
 from torch import Tensor
 from transformers import AutoModelForCausalLM
 
@@ -21,10 +23,7 @@ def _no_gradients():
         yield
 
 
-def assert_same(actual: Tensor, expected: Tensor, *, rtol: float = 1e-5) -> None:
-    """Within rtol of the largest logit."""
-    error = (actual - expected).abs().max() / expected.abs().max()
-    assert error <= rtol, f"off by {error:.2e} of the largest"
+assert_same = functools.partial(assert_within, share=1e-5)
 
 
 def numerics_of(family: str) -> str:
