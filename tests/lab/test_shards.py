@@ -10,7 +10,6 @@ from typer.testing import CliRunner
 
 from alibi_lab import records
 from alibi_lab.cli.main import app
-from alibi_lab.lab import run as one_run
 from alibi_lab.lab.config import ConfigError, Recipe
 from alibi_lab.lab.experiment import ExperimentError, run
 from alibi_lab.lab.planning import by_training, configs_of
@@ -88,16 +87,3 @@ def test_the_page_of_a_shard_says_what_is_missing(tmp_path):
     result = CliRunner().invoke(app, asked)
     assert result.exit_code == 0, result.output
     assert "quick: 3 of 4 runs are still missing" in (tmp_path / "report.html").read_text(encoding="utf-8")
-
-
-def test_the_work_on_records_grows_with_the_number_of_runs_only(recipe, tmp_path, monkeypatch):
-    """Each run's config is written as JSON once, and its records are looked up a fixed number of times."""
-    looked, written, find, write = [], [], records.with_identity, one_run.to_json
-    run(recipe, out=tmp_path, seeds=(0, 1))
-    monkeypatch.setattr(records, "with_identity", lambda *given: looked.append(given) or find(*given))
-    monkeypatch.setattr(one_run, "to_json", lambda config: written.append(config) or write(config))
-    for seeds in ((0,), (0, 1)):
-        runs = 5 * len(seeds)
-        run(recipe, out=tmp_path, seeds=seeds)
-        assert (len(written), len(looked)) == (runs, 2 * (runs + 4 * len(seeds)))  # four trainings per seed
-        looked.clear(), written.clear()

@@ -31,12 +31,6 @@ def test_the_trainings_are_those_of_the_recipe_quick(scale: Scale) -> None:
     assert (run.model, run.train) == (dataclasses.replace(model, method="alibi"), train)
 
 
-def test_lengths_rise_and_each_has_every_method_once() -> None:
-    configs = training._configs("smoke", ["t5", "alibi", "t5"], (16, 8, 16), 20)
-    assert [training._name(config) for config in configs] == ["t5-8", "alibi-8", "t5-16", "alibi-16"]
-    assert {(config.train.steps, config.train.batch_tokens) for config in configs} == {(20, 256)}
-
-
 def test_utilization_is_the_achieved_share_of_the_matrix_rate() -> None:
     config = RunConfig(model=MODEL, train=TrainConfig(length=LENGTH, batch_tokens=ROWS * LENGTH))
     flops = linear_flops(config) + attention_flops(config)

@@ -10,7 +10,6 @@ from pathlib import Path
 import pytest
 
 import alibi_lab
-from alibi_lab.lab.config import ConfigError, ModelConfig
 
 PACKAGE = Path(alibi_lab.__file__).parent
 EXAMPLE = Path(__file__).parents[2] / "examples/extending/distance_squared.py"
@@ -52,11 +51,6 @@ def page(tmp_path_factory: pytest.TempPathFactory) -> str:
     )
     assert ran.returncode == 0, ran.stderr
     return (folder / "page.html").read_text(encoding="utf-8")
-
-
-def test_a_name_without_a_row_is_refused() -> None:
-    with pytest.raises(ConfigError, match=r"model.method is 'squared'.*pass one of none, sinusoidal"):
-        ModelConfig(method="squared")
 
 
 def test_a_method_of_one_file_and_one_row_is_trained_evaluated_and_drawn(page: str) -> None:

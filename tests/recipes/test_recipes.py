@@ -10,7 +10,6 @@ from alibi_lab.lab.config_io import from_json
 from alibi_lab.lab.experiment import run
 from alibi_lab.lab.model.imported_method import imported_method
 from alibi_lab.lab.planning import configs_of
-from alibi_lab.position_methods import LOOKS
 from alibi_lab.recipes.index import RECIPES
 from alibi_lab.report.page import report_html
 
@@ -53,20 +52,6 @@ def test_the_runs_of_quick_differ_only_in_the_method(scale):
 
 def test_every_row_of_the_table_is_named_after_its_recipe():
     assert {name: recipe.name for name, recipe in RECIPES.items()} == {name: name for name in RECIPES}
-
-
-def test_methods_stretches_without_new_trainings():
-    runs = RECIPES["methods"].runs("small")
-    trainings = {(run.model, run.data, run.train) for run in runs}
-    assert {run.model.method for run in runs} == set(LOOKS)
-    assert (len(trainings), len(runs)) == (len(LOOKS), len(LOOKS) + 3 + 2)
-
-
-def test_curriculum_trains_on_equal_numbers_of_tokens():
-    runs = RECIPES["curriculum"].runs("small")
-    assert len({run.train.steps * run.train.batch_tokens for run in runs}) == 1
-    assert len({(run.train.length, run.eval) for run in runs}) == 1
-    assert [run.train.first_length for run in runs] == [None, 64, 64] * 2
 
 
 @pytest.mark.parametrize("name", ["quick", "methods", "curriculum", "recall", "streams", "systems"])

@@ -52,11 +52,3 @@ def test_errors_are_reported_and_why_a_peer_was_not_run() -> None:
     }
     assert len(lines(times_by_length(both))) == 2
     assert ratio_table(both)[1][2][1] == ["–", "–", "–"]
-
-
-def test_a_training_says_what_share_of_the_matrix_rate_it_reaches() -> None:
-    steps = {"length": [128, 768, None], "step_ms": [800.0, 900.0, 1.0], "utilization": [0.584, 0.512, 0.1]}
-    assert facts(record(alibi=steps))[1:] == [
-        ("alibi, 128 tokens", "58% of the matrix rate"),
-        ("alibi, 768 tokens", "51% of the matrix rate"),
-    ]

@@ -1,4 +1,4 @@
-"""A page with several sections starts with the findings; identical titles are distinguished; colors are readable."""
+"""A page with several sections starts with the findings; colors are readable; old speeds are marked."""
 
 import dataclasses
 import re

@@ -2,12 +2,8 @@
 
 import re
 
-import pytest
-
 from alibi_lab.records import Record
 from alibi_lab.report.page import report_html
-from alibi_lab.report.section import Archive
-from alibi_lab.report.sections import long_texts
 
 ROWS = {
     "length": [100 * tenth for tenth in range(1, 11)],
@@ -56,19 +52,3 @@ def test_a_long_text_has_its_numbers_and_no_line_in_another_benchmark() -> None:
 def test_llama_cpp_is_shown_next_to_ours() -> None:
     page = report_html([record(**{f"llama_cpp_{name}": value for name, value in PEER.items()})])
     assert cells(page, "llama.cpp, saved state") == ["400 ms", "–", "–", "9 of 9 MiB"]
-
-
-def test_the_finding_is_the_memory_and_the_share_that_is_read() -> None:
-    section = long_texts.draw(record(), 0, Archive([record()]))
-    assert section.finding == (
-        "Reading 1,000 tokens adds at most 3 MiB of memory; a process that continues reads 12.5% of the saved cache."
-    )
-    assert section.lead is not None
-    line = section.lead.figure.axes[0].lines[0]
-    assert list(line.get_ydata()) == [seconds * 1e3 for seconds in ROWS["token_cpu_seconds"]]
-
-
-@pytest.mark.parametrize("missing", [{"stored_bytes": 0}, {"peak_added_bytes": None}])
-def test_without_its_numbers_nothing_is_claimed(missing) -> None:
-    section = long_texts.draw(record(**missing), 0, Archive([]))
-    assert section.finding == ""

@@ -80,14 +80,6 @@ def test_a_seed_with_missing_values_leaves_the_numbers_whole(made_up) -> None:
     assert "fewest bytes at a position 20" in _text(report_html(records))
 
 
-def test_bits_per_byte_are_of_bytes(made_up) -> None:
-    (study,) = studies(made_up(methods=("alibi",), bytes_per_token=4.0))
-    found = (*tables.by_length(study).blocks, *tables.in_other_units(study).blocks)
-    blocks = {block.title: block.rows[0][2][0].value for block in found}
-    assert blocks["Perplexity per token, nonoverlapping windows"] == pytest.approx(math.exp(2.0))
-    assert blocks["Bits per byte, nonoverlapping windows"] == pytest.approx(2.0 / math.log(2) / 4)
-
-
 def test_the_page_says_what_was_run(made_up) -> None:
     records = [dataclasses.replace(r, commit="0123456789ab", command="alibi run quick") for r in made_up(seeds=2)]
     text = _text(report_html(records, title="A title", question="A question?"))

@@ -1,7 +1,6 @@
 """Series: the records that may appear in one figure, and those that form one line."""
 
 import dataclasses
-import math
 
 import numpy as np
 import pytest
@@ -56,12 +55,3 @@ def test_curves_keep_seeds_separate_and_omit_missing_values(made_up) -> None:
     x, y = study.series[0].curve("by_length", "length", "no such column")
     assert x.shape == (0,)
     assert y.shape == (0, 0)
-
-
-def test_a_seed_without_a_length_is_nan_there(made_up) -> None:
-    first, second = (record for record in made_up(methods=("alibi",), seeds=2) if record.kind == "evaluation")
-    short = {name: column[:2] for name, column in second.curves["by_length"].items()}
-    (study,) = studies([first, dataclasses.replace(second, curves={"by_length": short})])
-    _, y = study.series[0].curve("by_length", "length", "nonoverlapping_nats")
-    assert math.isnan(y[1, 2])
-    assert not math.isnan(y[0, 2])

@@ -21,7 +21,7 @@ from alibi_lab.report.published import CLAIMS, PUBLISHED, Claim, Number
 from alibi_lab.report.section import Archive
 from alibi_lab.report.series import studies
 from alibi_lab.report.tables.study import changes
-from alibi_lab.report.verdicts import counted, paired, why
+from alibi_lab.report.verdicts import paired, why
 
 Answer = tuple[Record, Mapping[str, Record]]  # with its evidence by identity
 
@@ -263,19 +263,6 @@ def test_parts_shorter_than_the_context_are_joined() -> None:
         verdict = _judged(record, by_identity, SINUSOIDAL)
         assert (verdict.text.over if verdict.text else "") == (f"{parts} parts of the text" if parts else "")
         assert ("fewer than three parts as long as the context of 127" in why(verdict)) == (not parts)
-
-
-def test_contradictions_come_first() -> None:
-    found = [
-        evaluation("sinusoidal", 64, {64: 4.0, 127: 4.5}, noise=0.05),
-        evaluation("alibi", 64, {64: 4.0, 127: 4.4}, noise=0.01),
-    ]
-    record, by_identity = answer(found, sinusoidal=(54.6, 90.0), alibi=(54.6, 81.5))
-    judged = verdicts.in_order(verdicts.all_verdicts([record], by_identity))
-    words = [one.word for _, one in judged]
-    assert words[:2] == ["contradicted", "confirmed"]
-    assert set(words[2:]) == {"open"}
-    assert counted([one for _, one in judged]) == f"1 contradicted, 1 confirmed, {OF_FIGURE_1 - 2} open"
 
 
 def test_models_that_were_tested_on_other_tokens_are_not_compared_by_part() -> None:

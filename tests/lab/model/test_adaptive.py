@@ -88,15 +88,6 @@ def test_tied_gradients_are_those_of_the_input_and_of_the_output_together(parts)
         torch.testing.assert_close(weight.grad, expected)
 
 
-def test_dropout_hides_inputs_and_what_is_narrowed(parts):
-    bands, _, x, targets = parts
-    half = AdaptiveSoftmax(WIDTH, CUTOFFS, dropout=0.5)
-    torch.manual_seed(0)
-    assert not torch.equal(half.loss(x, targets, bands), half.loss(x, targets, bands))
-    half.eval()
-    assert torch.equal(half.loss(x, targets, bands), half.loss(x, targets, bands))
-
-
 @pytest.mark.parametrize("cutoffs", [(10, 60), (0, 10), (1, 2, 3)])
 def test_bands_that_cannot_be_are_refused(cutoffs):
     with pytest.raises(ConfigError, match=r"model\.cutoffs is \(.*pass lower ones, or fewer"):

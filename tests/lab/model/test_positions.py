@@ -89,17 +89,6 @@ def test_attention_without_a_bias_is_the_loop_over_pairs(qkv, query_len, key_len
     assert_attention_is(out, q, k, v, lambda head, d: 0.0)
 
 
-def test_without_a_bias_the_kernels_run_on_a_cpu_that_has_them(qkv, monkeypatch):
-    asked = []
-    monkeypatch.setattr(
-        "alibi_lab.lab.model.attention.alibi_attention", lambda *args, **given: asked.append(args[3].tolist())
-    )
-    for missing, query_len in ((None, 40), (None, 1), ("there is no compiler", 40)):
-        monkeypatch.setattr("alibi_attn.attention.backends.native.build.why_not", lambda missing=missing: missing)
-        attend(*qkv(query_len, 40), None)
-    assert asked == [[0.0, 0.0]]
-
-
 def test_kerple_starts_in_the_ranges_of_its_authors_each_head_elsewhere():
     method = Kerple(ModelConfig(num_heads=64, embed_dim=128), 8)
     r1, r2 = method.log_r1.detach().exp(), method.log_r2.detach().exp()
