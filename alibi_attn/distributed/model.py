@@ -119,8 +119,6 @@ def _attend(
     query: Tensor,
     kept: Sequence[Kept],
     slopes: Tensor | None = None,
-    *,
-    key_mask: Tensor | None = None,
     **options: Any,
 ) -> Tensor:
     """Replaces `kept.attend`."""
@@ -130,17 +128,15 @@ def _attend(
         raise ValueError("context parallelism has no cache; pass whole shards and use_cache=False")
     if whole.log_fgate is not None:
         options = {name: x for name, x in options.items() if name not in ("causal", "sinks", "registers")}
-        mixed = context_parallel_forgetting_attention(
-            query, key, value, whole.log_fgate, slopes, key_mask=key_mask, **options, **given
-        )
+        mixed = context_parallel_forgetting_attention(query, key, value, whole.log_fgate, slopes, **options, **given)
         assert isinstance(mixed, Tensor)
         return mixed
     if SETTINGS_ATTRIBUTE in vars(layer) and not options.keys().isdisjoint(("segment_ids", "key_bias")):
         raise ValueError(
             "context parallelism supports one text per row and no holes in the mask of this model; call undo() on its handle"
         )
-    if isinstance(layer, ALiBiAttention) and layer.q_norm is not None and key_mask is None:
+    if isinstance(layer, ALiBiAttention) and layer.q_norm is not None and "key_mask" not in options:
         options["score_bound"] = layer.score_bound()
-    mixed = context_parallel_attention(query, key, value, slopes, key_mask=key_mask, **options, **given)
+    mixed = context_parallel_attention(query, key, value, slopes, **options, **given)
     assert isinstance(mixed, Tensor)
     return mixed

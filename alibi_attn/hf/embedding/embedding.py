@@ -31,9 +31,7 @@ def tokenize(
     for start in range(0, len(texts), _AT_ONCE):
         some = list(texts[start : start + _AT_ONCE])
         names = [f"text {start + at}" for at in range(len(some))]
-        encoded = tokenizer_files.encoded(tokenizer, some, names, add_special_tokens=True, truncation=False)[
-            "input_ids"
-        ]
+        encoded = tokenizer_files.encoded(tokenizer, some, names)["input_ids"]
         for at, ids in enumerate(encoded):
             if len(ids) > max_length:
                 cut.append(start + at)

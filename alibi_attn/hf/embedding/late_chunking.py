@@ -250,15 +250,8 @@ def _means(
 
 
 def _document(tokenizer: PreTrainedTokenizerBase, text: str, chunks: Chunks, number: int, name: str) -> Document:
-    encoded = tokenizer_files.encoded(
-        tokenizer,
-        [text],
-        [name],
-        add_special_tokens=True,
-        truncation=False,
-        return_offsets_mapping=True,
-        return_special_tokens_mask=True,
-    )
+    wanted = {"return_offsets_mapping": True, "return_special_tokens_mask": True}
+    encoded = tokenizer_files.encoded(tokenizer, [text], [name], **wanted)
     inside = np.flatnonzero(np.asarray(encoded["special_tokens_mask"][0]) == 0)
     if not len(inside):
         raise ValueError(f"{name} has no tokens with this tokenizer; leave it out")
