@@ -57,9 +57,8 @@ def check_append(
         needs = ["gradients"] if grad and (cache.path is not None or key.requires_grad or value.requires_grad) else []
         needs += ["torch.compile"] * compiling + ["no forget gates" if log_fgate is None else "forget gates"]
         refuse(*how, *needs)
-    groups = held(cache)
-    traced = torch.compiler.is_exporting() and groups and groups[0]
-    if traced and (cache._layer is not None or type(groups[0][0]) is Tensor is not type(key)):
+    groups = held(cache) if torch.compiler.is_exporting() else []
+    if groups and groups[0] and (cache._layer is not None or type(groups[0][0]) is Tensor is not type(key)):
         raise ValueError(
             "torch.export does not record writes to a cache that held tokens before; make the cache inside the exported "
             "function, or replay steps by torch.compile or a CUDA graph"
