@@ -69,17 +69,14 @@ def restore(changes: Sequence[Replacement], what: str) -> None:
             )
     for change, place in reversed(list(zip(changes, places, strict=True))):
         assert place is not None
-        value = change.before
-        if change.name in _FORWARDS:
-            own = types.MethodType(type(change.module).forward, change.module)
-            value = change.before if change.had else own
-            if place == "forward" and value == own:
-                delattr(change.module, place)
-                continue
-        elif not change.had:
+        is_forward = change.name in _FORWARDS
+        own = types.MethodType(type(change.module).forward, change.module) if is_forward else None
+        value = change.before if change.had else own
+        is_own = place == "forward" and value == own if is_forward else not change.had
+        if is_own:  # of the class
             delattr(change.module, place)
-            continue
-        setattr(change.module, place, value)
+        else:
+            setattr(change.module, place, value)
 
 
 def _place(change: Replacement) -> str | None:
