@@ -73,21 +73,6 @@ def test_every_run_leaves_a_training_and_an_evaluation(recipe, tmp_path):
     assert sorted(path.name for path in (tmp_path / "out" / "records").iterdir()) == sorted(path.name for path in paths)
 
 
-def test_recorded_runs_are_skipped(recipe, tmp_path, monkeypatch):
-    first = run(recipe, out=tmp_path)
-    seen = trainings(monkeypatch)
-    assert run(recipe, out=tmp_path) == first
-    assert seen == []
-
-
-def test_another_evaluation_uses_the_trained_model(recipe, tmp_path, monkeypatch):
-    first = run(recipe, out=tmp_path)
-    monkeypatch.setattr("alibi_lab.lab.training.train._step", None)  # a step would fail
-    again = run(recipe, out=tmp_path, overrides={"eval.stride": "1"})
-    assert [again[0], again[2]] == [first[0], first[2]]
-    assert set(again) & set(first) == {first[0], first[2]}
-
-
 def test_a_lost_evaluation_without_its_checkpoint_trains_again_and_keeps_the_record(recipe, tmp_path):
     first = run(recipe, out=tmp_path)
     kept = first[0].read_bytes()

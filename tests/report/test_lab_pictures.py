@@ -174,14 +174,6 @@ def test_a_study_with_many_lines_is_drawn_length_by_length(made_up) -> None:
     assert [part.trained for part in drawable(study)] == [[128], [256], [512]]
 
 
-def test_trainings_of_the_papers_items_are_a_table_and_not_a_study(made_up) -> None:
-    item = records.make("paper-item", "table-2", config={"study": "quick"}, metrics={})
-    page = report_html([*made_up(), item])
-    assert "Trainings and tests used for" in page
-    assert "Perplexity against length" not in page
-    assert "T5 bias 128" in page
-
-
 def test_a_training_with_two_tests_is_counted_once(made_up) -> None:
     item = records.make("paper-item", "table-2", config={"study": "quick"}, metrics={})
     found = made_up()

@@ -108,27 +108,6 @@ def test_rows_that_the_paper_cites_are_never_ours() -> None:
     assert _cells(table, "Ours", "ALiBi, L = 3072, L_valid = 3072")[1:] == ["3.394", "3.532"]
 
 
-def test_the_change_with_length_is_computed_for_both() -> None:
-    table = paper_tables.change_table(answer("table-2"))
-    assert table.columns == ("ours", "ours, sliding", "the paper")
-    rows = {label: [cell.text for cell in cells] for label, _, cells in table.blocks[0].rows}
-    percent = "−7.2\N{NO-BREAK SPACE}%"  # 18.31 / 19.73
-    assert rows["ALiBi, L = 512, to 15,512"] == [percent] * 3
-    assert "T5 Bias, L = 512, to 12,512" in rows  # where it ran out of memory there is nothing to compare
-    assert paper_tables.change_table(answer("figure-8")) is None
-
-
-def test_curves_through_training_are_minutes_and_end_in_the_table() -> None:
-    record = answer("figure-5")
-    through = {"hours": [0.1, 0.2], "updates": [10, 20], "perplexity": [9.0, 5.0]}
-    record = dataclasses.replace(record, curves=dict.fromkeys(record.curves, through))
-    ours, theirs = paper.pictures(record, {})[1]
-    assert ours.figure.axes[0].get_xlabel() == "minutes of training"
-    assert ours.figure.axes[0].lines[0].get_xdata().tolist() == pytest.approx([6, 12])
-    assert theirs.figure.axes[0].get_xlabel() == "hours of training (GPU)"
-    assert _cells(paper_tables.pair_table(record), "Ours", "ALiBi, L = 512")[-1] == "5.000"
-
-
 def test_the_frontier_is_over_the_sinusoidal_model() -> None:
     ((together,), (ours, *_)) = paper.pictures(answer("figure-8"), {})
     assert _drawn(together, "ALiBi 512, the paper").get_xydata()[0].tolist() == pytest.approx(

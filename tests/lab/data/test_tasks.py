@@ -111,13 +111,6 @@ def test_a_copier_finds_every_number_and_every_segment():
     assert max(repeats["nats"] + keys["nats"]) == pytest.approx(sure, rel=1e-3)
 
 
-def test_a_copier_with_limited_sight_finds_near_answers_only():
-    config = EvalConfig(lengths=(100,), batch_tokens=300, trials=3)
-    assert recall(Copier(cue=1, sight=32), ALPHABET, config)["accuracy"] == [1, 1, 1, 0, 0]
-    keys = passkey(Copier(cue=10, sight=60), str.encode, config)
-    assert keys["accuracy"] == [0, 0, 1, 1, 1]
-
-
 def test_one_wrong_digit_is_a_wrong_number_but_only_one_wrong_token():
     class Misreads(Copier):
         def _next(self, seen):

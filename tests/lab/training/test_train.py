@@ -80,13 +80,6 @@ def test_steps_equal_the_training_and_continue_beyond_its_end(tiny_run, tmp_path
     assert training.model.progress == 3 / 4
 
 
-def test_a_finished_training_is_not_trained_again(tiny_run, tmp_path):
-    config = tiny_run(steps=3)
-    corpus = load_corpus(config.data)
-    progress = train(config, corpus, tmp_path)
-    assert train(config, corpus, tmp_path, on_step=cut_at(1, PowerCut())) == progress
-
-
 @pytest.mark.parametrize("cut", [3, 4])
 def test_a_signal_during_the_last_step_or_its_checkpoint_is_not_lost(tiny_run, tmp_path, cut):
     config = tiny_run(steps=4)
