@@ -180,8 +180,7 @@ class ALiBiAttention(nn.Module):
             dropout_p=self.dropout_p if self.training else 0.0,
             **given,
         )
-        output: Tensor = self.out_proj(mixed.transpose(1, 2).flatten(2))
-        return output
+        return self.out_proj(mixed.transpose(1, 2).flatten(2))
 
     @property
     def sinks_of_window(self) -> int:

@@ -91,5 +91,4 @@ class ALiBiTransformerBlock(nn.Module):
             raise by_position("ALiBiTransformerBlock", more)
         check_embeddings(x, self.attention.embed_dim)
         x = x + self.dropout(self.attention(self.attention_norm(x), **options))
-        output: Tensor = x + self.dropout(self.ffn(self.ffn_norm(x)))
-        return output
+        return x + self.dropout(self.ffn(self.ffn_norm(x)))

@@ -46,8 +46,7 @@ def settings_of(layer: nn.Module) -> AttentionSettings:
 
 def attention_of(layer: nn.Module) -> Callable[..., Tensor]:
     """How a layer attends: `kept.attend`, unless `context_parallel` or `record_attention` have replaced it."""
-    found: Callable[..., Tensor] = vars(layer).get("attend", attend)
-    return found
+    return vars(layer).get("attend", attend)
 
 
 def appended(

@@ -51,8 +51,7 @@ def mapped(module: nn.Module, x: Tensor) -> Tensor:
     another class, with its own forward or with hooks is called directly.
     """
     if is_traced() or type(module) is not nn.Linear or "forward" in vars(module) or _is_hooked(module):
-        product: Tensor = module(x)
-        return product
+        return module(x)
     return linear(x, module.weight, module.bias)
 
 
@@ -102,8 +101,7 @@ def quicker(x: Tensor, weight: Tensor, bias: Tensor | None, *, rounded: bool = F
     if rows <= _MAX_ROWS and native.takes(*tensors):
         return native.linear(x.contiguous(), weight, bias)
     if work == torch.float32 and mkl_is_slow() and torch._C._get_mkldnn_enabled():
-        product: Tensor = torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
-        return product
+        return torch.ops.mkldnn._linear_pointwise(x, weight, bias, "none", [], "")
     return None
 
 
@@ -153,8 +151,7 @@ def _differentiable(work: torch.dtype, x: Tensor, weight: Tensor, bias: Tensor |
     """`_widened` with gradients in the same dtype; autocast widens them again for wider weights."""
     with torch.autocast("cpu", enabled=False):
         narrow = (x.to(work), weight.to(work), None if bias is None else bias.to(work))
-        product: Tensor = _Widened.apply(*narrow)  # type: ignore[no-untyped-call]
-        return product
+        return _Widened.apply(*narrow)  # type: ignore[no-untyped-call]
 
 
 class _Widened(torch.autograd.Function):

@@ -113,8 +113,7 @@ class ALiBiBertForMaskedLM(ALiBiBertHead):  # type: ignore[no-untyped-call]
         self.get_submodule("cls.predictions").decoder = new_embeddings
 
     def logits(self, encoded: BaseModelOutputWithPooling) -> Tensor:
-        logits: Tensor = self.cls["predictions"](encoded.last_hidden_state)
-        return logits
+        return self.cls["predictions"](encoded.last_hidden_state)
 
 
 class ALiBiBertClassifier(ALiBiBertHead):  # type: ignore[no-untyped-call]
@@ -130,8 +129,7 @@ class ALiBiBertClassifier(ALiBiBertHead):  # type: ignore[no-untyped-call]
 
     def logits(self, encoded: BaseModelOutputWithPooling) -> Tensor:
         states = encoded.last_hidden_state if self.per_token else encoded.pooler_output
-        logits: Tensor = self.classifier(self.dropout(states))
-        return logits
+        return self.classifier(self.dropout(states))
 
 
 class ALiBiBertForSequenceClassification(ALiBiBertClassifier):  # type: ignore[no-untyped-call]

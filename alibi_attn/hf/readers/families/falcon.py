@@ -54,8 +54,7 @@ def forward(
         dropout_p=self.attention_dropout.p,
         rounded=functools.partial(_rounded, hidden_states.dtype),
     )
-    output: Tensor = self.dense(mixed)
-    return output, None
+    return self.dense(mixed), None
 
 
 def _rounded(bias_dtype: torch.dtype, query: Tensor, kept: Kept, mask: Tensor, dropout_p: float) -> Tensor:

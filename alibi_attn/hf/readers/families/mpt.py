@@ -56,8 +56,7 @@ def forward(
     mixed = patched_attention.cached_and_attended(
         self, query, key, value, cache=past_key_values, mask=attention_mask, dropout_p=self.attn_dropout_p
     )
-    output: Tensor = self.out_proj(mixed)
-    return output, None
+    return self.out_proj(mixed), None
 
 
 def _options(config: MptConfig) -> MptAttentionConfig:
