@@ -8,13 +8,11 @@ import pytest
 import torch
 from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM
-from typer.testing import CliRunner
 
 from alibi_attn import alibi_slopes
 from alibi_attn.hf import patch
 from alibi_attn.hf.patching.capture_qk import watched
 from alibi_lab import records
-from alibi_lab.cli.main import app
 from alibi_lab.heads import rollout
 from alibi_lab.heads.rollout import Rollout, measured, run_of_the_lab, stretches, theory
 from alibi_lab.lab.config import ModelConfig
@@ -149,11 +147,3 @@ def test_methods_that_read_in_segments_are_refused() -> None:
     model = model_of("alibi_lab.lab.systems.transformer_xl:TransformerXL")
     with pytest.raises(ValueError, match="which read texts in segments"):
         run_of_the_lab(model, torch.arange(20)[None], Rollout(1, 20))
-
-
-def test_the_command_shows_their_setting_and_saves_it(tmp_path) -> None:
-    result = CliRunner().invoke(app, ["heads", "rollout", "--length", "32", "--out", str(tmp_path)])
-    assert result.exit_code == 0, result.output
-    assert "ALiBi, m = 1/256" in result.output
-    (path,) = tmp_path.iterdir()
-    assert records.load(path).name == "theory"

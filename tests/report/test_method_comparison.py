@@ -152,12 +152,6 @@ def test_ranks_are_as_wide_as_the_intervals_of_differences() -> None:
     assert referee.rank(task, "t5", 1024) is None
 
 
-def test_of_a_text_everything_is_over_the_lowest_at_the_trained_length(four) -> None:
-    text = one_comparison(four)[0]
-    assert referee.measured(text, "alibi", 64).value == pytest.approx(1.0)
-    assert referee.measured(text, "rotary", 1024).value == pytest.approx(math.exp(3.0 - 2.0))
-
-
 def test_the_page_has_a_heat_map_with_numbers_of_every_method_and_says_the_size(four) -> None:
     page = report_html(four)
     text = html.unescape(re.sub(r"\s+", " ", re.sub(r"<[^>]+>", " ", page[page.index('<section id="r0"') :])))

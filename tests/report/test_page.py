@@ -4,7 +4,6 @@ import dataclasses
 import html
 import math
 import re
-from html.parser import HTMLParser
 
 import pytest
 
@@ -95,24 +94,6 @@ def test_the_page_is_self_contained(made_up) -> None:
     assert not re.search(r'(src|href)="(?!#|data:|https://arxiv\.org)', page)
     assert "@import" not in page
     assert not re.search(r"url\((?!#|data:)", page)
-
-
-def test_tags_are_balanced(made_up) -> None:
-    class Checker(HTMLParser):
-        def __init__(self) -> None:
-            super().__init__()
-            self.open: list[str] = []
-
-        def handle_starttag(self, tag: str, attrs: object) -> None:
-            if tag not in ("meta", "link", "br"):
-                self.open.append(tag)
-
-        def handle_endtag(self, tag: str) -> None:
-            assert self.open.pop() == tag
-
-    checker = Checker()
-    checker.feed(report_html(made_up(methods=("learned", "alibi"), seeds=2)))
-    assert checker.open == []
 
 
 def test_text_from_records_is_escaped() -> None:

@@ -135,15 +135,6 @@ def test_a_checkpoint_imports_nothing_that_the_caller_does_not_name(folder: Path
     assert not (tmp_path / "ran").exists()
 
 
-def test_a_method_that_this_version_does_not_have_is_named(folder: Path, tmp_path: Path) -> None:
-    config = next((folder / "built-in" / "checkpoints").glob("**/config.json"))
-    copy = copied(config.parent, tmp_path / "copy", method="from-the-future")
-    with pytest.raises(
-        CheckpointError, match=r"position method 'from-the-future', which is not built in.*FILE.py:Class"
-    ):
-        load_checkpoint(copy)
-
-
 @pytest.mark.parametrize(("out", "method"), [("own", "alibi"), ("built-in", "mine.py:MyBias"), ("built-in", "t5")])
 def test_a_method_that_did_not_train_the_model_is_refused(folder: Path, out: str, method: str) -> None:
     (checkpoint,) = (folder / out / "checkpoints" / "quick").glob("*/*")
