@@ -56,46 +56,34 @@ class Attention(torch.nn.Module):
         return alibi_attention(q, k, v, **self.options)
 
 
-@pytest.mark.parametrize(
-    ("backend", "t", "strict"),
-    [("auto", 6, True), ("auto", 80, False), ("native", 6, False), ("dense", 12, False)],
-)
-def test_an_exported_program_is_right_for_all_sizes(backend: str, t: int, strict: bool) -> None:
-    """Exported at one size, whether or not the kernels pay off there, and run at others."""
-    batch, length = Dim("batch", min=2, max=64), Dim("length", min=2, max=4096)
+# Options, backend, whether to export strictly, the length of the example, and the lengths of calls; the first is the least. The
+# examples are of both kinds of length, for which kernels pay off and not; sinks may be all keys, or all but one.
+EXPORTS = [
+    *(
+        ({"window": 300}, *how, (2, 63, 64, 65, 400))
+        for how in (("auto", True, 6), ("auto", False, 80), ("dense", False, 12))
+    ),
+    ({"window": 300}, "native", False, 6, (2, 63, 64, 65, 400)),
+    *(
+        ({"window": 6, "sinks": sinks}, *how, 9, (2, 3, 4, 5, 6, 70, 300))
+        for sinks in (1, 4)
+        for how in (("native", False), ("native", True), ("dense", False))
+    ),
+    *(({"causal": False, "registers": n}, "auto", False, 9, (n + 2, 9, 70, 300)) for n in (1, 4)),
+]
+
+
+@pytest.mark.parametrize(("options", "backend", "strict", "t", "lengths"), EXPORTS)
+def test_an_exported_program_is_right_for_all_sizes(
+    options: dict, backend: str, strict: bool, t: int, lengths: tuple[int, ...]
+) -> None:
+    sizes = {0: Dim("batch", min=2, max=64), 2: Dim("length", min=lengths[0], max=4096)}
     example = tuple(draw(b=3, t=t, requires_grad=False)[:3])
-    model = Attention(backend=backend, window=300)
-    program = export(model, example, dynamic_shapes=({0: batch, 2: length},) * 3, strict=strict)
+    program = export(Attention(backend=backend, **options), example, dynamic_shapes=(sizes,) * 3, strict=strict)
     assert runs_native(program) == (backend != "dense")
-    for b, t in ((2, 2), (4, 63), (2, 64), (3, 65), (2, 400)):
-        inputs = draw(b=b, t=t, requires_grad=False)[:3]
-        truth = alibi_attention(*inputs, window=300, backend="dense" if backend == "dense" else "native")
-        assert_close([program.module()(*inputs)], [truth])
-
-
-@pytest.mark.parametrize(("backend", "strict"), [("native", False), ("native", True), ("dense", False)])
-@pytest.mark.parametrize("sinks", [1, 4])
-def test_exported_sinks_are_right_for_lengths_from_two(sinks: int, backend: str, strict: bool) -> None:
-    """Also where all keys are sinks, or a single one is none."""
-    example, length = tuple(draw(t=9, requires_grad=False)[:3]), Dim("length", min=2, max=4096)
-    model = Attention(backend=backend, window=6, sinks=sinks)
-    program = export(model, example, dynamic_shapes=({2: length},) * 3, strict=strict)
-    assert runs_native(program) == (backend == "native")
-    for t in (2, 3, 4, 5, 6, 70, 300):
-        inputs = draw(t=t, requires_grad=False)[:3]
-        truth = alibi_attention(*inputs, window=6, sinks=sinks, backend="reference")
-        assert_close([program.module()(*inputs)], [truth])
-
-
-@pytest.mark.parametrize("registers", [1, 4])
-def test_exported_registers_are_right_for_lengths_from_two_more(registers: int) -> None:
-    example, length = tuple(draw(t=9, requires_grad=False)[:3]), Dim("length", min=registers + 2, max=4096)
-    model = Attention(causal=False, registers=registers)
-    program = export(model, example, dynamic_shapes=({2: length},) * 3, strict=False)
-    for t in (registers + 2, 9, 70, 300):
-        inputs = draw(t=t, requires_grad=False)[:3]
-        truth = alibi_attention(*inputs, causal=False, registers=registers, backend="reference")
-        assert_close([program.module()(*inputs)], [truth])
+    for b, length in enumerate(lengths, 2):
+        inputs = draw(b=b, t=length, requires_grad=False)[:3]
+        assert_close([program.module()(*inputs)], [alibi_attention(*inputs, **options, backend="reference")])
 
 
 def test_an_exported_program_drops_at_every_length() -> None:
