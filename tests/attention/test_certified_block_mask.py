@@ -4,7 +4,7 @@ import math
 
 import pytest
 import torch
-from attention_cases import CASES, KEY_BIASES, Case
+from attention_cases import CASES, KEY_BIASES, Case, square
 from attention_checks import arguments
 from torch import Tensor
 from torch.nn.attention.flex_attention import BlockMask, flex_attention
@@ -15,23 +15,10 @@ from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.call.visibility import distances
 
 LONG = (
-    Case("many tiles", batch=1, heads=2, query_len=700, key_len=700, slopes="steep", sink=200.0),
-    Case(
-        "many tiles, both sides",
-        batch=1,
-        heads=2,
-        query_len=640,
-        key_len=700,
-        slopes="steep",
-        causal=False,
-        right="random",
-    ),
-    Case(
-        "many tiles, gates", batch=1, heads=2, query_len=700, key_len=700, slopes="zero", key_bias="gates", kv_heads=1
-    ),
+    square("many tiles", 700, slopes="steep", sink=200.0),
+    square("many tiles, both sides", 700, query_len=640, slopes="steep", causal=False, right="random"),
+    square("many tiles, gates", 700, slopes="zero", key_bias="gates", kv_heads=1),
 )
-
-
 PAIRS = (
     Case("segments of queries in another order", query_len=700, key_len=700, slopes="steep", segments="pair"),
     Case("masked at length", query_len=500, key_len=700, slopes="steep", window=300, mask="random", kv_heads=2),
@@ -117,14 +104,14 @@ def test_a_block_is_listed_if_it_holds_a_listed_block_of_64(case: Case, shape: t
 
 
 def test_a_missing_block_is_detected() -> None:
-    case = Case("no slopes", batch=1, heads=2, query_len=500, key_len=500, slopes="zero")
+    case = square("no slopes", 500, slopes="zero")
     assert_union(case, 256, 128)
     with pytest.raises(AssertionError):
         assert_union(case, 256, 128, exact=False, steeper=2.0)
 
 
 def test_a_mask_for_other_slopes_is_detected() -> None:
-    case = Case("no slopes", batch=1, heads=2, query_len=500, key_len=500, slopes="zero")
+    case = square("no slopes", 500, slopes="zero")
     assert_keeps_what_matters(case, 64)
     with pytest.raises(AssertionError):
         assert_keeps_what_matters(case, 64, steeper=0.5)

@@ -318,15 +318,8 @@ def test_queries_that_see_no_key_return_zeros(monkeypatch: pytest.MonkeyPatch) -
         assert bool(got.isfinite().all())
         assert bool((got[1, :, :2] == 0).all())
         assert bool((got[0] != 0).all())
-    hidden_at_the_end = decoding.attend_near(
-        query,
-        key,
-        value,
-        SLOPES,
-        Norms.of(key, value),
-        visible=[(0, 2598), (10, 1500)],
-        window=4,
-    )
+    options = {"visible": [(0, 2598), (10, 1500)], "window": 4}
+    hidden_at_the_end = decoding.attend_near(query, key, value, SLOPES, Norms.of(key, value), **options)
     assert bool(hidden_at_the_end.isfinite().all())
     assert bool((hidden_at_the_end[1] == 0).all())
 

@@ -10,38 +10,14 @@ from differential_calls import Call
 from differential_checks import Answer, Question, assert_right, plainly
 from differential_truth import truth
 
-GATED = Call(
-    seed=5,
-    batch=2,
-    heads=4,
-    kv_heads=2,
-    query_len=19,
-    key_len=23,
-    head_dim=8,
-    window=7,
-    offset=3,
-    gates="cuts",
-)
+GATED = Call(5, "float32", 2, 4, 2, query_len=19, key_len=23, head_dim=8, window=7, offset=3, gates="cuts")
+WIDE = {"slopes_as": "float64", "gates_as": "float64", "tolerance": 0.0}
 
 
 @pytest.mark.parametrize("gates", ["open", "isolated", "cuts", "both"])
 def test_the_truth_with_gates_is_that_of_autograd(gates: str) -> None:
     """Autograd through a softmax whose scores get the sum of the gates between key and query, pair by pair."""
-    call = Call(
-        seed=8,
-        dtype="float64",
-        batch=2,
-        heads=4,
-        kv_heads=2,
-        query_len=19,
-        key_len=23,
-        head_dim=8,
-        slopes_as="float64",
-        tolerance=0.0,
-        offset=2,
-        gates=gates,
-        gates_as="float64",
-    )
+    call = Call(8, "float64", 2, 4, 2, query_len=19, key_len=23, head_dim=8, offset=2, gates=gates, **WIDE)
     numbers = arrays(call)
     query, key, value, slopes, leaf = (
         torch.from_numpy(x).requires_grad_()

@@ -9,20 +9,6 @@ from alibi_attn.attention.backends.banded import pieces as banded_pieces
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.certificate import bounds
 
-DEFAULTS = {
-    "causal": True,
-    "right_slopes": None,
-    "window": None,
-    "scale": None,
-    "query_offset": None,
-    "key_mask": None,
-    "segment_ids": None,
-    "dropout_p": 0.0,
-    "tolerance": None,
-    "return_lse": False,
-}
-
-
 both = pytest.mark.parametrize("backend", ["banded", "native"])
 
 
@@ -55,7 +41,7 @@ def test_the_scores_computed_are_those_of_the_certificate(counted: dict[str, int
     slopes = [2.0, 0.5, 0.1, 0.02]
     out = alibi_attention(q, k, v, slopes, backend="banded")
     out.sum().backward()
-    spec = make_spec(q, k, v, slopes, **DEFAULTS)
+    spec = make_spec(q, k, v, slopes)
     with torch.no_grad():
         found = bounds.bounds(spec, q, k, v)
         scores = banded.visits(spec, q, k, v).scores

@@ -1,14 +1,36 @@
-"""Calls of the Triton kernels without gradients: decoding, and short calls that need no certificate."""
+"""Calls of the Triton kernels without gradients: decoding, short calls that need no certificate, and few operations.
+
+Tests that do not name the interpreter run in its process.
+"""
 
 import dataclasses
 from concurrent.futures import ProcessPoolExecutor
+from typing import Any
+from unittest import mock
 
-import decoding_in_interpreter as decoding
+import attention_checks
 import fused_in_interpreter as inside
 import pytest
 import torch
 from attention_cases import CASES, KEY_BIASES, Case
 from attention_checks import assert_exact
+from torch.utils._python_dispatch import TorchDispatchMode
+
+from alibi_attn.attention.api import alibi_attention
+from alibi_attn.attention.backends.fused import backend as fused
+from alibi_attn.attention.backends.fused import split_keys
+from alibi_attn.attention.backends.fused.configs import PLAN_ROWS
+from alibi_attn.attention.backends.fused.plan import How, planned
+from alibi_attn.attention.call.validation import make_spec
+from alibi_attn.attention.certificate.constants import TILE
+from alibi_attn.attention.certificate.norms import Norms
+from alibi_attn.attention.run import decoding
+from alibi_attn.attention.run.dispatch import RUNS
+from alibi_attn.nn import ALiBiAttention, KVCache
+
+interpreted = pytest.mark.usefixtures("interpreter")
+MANY = mock.patch.object(split_keys, "WHOLE_BYTES", 0)  # keys are so many that a step does not read all
+OFF_CPU = mock.patch.object(decoding, "_on_cpu", return_value=False)
 
 DECODE = Case("decode", batch=2, heads=4, kv_heads=2, query_len=3, key_len=700, slopes="steep", head_dim=16)
 FEW_HEADS = Case("few heads", batch=1, heads=1, query_len=40, key_len=500, slopes="random", head_dim=16)
@@ -25,12 +47,13 @@ WITHOUT_GRADIENTS = (
 )
 
 
+@interpreted
 @pytest.mark.parametrize(("name", "whole_keys"), WITHOUT_GRADIENTS)
-def test_calls_without_gradients_equal_the_definition(
-    interpreter: ProcessPoolExecutor, name: str, whole_keys: int
-) -> None:
+def test_calls_without_gradients_equal_the_definition(name: str, whole_keys: int) -> None:
+    """A call scores all of up to `whole_keys` keys."""
     (case,) = (case for case in (*CASES, *KEY_BIASES) if case.name == name)
-    got = interpreter.submit(decoding.without_gradients, case, whole_keys).result()
+    with mock.patch.object(fused, "WHOLE_KEYS", whole_keys):
+        got = attention_checks.without_gradients(case, torch.float32, backend="fused")
     assert_exact(case, torch.float32, got, tolerance=2.0**-28)
 
 
@@ -47,24 +70,151 @@ def test_split_decoding_equals_forward(interpreter: ProcessPoolExecutor) -> None
     assert parts == 2
 
 
+@interpreted
 @pytest.mark.parametrize("window", [None, 300])
-def test_decoding_reads_only_the_keys_within_reach(interpreter: ProcessPoolExecutor, window: int | None) -> None:
-    assert interpreter.submit(decoding.decoding_with_remembered_norms, window).result() < 1e-5
+def test_decoding_reads_only_the_keys_within_reach(window: int | None) -> None:
+    """With given norms, near bad keys, and not far ones if they are many."""
+    generator = torch.Generator().manual_seed(0)
+    query = torch.randn(2, 8, 3, 16, generator=generator)
+    key, value = (torch.randn(2, 4, 1500, 16, generator=generator) for _ in range(2))
+    key[1, 2, 100] *= 40  # makes its tile an outlier tile
+    slopes = torch.tensor([0.25, 0.25, 0.5, 0.5, 0.3, 0.4, 1.0, 0.9])
+    spec, known_norms = make_spec(query, key, value, slopes, window=window), Norms.of(key, value)
+    whole, _ = fused.decode(spec, query, key, value, known_norms)
+    true, _ = RUNS["reference"](spec, query.double(), key.double(), value.double())
+    with MANY:
+        before, _ = fused.decode(spec, query, key, value, known_norms)
+    # Only the last keys and those of outlier tiles are read; the others may have any value.
+    far = torch.ones(2, 4, 1500, 1, dtype=torch.bool)
+    far[:, :, -640:] = False
+    outliers = fused.plan(spec, query, key, value, known_norms).outlier_tiles[:, ::2]
+    for b, k, p in (outliers >= 0).nonzero().tolist():
+        start = int(outliers[b, k, p]) * TILE
+        far[b, k, start : start + TILE] = False
+    assert not bool(far[1, 2, 64:128].any()), "the tile of the outlying key should be an outlier tile"
+    assert far.double().mean() > 0.5
+    far_key, far_value = (x.masked_fill(far, torch.nan) for x in (key, value))
+    with MANY:
+        assert torch.equal(fused.decode(spec, query, far_key, far_value, known_norms)[0], before), "a far key was read"
+    key[:, :, -3] = torch.inf
+    value[0, :, -1] = torch.nan
+    seen = fused.decode(spec, query, key, value, known_norms)[0].isnan().all(-1)
+    assert bool(seen.all()), "a bad key that every query sees left no trace"
+    key[:, :, -3] = 0
+    seen = fused.decode(spec, query, key, value, known_norms)[0].isnan().all(-1)
+    assert bool((seen[0] == torch.tensor([False, False, True])).all()), "only the last query sees the last key"
+    assert not bool(seen[1].any())
+    assert max(float((x - true).abs().max()) for x in (before, whole)) < 1e-5
 
 
-def test_masked_bad_keys_change_nothing_in_decoding(interpreter: ProcessPoolExecutor) -> None:
-    interpreter.submit(decoding.masked_bad_keys_change_nothing_in_decoding).result()
+@interpreted
+def test_masked_bad_keys_change_nothing_in_decoding() -> None:
+    """NaN hidden by a key mask, and a bad key seen by the last query only, change no other query."""
+    query, key, value = torch.randn(2, 4, 2, 8), torch.randn(2, 2, 90, 8), torch.randn(2, 2, 90, 8)
+    mask = torch.ones(2, 90, dtype=torch.bool)
+    mask[0, 70:75] = mask[1, :30] = False
+    before = alibi_attention(query, key, value, key_mask=mask, backend="fused")
+    key[0, :, 72], value[1, :, 3] = torch.nan, torch.inf
+    torch.testing.assert_close(alibi_attention(query, key, value, key_mask=mask, backend="fused"), before)
+    key[1, 1, 89, 0] = torch.nan
+    after = alibi_attention(query, key, value, key_mask=mask, backend="fused")
+    assert bool(after[1, 2:, 1].isnan().all())
+    after[1, 2:, 1] = before[1, 2:, 1]
+    torch.testing.assert_close(after, before)
 
 
-def test_a_layer_decodes_by_the_kernel(interpreter: ProcessPoolExecutor) -> None:
-    gap, calls = interpreter.submit(decoding.a_layer_decodes_near).result()
-    assert gap < 1e-5
-    assert calls == 5  # chunks of 150, 1, 1, 8 and 40
+@interpreted
+@torch.no_grad()
+def test_a_layer_decodes_by_the_kernel() -> None:
+    layer = ALiBiAttention(32, 4, num_kv_heads=2).eval()
+    x, cache, chunks = torch.randn(2, 200, 32), KVCache(), [150, 1, 1, 8, 40]
+    with OFF_CPU, mock.patch.object(fused, "decode", wraps=fused.decode) as decode:
+        parts = [layer(chunk, cache=cache) for chunk in x.split(chunks, dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), layer(x), rtol=0, atol=1e-5)
+    assert decode.call_count == len(chunks)
 
 
+@interpreted
+@torch.no_grad()
 @pytest.mark.parametrize("window", [None, 50])
-def test_a_step_with_a_static_cache_reads_only_near_keys(interpreter: ProcessPoolExecutor, window: int | None) -> None:
+def test_a_step_with_a_static_cache_reads_only_near_keys(window: int | None) -> None:
     """Its position is in a tensor, so every step is the same launches."""
-    error, near = interpreter.submit(decoding.static_steps_read_near, window).result()
-    assert error < 1e-5
-    assert near
+    layer = ALiBiAttention(32, 4, num_kv_heads=2, slopes=[2.0, 1.5, 1.0, 0.8], window=window).eval()
+    x, cache = torch.randn(2, 573, 32), KVCache(capacity=700)
+    with OFF_CPU:
+        parts = [layer(chunk, cache=cache) for chunk in x[:, :571].split([500, 70, 1], dim=1)]
+        with MANY:
+            parts += [layer(chunk, cache=cache) for chunk in x[:, 571:].split(1, dim=1)]
+            for held in cache.fixed.tensors[0]:
+                held[:, :, :384] = torch.nan  # three tiles before the last
+            cache.crop(572)
+            assert torch.equal(layer(x[:, 572:], cache=cache), parts[-1])
+    torch.testing.assert_close(torch.cat(parts, 1), layer(x), rtol=0, atol=1e-5)
+
+
+@interpreted
+@pytest.mark.parametrize("queries", [1, 5])
+def test_groups_of_heads_in_one_call_get_the_bits_of_their_own_calls(queries: int) -> None:
+    """Three groups, which keep different numbers of keys."""
+    heads, window = ((0, 2), (4, 8), (2, 4)), 150
+    query, slopes = torch.randn(2, 8, queries, 16).half(), torch.rand(8)
+    keys, values = torch.randn(2, 2, 4, 300, 16).half()
+    lasts = [[x[:, first // 2 : end // 2] for x in (keys, values)] for first, end in heads]
+    kept = [(key[:, :, -n:], value[:, :, -n:]) for (key, value), n in zip(lasts, (70, 300, 128), strict=True)]
+    output = decoding.attend_groups(query, kept, slopes, heads, windows=(window,) * 3)
+    for (first, end), (key, value) in zip(heads, kept, strict=True):
+        one = alibi_attention(query[:, first:end], key, value, slopes[first:end], window=window, backend="fused")
+        assert torch.equal(output[:, first:end], one)
+
+
+@interpreted
+@torch.no_grad()
+def test_a_layer_with_a_reach_cache_decodes_in_one_call() -> None:
+    layer = ALiBiAttention(64, 8, num_kv_heads=4, slopes=[2.0, 2.0, 1.0, 0.5, 0.3, 0.2, 0.1, 0.0])
+    x, cache = torch.randn(1, 140, 64), layer.reach_cache(score_bound=8.0)
+    few = mock.patch.object(decoding, "reads_groups", lambda query: query.shape[2] <= 8)
+    with few, mock.patch.object(decoding, "attend_groups", wraps=decoding.attend_groups) as attend_groups:
+        parts = [layer(some, cache=cache) for some in x.split([130, 1, 8, 1], dim=1)]
+        torch.testing.assert_close(torch.cat(parts, 1), layer(x), rtol=0, atol=1e-5)
+    assert attend_groups.call_count == 3
+
+
+class _Counting(TorchDispatchMode):
+    """Counts the operations that a GPU would launch: all but views, allocations and the interpreter's many copies."""
+
+    FREE = ("view", "expand", "slice", "select", "squeeze", "stride", "empty", "detach", "alias", "transpose", "permute",
+            "unbind", "set_", "copy_")  # fmt: skip
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.names: list[str] = []
+
+    def __torch_dispatch__(self, func: Any, types: Any, args: Any = (), kwargs: Any = None) -> Any:
+        if not any(free in str(func) for free in self.FREE):
+            self.names.append(str(func))
+        return func(*args, **(kwargs or {}))
+
+
+@interpreted
+def test_a_plain_call_takes_few_operations() -> None:
+    """On a GPU each operation is a launch, and launches would cost more than short attention. Our kernels are not counted."""
+    query, key, value = torch.randn(1, 4, 130, 16), torch.randn(1, 2, 130, 16), torch.randn(1, 2, 130, 16)
+    marks = {"key_mask": torch.ones(1, 130, dtype=torch.bool), "segment_ids": torch.zeros(1, 130).long()}
+    for options in ({}, marks):
+        spec = make_spec(query, key, value, **options)
+        with _Counting() as counting:
+            tiles, _ = planned(spec, query, key, value, How(PLAN_ROWS))
+            before = len(counting.names)
+            output, lse = fused.forward(spec, query, key, value, tiles)
+            forward = len(counting.names) - before
+            fused.backward(spec, query, key, value, output, lse, output, None, tiles, slopes_wanted=False)
+            backward = len(counting.names) - forward - before
+        assert before + forward + backward <= 16, counting.names
+        assert options or (before <= 2 and forward <= 4 and backward <= 8), counting.names
+    known_norms, spec = Norms.of(key, value), make_spec(query[:, :, -1:], key, value)
+    with _Counting() as counting:
+        fused.decode(spec, query[:, :, -1:], key, value, known_norms)
+    assert len(counting.names) <= 4, counting.names
+    with _Counting() as counting:
+        alibi_attention(query, key, value, backend="fused")
+    assert not [name for name in counting.names if "lift_fresh" in name], "numbers come from the host"

@@ -9,7 +9,6 @@ from pathlib import Path
 from typing import Any
 from unittest import mock
 
-import decoding_in_interpreter as decoding
 import far_in_interpreter as far
 import numpy as np
 import plan_in_interpreter as plans
@@ -89,16 +88,6 @@ def test_the_memory_of_a_plan_depends_on_the_number_of_tiles_only() -> None:
 
     assert len({memory(key_len) for key_len in range(129, 193)}) == 1
     assert memory(193) != memory(192)
-
-
-def test_groups_of_heads_in_one_call_get_the_bits_of_their_own_calls(interpreter: ProcessPoolExecutor) -> None:
-    assert interpreter.submit(decoding.groups_differ_from_calls_of_their_own).result() == [0.0] * 6
-
-
-def test_a_layer_with_a_reach_cache_decodes_in_one_call(interpreter: ProcessPoolExecutor) -> None:
-    gap, calls = interpreter.submit(decoding.a_reach_cache_is_one_call).result()
-    assert gap < 1e-5
-    assert calls == 3
 
 
 def test_few_kinds_of_calls_are_kept(monkeypatch: pytest.MonkeyPatch) -> None:

@@ -24,20 +24,7 @@ from keys_attack import (
 
 from alibi_attn.attention.call.visibility import distances, visible
 
-PLAIN = KeyAttack(
-    seed=2,
-    length=64 * 9 + 1,
-    head_dim=4,
-    slope=0.0,
-    tolerance=0.01,
-    where="nothing",
-    mask="none",
-    causal=False,
-    group=2,
-    log_query=-1.7,
-    log_key=-1.7,
-    log_giant=0.0,
-)
+PLAIN = KeyAttack(2, 64 * 9 + 1, 4, tolerance=0.01, causal=False, group=2, log_query=-1.7, log_key=-1.7)
 
 
 def all_keys(spec, query, key, value) -> list[torch.Tensor]:

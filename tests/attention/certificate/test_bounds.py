@@ -73,20 +73,7 @@ def test_products_in_reduced_precision_break_nothing(monkeypatch: pytest.MonkeyP
         return honest(spec, query.bfloat16().float(), key.bfloat16().float(), first, **options)
 
     monkeypatch.setattr(bounds, "lower_bound", reduced)
-    equal = Equal(
-        seed=0,
-        length=300,
-        head_dim=1,
-        slope=0.2,
-        tolerance=1e-3,
-        where="nothing",
-        mask="none",
-        causal=True,
-        group=1,
-        log_query=0.0,
-        log_key=0.0,
-        log_giant=0.0,
-    )
+    equal = Equal(length=300, slope=0.2)
     lost, share = dropped(equal)
     assert lost <= equal.tolerance
     assert share > 0

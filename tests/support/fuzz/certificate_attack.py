@@ -68,20 +68,20 @@ PARTS = ("prefix", "positions", "far positions", "windows", "sinks", "prefix and
 
 @dataclasses.dataclass(frozen=True)
 class Attack:
-    """One adversarial call; `log_*` are powers of ten."""
+    """One adversarial call; `log_*` are powers of ten. Each field's default is its simplest value."""
 
-    seed: int
-    length: int
-    head_dim: int
-    slope: float
-    tolerance: float
-    where: str
-    mask: str
-    causal: bool
-    group: int
-    log_query: float
-    log_key: float
-    log_giant: float
+    seed: int = 0
+    length: int = 1
+    head_dim: int = 1
+    slope: float = 0.0
+    tolerance: float = 1e-3
+    where: str = "nothing"  # one of WHERE
+    mask: str = "none"  # one of MASKS
+    causal: bool = True
+    group: int = 1
+    log_query: float = 0.0
+    log_key: float = 0.0
+    log_giant: float = 0.0
     dtype: str = "float32"
     refine: bool = False  # the refinement that long inputs use
     bias: str | None = None  # one of BIASES

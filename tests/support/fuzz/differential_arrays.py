@@ -344,42 +344,31 @@ def _negative(tensor: Tensor, *, imaginary: bool = False) -> Tensor:
 
 
 def beside(x: np.ndarray, layout: str, dtype: torch.dtype) -> Tensor:
-    """Lays out masks, segments, slopes and gradients of lse, [B, ...] or [H]."""
+    """Lays out masks, segments, slopes, biases, gates and gradients of lse; the memory between floats is NaN."""
     tensor = torch.from_numpy(np.ascontiguousarray(x)).to(dtype)
     if layout == "same batch" and x.ndim > 1:
         return tensor[:1].clone().expand(x.shape)
     if layout == "negative" and dtype.is_floating_point:
         return _negative(tensor)
+    if layout == "transposed":
+        return tensor.movedim(-1, 0).contiguous().movedim(0, -1)
     if layout == "apart":
-        wide = tensor.new_ones(*x.shape[:-1], 2 * x.shape[-1] + 1)
+        wide = tensor.new_full((*x.shape[:-1], 2 * x.shape[-1] + 1), math.nan if dtype.is_floating_point else 1)
         wide[..., 1::2] = tensor
         return wide[..., 1::2]
     return tensor
 
 
 def key_bias_of(call: Call, numbers: Arrays) -> Tensor | None:
-    """The key bias with the strides of its layout; the memory between its numbers is NaN."""
+    """The key bias with the strides of its layout."""
     if numbers.key_bias is None:
         return None
-    tensor = torch.from_numpy(numbers.key_bias.copy()).to(getattr(torch, call.key_bias_as))
-    if call.layout_key_bias == "same batch" and call.key_bias_shape in ("BHS", "B1S"):
-        return tensor[:1].clone().expand(tensor.shape)
-    return _per_key(tensor, call.layout_key_bias)
+    is_shared = call.layout_key_bias == "same batch" and call.key_bias_shape not in ("BHS", "B1S")
+    layout = "contiguous" if is_shared else call.layout_key_bias
+    return beside(numbers.key_bias.copy(), layout, getattr(torch, call.key_bias_as))
 
 
 def gates_of(call: Call, numbers: Arrays) -> Tensor:
     """The gates with the strides of their layout."""
     assert numbers.log_fgate is not None
-    return _per_key(torch.from_numpy(numbers.log_fgate.copy()).to(getattr(torch, call.gates_as)), call.layout_gates)
-
-
-def _per_key(tensor: Tensor, layout: str) -> Tensor:
-    if layout == "negative":
-        return _negative(tensor)
-    if layout == "transposed":
-        return tensor.movedim(-1, 0).contiguous().movedim(0, -1)
-    if layout == "apart":
-        wide = tensor.new_full((*tensor.shape[:-1], 2 * tensor.shape[-1] + 1), math.nan)
-        wide[..., 1::2] = tensor
-        return wide[..., 1::2]
-    return tensor
+    return beside(numbers.log_fgate.copy(), call.layout_gates, getattr(torch, call.gates_as))

@@ -16,6 +16,7 @@ import contextlib
 import dataclasses
 import datetime
 import functools
+import itertools
 import math
 import multiprocessing
 import os
@@ -23,7 +24,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from concurrent.futures import Future
 from pathlib import Path
 from unittest import mock
@@ -195,26 +196,16 @@ def main(out: Path, draws: int, first: int, cases: int | None, seconds: float) -
     differ = sum(plans_that_differ(shape, device, repeats) for shape in races if cases != 0)
     print(f"{differ} plans differ: each is made by the program of its head that finishes last", flush=True)
     with concurrent.futures.ProcessPoolExecutor(workers, mp_context=context, initializer=_prepare) as executor:
-        asked: dict[Future[float], tuple[str, Case | str]] = {
-            executor.submit(conform_cache, kind, dtype, device): (dtype, kind)
-            for kind in CACHES[:cases]
-            for dtype in DTYPES
-        }
-        asked |= {
-            executor.submit(conform, case, dtype, device): (dtype, case)
-            for case in (*CASES, *INSIDE, *KEY_BIASES)[:cases]
-            for dtype in DTYPES
-        }
-        asked |= {
-            executor.submit(conform_fixed, slope, dtype, device): (dtype, f"fixed, slope {slope}")
-            for slope in (0.0, 0.05)[:cases]
-            for dtype in ("bfloat16", "float16")
-        }
-        asked |= {
-            executor.submit(conform_table, seed, dtype, device): (dtype, f"table {seed}")
-            for seed in TABLES[:cases]
-            for dtype in DTYPES
-        }
+        asked: dict[Future[float], tuple[str, str]] = {}
+        checks: tuple[tuple[Callable[..., float], str, Sequence[object], Iterable[str]], ...] = (
+            (conform_cache, "{}", CACHES, DTYPES),
+            (conform, "{}", (*CASES, *INSIDE, *KEY_BIASES), DTYPES),
+            (conform_fixed, "fixed, slope {}", (0.0, 0.05), ("bfloat16", "float16")),
+            (conform_table, "table {}", TABLES, DTYPES),
+        )
+        for check, name, inputs, dtypes in checks:
+            for given, dtype in itertools.product(inputs[:cases], dtypes):
+                asked[executor.submit(check, given, dtype, device)] = dtype, name.format(given)
         attacks = [
             executor.submit(attacked, range(start, min(start + TOGETHER, first + draws)), device)
             for start in range(first, first + draws, TOGETHER)
@@ -250,9 +241,7 @@ def main(out: Path, draws: int, first: int, cases: int | None, seconds: float) -
     return int(bool(differ or wrong or broken))
 
 
-def _conformed(
-    asked: Mapping[Future[float], tuple[str, Case | str]], end: float
-) -> list[tuple[str, str, float | None]]:
+def _conformed(asked: Mapping[Future[float], tuple[str, str]], end: float) -> list[tuple[str, str, float | None]]:
     """(dtype, case, share of the allowed error), None for a wrong one, which is printed, of those that had begun by `end`."""
     shares: list[tuple[str, str, float | None]] = []
     late = concurrent.futures.wait(asked, timeout=max(end - time.monotonic(), 0.0)).not_done
@@ -260,7 +249,7 @@ def _conformed(
     for future in concurrent.futures.as_completed(asked.keys() - left_out):
         dtype, case = asked[future]
         error = future.exception()
-        shares.append((dtype, str(case), None if error else future.result()))
+        shares.append((dtype, case, None if error else future.result()))
         if error is not None:
             print(f"WRONG {dtype} {case}\n{''.join(traceback.format_exception(error))}", flush=True)
     wrong = sum(share is None for _, _, share in shares)

@@ -124,6 +124,12 @@ class Case:
         return rng.random(shape) < 0.6
 
 
+def square(name: str, length: int, **fields: object) -> Case:
+    """As many queries as keys, in one sequence of two heads if no other numbers are given."""
+    return Case(name, **{"batch": 1, "heads": 2, "query_len": length, "key_len": length} | fields)
+
+
+EVERYTHING = {"causal": False, "slopes": "batch", "right": "inf", "offset": "batch", "mask": "nan", "segments": "pair"}
 CASES = (
     Case("plain"),
     Case("one head", heads=1, head_dim=3),
@@ -165,41 +171,13 @@ CASES = (
     Case("slopes zero", slopes="zero"),
     Case("slopes negative", slopes="negative", query_len=21, key_len=21),
     Case("random slopes", slopes="random", heads=5),
-    Case(
-        "everything",
-        batch=3,
-        heads=6,
-        kv_heads=3,
-        query_len=14,
-        key_len=23,
-        causal=False,
-        slopes="batch",
-        right="inf",
-        window=9,
-        scale=0.4,
-        offset="batch",
-        mask="nan",
-        segments="pair",
-    ),
-    Case("steep, long", batch=1, heads=4, kv_heads=2, query_len=301, key_len=301, slopes="steep", head_dim=16),
-    Case(
-        "steep, long, symmetric", batch=1, heads=2, query_len=261, key_len=261, slopes="steep", causal=False, head_dim=4
-    ),
-    Case(
-        "steep, long, sink, peaked", batch=1, heads=2, query_len=223, key_len=223, slopes="steep", sink=30.0, peaked=2.0
-    ),
-    Case(
-        "steep, long, window and mask",
-        batch=2,
-        heads=2,
-        query_len=200,
-        key_len=260,
-        slopes="steep",
-        window=150,
-        mask="random",
-    ),
-    Case("steep, long, segments", batch=1, heads=2, query_len=290, key_len=290, slopes="steep", segments="packed"),
-    Case("steep, long, chunk", batch=1, heads=4, query_len=40, key_len=300, slopes="steep", offset=200),
+    Case("everything", 3, 6, 3, query_len=14, key_len=23, window=9, scale=0.4, **EVERYTHING),
+    square("steep, long", 301, heads=4, kv_heads=2, slopes="steep", head_dim=16),
+    square("steep, long, symmetric", 261, slopes="steep", causal=False, head_dim=4),
+    square("steep, long, sink, peaked", 223, slopes="steep", sink=30.0, peaked=2.0),
+    Case("steep, long, window and mask", 2, 2, query_len=200, key_len=260, slopes="steep", window=150, mask="random"),
+    square("steep, long, segments", 290, slopes="steep", segments="packed"),
+    square("steep, long, chunk", 300, heads=4, query_len=40, slopes="steep", offset=200),
 )
 KEY_BIASES = (
     Case("key bias", key_bias="random"),
@@ -208,131 +186,40 @@ KEY_BIASES = (
     Case("key bias, gates", key_bias="gates", slopes="zero", query_len=21, key_len=21),
     Case("key bias, hidden keys", key_bias="hidden", kv_heads=2, query_len=9, key_len=17, causal=False),
     Case("key bias, mask and segments", key_bias="hidden", mask="nan", segments="packed", kv_heads=1),
-    Case(
-        "key bias, offset", key_bias="random", offset="batch", batch=3, query_len=5, key_len=12, window=4, causal=False
-    ),
+    Case("key bias, offset", 3, key_bias="random", offset="batch", query_len=5, key_len=12, window=4, causal=False),
     Case("key bias, negative slopes", key_bias="gates", slopes="negative", query_len=19, key_len=19, scale=-0.4),
-    Case(
-        "key bias, long, gates",
-        batch=2,
-        heads=4,
-        kv_heads=2,
-        query_len=301,
-        key_len=301,
-        key_bias="gates",
-        slopes="zero",
+    square("key bias, long, gates", 301, batch=2, heads=4, kv_heads=2, key_bias="gates", slopes="zero"),
+    square("key bias, long, gates and slopes", 330, query_len=290, key_bias="gates", slopes="steep"),
+    square("key bias, long, rising", 260, key_bias="rising", slopes="random"),
+    square("key bias, long, spikes", 500, heads=4, kv_heads=2, key_bias="spikes", slopes="steep"),
+    square(
+        "key bias, long, spikes on both sides", 500, key_bias="spikes", slopes="steep", causal=False, right="random"
     ),
-    Case(
-        "key bias, long, gates and slopes",
-        batch=1,
-        heads=2,
-        query_len=290,
-        key_len=330,
-        key_bias="gates",
-        slopes="steep",
-    ),
-    Case("key bias, long, rising", batch=1, heads=2, query_len=260, key_len=260, key_bias="rising", slopes="random"),
-    Case(
-        "key bias, long, spikes",
-        batch=1,
-        heads=4,
-        kv_heads=2,
-        query_len=500,
-        key_len=500,
-        key_bias="spikes",
-        slopes="steep",
-    ),
-    Case(
-        "key bias, long, spikes on both sides",
-        batch=1,
-        heads=2,
-        query_len=500,
-        key_len=500,
-        key_bias="spikes",
-        slopes="steep",
-        causal=False,
-        right="random",
-    ),
-    Case("key bias, long, segments", batch=1, heads=2, query_len=290, key_len=290, key_bias="gates", segments="packed"),
-    Case(
-        "key bias, long, window",
-        batch=1,
-        heads=2,
-        query_len=200,
-        key_len=260,
-        key_bias="gates",
-        window=150,
-        mask="random",
-    ),
+    square("key bias, long, segments", 290, key_bias="gates", segments="packed"),
+    square("key bias, long, window", 260, query_len=200, key_bias="gates", window=150, mask="random"),
 )
 # For the GPU kernels: long enough for full tiles on both sides, and for tiles without masked keys or several segments.
 INSIDE = (
-    Case("inside", batch=1, heads=2, query_len=450, key_len=450, slopes="random"),
-    Case("inside, both sides", batch=1, heads=2, kv_heads=1, query_len=420, key_len=420, causal=False, slopes="random"),
-    Case(
-        "inside, right slopes",
-        batch=2,
-        heads=1,
-        query_len=390,
-        key_len=390,
-        causal=False,
-        right="batch",
-        slopes="batch",
-    ),
-    Case(
-        "inside, never right", batch=1, heads=2, query_len=390, key_len=390, causal=False, right="inf", slopes="random"
-    ),
-    Case("inside, window", batch=1, heads=2, query_len=450, key_len=450, window=230, slopes="zero"),
-    Case(
-        "inside, symmetric window",
-        batch=1,
-        heads=2,
-        query_len=450,
-        key_len=450,
-        window=230,
-        causal=False,
-        slopes="negative",
-    ),
-    Case("inside, packed segments", batch=2, heads=1, query_len=500, key_len=500, segments="packed", slopes="random"),
-    Case(
-        "inside, segments on both sides",
-        batch=1,
-        heads=2,
-        query_len=500,
-        key_len=500,
-        segments="packed",
-        causal=False,
-        right="random",
-    ),
-    Case("inside, left padding", batch=2, heads=2, kv_heads=1, query_len=300, key_len=400, mask="left"),
-    Case("inside, chunk", batch=1, heads=2, query_len=150, key_len=600, offset=317, slopes="random", head_dim=20),
-    Case("inside, offsets", batch=2, heads=1, query_len=300, key_len=333, offset="batch", causal=False, window=270),
+    square("inside", 450, slopes="random"),
+    square("inside, both sides", 420, kv_heads=1, causal=False, slopes="random"),
+    square("inside, right slopes", 390, batch=2, heads=1, causal=False, right="batch", slopes="batch"),
+    square("inside, never right", 390, causal=False, right="inf", slopes="random"),
+    square("inside, window", 450, window=230, slopes="zero"),
+    square("inside, symmetric window", 450, window=230, causal=False, slopes="negative"),
+    square("inside, packed segments", 500, batch=2, heads=1, segments="packed", slopes="random"),
+    square("inside, segments on both sides", 500, segments="packed", causal=False, right="random"),
+    square("inside, left padding", 400, batch=2, kv_heads=1, query_len=300, mask="left"),
+    square("inside, chunk", 600, query_len=150, offset=317, slopes="random", head_dim=20),
+    square("inside, offsets", 333, batch=2, heads=1, query_len=300, offset="batch", causal=False, window=270),
 )
 SHORT_INSIDE = (
-    Case("short inside", batch=1, heads=2, query_len=210, key_len=210, slopes="random"),
-    Case(
-        "short inside, right slopes",
-        batch=1,
-        heads=2,
-        query_len=150,
-        key_len=150,
-        causal=False,
-        right="random",
-        window=120,
-    ),
+    square("short inside", 210, slopes="random"),
+    square("short inside, right slopes", 150, causal=False, right="random", window=120),
 )
 # Here every product with a distance is a million times the final sum.
+FAR = {"heads": 2, "key_len": 1, "slopes": "random"}
 ONE_FAR_KEY = (
-    Case("one key far to the left", heads=2, query_len=130, key_len=1, offset=10**6, slopes="random"),
-    Case("one key far to the right", heads=2, query_len=130, key_len=1, offset=-(10**6), slopes="random", causal=False),
-    Case(
-        "one key, right slopes",
-        heads=2,
-        query_len=70,
-        key_len=1,
-        offset=-(10**6),
-        slopes="random",
-        right="random",
-        causal=False,
-    ),
+    Case("one key far to the left", query_len=130, offset=10**6, **FAR),
+    Case("one key far to the right", query_len=130, offset=-(10**6), causal=False, **FAR),
+    Case("one key, right slopes", query_len=70, offset=-(10**6), right="random", causal=False, **FAR),
 )
