@@ -1,12 +1,14 @@
-"""The arguments of commands that use a trained model: its checkpoint, and the code of its position method."""
+"""A trained model on the command line: its arguments, `alibi generate` and `alibi export`."""
 
+import codecs
 import re
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import typer
 
 from alibi_attn.cli.console import needs
+from alibi_lab.cli.options import documented
 from alibi_lab.lab.config import nearest
 
 Checkpoint = Annotated[
@@ -50,6 +52,80 @@ def validation_text(path: Path, method: str | None) -> str:
         from alibi_lab.lab.training.checkpoint import load_checkpoint, stored_tokens
     corpus = load_corpus(load_checkpoint(path, method=method)[1].data, stored_tokens(path))
     return corpus.tokenizer.decode(corpus.valid[: 1 << 16]).decode(errors="ignore")
+
+
+@documented
+def generate(
+    checkpoint: Checkpoint,
+    prompt: str,
+    max_new_tokens: int = 256,
+    temperature: float = 0.8,
+    top_k: Annotated[int | None, typer.Option(show_default="all")] = None,
+    seed: Annotated[int, typer.Option(min=0, max=2**63 - 1)] = 0,
+    method: Method = None,
+) -> None:
+    """Continue a text with a trained model, token by token with a KV cache.
+
+    [dim]alibi generate runs/quick/checkpoints/quick/alibi-128/seed-0-… --prompt "def main" --max-new-tokens 500[/]
+
+    Args:
+        prompt: Text to continue.
+        max_new_tokens: Number of tokens to add, even beyond the trained length.
+        temperature: 0 always takes the most likely token; 1 samples from the model's distribution.
+        top_k: Sample only from this many most likely tokens.
+        seed: Seed of the sampling.
+    """
+    with needs("lab"):
+        from alibi_lab.lab.model import generation
+        from alibi_lab.lab.training.checkpoint import load_checkpoint, load_checkpoint_tokenizer
+    checkpoint = find(checkpoint)
+    model, _ = load_checkpoint(checkpoint, method=method)
+    tokenizer = load_checkpoint_tokenizer(checkpoint)
+    ids = tokenizer.encode(prompt).tolist()
+    stream = generation.generate(
+        model, ids, max_new_tokens=max_new_tokens, temperature=temperature, top_k=top_k, seed=seed
+    )
+    decoder = codecs.getincrementaldecoder("utf-8")(errors="replace")
+    print(prompt, end="", flush=True)
+    printed = len(tokenizer.decode(ids))
+    for token in stream:
+        ids.append(token)
+        text = tokenizer.decode(ids)
+        print(decoder.decode(text[printed:]), end="", flush=True)
+        printed = len(text)
+    print(decoder.decode(b"", final=True))
+
+
+@documented
+def export(
+    checkpoint: Checkpoint,
+    out: Annotated[Path, typer.Argument(show_default=False)],
+    family: Literal["mpt"] = "mpt",
+) -> None:
+    """Write a trained model as a checkpoint that AutoModelForCausalLM loads with equal logits, tokenizer included.
+
+    The model must be trained with [bold]model.architecture=mpt[/] and ALiBi. No transformers family has the norm and
+    feed-forward of the default architecture, "modern".
+
+    [dim]alibi run quick --set model.architecture=mpt --out runs/mpt[/]
+
+    [dim]alibi export runs/mpt/checkpoints/quick/alibi-128/seed-0-… my-mpt[/]
+
+    Args:
+        out: New folder to write.
+        family: Model family to export to.
+    """
+    with needs("hf,lab"):
+        from alibi_attn.hf.readers.export import DecoderConfig, export_mpt
+        from alibi_attn.inspect import saved_tokenizer
+        from alibi_lab.lab.model.language_model import decoder_state
+        from alibi_lab.lab.training.checkpoint import load_checkpoint, load_checkpoint_tokenizer
+    checkpoint = find(checkpoint)
+    model, config = load_checkpoint(checkpoint)
+    about = DecoderConfig(num_heads=config.model.num_heads, trained_length=config.train.length)
+    tokenizer = saved_tokenizer(load_checkpoint_tokenizer(checkpoint).dump())
+    path = export_mpt(decoder_state(model), about, out, tokenizer=tokenizer)
+    typer.echo(f"{family}  {path}")
 
 
 def with_options(message: str) -> str:

@@ -11,7 +11,7 @@ from alibi_attn.cli.console import check_writable, errors, needs, print_path
 from alibi_lab import records
 from alibi_lab.cli import checkpoints
 from alibi_lab.cli.options import TextField, documented, joined, usage_errors
-from alibi_lab.cli.perplexities import print_curves, print_perplexities
+from alibi_lab.cli.report import print_curves, print_perplexities
 from alibi_lab.lab.config import EvalConfig
 from alibi_lab.lab.config_io import override, to_json
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 from alibi_attn.cli import console
 from alibi_attn.cli.main import COMMANDS, command_line
-from alibi_lab.cli import bench, evaluation, export, generate, heads, listings, records, report, run
+from alibi_lab.cli import bench, checkpoints, evaluation, heads, listings, report, run
 from alibi_lab.lab.config import METHOD_MODULE
 from alibi_lab.recipes.index import RECIPES
 
@@ -23,12 +23,12 @@ app.command("recipes")(listings.list_recipes)
 app.command("config")(listings.show_config)
 app.command("eval")(evaluation.evaluation)
 app.command("eval-text")(COMMANDS["eval-text"])
-app.command()(generate.generate)
-app.command()(export.export)
+app.command()(checkpoints.generate)
+app.command()(checkpoints.export)
 app.command("embed")(COMMANDS["embed"])
 app.add_typer(heads.app, name="heads")
 app.command()(report.report)
-app.add_typer(records.app, name="records")
+app.add_typer(report.records_app, name="records")
 app.command("explain")(COMMANDS["explain"])
 
 

@@ -1,6 +1,6 @@
-"""`alibi report`: a page, or the paper's claims, from records."""
+"""`alibi report` and `alibi records`: a page, tables or the paper's claims from records, and records in few files."""
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import Annotated, cast
 
@@ -15,6 +15,8 @@ from alibi_lab.cli.options import documented
 from alibi_lab.report import answers, exports, rollouts
 from alibi_lab.report import verdicts as claims
 from alibi_lab.report.intervals import Interval
+from alibi_lab.report.series import studies
+from alibi_lab.report.tables import study as tables
 from alibi_lab.report.verdicts import counted, interval_text, ratio_text, why
 
 
@@ -132,3 +134,61 @@ def _print_claim(word: str, says: str, ours: float, bounds: Interval | None, con
     between = f" [{interval_text(bounds)}]" if bounds else ""
     line = f"{word:<12}  {says}: {ratio_text(ours)}{between}, holds if {condition}"
     console.print(escape(line), soft_wrap=True, highlight=False)
+
+
+def print_perplexities(loaded: Sequence[records.Record]) -> None:
+    """Prints one table per study."""
+    for study in studies(loaded):
+        found = [table for table in (tables.by_length(study), tables.in_other_units(study)) if table]
+        for columns, block in ((table.columns, block) for table in found for block in table.blocks):
+            if not block.title.startswith(f"Perplexity per {study.unit}"):
+                continue  # only the report shows the other units
+            table = RichTable("", *(Column(name, justify="right") for name in columns), box=None)
+            for label, _, cells in block.rows:
+                table.add_row(label, *(f"[bold]{cell.text}[/]" if cell.best else cell.text for cell in cells))
+            console.print(f"\n[bold]{escape(block.title)}[/], by length in {study.unit}s", soft_wrap=True)
+            console.print(table)
+        if study.lengths:
+            longest = f"{max(study.lengths):,}"
+            console.print(f"[dim]all lengths score the same tokens; compare only with runs tested up to {longest}[/]")
+
+
+def print_curves(curves: Mapping[str, Mapping[str, Sequence[records.Json]]]) -> None:
+    """Prints one table per curve."""
+    for name, columns in curves.items():
+        table = RichTable(*columns, title=name, title_justify="left", box=None)
+        for row in zip(*columns.values(), strict=True):
+            table.add_row(*(f"{value:.4g}" if isinstance(value, float) else str(value) for value in row))
+        console.print(table)
+
+
+records_app = typer.Typer(help="Keep the records of finished studies in few files.", no_args_is_help=True)
+
+
+@records_app.callback()
+def group() -> None:
+    """Without it, typer would make `pack` the group itself."""
+
+
+@records_app.command()
+@documented
+def pack(
+    paths: Annotated[list[Path], typer.Argument(show_default=False)],
+    out: Annotated[Path, typer.Option(show_default=False)],
+    replace: bool = False,
+) -> None:
+    """Collect records in one JSON Lines file: one per line, sorted, with their checksums. The record files stay.
+
+    [dim]alibi records pack runs/slopes/records --out results/slopes.jsonl[/]
+
+    Every command that reads records reads such files too.
+
+    Args:
+        paths: Record files (.json or .jsonl), or folders of records.
+        out: File to write, or to add to (.jsonl).
+        replace: Replace records that the file has already, after they were measured again.
+    """
+    check_writable(out)
+    before = sum(1 for _ in records.find(out)) if out.exists() else 0
+    after = records.pack(paths, out, replace=replace)
+    console.print(f"{out}: {after} records, {after - before} of them new", soft_wrap=True)

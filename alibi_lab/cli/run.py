@@ -13,8 +13,7 @@ from alibi_attn.cli.console import check_writable, console, interrupted, needs, 
 from alibi_lab import provenance, records
 from alibi_lab.cli import listings
 from alibi_lab.cli.options import TextField, documented, joined, usage_errors
-from alibi_lab.cli.perplexities import print_perplexities
-from alibi_lab.cli.report import write_report
+from alibi_lab.cli.report import print_perplexities, write_report
 from alibi_lab.lab.config import Scale, Selection
 from alibi_lab.recipes import index
 from alibi_lab.recipes.index import RECIPES
