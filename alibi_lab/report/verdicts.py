@@ -126,7 +126,9 @@ def interval_text(bounds: Interval | None) -> str:
 def _verdict(claim: Claim, sources: Sources) -> Verdict:
     item = item_of(sources.record)
     paper, ours = (_ratio(claim, column) for column in (published(item), recorded(sources.record)))
-    verdict = functools.partial(Verdict, claim=claim, paper=paper, ours=ours, aged=_age(claim, sources))
+    speeds = (number for number in (*claim.over, *claim.under) if number.column in METRICS)
+    aged = next((old for number in speeds for record in sources.by_seed(number).values() if (old := age(record))), "")
+    verdict = functools.partial(Verdict, claim=claim, paper=paper, ours=ours, aged=aged)
     if not math.isfinite(ours):
         return verdict(word="open")
     if claim.over[0].column in ("slope", "pass"):  # defined, not measured
@@ -137,11 +139,6 @@ def _verdict(claim: Claim, sources: Sources) -> Verdict:
     bounds = union(seeds, text)
     decided = bounds is not None and not (claim.about_training and seeds is None)
     return verdict(word=_word(claim, bounds) if bounds and decided else "open", seeds=seeds, text=text, pairs=found)
-
-
-def _age(claim: Claim, sources: Sources) -> str:
-    speeds = (number for number in (*claim.over, *claim.under) if number.column in METRICS)
-    return next((old for number in speeds for record in sources.by_seed(number).values() if (old := age(record))), "")
 
 
 def _word(claim: Claim, bounds: Interval) -> Word:
