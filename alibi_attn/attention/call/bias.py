@@ -231,13 +231,14 @@ def _bias_of_distance(spec: AttentionSpec[Tensor], distance: Tensor, dtype: torc
 
 def _of_slopes(spec: AttentionSpec[Tensor], distance: Tensor, dtype: torch.dtype) -> Tensor:
     """[B|1, H, T, S], a new tensor: −m·|i − j|."""
-    left, at = spec.slopes.to(dtype).reshape(-1, spec.num_heads, 1, 1), distance[..., :1]  # the queries' indices
+    left, by_index = spec.slopes.to(dtype).reshape(-1, spec.num_heads, 1, 1), distance
     if spec.positions is not None and spec.query_positions is not None:
         wide = widest(spec.positions)
         distance = spec.query_positions.to(wide)[:, :, None] - spec.positions.to(wide)[:, None]
     away = _in_space(spec, spec.coordinates).to(dtype) if spec.coordinates is not None else distance.abs().to(dtype)
     if spec.registers > 0:
-        is_register = (at < spec.registers) | (torch.arange(spec.key_len, device=away.device) < spec.registers)
+        keys = torch.arange(spec.key_len, device=away.device)
+        is_register = (by_index[..., :1] < spec.registers) | (keys < spec.registers)
         away = away.masked_fill(is_register, 0.0)
     away = away[:, None]
     bias = -left * away

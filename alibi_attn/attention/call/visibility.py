@@ -67,10 +67,10 @@ def largest_distances(spec: Spec, device: torch.device) -> Tensor:
 
 def visible(spec: Spec, distance: Tensor) -> Tensor:
     """[B|1, H|1, T, S] bool: True if the query may see the key. `distance` comes from `distances`."""
-    seen = torch.ones_like(distance, dtype=torch.bool)
-    if spec.causal:
-        seen = distance >= 0
-    keys = torch.arange(spec.key_len, device=distance.device)
+    seen = distance >= 0 if spec.causal else torch.ones_like(distance, dtype=torch.bool)
+    keys, of_index = distance, (spec.prefix_len, spec.window, spec.right_window, spec.head_windows, spec.query_start)
+    if any(x is not None for x in of_index):  # else the indices of keys are not used
+        keys = torch.arange(spec.key_len, device=distance.device)
     if spec.prefix_len is not None:
         seen = seen | (keys < spec.prefix_len[:, None])[:, None]
     if spec.window is not None or spec.right_window is not None:

@@ -41,9 +41,6 @@ RUNS |= {backend.name: guarded(backend.formula) for backend in _FORMULAS}
 RUNS[dense.name] = guarded(dense.formula, slow=dense.READS - few_queries.READS - NUMBERED_DROPOUT)
 
 
-NOTHING: frozenset[str] = frozenset()
-
-
 class Choice(NamedTuple):
     """The name of the backend that runs a call, and the fields that are split off before."""
 
@@ -61,6 +58,12 @@ def choose(backend: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor
     auto = backend == "auto"
     candidates = (*PREFERRED.get(query.device.type, ()), dense) if auto else (BACKENDS[backend],)
     used = spec.used()
+    # Whether the others could run need not be asked then; a compiled graph would have more guards.
+    may_skip = auto and not torch.compiler.is_compiling()
+    if may_skip and all(one is dense or one.too_small(spec) is not None for one in candidates):
+        of_dense = splitting.split(used, dense.READS)
+        if not of_dense.unread:
+            return Choice(dense.name, of_dense.off)
     for chosen in candidates:
         off, reason, small = _judged(chosen, used, spec, query, key, value)
         if reason is None:
@@ -81,7 +84,7 @@ def _judged(
 
     A reason is a field that it does not read, and that cannot be split off, or its own.
     """
-    off, small = NOTHING, backend.too_small(spec)
+    off, small = splitting.WHOLE.off, backend.too_small(spec)
     if not used <= backend.READS:
         off, unread = splitting.split(used, backend.READS)
         if unread:
