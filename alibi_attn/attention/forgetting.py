@@ -131,7 +131,9 @@ def forgetting_attention(
     first = check_gates(spec, log_fgate, query, options.get("query_offset"))
     name = dispatch.choose(backend, spec, query, key, value).name
     if name == fused.name and are_ordinary(log_fgate, query, key, value) and not transforms():
-        spec = _with_fused_gates(spec, log_fgate, first)
+        numbers = {"num_heads": spec.num_heads, "first": first, "query_len": spec.query_len}
+        bias, query_bias, start = gate_biases(log_fgate, spec.key_bias, **numbers)  # `with_gates` in one kernel
+        spec = dataclasses.replace(spec, key_bias=bias, query_bias=query_bias, query_start=start)
     else:
         spec = with_gates(spec, gate_sums(log_fgate), first, log_fgate)
     result = attend(spec, query, key, value, backend)
@@ -183,14 +185,6 @@ def with_gates(
     return dataclasses.replace(
         spec, key_bias=bias, query_bias=sums[:, :, first : first + spec.query_len], query_start=start
     )
-
-
-def _with_fused_gates(spec: AttentionSpec[Tensor], log_fgate: Tensor, first: int) -> AttentionSpec[Tensor]:
-    """`with_gates` in one kernel."""
-    bias, query_bias, start = gate_biases(
-        log_fgate, spec.key_bias, num_heads=spec.num_heads, first=first, query_len=spec.query_len
-    )
-    return dataclasses.replace(spec, key_bias=bias, query_bias=query_bias, query_start=start)
 
 
 def _query_start(spec: AttentionSpec[Tensor], log_fgate: Tensor, first: int) -> Tensor | None:

@@ -129,10 +129,8 @@ def _all(query: Tensor, kept: Kept, slopes: Tensor | None, given: dict[str, Any]
 def _two(query: Tensor, near: Kept, far: Kept, slopes: Tensor | None, given: dict[str, Any]) -> Tensor:
     """Attention over two disjoint sets of keys; the window hides keys of the former."""
     without = {name: x for name, x in given.items() if name != "window"}
-    one, other = (
-        _all(query, near, slopes, {**given, "return_lse": True}),
-        _all(query, far, slopes, {**without, "return_lse": True}),
-    )
+    one = _all(query, near, slopes, {**given, "return_lse": True})
+    other = _all(query, far, slopes, {**without, "return_lse": True})
     return merged(*one, *other)[0].to(query.dtype)
 
 

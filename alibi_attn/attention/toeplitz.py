@@ -107,9 +107,9 @@ def toeplitz_attention(
     _READS.check(spec)
     check_tensor("table", table, query.device)
     _check_table(spec, table)
-    if table.requires_grad and torch.is_grad_enabled():
-        spec = dataclasses.replace(spec, tolerance=0.0)  # the gradient of a distance is a sum over all queries
-    spec = dataclasses.replace(spec, table=table.to(spec.slopes.dtype))
+    # The gradient of a distance is a sum over all queries.
+    tolerance = 0.0 if table.requires_grad and torch.is_grad_enabled() else spec.tolerance
+    spec = dataclasses.replace(spec, tolerance=tolerance, table=table.to(spec.slopes.dtype))
     return attend(spec, query, key, value, backend)
 
 

@@ -217,9 +217,8 @@ def _reach(
     room = math.log(share) - worst.amax(-1)
     if farthest is not None:
         room = torch.minimum(room, largest_share(farthest.double(), spec.tolerance).log() - worst.amax(-1))
-    count = torch.searchsorted(
-        sums.contiguous(), room.contiguous(), right=True
-    )  # tiles from the far end that may be skipped
+    # The tiles from the far end that may be skipped.
+    count = torch.searchsorted(sums.contiguous(), room.contiguous(), right=True)
     count = count.masked_fill(~room.isfinite(), 0)
     start = first[:, None, None] + torch.arange(worst.shape[-2], device=nats.device) * TILE
     if side > 0:
