@@ -226,12 +226,9 @@ def test_tied_words_must_be_equal(tmp_path):
     assert torch.equal(apart.cls.predictions.decoder.weight, state["cls.predictions.decoder.weight"])
 
 
-@pytest.mark.parametrize("own", [True, False])
-def test_damaged_folders_are_one_sentence(own, tmp_path):
+def test_damaged_folders_that_we_wrote_are_one_sentence(tmp_path):
     folder = tmp_path / "model"
     small_encoder().save_pretrained(folder)
-    if not own:
-        write_folder(folder, random_state("jina"), config("jina"))
     whole = (folder / "model.safetensors").read_bytes()
     for length in (0, 100, len(whole) // 2, len(whole) - 1):
         (folder / "model.safetensors").write_bytes(whole[:length])

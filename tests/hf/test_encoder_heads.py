@@ -60,15 +60,7 @@ def test_heads_that_a_class_lacks_are_named_once_and_ignored(layout, tmp_path, c
 
 
 @pytest.mark.parametrize("others", [{}, OTHERS])
-@pytest.mark.parametrize(
-    "kind",
-    [
-        ALiBiBertForMaskedLM,
-        ALiBiBertForSequenceClassification,
-        ALiBiBertForTokenClassification,
-        ALiBiBertForQuestionAnswering,
-    ],
-)
+@pytest.mark.parametrize("kind", [ALiBiBertForMaskedLM, ALiBiBertForSequenceClassification, *HEADS])
 def test_a_missing_head_is_drawn_on_request_whatever_other_heads_there_are(kind, others, tmp_path):
     folder, state = folder_with(tmp_path / "model", "jina", **others)
     with pytest.raises(

@@ -28,6 +28,7 @@ AUTHORS_PRO = {
 }
 FIRST_PRO = {**AUTHORS_PRO, "qk_norm_share_param_across_head": True, "use_v_shift": False, "norm_eps": 1e-2}
 KINDS = {"plain": PLAIN, "pro": PRO, "authors": AUTHORS, "authors-pro": AUTHORS_PRO, "authors-first-pro": FIRST_PRO}
+PARTS = ("forget_proj", "q_norm", "gate_proj", "key_shift.proj", "value_shift.proj", "output_norm")
 LENGTH = 40
 
 
@@ -70,9 +71,8 @@ def test_logits_and_cached_tokens_are_those_of_the_formulas(about: dict, tmp_pat
 def test_other_gates_norms_or_orders_would_be_noticed(about: dict, tmp_path: Path) -> None:
     model, ids, expected = model_of(tmp_path, about)
     attention = model.layers[1].attention
-    parts = ("forget_proj", "q_norm", "gate_proj", "key_shift.proj", "value_shift.proj", "output_norm")
     owned = {name for name, _ in attention.named_parameters()}
-    for changed in (attention.get_parameter(f"{part}.weight") for part in parts if f"{part}.weight" in owned):
+    for changed in (attention.get_parameter(f"{part}.weight") for part in PARTS if f"{part}.weight" in owned):
         kept = changed.clone()
         changed.copy_(kept.roll(1, 0))
         with pytest.raises(AssertionError, match="off by"):
@@ -108,18 +108,7 @@ def test_every_way_of_generating_keeps_gates_with_their_keys(way: dict[str, int]
     assert torch.equal(model.generate(ids, **options, **way), expected)
 
 
-@pytest.mark.parametrize(
-    "name",
-    [
-        "forget_proj.weight",
-        "forget_proj.bias",
-        "q_norm.weight",
-        "gate_proj.weight",
-        "key_shift.proj.weight",
-        "value_shift.proj.weight",
-        "output_norm.weight",
-    ],
-)
+@pytest.mark.parametrize("name", ["forget_proj.bias", *(f"{part}.weight" for part in PARTS)])
 def test_gradients_are_those_of_differences(name: str, tmp_path: Path) -> None:
     model, ids, _ = model_of(tmp_path, AUTHORS_PRO, dtype=torch.float64)
     weight = model.layers[0].attention.get_parameter(name)

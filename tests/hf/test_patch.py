@@ -9,6 +9,7 @@ import pytest
 import torch
 from closeness import assert_within
 from torch import Tensor
+from torch.nn.functional import linear
 from transformers import AutoModelForCausalLM
 
 from alibi_attn.hf import patch
@@ -207,3 +208,27 @@ def test_logits_of_padding_only_rows_are_numbers(build, tokens):
             both = model(ids, attention_mask=mask).logits
         assert both.isfinite().all()
         assert_same(both[:1], alone)
+
+
+def is_invariant(model, dtype: torch.dtype) -> bool:
+    """Whether the products of this processor do not depend on the number of rows, for every linear layer of the model."""
+    for module in model.modules():
+        if isinstance(module, torch.nn.Linear):
+            x = torch.randn(3, 40, module.in_features, dtype=dtype)
+            together, alone = (torch.cat([linear(part, module.weight) for part in x.split(n)]) for n in (3, 1))
+            if not torch.equal(together, alone):
+                return False
+    return True
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_row_has_the_same_logits_alone_and_in_a_batch(family, build, tokens):
+    model, ids = build(family), tokens(3, 40)
+    if not is_invariant(model, torch.float32):
+        pytest.skip("torch's linear layers round by the number of rows on this processor")
+    mask = torch.arange(40) >= torch.tensor([[0], [7], [20]])
+    patch(model, backend="native")
+    whole = model(ids, attention_mask=mask.long(), use_cache=False).logits
+    for row in range(3):
+        alone = model(ids[row : row + 1], attention_mask=mask[row : row + 1].long(), use_cache=False).logits
+        assert torch.equal(whole[row : row + 1], alone)

@@ -179,22 +179,13 @@ def test_nothing_square_is_built(kind, t5, tokens):
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_undo_restores_the_same_bits_and_leaves_nothing(kind, t5, texts):
+@torch.no_grad()
+def test_copies_and_pickles_stay_patched_and_undo_leaves_nothing(kind, t5, texts):
     model = t5(kind)
     before = {name: set(vars(module)) for name, module in model.named_modules()}
-    expected = model(**texts).logits
-    handle = patch(model)
+    original, handle = model(**texts).logits, patch(model)
     with pytest.raises(ValueError, match="is patched already"):
         patch(model)
-    handle.undo()
-    assert {name: set(vars(module)) for name, module in model.named_modules()} == before
-    assert model(**texts).logits.equal(expected)
-
-
-@torch.no_grad()
-def test_copies_and_pickles_stay_patched(t5, texts):
-    model = t5("T5")
-    handle = patch(model)
     expected = model(**texts).logits
     model_copy, handle_copy = copy.deepcopy((model, handle))
     file = io.BytesIO()
@@ -205,7 +196,8 @@ def test_copies_and_pickles_stay_patched(t5, texts):
         with pytest.raises(ValueError, match="never builds"):
             same(**texts, output_attentions=True)
     handle_copy.undo()
-    model_copy(**texts, output_attentions=True)
+    assert {name: set(vars(module)) for name, module in model_copy.named_modules()} == before
+    assert model_copy(**texts).logits.equal(original)
 
 
 @torch.no_grad()

@@ -79,26 +79,13 @@ def keys_read(
     spec: AttentionSpec[torch.Tensor], *tensors: torch.Tensor, needed: bool = False, for_gradients: bool = False
 ) -> torch.Tensor:
     """[1, H, T, S]: the keys that the forward loop read for each query, or backward if `needed`."""
-    options = {
-        "right_slopes": spec.right_slopes,
-        "window": spec.window,
-        "key_mask": spec.key_mask,
-        "key_bias": spec.key_bias,
-        "segment_ids": None if spec.key_segments is None else (spec.query_segments, spec.key_segments),
-    }
-    given = jax.tree.map(lambda x: jnp.asarray(x.numpy()) if isinstance(x, torch.Tensor) else x, options)
-    read = visited_tiles(
-        *(jnp.asarray(x.transpose(1, 2).numpy()) for x in tensors),
-        jnp.asarray(spec.slopes.numpy()),
-        block=BLOCK,
-        tile=TILE,
-        needed=needed,
-        for_gradients=for_gradients,
-        causal=spec.causal,
-        query_offset=spec.query_offset,
-        tolerance=spec.tolerance,
-        **{name: x for name, x in given.items() if x is not None},
-    )
+    names = ("causal", "query_offset", "tolerance", "right_slopes", "window", "key_mask", "key_bias")
+    options = {name: getattr(spec, name) for name in names if getattr(spec, name) is not None}
+    if spec.key_segments is not None:
+        options["segment_ids"] = (spec.query_segments, spec.key_segments)
+    given = [*(x.transpose(1, 2) for x in tensors), spec.slopes], options
+    arrays, options = jax.tree.map(lambda x: jnp.asarray(x.numpy()) if isinstance(x, torch.Tensor) else x, given)
+    read = visited_tiles(*arrays, block=BLOCK, tile=TILE, needed=needed, for_gradients=for_gradients, **options)
     return torch.from_numpy(read.repeat(BLOCK, 2)[:, :, : spec.query_len].repeat(TILE, 3)[..., : spec.key_len])
 
 

@@ -42,17 +42,8 @@ def test_every_backend_has_the_mask_of_the_definition(backend: str) -> None:
     b, t, h, s = 2, 37, 2, 75
     zeros, ones = jnp.zeros((b, t, h, s)), jnp.broadcast_to(jnp.eye(s)[:, None], (b, s, 1, s))
     for offset in (38, -20, 2**27 + 1):
-        output = alibi_attention(
-            zeros,
-            jnp.zeros((b, s, 1, s)),
-            ones,
-            np.zeros(h),
-            causal=False,
-            query_offset=offset,
-            dropout_p=P,
-            dropout_key=key_of(SEED),
-            backend=backend,
-        )
+        options = {"causal": False, "query_offset": offset, "dropout_p": P, "dropout_key": key_of(SEED)}
+        output = alibi_attention(zeros, jnp.zeros((b, s, 1, s)), ones, np.zeros(h), backend=backend, **options)
         at = np.full((b, 1), offset) + np.arange(t)
         defined = factors(SEED, P, batch=b, heads=h, positions=at, key_len=s) / s
         np.testing.assert_allclose(output.swapaxes(1, 2), defined, rtol=1e-6)

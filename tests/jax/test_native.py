@@ -13,6 +13,7 @@ import pytest
 import torch
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
+from jax_checks import loss
 
 from alibi_attn.attention import api
 from alibi_attn.attention.call.checks import dtype_name
@@ -101,11 +102,6 @@ def test_an_unchecked_bad_bias_spoils_only_the_queries_that_see_it(bad: float) -
     at = np.arange(T) + S - T
     assert (spoiled[:, :, 1] == ((at >= 100) & (at < 120))).all()
     assert not spoiled[:, :, [0, 2, 3]].any()
-
-
-def loss(*args: jax.Array, **kwargs: object) -> jax.Array:
-    output, lse = alibi_attention(*args, return_lse=True, **kwargs)
-    return (jnp.sin(output) * output).sum() + jnp.cos(lse).sum()
 
 
 def of_two(x: np.ndarray) -> np.ndarray:

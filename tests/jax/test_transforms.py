@@ -10,7 +10,7 @@ import jax.numpy as jnp
 import numpy as np
 import pytest
 from jax.sharding import PartitionSpec as P
-from jax_checks import assert_close, draw, fixture_of_tiles
+from jax_checks import assert_close, draw, fixture_of_tiles, loss
 
 from alibi_attn.attention.call.options import DEFAULTS
 from alibi_attn.jax import alibi_attention, attention, explain
@@ -28,11 +28,6 @@ def test_the_function_has_the_defaults_of_pytorchs() -> None:
         p.name: p.default for p in inspect.signature(alibi_attention).parameters.values() if p.kind is p.KEYWORD_ONLY
     }
     assert defaults == {**DEFAULTS, "dropout_key": None, "invariant": False, "backend": "auto"}
-
-
-def loss(query, key, value, slopes, **kwargs) -> jax.Array:
-    output, lse = alibi_attention(query, key, value, slopes, return_lse=True, **kwargs)
-    return (jnp.sin(output) * output).sum() + jnp.cos(lse).sum()
 
 
 ALL = (0, 1, 2, 3)
