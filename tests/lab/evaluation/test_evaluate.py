@@ -179,6 +179,18 @@ def test_a_text_shorter_than_one_window_is_refused(tiny_model):
         evaluate(tiny_model("alibi"), TEXT, EvalConfig(lengths=(10, 100)))
 
 
+@pytest.mark.parametrize("method", ["none", "t5", "alibi", "rotary", "kerple"])
+def test_windowed_is_the_truncated_context_in_a_model_of_one_layer(tiny_model, method):
+    model = tiny_model(method, num_layers=1, seed=3)
+    losses = nonoverlapping(model, TEXT, STRETCHES, length=20, batch_tokens=64, attention_window=7)
+    for target, loss in zip(losses.target.tolist(), losses.loss_nats, strict=True):
+        stretch = next(stretch for stretch in STRETCHES if target in stretch)
+        begin = max(stretch.start - 1, target - 7)
+        with torch.no_grad():
+            logits = model(TEXT[begin:target].long()[None])[0, -1]
+        torch.testing.assert_close(loss, -logits.log_softmax(-1)[int(TEXT[target])], rtol=1e-4, atol=1e-5)
+
+
 def test_windowed_is_nonoverlapping_up_to_the_trained_length_and_cut_at_it_beyond(tiny_model):
     model = tiny_model("alibi")
     config = EvalConfig(lengths=(8, 16, 32), tokens=64, batch_tokens=64, windowed=True)
