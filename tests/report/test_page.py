@@ -3,12 +3,14 @@
 import dataclasses
 import html
 import math
+import os
 import re
+from pathlib import Path
 
 import pytest
 
 from alibi_lab.records import Record
-from alibi_lab.report.page import report_html
+from alibi_lab.report.page import report_html, write_report
 from alibi_lab.report.series import studies
 from alibi_lab.report.tables import study as tables
 
@@ -148,3 +150,18 @@ def test_progress_counts_the_sections(made_up) -> None:
     report_html(made_up(), progress=lambda *at: calls.append(at))
     assert [at for at, _ in calls] == [*range(1, len(calls) + 1)]
     assert calls[-1] == (len(calls), len(calls))
+
+
+def test_the_file_is_written_whole_or_not_at_all(made_up, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    path = write_report(made_up(), tmp_path / "new" / "report.html")
+    before = path.read_bytes()
+    assert before.endswith(b"</html>")
+
+    def no_space(descriptor: int) -> None:
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(os, "fsync", no_space)
+    with pytest.raises(OSError, match="No space left"):
+        write_report([], path)
+    assert path.read_bytes() == before
+    assert os.listdir(path.parent) == ["report.html"]

@@ -1,5 +1,6 @@
 """Tokens on disk: equal to those in memory, written once, verified, and never incomplete."""
 
+import errno
 import itertools
 import json
 import os
@@ -294,3 +295,14 @@ def test_a_store_that_cannot_be_made_is_an_error_of_one_sentence(folder, tmp_pat
         CorpusError, match=r"tokenized into .*file/tokens .*Not a directory.*; pass a folder that you may write to"
     ):
         load_corpus(asked(folder), tmp_path / "file" / "tokens")
+
+
+def test_a_text_on_a_failing_disk_is_named(folder, store, monkeypatch):
+    def failing(path):
+        raise OSError(errno.EIO, os.strerror(errno.EIO))  # as read() does, without a name
+
+    monkeypatch.setattr(token_store, "file_sha256", failing)
+    with pytest.raises(
+        CorpusError, match=r"/0\.txt cannot be read .Input/output error.; pass a file that you may read"
+    ):
+        load_corpus(asked(folder), store)
