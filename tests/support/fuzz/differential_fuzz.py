@@ -292,7 +292,7 @@ def _prepare() -> None:
     for category in (DeprecationWarning, FutureWarning):
         warnings.filterwarnings("ignore", category=category, module="torch")  # its compiler's own
     # The interpreter also computes masked-out values.
-    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton")
+    warnings.filterwarnings("ignore", category=RuntimeWarning, module="triton|numpy")
 
 
 if __name__ == "__main__":

@@ -154,7 +154,7 @@ def forward(
     if spec.table is not None:
         table.forward(spec, call, (query, key, value), _visited(tiles), tiles.rows, (output, lse, given_lse))
         return output, lse
-    shape = tile_shape("forward", query.dtype, spec.head_dim, large=is_large(query.device))
+    shape = tile_shape("forward", query.dtype, spec.head_dim, large=is_large(query.device), rows=tiles.rows)
     is_plain = spec.causal and not tiles.masked
     launch(
         query.device, forward_kernel, (spec.batch * spec.num_heads * -(-spec.query_len // shape.queries), 1, 1),
@@ -292,7 +292,8 @@ def _shape(kernel: Kernel, spec: Spec, query: Tensor, *, described: bool) -> Sha
     """The tile of a kernel of backward."""
     if spec.table is not None:
         return table.shape_in_backward(kernel, query)
-    return tile_shape(kernel, query.dtype, spec.head_dim, large=is_large(query.device), described=described)
+    rows = plan_rows(spec.query_len)
+    return tile_shape(kernel, query.dtype, spec.head_dim, large=is_large(query.device), described=described, rows=rows)
 
 
 class _Saved(NamedTuple):

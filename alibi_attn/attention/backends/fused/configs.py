@@ -72,12 +72,15 @@ def may_fix(dtype: DType, head_dim: int) -> bool:
     return dtype.itemsize < 4 and head_dim <= 128
 
 
-def tile_shape(kernel: Kernel, dtype: DType, head_dim: int, *, large: bool, described: bool = False) -> Shape:
+def tile_shape(
+    kernel: Kernel, dtype: DType, head_dim: int, *, large: bool, described: bool = False, rows: int = PLAN_ROWS
+) -> Shape:
     """The tile of a kernel.
 
     Args:
         large: the result of `is_large` for the device.
         described: with descriptors, see `may_describe`; only for "query" and "key".
+        rows: queries that share one plan; a tile with more would read and write beyond what belongs to its head.
 
     Raises:
         ValueError: the table has a tile with which the kernel would skip keys or queries.
@@ -96,7 +99,7 @@ def tile_shape(kernel: Kernel, dtype: DType, head_dim: int, *, large: bool, desc
         raise ValueError(
             f"the tile table has {shape.queries} queries for the {kernel} kernel; pass a divisor of {most}"
         )
-    return shape
+    return shape._replace(queries=min(shape.queries, rows))
 
 
 def width_for(count: int, most: int = 256) -> int:
