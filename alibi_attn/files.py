@@ -47,7 +47,7 @@ def new_file(path: Path, *, replace: bool = False) -> Iterator[BinaryIO]:
         FileExistsError: `path` exists, perhaps since another process has just written it; or it is a device, a pipe or a folder.
     """
     if not replace:
-        _check_new(path)
+        check_new(path)
     elif path.exists() and not path.is_file():
         raise FileExistsError(f"{path} is not a regular file, and is never replaced; pass another path")
     remove_leftovers(path.parent, path.name)
@@ -77,7 +77,7 @@ def new_folder(path: Path) -> Iterator[Path]:
     Raises:
         FileExistsError: `path` exists, perhaps since another process has just written it.
     """
-    _check_new(path)
+    check_new(path)
     remove_leftovers(path.parent, path.name)
     path.parent.mkdir(parents=True, exist_ok=True)
     temporary, lock_number = _temporary_folder(path)
@@ -91,6 +91,12 @@ def new_folder(path: Path) -> Iterator[Path]:
         shutil.rmtree(temporary, ignore_errors=True)
         if lock_number is not None:
             os.close(lock_number)
+
+
+def check_new(path: Path) -> None:
+    """Raises FileExistsError if the path exists."""
+    if os.path.lexists(path):
+        raise _exists(path)
 
 
 def remove_leftovers(folder: Path, name: str | None = None) -> None:
@@ -214,11 +220,6 @@ def _publish_folder(temporary: Path, path: Path) -> None:
         if error.errno in _TAKEN:
             raise _exists(path) from None
         raise
-
-
-def _check_new(path: Path) -> None:
-    if os.path.lexists(path):
-        raise _exists(path)
 
 
 def _exists(path: Path) -> FileExistsError:

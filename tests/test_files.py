@@ -48,7 +48,7 @@ def test_what_exists_is_not_overwritten(write, tmp_path):
 
 @pytest.mark.parametrize("write", WRITERS)
 def test_what_another_writer_published_meanwhile_wins(write, tmp_path, monkeypatch):
-    monkeypatch.setattr(files, "_check_new", lambda _: write_first())
+    monkeypatch.setattr(files, "check_new", lambda _: write_first())
 
     def write_first() -> None:
         monkeypatch.undo()

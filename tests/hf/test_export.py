@@ -173,7 +173,7 @@ def test_errors_for_wrong_use_say_what_is_allowed(tmp_path, build):
         export_mpt(state, DecoderConfig(num_heads=5, trained_length=64), tmp_path / "mpt")
     (tmp_path / "there").mkdir()
     with pytest.raises(FileExistsError, match="never overwritten"):
-        export_mpt(state, ABOUT, tmp_path / "there")
+        export_mpt({}, ABOUT, tmp_path / "there")  # before the state dict is read
     with pytest.raises(ValueError, match=r"cannot be exported as BLOOM: .* missing blocks\.0\.attention\.k_proj\.bias"):
         export_bloom(state, ABOUT, tmp_path / "bloom")
     about = DecoderConfig(num_heads=4, trained_length=64, embedding_scale=2.0)

@@ -19,7 +19,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 from transformers import PreTrainedConfig, PreTrainedModel
 
-from alibi_attn.files import new_folder
+from alibi_attn.files import check_new, new_folder
 from alibi_attn.hf.readers import checkpoint_files
 from alibi_attn.hf.readers.families.family import Checkpoint, Family, Options, Source
 
@@ -157,6 +157,7 @@ def write(model: PreTrainedModel, folder: Path, family: Family) -> None:
     """
     assert family.written is not None
     about = family.written(model)
+    check_new(folder)
     tied = (model._tied_weights_keys or {}) if model.config.tie_word_embeddings else {}
     tensors: dict[str, Tensor] = {}
     for name, tensor in model.state_dict().items():

@@ -32,7 +32,7 @@ from torch import Tensor
 from transformers import BloomConfig, BloomForCausalLM, MptConfig, MptForCausalLM, PreTrainedModel
 from transformers.models.mpt.configuration_mpt import MptAttentionConfig
 
-from alibi_attn.files import new_folder
+from alibi_attn.files import check_new, new_folder
 from alibi_attn.hf.readers import folder_check
 from alibi_attn.hf.readers.checkpoint_files import read_config
 from alibi_attn.hf.readers.families import bloom, mpt
@@ -141,7 +141,7 @@ def export_mpt(state: State, config: DecoderConfig, folder: str | Path, *, token
         ValueError: the state dict does not fit this family; the message names the entry.
         FileExistsError: the folder exists.
     """
-    num_layers, width = _checked(state, config, MPT)
+    num_layers, width = _checked(state, config, Path(folder), MPT)
     model = MptForCausalLM(
         MptConfig(
             d_model=width,
@@ -193,7 +193,7 @@ def export_bloom(
     Arguments and errors are those of `export_mpt`. BLOOM has no `embedding_scale` (a norm follows the embeddings instead), and
     its `bias_max` is 8.
     """
-    num_layers, width = _checked(state, config, BLOOM)
+    num_layers, width = _checked(state, config, Path(folder), BLOOM)
     if config.embedding_scale != 1.0 or config.bias_max != 8:
         raise ValueError(
             f"embedding_scale is {config.embedding_scale} and bias_max {config.bias_max} but a BLOOM has 1.0 and 8: "
@@ -278,12 +278,14 @@ def _imported(model: PreTrainedModel, layout: _Layout) -> dict[str, Tensor]:
     return {name: tensor.detach().clone() for name, tensor in weights.items()}
 
 
-def _checked(state: State, config: DecoderConfig, layout: _Layout) -> tuple[int, int]:
-    """(layers, E) of a decoder that this family can represent.
+def _checked(state: State, config: DecoderConfig, folder: Path, layout: _Layout) -> tuple[int, int]:
+    """(layers, E) of a decoder that this family can represent, in a new folder.
 
     Raises:
         ValueError: it cannot; the message names the entry.
+        FileExistsError: the folder exists.
     """
+    check_new(folder)
     numbers = {int(match[1]) for name in state if (match := _BLOCK.fullmatch(name))}
     blocks = {f"blocks.{n}.{part}.{kind}" for n in range(len(numbers)) for part in PARTS for kind in layout.kinds}
     wanted = blocks | layout.outside_names().keys()
