@@ -1,6 +1,7 @@
-"""Every figure, table and link of the documents matches the records."""
+"""Every figure, table and link of the documents matches the records, and all of these are listed."""
 
 import fnmatch
+import functools
 import importlib.util
 import re
 from pathlib import Path
@@ -15,6 +16,7 @@ ROOT = Path(__file__).parent.parent
 LETTERS = re.compile(r"<text.*?>(.*?)</text>", re.DOTALL)
 
 
+@functools.cache
 def places() -> list[str]:
     """All records of results/, as FILE#KEY."""
     files = sorted((ROOT / "results").glob("*.jsonl"))
@@ -37,6 +39,14 @@ def test_every_link_to_a_record_finds_it():
             assert f"{file}#{name}" in found, f"{path.name} cites {name}, which is not in {file}"
         for place in re.findall(r"`results/([\w-]+\.jsonl#[\w*-]+)`", text):
             assert fnmatch.filter(found, place), f"{path.name} cites {place}"
+
+
+def test_the_readme_of_the_records_lists_all_of_them_and_no_others():
+    _, table = (ROOT / "results" / "README.md").read_text(encoding="utf-8").split("## Which are here")
+    named = re.findall(r"`([\w-]+\.jsonl[\w#*-]*)`", table)
+    listed = {name: fnmatch.filter(places(), name if "#" in name else f"{name}#*") for name in named}
+    assert [name for name, found in listed.items() if not found] == []
+    assert set(places()) - {place for found in listed.values() for place in found} == set()
 
 
 def test_tables_of_the_documents_match_the_records(from_records):
