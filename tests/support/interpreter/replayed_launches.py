@@ -3,8 +3,11 @@
     python tests/support/interpreter/replayed_launches.py
 
 The first call of a kind launches kernel by kernel, the second is recorded, and later ones replay it with their own addresses.
+A CUDA graph replays the launches that were captured as well. So a step must launch the same kernels with the same numbers
+whatever its tensors hold, and the host must not read a tensor.
 """
 
+import contextlib
 import functools
 import json
 from collections.abc import Callable, Iterator
@@ -15,17 +18,20 @@ from torch import Tensor
 
 from alibi_attn import alibi_attention, forgetting_attention, toeplitz_attention
 from alibi_attn.attention.backends.fused import backend as fused
-from alibi_attn.attention.backends.fused import recording
+from alibi_attn.attention.backends.fused import recording, split_keys
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.run.decoding import attend_groups
 from alibi_attn.inspect import decode_with_norms
-from alibi_attn.nn import KVCache
+from alibi_attn.nn import ALiBiAttention, KVCache
 from alibi_lab.measure import host
 from alibi_lab.measure.absent_device import Launch, absent_device
 from alibi_lab.measure.decoding import layer_of
 
 ADDRESSES = 2**32  # larger numbers are addresses
 Call = Callable[..., Tensor]
+STEP = ["append_kernel", "decode_kernel", "merge_kernel"]
+LONG_STEP = ["append_kernel", "norms_kernel", "reach_kernel", *STEP[1:]]
+READS = ("item", "tolist", "cpu", "numpy", "__bool__", "__int__", "__float__", "__index__")
 
 
 def kinds() -> dict[str, tuple[Call, list[tuple[int, ...]]]]:
@@ -36,7 +42,7 @@ def kinds() -> dict[str, tuple[Call, list[tuple[int, ...]]]]:
         "plain": (alibi_attention, rows),
         "one tensor": (lambda x: alibi_attention(x, x, x), rows[:1]),
         "lse": (lambda *x: torch.cat([y.float().flatten() for y in alibi_attention(*x, return_lse=True)]), rows),
-        "groups, masked": (functools.partial(alibi_attention, causal=False, key_mask=shown), grouped),
+        "groups, masked": (lambda *x: alibi_attention(*x, causal=False, key_mask=x[1][:, 0, :, 0] < 1.0), grouped),
         "segments, dropout": (
             functools.partial(alibi_attention, segment_ids=segments, dropout_p=0.5, window=70),
             grouped,
@@ -79,10 +85,22 @@ def launched(step: Callable[[], object], inputs: list[Tensor], launches: list[La
     return [(x.kernel, x.grid, label(x.arguments)) for x in launches]
 
 
+@contextlib.contextmanager
+def nothing_read() -> Iterator[None]:
+    def refuse(*_: object) -> None:
+        raise AssertionError("the host reads a tensor")
+
+    with contextlib.ExitStack() as stack:
+        for name in READS:
+            stack.enter_context(mock.patch.object(Tensor, name, refuse))
+        yield
+
+
 def steps(call: Call, shapes: list[tuple[int, ...]]) -> Iterator[tuple[Callable[[], object], list[Tensor]]]:
-    """Four times a forward and backward pass of other tensors; the second, which is recorded, reads its keys as values."""
+    """Four times a forward and backward pass of other tensors, each of larger numbers; the second, which is recorded, reads its
+    keys as values."""
     for number in range(4):
-        inputs = [torch.randn(shape).to(torch.bfloat16).requires_grad_() for shape in shapes]
+        inputs = [((number + 1) * torch.randn(shape)).to(torch.bfloat16).requires_grad_() for shape in shapes]
         if number == 1 and len(inputs) >= 3:
             inputs[2] = inputs[1]
 
@@ -168,6 +186,41 @@ def replayed_steps() -> dict[str, list[bool]]:
     return found
 
 
+def at_positions() -> tuple[dict[str, Callable[[], object]], Tensor, KVCache]:
+    """Steps at a position that a tensor holds, that tensor, and the cache of a step."""
+    query, key, value = torch.randn(3, 2, 4, 256, 16).to(torch.bfloat16)
+    position = torch.tensor(3)
+    layer = ALiBiAttention(64, 4, qk_norm=True, slopes=[4.0, 3.0, 2.0, 1.0]).to(torch.bfloat16).eval()
+    token = torch.randn(2, 1, 64).to(torch.bfloat16)
+    caches = {"capacity": KVCache(capacity=2048), "reach, capacity": layer.reach_cache(capacity=500)}
+    kinds = {"position": functools.partial(alibi_attention, query[:, :, :1], key, value, query_offset=position)}
+    kinds |= {name: functools.partial(layer, token, cache=cache) for name, cache in caches.items()}
+    return kinds, position, caches["capacity"]
+
+
+def captured(
+    kinds: dict[str, Callable[[], object]], position: Tensor, cache: KVCache, launches: list[Launch]
+) -> dict[str, list[bool]]:
+    """For each kind of step, whether another position leaves its launches as they are."""
+    found = {}
+    for name, step in kinds.items():
+        launched(step, [], launches)
+        with nothing_read():
+            before = launched(step, [], launches)
+        if name == "capacity":
+            assert [x.kernel for x in launches] == STEP
+            cache.fixed.length.fill_(1000)
+            # As for more keys.
+            with mock.patch.object(split_keys, "WHOLE_BYTES", 0), mock.patch.dict(recording._KNOWN, clear=True):
+                launched(step, [], launches)
+            assert [x.kernel for x in launches] == LONG_STEP
+            assert launches[1].grid == (8 * 4, 1, 1)  # the tiles near the query instead of all 32
+        position.fill_(200)
+        with nothing_read():
+            found[name] = [bool(before), launched(step, [], launches) == before]
+    return found
+
+
 def differing(launches: list[Launch]) -> dict[str, bool]:
     """For each option, whether a call with another value launches something else than the calls before it."""
     query, key, value = inputs = [torch.randn(1, 2, 200, 16).to(torch.bfloat16) for _ in range(3)]
@@ -187,7 +240,7 @@ def differing(launches: list[Launch]) -> dict[str, bool]:
 
 def main() -> dict[str, list[bool]]:
     """For each kind of call: whether it was replayed in the end, and whether it then launched the same as at first."""
-    found = {}
+    found, positioned = {}, at_positions()
     with absent_device() as launches:
         every = {name: steps(call, shapes) for name, (call, shapes) in kinds().items()}
         for name, calls in {**every, "decoding": decoding()}.items():
@@ -198,9 +251,13 @@ def main() -> dict[str, list[bool]]:
                 replay(*arguments)
 
             with mock.patch.object(recording.Recording, "replay", counted):
-                first, *_, last = (launched(step, inputs, launches) for step, inputs in calls)
+                (step, inputs), *others = calls
+                first = launched(step, inputs, launches)
+                with nothing_read():
+                    *_, last = (launched(step, inputs, launches) for step, inputs in others)
             found[name] = [bool(replays), first == last]
         with torch.no_grad():
+            found |= captured(*positioned, launches)
             found["growing, norms"] = list(growing(decode_with_norms, launches))
             found["growing"] = list(growing(lambda *x: alibi_attention(*x[:4], window=300), launches))
             found["growing, queries"] = list(growing(lambda *x: alibi_attention(*x[:4]), launches, queries=3))
