@@ -12,11 +12,11 @@ import torch
 from torch import Tensor, nn
 
 from alibi_attn.attention.call.bias import Slopes
-from alibi_attn.attention.call.checks import check_layer, check_sinks, default_tolerance
+from alibi_attn.attention.call.checks import default_tolerance
 from alibi_attn.attention.call.hints import by_position, hides_unknown, unknown_argument
 from alibi_attn.attention.call.options import Window
 from alibi_attn.attention.call.part_options import free_values
-from alibi_attn.attention.call.query_positions import check_registers, windows_of_heads
+from alibi_attn.attention.call.query_positions import check_layer
 from alibi_attn.attention.kept import Kept, attend
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.cache.appending import pieces
@@ -87,15 +87,10 @@ class ALiBiAttention(nn.Module):
     ) -> None:  # fmt: skip
         super().__init__()
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        one_window, windows = windows_of_heads(window, num_heads, free_values)
-        check_layer(
-            embed_dim, num_heads, num_kv_heads, window=one_window, dropout_p=dropout_p, causal=causal, forget_gate=forget_gate
+        self.window = check_layer(
+            embed_dim, num_heads, num_kv_heads, window=window, sinks=sinks, registers=registers, dropout_p=dropout_p,
+            causal=causal, forget_gate=forget_gate, values=free_values,
         )  # fmt: skip
-        check_sinks(sinks)
-        if registers != 0:
-            check_registers(registers, causal=causal)
-        if forget_gate and (sinks or windows is not None):
-            raise ValueError("forget_gate supports one window for all heads and no sinks; omit one of them")
         if kv_dim is not None:
             if operator.index(kv_dim) < 1 or window is not None or forget_gate or registers:
                 raise ValueError(
@@ -106,8 +101,7 @@ class ALiBiAttention(nn.Module):
         self.kv_dim = kv_dim
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim, kv_width = embed_dim // num_heads, num_kv_heads * (embed_dim // num_heads)
-        self.causal, self.window, self.sinks, self.dropout_p = causal, windows or one_window, sinks, dropout_p
-        self.registers = registers
+        self.causal, self.sinks, self.registers, self.dropout_p = causal, sinks, registers, dropout_p
         self.slopes = HeadSlopes(num_heads, slopes, learned=learn_slopes)
         self.q_proj = nn.Linear(embed_dim, embed_dim, bias=bias)
         self.k_proj = nn.Linear(embed_dim if kv_dim is None else kv_dim, kv_width, bias=bias)

@@ -4,7 +4,6 @@
 are in `validation.py` and `jax/call/validation.py`. Shapes are those of `spec.py`.
 """
 
-import operator
 import sys
 from collections.abc import Mapping, Sequence
 from typing import Any, NamedTuple, Protocol
@@ -185,32 +184,6 @@ def check_slopes(name: str, shape: Sequence[int], *, batch: int, num_heads: int,
         raise ValueError(
             f"{name} has shape {list(shape)} but must be [H] = [{num_heads}] or [B, H] = [{batch}, {num_heads}]"
         )
-
-
-def check_layer(
-    embed_dim: int,
-    num_heads: int,
-    num_kv_heads: int,
-    *,
-    window: int | None,
-    dropout_p: float,
-    causal: bool,
-    forget_gate: bool,
-) -> None:
-    """The arguments of an attention layer fit together."""
-    for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
-        if operator.index(size) < 1:
-            raise ValueError(f"{name} is {size} but must be at least 1")
-    if embed_dim % num_heads:
-        raise ValueError(f"embed_dim is {embed_dim} but must be a multiple of num_heads, {num_heads}")
-    if num_heads % num_kv_heads:
-        raise ValueError(f"num_kv_heads is {num_kv_heads} but must divide num_heads, {num_heads}")
-    if window is not None and operator.index(window) < 1:
-        raise ValueError(f"window is {window} but counts the query itself: at least 1, or None for no limit")
-    if not 0.0 <= dropout_p < 1.0:
-        raise ValueError(f"dropout_p is {dropout_p} but must be in [0, 1)")
-    if forget_gate and not causal:
-        raise ValueError("forget_gate needs causal=True: gates multiply from a key to the queries after it")
 
 
 def check_key_mask(key_mask: ArrayLike, *, batch: int, key_len: int) -> None:

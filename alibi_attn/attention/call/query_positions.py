@@ -44,6 +44,33 @@ def windows_of_heads(
     return (numbers[0], None) if len(set(numbers)) == 1 else (None, tuple(numbers))
 
 
+def check_layer(
+    embed_dim: int, num_heads: int, num_kv_heads: int, *, window: Any, sinks: int, registers: int, dropout_p: float,
+    causal: bool, forget_gate: bool, values: Callable[[Any], NDArray[Any] | None],
+) -> int | tuple[int, ...] | None:  # fmt: skip
+    """The arguments of an attention layer fit together. Returns the window, or one per head; `values` as above."""
+    one_window, windows = windows_of_heads(window, num_heads, values)
+    for name, size in (("embed_dim", embed_dim), ("num_heads", num_heads), ("num_kv_heads", num_kv_heads)):
+        if operator.index(size) < 1:
+            raise ValueError(f"{name} is {size} but must be at least 1")
+    if embed_dim % num_heads:
+        raise ValueError(f"embed_dim is {embed_dim} but must be a multiple of num_heads, {num_heads}")
+    if num_heads % num_kv_heads:
+        raise ValueError(f"num_kv_heads is {num_kv_heads} but must divide num_heads, {num_heads}")
+    if one_window is not None and operator.index(one_window) < 1:
+        raise ValueError(f"window is {one_window} but counts the query itself: at least 1, or None for no limit")
+    if not 0.0 <= dropout_p < 1.0:
+        raise ValueError(f"dropout_p is {dropout_p} but must be in [0, 1)")
+    if forget_gate and not causal:
+        raise ValueError("forget_gate needs causal=True: gates multiply from a key to the queries after it")
+    check_sinks(sinks)
+    if registers != 0:
+        check_registers(registers, causal=causal)
+    if forget_gate and (sinks or windows is not None):
+        raise ValueError("forget_gate supports one window for all heads and no sinks; omit one of them")
+    return windows or one_window
+
+
 def part_fields(
     given: Mapping[str, Any], sizes: Checked, values: Callable[[Any], NDArray[Any] | None]
 ) -> dict[str, Any]:

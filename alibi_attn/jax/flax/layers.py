@@ -17,10 +17,9 @@ except ModuleNotFoundError as error:
         raise
     raise ImportError('alibi_attn.jax.flax needs Flax; install it with: pip install ".[jax]" in a clone') from error
 
-from alibi_attn.attention.call.checks import check_layer, check_sinks
 from alibi_attn.attention.call.hints import by_position, hides_unknown
 from alibi_attn.attention.call.options import AttentionOptions
-from alibi_attn.attention.call.query_positions import check_registers, windows_of_heads
+from alibi_attn.attention.call.query_positions import check_layer
 from alibi_attn.jax.attention import alibi_attention
 from alibi_attn.jax.call.plan import Array
 from alibi_attn.jax.call.validation import Slopes, checked_dropout_key, make_spec, readable_values
@@ -150,24 +149,13 @@ class ALiBiAttention(nnx.Module):
         rngs: nnx.Rngs,
     ) -> None:
         num_kv_heads = num_heads if num_kv_heads is None else num_kv_heads
-        one_window, windows = windows_of_heads(window, num_heads, readable_values)
-        check_sinks(sinks)
-        if registers != 0:
-            check_registers(registers, causal=causal)
-        if forget_gate and (sinks or windows is not None):
-            raise ValueError("forget_gate supports one window for all heads and no sinks; omit one of them")
-        check_layer(
-            embed_dim,
-            num_heads,
-            num_kv_heads,
-            window=one_window,
-            dropout_p=dropout_p,
-            causal=causal,
-            forget_gate=forget_gate,
-        )
+        self.window = check_layer(
+            embed_dim, num_heads, num_kv_heads, window=window, sinks=sinks, registers=registers, dropout_p=dropout_p,
+            causal=causal, forget_gate=forget_gate, values=readable_values,
+        )  # fmt: skip
         self.embed_dim, self.num_heads, self.num_kv_heads = embed_dim, num_heads, num_kv_heads
         self.head_dim = embed_dim // num_heads
-        self.causal, self.window, self.sinks, self.registers = causal, windows or one_window, sinks, registers
+        self.causal, self.sinks, self.registers = causal, sinks, registers
         self.dropout_p, self.deterministic = dropout_p, False
         values = _checked_slopes(slopes, num_heads)
         self.slopes = nnx.Param(jnp.asarray(values, jnp.float32)) if learn_slopes else values
