@@ -13,18 +13,13 @@ from alibi_attn.attention.call.bias import Slopes, widest
 from alibi_attn.attention.call.checks import GATES_RULE, check_log_fgate
 from alibi_attn.attention.call.hints import check_known, shows
 from alibi_attn.attention.call.options import ForgettingOptions
-from alibi_attn.attention.call.reads import DROPOUT, Reads
+from alibi_attn.attention.call.reads import FORGETTING
 from alibi_attn.attention.call.spec import GATE_FLOOR, GATE_STEP, AttentionSpec
 from alibi_attn.attention.call.transforms import are_ordinary, autocast, may_read, transforms
 from alibi_attn.attention.call.validation import check_tensor, make_spec
 from alibi_attn.attention.run import dispatch
 from alibi_attn.attention.run.execution import attend
 
-# The gates become biases of keys and of queries, and a first key for each query.
-_READS = Reads(
-    "forgetting_attention",
-    DROPOUT | {"window", "key_mask", "query_segments", "key_segments", "key_bias", "sink_logits", "return_lse"},
-)
 _OPTIONS = ForgettingOptions.__optional_keys__
 
 
@@ -127,7 +122,7 @@ def forgetting_attention(
     h = query.shape[1] if isinstance(query, Tensor) and query.ndim == 4 else 0
     slopes = [0.0] * h if slopes is None else slopes
     spec = make_spec(query, key, value, slopes, return_lse=return_lse, **options)
-    _READS.check(spec)
+    FORGETTING.check(spec)
     first = check_gates(spec, log_fgate, query, options.get("query_offset"))
     name = dispatch.choose(backend, spec, query, key, value).name
     if name == fused.name and are_ordinary(log_fgate, query, key, value) and not transforms():

@@ -16,17 +16,12 @@ from jax import lax
 from alibi_attn.attention.call.checks import GATES_RULE, check_log_fgate
 from alibi_attn.attention.call.hints import unknown_argument
 from alibi_attn.attention.call.options import GatedOptions
-from alibi_attn.attention.call.reads import DROPOUT, Reads
+from alibi_attn.attention.call.reads import FORGETTING
 from alibi_attn.attention.call.spec import GATE_FLOOR, GATE_STEP, AttentionSpec
 from alibi_attn.jax.attention import Backend, attend
 from alibi_attn.jax.call.merging import lse_dtype
 from alibi_attn.jax.call.plan import Array, KeyBias, Pair, sum_of_two
 from alibi_attn.jax.call.validation import Slopes, check_array, checked_dropout_key, make_spec, readable_values
-
-READS = Reads(
-    "forgetting_attention",
-    DROPOUT | {"window", "key_mask", "query_segments", "key_segments", "key_bias", "sink_logits", "return_lse"},
-)
 
 
 def forgetting_attention(
@@ -78,7 +73,7 @@ def forgetting_attention(
     heads = query.shape[2] if getattr(query, "ndim", 0) == 4 else 0
     slopes = [0.0] * heads if slopes is None else slopes
     spec = make_spec(query, key, value, slopes, query_offset=query_offset, return_lse=return_lse, **options)
-    READS.check(spec)
+    FORGETTING.check(spec)
     check_array("log_fgate", log_fgate)
     first = check_log_fgate(log_fgate, spec, query_offset)
     values = readable_values(log_fgate)

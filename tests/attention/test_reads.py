@@ -241,7 +241,7 @@ def _assert_computed_by_rows(field: str) -> None:
 
 # By function: where its READS are, and a check that it computes a field.
 FUNCTIONS: dict[str, tuple[Any, str, Callable[[str], None]]] = {
-    "forgetting_attention": (forgetting, "_READS", lambda field: _assert_computed(field, "forgetting_attention")),
+    "forgetting_attention": (forgetting, "FORGETTING", lambda field: _assert_computed(field, "forgetting_attention")),
     "toeplitz_attention": (toeplitz, "_READS", lambda field: _assert_computed(field, "toeplitz_attention")),
     "alibi_attention_varlen": (varlen, "_READS", _assert_varlen_equals_a_batch),
     "attention_rows": (rows_module, "_READS", _assert_same_rows),

@@ -53,6 +53,13 @@ class Reads(NamedTuple):
             raise ValueError(f"{self.name} does not support {arguments_of(unread)}; use {self.instead}, or omit it")
 
 
+# The gates become biases of keys and of queries, and a first key for each query.
+FORGETTING = Reads(
+    "forgetting_attention",
+    DROPOUT | {"window", "key_mask", "query_segments", "key_segments", "key_bias", "sink_logits", "return_lse"},
+)
+
+
 def arguments_of(fields: Iterable[str]) -> str:
     """The fields as users call them: "window per head, sinks"."""
     names = {**dict.fromkeys(name for name, _ in AttentionSpec.PLAIN), **dict.fromkeys(sorted(fields))}
