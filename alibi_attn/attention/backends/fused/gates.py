@@ -21,7 +21,7 @@ def gate_biases(
         key_bias: [B, H, S], the keys' own biases.
         first: the position of query 0.
     """
-    biases: tuple[Tensor, Tensor, Tensor] = _apply(log_fgate, key_bias, num_heads, first, query_len)
+    biases: tuple[Tensor, Tensor, Tensor] = _GateBiases.apply(log_fgate, key_bias, num_heads, first, query_len)  # type: ignore[no-untyped-call]
     return biases
 
 
@@ -68,6 +68,3 @@ class _GateBiases(torch.autograd.Function):
             arguments = *map(pointer, (dkey, dquery, dgates)), *map(number, numbers)
             launch(device, suffix_kernel, (b * rows, 1, 1), of_kernel, rows_of(log_fgate), *arguments)
         return dgates, of_own, None, None, None
-
-
-_apply: Any = _GateBiases.apply

@@ -56,10 +56,13 @@ def replayed(
         body(*tensors)
         return
     given = len(tensors) - made
-    signatures = [None if x is None else _signature(x) for x in tensors[:given]]
+    signatures: list[Any] = [
+        None if x is None else (x.dtype, x.shape, x.stride(), x.data_ptr() & 15 == 0) for x in tensors[:given]
+    ]
+    for at in growing:  # without the length
+        dtype, shape, *rest = signatures[at]
+        signatures[at] = (dtype, shape[:2], shape[3:], *rest)
     key = (kind, device.index, *signatures, *[x is None for x in tensors[given:]])
-    if growing:
-        key = (*key[:2], *[_without_length(x) if at in growing else x for at, x in enumerate(key[2:])])
     with on(device):
         known = _KNOWN.get(key)
         if isinstance(known, Recording):
@@ -113,15 +116,6 @@ def _may_grow(spec: Spec, given: Sequence[Tensor | None]) -> bool:
     return (
         last and spec.query_len <= DECODE_QUERIES and all(x is None or y for x, y in zip(given, _OF_HEADS, strict=True))
     )
-
-
-def _without_length(signature: Any) -> Hashable:
-    dtype, shape, *rest = signature
-    return dtype, shape[:2], shape[3:], *rest
-
-
-def _signature(x: Tensor) -> tuple[object, ...]:
-    return x.dtype, x.shape, x.stride(), x.data_ptr() & 15 == 0
 
 
 _SEEN = object()
