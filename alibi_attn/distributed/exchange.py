@@ -159,8 +159,8 @@ class Transport:
         *own, flat = _Begin.apply(self, *tensors)  # type: ignore[no-untyped-call]
         return Flight(self, own, flat)
 
-    def sent(self, tensors: Sequence[Tensor]) -> Tensor:
-        """The rows for all ranks, flattened, by rank, piece and tensor."""
+    def send(self, tensors: Sequence[Tensor]) -> Tensor:
+        """Starts to send the rows for all ranks, by rank, piece and tensor; returns the buffer for those of other ranks."""
         parts = [
             _rows_of(tensor, self.halo, head, low, high).reshape(-1)
             for pieces in self.outgoing
@@ -170,7 +170,9 @@ class Transport:
         if self.counts_rows and self.traffic is not None:
             self.traffic.rows_sent += _count_rows(self.outgoing)
             self.traffic.rows_received += _count_rows(self.incoming)
-        return torch.cat(parts) if parts else tensors[0].new_empty(0)
+        flat = torch.cat(parts) if parts else tensors[0].new_empty(0)
+        received, self._pending = self._exchanged(flat, self.outgoing, self.incoming, self._what)
+        return received
 
     def unpacked(self, flat: Tensor, tensors: Sequence[Tensor]) -> list[Pieces]:
         """The pieces received for each of the tensors; a piece is [B, heads of a group, rows, …]."""
@@ -205,11 +207,6 @@ class Transport:
                     rows += received[at : at + rows.numel()].view(rows.shape)
                     at += rows.numel()
         return [total.to(x.dtype) for total, x in zip(sums, gradients, strict=True)]
-
-    def send(self, flat: Tensor) -> Tensor:
-        """Starts to send rows; returns the buffer for those of other ranks."""
-        received, self._pending = self._exchanged(flat, self.outgoing, self.incoming, self._what)
-        return received
 
     def send_back(self, gradient: Tensor) -> None:
         """Starts to send the gradient of the received rows to their owners, unless that has been done."""
@@ -271,7 +268,7 @@ class _Begin(torch.autograd.Function):
     @staticmethod
     def forward(ctx: Any, transport: Transport, *tensors: Tensor) -> tuple[Tensor, ...]:
         ctx.transport = transport
-        flat = transport.send(transport.sent([tensor.detach() for tensor in tensors]))
+        flat = transport.send([tensor.detach() for tensor in tensors])
         return *(tensor.view_as(tensor) for tensor in tensors), flat
 
     @staticmethod

@@ -3,7 +3,7 @@
 import dataclasses
 import functools
 from collections.abc import Sequence
-from typing import Any, Self
+from typing import Any, Self, cast
 
 from torch import Tensor, nn
 from torch import distributed as dist
@@ -128,15 +128,14 @@ def _attend(
         raise ValueError("context parallelism has no cache; pass whole shards and use_cache=False")
     if whole.log_fgate is not None:
         options = {name: x for name, x in options.items() if name not in ("causal", "sinks", "registers")}
-        mixed = context_parallel_forgetting_attention(query, key, value, whole.log_fgate, slopes, **options, **given)
-        assert isinstance(mixed, Tensor)
-        return mixed
+        gates = whole.log_fgate
+        return cast(
+            "Tensor", context_parallel_forgetting_attention(query, key, value, gates, slopes, **options, **given)
+        )
     if SETTINGS_ATTRIBUTE in vars(layer) and not options.keys().isdisjoint(("segment_ids", "key_bias")):
         raise ValueError(
             "context parallelism supports one text per row and no holes in the mask of this model; call undo() on its handle"
         )
     if isinstance(layer, ALiBiAttention) and layer.q_norm is not None and "key_mask" not in options:
         options["score_bound"] = layer.score_bound()
-    mixed = context_parallel_attention(query, key, value, slopes, **options, **given)
-    assert isinstance(mixed, Tensor)
-    return mixed
+    return cast("Tensor", context_parallel_attention(query, key, value, slopes, **options, **given))
