@@ -17,7 +17,7 @@ from torch import Tensor, nn
 from transformers import GenerationMixin, PreTrainedModel
 from transformers.modeling_outputs import BaseModelOutputWithPastAndCrossAttentions
 
-from alibi_attn.attention.run.dispatch import BACKENDS
+from alibi_attn.attention.run.dispatch import check_name
 from alibi_attn.hf.attention import cached_pass, heads, masks
 from alibi_attn.hf.attention.patched_attention import Numerics
 from alibi_attn.hf.caches.cache import ALiBiCache
@@ -149,8 +149,7 @@ def patched_as(
             f"model is a {type(model).__name__} but must be a loaded model, an nn.Module: "
             "what AutoModelForCausalLM.from_pretrained(...) returns"
         )
-    if backend != "auto" and backend not in BACKENDS:
-        raise ValueError(f"backend is {backend!r} but must be 'auto' or one of {', '.join(map(repr, BACKENDS))}")
+    check_name(backend)
     if numerics not in ("exact", "checkpoint"):
         raise ValueError(f'numerics is {numerics!r} but must be "exact" or "checkpoint"')
     if linears not in (None, "int8", "float8"):

@@ -81,7 +81,15 @@ def check_sizes(folder: Path, config: PreTrainedConfig) -> Collection[str]:
         )
     with _one_sentence(folder), torch.device("meta"):
         model = AutoModelForCausalLM.from_config(config)  # type: ignore[no-untyped-call]
-    _check_shapes(folder, model, shapes)
+    prefix = f"{model.base_model_prefix}."  # missing from names that were saved without the head
+    wrong = {}
+    for name, wanted in model.state_dict().items():  # the weights that the model and the folder both have
+        stored = shapes.get(name, shapes.get(name.removeprefix(prefix), wanted.shape))
+        if stored != wanted.shape:
+            wrong[name] = f"{name} {list(stored)} instead of {list(wanted.shape)}"
+    if wrong:
+        which = checkpoint.listed(wrong.values(), 3)
+        raise ValueError(f"{folder} has {_count(wrong, 'mismatched')}: {which}; {checkpoint.ONE_SOURCE}")
     return shapes.keys()
 
 
@@ -99,19 +107,6 @@ def check_names(folder: Path, info: Mapping[str, Collection[str]], *, prefix: st
             raise ValueError(
                 f"{folder} has {_count(wrong, kind)}: {checkpoint.listed(wrong, 3)}; {checkpoint.ONE_SOURCE}"
             )
-
-
-def _check_shapes(folder: Path, model: PreTrainedModel, shapes: Mapping[str, torch.Size]) -> None:
-    """Compares the weights that the model and the folder both have."""
-    prefix = f"{model.base_model_prefix}."  # missing from names that were saved without the head
-    wrong = {}
-    for name, wanted in model.state_dict().items():
-        stored = shapes.get(name, shapes.get(name.removeprefix(prefix), wanted.shape))
-        if stored != wanted.shape:
-            wrong[name] = f"{name} {list(stored)} instead of {list(wanted.shape)}"
-    if wrong:
-        which = checkpoint.listed(wrong.values(), 3)
-        raise ValueError(f"{folder} has {_count(wrong, 'mismatched')}: {which}; {checkpoint.ONE_SOURCE}")
 
 
 def _count(names: Collection[Any], kind: str) -> str:
