@@ -3,9 +3,8 @@
 With --ray the workers of a cluster embed them into a folder of Parquet files (`hf/embedding/ray_embedding.py`).
 """
 
-import contextlib
 import sys
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated, Literal, cast
 
@@ -18,7 +17,6 @@ from alibi_attn.cli.text_files import Text, read_texts
 
 if TYPE_CHECKING:
     from alibi_attn.hf.embedding.job import Settings
-    from alibi_attn.hf.embedding.resumable_output import PartialVectors
 
 BATCH_TOKENS = 16384
 OVERLAP = 512  # of the windows that read a long text
@@ -147,11 +145,17 @@ def _embed(found: Sequence[Text], settings: "Settings", out: Path) -> None:
         partial = PartialVectors.open(out, identity, made.order, sentences.model.config.hidden_size)
         if partial.done:
             console.print(f"resuming: {count - partial.done:,} of {count:,} {unit} are left")
-        with progress() as bar, _kept_on_error(partial):
-            task = bar.add_task(unit, total=count, completed=partial.done)
-            for vectors in made.batches(partial.done):
-                partial.put(vectors)
-                bar.update(task, completed=partial.done)
+        with progress() as bar:
+            try:
+                task = bar.add_task(unit, total=count, completed=partial.done)
+                for vectors in made.batches(partial.done):
+                    partial.put(vectors)
+                    bar.update(task, completed=partial.done)
+            except BaseException as error:
+                partial.leave()
+                if isinstance(error, KeyboardInterrupt):
+                    interrupted("run the same command again to resume")
+                raise
         path = partial.finish(
             None if settings.chunks is None else lambda file, x: chunk_table.write(file, names, texts, made.spans, x)
         )
@@ -227,16 +231,3 @@ def _check_lengths(names: Sequence[str], lengths: Sequence[int], batch_tokens: i
                 f"{name} has {length:,} tokens but a batch holds {batch_tokens:,}; raise --batch-tokens if there is enough "
                 "memory, or cut texts with --max-length"
             )
-
-
-@contextlib.contextmanager
-def _kept_on_error(partial: "PartialVectors") -> Iterator[None]:
-    """Saves the finished vectors if the block is interrupted or fails."""
-    try:
-        yield
-    except KeyboardInterrupt:
-        partial.leave()
-        interrupted("run the same command again to resume")
-    except BaseException:
-        partial.leave()
-        raise
