@@ -6,7 +6,7 @@ Shapes are those of `call/spec.py`.
 
 import itertools
 from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -98,15 +98,8 @@ def _windows_of_one_call(query: Tensor, kept: Sequence[Kept], given: dict[str, A
 
 
 def _one(query: Tensor, kept: Kept, slopes: Tensor | None, given: dict[str, Any]) -> Tensor:
-    mixed: Tensor | tuple[Tensor, Tensor] | None = None
-    if kept.exists is None:
-        mixed = decoding.attend_if_near(
-            query, kept.key, kept.value, slopes, kept.norms, kept.first, kept.log_fgate, given
-        )
-    if mixed is None:
-        mixed = _all(query, kept, slopes, given)
-    assert isinstance(mixed, Tensor)
-    return mixed
+    mixed = None if kept.exists is not None else decoding.attend_if_near(query, kept, slopes, given)
+    return cast("Tensor", _all(query, kept, slopes, given)) if mixed is None else mixed
 
 
 def _all(query: Tensor, kept: Kept, slopes: Tensor | None, given: dict[str, Any]) -> Tensor | tuple[Tensor, Tensor]:

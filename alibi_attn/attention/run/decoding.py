@@ -7,8 +7,8 @@ not finite, each head of each row attends to a slice instead (`near_keys.py`).
 """
 
 import functools
-from collections.abc import Callable, Mapping
-from typing import Any
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Any, cast
 
 import torch
 from torch import Tensor
@@ -29,6 +29,9 @@ from alibi_attn.attention.run.execution import attend
 from alibi_attn.attention.run.merging import merged
 from alibi_attn.attention.run.near_keys import Runs, buckets, needed_keys, visible_runs
 
+if TYPE_CHECKING:
+    from alibi_attn.attention.kept import Kept
+
 Spec = AttentionSpec[Tensor]
 
 MAX_QUERIES = 16  # of the CPU kernel
@@ -39,24 +42,13 @@ LONG = 2**23
 READS = frozenset({"window", "scale", "key_mask"})
 
 
-def attend_if_near(
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    slopes: Tensor | None,
-    norms: Callable[[], Norms] | None,
-    first: int | Tensor,
-    log_fgate: Tensor | None,
-    options: Mapping[str, Any],
-) -> Tensor | None:
+def attend_if_near(query: Tensor, kept: "Kept", slopes: Tensor | None, options: Mapping[str, Any]) -> Tensor | None:
     """Causal attention [B, H, T, D] over the keys within reach; None unless few queries and many known keys make it faster.
 
     Args:
-        norms: returns the norms of the keys and values; None = unknown.
-        first: the index of query 0 among the keys, an int or a 0-d tensor, which is not read on the host.
-        log_fgate: as for `forgetting_attention`.
         options: of `alibi_attention`, without defaults.
     """
+    key, value, norms, first, log_fgate = kept.key, kept.value, kept.norms, kept.first, kept.log_fgate
     window, mask = options.get("window"), options.get("key_mask")
     if slopes is None or not options.keys() <= READS or isinstance(window, tuple | list):
         return None
@@ -270,8 +262,6 @@ def _attend(
         return attend(span, query, keys, values, "auto")
 
     if len(spans) == 1:
-        output = attended(*spans[0], return_lse=False)
-        assert isinstance(output, Tensor)
-        return output
+        return cast("Tensor", attended(*spans[0], return_lse=False))
     parts = ((output, lse) for output, lse in (attended(*span, return_lse=True) for span in spans))
     return functools.reduce(lambda one, other: merged(*one, *other), parts)[0].to(query.dtype)
