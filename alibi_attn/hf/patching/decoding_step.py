@@ -19,7 +19,6 @@ from alibi_attn.attention.backends.native.build import Rows
 from alibi_attn.attention.call.checks import default_tolerance
 from alibi_attn.attention.call.transforms import is_traced, may_read, transforms
 from alibi_attn.attention.call.validation import slopes_beside
-from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.run.near_keys import Runs, visible_runs
 from alibi_attn.hf.attention import patched_attention
 from alibi_attn.hf.caches.cache import ALiBiCache
@@ -88,7 +87,10 @@ class _Step:
         layers = (native.Layer * len(self.blocks))()
         for layer, block, known in zip(layers, self.blocks, norms, strict=True):
             self._fill(layer, block)
-            self._fill_norms(layer, known)
+            keys, values = known.keys, known.values
+            if keys.shape[2] and keys.stride() == values.stride() and keys.stride(2) == 1:  # else all keys are read
+                layer.N, layer.norms_of_sequence, layer.norms_of_head = keys.shape[2], keys.stride(0), keys.stride(1)
+                layer.key_norms, layer.value_norms = keys.data_ptr(), values.data_ptr()
         settings = self.settings
         heads = len(settings.slopes)
         slopes = slopes_beside(settings.slopes, torch.float32, self.x).expand(self.batch, heads).contiguous()
@@ -180,12 +182,6 @@ class _Step:
     def _has_residual_after_norm(self, block: nn.Module | None) -> bool:
         option = self.names.residual_after_norm
         return bool(option) and bool(getattr(block, option))
-
-    def _fill_norms(self, layer: native.Layer, known: Norms) -> None:
-        keys, values = known.keys, known.values
-        if keys.shape[2] and keys.stride() == values.stride() and keys.stride(2) == 1:  # else all keys are read
-            layer.N, layer.norms_of_sequence, layer.norms_of_head = keys.shape[2], keys.stride(0), keys.stride(1)
-            layer.key_norms, layer.value_norms = keys.data_ptr(), values.data_ptr()
 
     def _norm(self, norm: nn.Module | None) -> native.Norm:
         _require(_is_unchanged(norm, nn.LayerNorm))

@@ -176,7 +176,7 @@ def patched_as(
     of_bodies = []
     for prefix, body, family in bodies:
         name = f"{prefix or 'the model'} ({type(body).__name__})"
-        reason = family.why_not(body.config)
+        reason = None if family.why_not is None else family.why_not(body.config)
         if linears and family.around is not None and body.dtype == torch.float16:
             reason = (
                 f'in float16 {family.name} keeps some layers in float32, but linears="{linears}" does not; use bfloat16'

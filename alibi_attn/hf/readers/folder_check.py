@@ -17,10 +17,10 @@ from huggingface_hub.errors import StrictDataclassError
 from transformers import AutoConfig, AutoModelForCausalLM, PreTrainedConfig, PreTrainedModel
 
 from alibi_attn.hf.readers import checkpoint, checkpoint_files
+from alibi_attn.hf.readers.families.family import SIZES
 
 # Every exception that transformers was seen to raise on wrong content of a config or file, and their base classes.
 _ERRORS = (*checkpoint_files.READ_ERRORS, ImportError, StrictDataclassError)
-_NUMBERS = ("vocab_size", "hidden_size", "num_hidden_layers", "num_attention_heads")
 
 
 def load(folder: Path) -> PreTrainedModel:
@@ -70,7 +70,7 @@ def check_sizes(folder: Path, config: PreTrainedConfig) -> Collection[str]:
     """
     where = folder / checkpoint_files.CONFIG
     shapes = {name: tensor.shape for name, tensor in checkpoint_files.read_state(folder, data=False).items()}
-    for name in _NUMBERS:
+    for name in SIZES:
         if type(value := getattr(config, name, None)) is not int or value < 1:
             raise ValueError(f"{where} has {name} = {value!r} but it must be an integer of at least 1; correct it")
     counted = len({match[1] for name in shapes if (match := re.search(r"(?:^|\.)(\d+)\.", name))})

@@ -234,10 +234,6 @@ class StepModules:
     residual_after_norm: str = ""
 
 
-def _no_reason(_: object) -> None:  # not a lambda: patched models, which hold their family, are pickled
-    pass
-
-
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class PatchedFamily:
     """A model of transformers whose attention layers `patch` changes.
@@ -252,7 +248,7 @@ class PatchedFamily:
         around: replaces the model's forward, after (model, the forward that it had or None, names of its arguments), for biases
             that are not ALiBi's.
         counts_positions: positions are counted over the visible tokens; else they are indices.
-        why_not: returns why a config cannot be patched, or None.
+        why_not: returns why a config cannot be patched, or None; None = all can.
         unused: attributes of the model that patched layers do not need, and their replacements.
         linears: classes of linear layers that `nn/linear/fastest.py` computes.
         activations: classes of activations, and their faster forward functions, which round differently.
@@ -268,7 +264,7 @@ class PatchedFamily:
     mark: str = "alibi_settings"
     around: Callable[..., object] | None = None
     counts_positions: bool = True
-    why_not: Callable[[Any], str | None] = _no_reason
+    why_not: Callable[[Any], str | None] | None = None
     unused: Mapping[str, object] = dataclasses.field(default_factory=dict)
     linears: tuple[type[nn.Linear], ...] = (nn.Linear,)
     activations: Mapping[type[nn.Module], Callable[..., Tensor]] = dataclasses.field(default_factory=dict)
