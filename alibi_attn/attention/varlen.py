@@ -134,8 +134,11 @@ def alibi_attention_varlen(
         bounds, key_bounds = packed_bounds(cu_seqlens, cu_seqlens_k, query, key)
     for name, of_heads in (("slopes", slopes), ("right_slopes", given.get("right_slopes"))):
         _check_one_axis(name, of_heads)
-    if key_bias is not None:
-        _check_key_bias(key_bias, num_heads=query.shape[1], length=key.shape[0])
+    if isinstance(key_bias, Tensor) and key_bias.ndim > 2:
+        raise ValueError(
+            f"key_bias has shape {list(key_bias.shape)} but must be [H, N] = [{query.shape[1]}, {key.shape[0]}] or "
+            "broadcastable to it: [N] or [1, N]"
+        )
     query, key, value = (x.transpose(0, 1)[None] for x in autocast(query, key, value))
     if cu_seqlens_k is not None and positions is not None:
         raise ValueError("positions and cu_seqlens_k exclude one another; call alibi_attention for each sequence")
@@ -292,12 +295,4 @@ def _check_one_axis(name: str, slopes: Slopes | None) -> None:
     if axes != 1:
         raise ValueError(
             f"{name} has {axes} axes but must be [H], shared by all packed sequences; for [B, H] use alibi_attention"
-        )
-
-
-def _check_key_bias(key_bias: Tensor, *, num_heads: int, length: int) -> None:
-    if isinstance(key_bias, Tensor) and key_bias.ndim > 2:
-        raise ValueError(
-            f"key_bias has shape {list(key_bias.shape)} but must be [H, N] = [{num_heads}, {length}] or broadcastable to it: "
-            "[N] or [1, N]"
         )
