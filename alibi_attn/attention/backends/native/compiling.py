@@ -57,17 +57,26 @@ def cached(
     """
     command = compiler(os.environ.get("CXX"))
     text = b"".join(path.read_bytes() for path in (*headers, *sources))
-    name = f"{stem}-{digest(text + _defined(command, flags) + shlex.join([*command, *flags]).encode())}"
+    macros = run(command, *flags, "-dM", "-E", "-x", "c++", os.devnull)  # the compiler's version, and its instructions
+    name = f"{stem}-{digest(text + macros + shlex.join([*command, *flags]).encode())}"
     folder = _cache_folder(os.environ.get("XDG_CACHE_HOME"))
     if found := _kept(folder, name, load):
         return found
     with alone(folder):
-        return _kept(folder, name, load) or _compiled(command, sources, flags, folder, name, load)
-
-
-def _defined(command: list[str], flags: Sequence[str]) -> bytes:
-    """The compiler's predefined macros: its version, and the instructions that it may use."""
-    return run(command, *flags, "-dM", "-E", "-x", "c++", os.devnull)
+        if found := _kept(folder, name, load):
+            return found
+        _announce()
+        try:
+            with tempfile.TemporaryDirectory(prefix="alibi-attn-", ignore_cleanup_errors=True) as temporary:
+                built = Path(temporary) / f"kernels{SUFFIX}"
+                compile_and_link(command, dict.fromkeys(sources, flags), flags, Path(temporary), built)
+                return load(
+                    _keep(built, folder, name) or built
+                )  # a loaded library stays valid when its file is deleted
+        except OSError as error:
+            raise BuildError(
+                f"the temporary folder cannot be used: {error}; set TMPDIR to a folder with free space"
+            ) from None
 
 
 def compiler(named: str | None) -> list[str]:
@@ -149,26 +158,6 @@ def _lock(descriptor: int) -> None:
             if time.monotonic() > deadline:
                 raise
             time.sleep(0.05)
-
-
-def _compiled(
-    command: list[str],
-    sources: Sequence[Path],
-    flags: Sequence[str],
-    folder: Path | None,
-    name: str,
-    load: Callable[[Path], ctypes.CDLL],
-) -> ctypes.CDLL:
-    _announce()
-    try:
-        with tempfile.TemporaryDirectory(prefix="alibi-attn-", ignore_cleanup_errors=True) as temporary:
-            built = Path(temporary) / f"kernels{SUFFIX}"
-            compile_and_link(command, dict.fromkeys(sources, flags), flags, Path(temporary), built)
-            return load(_keep(built, folder, name) or built)  # a loaded library stays valid when its file is deleted
-    except OSError as error:
-        raise BuildError(
-            f"the temporary folder cannot be used: {error}; set TMPDIR to a folder with free space"
-        ) from None
 
 
 @functools.cache  # one line per process, also for several libraries
