@@ -12,7 +12,6 @@ from alibi_attn.attention.call.part_options import check_prefix_values, check_so
 from alibi_attn.attention.call.query_positions import check_coordinates
 from alibi_attn.attention.call.transforms import autocasts
 from alibi_attn.nn.cache import KVCache
-from alibi_attn.nn.cache.appending import masked_keys
 
 if TYPE_CHECKING:
     from alibi_attn.nn.attention import ALiBiAttention
@@ -28,7 +27,9 @@ def check_call(
 ) -> None:
     """Raises a TypeError or ValueError unless the inputs fit the layer, its cache, and one another."""
     check_embeddings(x, layer.embed_dim)
-    _check_weight(x, layer.q_proj)
+    dtype = layer.q_proj.weight.dtype if type(layer.q_proj) is nn.Linear else x.dtype
+    if dtype != x.dtype and dtype.is_floating_point and not autocasts(x.device.type):
+        raise TypeError(f"x is {x.dtype} but the layer's weights are {dtype}; pass x.to({dtype}) or convert the layer")
     names, is_replaced = [name for name, option in given.items() if option is not None], "attend" in vars(layer)
     if cache is not None:
         if not isinstance(cache, KVCache):
@@ -86,19 +87,15 @@ def _check_memory(
         check_key_mask(memory_mask, batch=x.shape[0], key_len=memory.shape[1])
 
 
-def _check_weight(x: Tensor, projection: nn.Module) -> None:
-    """Raises a TypeError unless the input has the dtype of a linear layer, outside autocast."""
-    dtype = projection.weight.dtype if type(projection) is nn.Linear else x.dtype
-    if dtype != x.dtype and dtype.is_floating_point and not autocasts(x.device.type):
-        raise TypeError(f"x is {x.dtype} but the layer's weights are {dtype}; pass x.to({dtype}) or convert the layer")
-
-
 def _check_options(
     layer: "ALiBiAttention", x: Tensor, cache: KVCache | None, given: Mapping[str, Tensor | None]
 ) -> None:
     """The options of a self-attention layer, by name, fit the layer, its input, its cache, and one another."""
     batch, length = x.shape[0], x.shape[1]
-    key_len, covered = masked_keys(cache, length)
+    if cache is not None and cache.capacity is not None:
+        key_len, covered = cache.capacity, "the capacity of the cache"
+    else:
+        key_len, covered = length + (0 if cache is None else len(cache)), "the {} cached keys and the {} new ones"
     cached = key_len - length
     key_mask, segment_ids, prefix_len, positions = (
         given[name] for name in ("key_mask", "segment_ids", "prefix_len", "positions")

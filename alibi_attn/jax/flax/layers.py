@@ -157,7 +157,10 @@ class ALiBiAttention(nnx.Module):
         self.head_dim = embed_dim // num_heads
         self.causal, self.sinks, self.registers = causal, sinks, registers
         self.dropout_p, self.deterministic = dropout_p, False
-        values = _checked_slopes(slopes, num_heads)
+        numbers = np.asarray(alibi_slopes(num_heads) if slopes is None else slopes, np.float64)
+        if numbers.shape != (num_heads,):
+            raise ValueError(f"slopes has shape {list(numbers.shape)} but must be [H] = [{num_heads}]")
+        values = tuple(numbers.tolist())
         self.slopes = nnx.Param(jnp.asarray(values, jnp.float32)) if learn_slopes else values
         key_dim = num_kv_heads * self.head_dim
         self.q_proj = nnx.Linear(embed_dim, embed_dim, use_bias=bias, dtype=dtype, rngs=rngs)
@@ -338,11 +341,3 @@ def _appended(cached: Array, new: Array, length: Array, *, axis: int = 1) -> Arr
         )
     new = jnp.where(end > capacity, jnp.nan, new.astype(cached.dtype))
     return lax.dynamic_update_slice_in_dim(cached, new, length, axis=axis)
-
-
-def _checked_slopes(slopes: Slopes | None, num_heads: int) -> tuple[float, ...]:
-    """The slopes as numbers, [H]."""
-    values = np.asarray(alibi_slopes(num_heads) if slopes is None else slopes, np.float64)
-    if values.shape != (num_heads,):
-        raise ValueError(f"slopes has shape {list(values.shape)} but must be [H] = [{num_heads}]")
-    return tuple(values.tolist())

@@ -40,13 +40,6 @@ def pieces(cache: "KVCache", count: int) -> list[int]:
     return [min(fits, count)] + [1] * (count - fits)
 
 
-def masked_keys(cache: "KVCache | None", count: int) -> tuple[int, str]:
-    """S of the masks of a call with `count` new tokens, and what they cover: a template for the cached and the new tokens."""
-    if cache is not None and cache.capacity is not None:
-        return cache.capacity, "the capacity of the cache"
-    return count + (0 if cache is None else len(cache)), "the {} cached keys and the {} new ones"
-
-
 def check_append(
     cache: "KVCache", key: Tensor, value: Tensor, log_fgate: Tensor | None, layer: nn.Module | None
 ) -> None:
