@@ -6,26 +6,18 @@ from torch import Tensor, nn
 
 from alibi_attn.attention.call.bias import Slopes
 from alibi_attn.attention.call.hints import by_position, hides_unknown
-from alibi_attn.attention.call.options import Window
+from alibi_attn.attention.call.options import LayerOptions, Window
 from alibi_attn.nn.attention import ALiBiAttention
 from alibi_attn.nn.cache import KVCache
 from alibi_attn.nn.constructor_arguments import checks_names
 from alibi_attn.nn.input_checks import check_embeddings
 
 
-class AttentionOptions(TypedDict, total=False):
+class AttentionOptions(LayerOptions, total=False):
     """The keyword arguments of `ALiBiAttention`, without its dropout."""
 
-    num_kv_heads: int | None
-    bias: bool
-    causal: bool
     window: Window[Tensor] | None
-    sinks: int
-    registers: int
     slopes: Slopes | None
-    learn_slopes: bool
-    qk_norm: bool
-    forget_gate: bool
 
 
 class ForwardOptions(TypedDict, total=False):

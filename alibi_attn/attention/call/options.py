@@ -81,6 +81,19 @@ class SpecOptions(AttentionOptions[Array], total=False):
     return_lse: bool
 
 
+class LayerOptions(TypedDict, total=False):
+    """The keywords shared by PyTorch's and Flax's attention layers, without dropout."""
+
+    num_kv_heads: int | None
+    bias: bool
+    causal: bool
+    sinks: int
+    registers: int
+    learn_slopes: bool
+    qk_norm: bool
+    forget_gate: bool
+
+
 class GatedOptions(MaskOptions[Array], BiasOptions[Array], total=False):
     """The keywords of calls with forget gates."""
 

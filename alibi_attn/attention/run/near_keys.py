@@ -95,7 +95,7 @@ def needed_keys(
         elif spec.window is None:
             of_row = (norms[0][b : b + 1], norms[1][b : b + 1])
             one = query[b : b + 1], key[b : b + 1], value[b : b + 1]
-            rows[b] = _after_last_visible_key(spec, *one, of_row, row, b)
+            rows[b] = _after_last_visible_key(spec, one, of_row, row, b)
         else:
             within = max(row.stop - max(row.start, spec.key_len - spec.query_len - far + 1), 0)
             row.needed = [within] * spec.num_kv_heads
@@ -103,19 +103,14 @@ def needed_keys(
 
 
 def _after_last_visible_key(
-    spec: AttentionSpec[Tensor],
-    query: Tensor,
-    key: Tensor,
-    value: Tensor,
-    norms: tuple[Tensor, Tensor],
-    row: Row,
-    b: int,
+    spec: AttentionSpec[Tensor], tensors: tuple[Tensor, Tensor, Tensor], norms: tuple[Tensor, Tensor], row: Row, b: int
 ) -> Row:
     """The keys needed by a row whose last positions are hidden, such as a finished sequence.
 
     Moving a query from there to the last visible position shortens the distance to every key by the same amount, so the softmax
     does not change: without a window, the reach is the same as for a query at the position of its last visible key.
     """
+    query, key, value = tensors
     one_query = spec.changed(
         batch=1, query_len=1, slopes=spec.slopes if spec.slopes.ndim == 1 else spec.slopes[b : b + 1]
     )

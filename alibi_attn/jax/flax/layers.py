@@ -2,7 +2,7 @@
 
 from collections.abc import Sequence
 from functools import partial
-from typing import Never, TypedDict, Unpack
+from typing import Never, Unpack
 
 import jax
 import jax.numpy as jnp
@@ -18,7 +18,7 @@ except ModuleNotFoundError as error:
     raise ImportError('alibi_attn.jax.flax needs Flax; install it with: pip install ".[jax]" in a clone') from error
 
 from alibi_attn.attention.call.hints import by_position, hides_unknown
-from alibi_attn.attention.call.options import AttentionOptions
+from alibi_attn.attention.call.options import AttentionOptions, LayerOptions
 from alibi_attn.attention.call.query_positions import check_layer
 from alibi_attn.jax.attention import alibi_attention
 from alibi_attn.jax.call.plan import Array
@@ -32,19 +32,11 @@ LAYER_NORM_EPS = 1e-5
 GATE_INITIALIZER = jax.nn.initializers.variance_scaling(1 / 3, "fan_in", "uniform")
 
 
-class LayerOptions(TypedDict, total=False):
+class FlaxOptions(LayerOptions, total=False):
     """The keyword arguments of `ALiBiAttention`, except its dropout."""
 
-    num_kv_heads: int | None
-    bias: bool
-    causal: bool
     window: int | Sequence[int] | None
-    sinks: int
-    registers: int
     slopes: Slopes | None
-    learn_slopes: bool
-    qk_norm: bool
-    forget_gate: bool
     dtype: Dtype | None
 
 
@@ -282,7 +274,7 @@ class ALiBiTransformerBlock(nnx.Module):
         *,
         dropout_p: float = 0.0,
         rngs: nnx.Rngs,
-        **attention: Unpack[LayerOptions],
+        **attention: Unpack[FlaxOptions],
     ) -> None:
         ffn_dim = 4 * embed_dim if ffn_dim is None else ffn_dim
         bias, dtype = attention.get("bias", False), attention.get("dtype")
