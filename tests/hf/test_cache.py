@@ -16,7 +16,9 @@ def test_generations_are_those_of_a_dynamic_cache(family, near, build, tokens):
     model, ids = build(family), tokens(1, 30)
     options = {"max_new_tokens": 12, "min_new_tokens": 12, "do_sample": False, "use_cache": True}
     expected = model.generate(ids, past_key_values=DynamicCache(), **options)
-    assert torch.equal(model.generate(ids, past_key_values=ALiBiCache(), **options), expected)
+    cache = ALiBiCache()
+    assert torch.equal(model.generate(ids, past_key_values=cache, **options), expected)
+    assert cache.is_initialized
     assert not near, "an unpatched model scores all keys"
     with patch(model):
         assert torch.equal(model.generate(ids, past_key_values=ALiBiCache(), **options), expected)

@@ -6,7 +6,7 @@ import pytest
 import torch
 
 from alibi_attn import ALiBiAttention, KVCache
-from alibi_attn.nn import by_gates
+from alibi_attn.nn import by_gates, within_reach
 
 
 def layer(gate_bias: float = 3.0, **options: object) -> ALiBiAttention:
@@ -61,6 +61,49 @@ def test_dropped_keys_weigh_less_than_the_bound() -> None:
             worst = max(worst, float(scores.softmax(0)[:lost].sum()))
     assert 0 < worst <= tolerance
     assert most < 2000
+
+
+@torch.no_grad()
+def test_reordered_rows_keep_the_weight_that_they_lost() -> None:
+    """What a cache may still drop depends on what each row has dropped: after reordering, it drops what it would have before."""
+    torch.manual_seed(1)
+    keys = torch.nn.functional.normalize(torch.randn(2, 1, 2000, 4), dim=-1)
+    gates = -torch.rand(2, 1, 2000).pow(8) * torch.tensor([0.9, 0.3])[:, None, None]
+    gates[:, :, 1000:] = gates[:, :, 1000:].flip(0)
+
+    def forgotten(swapped: bool, *, reorder: bool) -> list[int]:
+        cache = KVCache(retention=by_gates([0.01], score_bound=1.0, tolerance=0.3, num_kv_heads=1))
+        rows, found = [1, 0] if swapped else [0, 1], []
+        for t in range(2000):
+            if reorder and t == 1000:
+                cache.reorder([1, 0])
+                rows = rows[::-1]
+            cache.append(*(x[rows, :, t : t + 1] for x in (keys, keys, gates)))
+            found.append(cache.forgotten[0])
+        return found
+
+    assert 0 < (wanted := forgotten(True, reorder=False))[1000] < wanted[-1]
+    assert forgotten(False, reorder=True) == wanted
+
+
+@torch.no_grad()
+def test_an_emptied_cache_is_a_new_one() -> None:
+    """Neither the longest key nor the dropped weight of the text before counts any more."""
+    attention, x = layer(), torch.randn(1, 300, 32)
+    cache, new = attention.reach_cache(tolerance=1e-3), attention.reach_cache(tolerance=1e-3)
+    attention(x, cache=cache)
+    cache.crop(0)
+    for part in x.flip(1).split(60, 1):
+        attention(part, cache=cache)
+        attention(part, cache=new)
+        assert cache.forgotten == new.forgotten
+    assert max(new.forgotten) > 0
+    slopes = torch.tensor([0.5])
+    within = KVCache(retention=within_reach([8], score_bound=2.0, tolerance=1e-3, slopes=slopes.tolist()))
+    for key, query in ((9.0, 0.05), (0.05, 9.0)):  # each text alone scores less than the bound
+        tokens = torch.full((1, 1, 20, 4), key)
+        within.append(tokens, tokens, query=torch.full((1, 1, 20, 4), query), slopes=slopes)
+        within.crop(0)
 
 
 @torch.no_grad()
