@@ -1,10 +1,15 @@
 """Numbers that no figure expects: the page is drawn without them, or the error names the file."""
 
+import copy
+import fnmatch
+import functools
 import math
+import operator
 from collections.abc import Callable
 from pathlib import Path
 
 import pytest
+from damaged_records import lines
 from typer.testing import CliRunner
 
 from alibi_lab import records
@@ -32,16 +37,47 @@ def test_a_perplexity_that_is_no_float_is_left_out_and_the_others_stay(evaluatio
     assert line.get_ydata()[0] == pytest.approx(math.exp(first))
 
 
-@pytest.mark.parametrize(
-    ("column", "values"), [("forward_ms", [0, 0]), ("length", [None, 1024]), ("peak_memory_bytes", [0, None])]
-)
-def test_a_benchmark_is_drawn_without_what_cannot_be_drawn(column, values) -> None:
-    """The random damage of test_damaged_records.py rarely damages a length."""
-    whole = {"length": [512, 1024], "forward_ms": [1.0, 2.0], "peak_memory_bytes": [2**20, 2**21]}
-    curves = {"ours": whole, "theirs": {**whole, column: values}}
-    assert "cpu/noise" in report_html(
-        [Record(kind="benchmark", name="cpu/noise", config={}, metrics={}, curves=curves)]
-    )
+TRAINED, STUDY, COMPARED, BENCHMARK = (
+    "certificate#*-layer-0-*", "recall#evaluation-*-alibi-64-seed-0-*", "referee#*-alibi-64-seed-0-9731f880f7b0",
+    "attention#benchmark-cpu-noise-*",
+)  # fmt: skip
+# A record of results/, what stands at some of its places instead (in a column: in every row), and words of its page. Random
+# damage, in test_damaged_records.py, rarely finds these places.
+DAMAGE = [
+    (TRAINED, {"config length": 1}, "Reach of trained heads"),
+    (TRAINED, {"config length": 10**30}, "Reach of trained heads"),
+    (TRAINED, {"config": {}, "curves heads certified 0": None}, "Reach of trained heads"),
+    (TRAINED, {"config": {}, "curves heads certified": None}, "Other records"),
+    (TRAINED, {"curves heads true": 0}, "<td>—</td>"),
+    (STUDY, {"config model num_heads": 0}, "Perplexity per byte"),
+    (STUDY, {"config model num_heads": [4]}, "Perplexity per byte"),
+    (STUDY, {"config model num_heads": 10**19}, "Perplexity per byte"),
+    (STUDY, {"config train": "long"}, "Other records"),
+    (STUDY, {"config train length": 10**19}, "Other records"),
+    (STUDY, {"curves by_length length 0": None}, "Perplexity per byte"),
+    (STUDY, {"curves by_length sliding_nats": 2000.0}, "∞"),
+    (STUDY, {"curves by_length tokens_per_second": 0}, "Evaluated bytes per second"),
+    (COMPARED, {"config eval trials": "many"}, "What each method is good for"),
+    (COMPARED, {"config eval trials": 0}, "What each method is good for"),
+    (COMPARED, {"config eval tasks": [["mqar"], 3]}, "What each method is good for"),
+    (COMPARED, {"curves mqar accuracy": None}, "nothing was measured there"),
+    (COMPARED, {"curves mqar_by_part answers": 0}, "What each method is good for"),
+    (COMPARED, {"curves by_length length": None}, "not evaluated yet"),
+    (BENCHMARK, {"curves eager length 0": None}, "Attention on a CPU: noise"),
+    (BENCHMARK, {"curves ours forward_ms": 0, "curves ours backward_ms": 0}, "Attention on a CPU: noise"),
+    (BENCHMARK, {"curves memory peak_memory_bytes": 0}, "Attention on a CPU: noise"),
+]
+
+
+@pytest.mark.parametrize(("record", "damage", "words"), DAMAGE)
+def test_a_page_is_drawn_without_what_cannot_be_drawn(record: str, damage: dict[str, object], words: str) -> None:
+    data = copy.deepcopy(next(line for place, line in lines().items() if fnmatch.fnmatch(place, record)))
+    for place, value in damage.items():
+        *outer, last = [int(name) if name.lstrip("-").isdigit() else name for name in place.split()]
+        inner = functools.reduce(operator.getitem, outer, data)
+        inner[last] = [value] * len(inner[last]) if outer[:1] == ["curves"] and len(outer) == 2 else value
+    fields = {name: data[name] for name in ("kind", "name", "config", "metrics", "curves")}
+    assert words in report_html([Record(**fields)])
 
 
 def test_a_benchmark_without_a_time_is_listed_and_not_drawn() -> None:
