@@ -291,7 +291,8 @@ def _launch_backward(
 def _shape(kernel: Kernel, spec: Spec, query: Tensor, *, described: bool) -> Shape:
     """The tile of a kernel of backward."""
     if spec.table is not None:
-        return table.shape_in_backward(kernel, query)
+        found = table.widths(query)
+        return Shape(*(found.rows if kernel == "query" else found.keys), warps=4, stages=2)
     rows = plan_rows(spec.query_len)
     return tile_shape(kernel, query.dtype, spec.head_dim, large=is_large(query.device), described=described, rows=rows)
 

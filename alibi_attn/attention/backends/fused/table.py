@@ -5,7 +5,6 @@ from typing import NamedTuple
 import torch
 from torch import Tensor
 
-from alibi_attn.attention.backends.fused.configs import Kernel, Shape
 from alibi_attn.attention.backends.fused.devices import is_large, processors
 from alibi_attn.attention.backends.fused.kernels.arguments import Rows
 from alibi_attn.attention.backends.fused.launch import (
@@ -67,12 +66,6 @@ def forward(spec: Spec, call: Argument, inputs: Inputs, visited: Argument, rows:
     launch(device, table_forward_kernel, grid, _CONSTANTS, *arguments)
     if parts > 1:
         merge(call, query, parts, outputs, lses, given)
-
-
-def shape_in_backward(kernel: Kernel, query: Tensor) -> Shape:
-    """The tile of the kernel for queries or for keys, which are those of calls without a table."""
-    found = widths(query)
-    return Shape(*(found.rows if kernel == "query" else found.keys), warps=4, stages=2)
 
 
 def add_up(
