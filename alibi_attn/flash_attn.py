@@ -155,7 +155,11 @@ def flash_attn_varlen_func(
     bounds, key_bounds = packed_bounds(cu_seqlens_q, cu_seqlens_k, q, k)
     of_sequences = None
     if alibi_slopes is not None and alibi_slopes.ndim == 2:
-        of_sequences, alibi_slopes = _slopes_of_sequences(alibi_slopes, len(bounds) - 1, query), None
+        if alibi_slopes.shape != (len(bounds) - 1, query.shape[1]):
+            wanted = [len(bounds) - 1, query.shape[1]]
+            raise ValueError(f"alibi_slopes has shape {list(alibi_slopes.shape)} but must be [H] or [B, H] = {wanted}")
+        of_sequences = alibi_slopes.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
+        alibi_slopes = None
     spec = call_of(query, key, value, alibi_slopes, causal, window_size, softmax_scale, dropout_p, softcap)
     output, lse = _with_lse(attend_packed(spec, query, key, value, bounds, key_bounds, "auto", of_sequences))
     return _result(output[0].transpose(0, 1), lse[0], return_attn_probs)
@@ -356,14 +360,6 @@ def _unpacked(name: str, x: Tensor, count: int, *, axis: int) -> tuple[Tensor, .
         shape = f"[B, T, {count}, H, D]" if axis == 2 else f"[N, {count}, H, D]"
         raise ValueError(f"{name} has shape {list(x.shape)} but must be {shape}")
     return x.unbind(axis)
-
-
-def _slopes_of_sequences(alibi_slopes: Tensor, count: int, query: Tensor) -> Tensor:
-    if alibi_slopes.shape != (count, query.shape[1]):
-        raise ValueError(
-            f"alibi_slopes has shape {list(alibi_slopes.shape)} but must be [H] or [B, H] = [{count}, {query.shape[1]}]"
-        )
-    return alibi_slopes.to(torch.float64 if query.dtype == torch.float64 else torch.float32)
 
 
 def _check_block_table(block_table: Tensor | None) -> None:

@@ -133,7 +133,13 @@ def alibi_attention_varlen(
     else:
         bounds, key_bounds = packed_bounds(cu_seqlens, cu_seqlens_k, query, key)
     for name, of_heads in (("slopes", slopes), ("right_slopes", given.get("right_slopes"))):
-        _check_one_axis(name, of_heads)
+        axes = of_heads.ndim if isinstance(of_heads, Tensor | np.ndarray) else 1
+        if isinstance(of_heads, list | tuple) and any(isinstance(slope, list | tuple) for slope in of_heads):
+            axes = 2
+        if axes != 1:
+            raise ValueError(
+                f"{name} has {axes} axes but must be [H], shared by all packed sequences; for [B, H] use alibi_attention"
+            )
     if isinstance(key_bias, Tensor) and key_bias.ndim > 2:
         raise ValueError(
             f"key_bias has shape {list(key_bias.shape)} but must be [H, N] = [{query.shape[1]}, {key.shape[0]}] or "
@@ -286,13 +292,3 @@ def packed_bounds(cu_seqlens: Tensor, cu_seqlens_k: Tensor, query: Tensor, key: 
             f"cu_seqlens has {len(bounds) - 1} sequences but cu_seqlens_k {len(key_bounds) - 1}; each has queries and keys"
         )
     return bounds, key_bounds
-
-
-def _check_one_axis(name: str, slopes: Slopes | None) -> None:
-    axes = slopes.ndim if isinstance(slopes, Tensor | np.ndarray) else 1
-    if isinstance(slopes, list | tuple) and any(isinstance(slope, list | tuple) for slope in slopes):
-        axes = 2
-    if axes != 1:
-        raise ValueError(
-            f"{name} has {axes} axes but must be [H], shared by all packed sequences; for [B, H] use alibi_attention"
-        )
