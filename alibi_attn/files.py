@@ -85,7 +85,12 @@ def new_folder(path: Path) -> Iterator[Path]:
         yield temporary
         for inside in (*temporary.rglob("*"), temporary):
             _flush(inside)
-        _publish_folder(temporary, path)
+        try:
+            os.rename(temporary, path)  # replaces nothing but an empty folder
+        except OSError as error:
+            if error.errno in _TAKEN:
+                raise _exists(path) from None
+            raise
         _flush(path.parent)
     finally:
         shutil.rmtree(temporary, ignore_errors=True)
@@ -211,15 +216,6 @@ def _publish_file(temporary: Path, path: Path, replace: bool) -> None:
         os.link(temporary, path)  # a rename would replace an existing file
     except FileExistsError:
         raise _exists(path) from None
-
-
-def _publish_folder(temporary: Path, path: Path) -> None:
-    try:
-        os.rename(temporary, path)  # replaces nothing but an empty folder
-    except OSError as error:
-        if error.errno in _TAKEN:
-            raise _exists(path) from None
-        raise
 
 
 def _exists(path: Path) -> FileExistsError:

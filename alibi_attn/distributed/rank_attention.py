@@ -107,7 +107,11 @@ def attend_rank(inputs: RankInputs, received: Callable[[], Received]) -> tuple[T
 
     The keys of the shard come first, and only then `received` is called, which waits for the others.
     """
-    near, far = [(side, _buckets(inputs, side)) for side in (BEFORE, AFTER)], _far_spans(inputs)
+    near = [(side, _buckets(inputs, side)) for side in (BEFORE, AFTER)]
+    far: dict[Span, list[int]] = {}  # the key heads that requested each span of outlier tiles
+    for head, requested in enumerate(inputs.halo.outliers[inputs.rank]):
+        for span in requested:
+            far.setdefault(span, []).append(head)
     needs_more = bool(far) or any(buckets for _, buckets in near)
     own = KeySpan(
         heads=list(range(inputs.spec.num_kv_heads)),
@@ -155,15 +159,6 @@ def _buckets(inputs: RankInputs, side: int) -> list[list[int]]:
 def _widths(inputs: RankInputs, side: int) -> tuple[int, ...]:
     """The rows received on one side, [K]."""
     return (inputs.halo.left, inputs.halo.right)[side][inputs.rank]
-
-
-def _far_spans(inputs: RankInputs) -> dict[Span, list[int]]:
-    """The key heads that requested each span of outlier tiles."""
-    requesters: dict[Span, list[int]] = {}
-    for head, spans in enumerate(inputs.halo.outliers[inputs.rank]):
-        for span in spans:
-            requesters.setdefault(span, []).append(head)
-    return requesters
 
 
 def _near(inputs: RankInputs, rows: Received, side: int, heads: list[int]) -> KeySpan:
