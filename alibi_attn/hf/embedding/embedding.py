@@ -13,7 +13,7 @@ from torch import Tensor
 from torch.nn import functional as F
 from transformers import PreTrainedTokenizerBase
 
-from alibi_attn.hf.embedding.pooling_config import Pooling, PoolingConfig
+from alibi_attn.hf.embedding.pooling_config import Pooling
 from alibi_attn.hf.readers import tokenizer_files
 from alibi_attn.hf.readers.encoder.models import ALiBiBertModel
 from alibi_attn.nn.device import checked_device
@@ -110,15 +110,6 @@ def finished(model: ALiBiBertModel, vectors: Tensor, *, normalize: bool) -> NDAr
             f"{name} computed numbers that are not finite in {model.dtype}; use float32, or check its weights"
         )
     return vectors.cpu().numpy()
-
-
-def check_plain(settings: PoolingConfig, name: str) -> None:
-    """Raises ValueError if a model's texts need a prompt, or its vectors are truncated."""
-    if settings.default_prompt_name or settings.truncate_dim:
-        raise ValueError(
-            f"{name} needs a prompt or truncated vectors, which this command does not support; use "
-            "alibi_attn.hf.sentence_transformer"
-        )
 
 
 def move(model: ALiBiBertModel, device: str) -> None:

@@ -39,7 +39,11 @@ class Settings:
         """The encoder, which needs no prompt."""
         longest = self.max_length if self.chunks is None else None
         sentences = sentence_encoder.load(self.model, max_seq_length=longest, dtype=self.dtype, device=self.device)
-        embedding.check_plain(sentences.folder, self.model)
+        if sentences.folder.default_prompt_name or sentences.folder.truncate_dim:
+            raise ValueError(
+                f"{self.model} needs a prompt or truncated vectors, which this command does not support; use "
+                "alibi_attn.hf.sentence_transformer"
+            )
         return sentences
 
 

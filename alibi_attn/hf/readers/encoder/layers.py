@@ -47,10 +47,8 @@ class ALiBiBertEmbeddings(nn.Module):
 
     def forward(self, words: Tensor, token_type_ids: Tensor | None) -> Tensor:
         """words [B, T, E], token_type_ids [B, T] or None for type 0 everywhere -> [B, T, E]."""
-        if token_type_ids is None:
-            types = self.token_type_embeddings.weight[0]
-        else:
-            types = self.token_type_embeddings(token_type_ids)
+        of_types = self.token_type_embeddings
+        types = of_types.weight[0] if token_type_ids is None else of_types(token_type_ids)
         return self.dropout(self.LayerNorm(words + types))
 
 
