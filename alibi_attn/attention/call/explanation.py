@@ -113,21 +113,18 @@ class Explanation:
             return [f"{self.backend} computes all {self.pairs:,} scores of every head and skips nothing"]
         computed = int(self.scores.sum())
         allowed = self.visible / max(self.scores.size * self.pairs, 1)
-        measured = (
-            []
-            if self.measured_scores is None
-            else [
-                "measured: backward knows these scores, so its reach may be shorter (column measured); it computes "
-                f"{int(self.measured_scores.sum()) / max(computed, 1):.1%} of them, with the same bound"
-            ]
-        )
-        return [
+        totals = [
             f"scores computed: {computed:,} = {self.share:.1%} of T·S "
             f"({'tiles round up; ' if computed > self.visible else ''}the masks alone leave {allowed:.1%})",
             f"certified: the skipped keys hold at most {self.tolerance:.2g} of any query's softmax mass, "
             f"so an output changes by at most {self.output_error:.2g}·max‖v‖ before rounding",
-            *measured,
         ]
+        if self.measured_scores is not None:
+            totals.append(
+                "measured: backward knows these scores, so its reach may be shorter (column measured); it computes "
+                f"{int(self.measured_scores.sum()) / max(computed, 1):.1%} of them, with the same bound"
+            )
+        return totals
 
 
 def explanation(
