@@ -17,6 +17,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.attention.call.spec import AttentionSpec
+from alibi_attn.attention.call.visibility import first_positions
 from alibi_attn.attention.certificate.bounds import LONG, Bounds
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_attn.attention.certificate.tiles import allowed_keys
@@ -113,7 +114,8 @@ def plan(
         measured: cut the far keys of wide bands into sections, whose weights forward measures.
         most_keys: keys per block of a piece.
     """
-    first, slopes = _first(spec), spec.slopes.detach().reshape(-1, spec.num_heads).expand(spec.batch, -1)
+    first = first_positions(spec, spec.slopes.device).expand(spec.batch).tolist()
+    slopes = spec.slopes.detach().reshape(-1, spec.num_heads).expand(spec.batch, -1)
     low, high = (x.numpy() for x in _reachable_tiles(spec))
     left, right = bounds.left.numpy(), bounds.right.numpy()  # ten times as fast as small tensors
     plain = spec.causal and spec.window is None and spec.key_mask is None and spec.key_segments is None
@@ -128,12 +130,6 @@ def plan(
             cut = (part for piece in whole for part in _cut(piece, most_keys))
             pieces_of[b].append([part for piece in cut for part in _spread(spec, piece, threads)])
     return pieces_of
-
-
-def _first(spec: Spec) -> list[int]:
-    if isinstance(spec.query_offset, Tensor):
-        return list(spec.query_offset.reshape(-1).expand(spec.batch).tolist())
-    return [spec.query_offset] * spec.batch
 
 
 def _reachable_tiles(spec: Spec) -> tuple[Tensor, Tensor]:

@@ -80,20 +80,15 @@ def _in_tiles(piece: Piece, share: Tensor | None) -> tuple[Array, ...]:
     ahead, block = piece.query % TILE, np.arange(piece.count)[:, None]
     if piece.count == 1 or (ahead, piece.rows % TILE, piece.stride % TILE) == (0, 0, 0):
         row = np.arange(0, ahead + piece.rows, TILE)
-        share = None if share is None else _largest_by_tile(share, ahead)
+        if share is not None:  # [count, rows] -> [count, tiles]
+            share = torch.nn.functional.pad(share, (ahead, -(ahead + piece.rows) % TILE))
+            share = share.unflatten(1, (-1, TILE)).amax(-1)
     else:
         row = np.arange(piece.rows)
     tile = (piece.query + block * piece.stride + row) // TILE
     low = np.broadcast_to(piece.key + block * piece.step, tile.shape)
     largest = np.full(tile.shape, np.inf) if share is None else share.numpy()
     return tile.ravel(), low.ravel(), low.ravel() + piece.keys, largest.ravel()
-
-
-def _largest_by_tile(share: Tensor, ahead: int) -> Tensor:
-    """[count, rows] -> [count, tiles], if row 0 is the row `ahead` of its tile."""
-    after = -(ahead + share.shape[1]) % TILE
-    share = torch.nn.functional.pad(share, (ahead, after)) if ahead or after else share
-    return share.unflatten(1, (-1, TILE)).amax(-1)
 
 
 def _nearest_kept(tile: Array, begin: Array, light: Array, tiles: int) -> Array:
