@@ -75,7 +75,11 @@ _PARTS = ("float32", "float64", "bfloat16")  # in the order of `native.cpp`
 @functools.cache
 def _registered() -> ctypes.CDLL:
     """The binding, whose targets are registered with XLA once per process."""
-    binding = _binding()
+    of_jax = Path(jax.ffi.include_dir())
+    flags = (*build.FLAGS_HERE, f"-I{build.FOLDER}", "-isystem", str(of_jax))
+    headers = [FOLDER / name for name in HEADERS] + [build.FOLDER / name for name in build.HEADERS]
+    headers += sorted((of_jax / "xla" / "ffi" / "api").glob("*.h"))
+    binding = compiling.cached("for-jax", [FOLDER / name for name in SOURCES], headers, flags, _load)
     for target in TARGETS:
         capsule = jax.ffi.pycapsule(getattr(binding, target))  # type: ignore[no-untyped-call]
         jax.ffi.register_ffi_target(target, capsule, platform="cpu")
@@ -86,14 +90,6 @@ def _addresses(library: ctypes.CDLL, *functions: str) -> ctypes.Array[ctypes.c_v
     return (ctypes.c_void_p * len(functions))(
         *(ctypes.cast(getattr(library, name), ctypes.c_void_p).value for name in functions)
     )
-
-
-def _binding() -> ctypes.CDLL:
-    of_jax = Path(jax.ffi.include_dir())
-    flags = (*build.FLAGS_HERE, f"-I{build.FOLDER}", "-isystem", str(of_jax))
-    headers = [FOLDER / name for name in HEADERS] + [build.FOLDER / name for name in build.HEADERS]
-    headers += sorted((of_jax / "xla" / "ffi" / "api").glob("*.h"))
-    return compiling.cached("for-jax", [FOLDER / name for name in SOURCES], headers, flags, _load)
 
 
 def _load(path: Path) -> ctypes.CDLL:
