@@ -11,12 +11,13 @@ import dataclasses
 import math
 import sys
 import unittest.mock
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from pathlib import Path
 
 import torch
 from attack_records import Found, attack_all
 from certificate_attack import Attack, keys_of, lost_share, random_attack, read_keys
+from key_losses import largest_loss
 
 from alibi_attn.attention.backends.banded import backend as banded
 from alibi_attn.attention.backends.banded import pieces as banded_pieces
@@ -80,6 +81,17 @@ def left_out_by_backward(
     rows = ((h, (query[0, h], key[0, h // spec.group]), (distance[0], seen[0, h], skipped[0, h])) for h in heads)
     lost = max((lost_share(spec, *row) for row in rows), default=0.0)
     return lost, float(skipped.sum() / seen.sum().clamp(min=1)), rounding(spec, query, key)
+
+
+def losses(attacks: Iterable[Attack], keys: Callable[..., list[torch.Tensor]], careless: float = 1.0) -> list[float]:
+    """The largest share of a query's softmax that backward leaves out, relative to what the key rule allows, of every draw in
+    which it leaves out a key; with a tolerance that is `careless` times the attack's."""
+    found = []
+    for attack in attacks:
+        lost, share, off = left_out_by_backward(attack, careless * attack.tolerance, keys)
+        if off < 0.5 and share > 0:  # shares are those of the computed scores
+            found.append(64 * lost / largest_loss(attack.tolerance, attack.length) / math.exp(2 * off))
+    return found
 
 
 def rounding(spec, query: torch.Tensor, key: torch.Tensor) -> float:
