@@ -14,6 +14,8 @@ import unittest.mock
 from collections.abc import Callable, Iterable
 from pathlib import Path
 
+sys.path.extend(map(str, Path(__file__).parents[1].iterdir()))  # the folders next to this one, as pytest's pythonpath
+
 import torch
 from attack_records import Found, attack_all
 from certificate_attack import Attack, keys_of, lost_share, random_attack, read_keys
@@ -108,7 +110,6 @@ def rounding(spec, query: torch.Tensor, key: torch.Tensor) -> float:
 
 def main(draws: int, out: Path, backend: str = "native", *kinds: str) -> None:
     if backend == "fused":
-        sys.path.extend(map(str, Path(__file__).parents[1].iterdir()))  # as pytest's pythonpath
         import quick_interpreter
 
         quick_interpreter.prepare()
