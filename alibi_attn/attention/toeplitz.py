@@ -123,7 +123,13 @@ def _check_table(spec: AttentionSpec[Tensor], table: Tensor) -> None:
             f"table has shape {list(table.shape)} but must be {words} for the N distances from 0 on"
             f"{'' if spec.causal else ', to both sides'}, with H = {spec.num_heads}"
         )
-    needed = _distances_that_occur(spec)
+    assert not isinstance(spec.query_offset, Tensor)
+    most = spec.query_offset + spec.query_len
+    if not spec.causal:
+        most = max(most, spec.key_len - spec.query_offset)
+    needed = max(
+        1, most if spec.window is None else min(most, spec.window)
+    )  # distances that occur; a table has a column
     if (available := (table.shape[1] if spec.causal else table.shape[1] // 2 + 1)) < needed:
         raise ValueError(
             f"table has the distances 0 to {available - 1} but a query and a key are {needed - 1} apart; pass one with "
@@ -133,12 +139,3 @@ def _check_table(spec: AttentionSpec[Tensor], table: Tensor) -> None:
         raise ValueError(
             "table has NaN or inf in it but must be finite; to hide keys use window, key_mask or segment_ids"
         )
-
-
-def _distances_that_occur(spec: AttentionSpec[Tensor]) -> int:
-    """One more than the largest distance, and at least 1, so that a table has a column."""
-    assert not isinstance(spec.query_offset, Tensor)
-    most = spec.query_offset + spec.query_len
-    if not spec.causal:
-        most = max(most, spec.key_len - spec.query_offset)
-    return max(1, most if spec.window is None else min(most, spec.window))

@@ -104,9 +104,3 @@ def check_known(function: str, options: Mapping[str, Any], known: Collection[str
     """Raises a TypeError for an option that is not among the known ones."""
     if unknown := [name for name in options if name not in known]:
         raise unknown_argument(function, unknown)
-
-
-def with_defaults(options: Mapping[str, Any]) -> dict[str, Any]:
-    """All options of a call; raises a TypeError for an unknown one."""
-    check_known("alibi_attention", options)
-    return {**DEFAULTS, **options}

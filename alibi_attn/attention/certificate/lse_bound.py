@@ -166,7 +166,8 @@ def _near_mass(spec: Spec, rows: Tensor, key: Tensor, first: Tensor) -> Tensor:
         own = torch.nn.functional.pad(spec.query_segments, (0, short)).reshape(-1, groups, NEAR, 1)
         hidden = hidden | (own != _per_sequence(spec.key_segments, at))
     if spec.key_bias is not None:
-        own = _bias_of_keys(spec, spec.key_bias, at)
+        index = at.clamp(0, spec.key_len - 1).flatten(1).expand(spec.batch, -1)[:, None].expand(-1, spec.num_heads, -1)
+        own = spec.key_bias.detach().double().gather(2, index).unflatten(2, (groups, 1, width))  # [B, H, G, 1, W]
         hidden, scores = hidden[:, None] | (own == -math.inf), scores + own.masked_fill(own == -math.inf, 0.0)
         return scores.sub_(penalty).masked_fill_(hidden, -math.inf).logsumexp(-1)
     return scores.sub_(penalty).masked_fill_(hidden[:, None], -math.inf).logsumexp(-1)
@@ -195,12 +196,6 @@ def _per_sequence(row: Tensor, at: Tensor) -> Tensor:
     """[B, G, 1, W]: the values at [B|1, G, W] of a mask or of segment ids [B, S]."""
     index = at.clamp(0, row.shape[1] - 1).flatten(1).expand(row.shape[0], -1)
     return row.gather(1, index).reshape(row.shape[0], at.shape[1], 1, at.shape[2])
-
-
-def _bias_of_keys(spec: Spec, key_bias: Tensor, at: Tensor) -> Tensor:
-    """[B, H, G, 1, W] fp64: the biases of the keys at [B|1, G, W]."""
-    index = at.clamp(0, spec.key_len - 1).flatten(1).expand(spec.batch, -1)[:, None].expand(-1, spec.num_heads, -1)
-    return key_bias.detach().double().gather(2, index).unflatten(2, (at.shape[1], 1, at.shape[2]))
 
 
 def _stretch_mass(spec: Spec, rows: Tensor, key: Tensor, offset: int) -> Tensor:

@@ -10,8 +10,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from alibi_attn.attention.call.checks import BIAS_RULE, SINKS_RULE, Checked, check_call, dtype_name
-from alibi_attn.attention.call.hints import with_defaults
-from alibi_attn.attention.call.options import UNCHANGED, SpecOptions, named_arrays
+from alibi_attn.attention.call.hints import check_known
+from alibi_attn.attention.call.options import DEFAULTS, UNCHANGED, SpecOptions, named_arrays
 from alibi_attn.attention.call.query_positions import part_fields, windows_of_heads
 from alibi_attn.attention.call.spec import AttentionSpec
 from alibi_attn.jax.call.plan import Array
@@ -27,7 +27,8 @@ def make_spec(
     query: Array, key: Array, value: Array, slopes: Slopes | None = None, **options: Unpack[SpecOptions[Array]]
 ) -> AttentionSpec[Array]:
     """The validated spec of a call; options and defaults are those of `alibi_attention`."""
-    given = cast(SpecOptions[Array], with_defaults(options))
+    check_known("alibi_attention", options)
+    given = cast(SpecOptions[Array], {**DEFAULTS, **options})
     for name, array in (("query", query), ("key", key), ("value", value), *named_arrays(given, "array")):
         check_array(name, array)
     dtype = jax.dtypes.canonicalize_dtype(query.dtype)  # numpy's fp64 becomes fp32 unless x64 is enabled
