@@ -112,7 +112,13 @@ def attended(
     """
     settings, first = settings_of(layer), kept[0].first
     m = slopes_beside(settings.slopes if slopes is None else slopes, torch.float32, query)
-    keys = _of_last_text(keys_of(mask, kept[0].key.shape[2]), first, query.shape[2])
+    keys = keys_of(mask, kept[0].key.shape[2])
+    if (
+        keys.segments is not None and query.shape[2] <= 1
+    ):  # other texts are hidden keys, so that it may read near keys only
+        at = first.reshape(1) if isinstance(first, Tensor) else slice(first, first + 1)
+        same = keys.segments == keys.segments[:, at]
+        keys = keys._replace(seen=same if keys.seen is None else same & keys.seen, segments=None)
     bias = None
     if keys.shift is not None:
         # −m·(distance over the visible keys) = −m·|i − j| + m·(p_j − j), up to a number per query
@@ -141,15 +147,6 @@ def by_head(x: Tensor, heads: int) -> Tensor:
 def merged(heads: Tensor) -> Tensor:
     """[B, H, T, D] -> [B, T, H·D]"""
     return heads.transpose(1, 2).flatten(2)
-
-
-def _of_last_text(keys: Keys, first: int | Tensor, query_len: int) -> Keys:
-    """With one query, the keys of other texts are hidden keys, so that it may read near keys only."""
-    if keys.segments is None or query_len > 1:
-        return keys
-    at = first.reshape(1) if isinstance(first, Tensor) else slice(first, first + 1)
-    same = keys.segments == keys.segments[:, at]
-    return keys._replace(seen=same if keys.seen is None else same & keys.seen, segments=None)
 
 
 def by_rows(attend: Callable[[Tensor, Tensor, Tensor], Tensor], query: Tensor, kept: Kept, mask: Tensor) -> Tensor:

@@ -30,7 +30,11 @@ def why_not(model: nn.Module) -> str | None:
     for module in model.modules():
         kind = type(module)
         if kind.__module__.split(".")[0] == _REMOTE and (instead := _instead(kind.__name__.lower())) is not None:
-            return _remote(model, instead)
+            use = f"{instead}{_head(type(model))}" if instead == _ENCODER else instead
+            patchable = instead.startswith("transformers")
+            advice = "then patch that model" if patchable else "which needs no remote code and no patch"
+            name = type(model).__name__
+            return f"{name} is remote code, which cannot be patched; use {use}.from_pretrained(...), {advice}"
         is_bert = isinstance(module, PreTrainedModel) and any(base.__module__ == _PLAIN_BERT for base in kind.__mro__)
         if is_bert and (sign := _sign(module.config)) is not None:
             path = getattr(module.config, "_name_or_path", "") or "folder_or_id"
@@ -56,13 +60,6 @@ def _instead(name: str) -> str | None:
         **{prefix: f"transformers.{family.instead}" for family in PATCHED for prefix in family.classes},
     }
     return next((instead for prefix, instead in known.items() if name.startswith(prefix)), None)
-
-
-def _remote(model: nn.Module, instead: str) -> str:
-    use = f"{instead}{_head(type(model))}" if instead == _ENCODER else instead
-    patchable = instead.startswith("transformers")
-    advice = "then patch that model" if patchable else "which needs no remote code and no patch"
-    return f"{type(model).__name__} is remote code, which cannot be patched; use {use}.from_pretrained(...), {advice}"
 
 
 def _head(kind: type) -> str:

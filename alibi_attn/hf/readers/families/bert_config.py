@@ -74,7 +74,11 @@ def translated(checkpoint: Checkpoint, *, gate_act: str, **fields: object) -> AL
     if not about.has("num_attention_heads"):
         raise ValueError(f"{about.where} has no num_attention_heads, which the tensors do not determine; add it")
     sizes = _sizes(checkpoint)
-    _check_sizes(about, sizes)
+    for name, size in sizes.items():
+        claimed = about.values.get(name, size)
+        padding = size - claimed if name == "vocab_size" and isinstance(claimed, int) and size % 8 == 0 else 0
+        if claimed not in (None, size) and not 0 < padding < _MOST_VOCABULARY_PADDING:
+            raise ValueError(f"{about.where} has {name} {claimed!r} but the tensors have {size}")
     config = {name: about.values[name] for name in (*_SHARED, *OVERRIDES, "emb_pooler") if about.has(name)}
     qkv_bias = checkpoint.stored("encoder.layer.0.attention.self.Wqkv.bias") in checkpoint.tensors
     config |= sizes | {"gate_act": gate_act, "qkv_bias": qkv_bias, "pooler": _has_pooler(checkpoint)} | fields
@@ -121,14 +125,6 @@ def _sizes(checkpoint: Checkpoint) -> dict[str, int]:
     layers = {name.split(".")[2] for name in checkpoint.tensors if name.startswith(gated.partition("0.")[0])}
     (vocabulary, width), (types, _), (rows, _) = shapes
     return dict(zip(_SIZES, (vocabulary, width, len(layers), rows // 2, types), strict=True))
-
-
-def _check_sizes(about: Options, sizes: Mapping[str, int]) -> None:
-    for name, size in sizes.items():
-        claimed = about.values.get(name, size)
-        padding = size - claimed if name == "vocab_size" and isinstance(claimed, int) and size % 8 == 0 else 0
-        if claimed not in (None, size) and not 0 < padding < _MOST_VOCABULARY_PADDING:
-            raise ValueError(f"{about.where} has {name} {claimed!r} but the tensors have {size}")
 
 
 def _labels(checkpoint: Checkpoint) -> dict[str, object]:
