@@ -133,7 +133,12 @@ def _embed(found: Sequence[Text], settings: "Settings", out: Path) -> None:
         tokens, longest = f"{sum(made.lengths):,} tokens", sentences.max_seq_length
         unit, about = "chunks", f"{len(texts):,} files, {tokens}"
         if settings.chunks is None:
-            _check_lengths(names, made.lengths, settings.batch_tokens)
+            for name, length in zip(names, made.lengths, strict=True):
+                if length > settings.batch_tokens:
+                    raise ValueError(
+                        f"{name} has {length:,} tokens but a batch holds {settings.batch_tokens:,}; raise --batch-tokens if "
+                        "there is enough memory, or cut texts with --max-length"
+                    )
             unit, about = "texts", f"{tokens}, {made.cut:,} cut to {longest:,}" if made.cut else tokens
         if made.cut:
             errors.print(
@@ -221,13 +226,3 @@ def _chunk_rule(chunks: str, *, lines: bool) -> int | Literal["sentences", "para
     if lines:
         raise ValueError("--chunks divides whole files; omit --lines")
     return int(chunks) if chunks.isdecimal() else cast("Literal['sentences', 'paragraphs']", chunks)
-
-
-def _check_lengths(names: Sequence[str], lengths: Sequence[int], batch_tokens: int) -> None:
-    """Raises a ValueError if a text does not fit into a batch."""
-    for name, length in zip(names, lengths, strict=True):
-        if length > batch_tokens:
-            raise ValueError(
-                f"{name} has {length:,} tokens but a batch holds {batch_tokens:,}; raise --batch-tokens if there is enough "
-                "memory, or cut texts with --max-length"
-            )
