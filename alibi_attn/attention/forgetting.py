@@ -158,7 +158,8 @@ def gate_sums(log_fgate: Tensor) -> Tensor:
     Differences of these sums are accurate to the rounding of the larger one. Cuts add nothing, because `query_start` hides the
     keys before them. A cut and a gate below the floor have no gradient.
     """
-    gates = log_fgate.to(widest(log_fgate)).nan_to_num(math.nan, math.inf, 0.0).clamp(min=GATE_FLOOR)
+    gates = log_fgate.to(widest(log_fgate))
+    gates = gates.masked_fill(gates == -math.inf, 0.0).clamp(min=GATE_FLOOR)  # nothing passes, not even NaN
     coarse = (gates.detach() / GATE_STEP).trunc() * GATE_STEP
     return coarse.cumsum(-1) + (gates - coarse).cumsum(-1)
 

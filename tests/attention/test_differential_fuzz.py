@@ -84,6 +84,8 @@ FOUND = (
     Call(seed=17, heads=2, query_len=29, key_len=12, slopes="batch", layout_masks="negative", asks_reach=True),
     Call(seed=82, batch=0, heads=10, kv_heads=5, query_len=9, key_len=9, head_dim=31),
     Call(seed=107, batch=0, query_len=104, key_len=17, causal=False, wanted="slopes", dropout_p=0.1),
+    Call(seed=8304664, dtype="float16", batch=2, query_len=209, key_len=333, head_dim=65, slopes="batch", window=64,
+         outlier_value=1e20, tolerance=1e-06, dropout_p=0.9, torch_seed=854680329, gates="both", gates_as="float64"),
 )  # fmt: skip
 
 
