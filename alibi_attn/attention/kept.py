@@ -5,48 +5,21 @@ Shapes are those of `call/spec.py`.
 """
 
 import itertools
-from collections.abc import Callable, Sequence
-from typing import Any, NamedTuple, cast
+from collections.abc import Sequence
+from typing import Any, cast
 
 import torch
 from torch import Tensor
 
 from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.call.spec import index_of
-from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.forgetting import forgetting_attention
 from alibi_attn.attention.run import decoding
+from alibi_attn.attention.run.decoding import Kept as Kept
 from alibi_attn.attention.run.merging import merged
 from alibi_attn.attention.toeplitz import toeplitz_attention
 
 _DEFAULTS = {"dropout_p": 0.0, "sinks": 0, "registers": 0, "backend": "auto", "causal": True}
-
-
-class Kept(NamedTuple):
-    """The keys of a group of heads, all of which keep the same tokens.
-
-    Args:
-        key, value: [B, K, S, D] of the group's key heads.
-        heads: the group's query heads; None = all.
-        first: the index of query 0 among these keys, an int or a 0-d int64 tensor, which is not read on the host.
-        norms: returns upper bounds of the norms of these keys and values; None = unknown.
-        log_fgate: [B, H, S] of the group's query heads: forget gates.
-        exists: [B, S] bool: which keys exist; None = all.
-        window: at most this many keys, up to the query's own, exist; None = all.
-        select: `heads` as a slice or as indices on the device; None = made from `heads`.
-        firsts: [groups] int64, `first` of all groups, if one call reads all groups.
-    """
-
-    key: Tensor
-    value: Tensor
-    heads: Sequence[int] | None = None
-    first: int | Tensor = 0
-    norms: Callable[[], Norms] | None = None
-    log_fgate: Tensor | None = None
-    exists: Tensor | None = None
-    window: int | None = None
-    select: slice | Tensor | None = None
-    firsts: Tensor | None = None
 
 
 def attend(query: Tensor, kept: Sequence[Kept], slopes: Tensor | None = None, **options: Any) -> Tensor:

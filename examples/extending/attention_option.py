@@ -16,7 +16,7 @@ from pathlib import Path
 # By file of alibi_attn/attention: a text that is in it once, and what takes its place. {} is the text itself.
 FIELD = ("call/spec.py", "    tolerance: float\n", "{}    logit_cap: float = 0.0\n")
 OPTION = [
-    ("call/options.py", "    registers: int\n", "{}    logit_cap: float\n"),
+    ("call/options.py", "    query_positions: Array | None\n", "{}    logit_cap: float\n"),
     ("call/options.py", '    "registers": 0,\n', '{}    "logit_cap": 0.0,\n'),
 ]
 CHECK = (

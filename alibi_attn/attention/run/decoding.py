@@ -7,8 +7,8 @@ not finite, each head of each row attends to a slice instead (`near_keys.py`).
 """
 
 import functools
-from collections.abc import Mapping
-from typing import TYPE_CHECKING, Any, cast
+from collections.abc import Callable, Mapping, Sequence
+from typing import Any, NamedTuple, cast
 
 import torch
 from torch import Tensor
@@ -29,9 +29,6 @@ from alibi_attn.attention.run.execution import attend
 from alibi_attn.attention.run.merging import merged
 from alibi_attn.attention.run.near_keys import Runs, buckets, needed_keys, visible_runs
 
-if TYPE_CHECKING:
-    from alibi_attn.attention.kept import Kept
-
 Spec = AttentionSpec[Tensor]
 
 MAX_QUERIES = 16  # of the CPU kernel
@@ -42,7 +39,34 @@ LONG = 2**23
 READS = frozenset({"window", "scale", "key_mask"})
 
 
-def attend_if_near(query: Tensor, kept: "Kept", slopes: Tensor | None, options: Mapping[str, Any]) -> Tensor | None:
+class Kept(NamedTuple):
+    """The keys of a group of heads, all of which keep the same tokens.
+
+    Args:
+        key, value: [B, K, S, D] of the group's key heads.
+        heads: the group's query heads; None = all.
+        first: the index of query 0 among these keys, an int or a 0-d int64 tensor, which is not read on the host.
+        norms: returns upper bounds of the norms of these keys and values; None = unknown.
+        log_fgate: [B, H, S] of the group's query heads: forget gates.
+        exists: [B, S] bool: which keys exist; None = all.
+        window: at most this many keys, up to the query's own, exist; None = all.
+        select: `heads` as a slice or as indices on the device; None = made from `heads`.
+        firsts: [groups] int64, `first` of all groups, if one call reads all groups.
+    """
+
+    key: Tensor
+    value: Tensor
+    heads: Sequence[int] | None = None
+    first: int | Tensor = 0
+    norms: Callable[[], Norms] | None = None
+    log_fgate: Tensor | None = None
+    exists: Tensor | None = None
+    window: int | None = None
+    select: slice | Tensor | None = None
+    firsts: Tensor | None = None
+
+
+def attend_if_near(query: Tensor, kept: Kept, slopes: Tensor | None, options: Mapping[str, Any]) -> Tensor | None:
     """Causal attention [B, H, T, D] over the keys within reach; None unless few queries and many known keys make it faster.
 
     Args:
