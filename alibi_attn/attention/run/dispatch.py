@@ -57,34 +57,33 @@ def choose(backend: str, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor
     check_name(backend)
     auto = backend == "auto"
     candidates = (*PREFERRED.get(query.device.type, ()), dense) if auto else (BACKENDS[backend],)
-    used = spec.used()
-    # Whether the others could run need not be asked then; a compiled graph would have more guards.
-    may_skip = auto and not torch.compiler.is_compiling()
-    if may_skip and all(one is dense or one.too_small(spec) is not None for one in candidates):
-        of_dense = splitting.split(used, dense.READS)
-        if not of_dense.unread:
-            return Choice(dense.name, of_dense.off)
+    among = candidates if auto and not torch.compiler.is_compiling() else ()
     for chosen in candidates:
-        off, reason, small = _judged(chosen, used, spec, query, key, value)
+        off, reason, small = _judged(chosen, spec, query, key, value, among)
         if reason is None:
             break
     else:
         raise refusal(backend, str(reason))
     if auto and small is not None:
-        of_dense = splitting.split(used, dense.READS)
+        of_dense = splitting.split(spec.used(), dense.READS)
         if not of_dense.unread:
             return Choice(dense.name, of_dense.off)
     return Choice(chosen.name, off)
 
 
 def _judged(
-    backend: Backend, used: frozenset[str], spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor
-) -> tuple[frozenset[str], str | None, TooSmall | None]:
+    backend: Backend, spec: AttentionSpec[Tensor], query: Tensor, key: Tensor, value: Tensor,
+    among: tuple[Backend, ...] = (),
+) -> tuple[frozenset[str], str | None, TooSmall | None]:  # fmt: skip
     """(the fields that are split off before, why the backend cannot run the call, why "auto" prefers `dense`).
 
-    A reason is a field that it does not read, and that cannot be split off, or its own.
+    A reason is a field that it does not read, and that cannot be split off, or its own. If `dense` is preferred to each backend
+    of `among`, no reason is looked for: it would not change the choice, and a compiled graph would have more guards.
     """
-    off, small = splitting.WHOLE.off, backend.too_small(spec)
+    used, off, small = spec.used(), splitting.WHOLE.off, backend.too_small(spec)
+    is_small = small is not None and among and all(one is dense or one.too_small(spec) is not None for one in among)
+    if is_small and not splitting.split(used, dense.READS).unread:
+        return off, None, small
     if not used <= backend.READS:
         off, unread = splitting.split(used, backend.READS)
         if unread:
@@ -112,9 +111,9 @@ def verdicts(
 ) -> dict[str, str]:
     """The verdict on each backend, for `explain`; `runs` runs, and `backend` is the caller's argument."""
     preferred = PREFERRED.get(query.device.type, (dense,))
-    words, used = {}, spec.used()
+    words = {}
     for name, candidate in BACKENDS.items():
-        _, reason, small = _judged(candidate, used, spec, query, key, value)
+        _, reason, small = _judged(candidate, spec, query, key, value)
         otherwise = "can run" if small is None else f"can run; auto takes dense instead: {small}"
         if candidate not in preferred:
             otherwise = "can run; auto does not pick it on this device"
