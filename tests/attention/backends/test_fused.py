@@ -106,7 +106,7 @@ def test_random_calls_equal_the_definition(interpreter: ProcessPoolExecutor) -> 
     """The random calls of `test_differential_fuzz`; in call 12 the gradient of lse has a negative bit, with key biases.
     In call 38 slopes are so steep that they are finite only in natural units. From 44 on biases and gates are extreme, from 115
     on there are also NaN and huge numbers in hidden keys, with many queries and with few, in both dtypes."""
-    for seed in (*range(8), 12, 38, 44, 59, 72, 96, 115, 130, 137, 232, 273, 312, 467, 740, 872, 995, 1187):
+    for seed in (*range(8), 12, 38, 44, 59, 72, 96, 115, 130, 137, 232, 273, 312, 467, 740, 766, 872, 995, 1187):
         assert (
             not interpreter.submit(differential_fuzz.fuzz, ["fused"], range(seed, seed + 1)).result()["fused"].failures
         )
