@@ -68,22 +68,24 @@ def largest_distances(spec: Spec, device: torch.device) -> Tensor:
 def visible(spec: Spec, distance: Tensor) -> Tensor:
     """[B|1, H|1, T, S] bool: True if the query may see the key. `distance` comes from `distances`."""
     seen = distance >= 0 if spec.causal else torch.ones_like(distance, dtype=torch.bool)
-    keys, of_index = distance, (spec.prefix_len, spec.window, spec.right_window, spec.head_windows, spec.query_start)
-    if any(x is not None for x in of_index):  # else the indices of keys are not used
-        keys = torch.arange(spec.key_len, device=distance.device)
+
+    def keys() -> Tensor:
+        return torch.arange(spec.key_len, device=distance.device)
+
     if spec.prefix_len is not None:
-        seen = seen | (keys < spec.prefix_len[:, None])[:, None]
+        seen = seen | (keys() < spec.prefix_len[:, None])[:, None]
     if spec.window is not None or spec.right_window is not None:
         most = (x for x in (spec.window, spec.window if spec.right_window is None else spec.right_window))
         left, right = (MAX_POSITION if x is None else x for x in most)
-        seen = seen & (((distance < left) & (distance > -right)) | (keys < spec.sinks))
+        seen = seen & (((distance < left) & (distance > -right)) | (keys() < spec.sinks))
     if spec.query_segments is not None and spec.key_segments is not None:
         seen = seen & (spec.query_segments[:, :, None] == spec.key_segments[:, None, :])
     if spec.key_mask is not None:
         seen = seen & spec.key_mask[:, None, :]
     seen = seen[:, None]
     if spec.head_windows is not None:
-        within = [(distance.abs() < window) | (keys < spec.sinks) for window in spec.head_windows]
+        is_sink = keys() < spec.sinks
+        within = [(distance.abs() < window) | is_sink for window in spec.head_windows]
         seen = seen & torch.stack(within, 1)
     if spec.right_slopes is not None:
         never_right = torch.isinf(spec.right_slopes).reshape(-1, spec.num_heads, 1, 1)
@@ -93,7 +95,7 @@ def visible(spec: Spec, distance: Tensor) -> Tensor:
     if spec.key_bias is not None:
         seen = seen & (spec.key_bias.detach() > -torch.inf)[:, :, None]
     if spec.query_start is not None:
-        seen = seen & (keys >= spec.query_start[..., None])
+        seen = seen & (keys() >= spec.query_start[..., None])
     return seen
 
 
