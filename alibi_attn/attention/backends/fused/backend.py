@@ -266,7 +266,7 @@ def _launch_backward(
     may = spec.table is None and may_describe(query.dtype, spec.head_dim, large=large)
     width = 1 << (spec.head_dim - 1).bit_length()
     known = may and is_hopper(device) and spec.key_bias is None and all(map(is_describable, (key, value)))
-    shape = _shape("query", spec, query, described=known)
+    shape = _shape("query", spec, query, tiles.rows, described=known)
     fetched = (described(x, shape.keys, width) for x in (key, value)) if known else (keys, values)
     launch(
         device, query_kernel, (b * h * -(-t // shape.queries), 1, 1),
@@ -275,7 +275,7 @@ def _launch_backward(
         _visited(tiles, bands=bands), order, tiling(spec.head_dim, spec.causal, shape[:2], tiles.rows, unit, described=known),
     )  # fmt: skip
     known = may and all(map(is_describable, (query, grad_output)))
-    shape = _shape("key", spec, query, described=known)
+    shape = _shape("key", spec, query, tiles.rows, described=known)
     if known:
         queries, grads = (described(x, shape.queries, width) for x in (query, grad_output))
     launch(
@@ -288,12 +288,11 @@ def _launch_backward(
         table.add_up(spec, inputs, (lses, delta), call, tiles.rows, table.widths(query).diagonal, of_table)
 
 
-def _shape(kernel: Kernel, spec: Spec, query: Tensor, *, described: bool) -> Shape:
-    """The tile of a kernel of backward."""
+def _shape(kernel: Kernel, spec: Spec, query: Tensor, rows: int, *, described: bool) -> Shape:
+    """The tile of a kernel of backward; `rows` queries share one plan."""
     if spec.table is not None:
         found = table.widths(query)
         return Shape(*(found.rows if kernel == "query" else found.keys), warps=4, stages=2)
-    rows = plan_rows(spec.query_len)
     return tile_shape(kernel, query.dtype, spec.head_dim, large=is_large(query.device), described=described, rows=rows)
 
 
