@@ -25,7 +25,7 @@ BACKENDS = "cpu", "cuda"
 VERSION = 1  # of the functions' interface; users ask for it: get_kernel(repository, version=1)
 # Not a part: the package's own list of names, and modules that need more than the attention functions.
 LEFT_OUT = "__init__.py", "__main__.py", "inspect.py"
-HOMES = {name: home for home, names in _HOMES.items() if home != f"{PACKAGE}.nn" for name in names}
+HOMES = {name: home for home, names in _HOMES.items() if not home.startswith(f"{PACKAGE}.nn") for name in names}
 # Older versions of `kernels` load the folder with the repository's name.
 OLDER = '''"""The same names, for versions of `kernels` that load this folder."""
 

@@ -94,8 +94,7 @@ def _modules(path: Path) -> tuple[list[str], bool]:
     listed = checkpoint_files.read_json(path, list)
     if not all(isinstance(module, dict) for module in listed):
         raise ValueError(f"{path} is damaged: it lists no modules; download it again")
-    # The class name of a sentence-transformers module in any version; other names are compared unmodified.
-    kinds = [re.sub(r"^sentence_transformers\..*\.", "", str(module.get("type"))) for module in listed]
+    kinds = [_kind(str(module.get("type"))) for module in listed]
     if kinds[:2] != ["Transformer", "Pooling"] or kinds[2:] not in ([], ["Normalize"]):
         names = ", ".join(str(module.get("type")) for module in listed) or "no module"
         raise ValueError(
@@ -110,6 +109,11 @@ def _modules(path: Path) -> tuple[list[str], bool]:
             raise ValueError(f"{path} is damaged: {place!r} is not the name of a folder next to it; download it again")
         places.append(place)
     return places, len(kinds) == 3
+
+
+def _kind(name: str) -> str:
+    """The class name of a sentence-transformers module in any version; other names are returned unmodified."""
+    return name.rpartition(".")[2] if name.startswith("sentence_transformers.") else name
 
 
 def _pooling(options: Options) -> dict[str, Any]:
