@@ -126,8 +126,9 @@ def forgetting_attention(
     first = check_gates(spec, log_fgate, query, options.get("query_offset"))
     name = dispatch.choose(backend, spec, query, key, value).name
     if name == fused.name and are_ordinary(log_fgate, query, key, value) and not transforms():
-        numbers = {"num_heads": spec.num_heads, "first": first, "query_len": spec.query_len}
-        bias, query_bias, start = gate_biases(log_fgate, spec.key_bias, **numbers)  # `with_gates` in one kernel
+        bias, query_bias, start = gate_biases(  # `with_gates` in one kernel
+            log_fgate, spec.key_bias, num_heads=spec.num_heads, first=first, query_len=spec.query_len
+        )
         spec = dataclasses.replace(spec, key_bias=bias, query_bias=query_bias, query_start=start)
     else:
         spec = with_gates(spec, gate_sums(log_fgate), first, log_fgate)

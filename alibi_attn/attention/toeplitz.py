@@ -127,9 +127,8 @@ def _check_table(spec: AttentionSpec[Tensor], table: Tensor) -> None:
     most = spec.query_offset + spec.query_len
     if not spec.causal:
         most = max(most, spec.key_len - spec.query_offset)
-    needed = max(
-        1, most if spec.window is None else min(most, spec.window)
-    )  # distances that occur; a table has a column
+    # The distances that occur; at least one, so that a table has a column.
+    needed = max(1, most if spec.window is None else min(most, spec.window))
     if (available := (table.shape[1] if spec.causal else table.shape[1] // 2 + 1)) < needed:
         raise ValueError(
             f"table has the distances 0 to {available - 1} but a query and a key are {needed - 1} apart; pass one with "

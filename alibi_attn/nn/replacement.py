@@ -69,11 +69,12 @@ def restore(changes: Sequence[Replacement], what: str) -> None:
             )
     for change, place in reversed(list(zip(changes, places, strict=True))):
         assert place is not None
-        is_forward = change.name in _FORWARDS
-        own = types.MethodType(type(change.module).forward, change.module) if is_forward else None
-        value = change.before if change.had else own
-        is_own = place == "forward" and value == own if is_forward else not change.had
-        if is_own:  # of the class
+        value, is_of_class = change.before, not change.had
+        if change.name in _FORWARDS:
+            own = types.MethodType(type(change.module).forward, change.module)
+            value = change.before if change.had else own
+            is_of_class = place == "forward" and value == own
+        if is_of_class:
             delattr(change.module, place)
         else:
             setattr(change.module, place, value)

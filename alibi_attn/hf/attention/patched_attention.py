@@ -113,9 +113,8 @@ def attended(
     settings, first = settings_of(layer), kept[0].first
     m = slopes_beside(settings.slopes if slopes is None else slopes, torch.float32, query)
     keys = keys_of(mask, kept[0].key.shape[2])
-    if (
-        keys.segments is not None and query.shape[2] <= 1
-    ):  # other texts are hidden keys, so that it may read near keys only
+    # With one query, other texts are hidden keys, so that it may read near keys only.
+    if keys.segments is not None and query.shape[2] <= 1:
         at = first.reshape(1) if isinstance(first, Tensor) else slice(first, first + 1)
         same = keys.segments == keys.segments[:, at]
         keys = keys._replace(seen=same if keys.seen is None else same & keys.seen, segments=None)

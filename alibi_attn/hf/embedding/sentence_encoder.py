@@ -184,8 +184,10 @@ def sentence_transformer(
         device, dtype = checked_place(kind, device or ("cuda" if torch.cuda.is_available() else "cpu"))
     elif device is not None:
         checked_device(device)
-    hub: Any = {"revision": revision, "cache_dir": cache_dir, "token": token, "local_files_only": local_files_only}
-    loaded = load(folder_or_id, max_seq_length=max_seq_length, dtype=dtype, **hub)
+    loaded = load(
+        folder_or_id, max_seq_length=max_seq_length, dtype=dtype, revision=revision, cache_dir=cache_dir, token=token,
+        local_files_only=local_files_only,
+    )  # fmt: skip
     settings, config = loaded.folder, loaded.model.config
     config.max_position_embeddings = max(config.max_position_embeddings, loaded.max_seq_length)
     # modules.Transformer loads with AutoModel: config and tokenizer from a temporary folder, the weights from memory.

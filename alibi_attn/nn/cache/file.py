@@ -21,7 +21,7 @@ import struct
 import tempfile
 import zlib
 from pathlib import Path
-from typing import Any, Self
+from typing import IO, Any, Self
 
 import numpy as np
 import torch
@@ -110,13 +110,8 @@ class CacheFile:
         """
         room = _whole(max(CAPACITY, capacity or 2 * key.shape[2]), TILE * 256)
         header = cache_header.header_for(key, value, capacity=room, fingerprint=fingerprint, part=part)
-        folder = None if source is None else source.folder
         try:
-            with (
-                tempfile.TemporaryFile(dir=folder)
-                if path is None
-                else files.new_file(path, replace=capacity is not None) as file
-            ):
+            with _nameless(source) if path is None else files.new_file(path, replace=capacity is not None) as file:
                 os.pwrite(file.fileno(), cache_header.encoded(header), 0)
                 made = cls(Descriptor(os.dup(file.fileno())), path, header, "r+", new=True)
                 made._commit()
@@ -271,6 +266,11 @@ class CacheFile:
         about = {"fingerprint": self.fingerprint, "part": self.part}
         larger = type(self).write(path, *tensors, **about, source=self, capacity=capacity)
         vars(self).update(vars(larger), folder=folder)
+
+
+def _nameless(source: CacheFile | None) -> IO[bytes]:
+    """A temporary file that the system removes when it is closed."""
+    return tempfile.TemporaryFile(dir=None if source is None else source.folder)
 
 
 def _whole(size: int, unit: int = _TABLE) -> int:

@@ -70,9 +70,8 @@ def cached(
             with tempfile.TemporaryDirectory(prefix="alibi-attn-", ignore_cleanup_errors=True) as temporary:
                 built = Path(temporary) / f"kernels{SUFFIX}"
                 compile_and_link(command, dict.fromkeys(sources, flags), flags, Path(temporary), built)
-                return load(
-                    _keep(built, folder, name) or built
-                )  # a loaded library stays valid when its file is deleted
+                # A loaded library stays valid when its file is deleted.
+                return load(_keep(built, folder, name) or built)
         except OSError as error:
             raise BuildError(
                 f"the temporary folder cannot be used: {error}; set TMPDIR to a folder with free space"
