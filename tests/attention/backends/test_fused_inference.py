@@ -29,7 +29,7 @@ from alibi_attn.attention.run.dispatch import RUNS
 from alibi_attn.nn import ALiBiAttention, KVCache
 
 interpreted = pytest.mark.usefixtures("interpreter")
-MANY = mock.patch.object(split_keys, "WHOLE_BYTES", 0)  # keys are so many that a step does not read all
+MANY = mock.patch.object(split_keys, "WHOLE_BYTES", 0)  # a step has too many keys to read all of them
 OFF_CPU = mock.patch.object(decoding, "_on_cpu", return_value=False)
 
 DECODE = Case("decode", batch=2, heads=4, kv_heads=2, query_len=3, key_len=700, slopes="steep", head_dim=16)

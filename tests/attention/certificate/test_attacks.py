@@ -1,4 +1,4 @@
-"""No attack breaks a certificate, whoever computes it, and careless ones are detected."""
+"""Attacks break no certificate of PyTorch or the C++ kernels, and do break certificates that claim too much."""
 
 import dataclasses
 from collections.abc import Callable

@@ -9,9 +9,8 @@ import torch
 
 from alibi_lab import records
 
-Found = tuple[
-    float, float, tuple[str, ...]
-]  # the share of the limit that was lost, the share of skipped keys, the draw's kinds
+# The share of the limit that was lost, the share of skipped keys, the draw's kinds.
+Found = tuple[float, float, tuple[str, ...]]
 
 
 def attack_all(
