@@ -92,6 +92,13 @@ def test_a_phone_scrolls_only_inside_tables(browser, page: Path) -> None:
     assert browser.execute_script(smallest) > 8
 
 
+def test_the_table_of_slopes_fits_next_to_a_picture(browser, page: Path) -> None:
+    _open(browser, page, width=1280)
+    box = "const box = document.querySelector('[aria-label=Slopes]'); return [box.scrollWidth, box.clientWidth]"
+    needed, given = browser.execute_script(box)
+    assert needed == given > 0
+
+
 @pytest.fixture(scope="module")
 def judged(tmp_path_factory: pytest.TempPathFactory) -> Path:
     """A comparison of every method on five tasks, the widest page."""
