@@ -8,6 +8,7 @@ equivalent one, and splitting each program for several compiling threads costs a
 import gc
 import os
 import sys
+from collections.abc import Iterator
 from importlib import metadata
 
 import pytest
@@ -54,6 +55,15 @@ def _what_modules_before_left_stays() -> None:
     """Also freezes torch.compile's and JAX's caches, which make every later collection a second long."""
     gc.collect()
     gc.freeze()
+
+
+@pytest.fixture
+def no_gradients() -> Iterator[None]:
+    """For most tests of a file: `pytestmark = pytest.mark.usefixtures("no_gradients")`."""
+    import torch
+
+    with torch.no_grad():
+        yield
 
 
 @pytest.fixture

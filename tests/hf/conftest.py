@@ -4,10 +4,12 @@ from collections.abc import Callable
 
 import pytest
 import torch
+from decoder_checkpoints import SIZES
 from torch import nn
 from transformers import BloomConfig, BloomForCausalLM, FalconConfig, FalconForCausalLM, MptConfig, MptForCausalLM
 
 from alibi_attn.hf import ALiBiCausalLMConfig, ALiBiForCausalLM, patch
+from alibi_attn.hf.attention.patched_attention import Numerics
 
 PLAIN_FALCON = {"new_decoder_architecture": False, "parallel_attn": False, "bias": True, "multi_query": False}
 VOCABULARY = 60
@@ -28,8 +30,7 @@ def falcon(**changes: object) -> nn.Module:
 
 
 def ours(**changes: object) -> nn.Module:
-    sizes = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 64}
-    return ALiBiForCausalLM(ALiBiCausalLMConfig(**{**sizes, "vocab_size": VOCABULARY, **changes}))
+    return ALiBiForCausalLM(ALiBiCausalLMConfig(**{**SIZES, **changes}))
 
 
 _SHARED = {"vocab_size": VOCABULARY, "pad_token_id": 0, "bos_token_id": 1, "eos_token_id": 2}
@@ -70,13 +71,26 @@ def model(request, build_patched) -> nn.Module:
 def build_patched(build) -> Callable[..., nn.Module]:
     """The same, patched where it is a model of transformers."""
 
-    def builder(family: str, **options: object) -> nn.Module:
+    def builder(family: str, *, numerics: Numerics = "exact", **options: object) -> nn.Module:
+        if family == "ours":
+            return build(family, numerics=numerics, **options)
         model = build(family, **options)
-        if family != "ours":
-            patch(model)
+        patch(model, numerics=numerics)
         return model
 
     return builder
+
+
+@pytest.fixture
+def largest() -> Callable[..., int]:
+    """largest(run) -> the fp32 numbers of the largest allocation by torch; a dispatch mode would change the backend."""
+
+    def measured(run: Callable[[], object]) -> int:
+        with torch.profiler.profile(activities=[torch.profiler.ProfilerActivity.CPU], profile_memory=True) as profile:
+            run()
+        return max(event.self_cpu_memory_usage for event in profile.events()) // 4
+
+    return measured
 
 
 @pytest.fixture

@@ -3,7 +3,7 @@
 import pytest
 import torch
 from encoder_oracle import write_folder
-from transformers import MptConfig, MptForCausalLM
+from torch import nn
 
 from alibi_attn.hf import ALiBiForCausalLM, patch
 
@@ -31,17 +31,7 @@ RENAMED = {
 }
 
 
-def mpt() -> MptForCausalLM:
-    sizes = {"d_model": 48, "n_heads": 4, "n_layers": 2, "vocab_size": 60, "max_seq_len": 64}
-    model = MptForCausalLM(MptConfig(**sizes)).eval()
-    draw = torch.Generator().manual_seed(1)
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.3 * torch.randn(parameter.shape, generator=draw)
-    return model
-
-
-def replit_weights(model: MptForCausalLM) -> dict[str, torch.Tensor]:
+def replit_weights(model: nn.Module) -> dict[str, torch.Tensor]:
     weights = {}
     for name, tensor in model.state_dict().items():
         for ours, theirs in RENAMED.items():
@@ -52,16 +42,15 @@ def replit_weights(model: MptForCausalLM) -> dict[str, torch.Tensor]:
 
 
 @torch.no_grad()
-def test_a_replit_has_the_logits_of_mpt(tmp_path):
-    model = mpt()
+def test_a_replit_has_the_logits_of_mpt(tmp_path, build, tokens):
+    model, ids = build("mpt", n_heads=4), tokens(2, 50)
     found = ALiBiForCausalLM.from_pretrained(write_folder(tmp_path / "replit", replit_weights(model), REPLIT))
-    ids = torch.randint(60, (2, 50), generator=torch.Generator().manual_seed(2))
     patch(model)  # it honors alibi_bias_max, which transformers ignores
     torch.testing.assert_close(found(ids).logits, model(ids).logits, rtol=1e-4, atol=1e-4)
     assert found.config.trained_length == REPLIT["max_seq_len"]
 
 
-def test_a_replit_whose_slopes_are_not_known_is_refused(tmp_path):
-    folder = write_folder(tmp_path / "replit", replit_weights(mpt()), REPLIT | {"n_heads": 6})
+def test_a_replit_whose_slopes_are_not_known_is_refused(tmp_path, build):
+    folder = write_folder(tmp_path / "replit", replit_weights(build("mpt")), REPLIT | {"n_heads": 6})
     with pytest.raises(ValueError, match="n_heads = 6 but only powers of two are supported: others have other slopes"):
         ALiBiForCausalLM.from_pretrained(folder)

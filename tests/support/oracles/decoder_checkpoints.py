@@ -12,6 +12,7 @@ from torch import Tensor
 from alibi_attn.hf import ALiBiForCausalLM
 
 DATA = Path(__file__).parents[2] / "hf" / "data"
+SIZES = {"vocab_size": 60, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 64}
 NAMES = ("baichuan", "baichuan2", "jais", "btlm", "mpt-grouped", "mpt-biases", "refact")
 
 
@@ -35,6 +36,19 @@ def original(name: str) -> Original:
     weights = {key.removeprefix("weights."): tensor for key, tensor in tensors.items() if key.startswith("weights.")}
     numbers = {key: tensor for key, tensor in tensors.items() if not key.startswith("weights.")}
     return Original(weights, config, numbers)
+
+
+def step1() -> Original:
+    """A Step-1 with shared key heads, of the weights of a Baichuan."""
+    files = original("baichuan")
+    sizes = {name: files.config[name] for name in ("vocab_size", "hidden_size", "num_attention_heads", "rms_norm_eps")}
+    sizes |= {name: files.config[name] for name in ("intermediate_size", "num_hidden_layers")}
+    for n in range(2):
+        at = f"model.layers.{n}.self_attn."
+        q, k, v = files.weights.pop(f"{at}W_pack.weight").chunk(3)
+        files.weights |= {f"{at}q_proj.weight": q, f"{at}k_proj.weight": k[:16], f"{at}v_proj.weight": v[:16]}
+    about = {"model_type": "step1", "architectures": ["Step1ForCausalLM"], "num_attention_groups": 2, **sizes}
+    return Original(files.weights, {**about, "max_seq_len": 128, "tie_word_embeddings": False}, {})
 
 
 def choices(name: str) -> dict[str, bool]:

@@ -28,20 +28,21 @@ def logits(
         normalized_head: whether to normalize the head's rows, as Baichuan2 does.
     """
     w = {name: tensor.double() for name, tensor in weights.items()}
-    family = {"baichuan": _baichuan, "jais": _cerebras, "btlm": _cerebras, "mpt": _mpt, "gpt_refact": _refact}
+    family = {"baichuan": _baichuan, "step1": _baichuan, "jais": _cerebras, "btlm": _cerebras, "mpt": _mpt}
+    family["gpt_refact"] = _refact
     seen = torch.ones_like(ids, dtype=torch.bool) if mask is None else mask.bool()
     return family[about["model_type"]](w, about, ids, seen, normalized_head)
 
 
-def attention(query: Tensor, key: Tensor, value: Tensor, slopes: Tensor, scale: float, seen: Tensor) -> Tensor:
-    """Σ_j softmax_j(scale·q_i·k_j − m·(i − j))·v_j over the visible keys j ≤ i: [B, T, H|K, D] -> [B, T, H·D]."""
+def attention(query, key, value, slopes: Tensor, scale: float, seen: Tensor, power: float = 1.0) -> Tensor:
+    """Σ_j softmax_j(scale·q_i·k_j − m·(i − j)^power)·v_j over the visible keys j ≤ i: [B, T, H|K, D] -> [B, T, H·D]."""
     length, heads = query.shape[1:3]
     at = torch.arange(length)
     distance = (at[:, None] - at).double()
     outputs = []
     for head in range(heads):
         shared = head * key.shape[2] // heads
-        scores = scale * query[:, :, head] @ key[:, :, shared].mT - slopes[head] * distance
+        scores = scale * query[:, :, head] @ key[:, :, shared].mT - slopes[head] * distance.clamp(min=0) ** power
         scores = scores.masked_fill((distance < 0) | ~seen[:, None, :], -math.inf)
         shares = scores.softmax(-1).nan_to_num(0.0)  # a query that sees nothing
         outputs.append(shares @ value[:, :, shared])
@@ -75,14 +76,16 @@ def _baichuan(w: dict[str, Tensor], about: dict, ids: Tensor, seen: Tensor, norm
         return x / (x.square().mean(-1, keepdim=True) + about["rms_norm_eps"]).sqrt() * w[f"{name}.weight"]
 
     width, heads = about["hidden_size"], about["num_attention_heads"]
-    size, x = width // heads, w["model.embed_tokens.weight"][ids]
+    size, x, power = width // heads, w["model.embed_tokens.weight"][ids], 0.5 if about["model_type"] == "step1" else 1.0
     for n in range(about["num_hidden_layers"]):
         at = f"model.layers.{n}"
-        q, k, v = (
-            _heads(part, size)
-            for part in _linear(w, f"{at}.self_attn.W_pack", rms(f"{at}.input_layernorm", x)).chunk(3, -1)
-        )
-        x = x + _linear(w, f"{at}.self_attn.o_proj", attention(q, k, v, published(heads), size**-0.5, seen))
+        y = rms(f"{at}.input_layernorm", x)
+        if power == 1.0:
+            parts = _linear(w, f"{at}.self_attn.W_pack", y).chunk(3, -1)
+        else:
+            parts = [_linear(w, f"{at}.self_attn.{part}_proj", y) for part in "qkv"]
+        q, k, v = (_heads(part, size) for part in parts)
+        x = x + _linear(w, f"{at}.self_attn.o_proj", attention(q, k, v, published(heads), size**-0.5, seen, power))
         y = rms(f"{at}.post_attention_layernorm", x)
         gated = F.silu(_linear(w, f"{at}.mlp.gate_proj", y)) * _linear(w, f"{at}.mlp.up_proj", y)
         x = x + _linear(w, f"{at}.mlp.down_proj", gated)
