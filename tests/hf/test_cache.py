@@ -95,10 +95,7 @@ def test_far_and_hidden_keys_are_not_read_under_padding(near, build, tokens):
         logits = model(ids[:, -1:], attention_mask=more, past_key_values=cache).logits
         cache.crop(-1)
         for layer in cache.layers:
-            for x in (
-                layer.keys.data,
-                layer.values.data,
-            ):  # norms of the visible part of a row's first tile are recomputed
+            for x in (layer.keys.data, layer.values.data):  # norms of the visible part of a row's first tile stay
                 x[0, :, :1024], x[1, :, :1300], x[1, :, 1344:1500] = torch.nan, torch.nan, torch.nan
         assert torch.equal(model(ids[:, -1:], attention_mask=more, past_key_values=cache).logits, logits)
         cache.crop(-1)
@@ -129,9 +126,8 @@ def test_a_pickle_of_another_format_is_refused_by_name(received, described, buil
     state = cache.__getstate__()
     assert list(state) == ["format", "stores"]  # of format 1: a change of these names needs a new number
     unpickled = ALiBiCache.__new__(ALiBiCache)
-    with pytest.raises(
-        ValueError, match=f"pickled ALiBiCache has {described} but .* reads format 1 and 2; .* a new ALiBiCache"
-    ):
+    message = f"pickled ALiBiCache has {described} but .* reads format 1 and 2; .* a new ALiBiCache"
+    with pytest.raises(ValueError, match=message):
         unpickled.__setstate__({**state, "format": received})
 
 
@@ -170,17 +166,6 @@ def test_a_cache_belongs_to_one_layer_of_one_model(build, tokens):
         model(ids, past_key_values=ALiBiCache())
 
 
-@torch.no_grad()
-def test_a_fixed_capacity_has_no_beams_and_logits_beyond_it_are_nan(build_patched, tokens):
-    model, ids, cache = build_patched("bloom"), tokens(2, 5), ALiBiCache(capacity=4)
-    assert model(ids[:, :4], past_key_values=cache).logits.isfinite().all()
-    rows = torch.tensor([1, 0])
-    for change, given in (("reorder_cache", rows), ("batch_select_indices", rows), ("batch_repeat_interleave", 2)):
-        with pytest.raises(ValueError, match="a cache of a fixed capacity has no beams"):
-            getattr(cache, change)(given)
-    assert model(ids[:, 4:], past_key_values=cache).logits.isnan().all()
-
-
 def interrupted(model, ids, cache):
     """A pass over more tokens that ends before the second layer appends, as Ctrl-C does."""
     hook = model.transformer.h[1].register_forward_pre_hook(lambda *_: 1 / 0)
@@ -208,9 +193,6 @@ def test_an_unpatched_model_goes_on_after_an_interrupted_pass(build, tokens):
 @pytest.mark.parametrize("model", ["bloom", "mpt", "ours"], indirect=True)
 def test_keys_and_values_as_tuples_get_a_sentence(model, tokens):
     """transformers took tuples of (keys, values) in earlier releases."""
-    ids, message = (
-        tokens(1, 3),
-        r"past_key_values is a tuple but must be a cache of transformers, such as ALiBiCache\(\)",
-    )
-    with pytest.raises(TypeError, match=message):
+    ids = tokens(1, 3)
+    with pytest.raises(TypeError, match=r"is a tuple but must be a cache of transformers, such as ALiBiCache\(\)"):
         model(ids, past_key_values=((ids, ids),) * 2)

@@ -7,19 +7,17 @@ from transformers import DynamicCache
 from transformers.modeling_layers import GradientCheckpointingLayer
 from transformers_names import checkpoint_activations
 
-from alibi_attn.hf import ALiBiCache, patch
+from alibi_attn.hf import ALiBiCache
 
 FAMILIES = ("bloom", "mpt", "falcon", "ours")
 
 
 @pytest.fixture
-def checkpointed(build):
+def checkpointed(build_patched):
     """A model that trains with gradient checkpointing."""
 
     def builder(family, **options):
-        model = build(family, **(options if family == "ours" else {}))
-        if family != "ours":
-            patch(model, **options)
+        model = build_patched(family, **options)
         checkpoint_activations(model)
         return model.train()
 

@@ -11,6 +11,7 @@ from accelerate.utils import convert_outputs_to_fp32
 from alibi_attn.hf import patch
 from alibi_attn.hf.patching.capture_qk import watched
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
 FAMILIES = ("bloom", "mpt", "falcon")
 
 
@@ -33,7 +34,6 @@ class Counting(ModelHook):
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
 def test_weights_that_accelerate_offloads_still_reach_an_unpatched_model(family, build, tokens):
     model, ids = build(family), tokens(2, 12)
     expected = model(ids).logits
@@ -46,7 +46,6 @@ def test_weights_that_accelerate_offloads_still_reach_an_unpatched_model(family,
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
 def test_hooks_added_after_the_patch_stay_and_can_be_removed(family, build, tokens):
     model, ids, hook = build(family), tokens(2, 12), Counting()
     expected, before = model(ids).logits, attributes(model)
@@ -64,14 +63,15 @@ def test_hooks_added_after_the_patch_stay_and_can_be_removed(family, build, toke
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-@torch.no_grad()
-def test_hooks_that_were_removed_since_leave_nothing(family, build, tokens):
-    model, ids = build(family), tokens(2, 12)
+def test_hooks_added_before_the_patch_work_and_leave_nothing_once_they_are_removed(family, build, tokens):
+    model, ids, hook = build(family), tokens(2, 12), Counting()
     expected, before = model(ids).logits, attributes(model)
-    for module in (model.transformer, *model.transformer.modules()):
-        if "Attention" in type(module).__name__ or module is model.transformer:
-            add_hook_to_module(module, Counting())
-    handle = patch(model)
+    for module in list(model.modules()):
+        if "Attention" in type(module).__name__ or module in (model, model.transformer):
+            add_hook_to_module(module, hook)
+    handle = patch(model, numerics="checkpoint" if family == "falcon" else "exact")
+    torch.testing.assert_close(model(ids).logits, expected, rtol=1e-4, atol=1e-5)
+    assert hook.calls == 4
     remove_hook_from_module(model, recurse=True)
     handle.undo()
     assert torch.equal(model(ids).logits, expected)
