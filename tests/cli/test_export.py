@@ -4,10 +4,9 @@ from pathlib import Path
 
 import pytest
 import torch
+from commands import alibi
 from transformers import AutoModelForCausalLM, AutoTokenizer
-from typer.testing import CliRunner
 
-from alibi_lab.cli.main import app
 from alibi_lab.lab.config import DataConfig, EvalConfig, ModelConfig, RunConfig, TrainConfig
 from alibi_lab.lab.data.tokenizing import make_tokenizer
 from alibi_lab.lab.training.checkpoint import Progress, load_checkpoint, load_checkpoint_tokenizer, save_checkpoint
@@ -33,16 +32,10 @@ def saved(folder: Path, *, tokenizer: str = "bytes", **model: object) -> Path:
     return save_checkpoint(folder, training, Progress(step=1), made)
 
 
-def export(*arguments: object, code: int = 0) -> str:
-    result = CliRunner().invoke(app, ["export", *map(str, arguments)])
-    assert result.exit_code == code, result.output
-    return result.stdout if code == 0 else str(result.exception)
-
-
 @torch.no_grad()
 def test_an_exported_checkpoint_has_equal_logits(tmp_path):
     step = saved(tmp_path / "run", architecture="mpt")
-    assert export(step.parent, tmp_path / "mpt") == f"mpt  {tmp_path / 'mpt'}\n"
+    assert alibi("export", step.parent, tmp_path / "mpt") == f"mpt  {tmp_path / 'mpt'}\n"
     model, _ = load_checkpoint(step)
     loaded = AutoModelForCausalLM.from_pretrained(tmp_path / "mpt").eval()
     ids = torch.randint(300, (2, 16))
@@ -52,7 +45,7 @@ def test_an_exported_checkpoint_has_equal_logits(tmp_path):
 @pytest.mark.parametrize("name", ["bytes", "bpe:300"])
 def test_the_tokenizer_is_exported_too(tmp_path, name):
     step = saved(tmp_path / "run", architecture="mpt", tokenizer=name)
-    export(step, tmp_path / "mpt")
+    alibi("export", step, tmp_path / "mpt")
     ours, theirs = load_checkpoint_tokenizer(step), AutoTokenizer.from_pretrained(tmp_path / "mpt")
     text = "beer of the wall\n  é"
     assert theirs(text)["input_ids"] == ours.encode(text).tolist()
@@ -62,7 +55,6 @@ def test_the_tokenizer_is_exported_too(tmp_path, name):
 @pytest.mark.parametrize("model", [{"architecture": "modern"}, {"architecture": "mpt", "method": "rotary"}])
 def test_a_model_that_is_not_an_mpt_is_refused_with_the_settings_to_train(tmp_path, model):
     step = saved(tmp_path / "run", **model)
-    assert "train one with --set model.architecture=mpt --set model.method=alibi" in export(
-        step, tmp_path / "mpt", code=1
-    )
+    refusal = alibi("export", step, tmp_path / "mpt", code=1)
+    assert "train one with --set model.architecture=mpt --set model.method=alibi" in refusal
     assert not (tmp_path / "mpt").exists()

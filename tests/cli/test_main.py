@@ -10,13 +10,11 @@ import time
 from pathlib import Path
 
 import pytest
-from typer.testing import CliRunner
+from commands import alibi
 
 import alibi_attn
 from alibi_lab import records
-from alibi_lab.cli.main import app
 
-RUNNER = CliRunner()
 ALIBI = [sys.executable, "-m", "alibi_lab"]
 ENVIRONMENT = {**os.environ, "COLUMNS": "200", "OMP_NUM_THREADS": "1", "NO_COLOR": "1"}
 
@@ -32,21 +30,6 @@ def _alibi(*arguments: str | Path, cwd: Path | None = None) -> subprocess.Comple
         check=False,
         timeout=120,
     )
-
-
-def done(*arguments: str | Path) -> str:
-    """The output of a command that succeeds."""
-    result = RUNNER.invoke(app, list(map(str, arguments)), env={"COLUMNS": "200"})
-    assert result.exit_code == 0, result.output
-    return result.output
-
-
-def _assert_one_sentence(result: subprocess.CompletedProcess[str], *words: str, code: int) -> None:
-    assert result.returncode == code, result.stderr
-    assert "Traceback" not in result.stderr
-    message = re.sub(r"[│\s]+", " ", result.stderr)
-    for word in words:
-        assert word in message
 
 
 @pytest.fixture(scope="session")
@@ -91,7 +74,7 @@ def test_running_quick_writes_records_and_a_report_of_the_same_numbers(smoke: Pa
 
 def test_a_second_run_skips_recorded_runs(smoke: Path) -> None:
     before = {path: path.stat().st_mtime_ns for path in (smoke / "records").iterdir()}
-    output = done("run", "quick", "--scale", "smoke", "--out", smoke, "--no-report")
+    output = alibi("run", "quick", "--scale", "smoke", "--out", smoke, "--no-report")
     assert output.count("is recorded already") == 4
     assert "report" not in output.splitlines()[-1]
     assert {path: path.stat().st_mtime_ns for path in (smoke / "records").iterdir()} == before
@@ -102,7 +85,7 @@ def test_set_and_text_reach_the_records(tmp_path: Path) -> None:
     text.write_text("to be or not to be, that is the question. " * 200)
     out = tmp_path / "out"
     changes = ["--set", "train.steps=2", "--set", "model.method=alibi", "--seeds", "3,5"]
-    done("run", "--scale", "smoke", "--out", out, "--text", text, "--no-report", *changes)
+    alibi("run", "--scale", "smoke", "--out", out, "--text", text, "--no-report", *changes)
     loaded = list(records.find(out / "records", kind="training"))
     assert sorted(record.config["train"]["seed"] for record in loaded) == [3, 5]
     assert all(record.config["train"]["steps"] == 2 for record in loaded)
@@ -112,16 +95,16 @@ def test_set_and_text_reach_the_records(tmp_path: Path) -> None:
 
 def test_report_reads_run_folders_and_record_files(smoke: Path, tmp_path: Path) -> None:
     page = tmp_path / "deep" / "page.html"
-    done("report", smoke, "--out", page, "--title", "My title")
+    alibi("report", smoke, "--out", page, "--title", "My title")
     assert "My title" in page.read_text()
     one = next((smoke / "records").glob("evaluation-*alibi*"))
-    assert RUNNER.invoke(app, ["report", str(one), "--out", str(page)]).exit_code == 0
+    alibi("report", one, "--out", page)
     assert "comes from 1 record." in page.read_text()
 
 
 def test_eval_agrees_with_the_run(checkpoint: Path, text: Path, tmp_path: Path) -> None:
-    arguments = ["eval", str(checkpoint), "--text", str(text), "--lengths", "16,64", "--tokens", "64"]
-    output = done(*arguments, "--out", tmp_path / "records")
+    arguments = ["eval", checkpoint, "--text", text, "--lengths", "16,64", "--tokens", 64]
+    output = alibi(*arguments, "--out", tmp_path / "records")
     (record,) = records.find(tmp_path / "records")
     assert record.curves["by_length"]["length"] == [16, 64]
     assert record.config["corpus"]["valid_tokens"] == 27 * 30
@@ -134,27 +117,21 @@ def test_eval_agrees_with_the_run(checkpoint: Path, text: Path, tmp_path: Path) 
         (["--lengths", "a"], 2, "--lengths is 'a' but must be a whole number"),
         (["--lengths", "32,16"], 2, "--lengths is (32, 16); pass lengths of 1 or more"),
         (["--tokens", "0"], 2, "--tokens is 0 but must be 1 or more"),
-        (
-            ["--lengths", "16", "--memory", "16"],
-            2,
-            "--memory is (16,); pass numbers of tokens from 0 to 15, below the longest",
-        ),
+        (["--lengths", "16", "--memory", "16"], 2, "--memory is (16,); pass numbers of tokens from 0 to 15, below the"),
         (["--lengths", "16,512"], 1, "--text has 810 tokens but --lengths up to 512 need 1024: 512 to score"),
     ],
 )
 def test_errors_of_eval_name_its_options(
     options: list[str], code: int, words: str, checkpoint: Path, text: Path
 ) -> None:
-    result = RUNNER.invoke(app, ["eval", str(checkpoint), "--text", str(text), *options], env={"COLUMNS": "200"})
-    assert result.exit_code == code
-    message = re.sub(r"[│\s]+", " ", result.output) if code == 2 else str(result.exception)
+    message = alibi("eval", checkpoint, "--text", text, *options, code=code)
     assert words in message
     assert "eval." not in message
 
 
 def test_eval_reads_in_segments_with_a_memory(checkpoint: Path, text: Path, tmp_path: Path) -> None:
-    arguments = ["eval", str(checkpoint), "--text", str(text), "--lengths", "16,64", "--tokens", "64", "--memory", "16"]
-    output = done(*arguments, "--out", tmp_path / "records")
+    arguments = ["eval", checkpoint, "--text", text, "--lengths", "16,64", "--tokens", 64, "--memory", 16]
+    output = alibi(*arguments, "--out", tmp_path / "records")
     (record,) = records.find(tmp_path / "records")
     curve = record.curves["streams"]
     assert (curve["way"], curve["length"], curve["kept"]) == (["cached segments"] * 2, [16, 64], [16, 16])
@@ -164,61 +141,52 @@ def test_eval_reads_in_segments_with_a_memory(checkpoint: Path, text: Path, tmp_
 
 
 def test_text_replaces_any_corpus(text: Path, tmp_path: Path) -> None:
-    smaller = [
-        word
-        for change in ("train.steps=2", "eval.lengths=8,16", "eval.tokens=16", "eval.tasks=")
-        for word in ("--set", change)
-    ]
-    arguments = ["run", "recall", "--scale", "smoke", "--set", "model.method=alibi", *smaller, "--no-report"]
+    arguments = ["run", "recall", "--scale", "smoke", "--no-report"]
+    for change in ("model.method=alibi", "train.steps=2", "eval.lengths=8,16", "eval.tokens=16", "eval.tasks="):
+        arguments += ["--set", change]
     text.write_text(text.read_text() * 7)
-    done(*arguments, "--out", tmp_path / "run")
+    alibi(*arguments, "--out", tmp_path / "run")
     (folder,) = {path.parent for path in (tmp_path / "run" / "checkpoints").rglob("model.safetensors")}
-    done("eval", folder, "--text", text, "--lengths", "8,16", "--tokens", "16")
-    done(*arguments, "--text", text, "--out", tmp_path / "text")
+    alibi("eval", folder, "--text", text, "--lengths", "8,16", "--tokens", "16")
+    alibi(*arguments, "--text", text, "--out", tmp_path / "text")
     assert {record.config["corpus"]["name"] for record in records.find(tmp_path / "text" / "records")} == {"text"}
 
 
 def test_generate_continues_beyond_the_trained_length_and_is_reproducible(checkpoint: Path) -> None:
-    arguments = ["generate", str(checkpoint), "--prompt", "def é", "--max-new-tokens", "40", "--seed", "1"]
-    first, second = (RUNNER.invoke(app, arguments) for _ in range(2))
-    assert first.exit_code == 0, first.output
-    assert first.output.startswith("def é")
-    assert len(first.output) > 30
-    assert first.output == second.output
-    assert RUNNER.invoke(app, [*arguments[:-1], "2"]).output != first.output
+    arguments = ["generate", checkpoint, "--prompt", "def é", "--max-new-tokens", 40, "--seed"]
+    first, second, other = (alibi(*arguments, seed) for seed in (1, 1, 2))
+    assert first.startswith("def é")
+    assert len(first) > 30
+    assert first == second != other
 
 
 def test_a_paper_item_writes_its_page_and_refuses_changes_to_its_comparison(tmp_path: Path) -> None:
-    arguments = ["run", "figure-10", "--scale", "smoke", "--out", str(tmp_path)]
-    done(*arguments)
+    alibi("run", "figure-10", "--scale", "smoke", "--out", tmp_path)
     kinds = sorted(record.kind for record in records.find(tmp_path / "records"))
     assert kinds == ["evaluation", "paper-item", "training"]
     assert "Nonoverlapping and sliding windows" in (tmp_path / "figure-10.html").read_text()
-    refused = RUNNER.invoke(app, ["run", "figure-1", "--set", "model.method=alibi"], env={"COLUMNS": "200"})
-    assert refused.exit_code == 2
-    assert "compares several values of model.method" in refused.output
+    refused = alibi("run", "figure-1", "--set", "model.method=alibi", code=2)
+    assert "compares several values of model.method" in refused
 
 
 def test_generate_and_eval_use_the_tokenizer_of_the_checkpoint(tmp_path: Path) -> None:
     text = tmp_path / "a.txt"
     text.write_text("to be or not to be, that is the question of this café. " * 300)
-    arguments = ["--set", "data.tokenizer=bpe:280", "--set", "model.method=alibi"]
-    out = tmp_path / "out"
-    options = ["--scale", "smoke", "--no-report", "--text", str(text), "--out", str(out)]
-    done("run", *options, *arguments)
+    changes, out = ["--set", "data.tokenizer=bpe:280", "--set", "model.method=alibi"], tmp_path / "out"
+    alibi("run", "--scale", "smoke", "--no-report", "--text", text, "--out", out, *changes)
     folder = next((out / "checkpoints" / "quick" / "alibi-16").iterdir())
-    generated = done("generate", folder, "--prompt", "to be café", "--max-new-tokens", "30")
+    generated = alibi("generate", folder, "--prompt", "to be café", "--max-new-tokens", "30")
     assert generated.startswith("to be café")
     assert len(generated) > len("to be café") + 10
-    done("eval", folder, "--text", text, "--lengths", "16", "--tokens", "32", "--out", tmp_path / "r")
+    alibi("eval", folder, "--text", text, "--lengths", "16", "--tokens", "32", "--out", tmp_path / "r")
     (record,) = records.find(tmp_path / "r")
     assert record.config["corpus"]["tokenizer"] == "bpe:280"
     assert record.config["corpus"]["valid_tokens"] < len(text.read_bytes())
 
 
 def test_heads_shows_slope_half_life_and_vanishing_distance() -> None:
-    result = RUNNER.invoke(app, ["heads", "slopes", "--heads", "8"])
-    rows = [line.split() for line in result.output.splitlines() if line.strip()[:1].isdigit()]
+    output = alibi("heads", "slopes", "--heads", 8)
+    rows = [line.split() for line in output.splitlines() if line.strip()[:1].isdigit()]
     assert len(rows) == 8
     assert rows[0] == ["1", "1/2", "1.4", "28"]
     assert rows[7] == ["8", "1/256", "177.4", "3,537"]
@@ -227,7 +195,7 @@ def test_heads_shows_slope_half_life_and_vanishing_distance() -> None:
 @pytest.mark.parametrize(("name", "start"), [("heads.png", b"\x89PNG"), ("heads.svg", b"<?xml")])
 def test_heads_writes_a_picture_of_the_format_that_its_name_says(name: str, start: bytes, tmp_path: Path) -> None:
     picture = tmp_path / "new" / name
-    done("heads", "slopes", "--heads", "3", "--picture", picture, "--length", "32")
+    alibi("heads", "slopes", "--heads", "3", "--picture", picture, "--length", "32")
     assert picture.read_bytes().startswith(start)
     assert os.listdir(picture.parent) == [name]
 
@@ -273,42 +241,45 @@ def test_version_and_help_load_no_framework() -> None:
     ],
 )
 def test_wrong_usage_ends_with_2(arguments: list[str], words: list[str], tmp_path: Path) -> None:
-    result = RUNNER.invoke(app, arguments, env={"COLUMNS": "200"})
-    assert result.exit_code == 2
-    message = re.sub(r"[│\s]+", " ", result.output)
+    message = alibi(*arguments, code=2).lower()
     for word in words:
-        assert word.lower() in message.lower()
+        assert word.lower() in message
 
 
 def test_bad_input_ends_with_1_and_one_sentence(tmp_path: Path) -> None:
     """Two errors from different modules, in separate processes; the other errors are tested below in this process."""
     (tmp_path / "empty.txt").write_text("")
     out = tmp_path / "out"
-    result = _alibi("run", "--text", "empty.txt", "--out", out, cwd=tmp_path)
-    _assert_one_sentence(result, "error: empty.txt: there is no text inside (0 bytes)", code=1)
+    for arguments, words in (
+        (["run", "--text", "empty.txt", "--out", out], "error: empty.txt: there is no text inside (0 bytes)"),
+        (["report", "nothing"], "does not exist; pass record files"),
+    ):
+        result = _alibi(*arguments, cwd=tmp_path)
+        assert result.returncode == 1, result.stderr
+        assert "Traceback" not in result.stderr
+        assert words in " ".join(result.stderr.split())
     assert not out.exists()
-    _assert_one_sentence(_alibi("report", tmp_path / "nothing"), "does not exist; pass record files", code=1)
 
 
 @pytest.mark.parametrize(
-    ("arguments", "error", "words"),
+    ("arguments", "words"),
     [
-        (["report", "."], ValueError, "no records"),
-        (["run", "--out", "file"], OSError, "cannot be written"),
-        (["run", "--out", "file/below"], OSError, "cannot be written"),
-        (["run", "--text", "missing.txt"], ValueError, "missing.txt does not exist"),
-        (["run", "--text", "binary"], ValueError, "binary file"),
-        (["run", "--text", "short.txt"], ValueError, "short"),
-        (["heads", "slopes", "--picture", "folder"], OSError, "folder is a folder"),
-        (["heads", "summary", "folder", "latin"], ValueError, "latin is not UTF-8: byte 3 is invalid"),
-        (["report", "bad", "--out", "x.html"], ValueError, "not JSON"),
-        (["generate", "folder", "--prompt", "a"], ValueError, "holds no checkpoint"),
-        (["explain", "--length", "8", "--device", "nowhere"], ValueError, "device is 'nowhere' but"),
-        (["explain", "--length", "999999999999"], ValueError, "do not fit into memory; pass a smaller --length"),
+        (["report", "folder"], "no records"),
+        (["run", "--out", "file"], "cannot be written"),
+        (["run", "--out", "file/below"], "cannot be written"),
+        (["run", "--text", "missing.txt"], "missing.txt does not exist"),
+        (["run", "--text", "binary"], "binary file"),
+        (["run", "--text", "short.txt"], "short"),
+        (["heads", "slopes", "--picture", "folder"], "folder is a folder"),
+        (["heads", "summary", "folder", "latin"], "latin is not UTF-8: byte 3 is invalid"),
+        (["report", "bad", "--out", "x.html"], "not JSON"),
+        (["generate", "folder", "--prompt", "a"], "holds no checkpoint"),
+        (["explain", "--length", "8", "--device", "nowhere"], "device is 'nowhere' but"),
+        (["explain", "--length", "999999999999"], "do not fit into memory; pass a smaller --length"),
     ],
 )
 def test_bad_input_is_reported_before_any_work(
-    arguments: list[str], error: type[Exception], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+    arguments: list[str], words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
     (tmp_path / "file").write_text("")
@@ -319,12 +290,7 @@ def test_bad_input_is_reported_before_any_work(
     (tmp_path / "bad").mkdir()
     (tmp_path / "bad" / "x.json").write_text("{")
     before = sorted(tmp_path.rglob("*"))
-    if arguments == ["report", "."]:
-        (tmp_path / "bad" / "x.json").rename(tmp_path / "bad" / "x.txt")
-        before = sorted(tmp_path.rglob("*"))
-    result = RUNNER.invoke(app, arguments)
-    assert isinstance(result.exception, error), result.output
-    assert words in str(result.exception)
+    assert words in alibi(*arguments, code=1)
     assert sorted(tmp_path.rglob("*")) == before
 
 
@@ -360,14 +326,14 @@ def test_an_interrupted_run_exits_with_130_and_keeps_a_checkpoint(tmp_path: Path
 
 
 def test_explain_reports_what_ranks_would_exchange() -> None:
-    output = done("explain", "--length", "131072", "--ranks", "8")
+    output = alibi("explain", "--length", "131072", "--ranks", "8")
     assert "17483" in output
     assert "1/60 of it" in output
     assert "±5" in output
 
 
 def test_explain_reports_which_backends_can_run() -> None:
-    output = done(*(arguments := ["explain", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--length", "64"]))
+    output = alibi(*(arguments := ["explain", "--heads", "4", "--kv-heads", "2", "--head-dim", "8", "--length", "64"]))
     for backend in ("reference", "dense"):
         assert backend in output
-    assert output == done(*arguments)
+    assert output == alibi(*arguments)

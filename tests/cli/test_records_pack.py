@@ -2,19 +2,9 @@
 
 from pathlib import Path
 
-import pytest
-from typer.testing import CliRunner
+from commands import alibi
 
 from alibi_lab import records
-from alibi_lab.cli.main import app
-
-
-def run(*arguments: object) -> str:
-    result = CliRunner().invoke(app, list(map(str, arguments)))
-    if result.exception and not isinstance(result.exception, SystemExit):
-        raise result.exception
-    assert result.exit_code == 0, result.output
-    return " ".join(result.output.split())
 
 
 def test_records_are_packed_and_reported_and_never_replaced_unasked(tmp_path: Path) -> None:
@@ -22,10 +12,10 @@ def test_records_are_packed_and_reported_and_never_replaced_unasked(tmp_path: Pa
     out = tmp_path / "mine.jsonl"
     records.save(old, tmp_path / "old")
     records.save(new, tmp_path / "new")
-    assert run("records", "pack", tmp_path / "old", "--out", out).endswith("mine.jsonl: 1 records, 1 of them new")
-    with pytest.raises(FileExistsError, match="pass --replace to replace it"):
-        run("records", "pack", tmp_path / "new", "--out", out)
-    assert run("records", "pack", tmp_path / "new", "--out", out, "--replace").endswith("1 records, 0 of them new")
+    pack = ["records", "pack", "--out", out]
+    assert alibi(*pack, tmp_path / "old").endswith("mine.jsonl: 1 records, 1 of them new\n")
+    assert "pass --replace to replace it" in alibi(*pack, tmp_path / "new", code=1)
+    assert alibi(*pack, tmp_path / "new", "--replace").endswith("1 records, 0 of them new\n")
     assert [one.metrics for one in records.find(out)] == [{"ms": 2.0}]
-    run("report", out, "--out", tmp_path / "page.html")
+    alibi("report", out, "--out", tmp_path / "page.html")
     assert "mine" in (tmp_path / "page.html").read_text()
