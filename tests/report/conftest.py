@@ -1,6 +1,5 @@
-"""Made-up records, computed from formulas, so that the expected numbers are known; damage to records; contrast of colors."""
+"""Made-up records, computed from formulas, so that the expected numbers are known; contrast of colors."""
 
-import json
 import math
 from collections.abc import Callable, Sequence
 
@@ -46,21 +45,6 @@ def made_up() -> Callable[..., list[Record]]:
             for seed in range(seeds)
             for record in _pair(method, length, seed, bytes_per_token)
         ]
-
-    return build
-
-
-@pytest.fixture(scope="session")
-def changed() -> Callable[[Record, Sequence[str | int], object], Record]:
-    """Replaces the value at a place of a record, such as ("curves", "ours", "length", 0)."""
-
-    def build(record: Record, place: Sequence[str | int], value: object) -> Record:
-        data = json.loads(json.dumps({"config": record.config, "metrics": record.metrics, "curves": record.curves}))
-        inner = data
-        for name in place[:-1]:
-            inner = inner[name]
-        inner[place[-1]] = value
-        return Record(kind=record.kind, name=record.name, **data)
 
     return build
 

@@ -10,6 +10,7 @@ from pathlib import Path
 
 import pytest
 from damaged_records import lines
+from made_up_records import changed
 from typer.testing import CliRunner
 
 from alibi_lab import records
@@ -29,12 +30,12 @@ def evaluation(made_up: Callable[..., list[Record]]) -> Record:
     return found
 
 
-def test_a_perplexity_that_is_no_float_is_left_out_and_the_others_stay(evaluation: Record, changed) -> None:
-    (study,) = studies([changed(evaluation, ("curves", "by_length", "nonoverlapping_nats", 0), 2000.0)])
+def test_a_perplexity_that_is_no_float_is_left_out_and_the_others_stay(evaluation: Record) -> None:
+    nats = [2000.0, *evaluation.curves["by_length"]["nonoverlapping_nats"][1:]]
+    (study,) = studies([changed(evaluation, "curves", "by_length", nonoverlapping_nats=nats)])
     line = figures.perplexity_by_length(study, "nonoverlapping").axes[0].lines[0]
     assert list(line.get_xdata()) == [256, 512, 1024, 2048]
-    first = evaluation.curves["by_length"]["nonoverlapping_nats"][1]
-    assert line.get_ydata()[0] == pytest.approx(math.exp(first))
+    assert line.get_ydata()[0] == pytest.approx(math.exp(nats[1]))
 
 
 TRAINED, STUDY, COMPARED, BENCHMARK = (
@@ -90,11 +91,11 @@ def test_a_benchmark_without_a_time_is_listed_and_not_drawn() -> None:
 @pytest.mark.parametrize(
     ("column", "value"), [("pass", 2**40), ("pass", 4), ("context", 2**40), ("token", 0), ("pass", 0.5)]
 )
-def test_windows_that_cannot_be_are_not_drawn(column, value, changed) -> None:
+def test_windows_that_cannot_be_are_not_drawn(column, value) -> None:
     labels = list(PUBLISHED["figure-10"].series)
     curves = {label: {"token": [1, 2, 3, 4], "context": [1, 2, 1, 2], "pass": [1, 1, 2, 2]} for label in labels}
     whole = Record(kind="paper-item", name="figure-10", config={}, metrics={}, curves=curves)
-    damaged = changed(whole, ("curves", labels[0], column, 3), value)
+    damaged = changed(whole, "curves", labels[0], **{column: [*curves[labels[0]][column][:3], value]})
     drawn = [sum(len(row) for row in paper.pictures(record, {})) for record in (whole, damaged)]
     assert drawn[1] == drawn[0] - 1
 

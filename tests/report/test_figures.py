@@ -1,6 +1,5 @@
 """Figures show exactly the recorded numbers, and the SVG fits any page."""
 
-import dataclasses
 import html
 import json
 import math
@@ -8,6 +7,7 @@ import re
 
 import numpy as np
 import pytest
+from made_up_records import changed
 from matplotlib.colors import to_hex
 
 from alibi_attn.slopes import alibi_slopes
@@ -59,8 +59,7 @@ def test_positions_with_few_tokens_are_joined(made_up) -> None:
     (found,) = (record for record in made_up(methods=("t5",)) if record.kind == "evaluation")
     curve = found.curves["by_position"]
     counts = np.array([4, 12, 20] + [64] * 8 + [3])
-    joined = {**found.curves, "by_position": {**curve, "tokens": counts.tolist()}}
-    (study,) = studies([dataclasses.replace(found, curves=joined)])
+    (study,) = studies([changed(found, "curves", "by_position", tokens=counts.tolist())])
     line = _line(figures.loss_by_position(study), drawing.color_of("t5"))
     at, losses = (np.array(curve[name]) for name in ("position", "loss_nats"))
     parts = [slice(0, 3), *(slice(k, k + 1) for k in range(3, 10)), slice(10, 12)]

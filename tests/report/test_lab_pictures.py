@@ -2,13 +2,12 @@
 
 import dataclasses
 import hashlib
-import importlib.util
 import math
 import re
-from pathlib import Path
 
 import numpy as np
 import pytest
+from made_up_records import answer, changed
 
 from alibi_lab import records
 from alibi_lab.records import Record
@@ -23,21 +22,14 @@ from alibi_lab.report.tables import cost as costs
 from alibi_lab.report.tables import study as tables
 
 
-def _evaluation(record: Record, **fields: object) -> Record:
-    return dataclasses.replace(record, config={**record.config, "eval": {**record.config["eval"], **fields}})
-
-
-def _curves(record: Record, **curves: object) -> Record:
-    return dataclasses.replace(record, curves={**record.curves, **curves})
-
-
-def _corpus(record: Record, **facts: object) -> Record:
-    return dataclasses.replace(record, config={**record.config, "corpus": {**record.config["corpus"], **facts}})
-
-
 def test_stretched_positions_are_series_of_the_same_study(made_up) -> None:
     found = made_up(methods=("rotary", "alibi"))
-    stretched = [_evaluation(r, stretch=mode) for r in found if r.kind == "evaluation" for mode in ("linear", "ntk")]
+    stretched = [
+        changed(r, "config", "eval", stretch=mode)
+        for r in found
+        if r.kind == "evaluation"
+        for mode in ("linear", "ntk")
+    ]
     (study,) = studies([*found, *stretched])
     assert [s.label for s in study.series] == [
         "rotary",
@@ -58,8 +50,7 @@ def test_the_windowed_control_is_a_third_panel_and_block(made_up) -> None:
     def cut(record: Record) -> Record:
         if record.kind == "training":
             return record
-        curve = record.curves["by_length"]
-        return _curves(record, by_length={**curve, "windowed_nats": [1.9] * 5, "windowed_tokens": [100] * 5})
+        return changed(record, "curves", "by_length", windowed_nats=[1.9] * 5, windowed_tokens=[100] * 5)
 
     found = [cut(record) for record in made_up(methods=("alibi",))]
     (study,) = studies(found)
@@ -73,7 +64,9 @@ def test_the_windowed_control_is_a_third_panel_and_block(made_up) -> None:
 
 
 def test_words_and_bytes_are_converted_from_nats(made_up) -> None:
-    found = [_corpus(r, words_per_token=0.25) for r in made_up(methods=("alibi",), bytes_per_token=1.5)]
+    found = [
+        changed(r, "config", "corpus", words_per_token=0.25) for r in made_up(methods=("alibi",), bytes_per_token=1.5)
+    ]
     (study,) = studies(found)
     blocks = {block.title: block.rows[0][2][0].value for block in tables.in_other_units(study).blocks}
     assert blocks["Perplexity per word, nonoverlapping windows"] == pytest.approx(math.exp(2.0 / 0.25))
@@ -85,14 +78,19 @@ def test_words_and_bytes_are_converted_from_nats(made_up) -> None:
 
 
 def test_source_code_has_no_perplexity_per_word(made_up) -> None:
-    found = [_corpus(r, words_per_token=0.1, name="python-source") for r in made_up(methods=("alibi",))]
+    found = [
+        changed(r, "config", "corpus", words_per_token=0.1, name="python-source") for r in made_up(methods=("alibi",))
+    ]
     (study,) = studies(found)
     assert not [block for block in tables.in_other_units(study).blocks if "word" in block.title]
 
 
 def test_validation_is_drawn_against_seconds_and_steps(made_up) -> None:
     curve = {"step": [10, 20, 40], "seconds": [1.5, 3.0, 6.0], "nats": [3.0, 2.5, 2.2], "tokens": [512] * 3}
-    found = [_curves(r, validation=curve) if r.kind == "training" else r for r in made_up(methods=("alibi",), seeds=2)]
+    found = [
+        changed(r, "curves", validation=curve) if r.kind == "training" else r
+        for r in made_up(methods=("alibi",), seeds=2)
+    ]
     (study,) = studies(found)
     by_step = figures.validation_curves(study, "step").axes[0].lines
     assert by_step[0].get_xdata().tolist() == [10, 20, 40]
@@ -111,7 +109,7 @@ def _tasked(record: Record, share: float) -> Record:
         "trials": [16, 16, None, None],
     }
     recall = {"length": [128, 128], "distance": [8, 64], "accuracy": [share, 0.125], "tokens": [7, 7]}
-    return _curves(record, passkey=passkey, recall=recall)
+    return changed(record, "curves", passkey=passkey, recall=recall)
 
 
 def test_tasks_are_means_over_seeds_and_worst_places(made_up) -> None:
@@ -150,7 +148,7 @@ def test_trained_heads_show_certified_and_true_reach() -> None:
     assert "Other records" not in page
     assert "Where the attention is" not in page
     mass = {"head": [0, 0, 1, 1, 2, 2], "distance": [1, 2] * 3, "share": [0.9, 1.0, 0.5, 0.75, 0.25, 0.5]}
-    (whole,) = certificates.trained_heads([_curves(record, mass=mass) for record in found])
+    (whole,) = certificates.trained_heads([changed(record, "curves", mass=mass) for record in found])
     line = certificates.mass_figure(whole).axes[0].lines[1]
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([1, 2], [0.5, 0.75])
     attack = records.make("certificate", "attack", config={}, metrics={"draws": 10.0})
@@ -159,7 +157,9 @@ def test_trained_heads_show_certified_and_true_reach() -> None:
 
 def test_costs_count_a_training_once(made_up) -> None:
     found = made_up(methods=("alibi", "rotary"), seeds=2)
-    again = [_evaluation(r, stride=1) for r in found if r.kind == "evaluation"]  # another study of the same trainings
+    again = [
+        changed(r, "config", "eval", stride=1) for r in found if r.kind == "evaluation"
+    ]  # another study of the same trainings
     table = costs.cost_table(studies([*found, *again]))
     (row,) = table.blocks[0].rows
     assert [cell.text for cell in row[2]][:4] == ["4", "800,000", "3.2 M", "2.67 min"]
@@ -178,7 +178,7 @@ def test_a_training_with_two_tests_is_counted_once(made_up) -> None:
     item = records.make("paper-item", "table-2", config={"study": "quick"}, metrics={})
     found = made_up()
     tests = [record for record in found if record.kind == "evaluation"]
-    found += [_evaluation(record, stride=1) for record in tests]
+    found += [changed(record, "config", "eval", stride=1) for record in tests]
     page = report_html([*found, item])
     assert len(found) == len(set(map(id, found))) == 3 * len(tests)
     assert re.search(rf'"#evidence">Trainings and tests</a>\s*<[^>]*>{len(found)} records', page)
@@ -186,11 +186,7 @@ def test_a_training_with_two_tests_is_counted_once(made_up) -> None:
 
 def test_hundreds_of_records_make_a_small_page_at_the_cost_of_its_pictures(made_up, monkeypatch) -> None:
     """Drawing dominates the time, and each picture is drawn once; no work is done for every pair of records."""
-    path = Path(__file__).with_name("test_paper.py")
-    spec = importlib.util.spec_from_file_location("answers", path)
-    answers = importlib.util.module_from_spec(spec)
-    spec.loader.exec_module(answers)
-    found = [answers.answer(item, study="wikitext") for item in PUBLISHED]
+    found = [answer(item, study="wikitext") for item in PUBLISHED]
     for recipe, lengths, seeds in (("wikitext", (64, 128, 256, 512), 4), ("quick", (128,), 6), ("more", (128, 256), 6)):
         for record in made_up(trained=lengths, seeds=seeds):
             found.append(dataclasses.replace(record, name=recipe + record.name[5:]))

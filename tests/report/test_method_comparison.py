@@ -5,6 +5,7 @@ import math
 import re
 
 import pytest
+from made_up_records import DOCUMENTS, evaluated
 
 from alibi_lab import records
 from alibi_lab.lab.data import tasks
@@ -13,47 +14,6 @@ from alibi_lab.report import method_comparison as referee
 from alibi_lab.report.method_comparison import Task, comparisons
 from alibi_lab.report.page import report_html
 from alibi_lab.report.series import studies
-
-LENGTHS = (64, 1024)
-DOCUMENTS = 128
-PARTS = 32
-
-
-def evaluated(
-    method: str,
-    task: str,
-    values: tuple[float | None, ...],
-    *,
-    seed: int = 0,
-    noise: float = 0.0,
-    trials: int = DOCUMENTS,
-) -> Record:
-    """Shares (or nats, for the text ""), with parts alternately `noise` above and below."""
-    known = [(at, value) for at, value in zip(LENGTHS, values, strict=True) if value is not None]
-    rows = [(at, part, value + (noise if part % 2 else -noise)) for at, value in known for part in range(PARTS)]
-    parts = {"length": [at for at, _, _ in rows], "part": [part for _, part, _ in rows]}
-    if task:
-        curves = {
-            task: {"length": list(LENGTHS), "accuracy": list(values), "answers": [1024] * 2},
-            f"{task}_by_part": {**parts, "answers": [32] * len(rows), "accuracy": [value for _, _, value in rows]},
-            "by_length": {"length": list(LENGTHS), "nonoverlapping_nats": [2.0, 2.0], "sliding_nats": [2.0, 2.0]},
-        }
-    else:
-        nats = [value for _, _, value in rows]
-        curves = {
-            "by_length": {"length": list(LENGTHS), "nonoverlapping_nats": list(values), "sliding_nats": list(values)},
-            "by_part": {**parts, "tokens": [128] * len(rows), "nonoverlapping_nats": nats, "sliding_nats": nats},
-        }
-    config = {
-        "model": {"method": method, "num_heads": 4},
-        "data": {"corpus": f"task:{task}:64" if task else "python-source", "text": []},
-        "train": {"length": 64, "seed": seed, "steps": 10},
-        "eval": {"lengths": list(LENGTHS), "tasks": [task] if task else [], "trials": trials},
-        "corpus": {"name": f"task:{task}:64" if task else "python-source", "sha256": f"{task or 'text'}"},
-    }
-    return records.make(
-        "evaluation", f"referee/{method}-64/seed-{seed}", config=config, metrics={"parameters": 1.2e5}, curves=curves
-    )
 
 
 def one_comparison(found: list[Record]) -> list[Task]:

@@ -8,6 +8,7 @@ import re
 from pathlib import Path
 
 import pytest
+from made_up_records import changed
 
 from alibi_lab.records import Record
 from alibi_lab.report.page import report_html, write_report
@@ -17,14 +18,6 @@ from alibi_lab.report.tables import study as tables
 
 def _text(page: str) -> str:
     return html.unescape(re.sub(r"\s+", " ", re.sub(r"<(style|svg).*?</\1>|<[^>]+>", " ", page, flags=re.DOTALL)))
-
-
-def _retested(record: Record, **columns: list[float | None]) -> Record:
-    """The record with these columns by length; a training is returned unmodified."""
-    if record.kind == "training":
-        return record
-    by_length = {**record.curves["by_length"], **columns}
-    return dataclasses.replace(record, curves={**record.curves, "by_length": by_length})
 
 
 def test_the_table_holds_every_perplexity(made_up) -> None:
@@ -60,7 +53,9 @@ def test_the_interval_of_a_change_is_students_over_paired_seeds(made_up) -> None
     records = made_up(methods=("alibi",), seeds=3)
     for seed, at in enumerate((1, 3, 5)):
         nats = records[at].curves["by_length"]["nonoverlapping_nats"]
-        records[at] = _retested(records[at], nonoverlapping_nats=[*nats[:-1], nats[-1] + 0.01 * seed])
+        records[at] = changed(
+            records[at], "curves", "by_length", nonoverlapping_nats=[*nats[:-1], nats[-1] + 0.01 * seed]
+        )
     low, high = (math.expm1(-0.038 + sign * 4.30265273 * 0.01 / math.sqrt(3)) for sign in (-1, 1))
     lengths, _, _, change, interval, seeds, _ = _changes(records)["ALiBi"]
     assert (lengths, change) == ("128 to 2,048", "−3.7 %")
@@ -72,11 +67,9 @@ def test_a_seed_with_missing_values_leaves_the_numbers_whole(made_up) -> None:
     """The second of three seeds was not evaluated at the longest length, or at the last position."""
     records = made_up(methods=("alibi",), seeds=3)
     nats = records[3].curves["by_length"]["nonoverlapping_nats"]
-    records[3] = _retested(records[3], nonoverlapping_nats=[*nats[:-1], None])
+    records[3] = changed(records[3], "curves", "by_length", nonoverlapping_nats=[*nats[:-1], None])
     for at, counts in ((1, [50] * 12), (3, [20] * 11 + [None])):
-        curves = records[at].curves
-        by_position = {**curves["by_position"], "tokens": counts}
-        records[at] = dataclasses.replace(records[at], curves={**curves, "by_position": by_position})
+        records[at] = changed(records[at], "curves", "by_position", tokens=counts)
     assert _changes(records)["ALiBi"][3:6:2] == ["−4.7 %", "0.020"]
     assert "fewest bytes at a position 20" in _text(report_html(records))
 

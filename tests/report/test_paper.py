@@ -5,9 +5,9 @@ import re
 
 import numpy as np
 import pytest
+from made_up_records import answer
 from markupsafe import Markup
 
-from alibi_lab import records
 from alibi_lab.records import Record
 from alibi_lab.report import answers
 from alibi_lab.report.plots import paper_items as paper
@@ -15,37 +15,6 @@ from alibi_lab.report.published import PUBLISHED
 from alibi_lab.report.section import Archive, Section
 from alibi_lab.report.sections import frame
 from alibi_lab.report.tables import paper as paper_tables
-
-
-def answer(item: str, *, factor: int = 8, growth: float = 1.0, **columns: object) -> Record:
-    """A made-up result in our format: the paper's lengths divided by `factor`, its perplexities times `growth` over five."""
-    published = PUBLISHED[item]
-    curves = {}
-    for label, series in published.series.items():
-        if label in published.cited:
-            continue
-        made: dict[str, list[float | None]] = {}
-        for column, values in series.items():
-            if column == "length":
-                made |= {"length": [int(x) // factor for x in values], "paper_length": list(values)}
-            elif "perplexity" in column:
-                made[column] = [None if x is None else x * growth / 5 for x in values]
-            else:
-                made[column] = (
-                    [None if x is None else x / 2 for x in values] if "per_second" in column else list(values)
-                )
-        if "perplexity" in made:
-            other = "nonoverlapping" if "sliding" in published.evaluation else "sliding"
-            made |= {
-                "low": [None if x is None else x * 0.99 for x in made["perplexity"]],
-                "high": [None if x is None else x * 1.01 for x in made["perplexity"]],
-                f"{other}_perplexity": [None if x is None else x * 0.95 for x in made["perplexity"]],
-                "tokens": [4096] * len(made["perplexity"]),
-                "seeds": [2] * len(made["perplexity"]),
-            }
-        curves[label] = made
-    config = {"scale": "small", "corpora": [{"name": "novels", "bytes_per_token": 1}], **columns}
-    return records.make("paper-item", item, config=config, metrics={}, curves=curves)
 
 
 def _cells(table, block: str, label: str) -> list[str]:

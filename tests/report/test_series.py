@@ -1,9 +1,8 @@
 """Series: the records that may appear in one figure, and those that form one line."""
 
-import dataclasses
-
 import numpy as np
 import pytest
+from made_up_records import changed
 
 from alibi_lab.report.series import studies
 
@@ -30,20 +29,14 @@ def test_labels_distinguish_trained_lengths(made_up) -> None:
 )
 def test_labels_distinguish_other_differences(train, labels, made_up) -> None:
     records = made_up(methods=("alibi",))
-    others = [
-        dataclasses.replace(record, config={**record.config, "train": {**record.config["train"], **train}})
-        for record in records
-    ]
+    others = [changed(record, "config", "train", **train) for record in records]
     (study,) = studies([*records, *others])
     assert sorted(s.label for s in study.series) == labels
 
 
 def test_evaluations_on_other_texts_are_other_studies(made_up) -> None:
     records = made_up()
-    elsewhere = [
-        dataclasses.replace(record, config={**record.config, "corpus": {"name": "other", "sha256": "cd" * 32}})
-        for record in records
-    ]
+    elsewhere = [changed(record, "config", corpus={"name": "other", "sha256": "cd" * 32}) for record in records]
     assert [study.corpus["name"] for study in studies([*records, *elsewhere])] == ["made-up", "other"]
 
 
