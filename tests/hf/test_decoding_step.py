@@ -19,6 +19,7 @@ from alibi_attn.attention.backends.native import decoder_layers as native
 from alibi_attn.hf import ALiBiCache, patch
 from alibi_attn.nn.linear import fastest, quantized
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
 if reason := kernels.why_not():
     pytest.skip(reason, allow_module_level=True)
 
@@ -56,45 +57,38 @@ def blocks(model):
     return body.h if hasattr(body, "h") else body.blocks
 
 
+@torch.no_grad()
 def decoded(model, ids, *, at_once=1, cache=None, mask=None):
     """The logits of all tokens after a prompt, read `at_once` at a time, and the cache."""
     cache = ALiBiCache() if cache is None else cache
     shown = None if mask is None else mask[:, :PROMPT]
-    with torch.no_grad():
-        model(ids[:, :PROMPT], past_key_values=cache, attention_mask=shown, use_cache=True)
-        logits = []
-        for start in range(PROMPT, ids.shape[1], at_once):
-            stop = min(start + at_once, ids.shape[1])
-            shown = None if mask is None else mask[:, :stop]
-            output = model(ids[:, start:stop], past_key_values=cache, attention_mask=shown, use_cache=True)
-            assert output.past_key_values is cache
-            logits.append(output.logits)
+    model(ids[:, :PROMPT], past_key_values=cache, attention_mask=shown, use_cache=True)
+    logits = []
+    for start in range(PROMPT, ids.shape[1], at_once):
+        stop = min(start + at_once, ids.shape[1])
+        shown = None if mask is None else mask[:, :stop]
+        output = model(ids[:, start:stop], past_key_values=cache, attention_mask=shown, use_cache=True)
+        assert output.past_key_values is cache
+        logits.append(output.logits)
     return torch.cat(logits, 1), cache
 
 
-@pytest.mark.parametrize("dtype", STEP_ERRORS)
+FEW_ROWS = ((1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1))
+
+
+@pytest.mark.parametrize(
+    ("batch", "at_once", "count", "dtype"),
+    [*((1, 1, 66, dtype) for dtype in STEP_ERRORS), *((*rows, 12, torch.float32) for rows in FEW_ROWS)],
+)
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_step_gives_the_logits_of_a_whole_pass(family, dtype, model, tokens, steps):
-    original, ids = model(family), tokens(1, PROMPT + 66)
-    with torch.no_grad():
-        expected = original(ids, use_cache=False).logits[:, PROMPT:]
+def test_a_step_gives_the_logits_of_a_whole_pass(family, batch, at_once, count, dtype, model, tokens, steps):
+    original, ids = model(family), tokens(batch, PROMPT + count)
+    expected = original(ids, use_cache=False).logits[:, PROMPT:]
     patch(original)
-    actual, _ = decoded(original.to(dtype), ids)
-    assert steps == [True] * 66
+    actual, cache = decoded(original.to(dtype), ids, at_once=at_once)
+    assert steps == [True] * (count // at_once)
     assert_within(actual, expected, STEP_ERRORS[dtype])
-
-
-@pytest.mark.parametrize(("batch", "at_once"), [(1, 2), (1, 3), (1, 4), (2, 1), (2, 2), (3, 1), (4, 1)])
-@pytest.mark.parametrize("family", FAMILIES)
-def test_a_few_rows_give_the_logits_of_a_whole_pass(family, batch, at_once, model, tokens, steps):
-    original, ids = model(family), tokens(batch, PROMPT + 12)
-    with torch.no_grad():
-        expected = original(ids, use_cache=False).logits[:, PROMPT:]
-    patch(original)
-    actual, cache = decoded(original, ids, at_once=at_once)
-    assert steps == [True] * (12 // at_once)
-    assert_within(actual, expected, 2e-6)
-    assert cache.get_seq_length() == PROMPT + 12
+    assert cache.get_seq_length() == PROMPT + count
 
 
 @pytest.mark.parametrize("family", FAMILIES)
@@ -104,9 +98,8 @@ def test_padding_on_the_left_changes_nothing(family, patched_model, tokens, step
     mask[0, :9] = 0
     actual, _ = decoded(patched, ids, mask=mask)
     assert steps == [True] * 5
-    with torch.no_grad():
-        alone = patched(ids[:1, 9:], use_cache=False).logits[:, PROMPT - 9 :]
-        other = patched(ids[1:], use_cache=False).logits[:, PROMPT:]
+    alone = patched(ids[:1, 9:], use_cache=False).logits[:, PROMPT - 9 :]
+    other = patched(ids[1:], use_cache=False).logits[:, PROMPT:]
     assert_within(actual, torch.cat([alone, other]), 2e-6)
 
 
@@ -135,8 +128,7 @@ def test_changed_weights_are_used_and_a_wrong_one_is_noticed(patched_model, toke
     for name, weight in blocks(patched)[1].named_parameters():
         kept = weight.data.clone()
         weight.data.view(-1)[-1] += 0.5
-        with torch.no_grad():
-            expected = patched(ids, use_cache=False).logits[:, PROMPT:]
+        expected = patched(ids, use_cache=False).logits[:, PROMPT:]
         if "query_key_value" not in name:  # a value's last number changes little
             with pytest.raises(AssertionError):
                 assert_within(before, expected, 2e-6)
@@ -148,8 +140,8 @@ class Adapted(nn.Linear):
     pass
 
 
-def transposed(weight):
-    weight.data = weight.data.T
+def assigned(weight, of):
+    weight.data = of(weight.data)
 
 
 def give_other_slopes(blocks):
@@ -162,10 +154,6 @@ def replaced(linear):
     linear.forward = functools.partial(nn.functional.linear, weight=linear.weight, bias=linear.bias)
 
 
-def not_contiguous(weight):
-    weight.data = weight.data.T.contiguous().T
-
-
 CHANGES = {
     "a hook": lambda model: blocks(model)[1].mlp.dense_4h_to_h.register_forward_hook(lambda *_: None),
     "a hook of a block": lambda model: blocks(model)[0].register_forward_pre_hook(lambda *_: None),
@@ -174,8 +162,8 @@ CHANGES = {
     "another norm": lambda model: setattr(blocks(model)[0], "input_layernorm", nn.RMSNorm(64)),
     "another attention": lambda model: vars(blocks(model)[0].self_attention).update(attend=lambda q, *_, **__: q),
     "in training": lambda model: blocks(model)[1].mlp.train(),
-    "not contiguous": lambda model: not_contiguous(blocks(model)[0].mlp.dense_h_to_4h.weight),
-    "transposed in place": lambda model: transposed(blocks(model)[1].self_attention.dense.weight),
+    "not contiguous": lambda model: assigned(blocks(model)[0].mlp.dense_h_to_4h.weight, lambda x: x.T.contiguous().T),
+    "transposed in place": lambda model: assigned(blocks(model)[1].self_attention.dense.weight, lambda x: x.T),
     "all hidden states": lambda model: setattr(model.config, "output_hidden_states", True),
     "slopes of one layer": lambda model: give_other_slopes(blocks(model)[1:]),
     "residual of one layer": lambda model: setattr(blocks(model)[1], RESIDUAL, True),
@@ -192,13 +180,8 @@ def test_a_changed_model_runs_module_by_module(change, used, patched_model, toke
     CHANGES[change](patched)
     actual, cache = decoded(patched, ids)
     assert steps == [True, True] * used
-    with torch.no_grad():
-        assert_within(actual, patched(ids, use_cache=False).logits[:, PROMPT:], 2e-6)
+    assert_within(actual, patched(ids, use_cache=False).logits[:, PROMPT:], 2e-6)
     assert cache.get_seq_length() == PROMPT + 2
-
-
-def new_memory(weight):
-    weight.data = torch.randn_like(weight)
 
 
 def new_layer(model):
@@ -214,11 +197,11 @@ def other_residual(model):
 
 def elsewhere_in_memory(model):
     for weight in model.parameters():
-        weight.data = weight.data.double().float()
+        assigned(weight, torch.clone)
 
 
 MORE_CHANGES = {
-    "new memory": lambda model: new_memory(blocks(model)[1].mlp.dense_4h_to_h.weight),
+    "new memory": lambda model: assigned(blocks(model)[1].mlp.dense_4h_to_h.weight, torch.randn_like),
     "a new parameter": lambda model: setattr(
         blocks(model)[0].post_attention_layernorm, "bias", nn.Parameter(torch.randn(64))
     ),
@@ -235,7 +218,6 @@ MORE_CHANGES = {
 
 
 @pytest.mark.parametrize("change", MORE_CHANGES)
-@torch.no_grad()
 def test_what_changed_since_the_last_step_is_used(change, patched_model, tokens, steps):
     patched, ids = patched_model(), tokens(1, PROMPT + 2)
     before, _ = decoded(patched, ids)
@@ -258,6 +240,7 @@ def test_a_model_that_decoded_is_not_kept(model, tokens, steps):
     assert steps == [True, True]
 
 
+@torch.enable_grad()
 def test_other_calls_run_module_by_module(patched_model, tokens, steps):
     patched, ids = patched_model(), tokens(1, PROMPT + 1)
     expected, _ = decoded(patched, ids)
@@ -323,10 +306,9 @@ def test_an_interrupted_step_leaves_the_cache_as_it_was(patched_model, tokens, m
     def interrupted(*_):
         raise KeyboardInterrupt
 
-    with torch.no_grad():
-        with monkeypatch.context() as patching:
-            patching.setattr(native, "run", interrupted)
-            with pytest.raises(KeyboardInterrupt):
-                patched(ids[:, PROMPT:], past_key_values=cache)
-        assert cache.get_seq_length() == PROMPT
-        assert_within(patched(ids[:, PROMPT:], past_key_values=cache).logits, expected, 2e-6)
+    with monkeypatch.context() as patching:
+        patching.setattr(native, "run", interrupted)
+        with pytest.raises(KeyboardInterrupt):
+            patched(ids[:, PROMPT:], past_key_values=cache)
+    assert cache.get_seq_length() == PROMPT
+    assert_within(patched(ids[:, PROMPT:], past_key_values=cache).logits, expected, 2e-6)

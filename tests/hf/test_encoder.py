@@ -15,6 +15,7 @@ from transformers_names import checkpoint_activations
 from alibi_attn.hf import ALiBiBertConfig, ALiBiBertForMaskedLM, ALiBiBertForSequenceClassification, ALiBiBertModel
 from alibi_attn.hf.readers.encoder import packing
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
 DATA = Path(__file__).parent / "data"
 RECORDED = {"jina-v2": "jina", "jina-v2-code": "jina-code", "mosaic-dnabert2": "mosaic"}
 # Rows of a batch of 12: full, padded right, padded left, one token, tokens in the middle.
@@ -42,7 +43,6 @@ def tokens(batch: int, length: int, seed: int = 1) -> Tensor:
 
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize(("dtype", "share"), [(torch.float64, 1e-13), (torch.float32, 3e-6)])
-@torch.no_grad()
 def test_hidden_states_equal_the_formulas(layout, dtype, share, load):
     model, state = load(layout, dtype=dtype)
     ids, types = tokens(5, 12), tokens(5, 12, seed=2) % 2
@@ -53,7 +53,6 @@ def test_hidden_states_equal_the_formulas(layout, dtype, share, load):
     assert_within(model(one).last_hidden_state, encode(state, layout, one, torch.ones_like(one)), share)
 
 
-@torch.no_grad()
 def test_texts_far_longer_than_the_trained_length_equal_the_formulas(load):
     model, state = load("jina", dtype=torch.float32)
     assert model.config.max_position_embeddings == 16
@@ -63,7 +62,6 @@ def test_texts_far_longer_than_the_trained_length_equal_the_formulas(load):
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
-@torch.no_grad()
 def test_activating_the_wrong_half_is_detected(layout, load):
     model, state = load(layout)
     ids = tokens(1, 12)
@@ -73,7 +71,6 @@ def test_activating_the_wrong_half_is_detected(layout, load):
         assert_within(model(ids).last_hidden_state, mistaken, 0.05)
 
 
-@torch.no_grad()
 def test_a_gate_of_relu_is_read_from_the_config(load):
     model, state = load("jina", feed_forward_type="reglu")
     ids = tokens(1, 12)
@@ -83,7 +80,6 @@ def test_a_gate_of_relu_is_read_from_the_config(load):
 
 
 @pytest.mark.parametrize(("name", "layout"), RECORDED.items())
-@torch.no_grad()
 def test_hidden_states_are_those_of_the_original_modelling_codes(name, layout, tmp_path):
     with safe_open(DATA / f"{name}.safetensors", "pt") as file:
         about, found = file.metadata(), {key: file.get_tensor(key) for key in file.keys()}  # noqa: SIM118
@@ -96,7 +92,6 @@ def test_hidden_states_are_those_of_the_original_modelling_codes(name, layout, t
     assert_within(encode(state, layout, ids, mask), theirs, 3e-6)
 
 
-@torch.no_grad()
 def test_a_batch_of_padding_alone_is_zeros(load):
     model, _ = load("mosaic")
     assert not model(tokens(2, 5), torch.zeros(2, 5)).last_hidden_state.any()
@@ -108,14 +103,12 @@ def test_padding_is_not_computed(load):
     model, _ = load("jina")
     seen = []
     model.encoder.layer[1].register_forward_hook(lambda _module, inputs, _output: seen.append(tuple(inputs[0].shape)))
-    with torch.no_grad():
-        model(tokens(5, 12), MASK)
-        model(tokens(3, 12), HOLES)
-        model(tokens(3, 12), torch.ones(3, 12))
+    model(tokens(5, 12), MASK)
+    model(tokens(3, 12), HOLES)
+    model(tokens(3, 12), torch.ones(3, 12))
     assert seen == [(1, int(MASK.sum()), WIDTH), (3, 12, WIDTH), (3, 12, WIDTH)]
 
 
-@torch.no_grad()
 def test_a_captured_batch_is_not_packed_and_equals_itself(load, monkeypatch):
     model, _ = load("jina")
     seen, ids = [], tokens(5, 12)
@@ -141,6 +134,7 @@ def test_a_mask_is_read_twice():
     assert reads == ["aten::nonzero"]  # a list of numbers is read without an operation
 
 
+@torch.enable_grad()
 def test_long_packed_rows_are_filled_up_to_a_few_lengths(load):
     model, _ = load("jina")
     seen = []
@@ -166,6 +160,7 @@ def test_long_packed_rows_are_filled_up_to_a_few_lengths(load):
 @pytest.mark.parametrize("layout", LAYOUTS)
 @pytest.mark.parametrize("mask", [MASK, HOLES], ids=["padding", "holes"])
 @pytest.mark.parametrize("checkpointing", [False, True])
+@torch.enable_grad()
 def test_gradients_equal_those_of_the_formulas(layout, mask, checkpointing, load):
     model, state = load(layout, hidden_dropout_prob=0.0)
     model.train()
@@ -193,11 +188,10 @@ def test_dropout_acts_in_training_only(load):
     model, _ = load("mosaic", attention_probs_dropout_prob=0.2)
     ids, seen = tokens(5, 12), []
     model.encoder.layer[0].register_forward_hook(lambda _module, inputs, _output: seen.append(tuple(inputs[0].shape)))
-    with torch.no_grad():
-        still = model(ids, MASK).last_hidden_state
-        assert torch.equal(still, model(ids, MASK).last_hidden_state)
-        model.train()
-        first = model(ids, MASK).last_hidden_state
+    still = model(ids, MASK).last_hidden_state
+    assert torch.equal(still, model(ids, MASK).last_hidden_state)
+    model.train()
+    first = model(ids, MASK).last_hidden_state
     # Attention with dropout builds all scores of a row: a packed row would be too long.
     assert seen[-1] == (5, 12, WIDTH)
     assert first.isfinite().all()
@@ -210,23 +204,22 @@ def test_compiled_without_a_graph_break_it_is_the_same(layout, load):
     model, state = load(layout)
     compiled = torch.compile(model, backend="aot_eager", fullgraph=True)
     ids = tokens(5, 12)
-    with torch.no_grad():
-        assert_within(compiled(ids, MASK).last_hidden_state, encode(state, layout, ids, MASK), 1e-13)
+    assert_within(compiled(ids, MASK).last_hidden_state, encode(state, layout, ids, MASK), 1e-13)
 
 
 def test_bf16_and_autocast_are_near(load):
     model, state = load("mosaic", dtype=torch.bfloat16)
     ids = tokens(2, 12)
     truth = encode(state, "mosaic", ids, torch.ones_like(ids))
-    with torch.no_grad():
-        found = model(ids).last_hidden_state
-        assert found.dtype == torch.bfloat16
-        assert_within(found, truth, 0.05)
-        model.float()
-        with torch.autocast("cpu", torch.bfloat16):
-            assert_within(model(ids).last_hidden_state, truth, 0.05)
+    found = model(ids).last_hidden_state
+    assert found.dtype == torch.bfloat16
+    assert_within(found, truth, 0.05)
+    model.float()
+    with torch.autocast("cpu", torch.bfloat16):
+        assert_within(model(ids).last_hidden_state, truth, 0.05)
 
 
+@torch.enable_grad()
 def test_the_head_of_words_is_dense_activation_norm_and_tied_decoder(load):
     model, state = load("jina", ALiBiBertForMaskedLM, head="mlm")
     ids = tokens(2, 12)
@@ -262,6 +255,7 @@ def test_a_classifier_reads_the_first_token_after_the_padding(load):
     torch.testing.assert_close(found.loss, torch.nn.functional.cross_entropy(logits, torch.tensor([0, 1, 1, 0, 1])))
 
 
+@torch.enable_grad()
 def test_a_reranker_of_one_label_has_one_score(load, tmp_path):
     state = random_state("jina", head="classifier", prefix="bert.", labels=1)
     said = config("jina", id2label={"0": "LABEL_0"}, label2id={"LABEL_0": 0})
@@ -277,10 +271,7 @@ WRONG = [
     ({"input_ids": torch.zeros(1, 0, dtype=torch.long)}, r"input_ids has shape \[1, 0\]"),
     ({}, "pass exactly one of input_ids and inputs_embeds"),
     ({"inputs_embeds": torch.zeros(1, 2, 7)}, "inputs_embeds has width 7 but hidden_size is 48"),
-    (
-        {"input_ids": torch.tensor([[1, WORDS]])},
-        rf"input_ids has values from 1 to {WORDS} but must be in \[0, {WORDS}\)",
-    ),
+    ({"input_ids": torch.tensor([[1, WORDS]])}, rf" has values from 1 to {WORDS} but must be in \[0, {WORDS}\)"),
     ({"input_ids": torch.tensor([[1, -1]])}, "input_ids has values from -1 to 1"),
     ({"token_type_ids": torch.tensor([[0, 2]])}, r"token_type_ids has values from 0 to 2 .* \[0, 2\)"),
     ({"token_type_ids": torch.tensor([0, 1])}, r"token_type_ids has shape \[2\]"),
@@ -291,10 +282,7 @@ WRONG = [
     ({"input_ids": torch.ones(1, 2)}, r"input_ids is torch\.float32 but must be int64 or int32"),
     ({"token_type_ids": torch.zeros(1, 2)}, r"token_type_ids is torch\.float32 but must be int64 or int32"),
     ({"attention_mask": [[1, 1]]}, "attention_mask is a list but must be a tensor"),
-    (
-        {"inputs_embeds": torch.zeros(1, 2, 48, dtype=torch.long)},
-        "inputs_embeds is torch.int64 but must have a floating",
-    ),
+    ({"inputs_embeds": torch.zeros(1, 2, 48).long()}, "inputs_embeds is torch.int64 but must have a floating"),
 ]
 
 
@@ -309,13 +297,12 @@ def test_wrong_input_is_refused_at_the_door(changes, message, load):
 def test_word_embeddings_may_be_given(load):
     model, _ = load("mosaic")
     ids = tokens(5, 12)
-    with torch.no_grad():
-        given = model(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=MASK).last_hidden_state
-        assert torch.equal(given, model(ids, MASK).last_hidden_state)
-        assert torch.equal(model(ids, return_dict=False)[0], model(ids).last_hidden_state)
-        states = model(ids, MASK, output_hidden_states=True).hidden_states
-        assert len(states) == 3
-        assert torch.equal(states[-1], given)
+    given = model(inputs_embeds=model.get_input_embeddings()(ids), attention_mask=MASK).last_hidden_state
+    assert torch.equal(given, model(ids, MASK).last_hidden_state)
+    assert torch.equal(model(ids, return_dict=False)[0], model(ids).last_hidden_state)
+    states = model(ids, MASK, output_hidden_states=True).hidden_states
+    assert len(states) == 3
+    assert torch.equal(states[-1], given)
 
 
 @pytest.mark.parametrize(

@@ -2,10 +2,12 @@
 
 import inspect
 import pickle
+from collections.abc import Callable
 
 import pytest
 import torch
 from encoder_oracle import small_encoder
+from refusals import assert_refused
 from torch import Tensor
 from transformers import (
     BloomForSequenceClassification,
@@ -24,6 +26,8 @@ from alibi_attn.hf import (
     ALiBiCache,
     patch,
 )
+
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 LENGTHS = [37, 64, 5, 90]
 FAMILIES = ["bloom", "mpt", "falcon", "ours"]
@@ -65,6 +69,7 @@ WAYS = {
 
 @pytest.mark.parametrize("way", WAYS)
 @every_family
+@torch.enable_grad()
 def test_packed_logits_and_gradients_are_those_of_each_text(model, way, tokens):
     ids = tokens(1, sum(LENGTHS))
     alone = [model(part, use_cache=False).logits for part in ids.split(LENGTHS, 1)]
@@ -80,6 +85,7 @@ def test_packed_logits_and_gradients_are_those_of_each_text(model, way, tokens):
     assert (model(ids, use_cache=False).logits - expected).abs().max() > 1e-3 * expected.abs().max()
 
 
+@torch.enable_grad()
 def test_collated_rows_train_as_texts_alone(build, tokens):
     """The batch of DataCollatorWithFlattening, with and without flash-attn's arguments."""
     texts = [tokens(1, length, seed=length)[0] for length in LENGTHS]
@@ -97,7 +103,6 @@ def test_collated_rows_train_as_texts_alone(build, tokens):
 
 
 @every_family
-@torch.no_grad()
 def test_padded_batches_of_packed_rows(model, tokens):
     """Left and right padding around the texts of a row; positions as `generate` and others fill them in at padding."""
     rows = [[30, 20], [12, 9, 14], [25]]
@@ -118,7 +123,6 @@ def test_padded_batches_of_packed_rows(model, tokens):
 
 @pytest.mark.parametrize("kind", [DynamicCache, ALiBiCache])
 @every_family
-@torch.no_grad()
 def test_cached_chunks_and_new_tokens_of_packed_rows(model, kind, tokens):
     ids = tokens(1, sum(LENGTHS))
     expected = torch.cat([model(part, use_cache=False).logits for part in ids.split(LENGTHS, 1)], 1)
@@ -138,7 +142,6 @@ def test_cached_chunks_and_new_tokens_of_packed_rows(model, kind, tokens):
 
 
 @pytest.mark.parametrize("family", ["bloom", "mpt", "falcon"])
-@torch.no_grad()
 def test_the_checkpoints_numbers_restart_with_each_text(family, build, tokens):
     model, ids = build(family, **({"max_seq_len": 512} if family == "mpt" else {})), tokens(1, sum(LENGTHS))
     expected = torch.cat([model(part, use_cache=False).logits for part in ids.split(LENGTHS, 1)], 1)
@@ -148,7 +151,6 @@ def test_the_checkpoints_numbers_restart_with_each_text(family, build, tokens):
 
 
 @pytest.mark.parametrize("rounding", ["positions", "counts", "distances"])
-@torch.no_grad()
 def test_our_decoder_rounds_each_text_as_alone(rounding, build, tokens):
     model = build("ours", numerics="checkpoint", checkpoint_rounding=rounding).bfloat16()
     ids = tokens(1, sum(LENGTHS))
@@ -158,61 +160,40 @@ def test_our_decoder_rounds_each_text_as_alone(rounding, build, tokens):
 
 
 @every_family
-@torch.no_grad()
 def test_arguments_that_mean_nothing_here_are_refused(model, tokens):
-    ids = tokens(2, 10)
-    several = torch.tensor([[0, 0, 0, 1, 1, 1, 2, 2, 2, 2]] * 2)
-    wrong = [
-        (
-            {"sequence_id": several},
-            "sequence_id, which has no effect in this model; texts in one row are told apart by segment_ids",
-        ),
-        ({"head_mask": torch.ones(2, 6)}, "head_mask, which has no effect"),
-        ({"token_type_ids": several}, "token_type_ids, which has no effect"),
-        ({"segment_ids": several[:, :9]}, r"segment_ids has shape \[2, 9\] but must be \[B, S\] = \[2, 10\]"),
-        ({"segment_ids": several % 2}, "segment_ids returns to an earlier text"),
-        ({"segment_ids": several, "seq_idx": several // 2}, "tell texts apart differently"),
-        (
-            {"segment_ids": several // 2, "position_ids": torch.tensor([[0, 1, 2, 0, 1, 2, 0, 1, 2, 3]])},
-            "restart within a text",
-        ),
-        ({"position_ids": torch.arange(10)[None] * 2}, "position_ids jump ahead within a text"),
-        ({"position_ids": torch.arange(9)[None]}, r"position_ids has shape \[1, 9\]"),
-        ({"cu_seq_lens_q": torch.tensor([0, 4, 10])}, "needs one row without a cache"),
-        ({"attention_mask": torch.ones(2, 1, 10, 10)}, "adds numbers other than 0"),
-        (
-            {"attention_mask": torch.ones(2, 1, 10, 10).bool()},
-            "is not a causal block for each text: see row 0, token 0",
-        ),
-        ({"attention_mask": torch.ones(2, 6, 10, 10).bool()}, r"must be \[B, 1, T, S\]"),
-    ]
-    for options, message in wrong:
-        with pytest.raises(ValueError, match=message):
-            model(ids, use_cache=False, **options)
-    for options, message in (
-        ({"cu_seq_lens_q": torch.tensor([0, 4, 9])}, "end with T = 10"),
-        (
-            {"cu_seq_lens_q": torch.tensor([0, 4, 10]), "cu_seq_lens_k": torch.tensor([0, 5, 10])},
-            "cu_seq_lens_q and cu_seq_lens_k differ",
-        ),
-        ({"cu_seq_lens_q": torch.tensor([0, 4, 10]), "max_length_q": 5}, "max_length_q is 5 but a text has 6"),
-        ({"max_length_q": 5}, "cu_seq_lens_q must be"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            model(ids[:1], use_cache=False, **options)
-    with pytest.raises(TypeError, match="must hold integers"):
-        model(ids, segment_ids=several.float())
-    harmless = {
-        "token_type_ids": several * 0,
-        "head_mask": None,
-        "output_router_logits": False,
-        "num_items_in_batch": 3,
-    }
-    assert torch.equal(model(ids, use_cache=False, **harmless).logits, model(ids, use_cache=False).logits)
+    ids, one = tokens(2, 10), tokens(1, 10)
+    several, two, square = segments([3, 3, 4]).expand(2, -1), torch.tensor([0, 4, 10]), torch.ones(2, 1, 10, 10)
+    apart = "sequence_id, which has no effect in this model; texts in one row are told apart by segment_ids"
+    blocks_only = "is not a causal block for each text: see row 0, token 0"
+
+    def called(ids: Tensor, **options: object) -> Callable[[], object]:
+        return lambda: model(ids, use_cache=False, **options)
+
+    assert_refused(
+        (apart, called(ids, sequence_id=several)),
+        ("head_mask, which has no effect", called(ids, head_mask=torch.ones(2, 6))),
+        ("token_type_ids, which has no effect", called(ids, token_type_ids=several)),
+        (r"has shape \[2, 9\] but must be \[B, S\] = \[2, 10\]", called(ids, segment_ids=several[:, :9])),
+        ("segment_ids returns to an earlier text", called(ids, segment_ids=several % 2)),
+        ("tell texts apart differently", called(ids, segment_ids=several, seq_idx=several // 2)),
+        ("restart within a text", called(ids, segment_ids=several // 2, position_ids=positions([3, 3, 4]))),
+        ("position_ids jump ahead within a text", called(ids, position_ids=torch.arange(10)[None] * 2)),
+        (r"position_ids has shape \[1, 9\]", called(ids, position_ids=torch.arange(9)[None])),
+        ("needs one row without a cache", called(ids, cu_seq_lens_q=two)),
+        ("adds numbers other than 0", called(ids, attention_mask=square)),
+        (blocks_only, called(ids, attention_mask=square.bool())),
+        (r"must be \[B, 1, T, S\]", called(ids, attention_mask=square.expand(-1, 6, -1, -1).bool())),
+        ("end with T = 10", called(one, cu_seq_lens_q=torch.tensor([0, 4, 9]))),
+        ("cu_seq_lens_q and cu_seq_lens_k differ", called(one, cu_seq_lens_q=two, cu_seq_lens_k=two // 3 * 3)),
+        ("max_length_q is 5 but a text has 6", called(one, cu_seq_lens_q=two, max_length_q=5)),
+        ("cu_seq_lens_q must be", called(one, max_length_q=5)),
+    )
+    assert_refused(("must hold integers", called(ids, segment_ids=several.float())), error=TypeError)
+    harmless = {"token_type_ids": several * 0, "head_mask": None, "output_router_logits": False}
+    assert torch.equal(called(ids, **harmless, num_items_in_batch=3)().logits, called(ids)().logits)
 
 
 @every_family
-@torch.no_grad()
 def test_positions_after_cached_tokens(model, tokens):
     ids, cache = tokens(2, 20), DynamicCache()
     model(ids[:, :15], past_key_values=cache, use_cache=True)
@@ -229,7 +210,6 @@ COMPILED = [  # each family and each way; `make test-all` compiles all pairs
 
 @pytest.mark.filterwarnings("ignore:.*should not be instantiated:DeprecationWarning")
 @pytest.mark.parametrize(("model", "way"), COMPILED, indirect=["model"])
-@torch.no_grad()
 def test_compiled_code_reads_segments(model, way, tokens):
     ids, options = tokens(1, sum(LENGTHS)), WAYS[way]()
     torch._dynamo.reset()
@@ -240,7 +220,6 @@ def test_compiled_code_reads_segments(model, way, tokens):
 
 @pytest.mark.skipif(build.why_not() is not None, reason=f"counts scores of the native backend: {build.why_not()}")
 @every_family
-@torch.no_grad()
 def test_no_score_is_computed_across_texts(model, tokens, monkeypatch):
     """Texts that fill whole tiles: every layer computes as many scores as for each text alone, but for the groups of 16 keys in
     which a block may end elsewhere, because the extremes of norms are those of the whole row."""
@@ -266,7 +245,6 @@ def test_no_score_is_computed_across_texts(model, tokens, monkeypatch):
 
 
 @pytest.mark.parametrize("with_mask", [False, True])
-@torch.no_grad()
 def test_encoders_keep_texts_of_a_row_apart(with_mask, tokens):
     ids, numbers, mask = tokens(2, 50), torch.tensor([[4] * 20 + [4 - 9] * 30, [7] * 35 + [8] * 15]), None
     if with_mask:
@@ -292,7 +270,7 @@ def test_other_heads(build, tokens):
     config = build("bloom").config
     ids = tokens(1, sum(LENGTHS))
     labels = BloomForTokenClassification(config).eval()
-    with torch.no_grad(), patch(labels):
+    with patch(labels):
         expected = torch.cat([labels(part).logits for part in ids.split(LENGTHS, 1)], 1)
         torch.testing.assert_close(labels(ids, segment_ids=segments()).logits, expected, rtol=1e-4, atol=1e-5)
         assert "segment_ids" in inspect.signature(labels.forward).parameters
