@@ -2,10 +2,10 @@
 
     python examples/extending/report_section.py page.html
 
-writes a page that has it. To add it for good, copy this file without its last part to alibi_lab/report/sections/, and name it in
-`SECTIONS` of alibi_lab/report/page.py:
+writes a page that has it. To add it for good, copy this file without its last part to alibi_lab/report/sections/, import it in
+alibi_lab/report/page.py, and name it in a group of `SECTIONS` there:
 
-    (report_section.find, report_section.draw),
+    _OF_SPEED = (long_texts, benchmark, report_section)
 """
 
 from markupsafe import Markup

@@ -13,6 +13,7 @@ from typer.testing import CliRunner
 from alibi_lab import records
 from alibi_lab.cli.bench import commands
 from alibi_lab.measure.benchmarks import BENCHMARKS, Benchmark
+from alibi_lab.measure.inputs import GATES, KINDS
 from alibi_lab.report.page import report_html
 
 EXAMPLES = Path(__file__).parents[2] / "examples/extending"
@@ -87,6 +88,12 @@ def test_every_argument_of_a_benchmark_is_an_option_with_a_help(name: str) -> No
         assert re.search(rf"--{argument.replace('_', '-')}( --no-{argument})? <?[\w-]+", shown), (name, argument)
     assert f"Example: alibi bench {name} {BENCHMARKS[name].example}" in shown
     assert "--out <path> Folder for the records. [default: results]" in shown
+
+
+def test_the_help_names_every_kind_of_input() -> None:
+    shown = " ".join(RUNNER.invoke(APP, ["attention", "--help"], env={"COLUMNS": "200"}).output.split())
+    for kind in KINDS.keys() - GATES.keys():
+        assert re.search(rf"[ (]{kind}[ ,(;.]", shown), kind
 
 
 def test_options_arrive_as_the_types_of_the_arguments(tmp_path: Path) -> None:
