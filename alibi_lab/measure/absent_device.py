@@ -46,12 +46,11 @@ def absent_device(*, capability: tuple[int, int] = (9, 0), compiles: bool = Fals
 
     launches, before = list[Launch](), driver.active if driver._active is not None else None
     driver.set_active(_driver(launches, capability))
+    compile_ = compiler.compile if compiles else functools.partial(_Kernel, launches)
     factories: dict[str, Any] = {name: _on_cpu(getattr(torch, name)) for name in _FACTORIES}
     try:
         with (
-            mock.patch.object(
-                compiler, "compile", compiler.compile if compiles else functools.partial(_Kernel, launches)
-            ),
+            mock.patch.object(compiler, "compile", compile_),
             mock.patch.multiple(Tensor, device=DEVICE, is_cpu=False, is_cuda=True),
             mock.patch.multiple(torch, **factories),
             mock.patch.multiple(
@@ -72,19 +71,8 @@ def _driver(launches: list[Launch], capability: tuple[int, int]) -> types.Simple
     """In place of Triton's driver: it loads no code, and its launcher records the launch."""
     from triton.backends.compiler import GPUTarget
 
-    def launcher(source: Any, metadata: Any) -> Callable[..., None]:
-        expected = len(source.fn.arg_names)
-
-        def run(x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
-            assert len(rest[4:]) == expected, (
-                f"{metadata.name} has {expected} parameters but got {len(rest[4:])} arguments"
-            )
-            record(launches, metadata.name, (x, y, z), rest[4:])
-
-        return run
-
     return types.SimpleNamespace(
-        launcher_cls=launcher,
+        launcher_cls=lambda source, metadata: _Kernel(launches, source).run,
         get_current_target=lambda: GPUTarget("cuda", capability[0] * 10 + capability[1], 32),
         get_current_device=lambda: 0,
         get_current_stream=lambda device: 0,
@@ -97,18 +85,20 @@ def _driver(launches: list[Launch], capability: tuple[int, int]) -> types.Simple
 
 
 class _Kernel:
-    """In place of Triton's compiled kernel, where nothing is compiled."""
+    """In place of Triton's launcher, and of its compiled kernel where nothing is compiled."""
 
     function = 0
     packed_metadata = ()
 
     def __init__(self, launches: list[Launch], source: Any, **options: Any) -> None:
-        self.launches, self.name = launches, source.fn.__name__
+        self.launches, self.name, self.parameters = launches, source.fn.__name__, len(source.fn.arg_names)
 
     def launch_metadata(self, grid: tuple[int, ...], stream: int, *arguments: Any) -> None:
         return None
 
     def run(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
+        given = len(rest[4:])
+        assert given == self.parameters, f"{self.name} has {self.parameters} parameters but got {given} arguments"
         record(self.launches, self.name, (x, y, z), rest[4:])
 
     def __getitem__(self, grid: tuple[int, ...]) -> Callable[..., None]:

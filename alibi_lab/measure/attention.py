@@ -6,6 +6,7 @@ import concurrent.futures
 import functools
 import math
 import multiprocessing
+import operator
 import os
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -28,15 +29,13 @@ from alibi_lab.measure.peers.ours import ours, ours_gated
 LENGTHS = {"cpu": tuple(2**n for n in range(9, 17)), "cuda": (2048, 16384, 131072, 512, 1024, 4096, 8192, 32768, 65536)}
 SHAPES = {"cpu": (8, 64), "cuda": (16, 128)}
 PRUNED_AT = math.exp(-10)  # the ε of ACP's authors' code
-FLEX_NOTE = "score_mod and BlockMask, compiled for each length"
 PROFILED_STEPS = 5
 KERNELS = 16  # at most this many rows of a step
 # Multiply-adds per score and number of a head: two, three and four products of matrices.
 PRODUCTS = {"forward_kernel": 2, "query_kernel": 3, "key_kernel": 4}
 LONGEST_PEER = 16384  # cuDNN's kernels take half a second at 131,072 tokens
 
-DENSE, EAGER, RANK_TWO = sdpa_dense_bias.PEER, eager.PEER, rank_two.PEER
-FLEX = Peer(flex.NAME, flex.flex, FLEX_NOTE)
+DENSE, EAGER, RANK_TWO, FLEX = sdpa_dense_bias.PEER, eager.PEER, rank_two.PEER, flex.PEER
 # What users would run instead, by framework and device, with the longest inputs that fit.
 PEERS: Mapping[str, Sequence[Peer]] = {
     "torch cpu": (
@@ -142,28 +141,27 @@ def peers_of(case: Case, inputs: Inputs, *, framework: str, backend: str, dropou
         return _jax_peers(backend)
     causal = [sdpa.PEER, *([sdpa.CUDNN] if device == "cuda" else [])]
     if inputs.log_fgate is not None:
-        gated = Peer("ours", ours_gated(backend), f"forgetting_attention, backend={backend!r}", gated=True)
-        plain = Peer("ours, fixed slopes", _fixed(backend), "alibi_attention with the published slopes", biased=False)
+        gated = Peer("ours", ours_gated(backend), gated=True)
+        plain = Peer("ours, fixed slopes", _fixed(backend), biased=False)
         return [gated, *causal, replace(DENSE, longest=4096 if device == "cpu" else 16384), plain]
-    ourselves = Peer("ours", ours(backend), f"backend={backend!r}")
+    ourselves = Peer("ours", ours(backend))
     if inputs.table is not None:
-        all_keys = Peer("ours, all keys", ours(backend, tolerance=0.0), "tolerance=0.0")
+        all_keys = Peer("ours, all keys", ours(backend, tolerance=0.0))
         return [ourselves, all_keys, replace(DENSE, longest=4096 if device == "cpu" else 8192)]
     if inputs.points is not None:
         return [ourselves, sdpa.PLAIN, replace(DENSE, longest=8192)]
     if not inputs.causal:
         return [ourselves, sdpa.MASKED, replace(DENSE, longest=8192)]
     half = case.dtype != torch.float32 and device == "cpu"
-    without = Peer("ours, no compiler", ours("banded"), "backend='banded', for machines without g++", longest=32768)
+    without = Peer("ours, no compiler", ours("banded"), longest=32768)  # for machines without g++
     mine = [ourselves]
     if dropout > 0:
-        note = f"{ourselves.note}, dropout_p={dropout}"
-        mine.append(Peer("ours, dropout", ours(backend, dropout_p=dropout), note, dropout_p=dropout))
+        mine.append(Peer("ours, dropout", ours(backend, dropout_p=dropout), dropout_p=dropout))
     if device == "cpu" and backend == "auto":
-        in_fp32 = replace(ourselves, name="ours, fp32", note="the same numbers in fp32", dtype=torch.float32)
+        in_fp32 = replace(ourselves, name="ours, fp32", dtype=torch.float32)
         mine.append(in_fp32 if half else without)
     others = PEERS[f"torch {device}" if device == "cuda" or backend != "fused" else "interpreter"]
-    return [*mine, *(peer for peer in others if not (half and peer.name in (flex.NAME, RANK_TWO.name)))]
+    return [*mine, *(peer for peer in others if not (half and peer.name in (FLEX.name, RANK_TWO.name)))]
 
 
 def _fixed(backend: str) -> Callable[[Inputs], Attention]:
@@ -177,20 +175,14 @@ def _jax_peers(backend: str) -> list[Peer]:
 
     named = {} if backend == "auto" else {"backend": backend}
     listed = [
-        Peer("ours", theirs.ours(**named), "alibi_attention"),
-        Peer("ours, the loop", theirs.ours(backend="loop"), 'alibi_attention(backend="loop")', longest=8192),
-        Peer("ours, dense", theirs.ours(backend="dense"), 'alibi_attention(backend="dense")', longest=4096),
-        Peer("dense bias", theirs.dense, "dot_product_attention with a bias that is built once", longest=8192),
-        Peer("causal, no bias", theirs.causal(), "dot_product_attention is_causal=True", longest=8192, biased=False),
-        Peer(
-            "no bias, cuDNN",
-            theirs.causal(implementation="cudnn"),
-            "dot_product_attention, cuDNN's kernel",
-            biased=False,
-        ),
+        Peer("ours", theirs.ours(**named)),
+        Peer("ours, the loop", theirs.ours(backend="loop"), longest=8192),
+        Peer("ours, dense", theirs.ours(backend="dense"), longest=4096),
+        Peer("dense bias", theirs.dense, longest=8192),
+        Peer("causal, no bias", theirs.causal(), longest=8192, biased=False),
+        Peer("no bias, cuDNN", theirs.causal(implementation="cudnn"), biased=False),
     ]
-    of_torch = Peer("PyTorch", ours("auto"), "alibi_attn.alibi_attention of tensors [B, H, T, D]")
-    return [*(replace(peer, framework="jax") for peer in listed), of_torch]
+    return [*(replace(peer, framework="jax") for peer in listed), Peer("PyTorch", ours("auto"))]
 
 
 def checked_dtype(device: str, dtype: str, framework: str = "torch", dropout: float = 0.0) -> str:
@@ -228,11 +220,9 @@ def scores(inputs: Inputs, backend: str) -> dict[str, float | int]:
         if inputs.log_fgate is not None:
             decay = inputs.log_fgate - slopes[:, None]
             tolerance = inspect.default_tolerance(query, key, value)
-            found |= {"acp": pruned_scores(decay, query, key, tolerance), "tolerance": tolerance}
-            found |= {
-                "ours_at_acps": count(tolerance=PRUNED_AT),
-                "acp_at_acps": pruned_scores(decay, query, key, PRUNED_AT),
-            }
+            pruned = functools.partial(pruned_scores, decay, query, key)
+            found |= {"acp": pruned(tolerance), "tolerance": tolerance}
+            found |= {"ours_at_acps": count(tolerance=PRUNED_AT), "acp_at_acps": pruned(PRUNED_AT)}
     return found
 
 
@@ -253,7 +243,7 @@ def pruned_scores(decay: Tensor, query: Tensor, key: Tensor, tolerance: float) -
 
 def kernel_rows(case: Case, inputs: Inputs, backend: str) -> dict[str, Row]:
     """A row per kernel of a step, ours and cuDNN's; on a CPU the rows are torch's operations."""
-    peers = {"ours": Peer("ours", ours(backend), "")}
+    peers = {"ours": Peer("ours", ours(backend))}
     if case.length <= LONGEST_PEER and case.device.type == "cuda":
         peers["cuDNN"] = sdpa.CUDNN
     rows: dict[str, Row] = {}
@@ -282,16 +272,12 @@ def of_step(step: Callable[[], object], device: torch.device) -> dict[str, tuple
             step()
         if on_gpu:
             torch.cuda.synchronize()
-    found = {
-        event.key[:80]: (
-            (event.self_device_time_total if on_gpu else event.self_cpu_time_total) / PROFILED_STEPS / 1e3,
-            event.count / PROFILED_STEPS,
-        )
-        for event in profiled.key_averages()
-        if event.device_type == (DeviceType.CUDA if on_gpu else DeviceType.CPU)
-    }
-    slowest = sorted(found, key=lambda name: -found[name][0])
-    return {name: found[name] for name in slowest[:KERNELS] if found[name][0] > 0}
+    where = DeviceType.CUDA if on_gpu else DeviceType.CPU
+    own_us = operator.attrgetter("self_device_time_total" if on_gpu else "self_cpu_time_total")
+    found = {event.key[:80]: event for event in profiled.key_averages() if event.device_type == where}
+    slowest = sorted(found, key=lambda name: -own_us(found[name]))[:KERNELS]
+    ms = {name: own_us(found[name]) / PROFILED_STEPS / 1e3 for name in slowest}
+    return {name: (ms[name], found[name].count / PROFILED_STEPS) for name in slowest if ms[name] > 0}
 
 
 def _compile_ahead(cases: Sequence[Case], budget: Budget) -> None:

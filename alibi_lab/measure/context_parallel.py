@@ -6,7 +6,7 @@ machine, sending a row costs a copy through a socket. A network is slower, so th
 the numbers of rows and bytes are the same there. The code that sends rows counts them.
 """
 
-import json
+import contextlib
 import tempfile
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -16,11 +16,11 @@ from typing import Any, cast
 import torch
 from torch import Tensor
 from torch import distributed as dist
-from torch.multiprocessing.spawn import spawn
 
 from alibi_attn import alibi_attention
 from alibi_attn.distributed import Traffic, context_parallel_attention
 from alibi_lab import records
+from alibi_lab.measure import timing
 from alibi_lab.measure.harness import Columns, Config, Row, Rows, Say, keep, number, whole_ms
 
 LENGTHS = (16_384, 32_768, 65_536, 131_072)
@@ -74,9 +74,11 @@ def context_parallel(
     }
 
     def rows(count: int, length: int) -> Rows:
-        with tempfile.TemporaryDirectory() as folder:
-            spawn(_work, (count, length, Path(folder), repeats, seconds), nprocs=count)
-            return json.loads((Path(folder) / "rows.json").read_text())
+        with tempfile.TemporaryDirectory() as folder, contextlib.ExitStack() as stack:
+            processes = [stack.enter_context(timing.fresh_process(_threads(count))) for _ in range(count)]
+            given = count, length, Path(folder) / "store", repeats, seconds
+            working = [process.submit(_work, rank, *given) for rank, process in enumerate(processes)]
+            return timing.result(working[0], "a rank", "pass shorter --lengths")
 
     steps = ({f"context-parallel/ranks-{count}": rows(count, length)} for count in ranks for length in sorted(lengths))
     return keep(out, configs, steps, summary=_summary, say=say)
@@ -86,16 +88,13 @@ def _threads(ranks: int) -> int:
     return max(1, torch.get_num_threads() // ranks)
 
 
-def _work(rank: int, count: int, length: int, folder: Path, repeats: int, seconds: float) -> None:
-    """Runs one rank; rank 0 writes rows.json to the folder."""
-    torch.set_num_threads(_threads(count))
-    dist.init_process_group("gloo", init_method=f"file://{folder}/store", rank=rank, world_size=count)
+def _work(rank: int, count: int, length: int, store: Path, repeats: int, seconds: float) -> dict[str, Row]:
+    """The rows of one rank, which are the same in all."""
+    dist.init_process_group("gloo", init_method=f"file://{store}", rank=rank, world_size=count)
     try:
-        rows = _measured(rank, count, length, repeats, seconds)
+        return _measured(rank, count, length, repeats, seconds)
     finally:
         dist.destroy_process_group()
-    if rank == 0:
-        (folder / "rows.json").write_text(json.dumps(rows))
 
 
 def _measured(rank: int, count: int, length: int, repeats: int, seconds: float) -> dict[str, Row]:

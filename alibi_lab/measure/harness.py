@@ -19,9 +19,9 @@ from torch import Tensor
 
 from alibi_lab import records
 from alibi_lab.lab.config import check_choice
+from alibi_lab.measure import timing
 from alibi_lab.measure.inputs import Case, Inputs, draw
 from alibi_lab.measure.peers import Peer, reason
-from alibi_lab.measure.timing import host_us, medians_ms, peak_memory_bytes, replayable
 from alibi_lab.measure.truth import Truth, results_of
 
 Row = Mapping[str, records.Json]
@@ -117,31 +117,29 @@ class Budget:
 def measured(peers: Sequence[Peer], case: Case, budget: Budget, inputs: Inputs | None = None) -> dict[str, Timed]:
     """A row per peer: each is compared with the truth, then the right ones are timed in turns."""
     inputs = inputs or draw(case)
-    truths: dict[float, Truth] = {}
+    truth_of = functools.cache(functools.partial(Truth.of, inputs))
     rows, calls = dict[str, Timed](), dict[str, Call]()
     for peer in peers:
         rows[peer.name] = row = Timed(length=case.length, batch=len(inputs.key), why_not=budget.why_not(peer, case))
         if row.why_not is not None:
             continue
-        if peer.dropout_p not in truths:
-            truths[peer.dropout_p] = Truth.of(inputs, dropout_p=peer.dropout_p)
+        truth = truth_of(biased=peer.biased, dropout_p=peer.dropout_p)
         try:
             call = prepared(peer, inputs, backward=budget.backward and case.length <= peer.longest_backward)
-            errors = truths[peer.dropout_p].compare(peer, call.results())
-            row.relative_error, row.gradient_error = errors.output, errors.gradient
-            row.right, row.why_not = errors.wrong is None, errors.wrong
+            row.relative_error, row.gradient_error, row.why_not = truth.compare(peer, call.results())
+            row.right = row.why_not is None
             if row.right:
                 calls[peer.name] = call
         except failures() as refusal:
             row.right, row.why_not = (False if peer.is_ours else None), reason(refusal)
     for name, call in list(calls.items()) if budget.graphs else ():
-        step = None if call.step is None else replayable(call.step, case.device)
-        calls[name + GRAPH] = Call(call.results, replayable(call.forward, case.device), step)
+        step = None if call.step is None else timing.replayable(call.step, case.device)
+        calls[name + GRAPH] = Call(call.results, timing.replayable(call.forward, case.device), step)
         rows[name + GRAPH] = dataclasses.replace(rows[name])
     _time(rows, calls, case, budget)
     if budget.memory and case.device.type == "cpu" and "ours" in calls:
         ours = next(peer for peer in peers if peer.name == "ours")
-        rows["ours"].peak_memory_bytes = peak_memory_bytes(_once, ours, case, budget.backward)
+        rows["ours"].peak_memory_bytes = timing.in_fresh_process(_peak_bytes, ours, case, budget.backward)
     return {way: rows[way] for peer in peers for way in (peer.name, peer.name + GRAPH) if way in rows}
 
 
@@ -189,8 +187,9 @@ def training_step(attention: Callable[..., Tensor], inputs: Sequence[Tensor], gr
 
 def _time(rows: Mapping[str, Timed], calls: Mapping[str, Call], case: Case, budget: Budget) -> None:
     """Fills the times of the rows that have calls: forward passes in turns, and then steps in turns."""
+    timed = timing.timer(case.device)
     turns = functools.partial(
-        medians_ms, repeats=budget.repeats, seconds=budget.seconds, device=case.device, end=budget.end
+        timing.medians_of, timed=timed, repeats=budget.repeats, seconds=budget.seconds, end=budget.end
     )
     forward = turns({name: call.forward for name, call in calls.items()})
     steps = turns({name: call.step for name, call in calls.items() if call.step is not None})
@@ -202,15 +201,18 @@ def _time(rows: Mapping[str, Timed], calls: Mapping[str, Call], case: Case, budg
             budget.pace[name] = steps.get(name, ms) / 1e3 / case.scores
         if case.device.type == "cuda":
             whole = calls[name].step or calls[name].forward
-            rows[name].host_us = host_us(whole)
+            rows[name].host_us = timing.host_us(whole)
             torch.cuda.reset_peak_memory_stats()
             whole()
             rows[name].peak_memory_bytes = torch.cuda.max_memory_allocated()
 
 
-def _once(peer: Peer, case: Case, backward: bool) -> None:
+def _peak_bytes(peer: Peer, case: Case, backward: bool) -> int:
+    """The bytes by which a call raises the peak memory of this process, with its inputs."""
+    before = timing.peak_rss_bytes()
     call = prepared(peer, draw(case), backward=backward)
     (call.step or call.forward)()
+    return timing.peak_raised_by(before)
 
 
 def keep(

@@ -29,28 +29,35 @@ ATTENTION = (
     *("BloomAttention", "MptAttention", "FalconAttention", "T5Attention"),
     *("ALiBiBertSelfAttention", "DenseSelfAttention", "BertSelfAttention"),
 )
-Run = Callable[
-    [Tensor, Tensor], Tensor
-]  # token ids and mask, both [B, T] -> the last logits [B, V], or states [B, T, E]
+# Token ids and mask, both [B, T] -> the last logits [B, V], or states [B, T, E].
+Run = Callable[[Tensor, Tensor], Tensor]
 
 
 @dataclasses.dataclass(frozen=True, kw_only=True)
 class Setting:
-    """What a program needs to open a model.
+    """A model to run, and what is measured of it.
 
     Args:
-        room: the longest text, and for `texts` of them at a time.
+        batch: lengths of the texts of a batch, or of one cache or prompt; a program has room for them.
         folder: for the files of other programs.
+        tokens, rounds, seconds: as in `models`.
     """
 
     model: str
     sizes: Sizes
     precision: str = "float32"
     device: str = "cpu"
-    room: int = 512
-    texts: int = 1
+    batch: tuple[int, ...] = (512,)
     threads: int = 1
     folder: Path = Path()
+    tokens: int = 1
+    rounds: int = 1
+    seconds: float = 0.0
+
+    @property
+    def room(self) -> int:
+        """The longest text."""
+        return max(self.batch)
 
     @property
     def dtype(self) -> torch.dtype:
@@ -103,9 +110,14 @@ def ours(setting: Setting) -> Run:
         if kind is not None:
             quantized.convert(encoder, kind=kind)
         return Ready(encoder)
+    return Ready(patched(setting))
+
+
+def patched(setting: Setting) -> Any:
+    """The model of `transformers` with our attention, and its linear layers in the precision."""
     model = original_model(setting).to(setting.device, setting.dtype)
-    patch(model, linears=kind)
-    return Ready(model)
+    patch(model, linears=setting.linears)
+    return model
 
 
 def original(setting: Setting) -> Run:
@@ -154,8 +166,8 @@ def llama(setting: Setting, *, flash: bool) -> Run:
     path = setting.folder / f"{setting.precision}.gguf"
     if not path.exists():
         write_encoder(our_encoder(setting.sizes), path, setting.precision)
-    room = setting.room * setting.texts
-    return LlamaEncoder(path, room=room, texts=setting.texts, threads=setting.threads, flash=flash)
+    texts = len(setting.batch)
+    return LlamaEncoder(path, room=setting.room * texts, texts=texts, threads=setting.threads, flash=flash)
 
 
 def of_program(setting: Setting, *, name: str) -> Run:

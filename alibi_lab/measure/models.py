@@ -37,12 +37,12 @@ from alibi_lab.measure.model_programs import (
     Setting,
     opened,
     original_model,
+    patched,
 )
 from alibi_lab.measure.peers import missing
 from alibi_lab.measure.peers.dense_encoder import Sizes
 from alibi_lab.measure.peers.llama_cpp import Crash
 
-PARTS = ("pass", "step", "prompt")
 # The largest error of outputs that is still their precision, as a share of the norm of the true ones.
 MOST_ERROR = {"float32": 1e-3, "bfloat16": 5e-2, "int8": 1e-1, "float8": 1e-1}
 WARM_UP = 256  # tokens, long enough to take the same code path
@@ -80,7 +80,7 @@ def models(
         vocabulary: number of tokens; default 1000, of the encoder 30528.
         device: "cpu" or "cuda", where graphs are measured too.
         tokens: tokens per run of "prompt"; their mean is one measurement.
-        rounds: processes per program, in turns with those of the others; runs of a step.
+        rounds: processes per program; runs of a step, in turns with those of the others.
         seconds: time limit in seconds per process and length, after which no pass starts.
 
     Raises:
@@ -98,15 +98,12 @@ def models(
         for model, part, precision in itertools.product(models, parts, precisions):
             if part != "pass" and model != "bloom":
                 raise ValueError(f"part {part} measures bloom, not {model}; pass --models bloom")
-            base = model == ENCODER
-            wide = width or (768 if base else 1024)
-            sizes = Sizes(
-                layers or (12 if base else 2), wide, wide // 64, 4 * wide, vocabulary or (30528 if base else 1000)
-            )
+            usual = Sizes() if model == ENCODER else Sizes.of(2, 1024, 1000)
+            sizes = Sizes.of(layers or usual.layers, width or usual.width, vocabulary or usual.vocabulary)
             name = f"models/{model}-{part}{'-mixed' if texts else ''}-{precision}{'' if device == 'cpu' else '-cuda'}"
             settings[name] = part, Setting(
                 model=model, sizes=sizes, precision=precision, device=device, threads=torch.get_num_threads(),
-                folder=Path(folder),
+                folder=Path(folder), tokens=tokens, rounds=rounds, seconds=seconds,
             )  # fmt: skip
             configs[name] = {
                 **dataclasses.asdict(sizes), "model": model, "part": part, "precision": precision, "device": device,
@@ -114,13 +111,8 @@ def models(
                 "threads": torch.get_num_threads(),
             }  # fmt: skip
 
-        of_part: dict[str, Callable[[Setting, Sequence[int]], dict[str, Timed]]] = {
-            "pass": lambda setting, batch: passes(setting, batch, rounds, seconds),
-            "step": lambda setting, batch: cached_steps(setting, rounds, seconds),
-            "prompt": lambda setting, batch: after_prompt(setting, tokens, rounds),
-        }
         steps = (
-            {name: of_part[part](dataclasses.replace(setting, room=max(batch), texts=len(batch)), batch)}
+            {name: PARTS[part](dataclasses.replace(setting, batch=batch))}
             for name, (part, setting) in settings.items()
             for batch in batches
         )
@@ -135,42 +127,40 @@ def inputs(setting: Setting, batch: Sequence[int]) -> tuple[Tensor, Tensor]:
     return (ids * mask).to(setting.device), mask.to(setting.device)
 
 
-def passes(setting: Setting, batch: Sequence[int], rounds: int, seconds: float) -> dict[str, Timed]:
-    """A forward pass of every program over a batch: first compared, then timed in turns."""
-    rows, times = dict[str, Timed](), dict[str, list[tuple[float, float]]]()
+def passes(setting: Setting) -> dict[str, Timed]:
+    """A forward pass of every program over a batch: first compared, then timed."""
+    rows = dict[str, Timed]()
     in_process: Callable[..., Any] = timing.in_fresh_process if setting.device == "cpu" else operator.call
-    exact = dataclasses.replace(setting, precision="float32")
-    numbers = len(batch) * setting.sizes.heads * max(batch) ** 2
-    truth = (
-        TRUTH[setting.model] if timing.too_large(4 * PROGRAMS[TRUTH[setting.model]].arrays * numbers) is None else OURS
-    )
-    true, _, _ = in_process(run_pass, truth, exact, batch, 0.0)
+    numbers = len(setting.batch) * setting.sizes.heads * setting.room**2
+    truth = TRUTH[setting.model]
+    if timing.too_large(4 * PROGRAMS[truth].arrays * numbers) is not None:
+        truth = OURS
+    true, _, _ = in_process(run_pass, truth, dataclasses.replace(setting, precision="float32", seconds=0.0))
     for name, program in PROGRAMS.items():
         if setting.model not in program.models or setting.precision not in program.precisions:
             continue
-        rows[name] = row = Timed(length=max(batch), tokens=sum(batch))
+        rows[name] = row = Timed(length=setting.room, tokens=sum(setting.batch))
         row.why_not = missing(program.needs) or timing.too_large(4 * program.arrays * numbers)
-        for _ in range(0 if row.why_not else rounds):
+        times = list[tuple[float, float]]()
+        for _ in range(0 if row.why_not else setting.rounds):
             try:
-                output, peak, spent = in_process(run_pass, name, setting, batch, seconds)
+                output, peak, spent = in_process(run_pass, name, setting)
             except (RuntimeError, Crash) as refusal:
                 row.right, row.why_not = (False if name == OURS else None), str(refusal).splitlines()[0]
                 break
             row.peak_memory_bytes = max(row.peak_memory_bytes or 0, peak)
-            times[name] = [*times.get(name, []), *spent]
+            times += spent
             if program.biased:
                 compare(row, output, true, max(MOST_ERROR[setting.precision], program.most_error))
             if row.why_not is not None:
                 break
         if row.why_not is None:
-            whole, part = (statistics.median(column) for column in zip(*times[name], strict=True))
+            whole, part = (statistics.median(column) for column in zip(*times, strict=True))
             row.forward_ms, row.attention_share = 1e3 * whole, part / whole if part else None
     return rows
 
 
-def run_pass(
-    name: str, setting: Setting, batch: Sequence[int], seconds: float
-) -> tuple[Tensor, int, list[tuple[float, float]]]:
+def run_pass(name: str, setting: Setting) -> tuple[Tensor, int, list[tuple[float, float]]]:
     """(outputs of at most 512 tokens per text, added peak memory, seconds of each pass and of these in attention)."""
     before, attention, spent = timing.peak_rss_bytes(), [0.0], list[tuple[float, float]]()
     on_gpu = setting.device == "cuda"
@@ -178,9 +168,9 @@ def run_pass(
         run = PROGRAMS[name].open(setting)
         if isinstance(run, nn.Module) and not on_gpu:
             timing.time_attention(run, ATTENTION, attention)
-        ids, mask = inputs(setting, batch)
-        run(*inputs(setting, [min(WARM_UP, max(batch))]))
-        end = time.perf_counter() + seconds
+        ids, mask = inputs(setting, setting.batch)
+        run(*inputs(setting, [min(WARM_UP, setting.room)]))
+        end = time.perf_counter() + setting.seconds
         while not spent or (len(spent) < 3 and time.perf_counter() < end):
             attention[0], start = 0.0, time.perf_counter()
             output = run(ids, mask)
@@ -205,16 +195,15 @@ def compare(row: Timed, output: Tensor, true: Tensor, most: float) -> None:
 
 
 @torch.inference_mode()
-def cached_steps(setting: Setting, rounds: int, seconds: float) -> dict[str, Timed]:
+def cached_steps(setting: Setting) -> dict[str, Timed]:
     """A token of a BLOOM whose cache holds random keys: with the caches of `transformers` and ours, also after padding.
 
     The cache of `generate` copies all keys for each token; its StaticCache does not. The batch of two rows has no padding, the
     same tokens after padding of an eighth of their length, or a mask that shows only the last quarter of one of them.
     """
     length, config = setting.room, setting.sizes
-    first = original_model(setting).to(setting.device, setting.dtype)
-    patched = original_model(setting).to(setting.device, setting.dtype)
-    patch(patched)
+    first, ours = (original_model(setting).to(setting.device, setting.dtype) for _ in range(2))
+    patch(ours)
     torch.manual_seed(1)
     shape = 1, config.heads, length, config.width // config.heads
     filling = [tuple(torch.randn(shape).to(setting.device, setting.dtype) for _ in "kv") for _ in range(config.layers)]
@@ -223,23 +212,22 @@ def cached_steps(setting: Setting, rounds: int, seconds: float) -> dict[str, Tim
     whole = torch.ones(1, room, dtype=torch.long, device=setting.device)
     one, two = (torch.tensor(rows, device=setting.device) for rows in ([[7]], [[7], [8]]))
     calls = {
-        OURS: _step(patched, _filled(ALiBiCache(), filling), one),
-        "ours, static cache": _step(patched, _filled(ALiBiCache(capacity=room), filling), one),
-        "patched, DynamicCache": _step(patched, _filled(DynamicCache(), filling), one),
-        "transformers": _step(first, _filled(DynamicCache(), filling), one),
-        "transformers, StaticCache": _step(first, _filled(static, filling), one, whole),
+        OURS: _step(ours, ALiBiCache(), filling, one),
+        "ours, static cache": _step(ours, ALiBiCache(capacity=room), filling, one),
+        "patched, DynamicCache": _step(ours, DynamicCache(), filling, one),
+        "transformers": _step(first, DynamicCache(), filling, one),
+        "transformers, StaticCache": _step(first, static, filling, one, whole),
     }
     padding = max(int(length * PADDING), 1)
     rows = [tuple(torch.cat([x, x.flip(1)]) for x in part) for part in filling]
     padded = [tuple(nn.functional.pad(x, (0, 0, padding, 0), value=9.0) for x in part) for part in rows]
     at = torch.arange(padding + length + 1, device=setting.device)
+    even = torch.stack([at >= padding] * 2).long()
     uneven = torch.stack([at >= padding, at >= padding + length - length // 4]).long()
     two_rows = {
-        "ours, two rows": _step(patched, _filled(ALiBiCache(), rows), two),
-        "ours, two padded rows": _step(
-            patched, _filled(ALiBiCache(), padded), two, torch.stack([at >= padding] * 2).long()
-        ),
-        "ours, one row a quarter as long": _step(patched, _filled(ALiBiCache(), padded), two, uneven),
+        "ours, two rows": _step(ours, ALiBiCache(), rows, two),
+        "ours, two padded rows": _step(ours, ALiBiCache(), padded, two, even),
+        "ours, one row a quarter as long": _step(ours, ALiBiCache(), padded, two, uneven),
     }
     calls |= two_rows if length <= 32768 else {}
     truth = {name: "ours, two rows" if name in two_rows else "transformers" for name in calls}
@@ -254,19 +242,21 @@ def cached_steps(setting: Setting, rounds: int, seconds: float) -> dict[str, Tim
         calls["ours, static cache" + GRAPH] = timing.replayable(calls["ours, static cache"], device)
         found["ours, static cache" + GRAPH] = dataclasses.replace(found["ours, static cache"])
     right = {name: call for name, call in calls.items() if found[name].right}
-    for name, ms in timing.medians_ms(right, repeats=3 * rounds, seconds=3 * seconds, device=device).items():
+    repeats, seconds = 3 * setting.rounds, 3 * setting.seconds
+    for name, ms in timing.medians_of(right, timing.timer(device), repeats=repeats, seconds=seconds).items():
         found[name].forward_ms = ms
     return found
 
 
-def _filled(cache: Any, filling: Sequence[Sequence[Tensor]]) -> Any:
+def _step(
+    model: nn.Module, cache: Any, filling: Sequence[Sequence[Tensor]], token: Tensor, mask: Tensor | None = None
+) -> Callable[[], Tensor]:
+    """A call that decodes one token per row and removes it from the cache, which holds these keys and values.
+
+    Static caches keep it and have room for all.
+    """
     for layer, (key, value) in enumerate(filling):
         cache.update(key, value, layer)
-    return cache
-
-
-def _step(model: nn.Module, cache: Any, token: Tensor, mask: Tensor | None = None) -> Callable[[], Tensor]:
-    """A call that decodes one token per row and removes it from the cache; static caches keep it and have room for all."""
 
     def call() -> Tensor:
         logits: Tensor = model(token, attention_mask=mask, past_key_values=cache).logits[:, -1]
@@ -278,10 +268,11 @@ def _step(model: nn.Module, cache: Any, token: Tensor, mask: Tensor | None = Non
 
 
 @torch.inference_mode()
-def after_prompt(setting: Setting, tokens: int, rounds: int) -> dict[str, Timed]:
+def after_prompt(setting: Setting) -> dict[str, Timed]:
     """The mean time of a token after a prompt, by program; all read the same prompt and then the same tokens."""
-    listed = inputs(setting, [setting.room])[0][0].cpu().tolist()
+    listed, tokens = inputs(setting, [setting.room])[0][0].cpu().tolist(), setting.tokens
     again = [*listed, listed[-1]]
+    roomy = dataclasses.replace(setting, batch=(len(again) + tokens,))
     true = Patched(dataclasses.replace(setting, precision="float32")).logits(again)
     rows, calls = dict[str, Timed](), dict[str, Callable[[], float]]()
     for name, needs in {OURS: (), **(BLOOMS if setting.device == "cpu" else {})}.items():
@@ -289,15 +280,14 @@ def after_prompt(setting: Setting, tokens: int, rounds: int) -> dict[str, Timed]
         if row.why_not is not None:
             continue
         try:
-            room = len(again) + tokens
-            program = Patched(setting) if name == OURS else opened(name, dataclasses.replace(setting, room=room))
+            program = Patched(setting) if name == OURS else opened(name, roomy)
         except (Crash, ValueError) as refusal:  # CTranslate2 has no bf16 on a CPU
             row.why_not = str(refusal)
             continue
         compare(row, torch.from_numpy(program.logits(again)), torch.from_numpy(true), MOST_ERROR[setting.precision])
         if row.right:
             calls[name] = program.several(listed, tokens)
-    for name, seconds in timing.medians_of(calls, repeats=rounds, seconds=math.inf).items():
+    for name, seconds in timing.medians_of(calls, operator.call, repeats=setting.rounds, seconds=math.inf).items():
         rows[name].forward_ms = 1e3 * seconds
     return rows
 
@@ -306,8 +296,7 @@ class Patched:
     """Our BLOOM, as the other programs that run one."""
 
     def __init__(self, setting: Setting) -> None:
-        self.model = original_model(setting).to(setting.device, setting.dtype)
-        patch(self.model, linears=setting.linears)
+        self.model = patched(setting)
 
     def logits(self, tokens: Sequence[int]) -> np.ndarray:
         """The logits [V] of the last token; the others stay in the cache."""
@@ -331,3 +320,6 @@ class Patched:
             return seconds / count
 
         return call
+
+
+PARTS = {"pass": passes, "step": cached_steps, "prompt": after_prompt}

@@ -23,30 +23,6 @@ Result = TypeVar("Result")
 SPARE_BYTES = 2 << 30  # left free for weights, Python and other processes
 
 
-def medians_ms(
-    calls: Mapping[str, Callable[[], object]],
-    *,
-    repeats: int,
-    seconds: float,
-    device: torch.device | None = None,
-    end: float = math.inf,
-) -> dict[str, float]:
-    """The median milliseconds of every call, on a GPU between events.
-
-    The calls take turns, so that a slow moment of the machine affects all of them. The order changes from turn to turn (in the
-    same way in every run), so that no call always runs after the same other call, with the caches in the same state.
-    Every call is warmed up once and then runs `repeats` times or until `seconds` have passed, at least once.
-
-    Args:
-        end: on `time.perf_counter`; calls that are not warm by then are left out.
-    """
-    timed = {
-        name: functools.partial(elapsed_ms if device is None or device.type == "cpu" else device_ms, call)
-        for name, call in calls.items()
-    }
-    return medians_of(timed, repeats=repeats, seconds=seconds, end=end)
-
-
 def elapsed_ms(call: Callable[[], object]) -> float:
     """The wall-clock milliseconds of one call."""
     start = time.perf_counter()
@@ -54,21 +30,40 @@ def elapsed_ms(call: Callable[[], object]) -> float:
     return (time.perf_counter() - start) * 1e3
 
 
+def timer(device: torch.device) -> Callable[[Callable[[], object]], float]:
+    """The function that times a call on this device, on a GPU between events."""
+    return elapsed_ms if device.type == "cpu" else device_ms
+
+
 def medians_of(
-    calls: Mapping[str, Callable[[], float]], *, repeats: int, seconds: float, end: float = math.inf
+    calls: Mapping[str, Callable[[], Result]],
+    timed: Callable[[Callable[[], Result]], float],
+    *,
+    repeats: int,
+    seconds: float,
+    end: float = math.inf,
 ) -> dict[str, float]:
-    """`medians_ms` for calls that return their own milliseconds, for example from another process."""
+    """The median time of every call, in the unit of `timed`.
+
+    The calls take turns, so that a slow moment of the machine affects all of them. The order changes from turn to turn (in the
+    same way in every run), so that no call always runs after the same other call, with the caches in the same state.
+    Every call is warmed up once and then runs `repeats` times or until `seconds` have passed, at least once.
+
+    Args:
+        timed: runs a call and returns its time; `operator.call` for calls that return their own.
+        end: on `time.perf_counter`; calls that are not warm by then are left out.
+    """
     spent: dict[str, list[float]] = {}
     for name, call in calls.items():
         if time.perf_counter() < end:
-            call()
+            timed(call)
             spent[name] = []
     end, shuffle = min(time.perf_counter() + seconds, end), random.Random(0)
     for turn in range(repeats):
         if turn > 0 and time.perf_counter() > end:
             break
         for name in shuffle.sample(sorted(spent), len(spent)):
-            spent[name].append(calls[name]())
+            spent[name].append(timed(calls[name]))
     return {name: statistics.median(times) for name, times in spent.items()}
 
 
@@ -114,17 +109,6 @@ def replayable(call: Callable[[], Result], device: torch.device) -> Callable[[],
         return output
 
     return replay
-
-
-def peak_memory_bytes(function: Callable[..., object], *arguments: object) -> int:
-    """The bytes by which the call raises the peak memory of a fresh process, including inputs that the call creates."""
-    return in_fresh_process(_peak, function, arguments)
-
-
-def _peak(function: Callable[..., object], arguments: tuple[object, ...]) -> int:
-    before = peak_rss_bytes()
-    function(*arguments)
-    return peak_raised_by(before)
 
 
 def peak_raised_by(before: int) -> int:
@@ -189,13 +173,9 @@ def time_attention(model: nn.Module, layers: Collection[str], seconds: list[floa
     def add_time(sign: float, *_: object) -> None:
         seconds[0] += sign * time.perf_counter()
 
-    def time_into(module: nn.Module, sign: float) -> None:
-        module.register_forward_pre_hook(functools.partial(add_time, -sign))
-        module.register_forward_hook(functools.partial(add_time, sign))
-
     for layer in model.modules():
         if type(layer).__name__ in layers:
-            time_into(layer, 1.0)
-            for part in layer.modules():
-                if isinstance(part, nn.Linear):
-                    time_into(part, -1.0)
+            linears = (part for part in layer.modules() if isinstance(part, nn.Linear))
+            for module, sign in ((layer, 1.0), *((part, -1.0) for part in linears)):
+                module.register_forward_pre_hook(functools.partial(add_time, -sign))
+                module.register_forward_hook(functools.partial(add_time, sign))

@@ -20,6 +20,7 @@ import contextlib
 import dataclasses
 import functools
 import itertools
+import operator
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor
 from pathlib import Path
@@ -113,7 +114,7 @@ def training(
                 for config in configs:
                     step_ms = functools.partial(_call, pool, _of_step, timing.elapsed_ms, _at(config, precision))
                     calls[_name(config, precision)] = step_ms
-            times = timing.medians_of(calls, repeats=repeats, seconds=seconds)
+            times = timing.medians_of(calls, operator.call, repeats=repeats, seconds=seconds)
             for config in configs:
                 metrics[f"{_name(config)}, fp32 / bf16"] = times[_name(config, "no")] / times[_name(config, "bf16")]
                 rows: dict[str, Row] = {}

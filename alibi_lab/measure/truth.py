@@ -8,8 +8,8 @@ these queries alone, which is cheap at any length. Of symmetric attention one he
 import dataclasses
 import functools
 import math
-from collections.abc import Callable, Mapping, Sequence
-from typing import Any
+from collections.abc import Callable, Sequence
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor
@@ -25,8 +25,7 @@ NAMES = ("output", "gradient of query", "gradient of key", "gradient of value", 
 EXPONENTIAL = 2.0**-20  # relative error of exp in torch's fused CPU kernels; GPU kernels keep 22 bits
 
 
-@dataclasses.dataclass(frozen=True)
-class Errors:
+class Errors(NamedTuple):
     """The errors of a peer.
 
     Args:
@@ -42,7 +41,7 @@ class Errors:
 
 @dataclasses.dataclass(frozen=True)
 class Truth:
-    """The true rows, by whether they have the bias, and the errors of plain attention in the inputs' dtype.
+    """The true rows, and the errors of plain attention in the inputs' dtype.
 
     Args:
         rows: fp64, (output, gradients of query, key, value and gates).
@@ -51,23 +50,21 @@ class Truth:
         largest_bias: m·|i − j| for the farthest key.
     """
 
-    rows: Mapping[bool, Sequence[Tensor]]
-    units: Mapping[bool, Sequence[float]]
-    plain: Mapping[bool, Sequence[float]]
+    rows: Sequence[Tensor]
+    units: Sequence[float]
+    plain: Sequence[float]
     largest_bias: float
     eps: float
     causal: bool
 
     @classmethod
-    def of(cls, inputs: Inputs, *, dropout_p: float = 0.0) -> "Truth":
-        """The truth of attention with these inputs."""
+    def of(cls, inputs: Inputs, *, biased: bool = True, dropout_p: float = 0.0) -> "Truth":
+        """The truth of attention with these inputs, or without their bias."""
         longest_value = float(torch.linalg.vector_norm(inputs.value[:1].double(), dim=-1).max())
-        rows, units, plain = {}, {}, {}
-        for biased in (True, False):
-            call = functools.partial(_results, inputs, biased=biased, dropout_p=dropout_p)
-            rows[biased] = call(dtype=torch.float64, backend="reference")
-            units[biased] = [longest_value, *(max(_longest(x), 1e-30) for x in rows[biased][1:])]
-            plain[biased] = _relative(call(dtype=inputs.query.dtype, backend="dense"), rows[biased], units[biased])
+        call = functools.partial(_results, inputs, biased=biased, dropout_p=dropout_p)
+        rows = call(dtype=torch.float64, backend="reference")
+        units = [longest_value, *(max(_longest(x), 1e-30) for x in rows[1:])]
+        plain = _relative(call(dtype=inputs.query.dtype, backend="dense"), rows, units)
         largest = float(inputs.slopes.abs().max()) * inputs.key.shape[2]
         return cls(rows, units, plain, largest, torch.finfo(inputs.query.dtype).eps, inputs.causal)
 
@@ -79,11 +76,10 @@ class Truth:
         an approximate exponential and from the peer's `score_error` (scores off by δ change a weight by a factor of at most
         exp(2δ)). Four, because a gradient has three such weights and a difference of two.
         """
-        true, units = self.rows[peer.biased], self.units[peer.biased]
-        errors = _relative([self.compared(x) for x in results], true, units)
+        errors = _relative([self.compared(x) for x in results], self.rows, self.units)
         excess = 4 * (EXPONENTIAL + math.expm1(min(2 * peer.score_error * self.largest_bias, 50.0)))
         wrong = None
-        for what, error, plain, row, unit in zip(NAMES, errors, self.plain[peer.biased], true, units, strict=False):
+        for what, error, plain, row, unit in zip(NAMES, errors, self.plain, self.rows, self.units, strict=False):
             allowed = 2 * plain + 2 * self.eps * _longest(row) / unit + excess
             if wrong is None and not error <= allowed:
                 wrong = f"{peer.name} is wrong: its {what} is off by {error:.1e} but {allowed:.1e} is allowed"
@@ -140,7 +136,7 @@ def _results(inputs: Inputs, *, biased: bool, dropout_p: float, dtype: torch.dty
 
 
 def _forgetting(q: Tensor, k: Tensor, v: Tensor, gates: Tensor, slopes: Tensor, **exact: Any) -> Tensor:
-    return forgetting_attention(q, k, v, gates.to(k.dtype), slopes, **exact)
+    return forgetting_attention(q, k, v, gates.to(torch.promote_types(k.dtype, gates.dtype)), slopes, **exact)
 
 
 def _joined(attention: Callable[..., Tensor], far: Sequence[Tensor], bias: Tensor) -> Callable[..., Tensor]:

@@ -40,9 +40,9 @@ def made_up(out: Path, *, lengths: Sequence[int] = (16,), say: Callable[[str], N
     Args:
         lengths: tokens, as in 8,16.
     """
-    peers = [Peer("ours", ours("auto"), "backend='auto'"), Peer("by query", by_query, "a loop over the queries")]
+    peers = [Peer("ours", ours("auto")), Peer("by query", by_query)]
     cases = {"made-up/noise": [Case("noise", length) for length in lengths]}
-    configs = {"made-up/noise": {"lengths": list(lengths), "peers": {peer.name: peer.note for peer in peers}}}
+    configs = {"made-up/noise": {"lengths": list(lengths), "peers": [peer.name for peer in peers]}}
     return keep(out, configs, table(cases, lambda case, inputs: peers, Budget(repeats=1, seconds=1.0)), say=say)
 
 

@@ -22,7 +22,7 @@ from alibi_lab.measure.peers.ours import ours
 from alibi_lab.report.sections.benchmark import is_drawn
 
 QUICK = {"repeats": 1, "seconds": 0.1, "say": lambda line: None}
-OURS = Peer("ours", ours("auto"), "")
+OURS = Peer("ours", ours("auto"))
 
 
 @pytest.fixture(autouse=True)
@@ -38,16 +38,8 @@ def test_every_kind_of_input_is_a_record_with_the_peers_that_fit(tmp_path: Path)
     found = {record.config["kind"]: record for record in map(records.load, paths)}
     assert list(found) == kinds
     assert found["noise"].name == "attention/cpu-float32-noise-2x16"
-    plain = [
-        "ours",
-        "ours, dropout",
-        "ours, no compiler",
-        "causal, no bias",
-        "SDPA + dense bias",
-        "rank-2 trick",
-        "eager",
-    ]
-    assert set(found["noise"].curves) == {*plain, "scores"}
+    others = {peer.name for peer in module.PEERS["torch cpu"]}
+    assert set(found["noise"].curves) == {"ours", "ours, dropout", "ours, no compiler", "scores", *others}
     assert set(found["masked"].curves) == {"ours", "SDPA + mask, no bias", "SDPA + dense bias"}
     assert set(found["plane"].curves) == {"ours", "SDPA, no bias", "SDPA + dense bias", "scores"}
     assert found["plane"].curves["scores"]["visible"] == [2 * n * n for n in (64, 96)]
@@ -129,7 +121,7 @@ def test_a_peer_that_fails_is_too_long_or_comes_too_late_has_its_reason(monkeypa
         raise RuntimeError("out of memory\nin line 3")
 
     case = Case("noise", 64, heads=2, head_dim=16)
-    peers = [Peer("broken", fails, ""), dataclasses.replace(sdpa.PEER, longest=32), OURS]
+    peers = [Peer("broken", fails), dataclasses.replace(sdpa.PEER, longest=32), OURS]
     rows = measured(peers, case, Budget(repeats=1))
     assert rows["broken"].why_not == "out of memory"
     assert rows["causal, no bias"].why_not == "not tried beyond 32 tokens"

@@ -14,7 +14,7 @@ from alibi_lab.measure.peers import llama_cpp
 from alibi_lab.measure.peers.dense_encoder import Sizes
 
 TINY = {"layers": 1, "width": 64, "vocabulary": 40, "rounds": 1, "seconds": 0.1, "say": lambda line: None}
-SETTING = Setting(model="encoder", sizes=Sizes(1, 64, 2, 96, 40), room=40)
+SETTING = Setting(model="encoder", sizes=Sizes(1, 64, 2, 96, 40), batch=(40,), seconds=0.1)
 
 
 @pytest.fixture(autouse=True)
@@ -82,7 +82,7 @@ def test_wrong_outputs_are_not_timed_and_ours_are_an_error(tmp_path: Path, monke
 
     peers = {**PROGRAMS, "wrong": Program(open=off, models=("encoder",))}
     monkeypatch.setattr(module, "PROGRAMS", peers)
-    rows = module.passes(SETTING, (40,), 1, 0.1)
+    rows = module.passes(SETTING)
     assert (rows[OURS].right, rows["wrong"].right, rows["wrong"].forward_ms) == (True, False, None)
     monkeypatch.setattr(module, "PROGRAMS", {**PROGRAMS, OURS: dataclasses.replace(PROGRAMS[OURS], open=off)})
     with pytest.raises(RuntimeError, match="encoder-pass-float32, ours: at 40 tokens it is off by"):
@@ -100,7 +100,7 @@ def test_every_model_has_its_own_default_sizes(tmp_path: Path, monkeypatch: pyte
 
 def test_a_program_that_needs_more_memory_than_there_is_has_its_reason(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(module.timing, "too_large", lambda needed: "it may need too much" if needed > 0 else None)
-    rows = module.passes(SETTING, (40,), 1, 0.1)
+    rows = module.passes(SETTING)
     assert rows["original: dense bias, eager"].why_not == "it may need too much"
     assert rows[OURS].forward_ms is not None
     assert rows[OURS].error == 0, "nothing else is left to compare with"
@@ -123,7 +123,7 @@ def test_wrong_options_are_refused(options: dict, words: str, tmp_path: Path) ->
 
 def test_linear_layers_in_int8_cost_an_error_that_the_row_has() -> None:
     try:
-        rows = module.passes(dataclasses.replace(SETTING, precision="int8"), (40,), 1, 0.1)
+        rows = module.passes(dataclasses.replace(SETTING, precision="int8"))
     except ValueError as refusal:
         pytest.skip(str(refusal))
     if rows[OURS].right is None or torch.isnan(torch.tensor(float(rows[OURS].error or 0))):

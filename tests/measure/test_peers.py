@@ -85,12 +85,13 @@ def test_one_query_sees_all_keys(peer: Peer) -> None:
 def test_the_truth_of_every_kind_accepts_our_call_and_a_dense_bias_and_no_other(kind: str) -> None:
     x = inputs_of(Case(kind, 150, 2, 4, 16))
     truth, leaves = Truth.of(x), [x.query, x.key, x.value]
+    unbiased = Truth.of(x, biased=False)
     gated = x.log_fgate is not None
-    mine = Peer("ours", ours_gated("auto") if gated else ours("auto"), "", gated=gated)
+    mine = Peer("ours", ours_gated("auto") if gated else ours("auto"), gated=gated)
     given = [*leaves, x.log_fgate] if gated else leaves
     assert truth.compare(mine, results_of(mine.prepare(x), given, x.grad)).wrong is None
     without = sdpa.PEER if x.causal else sdpa.MASKED if x.points is None else sdpa.PLAIN
-    assert truth.compare(without, results_of(without.prepare(x), leaves, x.grad)).wrong is None
+    assert unbiased.compare(without, results_of(without.prepare(x), leaves, x.grad)).wrong is None
     dense = sdpa_dense_bias.PEER
     assert truth.compare(dense, results_of(dense.prepare(x), leaves, x.grad)).wrong is None
     if kind != "gates-12-U-8":  # whose gates forget nothing
@@ -151,11 +152,11 @@ def test_flex_attention_is_compiled_once_per_shape(monkeypatch: pytest.MonkeyPat
 def test_wrong_results_are_distinguished_from_rounding(dtype: torch.dtype) -> None:
     """Slopes off by one head, a mask off by one key, and a missing bias, in every head or in the flattest one."""
     x = draw(dtype)
-    reference = Truth.of(x)
+    references = {biased: Truth.of(x, biased=biased) for biased in (True, False)}
     dense, causal = THEIRS["SDPA + dense bias"], THEIRS["causal, no bias"]
 
     def compared(peer: Peer, attention: Attention) -> str | None:
-        return reference.compare(peer, computed(attention, x)).wrong
+        return references[peer.biased].compare(peer, computed(attention, x)).wrong
 
     biased, bias = with_mask, dense_bias(x)
     assert compared(dense, biased(bias)) is None
@@ -197,7 +198,7 @@ def test_the_last_rows_of_a_call_equal_those_of_the_last_queries_alone() -> None
     leaves = [each.double().requires_grad_() for each in (x.query, x.key, x.value)]
     true = definition(*leaves, x.slopes.double())
     whole = [true, *torch.autograd.grad(true, leaves, x.grad.double())]
-    for rows, exact in zip(reference.rows[True], whole, strict=True):
+    for rows, exact in zip(reference.rows, whole, strict=True):
         assert torch.allclose(rows, exact[:, :, -64:], rtol=0, atol=1e-12)
 
 

@@ -21,7 +21,6 @@ class Peer:
 
     Args:
         prepare: inputs -> attention, for inputs of these shapes, dtype and device.
-        note: how it is written, for readers of the record. It is part of a record's identity.
         biased: whether it computes ALiBi or the gates. If not, it is compared with attention without a bias.
         longest, longest_backward: the longest input to time; longer ones need too much memory or time. 0 = never timed.
         score_error: the error of its scores as a share of the largest bias, beyond the rounding of its inputs' dtype.
@@ -33,7 +32,7 @@ class Peer:
 
     name: str
     prepare: Callable[..., Callable[..., Any]]
-    note: str
+    _: dataclasses.KW_ONLY
     biased: bool = True
     longest: int = 2**62
     longest_backward: int = 2**62

@@ -7,6 +7,7 @@ et al. 2023 (arXiv:2312.17482), for evaluation only.
 
 import dataclasses
 import math
+import re
 from collections.abc import Iterator, Mapping
 from typing import Any
 
@@ -26,6 +27,11 @@ class Sizes:
     heads: int = 12
     inner: int = 3072
     vocabulary: int = 30528
+
+    @classmethod
+    def of(cls, layers: int, width: int, vocabulary: int = 30528) -> "Sizes":
+        """With heads of 64 and the usual feed-forward part."""
+        return cls(layers, width, width // 64, 4 * width, vocabulary)
 
     @property
     def initializer_range(self) -> float:
@@ -70,21 +76,21 @@ class DenseSelfAttention(nn.Module):
 
 
 class DenseLayer(nn.Module):
-    """One layer: attention and a gated feed-forward part, each followed by a norm."""
+    """One layer: attention and a gated feed-forward part, each followed by a norm. The names are those of the weights."""
 
     def __init__(self, sizes: Sizes, *, eager: bool) -> None:
         super().__init__()
         self.attention = DenseSelfAttention(sizes, eager=eager)
         self.dense = nn.Linear(sizes.width, sizes.width)
-        self.attention_norm = nn.LayerNorm(sizes.width, eps=1e-12)
+        self.LayerNorm = nn.LayerNorm(sizes.width, eps=1e-12)
         self.gated_layers = nn.Linear(sizes.width, 2 * sizes.inner, bias=False)
         self.wo = nn.Linear(sizes.inner, sizes.width)
-        self.norm = nn.LayerNorm(sizes.width, eps=1e-12)
+        self.layernorm = nn.LayerNorm(sizes.width, eps=1e-12)
 
     def forward(self, x: Tensor, mask: Tensor, bias: Tensor) -> Tensor:
-        x = self.attention_norm(self.dense(self.attention(x, mask, bias)) + x)
+        x = self.LayerNorm(self.dense(self.attention(x, mask, bias)) + x)
         gated, other = self.gated_layers(x).chunk(2, dim=-1)
-        return self.norm(self.wo(F.gelu(gated) * other) + x)
+        return self.layernorm(self.wo(F.gelu(gated) * other) + x)
 
 
 class DenseEncoder(nn.Module):
@@ -95,10 +101,10 @@ class DenseEncoder(nn.Module):
     def __init__(self, sizes: Sizes, longest: int, *, eager: bool) -> None:
         super().__init__()
         self.eager = eager
-        self.words = nn.Embedding(sizes.vocabulary, sizes.width)
-        self.types = nn.Embedding(2, sizes.width)
-        self.norm = nn.LayerNorm(sizes.width, eps=1e-12)
-        self.layers = nn.ModuleList(DenseLayer(sizes, eager=eager) for _ in range(sizes.layers))
+        self.word_embeddings = nn.Embedding(sizes.vocabulary, sizes.width)
+        self.token_type_embeddings = nn.Embedding(2, sizes.width)
+        self.LayerNorm = nn.LayerNorm(sizes.width, eps=1e-12)
+        self.layer = nn.ModuleList(DenseLayer(sizes, eager=eager) for _ in range(sizes.layers))
         places = torch.arange(longest)
         distances = (places[:, None] - places).abs()
         bias = torch.empty(1, sizes.heads, longest, longest)
@@ -109,23 +115,18 @@ class DenseEncoder(nn.Module):
     def forward(self, input_ids: Tensor, attention_mask: Tensor) -> Tensor:
         """[B, T] and [B, T] of 0 and 1 -> [B, T, E]."""
         length = input_ids.shape[1]
-        x = self.norm(self.words(input_ids) + self.types.weight[0])
+        x = self.LayerNorm(self.word_embeddings(input_ids) + self.token_type_embeddings.weight[0])
         mask = (1.0 - attention_mask[:, None, None].to(x.dtype)) * torch.finfo(x.dtype).min
         bias = self.bias[:, :, :length, :length]
         if not self.eager and not bool(attention_mask.all()):
             bias = bias + mask
-        for layer in self.layers:
+        for layer in self.layer:
             x = layer(x, mask, bias)
         return x
 
     def take(self, state: Mapping[str, Tensor]) -> None:
         """Loads the weights of our encoder, which has query, key and value in one matrix."""
-        own: dict[str, Tensor] = {}
-        for name, tensor in separated(state):
-            for ours, here in _NAMES.items():
-                name = name.replace(ours, here)
-            own[name] = tensor
-        self.load_state_dict(own)
+        self.load_state_dict({_FOLDERS.sub("", name): tensor for name, tensor in separated(state)})
 
 
 def separated(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
@@ -135,14 +136,4 @@ def separated(state: Mapping[str, Tensor]) -> Iterator[tuple[str, Tensor]]:
         yield from ((name.replace("Wqkv", part), rows) for part, rows in parts)
 
 
-_NAMES = {
-    "embeddings.word_embeddings.": "words.",
-    "embeddings.token_type_embeddings.": "types.",
-    "embeddings.LayerNorm.": "norm.",
-    "encoder.layer.": "layers.",
-    "attention.self.": "attention.",
-    "attention.output.dense.": "dense.",
-    "attention.output.LayerNorm.": "attention_norm.",
-    "mlp.layernorm.": "norm.",
-    "mlp.": "",
-}
+_FOLDERS = re.compile(r"(^embeddings|^encoder|self|attention\.output|mlp)\.")  # of the names; here they are flat

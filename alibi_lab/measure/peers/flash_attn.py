@@ -23,4 +23,4 @@ def installed() -> list[Peer]:
     """The peer, or an empty list if flash-attn is not installed."""
     if missing(["flash_attn"]):
         return []
-    return [Peer("flash-attn 2", flash, "flash_attn_func, or flash_attn_with_kvcache for one query, with alibi_slopes")]
+    return [Peer("flash-attn 2", flash)]

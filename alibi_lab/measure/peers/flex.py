@@ -6,9 +6,8 @@ import torch
 from torch import Tensor
 
 from alibi_lab.measure.inputs import Case, Inputs, draw
-from alibi_lab.measure.peers import Attention
+from alibi_lab.measure.peers import Attention, Peer
 
-NAME = "FlexAttention"
 _MASK_COMPILED = 32768  # create_block_mask materializes T·S booleans unless it is compiled
 
 
@@ -47,3 +46,6 @@ def compile_ahead(case: Case) -> None:
     leaves = [x.requires_grad_() for x in (inputs.query, inputs.key, inputs.value)]
     torch.autograd.grad(flex(inputs)(*leaves), leaves, inputs.grad)
     torch.cuda.synchronize()
+
+
+PEER = Peer("FlexAttention", flex)

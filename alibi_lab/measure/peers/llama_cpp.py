@@ -156,28 +156,19 @@ class LlamaEncoder:
     def __init__(self, path: Path, *, room: int, texts: int, threads: int, flash: bool) -> None:
         import llama_cpp
 
-        self._library = llama_cpp
         sizes = {"n_batch": room, "n_ubatch": room, "n_seq_max": texts}
         pooling = {"embedding": True, "pooling_type": llama_cpp.LLAMA_POOLING_TYPE_NONE}
         self._llama = opened(path, room=room, threads=threads, flash=flash, **sizes, **pooling)
-        self._batch = llama_cpp.llama_batch_init(room, 0, texts)
 
     def __call__(self, ids: Tensor, mask: Tensor) -> Tensor:
         """Token ids [B, T] and their mask, padded on the right -> hidden states [B, T, E], 0 at padding."""
-        count = 0
+        batch, context = self._llama._batch, self._llama._ctx
+        batch.reset()
         for text, (row, length) in enumerate(zip(ids.tolist(), mask.sum(1).tolist(), strict=True)):
-            for position in range(length):
-                self._batch.token[count], self._batch.pos[count] = row[position], position
-                self._batch.n_seq_id[count], self._batch.seq_id[count][0] = 1, text
-                self._batch.logits[count] = True
-                count += 1
-        self._batch.n_tokens = count
-        context = self._llama._ctx.ctx
-        failed = self._library.llama_encode(context, self._batch)
-        if failed:
-            raise RuntimeError(f"llama.cpp returned {failed} for a batch of {count} tokens")
+            batch.add_sequence(row[:length], text, logits_all=True)
+        context.encode(batch)
         width = self._llama.n_embd()
-        found = np.ctypeslib.as_array(self._library.llama_get_embeddings(context), shape=(count, width))
+        found = np.ctypeslib.as_array(context.get_embeddings(), shape=(batch.n_tokens(), width))
         states = torch.zeros(*ids.shape, width)
         states[mask.bool()] = torch.from_numpy(found.copy())
         return states

@@ -35,4 +35,4 @@ def rank_two(inputs: Inputs) -> Attention:
     return attention
 
 
-PEER = Peer("rank-2 trick", rank_two, "the bias as more head dimensions of causal SDPA", score_error=SCORE_ERROR)
+PEER = Peer("rank-2 trick", rank_two, score_error=SCORE_ERROR)

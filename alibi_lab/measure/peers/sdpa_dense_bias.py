@@ -9,7 +9,7 @@ from alibi_lab.measure.peers import Attention, Peer
 
 
 def dense(inputs: Inputs) -> Attention:
-    """SDPA with the bias as its mask."""
+    """SDPA with the bias as its mask, built once in the inputs' dtype."""
     return with_mask(dense_bias(inputs))
 
 
@@ -41,4 +41,4 @@ def dense_bias(inputs: Inputs) -> Tensor:
     return bias
 
 
-PEER = Peer("SDPA + dense bias", dense, "attn_mask, built once in the inputs' dtype")
+PEER = Peer("SDPA + dense bias", dense)

@@ -41,12 +41,12 @@ def steps() -> Iterator[Step]:
     shapes += [("noise", length, 32, 64) for length in LENGTHS]
     for kind, length, heads, head_dim in shapes:
         case = Case(kind, length, max(1, BATCH_TOKENS // length), heads, head_dim, dtype=torch.bfloat16)
-        peer = Peer("ours", (ours_gated if kind.startswith("gates") else ours)("fused"), "", gated=True)
+        peer = Peer("ours", (ours_gated if kind.startswith("gates") else ours)("fused"), gated=True)
         yield functools.partial(_measured, peer, case, backward=True)
     for length in LENGTHS[:3]:
         case = Case("noise", length, max(1, BATCH_TOKENS // length), 16, 128, queries=1, dtype=torch.bfloat16)
         for prepare in (ours_with_cache("fused"), ours("fused"), static_cache, static_reach):
-            yield functools.partial(_measured, Peer("ours", prepare, ""), case, backward=False)
+            yield functools.partial(_measured, Peer("ours", prepare), case, backward=False)
     for length in (512, 8192):
         for segments in (None, torch.arange(length)[None] // 400):
             yield functools.partial(_encoded, length, segments)
