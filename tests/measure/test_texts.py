@@ -9,8 +9,8 @@ import pytest
 from alibi_attn.hf.patching import reading
 from alibi_lab import records
 from alibi_lab.cli.main import main
-from alibi_lab.measure import cached_text, timing
 from alibi_lab.measure import texts as module
+from alibi_lab.measure import timing
 
 pytestmark = [
     # JAX warns if an earlier test loaded it.
@@ -23,7 +23,7 @@ def test_a_long_text_is_read_opened_and_shared(tmp_path, monkeypatch):
     monkeypatch.setattr(reading, "_CHUNK", 64)
     lines: list[str] = []
     metrics: dict[str, float | None] = {}
-    rows = cached_text.cached(tmp_path / "new", 1300, 2, metrics, lines.append, layers=1, width=64)
+    rows = module.cached(tmp_path / "new", 1300, 2, metrics, lines.append, layers=1, width=64)
     tenths = [row["ours"] for row in rows if row]
     assert [row["length"] for row in tenths] == [130 * tenth for tenth in range(1, 11)]
     assert all(0 < row[name] < 1 for row in tenths for name in ("token_seconds", "token_cpu_seconds"))
@@ -86,7 +86,7 @@ def test_a_process_that_fails_ends_the_others(tmp_path, monkeypatch):
         time.sleep(5)
         (folder / f"waited-{index}").touch()
 
-    monkeypatch.setattr(cached_text, "_continue", one_fails)
+    monkeypatch.setattr(module, "_continue", one_fails)
     with pytest.raises(EOFError):
-        cached_text.shared_bytes(None, tmp_path, 3)
+        module.shared_bytes(None, tmp_path, 3)
     assert not list(tmp_path.iterdir())
