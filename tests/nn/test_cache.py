@@ -7,10 +7,10 @@ import pytest
 import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
+from refusals import assert_refused
 from torch import Tensor
 
-from alibi_attn import ALiBiAttention, ALiBiTransformerBlock, KVCache
-from alibi_attn.nn.cache.storage import Growing
+from alibi_attn import ALiBiAttention, KVCache
 
 WAYS = {
     "plain": {},
@@ -78,13 +78,6 @@ def test_a_padded_batch_decodes_from_the_keys_within_reach(way, near):
     assert len(near) == len(cuts) - 1, "under a mask with holes all keys are scored"
 
 
-def test_a_block_decodes_with_the_cache_of_its_attention():
-    torch.manual_seed(0)
-    block, x = ALiBiTransformerBlock(24, 6, num_kv_heads=2, qk_norm=True).eval(), torch.randn(2, 9, 24)
-    with torch.no_grad():
-        torch.testing.assert_close(in_chunks(block, x, [4, 1, 1, 3], {}), block(x), rtol=1e-5, atol=1e-6)
-
-
 def test_decoding_runs_beyond_any_length_and_copies_rarely():
     cache, addresses = KVCache(), set()
     with torch.no_grad():
@@ -115,22 +108,6 @@ def test_a_pickle_holds_no_spare_capacity_and_no_layer():
             layer(token, cache=cache)
         cache.crop(40)
     assert len(pickle.dumps(cache)) < 2 * 40 * 24 * 4 + 2000 < cache.nbytes
-
-
-@torch.no_grad()
-def test_forgotten_tokens_return_their_memory_once() -> None:
-    held = Growing()
-    key, value = torch.randn(2, 1, 2, 1000, 8)
-    held.append((key, value))
-    before = held.tensors[0].shape[2]
-    held.drop(400)
-    assert held.tensors[0].shape[2] == before  # a copy would cost more than it returns
-    held.drop(500)
-    assert held.tensors[0].shape[2] < before / 8
-    place = held.filled()[0].data_ptr()
-    held.append((key[:, :, :50], value[:, :, :50]))
-    assert held.filled()[0].data_ptr() == place
-    assert torch.equal(held.filled()[1], torch.cat([value[:, :, -100:], value[:, :, :50]], dim=2))
 
 
 def test_a_fork_in_the_middle_of_a_graph_has_gradients():
@@ -187,46 +164,30 @@ def test_under_autocast_the_cache_holds_one_dtype():
         torch.testing.assert_close(steps, layer(x), rtol=0.05, atol=0.05)
 
 
-def test_one_cache_serves_one_layer():
-    first, second, cache = attention_layer(), attention_layer(), KVCache()
-    with torch.no_grad():
-        first(torch.randn(1, 2, 24), cache=cache)
-        with pytest.raises(ValueError, match="belongs to another attention layer; make one"):
-            second(torch.randn(1, 2, 24), cache=cache)
-    assert len(cache) == 2
-
-
 def test_wrong_use_raises_errors_that_say_what_is_allowed():
-    cache = KVCache()
-    for name in ("key", "value"):
-        with pytest.raises(ValueError, match="the cache is empty"):
-            getattr(cache, name)
-    with pytest.raises(ValueError, match="empty and has no batch"):
-        cache.reorder([0])
-    with pytest.raises(ValueError, match=r"must be \[B, K, T, D\]"):
-        cache.append(torch.zeros(2, 3, 4), torch.zeros(2, 3, 4), layer=attention_layer())
-    with pytest.raises(ValueError, match=r"must be \[B, K, T, D\]"):
-        cache.append(torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 4))
-    layer = attention_layer()  # a refused call does not bind the cache to its layer
-    cache.append(torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 4, 8), layer=layer)
+    cache, stream, token = KVCache(), KVCache(max_tokens=5), torch.zeros(2, 3, 4, 8)
+    assert_refused(
+        ("the cache is empty", lambda: cache.key),
+        ("the cache is empty", lambda: cache.value),
+        ("empty and has no batch", lambda: cache.reorder([0])),
+        (r"must be \[B, K, T, D\]", lambda: cache.append(token[0], token[0], layer=attention_layer())),
+        (r"must be \[B, K, T, D\]", lambda: cache.append(token, token[0])),
+    )
+    cache.append(token, token, layer=attention_layer())  # a refused call does not bind the cache to its layer
+    stream.append(token, token)
     for wrong in (torch.zeros(1, 3, 1, 8), torch.zeros(2, 3, 1, 9), torch.zeros(2, 3, 1, 8, dtype=torch.float64)):
         with pytest.raises(ValueError, match=r"but the cache holds \[2, 3, 4, 8\]"):
             cache.append(wrong, wrong)
-    with pytest.raises(ValueError, match="length is 5 but the cache holds 4"):
-        cache.crop(5)
-    with pytest.raises(ValueError, match="length is -1"):
-        cache.crop(-1)
+    assert_refused(
+        ("length is 5 but the cache holds 4", lambda: cache.crop(5)),
+        ("length is -1", lambda: cache.crop(-1)),
+        (r"must be \[B\]", lambda: cache.reorder([[0]])),
+        ("rows 0 … 1", lambda: cache.reorder([0, 2])),
+        ("forget gates, max_tokens or a capacity", lambda: stream.save("never")),
+    )
     with pytest.raises(TypeError, match="must be integers"):
         cache.reorder(torch.tensor([True, False]))
-    with pytest.raises(ValueError, match=r"must be \[B\]"):
-        cache.reorder([[0]])
-    with pytest.raises(ValueError, match="rows 0 … 1"):
-        cache.reorder([0, 2])
     assert len(cache) == 4
-    stream = KVCache(max_tokens=5)
-    stream.append(torch.zeros(2, 3, 4, 8), torch.zeros(2, 3, 4, 8))
-    with pytest.raises(ValueError, match="forget gates, max_tokens or a capacity"):
-        stream.save("never")
 
 
 def test_a_prompt_is_copied_once_and_the_next_token_copies_nothing():

@@ -10,11 +10,13 @@ from pathlib import Path
 import pytest
 import torch
 from kills import killed_at_random
+from refusals import assert_refused
 
 from alibi_attn import ALiBiAttention, KVCache, files
 from alibi_attn.nn.cache import file as cache_file
 
-pytestmark = pytest.mark.skipif(sys.platform == "win32", reason="caches in files need Linux or macOS")
+in_files = pytest.mark.skipif(sys.platform == "win32", reason="caches in files need Linux or macOS")
+pytestmark = [in_files, pytest.mark.usefixtures("no_gradients")]
 
 
 def layer_of(seed: int = 0, **options: object) -> ALiBiAttention:
@@ -58,31 +60,21 @@ def test_a_file_made_or_opened_in_inference_mode_continues_outside(opened, tmp_p
         if opened:
             del cache
             cache = KVCache.open(tmp_path / "cache")
-    with torch.no_grad():
-        torch.testing.assert_close(layer(x[:, 100:], cache=cache), layer(x)[:, 100:], rtol=1e-5, atol=1e-6)
+    torch.testing.assert_close(layer(x[:, 100:], cache=cache), layer(x)[:, 100:], rtol=1e-5, atol=1e-6)
     cache.verify()
 
 
-def test_a_saved_cache_continues_and_copies_are_in_memory(tmp_path):
-    layer, x = layer_of(), torch.randn(1, 90, 64)
-    with torch.no_grad():
-        cache = KVCache()
-        layer(x[:, :80], cache=cache)
-        cache.save(tmp_path / "cache")
-        opened = KVCache.open(tmp_path / "cache")
-        copies = [copy.deepcopy(opened), pickle.loads(pickle.dumps(opened))]
-        expected = layer(x[:, 80:], cache=cache)
-        assert torch.equal(layer(x[:, 80:], cache=opened), expected)
-        for twin in copies:
-            assert twin.path is None
-            assert torch.equal(layer(x[:, 80:], cache=twin), expected)
-        opened.save(tmp_path / "again")
-        again = KVCache.open(tmp_path / "again")
-        assert torch.equal(again.key, opened.key)
-        again.save(tmp_path / "third")  # no layer has appended to it
-        with pytest.raises(ValueError, match="was written with other weights"):
-            layer_of(1)(x[:, :1], cache=KVCache.open(tmp_path / "third"))
-    assert [path.name for path in sorted(tmp_path.iterdir())] == ["again", "cache", "third"]
+def test_copies_are_in_memory_and_a_saved_cache_keeps_to_its_weights(tmp_path):
+    """`test_cache_sequences.py` saves, opens and copies caches and continues them."""
+    layer, cache, x = layer_of(), KVCache(), torch.randn(1, 90, 64)
+    layer(x, cache=cache)
+    cache.save(tmp_path / "cache")
+    opened = KVCache.open(tmp_path / "cache")
+    assert copy.deepcopy(opened).path is pickle.loads(pickle.dumps(opened)).path is None
+    opened.save(tmp_path / "again")  # no layer has appended to it
+    again = KVCache.open(tmp_path / "again")
+    assert_refused(("was written with other weights", lambda: layer_of(1)(x[:, :1], cache=again)))
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["again", "cache"]
     assert "90 tokens" in repr(opened)
     assert str(tmp_path) in repr(opened)
 
@@ -91,19 +83,18 @@ def test_a_saved_cache_continues_and_copies_are_in_memory(tmp_path):
 def test_a_full_file_grows_and_private_changes_leave_it_alone(mode, tmp_path, monkeypatch):
     monkeypatch.setattr(cache_file, "CAPACITY", 1)  # rounded up to 16,384
     path = tmp_path / "cache"
-    with torch.no_grad():
-        cache = KVCache(path)
-        cache.append(numbered(0, 16000), numbered(0, 16000))
-        del cache
-        before = path.read_bytes()
-        cache = KVCache.open(path, mode=mode)
-        cache.append(numbered(16000, 1000), numbered(16000, 1000))
-        cache.crop(16500)
-        cache.append(numbered(16500, 20000), numbered(16500, 20000))
-        cache.append(numbered(36500, 0), numbered(36500, 0))  # no tokens, after an incomplete tile
-        for tensor in (cache.key, cache.value):
-            assert torch.equal(tensor, numbered(0, 36500))
-        cache.verify()
+    cache = KVCache(path)
+    cache.append(numbered(0, 16000), numbered(0, 16000))
+    del cache
+    before = path.read_bytes()
+    cache = KVCache.open(path, mode=mode)
+    cache.append(numbered(16000, 1000), numbered(16000, 1000))
+    cache.crop(16500)
+    cache.append(numbered(16500, 20000), numbered(16500, 20000))
+    cache.append(numbered(36500, 0), numbered(36500, 0))  # no tokens, after an incomplete tile
+    for tensor in (cache.key, cache.value):
+        assert torch.equal(tensor, numbered(0, 36500))
+    cache.verify()
     del cache, tensor
     if mode == "c":
         assert path.read_bytes() == before
@@ -112,12 +103,11 @@ def test_a_full_file_grows_and_private_changes_leave_it_alone(mode, tmp_path, mo
 
 
 def test_private_changes_survive_the_release_of_memory(tmp_path):
-    with torch.no_grad():
-        KVCache(tmp_path / "cache").append(numbered(0, 3000), numbered(0, 3000))
-        first, second = (KVCache.open(tmp_path / "cache", mode="c") for _ in range(2))
-        first.crop(1500)
-        first.append(-numbered(0, 9000), numbered(0, 9000))
-        second.append(numbered(3000, 5000), numbered(3000, 5000))
+    KVCache(tmp_path / "cache").append(numbered(0, 3000), numbered(0, 3000))
+    first, second = (KVCache.open(tmp_path / "cache", mode="c") for _ in range(2))
+    first.crop(1500)
+    first.append(-numbered(0, 9000), numbered(0, 9000))
+    second.append(numbered(3000, 5000), numbered(3000, 5000))
     assert torch.equal(first.key, torch.cat([numbered(0, 1500), -numbered(0, 9000)], dim=2))
     assert torch.equal(second.key, numbered(0, 8000))
     first.verify()
@@ -126,12 +116,11 @@ def test_private_changes_survive_the_release_of_memory(tmp_path):
 
 def test_a_copy_keeps_its_norms_when_the_file_gets_other_keys(tmp_path):
     cache = KVCache(tmp_path / "cache")
-    with torch.no_grad():
-        cache.append(numbered(1, 200), numbered(1, 200))
-        twin = copy.deepcopy(cache)
-        before = twin.groups[0].norms().keys.clone()
-        cache.crop(0)
-        cache.append(torch.zeros(1, 2, 200, 4), torch.zeros(1, 2, 200, 4))
+    cache.append(numbered(1, 200), numbered(1, 200))
+    twin = copy.deepcopy(cache)
+    before = twin.groups[0].norms().keys.clone()
+    cache.crop(0)
+    cache.append(torch.zeros(1, 2, 200, 4), torch.zeros(1, 2, 200, 4))
     assert torch.equal(twin.groups[0].norms().keys, before)
 
 
@@ -149,12 +138,11 @@ def resident(path: Path) -> int:
 @pytest.mark.skipif(sys.platform != "linux", reason="reads /proc")
 def test_memory_holds_the_last_tokens_and_not_the_text(tmp_path):
     cache = KVCache(tmp_path / "cache")
-    with torch.no_grad():
-        for start in range(0, 40000, 1000):
-            token = torch.randn(1, 8, 1000, 64)
-            cache.append(token, token)
-            if start % 2000 == 0:
-                assert resident(tmp_path / "cache") < 10 * 2 * token.nbytes
+    for start in range(0, 40000, 1000):
+        token = torch.randn(1, 8, 1000, 64)
+        cache.append(token, token)
+        if start % 2000 == 0:
+            assert resident(tmp_path / "cache") < 10 * 2 * token.nbytes
     assert cache.nbytes == 40 * 2 * token.nbytes
     cache.key.sum()
     assert resident(tmp_path / "cache") > 30 * token.nbytes, "the check above can fail"
@@ -162,13 +150,12 @@ def test_memory_holds_the_last_tokens_and_not_the_text(tmp_path):
 
 def test_damage_and_other_weights_are_refused(tmp_path):
     path, layer = tmp_path / "cache", layer_of()
-    with torch.no_grad():
-        layer(torch.randn(1, 200, 64), cache=KVCache(path))
-        cache = KVCache.open(path)
-        with pytest.raises(ValueError, match="was written with other weights"):
-            layer_of(1)(torch.randn(1, 1, 64), cache=cache)
-        assert len(cache) == 200
-        layer(torch.randn(1, 1, 64), cache=cache)
+    layer(torch.randn(1, 200, 64), cache=KVCache(path))
+    cache = KVCache.open(path)
+    with pytest.raises(ValueError, match="was written with other weights"):
+        layer_of(1)(torch.randn(1, 1, 64), cache=cache)
+    assert len(cache) == 200
+    layer(torch.randn(1, 1, 64), cache=cache)
     file = cache.groups[0].file
     offsets = {"header": 20, "norms": cache_file._TABLE + 5, "tokens 64 to 127": file._regions[1][0] + 70 * 64}
     del cache, file
@@ -194,16 +181,15 @@ def test_a_full_disk_loses_nothing_and_leaves_no_incomplete_file(tmp_path, monke
     def full(*_: object) -> None:
         raise OSError(errno.ENOSPC, "No space left on device")
 
-    with torch.no_grad():
-        cache.append(numbered(0, 16000), numbered(0, 16000))
-        with monkeypatch.context() as disk:
-            disk.setattr(files, "reserve", full)
-            with pytest.raises(OSError, match="No space left"):
-                cache.append(numbered(16000, 1000), numbered(16000, 1000))
-            with pytest.raises(OSError, match="No space left"):
-                cache.save(tmp_path / "copy")
-        assert [entry.name for entry in tmp_path.iterdir()] == ["cache"]
-        cache.append(numbered(16000, 1000), numbered(16000, 1000))
+    cache.append(numbered(0, 16000), numbered(0, 16000))
+    with monkeypatch.context() as disk:
+        disk.setattr(files, "reserve", full)
+        with pytest.raises(OSError, match="No space left"):
+            cache.append(numbered(16000, 1000), numbered(16000, 1000))
+        with pytest.raises(OSError, match="No space left"):
+            cache.save(tmp_path / "copy")
+    assert [entry.name for entry in tmp_path.iterdir()] == ["cache"]
+    cache.append(numbered(16000, 1000), numbered(16000, 1000))
     assert torch.equal(cache.key, numbered(0, 17000))
     cache.verify()
 
@@ -211,56 +197,50 @@ def test_a_full_disk_loses_nothing_and_leaves_no_incomplete_file(tmp_path, monke
 @pytest.mark.parametrize("mode", ["r+", "c"])
 def test_a_file_that_lost_its_end_is_refused(mode, tmp_path):
     path = tmp_path / "cache"
-    with torch.no_grad():
-        KVCache(path).append(numbered(0, 500), numbered(0, 500))
+    KVCache(path).append(numbered(0, 500), numbered(0, 500))
     os.truncate(path, path.stat().st_size - 1)
     with pytest.raises(ValueError, match="damaged: it is shorter than its header says"):
         KVCache.open(path, mode=mode)
 
 
+@torch.enable_grad()
 def test_operations_that_a_file_does_not_support_are_refused(tmp_path, monkeypatch):
-    layer, x, cache = layer_of(), torch.randn(2, 5, 64), KVCache(tmp_path / "cache")
-    with pytest.raises(ValueError, match="without gradients"):
-        layer(x, cache=cache)
+    layer, x, path, new = (
+        layer_of(),
+        torch.randn(2, 5, 64),
+        tmp_path / "cache",
+        r"exists; continue it with open\(path\)",
+    )
+    cache = KVCache(path)
+    assert_refused(("without gradients", lambda: layer(x, cache=cache)))
     with torch.no_grad():
-        layer(x, cache=cache)
-        cache.reorder([0, 1])
-        with pytest.raises(ValueError, match="would copy the file; for beams"):
-            cache.reorder([1, 0])
-        with pytest.raises(ValueError, match="forget gates"):
-            layer_of(forget_gate=True)(x, cache=KVCache(tmp_path / "gates"))
-        cache.crop(0)
-        with pytest.raises(ValueError, match=r"key is \[1, 4, 5, 16\]"):
-            layer(x[:1], cache=cache)
         second, late = (KVCache(tmp_path / "shared") for _ in range(2))
-        layer(x, cache=second)
-        with pytest.raises(ValueError, match=r"exists; continue it with open\(path\)"):
-            layer(x, cache=late)
+        layer(x, cache=cache), layer(x, cache=second)
+        cache.reorder([0, 1])
+        assert_refused(
+            ("would copy the file; for beams", lambda: cache.reorder([1, 0])),
+            ("forget gates", lambda: layer_of(forget_gate=True)(x, cache=KVCache(tmp_path / "gates"))),
+            (new, lambda: layer(x, cache=late)),
+            (new, lambda: KVCache(path)),
+            ("path or max_tokens", lambda: KVCache(tmp_path / "other", max_tokens=9)),
+            ("is not a folder", lambda: KVCache(tmp_path / "no" / "cache")),
+            (r'open elsewhere.*mode="c"', lambda: KVCache.open(path)),
+            ("mode is 'w'", lambda: KVCache.open(path, mode="w")),
+        )
+        cache.crop(0)
+        assert_refused((r"key is \[1, 4, 5, 16\]", lambda: layer(x[:1], cache=cache)))
     assert len(second) == 5
     del second
     assert len(KVCache.open(tmp_path / "shared")) == 5
-    with pytest.raises(ValueError, match="path or max_tokens"):
-        KVCache(tmp_path / "other", max_tokens=9)
-    with pytest.raises(ValueError, match=r"exists; continue it with open\(path\)"):
-        KVCache(tmp_path / "cache")
-    with pytest.raises(ValueError, match="is not a folder"):
-        KVCache(tmp_path / "no" / "cache")
-    with pytest.raises(ValueError, match=r'open elsewhere.*mode="c"'):
-        KVCache.open(tmp_path / "cache")
-    with pytest.raises(ValueError, match="mode is 'w'"):
-        KVCache.open(tmp_path / "cache", mode="w")
-    with pytest.raises(FileNotFoundError):
-        KVCache.open(tmp_path / "none")
+    assert_refused(("none", lambda: KVCache.open(tmp_path / "none")), error=FileNotFoundError)
     monkeypatch.setattr(sys, "platform", "win32")
-    with pytest.raises(NotImplementedError, match="Windows does not offer"):
-        KVCache(tmp_path / "windows")
+    assert_refused(("Windows does not offer", lambda: KVCache(tmp_path / "windows")), error=NotImplementedError)
 
 
 def test_a_file_replaced_while_it_is_opened_is_opened_again(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     layer, x = layer_of(), torch.randn(2, 9, 64)
-    with torch.no_grad():
-        for name, tokens in (("cache", 5), ("larger", 9)):
-            layer(x[:, :tokens], cache=KVCache(tmp_path / name))
+    for name, tokens in (("cache", 5), ("larger", 9)):
+        layer(x[:, :tokens], cache=KVCache(tmp_path / name))
 
     lock = files.lock
 
@@ -293,8 +273,7 @@ APPENDS = """
 def test_a_cache_killed_while_it_appends_opens_with_the_right_bits(kills, tmp_path, monkeypatch):
     monkeypatch.setattr(cache_file, "CAPACITY", 1)
     path, lengths = tmp_path / "cache", []
-    with torch.no_grad():
-        KVCache(path).append(numbered(0, 10), numbered(0, 10))
+    KVCache(path).append(numbered(0, 10), numbered(0, 10))
     for _ in killed_at_random(APPENDS, path, kills=kills, longest=0.3):
         cache = KVCache.open(path)
         cache.verify()

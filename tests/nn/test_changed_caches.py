@@ -7,10 +7,7 @@ import torch
 
 from alibi_attn.nn import ALiBiAttention, KVCache
 
-
-def decoded(layer, x, cache):
-    with torch.no_grad():
-        return layer(x, cache=cache)
+pytestmark = pytest.mark.usefixtures("no_gradients")
 
 
 def test_a_forgetting_cache_refuses_keys_beyond_its_bound():
@@ -18,11 +15,11 @@ def test_a_forgetting_cache_refuses_keys_beyond_its_bound():
     layer = ALiBiAttention(64, 4, qk_norm=True)
     cache = layer.reach_cache()
     x = torch.randn(1, 600, 64)
-    decoded(layer, x, cache)
-    decoded(layer, x[:, :1], cache)
+    layer(x, cache=cache)
+    layer(x[:, :1], cache=cache)
     cache.groups[-1].filled()[0][:, :, -3] *= 50
     with pytest.raises(ValueError, match="scores may reach"):
-        decoded(layer, x[:, :1], cache)
+        layer(x[:, :1], cache=cache)
 
 
 @pytest.mark.parametrize("gated", [False, True])
@@ -31,15 +28,13 @@ def test_a_forgetting_cache_refuses_smaller_slopes(gated):
     layer = ALiBiAttention(64, 4, qk_norm=True, learn_slopes=True, forget_gate=gated)
     cache = layer.reach_cache()
     x = torch.randn(1, 600, 64)
-    decoded(layer, x, cache)
-    with torch.no_grad():
-        layer.slopes.values[0] *= 2
-    decoded(layer, x[:, :1], cache)
-    with torch.no_grad():
-        layer.slopes.values[0] /= 4
+    layer(x, cache=cache)
+    layer.slopes.values[0] *= 2
+    layer(x[:, :1], cache=cache)
+    layer.slopes.values[0] /= 4
     with pytest.raises(ValueError, match="create a new one after slopes fall"):
-        decoded(layer, x[:, :1], cache)
-    decoded(layer, x[:, :1], layer.reach_cache())
+        layer(x[:, :1], cache=cache)
+    layer(x[:, :1], cache=layer.reach_cache())
 
 
 def test_a_gated_cache_refuses_changed_gates_once_tokens_are_forgotten():
@@ -48,26 +43,25 @@ def test_a_gated_cache_refuses_changed_gates_once_tokens_are_forgotten():
     cache = layer.reach_cache()
     x = torch.randn(1, 900, 64)
     for part in x.split(300, 1):
-        decoded(layer, part, cache)
+        layer(part, cache=cache)
     assert any(cache.forgotten)
     twin = copy.deepcopy(cache)
-    decoded(layer, x[:, :1], twin)
+    layer(x[:, :1], cache=twin)
     for group in cache.groups:
         group.filled()[2].zero_()
     with pytest.raises(ValueError, match="changed after tokens had been forgotten"):
-        decoded(layer, x[:, :1], cache)
+        layer(x[:, :1], cache=cache)
 
 
 def test_a_cache_in_a_file_refuses_writes(tmp_path):
     key, value = torch.randn(2, 1, 4, 80, 16)
     cache = KVCache(tmp_path / "cache")
-    with torch.no_grad():
-        cache.append(key, value)
-        cache.append(key[:, :, :3], value[:, :, :3])
-        cache.value[:, :, 4] = 7.0
-        for use in (cache.groups[0].norms, lambda: cache.append(key, value)):
-            with pytest.raises(ValueError, match="changed in place"):
-                use()
-        cache.crop(0)
-        cache.append(key, value)
+    cache.append(key, value)
+    cache.append(key[:, :, :3], value[:, :, :3])
+    cache.value[:, :, 4] = 7.0
+    for use in (cache.groups[0].norms, lambda: cache.append(key, value)):
+        with pytest.raises(ValueError, match="changed in place"):
+            use()
+    cache.crop(0)
+    cache.append(key, value)
     cache.verify()

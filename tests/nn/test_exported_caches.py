@@ -8,6 +8,10 @@ from torch import Tensor
 
 from alibi_attn import ALiBiAttention, KVCache
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+MAKES = {"grows": lambda layer: KVCache(), "capacity": lambda layer: KVCache(capacity=50)}
+each_cache = pytest.mark.parametrize("make", MAKES.values(), ids=MAKES)
+
 
 class Exported(torch.nn.Module):
     """Two calls with one cache, made by the exported function or copied from an empty one, or with a cache that holds tokens."""
@@ -24,10 +28,7 @@ class Exported(torch.nn.Module):
         return torch.cat([self.layer(x, cache=cache), self.layer(y, cache=cache)], 1)
 
 
-@torch.no_grad()
-@pytest.mark.parametrize(
-    "make", [lambda layer: KVCache(), lambda layer: KVCache(capacity=50)], ids=["grows", "capacity"]
-)
+@each_cache
 def test_an_exported_program_makes_its_cache_for_any_length(make) -> None:
     model, y = Exported(make), torch.randn(2, 1, 24)
     lengths = {1: torch.export.Dim("length", min=2, max=40)}
@@ -37,7 +38,6 @@ def test_an_exported_program_makes_its_cache_for_any_length(make) -> None:
         torch.testing.assert_close(program.module()(x, y), model.layer(torch.cat([x, y], 1)), rtol=0, atol=1e-5)
 
 
-@torch.no_grad()
 def test_an_exported_program_copies_a_cache_of_a_reach() -> None:
     model, x, y = Exported(None, qk_norm=True), torch.randn(2, 9, 24), torch.randn(2, 1, 24)
     empty = model.layer.reach_cache()
@@ -46,11 +46,8 @@ def test_an_exported_program_copies_a_cache_of_a_reach() -> None:
     torch.testing.assert_close(program.module()(x, y), model.layer(torch.cat([x, y], 1)), rtol=0, atol=1e-5)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("strict", [False, True])
-@pytest.mark.parametrize(
-    "make", [lambda layer: KVCache(), lambda layer: KVCache(capacity=50)], ids=["grows", "capacity"]
-)
+@each_cache
 def test_export_refuses_a_cache_that_holds_tokens(make, strict: bool) -> None:
     """The program would read the tokens of the day it was made, and write nothing."""
     x, y = torch.randn(2, 9, 24), torch.randn(2, 1, 24)

@@ -4,6 +4,8 @@ import copy
 
 import pytest
 import torch
+from layer_oracle import heads_of, output_of
+from refusals import assert_refused
 
 from alibi_attn import ALiBiAttention, ALiBiTransformerBlock, KVCache, forgetting_attention
 
@@ -18,25 +20,22 @@ def layer(**options: object) -> ALiBiAttention:
 def test_it_is_the_function_between_four_maps() -> None:
     attention = layer(num_kv_heads=2, slopes=[0.0] * 4)
     x = torch.randn(2, 50, 32)
-    q, k, v = (
-        p(x).unflatten(-1, (-1, 8)).transpose(1, 2) for p in (attention.q_proj, attention.k_proj, attention.v_proj)
-    )
+    parts = [heads_of(attention, name, x) for name in "qkv"]
     gates = torch.nn.functional.logsigmoid(x @ attention.gate_proj.weight.T + attention.gate_proj.bias).transpose(1, 2)
-    right = attention.out_proj(forgetting_attention(q, k, v, gates, backend="reference").transpose(1, 2).flatten(2))
-    torch.testing.assert_close(attention(x), right, rtol=1e-5, atol=1e-5)
+    right = output_of(attention, forgetting_attention(*parts, gates.double(), backend="reference"))
+    torch.testing.assert_close(attention(x), right.float(), rtol=1e-5, atol=1e-5)
     assert float(ALiBiAttention(32, 4, forget_gate=True).gate_proj.bias.detach().abs().max()) == 0
 
 
 @pytest.mark.parametrize("options", [{}, {"window": 7}, {"num_kv_heads": 1, "qk_norm": True}])
-@pytest.mark.parametrize("grad", [False, True])
-def test_chunks_are_one_pass(options: dict, grad: bool) -> None:
-    attention, x = layer(**options), torch.randn(2, 40, 32)
-    with torch.set_grad_enabled(grad):
-        whole = attention(x)
-        cache = KVCache()
-        parts = [attention(chunk, cache=cache) for chunk in x.split([20, 1, 1, 13, 5], dim=1)]
-        torch.testing.assert_close(torch.cat(parts, 1), whole, rtol=1e-5, atol=1e-5)
-    assert cache.log_fgate is not None
+def test_chunks_and_their_gradients_are_those_of_one_pass(options: dict) -> None:
+    """`test_cache_sequences.py` has the chunks without gradients."""
+    attention, x, cache = layer(**options), torch.randn(2, 40, 32), KVCache()
+    parts = [attention(chunk, cache=cache) for chunk in x.split([20, 1, 1, 13, 5], dim=1)]
+    outputs = torch.cat(parts, 1), attention(x)
+    torch.testing.assert_close(*outputs, rtol=1e-5, atol=1e-5)
+    gradients = [torch.autograd.grad(y.square().sum(), list(attention.parameters())) for y in outputs]
+    torch.testing.assert_close(*gradients, rtol=1e-4, atol=1e-4)
     assert cache.log_fgate.shape == (2, 4, 40)
     assert cache.nbytes >= 4 * (cache.key.numel() + cache.value.numel() + cache.log_fgate.numel())
 
@@ -87,16 +86,13 @@ def test_gates_learn() -> None:
 
 
 def test_invalid_arguments_are_refused() -> None:
-    with pytest.raises(ValueError, match="forget_gate needs causal=True"):
-        ALiBiAttention(32, 4, forget_gate=True, causal=False)
-    cache = KVCache()
-    cache.append(torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8))
-    with pytest.raises(ValueError, match="for every token or for none"):
-        cache.append(torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8), log_fgate=torch.zeros(1, 4, 2))
-    with pytest.raises(ValueError, match=r"must be \[B, H, T\]"):
-        KVCache().append(torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8), log_fgate=torch.zeros(1, 4, 3))
-    assert len(cache) == 2
-    gated = KVCache()
-    gated.append(torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8), log_fgate=torch.zeros(1, 4, 2))
-    with pytest.raises(ValueError, match="for every token or for none"):
-        gated.append(torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2, 8))
+    cache, gated, key, gates = KVCache(), KVCache(), torch.zeros(1, 4, 2, 8), torch.zeros(1, 4, 2)
+    cache.append(key, key)
+    gated.append(key, key, log_fgate=gates)
+    assert_refused(
+        ("forget_gate needs causal=True", lambda: layer(causal=False)),
+        ("for every token or for none", lambda: cache.append(key, key, log_fgate=gates)),
+        ("for every token or for none", lambda: gated.append(key, key)),
+        (r"must be \[B, H, T\]", lambda: KVCache().append(key, key, log_fgate=gates[:, :, :1])),
+    )
+    assert len(cache) == len(gated) == 2

@@ -1,8 +1,10 @@
 """Layers with windows per head, sinks, prefixes and positions: the definition, and caches that give one full pass."""
 
 import pytest
+import space_oracle
 import torch
-from parts_oracle import truth
+from layer_oracle import by_formula, heads_of, output_of
+from refusals import assert_refused
 
 from alibi_attn import ALiBiAttention, ALiBiTransformerBlock, KVCache
 from alibi_attn.nn import within_reach
@@ -15,45 +17,34 @@ def layer_of(**options) -> ALiBiAttention:
     return ALiBiAttention(32, 4, **{"num_kv_heads": 2, "slopes": [0.5, 0.3, 0.2, 0.1], **options})
 
 
-def definition(layer: ALiBiAttention, x: torch.Tensor, **options) -> torch.Tensor:
-    q, k, v = (
-        projection(x).unflatten(-1, (-1, 8)).transpose(1, 2)
-        for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
-    )
-    mixed = truth(q, k, v, layer.slopes.values, **options)[0].float()
-    return layer.out_proj(mixed.transpose(1, 2).flatten(2))
-
-
 def stamps(n: int) -> torch.Tensor:
     return torch.rand(2, n, generator=torch.Generator().manual_seed(1), dtype=torch.float64).cumsum(1)
 
 
-@pytest.mark.parametrize(
+every_layer = pytest.mark.parametrize(
     "options", [{"window": WINDOWS}, {"window": 9, "sinks": 3}, {"window": WINDOWS, "sinks": 3}, {}]
 )
+
+
+@every_layer
 @pytest.mark.parametrize("call", [{}, {"prefix_len": torch.tensor([10, 31])}, {"positions": stamps(50)}])
 def test_a_layer_passes_them_on(options: dict, call: dict) -> None:
     layer, x = layer_of(**options), torch.randn(2, 50, 32)
-    torch.testing.assert_close(layer(x, **call), definition(layer, x, **options, **call), rtol=1e-4, atol=1e-5)
+    torch.testing.assert_close(layer(x, **call), by_formula(layer, x, **options, **call).float(), rtol=1e-4, atol=1e-5)
     block = ALiBiTransformerBlock(32, 4, **options)
     assert (block(x, **call) - block(x)).abs().max() > 1e-3 or not call
 
 
-@pytest.mark.parametrize(
-    "options", [{"window": WINDOWS}, {"window": 9, "sinks": 3}, {"window": WINDOWS, "sinks": 3}, {}]
-)
-@pytest.mark.parametrize("call", ["plain", "prefix", "positions"])
-def test_chunks_with_a_cache_give_the_full_pass(options: dict, call: str) -> None:
+@every_layer
+@pytest.mark.parametrize("call", [{}, {"prefix_len": torch.tensor([10, 20])}, {"positions": stamps(50)}])
+def test_chunks_with_a_cache_give_the_full_pass(options: dict, call: dict) -> None:
     layer, x, cache, outputs = layer_of(**options), torch.randn(2, 50, 32), KVCache(), []
-    given = {"plain": {}, "prefix": {"prefix_len": torch.tensor([10, 20])}, "positions": {"positions": stamps(50)}}[
-        call
-    ]
     with torch.no_grad():
         for chunk in x.split([20, 1, 9, 1, 19], dim=1):
             upto = len(cache) + chunk.shape[1]
-            cut = {name: value[:, :upto] if name == "positions" else value for name, value in given.items()}
+            cut = {name: value[:, :upto] if name == "positions" else value for name, value in call.items()}
             outputs.append(layer(chunk, cache=cache, **cut))
-        torch.testing.assert_close(torch.cat(outputs, 1), layer(x, **given), rtol=1e-4, atol=1e-5)
+        torch.testing.assert_close(torch.cat(outputs, 1), layer(x, **call), rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("options", [{"window": 9, "sinks": 3}, {"window": WINDOWS, "sinks": 12}, {"window": WINDOWS}])
@@ -89,16 +80,10 @@ def test_a_layer_attends_by_distance_in_space(axes: int, registers: int) -> None
     layer = layer_of(causal=False, registers=registers, learn_slopes=True).double()
     x, places = torch.randn(2, 50, 32, dtype=torch.float64), torch.rand(2, 50, axes, dtype=torch.float64) * 9
     places = places.sort(1).values if axes == 1 else places
-    distance = torch.cdist(places, places)
-    distance[:, :registers] = distance[:, :, :registers] = 0.0
-    q, k, v = (
-        projection(x).unflatten(-1, (-1, 8)).transpose(1, 2)
-        for projection in (layer.q_proj, layer.k_proj, layer.v_proj)
-    )
-    k, v = (rows.repeat_interleave(2, 1) for rows in (k, v))
     slopes = layer.slopes.values.double()
-    weights = (q @ k.mT / 8**0.5 - slopes[:, None, None] * distance[:, None]).softmax(-1)
-    expected = layer.out_proj((weights @ v).transpose(1, 2).flatten(2))
+    parts = (heads_of(layer, name, x) for name in "qkv")
+    mixed, _ = space_oracle.definition(*parts, slopes, places, places, registers=registers)
+    expected = output_of(layer, mixed)
     found = layer(x, positions=places if axes > 1 else places[..., 0])
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-7)
     own, truth_of = (torch.autograd.grad(y.square().sum(), layer.slopes.values)[0] for y in (found, expected))
@@ -125,45 +110,27 @@ def test_what_has_no_place_in_space_is_refused(options: dict, given: dict, words
 
 
 def test_what_does_not_fit_is_refused_before_the_cache_grows() -> None:
-    x, cache = torch.randn(2, 5, 32), KVCache()
-    layer, gated = layer_of(), layer_of(forget_gate=True)
+    x, cache, layer = torch.randn(2, 5, 32), KVCache(), layer_of()
+    stream, two, of_window = KVCache(max_tokens=8), torch.tensor([1, 2]), layer_of(window=9, sinks=6)
+    near = KVCache(retention=within_reach([9] * 4, score_bound=1e9, tolerance=0.0, num_kv_heads=2))
+    memory, no_window = torch.randn(2, 3, 6), "one window for all heads and no sinks"
     with torch.no_grad():
         layer(x, cache=cache)
-        refused = [
-            (layer, {"prefix_len": torch.tensor([4, 6])}, ValueError, "prefix_len is 6 .* 0 to 5, the cached tokens"),
-            (
-                layer,
-                {"positions": stamps(5)},
-                ValueError,
-                r"positions has shape \[2, 5\] .* 5 cached keys and the 5 new",
-            ),
-            (layer, {"positions": -stamps(10)}, ValueError, "must not decrease"),
-            (layer, {"prefix_len": torch.tensor([4])}, ValueError, r"must be \[B\] = \[2\]"),
-        ]
-        for one, given, error, message in refused:
-            with pytest.raises(error, match=message):
-                one(x, cache=cache, **given)
-        assert len(cache) == 5
-        with pytest.raises(ValueError, match="forget gates supports no prefix_len"):
-            gated(x, prefix_len=torch.tensor([1, 2]))
-        with pytest.raises(ValueError, match="prefix_len is for causal attention"):
-            layer_of(causal=False)(x, prefix_len=torch.tensor([1, 2]))
-        with pytest.raises(ValueError, match=r"forgets supports no .*positions"):
-            layer(x, cache=KVCache(max_tokens=8), positions=stamps(5))
-        with pytest.raises(ValueError, match="has 6 sinks but this cache keeps 4"):
-            layer_of(window=9, sinks=6)(x, cache=KVCache(max_tokens=8))
-        with pytest.raises(ValueError, match="has 6 sinks but this cache keeps 0"):
-            layer_of(window=9, sinks=6)(
-                x, cache=KVCache(retention=within_reach([9] * 4, score_bound=1e9, tolerance=0.0, num_kv_heads=2))
-            )
-        with pytest.raises(ValueError, match=r"cross-attention supports no .*prefix_len"):
-            layer_of(kv_dim=6)(x, memory=torch.randn(2, 3, 6), prefix_len=torch.tensor([1, 2]))
-    for options, message in (
-        ({"forget_gate": True, "window": WINDOWS}, "one window for all heads and no sinks"),
-        ({"forget_gate": True, "window": 4, "sinks": 1}, "one window for all heads and no sinks"),
-        ({"window": [4, 9]}, r"\[H\] = 4 integers"),
-        ({"kv_dim": 6, "window": WINDOWS}, "no window"),
-        ({"sinks": -1}, "sinks is -1"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            layer_of(**options)
+        assert_refused(
+            ("prefix_len is 6 .* 0 to 5, the cached tokens", lambda: layer(x, cache=cache, prefix_len=two * 3)),
+            (r"must be \[B\] = \[2\]", lambda: layer(x, cache=cache, prefix_len=two[:1])),
+            (r" \[2, 5\] .* 5 cached keys and the 5 new", lambda: layer(x, cache=cache, positions=stamps(5))),
+            ("must not decrease", lambda: layer(x, cache=cache, positions=-stamps(10))),
+            ("forget gates supports no prefix_len", lambda: layer_of(forget_gate=True)(x, prefix_len=two)),
+            ("prefix_len is for causal attention", lambda: layer_of(causal=False)(x, prefix_len=two)),
+            (r"forgets supports no .*positions", lambda: layer(x, cache=stream, positions=stamps(5))),
+            ("has 6 sinks but this cache keeps 4", lambda: of_window(x, cache=stream)),
+            ("has 6 sinks but this cache keeps 0", lambda: of_window(x, cache=near)),
+            ("cross-attention supports no .*prefix_len", lambda: layer_of(kv_dim=6)(x, memory=memory, prefix_len=two)),
+            (no_window, lambda: layer_of(forget_gate=True, window=WINDOWS)),
+            (no_window, lambda: layer_of(forget_gate=True, window=4, sinks=1)),
+            (r"\[H\] = 4 integers", lambda: layer_of(window=[4, 9])),
+            ("no window", lambda: layer_of(kv_dim=6, window=WINDOWS)),
+            ("sinks is -1", lambda: layer_of(sinks=-1)),
+        )
+    assert len(cache) == 5

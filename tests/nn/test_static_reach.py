@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from refusals import assert_refused
 
 from alibi_attn import ALiBiAttention
 from alibi_attn.reach import UNLIMITED
@@ -68,12 +69,11 @@ def test_reach_follows_slopes_window_and_direction():
 
 
 def test_errors_say_why_there_is_no_static_reach():
-    with pytest.raises(ValueError, match=r"create the layer with qk_norm=True, or pass reach_cache .* score_bound="):
-        ALiBiAttention(32, 4).static_reach()
-    with pytest.raises(ValueError, match="own key is hidden has no static reach"):
-        layer_with(1.0).static_reach(key_mask=torch.tensor([[True, False]]))
-    assert layer_with(1.0).static_reach(key_mask=torch.ones(1, 3, dtype=torch.bool)).shape == (4,)
-    with pytest.raises(ValueError, match=r"tolerance is 1.5 but is a share"):
-        layer_with(1.0).static_reach(tolerance=1.5)
-    with pytest.raises(ValueError, match=r"score_bound is -2.0 but bounds |q·k|/√D"):
-        layer_with(1.0).static_reach(score_bound=-2.0)
+    plain, layer = ALiBiAttention(32, 4), layer_with(1.0)
+    assert layer.static_reach(key_mask=torch.ones(1, 3, dtype=torch.bool)).shape == (4,)
+    assert_refused(
+        ("create the layer with qk_norm=True, or pass reach_cache .* score_bound=", plain.static_reach),
+        ("own key is hidden has no static", lambda: layer.static_reach(key_mask=torch.tensor([[True, False]]))),
+        (r"tolerance is 1.5 but is a share", lambda: layer.static_reach(tolerance=1.5)),
+        (r"score_bound is -2.0 but bounds \|q·k\|/√D", lambda: layer.static_reach(score_bound=-2.0)),
+    )

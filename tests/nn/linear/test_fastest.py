@@ -9,6 +9,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from alibi_attn import processor
 from alibi_attn.nn.linear import fastest
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
 HALF = [torch.bfloat16, torch.float16]
 
 
@@ -45,7 +46,6 @@ def test_the_comparison_fails_for_a_product_that_is_a_little_off(dtype, units):
         assert_is_the_product(wrong.to(dtype), x, weight, None)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float32, *HALF])
 @pytest.mark.parametrize("rows", [1, 4, 5, 70])
 @pytest.mark.parametrize(("inputs", "outputs"), [(1, 1), (31, 5), (64, 33), (300, 257)])
@@ -60,7 +60,6 @@ def test_it_is_the_product_to_rounding(dtype, rows, inputs, outputs, poor):
         assert_is_the_product(got, x, weight, b)
 
 
-@torch.no_grad()
 def test_rows_of_any_shape_and_stride(poor):
     weight, bias = torch.randn(6, 8), torch.randn(6)
     for x in (torch.randn(8), torch.randn(2, 1, 2, 8), torch.randn(8, 3).mT, torch.randn(3, 5, 16)[..., ::2]):
@@ -71,7 +70,6 @@ def test_rows_of_any_shape_and_stride(poor):
             assert_is_the_product(fastest.linear(*turned), *turned)
 
 
-@torch.no_grad()
 def test_weights_are_widened_some_at_a_time(slow_half, monkeypatch):
     x, weight, bias = (torch.randn(shape).bfloat16() for shape in ((2, 9, 12), (50, 12), (50,)))
     for at_once in (1, 12 * 7, 12 * 50):
@@ -81,6 +79,7 @@ def test_weights_are_widened_some_at_a_time(slow_half, monkeypatch):
 
 
 @pytest.mark.parametrize("dtype", HALF)
+@torch.enable_grad()
 def test_gradients_of_widened_products(dtype, slow_half):
     tensors = [torch.randn(shape).to(dtype).requires_grad_() for shape in ((3, 20, 16), (24, 16), (24,))]
     upstream = torch.randn(3, 20, 24).to(dtype)
@@ -95,6 +94,7 @@ def test_gradients_of_widened_products(dtype, slow_half):
     torch.testing.assert_close(only[0], got[1])
 
 
+@torch.enable_grad()
 def test_autocast_narrows_both_and_keeps_the_gradient_wide(slow_half):
     layer, x = fastest.Linear(16, 24), torch.randn(2, 9, 16)
     with torch.autocast("cpu", torch.bfloat16):
@@ -111,7 +111,6 @@ def test_autocast_narrows_both_and_keeps_the_gradient_wide(slow_half):
     assert layer.weight.grad.dtype == torch.float32
 
 
-@torch.no_grad()
 def test_torch_computes_what_is_not_for_it(monkeypatch):
     monkeypatch.setattr(fastest, "mkl_is_slow", lambda: True)
     x, weight, bias = torch.randn(9, 8), torch.randn(6, 8), torch.randn(6)
@@ -141,6 +140,7 @@ def test_the_processor_determines_which_dtypes_are_slow():
         assert not fastest.mkl_is_slow()
 
 
+@torch.enable_grad()
 def test_rounded_maps_are_torchs_but_for_what_the_processor_cannot(monkeypatch):
     layer = fastest.RoundedLinear(8, 6)
     of_torch = nn.Linear(8, 6)
@@ -163,7 +163,6 @@ def test_rounded_maps_are_torchs_but_for_what_the_processor_cannot(monkeypatch):
         assert torch.equal(fastest.matmul(left.float(), right.float()), left.float() @ right.float())
 
 
-@torch.no_grad()
 def test_layers_that_are_quantized_adapted_or_hooked_stay_torchs(slow_half, monkeypatch):
     class Adapted(nn.Linear):
         def forward(self, input: Tensor) -> Tensor:
@@ -193,7 +192,6 @@ def test_layers_that_are_quantized_adapted_or_hooked_stay_torchs(slow_half, monk
     assert torch.equal(fastest.mapped(layer, x), x[:, :6])
 
 
-@torch.no_grad()
 def test_in_the_place_of_a_forward(poor):
     layer, x = nn.Linear(8, 6), torch.randn(2, 3, 8)
     ours = fastest.Linear(8, 6)
@@ -208,7 +206,6 @@ def test_in_the_place_of_a_forward(poor):
             forward(torch.randn(3, 7))
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("rows", [1, 70])
 def test_torch_handles_a_bias_of_another_length(rows, poor):
     x, weight = torch.randn(rows, 8).bfloat16(), torch.randn(600, 8).bfloat16()

@@ -1,6 +1,4 @@
-"""Random sequences of everything that the cache of a model can do, compared with transformers; a standalone program, too.
-
-    python tests/support/fuzz/model_cache_sequences.py 1000
+"""Sequences of everything that the cache of a model can do, compared with transformers.
 
 The truth is the model before `patch` with a `DynamicCache`, which gets the same steps by transformers' own code; for forget gates
 it is one pass without a cache. A step that a cache refuses must leave it as it was.
@@ -14,7 +12,6 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from sequences import Step, run
 from torch import Tensor, nn
 from torch.fx.experimental.proxy_tensor import make_fx
 from transformers import BloomConfig, BloomForCausalLM, DynamicCache
@@ -96,7 +93,7 @@ class Truth:
 
 
 @torch.no_grad()
-def check(kind: str, steps: list[Step], *, near: bool) -> dict[str, int]:
+def check(kind: str, steps: list[tuple[str, int]], *, near: bool) -> dict[str, int]:
     """Raises an AssertionError unless all logits are the truth's; returns how often each action was not refused.
 
     Args:
@@ -217,7 +214,3 @@ def _changed(model: nn.Module, cache: ALiBiCache, truth: Truth, action: str, siz
         if size % 3 == 0:
             layer.keys, layer.values = layer.keys.clone(), layer.values.clone()
     return cache
-
-
-if __name__ == "__main__":
-    run(check, KINDS, ACTIONS)
