@@ -130,6 +130,8 @@ def may_see_nothing(spec: Spec) -> bool:
     """False only if every query is certain to see its own key; decided without reading a tensor."""
     if spec.hides_keys or spec.key_bias is not None or isinstance(spec.query_offset, Tensor):
         return True
+    if spec.by_position and spec.right_slopes is not None:  # a right slope of inf may hide the key
+        return True
     return not (surely(spec.query_offset >= 0) and surely(spec.query_offset + spec.query_len <= spec.key_len))
 
 

@@ -42,6 +42,7 @@ def seen_and_bias(q, k, slopes, *, causal=True, window=None, sinks=0, prefix_len
 def truth(q, k, v, slopes, **options):
     """(output, lse) in fp64, differentiable."""
     seen, bias = seen_and_bias(q, k, slopes, **options)
+    seen &= bias > -math.inf
     k, v = (x.double().repeat_interleave(q.shape[1] // k.shape[1], 1) for x in (k, v))
     scores = (q.double() @ k.mT / math.sqrt(q.shape[3]) + bias).masked_fill(~seen, -math.inf)
     blind = ~seen.any(-1, keepdim=True)
