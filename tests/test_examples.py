@@ -2,7 +2,6 @@
 
 import re
 import runpy
-import subprocess
 import sys
 from collections.abc import Callable
 from pathlib import Path
@@ -10,6 +9,7 @@ from pathlib import Path
 import pytest
 import torch
 from encoder_oracle import config, random_state, write_folder, write_tokenizer
+from programs import printed
 
 EXAMPLES = sorted((Path(__file__).parent.parent / "examples").glob("*.py"))
 Run = Callable[..., str]
@@ -159,13 +159,11 @@ def test_flax_linen(run):
 def test_context_parallel():
     """Runs in a separate process, because it spawns two more that import it by its file name."""
     script = str(EXAMPLES[0].parent / "context_parallel.py")
-    command = [sys.executable, "-W", "error", script, "--length", "512"]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=240)
-    assert done.returncode == 0, done.stderr
-    sent, everything = numbers(r"([\d,]+) rows", done.stdout)[:2]
+    said = printed("-W", "error", script, "--length", "512")
+    sent, everything = numbers(r"([\d,]+) rows", said)[:2]
     assert 0 < sent < everything / 2
-    assert len(numbers(r"differ by (\S+) from", done.stdout)) == 2
-    assert max(numbers(r"differ by (\S+) from", done.stdout)) < 1e-4
+    assert len(numbers(r"differ by (\S+) from", said)) == 2
+    assert max(numbers(r"differ by (\S+) from", said)) < 1e-4
 
 
 def test_five_demonstrations(run, tmp_path):

@@ -3,13 +3,12 @@
 import importlib
 import importlib.util
 import json
-import subprocess
-import sys
 import zipfile
 from pathlib import Path
 from types import ModuleType
 
 import pytest
+from programs import printed
 
 from alibi_attn import __version__
 
@@ -75,15 +74,9 @@ def folder(hub_kernel: ModuleType, tmp_path: Path) -> Path:
     return tmp_path / "kernel"
 
 
-def run(*arguments: object, code: str = LOADED) -> str:
-    command = [sys.executable, "-W", "error", "-c", code, *map(str, arguments)]
-    done = subprocess.run(command, cwd="/", capture_output=True, text=True, check=False, timeout=250)
-    assert done.returncode == 0, done.stdout + done.stderr
-    return done.stdout
-
-
 def test_two_variants_are_loaded_in_one_process_and_compute(folder: Path) -> None:
-    told = run(*(folder / "build" / f"torch-{backend}" for backend in ("cpu", "cuda")))
+    folders = (folder / "build" / f"torch-{backend}" for backend in ("cpu", "cuda"))
+    told = printed("-W", "error", "-c", LOADED, *folders, cwd=Path("/"))
     assert "banded" in told
 
 

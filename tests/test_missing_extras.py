@@ -2,10 +2,9 @@
 
 import json
 import os
-import subprocess
-import sys
 
 import pytest
+from programs import printed
 
 from alibi_lab.measure.benchmarks import BENCHMARKS
 
@@ -51,11 +50,8 @@ print(json.dumps(messages))
 
 
 def _run_without(program: str, *arguments: str) -> dict[str, object]:
-    environment = {**os.environ, "COLUMNS": "200", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
-    command = [sys.executable, "-c", MISSING + program, *arguments]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=120)
-    assert done.returncode == 0, done.stderr
-    return json.loads(done.stdout.splitlines()[-1])
+    environment = {"COLUMNS": "200", "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
+    return json.loads(printed("-c", MISSING + program, *arguments, **environment).splitlines()[-1])
 
 
 @pytest.mark.parametrize(

@@ -2,8 +2,6 @@
 
 import dataclasses
 import math
-import subprocess
-import sys
 
 import numpy as np
 import pytest
@@ -11,6 +9,7 @@ import torch
 from attention_calls import assert_close, assert_equal, draw
 from attention_checks import WITH_KEY_BIAS
 from dropout_oracle import PUBLISHED, factors, keeps, words
+from programs import printed
 from torch import Tensor
 from torch.func import vmap
 from torch.utils.checkpoint import checkpoint
@@ -267,5 +266,4 @@ print((peak() - before) / 2**10)
 
 def test_native_memory_is_linear_in_the_length() -> None:
     """16,384 tokens of two heads: one bit per weight would be 64 MiB, one float 2 GiB."""
-    done = subprocess.run([sys.executable, "-c", MEMORY], capture_output=True, text=True, check=True)
-    assert float(done.stdout) < 60, f"{done.stdout.strip()} MiB"
+    assert float(printed("-c", MEMORY)) < 60  # MiB

@@ -2,12 +2,11 @@
 
 import os
 import shutil
-import subprocess
-import sys
 from pathlib import Path
 
 import pytest
 import torch
+from programs import printed
 
 import alibi_attn
 
@@ -54,19 +53,14 @@ def test_a_made_up_backend_passes_the_conformance_cases(tmp_path: Path) -> None:
     )
     add(dispatch, "reference, dense)\n_KERNELS", "made_up, ")
     oracles = Path(__file__).parents[1] / "support" / "oracles"
-    environment = {**os.environ, "PYTHONPATH": os.pathsep.join([str(tmp_path), str(oracles)])}
-    ran = subprocess.run(
-        [sys.executable, "-c", PROGRAM, str(tmp_path)], capture_output=True, text=True, env=environment, cwd=tmp_path
-    )
-    assert ran.returncode == 0, ran.stderr
+    printed("-c", PROGRAM, tmp_path, cwd=tmp_path, PYTHONPATH=os.pathsep.join([str(tmp_path), str(oracles)]))
 
 
 def test_the_example_runs_as_its_first_lines_say() -> None:
-    ran = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    assert float(ran.stdout.splitlines()[0].split(":")[1]) < 1e-5
-    assert "does not compute dropout_p" in ran.stdout
-    assert "made-up    runs (named by the caller)" in ran.stdout
+    said = printed(EXAMPLE)
+    assert float(said.splitlines()[0].split(":")[1]) < 1e-5
+    assert "does not compute dropout_p" in said
+    assert "made-up    runs (named by the caller)" in said
 
 
 def test_without_its_row_a_name_is_refused() -> None:

@@ -1,9 +1,9 @@
 """A new option takes five places: then the definition computes it, and every other consumer of a call refuses it."""
 
 import re
-import subprocess
-import sys
 from pathlib import Path
+
+from programs import printed
 
 from alibi_attn.attention.run.dispatch import BACKENDS
 
@@ -12,12 +12,11 @@ FUNCTIONS = "invariant", "head_reach", "certified_block_mask", "attention_rows",
 
 
 def test_what_declares_a_made_up_option_computes_it_and_all_else_refuses_it() -> None:
-    ran = subprocess.run([sys.executable, EXAMPLE], capture_output=True, text=True)
-    assert ran.returncode == 0, ran.stderr
-    errors = re.findall(r"(\S+) computes (\d+) queries, off by (\S+)", ran.stdout)
+    said = printed(EXAMPLE)
+    errors = re.findall(r"(\S+) computes (\d+) queries, off by (\S+)", said)
     assert [found[:2] for found in errors] == [(x, n) for n in ("200", "3") for x in ("reference", "dense", "auto")]
-    assert all(float(error) < 1e-5 for *_, error in errors), ran.stdout
-    refused = dict(re.findall(r"^(.+?) refuses: (.*logit_cap.*)$", ran.stdout, re.MULTILINE))
+    assert all(float(error) < 1e-5 for *_, error in errors), said
+    refused = dict(re.findall(r"^(.+?) refuses: (.*logit_cap.*)$", said, re.MULTILINE))
     kernels = {*BACKENDS} - {"reference", "dense"}
-    assert {*refused} - {"jax"} == {*kernels, "native, with sinks", *FUNCTIONS}, ran.stdout
-    assert "logit_cap is -1.0 but must be at least 0" in ran.stdout
+    assert {*refused} - {"jax"} == {*kernels, "native, with sinks", *FUNCTIONS}, said
+    assert "logit_cap is -1.0 but must be at least 0" in said

@@ -1,9 +1,6 @@
 """PyTorch's Triton kernels, called from JAX: the same launches, code and bits. No device is needed."""
 
 import json
-import os
-import subprocess
-import sys
 from pathlib import Path
 from typing import Any
 
@@ -13,6 +10,7 @@ import jax_in_interpreter as inside
 import numpy as np
 import pytest
 from fused_in_interpreter import interpreter
+from programs import printed
 
 from alibi_attn.jax import alibi_attention, attention, explain
 from alibi_attn.jax.backends import fused
@@ -25,12 +23,8 @@ ROWS = jnp.ones((1, 70, 2, 16))
 
 def ran(what: str, **variables: str) -> dict[str, Any]:
     """What jax_compiled.py prints, in a process of its own, in which tensors say that they are on a device."""
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
-    variables["PYTHONPATH"] = str(ROOT)
-    line = [sys.executable, "-W", "ignore", compiled.__file__, what]
-    done = subprocess.run(line, capture_output=True, text=True, env=environment | variables)
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    said = printed("-W", "ignore", compiled.__file__, what, PYTHONPATH=str(ROOT), **variables)
+    return json.loads(said.splitlines()[-1])
 
 
 def test_a_training_step_launches_each_kernel_once_and_changes_its_results() -> None:

@@ -1,8 +1,5 @@
 """The C++ kernels called by XLA: PyTorch's bits, one call under vmap, the right path on every device, clear errors."""
 
-import os
-import subprocess
-import sys
 import textwrap
 from functools import partial
 
@@ -14,6 +11,7 @@ import torch
 from jax.sharding import NamedSharding
 from jax.sharding import PartitionSpec as P
 from jax_checks import loss
+from programs import printed
 
 from alibi_attn.attention import api
 from alibi_attn.attention.call.checks import dtype_name
@@ -281,13 +279,7 @@ def test_threads_of_both_frameworks_in_one_process_change_no_bit() -> None:
                 for x, y in zip(one.result(), alone, strict=True):
                     np.testing.assert_array_equal(x, y)
         """
-    done = subprocess.run(
-        [sys.executable, "-c", textwrap.dedent(program)],
-        capture_output=True,
-        text=True,
-        env={**os.environ, "OMP_NUM_THREADS": "2"},
-    )
-    assert done.returncode == 0, done.stderr
+    printed("-c", textwrap.dedent(program), OMP_NUM_THREADS="2")
 
 
 @pytest.mark.parametrize("backend", ["native", "dense", "loop"])

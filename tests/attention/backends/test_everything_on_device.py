@@ -5,8 +5,6 @@ import importlib
 import json
 import os
 import re
-import subprocess
-import sys
 from collections.abc import Callable
 from pathlib import Path
 
@@ -14,6 +12,7 @@ import everything_on_device as command
 import pytest
 import torch
 from everything_on_device import PARTS, Part, chosen, everything
+from programs import printed
 
 from alibi_attn.nn.linear import quantized
 from alibi_lab import records
@@ -125,10 +124,7 @@ names = compiled(1, 3, most=2, own=Nothing)
 print(json.dumps([names, asked, [key[0].__name__ for key in launch._COMPILED]]))
 """
     paths = os.pathsep.join([str(Path(command.__file__).parent), str(command.ROOT)])
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"} | {"PYTHONPATH": paths}
-    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stderr
-    names, asked, kernels = json.loads(done.stdout)
+    names, asked, kernels = json.loads(printed("-c", code, PYTHONPATH=paths))
     assert "forward_kernel" in kernels
     assert names == asked == kernels[1::3]
 
@@ -137,12 +133,11 @@ print(json.dumps([names, asked, [key[0].__name__ for key in launch._COMPILED]]))
 def test_a_rehearsal_passes_with_nothing_but_torch_and_triton(tmp_path: Path) -> None:
     for name in ABSENT:
         (tmp_path / f"{name}.py").write_text(f"raise ImportError('{name} is absent')\n", encoding="utf-8")
-    environment = os.environ | {"TRITON_INTERPRET": "1", "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
-    line = [sys.executable, command.__file__, str(tmp_path / "out"), "--scale", "smoke"]
-    done = subprocess.run(line, capture_output=True, text=True, check=False, env=environment)
-    assert done.returncode == 0, done.stdout + done.stderr
-    assert re.search(r"\b(\d+) of \1 cases are right, 0 left out", done.stdout), done.stdout
-    assert "2 of 2 draws, broken: none" in done.stdout
+    environment = {"TRITON_INTERPRET": "1", "PYTHONPATH": str(tmp_path), "OMP_NUM_THREADS": "1"}
+    line = command.__file__, tmp_path / "out", "--scale", "smoke"
+    said = printed(*line, timeout=1500, **environment)
+    assert re.search(r"\b(\d+) of \1 cases are right, 0 left out", said), said
+    assert "2 of 2 draws, broken: none" in said
     found = [record.name for record in records.find(tmp_path / "out")]
     assert sorted(found) == [
         "attention/cpu-float32-gates-4-U-8-2x16",
@@ -154,5 +149,4 @@ def test_a_rehearsal_passes_with_nothing_but_torch_and_triton(tmp_path: Path) ->
         "fused/interpreted",
         "fused/interpreted",
     ]
-    again = subprocess.run(line, capture_output=True, text=True, check=False, env=environment)
-    assert again.stdout.count("has passed already") == len(PARTS["smoke"])
+    assert printed(*line, timeout=1500, **environment).count("has passed already") == len(PARTS["smoke"])

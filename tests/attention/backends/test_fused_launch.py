@@ -1,9 +1,6 @@
 """How Triton kernels are launched: which calls share compiled code, and in which order heads start."""
 
 import json
-import os
-import subprocess
-import sys
 from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
@@ -14,6 +11,7 @@ import numpy as np
 import plan_in_interpreter as plans
 import pytest
 import torch
+from programs import printed
 
 from alibi_attn.attention.backends.fused import plan, recording, space
 from alibi_attn.attention.backends.fused.call import call_of
@@ -27,13 +25,8 @@ KERNELS = 7  # of a plain forward and backward pass
 def ran(program: str) -> dict[str, Any]:
     """What a program prints in a process of its own, in which tensors say that they are on a device."""
     pytest.importorskip("triton")
-    environment = {name: x for name, x in os.environ.items() if name != "TRITON_INTERPRET"}
     path = ROOT / "tests" / "support" / "interpreter" / program
-    done = subprocess.run(
-        [sys.executable, "-W", "ignore", path], capture_output=True, text=True, env=environment, cwd=ROOT
-    )
-    assert done.returncode == 0, done.stderr[-2000:]
-    return json.loads(done.stdout.splitlines()[-1])
+    return json.loads(printed("-W", "ignore", path, cwd=ROOT).splitlines()[-1])
 
 
 def test_calls_share_compiled_kernels_unless_their_code_must_differ() -> None:

@@ -2,14 +2,13 @@
 
 import json
 import os
-import subprocess
-import sys
 from collections.abc import Mapping
 from importlib import metadata
 from pathlib import Path
 from typing import Any
 
 import pytest
+from programs import printed
 
 from alibi_lab import records
 
@@ -48,13 +47,8 @@ def compiled(*targets: str) -> dict[str, dict[str, int]]:
 
 
 def ran(program: Path, *arguments: str) -> dict[str, Any]:
-    environment = {name: value for name, value in os.environ.items() if name != "TRITON_INTERPRET"}
-    environment |= {"TRITON_DEFAULT_FP_FUSION": "1", "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(
-        [sys.executable, program, *arguments], capture_output=True, text=True, env=environment, cwd=ROOT
-    )
-    assert result.returncode == 0, result.stderr[-2000:]
-    return json.loads(result.stdout.splitlines()[-1])
+    said = printed(program, *arguments, cwd=ROOT, timeout=1500, TRITON_DEFAULT_FP_FUSION="1", OMP_NUM_THREADS="1")
+    return json.loads(said.splitlines()[-1])
 
 
 def recorded(triton: str) -> dict[str, dict[str, int | None]]:
