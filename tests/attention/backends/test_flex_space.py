@@ -2,12 +2,11 @@
 
 import pytest
 import torch
+from attention_calls import Watched
 from space_oracle import definition, points
 from torch import Tensor
 from torch._subclasses.fake_tensor import FakeTensorMode
 from torch.nn.attention import flex_attention
-from torch.utils._python_dispatch import TorchDispatchMode
-from torch.utils._pytree import tree_leaves
 
 from alibi_attn import alibi_attention, explain
 from alibi_attn.attention.backends import flex
@@ -83,17 +82,6 @@ def test_what_is_left_out_obeys_the_key_rule(scale):
         assert_left_out_obeys_the_rule(spec, q, k, torch.zeros_like(needed))
 
 
-class Largest(TorchDispatchMode):
-    """The largest tensor that any operator returns."""
-
-    numel = 0
-
-    def __torch_dispatch__(self, op, types, args=(), kwargs=None):
-        result = op(*args, **(kwargs or {}))
-        self.numel = max([self.numel, *(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))])
-        return result
-
-
 @pytest.mark.parametrize("change", ["nothing", "dropout_p", "key_bias", "slopes"])
 def test_on_cuda_it_is_chosen_and_what_it_cannot_goes_by_rows(change, monkeypatch):
     """The choice is that on CUDA, of fake numbers; the sizes are those of the same call on the CPU, with small chunks."""
@@ -118,10 +106,10 @@ def test_on_cuda_it_is_chosen_and_what_it_cannot_goes_by_rows(change, monkeypatc
     monkeypatch.setattr(space, "MOST_SCORES", 2 * N * 100)
     monkeypatch.setitem(dispatch.PREFERRED, "cpu", dispatch.PREFERRED["cuda"])
     rows, options = given("cpu")
-    with Largest() as largest:
+    with Watched() as watched:
         output = alibi_attention(*rows, **options)
         if change == "slopes":
             output.square().sum().backward()
     assert calls == ([(1, 2, N, N)] if change == "nothing" else [])
     # A chunk of 100 queries, or blocks of 128 queries, each with its near block.
-    assert largest.numel <= 2 * 768 * 128 < 2 * N * N / 4
+    assert watched.largest <= 2 * 768 * 128 < 2 * N * N / 4

@@ -3,21 +3,27 @@
 import torch
 from torch import Tensor
 from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
 
 from alibi_attn.attention.api import alibi_attention
 
 
 class Watched(TorchDispatchMode):
-    """Lets every operator through, and records the names of our operators."""
+    """Lets every operator through; records all names, those of our operators, and the numbers in the largest result."""
 
     def __init__(self) -> None:
         super().__init__()
+        self.names: list[str] = []
         self.seen: set[str] = set()
+        self.largest = 0
 
     def __torch_dispatch__(self, func, types, args=(), kwargs=None):
+        self.names.append(str(func))
         if func.namespace == "alibi_attn":
             self.seen.add(func.name())
-        return func(*args, **(kwargs or {}))
+        result = func(*args, **(kwargs or {}))
+        self.largest = max([self.largest, *(x.numel() for x in tree_leaves(result) if isinstance(x, Tensor))])
+        return result
 
 
 def draw(*lead: int, b=2, h=4, k=2, t=70, s=None, d=8, dtype=torch.float32, requires_grad=True) -> list[Tensor]:
