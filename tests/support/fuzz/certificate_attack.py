@@ -24,8 +24,10 @@ from alibi_attn.attention.backends.native.visited import Visited
 from alibi_attn.attention.call.options import DEFAULTS
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.call.visibility import distances, visible
+from alibi_attn.attention.certificate import biased
 from alibi_attn.attention.certificate.bounds import Bounds, bounds
 from alibi_attn.attention.certificate.constants import TILE
+from alibi_attn.attention.certificate.tiles import key_tiles
 from alibi_attn.attention.run.merging import parts
 from alibi_attn.attention.run.splitting import SPLITS
 
@@ -247,6 +249,12 @@ def keys_in_tiles(spec, tiles) -> torch.Tensor:
     tile = torch.arange(-(-spec.key_len // TILE))
     inside = (tile >= tiles.bands[..., :1]) & (tile < tiles.bands[..., 1:2])
     return spread(spec, inside | (tiles.beside[..., None] == tile).any(-2), tiles.rows)
+
+
+def keys_of_tiles(spec, *tensors: torch.Tensor, for_gradients: bool = False) -> torch.Tensor:
+    """[B, H, T, S]: the keys in the tiles that each query's block visits by the certificate of biased keys."""
+    found = biased.biased_bounds(spec, *tensors, for_gradients=for_gradients)
+    return keys_in_tiles(spec, key_tiles(spec, found, rows=TILE))
 
 
 def spread(spec, of_tiles: torch.Tensor, rows: int) -> torch.Tensor:
