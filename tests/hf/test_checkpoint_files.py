@@ -61,28 +61,22 @@ def test_safetensors_come_before_a_pickle(tmp_path):
     assert_same(read_state(tmp_path))
 
 
-def test_a_folder_without_weights_or_config_says_so(tmp_path):
-    with pytest.raises(FileNotFoundError, match=r"has no weights: neither model\.safetensors nor pytorch_model\.bin"):
-        read_state(tmp_path)
-    with pytest.raises(FileNotFoundError, match=r"config\.json does not exist; pass a folder that holds config\.json"):
-        read_config(tmp_path)
+TWICE = r" is damaged: .*the name 'schema' comes twice.*; download or save"
+NOT_READ = [
+    (read_state, {}, r"has no weights: neither model\.safetensors nor pytorch_model\.bin"),
+    (read_config, {}, r"config\.json does not exist; pass a folder that holds config\.json"),
+    (read_config, {"config.json": '{"schema": 1, "schema": 2}'}, f"config.json{TWICE}"),
+    (read_state, {SAFE_INDEX: '{"schema": 1, "schema": 2}'}, f"{SAFE_INDEX}{TWICE}"),
+    (read_config, {"config.json": "[1]"}, r"config\.json holds a JSON list but must hold an object"),
+]
 
 
-def test_a_damaged_config_or_index_is_named(tmp_path):
-    for name, reader in (("config.json", read_config), (SAFE_INDEX, read_state)):
-        (tmp_path / name).write_bytes(b'{"schema": 1, "schema": 2}')
-        with pytest.raises(
-            ValueError, match=rf"{name} is damaged: .*the name 'schema' comes twice.*; download or save"
-        ):
-            reader(tmp_path)
-
-
-def test_a_config_is_an_object(tmp_path):
-    (tmp_path / "config.json").write_text('{"num_hidden_layers": 2}')
-    assert read_config(tmp_path) == {"num_hidden_layers": 2}
-    (tmp_path / "config.json").write_text("[1]")
-    with pytest.raises(ValueError, match=r"config\.json holds a JSON list but must hold an object"):
-        read_config(tmp_path)
+@pytest.mark.parametrize(("reader", "files", "message"), NOT_READ)
+def test_a_missing_or_damaged_config_or_index_is_named(reader, files, message, tmp_path):
+    for name, content in files.items():
+        (tmp_path / name).write_text(content)
+    with pytest.raises(ValueError if files else FileNotFoundError, match=message):
+        reader(tmp_path)
 
 
 def test_a_file_that_is_cut_anywhere_is_named(tmp_path):
@@ -188,7 +182,5 @@ def test_a_hub_that_cannot_be_reached_is_one_sentence(monkeypatch):
         raise LocalEntryNotFoundError("no network\nand a long story")
 
     monkeypatch.setattr(checkpoint_files, "snapshot_download", download)
-    with pytest.raises(
-        OSError, match=r"folder owner/name does not exist, and downloading .* no network\); pass a folder"
-    ):
+    with pytest.raises(OSError, match=r"owner/name does not exist, and downloading .* no network\); pass a folder"):
         resolve("owner/name")

@@ -17,9 +17,10 @@ from transformers import (
 
 from alibi_attn.hf import patch
 
-pytestmark = pytest.mark.filterwarnings(
-    "ignore:.*is_gradient_checkpointing.*is deprecated:FutureWarning"
-)  # peft calls it
+pytestmark = [
+    pytest.mark.filterwarnings("ignore:.*is_gradient_checkpointing.*is deprecated:FutureWarning"),  # peft calls it
+    pytest.mark.usefixtures("no_gradients"),
+]
 WIDTH, WORDS, IMAGE_TOKEN = 32, 50, 49
 T5_SIZES = {"d_model": WIDTH, "d_kv": 8, "d_ff": 48, "num_layers": 2, "num_heads": 4, "vocab_size": WORDS}
 T5_CONFIG = T5Config(**T5_SIZES, decoder_start_token_id=0)
@@ -38,9 +39,8 @@ def seed() -> None:
 
 def drawn(model: nn.Module) -> nn.Module:
     """All weights random, so that each has an effect."""
-    with torch.no_grad():
-        for parameter in model.parameters():
-            parameter += 0.2 * torch.randn_like(parameter)
+    for parameter in model.parameters():
+        parameter += 0.2 * torch.randn_like(parameter)
     return model.eval()
 
 
@@ -52,7 +52,6 @@ def close(found: Tensor, wanted: Tensor) -> None:
     torch.testing.assert_close(found, wanted, rtol=1e-4, atol=1e-5)
 
 
-@torch.no_grad()
 def test_musicgen_with_its_own_guidance():
     audio = EncodecConfig(
         num_filters=4,
@@ -91,7 +90,6 @@ def test_musicgen_with_its_own_guidance():
     assert torch.equal(model(**given, decoder_input_ids=codes).logits, logits)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("name", LANGUAGE)
 def test_blip_2_with_each_language_model(name):
     text, layers = LANGUAGE[name]

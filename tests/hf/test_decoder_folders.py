@@ -142,17 +142,9 @@ WEIGHTS = [
     ("jais", put(SLOPES, torch.full((6, 1), torch.nan)), r"need finite numbers \[6, 1\]"),
     ("jais", put(f"{JAIS}0.mlp.c_fc.weight", torch.ones(53, 48)), r"\.c_fc\.weight \[53, 48\] .* needs \[48, 53\]"),
     ("jais", put("lm_head.weight", torch.ones(60, 48)), r"tie_word_embeddings but lm_head\.weight is not transformer"),
-    (
-        "refact",
-        put(f"{JAIS}0.attn.k.weight", torch.ones(5, 24)),
-        r"q\.weight \[24, 24\], .*k\.weight \[5, 24\].* \[32, 24\] in",
-    ),
+    ("refact", put(f"{JAIS}0.attn.k.weight", torch.ones(5, 24)), r"q\.weight .*k\.weight \[5, 24\].* \[32, 24\] in"),
     ("mpt-grouped", lost(f"{BLOCK}q_ln.weight"), r"the weights .*attn\.q_ln\.weight"),
-    (
-        "mpt-grouped",
-        put(WTE, torch.ones(60, 48, dtype=torch.int8)),
-        r"holds transformer\.wte\.weight as torch\.int8: quant",
-    ),
+    ("mpt-grouped", put(WTE, torch.ones(60, 48).char()), r"holds transformer\.wte\.weight as torch\.int8: quant"),
     ("mpt-grouped", put("transformer.norm_f.weight", torch.ones(())), r"norm_f\.weight \[\] where"),
 ]
 
@@ -191,11 +183,7 @@ CONFIGS = [
     ("mpt-grouped", {"final_logit_softcapping": 30.0}, "has final_logit_softcapping = 30.0 but only None"),
     ("mpt-grouped", {"norm_type": "batchnorm"}, "has norm_type = 'batchnorm' but only 'low_precision_layernorm' or"),
     ("mpt-biases", {"ffn_config": {"ffn_type": "mb_dmoe"}}, "has ffn_type = 'mb_dmoe' but only 'mptmlp' or 'mptglu'"),
-    (
-        "mpt-biases",
-        {"ffn_config": {"ffn_act_fn": {"name": "selu"}}},
-        "ffn_act_fn is .*selu.* but its name must be one of gelu, quick_gelu",
-    ),
+    ("mpt-biases", {"ffn_config": {"ffn_act_fn": {"name": "selu"}}}, "selu.* but its name must be one of gelu, quick"),
 ]
 
 
@@ -234,15 +222,9 @@ def test_errors_for_other_models_say_where_they_belong(tmp_path):
         ALiBiForCausalLM.from_pretrained(tmp_path / "nowhere")
 
 
-def test_damaged_folders_that_we_wrote_are_refused(tmp_path):
+def test_wrong_options_for_folders_that_we_wrote_are_refused(tmp_path):
+    """By their options; `test_loading.py` damages the files."""
     model = ALiBiForCausalLM.from_pretrained(original("mpt-grouped").write(tmp_path / "theirs"))
     model.save_pretrained(tmp_path / "ours")
     assert_refused(tmp_path / "ours", "was written by save_pretrained; omit it", normalized_head=True)
-    weights = checkpoint_files.read_state(tmp_path / "ours")
-    file = tmp_path / "ours" / "model.safetensors"
-    lost = {name: tensor.clone() for name, tensor in weights.items() if "layers.1.ffn" not in name}
-    save_file(lost, file, metadata={"format": "pt"})
-    assert_refused(tmp_path / "ours", r"has 3 missing weights: layers\.1\.ffn\.down_proj\.weight")
-    file.write_bytes(file.read_bytes()[:-100])
-    assert_refused(tmp_path / "ours", "is damaged")
     assert_refused(tmp_path / "ours", "numerics is 'rounded' but must be one of", numerics="rounded")

@@ -12,6 +12,7 @@ from decoder_oracle import logits as formula
 
 from alibi_attn.hf import ALiBiForCausalLM
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
 ROUNDED = [name for name in NAMES if not name.startswith("mpt")]
 
 
@@ -25,7 +26,6 @@ def load(tmp_path):
     return functools.partial(loaded, tmp_path)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("name", NAMES)
 def test_logits_are_those_of_the_original_code(name, load):
     files, model = load(name)
@@ -47,11 +47,10 @@ def test_another_slope_scale_or_head_would_be_noticed(load):
         layer.attention.alibi_settings = dataclasses.replace(
             layer.attention.alibi_settings, slopes=slopes[1:] + slopes[:1]
         )
-    with torch.no_grad(), pytest.raises(AssertionError, match="off by"):
+    with pytest.raises(AssertionError, match="off by"):
         assert_close(model(numbers["input_ids"]).logits[0], numbers["logits"][0])
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("name", ROUNDED)
 def test_the_checkpoints_numerics_round_where_the_original_rounds(name, load):
     """In bf16, where m·j loses digits beyond 256 positions; the rows exceed one block of the computation."""
@@ -66,7 +65,6 @@ def test_the_checkpoints_numerics_round_where_the_original_rounds(name, load):
     assert errors["checkpoint"] < (0.2 if same or name != "jais" else 0.5) * errors["exact"]
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("name", ["mpt-grouped"])
 def test_mpt_has_no_rounding_to_reproduce(name, load):
     files, model = load(name, dtype=torch.bfloat16)
@@ -80,7 +78,6 @@ def test_mpt_has_no_rounding_to_reproduce(name, load):
 TRAINED = {"baichuan2": "model_max_length", "btlm": "n_positions", "mpt-grouped": "max_seq_len"}
 
 
-@torch.no_grad()
 @pytest.mark.parametrize(("name", "length"), [*((name, 1) for name in NAMES), *((name, 200) for name in TRAINED)])
 def test_one_token_and_texts_far_past_the_trained_length(name, length, load):
     files, model = load(name, about={TRAINED.get(name, "unused"): 32})
@@ -88,7 +85,6 @@ def test_one_token_and_texts_far_past_the_trained_length(name, length, load):
     assert_close(model(ids).logits, formula(files.weights, files.config, ids, **choices(name)))
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16])
 def test_every_dtype_is_computed_in(dtype, load):
     files, model = load("baichuan2", dtype=dtype)
@@ -99,7 +95,6 @@ def test_every_dtype_is_computed_in(dtype, load):
     assert (actual.double() - expected).abs().max() < 16 * eps * expected.abs().max()
 
 
-@torch.no_grad()
 def test_masks_with_holes_keep_their_distances(load):
     files, model = load("btlm")
     ids = files.numbers["input_ids"]
@@ -110,7 +105,6 @@ def test_masks_with_holes_keep_their_distances(load):
     assert_close(model(ids, attention_mask=mask).logits[mask.bool()], expected)
 
 
-@torch.no_grad()
 def test_slopes_come_from_the_checkpoint(load, tmp_path):
     files, model = load("jais")
     stored = files.weights["transformer.relative_pe.slopes"]
@@ -122,7 +116,6 @@ def test_slopes_come_from_the_checkpoint(load, tmp_path):
     assert (changed(ids).logits - model(ids).logits).abs().max() > 1e-2
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("scaling", [None, {"type": "linear", "factor": 4.0}, {"type": "linear", "train_seq_len": 16}])
 def test_slopes_are_stretched_as_the_config_says(scaling, load):
     files, model = load("btlm", about={"alibi_scaling": scaling})
@@ -131,7 +124,6 @@ def test_slopes_are_stretched_as_the_config_says(scaling, load):
         assert_close(model(ids).logits, formula(files.weights, files.config, ids))
 
 
-@torch.no_grad()
 def test_a_step_with_slopes_by_length_has_those_of_all_keys(tmp_path):
     """One layer, whose keys do not depend on slopes; in more layers cached keys stay unchanged, as in the original."""
     files = original("btlm")
@@ -144,7 +136,6 @@ def test_a_step_with_slopes_by_length_has_those_of_all_keys(tmp_path):
     assert_close(step[:, -1], formula(files.weights, files.config, ids)[:, -1])
 
 
-@torch.no_grad()
 def test_the_lengths_of_a_normalized_head_do_not_matter(load):
     files, model = load("baichuan2")
     ids, before = files.numbers["input_ids"], model.lm_head.weight.clone()
@@ -157,6 +148,7 @@ def test_the_lengths_of_a_normalized_head_do_not_matter(load):
 
 
 @pytest.mark.parametrize("name", ["baichuan2", "jais", "mpt-grouped"])
+@torch.enable_grad()
 def test_gradients_are_those_of_the_formula(name, load):
     files, model = load(name)
     ids, mask = files.numbers["input_ids"], files.numbers["attention_mask"]

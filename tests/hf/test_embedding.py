@@ -89,22 +89,28 @@ def test_the_fingerprint_differs_with_weights_tokens_config_and_settings(found):
 ROWS = np.arange(12, dtype=np.float32).reshape(4, 3)
 
 
+def started(out, rows, order=(0, 1, 2, 3)):
+    """Partial results with some rows, in this order."""
+    partial = PartialVectors.open(out, "q", order, 3)
+    partial.put(ROWS[list(order)[:rows]])
+    return partial
+
+
 def test_rows_that_are_kept_are_there_after_an_interruption(tmp_path, monkeypatch):
     out = tmp_path / "vectors.npy"
-    begun = PartialVectors.open(out, "question", [2, 0, 1, 3], 3)
-    begun.put(ROWS[[2, 0]])
+    begun = started(out, 2, [2, 0, 1, 3])
     begun.keep()
     monkeypatch.setattr(resumable_output, "KEEP_SECONDS", 1e9)
     begun.put(ROWS[[1]])  # not kept: as if the process was killed
     assert not out.exists()
-    resumed = PartialVectors.open(out, "question", [2, 0, 1, 3], 3)
+    resumed = PartialVectors.open(out, "q", [2, 0, 1, 3], 3)
     assert resumed.done == 2
     resumed.put(ROWS[[1, 3]])
     assert resumed.finish() == out
     assert np.array_equal(np.load(out), ROWS)
     assert [path.name for path in tmp_path.iterdir()] == ["vectors.npy"]
     with pytest.raises(FileExistsError, match="never overwritten"):
-        PartialVectors.open(out, "question", [2, 0, 1, 3], 3)
+        PartialVectors.open(out, "q", [2, 0, 1, 3], 3)
 
 
 @pytest.mark.parametrize(
@@ -120,8 +126,7 @@ def test_rows_that_are_kept_are_there_after_an_interruption(tmp_path, monkeypatc
     ],
 )
 def test_damaged_partial_results_are_one_sentence_and_never_filled_up(name, content, tmp_path):
-    begun = PartialVectors.open(tmp_path / "v", "q", range(4), 3)
-    begun.put(ROWS[:1])
+    started(tmp_path / "v", 1)
     whole = (tmp_path / name).read_bytes()
     (tmp_path / name).write_bytes(whole[:-4] if content is None else content)
     with pytest.raises(ValueError, match=r"damaged; delete v\.partial and its \.json"):
@@ -131,9 +136,7 @@ def test_damaged_partial_results_are_one_sentence_and_never_filled_up(name, cont
 @pytest.mark.parametrize("name", ["v.partial", "v.partial.json"])
 def test_a_flipped_bit_in_partial_results_changes_no_vector(name, tmp_path):
     out, rng = tmp_path / "v", random.Random(0)
-    begun = PartialVectors.open(out, "q", [3, 1, 0, 2], 3)
-    begun.put(ROWS[[3, 1, 0]])
-    begun.keep()
+    started(out, 3, [3, 1, 0, 2]).keep()
     files = {path: path.read_bytes() for path in tmp_path.iterdir()}
     content = files[tmp_path / name]
     refused = 0
@@ -162,8 +165,7 @@ def test_other_files_next_to_the_output_stay(tmp_path):
 
 
 def test_an_output_that_came_meanwhile_is_not_overwritten(tmp_path):
-    begun = PartialVectors.open(tmp_path / "v", "q", range(4), 3)
-    begun.put(ROWS)
+    begun = started(tmp_path / "v", 4)
     (tmp_path / "v").write_text("theirs")
     with pytest.raises(FileExistsError, match="never overwritten"):
         begun.finish()
@@ -173,9 +175,7 @@ def test_an_output_that_came_meanwhile_is_not_overwritten(tmp_path):
 @pytest.mark.parametrize("left", [("v.partial", "v.partial.json"), ("v.partial",)])
 def test_files_of_a_run_that_was_killed_at_its_end_are_removed(left, tmp_path):
     out = tmp_path / "v"
-    begun = PartialVectors.open(out, "q", range(4), 3)
-    begun.put(ROWS)
-    begun.keep()
+    started(out, 4).keep()
     os.link(tmp_path / "v.partial", out)
     for name in {"v.partial", "v.partial.json"} - set(left):
         (tmp_path / name).unlink()

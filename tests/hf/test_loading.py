@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
-from decoder_checkpoints import original
+from decoder_checkpoints import SIZES, original
 from safetensors.torch import load_file, save_file
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import PreTrainedTokenizerFast
@@ -20,8 +20,8 @@ from alibi_lab.cli.main import app
 
 FAMILIES = ("bloom", "falcon", "mpt", "own")
 HEADS = {"bloom": "n_head", "falcon": "num_attention_heads", "mpt": "n_heads", "own": "num_attention_heads"}
+WIDTHS = {"bloom": "hidden_size", "falcon": "hidden_size", "mpt": "d_model", "own": "hidden_size"}
 LAYERS = {"bloom": "n_layer", "falcon": "num_hidden_layers", "mpt": "n_layers", "own": "num_hidden_layers"}
-OWN = {"hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 96, "vocab_size": 60}
 
 
 def write_words(folder: Path, first: int = 0) -> None:
@@ -41,7 +41,7 @@ def folder_of(kept, build, tmp_path) -> Callable[[str], Path]:
 
     def folder(family: str) -> Path:
         if not (kept / family).exists():
-            model = ALiBiForCausalLM(ALiBiCausalLMConfig(**OWN)) if family == "own" else build(family)
+            model = ALiBiForCausalLM(ALiBiCausalLMConfig(**SIZES)) if family == "own" else build(family)
             model.save_pretrained(kept / family)
             write_words(kept / family)
         return Path(shutil.copytree(kept / family, tmp_path / family))
@@ -132,6 +132,8 @@ def test_a_config_of_another_model_is_refused_before_memory_is_allocated(family,
         ({HEADS[family]: 7}, "7"),
         ({HEADS[family]: 0}, ""),
         ({HEADS[family]: "six"}, "six"),
+        ({WIDTHS[family]: -32}, ""),
+        ({WIDTHS[family]: "wide"}, ""),
     ):
         change_config(folder, **fields)
         assert_refused(folder, part)
@@ -144,7 +146,7 @@ def test_damaged_files_are_named(family, folder_of):
     folder = folder_of(family)
     weights = folder / "model.safetensors"
     before = weights.read_bytes()
-    for length in (5, len(before) // 2):
+    for length in (0, 5, len(before) // 2):
         weights.write_bytes(before[:length])
         assert_refused(folder, "model.safetensors is damaged")
     weights.write_bytes(before)

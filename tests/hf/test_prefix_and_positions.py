@@ -4,10 +4,12 @@ import encoder_oracle
 import pytest
 import torch
 from parts_oracle import truth
+from refusals import assert_refused
 from torch import Tensor, nn
 
-from alibi_attn.hf import ALiBiBertForMaskedLM, ALiBiBertForSequenceClassification, ALiBiBertModel, ALiBiCache, patch
+from alibi_attn.hf import ALiBiBertForMaskedLM, ALiBiBertForSequenceClassification, ALiBiBertModel, ALiBiCache
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
 FAMILIES = ["bloom", "mpt", "falcon", "ours"]
 IDS = torch.randint(3, 60, (2, 40), generator=torch.Generator().manual_seed(0))
 PREFIX = {"prefix_len": torch.tensor([20, 11])}
@@ -28,7 +30,6 @@ def by_definition(query, kept, slopes, *, scale, dropout_p, backend, **options) 
 
 @every_family
 @pytest.mark.parametrize("given", [PREFIX, TIMES, BOTH], ids=["prefix", "positions", "both"])
-@torch.no_grad()
 def test_logits_are_those_of_the_definition(model: nn.Module, given: dict) -> None:
     found, causal = model(IDS, **given).logits, model(IDS).logits
     for module in model.modules():
@@ -38,7 +39,6 @@ def test_logits_are_those_of_the_definition(model: nn.Module, given: dict) -> No
 
 
 @every_family
-@torch.no_grad()
 def test_a_prefix_sees_itself_and_nothing_after_it(model: nn.Module) -> None:
     changed = IDS.clone()
     changed[:, 15] = 59
@@ -51,7 +51,6 @@ def test_a_prefix_sees_itself_and_nothing_after_it(model: nn.Module) -> None:
 
 @every_family
 @pytest.mark.parametrize("given", [PREFIX, TIMES, BOTH], ids=["prefix", "positions", "both"])
-@torch.no_grad()
 def test_decoding_equals_one_pass(model: nn.Module, given: dict) -> None:
     whole, cache, outputs = model(IDS, **given).logits, ALiBiCache(), []
     for chunk in IDS.split([20, 1, 1, 18], dim=1):
@@ -63,7 +62,6 @@ def test_decoding_equals_one_pass(model: nn.Module, given: dict) -> None:
 
 @every_family
 @pytest.mark.parametrize("cache", [None, "static"])
-@torch.no_grad()
 def test_generate_takes_a_prefix(model: nn.Module, cache: str | None) -> None:
     options = {"max_new_tokens": 4, "do_sample": False, "pad_token_id": 0, "disable_compile": True}
     options |= {} if cache is None else {"cache_implementation": cache}
@@ -76,7 +74,6 @@ def test_generate_takes_a_prefix(model: nn.Module, cache: str | None) -> None:
 
 
 @every_family
-@torch.no_grad()
 def test_padding_and_holes_combine_with_them(model: nn.Module) -> None:
     mask = torch.ones_like(IDS)
     mask[1, 5:8] = 0
@@ -88,33 +85,30 @@ def test_padding_and_holes_combine_with_them(model: nn.Module) -> None:
 
 
 @pytest.mark.parametrize("model", ["bloom", "ours"], indirect=True)
+@torch.enable_grad()
 def test_gradients_flow(model: nn.Module) -> None:
     model(IDS, **BOTH).logits.square().sum().backward()
     assert all(bool(p.grad.isfinite().all()) for p in model.parameters() if p.grad is not None)
 
 
 @pytest.mark.parametrize("model", ["bloom"], indirect=True)
-@torch.no_grad()
-def test_what_does_not_fit_is_refused(model: nn.Module, build) -> None:
-    cache = ALiBiCache()
+def test_what_does_not_fit_is_refused(model: nn.Module, build_patched) -> None:
+    cache, times, rounded = ALiBiCache(), TIMES["positions"], build_patched("bloom", numerics="checkpoint")
     model(IDS[:, :10], past_key_values=cache)
-    for given, message in (
-        ({"prefix_len": torch.tensor([11, 3])}, "prefix_len is 11 .* 0 to 10, the cached tokens"),
-        ({"prefix_len": torch.tensor([3])}, r"must be \[B\] = \[2\]"),
-        ({"positions": TIMES["positions"][:, :5]}, r"positions has shape \[2, 5\]"),
-        ({"positions": -TIMES["positions"][:, :15]}, "must not decrease"),
-    ):
-        with pytest.raises(ValueError, match=message):
-            model(IDS[:, 10:15], past_key_values=cache, **given)
-    with pytest.raises(TypeError, match="prefix_len is int but must be a tensor"):
-        model(IDS, prefix_len=3)
-    rounded = build("bloom")
-    patch(rounded, numerics="checkpoint")
-    with pytest.raises(ValueError, match=r'prefix_len and positions need numerics="exact"'):
-        rounded(IDS, **PREFIX)
+
+    def called(**given: object) -> object:
+        return model(IDS[:, 10:15], past_key_values=cache, **given)
+
+    assert_refused(
+        ("prefix_len is 11 .* 0 to 10, the cached tokens", lambda: called(prefix_len=torch.tensor([11, 3]))),
+        (r"must be \[B\] = \[2\]", lambda: called(prefix_len=torch.tensor([3]))),
+        (r"positions has shape \[2, 5\]", lambda: called(positions=times[:, :5])),
+        ("must not decrease", lambda: called(positions=-times[:, :15])),
+        (r'prefix_len and positions need numerics="exact"', lambda: rounded(IDS, **PREFIX)),
+    )
+    assert_refused(("prefix_len is int but must be a tensor", lambda: called(prefix_len=3)), error=TypeError)
 
 
-@torch.no_grad()
 def test_positions_in_an_encoder_are_those_of_a_text_with_holes(tmp_path):
     """Tokens around a hole keep their distance, so without the hidden tokens their indices are their positions."""
     state = encoder_oracle.random_state("jina")

@@ -16,6 +16,8 @@ from alibi_attn.hf import (
 )
 from alibi_attn.hf.patching.capture_qk import watched
 
+pytestmark = pytest.mark.usefixtures("no_gradients")
+
 LEFT = torch.tensor([[0, 0, 0] + [1] * 17, [1] * 20])
 HOLE = torch.tensor([[1] * 5 + [0, 0] + [1] * 13, [1] * 20])
 TEXTS = (torch.arange(20) // 8).expand(2, -1)
@@ -27,7 +29,6 @@ def decoder(**changes: object) -> ALiBiForCausalLM:
     return ALiBiForCausalLM(ALiBiCausalLMConfig(**sizes, num_key_value_heads=2, **changes)).eval()
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("mask", [None, LEFT, HOLE], ids=["no mask", "left padding", "a hole"])
 @pytest.mark.parametrize("family", ["bloom", "mpt"])
 def test_the_weights_are_those_of_the_unpatched_model(family, mask, build, tokens):
@@ -42,7 +43,6 @@ def test_the_weights_are_those_of_the_unpatched_model(family, mask, build, token
         torch.testing.assert_close(found, layer[:, :, rows], rtol=1e-4, atol=2e-6)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("family", ["falcon", "falcon multi-query", "falcon new"])
 def test_falcon_attends_by_its_formula(family, build, tokens):
     """Its eager path adds the bias twice, so the truth is softmax((q·k − m·(i − j))/√D), typed here."""
@@ -59,7 +59,6 @@ def test_falcon_attends_by_its_formula(family, build, tokens):
     torch.testing.assert_close(passes[0][1].double(), true.expand(2, 6, 1, 20), rtol=1e-4, atol=2e-6)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("mask", [None, LEFT], ids=["no mask", "left padding"])
 def test_an_encoder_attends_by_its_formula(mask, tokens):
     """Rows count in the padded batch, although the encoder packs it otherwise."""
@@ -78,7 +77,6 @@ def test_an_encoder_attends_by_its_formula(mask, tokens):
     torch.testing.assert_close(passes[0][1].double(), scores.softmax(-1), rtol=1e-4, atol=2e-6)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("family", ["bloom", "mpt", "falcon", "ours"])
 def test_texts_in_one_row_do_not_see_one_another(family, build_patched, tokens):
     model, ids = decoder() if family == "ours" else build_patched(family), tokens(2, 20)
@@ -91,7 +89,6 @@ def test_texts_in_one_row_do_not_see_one_another(family, build_patched, tokens):
     torch.testing.assert_close(weights[..., 8:16], alone[0][1], rtol=1e-4, atol=2e-6)
 
 
-@torch.no_grad()
 @pytest.mark.parametrize("family", ["bloom", "ours"])
 def test_generate_makes_one_pass_per_token(family, build_patched, tokens):
     model, ids = decoder() if family == "ours" else build_patched(family), tokens(2, 20)
@@ -107,6 +104,7 @@ def test_generate_makes_one_pass_per_token(family, build_patched, tokens):
         torch.testing.assert_close(weights, whole[0][layer], rtol=1e-4, atol=2e-6)
 
 
+@torch.enable_grad()
 def test_the_weights_have_gradients(tokens):
     model = decoder()
     with record_attention(model, rows=[-1], layers=[2]) as passes:
@@ -115,7 +113,6 @@ def test_the_weights_have_gradients(tokens):
     assert bool(model.layers[0].attention.qkv_proj.weight.grad.abs().max() > 0)
 
 
-@torch.no_grad()
 def test_the_model_is_as_before_afterwards(build_patched, tokens):
     model, ids = build_patched("bloom"), tokens(1, 9)
     before = model(ids).logits
@@ -129,7 +126,6 @@ def assert_refused(model, message: str, **options) -> None:
         pass
 
 
-@torch.no_grad()
 def test_what_cannot_be_recorded_is_refused(build, tokens):
     model = build("bloom")
     assert_refused(model, "has no layer that uses alibi_attention")
@@ -145,7 +141,6 @@ def test_what_cannot_be_recorded_is_refused(build, tokens):
     assert_refused(model, "checkpointing computes layers again")
 
 
-@torch.no_grad()
 def test_slopes_that_depend_on_the_length_are_those_of_this_length(tokens):
     model = decoder(alibi_scaling={"type": "linear", "train_seq_len": 8})
     seen = []

@@ -10,7 +10,6 @@ import torch
 from encoder_oracle import WIDTH, config, pooled, random_state, write_folder, write_tokenizer
 
 from alibi_attn.hf import ALiBiBertModel, sentence_transformer
-from alibi_attn.hf.embedding import pooling_config
 from alibi_attn.hf.embedding.sentence_encoder import load
 
 TEXTS = ["a b c", "d e f g h i j k a a b", "z"]
@@ -95,10 +94,7 @@ def test_the_longest_text_is_as_requested_or_the_tokenizer_s_or_8192(said, asked
 
 POOLING = "1_Pooling/config.json"
 REFUSED = [
-    (
-        {"modules.json": modules("Transformer", "Pooling", "Dense")},
-        "sentence_transformers.models.Dense; only Transformer",
-    ),
+    ({"modules.json": modules("Transformer", "Pooling", "Dense")}, "models.Dense; only Transformer"),
     ({"modules.json": modules("Transformer")}, "lists sentence_transformers.models.Transformer; only"),
     ({"modules.json": [{"type": "their_code.Transformer"}, {}]}, "lists their_code.Transformer, None"),
     ({"modules.json": "[]"}, "lists no module"),
@@ -159,17 +155,11 @@ def test_empty_texts_and_texts_of_20_000_tokens_have_vectors(tmp_path):
     assert model.encode([]).size == 0
 
 
-def test_without_any_of_the_files_it_is_the_mean(tmp_path):
-    assert pooling_config.read(tmp_path) == pooling_config.PoolingConfig(encoder=tmp_path)
-
-
 def test_arguments_without_effect_are_accepted_and_others_refused(tmp_path):
     folder = original(tmp_path / "model")
     made = sentence_transformer(folder, device="cpu", trust_remote_code=True)
     assert_close(made.encode(TEXTS), truth())
-    with pytest.raises(
-        TypeError, match=r"sentence_transformer\(\) got an unexpected keyword argument 'max_seq_len'; leave"
-    ):
+    with pytest.raises(TypeError, match=r"_transformer\(\) got an unexpected keyword argument 'max_seq_len'; leave"):
         sentence_transformer(folder, max_seq_len=8)
 
 
