@@ -42,12 +42,7 @@ def change(path, *names, to):
 
 UNKNOWN, NO_TOKENIZER = {"type": "Unknown"}, "{} has no tokenizer that transformers can load (data did not match"
 WRONG = [
-    (
-        "config.json",
-        ("model_type",),
-        {"a": 1},
-        "{}/config.json is damaged: model_type is {{'a': 1}} but must be text; ",
-    ),
+    ("config.json", ("model_type",), [1], "{}/config.json is damaged: model_type is [1] but must be text; "),
     ("tokenizer.json", ("model",), UNKNOWN, NO_TOKENIZER),
     ("tokenizer.json", ("post_processor",), UNKNOWN, NO_TOKENIZER),
     ("tokenizer.json", ("pre_tokenizer",), UNKNOWN, NO_TOKENIZER),

@@ -7,7 +7,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 import torch
-from context_cases import CASES, joined, planned, truth
+from context_cases import CASES, DISAGREEMENTS, INVALID, joined, planned, truth
 from context_models import MODELS, run
 
 from alibi_attn.attention.run.merging import merged
@@ -147,48 +147,20 @@ def test_half_precision_stays_in_its_dtype(ranks):
     assert results["lse"].dtype == results["dslopes"].dtype == torch.float32
 
 
-ARGUMENTS = {
-    "dtype": "dtype = float64 but rank 0 with dtype = float32",
-    "batch": "batch = 2 but rank 0 with batch = 1",
-    "num_heads": "num_heads = 2",
-    "num_kv_heads": "num_kv_heads = 2",
-    "head_dim": "head_dim = 4",
-    "causal": "causal = False but rank 0 with causal = True",
-    "window": "window = 5 but rank 0 with window = None",
-    "scale": "scale = 0.5",
-    "tolerance": "tolerance = 0.1",
-    "slopes": "slopes = other numbers",
-    "dropout_p": "dropout_p = 0.5 but rank 0 with dropout_p = 0.0",
-    "segment_ids": "segment_ids = given but rank 0 with segment_ids = None",
-    "key_bias": "the dtype of key_bias = float32",
-    "score_bound": "score_bound = 3.0 but rank 0 with score_bound = None",
-    "gradient": "whether key or value needs a gradient = True",
-}
-
-
-@pytest.mark.parametrize("argument", ARGUMENTS)
+@pytest.mark.parametrize("argument", DISAGREEMENTS)
 def test_every_rank_reports_which_rank_and_argument_differ(ranks, argument):
     errors = [results["disagreements"][argument] for results in ranks[:3]]
     assert errors[0].startswith("rank 1 of 3 was called with")
-    assert ARGUMENTS[argument] in errors[0]
+    assert DISAGREEMENTS[argument][2] in errors[0]
     assert errors[1] == errors[2] == errors[0]
 
 
-@pytest.mark.parametrize(
-    ("change", "message"),
-    [("refused", "key_mask has shape"), ("rows", "5 rows and key 10"), ("backend", "'fastest' but must be")],
-)
-def test_invalid_arguments_of_one_rank_raise_on_all_ranks(ranks, change, message):
+@pytest.mark.parametrize("change", INVALID)
+def test_invalid_arguments_of_one_rank_raise_on_all_ranks(ranks, change):
     errors = [results["disagreements"][change] for results in ranks[:3]]
-    assert message in errors[1]
+    assert INVALID[change][2] in errors[1]
     assert errors[0] == errors[2]
     assert "rank 1 of 3 rejected its arguments" in errors[0]
-
-
-def test_a_score_bound_and_a_mask_on_another_rank_raise_on_all_ranks(ranks):
-    errors = [results["disagreements"]["masked"] for results in ranks[:3]]
-    assert "score_bound = None" in errors[0]
-    assert errors[0] == errors[1] == errors[2]
 
 
 def test_waiting_for_a_missing_rank_ends_at_the_timeout(ranks):

@@ -54,21 +54,10 @@ def drawn(seed: int) -> tuple[list[torch.Tensor], list[float], list[int], dict]:
     return [x.to(dtype) for x in tensors], slopes, lengths, options
 
 
-def assert_draws_are_certified(seeds: range) -> None:
+@pytest.mark.parametrize("seeds", [range(60), pytest.param(range(60, 4000), marks=pytest.mark.long)])
+def test_no_draw_leaves_out_more_than_the_tolerance(seeds):
     for seed in seeds:
         tensors, slopes, lengths, options = drawn(seed)
-        halo = plan_halo(*tensors, slopes, lengths=lengths, **options)
-        try:
-            assert_certified(halo, *tensors, slopes, **options)
-            assert_reaches_are_certified(*tensors, slopes, lengths, **options)
-        except AssertionError as error:
-            raise AssertionError(f"seed {seed}: {error}") from error
-
-
-def test_no_draw_leaves_out_more_than_the_tolerance():
-    assert_draws_are_certified(range(60))
-
-
-@pytest.mark.long
-def test_no_draw_of_a_long_list_leaves_out_more_than_the_tolerance():
-    assert_draws_are_certified(range(60, 4000))
+        print(f"seed {seed}")  # pytest shows the last one
+        assert_certified(plan_halo(*tensors, slopes, lengths=lengths, **options), *tensors, slopes, **options)
+        assert_reaches_are_certified(*tensors, slopes, lengths, **options)

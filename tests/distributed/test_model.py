@@ -2,6 +2,8 @@
 
 import pytest
 import torch
+from decoder_checkpoints import SIZES
+from refusals import assert_refused
 from torch import distributed as dist
 from torch import nn
 
@@ -55,36 +57,17 @@ def test_dropout_is_that_of_the_first_ranks_generator(group):
 
 
 def test_unsupported_uses_raise(group):
-    layer = ALiBiAttention(32, 4)
-    x = torch.randn(1, 20, 32)
-    with pytest.raises(ValueError, match="no attention layers from alibi_attn"):
-        context_parallel(nn.Linear(3, 3), group)
+    """Numbers of texts in one row begin anew in the shard of every rank."""
+    layer, x, ids = ALiBiAttention(32, 4), torch.randn(1, 20, 32), torch.arange(8)[None]
+    scaling = {"type": "linear", "train_seq_len": 8}
+    model, by_length = (ALiBiForCausalLM(ALiBiCausalLMConfig(**SIZES, alibi_scaling=x)) for x in (None, scaling))
+    with context_parallel(layer, group), context_parallel(model, group):
+        assert_refused(
+            ("no attention layers from alibi_attn", lambda: context_parallel(nn.Linear(3, 3), group)),
+            ("no cache", lambda: layer(x, cache=KVCache())),
+            ("already", lambda: context_parallel(layer, group)),
+            ("supports one text per row", lambda: model(ids, segment_ids=ids // 4, use_cache=False)),
+            ("needs the length of the text", lambda: context_parallel(by_length, group)),
+        )
     with pytest.raises(TypeError, match="must be an nn"):
         context_parallel("model", group)
-    with context_parallel(layer, group):
-        with pytest.raises(ValueError, match="no cache"):
-            layer(x, cache=KVCache())
-        with pytest.raises(ValueError, match="already"):
-            context_parallel(layer, group)
-
-
-SIZES = {
-    "hidden_size": 32,
-    "num_hidden_layers": 1,
-    "num_attention_heads": 4,
-    "intermediate_size": 48,
-    "vocab_size": 40,
-}
-
-
-def test_several_texts_in_one_row_raise(group):
-    """Their numbers begin anew in the shard of every rank."""
-    model, ids = ALiBiForCausalLM(ALiBiCausalLMConfig(**SIZES)), torch.arange(8)[None]
-    with context_parallel(model, group), pytest.raises(ValueError, match="supports one text per row"):
-        model(ids, segment_ids=ids // 4, use_cache=False)
-
-
-def test_slopes_that_depend_on_the_length_raise(group):
-    config = ALiBiCausalLMConfig(**SIZES, alibi_scaling={"type": "linear", "train_seq_len": 8})
-    with pytest.raises(ValueError, match="needs the length of the text"):
-        context_parallel(ALiBiForCausalLM(config), group)

@@ -4,6 +4,7 @@ import copy
 
 import pytest
 import torch
+from decoder_checkpoints import SIZES
 from peft import LoraConfig, PeftModel, get_peft_model
 from transformers import Trainer, TrainingArguments
 from transformers_names import checkpointing_arguments
@@ -23,7 +24,6 @@ pytestmark = pytest.mark.filterwarnings(
     "ignore:.*is_gradient_checkpointing.*is deprecated:FutureWarning"
 )  # peft calls it
 PATCHED = ("bloom", "mpt", "falcon")
-SIZES = {"vocab_size": 60, "hidden_size": 48, "num_hidden_layers": 2, "num_attention_heads": 6, "intermediate_size": 64}
 OFF = {"hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0, "classifier_dropout": 0.0}
 HEADS = {
     "masked": lambda: ALiBiBertForMaskedLM(ALiBiBertConfig(**SIZES, **OFF)),

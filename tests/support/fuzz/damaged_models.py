@@ -16,6 +16,7 @@ from pathlib import Path
 from typing import Any
 
 import torch
+from commands import alibi
 from encoder_oracle import config, random_state, write_folder, write_tokenizer
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
@@ -49,20 +50,10 @@ def write_decoder(folder: Path, *, shards: bool = False) -> Path:
 def write_trained(folder: Path) -> Path:
     """The checkpoint of a lab model that was trained for two steps."""
     (folder / "a.txt").write_text("to be or not to be, that is the question. " * 100)
-    changes = ["model.method=alibi", "train.steps=2", "model.architecture=mpt"]
-    arguments = [
-        "run",
-        "quick",
-        "--scale",
-        "smoke",
-        "--text",
-        str(folder / "a.txt"),
-        "--out",
-        str(folder / "run"),
-        "--no-report",
-    ]
-    code, _, error = ended([*arguments, *(word for change in changes for word in ("--set", change))])
-    assert code == 0, error
+    arguments = ["run", "quick", "--scale", "smoke", "--no-report", "--text", folder / "a.txt", "--out", folder / "run"]
+    for change in ("model.method=alibi", "train.steps=2", "model.architecture=mpt"):
+        arguments += ["--set", change]
+    alibi(*arguments)
     return next((folder / "run").glob("checkpoints/**/step-*"))
 
 

@@ -112,6 +112,40 @@ CASES = {
 }
 
 
+CALL = torch.zeros(1, 4, 10, 8)  # query, key and value
+
+
+def _all(x: torch.Tensor) -> dict[str, torch.Tensor]:
+    return dict.fromkeys(("query", "key", "value"), x)
+
+
+_BOUND, _IDS = {"score_bound": 3.0}, {"segment_ids": torch.zeros(1, 10).long()}
+# What ranks 0 and 2 pass, what rank 1 passes, and what every rank reports, or rank 1.
+DISAGREEMENTS: dict[str, tuple[dict, dict, str]] = {
+    "dtype": ({}, _all(CALL.double()), "dtype = float64 but rank 0 with dtype = float32"),
+    "batch": ({}, _all(CALL.expand(2, -1, -1, -1)), "batch = 2 but rank 0 with batch = 1"),
+    "num_heads": ({}, _all(CALL[:, :2]) | {"slopes": [1.0, 2.0]}, "num_heads = 2"),
+    "num_kv_heads": ({}, _all(CALL[:, :2]) | {"query": CALL}, "num_kv_heads = 2"),
+    "head_dim": ({}, _all(CALL[..., :4]), "head_dim = 4"),
+    "causal": ({}, {"causal": False}, "causal = False but rank 0 with causal = True"),
+    "window": ({}, {"window": 5}, "window = 5 but rank 0 with window = None"),
+    "scale": ({}, {"scale": 0.5}, "scale = 0.5"),
+    "tolerance": ({}, {"tolerance": 0.1}, "tolerance = 0.1"),
+    "slopes": ({}, {"slopes": [0.5, 0.25, 0.2, 0.1]}, "slopes = other numbers"),
+    "dropout_p": ({}, {"dropout_p": 0.5}, "dropout_p = 0.5 but rank 0 with dropout_p = 0.0"),
+    "segment_ids": ({}, _IDS, "segment_ids = given but rank 0 with segment_ids = None"),
+    "key_bias": ({}, {"key_bias": torch.zeros(10)}, "the dtype of key_bias = float32"),
+    "score_bound": ({}, _BOUND, "score_bound = 3.0 but rank 0 with score_bound = None"),
+    "masked": (_BOUND, {"key_mask": torch.ones(1, 10).bool()}, "score_bound = None"),
+    "gradient": ({}, {"key": CALL.clone().requires_grad_()}, "whether key or value needs a gradient = True"),
+}
+INVALID: dict[str, tuple[dict, dict, str]] = {
+    "refused": ({}, {"key_mask": torch.ones(1, 11).bool()}, "key_mask has shape"),
+    "rows": ({}, {"query": CALL[:, :, :5]}, "5 rows and key 10"),
+    "backend": ({}, {"backend": "fastest"}, "'fastest' but must be"),
+}
+
+
 def shard(case: Case, rank: int, drawn: dict[str, torch.Tensor]) -> dict[str, torch.Tensor]:
     """The rows of one rank; slopes and their gradients are shared by all ranks."""
     start = sum(case.lengths[:rank])

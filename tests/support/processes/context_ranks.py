@@ -12,7 +12,7 @@ from pathlib import Path
 from unittest import mock
 
 import torch
-from context_cases import CASES, Case, answer, planned, shard
+from context_cases import CALL, CASES, DISAGREEMENTS, INVALID, Case, answer, planned, shard
 from context_models import MODELS, run, shard_of_input
 from forked_ranks import exit_codes
 from torch import distributed as dist
@@ -107,34 +107,11 @@ def of_models(rank: int, group) -> dict[str, dict]:
 
 def disagreements(rank: int, group) -> dict[str, str]:
     """The errors that this rank gets when rank 1 of 3 makes a different call."""
-    q = k = v = torch.zeros(1, 4, 10, 8)
-    first = dict.fromkeys(("query", "key", "value"), q)
-    changes = {
-        "dtype": {name: x.double() for name, x in first.items()},
-        "batch": {name: x.expand(2, -1, -1, -1) for name, x in first.items()},
-        "num_heads": {"query": q[:, :2], "key": k[:, :2], "value": v[:, :2], "slopes": [1.0, 2.0]},
-        "num_kv_heads": {"key": k[:, :2], "value": v[:, :2]},
-        "head_dim": {name: x[..., :4] for name, x in first.items()},
-        "causal": {"causal": False},
-        "window": {"window": 5},
-        "scale": {"scale": 0.5},
-        "tolerance": {"tolerance": 0.1},
-        "slopes": {"slopes": [0.5, 0.25, 0.2, 0.1]},
-        "dropout_p": {"dropout_p": 0.5},
-        "segment_ids": {"segment_ids": torch.zeros(1, 10, dtype=torch.int64)},
-        "key_bias": {"key_bias": torch.zeros(10)},
-        "score_bound": {"score_bound": 3.0},
-        "gradient": {"key": torch.zeros_like(k, requires_grad=True)},
-        "refused": {"key_mask": torch.ones(1, 11, dtype=torch.bool)},
-        "rows": {"query": q[:, :, :5]},
-        "backend": {"backend": "fastest"},
-        "masked": {"key_mask": torch.ones(1, 10, dtype=torch.bool)},
-    }
     errors = {}
-    for name, change in changes.items():
-        given = first | ({"score_bound": 3.0} if name == "masked" and rank != 1 else {})
+    for name, (of_others, of_one, _) in {**DISAGREEMENTS, **INVALID}.items():
+        given = dict.fromkeys(("query", "key", "value"), CALL) | (of_one if rank == 1 else of_others)
         try:
-            context_parallel_attention(**(given | (change if rank == 1 else {})), group=group, timeout=60.0)
+            context_parallel_attention(**given, group=group, timeout=60.0)
             errors[name] = "no error"
         except (ValueError, TypeError) as error:
             errors[name] = str(error)

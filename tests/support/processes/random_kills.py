@@ -61,26 +61,11 @@ def main() -> None:
 
 
 def run(text: Path) -> Callable[[Path], list[str]]:
-    changes = (
-        "model.method=alibi",
-        "model.dropout=0.1",
-        "train.steps=60",
-        "train.checkpoint_every=2",
-        "train.validate_every=20",
-    )
-    sets = [word for change in changes for word in ("--set", change)]
-    return lambda out: [
-        "run",
-        "quick",
-        "--scale",
-        "smoke",
-        "--text",
-        str(text),
-        "--no-report",
-        *sets,
-        "--out",
-        str(out),
-    ]
+    arguments = ["run", "quick", "--scale", "smoke", "--no-report", "--text", str(text)]
+    of_training = ("train.steps=60", "train.checkpoint_every=2", "train.validate_every=20")
+    for change in ("model.method=alibi", "model.dropout=0.1", *of_training):
+        arguments += ["--set", change]
+    return lambda out: [*arguments, "--out", str(out)]
 
 
 def embed(folder: Path) -> Callable[[Path], list[str]]:
