@@ -24,20 +24,20 @@ from alibi_lab.recipes import quick
 from alibi_lab.records import Record, find, key
 from alibi_lab.report import plot_alibi_bias, rollouts
 from alibi_lab.report.intervals import first_worse
-from alibi_lab.report.method_comparison import (
+from alibi_lab.report.plots import drawing
+from alibi_lab.report.plots import study as figures
+from alibi_lab.report.plots.drawing import css
+from alibi_lab.report.section import Archive
+from alibi_lab.report.sections.benchmark import OURS, peer_times, times_by_length
+from alibi_lab.report.sections.method_comparison import (
     Task,
-    by_seed,
+    by_seed_of,
     comparisons,
     dropped_beats_alibi,
     measured,
     methods,
     score_text,
 )
-from alibi_lab.report.plots import drawing
-from alibi_lab.report.plots import study as figures
-from alibi_lab.report.plots.drawing import css
-from alibi_lab.report.section import Archive
-from alibi_lab.report.sections.benchmark import OURS, peer_times, times_by_length
 from alibi_lab.report.series import Mode, Study, numbers, studies
 from alibi_lab.report.verdicts import Verdict, all_verdicts
 
@@ -127,7 +127,7 @@ def figure_1(folder: str, trained: int) -> Study:
 
 def figure_1_picture(mode: Mode) -> Figure:
     """Perplexity against length, drawn once or with a sliding window."""
-    figure = figures.perplexity_by_length(figure_1(*QUARTER), mode)
+    figure = figures.figure_of(figure_1(*QUARTER), mode)
     assert figure is not None
     return figure
 
@@ -211,7 +211,7 @@ def ratios(found: Record) -> dict[str, dict[int, float]]:
 def front() -> str:
     """What the README promises, one number per sentence, and when to use something else."""
     study = figure_1(*QUARTER)
-    ends = {series.method: np.mean(series.perplexities("by_length", "length", "nonoverlapping_nats")[1], axis=0)
+    ends = {series.method: np.mean(np.exp(series.curve("by_length", "length", "nonoverlapping_nats")[1]), axis=0)
             for series in study.series}  # fmt: skip
     assert ends["alibi"][-1] < ends["alibi"][0]
     times, rise = study.lengths[-1] / study.lengths[0], ends["rotary"][-1] / ends["rotary"][0]
@@ -491,7 +491,7 @@ def rollout() -> str:
     def cells(members: Sequence[Record], way: str, depths: Sequence[int]) -> list[str]:
         found = []
         for depth in depths:
-            values = [100 * rollouts.by_text(one, way, depth, "first_token").mean() for one in members]
+            values = [100 * rollouts.by_depth(one, way, "first_token").get(depth, math.nan) for one in members]
             spread = f" ({min(values):.1f}–{max(values):.1f})" if len(values) > 1 else ""
             found.append(f"{np.mean(values):.1f}{spread}" if np.isfinite(values).all() else "")
         return found
@@ -514,10 +514,10 @@ def rollout() -> str:
 def rollout_claims() -> str:
     """The verdicts on both claims about accumulated attention."""
     return "\n".join(
-        f"* {claim.says[0].upper()}{claim.says[1:]}: {claim.word}. Ratio {claim.ours:.3g} ({claim.bounds.low:.3g} to "
-        f"{claim.bounds.high:.3g}, over {claim.bounds.over})."
-        for claim in rollouts.claims(rollout_records())
-        if claim.bounds
+        f"* {one.claim.says[0].upper()}{one.claim.says[1:]}: {one.word}. Ratio {one.ours:.3g} ({bounds.low:.3g} to "
+        f"{bounds.high:.3g}, over {bounds.over})."
+        for one in rollouts.claims(rollout_records())
+        if (bounds := one.interval)
     )
 
 
@@ -529,10 +529,9 @@ def referee() -> str:
     for series in methods(tasks):
         cells = []
         for task in tasks:
-            seeds = sorted(by_seed(task, series.method, longest), key=lambda one: one.value)
-            low, mean, high = (
-                score_text(task, one.value) for one in (seeds[0], measured(task, series.method, longest), seeds[-1])
-            )
+            seeds = sorted(by_seed_of(task, series.method, longest))
+            shown = seeds[0], measured(task, series.method, longest).value, seeds[-1]
+            low, mean, high = (score_text(task, value) for value in shown)
             cells.append(f"{mean} ({low}–{high})")
         rows.append([series.label, *cells])
     return table(["", *(f"{task.title}, {longest:,}" for task in tasks)], rows)
@@ -575,7 +574,7 @@ def extrapolation(folder: str, trained: int) -> str:
     """Perplexity at the trained and the longest length, with its range over seeds, and where it becomes worse."""
     study, rows = figure_1(folder, trained), []
     for series in study.series:
-        ends = [series.perplexities("by_length", "length", f"{mode}_nats")[1].T[end]
+        ends = [np.exp(series.curve("by_length", "length", f"{mode}_nats")[1]).T[end]
                 for mode in ("nonoverlapping", "sliding") for end in (0, -1)]  # fmt: skip
         ranges = [f" ({one.min():.1f}–{one.max():.1f})" if len(one) > 1 else "" for one in ends[:2]] + ["", ""]
         cells = [f"{one.mean():.1f}{spread}" for one, spread in zip(ends, ranges, strict=True)]

@@ -76,8 +76,8 @@ ORDERS = {
     "alibi_lab.report": (
         ("published", "series"),
         ("answers", "intervals"),
-        ("method_comparison", "rollouts"),
         ("verdicts",),
+        ("rollouts",),
         ("tables",),
         ("exports", "plots"),
         ("section",),

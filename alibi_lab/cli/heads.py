@@ -83,13 +83,13 @@ def summary(
     """
     loaded, content = _opened(model, text, method, picture, out)
     from alibi_lab.heads.summary import summary as measure
-    from alibi_lab.report.sections import head_maps
+    from alibi_lab.report.sections import trained_heads as plots
 
     record = measure(loaded, content, length=length)
     _print_layers(record)
-    console.print(head_maps.sentence(record), soft_wrap=True)
+    console.print(plots.sentence(record), soft_wrap=True)
     if picture is not None:
-        _draw(head_maps.plot_heads(record), picture)
+        _draw(plots.plot_heads(record), picture)
     _save([record], out)
 
 
@@ -129,9 +129,9 @@ def weights(
     ]
     _print_table(("head", "slope m", *["attends to"] * (len(rows[0]) - 2)), rows, f"token {at} of layer {layer}")
     if picture is not None:
-        from alibi_lab.report.sections import head_maps
+        from alibi_lab.report.sections import trained_heads as plots
 
-        _draw(head_maps.weights_figure(found.matrix.numpy()), picture)
+        _draw(plots.weights_figure(found.matrix.numpy()), picture)
 
 
 @app.command()
@@ -191,10 +191,11 @@ def reach(
     """
     loaded, content = _opened(model, text, method, picture, out)
     from alibi_lab.heads.reach import reach as measure
+    from alibi_lab.report.section import Archive
     from alibi_lab.report.sections import trained_heads as plots
 
     found = measure(loaded, content, length=length)
-    (drawn,) = plots.trained_heads(found)
+    (drawn,) = plots.find(Archive(found))
     _print_table(plots.COLUMNS, plots.head_table(drawn), "distances in tokens")
     if picture is not None:
         _draw(plots.reach_figure(drawn), picture)
@@ -239,10 +240,9 @@ def _save(found: Sequence[records.Record], out: Path | None) -> None:
 def _print_depths(record: records.Record) -> None:
     """Prints the shares of a rollout: one row per way and depth, averaged over the texts."""
     rows = []
-    for way in rollouts.ways(record):
-        shares = [rollouts.by_depth(record, way, share) for share in rollouts.SHARES]
-        for depth, *cells in zip(rollouts.depths(record, way), *shares, strict=True):
-            rows.append((way, f"{depth:.0f}", *(f"{cell:.1%}" for cell in cells)))
+    for way, by_depth in rollouts.shares(record).items():
+        for depth, shares in by_depth.items():
+            rows.append((way, f"{depth:.0f}", *(f"{share:.1%}" for share in shares.mean(axis=0))))
     columns = ("accumulated", "layers", *rollouts.SHARES.values())
     _print_table(columns, rows, "means of the second half of the queries")
 

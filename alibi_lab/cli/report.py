@@ -127,7 +127,8 @@ def print_verdicts(found: Sequence[records.Record]) -> None:
         group = [one for record, one in judged if answers.scale_of(record) == scale]
         console.print(escape(f"{f'{scale}: ' if len(scales) > 1 else ''}{counted(group)}"))
     for other in others:
-        _print_claim(other.word, f"Wu et al. 2025: {other.says}", other.ours, other.bounds, other.condition)
+        says = f"Wu et al. 2025: {other.claim.says}"
+        _print_claim(other.word, says, other.ours, other.interval, other.claim.condition)
 
 
 def _print_claim(word: str, says: str, ours: float, bounds: Interval | None, condition: str) -> None:

@@ -15,7 +15,7 @@ import numpy as np
 
 from alibi_lab.records import Json, Record
 from alibi_lab.report.published import PUBLISHED, Number, PublishedItem, method_of, trained_length
-from alibi_lab.report.series import Array, column_by, floats, numbers, section, seed_of, sequence
+from alibi_lab.report.series import Array, by_seed, column_by, floats, numbers, section, sequence
 
 Column = Callable[[str, str], Array]
 Curves = Mapping[str, Mapping[str, Sequence[Json]]]
@@ -152,25 +152,21 @@ class Sources:
         self._factor = self._scale_factor()
 
     def by_seed(self, number: Number) -> dict[int, Record]:
-        """The records that a number is read from, by seed: evaluations, trainings or measurements of speed."""
-        metrics = METRICS.get(number.column)
-        if metrics is None and not self.equal_time:
-            return self.evaluations(number)
+        """The records that a number is read from, by seed: measurements of speed, trainings, or evaluations of its model on its
+        split of the text at its length."""
         models = self._of_model(number)
-        found = (x for x in models if (metrics.get(x.kind) in x.metrics if metrics else "validation" in x.curves))
-        return {seed_of(record): record for record in found}
+        if metrics := METRICS.get(number.column):
+            return by_seed(one for one in models if metrics.get(one.kind) in one.metrics)
+        if self.equal_time:
+            return by_seed(one for one in models if "validation" in one.curves)
+        tested, split = self.our_length(number), "test" if number.column.startswith("test") else "valid"
+        evaluations = (one for one in models if one.kind == "evaluation" and section(one, "eval").get("split") == split)
+        return by_seed(one for one in evaluations if tested in numbers(one, "by_length", "length"))
 
     @property
     def equal_time(self) -> bool:
         """Whether the item compares models after equal training time."""
         return item_name(self.record) in _EQUAL_TIME
-
-    def evaluations(self, number: Number) -> dict[int, Record]:
-        """By seed, the evaluations of a number's model on its split of the text at its length."""
-        tested, split = self.our_length(number), "test" if number.column.startswith("test") else "valid"
-        evaluations = (one for one in self._of_model(number) if one.kind == "evaluation")
-        of_split = (one for one in evaluations if section(one, "eval").get("split") == split)
-        return {seed_of(one): one for one in of_split if tested in numbers(one, "by_length", "length")}
 
     def our_length(self, number: Number) -> float | None:
         """Our length that corresponds to the paper's; None if it was not tested."""

@@ -10,12 +10,24 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from alibi_lab.records import Record
-from alibi_lab.report.intervals import Interval, as_ratio, between, exp, seed_interval, text_interval, union
+from alibi_lab.report.intervals import (
+    Interval,
+    Word,
+    as_ratio,
+    between,
+    exp,
+    seed_interval,
+    text_interval,
+    union,
+    word_of,
+)
 from alibi_lab.report.series import MODES, Mode, Study, studies
 from alibi_lab.report.tables import study as tables
 from alibi_lab.report.tables.table import Cell, Table, mean
 
 Form = Literal["csv", "markdown", "latex"]
+Side = Literal["lower", "higher", "open"]
+_WORDS: dict[Word, Side] = {"confirmed": "lower", "contradicted": "higher", "open": "open"}
 
 
 class Row(NamedTuple):
@@ -52,7 +64,7 @@ class Comparison(NamedTuple):
     length: int
     ratio: float
     bounds: Interval | None
-    word: Literal["lower", "higher", "open"]
+    word: Side
 
 
 def rows(records: Sequence[Record]) -> list[Row]:
@@ -116,9 +128,7 @@ def _of_study(study: Study, first: str, second: str) -> Iterator[Comparison]:
                     continue
                 seeds = seed_interval(pairs)
                 bounds = as_ratio(seeds and union(seeds, text_interval(pairs)))
-                word: Literal["lower", "higher", "open"] = "open"
-                if bounds is not None and not bounds.low <= 1 <= bounds.high:
-                    word = "lower" if bounds.high < 1 else "higher"
+                word = _WORDS[word_of(bounds, "below", 1.0)] if bounds else "open"
                 ratio = exp(float(pairs.logs.mean()))
                 yield Comparison(study.recipe, one.trained, mode, int(length), ratio, bounds, word)
 

@@ -26,7 +26,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from alibi_lab.records import Record
-from alibi_lab.report.series import Array, Mode, Series, column_by, numbers, section, seed_of, sequence
+from alibi_lab.report.series import Array, Mode, Series, by_seed, column_by, numbers, section, sequence
 
 Word = Literal["contradicted", "confirmed", "open"]
 
@@ -120,6 +120,15 @@ def exp(value: float) -> float:
     return math.exp(value) if value < 700 else math.inf
 
 
+class Columns(NamedTuple):
+    """The columns with a loss or a share: by length, and by part with the number of scored tokens or answers."""
+
+    value: str
+    by_length: str = "by_length"
+    by_part: str = "by_part"
+    weights: str = "tokens"
+
+
 class Term(NamedTuple):
     """A number of each seed: its sign, the records that it is read from by seed, and the length at which it was tested."""
 
@@ -128,19 +137,20 @@ class Term(NamedTuple):
     length: float | None
 
 
-def by_part(terms: Sequence[Term], logs: Mapping[int, float], column: str) -> Paired:
-    """The sums of the terms by part of the text, with neighbors joined until a part is as long as the longest context.
+def by_part(terms: Sequence[Term], logs: Mapping[int, float], columns: Columns, *, joins: bool = True) -> Paired:
+    """The sums of the terms by part of the text.
 
     Args:
         logs: the same sums over the whole text, by seed.
-        column: the losses of a part, in nats.
+        joins: joins neighbors until a part is as long as the longest context.
     """
     pairs = functools.partial(Paired, logs=np.array([*logs.values()]))
     ran = [term.records[seed] for term in terms for seed in logs]
     if len({_scored(one) for one in ran}) > 1:
         return pairs(why_not="the models were not tested on the same tokens")
-    parts = [[term.sign * _parts(term.records[seed], term.length, column) for term in terms] for seed in logs]
-    tokens, longest = _parts(ran[0], terms[0].length, "tokens"), max(term.length or 0.0 for term in terms)
+    parts = [[term.sign * _parts(term.records[seed], term.length, columns) for term in terms] for seed in logs]
+    tokens = _parts(ran[0], terms[0].length, columns, columns.weights)
+    longest = max(term.length or 0.0 for term in terms) if joins else 0.0
     if len({part.size for of_seed in parts for part in of_seed} | {tokens.size}) > 1 or not tokens.sum() > 0:
         return pairs(why_not="the evaluations keep no losses by part of the text")
     differences = np.mean([np.sum(of_seed, axis=0) for of_seed in parts], axis=0)
@@ -151,29 +161,33 @@ def by_part(terms: Sequence[Term], logs: Mapping[int, float], column: str) -> Pa
     return pairs(parts=values, weights=weights)
 
 
+def paired(terms: Sequence[Term], columns: Columns, *, joins: bool = True) -> Paired | None:
+    """The sums of the terms, by seed and `by_part`; None if no seed has all of them."""
+    logs: dict[int, float] = {}
+    for seed in sorted(set.intersection(*(set(term.records) for term in terms))):
+        value = sum(term.sign * value_of(term.records[seed], term.length, columns) for term in terms)
+        logs |= {seed: value} if math.isfinite(value) else {}
+    return by_part(terms, logs, columns, joins=joins) if logs else None
+
+
+def value_of(record: Record, length: float | None, columns: Columns) -> float:
+    """The value at a length; NaN if it was not measured."""
+    return column_by(record, columns.by_length, "length", columns.value).get(length or math.nan, math.nan)
+
+
+def between(one: Series, other: Series, mode: Mode, length: float, other_length: float | None = None) -> Paired | None:
+    """ln of the perplexity of one series at a length divided by that of another, by default at the same length, paired by seed;
+    None without a common seed."""
+    sides = ((1.0, one, length), (-1.0, other, other_length or length))
+    return paired([Term(sign, by_seed(of.evaluations), at) for sign, of, at in sides], Columns(f"{mode}_nats"))
+
+
 def change(series: Series, mode: Mode, *, to: int | None = None) -> Paired | None:
-    """ln of the perplexity at `to` (by default the longest length) divided by that at the trained length; None if there are
-    not two lengths."""
+    """`between` a series at `to` (by default the longest length) and at the trained length; None if there are not two lengths."""
     ends = series.ends(mode)
     if ends is None or ends[0] == (to or ends[1]):
         return None
-    start, end, column = ends[0], to or ends[1], f"{mode}_nats"
-    by_seed = {seed_of(record): record for record in series.evaluations}
-    losses = {seed: column_by(record, "by_length", "length", column) for seed, record in by_seed.items()}
-    logs = {seed: at.get(end, math.nan) - at.get(start, math.nan) for seed, at in losses.items()}
-    logs = {seed: value for seed, value in logs.items() if math.isfinite(value)}
-    return by_part([Term(1.0, by_seed, end), Term(-1.0, by_seed, start)], logs, column) if logs else None
-
-
-def between(one: Series, other: Series, mode: Mode, length: float) -> Paired | None:
-    """ln of the perplexity of one series divided by that of another at a length, paired by seed; None without a common seed."""
-    found = [{seed_of(record): record for record in series.evaluations} for series in (one, other)]
-    column, logs = f"{mode}_nats", dict[int, float]()
-    for seed in found[0].keys() & found[1].keys():
-        nats, others = (column_by(of[seed], "by_length", "length", column).get(length, math.nan) for of in found)
-        logs |= {seed: nats - others} if math.isfinite(nats - others) else {}
-    terms = [Term(sign, records, length) for sign, records in zip((1.0, -1.0), found, strict=True)]
-    return by_part(terms, dict(sorted(logs.items())), column) if logs else None
+    return between(series, series, mode, to or ends[1], ends[0])
 
 
 def first_worse(series: Series, mode: Mode) -> tuple[int, int | None] | None:
@@ -213,9 +227,9 @@ def _joined(parts: Array, weights: Array, size: int) -> tuple[Array, Array]:
     return np.bincount(groups, weights=weights * parts) / shares, shares
 
 
-def _parts(record: Record, length: float | None, name: str) -> Array:
-    columns = (numbers(record, "by_part", column) for column in ("length", name))
-    return np.array([value for at, value in zip(*columns, strict=True) if at == length], dtype=np.float64)
+def _parts(record: Record, length: float | None, columns: Columns, name: str = "") -> Array:
+    at, values = (np.array(numbers(record, columns.by_part, one)) for one in ("length", name or columns.value))
+    return values[at == length]
 
 
 def _scored(record: Record) -> tuple[str, ...]:

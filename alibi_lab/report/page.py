@@ -12,17 +12,12 @@ from typing import Any, TypeAlias
 try:
     from alibi_lab.report import answers
     from alibi_lab.report.plots import drawing
-    from alibi_lab.report.section import TEMPLATES, Archive, Section
+    from alibi_lab.report.section import TEMPLATES, Archive, Section, count_of, html
     from alibi_lab.report.sections import (
         alibi_heads,
         benchmark,
-        claims,
-        evidence,
-        frame,
-        head_maps,
-        long_texts,
         method_comparison,
-        paper_item,
+        paper,
         rollouts,
         study,
         trained_heads,
@@ -35,19 +30,30 @@ except ModuleNotFoundError as error:
 from alibi_attn.files import replace_file
 from alibi_lab.position_methods import LOOKS
 from alibi_lab.records import Record
-from alibi_lab.report.tables.table import processor_text, variable_of
+from alibi_lab.report.tables.cost import cost_table
+from alibi_lab.report.tables.table import machine_text, processor_text, variable_of
 
 TITLE = "Train short, test long"
 QUESTION = "A language model is trained on short texts. Does it still predict well when it reads longer ones?"
+MAX_FINDINGS = 5
 MOST_OPEN = 8  # on a page with more sections, each section is folded under its heading
 
 Find: TypeAlias = Callable[[Archive], Sequence[Any]]
 Draw: TypeAlias = Callable[[Any, int, Archive], Section]
 
-_OF_THE_PAPER = (claims, paper_item, evidence)
-_OF_MODELS = (method_comparison, study, alibi_heads, trained_heads, head_maps, rollouts)
-_OF_SPEED = (long_texts, benchmark)
-SECTIONS: Sequence[tuple[Find, Draw]] = [(x.find, x.draw) for x in (*_OF_THE_PAPER, *_OF_MODELS, *_OF_SPEED)]
+SECTIONS: Sequence[tuple[Find, Draw]] = [
+    (paper.find_claims, paper.draw_claims),
+    (paper.find_items, paper.draw_item),
+    (paper.find_evidence, paper.draw_evidence),
+    (method_comparison.find, method_comparison.draw),
+    (study.find, study.draw),
+    (alibi_heads.find, alibi_heads.draw),
+    (trained_heads.find, trained_heads.draw),
+    (trained_heads.find_maps, trained_heads.draw_map),
+    (rollouts.find, rollouts.draw),
+    (benchmark.find_texts, benchmark.draw_text),
+    (benchmark.find, benchmark.draw),
+]
 
 
 def write_report(
@@ -87,13 +93,13 @@ def report_html(
         shown.append(draw(entry, number, archive))
         if progress is not None:
             progress(len(shown), len(entries))
-    shown += frame.other_records(archive, shown)
+    shown += other_records(archive, shown)
     listed = [section for section in shown if section.group]
-    first = frame.landing(shown) if len(listed) > 1 else []
-    shown += [*frame.costs(archive), *frame.provenance(archive)]
+    first = landing(shown) if len(listed) > 1 else []
+    shown += ending(archive)
     contents: dict[str, list[Section]] = {}
     if len(listed) > 1:
-        shown.append(frame.record_list(archive, shown))
+        shown.append(record_list(archive, shown))
         for section in _distinguished(listed):
             contents.setdefault(section.group, []).append(section)
     shown_in = [series for study in archive.studies for series in study.series]
@@ -115,18 +121,55 @@ def report_html(
     return style + end + body
 
 
+def landing(sections: Sequence[Section]) -> list[Section]:
+    """The findings of at most MAX_FINDINGS sections, from each group in turn, most records first; none if there is only one."""
+    found = sorted((section for section in sections if section.finding), key=lambda section: -len(section.records))
+    groups = [section.group for section in found]
+    in_turns = sorted(range(len(found)), key=lambda at: groups[:at].count(groups[at]))
+    chosen = sorted((found[at] for at in in_turns[:MAX_FINDINGS]), key=sections.index)
+    if len(chosen) < 2:
+        return []
+    return [Section("found", "", "", html("findings", sections=chosen), heading="What was found")]
+
+
+def other_records(archive: Archive, sections: Sequence[Section]) -> list[Section]:
+    """The metrics of the records that no section draws."""
+    drawn = {id(record) for section in sections for record in section.records}
+    others = {key: record for key, record in archive.by_identity.items() if id(record) not in drawn}
+    if not others:
+        return []
+    records, body = list(others.values()), html("others", records=others)
+    return [Section("others", "Other", "Other records", body, about=count_of(records), records=records)]
+
+
+def ending(archive: Archive) -> list[Section]:
+    """The costs of each study; machines, versions, commits, commands and dates of the records, and their total time."""
+    records, table = archive.records, cost_table(archive.studies)
+    machines = list(dict.fromkeys(machine_text(record.machine) for record in records if record.machine))
+    packages = dict.fromkeys(", ".join(f"{name} {of}" for name, of in sorted(one.versions.items())) for one in records)
+    days = sorted({record.started[:10] for record in records if record.started})
+    found = {"Cost": html("cost", table=table, machines=machines)} if table else {}
+    if records:
+        days = list(dict.fromkeys(days[:1] + days[-1:]))
+        found["Provenance"] = html("provenance", records=records, machines=machines, packages=packages, days=days)
+    return [Section(heading.lower(), "", "", body, heading=heading) for heading, body in found.items()]
+
+
+def record_list(archive: Archive, sections: Sequence[Section]) -> Section:
+    """Every record once, with a link to the first section that draws it."""
+    first = {id(record): section.anchor for section in reversed(sections) for record in section.records}
+    anchors = {key: first[id(record)] for key, record in archive.by_identity.items() if id(record) in first}
+    ordered = sorted(archive.by_identity.items(), key=lambda one: (one[1].kind, one[1].name, one[0]))
+    return Section("records", "", "", html("record_list", records=ordered, anchors=anchors), heading="All records")
+
+
 def _distinguished(sections: Sequence[Section]) -> list[Section]:
     """The sections for the contents; entries that would read the same also get their scale, machine or day."""
-    for place in range(3):
-        keys = [(section.group, section.title, section.about) for section in sections]
-        sections = [
-            _with_detail(section, place) if keys.count(key) > 1 and section.records else section
-            for section, key in zip(sections, keys, strict=True)
-        ]
-    return list(sections)
-
-
-def _with_detail(section: Section, place: int) -> Section:
-    record = section.records[0]
-    details = (answers.scale_of(record), processor_text(record.machine), record.started[:10])
-    return dataclasses.replace(section, about=", ".join(filter(None, (section.about, details[place]))))
+    found = list(sections)
+    for detail in (answers.scale_of, lambda one: processor_text(one.machine), lambda one: one.started[:10]):
+        keys = [(section.group, section.title, section.about) for section in found]
+        for at, section in enumerate(found):
+            if keys.count(keys[at]) > 1 and section.records:
+                about = ", ".join(filter(None, (section.about, detail(section.records[0]))))
+                found[at] = dataclasses.replace(section, about=about)
+    return found

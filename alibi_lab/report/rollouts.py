@@ -5,74 +5,50 @@ with ALiBi. Both compare shares of the first token at two depths or of two metho
 of Press et al. (`verdicts.py`) they need an interval over seeds. Next: `sections/rollouts.py`.
 """
 
-import dataclasses
-from collections import Counter
-from collections.abc import Iterator, Mapping, Sequence
-from typing import Literal
+from collections.abc import Sequence
 
 import numpy as np
 
 from alibi_lab.position_methods import LOOKS
-from alibi_lab.records import MAX_COUNT, Json, Record
+from alibi_lab.records import MAX_COUNT, Record
 from alibi_lab.report import intervals
-from alibi_lab.report.intervals import Interval, Paired, Word
+from alibi_lab.report.intervals import Paired
+from alibi_lab.report.published import Claim, Number, Relation
 from alibi_lab.report.series import Array, numbers, sequence
+from alibi_lab.report.verdicts import Verdict, decided
 
 THEORY = "theory"
 PLAIN, RESIDUAL = "attention", "with residual"
 SHARES = {"first_token": "first token", "first_tenth": "first tenth", "last_tenth": "last tenth"}
 
 
-@dataclasses.dataclass(frozen=True)
-class Claim:
-    """A claim of another paper with its verdict.
-
-    Args:
-        ours: the ratio; it holds if the ratio is on the right side of 1, as `condition` says.
-        bounds: its interval; None if there is none.
-    """
-
-    says: str
-    condition: str
-    ours: float
-    bounds: Interval | None
-    word: Word
-
-
 def is_drawn(record: Record) -> bool:
     """Whether the record has all shares at every depth; those of a model both without and with the residual."""
-    if record.kind != "rollout":
+    ways = sequence(record.curves.get("rollout", {}).get("way"))
+    if record.kind != "rollout" or not ways or not all(isinstance(way, str) for way in ways):
         return False
-    names = sequence(record.curves.get("rollout", {}).get("way"))
-    shares = np.array([numbers(record, "rollout", name) for name in SHARES])
-    at = numbers(record, "rollout", "depth")
-    whole = all(isinstance(name, str) for name in names) and all(1 <= depth <= MAX_COUNT for depth in at)
-    if not whole or not ((shares > -0.1) & (shares < 1.1)).all():
+    values = np.array([numbers(record, "rollout", name) for name in SHARES])
+    whole = all(1 <= depth <= MAX_COUNT for depth in numbers(record, "rollout", "depth"))
+    if not whole or not ((values > -0.1) & (values < 1.1)).all():
         return False
-    found = ways(record)
-    if record.name == THEORY:
-        return bool(found)
-    return found == [PLAIN, RESIDUAL] and _shape(record, PLAIN) == _shape(record, RESIDUAL)
+    both = list(shares(record)) == [PLAIN, RESIDUAL] and _shape(record) == _shape(record, RESIDUAL)
+    return both or record.name == THEORY
 
 
-def ways(record: Record) -> list[str]:
-    """What was accumulated: in a theory record the masks, in a model's the attention without and with the residual."""
-    return list(dict.fromkeys(map(str, sequence(record.curves.get("rollout", {}).get("way")))))
+def shares(record: Record) -> dict[str, dict[float, Array]]:
+    """[texts, SHARES] at every depth, ascending, of what was accumulated: in a theory record by mask, in a model's the attention
+    without and with the residual."""
+    columns = (numbers(record, "rollout", name) for name in ("depth", *SHARES))
+    found: dict[str, dict[float, list[list[float]]]] = {}
+    for way, depth, *values in zip(sequence(record.curves["rollout"]["way"]), *columns, strict=True):
+        found.setdefault(str(way), {}).setdefault(depth, []).append(values)
+    return {way: {depth: np.array(at[depth]) for depth in sorted(at)} for way, at in found.items()}
 
 
-def depths(record: Record, way: str) -> Array:
-    """The depths of a way, ascending."""
-    return np.array(sorted({depth for name, depth, _ in _rows(record, "depth") if name == way}))
-
-
-def by_text(record: Record, way: str, depth: float, share: str) -> Array:
-    """A share at one depth, one value per text."""
-    return np.array([value for name, at, value in _rows(record, share) if name == way and at == depth])
-
-
-def by_depth(record: Record, way: str, share: str) -> Array:
-    """A share at every depth of `depths`, averaged over the texts."""
-    return np.array([by_text(record, way, depth, share).mean() for depth in depths(record, way)])
+def by_depth(record: Record, way: str, share: str) -> dict[float, float]:
+    """A share at every depth, averaged over the texts."""
+    place = list(SHARES).index(share)
+    return {depth: float(values[:, place].mean()) for depth, values in shares(record)[way].items()}
 
 
 def models(records: Sequence[Record]) -> dict[str, list[Record]]:
@@ -97,13 +73,13 @@ def label_of(name: str, record: Record) -> str:
     return look.label if look and "method" in record.config else name
 
 
-def claims(records: Sequence[Record]) -> list[Claim]:
-    """Both claims; those for which records are missing are left out."""
+def claims(records: Sequence[Record]) -> list[Verdict]:
+    """The verdicts on both claims; those for which records are missing are left out."""
     of_method = {method_of(members[0]): members for members in models(records).values()}
     plain, alibi = of_method.get("none", []), of_method.get("alibi", [])
     found = []
     if plain:
-        first, last = depths(plain[0], PLAIN)[[0, -1]]
+        first, last = min(shares(plain[0])[PLAIN]), max(shares(plain[0])[PLAIN])
         says = (
             f"under a causal mask alone the first token's share of accumulated attention rises from layer 1 to {last:.0f} "
             "(theorem 4.1)"
@@ -111,7 +87,7 @@ def claims(records: Sequence[Record]) -> list[Claim]:
         found.append(_judged(says, "above", [(_logs(record, last), _logs(record, first)) for record in plain]))
     pairs = [(one, other) for one in alibi for other in plain if _fits(one, other)]
     if pairs:
-        last = depths(alibi[0], PLAIN)[-1]
+        last = max(shares(alibi[0])[PLAIN])
         says = (
             f"a decay with the distance keeps it lower: after {last:.0f} layers ALiBi's share is below that without "
             "positions (theorem 4.5)"
@@ -120,14 +96,9 @@ def claims(records: Sequence[Record]) -> list[Claim]:
     return found
 
 
-def _rows(record: Record, share: str) -> Iterator[tuple[Json, float, float]]:
-    columns = (numbers(record, "rollout", name) for name in ("depth", share))
-    return zip(sequence(record.curves["rollout"]["way"]), *columns, strict=True)
-
-
-def _shape(record: Record, way: str = PLAIN) -> Mapping[float, int]:
+def _shape(record: Record, way: str = PLAIN) -> dict[float, int]:
     """The number of texts at every depth."""
-    return Counter(depth for name, depth, _ in _rows(record, "depth") if name == way)
+    return {depth: len(values) for depth, values in shares(record)[way].items()}
 
 
 def _fits(one: Record, other: Record) -> bool:
@@ -137,14 +108,14 @@ def _fits(one: Record, other: Record) -> bool:
 
 def _logs(record: Record, depth: float) -> Array:
     """Logarithms of the first token's share, one per text; of the smallest number if it is 0 or below."""
-    return np.log(np.maximum(by_text(record, PLAIN, depth, "first_token"), np.finfo(np.float64).tiny))
+    return np.log(np.maximum(shares(record)[PLAIN][depth][:, 0], np.finfo(np.float64).tiny))
 
 
-def _judged(says: str, relation: Literal["below", "above"], pairs: Sequence[tuple[Array, Array]]) -> Claim:
+def _judged(says: str, relation: Relation, pairs: Sequence[tuple[Array, Array]]) -> Verdict:
     """The verdict on a claim that a ratio is on this side of 1, from pairs of logarithms, one per seed."""
     differences = np.array([over - under for over, under in pairs])  # [seeds, texts]
     logs, parts = differences.mean(1), differences.mean(0)
     samples = Paired(logs=logs, parts=parts, weights=np.full(len(parts), 1 / len(parts)))
-    bounds = intervals.as_ratio(intervals.mean_interval(samples))
-    word = intervals.word_of(bounds, relation, 1.0) if bounds and intervals.seed_interval(samples) else "open"
-    return Claim(says, f"{relation} 1", intervals.exp(float(logs.mean())), bounds, word)
+    share = (Number("first token", column="share"),)  # of trained models, so the claim needs seeds
+    claim = Claim(item="rollout", says=says, over=share, under=share, relation=relation)
+    return decided(claim, intervals.exp(float(logs.mean())), samples)

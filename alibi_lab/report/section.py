@@ -22,10 +22,10 @@ from alibi_lab.records import Record, age, identity
 from alibi_lab.report import series
 from alibi_lab.report.answers import between
 from alibi_lab.report.plots.drawing import Plot, svg
-from alibi_lab.report.plots.retrieval import TITLES
+from alibi_lab.report.plots.retrieval import TITLES, task_table
 from alibi_lab.report.plots.study import FEWEST
 from alibi_lab.report.series import Study
-from alibi_lab.report.tables.cost import duration
+from alibi_lab.report.tables.cost import duration, model_sizes
 from alibi_lab.report.tables.heads import fraction
 from alibi_lab.report.tables.table import mean, number, rounded, variable_of
 from alibi_lab.report.verdicts import interval_text, ratio_text
@@ -43,11 +43,11 @@ TEMPLATES = jinja2.Environment(
     trim_blocks=True,
     lstrip_blocks=True,
 )
-TEMPLATES.globals |= {"svg": svg, "titles": TITLES, "fewest": FEWEST}
+TEMPLATES.globals |= {"svg": svg, "titles": TITLES, "task_table": task_table, "fewest": FEWEST}
 TEMPLATES.filters |= {
     one.__name__: one for one in (age, between, code, duration, fraction, math.isfinite, mean, number, rounded)
 }
-TEMPLATES.filters |= {"interval": interval_text, "ratio": ratio_text, "variable": variable_of}
+TEMPLATES.filters |= {"interval": interval_text, "ratio": ratio_text, "sizes": model_sizes, "variable": variable_of}
 
 
 class Archive:
@@ -72,7 +72,7 @@ class Section:
         group: the heading under which the contents list it; "" leaves it out of the contents.
         title: its name in the contents.
         body: its content.
-        heading: its heading; "" for none.
+        heading: its heading; by default the title.
         about: a few words after the title in the contents.
         records: the records that it draws, so that the list of all records can link to it.
         css: its class.

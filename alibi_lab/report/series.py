@@ -73,11 +73,6 @@ class Series:
         some = measured.any(axis=0)
         return np.array(points, dtype=np.float64)[some], values[measured.any(axis=1)][:, some]
 
-    def perplexities(self, curve: str, x: str, nats: str) -> tuple[Array, Array]:
-        """`curve` with the exponential of its second column; values too large to draw are NaN."""
-        points, values = self.curve(curve, x, nats, most=math.log(LARGEST))
-        return points, np.exp(values)
-
     def perplexity(self, length: float, mode: Mode = "nonoverlapping") -> list[float]:
         """exp(mean loss) of each seed at one length; empty if it was not measured."""
         x, y = self.curve("by_length", "length", f"{mode}_nats")
@@ -188,6 +183,11 @@ def field(record: Record, name: str, key: str, default: _T) -> _T:
 def seed_of(record: Record) -> int:
     """The seed of the training."""
     return field(record, "train", "seed", 0)
+
+
+def by_seed(records: Iterable[Record]) -> dict[int, Record]:
+    """The records by the seed of their training."""
+    return {seed_of(record): record for record in records}
 
 
 def numbers(record: Record, curve: str, column: str) -> list[float]:

@@ -14,7 +14,6 @@ with the reason (`why`).
 """
 
 import dataclasses
-import functools
 import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
@@ -26,7 +25,7 @@ import numpy as np
 from alibi_lab.records import Record, age
 from alibi_lab.report import answers, intervals
 from alibi_lab.report.answers import METRICS, Column, Sources, item_name, item_of, published, recorded
-from alibi_lab.report.intervals import Interval, Paired, Term, Word, as_ratio, by_part, union, word_of
+from alibi_lab.report.intervals import Columns, Interval, Paired, Term, Word, as_ratio, by_part, union, word_of
 from alibi_lab.report.published import CLAIMS, Claim, Number
 
 CONTRADICTED_BECAUSE: Mapping[str, Mapping[str, str]] = json.loads(
@@ -91,8 +90,16 @@ def paired(sources: Sources, over: Sequence[Number], under: Sequence[Number], *,
     elif sources.equal_time:
         why_not = "validations during training keep no losses by part of the text"
     else:
-        return by_part(terms, logs, f"{way}_nats")
+        return by_part(terms, logs, Columns(f"{way}_nats"))
     return Paired(logs=np.array([*logs.values()]), why_not=why_not)
+
+
+def decided(claim: Claim, ours: float, pairs: Paired) -> Verdict:
+    """The verdict on a claim from the differences of its logarithms, without the paper's ratio."""
+    seeds, text = as_ratio(intervals.seed_interval(pairs)), as_ratio(intervals.text_interval(pairs))
+    bounds = union(seeds, text) if seeds or not claim.about_training else None
+    word = _word(claim, bounds) if bounds else "open"
+    return Verdict(claim=claim, paper=math.nan, ours=ours, word=word, seeds=seeds, text=text, pairs=pairs)
 
 
 def counted(judged: Sequence[Verdict]) -> str:
@@ -128,17 +135,13 @@ def _verdict(claim: Claim, sources: Sources) -> Verdict:
     paper, ours = (_ratio(claim, column) for column in (published(item), recorded(sources.record)))
     speeds = (number for number in (*claim.over, *claim.under) if number.column in METRICS)
     aged = next((old for number in speeds for record in sources.by_seed(number).values() if (old := age(record))), "")
-    verdict = functools.partial(Verdict, claim=claim, paper=paper, ours=ours, aged=aged)
     if not math.isfinite(ours):
-        return verdict(word="open")
+        return Verdict(claim=claim, paper=paper, ours=ours, word="open", aged=aged)
     if claim.over[0].column in ("slope", "pass"):  # defined, not measured
         exact = Interval(low=ours, high=ours, over="its definition")
-        return verdict(word=_word(claim, exact), text=exact)
+        return Verdict(claim=claim, paper=paper, ours=ours, word=_word(claim, exact), text=exact)
     found = paired(sources, claim.over, claim.under, way=answers.way_of(item))
-    seeds, text = as_ratio(intervals.seed_interval(found)), as_ratio(intervals.text_interval(found))
-    bounds = union(seeds, text)
-    decided = bounds is not None and not (claim.about_training and seeds is None)
-    return verdict(word=_word(claim, bounds) if bounds and decided else "open", seeds=seeds, text=text, pairs=found)
+    return dataclasses.replace(decided(claim, ours, found), paper=paper, aged=aged)
 
 
 def _word(claim: Claim, bounds: Interval) -> Word:

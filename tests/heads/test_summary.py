@@ -26,7 +26,7 @@ from alibi_lab.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunCon
 from alibi_lab.lab.model.layer_outputs import attention_inputs
 from alibi_lab.lab.training.checkpoint import load_checkpoint
 from alibi_lab.report.page import report_html
-from alibi_lab.report.sections.head_maps import is_drawn
+from alibi_lab.report.sections.trained_heads import has_maps
 
 TEXT = "the cat sat on the mat and the dog sat on the cat " * 12
 
@@ -174,7 +174,7 @@ def test_the_command_writes_a_table_a_picture_and_a_record(bloom: Path, tmp_path
     (path,) = (tmp_path / "out").iterdir()
     record = records.load(path)
     assert json.loads(path.read_text(encoding="utf-8"))["kind"] == "heads"
-    assert is_drawn(record)
+    assert has_maps(record)
     page = report_html([record])
     assert "Where the heads attend: bloom" in page
     assert "Other records" not in page

@@ -33,7 +33,7 @@ def evaluation(made_up: Callable[..., list[Record]]) -> Record:
 def test_a_perplexity_that_is_no_float_is_left_out_and_the_others_stay(evaluation: Record) -> None:
     nats = [2000.0, *evaluation.curves["by_length"]["nonoverlapping_nats"][1:]]
     (study,) = studies([changed(evaluation, "curves", "by_length", nonoverlapping_nats=nats)])
-    line = figures.perplexity_by_length(study, "nonoverlapping").axes[0].lines[0]
+    line = figures.figure_of(study, "nonoverlapping").axes[0].lines[0]
     assert list(line.get_xdata()) == [256, 512, 1024, 2048]
     assert line.get_ydata()[0] == pytest.approx(math.exp(nats[1]))
 

@@ -27,7 +27,7 @@ def _line(figure, color):
 def test_perplexity_is_exp_of_the_recorded_loss(made_up) -> None:
     (study,) = studies(made_up())
     for mode, less in (("nonoverlapping", 0.0), ("sliding", 0.05)):
-        line = _line(figures.perplexity_by_length(study, mode), drawing.color_of("alibi"))
+        line = _line(figures.figure_of(study, mode), drawing.color_of("alibi"))
         expected = [math.exp(2.0 - 0.012 * doublings - less) for doublings in range(5)]
         np.testing.assert_array_equal(line.get_xdata(), [128, 256, 512, 1024, 2048])
         np.testing.assert_allclose(line.get_ydata(), expected)
@@ -35,7 +35,7 @@ def test_perplexity_is_exp_of_the_recorded_loss(made_up) -> None:
 
 def test_several_seeds_are_drawn_as_mean_and_full_band(made_up) -> None:
     (study,) = studies(made_up(methods=("alibi",), seeds=3))
-    figure = figures.perplexity_by_length(study, "nonoverlapping")
+    figure = figures.figure_of(study, "nonoverlapping")
     seeds = np.exp([2.0, 2.01, 2.02])
     assert _line(figure, drawing.color_of("alibi")).get_ydata()[0] == pytest.approx(seeds.mean())
     (band,) = figure.axes[0].collections
@@ -47,10 +47,10 @@ def test_several_seeds_are_drawn_as_mean_and_full_band(made_up) -> None:
 def test_nothing_is_smoothed_or_left_out(made_up) -> None:
     (study,) = studies(made_up(methods=("t5",)))
     np.testing.assert_allclose(
-        _line(figures.training_curves(study), drawing.color_of("t5")).get_ydata() * math.log(2),
+        _line(figures.figure_of(study, "training"), drawing.color_of("t5")).get_ydata() * math.log(2),
         [1.93 + 60 / step for step in (10, 20, 30, 40)],
     )
-    line = _line(figures.loss_by_position(study), drawing.color_of("t5"))
+    line = _line(figures.figure_of(study, "position"), drawing.color_of("t5"))
     assert line.get_xdata().tolist() == [2**power for power in range(12)]
 
 
@@ -60,7 +60,7 @@ def test_positions_with_few_tokens_are_joined(made_up) -> None:
     curve = found.curves["by_position"]
     counts = np.array([4, 12, 20] + [64] * 8 + [3])
     (study,) = studies([changed(found, "curves", "by_position", tokens=counts.tolist())])
-    line = _line(figures.loss_by_position(study), drawing.color_of("t5"))
+    line = _line(figures.figure_of(study, "position"), drawing.color_of("t5"))
     at, losses = (np.array(curve[name]) for name in ("position", "loss_nats"))
     parts = [slice(0, 3), *(slice(k, k + 1) for k in range(3, 10)), slice(10, 12)]
     for values, drawn in ((at, line.get_xdata()), (losses / math.log(2), line.get_ydata())):
@@ -69,19 +69,19 @@ def test_positions_with_few_tokens_are_joined(made_up) -> None:
 
 def test_losses_are_nats_where_a_token_is_no_byte(made_up) -> None:
     (study,) = studies(made_up(methods=("t5",), bytes_per_token=4.2))
-    figure = figures.training_curves(study)
+    figure = figures.figure_of(study, "training")
     assert figure.axes[0].get_title("left") == "nats per token"
     assert _line(figure, drawing.color_of("t5")).get_ydata()[0] == pytest.approx(1.93 + 6)
 
 
 def test_memory_begins_at_zero(made_up) -> None:
     (study,) = studies(made_up())
-    assert figures.cost_by_length(study, "peak_memory_bytes").axes[0].get_ylim()[0] == 0
+    assert figures.figure_of(study, "memory").axes[0].get_ylim()[0] == 0
 
 
 def test_values_can_be_read_at_every_point_of_a_line(made_up) -> None:
     (study,) = studies(made_up(methods=("alibi",)))
-    figure = figures.perplexity_by_length(study, "nonoverlapping")
+    figure = figures.figure_of(study, "nonoverlapping")
     text = drawing.svg(figure, "p", "")
     (given,) = re.findall(r"data-readings='([^']*)'", text)
     readings = json.loads(html.unescape(given))

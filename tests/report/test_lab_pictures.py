@@ -15,6 +15,7 @@ from alibi_lab.report.page import report_html
 from alibi_lab.report.plots import drawing, retrieval
 from alibi_lab.report.plots import study as figures
 from alibi_lab.report.published import PUBLISHED
+from alibi_lab.report.section import Archive
 from alibi_lab.report.sections import trained_heads as certificates
 from alibi_lab.report.sections.study import MOST_LINES, drawable
 from alibi_lab.report.series import studies
@@ -41,7 +42,7 @@ def test_stretched_positions_are_series_of_the_same_study(made_up) -> None:
     ]
     assert [s.seeds for s in study.series] == [1] * 6
     assert all(len(s.trainings) == 1 for s in study.series)  # the weights are the same
-    picture = drawing.svg(figures.perplexity_by_length(study, "sliding"), "p", "")
+    picture = drawing.svg(figures.figure_of(study, "sliding"), "p", "")
     drawn = re.findall(r'style="fill: none; (?:stroke-dasharray: ([^;]*);[^"]*)?stroke: var\(--alibi\)', picture)
     assert len(set(drawn)) == 3  # solid, and two kinds of dashes
 
@@ -54,7 +55,7 @@ def test_the_windowed_control_is_a_third_panel_and_block(made_up) -> None:
 
     found = [cut(record) for record in made_up(methods=("alibi",))]
     (study,) = studies(found)
-    line = figures.perplexity_by_length(study, "windowed").axes[0].lines[0]
+    line = figures.figure_of(study, "windowed").axes[0].lines[0]
     np.testing.assert_allclose(line.get_ydata(), [math.exp(1.9)] * 5)
     assert "Perplexity per byte, context cut at the trained length" in [
         b.title for b in tables.in_other_units(study).blocks
@@ -92,11 +93,11 @@ def test_validation_is_drawn_against_seconds_and_steps(made_up) -> None:
         for r in made_up(methods=("alibi",), seeds=2)
     ]
     (study,) = studies(found)
-    by_step = figures.validation_curves(study, "step").axes[0].lines
+    by_step = figures.figure_of(study, "step").axes[0].lines
     assert by_step[0].get_xdata().tolist() == [10, 20, 40]
     np.testing.assert_allclose(by_step[0].get_ydata(), np.exp([3.0, 2.5, 2.2]))
-    assert figures.validation_curves(study, "seconds").axes[0].lines[0].get_xdata().tolist() == [1.5, 3.0, 6.0]
-    assert figures.validation_curves(studies(made_up())[0], "step") is None
+    assert figures.figure_of(study, "seconds").axes[0].lines[0].get_xdata().tolist() == [1.5, 3.0, 6.0]
+    assert figures.figure_of(studies(made_up())[0], "step") is None
 
 
 def _tasked(record: Record, share: float) -> Record:
@@ -119,12 +120,12 @@ def test_tasks_are_means_over_seeds_and_worst_places(made_up) -> None:
     assert retrieval.shares(study.series[0], "passkey") == {(128, 0.0): 1.0, (128, 1.0): 0.625}
     blocks = {block.title: [cell.text for cell in block.rows[0][2]] for block in retrieval.task_table(study).blocks}
     assert [cells[0] for cells in blocks.values()] == ["62 %", "12 %"]
-    grid = retrieval.passkey_grid(study).axes[0]
+    grid = retrieval.figure_of(study, "passkey").axes[0]
     assert sorted(artist.get_text() for artist in grid.texts if artist.get_text()) == ["100", "62"]
-    line = retrieval.recall_by_distance(study).axes[0].lines[0]
+    line = retrieval.figure_of(study, "recall").axes[0].lines[0]
     assert line.get_ydata().tolist() == [0.625, 0.125]
     assert "Finding distant information" in report_html(found)
-    assert retrieval.passkey_grid(studies(made_up())[0]) is None
+    assert retrieval.figure_of(studies(made_up())[0], "passkey") is None
 
 
 def _heads(layer: int, certified: list[int]) -> Record:
@@ -135,7 +136,7 @@ def _heads(layer: int, certified: list[int]) -> Record:
 
 def test_trained_heads_show_certified_and_true_reach() -> None:
     found = [_heads(layer, [60, 600, 4096]) for layer in (10, 2, 0)]
-    (model,) = certificates.trained_heads([*found, found[0]])
+    (model,) = certificates.find(Archive([*found, found[0]]))
     assert [certificates.layer_of(record) for record in model.records] == ["layer-0", "layer-2", "layer-10"]
     axes = certificates.reach_figure(model).axes
     assert len(axes) == 3
@@ -148,7 +149,7 @@ def test_trained_heads_show_certified_and_true_reach() -> None:
     assert "Other records" not in page
     assert "Where the attention is" not in page
     mass = {"head": [0, 0, 1, 1, 2, 2], "distance": [1, 2] * 3, "share": [0.9, 1.0, 0.5, 0.75, 0.25, 0.5]}
-    (whole,) = certificates.trained_heads([changed(record, "curves", mass=mass) for record in found])
+    (whole,) = certificates.find(Archive(changed(record, "curves", mass=mass) for record in found))
     line = certificates.mass_figure(whole).axes[0].lines[1]
     assert (list(line.get_xdata()), list(line.get_ydata())) == ([1, 2], [0.5, 0.75])
     attack = records.make("certificate", "attack", config={}, metrics={"draws": 10.0})

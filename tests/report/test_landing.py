@@ -11,9 +11,8 @@ from markupsafe import Markup
 from alibi_lab import records
 from alibi_lab.position_methods import LOOKS
 from alibi_lab.records import Record
-from alibi_lab.report.page import report_html
+from alibi_lab.report.page import MAX_FINDINGS, landing, report_html
 from alibi_lab.report.section import Section
-from alibi_lab.report.sections.frame import MAX_FINDINGS, landing
 
 STYLE = (Path(__file__).parents[2] / "alibi_lab" / "report" / "page.css").read_text()
 

@@ -10,9 +10,9 @@ from made_up_records import DOCUMENTS, evaluated
 from alibi_lab import records
 from alibi_lab.lab.data import tasks
 from alibi_lab.records import Record
-from alibi_lab.report import method_comparison as referee
-from alibi_lab.report.method_comparison import Task, comparisons
 from alibi_lab.report.page import report_html
+from alibi_lab.report.sections import method_comparison as referee
+from alibi_lab.report.sections.method_comparison import Task, comparisons
 from alibi_lab.report.series import studies
 
 

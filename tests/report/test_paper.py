@@ -9,11 +9,10 @@ from made_up_records import answer
 from markupsafe import Markup
 
 from alibi_lab.records import Record
-from alibi_lab.report import answers
+from alibi_lab.report import answers, page
 from alibi_lab.report.plots import paper_items as paper
 from alibi_lab.report.published import PUBLISHED
 from alibi_lab.report.section import Archive, Section
-from alibi_lab.report.sections import frame
 from alibi_lab.report.tables import paper as paper_tables
 
 
@@ -103,7 +102,7 @@ def test_a_label_that_the_paper_does_not_have_is_left_out() -> None:
 def test_the_list_of_records_has_each_once_with_its_section() -> None:
     one, two = answer("figure-1"), answer("table-2")
     archive = Archive([two, one, one])
-    section = frame.record_list(
+    section = page.record_list(
         archive, [Section("p0", "The paper", "Figure 1", Markup(), records=[archive.records[1]])]
     )
     names = re.findall(r'<th scope="row">paper-item</th><td>(.*?)</td>', section.body)

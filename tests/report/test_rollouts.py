@@ -42,9 +42,8 @@ ALIBI = [made_up("alibi", seed, [[0.001] * 3, [last, last, last]]) for seed, las
 def test_shares_are_means_over_texts_by_way_and_depth() -> None:
     record = made_up("alibi", 0, [[0.1, 0.3], [0.5, 0.9]])
     assert rollouts.is_drawn(record)
-    assert rollouts.by_depth(record, "attention", "first_token").tolist() == pytest.approx([0.2, 0.7])
-    assert rollouts.by_depth(record, "with residual", "first_token").tolist() == pytest.approx([0.1, 0.35])
-    assert rollouts.depths(record, "attention").tolist() == [1, 2]
+    assert rollouts.by_depth(record, "attention", "first_token") == pytest.approx({1: 0.2, 2: 0.7})
+    assert rollouts.by_depth(record, "with residual", "first_token") == pytest.approx({1: 0.1, 2: 0.35})
 
 
 def test_both_claims_are_judged_over_paired_seeds_and_texts() -> None:
@@ -52,10 +51,10 @@ def test_both_claims_are_judged_over_paired_seeds_and_texts() -> None:
     logs = np.log(np.array([0.4, 0.5, 0.6]) / 0.01)
     half = 4.30265273 * logs.std(ddof=1) / math.sqrt(3)
     assert first.ours == pytest.approx(math.exp(logs.mean()))
-    assert (first.bounds.low, first.bounds.high) == pytest.approx(
+    assert (first.interval.low, first.interval.high) == pytest.approx(
         (math.exp(logs.mean() - half), math.exp(logs.mean() + half)), rel=1e-3
     )
-    assert first.bounds.over == "3 seeds and 3 parts of the text"
+    assert first.interval.over == "3 seeds and 3 parts of the text"
     assert (first.word, second.word) == ("confirmed", "confirmed")
     assert second.ours == pytest.approx((0.1 * 0.12 * 0.13 / (0.4 * 0.5 * 0.6)) ** (1 / 3))
 

@@ -98,7 +98,7 @@ def _draw_factors(axes: Axes, slopes: list[float], seq_len: int) -> None:
         axes.plot(distance, np.exp(-slope * distance), color=color_of("alibi"), alpha=fade, linewidth=1.4)
         if (len(slopes) <= 8 or "/" in fraction(slope)) and 1 <= half_life(slope) <= furthest:
             axes.plot([half_life(slope)], [0.5], "o", color=color_of("alibi"), markersize=3)
-            drawing.write(axes, fraction(slope), (half_life(slope), 0.5), (3, 3), fontsize=7.5)
+            axes.annotate(fraction(slope), (half_life(slope), 0.5), (3, 3), "data", "offset points", fontsize=7.5)
     axes.set_title("factor of a key, e^(−m·distance)", pad=8, x=-0.11)
     axes.set_xscale("log", base=2)
     last = math.floor(math.log2(furthest))

@@ -11,7 +11,7 @@ import re
 from collections.abc import Callable, Mapping, Sequence
 from html import escape
 from pathlib import Path
-from typing import Any, NamedTuple
+from typing import NamedTuple
 
 import matplotlib
 import numpy as np
@@ -168,11 +168,6 @@ def _fade(axes: Axes, line: Line2D) -> None:
         if to_hex(np.asarray(band.get_facecolor())[0]) == to_hex(str(color)):
             band.set_facecolor(MUTED)
     line.set(color=MUTED, linewidth=0.9, zorder=2)
-
-
-def write(axes: Axes, text: str, point: tuple[float, float], offset: tuple[float, float], **style: Any) -> None:
-    """Writes a text at an offset, in points (1/72 inch), from a point of the data; `style` as for `Axes.annotate`."""
-    axes.annotate(text, point, offset, textcoords="offset points", **style)
 
 
 def svg(figure: Figure, name: str, description: str) -> str:

@@ -133,8 +133,8 @@ def frontier(panel: Panel) -> Figure:
             if math.isfinite(line.low[0]):
                 axes.plot([line.x[0]] * 2, [line.low[0], line.high[0]], color=style["color"], linewidth=1.2)
     for at, line in enumerate(sorted(points, key=lambda line: float(line.x[0]))):
-        style = {"color": drawing.color_of(line.method), "fontsize": 8, "ha": "center"}
-        drawing.write(axes, _end_name(line, panel), (line.x[0], line.y[0]), (0, (7, -14, 17, -24)[at % 4]), **style)
+        style = {"color": drawing.color_of(line.method), "fontsize": 8, "ha": "center", "textcoords": "offset points"}
+        axes.annotate(_end_name(line, panel), (line.x[0], line.y[0]), (0, (7, -14, 17, -24)[at % 4]), **style)
     return figure
 
 

@@ -24,9 +24,9 @@ TITLES = {  # in tables, with the quantity that is counted
     "flip-flop": "Flip-flop: bits that were last written; chance is 50 %",
 }
 _PLACES = {"passkey": "depth", "recall": "distance"}  # the column that varies within one length of such a task
-_SYMBOLS = tuple(task for task in TITLES if task not in _PLACES)
 
 Shares = Mapping[tuple[float, float], float]  # (length, depth or distance or 0) -> share
+Grids = Sequence[tuple[Series, Shares]]
 
 
 def shares(series: Series, task: str) -> Shares:
@@ -41,16 +41,59 @@ def shares(series: Series, task: str) -> Shares:
     return {key: sum(values) / len(values) for key, values in found.items()}
 
 
-def passkey_grid(study: Study) -> Figure | None:
+def tested(study: Study, task: str) -> Grids:
+    """The series with shares of a task."""
+    return [(series, grid) for series in study.series if (grid := shares(series, task))]
+
+
+def figure_of(study: Study, task: str) -> Figure | None:
+    """Shares of symbols against the length; of recall, against the distance at the longest length of each series; of passkeys, a
+    picture per series. None if the task was not tested."""
+    grids = tested(study, task)
+    if not grids or task == "passkey":
+        return _passkey_grid(grids) if grids else None
+    recall = task == "recall"
+    figure, axes = drawing.plain_axes(f"share of {'repeated tokens that are correct' if recall else 'correct answers'}")
+    places: set[int] = set()
+    for series, grid in grids:
+        longest = max(length for length, _ in grid)
+        points = {at[recall]: share for at, share in grid.items() if not recall or at[0] == longest}
+        x, y = np.array(sorted(points.items())).T
+        color, marker = (of(series.method, series.look) for of in (drawing.color_of, drawing.marker_of))
+        axes.plot(x, y, color=color, marker=marker, clip_on=False, label=series.short)
+        places |= set(map(int, x))
+    axes.set_ylim(0, 1.03)
+    label = f"distance in {study.unit}s, log scale" if recall else "length in tokens, log scale"
+    drawing.length_ticks(axes, sorted(places), label)
+    drawing.name_lines(axes)
+    return figure
+
+
+def task_table(study: Study) -> Table | None:
+    """The shares by length, for each task at its worst depth or distance."""
+    grids = {task: found for task in TITLES if (found := tested(study, task))}
+    lengths = sorted({length for found in grids.values() for _, grid in found for length, _ in grid})
+    blocks = []
+    for task, found in grids.items():
+        rows = [series_row(series, [_worst(grid, length) for length in lengths]) for series, grid in found]
+        blocks.append(Block(TITLES[task], rows))
+    return Table([f"{length:,.0f}" for length in lengths], blocks) if blocks else None
+
+
+def describe(study: Study, task: str) -> str:
+    """Every series with its highest share, for readers who cannot see the picture."""
+    title = {"passkey": "Passkey by length and depth", "recall": "Recall by distance"}.get(task, TITLES[task])
+    found = [f"{series.label} finds up to {100 * max(grid.values()):.0f} %" for series, grid in tested(study, task)]
+    return f"{title}. {'; '.join(found)}."
+
+
+def _passkey_grid(grids: Grids) -> Figure:
     """One picture per series: length to the right, depth down, with the share of numbers found in every cell."""
-    tested = [(s, grid) for s in study.series if (grid := shares(s, "passkey"))]
-    if not tested:
-        return None
-    lengths, depths = (sorted({place[axis] for _, grid in tested for place in grid}) for axis in (0, 1))
-    rows, high = math.ceil(len(tested) / _COLUMNS), 0.21 * len(depths)
+    lengths, depths = (sorted({place[axis] for _, grid in grids for place in grid}) for axis in (0, 1))
+    rows, high = math.ceil(len(grids) / _COLUMNS), 0.21 * len(depths)
     each = 0.55 + high
     figure = Figure(figsize=(4.1, rows * each))
-    for number, (series, grid) in enumerate(tested):
+    for number, (series, grid) in enumerate(grids):
         row, column = divmod(number, _COLUMNS)
         corner = 0.075 + column * 0.485, 1 - (row * each + 0.24 + high) / (rows * each)
         axes = figure.add_axes((*corner, 0.42, high / (rows * each)))
@@ -72,64 +115,9 @@ def passkey_grid(study: Study) -> Figure | None:
     return figure
 
 
-def recall_by_distance(study: Study) -> Figure | None:
-    """The share of correctly repeated tokens by distance to the first occurrence, at the longest length of each series."""
-    lines = []
-    for series in study.series:
-        grid = shares(series, "recall")
-        longest = max((length for length, _ in grid), default=0.0)
-        lines.append((series, [(distance, share) for (length, distance), share in grid.items() if length == longest]))
-    return _lines(lines, "share of repeated tokens that are correct", f"distance in {study.unit}s, log scale")
-
-
-def symbols_by_length(study: Study) -> list[tuple[str, Figure]]:
-    """(task, figure of the share of correct answers against the length) for every tested task of symbols."""
-    drawn = {}
-    for task in _SYMBOLS:
-        lines = [(s, [(length, share) for (length, _), share in shares(s, task).items()]) for s in study.series]
-        drawn[task] = _lines(lines, "share of correct answers", "length in tokens, log scale")
-    return [(task, figure) for task, figure in drawn.items() if figure is not None]
-
-
-def _lines(lines: Sequence[tuple[Series, list[tuple[float, float]]]], title: str, places: str) -> Figure | None:
-    """Shares against places, one line per series; None if there are no shares."""
-    given = [(series, np.array(sorted(points)).T) for series, points in lines if points]
-    if not given:
-        return None
-    figure, axes = drawing.plain_axes(title)
-    for series, (x, y) in given:
-        color, marker = (of(series.method, series.look) for of in (drawing.color_of, drawing.marker_of))
-        axes.plot(x, y, color=color, marker=marker, clip_on=False, label=series.short)
-    axes.set_ylim(0, 1.03)
-    drawing.length_ticks(axes, sorted({int(place) for _, (x, _) in given for place in x}), places)
-    drawing.name_lines(axes)
-    return figure
-
-
-def task_table(study: Study) -> Table | None:
-    """The shares by length, for each task at its worst depth or distance."""
-    lengths = sorted({length for s in study.series for task in TITLES for length, _ in shares(s, task)})
-    blocks = []
-    for task, title in TITLES.items():
-        rows = []
-        for series in study.series:
-            grid = shares(series, task)
-            worst = [min((v for (at, _), v in grid.items() if at == length), default=math.nan) for length in lengths]
-            if grid:
-                rows.append(series_row(series, tuple(map(_percent, worst))))
-        if rows:
-            blocks.append(Block(title, tuple(rows)))
-    return Table(tuple(f"{length:,.0f}" for length in lengths), tuple(blocks)) if blocks else None
-
-
-def describe(study: Study, task: str) -> str:
-    """Every series with its highest share, for readers who cannot see the picture."""
-    tested = [(series.label, grid) for series in study.series if (grid := shares(series, task))]
-    return "; ".join(f"{label} finds up to {100 * max(grid.values()):.0f} %" for label, grid in tested) + "."
-
-
-def _percent(share: float) -> Cell:
-    return Cell(f"{100 * share:.0f} %", share) if math.isfinite(share) else NOTHING
+def _worst(grid: Shares, length: float) -> Cell:
+    found = [share for (at, _), share in grid.items() if at == length]
+    return Cell(f"{100 * min(found):.0f} %", min(found)) if found else NOTHING
 
 
 def _short(length: float) -> str:

@@ -4,11 +4,10 @@ Nothing is smoothed or left out: with several seeds the line is their mean and t
 method has the same color and marker in every figure. `drawing.py` has the axes.
 """
 
-import functools
 import math
-from collections.abc import Callable, Sequence
+from collections.abc import Sequence
 from pathlib import Path
-from typing import Any, Literal
+from typing import Any, Literal, NamedTuple, get_args
 
 import matplotlib
 import numpy as np
@@ -16,61 +15,95 @@ from matplotlib.axes import Axes
 from matplotlib.figure import Figure
 from matplotlib.ticker import FuncFormatter, MaxNLocator
 
-from alibi_lab.records import find
+from alibi_lab.records import LARGEST, find
 from alibi_lab.report.plots import drawing
 from alibi_lab.report.plots.drawing import MUTED, STYLE, Points
-from alibi_lab.report.series import MODES, Mode, Series, Study, studies
+from alibi_lab.report.series import Mode, Series, Study, studies
+from alibi_lab.report.tables.study import WINDOWS
+from alibi_lab.report.tables.table import mean
 
 Curves = Sequence[tuple[Series, Points, Points]]  # series, x, y of every seed
-Measure = Literal["tokens_per_second", "peak_memory_bytes"]
 Curve = Literal["nonoverlapping", "sliding", "position", "training"]
 
 FEWEST = 32  # tokens in a mean of the loss by position
 _LINES = ("-", (0, (5, 2)), (0, (1.5, 1.5)), (0, (5, 2, 1, 2)))  # by trained length
 
 
-def perplexity_by_length(study: Study, mode: Mode) -> Figure | None:
-    """Perplexity, exp(mean loss), against the tested length; all modes of a study share the range of the y axis."""
-    curves = {m: [(s, *s.perplexities("by_length", "length", f"{m}_nats")) for s in study.series] for m in MODES}
-    every = [curve for of_mode in curves.values() for curve in of_mode]
-    return _figure(study, curves[mode], f"perplexity per {study.unit}, log scale", _length_axis, log=every)
+class Kind(NamedTuple):
+    """A figure of a study.
 
-
-def loss_by_position(study: Study) -> Figure | None:
-    """Mean loss at each position of the longest sequence: in bits per byte if a token is a byte, else in nats.
-
-    Neighboring positions are joined until a mean is over FEWEST tokens.
+    Args:
+        curve, x, y: the columns that it draws.
+        quantity: what y becomes: e to its power, bits per byte (nats if a token is not a byte), or as it is recorded.
+        text: its description.
     """
-    title, curves = _losses(study, "by_position", "position")
-    counts = [series.curve("by_position", "position", "tokens")[1] for series in study.series]
-    joined = [(one[0], *_joined(*one[1:], count)) for one, count in zip(curves, counts, strict=True)]
-    return _figure(study, joined, title, _position_axis, markers=False)
+
+    curve: str
+    x: str
+    y: str
+    quantity: Literal["perplexity", "loss", "speed", "memory"]
+    text: str
 
 
-def training_curves(study: Study) -> Figure | None:
-    """Training loss against step, as logged: in bits per byte if a token is a byte, else in nats per token."""
-    title, curves = _losses(study, "training", "step")
-    axis = functools.partial(_time_axis, name="training step", integer=True)
-    return _figure(study, curves, title, axis, markers=False)
+_COST = "by length, for every method; the table below has the numbers."
+KINDS: dict[str, Kind] = {
+    **{
+        mode: Kind("by_length", "length", f"{mode}_nats", "perplexity", f"Perplexity by length, {words}. {{ends}}")
+        for mode, words in WINDOWS.items()
+    },
+    "position": Kind("by_position", "position", "loss_nats", "loss", "Loss by position. {ends}"),
+    "training": Kind("training", "step", "loss_nats", "loss", "Training loss of every run by step."),
+    "seconds": Kind("validation", "seconds", "nats", "perplexity", "Perplexity during training, by seconds."),
+    "step": Kind("validation", "step", "nats", "perplexity", "Perplexity during training, by step."),
+    "speed": Kind("by_length", "length", "tokens_per_second", "speed", f"{{Unit}}s evaluated per second, {_COST}"),
+    "memory": Kind("by_length", "length", "peak_memory_bytes", "memory", f"Peak memory of the evaluation, {_COST}"),
+}
 
 
-def validation_curves(study: Study, x: Literal["seconds", "step"]) -> Figure | None:
-    """Perplexity on held-out text during training, against seconds or steps."""
-    curves = [(s, *s.perplexities("validation", x, "nats")) for s in study.series]
-    axis = functools.partial(_time_axis, name="seconds of training" if x == "seconds" else "training step")
-    title = f"perplexity per {study.unit}, log scale"
-    return _figure(study, curves, title, axis, log=curves, markers=False, alone=x == "seconds")
+def figure_of(study: Study, name: str) -> Figure | None:
+    """One of KINDS: a line per series with values, named at its end; None if there are none.
 
-
-def cost_by_length(study: Study, measure: Measure) -> Figure | None:
-    """Speed, on a logarithmic axis, or memory, from zero, of the evaluation against length."""
-    speed = measure == "tokens_per_second"
-    title, unit = (f"{study.unit}s per second, log scale", 1.0) if speed else ("peak memory in MiB", 2.0**20)
-    curves = [(s, x, y / unit) for s in study.series for x, y in [s.curve("by_length", "length", measure)]]
-    figure = _figure(study, curves, title, _length_axis, log=curves if speed else ())
-    if figure is not None and not speed:
-        figure.axes[0].set_ylim(0, 1.15 * figure.axes[0].get_ylim()[1])  # room above for "trained length"
+    Perplexity and speed have a logarithmic axis, whose range all modes of perplexity by length share; memory is from zero.
+    """
+    kind = KINDS[name]
+    drawn = [curve for curve in _curves(study, kind) if curve[2].size]
+    if not drawn:
+        return None
+    figure, axes = drawing.plain_axes(_title(study, kind))
+    stretches = ["none", *sorted({series.stretch for series, _, _ in drawn} - {"none"})]
+    for series, x, y in drawn:
+        color = drawing.color_of(series.method, series.look)
+        dashes = _LINES[(study.trained.index(series.trained) + stretches.index(series.stretch)) % len(_LINES)]
+        style: dict[str, Any] = {"color": color, "linestyle": dashes, "label": series.short}
+        style["zorder"] = 4 if series.method == "alibi" else 3
+        if kind.x == "seconds" and len(y) > 1:  # the seeds do not share x
+            for row in y:
+                axes.plot(x[np.isfinite(row)], row[np.isfinite(row)], alpha=0.75, **style)
+        else:
+            marker = drawing.marker_of(series.method, series.look) if kind.x == "length" else None
+            axes.plot(x, np.nanmean(y, axis=0), marker=marker, clip_on=False, **style)
+            if len(y) > 1:
+                low, high = np.nanmin(y, axis=0), np.nanmax(y, axis=0)
+                axes.fill_between(x, low, high, color=color, alpha=0.22, linewidth=0, zorder=2)
+    if kind.quantity in ("perplexity", "speed"):
+        sharing = [KINDS[mode] for mode in WINDOWS] if name in WINDOWS else [kind]
+        drawing.log_axis(axes, np.concatenate([y.ravel() for one in sharing for _, _, y in _curves(study, one)]))
+    elif kind.quantity == "memory":
+        axes.set_ylim(0, 1.15 * axes.get_ylim()[1])  # room above for "trained length"
+    _x_axis(axes, study, kind, max(x[-1] for _, x, _ in drawn))
+    drawing.name_lines(axes)
     return figure
+
+
+def describe(study: Study, name: str) -> str:
+    """A description of one of KINDS, with where each line starts and ends, for readers who cannot see it."""
+    mode: Mode = next((mode for mode in WINDOWS if mode == name), "nonoverlapping")
+    ends = [
+        f"{series.label}: perplexity {mean(series.perplexity(first, mode)):.3g} at {first:,} {study.unit}s, "
+        f"{mean(series.perplexity(last, mode)):.3g} at {last:,}."
+        for series, (first, last) in study.ended(mode)
+    ]
+    return KINDS[name].text.format(unit=study.unit, Unit=study.unit.capitalize(), ends=" ".join(ends))
 
 
 def plot_run(folder: str | Path, curve: Curve = "nonoverlapping") -> Figure:
@@ -83,13 +116,13 @@ def plot_run(folder: str | Path, curve: Curve = "nonoverlapping") -> Figure:
     Raises:
         ValueError: another curve, or a folder without records of it.
     """
-    if curve not in _CURVES:
-        raise ValueError(f"curve is {curve!r}; pass one of {', '.join(map(repr, _CURVES))}")
+    if curve not in get_args(Curve):
+        raise ValueError(f"curve is {curve!r}; pass one of {', '.join(map(repr, get_args(Curve)))}")
     places = [place for place in (Path(folder) / "records", Path(folder)) if place.exists()]
     loaded = list(find(*places[:1]))
     found = max(studies(loaded), key=lambda study: len(study.series), default=None)
     with matplotlib.rc_context({**STYLE, "figure.facecolor": "white"}):
-        figure = None if found is None else _CURVES[curve](found)
+        figure = None if found is None else figure_of(found, curve)
     if figure is None:
         raise ValueError(
             f"{folder} has {len(loaded)} records and none with the curve {curve!r}; pass the --out of a run"
@@ -116,85 +149,44 @@ def _joined(x: Points, y: Points, tokens: Points) -> tuple[Points, Points]:
     return at, means
 
 
-def _losses(study: Study, curve: str, x: str) -> tuple[str, Curves]:
-    """The title and the curves of a loss."""
-    scale, title = (1 / math.log(2), "bits per byte") if study.unit == "byte" else (1.0, "nats per token")
-    return title, [(s, at, y * scale) for s in study.series for at, y in [s.curve(curve, x, "loss_nats")]]
+def _curves(study: Study, kind: Kind) -> Curves:
+    """The values of every series; those too large to draw are NaN."""
+    factor = {"loss": 1 / math.log(2) if study.unit == "byte" else 1.0, "memory": 2.0**-20}.get(kind.quantity, 1.0)
+    most = math.log(LARGEST) if kind.quantity == "perplexity" else LARGEST
+    found = []
+    for series in study.series:
+        x, y = series.curve(kind.curve, kind.x, kind.y, most=most)
+        y = np.exp(y) if kind.quantity == "perplexity" else y * factor
+        if kind.x == "position":
+            x, y = _joined(x, y, series.curve(kind.curve, kind.x, "tokens")[1])
+        found.append((series, x, y))
+    return found
 
 
-def _figure(
-    study: Study,
-    curves: Curves,
-    title: str,
-    x_axis: Callable[[Axes, Study, Curves], None],
-    *,
-    log: Curves = (),
-    markers: bool = True,
-    alone: bool = False,
-) -> Figure | None:
-    """A line per series with values, named at its end; None if there are none.
-
-    Args:
-        log: the y axis is logarithmic and has room for these curves.
-        alone: draws each seed separately, because they do not share x.
-    """
-    drawn = [curve for curve in curves if curve[2].size]
-    if not drawn:
-        return None
-    figure, axes = drawing.plain_axes(title)
-    stretches = ["none", *sorted({series.stretch for series, _, _ in drawn} - {"none"})]
-    for series, x, y in drawn:
-        color, mean = drawing.color_of(series.method, series.look), np.nanmean(y, axis=0)
-        dashes = _LINES[(study.trained.index(series.trained) + stretches.index(series.stretch)) % len(_LINES)]
-        style: dict[str, Any] = {"color": color, "linestyle": dashes, "label": series.short}
-        style["zorder"] = 4 if series.method == "alibi" else 3
-        if alone and len(y) > 1:
-            for row in y:
-                axes.plot(x[np.isfinite(row)], row[np.isfinite(row)], alpha=0.75, **style)
-        else:
-            marker = drawing.marker_of(series.method, series.look) if markers else None
-            axes.plot(x, mean, marker=marker, clip_on=False, **style)
-            if len(y) > 1:
-                low, high = np.nanmin(y, axis=0), np.nanmax(y, axis=0)
-                axes.fill_between(x, low, high, color=color, alpha=0.22, linewidth=0, zorder=2)
-    if log:
-        drawing.log_axis(axes, np.concatenate([y.ravel() for _, _, y in log]))
-    x_axis(axes, study, drawn)
-    drawing.name_lines(axes)
-    return figure
+def _title(study: Study, kind: Kind) -> str:
+    return {
+        "perplexity": f"perplexity per {study.unit}, log scale",
+        "loss": "bits per byte" if study.unit == "byte" else "nats per token",
+        "speed": f"{study.unit}s per second, log scale",
+        "memory": "peak memory in MiB",
+    }[kind.quantity]
 
 
-def _length_axis(axes: Axes, study: Study, drawn: Curves) -> None:
-    drawing.length_ticks(axes, study.lengths, f"{study.unit}s the model reads at once")
-    _mark_trained(axes, study)
-
-
-def _position_axis(axes: Axes, study: Study, drawn: Curves) -> None:
-    axes.set_ylim(top=axes.get_ylim()[1] + 0.06 * np.ptp(axes.get_ylim()))  # room for "trained length"
-    axes.set_xscale("log", base=2)
-    last = max(x[-1] for _, x, _ in drawn)
-    ticks = [2.0**p for p in range(0, math.ceil(math.log2(last)) + 1, 2) if 2**p <= last]
-    drawing.ticks(axes.xaxis, ticks if ticks[-1] >= last / 2 else [*ticks, last])
-    axes.set_xlabel("position in the sequence, log scale")
-    _mark_trained(axes, study)
-
-
-def _time_axis(axes: Axes, study: Study, drawn: Curves, *, name: str, integer: bool = False) -> None:
-    axes.xaxis.set_major_locator(MaxNLocator(5, integer=integer))
-    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
-    axes.set_xlabel(name)
-
-
-def _mark_trained(axes: Axes, study: Study) -> None:
+def _x_axis(axes: Axes, study: Study, kind: Kind, last: float) -> None:
+    if kind.x in ("seconds", "step"):
+        axes.xaxis.set_major_locator(MaxNLocator(5, integer=kind.curve == "training"))
+        axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value:,.0f}"))
+        axes.set_xlabel("seconds of training" if kind.x == "seconds" else "training step")
+        return
+    if kind.x == "length":
+        drawing.length_ticks(axes, study.lengths, f"{study.unit}s the model reads at once")
+    else:
+        axes.set_ylim(top=axes.get_ylim()[1] + 0.06 * np.ptp(axes.get_ylim()))  # room for "trained length"
+        axes.set_xscale("log", base=2)
+        ticks = [2.0**p for p in range(0, math.ceil(math.log2(last)) + 1, 2) if 2**p <= last]
+        drawing.ticks(axes.xaxis, ticks if ticks[-1] >= last / 2 else [*ticks, last])
+        axes.set_xlabel("position in the sequence, log scale")
     for length in study.trained:
         axes.axvline(length, color=MUTED, linewidth=0.9, linestyle=(0, (2, 3)), zorder=1)
         text, place = "trained length" if len(study.trained) == 1 else f"{length:,}", ("data", "axes fraction")
-        drawing.write(axes, text, (length, 1), (3, -2), xycoords=place, va="top", fontsize=8, color=MUTED)
-
-
-_CURVES: dict[Curve, Callable[[Study], Figure | None]] = {
-    "nonoverlapping": lambda study: perplexity_by_length(study, "nonoverlapping"),
-    "sliding": lambda study: perplexity_by_length(study, "sliding"),
-    "position": loss_by_position,
-    "training": training_curves,
-}
+        axes.annotate(text, (length, 1), (3, -2), place, "offset points", va="top", fontsize=8, color=MUTED)

@@ -1,4 +1,5 @@
-"""A benchmark: time and memory of every peer by length, and the ratio of its time to ours.
+"""A benchmark: time and memory of every peer by length, and the ratio of its time to ours; and a long text that was read into a
+cache in files (records of `alibi bench texts`), its cost and what opening it again costs.
 
 A peer is a curve with a column `length` and columns whose names end in `_ms`; its time is their sum. The line of a peer ends at
 its longest measured length. "ours" is drawn first, and ratios are relative to it.
@@ -15,7 +16,7 @@ from alibi_lab.records import Record
 from alibi_lab.report.plots import drawing
 from alibi_lab.report.plots.drawing import Plot
 from alibi_lab.report.section import Archive, Section, html
-from alibi_lab.report.series import numbers, sequence
+from alibi_lab.report.series import Array, column_by, numbers, sequence
 from alibi_lab.report.tables.table import processor_text
 
 OURS = "ours"
@@ -46,6 +47,10 @@ class PeerTimes(NamedTuple):
     times: dict[int, float]
     forward_only: bool
 
+    @property
+    def label(self) -> str:
+        return f"{self.name} (forward)" if self.forward_only else self.name
+
 
 def find(archive: Archive) -> list[Record]:
     """The benchmarks that have times by length."""
@@ -61,9 +66,33 @@ def draw(record: Record, number: int, archive: Archive) -> Section:
     name, values = f"b{number}", {"columns": columns, "ratios": ratios, "about": facts(record)}
     body = html("benchmark", name=name, record=record, times=times, memory=memory, **values)
     most = max(find(archive), key=lambda one: sum(len(peer.times) for peer in peer_times(one)))
-    found = finding(record) if record is most else ""
-    title = title_of(record)
-    return Section(name, "Benchmarks", title, body, title, records=[record], finding=found, lead=times)
+    found, title = finding(record) if record is most else "", title_of(record)
+    return Section(name, "Benchmarks", title, body, records=[record], finding=found, lead=times)
+
+
+def find_texts(archive: Archive) -> list[Record]:
+    """The records with a time per token and the memory along a text, the longest text first."""
+    drawn = [record for record in archive.records if record.kind == "benchmark" and _tenths(record)]
+    return sorted(drawn, key=lambda record: -_tenths(record)[-1][0])
+
+
+def draw_text(record: Record, number: int, archive: Archive) -> Section:
+    """Time per token and memory along the text, and a table of what a process needs to continue."""
+    at, seconds, sizes = np.array(_tenths(record)).T
+    length, name = f"{at[-1]:,.0f}", f"l{number}"
+    time = Plot(_along_text("ms per token", at, seconds * 1e3), "Time per token along the text.")
+    memory, machine = _along_text("MiB", at, sizes / 2**20), processor(record)
+    body = html("long_text", name=name, record=record, length=length, time=time, memory=memory, machine=machine)
+    metrics = map(record.metrics.get, ("peak_added_bytes", "cold_bytes_read", "stored_bytes"))
+    added, read, stored = (math.nan if value is None else value for value in metrics)
+    found = ""
+    if number == 0 and stored > 0 and math.isfinite(added + read):
+        found = (
+            f"Reading {length} tokens adds at most {added / 2**20:,.0f} MiB of memory; a process that continues reads "
+            f"{read / stored:.1%} of the saved cache."
+        )
+    title, heading = f"{length} tokens", f"A text of {length} tokens"
+    return Section(name, "Long texts", title, body, heading=heading, records=[record], finding=found, lead=time)
 
 
 def title_of(record: Record) -> str:
@@ -101,11 +130,9 @@ def peer_times(record: Record) -> list[PeerTimes]:
             continue
         whole = np.sum([numbers(record, name, column) for column in timed], axis=0)
         forward_only = "forward_ms" in timed and bool(np.isnan(whole).all())
-        found = zip(
-            numbers(record, name, "length"), numbers(record, name, "forward_ms") if forward_only else whole, strict=True
-        )
-        times = {int(length): float(time) for length, time in found if math.isfinite(length)}
-        if times:
+        found = numbers(record, name, "forward_ms") if forward_only else whole.tolist()
+        lengths = numbers(record, name, "length")
+        if times := {int(x): time for x, time in zip(lengths, found, strict=True) if math.isfinite(x)}:
             peers.append(PeerTimes(name, times, forward_only))
     return sorted(peers, key=lambda peer: peer.name != OURS)
 
@@ -113,7 +140,7 @@ def peer_times(record: Record) -> list[PeerTimes]:
 def times_by_length(record: Record) -> Figure:
     """Milliseconds against length, both logarithmic."""
     peers = peer_times(record)
-    lines = {_label(peer): {x: y for x, y in peer.times.items() if math.isfinite(y)} for peer in peers}
+    lines = {peer.label: {x: y for x, y in peer.times.items() if math.isfinite(y)} for peer in peers}
     return _by_length("milliseconds, log scale", lines)
 
 
@@ -123,8 +150,8 @@ def memory_by_length(record: Record) -> Figure | None:
     for name, columns in record.curves.items():
         column = next((column for column in _MEMORY if column in columns), None)
         if column is not None and "length" in columns:
-            sizes = zip(numbers(record, name, "length"), numbers(record, name, column), strict=True)
-            lines[name] = {int(x): y / 2**20 for x, y in sizes if math.isfinite(x) and y > 0}
+            sizes = column_by(record, name, "length", column)
+            lines[name] = {int(x): y / 2**20 for x, y in sizes.items() if math.isfinite(x) and y > 0}
     if not any(lines.values()):
         return None
     if len(lines) == 1:
@@ -159,12 +186,12 @@ def ratio_table(record: Record) -> tuple[list[str], list[tuple[str, list[str]]]]
     peers = peer_times(record)
     lengths = sorted({length for peer in peers for length in peer.times})
     ours = next((peer for peer in peers if peer.name == OURS), None)
-    forward = dict(zip(numbers(record, OURS, "length"), numbers(record, OURS, "forward_ms"), strict=False))
+    forward = column_by(record, OURS, "length", "forward_ms")
     rows = []
     for peer in peers:
         base = {} if peer.name == OURS or ours is None else forward if peer.forward_only else ours.times
         cells = [_ratio(peer.times.get(length, math.nan), base.get(length, math.nan)) for length in lengths]
-        rows.append((_label(peer), cells))
+        rows.append((peer.label, cells))
     return [f"{length:,}" for length in lengths], rows
 
 
@@ -172,18 +199,16 @@ def finding(record: Record) -> str:
     """Our time and the fastest peer's, at the longest length that a peer has; "" if no peer has any."""
     whole = {peer.name: peer.times for peer in peer_times(record) if not peer.forward_only}
     ours = whole.get(OURS, {})
-    times = {
-        (length, time, name)
-        for name, of_peer in whole.items()
-        for length, time in of_peer.items()
-        if not name.startswith(OURS) and math.isfinite(time) and ours.get(length, 0.0) > 0
+    peers = {name: times for name, times in whole.items() if not name.startswith(OURS)}
+    both = {
+        at for times in peers.values() for at, time in times.items() if math.isfinite(time) and ours.get(at, 0.0) > 0
     }
-    if not times:
+    if not both:
         return ""
-    longest = max(length for length, _, _ in times)
-    time, name = min((time, name) for length, time, name in times if length == longest)
-    start = f"At {longest:,} tokens ours takes {_milliseconds(ours[longest])}"
-    return f"{start}; {name}, the fastest alternative, takes {time / ours[longest]:.2g} times as long."
+    last = max(both)
+    time, name = min((times[last], name) for name, times in peers.items() if math.isfinite(times.get(last, math.nan)))
+    start = f"At {last:,} tokens ours takes {_milliseconds(ours[last])}"
+    return f"{start}; {name}, the fastest alternative, takes {time / ours[last]:.2g} times as long."
 
 
 def _ratio(time: float, base: float) -> str:
@@ -209,10 +234,12 @@ def facts(record: Record) -> list[tuple[str, str]]:
             for length, share in zip(lengths, shares, strict=False)
             if math.isfinite(length + share)
         ]
-    for name in record.curves:
-        for why, missing in _reasons(record, name).items():
-            rows.append((f"{name}, not at {', '.join(f'{length:,}' for length in missing)}", why))
-    return rows
+    missing: dict[tuple[str, str], list[str]] = {}
+    for name, columns in record.curves.items():
+        for length, why in zip(numbers(record, name, "length"), columns.get("why_not", ()), strict=False):
+            if isinstance(why, str) and math.isfinite(length):
+                missing.setdefault((name, why), []).append(f"{int(length):,}")
+    return rows + [(f"{name}, not at {', '.join(lengths)}", why) for (name, why), lengths in missing.items()]
 
 
 def processor(record: Record) -> str:
@@ -220,15 +247,19 @@ def processor(record: Record) -> str:
     return str(record.machine.get("gpu") or processor_text(record.machine))
 
 
-def _reasons(record: Record, name: str) -> dict[str, list[int]]:
-    """The lengths at which a peer was not run, by reason."""
-    found: dict[str, list[int]] = {}
-    reasons = record.curves[name].get("why_not", ())
-    for length, why in zip(numbers(record, name, "length"), reasons, strict=False):
-        if isinstance(why, str) and math.isfinite(length):
-            found.setdefault(why, []).append(int(length))
-    return found
+def _tenths(record: Record) -> list[tuple[float, float, float]]:
+    """(tokens read, processor seconds per token, bytes added) at the end of each tenth; empty if the record has none."""
+    columns = (numbers(record, "ours", name) for name in ("length", "token_cpu_seconds", "added_bytes"))
+    rows = list(zip(*columns, strict=False))
+    return rows if all(0 < number < math.inf for row in rows for number in row) else []
 
 
-def _label(peer: PeerTimes) -> str:
-    return f"{peer.name} (forward)" if peer.forward_only else peer.name
+def _along_text(title: str, at: Array, values: Array) -> Figure:
+    """One line from 0, against the tokens that were read."""
+    figure, axes = drawing.plain_axes(title)
+    axes.plot(at, values, color=drawing.color_of("alibi"), marker="o", clip_on=False, label=title)
+    axes.set_ylim(0, 1.25 * values.max())
+    axes.set_xlim(0, at[-1])
+    drawing.ticks(axes.xaxis, [at[-1] * share for share in (0, 0.5, 1)], drawing.short_number)
+    axes.set_xlabel("tokens read")
+    return figure

@@ -27,9 +27,9 @@ def draw(records: Sequence[Record], number: int, archive: Archive) -> Section:
     """The shares at the last layer of trained models; `alibi heads rollout` draws them by layer."""
     rows, first = [], {}
     for name, members in rollouts.models(records).items():
-        label, layers = rollouts.label_of(name, members[0]), rollouts.depths(members[0], rollouts.PLAIN)[-1]
+        label, layers = rollouts.label_of(name, members[0]), max(rollouts.shares(members[0])[rollouts.PLAIN])
         shares = [(way, share) for way in _WAYS for share in rollouts.SHARES]
-        ends = [np.mean([rollouts.by_depth(record, *one)[-1] for record in members]) for one in shares]
+        ends = [np.mean([rollouts.by_depth(record, *one)[layers] for record in members]) for one in shares]
         rows.append((label, f"{layers:.0f}", *map("{:.1%}".format, ends)))
         first[label] = f"{label} {ends[0]:.0%}"
     names = rollouts.SHARES.values()
@@ -53,22 +53,22 @@ def rollout_figure(record: Record) -> Figure:
 def _draw_theory(axes: Axes, record: Record) -> None:
     """A line for each mask of their setting; the lines of one method differ by their dashes."""
     styles, longest = itertools.cycle(_STYLES), 1.0
-    for way in rollouts.ways(record):
+    for way in rollouts.shares(record):
         if "random" in way:
             continue
         method = {"causal mask": "none", "rotary": "rotary"}.get(way, "alibi" if way.startswith("ALiBi") else "")
-        x, y = rollouts.depths(record, way), rollouts.by_depth(record, way, "first_token")
+        x, y = zip(*rollouts.by_depth(record, way, "first_token").items(), strict=True)
         color = drawing.color_of(method) if method else drawing.MUTED
         dashes = next(styles) if method == "alibi" else "-" if method else ":"
         axes.plot(x, y, color=color, linestyle=dashes, linewidth=1.4, label=way)
-        longest = max(longest, float(x[-1]))
+        longest = max(longest, x[-1])
     drawing.length_ticks(axes, [2**power for power in range(0, int(np.log2(longest)) + 1, 2)], "layers")
     axes.legend(loc="upper left", bbox_to_anchor=(1, 1), frameon=False, fontsize=7.5, handlelength=1.7)
 
 
 def _draw_model(axes: Axes, record: Record) -> None:
     method, label = rollouts.method_of(record), rollouts.label_of(record.name, record)
-    x, y = rollouts.depths(record, rollouts.PLAIN), rollouts.by_depth(record, rollouts.PLAIN, "first_token")
+    x, y = zip(*rollouts.by_depth(record, rollouts.PLAIN, "first_token").items(), strict=True)
     axes.plot(x, y, color=drawing.color_of(method), marker=drawing.marker_of(method), label=label)
     axes.xaxis.set_major_locator(MaxNLocator(6, integer=True))
     axes.set_xlabel("layer")

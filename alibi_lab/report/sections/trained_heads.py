@@ -1,11 +1,17 @@
-"""The certified and the true reach of the heads of a trained model (records of `alibi heads reach`).
+"""The heads of trained models.
 
-Each record is one layer; all layers of a model share a picture. If the certified reach is the length of the text, nothing is
-skipped. The gap between the two marks is the work that a tighter bound could still avoid.
+Their certified and their true reach (records of `alibi heads reach`): each record is one layer; all layers of a model share a
+picture. If the certified reach is the length of the text, nothing is skipped. The gap between the two marks is the work that a
+tighter bound could still avoid.
+
+Their maps (records of kind "heads"): one row per layer, one column per head. The certified reach, the share of its keys that
+carried mass (the measured reach), the mean distance of the attention, the attention to the first token, and the shares of weights
+that are zero in bfloat16 and in float16. Full color means the length of the text, or 100 %. `heads/summary.py` has the
+definitions.
 """
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Mapping
 from dataclasses import dataclass
 
 import numpy as np
@@ -16,14 +22,26 @@ from matplotlib.figure import Figure
 
 from alibi_lab.records import MAX_COUNT, Json, Record, identity
 from alibi_lab.report.plots import drawing
-from alibi_lab.report.plots.drawing import INK, MUTED, color_of
+from alibi_lab.report.plots.drawing import INK, MUTED, Points, color_of
 from alibi_lab.report.section import Archive, Section, count_of, html
-from alibi_lab.report.series import numbers
+from alibi_lab.report.series import Array, numbers
 from alibi_lab.report.tables.heads import fraction
 
 _COLUMNS = 2
 COLUMNS = ("layer", "slope", "certified", "true", "ratio")
 _HEIGHT = 2.0  # inches per layer
+_TITLES = {
+    "certified": "certified reach in tokens, log scale; full color: {:,}",
+    "carried": "share of its keys that carried mass; full color: 100 %",
+    "mean_distance": "mean distance of the attention, log scale; full color: {:,}",
+    "first_token": "attention to the first token; full color: 100 %",
+    "zero_bfloat16": "weights that are zero in bfloat16; full color: 100 %",
+    "zero_float16": "weights that are zero in float16; full color: 100 %",
+}
+_NUMBERS = ("layer", "head", "slope", "certified", "mean_distance", "carried", "first_token",
+            "zero_float32", "zero_bfloat16", "zero_float16")  # fmt: skip
+_MAPS_WIDTH = 8.4  # inches; two maps side by side
+_MOST_NUMBERS = 10  # with more heads per row, the numbers do not fit into the cells
 
 
 @dataclass(frozen=True)
@@ -37,8 +55,19 @@ class TrainedHeads:
 
 
 def find(archive: Archive) -> list[TrainedHeads]:
-    """One entry per model, with its layers."""
-    return trained_heads(archive.records)
+    """The records grouped by model: those that differ only in the layer."""
+    models: dict[str, list[Record]] = {}
+    for record in filter(is_drawn, archive.records):
+        config = {key: value for key, value in record.config.items() if key != "layer"}
+        models.setdefault(identity("", _title(record), config), []).append(record)
+    found = []
+    for members in models.values():
+        members.sort(key=lambda record: (len(layer_of(record)), layer_of(record)))
+        certified = (value for record in members for value in numbers(record, "heads", "certified"))
+        length, trained = (_number(members[0].config, name) for name in ("length", "trained"))
+        length = length or max(2, int(max(filter(math.isfinite, certified))))
+        found.append(TrainedHeads(_title(members[0]), length, trained, tuple(members)))
+    return found
 
 
 def draw(model: TrainedHeads, number: int, archive: Archive) -> Section:
@@ -56,22 +85,6 @@ def is_drawn(record: Record) -> bool:
     columns = record.curves.get("heads", {})
     named = record.kind == "certificate" and {"slope", "certified", "true"} <= set(columns)
     return named and any(map(math.isfinite, numbers(record, "heads", "certified")))
-
-
-def trained_heads(records: Sequence[Record]) -> list[TrainedHeads]:
-    """The records grouped by model: those that differ only in the layer."""
-    models: dict[str, list[Record]] = {}
-    for record in {identity(r.kind, r.name, r.config): r for r in records if is_drawn(r)}.values():
-        config = {key: value for key, value in record.config.items() if key != "layer"}
-        models.setdefault(identity("", _title(record), config), []).append(record)
-    found = []
-    for members in models.values():
-        members.sort(key=lambda record: (len(layer_of(record)), layer_of(record)))
-        certified = (value for record in members for value in numbers(record, "heads", "certified"))
-        length, trained = (_number(members[0].config, name) for name in ("length", "trained"))
-        length = length or max(2, int(max(filter(math.isfinite, certified))))
-        found.append(TrainedHeads(_title(members[0]), length, trained, tuple(members)))
-    return found
 
 
 def layer_of(record: Record) -> str:
@@ -166,3 +179,107 @@ def _grid(model: TrainedHeads) -> tuple[Figure, list[tuple[Axes, Record]]]:
 def _distances(axis: Axis, length: int) -> None:
     ticks = [4.0**power for power in range(math.ceil(math.log(length, 4)) + 1) if 4**power <= length]
     drawing.ticks(axis, ticks[:: max(1, math.ceil(len(ticks) / 4))])
+
+
+def find_maps(archive: Archive) -> list[Record]:
+    """The records of kind "heads" with complete layers."""
+    return [record for record in archive.records if has_maps(record)]
+
+
+def draw_map(record: Record, number: int, archive: Archive) -> Section:
+    """The numbers of every head; `alibi heads summary --picture` draws them."""
+    title = record.name.partition("/")[2] or record.name
+    rows = list(zip(*(numbers(record, "heads", name) for name in _NUMBERS), strict=True))
+    body = html("head_maps", sentence=sentence(record), rows=rows, title=title, record=record)
+    group, heading = "Heads of trained models", f"Where the heads attend: {title}"
+    return Section(f"m{number}", group, title, body, heading=heading, records=[record])
+
+
+def has_maps(record: Record) -> bool:
+    """Whether the record has the heads of complete layers of equal size."""
+    return record.kind == "heads" and _shape(record) is not None
+
+
+def plot_heads(record: Record) -> Figure:
+    """Maps of a model's heads by layer: certified reach, mean distance, share of the first token, weights that are zero in bf16.
+
+    Args:
+        record: the result of `alibi_lab.heads.summary.summary(load(folder), text)`.
+
+    Raises:
+        ValueError: a record of another kind.
+    """
+    shape = _shape(record) if record.kind == "heads" else None
+    if shape is None:
+        raise ValueError(
+            f"the record is of kind {record.kind!r} and has no heads; pass the result of alibi_lab.heads.summary.summary"
+        )
+    rows, row = len(_TITLES) // 2, 0.62 + max(1.0, 0.22 * shape[0])
+    with rc_context(drawing.STYLE):
+        figure = Figure(figsize=(_MAPS_WIDTH, rows * row), facecolor="white")
+        for place, column in enumerate(_TITLES):
+            down, across = divmod(place, 2)
+            bottom = 1 - (down + 1) / rows + 0.3 / (rows * row)
+            axes = figure.add_axes((0.055 + 0.5 * across, bottom, 0.43, (row - 0.62) / (rows * row)))
+            values = np.array(numbers(record, "heads", column)).reshape(shape)
+            _draw_map(axes, column, values, _number(record.config, "length") or 1)
+    return figure
+
+
+def sentence(record: Record) -> str:
+    """How many heads have collapsed onto the first token, and how many are blind in each dtype."""
+    counts = {name: value for name, value in record.metrics.items() if value is not None}
+    parts = [f"{counts.get('heads', 0):,.0f} heads on {_number(record.config, 'length') or 1:,} tokens"]
+    collapsed, blind = (record.config.get(f"{name}_from") for name in ("collapsed", "blind"))
+    if "collapsed" in counts and isinstance(collapsed, float):
+        parts.append(f"{counts['collapsed']:,.0f} give {collapsed:.0%} or more of their attention to the first token")
+    dtypes = [
+        f"{value:,.0f} in {name.removeprefix('blind_')}" for name, value in counts.items() if name.startswith("blind_")
+    ]
+    if dtypes and isinstance(blind, float):
+        parts.append(f"blind, with {blind:.0%} or more of their weights zero once rounded: {', '.join(dtypes)}")
+    return "; ".join(parts) + "."
+
+
+def _draw_map(axes: Axes, column: str, values: Points, length: int) -> None:
+    in_tokens = column in ("certified", "mean_distance")
+    shares = np.log1p(np.clip(values, 0, None)) / math.log1p(length) if in_tokens else values
+    layers, heads = values.shape
+    picture = drawing.tinted(np.nan_to_num(shares))
+    axes.imshow(picture, aspect="auto", extent=(-0.5, heads - 0.5, layers - 0.5, -0.5))
+    axes.set_title(_TITLES[column].format(length), fontsize=8.5, pad=4)
+    axes.set_yticks(range(0, layers, max(1, math.ceil(layers / 12))))
+    axes.set_xticks(range(0, heads, max(1, math.ceil(heads / 16))))
+    axes.tick_params(length=0, pad=2, labelsize=7.5)
+    axes.set_xlabel("head", fontsize=8)
+    axes.set_ylabel("layer", fontsize=8)
+    if heads <= _MOST_NUMBERS:
+        for (layer, head), value in np.ndenumerate(values):
+            text = f"{value:,.0f}" if in_tokens else f"{value:.0%}"
+            axes.text(head, layer, text, ha="center", va="center", fontsize=7, color=INK)
+
+
+def _shape(record: Record) -> tuple[int, int] | None:
+    """The numbers of layers and of heads; None if there is not one row for every head of every layer, in this order."""
+    places = np.array([numbers(record, "heads", name) for name in ("layer", "head")])
+    count = places.shape[1]
+    if not count or not np.isfinite(places).all() or places.min() < 0 or places.max() >= count:
+        return None
+    layers, heads = (int(last) + 1 for last in places.max(axis=1))
+    whole = layers * heads == count and (places == np.indices((layers, heads)).reshape(2, -1)).all()
+    return (layers, heads) if whole else None
+
+
+def weights_figure(matrix: Array) -> Figure:
+    """The weights [H, n, n] of the heads of a layer, one square each, darker for more."""
+    heads = len(matrix)
+    columns = min(4, heads)
+    rows = -(-heads // columns)
+    with rc_context(drawing.STYLE):
+        figure = Figure(figsize=(1.7 * columns, 1.9 * rows), layout="constrained", facecolor="white")
+        for head, axes in enumerate(np.ravel(figure.subplots(rows, columns, squeeze=False))):
+            axes.set_axis_off()
+            if head < heads:
+                axes.imshow(matrix[head] ** 0.5, cmap="Greys", vmin=0, vmax=1, interpolation="nearest")
+                axes.set_title(f"head {head}", fontsize=8)
+    return figure
