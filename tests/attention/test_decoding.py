@@ -48,11 +48,23 @@ def spoiled(case: str, key: torch.Tensor, value: torch.Tensor) -> None:
         value.zero_()
 
 
-def assert_as_exact_as_dense(got: torch.Tensor, dense: torch.Tensor, exact: torch.Tensor) -> None:
-    """Errors are relative to each query's output: giant values must not hide small ones."""
+def assert_as_exact_as_dense(query, key, value, slopes=SLOPES, *, window=None, visible=None, log_fgate=None):
+    """Returns the output. Errors are relative to each query's output: giant values must not hide small ones."""
+    options = {"window": window, "key_mask": None if visible is None else masked(visible, key.shape[2])}
+
+    def attend(*rows: torch.Tensor, **how: object) -> torch.Tensor:
+        if log_fgate is None:
+            return alibi_attention(*rows, slopes, **options, **how)
+        return forgetting_attention(*rows, log_fgate, slopes, **options, **how)
+
+    exact = attend(*(x.double() for x in (query, key, value)), tolerance=0.0, backend="reference")
+    given = {"window": window, "visible": visible, "log_fgate": log_fgate}
+    found = decoding.attend_near(query, key, value, slopes, Norms.of(key, value), **given)
     scale = exact.abs().amax(-1, keepdim=True).clamp(min=1e-30)
-    off, theirs = (float(((x.double() - exact).abs() / scale).max()) for x in (got, dense))
+    dense = attend(query, key, value, backend="dense")
+    off, theirs = (float(((x.double() - exact).abs() / scale).max()) for x in (found, dense))
     assert off <= 2 * theirs + 16 * EPS[torch.float32]
+    return found
 
 
 @pytest.mark.usefixtures("way")
@@ -62,12 +74,7 @@ def test_it_gives_what_full_attention_gives(case: str, queries: int, keys: int, 
     query, key, value = draw(queries, keys)
     if keys > 700:
         spoiled(case, key, value)
-    exact = alibi_attention(
-        *(x.double() for x in (query, key, value)), SLOPES, window=window, tolerance=0.0, backend="reference"
-    )
-    dense = alibi_attention(query, key, value, SLOPES, window=window, backend="dense")
-    got = decoding.attend_near(query, key, value, SLOPES, Norms.of(key, value), window=window)
-    assert_as_exact_as_dense(got, dense, exact)
+    assert_as_exact_as_dense(query, key, value, window=window)
 
 
 @pytest.mark.usefixtures("way")
@@ -84,12 +91,7 @@ def test_every_dtype(dtype: torch.dtype) -> None:
 @pytest.mark.usefixtures("way")
 @pytest.mark.parametrize("slopes", [[0.5, 0.0] * 4, [-0.1, 0.3] * 4])
 def test_heads_without_reach_read_everything(slopes: list[float]) -> None:
-    query, key, value = draw(1, 500)
-    m = torch.tensor(slopes)
-    exact = alibi_attention(query, key, value, m, backend="reference")
-    torch.testing.assert_close(
-        decoding.attend_near(query, key, value, m, Norms.of(key, value)), exact, rtol=1e-5, atol=1e-5
-    )
+    assert_as_exact_as_dense(*draw(1, 500), torch.tensor(slopes))
 
 
 @pytest.mark.usefixtures("way")
@@ -221,11 +223,7 @@ def test_gates_give_what_full_attention_gives(case: str, queries: int, monkeypat
     spoiled(case, key, value)
     for m in (SLOPES, SLOPES * 0, -0.01 * SLOPES):
         gates = torch.cat([gates_of(seed, (2, 2, 1500)) for seed in (1, 2, 4, 6)], dim=1)
-        wide = [x.double() for x in (query, key, value, gates)]
-        exact = forgetting_attention(*wide, m.double(), tolerance=0.0, backend="reference")
-        dense = forgetting_attention(query, key, value, gates, m, backend="dense")
-        got = decoding.attend_near(query, key, value, m, Norms.of(key, value), log_fgate=gates)
-        assert_as_exact_as_dense(got, dense, exact)
+        assert_as_exact_as_dense(query, key, value, m, log_fgate=gates)
 
 
 def test_keys_that_gates_let_fade_are_not_read() -> None:
@@ -297,13 +295,7 @@ def test_padded_rows_get_what_full_attention_gives_under_a_mask(case: str, queri
         key[:, :, ::700] *= 30
     else:
         spoiled(case, key, value)
-    options = {"window": window, "key_mask": mask}
-    exact = alibi_attention(
-        *(x.double() for x in (query, key, value)), SLOPES, **options, tolerance=0.0, backend="reference"
-    )
-    dense = alibi_attention(query, key, value, SLOPES, **options, backend="dense")
-    got = decoding.attend_near(query, key, value, SLOPES, Norms.of(key, value), visible=RUNS, window=window)
-    assert_as_exact_as_dense(got, dense, exact)
+    got = assert_as_exact_as_dense(query, key, value, visible=RUNS, window=window)
     assert bool((got[-1] == 0).all())
 
 

@@ -1,6 +1,7 @@
 """Random calls of the whole contract, compared with float64; and proofs that the checker finds wrong results."""
 
 import dataclasses
+from collections.abc import Iterable
 
 import differential_checks
 import numpy as np
@@ -17,7 +18,6 @@ from differential_fuzz import Tally, features, fuzz, shrunk
 from differential_truth import Truth, truth
 from dropout_oracle import drawn_seed
 
-from alibi_attn.attention.api import alibi_attention
 from alibi_attn.attention.call.validation import make_spec
 from alibi_attn.attention.run.execution import attend
 
@@ -162,16 +162,18 @@ def test_the_truth_is_that_of_a_loop_over_queries_and_keys(case: Case) -> None:
         )
 
 
-def test_the_truth_with_dropout_is_that_of_autograd() -> None:
-    """Autograd through a softmax whose weights are multiplied by the definition's factors."""
+@pytest.mark.parametrize("changes", [{"dropout_p": 0.5, "torch_seed": 9}, {"sinks": "noise"}], ids=str)
+def test_the_truth_is_that_of_autograd(changes: dict) -> None:
+    """Through a softmax whose weights are multiplied by dropout's factors, or an output times σ(lse − sink)."""
     wide = {"dtype": "float64", "key_bias_as": "float64", "slopes_as": "float64", "tolerance": 0.0}
-    call = dataclasses.replace(CHECKED, **wide, dropout_p=0.5, torch_seed=9)
+    call = dataclasses.replace(CHECKED, **wide, **changes)
     numbers = arrays(call)
     true, plain = truth(call, numbers), plainly(call, numbers).results
     undropped = truth(dataclasses.replace(call, dropout_p=0.0), numbers)
     for name, exact in true.exact.items():
-        np.testing.assert_allclose(plain[name].numpy(), exact, rtol=0, atol=1e-12 * _largest(exact), err_msg=name)
-        assert (name == "lse") == np.array_equal(exact, undropped.exact[name])
+        tolerance = 1e-6 if name == "sink_logits" else 1e-12  # its gradient is fp32
+        np.testing.assert_allclose(plain[name].numpy(), exact, rtol=0, atol=tolerance * _largest(exact), err_msg=name)
+        assert (name == "lse" or not call.dropout_p) == np.array_equal(exact, undropped.exact[name])
 
 
 def _largest(x: np.ndarray) -> float:
@@ -184,10 +186,22 @@ CHECKED = Call(
 )  # fmt: skip
 
 
+def assert_told_apart(call: Call, numbers: Arrays, right: Answer, wrong: Iterable[Answer]) -> None:
+    """The checker accepts one answer and none of the others."""
+    question = Question(call, numbers)
+    assert_right(question, right)
+    for other in wrong:
+        with pytest.raises(AssertionError):
+            assert_right(question, other)
+
+
+def by_reference(call: Call, numbers: Arrays, **changes: object) -> Answer:
+    return answer(dataclasses.replace(call, **changes), numbers, backend="reference")
+
+
 def test_the_checker_fails_on_answers_to_other_calls() -> None:
     """Another head's slopes, a window or a position off by one, another mask: only the call differs."""
     numbers = arrays(CHECKED)
-    assert_right(Question(CHECKED, numbers), answer(CHECKED, numbers, backend="reference"))
     others = {
         "slopes": numbers.slopes[[1, 2, 3, 0]], "right_slopes": numbers.right_slopes[[1, 2, 3, 0]],
         "first": numbers.first + 1, "key_mask": np.roll(numbers.key_mask, 1, 1),
@@ -195,62 +209,36 @@ def test_the_checker_fails_on_answers_to_other_calls() -> None:
         "key": numbers.key[:, ::-1].copy(), "grad_lse": -numbers.grad_lse,
         "key_bias": numbers.key_bias[:, [1, 2, 3, 0]],
     }  # fmt: skip
-    for name, wrong in others.items():
-        changed = dataclasses.replace(numbers, **{name: wrong})
-        changes = {"offset": CHECKED.offset + 1} if name == "first" else {}
-        with pytest.raises(AssertionError):
-            assert_right(
-                Question(CHECKED, numbers),
-                answer(dataclasses.replace(CHECKED, **changes), changed, backend="reference"),
-            )
-    for name, wrong in {"window": 8, "scale": 0.36}.items():
-        got = answer(dataclasses.replace(CHECKED, **{name: wrong}), numbers, backend="reference")
-        with pytest.raises(AssertionError):
-            assert_right(Question(CHECKED, numbers), got)
+    wrong = [
+        by_reference(CHECKED, dataclasses.replace(numbers, **{name: x}), offset=CHECKED.offset + (name == "first"))
+        for name, x in others.items()
+    ]
+    wrong += [by_reference(CHECKED, numbers, **changes) for changes in ({"window": 8}, {"scale": 0.36})]
+    assert_told_apart(CHECKED, numbers, by_reference(CHECKED, numbers), wrong)
 
 
 def test_the_checker_fails_on_another_dropout() -> None:
     """Another rate, another seed, no dropout, and a mask that is shifted by one."""
     call = dataclasses.replace(CHECKED, dropout_p=0.3, torch_seed=4)
     numbers = arrays(call)
-    question = Question(call, numbers)
-    assert_right(question, answer(call, numbers, backend="reference"))
-    for changes in ({"dropout_p": 0.31}, {"torch_seed": 5}, {"dropout_p": 0.0}):
-        with pytest.raises(AssertionError):
-            assert_right(question, answer(dataclasses.replace(call, **changes), numbers, backend="reference"))
 
     def shifted(query, key, value, slopes, *, dropout_p, **rest):
         made = make_spec(query, key, value, slopes, **rest, dropout_p=dropout_p)
         seed = torch.tensor([[drawn_seed(call.torch_seed), 0, 0, 1]])
         return attend(dataclasses.replace(made, dropout_seed=seed), query, key, value, "reference")
 
-    with pytest.raises(AssertionError):
-        assert_right(question, answer(call, numbers, shifted))
+    others = ({"dropout_p": 0.31}, {"torch_seed": 5}, {"dropout_p": 0.0})
+    wrong = [*(by_reference(call, numbers, **changes) for changes in others), answer(call, numbers, shifted)]
+    assert_told_apart(call, numbers, by_reference(call, numbers), wrong)
 
 
 def test_the_checker_fails_on_a_causal_mask_that_is_shifted() -> None:
     call = Call(seed=1, heads=2, kv_heads=1, query_len=9, key_len=9, head_dim=4)
     numbers = arrays(call)
-
-    def shifted(query, key, value, slopes, **rest):
-        return alibi_attention(query, key, value, slopes, **rest | {"query_offset": 1}, backend="reference")
-
-    with pytest.raises(AssertionError):
-        assert_right(Question(call, numbers), answer(call, numbers, shifted))
+    assert_told_apart(call, numbers, by_reference(call, numbers), [by_reference(call, numbers, offset=1)])
 
 
 WITH_SINKS = dataclasses.replace(CHECKED, sinks="noise")
-
-
-def test_the_truth_with_sinks_is_that_of_autograd() -> None:
-    """Autograd through an output that is multiplied by σ(lse − sink)."""
-    wide = {"dtype": "float64", "key_bias_as": "float64", "slopes_as": "float64", "tolerance": 0.0}
-    call = dataclasses.replace(WITH_SINKS, **wide)
-    numbers = arrays(call)
-    true, plain = truth(call, numbers), plainly(call, numbers).results
-    for name, exact in true.exact.items():
-        tolerance = 1e-6 if name == "sink_logits" else 1e-12  # its gradient is fp32
-        np.testing.assert_allclose(plain[name].numpy(), exact, rtol=0, atol=tolerance * _largest(exact), err_msg=name)
 
 
 PARTS = ("output", "lse", "query", "key", "value", "slopes", "right_slopes", "key_bias", "sink_logits")
@@ -283,11 +271,8 @@ def _of_one_head(x: torch.Tensor, change) -> torch.Tensor:
 def test_the_checker_fails_where_native_skips_more_than_the_tolerance() -> None:
     call = Call(seed=3, query_len=200, key_len=200, head_dim=8, heads=2, kv_heads=2, slopes="published", tolerance=1e-6)
     numbers = arrays(call)
-    assert_right(Question(call, numbers), answer(call, numbers, backend="native"))
-    with pytest.raises(AssertionError):
-        assert_right(
-            Question(call, numbers), answer(dataclasses.replace(call, tolerance=0.3), numbers, backend="native")
-        )
+    right, wrong = (answer(dataclasses.replace(call, tolerance=x), numbers, backend="native") for x in (1e-6, 0.3))
+    assert_told_apart(call, numbers, right, [wrong])
 
 
 @pytest.mark.parametrize("shape", ["BHS", "HS", "B1S", "S"])
@@ -300,10 +285,9 @@ def test_the_checker_fails_on_biases_that_lose_their_digits(backend: str, shape:
     numbers = arrays(call)
     bias = 1e6 + np.round(16 * np.random.default_rng(0).standard_normal(numbers.key_bias.shape)) / 16
     numbers = dataclasses.replace(numbers, key_bias=bias)
-    assert_right(Question(call, numbers), answer(call, numbers, backend=backend))
     rounded = dataclasses.replace(numbers, key_bias=np.round(bias))
-    with pytest.raises(AssertionError):
-        assert_right(Question(call, numbers), answer(call, rounded, backend=backend))
+    right, wrong = (answer(call, x, backend=backend) for x in (numbers, rounded))
+    assert_told_apart(call, numbers, right, [wrong])
 
 
 def test_a_key_that_a_bias_hides_is_unseen() -> None:

@@ -103,17 +103,21 @@ def test_the_triton_kernels_get_every_array_that_they_read() -> None:
 # --- functions ---
 
 
-def _weights(options: dict[str, Any]) -> Tensor:
-    query, key, _ = rows()
-    return attention_rows(query.double(), key.double(), SLOPES, rows=slice(None), **options)
+def _assert_same(found: tuple[Tensor, Tensor | None], expected: tuple[Tensor, Tensor | None]) -> None:
+    """(output, lse) of two calls; lse if it was expected."""
+    for x, y in zip(found, expected, strict=True):
+        if y is not None:
+            torch.testing.assert_close(x, y, rtol=1e-4, atol=1e-4)
 
 
-def _assert_same_rows(field: str) -> None:
+def _assert_same_rows(field: str, function: str = "alibi_attention", **more: Any) -> None:
     """The weights of `attention_rows`, times the values, are the output of the definition."""
-    options = {name: x for name, x in FIELDS[field].options.items() if name != "return_lse"}
-    value = rows()[2].repeat_interleave(2, 1)
-    expected, _ = result("alibi_attention", options, "reference")
-    torch.testing.assert_close(_weights(options).float() @ value, expected, rtol=1e-4, atol=1e-4)
+    options = {name: x for name, x in FIELDS[field].options.items() if name != "return_lse"} | more
+    query, key, value = rows()
+    some = torch.arange(T - 1, -1, -3)  # in another order
+    weights = attention_rows(query.double(), key.double(), SLOPES, rows=some, **options)
+    expected = result(function, options, "reference")[0][:, :, some]
+    _assert_same((weights.float() @ value.repeat_interleave(2, 1), None), (expected, None))
 
 
 def _dropped_mass(options: dict[str, Any], skipped: Tensor, slopes: list[float]) -> float:
@@ -188,18 +192,13 @@ def _assert_computed(field: str, function: str) -> None:
     )
     if function == "toeplitz_attention" and field == "causal":
         base = {"table": torch.sin(torch.arange(2.0 * S - 1)).expand(H, -1)}
-    (output, lse), (expected, expected_lse) = (result(function, base | options, x) for x in ("native", "reference"))
-    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
-    if lse is not None:
-        torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+    _assert_same(*(result(function, base | options, x) for x in ("native", "reference")))
 
 
 def _assert_invariant(field: str) -> None:
     options = FIELDS[field].options
-    expected, _ = result("alibi_attention", options, "reference")
-    found: Any = alibi_attention(*rows(), SLOPES, invariant=True, **options)
-    output = found[0] if isinstance(found, tuple) else found
-    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
+    found = result("alibi_attention", options | {"invariant": True}, "auto")
+    _assert_same(found, result("alibi_attention", options, "reference"))
 
 
 def _assert_explained(field: str) -> None:
@@ -213,23 +212,13 @@ def _assert_explained(field: str) -> None:
     )  # these change only what is returned
 
 
-def _assert_rows_with_gates(field: str) -> None:
-    options = FIELDS[field].options | FIELDS["query_bias"].options
-    query, key, value = rows()
-    weights = attention_rows(query.double(), key.double(), SLOPES, rows=slice(None), **options)
-    expected, _ = result("forgetting_attention", options, "reference")
-    torch.testing.assert_close(weights.float() @ value.repeat_interleave(2, 1), expected, rtol=1e-4, atol=1e-4)
-
-
 def _assert_computed_in_the_plane(field: str, backend: str) -> None:
     """The result is the definition's, and another one than that of the plain call in the plane."""
     options = PLANE | FIELDS[field].options
-    (output, lse), (expected, expected_lse) = (result("alibi_attention", options, x) for x in (backend, "reference"))
-    torch.testing.assert_close(output, expected, rtol=1e-4, atol=1e-4)
-    if expected_lse is not None:
-        torch.testing.assert_close(lse, expected_lse, rtol=1e-4, atol=1e-4)
+    found, expected = (result("alibi_attention", options, x) for x in (backend, "reference"))
+    _assert_same(found, expected)
     plain = {} if field in ("causal", "coordinates") else PLANE
-    changed = expected - result("alibi_attention", plain, "reference")[0]
+    changed = expected[0] - result("alibi_attention", plain, "reference")[0]
     assert field == "return_lse" or float(changed.abs().max()) > 0.01, f"{field} changes nothing in its call"
 
 
@@ -239,13 +228,17 @@ def _assert_computed_by_rows(field: str) -> None:
         _assert_computed_in_the_plane(field, "auto")
 
 
+def _assert_same_rows_with_gates(field: str) -> None:
+    _assert_same_rows(field, "forgetting_attention", **FIELDS["query_bias"].options)
+
+
 # By function: where its READS are, and a check that it computes a field.
 FUNCTIONS: dict[str, tuple[Any, str, Callable[[str], None]]] = {
     "forgetting_attention": (forgetting, "FORGETTING", lambda field: _assert_computed(field, "forgetting_attention")),
     "toeplitz_attention": (toeplitz, "_READS", lambda field: _assert_computed(field, "toeplitz_attention")),
     "alibi_attention_varlen": (varlen, "_READS", _assert_varlen_equals_a_batch),
     "attention_rows": (rows_module, "_READS", _assert_same_rows),
-    "attention_rows with log_fgate": (rows_module, "_WITH_GATES", _assert_rows_with_gates),
+    "attention_rows with log_fgate": (rows_module, "_WITH_GATES", _assert_same_rows_with_gates),
     "head_reach": (api, "_HEAD_REACH", _assert_reach_is_certified),
     "certified_block_mask": (api, "_BLOCK_MASK", _assert_block_mask_is_certified),
     "explain": (explanation, "READS", _assert_explained),
