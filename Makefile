@@ -33,7 +33,7 @@ demo: ready ## Train four position methods short, test them long, write a report
 	$(BIN)/alibi run quick --out runs/quick
 
 # Each of these files takes a few seconds of a processor or less without what compiles, and together they call most of the library.
-QUICK := $(addprefix tests/, test_reach.py test_units.py cli/test_embed.py $(addprefix attention/, test_spec.py test_hints.py \
+QUICK := $(addprefix tests/, test_reach.py test_units.py cli/test_embed.py $(addprefix attention/, test_spec.py test_hints.py test_refusals.py \
     test_key_bias.py test_merging.py test_cut_gates.py test_varlen.py test_certified_block_mask.py test_sink_logits.py test_space.py \
     $(addprefix backends/, test_cpu.py test_dense.py test_native_decoding.py)) $(addprefix nn/, test_attention.py \
     test_block.py test_cache.py test_cross_attention.py test_gates.py test_gated_cache.py test_parts.py test_static_cache.py \

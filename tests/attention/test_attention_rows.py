@@ -123,33 +123,3 @@ def test_no_rows_and_no_keys():
     query, key, _ = drawn()
     assert attention_rows(query, key, rows=[]).shape == (2, 4, 0, 70)
     assert attention_rows(query, key[:, :, :0], rows=[0], key_bias=torch.zeros(0)).shape == (2, 4, 1, 0)
-
-
-@pytest.mark.parametrize("rows", [3, [1.5], [True], torch.tensor([[1]]), torch.tensor([True]), "ab", None])
-def test_rows_that_are_no_indices(rows):
-    with pytest.raises(TypeError, match="must be indices of queries"):
-        attention_rows(*drawn()[:2], rows=rows)
-
-
-@pytest.mark.parametrize("rows", [[70], torch.tensor([0, -71])])
-def test_rows_that_do_not_exist(rows):
-    with pytest.raises(ValueError, match="there are 70 queries; pass indices from -70 to 69"):
-        attention_rows(*drawn()[:2], rows=rows)
-
-
-@pytest.mark.parametrize("name", ["tolerance", "dropout_p", "return_lse", "backend"])
-def test_options_without_meaning_are_refused(name):
-    with pytest.raises(TypeError, match=rf"attention_rows\(\) has no argument '{name}': "):
-        attention_rows(*drawn()[:2], rows=[0], **{name: None})
-
-
-def test_other_errors_are_those_of_attention():
-    query, key, _ = drawn()
-    with pytest.raises(TypeError, match=r"attention_rows\(\) got an unexpected .*'is_causal'; here it is causal"):
-        attention_rows(query, key, rows=[0], is_causal=True)
-    with pytest.raises(ValueError, match="pass alibi_slopes"):
-        attention_rows(query, key, [0.5], rows=[0])
-    with pytest.raises(ValueError, match="with log_fgate does not support causal=False"):
-        attention_rows(query, key, rows=[0], causal=False, **GATED["gates"])
-    with pytest.raises(ValueError, match="with log_fgate does not support query_offset as an array"):
-        attention_rows(query, key, rows=[0], query_offset=torch.tensor(0), **GATED["gates"])

@@ -147,20 +147,3 @@ def test_flex_attention_with_it_is_alibi_attention(block_size) -> None:
         attend = torch.compile(flex_attention, dynamic=False, fullgraph=True)
         found = attend(q, k, v, score_mod=alibi, block_mask=mask, scale=0.3, enable_gqa=True)
     torch.testing.assert_close(found, alibi_attention(q, k, v, slopes, **options), rtol=1e-4, atol=2e-5)
-
-
-@pytest.mark.parametrize(
-    "block_size", [0, 100, 32, -64, 128.0, True, (128,), (256, 100), (True, 64), [128, 128]], ids=str
-)
-def test_blocks_are_whole_tiles(block_size: object) -> None:
-    q = torch.randn(1, 2, 70, 16)
-    with pytest.raises(ValueError, match="must be a multiple of 64"):
-        certified_block_mask(q, q, block_size=block_size)
-
-
-def test_it_refuses_the_same_arguments_as_alibi_attention() -> None:
-    q = torch.randn(1, 2, 70, 16)
-    with pytest.raises(ValueError, match="pass alibi_slopes"):
-        certified_block_mask(q, q, [0.5])
-    with pytest.raises(ValueError, match="0 queries and 70 keys"):
-        certified_block_mask(q[:, :, :0], q)

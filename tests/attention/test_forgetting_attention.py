@@ -1,7 +1,5 @@
 """forgetting_attention: its formula, equivalences, accuracy at great length, and errors."""
 
-import math
-
 import pytest
 import torch
 from torch.nn.functional import logsigmoid
@@ -69,34 +67,3 @@ def test_autocast_leaves_gates_alone(dtype: torch.dtype) -> None:
         out = forgetting_attention(q, k, v, gates.requires_grad_())
     assert out.dtype == dtype
     assert torch.autograd.grad(out.float().sum(), gates)[0].dtype == torch.float32
-
-
-@pytest.mark.parametrize(
-    ("changes", "error", "said"),
-    [
-        ({"log_fgate": 0.1}, ValueError, "at most 0, the natural logarithm"),
-        ({"log_fgate": math.nan}, ValueError, r"NaN, \+inf or a positive number"),
-        ({"log_fgate": math.inf}, ValueError, "−inf for a cut"),
-        ({"log_fgate": torch.zeros(2, 3, 70)}, ValueError, r"must be \[B, H, S\] = \[2, 4, 70\]"),
-        ({"log_fgate": torch.zeros(2, 4, 69)}, ValueError, "log_fgate has shape"),
-        ({"log_fgate": torch.zeros(2, 4, 70, dtype=torch.bfloat16)}, TypeError, "must be float32 or float64"),
-        ({"log_fgate": [0.0]}, TypeError, "log_fgate must be a torch.Tensor but is list"),
-        ({"query_offset": torch.tensor(0)}, ValueError, "does not support query_offset as an array"),
-        ({"query_offset": 3}, ValueError, "every query must be among the keys"),
-        ({"query_offset": -1}, ValueError, "every query must be among the keys"),
-        ({"backend": "banded"}, ValueError, "it does not compute key_bias, log_fgate"),
-    ],
-)
-def test_invalid_arguments_are_refused(changes: dict, error: type[Exception], said: str) -> None:
-    q, k, v, gates = draw()
-    if isinstance(changes.get("log_fgate"), float):
-        gates[1, 2, 3] = changes["log_fgate"]
-        changes = {"log_fgate": gates}
-    with pytest.raises(error, match=said):
-        forgetting_attention(q, k, v, **{"log_fgate": gates} | changes)
-
-
-def test_causal_is_all_there_is() -> None:
-    q, k, v, gates = draw()
-    with pytest.raises(TypeError, match="causal"):
-        forgetting_attention(q, k, v, gates, causal=False)

@@ -149,19 +149,3 @@ def test_what_a_certificate_skips_depends_on_later_queries():
     whole = attend(*inputs, given, backend="native", tolerance=1e-3)
     part = attend(*(x[:, :, :129] for x in inputs), given, backend="native", tolerance=1e-3)
     assert not torch.equal(whole[0][:, :, :129], part[0])
-
-
-@pytest.mark.parametrize(
-    ("options", "message"),
-    [
-        ({"backend": "dense"}, "backend 'dense' cannot run this.*use backend='native'"),
-        ({"tolerance": 1e-6}, "tolerance is 1e-06 but invariant=True computes every visible score"),
-        ({"causal": False}, "invariant=True does not support causal=False; use invariant=False, or omit it"),
-        ({"key_bias": torch.zeros(S), "dropout_p": 0.5}, "does not support key_bias, dropout_p"),
-        ({"window": [3, 3, 9, 9]}, "does not support window per head"),
-    ],
-)
-def test_an_invariant_call_refuses_what_depends_on_other_queries_or_keys(options, message):
-    inputs, _ = drawn("plain", torch.float32)
-    with pytest.raises(ValueError, match=message):
-        alibi_attention(*inputs, invariant=True, **options)

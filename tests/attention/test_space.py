@@ -92,26 +92,3 @@ def test_registers_on_a_line_have_distance_zero_both_ways():
     expected, _ = definition(q, k, v, slopes, 2 * index, 2 * index, registers=10)
     found = alibi_attention(q, k, v, slopes, causal=False, registers=10, positions=times)
     torch.testing.assert_close(found, expected, rtol=1e-6, atol=1e-8)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"causal": True}, "have no left and right: pass causal=False"),
-        ({"window": 5}, "exclude window; omit them"),
-        ({"query_offset": 0}, "exclude query_offset"),
-        ({"right_slopes": [0.1, 0.2]}, "exclude right_slopes"),
-        ({"positions": torch.zeros(1, 9, 4)}, r"must be \[B, S, 2 or 3\] = \[1, 9, 2 or 3\]"),
-        ({"positions": torch.zeros(1, 9, 2).long()}, "must be float32 or float64"),
-        ({"positions": torch.full((1, 9, 2), torch.nan)}, "positions must be finite"),
-        ({"positions": torch.zeros(1, 9, 2, requires_grad=True)}, "receives no gradient"),
-        ({"query_positions": torch.zeros(1, 9, 3)}, r"must be \[B, T, 2\]"),
-        ({"registers": -1}, "registers is -1 but must be"),
-        ({"registers": 2, "positions": None, "causal": True}, "registers are symmetric"),
-    ],
-)
-def test_what_has_no_meaning_is_refused(change, words):
-    q = torch.randn(1, 2, 9, 8)
-    given = {"causal": False, "positions": torch.zeros(1, 9, 2)} | change
-    with pytest.raises((ValueError, TypeError), match=words):
-        alibi_attention(q, q, q, [0.5, 0.1], **given)

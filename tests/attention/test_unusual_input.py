@@ -2,7 +2,6 @@
 
 import math
 
-import numpy as np
 import pytest
 import torch
 from torch.nn import functional
@@ -12,7 +11,6 @@ from alibi_attn import (
     KVCache,
     alibi_attention,
     alibi_attention_varlen,
-    alibi_bias,
     alibi_slopes,
     certified_block_mask,
     explain,
@@ -148,39 +146,14 @@ def test_a_tolerance_too_small_to_be_halved_skips_nothing(tolerance: float) -> N
     assert torch.equal(*(mask.kv_num_blocks for mask in masks))
 
 
-@pytest.mark.parametrize("offset", [HUGE, -HUGE, torch.tensor(2**63 - 1), torch.tensor([-(2**62)])])
-def test_positions_beyond_int64_are_refused(offset: object) -> None:
-    with pytest.raises(ValueError, match=r"query_offset is .* but positions lie between"):
-        alibi_attention(QUERY, KEY, VALUE, query_offset=offset)
-
-
 def test_other_numbers_without_end_are_refused() -> None:
-    with pytest.raises(ValueError, match="query_len is"):
-        alibi_bias([0.5], HUGE)
-    with pytest.raises(ValueError, match="query_offset is"):
-        alibi_bias([0.5], 3, query_offset=HUGE)
     for slopes in ([HUGER] * 4, [-HUGER] * 4):
-        with pytest.raises(ValueError, match="slopes must be finite"):
-            alibi_attention(QUERY, KEY, VALUE, slopes)
         with pytest.raises(ValueError, match="slopes must be finite"):
             ALiBiAttention(64, 4, slopes=slopes)
     with pytest.raises(ValueError, match="target is a length"):
         interpolate_slopes([0.5], 1, HUGER)
     layer = ALiBiAttention(64, 4, window=HUGE, qk_norm=True)
     assert layer.static_reach(score_bound=HUGER).tolist() == [2**60] * 4
-
-
-def test_slopes_that_are_not_real_numbers_are_refused() -> None:
-    for slopes in (["a"] * 4, [None, 0.1, 0.1, 0.1], {0.1, 0.2, 0.3, 0.4}, [[0.1] * 4, [0.2] * 3]):
-        with pytest.raises(TypeError, match="slopes must be real numbers"):
-            alibi_attention(QUERY, KEY, VALUE, slopes)
-    with pytest.raises(TypeError, match="slopes is an array of complex128 but must hold real numbers"):
-        alibi_attention(QUERY, KEY, VALUE, np.full(4, 1j))
-
-
-def test_a_backend_that_is_not_a_name_is_refused() -> None:
-    with pytest.raises(ValueError, match=r"backend is \['native'\] but must be 'auto' or one of"):
-        alibi_attention(QUERY, KEY, VALUE, backend=["native"])
 
 
 def test_writing_to_an_explanation_changes_no_later_call() -> None:
@@ -191,14 +164,6 @@ def test_writing_to_an_explanation_changes_no_later_call() -> None:
     assert torch.equal(slopes, SLOPES)
     for given, expected in zip((None, slopes), before, strict=True):
         assert torch.equal(alibi_attention(QUERY, KEY, VALUE, given), expected)
-
-
-def test_explaining_a_call_without_values_is_refused() -> None:
-    query, key, value = (x.to("meta") for x in (QUERY, KEY, VALUE))
-    with pytest.raises(ValueError, match="query is on the meta device"):
-        explain(query, key, value)
-    with pytest.raises(ValueError, match="query is on the meta device"):
-        certified_block_mask(query, key)
 
 
 @pytest.mark.parametrize("backend", BACKWARD)
