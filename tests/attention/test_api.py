@@ -5,8 +5,8 @@ import math
 import numpy as np
 import pytest
 import torch
+from attention_calls import Watched
 from attention_checks import ON_CPU
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from alibi_attn import alibi_attention, alibi_bias, alibi_slopes, explain, head_reach
 from alibi_attn.attention.backends.native import backend as native
@@ -36,61 +36,12 @@ def test_the_bias_is_typed_out() -> None:
     assert alibi_bias([0.5], np.int64(3)).shape == (1, 3, 3)
 
 
-@every_backend
-def test_second_derivatives_are_refused(backend: str) -> None:
-    q, k, v = draw(t=12, requires_grad=True)
-    out = alibi_attention(q, k, v, backend=backend)
-    (first,) = torch.autograd.grad(out.square().sum(), q, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
-        first.square().sum().backward()
-    weight = torch.ones_like(out).requires_grad_()
-    (of_value,) = torch.autograd.grad(alibi_attention(q.detach(), k, v, backend=backend), v, weight, create_graph=True)
-    with pytest.raises(RuntimeError, match="differentiable once"):
-        torch.autograd.grad(of_value.sum(), weight)
-
-
-@pytest.mark.parametrize(
-    "backend", [pytest.param(x, marks=pytest.mark.long if x in ("reference", "dense") else ()) for x in ON_CPU]
-)
-@pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
-def test_compiles_to_one_graph_with_gradients(backend: str) -> None:
-    torch._dynamo.reset()
-    slopes = torch.rand(4, requires_grad=True)
-
-    def call(q, k, v, slopes, mask):
-        return alibi_attention(q, k, v, slopes, key_mask=mask, return_lse=True, backend=backend)
-
-    compiled = torch.compile(call, fullgraph=True, dynamic=True, backend="aot_eager")
-    for t in (40, 66):
-        q, k, v = draw(t=t, dtype=torch.float32, requires_grad=True)
-        mask = torch.rand(2, t) < 0.8
-        results = []
-        for function in (call, compiled):
-            out, lse = function(q, k, v, slopes, mask)
-            grads = torch.autograd.grad(out.sum() + lse.masked_fill(lse.isinf(), 0.0).sum(), [q, k, v, slopes])
-            results.append([out, lse, *grads])
-        for eager, graph in zip(*results, strict=True):
-            torch.testing.assert_close(graph, eager)
-
-
 @pytest.mark.filterwarnings("ignore:.*:DeprecationWarning")
 def test_auto_compiles_with_inductor() -> None:
     torch._dynamo.reset()
     q, k, v = draw(h=6, t=700, dtype=torch.float32)
     out = torch.compile(alibi_attention, fullgraph=True)(q, k, v)
     torch.testing.assert_close(out, alibi_attention(q, k, v))
-
-
-class _Asked(TorchDispatchMode):
-    """The names of torch's operations."""
-
-    def __init__(self) -> None:
-        super().__init__()
-        self.names: list[str] = []
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        self.names.append(str(func))
-        return func(*args, **(kwargs or {}))
 
 
 WAYS_OF_SLOPES = [None, [0.5, 0.25], (1, 0), np.array([0.5, 0.25]), np.full((2, 2), 0.5)]
@@ -118,7 +69,7 @@ def test_nothing_goes_to_a_device_or_comes_from_it(slopes: object, options: dict
             alibi_attention(query, key, value, slopes, **options, backend=backend)
 
     calls()  # numbers go there once
-    with _Asked() as asked:
+    with Watched() as asked:
         calls()
     assert len(asked.names) > 100
     assert not [name for name in asked.names if "lift_fresh" in name or "_local_scalar_dense" in name]

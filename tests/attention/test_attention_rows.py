@@ -4,11 +4,11 @@ import math
 
 import pytest
 import torch
+from attention_calls import Watched
 from attention_cases import CASES, KEY_BIASES, Case
 from attention_checks import arguments
 from attention_oracle import truth
 from torch import Tensor
-from torch.utils._python_dispatch import TorchDispatchMode
 
 from alibi_attn import alibi_attention, attention_rows, forgetting_attention
 
@@ -90,26 +90,14 @@ def test_hidden_keys_are_never_used_and_seen_ones_always():
     assert not bool(blind.any())
 
 
-class _Largest(TorchDispatchMode):
-    """The numbers in the largest tensor that an operation returned."""
-
-    numbers = 0
-
-    def __torch_dispatch__(self, func, types, args=(), kwargs=None):
-        result = func(*args, **(kwargs or {}))
-        results = result if isinstance(result, tuple | list) else [result]
-        self.numbers = max([self.numbers, *(x.numel() for x in results if isinstance(x, Tensor))])
-        return result
-
-
 def test_memory_is_linear_in_the_keys():
     q = torch.randn(1, 4, 3000, 8, requires_grad=True)
-    with _Largest() as largest:
+    with Watched() as watched:
         attention_rows(q, q, rows=[-1, 17]).square().sum().backward()
-    assert largest.numbers == q.numel()
-    with _Largest() as largest:
+    assert watched.largest == q.numel()
+    with Watched() as watched:
         attention_rows(q, q, rows=slice(None))
-    assert largest.numbers == 4 * 3000 * 3000
+    assert watched.largest == 4 * 3000 * 3000
 
 
 def test_it_compiles():

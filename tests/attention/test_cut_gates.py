@@ -68,20 +68,6 @@ def test_dropout_is_that_of_the_definition_where_cuts_become_segments() -> None:
     torch.testing.assert_close(*found, rtol=1e-5, atol=1e-5)
 
 
-@pytest.mark.parametrize("backend", ["dense", "native"])
-def test_cuts_compile(backend: str) -> None:
-    inputs = with_cuts(draw(), -math.inf)
-    inputs[1][0, 0, 30] = math.nan
-    seen = torch.ones(2, LENGTH, dtype=torch.bool)
-    seen[:, 64:80] = False
-
-    def attend(*x: torch.Tensor) -> torch.Tensor:
-        return forgetting_attention(*x, key_mask=seen, backend=backend)
-
-    found = torch.compile(attend, fullgraph=True, backend="eager")(*inputs)
-    torch.testing.assert_close(found, attend(*inputs), rtol=1e-5, atol=1e-5, equal_nan=True)
-
-
 @pytest.mark.parametrize("transform", ["vmap", "vjp", "compile"])
 def test_cuts_hide_what_is_large_in_transforms(transform: str) -> None:
     """Heads 2 and 3, which share a key head, have different cuts after a key whose score and bias pass any cut's bias."""

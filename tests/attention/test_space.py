@@ -6,7 +6,7 @@ import torch
 from space_oracle import definition, points
 from torch import Tensor
 
-from alibi_attn import alibi_attention, alibi_slopes, attention_rows, explain
+from alibi_attn import alibi_attention, alibi_slopes
 from alibi_attn.attention.run import space
 
 DRAWS = 60
@@ -25,21 +25,6 @@ def test_wrong_results_are_detected():
     shifted = drawn._replace(places=tuple(x + 0.01 * torch.arange(x.shape[1])[:, None] for x in drawn.places))
     with pytest.raises(AssertionError, match="is off by"):
         space_draws.assert_near(shifted)
-
-
-def test_rows_in_chunks_are_the_same_numbers_and_need_no_square(monkeypatch):
-    q, k, v = (torch.randn(1, 2, 90, 8, requires_grad=True) for _ in range(3))
-    slopes = torch.tensor([0.5, 0.1], requires_grad=True)
-    given = {"causal": False, "positions": points("random", 1, 90, 2), "key_bias": torch.randn(90)}
-
-    def results() -> list[Tensor]:
-        output, lse = alibi_attention(q, k, v, slopes, return_lse=True, **given)
-        return [output, lse, *torch.autograd.grad((output * output).sum() + lse.sum(), (q, k, v, slopes))]
-
-    whole = results()
-    monkeypatch.setattr(space, "MOST_SCORES", 2 * 90 * 7)
-    for found, expected in zip(results(), whole, strict=True):
-        torch.testing.assert_close(found, expected, rtol=1e-5, atol=1e-5)
 
 
 def test_dropout_of_rows_in_chunks_is_that_of_one_call(monkeypatch):
@@ -68,16 +53,6 @@ def test_tokens_keep_their_dropout_when_they_are_sorted(registers, is_self):
 
     for found, expected in zip(results("native"), results("reference"), strict=True):
         torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-10)
-
-
-def test_weights_and_explanation_know_the_plane():
-    q = k = torch.randn(1, 2, 80, 8, dtype=torch.float64)
-    p = points("random", 1, 80, 2)
-    weights = attention_rows(q, k, [0.5, 0.1], rows=[3, -1], causal=False, positions=p, registers=1)
-    value = torch.randn(1, 2, 80, 8, dtype=torch.float64)
-    expected, _ = definition(q, k, value, torch.tensor([0.5, 0.1]).double(), p, p, registers=1)
-    torch.testing.assert_close(weights @ value, expected[:, :, [3, -1]], rtol=1e-6, atol=1e-6)
-    assert explain(q, k, value, causal=False, positions=p).share <= 1.0
 
 
 def test_registers_on_a_line_have_distance_zero_both_ways():

@@ -2,9 +2,6 @@
 
 import copy
 import io
-import math
-import subprocess
-import sys
 import threading
 
 import pytest
@@ -14,6 +11,7 @@ from attention_checks import ON_CPU
 from differential_arrays import arrays
 from differential_calls import draw as draw_call
 from differential_checks import answer, answerable
+from programs import printed
 from torch import Tensor
 from torch._subclasses import FakeTensorMode
 from torch.autograd import forward_ad
@@ -94,56 +92,6 @@ def test_grad_and_vjp_are_those_of_autograd(backend: str) -> None:
     output, back = vjp(lambda *x: alibi_attention(*x, backend=backend), *plain)
     (other,) = (torch.autograd.grad(alibi_attention(*leaves, backend=backend), leaves, output.detach()),)
     assert_equal(back(output), other)
-
-
-MAPPED = {
-    "all": ({}, 0),
-    "slopes of each sequence": ({"slopes": lambda: torch.rand(3, 2, 4)}, 0),
-    "slopes that are numbers": ({"slopes": lambda: [0.5, 0.25, 0.1, 0.0]}, None),
-    "right slopes": ({"causal": lambda: False, "right_slopes": lambda: torch.rand(3, 4)}, 0),
-    "right slopes for all": ({"causal": lambda: False, "right_slopes": lambda: torch.rand(2, 4)}, None),
-    "key mask": ({"key_mask": lambda: torch.rand(3, 2, 70) < 0.7}, 0),
-    "key mask for all": ({"key_mask": lambda: torch.rand(2, 70) < 0.7}, None),
-    "segments": ({"segment_ids": lambda: torch.randint(0, 2, (3, 2, 70)).sort(-1).values}, 0),
-    "an offset each": ({"query_offset": lambda: torch.tensor([0, 5, -9])}, 0),
-    "an offset each sequence": ({"query_offset": lambda: torch.tensor([[0, 1], [5, 90], [-9, -80]])}, 0),
-    "an offset for all": ({"query_offset": lambda: torch.tensor([3, 7])}, None),
-    "numbers that are none": ({"nan": lambda: True}, None),
-}
-
-
-@every_backend
-@pytest.mark.parametrize("name", MAPPED)
-def test_vmap_is_a_loop(backend: str, name: str) -> None:
-    """Forward, gradients per entry (vmap of grad), and gradients of their sum (grad of vmap)."""
-    made, axis = MAPPED[name]
-    options = {key: make() for key, make in made.items()}
-    q, k, v, m = draw(3, requires_grad=False)
-    if options.pop("nan", False):
-        k[1, 0, 1, 40, 2] = v[2, 1, 0, 50, 1] = math.nan
-    m = options.pop("slopes", m)
-    axis_of_m = None if isinstance(m, list) else 0
-    names = list(options)
-    tensors = [options[x] for x in names]
-    axes = tuple(axis if isinstance(x, Tensor) else None for x in tensors)
-
-    def one(q, k, v, m, *rest):
-        return loss(q, k, v, m, backend=backend, **dict(zip(names, rest, strict=True)))
-
-    wanted = (0, 1, 2) if isinstance(m, list) else (0, 1, 2, 3)
-    inputs, in_dims = (q, k, v, m, *tensors), (0, 0, 0, axis_of_m, *axes)
-    entries = [[x if axis is None else x[i] for x, axis in zip(inputs, in_dims, strict=True)] for i in range(3)]
-    values = vmap(one, in_dims)(*inputs)
-    each = vmap(grad(one, argnums=wanted), in_dims)(*inputs)
-    of_sum = grad(lambda *x: vmap(one, in_dims)(*x).sum(), argnums=wanted)(*inputs)
-    found = [grad(one, argnums=wanted)(*entry) for entry in entries]
-    truth = [torch.stack(parts) for parts in zip(*found, strict=True)]
-    for ours, exact in (
-        (values, torch.stack([one(*entry) for entry in entries])),
-        *zip(each, truth, strict=True),
-        *zip(of_sum, truth, strict=True),
-    ):
-        torch.testing.assert_close(ours, exact, rtol=2e-5, atol=2e-5, equal_nan=True)
 
 
 @every_backend
@@ -331,7 +279,7 @@ assert "torch._dynamo" not in sys.modules
 from alibi_attn.distributed import context_parallel_attention
 assert "torch._dynamo" in sys.modules, "it is disabled there"
 """
-    subprocess.run([sys.executable, "-c", program], check=True)
+    printed("-c", program)
 
 
 def test_constants_are_marked_as_in_torch() -> None:

@@ -126,10 +126,10 @@ def test_sequences_are_computed_one_by_one_where_all_scores_of_the_row_would_be_
     run = dispatch.RUNS[backend]
     monkeypatch.setitem(dispatch.RUNS, backend, lambda spec, *x: (lengths.append(spec.key_len), run(spec, *x))[1])
     starts = torch.tensor([0, 150, 150, 400])
-    bias = torch.randn(4, 400)
-    found = alibi_attention_varlen(q, k, v, starts, key_bias=bias, return_lse=True, backend=backend)
+    options = {"key_bias": torch.randn(4, 400), "sink_logits": torch.randn(4), "return_lse": True}
+    found = alibi_attention_varlen(q, k, v, starts, **options, backend=backend)
     assert lengths == [150, 250]
-    expected = alibi_attention_varlen(q, k, v, starts, key_bias=bias, return_lse=True, backend="native")
+    expected = alibi_attention_varlen(q, k, v, starts, **options, backend="native")
     for ours, theirs in zip(found, expected, strict=True):
         torch.testing.assert_close(ours, theirs, rtol=1e-4, atol=1e-5)
 
