@@ -324,15 +324,3 @@ def test_the_hash_of_the_kernels_follows_code_but_not_comments(tmp_path: Path, m
         assert hashed("#include <y>\nint f();\n", "def f():\n    n = 1\n") != first
         assert hashed("#include <x>\nint f();\n", "def f():\n    n = 2\n") != first
     provenance.kernels.cache_clear()
-
-
-def test_nothing_half_written_is_left_when_the_disk_fails(
-    record: Record, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
-) -> None:
-    def no_space(descriptor: int) -> None:
-        raise OSError(28, "No space left on device")
-
-    monkeypatch.setattr(os, "fsync", no_space)
-    with pytest.raises(OSError, match="No space left"):
-        records.save(record, tmp_path)
-    assert os.listdir(tmp_path) == []

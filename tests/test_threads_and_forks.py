@@ -1,15 +1,13 @@
 """Attention from several Python threads, in DataLoader workers after a first call, and under `accelerate launch`."""
 
-import os
 import shutil
 import subprocess
 import sys
-import threading
 from pathlib import Path
 
 import pytest
 import torch
-from attention_checks import ON_CPU
+from programs import printed
 from torch import Tensor
 from torch.utils.data import DataLoader, Dataset
 
@@ -23,21 +21,6 @@ def gradients(seed: int, backend: str) -> Tensor:
     leaves = [torch.randn(2, 4, 200, 16, generator=generator).requires_grad_() for _ in range(3)]
     output = alibi_attention(*leaves, backend=backend)
     return torch.cat([output.detach(), *torch.autograd.grad(output.square().sum(), leaves)])
-
-
-@pytest.mark.parametrize("backend", ON_CPU)
-def test_concurrent_python_threads_get_the_bits_of_a_single_one(backend: str) -> None:
-    alone, together = [gradients(seed, backend) for seed in range(CALLS)], [torch.empty(0)] * CALLS
-
-    def run(seed: int) -> None:
-        together[seed] = gradients(seed, backend)
-
-    threads = [threading.Thread(target=run, args=(seed,)) for seed in range(CALLS)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert all(torch.equal(*pair) for pair in zip(alone, together, strict=True))
 
 
 class Attended(Dataset[Tensor]):
@@ -106,10 +89,7 @@ print("right")
 @pytest.mark.filterwarnings("ignore:os.fork:RuntimeWarning")
 def test_native_on_its_own_threads_gives_the_same_bits_in_threads_and_forks() -> None:
     """Simulates the absence of torch's OpenMP: macOS, Windows, and JAX alone."""
-    command = [sys.executable, "-W", "ignore", "-c", OWN_THREADS]
-    done = subprocess.run(command, capture_output=True, text=True, check=False, timeout=200)
-    assert done.returncode == 0, done.stderr
-    assert done.stdout.startswith("right")
+    assert printed("-W", "ignore", "-c", OWN_THREADS).startswith("right")
 
 
 WITHOUT_THREADS = """
@@ -134,7 +114,5 @@ REFUSED = 'extern "C" int pthread_create(void *, const void *, void *(*)(void *)
 def test_native_computes_without_threads_that_the_system_refuses(tmp_path: Path) -> None:
     (tmp_path / "refused.cpp").write_text(REFUSED)
     subprocess.run(["g++", "-shared", "-fPIC", "refused.cpp", "-o", "refused.so"], cwd=tmp_path, check=True)
-    environment = os.environ | {"OMP_NUM_THREADS": "1", "LD_PRELOAD": str(tmp_path / "refused.so")}
-    command = [sys.executable, "-W", "ignore", "-c", WITHOUT_THREADS]
-    done = subprocess.run(command, capture_output=True, text=True, env=environment, check=False, timeout=200)
-    assert (done.returncode, done.stdout) == (0, "right\n"), done.stderr
+    environment = {"OMP_NUM_THREADS": "1", "LD_PRELOAD": str(tmp_path / "refused.so")}
+    assert printed("-W", "ignore", "-c", WITHOUT_THREADS, **environment) == "right\n"
