@@ -292,7 +292,7 @@ WRONG = {
         ("nn/block.py", "from ..attention import api", "a relative import"),
         ("nn/block.py", "import alibi_attn", "imports the folder alibi_attn"),
         ("drawer.py", "import alibi_attn.slopes", "drawer has no place in the order"),
-        ("alibi_lab/lab/config.py", "import alibi_lab.lab.data.tokens", "does not come before it"),
+        ("alibi_lab/lab/config.py", "import alibi_lab.lab.data.corpus", "does not come before it"),
         ("alibi_lab/lab/config.py", "import alibi_lab.lab", "imports the folder alibi_lab.lab"),
         ("alibi_lab/lab/new.py", "import alibi_lab.lab.config", "new has no place in the order"),
     ],

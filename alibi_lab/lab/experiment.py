@@ -2,7 +2,7 @@
 
     <out>/records/*.json                          one per training and one per evaluation
     <out>/checkpoints/<name>-<identity>/step-…/   see `training/checkpoint.py`
-    <out>/tokens/<identity>/                      see `token_store.py`
+    <out>/tokens/<identity>/                      see `data/corpus.py`
     <out>/tensorboard/<name>/                     if requested
 
 Runs that have records are skipped and interrupted trainings are resumed, so it is always safe to run a recipe again.

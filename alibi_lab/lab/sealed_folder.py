@@ -1,7 +1,7 @@
 """Folders whose files are all verified when they are read.
 
 A folder is written with `alibi_attn.files.new_folder`. Its manifest comes last: it has the size and hash of every other file,
-and its own hash. Checkpoints (`training/checkpoint.py`) and tokenized texts (`data/token_store.py`) use this format.
+and its own hash. Checkpoints (`training/checkpoint.py`) and tokenized texts (`data/corpus.py`) use this format.
 """
 
 import hashlib

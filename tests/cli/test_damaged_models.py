@@ -12,8 +12,8 @@ from encoder_oracle import config, random_state, write_folder, write_tokenizer
 
 from alibi_attn.cli import console
 from alibi_attn.hf import late_chunks
-from alibi_lab.lab.data.row_files import CorpusError, texts
-from alibi_lab.lab.data.tokenizing import ByteTokenizer
+from alibi_lab.lab.data.sources import CorpusError, texts
+from alibi_lab.lab.data.tokenizing import byte_tokenizer
 
 HALF = "a \ud800 b"
 
@@ -76,7 +76,7 @@ def test_half_of_a_surrogate_pair_is_refused_by_its_place(encoder, tmp_path):
     with pytest.raises(ValueError, match=r"text 1 has \\ud800, half of a surrogate pair and no character; correct it"):
         late_chunks(str(encoder), ["a", HALF])
     with pytest.raises(CorpusError, match=r"the text has \\ud800, half of a surrogate pair"):
-        ByteTokenizer().encode(HALF)
+        byte_tokenizer().encode(HALF)
     path = tmp_path / "a.jsonl"
     path.write_text(f"{json.dumps({'text': 'a'})}\n{json.dumps({'text': HALF})}\n")
     with pytest.raises(CorpusError, match=rf"row 2 of {path} has \\ud800, half of a surrogate pair"):

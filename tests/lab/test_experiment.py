@@ -15,7 +15,7 @@ from alibi_lab.lab import experiment
 from alibi_lab.lab import run as one_run
 from alibi_lab.lab.config import ConfigError, DataConfig, EvalConfig, ModelConfig, Recipe, RunConfig, TrainConfig
 from alibi_lab.lab.config_io import to_json
-from alibi_lab.lab.data.corpus import CorpusError, load_corpus, packed_batches
+from alibi_lab.lab.data.corpus import CorpusError, load_corpus
 from alibi_lab.lab.data.tasks import TaskError
 from alibi_lab.lab.experiment import ExperimentError, run
 from alibi_lab.lab.model.language_model import LanguageModel
@@ -27,7 +27,7 @@ from alibi_lab.lab.training.checkpoint import (
     load_progress,
     newest,
 )
-from alibi_lab.lab.training.train import train
+from alibi_lab.lab.training.train import batches, train
 
 TEXTS = dict.fromkeys(("question", "paper", "command", "cost", "expected"), "")
 
@@ -296,7 +296,7 @@ def test_attention_within_documents_counts_targets_of_the_same_document_only(tin
     corpus = dataclasses.replace(loaded, starts={**loaded.starts, "train": starts})
     progress = train(config, corpus, tmp_path)
     model = LanguageModel(config.model, trained_length=16)
-    rows, documents = next(packed_batches(corpus.train, starts, length=16, batch_size=4, seed=0))
+    rows, documents = next(batches(corpus.train, starts, length=16, batch_size=4, seed=0))
     losses = []
     for row, belonging in zip(rows, documents, strict=True):
         for document in belonging.unique():

@@ -1,35 +1,42 @@
 """Reads a text corpus in chunks, before tokenization, and splits it into training, validation and test text.
 
-With several files, each file goes to one part as a whole, so that no test file is partly trained on. Next: `tokenizing.py`.
+A corpus is files, or a data set of the hub. Files of JSON, JSON Lines, CSV and Parquet are tables: each row is a document. With
+several files, each file goes to one part as a whole, so that no test file is partly trained on. Next: `tokenizing.py`.
 """
 
+import csv
 import functools
 import hashlib
 import itertools
+import json
 import math
 import mmap
 import os
 import re
 import sysconfig
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
 from pathlib import Path
 from typing import Any, Literal, TypeAlias
 
-from alibi_attn.strict_json import lone_surrogate
+from alibi_attn.strict_json import NO_CHARACTER, lone_surrogate
 from alibi_lab.lab.config import DataConfig
-from alibi_lab.lab.data.row_files import CorpusError, is_table, texts
 
 Part: TypeAlias = Literal["train", "valid", "test"]
 Documents: TypeAlias = Callable[[], Iterator[Iterator[bytes]]]  # each call reads again, every document in chunks
 Shares: TypeAlias = Mapping[Part, float]  # of the text for "valid" and for "test"
-Split: TypeAlias = tuple[str, dict[Part, Documents], dict[Part, int]]  # how, the parts, their bytes; {} = not known
+Rows: TypeAlias = Iterator[Mapping[str, object]]
 
 CHUNK_BYTES = 1 << 16  # read at once; chunks end at a line end,
 LINE_BYTES = 1 << 20  # or, in lines longer than this, between two words or at least two characters
 
 _NOT_LIBRARY = {"test", "tests", "idle_test", "site-packages", "dist-packages"}
 _OWN_SPLIT = re.compile(r"(?<![a-z])(train|valid|test)(?:ing|ation)?(?![a-z])")
+_ENCODING = "utf-8-sig"  # spreadsheets write a byte order mark
+
+
+class CorpusError(ValueError):
+    """A text that is missing, empty, not text, or too short; or tokens that are damaged or do not fit."""
 
 
 @dataclass(frozen=True)
@@ -37,19 +44,14 @@ class Text:
     """A corpus before tokenization.
 
     Args:
-        name: "text", "python-source" or "hub:NAME".
         split: a description of the split.
         parts: the documents for training, for validation and, optionally, for testing.
-        train_bytes, num_bytes: the size of the training text, and of all parts.
-        tokenizer: the value of data.tokenizer.
+        sizes: the bytes of each part; empty if they are not known yet.
     """
 
-    name: str
     split: str
     parts: Mapping[Part, Documents]
-    train_bytes: int
-    num_bytes: int
-    tokenizer: str
+    sizes: Mapping[Part, int] = field(default_factory=dict)
 
 
 @dataclass(frozen=True)
@@ -67,22 +69,18 @@ class TextFile:
         return _with_newlines(texts(self.path, self.field)) if is_table(self.path) else iter([file_chunks(self)])
 
 
-def text_files(corpus: str, paths: Sequence[str], text_field: str) -> list[TextFile] | None:
-    """The nonempty files of a corpus, or at the given paths; None for a hub corpus.
-
-    Raises:
-        CorpusError: files are missing or contain no text.
-    """
-    if corpus.startswith("hub:"):
-        return None
-    return local_files([Path(path) for path in paths], text_field) if paths else _python_source()
+def text_files(config: DataConfig) -> list[TextFile]:
+    """The nonempty files of a corpus, with the errors of `local_files`; none for a hub corpus."""
+    if config.corpus.startswith("hub:"):
+        return []
+    return local_files([Path(path) for path in config.text], config.text_field) if config.text else _python_source()
 
 
 def local_files(paths: Sequence[Path], text_field: str = "") -> list[TextFile]:
     """The given files and all files inside the given folders, without empty ones.
 
     Args:
-        text_field: the text's field in files with rows (`row_files.py`).
+        text_field: the text's field in files with rows.
 
     Raises:
         CorpusError: files are missing or contain no text.
@@ -111,18 +109,17 @@ def documents_of(files: Sequence[TextFile]) -> Documents:
     return lambda: (document for file in files for document in file.documents())
 
 
-def split_text(config: DataConfig, files: Sequence[TextFile] | None) -> Text:
-    """The corpus, split, with the sizes of its parts in bytes, which may need a pass over all of it; files as of `text_files`.
+def split_text(config: DataConfig, files: Sequence[TextFile]) -> Text:
+    """The corpus, split, with the sizes of its parts, which may need a pass over all of it; files as of `text_files`.
 
     Raises:
         CorpusError: a part would be empty, the names of files are ambiguous, or a hub corpus cannot be loaded.
     """
     shares: Shares = {"valid": config.valid_share, "test": config.test_share}
-    if files is None:
-        split, parts, sizes = _split_hub(config.corpus, shares)
-    else:
-        split, parts, sizes = _split_files(files, shares, by_name=bool(config.text))
-    sizes = sizes or {part: sum(len(chunk) for rows in read() for chunk in rows) for part, read in parts.items()}
+    text = _split_files(files, shares, by_name=bool(config.text)) if files else _split_hub(config.corpus, shares)
+    sizes = text.sizes or {
+        part: sum(len(chunk) for rows in read() for chunk in rows) for part, read in text.parts.items()
+    }
     for part in (part for part, size in sizes.items() if not size):
         purpose = {"train": "train on", "valid": "test on", "test": "test on at the end"}[part]
         taken: Part = "test" if part == "test" else "valid"
@@ -132,10 +129,10 @@ def split_text(config: DataConfig, files: Sequence[TextFile] | None) -> Text:
         found = f"{', '.join(config.text) or 'the corpus ' + config.corpus} has {sum(sizes.values()):,} bytes of text"
         advice = f"pass more text{needed}, or another {field}"
         raise CorpusError(f"{found}, and {field}={share:g} leaves none to {purpose}; {advice}")
-    return Text(config.corpus, split, parts, sizes["train"], sum(sizes.values()), config.tokenizer)
+    return replace(text, sizes=sizes)
 
 
-def _split_files(files: Sequence[TextFile], shares: Shares, *, by_name: bool) -> Split:
+def _split_files(files: Sequence[TextFile], shares: Shares, *, by_name: bool) -> Text:
     """Splits files by their names, or whole files by the hashes of their names, or cuts a single file near its end."""
     split, inside = "whole files", _own_split(files) if by_name else None
     if inside is not None:
@@ -149,9 +146,10 @@ def _split_files(files: Sequence[TextFile], shares: Shares, *, by_name: bool) ->
         return _last_rows(rows, sum(1 for _ in rows()), shares)
     else:
         split, inside = "the end of the only file", _ends_of_file(files[0], shares)
-    sizes = {part: sum(file.num_bytes for file in files) for part, files in inside.items()}
-    tables = any(is_table(file.path) for file in files)
-    return split, {part: documents_of(files) for part, files in inside.items()}, {} if tables else sizes
+    parts = {part: documents_of(files) for part, files in inside.items()}
+    if any(is_table(file.path) for file in files):
+        return Text(split, parts)
+    return Text(split, parts, {part: sum(file.num_bytes for file in files) for part, files in inside.items()})
 
 
 def _whole_files(files: Sequence[TextFile], shares: Shares) -> dict[Part, list[TextFile]]:
@@ -197,7 +195,7 @@ def file_chunks(file: TextFile) -> Iterator[bytes]:
         raise CorpusError(f"{path} cannot be read ({error.strerror}); pass a file that you may read") from None
 
 
-def _split_hub(corpus: str, shares: Shares) -> Split:
+def _split_hub(corpus: str, shares: Shares) -> Text:
     """A corpus of the Hugging Face hub. Each row is a document and ends with a newline."""
     try:
         import datasets
@@ -221,7 +219,7 @@ def _split_hub(corpus: str, shares: Shares) -> Split:
     if valid != "test" and "test" in loaded:
         splits["test"] = "test"
     parts: dict[Part, Documents] = {part: _rows(_hub_texts(loaded[name])) for part, name in splits.items()}
-    return f"the corpus' own ({valid})", parts, {}
+    return Text(f"the corpus' own ({valid})", parts)
 
 
 def _python_source() -> list[TextFile]:
@@ -303,12 +301,12 @@ def _hub_texts(rows: Any) -> Callable[[], Iterator[bytes]]:
     return lambda: (str("" if text is None else text).encode() for batch in batches() for text in batch["text"])
 
 
-def _last_rows(rows: Callable[[], Iterator[bytes]], count: int, shares: Shares) -> Split:
+def _last_rows(rows: Callable[[], Iterator[bytes]], count: int, shares: Shares) -> Text:
     valid, test = (max(1, int(count * (1 - share))) for share in (shares["valid"] + shares["test"], shares["test"]))
     parts: dict[Part, Documents] = {"train": _rows(rows, 0, valid), "valid": _rows(rows, valid, test)}
     if shares["test"]:
         parts["test"] = _rows(rows, test, count)
-    return "the last rows", parts, {}
+    return Text("the last rows", parts)
 
 
 def _rows(rows: Callable[[], Iterator[bytes]], begin: int = 0, end: int | None = None) -> Documents:
@@ -320,3 +318,83 @@ def _with_newlines(rows: Iterator[bytes]) -> Iterator[Iterator[bytes]]:
     for row, following in itertools.pairwise(itertools.chain(rows, [None])):
         assert row is not None
         yield iter([row if following is None or row.endswith(b"\n") else row + b"\n"])
+
+
+def is_table(path: Path) -> bool:
+    """Whether the file has rows, by its suffix."""
+    return path.suffix.lower() in _READERS
+
+
+def texts(path: Path, field: str) -> Iterator[bytes]:
+    """The text of each row, in UTF-8.
+
+    Args:
+        field: the name of the text's field; "" means "text".
+
+    Raises:
+        CorpusError: the file cannot be read, has no such field, or the field is not text.
+    """
+    kind, field = path.suffix.lower(), field or "text"
+    try:
+        for number, row in enumerate(_READERS[kind](path), 1):
+            place = f"row {number} of {path}"
+            if not isinstance(row, Mapping) or field not in row:
+                names = ", ".join(map(str, row)) if isinstance(row, Mapping) else "no fields"
+                advice = "pass the field of the text with --text-field (data.text_field)"
+                raise CorpusError(f"{place} has no field {field!r}, but {names}; {advice}")
+            text = row[field]
+            if not isinstance(text, str):
+                raise CorpusError(f"{place} has {type(text).__name__} in the field {field!r}, not text")
+            if half := lone_surrogate(text):
+                raise CorpusError(f"{place} has {half}, {NO_CHARACTER}; correct it, or leave the row out")
+            yield text.encode()
+    except CorpusError:
+        raise
+    except OSError as error:
+        raise CorpusError(str(error)) from None
+    # Also numbers of 4,301 digits, and lists too deep for json.
+    except (ValueError, RecursionError, csv.Error) as error:
+        raise CorpusError(f"{path} is not {kind[1:].upper()} in UTF-8 ({error}); pass another file") from None
+
+
+def _jsonl(path: Path) -> Rows:
+    with path.open(encoding=_ENCODING) as file:
+        yield from (json.loads(line) for line in file if line.strip())
+
+
+def _json(path: Path) -> Rows:
+    """A list of objects, or one object per line."""
+    try:
+        content = json.loads(path.read_text(encoding=_ENCODING))
+    except json.JSONDecodeError as error:
+        if error.msg != "Extra data":
+            raise
+        yield from _jsonl(path)
+        return
+    yield from content if isinstance(content, Sequence) and not isinstance(content, str) else [content]
+
+
+def _csv(path: Path) -> Rows:
+    csv.field_size_limit((1 << 31) - 1)  # a field is a document; by default csv refuses more than 128 KiB
+    with path.open(encoding=_ENCODING, newline="") as file:
+        yield from csv.DictReader(file, delimiter="\t" if path.suffix.lower() == ".tsv" else ",")
+
+
+def _parquet(path: Path) -> Rows:
+    try:
+        from pyarrow import ArrowException, parquet
+    except ModuleNotFoundError:
+        raise CorpusError(
+            f'{path} needs the pyarrow package; install it with: pip install ".[hub]" in a clone'
+        ) from None
+    try:
+        for batch in parquet.ParquetFile(path, page_checksum_verification=True).iter_batches(batch_size=1000):
+            yield from batch.to_pylist()
+    except (ArrowException, OSError) as error:  # damaged pages are an OSError without a number
+        if isinstance(error, OSError) and error.errno is not None:
+            raise
+        reason = " ".join(str(error).split())
+        raise CorpusError(f"{path} is not Parquet, or damaged ({reason}); pass another file") from None
+
+
+_READERS = {".json": _json, ".jsonl": _jsonl, ".ndjson": _jsonl, ".csv": _csv, ".tsv": _csv, ".parquet": _parquet}

@@ -1,18 +1,12 @@
 """Tokenizers: bytes, whitespace-separated words (as in WikiText), byte-level BPE; built from the training text only.
 
-    name, vocab_size       the value of data.tokenizer, and the number of tokens
-    document_end           the bytes that every document of a corpus must end with
-    encode(text)           text or bytes as tokens, one-dimensional, uint8, uint16 or int32; `encode_all(texts)` is faster
-    decode(ids)            bytes; the text of ids[:n + 1] starts with the text of ids[:n], so a program that prints while it
-                           generates can decode all ids again and print only the new text
-    dump()                 the file of the tokenizer, equal for equal tokenizers: `load_tokenizer`
-
-Read next: `tokens.py`.
+Read next: `corpus.py`.
 """
 
 import collections
+import dataclasses
 import re
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeAlias
 
@@ -22,7 +16,7 @@ import torch
 from torch import Tensor
 
 from alibi_attn.strict_json import NO_CHARACTER, is_sealed, lone_surrogate, parse, sealed
-from alibi_lab.lab.data.row_files import CorpusError
+from alibi_lab.lab.data.sources import CorpusError
 
 SCHEMA = 1
 SAMPLE_BYTES = 16 << 20  # evenly spread sample for the BPE; more text hardly changes its merges
@@ -33,63 +27,69 @@ Ids: TypeAlias = Tensor | Sequence[int]
 _UNKNOWN = "\N{REPLACEMENT CHARACTER}"  # for ids beyond the tokenizer: the model's vocabulary may be larger
 
 
-class ByteTokenizer:
+@dataclasses.dataclass(frozen=True, eq=False)
+class Tokenizer:
+    """Turns text into tokens and back.
+
+    Args:
+        name: the value of data.tokenizer.
+        vocab_size: the number of tokens.
+        encode_all: texts as tokens, one-dimensional, uint8, uint16 or int32.
+        decode: tokens as bytes. The text of ids[:n + 1] starts with the text of ids[:n], so a program that prints while it
+            generates can decode all ids again and print only the new text.
+        content: what its file has in addition to its name.
+        document_end: the bytes that every document of a corpus must end with.
+    """
+
+    name: str
+    vocab_size: int
+    encode_all: Callable[[Sequence[bytes]], list[Tensor]]
+    decode: Callable[[Ids], bytes]
+    content: Mapping[str, object]
+    document_end: bytes = b""
+
+    def encode(self, text: str | bytes) -> Tensor:
+        """One text as tokens."""
+        return self.encode_all([_str(text).encode() if isinstance(text, str) else text])[0]
+
+    def dump(self) -> bytes:
+        """The file of the tokenizer, equal for equal tokenizers: `load_tokenizer`."""
+        return sealed({"schema": SCHEMA, "tokenizer": self.name, **self.content})
+
+
+def byte_tokenizer() -> Tokenizer:
     """A token is a byte.
 
-    >>> ByteTokenizer().encode("ab").tolist()
+    >>> byte_tokenizer().encode("ab").tolist()
     [97, 98]
     """
 
-    name = "bytes"
-    vocab_size = 256
-    document_end = b""
+    def encode_all(texts: Sequence[bytes]) -> list[Tensor]:
+        return [torch.from_numpy(np.frombuffer(bytearray(text), np.uint8)) for text in texts]
 
-    def encode(self, text: str | bytes) -> Tensor:
-        return torch.from_numpy(np.frombuffer(bytearray(_bytes(text)), np.uint8))
-
-    def encode_all(self, texts: Sequence[bytes]) -> list[Tensor]:
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids: Ids) -> bytes:
-        return b"".join(bytes([index]) if index < 256 else _UNKNOWN.encode() for index in _integers(ids))
-
-    def dump(self) -> bytes:
-        return sealed({"schema": SCHEMA, "tokenizer": self.name})
+    return Tokenizer("bytes", 256, encode_all, _joined([bytes([index]) for index in range(256)]), {})
 
 
-class WordTokenizer:
+def word_tokenizer(words: Sequence[str]) -> Tokenizer:
     """Splits at whitespace; the end of a line is also a token.
 
     Args:
         words: the vocabulary, most frequent first (as adaptive cutoffs need it), with `EOS` and `UNK`.
     """
+    index = {word: number for number, word in enumerate(words)}
+    unknown, dtype = index[UNK], token_dtype(len(words))
 
-    name = "words"
-    document_end = b"\n"
+    def encode_all(texts: Sequence[bytes]) -> list[Tensor]:
+        return [torch.tensor([index.get(word, unknown) for word in _words(_str(one))], dtype=dtype) for one in texts]
 
-    def __init__(self, words: Sequence[str]) -> None:
-        self.words = tuple(words)
-        self._index = {word: index for index, word in enumerate(self.words)}
-        self._unknown = self._index[UNK]
-        self.vocab_size = len(self.words)
+    def decode(ids: Ids) -> bytes:
+        found = (words[index] if index < len(words) else _UNKNOWN for index in _integers(ids))
+        return re.sub(" ?\n ?", "\n", " ".join("\n" if word == EOS else word for word in found)).encode()
 
-    def encode(self, text: str | bytes) -> Tensor:
-        index, unknown = self._index, self._unknown
-        ids = [index.get(word, unknown) for word in _words(_str(text))]
-        return torch.tensor(ids, dtype=token_dtype(self.vocab_size))
-
-    def encode_all(self, texts: Sequence[bytes]) -> list[Tensor]:
-        return [self.encode(text) for text in texts]
-
-    def decode(self, ids: Ids) -> bytes:
-        words = (self.words[index] if index < len(self.words) else _UNKNOWN for index in _integers(ids))
-        return re.sub(" ?\n ?", "\n", " ".join("\n" if word == EOS else word for word in words)).encode()
-
-    def dump(self) -> bytes:
-        return sealed({"schema": SCHEMA, "tokenizer": self.name, "words": self.words})
+    return Tokenizer("words", len(words), encode_all, decode, {"words": words}, document_end=b"\n")
 
 
-class BpeTokenizer:
+def bpe_tokenizer(name: str, model: str) -> Tokenizer:
     """Byte-level BPE (Radford et al. 2019, section 2.2), or another tokenizer of Hugging Face's `tokenizers`.
 
     Byte-level BPE can encode any text and decodes exactly; the others decode with the library.
@@ -98,39 +98,24 @@ class BpeTokenizer:
         name: the value of data.tokenizer; "bpe:SIZE" may have fewer tokens if the text is short.
         model: a `tokenizers.Tokenizer` as JSON.
     """
+    library = tokenizers.Tokenizer.from_str(model)
+    size: int = library.get_vocab_size()
 
-    document_end = b""
+    def encode_all(texts: Sequence[bytes]) -> list[Tensor]:
+        encodings = library.encode_batch_fast([_str(text) for text in texts], add_special_tokens=False)
+        return [torch.tensor(encoding.ids, dtype=token_dtype(size)) for encoding in encodings]
 
-    def __init__(self, name: str, model: str) -> None:
-        self.name, self._model = name, model
-        self._tokenizer = tokenizers.Tokenizer.from_str(model)
-        self.vocab_size: int = self._tokenizer.get_vocab_size()
-        self._bytes: list[bytes] | None = None  # the bytes of each token, if it is byte-level
-        if isinstance(self._tokenizer.decoder, tokenizers.decoders.ByteLevel) or name.startswith("bpe:"):
-            byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
-            pieces = (str(self._tokenizer.id_to_token(index)) for index in range(self.vocab_size))
-            added = {str(token.content) for token in self._tokenizer.get_added_tokens_decoder().values()}
-            self._bytes = [each.encode() if each in added else bytes(map(byte_of.__getitem__, each)) for each in pieces]
+    def decode(ids: Ids) -> bytes:
+        text: str = library.decode(_integers(ids), skip_special_tokens=False)
+        return text.rstrip(_UNKNOWN).encode()  # bytes of an unfinished character
 
-    def encode(self, text: str | bytes) -> Tensor:
-        return self.encode_all([_bytes(text)])[0]
-
-    def encode_all(self, texts: Sequence[bytes]) -> list[Tensor]:
-        encodings = self._tokenizer.encode_batch_fast([_str(text) for text in texts], add_special_tokens=False)
-        return [torch.tensor(encoding.ids, dtype=token_dtype(self.vocab_size)) for encoding in encodings]
-
-    def decode(self, ids: Ids) -> bytes:
-        known = self._bytes
-        if known is None:
-            text: str = self._tokenizer.decode(_integers(ids), skip_special_tokens=False)
-            return text.rstrip(_UNKNOWN).encode()  # bytes of an unfinished character
-        return b"".join(known[index] if index < len(known) else _UNKNOWN.encode() for index in _integers(ids))
-
-    def dump(self) -> bytes:
-        return sealed({"schema": SCHEMA, "tokenizer": self.name, "model": self._model})
-
-
-Tokenizer: TypeAlias = ByteTokenizer | WordTokenizer | BpeTokenizer
+    if isinstance(library.decoder, tokenizers.decoders.ByteLevel) or name.startswith("bpe:"):
+        byte_of = {character: byte for byte, character in enumerate(_byte_characters())}
+        pieces = (str(library.id_to_token(index)) for index in range(size))
+        added = {str(token.content) for token in library.get_added_tokens_decoder().values()}
+        known = [each.encode() if each in added else bytes(map(byte_of.__getitem__, each)) for each in pieces]
+        return Tokenizer(name, size, encode_all, _joined(known), {"model": model})
+    return Tokenizer(name, size, encode_all, decode, {"model": model})
 
 
 def make_tokenizer(name: str, chunks: Callable[[], Iterator[bytes]], num_bytes: int) -> Tokenizer:
@@ -146,16 +131,16 @@ def make_tokenizer(name: str, chunks: Callable[[], Iterator[bytes]], num_bytes: 
         CorpusError: a BPE with fewer than 256 tokens, or a tokenizer file that cannot be read.
     """
     if name == "bytes":
-        return ByteTokenizer()
+        return byte_tokenizer()
     if name == "words":
         counts = collections.Counter({EOS: 0, UNK: 0})
         for chunk in chunks():
             counts.update(_words(chunk.decode()))
-        return WordTokenizer(sorted(counts, key=lambda word: (-counts[word], word)))
+        return word_tokenizer(sorted(counts, key=lambda word: (-counts[word], word)))
     if not name.startswith("bpe:"):
         path = Path(name) / "tokenizer.json" if Path(name).is_dir() else Path(name)
         try:
-            return BpeTokenizer(name, path.read_text(encoding="utf-8"))
+            return bpe_tokenizer(name, path.read_text(encoding="utf-8"))
         except Exception as error:  # tokenizers raises nothing more specific
             reason = error.strerror if isinstance(error, OSError) else error
             found = f"{path} is not a tokenizer that can be read ({reason})"
@@ -168,7 +153,7 @@ def make_tokenizer(name: str, chunks: Callable[[], Iterator[bytes]], num_bytes: 
     tokenizer.pre_tokenizer = tokenizers.pre_tokenizers.ByteLevel(add_prefix_space=False)
     trainer = tokenizers.trainers.BpeTrainer(vocab_size=size, show_progress=False, initial_alphabet=_byte_characters())
     tokenizer.train_from_iterator((chunk.decode() for chunk in _sample(chunks(), num_bytes)), trainer)
-    return BpeTokenizer(name, tokenizer.to_str())
+    return bpe_tokenizer(name, tokenizer.to_str())
 
 
 def load_tokenizer(path: Path) -> Tokenizer:
@@ -187,10 +172,10 @@ def load_tokenizer(path: Path) -> Tokenizer:
         if not is_sealed(data):
             raise ValueError("not what was written")
         if data["tokenizer"] == "bytes":
-            return ByteTokenizer()
+            return byte_tokenizer()
         if isinstance(words := data.get("words"), list):
-            return WordTokenizer(words)
-        return BpeTokenizer(str(data["tokenizer"]), str(data["model"]))
+            return word_tokenizer(words)
+        return bpe_tokenizer(str(data["tokenizer"]), str(data["model"]))
     except CorpusError:
         raise
     except OSError as error:
@@ -198,6 +183,12 @@ def load_tokenizer(path: Path) -> Tokenizer:
     except (ValueError, KeyError, TypeError) as error:
         reason = f"is not a tokenizer, or damaged; {again} ({error})"
     raise CorpusError(f"{path} {reason}")
+
+
+def _joined(known: Sequence[bytes]) -> Callable[[Ids], bytes]:
+    """Decodes tokens whose bytes are known."""
+    unknown = _UNKNOWN.encode()
+    return lambda ids: b"".join(known[index] if index < len(known) else unknown for index in _integers(ids))
 
 
 def token_dtype(vocab_size: int) -> torch.dtype:
@@ -228,10 +219,6 @@ def _byte_characters() -> list[str]:
 
 def _integers(ids: Ids) -> list[int]:
     return ids.tolist() if isinstance(ids, Tensor) else np.asarray(ids, dtype=np.int64).tolist()
-
-
-def _bytes(text: str | bytes) -> bytes:
-    return _str(text).encode() if isinstance(text, str) else text
 
 
 def _str(text: str | bytes) -> str:

@@ -33,7 +33,7 @@ from alibi_attn.strict_json import parse
 from alibi_lab.lab import sealed_folder
 from alibi_lab.lab.config import IMPORT_PATH, ConfigError, RunConfig
 from alibi_lab.lab.config_io import from_json, to_json
-from alibi_lab.lab.data.row_files import CorpusError
+from alibi_lab.lab.data.sources import CorpusError
 from alibi_lab.lab.data.tokenizing import Tokenizer, load_tokenizer
 from alibi_lab.lab.model.imported_method import source_facts
 from alibi_lab.lab.model.language_model import LanguageModel

@@ -9,7 +9,7 @@ import itertools
 import math
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
-from typing import Any, TypeAlias
+from typing import TypeAlias
 
 import torch
 from torch import Tensor
@@ -19,7 +19,7 @@ from alibi_attn.distributed import even_lengths
 from alibi_attn.nn.allocator import kept_memory, peak_memory_bytes, reset_peak_memory
 from alibi_lab.lab.clock import clock
 from alibi_lab.lab.config import EvalConfig, RunConfig, TrainConfig
-from alibi_lab.lab.data.corpus import Corpus, batches, num_pieces, packed_batches
+from alibi_lab.lab.data.corpus import Corpus, CorpusError
 from alibi_lab.lab.evaluation.evaluate import validation_nats
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.model.position_method import Context
@@ -171,15 +171,70 @@ def _batches(corpus: Corpus, config: RunConfig, start: int) -> Iterator[Batch]:
     if settings.first_length is not None and start < settings.first_steps:
         stages.insert(0, (settings.first_length, start, settings.first_steps - start))
     num_pieces(corpus.train, max(length for length, _, _ in stages))  # a text that is too short is refused at once
+    starts = corpus.starts["train"] if config.data.segments else None
     for length, first, count in stages:
         rows = settings.batch_tokens // length
-        order: Any = {"length": length, "batch_size": rows, "seed": settings.seed, "start": first}
-        if config.data.segments:
-            packed = packed_batches(corpus.train, corpus.starts["train"], **order)
-            stage = (Batch(columns, int(_same_document(columns[1]).sum())) for columns in packed)
-        else:
-            stage = (Batch((tokens,), rows * length) for tokens in batches(corpus.train, **order))
-        yield from itertools.islice(stage, count)
+        order = batches(corpus.train, starts, length=length, batch_size=rows, seed=settings.seed, start=first)
+        for columns in itertools.islice(order, count):
+            yield Batch(columns, rows * length if starts is None else int(_same_document(columns[1]).sum()))
+
+
+def batches(
+    tokens: Tensor, starts: Tensor | None = None, *, length: int, batch_size: int, seed: int, start: int = 0
+) -> Iterator[tuple[Tensor, ...]]:
+    """Endless batches from step `start` on: inputs and their next tokens, [batch_size, length + 1].
+
+    The text is cut into nonoverlapping pieces of `length` tokens, and every epoch reads all of them in a new order. The order
+    depends on the seed, the length and the batch size only: all methods of one seed see the same batches, and a resumed
+    training sees those of an uninterrupted one.
+
+    Args:
+        starts: the starts of documents, `Corpus.starts["train"]`. Each batch then also has the documents of its tokens, of the
+            same shape. Documents follow one another and are cut at the end of a piece.
+
+    Raises:
+        CorpusError: fewer tokens than one piece.
+    """
+
+    def columns(begins: Sequence[int]) -> tuple[Tensor, ...]:
+        rows = torch.stack([tokens[begin : begin + length + 1] for begin in begins]).long()
+        if starts is None:
+            return (rows,)
+        return rows, torch.stack([document_ids(starts, begin, length + 1) for begin in begins])
+
+    return map(columns, _places(num_pieces(tokens, length), length, batch_size, seed, start))
+
+
+def document_ids(starts: Tensor, begin: int, count: int) -> Tensor:
+    """The document index of each of `count` tokens from `begin` on, [count] int64.
+
+    >>> document_ids(torch.tensor([0, 3, 5]), 1, 5)
+    tensor([0, 0, 1, 1, 2])
+    """
+    return torch.searchsorted(starts, torch.arange(begin, begin + count), right=True) - 1
+
+
+def num_pieces(tokens: Tensor, length: int) -> int:
+    """The number of training examples of `length` tokens in the text.
+
+    Raises:
+        CorpusError: none.
+    """
+    pieces = (len(tokens) - 1) // length
+    if pieces < 1:
+        found = f"the training text has {len(tokens)} tokens but one training example has {length + 1}"
+        raise CorpusError(f"{found}; pass more text or a smaller train.length")
+    return pieces
+
+
+def _places(pieces: int, length: int, batch_size: int, seed: int, start: int) -> Iterator[list[int]]:
+    """The first tokens of the pieces of each batch; every epoch has another order."""
+    first_epoch, read = divmod(start * batch_size, pieces)
+    seeds = (seed * 1_000_003 + epoch for epoch in itertools.count(first_epoch))
+    orders = (torch.randperm(pieces, generator=torch.Generator().manual_seed(one)).numpy() for one in seeds)
+    places = itertools.islice(itertools.chain.from_iterable(orders), read, None)
+    while True:
+        yield [int(place) * length for place in itertools.islice(places, batch_size)]
 
 
 def _same_document(documents: Tensor) -> Tensor:

@@ -10,16 +10,10 @@ import torch
 
 from alibi_lab.lab.config import DataConfig
 from alibi_lab.lab.data import sources
-from alibi_lab.lab.data.corpus import (
-    CorpusError,
-    batches,
-    document_ids,
-    load_corpus,
-    packed_batches,
-    whole_text,
-)
+from alibi_lab.lab.data.corpus import CorpusError, load_corpus, whole_text
 from alibi_lab.lab.data.sources import TextFile, file_chunks
-from alibi_lab.lab.data.tokenizing import WordTokenizer
+from alibi_lab.lab.data.tokenizing import word_tokenizer
+from alibi_lab.lab.training.train import batches, document_ids
 
 
 def decoded(tokens: torch.Tensor) -> str:
@@ -160,7 +154,7 @@ def test_files_that_are_not_text_are_refused(tmp_path, content, message):
 def test_a_whole_text_has_the_facts_that_convert_losses(tmp_path):
     (tmp_path / "a.txt").write_text("the cat sat\non the mat\n")
     (tmp_path / "b.txt").write_text("the end")
-    corpus = whole_text([tmp_path], WordTokenizer(["the", "<eos>", "cat", "<unk>"]))
+    corpus = whole_text([tmp_path], word_tokenizer(["the", "<eos>", "cat", "<unk>"]))
     assert corpus.valid.tolist() == [0, 2, 3, 1, 3, 0, 3, 1, 0, 3, 1]
     assert corpus.starts["valid"].tolist() == [0, 8]
     facts = corpus.facts
@@ -205,13 +199,15 @@ def test_a_hub_set_without_text_is_refused(hub):
 def test_every_epoch_reads_every_piece_once_in_a_new_order():
     tokens = torch.arange(41, dtype=torch.uint8)  # ten pieces of four, and the token after the last
     rows = [
-        row.tolist() for batch in itertools.islice(batches(tokens, length=4, batch_size=5, seed=0), 4) for row in batch
+        row.tolist()
+        for (batch,) in itertools.islice(batches(tokens, length=4, batch_size=5, seed=0), 4)
+        for row in batch
     ]
     pieces = [[*range(begin, begin + 5)] for begin in range(0, 40, 4)]
     assert sorted(rows[:10]) == pieces
     assert sorted(rows[10:]) == pieces
     assert rows[:10] != rows[10:]
-    other = next(batches(tokens, length=4, batch_size=5, seed=1)).tolist()
+    other = next(batches(tokens, length=4, batch_size=5, seed=1))[0].tolist()
     assert other != rows[:5]
 
 
@@ -230,8 +226,8 @@ def test_packed_batches_are_the_same_batches_with_the_documents_of_their_tokens(
         [torch.full((count,), document, dtype=torch.uint8) for document, count in enumerate([3, 7, 1, 19, 11])]
     )
     plain = batches(tokens, length=4, batch_size=3, seed=1, start=2)
-    packed = packed_batches(tokens, starts, length=4, batch_size=3, seed=1, start=2)
-    for batch, (again, documents) in itertools.islice(zip(plain, packed, strict=True), 9):
+    packed = batches(tokens, starts, length=4, batch_size=3, seed=1, start=2)
+    for (batch,), (again, documents) in itertools.islice(zip(plain, packed, strict=True), 9):
         assert torch.equal(batch, again)
         assert torch.equal(batch, documents)  # each token is its document's number
 
@@ -240,9 +236,7 @@ def test_a_document_never_sees_another():
     """A token's visible keys, by the segments that attention reads, and its target are in its own document."""
     starts = torch.tensor([0, 3, 10, 11, 30])
     owner = sum((torch.arange(41) >= start).long() for start in starts) - 1
-    for tokens, documents in itertools.islice(
-        packed_batches(torch.arange(41), starts, length=8, batch_size=2, seed=0), 10
-    ):
+    for tokens, documents in itertools.islice(batches(torch.arange(41), starts, length=8, batch_size=2, seed=0), 10):
         for row, ids in zip(tokens, documents, strict=True):
             for i, j in itertools.product(range(8), range(8)):
                 assert (ids[i] == ids[j]) == (owner[row[i]] == owner[row[j]])

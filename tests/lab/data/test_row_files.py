@@ -8,7 +8,7 @@ import pytest
 
 from alibi_lab.lab.config import DataConfig
 from alibi_lab.lab.data.corpus import CorpusError, load_corpus, whole_text
-from alibi_lab.lab.data.row_files import texts
+from alibi_lab.lab.data.sources import texts
 
 ROWS = [{"id": n, "body": f'row {n} says "café", and {{braces}}\nand a second line {n}' * 3} for n in range(50)]
 TEXTS = [row["body"] for row in ROWS]

@@ -16,8 +16,10 @@ import torch
 
 from alibi_attn.strict_json import sealed
 from alibi_lab.lab.config import DataConfig
-from alibi_lab.lab.data import token_store, tokenizing
-from alibi_lab.lab.data.corpus import CorpusError, batches, load_corpus
+from alibi_lab.lab.data import corpus as token_store
+from alibi_lab.lab.data import tokenizing
+from alibi_lab.lab.data.corpus import CorpusError, load_corpus
+from alibi_lab.lab.training.train import batches
 
 PARTS = ("train", "valid", "test")
 
@@ -66,7 +68,7 @@ def test_stored_tokens_are_those_in_memory(folder, store, tokenizer):
     assert_equal_corpora(opened, plain)
     assert opened.train.dtype == plain.train.dtype == tokenizing.token_dtype(plain.facts["vocab_size"])
     ours, theirs = (batches(corpus.train, length=32, batch_size=4, seed=0) for corpus in (opened, plain))
-    assert all(torch.equal(a, b) for a, b in itertools.islice(zip(ours, theirs, strict=True), 5))
+    assert all(torch.equal(a, b) for (a,), (b,) in itertools.islice(zip(ours, theirs, strict=True), 5))
 
 
 def test_a_text_is_tokenized_once(folder, store, monkeypatch):
@@ -231,7 +233,7 @@ def test_two_processes_at_once_share_the_work(folder, store, monkeypatch):
 KILLED = """
 import os, signal, sys
 from pathlib import Path
-from alibi_lab.lab.data import tokens
+from alibi_lab.lab.data import corpus as tokens
 from alibi_lab.lab.config import DataConfig
 from alibi_lab.lab.data.corpus import load_corpus
 

@@ -10,14 +10,14 @@ import torch
 from alibi_lab.lab.config import RunConfig
 from alibi_lab.lab.config_io import override
 from alibi_lab.lab.data import tokenizing
-from alibi_lab.lab.data.row_files import CorpusError
+from alibi_lab.lab.data.sources import CorpusError
 from alibi_lab.lab.data.tokenizing import (
-    BpeTokenizer,
-    ByteTokenizer,
-    WordTokenizer,
+    bpe_tokenizer,
+    byte_tokenizer,
     load_tokenizer,
     make_tokenizer,
     token_dtype,
+    word_tokenizer,
 )
 
 # As the validation text of WikiText-103 begins, but for the words that its authors left out.
@@ -31,15 +31,15 @@ def made(name: str, text: bytes = WIKITEXT) -> tokenizing.Tokenizer:
 
 def test_white_space_separates_words_and_each_line_ends_in_one():
     tokenizer = made("words")
-    words = [tokenizer.words[index] for index in tokenizer.encode(WIKITEXT)]
+    words = [tokenizer.content["words"][index] for index in tokenizer.encode(WIKITEXT)]
     sentence = "Homarus gammarus , known as the European lobster , is a <unk> ."
     assert " ".join(words) == f"<eos> = Homarus gammarus = <eos> <eos> {sentence} <eos>"
     assert len(words) == len(WIKITEXT.split()) + WIKITEXT.count(b"\n")  # as WikiText's published counts count
 
 
 def test_words_are_ordered_by_frequency():
-    words = made("words", b"b b b a a c a d\n" + b"\n" * 5).words
-    assert words == ("<eos>", "a", "b", "c", "d", "<unk>")  # equal counts by name; nothing is unknown in this text
+    words = made("words", b"b b b a a c a d\n" + b"\n" * 5).content["words"]
+    assert words == ["<eos>", "a", "b", "c", "d", "<unk>"]  # equal counts by name; nothing is unknown in this text
 
 
 def test_a_word_that_is_not_in_the_training_text_is_unknown():
@@ -105,7 +105,7 @@ def test_invalid_tokenizers_are_refused(tmp_path, content, message):
 
 @pytest.mark.parametrize(
     "tokenizer",
-    [ByteTokenizer(), WordTokenizer(["a", "<eos>", "<unk>"]), made("bpe:260")],
+    [byte_tokenizer(), word_tokenizer(["a", "<eos>", "<unk>"]), made("bpe:260")],
     ids=["bytes", "words", "bpe"],
 )
 def test_an_id_that_only_the_model_has_is_shown_as_unknown(tokenizer):
@@ -113,7 +113,7 @@ def test_an_id_that_only_the_model_has_is_shown_as_unknown(tokenizer):
 
 
 def test_bytes_that_are_no_text_are_refused_where_text_is_needed():
-    assert ByteTokenizer().encode(b"caf\xe9").tolist() == [99, 97, 102, 0xE9]
+    assert byte_tokenizer().encode(b"caf\xe9").tolist() == [99, 97, 102, 0xE9]
     for name in ("words", "bpe:300"):
         with pytest.raises(CorpusError, match=r"not UTF-8 \(byte 3 is not\)"):
             made(name).encode(b"caf\xe9")
@@ -122,7 +122,7 @@ def test_bytes_that_are_no_text_are_refused_where_text_is_needed():
 def test_tokens_are_as_small_as_the_vocabulary_allows():
     for size, dtype in ((256, np.uint8), (257, np.uint16), (1 << 16, np.uint16), ((1 << 16) + 1, np.int32)):
         assert torch.empty(0, dtype=token_dtype(size)).numpy().dtype == dtype
-    assert BpeTokenizer("bpe:300", json.loads(made("bpe:300").dump())["model"]).encode("a").dtype == torch.uint16
+    assert bpe_tokenizer("bpe:300", json.loads(made("bpe:300").dump())["model"]).encode("a").dtype == torch.uint16
 
 
 def test_a_tokenizer_file_of_hugging_face_encodes_as_the_library_does(tmp_path):

@@ -10,7 +10,7 @@ from alibi_lab.cli.main import main
 from alibi_lab.lab.config import ModelConfig, RunConfig
 from alibi_lab.lab.config_io import override
 from alibi_lab.lab.data.corpus import whole_text
-from alibi_lab.lab.data.tokenizing import ByteTokenizer
+from alibi_lab.lab.data.tokenizing import byte_tokenizer
 from alibi_lab.lab.evaluation.long_context_eval import own_curves
 from alibi_lab.lab.model.imported_method import imported_method
 from alibi_lab.lab.model.language_model import LanguageModel
@@ -208,7 +208,7 @@ def test_a_checkpoint_and_a_benchmark_refuse_code_that_sees_the_future(
     written(tmp_path, "    pass", monkeypatch)
     (tmp_path / "a.txt").write_text("to be or not to be, that is the question. " * 50)
     config = override(RunConfig(), FIELDS | {"train.steps": "1", "model.method": "mine.py:A"})
-    corpus = whole_text([tmp_path / "a.txt"], ByteTokenizer())
+    corpus = whole_text([tmp_path / "a.txt"], byte_tokenizer())
     train(config, dataclasses.replace(corpus, train=corpus.valid), tmp_path / "run")
     assert load_checkpoint(tmp_path / "run", method="mine.py:A")[0].num_parameters() > 0
     written(tmp_path, "    def add(self, x, positions): return x + x.roll(-1, 1)", monkeypatch)

@@ -6,8 +6,7 @@ import pytest
 import torch
 
 from alibi_lab.lab.config import EvalConfig
-from alibi_lab.lab.data.corpus import CorpusError
-from alibi_lab.lab.data.tokens import Corpus
+from alibi_lab.lab.data.corpus import Corpus, CorpusError
 from alibi_lab.lab.systems import knn_lm
 from alibi_lab.lab.systems.knn_lm import KnnLM, contexts, interpolated_nats, knn_log_probability, nearest
 

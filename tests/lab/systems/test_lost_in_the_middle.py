@@ -7,7 +7,7 @@ import pytest
 import torch
 
 from alibi_lab.lab.config import EvalConfig, ModelConfig
-from alibi_lab.lab.data.tokens import Corpus
+from alibi_lab.lab.data.corpus import Corpus
 from alibi_lab.lab.model.attention import attend
 from alibi_lab.lab.model.position_method import LayerInput, Pass
 from alibi_lab.lab.model.positions import ALiBi
