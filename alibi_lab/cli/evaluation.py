@@ -75,7 +75,7 @@ def _tested(
     """The record of all tests of a model, with these changes of its config."""
     with needs("lab"):
         from alibi_lab.lab.data.corpus import load_corpus, whole_text
-        from alibi_lab.lab.evaluation import long_context_eval as tests
+        from alibi_lab.lab.evaluation import evaluate as tests
         from alibi_lab.lab.model.imported_method import imported_method, source_facts
         from alibi_lab.lab.run import run_name
         from alibi_lab.lab.training.checkpoint import load_checkpoint, load_checkpoint_tokenizer, stored_tokens

@@ -2,7 +2,7 @@
 
 Papers: Dai et al. 2019 (Transformer-XL, arXiv:1901.02860), sec. 3.1, whose memory is as long as a segment; Xiao et al. 2023
 (StreamingLLM, arXiv:2309.17453), sec. 3.2, who keep the first 4 tokens. Both test large models or models built for streaming.
-Here any trained model is tested, and each way of reading scores the same tokens (`lab/evaluation/long_context_eval.py`).
+Here any trained model is tested, and each way of reading scores the same tokens (`lab/evaluation/evaluate.py`).
 """
 
 from alibi_lab.lab.config import Method, Recipe, RunConfig, Scale

@@ -28,7 +28,7 @@ Documents are [N, n] tokens below 64 that depend only on the generator, with a m
 answers. In tests, answers are as far from their sources as n allows: the keys of mqar are at the start and the
 questions at the end, a string is half of the document, and a long document has as many written bits as a short one.
 In training, the distances are random up to that maximum, and questions repeat until the end. `CHANCE` is the share of
-correct answers of a model that knows only the format. Read next: `context_use.py`.
+correct answers of a model that knows only the format. Read next: `evaluation/losses.py`.
 """
 
 import typing

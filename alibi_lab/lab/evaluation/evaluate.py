@@ -16,23 +16,43 @@ stretches of the largest length L_max, spread evenly over the text, each with L_
   part at every length. The parts are the same for all lengths and models, so that differences can be paired; their variance
   estimates how a number would vary over other text of this kind.
 
+Two more ways read a text of any length as a stream:
+
+* cached segments: Transformer-XL's recurrence at test time (Dai et al. 2019, sec. 3.1, arXiv:1901.02860): segments of L tokens;
+  in every layer, a segment also sees the keys of the M tokens before it, as computed with their own segment. Positions
+  continue. A token costs at most L + M keys and no second pass.
+* attention sinks: StreamingLLM (Xiao et al. 2023, sec. 3.2, arXiv:2309.17453): token by token, every layer keeps the first s
+  tokens and the last W − s, and counts distances within the kept tokens.
+
+A stream starts before its stretch, so that the first scored token has as much context as the last. Expected: cached segments at
+M = L are below nonoverlapping at L, and near a sliding window of L + M, for methods that can handle distances of L + M; sinks
+keep a model that attends to its first tokens from failing, but do not make it remember the text between them and the window.
+
 Losses are in nats per token. Next: `experiment.py`.
 """
 
+import itertools
 from collections.abc import Sequence
 from typing import Any
 
 import torch
 from torch import Tensor
 
+from alibi_attn.nn import KVCache
 from alibi_attn.nn.allocator import peak_memory_bytes, reset_peak_memory
 from alibi_lab.lab.clock import clock
 from alibi_lab.lab.config import EvalConfig
-from alibi_lab.lab.data.corpus import CorpusError
+from alibi_lab.lab.data.corpus import Corpus, CorpusError
 from alibi_lab.lab.data.tasks import Encode
-from alibi_lab.lab.evaluation.context_use import has_positions, passkey, recall, symbols
-from alibi_lab.lab.evaluation.losses import MOST_PARTS, Column, Say, TokenLosses, columns, token_losses
+from alibi_lab.lab.evaluation import losses as predicted
+from alibi_lab.lab.evaluation.losses import MOST_PARTS, Column, Rows, Say, TokenLosses, columns, has_positions, testing
+from alibi_lab.lab.model.attention import LayerCache
 from alibi_lab.lab.model.language_model import LanguageModel
+from alibi_lab.lab.model.method_checks import checked_curves
+from alibi_lab.lab.model.position_method import PositionMethod
+from alibi_lab.records import Curve, Curves, Json
+
+SEGMENTS, SINKS = "cached segments", "attention sinks"
 
 _LOSSES = ("nonoverlapping_nats", "nonoverlapping_tokens", "sliding_nats", "sliding_tokens")
 _SPEED = ("tokens_per_second", "peak_memory_bytes")
@@ -60,28 +80,41 @@ def evaluate(
         TaskError: the tokens do not allow a task.
     """
     stretches = scored_stretches(len(tokens), config.lengths[-1], config.tokens)
-    names = (*_LOSSES, *_SPEED, *(_WINDOWED if config.windowed else ()))
-    rows: list[tuple[float | None, ...]] = []
-    parts: list[tuple[float | None, ...]] = []
+    options: Any = {"batch_tokens": config.batch_tokens, "say": say}
     by_position: dict[str, Column] = {"position": [], "loss_nats": [], "tokens": []}
+    parts: list[tuple[float | None, ...]] = []
+
+    def score(stretched: LanguageModel, length: int) -> Rows:
+        nonlocal by_position
+        measurable, now = reset_peak_memory(model.device), clock(model.device)
+        started = now()
+        straight = nonoverlapping(stretched, tokens, stretches, length=length, **options)
+        seconds = now() - started
+        peak = peak_memory_bytes(model.device) if measurable else None
+        stride, scored = stride_at(length, config.stride), len(straight.target)
+        slid = sliding(stretched, tokens, stretches, length=length, stride=stride, **options)
+        by_position = loss_by_position(straight)
+        parts.extend((length, *part) for part in zip(*loss_by_part(straight, slid).values(), strict=True))
+        row = [mean_nats(straight), scored, mean_nats(slid), len(slid.target), scored / seconds, peak]
+        if config.windowed:  # up to the trained length, the windowed pass is the nonoverlapping one
+            cut, most = straight, model.trained_length
+            if length > most:  # not stretched: no distance exceeds the trained length
+                cut = nonoverlapping(model, tokens, stretches, length=length, attention_window=most, **options)
+            row += [mean_nats(cut), len(cut.target)]
+        yield row
+
     if has_positions(model, length := config.lengths[0]):  # warm-up: the first pass of a process is slow
-        nonoverlapping(model, tokens, stretches[:1], length=length, batch_tokens=config.batch_tokens, say=say)
-    for length in config.lengths:
-        row: Sequence[float | None] = [None] * len(names)
-        if has_positions(model, length):
-            row, straight, slid = _at_length(model, tokens, stretches, length, config, say)
-            by_position = loss_by_position(straight)
-            parts += [(length, *part) for part in zip(*loss_by_part(straight, slid).values(), strict=True)]
-        rows.append((length, *row))
-    curves = {"by_length": columns(("length", *names), rows), "by_position": by_position}
-    curves["by_part"] = columns(("length", *_BY_PART), parts)
+        nonoverlapping(model, tokens, stretches[:1], length=length, **options)
+    names = (*_LOSSES, *_SPEED, *(_WINDOWED if config.windowed else ()))
+    by_length = predicted.table(model, config, names, None, score)
+    curves = {"by_length": by_length, "by_position": by_position, "by_part": columns(("length", *_BY_PART), parts)}
     for task in config.tasks:
         if task == "passkey":
-            curves[task] = passkey(model, encode, config, say=say)
+            curves[task] = predicted.passkey(model, encode, config, say=say)
         elif task == "recall":
-            curves[task] = recall(model, tokens.unique(), config, say=say)
+            curves[task] = predicted.recall(model, tokens.unique(), config, say=say)
         else:
-            curves |= symbols(model, task, tokens.unique(), config, say=say)
+            curves |= predicted.symbols(model, task, tokens.unique(), config, say=say)
     return curves
 
 
@@ -146,7 +179,7 @@ def sliding(
     """
     pieces = [stretch[at : at + stride] for stretch in stretches for at in range(0, len(stretch), stride)]
     windows = [(piece.start - 1 + stride - length, piece.stop - 1, len(piece)) for piece in pieces]
-    return token_losses(model, tokens, windows, **options)
+    return predicted.token_losses(model, tokens, windows, **options)
 
 
 def mean_nats(losses: TokenLosses) -> float:
@@ -173,24 +206,115 @@ def loss_by_part(straight: TokenLosses, slid: TokenLosses) -> dict[str, Column]:
     return columns(_BY_PART, rows)
 
 
-def _at_length(
-    model: LanguageModel, tokens: Tensor, stretches: Sequence[range], length: int, config: EvalConfig, say: Say | None
-) -> tuple[list[float | None], TokenLosses, TokenLosses]:
-    """The row of "by_length", and the losses of the nonoverlapping and of the sliding pass."""
-    options: Any = {"length": length, "batch_tokens": config.batch_tokens, "say": say}
-    stretched = model.stretched(config.stretch, length)
-    measurable = reset_peak_memory(model.device)
-    now = clock(model.device)
-    started = now()
-    straight = nonoverlapping(stretched, tokens, stretches, **options)
-    seconds = now() - started
-    peak = peak_memory_bytes(model.device) if measurable else None
-    slid = sliding(stretched, tokens, stretches, stride=stride_at(length, config.stride), **options)
-    scored = len(straight.target)
-    row = [mean_nats(straight), scored, mean_nats(slid), len(slid.target), scored / seconds, peak]
-    if config.windowed:  # up to the trained length, the windowed pass is the nonoverlapping one
-        cut = straight
-        if length > model.trained_length:  # not stretched: no distance exceeds the trained length
-            cut = nonoverlapping(model, tokens, stretches, attention_window=model.trained_length, **options)
-        row += [mean_nats(cut), len(cut.target)]
-    return row, straight, slid
+def all_curves(model: LanguageModel, corpus: Corpus, config: EvalConfig, *, say: Say | None = None) -> dict[str, Curve]:
+    """All curves that the config requests on the text `corpus.valid`: those of `evaluate`, and "streams".
+
+    Raises:
+        CorpusError, ConfigError, EvaluationError, TaskError: see `evaluate` and `streams`.
+    """
+    found = evaluate(model, corpus.valid, config, encode=lambda text: corpus.tokenizer.encode(text).tolist(), say=say)
+    return {**found, **({"streams": streams(model, corpus.valid, config)} if config.memory or config.sinks else {})}
+
+
+def own_curves(method: type[PositionMethod], model: LanguageModel, corpus: Corpus, config: EvalConfig) -> Curves:
+    """The curves of a method's own test, its hook `curves`: name -> columns of equal length.
+
+    Args:
+        model: a trained model, of this method or of another one.
+        corpus: `corpus.train` is the model's training text, `corpus.valid` the text to test on.
+
+    Raises:
+        PositionError: the hook returns something else.
+    """
+    return checked_curves(method, method.curves(model, corpus, config))  # type: ignore[attr-defined]
+
+
+def streams(model: LanguageModel, tokens: Tensor, config: EvalConfig) -> dict[str, list[Json]]:
+    """The curve "streams" of a record: both modes at every length, as far as the config requests them.
+
+    `kept` is the memory in addition to a segment of `length` tokens, or the sinks in a cache of `length` tokens. A mode that the
+    position method does not support is None in every column.
+
+    Raises:
+        CorpusError: the text is shorter than one evaluation window.
+    """
+    stretches = scored_stretches(len(tokens), config.lengths[-1], config.tokens)
+    modes = [*((SEGMENTS, kept) for kept in config.memory), *((SINKS, kept) for kept in config.sinks)]
+    rows: list[tuple[Json, ...]] = []
+    for length, (mode, kept) in itertools.product(config.lengths, modes):
+        losses = None
+        if mode == SEGMENTS and why_no_memory(model) is None:
+            losses = cached_segments(model, tokens, stretches, length=length, memory=kept)
+        elif mode == SINKS and why_no_sinks(model) is None:
+            losses = attention_sinks(model, tokens, stretches, window=length, sinks=kept)
+        values = (None, None) if losses is None else (mean_nats(losses), len(losses.target))
+        rows.append((mode, length, kept, *values))
+    return columns(("way", "length", "kept", "nats", "tokens"), rows)
+
+
+def why_no_memory(model: LanguageModel) -> str | None:
+    """Why the model cannot read cached segments; None if it can."""
+    method = type(model.position)
+    if method.bias is not PositionMethod.bias and not method.relative:
+        return f"model.method is {model.config.method!r}, whose bias needs the start of a row, which cached segments do not have"
+    if model.position.segment is not None:
+        return f"model.method is {model.config.method!r}, which has its own memory"
+    if model.position.max_positions is not None:
+        return f"model.method is {model.config.method!r}, whose positions are limited, but positions of cached segments continue"
+    return None
+
+
+def why_no_sinks(model: LanguageModel) -> str | None:
+    """Why the model cannot use attention sinks; None if it can."""
+    method, name = type(model.position), model.config.method
+    custom = any(getattr(method, hook) is not getattr(PositionMethod, hook) for hook in ("rotate", "attend"))
+    if custom or not method.relative or method.per_layer or model.position.segment is not None:
+        needed = "a bias of distances alone: none, alibi and its variants, t5, kerple, sandwich"
+        return f"model.method is {name!r}; attention sinks count distances within the cache, which needs {needed}"
+    return None
+
+
+def cached_segments(
+    model: LanguageModel, tokens: Tensor, stretches: Sequence[range], *, length: int, memory: int
+) -> TokenLosses:
+    """Losses of the tokens in the stretches, read in segments of `length` with the keys of `memory` tokens before each.
+
+    `EvalConfig` has checked the memory, and `why_no_memory` is None.
+    """
+    rows = _rows(model, tokens, stretches, memory)
+    begins = range(memory % length or length, rows.shape[1] - 1, length)  # so that a segment starts with the stretch
+    caches = [LayerCache() for _ in model.blocks]
+    losses = []
+    with testing(model):
+        for begin, end in itertools.pairwise([0, *begins, rows.shape[1] - 1]):
+            part = rows[:, begin : end + 1]
+            losses.append(model(part[:, :-1], targets=part[:, 1:], caches=caches).cpu())
+            caches = [cache.last(memory) for cache in caches]
+    return _scored(torch.cat(losses, dim=1)[:, memory:], stretches, start=1)
+
+
+def attention_sinks(
+    model: LanguageModel, tokens: Tensor, stretches: Sequence[range], *, window: int, sinks: int = 4
+) -> TokenLosses:
+    """Losses of the tokens in the stretches, each predicted from the first `sinks` tokens of its stream and the last of `window`.
+
+    `EvalConfig` has checked the sinks, and `why_no_sinks` is None.
+    """
+    rows = _rows(model, tokens, stretches, window - 1)
+    caches = [LayerCache(KVCache(max_tokens=window, sinks=sinks)) for _ in model.blocks]
+    pairs = (rows[:, at : at + 2] for at in range(rows.shape[1] - 1))
+    with testing(model):
+        losses = [model(pair[:, :1], targets=pair[:, 1:], caches=caches).cpu() for pair in pairs]
+    return _scored(torch.cat(losses, dim=1)[:, window - 1 :], stretches, start=window)
+
+
+def _rows(model: LanguageModel, tokens: Tensor, stretches: Sequence[range], warm: int) -> Tensor:
+    """[stretches, warm + 1 + tokens]: each stretch with the text before it."""
+    rows = [tokens[stretch.start - warm - 1 : stretch.stop] for stretch in stretches]
+    return torch.stack(rows).to(model.device).long()
+
+
+def _scored(losses: Tensor, stretches: Sequence[range], *, start: int) -> TokenLosses:
+    target = torch.cat([torch.arange(stretch.start, stretch.stop) for stretch in stretches])
+    position = torch.arange(start, start + losses.shape[1]).repeat(len(losses))
+    return TokenLosses(target=target, position=position, loss_nats=losses.flatten())

@@ -26,22 +26,25 @@ class LayerCache:
 
     Args:
         key_bias: [B, H, S]; None before the first token, and for methods without such numbers.
+        dropped: the number of tokens that `last` dropped before the cached ones; positions count them.
     """
 
     keys: KVCache = dataclasses.field(default_factory=KVCache)
     key_bias: Tensor | None = None
+    dropped: int = 0
 
     def __len__(self) -> int:
         return len(self.keys)
 
     def last(self, count: int) -> "LayerCache":
         """A cache of the last `count` tokens, without gradients, for the same layer."""
+        dropped = self.dropped + max(len(self) - count, 0)
         if not count or not len(self):
-            return LayerCache()
+            return LayerCache(dropped=dropped)
         keys, gates = KVCache(), self.keys.log_fgate
         gates = None if gates is None else gates[..., -count:].detach()
         keys.append(self.keys.key[:, :, -count:].detach(), self.keys.value[:, :, -count:].detach(), gates)
-        return LayerCache(keys, None if self.key_bias is None else self.key_bias[..., -count:].detach())
+        return LayerCache(keys, None if self.key_bias is None else self.key_bias[..., -count:].detach(), dropped)
 
     def append(self, k: Tensor, v: Tensor, bias: Bias, *, layer: nn.Module) -> tuple[Tensor, Tensor, Bias]:
         """Append keys, values and biases of new tokens, [B, H, T, D]; returns those of all S, and the bias for `attend`."""

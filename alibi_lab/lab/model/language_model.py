@@ -87,7 +87,6 @@ class LanguageModel(nn.Module):
         window: int | None = None,
         segment_ids: Tensor | None = None,
         context: Context | None = None,
-        dropped: int = 0,
     ) -> Tensor:
         """Logits [B, T, V], or the losses [B, N] of the targets.
 
@@ -99,7 +98,6 @@ class LanguageModel(nn.Module):
             segment_ids: [B, S], integers: the documents of all tokens, cached ones first. Attention stays within a document.
                 Distances are those of the row, so methods that are not relative raise an error.
             context: other processes hold the other tokens of the sequences; not with caches.
-            dropped: the number of tokens before the cached ones; positions count them.
 
         Raises:
             ConfigError: the position method does not support the arguments.
@@ -110,7 +108,7 @@ class LanguageModel(nn.Module):
         length, segment = tokens.shape[1], self.position.segment
         at = Pass(length, length, self.progress, window=window, segment_ids=segment_ids, context=context)
         if segment is None:
-            x = self._hidden(tokens, at, caches, dropped)
+            x = self._hidden(tokens, at, caches)
         elif caches is None and segment_ids is None and context is None:
             x = self._hidden_in_segments(tokens, at, segment)
         else:
@@ -123,12 +121,12 @@ class LanguageModel(nn.Module):
         losses = self._losses(self.norm(x[:, length - targets.shape[1] :]), targets)
         return losses.clone()  # not a view, because FSDP hooks its backward to it
 
-    def _hidden(self, tokens: Tensor, at: Pass, caches: Sequence[LayerCache] | None, dropped: int) -> Tensor:
+    def _hidden(self, tokens: Tensor, at: Pass, caches: Sequence[LayerCache] | None) -> Tensor:
         """The output of the last block, [B, T, E]; the lengths of `at` are set here."""
         past = len(caches[0]) if caches else 0
         total = past + tokens.shape[1]
         room = caches[0].keys.max_tokens if caches else None  # a full stream drops as many tokens as it receives
-        start = dropped if at.context is None else at.context.start
+        start = at.context.start if at.context else caches[0].dropped if caches else 0
         positions = torch.arange(past + start, total + start, device=tokens.device)
         x = self.embedding(tokens)
         if self.config.architecture != "mpt":
@@ -146,10 +144,9 @@ class LanguageModel(nn.Module):
 
     def _hidden_in_segments(self, tokens: Tensor, at: Pass, segment: int) -> Tensor:
         """Like `_hidden`, segment by segment; each sees the memory of the method (Dai et al. 2019, arXiv:1901.02860)."""
-        caches, hidden, dropped = [LayerCache() for _ in self.blocks], [], 0
+        caches, hidden = [LayerCache() for _ in self.blocks], []
         for part in tokens.split(segment, dim=1):
-            hidden.append(self._hidden(part, at, caches, dropped))
-            dropped += max(len(caches[0]) - self.position.memory, 0)
+            hidden.append(self._hidden(part, at, caches))
             caches = [cache.last(self.position.memory) for cache in caches]
         return torch.cat(hidden, dim=1)
 

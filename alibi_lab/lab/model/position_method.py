@@ -9,7 +9,7 @@
     attend(q, k, v, at, default)  the attention of a layer, [B, H, T, D]
     stretched(stretch, length)    the method for texts of `length` tokens, beyond the trained length, without training
     curves(model, corpus, config) a class method, of tests only: additional curves for the record of a trained model of any
-                                  method (`evaluation/long_context_eval.py:own_curves`)
+                                  method (`evaluation/evaluate.py:own_curves`)
 
 `positions` [T] are absolute and start at 0; the queries are the last T of the S keys. Shapes as in `attention/call/spec.py`; E is
 the width of the model. Next: `positions.py`.

@@ -21,8 +21,7 @@ from torch import Tensor, nn
 from alibi_lab.lab.config import EvalConfig
 from alibi_lab.lab.data.corpus import Corpus
 from alibi_lab.lab.data.tasks import ASKED, SEGMENT, recall_rows
-from alibi_lab.lab.evaluation.context_use import Rows, table
-from alibi_lab.lab.evaluation.losses import in_batches
+from alibi_lab.lab.evaluation.losses import Rows, in_batches, table
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.model.position_method import Attention, Pass, PositionMethod, Wrapping
 from alibi_lab.records import Curves

@@ -24,8 +24,7 @@ from torch import Tensor
 from alibi_lab.lab.config import EvalConfig
 from alibi_lab.lab.data.corpus import Corpus
 from alibi_lab.lab.data.tasks import ASKED, recall_distances, recall_rows
-from alibi_lab.lab.evaluation.context_use import has_positions
-from alibi_lab.lab.evaluation.losses import answers, columns
+from alibi_lab.lab.evaluation.losses import answers, columns, has_positions
 from alibi_lab.lab.model.language_model import LanguageModel
 from alibi_lab.lab.model.position_method import PositionMethod
 from alibi_lab.records import Curves, Json

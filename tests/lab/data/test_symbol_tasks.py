@@ -8,7 +8,7 @@ from copier import Copier
 
 from alibi_lab.lab.config import EvalConfig, SymbolTask
 from alibi_lab.lab.data.tasks import CHANCE, TaskError, shortest, symbol_documents
-from alibi_lab.lab.evaluation.context_use import symbols
+from alibi_lab.lab.evaluation.losses import symbols
 
 TASKS = typing.get_args(SymbolTask)
 MARK, ASK, SEPARATOR = 30, 31, 63

@@ -18,7 +18,7 @@ from alibi_lab.lab.data.tasks import (
     shortest_passkey,
     task_tokens,
 )
-from alibi_lab.lab.evaluation.context_use import DEPTHS, passkey, recall
+from alibi_lab.lab.evaluation.losses import DEPTHS, passkey, recall
 
 ALPHABET = torch.arange(0, 192, 3)
 SENTENCE = b" The pass key is"
