@@ -76,7 +76,7 @@ def _tested(
     with needs("lab"):
         from alibi_lab.lab.data.corpus import load_corpus, whole_text
         from alibi_lab.lab.evaluation import evaluate as tests
-        from alibi_lab.lab.model.imported_method import imported_method, source_facts
+        from alibi_lab.lab.model.method_checks import imported_method, source_facts
         from alibi_lab.lab.run import run_name
         from alibi_lab.lab.training.checkpoint import load_checkpoint, load_checkpoint_tokenizer, stored_tokens
     own, others = _methods(checkpoint, methods)
@@ -113,7 +113,7 @@ def _tested(
 
 def _methods(checkpoint: Path, methods: Sequence[str]) -> tuple[str | None, list[str]]:
     """The code of the model's position method, if it was passed, and of the additional tests."""
-    from alibi_lab.lab.model.imported_method import imported_method
+    from alibi_lab.lab.model.method_checks import imported_method
     from alibi_lab.lab.training.checkpoint import checkpoint_method
 
     trained = checkpoint_method(checkpoint)

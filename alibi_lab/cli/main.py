@@ -49,7 +49,7 @@ def error_in_method(error: BaseException) -> str | None:
         return None
     name, path, line = callers[-1]
     message = " ".join(str(error).split())
-    if isinstance(error, SyntaxError) and name == "alibi_lab.lab.model.imported_method":
+    if isinstance(error, SyntaxError) and name == "alibi_lab.lab.model.method_checks":
         path, line, message = str(error.filename), error.lineno or 1, error.msg
     elif not name.startswith(METHOD_MODULE):
         return None

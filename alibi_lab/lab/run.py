@@ -18,7 +18,7 @@ from alibi_lab.lab.config import TASK_CORPUS, ConfigError, Method, RunConfig
 from alibi_lab.lab.config_io import to_json
 from alibi_lab.lab.data.corpus import Corpus
 from alibi_lab.lab.evaluation.evaluate import all_curves, own_curves, scored_stretches
-from alibi_lab.lab.model.imported_method import source_facts
+from alibi_lab.lab.model.method_checks import source_facts
 from alibi_lab.lab.progress import Place, progress_shown, tokens_per_second, tracked
 from alibi_lab.lab.training.checkpoint import Progress, load_model
 from alibi_lab.lab.training.flops import full_tokens_per_second, matrix_flops_per_second

@@ -8,7 +8,7 @@ from alibi_lab import records
 from alibi_lab.lab.config import ConfigError
 from alibi_lab.lab.config_io import from_json
 from alibi_lab.lab.experiment import run
-from alibi_lab.lab.model.imported_method import imported_method
+from alibi_lab.lab.model.method_checks import imported_method
 from alibi_lab.lab.planning import configs_of
 from alibi_lab.recipes.index import RECIPES, items_of
 from alibi_lab.report.page import report_html

@@ -229,15 +229,7 @@ class Wrapping(PositionMethod):
         super().__init__(method.config, method.trained_length)
         self.method = method
         self.per_layer, self.relative, self.max_positions = method.per_layer, method.relative, method.max_positions
-
-    def add(self, x: Tensor, positions: Tensor) -> Tensor:
-        return self.method.add(x, positions)
-
-    def rotate(self, q: Tensor, k: Tensor, positions: Tensor, at: Pass) -> tuple[Tensor, Tensor]:
-        return self.method.rotate(q, k, positions, at)
-
-    def bias(self, at: Pass) -> Bias:
-        return self.method.bias(at)
+        self.add, self.rotate, self.bias = method.add, method.rotate, method.bias  # type: ignore[method-assign]
 
 
 def published_slopes(num_heads: int) -> Tensor:

@@ -1,7 +1,7 @@
 """The built-in position methods; `position_method.py` documents their hooks.
 
 To add a method, write its class in a file of this folder and give it a row in `alibi_lab/position_methods.py`; no other file
-lists methods: recipes name those that they compare. A method in your own file needs no row (`imported_method.py`).
+lists methods: recipes name those that they compare. A method in your own file needs no row (`method_checks.py`).
 Shapes as in `attention/call/spec.py`; E is the width of the model. Next: `distances.py`.
 """
 
@@ -14,7 +14,7 @@ from torch import Tensor, nn
 
 from alibi_attn import interpolate_slopes
 from alibi_lab.lab.config import ConfigError, Method, ModelConfig, Stretch
-from alibi_lab.lab.model.imported_method import imported_method
+from alibi_lab.lab.model.method_checks import imported_method
 from alibi_lab.lab.model.position_method import ForgetGates, Pass, PositionError, PositionMethod, published_slopes
 from alibi_lab.position_methods import LOOKS
 

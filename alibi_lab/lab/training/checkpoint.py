@@ -35,8 +35,8 @@ from alibi_lab.lab.config import IMPORT_PATH, ConfigError, RunConfig
 from alibi_lab.lab.config_io import from_json, to_json
 from alibi_lab.lab.data.sources import CorpusError
 from alibi_lab.lab.data.tokenizing import Tokenizer, load_tokenizer
-from alibi_lab.lab.model.imported_method import source_facts
 from alibi_lab.lab.model.language_model import LanguageModel
+from alibi_lab.lab.model.method_checks import source_facts
 from alibi_lab.lab.model.method_trial import try_method
 from alibi_lab.lab.training.parallel import Training
 from alibi_lab.position_methods import LOOKS

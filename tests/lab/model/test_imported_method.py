@@ -13,7 +13,7 @@ from alibi_attn.strict_json import sealed
 from alibi_lab import records
 from alibi_lab.cli.main import app, main
 from alibi_lab.lab.config import ConfigError
-from alibi_lab.lab.model.imported_method import imported_method, source_facts
+from alibi_lab.lab.model.method_checks import imported_method, source_facts
 from alibi_lab.lab.model.position_method import Pass
 from alibi_lab.lab.model.positions import ALiBi
 from alibi_lab.lab.training.checkpoint import CheckpointError, load_checkpoint

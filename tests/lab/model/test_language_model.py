@@ -7,7 +7,7 @@ import torch.nn.functional as F
 from alibi_lab.lab.config import ConfigError
 from alibi_lab.lab.model.attention import LayerCache
 from alibi_lab.lab.model.generation import generate
-from alibi_lab.lab.model.imported_method import imported_method
+from alibi_lab.lab.model.method_checks import imported_method
 from alibi_lab.lab.model.position_method import PositionError
 from alibi_lab.lab.model.positions import METHODS
 

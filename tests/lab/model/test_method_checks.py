@@ -12,8 +12,8 @@ from alibi_lab.lab.config_io import override
 from alibi_lab.lab.data.corpus import whole_text
 from alibi_lab.lab.data.tokenizing import byte_tokenizer
 from alibi_lab.lab.evaluation.evaluate import own_curves
-from alibi_lab.lab.model.imported_method import imported_method
 from alibi_lab.lab.model.language_model import LanguageModel
+from alibi_lab.lab.model.method_checks import imported_method
 from alibi_lab.lab.model.method_trial import try_method
 from alibi_lab.lab.model.position_method import PositionError, PositionMethod
 from alibi_lab.lab.model.positions import METHODS, ALiBi
