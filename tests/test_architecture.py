@@ -68,7 +68,6 @@ ORDERS = {
         ("config_io", "data", "model", "scales"),
         ("evaluation", "planning"),
         ("systems", "training"),
-        ("progress",),
         ("run",),
         ("ray_trainings",),
         ("experiment",),

@@ -1,17 +1,24 @@
 """One run of an experiment: trains and tests what has no record yet, and saves one record of each.
 
-An interrupted training is resumed from its checkpoint; a finished one is only tested. `experiment.py` runs those of a recipe,
-and `ray_trainings.py` runs several on a cluster.
+An interrupted training is resumed from its checkpoint; a finished one is only tested. A terminal shows the progress as a bar,
+with the time that is left; elsewhere it is a line from time to time. Trackers, TensorBoard or Weights & Biases, get the losses
+through accelerate. `experiment.py` runs those of a recipe, and `ray_trainings.py` runs several on a cluster.
 """
 
+import contextlib
 import dataclasses
 import datetime
-from collections.abc import Mapping
+import time
+from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
+from typing import TypeAlias
 
-from accelerate import PartialState
+import torch
+from accelerate import Accelerator, PartialState
 from rich.console import Console
 from rich.markup import escape
+from rich.progress import BarColumn, MofNCompleteColumn, TextColumn, TimeRemainingColumn
+from rich.progress import Progress as Bar
 
 from alibi_lab import records
 from alibi_lab.lab.config import TASK_CORPUS, ConfigError, Method, RunConfig
@@ -19,11 +26,17 @@ from alibi_lab.lab.config_io import to_json
 from alibi_lab.lab.data.corpus import Corpus
 from alibi_lab.lab.evaluation.evaluate import all_curves, own_curves, scored_stretches
 from alibi_lab.lab.model.method_checks import source_facts
-from alibi_lab.lab.progress import Place, progress_shown, tokens_per_second, tracked
 from alibi_lab.lab.training.checkpoint import Progress, load_model
 from alibi_lab.lab.training.flops import full_tokens_per_second, matrix_flops_per_second
 from alibi_lab.lab.training.train import num_pieces, train
 from alibi_lab.records import Json
+
+# Of a run in its experiment: "model 1 of 4" or "", and the number of tokens in later trainings.
+Place: TypeAlias = tuple[str, int]
+
+SECONDS_BETWEEN_LINES = 30  # if there is no terminal for a bar
+WIDE = 140  # columns of a terminal with room for everything
+_BEFORE_NAME = 47  # columns: "100,000/100,000", the bar, the time, "10.000 nats"
 
 
 @dataclasses.dataclass(frozen=True, eq=False)
@@ -144,28 +157,106 @@ def _train(run: Run, console: Console, track: str, place: Place) -> tuple[dict[s
     settings, state, first = run.config.train, PartialState(), None
     rate = matrix_flops_per_second(state.device, settings.precision)
     full_speed = full_tokens_per_second(run.config, rate * state.num_processes) if rate else None
-    with (
-        tracked(track, run.name, run.training, settings.precision, run.out) as log,
-        progress_shown(console, run.title, settings.steps, settings.batch_tokens, place, full_speed) as show,
-    ):
+    with _tracked(run, track) as log, _shown(run, console, place, full_speed) as show:
 
         def on_step(progress: Progress) -> None:
             nonlocal first
             first = first or progress
-            show(progress)
+            show(progress, first)
             log(progress)
 
         progress = train(run.config, run.corpus, run.checkpoints, on_step=on_step)
         if console.is_terminal:  # a training that was already finished has called no callback
-            show(progress)
+            show(progress, first)
     metrics = {
         "loss_nats": progress.loss_nats,
         "tokens": progress.step * settings.batch_tokens,
-        "tokens_per_second": tokens_per_second(settings.batch_tokens, progress),
+        "tokens_per_second": _tokens_per_second(settings.batch_tokens, progress),
         "seconds": progress.seconds,
         "peak_memory_bytes": progress.peak_memory_bytes,
     }
     if rate and full_speed:
-        speed = tokens_per_second(settings.batch_tokens, progress, since=first)
+        speed = _tokens_per_second(settings.batch_tokens, progress, since=first)
         metrics |= {"utilization": speed / full_speed, "matrix_flops_per_second": rate}
     return metrics, progress.curves()
+
+
+@contextlib.contextmanager
+def _shown(
+    run: Run, console: Console, place: Place, full_speed: float | None
+) -> Iterator[Callable[[Progress, Progress | None], None]]:
+    """Shows each progress that is passed to the returned function, with the first one of this process, if any.
+
+    Args:
+        full_speed: tokens per second at a utilization (MFU) of 1; None if unknown.
+    """
+    (number, tokens_later), steps, batch_tokens = place, run.config.train.steps, run.config.train.batch_tokens
+    name = f"{number}: {run.title}" if number else run.title
+    is_wide = console.width >= WIDE
+    columns = (
+        MofNCompleteColumn(),
+        BarColumn(bar_width=24 if is_wide else 10),
+        TimeRemainingColumn(),
+        TextColumn("{task.fields[loss]}"),
+        TextColumn("[bold]{task.description}"),
+        TextColumn("{task.fields[speed]}"),
+    )
+    with Bar(*columns, console=console, disable=not console.is_terminal) as bar:
+        room = console.width - _BEFORE_NAME
+        task = bar.add_task(name if is_wide else _shortened(name, room), total=steps, loss="", speed="")
+        last = time.monotonic()
+
+        def show(progress: Progress, first: Progress | None) -> None:
+            nonlocal last
+            speed = _tokens_per_second(batch_tokens, progress, since=first)
+            left = (steps - progress.step) * batch_tokens / speed / 60
+            in_all = f"{left + tokens_later / speed / 60:.0f} min for all models" if tokens_later else ""
+            shown = f"{speed:,.0f} tokens/s" + (f", {speed / full_speed:.0%} MFU" if full_speed else "")
+            fits = len(name) + len(shown) < room
+            about = f"{shown}  {in_all}" if is_wide else shown if fits else ""
+            bar.update(task, completed=progress.step, loss=f"{progress.loss_nats:.3f} nats", speed=about)
+            late = time.monotonic() - last >= SECONDS_BETWEEN_LINES
+            if not console.is_terminal and (late or progress.step == steps):
+                last = time.monotonic()
+                times = f"{left:.0f} min left{', ' if in_all else ''}{in_all}"
+                line = f"{name}: step {progress.step:,} of {steps:,}, {progress.loss_nats:.3f} nats, {shown}, {times}"
+                console.print(line, soft_wrap=True)
+
+        yield show
+
+
+@contextlib.contextmanager
+def _tracked(run: Run, tracker: str) -> Iterator[Callable[[Progress], None]]:
+    """Sends each point of the curves of a progress that is passed to the returned function; no tracker, "", sends none."""
+    if not tracker:
+        yield lambda progress: None
+        return
+    wandb, cpu = tracker == "wandb", not torch.accelerator.is_available()
+    folder = str(run.out if wandb else run.out / "tensorboard")
+    precision = run.config.train.precision
+    accelerator = Accelerator(mixed_precision=precision, cpu=cpu, log_with=tracker, project_dir=folder)
+    options = {"wandb": {"name": run.name, "dir": folder}}
+    accelerator.init_trackers("alibi-attn" if wandb else run.name, dict(run.training) if wandb else None, options)
+
+    def log(progress: Progress) -> None:
+        for curve, columns in progress.curves().items():
+            if columns["step"][-1:] == [progress.step]:
+                points = {f"{curve}/{column}": values[-1] for column, values in columns.items() if column != "step"}
+                accelerator.log(points, step=progress.step)
+
+    try:
+        yield log
+    finally:
+        for started in accelerator.trackers:
+            started.finish()
+
+
+def _tokens_per_second(batch_tokens: int, progress: Progress, *, since: Progress | None = None) -> float:
+    """The speed over the steps after `since`, such as those after a resumption; over all steps if there are none."""
+    start = since if since and since.step < progress.step else Progress()
+    return (progress.step - start.step) * batch_tokens / (progress.seconds - start.seconds)
+
+
+def _shortened(name: str, room: int) -> str:
+    """The name in at most `room` characters, with its end, which tells runs apart."""
+    return name if len(name) <= room else "…" + name[len(name) + 1 - max(room, 9) :]
