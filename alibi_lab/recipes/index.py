@@ -1,6 +1,6 @@
 """The table of recipes, by name, including one per figure and table of the paper.
 
-To add a recipe, write a file next to this one and add a row to `RECIPES`. `ITEMS` lists the paper's figures and tables and the
+To add a recipe, write a file next to this one and add it to `_FILES`. `ITEMS` lists the paper's figures and tables and the
 functions that read their answers from records; "paper" runs all of them.
 """
 
@@ -13,18 +13,9 @@ from alibi_lab.recipes import curriculum, method_comparison, methods, quick, rec
 from alibi_lab.recipes.paper.cells import Item, select
 from alibi_lab.recipes.paper.items import ITEMS, PAPER
 
-RECIPES: dict[str, Recipe] = {
-    "quick": quick.RECIPE,
-    "methods": methods.RECIPE,
-    "curriculum": curriculum.RECIPE,
-    "recall": recall.RECIPE,
-    "referee": method_comparison.RECIPE,
-    "streams": streams.RECIPE,
-    "slopes": slope_search.RECIPE,
-    "systems": systems.RECIPE,
-    "paper": PAPER,
-    **{name: item.recipe for name, item in ITEMS.items()},
-}
+_FILES = (quick, methods, curriculum, recall, method_comparison, streams, slope_search, systems)
+RECIPES: dict[str, Recipe] = {one.name: one for one in (*(file.RECIPE for file in _FILES), PAPER)}
+RECIPES |= {name: item.recipe for name, item in ITEMS.items()}
 
 
 def items_of(name: str) -> list[Item]:

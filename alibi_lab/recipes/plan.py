@@ -25,8 +25,8 @@ from alibi_lab.lab.training.flops import DTYPES, attention_flops, linear_flops, 
 from alibi_lab.lab.training.parallel import prepare
 from alibi_lab.lab.training.train import steps
 from alibi_lab.recipes import index
-from alibi_lab.recipes.paper import measure_speed
 from alibi_lab.recipes.paper.cells import by_study, select
+from alibi_lab.recipes.paper.run_items import recorded_speed
 
 _PARTS = ("training", "evaluation", "speed")
 _STEPS = 3  # measured; the first one is slow
@@ -155,7 +155,7 @@ def _trainings(name: str, shard: tuple[int, int], selection: Selection) -> Itera
 
 def _missing(study: str, run: RunConfig, out: Path, scale: Scale, corpora: dict[DataConfig, Corpus]) -> tuple[str, ...]:
     if study == "speed":
-        return () if measure_speed.recorded(run, out / "records", scale=scale) else ("speed",)
+        return () if recorded_speed(run, out / "records", scale=scale) else ("speed",)
     if not (out / "records").is_dir():
         return ("training", "evaluation")
     if run.data not in corpora:

@@ -2,10 +2,8 @@
 
     python examples/extending/recipe.py
 
-runs it at smoke scale. To add it for good, copy this file without its last part to alibi_lab/recipes/, and give it a row in
-`RECIPES` of alibi_lab/recipes/index.py:
-
-    "made-up": recipe.RECIPE,
+runs it at smoke scale. To add it for good, copy this file without its last part to alibi_lab/recipes/, and add it to
+`_FILES` of alibi_lab/recipes/index.py.
 """
 
 from alibi_lab.lab.config import EvalConfig, ModelConfig, Recipe, RunConfig, Scale, TrainConfig

@@ -14,7 +14,6 @@ from alibi_attn.cli.console import console
 from alibi_lab.lab import experiment
 from alibi_lab.lab.config_io import field_names
 from alibi_lab.recipes import plan
-from alibi_lab.recipes.paper import measure_speed
 
 SMALLER = ["--set", "train.steps=4", "--set", "eval.lengths=8,16", "--set", "eval.tokens=32", "--no-report"]
 
@@ -64,7 +63,7 @@ def test_a_dry_run_lists_the_trainings_and_what_is_recorded_and_writes_nothing(t
 def test_a_dry_run_knows_what_speeds_are_recorded(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     command = ["run", "table-1", "--scale", "smoke", "--out", tmp_path, "--dry-run"]
     assert "12 of 12 measurements of speed left; about 0 minutes" in alibi(*command)
-    monkeypatch.setattr(measure_speed, "recorded", lambda config, *_, **__: config.model.method != "alibi" or None)
+    monkeypatch.setattr(plan, "recorded_speed", lambda config, *_, **__: config.model.method != "alibi" or None)
     assert "\n3 of 12 measurements" in alibi(*command)
 
 

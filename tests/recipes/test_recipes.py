@@ -50,10 +50,6 @@ def test_the_runs_of_quick_differ_only_in_the_method(scale):
     assert len(same) == 1
 
 
-def test_every_row_of_the_table_is_named_after_its_recipe():
-    assert {name: recipe.name for name, recipe in RECIPES.items()} == {name: name for name in RECIPES}
-
-
 @pytest.mark.parametrize("name", [name for name in RECIPES if name != "referee" and not items_of(name)])
 def test_a_recipe_runs_at_smoke_scale_and_is_drawn(name, tmp_path):
     """The curves of each way to test are compared with loops in tests/lab/evaluation; others run the referee and the paper."""

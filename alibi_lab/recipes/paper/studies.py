@@ -132,7 +132,7 @@ def speed(method: Method, paper_length: int, scale: Scale) -> RunConfig:
     """20 timed steps of the WikiText-103 model with about 9,216 tokens each (small: 2,304; medium: 4,608).
 
     Of figures 2 and 7 and table 1: each method at each length, training steps and one evaluation. At 3,072 tokens, batches are
-    split in three, as in the paper. `measure_speed.py` does the measuring.
+    split in three, as in the paper. `run_items.py` does the measuring.
     """
     whole = wikitext(method, paper_length, scale)
     accumulate = 3 if paper_length == LONGEST else 1
