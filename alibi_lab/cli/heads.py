@@ -116,22 +116,23 @@ def weights(
     loaded, content = _opened(model, text, method, picture, None)
     from alibi_lab.heads.weights import weights as measure
 
-    found = measure(loaded, content, layer=layer, length=length)
-    last = found.matrix.shape[1] - 1
+    matrix, slopes = measure(loaded, content, layer=layer, length=length)
+    last = matrix.shape[1] - 1
     if query is not None and query > last:
         raise typer.BadParameter(
             f"--query is {query} but the last token that is read is {last}; pass a larger --length"
         )
     at = last if query is None else query
+    shares, keys = matrix[:, at].topk(min(4, at + 1))
     rows = [
-        (str(head), fraction(slope), *(f"{distance:,} back: {weight:.1%}" for distance, weight in keys))
-        for head, (slope, keys) in enumerate(zip(found.slopes.tolist(), found.most(at), strict=True))
+        (str(head), fraction(slope), *(f"{at - key:,} back: {share:.1%}" for share, key in zip(*pair, strict=True)))
+        for head, (slope, *pair) in enumerate(zip(slopes.tolist(), shares.tolist(), keys.tolist(), strict=True))
     ]
     _print_table(("head", "slope m", *["attends to"] * (len(rows[0]) - 2)), rows, f"token {at} of layer {layer}")
     if picture is not None:
         from alibi_lab.report.sections import trained_heads as plots
 
-        _draw(plots.weights_figure(found.matrix.numpy()), picture)
+        _draw(plots.weights_figure(matrix.numpy()), picture)
 
 
 @app.command()

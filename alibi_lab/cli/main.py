@@ -9,7 +9,7 @@ from pathlib import Path
 
 from alibi_attn.cli import console
 from alibi_attn.cli.main import COMMANDS, command_line
-from alibi_lab.cli import bench, checkpoints, evaluation, heads, listings, report, run
+from alibi_lab.cli import bench, checkpoints, heads, report, run
 from alibi_lab.lab.config import METHOD_MODULE
 from alibi_lab.recipes.index import RECIPES
 
@@ -19,9 +19,9 @@ app = command_line(
 )
 app.add_typer(bench.app, name="bench")
 app.command(epilog=f"Recipes: {', '.join(RECIPES)}. `alibi config` lists the fields of --set.")(run.run)
-app.command("recipes")(listings.list_recipes)
-app.command("config")(listings.show_config)
-app.command("eval")(evaluation.evaluation)
+app.command("recipes")(run.list_recipes)
+app.command("config")(run.show_config)
+app.command("eval")(checkpoints.evaluation)
 app.command("eval-text")(COMMANDS["eval-text"])
 app.command()(checkpoints.generate)
 app.command()(checkpoints.export)

@@ -1,7 +1,5 @@
 """`alibi heads weights`: which tokens the heads of a layer attend to, in float64."""
 
-import dataclasses
-
 import torch
 from torch import Tensor
 
@@ -9,38 +7,19 @@ from alibi_lab.heads.loading import Loaded, tokens_of
 from alibi_lab.lab.model.layer_outputs import attention_weights
 
 
-@dataclasses.dataclass(frozen=True)
-class Weights:
-    """The attention of one layer on a text.
-
-    Args:
-        matrix: [H, n, n] float64, row i the weights of query i; 0 where it may not look.
-        slopes: [H].
-    """
-
-    matrix: Tensor
-    slopes: Tensor
-
-    def most(self, query: int, count: int = 4) -> list[list[tuple[int, float]]]:
-        """For every head the keys that a query attends to most, as (distance, weight)."""
-        weights, keys = self.matrix[:, query].topk(min(count, query + 1))
-        found = zip(keys.tolist(), weights.tolist(), strict=True)
-        return [[(query - key, weight) for key, weight in zip(*each, strict=True)] for each in found]
-
-
-def weights(model: Loaded, text: str, *, layer: int = 0, length: int | None = None) -> Weights:
-    """The weights of a layer of the model on the first tokens of a text (default: 64).
+def weights(model: Loaded, text: str, *, layer: int = 0, length: int | None = None) -> tuple[Tensor, Tensor]:
+    """The weights [H, n, n] of a layer on the first tokens of a text (default: 64), row i those of query i, and the slopes [H].
 
     Raises:
         ValueError: a layer that the model does not have, a model without slopes, or a text that is too short.
     """
-    tokens, found = tokens_of(model, text, length or 64), dict[int, Weights]()
+    tokens, found = tokens_of(model, text, length or 64), dict[int, tuple[Tensor, Tensor]]()
 
     def see(at: int, query: Tensor, key: Tensor, slopes: Tensor, scale: float) -> None:
         key = key.repeat_interleave(query.shape[1] // key.shape[1], dim=1)
         heads = zip(query[0], key[0], slopes.tolist(), strict=True)
         rows = [torch.cat([w for _, w in attention_weights(q, k, m, scale, rows=256)]) for q, k, m in heads]
-        found[at] = Weights(torch.stack(rows), slopes)
+        found[at] = torch.stack(rows), slopes
 
     with torch.no_grad():
         model.run(tokens, see)

@@ -149,7 +149,7 @@ def test_a_model_of_the_lab_agrees_with_the_captured_tensors(tmp_path: Path) -> 
         distance, first, *_ = loop(query[layer, head], key[layer, head], float(slopes[head]), query.shape[-1] ** -0.5)
         assert heads["mean_distance"][at] == pytest.approx(distance, rel=1e-6)
         assert heads["first_token"][at] == pytest.approx(first, rel=1e-6)
-    matrix = weights(load(folder), TEXT, layer=1, length=20).matrix
+    matrix, _ = weights(load(folder), TEXT, layer=1, length=20)
     torch.testing.assert_close(matrix.sum(-1), torch.ones(4, 20, dtype=torch.float64))
     assert float(matrix.triu(1).abs().max()) == 0
     with pytest.raises(ValueError, match="layer is 2 but the model has the layers 0 to 1"):
