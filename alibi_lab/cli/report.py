@@ -166,11 +166,6 @@ def print_curves(curves: Mapping[str, Mapping[str, Sequence[records.Json]]]) -> 
 records_app = typer.Typer(help="Keep the records of finished studies in few files.", no_args_is_help=True)
 
 
-@records_app.callback()
-def group() -> None:
-    """Without it, typer would make `pack` the group itself."""
-
-
 @records_app.command()
 @documented
 def pack(
