@@ -210,7 +210,7 @@ def _write(
     with new_folder(folder) as partial:
         _, facts = _tokenize_text(config, text, lambda name: (partial / name).open("wb"))
         for file, source in zip(files, origins, strict=True):
-            if _without_hash(source) != _current(file):
+            if {**source, **_current(file)} != source:
                 raise CorpusError(f"{file.path} changed while it was read; run again when no process writes to it")
         about = {"schema": SCHEMA, "asked": settings, "sources": origins, "parts": list(text.parts), "facts": facts}
         sealed_folder.seal(partial, _MANIFEST, about)
@@ -223,7 +223,8 @@ def _unchanged(store: Path, settings: Mapping[str, Json], files: Sequence[TextFi
         # Damage is reported when the folder is opened by its identity.
         with contextlib.suppress(ValueError, KeyError, TypeError, AttributeError):
             manifest = _manifest(path.parent)
-            if manifest.get("asked") == settings and [_without_hash(one) for one in manifest["sources"]] == current:
+            same = ({**one, **now} == one for one, now in zip(manifest["sources"], current, strict=True))
+            if manifest.get("asked") == settings and all(same):
                 return path.parent
     return None
 
@@ -246,10 +247,6 @@ def _source(file: TextFile) -> dict[str, Json]:
 def _current(file: TextFile) -> dict[str, Json]:
     status = file.path.stat()
     return {"name": file.name, "bytes": status.st_size, "mtime_ns": status.st_mtime_ns, "inode": status.st_ino}
-
-
-def _without_hash(source: Mapping[str, Json]) -> dict[str, Json]:
-    return {key: value for key, value in source.items() if key != "sha256"}
 
 
 def _tokenize_text(config: DataConfig, text: Text, opened: Opened) -> tuple[Tokenizer, dict[str, Json]]:
