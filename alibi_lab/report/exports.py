@@ -10,17 +10,7 @@ from collections.abc import Callable, Iterator, Sequence
 from typing import Literal, NamedTuple
 
 from alibi_lab.records import Record
-from alibi_lab.report.intervals import (
-    Interval,
-    Word,
-    as_ratio,
-    between,
-    exp,
-    seed_interval,
-    text_interval,
-    union,
-    word_of,
-)
+from alibi_lab.report.intervals import Interval, Word, between, exp, interval, seed_interval, word_of
 from alibi_lab.report.series import MODES, Mode, Study, studies
 from alibi_lab.report.tables import study as tables
 from alibi_lab.report.tables.table import Cell, Table, mean
@@ -126,8 +116,7 @@ def _of_study(study: Study, first: str, second: str) -> Iterator[Comparison]:
             for length in one.curve("by_length", "length", f"{mode}_nats")[0]:
                 if (pairs := between(one, other, mode, length)) is None:
                     continue
-                seeds = seed_interval(pairs)
-                bounds = as_ratio(seeds and union(seeds, text_interval(pairs)))
+                bounds = interval(pairs) if seed_interval(pairs) else None
                 word = _WORDS[word_of(bounds, "below", 1.0)] if bounds else "open"
                 ratio = exp(float(pairs.logs.mean()))
                 yield Comparison(study.recipe, one.trained, mode, int(length), ratio, bounds, word)
