@@ -14,17 +14,8 @@ import numpy as np
 from matplotlib.figure import Figure
 
 from alibi_lab.records import Record
-from alibi_lab.report.answers import (
-    Column,
-    item_name,
-    item_of,
-    labels_of,
-    published,
-    recorded,
-    scale_factor,
-    unit_of,
-    way_of,
-)
+from alibi_lab.report import answers
+from alibi_lab.report.answers import Column, item_name, published, recorded, way_of
 from alibi_lab.report.plots import bias as heads
 from alibi_lab.report.plots import paper as paper_figures
 from alibi_lab.report.plots import paper_changes as changes
@@ -64,12 +55,12 @@ def pictures(record: Record, by_identity: Mapping[str, Record]) -> list[list[Plo
     Args:
         by_identity: records, by identity; those that the answer is computed from give the bands.
     """
-    name, item = item_name(record), item_of(record)
+    name, item = item_name(record), answers.item_of(record)
     if name == "figure-3":
         return [[*heads.pictures(8, 64, 512)]]
     if name == "figure-10":
         return _window_pictures(record, item)
-    every = [tuple(labels_of(record))]
+    every = [tuple(answers.labels_of(record))]
     more = every[0][len(item.series) :]
     # A method that the paper does not have is drawn with the models of its trained length.
     panels_of = [
@@ -106,7 +97,7 @@ def _rows(
 def _sources(record: Record, item: PublishedItem, x: str, y: str) -> list[_Source]:
     """Ours in the paper's evaluation mode and in the other mode, then the paper's in its mode and, if published, the other."""
     way = way_of(item) if y == "perplexity" and x != "hours" else ""
-    ours = _Source(True, recorded(record), item, way, factor=scale_factor(record))
+    ours = _Source(True, recorded(record), item, way, factor=answers.scale_factor(record))
     theirs = _Source(False, published(item), item, way)
     if not way:
         return [ours, theirs]
@@ -167,7 +158,7 @@ def _panel(record: Record, source: _Source, x: str, y: str, labels: Sequence[str
     trained = {trained_length(label) for label in labels}
     (only,) = trained if len(trained) == 1 else (None,)
     unit = only / source.factor if only and x == "length" and y == "perplexity" else None
-    per = unit_of(record) if ours else "token"
+    per = answers.unit_of(record) if ours else "token"
     time = _time_unit(lines) if x == "hours" else ""
     if time == "minutes":
         lines = tuple(dataclasses.replace(line, x=60 * line.x) for line in lines)
@@ -230,19 +221,15 @@ def _are_windows(token: Points, context: Points, passes: Points) -> bool:
 
 def _window_losses(record: Record, item: PublishedItem) -> Plot | None:
     """The loss of a trained model on the tokens of the drawing, if the record has it."""
-    column = recorded(record)
-    whole: list[str] = []
-    lines: list[Line] = []
-    for label in item.series:
+    column, lines, whole = recorded(record), list[Line](), list[str]()
+    measured = [label for label in item.series if np.isfinite(column(label, "loss_nats")).any()]
+    for label, method in zip(
+        measured, ("sinusoidal", "alibi"), strict=False
+    ):  # two colors that are easy to distinguish
         token, loss, mean = (column(label, name) for name in ("token", "loss_nats", "whole_text_nats"))
-        if not np.isfinite(loss).any():
-            continue
-        method = "sinusoidal" if not lines else "alibi"  # two colors that are easy to distinguish
         lines.append(Line(label, label, method, True, token, loss, *np.full((3, len(token)), math.nan)))
         if np.isfinite(mean).any():
             whole.append(f"{mean[0]:.3f} nats ({label.lower()})")
-    if not lines:
-        return None
     panel = Panel(
         heading="Its effect on the loss: ours",
         caption="The loss of a trained model at each token."
@@ -252,4 +239,4 @@ def _window_losses(record: Record, item: PublishedItem) -> Plot | None:
         lines=tuple(lines),
         log_x=False,
     )
-    return _picture(panel, paper_figures.lines(panel))
+    return _picture(panel, paper_figures.lines(panel)) if lines else None
