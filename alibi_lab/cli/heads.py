@@ -83,7 +83,7 @@ def summary(
     """
     loaded, content = _opened(model, text, method, picture, out)
     from alibi_lab.heads.summary import summary as measure
-    from alibi_lab.report.sections import trained_heads as plots
+    from alibi_lab.report.sections import heads as plots
 
     record = measure(loaded, content, length=length)
     _print_layers(record)
@@ -130,7 +130,7 @@ def weights(
     ]
     _print_table(("head", "slope m", *["attends to"] * (len(rows[0]) - 2)), rows, f"token {at} of layer {layer}")
     if picture is not None:
-        from alibi_lab.report.sections import trained_heads as plots
+        from alibi_lab.report.sections import heads as plots
 
         _draw(plots.weights_figure(matrix.numpy()), picture)
 
@@ -193,7 +193,7 @@ def reach(
     loaded, content = _opened(model, text, method, picture, out)
     from alibi_lab.heads.reach import reach as measure
     from alibi_lab.report.section import Archive
-    from alibi_lab.report.sections import trained_heads as plots
+    from alibi_lab.report.sections import heads as plots
 
     found = measure(loaded, content, length=length)
     (drawn,) = plots.find(Archive(found))

@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING
 if TYPE_CHECKING:
     from alibi_lab.report.plots.bias import plot_alibi_bias
     from alibi_lab.report.plots.study import plot_run
-    from alibi_lab.report.sections.trained_heads import plot_heads
+    from alibi_lab.report.sections.heads import plot_heads
 
 __all__ = ["plot_alibi_bias", "plot_heads", "plot_run"]
 
-_MODULES = {"plot_alibi_bias": "plots.bias", "plot_heads": "sections.trained_heads", "plot_run": "plots.study"}
+_MODULES = {"plot_alibi_bias": "plots.bias", "plot_heads": "sections.heads", "plot_run": "plots.study"}
 
 
 def __getattr__(name: str) -> object:

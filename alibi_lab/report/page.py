@@ -13,15 +13,7 @@ try:
     from alibi_lab.report import answers
     from alibi_lab.report.plots import drawing
     from alibi_lab.report.section import TEMPLATES, Archive, Section, count_of, html
-    from alibi_lab.report.sections import (
-        alibi_heads,
-        benchmark,
-        method_comparison,
-        paper,
-        rollouts,
-        study,
-        trained_heads,
-    )
+    from alibi_lab.report.sections import benchmark, heads, method_comparison, paper, rollouts, study
 except ModuleNotFoundError as error:
     if error.name not in ("jinja2", "matplotlib"):
         raise
@@ -47,9 +39,9 @@ SECTIONS: Sequence[tuple[Find, Draw]] = [
     (paper.find_evidence, paper.draw_evidence),
     (method_comparison.find, method_comparison.draw),
     (study.find, study.draw),
-    (alibi_heads.find, alibi_heads.draw),
-    (trained_heads.find, trained_heads.draw),
-    (trained_heads.find_maps, trained_heads.draw_map),
+    (heads.find_slopes, heads.draw_slopes),
+    (heads.find, heads.draw),
+    (heads.find_maps, heads.draw_map),
     (rollouts.find, rollouts.draw),
     (benchmark.find_texts, benchmark.draw_text),
     (benchmark.find, benchmark.draw),

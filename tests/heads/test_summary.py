@@ -26,7 +26,7 @@ from alibi_lab.lab.config import EvalConfig, Method, ModelConfig, Recipe, RunCon
 from alibi_lab.lab.model.layer_outputs import attention_inputs
 from alibi_lab.lab.training.checkpoint import load_checkpoint
 from alibi_lab.report.page import report_html
-from alibi_lab.report.sections.trained_heads import has_maps
+from alibi_lab.report.sections.heads import has_maps
 
 TEXT = "the cat sat on the mat and the dog sat on the cat " * 12
 

@@ -16,7 +16,7 @@ from alibi_lab.report.plots import drawing, retrieval
 from alibi_lab.report.plots import study as figures
 from alibi_lab.report.published import PUBLISHED
 from alibi_lab.report.section import Archive
-from alibi_lab.report.sections import trained_heads as certificates
+from alibi_lab.report.sections import heads as certificates
 from alibi_lab.report.sections.study import MOST_LINES, drawable
 from alibi_lab.report.series import studies
 from alibi_lab.report.tables import cost as costs

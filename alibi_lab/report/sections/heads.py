@@ -1,8 +1,10 @@
-"""The heads of trained models.
+"""The heads of ALiBi, and of trained models.
 
-Their certified and their true reach (records of `alibi heads reach`): each record is one layer; all layers of a model share a
-picture. If the certified reach is the length of the text, nothing is skipped. The gap between the two marks is the work that a
-tighter bound could still avoid.
+The biases of ALiBi are drawn once for each number of heads in the records.
+
+The certified and the true reach of trained heads (records of `alibi heads reach`): each record is one layer; all layers of a
+model share a picture. If the certified reach is the length of the text, nothing is skipped. The gap between the two marks is the
+work that a tighter bound could still avoid.
 
 Their maps (records of kind "heads"): one row per layer, one column per head. The certified reach, the share of its keys that
 carried mass (the measured reach), the mean distance of the attention, the attention to the first token, and the shares of weights
@@ -20,12 +22,13 @@ from matplotlib.axes import Axes
 from matplotlib.axis import Axis
 from matplotlib.figure import Figure
 
-from alibi_lab.records import MAX_COUNT, Json, Record, identity
-from alibi_lab.report.plots import drawing
+from alibi_attn import alibi_slopes
+from alibi_lab.records import MAX_COUNT, Json, Record, flat, identity
+from alibi_lab.report.plots import bias, drawing
 from alibi_lab.report.plots.drawing import INK, MUTED, Points, color_of
 from alibi_lab.report.section import Archive, Section, count_of, html
 from alibi_lab.report.series import Array, numbers
-from alibi_lab.report.tables.heads import fraction
+from alibi_lab.report.tables.heads import fraction, head_rows
 
 _COLUMNS = 2
 COLUMNS = ("layer", "slope", "certified", "true", "ratio")
@@ -42,6 +45,7 @@ _NUMBERS = ("layer", "head", "slope", "certified", "mean_distance", "carried", "
             "zero_float32", "zero_bfloat16", "zero_float16")  # fmt: skip
 _MAPS_WIDTH = 8.4  # inches; two maps side by side
 _MOST_NUMBERS = 10  # with more heads per row, the numbers do not fit into the cells
+_MOST_HEADS = 1024  # the biases of models with more heads are not drawn
 
 
 @dataclass(frozen=True)
@@ -52,6 +56,29 @@ class TrainedHeads:
     length: int
     trained: int
     records: tuple[Record, ...]
+
+
+def find_slopes(archive: Archive) -> list[tuple[int, int]]:
+    """(number of heads, longest trained or tested length), one per number of heads."""
+    longest: dict[int, int] = {}
+    for study in archive.studies:
+        records = [record for series in study.series if series.method == "alibi" for record in series.records]
+        for count in [flat(record.config).get("model.num_heads") for record in records]:
+            if isinstance(count, int) and 1 <= count <= _MOST_HEADS:
+                longest[count] = max([longest.get(count, 1), *study.lengths, *study.trained])
+    return sorted(longest.items())
+
+
+def draw_slopes(heads: tuple[int, int], number: int, archive: Archive) -> Section:
+    """The bias and the factor of every head, and the slopes in a table."""
+    count, length = heads
+    biases = [f"{slope * length:.3g}" for slope in alibi_slopes(count).tolist()]
+    rows = [(*row, nats) for row, nats in zip(head_rows(count), biases, strict=True)]
+    several = f": {count}" if len(find_slopes(archive)) > 1 else ""
+    body = html(
+        "alibi_heads", name=f"heads{count}", plots=bias.pictures(count, length, length), rows=rows, length=length
+    )
+    return Section(f"heads{count}", "", "", body, heading=f"The heads of ALiBi{several}")
 
 
 def find(archive: Archive) -> list[TrainedHeads]:
