@@ -1,66 +1,34 @@
-"""Every backend computes the definition: outputs, lse and gradients against a loop over i and j in float64."""
+"""Every backend computes the definition: outputs, lse and gradients against a loop over i and j in float64.
+
+`test_fused.py` interprets `fused` on the same cases; `test_flex.py` tests `flex`, which has neither lse nor backward on a CPU.
+"""
 
 import dataclasses
 
 import pytest
 import torch
-from attention_cases import CASES, KEY_BIASES, ONE_FAR_KEY, Case
-from attention_checks import answer, assert_exact, assert_one_far_key
-
-from alibi_attn.attention.run.dispatch import BACKENDS
-
-# Skipping is tested with the default tolerance of each dtype.
-TOLERANCE = {d: torch.finfo(d).eps / 32 for d in (torch.float16, torch.bfloat16, torch.float32, torch.float64)}
-# Backends that run no case here. `fused` needs CUDA; test_fused interprets it on the same cases. `flex` has neither lse nor
-# backward on a CPU; test_flex tests its forward.
-REFUSED = ("fused", "flex")
-RUN_HERE = [name for name in BACKENDS if name not in REFUSED]
-
-SOME = tuple(
-    case
-    for case in CASES
-    if case.name
-    in {
-        "plain",
-        "grouped-query",
-        "queries at the end of longer keys",
-        "heads that never look right",
-        "symmetric window",
-        "NaN in masked keys, inf in their values",
-        "everything",
-        "steep, long",
-        "steep, long, segments",
-        "right slopes a batch",
-    }
-)
+from attention_cases import CASES, KEY_BIASES, ONE_FAR_KEY, SOME, Case
+from attention_checks import EPS, ON_CPU, WITH_KEY_BIAS, answer, assert_exact, assert_one_far_key
 
 
 @pytest.mark.parametrize("case", CASES, ids=str)
-@pytest.mark.parametrize("backend", BACKENDS)
+@pytest.mark.parametrize("backend", ON_CPU)
 def test_fp32_equals_the_definition(backend: str, case: Case) -> None:
-    if backend in REFUSED:
-        with pytest.raises(ValueError, match="cannot run this"):
-            answer(case, torch.float32, backend=backend)
-        return
-    assert_exact(case, torch.float32, answer(case, torch.float32, backend=backend), tolerance=TOLERANCE[torch.float32])
+    assert_exact(case, torch.float32, answer(case, torch.float32, backend=backend), tolerance=EPS[torch.float32] / 32)
 
 
 @pytest.mark.parametrize("case", SOME, ids=str)
 @pytest.mark.parametrize("dtype", [torch.float64, torch.bfloat16, torch.float16], ids=str)
-@pytest.mark.parametrize("backend", RUN_HERE)
+@pytest.mark.parametrize("backend", ON_CPU)
 def test_other_dtypes_equal_the_definition(backend: str, dtype: torch.dtype, case: Case) -> None:
-    assert_exact(case, dtype, answer(case, dtype, backend=backend), tolerance=TOLERANCE[dtype])
+    assert_exact(case, dtype, answer(case, dtype, backend=backend), tolerance=EPS[dtype] / 32)
 
 
 @pytest.mark.parametrize("case", KEY_BIASES, ids=str)
-@pytest.mark.parametrize("backend", RUN_HERE)
+@pytest.mark.parametrize("backend", WITH_KEY_BIAS)
 def test_a_bias_per_key_equals_the_definition(backend: str, case: Case) -> None:
-    if "key_bias" not in BACKENDS[backend].READS:
-        with pytest.raises(ValueError, match="it does not compute key_bias"):
-            answer(case, torch.float32, backend=backend)
-        return
     for dtype in (torch.float32, torch.bfloat16, torch.float64):
-        assert_exact(case, dtype, answer(case, dtype, backend=backend), tolerance=TOLERANCE[dtype])
+        assert_exact(case, dtype, answer(case, dtype, backend=backend), tolerance=EPS[dtype] / 32)
 
 
 @pytest.mark.parametrize("case", ONE_FAR_KEY, ids=str)

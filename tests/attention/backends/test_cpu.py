@@ -2,6 +2,7 @@
 
 import pytest
 import torch
+from measured_attack import sections_at_every_length
 
 from alibi_attn import alibi_attention, explain, head_reach
 from alibi_attn.attention.backends.banded import backend as banded
@@ -58,6 +59,19 @@ def test_a_backend_that_computes_everything_is_detected(counted: dict[str, int])
     q, k, v = draw()
     alibi_attention(q, k, v, [2.0, 0.5, 0.1, 0.02], tolerance=0.0, backend="banded")
     assert counted["forward"] >= 4 * 1500 * 1501 / 2
+
+
+@pytest.mark.parametrize("causal", [True, False])
+def test_backward_computes_the_measured_scores_that_explain_shows(counted: dict[str, int], causal: bool) -> None:
+    q, k, v = draw(t=900)
+    q, k, v = (x.requires_grad_() for x in (3 * q, k, v))
+    with sections_at_every_length():
+        alibi_attention(q, k, v, [1.0, 0.5, 0.2, 0.1], causal=causal, backend="banded").sum().backward()
+        found = explain(q, k, v, [1.0, 0.5, 0.2, 0.1], causal=causal, backend="banded")
+    assert counted["backward"] == found.measured_scores.sum() < 0.98 * found.scores.sum()
+    assert (found.measured_reaches <= found.reaches).all()
+    share = found.measured_scores.sum() / found.scores.sum()
+    assert f"it computes {share:.1%} of them, with the same bound" in str(found)
 
 
 @both

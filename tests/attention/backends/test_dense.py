@@ -1,27 +1,21 @@
 """Decoding by `dense`, which computes its few scores directly: all options of a call, and NaN and inf."""
 
+import dataclasses
 import math
 
 import pytest
 import torch
-from attention_checks import EPS
+from attention_cases import CASES, KEY_BIASES, Case
+from attention_checks import EPS, assert_exact, without_gradients
+from attention_oracle import truth
 
 from alibi_attn import alibi_attention, alibi_slopes
 from alibi_attn.attention.operators.finite_numbers import are_moderate
 from alibi_attn.attention.run import few_queries
 
 SLOPES = torch.tensor(alibi_slopes(6), dtype=torch.float32)
-ASKED = {
-    "plain": {},
-    "lse": {"return_lse": True},
-    "window": {"window": 20},
-    "not causal": {"causal": False, "right_slopes": [0.1, 0.2, float("inf"), 0.0, 1.0, 0.5]},
-    "key mask": {"key_mask": torch.arange(90).expand(2, -1) % 7 > 1},
-    "segments": {"segment_ids": (torch.arange(90) // 40).expand(2, -1)},
-    "an offset a sequence": {"query_offset": torch.tensor([50, 3])},
-    "queries that see nothing": {"query_offset": -2, "return_lse": True},
-    "slopes a batch": {"slopes": SLOPES * torch.tensor([[1.0], [-0.5]])},
-}
+FEW = [dataclasses.replace(case, query_len=min(case.query_len, 4)) for case in (*CASES, *KEY_BIASES)]
+MASKS = ({}, {"window": 20}, {"key_mask": torch.arange(90).expand(2, -1) % 7 > 1})
 
 
 def drawn(dtype: torch.dtype) -> list[torch.Tensor]:
@@ -29,43 +23,30 @@ def drawn(dtype: torch.dtype) -> list[torch.Tensor]:
     return [torch.randn(2, h, n, 8, generator=generator, dtype=dtype) for h, n in ((6, 4), (3, 90), (3, 90))]
 
 
-def both(query, key, value, asked):
-    asked = {"slopes": SLOPES, **asked}
-    with torch.no_grad():
-        true = alibi_attention(*(x.double() for x in (query, key, value)), backend="reference", tolerance=0.0, **asked)
-        got = alibi_attention(query, key, value, backend="dense", **asked)
-    return ((got,), (true,)) if isinstance(got, torch.Tensor) else (got, true)
-
-
-@pytest.mark.parametrize("dtype", [torch.float32, torch.float64, torch.bfloat16, torch.float16])
-@pytest.mark.parametrize("name", ASKED)
-def test_few_queries_equal_the_definition(name: str, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
-    written = []
-
-    def spied(*arguments):
-        written.append(attend(*arguments))
-        return written[-1]
-
-    attend = few_queries.attend
-    monkeypatch.setattr(few_queries, "attend", spied)
-    for ours, true in zip(*both(*drawn(dtype), ASKED[name]), strict=True):
-        assert ours.dtype in (dtype, torch.promote_types(dtype, torch.float32))
-        torch.testing.assert_close(ours.double(), true, rtol=0, atol=32 * EPS[dtype])
-    assert len(written) == 1
-    assert (written[0] is None) == (name == "queries that see nothing"), "a closer look is for what is not finite"
+@pytest.mark.parametrize("dtype", EPS)
+@pytest.mark.parametrize("case", FEW, ids=str)
+def test_few_queries_equal_the_definition(case: Case, dtype: torch.dtype, monkeypatch: pytest.MonkeyPatch) -> None:
+    written, attend = [], few_queries.attend
+    monkeypatch.setattr(few_queries, "attend", lambda *x: written.append(attend(*x)) or written[-1])
+    assert_exact(case, dtype, without_gradients(case, dtype, backend="dense"))
+    looked_closer = case.mask == "nan" or bool(truth(case).lse.isinf().any())
+    assert [x is None for x in written] == [looked_closer], "a closer look is for what is not finite"
 
 
 @pytest.mark.parametrize("bad", [float("nan"), float("inf"), -float("inf"), 1e30])
 @pytest.mark.parametrize("where", ["key", "value"])
-@pytest.mark.parametrize("name", ["plain", "window", "key mask"])
-def test_a_bad_number_is_seen_or_has_no_effect(name: str, where: str, bad: float) -> None:
+@pytest.mark.parametrize("options", MASKS, ids=list)
+def test_a_bad_number_is_seen_or_has_no_effect(options: dict, where: str, bad: float) -> None:
     query, key, value = drawn(torch.float32)
     spoiled = key if where == "key" else value
     spoiled[0, 1, 70, 3], spoiled[1, 2, 88] = bad, bad
-    for ours, true in zip(*both(query, key, value, ASKED[name]), strict=True):
-        assert bool((ours.isnan() == true.float().isnan()).all())
-        fine = true.float().isfinite()
-        torch.testing.assert_close(ours[fine], true.float()[fine], rtol=1e-4, atol=1e-5)
+    with torch.no_grad():
+        wide = (x.double() for x in (query, key, value))
+        true = alibi_attention(*wide, SLOPES, backend="reference", tolerance=0.0, **options).float()
+        ours = alibi_attention(query, key, value, SLOPES, backend="dense", **options)
+    assert bool((ours.isnan() == true.isnan()).all())
+    fine = true.isfinite()
+    torch.testing.assert_close(ours[fine], true[fine], rtol=1e-4, atol=1e-5)
 
 
 @pytest.mark.parametrize("dtype", [torch.float64, torch.float32, torch.bfloat16, torch.float16])

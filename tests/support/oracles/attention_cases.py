@@ -179,6 +179,13 @@ CASES = (
     square("steep, long, segments", 290, slopes="steep", segments="packed"),
     square("steep, long, chunk", 300, heads=4, query_len=40, slopes="steep", offset=200),
 )
+# For other dtypes and instructions.
+SOME_NAMES = {
+    "plain", "grouped-query", "one query", "queries at the end of longer keys", "right slopes a batch",
+    "heads that never look right", "symmetric window", "an offset a sequence", "NaN in masked keys, inf in their values",
+    "everything", "steep, long", "steep, long, sink, peaked", "steep, long, segments",
+}  # fmt: skip
+SOME = tuple(case for case in CASES if case.name in SOME_NAMES)
 KEY_BIASES = (
     Case("key bias", key_bias="random"),
     Case("key bias, one for all", key_bias="one", kv_heads=2, slopes="zero"),
