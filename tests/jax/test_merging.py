@@ -11,7 +11,7 @@ from jax_checks import BACKENDS, draw, fixture_of_tiles
 from parts_oracle import truth
 
 from alibi_attn.attention import api
-from alibi_attn.jax import alibi_attention, explain, forgetting_attention
+from alibi_attn.jax import alibi_attention, explain
 
 small_tiles = fixture_of_tiles(16, 16, autouse=True)
 SLOPES = np.float32([1.0, 0.5, 0.1, 0.02])
@@ -205,34 +205,3 @@ def test_explain_says_of_parts_what_it_says_of_tensors(options: dict) -> None:
     np.testing.assert_allclose(found.scores, expected.scores, rtol=0.02)
     np.testing.assert_allclose(found.reaches, expected.reaches, atol=64)
     assert found.share < explain(*drawn, SLOPES, backend="dense", **options).share
-
-
-REFUSED = [
-    ({"prefix_len": np.int32([3, 61])}, ValueError, "prefix_len is 61 .* from 0 to 60, S"),
-    ({"prefix_len": 3}, TypeError, "prefix_len must be a jax.Array or numpy array but is int"),
-    ({"positions": STAMPS[:, 1:]}, ValueError, r"positions has shape \[2, 59\] but must be \[B, S\] = \[2, 60\]"),
-    ({"positions": -STAMPS}, ValueError, "positions must be finite and must not decrease"),
-    ({"positions": STAMPS, "query_positions": STAMPS[:, :40]}, ValueError, "query_positions must not precede"),
-    (
-        {"positions": STAMPS, "query_positions": STAMPS[:, 20:] + 9, "prefix_len": PREFIX},
-        ValueError,
-        "after the next key",
-    ),
-    ({"window": np.ones(4)}, TypeError, "window is float64 but must hold integers"),
-    ({"window": {3}}, TypeError, r"window must be an integer, one integer per head, or None but is \{3\}"),
-    ({"window": 4, "sinks": -1}, ValueError, "sinks is -1"),
-]
-
-
-@pytest.mark.parametrize(("options", "error", "message"), REFUSED)
-def test_wrong_arguments_are_refused(options: dict, error: type[Exception], message: str) -> None:
-    with pytest.raises(error, match=message):
-        alibi_attention(*drawn(), **options)
-
-
-def test_other_functions_refuse_parts() -> None:
-    q, k, v, _ = drawn()
-    with pytest.raises(ValueError, match="forgetting_attention does not support window per head"):
-        forgetting_attention(q, k, v, np.zeros((2, 4, 60), np.float32), window=[5, 9, 400, 9])
-    with pytest.raises(TypeError, match="unexpected keyword argument 'prefix_len'"):
-        forgetting_attention(q, k, v, np.zeros((2, 4, 60), np.float32), prefix_len=PREFIX)

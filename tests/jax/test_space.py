@@ -104,19 +104,3 @@ def test_a_layer_passes_them_on(axes):
     mixed, _ = definition(*rows, SLOPES.astype(np.float32), *(2 * [points.astype(np.float32)]), registers=3)
     expected = layer.out_proj(mixed.reshape(B, 40, 32))
     np.testing.assert_allclose(layer(x, positions=places.astype(np.float32)), expected, rtol=2e-5, atol=2e-5)
-
-
-@pytest.mark.parametrize(
-    ("change", "words"),
-    [
-        ({"causal": True}, "have no left and right: pass causal=False"),
-        ({"positions": np.zeros((1, 9, 4))}, r"must be \[B, S, 2 or 3\]"),
-        ({"positions": np.full((1, 9, 2), np.nan)}, "positions must be finite"),
-        ({"registers": 2, "positions": None, "query_offset": jnp.zeros((), jnp.int32)}, "pass an int"),
-    ],
-)
-def test_what_has_no_meaning_is_refused(change, words):
-    x = np.zeros((1, 9, 2, 8), np.float32)
-    given = {"causal": False, "positions": np.zeros((1, 9, 2))} | change
-    with pytest.raises(ValueError, match=words):
-        alibi_attention(x, x, x, [0.5, 0.1], **given)
