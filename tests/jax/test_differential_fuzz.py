@@ -38,6 +38,8 @@ FOUND = [
             key_bias="gates",
         ),
     ),
+    # Scores beyond the bias of a cut.
+    *((backend, Call(seed=8, gates="cuts", mask="random", outlier_key=1e8)) for backend in ("jax-dense", "jax-loop")),
 ]
 
 
@@ -55,6 +57,11 @@ RARE = (
     Call(seed=3, causal=False, key_bias="hidden", bad="unseen", slopes="published"),
     Call(seed=4, gates="both", sinks="some none"),
     Call(seed=6, key_bias="wide", sinks="noise"),
+    # Nothing before a cut is used; a query whose keys since a cut are hidden sees nothing.
+    Call(seed=3, gates="cuts", bad="seen", mask="random"),
+    Call(seed=14, gates="cuts", bad="seen"),
+    Call(seed=8, gates="cuts", mask="random", outlier_key=1e4),
+    Call(seed=12, gates="cuts", key_bias="hidden", mask="random", segments="unsorted", segments_as="pair"),
 )
 
 
