@@ -109,16 +109,11 @@ def built(tmp_path_factory: pytest.TempPathFactory) -> Built:
     )
 
 
-def ended(command: list[str], folder: Path, **environment: str) -> subprocess.CompletedProcess[str]:
-    """Runs the command in `folder`, without this project on its path."""
+def run(command: list[str], folder: Path, **environment: str) -> str:
+    """The output of a command that runs in `folder`, without this project on its path."""
     kept = {name: os.environ[name] for name in ("PATH", "TMPDIR", "CXX") if name in os.environ}
     kept |= {"HOME": str(folder), "NO_COLOR": "1", "COLUMNS": "200", "OMP_NUM_THREADS": "1", **environment}
-    return subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, check=False, timeout=900)
-
-
-def run(command: list[str], folder: Path, **environment: str) -> str:
-    """Returns the command's output."""
-    done = ended(command, folder, **environment)
+    done = subprocess.run(command, cwd=folder, env=kept, capture_output=True, text=True, check=False, timeout=900)
     assert done.returncode == 0, done.stdout + done.stderr
     return done.stdout
 

@@ -10,10 +10,8 @@ from alibi_attn import alibi_attention, attention_rows
 from alibi_attn.attention.certificate.norms import Norms
 from alibi_attn.attention.run import decoding
 
-NATS = (
-    15.0,
-    17.4,
-)  # how much the score of the large key is above the others: e^−15 is rounded next to 1, e^−17.4 is dropped
+# How much the score of the large key is above the others: e^−15 is rounded next to 1, e^−17.4 is dropped.
+NATS = (15.0, 17.4)
 
 
 def drawn(queries: int, keys: int, nats: float, head_dim: int = 8) -> tuple[Tensor, Tensor, Tensor]:

@@ -134,11 +134,8 @@ def test_queries_may_have_their_own_positions() -> None:
         options = {"positions": at, "query_positions": later, "causal": causal}
         assert_equal_to_truth(inputs, options, backend="native", error=5e-6)
     assert_equal_to_truth(inputs, {"positions": at, "query_positions": later + 100}, backend="native", error=5e-6)
-    beyond = {
-        "positions": at,
-        "query_positions": at[:, 40:] + 90,
-        "prefix_len": torch.tensor([3, 41]),
-    }  # anywhere after it
+    # Anywhere after it.
+    beyond = {"positions": at, "query_positions": at[:, 40:] + 90, "prefix_len": torch.tensor([3, 41])}
     for backend in ("dense", "native"):
         assert_equal_to_truth(inputs, beyond, backend=backend, error=1e-5)
 

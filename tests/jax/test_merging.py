@@ -21,9 +21,8 @@ SEGMENTS = np.sort(np.random.default_rng(4).integers(0, 3, (2, 60)), -1)
 STAMPS = (np.random.default_rng(6).random((2, 60)) * np.array([1, 0, 1, 3, 0, 1] * 10)).cumsum(-1).astype(np.float32)
 BIAS = draw(2, 4, 60, seed=5)
 BETWEEN = STAMPS[:, 20:] + np.diff(STAMPS[:, 20:], append=STAMPS[:, -1:]) / 2  # each query lies before the next key
-GRID = np.linspace(-3.0, 90.0, 40, dtype=np.float32) * np.ones(
-    (2, 1), np.float32
-)  # of times, before and after all keys
+# Of times, before and after all keys.
+GRID = np.linspace(-3.0, 90.0, 40, dtype=np.float32) * np.ones((2, 1), np.float32)
 GRID[:, 20] = np.sort(STAMPS)[:, 30]  # one is at a key
 GRID.sort(-1)
 
@@ -134,9 +133,8 @@ def test_sinks_may_be_all_keys(sinks: int) -> None:
     q, k, v, slopes = drawn()
     all_keys = alibi_attention(q, k, v, slopes)
     np.testing.assert_allclose(alibi_attention(q, k, v, slopes, window=3, sinks=sinks), all_keys, atol=1e-6)
-    assert bool(
-        (alibi_attention(q, k, v, slopes, sinks=sinks) == all_keys).all()
-    )  # without a window they have no effect
+    without_window = alibi_attention(q, k, v, slopes, sinks=sinks)
+    assert bool((without_window == all_keys).all())
 
 
 @pytest.mark.parametrize("backend", BACKENDS)
