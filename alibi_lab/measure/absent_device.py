@@ -93,9 +93,6 @@ class _Kernel:
     def __init__(self, launches: list[Launch], source: Any, **options: Any) -> None:
         self.launches, self.name, self.parameters = launches, source.fn.__name__, len(source.fn.arg_names)
 
-    def launch_metadata(self, grid: tuple[int, ...], stream: int, *arguments: Any) -> None:
-        return None
-
     def run(self, x: int, y: int, z: int, stream: int, function: int, *rest: Any) -> None:
         given = len(rest[4:])
         assert given == self.parameters, f"{self.name} has {self.parameters} parameters but got {given} arguments"

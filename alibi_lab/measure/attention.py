@@ -100,10 +100,9 @@ def attention(
     """
     dtype = checked_dtype(device, dtype, framework, dropout)
     name = f"{'jax-' if framework == 'jax' else ''}{device}-{dtype}"
-    end = time.perf_counter() + limit
     budget = Budget(
-        repeats=repeats, seconds=seconds, end=end, patience_s=3.0 if device == "cuda" else math.inf,
-        backward=backward, memory=memory, graphs=graphs,
+        repeats=repeats, seconds=seconds, end=time.perf_counter() + limit, backward=backward, memory=memory, graphs=graphs,
+        patience_s=3.0 if device == "cuda" else math.inf,
     )  # fmt: skip
     cases = {
         f"attention/{name}-{kind}-{heads}x{size}{f'-batch-{batch}' if batch > 1 else ''}": cases_of(

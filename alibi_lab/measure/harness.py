@@ -8,7 +8,6 @@ A record grows by one row per peer and case and is rewritten after each case, so
 import dataclasses
 import datetime
 import functools
-import importlib.util
 import time
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -21,7 +20,7 @@ from alibi_lab import records
 from alibi_lab.lab.config import check_choice
 from alibi_lab.measure import timing
 from alibi_lab.measure.inputs import Case, Inputs, draw
-from alibi_lab.measure.peers import Peer, reason
+from alibi_lab.measure.peers import Peer, missing, reason
 from alibi_lab.measure.truth import Truth, results_of
 
 Row = Mapping[str, records.Json]
@@ -114,9 +113,8 @@ class Budget:
         return None
 
 
-def measured(peers: Sequence[Peer], case: Case, budget: Budget, inputs: Inputs | None = None) -> dict[str, Timed]:
+def measured(peers: Sequence[Peer], case: Case, inputs: Inputs, budget: Budget) -> dict[str, Timed]:
     """A row per peer: each is compared with the truth, then the right ones are timed in turns."""
-    inputs = inputs or draw(case)
     truth_of = functools.cache(functools.partial(Truth.of, inputs))
     rows, calls = dict[str, Timed](), dict[str, Call]()
     for peer in peers:
@@ -148,7 +146,7 @@ def failures() -> tuple[type[Exception], ...]:
     """What ends a peer and not the benchmark: its row has the reason. Time on a GPU is rare."""
     known: list[type[Exception]] = [ArithmeticError, AssertionError, AttributeError, ImportError, LookupError, OSError]
     known += [RuntimeError, TypeError, ValueError]
-    if importlib.util.find_spec("triton") is not None:
+    if missing(["triton"]) is None:
         from triton.errors import TritonError  # of its compiler
 
         known.append(TritonError)
@@ -157,7 +155,7 @@ def failures() -> tuple[type[Exception], ...]:
 
 def prepared(peer: Peer, inputs: Inputs, *, backward: bool) -> Call:
     """The calls of a peer on these inputs."""
-    inputs = inputs.converted(peer.dtype)
+    inputs = inputs.converted(peer.dtype or inputs.query.dtype)
     if peer.framework == "jax":
         from alibi_lab.measure.peers.dot_product_attention import jax_call
 
@@ -166,9 +164,8 @@ def prepared(peer: Peer, inputs: Inputs, *, backward: bool) -> Call:
     leaves = [inputs.query, inputs.key, inputs.value]
     if peer.gated and inputs.log_fgate is not None:
         leaves.append(inputs.log_fgate)
-    grad = inputs.grad if backward else None
     return Call(
-        functools.partial(results_of, attention, leaves, grad),
+        functools.partial(results_of, attention, leaves, inputs.grad if backward else None),
         forward_pass(attention, leaves),
         training_step(attention, leaves, inputs.grad) if backward else None,
     )
@@ -283,7 +280,7 @@ def table(
         budget.pace.clear()
         for case in each:
             inputs = draw(case)
-            rows = measured(peers(case, inputs), case, budget, inputs)
+            rows = measured(peers(case, inputs), case, inputs, budget)
             yield {name: {**rows, **more(case, inputs, rows)}}
             if case.device.type == "cuda":
                 torch.cuda.empty_cache()

@@ -82,10 +82,8 @@ class Inputs:
     def causal(self) -> bool:
         return self.key_mask is None and self.points is None
 
-    def converted(self, dtype: torch.dtype | None) -> "Inputs":
+    def converted(self, dtype: torch.dtype) -> "Inputs":
         """The same numbers in another dtype; slopes, gates and table stay in fp32."""
-        if dtype is None or dtype == self.query.dtype:
-            return self
         names = ("query", "key", "value", "grad")
         return dataclasses.replace(self, **{name: getattr(self, name).to(dtype) for name in names})
 

@@ -10,7 +10,11 @@ from pathlib import Path
 from typing import Any, Literal
 
 import torch
+import transformers
 from torch import Tensor, nn
+from transformers import BertConfig, BertModel, PreTrainedModel
+from transformers.models.t5.configuration_t5 import T5Config
+from transformers.models.t5.modeling_t5 import T5EncoderModel
 
 from alibi_attn.hf import ALiBiBertConfig, ALiBiBertModel, patch
 from alibi_attn.nn.linear import quantized
@@ -18,17 +22,12 @@ from alibi_lab.measure.peers import onnx_runtime
 from alibi_lab.measure.peers.ctranslate2 import CTranslate2
 from alibi_lab.measure.peers.dense_encoder import DenseEncoder, Sizes
 from alibi_lab.measure.peers.llama_cpp import LlamaCpp, LlamaEncoder, write_encoder
-from alibi_lab.measure.peers.transformers_models import decoder, plain_bert
 
 ENCODER, DECODERS, T5 = "encoder", ("bloom", "mpt", "falcon"), "t5"
 MODELS = (*DECODERS, T5, ENCODER)
 FLOATS, ALL = ("float32", "bfloat16"), ("float32", "bfloat16", "int8", "float8")
 OURS, ORIGINAL, DENSE, EAGER = "ours", "transformers", "SDPA + dense bias", "original: dense bias, eager"
 LLAMA, FLASH = "llama.cpp", "llama.cpp, flash attention"
-ATTENTION = (
-    *("BloomAttention", "MptAttention", "FalconAttention", "T5Attention"),
-    *("ALiBiBertSelfAttention", "DenseSelfAttention", "BertSelfAttention"),
-)
 # Token ids and mask, both [B, T] -> the last logits [B, V], or states [B, T, E].
 Run = Callable[[Tensor, Tensor], Tensor]
 
@@ -103,14 +102,13 @@ def our_encoder(sizes: Sizes, backend: str = "auto") -> ALiBiBertModel:
 
 def ours(setting: Setting) -> Run:
     """A patched decoder or T5 encoder, or an `ALiBiBertModel`, with its linear layers in the precision."""
-    kind = setting.linears
-    if setting.model == ENCODER:
-        encoder: nn.Module = our_encoder(setting.sizes)
-        encoder = encoder.to(setting.device, setting.dtype)
-        if kind is not None:
-            quantized.convert(encoder, kind=kind)
-        return Ready(encoder)
-    return Ready(patched(setting))
+    if setting.model != ENCODER:
+        return Ready(patched(setting))
+    encoder: nn.Module = our_encoder(setting.sizes)
+    encoder = encoder.to(setting.device, setting.dtype)
+    if setting.linears is not None:
+        quantized.convert(encoder, kind=setting.linears)
+    return Ready(encoder)
 
 
 def patched(setting: Setting) -> Any:
@@ -126,7 +124,19 @@ def original(setting: Setting) -> Run:
 
 
 def original_model(setting: Setting) -> Any:
-    return decoder(setting.model, setting.sizes, max(setting.room, 512))
+    """The same with random weights (seed 0), in fp32."""
+    torch.manual_seed(0)
+    sizes, named = setting.sizes, setting.sizes.of_transformers
+    plain: Any = dict.fromkeys(("multi_query", "parallel_attn", "new_decoder_architecture"), False)
+    made: dict[str, Callable[[], PreTrainedModel]] = {
+        "bloom": lambda: transformers.BloomForCausalLM(transformers.BloomConfig(**named)),
+        "mpt": lambda: transformers.MptForCausalLM(transformers.MptConfig(**named, max_seq_len=max(setting.room, 512))),
+        "falcon": lambda: transformers.FalconForCausalLM(
+            transformers.FalconConfig(**named, **plain, alibi=True, bias=True)
+        ),
+        "t5": lambda: T5EncoderModel(T5Config(**named, d_kv=sizes.width // sizes.heads, d_ff=sizes.inner)),
+    }
+    return made[setting.model]().requires_grad_(False).train(False)
 
 
 class Ready(nn.Module):
@@ -151,8 +161,11 @@ def dense(setting: Setting, *, eager: bool) -> Run:
 
 
 def bert(setting: Setting) -> Run:
+    """A BERT with learned positions, no bias, and no gate in the feed-forward part."""
     torch.manual_seed(0)
-    return Ready(plain_bert(setting.sizes, setting.room).to(setting.device, setting.dtype))
+    options = {"attn_implementation": "sdpa", "initializer_range": setting.sizes.initializer_range}
+    config = BertConfig(**(setting.sizes.of_transformers | options), max_position_embeddings=setting.room)
+    return Ready(BertModel(config, add_pooling_layer=False).train(False).to(setting.device, setting.dtype))
 
 
 def onnx(setting: Setting) -> Run:

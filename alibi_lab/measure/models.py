@@ -27,7 +27,6 @@ from alibi_lab.measure import timing
 from alibi_lab.measure.harness import GRAPH, Config, Say, Timed, check_names, keep
 from alibi_lab.measure.model_programs import (
     ALL,
-    ATTENTION,
     BLOOMS,
     ENCODER,
     MODELS,
@@ -45,6 +44,10 @@ from alibi_lab.measure.peers.llama_cpp import Crash
 
 # The largest error of outputs that is still their precision, as a share of the norm of the true ones.
 MOST_ERROR = {"float32": 1e-3, "bfloat16": 5e-2, "int8": 1e-1, "float8": 1e-1}
+ATTENTION = (  # classes of layers
+    *("BloomAttention", "MptAttention", "FalconAttention", "T5Attention"),
+    *("ALiBiBertSelfAttention", "DenseSelfAttention", "BertSelfAttention"),
+)
 WARM_UP = 256  # tokens, long enough to take the same code path
 ROOM = 1024  # tokens that a static cache holds beyond those before the measurement
 PADDING = 1 / 8  # padding positions per cached token

@@ -120,7 +120,9 @@ def cached(
     metrics["last_to_second_tenth"] = times[-1] / times[1]
     metrics["peak_added_bytes"] = max(number(row["added_bytes"]) for row in rows)
     one_token(model, folder)  # brings the pages into memory
-    metrics.update(opened(folder, lambda: one_token(model, folder)) | sharing(model, folder, processes))
+    metrics.update(opened(folder, lambda: one_token(model, folder)))
+    alone, together = (sum(shared_bytes(model, folder, count)) for count in (1, processes))
+    metrics.update({"pss_of_one_bytes": alone, "pss_of_all_bytes": together, "pss_ratio": together / alone})
     if tokens <= PEER_LONGEST and missing(STATE_NEEDS) is None:
         metrics.update(saved_state(model, text, folder))
     yield {}
@@ -236,12 +238,6 @@ def opened(path: Path, one: Callable[[], dict[str, float | None]]) -> dict[str, 
     metrics["cold_bytes_read"] = storage_bytes_read() - before
     metrics["stored_bytes"] = sum(file.stat().st_blocks * 512 for file in files(path))  # without holes
     return metrics
-
-
-def sharing(model: BloomForCausalLM, folder: Path, processes: int) -> dict[str, float | None]:
-    """Proportional set size of the cache's mappings in one process, and in all of them together."""
-    alone, together = (sum(shared_bytes(model, folder, count)) for count in (1, processes))
-    return {"pss_of_one_bytes": alone, "pss_of_all_bytes": together, "pss_ratio": together / alone}
 
 
 def shared_bytes(model: BloomForCausalLM, folder: Path, processes: int) -> list[int]:

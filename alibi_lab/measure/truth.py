@@ -47,15 +47,12 @@ class Truth:
         rows: fp64, (output, gradients of query, key, value and gates).
         units: the divisors of the errors, one per row.
         plain: the errors of attention that materializes all weights, whose bias is in the inputs' dtype.
-        largest_bias: m·|i − j| for the farthest key.
     """
 
     rows: Sequence[Tensor]
     units: Sequence[float]
     plain: Sequence[float]
-    largest_bias: float
-    eps: float
-    causal: bool
+    inputs: Inputs
 
     @classmethod
     def of(cls, inputs: Inputs, *, biased: bool = True, dropout_p: float = 0.0) -> "Truth":
@@ -65,8 +62,7 @@ class Truth:
         rows = call(dtype=torch.float64, backend="reference")
         units = [longest_value, *(max(_longest(x), 1e-30) for x in rows[1:])]
         plain = _relative(call(dtype=inputs.query.dtype, backend="dense"), rows, units)
-        largest = float(inputs.slopes.abs().max()) * inputs.key.shape[2]
-        return cls(rows, units, plain, largest, torch.finfo(inputs.query.dtype).eps, inputs.causal)
+        return cls(rows, units, plain, inputs)
 
     def compare(self, peer: Peer, results: Sequence[Tensor]) -> Errors:
         """The errors of a peer's output and gradients.
@@ -77,10 +73,12 @@ class Truth:
         exp(2δ)). Four, because a gradient has three such weights and a difference of two.
         """
         errors = _relative([self.compared(x) for x in results], self.rows, self.units)
-        excess = 4 * (EXPONENTIAL + math.expm1(min(2 * peer.score_error * self.largest_bias, 50.0)))
+        eps = torch.finfo(self.inputs.query.dtype).eps
+        largest_bias = float(self.inputs.slopes.abs().max()) * self.inputs.key.shape[2]
+        excess = 4 * (EXPONENTIAL + math.expm1(min(2 * peer.score_error * largest_bias, 50.0)))
         wrong = None
         for what, error, plain, row, unit in zip(NAMES, errors, self.plain, self.rows, self.units, strict=False):
-            allowed = 2 * plain + 2 * self.eps * _longest(row) / unit + excess
+            allowed = 2 * plain + 2 * eps * _longest(row) / unit + excess
             if wrong is None and not error <= allowed:
                 wrong = f"{peer.name} is wrong: its {what} is off by {error:.1e} but {allowed:.1e} is allowed"
         return Errors(errors[0], max(errors[1:]) if len(errors) > 1 else None, wrong)
@@ -88,7 +86,7 @@ class Truth:
     def compared(self, result: Tensor) -> Tensor:
         """The part of an output or a gradient [B, H, T, …] that is compared; not causal, the middle head of the last sequence."""
         result, heads = result.detach() if result.ndim == 4 else result.detach()[..., None], result.shape[1]
-        return result[:1, :, -ROWS:] if self.causal else result[-1:, heads // 2 : heads // 2 + 1]
+        return result[:1, :, -ROWS:] if self.inputs.causal else result[-1:, heads // 2 : heads // 2 + 1]
 
 
 def results_of(attention: Callable[..., Tensor], leaves: Sequence[Tensor], grad: Tensor | None) -> list[Tensor]:

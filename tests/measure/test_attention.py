@@ -107,7 +107,7 @@ def test_a_wrong_call_of_ours_is_an_error_and_a_wrong_peer_a_row(
         return lambda q, k, v: right(q, k, v) * 1.001
 
     case, plain = Case("noise", 64, heads=2, head_dim=16), dataclasses.replace(sdpa.PEER, prepare=off)
-    rows = measured([OURS, plain], case, Budget(repeats=1))
+    rows = measured([OURS, plain], case, draw(case), Budget(repeats=1))
     assert (rows["ours"].right, rows["causal, no bias"].right) == (True, False)
     assert rows["causal, no bias"].forward_ms is None
     monkeypatch.setattr(module, "ours", lambda backend: off)
@@ -122,21 +122,21 @@ def test_a_peer_that_fails_is_too_long_or_comes_too_late_has_its_reason(monkeypa
 
     case = Case("noise", 64, heads=2, head_dim=16)
     peers = [Peer("broken", fails), dataclasses.replace(sdpa.PEER, longest=32), OURS]
-    rows = measured(peers, case, Budget(repeats=1))
+    rows = measured(peers, case, draw(case), Budget(repeats=1))
     assert rows["broken"].why_not == "out of memory"
     assert rows["causal, no bias"].why_not == "not tried beyond 32 tokens"
-    late = measured([OURS], case, Budget(end=time.perf_counter() - 1))
+    late = measured([OURS], case, draw(case), Budget(end=time.perf_counter() - 1))
     assert late["ours"].why_not == "no time was left"
     slow = Budget(patience_s=1.0, pace={"causal, no bias": 1.0, "ours": 1.0})
     assert "would take" in str(slow.why_not(sdpa.PEER, case))
     assert slow.why_not(OURS, case) is None
     failing = dataclasses.replace(OURS, prepare=fails)
-    assert measured([failing], case, Budget())["ours"].right is False
+    assert measured([failing], case, draw(case), Budget())["ours"].right is False
 
 
 def test_memory_is_measured_in_a_fresh_process_and_graphs_are_separate_rows() -> None:
     case = Case("noise", 4096, heads=2, head_dim=16)
-    rows = measured([OURS], case, Budget(repeats=1, memory=True, graphs=True))
+    rows = measured([OURS], case, draw(case), Budget(repeats=1, memory=True, graphs=True))
     arrays = 4 * 4096 * 2 * 16 * 4  # query, key, value and the gradient of the output
     assert arrays < rows["ours"].peak_memory_bytes < 2**30
     assert list(rows) == ["ours", "ours, graph"]
