@@ -1,7 +1,6 @@
 """Caches in files that several processes write, on full disks, and with files of two caches mixed."""
 
 import json
-import os
 import shutil
 import subprocess
 import sys
@@ -9,6 +8,7 @@ from pathlib import Path
 
 import pytest
 import torch
+from programs import printed
 
 from alibi_attn.hf import ALiBiCache, read
 from alibi_attn.nn.cache import file as cache_file
@@ -18,17 +18,9 @@ in_files = pytest.mark.skipif(sys.platform == "win32", reason="caches in files n
 pytestmark = [in_files, pytest.mark.usefixtures("no_gradients")]
 
 
-def told_by(program, *arguments):
-    command = [sys.executable, PROCESSES / program, *map(str, arguments)]
-    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
-    result = subprocess.run(command, capture_output=True, text=True, env=environment, timeout=280)
-    assert result.returncode == 0, result.stderr
-    return json.loads(result.stdout)
-
-
 @pytest.mark.parametrize("trials", [10, pytest.param(60, marks=pytest.mark.long)])
 def test_of_processes_that_write_one_new_path_one_wins_and_the_others_are_told(trials, tmp_path):
-    told = told_by("racing_writers.py", tmp_path, trials)
+    told = json.loads(printed(PROCESSES / "racing_writers.py", tmp_path, trials, OMP_NUM_THREADS="1"))
     assert told == {"counts": {"save": trials, "KVCache.save": trials, "read": trials}, "faults": [], "left": []}
 
 
@@ -44,7 +36,7 @@ def small_disk(tmp_path):
 
 
 def test_a_full_disk_raises_and_leaves_the_files_as_they_were(small_disk):
-    told = told_by("full_disk.py", small_disk)
+    told = json.loads(printed(PROCESSES / "full_disk.py", small_disk, OMP_NUM_THREADS="1"))
     assert {name: found["code"] for name, found in told.items()} == dict.fromkeys(told, 0)
     assert all(min(found["completed"], found["failed"]) >= 5 for found in told.values()), told
 

@@ -1,11 +1,10 @@
 """Freed memory is kept inside `kept_memory`, and returned afterwards."""
 
-import os
-import subprocess
 import sys
 
 import pytest
 import torch
+from programs import printed
 
 from alibi_attn.nn import allocator
 
@@ -52,8 +51,7 @@ print(outside, inside, after, given_back, next_block, all_blocks)
 
 @glibc
 def test_a_freed_buffer_is_used_again_inside_and_given_back_outside() -> None:
-    run = subprocess.run([sys.executable, "-c", SCRIPT], capture_output=True, text=True, check=True, timeout=120)
-    outside, inside, after, given_back_mib, next_block, all_blocks_mib = map(float, run.stdout.split())
+    outside, inside, after, given_back_mib, next_block, all_blocks_mib = map(float, printed("-c", SCRIPT).split())
     assert inside < outside / 10
     assert after > outside / 6  # at least one of five is new: free parts of the heap may serve the others
     assert given_back_mib > 50
@@ -90,9 +88,7 @@ LIMITS = {"MALLOC_MMAP_THRESHOLD_": str(128 << 10), "MALLOC_TRIM_THRESHOLD_": st
 
 @glibc
 def test_a_layer_of_an_encoder_takes_the_memory_that_the_layer_before_freed() -> None:
-    command = [sys.executable, "-c", ENCODER]
-    run = subprocess.run(command, env=os.environ | LIMITS, capture_output=True, text=True, check=True, timeout=120)
-    kept, given_back = map(int, run.stdout.split())
+    kept, given_back = map(int, printed("-c", ENCODER, **LIMITS).split())
     assert kept < given_back / 3
 
 

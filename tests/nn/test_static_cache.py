@@ -102,6 +102,7 @@ def test_wrong_calls_say_what_to_do() -> None:
             ("belongs to another attention layer", lambda: layer_of(1)(x, cache=held)),
             ("supports no key_mask", lambda: normed(x, cache=reach, key_mask=mask)),
             (r"crop\(0\) empties it", lambda: reach.crop(2)),
+            ("a cache of a fixed capacity has no beams", lambda: held.reorder([0])),
             *((outside, lambda length=length: held.crop(length)) for length in (30, -1, torch.tensor(11))),
         )
         normed(x, cache=reach)
