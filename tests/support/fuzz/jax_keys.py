@@ -5,6 +5,7 @@ Calls have masks, segments and windows that hide nothing where an attack has non
 
 import dataclasses
 import unittest.mock
+from collections.abc import Iterator
 
 import jax
 import jax.numpy as jnp
@@ -51,12 +52,19 @@ def visited(backend: str, spec, query, key, value) -> list[torch.Tensor]:
         arrays, options = arguments_of(spec, (query, key, value))
         described = attention.make_spec(*arrays, **options)
         plan = dataclasses.replace(attention.make_plan(described, arrays[0], backend), for_gradients=True)
-        of_xla, of_native = attention._forward(plan, *operands(described, *arrays[:3], None))[3:]
-        if of_native is not None:
-            first = np.full(1, spec.query_offset, np.int64)
-            kept = Visited.of(spec, first, np.array(of_native.visited))
-            return [keys_of(x, spec) for x in (kept, kept.for_backward)]
-        return [_keys_of_tiles(plan, spec, x) for x in (of_xla.visited, of_xla.needed)]
+        return list(keys_read(plan, spec, *attention._forward(plan, *operands(described, *arrays[:3], None))[3:]))
+
+
+def keys_read(plan, spec, of_xla, of_native) -> Iterator[torch.Tensor]:
+    """[B, H, T, S] each: the keys that forward of this plan has visited, and those that backward visits."""
+    if of_native is not None:
+        first = np.broadcast_to(np.asarray(spec.query_offset, np.int64), 1)
+        kept = Visited.of(spec, first, np.array(of_native.visited))
+        yield keys_of(kept, spec)
+        yield keys_of(kept.for_backward, spec)
+    else:
+        yield _keys_of_tiles(plan, spec, of_xla.visited)
+        yield _keys_of_tiles(plan, spec, of_xla.needed)
 
 
 def _keys_of_tiles(plan, spec, of_blocks) -> torch.Tensor:

@@ -33,13 +33,12 @@ sys.path.extend(map(str, Path(__file__).parents[1].iterdir()))  # the folders ne
 
 import numpy as np
 import torch
-from certificate_attack import BIASES, WHERE, Attack, shares_of
+from certificate_attack import BIASES, WHERE, Attack, distances_of, seen_keys, shares_of
 from compiled_calls import Compiled, compiled
 from measured_attack import banded_keys, fused_keys, native_keys, rounding, sections_at_every_length
 
 from alibi_attn import alibi_attention
 from alibi_attn.attention.call.validation import make_spec
-from alibi_attn.attention.call.visibility import distances, visible
 from alibi_attn.attention.certificate.constants import TILE
 from alibi_lab import records
 
@@ -172,8 +171,7 @@ def losses(attack: KeyAttack, backend: Backend, tolerance: float | None = None) 
     with torch.no_grad():
         computed = dataclasses.replace(spec, tolerance=tolerance or spec.tolerance)
         forward, backward = backend.keys(computed, query, key, value)
-    distance = distances(spec.query_len, spec.key_len, spec.query_offset, None)
-    seen = visible(spec, distance).expand(1, spec.num_heads, -1, -1)
+    distance, seen = distances_of(spec), seen_keys(spec)
     shape = (spec.num_kv_heads, spec.key_len)
     lost, allowed = ({by: torch.zeros(shape, dtype=torch.float64) for by in (CERTIFIED, MEASURED)} for _ in range(2))
     weight = torch.zeros(shape, dtype=torch.float64)
@@ -343,7 +341,7 @@ class Tally:
             self.broken.append(attack.seed)
 
 
-def run(backend: str, seeds: Sequence[int], *, say: Callable[[str], None] = print) -> dict[str, Tally]:
+def run(backend: str, seeds: Sequence[int]) -> dict[str, Tally]:
     """Attacks a backend with these draws; the tallies are by dtype."""
     one, tallies = BACKENDS[backend], collections.defaultdict(Tally)
     for number, seed in enumerate(seeds):
@@ -353,9 +351,9 @@ def run(backend: str, seeds: Sequence[int], *, say: Callable[[str], None] = prin
             attack, found, 0.0 if one.gradient is None else untrue(attack, found, one.gradient(attack))
         )
         if len(seeds) == 1:
-            say(f"{attack}\n{dataclasses.asdict(tallies[attack.dtype])}")
+            print(f"{attack}\n{dataclasses.asdict(tallies[attack.dtype])}")
         elif number % 1000 == 999:
-            say(f"{number + 1} draws, broken: {[x for tally in tallies.values() for x in tally.broken][:20]}")
+            print(f"{number + 1} draws, broken: {[x for tally in tallies.values() for x in tally.broken][:20]}")
     return dict(sorted(tallies.items()))
 
 

@@ -1,31 +1,21 @@
-"""Attacks what backward leaves out, and measures its share of the softmax in float64.
-
-python tests/support/fuzz/measured_attack.py 20000 results native            # many draws, saved as a record
-python tests/support/fuzz/measured_attack.py 20000 results native biased     # with a bias for every key
-python tests/support/fuzz/measured_attack.py 5000 results banded
-TRITON_INTERPRET=1 python tests/support/fuzz/measured_attack.py 700 results fused [biased]
+"""Attacks what backward leaves out, and measures its share of the softmax in float64; `keys_attack.py` is a program that does
+so for keys.
 """
 
 import contextlib
 import dataclasses
 import math
-import sys
 import unittest.mock
 from collections.abc import Callable, Iterable
-from pathlib import Path
-
-sys.path.extend(map(str, Path(__file__).parents[1].iterdir()))  # the folders next to this one, as pytest's pythonpath
 
 import torch
-from attack_records import Found, attack_all
-from certificate_attack import Attack, keys_of, lost_share, random_attack, read_keys
+from certificate_attack import Attack, distances_of, keys_of, lost_shares, read_keys, seen_keys
 from key_losses import largest_loss
 
 from alibi_attn.attention.backends.banded import backend as banded
 from alibi_attn.attention.backends.banded import pieces as banded_pieces
 from alibi_attn.attention.backends.native import backend as native
 from alibi_attn.attention.call.validation import make_spec
-from alibi_attn.attention.call.visibility import distances, visible
 from alibi_attn.attention.certificate.constants import SCORE_UNITS
 
 
@@ -53,9 +43,6 @@ def fused_keys(spec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return list(measured_in_interpreter.visited(spec, query, key, value)[:2])
 
 
-KEYS = {"native": native_keys, "banded": banded_keys, "fused": fused_keys}
-
-
 def left_out_by_backward(
     attack: Attack, measured_at: float | None = None, keys: Callable[..., list[torch.Tensor]] = native_keys
 ) -> tuple[float, float, float]:
@@ -76,13 +63,8 @@ def left_out_by_backward(
     with torch.no_grad():
         computed = dataclasses.replace(spec, tolerance=measured_at or spec.tolerance)
         forward, backward = keys(computed, query, key, value)
-    distance = distances(spec.query_len, spec.key_len, spec.query_offset, None)
-    seen = visible(spec, distance).expand(1, spec.num_heads, -1, -1) & forward
-    skipped = seen & ~backward
-    heads = [h for h in range(spec.num_heads) if skipped[0, h].any()]
-    rows = ((h, (query[0, h], key[0, h // spec.group]), (distance[0], seen[0, h], skipped[0, h])) for h in heads)
-    lost = max((lost_share(spec, *row) for row in rows), default=0.0)
-    return lost, float(skipped.sum() / seen.sum().clamp(min=1)), rounding(spec, query, key)
+    lost, share = lost_shares(spec, query, key, seen_keys(spec) & forward, backward)
+    return lost, share, rounding(spec, query, key)
 
 
 def losses(attacks: Iterable[Attack], keys: Callable[..., list[torch.Tensor]], careless: float = 1.0) -> list[float]:
@@ -101,28 +83,8 @@ def rounding(spec, query: torch.Tensor, key: torch.Tensor) -> float:
     unit = 2.0**-53 if query.dtype == torch.float64 else 2.0**-24
     largest = abs(spec.scale) * float(query.double().norm(dim=-1).max() * key.double().norm(dim=-1).max())
     steepest = float(torch.stack([x.abs().max() for x in (spec.slopes, spec.right_slopes) if x is not None]).max())
-    biases = steepest * float(distances(spec.query_len, spec.key_len, spec.query_offset, None).abs().max())
+    biases = steepest * float(distances_of(spec).abs().max())
     if spec.key_bias is not None:
         finite = spec.key_bias[spec.key_bias > -math.inf]
         biases += float(finite.amax() - finite.amin()) if len(finite) else 0.0
     return unit * ((spec.head_dim + SCORE_UNITS) * (1 + largest) + 8 * biases)
-
-
-def main(draws: int, out: Path, backend: str = "native", *kinds: str) -> None:
-    if backend == "fused":
-        import quick_interpreter
-
-        quick_interpreter.prepare()
-
-    def found(seed: int) -> Found | None:
-        attack = random_attack(seed, biased="biased" in kinds)
-        if seed % 10 == 0:
-            attack = dataclasses.replace(attack, length=attack.length * 4)
-        lost, share, off = left_out_by_backward(attack, keys=KEYS[backend])
-        return None if off >= 0.5 else (lost / (attack.tolerance * math.exp(2 * off)), share, ())
-
-    attack_all("/".join(("measured", backend, *kinds)), draws, out, found)
-
-
-if __name__ == "__main__":
-    main(int(sys.argv[1]), Path(sys.argv[2]), *sys.argv[3:])

@@ -13,11 +13,11 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import torch
-from certificate_attack import Attack, keys_of, random_attack
+from certificate_attack import Attack, random_attack
 from dropout_oracle import factors
+from jax_keys import keys_read
 from parts_oracle import seen_and_bias
 
-from alibi_attn.attention.backends.native.visited import Visited
 from alibi_attn.attention.call.options import DEFAULTS
 from alibi_attn.jax import alibi_attention, attention
 from alibi_attn.jax.call import merging
@@ -234,20 +234,7 @@ def _read(part: merging.Part, backend: str) -> np.ndarray:
     plan = attention.make_plan(spec, part.query, backend)
     arrays, rest = operands(spec, part.query, part.key, part.value, None)
     rest = rest._replace(key_bias_low=part.key_bias_low, query_bias_low=part.query_bias_low)
-    of_xla, of_native = attention._forward(plan, arrays, rest)[3:]
-    if of_native is not None:
-        first = np.broadcast_to(np.asarray(spec.query_offset, np.int64), 1)
-        return keys_of(Visited.of(spec, first, np.array(of_native.visited)), spec)[0].numpy()
-    visited, number = of_xla.visited, np.arange(-(-spec.key_len // plan.key_tile))
-    read = (number >= np.asarray(visited.first)[:, None]) & (number <= np.asarray(visited.last)[:, None])
-    for outlier in visited.outliers:
-        read |= number == np.asarray(outlier)[:, None]
-    read = read.reshape(spec.num_heads, -1, 1, len(number)).repeat(plan.query_block, 2)
-    row = np.minimum(np.arange(read.shape[1]) * plan.query_block, spec.query_len - plan.query_block)
-    kept = np.zeros((spec.num_heads, spec.query_len, len(number)), bool)
-    for block in reversed(range(len(row))):  # rows of two blocks belong to the first
-        kept[:, row[block] : row[block] + plan.query_block] = read[:, block]
-    return kept.repeat(plan.key_tile, 2)[..., : spec.key_len]
+    return next(keys_read(plan, spec, *attention._forward(plan, arrays, rest)[3:]))[0].numpy()
 
 
 def assert_mass(call: Call, attack: Attack, backend: str, *, careless: float = 1.0) -> tuple[float, float]:

@@ -109,37 +109,25 @@ def gradient_errors(length: int, logit: float, dtype: torch.dtype) -> dict[str, 
 
 
 def main(out: Path, length: int = LENGTH) -> None:
-    started = datetime.datetime.now(datetime.UTC)
-    forward: dict[str, list[records.Json]] = {}
-    gradient: dict[str, list[records.Json]] = {}
+    started, forward, gradient = datetime.datetime.now(datetime.UTC), [], []
     for logit in LOGITS:
-        errors = forward_errors(length, logit)
-        print(
-            f"logit {logit:g}: off by {errors['gates']:.2e} of max‖v‖ with gates, {errors['slopes']:.2e} with slopes",
-            flush=True,
-        )
-        for name, value in {"logit": logit, **errors}.items():
-            forward.setdefault(name, []).append(value)
+        forward.append({"logit": logit, **forward_errors(length, logit)})
+        print(forward[-1], flush=True)
         for dtype in (torch.float32, torch.bfloat16):
             errors = gradient_errors(length, logit, dtype)
-            row = {"logit": logit, "dtype": str(dtype).removeprefix("torch."), **errors}
-            print(
-                f"  the gates' gradient in {row['dtype']}: " + ", ".join(f"{k} {v:.2e}" for k, v in errors.items()),
-                flush=True,
-            )
-            for name, value in row.items():
-                gradient.setdefault(name, []).append(value)
-    ratios = [float(g) / float(s) for g, s in zip(forward["gates"], forward["slopes"], strict=True)]  # type: ignore[arg-type]
-    narrow = [float(x) for x, d in zip(gradient["ours, rms"], gradient["dtype"], strict=True) if d == "bfloat16"]  # type: ignore[arg-type]
+            gradient.append({"logit": logit, "dtype": str(dtype).removeprefix("torch."), **errors})
+            print(gradient[-1], flush=True)
+    narrow = [row["ours, rms"] for row in gradient if row["dtype"] == "bfloat16"]
+    curves = {"forward": forward, "gates' gradient": gradient}
     record = records.make(
         "conformance",
         "gates/at-length",
         config={"length": length, "heads": HEADS, "head_dim": HEAD_DIM, "score_bound": BOUND, "rows": 2 * ROWS},
         metrics={
-            "error over that of fixed slopes, worst": max(ratios),
+            "error over that of fixed slopes, worst": max(row["gates"] / row["slopes"] for row in forward),
             "gates' gradient in bf16, worst rms": max(narrow),
         },
-        curves={"forward": forward, "gates' gradient": gradient},
+        curves={name: {column: [row[column] for row in rows] for column in rows[0]} for name, rows in curves.items()},
         started=started,
     )
     print(records.save(record, out))

@@ -76,23 +76,7 @@ ARRAYS = {
     "stop": ("B", 8),
 }
 KEYS = {"key", "value", "key_grad", "value_grad"}
-RESULTS = {
-    "output",
-    "query_grad",
-    "key_grad",
-    "value_grad",
-    "lse",
-    "rows",
-    "slope_grads",
-    "key_bias_grad",
-    "query_bias_grad",
-    "visited",
-    "table_grads",
-    "fine",
-    "norms",
-    "y",
-    "cached",
-}
+RESULTS = ("output", "lse", "rows", "visited", "fine", "norms", "y", "cached")  # and the gradients
 
 
 def why_not(target: Target) -> str | None:
@@ -168,7 +152,7 @@ class Emulated:
         stored = 2 if "16" in KERNELS[index] or getattr(call, "bf16", 0) else work
         of_layers = isinstance(call, decoder_layers.LayersCall)
         arrays = list(arrays_of_layers(call, stored) if of_layers else arrays_of(call, work, stored))
-        listed = [struct.pack("4q", x.parent, x.offset, x.size, x.name in RESULTS) for x in arrays]
+        listed = [struct.pack("4q", x.parent, x.offset, x.size, x.is_result) for x in arrays]
         self._process.stdin.write(
             struct.pack("3q", index, ctypes.sizeof(call), len(arrays)) + bytes(call) + b"".join(listed)
         )
@@ -176,7 +160,7 @@ class Emulated:
             self._process.stdin.write(ctypes.string_at(array.address, array.size))
         self._process.stdin.flush()
         for array in arrays:
-            if array.name in RESULTS:
+            if array.is_result:
                 ctypes.memmove(array.address, self._read(array.size), array.size)
         self.calls += 1
 
@@ -189,6 +173,10 @@ class Array(NamedTuple):
     address: int
     size: int
     parent: int = -1
+
+    @property
+    def is_result(self) -> bool:
+        return self.name.endswith(("_grad", "_grads")) or self.name in RESULTS
 
 
 def arrays_of(call: ctypes.Structure, work: int, stored: int) -> Iterator[Array]:
