@@ -11,13 +11,14 @@ import random
 import shutil
 import signal
 import warnings
-from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
 import torch
 from commands import alibi
+from damaged_json import VALUES, damage, places_in
 from encoder_oracle import config, random_state, write_folder, write_tokenizer
+from small_runs import smoke_run
 from tokenizers import Tokenizer, models, pre_tokenizers
 from transformers import BloomConfig, BloomForCausalLM, PreTrainedTokenizerFast
 
@@ -26,7 +27,6 @@ from alibi_lab.cli.main import app, error_in_method
 
 TEXT = " ".join("abcdefghijklmnop"[at * at % 13] for at in range(60))
 SECONDS = 60  # a command that takes longer hangs
-VALUES = [None, 0, -1, 1, 3, 0.5, 1e300, 2**31, 10**11, 10**30, "", "text", "\x00", [], {}, True, [1], {"a": 1}, "../x"]
 SEALED = ("generate", "export")
 
 
@@ -50,10 +50,8 @@ def write_decoder(folder: Path, *, shards: bool = False) -> Path:
 def write_trained(folder: Path) -> Path:
     """The checkpoint of a lab model that was trained for two steps."""
     (folder / "a.txt").write_text("to be or not to be, that is the question. " * 100)
-    arguments = ["run", "quick", "--scale", "smoke", "--no-report", "--text", folder / "a.txt", "--out", folder / "run"]
-    for change in ("model.method=alibi", "train.steps=2", "model.architecture=mpt"):
-        arguments += ["--set", change]
-    alibi(*arguments)
+    fields = {"train.steps": "2", "model.architecture": "mpt"}
+    alibi(*smoke_run(folder / "run", fields, "--text", str(folder / "a.txt")))
     return next((folder / "run").glob("checkpoints/**/step-*"))
 
 
@@ -126,28 +124,12 @@ def damaged(content: bytes, rng: random.Random) -> bytes:
 
 
 def with_other_value(data: Any, rng: random.Random) -> bytes:
-    """JSON with one value replaced, deleted or renamed."""
-    place = rng.choice(list(_places(data)))
+    """JSON with one damaged value."""
+    place = rng.choice(list(places_in(data, most=12)))
     if not place:
         return json.dumps(rng.choice(VALUES)).encode()
-    inner = data
-    for name in place[:-1]:
-        inner = inner[name]
-    match rng.choice(["set", "set", "set", "delete", "rename"]):
-        case "delete":
-            del inner[place[-1]]
-        case "rename" if isinstance(inner, dict):
-            inner[f"{place[-1]}2"] = inner.pop(place[-1])
-        case _:
-            inner[place[-1]] = rng.choice(VALUES)
+    damage(data, place, rng)
     return json.dumps(data).encode()
-
-
-def _places(value: Any, place: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
-    yield place
-    if isinstance(value, dict | list):
-        for name in list(value)[:12] if isinstance(value, dict) else range(min(len(value), 6)):
-            yield from _places(value[name], (*place, name))
 
 
 class Attack:
