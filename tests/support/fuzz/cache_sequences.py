@@ -10,6 +10,7 @@ import pickle
 import tempfile
 from collections.abc import Callable
 from pathlib import Path
+from typing import Any
 from unittest import mock
 
 import torch
@@ -25,49 +26,28 @@ from alibi_attn.nn.cache import fixed
 WIDTH, HEADS, KEY_HEADS, ROWS, CAPACITY = 64, 4, 2, 2, 400
 SLOPES = [1.5, 0.4, 0.1, 0.0]
 
-# How a cache stores × what it may forget, each with the options of its layer.
-KINDS: dict[str, tuple[dict[str, object], Callable[[ALiBiAttention, Path], KVCache]]] = {
-    "memory": ({}, lambda layer, path: KVCache()),
-    "memory, window": ({"window": 40}, lambda layer, path: KVCache()),
-    "memory, sinks": ({"window": 40, "sinks": 3}, lambda layer, path: KVCache()),
-    "memory, gates": ({"forget_gate": True}, lambda layer, path: KVCache()),
-    "memory, windows of heads": ({"window": [40, 5, 20, 60]}, lambda layer, path: KVCache()),
-    "memory, gates, window": ({"forget_gate": True, "window": 40}, lambda layer, path: KVCache()),
-    "file": ({}, lambda layer, path: KVCache(path)),
-    "file, sinks": ({"window": 40, "sinks": 3}, lambda layer, path: KVCache(path)),
-    "stream": ({}, lambda layer, path: KVCache(max_tokens=30, sinks=2)),
-    "stream, window": ({"window": 12, "sinks": 2}, lambda layer, path: KVCache(max_tokens=30, sinks=2)),
-    "reach": ({"qk_norm": True}, lambda layer, path: layer.reach_cache(tolerance=1e-6)),
-    "reach, sinks": (
-        {"qk_norm": True, "window": 30, "sinks": 3},
-        lambda layer, path: layer.reach_cache(tolerance=1e-6),
-    ),
-    "gates": ({"qk_norm": True, "forget_gate": True}, lambda layer, path: layer.reach_cache(tolerance=1e-6)),
-    "gates, window": (
-        {"qk_norm": True, "forget_gate": True, "window": 40},
-        lambda layer, path: layer.reach_cache(tolerance=1e-6),
-    ),
-    "capacity": ({}, lambda layer, path: KVCache(capacity=CAPACITY)),
-    "capacity, window": ({"window": 40}, lambda layer, path: KVCache(capacity=CAPACITY)),
-    "capacity, reach": (
-        {"qk_norm": True, "slopes": [1.5, 0.4, 0.8, 0.2]},
-        lambda layer, path: layer.reach_cache(tolerance=1e-6, capacity=CAPACITY),
-    ),
+REACH = {"tolerance": 1e-6}
+# How a cache stores × what it may forget: the options of its layer, and of the cache, or of `reach_cache`.
+KINDS: dict[str, tuple[dict[str, object], dict[str, object]]] = {
+    "memory": ({}, {}),
+    "memory, window": ({"window": 40}, {}),
+    "memory, sinks": ({"window": 40, "sinks": 3}, {}),
+    "memory, gates": ({"forget_gate": True}, {}),
+    "memory, windows of heads": ({"window": [40, 5, 20, 60]}, {}),
+    "memory, gates, window": ({"forget_gate": True, "window": 40}, {}),
+    "file": ({}, {"path": "cache"}),
+    "file, sinks": ({"window": 40, "sinks": 3}, {"path": "cache"}),
+    "stream": ({}, {"max_tokens": 30, "sinks": 2}),
+    "stream, window": ({"window": 12, "sinks": 2}, {"max_tokens": 30, "sinks": 2}),
+    "reach": ({"qk_norm": True}, REACH),
+    "reach, sinks": ({"qk_norm": True, "window": 30, "sinks": 3}, REACH),
+    "gates": ({"qk_norm": True, "forget_gate": True}, REACH),
+    "gates, window": ({"qk_norm": True, "forget_gate": True, "window": 40}, REACH),
+    "capacity": ({}, {"capacity": CAPACITY}),
+    "capacity, window": ({"window": 40}, {"capacity": CAPACITY}),
+    "capacity, reach": ({"qk_norm": True, "slopes": [1.5, 0.4, 0.8, 0.2]}, REACH | {"capacity": CAPACITY}),
 }
-ACTIONS = (
-    "append",
-    "append",
-    "append",
-    "crop",
-    "reorder",
-    "repeat",
-    "copy",
-    "pickle",
-    "save",
-    "edit",
-    "replay",
-    "mask",
-)
+ACTIONS = (*["append"] * 3, "crop", "reorder", "repeat", "copy", "pickle", "save", "edit", "replay", "mask")
 
 
 def attend_at(
@@ -146,7 +126,7 @@ def check(kind: str, steps: list[tuple[str, int]], *, near: bool) -> dict[str, i
         near: decode by reading near keys only, however few there are; with a capacity as on a device, by norms.
     """
     torch.manual_seed(0)
-    options, make = KINDS[kind]
+    options, of_cache = KINDS[kind]
     layer = ALiBiAttention(WIDTH, HEADS, num_kv_heads=KEY_HEADS, **{"slopes": SLOPES, **options}).eval()
     if layer.gate_proj is not None:
         torch.nn.init.constant_(layer.gate_proj.bias, 1.5)
@@ -157,8 +137,10 @@ def check(kind: str, steps: list[tuple[str, int]], *, near: bool) -> dict[str, i
         if near and kind.startswith("capacity"):
             for where, name, stand_in in AS_ON_A_DEVICE:
                 stack.enter_context(mock.patch.object(where, name, stand_in))
-        path, truth = Path(folder) / "cache", Truth(layer)
-        cache = make(layer, path)
+        path, truth = Path(folder), Truth(layer)
+        if "path" in of_cache:
+            of_cache = {"path": path / of_cache["path"]}
+        cache = layer.reach_cache(**of_cache) if "tolerance" in of_cache else KVCache(**of_cache)
         for number, (action, size) in enumerate([*steps, ("append", 1)]):
             batch, held = truth.key.shape[0], truth.key.shape[2]
             if action in ("append", "mask", "replay"):
@@ -172,7 +154,7 @@ def check(kind: str, steps: list[tuple[str, int]], *, near: bool) -> dict[str, i
                 continue
             before = len(cache), cache.kept
             try:
-                cache = _changed(cache, truth, action, size, Path(folder) / f"{number}")
+                cache = _changed(cache, truth, action, size, path / f"{number}")
                 done[action] += 1
             except ValueError:
                 assert (len(cache), cache.kept) == before, f"a refused {action} has changed the cache"
@@ -192,11 +174,7 @@ def _append(cache: KVCache, truth: Truth, x: Tensor, action: str) -> None:
         twin = copy.deepcopy(cache)
         graph = make_fx(lambda token: layer(token, cache=twin))(x)  # traced on a copy, whose tensors it holds
         assert "lift_fresh" not in graph.code, "a device would fetch a constant from the host"
-        twin.fixed.length.copy_(cache.fixed.length)
-        if cache.fixed.norms is not None:
-            twin.fixed.norms.keys.copy_(cache.fixed.norms.keys), twin.fixed.norms.values.copy_(cache.fixed.norms.values)
-        for own, other in zip(twin.fixed.tensors, cache.fixed.tensors, strict=True):
-            own[0].copy_(other[0]), own[1].copy_(other[1])
+        refill(twin.fixed, cache.fixed)
         torch.testing.assert_close(graph(x), layer(x, cache=copy.deepcopy(cache)), rtol=0, atol=1e-6)
     found = step(layer, x, cache=cache, **given)
     latest = None if cache.max_tokens is None else (cache.max_tokens, cache.sinks)
@@ -219,18 +197,36 @@ def _changed(cache: KVCache, truth: Truth, action: str, size: int, path: Path) -
         rows = [size % batch] * batch if action == "repeat" else list(range(batch))[:: 1 - 2 * (size % 2)]
         cache.reorder(rows)
         truth.rows(rows)
-    elif action in ("copy", "pickle"):
-        former, cache = cache, copy.deepcopy(cache) if action == "copy" else pickle.loads(pickle.dumps(cache))
-        groups = former.fixed.tensors if former.fixed is not None else [group.filled() for group in former.groups]
-        for tensor in (x for tensors in groups for x in tensors):
-            tensor.zero_()  # what happens to the former cache changes nothing here
-    elif action == "save":
-        cache.save(path)
-        cache = KVCache.open(path, mode="c" if size % 2 else "r+")
-        cache.verify()
     elif action == "edit":
         _edit(cache, truth, held, size)
+    anew = made_anew(cache, action, size, path)
+    if action in ("copy", "pickle"):
+        groups = cache.fixed.tensors if cache.fixed is not None else [group.filled() for group in cache.groups]
+        for tensor in (x for tensors in groups for x in tensors):
+            tensor.zero_()  # what happens to the former cache changes nothing here
+    return anew
+
+
+def made_anew(cache: Any, action: str, size: int, path: Path) -> Any:
+    """The cache after "copy", "pickle" or "save", or unchanged after another action."""
+    if action == "copy":
+        return copy.deepcopy(cache)
+    if action == "pickle":
+        return pickle.loads(pickle.dumps(cache))
+    if action == "save":
+        cache.save(path)
+        cache = type(cache).open(path, mode="c" if size % 2 else "r+")
+        cache.verify()
     return cache
+
+
+def refill(fixed: Any, other: Any) -> None:
+    """Copies everything that one store of a fixed capacity holds into another, in place."""
+    fixed.length.copy_(other.length)
+    if other.norms is not None:
+        fixed.norms.keys.copy_(other.norms.keys), fixed.norms.values.copy_(other.norms.values)
+    for pair, others in zip(fixed.tensors, other.tensors, strict=True):
+        pair[0].copy_(others[0]), pair[1].copy_(others[1])
 
 
 def _edit(cache: KVCache, truth: Truth, held: int, size: int) -> None:
