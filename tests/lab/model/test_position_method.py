@@ -6,6 +6,7 @@ import math
 import pytest
 import torch
 import torch.nn.functional as F
+from loops import by_loops
 from torch import Tensor, nn
 
 from alibi_lab.lab.data.corpus import load_corpus
@@ -53,17 +54,10 @@ def some_tokens(length: int) -> Tensor:
 
 
 def expected_attention(q, k, v, key_bias, slopes, sees) -> Tensor:
-    """A loop over i and each j ≤ i for which `sees(b, i, j)`, in float64."""
-    out, first = torch.empty_like(q, dtype=torch.float64), k.shape[2] - q.shape[2]
-    q, k, v, key_bias = (x.double() for x in (q, k, v, key_bias))
-    for b, h, row in torch.cartesian_prod(*(torch.arange(n) for n in q.shape[:3])).tolist():
-        i = first + row
-        seen = [j for j in range(i + 1) if sees(b, i, j)]
-        scores = [
-            q[b, h, row] @ k[b, h, j] / math.sqrt(q.shape[3]) - slopes[h] * (i - j) + key_bias[b, h, j] for j in seen
-        ]
-        out[b, h, row] = torch.stack(scores).softmax(0) @ v[b, h, seen]
-    return out
+    """A loop over i and each j ≤ i for which `sees(b, i, j)`; the bias is a further column of k."""
+    q = F.pad(q / math.sqrt(q.shape[3]), (0, 1), value=1.0)
+    k = torch.cat([k, key_bias[..., None]], dim=-1)
+    return by_loops(q, k, v, lambda h, d, q, k, _: float(q @ k) - slopes[h] * d, sees=sees)
 
 
 @pytest.mark.parametrize(("query_len", "key_len"), [(7, 7), (1, 9), (3, 9)])

@@ -6,6 +6,7 @@ import re
 
 import pytest
 import torch
+from loops import by_loops
 
 from alibi_attn.attention.call.bias import alibi_bias
 from alibi_attn.slopes import alibi_slopes
@@ -31,16 +32,9 @@ AT = Pass(3, 3)
 
 def assert_attention_is(out, q, k, v, bias_at, sees=lambda i, j: True):
     """Compares with a loop over i and j ≤ i where `sees(i, j)`; `bias_at(head, distance)` is added to q·k/√d."""
-    heads, query_len, key_len = q.shape[1], q.shape[2], k.shape[2]
-    for head in range(heads):
-        for row in range(query_len):
-            i = key_len - query_len + row
-            seen = [j for j in range(i + 1) if sees(i, j)]
-            scores = torch.stack(
-                [q[0, head, row] @ k[0, head, j] / math.sqrt(q.shape[3]) + bias_at(head, i - j) for j in seen]
-            )
-            expected = scores.softmax(0) @ v[0, head, seen]
-            torch.testing.assert_close(out[0, head, row], expected, rtol=1e-5, atol=1e-6)
+    score = lambda h, d, q, k, _: float(q @ k) / math.sqrt(len(q)) + bias_at(h, d)  # noqa: E731
+    expected = by_loops(q, k, v, score, sees=lambda _, i, j: sees(i, j)).float()
+    torch.testing.assert_close(out, expected, rtol=1e-5, atol=1e-6)
 
 
 @pytest.fixture

@@ -4,6 +4,7 @@ import math
 
 import pytest
 import torch
+from loops import by_loops
 from torch import Tensor
 
 from alibi_lab.lab.config import ModelConfig
@@ -46,18 +47,6 @@ def found_attention(method: PositionMethod, q: Tensor, k: Tensor, v: Tensor, **g
         return method.attend(q, k, v, Pass(q.shape[2], k.shape[2], input=layer, **given), default)
 
 
-def by_loops(q, k, v, score, *, sees=lambda i, j: True, value=lambda h, d, v: v) -> Tensor:
-    """Σ_j softmax_j(score(h, i − j, q_i, k_j, j))·value(h, i − j, v_j) over each j ≤ i where `sees(i, j)`."""
-    out, first = torch.empty_like(q), k.shape[2] - q.shape[2]
-    for b, h, row in torch.cartesian_prod(*(torch.arange(n) for n in q.shape[:3])).tolist():
-        i = first + row
-        seen = [j for j in range(i + 1) if sees(i, j)]
-        weights = [math.exp(score(h, i - j, q[b, h, row], k[b, h, j], j)) for j in seen]
-        terms = [w * value(h, i - j, v[b, h, j]) for w, j in zip(weights, seen, strict=True)]
-        out[b, h, row] = torch.stack(terms).sum(0) / sum(weights)
-    return out
-
-
 def assert_same(found: Tensor, expected: Tensor) -> None:
     torch.testing.assert_close(found, expected, rtol=1e-9, atol=1e-11)
 
@@ -73,7 +62,8 @@ def test_shaw_adds_the_vector_of_the_clipped_distance_to_keys_and_values(monkeyp
     value = lambda h, d, v: v + values[h, min(d, 5)]  # noqa: E731
     assert_same(found_attention(method, q, k, v), by_loops(q, k, v, score, value=value))
     assert_same(
-        found_attention(method, q, k, v, window=3), by_loops(q, k, v, score, value=value, sees=lambda i, j: i - j < 3)
+        found_attention(method, q, k, v, window=3),
+        by_loops(q, k, v, score, value=value, sees=lambda _, i, j: i - j < 3),
     )
     without = by_loops(q, k, v, score)
     with pytest.raises(AssertionError):  # values without their vectors
@@ -115,7 +105,7 @@ def test_longformer_sees_a_window_with_positions_and_the_first_tokens_by_content
     content, position = expected_xl_terms(method)
     assert [method.layer_window(layer) for layer in range(2)] == [4, 8]  # of 16 tokens
     score = lambda h, d, q, k, j: content(h, q, k) + (position(h, d, q) if d < 8 else 0.0)  # noqa: E731
-    expected = by_loops(q, k, v, score, sees=lambda i, j: i - j < 8 or j < 2)
+    expected = by_loops(q, k, v, score, sees=lambda _, i, j: i - j < 8 or j < 2)
     torch.testing.assert_close(found_attention(method, q, k, v), expected, rtol=1e-4, atol=1e-5)
 
 
