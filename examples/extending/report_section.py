@@ -3,9 +3,9 @@
     python examples/extending/report_section.py page.html
 
 writes a page that has it. To add it for good, copy this file without its last part to alibi_lab/report/sections/, import it in
-alibi_lab/report/page.py, and name it in a group of `SECTIONS` there:
+alibi_lab/report/page.py, and add a row to `SECTIONS` there:
 
-    _OF_SPEED = (long_texts, benchmark, report_section)
+    (report_section.find, report_section.draw),
 """
 
 from markupsafe import Markup
