@@ -14,7 +14,6 @@ import datetime
 import itertools
 import statistics
 import tempfile
-import typing
 from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Unpack
@@ -78,8 +77,7 @@ def run_items(
         if study == "speed":
             paths += _measured(distinct, out / "records", scale, console)
         elif distinct:
-            runs = dict.fromkeys(typing.get_args(Scale), distinct)
-            recipe = dataclasses.replace(PAPER, name=study, scales=typing.get_args(Scale), runs=runs.__getitem__)
+            recipe = dataclasses.replace(PAPER, name=study, scales=(scale,), runs={scale: distinct}.__getitem__)
             paths += experiment.run(
                 recipe, out=out, scale=scale, shard=shard, on_ray=on_ray, console=console, track=track
             )
