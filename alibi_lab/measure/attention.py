@@ -22,7 +22,7 @@ from torch.profiler import ProfilerActivity, profile
 from alibi_attn import inspect
 from alibi_attn.inspect import TILE
 from alibi_lab.measure.harness import Budget, Columns, Row, Rows, Say, Timed, check_names, keep, prepared, table
-from alibi_lab.measure.inputs import DTYPES, Case, Inputs, cases_of
+from alibi_lab.measure.inputs import DTYPES, Case, Inputs, cases_of, described
 from alibi_lab.measure.peers import Attention, Peer, eager, flash_attn, flex, rank_two, sdpa, sdpa_dense_bias
 from alibi_lab.measure.peers.ours import ours, ours_gated
 
@@ -115,10 +115,8 @@ def attention(
     peers = functools.partial(peers_of, framework=framework, backend=backend, dropout=dropout)
     configs = {
         record: {
-            "kind": each[0].kind, "lengths": [case.length for case in each], "batch": batch, "dtype": dtype,
-            "heads": each[0].heads, "head_dim": each[0].head_dim, "device": device, "framework": framework,
-            "backend": backend, "dropout": dropout, "backward": backward, "threads": torch.get_num_threads(),
-            "checkpoint": None if checkpoint is None else checkpoint.name,
+            **described(each), "kind": each[0].kind, "batch": batch, "framework": framework, "backend": backend,
+            "dropout": dropout, "backward": backward, "checkpoint": None if checkpoint is None else checkpoint.name,
         }
         for record, each in cases.items()
     }  # fmt: skip

@@ -13,7 +13,7 @@ from alibi_attn.inspect import Norms, certified_bounds
 from alibi_attn.nn import ALiBiTransformerBlock, KVCache
 from alibi_lab.measure.attention import SHAPES, checked_dtype
 from alibi_lab.measure.harness import Budget, Config, Metrics, Rows, Say, Timed, keep, table
-from alibi_lab.measure.inputs import Case, Inputs, cases_of
+from alibi_lab.measure.inputs import Case, Inputs, cases_of, described
 from alibi_lab.measure.peers import Peer, eager, flash_attn, sdpa, sdpa_dense_bias
 from alibi_lab.measure.peers.ours import ours, ours_with_cache
 
@@ -61,13 +61,7 @@ def decoding(
         )
         for heads, size in shape or [(16, SHAPES[device][1])]
     }  # fmt: skip
-    configs: dict[str, Config] = {
-        name: {
-            "lengths": list(lengths), "heads": each[0].heads, "head_dim": each[0].head_dim, "dtype": dtype,
-            "device": device, "backend": backend, "queries": 1, "threads": torch.get_num_threads(),
-        }
-        for name, each in cases.items()
-    }  # fmt: skip
+    configs = {name: {**described(each), "backend": backend, "queries": 1} for name, each in cases.items()}
     end = time.perf_counter() + limit
     budget = Budget(repeats=repeats, seconds=seconds, end=end, backward=False, graphs=device == "cuda")
     return keep(out, configs, table(cases, lambda case, x: _peers(backend), budget, _reach), say=say)

@@ -54,6 +54,14 @@ def cases_of(
     return [Case(length=n, batch=batch or max(1, most // n), **fields) for n in lengths]
 
 
+def described(cases: Sequence[Case]) -> dict[str, Any]:
+    """What the config of a record says of its cases, which differ in length."""
+    one = cases[0]
+    sizes = {"lengths": [case.length for case in cases], "heads": one.heads, "head_dim": one.head_dim}
+    kind = {"dtype": str(one.dtype).removeprefix("torch."), "device": one.device.type}
+    return {**sizes, **kind, "threads": torch.get_num_threads()}
+
+
 @dataclasses.dataclass(frozen=True)
 class Inputs:
     """The inputs that all peers of a case get.
