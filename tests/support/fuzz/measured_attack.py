@@ -43,6 +43,9 @@ def fused_keys(spec, query: torch.Tensor, key: torch.Tensor, value: torch.Tensor
     return list(measured_in_interpreter.visited(spec, query, key, value)[:2])
 
 
+KEYS = {"native": native_keys, "banded": banded_keys, "fused": fused_keys}
+
+
 def left_out_by_backward(
     attack: Attack, measured_at: float | None = None, keys: Callable[..., list[torch.Tensor]] = native_keys
 ) -> tuple[float, float, float]:
