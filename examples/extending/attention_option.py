@@ -26,7 +26,7 @@ CHECK = (
     "        raise ValueError(f\"logit_cap is {options['logit_cap']} but must be at least 0; 0 = no cap\")\n{}",
 )
 CAP = "    if spec.logit_cap > 0:\n        scores = spec.logit_cap * (scores / spec.logit_cap).tanh()\n"
-READS = ('| {"table"}\n', '| {"table", "logit_cap"}\n')
+READS = ('| {"table"', '| {"logit_cap", "table"')
 REFERENCE = [
     ("backends/reference.py", *READS),
     ("backends/reference.py", "    return scores.masked_fill", CAP + "{}"),

@@ -51,7 +51,7 @@ def test_a_made_up_backend_passes_the_conformance_cases(tmp_path: Path) -> None:
         "from alibi_attn.attention.backends.native import build\n",
         "from alibi_attn.attention.backends import made_up\n",
     )
-    add(dispatch, "reference, dense)\n_KERNELS", "made_up, ")
+    add(dispatch, "reference, dense", "made_up, ")
     oracles = Path(__file__).parents[1] / "support" / "oracles"
     printed("-c", PROGRAM, tmp_path, cwd=tmp_path, PYTHONPATH=os.pathsep.join([str(tmp_path), str(oracles)]))
 
