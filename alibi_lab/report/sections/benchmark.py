@@ -23,6 +23,9 @@ OURS = "ours"
 _MEMORY = ("peak_memory_bytes", "cache_bytes")
 _COLORS = ("sinusoidal", "rotary", "t5", "learned", "none", "ink", "alibi-learned", "alibi-half", "kerple")
 MEASURED = {  # the first part of a record's name
+    "attention": "Attention",
+    "models": "Models",
+    "texts": "Long texts",
     "cpu": "Attention on a CPU",
     "jax": "Attention in JAX",
     "gpu": "On a GPU",
@@ -101,10 +104,11 @@ def title_of(record: Record) -> str:
     known = next((one for one in MEASURED if place == one or place.startswith(f"{one}-")), None)
     if known is None:
         return f"Benchmark {record.name}"
-    details = (
-        ", ".join(filter(None, (place.removeprefix(known).strip("-"), inputs))).replace("-", " ").replace("/", ", ")
-    )
     config = record.config
+    said = (str(config.get("dtype")), f"{config.get('heads')}x{config.get('head_dim')}")  # in the parts that follow
+    names = [place.removeprefix(known).strip("-"), *inputs.split("/")]
+    kept = (" ".join(word for word in name.split("-") if word not in said) for name in names)
+    details = ", ".join(filter(None, kept))
     lengths = [length for length in sequence(config.get("lengths")) if isinstance(length, int)]
     parts = [
         f"{MEASURED[known]}: {details}" if details else MEASURED[known],
