@@ -56,12 +56,10 @@ class Tally:
     draws: int = 0
     failures: list[tuple[int, str]] = dataclasses.field(default_factory=list)  # (seed, call and reason)
     shares: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # the worst, per result
-    features: collections.Counter[str] = dataclasses.field(default_factory=collections.Counter)  # calls per feature
 
     def add(self, other: "Tally") -> None:
         self.draws += other.draws
         self.failures += other.failures
-        self.features += other.features
         self.shares |= other.shares  # the larger of each
 
 
@@ -123,7 +121,6 @@ def fuzz(backends: Sequence[str], seeds: range, dtype: str | None = None) -> dic
         for backend, tally in tallies.items():
             asked = as_answered(call, backend)
             tally.draws += 1
-            tally.features.update(features(asked))
             try:
                 if asked not in questions:
                     questions[asked] = Question(asked)
@@ -270,7 +267,6 @@ def _report(backend: str, tally: Tally) -> str:
 
 def _record(backend: str, asked: argparse.Namespace, tally: Tally, started: datetime.datetime) -> records.Record:
     config = {"draws": tally.draws, "first_seed": asked.first_seed} | ({"dtype": asked.dtype} if asked.dtype else {})
-    names = sorted(tally.features)
     metrics: dict[str, float | None] = {"draws": tally.draws, "failures": len(tally.failures)}
     metrics |= {f"worst_share_{name}": tally.shares[name] for name in sorted(tally.shares)}
     return records.make(
@@ -280,8 +276,7 @@ def _record(backend: str, asked: argparse.Namespace, tally: Tally, started: date
         metrics=metrics,
         started=started,
         curves={
-            "failures": {"seed": [seed for seed, _ in tally.failures], "call": [words for _, words in tally.failures]},
-            "features": {"feature": names, "calls": [tally.features[name] for name in names]},
+            "failures": {"seed": [seed for seed, _ in tally.failures], "call": [words for _, words in tally.failures]}
         },
     )
 

@@ -3,14 +3,12 @@
     python tests/support/fuzz/space_draws.py --draws 2000
 
 fp64 must agree to 1e-11; in fp32 and bf16 the error may be twice that of `dense` on the same call, plus a few roundings of the
-largest number; for slopes one rounding of the terms that are added, for lse the tolerance. Prints each draw that fails, and the
-worst errors.
+largest number; for slopes one rounding of the terms that are added, for lse the tolerance. Prints each draw that fails.
 """
 
 import argparse
 import random
 import sys
-from collections import Counter
 from pathlib import Path
 from typing import Any, NamedTuple
 
@@ -111,11 +109,10 @@ def errors(drawn: Drawn) -> tuple[dict[str, float], dict[str, float], dict[str, 
     return results[0], results[1], results[2]
 
 
-def assert_near(drawn: Drawn) -> Counter[str]:
-    """By name the share of what is allowed; raises an AssertionError for one above 1."""
+def assert_near(drawn: Drawn) -> None:
+    """Every error is at most what is allowed."""
     dtype = drawn.rows[0].dtype
     found, plain, largest = errors(drawn)
-    shares = Counter[str]()
     for name in NAMES:
         limit = 1e-11 * largest[name] if dtype == torch.float64 else 2 * plain[name]
         if dtype != torch.float64:
@@ -123,10 +120,8 @@ def assert_near(drawn: Drawn) -> Counter[str]:
             limit += ROUNDINGS * eps * largest[name]
             limit += eps * _terms_of_slopes(drawn) if name == "dslopes" else 0.0
             limit += torch.finfo(dtype).eps / 32 if name == "lse" else 0.0  # the tolerance: a share that may be skipped
-        shares[name] = found[name] / limit if limit > 0 else float(found[name] > 0)
-        if not shares[name] <= 1.0:
-            raise AssertionError(f"{name} is off by {found[name]:.2e}, dense by {plain[name]:.2e}; allowed {limit:.2e}")
-    return shares
+        allowed = f"dense by {plain[name]:.2e}; allowed {limit:.2e}"
+        assert found[name] <= limit, f"{name} is off by {found[name]:.2e}, {allowed}"
 
 
 def _terms_of_slopes(drawn: Drawn) -> float:
@@ -145,24 +140,18 @@ def main() -> int:
     parser.add_argument("--first", type=int, default=0)
     given = parser.parse_args()
     torch.set_num_threads(1)
-    failures, worst, most = 0, Counter[str](), space.MOST_SCORES
+    failures, most = 0, space.MOST_SCORES
     for seed in range(given.first, given.first + given.draws):
         drawn = draw(seed)
         space.MOST_SCORES = 3000 if drawn.backend == "by rows" else most
         try:
-            shares = assert_near(drawn)
+            assert_near(drawn)
         except Exception as error:
             failures += 1
             print(f"{drawn.words}\n    {type(error).__name__}: {error}", flush=True)
-        else:
-            worst |= Counter(
-                {f"{drawn.backend}, {drawn.rows[0].dtype}, {name}": share for name, share in shares.items()}
-            )
         if (seed + 1) % 100 == 0:
             print(f"{seed + 1 - given.first} draws, {failures} failures", flush=True)
     print(f"{given.draws} draws, {failures} failures")
-    for name, share in sorted(worst.items()):
-        print(f"    {name}: {share:.2f} of what is allowed")
     return min(failures, 1)
 
 

@@ -1,4 +1,4 @@
-"""Random calls with a table of distances, and their truth: visibility and distance of each pair, computed in fp64."""
+"""Random calls with a table of distances, and their truth: plain attention in fp64."""
 
 import dataclasses
 import functools
@@ -7,6 +7,7 @@ import random
 from typing import Any
 
 import torch
+from attention_checks import plain_attention
 from torch import Tensor
 
 from alibi_attn.attention.toeplitz import toeplitz_attention
@@ -113,35 +114,15 @@ def _moved(x: Any, device: str) -> Any:
 
 def _truth(call: Call) -> dict[str, Tensor]:
     leaves = {name: x.detach().double().requires_grad_() for name, x in call.inputs.items()}
-    b, t, s, n = leaves["query"].shape[0], leaves["query"].shape[2], leaves["key"].shape[2], leaves["table"].shape[1]
-    options, causal = call.options, call.options["causal"]
-    columns, seen = [[0] * s for _ in range(t)], [[[False] * s for _ in range(t)] for _ in range(b)]
-    offset, window = options.get("query_offset", s - t), options.get("window", math.inf)
-    mask = options["key_mask"].tolist() if "key_mask" in options else [[True] * s] * b
-    of_query, of_key = (x.tolist() for x in options.get("segment_ids", (torch.zeros(b, t), torch.zeros(b, s))))
-    for row in range(t):
-        for j in range(s):
-            away = offset + row - j
-            if (causal and away < 0) or abs(away) >= window:
-                continue
-            columns[row][j] = away if causal else away + n // 2
-            for sequence in range(b):
-                seen[sequence][row][j] = mask[sequence][j] and of_query[sequence][row] == of_key[sequence][j]
-    return _attended(call, leaves, torch.tensor(columns), torch.tensor(seen)[:, None])
-
-
-def _attended(call: Call, leaves: dict[str, Tensor], columns: Tensor, seen: Tensor) -> dict[str, Tensor]:
-    query, key, value, table = leaves.values()
-    group, scale = query.shape[1] // key.shape[1], call.options.get("scale", query.shape[-1] ** -0.5)
-    scores = scale * query @ key.repeat_interleave(group, 1).mT + table[:, columns]
-    scores = scores.masked_fill(~seen, -math.inf)
-    blind = ~seen.any(-1, keepdim=True)
-    weights = scores.masked_fill(blind, 0.0).softmax(-1).masked_fill(~seen, 0.0)
-    output = weights @ value.repeat_interleave(group, 1)
-    lse = scores.masked_fill(blind, 0.0).logsumexp(-1).masked_fill(blind[..., 0], -math.inf)
-    total = (output * call.grads[0]).sum() + (lse * call.grads[1]).masked_fill(blind[..., 0], 0.0).sum()
-    found = torch.autograd.grad(total, list(leaves.values()))
-    return dict(zip(INPUTS, found, strict=True)) | {"output": output.detach(), "lse": lse.detach()}
+    *rows, table = leaves.values()
+    (_, h, t, _), s, n = rows[0].shape, rows[1].shape[2], table.shape[1]
+    options = {"window": None, "scale": None} | call.options
+    away = options.get("query_offset", s - t) + torch.arange(t)[:, None] - torch.arange(s)
+    columns = (away if options["causal"] else away + n // 2).clamp(0, n - 1)  # of hidden keys any
+    of_pairs = table[:, columns][None]
+    results = plain_attention(*rows, torch.zeros(h, dtype=torch.float64), key_bias=of_pairs, **options)
+    found = torch.autograd.grad(results, list(leaves.values()), [x.double() for x in call.grads])
+    return dict(zip((*INPUTS, "output", "lse"), (*found, *(x.detach() for x in results)), strict=True))
 
 
 def check(call: Call, backend: str, device: str = "cpu") -> float:
